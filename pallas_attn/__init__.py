@@ -1,0 +1,17 @@
+"""Attention kernels for JAX on NVIDIA GPUs: paged, ragged, block-sparse and MLA."""
+
+from pallas_attn._dispatch import available_implementations, record_implementations
+from pallas_attn.ops.kv_cache import OutOfPagesError, PageAllocator, PagedKVCache, write_kv
+from pallas_attn.ops.paged_attention import PagedAttentionConfig, paged_attention
+
+__all__ = [
+    "OutOfPagesError",
+    "PageAllocator",
+    "PagedAttentionConfig",
+    "PagedKVCache",
+    "available_implementations",
+    "paged_attention",
+    "record_implementations",
+    "write_kv",
+]
+__version__ = "0.1.0"

@@ -1,0 +1,119 @@
+"""Which implementation serves a call: a name, a function, and the reason it cannot, if there is one.
+
+An op registers its implementations; `resolve` picks one. With `implementation=None` the order is
+cuda > pallas > xla on a GPU and xla elsewhere. A forced implementation that cannot serve raises with its reason.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pallas_attn import _ffi
+from pallas_attn._device import Device, current_device
+
+Reason = str | None
+"""Why an implementation cannot serve; None when it can."""
+
+
+def _cuda_available(device: Device) -> Reason:
+    if device.compute_capability != 90:
+        return f"needs an sm_90 GPU (H100, H200), the device is {device.kind!r}"
+    available, reason = _ffi.is_available()
+    return None if available else reason
+
+
+def _pallas_available(device: Device) -> Reason:
+    if device.platform != "gpu":
+        return f"needs an NVIDIA GPU, the device is {device.kind!r} (to debug without one: 'interpret')"
+    if device.compute_capability is not None and device.compute_capability < 80:
+        return f"needs sm_80 or newer, the device is sm_{device.compute_capability}"
+    return None
+
+
+def _always(device: Device) -> Reason:
+    return None
+
+
+# In order of preference; "interpret" runs the Pallas kernel in Python for debugging and is never chosen unasked.
+_AVAILABLE: dict[str, Callable[[Device], Reason]] = {
+    "cuda": _cuda_available,
+    "pallas": _pallas_available,
+    "xla": _always,
+    "interpret": _always,
+}
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """`supports(case)` gives the reason this function cannot serve the op's case, or None."""
+
+    fn: Callable[..., Any]
+    supports: Callable[[Any], Reason] = _always
+
+
+_OPS: dict[str, dict[str, Implementation]] = {}
+_recorders: list[dict[str, str]] = []
+
+
+def register(op: str, implementations: dict[str, Implementation]) -> None:
+    _OPS[op] = implementations
+
+
+def resolve(op: str, case: Any, requested: str | None) -> tuple[str, Callable[..., Any]]:
+    """The implementation's name and function. ValueError for an unknown name, or one that cannot serve."""
+    known, device = _OPS[op], current_device()
+
+    def refusal(name: str) -> Reason:
+        return _AVAILABLE[name](device) or known[name].supports(case)
+
+    if requested is not None:
+        if requested not in known:
+            names = ", ".join(map(repr, known))
+            raise ValueError(
+                f"{op}: argument 'implementation': expected None or one of {names}, got {requested!r}"
+            )
+        if reason := refusal(requested):
+            raise ValueError(f"{op}: implementation {requested!r} cannot serve this call: {reason}")
+        return _record(op, requested), known[requested].fn
+
+    candidates = [n for n in _AVAILABLE if n in known and n != "interpret"]
+    if device.platform != "gpu":
+        candidates = ["xla"]
+    reasons = {}
+    for name in candidates:
+        reasons[name] = refusal(name)
+        if reasons[name] is None:
+            refused = "; ".join(f"{n}: {r}" for n, r in reasons.items() if r and not _AVAILABLE[n](device))
+            if name == "xla" and refused:
+                warnings.warn(
+                    f"{op}: served by the slow 'xla' implementation because {refused}", stacklevel=4
+                )
+            return _record(op, name), known[name].fn
+    raise ValueError(
+        f"{op}: no implementation can serve this call: " + "; ".join(f"{n}: {r}" for n, r in reasons.items())
+    )
+
+
+def _record(op: str, name: str) -> str:
+    for choices in _recorders:
+        choices[op] = name
+    return name
+
+
+@contextlib.contextmanager
+def record_implementations() -> Iterator[dict[str, str]]:
+    """Collects {op: implementation} for every call traced inside the block (a cached jit traces nothing)."""
+    choices: dict[str, str] = {}
+    _recorders.append(choices)
+    try:
+        yield choices
+    finally:
+        _recorders.remove(choices)
+
+
+def available_implementations() -> dict[str, dict[str, Reason]]:
+    """{op: {implementation: None if it can run on this device, else the reason}}."""
+    device = current_device()
+    return {op: {name: _AVAILABLE[name](device) for name in known} for op, known in _OPS.items()}

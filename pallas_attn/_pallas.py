@@ -1,0 +1,51 @@
+"""The only importer of Pallas' Triton lowering, which JAX deprecated in 0.11 and still ships in 0.12.
+
+Kernels import the primitives and `kernel_call` from here, so that another lowering of the same kernels is a matter
+of this file.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jax.experimental.pallas import triton as plgpu
+
+load = plgpu.load
+store = plgpu.store
+program_id = pl.program_id
+when = pl.when
+cdiv = pl.cdiv
+next_power_of_2 = pl.next_power_of_2
+
+
+def dot(a: jax.Array, b: jax.Array, *, trans_b: bool = False) -> jax.Array:
+    """Matrix product with a float32 accumulator; float32 operands keep full precision (no TF32)."""
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return plgpu.dot(a, b, trans_b=trans_b, precision=precision)
+
+
+def kernel_call(
+    kernel: Callable[..., None],
+    *operands: jax.Array,
+    name: str,
+    grid: tuple[int, ...],
+    out_shape: Sequence[jax.ShapeDtypeStruct],
+    num_warps: int,
+    num_stages: int,
+    interpret: bool,
+    input_output_aliases: Mapping[int, int] | None = None,
+) -> Any:
+    """Runs `kernel(*operand_refs, *output_refs)` over `grid`; every ref is the whole array, indexed by the kernel."""
+    return pl.pallas_call(
+        kernel,
+        out_shape=out_shape,
+        grid=grid,
+        name=name,
+        interpret=interpret,
+        input_output_aliases=dict(input_output_aliases or {}),
+        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+    )(*operands)

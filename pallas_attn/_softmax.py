@@ -1,0 +1,79 @@
+"""Online softmax in base 2, the merging of split results, and the rule for rows with no visible key.
+
+Kernels and references share these pure functions. Logits are scaled by log2(e) beforehand, so that exp2, which is
+one instruction on the GPU, serves; `lse2` is base 2, and only `natural_lse` turns it into what users see.
+
+The empty-row rule: a row that saw no key has out 0 and lse -inf. Its running maximum stays -inf, and every
+subtraction of a maximum goes through `_finite`, because (-inf) - (-inf) would be NaN.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+LOG2_E = 1.4426950408889634
+LN_2 = 0.6931471805599453
+
+
+class OnlineSoftmax(NamedTuple):
+    """Running state of some query rows: `acc` is the unnormalised output of the keys seen so far."""
+
+    maximum: jax.Array  # [..., rows], base 2
+    total: jax.Array  # [..., rows]
+    acc: jax.Array  # [..., rows, head_dim]
+
+
+def start(rows: tuple[int, ...], head_dim: int) -> OnlineSoftmax:
+    return OnlineSoftmax(
+        jnp.full(rows, -jnp.inf, jnp.float32),
+        jnp.zeros(rows, jnp.float32),
+        jnp.zeros((*rows, head_dim), jnp.float32),
+    )
+
+
+def _finite(maximum: jax.Array) -> jax.Array:
+    return jnp.where(maximum == -jnp.inf, 0.0, maximum)
+
+
+def rescale(state: OnlineSoftmax, logits2: jax.Array) -> tuple[OnlineSoftmax, jax.Array]:
+    """Takes in a tile of logits [..., rows, keys] (-inf where masked).
+
+    Returns the state with everything but the new tile's values added, and the tile's weights; the caller adds
+    `weights @ values` to `acc`, in whatever way its memory layout wants.
+    """
+    maximum = jnp.maximum(state.maximum, jnp.max(logits2, axis=-1))
+    weights = jnp.exp2(logits2 - _finite(maximum)[..., None])
+    decay = jnp.exp2(state.maximum - _finite(maximum))
+    total = state.total * decay + jnp.sum(weights, axis=-1)
+    return OnlineSoftmax(maximum, total, state.acc * decay[..., None]), weights
+
+
+def finish(state: OnlineSoftmax) -> tuple[jax.Array, jax.Array]:
+    """(out [..., rows, head_dim], lse2 [..., rows]), float32."""
+    empty = state.total == 0.0
+    out = state.acc * (1.0 / jnp.where(empty, 1.0, state.total))[..., None]
+    lse2 = jnp.where(empty, -jnp.inf, _finite(state.maximum) + jnp.log2(jnp.where(empty, 1.0, state.total)))
+    return out, lse2
+
+
+def merge_weights(lse2: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
+    """How splits combine: (weight of each split, merged lse2). Splits that saw no key weigh 0."""
+    maximum = _finite(jnp.max(lse2, axis=axis, keepdims=True))
+    weights = jnp.exp2(lse2 - maximum)
+    total = jnp.sum(weights, axis=axis, keepdims=True)
+    empty = total == 0.0
+    weights = weights / jnp.where(empty, 1.0, total)
+    merged = jnp.where(empty, -jnp.inf, maximum + jnp.log2(jnp.where(empty, 1.0, total)))
+    return weights, jnp.squeeze(merged, axis)
+
+
+def poison(result: jax.Array, bad: jax.Array) -> jax.Array:
+    """NaN where `bad`: a call that cannot be right must not look right."""
+    # float32 rather than a Python float: the Triton lowering gives weakly typed scalars the predicate's dtype.
+    return jnp.where(bad, np.float32(np.nan), result)
+
+
+def natural_lse(lse2: jax.Array) -> jax.Array:
+    return lse2 * LN_2

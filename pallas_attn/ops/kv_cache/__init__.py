@@ -1,0 +1,7 @@
+"""The paged KV cache: writing new tokens into pages, the cache as a pytree, and the host's page bookkeeping."""
+
+from pallas_attn.ops.kv_cache.allocator import OutOfPagesError, PageAllocator
+from pallas_attn.ops.kv_cache.api import write_kv
+from pallas_attn.ops.kv_cache.cache import PagedKVCache
+
+__all__ = ["OutOfPagesError", "PageAllocator", "PagedKVCache", "write_kv"]

@@ -1,0 +1,80 @@
+"""The host's side of paging: which pages are free, and how many sequences use each of the others."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+
+class OutOfPagesError(RuntimeError):
+    """More pages were asked for than are free. Nothing was allocated."""
+
+
+class PageAllocator:
+    """Hands out page ids of a pool of `num_pages` pages, with reference counts for shared prefixes.
+
+    Pages are reused last freed, first out: those are the likeliest to be warm. Every method either does all of
+    what it was asked or raises and changes nothing.
+    """
+
+    def __init__(self, num_pages: int):
+        if num_pages < 1:
+            raise ValueError(f"PageAllocator: argument 'num_pages': expected at least 1, got {num_pages}")
+        self.num_pages = num_pages
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._references = [0] * num_pages
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def references(self, page: int) -> int:
+        """How many owners a page has; 0 when it is free."""
+        self._check_ids("references", [page])
+        return self._references[page]
+
+    def allocate(self, n: int) -> list[int]:
+        """`n` pages with one reference each. Raises OutOfPagesError when fewer are free."""
+        if n < 0:
+            raise ValueError(f"PageAllocator.allocate: argument 'n': expected at least 0, got {n}")
+        if n > len(self._free):
+            raise OutOfPagesError(
+                f"PageAllocator.allocate: argument 'n': expected at most {len(self._free)} pages "
+                f"(free, of {self.num_pages}), got {n}"
+            )
+        pages = [self._free.pop() for _ in range(n)]
+        for page in pages:
+            self._references[page] = 1
+        return pages
+
+    def share(self, pages: Iterable[int]) -> list[int]:
+        """Adds a reference to each page, for another sequence with the same prefix. Returns the pages."""
+        pages = list(pages)
+        self._check_in_use("share", pages)
+        for page in pages:
+            self._references[page] += 1
+        return pages
+
+    def free(self, pages: Iterable[int]) -> None:
+        """Drops one reference from each page; a page without references is free again."""
+        pages = list(pages)
+        self._check_in_use("free", pages)
+        for page in pages:
+            self._references[page] -= 1
+            if self._references[page] == 0:
+                self._free.append(page)
+
+    def _check_ids(self, method: str, pages: list[int]) -> None:
+        for page in pages:
+            if not 0 <= page < self.num_pages:
+                raise ValueError(
+                    f"PageAllocator.{method}: argument 'pages': expected ids in [0, {self.num_pages}), got {page}"
+                )
+
+    def _check_in_use(self, method: str, pages: list[int]) -> None:
+        self._check_ids(method, pages)
+        for page, times in Counter(pages).items():
+            held = self._references[page]
+            if held == 0 or (method == "free" and times > held):
+                raise ValueError(
+                    f"PageAllocator.{method}: argument 'pages': expected pages in use, "
+                    f"got page {page} {times} time(s) with {held} reference(s)"
+                )

@@ -1,0 +1,69 @@
+"""Tile sizes of the paged attention kernel, and the heuristic for devices without a measured file."""
+
+import dataclasses
+import math
+
+from pallas_attn import _pallas
+from pallas_attn._checks import fail
+from pallas_attn._device import Device
+
+# A split shorter than this costs more in merging than it gains in parallelism.
+MIN_SPLIT_TOKENS = 256
+MAX_SPLITS = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedAttentionConfig:
+    """How one call of the kernel is cut up.
+
+    block_q: query heads of one KV head that a program serves, a power of two >= 16 (the tensor core's tile).
+    block_kv: tokens a program takes in per step, a power of two >= 16.
+    num_splits: most pieces a sequence's tokens are cut into. How many are used follows from the lengths at run time.
+    programs_per_core: programs that the run-time split aims at, per streaming multiprocessor.
+    num_warps, num_stages: Triton's warps per program and depth of software pipelining.
+    """
+
+    block_q: int
+    block_kv: int
+    num_splits: int
+    programs_per_core: int = 2
+    num_warps: int = 4
+    num_stages: int = 3
+
+    def __post_init__(self):
+        def is_power_of_2(n: int) -> bool:
+            return n > 0 and n & (n - 1) == 0
+
+        for name in ("block_q", "block_kv"):
+            if (size := getattr(self, name)) < 16 or not is_power_of_2(size):
+                fail("PagedAttentionConfig", name, "a power of two >= 16", str(size))
+        for name in ("num_splits", "programs_per_core", "num_stages"):
+            if getattr(self, name) < 1:
+                fail("PagedAttentionConfig", name, "at least 1", str(getattr(self, name)))
+        if not is_power_of_2(self.num_warps):
+            fail("PagedAttentionConfig", "num_warps", "a power of two", str(self.num_warps))
+
+
+def heuristic(
+    *,
+    num_seqs: int,
+    num_kv_heads: int,
+    group: int,
+    head_dim: int,
+    itemsize: int,
+    max_len: int,
+    device: Device,
+) -> PagedAttentionConfig:
+    """`group` query heads share a KV head; `max_len` tokens fit in a row of the block table."""
+    block_q = min(64, max(16, _pallas.next_power_of_2(group)))
+    # K and V tiles of all stages live in shared memory: about 100 KB lets two programs share a multiprocessor.
+    tile_bytes = 2 * _pallas.next_power_of_2(head_dim) * itemsize
+    num_stages = 3
+    block_kv = 64
+    while block_kv > 16 and tile_bytes * block_kv * num_stages > 100 * 1024:
+        block_kv //= 2
+    programs = num_seqs * num_kv_heads * math.ceil(group / block_q)
+    # Sequences may differ in length, so splits are allowed up to several times what equal lengths would need.
+    wanted = math.ceil(8 * device.num_cores / programs)
+    num_splits = max(1, min(wanted, max_len // MIN_SPLIT_TOKENS, MAX_SPLITS))
+    return PagedAttentionConfig(block_q, block_kv, num_splits, num_stages=num_stages)
