@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-
 from jax.experimental.pallas import triton as plgpu
 
 load = plgpu.load

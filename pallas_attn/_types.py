@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 
 Layout = Literal["NHD", "HND"]
-"""Order of a page's dimensions: "NHD" [page_size, num_kv_heads, head_dim], "HND" [num_kv_heads, page_size, head_dim]."""
+"""A page's dimensions: "NHD" [page_size, num_kv_heads, head_dim], "HND" [num_kv_heads, page_size, head_dim]."""
 
 if TYPE_CHECKING:
     type Query = jax.Array
