@@ -1,7 +1,7 @@
 """`PagedKVCache`: the cache of a whole model as one pytree."""
 
 import dataclasses
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +49,7 @@ class PagedKVCache:
         seq_lens: SeqLens | None = None,
         dtype: Any = jnp.bfloat16,
         layout: Layout = "NHD",
-    ) -> Self:
+    ) -> "PagedKVCache":
         """An empty cache with `num_pages` pages of `page_size` tokens for each layer."""
         check = ArgumentChecker("PagedKVCache.create")
         check.one_of("layout", layout, LAYOUTS)
@@ -116,7 +116,7 @@ class PagedKVCache:
         positions: jax.Array,
         *,
         implementation: str | None = None,
-    ) -> Self:
+    ) -> "PagedKVCache":
         """Writes keys and values [num_seqs, n, num_kv_heads, head_dim] at `positions` [num_seqs, n]; in place
         under donation or in a loop's carry. Negative positions are skipped. `seq_lens` stays as it is."""
         flat = (-1, *key.shape[2:])
@@ -131,5 +131,5 @@ class PagedKVCache:
         )
         return self.replace(key_cache=key_cache, value_cache=value_cache)
 
-    def replace(self, **changes: Any) -> Self:
+    def replace(self, **changes: Any) -> "PagedKVCache":
         return dataclasses.replace(self, **changes)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn import _pallas, _softmax
+from pallas_attn.ops.paged_attention import schedule
 
 if TYPE_CHECKING:
     from pallas_attn.ops.paged_attention.kernel import Problem
@@ -44,9 +45,9 @@ def _combine_kernel(
     _out_in, _lse_in, partial_out_ref, partial_lse_ref, lens_ref, out_ref, lse_ref, *, problem: "Problem"
 ):
     head, seq = _pallas.program_id(0), _pallas.program_id(1)
-    split_tokens = problem.split_tokens(lens_ref)
     seq_len = jnp.clip(_pallas.load(lens_ref.at[seq]), 0, problem.max_len)
-    used = (seq_len + split_tokens - 1) // split_tokens
+    # An empty sequence has splits of size 0; it is final already, like all in one split.
+    used = schedule.ceil_div(seq_len, jnp.maximum(problem.split_tokens(seq_len, lens_ref), 1))
 
     @_pallas.when(used > 1)
     def _():

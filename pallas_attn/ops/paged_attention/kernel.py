@@ -47,15 +47,17 @@ class Problem(NamedTuple):
     def max_len(self) -> int:
         return self.max_pages * self.pool.page_size
 
-    def split_tokens(self, seq_lens_ref) -> jax.Array:
-        """Run-time size of a split; the same in every program of both kernels."""
-        return schedule.tokens_per_split(
+    def split_tokens(self, seq_len: jax.Array, seq_lens_ref) -> jax.Array:
+        """Run-time size of a sequence's splits; both kernels come to the same."""
+        if self.config.num_splits == 1:
+            return jnp.int32(self.max_len)
+        share = schedule.fair_share(
             schedule.load_lengths(seq_lens_ref, num_seqs=self.num_seqs, max_len=self.max_len),
-            num_splits=self.config.num_splits,
-            block_kv=self.config.block_kv,
             programs_per_token=self.pool.num_kv_heads * self.q_blocks,
             target_programs=self.target_programs,
+            config=self.config,
         )
+        return schedule.split_tokens(seq_len, share, config=self.config)
 
 
 def paged_attention_pallas(
@@ -120,7 +122,7 @@ def _attend_kernel(
 
     stored_len = _pallas.load(lens_ref.at[seq])
     seq_len = jnp.clip(stored_len, 0, problem.max_len)
-    split_tokens = problem.split_tokens(lens_ref) if config.num_splits > 1 else problem.max_len
+    split_tokens = problem.split_tokens(seq_len, lens_ref)
     begin = split * split_tokens
     end = jnp.minimum(begin + split_tokens, seq_len)
 

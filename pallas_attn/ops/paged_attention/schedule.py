@@ -9,21 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn import _pallas
-from pallas_attn.ops.paged_attention.config import MIN_SPLIT_TOKENS
-
-
-def tokens_per_split(
-    seq_lens: jax.Array, *, num_splits: int, block_kv: int, programs_per_token: int, target_programs: int
-) -> jax.Array:
-    """Tokens of a split, a multiple of block_kv: int32 scalar.
-
-    `seq_lens` are clamped lengths (padding 0). `programs_per_token` is how many programs (KV heads x query blocks)
-    walk over each token. The longest sequence must fit in `num_splits` splits.
-    """
-    fair = _ceil_div(jnp.sum(seq_lens) * programs_per_token, target_programs)
-    needed = _ceil_div(jnp.max(seq_lens), num_splits)
-    split = jnp.maximum(jnp.maximum(fair, needed), MIN_SPLIT_TOKENS)
-    return _ceil_div(split, block_kv) * block_kv
+from pallas_attn.ops.paged_attention.config import PagedAttentionConfig
 
 
 def load_lengths(seq_lens_ref, *, num_seqs: int, max_len: int) -> jax.Array:
@@ -33,5 +19,24 @@ def load_lengths(seq_lens_ref, *, num_seqs: int, max_len: int) -> jax.Array:
     return jnp.clip(lengths, 0, max_len)
 
 
-def _ceil_div(a: jax.Array, b: int) -> jax.Array:
+def fair_share(
+    lengths: jax.Array, *, programs_per_token: int, target_programs: int, config: PagedAttentionConfig
+) -> jax.Array:
+    """Tokens that each of `target_programs` programs would get if sequences could be cut anywhere: float32 scalar.
+
+    `programs_per_token` is how many programs (KV heads x query blocks) walk over each token. float32, because the
+    tokens of a batch times its heads can pass 2**31.
+    """
+    share = jnp.sum(lengths.astype(jnp.float32)) * (programs_per_token / target_programs)
+    return jnp.maximum(share, float(config.min_split_tokens))
+
+
+def split_tokens(length: jax.Array, share: jax.Array, *, config: PagedAttentionConfig) -> jax.Array:
+    """Tokens in each split of a sequence, a multiple of block_kv: as many equal splits as fair shares, rounded."""
+    splits = jnp.floor(length.astype(jnp.float32) / share + 0.5).astype(jnp.int32)
+    splits = jnp.clip(splits, 1, config.num_splits)
+    return ceil_div(ceil_div(length, splits), config.block_kv) * config.block_kv
+
+
+def ceil_div(a, b):
     return (a + (b - 1)) // b

@@ -1,0 +1,11 @@
+import jax
+import pytest
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """GPU tests are deselected where there is no GPU."""
+    if jax.default_backend() == "gpu":
+        return
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    config.hook.pytest_deselected(items=gpu)
+    items[:] = [item for item in items if item not in set(gpu)]

@@ -1,0 +1,142 @@
+"""The comparison must be able to fail: every plausible fault of a kernel is caught."""
+
+import numpy as np
+import pytest
+from references.paged_attention_torch import paged_attention as reference
+
+from pallas_attn.testing import cases, compare, inputs
+
+CASE = cases.DecodeCase((4096, 2048, 300), 4, 2, 64, 16)
+NEEDLES = {0: 4095, 1: 1024, 2: 15}
+
+
+@pytest.fixture(scope="module")
+def data() -> inputs.PagedInputs:
+    made = inputs.decode_inputs(CASE)
+    inputs.plant_needles(CASE, made, NEEDLES)
+    return made
+
+
+def dropped(data: inputs.PagedInputs, tokens: dict[int, slice]) -> np.ndarray:
+    """What a kernel would give that lost some tokens of each sequence: their keys score nothing."""
+    lost = inputs.PagedInputs(**{name: array.copy() for name, array in vars(data).items()})
+    outs = []
+    for seq, length in enumerate(CASE.seq_lens):
+        page, offset = inputs.token_places(lost.block_tables[seq], length, CASE.page_size)
+        keep = np.ones(length, bool)
+        keep[tokens.get(seq, slice(0, 0))] = False
+        k, v = lost.key_cache[page, offset][keep], lost.value_cache[page, offset][keep]
+        outs.append(_attend(lost.query[seq], k, v))
+    return np.stack(outs)
+
+
+def _attend(query: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+    k, v = (np.repeat(x.astype(np.float64), CASE.group, axis=1) for x in (k, v))
+    logits = np.einsum("hd,khd->hk", query.astype(np.float64), k) * CASE.head_dim**-0.5
+    weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return np.einsum("hk,khd->hd", weights / weights.sum(axis=1, keepdims=True), v)
+
+
+def assert_caught(out: np.ndarray, data: inputs.PagedInputs) -> None:
+    expected, _ = reference(data, layout="NHD")
+    with pytest.raises(AssertionError):
+        compare.assert_rows_close(
+            out, expected, dtype=CASE.dtype, case_id=CASE.id, lengths=CASE.seq_lens, page_size=16
+        )
+
+
+def test_the_right_answer_passes(data):
+    expected, _ = reference(data, layout="NHD")
+    np.testing.assert_allclose(dropped(data, {}), expected, atol=1e-12)
+    compare.assert_rows_close(dropped(data, {}), expected, dtype=CASE.dtype, case_id=CASE.id)
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [{seq: slice(at, at + 1)} for seq, at in NEEDLES.items()],
+    ids=["last token", "first token of a split", "last token of a page"],
+)
+def test_one_lost_boundary_token(data, tokens):
+    assert_caught(dropped(data, tokens), data)
+
+
+def test_one_lost_page_of_a_long_sequence():
+    """Without needles: the faintest fault that random data alone must show."""
+    plain = inputs.decode_inputs(CASE)
+    assert_caught(dropped(plain, {0: slice(32, 48)}), plain)
+
+
+def test_a_lost_split(data):
+    assert_caught(dropped(data, {1: slice(0, 1024)}), data)
+
+
+def test_zeros(data):
+    assert_caught(np.zeros(data.query.shape), data)
+
+
+def test_keys_taken_for_values(data):
+    swapped = inputs.PagedInputs(**{**vars(data), "value_cache": data.key_cache})
+    assert_caught(reference(swapped, layout="NHD")[0], data)
+
+
+def test_scale_ignored(data):
+    assert_caught(reference(data, layout="NHD", scale=1.0)[0], data)
+
+
+def test_wrong_kv_head_for_a_group(data):
+    expected, _ = reference(data, layout="NHD")
+    assert_caught(expected[:, [0, 2, 1, 3]], data)
+
+
+def test_layout_ignored(data):
+    """HND data read as NHD."""
+    square = cases.DecodeCase((40,), 16, 16, 64, 16, layout="HND")
+    made = inputs.decode_inputs(square)
+    made.key_cache, made.value_cache = (
+        np.nan_to_num(x.astype(np.float32)) for x in (made.key_cache, made.value_cache)
+    )
+    expected, _ = reference(made, layout="HND")
+    with pytest.raises(AssertionError):
+        compare.assert_rows_close(
+            reference(made, layout="NHD")[0], expected, dtype="bfloat16", case_id=square.id
+        )
+
+
+def test_nan_leaking_from_a_tail(data):
+    expected, _ = reference(data, layout="NHD")
+    leaked = expected.copy()
+    leaked[1, 2, 3] = np.nan
+    with pytest.raises(AssertionError, match=r"NaN unexpected at \(1, 2, 3\) \(sequence 1, length 2048"):
+        compare.assert_rows_close(
+            leaked, expected, dtype="bfloat16", case_id="leak", lengths=CASE.seq_lens, page_size=16
+        )
+
+
+def test_a_row_that_should_be_nan(data):
+    expected, _ = reference(data, layout="NHD")
+    marked = expected.copy()
+    marked[0] = np.nan
+    with pytest.raises(AssertionError, match="NaN missing"):
+        compare.assert_rows_close(expected, marked, dtype="bfloat16", case_id="missing")
+
+
+def test_base_2_lse_for_natural(data):
+    _, lse = reference(data, layout="NHD")
+    with pytest.raises(AssertionError, match="lse is off"):
+        compare.assert_lse_close(lse / np.log(2), lse, dtype="bfloat16", case_id="base")
+
+
+def test_lse_of_an_empty_row_with_the_wrong_sign():
+    with pytest.raises(AssertionError, match="Inf in the wrong places"):
+        compare.assert_lse_close(np.array([np.inf]), np.array([-np.inf]), dtype="bfloat16", case_id="sign")
+
+
+def test_budget_follows_the_rounded_reference(data):
+    """An error under the cap fails all the same when the dtype could do much better."""
+    expected, _ = reference(data, layout="NHD")
+    out = expected * (1 + 7e-3)
+    compare.assert_rows_close(out, expected, dtype="bfloat16", case_id="cap")
+    with pytest.raises(AssertionError, match="exceeds"):
+        compare.assert_rows_close(
+            out, expected, dtype="bfloat16", case_id="budget", rounded_reference=expected
+        )

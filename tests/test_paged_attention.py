@@ -1,0 +1,180 @@
+"""Numerics of `paged_attention` against float64 torch, on the CPU: xla, and the kernel in interpret mode."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from references.paged_attention_torch import paged_attention as reference
+
+import pallas_attn
+from pallas_attn.ops.paged_attention.config import PagedAttentionConfig
+from pallas_attn.testing import cases, compare, inputs
+
+GPU = pytest.param("pallas", marks=pytest.mark.gpu)
+IMPLEMENTATIONS = ["xla", "interpret", GPU]
+CASES = cases.decode_cases()
+
+
+def run(case: cases.DecodeCase, data: inputs.PagedInputs, implementation: str, **options):
+    config = None
+    if implementation != "xla" and case.config:
+        defaults = {"block_q": 16, "block_kv": 32, "num_splits": 1}
+        if case.group > 16:
+            defaults["block_q"] = 64
+        config = PagedAttentionConfig(**{**defaults, **dict(case.config)})
+    call = functools.partial(
+        pallas_attn.paged_attention,
+        return_lse=True,
+        layout=case.layout,
+        implementation=implementation,
+        config=config,
+        **options,
+    )
+    return jax.jit(call)(*data.arguments())
+
+
+def check(case: cases.DecodeCase, data: inputs.PagedInputs, out, lse, **options) -> None:
+    expected, expected_lse = reference(data, layout=case.layout, **options)
+    rounded, _ = reference(data, layout=case.layout, rounding=getattr(torch, case.dtype), **options)
+    compare.assert_rows_close(
+        out,
+        expected,
+        dtype=case.dtype,
+        case_id=case.id,
+        rounded_reference=rounded,
+        lengths=case.seq_lens,
+        page_size=case.page_size,
+    )
+    compare.assert_lse_close(lse, expected_lse, dtype=case.dtype, case_id=case.id)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_matches_reference(case, implementation):
+    data = inputs.decode_inputs(case)
+    out, lse = run(case, data, implementation)
+    assert out.dtype == jnp.dtype(case.dtype)
+    assert lse.dtype == jnp.float32
+    check(case, data, out, lse)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("boundary", ["first", "last", "page end", "page start", "split end", "split start"])
+def test_no_boundary_token_is_lost(boundary, implementation):
+    """Each sequence hides most of its weight in one token at a boundary."""
+    page, split = 16, 256
+    case = cases.DecodeCase((700, 1027, 1200, 769), 4, 2, 64, page, config=(("num_splits", 4),))
+    positions = {
+        "first": 0,
+        "page end": 3 * page - 1,
+        "page start": 3 * page,
+        "split end": 2 * split - 1,
+        "split start": 2 * split,
+    }
+    data = inputs.decode_inputs(case)
+    inputs.plant_needles(case, data, {s: positions.get(boundary, n - 1) for s, n in enumerate(case.seq_lens)})
+    out, lse = run(case, data, implementation)
+    check(case, data, out, lse)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_bad_pages_and_lengths_poison_only_their_rows(num_splits, implementation):
+    case = cases.DecodeCase((600,) * 8, 4, 2, 64, 16, config=(("num_splits", num_splits),))
+    data = inputs.decode_inputs(case)
+    num_pages = data.key_cache.shape[0]
+    good, good_lse = (np.array(x) for x in run(case, data, implementation))
+    data.block_tables[1, 0] = -1
+    data.block_tables[2, 37] = num_pages  # the last page in use
+    data.block_tables[3, 20] = 2147480000
+    data.seq_lens[4] = data.block_tables.shape[1] * case.page_size + 1
+    data.seq_lens[5] = -1
+    data.seq_lens[6] = 2**31 - 1
+    out, lse = run(case, data, implementation)
+    for seq in range(8):
+        if seq in (0, 7):
+            # The other lengths decide how sequences are split, so bits may differ, values may not.
+            np.testing.assert_allclose(np.float32(out[seq]), np.float32(good[seq]), atol=2e-2)
+            np.testing.assert_allclose(lse[seq], good_lse[seq], atol=1e-4)
+        else:
+            assert np.isnan(np.float32(out[seq])).all(), f"sequence {seq} must be NaN"
+            assert np.isnan(lse[seq]).all(), f"lse of sequence {seq} must be NaN"
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_pages_shared_between_sequences(implementation):
+    case = cases.DecodeCase((100, 100, 100), 4, 2, 64, 16)
+    data = inputs.decode_inputs(case)
+    data.block_tables[1] = data.block_tables[0]
+    data.block_tables[2, :3] = data.block_tables[0, :3]
+    out, lse = run(case, data, implementation)
+    check(case, data, out, lse)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_scale(implementation):
+    case = cases.DecodeCase((5, 77), 4, 2, 64, 16, "float32")
+    data = inputs.decode_inputs(case)
+    out, lse = run(case, data, implementation, scale=0.37)
+    check(case, data, out, lse, scale=0.37)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_flat_fp16_scores_stay_finite(implementation):
+    """8192 equal logits: a partial sum kept unnormalised in fp16 would overflow."""
+    case = cases.DecodeCase((8192,), 2, 1, 64, 16, "float16", config=(("num_splits", 2),))
+    data = inputs.decode_inputs(case)
+    data.query[:] = 0
+    data.value_cache[:] = np.where(np.isnan(data.value_cache), data.value_cache, np.float16(8.0))
+    out, lse = run(case, data, implementation)
+    np.testing.assert_array_equal(np.float32(out), 8.0)
+    np.testing.assert_allclose(lse, np.log(8192), rtol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_same_inputs_same_bits(implementation):
+    case = cases.DecodeCase((1200, 31, 800), 8, 2, 64, 16, config=(("num_splits", 5),))
+    data = inputs.decode_inputs(case)
+    first, second = (run(case, data, implementation) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def test_inside_scan_and_while_loop():
+    """A decode loop: lengths and query are loop state, nothing is read by the host."""
+    case = cases.DecodeCase((20, 33), 4, 2, 64, 16, "float32")
+    data = inputs.decode_inputs(case)
+    query, *cache, tables, lens = data.arguments()
+
+    @jax.jit
+    def shrink(query, lens):
+        def step(state, _):
+            out = pallas_attn.paged_attention(query, *cache, tables, state)
+            return state - 1, out
+
+        return jax.lax.scan(step, lens, None, length=3)[1]
+
+    outs = shrink(query, lens)
+    for i in range(3):
+        shorter = inputs.PagedInputs(**{**vars(data), "seq_lens": data.seq_lens - i})
+        np.testing.assert_allclose(outs[i], reference(shorter, layout="NHD")[0], rtol=1e-4, atol=1e-5)
+
+
+def test_reference_does_not_gather_the_whole_table():
+    """The xla implementation's memory follows its chunk, not the width of the block table."""
+    page, heads, dim = 16, 4, 64
+
+    def temporary_bytes(max_pages: int) -> int:
+        shapes = [
+            jax.ShapeDtypeStruct((2, heads, dim), jnp.float32),
+            *[jax.ShapeDtypeStruct((max_pages, page, heads, dim), jnp.float32)] * 2,
+            jax.ShapeDtypeStruct((2, max_pages), jnp.int32),
+            jax.ShapeDtypeStruct((2,), jnp.int32),
+        ]
+        call = functools.partial(pallas_attn.paged_attention, implementation="xla")
+        return jax.jit(call).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary_bytes(4096) < 2 * temporary_bytes(64)
