@@ -18,7 +18,7 @@ class PagedAttentionConfig:
     block_kv: tokens a program takes in per step, a power of two >= 16.
     num_splits: most pieces a sequence's tokens are cut into. How many are used follows from the lengths at run time.
     min_split_tokens: a split shorter than this costs more in merging than it gains in parallelism.
-    programs_per_core: programs that the run-time split aims at, per streaming multiprocessor.
+    target_programs: programs, over the whole device, that the run-time split aims at.
     num_warps, num_stages: Triton's warps per program and depth of software pipelining.
     """
 
@@ -26,7 +26,7 @@ class PagedAttentionConfig:
     block_kv: int
     num_splits: int
     min_split_tokens: int = 256
-    programs_per_core: int = 2
+    target_programs: int = 528
     num_warps: int = 4
     num_stages: int = 3
 
@@ -37,7 +37,7 @@ class PagedAttentionConfig:
         for name in ("block_q", "block_kv"):
             if (size := getattr(self, name)) < 16 or not is_power_of_2(size):
                 fail("PagedAttentionConfig", name, "a power of two >= 16", str(size))
-        for name in ("num_splits", "min_split_tokens", "programs_per_core", "num_stages"):
+        for name in ("num_splits", "min_split_tokens", "target_programs", "num_stages"):
             if getattr(self, name) < 1:
                 fail("PagedAttentionConfig", name, "at least 1", str(getattr(self, name)))
         if not is_power_of_2(self.num_warps):
@@ -64,7 +64,8 @@ def heuristic(
         block_kv //= 2
     programs = num_seqs * num_kv_heads * math.ceil(group / block_q)
     # Sequences may differ in length, so splits are allowed up to several times what equal lengths would need.
-    wanted = math.ceil(8 * device.num_cores / programs)
+    target = 4 * device.num_cores
+    wanted = math.ceil(2 * target / programs)
     min_split = PagedAttentionConfig.min_split_tokens
     num_splits = max(1, min(wanted, max_len // min_split, MAX_SPLITS))
-    return PagedAttentionConfig(block_q, block_kv, num_splits, num_stages=num_stages)
+    return PagedAttentionConfig(block_q, block_kv, num_splits, target_programs=target, num_stages=num_stages)

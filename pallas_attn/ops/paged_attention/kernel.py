@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn import _masking, _pallas, _softmax
-from pallas_attn._device import current_device
 from pallas_attn.ops.kv_cache.layout import PoolShape, pool_shape, token_index
 from pallas_attn.ops.paged_attention import combine, schedule
 from pallas_attn.ops.paged_attention.config import PagedAttentionConfig
@@ -30,7 +29,6 @@ class Problem(NamedTuple):
     pool: PoolShape
     layout: str
     scale: float
-    target_programs: int
     config: PagedAttentionConfig
 
     @property
@@ -54,12 +52,13 @@ class Problem(NamedTuple):
         share = schedule.fair_share(
             schedule.load_lengths(seq_lens_ref, num_seqs=self.num_seqs, max_len=self.max_len),
             programs_per_token=self.pool.num_kv_heads * self.q_blocks,
-            target_programs=self.target_programs,
             config=self.config,
         )
         return schedule.split_tokens(seq_len, share, config=self.config)
 
 
+# jit, so that the layers of a model trace and lower one kernel, not one each.
+@functools.partial(jax.jit, static_argnames=("scale", "layout", "config", "interpret"))
 def paged_attention_pallas(
     query,
     key_cache,
@@ -81,7 +80,6 @@ def paged_attention_pallas(
         pool_shape(key_cache, layout),
         layout,
         scale,
-        config.programs_per_core * current_device().num_cores,
         config,
     )
     outputs = [

@@ -19,15 +19,13 @@ def load_lengths(seq_lens_ref, *, num_seqs: int, max_len: int) -> jax.Array:
     return jnp.clip(lengths, 0, max_len)
 
 
-def fair_share(
-    lengths: jax.Array, *, programs_per_token: int, target_programs: int, config: PagedAttentionConfig
-) -> jax.Array:
-    """Tokens that each of `target_programs` programs would get if sequences could be cut anywhere: float32 scalar.
+def fair_share(lengths: jax.Array, *, programs_per_token: int, config: PagedAttentionConfig) -> jax.Array:
+    """Tokens that each of the target's programs would get if sequences could be cut anywhere: float32 scalar.
 
     `programs_per_token` is how many programs (KV heads x query blocks) walk over each token. float32, because the
     tokens of a batch times its heads can pass 2**31.
     """
-    share = jnp.sum(lengths.astype(jnp.float32)) * (programs_per_token / target_programs)
+    share = jnp.sum(lengths.astype(jnp.float32)) * (programs_per_token / config.target_programs)
     return jnp.maximum(share, float(config.min_split_tokens))
 
 
