@@ -22,8 +22,17 @@ class Device:
         return re.sub(r"[^a-z0-9]+", "-", self.kind.lower()).strip("-")
 
 
-# An abstract device carries no compute capability, so its name has to tell. Longest match first.
-_CAPABILITY_OF_NAME = (("B200", 100), ("B100", 100), ("H200", 90), ("H100", 90), ("L40", 89), ("A100", 80))
+# An abstract device carries no compute capability, so its name has to tell.
+_CAPABILITY_OF_NAME = {
+    "B200": 100,
+    "B100": 100,
+    "H200": 90,
+    "H100": 90,
+    "L40": 89,
+    "A100": 80,
+    "T4": 75,
+    "V100": 70,
+}
 
 
 def current_device() -> Device:
@@ -31,7 +40,9 @@ def current_device() -> Device:
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     if abstract is not None:
         platform = "gpu" if abstract.platform in ("gpu", "cuda") else abstract.platform
-        capability = next((c for name, c in _CAPABILITY_OF_NAME if name in abstract.device_kind), None)
+        capability = next(
+            (c for name, c in _CAPABILITY_OF_NAME.items() if name in abstract.device_kind), None
+        )
         return Device(platform, abstract.device_kind, abstract.num_cores or 1, capability)
     device = jax.config.jax_default_device
     if device is None or isinstance(device, str):

@@ -129,7 +129,7 @@ def paged_attention(
     return (out, lse) if return_lse else out
 
 
-def _resolve_config(case: Case, explicit: PagedAttentionConfig | None) -> PagedAttentionConfig:
+def _resolve_config(case: Case, explicit: Any) -> PagedAttentionConfig:
     group = case.num_heads // case.pool.num_kv_heads
     key = dict(
         head_dim=case.pool.head_dim, group=group, page_size=case.pool.page_size, dtype=dtype_name(case.dtype)

@@ -54,18 +54,33 @@ def heuristic(
     max_len: int,
     device: Device,
 ) -> PagedAttentionConfig:
-    """`group` query heads share a KV head; `max_len` tokens fit in a row of the block table."""
+    """`group` query heads share a KV head; `max_len` tokens fit in a row of the block table.
+
+    From a sweep on an H100 (benchmarks/results): few programs want small tiles, a deep pipeline and two programs a
+    multiprocessor; many want tiles of 128 tokens, and splits only to even out lengths.
+    """
     block_q = min(64, max(16, _pallas.next_power_of_2(group)))
-    # K and V tiles of all stages live in shared memory: about 100 KB lets two programs share a multiprocessor.
-    tile_bytes = 2 * _pallas.next_power_of_2(head_dim) * itemsize
-    num_stages = 3
-    block_kv = 64
-    while block_kv > 16 and tile_bytes * block_kv * num_stages > 100 * 1024:
-        block_kv //= 2
     programs = num_seqs * num_kv_heads * math.ceil(group / block_q)
-    # Sequences may differ in length, so splits are allowed up to several times what equal lengths would need.
-    target = 4 * device.num_cores
+    cores = device.num_cores
+    if 2 * programs < cores:
+        block_kv, num_warps, num_stages, min_split = 32, 4, 5, 64
+    else:
+        block_kv, num_warps, num_stages, min_split = 128, 8, 3, 256
+    # K and V tiles of two pipeline stages in 80 KB of shared memory let two programs share a multiprocessor.
+    while block_kv > 16 and 4 * block_kv * _pallas.next_power_of_2(head_dim) * itemsize > 128 * 1024:
+        block_kv //= 2
+    target = 2 * cores if programs <= 2 * cores else 4 * cores
     wanted = math.ceil(2 * target / programs)
-    min_split = PagedAttentionConfig.min_split_tokens
+    if max_len >= 2048:
+        # Lengths may differ: a long sequence must be able to spread out even where equal ones would not need to.
+        wanted = max(wanted, 4)
     num_splits = max(1, min(wanted, max_len // min_split, MAX_SPLITS))
-    return PagedAttentionConfig(block_q, block_kv, num_splits, target_programs=target, num_stages=num_stages)
+    return PagedAttentionConfig(
+        block_q,
+        block_kv,
+        num_splits,
+        min_split_tokens=min_split,
+        target_programs=target,
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )

@@ -1,0 +1,235 @@
+"""Writing into pages, the cache pytree and the page allocator."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import pallas_attn
+from pallas_attn import OutOfPagesError, PageAllocator, PagedKVCache, write_kv
+
+GPU = pytest.param("pallas", marks=pytest.mark.gpu)
+IMPLEMENTATIONS = ["xla", "interpret", GPU]
+
+
+def pools(rng, layout: str, dtype, pages=7, page=16, heads=3, dim=80):
+    shape = (pages, page, heads, dim) if layout == "NHD" else (pages, heads, page, dim)
+    return tuple(jnp.asarray(rng.standard_normal(shape), dtype) for _ in range(2))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize(
+    ("new", "stored"), [("float32", "float32"), ("float32", "bfloat16"), ("float16", "float16")]
+)
+def test_write_kv(implementation, layout, new, stored):
+    rng = np.random.default_rng(0)
+    caches = pools(rng, layout, stored)
+    slots = np.array([5, 111, -1, 0, 16, 112, -2147483648, 2147483647, 47], np.int32)
+    key, value = (jnp.asarray(rng.standard_normal((len(slots), 3, 80)), new) for _ in range(2))
+    got = write_kv(key, value, *caches, jnp.asarray(slots), layout=layout, implementation=implementation)
+    for cache, written, after in zip(caches, (key, value), got, strict=True):
+        expected = np.array(cache)
+        for token, slot in enumerate(slots):
+            if 0 <= slot < 7 * 16:
+                where = (slot // 16, slot % 16) if layout == "NHD" else (slot // 16, slice(None), slot % 16)
+                expected[where] = np.asarray(written[token].astype(stored))
+        np.testing.assert_array_equal(np.asarray(after), expected)
+
+
+@pytest.mark.parametrize("implementation", ["xla", GPU])
+def test_donated_pool_is_aliased_not_copied(implementation):
+    rng = np.random.default_rng(0)
+    caches = pools(rng, "NHD", "float32", pages=64)
+    new = jnp.ones((4, 3, 80))
+    write = jax.jit(functools.partial(write_kv, implementation=implementation), donate_argnums=(2, 3))
+    compiled = write.lower(new, new, *caches, jnp.arange(4, dtype=jnp.int32)).compile()
+    hlo = compiled.as_text()
+    header = hlo.splitlines()[0]
+    assert re.search(r"input_output_alias=\{ \{0\}: \(2, \{\}, (may|must)-alias\), \{1\}: \(3,", header), (
+        header
+    )
+    copies = [line for line in hlo.splitlines() if re.search(r"= f32\[64,16,3,80\]\S* copy\(", line)]
+    assert not copies, copies
+    assert compiled.memory_analysis().temp_size_in_bytes < caches[0].nbytes // 4
+    pointers = [c.unsafe_buffer_pointer() for c in caches]
+    after = write(new, new, *caches, jnp.arange(4, dtype=jnp.int32))
+    assert [c.unsafe_buffer_pointer() for c in after] == pointers
+
+
+def test_pallas_kernel_aliases_its_pools():
+    """What the GPU gets: a custom call whose outputs are its pool operands."""
+    import lowering
+
+    pool = jax.ShapeDtypeStruct((64, 16, 3, 80), jnp.bfloat16)
+    new = jax.ShapeDtypeStruct((4, 3, 80), jnp.bfloat16)
+    lowered = lowering.lower_for_gpu(write_kv, new, new, pool, pool, jax.ShapeDtypeStruct((4,), jnp.int32))
+    (call,) = [line for line in lowered.as_text().splitlines() if "custom_call" in line]
+    aliases = re.findall(r"output_tuple_indices = \[(\d)\],\s*operand_index = (\d)", call)
+    assert aliases == [("0", "3"), ("1", "4")], call
+
+
+def test_no_tokens_is_no_work():
+    caches = pools(np.random.default_rng(0), "NHD", "float32")
+    empty = jnp.zeros((0, 3, 80))
+    got = write_kv(empty, empty, *caches, jnp.zeros((0,), jnp.int32))
+    np.testing.assert_array_equal(got[0], caches[0])
+
+
+def small_cache(**changes) -> PagedKVCache:
+    tables = jnp.array([[2, 0, 9], [1, -1, 3]], jnp.int32)
+    defaults = dict(
+        num_layers=2,
+        num_pages=4,
+        page_size=8,
+        num_kv_heads=2,
+        head_dim=16,
+        block_tables=tables,
+        dtype="float32",
+    )
+    return PagedKVCache.create(**{**defaults, **changes})
+
+
+class TestPagedKVCache:
+    def test_layers_have_pages_of_their_own(self):
+        cache = small_cache()
+        assert cache.num_pages == 4
+        assert cache.page_size == 8
+        assert cache.max_seq_len == 24
+        np.testing.assert_array_equal(cache.layer_tables(0), [[2, 0, -1], [1, -1, 3]])
+        np.testing.assert_array_equal(cache.layer_tables(1), [[6, 4, -1], [5, -1, 7]])
+
+    def test_slots_skip_what_the_table_does_not_hold(self):
+        positions = jnp.array([[0, 9, 17, -1], [7, 8, 23, 24]], jnp.int32)
+        slots = small_cache().slots(1, positions)
+        np.testing.assert_array_equal(slots, [48, 33, -1, -1, 47, -1, 63, -1])
+
+    @pytest.mark.parametrize("layout", ["NHD", "HND"])
+    def test_write_and_attend_in_a_scan_over_layers(self, layout):
+        """The pattern models use: the pool is the scan's carry, the layer index its input."""
+        rng = np.random.default_rng(1)
+        cache = small_cache(layout=layout, block_tables=jnp.array([[2, 0], [1, 3]], jnp.int32))
+        lens = jnp.array([13, 6], jnp.int32)
+        key, value = (jnp.asarray(rng.standard_normal((2, 2, 13, 2, 16)), jnp.float32) for _ in range(2))
+        query = jnp.asarray(rng.standard_normal((2, 2, 4, 16)), jnp.float32)
+        positions = jnp.where(jnp.arange(13) < lens[:, None], jnp.arange(13), -1)
+
+        @jax.jit
+        def run(cache):
+            def layer(cache, inputs):
+                index, k, v, q = inputs
+                cache = cache.write(index, k, v, positions)
+                out = pallas_attn.paged_attention(
+                    q, cache.key_cache, cache.value_cache, cache.layer_tables(index), lens, layout=layout
+                )
+                return cache, out
+
+            return jax.lax.scan(layer, cache, (jnp.arange(2), key, value, query))
+
+        _, outs = run(cache)
+        for index in range(2):
+            for seq, length in enumerate((13, 6)):
+                k = np.repeat(key[index, seq, :length], 2, axis=1)
+                v = np.repeat(value[index, seq, :length], 2, axis=1)
+                logits = np.einsum("hd,khd->hk", query[index, seq], k) / 4
+                weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+                expected = np.einsum("hk,khd->hd", weights / weights.sum(axis=1, keepdims=True), v)
+                np.testing.assert_allclose(outs[index, seq], expected, rtol=1e-5, atol=1e-6)
+
+    def test_is_a_pytree(self):
+        cache = small_cache()
+        again = jax.tree.map(lambda x: x, cache)
+        assert isinstance(again, PagedKVCache)
+        assert again.num_layers == 2
+        assert len(jax.tree.leaves(cache)) == 4
+
+    def test_errors(self):
+        with pytest.raises(
+            ValueError, match=r"PagedKVCache.create: argument 'num_pages': expected at least 1, got 0"
+        ):
+            small_cache(num_pages=0)
+        with pytest.raises(TypeError, match=r"argument 'block_tables': expected dtype int32, got float32"):
+            # Past the shape checks that jaxtyping adds in tests, as users have it.
+            create = getattr(PagedKVCache.create, "__wrapped__", PagedKVCache.create.__func__)
+            create(
+                PagedKVCache,
+                num_layers=1,
+                num_pages=1,
+                page_size=1,
+                num_kv_heads=1,
+                head_dim=1,
+                block_tables=jnp.zeros((2, 3)),
+            )
+
+
+class TestPageAllocator:
+    def test_allocate_and_free(self):
+        pages = PageAllocator(4)
+        first = pages.allocate(3)
+        assert len(set(first)) == 3
+        assert pages.num_free == 1
+        pages.free(first[:2])
+        assert pages.num_free == 3
+        assert not set(pages.allocate(3)) & {first[2]}
+
+    def test_out_of_pages_allocates_nothing(self):
+        pages = PageAllocator(4)
+        pages.allocate(2)
+        with pytest.raises(OutOfPagesError, match=r"expected at most 2 pages \(free, of 4\), got 3"):
+            pages.allocate(3)
+        assert pages.num_free == 2
+
+    def test_shared_pages_live_until_the_last_owner_frees_them(self):
+        pages = PageAllocator(2)
+        (page,) = pages.allocate(1)
+        pages.share([page])
+        assert pages.references(page) == 2
+        pages.free([page])
+        assert pages.num_free == 1
+        pages.free([page])
+        assert pages.num_free == 2
+
+    def test_a_refused_free_changes_nothing(self):
+        pages = PageAllocator(4)
+        held = pages.allocate(2)
+        with pytest.raises(ValueError, match="with 1 reference"):
+            pages.free([held[0], held[1], held[1]])
+        assert [pages.references(p) for p in held] == [1, 1]
+        with pytest.raises(ValueError, match=r"expected pages in use, got page \d 1 time"):
+            pages.free([p for p in range(4) if p not in held])
+        with pytest.raises(ValueError, match=r"expected ids in \[0, 4\), got 4"):
+            pages.share([4])
+
+    def test_bad_sizes(self):
+        with pytest.raises(ValueError, match="argument 'num_pages': expected at least 1, got 0"):
+            PageAllocator(0)
+        with pytest.raises(ValueError, match="argument 'n': expected at least 0, got -1"):
+            PageAllocator(1).allocate(-1)
+
+    @settings(deadline=None, max_examples=50)
+    @given(
+        st.lists(st.tuples(st.sampled_from(["allocate", "share", "free"]), st.integers(0, 5)), max_size=40)
+    )
+    def test_against_a_plain_model(self, steps):
+        pages, owners = PageAllocator(8), []  # owners: lists of pages, as sequences would hold them
+        for action, number in steps:
+            if action == "allocate":
+                try:
+                    owners.append(pages.allocate(number))
+                except OutOfPagesError:
+                    assert number > pages.num_free
+            elif owners:
+                chosen = owners[number % len(owners)]
+                if action == "share":
+                    owners.append(list(pages.share(chosen)))
+                else:
+                    owners.remove(chosen)
+                    pages.free(chosen)
+            held = [page for pages_of_one in owners for page in pages_of_one]
+            assert pages.num_free == 8 - len(set(held))
+            assert all(pages.references(page) == held.count(page) for page in range(8))
