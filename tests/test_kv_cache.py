@@ -153,18 +153,11 @@ class TestPagedKVCache:
             ValueError, match=r"PagedKVCache.create: argument 'num_pages': expected at least 1, got 0"
         ):
             small_cache(num_pages=0)
+        # Past the shape checks that jaxtyping adds in tests, as users have it.
+        create = getattr(PagedKVCache.create, "__wrapped__", PagedKVCache.create.__func__)
+        sizes = dict.fromkeys(["num_layers", "num_pages", "page_size", "num_kv_heads", "head_dim"], 1)
         with pytest.raises(TypeError, match=r"argument 'block_tables': expected dtype int32, got float32"):
-            # Past the shape checks that jaxtyping adds in tests, as users have it.
-            create = getattr(PagedKVCache.create, "__wrapped__", PagedKVCache.create.__func__)
-            create(
-                PagedKVCache,
-                num_layers=1,
-                num_pages=1,
-                page_size=1,
-                num_kv_heads=1,
-                head_dim=1,
-                block_tables=jnp.zeros((2, 3)),
-            )
+            create(PagedKVCache, **sizes, block_tables=jnp.zeros((2, 3)))
 
 
 class TestPageAllocator:

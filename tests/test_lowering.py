@@ -11,7 +11,6 @@ import pallas_attn
 from pallas_attn.testing import cases
 
 ARCHITECTURES = [80, 90, 100]
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 
 
 def paged_attention_lowered(case: cases.DecodeCase, max_pages: int, num_pages: int, config=None):

@@ -21,15 +21,14 @@ SPLITS_PER_STEP = 16
 
 
 def combine_splits(
-    out, lse, partial_out, partial_lse2, seq_lens, *, problem: "Problem", interpret: bool
+    out, lse, partial, seq_lens, *, problem: "Problem", interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Fills the rows of `out` and `lse` whose sequences were split, in place."""
+    """Fills the rows of `out` and `lse` whose sequences were split, in place, from `partial` (out, lse2)."""
     return _pallas.kernel_call(
         functools.partial(_combine_kernel, problem=problem),
         out,
         lse,
-        partial_out,
-        partial_lse2,
+        *partial,
         seq_lens,
         name="pallas_attn_paged_attention_combine",
         grid=(problem.num_heads, problem.num_seqs),

@@ -107,7 +107,7 @@ def paged_attention_pallas(
         interpret=interpret,
     )
     if partial:
-        out, lse = combine.combine_splits(out, lse, *partial, seq_lens, problem=problem, interpret=interpret)
+        out, lse = combine.combine_splits(out, lse, partial, seq_lens, problem=problem, interpret=interpret)
     return out, lse
 
 
