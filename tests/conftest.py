@@ -2,6 +2,10 @@ import jax
 import pytest
 
 
+def pytest_report_header() -> str:
+    return f"jax {jax.__version__} on {jax.default_backend()}"
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """GPU tests are deselected where there is no GPU."""
     if jax.default_backend() == "gpu":
