@@ -41,6 +41,8 @@ def lower_for_gpu(fn: Callable[..., Any], *args: Any, device: tuple[str, int] = 
     mesh = jax.sharding.AbstractMesh(
         (1,),
         ("x",),
+        # Explicit axes would give every intermediate of a whole model a sharding to agree on.
+        axis_types=(jax.sharding.AxisType.Auto,),
         abstract_device=jax.sharding.AbstractDevice(platform="gpu", device_kind=kind, num_cores=cores),
     )
     with jax.sharding.use_abstract_mesh(mesh):

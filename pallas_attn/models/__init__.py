@@ -1,0 +1,21 @@
+"""Small, readable decoder models that use the ops, and what it takes to run them on real prompts."""
+
+from .generate import Generation as Generation
+from .generate import generate as generate
+from .gguf_loader import LoadedModel as LoadedModel
+from .gguf_loader import default_model_path as default_model_path
+from .gguf_loader import load_gguf as load_gguf
+from .llama import Llama as Llama
+from .llama import LlamaConfig as LlamaConfig
+from .tokenizer import Tokenizer as Tokenizer
+
+__all__ = [
+    "Generation",
+    "Llama",
+    "LlamaConfig",
+    "LoadedModel",
+    "Tokenizer",
+    "default_model_path",
+    "generate",
+    "load_gguf",
+]

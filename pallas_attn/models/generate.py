@@ -1,0 +1,304 @@
+"""Batched text generation: one jitted prefill, then every decode step inside one jitted `lax.while_loop`."""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_attn import PageAllocator, PagedKVCache
+from pallas_attn._checks import fail
+from pallas_attn._optional import needs_extra
+
+with needs_extra("models", user="pallas_attn.models.generate"):
+    from flax import nnx
+
+from . import sampling
+from .llama import Llama
+
+# Steps between two reports of progress. Without progress the loop runs through in a single call.
+_REPORT_EVERY = 8
+# Prompts are padded to a multiple of this, so that similar prompts share a compiled prefill.
+_PROMPT_MULTIPLE = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """What `generate` returns, on the host.
+
+    Attributes:
+        tokens: ``[num_prompts, max_new_tokens]`` int32 new tokens, the one that ended the answer included;
+            -1 after each row's end.
+        lengths: ``[num_prompts]`` int32 number of new tokens of each row.
+        logits: ``[num_prompts, max_new_tokens, vocab_size]`` float32 scores each token was chosen from,
+            zeros after a row's end; ``None`` unless asked for.
+        num_prompt_tokens: tokens of all prompts together, padding not counted.
+        compile_seconds: tracing and compiling; next to nothing when the same shapes ran before.
+        prefill_seconds: from the prompts to every row's first token.
+        decode_seconds: all further tokens.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    logits: np.ndarray | None
+    num_prompt_tokens: int
+    compile_seconds: float
+    prefill_seconds: float
+    decode_seconds: float
+
+    @property
+    def prefill_tokens_per_second(self) -> float:
+        """Prompt tokens per second of all rows together."""
+        return self.num_prompt_tokens / self.prefill_seconds
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        """New tokens per second of all rows together; each row's first token belongs to the prefill."""
+        return float(np.sum(self.lengths - 1)) / self.decode_seconds
+
+    def row(self, index: int) -> list[int]:
+        """New tokens of one prompt, without the padding behind its end."""
+        return self.tokens[index, : self.lengths[index]].tolist()
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["cache", "tokens", "lengths", "done", "step", "key", "temperature", "top_p", "logits"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class _State:
+    """What the loop carries, all of it donated: n = max_new_tokens."""
+
+    # A pytree's leaves may be anything a transformation puts there (shapes, shardings), hence `| Any`.
+    cache: PagedKVCache | Any
+    tokens: jax.Array | Any  # [num_seqs, n] int32, -1 where not generated
+    lengths: jax.Array | Any  # [num_seqs] int32
+    done: jax.Array | Any  # [num_seqs] bool
+    step: jax.Array | Any  # int32: column that the next token goes to
+    key: jax.Array | Any
+    temperature: jax.Array | Any  # float32
+    top_p: jax.Array | Any  # float32
+    logits: Any  # None or [num_seqs, n, vocab_size] float32
+
+
+def generate(
+    model: Llama,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int = 64,
+    stop_token_ids: Sequence[int] = (),
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    page_size: int = 16,
+    num_pages: int | None = None,
+    return_logits: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Generation:
+    """Continues a batch of prompts of different lengths.
+
+    All decode steps run in one jitted ``lax.while_loop``: no host round trip between tokens, the KV cache
+    and the answers are updated in place. A row stops at a stop token, the loop when every row has.
+
+    Args:
+        model: decoder; its dtype is the cache's too.
+        prompts: token ids in ``[0, vocab_size)`` of each prompt, at least one each.
+        max_new_tokens: most new tokens per prompt, at least 1.
+        stop_token_ids: tokens that end a row.
+        temperature: 0 takes the most likely token; above 0 the logits are divided by it and sampled.
+        top_p: in (0, 1]: sample among the fewest tokens whose probabilities together reach it.
+        seed: of the sampling: the same seed and prompts give the same answers.
+        page_size: tokens per page of the KV cache.
+        num_pages: pages per layer; ``None`` takes just enough for prompts and answers.
+        return_logits: also return the scores, ``4 * vocab_size`` bytes per token.
+        progress: called with (steps done, steps at most) every few steps. The compiled loop then runs in
+            stretches of those steps, each a call of the same executable.
+
+    Raises:
+        ValueError: an argument is out of its range, there are more prompts than pages, or a prompt and its
+            answer do not fit in the pages or in the model's context.
+    """
+    _check_ranges(model, prompts, max_new_tokens, temperature, top_p, page_size)
+    block_tables, num_pages = _plan_pages(model, prompts, max_new_tokens, page_size, num_pages)
+
+    config, num_seqs = model.config, len(prompts)
+    state = _State(
+        cache=PagedKVCache.create(
+            num_layers=config.num_layers,
+            num_pages=num_pages,
+            page_size=page_size,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            block_tables=jnp.asarray(block_tables),
+            dtype=model.dtype,
+        ),
+        tokens=jnp.full((num_seqs, max_new_tokens), -1, jnp.int32),
+        lengths=jnp.zeros(num_seqs, jnp.int32),
+        done=jnp.zeros(num_seqs, bool),
+        step=jnp.int32(0),
+        key=jax.random.key(seed),
+        temperature=jnp.float32(temperature),
+        top_p=jnp.float32(top_p),
+        logits=jnp.zeros((num_seqs, max_new_tokens, config.vocab_size), jnp.float32)
+        if return_logits
+        else None,
+    )
+    tokens, positions = _pad(prompts)
+    graph, weights = nnx.split(model)
+    static: dict[str, Any] = {
+        "graph": graph,
+        "greedy": temperature == 0.0,
+        "stop_token_ids": tuple(int(token) for token in stop_token_ids),
+    }
+
+    started = time.perf_counter()
+    prefill = _prefill.lower(weights, tokens, positions, state, **static).compile()
+    decode = _decode.lower(weights, state, jnp.int32(0), **static).compile()
+    compiled = time.perf_counter()
+    state = jax.block_until_ready(prefill(weights, tokens, positions, state))
+    prefilled = time.perf_counter()
+    if progress is None:
+        state = decode(weights, state, jnp.int32(max_new_tokens))
+    else:
+        for stop in range(_REPORT_EVERY, max_new_tokens + _REPORT_EVERY, _REPORT_EVERY):
+            state = decode(weights, state, jnp.int32(min(stop, max_new_tokens)))
+            progress(int(state.step), max_new_tokens)
+            if bool(jnp.all(state.done)):
+                break
+    jax.block_until_ready(state)
+    decoded = time.perf_counter()
+    return Generation(
+        tokens=np.asarray(state.tokens),
+        lengths=np.asarray(state.lengths),
+        logits=None if state.logits is None else np.asarray(state.logits),
+        num_prompt_tokens=sum(map(len, prompts)),
+        compile_seconds=compiled - started,
+        prefill_seconds=prefilled - compiled,
+        decode_seconds=decoded - prefilled,
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "greedy", "stop_token_ids"), donate_argnames="state")
+def _prefill(weights, tokens, positions, state: _State, *, graph, greedy, stop_token_ids) -> _State:
+    """Runs the prompts, writes their keys and values into the pages and takes each row's first token."""
+    model: Llama = nnx.merge(graph, weights)
+    hidden, cache = model(tokens, positions, state.cache)
+    last = jnp.argmax(positions, axis=1)
+    hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
+    state = dataclasses.replace(state, cache=cache)
+    return _append(state, model.logits(hidden), greedy, stop_token_ids)
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "greedy", "stop_token_ids"), donate_argnames="state")
+def _decode(weights, state: _State, stop, *, graph, greedy, stop_token_ids) -> _State:
+    """Generates until column `stop` is reached or every row is done."""
+    model: Llama = nnx.merge(graph, weights)
+
+    def go_on(state: _State):
+        return (state.step < stop) & ~jnp.all(state.done)
+
+    def one_step(state: _State) -> _State:
+        last = jax.lax.dynamic_index_in_dim(state.tokens, state.step - 1, axis=1)
+        # A finished row attends to nothing and writes nothing.
+        positions = jnp.where(state.done, -1, state.cache.seq_lens)[:, None]
+        hidden, cache = model(jnp.maximum(last, 0), positions, state.cache)
+        state = dataclasses.replace(state, cache=cache)
+        return _append(state, model.logits(hidden[:, 0]), greedy, stop_token_ids)
+
+    return jax.lax.while_loop(go_on, one_step, state)
+
+
+def _append(state: _State, logits: jax.Array, greedy: bool, stop_token_ids: tuple[int, ...]) -> _State:
+    """Chooses each row's next token and records it."""
+    if greedy:
+        token = sampling.greedy(logits)
+    else:
+        key = jax.random.fold_in(state.key, state.step)
+        token = sampling.sample(logits, key, state.temperature, state.top_p)
+    stops = jnp.isin(token, jnp.array(stop_token_ids, jnp.int32))
+
+    def put(rows, column):
+        return jax.lax.dynamic_update_index_in_dim(rows, column, state.step, axis=1)
+
+    recorded = None
+    if state.logits is not None:
+        recorded = put(state.logits, jnp.where(state.done[:, None], 0.0, logits))
+    return dataclasses.replace(
+        state,
+        tokens=put(state.tokens, jnp.where(state.done, -1, token)),
+        lengths=state.lengths + ~state.done,
+        done=state.done | stops,
+        step=state.step + 1,
+        logits=recorded,
+    )
+
+
+def _pad(prompts: Sequence[Sequence[int]]) -> tuple[jax.Array, jax.Array]:
+    """Right-padded tokens and positions ``[num_seqs, n]``; positions of padding are -1."""
+    lengths = np.array([len(prompt) for prompt in prompts])
+    width = -(-int(lengths.max()) // _PROMPT_MULTIPLE) * _PROMPT_MULTIPLE
+    tokens = np.zeros((len(prompts), width), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    columns = np.arange(width, dtype=np.int32)
+    return jnp.asarray(tokens), jnp.asarray(np.where(columns < lengths[:, None], columns, -1))
+
+
+def _plan_pages(
+    model: Llama,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    page_size: int,
+    num_pages: int | None,
+) -> tuple[np.ndarray, int]:
+    """Reserves the pages of every prompt and its answer: block tables ``[num_seqs, max_pages]``, num_pages."""
+    context = model.config.context_length
+    wanted = [len(prompt) + max_new_tokens for prompt in prompts]
+    longest = max(range(len(prompts)), key=wanted.__getitem__)
+    got = f"{len(prompts[longest])} + {max_new_tokens} tokens"
+    together = f"prompt and max_new_tokens of together at most {context} tokens (the model's context)"
+    if wanted[longest] > context:
+        fail("generate", f"prompts[{longest}]", together, got)
+
+    pages = [-(-tokens // page_size) for tokens in wanted]
+    if num_pages is None:
+        num_pages = sum(pages)
+    if num_pages < len(prompts):
+        fail("generate", "num_pages", f"at least one page for each of {len(prompts)} prompts", str(num_pages))
+    capacity = f"{num_pages} pages x {page_size} = {num_pages * page_size} tokens (the cache)"
+    if pages[longest] > num_pages:
+        together = f"prompt and max_new_tokens of together at most {capacity}"
+        fail("generate", f"prompts[{longest}]", together, got)
+    if sum(pages) > num_pages:
+        needed = f"at least {sum(pages)} ({len(prompts)} prompts with max_new_tokens={max_new_tokens})"
+        fail("generate", "num_pages", needed, str(num_pages))
+
+    allocator = PageAllocator(num_pages)
+    tables = np.full((len(prompts), max(pages)), -1, np.int32)
+    for row, count in zip(tables, pages, strict=True):
+        row[:count] = allocator.allocate(count)
+    return tables, num_pages
+
+
+def _check_ranges(model, prompts, max_new_tokens, temperature, top_p, page_size) -> None:
+    if len(prompts) == 0:
+        fail("generate", "prompts", "at least one prompt", "none")
+    vocab_size = model.config.vocab_size
+    for index, prompt in enumerate(prompts):
+        if len(prompt) == 0:
+            fail("generate", f"prompts[{index}]", "at least one token", "none")
+        for token in (min(prompt), max(prompt)):
+            if not 0 <= token < vocab_size:
+                fail("generate", f"prompts[{index}]", f"token ids in [0, {vocab_size})", str(token))
+    for name, value in (("max_new_tokens", max_new_tokens), ("page_size", page_size)):
+        if value < 1:
+            fail("generate", name, "at least 1", str(value))
+    if not 0 <= temperature < float("inf"):
+        fail("generate", "temperature", "a finite number of at least 0", str(temperature))
+    if not 0 < top_p <= 1:
+        fail("generate", "top_p", "a number in (0, 1]", str(top_p))

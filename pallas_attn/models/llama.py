@@ -1,0 +1,225 @@
+"""A Llama-family decoder in Flax NNX whose attention runs on a paged KV cache.
+
+Rotary embeddings, RMSNorm, SwiGLU, grouped-query attention, optionally tied embeddings. The layers' weights
+are stacked and scanned: one layer is compiled instead of thirty, and the scan carries the one KV pool of all
+layers in place.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_attn import PagedKVCache
+from pallas_attn._checks import fail
+from pallas_attn._optional import needs_extra
+from pallas_attn.nn import PagedAttention
+
+with needs_extra("models", user="pallas_attn.models.llama"):
+    from flax import nnx
+
+# float32 weights mean float32 products (a GPU would take TF32 by default); bfloat16 weights are not affected.
+_PRECISION = jax.lax.Precision.HIGHEST
+
+
+@dataclasses.dataclass(frozen=True)
+class LlamaConfig:
+    """Sizes of a Llama-family decoder.
+
+    Attributes:
+        vocab_size: rows of the embedding.
+        hidden_size: width of the residual stream.
+        intermediate_size: width of the gated MLP.
+        num_layers: decoder layers.
+        num_heads: query heads; a multiple of `num_kv_heads`.
+        num_kv_heads: key and value heads.
+        head_dim: width of one head; even, since rotary embeddings turn pairs.
+        context_length: most tokens, prompt and answer together, that the model was trained on.
+        rope_theta: base of the rotary frequencies.
+        rms_norm_eps: added to the mean square before its root is taken.
+        tie_word_embeddings: whether the embedding is also the output projection.
+
+    Raises:
+        ValueError: `num_heads` is no multiple of `num_kv_heads`, or `head_dim` is odd.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    context_length: int = 2048
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = True
+
+    def __post_init__(self):
+        if self.num_heads % self.num_kv_heads:
+            expected = f"a multiple of num_kv_heads ({self.num_kv_heads})"
+            fail("LlamaConfig", "num_heads", expected, str(self.num_heads))
+        if self.head_dim % 2:
+            fail("LlamaConfig", "head_dim", "an even number", str(self.head_dim))
+
+
+def rotary_angles(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines of the rotary embedding, float32.
+
+    Args:
+        positions: ``[num_seqs, n]`` integer positions.
+        head_dim: width of one head.
+        theta: base of the frequencies.
+
+    Returns:
+        Two arrays ``[num_seqs, n, 1, head_dim // 2]``; the 1 is broadcast over heads.
+    """
+    frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    angles = positions[..., None, None].astype(jnp.float32) * frequencies
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def apply_rotary(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Turns the pairs (i, i + head_dim / 2) of `x` ``[num_seqs, n, heads, head_dim]`` by the angles."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """Divides by the root mean square over the last axis, in float32, and scales."""
+
+    def __init__(self, size: int, eps: float, dtype: DTypeLike):
+        self.weight = nnx.Param(jnp.ones(size, dtype))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return normed.astype(x.dtype) * self.weight[...]
+
+
+def _linear(in_size: int, out_size: int, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Linear:
+    return nnx.Linear(
+        in_size, out_size, use_bias=False, dtype=dtype, param_dtype=dtype, precision=_PRECISION, rngs=rngs
+    )
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention; query, key and value come out of one projection, in this order."""
+
+    def __init__(self, config: LlamaConfig, dtype: DTypeLike, implementation: str | None, rngs: nnx.Rngs):
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.head_dim = config.head_dim
+        all_heads = config.num_heads + 2 * config.num_kv_heads
+        self.qkv_proj = _linear(config.hidden_size, all_heads * config.head_dim, dtype, rngs)
+        self.o_proj = _linear(config.num_heads * config.head_dim, config.hidden_size, dtype, rngs)
+        self.attend = PagedAttention(implementation=implementation)
+
+    def __call__(self, x, rotary, cache: PagedKVCache, layer, positions) -> tuple[jax.Array, PagedKVCache]:
+        heads = self.qkv_proj(x).reshape(*x.shape[:2], -1, self.head_dim)
+        num_heads, num_kv_heads = self.num_heads, self.num_kv_heads
+        query, key, value = jnp.split(heads, [num_heads, num_heads + num_kv_heads], axis=2)
+        query, key = apply_rotary(query, *rotary), apply_rotary(key, *rotary)
+        output, cache = self.attend(query, key, value, cache, layer, positions)
+        return self.o_proj(output.reshape(*x.shape[:2], -1)), cache
+
+
+class MLP(nnx.Module):
+    """SwiGLU; gate and up come out of one projection, in this order."""
+
+    def __init__(self, config: LlamaConfig, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.gate_up_proj = _linear(config.hidden_size, 2 * config.intermediate_size, dtype, rngs)
+        self.down_proj = _linear(config.intermediate_size, config.hidden_size, dtype, rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
+        return self.down_proj(jax.nn.silu(gate) * up)
+
+
+class DecoderLayer(nnx.Module):
+    """Pre-norm attention and MLP, each added to the residual stream."""
+
+    def __init__(self, config: LlamaConfig, dtype: DTypeLike, implementation: str | None, rngs: nnx.Rngs):
+        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.attention = Attention(config, dtype, implementation, rngs)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.mlp = MLP(config, dtype, rngs)
+
+    def __call__(self, x, rotary, cache: PagedKVCache, layer, positions) -> tuple[jax.Array, PagedKVCache]:
+        output, cache = self.attention(self.attention_norm(x), rotary, cache, layer, positions)
+        x = x + output
+        return x + self.mlp(self.mlp_norm(x)), cache
+
+
+class Llama(nnx.Module):
+    """The decoder: tokens and a cache in, hidden states and the extended cache out.
+
+    Args:
+        config: sizes.
+        dtype: of weights and activations, float32 or bfloat16; norms, softmax and logits are float32.
+        implementation: which implementation of the attention ops to force; ``None`` picks the best.
+        rngs: random weights are drawn from it. To load real ones see `pallas_attn.models.load_gguf`.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        *,
+        dtype: DTypeLike = jnp.float32,
+        implementation: str | None = None,
+        rngs: nnx.Rngs,
+    ):
+        self.config = config
+        self.dtype = jnp.dtype(dtype)
+        self.implementation = implementation
+        init = jax.nn.initializers.normal(0.02)
+        self.embedding = nnx.Param(init(rngs.params(), (config.vocab_size, config.hidden_size), dtype))
+
+        @nnx.split_rngs(splits=config.num_layers)
+        @nnx.vmap(in_axes=0, out_axes=0)
+        def stack_of_layers(rngs: nnx.Rngs) -> DecoderLayer:
+            return DecoderLayer(config, dtype, implementation, rngs)
+
+        # One module whose parameters have a leading axis [num_layers, ...].
+        self.layers = stack_of_layers(rngs)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        if not config.tie_word_embeddings:
+            self.lm_head = nnx.Param(init(rngs.params(), (config.vocab_size, config.hidden_size), dtype))
+
+    def __call__(
+        self, tokens: jax.Array, positions: jax.Array, cache: PagedKVCache
+    ) -> tuple[jax.Array, PagedKVCache]:
+        """Runs `n` new tokens of every sequence through the layers.
+
+        Args:
+            tokens: ``[num_seqs, n]`` int32 token ids in ``[0, vocab_size)``.
+            positions: ``[num_seqs, n]`` int32; ``n > 1`` means fresh, right-padded prompts. Negative marks
+                padding and finished sequences, which write nothing (see `PagedAttention`).
+            cache: pages of `config.num_layers` layers.
+
+        Returns:
+            Normalised hidden states ``[num_seqs, n, hidden_size]`` for `logits`, and the cache holding the
+            new tokens, with `seq_lens` advanced to the last of them.
+        """
+        rotary = rotary_angles(positions, self.config.head_dim, self.config.rope_theta)
+        graph, stacked = nnx.split(self.layers)
+
+        def one_layer(carry, xs):
+            x, cache = carry
+            weights, layer = xs
+            return nnx.merge(graph, weights)(x, rotary, cache, layer, positions), None
+
+        layers = jnp.arange(self.config.num_layers, dtype=jnp.int32)
+        carry = (self.embedding[...][tokens], cache)
+        (x, cache), _ = jax.lax.scan(one_layer, carry, (stacked, layers))
+        seq_lens = jnp.maximum(cache.seq_lens, jnp.max(positions, axis=1) + 1)
+        return self.norm(x), cache.replace(seq_lens=seq_lens)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Scores of every token: ``[..., hidden_size]`` to float32 ``[..., vocab_size]``."""
+        table = self.embedding if self.config.tie_word_embeddings else self.lm_head
+        return jnp.einsum(
+            "...h,vh->...v", hidden, table[...], precision=_PRECISION, preferred_element_type=jnp.float32
+        )

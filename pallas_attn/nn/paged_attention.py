@@ -1,0 +1,70 @@
+"""Paged attention as a Flax NNX module."""
+
+import jax
+
+from pallas_attn import PagedKVCache
+from pallas_attn._optional import needs_extra
+
+with needs_extra("models", user="pallas_attn.nn"):
+    from flax import nnx
+
+from ._paged import write_and_attend
+
+
+class PagedAttention(nnx.Module):
+    """Writes new keys and values into a `PagedKVCache` and attends to what it holds.
+
+    The module has no parameters: projections and rotary embeddings belong to the model.
+
+    Args:
+        scale: factor of the scores before the softmax; ``None`` means ``head_dim ** -0.5``.
+        implementation: which implementation of the ops to force; ``None`` picks the best available.
+    """
+
+    def __init__(self, *, scale: float | None = None, implementation: str | None = None):
+        self.scale = scale
+        self.implementation = implementation
+
+    def __call__(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        cache: PagedKVCache,
+        layer: jax.Array | int,
+        positions: jax.Array,
+    ) -> tuple[jax.Array, PagedKVCache]:
+        """Attends from `n` new tokens of every sequence.
+
+        With ``n == 1`` (decoding) the token attends to the ``positions + 1`` tokens in its pages. With
+        ``n > 1`` (prefill) the sequences are fresh prompts, right-padded to the same length: positions
+        count from 0 and attention is over the prompt itself, while its keys and values go to the pages.
+
+        Args:
+            query: ``[num_seqs, n, num_heads, head_dim]``, rotary embedding applied.
+            key: ``[num_seqs, n, num_kv_heads, head_dim]``, rotary embedding applied.
+            value: ``[num_seqs, n, num_kv_heads, head_dim]``.
+            cache: the pages of all layers. Donate it to the surrounding ``jax.jit``, or the write copies it.
+            layer: index of this layer in the cache, in ``[0, cache.num_layers)``; may be traced.
+            positions: ``[num_seqs, n]`` int32 position of each token in its sequence. Negative marks
+                padding or a finished sequence: nothing is written and the output is not meaningful
+                (zeros when ``n == 1``).
+
+        Returns:
+            The output ``[num_seqs, n, num_heads, head_dim]`` in the query's dtype, and the cache with the
+            new tokens in it. The cache's `seq_lens` are left for the model to advance, once per step and
+            not once per layer.
+
+        Raises:
+            ValueError: shapes or dtypes do not fit each other, or the forced implementation cannot serve.
+        """
+        return write_and_attend(
+            query,
+            key,
+            value,
+            cache,
+            layer,
+            positions,
+            scale=self.scale,
+            implementation=self.implementation,
+        )

@@ -1,0 +1,115 @@
+"""Models for tests: a tiny random Llama, in memory or as a GGUF file, and SmolLM2 loaded once per process."""
+
+import functools
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from pallas_attn.models import Llama, LlamaConfig, LoadedModel, default_model_path, load_gguf
+
+TINY = LlamaConfig(
+    vocab_size=97,
+    hidden_size=48,
+    intermediate_size=80,
+    num_layers=3,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=8,
+    context_length=64,
+)
+
+
+def tiny_llama(dtype=jnp.float32, implementation: str | None = None, seed: int = 0) -> Llama:
+    """Random weights, enlarged: fresh ones would give nearly the same logits whatever the attention did."""
+    _, weights = nnx.split(Llama(TINY, rngs=nnx.Rngs(seed)))
+    # Drawn in float32 and rounded: drawing in bfloat16 would give other weights.
+    scaled = jax.tree.map(lambda leaf: (leaf * 4 if leaf.ndim > 1 else leaf).astype(dtype), weights)
+    skeleton = nnx.eval_shape(
+        lambda: Llama(TINY, dtype=dtype, implementation=implementation, rngs=nnx.Rngs(0))
+    )
+    return nnx.merge(nnx.graphdef(skeleton), scaled)
+
+
+def import_torch():
+    """torch with one thread, for tests: its threads wait by spinning, which on two shared cores takes several
+    times as long as doing without."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    torch.set_num_threads(1)
+    return torch
+
+
+@functools.cache
+def smollm2() -> LoadedModel:
+    """SmolLM2-135M-Instruct in float32; skips the test where its wheel is not installed."""
+    try:
+        path = default_model_path()
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    return load_gguf(path)
+
+
+def write_tiny(path, *, skip: str = "", quantization=gguf.GGMLQuantizationType.F32, **changes):
+    """A GGUF file of the tiny model of the tests, as llama.cpp would write it; `changes` overwrite metadata."""
+    model = tiny_llama()
+    writer = gguf.GGUFWriter(path, changes.get("architecture", "llama"))
+    writer.add_block_count(TINY.num_layers)
+    writer.add_context_length(TINY.context_length)
+    writer.add_embedding_length(TINY.hidden_size)
+    writer.add_feed_forward_length(TINY.intermediate_size)
+    writer.add_head_count(TINY.num_heads)
+    writer.add_head_count_kv(TINY.num_kv_heads)
+    writer.add_layer_norm_rms_eps(TINY.rms_norm_eps)
+    writer.add_rope_freq_base(TINY.rope_theta)
+    writer.add_vocab_size(TINY.vocab_size)
+    if "rope_scaling" in changes:
+        writer.add_rope_scaling_type(changes["rope_scaling"])
+    letters = [chr(ord("!") + index) for index in range(TINY.vocab_size - 3)]
+    writer.add_tokenizer_model(changes.get("tokenizer", "gpt2"))
+    writer.add_tokenizer_pre(changes.get("pre", "gpt-2"))
+    writer.add_token_list(["<|end|>", "ab", "abc", *letters])
+    writer.add_token_types([3] + [1] * (TINY.vocab_size - 1))
+    writer.add_token_merges(["a b", "ab c"])
+    writer.add_eos_token_id(0)
+
+    def neighbours(rows: np.ndarray, num_heads: int) -> np.ndarray:
+        return rows.reshape(num_heads, 2, -1, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
+
+    def add(name: str, array):
+        array = np.ascontiguousarray(array)
+        if name == skip:
+            return
+        if array.ndim == 1 or array.shape[1] % 32:
+            return writer.add_tensor(f"{name}.weight", array)
+        writer.add_tensor(f"{name}.weight", gguf.quantize(array, quantization), raw_dtype=quantization)
+
+    heads = [TINY.num_heads * TINY.head_dim, (TINY.num_heads + TINY.num_kv_heads) * TINY.head_dim]
+    layers = model.layers
+    add("token_embd", np.asarray(model.embedding[...]))
+    add("output_norm", np.asarray(model.norm.weight[...]))
+    for index in range(TINY.num_layers):
+
+        def of(parameter, index=index):
+            return np.asarray(parameter[...])[index].T
+
+        query, key, value = np.split(of(layers.attention.qkv_proj.kernel), heads)
+        gate, up = np.split(of(layers.mlp.gate_up_proj.kernel), 2)
+        add(f"blk.{index}.attn_norm", of(layers.attention_norm.weight))
+        add(f"blk.{index}.attn_q", neighbours(query, TINY.num_heads))
+        add(f"blk.{index}.attn_k", neighbours(key, TINY.num_kv_heads))
+        add(f"blk.{index}.attn_v", value)
+        add(f"blk.{index}.attn_output", of(layers.attention.o_proj.kernel))
+        add(f"blk.{index}.ffn_norm", of(layers.mlp_norm.weight))
+        add(f"blk.{index}.ffn_gate", gate)
+        add(f"blk.{index}.ffn_up", up)
+        add(f"blk.{index}.ffn_down", of(layers.mlp.down_proj.kernel))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
