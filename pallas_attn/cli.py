@@ -1,0 +1,25 @@
+"""The command line: `pallas-attn generate` and `pallas-attn doctor`, also as `python -m pallas_attn`."""
+
+import os
+import sys
+from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit status: 0, 1 (it could not be done) or 2 (wrong usage).
+
+    What a user got wrong ends in one line on stderr. PALLAS_ATTN_TRACEBACK=1 shows the traceback instead.
+
+    Args:
+        arguments: without the program's name; ``None`` takes the process's.
+    """
+    try:
+        from pallas_attn import _commands
+
+        return _commands.run(sys.argv[1:] if arguments is None else list(arguments))
+    except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
+        if os.environ.get("PALLAS_ATTN_TRACEBACK") == "1":
+            raise
+        message = " ".join(str(error).split()) or type(error).__name__
+        print(f"pallas-attn: error: {message}", file=sys.stderr)
+        return 1

@@ -1,0 +1,59 @@
+"""SmolLM2 held against transformers on the same weights: tokens and logits of 48 greedy steps."""
+
+import pytest
+from models_support import import_torch, smollm2, write_tiny
+
+from pallas_attn.models import default_model_path, generate, load_gguf
+
+import_torch()
+from pallas_attn.models.compare import TransformersModel, compare  # noqa: E402  needs torch
+
+QUESTIONS = [
+    "What is the capital of France?",
+    "Explain in two sentences why the sky is blue.",
+    "Write a haiku about the sea.",
+]
+
+
+@pytest.mark.slow
+def test_smollm2_gives_the_tokens_and_logits_of_transformers():
+    model, tokenizer, _ = smollm2()
+    prompts = [
+        tokenizer.encode(tokenizer.apply_chat_template([{"role": "user", "content": question}]))
+        for question in QUESTIONS
+    ]
+    # No stop tokens: every row runs its 48 steps.
+    ours = generate(model, prompts, max_new_tokens=48, return_logits=True)
+    assert "Paris" in tokenizer.decode(ours.row(0))
+    assert tokenizer.eos_token_id in ours.row(0)[:12]
+    for row in compare(TransformersModel(default_model_path(), "float32"), prompts, ours, stop_token_ids=()):
+        assert row.tokens_equal, row
+        assert row.num_tokens == 48
+        assert row.max_logit_difference < 2e-3
+
+
+def test_the_comparison_notices_a_wrong_model(tmp_path):
+    path = write_tiny(tmp_path / "tiny.gguf")
+    prompts = [[5, 6, 7, 8], [9, 10]]
+    reference = TransformersModel(path, "float32")
+    loaded = load_gguf(path)
+
+    def rows():
+        ours = generate(loaded.model, prompts, max_new_tokens=8, return_logits=True)
+        return compare(reference, prompts, ours, stop_token_ids=())
+
+    for row in rows():
+        assert row.tokens_equal
+        assert row.max_logit_difference < 1e-4
+
+    # One norm of one layer, off by a tenth.
+    weight = loaded.model.layers.attention_norm.weight
+    weight[...] = weight[...].at[1].multiply(1.1)
+    assert max(row.max_logit_difference for row in rows()) > 2e-3
+
+
+def test_comparison_needs_logits(tmp_path):
+    path = write_tiny(tmp_path / "tiny.gguf")
+    ours = generate(load_gguf(path).model, [[1]], max_new_tokens=8)
+    with pytest.raises(ValueError, match="compare: argument 'ours': expected a result of generate"):
+        compare(TransformersModel(path, "float32"), [[1]], ours, stop_token_ids=())

@@ -1,0 +1,150 @@
+"""The command line: what it prints, what it says when something is wrong, what it does not import."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from models_support import import_torch, write_tiny
+
+from pallas_attn import available_implementations
+from pallas_attn.cli import main
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return str(write_tiny(tmp_path_factory.mktemp("model") / "tiny.gguf"))
+
+
+def run(*arguments: str, code: str | None = None) -> subprocess.CompletedProcess:
+    """Another process: `python -m pallas_attn` with arguments, or `python -c code`."""
+    command = ["-c", code] if code is not None else ["-m", "pallas_attn", *arguments]
+    return subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        # Rich folds tables at the width it believes in.
+        env={**os.environ, "COLUMNS": "160", "NO_COLOR": "1"},
+    )
+
+
+def test_help_teaches():
+    done = run("generate", "--help")
+    assert done.returncode == 0
+    for words in ("--prompt", "--check", "Examples", 'pallas-attn generate --prompt "What is the capital'):
+        assert words in done.stdout
+
+
+def test_doctor_lists_versions_devices_and_reasons(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"jax\b.*\d+\.\d+", printed)
+    for op, implementations in available_implementations().items():
+        for name, reason in implementations.items():
+            line = next(li for li in printed.splitlines() if f" {op} " in li and f" {name} " in li)
+            assert ("yes" if reason is None else reason) in line
+    assert "'pallas-attn[cuda]'" in printed or "jax-cuda13-plugin │ not" not in printed
+
+
+def test_generate_prints_answers_and_figures(tiny, capsys, tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("abc\n\n  xyz\n", encoding="utf-8")
+    command = ["generate", "--model", tiny, "--raw", "--prompt", "hello", "--prompts-file", str(prompts)]
+    assert main([*command, "--max-new-tokens", "5", "--page-size", "3"]) == 0
+    captured = capsys.readouterr()
+    for prompt in ("hello", "abc", "xyz"):
+        assert f"\n> {prompt}\n" in captured.out
+    assert re.search(r"prefill +\d+ tokens in +\d+\.\d+ s +\d+\.\d+ tokens/s", captured.out)
+    assert re.search(r"decode +\d+ tokens in +\d+\.\d+ s +\d+\.\d+ tokens/s", captured.out)
+    assert re.search(r"served by  paged_attention: \w+, write_kv: \w+", captured.out)
+    assert captured.err == ""
+
+
+def test_generate_repeats_with_its_seed(tiny, capsys):
+    def answer(seed):
+        options = ["--temperature", "2", "--seed", str(seed), "--max-new-tokens", "12"]
+        assert main(["generate", "--model", tiny, "--raw", "--prompt", "hello", *options]) == 0
+        return capsys.readouterr().out.split("prefill")[0]
+
+    assert answer(1) == answer(1) != answer(2)
+
+
+def test_check_agrees_with_transformers(tiny, capsys):
+    import_torch()
+    command = ["generate", "--model", tiny, "--raw", "--prompt", "hello", "--prompt", "x", "--check"]
+    assert main([*command, "--max-new-tokens", "6"]) == 0
+    printed = capsys.readouterr().out
+    assert len(re.findall(r"│ yes +│ \d\.\d\de-\d\d", printed)) == 2
+    assert re.search(r"pallas-attn [\d.]+, transformers [\d.]+ \([\d.]+ x\)", printed)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "argument '--prompt': expected at least one prompt, here or in --prompts-file, got none"),
+        (["--prompt", " "], "argument '--prompt': expected some text in each, got prompt 1 without any"),
+        (
+            ["--prompts-file", "/absent"],
+            "argument '--prompts-file': expected an existing file, got '/absent'",
+        ),
+        (["--prompt", "a", "--model", "/absent"], "'path': expected an existing GGUF file, got '/absent'"),
+        (["--prompt", "a", "--num-pages", "1", "--prompt", "b"], "expected at least one page for each of 2"),
+        (["--prompt", "a" * 60], "expected prompt and max_new_tokens of together at most 64 tokens"),
+        (["--prompt", "a", "--top-p", "2"], "argument 'top_p': expected a number in (0, 1], got 2.0"),
+        (["--prompt", "a", "--max-new-tokens", "0"], "'max_new_tokens': expected at least 1, got 0"),
+        (["--prompt", "a", "--implementation", "none"], "argument 'implementation': expected None or one of"),
+        (["--prompt", "a", "--check", "--temperature", "1"], "'--check': expected greedy decoding"),
+    ],
+    ids=lambda value: "-".join(value)[:30] if isinstance(value, list) else "",
+)
+def test_user_errors_are_one_line(arguments, message, tiny, capsys):
+    model = [] if "--model" in arguments else ["--model", tiny]
+    length = [] if "--max-new-tokens" in arguments else ["--max-new-tokens", "8"]
+    assert main(["generate", "--raw", *model, *length, *arguments]) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith("pallas-attn: error: ")
+    assert captured.err.count("\n") == 1
+    assert message in captured.err
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize("arguments", [["--wrong"], ["generate", "--dtype", "int8"], ["absent"]])
+def test_wrong_usage_is_one_line_and_status_2(arguments, capsys):
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("pallas-attn: error: ")
+    assert captured.err.count("\n") == 1
+
+
+def test_a_missing_model_from_another_process_leaves_no_traceback():
+    done = run("generate", "--prompt", "a", "--model", "absent.gguf")
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_importing_the_package_imports_nothing_optional():
+    optional = ("flax", "typer", "rich", "torch", "transformers", "gguf", "tokenizers", "jinja2")
+    done = run(code=f"import sys, pallas_attn; print([m for m in {optional} if m in sys.modules])")
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("missing", "arguments", "extra"),
+    [
+        ("typer", "['doctor']", "models"),
+        ("flax", "['generate', '--prompt', 'a']", "models"),
+        ("gguf", "['generate', '--prompt', 'a']", "models"),
+        ("torch", "['generate', '--prompt', 'a', '--check']", "check"),
+    ],
+)
+def test_a_missing_package_names_its_extra(missing, arguments, extra):
+    hide = f"import sys; sys.modules[{missing!r}] = None"
+    done = run(code=f"{hide}; from pallas_attn.cli import main; sys.exit(main({arguments}))")
+    assert done.returncode == 1
+    assert f"needs the package '{missing}': pip install 'pallas-attn[{extra}]'" in done.stderr
+    assert done.stderr.count("\n") == 1
