@@ -1,15 +1,18 @@
 """Attention kernels for JAX on NVIDIA GPUs: paged, ragged, block-sparse and MLA."""
 
 from pallas_attn._dispatch import available_implementations, record_implementations
-from pallas_attn.ops.kv_cache import OutOfPagesError, PageAllocator, PagedKVCache, write_kv
+from pallas_attn._masking import LocalStride
+from pallas_attn.ops.kv_cache import OutOfPagesError, PageAllocator, PagedKVCache, convert_layout, write_kv
 from pallas_attn.ops.paged_attention import PagedAttentionConfig, paged_attention
 
 __all__ = [
+    "LocalStride",
     "OutOfPagesError",
     "PageAllocator",
     "PagedAttentionConfig",
     "PagedKVCache",
     "available_implementations",
+    "convert_layout",
     "paged_attention",
     "record_implementations",
     "write_kv",

@@ -1,11 +1,101 @@
-"""Which keys a query sees: small pure functions on token positions, composed at trace time.
+"""Which keys a query sees, and what is added to its logits: small pure functions on token positions.
 
-Further rules (windows, ALiBi, soft caps, block sparsity) join here as functions of the same kind, so that a kernel
-contains none of them by name.
+Kernels and references compose them at trace time, so a kernel names none of the rules. The order is fixed:
+scale, soft cap, ALiBi, then masks. Positions are absolute in the sequence; arrays broadcast.
 """
+
+import dataclasses
+import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from pallas_attn._checks import fail
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalStride:
+    """Block-sparse rule of vLLM's PagedAttention: a local band of blocks plus every `vert_stride`-th block.
+
+    Block j of `block_size` tokens is kept when (j + offset) % vert_stride == 0, or when
+    j > (seq_len - 1) // block_size - local_blocks. The offset depends on the head:
+    (tp_rank * num_heads + head) * head_sliding_step + 1 if head_sliding_step >= 0, else
+    (tp_rank * num_kv_heads + kv_head) * -head_sliding_step + 1.
+
+    block_size: tokens of a block, a power of two >= 16.
+    local_blocks: newest blocks kept, >= 1.
+    vert_stride: >= 1 (1 keeps every block).
+    head_sliding_step: how the pattern moves from head to head.
+    tp_rank: this shard's place in tensor parallelism; head counts are the shard's.
+    """
+
+    block_size: int
+    local_blocks: int
+    vert_stride: int
+    head_sliding_step: int = 0
+    tp_rank: int = 0
+
+    def __post_init__(self):
+        size = self.block_size
+        if size < 16 or size & (size - 1):
+            fail("LocalStride", "block_size", "a power of two >= 16", str(size))
+        for name, least in (("local_blocks", 1), ("vert_stride", 1), ("tp_rank", 0)):
+            if getattr(self, name) < least:
+                fail("LocalStride", name, f"at least {least}", str(getattr(self, name)))
+
+    def offset(self, head, kv_head, *, num_heads: int, num_kv_heads: int):
+        """The pattern's offset for a head (traced or not)."""
+        if self.head_sliding_step >= 0:
+            return (self.tp_rank * num_heads + head) * self.head_sliding_step + 1
+        return (self.tp_rank * num_kv_heads + kv_head) * -self.head_sliding_step + 1
+
+    def kept(self, position, seq_len, offset):
+        """Whether the block of `position` is kept."""
+        block = position // self.block_size
+        remote = (block + offset) % self.vert_stride == 0
+        return remote | (block >= self.first_local(seq_len))
+
+    def first_local(self, seq_len):
+        """First block of the local band (below 0 when the band covers everything)."""
+        return (seq_len - 1) // self.block_size - self.local_blocks + 1
+
+    def distinct_offsets(self, heads: int) -> int:
+        """How many different remote patterns `heads` neighbouring query heads of one KV head have."""
+        step = max(self.head_sliding_step, 0)
+        return min(heads, self.vert_stride // math.gcd(step, self.vert_stride))
+
+
+class Rules(NamedTuple):
+    """The static part of a call's rules. Slopes and sinks are arrays and travel beside it."""
+
+    sliding_window: int | None = None
+    softcap: float | None = None
+    block_sparse: LocalStride | None = None
+
+
+def cap(logits: jax.Array, softcap: float | None) -> jax.Array:
+    """softcap * tanh(logits / softcap): keeps logits within (-softcap, softcap)."""
+    return logits if softcap is None else softcap * jnp.tanh(logits * (1.0 / softcap))
+
+
+def alibi(slope: jax.Array, key_position: jax.Array, query_position: jax.Array) -> jax.Array:
+    """Bias that falls with distance; 0 at the query's own position."""
+    return slope * (key_position - query_position).astype(jnp.float32)
+
+
+def causal(key_position: jax.Array, query_position: jax.Array) -> jax.Array:
+    return key_position <= query_position
+
+
+def in_window(key_position: jax.Array, query_position: jax.Array, window: int) -> jax.Array:
+    """The newest `window` tokens, the query's own included."""
+    return query_position - key_position < window
+
+
+def window_start(query_position, window: int | None):
+    """First position that a query sees."""
+    return 0 * query_position if window is None else jnp.maximum(query_position - (window - 1), 0)
 
 
 def within(positions: jax.Array, end: jax.Array) -> jax.Array:

@@ -29,7 +29,7 @@ def dot(a: jax.Array, b: jax.Array, *, trans_b: bool = False) -> jax.Array:
 
 def kernel_call(
     kernel: Callable[..., None],
-    *operands: jax.Array,
+    *operands: Any,
     name: str,
     grid: tuple[int, ...],
     out_shape: Sequence[jax.ShapeDtypeStruct],
@@ -38,7 +38,8 @@ def kernel_call(
     interpret: bool,
     input_output_aliases: Mapping[int, int] | None = None,
 ) -> Any:
-    """Runs `kernel(*operand_refs, *output_refs)` over `grid`; every ref is the whole array, indexed by the kernel."""
+    """Runs `kernel(*operand_refs, *output_refs)` over `grid`; operands may be pytrees, and
+    every ref is a whole array, indexed by the kernel."""
     return pl.pallas_call(
         kernel,
         out_shape=out_shape,

@@ -58,15 +58,18 @@ def finish(state: OnlineSoftmax) -> tuple[jax.Array, jax.Array]:
     return out, lse2
 
 
-def merge_weights(lse2: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
-    """How splits combine: (weight of each split, merged lse2). Splits that saw no key weigh 0."""
+def merge_lse2(lse2: jax.Array, axis: int) -> jax.Array:
+    """Log-sum-exp of the splits' lse2; -inf when no split saw a key."""
     maximum = _finite(jnp.max(lse2, axis=axis, keepdims=True))
-    weights = jnp.exp2(lse2 - maximum)
-    total = jnp.sum(weights, axis=axis, keepdims=True)
+    total = jnp.sum(jnp.exp2(lse2 - maximum), axis=axis, keepdims=True)
     empty = total == 0.0
-    weights = weights / jnp.where(empty, 1.0, total)
     merged = jnp.where(empty, -jnp.inf, maximum + jnp.log2(jnp.where(empty, 1.0, total)))
-    return weights, jnp.squeeze(merged, axis)
+    return jnp.squeeze(merged, axis)
+
+
+def split_weight(lse2: jax.Array, merged: jax.Array) -> jax.Array:
+    """What a split's normalised output weighs in the merged one; 0 for splits that saw no key."""
+    return jnp.exp2(lse2 - _finite(merged))
 
 
 def poison(result: jax.Array, bad: jax.Array) -> jax.Array:

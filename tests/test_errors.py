@@ -37,7 +37,7 @@ BAD_ATTENTION = {
     "cache dtype": (
         {"key_cache": jnp.zeros((10, 16, 2, 64), jnp.bfloat16)},
         TypeError,
-        "argument 'key_cache': expected dtype float32, got bfloat16",
+        "argument 'key_cache': expected dtype float32 or float8_e4m3fn or float8_e5m2 or int8, got bfloat16",
     ),
     "head_dim": (
         {"key_cache": jnp.zeros((10, 16, 2, 32), F32)},
@@ -80,7 +80,11 @@ BAD_ATTENTION = {
         ValueError,
         "argument 'scale': expected a finite number above 0, or None, got -1.0",
     ),
-    "layout": ({"layout": "NDH"}, ValueError, "argument 'layout': expected one of 'NHD', 'HND', got 'NDH'"),
+    "layout": (
+        {"layout": "NDH"},
+        ValueError,
+        "argument 'layout': expected one of 'NHD', 'HND', 'PACKED', got 'NDH'",
+    ),
     "implementation": (
         {"implementation": "triton"},
         ValueError,
@@ -126,7 +130,8 @@ BAD_WRITE = {
     "cache dtype": (
         {"key_cache": jnp.zeros((10, 16, 2, 64), jnp.int32)},
         TypeError,
-        "argument 'key_cache': expected dtype bfloat16 or float16 or float32, got int32",
+        "argument 'key_cache': expected dtype bfloat16 or float16 or float32 or float8_e4m3fn or float8_e5m2 or int8, "
+        "got int32",
     ),
 }
 

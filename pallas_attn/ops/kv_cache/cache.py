@@ -67,10 +67,11 @@ class PagedKVCache:
         if seq_lens is None:
             seq_lens = jnp.zeros(block_tables.shape[:1], jnp.int32)
         check.array("seq_lens", seq_lens, ("num_seqs",), [jnp.int32])
-        shape = array_shape(PoolShape(num_layers * num_pages, page_size, num_kv_heads, head_dim), layout)
-        return cls(
-            jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), block_tables, seq_lens, num_layers, layout
+        pool = PoolShape(num_layers * num_pages, page_size, num_kv_heads, head_dim)
+        key_cache, value_cache = (
+            jnp.zeros(array_shape(pool, layout, w, dtype), dtype) for w in ("key", "value")
         )
+        return cls(key_cache, value_cache, block_tables, seq_lens, num_layers, layout)
 
     @property
     def num_pages(self) -> int:
@@ -79,7 +80,7 @@ class PagedKVCache:
 
     @property
     def page_size(self) -> int:
-        return pool_shape(self.key_cache, self.layout).page_size
+        return pool_shape(self.value_cache, self.layout).page_size
 
     @property
     def max_seq_len(self) -> int:

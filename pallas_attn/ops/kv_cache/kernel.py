@@ -6,26 +6,39 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn import _pallas
-from pallas_attn.ops.kv_cache.layout import PoolShape, pool_shape, token_index
+from pallas_attn._quantization import quantize
+from pallas_attn.ops.kv_cache.layout import PoolShape, Which, token_index
 
 
+@functools.partial(jax.jit, static_argnames=("pool", "layout", "interpret"))
 def write_kv_pallas(
-    key, value, key_cache, value_cache, slot_mapping, *, layout: str, interpret: bool = False
+    key,
+    value,
+    key_cache,
+    value_cache,
+    slot_mapping,
+    k_scale,
+    v_scale,
+    *,
+    pool: PoolShape,
+    layout: str,
+    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    pool = pool_shape(key_cache, layout)
+    scales = () if k_scale is None else (k_scale, v_scale)
     kernel = functools.partial(_write_kernel, pool=pool, layout=layout)
     return tuple(
         _pallas.kernel_call(
             kernel,
+            key_cache,
+            value_cache,
             slot_mapping,
             key,
             value,
-            key_cache,
-            value_cache,
+            *scales,
             name="pallas_attn_write_kv",
             grid=(key.shape[0],),
             out_shape=[jax.ShapeDtypeStruct(c.shape, c.dtype) for c in (key_cache, value_cache)],
-            input_output_aliases={3: 0, 4: 1},
+            input_output_aliases={0: 0, 1: 1},
             num_warps=4,
             num_stages=1,
             interpret=interpret,
@@ -33,18 +46,9 @@ def write_kv_pallas(
     )
 
 
-def _write_kernel(
-    slots_ref,
-    key_ref,
-    value_ref,
-    _key_in,
-    _value_in,
-    key_cache_ref,
-    value_cache_ref,
-    *,
-    pool: PoolShape,
-    layout: str,
-):
+def _write_kernel(_key_in, _value_in, slots_ref, key_ref, value_ref, *refs, pool: PoolShape, layout: str):
+    *scale_refs, key_cache_ref, value_cache_ref = refs
+    k_scale_ref, v_scale_ref = scale_refs or (None, None)
     token = _pallas.program_id(0)
     slot = _pallas.load(slots_ref.at[token])
     usable = (slot >= 0) & (slot < pool.num_pages * pool.page_size)
@@ -55,7 +59,17 @@ def _write_kernel(
     dims = jnp.arange(_pallas.next_power_of_2(pool.head_dim))[None, :]
     inside = (heads < pool.num_kv_heads) & (dims < pool.head_dim) & usable
     tile = jnp.zeros(inside.shape, jnp.int32)
-    destination = token_index(layout, page + tile, offset + tile, heads + tile, dims + tile)
-    for new_ref, cache_ref in ((key_ref, key_cache_ref), (value_ref, value_cache_ref)):
+
+    def write(which: Which, new_ref, scale_ref, cache_ref) -> None:
         new = _pallas.load(new_ref.at[token + tile, heads + tile, dims + tile], mask=inside, other=0.0)
-        _pallas.store(cache_ref.at[destination], new.astype(cache_ref.dtype), mask=inside)
+        if scale_ref is not None:
+            head = heads.reshape(-1)
+            scale = _pallas.load(scale_ref.at[head], mask=head < pool.num_kv_heads, other=1.0)
+            new = quantize(new, cache_ref.dtype, scale[:, None])
+        place = token_index(
+            layout, which, page + tile, offset + tile, heads + tile, dims + tile, cache_ref.dtype
+        )
+        _pallas.store(cache_ref.at[place], new.astype(cache_ref.dtype), mask=inside)
+
+    write("key", key_ref, k_scale_ref, key_cache_ref)
+    write("value", value_ref, v_scale_ref, value_cache_ref)

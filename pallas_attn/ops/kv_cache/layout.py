@@ -1,10 +1,15 @@
-"""Where a token lies in a pool of pages, for each cache layout."""
+"""Where a token lies in a pool of pages, for each cache layout, and converters between layouts."""
 
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
-LAYOUTS = ("NHD", "HND")
+from pallas_attn._checks import ArgumentChecker, fail
+from pallas_attn._types import KVCache, Layout
+
+LAYOUTS = ("NHD", "HND", "PACKED")
+Which = Literal["key", "value"]
 
 
 class PoolShape(NamedTuple):
@@ -14,22 +19,121 @@ class PoolShape(NamedTuple):
     head_dim: int
 
 
-def cache_dims(layout: str) -> tuple[str, str, str, str]:
-    """Dimension names of a cache pool, for checks and messages."""
-    if layout == "NHD":
-        return ("num_pages", "page_size", "num_kv_heads", "head_dim")
-    return ("num_pages", "num_kv_heads", "page_size", "head_dim")
+def packing(dtype: Any) -> int:
+    """x of the PACKED layout: elements in 16 bytes."""
+    return 16 // jnp.dtype(dtype).itemsize
 
 
-def array_shape(pool: PoolShape, layout: str) -> tuple[int, int, int, int]:
-    sizes = pool._asdict()
-    return tuple(sizes[dim] for dim in cache_dims(layout))
+def check_pools(
+    check: ArgumentChecker, key_cache: Any, value_cache: Any, layout: str, dtypes: Any
+) -> PoolShape:
+    """Checks both pools of a call and binds their dimensions."""
+    check.one_of("layout", layout, LAYOUTS)
+    if layout == "PACKED":
+        check.array(
+            "value_cache", value_cache, ("num_pages", "num_kv_heads", "head_dim", "page_size"), dtypes
+        )
+        x = packing(value_cache.dtype)
+        if check.dims["head_dim"] % x:
+            fail(check.function, "value_cache", f"head_dim a multiple of x={x}", str(check.dims["head_dim"]))
+        packed = ("num_pages", "num_kv_heads", check.dims["head_dim"] // x, "page_size", x)
+        check.array("key_cache", key_cache, packed, [value_cache.dtype])
+    else:
+        dims = ("page_size", "num_kv_heads") if layout == "NHD" else ("num_kv_heads", "page_size")
+        check.array("key_cache", key_cache, ("num_pages", *dims, "head_dim"), dtypes)
+        check.array("value_cache", value_cache, ("num_pages", *dims, "head_dim"), [key_cache.dtype])
+    check.non_empty("key_cache", key_cache)
+    return PoolShape(*(check.dims[dim] for dim in PoolShape._fields))
 
 
-def pool_shape(cache: jax.Array, layout: str) -> PoolShape:
-    return PoolShape(**dict(zip(cache_dims(layout), cache.shape, strict=True)))
+def array_shape(
+    pool: PoolShape, layout: str, which: Which = "key", dtype: Any = jnp.bfloat16
+) -> tuple[int, ...]:
+    pages, page_size, heads, head_dim = pool
+    match layout, which:
+        case "NHD", _:
+            return (pages, page_size, heads, head_dim)
+        case "HND", _:
+            return (pages, heads, page_size, head_dim)
+        case "PACKED", "key":
+            x = packing(dtype)
+            return (pages, heads, head_dim // x, page_size, x)
+        case _:
+            return (pages, heads, head_dim, page_size)
 
 
-def token_index(layout: str, page, offset, kv_head, dim) -> tuple:
+def pool_shape(value_cache: jax.Array, layout: str) -> PoolShape:
+    """From the value pool: PACKED keys split head_dim in two."""
+    a, b, c, d = value_cache.shape
+    match layout:
+        case "NHD":
+            return PoolShape(a, b, c, d)
+        case "HND":
+            return PoolShape(a, c, b, d)
+        case _:
+            return PoolShape(a, d, b, c)
+
+
+def token_index(layout: str, which: Which, page, offset, kv_head, dim, dtype: Any) -> tuple:
     """Index of elements of tokens in a pool: broadcastable page ids, offsets in the page, heads and elements."""
-    return (page, offset, kv_head, dim) if layout == "NHD" else (page, kv_head, offset, dim)
+    match layout, which:
+        case "NHD", _:
+            return (page, offset, kv_head, dim)
+        case "HND", _:
+            return (page, kv_head, offset, dim)
+        case "PACKED", "key":
+            x = packing(dtype)
+            return (page, kv_head, dim // x, offset, dim % x)
+        case _:
+            return (page, kv_head, dim, offset)
+
+
+def to_nhd(cache: jax.Array, layout: str, which: Which) -> jax.Array:
+    """Any array of pages [..., one page's dimensions in `layout`] as [..., page_size, num_kv_heads, head_dim]."""
+    match layout, which:
+        case "NHD", _:
+            return cache
+        case "HND", _:
+            return jnp.swapaxes(cache, -3, -2)
+        case "PACKED", "key":  # [..., heads, head_dim/x, page_size, x]
+            moved = jnp.moveaxis(cache, -2, -4)
+            return moved.reshape(*moved.shape[:-2], moved.shape[-2] * moved.shape[-1])
+        case _:  # [..., heads, head_dim, page_size]
+            return jnp.moveaxis(cache, -1, -3)
+
+
+def from_nhd(cache: jax.Array, layout: str, which: Which) -> jax.Array:
+    """The inverse of `to_nhd`."""
+    match layout, which:
+        case "NHD", _:
+            return cache
+        case "HND", _:
+            return jnp.swapaxes(cache, -3, -2)
+        case "PACKED", "key":
+            x = packing(cache.dtype)
+            split = cache.reshape(*cache.shape[:-1], cache.shape[-1] // x, x)
+            return jnp.moveaxis(split, -4, -2)
+        case _:
+            return jnp.moveaxis(cache, -3, -1)
+
+
+def convert_layout(
+    key_cache: KVCache, value_cache: KVCache, *, source: Layout, target: Layout
+) -> tuple[KVCache, KVCache]:
+    """Both pools in another layout, bit for bit: a copy, for moving a cache between engines.
+
+    Args:
+        key_cache, value_cache: pools of `source` layout, of any cache dtype.
+        source, target: "NHD", "HND" or "PACKED".
+
+    Raises:
+        TypeError, ValueError: pools that do not have the source layout, or a head_dim that "PACKED" cannot hold.
+    """
+    check = ArgumentChecker("convert_layout")
+    check.one_of("target", target, LAYOUTS)
+    pool = check_pools(check, key_cache, value_cache, source, [getattr(value_cache, "dtype", None)])
+    if target == "PACKED" and pool.head_dim % (x := packing(key_cache.dtype)):
+        fail("convert_layout", "key_cache", f"head_dim a multiple of x={x} for 'PACKED'", str(pool.head_dim))
+    caches = {"key": key_cache, "value": value_cache}
+    key, value = (from_nhd(to_nhd(cache, source, which), target, which) for which, cache in caches.items())
+    return key, value

@@ -1,16 +1,21 @@
 """`paged_attention`: signature, checks, dispatch."""
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from pallas_attn import _config, _dispatch
-from pallas_attn._checks import ArgumentChecker, dtype_name
+from pallas_attn._checks import ArgumentChecker, dtype_name, fail
 from pallas_attn._device import current_device
+from pallas_attn._masking import LocalStride, Rules
+from pallas_attn._quantization import QUANTIZED_DTYPES, per_head_scale
 from pallas_attn._types import BlockTables, KVCache, Layout, Lse, Query, SeqLens
-from pallas_attn.ops.kv_cache.layout import LAYOUTS, PoolShape, cache_dims, pool_shape
+from pallas_attn.ops.kv_cache.api import pallas_reads
+from pallas_attn.ops.kv_cache.layout import PoolShape, check_pools
 from pallas_attn.ops.paged_attention.config import PagedAttentionConfig, heuristic
 from pallas_attn.ops.paged_attention.kernel import paged_attention_pallas
 from pallas_attn.ops.paged_attention.reference import paged_attention_xla
@@ -21,19 +26,30 @@ MAX_HEAD_DIM = 512
 
 @dataclass(frozen=True)
 class Case:
-    """The static facts of a call that decide which implementation can serve it."""
+    """The static facts of a call that decide which implementation and which config can serve it."""
 
     num_seqs: int
+    q_len: int
     num_heads: int
     max_pages: int
     pool: PoolShape
     dtype: Any
+    cache_dtype: Any
+    block_sparse: LocalStride | None
+
+    @property
+    def group(self) -> int:
+        return self.num_heads // self.pool.num_kv_heads
 
 
 def _pallas_supports(case: Case) -> str | None:
     if case.pool.head_dim > MAX_HEAD_DIM:
         return f"head_dim is at most {MAX_HEAD_DIM}, got {case.pool.head_dim}"
-    return None
+    elements = case.pool.num_pages * case.pool.page_size * case.pool.num_kv_heads * case.pool.head_dim
+    if jnp.dtype(case.cache_dtype).itemsize == 1 and 2**31 <= elements <= 2**32:
+        # The lowering switches to 64-bit offsets above 2**32 bytes; between, they overflow.
+        return f"8-bit pools of 2**31 to 2**32 elements overflow Pallas-Triton's offsets, got {elements} elements"
+    return pallas_reads(case.cache_dtype)
 
 
 _dispatch.register(
@@ -56,36 +72,54 @@ def paged_attention(
     seq_lens: SeqLens,
     *,
     scale: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    block_sparse: LocalStride | None = None,
+    alibi_slopes: jax.Array | None = None,
+    sinks: jax.Array | None = None,
+    k_scale: float | jax.Array | None = None,
+    v_scale: float | jax.Array | None = None,
     return_lse: bool = False,
     layout: Layout = "NHD",
     implementation: str | None = None,
     config: PagedAttentionConfig | None = None,
 ) -> Query | tuple[Query, Lse]:
-    """Attention of one new token per sequence over the sequence's paged keys and values.
+    """Attention of each sequence's newest tokens over the sequence's paged keys and values.
 
     Works inside jit, scan, while_loop and shard_map; lengths and tables are never read by the host, and the caches
-    are never copied. Softmax and accumulation are float32; the same inputs and config give the same bits.
+    are never copied. Softmax and accumulation are float32; the same inputs and config give the same bits. All options
+    combine.
 
     Args:
-        query: [num_seqs, num_heads, head_dim], bf16, fp16 or float32.
-        key_cache, value_cache: pools in query's dtype, of `layout`
-            "NHD" [num_pages, page_size, num_kv_heads, head_dim] or
-            "HND" [num_pages, num_kv_heads, page_size, head_dim].
+        query: [num_seqs, num_heads, head_dim], one token per sequence, or [num_seqs, q_len, num_heads, head_dim], the
+            newest q_len tokens of each, causal among themselves (speculative decoding); bf16, fp16 or float32.
+        key_cache, value_cache: pools of one dtype, query's or (quantised) float8_e4m3fn, float8_e5m2 or int8, of
+            `layout` "NHD" [num_pages, page_size, num_kv_heads, head_dim],
+            "HND" [num_pages, num_kv_heads, page_size, head_dim], or
+            "PACKED" keys [num_pages, num_kv_heads, head_dim/x, page_size, x] with x = 16 / itemsize, and values
+            [num_pages, num_kv_heads, head_dim, page_size].
             num_heads is a multiple of num_kv_heads; query head h uses KV head h // (num_heads / num_kv_heads).
             Any page_size; head_dim up to 512 on the GPU. Slots at or beyond a sequence's length may hold anything.
-        block_tables: [num_seqs, max_pages] int32, a sequence's pages in order. Entries beyond its last page may
-            hold anything.
-        seq_lens: [num_seqs] int32, tokens in each sequence's pages, the newest (the query's own) included.
-            A length of 0 gives out 0 and lse -inf.
+        block_tables: [num_seqs, max_pages] int32, a sequence's pages in order. Entries beyond its last page, and
+            those of pages that no query sees (window, block_sparse), may hold anything.
+        seq_lens: [num_seqs] int32, tokens in each sequence's pages, the queries' own included. A length of 0 gives
+            out 0 and lse -inf, and so does a query before the sequence's start (q_len > length).
         scale: factor of the logits, a number above 0; None means head_dim ** -0.5.
-        return_lse: also return the natural log-sum-exp of the scaled logits.
+        softcap: logits become softcap * tanh(logits / softcap); a number above 0, or None.
+        sliding_window: each query sees the newest `sliding_window` tokens up to itself; an int >= 1, or None.
+            Tokens outside are not read.
+        block_sparse: a `LocalStride` pattern, or None. Blocks outside it are not read.
+        alibi_slopes: [num_heads] float32; slope * (key position - query position) is added after the soft cap.
+        sinks: [num_heads] float32; a logit without a value that joins each head's softmax (and its lse).
+        k_scale, v_scale: for quantised caches, scalar or [num_kv_heads] float32: value = stored * scale; None is 1.
+        return_lse: also return the natural log-sum-exp of the logits.
         layout: order of a page's dimensions.
-        implementation: None (pallas on an NVIDIA GPU, xla elsewhere), "pallas" (sm_80 or newer), "xla" (anywhere,
-            for debugging and CPUs) or "interpret" (the Pallas kernel run in Python, slow).
+        implementation: None (pallas on an NVIDIA GPU, xla elsewhere), "pallas" (sm_80 or newer; e4m3 from sm_89),
+            "xla" (anywhere, for debugging and CPUs) or "interpret" (the Pallas kernel run in Python, slow).
         config: tile sizes for "pallas" and "interpret"; None takes the measured or the heuristic one.
 
     Returns:
-        out [num_seqs, num_heads, head_dim] in query's dtype; with return_lse, also lse [num_seqs, num_heads] float32.
+        out in query's shape and dtype; with return_lse, also lse, of query's shape without head_dim, float32.
         A page id in use outside [0, num_pages), or a length that is negative or beyond the table, gives NaN in that
         sequence's rows; nothing out of bounds is read.
 
@@ -94,47 +128,75 @@ def paged_attention(
         ValueError: a wrong shape or value, or an implementation that cannot serve, with its reason.
 
     Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention" (2023);
-    split-KV after Dao et al., "Flash-Decoding" (2023).
+    split-KV after Dao et al., "Flash-Decoding" (2023); LocalStride and PACKED as in vLLM's CUDA kernels.
     """
     check = ArgumentChecker("paged_attention")
-    check.one_of("layout", layout, LAYOUTS)
-    check.array("query", query, ("num_seqs", "num_heads", "head_dim"), DTYPES)
-    check.array("key_cache", key_cache, cache_dims(layout), [query.dtype])
-    check.array("value_cache", value_cache, cache_dims(layout), [query.dtype])
+    query_dims = ("num_seqs", "num_heads", "head_dim")
+    if getattr(query, "ndim", 3) == 4:
+        query_dims = ("num_seqs", "q_len", "num_heads", "head_dim")
+    check.array("query", query, query_dims, DTYPES)
+    pool = check_pools(check, key_cache, value_cache, layout, [query.dtype, *QUANTIZED_DTYPES])
     check.array("block_tables", block_tables, ("num_seqs", "max_pages"), [jnp.int32])
     check.array("seq_lens", seq_lens, ("num_seqs",), [jnp.int32])
-    for name, array in (("query", query), ("key_cache", key_cache), ("block_tables", block_tables)):
+    for name, array in (("query", query), ("block_tables", block_tables)):
         check.non_empty(name, array)
-    check.multiple("query", query.shape[1], "num_kv_heads", check.dims["num_kv_heads"])
+    num_heads = check.dims["num_heads"]
+    check.multiple("query", num_heads, "num_kv_heads", pool.num_kv_heads)
     check.positive_float("scale", scale)
+    check.positive_float("softcap", softcap)
+    if sliding_window is not None and not (isinstance(sliding_window, int) and sliding_window >= 1):
+        fail(check.function, "sliding_window", "an int >= 1, or None", repr(sliding_window))
+    if block_sparse is not None and not isinstance(block_sparse, LocalStride):
+        fail(check.function, "block_sparse", "a LocalStride, or None", type(block_sparse).__name__, TypeError)
+    extras = {
+        "k_scale": per_head_scale(check.function, "k_scale", k_scale, key_cache.dtype, pool.num_kv_heads),
+        "v_scale": per_head_scale(check.function, "v_scale", v_scale, key_cache.dtype, pool.num_kv_heads),
+    }
+    for name, array in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+        if array is not None:
+            check.array(name, array, ("num_heads",), DTYPES)
+            extras[name] = array.astype(jnp.float32)
 
-    pool = pool_shape(key_cache, layout)
-    case = Case(query.shape[0], query.shape[1], block_tables.shape[1], pool, query.dtype)
+    batched = query if query.ndim == 4 else query[:, None]
+    case = Case(
+        batched.shape[0],
+        batched.shape[1],
+        num_heads,
+        block_tables.shape[1],
+        pool,
+        query.dtype,
+        key_cache.dtype,
+        block_sparse,
+    )
     name, fn = _dispatch.resolve("paged_attention", case, implementation)
     if name != "xla":
         fn = functools.partial(fn, config=_resolve_config(case, config))
     elif config is not None:
-        raise ValueError(
-            "paged_attention: argument 'config': expected None for implementation 'xla', got a config"
-        )
+        fail(check.function, "config", "None for implementation 'xla'", "a config")
     out, lse = fn(
-        query,
+        batched,
         key_cache,
         value_cache,
         block_tables,
         seq_lens,
+        {name: array for name, array in extras.items() if array is not None},
+        pool=pool,
         scale=float(pool.head_dim**-0.5 if scale is None else scale),
         layout=layout,
+        rules=Rules(sliding_window, None if softcap is None else float(softcap), block_sparse),
     )
+    out, lse = out.reshape(query.shape), lse.reshape(query.shape[:-1])
     return (out, lse) if return_lse else out
 
 
 def _resolve_config(case: Case, explicit: Any) -> PagedAttentionConfig:
-    group = case.num_heads // case.pool.num_kv_heads
     key = dict(
-        head_dim=case.pool.head_dim, group=group, page_size=case.pool.page_size, dtype=dtype_name(case.dtype)
+        head_dim=case.pool.head_dim,
+        group=case.group,
+        page_size=case.pool.page_size,
+        dtype=dtype_name(case.cache_dtype),
     )
-    return _config.resolve(
+    config = _config.resolve(
         "paged_attention",
         PagedAttentionConfig,
         explicit,
@@ -142,10 +204,22 @@ def _resolve_config(case: Case, explicit: Any) -> PagedAttentionConfig:
         lambda: heuristic(
             num_seqs=case.num_seqs,
             num_kv_heads=case.pool.num_kv_heads,
-            group=group,
+            rows=case.q_len * case.group,
             head_dim=case.pool.head_dim,
             itemsize=jnp.dtype(case.dtype).itemsize,
             max_len=case.max_pages * case.pool.page_size,
             device=current_device(),
         ),
     )
+    if case.block_sparse is not None and config.block_kv > case.block_sparse.block_size:
+        # A tile lies within one block of the pattern.
+        if explicit is not None:
+            size = case.block_sparse.block_size
+            fail(
+                "paged_attention",
+                "config",
+                f"block_kv at most block_sparse.block_size ({size})",
+                str(config.block_kv),
+            )
+        config = dataclasses.replace(config, block_kv=case.block_sparse.block_size)
+    return config

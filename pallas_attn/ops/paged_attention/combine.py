@@ -31,7 +31,7 @@ def combine_splits(
         *partial,
         seq_lens,
         name="pallas_attn_paged_attention_combine",
-        grid=(problem.num_heads, problem.num_seqs),
+        grid=(problem.q_len * problem.num_heads, problem.num_seqs),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (out, lse)],
         input_output_aliases={0: 0, 1: 1},
         num_warps=4,
@@ -43,18 +43,17 @@ def combine_splits(
 def _combine_kernel(
     _out_in, _lse_in, partial_out_ref, partial_lse_ref, lens_ref, out_ref, lse_ref, *, problem: "Problem"
 ):
-    head, seq = _pallas.program_id(0), _pallas.program_id(1)
-    seq_len = jnp.clip(_pallas.load(lens_ref.at[seq]), 0, problem.max_len)
-    # An empty sequence has splits of size 0; it is final already, like all in one split.
-    used = schedule.ceil_div(seq_len, jnp.maximum(problem.split_tokens(seq_len, lens_ref), 1))
+    column, seq = _pallas.program_id(0), _pallas.program_id(1)
+    num_tiles = problem.walk(jnp.clip(_pallas.load(lens_ref.at[seq]), 0, problem.max_len)).num_tiles
+    used = schedule.ceil_div(num_tiles, problem.split_tiles(num_tiles, lens_ref))
 
     @_pallas.when(used > 1)
     def _():
         splits = jnp.arange(_pallas.next_power_of_2(problem.config.num_splits))
-        place = partial_lse_ref.at[splits, seq + 0 * splits, head + 0 * splits]
+        place = partial_lse_ref.at[splits, seq + 0 * splits, column + 0 * splits]
         lse2 = _pallas.load(place, mask=splits < used, other=-jnp.inf)
-        _, merged = _softmax.merge_weights(lse2, axis=0)
-        lse_ref[seq, head] = _softmax.natural_lse(merged)
+        merged = _softmax.merge_lse2(lse2, axis=0)
+        lse_ref[seq, column] = _softmax.natural_lse(merged)
 
         dim = jnp.arange(_pallas.next_power_of_2(problem.pool.head_dim))[None, :]
         rows = min(SPLITS_PER_STEP, len(splits))
@@ -62,16 +61,16 @@ def _combine_kernel(
         def step(i, acc):
             split = i * rows + jnp.arange(rows)
             present = split < used
-            place = partial_lse_ref.at[split, seq + 0 * split, head + 0 * split]
-            weight = jnp.exp2(_pallas.load(place, mask=present, other=-jnp.inf) - merged)
+            place = partial_lse_ref.at[split, seq + 0 * split, column + 0 * split]
+            weight = _softmax.split_weight(_pallas.load(place, mask=present, other=-jnp.inf), merged)
             inside = present[:, None] & (dim < problem.pool.head_dim)
             tile = jnp.zeros(inside.shape, jnp.int32)
-            place = partial_out_ref.at[split[:, None] + tile, seq + tile, head + tile, dim + tile]
+            place = partial_out_ref.at[split[:, None] + tile, seq + tile, column + tile, dim + tile]
             part = _pallas.load(place, mask=inside, other=0.0)
             return acc + jnp.sum(weight[:, None] * part, axis=0)
 
         steps = (used + rows - 1) // rows
         out = lax.fori_loop(0, steps, step, jnp.zeros((dim.shape[1],), jnp.float32))
-        column = dim.reshape(-1)
-        place = out_ref.at[seq + 0 * column, head + 0 * column, column]
-        _pallas.store(place, out.astype(out_ref.dtype), mask=column < problem.pool.head_dim)
+        dim = dim.reshape(-1)
+        place = out_ref.at[seq + 0 * dim, column + 0 * dim, dim]
+        _pallas.store(place, out.astype(out_ref.dtype), mask=dim < problem.pool.head_dim)

@@ -14,7 +14,8 @@ MAX_SPLITS = 128
 class PagedAttentionConfig:
     """How one call of the kernel is cut up.
 
-    block_q: query heads of one KV head that a program serves, a power of two >= 16 (the tensor core's tile).
+    block_q: query rows (tokens x heads) of one KV head that a program serves, a power of two >= 16, the tensor
+        core's tile.
     block_kv: tokens a program takes in per step, a power of two >= 16.
     num_splits: most pieces a sequence's tokens are cut into. How many are used follows from the lengths at run time.
     min_split_tokens: a split shorter than this costs more in merging than it gains in parallelism.
@@ -48,19 +49,19 @@ def heuristic(
     *,
     num_seqs: int,
     num_kv_heads: int,
-    group: int,
+    rows: int,
     head_dim: int,
     itemsize: int,
     max_len: int,
     device: Device,
 ) -> PagedAttentionConfig:
-    """`group` query heads share a KV head; `max_len` tokens fit in a row of the block table.
+    """`rows` query rows (tokens x heads of a group) share a KV head; `max_len` tokens fit in a row of the block table.
 
     From a sweep on an H100 (benchmarks/results): few programs want small tiles, a deep pipeline and two programs a
     multiprocessor; many want tiles of 128 tokens, and splits only to even out lengths.
     """
-    block_q = min(64, max(16, _pallas.next_power_of_2(group)))
-    programs = num_seqs * num_kv_heads * math.ceil(group / block_q)
+    block_q = min(64, max(16, _pallas.next_power_of_2(rows)))
+    programs = num_seqs * num_kv_heads * math.ceil(rows / block_q)
     cores = device.num_cores
     if 2 * programs < cores:
         block_kv, num_warps, num_stages, min_split = 32, 4, 5, 64

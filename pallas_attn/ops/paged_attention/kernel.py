@@ -1,22 +1,25 @@
 """Split-KV paged decode attention in Pallas.
 
-One program serves `block_q` query heads of one KV head over one split of one sequence. It walks the split's tokens
-in tiles of `block_kv`, looking each token's page up in the block table, and keeps an online softmax in float32.
+One program serves `block_q` query rows of one KV head over one split of one sequence. It walks the split's tiles of
+`block_kv` tokens, looking each token's page up in the block table, and keeps an online softmax in float32.
 A sequence in one split is written to the output at once; otherwise the program leaves a float32 partial result
 (normalised, with its base-2 lse) for `combine.py`.
+
+Rows: the query tokens of a sequence and the heads of a KV head's group are packed, row = q * group + g, so that
+speculative decoding fills the tensor core's tile instead of adding programs.
 """
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn import _masking, _pallas, _softmax
-from pallas_attn.ops.kv_cache.layout import PoolShape, pool_shape, token_index
-from pallas_attn.ops.paged_attention import combine, schedule
+from pallas_attn.ops.kv_cache.layout import PoolShape, token_index
+from pallas_attn.ops.paged_attention import combine, schedule, walk
 from pallas_attn.ops.paged_attention.config import PagedAttentionConfig
 
 
@@ -24,11 +27,13 @@ class Problem(NamedTuple):
     """What a kernel is compiled for: all of it static."""
 
     num_seqs: int
+    q_len: int
     num_heads: int
     max_pages: int
     pool: PoolShape
     layout: str
     scale: float
+    rules: _masking.Rules
     config: PagedAttentionConfig
 
     @property
@@ -37,70 +42,89 @@ class Problem(NamedTuple):
         return self.num_heads // self.pool.num_kv_heads
 
     @property
+    def rows(self) -> int:
+        """Query rows of a KV head."""
+        return self.q_len * self.group
+
+    @property
     def q_blocks(self) -> int:
-        """Programs that the query heads of one KV head are spread over."""
-        return math.ceil(self.group / self.config.block_q)
+        """Programs that the query rows of one KV head are spread over."""
+        return math.ceil(self.rows / self.config.block_q)
 
     @property
     def max_len(self) -> int:
         return self.max_pages * self.pool.page_size
 
-    def split_tokens(self, seq_len: jax.Array, seq_lens_ref) -> jax.Array:
+    def walk(self, seq_len: jax.Array, kv_head: jax.Array | int = 0) -> walk.Walk:
+        pattern = self.rules.block_sparse
+        heads = {"num_heads": self.num_heads, "num_kv_heads": self.pool.num_kv_heads}
+        return walk.plan(
+            seq_len,
+            q_len=self.q_len,
+            rules=self.rules,
+            block_kv=self.config.block_kv,
+            distinct=pattern.distinct_offsets(self.group) if pattern else 1,
+            first_offset=pattern.offset(kv_head * self.group, kv_head, **heads) if pattern else 0,
+        )
+
+    def split_tiles(self, num_tiles: jax.Array, seq_lens_ref) -> jax.Array:
         """Run-time size of a sequence's splits; both kernels come to the same."""
         if self.config.num_splits == 1:
-            return jnp.int32(self.max_len)
+            return jnp.maximum(num_tiles, 1)
+        lengths = schedule.load_lengths(seq_lens_ref, num_seqs=self.num_seqs, max_len=self.max_len)
         share = schedule.fair_share(
-            schedule.load_lengths(seq_lens_ref, num_seqs=self.num_seqs, max_len=self.max_len),
-            programs_per_token=self.pool.num_kv_heads * self.q_blocks,
+            self.walk(lengths).num_tiles,
+            programs_per_tile=self.pool.num_kv_heads * self.q_blocks,
             config=self.config,
         )
-        return schedule.split_tokens(seq_len, share, config=self.config)
+        return schedule.split_tiles(num_tiles, share, config=self.config)
 
 
 # jit, so that the layers of a model trace and lower one kernel, not one each.
-@functools.partial(jax.jit, static_argnames=("scale", "layout", "config", "interpret"))
+@functools.partial(jax.jit, static_argnames=("pool", "scale", "layout", "rules", "config", "interpret"))
 def paged_attention_pallas(
     query,
     key_cache,
     value_cache,
     block_tables,
     seq_lens,
+    extras: dict[str, jax.Array],
     *,
+    pool: PoolShape,
     scale: float,
     layout: str,
+    rules: _masking.Rules,
     config: PagedAttentionConfig,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """(out in query's dtype, lse float32)."""
-    num_seqs, num_heads, head_dim = query.shape
-    problem = Problem(
-        num_seqs,
-        num_heads,
-        block_tables.shape[1],
-        pool_shape(key_cache, layout),
-        layout,
-        scale,
-        config,
-    )
+    """query [num_seqs, q_len, num_heads, head_dim] -> (out in query's dtype, lse float32).
+
+    `extras` holds the arrays of the optional rules: alibi_slopes, sinks [num_heads]; k_scale, v_scale
+    [num_kv_heads]; all float32.
+    """
+    num_seqs, q_len, num_heads, head_dim = query.shape
+    problem = Problem(num_seqs, q_len, num_heads, block_tables.shape[1], pool, layout, scale, rules, config)
+    columns = q_len * num_heads  # a query token's head: what one output row belongs to
     outputs = [
-        jax.ShapeDtypeStruct(query.shape, query.dtype),
-        jax.ShapeDtypeStruct((num_seqs, num_heads), jnp.float32),
+        jax.ShapeDtypeStruct((num_seqs, columns, head_dim), query.dtype),
+        jax.ShapeDtypeStruct((num_seqs, columns), jnp.float32),
     ]
     if config.num_splits > 1:
         outputs += [
-            jax.ShapeDtypeStruct((config.num_splits, num_seqs, num_heads, head_dim), jnp.float32),
-            jax.ShapeDtypeStruct((config.num_splits, num_seqs, num_heads), jnp.float32),
+            jax.ShapeDtypeStruct((config.num_splits, num_seqs, columns, head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((config.num_splits, num_seqs, columns), jnp.float32),
         ]
     out, lse, *partial = _pallas.kernel_call(
         functools.partial(_attend_kernel, problem=problem),
-        query,
+        query.reshape(num_seqs, columns, head_dim),
         key_cache,
         value_cache,
         block_tables,
         seq_lens,
+        extras,
         name="pallas_attn_paged_attention",
         # Programs of neighbouring KV heads start together: in the NHD layout they read neighbouring bytes.
-        grid=(problem.pool.num_kv_heads * problem.q_blocks, config.num_splits, num_seqs),
+        grid=(pool.num_kv_heads * problem.q_blocks, config.num_splits, num_seqs),
         out_shape=outputs,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -108,93 +132,170 @@ def paged_attention_pallas(
     )
     if partial:
         out, lse = combine.combine_splits(out, lse, partial, seq_lens, problem=problem, interpret=interpret)
-    return out, lse
+    return out.reshape(query.shape), lse.reshape(num_seqs, q_len, num_heads)
+
+
+class Rows(NamedTuple):
+    """The query rows of a program, each array [block_q]."""
+
+    real: jax.Array
+    head: jax.Array
+    column: jax.Array
+    query_position: jax.Array
 
 
 def _attend_kernel(
-    query_ref, key_ref, value_ref, tables_ref, lens_ref, out_ref, lse_ref, *partial_refs, problem: Problem
+    query_ref,
+    key_ref,
+    value_ref,
+    tables_ref,
+    lens_ref,
+    extra_refs,
+    out_ref,
+    lse_ref,
+    *partial_refs,
+    problem: Problem,
 ):
     head_block, split, seq = (_pallas.program_id(axis) for axis in range(3))
     kv_head = head_block // problem.q_blocks
-    config, head_dim = problem.config, problem.pool.head_dim
+    head_dim = problem.pool.head_dim
 
     stored_len = _pallas.load(lens_ref.at[seq])
     seq_len = jnp.clip(stored_len, 0, problem.max_len)
-    split_tokens = problem.split_tokens(seq_len, lens_ref)
-    begin = split * split_tokens
-    end = jnp.minimum(begin + split_tokens, seq_len)
+    tiles = problem.walk(seq_len, kv_head)
+    split_tiles = problem.split_tiles(tiles.num_tiles, lens_ref)
+    begin = split * split_tiles
+    end = jnp.minimum(begin + split_tiles, tiles.num_tiles)
 
-    # Split 0 of an empty sequence has no tokens but still writes the output.
-    @_pallas.when((begin < seq_len) | (split == 0))
+    # Split 0 of an empty sequence has no tiles but still writes the output.
+    @_pallas.when((begin < tiles.num_tiles) | (split == 0))
     def _():
-        row = jnp.arange(config.block_q) + (head_block % problem.q_blocks) * config.block_q
-        head = kv_head * problem.group + row
+        rows = _rows(problem, kv_head, head_block % problem.q_blocks, seq_len)
         dim = jnp.arange(_pallas.next_power_of_2(head_dim))[None, :]
-        real = (row < problem.group)[:, None] & (dim < head_dim)
+        real = rows.real[:, None] & (dim < head_dim)
         tile = jnp.zeros(real.shape, jnp.int32)
-        q = _pallas.load(query_ref.at[seq + tile, head[:, None] + tile, dim + tile], mask=real, other=0.0)
+        q = _pallas.load(
+            query_ref.at[seq + tile, rows.column[:, None] + tile, dim + tile], mask=real, other=0.0
+        )
 
-        state, bad = _walk_tokens(q, key_ref, value_ref, tables_ref, seq, kv_head, begin, end, problem)
+        state = _start(rows, extra_refs, dim.shape[1], counts_sink=(split == 0) & (seq_len > 0))
+        read = functools.partial(_read_tile, key_ref, value_ref, tables_ref, seq, kv_head, problem, q.dtype)
+        weigh = functools.partial(_logits2, q, rows, extra_refs, kv_head, seq_len, problem)
+        state, bad = _walk_tiles(state, tiles, begin, end, seq_len, read, weigh)
         out, lse2 = _softmax.finish(state)
+        if "v_scale" in extra_refs:
+            out *= _pallas.load(extra_refs["v_scale"].at[kv_head])
 
         # A length or page id that cannot be right makes its sequence NaN rather than quietly wrong.
         bad |= stored_len != seq_len
         out, lse2 = _softmax.poison(out, bad), _softmax.poison(lse2, bad)
-        row_is_real = row < problem.group
 
         def write_final():
-            place = out_ref.at[seq + tile, head[:, None] + tile, dim + tile]
+            place = out_ref.at[seq + tile, rows.column[:, None] + tile, dim + tile]
             _pallas.store(place, out.astype(out_ref.dtype), mask=real)
-            _pallas.store(lse_ref.at[seq + 0 * row, head], _softmax.natural_lse(lse2), mask=row_is_real)
+            place = lse_ref.at[seq + 0 * rows.column, rows.column]
+            _pallas.store(place, _softmax.natural_lse(lse2), mask=rows.real)
 
         if not partial_refs:
             write_final()
             return
         partial_out_ref, partial_lse_ref = partial_refs
-        one_split = seq_len <= split_tokens
+        one_split = tiles.num_tiles <= split_tiles
         _pallas.when(one_split)(write_final)
 
         @_pallas.when(~one_split)
         def _():
-            place = partial_out_ref.at[split + tile, seq + tile, head[:, None] + tile, dim + tile]
+            place = partial_out_ref.at[split + tile, seq + tile, rows.column[:, None] + tile, dim + tile]
             _pallas.store(place, out, mask=real)
-            place = partial_lse_ref.at[split + 0 * row, seq + 0 * row, head]
-            _pallas.store(place, lse2, mask=row_is_real)
+            place = partial_lse_ref.at[split + 0 * rows.column, seq + 0 * rows.column, rows.column]
+            _pallas.store(place, lse2, mask=rows.real)
 
 
-def _walk_tokens(q, key_ref, value_ref, tables_ref, seq, kv_head, begin, end, problem: Problem):
-    """Online softmax of queries [block_q, dims] over tokens [begin, end) of a sequence; also whether any token's
-    page id was unusable."""
-    pool, block_kv = problem.pool, problem.config.block_kv
-    dim = jnp.arange(q.shape[1])[None, :]
-    tile = jnp.zeros((block_kv, q.shape[1]), jnp.int32)
-    scale2 = problem.scale * _softmax.LOG2_E
+def _rows(problem: Problem, kv_head, q_block, seq_len) -> Rows:
+    row = jnp.arange(problem.config.block_q) + q_block * problem.config.block_q
+    q_index = row // problem.group
+    head = kv_head * problem.group + row % problem.group
+    query_position = seq_len - problem.q_len + q_index
+    return Rows(row < problem.rows, head, q_index * problem.num_heads + head, query_position)
+
+
+def _start(rows: Rows, extra_refs, dims: int, counts_sink) -> _softmax.OnlineSoftmax:
+    """A sink is a logit without a value that joins the softmax once: with the first split of a sequence."""
+    state = _softmax.start(rows.head.shape, dims)
+    if "sinks" not in extra_refs:
+        return state
+    sink = _pallas.load(extra_refs["sinks"].at[rows.head], mask=rows.real, other=0.0) * _softmax.LOG2_E
+    counts = counts_sink & (sink > -jnp.inf)
+    return state._replace(
+        maximum=jnp.where(counts, sink, state.maximum), total=jnp.where(counts, state.total + 1, state.total)
+    )
+
+
+def _walk_tiles(state, tiles: walk.Walk, begin, end, seq_len, read, weigh):
+    """The state after tiles [begin, end), and whether any token's page id was unusable."""
 
     def step(i, carry):
         state, bad = carry
-        position = begin + i * block_kv + jnp.arange(block_kv)
-        held = _masking.within(position, end)
-        column = jnp.where(held, position // pool.page_size, 0)
-        page = _pallas.load(tables_ref.at[seq + 0 * column, column], mask=held, other=0)
-        usable = held & _masking.usable_pages(page, pool.num_pages)
-        # Elements that no token owns are read as 0: a NaN there would survive a weight of 0.
-        inside = usable[:, None] & (dim < pool.head_dim)
-        offset = position % pool.page_size
-        place = token_index(
-            problem.layout,
-            jnp.where(usable, page, 0)[:, None] + tile,
-            offset[:, None] + tile,
-            kv_head + tile,
-            dim + tile,
-        )
-        keys = _pallas.load(key_ref.at[place], mask=inside, other=0.0)
-        values = _pallas.load(value_ref.at[place], mask=inside, other=0.0)
-        logits2 = _masking.apply(_pallas.dot(q, keys, trans_b=True) * scale2, usable[None, :])
-        state, weights = _softmax.rescale(state, logits2)
+        position = tiles.start(i) + jnp.arange(tiles.block_kv)
+        held = _masking.within(position, seq_len) & (position >= tiles.seen_from)
+        if tiles.remote is not None:
+            # The last period of remote blocks may reach into the local band, which is walked on its own.
+            held &= (i >= tiles.remote_tiles) | (position < tiles.dense_start)
+        keys, values, usable = read(position, held)
+        state, weights = _softmax.rescale(state, weigh(keys, position, usable))
         acc = state.acc + _pallas.dot(weights.astype(values.dtype), values)
         return state._replace(acc=acc), bad | (held & ~usable)
 
-    num_tiles = (end - begin + block_kv - 1) // block_kv
-    start = _softmax.start((q.shape[0],), q.shape[1]), jnp.zeros((block_kv,), jnp.bool_)
-    state, bad = lax.fori_loop(0, num_tiles, step, start)
+    start = state, jnp.zeros((tiles.block_kv,), jnp.bool_)
+    state, bad = lax.fori_loop(begin, end, step, start)
     return state, jnp.max(bad.astype(jnp.int32)) > 0
+
+
+def _read_tile(key_ref, value_ref, tables_ref, seq, kv_head, problem: Problem, dtype, position, held):
+    """(keys, values [block_kv, dims], which tokens were read): in `dtype`, not yet scaled, 0 where nothing was."""
+    pool = problem.pool
+    dim = jnp.arange(_pallas.next_power_of_2(pool.head_dim))[None, :]
+    tile = jnp.zeros((position.shape[0], dim.shape[1]), jnp.int32)
+    column = jnp.where(held, position // pool.page_size, 0)
+    page = _pallas.load(tables_ref.at[seq + 0 * column, column], mask=held, other=0)
+    usable = held & _masking.usable_pages(page, pool.num_pages)
+    # Elements that no token owns are read as 0: a NaN there would survive a weight of 0.
+    inside = usable[:, None] & (dim < pool.head_dim)
+    page = jnp.where(usable, page, 0)[:, None] + tile
+    offset = (position % pool.page_size)[:, None] + tile
+
+    def read(which: Any, ref):
+        place = token_index(problem.layout, which, page, offset, kv_head + tile, dim + tile, ref.dtype)
+        return _pallas.load(ref.at[place], mask=inside, other=0).astype(dtype)
+
+    return read("key", key_ref), read("value", value_ref), usable
+
+
+def _logits2(
+    q, rows: Rows, extra_refs, kv_head, seq_len, problem: Problem, keys, position, usable
+) -> jax.Array:
+    """Base-2 logits [block_q, block_kv] with every rule applied."""
+    rules = problem.rules
+    logits = _pallas.dot(q, keys, trans_b=True)
+    scale = problem.scale
+    if "k_scale" in extra_refs:
+        scale = scale * _pallas.load(extra_refs["k_scale"].at[kv_head])
+    key_at, query_at = position[None, :], rows.query_position[:, None]
+    if rules.softcap is not None or "alibi_slopes" in extra_refs:
+        logits = _masking.cap(logits * scale, rules.softcap)
+        if "alibi_slopes" in extra_refs:
+            slope = _pallas.load(extra_refs["alibi_slopes"].at[rows.head], mask=rows.real, other=0.0)
+            logits += _masking.alibi(slope[:, None], key_at, query_at)
+        scale = 1.0
+    logits *= scale * _softmax.LOG2_E
+
+    visible = usable[None, :]
+    if problem.q_len > 1:
+        visible &= _masking.causal(key_at, query_at)
+    if rules.sliding_window is not None:
+        visible &= _masking.in_window(key_at, query_at, rules.sliding_window)
+    if (pattern := rules.block_sparse) is not None:
+        heads = {"num_heads": problem.num_heads, "num_kv_heads": problem.pool.num_kv_heads}
+        offset = pattern.offset(rows.head, kv_head, **heads)
+        visible &= pattern.kept(key_at, query_at + 1, jnp.broadcast_to(offset, rows.head.shape)[:, None])
+    return _masking.apply(logits, visible)

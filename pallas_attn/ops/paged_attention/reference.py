@@ -1,62 +1,117 @@
 """`paged_attention` in plain jnp: a loop over chunks of every sequence's pages with online softmax.
 
-Memory beyond the output is one chunk of keys and values a sequence, whatever the table's width, and the loop stops
-at the longest sequence, not at the table's end.
+Memory beyond the output is one chunk of keys and values a sequence, whatever the table's width, and the loop runs
+from the first token that any query sees to the end of the longest sequence, not over the whole table.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn import _masking, _softmax
-from pallas_attn.ops.kv_cache.layout import pool_shape
+from pallas_attn.ops.kv_cache.layout import PoolShape, to_nhd
 
 CHUNK_TOKENS = 256
 
 
+@functools.partial(jax.jit, static_argnames=("pool", "scale", "layout", "rules"))
 def paged_attention_xla(
-    query, key_cache, value_cache, block_tables, seq_lens, *, scale: float, layout: str, config=None
+    query,
+    key_cache,
+    value_cache,
+    block_tables,
+    seq_lens,
+    extras: dict[str, jax.Array],
+    *,
+    pool: PoolShape,
+    scale: float,
+    layout: str,
+    rules: _masking.Rules,
 ) -> tuple[jax.Array, jax.Array]:
-    """(out in query's dtype, lse float32). `config` belongs to the kernels and is ignored here by design of the
-    caller, which refuses it."""
-    num_seqs, num_heads, head_dim = query.shape
-    pool = pool_shape(key_cache, layout)
+    """The same signature as the kernel's, without a config."""
+    num_seqs, q_len, num_heads, head_dim = query.shape
     max_pages = block_tables.shape[1]
-    group = num_heads // pool.num_kv_heads
+    heads, group = pool.num_kv_heads, num_heads // pool.num_kv_heads
     pages_per_chunk = min(max_pages, max(1, CHUNK_TOKENS // pool.page_size))
     chunk = pages_per_chunk * pool.page_size
-
     lengths = jnp.clip(seq_lens, 0, max_pages * pool.page_size)
-    grouped = query.astype(jnp.float32).reshape(num_seqs, pool.num_kv_heads, group, head_dim)
-    grouped = grouped * (scale * _softmax.LOG2_E)
 
-    def gather(cache: jax.Array, pages: jax.Array, seen: jax.Array) -> jax.Array:
+    # Rows of a KV head: [num_seqs, num_kv_heads, q_len * group]
+    def by_kv_head(per_head: jax.Array) -> jax.Array:
+        """[num_heads] -> [num_kv_heads, rows, 1]"""
+        per_row = jnp.broadcast_to(per_head.reshape(heads, 1, group), (heads, q_len, group))
+        return per_row.reshape(heads, q_len * group, 1)
+
+    rows = query.astype(jnp.float32).reshape(num_seqs, q_len, heads, group, head_dim)
+    rows = jnp.moveaxis(rows, 1, 2).reshape(num_seqs, heads, q_len * group, head_dim)
+    factor = scale * extras.get("k_scale", jnp.ones(heads))[:, None, None]
+    query_at = lengths[:, None] - q_len + jnp.repeat(jnp.arange(q_len), group)  # [num_seqs, rows]
+    query_at = query_at[:, None, :, None]
+    seen_from = _masking.window_start(jnp.maximum(lengths - q_len, 0), rules.sliding_window)
+
+    def visible(key_at: jax.Array, seen: jax.Array) -> jax.Array:
+        mask = seen[:, None, None, :] & _masking.causal(key_at, query_at)
+        if rules.sliding_window is not None:
+            mask &= _masking.in_window(key_at, query_at, rules.sliding_window)
+        if (pattern := rules.block_sparse) is not None:
+            offset = pattern.offset(
+                jnp.arange(num_heads),
+                jnp.arange(num_heads) // group,
+                num_heads=num_heads,
+                num_kv_heads=heads,
+            )
+            mask &= pattern.kept(key_at, query_at + 1, by_kv_head(jnp.broadcast_to(offset, (num_heads,))))
+        return mask
+
+    def gather(cache: jax.Array, which, pages: jax.Array, seen: jax.Array) -> jax.Array:
         """[num_seqs, num_kv_heads, chunk, head_dim] float32; slots that hold nothing are 0, whatever is stored."""
-        tile = cache.at[pages].get(mode="clip")
-        tile = jnp.moveaxis(tile, 3, 1) if layout == "NHD" else jnp.moveaxis(tile, 2, 1)
-        tile = tile.reshape(num_seqs, pool.num_kv_heads, chunk, head_dim).astype(jnp.float32)
-        return jnp.where(seen[:, None, :, None], tile, 0.0)
+        tile = to_nhd(cache.at[pages].get(mode="clip"), layout, which)
+        tile = tile.reshape(num_seqs, chunk, heads, head_dim).astype(jnp.float32)
+        return jnp.where(seen[:, None, :, None], jnp.moveaxis(tile, 2, 1), 0.0)
 
     def step(i: jax.Array, carry):
         state, bad = carry
         columns = i * pages_per_chunk + jnp.arange(pages_per_chunk)
         pages = block_tables.at[:, columns].get(mode="fill", fill_value=-1)
-        positions = i * chunk + jnp.arange(chunk)
-        held = _masking.within(positions[None, :], lengths[:, None])
+        position = i * chunk + jnp.arange(chunk)
+        held = _masking.within(position, lengths[:, None]) & (position >= seen_from[:, None])
+        if rules.block_sparse is not None:
+            # What no head keeps counts as absent: its pages may be anyone's.
+            held &= visible(position, held).any(axis=(1, 2))
         usable = jnp.repeat(_masking.usable_pages(pages, pool.num_pages), pool.page_size, axis=1)
         seen = held & usable
-        keys, values = gather(key_cache, pages, seen), gather(value_cache, pages, seen)
-        logits2 = jnp.einsum("bhgd,bhkd->bhgk", grouped, keys, precision="highest")
-        logits2 = _masking.apply(logits2, seen[:, None, None, :])
+        keys, values = gather(key_cache, "key", pages, seen), gather(value_cache, "value", pages, seen)
+        logits = jnp.einsum("bhrd,bhkd->bhrk", rows, keys, precision="highest") * factor
+        logits = _masking.cap(logits, rules.softcap)
+        if "alibi_slopes" in extras:
+            logits += _masking.alibi(by_kv_head(extras["alibi_slopes"]), position, query_at)
+        logits2 = _masking.apply(logits * _softmax.LOG2_E, visible(position, seen))
         state, weights = _softmax.rescale(state, logits2)
-        acc = state.acc + jnp.einsum("bhgk,bhkd->bhgd", weights, values, precision="highest")
+        acc = state.acc + jnp.einsum("bhrk,bhkd->bhrd", weights, values, precision="highest")
         return state._replace(acc=acc), bad | jnp.any(held & ~usable, axis=1)
 
-    start = _softmax.start((num_seqs, pool.num_kv_heads, group), head_dim)
+    state = _softmax.start((num_seqs, heads, q_len * group), head_dim)
+    if "sinks" in extras:
+        sinks = by_kv_head(extras["sinks"])[None, ..., 0] * _softmax.LOG2_E
+        counts = (lengths > 0)[:, None, None] & (sinks > -jnp.inf)
+        state = state._replace(
+            maximum=jnp.where(counts, sinks, state.maximum), total=jnp.where(counts, 1.0, state.total)
+        )
     bad = (seq_lens < 0) | (seq_lens > max_pages * pool.page_size)
-    num_chunks = (jnp.max(lengths, initial=0) + chunk - 1) // chunk
-    state, bad = lax.fori_loop(0, num_chunks, step, (start, bad))
+    first_chunk = jnp.min(jnp.where(lengths > 0, seen_from, jnp.iinfo(jnp.int32).max)) // chunk
+    last_chunk = (jnp.max(lengths, initial=0) + chunk - 1) // chunk
+    state, bad = lax.fori_loop(first_chunk, last_chunk, step, (state, bad))
     out, lse2 = _softmax.finish(state)
-    out = _softmax.poison(out.reshape(query.shape), bad[:, None, None])
-    lse = _softmax.poison(_softmax.natural_lse(lse2).reshape(num_seqs, num_heads), bad[:, None])
+    if "v_scale" in extras:
+        out *= extras["v_scale"][:, None, None]
+
+    def by_token(x: jax.Array) -> jax.Array:
+        """[num_seqs, num_kv_heads, rows, ...] -> [num_seqs, q_len, num_heads, ...]"""
+        x = jnp.moveaxis(x.reshape(num_seqs, heads, q_len, group, *x.shape[3:]), 2, 1)
+        return x.reshape(num_seqs, q_len, num_heads, *x.shape[4:])
+
+    out = _softmax.poison(by_token(out), bad[:, None, None, None])
+    lse = _softmax.poison(by_token(_softmax.natural_lse(lse2)), bad[:, None, None])
     return out.astype(query.dtype), lse

@@ -1,0 +1,50 @@
+"""Quantised KV caches: stored = round(value / scale), value = stored * scale.
+
+Formats are those of vLLM: fp8 e4m3 and e5m2, and beyond them int8. Scales are float32, one for the tensor or one for
+each KV head. Kernels never multiply keys or values by a scale: k_scale goes into the logits' scale, v_scale into the
+output, both once a row instead of once an element.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_attn._checks import fail
+
+FP8_DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
+QUANTIZED_DTYPES = (*FP8_DTYPES, jnp.int8)
+
+
+def is_quantized(dtype: Any) -> bool:
+    return any(dtype == jnp.dtype(d) for d in QUANTIZED_DTYPES)
+
+
+def largest(dtype: Any) -> float:
+    """Greatest value that the format holds; int8 stays symmetric."""
+    return 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
+
+
+def quantize(values: jax.Array, dtype: Any, scale: jax.Array) -> jax.Array:
+    """Rounds to the format, saturating: an fp8 cast alone would turn what is too large into NaN or Inf."""
+    scaled = values.astype(jnp.float32) / scale
+    scaled = jnp.clip(scaled, -largest(dtype), largest(dtype))
+    if dtype == jnp.int8:
+        scaled = jnp.round(scaled)
+    return scaled.astype(dtype)
+
+
+def per_head_scale(
+    function: str, name: str, scale: Any, cache_dtype: Any, num_kv_heads: int
+) -> jax.Array | None:
+    """A scale as float32 [num_kv_heads], or None for a cache that is not quantised."""
+    if not is_quantized(cache_dtype):
+        if scale is not None:
+            fail(function, name, f"None for a cache of {jnp.dtype(cache_dtype).name}", "a scale")
+        return None
+    if scale is None:
+        fail(function, name, f"a scale for a cache of {jnp.dtype(cache_dtype).name}", "None")
+    scale = jnp.asarray(scale, jnp.float32)
+    if scale.shape not in ((), (1,), (num_kv_heads,)):
+        fail(function, name, f"a scalar or shape [num_kv_heads={num_kv_heads}]", f"shape {list(scale.shape)}")
+    return jnp.broadcast_to(scale, (num_kv_heads,))

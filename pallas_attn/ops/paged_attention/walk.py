@@ -1,0 +1,93 @@
+"""Which tiles of a sequence a program visits, in which order: everything outside them is never read.
+
+A walk is a number of tiles and a map from the tile's index to its first token, both computed from the sequence's
+length at run time. Dense and windowed attention walk a contiguous range. Block-sparse attention first walks the
+remote blocks, found in closed form from the pattern's stride, then the contiguous local band. Masks still decide
+about single tokens; a walk only leaves out tiles in which no token is visible.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_attn import _masking
+from pallas_attn._masking import LocalStride
+
+
+class Walk(NamedTuple):
+    """Tiles [0, num_tiles) of `block_kv` tokens; the first `remote_tiles` are block-sparse remote ones."""
+
+    block_kv: int
+    remote: "RemoteBlocks | None"
+    remote_tiles: jax.Array
+    dense_start: jax.Array
+    num_tiles: jax.Array
+    seen_from: jax.Array
+    """First token that any query sees: pages before it may have been given to others."""
+
+    def start(self, tile: jax.Array) -> jax.Array:
+        """First token of a tile."""
+        dense = self.dense_start + (tile - self.remote_tiles) * self.block_kv
+        if self.remote is None:
+            return dense
+        return jnp.where(tile < self.remote_tiles, self.remote.start(tile), dense)
+
+
+class RemoteBlocks(NamedTuple):
+    """The blocks j with (j + offset) % stride == 0 for one of the offsets first, first + step, ...: each period of
+    `stride` blocks holds one for each of `distinct` offsets."""
+
+    pattern: LocalStride
+    tiles_per_block: int
+    block_kv: int
+    distinct: int
+    first_offset: jax.Array | int
+    first_period: jax.Array
+
+    def start(self, tile: jax.Array) -> jax.Array:
+        index, part = tile // self.tiles_per_block, tile % self.tiles_per_block
+        period = self.first_period + index // self.distinct
+        stride = self.pattern.vert_stride
+        offset = self.first_offset + (index % self.distinct) * max(self.pattern.head_sliding_step, 0)
+        residue = (stride - offset % stride) % stride
+        return (period * stride + residue) * self.pattern.block_size + part * self.block_kv
+
+
+def plan(
+    seq_len: jax.Array,
+    *,
+    q_len: int,
+    rules: _masking.Rules,
+    block_kv: int,
+    distinct: int,
+    first_offset: jax.Array | int,
+) -> Walk:
+    """The walk of a sequence of (clamped) length `seq_len`, for the rows of one KV head.
+
+    The number of tiles does not depend on the head, so both kernels and the schedule agree on it.
+    `distinct`, `first_offset`: the group's block-sparse offsets; ignored without a pattern.
+    """
+    zero = 0 * seq_len
+    # The earliest query sees the least far forward and the furthest back.
+    earliest_query = jnp.maximum(seq_len - q_len, 0)
+    seen_from = _masking.window_start(earliest_query, rules.sliding_window)
+    pattern = rules.block_sparse
+    if pattern is None:
+        dense_start = seen_from // block_kv * block_kv
+        return Walk(block_kv, None, zero, dense_start, _tiles(seq_len - dense_start, block_kv), seen_from)
+    size, stride = pattern.block_size, pattern.vert_stride
+    first_seen = seen_from // size
+    first_local = jnp.maximum(pattern.first_local(earliest_query + 1), first_seen)
+    first_period = first_seen // stride
+    periods = (first_local + stride - 1) // stride - first_period
+    tiles_per_block = size // block_kv
+    remote = RemoteBlocks(pattern, tiles_per_block, block_kv, distinct, first_offset, first_period)
+    remote_tiles = jnp.where(first_local > first_seen, periods * distinct * tiles_per_block, 0)
+    dense_start = first_local * size
+    local_tiles = _tiles(seq_len - dense_start, block_kv)
+    return Walk(block_kv, remote, remote_tiles, dense_start, remote_tiles + local_tiles, seen_from)
+
+
+def _tiles(tokens: jax.Array, block_kv: int) -> jax.Array:
+    return (jnp.maximum(tokens, 0) + block_kv - 1) // block_kv
