@@ -1,6 +1,7 @@
 """Writing into pages, the cache pytree and the page allocator."""
 
 import functools
+import itertools
 import re
 
 import jax
@@ -11,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pallas_attn
-from pallas_attn import OutOfPagesError, PageAllocator, PagedKVCache, write_kv
+from pallas_attn import OutOfPagesError, PageAllocator, PagedKVCache, convert_layout, write_kv
+from pallas_attn.ops.kv_cache.layout import PoolShape, array_shape, pool_shape, to_nhd
 
 GPU = pytest.param("pallas", marks=pytest.mark.gpu)
 IMPLEMENTATIONS = ["xla", "interpret", GPU]
@@ -40,6 +42,80 @@ def test_write_kv(implementation, layout, new, stored):
                 where = (slot // 16, slot % 16) if layout == "NHD" else (slot // 16, slice(None), slot % 16)
                 expected[where] = np.asarray(written[token].astype(stored))
         np.testing.assert_array_equal(np.asarray(after), expected)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("layout", ["NHD", "HND", "PACKED"])
+@pytest.mark.parametrize("stored", ["float8_e4m3fn", "float8_e5m2", "int8"])
+@pytest.mark.parametrize("per_head", [False, True])
+def test_write_kv_quantises(implementation, layout, stored, per_head):
+    rng = np.random.default_rng(0)
+    pool = PoolShape(4, 16, 3, 80)
+    caches = tuple(jnp.zeros(array_shape(pool, layout, w, stored), stored) for w in ("key", "value"))
+    key, value = (jnp.asarray(rng.standard_normal((20, 3, 80)) * 3, jnp.bfloat16) for _ in range(2))
+    key = key.at[0, 0, 0].set(1e6).at[1, 0, 0].set(-1e6)  # beyond every format: saturates
+    slots = jnp.asarray(rng.permutation(64)[:20], jnp.int32)
+    scales = (
+        [np.float32([0.05, 0.1, 0.2]), np.float32([0.03, 0.06, 0.12])] if per_head else [np.float32(0.1)] * 2
+    )
+    got = write_kv(
+        key,
+        value,
+        *caches,
+        slots,
+        k_scale=scales[0],
+        v_scale=scales[1],
+        layout=layout,
+        implementation=implementation,
+    )
+    limit = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}[stored]
+    for new, cache, scale, which in zip((key, value), got, scales, ("key", "value"), strict=True):
+        nhd = np.asarray(to_nhd(cache, layout, which)).reshape(64, 3, 80)[np.asarray(slots)]
+        exact = np.clip(np.float32(new) / np.broadcast_to(scale, (3,))[:, None], -limit, limit)
+        expected = np.rint(exact).astype(np.int8) if stored == "int8" else exact.astype(nhd.dtype)
+        np.testing.assert_array_equal(nhd.view(np.uint8), expected.view(np.uint8))
+        assert np.isfinite(np.float32(nhd)).all()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e5m2", "int8"])
+@pytest.mark.parametrize("layouts", list(itertools.permutations(["NHD", "HND", "PACKED"], 2)), ids="-".join)
+def test_layouts_convert_bit_for_bit(layouts, dtype):
+    source, target = layouts
+    pool, rng = PoolShape(5, 8, 3, 48), np.random.default_rng(0)
+    size = np.dtype(jnp.dtype(dtype)).itemsize
+    pools = []
+    for which in ("key", "value"):
+        shape = array_shape(pool, source, which, dtype)
+        raw = rng.integers(0, 256, (*shape, size), np.uint8)
+        pools.append(jnp.asarray(raw.view(jnp.dtype(dtype)).reshape(shape)))
+    there = convert_layout(*pools, source=source, target=target)
+    assert [c.shape for c in there] == [array_shape(pool, target, w, dtype) for w in ("key", "value")]
+    back = convert_layout(*there, source=target, target=source)
+    for before, after in zip(pools, back, strict=True):
+        assert np.asarray(before).tobytes() == np.asarray(after).tobytes()
+
+
+def test_packed_is_vllms_layout():
+    """Element d of a token at `offset`: key [page, head, d // x, offset, d % x], value [page, head, d, offset]."""
+    pool = PoolShape(2, 8, 3, 48)
+    nhd = jnp.arange(2 * 8 * 3 * 48, dtype=jnp.float32).reshape(2, 8, 3, 48)
+    key, value = convert_layout(nhd, nhd, source="NHD", target="PACKED")
+    assert key.shape == (2, 3, 12, 8, 4)
+    assert key[1, 2, 37 // 4, 5, 37 % 4] == nhd[1, 5, 2, 37]
+    assert value[1, 2, 37, 5] == nhd[1, 5, 2, 37]
+    assert pool_shape(value, "PACKED") == pool
+
+
+def test_convert_layout_refuses():
+    odd = jnp.zeros((2, 8, 3, 12), jnp.bfloat16)
+    with pytest.raises(
+        ValueError, match=r"convert_layout: argument 'key_cache': expected head_dim a multiple of x=8"
+    ):
+        convert_layout(odd, odd, source="NHD", target="PACKED")
+    with pytest.raises(
+        ValueError, match=r"argument 'target': expected one of 'NHD', 'HND', 'PACKED', got 'DHN'"
+    ):
+        convert_layout(odd, odd, source="NHD", target="DHN")
 
 
 @pytest.mark.parametrize("implementation", ["xla", GPU])

@@ -1,9 +1,12 @@
 """The comparison must be able to fail: every plausible fault of a kernel is caught."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from references.paged_attention_torch import paged_attention as reference
 
+from pallas_attn import LocalStride
 from pallas_attn.testing import cases, compare, inputs
 
 CASE = cases.DecodeCase((4096, 2048, 300), 4, 2, 64, 16)
@@ -19,14 +22,13 @@ def data() -> inputs.PagedInputs:
 
 def dropped(data: inputs.PagedInputs, tokens: dict[int, slice]) -> np.ndarray:
     """What a kernel would give that lost some tokens of each sequence: their keys score nothing."""
-    lost = inputs.PagedInputs(**{name: array.copy() for name, array in vars(data).items()})
     outs = []
     for seq, length in enumerate(CASE.seq_lens):
-        page, offset = inputs.token_places(lost.block_tables[seq], length, CASE.page_size)
+        page, offset = inputs.token_places(data.block_tables[seq], length, CASE.page_size)
         keep = np.ones(length, bool)
         keep[tokens.get(seq, slice(0, 0))] = False
-        k, v = lost.key_cache[page, offset][keep], lost.value_cache[page, offset][keep]
-        outs.append(_attend(lost.query[seq], k, v))
+        k, v = data.key_cache[page, offset][keep], data.value_cache[page, offset][keep]
+        outs.append(_attend(data.query[seq], k, v))
     return np.stack(outs)
 
 
@@ -38,7 +40,7 @@ def _attend(query: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
 
 
 def assert_caught(out: np.ndarray, data: inputs.PagedInputs) -> None:
-    expected, _ = reference(data, layout="NHD")
+    expected, _ = reference(CASE, data)
     with pytest.raises(AssertionError):
         compare.assert_rows_close(
             out, expected, dtype=CASE.dtype, case_id=CASE.id, lengths=CASE.seq_lens, page_size=16
@@ -46,7 +48,7 @@ def assert_caught(out: np.ndarray, data: inputs.PagedInputs) -> None:
 
 
 def test_the_right_answer_passes(data):
-    expected, _ = reference(data, layout="NHD")
+    expected, _ = reference(CASE, data)
     np.testing.assert_allclose(dropped(data, {}), expected, atol=1e-12)
     compare.assert_rows_close(dropped(data, {}), expected, dtype=CASE.dtype, case_id=CASE.id)
 
@@ -76,34 +78,70 @@ def test_zeros(data):
 
 def test_keys_taken_for_values(data):
     swapped = inputs.PagedInputs(**{**vars(data), "value_cache": data.key_cache})
-    assert_caught(reference(swapped, layout="NHD")[0], data)
+    assert_caught(reference(CASE, swapped)[0], data)
 
 
 def test_scale_ignored(data):
-    assert_caught(reference(data, layout="NHD", scale=1.0)[0], data)
+    assert_caught(reference(CASE, data, scale=1.0)[0], data)
 
 
 def test_wrong_kv_head_for_a_group(data):
-    expected, _ = reference(data, layout="NHD")
+    expected, _ = reference(CASE, data)
     assert_caught(expected[:, [0, 2, 1, 3]], data)
 
 
-def test_layout_ignored(data):
-    """HND data read as NHD."""
-    square = cases.DecodeCase((40,), 16, 16, 64, 16, layout="HND")
-    made = inputs.decode_inputs(square)
-    made.key_cache, made.value_cache = (
-        np.nan_to_num(x.astype(np.float32)) for x in (made.key_cache, made.value_cache)
-    )
-    expected, _ = reference(made, layout="HND")
+FEATURES = {
+    "window": {"sliding_window": 100},
+    "softcap": {"softcap": 5.0},
+    "alibi": {"alibi": True},
+    "sinks": {"sinks": True},
+    "block-sparse": {"block_sparse": LocalStride(64, 2, 4)},
+    "head sliding step": {"block_sparse": LocalStride(64, 2, 4, 1)},
+    "tensor-parallel rank": {"block_sparse": LocalStride(64, 2, 4, 1, tp_rank=1)},
+    "several queries": {"q_len": 3},
+    "layout": {"layout": "HND", "num_heads": 16, "num_kv_heads": 16},
+    "k_scale and v_scale": {"cache_dtype": "float8_e4m3fn"},
+    "scales of each head": {"cache_dtype": "int8", "scale_per_head": True},
+}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_feature_ignored(feature):
+    """What a kernel would give that accepts an option and does nothing with it."""
+    case = dataclasses.replace(CASE, seq_lens=(700, 300), **FEATURES[feature])
+    data = inputs.decode_inputs(case)
+    ignorant, seen = _without(case, data, feature)
+    expected, _ = reference(case, data)
+    wrong, _ = reference(ignorant, seen)
     with pytest.raises(AssertionError):
-        compare.assert_rows_close(
-            reference(made, layout="NHD")[0], expected, dtype="bfloat16", case_id=square.id
-        )
+        compare.assert_rows_close(wrong, expected, dtype="bfloat16", case_id=case.id)
+
+
+def _without(case: cases.DecodeCase, data: inputs.PagedInputs, feature: str):
+    """The case and data as something that ignores the feature takes them."""
+    seen = data.copy()
+    match feature:
+        case "sinks" | "alibi":
+            seen.extras.clear()
+        case "k_scale and v_scale":
+            seen.extras["v_scale"] = np.float32(1)
+        case "scales of each head":
+            seen.extras["v_scale"] = np.full_like(seen.extras["v_scale"], seen.extras["v_scale"].mean())
+        case "layout":
+            return dataclasses.replace(case, layout="NHD"), seen
+        case "head sliding step":
+            return dataclasses.replace(case, block_sparse=LocalStride(64, 2, 4)), seen
+        case "tensor-parallel rank":
+            return dataclasses.replace(case, block_sparse=LocalStride(64, 2, 4, 1)), seen
+        case "several queries":  # every query at the newest position
+            seen.query = np.ascontiguousarray(seen.query[:, ::-1])
+        case _:
+            return dataclasses.replace(case, sliding_window=None, softcap=None, block_sparse=None), seen
+    return case, seen
 
 
 def test_nan_leaking_from_a_tail(data):
-    expected, _ = reference(data, layout="NHD")
+    expected, _ = reference(CASE, data)
     leaked = expected.copy()
     leaked[1, 2, 3] = np.nan
     with pytest.raises(AssertionError, match=r"NaN unexpected at \(1, 2, 3\) \(sequence 1, length 2048"):
@@ -113,7 +151,7 @@ def test_nan_leaking_from_a_tail(data):
 
 
 def test_a_row_that_should_be_nan(data):
-    expected, _ = reference(data, layout="NHD")
+    expected, _ = reference(CASE, data)
     marked = expected.copy()
     marked[0] = np.nan
     with pytest.raises(AssertionError, match="NaN missing"):
@@ -121,7 +159,7 @@ def test_a_row_that_should_be_nan(data):
 
 
 def test_base_2_lse_for_natural(data):
-    _, lse = reference(data, layout="NHD")
+    _, lse = reference(CASE, data)
     with pytest.raises(AssertionError, match="lse is off"):
         compare.assert_lse_close(lse / np.log(2), lse, dtype="bfloat16", case_id="base")
 
@@ -133,7 +171,7 @@ def test_lse_of_an_empty_row_with_the_wrong_sign():
 
 def test_budget_follows_the_rounded_reference(data):
     """An error under the cap fails all the same when the dtype could do much better."""
-    expected, _ = reference(data, layout="NHD")
+    expected, _ = reference(CASE, data)
     out = expected * (1 + 7e-3)
     compare.assert_rows_close(out, expected, dtype="bfloat16", case_id="cap")
     with pytest.raises(AssertionError, match="exceeds"):

@@ -15,30 +15,33 @@ from pallas_attn.testing import cases, compare, inputs
 
 GPU = pytest.param("pallas", marks=pytest.mark.gpu)
 IMPLEMENTATIONS = ["xla", "interpret", GPU]
-CASES = cases.decode_cases()
+CASES = cases.decode_cases() + cases.feature_cases()
 
 
 def run(case: cases.DecodeCase, data: inputs.PagedInputs, implementation: str, **options):
     config = None
     if implementation != "xla" and case.config:
         defaults = {"block_q": 16, "block_kv": 32, "num_splits": 1}
-        if case.group > 16:
+        if case.group * case.q_len > 16:
             defaults["block_q"] = 64
         config = PagedAttentionConfig(**{**defaults, **dict(case.config)})
     call = functools.partial(
         pallas_attn.paged_attention,
         return_lse=True,
         layout=case.layout,
+        sliding_window=case.sliding_window,
+        softcap=case.softcap,
+        block_sparse=case.block_sparse,
         implementation=implementation,
         config=config,
         **options,
     )
-    return jax.jit(call)(*data.arguments())
+    return jax.jit(call)(*data.arguments(), **data.extras)
 
 
 def check(case: cases.DecodeCase, data: inputs.PagedInputs, out, lse, **options) -> None:
-    expected, expected_lse = reference(data, layout=case.layout, **options)
-    rounded, _ = reference(data, layout=case.layout, rounding=getattr(torch, case.dtype), **options)
+    expected, expected_lse = reference(case, data, **options)
+    rounded, _ = reference(case, data, rounding=getattr(torch, case.dtype), **options)
     compare.assert_rows_close(
         out,
         expected,
@@ -128,7 +131,7 @@ def test_flat_fp16_scores_stay_finite(implementation):
     case = cases.DecodeCase((8192,), 2, 1, 64, 16, "float16", config=(("num_splits", 2),))
     data = inputs.decode_inputs(case)
     data.query[:] = 0
-    data.value_cache[:] = np.where(np.isnan(data.value_cache), data.value_cache, np.float16(8.0))
+    data.value_cache[~np.isnan(data.value_cache)] = 8.0
     out, lse = run(case, data, implementation)
     np.testing.assert_array_equal(np.float32(out), 8.0)
     np.testing.assert_allclose(lse, np.log(8192), rtol=1e-5)
@@ -160,7 +163,7 @@ def test_inside_scan_and_while_loop():
     outs = shrink(query, lens)
     for i in range(3):
         shorter = inputs.PagedInputs(**{**vars(data), "seq_lens": data.seq_lens - i})
-        np.testing.assert_allclose(outs[i], reference(shorter, layout="NHD")[0], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(outs[i], reference(case, shorter)[0], rtol=1e-4, atol=1e-5)
 
 
 def test_reference_does_not_gather_the_whole_table():
@@ -178,3 +181,44 @@ def test_reference_does_not_gather_the_whole_table():
         return jax.jit(call).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
 
     assert temporary_bytes(4096) < 2 * temporary_bytes(64)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    "edge", ["oldest in the window", "newest of a remote block", "oldest of a local block"]
+)
+def test_no_token_at_the_edge_of_a_rule_is_lost(edge, implementation):
+    base = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "page_size": 16}
+    if edge == "oldest in the window":
+        case = cases.DecodeCase((700, 1027), **base, sliding_window=300, config=(("num_splits", 4),))
+        positions = {0: 700 - 300, 1: 1027 - 300}
+    else:
+        pattern = pallas_attn.LocalStride(64, 2, 4)  # keeps blocks 3, 7, 11, ... and the last two
+        tiles = (("block_kv", 32), ("num_splits", 4))
+        case = cases.DecodeCase((700, 1027), **base, block_sparse=pattern, config=tiles)
+        newest, oldest = {0: 8 * 64 - 1, 1: 12 * 64 - 1}, {0: (699 // 64 - 1) * 64, 1: (1026 // 64 - 1) * 64}
+        positions = newest if "newest" in edge else oldest
+    data = inputs.decode_inputs(case)
+    inputs.plant_needles(case, data, positions)
+    out, lse = run(case, data, implementation)
+    check(case, data, out, lse)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("rule", ["window", "block-sparse"])
+def test_pages_that_no_query_sees_may_be_anyones(rule, implementation):
+    """Serving systems free the pages behind a window: their table entries are garbage, their slots NaN."""
+    sparse = pallas_attn.LocalStride(64, 1, 4)
+    options = {"sliding_window": 100} if rule == "window" else {"block_sparse": sparse}
+    case = cases.DecodeCase(
+        (700, 0, 1027), 4, 2, 64, 16, **options, config=(("block_kv", 32), ("num_splits", 4))
+    )
+    data = inputs.decode_inputs(case)
+    expected = data.copy()
+    for seq, length in enumerate(case.seq_lens):
+        seen = inputs.visible(case, length).any(axis=(0, 1))
+        for column in range(-(-length // case.page_size)):
+            if not seen[column * case.page_size : (column + 1) * case.page_size].any():
+                data.block_tables[seq, column] = inputs.GARBAGE_IDS[column % len(inputs.GARBAGE_IDS)]
+    out, lse = run(case, data, implementation)
+    check(case, expected, out, lse)

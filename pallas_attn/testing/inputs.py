@@ -4,13 +4,15 @@ Everything is drawn and prepared in numpy; the arrays handed out have the case's
 arrays, rounding included.
 """
 
+import copy
 import dataclasses
 import math
 
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn.ops.kv_cache.layout import PoolShape, array_shape
+from pallas_attn._quantization import quantize
+from pallas_attn.ops.kv_cache.layout import from_nhd
 from pallas_attn.testing.cases import DecodeCase
 
 GARBAGE_IDS = (2147480000, -1, -2147483648, 12345678)
@@ -18,16 +20,22 @@ GARBAGE_IDS = (2147480000, -1, -2147483648, 12345678)
 
 @dataclasses.dataclass
 class PagedInputs:
-    """Arguments of one paged call, as numpy arrays (bf16 through ml_dtypes)."""
+    """Arguments of one paged call, as numpy arrays (bf16 and fp8 through ml_dtypes)."""
 
     query: np.ndarray
     key_cache: np.ndarray
     value_cache: np.ndarray
     block_tables: np.ndarray
     seq_lens: np.ndarray
+    extras: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    """alibi_slopes, sinks, k_scale, v_scale, as far as the case has them."""
 
     def arguments(self) -> tuple:
-        return tuple(map(jnp.asarray, dataclasses.astuple(self)))
+        names = ("query", "key_cache", "value_cache", "block_tables", "seq_lens")
+        return tuple(jnp.asarray(getattr(self, name)) for name in names)
+
+    def copy(self) -> "PagedInputs":
+        return copy.deepcopy(self)
 
 
 def block_tables(
@@ -46,24 +54,90 @@ def block_tables(
 
 
 def decode_inputs(case: DecodeCase, seed: int = 0) -> PagedInputs:
-    """N(0, 1) queries, keys and values; NaN in every slot that no sequence owns."""
+    """N(0, 1) queries, keys and values; NaN in every slot that no sequence owns, and values of 1e4 in slots that
+    some sequence owns but no query sees."""
     rng = np.random.default_rng(seed)
     dtype = jnp.dtype(case.dtype)
     tables, num_pages = block_tables(rng, case.seq_lens, case.page_size, case.spare_pages)
-    pool = PoolShape(num_pages, case.page_size, case.num_kv_heads, case.head_dim)
-    query = rng.standard_normal((case.num_seqs, case.num_heads, case.head_dim)).astype(dtype)
-    # Built as [num_pages, page_size, ...] with NaN everywhere, then filled where tokens are.
-    keys = np.full((num_pages, case.page_size, case.num_kv_heads, case.head_dim), np.nan, dtype)
-    values = keys.copy()
-    for seq, length in enumerate(case.seq_lens):
-        page, offset = token_places(tables[seq], length, case.page_size)
-        size = (length, case.num_kv_heads, case.head_dim)
-        keys[page, offset] = rng.standard_normal(size).astype(dtype)
-        values[page, offset] = rng.standard_normal(size).astype(dtype)
-    if case.layout == "HND":
-        keys, values = (np.ascontiguousarray(x.swapaxes(1, 2)) for x in (keys, values))
-    assert keys.shape == array_shape(pool, case.layout)
-    return PagedInputs(query, keys, values, tables, np.asarray(case.seq_lens, np.int32))
+    query = rng.standard_normal((case.num_seqs, case.q_len, case.num_heads, case.head_dim)).astype(dtype)
+    extras = _extras(case, rng)
+    # Drawn as [num_pages, page_size, ...]; slots start as poison and are filled where tokens are.
+    pools = {}
+    for which in ("key", "value"):
+        pool = np.full((num_pages, case.page_size, case.num_kv_heads, case.head_dim), np.nan, np.float32)
+        for seq, length in enumerate(case.seq_lens):
+            page, offset = token_places(tables[seq], length, case.page_size)
+            pool[page, offset] = rng.standard_normal((length, case.num_kv_heads, case.head_dim))
+            if which == "value":
+                unseen = ~visible(case, length).any(axis=(0, 1))
+                pool[page[unseen], offset[unseen]] = 1e4
+        pools[which] = _stored(pool, case, extras.get(f"{which[0]}_scale"))
+        pools[which] = np.array(from_nhd(jnp.asarray(pools[which]), case.layout, which))
+    if case.q_len == 1:
+        query = query[:, 0]
+    return PagedInputs(
+        query, pools["key"], pools["value"], tables, np.asarray(case.seq_lens, np.int32), extras
+    )
+
+
+def _extras(case: DecodeCase, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    extras = {}
+    if case.alibi:
+        extras["alibi_slopes"] = np.exp2(-8 * np.arange(1, case.num_heads + 1) / case.num_heads).astype(
+            np.float32
+        )
+    if case.sinks:
+        extras["sinks"] = rng.standard_normal(case.num_heads).astype(np.float32) + 2
+    if case.cache_dtype:
+        shape = (case.num_kv_heads,) if case.scale_per_head else ()
+        largest = 127 if case.cache_dtype == "int8" else 20
+        for name in ("k_scale", "v_scale"):
+            extras[name] = np.asarray(rng.uniform(4.0, 6.0, shape) / largest, np.float32)
+    return extras
+
+
+def _stored(pool: np.ndarray, case: DecodeCase, scale: np.ndarray | None) -> np.ndarray:
+    if case.cache_dtype is None:
+        return pool.astype(jnp.dtype(case.dtype))
+    assert scale is not None
+    nothing = np.isnan(pool)
+    per_head = jnp.broadcast_to(jnp.asarray(scale), (case.num_kv_heads,))[:, None]
+    stored = np.array(
+        quantize(jnp.asarray(np.where(nothing, 0, pool)), jnp.dtype(case.cache_dtype), per_head)
+    )
+    # 0x7F is NaN in e4m3 and e5m2, and the largest int8.
+    stored.view(np.uint8)[nothing] = 0x7F
+    return stored
+
+
+def visible(case: DecodeCase, length: int) -> np.ndarray:
+    """[q_len, num_heads, length]: which of a sequence's tokens each query sees, by the rules as documented."""
+    token = np.arange(length)
+    seen = np.zeros((case.q_len, case.num_heads, length), bool)
+    for q in range(case.q_len):
+        at = length - case.q_len + q  # the query's position
+        for head in range(case.num_heads):
+            row = token <= at
+            if case.sliding_window is not None:
+                row &= at - token < case.sliding_window
+            if case.block_sparse is not None:
+                row &= _in_pattern(case, token, at, head)
+            seen[q, head] = row
+    return seen
+
+
+def _in_pattern(case: DecodeCase, token: np.ndarray, at: int, head: int) -> np.ndarray:
+    pattern = case.block_sparse
+    assert pattern is not None
+    step = pattern.head_sliding_step
+    if step >= 0:
+        offset = (pattern.tp_rank * case.num_heads + head) * step + 1
+    else:
+        offset = (pattern.tp_rank * case.num_kv_heads + head // case.group) * -step + 1
+    block = token // pattern.block_size
+    return ((block + offset) % pattern.vert_stride == 0) | (
+        block > at // pattern.block_size - pattern.local_blocks
+    )
 
 
 def token_places(table: np.ndarray, length: int, page_size: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,45 +1,78 @@
-"""Paged decode attention in float64 torch."""
+"""Paged decode attention in float64 torch: one sequence, one query, one head at a time."""
 
 import math
 
 import numpy as np
 import torch
 
+from pallas_attn.testing.cases import DecodeCase
+from pallas_attn.testing.inputs import PagedInputs, visible
 
-def paged_attention(inputs, *, layout: str, scale: float | None = None, rounding: torch.dtype | None = None):
-    """(out [num_seqs, num_heads, head_dim], lse [num_seqs, num_heads]) as float64 numpy, from a `PagedInputs`.
+
+def paged_attention(
+    case: DecodeCase, inputs: PagedInputs, *, scale: float | None = None, rounding: torch.dtype | None = None
+):
+    """(out, lse) as float64 numpy, in the shapes of the op, from the very bytes of `inputs`.
 
     `rounding` rounds the weights and the output to a dtype, as a kernel in that dtype cannot avoid.
     """
-    query = _tensor(inputs.query)
-    keys, values = _tensor(inputs.key_cache), _tensor(inputs.value_cache)
-    if layout == "HND":
-        keys, values = keys.transpose(1, 2), values.transpose(1, 2)
-    num_seqs, num_heads, head_dim = query.shape
-    page_size, num_kv_heads = keys.shape[1:3]
-    scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
+    query = _tensor(inputs.query).reshape(case.num_seqs, case.q_len, case.num_heads, case.head_dim)
+    keys = _dequantised(inputs.key_cache, case, "key", inputs.extras.get("k_scale"))
+    values = _dequantised(inputs.value_cache, case, "value", inputs.extras.get("v_scale"))
+    scale = 1.0 / math.sqrt(case.head_dim) if scale is None else scale
+    slopes, sinks = inputs.extras.get("alibi_slopes"), inputs.extras.get("sinks")
     out = torch.zeros(query.shape, dtype=torch.float64)
-    lse = torch.full((num_seqs, num_heads), -math.inf, dtype=torch.float64)
-    for seq in range(num_seqs):
+    lse = torch.full(query.shape[:-1], -math.inf, dtype=torch.float64)
+    for seq in range(case.num_seqs):
         length = int(inputs.seq_lens[seq])
         if length == 0:
             continue
-        pages = torch.as_tensor(inputs.block_tables[seq, : math.ceil(length / page_size)].astype(np.int64))
+        pages = torch.as_tensor(
+            inputs.block_tables[seq, : math.ceil(length / case.page_size)].astype(np.int64)
+        )
         k, v = (pool[pages].flatten(0, 1)[:length] for pool in (keys, values))
-        for head in range(num_heads):
-            kv_head = head * num_kv_heads // num_heads
-            logits = k[:, kv_head] @ query[seq, head] * scale
-            peak = logits.max()
-            weights = torch.exp(logits - peak)
-            lse[seq, head] = peak + torch.log(weights.sum())
-            total = weights.sum()
-            if rounding is not None:
-                weights = weights.to(rounding).double()
-            out[seq, head] = weights @ v[:, kv_head] / total
+        mask = torch.as_tensor(visible(case, length))
+        for q in range(case.q_len):
+            for head in range(case.num_heads):
+                seen = mask[q, head]
+                kv_head = head // case.group
+                logits = k[seen, kv_head] @ query[seq, q, head] * scale
+                if case.softcap is not None:
+                    logits = case.softcap * torch.tanh(logits / case.softcap)
+                if slopes is not None:
+                    distance = torch.arange(length)[seen] - (length - case.q_len + q)
+                    logits = logits + float(slopes[head]) * distance
+                if sinks is not None:  # a key with this logit and no value
+                    logits = torch.cat([logits, torch.tensor([float(sinks[head])])])
+                if len(logits) == 0:
+                    continue
+                lse[seq, q, head] = torch.logsumexp(logits, 0)
+                weights = torch.exp(logits - logits.max())
+                total = weights.sum()
+                if rounding is not None:
+                    weights = weights.to(rounding).double()
+                out[seq, q, head] = weights[: int(seen.sum())] @ v[seen, kv_head] / total
     if rounding is not None:
         out = out.to(rounding).double()
-    return out.numpy(), lse.numpy()
+    return out.numpy().reshape(inputs.query.shape), lse.numpy().reshape(inputs.query.shape[:-1])
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:
     return torch.as_tensor(array.astype(np.float64))
+
+
+def _dequantised(cache: np.ndarray, case: DecodeCase, which: str, scale: np.ndarray | None) -> torch.Tensor:
+    """The pool as [num_pages, page_size, num_kv_heads, head_dim]."""
+    pool = _tensor(cache)
+    if case.layout == "HND":
+        pool = pool.permute(0, 2, 1, 3)
+    elif case.layout == "PACKED" and which == "key":
+        pages, heads, groups, page_size, x = pool.shape
+        pool = pool.permute(0, 3, 1, 2, 4).reshape(pages, page_size, heads, groups * x)
+    elif case.layout == "PACKED":
+        pool = pool.permute(0, 3, 1, 2)
+    if scale is not None:
+        pool = (
+            pool * torch.as_tensor(np.broadcast_to(scale, (case.num_kv_heads,)).astype(np.float64))[:, None]
+        )
+    return pool

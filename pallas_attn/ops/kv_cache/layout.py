@@ -134,6 +134,6 @@ def convert_layout(
     pool = check_pools(check, key_cache, value_cache, source, [getattr(value_cache, "dtype", None)])
     if target == "PACKED" and pool.head_dim % (x := packing(key_cache.dtype)):
         fail("convert_layout", "key_cache", f"head_dim a multiple of x={x} for 'PACKED'", str(pool.head_dim))
-    caches = {"key": key_cache, "value": value_cache}
-    key, value = (from_nhd(to_nhd(cache, source, which), target, which) for which, cache in caches.items())
+    key = from_nhd(to_nhd(key_cache, source, "key"), target, "key")
+    value = from_nhd(to_nhd(value_cache, source, "value"), target, "value")
     return key, value
