@@ -97,7 +97,7 @@ FEATURES = {
     "sinks": {"sinks": True},
     "block-sparse": {"block_sparse": LocalStride(64, 2, 4)},
     "head sliding step": {"block_sparse": LocalStride(64, 2, 4, 1)},
-    "tensor-parallel rank": {"block_sparse": LocalStride(64, 2, 4, 1, tp_rank=1)},
+    "tensor-parallel rank": {"block_sparse": LocalStride(64, 2, 3, 1, tp_rank=1)},
     "several queries": {"q_len": 3},
     "layout": {"layout": "HND", "num_heads": 16, "num_kv_heads": 16},
     "k_scale and v_scale": {"cache_dtype": "float8_e4m3fn"},
@@ -132,7 +132,7 @@ def _without(case: cases.DecodeCase, data: inputs.PagedInputs, feature: str):
         case "head sliding step":
             return dataclasses.replace(case, block_sparse=LocalStride(64, 2, 4)), seen
         case "tensor-parallel rank":
-            return dataclasses.replace(case, block_sparse=LocalStride(64, 2, 4, 1)), seen
+            return dataclasses.replace(case, block_sparse=LocalStride(64, 2, 3, 1)), seen
         case "several queries":  # every query at the newest position
             seen.query = np.ascontiguousarray(seen.query[:, ::-1])
         case _:

@@ -1,4 +1,4 @@
-"""Paged decode attention in float64 torch: one sequence, one query, one head at a time."""
+"""Paged decode attention in float64 torch: one sequence and one head at a time."""
 
 import math
 
@@ -32,26 +32,24 @@ def paged_attention(
         )
         k, v = (pool[pages].flatten(0, 1)[:length] for pool in (keys, values))
         mask = torch.as_tensor(visible(case, length))
-        for q in range(case.q_len):
-            for head in range(case.num_heads):
-                seen = mask[q, head]
-                kv_head = head // case.group
-                logits = k[seen, kv_head] @ query[seq, q, head] * scale
-                if case.softcap is not None:
-                    logits = case.softcap * torch.tanh(logits / case.softcap)
-                if slopes is not None:
-                    distance = torch.arange(length)[seen] - (length - case.q_len + q)
-                    logits = logits + float(slopes[head]) * distance
-                if sinks is not None:  # a key with this logit and no value
-                    logits = torch.cat([logits, torch.tensor([float(sinks[head])])])
-                if len(logits) == 0:
-                    continue
-                lse[seq, q, head] = torch.logsumexp(logits, 0)
-                weights = torch.exp(logits - logits.max())
-                total = weights.sum()
-                if rounding is not None:
-                    weights = weights.to(rounding).double()
-                out[seq, q, head] = weights[: int(seen.sum())] @ v[seen, kv_head] / total
+        for head in range(case.num_heads):
+            kv_head = head // case.group
+            logits = query[seq, :, head] @ k[:, kv_head].T * scale  # [q_len, length]
+            if case.softcap is not None:
+                logits = case.softcap * torch.tanh(logits / case.softcap)
+            if slopes is not None:
+                query_position = length - case.q_len + torch.arange(case.q_len)
+                logits = logits + float(slopes[head]) * (torch.arange(length) - query_position[:, None])
+            logits = logits.masked_fill(~mask[:, head], -math.inf)
+            if sinks is not None:  # a key with this logit and no value
+                sink = torch.full((case.q_len, 1), float(sinks[head]), dtype=torch.float64)
+                logits = torch.cat([logits, sink], dim=1)
+            lse[seq, :, head] = torch.logsumexp(logits, 1)
+            weights = torch.exp(logits - logits.amax(1, keepdim=True)).nan_to_num(0)  # nothing seen: all 0
+            total = weights.sum(1, keepdim=True)
+            if rounding is not None:
+                weights = weights.to(rounding).double()
+            out[seq, :, head] = weights[:, :length] @ v[:, kv_head] / total.where(total > 0, 1)
     if rounding is not None:
         out = out.to(rounding).double()
     return out.numpy().reshape(inputs.query.shape), lse.numpy().reshape(inputs.query.shape[:-1])

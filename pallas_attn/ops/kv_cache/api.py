@@ -45,8 +45,8 @@ def write_kv(
     value_cache: KVCache,
     slot_mapping: SlotMapping,
     *,
-    k_scale: float | jax.Array | None = None,
-    v_scale: float | jax.Array | None = None,
+    k_scale: jax.typing.ArrayLike | None = None,
+    v_scale: jax.typing.ArrayLike | None = None,
     layout: Layout = "NHD",
     implementation: str | None = None,
 ) -> tuple[KVCache, KVCache]:
