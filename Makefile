@@ -8,14 +8,14 @@ CUDA := $(if $(wildcard /dev/nvidiactl /proc/driver/nvidia/version),$(shell echo
 PIP := .venv/bin/python -m pip --disable-pip-version-check
 PYTEST := .venv/bin/python -m pytest -n auto
 
-PROMPTS := --prompt "What is the capital of France?" \
-	--prompt "Write one sentence about the sea." \
-	--prompt "If I have three apples and eat one, how many are left?"
+PROMPTS := --prompt "What is photosynthesis?" \
+	--prompt "Give three tips for learning to cook." \
+	--prompt "Explain in two sentences why the sky is blue."
 
 .PHONY: demo demo-check test test-oldest test-gpu lint format clean
 
 demo: .venv/.demo ## SmolLM2 answers three prompts through paged attention
-	.venv/bin/pallas-attn generate $(PROMPTS)
+	.venv/bin/pallas-attn generate $(PROMPTS) --max-new-tokens 48
 
 demo-check: .venv/.test ## the same, compared with transformers on the same weights
 	.venv/bin/pallas-attn generate $(PROMPTS) --max-new-tokens 48 --check

@@ -16,6 +16,9 @@ FP8_DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 QUANTIZED_DTYPES = (*FP8_DTYPES, jnp.int8)
 
 
+_NO_FRACTION = 1.5 * 2.0**23
+
+
 def is_quantized(dtype: Any) -> bool:
     return any(dtype == jnp.dtype(d) for d in QUANTIZED_DTYPES)
 
@@ -30,21 +33,19 @@ def quantize(values: jax.Array, dtype: Any, scale: jax.Array) -> jax.Array:
     scaled = values.astype(jnp.float32) / scale
     scaled = jnp.clip(scaled, -largest(dtype), largest(dtype))
     if dtype == jnp.int8:
-        scaled = jnp.round(scaled)
+        # To the nearest integer, ties to even: at this magnitude float32 has no fraction bits left. (The Triton
+        # lowering has no round.)
+        scaled = (scaled + _NO_FRACTION) - _NO_FRACTION
     return scaled.astype(dtype)
 
 
-def per_head_scale(
-    function: str, name: str, scale: Any, cache_dtype: Any, num_kv_heads: int
-) -> jax.Array | None:
-    """A scale as float32 [num_kv_heads], or None for a cache that is not quantised."""
+def per_head_scale(function: str, name: str, scale: Any, cache_dtype: Any, num_kv_heads: int) -> jax.Array | None:
+    """A scale as float32 [num_kv_heads] (1 where none is given), or None for a cache that is not quantised."""
     if not is_quantized(cache_dtype):
         if scale is not None:
             fail(function, name, f"None for a cache of {jnp.dtype(cache_dtype).name}", "a scale")
         return None
-    if scale is None:
-        fail(function, name, f"a scale for a cache of {jnp.dtype(cache_dtype).name}", "None")
-    scale = jnp.asarray(scale, jnp.float32)
+    scale = jnp.asarray(1.0 if scale is None else scale, jnp.float32)
     if scale.shape not in ((), (1,), (num_kv_heads,)):
         fail(function, name, f"a scalar or shape [num_kv_heads={num_kv_heads}]", f"shape {list(scale.shape)}")
     return jnp.broadcast_to(scale, (num_kv_heads,))

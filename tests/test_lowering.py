@@ -8,23 +8,41 @@ import lowering
 import pytest
 
 import pallas_attn
+from pallas_attn import LocalStride
+from pallas_attn.ops.kv_cache.layout import PoolShape, array_shape
 from pallas_attn.testing import cases
 
 ARCHITECTURES = [80, 90, 100]
 
 
-def paged_attention_lowered(case: cases.DecodeCase, max_pages: int, num_pages: int, config=None):
+def paged_attention_lowered(
+    case: cases.DecodeCase, max_pages: int, num_pages: int, config=None, device=lowering.H100
+):
     dtype = jnp.dtype(case.dtype)
-    sizes = {"NHD": (case.page_size, case.num_kv_heads), "HND": (case.num_kv_heads, case.page_size)}
-    pool = jax.ShapeDtypeStruct((num_pages, *sizes[case.layout], case.head_dim), dtype)
-    call = functools.partial(pallas_attn.paged_attention, layout=case.layout, config=config, return_lse=True)
+    shape = PoolShape(num_pages, case.page_size, case.num_kv_heads, case.head_dim)
+    stored = jnp.dtype(case.cache_dtype or case.dtype)
+    pools = (
+        jax.ShapeDtypeStruct(array_shape(shape, case.layout, w, stored), stored) for w in ("key", "value")
+    )
+    per_head = jnp.ones(case.num_heads) if case.alibi or case.sinks else None
+    call = functools.partial(
+        pallas_attn.paged_attention,
+        layout=case.layout,
+        sliding_window=case.sliding_window,
+        softcap=case.softcap,
+        block_sparse=case.block_sparse,
+        alibi_slopes=per_head,
+        sinks=per_head,
+        config=config,
+        return_lse=True,
+    )
     return lowering.lower_for_gpu(
         call,
-        jax.ShapeDtypeStruct((case.num_seqs, case.num_heads, case.head_dim), dtype),
-        pool,
-        pool,
+        jax.ShapeDtypeStruct((case.num_seqs, case.q_len, case.num_heads, case.head_dim), dtype),
+        *pools,
         jax.ShapeDtypeStruct((case.num_seqs, max_pages), jnp.int32),
         jax.ShapeDtypeStruct((case.num_seqs,), jnp.int32),
+        device=device,
     )
 
 
@@ -35,7 +53,14 @@ DTYPE_CASES = [
     cases.DecodeCase((0,) * 4, 126, 1, 80, 32),
     cases.DecodeCase((0,) * 64, 4, 4, 256, 64),
     cases.DecodeCase((0,) * 64, 2, 2, 512, 16),
+    cases.DecodeCase((0,) * 64, 32, 8, 128, 16, cache_dtype="float8_e5m2"),
+    cases.DecodeCase((0,) * 4, 32, 8, 128, 16, "float16", "PACKED", cache_dtype="int8", scale_per_head=True),
+    cases.DecodeCase(
+        (0,) * 4, 32, 8, 128, 16, sliding_window=1024, softcap=30.0, alibi=True, sinks=True, q_len=2
+    ),
+    cases.DecodeCase((0,) * 4, 32, 8, 128, 16, block_sparse=LocalStride(64, 8, 8, 1)),
 ]
+E4M3 = cases.DecodeCase((0,) * 4, 32, 8, 128, 16, cache_dtype="float8_e4m3fn")
 
 
 @pytest.mark.parametrize("case", DTYPE_CASES, ids=lambda case: case.id)
@@ -56,6 +81,23 @@ def test_paged_attention_compiles(case, sm):
     assert "cp.async" in attend, "loads are not pipelined"
 
 
+@pytest.mark.parametrize("sm", [90, 100])
+def test_e4m3_compiles_where_the_hardware_converts(sm):
+    (kernel, _) = lowering.compile_kernels(paged_attention_lowered(E4M3, max_pages=256, num_pages=9000), sm)
+    assert "e4m3x2" in kernel.ptx
+    assert kernel.stack_bytes == 0
+
+
+def test_e4m3_is_refused_where_it_does_not():
+    with pytest.warns(UserWarning, match="float8_e4m3fn needs sm_89 or newer, the device is sm_80"):
+        paged_attention_lowered(E4M3, max_pages=256, num_pages=9000, device=("NVIDIA A100-SXM4-80GB", 108))
+
+
+def test_8_bit_pools_whose_offsets_would_overflow_are_refused():
+    with pytest.warns(UserWarning, match=r"overflow Pallas-Triton's offsets, got 2147483648 elements"):
+        paged_attention_lowered(E4M3, max_pages=256, num_pages=2**31 // (16 * 8 * 128))
+
+
 def test_short_tables_need_no_combine():
     case = cases.DecodeCase((0,) * 64, 32, 8, 128, 16)
     lowered = paged_attention_lowered(case, max_pages=8, num_pages=1000)
@@ -72,17 +114,22 @@ def test_no_kernel_argument_is_copied_or_gathered():
         assert "custom_call" in line or "call @" in line or "func.func" in line, line
 
 
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize(
+    ("layout", "stored"), [("NHD", "bfloat16"), ("HND", "float8_e5m2"), ("PACKED", "int8")]
+)
 @pytest.mark.parametrize("sm", ARCHITECTURES)
-def test_write_kv_compiles(layout, sm):
+def test_write_kv_compiles(layout, stored, sm):
     new = jax.ShapeDtypeStruct((64, 3, 80), jnp.bfloat16)
-    pool = jax.ShapeDtypeStruct((100, 16, 3, 80) if layout == "NHD" else (100, 3, 16, 80), jnp.bfloat16)
+    shape = PoolShape(100, 16, 3, 80)
+    pools = (
+        jax.ShapeDtypeStruct(array_shape(shape, layout, w, stored), jnp.dtype(stored))
+        for w in ("key", "value")
+    )
     lowered = lowering.lower_for_gpu(
         functools.partial(pallas_attn.write_kv, layout=layout),
         new,
         new,
-        pool,
-        pool,
+        *pools,
         jax.ShapeDtypeStruct((64,), jnp.int32),
     )
     (kernel,) = lowering.compile_kernels(lowered, sm)

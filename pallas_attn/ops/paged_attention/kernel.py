@@ -266,7 +266,8 @@ def _read_tile(key_ref, value_ref, tables_ref, seq, kv_head, problem: Problem, d
 
     def read(which: Any, ref):
         place = token_index(problem.layout, which, page, offset, kv_head + tile, dim + tile, ref.dtype)
-        return _pallas.load(ref.at[place], mask=inside, other=0).astype(dtype)
+        nothing = 0 if jnp.issubdtype(ref.dtype, jnp.integer) else 0.0
+        return _pallas.load(ref.at[place], mask=inside, other=nothing).astype(dtype)
 
     return read("key", key_ref), read("value", value_ref), usable
 
