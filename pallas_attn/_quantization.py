@@ -28,6 +28,24 @@ def largest(dtype: Any) -> float:
     return 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
 
 
+def compute_dtype(query_dtype: Any, cache_dtype: Any) -> Any:
+    """What keys and values become in a tile, and the query beside them.
+
+    fp8 values are exact in fp16, and the hardware converts them to fp16 in one instruction, to bf16 in three: a bf16
+    query therefore meets them in fp16.
+    """
+    fp8 = any(cache_dtype == jnp.dtype(d) for d in FP8_DTYPES)
+    return jnp.float16 if fp8 and query_dtype == jnp.bfloat16 else query_dtype
+
+
+def query_as(query: jax.Array, dtype: Any) -> jax.Array:
+    """The query in the compute dtype; what fp16 cannot hold saturates."""
+    if dtype == jnp.float16 and query.dtype != jnp.float16:
+        largest_fp16 = float(jnp.finfo(jnp.float16).max)
+        query = jnp.clip(query.astype(jnp.float32), -largest_fp16, largest_fp16)
+    return query.astype(dtype)
+
+
 def quantize(values: jax.Array, dtype: Any, scale: jax.Array) -> jax.Array:
     """Rounds to the format, saturating: an fp8 cast alone would turn what is too large into NaN or Inf."""
     scaled = values.astype(jnp.float32) / scale
@@ -39,7 +57,9 @@ def quantize(values: jax.Array, dtype: Any, scale: jax.Array) -> jax.Array:
     return scaled.astype(dtype)
 
 
-def per_head_scale(function: str, name: str, scale: Any, cache_dtype: Any, num_kv_heads: int) -> jax.Array | None:
+def per_head_scale(
+    function: str, name: str, scale: Any, cache_dtype: Any, num_kv_heads: int
+) -> jax.Array | None:
     """A scale as float32 [num_kv_heads] (1 where none is given), or None for a cache that is not quantised."""
     if not is_quantized(cache_dtype):
         if scale is not None:

@@ -206,7 +206,7 @@ def _resolve_config(case: Case, explicit: Any) -> PagedAttentionConfig:
             num_kv_heads=case.pool.num_kv_heads,
             rows=case.q_len * case.group,
             head_dim=case.pool.head_dim,
-            itemsize=jnp.dtype(case.dtype).itemsize,
+            itemsize=jnp.dtype(case.cache_dtype).itemsize,
             max_len=case.max_pages * case.pool.page_size,
             device=current_device(),
         ),

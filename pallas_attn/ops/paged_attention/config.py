@@ -55,7 +55,7 @@ def heuristic(
     max_len: int,
     device: Device,
 ) -> PagedAttentionConfig:
-    """`rows` query rows (tokens x heads of a group) share a KV head; `max_len` tokens fit in a row of the block table.
+    """`itemsize` bytes an element of the cache; `rows` query rows (tokens x heads of a group) share a KV head; `max_len` tokens fit in a row of the block table.
 
     From a sweep on an H100 (benchmarks/results): few programs want small tiles, a deep pipeline and two programs a
     multiprocessor; many want tiles of 128 tokens, and splits only to even out lengths.
@@ -65,6 +65,8 @@ def heuristic(
     cores = device.num_cores
     if 2 * programs < cores:
         block_kv, num_warps, num_stages, min_split = 32, 4, 5, 64
+    elif itemsize == 1:
+        block_kv, num_warps, num_stages, min_split = 64, 4, 5, 256
     else:
         block_kv, num_warps, num_stages, min_split = 128, 8, 3, 256
     # K and V tiles of two pipeline stages in 80 KB of shared memory let two programs share a multiprocessor.

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn import _masking, _pallas, _softmax
+from pallas_attn import _masking, _pallas, _quantization, _softmax
 from pallas_attn.ops.kv_cache.layout import PoolShape, token_index
 from pallas_attn.ops.paged_attention import combine, schedule, walk
 from pallas_attn.ops.paged_attention.config import PagedAttentionConfig
@@ -177,6 +177,7 @@ def _attend_kernel(
         q = _pallas.load(
             query_ref.at[seq + tile, rows.column[:, None] + tile, dim + tile], mask=real, other=0.0
         )
+        q = _quantization.query_as(q, _quantization.compute_dtype(query_ref.dtype, key_ref.dtype))
 
         state = _start(rows, extra_refs, dim.shape[1], counts_sink=(split == 0) & (seq_len > 0))
         read = functools.partial(_read_tile, key_ref, value_ref, tables_ref, seq, kv_head, problem, q.dtype)
