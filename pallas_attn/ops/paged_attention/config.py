@@ -55,7 +55,8 @@ def heuristic(
     max_len: int,
     device: Device,
 ) -> PagedAttentionConfig:
-    """`itemsize` bytes an element of the cache; `rows` query rows (tokens x heads of a group) share a KV head; `max_len` tokens fit in a row of the block table.
+    """`rows` query rows (tokens x heads of a group) share a KV head; `itemsize` bytes hold an element of the cache;
+    `max_len` tokens fit in a row of the block table.
 
     From a sweep on an H100 (benchmarks/results): few programs want small tiles, a deep pipeline and two programs a
     multiprocessor; many want tiles of 128 tokens, and splits only to even out lengths.
