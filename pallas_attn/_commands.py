@@ -28,6 +28,12 @@ class Dtype(enum.StrEnum):
     bfloat16 = "bfloat16"
 
 
+class CacheDtype(enum.StrEnum):
+    float8_e4m3fn = "float8_e4m3fn"
+    float8_e5m2 = "float8_e5m2"
+    int8 = "int8"
+
+
 def run(arguments: list[str]) -> int:
     """Runs one command line; wrong usage is one line on stderr and status 2."""
     try:
@@ -85,7 +91,14 @@ def generate(
         float, typer.Option(help="Sample among the likeliest tokens that together reach this probability.")
     ] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
-    dtype: Annotated[Dtype, typer.Option(help="Of weights, activations and KV cache.")] = Dtype.float32,
+    dtype: Annotated[
+        Dtype,
+        typer.Option(help="Of weights, activations and (unless --cache-dtype says otherwise) KV cache."),
+    ] = Dtype.float32,
+    cache_dtype: Annotated[
+        CacheDtype | None,
+        typer.Option(help="Store the KV cache in 8 bits, scaled per KV head.", show_default="as --dtype"),
+    ] = None,
     page_size: Annotated[int, typer.Option(help="Tokens per page of the KV cache.")] = 16,
     num_pages: Annotated[
         int | None, typer.Option(help="Pages of the KV cache per layer.", show_default="just enough")
@@ -118,6 +131,7 @@ def generate(
             top_p=top_p,
             seed=seed,
             dtype=dtype.value,
+            cache_dtype=cache_dtype.value if cache_dtype else None,
             page_size=page_size,
             num_pages=num_pages,
             implementation=implementation,

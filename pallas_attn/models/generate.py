@@ -97,6 +97,7 @@ def generate(
     seed: int = 0,
     page_size: int = 16,
     num_pages: int | None = None,
+    cache_dtype: Any = None,
     return_logits: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Generation:
@@ -115,6 +116,8 @@ def generate(
         seed: of the sampling: the same seed and prompts give the same answers.
         page_size: tokens per page of the KV cache.
         num_pages: pages per layer; ``None`` takes just enough for prompts and answers.
+        cache_dtype: of the KV cache; ``None`` means the model's. ``float8_e4m3fn``, ``float8_e5m2`` and ``int8``
+            store each KV head with a scale taken from the prompts.
         return_logits: also return the scores, ``4 * vocab_size`` bytes per token.
         progress: called with (steps done, steps at most) every few steps. The compiled loop then runs in
             stretches of those steps, each a call of the same executable.
@@ -135,7 +138,7 @@ def generate(
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             block_tables=jnp.asarray(block_tables),
-            dtype=model.dtype,
+            dtype=model.dtype if cache_dtype is None else cache_dtype,
         ),
         tokens=jnp.full((num_seqs, max_new_tokens), -1, jnp.int32),
         lengths=jnp.zeros(num_seqs, jnp.int32),

@@ -20,6 +20,9 @@ def write_and_attend(
     implementation: str | None,
 ) -> tuple[jax.Array, PagedKVCache]:
     """See `pallas_attn.nn.PagedAttention.__call__`."""
+    if query.shape[1] > 1:
+        # Fresh prompts: the first keys and values that this layer's quantised cache holds set its scales.
+        cache = cache.calibrate(layer, key, value, positions)
     cache = cache.write(layer, key, value, positions, implementation=implementation)
     if query.shape[1] == 1:
         # A row whose position is negative has length 0: it reads no page and gets zeros.
@@ -32,6 +35,7 @@ def write_and_attend(
             scale=scale,
             layout=cache.layout,
             implementation=implementation,
+            **cache.scales(layer),
         )
         return output[:, None], cache
     return _prefill(query, key, value, positions, scale), cache

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from pallas_attn._checks import ArgumentChecker, fail
 from pallas_attn._masking import usable_pages
+from pallas_attn._quantization import is_quantized, largest
 from pallas_attn._types import BlockTables, KVCache, Layout, SeqLens
 from pallas_attn.ops.kv_cache.api import write_kv
 from pallas_attn.ops.kv_cache.layout import LAYOUTS, PoolShape, array_shape, pool_shape
@@ -26,6 +27,7 @@ class PagedKVCache:
         key_cache, value_cache: pools of num_layers * num_pages pages, in `layout`.
         block_tables: [num_seqs, max_pages] int32, ids in [0, num_pages).
         seq_lens: [num_seqs] int32, tokens each sequence holds.
+        k_scale, v_scale: [num_layers, num_kv_heads] float32 for a quantised dtype (value = stored * scale), else None.
     """
 
     # A pytree's leaves may be anything a transformation puts there (shapes, shardings), hence `| Any`.
@@ -35,6 +37,8 @@ class PagedKVCache:
     seq_lens: SeqLens | Any
     num_layers: int = dataclasses.field(metadata={"static": True})
     layout: Layout = dataclasses.field(default="NHD", metadata={"static": True})
+    k_scale: jax.Array | Any = None
+    v_scale: jax.Array | Any = None
 
     @classmethod
     def create(
@@ -50,7 +54,10 @@ class PagedKVCache:
         dtype: Any = jnp.bfloat16,
         layout: Layout = "NHD",
     ) -> "PagedKVCache":
-        """An empty cache with `num_pages` pages of `page_size` tokens for each layer."""
+        """An empty cache with `num_pages` pages of `page_size` tokens for each layer.
+
+        dtype: bf16, fp16, float32, or quantised float8_e4m3fn, float8_e5m2, int8, whose scales start at 1.
+        """
         check = ArgumentChecker("PagedKVCache.create")
         check.one_of("layout", layout, LAYOUTS)
         sizes = dict(
@@ -71,7 +78,10 @@ class PagedKVCache:
         key_cache, value_cache = (
             jnp.zeros(array_shape(pool, layout, w, dtype), dtype) for w in ("key", "value")
         )
-        return cls(key_cache, value_cache, block_tables, seq_lens, num_layers, layout)
+        scales = (None, None)
+        if is_quantized(dtype):  # two buffers: one could not be donated twice
+            scales = tuple(jnp.ones((num_layers, num_kv_heads), jnp.float32) for _ in range(2))
+        return cls(key_cache, value_cache, block_tables, seq_lens, num_layers, layout, *scales)
 
     @property
     def num_pages(self) -> int:
@@ -109,6 +119,38 @@ class PagedKVCache:
         slots = jnp.where(held & (pages >= 0), pages * self.page_size + positions % self.page_size, -1)
         return slots.reshape(-1)
 
+    def scales(self, layer: int | jax.Array) -> dict[str, Any]:
+        """One layer's k_scale and v_scale [num_kv_heads], as keywords of `paged_attention`; {} without them."""
+        if self.k_scale is None:
+            return {}
+        return {"k_scale": self.k_scale[layer], "v_scale": self.v_scale[layer]}
+
+    def calibrate(
+        self,
+        layer: int | jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        positions: jax.Array,
+        *,
+        margin: float = 1.5,
+    ) -> "PagedKVCache":
+        """Sets a layer's scales so that the largest of these keys and values, times `margin`, is the format's largest.
+
+        For an empty cache: what is stored already keeps the old scale's meaning. Shapes as in `write`; tokens at
+        negative positions do not count. Without quantisation nothing changes.
+        """
+        if self.k_scale is None:
+            return self
+        real = (positions >= 0)[:, :, None, None]
+
+        def fit(new: jax.Array) -> jax.Array:
+            peak = jnp.max(jnp.where(real, jnp.abs(new.astype(jnp.float32)), 0.0), axis=(0, 1, 3))
+            return jnp.where(peak > 0, peak * (margin / largest(self.key_cache.dtype)), 1.0)
+
+        return self.replace(
+            k_scale=self.k_scale.at[layer].set(fit(key)), v_scale=self.v_scale.at[layer].set(fit(value))
+        )
+
     def write(
         self,
         layer: int | jax.Array,
@@ -129,6 +171,7 @@ class PagedKVCache:
             self.slots(layer, positions),
             layout=self.layout,
             implementation=implementation,
+            **self.scales(layer),
         )
         return self.replace(key_cache=key_cache, value_cache=value_cache)
 
