@@ -1,0 +1,64 @@
+// The two matrix products of a page: scores = Q K^T by the page's owner, and half of P V by each warpgroup.
+#pragma once
+
+#include "mla/sm90/dense/smem_plan.h"
+#include "ptx/mbarrier.h"
+#include "ptx/wgmma.h"
+
+namespace pallas_attn::mla::sm90 {
+
+constexpr int kStepDims = 16;  // what one wgmma sums over
+constexpr int kStepsPerPiece = kPieceDims / kStepDims;
+constexpr int kTokenSteps = kTileTokens / kStepDims;
+
+// Issues the products of pieces [kFirst, kFirst + kCount), each as soon as its copy has landed.
+template <typename Element, int kFirst, int kCount>
+__device__ __forceinline__ void issue_scores(float (&rS)[kScoreRegisters], SmemPlan& smem, int buffer,
+                                             uint32_t full_parity, bool accumulate) {
+  const uint64_t query = ptx::wgmma_descriptor(smem.sQ, 0);
+  const uint64_t key = ptx::wgmma_descriptor(smem.sK[buffer], 0);
+#pragma unroll
+  for (int piece = kFirst; piece < kFirst + kCount; ++piece) {
+    ptx::mbarrier_wait(&smem.kv_full[buffer][piece], full_parity);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kStepsPerPiece; ++step) {
+      const uint32_t offset = piece * kPieceBytes + step * kStepDims * 2;
+      ptx::wgmma_m64n64k16<Element>(rS, ptx::advance_descriptor(query, offset), ptx::advance_descriptor(key, offset),
+                                    accumulate || piece > kFirst || step > 0);
+    }
+  }
+}
+
+// Value piece p of a half lies kPieceBytes after piece p - 1, and 16 tokens span two swizzle atoms.
+__device__ __forceinline__ uint64_t value_descriptor(SmemPlan& smem, int buffer, int side) {
+  return ptx::wgmma_descriptor(smem.sK[buffer][side * kHalfPieces], kPieceBytes);
+}
+
+constexpr uint32_t kTokenStepBytes = kStepDims * kRowBytes;
+
+// rO += P V with this warpgroup's own probabilities.
+template <typename Element>
+__device__ __forceinline__ void issue_values_own(float (&rO)[kOutRegisters], const uint32_t (&rP)[kTokenSteps][4],
+                                                 SmemPlan& smem, int buffer, int side) {
+  const uint64_t value = value_descriptor(smem, buffer, side);
+#pragma unroll
+  for (int step = 0; step < kTokenSteps; ++step) {
+    ptx::wgmma_m64n256k16_a_registers<Element>(rO, rP[step], ptx::advance_descriptor(value, step * kTokenStepBytes),
+                                               true);
+  }
+}
+
+// rO += P V with the probabilities the other warpgroup left in shared memory.
+template <typename Element>
+__device__ __forceinline__ void issue_values_shared(float (&rO)[kOutRegisters], SmemPlan& smem, int buffer, int side) {
+  const uint64_t value = value_descriptor(smem, buffer, side);
+  const uint64_t probabilities = ptx::wgmma_descriptor(smem.sP, 0);
+#pragma unroll
+  for (int step = 0; step < kTokenSteps; ++step) {
+    ptx::wgmma_m64n256k16_a_shared<Element>(rO, ptx::advance_descriptor(probabilities, step * kStepDims * 2),
+                                            ptx::advance_descriptor(value, step * kTokenStepBytes), true);
+  }
+}
+
+}  // namespace pallas_attn::mla::sm90

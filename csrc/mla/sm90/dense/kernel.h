@@ -1,0 +1,64 @@
+// The dense Hopper MLA decode kernel. The README beside params.h draws its schedule.
+#pragma once
+
+#include <cuda.h>
+
+#include "mla/sm90/dense/left_warpgroup.h"
+#include "mla/sm90/dense/load.h"
+#include "mla/sm90/dense/right_warpgroup.h"
+#include "ptx/cluster.h"
+
+namespace pallas_attn::mla::sm90 {
+
+template <typename Traits>
+__device__ __forceinline__ void init_barriers(SmemPlan& smem) {
+  // Every warp that reads a part arrives, in every CTA that the next copy will write to.
+  constexpr uint32_t kWarpsOfCluster = kSideWarps * Traits::kClusterSize;
+  for (int buffer = 0; buffer < kBuffers; ++buffer) {
+    for (int piece = 0; piece < kPieces; ++piece) ptx::mbarrier_init(&smem.kv_full[buffer][piece], 1);
+    for (int part = 0; part < kBufferParts; ++part) {
+      ptx::mbarrier_init(&smem.kv_empty[buffer][part], kWarpsOfCluster);
+    }
+  }
+  ptx::mbarrier_init(&smem.query_full, 1);
+  ptx::mbarrier_init(&smem.query_empty, kSides * kSideWarps);
+  ptx::mbarrier_init_fence();
+}
+
+template <typename Traits>
+__global__ void __maxnreg__(kMaxRegisters)
+    dense_decode_kernel(const __grid_constant__ DecodeParams params, const __grid_constant__ CUtensorMap query_map,
+                        const __grid_constant__ CUtensorMap cache_map) {
+  extern __shared__ __align__(1024) char shared_memory[];
+  SmemPlan& smem = *reinterpret_cast<SmemPlan*>(shared_memory);
+  const int row_tile = blockIdx.x;
+  const int part = blockIdx.y;
+
+  if (threadIdx.x == 0) {
+    init_barriers<Traits>(smem);
+    ptx::tma_prefetch_descriptor(&query_map);
+    ptx::tma_prefetch_descriptor(&cache_map);
+  }
+  if constexpr (Traits::kMulticast) {
+    ptx::cluster_sync();
+  } else {
+    __syncthreads();
+  }
+  // The combine kernel waits for this grid's end before it reads; its launch need not.
+  ptx::allow_dependent_launch();
+
+  // Through a shuffle, so that the compiler knows the roles' branch to be uniform in a warp: it serialises wgmma otherwise.
+  const int role = __shfl_sync(0xffffffff, threadIdx.x / kSideThreads, 0);
+  if (role == kLeft) {
+    LeftWarpgroup<Traits>(params, smem, row_tile, threadIdx.x).run(part);
+  } else if (role == kRight) {
+    RightWarpgroup<Traits>(params, smem, row_tile, threadIdx.x - kSideThreads).run(part);
+  } else {
+    const uint32_t rank = Traits::kMulticast ? ptx::cluster_cta_rank() : 0;
+    Producer<Traits>(params, query_map, cache_map, smem, row_tile, rank, threadIdx.x - kConsumerThreads).run(part);
+  }
+  // The neighbour may still write into this CTA's shared memory or arrive at its barriers.
+  if constexpr (Traits::kMulticast) ptx::cluster_sync();
+}
+
+}  // namespace pallas_attn::mla::sm90

@@ -1,0 +1,162 @@
+// The producer warp: waits for parts of the buffers to become free and has the copy engine fill them.
+#pragma once
+
+#include "mla/sm90/dense/smem_plan.h"
+#include "mla/sm90/dense/tile_walker.h"
+#include "mla/sm90/dense/traits.h"
+#include "ptx/mbarrier.h"
+#include "ptx/tma.h"
+
+namespace pallas_attn::mla::sm90 {
+
+// The block table of one tile, 32 entries at a time in the lanes of a warp, the next 32 already on their way.
+class PageList {
+ public:
+  // Also stands for an entry that may not be read, so such a page fails the range check like any other bad one.
+  static constexpr int kNoPage = -1;
+
+  __device__ PageList(const DecodeParams& params, const SplitTile& tile, int lane)
+      : table_(params.block_tables + static_cast<int64_t>(tile.request) * params.max_blocks),
+        end_(tile.page_end),
+        lane_(lane),
+        base_(tile.page_begin) {
+    current_ = fetch(base_);
+    next_ = fetch(base_ + 32);
+  }
+
+  // Call with `index` rising by one, from all lanes.
+  __device__ int page(int index) {
+    if (index == base_ + 32) {
+      base_ = index;
+      current_ = next_;
+      next_ = fetch(base_ + 32);
+    }
+    return __shfl_sync(0xffffffff, current_, index - base_);
+  }
+
+  // A page at most 32 ahead of the last one asked for, or kNoPage past the tile's end.
+  __device__ int page_ahead(int index) const {
+    const int offset = index - base_;
+    return __shfl_sync(0xffffffff, offset < 32 ? current_ : next_, offset & 31);
+  }
+
+ private:
+  __device__ int fetch(int base) const { return base + lane_ < end_ ? __ldg(table_ + base + lane_) : kNoPage; }
+
+  const int* table_;
+  int end_, lane_, base_;
+  int current_, next_;
+};
+
+template <typename Traits>
+class Producer {
+ public:
+  __device__ Producer(const DecodeParams& params, const CUtensorMap& query_map, const CUtensorMap& cache_map,
+                      SmemPlan& smem, int row_tile, uint32_t cta_rank, int lane)
+      : params_(params),
+        query_map_(query_map),
+        cache_map_(cache_map),
+        smem_(smem),
+        row_tile_(row_tile),
+        cta_rank_(cta_rank),
+        lane_(lane),
+        cache_policy_(ptx::l2_evict_first_policy()),
+        query_policy_(ptx::l2_evict_first_policy()) {}
+
+  __device__ void run(int part) {
+    TileWalker walker(params_, part);
+    SplitTile tile;
+    while (walker.next(tile)) {
+      if (tile.num_pages() == 0) continue;
+      PageList pages(params_, tile, lane_);
+      load_query(tile.request);
+      for (int index = tile.page_begin; index < tile.page_end; ++index) {
+        const int page = pages.page(index);
+        load_page((index - tile.page_begin) % kBuffers, page, tile.beyond_capacity);
+        if constexpr (Traits::kPrefetchDistance > 0) {
+          prefetch_page(pages.page_ahead(index + Traits::kPrefetchDistance));
+        }
+      }
+    }
+  }
+
+ private:
+  __device__ void load_query(int request) {
+    ptx::mbarrier_wait(&smem_.query_empty, query_phase_ ^ 1);
+    query_phase_ ^= 1;
+    if (lane_ == 0) {
+      ptx::mbarrier_arrive_expect_bytes(&smem_.query_full, kBlockBytes);
+      for (int piece = 0; piece < kPieces; ++piece) {
+        ptx::tma_load_3d(smem_.sQ[piece], &query_map_, &smem_.query_full, query_policy_, piece * kPieceDims,
+                         row_tile_ * kTileRows, request);
+      }
+    }
+    __syncwarp();
+  }
+
+  // A page outside the pool is loaded like any other (the copy engine fills zeros, it cannot fault) and flagged; the
+  // flag is written before the pieces' barriers can complete and read before the rotary part is handed back.
+  __device__ void load_page(int buffer, int page, bool beyond_capacity) {
+    const uint32_t free_parity = (kv_phase_ >> buffer & 1) ^ 1;
+    // A consumer frees the rotary piece first, then its own half.
+    wait_free(buffer, kRopePart, free_parity);
+    if (lane_ == 0) {
+      smem_.bad_page[buffer] = beyond_capacity || page < 0 || page >= params_.num_pages;
+      load_piece(buffer, kRopePiece, page);
+    }
+    // Even pages end with the left half's owner issuing first, odd ones with the right half's.
+    const BufferPart first_part = buffer == 0 ? kLeftPart : kRightPart;
+    const BufferPart second_part = buffer == 0 ? kRightPart : kLeftPart;
+    load_half(buffer, first_part, page, free_parity);
+    load_half(buffer, second_part, page, free_parity);
+    kv_phase_ ^= 1u << buffer;
+    __syncwarp();
+  }
+
+  __device__ void load_half(int buffer, BufferPart part, int page, uint32_t free_parity) {
+    wait_free(buffer, part, free_parity);
+    if (lane_ != 0) return;
+    const int first = part == kLeftPart ? 0 : kHalfPieces;
+    for (int piece = first; piece < first + kHalfPieces; ++piece) load_piece(buffer, piece, page);
+  }
+
+  __device__ void wait_free(int buffer, BufferPart part, uint32_t parity) {
+    ptx::mbarrier_wait<Traits::kMulticast>(&smem_.kv_empty[buffer][part], parity);
+  }
+
+  __device__ void load_piece(int buffer, int piece, int page) {
+    uint64_t* full = &smem_.kv_full[buffer][piece];
+    ptx::mbarrier_arrive_expect_bytes(full, kPieceBytes);
+    if constexpr (Traits::kMulticast) {
+      constexpr int kMyTokens = kTileTokens / Traits::kClusterSize;
+      constexpr uint16_t kEveryCta = (1u << Traits::kClusterSize) - 1;
+      const int first_token = cta_rank_ * kMyTokens;
+      ptx::tma_load_3d_multicast(smem_.sK[buffer][piece][first_token], &cache_map_, full, cache_policy_, kEveryCta,
+                                 piece * kPieceDims, first_token, page);
+    } else {
+      ptx::tma_load_3d(smem_.sK[buffer][piece], &cache_map_, full, cache_policy_, piece * kPieceDims, 0, page);
+    }
+  }
+
+  __device__ void prefetch_page(int page) {
+    // Every CTA that works on these tokens would ask for the same lines; one is enough.
+    if (row_tile_ != 0 || lane_ >= kPieces || page < 0 || page >= params_.num_pages) return;
+    for (int token = 0; token < kTileTokens; token += kTileTokens / Traits::kClusterSize) {
+      ptx::tma_prefetch_l2_3d(&cache_map_, cache_policy_, lane_ * kPieceDims, token, page);
+    }
+  }
+
+  const DecodeParams& params_;
+  const CUtensorMap& query_map_;
+  const CUtensorMap& cache_map_;
+  SmemPlan& smem_;
+  const int row_tile_;
+  const uint32_t cta_rank_;
+  const int lane_;
+  const uint64_t cache_policy_;
+  const uint64_t query_policy_;
+  uint32_t query_phase_ = 0;
+  uint32_t kv_phase_ = 0;  // bit i: phase of buffer i
+};
+
+}  // namespace pallas_attn::mla::sm90

@@ -1,0 +1,85 @@
+// mbarriers: arrival counts plus bytes in flight, waited on by phase parity.
+#pragma once
+
+#include <cstdint>
+
+#include "ptx/shared.h"
+
+namespace pallas_attn::ptx {
+
+__device__ __forceinline__ void mbarrier_init(uint64_t* barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+
+// Makes initialised barriers visible to the copy engine and to the other CTAs of the cluster.
+__device__ __forceinline__ void mbarrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// Arrives at the barrier that lies at the same place in another CTA of the cluster.
+__device__ __forceinline__ void mbarrier_arrive_at(uint64_t* barrier, uint32_t cta_rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n"
+      "}\n" ::"r"(shared_address(barrier)),
+      "r"(cta_rank)
+      : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive_expect_bytes(uint64_t* barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
+}
+
+// One bounded poll; the hardware suspends the thread for a while before it answers false.
+template <bool kClusterScope>
+__device__ __forceinline__ bool mbarrier_try_wait(uint64_t* barrier, uint32_t parity) {
+  uint32_t done;
+  if constexpr (kClusterScope) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n"
+        "}\n"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+  } else {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n"
+        "}\n"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+  }
+  return done != 0;
+}
+
+template <bool kClusterScope = false>
+__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
+#ifdef PALLAS_ATTN_TRAP_ON_HANG
+  // Development builds turn a deadlock into an error that names the barrier instead of a hung device.
+  for (uint32_t polls = 0; !mbarrier_try_wait<kClusterScope>(barrier, parity); ++polls) {
+    if (polls == (1u << 22)) {
+      printf("mbarrier hang: block (%d,%d) thread %d barrier 0x%x parity %u\n", blockIdx.x, blockIdx.y, threadIdx.x,
+             shared_address(barrier), parity);
+      __trap();
+    }
+  }
+#else
+  while (!mbarrier_try_wait<kClusterScope>(barrier, parity)) {
+  }
+#endif
+}
+
+}  // namespace pallas_attn::ptx
