@@ -61,8 +61,6 @@ struct ScheduleParams {
   int num_sm_parts;
   // Cost of starting a request (loading queries, writing the output) counted in pages.
   int overhead_pages;
-  // Lengths count up to this many pages, the width of the block table.
-  int max_blocks;
 };
 
 }  // namespace pallas_attn::mla

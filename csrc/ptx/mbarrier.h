@@ -68,13 +68,11 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint64_t* barrier, uint32_t pa
 template <bool kClusterScope = false>
 __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
 #ifdef PALLAS_ATTN_TRAP_ON_HANG
-  // Development builds turn a deadlock into an error that names the barrier instead of a hung device.
-  for (uint32_t polls = 0; !mbarrier_try_wait<kClusterScope>(barrier, parity); ++polls) {
-    if (polls == (1u << 22)) {
-      printf("mbarrier hang: block (%d,%d) thread %d barrier 0x%x parity %u\n", blockIdx.x, blockIdx.y, threadIdx.x,
-             shared_address(barrier), parity);
-      __trap();
-    }
+  // Development builds turn a deadlock into an error instead of a hung device.
+  constexpr long long kGiveUpCycles = 1LL << 31;
+  const long long start = clock64();
+  while (!mbarrier_try_wait<kClusterScope>(barrier, parity)) {
+    if (clock64() - start > kGiveUpCycles) __trap();
   }
 #else
   while (!mbarrier_try_wait<kClusterScope>(barrier, parity)) {

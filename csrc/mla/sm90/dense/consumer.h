@@ -51,12 +51,6 @@ class Consumer {
     state_.reset();
 #pragma unroll
     for (int r = 0; r < kOutRegisters; ++r) rO_[r] = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kRowsPerThread; ++i) {
-      const int token = (row_tile_ * kTileRows + at_.row(i)) / params_.num_heads;
-      visible_[i] = params_.causal ? tile.seq_len - params_.query_len + 1 + token : tile.seq_len;
-    }
-    first_masked_token_ = params_.causal ? tile.seq_len - params_.query_len + 1 : tile.seq_len;
     if (tile.num_pages() == 0) return;
     ptx::mbarrier_wait(&smem_.query_full, query_phase_);
     query_phase_ ^= 1;
@@ -70,14 +64,25 @@ class Consumer {
     const int first_token = page * kTileTokens;
     if (bad) {
       poison_scores(rS_);
-    } else if (first_token + kTileTokens > first_masked_token_) {
-      mask_scores(rS_, at_, first_token, visible_);
+    } else if (first_token + kTileTokens > tile.seq_len - (params_.causal ? params_.query_len - 1 : 0)) {
+      mask_page(tile, first_token);
     }
     if (first_token + kTileTokens > tile.seq_len) {
       clear_tail(smem_, kOwnBuffer, tile.seq_len - first_token, thread_);
       ptx::named_barrier_sync(kSide == kLeft ? kLeftTailCleared : kRightTailCleared, kSideThreads);
     }
     softmax_page<Element>(rS_, scale_log2_, state_, rescale, rP_);
+  }
+
+  // Query i of a request sees the keys up to its own position; rows are queries times heads.
+  __device__ __forceinline__ void mask_page(const SplitTile& tile, int first_token) {
+    int visible[kRowsPerThread];
+#pragma unroll
+    for (int i = 0; i < kRowsPerThread; ++i) {
+      const int query = (row_tile_ * kTileRows + at_.row(i)) / params_.num_heads;
+      visible[i] = params_.causal ? tile.seq_len - params_.query_len + 1 + query : tile.seq_len;
+    }
+    mask_scores(rS_, at_, first_token, visible);
   }
 
   __device__ __forceinline__ void publish(const float (&rescale)[kRowsPerThread]) {
@@ -140,8 +145,6 @@ class Consumer {
   const float scale_log2_;
 
   RowState state_;
-  int visible_[kRowsPerThread];
-  int first_masked_token_;
   uint32_t query_phase_ = 0;
   uint32_t kv_phase_ = 0;
   int tile_parity_ = 0;

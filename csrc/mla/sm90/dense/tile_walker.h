@@ -20,42 +20,38 @@ struct SplitTile {
   __device__ int num_pages() const { return page_end - page_begin; }
 };
 
-// Every role of the CTA walks the same schedule by itself, so roles meet only at barriers.
+// Every role of the CTA walks the same schedule by itself, so roles meet only at barriers. The schedule's row is read
+// again for every request: it stays in L1, and the math warpgroups have no registers to keep it in.
 class TileWalker {
  public:
-  __device__ TileWalker(const DecodeParams& params, int part) : params_(params) {
-    const int4 row = *reinterpret_cast<const int4*>(params.schedule + part * kScheduleFields);
-    begin_request_ = row.x;
-    begin_page_ = row.y / kPageTokens;
-    end_request_ = min(row.z, params.batch - 1);
-    end_page_ = ceil_div(row.w, kPageTokens);
-    begin_split_ = params.schedule[part * kScheduleFields + kBeginSplit];
-    request_ = begin_request_;
-  }
+  __device__ TileWalker(const DecodeParams& params, int part)
+      : params_(params), row_(params.schedule + part * kScheduleFields), request_(row_[kBeginRequest]) {}
 
-  __device__ bool next(SplitTile& tile) {
-    if (request_ > end_request_) return false;
+  __device__ __forceinline__ bool next(SplitTile& tile) {
+    const int4 row = *reinterpret_cast<const int4*>(row_);
+    const int begin_request = row.x, begin_token = row.y, end_request = row.z, end_token = row.w;
+    if (request_ > end_request || request_ >= params_.batch) return false;
     const int given = params_.seq_lens[request_];
     const int first_slot = params_.num_splits[request_];
     const int splits = params_.num_splits[request_ + 1] - first_slot;
     const int64_t capacity = static_cast<int64_t>(params_.max_blocks) * kPageTokens;
+    const bool first = request_ == begin_request;
 
     tile.request = request_;
     tile.beyond_capacity = given > capacity;
     tile.seq_len = max(0, tile.beyond_capacity ? static_cast<int>(capacity) : given);
     const int pages = ceil_div(tile.seq_len, kPageTokens);
-    const bool first = request_ == begin_request_;
-    tile.page_begin = first ? begin_page_ : 0;
-    tile.page_end = request_ == end_request_ ? min(end_page_, pages) : pages;
+    tile.page_begin = first ? begin_token / kPageTokens : 0;
+    tile.page_end = request_ == end_request ? min(ceil_div(end_token, kPageTokens), pages) : pages;
     tile.page_end = max(tile.page_end, tile.page_begin);
-    tile.partial_slot = splits == 1 ? -1 : first_slot + (first ? begin_split_ : 0);
+    tile.partial_slot = splits == 1 ? -1 : first_slot + (first ? row_[kBeginSplit] : 0);
     ++request_;
     return true;
   }
 
  private:
   const DecodeParams& params_;
-  int begin_request_, begin_page_, end_request_, end_page_, begin_split_;
+  const int* row_;
   int request_;
 };
 
