@@ -1,4 +1,4 @@
-// Clusters, named barriers and programmatic dependent launch.
+// Clusters, named barriers, registers of a warpgroup and programmatic dependent launch.
 #pragma once
 
 #include <cstdint>
@@ -25,6 +25,17 @@ __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
 
 __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Moves registers between warpgroups; every warp of the warpgroup must execute it.
+template <int kCount>
+__device__ __forceinline__ void raise_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+
+template <int kCount>
+__device__ __forceinline__ void lower_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 
 // The next kernel of the stream may be scheduled once every CTA has said this or exited.

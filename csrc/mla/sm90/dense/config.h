@@ -24,17 +24,19 @@ constexpr uint32_t kBlockBytes = kPieces * kPieceBytes;
 
 constexpr int kBuffers = 2;
 
-// Two warpgroups share one 64 x 512 output, half of the columns each; one warp feeds them.
+// Two warpgroups share one 64 x 512 output, half of the columns each; one warp of a third feeds them.
 constexpr int kSides = 2;
 constexpr int kHalfDims = kLatentDim / kSides;
 constexpr int kSideThreads = 128;
 constexpr int kSideWarps = kSideThreads / 32;
 constexpr int kConsumerThreads = kSides * kSideThreads;
-constexpr int kThreads = kConsumerThreads + 32;
+constexpr int kThreads = kConsumerThreads + kSideThreads;
 
-// Registers a thread: 65536 / (9 warps x 32), rounded down to the allocation unit. Enough for 128 accumulators, 32
-// scores and 16 packed probabilities, so no setmaxnreg.
-constexpr int kMaxRegisters = 224;
+// Registers come by the warp from four banks of 16384, one for each of the SM's partitions. A ninth warp of 224
+// registers would not fit in its bank next to two others, so the producer is a warpgroup (one warp of it works) that
+// hands its registers over to the math: 3 x 168 at entry become 240 + 240 + 24.
+constexpr int kConsumerRegisters = 240;
+constexpr int kProducerRegisters = 24;
 
 // Accumulator registers a thread holds.
 constexpr int kScoreRegisters = kTileRows * kTileTokens / kSideThreads;

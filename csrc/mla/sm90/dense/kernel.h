@@ -26,7 +26,7 @@ __device__ __forceinline__ void init_barriers(SmemPlan& smem) {
 }
 
 template <typename Traits>
-__global__ void __maxnreg__(kMaxRegisters)
+__global__ void __launch_bounds__(kThreads, 1)
     dense_decode_kernel(const __grid_constant__ DecodeParams params, const __grid_constant__ CUtensorMap query_map,
                         const __grid_constant__ CUtensorMap cache_map) {
   extern __shared__ __align__(1024) char shared_memory[];
@@ -50,12 +50,18 @@ __global__ void __maxnreg__(kMaxRegisters)
   // Through a shuffle, so that the compiler knows the roles' branch to be uniform in a warp: it serialises wgmma otherwise.
   const int role = __shfl_sync(0xffffffff, threadIdx.x / kSideThreads, 0);
   if (role == kLeft) {
+    ptx::raise_registers<kConsumerRegisters>();
     LeftWarpgroup<Traits>(params, smem, row_tile, threadIdx.x).run(part);
   } else if (role == kRight) {
+    ptx::raise_registers<kConsumerRegisters>();
     RightWarpgroup<Traits>(params, smem, row_tile, threadIdx.x - kSideThreads).run(part);
   } else {
-    const uint32_t rank = Traits::kMulticast ? ptx::cluster_cta_rank() : 0;
-    Producer<Traits>(params, query_map, cache_map, smem, row_tile, rank, threadIdx.x - kConsumerThreads).run(part);
+    ptx::lower_registers<kProducerRegisters>();
+    const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
+    if (warp == kConsumerThreads / 32) {
+      const uint32_t rank = Traits::kMulticast ? ptx::cluster_cta_rank() : 0;
+      Producer<Traits>(params, query_map, cache_map, smem, row_tile, rank, threadIdx.x - kConsumerThreads).run(part);
+    }
   }
   // The neighbour may still write into this CTA's shared memory or arrive at its barriers.
   if constexpr (Traits::kMulticast) ptx::cluster_sync();
