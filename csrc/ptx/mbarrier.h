@@ -20,13 +20,15 @@ __device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// Arrives at the barrier that lies at the same place in another CTA of the cluster.
+// Arrives at the barrier that lies at the same place in another CTA of the cluster. Orders this thread's reads through
+// wgmma (complete once waited for) before the arrival; it publishes no writes, which at cluster scope would cost a
+// fence of the whole GPU every time.
 __device__ __forceinline__ void mbarrier_arrive_at(uint64_t* barrier, uint32_t cta_rank) {
   asm volatile(
       "{\n"
       ".reg .b32 remote;\n"
       "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
       "}\n" ::"r"(shared_address(barrier)),
       "r"(cta_rank)
       : "memory");
@@ -38,44 +40,30 @@ __device__ __forceinline__ void mbarrier_arrive_expect_bytes(uint64_t* barrier, 
 }
 
 // One bounded poll; the hardware suspends the thread for a while before it answers false.
-template <bool kClusterScope>
 __device__ __forceinline__ bool mbarrier_try_wait(uint64_t* barrier, uint32_t parity) {
   uint32_t done;
-  if constexpr (kClusterScope) {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, p;\n"
-        "}\n"
-        : "=r"(done)
-        : "r"(shared_address(barrier)), "r"(parity)
-        : "memory");
-  } else {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, p;\n"
-        "}\n"
-        : "=r"(done)
-        : "r"(shared_address(barrier)), "r"(parity)
-        : "memory");
-  }
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}\n"
+      : "=r"(done)
+      : "r"(shared_address(barrier)), "r"(parity)
+      : "memory");
   return done != 0;
 }
 
-template <bool kClusterScope = false>
 __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
 #ifdef PALLAS_ATTN_TRAP_ON_HANG
   // Development builds turn a deadlock into an error instead of a hung device.
   constexpr long long kGiveUpCycles = 1LL << 31;
   const long long start = clock64();
-  while (!mbarrier_try_wait<kClusterScope>(barrier, parity)) {
+  while (!mbarrier_try_wait(barrier, parity)) {
     if (clock64() - start > kGiveUpCycles) __trap();
   }
 #else
-  while (!mbarrier_try_wait<kClusterScope>(barrier, parity)) {
+  while (!mbarrier_try_wait(barrier, parity)) {
   }
 #endif
 }

@@ -1,4 +1,4 @@
-// The bulk tensor copy engine (TMA): tile loads into shared memory and prefetches into L2.
+// The bulk tensor copy engine (TMA): tile loads into shared memory.
 #pragma once
 
 #include <cuda.h>
@@ -21,12 +21,6 @@ __device__ __forceinline__ uint64_t l2_evict_first_policy() {
   return policy;
 }
 
-__device__ __forceinline__ uint64_t l2_evict_last_policy() {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
 // Coordinates are innermost first. Completion adds the box's bytes to `barrier`.
 __device__ __forceinline__ void tma_load_3d(void* destination, const CUtensorMap* map, uint64_t* barrier,
                                             uint64_t policy, int c0, int c1, int c2) {
@@ -44,13 +38,6 @@ __device__ __forceinline__ void tma_load_3d_multicast(void* destination, const C
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
       ".L2::cache_hint [%0], [%1, {%3, %4, %5}], [%2], %6, %7;" ::"r"(shared_address(destination)),
       "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "h"(cta_mask), "l"(policy)
-      : "memory");
-}
-
-__device__ __forceinline__ void tma_prefetch_l2_3d(const CUtensorMap* map, uint64_t policy, int c0, int c1, int c2) {
-  asm volatile(
-      "cp.async.bulk.prefetch.tensor.3d.L2.global.tile.L2::cache_hint [%0, {%1, %2, %3}], %4;" ::"l"(map), "r"(c0),
-      "r"(c1), "r"(c2), "l"(policy)
       : "memory");
 }
 

@@ -48,10 +48,12 @@ struct RowWeights {
 
 __device__ __forceinline__ RowWeights weigh_splits(const float* lse2, int splits, int64_t stride, int lane) {
   float maximum = -INFINITY;
+#pragma unroll 4
   for (int i = lane; i < splits; i += kWarp) maximum = fmaxf(maximum, lse2[i * stride]);
   maximum = warp_max(maximum);
   if (maximum == -INFINITY) maximum = 0.0f;
   float sum = 0.0f;
+#pragma unroll 4
   for (int i = lane; i < splits; i += kWarp) sum += exp2f(lse2[i * stride] - maximum);
   return {maximum, warp_sum(sum)};
 }
@@ -62,7 +64,7 @@ __global__ void __launch_bounds__(kWarp* kWarps) combine_kernel(const __grid_con
   constexpr int kRows = kWarps / kSharing;
   constexpr int kChunks = kSharing == 1 ? kLatentDim / kWarpColumns : 1;  // vectors a lane has
   constexpr int kColumnBlocks = kLatentDim / (kWarpColumns * kChunks);
-  constexpr int kUnroll = kSharing == 1 ? 4 : 8;
+  constexpr int kBatch = kSharing == 1 ? 4 : 8;          // splits loaded at once
 
   // All of this was written before the decode kernel was queued, so it may be read before that one ends.
   int request = blockIdx.y;
@@ -91,16 +93,30 @@ __global__ void __launch_bounds__(kWarp* kWarps) combine_kernel(const __grid_con
   const float* partial = params.partial_out + (static_cast<int64_t>(first_slot) * rows + row) * kLatentDim + first_column;
   const int64_t split_stride = static_cast<int64_t>(rows) * kLatentDim;
   float4 sum[kChunks] = {};
-#pragma unroll kUnroll
-  for (int i = warp % kSharing; i < splits; i += kSharing) {
-    const float weight = exp2f(lse2[static_cast<int64_t>(i) * rows] - weights.maximum);
+  // Loads of several splits in flight at once: this kernel is all latency.
+  for (int first = warp % kSharing; first < splits; first += kSharing * kBatch) {
+    float weight[kBatch];
+    float4 v[kBatch][kChunks];
 #pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
-      const float4 v = *reinterpret_cast<const float4*>(partial + i * split_stride + chunk * kWarpColumns);
-      sum[chunk].x += weight * v.x;
-      sum[chunk].y += weight * v.y;
-      sum[chunk].z += weight * v.z;
-      sum[chunk].w += weight * v.w;
+    for (int j = 0; j < kBatch; ++j) {
+      const int64_t i = min(first + j * kSharing, splits - 1);
+      weight[j] = lse2[i * rows];
+#pragma unroll
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        v[j][chunk] = *reinterpret_cast<const float4*>(partial + i * split_stride + chunk * kWarpColumns);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      if (first + j * kSharing >= splits) break;
+      const float w = exp2f(weight[j] - weights.maximum);
+#pragma unroll
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        sum[chunk].x += w * v[j][chunk].x;
+        sum[chunk].y += w * v[j][chunk].y;
+        sum[chunk].z += w * v[j][chunk].z;
+        sum[chunk].w += w * v[j][chunk].w;
+      }
     }
   }
 

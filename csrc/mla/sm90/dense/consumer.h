@@ -34,12 +34,8 @@ class Consumer {
     __syncwarp();
     if (lane_ != 0) return;
     uint64_t* barrier = &smem_.kv_empty[buffer][part];
-    if constexpr (Traits::kMulticast) {
-#pragma unroll
-      for (int cta = 0; cta < Traits::kClusterSize; ++cta) ptx::mbarrier_arrive_at(barrier, cta);
-    } else {
-      ptx::mbarrier_arrive(barrier);
-    }
+    ptx::mbarrier_arrive(barrier);
+    if constexpr (Traits::kMulticast) ptx::mbarrier_arrive_at(barrier, ptx::cluster_cta_rank() ^ 1);
   }
 
   __device__ __forceinline__ void release_query() {
@@ -60,7 +56,6 @@ class Consumer {
   __device__ __forceinline__ void finish_scores(const SplitTile& tile, int page, float (&rescale)[kRowsPerThread]) {
     ptx::wgmma_touch(rS_);
     const bool bad = smem_.bad_page[kOwnBuffer];
-    release(kOwnBuffer, kRopePart);
     const int first_token = page * kTileTokens;
     if (bad) {
       poison_scores(rS_);

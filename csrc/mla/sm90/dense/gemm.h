@@ -53,7 +53,7 @@ __device__ __forceinline__ void issue_values_own(float (&rO)[kOutRegisters], con
 template <typename Element>
 __device__ __forceinline__ void issue_values_shared(float (&rO)[kOutRegisters], SmemPlan& smem, int buffer, int side) {
   const uint64_t value = value_descriptor(smem, buffer, side);
-  const uint64_t probabilities = ptx::wgmma_descriptor(smem.sP, 0);
+  const uint64_t probabilities = ptx::wgmma_descriptor(smem.sP(buffer), 0);
 #pragma unroll
   for (int step = 0; step < kTokenSteps; ++step) {
     ptx::wgmma_m64n256k16_a_shared<Element>(rO, ptx::advance_descriptor(probabilities, step * kStepDims * 2),

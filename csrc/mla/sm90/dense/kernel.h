@@ -44,8 +44,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   } else {
     __syncthreads();
   }
-  // The combine kernel waits for this grid's end before it reads; its launch need not.
-  ptx::allow_dependent_launch();
+  // Everything above may overlap the end of the kernel before; nothing below may.
+  ptx::wait_for_previous_kernel();
 
   // Through a shuffle, so that the compiler knows the roles' branch to be uniform in a warp: it serialises wgmma otherwise.
   const int role = __shfl_sync(0xffffffff, threadIdx.x / kSideThreads, 0);
@@ -63,6 +63,9 @@ __global__ void __launch_bounds__(kThreads, 1)
       Producer<Traits>(params, query_map, cache_map, smem, row_tile, rank, threadIdx.x - kConsumerThreads).run(part);
     }
   }
+  // At the end, though the combine kernel could wait from the start: its blocks would then all sit on the few SMs that
+  // have no work, and stay there.
+  ptx::allow_dependent_launch();
   // The neighbour may still write into this CTA's shared memory or arrive at its barriers.
   if constexpr (Traits::kMulticast) ptx::cluster_sync();
 }

@@ -38,7 +38,7 @@ LaunchStatus launch_instance(const DecodeParams& params, cudaStream_t stream) {
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(SmemPlan));
   if (raised != cudaSuccess) return {raised, "raising the decode kernel's shared memory limit"};
 
-  cudaLaunchAttribute cluster;
+  cudaLaunchAttribute cluster = {};
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim = {Traits::kClusterSize, 1, 1};
   cudaLaunchConfig_t config = {};
@@ -47,17 +47,16 @@ LaunchStatus launch_instance(const DecodeParams& params, cudaStream_t stream) {
   config.dynamicSmemBytes = sizeof(SmemPlan);
   config.stream = stream;
   config.attrs = &cluster;
-  config.numAttrs = 1;
+  config.numAttrs = Traits::kMulticast ? 1 : 0;
   return {cudaLaunchKernelEx(&config, kernel, params, query_map, cache_map), "launching the decode kernel"};
 }
 
 // Two row tiles of a request read the same pages: where they pair up, they load them together.
 template <typename Element>
 LaunchStatus launch_for_rows(const DecodeParams& params, cudaStream_t stream) {
-  constexpr int kPrefetchDistance = 2;
   const int row_tiles = ceil_div(params.rows(), kTileRows);
-  if (row_tiles % 2 == 0) return launch_instance<DecodeTraits<Element, 2, kPrefetchDistance>>(params, stream);
-  return launch_instance<DecodeTraits<Element, 1, kPrefetchDistance>>(params, stream);
+  if (row_tiles % 2 == 0) return launch_instance<DecodeTraits<Element, 2>>(params, stream);
+  return launch_instance<DecodeTraits<Element, 1>>(params, stream);
 }
 
 }  // namespace pallas_attn::mla::sm90

@@ -34,12 +34,6 @@ class PageList {
     return __shfl_sync(0xffffffff, current_, index - base_);
   }
 
-  // A page at most 32 ahead of the last one asked for, or kNoPage past the tile's end.
-  __device__ int page_ahead(int index) const {
-    const int offset = index - base_;
-    return __shfl_sync(0xffffffff, offset < 32 ? current_ : next_, offset & 31);
-  }
-
  private:
   __device__ int fetch(int base) const { return base + lane_ < end_ ? __ldg(table_ + base + lane_) : kNoPage; }
 
@@ -71,11 +65,7 @@ class Producer {
       PageList pages(params_, tile, lane_);
       load_query(tile.request);
       for (int index = tile.page_begin; index < tile.page_end; ++index) {
-        const int page = pages.page(index);
-        load_page((index - tile.page_begin) % kBuffers, page, tile.beyond_capacity);
-        if constexpr (Traits::kPrefetchDistance > 0) {
-          prefetch_page(pages.page_ahead(index + Traits::kPrefetchDistance));
-        }
+        load_page((index - tile.page_begin) % kBuffers, pages.page(index), tile.beyond_capacity);
       }
     }
   }
@@ -95,33 +85,29 @@ class Producer {
   }
 
   // A page outside the pool is loaded like any other (the copy engine fills zeros, it cannot fault) and flagged; the
-  // flag is written before the pieces' barriers can complete and read before the rotary part is handed back.
+  // flag is written before the pieces' barriers can complete and read before the owner hands its half back.
   __device__ void load_page(int buffer, int page, bool beyond_capacity) {
     const uint32_t free_parity = (kv_phase_ >> buffer & 1) ^ 1;
-    // A consumer frees the rotary piece first, then its own half.
-    wait_free(buffer, kRopePart, free_parity);
+    // The page's owner reads the pieces in this order: its own half first, because that is freed first.
+    const BufferPart own = buffer == 0 ? kLeftPart : kRightPart;
+    const BufferPart other = buffer == 0 ? kRightPart : kLeftPart;
+    ptx::mbarrier_wait(&smem_.kv_empty[buffer][own], free_parity);
     if (lane_ == 0) {
       smem_.bad_page[buffer] = beyond_capacity || page < 0 || page >= params_.num_pages;
+      load_half(buffer, own, page);
+    }
+    ptx::mbarrier_wait(&smem_.kv_empty[buffer][other], free_parity);
+    if (lane_ == 0) {
+      load_half(buffer, other, page);
       load_piece(buffer, kRopePiece, page);
     }
-    // Even pages end with the left half's owner issuing first, odd ones with the right half's.
-    const BufferPart first_part = buffer == 0 ? kLeftPart : kRightPart;
-    const BufferPart second_part = buffer == 0 ? kRightPart : kLeftPart;
-    load_half(buffer, first_part, page, free_parity);
-    load_half(buffer, second_part, page, free_parity);
     kv_phase_ ^= 1u << buffer;
     __syncwarp();
   }
 
-  __device__ void load_half(int buffer, BufferPart part, int page, uint32_t free_parity) {
-    wait_free(buffer, part, free_parity);
-    if (lane_ != 0) return;
+  __device__ void load_half(int buffer, BufferPart part, int page) {
     const int first = part == kLeftPart ? 0 : kHalfPieces;
     for (int piece = first; piece < first + kHalfPieces; ++piece) load_piece(buffer, piece, page);
-  }
-
-  __device__ void wait_free(int buffer, BufferPart part, uint32_t parity) {
-    ptx::mbarrier_wait<Traits::kMulticast>(&smem_.kv_empty[buffer][part], parity);
   }
 
   __device__ void load_piece(int buffer, int piece, int page) {
@@ -135,14 +121,6 @@ class Producer {
                                  piece * kPieceDims, first_token, page);
     } else {
       ptx::tma_load_3d(smem_.sK[buffer][piece], &cache_map_, full, cache_policy_, piece * kPieceDims, 0, page);
-    }
-  }
-
-  __device__ void prefetch_page(int page) {
-    // Every CTA that works on these tokens would ask for the same lines; one is enough.
-    if (row_tile_ != 0 || lane_ >= kPieces || page < 0 || page >= params_.num_pages) return;
-    for (int token = 0; token < kTileTokens; token += kTileTokens / Traits::kClusterSize) {
-      ptx::tma_prefetch_l2_3d(&cache_map_, cache_policy_, lane_ * kPieceDims, token, page);
     }
   }
 

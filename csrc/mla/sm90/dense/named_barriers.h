@@ -12,8 +12,7 @@ enum NamedBarrier {
   kEvenProbabilitiesReady = 1,
   // The same for an odd page. Arrives: right warpgroup. Waits: left warpgroup.
   //
-  // The two alternate strictly (nobody writes probabilities of page i + 1 before having waited for those of page i,
-  // and finished reading them), which is why one probability tile serves both directions.
+  // The two alternate strictly: nobody publishes page i + 1 before having waited for page i.
   kOddProbabilitiesReady = 2,
   // Both warpgroups have published their row sums of this tile. Both arrive and wait.
   kRowSumsReady = 3,

@@ -45,9 +45,9 @@ class RightWarpgroup : Consumer<Traits, kRight> {
   // page is queued behind them and runs during this warpgroup's softmax.
   __device__ __forceinline__ void process_pair(const SplitTile& tile, int odd_page, bool last_scores) {
     ptx::wgmma_touch(this->rS_);
-    issue_scores<Element, kRopePiece, 1>(this->rS_, this->smem_, 1, this->kv_phase_, false);
-    issue_scores<Element, kHalfPieces, kHalfPieces>(this->rS_, this->smem_, 1, this->kv_phase_, true);
+    issue_scores<Element, kHalfPieces, kHalfPieces>(this->rS_, this->smem_, 1, this->kv_phase_, false);
     issue_scores<Element, 0, kHalfPieces>(this->rS_, this->smem_, 1, this->kv_phase_, true);
+    issue_scores<Element, kRopePiece, 1>(this->rS_, this->smem_, 1, this->kv_phase_, true);
     ptx::wgmma_commit();
     this->kv_phase_ ^= 1;
 
@@ -59,11 +59,10 @@ class RightWarpgroup : Consumer<Traits, kRight> {
     ptx::wgmma_wait<1>();
     if (last_scores) this->release_query();
     this->finish_scores(tile, odd_page, rescale);
-    // Own reads of the probability tile end here, and the even buffer's right half is free.
+    this->publish(rescale);
     ptx::wgmma_wait<0>();
     ptx::wgmma_touch(this->rO_);
     this->release(0, kRightPart);
-    this->publish(rescale);
     rescale_out(this->rO_, rescale);
     this->multiply_own();
   }

@@ -118,7 +118,7 @@ __device__ __forceinline__ void publish_page(SmemPlan& smem, const FragmentPosit
                                              const float (&rescale)[kRowsPerThread]) {
   // Lane l addresses row l % 8 of matrix l / 8; matrices 0, 1 are rows 0-7 and 8-15 of columns 0-7, 2 and 3 of 8-15.
   const int row = at.warp * 16 + (lane & 15);
-  const uint32_t row_address = ptx::shared_address(smem.sP[row]);
+  const uint32_t row_address = ptx::shared_address(smem.sP(buffer)[row]);
 #pragma unroll
   for (int step = 0; step < kTokenSteps; ++step) {
     const int chunk = step * 2 + lane / 16;

@@ -10,13 +10,11 @@
 namespace pallas_attn::mla::sm90 {
 
 // kClusterSize 2: two CTAs working on the same tokens for different rows load each page once, half each, and multicast.
-// kPrefetchDistance: how many pages ahead of the load the L2 is asked for a page; 0 is never.
-template <typename Element_, int kClusterSize_, int kPrefetchDistance_>
+template <typename Element_, int kClusterSize_>
 struct DecodeTraits {
   using Element = Element_;
   static constexpr int kClusterSize = kClusterSize_;
   static constexpr bool kMulticast = kClusterSize > 1;
-  static constexpr int kPrefetchDistance = kPrefetchDistance_;
   static_assert(kClusterSize == 1 || kClusterSize == 2);
 };
 
