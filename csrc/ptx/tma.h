@@ -31,14 +31,4 @@ __device__ __forceinline__ void tma_load_3d(void* destination, const CUtensorMap
       : "memory");
 }
 
-// The same, written to the same place in every CTA of `cta_mask`; each of them gets the bytes on its own barrier.
-__device__ __forceinline__ void tma_load_3d_multicast(void* destination, const CUtensorMap* map, uint64_t* barrier,
-                                                      uint64_t policy, uint16_t cta_mask, int c0, int c1, int c2) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
-      ".L2::cache_hint [%0], [%1, {%3, %4, %5}], [%2], %6, %7;" ::"r"(shared_address(destination)),
-      "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "h"(cta_mask), "l"(policy)
-      : "memory");
-}
-
 }  // namespace pallas_attn::ptx

@@ -13,10 +13,9 @@ enum Side { kLeft = 0, kRight = 1 };
 
 // The left warpgroup owns even pages (of a tile, counted from its first) and the left 256 columns of the output; the
 // right one odd pages and the right columns. The owner of a page computes its scores and softmax; both multiply.
-template <typename Traits, Side kSide>
+template <typename Element, Side kSide>
 class Consumer {
  protected:
-  using Element = typename Traits::Element;
   static constexpr int kOwnBuffer = kSide;
   static constexpr BufferPart kOwnPart = kSide == kLeft ? kLeftPart : kRightPart;
 
@@ -32,10 +31,7 @@ class Consumer {
   // One lane of every warp says for its warp that the part is no longer read.
   __device__ __forceinline__ void release(int buffer, BufferPart part) {
     __syncwarp();
-    if (lane_ != 0) return;
-    uint64_t* barrier = &smem_.kv_empty[buffer][part];
-    ptx::mbarrier_arrive(barrier);
-    if constexpr (Traits::kMulticast) ptx::mbarrier_arrive_at(barrier, ptx::cluster_cta_rank() ^ 1);
+    if (lane_ == 0) ptx::mbarrier_arrive(&smem_.kv_empty[buffer][part]);
   }
 
   __device__ __forceinline__ void release_query() {
@@ -43,13 +39,17 @@ class Consumer {
     if (lane_ == 0) ptx::mbarrier_arrive(&smem_.query_empty);
   }
 
-  __device__ __forceinline__ void begin_tile(const SplitTile& tile) {
+  // Waits for the next query and its tile; false when there is none. A tile without pages needs no query.
+  __device__ __forceinline__ bool begin_tile(SplitTile& tile) {
+    ptx::mbarrier_wait(&smem_.query_full, query_phase_);
+    query_phase_ ^= 1;
+    tile = smem_.tile;
+    if (tile.request == SplitTile::kNoRequest) return false;
+    if (tile.num_pages() == 0) release_query();
     state_.reset();
 #pragma unroll
     for (int r = 0; r < kOutRegisters; ++r) rO_[r] = 0.0f;
-    if (tile.num_pages() == 0) return;
-    ptx::mbarrier_wait(&smem_.query_full, query_phase_);
-    query_phase_ ^= 1;
+    return true;
   }
 
   // Called by a page's owner when its scores are complete: softmax, and everything rare around it.

@@ -37,7 +37,7 @@ __device__ __forceinline__ void store_final(const float (&rO)[kOutRegisters], co
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const int r = (group * 4 + j) * 4 + i * 2;
-        v[j] = pack_pair<Element>(rO[r] * factor[i], rO[r + 1] * factor[i]);
+        v[j] = ElementTraits<Element>::pack(rO[r] * factor[i], rO[r + 1] * factor[i]);
       }
       transpose_in_quad(v, at.in_quad);
       if (row < rows_left) {

@@ -6,26 +6,22 @@
 #include "mla/sm90/dense/left_warpgroup.h"
 #include "mla/sm90/dense/load.h"
 #include "mla/sm90/dense/right_warpgroup.h"
-#include "ptx/cluster.h"
+#include "ptx/control.h"
 
 namespace pallas_attn::mla::sm90 {
 
-template <typename Traits>
 __device__ __forceinline__ void init_barriers(SmemPlan& smem) {
-  // Every warp that reads a part arrives, in every CTA that the next copy will write to.
-  constexpr uint32_t kWarpsOfCluster = kSideWarps * Traits::kClusterSize;
   for (int buffer = 0; buffer < kBuffers; ++buffer) {
     for (int piece = 0; piece < kPieces; ++piece) ptx::mbarrier_init(&smem.kv_full[buffer][piece], 1);
-    for (int part = 0; part < kBufferParts; ++part) {
-      ptx::mbarrier_init(&smem.kv_empty[buffer][part], kWarpsOfCluster);
-    }
+    // Every warp of the warpgroup that frees the part arrives.
+    for (int part = 0; part < kBufferParts; ++part) ptx::mbarrier_init(&smem.kv_empty[buffer][part], kSideWarps);
   }
   ptx::mbarrier_init(&smem.query_full, 1);
   ptx::mbarrier_init(&smem.query_empty, kSides * kSideWarps);
   ptx::mbarrier_init_fence();
 }
 
-template <typename Traits>
+template <typename Element>
 __global__ void __launch_bounds__(kThreads, 1)
     dense_decode_kernel(const __grid_constant__ DecodeParams params, const __grid_constant__ CUtensorMap query_map,
                         const __grid_constant__ CUtensorMap cache_map) {
@@ -35,39 +31,29 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int part = blockIdx.y;
 
   if (threadIdx.x == 0) {
-    init_barriers<Traits>(smem);
+    init_barriers(smem);
     ptx::tma_prefetch_descriptor(&query_map);
     ptx::tma_prefetch_descriptor(&cache_map);
   }
-  if constexpr (Traits::kMulticast) {
-    ptx::cluster_sync();
-  } else {
-    __syncthreads();
-  }
-  // Everything above may overlap the end of the kernel before; nothing below may.
-  ptx::wait_for_previous_kernel();
-
+  __syncthreads();
   // Through a shuffle, so that the compiler knows the roles' branch to be uniform in a warp: it serialises wgmma otherwise.
   const int role = __shfl_sync(0xffffffff, threadIdx.x / kSideThreads, 0);
   if (role == kLeft) {
     ptx::raise_registers<kConsumerRegisters>();
-    LeftWarpgroup<Traits>(params, smem, row_tile, threadIdx.x).run(part);
+    LeftWarpgroup<Element>(params, smem, row_tile, threadIdx.x).run();
   } else if (role == kRight) {
     ptx::raise_registers<kConsumerRegisters>();
-    RightWarpgroup<Traits>(params, smem, row_tile, threadIdx.x - kSideThreads).run(part);
+    RightWarpgroup<Element>(params, smem, row_tile, threadIdx.x - kSideThreads).run();
   } else {
     ptx::lower_registers<kProducerRegisters>();
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
     if (warp == kConsumerThreads / 32) {
-      const uint32_t rank = Traits::kMulticast ? ptx::cluster_cta_rank() : 0;
-      Producer<Traits>(params, query_map, cache_map, smem, row_tile, rank, threadIdx.x - kConsumerThreads).run(part);
+      Producer(params, query_map, cache_map, smem, row_tile, threadIdx.x - kConsumerThreads).run(part);
     }
   }
   // At the end, though the combine kernel could wait from the start: its blocks would then all sit on the few SMs that
   // have no work, and stay there.
   ptx::allow_dependent_launch();
-  // The neighbour may still write into this CTA's shared memory or arrive at its barriers.
-  if constexpr (Traits::kMulticast) ptx::cluster_sync();
 }
 
 }  // namespace pallas_attn::mla::sm90

@@ -5,10 +5,9 @@
 
 namespace pallas_attn::mla::sm90 {
 
-template <typename Traits>
-class LeftWarpgroup : Consumer<Traits, kLeft> {
-  using Base = Consumer<Traits, kLeft>;
-  using typename Base::Element;
+template <typename Element>
+class LeftWarpgroup : Consumer<Element, kLeft> {
+  using Base = Consumer<Element, kLeft>;
 
  public:
   __device__ LeftWarpgroup(const DecodeParams& params, SmemPlan& smem, int row_tile, int thread)
@@ -16,11 +15,9 @@ class LeftWarpgroup : Consumer<Traits, kLeft> {
 
   // The loop turns at the point where only this warpgroup's own product is running: ptxas gives up on overlapping
   // anything when a product that is later waited for by count crosses a loop's back edge.
-  __device__ __forceinline__ void run(int part) {
-    TileWalker walker(this->params_, part);
+  __device__ __forceinline__ void run() {
     SplitTile tile;
-    while (walker.next(tile)) {
-      this->begin_tile(tile);
+    while (this->begin_tile(tile)) {
       if (tile.num_pages() > 0) {
         process_even_page<false>(tile, tile.page_begin);
         int page = tile.page_begin + 1;

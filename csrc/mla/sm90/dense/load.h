@@ -3,25 +3,21 @@
 
 #include "mla/sm90/dense/smem_plan.h"
 #include "mla/sm90/dense/tile_walker.h"
-#include "mla/sm90/dense/traits.h"
 #include "ptx/mbarrier.h"
 #include "ptx/tma.h"
 
 namespace pallas_attn::mla::sm90 {
 
-// The block table of one tile, 32 entries at a time in the lanes of a warp, the next 32 already on their way.
+// A run of one request's row of the block table, 32 entries at a time in the lanes of a warp, the next 32 already on
+// their way. Entries past the run's end are fetched (within the row) but never asked for.
 class PageList {
  public:
-  // Also stands for an entry that may not be read, so such a page fails the range check like any other bad one.
-  static constexpr int kNoPage = -1;
-
-  __device__ PageList(const DecodeParams& params, const SplitTile& tile, int lane)
-      : table_(params.block_tables + static_cast<int64_t>(tile.request) * params.max_blocks),
-        end_(tile.page_end),
-        lane_(lane),
-        base_(tile.page_begin) {
-    current_ = fetch(base_);
-    next_ = fetch(base_ + 32);
+  __device__ PageList(const DecodeParams& params, int request, int begin, int lane)
+      : row_(params.block_tables + static_cast<int64_t>(request) * params.max_blocks + lane),
+        entries_(params.max_blocks - lane),
+        base_(begin) {
+    current_ = fetch(begin);
+    next_ = fetch(begin + 32);
   }
 
   // Call with `index` rising by one, from all lanes.
@@ -35,51 +31,65 @@ class PageList {
   }
 
  private:
-  __device__ int fetch(int base) const { return base + lane_ < end_ ? __ldg(table_ + base + lane_) : kNoPage; }
+  __device__ int fetch(int base) const { return base < entries_ ? __ldg(row_ + base) : 0; }
 
-  const int* table_;
-  int end_, lane_, base_;
+  const int* row_;
+  int entries_, base_;
   int current_, next_;
 };
 
-template <typename Traits>
 class Producer {
  public:
   __device__ Producer(const DecodeParams& params, const CUtensorMap& query_map, const CUtensorMap& cache_map,
-                      SmemPlan& smem, int row_tile, uint32_t cta_rank, int lane)
+                      SmemPlan& smem, int row_tile, int lane)
       : params_(params),
         query_map_(query_map),
         cache_map_(cache_map),
         smem_(smem),
         row_tile_(row_tile),
-        cta_rank_(cta_rank),
         lane_(lane),
-        cache_policy_(ptx::l2_evict_first_policy()),
-        query_policy_(ptx::l2_evict_first_policy()) {}
+        policy_(ptx::l2_evict_first_policy()) {}
 
   __device__ void run(int part) {
     TileWalker walker(params_, part);
-    SplitTile tile;
-    while (walker.next(tile)) {
-      if (tile.num_pages() == 0) continue;
-      PageList pages(params_, tile, lane_);
-      load_query(tile.request);
+    while (!walker.done()) {
+      load_query(walker.request());
+      PageList pages(params_, walker.request(), walker.page_begin(), lane_);
+      const SplitTile tile = walker.next();
+      announce_tile(tile, kBlockBytes);
       for (int index = tile.page_begin; index < tile.page_end; ++index) {
         load_page((index - tile.page_begin) % kBuffers, pages.page(index), tile.beyond_capacity);
       }
     }
+    await_query_free();
+    SplitTile end = {};
+    end.request = SplitTile::kNoRequest;
+    announce_tile(end, 0);
   }
 
  private:
-  __device__ void load_query(int request) {
+  __device__ void await_query_free() {
     ptx::mbarrier_wait(&smem_.query_empty, query_phase_ ^ 1);
     query_phase_ ^= 1;
+  }
+
+  // Started before anything else of the tile is known; announce_tile says how many bytes to wait for.
+  __device__ void load_query(int request) {
+    await_query_free();
     if (lane_ == 0) {
-      ptx::mbarrier_arrive_expect_bytes(&smem_.query_full, kBlockBytes);
+#pragma unroll 1
       for (int piece = 0; piece < kPieces; ++piece) {
-        ptx::tma_load_3d(smem_.sQ[piece], &query_map_, &smem_.query_full, query_policy_, piece * kPieceDims,
+        ptx::tma_load_3d(smem_.sQ[piece], &query_map_, &smem_.query_full, policy_, piece * kPieceDims,
                          row_tile_ * kTileRows, request);
       }
+    }
+    __syncwarp();
+  }
+
+  __device__ void announce_tile(const SplitTile& tile, uint32_t query_bytes) {
+    if (lane_ == 0) {
+      smem_.tile = tile;
+      ptx::mbarrier_arrive_expect_bytes(&smem_.query_full, query_bytes);
     }
     __syncwarp();
   }
@@ -113,15 +123,7 @@ class Producer {
   __device__ void load_piece(int buffer, int piece, int page) {
     uint64_t* full = &smem_.kv_full[buffer][piece];
     ptx::mbarrier_arrive_expect_bytes(full, kPieceBytes);
-    if constexpr (Traits::kMulticast) {
-      constexpr int kMyTokens = kTileTokens / Traits::kClusterSize;
-      constexpr uint16_t kEveryCta = (1u << Traits::kClusterSize) - 1;
-      const int first_token = cta_rank_ * kMyTokens;
-      ptx::tma_load_3d_multicast(smem_.sK[buffer][piece][first_token], &cache_map_, full, cache_policy_, kEveryCta,
-                                 piece * kPieceDims, first_token, page);
-    } else {
-      ptx::tma_load_3d(smem_.sK[buffer][piece], &cache_map_, full, cache_policy_, piece * kPieceDims, 0, page);
-    }
+    ptx::tma_load_3d(smem_.sK[buffer][piece], &cache_map_, full, policy_, piece * kPieceDims, 0, page);
   }
 
   const DecodeParams& params_;
@@ -129,10 +131,8 @@ class Producer {
   const CUtensorMap& cache_map_;
   SmemPlan& smem_;
   const int row_tile_;
-  const uint32_t cta_rank_;
   const int lane_;
-  const uint64_t cache_policy_;
-  const uint64_t query_policy_;
+  const uint64_t policy_;
   uint32_t query_phase_ = 0;
   uint32_t kv_phase_ = 0;  // bit i: phase of buffer i
 };

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "mla/sm90/dense/config.h"
-#include "ptx/cluster.h"
+#include "ptx/control.h"
 
 namespace pallas_attn::mla::sm90 {
 

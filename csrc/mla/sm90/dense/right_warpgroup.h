@@ -5,20 +5,17 @@
 
 namespace pallas_attn::mla::sm90 {
 
-template <typename Traits>
-class RightWarpgroup : Consumer<Traits, kRight> {
-  using Base = Consumer<Traits, kRight>;
-  using typename Base::Element;
+template <typename Element>
+class RightWarpgroup : Consumer<Element, kRight> {
+  using Base = Consumer<Element, kRight>;
 
  public:
   __device__ RightWarpgroup(const DecodeParams& params, SmemPlan& smem, int row_tile, int thread)
       : Base(params, smem, row_tile, thread) {}
 
-  __device__ __forceinline__ void run(int part) {
-    TileWalker walker(this->params_, part);
+  __device__ __forceinline__ void run() {
     SplitTile tile;
-    while (walker.next(tile)) {
-      this->begin_tile(tile);
+    while (this->begin_tile(tile)) {
       if (tile.num_pages() == 1) this->release_query();
       int page = tile.page_begin;
       for (; page + 1 < tile.page_end; page += 2) {

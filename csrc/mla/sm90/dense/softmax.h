@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "common/math.h"
 #include "mla/sm90/dense/gemm.h"
 #include "mla/sm90/dense/smem_plan.h"
 #include "mla/sm90/dense/traits.h"
@@ -29,12 +30,6 @@ struct FragmentPosition {
   static __device__ constexpr int row_of(int r) { return r / 2 % 2; }
   __device__ int column(int r) const { return r / 4 * 8 + in_quad * 2 + r % 2; }
 };
-
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 template <typename Op>
 __device__ __forceinline__ float quad_reduce(float x, Op op) {
@@ -100,7 +95,7 @@ __device__ __forceinline__ void softmax_page(float (&rS)[kScoreRegisters], float
 #pragma unroll
   for (int step = 0; step < kTokenSteps; ++step) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) rP[step][j] = pack_pair<Element>(rS[step * 8 + j * 2], rS[step * 8 + j * 2 + 1]);
+    for (int j = 0; j < 4; ++j) rP[step][j] = ElementTraits<Element>::pack(rS[step * 8 + j * 2], rS[step * 8 + j * 2 + 1]);
   }
 }
 

@@ -4,7 +4,7 @@
 namespace pallas_attn::mla::sm90 {
 
 LaunchStatus launch_dense_decode_bfloat16(const DecodeParams& params, cudaStream_t stream) {
-  return launch_for_rows<__nv_bfloat16>(params, stream);
+  return launch_instance<__nv_bfloat16>(params, stream);
 }
 
 }  // namespace pallas_attn::mla::sm90

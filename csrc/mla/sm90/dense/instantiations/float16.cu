@@ -4,7 +4,7 @@
 namespace pallas_attn::mla::sm90 {
 
 LaunchStatus launch_dense_decode_float16(const DecodeParams& params, cudaStream_t stream) {
-  return launch_for_rows<__half>(params, stream);
+  return launch_instance<__half>(params, stream);
 }
 
 }  // namespace pallas_attn::mla::sm90

@@ -1,22 +1,9 @@
-// Clusters, named barriers, registers of a warpgroup and programmatic dependent launch.
+// Named barriers, registers of a warpgroup and programmatic dependent launch.
 #pragma once
 
 #include <cstdint>
 
 namespace pallas_attn::ptx {
-
-__device__ __forceinline__ uint32_t cluster_cta_rank() {
-  uint32_t rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile(
-      "barrier.cluster.arrive.release.aligned;\n"
-      "barrier.cluster.wait.acquire.aligned;\n" ::
-          : "memory");
-}
 
 // `threads` counts both those who arrive and those who wait.
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
