@@ -39,17 +39,14 @@ class Consumer {
     if (lane_ == 0) ptx::mbarrier_arrive(&smem_.query_empty);
   }
 
-  // Waits for the next query and its tile; false when there is none. A tile without pages needs no query.
-  __device__ __forceinline__ bool begin_tile(SplitTile& tile) {
+  // Waits for the tile's query. A tile without pages has one too, which is given back at once.
+  __device__ __forceinline__ void begin_tile(const SplitTile& tile) {
     ptx::mbarrier_wait(&smem_.query_full, query_phase_);
     query_phase_ ^= 1;
-    tile = smem_.tile;
-    if (tile.request == SplitTile::kNoRequest) return false;
     if (tile.num_pages() == 0) release_query();
     state_.reset();
 #pragma unroll
     for (int r = 0; r < kOutRegisters; ++r) rO_[r] = 0.0f;
-    return true;
   }
 
   // Called by a page's owner when its scores are complete: softmax, and everything rare around it.

@@ -40,10 +40,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int role = __shfl_sync(0xffffffff, threadIdx.x / kSideThreads, 0);
   if (role == kLeft) {
     ptx::raise_registers<kConsumerRegisters>();
-    LeftWarpgroup<Element>(params, smem, row_tile, threadIdx.x).run();
+    LeftWarpgroup<Element>(params, smem, row_tile, threadIdx.x).run(part);
   } else if (role == kRight) {
     ptx::raise_registers<kConsumerRegisters>();
-    RightWarpgroup<Element>(params, smem, row_tile, threadIdx.x - kSideThreads).run();
+    RightWarpgroup<Element>(params, smem, row_tile, threadIdx.x - kSideThreads).run(part);
   } else {
     ptx::lower_registers<kProducerRegisters>();
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);

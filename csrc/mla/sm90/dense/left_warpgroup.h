@@ -15,9 +15,13 @@ class LeftWarpgroup : Consumer<Element, kLeft> {
 
   // The loop turns at the point where only this warpgroup's own product is running: ptxas gives up on overlapping
   // anything when a product that is later waited for by count crosses a loop's back edge.
-  __device__ __forceinline__ void run() {
-    SplitTile tile;
-    while (this->begin_tile(tile)) {
+  __device__ __forceinline__ void run(int part) {
+    TileWalker walker(this->params_, part);
+    SplitTile next;
+    bool more = walker.next(next);
+    while (more) {
+      const SplitTile tile = next;
+      this->begin_tile(tile);
       if (tile.num_pages() > 0) {
         process_even_page<false>(tile, tile.page_begin);
         int page = tile.page_begin + 1;
@@ -31,6 +35,8 @@ class LeftWarpgroup : Consumer<Element, kLeft> {
         ptx::wgmma_touch(this->rO_);
         this->release(ends_odd ? 1 : 0, kLeftPart);
       }
+      // Its loads travel while this tile is written.
+      more = walker.next(next);
       this->end_tile(tile);
     }
   }

@@ -55,41 +55,26 @@ class Producer {
     while (!walker.done()) {
       load_query(walker.request());
       PageList pages(params_, walker.request(), walker.page_begin(), lane_);
-      const SplitTile tile = walker.next();
-      announce_tile(tile, kBlockBytes);
+      SplitTile tile;
+      walker.next(tile);
       for (int index = tile.page_begin; index < tile.page_end; ++index) {
         load_page((index - tile.page_begin) % kBuffers, pages.page(index), tile.beyond_capacity);
       }
     }
-    await_query_free();
-    SplitTile end = {};
-    end.request = SplitTile::kNoRequest;
-    announce_tile(end, 0);
   }
 
  private:
-  __device__ void await_query_free() {
+  // Started before anything else of the tile is known.
+  __device__ void load_query(int request) {
     ptx::mbarrier_wait(&smem_.query_empty, query_phase_ ^ 1);
     query_phase_ ^= 1;
-  }
-
-  // Started before anything else of the tile is known; announce_tile says how many bytes to wait for.
-  __device__ void load_query(int request) {
-    await_query_free();
     if (lane_ == 0) {
+      ptx::mbarrier_arrive_expect_bytes(&smem_.query_full, kBlockBytes);
 #pragma unroll 1
       for (int piece = 0; piece < kPieces; ++piece) {
         ptx::tma_load_3d(smem_.sQ[piece], &query_map_, &smem_.query_full, policy_, piece * kPieceDims,
                          row_tile_ * kTileRows, request);
       }
-    }
-    __syncwarp();
-  }
-
-  __device__ void announce_tile(const SplitTile& tile, uint32_t query_bytes) {
-    if (lane_ == 0) {
-      smem_.tile = tile;
-      ptx::mbarrier_arrive_expect_bytes(&smem_.query_full, query_bytes);
     }
     __syncwarp();
   }

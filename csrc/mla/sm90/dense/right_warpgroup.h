@@ -13,9 +13,13 @@ class RightWarpgroup : Consumer<Element, kRight> {
   __device__ RightWarpgroup(const DecodeParams& params, SmemPlan& smem, int row_tile, int thread)
       : Base(params, smem, row_tile, thread) {}
 
-  __device__ __forceinline__ void run() {
-    SplitTile tile;
-    while (this->begin_tile(tile)) {
+  __device__ __forceinline__ void run(int part) {
+    TileWalker walker(this->params_, part);
+    SplitTile next;
+    bool more = walker.next(next);
+    while (more) {
+      const SplitTile tile = next;
+      this->begin_tile(tile);
       if (tile.num_pages() == 1) this->release_query();
       int page = tile.page_begin;
       for (; page + 1 < tile.page_end; page += 2) {
@@ -25,6 +29,8 @@ class RightWarpgroup : Consumer<Element, kRight> {
       }
       finish_own_product(page > tile.page_begin);
       if (page < tile.page_end) process_last_even_page();
+      // Its loads travel while this tile is written.
+      more = walker.next(next);
       this->end_tile(tile);
     }
   }

@@ -8,8 +8,7 @@
 //   221952     1024  row sums, by tile parity and warpgroup
 //   222976      192  mbarriers
 //   223168        8  flags of bad pages
-//   223176       24  the tile the query belongs to
-//   = 223200, of the 232448 a CTA can have
+//   = 223176, of the 232448 a CTA can have
 //
 // A page's probabilities (64 x 64, one piece), on their way to the warpgroup that did not compute them, need no space
 // of their own: they take the place of the page's rotary piece, which nobody reads once its scores are complete and
@@ -20,7 +19,6 @@
 #include <cstdint>
 
 #include "mla/sm90/dense/config.h"
-#include "mla/sm90/dense/tile_walker.h"
 
 namespace pallas_attn::mla::sm90 {
 
@@ -47,8 +45,6 @@ struct alignas(1024) SmemPlan {
   uint64_t query_full;
   uint64_t query_empty;
   int bad_page[kBuffers];
-  // Valid while query_full's phase is, like the query.
-  SplitTile tile;
 };
 
 constexpr size_t kSmemLimit = 227 * 1024;
@@ -56,7 +52,6 @@ static_assert(offsetof(SmemPlan, sK) == 73728);
 static_assert(offsetof(SmemPlan, running_max) == 221184);
 static_assert(offsetof(SmemPlan, kv_full) == 222976);
 static_assert(offsetof(SmemPlan, bad_page) == 223168);
-static_assert(offsetof(SmemPlan, tile) == 223176 && sizeof(SplitTile) == 24);
 static_assert(sizeof(SmemPlan) <= kSmemLimit);
 
 }  // namespace pallas_attn::mla::sm90

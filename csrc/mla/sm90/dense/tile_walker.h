@@ -10,19 +10,20 @@ namespace pallas_attn::mla::sm90 {
 
 // A run of pages of one request.
 struct SplitTile {
-  int request;           // kNoRequest: there is no more work
+  int request;
   int page_begin;
   int page_end;
   int seq_len;           // at least 0, at most the block table's capacity
   int partial_slot;      // where the partial result goes, or -1 for a request of one split
   bool beyond_capacity;  // the length given was longer: the result is NaN
 
-  static constexpr int kNoRequest = -1;
   __device__ int num_pages() const { return page_end - page_begin; }
 };
 
-// The producer walks; the math warpgroups are told through shared memory. Where the next tile begins is known from the
-// schedule's row alone, so that its page numbers can be fetched together with its length.
+// Every role of the CTA walks the same schedule by itself, so roles meet only at barriers. (Telling the math warpgroups
+// through shared memory saves them the loads, but what comes from there the compiler takes to differ between threads, and
+// guards every branch, loop and wgmma descriptor over it.) Where the next tile begins is known from the schedule's row
+// alone, so that its page numbers can be fetched together with its length.
 class TileWalker {
  public:
   __device__ TileWalker(const DecodeParams& params, int part)
@@ -35,13 +36,14 @@ class TileWalker {
   __device__ int request() const { return request_; }
   __device__ int page_begin() const { return request_ == row_.x ? row_.y / kPageTokens : 0; }
 
-  __device__ SplitTile next() {
+  // False when there is no more work.
+  __device__ __forceinline__ bool next(SplitTile& tile) {
+    if (done()) return false;
     const int given = __ldg(params_.seq_lens + request_);
     const int first_slot = __ldg(params_.num_splits + request_);
     const int splits = __ldg(params_.num_splits + request_ + 1) - first_slot;
     const int64_t capacity = static_cast<int64_t>(params_.max_blocks) * kPageTokens;
 
-    SplitTile tile;
     tile.request = request_;
     tile.beyond_capacity = given > capacity;
     tile.seq_len = max(0, tile.beyond_capacity ? static_cast<int>(capacity) : given);
@@ -51,7 +53,7 @@ class TileWalker {
     tile.page_end = max(tile.page_end, tile.page_begin);
     tile.partial_slot = splits == 1 ? -1 : first_slot + (request_ == row_.x ? begin_split_ : 0);
     ++request_;
-    return tile;
+    return true;
   }
 
  private:
