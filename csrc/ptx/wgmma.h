@@ -54,9 +54,34 @@ __device__ __forceinline__ void wgmma_touch(float (&registers)[kCount]) {
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),        \
       "+f"(d[i + 6]), "+f"(d[i + 7])
 
+// d[64 x 64] += A[64 x 16] B[64 x 16]^T: A in registers, B K-major in shared memory.
+template <typename Element>
+__device__ __forceinline__ void wgmma_m64n64k16_a_registers(float (&d)[32], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+  static_assert(std::is_same_v<Element, __nv_bfloat16> || std::is_same_v<Element, __half>);
+  if constexpr (std::is_same_v<Element, __nv_bfloat16>) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+        "{%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}\n"
+        : PALLAS_ATTN_ACC8(d, 0), PALLAS_ATTN_ACC8(d, 8), PALLAS_ATTN_ACC8(d, 16), PALLAS_ATTN_ACC8(d, 24)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
+  } else {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+        "{%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}\n"
+        : PALLAS_ATTN_ACC8(d, 0), PALLAS_ATTN_ACC8(d, 8), PALLAS_ATTN_ACC8(d, 16), PALLAS_ATTN_ACC8(d, 24)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
+  }
+}
+
 // d[64 x 64] += A[64 x 16] B[64 x 16]^T, both K-major in shared memory.
 template <typename Element>
-__device__ __forceinline__ void wgmma_m64n64k16(float (&d)[32], uint64_t a, uint64_t b, bool accumulate) {
+__device__ __forceinline__ void wgmma_m64n64k16_a_shared(float (&d)[32], uint64_t a, uint64_t b, bool accumulate) {
   static_assert(std::is_same_v<Element, __nv_bfloat16> || std::is_same_v<Element, __half>);
   if constexpr (std::is_same_v<Element, __nv_bfloat16>) {
     asm volatile(

@@ -42,6 +42,13 @@ constexpr int kProducerRegisters = 24;
 constexpr int kScoreRegisters = kTileRows * kTileTokens / kSideThreads;
 constexpr int kOutRegisters = kTileRows * kHalfDims / kSideThreads;
 
+// Pieces of the query kept in registers, the last ones. Shared memory is the narrowest road of this kernel (see the
+// README): a score product reads 2 KB of query and 2 KB of key for what the tensor cores do in the time of 4 KB.
+#ifndef PALLAS_ATTN_QUERY_REGISTER_PIECES
+#define PALLAS_ATTN_QUERY_REGISTER_PIECES 1
+#endif
+constexpr int kQueryRegisterPieces = PALLAS_ATTN_QUERY_REGISTER_PIECES;
+
 // The running maximum follows the true one only when it falls behind by this many powers of two: exponentials stay
 // below 2^8, exact enough in bf16 and far from fp16's limit, and the output is almost never rescaled.
 constexpr float kRescaleSlack = 8.0f;

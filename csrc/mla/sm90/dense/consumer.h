@@ -43,6 +43,7 @@ class Consumer {
   __device__ __forceinline__ void begin_tile(const SplitTile& tile) {
     ptx::mbarrier_wait(&smem_.query_full, query_phase_);
     query_phase_ ^= 1;
+    load_query_registers(rQ_, smem_, at_.warp, lane_);
     if (tile.num_pages() == 0) release_query();
     state_.reset();
 #pragma unroll
@@ -141,6 +142,7 @@ class Consumer {
   uint32_t kv_phase_ = 0;
   int tile_parity_ = 0;
 
+  QueryRegisters rQ_;
   float rO_[kOutRegisters];
   float rS_[kScoreRegisters];
   uint32_t rP_[kTokenSteps][4];

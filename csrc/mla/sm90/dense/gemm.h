@@ -11,10 +11,31 @@ constexpr int kStepDims = 16;  // what one wgmma sums over
 constexpr int kStepsPerPiece = kPieceDims / kStepDims;
 constexpr int kTokenSteps = kTileTokens / kStepDims;
 
+// The last pieces of the query as A operands.
+using QueryRegisters = uint32_t[kQueryRegisterPieces][kStepsPerPiece][4];
+
+// An A operand of 16 columns in a 64 x 64 piece: where this lane's row of 16 bytes is. Lane l addresses row l % 8 of matrix
+// l / 8; matrices 0, 1 are rows 0-7 and 8-15 of columns 0-7, 2 and 3 of columns 8-15.
+__device__ __forceinline__ uint32_t operand_address(const SmemPlan::Piece& piece, int warp, int lane, int step) {
+  const int row = warp * 16 + (lane & 15);
+  const int chunk = step * 2 + lane / 16;
+  return ptx::shared_address(piece[row]) + ((chunk ^ (row & 7)) << 4);
+}
+
+__device__ __forceinline__ void load_query_registers(QueryRegisters& rQ, const SmemPlan& smem, int warp, int lane) {
+#pragma unroll
+  for (int i = 0; i < kQueryRegisterPieces; ++i) {
+#pragma unroll
+    for (int step = 0; step < kStepsPerPiece; ++step) {
+      ptx::load_matrix_x4(operand_address(smem.sQ[kPieces - kQueryRegisterPieces + i], warp, lane, step), rQ[i][step]);
+    }
+  }
+}
+
 // Issues the products of pieces [kFirst, kFirst + kCount), each as soon as its copy has landed.
 template <typename Element, int kFirst, int kCount>
-__device__ __forceinline__ void issue_scores(float (&rS)[kScoreRegisters], SmemPlan& smem, int buffer,
-                                             uint32_t full_parity, bool accumulate) {
+__device__ __forceinline__ void issue_scores(float (&rS)[kScoreRegisters], const QueryRegisters& rQ, SmemPlan& smem,
+                                             int buffer, uint32_t full_parity, bool accumulate) {
   const uint64_t query = ptx::wgmma_descriptor(smem.sQ, 0);
   const uint64_t key = ptx::wgmma_descriptor(smem.sK[buffer], 0);
 #pragma unroll
@@ -24,8 +45,14 @@ __device__ __forceinline__ void issue_scores(float (&rS)[kScoreRegisters], SmemP
 #pragma unroll
     for (int step = 0; step < kStepsPerPiece; ++step) {
       const uint32_t offset = piece * kPieceBytes + step * kStepDims * 2;
-      ptx::wgmma_m64n64k16<Element>(rS, ptx::advance_descriptor(query, offset), ptx::advance_descriptor(key, offset),
-                                    accumulate || piece > kFirst || step > 0);
+      const uint64_t step_key = ptx::advance_descriptor(key, offset);
+      const bool add = accumulate || piece > kFirst || step > 0;
+      const int in_registers = piece - (kPieces - kQueryRegisterPieces);
+      if (in_registers >= 0) {
+        ptx::wgmma_m64n64k16_a_registers<Element>(rS, rQ[in_registers >= 0 ? in_registers : 0][step], step_key, add);
+      } else {
+        ptx::wgmma_m64n64k16_a_shared<Element>(rS, ptx::advance_descriptor(query, offset), step_key, add);
+      }
     }
   }
 }

@@ -49,14 +49,14 @@ class LeftWarpgroup : Consumer<Element, kLeft> {
     if constexpr (kOddProductRunning) {
       // Handing the odd buffer back must not wait for the rest of this page to arrive, yet the tensor cores should
       // have something to do meanwhile: hence here.
-      issue_scores<Element, 0, 2>(this->rS_, this->smem_, 0, this->kv_phase_, false);
+      issue_scores<Element, 0, 2>(this->rS_, this->rQ_, this->smem_, 0, this->kv_phase_, false);
       ptx::wgmma_commit();
       ptx::wgmma_wait<1>();
       ptx::wgmma_touch(this->rO_);
       this->release(1, kLeftPart);
-      issue_scores<Element, 2, kPieces - 2>(this->rS_, this->smem_, 0, this->kv_phase_, true);
+      issue_scores<Element, 2, kPieces - 2>(this->rS_, this->rQ_, this->smem_, 0, this->kv_phase_, true);
     } else {
-      issue_scores<Element, 0, kPieces>(this->rS_, this->smem_, 0, this->kv_phase_, false);
+      issue_scores<Element, 0, kPieces>(this->rS_, this->rQ_, this->smem_, 0, this->kv_phase_, false);
     }
     ptx::wgmma_commit();
     ptx::wgmma_wait<0>();

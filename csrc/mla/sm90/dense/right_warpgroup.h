@@ -48,9 +48,9 @@ class RightWarpgroup : Consumer<Element, kRight> {
   // page is queued behind them and runs during this warpgroup's softmax.
   __device__ __forceinline__ void process_pair(const SplitTile& tile, int odd_page, bool last_scores) {
     ptx::wgmma_touch(this->rS_);
-    issue_scores<Element, kHalfPieces, kHalfPieces>(this->rS_, this->smem_, 1, this->kv_phase_, false);
-    issue_scores<Element, 0, kHalfPieces>(this->rS_, this->smem_, 1, this->kv_phase_, true);
-    issue_scores<Element, kRopePiece, 1>(this->rS_, this->smem_, 1, this->kv_phase_, true);
+    issue_scores<Element, kHalfPieces, kHalfPieces>(this->rS_, this->rQ_, this->smem_, 1, this->kv_phase_, false);
+    issue_scores<Element, 0, kHalfPieces>(this->rS_, this->rQ_, this->smem_, 1, this->kv_phase_, true);
+    issue_scores<Element, kRopePiece, 1>(this->rS_, this->rQ_, this->smem_, 1, this->kv_phase_, true);
     ptx::wgmma_commit();
     this->kv_phase_ ^= 1;
 

@@ -111,13 +111,9 @@ __device__ __forceinline__ void rescale_out(float (&rO)[kOutRegisters], const fl
 __device__ __forceinline__ void publish_page(SmemPlan& smem, const FragmentPosition& at, int lane, int buffer,
                                              const uint32_t (&rP)[kTokenSteps][4], const RowState& state,
                                              const float (&rescale)[kRowsPerThread]) {
-  // Lane l addresses row l % 8 of matrix l / 8; matrices 0, 1 are rows 0-7 and 8-15 of columns 0-7, 2 and 3 of 8-15.
-  const int row = at.warp * 16 + (lane & 15);
-  const uint32_t row_address = ptx::shared_address(smem.sP(buffer)[row]);
 #pragma unroll
   for (int step = 0; step < kTokenSteps; ++step) {
-    const int chunk = step * 2 + lane / 16;
-    ptx::store_matrix_x4(row_address + ((chunk ^ (row & 7)) << 4), rP[step][0], rP[step][1], rP[step][2],
+    ptx::store_matrix_x4(operand_address(smem.sP(buffer), at.warp, lane, step), rP[step][0], rP[step][1], rP[step][2],
                          rP[step][3]);
   }
   if (at.in_quad == 0) {
