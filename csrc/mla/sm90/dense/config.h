@@ -42,12 +42,13 @@ constexpr int kProducerRegisters = 24;
 constexpr int kScoreRegisters = kTileRows * kTileTokens / kSideThreads;
 constexpr int kOutRegisters = kTileRows * kHalfDims / kSideThreads;
 
-// Pieces of the query kept in registers, the last ones. Shared memory is the narrowest road of this kernel (see the
-// README): a score product reads 2 KB of query and 2 KB of key for what the tensor cores do in the time of 4 KB.
-#ifndef PALLAS_ATTN_QUERY_REGISTER_PIECES
-#define PALLAS_ATTN_QUERY_REGISTER_PIECES 1
+// How many of the 36 steps of 16 dimensions that a score sums over have their query operand in registers: the last
+// ones. Shared memory is the narrowest road of this kernel (see the README): a step from there reads 2 KB of query and
+// 2 KB of key in the time the tensor cores take for it. Registers are full with this many.
+#ifndef PALLAS_ATTN_QUERY_REGISTER_STEPS
+#define PALLAS_ATTN_QUERY_REGISTER_STEPS 4
 #endif
-constexpr int kQueryRegisterPieces = PALLAS_ATTN_QUERY_REGISTER_PIECES;
+constexpr int kQueryRegisterSteps = PALLAS_ATTN_QUERY_REGISTER_STEPS;
 
 // The running maximum follows the true one only when it falls behind by this many powers of two: exponentials stay
 // below 2^8, exact enough in bf16 and far from fp16's limit, and the output is almost never rescaled.

@@ -11,8 +11,10 @@ constexpr int kStepDims = 16;  // what one wgmma sums over
 constexpr int kStepsPerPiece = kPieceDims / kStepDims;
 constexpr int kTokenSteps = kTileTokens / kStepDims;
 
-// The last pieces of the query as A operands.
-using QueryRegisters = uint32_t[kQueryRegisterPieces][kStepsPerPiece][4];
+constexpr int kSharedQuerySteps = kQueryDim / kStepDims - kQueryRegisterSteps;
+
+// The last steps of the query as A operands.
+using QueryRegisters = uint32_t[kQueryRegisterSteps][4];
 
 // An A operand of 16 columns in a 64 x 64 piece: where this lane's row of 16 bytes is. Lane l addresses row l % 8 of matrix
 // l / 8; matrices 0, 1 are rows 0-7 and 8-15 of columns 0-7, 2 and 3 of columns 8-15.
@@ -24,11 +26,10 @@ __device__ __forceinline__ uint32_t operand_address(const SmemPlan::Piece& piece
 
 __device__ __forceinline__ void load_query_registers(QueryRegisters& rQ, const SmemPlan& smem, int warp, int lane) {
 #pragma unroll
-  for (int i = 0; i < kQueryRegisterPieces; ++i) {
-#pragma unroll
-    for (int step = 0; step < kStepsPerPiece; ++step) {
-      ptx::load_matrix_x4(operand_address(smem.sQ[kPieces - kQueryRegisterPieces + i], warp, lane, step), rQ[i][step]);
-    }
+  for (int i = 0; i < kQueryRegisterSteps; ++i) {
+    const int step = kSharedQuerySteps + i;
+    const SmemPlan::Piece& piece = smem.sQ[step / kStepsPerPiece];
+    ptx::load_matrix_x4(operand_address(piece, warp, lane, step % kStepsPerPiece), rQ[i]);
   }
 }
 
@@ -47,9 +48,9 @@ __device__ __forceinline__ void issue_scores(float (&rS)[kScoreRegisters], const
       const uint32_t offset = piece * kPieceBytes + step * kStepDims * 2;
       const uint64_t step_key = ptx::advance_descriptor(key, offset);
       const bool add = accumulate || piece > kFirst || step > 0;
-      const int in_registers = piece - (kPieces - kQueryRegisterPieces);
+      const int in_registers = piece * kStepsPerPiece + step - kSharedQuerySteps;
       if (in_registers >= 0) {
-        ptx::wgmma_m64n64k16_a_registers<Element>(rS, rQ[in_registers >= 0 ? in_registers : 0][step], step_key, add);
+        ptx::wgmma_m64n64k16_a_registers<Element>(rS, rQ[max(in_registers, 0)], step_key, add);
       } else {
         ptx::wgmma_m64n64k16_a_shared<Element>(rS, ptx::advance_descriptor(query, offset), step_key, add);
       }
