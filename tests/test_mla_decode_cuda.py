@@ -87,12 +87,17 @@ def make_inputs(lengths: list[int], h_q: int, s_q: int = 1, dtype=jnp.bfloat16, 
     return Inputs(lengths, query, cache, tables)
 
 
+@functools.cache
+def _compiled(causal: bool):
+    return jax.jit(functools.partial(mla_decode_cuda, scale=SCALE, causal=causal))
+
+
 def run(inputs: Inputs, causal: bool, tables=None, seq_lens=None, overhead: int = 5):
     metadata, splits = schedule(inputs.lengths, inputs.parts, overhead)
-    call = jax.jit(functools.partial(mla_decode_cuda, scale=SCALE, causal=causal))
     tables = jnp.asarray(inputs.tables if tables is None else tables)
     seq_lens = jnp.asarray(inputs.lengths if seq_lens is None else seq_lens, jnp.int32)
-    return call(inputs.query, inputs.cache, tables, seq_lens, jnp.asarray(metadata), jnp.asarray(splits))
+    metadata, splits = jnp.asarray(metadata), jnp.asarray(splits)
+    return _compiled(causal)(inputs.query, inputs.cache, tables, seq_lens, metadata, splits)
 
 
 @functools.partial(jax.jit, static_argnames="causal")

@@ -50,6 +50,12 @@ constexpr int kOutRegisters = kTileRows * kHalfDims / kSideThreads;
 #endif
 constexpr int kQueryRegisterSteps = PALLAS_ATTN_QUERY_REGISTER_STEPS;
 
+// Pages the L2 is asked for when a CTA starts, beyond those that fit its buffers.
+#ifndef PALLAS_ATTN_PREFETCH
+#define PALLAS_ATTN_PREFETCH 4
+#endif
+constexpr int kPrefetchPages = PALLAS_ATTN_PREFETCH;
+
 // The running maximum follows the true one only when it falls behind by this many powers of two: exponentials stay
 // below 2^8, exact enough in bf16 and far from fp16's limit, and the output is almost never rescaled.
 constexpr float kRescaleSlack = 8.0f;
