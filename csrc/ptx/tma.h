@@ -1,4 +1,4 @@
-// The bulk tensor copy engine (TMA): tile loads into shared memory, prefetches into L2.
+// The bulk tensor copy engine (TMA): tile loads into shared memory.
 #pragma once
 
 #include <cuda.h>
@@ -29,11 +29,6 @@ __device__ __forceinline__ void tma_load_3d(void* destination, const CUtensorMap
       " [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared_address(destination)),
       "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "l"(policy)
       : "memory");
-}
-
-__device__ __forceinline__ void tma_prefetch_l2_3d(const CUtensorMap* map, int c0, int c1, int c2) {
-  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map), "r"(c0), "r"(c1), "r"(c2)
-               : "memory");
 }
 
 }  // namespace pallas_attn::ptx

@@ -43,18 +43,9 @@ constexpr int kScoreRegisters = kTileRows * kTileTokens / kSideThreads;
 constexpr int kOutRegisters = kTileRows * kHalfDims / kSideThreads;
 
 // How many of the 36 steps of 16 dimensions that a score sums over have their query operand in registers: the last
-// ones. Shared memory is the narrowest road of this kernel (see the README): a step from there reads 2 KB of query and
-// 2 KB of key in the time the tensor cores take for it. Registers are full with this many.
-#ifndef PALLAS_ATTN_QUERY_REGISTER_STEPS
-#define PALLAS_ATTN_QUERY_REGISTER_STEPS 4
-#endif
-constexpr int kQueryRegisterSteps = PALLAS_ATTN_QUERY_REGISTER_STEPS;
-
-// Pages the L2 is asked for when a CTA starts, beyond those that fit its buffers.
-#ifndef PALLAS_ATTN_PREFETCH
-#define PALLAS_ATTN_PREFETCH 4
-#endif
-constexpr int kPrefetchPages = PALLAS_ATTN_PREFETCH;
+// ones. A step from shared memory reads 2 KB of query and 2 KB of key in the time the tensor cores take for it, a step
+// with its query in registers half of that. With six the registers are full and ptxas serialises the products.
+constexpr int kQueryRegisterSteps = 4;
 
 // The running maximum follows the true one only when it falls behind by this many powers of two: exponentials stay
 // below 2^8, exact enough in bf16 and far from fp16's limit, and the output is almost never rescaled.

@@ -30,12 +30,6 @@ class PageList {
     return __shfl_sync(0xffffffff, current_, index - base_);
   }
 
-  // A page after the last one asked for, by less than 32.
-  __device__ int page_ahead(int index) const {
-    const int offset = index - base_;
-    return __shfl_sync(0xffffffff, offset < 32 ? current_ : next_, offset & 31);
-  }
-
  private:
   __device__ int fetch(int base) const { return base < entries_ ? __ldg(row_ + base) : 0; }
 
@@ -58,36 +52,18 @@ class Producer {
 
   __device__ void run(int part) {
     TileWalker walker(params_, part);
-    bool first_tile = true;
     while (!walker.done()) {
-      PageList pages(params_, walker.request(), walker.page_begin(), lane_);
-      walker.fetch();
       load_query(walker.request());
-      const SplitTile tile = walker.tile();
+      PageList pages(params_, walker.request(), walker.page_begin(), lane_);
+      SplitTile tile;
+      walker.next(tile);
       for (int index = tile.page_begin; index < tile.page_end; ++index) {
         load_page((index - tile.page_begin) % kBuffers, pages.page(index), tile.beyond_capacity);
-        if (first_tile && index == tile.page_begin + kBuffers - 1) prefetch(pages, index + 1, tile.page_end);
       }
-      first_tile = false;
     }
   }
 
  private:
-  // When a grid starts, every CTA asks for its buffers' worth at once and nobody asks for more until those have arrived
-  // and been used: the memory would idle. So the pages after those are sent for as well, as far as the L2.
-  __device__ void prefetch(const PageList& pages, int begin, int end) {
-    end = min(end, begin + kPrefetchPages);
-    for (int index = begin; index < end; ++index) {
-      const int page = pages.page_ahead(index);
-      // One CTA's asking serves all row tiles.
-      if (lane_ == 0 && row_tile_ == 0 && page >= 0 && page < params_.num_pages) {
-#pragma unroll 1
-        for (int piece = 0; piece < kPieces; ++piece) ptx::tma_prefetch_l2_3d(&cache_map_, piece * kPieceDims, 0, page);
-      }
-    }
-    __syncwarp();
-  }
-
   // Started before anything else of the tile is known.
   __device__ void load_query(int request) {
     ptx::mbarrier_wait(&smem_.query_empty, query_phase_ ^ 1);
