@@ -1,7 +1,7 @@
 """The CUDA library: found, loaded and registered with XLA at its first use.
 
-The library is plain C++ behind XLA's FFI, loaded with ctypes, so one wheel serves every Python. It is registered no
-earlier than needed: importing the package must neither load CUDA code nor touch the JAX backend.
+The library is plain C++ behind XLA's FFI, loaded with ctypes, so one wheel serves every Python. It is
+registered no earlier than needed: importing the package must neither load CUDA code nor touch the JAX backend.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ def register() -> None:
 
 
 def _directories() -> list[Path]:
-    """Where the build installs: beside this file, or in site-packages when this file is an editable install's."""
+    """Where the build installs: beside this file, or in site-packages for an editable install."""
     return [Path(__file__).parent, Path(sysconfig.get_path("platlib")) / "pallas_attn"]
 
 

@@ -1,4 +1,4 @@
-"""The CUDA library builds for sm_90a, and its machine code is what the kernels' README says. Needs nvcc, no GPU."""
+"""The CUDA library builds for sm_90a, and its machine code is what its README says. Needs nvcc, no GPU."""
 
 import os
 import re
@@ -32,7 +32,11 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if (reason := directory / "no_cuda_library.txt").exists():
         pytest.skip(reason.read_text().strip())
     built = subprocess.run(
-        ["cmake", "--build", ".", "--parallel", "2"], cwd=directory, capture_output=True, text=True, check=False
+        ["cmake", "--build", ".", "--parallel", "2"],
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert built.returncode == 0, built.stdout + built.stderr
     return directory
@@ -50,9 +54,12 @@ def kernels(build: Path) -> dict[str, str]:
     if cuobjdump is None:
         pytest.skip("no cuobjdump")
     text = subprocess.run(
-        [cuobjdump, "-sass", str(build / "libpallas_attn_cuda.so")], capture_output=True, text=True, check=True
+        [cuobjdump, "-sass", str(build / "libpallas_attn_cuda.so")],
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
-    assert re.findall(r"arch = (\S+)", text) and set(re.findall(r"arch = (\S+)", text)) == {"sm_90a"}
+    assert set(re.findall(r"arch = (\S+)", text)) == {"sm_90a"}
     return dict(re.findall(r"Function : (\S+)\n(.*?)(?=\n\t\tFunction : |\Z)", text, flags=re.DOTALL))
 
 
@@ -63,13 +70,17 @@ def _decode_kernels(kernels: dict[str, str]) -> list[str]:
 
 
 def test_exports_only_the_handlers(library: Path) -> None:
-    names = subprocess.run(["nm", "-D", "--defined-only", str(library)], capture_output=True, text=True, check=True)
+    names = subprocess.run(
+        ["nm", "-D", "--defined-only", str(library)], capture_output=True, text=True, check=True
+    )
     ours = [line.split()[-1] for line in names.stdout.splitlines() if "pallas_attn" in line]
     assert sorted(ours) == ["pallas_attn_mla_decode_sm90", "pallas_attn_mla_schedule_sm90"]
 
 
 def test_links_neither_driver_nor_runtime(library: Path) -> None:
-    needed = subprocess.run(["readelf", "-d", str(library)], capture_output=True, text=True, check=True).stdout
+    needed = subprocess.run(
+        ["readelf", "-d", str(library)], capture_output=True, text=True, check=True
+    ).stdout
     assert "libcuda" not in needed
 
 
@@ -83,18 +94,20 @@ def test_nothing_spills(kernels: dict[str, str], build: Path) -> None:
     for name, sass in kernels.items():
         assert not re.search(r"\b(LDL|STL)\b", sass), name
     for log in build.glob("*.log"):
-        for stores, loads in re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log.read_text()):
+        for stores, loads in re.findall(
+            r"(\d+) bytes spill stores, (\d+) bytes spill loads", log.read_text()
+        ):
             assert (stores, loads) == ("0", "0"), log.name
 
 
 def test_products_stay_asynchronous(build: Path) -> None:
-    """ptxas says so when it has to wait after every wgmma; that costs half of the speed and nothing else tells."""
+    """ptxas says so when it waits after every wgmma; that costs half of the speed and nothing else tells."""
     for log in build.glob("*.log"):
         assert "Potential Performance Loss" not in log.read_text(), log.name
 
 
 def test_math_warps_are_uniform(kernels: dict[str, str]) -> None:
-    """Where the compiler suspects divergence it puts WARPSYNC around every wgmma: 6% slower when it happened."""
+    """Where the compiler suspects divergence it guards every wgmma with WARPSYNC: 6% slower when it did."""
     for sass in _decode_kernels(kernels):
         assert sass.count("WARPSYNC") == 0
 
@@ -112,7 +125,9 @@ def test_csrc_is_framework_free() -> None:
     for source in (ROOT / "csrc").rglob("*.*"):
         if source.suffix in {".h", ".cu", ".cc"}:
             included = re.findall(r'#include [<"]([^>"]+)[>"]', source.read_text())
-            assert not [name for name in included if re.match(r"(xla|jax|torch|ATen|Python|cute|cutlass)", name)], source
+            assert not [
+                name for name in included if re.match(r"(xla|jax|torch|ATen|Python|cute|cutlass)", name)
+            ], source
 
 
 def test_configures_without_nvcc(tmp_path: Path) -> None:
@@ -127,7 +142,7 @@ def test_configures_without_nvcc(tmp_path: Path) -> None:
 
 def test_registers_with_xla(library: Path) -> None:
     """In a process of its own: a registration is for the life of the process."""
-    code = "from pallas_attn import _ffi; assert _ffi.is_available() == (True, None), _ffi.is_available(); _ffi.register()"
+    code = "from pallas_attn import _ffi; assert _ffi.is_available() == (True, None); _ffi.register()"
     environment = {**os.environ, "PALLAS_ATTN_CUDA_LIBRARY": str(library), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False

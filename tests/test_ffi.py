@@ -90,10 +90,19 @@ def test_vmap_is_refused() -> None:
     ("change", "reason"),
     [
         ({}, None),
-        ({"query": _struct(2, 1, 16, 576, dtype=jnp.float32)}, "needs bfloat16 or float16, the query is float32"),
+        (
+            {"query": _struct(2, 1, 16, 576, dtype=jnp.float32)},
+            "needs bfloat16 or float16, the query is float32",
+        ),
         ({"query": _struct(2, 1, 16, 512, dtype=jnp.bfloat16)}, "needs queries of 576 numbers, got 512"),
-        ({"cache": _struct(10, 16, 1, 576, dtype=jnp.bfloat16)}, "needs pages of shape [64, 1, 576], got [16, 1, 576]"),
-        ({"cache": _struct(10, 64, 2, 576, dtype=jnp.bfloat16)}, "needs pages of shape [64, 1, 576], got [64, 2, 576]"),
+        (
+            {"cache": _struct(10, 16, 1, 576, dtype=jnp.bfloat16)},
+            "needs pages of shape [64, 1, 576], got [16, 1, 576]",
+        ),
+        (
+            {"cache": _struct(10, 64, 2, 576, dtype=jnp.bfloat16)},
+            "needs pages of shape [64, 1, 576], got [64, 2, 576]",
+        ),
         (
             {"cache": _struct(10, 64, 1, 576, dtype=jnp.float16)},
             "needs query and cache of one dtype, they are bfloat16 and float16",

@@ -101,7 +101,7 @@ def run(inputs: Inputs, causal: bool, tables=None, seq_lens=None, overhead: int 
 
 
 def reference(inputs: Inputs, causal: bool):
-    """float32, one request after the other on the host: nothing to compile, and not the arithmetic under test."""
+    """float32, one request after the other on the host: nothing to compile, and other arithmetic."""
     query, cache = np.asarray(inputs.query.astype(jnp.float32)), np.asarray(inputs.cache)
     batch, s_q, h_q, _ = query.shape
     out = np.zeros((batch, s_q, h_q, LATENT), np.float32)
@@ -181,7 +181,9 @@ def test_needle_at_every_page_edge() -> None:
         page, slot = inputs.tables[0, token // PAGE], token % PAGE
         direction = inputs.query[0, 0, 0].astype(jnp.float32)
         needle = (direction * 12 / SCALE / jnp.sum(direction**2)).astype(jnp.bfloat16)
-        changed = Inputs(inputs.lengths, inputs.query, inputs.cache.at[page, slot, 0].set(needle), inputs.tables)
+        changed = Inputs(
+            inputs.lengths, inputs.query, inputs.cache.at[page, slot, 0].set(needle), inputs.tables
+        )
         check(changed, False, *run(changed, False, overhead=1))
 
 
@@ -227,7 +229,9 @@ def test_in_scan_and_while_loop() -> None:
     lengths, tables = jnp.asarray(inputs.lengths, jnp.int32), jnp.asarray(inputs.tables)
 
     def step(query):
-        out, _ = mla_decode_cuda(query, inputs.cache, tables, lengths, metadata, splits, scale=SCALE, causal=False)
+        out, _ = mla_decode_cuda(
+            query, inputs.cache, tables, lengths, metadata, splits, scale=SCALE, causal=False
+        )
         return query.at[..., :LATENT].set(out)
 
     eager = inputs.query
@@ -253,6 +257,8 @@ def test_handler_refuses_what_python_lets_through() -> None:
     assert "'latent_cache': expected dtype bfloat16, got float16" in message(
         good[0], good[1].astype(jnp.float16), *good[2:]
     )
-    assert "'query': expected shape [any, any, any, 576], got [1, 1, 16, 512]" in message(good[0][..., :512], *good[1:])
+    assert "'query': expected shape [any, any, any, 576], got [1, 1, 16, 512]" in message(
+        good[0][..., :512], *good[1:]
+    )
     assert "'num_splits': expected shape [2], got [1]" in message(*good[:5], splits[:1])
     assert "'scale': expected a positive number" in message(*good, scale=-1.0)

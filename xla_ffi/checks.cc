@@ -55,7 +55,8 @@ void ArgumentChecker::array(const char* argument, ffi::AnyBuffer buffer, const s
 
 xla::ffi::Error to_error(const char* function, LaunchStatus status) {
   if (status.ok()) return ffi::Error::Success();
-  return ffi::Error::Internal(std::string(function) + ": " + status.step + ": " + cudaGetErrorString(status.error));
+  return ffi::Error::Internal(std::string(function) + ": " + status.step + ": " +
+                              cudaGetErrorString(status.error));
 }
 
 }  // namespace pallas_attn

@@ -1,5 +1,5 @@
-// Checks of a handler's arguments, worded like those of the Python layer: one line that names function, argument, what
-// was expected and what came.
+// Checks of a handler's arguments, worded like those of the Python layer: one line that names function,
+// argument, what was expected and what came.
 #pragma once
 
 #include <cstdint>

@@ -19,9 +19,9 @@ constexpr char kName[] = "pallas_attn_mla_decode_sm90";
 
 ffi::Error mla_decode(cudaStream_t stream, ffi::AnyBuffer query, ffi::AnyBuffer latent_cache,
                       ffi::AnyBuffer block_tables, ffi::AnyBuffer seq_lens, ffi::AnyBuffer schedule_metadata,
-                      ffi::AnyBuffer num_splits, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> lse,
-                      ffi::Result<ffi::AnyBuffer> partial_out, ffi::Result<ffi::AnyBuffer> partial_lse, float scale,
-                      bool causal) {
+                      ffi::AnyBuffer num_splits, ffi::Result<ffi::AnyBuffer> out,
+                      ffi::Result<ffi::AnyBuffer> lse, ffi::Result<ffi::AnyBuffer> partial_out,
+                      ffi::Result<ffi::AnyBuffer> partial_lse, float scale, bool causal) {
   ArgumentChecker check(kName);
   check.array("query", query, {-1, -1, -1, mla::kQueryDim}, {DataType::BF16, DataType::F16});
   if (!check.ok()) return check.error();
@@ -47,8 +47,8 @@ ffi::Error mla_decode(cudaStream_t stream, ffi::AnyBuffer query, ffi::AnyBuffer 
   check.require(num_pages > 0 && num_pages <= kMaxInt, "latent_cache", "between 1 and 2^31 - 1 pages",
                 std::to_string(num_pages));
   constexpr int64_t kMaxGridY = 65535;
-  check.require(num_sm_parts > 0 && num_sm_parts <= kMaxGridY, "schedule_metadata", "between 1 and 65535 parts",
-                std::to_string(num_sm_parts));
+  check.require(num_sm_parts > 0 && num_sm_parts <= kMaxGridY, "schedule_metadata",
+                "between 1 and 65535 parts", std::to_string(num_sm_parts));
   check.array("out", *out, {batch, query_len, num_heads, mla::kLatentDim}, {dtype});
   check.array("lse", *lse, {batch, num_heads, query_len}, {DataType::F32});
   check.array("partial_out", *partial_out, {batch + num_sm_parts, rows, mla::kLatentDim}, {DataType::F32});
@@ -88,16 +88,16 @@ ffi::Error mla_decode(cudaStream_t stream, ffi::AnyBuffer query, ffi::AnyBuffer 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(pallas_attn_mla_decode_sm90, pallas_attn::mla_decode,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<xla::ffi::AnyBuffer>()   // query
-                                  .Arg<xla::ffi::AnyBuffer>()   // latent_cache
-                                  .Arg<xla::ffi::AnyBuffer>()   // block_tables
-                                  .Arg<xla::ffi::AnyBuffer>()   // seq_lens
-                                  .Arg<xla::ffi::AnyBuffer>()   // schedule_metadata
-                                  .Arg<xla::ffi::AnyBuffer>()   // num_splits
-                                  .Ret<xla::ffi::AnyBuffer>()   // out
-                                  .Ret<xla::ffi::AnyBuffer>()   // lse
-                                  .Ret<xla::ffi::AnyBuffer>()   // partial_out
-                                  .Ret<xla::ffi::AnyBuffer>()   // partial_lse
+                                  .Arg<xla::ffi::AnyBuffer>()  // query
+                                  .Arg<xla::ffi::AnyBuffer>()  // latent_cache
+                                  .Arg<xla::ffi::AnyBuffer>()  // block_tables
+                                  .Arg<xla::ffi::AnyBuffer>()  // seq_lens
+                                  .Arg<xla::ffi::AnyBuffer>()  // schedule_metadata
+                                  .Arg<xla::ffi::AnyBuffer>()  // num_splits
+                                  .Ret<xla::ffi::AnyBuffer>()  // out
+                                  .Ret<xla::ffi::AnyBuffer>()  // lse
+                                  .Ret<xla::ffi::AnyBuffer>()  // partial_out
+                                  .Ret<xla::ffi::AnyBuffer>()  // partial_lse
                                   .Attr<float>("scale")
                                   .Attr<bool>("causal"),
                               {xla::ffi::Traits::kCmdBufferCompatible});

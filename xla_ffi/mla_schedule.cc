@@ -14,8 +14,9 @@ using ffi::DataType;
 
 constexpr char kName[] = "pallas_attn_mla_schedule_sm90";
 
-ffi::Error mla_schedule(cudaStream_t stream, ffi::AnyBuffer seq_lens, ffi::Result<ffi::AnyBuffer> schedule_metadata,
-                        ffi::Result<ffi::AnyBuffer> num_splits, int64_t overhead_blocks) {
+ffi::Error mla_schedule(cudaStream_t stream, ffi::AnyBuffer seq_lens,
+                        ffi::Result<ffi::AnyBuffer> schedule_metadata, ffi::Result<ffi::AnyBuffer> num_splits,
+                        int64_t overhead_blocks) {
   ArgumentChecker check(kName);
   check.array("seq_lens", seq_lens, {-1}, {DataType::S32});
   if (!check.ok()) return check.error();

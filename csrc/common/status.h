@@ -1,5 +1,5 @@
-// What a launch reports back: CUDA's own error plus the step that raised it, so that the caller (an FFI handler,
-// a test program) can word its message without this tree knowing who calls.
+// What a launch reports back: CUDA's own error plus the step that raised it, so that the caller (an FFI
+// handler, a test program) can word its message without this tree knowing who calls.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -25,8 +25,8 @@ LaunchStatus encode_tensor_map(const TensorMapSpec& spec, CUtensorMap* map) {
 
   const uint32_t element_strides[3] = {1, 1, 1};
   const CUresult result =
-      encode(map, spec.dtype, /*rank=*/3, const_cast<void*>(spec.base), spec.extent, spec.strides_bytes, spec.box,
-             element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      encode(map, spec.dtype, /*rank=*/3, const_cast<void*>(spec.base), spec.extent, spec.strides_bytes,
+             spec.box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) return {cudaErrorInvalidValue, "encoding a tensor map"};
   return {};

@@ -1,7 +1,7 @@
 // Host side of the bulk tensor copy engine: building CUtensorMap objects.
 //
-// The encoder is a driver function. It is looked up at run time, so the library carries no dependency on libcuda and
-// loads on machines without a driver.
+// The encoder is a driver function. It is looked up at run time, so the library carries no dependency on
+// libcuda and loads on machines without a driver.
 #pragma once
 
 #include <cuda.h>

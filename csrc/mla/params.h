@@ -1,7 +1,7 @@
 // Arguments of the MLA decode kernels, filled by whoever launches them.
 //
-// Shapes: b requests, s_q query tokens each, h_q heads, one latent KV head. A token of the cache is 576 numbers, the
-// 512 latent ones (also the value) followed by 64 rotary ones.
+// Shapes: b requests, s_q query tokens each, h_q heads, one latent KV head. A token of the cache is 576
+// numbers, the 512 latent ones (also the value) followed by 64 rotary ones.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -19,10 +19,10 @@ constexpr int kPageTokens = 64;
 constexpr int kScheduleFields = 8;
 enum ScheduleField {
   kBeginRequest = 0,
-  kBeginToken = 1,   // where in the first request, a multiple of the page
-  kEndRequest = 2,   // inclusive
-  kEndToken = 3,     // where in the last request, exclusive
-  kBeginSplit = 4,   // which split of the first request this is
+  kBeginToken = 1,  // where in the first request, a multiple of the page
+  kEndRequest = 2,  // inclusive
+  kEndToken = 3,    // where in the last request, exclusive
+  kBeginSplit = 4,  // which split of the first request this is
 };
 
 enum class ElementType { kBfloat16, kFloat16 };
@@ -35,10 +35,10 @@ struct DecodeParams {
   const int* schedule;       // [num_sm_parts, 8]
   const int* num_splits;     // [b + 1], cumulative
 
-  void* out;             // [b, s_q, h_q, 512]
-  float* lse;            // [b, h_q, s_q], natural logarithm
-  float* partial_out;    // [b + num_sm_parts, s_q * h_q, 512], used by requests of several splits
-  float* partial_lse2;   // [b + num_sm_parts, s_q * h_q], base 2
+  void* out;            // [b, s_q, h_q, 512]
+  float* lse;           // [b, h_q, s_q], natural logarithm
+  float* partial_out;   // [b + num_sm_parts, s_q * h_q, 512], used by requests of several splits
+  float* partial_lse2;  // [b + num_sm_parts, s_q * h_q], base 2
 
   int batch;
   int query_len;

@@ -31,6 +31,8 @@ __device__ __forceinline__ void allow_dependent_launch() {
 }
 
 // Blocks until the kernels this one was launched behind have finished and their writes are visible.
-__device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_previous_kernel() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
 
 }  // namespace pallas_attn::ptx

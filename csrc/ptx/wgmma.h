@@ -1,9 +1,12 @@
 // wgmma: asynchronous warpgroup matrix products, accumulating in registers.
 //
-// Only the three forms this library uses. Both operands in shared memory lie under the 128-byte swizzle, in pieces of
-// 64 (the contiguous dimension, 128 bytes) by any multiple of 8, each piece starting at a multiple of 1024 bytes:
-//   * K-major (the contiguous dimension is the one summed over): rows of 8 follow each other every 1024 bytes.
-//   * MN-major (the contiguous dimension is the output's): the same, and neighbouring pieces of 64 outputs follow each
+// Only the three forms this library uses. Both operands in shared memory lie under the 128-byte swizzle, in
+// pieces of 64 (the contiguous dimension, 128 bytes) by any multiple of 8, each piece starting at a multiple
+// of 1024 bytes:
+//   * K-major (the contiguous dimension is the one summed over): rows of 8 follow each other every 1024
+//   bytes.
+//   * MN-major (the contiguous dimension is the output's): the same, and neighbouring pieces of 64 outputs
+//   follow each
 //     other at the leading offset.
 #pragma once
 
@@ -21,7 +24,8 @@ constexpr uint32_t kSwizzleAtomBytes = 1024;  // 8 rows of 128 bytes
 
 __device__ __forceinline__ uint64_t wgmma_descriptor(const void* tile, uint32_t leading_bytes) {
   constexpr uint64_t kSwizzle128 = 1;
-  return static_cast<uint64_t>((shared_address(tile) & 0x3FFFF) >> 4) | static_cast<uint64_t>(leading_bytes >> 4) << 16 |
+  return static_cast<uint64_t>((shared_address(tile) & 0x3FFFF) >> 4) |
+         static_cast<uint64_t>(leading_bytes >> 4) << 16 |
          static_cast<uint64_t>(kSwizzleAtomBytes >> 4) << 32 | kSwizzle128 << 62;
 }
 
@@ -33,7 +37,9 @@ __device__ __forceinline__ uint64_t advance_descriptor(uint64_t descriptor, uint
 // Orders earlier register writes (accumulators, A fragments) before the matrix products that follow.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
 
 // Waits until at most `kPending` committed groups are unfinished.
 template <int kPending>
@@ -41,8 +47,8 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Tells the compiler that these registers change here, so that it moves no access to them across an asynchronous
-// product it cannot see into.
+// Tells the compiler that these registers change here, so that it moves no access to them across an
+// asynchronous product it cannot see into.
 template <int kCount>
 __device__ __forceinline__ void wgmma_touch(float (&registers)[kCount]) {
 #pragma unroll

@@ -1,9 +1,9 @@
 // out = sum_i 2^(lse_i - lse) out_i over the splits i of a request, lse = log2 sum_i 2^lse_i.
 //
-// No more requests are cut than there are parts. A batch larger than that is reached through the schedule: exactly the
-// parts whose first request is in its second split mark a request that was cut, so the grid is never larger than
-// rows x parts. The work is nothing but latency, so what matters is how many loads are in flight at once. Three shapes
-// of block, all of eight warps:
+// No more requests are cut than there are parts. A batch larger than that is reached through the schedule:
+// exactly the parts whose first request is in its second split mark a request that was cut, so the grid is
+// never larger than rows x parts. The work is nothing but latency, so what matters is how many loads are in
+// flight at once. Three shapes of block, all of eight warps:
 //   tall    a warp has a row: few splits each, many rows
 //   square  four warps have a row, two such teams take turns at its splits
 //   wide    a warp has a quarter of a row, eight take turns at its splits: few rows, a hundred splits
@@ -25,7 +25,8 @@ constexpr int kVector = 4;  // floats a load
 constexpr int kWarpColumns = kWarp * kVector;
 
 __device__ __forceinline__ float warp_max(float x) {
-  for (int distance = kWarp / 2; distance > 0; distance /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, distance));
+  for (int distance = kWarp / 2; distance > 0; distance /= 2)
+    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, distance));
   return x;
 }
 
@@ -50,7 +51,9 @@ struct RowWeights {
   float sum;      // NaN if any split's is
 };
 
-__device__ __forceinline__ float finite_or_zero(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
+__device__ __forceinline__ float finite_or_zero(float maximum) {
+  return maximum == -INFINITY ? 0.0f : maximum;
+}
 
 __device__ __forceinline__ RowWeights weigh_splits(const float* lse2, int splits, int64_t stride, int lane) {
   constexpr int kAtOnce = 4;
@@ -81,8 +84,8 @@ struct SplitBatch {
   float4 v[kSplits][kVectors];
 
   // Splits first, first + step, ...; those past the end repeat the last one with weight zero.
-  __device__ __forceinline__ void load(const float* row_lse2, const float* partial, int first, int step, int splits,
-                                       int64_t rows) {
+  __device__ __forceinline__ void load(const float* row_lse2, const float* partial, int first, int step,
+                                       int splits, int64_t rows) {
 #pragma unroll
     for (int j = 0; j < kSplits; ++j) {
       const int i = first + j * step;
@@ -134,7 +137,8 @@ __global__ void __launch_bounds__(kWarp* kWarps, kBlocksPerSm)
   }
   const int first_slot = cut ? params.num_splits[request] : 0;
   const int splits = cut ? params.num_splits[request + 1] - first_slot : 0;
-  // Even a block without work waits, or the kernel after this one could start before the decode kernel has ended.
+  // Even a block without work waits, or the kernel after this one could start before the decode kernel has
+  // ended.
   ptx::wait_for_previous_kernel();
   if (splits <= 1) return;
 
@@ -147,7 +151,8 @@ __global__ void __launch_bounds__(kWarp* kWarps, kBlocksPerSm)
   if (kRows > 1 && row >= rows) return;
 
   const float* lse2 = params.partial_lse2 + static_cast<int64_t>(first_slot) * rows + row;
-  const float* partial = params.partial_out + (static_cast<int64_t>(first_slot) * rows + row) * kLatentDim + column;
+  const float* partial =
+      params.partial_out + (static_cast<int64_t>(first_slot) * rows + row) * kLatentDim + column;
   SplitBatch<kBatch, kVectors> batch;
   batch.load(lse2, partial, turn, kSharing, splits, rows);
   const RowWeights weights = weigh_splits(lse2, splits, rows, lane);
@@ -175,7 +180,8 @@ __global__ void __launch_bounds__(kWarp* kWarps, kBlocksPerSm)
   }
 
   const float factor = weights.sum == 0.0f ? 0.0f : 1.0f / weights.sum;
-  Element* out = static_cast<Element*>(params.out) + (static_cast<int64_t>(request) * rows + row) * kLatentDim + column;
+  Element* out =
+      static_cast<Element*>(params.out) + (static_cast<int64_t>(request) * rows + row) * kLatentDim + column;
 #pragma unroll
   for (int c = 0; c < kVectors; ++c) {
     const float4 v = sum[c];
@@ -197,7 +203,8 @@ LaunchStatus launch(const DecodeParams& params, cudaStream_t stream) {
   dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   dependent.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(ceil_div(params.rows(), kRows) * kColumnBlocks, std::min(params.batch, params.num_sm_parts));
+  config.gridDim =
+      dim3(ceil_div(params.rows(), kRows) * kColumnBlocks, std::min(params.batch, params.num_sm_parts));
   config.blockDim = dim3(kWarp * kWarps);
   config.stream = stream;
   config.attrs = &dependent;

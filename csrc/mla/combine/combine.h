@@ -8,8 +8,8 @@
 
 namespace pallas_attn::mla {
 
-// Queues the kernel behind the decode kernel of the same parameters; it may start before that one has ended (and then
-// waits), so nothing may be queued between the two.
+// Queues the kernel behind the decode kernel of the same parameters; it may start before that one has ended
+// (and then waits), so nothing may be queued between the two.
 LaunchStatus launch_combine(const DecodeParams& params, cudaStream_t stream);
 
 }  // namespace pallas_attn::mla

@@ -1,5 +1,5 @@
-// Greedy sharing of pages: every part takes the same budget of pages, a request costing its pages plus a fixed
-// overhead, and a request that does not fit is cut where the budget ends.
+// Greedy sharing of pages: every part takes the same budget of pages, a request costing its pages plus a
+// fixed overhead, and a request that does not fit is cut where the budget ends.
 //
 // One warp: the cost is a walk over the batch and the parts, once for all layers of a decoding step.
 #include "common/math.h"
@@ -69,8 +69,8 @@ LaunchStatus launch_schedule(const ScheduleParams& params, cudaStream_t stream) 
   const size_t shared_bytes = sizeof(int) * params.batch;
   constexpr size_t kDefaultLimit = 48 * 1024;
   if (shared_bytes > kDefaultLimit) {
-    const cudaError_t error = cudaFuncSetAttribute(schedule_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                   static_cast<int>(shared_bytes));
+    const cudaError_t error = cudaFuncSetAttribute(
+        schedule_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
     if (error != cudaSuccess) return {error, "raising the schedule kernel's shared memory limit"};
   }
   schedule_kernel<<<1, kWarp, shared_bytes, stream>>>(params);

@@ -47,9 +47,9 @@ def mla_decode_cuda(
         causal: query i of s_q sees seq_len - s_q + i + 1 tokens instead of all.
 
     Returns:
-        out [num_seqs, s_q, num_heads, 512] in the query's dtype and lse [num_seqs, num_heads, s_q] float32, natural
-        logarithm; 0 and -inf where nothing is visible, NaN for a request that uses a page outside the pool or is
-        longer than its row of the table.
+        out [num_seqs, s_q, num_heads, 512] in the query's dtype and lse [num_seqs, num_heads, s_q] float32,
+        natural logarithm; 0 and -inf where nothing is visible, NaN for a request that uses a page outside the
+        pool or is longer than its row of the table.
 
     There is no batching rule: vmap raises. Under a mesh, call it inside shard_map.
     """
@@ -62,8 +62,8 @@ def mla_decode_cuda(
         (
             jax.ShapeDtypeStruct((num_seqs, s_q, num_heads, LATENT_DIM), query.dtype),
             jax.ShapeDtypeStruct((num_seqs, num_heads, s_q), jnp.float32),
-            # Results of requests cut into several splits, before they are merged: outputs, because a handler that
-            # allocates cannot be part of a command buffer.
+            # Results of requests cut into several splits, before they are merged: outputs, because a handler
+            # that allocates cannot be part of a command buffer.
             jax.ShapeDtypeStruct((pieces, rows, LATENT_DIM), jnp.float32),
             jax.ShapeDtypeStruct((pieces, rows), jnp.float32),
         ),
@@ -89,8 +89,8 @@ def mla_schedule_cuda(
     Args:
         seq_lens: [num_seqs] int32.
         num_parts: pieces of equal work.
-        overhead_blocks: what starting on a request costs, in blocks of 64 tokens. Smaller values cut small batches
-            finer.
+        overhead_blocks: what starting on a request costs, in blocks of 64 tokens. Smaller values cut small
+            batches finer.
     """
     _ffi.register()
     call = jax.ffi.ffi_call(

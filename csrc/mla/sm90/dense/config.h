@@ -11,8 +11,8 @@ namespace pallas_attn::mla::sm90 {
 constexpr int kTileRows = 64;
 constexpr int kTileTokens = kPageTokens;
 
-// The copy engine moves, and wgmma reads, pieces of 64 tokens (or rows) x 64 dimensions: 128 bytes wide, the widest
-// swizzle. The latent part is pieces 0-7, the rotary part piece 8.
+// The copy engine moves, and wgmma reads, pieces of 64 tokens (or rows) x 64 dimensions: 128 bytes wide, the
+// widest swizzle. The latent part is pieces 0-7, the rotary part piece 8.
 constexpr int kPieceDims = 64;
 constexpr int kPieces = kQueryDim / kPieceDims;
 constexpr int kLatentPieces = kLatentDim / kPieceDims;
@@ -32,9 +32,9 @@ constexpr int kSideWarps = kSideThreads / 32;
 constexpr int kConsumerThreads = kSides * kSideThreads;
 constexpr int kThreads = kConsumerThreads + kSideThreads;
 
-// Registers come by the warp from four banks of 16384, one for each of the SM's partitions. A ninth warp of 224
-// registers would not fit in its bank next to two others, so the producer is a warpgroup (one warp of it works) that
-// hands its registers over to the math: 3 x 168 at entry become 240 + 240 + 24.
+// Registers come by the warp from four banks of 16384, one for each of the SM's partitions. A ninth warp of
+// 224 registers would not fit in its bank next to two others, so the producer is a warpgroup (one warp of it
+// works) that hands its registers over to the math: 3 x 168 at entry become 240 + 240 + 24.
 constexpr int kConsumerRegisters = 240;
 constexpr int kProducerRegisters = 24;
 
@@ -42,13 +42,14 @@ constexpr int kProducerRegisters = 24;
 constexpr int kScoreRegisters = kTileRows * kTileTokens / kSideThreads;
 constexpr int kOutRegisters = kTileRows * kHalfDims / kSideThreads;
 
-// How many of the 36 steps of 16 dimensions that a score sums over have their query operand in registers: the last
-// ones. A step from shared memory reads 2 KB of query and 2 KB of key in the time the tensor cores take for it, a step
-// with its query in registers half of that. With six the registers are full and ptxas serialises the products.
+// How many of the 36 steps of 16 dimensions that a score sums over have their query operand in registers: the
+// last ones. A step from shared memory reads 2 KB of query and 2 KB of key in the time the tensor cores take
+// for it, a step with its query in registers half of that. With six the registers are full and ptxas
+// serialises the products.
 constexpr int kQueryRegisterSteps = 4;
 
-// The running maximum follows the true one only when it falls behind by this many powers of two: exponentials stay
-// below 2^8, exact enough in bf16 and far from fp16's limit, and the output is almost never rescaled.
+// The running maximum follows the true one only when it falls behind by this many powers of two: exponentials
+// stay below 2^8, exact enough in bf16 and far from fp16's limit, and the output is almost never rescaled.
 constexpr float kRescaleSlack = 8.0f;
 
 // Below every real score, yet finite, so that differences of maxima are never NaN.

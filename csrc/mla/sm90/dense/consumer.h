@@ -11,8 +11,9 @@ namespace pallas_attn::mla::sm90 {
 
 enum Side { kLeft = 0, kRight = 1 };
 
-// The left warpgroup owns even pages (of a tile, counted from its first) and the left 256 columns of the output; the
-// right one odd pages and the right columns. The owner of a page computes its scores and softmax; both multiply.
+// The left warpgroup owns even pages (of a tile, counted from its first) and the left 256 columns of the
+// output; the right one odd pages and the right columns. The owner of a page computes its scores and softmax;
+// both multiply.
 template <typename Element, Side kSide>
 class Consumer {
  protected:
@@ -51,7 +52,8 @@ class Consumer {
   }
 
   // Called by a page's owner when its scores are complete: softmax, and everything rare around it.
-  __device__ __forceinline__ void finish_scores(const SplitTile& tile, int page, float (&rescale)[kRowsPerThread]) {
+  __device__ __forceinline__ void finish_scores(const SplitTile& tile, int page,
+                                                float (&rescale)[kRowsPerThread]) {
     ptx::wgmma_touch(rS_);
     const bool bad = smem_.bad_page[kOwnBuffer];
     const int first_token = page * kTileTokens;
@@ -122,7 +124,8 @@ class Consumer {
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
       // Left plus right in both warpgroups, so that both divide by the same number.
-      total[i] = smem_.row_sum[tile_parity_][kLeft][at_.row(i)] + smem_.row_sum[tile_parity_][kRight][at_.row(i)];
+      total[i] =
+          smem_.row_sum[tile_parity_][kLeft][at_.row(i)] + smem_.row_sum[tile_parity_][kRight][at_.row(i)];
     }
     // The other warpgroup may still be reading when this one ends its next tile, not the one after.
     tile_parity_ ^= 1;

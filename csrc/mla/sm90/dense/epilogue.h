@@ -7,7 +7,8 @@
 
 namespace pallas_attn::mla::sm90 {
 
-// Transposes a 4 x 4 of 32-bit words held by the four lanes of a quad: word j of lane i goes to word i of lane j.
+// Transposes a 4 x 4 of 32-bit words held by the four lanes of a quad: word j of lane i goes to word i of
+// lane j.
 __device__ __forceinline__ void transpose_in_quad(uint32_t (&v)[4], int in_quad) {
   const bool odd = in_quad & 1;
   const uint32_t a = __shfl_xor_sync(0xffffffff, odd ? v[0] : v[1], 1);
@@ -21,8 +22,8 @@ __device__ __forceinline__ void transpose_in_quad(uint32_t (&v)[4], int in_quad)
   (high ? v[1] : v[3]) = d;
 }
 
-// A thread's accumulators are two columns out of every eight; after the exchange it has eight neighbours, one 16-byte
-// store, and a quad writes 64 bytes of a row.
+// A thread's accumulators are two columns out of every eight; after the exchange it has eight neighbours, one
+// 16-byte store, and a quad writes 64 bytes of a row.
 template <typename Element>
 __device__ __forceinline__ void store_final(const float (&rO)[kOutRegisters], const FragmentPosition& at,
                                             const float (&factor)[kRowsPerThread], char* tile_out, int side,
@@ -41,7 +42,8 @@ __device__ __forceinline__ void store_final(const float (&rO)[kOutRegisters], co
       }
       transpose_in_quad(v, at.in_quad);
       if (row < rows_left) {
-        *reinterpret_cast<uint4*>(row_out + group * 64 + at.in_quad * 16) = make_uint4(v[0], v[1], v[2], v[3]);
+        *reinterpret_cast<uint4*>(row_out + group * 64 + at.in_quad * 16) =
+            make_uint4(v[0], v[1], v[2], v[3]);
       }
     }
   }
@@ -49,8 +51,8 @@ __device__ __forceinline__ void store_final(const float (&rO)[kOutRegisters], co
 
 // Two columns of a quad's lanes make one 32-byte sector of float32 as they are.
 __device__ __forceinline__ void store_partial(const float (&rO)[kOutRegisters], const FragmentPosition& at,
-                                              const float (&factor)[kRowsPerThread], float* tile_out, int side,
-                                              int rows_left) {
+                                              const float (&factor)[kRowsPerThread], float* tile_out,
+                                              int side, int rows_left) {
 #pragma unroll
   for (int i = 0; i < kRowsPerThread; ++i) {
     const int row = at.row(i);
@@ -66,9 +68,11 @@ __device__ __forceinline__ void store_partial(const float (&rO)[kOutRegisters], 
 
 // `sum` holds the rows' complete sums, zero where nothing was visible.
 template <typename Element>
-__device__ __forceinline__ void store_tile(const DecodeParams& params, const SplitTile& tile, int row_tile, int side,
-                                           const FragmentPosition& at, const float (&rO)[kOutRegisters],
-                                           const float (&maximum)[kRowsPerThread], const float (&sum)[kRowsPerThread]) {
+__device__ __forceinline__ void store_tile(const DecodeParams& params, const SplitTile& tile, int row_tile,
+                                           int side, const FragmentPosition& at,
+                                           const float (&rO)[kOutRegisters],
+                                           const float (&maximum)[kRowsPerThread],
+                                           const float (&sum)[kRowsPerThread]) {
   const int rows = params.rows();
   const int first_row = row_tile * kTileRows;
   const int rows_left = rows - first_row;

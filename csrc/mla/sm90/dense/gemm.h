@@ -16,15 +16,17 @@ constexpr int kSharedQuerySteps = kQueryDim / kStepDims - kQueryRegisterSteps;
 // The last steps of the query as A operands.
 using QueryRegisters = uint32_t[kQueryRegisterSteps][4];
 
-// An A operand of 16 columns in a 64 x 64 piece: where this lane's row of 16 bytes is. Lane l addresses row l % 8 of matrix
-// l / 8; matrices 0, 1 are rows 0-7 and 8-15 of columns 0-7, 2 and 3 of columns 8-15.
-__device__ __forceinline__ uint32_t operand_address(const SmemPlan::Piece& piece, int warp, int lane, int step) {
+// An A operand of 16 columns in a 64 x 64 piece: where this lane's row of 16 bytes is. Lane l addresses row l
+// % 8 of matrix l / 8; matrices 0, 1 are rows 0-7 and 8-15 of columns 0-7, 2 and 3 of columns 8-15.
+__device__ __forceinline__ uint32_t operand_address(const SmemPlan::Piece& piece, int warp, int lane,
+                                                    int step) {
   const int row = warp * 16 + (lane & 15);
   const int chunk = step * 2 + lane / 16;
   return ptx::shared_address(piece[row]) + ((chunk ^ (row & 7)) << 4);
 }
 
-__device__ __forceinline__ void load_query_registers(QueryRegisters& rQ, const SmemPlan& smem, int warp, int lane) {
+__device__ __forceinline__ void load_query_registers(QueryRegisters& rQ, const SmemPlan& smem, int warp,
+                                                     int lane) {
 #pragma unroll
   for (int i = 0; i < kQueryRegisterSteps; ++i) {
     const int step = kSharedQuerySteps + i;
@@ -35,8 +37,9 @@ __device__ __forceinline__ void load_query_registers(QueryRegisters& rQ, const S
 
 // Issues the products of pieces [kFirst, kFirst + kCount), each as soon as its copy has landed.
 template <typename Element, int kFirst, int kCount>
-__device__ __forceinline__ void issue_scores(float (&rS)[kScoreRegisters], const QueryRegisters& rQ, SmemPlan& smem,
-                                             int buffer, uint32_t full_parity, bool accumulate) {
+__device__ __forceinline__ void issue_scores(float (&rS)[kScoreRegisters], const QueryRegisters& rQ,
+                                             SmemPlan& smem, int buffer, uint32_t full_parity,
+                                             bool accumulate) {
   const uint64_t query = ptx::wgmma_descriptor(smem.sQ, 0);
   const uint64_t key = ptx::wgmma_descriptor(smem.sK[buffer], 0);
 #pragma unroll
@@ -67,19 +70,21 @@ constexpr uint32_t kTokenStepBytes = kStepDims * kRowBytes;
 
 // rO += P V with this warpgroup's own probabilities.
 template <typename Element>
-__device__ __forceinline__ void issue_values_own(float (&rO)[kOutRegisters], const uint32_t (&rP)[kTokenSteps][4],
-                                                 SmemPlan& smem, int buffer, int side) {
+__device__ __forceinline__ void issue_values_own(float (&rO)[kOutRegisters],
+                                                 const uint32_t (&rP)[kTokenSteps][4], SmemPlan& smem,
+                                                 int buffer, int side) {
   const uint64_t value = value_descriptor(smem, buffer, side);
 #pragma unroll
   for (int step = 0; step < kTokenSteps; ++step) {
-    ptx::wgmma_m64n256k16_a_registers<Element>(rO, rP[step], ptx::advance_descriptor(value, step * kTokenStepBytes),
-                                               true);
+    ptx::wgmma_m64n256k16_a_registers<Element>(rO, rP[step],
+                                               ptx::advance_descriptor(value, step * kTokenStepBytes), true);
   }
 }
 
 // rO += P V with the probabilities the other warpgroup left in shared memory.
 template <typename Element>
-__device__ __forceinline__ void issue_values_shared(float (&rO)[kOutRegisters], SmemPlan& smem, int buffer, int side) {
+__device__ __forceinline__ void issue_values_shared(float (&rO)[kOutRegisters], SmemPlan& smem, int buffer,
+                                                    int side) {
   const uint64_t value = value_descriptor(smem, buffer, side);
   const uint64_t probabilities = ptx::wgmma_descriptor(smem.sP(buffer), 0);
 #pragma unroll

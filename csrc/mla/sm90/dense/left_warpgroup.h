@@ -13,8 +13,8 @@ class LeftWarpgroup : Consumer<Element, kLeft> {
   __device__ LeftWarpgroup(const DecodeParams& params, SmemPlan& smem, int row_tile, int thread)
       : Base(params, smem, row_tile, thread) {}
 
-  // The loop turns at the point where only this warpgroup's own product is running: ptxas gives up on overlapping
-  // anything when a product that is later waited for by count crosses a loop's back edge.
+  // The loop turns at the point where only this warpgroup's own product is running: ptxas gives up on
+  // overlapping anything when a product that is later waited for by count crosses a loop's back edge.
   __device__ __forceinline__ void run(int part) {
     TileWalker walker(this->params_, part);
     SplitTile next;
@@ -47,8 +47,8 @@ class LeftWarpgroup : Consumer<Element, kLeft> {
   __device__ __forceinline__ void process_even_page(const SplitTile& tile, int page) {
     ptx::wgmma_touch(this->rS_);
     if constexpr (kOddProductRunning) {
-      // Handing the odd buffer back must not wait for the rest of this page to arrive, yet the tensor cores should
-      // have something to do meanwhile: hence here.
+      // Handing the odd buffer back must not wait for the rest of this page to arrive, yet the tensor cores
+      // should have something to do meanwhile: hence here.
       issue_scores<Element, 0, 2>(this->rS_, this->rQ_, this->smem_, 0, this->kv_phase_, false);
       ptx::wgmma_commit();
       ptx::wgmma_wait<1>();

@@ -8,8 +8,8 @@
 
 namespace pallas_attn::mla::sm90 {
 
-// A run of one request's row of the block table, 32 entries at a time in the lanes of a warp, the next 32 already on
-// their way. Entries past the run's end are fetched (within the row) but never asked for.
+// A run of one request's row of the block table, 32 entries at a time in the lanes of a warp, the next 32
+// already on their way. Entries past the run's end are fetched (within the row) but never asked for.
 class PageList {
  public:
   __device__ PageList(const DecodeParams& params, int request, int begin, int lane)
@@ -79,8 +79,9 @@ class Producer {
     __syncwarp();
   }
 
-  // A page outside the pool is loaded like any other (the copy engine fills zeros, it cannot fault) and flagged; the
-  // flag is written before the pieces' barriers can complete and read before the owner hands its half back.
+  // A page outside the pool is loaded like any other (the copy engine fills zeros, it cannot fault) and
+  // flagged; the flag is written before the pieces' barriers can complete and read before the owner hands its
+  // half back.
   __device__ void load_page(int buffer, int page, bool beyond_capacity) {
     const uint32_t free_parity = (kv_phase_ >> buffer & 1) ^ 1;
     // The page's owner reads the pieces in this order: its own half first, because that is freed first.

@@ -1,4 +1,5 @@
-// Named barriers of the dense Hopper kernel, each named after the event it announces. Barrier 0 is __syncthreads.
+// Named barriers of the dense Hopper kernel, each named after the event it announces. Barrier 0 is
+// __syncthreads.
 #pragma once
 
 #include "mla/sm90/dense/config.h"
@@ -16,12 +17,17 @@ enum NamedBarrier {
   kOddProbabilitiesReady = 2,
   // Both warpgroups have published their row sums of this tile. Both arrive and wait.
   kRowSumsReady = 3,
-  // The slots beyond the sequence's end have been zeroed in the last page. Within one warpgroup: the page's owner.
+  // The slots beyond the sequence's end have been zeroed in the last page. Within one warpgroup: the page's
+  // owner.
   kLeftTailCleared = 4,
   kRightTailCleared = 5,
 };
 
-__device__ __forceinline__ void announce(NamedBarrier event) { ptx::named_barrier_arrive(event, kConsumerThreads); }
-__device__ __forceinline__ void await(NamedBarrier event) { ptx::named_barrier_sync(event, kConsumerThreads); }
+__device__ __forceinline__ void announce(NamedBarrier event) {
+  ptx::named_barrier_arrive(event, kConsumerThreads);
+}
+__device__ __forceinline__ void await(NamedBarrier event) {
+  ptx::named_barrier_sync(event, kConsumerThreads);
+}
 
 }  // namespace pallas_attn::mla::sm90

@@ -43,12 +43,13 @@ class RightWarpgroup : Consumer<Element, kRight> {
     if (running) this->release(1, kRightPart);
   }
 
-  // An even page, computed by the other warpgroup, and the odd page after it. Scores of the odd page are queued
-  // first, so that the tensor cores have them while the other warpgroup is in its softmax; the product with the even
-  // page is queued behind them and runs during this warpgroup's softmax.
+  // An even page, computed by the other warpgroup, and the odd page after it. Scores of the odd page are
+  // queued first, so that the tensor cores have them while the other warpgroup is in its softmax; the product
+  // with the even page is queued behind them and runs during this warpgroup's softmax.
   __device__ __forceinline__ void process_pair(const SplitTile& tile, int odd_page, bool last_scores) {
     ptx::wgmma_touch(this->rS_);
-    issue_scores<Element, kHalfPieces, kHalfPieces>(this->rS_, this->rQ_, this->smem_, 1, this->kv_phase_, false);
+    issue_scores<Element, kHalfPieces, kHalfPieces>(this->rS_, this->rQ_, this->smem_, 1, this->kv_phase_,
+                                                    false);
     issue_scores<Element, 0, kHalfPieces>(this->rS_, this->rQ_, this->smem_, 1, this->kv_phase_, true);
     issue_scores<Element, kRopePiece, 1>(this->rS_, this->rQ_, this->smem_, 1, this->kv_phase_, true);
     ptx::wgmma_commit();

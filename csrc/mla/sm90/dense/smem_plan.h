@@ -10,9 +10,9 @@
 //   223168        8  flags of bad pages
 //   = 223176, of the 232448 a CTA can have
 //
-// A page's probabilities (64 x 64, one piece), on their way to the warpgroup that did not compute them, need no space
-// of their own: they take the place of the page's rotary piece, which nobody reads once its scores are complete and
-// which is as long-lived as they are.
+// A page's probabilities (64 x 64, one piece), on their way to the warpgroup that did not compute them, need
+// no space of their own: they take the place of the page's rotary piece, which nobody reads once its scores
+// are complete and which is as long-lived as they are.
 #pragma once
 
 #include <cstddef>
@@ -22,9 +22,9 @@
 
 namespace pallas_attn::mla::sm90 {
 
-// Parts of a page buffer that become free at different moments: each when the warpgroup that multiplies with that half
-// of the value is done with it. The rotary piece, holding probabilities by then, goes with the half of the warpgroup
-// that reads them there, the one that does not own the page.
+// Parts of a page buffer that become free at different moments: each when the warpgroup that multiplies with
+// that half of the value is done with it. The rotary piece, holding probabilities by then, goes with the half
+// of the warpgroup that reads them there, the one that does not own the page.
 enum BufferPart { kLeftPart = 0, kRightPart = 1, kBufferParts = 2 };
 
 struct alignas(1024) SmemPlan {

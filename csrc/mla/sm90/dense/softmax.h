@@ -1,7 +1,7 @@
 // Online softmax on the accumulator layout of wgmma.
 //
-// A thread holds two rows, `quad_row` and `quad_row + 8` of its warp's 16; the four lanes of a quad share them. Scores
-// are kept in base 2: s2 = s * scale * log2(e).
+// A thread holds two rows, `quad_row` and `quad_row + 8` of its warp's 16; the four lanes of a quad share
+// them. Scores are kept in base 2: s2 = s * scale * log2(e).
 #pragma once
 
 #include <cmath>
@@ -52,8 +52,8 @@ struct RowState {
 };
 
 // Keys a row may see: [0, visible[i]).
-__device__ __forceinline__ void mask_scores(float (&rS)[kScoreRegisters], const FragmentPosition& at, int first_token,
-                                            const int (&visible)[kRowsPerThread]) {
+__device__ __forceinline__ void mask_scores(float (&rS)[kScoreRegisters], const FragmentPosition& at,
+                                            int first_token, const int (&visible)[kRowsPerThread]) {
 #pragma unroll
   for (int r = 0; r < kScoreRegisters; ++r) {
     if (first_token + at.column(r) >= visible[FragmentPosition::row_of(r)]) rS[r] = -INFINITY;
@@ -65,11 +65,12 @@ __device__ __forceinline__ void poison_scores(float (&rS)[kScoreRegisters]) {
   for (int r = 0; r < kScoreRegisters; ++r) rS[r] = NAN;
 }
 
-// Turns scores into probabilities (packed as the A operand of the value product), moves the running maximum and sum,
-// and says by what the rows' earlier results must be multiplied.
+// Turns scores into probabilities (packed as the A operand of the value product), moves the running maximum
+// and sum, and says by what the rows' earlier results must be multiplied.
 template <typename Element>
 __device__ __forceinline__ void softmax_page(float (&rS)[kScoreRegisters], float scale_log2, RowState& state,
-                                             float (&rescale)[kRowsPerThread], uint32_t (&rP)[kTokenSteps][4]) {
+                                             float (&rescale)[kRowsPerThread],
+                                             uint32_t (&rP)[kTokenSteps][4]) {
 #pragma unroll
   for (int i = 0; i < kRowsPerThread; ++i) {
     float top = -INFINITY;
@@ -95,12 +96,14 @@ __device__ __forceinline__ void softmax_page(float (&rS)[kScoreRegisters], float
 #pragma unroll
   for (int step = 0; step < kTokenSteps; ++step) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) rP[step][j] = ElementTraits<Element>::pack(rS[step * 8 + j * 2], rS[step * 8 + j * 2 + 1]);
+    for (int j = 0; j < 4; ++j)
+      rP[step][j] = ElementTraits<Element>::pack(rS[step * 8 + j * 2], rS[step * 8 + j * 2 + 1]);
   }
 }
 
 // Multiplies the output by the rows' factors; almost always they are all one and nothing happens.
-__device__ __forceinline__ void rescale_out(float (&rO)[kOutRegisters], const float (&rescale)[kRowsPerThread]) {
+__device__ __forceinline__ void rescale_out(float (&rO)[kOutRegisters],
+                                            const float (&rescale)[kRowsPerThread]) {
   if (__any_sync(0xffffffff, rescale[0] != 1.0f || rescale[1] != 1.0f)) {
 #pragma unroll
     for (int r = 0; r < kOutRegisters; ++r) rO[r] *= rescale[FragmentPosition::row_of(r)];
@@ -113,8 +116,8 @@ __device__ __forceinline__ void publish_page(SmemPlan& smem, const FragmentPosit
                                              const float (&rescale)[kRowsPerThread]) {
 #pragma unroll
   for (int step = 0; step < kTokenSteps; ++step) {
-    ptx::store_matrix_x4(operand_address(smem.sP(buffer), at.warp, lane, step), rP[step][0], rP[step][1], rP[step][2],
-                         rP[step][3]);
+    ptx::store_matrix_x4(operand_address(smem.sP(buffer), at.warp, lane, step), rP[step][0], rP[step][1],
+                         rP[step][2], rP[step][3]);
   }
   if (at.in_quad == 0) {
 #pragma unroll
@@ -137,7 +140,8 @@ __device__ __forceinline__ void adopt_page(const SmemPlan& smem, const FragmentP
   }
 }
 
-// Zeroes the value rows of slots beyond the sequence's end: their probability is zero, but zero times NaN is not.
+// Zeroes the value rows of slots beyond the sequence's end: their probability is zero, but zero times NaN is
+// not.
 __device__ __forceinline__ void clear_tail(SmemPlan& smem, int buffer, int valid_tokens, int thread) {
   const int chunks = (kTileTokens - valid_tokens) * (kRowBytes / sizeof(uint4));
 #pragma unroll 1

@@ -20,10 +20,11 @@ struct SplitTile {
   __device__ int num_pages() const { return page_end - page_begin; }
 };
 
-// Every role of the CTA walks the same schedule by itself, so roles meet only at barriers. (Telling the math warpgroups
-// through shared memory saves them the loads, but what comes from there the compiler takes to differ between threads, and
-// guards every branch, loop and wgmma descriptor over it.) Where the next tile begins is known from the schedule's row
-// alone, so that its page numbers can be fetched together with its length.
+// Every role of the CTA walks the same schedule by itself, so roles meet only at barriers. (Telling the math
+// warpgroups through shared memory saves them the loads, but what comes from there the compiler takes to
+// differ between threads, and guards every branch, loop and wgmma descriptor over it.) Where the next tile
+// begins is known from the schedule's row alone, so that its page numbers can be fetched together with its
+// length.
 class TileWalker {
  public:
   __device__ TileWalker(const DecodeParams& params, int part)
