@@ -1,7 +1,7 @@
 """The CUDA library: found, loaded and registered with XLA at its first use.
 
 The library is plain C++ behind XLA's FFI, loaded with ctypes, so one wheel serves every Python. It is
-registered no earlier than needed: importing the package must neither load CUDA code nor touch the JAX backend.
+registered no earlier than needed: importing the package must neither load CUDA code nor start JAX's backend.
 """
 
 import ctypes

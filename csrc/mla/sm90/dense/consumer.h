@@ -18,7 +18,6 @@ template <typename Element, Side kSide>
 class Consumer {
  protected:
   static constexpr int kOwnBuffer = kSide;
-  static constexpr BufferPart kOwnPart = kSide == kLeft ? kLeftPart : kRightPart;
 
   __device__ Consumer(const DecodeParams& params, SmemPlan& smem, int row_tile, int thread)
       : params_(params),
