@@ -5,6 +5,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import export
+from jax.sharding import PartitionSpec
 
 from pallas_attn import _ffi
 from pallas_attn.ops.mla_decode import cuda
@@ -77,6 +79,55 @@ def test_schedule_lowers() -> None:
     )
     assert "custom_call @pallas_attn_mla_schedule_sm90" in text
     assert "overhead_blocks = 5 : i64" in text
+
+
+@pytest.mark.usefixtures("unregistered")
+def test_exports_and_comes_back() -> None:
+    pytest.importorskip("flatbuffers", reason="serialisation needs it")
+    call = jax.jit(lambda *arguments: cuda.mla_decode_cuda(*arguments, scale=0.125, causal=False))
+    known = export.DisabledSafetyCheck.custom_call("pallas_attn_mla_decode_sm90")
+    exported = export.export(call, platforms=["cuda"], disabled_checks=[known])(*_arguments())
+    again = export.deserialize(exported.serialize())
+    assert again.platforms == ("cuda",)
+    assert [aval.shape for aval in again.out_avals] == [(2, 1, 16, 512), (2, 16, 1)]
+
+
+@pytest.mark.usefixtures("unregistered")
+@pytest.mark.parametrize("axis", ["heads", "requests"])
+def test_lowers_inside_shard_map(axis: str) -> None:
+    """Each device gets its own heads or requests; the cache is everybody's. (The schedule is per device too.)"""
+    mesh = jax.sharding.AbstractMesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    split, whole = PartitionSpec("x"), PartitionSpec()
+    heads, by_head = PartitionSpec(None, None, "x"), PartitionSpec(None, "x")
+    if axis == "heads":
+        specs, out_specs, local = (
+            (heads, whole, whole, whole, whole, whole),
+            (heads, by_head),
+            "2x1x8x576xbf16",
+        )
+    else:
+        specs, out_specs, local = (
+            (split, whole, split, split, split, split),
+            (split, split),
+            "2x1x16x576xbf16",
+        )
+    call = jax.shard_map(
+        lambda *arguments: cuda.mla_decode_cuda(*arguments, scale=0.125, causal=False),
+        mesh=mesh,
+        in_specs=specs,
+        out_specs=out_specs,
+        check_vma=False,
+    )
+    arguments = _arguments()
+    if axis == "requests":
+        query, cache, tables, lengths, metadata, splits = _arguments(b=4)
+        # Two schedules of two requests each, one after the other.
+        metadata, splits = _struct(264, 8), _struct(6)
+        arguments = [query, cache, tables, lengths, metadata, splits]
+    with jax.sharding.use_abstract_mesh(mesh):
+        text = jax.jit(call).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    (line,) = [line for line in text.splitlines() if "@pallas_attn_mla_decode_sm90" in line]
+    assert f"(tensor<{local}>" in line
 
 
 @pytest.mark.usefixtures("unregistered")

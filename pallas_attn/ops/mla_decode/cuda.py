@@ -49,7 +49,7 @@ def mla_decode_cuda(
     Returns:
         out [num_seqs, s_q, num_heads, 512] in the query's dtype and lse [num_seqs, num_heads, s_q] float32,
         natural logarithm; 0 and -inf where nothing is visible, NaN for a request that uses a page outside the
-        pool or is longer than its row of the table.
+        pool, or whose length is negative or beyond its row of the table.
 
     There is no batching rule: vmap raises. Under a mesh, call it inside shard_map.
     """

@@ -109,7 +109,7 @@ class Consumer {
   __device__ __forceinline__ void end_tile(const SplitTile& tile) {
     ptx::wgmma_touch(rO_);
     if (tile.num_pages() == 0) {
-      if (tile.beyond_capacity) state_.sum[0] = state_.sum[1] = NAN;
+      if (tile.bad_length) state_.sum[0] = state_.sum[1] = NAN;
       store_tile<Element>(params_, tile, row_tile_, kSide, at_, rO_, state_.maximum, state_.sum);
       return;
     }

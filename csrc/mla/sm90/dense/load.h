@@ -58,7 +58,7 @@ class Producer {
       SplitTile tile;
       walker.next(tile);
       for (int index = tile.page_begin; index < tile.page_end; ++index) {
-        load_page((index - tile.page_begin) % kBuffers, pages.page(index), tile.beyond_capacity);
+        load_page((index - tile.page_begin) % kBuffers, pages.page(index), tile.bad_length);
       }
     }
   }
@@ -82,14 +82,14 @@ class Producer {
   // A page outside the pool is loaded like any other (the copy engine fills zeros, it cannot fault) and
   // flagged; the flag is written before the pieces' barriers can complete and read before the owner hands its
   // half back.
-  __device__ void load_page(int buffer, int page, bool beyond_capacity) {
+  __device__ void load_page(int buffer, int page, bool bad_length) {
     const uint32_t free_parity = (kv_phase_ >> buffer & 1) ^ 1;
     // The page's owner reads the pieces in this order: its own half first, because that is freed first.
     const BufferPart own = buffer == 0 ? kLeftPart : kRightPart;
     const BufferPart other = buffer == 0 ? kRightPart : kLeftPart;
     ptx::mbarrier_wait(&smem_.kv_empty[buffer][own], free_parity);
     if (lane_ == 0) {
-      smem_.bad_page[buffer] = beyond_capacity || page < 0 || page >= params_.num_pages;
+      smem_.bad_page[buffer] = bad_length || page < 0 || page >= params_.num_pages;
       load_half(buffer, own, page);
     }
     ptx::mbarrier_wait(&smem_.kv_empty[buffer][other], free_parity);

@@ -13,9 +13,9 @@ struct SplitTile {
   int request;
   int page_begin;
   int page_end;
-  int seq_len;           // at least 0, at most the block table's capacity
-  int partial_slot;      // where the partial result goes, or -1 for a request of one split
-  bool beyond_capacity;  // the length given was longer: the result is NaN
+  int seq_len;       // at least 0, at most the block table's capacity
+  int partial_slot;  // where the partial result goes, or -1 for a request of one split
+  bool bad_length;   // the length given was negative or longer than that: the result is NaN
 
   __device__ int num_pages() const { return page_end - page_begin; }
 };
@@ -43,11 +43,12 @@ class TileWalker {
     const int given = __ldg(params_.seq_lens + request_);
     const int first_slot = __ldg(params_.num_splits + request_);
     const int splits = __ldg(params_.num_splits + request_ + 1) - first_slot;
+    // In 64 bits: the table may be wider than any length.
     const int64_t capacity = static_cast<int64_t>(params_.max_blocks) * kPageTokens;
 
     tile.request = request_;
-    tile.beyond_capacity = given > capacity;
-    tile.seq_len = max(0, tile.beyond_capacity ? static_cast<int>(capacity) : given);
+    tile.bad_length = given < 0 || given > capacity;
+    tile.seq_len = static_cast<int>(max(int64_t{0}, min(int64_t{given}, capacity)));
     const int pages = ceil_div(tile.seq_len, kPageTokens);
     tile.page_begin = page_begin();
     tile.page_end = request_ == row_.z ? min(ceil_div(row_.w, kPageTokens), pages) : pages;
