@@ -95,7 +95,7 @@ def test_exports_and_comes_back() -> None:
 @pytest.mark.usefixtures("unregistered")
 @pytest.mark.parametrize("axis", ["heads", "requests"])
 def test_lowers_inside_shard_map(axis: str) -> None:
-    """Each device gets its own heads or requests; the cache is everybody's. (The schedule is per device too.)"""
+    """Each device gets its own heads or requests, and its own schedule; the cache is everybody's."""
     mesh = jax.sharding.AbstractMesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     split, whole = PartitionSpec("x"), PartitionSpec()
     heads, by_head = PartitionSpec(None, None, "x"), PartitionSpec(None, "x")
