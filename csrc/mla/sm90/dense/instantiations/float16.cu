@@ -1,0 +1,10 @@
+#include "mla/sm90/dense/instantiations/instantiations.h"
+#include "mla/sm90/dense/launch_impl.h"
+
+namespace pallas_attn::mla::sm90 {
+
+LaunchStatus launch_dense_decode_float16(const DecodeParams& params, cudaStream_t stream) {
+  return launch_instance<__half>(params, stream);
+}
+
+}  // namespace pallas_attn::mla::sm90

@@ -1,0 +1,62 @@
+// The dense Hopper MLA decode kernel. The README beside params.h draws its schedule.
+#pragma once
+
+#include <cuda.h>
+
+#include "mla/sm90/dense/left_warpgroup.h"
+#include "mla/sm90/dense/load.h"
+#include "mla/sm90/dense/right_warpgroup.h"
+#include "ptx/control.h"
+
+namespace pallas_attn::mla::sm90 {
+
+__device__ __forceinline__ void init_barriers(SmemPlan& smem) {
+  for (int buffer = 0; buffer < kBuffers; ++buffer) {
+    for (int piece = 0; piece < kPieces; ++piece) ptx::mbarrier_init(&smem.kv_full[buffer][piece], 1);
+    // Every warp of the warpgroup that frees the part arrives.
+    for (int part = 0; part < kBufferParts; ++part)
+      ptx::mbarrier_init(&smem.kv_empty[buffer][part], kSideWarps);
+  }
+  ptx::mbarrier_init(&smem.query_full, 1);
+  ptx::mbarrier_init(&smem.query_empty, kSides * kSideWarps);
+  ptx::mbarrier_init_fence();
+}
+
+template <typename Element>
+__global__ void __launch_bounds__(kThreads, 1)
+    dense_decode_kernel(const __grid_constant__ DecodeParams params,
+                        const __grid_constant__ CUtensorMap query_map,
+                        const __grid_constant__ CUtensorMap cache_map) {
+  extern __shared__ __align__(1024) char shared_memory[];
+  SmemPlan& smem = *reinterpret_cast<SmemPlan*>(shared_memory);
+  const int row_tile = blockIdx.x;
+  const int part = blockIdx.y;
+
+  if (threadIdx.x == 0) {
+    init_barriers(smem);
+    ptx::tma_prefetch_descriptor(&query_map);
+    ptx::tma_prefetch_descriptor(&cache_map);
+  }
+  __syncthreads();
+  // Through a shuffle, so that the compiler knows the roles' branch to be uniform in a warp: it serialises
+  // wgmma otherwise.
+  const int role = __shfl_sync(0xffffffff, threadIdx.x / kSideThreads, 0);
+  if (role == kLeft) {
+    ptx::raise_registers<kConsumerRegisters>();
+    LeftWarpgroup<Element>(params, smem, row_tile, threadIdx.x).run(part);
+  } else if (role == kRight) {
+    ptx::raise_registers<kConsumerRegisters>();
+    RightWarpgroup<Element>(params, smem, row_tile, threadIdx.x - kSideThreads).run(part);
+  } else {
+    ptx::lower_registers<kProducerRegisters>();
+    const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
+    if (warp == kConsumerThreads / 32) {
+      Producer(params, query_map, cache_map, smem, row_tile, threadIdx.x - kConsumerThreads).run(part);
+    }
+  }
+  // At the end, though the combine kernel could wait from the start: its blocks would then all sit on the few
+  // SMs that have no work, and stay there.
+  ptx::allow_dependent_launch();
+}
+
+}  // namespace pallas_attn::mla::sm90

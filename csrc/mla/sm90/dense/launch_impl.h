@@ -1,0 +1,46 @@
+// Launching one instantiation; included by the files under instantiations/ only.
+#pragma once
+
+#include "common/math.h"
+#include "common/tensor_map.h"
+#include "mla/sm90/dense/kernel.h"
+#include "mla/sm90/dense/traits.h"
+
+namespace pallas_attn::mla::sm90 {
+
+template <typename Element>
+LaunchStatus launch_instance(const DecodeParams& params, cudaStream_t stream) {
+  constexpr CUtensorMapDataType kDtype = ElementTraits<Element>::kTensorMapType;
+  constexpr uint64_t kTokenBytes = kQueryDim * 2;
+  const uint64_t rows = params.rows();
+
+  CUtensorMap query_map;
+  LaunchStatus status = encode_tensor_map({kDtype,
+                                           params.query,
+                                           {kQueryDim, rows, static_cast<uint64_t>(params.batch)},
+                                           {kTokenBytes, kTokenBytes * rows},
+                                           {kPieceDims, kTileRows, 1}},
+                                          &query_map);
+  if (!status.ok()) return status;
+
+  CUtensorMap cache_map;
+  status = encode_tensor_map({kDtype,
+                              params.latent_cache,
+                              {kQueryDim, kPageTokens, static_cast<uint64_t>(params.num_pages)},
+                              {kTokenBytes, kTokenBytes * kPageTokens},
+                              {kPieceDims, kPageTokens, 1}},
+                             &cache_map);
+  if (!status.ok()) return status;
+
+  // Every time, because the limit belongs to the current device and one process may drive several.
+  const auto kernel = dense_decode_kernel<Element>;
+  const cudaError_t raised =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(SmemPlan));
+  if (raised != cudaSuccess) return {raised, "raising the decode kernel's shared memory limit"};
+
+  const dim3 grid(ceil_div(params.rows(), kTileRows), params.num_sm_parts);
+  kernel<<<grid, kThreads, sizeof(SmemPlan), stream>>>(params, query_map, cache_map);
+  return {cudaGetLastError(), "launching the decode kernel"};
+}
+
+}  // namespace pallas_attn::mla::sm90

@@ -1,0 +1,57 @@
+// Shared memory of the dense Hopper kernel.
+//
+//   offset    bytes  what
+//        0    73728  query tile, 9 pieces of 64 rows x 128 bytes
+//    73728   147456  two pages of the cache, 9 pieces each; key and value are the same bytes
+//   221184      256  running maximum of every row
+//   221440      512  rescale factors of the newest even and odd page
+//   221952     1024  row sums, by tile parity and warpgroup
+//   222976      192  mbarriers
+//   223168        8  flags of bad pages
+//   = 223176, of the 232448 a CTA can have
+//
+// A page's probabilities (64 x 64, one piece), on their way to the warpgroup that did not compute them, need
+// no space of their own: they take the place of the page's rotary piece, which nobody reads once its scores
+// are complete and which is as long-lived as they are.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "mla/sm90/dense/config.h"
+
+namespace pallas_attn::mla::sm90 {
+
+// Parts of a page buffer that become free at different moments: each when the warpgroup that multiplies with
+// that half of the value is done with it. The rotary piece, holding probabilities by then, goes with the half
+// of the warpgroup that reads them there, the one that does not own the page.
+enum BufferPart { kLeftPart = 0, kRightPart = 1, kBufferParts = 2 };
+
+struct alignas(1024) SmemPlan {
+  using Piece = uint16_t[kTileTokens][kPieceDims];
+
+  Piece sQ[kPieces];
+  Piece sK[kBuffers][kPieces];
+
+  __device__ Piece& sP(int buffer) { return sK[buffer][kRopePiece]; }
+
+  float running_max[kTileRows];
+  float rescale[kBuffers][kTileRows];
+  float row_sum[2][kSides][kTileRows];
+
+  // Full: the piece has landed. Empty: the part may be overwritten.
+  uint64_t kv_full[kBuffers][kPieces];
+  uint64_t kv_empty[kBuffers][kBufferParts];
+  uint64_t query_full;
+  uint64_t query_empty;
+  int bad_page[kBuffers];
+};
+
+constexpr size_t kSmemLimit = 227 * 1024;
+static_assert(offsetof(SmemPlan, sK) == 73728);
+static_assert(offsetof(SmemPlan, running_max) == 221184);
+static_assert(offsetof(SmemPlan, kv_full) == 222976);
+static_assert(offsetof(SmemPlan, bad_page) == 223168);
+static_assert(sizeof(SmemPlan) <= kSmemLimit);
+
+}  // namespace pallas_attn::mla::sm90

@@ -1,0 +1,37 @@
+// What depends on the element type.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace pallas_attn::mla::sm90 {
+
+template <typename Element>
+struct ElementTraits;
+
+template <>
+struct ElementTraits<__nv_bfloat16> {
+  static constexpr CUtensorMapDataType kTensorMapType = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+
+  static __device__ __forceinline__ uint32_t pack(float low, float high) {
+    uint32_t packed;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+  }
+};
+
+template <>
+struct ElementTraits<__half> {
+  static constexpr CUtensorMapDataType kTensorMapType = CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+
+  static __device__ __forceinline__ uint32_t pack(float low, float high) {
+    uint32_t packed;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+  }
+};
+
+}  // namespace pallas_attn::mla::sm90

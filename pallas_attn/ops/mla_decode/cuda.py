@@ -1,0 +1,104 @@
+"""MLA decode on Hopper: the CUDA kernel of csrc/mla, called through XLA's FFI."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_attn import _ffi
+
+LATENT_DIM = 512
+QUERY_DIM = 576
+PAGE_SIZE = 64
+
+
+def unsupported(query: jax.Array, latent_cache: jax.Array) -> str | None:
+    """The reason the CUDA kernel cannot serve these arrays, or None."""
+    if query.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"needs bfloat16 or float16, the query is {query.dtype}"
+    if latent_cache.dtype != query.dtype:
+        return f"needs query and cache of one dtype, they are {query.dtype} and {latent_cache.dtype}"
+    if query.shape[-1] != QUERY_DIM:
+        return f"needs queries of {QUERY_DIM} numbers, got {query.shape[-1]}"
+    if latent_cache.shape[1:] != (PAGE_SIZE, 1, QUERY_DIM):
+        return f"needs pages of shape [{PAGE_SIZE}, 1, {QUERY_DIM}], got {list(latent_cache.shape[1:])}"
+    return None
+
+
+def mla_decode_cuda(
+    query: jax.Array,
+    latent_cache: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    schedule_metadata: jax.Array,
+    num_splits: jax.Array,
+    *,
+    scale: float,
+    causal: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of `query` over the latent cache, by the pages of `block_tables`.
+
+    Args:
+        query: [num_seqs, s_q, num_heads, 576] bfloat16 or float16.
+        latent_cache: [num_pages, 64, 1, 576], same dtype.
+        block_tables: [num_seqs, max_blocks] int32.
+        seq_lens: [num_seqs] int32, the new tokens included.
+        schedule_metadata, num_splits: of `mla_schedule`, for these lengths.
+        scale: multiplies the scores; positive.
+        causal: query i of s_q sees seq_len - s_q + i + 1 tokens instead of all.
+
+    Returns:
+        out [num_seqs, s_q, num_heads, 512] in the query's dtype and lse [num_seqs, num_heads, s_q] float32,
+        natural logarithm; 0 and -inf where nothing is visible, NaN for a request that uses a page outside the
+        pool, or whose length is negative or beyond its row of the table.
+
+    There is no batching rule: vmap raises. Under a mesh, call it inside shard_map.
+    """
+    _ffi.register()
+    num_seqs, s_q, num_heads, _ = query.shape
+    rows = s_q * num_heads
+    pieces = num_seqs + schedule_metadata.shape[0]
+    call = jax.ffi.ffi_call(
+        "pallas_attn_mla_decode_sm90",
+        (
+            jax.ShapeDtypeStruct((num_seqs, s_q, num_heads, LATENT_DIM), query.dtype),
+            jax.ShapeDtypeStruct((num_seqs, num_heads, s_q), jnp.float32),
+            # Results of requests cut into several splits, before they are merged: outputs, because a handler
+            # that allocates cannot be part of a command buffer.
+            jax.ShapeDtypeStruct((pieces, rows, LATENT_DIM), jnp.float32),
+            jax.ShapeDtypeStruct((pieces, rows), jnp.float32),
+        ),
+    )
+    out, lse, _, _ = call(
+        query,
+        latent_cache,
+        block_tables,
+        seq_lens,
+        schedule_metadata,
+        num_splits,
+        scale=np.float32(scale),
+        causal=bool(causal),
+    )
+    return out, lse
+
+
+def mla_schedule_cuda(
+    seq_lens: jax.Array, num_parts: int, *, overhead_blocks: int = 5
+) -> tuple[jax.Array, jax.Array]:
+    """The schedule of `mla_schedule` by one small kernel: [num_parts, 8] and [num_seqs + 1] int32.
+
+    Args:
+        seq_lens: [num_seqs] int32.
+        num_parts: pieces of equal work.
+        overhead_blocks: what starting on a request costs, in blocks of 64 tokens. Smaller values cut small
+            batches finer.
+    """
+    _ffi.register()
+    call = jax.ffi.ffi_call(
+        "pallas_attn_mla_schedule_sm90",
+        (
+            jax.ShapeDtypeStruct((num_parts, 8), jnp.int32),
+            jax.ShapeDtypeStruct((seq_lens.shape[0] + 1,), jnp.int32),
+        ),
+    )
+    schedule_metadata, num_splits = call(seq_lens, overhead_blocks=overhead_blocks)
+    return schedule_metadata, num_splits

@@ -1,0 +1,150 @@
+"""The CUDA library builds for sm_90a, and its machine code is what its README says. Needs nvcc, no GPU."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+# The decode kernel's warpgroups raise their registers to this at run time; ptxas reports the launch's 168.
+CONSUMER_REGISTERS = 240
+SMEM_LIMIT = 227 * 1024
+
+
+def _tool(name: str) -> str | None:
+    triton = pytest.importorskip("triton", reason="its wheel ships cuobjdump")
+    bundled = Path(triton.__file__).parent / "backends/nvidia/bin" / name
+    return str(bundled) if bundled.exists() else shutil.which(name)
+
+
+@pytest.fixture(scope="session")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if shutil.which("cmake") is None:
+        pytest.skip("no cmake")
+    directory = tmp_path_factory.mktemp("cuda_build")
+    configure = ["cmake", str(ROOT / "xla_ffi"), f"-DPython3_EXECUTABLE={sys.executable}"]
+    configured = subprocess.run(configure, cwd=directory, capture_output=True, text=True, check=False)
+    assert configured.returncode == 0, configured.stderr
+    if (reason := directory / "no_cuda_library.txt").exists():
+        pytest.skip(reason.read_text().strip())
+    built = subprocess.run(
+        ["cmake", "--build", ".", "--parallel", "2"],
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert built.returncode == 0, built.stdout + built.stderr
+    return directory
+
+
+@pytest.fixture(scope="session")
+def library(build: Path) -> Path:
+    return build / "libpallas_attn_cuda.so"
+
+
+@pytest.fixture(scope="session")
+def kernels(build: Path) -> dict[str, str]:
+    """SASS of each kernel by its mangled name."""
+    cuobjdump = _tool("cuobjdump")
+    if cuobjdump is None:
+        pytest.skip("no cuobjdump")
+    text = subprocess.run(
+        [cuobjdump, "-sass", str(build / "libpallas_attn_cuda.so")],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert set(re.findall(r"arch = (\S+)", text)) == {"sm_90a"}
+    return dict(re.findall(r"Function : (\S+)\n(.*?)(?=\n\t\tFunction : |\Z)", text, flags=re.DOTALL))
+
+
+def _decode_kernels(kernels: dict[str, str]) -> list[str]:
+    found = [sass for name, sass in kernels.items() if "dense_decode_kernel" in name]
+    assert len(found) == 2  # bfloat16, float16
+    return found
+
+
+def test_exports_only_the_handlers(library: Path) -> None:
+    names = subprocess.run(
+        ["nm", "-D", "--defined-only", str(library)], capture_output=True, text=True, check=True
+    )
+    ours = [line.split()[-1] for line in names.stdout.splitlines() if "pallas_attn" in line]
+    assert sorted(ours) == ["pallas_attn_mla_decode_sm90", "pallas_attn_mla_schedule_sm90"]
+
+
+def test_links_neither_driver_nor_runtime(library: Path) -> None:
+    needed = subprocess.run(
+        ["readelf", "-d", str(library)], capture_output=True, text=True, check=True
+    ).stdout
+    assert "libcuda" not in needed
+
+
+@pytest.mark.parametrize("instruction", ["HGMMA.64x64x16", "HGMMA.64x256x16", "UTMALDG.3D", "USETMAXREG"])
+def test_decode_uses(kernels: dict[str, str], instruction: str) -> None:
+    for sass in _decode_kernels(kernels):
+        assert instruction in sass
+
+
+def test_nothing_spills(kernels: dict[str, str], build: Path) -> None:
+    for name, sass in kernels.items():
+        assert not re.search(r"\b(LDL|STL)\b", sass), name
+    for log in build.glob("*.log"):
+        for stores, loads in re.findall(
+            r"(\d+) bytes spill stores, (\d+) bytes spill loads", log.read_text()
+        ):
+            assert (stores, loads) == ("0", "0"), log.name
+
+
+def test_products_stay_asynchronous(build: Path) -> None:
+    """ptxas says so when it waits after every wgmma; that costs half of the speed and nothing else tells."""
+    for log in build.glob("*.log"):
+        assert "Potential Performance Loss" not in log.read_text(), log.name
+
+
+def test_math_warps_are_uniform(kernels: dict[str, str]) -> None:
+    """Where the compiler suspects divergence it guards every wgmma with WARPSYNC: 6% slower when it did."""
+    for sass in _decode_kernels(kernels):
+        assert sass.count("WARPSYNC") == 0
+
+
+def test_registers_and_shared_memory_are_within_the_plan(kernels: dict[str, str]) -> None:
+    for sass in _decode_kernels(kernels):
+        used = max(int(register) for register in re.findall(r"\bR(\d+)\b", sass))
+        assert used < CONSUMER_REGISTERS
+    plan = (ROOT / "csrc/mla/sm90/dense/smem_plan.h").read_text()
+    total = int(re.search(r"= (\d+), of the (\d+) a CTA can have", plan)[1])  # checked by its static_asserts
+    assert total <= SMEM_LIMIT
+
+
+def test_csrc_is_framework_free() -> None:
+    for source in (ROOT / "csrc").rglob("*.*"):
+        if source.suffix in {".h", ".cu", ".cc"}:
+            included = re.findall(r'#include [<"]([^>"]+)[>"]', source.read_text())
+            assert not [
+                name for name in included if re.match(r"(xla|jax|torch|ATen|Python|cute|cutlass)", name)
+            ], source
+
+
+def test_configures_without_nvcc(tmp_path: Path) -> None:
+    if shutil.which("cmake") is None:
+        pytest.skip("no cmake")
+    environment = {**os.environ, "PALLAS_ATTN_NVCC": "/nonexistent/nvcc"}
+    command = ["cmake", str(ROOT / "xla_ffi"), f"-DPython3_EXECUTABLE={sys.executable}"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "does not run" in (tmp_path / "no_cuda_library.txt").read_text()
+
+
+def test_registers_with_xla(library: Path) -> None:
+    """In a process of its own: a registration is for the life of the process."""
+    code = "from pallas_attn import _ffi; assert _ffi.is_available() == (True, None); _ffi.register()"
+    environment = {**os.environ, "PALLAS_ATTN_CUDA_LIBRARY": str(library), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

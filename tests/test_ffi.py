@@ -1,0 +1,165 @@
+"""Finding the CUDA library, and what a call of it looks like to XLA. No GPU."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import export
+from jax.sharding import PartitionSpec
+
+from pallas_attn import _ffi
+from pallas_attn.ops.mla_decode import cuda
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_ffi, "_load", _ffi._load.__wrapped__)
+    monkeypatch.setattr(_ffi, "register", _ffi.register.__wrapped__)
+
+
+@pytest.mark.usefixtures("fresh")
+def test_says_why_there_is_no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("PALLAS_ATTN_CUDA_LIBRARY", raising=False)
+    monkeypatch.setattr(_ffi, "_directories", lambda: [tmp_path])
+    assert _ffi.is_available() == (False, "this build of pallas_attn has no CUDA library (it was not built)")
+    (tmp_path / "no_cuda_library.txt").write_text("no nvcc\n")
+    assert _ffi.is_available() == (False, "this build of pallas_attn has no CUDA library (no nvcc)")
+    with pytest.raises(RuntimeError, match="cannot be used: this build of pallas_attn has no CUDA library"):
+        _ffi.register()
+
+
+@pytest.mark.usefixtures("fresh")
+def test_says_why_a_library_does_not_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "libpallas_attn_cuda.so"
+    broken.write_text("not a library")
+    monkeypatch.setenv("PALLAS_ATTN_CUDA_LIBRARY", str(broken))
+    available, reason = _ffi.is_available()
+    assert not available
+    assert "libpallas_attn_cuda.so does not load" in reason
+    monkeypatch.setenv("PALLAS_ATTN_CUDA_LIBRARY", str(tmp_path / "absent.so"))
+    assert "does not exist" in _ffi.is_available()[1]
+
+
+def _struct(*shape: int, dtype: jnp.dtype = jnp.int32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _arguments(b: int = 2, s_q: int = 1, h: int = 16) -> list[jax.ShapeDtypeStruct]:
+    query = _struct(b, s_q, h, 576, dtype=jnp.bfloat16)
+    cache = _struct(10, 64, 1, 576, dtype=jnp.bfloat16)
+    return [query, cache, _struct(b, 8), _struct(b), _struct(132, 8), _struct(b + 1)]
+
+
+@pytest.fixture
+def unregistered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_ffi, "register", lambda: None)
+
+
+@pytest.mark.usefixtures("unregistered")
+def test_lowers_to_one_call_with_python_names() -> None:
+    def call(*arguments):
+        return cuda.mla_decode_cuda(*arguments, scale=0.125, causal=True)
+
+    text = jax.jit(call).trace(*_arguments(s_q=2)).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @pallas_attn_mla_decode_sm90") == 1
+    assert "causal = true, scale = 1.250000e-01 : f32" in text
+    out, lse = jax.eval_shape(call, *_arguments(s_q=2))
+    assert (out.shape, out.dtype) == ((2, 2, 16, 512), jnp.bfloat16)
+    assert (lse.shape, lse.dtype) == ((2, 16, 2), jnp.float32)
+
+
+@pytest.mark.usefixtures("unregistered")
+def test_schedule_lowers() -> None:
+    text = (
+        jax.jit(lambda lens: cuda.mla_schedule_cuda(lens, 132))
+        .trace(_struct(7))
+        .lower(lowering_platforms=("cuda",))
+        .as_text()
+    )
+    assert "custom_call @pallas_attn_mla_schedule_sm90" in text
+    assert "overhead_blocks = 5 : i64" in text
+
+
+@pytest.mark.usefixtures("unregistered")
+def test_exports_and_comes_back() -> None:
+    pytest.importorskip("flatbuffers", reason="serialisation needs it")
+    call = jax.jit(lambda *arguments: cuda.mla_decode_cuda(*arguments, scale=0.125, causal=False))
+    known = export.DisabledSafetyCheck.custom_call("pallas_attn_mla_decode_sm90")
+    exported = export.export(call, platforms=["cuda"], disabled_checks=[known])(*_arguments())
+    again = export.deserialize(exported.serialize())
+    assert again.platforms == ("cuda",)
+    assert [aval.shape for aval in again.out_avals] == [(2, 1, 16, 512), (2, 16, 1)]
+
+
+@pytest.mark.usefixtures("unregistered")
+@pytest.mark.parametrize("axis", ["heads", "requests"])
+def test_lowers_inside_shard_map(axis: str) -> None:
+    """Each device gets its own heads or requests, and its own schedule; the cache is everybody's."""
+    mesh = jax.sharding.AbstractMesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    split, whole = PartitionSpec("x"), PartitionSpec()
+    heads, by_head = PartitionSpec(None, None, "x"), PartitionSpec(None, "x")
+    if axis == "heads":
+        specs, out_specs, local = (
+            (heads, whole, whole, whole, whole, whole),
+            (heads, by_head),
+            "2x1x8x576xbf16",
+        )
+    else:
+        specs, out_specs, local = (
+            (split, whole, split, split, split, split),
+            (split, split),
+            "2x1x16x576xbf16",
+        )
+    call = jax.shard_map(
+        lambda *arguments: cuda.mla_decode_cuda(*arguments, scale=0.125, causal=False),
+        mesh=mesh,
+        in_specs=specs,
+        out_specs=out_specs,
+        check_vma=False,
+    )
+    arguments = _arguments()
+    if axis == "requests":
+        query, cache, tables, lengths, metadata, splits = _arguments(b=4)
+        # Two schedules of two requests each, one after the other.
+        metadata, splits = _struct(264, 8), _struct(6)
+        arguments = [query, cache, tables, lengths, metadata, splits]
+    with jax.sharding.use_abstract_mesh(mesh):
+        text = jax.jit(call).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    (line,) = [line for line in text.splitlines() if "@pallas_attn_mla_decode_sm90" in line]
+    assert f"(tensor<{local}>" in line
+
+
+@pytest.mark.usefixtures("unregistered")
+def test_vmap_is_refused() -> None:
+    arguments = [jnp.zeros((3, *a.shape), a.dtype) for a in _arguments()]
+    with pytest.raises(NotImplementedError, match="vmap is only supported"):
+        jax.vmap(lambda *a: cuda.mla_decode_cuda(*a, scale=1.0, causal=False))(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        (
+            {"query": _struct(2, 1, 16, 576, dtype=jnp.float32)},
+            "needs bfloat16 or float16, the query is float32",
+        ),
+        ({"query": _struct(2, 1, 16, 512, dtype=jnp.bfloat16)}, "needs queries of 576 numbers, got 512"),
+        (
+            {"cache": _struct(10, 16, 1, 576, dtype=jnp.bfloat16)},
+            "needs pages of shape [64, 1, 576], got [16, 1, 576]",
+        ),
+        (
+            {"cache": _struct(10, 64, 2, 576, dtype=jnp.bfloat16)},
+            "needs pages of shape [64, 1, 576], got [64, 2, 576]",
+        ),
+        (
+            {"cache": _struct(10, 64, 1, 576, dtype=jnp.float16)},
+            "needs query and cache of one dtype, they are bfloat16 and float16",
+        ),
+    ],
+)
+def test_unsupported(change: dict, reason: str | None) -> None:
+    query, cache = _arguments()[:2]
+    assert cuda.unsupported(change.get("query", query), change.get("cache", cache)) == reason

@@ -1,0 +1,265 @@
+"""The CUDA MLA decode kernel on a GPU, against a float32 reference over the same pages."""
+
+import functools
+import random
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_attn import _ffi
+from pallas_attn.ops.mla_decode.cuda import mla_decode_cuda, mla_schedule_cuda
+
+pytestmark = pytest.mark.gpu
+
+PAGE, DIM, LATENT = 64, 576, 512
+SCALE = DIM**-0.5
+# Twice what rounding the probabilities and the output gives (2.6e-3 in bfloat16).
+TOLERANCE = {jnp.bfloat16: 8e-3, jnp.float16: 1e-3}
+GARBAGE = 2147480000
+
+
+@pytest.fixture(autouse=True)
+def _needs_library() -> None:
+    available, reason = _ffi.is_available()
+    if not available:
+        pytest.skip(reason)
+
+
+def schedule(lengths: list[int], parts: int, overhead: int = 5) -> tuple[np.ndarray, np.ndarray]:
+    """FlashMLA's greedy sharing, in Python."""
+    pages = [-(-max(n, 0) // PAGE) for n in lengths]
+    budget = max(-(-sum(n + overhead for n in pages) // parts) + overhead, 2 * overhead)
+    request = page = split = 0
+    splits, rows = [0], []
+    for _ in range(parts):
+        row = [request, page * PAGE, 0, 0, split, 0, 0, 0]
+        left = budget
+        while request < len(lengths):
+            remaining = pages[request] - page
+            if left < remaining + overhead:
+                if left > overhead:
+                    page += left - overhead
+                    split += 1
+                break
+            left -= remaining + overhead
+            splits.append(splits[-1] + split + 1)
+            request, page, split = request + 1, 0, 0
+        row[2:4] = [request, page * PAGE] if page else [request - 1, lengths[request - 1]]
+        rows.append(row)
+    return np.array(rows, np.int32), np.array(splits, np.int32)
+
+
+@dataclass
+class Inputs:
+    lengths: list[int]
+    query: jax.Array
+    cache: jax.Array
+    tables: np.ndarray
+
+    @functools.cached_property
+    def parts(self) -> int:
+        rows = self.query.shape[1] * self.query.shape[2]
+        return max(1, 132 // -(-rows // 64))
+
+
+def make_inputs(lengths: list[int], h_q: int, s_q: int = 1, dtype=jnp.bfloat16, seed: int = 0) -> Inputs:
+    """Shuffled pages; NaN in every slot no request owns, garbage in every table entry none uses."""
+    rng = np.random.default_rng(seed)
+    pages = [-(-n // PAGE) for n in lengths]
+    num_pages = sum(pages) + 3
+    tables = np.full((len(lengths), max(*pages, 1) + 2), GARBAGE, np.int32)
+    order = rng.permutation(num_pages)
+    owned = np.zeros((num_pages, PAGE), bool)
+    used = 0
+    for i, n in enumerate(lengths):
+        mine = order[used : used + pages[i]]
+        used += pages[i]
+        tables[i, : pages[i]] = mine
+        for j, page in enumerate(mine):
+            owned[page, : n - j * PAGE] = True
+    keys = jax.random.split(jax.random.key(seed), 2)
+    cache = jax.random.normal(keys[0], (num_pages, PAGE, 1, DIM), dtype)
+    cache = jnp.where(jnp.asarray(owned)[:, :, None, None], cache, jnp.nan).astype(dtype)
+    query = jax.random.normal(keys[1], (len(lengths), s_q, h_q, DIM), dtype)
+    return Inputs(lengths, query, cache, tables)
+
+
+@functools.cache
+def _compiled(causal: bool):
+    return jax.jit(functools.partial(mla_decode_cuda, scale=SCALE, causal=causal))
+
+
+def run(inputs: Inputs, causal: bool, tables=None, seq_lens=None, overhead: int = 5):
+    metadata, splits = schedule(inputs.lengths, inputs.parts, overhead)
+    tables = jnp.asarray(inputs.tables if tables is None else tables)
+    seq_lens = jnp.asarray(inputs.lengths if seq_lens is None else seq_lens, jnp.int32)
+    metadata, splits = jnp.asarray(metadata), jnp.asarray(splits)
+    return _compiled(causal)(inputs.query, inputs.cache, tables, seq_lens, metadata, splits)
+
+
+def reference(inputs: Inputs, causal: bool):
+    """float32, one request after the other on the host: nothing to compile, and other arithmetic."""
+    query, cache = np.asarray(inputs.query.astype(jnp.float32)), np.asarray(inputs.cache)
+    batch, s_q, h_q, _ = query.shape
+    out = np.zeros((batch, s_q, h_q, LATENT), np.float32)
+    lse = np.full((batch, h_q, s_q), -np.inf, np.float32)
+    for i, n in enumerate(inputs.lengths):
+        keys = cache[inputs.tables[i, : -(-n // PAGE)]].reshape(-1, DIM)[:n].astype(np.float32)
+        for j in range(s_q):
+            visible = max(n - s_q + 1 + j, 0) if causal else n
+            if visible == 0:
+                continue
+            scores = query[i, j] @ keys[:visible].T * np.float32(SCALE)
+            top = scores.max(-1, keepdims=True)
+            weights = np.exp(scores - top)
+            total = weights.sum(-1, keepdims=True)
+            out[i, j] = weights / total @ keys[:visible, :LATENT]
+            lse[i, :, j] = (top + np.log(total))[:, 0]
+    return out, lse
+
+
+def check(inputs: Inputs, causal: bool, out, lse, skip: tuple[int, ...] = ()) -> None:
+    want, want_lse = reference(inputs, causal)
+    got, got_lse = np.asarray(out.astype(jnp.float32)), np.asarray(lse)
+    for i in skip:
+        assert np.isnan(got[i]).all()
+        assert np.isnan(got_lse[i]).all()
+    keep = np.array([i for i in range(len(inputs.lengths)) if i not in skip])
+    got, want, got_lse, want_lse = got[keep], want[keep], got_lse[keep], want_lse[keep]
+    assert np.isfinite(got).all()
+    size = np.linalg.norm(want, axis=-1)
+    assert (got[size == 0] == 0).all()
+    error = np.linalg.norm(got - want, axis=-1)[size > 0] / size[size > 0]
+    assert error.max(initial=0) < TOLERANCE[inputs.query.dtype.type]
+    product, squares = np.vdot(got, want), np.vdot(got, got) + np.vdot(want, want)
+    assert 1 - 2 * product / max(squares, 1e-12) < 1e-5
+    assert (np.isneginf(got_lse) == np.isneginf(want_lse)).all()
+    finite = np.isfinite(want_lse)
+    assert np.abs(got_lse[finite] - want_lse[finite]).max(initial=0) < 1e-3
+
+
+@pytest.mark.parametrize("varied", [False, True], ids=["equal", "varied"])
+@pytest.mark.parametrize("s_q", [1, 2])
+@pytest.mark.parametrize("h_q", [16, 32, 64, 128])
+@pytest.mark.parametrize("s_k", [4096, 8192, 16384])
+def test_matrix(s_k: int, h_q: int, s_q: int, varied: bool) -> None:
+    """FlashMLA's own test shapes."""
+    rng = random.Random(s_k + h_q)
+    lengths = [max(int(rng.normalvariate(s_k, s_k / 2)), s_q) for _ in range(128)] if varied else [s_k] * 128
+    inputs = make_inputs(lengths, h_q, s_q)
+    check(inputs, True, *run(inputs, causal=True))
+
+
+LENGTHS = [0, 1, 63, 64, 65, 127, 128, 129, 509, 3000, 0, 640]
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(("h_q", "s_q"), [(1, 1), (3, 1), (9, 3), (63, 1), (126, 2), (128, 1), (16, 4)])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_odd_shapes(h_q: int, s_q: int, causal: bool, dtype) -> None:
+    """Lengths around every boundary, zero lengths, heads that fill no tile, queries that see no key."""
+    inputs = make_inputs(LENGTHS, h_q, s_q, dtype, seed=h_q)
+    check(inputs, causal, *run(inputs, causal))
+
+
+@pytest.mark.parametrize("overhead", [1, 2, 5])
+@pytest.mark.parametrize("length", [1000, 8192, 32768])
+@pytest.mark.parametrize("h_q", [16, 128])
+def test_one_long_request(length: int, h_q: int, overhead: int) -> None:
+    """Up to a split for every multiprocessor."""
+    inputs = make_inputs([length], h_q)
+    check(inputs, False, *run(inputs, False, overhead=overhead))
+
+
+def test_needle_at_every_page_edge() -> None:
+    """Keys at the edges dominate: losing one would change everything."""
+    inputs = make_inputs([1000], 16)
+    for token in (0, 63, 64, 127, 128, 511, 512, 959, 960, 999):
+        page, slot = inputs.tables[0, token // PAGE], token % PAGE
+        direction = inputs.query[0, 0, 0].astype(jnp.float32)
+        needle = (direction * 12 / SCALE / jnp.sum(direction**2)).astype(jnp.bfloat16)
+        changed = Inputs(
+            inputs.lengths, inputs.query, inputs.cache.at[page, slot, 0].set(needle), inputs.tables
+        )
+        check(changed, False, *run(changed, False, overhead=1))
+
+
+@pytest.mark.parametrize("h_q", [16, 128])
+@pytest.mark.parametrize("bad", [-1, GARBAGE, -GARBAGE, "num_pages"])
+def test_bad_pages_give_nan_in_their_request_only(bad: int | str, h_q: int) -> None:
+    inputs = make_inputs([1000, 700, 64, 3000, 900], h_q, seed=5)
+    tables = inputs.tables.copy()
+    tables[1, 3] = tables[3, 40] = inputs.cache.shape[0] if bad == "num_pages" else bad
+    check(inputs, False, *run(inputs, False, tables=tables), skip=(1, 3))
+
+
+@pytest.mark.parametrize("length", [-1, "one too many", 2**31 - 1])
+def test_lengths_that_cannot_be_give_nan(length: int | str) -> None:
+    inputs = make_inputs([200, 700, 64], 16, seed=6)
+    too_long = inputs.tables.shape[1] * PAGE + 1 if length == "one too many" else length
+    check(inputs, False, *run(inputs, False, seq_lens=[200, too_long, 64]), skip=(1,))
+
+
+def test_same_bits_every_time() -> None:
+    rng = random.Random(1)
+    inputs = make_inputs([rng.randint(0, 3000) for _ in range(60)], 128, 2)
+    first = [np.asarray(x.astype(jnp.float32)) for x in run(inputs, True)]
+    for _ in range(5):
+        again = [np.asarray(x.astype(jnp.float32)) for x in run(inputs, True)]
+        assert all((a == b).all() for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("overhead", [1, 5])
+@pytest.mark.parametrize("parts", [1, 7, 66, 132])
+def test_schedule_kernel(parts: int, overhead: int) -> None:
+    rng = random.Random(parts)
+    for lengths in ([0], [1], [32768], [0, 0, 0], [4096] * 128, [rng.randint(0, 9000) for _ in range(200)]):
+        want = schedule(lengths, parts, overhead)
+        got = mla_schedule_cuda(jnp.asarray(lengths, jnp.int32), parts, overhead_blocks=overhead)
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_array_equal(np.asarray(a), b)
+
+
+def test_in_scan_and_while_loop() -> None:
+    """As layers are: many calls in one compiled loop, each feeding the next."""
+    inputs = make_inputs([300, 1000], 16, seed=9)
+    metadata, splits = map(jnp.asarray, schedule(inputs.lengths, inputs.parts))
+    lengths, tables = jnp.asarray(inputs.lengths, jnp.int32), jnp.asarray(inputs.tables)
+
+    def step(query):
+        out, _ = mla_decode_cuda(
+            query, inputs.cache, tables, lengths, metadata, splits, scale=SCALE, causal=False
+        )
+        return query.at[..., :LATENT].set(out)
+
+    eager = inputs.query
+    for _ in range(4):
+        eager = step(eager)
+    scanned = jax.jit(lambda q: jax.lax.scan(lambda c, _: (step(c), None), q, length=4)[0])(inputs.query)
+    looped = jax.jit(lambda q: jax.lax.fori_loop(0, 4, lambda _, c: step(c), q))(inputs.query)
+    assert (np.asarray(eager) == np.asarray(scanned)).all()
+    assert (np.asarray(eager) == np.asarray(looped)).all()
+
+
+def test_handler_refuses_what_python_lets_through() -> None:
+    inputs = make_inputs([100], 16)
+    metadata, splits = map(jnp.asarray, schedule(inputs.lengths, inputs.parts))
+    lengths, tables = jnp.asarray(inputs.lengths, jnp.int32), jnp.asarray(inputs.tables)
+
+    def message(*arguments, scale=SCALE) -> str:
+        with pytest.raises(Exception, match="pallas_attn_mla_decode_sm90: argument") as error:
+            jax.block_until_ready(mla_decode_cuda(*arguments, scale=scale, causal=False))
+        return str(error.value)
+
+    good = [inputs.query, inputs.cache, tables, lengths, metadata, splits]
+    assert "'latent_cache': expected dtype bfloat16, got float16" in message(
+        good[0], good[1].astype(jnp.float16), *good[2:]
+    )
+    assert "'query': expected shape [any, any, any, 576], got [1, 1, 16, 512]" in message(
+        good[0][..., :512], *good[1:]
+    )
+    assert "'num_splits': expected shape [2], got [1]" in message(*good[:5], splits[:1])
+    assert "'scale': expected a positive number" in message(*good, scale=-1.0)

@@ -1,0 +1,33 @@
+// Checks of a handler's arguments, worded like those of the Python layer: one line that names function,
+// argument, what was expected and what came.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "common/status.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace pallas_attn {
+
+class ArgumentChecker {
+ public:
+  explicit ArgumentChecker(const char* function) : function_(function) {}
+
+  // A dimension of -1 may have any size. The first failure stays.
+  void array(const char* argument, xla::ffi::AnyBuffer buffer, const std::vector<int64_t>& shape,
+             const std::vector<xla::ffi::DataType>& dtypes);
+  void require(bool condition, const char* argument, const std::string& expected, const std::string& got);
+
+  bool ok() const { return message_.empty(); }
+  xla::ffi::Error error() const { return xla::ffi::Error::InvalidArgument(message_); }
+
+ private:
+  const char* function_;
+  std::string message_;
+};
+
+xla::ffi::Error to_error(const char* function, LaunchStatus status);
+
+}  // namespace pallas_attn

@@ -1,0 +1,104 @@
+// FFI handler of the MLA decode kernel for sm_90: unpack, check, fill the parameters, launch.
+#include <cuda_runtime.h>
+
+#include <limits>
+
+#include "checks.h"
+#include "mla/combine/combine.h"
+#include "mla/params.h"
+#include "mla/sm90/dense/launch.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace pallas_attn {
+namespace {
+
+namespace ffi = xla::ffi;
+using ffi::DataType;
+
+constexpr char kName[] = "pallas_attn_mla_decode_sm90";
+
+ffi::Error mla_decode(cudaStream_t stream, ffi::AnyBuffer query, ffi::AnyBuffer latent_cache,
+                      ffi::AnyBuffer block_tables, ffi::AnyBuffer seq_lens, ffi::AnyBuffer schedule_metadata,
+                      ffi::AnyBuffer num_splits, ffi::Result<ffi::AnyBuffer> out,
+                      ffi::Result<ffi::AnyBuffer> lse, ffi::Result<ffi::AnyBuffer> partial_out,
+                      ffi::Result<ffi::AnyBuffer> partial_lse, float scale, bool causal) {
+  ArgumentChecker check(kName);
+  check.array("query", query, {-1, -1, -1, mla::kQueryDim}, {DataType::BF16, DataType::F16});
+  if (!check.ok()) return check.error();
+  const DataType dtype = query.element_type();
+  const int64_t batch = query.dimensions()[0];
+  const int64_t query_len = query.dimensions()[1];
+  const int64_t num_heads = query.dimensions()[2];
+  const int64_t rows = query_len * num_heads;
+  check.require(rows > 0 && batch > 0, "query", "at least one request, token and head", "none");
+
+  check.array("latent_cache", latent_cache, {-1, mla::kPageTokens, 1, mla::kQueryDim}, {dtype});
+  check.array("block_tables", block_tables, {batch, -1}, {DataType::S32});
+  check.array("seq_lens", seq_lens, {batch}, {DataType::S32});
+  check.array("schedule_metadata", schedule_metadata, {-1, mla::kScheduleFields}, {DataType::S32});
+  check.array("num_splits", num_splits, {batch + 1}, {DataType::S32});
+  check.require(scale > 0.0f, "scale", "a positive number", std::to_string(scale));
+  if (!check.ok()) return check.error();
+  const int64_t num_pages = latent_cache.dimensions()[0];
+  const int64_t max_blocks = block_tables.dimensions()[1];
+  const int64_t num_sm_parts = schedule_metadata.dimensions()[0];
+
+  constexpr int64_t kMaxInt = std::numeric_limits<int>::max();
+  check.require(num_pages > 0 && num_pages <= kMaxInt, "latent_cache", "between 1 and 2^31 - 1 pages",
+                std::to_string(num_pages));
+  constexpr int64_t kMaxGridY = 65535;
+  check.require(num_sm_parts > 0 && num_sm_parts <= kMaxGridY, "schedule_metadata",
+                "between 1 and 65535 parts", std::to_string(num_sm_parts));
+  check.array("out", *out, {batch, query_len, num_heads, mla::kLatentDim}, {dtype});
+  check.array("lse", *lse, {batch, num_heads, query_len}, {DataType::F32});
+  check.array("partial_out", *partial_out, {batch + num_sm_parts, rows, mla::kLatentDim}, {DataType::F32});
+  check.array("partial_lse", *partial_lse, {batch + num_sm_parts, rows}, {DataType::F32});
+  if (!check.ok()) return check.error();
+
+  mla::DecodeParams params = {};
+  params.query = query.untyped_data();
+  params.latent_cache = latent_cache.untyped_data();
+  params.block_tables = block_tables.typed_data<int32_t>();
+  params.seq_lens = seq_lens.typed_data<int32_t>();
+  params.schedule = schedule_metadata.typed_data<int32_t>();
+  params.num_splits = num_splits.typed_data<int32_t>();
+  params.out = out->untyped_data();
+  params.lse = lse->typed_data<float>();
+  params.partial_out = partial_out->typed_data<float>();
+  params.partial_lse2 = partial_lse->typed_data<float>();
+  params.batch = static_cast<int>(batch);
+  params.query_len = static_cast<int>(query_len);
+  params.num_heads = static_cast<int>(num_heads);
+  params.num_pages = static_cast<int>(num_pages);
+  params.max_blocks = static_cast<int>(max_blocks);
+  params.num_sm_parts = static_cast<int>(num_sm_parts);
+  params.scale = scale;
+  params.causal = causal;
+  params.element = dtype == DataType::BF16 ? mla::ElementType::kBfloat16 : mla::ElementType::kFloat16;
+
+  const LaunchStatus status = mla::sm90::launch_dense_decode(params, stream);
+  if (!status.ok()) return to_error(kName, status);
+  return to_error(kName, mla::launch_combine(params, stream));
+}
+
+}  // namespace
+}  // namespace pallas_attn
+
+#pragma GCC visibility push(default)
+XLA_FFI_DEFINE_HANDLER_SYMBOL(pallas_attn_mla_decode_sm90, pallas_attn::mla_decode,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<xla::ffi::AnyBuffer>()  // query
+                                  .Arg<xla::ffi::AnyBuffer>()  // latent_cache
+                                  .Arg<xla::ffi::AnyBuffer>()  // block_tables
+                                  .Arg<xla::ffi::AnyBuffer>()  // seq_lens
+                                  .Arg<xla::ffi::AnyBuffer>()  // schedule_metadata
+                                  .Arg<xla::ffi::AnyBuffer>()  // num_splits
+                                  .Ret<xla::ffi::AnyBuffer>()  // out
+                                  .Ret<xla::ffi::AnyBuffer>()  // lse
+                                  .Ret<xla::ffi::AnyBuffer>()  // partial_out
+                                  .Ret<xla::ffi::AnyBuffer>()  // partial_lse
+                                  .Attr<float>("scale")
+                                  .Attr<bool>("causal"),
+                              {xla::ffi::Traits::kCmdBufferCompatible});
+#pragma GCC visibility pop
