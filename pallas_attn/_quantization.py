@@ -16,9 +16,6 @@ FP8_DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 QUANTIZED_DTYPES = (*FP8_DTYPES, jnp.int8)
 
 
-_NO_FRACTION = 1.5 * 2.0**23
-
-
 def is_quantized(dtype: Any) -> bool:
     return any(dtype == jnp.dtype(d) for d in QUANTIZED_DTYPES)
 
@@ -51,9 +48,7 @@ def quantize(values: jax.Array, dtype: Any, scale: jax.Array) -> jax.Array:
     scaled = values.astype(jnp.float32) / scale
     scaled = jnp.clip(scaled, -largest(dtype), largest(dtype))
     if dtype == jnp.int8:
-        # To the nearest integer, ties to even: at this magnitude float32 has no fraction bits left. (The Triton
-        # lowering has no round.)
-        scaled = (scaled + _NO_FRACTION) - _NO_FRACTION
+        scaled = _round(scaled)
     return scaled.astype(dtype)
 
 
@@ -69,3 +64,10 @@ def per_head_scale(
     if scale.shape not in ((), (1,), (num_kv_heads,)):
         fail(function, name, f"a scalar or shape [num_kv_heads={num_kv_heads}]", f"shape {list(scale.shape)}")
     return jnp.broadcast_to(scale, (num_kv_heads,))
+
+
+def _round(x: jax.Array) -> jax.Array:
+    """To the nearest integer, ties to even, as jnp.round, which the Triton lowering lacks."""
+    up = jnp.floor(x + 0.5)
+    odd = up != 2 * jnp.floor(up / 2)
+    return jnp.where((up == x + 0.5) & odd, up - 1, up)
