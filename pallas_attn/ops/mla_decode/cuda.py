@@ -1,5 +1,7 @@
 """MLA decode on Hopper: the CUDA kernel of csrc/mla, called through XLA's FFI."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,7 @@ QUERY_DIM = 576
 PAGE_SIZE = 64
 
 
-def unsupported(query: jax.Array, latent_cache: jax.Array) -> str | None:
+def unsupported(query: Any, latent_cache: Any) -> str | None:
     """The reason the CUDA kernel cannot serve these arrays, or None."""
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"needs bfloat16 or float16, the query is {query.dtype}"
