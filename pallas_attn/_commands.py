@@ -28,6 +28,13 @@ class Dtype(enum.StrEnum):
     bfloat16 = "bfloat16"
 
 
+class Attending(enum.StrEnum):
+    """Which op decoding goes through."""
+
+    gqa = "gqa"
+    mla = "mla"
+
+
 def run(arguments: list[str]) -> int:
     """Runs one command line; wrong usage is one line on stderr and status 2."""
     try:
@@ -90,6 +97,10 @@ def generate(
     num_pages: Annotated[
         int | None, typer.Option(help="Pages of the KV cache per layer.", show_default="just enough")
     ] = None,
+    attention: Annotated[
+        Attending,
+        typer.Option(help="Decode by `paged_attention`, or pack keys and values for `mla_decode`."),
+    ] = Attending.gqa,
     implementation: Annotated[
         str | None,
         typer.Option(
@@ -120,6 +131,7 @@ def generate(
             dtype=dtype.value,
             page_size=page_size,
             num_pages=num_pages,
+            attention=attention.value,
             implementation=implementation,
             check=check,
         )
