@@ -3,16 +3,32 @@
 from pallas_attn._dispatch import available_implementations, record_implementations
 from pallas_attn._masking import LocalStride
 from pallas_attn.ops.kv_cache import OutOfPagesError, PageAllocator, PagedKVCache, convert_layout, write_kv
+from pallas_attn.ops.mla_decode import (
+    MLADecodeConfig,
+    MLASchedule,
+    PagedLatentCache,
+    flash_mla_with_kvcache,
+    get_mla_metadata,
+    mla_decode,
+    mla_schedule,
+)
 from pallas_attn.ops.paged_attention import PagedAttentionConfig, paged_attention
 
 __all__ = [
     "LocalStride",
+    "MLADecodeConfig",
+    "MLASchedule",
     "OutOfPagesError",
     "PageAllocator",
     "PagedAttentionConfig",
     "PagedKVCache",
+    "PagedLatentCache",
     "available_implementations",
     "convert_layout",
+    "flash_mla_with_kvcache",
+    "get_mla_metadata",
+    "mla_decode",
+    "mla_schedule",
     "paged_attention",
     "record_implementations",
     "write_kv",

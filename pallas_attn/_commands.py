@@ -34,6 +34,13 @@ class CacheDtype(enum.StrEnum):
     int8 = "int8"
 
 
+class Attending(enum.StrEnum):
+    """Which op decoding goes through."""
+
+    gqa = "gqa"
+    mla = "mla"
+
+
 def run(arguments: list[str]) -> int:
     """Runs one command line; wrong usage is one line on stderr and status 2."""
     try:
@@ -103,6 +110,10 @@ def generate(
     num_pages: Annotated[
         int | None, typer.Option(help="Pages of the KV cache per layer.", show_default="just enough")
     ] = None,
+    attention: Annotated[
+        Attending,
+        typer.Option(help="Decode by `paged_attention`, or pack keys and values for `mla_decode`."),
+    ] = Attending.gqa,
     implementation: Annotated[
         str | None,
         typer.Option(
@@ -134,6 +145,7 @@ def generate(
             cache_dtype=cache_dtype.value if cache_dtype else None,
             page_size=page_size,
             num_pages=num_pages,
+            attention=attention.value,
             implementation=implementation,
             check=check,
         )

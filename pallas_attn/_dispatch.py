@@ -47,10 +47,14 @@ _AVAILABLE: dict[str, Callable[[Device], Reason]] = {
 
 @dataclass(frozen=True)
 class Implementation:
-    """`supports(case)` gives the reason this function cannot serve the op's case, or None."""
+    """`supports(case)` gives the reason this function cannot serve the op's case, or None.
+
+    `yields(case)` says that a later implementation in the order of preference, if it can serve, is the faster one.
+    """
 
     fn: Callable[..., Any]
     supports: Callable[[Any], Reason] = _always
+    yields: Callable[[Any], bool] = lambda case: False
 
 
 _OPS: dict[str, dict[str, Implementation]] = {}
@@ -81,19 +85,17 @@ def resolve(op: str, case: Any, requested: str | None) -> tuple[str, Callable[..
     candidates = [n for n in _AVAILABLE if n in known and n != "interpret"]
     if device.platform != "gpu":
         candidates = ["xla"]
-    reasons = {}
-    for name in candidates:
-        reasons[name] = refusal(name)
-        if reasons[name] is None:
-            refused = "; ".join(f"{n}: {r}" for n, r in reasons.items() if r and not _AVAILABLE[n](device))
-            if name == "xla" and refused:
-                warnings.warn(
-                    f"{op}: served by the slow 'xla' implementation because {refused}", stacklevel=4
-                )
-            return _record(op, name), known[name].fn
-    raise ValueError(
-        f"{op}: no implementation can serve this call: " + "; ".join(f"{n}: {r}" for n, r in reasons.items())
-    )
+    reasons = {name: refusal(name) for name in candidates}
+    able = [name for name in candidates if reasons[name] is None]
+    if not able:
+        listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        raise ValueError(f"{op}: no implementation can serve this call: {listed}")
+    willing = [name for name in able if name != "xla" and not known[name].yields(case)]
+    name = (willing or able)[0]
+    if name == "xla" and (refused := [n for n in candidates if reasons[n] and not _AVAILABLE[n](device)]):
+        because = "; ".join(f"{n}: {reasons[n]}" for n in refused)
+        warnings.warn(f"{op}: served by the slow 'xla' implementation because {because}", stacklevel=4)
+    return _record(op, name), known[name].fn
 
 
 def _record(op: str, name: str) -> str:

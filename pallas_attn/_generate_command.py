@@ -3,6 +3,7 @@
 import dataclasses
 import statistics
 from pathlib import Path
+from typing import Literal
 
 import jax
 from rich.console import Console
@@ -34,6 +35,7 @@ class GenerateOptions:
     cache_dtype: str | None
     page_size: int
     num_pages: int | None
+    attention: Literal["gqa", "mla"]
     implementation: str | None
     check: bool
 
@@ -56,7 +58,13 @@ def run_generate(options: GenerateOptions) -> int:
     out, err = Console(highlight=False, markup=False, soft_wrap=True), Console(stderr=True)
     path = default_model_path() if options.model is None else options.model
     with _progress(err, "loading", "tensors") as report:
-        loaded = load_gguf(path, dtype=options.dtype, implementation=options.implementation, progress=report)
+        loaded = load_gguf(
+            path,
+            dtype=options.dtype,
+            attention=options.attention,
+            implementation=options.implementation,
+            progress=report,
+        )
     tokenizer = loaded.tokenizer
     prompts = [tokenizer.encode(text if options.raw else _as_chat(loaded, text)) for text in texts]
 

@@ -81,6 +81,7 @@ def compile_kernels(lowered: Any, sm: int) -> list[Compiled]:
             triton_lib.dialect.register_dialect(context)
             path = Path(folder) / f"{name}.ttir"
             path.write_text(str(ir.Module.parse(bytecode)))
+            _simplify(path, sm)
             kernel = triton.compile(
                 str(path),
                 target=GPUTarget("cuda", sm, 32),
@@ -89,6 +90,25 @@ def compile_kernels(lowered: Any, sm: int) -> list[Compiled]:
         registers, spills = _resources(kernel.asm["cubin"])
         compiled.append(Compiled(name, sm, kernel.asm["ptx"], kernel.metadata.shared, registers, spills))
     return compiled
+
+
+def _simplify(path: Path, sm: int) -> None:
+    """Runs the target-independent passes, which `triton.compile` leaves out for a file of Triton IR and XLA does not.
+
+    Among them is the one that lets `acc + dot(a, b)` accumulate in place.
+    """
+    from triton._C.libtriton import ir as triton_ir
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import make_backend
+
+    backend = make_backend(GPUTarget("cuda", sm, 32))
+    context = triton_ir.context()
+    triton_ir.load_dialects(context)
+    backend.load_dialects(context)
+    module = triton_ir.parse_mlir_module(str(path), context)
+    module.context = context
+    backend.make_ttir(module, {}, backend.parse_options({}), sm)
+    path.write_text(str(module))
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:

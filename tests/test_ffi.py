@@ -9,6 +9,7 @@ from jax import export
 from jax.sharding import PartitionSpec
 
 from pallas_attn import _ffi
+from pallas_attn.ops.kv_cache.layout import PoolShape
 from pallas_attn.ops.mla_decode import cuda
 
 
@@ -138,28 +139,14 @@ def test_vmap_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("dtype", "page_size", "num_kv_heads", "reason"),
     [
-        ({}, None),
-        (
-            {"query": _struct(2, 1, 16, 576, dtype=jnp.float32)},
-            "needs bfloat16 or float16, the query is float32",
-        ),
-        ({"query": _struct(2, 1, 16, 512, dtype=jnp.bfloat16)}, "needs queries of 576 numbers, got 512"),
-        (
-            {"cache": _struct(10, 16, 1, 576, dtype=jnp.bfloat16)},
-            "needs pages of shape [64, 1, 576], got [16, 1, 576]",
-        ),
-        (
-            {"cache": _struct(10, 64, 2, 576, dtype=jnp.bfloat16)},
-            "needs pages of shape [64, 1, 576], got [64, 2, 576]",
-        ),
-        (
-            {"cache": _struct(10, 64, 1, 576, dtype=jnp.float16)},
-            "needs query and cache of one dtype, they are bfloat16 and float16",
-        ),
+        (jnp.bfloat16, 64, 1, None),
+        (jnp.float16, 64, 1, None),
+        (jnp.float32, 64, 1, "needs bfloat16 or float16, got float32"),
+        (jnp.bfloat16, 16, 1, "needs pages of 64 tokens and 1 KV head, got 16 and 1"),
+        (jnp.bfloat16, 64, 2, "needs pages of 64 tokens and 1 KV head, got 64 and 2"),
     ],
 )
-def test_unsupported(change: dict, reason: str | None) -> None:
-    query, cache = _arguments()[:2]
-    assert cuda.unsupported(change.get("query", query), change.get("cache", cache)) == reason
+def test_unsupported(dtype, page_size: int, num_kv_heads: int, reason: str | None) -> None:
+    assert cuda.unsupported(dtype, PoolShape(10, page_size, num_kv_heads, 576)) == reason

@@ -1,5 +1,8 @@
 """Small, readable decoder models that use the ops, and what it takes to run them on real prompts."""
 
+from .deepseek import DeepSeek as DeepSeek
+from .deepseek import DeepSeekConfig as DeepSeekConfig
+from .deepseek import load_transformers_weights as load_transformers_weights
 from .generate import Generation as Generation
 from .generate import generate as generate
 from .gguf_loader import LoadedModel as LoadedModel
@@ -10,6 +13,8 @@ from .llama import LlamaConfig as LlamaConfig
 from .tokenizer import Tokenizer as Tokenizer
 
 __all__ = [
+    "DeepSeek",
+    "DeepSeekConfig",
     "Generation",
     "Llama",
     "LlamaConfig",
@@ -18,4 +23,5 @@ __all__ = [
     "default_model_path",
     "generate",
     "load_gguf",
+    "load_transformers_weights",
 ]

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn import PageAllocator, PagedKVCache
+from pallas_attn import PageAllocator, PagedKVCache, PagedLatentCache
 from pallas_attn._checks import fail
 from pallas_attn._optional import needs_extra
 
@@ -75,7 +75,7 @@ class _State:
     """What the loop carries, all of it donated: n = max_new_tokens."""
 
     # A pytree's leaves may be anything a transformation puts there (shapes, shardings), hence `| Any`.
-    cache: PagedKVCache | Any
+    cache: PagedKVCache | PagedLatentCache | Any
     tokens: jax.Array | Any  # [num_seqs, n] int32, -1 where not generated
     lengths: jax.Array | Any  # [num_seqs] int32
     done: jax.Array | Any  # [num_seqs] bool
@@ -131,14 +131,11 @@ def generate(
 
     config, num_seqs = model.config, len(prompts)
     state = _State(
-        cache=PagedKVCache.create(
-            num_layers=config.num_layers,
+        cache=model.create_cache(
             num_pages=num_pages,
             page_size=page_size,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
             block_tables=jnp.asarray(block_tables),
-            dtype=model.dtype if cache_dtype is None else cache_dtype,
+            dtype=cache_dtype,
         ),
         tokens=jnp.full((num_seqs, max_new_tokens), -1, jnp.int32),
         lengths=jnp.zeros(num_seqs, jnp.int32),

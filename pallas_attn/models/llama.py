@@ -6,18 +6,23 @@ layers in place.
 """
 
 import dataclasses
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_attn import PagedKVCache
+from pallas_attn import PagedKVCache, PagedLatentCache
 from pallas_attn._checks import fail
 from pallas_attn._optional import needs_extra
-from pallas_attn.nn import PagedAttention
+from pallas_attn.nn import LatentGQA, PagedAttention
 
 with needs_extra("models", user="pallas_attn.models.llama"):
     from flax import nnx
+
+type Attending = Literal["gqa", "mla"]
+type Cache = Any
+"""A `PagedKVCache` or a `PagedLatentCache`, as `Llama.create_cache` makes it."""
 
 # float32 weights mean float32 products (a GPU would take TF32 by default); bfloat16 weights are not affected.
 _PRECISION = jax.lax.Precision.HIGHEST
@@ -109,15 +114,23 @@ def _linear(in_size: int, out_size: int, dtype: DTypeLike, rngs: nnx.Rngs) -> nn
 class Attention(nnx.Module):
     """Grouped-query attention; query, key and value come out of one projection, in this order."""
 
-    def __init__(self, config: LlamaConfig, dtype: DTypeLike, implementation: str | None, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: LlamaConfig,
+        dtype: DTypeLike,
+        attention: Attending,
+        implementation: str | None,
+        rngs: nnx.Rngs,
+    ):
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim = config.head_dim
         all_heads = config.num_heads + 2 * config.num_kv_heads
         self.qkv_proj = _linear(config.hidden_size, all_heads * config.head_dim, dtype, rngs)
         self.o_proj = _linear(config.num_heads * config.head_dim, config.hidden_size, dtype, rngs)
-        self.attend = PagedAttention(implementation=implementation)
+        attend = LatentGQA if attention == "mla" else PagedAttention
+        self.attend = attend(implementation=implementation)
 
-    def __call__(self, x, rotary, cache: PagedKVCache, layer, positions) -> tuple[jax.Array, PagedKVCache]:
+    def __call__(self, x, rotary, cache: Cache, layer, positions) -> tuple[jax.Array, Cache]:
         heads = self.qkv_proj(x).reshape(*x.shape[:2], -1, self.head_dim)
         num_heads, num_kv_heads = self.num_heads, self.num_kv_heads
         query, key, value = jnp.split(heads, [num_heads, num_heads + num_kv_heads], axis=2)
@@ -141,13 +154,20 @@ class MLP(nnx.Module):
 class DecoderLayer(nnx.Module):
     """Pre-norm attention and MLP, each added to the residual stream."""
 
-    def __init__(self, config: LlamaConfig, dtype: DTypeLike, implementation: str | None, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: LlamaConfig,
+        dtype: DTypeLike,
+        attention: Attending,
+        implementation: str | None,
+        rngs: nnx.Rngs,
+    ):
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.attention = Attention(config, dtype, implementation, rngs)
+        self.attention = Attention(config, dtype, attention, implementation, rngs)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.mlp = MLP(config, dtype, rngs)
 
-    def __call__(self, x, rotary, cache: PagedKVCache, layer, positions) -> tuple[jax.Array, PagedKVCache]:
+    def __call__(self, x, rotary, cache: Cache, layer, positions) -> tuple[jax.Array, Cache]:
         output, cache = self.attention(self.attention_norm(x), rotary, cache, layer, positions)
         x = x + output
         return x + self.mlp(self.mlp_norm(x)), cache
@@ -159,6 +179,8 @@ class Llama(nnx.Module):
     Args:
         config: sizes.
         dtype: of weights and activations, float32 or bfloat16; norms, softmax and logits are float32.
+        attention: "gqa" decodes by `paged_attention` over a `PagedKVCache`; "mla" by `mla_decode` over a
+            `PagedLatentCache`, which computes the same (see `pallas_attn.nn.LatentGQA`).
         implementation: which implementation of the attention ops to force; ``None`` picks the best.
         rngs: random weights are drawn from it. To load real ones see `pallas_attn.models.load_gguf`.
     """
@@ -168,10 +190,17 @@ class Llama(nnx.Module):
         config: LlamaConfig,
         *,
         dtype: DTypeLike = jnp.float32,
+        attention: Attending = "gqa",
         implementation: str | None = None,
         rngs: nnx.Rngs,
     ):
+        if attention not in ("gqa", "mla"):
+            fail("Llama", "attention", "'gqa' or 'mla'", repr(attention))
+        if attention == "mla" and 2 * config.num_kv_heads * config.head_dim > 512:
+            expected = "'gqa' for a model whose keys and values of all heads are wider than 512"
+            fail("Llama", "attention", expected, "'mla'")
         self.config = config
+        self.attention: Attending = attention
         self.dtype = jnp.dtype(dtype)
         self.implementation = implementation
         init = jax.nn.initializers.normal(0.02)
@@ -180,7 +209,7 @@ class Llama(nnx.Module):
         @nnx.split_rngs(splits=config.num_layers)
         @nnx.vmap(in_axes=0, out_axes=0)
         def stack_of_layers(rngs: nnx.Rngs) -> DecoderLayer:
-            return DecoderLayer(config, dtype, implementation, rngs)
+            return DecoderLayer(config, dtype, attention, implementation, rngs)
 
         # One module whose parameters have a leading axis [num_layers, ...].
         self.layers = stack_of_layers(rngs)
@@ -188,9 +217,28 @@ class Llama(nnx.Module):
         if not config.tie_word_embeddings:
             self.lm_head = nnx.Param(init(rngs.params(), (config.vocab_size, config.hidden_size), dtype))
 
-    def __call__(
-        self, tokens: jax.Array, positions: jax.Array, cache: PagedKVCache
-    ) -> tuple[jax.Array, PagedKVCache]:
+    def create_cache(
+        self, *, num_pages: int, page_size: int, block_tables: jax.Array, dtype: Any = None
+    ) -> PagedKVCache | PagedLatentCache:
+        """An empty cache of the kind this model's attention wants, with `num_pages` pages for each layer.
+
+        dtype: of the cache; None means the model's. Latent caches have no other.
+        """
+        config = self.config
+        sizes: dict[str, Any] = dict(
+            num_layers=config.num_layers,
+            num_pages=num_pages,
+            page_size=page_size,
+            block_tables=block_tables,
+            dtype=self.dtype if dtype is None else dtype,
+        )
+        if self.attention == "mla":
+            if sizes["dtype"] != self.dtype:
+                fail("create_cache", "dtype", f"{self.dtype} (the model's) with attention='mla'", str(dtype))
+            return PagedLatentCache.create(**sizes)
+        return PagedKVCache.create(num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, **sizes)
+
+    def __call__(self, tokens: jax.Array, positions: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         """Runs `n` new tokens of every sequence through the layers.
 
         Args:

@@ -1,5 +1,9 @@
 """Flax modules over the ops: NNX here, their Linen twins in `pallas_attn.nn.linen`."""
 
+from .latent_gqa import LatentGQA as LatentGQA
+from .mla import MLAConfig as MLAConfig
+from .mla import MultiHeadLatentAttention as MultiHeadLatentAttention
 from .paged_attention import PagedAttention as PagedAttention
+from .rotary import Yarn as Yarn
 
-__all__ = ["PagedAttention"]
+__all__ = ["LatentGQA", "MLAConfig", "MultiHeadLatentAttention", "PagedAttention", "Yarn"]

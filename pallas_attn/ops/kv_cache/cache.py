@@ -14,6 +14,19 @@ from pallas_attn.ops.kv_cache.api import write_kv
 from pallas_attn.ops.kv_cache.layout import LAYOUTS, PoolShape, array_shape, pool_shape
 
 
+def layer_tables(block_tables: jax.Array, num_pages: int, layer: int | jax.Array) -> jax.Array:
+    """Block tables of one layer in a pool that holds `num_pages` pages for each layer; -1 where out of range."""
+    return jnp.where(usable_pages(block_tables, num_pages), block_tables + layer * num_pages, -1)
+
+
+def token_slots(tables: jax.Array, page_size: int, positions: jax.Array) -> jax.Array:
+    """Slots [num_seqs * n] of tokens at `positions` [num_seqs, n]; -1 where `tables` have no page for them."""
+    column = positions // page_size
+    held = (positions >= 0) & (column < tables.shape[1])
+    pages = jnp.take_along_axis(tables, jnp.where(held, column, 0), axis=1)
+    return jnp.where(held & (pages >= 0), pages * page_size + positions % page_size, -1).reshape(-1)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PagedKVCache:
@@ -102,9 +115,7 @@ class PagedKVCache:
 
         Ids outside [0, num_pages) become -1: shifted as they are, they would name another layer's page.
         """
-        return jnp.where(
-            usable_pages(self.block_tables, self.num_pages), self.block_tables + layer * self.num_pages, -1
-        )
+        return layer_tables(self.block_tables, self.num_pages, layer)
 
     def slots(self, layer: int | jax.Array, positions: jax.Array) -> jax.Array:
         """Slots, in one layer's pages, of tokens at `positions` [num_seqs, n] int32 of each sequence.
@@ -112,12 +123,7 @@ class PagedKVCache:
         Returns [num_seqs * n] int32 for `write_kv`; -1 where a position is negative, beyond the table, or in a
         page that the table does not name.
         """
-        column = positions // self.page_size
-        held = (positions >= 0) & (column < self.block_tables.shape[1])
-        tables = self.layer_tables(layer)
-        pages = jnp.take_along_axis(tables, jnp.where(held, column, 0), axis=1)
-        slots = jnp.where(held & (pages >= 0), pages * self.page_size + positions % self.page_size, -1)
-        return slots.reshape(-1)
+        return token_slots(self.layer_tables(layer), self.page_size, positions)
 
     def scales(self, layer: int | jax.Array) -> dict[str, Any]:
         """One layer's k_scale and v_scale [num_kv_heads], as keywords of `paged_attention`; {} without them."""

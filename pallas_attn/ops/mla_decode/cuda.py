@@ -7,22 +7,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn import _ffi
+from pallas_attn.ops.kv_cache.layout import PoolShape
 
 LATENT_DIM = 512
-QUERY_DIM = 576
 PAGE_SIZE = 64
 
 
-def unsupported(query: Any, latent_cache: Any) -> str | None:
-    """The reason the CUDA kernel cannot serve these arrays, or None."""
-    if query.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"needs bfloat16 or float16, the query is {query.dtype}"
-    if latent_cache.dtype != query.dtype:
-        return f"needs query and cache of one dtype, they are {query.dtype} and {latent_cache.dtype}"
-    if query.shape[-1] != QUERY_DIM:
-        return f"needs queries of {QUERY_DIM} numbers, got {query.shape[-1]}"
-    if latent_cache.shape[1:] != (PAGE_SIZE, 1, QUERY_DIM):
-        return f"needs pages of shape [{PAGE_SIZE}, 1, {QUERY_DIM}], got {list(latent_cache.shape[1:])}"
+def unsupported(dtype: Any, pool: PoolShape) -> str | None:
+    """The reason the CUDA kernel cannot serve queries and caches of a dtype and pool, or None."""
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"needs bfloat16 or float16, got {jnp.dtype(dtype).name}"
+    if (pool.page_size, pool.num_kv_heads) != (PAGE_SIZE, 1):
+        return (
+            f"needs pages of {PAGE_SIZE} tokens and 1 KV head, got {pool.page_size} and {pool.num_kv_heads}"
+        )
     return None
 
 

@@ -5,11 +5,26 @@ splits, a short one has one. The rule is evaluated by each program from all leng
 read while its own length is on the way), which is cheaper than a launch to precompute it.
 """
 
+from typing import Protocol, runtime_checkable
+
 import jax
 import jax.numpy as jnp
 
 from pallas_attn import _pallas
-from pallas_attn.ops.paged_attention.config import PagedAttentionConfig
+
+
+@runtime_checkable
+class SplitLimits(Protocol):
+    """The fields of an op's config that say how to cut."""
+
+    @property
+    def block_kv(self) -> int: ...
+    @property
+    def num_splits(self) -> int: ...
+    @property
+    def min_split_tokens(self) -> int: ...
+    @property
+    def target_programs(self) -> int: ...
 
 
 def load_lengths(seq_lens_ref, *, num_seqs: int, max_len: int) -> jax.Array:
@@ -19,7 +34,7 @@ def load_lengths(seq_lens_ref, *, num_seqs: int, max_len: int) -> jax.Array:
     return jnp.clip(lengths, 0, max_len)
 
 
-def fair_share(num_tiles: jax.Array, *, programs_per_tile: int, config: PagedAttentionConfig) -> jax.Array:
+def fair_share(num_tiles: jax.Array, *, programs_per_tile: int, config: SplitLimits) -> jax.Array:
     """Tiles that each of the target's programs would get if sequences could be cut anywhere: float32 scalar.
 
     `programs_per_tile` is how many programs (KV heads x query blocks) walk over each tile.
@@ -28,7 +43,7 @@ def fair_share(num_tiles: jax.Array, *, programs_per_tile: int, config: PagedAtt
     return jnp.maximum(share, config.min_split_tokens / config.block_kv)
 
 
-def split_tiles(num_tiles: jax.Array, share: jax.Array, *, config: PagedAttentionConfig) -> jax.Array:
+def split_tiles(num_tiles: jax.Array, share: jax.Array, *, config: SplitLimits) -> jax.Array:
     """Tiles in each split of a sequence, at least 1: as many equal splits as it has fair shares, rounded."""
     splits = jnp.floor(num_tiles.astype(jnp.float32) / share + 0.5).astype(jnp.int32)
     splits = jnp.clip(splits, 1, config.num_splits)

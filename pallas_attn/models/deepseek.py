@@ -1,0 +1,352 @@
+"""A DeepSeek-V2/V3 decoder in Flax NNX: multi-head latent attention, shared and routed experts.
+
+Attention runs on a `PagedLatentCache`; the tile schedule of a decode step is made once for all layers.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from pallas_attn import PagedLatentCache, mla_schedule
+from pallas_attn._checks import fail
+from pallas_attn._optional import needs_extra
+from pallas_attn.nn.mla import MLAConfig, MultiHeadLatentAttention, RMSNorm, linear
+from pallas_attn.nn.rotary import Yarn
+
+with needs_extra("models", user="pallas_attn.models.deepseek"):
+    from flax import nnx
+
+_PRECISION = jax.lax.Precision.HIGHEST
+
+
+@dataclasses.dataclass(frozen=True)
+class DeepSeekConfig:
+    """Sizes of a DeepSeek decoder.
+
+    Attributes:
+        vocab_size: rows of the embedding.
+        num_layers: decoder layers; the first `num_dense_layers` have an ordinary MLP, the others experts.
+        intermediate_size: width of the ordinary MLP.
+        expert_intermediate_size: width of an expert.
+        num_experts, experts_per_token: routed experts, and how many a token goes to.
+        num_shared_experts: experts' widths that every token goes through.
+        num_expert_groups, groups_per_token: a token chooses only among the experts of its best groups.
+        sigmoid_routing: V3's routing: sigmoid scores, a bias that only the choice sees, groups judged by their two
+            best; otherwise V2's: softmax scores, groups judged by their best.
+        normalize_weights: whether a token's expert weights are made to sum to 1.
+        routed_scale: factor of the routed experts' sum.
+        rms_norm_eps: of the decoder's own norms.
+        attention: sizes of the attention layers.
+    """
+
+    vocab_size: int
+    num_layers: int
+    num_dense_layers: int
+    intermediate_size: int
+    expert_intermediate_size: int
+    num_experts: int
+    experts_per_token: int
+    num_shared_experts: int
+    attention: MLAConfig
+    num_expert_groups: int = 1
+    groups_per_token: int = 1
+    sigmoid_routing: bool = False
+    normalize_weights: bool = False
+    routed_scale: float = 1.0
+    rms_norm_eps: float = 1e-6
+
+    @classmethod
+    def from_transformers(cls, config: Mapping[str, Any]) -> "DeepSeekConfig":
+        """From a transformers `config.json` of model type "deepseek_v2" or "deepseek_v3", as a mapping.
+
+        Raises:
+            ValueError: another model type, or a setting that this decoder does not have.
+        """
+        kind = config["model_type"]
+        if kind not in ("deepseek_v2", "deepseek_v3"):
+            fail(
+                "DeepSeekConfig.from_transformers", "model_type", "'deepseek_v2' or 'deepseek_v3'", repr(kind)
+            )
+        if config.get("attention_bias"):
+            fail("DeepSeekConfig.from_transformers", "attention_bias", "False", "True")
+        v3 = kind == "deepseek_v3"
+        grouped = v3 or config.get("topk_method") == "group_limited_greedy"
+        # Newer configs say rope_parameters, older ones rope_scaling beside rope_theta.
+        rope = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
+        yarn = None
+        if (rope_type := rope.get("rope_type", rope.get("type", "default"))) == "yarn":
+            yarn = Yarn(
+                factor=float(rope["factor"]),
+                original_context=int(rope["original_max_position_embeddings"]),
+                beta_fast=float(rope.get("beta_fast") or 32.0),
+                beta_slow=float(rope.get("beta_slow") or 1.0),
+                mscale=float(rope.get("mscale") or 0.0),
+                mscale_all_dim=float(rope.get("mscale_all_dim") or 0.0),
+            )
+        elif rope_type != "default":
+            fail("DeepSeekConfig.from_transformers", "rope_type", "'default' or 'yarn'", repr(rope_type))
+        attention = MLAConfig(
+            hidden_size=config["hidden_size"],
+            num_heads=config["num_attention_heads"],
+            q_lora_rank=config.get("q_lora_rank"),
+            kv_lora_rank=config["kv_lora_rank"],
+            qk_nope_head_dim=config["qk_nope_head_dim"],
+            qk_rope_head_dim=config["qk_rope_head_dim"],
+            v_head_dim=config["v_head_dim"],
+            rope_theta=float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
+            yarn=yarn,
+            rope_interleaved=bool(config.get("rope_interleave", True)),
+        )
+        return cls(
+            vocab_size=config["vocab_size"],
+            num_layers=config["num_hidden_layers"],
+            num_dense_layers=config["first_k_dense_replace"],
+            intermediate_size=config["intermediate_size"],
+            expert_intermediate_size=config["moe_intermediate_size"],
+            num_experts=config["n_routed_experts"],
+            experts_per_token=config["num_experts_per_tok"],
+            num_shared_experts=config["n_shared_experts"],
+            attention=attention,
+            num_expert_groups=(config.get("n_group") or 1) if grouped else 1,
+            groups_per_token=(config.get("topk_group") or 1) if grouped else 1,
+            sigmoid_routing=v3,
+            normalize_weights=v3 and bool(config.get("norm_topk_prob")),
+            routed_scale=float(config.get("routed_scaling_factor", 1.0)),
+            rms_norm_eps=config["rms_norm_eps"],
+        )
+
+
+class MLP(nnx.Module):
+    """SwiGLU."""
+
+    def __init__(self, hidden_size: int, width: int, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.gate_proj = linear(hidden_size, width, dtype, rngs)
+        self.up_proj = linear(hidden_size, width, dtype, rngs)
+        self.down_proj = linear(width, hidden_size, dtype, rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def route(
+    logits: jax.Array, choice_bias: jax.Array | None, config: DeepSeekConfig
+) -> tuple[jax.Array, jax.Array]:
+    """(expert ids, weights) [num_tokens, experts_per_token] from router logits [num_tokens, num_experts] float32."""
+    scores = jax.nn.sigmoid(logits) if config.sigmoid_routing else jax.nn.softmax(logits, axis=-1)
+    merit = scores if choice_bias is None else scores + choice_bias
+    if config.num_expert_groups > 1:
+        grouped = merit.reshape(merit.shape[0], config.num_expert_groups, -1)
+        judges = 2 if config.sigmoid_routing else 1
+        group_merit = jax.lax.top_k(grouped, judges)[0].sum(axis=-1)
+        best = jax.lax.top_k(group_merit, config.groups_per_token)[1]
+        allowed = jax.nn.one_hot(best, config.num_expert_groups, dtype=jnp.bool_).any(axis=1)
+        merit = jnp.where(allowed[:, :, None], grouped, -jnp.inf).reshape(merit.shape)
+    experts = jax.lax.top_k(merit, config.experts_per_token)[1]
+    weights = jnp.take_along_axis(scores, experts, axis=1)
+    if config.normalize_weights:
+        weights = weights / (weights.sum(axis=1, keepdims=True) + 1e-20)
+    return experts, weights * config.routed_scale
+
+
+class MoE(nnx.Module):
+    """Shared experts for every token, and routed ones by grouped matrix products over tokens sorted by expert."""
+
+    def __init__(self, config: DeepSeekConfig, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.config = config
+        hidden, width, experts = (
+            config.attention.hidden_size,
+            config.expert_intermediate_size,
+            config.num_experts,
+        )
+        init = jax.nn.initializers.normal(0.02)
+        self.router = nnx.Param(init(rngs.params(), (experts, hidden), jnp.float32))
+        if config.sigmoid_routing:
+            self.choice_bias = nnx.Param(jnp.zeros(experts, jnp.float32))
+        self.gate_up = nnx.Param(init(rngs.params(), (experts, hidden, 2 * width), dtype))
+        self.down = nnx.Param(init(rngs.params(), (experts, width, hidden), dtype))
+        self.shared = MLP(hidden, config.num_shared_experts * width, dtype, rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        config = self.config
+        tokens = x.reshape(-1, x.shape[-1])
+        logits = jnp.einsum("th,eh->te", tokens.astype(jnp.float32), self.router[...], precision=_PRECISION)
+        bias = self.choice_bias[...] if config.sigmoid_routing else None
+        experts, weights = route(logits, bias, config)
+
+        order = jnp.argsort(experts.reshape(-1))
+        sizes = jnp.bincount(experts.reshape(-1), length=config.num_experts).astype(jnp.int32)
+        source = order // config.experts_per_token
+        gate_up = jax.lax.ragged_dot(tokens[source], self.gate_up[...], sizes, precision=_PRECISION)
+        gate, up = jnp.split(gate_up, 2, axis=-1)
+        out = jax.lax.ragged_dot(jax.nn.silu(gate) * up, self.down[...], sizes, precision=_PRECISION)
+        out = out * weights.reshape(-1)[order][:, None].astype(out.dtype)
+        routed = jnp.zeros_like(tokens).at[source].add(out)
+        return routed.reshape(x.shape) + self.shared(x)
+
+
+class DecoderLayer(nnx.Module):
+    """Pre-norm attention and MLP or experts, each added to the residual stream."""
+
+    def __init__(
+        self,
+        config: DeepSeekConfig,
+        dense: bool,
+        dtype: DTypeLike,
+        implementation: str | None,
+        rngs: nnx.Rngs,
+    ):
+        hidden, eps = config.attention.hidden_size, config.rms_norm_eps
+        self.attention_norm = RMSNorm(hidden, eps, dtype)
+        self.attention = MultiHeadLatentAttention(
+            config.attention, dtype=dtype, implementation=implementation, rngs=rngs
+        )
+        self.mlp_norm = RMSNorm(hidden, eps, dtype)
+        self.mlp = MLP(hidden, config.intermediate_size, dtype, rngs) if dense else MoE(config, dtype, rngs)
+
+    def __call__(self, x, cache, layer, positions, schedule) -> tuple[jax.Array, PagedLatentCache]:
+        output, cache = self.attention(self.attention_norm(x), cache, layer, positions, schedule=schedule)
+        x = x + output
+        return x + self.mlp(self.mlp_norm(x)), cache
+
+
+class DeepSeek(nnx.Module):
+    """The decoder: tokens and a cache in, hidden states and the extended cache out.
+
+    Args:
+        config: sizes.
+        dtype: of weights and activations; norms, softmax, routing and logits are float32.
+        implementation: which implementation of `mla_decode` to force; None picks the best.
+        rngs: random weights are drawn from it; `load_transformers_weights` replaces them.
+    """
+
+    def __init__(
+        self,
+        config: DeepSeekConfig,
+        *,
+        dtype: DTypeLike = jnp.float32,
+        implementation: str | None = None,
+        rngs: nnx.Rngs,
+    ):
+        self.config, self.dtype = config, jnp.dtype(dtype)
+        hidden = config.attention.hidden_size
+        init = jax.nn.initializers.normal(0.02)
+        self.embedding = nnx.Param(init(rngs.params(), (config.vocab_size, hidden), dtype))
+        self.layers = nnx.List(
+            DecoderLayer(config, layer < config.num_dense_layers, dtype, implementation, rngs)
+            for layer in range(config.num_layers)
+        )
+        self.norm = RMSNorm(hidden, config.rms_norm_eps, dtype)
+        self.lm_head = nnx.Param(init(rngs.params(), (config.vocab_size, hidden), dtype))
+
+    def __call__(
+        self, tokens: jax.Array, positions: jax.Array, cache: PagedLatentCache
+    ) -> tuple[jax.Array, PagedLatentCache]:
+        """Runs `n` new tokens of every sequence through the layers.
+
+        Args:
+            tokens: [num_seqs, n] int32 token ids in [0, vocab_size).
+            positions: [num_seqs, n] int32; n > 1 means fresh, right-padded prompts. Negative marks padding and
+                finished sequences, which write nothing.
+            cache: pages of `config.num_layers` layers.
+
+        Returns:
+            Normalised hidden states [num_seqs, n, hidden_size] for `logits`, and the cache holding the new tokens,
+            with `seq_lens` advanced to the last of them.
+        """
+        schedule = None
+        if tokens.shape[1] == 1:
+            schedule = mla_schedule(positions[:, 0] + 1, num_heads=self.config.attention.num_heads)
+        x = self.embedding[...][tokens]
+        for index, layer in enumerate(self.layers):
+            x, cache = layer(x, cache, index, positions, schedule)
+        seq_lens = jnp.maximum(cache.seq_lens, jnp.max(positions, axis=1) + 1)
+        return self.norm(x), cache.replace(seq_lens=seq_lens)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Scores of every token: [..., hidden_size] to float32 [..., vocab_size]."""
+        return jnp.einsum(
+            "...h,vh->...v",
+            hidden,
+            self.lm_head[...],
+            precision=_PRECISION,
+            preferred_element_type=jnp.float32,
+        )
+
+
+def load_transformers_weights(model: DeepSeek, weights: Mapping[str, Any]) -> None:
+    """Puts a transformers state dict (names to arrays, e.g. of a safetensors file) into the model, in its dtype.
+
+    Experts may be one matrix each, as in published files, or stacked, as in transformers' memory.
+
+    Raises:
+        ValueError: a weight is missing or has another shape.
+    """
+    config = model.config
+    attention = config.attention
+
+    def put(param: nnx.Param, name: str, value: Any = None, *, transpose: bool = False) -> None:
+        if value is None:
+            if name not in weights:
+                fail("load_transformers_weights", "weights", f"an entry {name!r}", "none")
+            value = np.asarray(weights[name])
+        value = value.T if transpose else value
+        if value.shape != param.shape:
+            fail("load_transformers_weights", name, f"shape {list(param.shape)}", str(list(value.shape)))
+        param[...] = jnp.asarray(value, param.dtype)
+
+    def put_linear(module: nnx.Linear, name: str) -> None:
+        put(module.kernel, f"{name}.weight", transpose=True)
+
+    def put_mlp(module: MLP, name: str) -> None:
+        for part in ("gate_proj", "up_proj", "down_proj"):
+            put_linear(getattr(module, part), f"{name}.{part}")
+
+    put(model.embedding, "model.embed_tokens.weight")
+    put(model.norm.weight, "model.norm.weight")
+    put(model.lm_head, "lm_head.weight")
+    for index, layer in enumerate(model.layers):
+        mlp: Any = layer.mlp
+        prefix = f"model.layers.{index}"
+        attend, name = layer.attention, f"{prefix}.self_attn"
+        put(layer.attention_norm.weight, f"{prefix}.input_layernorm.weight")
+        put(layer.mlp_norm.weight, f"{prefix}.post_attention_layernorm.weight")
+        if attention.q_lora_rank is None:
+            put_linear(attend.q_proj, f"{name}.q_proj")
+        else:
+            put_linear(attend.q_a_proj, f"{name}.q_a_proj")
+            put(attend.q_a_norm.weight, f"{name}.q_a_layernorm.weight")
+            put_linear(attend.q_b_proj, f"{name}.q_b_proj")
+        put_linear(attend.kv_a_proj, f"{name}.kv_a_proj_with_mqa")
+        put(attend.kv_a_norm.weight, f"{name}.kv_a_layernorm.weight")
+        put_linear(attend.o_proj, f"{name}.o_proj")
+        both = np.asarray(weights[f"{name}.kv_b_proj.weight"])
+        both = both.reshape(attention.num_heads, -1, attention.kv_lora_rank)
+        put(attend.key_up, f"{name}.kv_b_proj.weight", both[:, : attention.qk_nope_head_dim])
+        put(attend.value_up, f"{name}.kv_b_proj.weight", both[:, attention.qk_nope_head_dim :])
+        if index < config.num_dense_layers:
+            put_mlp(mlp, f"{prefix}.mlp")
+            continue
+        name = f"{prefix}.mlp"
+        put(mlp.router, f"{name}.gate.weight")
+        if config.sigmoid_routing:
+            put(mlp.choice_bias, f"{name}.gate.e_score_correction_bias")
+        put_mlp(mlp.shared, f"{name}.shared_experts")
+        gate_up, down = _expert_weights(weights, f"{name}.experts", config.num_experts)
+        put(mlp.gate_up, f"{name}.experts.gate_up_proj", gate_up.swapaxes(1, 2))
+        put(mlp.down, f"{name}.experts.down_proj", down.swapaxes(1, 2))
+
+
+def _expert_weights(weights: Mapping[str, Any], name: str, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """(gate and up [experts, 2 * width, hidden], down [experts, hidden, width])."""
+    if f"{name}.gate_up_proj" in weights:
+        return np.asarray(weights[f"{name}.gate_up_proj"]), np.asarray(weights[f"{name}.down_proj"])
+
+    def stack(part: str) -> np.ndarray:
+        return np.stack([np.asarray(weights[f"{name}.{i}.{part}.weight"]) for i in range(count)])
+
+    return np.concatenate([stack("gate_proj"), stack("up_proj")], axis=1), stack("down_proj")

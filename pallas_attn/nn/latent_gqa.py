@@ -1,0 +1,90 @@
+"""Grouped-query attention through the MLA kernel, for layers whose keys and values fit in a latent.
+
+A token's keys and values of all KV heads, side by side, are a latent of 2 * num_kv_heads * head_dim elements. A query
+that is its head's query where its group's key lies, and 0 elsewhere, has the same logits as before; of the latents'
+weighted sum, the output is where its group's value lies. Nothing is gained in speed, since every head reads all
+heads' keys; it puts real activations, with their outliers and attention sinks, through the kernel.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_attn import PagedLatentCache, mla_decode
+from pallas_attn._checks import fail
+from pallas_attn._optional import needs_extra
+
+with needs_extra("models", user="pallas_attn.nn"):
+    from flax import nnx
+
+from ._paged import _prefill
+
+LATENT_DIM, QUERY_DIM = 512, 576
+
+
+def pack_latents(key: jax.Array, value: jax.Array) -> jax.Array:
+    """[..., num_kv_heads, head_dim] keys and values as [..., 576] latents: keys, values, zeros."""
+    flat = [x.reshape(*x.shape[:-2], -1) for x in (key, value)]
+    latent = jnp.concatenate(flat, axis=-1)
+    return jnp.pad(latent, [(0, 0)] * (latent.ndim - 1) + [(0, QUERY_DIM - latent.shape[-1])])
+
+
+def pack_queries(query: jax.Array, num_kv_heads: int) -> jax.Array:
+    """[..., num_heads, head_dim] queries as [..., num_heads, 576]: each in its group's key slot."""
+    num_heads, head_dim = query.shape[-2:]
+    slot = jnp.arange(num_heads) // (num_heads // num_kv_heads)
+    placed = query[..., None, :] * jax.nn.one_hot(slot, num_kv_heads, dtype=query.dtype)[:, :, None]
+    placed = placed.reshape(*query.shape[:-1], num_kv_heads * head_dim)
+    return jnp.pad(placed, [(0, 0)] * (placed.ndim - 1) + [(0, QUERY_DIM - placed.shape[-1])])
+
+
+def unpack_outputs(out: jax.Array, num_kv_heads: int, head_dim: int) -> jax.Array:
+    """[..., num_heads, 512] sums of latents to [..., num_heads, head_dim]: each head's group's value slot."""
+    values = out[..., num_kv_heads * head_dim : 2 * num_kv_heads * head_dim]
+    values = values.reshape(*out.shape[:-1], num_kv_heads, head_dim)
+    num_heads = out.shape[-2]
+    slot = jnp.arange(num_heads) // (num_heads // num_kv_heads)
+    slot = slot.reshape((1,) * (out.ndim - 2) + (num_heads, 1, 1))
+    return jnp.take_along_axis(values, slot, axis=-2)[..., 0, :]
+
+
+class LatentGQA(nnx.Module):
+    """`PagedAttention` over a `PagedLatentCache`, by `mla_decode`.
+
+    Args:
+        scale: factor of the scores before the softmax; ``None`` means ``head_dim ** -0.5``.
+        implementation: which implementation of `mla_decode` to force; ``None`` picks the best available.
+    """
+
+    def __init__(self, *, scale: float | None = None, implementation: str | None = None):
+        self.scale = scale
+        self.implementation = implementation
+
+    def __call__(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        cache: PagedLatentCache,
+        layer: jax.Array | int,
+        positions: jax.Array,
+    ) -> tuple[jax.Array, PagedLatentCache]:
+        """As `PagedAttention.__call__`.
+
+        Raises:
+            ValueError: 2 * num_kv_heads * head_dim is more than 512, or shapes or dtypes do not fit each other.
+        """
+        num_kv_heads, head_dim = key.shape[-2:]
+        if 2 * num_kv_heads * head_dim > LATENT_DIM:
+            fail("LatentGQA", "key", f"2 * num_kv_heads * head_dim of at most {LATENT_DIM}", str(key.shape))
+        cache = cache.write(layer, pack_latents(key, value), positions)
+        if query.shape[1] > 1:
+            return _prefill(query, key, value, positions, self.scale), cache
+        out = mla_decode(
+            pack_queries(query, num_kv_heads),
+            cache.latent_cache,
+            cache.layer_tables(layer),
+            positions[:, 0] + 1,
+            scale=head_dim**-0.5 if self.scale is None else self.scale,
+            implementation=self.implementation,
+        )
+        return unpack_outputs(out, num_kv_heads, head_dim), cache

@@ -1,0 +1,194 @@
+"""`mla_decode`: signature, checks, dispatch."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_attn import _config, _dispatch
+from pallas_attn._checks import ArgumentChecker, dtype_name, fail
+from pallas_attn._device import current_device
+from pallas_attn._types import BlockTables, SeqLens
+from pallas_attn.ops.kv_cache.layout import PoolShape, pool_shape
+from pallas_attn.ops.mla_decode import cuda
+from pallas_attn.ops.mla_decode.config import MLADecodeConfig, heuristic
+from pallas_attn.ops.mla_decode.kernel import QUERY_DIM, mla_decode_pallas
+from pallas_attn.ops.mla_decode.reference import mla_decode_xla
+from pallas_attn.ops.mla_decode.schedule import METADATA_SIZE, MLASchedule, mla_schedule
+
+DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+
+
+@dataclass(frozen=True)
+class Case:
+    """The static facts of a call that decide which implementation can serve it."""
+
+    num_seqs: int
+    s_q: int
+    num_heads: int
+    max_pages: int
+    pool: PoolShape
+    dtype: Any
+    scheduled: bool
+
+    @property
+    def rows(self) -> int:
+        """Query rows of one KV head."""
+        return self.s_q * self.num_heads // self.pool.num_kv_heads
+
+
+def _pallas_supports(case: Case) -> str | None:
+    if case.dtype == jnp.float32:
+        return "float32 tiles of 576 do not fit the kernel; bf16 and fp16 do"
+    return None
+
+
+def _cuda_supports(case: Case) -> str | None:
+    return cuda.unsupported(case.dtype, case.pool)
+
+
+def _cuda_yields(case: Case) -> bool:
+    """Few rows over few sequences: there the Pallas kernel, which has no tile of 64 rows to fill, measured faster."""
+    return case.rows <= 32 and 2 * case.num_seqs < current_device().num_cores
+
+
+def _mla_decode_cuda(query, latent_cache, block_tables, seq_lens, schedule, *, scale, causal):
+    """The Hopper kernel always follows a schedule; without one from the caller it makes its own, each call."""
+    if schedule is None:
+        _, s_q, num_heads, _ = query.shape
+        schedule = mla_schedule(seq_lens, num_heads=num_heads, num_kv_heads=latent_cache.shape[2], s_q=s_q)
+    return cuda.mla_decode_cuda(
+        query, latent_cache, block_tables, seq_lens, *schedule, scale=scale, causal=causal
+    )
+
+
+_dispatch.register(
+    "mla_decode",
+    {
+        "cuda": _dispatch.Implementation(_mla_decode_cuda, _cuda_supports, _cuda_yields),
+        "pallas": _dispatch.Implementation(mla_decode_pallas, _pallas_supports),
+        "xla": _dispatch.Implementation(mla_decode_xla),
+        "interpret": _dispatch.Implementation(functools.partial(mla_decode_pallas, interpret=True)),
+    },
+)
+
+
+def mla_decode(
+    query: jax.Array,
+    latent_cache: jax.Array,
+    block_tables: BlockTables,
+    seq_lens: SeqLens,
+    *,
+    schedule: MLASchedule | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    return_lse: bool = False,
+    implementation: str | None = None,
+    config: MLADecodeConfig | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Multi-head latent attention of a few new tokens per sequence over the sequence's paged latents.
+
+    The absorbed form: a cached token is 512 latent elements, which are key and value to all heads, and 64 rotary
+    elements, which are key only; the caller has multiplied the up-projections into the queries and will multiply
+    them into the output. Works inside jit, scan, while_loop and shard_map; lengths and tables are never read by the
+    host, and the cache is never copied. Softmax and accumulation are float32; the same inputs and config give the
+    same bits.
+
+    Args:
+        query: [num_seqs, s_q, num_heads, 576], bf16, fp16 or float32: the 512 latent, then the 64 rotary elements.
+            Any num_heads >= 1 and s_q >= 1; the s_q tokens are the newest of the sequence, in order.
+        latent_cache: [num_pages, page_size, num_kv_heads, 576] in query's dtype; num_heads is a multiple of
+            num_kv_heads, which is 1 in every published model. Any page_size; 16, 32, 64 and 128 are tuned. Slots
+            at or beyond a sequence's length may hold anything.
+        block_tables: [num_seqs, max_pages] int32, a sequence's pages in order. Entries beyond its last page may
+            hold anything.
+        seq_lens: [num_seqs] int32, tokens in each sequence's pages, the s_q newest included. A length of 0 gives
+            out 0 and lse -inf.
+        schedule: from `mla_schedule` for these lengths; made once per step, it serves all layers. None cuts
+            sequences by a simpler rule, evaluated in the kernel.
+        scale: factor of the logits, a number above 0; None means 576 ** -0.5. Models scale by the dimension of
+            their heads before absorption, (128 + 64) ** -0.5 in DeepSeek's.
+        causal: query token i sees the first seq_len - (s_q - 1 - i) tokens; otherwise all see all. A query token
+            that comes before the sequence's first sees nothing: out 0, lse -inf.
+        return_lse: also return the natural log-sum-exp of the scaled logits.
+        implementation: None (cuda or pallas on an NVIDIA GPU, whichever measured faster for the case; xla elsewhere),
+            "cuda" (sm_90, bf16 and fp16, page_size 64, one KV head), "pallas" (sm_80 or newer, bf16 and fp16), "xla"
+            (anywhere, for debugging and CPUs) or "interpret" (the Pallas kernel run in Python, slow).
+        config: tile sizes for "pallas" and "interpret"; None takes the measured or the heuristic one.
+
+    Returns:
+        out [num_seqs, s_q, num_heads, 512] in query's dtype; with return_lse, also lse [num_seqs, num_heads, s_q]
+        float32. A page id in use outside [0, num_pages), or a length that is negative or beyond the table, gives
+        NaN in that sequence's rows; nothing out of bounds is read.
+
+    Raises:
+        TypeError: an argument of the wrong dtype or a config of the wrong type.
+        ValueError: a wrong shape or value, or an implementation that cannot serve, with its reason.
+
+    Source: DeepSeek-AI, "DeepSeek-V2" (2024), section 2.1; FlashMLA (DeepSeek, 2025); split-KV after Dao et al.,
+    "Flash-Decoding" (2023).
+    """
+    check = ArgumentChecker("mla_decode")
+    check.array("query", query, ("num_seqs", "s_q", "num_heads", QUERY_DIM), DTYPES)
+    check.array(
+        "latent_cache", latent_cache, ("num_pages", "page_size", "num_kv_heads", QUERY_DIM), [query.dtype]
+    )
+    check.array("block_tables", block_tables, ("num_seqs", "max_pages"), [jnp.int32])
+    check.array("seq_lens", seq_lens, ("num_seqs",), [jnp.int32])
+    for name, array in (("query", query), ("latent_cache", latent_cache), ("block_tables", block_tables)):
+        check.non_empty(name, array)
+    check.multiple("query", query.shape[2], "num_kv_heads", check.dims["num_kv_heads"])
+    check.positive_float("scale", scale)
+    if schedule is not None:
+        if not isinstance(schedule, MLASchedule):
+            fail("mla_decode", "schedule", "an MLASchedule or None", type(schedule).__name__, TypeError)
+        shape = ("num_sm_parts", METADATA_SIZE)
+        check.array("schedule.tile_scheduler_metadata", schedule.tile_scheduler_metadata, shape, [jnp.int32])
+        check.array("schedule.num_splits", schedule.num_splits, (query.shape[0] + 1,), [jnp.int32])
+        check.non_empty("schedule.tile_scheduler_metadata", schedule.tile_scheduler_metadata)
+
+    pool = pool_shape(latent_cache, "NHD")
+    num_seqs, s_q, num_heads, _ = query.shape
+    case = Case(
+        num_seqs, s_q, num_heads, block_tables.shape[1], pool, query.dtype, scheduled=schedule is not None
+    )
+    name, fn = _dispatch.resolve("mla_decode", case, implementation)
+    if name in ("pallas", "interpret"):
+        fn = functools.partial(fn, config=_resolve_config(case, config))
+    elif config is not None:
+        raise ValueError(
+            f"mla_decode: argument 'config': expected None for implementation {name!r}, got a config"
+        )
+    out, lse = fn(
+        query,
+        latent_cache,
+        block_tables,
+        seq_lens,
+        schedule,
+        scale=float(QUERY_DIM**-0.5 if scale is None else scale),
+        causal=bool(causal),
+    )
+    return (out, lse) if return_lse else out
+
+
+def _resolve_config(case: Case, explicit: MLADecodeConfig | None) -> MLADecodeConfig:
+    key = dict(
+        rows=case.rows, page_size=case.pool.page_size, dtype=dtype_name(case.dtype), scheduled=case.scheduled
+    )
+    return _config.resolve(
+        "mla_decode",
+        MLADecodeConfig,
+        explicit,
+        key,
+        lambda: heuristic(
+            num_seqs=case.num_seqs,
+            num_kv_heads=case.pool.num_kv_heads,
+            rows=case.rows,
+            page_size=case.pool.page_size,
+            max_len=case.max_pages * case.pool.page_size,
+            scheduled=case.scheduled,
+            device=current_device(),
+        ),
+    )

@@ -1,0 +1,79 @@
+"""`PagedLatentCache`: the latents of a whole model as one pytree."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_attn._checks import ArgumentChecker, fail
+from pallas_attn._types import BlockTables, SeqLens
+from pallas_attn.ops.kv_cache.cache import layer_tables, token_slots
+
+LATENT_ELEMENTS = 576
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PagedLatentCache:
+    """What `PagedKVCache` is to keys and values, for the one pool of `mla_decode`.
+
+    Layer `l` owns pages [l * num_pages, (l + 1) * num_pages) of the pool, and every layer uses the same
+    `block_tables`.
+
+    Fields:
+        latent_cache: [num_layers * num_pages, page_size, 1, 576]: 512 latent, then 64 rotary elements a token.
+        block_tables: [num_seqs, max_pages] int32, ids in [0, num_pages).
+        seq_lens: [num_seqs] int32, tokens each sequence holds.
+    """
+
+    # A pytree's leaves may be anything a transformation puts there (shapes, shardings), hence `| Any`.
+    latent_cache: jax.Array | Any
+    block_tables: BlockTables | Any
+    seq_lens: SeqLens | Any
+    num_layers: int = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        block_tables: BlockTables,
+        dtype: Any = jnp.bfloat16,
+    ) -> "PagedLatentCache":
+        """An empty cache with `num_pages` pages of `page_size` tokens for each layer."""
+        check = ArgumentChecker("PagedLatentCache.create")
+        for name, size in (("num_layers", num_layers), ("num_pages", num_pages), ("page_size", page_size)):
+            if size < 1:
+                fail(check.function, name, "at least 1", str(size))
+        check.array("block_tables", block_tables, ("num_seqs", "max_pages"), [jnp.int32])
+        pool = jnp.zeros((num_layers * num_pages, page_size, 1, LATENT_ELEMENTS), dtype)
+        return cls(pool, block_tables, jnp.zeros(block_tables.shape[:1], jnp.int32), num_layers)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of one layer."""
+        return self.latent_cache.shape[0] // self.num_layers
+
+    @property
+    def page_size(self) -> int:
+        return self.latent_cache.shape[1]
+
+    def layer_tables(self, layer: int | jax.Array) -> BlockTables:
+        """The block tables as `mla_decode` wants them for one layer (`layer` may be traced)."""
+        return layer_tables(self.block_tables, self.num_pages, layer)
+
+    def write(self, layer: int | jax.Array, latents: jax.Array, positions: jax.Array) -> "PagedLatentCache":
+        """Writes latents [num_seqs, n, 576] at `positions` [num_seqs, n]; in place under donation or in a loop's
+        carry. Negative positions are skipped. `seq_lens` stays as it is."""
+        slots = token_slots(self.layer_tables(layer), self.page_size, positions)
+        flat = self.latent_cache.reshape(-1, LATENT_ELEMENTS)
+        # Negative indices count from the end in jnp: skipped tokens go beyond it instead, where they are dropped.
+        slots = jnp.where(slots < 0, flat.shape[0], slots)
+        flat = flat.at[slots].set(latents.reshape(-1, LATENT_ELEMENTS).astype(flat.dtype), mode="drop")
+        return self.replace(latent_cache=flat.reshape(self.latent_cache.shape))
+
+    def replace(self, **changes: Any) -> "PagedLatentCache":
+        return dataclasses.replace(self, **changes)

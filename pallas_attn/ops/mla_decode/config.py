@@ -1,0 +1,103 @@
+"""Tile sizes of the MLA decode kernel, and the heuristic for devices without a measured file."""
+
+import dataclasses
+import math
+
+from pallas_attn import _pallas
+from pallas_attn._checks import fail
+from pallas_attn._device import Device
+
+MAX_SPLITS = 128
+MIN_SPLIT_TOKENS = 64
+TOKEN_BYTES = 2 * 576
+# Shared memory a program may have: 227 KiB on sm_90 to sm_11x, here, or 99 KiB.
+SHARED_KIB = {80: 163, 87: 163}
+
+
+@dataclasses.dataclass(frozen=True)
+class MLADecodeConfig:
+    """How one call of the kernel is cut up.
+
+    block_q: query rows (s_q x heads of one KV head) that a program serves, a power of two >= 16.
+    block_kv: tokens a program takes in per step, a power of two >= 16.
+    num_splits: without a schedule, most pieces a sequence's tokens are cut into. How many are used follows from the
+        lengths at run time.
+    min_split_tokens: without a schedule, a piece shorter than this costs more in merging than it gains.
+    target_programs: without a schedule, programs, over the whole device, that the run-time split aims at.
+    num_warps, num_stages: Triton's warps per program and depth of software pipelining.
+    """
+
+    block_q: int
+    block_kv: int
+    num_splits: int = 1
+    min_split_tokens: int = 256
+    target_programs: int = 132
+    num_warps: int = 8
+    num_stages: int = 3
+
+    def __post_init__(self):
+        def is_power_of_2(n: int) -> bool:
+            return n > 0 and n & (n - 1) == 0
+
+        for name in ("block_q", "block_kv"):
+            if (size := getattr(self, name)) < 16 or not is_power_of_2(size):
+                fail("MLADecodeConfig", name, "a power of two >= 16", str(size))
+        for name in ("num_splits", "min_split_tokens", "target_programs", "num_stages"):
+            if getattr(self, name) < 1:
+                fail("MLADecodeConfig", name, "at least 1", str(getattr(self, name)))
+        if not is_power_of_2(self.num_warps):
+            fail("MLADecodeConfig", "num_warps", "a power of two", str(self.num_warps))
+
+
+def heuristic(
+    *,
+    num_seqs: int,
+    num_kv_heads: int,
+    rows: int,
+    page_size: int,
+    max_len: int,
+    scheduled: bool,
+    device: Device,
+) -> MLADecodeConfig:
+    """`rows` query rows share a KV head; `max_len` tokens fit in a row of the block table."""
+    capability = device.compute_capability or 90
+    # 64 rows need the asynchronous products of the data centre's Hopper and Blackwell; with those of sm_80 their
+    # queries and accumulators do not fit in registers.
+    block_q = min(64 if 90 <= capability < 120 else 32, max(16, _pallas.next_power_of_2(rows)))
+    block_kv, num_warps, num_stages = _tile(block_q, page_size, capability)
+    if block_q == 32 and block_kv == 64 and not scheduled:
+        num_warps = 8  # XLA's Triton spills registers with 4
+    programs = num_seqs * num_kv_heads * math.ceil(rows / block_q)
+    # Sequences may differ in length, so splits are allowed up to several times what equal lengths would need.
+    target = device.num_cores
+    wanted = math.ceil(2 * target / programs)
+    num_splits = max(1, min(wanted, max_len // MIN_SPLIT_TOKENS, MAX_SPLITS))
+    return MLADecodeConfig(
+        block_q,
+        block_kv,
+        num_splits,
+        min_split_tokens=MIN_SPLIT_TOKENS,
+        target_programs=target,
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
+
+
+def _tile(block_q: int, page_size: int, capability: int) -> tuple[int, int, int]:
+    """(block_kv, num_warps, num_stages): the deepest pipeline of the largest tile that shared memory holds.
+
+    One program fills a multiprocessor. The matrix units wait for memory with few query rows, and four warps read the
+    tile fewer times from shared memory than eight; 64 rows have accumulators for eight warps.
+    """
+    limit = SHARED_KIB.get(capability, 227 if 90 <= capability < 120 else 99) * 1024
+    asynchronous = block_q == 64
+    tiles = [(32, 8, 4), (32, 8, 3)] if asynchronous else [(64, 4, 3), (32, 4, 4), (32, 4, 3), (16, 4, 3)]
+    tiles.append((16, 4, 2))
+    for tile in tiles:
+        block_kv, num_warps, num_stages = tile
+        # Asynchronous products may still read a tile when the next load is issued: one more buffer.
+        buffers = num_stages if asynchronous else num_stages - 1
+        if (block_q + buffers * block_kv) * TOKEN_BYTES + 8192 <= limit:
+            break
+    # Looking up a page per token takes a stage of the pipeline.
+    return block_kv, num_warps, num_stages + (page_size % block_kv != 0)  # type: ignore[reportPossiblyUnbound]

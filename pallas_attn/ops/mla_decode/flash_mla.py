@@ -1,0 +1,90 @@
+"""FlashMLA's two functions under their own names: same arguments in the same order, same shapes, same numbers."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_attn._checks import ArgumentChecker, fail
+from pallas_attn._device import current_device
+from pallas_attn.ops.mla_decode.api import mla_decode
+from pallas_attn.ops.mla_decode.kernel import LATENT_DIM
+from pallas_attn.ops.mla_decode.schedule import MLASchedule, num_sm_parts, tile_schedule
+
+
+def get_mla_metadata(
+    cache_seqlens: jax.Array, num_heads_per_head_k: int, num_heads_k: int
+) -> tuple[jax.Array, jax.Array]:
+    """What `flash_mla_with_kvcache` needs to know of a step's lengths; runs on the device, inside jit.
+
+    Args:
+        cache_seqlens: [batch_size] int32.
+        num_heads_per_head_k: query rows per KV head, seq_len_q * num_heads_q // num_heads_k.
+        num_heads_k: KV heads.
+
+    Returns:
+        tile_scheduler_metadata [num_sm_parts, 8] int32 and num_splits [batch_size + 1] int32, described in
+        `MLASchedule`, which this pair is.
+
+    Raises:
+        TypeError, ValueError: cache_seqlens that are not an int32 vector with at least one entry; counts below 1.
+
+    Source: FlashMLA (DeepSeek, 2025).
+    """
+    check = ArgumentChecker("get_mla_metadata")
+    check.array("cache_seqlens", cache_seqlens, ("batch_size",), [jnp.int32])
+    check.non_empty("cache_seqlens", cache_seqlens)
+    for name, value in (("num_heads_per_head_k", num_heads_per_head_k), ("num_heads_k", num_heads_k)):
+        if value < 1:
+            fail("get_mla_metadata", name, "at least 1", str(value))
+    parts = num_sm_parts(num_heads_per_head_k, num_heads_k, current_device().num_cores)
+    return tile_schedule(cache_seqlens, parts)
+
+
+def flash_mla_with_kvcache(
+    q: jax.Array,
+    k_cache: jax.Array,
+    block_table: jax.Array,
+    cache_seqlens: jax.Array,
+    head_dim_v: int,
+    tile_scheduler_metadata: jax.Array,
+    num_splits: jax.Array,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    *,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`mla_decode` with FlashMLA's signature.
+
+    Args:
+        q: [batch_size, seq_len_q, num_heads_q, 576].
+        k_cache: [num_blocks, page_block_size, num_heads_k, 576].
+        block_table: [batch_size, max_num_blocks_per_seq] int32.
+        cache_seqlens: [batch_size] int32.
+        head_dim_v: 512.
+        tile_scheduler_metadata, num_splits: from `get_mla_metadata` for these lengths.
+        softmax_scale: factor of the logits; None means 576 ** -0.5.
+        causal: whether query token i sees only the tokens up to its own.
+        implementation: as in `mla_decode`.
+
+    Returns:
+        out [batch_size, seq_len_q, num_heads_q, 512] in q's dtype, softmax_lse [batch_size, num_heads_q, seq_len_q]
+        float32 (natural logarithm). A row that sees no token has out 0 and lse +inf, as in the original.
+
+    Raises:
+        TypeError, ValueError: as in `mla_decode`.
+
+    Source: FlashMLA (DeepSeek, 2025).
+    """
+    if head_dim_v != LATENT_DIM:
+        fail("flash_mla_with_kvcache", "head_dim_v", str(LATENT_DIM), str(head_dim_v))
+    out, lse = mla_decode(
+        q,
+        k_cache,
+        block_table,
+        cache_seqlens,
+        schedule=MLASchedule(tile_scheduler_metadata, num_splits),
+        scale=softmax_scale,
+        causal=causal,
+        return_lse=True,
+        implementation=implementation,
+    )
+    return out, jnp.where(jnp.isneginf(lse), jnp.inf, lse)

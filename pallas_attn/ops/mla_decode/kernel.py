@@ -1,0 +1,316 @@
+"""Split-KV MLA decode attention in Pallas.
+
+A token of the latent cache is 512 latent elements, which serve as key and as value, and 64 rotary ones, which serve
+as key only. One program serves `block_q` query rows (the s_q x heads rows of one KV head, packed) and walks over
+tokens in tiles of `block_kv`: the latent tile is loaded once and used for both products.
+
+Which tokens a program walks over is decided in one of two ways (see `pieces.py`): by the caller's schedule, where a
+program is a part that goes through several sequences, or, without one, by a grid of sequences and splits.
+A sequence in one piece is written to the output at once; otherwise a program leaves a float32 partial result
+(normalised, with its base-2 lse) for `combine.py`.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_attn import _masking, _pallas, _softmax
+from pallas_attn.ops.kv_cache.layout import PoolShape, pool_shape
+from pallas_attn.ops.mla_decode import combine, pieces
+from pallas_attn.ops.mla_decode.config import MLADecodeConfig
+from pallas_attn.ops.mla_decode.schedule import BLOCK_TOKENS, MLASchedule
+
+LATENT_DIM = 512
+ROPE_DIM = 64
+QUERY_DIM = LATENT_DIM + ROPE_DIM
+# From this many query rows on, Hopper's asynchronous matrix instructions serve.
+WGMMA_ROWS = 64
+# Latents are read once by each block of query rows: what else is in L2 is worth more.
+EVICTION = "evict_first"
+
+
+class Problem(NamedTuple):
+    """What a kernel is compiled for: all of it static."""
+
+    num_seqs: int
+    s_q: int
+    num_heads: int
+    max_pages: int
+    pool: PoolShape
+    scale: float
+    causal: bool
+    num_parts: int | None
+    """Parts of the schedule; None without one."""
+    config: MLADecodeConfig
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.num_heads // self.pool.num_kv_heads
+
+    @property
+    def rows(self) -> int:
+        """Query rows of one KV head; row r is query token r // group of head r % group."""
+        return self.s_q * self.group
+
+    @property
+    def q_blocks(self) -> int:
+        return math.ceil(self.rows / self.config.block_q)
+
+    @property
+    def max_len(self) -> int:
+        return self.max_pages * self.pool.page_size
+
+    @property
+    def num_pieces(self) -> int:
+        """Partial results there is room for."""
+        if self.num_parts is not None:
+            return self.num_seqs + self.num_parts
+        return self.num_seqs * self.config.num_splits
+
+    @property
+    def page_per_tile(self) -> bool:
+        """Whether a tile never crosses a page, so that one table entry serves it."""
+        return self.config.block_kv <= BLOCK_TOKENS and self.pool.page_size % self.config.block_kv == 0
+
+
+# jit, so that the layers of a model trace and lower one kernel, not one each.
+@functools.partial(jax.jit, static_argnames=("scale", "causal", "config", "interpret"))
+def mla_decode_pallas(
+    query,
+    latent_cache,
+    block_tables,
+    seq_lens,
+    schedule: MLASchedule | None,
+    *,
+    scale: float,
+    causal: bool,
+    config: MLADecodeConfig,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """(out [num_seqs, s_q, num_heads, 512] in query's dtype, lse [num_seqs, num_heads, s_q] float32)."""
+    num_seqs, s_q, num_heads, _ = query.shape
+    problem = Problem(
+        num_seqs,
+        s_q,
+        num_heads,
+        block_tables.shape[1],
+        pool_shape(latent_cache, "NHD"),
+        scale,
+        causal and s_q > 1,
+        None if schedule is None else schedule.tile_scheduler_metadata.shape[0],
+        config,
+    )
+    outputs = [
+        jax.ShapeDtypeStruct((num_seqs, s_q, num_heads, LATENT_DIM), query.dtype),
+        jax.ShapeDtypeStruct((num_seqs, num_heads, s_q), jnp.float32),
+    ]
+    if problem.num_pieces > num_seqs:
+        partial_shape = (problem.num_pieces, problem.pool.num_kv_heads, problem.rows)
+        outputs += [
+            jax.ShapeDtypeStruct((*partial_shape, LATENT_DIM), jnp.float32),
+            jax.ShapeDtypeStruct(partial_shape, jnp.float32),
+        ]
+    # Row blocks and KV heads vary fastest: programs that read the same or neighbouring bytes run together.
+    heads = problem.pool.num_kv_heads * problem.q_blocks
+    if schedule is None:
+        body, grid = _grid_kernel, (heads, config.num_splits, num_seqs)
+    else:
+        body, grid = _scheduled_kernel, (heads, schedule.tile_scheduler_metadata.shape[0])
+    out, lse, *partial = _pallas.kernel_call(
+        functools.partial(body, problem=problem),
+        *(query, latent_cache, block_tables, seq_lens, *(schedule or ())),
+        name="pallas_attn_mla_decode",
+        grid=grid,
+        out_shape=outputs,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        interpret=interpret,
+    )
+    if partial:
+        partial_out, partial_lse2 = partial
+        out, lse = combine.combine_pieces(
+            out, lse, partial_out, partial_lse2, seq_lens, schedule, problem=problem, interpret=interpret
+        )
+    return out, lse
+
+
+def _grid_kernel(query_ref, cache_ref, tables_ref, lens_ref, *out_refs, problem: Problem):
+    head_block, split, seq = (_pallas.program_id(axis) for axis in range(3))
+    cut = pieces.Grid(problem, lens_ref)
+    seq_len, tokens = cut.length(seq), cut.tokens(seq)
+    begin = split * tokens
+
+    # Split 0 of an empty sequence has no tokens but still writes the output.
+    @_pallas.when((begin < seq_len) | (split == 0))
+    def _():
+        end = jnp.minimum(begin + tokens, seq_len)
+        first, count = cut.of(seq)
+        refs = (query_ref, cache_ref, tables_ref, lens_ref, *out_refs)
+        _serve(*refs, seq=seq, head_block=head_block, begin=begin, end=end, piece=first + split,
+               one_piece=count <= 1, problem=problem)  # fmt: skip
+
+
+def _scheduled_kernel(
+    query_ref, cache_ref, tables_ref, lens_ref, metadata_ref, splits_ref, *out_refs, problem: Problem
+):
+    head_block, part = _pallas.program_id(0), _pallas.program_id(1)
+    dealt = pieces.Scheduled(problem, splits_ref)
+    begin_idx, begin_seqlen, end_idx, end_seqlen, begin_split = (
+        _pallas.load(metadata_ref.at[part, jnp.int32(column)]) for column in range(5)
+    )
+    # A schedule made for other lengths must not make this kernel touch memory that is not its own.
+    first_seq = jnp.maximum(begin_idx, 0)
+    last_seq = jnp.minimum(end_idx, problem.num_seqs - 1)
+
+    def serve(seq, carry):
+        seq_len = jnp.clip(_pallas.load(lens_ref.at[seq]), 0, problem.max_len)
+        begin = jnp.where(seq == begin_idx, jnp.maximum(begin_seqlen, 0), 0)
+        end = jnp.minimum(jnp.where(seq == end_idx, end_seqlen, seq_len), seq_len)
+        first, count = dealt.of(seq)
+        piece = jnp.clip(first + jnp.where(seq == begin_idx, begin_split, 0), 0, problem.num_pieces - 1)
+        refs = (query_ref, cache_ref, tables_ref, lens_ref, *out_refs)
+        _serve(*refs, seq=seq, head_block=head_block, begin=begin, end=end, piece=piece,
+               one_piece=count <= 1, problem=problem)  # fmt: skip
+        return carry
+
+    lax.fori_loop(first_seq, last_seq + 1, serve, np.int32(0))
+
+
+def _serve(
+    query_ref, cache_ref, tables_ref, lens_ref, out_ref, lse_ref, *partial_refs,
+    seq, head_block, begin, end, piece, one_piece, problem: Problem,
+):  # fmt: skip
+    """Attends one block of query rows to tokens [begin, end) of a sequence and writes the result."""
+    config = problem.config
+    kv_head = head_block // problem.q_blocks
+    row = jnp.arange(config.block_q) + (head_block % problem.q_blocks) * config.block_q
+    row_is_real = row < problem.rows
+    token, head = row // problem.group, kv_head * problem.group + row % problem.group
+
+    def place(ref, dims: jax.Array) -> tuple[Any, jax.Array]:
+        """Elements `dims` of this block's rows in query or output, [block_q, dims], and a mask."""
+        tile = jnp.zeros((config.block_q, dims.size), jnp.int32)
+        index = (seq + tile, token[:, None] + tile, head[:, None] + tile, dims[None, :] + tile)
+        return ref.at[index], row_is_real[:, None] & (tile == 0)
+
+    latent, rope = jnp.arange(LATENT_DIM), LATENT_DIM + jnp.arange(ROPE_DIM)
+    q_latent, q_rope = (
+        _pallas.load(where, mask=real, other=0.0)
+        for where, real in (place(query_ref, dims) for dims in (latent, rope))
+    )
+
+    stored_len = _pallas.load(lens_ref.at[seq])
+    seq_len = jnp.clip(stored_len, 0, problem.max_len)
+    # Query token i of s_q is the sequence's token seq_len - s_q + i, and sees itself and what is before it.
+    row_end = jnp.minimum(end, seq_len - (problem.s_q - 1) + token) if problem.causal else None
+    state, bad = _walk_tokens(
+        q_latent, q_rope, cache_ref, tables_ref, seq, kv_head, begin, end, row_end, problem
+    )
+    out, lse2 = _softmax.finish(state)
+
+    # A length or page id that cannot be right makes its sequence NaN rather than quietly wrong.
+    bad |= stored_len != seq_len
+    out, lse2 = _softmax.poison(out, bad), _softmax.poison(lse2, bad)
+
+    def write_final():
+        where, real = place(out_ref, latent)
+        _pallas.store(where, out.astype(out_ref.dtype), mask=real)
+        where = lse_ref.at[seq + 0 * row, head, token]
+        _pallas.store(where, _softmax.natural_lse(lse2), mask=row_is_real)
+
+    if not partial_refs:
+        write_final()
+        return
+    partial_out_ref, partial_lse_ref = partial_refs
+    _pallas.when(one_piece)(write_final)
+
+    @_pallas.when(~one_piece)
+    def _():
+        tile = jnp.zeros(out.shape, jnp.int32)
+        where = partial_out_ref.at[piece + tile, kv_head + tile, row[:, None] + tile, latent[None, :] + tile]
+        _pallas.store(where, out, mask=row_is_real[:, None] & (tile == 0))
+        where = partial_lse_ref.at[piece + 0 * row, kv_head + 0 * row, row]
+        _pallas.store(where, lse2, mask=row_is_real)
+
+
+def _walk_tokens(
+    q_latent, q_rope, cache_ref, tables_ref, seq, kv_head, begin, end, row_end, problem: Problem
+):  # fmt: skip
+    """Online softmax of queries [block_q, 512 + 64] over tokens [begin, end) of a sequence; also whether any token's
+    page id was unusable. `row_end` [block_q] is where what a row may see ends, or None: at `end` for all of them."""
+    pool, config = problem.pool, problem.config
+    block_kv, page_size = config.block_kv, pool.page_size
+    asynchronous = config.block_q >= WGMMA_ROWS
+    last_column = jnp.maximum(end - 1, 0) // page_size
+
+    def page_of(column, last) -> jax.Array:
+        return _pallas.load(tables_ref.at[seq + 0 * column, jnp.minimum(column, last)])
+
+    def elements(first, page, held, dim, size) -> jax.Array:
+        """[block_kv, size] elements of a tile's tokens, 0 where none is held: a NaN would survive a weight of 0."""
+        tile = jnp.zeros((block_kv, size), jnp.int32)
+        mask = held[:, None] & (tile == 0)
+        if problem.page_per_tile:
+            tokens = _pallas.ds(first % page_size, block_kv)
+            where = cache_ref.at[page, tokens, kv_head, _pallas.ds(dim, size)]
+            return _pallas.load(where, mask=mask, other=0.0, eviction_policy=EVICTION)
+        offset = (first + jnp.arange(block_kv)) % page_size
+        dims = dim + jnp.arange(size)
+        place = (page[:, None] + tile, offset[:, None] + tile, kv_head + tile, dims[None, :] + tile)
+        return _pallas.load(cache_ref.at[place], mask=mask, other=0.0, eviction_policy=EVICTION)
+
+    def logits2(keys, keys_rope) -> jax.Array:
+        latent, rope = _pallas.dot(q_latent, keys, trans_b=True), _pallas.dot(q_rope, keys_rope, trans_b=True)
+        scale2 = problem.scale * _softmax.LOG2_E
+        # Added before scaling, the second product would accumulate onto the first, and take part in its layout.
+        return latent * scale2 + rope * scale2 if asynchronous else (latent + rope) * scale2
+
+    def step(i, carry):
+        state, bad, entry = carry
+        first = begin + i * block_kv
+        position = first + jnp.arange(block_kv)
+        if problem.page_per_tile:
+            # The next tile's page is looked up one step ahead, off the critical path.
+            next_entry = page_of((first + block_kv) // page_size, last_column)
+        else:
+            entry = next_entry = page_of(position // page_size, last_column)
+        usable = _masking.usable_pages(entry, pool.num_pages)
+        held = _masking.within(position, end) & usable
+        bad |= ~usable if problem.page_per_tile else jnp.min(usable.astype(jnp.int32)) == 0
+        page = jnp.where(usable, entry, 0)
+        keys = elements(first, page, held, 0, LATENT_DIM)
+        keys_rope = elements(first, page, held, LATENT_DIM, ROPE_DIM)
+
+        def masked_logits2() -> jax.Array:
+            visible = held[None, :]
+            if row_end is not None:
+                visible &= _masking.within(position[None, :], row_end[:, None])
+            return _masking.apply(logits2(keys, keys_rope), visible)
+
+        if not asynchronous:
+            logits = masked_logits2()
+        else:
+            # Only tiles at the end of a sequence need a mask. The branch also keeps Triton from seeing that these
+            # logits feed the next product: it would give that product's layout, with all warps along the rows, to
+            # both, and with 64 rows the second half of the warps would only repeat what the first half computes.
+            logits = lax.cond(
+                (first + block_kv <= unmasked_end) & ~bad, lambda: logits2(keys, keys_rope), masked_logits2
+            )
+        state, weights = _softmax.rescale(state, logits)
+        product = _pallas.dot(weights.astype(keys.dtype), keys)
+        return state._replace(acc=state.acc + product), bad, next_entry
+
+    unmasked_end = end if row_end is None else jnp.minimum(end, jnp.min(row_end))
+    num_tiles = (end - begin + block_kv - 1) // block_kv
+    columns = begin // page_size + jnp.zeros(() if problem.page_per_tile else (block_kv,), jnp.int32)
+    # The first entry does not wait for the length: without tokens it may be garbage, which nothing looks at.
+    entry = page_of(columns, problem.max_pages - 1)
+    start = _softmax.start((config.block_q,), LATENT_DIM), jnp.bool_(False), entry
+    state, bad, _ = lax.fori_loop(0, num_tiles, step, start)
+    return state, bad

@@ -1,0 +1,194 @@
+"""The DeepSeek decoder against transformers, with random weights and the real attention dimensions."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+from pallas_attn import PagedLatentCache
+from pallas_attn.models.deepseek import DeepSeek, DeepSeekConfig, load_transformers_weights, route
+from pallas_attn.nn.mla import MLAConfig, MultiHeadLatentAttention
+
+ATTENTION = dict(kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128)
+SMALL = dict(
+    vocab_size=256,
+    hidden_size=96,
+    intermediate_size=160,
+    moe_intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    n_routed_experts=8,
+    num_experts_per_tok=3,
+    n_shared_experts=2,
+    first_k_dense_replace=1,
+    max_position_embeddings=40 * 128,
+    **ATTENTION,
+)
+YARN = dict(
+    rope_type="yarn",
+    rope_theta=10000.0,
+    factor=40.0,
+    original_max_position_embeddings=128,
+    beta_fast=32,
+    beta_slow=1,
+    mscale=1.0,
+    mscale_all_dim=0.8,
+)
+V2 = dict(n_group=4, topk_group=2, topk_method="group_limited_greedy", routed_scaling_factor=1.5)
+V3 = dict(n_group=4, topk_group=2, norm_topk_prob=True, routed_scaling_factor=2.5)
+MODELS = {
+    "v2-lite": ("V2", dict(**V2, q_lora_rank=None) | dict(topk_method="greedy")),
+    "v2-yarn": ("V2", dict(**V2, q_lora_rank=64, rope_parameters=YARN)),
+    "v3": ("V3", dict(**V3, q_lora_rank=64)),
+    "v3-yarn": ("V3", dict(**V3, q_lora_rank=64, rope_parameters=YARN | dict(mscale=0.707))),
+}
+
+
+def theirs(name: str):
+    import transformers
+
+    version, options = MODELS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"Deepseek{version}Config")(**SMALL, **options)
+    config._attn_implementation = "eager"
+    model = getattr(transformers, f"Deepseek{version}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Wider than the default, so that attention and routing are far from uniform.
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+        for key, buffer in model.named_buffers():
+            if "correction_bias" in key:
+                buffer.copy_(torch.randn_like(buffer) * 0.1)
+    return model
+
+
+def ours(model) -> DeepSeek:
+    config = DeepSeekConfig.from_transformers(model.config.to_dict())
+    decoder = DeepSeek(config, rngs=nnx.Rngs(0))
+    load_transformers_weights(decoder, {k: v.numpy() for k, v in model.state_dict().items()})
+    return decoder
+
+
+def empty_cache(num_layers: int, num_seqs: int, page_size: int = 16, pages_each: int = 5) -> PagedLatentCache:
+    tables = np.random.default_rng(0).permutation(num_seqs * pages_each).reshape(num_seqs, -1)
+    return PagedLatentCache.create(
+        num_layers=num_layers,
+        num_pages=num_seqs * pages_each,
+        page_size=page_size,
+        block_tables=jnp.asarray(tables, jnp.int32),
+        dtype=jnp.float32,
+    )
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=4)
+def step(graph, weights, tokens, positions, cache):
+    model = nnx.merge(graph, weights)
+    hidden, cache = model(tokens, positions, cache)
+    return model.logits(hidden), cache
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_prefill_and_greedy_decoding_equal_transformers(name):
+    model = theirs(name)
+    graph, weights = nnx.split(ours(model))
+    prompts = np.random.default_rng(1).integers(0, 256, (2, 21))
+    cache = empty_cache(3, 2)
+    positions = jnp.broadcast_to(jnp.arange(21, dtype=jnp.int32), (2, 21))
+    logits, cache = step(graph, weights, jnp.asarray(prompts, jnp.int32), positions, cache)
+    with torch.no_grad():
+        first = model(torch.as_tensor(prompts), use_cache=True)
+    np.testing.assert_allclose(logits, first.logits.numpy(), atol=2e-3)
+
+    expected, past = first.logits[:, -1], first.past_key_values
+    token = logits[:, -1].argmax(-1)
+    for i in range(32):
+        assert token.tolist() == expected.argmax(-1).tolist(), f"step {i}"
+        positions = jnp.full((2, 1), 21 + i, jnp.int32)
+        logits, cache = step(graph, weights, token[:, None].astype(jnp.int32), positions, cache)
+        with torch.no_grad():
+            out = model(torch.as_tensor(np.array(token))[:, None], past_key_values=past, use_cache=True)
+        expected, past = out.logits[:, -1], out.past_key_values
+        np.testing.assert_allclose(logits[:, -1], expected.numpy(), atol=2e-3)
+        token = logits[:, -1].argmax(-1)
+    assert cache.seq_lens.tolist() == [53, 53]
+
+
+@pytest.mark.parametrize("q_lora_rank", [None, 40])
+def test_both_forms_agree(q_lora_rank):
+    """Prompts of different lengths: naive over themselves, absorbed over the pages, all at once and token by token."""
+    config = MLAConfig(hidden_size=64, num_heads=3, q_lora_rank=q_lora_rank, rope_interleaved=False)
+    layer = MultiHeadLatentAttention(config, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (2, 6, 64))
+    positions = jnp.broadcast_to(jnp.arange(6, dtype=jnp.int32), (2, 6))
+    naive, _ = layer(x, empty_cache(1, 2), 0, positions)
+    packed, _ = layer(x, empty_cache(1, 2), 0, positions, absorbed=True)
+    np.testing.assert_allclose(packed, naive, atol=1e-5)
+    cache = empty_cache(1, 2)
+    for i in range(6):
+        single, cache = layer(x[:, i : i + 1], cache, 0, positions[:, i : i + 1])
+        np.testing.assert_allclose(single[:, 0], naive[:, i], atol=1e-5)
+
+
+def test_padding_and_finished_sequences_write_nothing():
+    layer = MultiHeadLatentAttention(MLAConfig(hidden_size=64, num_heads=2), rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (2, 4, 64))
+    positions = jnp.asarray([[0, 1, 2, 3], [0, 1, -1, -1]], jnp.int32)
+    _, cache = layer(x, empty_cache(1, 2), 0, positions)
+    written = np.asarray(jnp.any(cache.latent_cache != 0, axis=(2, 3))).sum()
+    assert written == 6
+    out, after = layer(x[:, :1], cache, 0, jnp.asarray([[4], [-1]], jnp.int32))
+    assert (np.asarray(out[1]) == 0).all()
+    assert np.asarray(jnp.any(after.latent_cache != 0, axis=(2, 3))).sum() == 7
+
+
+def test_experts_of_other_groups_are_never_chosen():
+    config = dataclasses.replace(
+        DeepSeekConfig(8, 1, 0, 8, 8, 16, 4, 1, MLAConfig(64, 1)),
+        num_expert_groups=4,
+        groups_per_token=1,
+        sigmoid_routing=True,
+        normalize_weights=True,
+    )
+    logits = jax.random.normal(jax.random.key(0), (50, 16))
+    experts, weights = route(logits, jnp.zeros(16), config)
+    assert (np.ptp(np.asarray(experts) // 4, axis=1) == 0).all()
+    np.testing.assert_allclose(weights.sum(axis=1), 1, rtol=1e-5)
+
+
+def test_published_expert_files_are_stacked():
+    model = theirs("v3")
+    stacked = {k: v.numpy() for k, v in model.state_dict().items()}
+    single = {}
+    for key, value in stacked.items():
+        if key.endswith("experts.gate_up_proj"):
+            base = key.removesuffix(".gate_up_proj")
+            for i, both in enumerate(value):
+                gate, up = np.split(both, 2)
+                single[f"{base}.{i}.gate_proj.weight"], single[f"{base}.{i}.up_proj.weight"] = gate, up
+                single[f"{base}.{i}.down_proj.weight"] = stacked[f"{base}.down_proj"][i]
+        elif not key.endswith("experts.down_proj"):
+            single[key] = value
+    first, second = ours(model), ours(model)
+    load_transformers_weights(second, single)
+    for a, b in zip(jax.tree.leaves(nnx.state(first)), jax.tree.leaves(nnx.state(second)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_settings_without_an_equivalent_are_refused():
+    base = dict(SMALL, model_type="deepseek_v3", rms_norm_eps=1e-6)
+    with pytest.raises(
+        ValueError, match="'model_type': expected 'deepseek_v2' or 'deepseek_v3', got 'llama'"
+    ):
+        DeepSeekConfig.from_transformers(dict(base, model_type="llama"))
+    with pytest.raises(ValueError, match="'attention_bias': expected False"):
+        DeepSeekConfig.from_transformers(dict(base, attention_bias=True))
+    with pytest.raises(ValueError, match="'rope_type': expected 'default' or 'yarn'"):
+        DeepSeekConfig.from_transformers(dict(base, rope_parameters=dict(rope_type="linear")))
+    with pytest.raises(ValueError, match="MLAConfig: argument 'kv_lora_rank': expected 512"):
+        DeepSeekConfig.from_transformers(dict(base, kv_lora_rank=256))

@@ -1,0 +1,77 @@
+"""Grouped-query attention through the MLA kernel gives what grouped-query attention gives."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from models_support import TINY, smollm2
+
+from pallas_attn import PagedKVCache, PagedLatentCache
+from pallas_attn.models import Llama, LlamaConfig, default_model_path, generate, load_gguf
+from pallas_attn.nn import LatentGQA, PagedAttention
+
+GPU = pytest.param("pallas", marks=pytest.mark.gpu)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "interpret", GPU])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim"), [(9, 3, 64), (4, 4, 64), (6, 2, 8), (5, 1, 256)]
+)
+def test_equals_paged_attention(num_heads, num_kv_heads, head_dim, implementation):
+    """A prompt, then two tokens, of sequences of different lengths, one of them finished."""
+    dtype = jnp.bfloat16 if implementation == "pallas" else jnp.float32
+    tables = jnp.asarray([[3, 0, 5], [1, 4, 2]], jnp.int32)
+    sizes = dict(num_layers=1, num_pages=6, page_size=16, block_tables=tables, dtype=dtype)
+    caches = [
+        PagedKVCache.create(num_kv_heads=num_kv_heads, head_dim=head_dim, **sizes),
+        PagedLatentCache.create(**sizes),
+    ]
+    modules = [PagedAttention(implementation="xla"), LatentGQA(implementation=implementation)]
+    steps = [
+        jnp.asarray([[*range(20)], [*range(13), *[-1] * 7]], jnp.int32),
+        jnp.asarray([[20], [13]], jnp.int32),
+        jnp.asarray([[21], [-1]], jnp.int32),
+    ]
+    for i, positions in enumerate(steps):
+        keys = jax.random.split(jax.random.key(i), 3)
+        heads = (num_heads, num_kv_heads, num_kv_heads)
+        new = [
+            jax.random.normal(key, (*positions.shape, n, head_dim), dtype)
+            for key, n in zip(keys, heads, strict=True)
+        ]
+        outs = []
+        for j, module in enumerate(modules):
+            out, caches[j] = module(*new, caches[j], 0, positions)
+            outs.append(np.where(np.asarray(positions >= 0)[..., None, None], np.float32(out), 0))
+        tolerance = 2e-2 if dtype == jnp.bfloat16 else 1e-5
+        np.testing.assert_allclose(outs[1], outs[0], atol=tolerance)
+
+
+def test_a_model_whose_heads_do_not_fit_is_refused():
+    wide = LlamaConfig(8, 16, 16, 1, 8, 8, 64)
+    with pytest.raises(
+        ValueError, match="Llama: argument 'attention': expected 'gqa' for a model whose keys"
+    ):
+        Llama(wide, attention="mla", rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="Llama: argument 'attention': expected 'gqa' or 'mla', got 'mqa'"):
+        getattr(Llama.__init__, "__wrapped__", Llama.__init__)(
+            object.__new__(Llama), TINY, attention="mqa", rngs=nnx.Rngs(0)
+        )
+
+
+@pytest.mark.slow
+def test_smollm2_gives_the_same_tokens():
+    """Real activations: outliers, and sinks that take most of the weight."""
+    gqa = smollm2()
+    mla = load_gguf(default_model_path(), attention="mla")
+    prompts = [
+        gqa.tokenizer.encode(gqa.tokenizer.apply_chat_template([{"role": "user", "content": text}]))
+        for text in ("What is the capital of France?", "Count from one to twenty.", "Hi")
+    ]
+    runs = [generate(m.model, prompts, max_new_tokens=32, return_logits=True) for m in (gqa, mla)]
+    np.testing.assert_array_equal(runs[0].tokens, runs[1].tokens)
+    first, second = (run.logits for run in runs)
+    assert first is not None
+    assert second is not None
+    np.testing.assert_allclose(first, second, atol=2e-3)

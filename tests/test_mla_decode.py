@@ -1,0 +1,322 @@
+"""Numerics of `mla_decode` against float64 torch, on the CPU: xla, and the kernel in interpret mode."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from references.mla_decode_torch import mla_decode as reference
+
+import pallas_attn
+from pallas_attn.ops.mla_decode import MLADecodeConfig, MLASchedule
+from pallas_attn.testing import compare, inputs, mla
+
+GPU = pytest.param("pallas", marks=pytest.mark.gpu)
+IMPLEMENTATIONS = ["xla", "interpret", GPU]
+CASES = mla.mla_decode_cases()
+
+
+def schedule_of(case: mla.MLADecodeCase, seq_lens) -> MLASchedule | None:
+    if case.num_parts is None:
+        return None
+    return pallas_attn.mla_schedule(
+        seq_lens,
+        num_heads=case.num_heads,
+        num_kv_heads=case.num_kv_heads,
+        s_q=case.s_q,
+        num_parts=case.num_parts,
+        overhead_blocks=1,
+    )
+
+
+def run(case: mla.MLADecodeCase, data: mla.LatentInputs, implementation: str, **options):
+    return compiled(case, implementation, **options)(*data.arguments())
+
+
+def compiled(case: mla.MLADecodeCase, implementation: str, **options):
+    config = None
+    if implementation != "xla" and case.config:
+        block_q = 16 if case.s_q * case.group <= 16 else 64
+        defaults: dict[str, Any] = {"block_q": block_q, "block_kv": 32, "num_splits": 1, "num_warps": 4}
+        config = MLADecodeConfig(**{**defaults, **dict(case.config)})
+
+    @jax.jit
+    def call(query, cache, tables, lens):
+        return pallas_attn.mla_decode(
+            *(query, cache, tables, lens),
+            schedule=schedule_of(case, lens),
+            causal=case.causal,
+            return_lse=True,
+            implementation=implementation,
+            config=config,
+            **options,
+        )
+
+    return call
+
+
+def check(case: mla.MLADecodeCase, data: mla.LatentInputs, out, lse, **options) -> None:
+    expected, expected_lse = reference(data, causal=case.causal, **options)
+    rounded, _ = reference(data, causal=case.causal, rounding=getattr(torch, case.dtype), **options)
+    about = dict(dtype=case.dtype, case_id=case.id)
+    compare.assert_rows_close(
+        out,
+        expected,
+        rounded_reference=rounded,
+        lengths=case.seq_lens,
+        page_size=case.page_size,
+        **about,
+    )
+    compare.assert_lse_close(lse, expected_lse, **about)
+
+
+def servable(case: mla.MLADecodeCase, implementation: str) -> None:
+    if implementation == "pallas" and case.dtype == "float32":
+        pytest.skip("float32 is for xla and interpret")
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_matches_reference(case, implementation):
+    servable(case, implementation)
+    data = mla.mla_decode_inputs(case)
+    out, lse = run(case, data, implementation)
+    assert out.dtype == jnp.dtype(case.dtype)
+    assert lse.dtype == jnp.float32
+    check(case, data, out, lse)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("num_parts", [None, 5])
+def test_no_boundary_token_is_lost(num_parts, implementation):
+    """Each sequence hides most of its weight in one token at a boundary, at one boundary after another."""
+    lens = (700, 1027, 769)
+    splits = (("num_splits", 4), ("min_split_tokens", 256))
+    case = mla.MLADecodeCase(lens, 4, page_size=64, num_parts=num_parts, config=splits)
+    call = compiled(case, implementation)
+    cut = 320 if num_parts is None else piece_end(case)
+    places = {
+        "first": 0,
+        "last": None,
+        "page end": 191,
+        "page start": 192,
+        "piece end": cut - 1,
+        "piece start": cut,
+    }
+    for place in places.values():
+        data = mla.mla_decode_inputs(case)
+        mla.plant_latent_needles(
+            case, data, {s: n - 1 if place is None else place for s, n in enumerate(lens)}
+        )
+        check(case, data, *call(*data.arguments()))
+
+
+def piece_end(case: mla.MLADecodeCase) -> int:
+    schedule = schedule_of(case, jnp.asarray(case.seq_lens, jnp.int32))
+    assert schedule is not None
+    return int(schedule.tile_scheduler_metadata[0, 3])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_causal_boundary(implementation):
+    """Each of the newest four tokens, made to swamp all others, is seen by its own query token and later ones."""
+    case = mla.MLADecodeCase((130, 3, 64, 1), 4, s_q=4, causal=True, num_parts=2)
+    data = mla.mla_decode_inputs(case)
+    call = compiled(case, implementation)
+    out, lse = call(*data.arguments())
+    check(case, data, out, lse)
+    # Sequence 1 has 3 tokens for 4 query tokens, sequence 3 has one: the first ones see nothing.
+    assert np.isneginf(lse[1, :, 0]).all()
+    assert np.isneginf(lse[3, :, :3]).all()
+    assert (np.float32(out[3, :3]) == 0).all()
+    for position, row in ((129, 3), (128, 2), (127, 1), (126, 0)):
+        bent = mla.LatentInputs(*(x.copy() for x in vars(data).values()))
+        place = inputs.token_places(bent.block_tables[0], 130, case.page_size)
+        bent.latent_cache[place[0][position], place[1][position]] = 30
+        changed, _ = call(*bent.arguments())
+        same = [(np.float32(changed[0, i]) == np.float32(out[0, i])).all() for i in range(4)]
+        assert same == [i < row for i in range(4)]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("num_parts", [None, 5])
+def test_bad_pages_and_lengths_poison_only_their_rows(num_parts, implementation):
+    splits = (("num_splits", 3),)
+    case = mla.MLADecodeCase((600,) * 8, 4, page_size=16, num_parts=num_parts, config=splits)
+    data = mla.mla_decode_inputs(case)
+    call = compiled(case, implementation)
+    good, good_lse = (np.array(x) for x in call(*data.arguments()))
+    data.block_tables[1, 0] = -1
+    data.block_tables[2, 37] = data.latent_cache.shape[0]  # the last page in use
+    data.block_tables[3, 20] = 2147480000
+    data.seq_lens[4] = data.block_tables.shape[1] * case.page_size + 1
+    data.seq_lens[5] = -1
+    data.seq_lens[6] = 100_000
+    out, lse = call(*data.arguments())
+    for seq in range(8):
+        if seq in (0, 7):
+            # The other lengths decide how sequences are cut, so bits may differ, values may not.
+            np.testing.assert_allclose(np.float32(out[seq]), np.float32(good[seq]), atol=2e-2)
+            np.testing.assert_allclose(lse[seq], good_lse[seq], atol=1e-4)
+        else:
+            assert np.isnan(np.float32(out[seq])).all(), f"sequence {seq} must be NaN"
+            assert np.isnan(lse[seq]).all(), f"lse of sequence {seq} must be NaN"
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_pages_shared_between_sequences(implementation):
+    case = mla.MLADecodeCase((100, 100, 100), 4, page_size=16)
+    data = mla.mla_decode_inputs(case)
+    data.block_tables[1] = data.block_tables[0]
+    data.block_tables[2, :3] = data.block_tables[0, :3]
+    check(case, data, *run(case, data, implementation))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_scale(implementation):
+    case = mla.MLADecodeCase((5, 77), 4, dtype="float16")
+    data = mla.mla_decode_inputs(case)
+    check(case, data, *run(case, data, implementation, scale=192**-0.5), scale=192**-0.5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("num_parts", [None, 5])
+def test_same_inputs_same_bits(num_parts, implementation):
+    splits = (("num_splits", 5), ("min_split_tokens", 64))
+    case = mla.MLADecodeCase((1200, 31, 800), 8, num_parts=num_parts, config=splits)
+    data = mla.mla_decode_inputs(case)
+    call = compiled(case, implementation)
+    first, second = (call(*data.arguments()) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_schedule_for_other_lengths_stays_inside_memory(implementation):
+    """Wrong results are the caller's; a fault or a read of foreign pages would be ours."""
+    case = mla.MLADecodeCase((600, 64, 0), 4)
+    data = mla.mla_decode_inputs(case)
+    stale = pallas_attn.mla_schedule(jnp.asarray([50_000, 7, 9_000], jnp.int32), num_heads=4, num_parts=6)
+    wild = MLASchedule(stale.tile_scheduler_metadata * -977, stale.num_splits * 1_000_003)
+    for schedule in (stale, wild):
+        out: Any = pallas_attn.mla_decode(*data.arguments(), schedule=schedule, implementation=implementation)
+        assert jnp.shape(out) == (3, 1, 4, 512)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_flash_mla_names(implementation):
+    """The seed's two functions: its shapes, natural lse, +inf for rows that see nothing."""
+    case = mla.MLADecodeCase((0, 100, 1, 700), 4, s_q=2, causal=True)
+    data = mla.mla_decode_inputs(case)
+
+    @jax.jit
+    def step(q, k_cache, block_table, cache_seqlens):
+        metadata, num_splits = pallas_attn.get_mla_metadata(cache_seqlens, 2 * 4 // 1, 1)
+        return pallas_attn.flash_mla_with_kvcache(
+            *(q, k_cache, block_table, cache_seqlens, 512, metadata, num_splits),
+            causal=True,
+            implementation=implementation,
+        )
+
+    out, lse = step(*data.arguments())
+    expected, expected_lse = reference(data, causal=True)
+    expected_lse = np.where(np.isneginf(expected_lse), np.inf, expected_lse)
+    assert np.isposinf(lse[0]).all()
+    compare.assert_rows_close(out, expected, dtype=case.dtype, case_id=case.id)
+    compare.assert_lse_close(lse, expected_lse, dtype=case.dtype, case_id=case.id)
+
+
+def test_schedule_is_computed_once_for_all_layers():
+    case = mla.MLADecodeCase((20, 333), 4, dtype="float32")
+    data = mla.mla_decode_inputs(case)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def layers(scheduled, query, cache, tables, lens):
+        schedule = pallas_attn.mla_schedule(lens, num_heads=4, num_parts=3) if scheduled else None
+
+        def layer(query, _):
+            out = pallas_attn.mla_decode(query, cache, tables, lens, schedule=schedule)
+            return query.at[..., :512].add(out), None
+
+        return jax.lax.scan(layer, query, None, length=3)[0]
+
+    np.testing.assert_array_equal(layers(True, *data.arguments()), layers(False, *data.arguments()))
+
+
+# What a GPU is for: the seed's matrix, and what it does not cover.
+SEED_MATRIX = [
+    pytest.param(s_k, h_q, s_q, varlen, id=f"b128-s{s_k}{'n' if varlen else ''}-h{h_q}-q{s_q}")
+    for s_k in (4096, 8192, 16384)
+    for h_q in (16, 32, 64, 128)
+    for s_q in (1, 2)
+    for varlen in (False, True)
+]
+
+
+def cosine_difference(a, b) -> float:
+    return float(1 - 2 * jnp.sum(a * b) / jnp.maximum(jnp.sum(a * a + b * b), 1e-12))
+
+
+def gpu_inputs(lens: np.ndarray, h_q: int, s_q: int, page: int, dtype=jnp.bfloat16):
+    """Too much for numpy: drawn on the device, NaN beyond every length, garbage in unused entries."""
+    rng = np.random.default_rng(0)
+    pages = -(-lens // page)
+    width = int(pages.max())
+    order = rng.permutation(len(lens) * width).reshape(len(lens), width).astype(np.int32)
+    column = np.arange(width)[None]
+    tables = np.where(column < pages[:, None], order, inputs.GARBAGE_IDS[0]).astype(np.int32)
+    cache = jax.random.normal(jax.random.key(0), (len(lens) * width, page, 1, 576), dtype)
+    slot = column[..., None] * page + np.arange(page)
+    empty = np.zeros((len(lens) * width, page), bool)
+    empty[order] = slot >= lens[:, None, None]
+    cache = jax.jit(lambda c, e: jnp.where(e[..., None, None], jnp.nan, c), donate_argnums=0)(cache, empty)
+    query = jax.random.normal(jax.random.key(1), (len(lens), s_q, h_q, 576), dtype)
+    return query, cache, jnp.asarray(tables), jnp.asarray(lens, jnp.int32)
+
+
+def check_on_gpu(lens: np.ndarray, h_q: int, s_q: int, page: int) -> None:
+    """Both ways to cut the work, and the seed's schedule, against xla on the same inputs."""
+    arguments = gpu_inputs(lens, h_q, s_q, page)
+
+    @jax.jit
+    def everything(query, cache, tables, lens):
+        call = functools.partial(
+            pallas_attn.mla_decode, query, cache, tables, lens, causal=True, return_lse=True
+        )
+        schedule = pallas_attn.mla_schedule(lens, num_heads=h_q, s_q=s_q)
+        seeds = MLASchedule(*pallas_attn.get_mla_metadata(lens, s_q * h_q, 1))
+        ways = [call(implementation="pallas", schedule=way) for way in (None, schedule, seeds)]
+        return call(implementation="xla"), ways
+
+    (expected, expected_lse), ways = everything(*arguments)
+    expected, seen = expected.astype(jnp.float32), jnp.isfinite(expected_lse)
+    for out, lse in ways:
+        out = out.astype(jnp.float32)
+        assert not jnp.isnan(out).any()
+        norm = jnp.maximum(jnp.linalg.norm(expected, axis=-1), 1e-6)
+        assert float((jnp.linalg.norm(out - expected, axis=-1) / norm).max()) < 8e-3
+        assert cosine_difference(out, expected) < 1e-5
+        assert (jnp.isneginf(lse) == ~seen).all()
+        assert cosine_difference(jnp.where(seen, lse, 0), jnp.where(seen, expected_lse, 0)) < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("s_k", "h_q", "s_q", "varlen"), SEED_MATRIX)
+def test_seed_matrix(s_k, h_q, s_q, varlen):
+    lens = np.full(128, s_k)
+    if varlen:
+        lens = np.maximum(np.random.default_rng(1).normal(s_k, s_k / 2, 128).astype(int), s_q)
+    check_on_gpu(lens, h_q, s_q, 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page", [16, 32, 128])
+@pytest.mark.parametrize("s_q", [1, 2, 4])
+@pytest.mark.parametrize("h_q", [1, 3, 9, 63, 126])
+def test_odd_shapes_with_half_the_batch_empty(h_q, s_q, page):
+    lens = np.random.default_rng(2).integers(s_q, 6000, 64)
+    lens[::2] = 0
+    check_on_gpu(lens, h_q, s_q, page)

@@ -1,0 +1,112 @@
+"""The vectorised tile scheduler against a plain model, and the properties that kernels rely on."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from references.mla_schedule_model import BLOCK, OVERHEAD, plain_schedule
+
+from pallas_attn.ops.mla_decode import schedule as sched
+
+# Few shapes, so that few programs are compiled; lengths and parts are what the property is about.
+BATCHES, PARTS = (1, 3, 33), (1, 7, 66, 132)
+SHORT = st.one_of(
+    st.integers(0, 3 * BLOCK), st.sampled_from([0, 1, BLOCK, BLOCK + 1, 320, 640]), st.integers(0, 20_000)
+)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def compiled(seq_lens, num_parts, overhead):
+    return sched.tile_schedule(seq_lens, num_parts, overhead)
+
+
+@st.composite
+def problems(draw):
+    batch = draw(st.sampled_from(BATCHES))
+    lengths = draw(st.lists(SHORT, min_size=batch, max_size=batch))
+    return lengths, draw(st.sampled_from(PARTS))
+
+
+def check(lengths, num_parts, overhead=OVERHEAD):
+    rows, pieces, payload = plain_schedule(lengths, num_parts, overhead)
+    metadata, num_splits = compiled(jnp.asarray(lengths, jnp.int32), num_parts, overhead)
+    np.testing.assert_array_equal(num_splits, pieces)
+    np.testing.assert_array_equal(metadata, rows)
+    check_cover(np.asarray(metadata), np.asarray(num_splits), lengths, payload, overhead)
+
+
+def check_cover(metadata, num_splits, lengths, payload, overhead):
+    """Every block is dealt once, every piece has a number of its own, no part exceeds its payload."""
+    dealt = [[] for _ in lengths]
+    seen = set()
+    for begin, begin_token, end, end_token, first_piece, *_ in metadata:
+        if begin == len(lengths):
+            continue
+        cost = 0
+        for seq in range(begin, end + 1):
+            first = begin_token if seq == begin else 0
+            last = end_token if seq == end else lengths[seq]
+            blocks = range(first // BLOCK, -(-last // BLOCK))
+            dealt[seq] += blocks
+            cost += len(blocks) + overhead
+            piece = num_splits[seq] + (first_piece if seq == begin else 0)
+            assert num_splits[seq] <= piece < num_splits[seq + 1]
+            assert piece not in seen
+            seen.add(piece)
+        assert cost <= payload
+    assert dealt == [list(range(-(-n // BLOCK))) for n in lengths]
+    assert len(seen) == num_splits[-1]
+
+
+@settings(max_examples=1000, deadline=None)
+@given(problems())
+def test_equals_the_plain_model(problem):
+    check(*problem)
+
+
+@pytest.mark.parametrize("num_parts", PARTS)
+@pytest.mark.parametrize(
+    "lengths",
+    [[0] * 33, [1] * 33, [64 * 5] * 8, [32768], [0, 4096, 0], [4096] * 33, [100_000] + [1] * 32, [0]],
+    ids=str,
+)
+def test_edges(lengths, num_parts):
+    check(lengths, num_parts)
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems(), st.sampled_from([1, 2]))
+def test_other_overheads(problem, overhead):
+    lengths, num_parts = problem
+    check(lengths, num_parts, overhead)
+
+
+def test_a_batch_of_128():
+    rng = np.random.default_rng(0)
+    check([max(1, int(n)) for n in rng.normal(4096, 2048, 128)], 132)
+
+
+def test_parts_that_fill_a_device():
+    # The seed's rule: multiprocessors / KV heads / blocks of 64 query rows.
+    assert sched.num_sm_parts(16, 1, 132) == 132
+    assert sched.num_sm_parts(128, 1, 132) == 66
+    assert sched.num_sm_parts(65, 2, 132) == 33
+    assert sched.num_sm_parts(256, 64, 132) == 1
+
+
+def test_arguments_are_checked():
+    lens = jnp.ones(3, jnp.int32)
+    # As users have it, without the shape checks that jaxtyping adds in tests.
+    mla_schedule = getattr(sched.mla_schedule, "__wrapped__", sched.mla_schedule)
+    with pytest.raises(TypeError, match="mla_schedule: argument 'seq_lens': expected dtype int32"):
+        mla_schedule(lens.astype(jnp.float32), num_heads=16)
+    with pytest.raises(ValueError, match="argument 'num_heads': expected a multiple of num_kv_heads"):
+        sched.mla_schedule(lens, num_heads=16, num_kv_heads=3)
+    with pytest.raises(ValueError, match="argument 'num_parts': expected at least 1, got 0"):
+        sched.mla_schedule(lens, num_heads=16, num_parts=0)
+    with pytest.raises(ValueError, match="argument 's_q': expected at least 1, got 0"):
+        sched.mla_schedule(lens, num_heads=16, s_q=0)
