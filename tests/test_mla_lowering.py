@@ -19,6 +19,8 @@ SHAPES = [
     (128, 1, 64, jnp.bfloat16, True),
     (63, 2, 16, jnp.bfloat16, False),
     (9, 1, 128, jnp.bfloat16, True),
+    (16, 1, 16, jnp.bfloat16, True),
+    (32, 1, 32, jnp.bfloat16, False),
 ]
 
 

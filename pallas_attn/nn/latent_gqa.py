@@ -6,6 +6,8 @@ weighted sum, the output is where its group's value lies. Nothing is gained in s
 heads' keys; it puts real activations, with their outliers and attention sinks, through the kernel.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -79,7 +81,7 @@ class LatentGQA(nnx.Module):
         cache = cache.write(layer, pack_latents(key, value), positions)
         if query.shape[1] > 1:
             return _prefill(query, key, value, positions, self.scale), cache
-        out = mla_decode(
+        out: Any = mla_decode(
             pack_queries(query, num_kv_heads),
             cache.latent_cache,
             cache.layer_tables(layer),

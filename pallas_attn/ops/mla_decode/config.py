@@ -65,8 +65,8 @@ def heuristic(
     # queries and accumulators do not fit in registers.
     block_q = min(64 if 90 <= capability < 120 else 32, max(16, _pallas.next_power_of_2(rows)))
     block_kv, num_warps, num_stages = _tile(block_q, page_size, capability)
-    if block_q == 32 and block_kv == 64 and not scheduled:
-        num_warps = 8  # XLA's Triton spills registers with 4
+    if block_q == 32 and block_kv == 64 and not (scheduled and page_size % block_kv == 0):
+        num_warps = 8  # more values are live here: with 4 warps they spill
     programs = num_seqs * num_kv_heads * math.ceil(rows / block_q)
     # Sequences may differ in length, so splits are allowed up to several times what equal lengths would need.
     target = device.num_cores
@@ -92,12 +92,18 @@ def _tile(block_q: int, page_size: int, capability: int) -> tuple[int, int, int]
     limit = SHARED_KIB.get(capability, 227 if 90 <= capability < 120 else 99) * 1024
     asynchronous = block_q == 64
     tiles = [(32, 8, 4), (32, 8, 3)] if asynchronous else [(64, 4, 3), (32, 4, 4), (32, 4, 3), (16, 4, 3)]
-    tiles.append((16, 4, 2))
-    for tile in tiles:
-        block_kv, num_warps, num_stages = tile
+
+    def fits(tile: tuple[int, int, int]) -> bool:
+        block_kv, _, num_stages = tile
         # Asynchronous products may still read a tile when the next load is issued: one more buffer.
         buffers = num_stages if asynchronous else num_stages - 1
-        if (block_q + buffers * block_kv) * TOKEN_BYTES + 8192 <= limit:
-            break
-    # Looking up a page per token takes a stage of the pipeline.
-    return block_kv, num_warps, num_stages + (page_size % block_kv != 0)  # type: ignore[reportPossiblyUnbound]
+        return (block_q + buffers * block_kv) * TOKEN_BYTES + 8192 <= limit
+
+    fitting = [tile for tile in tiles if fits(tile)] or [(16, 4, 2)]
+    # Tiles inside a page need one look-up each; smaller ones than 32 tokens are not worth that.
+    for tile in fitting:
+        if tile[0] >= 32 and page_size % tile[0] == 0:
+            return tile
+    block_kv, num_warps, num_stages = fitting[0]
+    # A look-up per token is a load before the load: each stage takes two.
+    return block_kv, num_warps, num_stages if page_size % block_kv == 0 else 2 * num_stages - 1
