@@ -1,0 +1,160 @@
+"""Messages of `mla_decode` and its FlashMLA-named twin, and wrong outputs that its comparison must reject."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from references.mla_decode_torch import mla_decode as reference
+
+import pallas_attn
+from pallas_attn.ops.mla_decode import MLADecodeConfig, MLASchedule
+from pallas_attn.ops.mla_decode.api import mla_decode
+from pallas_attn.testing import compare, mla
+
+# As users have it, without the shape checks that jaxtyping adds in tests.
+decode: Any = getattr(mla_decode, "__wrapped__", mla_decode)
+
+
+def arguments(**changes) -> dict[str, Any]:
+    shape: dict[str, Any] = dict(
+        query=jax.ShapeDtypeStruct((2, 1, 4, 576), jnp.bfloat16),
+        latent_cache=jax.ShapeDtypeStruct((9, 64, 2, 576), jnp.bfloat16),
+        block_tables=jax.ShapeDtypeStruct((2, 5), jnp.int32),
+        seq_lens=jax.ShapeDtypeStruct((2,), jnp.int32),
+    )
+    return shape | changes
+
+
+def of(*shape, dtype: Any = jnp.bfloat16) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+SCHEDULE: Any = MLASchedule(of(7, 8, dtype=jnp.int32), of(4, dtype=jnp.int32))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        (dict(query=of(2, 1, 4, 512)), ValueError, "'query': expected shape [num_seqs, s_q, num_heads, 576]"),
+        (dict(query=of(2, 4, 576)), ValueError, "'query': expected shape"),
+        (
+            dict(query=of(2, 1, 4, 576, dtype=jnp.int8)),
+            TypeError,
+            "'query': expected dtype bfloat16 or float16",
+        ),
+        (
+            dict(latent_cache=of(9, 64, 2, 576, dtype=jnp.float16)),
+            TypeError,
+            "'latent_cache': expected dtype bf",
+        ),
+        (
+            dict(latent_cache=of(9, 64, 3, 576)),
+            ValueError,
+            "'query': expected a multiple of num_kv_heads (3)",
+        ),
+        (dict(latent_cache=of(0, 64, 1, 576)), ValueError, "'latent_cache': expected no empty dimension"),
+        (dict(block_tables=of(3, 5, dtype=jnp.int32)), ValueError, "num_seqs=2 (as query)"),
+        (dict(seq_lens=of(2, dtype=jnp.int16)), TypeError, "'seq_lens': expected dtype int32, got int16"),
+        (dict(scale=-1.0), ValueError, "'scale': expected a finite number above 0"),
+        (dict(schedule=(1, 2)), TypeError, "'schedule': expected an MLASchedule or None, got tuple"),
+        (dict(schedule=SCHEDULE), ValueError, "'schedule.num_splits': expected shape [3], got [4]"),
+        (
+            dict(implementation="triton"),
+            ValueError,
+            "'implementation': expected None or one of 'cuda', 'pallas'",
+        ),
+        (dict(implementation="pallas"), ValueError, "'pallas' cannot serve this call: needs an NVIDIA GPU"),
+        (
+            dict(implementation="xla", config=MLADecodeConfig(16, 32)),
+            ValueError,
+            "'config': expected None for",
+        ),
+    ],
+)
+def test_messages(changes, error, message):
+    if "needs an NVIDIA GPU" in message and jax.default_backend() == "gpu":
+        pytest.skip("there is one")
+    given = arguments(**changes)
+    options = {k: given.pop(k) for k in list(given) if k not in arguments()}
+    with pytest.raises(error) as raised:
+        jax.eval_shape(lambda a: decode(**a, **options), given)
+    assert message in str(raised.value)
+    assert str(raised.value).startswith("mla_decode: ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(block_q=8), "'block_q': expected a power of two >= 16, got 8"),
+        (dict(block_kv=48), "'block_kv': expected a power of two >= 16, got 48"),
+        (dict(num_splits=0), "'num_splits': expected at least 1, got 0"),
+        (dict(num_warps=3), "'num_warps': expected a power of two, got 3"),
+    ],
+)
+def test_config_messages(changes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        MLADecodeConfig(**(dict(block_q=16, block_kv=32) | changes))
+
+
+def test_flash_mla_messages():
+    data = [jnp.zeros(x.shape, x.dtype) for x in arguments().values()]
+    metadata = pallas_attn.get_mla_metadata(data[-1], 2, 2)
+    with pytest.raises(
+        ValueError, match="flash_mla_with_kvcache: argument 'head_dim_v': expected 512, got 576"
+    ):
+        pallas_attn.flash_mla_with_kvcache(*data, 576, *metadata)  # type: ignore[reportCallIssue]
+    with pytest.raises(
+        ValueError, match="get_mla_metadata: argument 'num_heads_k': expected at least 1, got 0"
+    ):
+        pallas_attn.get_mla_metadata(data[-1], 16, 0)
+
+
+CASE = mla.MLADecodeCase((700, 130, 64, 513), 4, s_q=2, causal=True)
+
+
+def with_cache(data: mla.LatentInputs, **changes) -> mla.LatentInputs:
+    return mla.LatentInputs(**{**vars(data), **changes})
+
+
+def wrong_outputs(data: mla.LatentInputs) -> dict[str, np.ndarray]:
+    right, _ = reference(data, causal=True)
+    shorter = np.maximum(data.seq_lens - np.int32(1), 1)
+    first_half = (data.seq_lens + 1) // 2
+    swapped = data.block_tables.copy()
+    swapped[:, 0] = swapped[::-1, 0]
+    shifted = data.latent_cache.copy()
+    shifted[..., :512] = data.latent_cache[..., 64:]
+    no_rope = data.query.copy()
+    no_rope[..., 512:] = 0
+    return {
+        "zeros": np.zeros_like(right),
+        "not causal": reference(data, causal=False)[0],
+        "last token dropped": reference(with_cache(data, seq_lens=shorter), causal=True)[0],
+        "second half lost": reference(with_cache(data, seq_lens=first_half), causal=True)[0],
+        "another sequence's page": reference(with_cache(data, block_tables=swapped), causal=True)[0],
+        "value from another place": reference(with_cache(data, latent_cache=shifted), causal=True)[0],
+        "rotary part ignored": reference(with_cache(data, query=no_rope), causal=True)[0],
+        "scaled by 512": reference(data, causal=True, scale=512**-0.5)[0],
+        "heads swapped": right[:, :, ::-1],
+    }
+
+
+def negative_control_inputs() -> mla.LatentInputs:
+    data = mla.mla_decode_inputs(CASE)
+    # The last two tokens are what causality and the last token's presence are about: both carry weight.
+    mla.plant_latent_needles(CASE, data, {s: n - 1 for s, n in enumerate(CASE.seq_lens)})
+    return data
+
+
+@pytest.mark.parametrize("fault", wrong_outputs(negative_control_inputs()))
+def test_wrong_outputs_are_rejected(fault):
+    data = negative_control_inputs()
+    expected, _ = reference(data, causal=True)
+    compare.assert_rows_close(expected, expected, dtype="bfloat16", case_id=CASE.id)
+    with pytest.raises(AssertionError, match="exceeds"):
+        compare.assert_rows_close(
+            wrong_outputs(data)[fault], expected, dtype="bfloat16", case_id=CASE.id, lengths=CASE.seq_lens
+        )
