@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pallas_attn import _ffi
+from pallas_attn._checks import fail
 from pallas_attn._device import Device, current_device
 
 Reason = str | None
@@ -75,16 +76,13 @@ def resolve(op: str, case: Any, requested: str | None) -> tuple[str, Callable[..
     if requested is not None:
         if requested not in known:
             names = ", ".join(map(repr, known))
-            raise ValueError(
-                f"{op}: argument 'implementation': expected None or one of {names}, got {requested!r}"
-            )
+            fail(op, "implementation", f"None or one of {names}", repr(requested))
         if reason := refusal(requested):
             raise ValueError(f"{op}: implementation {requested!r} cannot serve this call: {reason}")
         return _record(op, requested), known[requested].fn
 
-    candidates = [n for n in _AVAILABLE if n in known and n != "interpret"]
-    if device.platform != "gpu":
-        candidates = ["xla"]
+    on_gpu = [name for name in _AVAILABLE if name in known and name != "interpret"]
+    candidates = on_gpu if device.platform == "gpu" else ["xla"]
     reasons = {name: refusal(name) for name in candidates}
     able = [name for name in candidates if reasons[name] is None]
     if not able:

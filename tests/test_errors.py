@@ -156,7 +156,7 @@ def test_write_kv_refuses(name):
         ({"block_q": 8}, "argument 'block_q': expected a power of two >= 16, got 8"),
         ({"block_kv": 48}, "argument 'block_kv': expected a power of two >= 16, got 48"),
         ({"num_splits": 0}, "argument 'num_splits': expected at least 1, got 0"),
-        ({"num_warps": 3}, "argument 'num_warps': expected a power of two, got 3"),
+        ({"num_warps": 3}, "argument 'num_warps': expected a power of two >= 1, got 3"),
     ],
 )
 def test_config_refuses(fields, message):

@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 from pallas_attn import _pallas
-from pallas_attn._checks import fail
+from pallas_attn._config import SplitKVConfig
 from pallas_attn._device import Device
 
 MAX_SPLITS = 128
@@ -15,7 +15,7 @@ SHARED_KIB = {80: 163, 87: 163}
 
 
 @dataclasses.dataclass(frozen=True)
-class MLADecodeConfig:
+class MLADecodeConfig(SplitKVConfig):
     """How one call of the kernel is cut up.
 
     block_q: query rows (s_q x heads of one KV head) that a program serves, a power of two >= 16.
@@ -27,26 +27,9 @@ class MLADecodeConfig:
     num_warps, num_stages: Triton's warps per program and depth of software pipelining.
     """
 
-    block_q: int
-    block_kv: int
     num_splits: int = 1
-    min_split_tokens: int = 256
     target_programs: int = 132
     num_warps: int = 8
-    num_stages: int = 3
-
-    def __post_init__(self):
-        def is_power_of_2(n: int) -> bool:
-            return n > 0 and n & (n - 1) == 0
-
-        for name in ("block_q", "block_kv"):
-            if (size := getattr(self, name)) < 16 or not is_power_of_2(size):
-                fail("MLADecodeConfig", name, "a power of two >= 16", str(size))
-        for name in ("num_splits", "min_split_tokens", "target_programs", "num_stages"):
-            if getattr(self, name) < 1:
-                fail("MLADecodeConfig", name, "at least 1", str(getattr(self, name)))
-        if not is_power_of_2(self.num_warps):
-            fail("MLADecodeConfig", "num_warps", "a power of two", str(self.num_warps))
 
 
 def heuristic(

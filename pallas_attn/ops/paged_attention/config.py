@@ -4,14 +4,14 @@ import dataclasses
 import math
 
 from pallas_attn import _pallas
-from pallas_attn._checks import fail
+from pallas_attn._config import SplitKVConfig
 from pallas_attn._device import Device
 
 MAX_SPLITS = 128
 
 
 @dataclasses.dataclass(frozen=True)
-class PagedAttentionConfig:
+class PagedAttentionConfig(SplitKVConfig):
     """How one call of the kernel is cut up.
 
     block_q: query rows (tokens x heads) of one KV head that a program serves, a power of two >= 16, the tensor
@@ -22,27 +22,6 @@ class PagedAttentionConfig:
     target_programs: programs, over the whole device, that the run-time split aims at.
     num_warps, num_stages: Triton's warps per program and depth of software pipelining.
     """
-
-    block_q: int
-    block_kv: int
-    num_splits: int
-    min_split_tokens: int = 256
-    target_programs: int = 528
-    num_warps: int = 4
-    num_stages: int = 3
-
-    def __post_init__(self):
-        def is_power_of_2(n: int) -> bool:
-            return n > 0 and n & (n - 1) == 0
-
-        for name in ("block_q", "block_kv"):
-            if (size := getattr(self, name)) < 16 or not is_power_of_2(size):
-                fail("PagedAttentionConfig", name, "a power of two >= 16", str(size))
-        for name in ("num_splits", "min_split_tokens", "target_programs", "num_stages"):
-            if getattr(self, name) < 1:
-                fail("PagedAttentionConfig", name, "at least 1", str(getattr(self, name)))
-        if not is_power_of_2(self.num_warps):
-            fail("PagedAttentionConfig", "num_warps", "a power of two", str(self.num_warps))
 
 
 def heuristic(
