@@ -13,6 +13,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_attn._sharding import vary, varying_axes, varying_like
+
 load = plgpu.load
 store = plgpu.store
 program_id = pl.program_id
@@ -20,6 +22,12 @@ when = pl.when
 ds = pl.ds
 cdiv = pl.cdiv
 next_power_of_2 = pl.next_power_of_2
+
+
+def tile_side(size: int) -> int:
+    """Side of a tile that holds `size` rows or columns of a matrix product: a power of two, at least the tensor
+    core's 16. The excess is masked."""
+    return max(16, next_power_of_2(size))
 
 
 def dot(a: jax.Array, b: jax.Array, *, trans_b: bool = False) -> jax.Array:
@@ -41,12 +49,13 @@ def kernel_call(
 ) -> Any:
     """Runs `kernel(*operand_refs, *output_refs)` over `grid`; operands may be pytrees, and
     every ref is a whole array, indexed by the kernel."""
+    axes = varying_axes(operands)
     return pl.pallas_call(
         kernel,
-        out_shape=out_shape,
+        out_shape=[varying_like(struct, axes) for struct in out_shape],
         grid=grid,
         name=name,
         interpret=interpret,
         input_output_aliases=dict(input_output_aliases or {}),
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
-    )(*operands)
+    )(*vary(operands, axes))

@@ -35,11 +35,13 @@ class Compiled:
     stack_bytes: int
 
 
-def lower_for_gpu(fn: Callable[..., Any], *args: Any, device: tuple[str, int] = H100) -> Any:
-    """jax.stages.Lowered of jit(fn) for an abstract GPU; `args` are arrays or ShapeDtypeStructs."""
+def lower_for_gpu(
+    fn: Callable[..., Any], *args: Any, device: tuple[str, int] = H100, num_devices: int = 1
+) -> Any:
+    """jax.stages.Lowered of jit(fn) for abstract GPUs; `args` are arrays or ShapeDtypeStructs."""
     kind, cores = device
     mesh = jax.sharding.AbstractMesh(
-        (1,),
+        (num_devices,),
         ("x",),
         # Explicit axes would give every intermediate of a whole model a sharding to agree on.
         axis_types=(jax.sharding.AxisType.Auto,),

@@ -53,6 +53,7 @@ DTYPE_CASES = [
     cases.DecodeCase((0,) * 4, 126, 1, 80, 32),
     cases.DecodeCase((0,) * 64, 4, 4, 256, 64),
     cases.DecodeCase((0,) * 64, 2, 2, 512, 16),
+    cases.DecodeCase((0,) * 64, 6, 2, 8, 4),
     cases.DecodeCase((0,) * 64, 32, 8, 128, 16, cache_dtype="float8_e5m2"),
     cases.DecodeCase((0,) * 4, 32, 8, 128, 16, "float16", "PACKED", cache_dtype="int8", scale_per_head=True),
     cases.DecodeCase(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn import _masking, _softmax
+from pallas_attn import _masking, _sharding, _softmax
 from pallas_attn.ops.kv_cache.layout import pool_shape
 
 LATENT_DIM = 512
@@ -59,7 +59,8 @@ def mla_decode_xla(
     start = _softmax.start((num_seqs, pool.num_kv_heads, s_q, group), LATENT_DIM)
     bad = (seq_lens < 0) | (seq_lens > max_pages * pool.page_size)
     num_chunks = (jnp.max(lengths, initial=0) + chunk - 1) // chunk
-    state, bad = lax.fori_loop(0, num_chunks, step, (start, bad))
+    axes = _sharding.varying_axes(query, latent_cache, block_tables, seq_lens)
+    state, bad = lax.fori_loop(0, num_chunks, step, _sharding.vary((start, bad), axes))
     out, lse2 = _softmax.finish(state)
     bad = bad[:, None, None, None]
     out = _softmax.poison(out.swapaxes(1, 2), bad[..., None]).reshape(num_seqs, s_q, num_heads, LATENT_DIM)

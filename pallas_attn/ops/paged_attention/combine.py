@@ -55,7 +55,7 @@ def _combine_kernel(
         merged = _softmax.merge_lse2(lse2, axis=0)
         lse_ref[seq, column] = _softmax.natural_lse(merged)
 
-        dim = jnp.arange(_pallas.next_power_of_2(problem.pool.head_dim))[None, :]
+        dim = jnp.arange(_pallas.tile_side(problem.pool.head_dim))[None, :]
         rows = min(SPLITS_PER_STEP, len(splits))
 
         def step(i, acc):

@@ -40,7 +40,7 @@ def heuristic(
     From a sweep on an H100 (benchmarks/results): few programs want small tiles, a deep pipeline and two programs a
     multiprocessor; many want tiles of 128 tokens, and splits only to even out lengths.
     """
-    block_q = min(64, max(16, _pallas.next_power_of_2(rows)))
+    block_q = min(64, _pallas.tile_side(rows))
     programs = num_seqs * num_kv_heads * math.ceil(rows / block_q)
     cores = device.num_cores
     if 2 * programs < cores:
@@ -50,7 +50,7 @@ def heuristic(
     else:
         block_kv, num_warps, num_stages, min_split = 128, 8, 3, 256
     # K and V tiles of two pipeline stages in 80 KB of shared memory let two programs share a multiprocessor.
-    while block_kv > 16 and 4 * block_kv * _pallas.next_power_of_2(head_dim) * itemsize > 128 * 1024:
+    while block_kv > 16 and 4 * block_kv * _pallas.tile_side(head_dim) * itemsize > 128 * 1024:
         block_kv //= 2
     target = 2 * cores if programs <= 2 * cores else 4 * cores
     wanted = math.ceil(2 * target / programs)

@@ -171,7 +171,7 @@ def _attend_kernel(
     @_pallas.when((begin < tiles.num_tiles) | (split == 0))
     def _():
         rows = _rows(problem, kv_head, head_block % problem.q_blocks, seq_len)
-        dim = jnp.arange(_pallas.next_power_of_2(head_dim))[None, :]
+        dim = jnp.arange(_pallas.tile_side(head_dim))[None, :]
         real = rows.real[:, None] & (dim < head_dim)
         tile = jnp.zeros(real.shape, jnp.int32)
         q = _pallas.load(
@@ -255,7 +255,7 @@ def _walk_tiles(state, tiles: walk.Walk, begin, end, seq_len, read, weigh):
 def _read_tile(key_ref, value_ref, tables_ref, seq, kv_head, problem: Problem, dtype, position, held):
     """(keys, values [block_kv, dims], which tokens were read): in `dtype`, not yet scaled, 0 where nothing was."""
     pool = problem.pool
-    dim = jnp.arange(_pallas.next_power_of_2(pool.head_dim))[None, :]
+    dim = jnp.arange(_pallas.tile_side(pool.head_dim))[None, :]
     tile = jnp.zeros((position.shape[0], dim.shape[1]), jnp.int32)
     column = jnp.where(held, position // pool.page_size, 0)
     page = _pallas.load(tables_ref.at[seq + 0 * column, column], mask=held, other=0)

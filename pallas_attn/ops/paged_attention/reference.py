@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn import _masking, _softmax
+from pallas_attn import _masking, _sharding, _softmax
 from pallas_attn.ops.kv_cache.layout import PoolShape, to_nhd
 
 CHUNK_TOKENS = 256
@@ -102,7 +102,8 @@ def paged_attention_xla(
     bad = (seq_lens < 0) | (seq_lens > max_pages * pool.page_size)
     first_chunk = jnp.min(jnp.where(lengths > 0, seen_from, jnp.iinfo(jnp.int32).max)) // chunk
     last_chunk = (jnp.max(lengths, initial=0) + chunk - 1) // chunk
-    state, bad = lax.fori_loop(first_chunk, last_chunk, step, (state, bad))
+    axes = _sharding.varying_axes(query, key_cache, value_cache, block_tables, seq_lens, extras)
+    state, bad = lax.fori_loop(first_chunk, last_chunk, step, _sharding.vary((state, bad), axes))
     out, lse2 = _softmax.finish(state)
     if "v_scale" in extras:
         out *= extras["v_scale"][:, None, None]
