@@ -8,8 +8,9 @@ import lowering
 import pytest
 
 import pallas_attn
+from pallas_attn import _ffi
 from pallas_attn._device import Device
-from pallas_attn.ops.mla_decode.config import heuristic
+from pallas_attn.ops.mla_decode.config import MLADecodeConfig, heuristic
 
 # (num_heads, s_q, page_size, dtype, scheduled)
 SHAPES = [
@@ -24,7 +25,11 @@ SHAPES = [
 ]
 
 
-def lowered_call(num_heads, s_q, page_size, dtype, scheduled, num_seqs=4, sm=90, **options):
+def lowered_call(
+    num_heads, s_q, page_size, dtype, scheduled, num_seqs=4, sm=90, implementation="pallas", **options
+):
+    options["implementation"] = implementation
+
     def call(query, cache, tables, lens):
         schedule = pallas_attn.mla_schedule(lens, num_heads=num_heads, s_q=s_q) if scheduled else None
         return pallas_attn.mla_decode(query, cache, tables, lens, schedule=schedule, causal=True, **options)
@@ -100,3 +105,23 @@ def test_heuristic_fits_small_shared_memories():
 def test_float32_is_refused_with_a_reason():
     with pytest.raises(ValueError, match="implementation 'pallas' cannot serve this call"):
         lowered_call(16, 1, 64, jnp.float32, False, implementation="pallas")
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_seqs", "page_size", "dtype", "options", "chosen"),
+    [
+        (128, 4, 64, jnp.bfloat16, {}, "cuda"),
+        (32, 128, 64, jnp.float16, {}, "cuda"),
+        (16, 128, 64, jnp.bfloat16, {}, "pallas"),  # few rows: Pallas is as fast or faster
+        (32, 4, 64, jnp.bfloat16, {}, "pallas"),
+        (128, 4, 16, jnp.bfloat16, {}, "pallas"),  # what the CUDA kernel cannot serve
+        (128, 4, 64, jnp.bfloat16, {"config": MLADecodeConfig(64, 32)}, "pallas"),
+    ],
+)
+def test_the_faster_kernel_is_chosen_on_hopper(num_heads, num_seqs, page_size, dtype, options, chosen):
+    available, reason = _ffi.is_available()
+    if not available:
+        pytest.skip(str(reason))
+    with pallas_attn.record_implementations() as served:
+        lowered_call(num_heads, 1, page_size, dtype, True, num_seqs, implementation=None, **options)
+    assert served == {"mla_decode": chosen}

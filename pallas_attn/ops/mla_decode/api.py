@@ -32,6 +32,8 @@ class Case:
     pool: PoolShape
     dtype: Any
     scheduled: bool
+    configured: bool
+    """The caller gave a config, which is one of the Pallas kernel."""
 
     @property
     def rows(self) -> int:
@@ -46,7 +48,7 @@ def _pallas_supports(case: Case) -> str | None:
 
 
 def _cuda_supports(case: Case) -> str | None:
-    return cuda.unsupported(case.dtype, case.pool)
+    return "takes no config" if case.configured else cuda.unsupported(case.dtype, case.pool)
 
 
 def _cuda_yields(case: Case) -> bool:
@@ -153,7 +155,14 @@ def mla_decode(
     pool = pool_shape(latent_cache, "NHD")
     num_seqs, s_q, num_heads, _ = query.shape
     case = Case(
-        num_seqs, s_q, num_heads, block_tables.shape[1], pool, query.dtype, scheduled=schedule is not None
+        num_seqs,
+        s_q,
+        num_heads,
+        block_tables.shape[1],
+        pool,
+        query.dtype,
+        scheduled=schedule is not None,
+        configured=config is not None,
     )
     name, fn = _dispatch.resolve("mla_decode", case, implementation)
     if name in ("pallas", "interpret"):
