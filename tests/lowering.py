@@ -82,7 +82,7 @@ def compile_kernels(lowered: Any, sm: int) -> list[Compiled]:
         with tempfile.TemporaryDirectory() as folder, ir.Context() as context:
             triton_lib.dialect.register_dialect(context)
             path = Path(folder) / f"{name}.ttir"
-            path.write_text(str(ir.Module.parse(bytecode)))
+            path.write_text(_modern(str(ir.Module.parse(bytecode))))
             _simplify(path, sm)
             kernel = triton.compile(
                 str(path),
@@ -92,6 +92,12 @@ def compile_kernels(lowered: Any, sm: int) -> list[Compiled]:
         registers, spills = _resources(kernel.asm["cubin"])
         compiled.append(Compiled(name, sm, kernel.asm["ptx"], kernel.metadata.shared, registers, spills))
     return compiled
+
+
+def _modern(triton_ir: str) -> str:
+    """jax 0.11's spelling of an eviction hint in the one that pip's Triton and jax 0.12 read."""
+    policy = r" {cachePolicy = #tt.cache_policy<cache_modifier = none, eviction_policy = \1>} :"
+    return re.sub(r" evictionPolicy = (\w+) :", policy, triton_ir)
 
 
 def _simplify(path: Path, sm: int) -> None:
