@@ -46,9 +46,9 @@ def _struct(*shape: int, dtype: jnp.dtype = jnp.int32) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def _arguments(b: int = 2, s_q: int = 1, h: int = 16) -> list[jax.ShapeDtypeStruct]:
+def _arguments(b: int = 2, s_q: int = 1, h: int = 16, h_kv: int = 1) -> list[jax.ShapeDtypeStruct]:
     query = _struct(b, s_q, h, 576, dtype=jnp.bfloat16)
-    cache = _struct(10, 64, 1, 576, dtype=jnp.bfloat16)
+    cache = _struct(10, 64, h_kv, 576, dtype=jnp.bfloat16)
     return [query, cache, _struct(b, 8), _struct(b), _struct(132, 8), _struct(b + 1)]
 
 
@@ -68,6 +68,20 @@ def test_lowers_to_one_call_with_python_names() -> None:
     out, lse = jax.eval_shape(call, *_arguments(s_q=2))
     assert (out.shape, out.dtype) == ((2, 2, 16, 512), jnp.bfloat16)
     assert (lse.shape, lse.dtype) == ((2, 16, 2), jnp.float32)
+
+
+@pytest.mark.usefixtures("unregistered")
+def test_query_rows_of_a_kv_head_lie_together() -> None:
+    call = jax.jit(lambda *arguments: cuda.mla_decode_cuda(*arguments, scale=0.125, causal=True))
+    traced = call.trace(*_arguments(s_q=3, h_kv=4))
+    (line,) = [
+        line
+        for line in traced.lower(lowering_platforms=("cuda",)).as_text().splitlines()
+        if "@pallas" in line
+    ]
+    assert "(tensor<2x4x3x4x576xbf16>, tensor<10x64x4x576xbf16>" in line
+    assert "-> (tensor<2x4x3x4x512xbf16>, tensor<2x16x3xf32>" in line
+    assert [out.shape for out in traced.out_info] == [(2, 3, 16, 512), (2, 16, 3)]
 
 
 @pytest.mark.usefixtures("unregistered")
@@ -104,13 +118,13 @@ def test_lowers_inside_shard_map(axis: str) -> None:
         specs, out_specs, local = (
             (heads, whole, whole, whole, whole, whole),
             (heads, by_head),
-            "2x1x8x576xbf16",
+            "2x1x1x8x576xbf16",
         )
     else:
         specs, out_specs, local = (
             (split, whole, split, split, split, split),
             (split, split),
-            "2x1x16x576xbf16",
+            "2x1x1x16x576xbf16",
         )
     call = jax.shard_map(
         lambda *arguments: cuda.mla_decode_cuda(*arguments, scale=0.125, causal=False),
@@ -144,8 +158,8 @@ def test_vmap_is_refused() -> None:
         (jnp.bfloat16, 64, 1, None),
         (jnp.float16, 64, 1, None),
         (jnp.float32, 64, 1, "needs bfloat16 or float16, got float32"),
-        (jnp.bfloat16, 16, 1, "needs pages of 64 tokens and 1 KV head, got 16 and 1"),
-        (jnp.bfloat16, 64, 2, "needs pages of 64 tokens and 1 KV head, got 64 and 2"),
+        (jnp.bfloat16, 16, 1, "needs pages of 64 tokens, got 16"),
+        (jnp.bfloat16, 64, 2, None),
     ],
 )
 def test_unsupported(dtype, page_size: int, num_kv_heads: int, reason: str | None) -> None:

@@ -1,6 +1,7 @@
 """The CUDA MLA decode kernel on a GPU, against a float32 reference over the same pages."""
 
 import functools
+import itertools
 import random
 from dataclasses import dataclass
 
@@ -61,11 +62,14 @@ class Inputs:
 
     @functools.cached_property
     def parts(self) -> int:
-        rows = self.query.shape[1] * self.query.shape[2]
-        return max(1, 132 // -(-rows // 64))
+        num_kv_heads = self.cache.shape[2]
+        rows = self.query.shape[1] * self.query.shape[2] // num_kv_heads
+        return max(1, 132 // num_kv_heads // -(-rows // 64))
 
 
-def make_inputs(lengths: list[int], h_q: int, s_q: int = 1, dtype=jnp.bfloat16, seed: int = 0) -> Inputs:
+def make_inputs(
+    lengths: list[int], h_q: int, s_q: int = 1, dtype=jnp.bfloat16, seed: int = 0, h_kv: int = 1
+) -> Inputs:
     """Shuffled pages; NaN in every slot no request owns, garbage in every table entry none uses."""
     rng = np.random.default_rng(seed)
     pages = [-(-n // PAGE) for n in lengths]
@@ -81,7 +85,7 @@ def make_inputs(lengths: list[int], h_q: int, s_q: int = 1, dtype=jnp.bfloat16, 
         for j, page in enumerate(mine):
             owned[page, : n - j * PAGE] = True
     keys = jax.random.split(jax.random.key(seed), 2)
-    cache = jax.random.normal(keys[0], (num_pages, PAGE, 1, DIM), dtype)
+    cache = jax.random.normal(keys[0], (num_pages, PAGE, h_kv, DIM), dtype)
     cache = jnp.where(jnp.asarray(owned)[:, :, None, None], cache, jnp.nan).astype(dtype)
     query = jax.random.normal(keys[1], (len(lengths), s_q, h_q, DIM), dtype)
     return Inputs(lengths, query, cache, tables)
@@ -104,20 +108,22 @@ def reference(inputs: Inputs, causal: bool):
     """float32, one request after the other on the host: nothing to compile, and other arithmetic."""
     query, cache = np.asarray(inputs.query.astype(jnp.float32)), np.asarray(inputs.cache)
     batch, s_q, h_q, _ = query.shape
+    h_kv = cache.shape[2]
     out = np.zeros((batch, s_q, h_q, LATENT), np.float32)
     lse = np.full((batch, h_q, s_q), -np.inf, np.float32)
     for i, n in enumerate(inputs.lengths):
-        keys = cache[inputs.tables[i, : -(-n // PAGE)]].reshape(-1, DIM)[:n].astype(np.float32)
-        for j in range(s_q):
+        keys = cache[inputs.tables[i, : -(-n // PAGE)]].reshape(-1, h_kv, DIM)[:n].astype(np.float32)
+        for j, kv_head in itertools.product(range(s_q), range(h_kv)):
             visible = max(n - s_q + 1 + j, 0) if causal else n
             if visible == 0:
                 continue
-            scores = query[i, j] @ keys[:visible].T * np.float32(SCALE)
+            heads, seen = slice(kv_head * h_q // h_kv, (kv_head + 1) * h_q // h_kv), keys[:visible, kv_head]
+            scores = query[i, j, heads] @ seen.T * np.float32(SCALE)
             top = scores.max(-1, keepdims=True)
             weights = np.exp(scores - top)
             total = weights.sum(-1, keepdims=True)
-            out[i, j] = weights / total @ keys[:visible, :LATENT]
-            lse[i, :, j] = (top + np.log(total))[:, 0]
+            out[i, j, heads] = weights / total @ seen[:, :LATENT]
+            lse[i, heads, j] = (top + np.log(total))[:, 0]
     return out, lse
 
 
@@ -163,6 +169,13 @@ def test_odd_shapes(h_q: int, s_q: int, causal: bool, dtype) -> None:
     """Lengths around every boundary, zero lengths, heads that fill no tile, queries that see no key."""
     inputs = make_inputs(LENGTHS, h_q, s_q, dtype, seed=h_q)
     check(inputs, causal, *run(inputs, causal))
+
+
+@pytest.mark.parametrize(("h_q", "h_kv", "s_q"), [(2, 2, 1), (6, 2, 3), (256, 2, 1), (96, 4, 4)])
+def test_several_kv_heads(h_q: int, h_kv: int, s_q: int) -> None:
+    """Query head h attends with KV head h // (h_q / h_kv); the last case has tiles of two tokens' heads."""
+    inputs = make_inputs(LENGTHS, h_q, s_q, seed=h_q, h_kv=h_kv)
+    check(inputs, True, *run(inputs, True))
 
 
 @pytest.mark.parametrize("overhead", [1, 2, 5])
@@ -258,7 +271,7 @@ def test_handler_refuses_what_python_lets_through() -> None:
     assert "'latent_cache': expected dtype bfloat16, got float16" in message(
         good[0], good[1].astype(jnp.float16), *good[2:]
     )
-    assert "'query': expected shape [any, any, any, 576], got [1, 1, 16, 512]" in message(
+    assert "'query': expected shape [any, any, any, any, 576], got [1, 1, 1, 16, 512]" in message(
         good[0][..., :512], *good[1:]
     )
     assert "'num_splits': expected shape [2], got [1]" in message(*good[:5], splits[:1])

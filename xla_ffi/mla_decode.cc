@@ -23,16 +23,17 @@ ffi::Error mla_decode(cudaStream_t stream, ffi::AnyBuffer query, ffi::AnyBuffer 
                       ffi::Result<ffi::AnyBuffer> lse, ffi::Result<ffi::AnyBuffer> partial_out,
                       ffi::Result<ffi::AnyBuffer> partial_lse, float scale, bool causal) {
   ArgumentChecker check(kName);
-  check.array("query", query, {-1, -1, -1, mla::kQueryDim}, {DataType::BF16, DataType::F16});
+  check.array("query", query, {-1, -1, -1, -1, mla::kQueryDim}, {DataType::BF16, DataType::F16});
   if (!check.ok()) return check.error();
   const DataType dtype = query.element_type();
   const int64_t batch = query.dimensions()[0];
-  const int64_t query_len = query.dimensions()[1];
-  const int64_t num_heads = query.dimensions()[2];
-  const int64_t rows = query_len * num_heads;
+  const int64_t num_kv_heads = query.dimensions()[1];
+  const int64_t query_len = query.dimensions()[2];
+  const int64_t group = query.dimensions()[3];
+  const int64_t rows = num_kv_heads * query_len * group;
   check.require(rows > 0 && batch > 0, "query", "at least one request, token and head", "none");
 
-  check.array("latent_cache", latent_cache, {-1, mla::kPageTokens, 1, mla::kQueryDim}, {dtype});
+  check.array("latent_cache", latent_cache, {-1, mla::kPageTokens, num_kv_heads, mla::kQueryDim}, {dtype});
   check.array("block_tables", block_tables, {batch, -1}, {DataType::S32});
   check.array("seq_lens", seq_lens, {batch}, {DataType::S32});
   check.array("schedule_metadata", schedule_metadata, {-1, mla::kScheduleFields}, {DataType::S32});
@@ -46,11 +47,12 @@ ffi::Error mla_decode(cudaStream_t stream, ffi::AnyBuffer query, ffi::AnyBuffer 
   constexpr int64_t kMaxInt = std::numeric_limits<int>::max();
   check.require(num_pages > 0 && num_pages <= kMaxInt, "latent_cache", "between 1 and 2^31 - 1 pages",
                 std::to_string(num_pages));
-  constexpr int64_t kMaxGridY = 65535;
-  check.require(num_sm_parts > 0 && num_sm_parts <= kMaxGridY, "schedule_metadata",
+  constexpr int64_t kMaxGridYZ = 65535;
+  check.require(num_kv_heads <= kMaxGridYZ, "query", "at most 65535 KV heads", std::to_string(num_kv_heads));
+  check.require(num_sm_parts > 0 && num_sm_parts <= kMaxGridYZ, "schedule_metadata",
                 "between 1 and 65535 parts", std::to_string(num_sm_parts));
-  check.array("out", *out, {batch, query_len, num_heads, mla::kLatentDim}, {dtype});
-  check.array("lse", *lse, {batch, num_heads, query_len}, {DataType::F32});
+  check.array("out", *out, {batch, num_kv_heads, query_len, group, mla::kLatentDim}, {dtype});
+  check.array("lse", *lse, {batch, num_kv_heads * group, query_len}, {DataType::F32});
   check.array("partial_out", *partial_out, {batch + num_sm_parts, rows, mla::kLatentDim}, {DataType::F32});
   check.array("partial_lse", *partial_lse, {batch + num_sm_parts, rows}, {DataType::F32});
   if (!check.ok()) return check.error();
@@ -68,7 +70,8 @@ ffi::Error mla_decode(cudaStream_t stream, ffi::AnyBuffer query, ffi::AnyBuffer 
   params.partial_lse2 = partial_lse->typed_data<float>();
   params.batch = static_cast<int>(batch);
   params.query_len = static_cast<int>(query_len);
-  params.num_heads = static_cast<int>(num_heads);
+  params.num_kv_heads = static_cast<int>(num_kv_heads);
+  params.group = static_cast<int>(group);
   params.num_pages = static_cast<int>(num_pages);
   params.max_blocks = static_cast<int>(max_blocks);
   params.num_sm_parts = static_cast<int>(num_sm_parts);

@@ -1,10 +1,14 @@
 // Arguments of the MLA decode kernels, filled by whoever launches them.
 //
-// Shapes: b requests, s_q query tokens each, h_q heads, one latent KV head. A token of the cache is 576
-// numbers, the 512 latent ones (also the value) followed by 64 rotary ones.
+// Shapes: b requests, s_q query tokens each, h_kv latent KV heads with a group of query heads each, h_q heads
+// in all (published models have h_kv = 1). A token of a KV head is 576 numbers, the 512 latent ones (also the
+// value) followed by 64 rotary ones. The s_q x group rows that share a KV head lie together: row = token *
+// group + head in the group.
 #pragma once
 
 #include <cuda_runtime.h>
+
+#include <cstdint>
 
 #include "common/status.h"
 
@@ -28,21 +32,22 @@ enum ScheduleField {
 enum class ElementType { kBfloat16, kFloat16 };
 
 struct DecodeParams {
-  const void* query;         // [b, s_q, h_q, 576]
-  const void* latent_cache;  // [num_pages, 64, 1, 576]
+  const void* query;         // [b, h_kv, s_q, group, 576]
+  const void* latent_cache;  // [num_pages, 64, h_kv, 576]
   const int* block_tables;   // [b, max_blocks]
   const int* seq_lens;       // [b]
   const int* schedule;       // [num_sm_parts, 8]
   const int* num_splits;     // [b + 1], cumulative
 
-  void* out;            // [b, s_q, h_q, 512]
+  void* out;            // [b, h_kv, s_q, group, 512]
   float* lse;           // [b, h_q, s_q], natural logarithm
-  float* partial_out;   // [b + num_sm_parts, s_q * h_q, 512], used by requests of several splits
-  float* partial_lse2;  // [b + num_sm_parts, s_q * h_q], base 2
+  float* partial_out;   // [b + num_sm_parts, h_kv, s_q, group, 512], used by requests of several splits
+  float* partial_lse2;  // [b + num_sm_parts, h_kv, s_q, group], base 2
 
   int batch;
   int query_len;
-  int num_heads;
+  int num_kv_heads;
+  int group;
   int num_pages;
   int max_blocks;
   int num_sm_parts;
@@ -50,7 +55,15 @@ struct DecodeParams {
   bool causal;
   ElementType element;
 
-  __host__ __device__ int rows() const { return query_len * num_heads; }
+  // Of one KV head, and of a request.
+  __host__ __device__ int rows() const { return query_len * group; }
+  __host__ __device__ int all_rows() const { return num_kv_heads * rows(); }
+
+  // Where a row's lse goes; `row` counts within the KV head.
+  __device__ float* lse_of(int request, int kv_head, int row) const {
+    const int64_t head = (static_cast<int64_t>(request) * num_kv_heads + kv_head) * group + row % group;
+    return lse + head * query_len + row / group;
+  }
 };
 
 struct ScheduleParams {

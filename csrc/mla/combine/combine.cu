@@ -145,7 +145,8 @@ __global__ void __launch_bounds__(kWarp* kWarps, kBlocksPerSm)
   const int warp = threadIdx.x / kWarp;
   const int lane = threadIdx.x % kWarp;
   const int turn = warp / kAcross % kSharing;
-  const int rows = params.rows();
+  // Those of all KV heads: how they are grouped matters to the log-sum-exp alone.
+  const int rows = params.all_rows();
   const int row = blockIdx.x / kColumnBlocks * kRows + warp / (kSharing * kAcross);
   const int column = (blockIdx.x % kColumnBlocks * kAcross + warp % kAcross) * kWarpColumns + lane * kVector;
   if (kRows > 1 && row >= rows) return;
@@ -188,10 +189,8 @@ __global__ void __launch_bounds__(kWarp* kWarps, kBlocksPerSm)
     store_vector(out + c * kWarpColumns, make_float4(v.x * factor, v.y * factor, v.z * factor, v.w * factor));
   }
   if (column == 0) {
-    const int token = row / params.num_heads;
-    const int head = row % params.num_heads;
     const float lse = weights.sum == 0.0f ? -INFINITY : (weights.maximum + log2f(weights.sum)) * kLn2;
-    params.lse[(static_cast<int64_t>(request) * params.num_heads + head) * params.query_len + token] = lse;
+    *params.lse_of(request, row / params.rows(), row % params.rows()) = lse;
   }
 }
 
@@ -204,7 +203,7 @@ LaunchStatus launch(const DecodeParams& params, cudaStream_t stream) {
   dependent.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim =
-      dim3(ceil_div(params.rows(), kRows) * kColumnBlocks, std::min(params.batch, params.num_sm_parts));
+      dim3(ceil_div(params.all_rows(), kRows) * kColumnBlocks, std::min(params.batch, params.num_sm_parts));
   config.blockDim = dim3(kWarp * kWarps);
   config.stream = stream;
   config.attrs = &dependent;
@@ -217,7 +216,7 @@ template <typename Element>
 LaunchStatus launch_for_shape(const DecodeParams& params, cudaStream_t stream) {
   // The host does not know the lengths; this is what equal ones would give.
   const int splits = params.num_sm_parts / params.batch + 1;
-  const int rows = params.rows() * std::min(params.batch, params.num_sm_parts);
+  const int rows = params.all_rows() * std::min(params.batch, params.num_sm_parts);
   constexpr int kFewSplits = 4;
   constexpr int kManyRows = 1024;  // eight a multiprocessor: enough warps without sharing rows
   constexpr int kFewRows = 96;

@@ -117,7 +117,7 @@ def mla_decode(
             that comes before the sequence's first sees nothing: out 0, lse -inf.
         return_lse: also return the natural log-sum-exp of the scaled logits.
         implementation: None (cuda or pallas on an NVIDIA GPU, whichever measured faster for the case; xla elsewhere),
-            "cuda" (sm_90, bf16 and fp16, page_size 64, one KV head), "pallas" (sm_80 or newer, bf16 and fp16), "xla"
+            "cuda" (sm_90, bf16 and fp16, page_size 64), "pallas" (sm_80 or newer, bf16 and fp16), "xla"
             (anywhere, for debugging and CPUs) or "interpret" (the Pallas kernel run in Python, slow).
         config: tile sizes for "pallas" and "interpret"; None takes the measured or the heuristic one.
 

@@ -17,10 +17,8 @@ def unsupported(dtype: Any, pool: PoolShape) -> str | None:
     """The reason the CUDA kernel cannot serve queries and caches of a dtype and pool, or None."""
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"needs bfloat16 or float16, got {jnp.dtype(dtype).name}"
-    if (pool.page_size, pool.num_kv_heads) != (PAGE_SIZE, 1):
-        return (
-            f"needs pages of {PAGE_SIZE} tokens and 1 KV head, got {pool.page_size} and {pool.num_kv_heads}"
-        )
+    if pool.page_size != PAGE_SIZE:
+        return f"needs pages of {PAGE_SIZE} tokens, got {pool.page_size}"
     return None
 
 
@@ -39,7 +37,7 @@ def mla_decode_cuda(
 
     Args:
         query: [num_seqs, s_q, num_heads, 576] bfloat16 or float16.
-        latent_cache: [num_pages, 64, 1, 576], same dtype.
+        latent_cache: [num_pages, 64, num_kv_heads, 576], same dtype; num_heads is a multiple of num_kv_heads.
         block_tables: [num_seqs, max_blocks] int32.
         seq_lens: [num_seqs] int32, the new tokens included.
         schedule_metadata, num_splits: of `mla_schedule`, for these lengths.
@@ -54,22 +52,25 @@ def mla_decode_cuda(
     There is no batching rule: vmap raises. Under a mesh, call it inside shard_map.
     """
     _ffi.register()
-    num_seqs, s_q, num_heads, _ = query.shape
-    rows = s_q * num_heads
+    num_seqs, s_q, num_heads, query_dim = query.shape
+    num_kv_heads = latent_cache.shape[2]
+    group = num_heads // num_kv_heads
     pieces = num_seqs + schedule_metadata.shape[0]
     call = jax.ffi.ffi_call(
         "pallas_attn_mla_decode_sm90",
         (
-            jax.ShapeDtypeStruct((num_seqs, s_q, num_heads, LATENT_DIM), query.dtype),
+            jax.ShapeDtypeStruct((num_seqs, num_kv_heads, s_q, group, LATENT_DIM), query.dtype),
             jax.ShapeDtypeStruct((num_seqs, num_heads, s_q), jnp.float32),
             # Results of requests cut into several splits, before they are merged: outputs, because a handler
             # that allocates cannot be part of a command buffer.
-            jax.ShapeDtypeStruct((pieces, rows, LATENT_DIM), jnp.float32),
-            jax.ShapeDtypeStruct((pieces, rows), jnp.float32),
+            jax.ShapeDtypeStruct((pieces, s_q * num_heads, LATENT_DIM), jnp.float32),
+            jax.ShapeDtypeStruct((pieces, s_q * num_heads), jnp.float32),
         ),
     )
+    # The rows of one KV head together. With one KV head, or one token, nothing moves.
+    by_kv_head = query.reshape(num_seqs, s_q, num_kv_heads, group, query_dim).swapaxes(1, 2)
     out, lse, _, _ = call(
-        query,
+        by_kv_head,
         latent_cache,
         block_tables,
         seq_lens,
@@ -78,7 +79,7 @@ def mla_decode_cuda(
         scale=np.float32(scale),
         causal=bool(causal),
     )
-    return out, lse
+    return out.swapaxes(1, 2).reshape(num_seqs, s_q, num_heads, LATENT_DIM), lse
 
 
 def mla_schedule_cuda(

@@ -19,9 +19,10 @@ class Consumer {
  protected:
   static constexpr int kOwnBuffer = kSide;
 
-  __device__ Consumer(const DecodeParams& params, SmemPlan& smem, int row_tile, int thread)
+  __device__ Consumer(const DecodeParams& params, SmemPlan& smem, int kv_head, int row_tile, int thread)
       : params_(params),
         smem_(smem),
+        kv_head_(kv_head),
         row_tile_(row_tile),
         thread_(thread),
         lane_(thread % 32),
@@ -68,12 +69,12 @@ class Consumer {
     softmax_page<Element>(rS_, scale_log2_, state_, rescale, rP_);
   }
 
-  // Query i of a request sees the keys up to its own position; rows are queries times heads.
+  // Query i of a request sees the keys up to its own position.
   __device__ __forceinline__ void mask_page(const SplitTile& tile, int first_token) {
     int visible[kRowsPerThread];
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
-      const int query = (row_tile_ * kTileRows + at_.row(i)) / params_.num_heads;
+      const int query = (row_tile_ * kTileRows + at_.row(i)) / params_.group;
       visible[i] = params_.causal ? tile.seq_len - params_.query_len + 1 + query : tile.seq_len;
     }
     mask_scores(rS_, at_, first_token, visible);
@@ -110,7 +111,7 @@ class Consumer {
     ptx::wgmma_touch(rO_);
     if (tile.num_pages() == 0) {
       if (tile.bad_length) state_.sum[0] = state_.sum[1] = NAN;
-      store_tile<Element>(params_, tile, row_tile_, kSide, at_, rO_, state_.maximum, state_.sum);
+      store_tile<Element>(params_, tile, kv_head_, row_tile_, kSide, at_, rO_, state_.maximum, state_.sum);
       return;
     }
     float total[kRowsPerThread];
@@ -128,11 +129,12 @@ class Consumer {
     }
     // The other warpgroup may still be reading when this one ends its next tile, not the one after.
     tile_parity_ ^= 1;
-    store_tile<Element>(params_, tile, row_tile_, kSide, at_, rO_, state_.maximum, total);
+    store_tile<Element>(params_, tile, kv_head_, row_tile_, kSide, at_, rO_, state_.maximum, total);
   }
 
   const DecodeParams& params_;
   SmemPlan& smem_;
+  const int kv_head_;
   const int row_tile_;
   const int thread_;
   const int lane_;

@@ -68,8 +68,8 @@ __device__ __forceinline__ void store_partial(const float (&rO)[kOutRegisters], 
 
 // `sum` holds the rows' complete sums, zero where nothing was visible.
 template <typename Element>
-__device__ __forceinline__ void store_tile(const DecodeParams& params, const SplitTile& tile, int row_tile,
-                                           int side, const FragmentPosition& at,
+__device__ __forceinline__ void store_tile(const DecodeParams& params, const SplitTile& tile, int kv_head,
+                                           int row_tile, int side, const FragmentPosition& at,
                                            const float (&rO)[kOutRegisters],
                                            const float (&maximum)[kRowsPerThread],
                                            const float (&sum)[kRowsPerThread]) {
@@ -86,26 +86,24 @@ __device__ __forceinline__ void store_tile(const DecodeParams& params, const Spl
     lse2[i] = empty ? -INFINITY : maximum[i] + log2f(sum[i]);
   }
 
-  if (tile.partial_slot < 0) {
-    const int64_t offset = (static_cast<int64_t>(tile.request) * rows + first_row) * kLatentDim * 2;
+  const bool whole = tile.partial_slot < 0;
+  const int64_t slot = whole ? tile.request : tile.partial_slot;
+  const int64_t slot_row = (slot * params.num_kv_heads + kv_head) * rows + first_row;
+  if (whole) {
+    const int64_t offset = slot_row * kLatentDim * 2;
     store_final<Element>(rO, at, factor, static_cast<char*>(params.out) + offset, side, rows_left);
   } else {
-    const int64_t offset = (static_cast<int64_t>(tile.partial_slot) * rows + first_row) * kLatentDim;
-    store_partial(rO, at, factor, params.partial_out + offset, side, rows_left);
+    store_partial(rO, at, factor, params.partial_out + slot_row * kLatentDim, side, rows_left);
   }
 
   if (side != 0 || at.in_quad != 0) return;
 #pragma unroll
   for (int i = 0; i < kRowsPerThread; ++i) {
-    const int row = first_row + at.row(i);
-    if (row >= rows) continue;
-    if (tile.partial_slot < 0) {
-      const int token = row / params.num_heads;
-      const int head = row % params.num_heads;
-      params.lse[(static_cast<int64_t>(tile.request) * params.num_heads + head) * params.query_len + token] =
-          lse2[i] * kLn2;
+    if (at.row(i) >= rows_left) continue;
+    if (whole) {
+      *params.lse_of(tile.request, kv_head, first_row + at.row(i)) = lse2[i] * kLn2;
     } else {
-      params.partial_lse2[static_cast<int64_t>(tile.partial_slot) * rows + row] = lse2[i];
+      params.partial_lse2[slot_row + at.row(i)] = lse2[i];
     }
   }
 }

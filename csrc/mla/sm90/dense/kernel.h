@@ -31,6 +31,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   SmemPlan& smem = *reinterpret_cast<SmemPlan*>(shared_memory);
   const int row_tile = blockIdx.x;
   const int part = blockIdx.y;
+  const int kv_head = blockIdx.z;
 
   if (threadIdx.x == 0) {
     init_barriers(smem);
@@ -43,15 +44,16 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int role = __shfl_sync(0xffffffff, threadIdx.x / kSideThreads, 0);
   if (role == kLeft) {
     ptx::raise_registers<kConsumerRegisters>();
-    LeftWarpgroup<Element>(params, smem, row_tile, threadIdx.x).run(part);
+    LeftWarpgroup<Element>(params, smem, kv_head, row_tile, threadIdx.x).run(part);
   } else if (role == kRight) {
     ptx::raise_registers<kConsumerRegisters>();
-    RightWarpgroup<Element>(params, smem, row_tile, threadIdx.x - kSideThreads).run(part);
+    RightWarpgroup<Element>(params, smem, kv_head, row_tile, threadIdx.x - kSideThreads).run(part);
   } else {
     ptx::lower_registers<kProducerRegisters>();
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
     if (warp == kConsumerThreads / 32) {
-      Producer(params, query_map, cache_map, smem, row_tile, threadIdx.x - kConsumerThreads).run(part);
+      Producer(params, query_map, cache_map, smem, kv_head, row_tile, threadIdx.x - kConsumerThreads)
+          .run(part);
     }
   }
   // At the end, though the combine kernel could wait from the start: its blocks would then all sit on the few

@@ -13,21 +13,24 @@ LaunchStatus launch_instance(const DecodeParams& params, cudaStream_t stream) {
   constexpr CUtensorMapDataType kDtype = ElementTraits<Element>::kTensorMapType;
   constexpr uint64_t kTokenBytes = kQueryDim * 2;
   const uint64_t rows = params.rows();
+  const uint64_t kv_heads = params.num_kv_heads;
 
   CUtensorMap query_map;
   LaunchStatus status = encode_tensor_map({kDtype,
                                            params.query,
-                                           {kQueryDim, rows, static_cast<uint64_t>(params.batch)},
+                                           {kQueryDim, rows, params.batch * kv_heads},
                                            {kTokenBytes, kTokenBytes * rows},
                                            {kPieceDims, kTileRows, 1}},
                                           &query_map);
   if (!status.ok()) return status;
 
+  // The KV heads of a token lie side by side: to the copy engine they are one long row.
+  const uint64_t slot_bytes = kTokenBytes * kv_heads;
   CUtensorMap cache_map;
   status = encode_tensor_map({kDtype,
                               params.latent_cache,
-                              {kQueryDim, kPageTokens, static_cast<uint64_t>(params.num_pages)},
-                              {kTokenBytes, kTokenBytes * kPageTokens},
+                              {kQueryDim * kv_heads, kPageTokens, static_cast<uint64_t>(params.num_pages)},
+                              {slot_bytes, slot_bytes * kPageTokens},
                               {kPieceDims, kPageTokens, 1}},
                              &cache_map);
   if (!status.ok()) return status;
@@ -38,7 +41,7 @@ LaunchStatus launch_instance(const DecodeParams& params, cudaStream_t stream) {
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(SmemPlan));
   if (raised != cudaSuccess) return {raised, "raising the decode kernel's shared memory limit"};
 
-  const dim3 grid(ceil_div(params.rows(), kTileRows), params.num_sm_parts);
+  const dim3 grid(ceil_div(params.rows(), kTileRows), params.num_sm_parts, params.num_kv_heads);
   kernel<<<grid, kThreads, sizeof(SmemPlan), stream>>>(params, query_map, cache_map);
   return {cudaGetLastError(), "launching the decode kernel"};
 }

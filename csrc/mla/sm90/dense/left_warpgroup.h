@@ -10,8 +10,8 @@ class LeftWarpgroup : Consumer<Element, kLeft> {
   using Base = Consumer<Element, kLeft>;
 
  public:
-  __device__ LeftWarpgroup(const DecodeParams& params, SmemPlan& smem, int row_tile, int thread)
-      : Base(params, smem, row_tile, thread) {}
+  __device__ LeftWarpgroup(const DecodeParams& params, SmemPlan& smem, int kv_head, int row_tile, int thread)
+      : Base(params, smem, kv_head, row_tile, thread) {}
 
   // The loop turns at the point where only this warpgroup's own product is running: ptxas gives up on
   // overlapping anything when a product that is later waited for by count crosses a loop's back edge.

@@ -41,11 +41,12 @@ class PageList {
 class Producer {
  public:
   __device__ Producer(const DecodeParams& params, const CUtensorMap& query_map, const CUtensorMap& cache_map,
-                      SmemPlan& smem, int row_tile, int lane)
+                      SmemPlan& smem, int kv_head, int row_tile, int lane)
       : params_(params),
         query_map_(query_map),
         cache_map_(cache_map),
         smem_(smem),
+        kv_head_(kv_head),
         row_tile_(row_tile),
         lane_(lane),
         policy_(ptx::l2_evict_first_policy()) {}
@@ -73,7 +74,7 @@ class Producer {
 #pragma unroll 1
       for (int piece = 0; piece < kPieces; ++piece) {
         ptx::tma_load_3d(smem_.sQ[piece], &query_map_, &smem_.query_full, policy_, piece * kPieceDims,
-                         row_tile_ * kTileRows, request);
+                         row_tile_ * kTileRows, request * params_.num_kv_heads + kv_head_);
       }
     }
     __syncwarp();
@@ -109,13 +110,15 @@ class Producer {
   __device__ void load_piece(int buffer, int piece, int page) {
     uint64_t* full = &smem_.kv_full[buffer][piece];
     ptx::mbarrier_arrive_expect_bytes(full, kPieceBytes);
-    ptx::tma_load_3d(smem_.sK[buffer][piece], &cache_map_, full, policy_, piece * kPieceDims, 0, page);
+    ptx::tma_load_3d(smem_.sK[buffer][piece], &cache_map_, full, policy_,
+                     kv_head_ * kQueryDim + piece * kPieceDims, 0, page);
   }
 
   const DecodeParams& params_;
   const CUtensorMap& query_map_;
   const CUtensorMap& cache_map_;
   SmemPlan& smem_;
+  const int kv_head_;
   const int row_tile_;
   const int lane_;
   const uint64_t policy_;

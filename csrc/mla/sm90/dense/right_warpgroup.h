@@ -10,8 +10,8 @@ class RightWarpgroup : Consumer<Element, kRight> {
   using Base = Consumer<Element, kRight>;
 
  public:
-  __device__ RightWarpgroup(const DecodeParams& params, SmemPlan& smem, int row_tile, int thread)
-      : Base(params, smem, row_tile, thread) {}
+  __device__ RightWarpgroup(const DecodeParams& params, SmemPlan& smem, int kv_head, int row_tile, int thread)
+      : Base(params, smem, kv_head, row_tile, thread) {}
 
   __device__ __forceinline__ void run(int part) {
     TileWalker walker(this->params_, part);
