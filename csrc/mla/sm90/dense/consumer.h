@@ -120,7 +120,7 @@ class Consumer {
       total[i] = quad_reduce(state_.sum[i], [](float a, float b) { return a + b; });
       if (at_.in_quad == 0) smem_.row_sum[tile_parity_][kSide][at_.row(i)] = total[i];
     }
-    await(kRowSumsReady);
+    ptx::named_barrier_sync_unaligned(kRowSumsReady, kConsumerThreads);
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
       // Left plus right in both warpgroups, so that both divide by the same number.
