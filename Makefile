@@ -12,7 +12,7 @@ PROMPTS := --prompt "What is photosynthesis?" \
 	--prompt "Give three tips for learning to cook." \
 	--prompt "Explain in two sentences why the sky is blue."
 
-.PHONY: demo demo-check test test-oldest test-gpu lint format clean
+.PHONY: demo demo-check test test-oldest test-gpu sanitize lint format clean
 
 demo: .venv/.demo ## SmolLM2 answers three prompts through paged attention
 	.venv/bin/pallas-attn generate $(PROMPTS) --max-new-tokens 48
@@ -28,6 +28,12 @@ test-oldest: .venv/.test $(OLDEST)
 
 test-gpu: .venv/.test ## what needs a GPU
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTEST) -m gpu
+
+sanitize: .venv/.demo ## the CUDA kernels under compute-sanitizer; needs an sm_90 GPU and a CUDA toolkit
+	cmake -S xla_ffi -B build/sanitize -DPython3_EXECUTABLE=$(CURDIR)/.venv/bin/python
+	cmake --build build/sanitize --target smoke
+	for tool in memcheck racecheck synccheck initcheck; do echo "== $$tool"; \
+		compute-sanitizer --tool $$tool --error-exitcode 1 build/sanitize/mla_smoke || exit 1; done
 
 lint: .venv/.test ## ruff, pyright, clang-format
 	.venv/bin/ruff check .
