@@ -24,7 +24,10 @@ COSINE_DIFFERENCE = 1e-5  # FlashMLA's own bar
 
 @functools.cache
 def noise(num_tokens: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(0), (num_tokens, DIM), jnp.bfloat16)
+    """Drawn in pieces: all at once takes twice its memory for the random bits."""
+    keys = jax.random.split(jax.random.key(0), 16)
+    pieces = jax.lax.map(lambda key: jax.random.normal(key, (num_tokens // 16, DIM), jnp.bfloat16), keys)
+    return pieces.reshape(num_tokens, DIM)
 
 
 @functools.partial(jax.jit, static_argnames=("page", "dtype"))
@@ -35,11 +38,11 @@ def poisoned(tokens: jax.Array, owned: jax.Array, page: int, dtype) -> jax.Array
 
 def arguments(lens, h_q: int, s_q: int, dtype, *, page: int, pool_tokens: int, table_tokens: int):
     """Query, cache, tables and lengths; garbage in every unused table entry."""
-    tables, _ = inputs.block_tables(np.random.default_rng(0), tuple(np.maximum(lens, 0)), page, 1)
+    tables, _ = inputs.block_tables(np.random.default_rng(0), tuple(np.maximum(lens, 0).tolist()), page, 1)
     unused = table_tokens // page - tables.shape[1]
     tables = np.pad(tables, ((0, 0), (0, unused)), constant_values=inputs.GARBAGE_IDS[0])
     owned = np.zeros((pool_tokens // page, page), bool)
-    for table, length in zip(tables, lens, strict=True):
+    for table, length in zip(tables, lens.tolist(), strict=True):
         owned[inputs.token_places(table, max(length, 0), page)] = True
     query = jax.random.normal(jax.random.key(1), (len(lens), s_q, h_q, DIM), dtype)
     cache = poisoned(noise(pool_tokens), owned.ravel(), page, dtype)
@@ -130,6 +133,7 @@ def test_seed_matrix(h_q: int, s_q: int, implementation: str, dtype: str) -> Non
                 lens, h_q, s_q, jnp.dtype(dtype), page=64, pool_tokens=36_000 * 64, table_tokens=640 * 64
             )
             check(implementation, data, {"grid": None, "seed's schedule": MLASchedule(*metadata(data[3]))})
+            del data  # before the next, of 3 GB too, is made
 
 
 @pytest.mark.parametrize(
