@@ -69,7 +69,7 @@ def mla_decode_cases() -> list[MLADecodeCase]:
         MLADecodeCase(lens, 4, s_q=2, causal=True, dtype="float32", page_size=24, num_parts=3),
         # tiles larger than a page, and larger than a block of the schedule
         MLADecodeCase(lens, 4, page_size=16, config=(("block_kv", 64),)),
-        MLADecodeCase(lens, 4, page_size=128, num_parts=5, config=(("block_kv", 128),)),
+        MLADecodeCase(lens, 4, page_size=128, num_parts=5, config=(("block_kv", 128), ("num_stages", 2))),
     ]
 
 
