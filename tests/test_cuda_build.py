@@ -130,14 +130,61 @@ def test_csrc_is_framework_free() -> None:
             ], source
 
 
-def test_configures_without_nvcc(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("nvcc", "reason"),
+    [("/nonexistent/nvcc", "/nonexistent/nvcc does not run"), ("none", "PALLAS_ATTN_NVCC was none")],
+)
+def test_configures_without_nvcc(nvcc: str, reason: str, tmp_path: Path) -> None:
     if shutil.which("cmake") is None:
         pytest.skip("no cmake")
-    environment = {**os.environ, "PALLAS_ATTN_NVCC": "/nonexistent/nvcc"}
+    environment = {**os.environ, "PALLAS_ATTN_NVCC": nvcc}
     command = ["cmake", str(ROOT / "xla_ffi"), f"-DPython3_EXECUTABLE={sys.executable}"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "does not run" in (tmp_path / "no_cuda_library.txt").read_text()
+    assert (tmp_path / "no_cuda_library.txt").read_text() == f"{reason}\n"
+
+
+@pytest.mark.slow
+def test_builds_with_nvcc_from_wheels(tmp_path: Path) -> None:
+    """As on a machine without a CUDA toolkit."""
+    if shutil.which("cmake") is None:
+        pytest.skip("no cmake")
+    environment = {**os.environ, "PALLAS_ATTN_NVCC": "wheels"}
+
+    def run(*command: str) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+
+    configured = run("cmake", str(ROOT / "xla_ffi"), f"-DPython3_EXECUTABLE={sys.executable}")
+    assert configured.returncode == 0, configured.stderr
+    if (reason := tmp_path / "no_cuda_library.txt").exists():
+        pytest.skip(reason.read_text().strip())
+    assert "/nvidia/cu13/bin/nvcc" in configured.stdout
+    built = run("cmake", "--build", ".", "--parallel", "2")
+    assert built.returncode == 0, built.stdout + built.stderr
+    assert "sm_90a" in run(_tool("cuobjdump") or "cuobjdump", "-lelf", "libpallas_attn_cuda.so").stdout
+
+
+def test_the_build_requires_nvcc_only_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "xla_ffi"))
+    backend = pytest.importorskip("build_backend", reason="scikit-build-core is not installed")
+    for name in ("PALLAS_ATTN_NVCC", "CUDACXX", "CUDA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(backend.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(backend.sys, "platform", "linux")
+    monkeypatch.setattr(backend.shutil, "which", lambda _: "/opt/bin/nvcc")
+    assert backend.nvcc_requirements() == []
+    monkeypatch.setattr(backend.shutil, "which", lambda _: None)
+    monkeypatch.setattr(backend.Path, "exists", lambda _: False)
+    assert len(backend.nvcc_requirements()) == 5
+    monkeypatch.setenv("PALLAS_ATTN_NVCC", "none")
+    assert backend.nvcc_requirements() == []
+    monkeypatch.setenv("PALLAS_ATTN_NVCC", "wheels")
+    assert len(backend.nvcc_requirements()) == 5
+    monkeypatch.setattr(backend.sys, "platform", "darwin")
+    monkeypatch.delenv("PALLAS_ATTN_NVCC")
+    assert backend.nvcc_requirements() == []
 
 
 def test_registers_with_xla(library: Path) -> None:
