@@ -1,0 +1,207 @@
+"""Timing configs of `paged_attention` on the present GPU, each checked against the reference before its time counts."""
+
+import dataclasses
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_attn._device import current_device
+from pallas_attn._quantization import is_quantized
+from pallas_attn.ops.paged_attention.api import paged_attention
+from pallas_attn.ops.paged_attention.config import PagedAttentionConfig, heuristic
+
+# Calls rotate through sets of pages of this many bytes together, so that no cache (an H100's L2 holds 50 MB) is timed.
+ROTATE_BYTES = 1 << 30
+MOST_SETS = 16
+BURST_SECONDS = 0.02
+# Worst row's ||out - reference|| / ||reference||; a right bf16 kernel scores 2.6e-3, a lost page at least 9e-3.
+LARGEST_ERROR = {"bfloat16": 8e-3, "float16": 8e-3, "float32": 1e-4}
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One kind of call: every sequence as long as the block table allows."""
+
+    num_seqs: int
+    max_len: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: str
+    cache_dtype: str
+
+    @property
+    def streams(self) -> int:
+        """Walks over keys and values: one for each sequence and KV head."""
+        return self.num_seqs * self.num_kv_heads
+
+    @property
+    def rows(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def max_pages(self) -> int:
+        return math.ceil(self.max_len / self.page_size)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of keys and values that one call reads."""
+        tokens = self.num_seqs * self.max_pages * self.page_size
+        return 2 * tokens * self.num_kv_heads * self.head_dim * jnp.dtype(self.cache_dtype).itemsize
+
+    def config(self, **fields: int) -> PagedAttentionConfig:
+        """The heuristic's, but for `fields`."""
+        return heuristic(
+            num_seqs=self.num_seqs,
+            num_kv_heads=self.num_kv_heads,
+            rows=self.rows,
+            head_dim=self.head_dim,
+            itemsize=jnp.dtype(self.cache_dtype).itemsize,
+            max_len=self.max_pages * self.page_size,
+            device=current_device(),
+            **fields,
+        )
+
+
+class Timing(NamedTuple):
+    """What became of a config. `problem` says why its time does not count."""
+
+    fields: dict[str, int]
+    microseconds: float
+    error: float
+    problem: str | None
+
+
+def candidates(point: Point) -> list[dict[str, int]]:
+    """Fields of configs worth trying: tiles that leave room for two programs or more on a multiprocessor."""
+    cores, itemsize = current_device().num_cores, jnp.dtype(point.cache_dtype).itemsize
+    shapes = [(32, 2, 4), (32, 4, 5), (64, 4, 3), (64, 4, 4), (128, 4, 3), (128, 8, 3)]
+    per_core = (2, 4) if point.streams < 2 * cores else (4,)
+    least = (64, 256) if point.streams < 2 * cores else (256,)
+    found = [{}]
+    for block_kv, num_warps, num_stages in shapes:
+        for programs in per_core:
+            for tokens in least:
+                fields = dict(block_kv=block_kv, num_warps=num_warps, num_stages=num_stages)
+                fields |= dict(target_programs=programs * cores, min_split_tokens=tokens)
+                found.append(fields)
+                if itemsize == 1 and point.rows <= 16:
+                    # A tile of 64 query rows, most of them empty, brings wgmma, which reads 8-bit values cheaper.
+                    found.append(dict(block_q=64, **fields))
+    unique = {point.config(**fields): fields for fields in found}
+    return list(unique.values())
+
+
+def measure(
+    point: Point, choices: Sequence[dict[str, int]], implementation: str = "pallas"
+) -> Iterator[Timing]:
+    """Times each choice of fields, compiling the next ones meanwhile. Yields in the order of `choices`."""
+    inputs = _inputs(point)
+    reference = _first_and_last(_attend(inputs, implementation="xla"), inputs)
+    bursts = max(1, round(BURST_SECONDS / (len(inputs.tables) * max(point.kv_bytes / 2e12, 5e-6))))
+    if implementation != "pallas":
+        bursts = 1
+
+    def build(fields: dict[str, int]) -> Any:
+        attend = _attend(inputs, implementation=implementation, config=point.config(**fields))
+        run = jax.jit(functools.partial(_looped, attend))
+        return run.lower(jnp.int32(1), inputs).compile()
+
+    with ThreadPoolExecutor(8) as pool:
+        for fields, future in [(fields, pool.submit(build, fields)) for fields in choices]:
+            try:
+                run = future.result()
+                outs = run(jnp.int32(1), inputs)
+                error = max(_error(*pair) for pair in zip((outs[0], outs[-1]), reference, strict=True))
+                if not error <= LARGEST_ERROR[point.dtype]:
+                    yield Timing(fields, math.inf, error, f"wrong: error {error:.1e}")
+                    continue
+                seconds = _seconds(lambda n, run=run: run(jnp.int32(n), inputs), bursts)
+                yield Timing(fields, seconds / (bursts * len(inputs.tables)) * 1e6, error, None)
+            except Exception as error:  # whatever the compiler or the driver has against this config
+                problem = " ".join(str(error).split())[:200]
+                yield Timing(fields, math.inf, math.nan, f"{type(error).__name__}: {problem}")
+
+
+class _Inputs(NamedTuple):
+    query: jax.Array
+    key_cache: jax.Array
+    value_cache: jax.Array
+    tables: tuple[jax.Array, ...]
+    """Block tables of disjoint pages, one for each of the calls that take turns."""
+    seq_lens: jax.Array
+
+
+def _inputs(point: Point) -> _Inputs:
+    num_sets = max(1, min(MOST_SETS, math.ceil(ROTATE_BYTES / point.kv_bytes)))
+    pages = np.random.default_rng(0).permutation(num_sets * point.num_seqs * point.max_pages)
+    tables = pages.astype(np.int32).reshape(num_sets, point.num_seqs, point.max_pages)
+    shape = (len(pages), point.page_size, point.num_kv_heads, point.head_dim)
+    query = jax.random.normal(jax.random.key(0), (point.num_seqs, point.num_heads, point.head_dim))
+    return _Inputs(
+        query.astype(point.dtype),
+        _random_pool(shape, point.cache_dtype, 1),
+        _random_pool(shape, point.cache_dtype, 2),
+        tuple(map(jnp.asarray, tables)),
+        jnp.full((point.num_seqs,), point.max_len, jnp.int32),
+    )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _random_pool(shape: tuple[int, ...], dtype: str, seed: int) -> jax.Array:
+    """Normal values; a block of them repeated, so that drawing them takes neither long nor much memory."""
+    size = math.prod(shape)
+    block = jax.random.normal(jax.random.key(seed), (min(size, 1 << 25),))
+    block = (block * 40 if dtype == "int8" else block).astype(dtype)
+    return jnp.tile(block, math.ceil(size / len(block)))[:size].reshape(shape)
+
+
+def _attend(inputs: _Inputs, **options: Any) -> Callable[..., jax.Array]:
+    scale = 1 / 40 if inputs.key_cache.dtype == jnp.int8 else 1.0
+    if is_quantized(inputs.key_cache.dtype):
+        options |= dict(k_scale=scale, v_scale=scale)
+    return functools.partial(paged_attention, **options)
+
+
+def _looped(attend: Callable[..., jax.Array], n: jax.Array, inputs: _Inputs) -> tuple[jax.Array, ...]:
+    """n rounds of one call a table. Lengths depend on the round before, so that no call can be hoisted or dropped."""
+
+    def body(_, carry):
+        lens, _ = carry
+        outs = tuple(attend(*inputs[:3], table, lens) for table in inputs.tables)
+        probe = sum(out[0, 0, 0].astype(jnp.float32) for out in outs)
+        return lens + jnp.isnan(probe).astype(lens.dtype), outs
+
+    outs = tuple(jnp.zeros_like(inputs.query) for _ in inputs.tables)
+    return jax.lax.fori_loop(0, n, body, (inputs.seq_lens, outs))[1]
+
+
+def _seconds(run: Callable[[int], Any], n: int) -> float:
+    """Median time of `run(n)`, each after an untimed burst: a GPU that has just rested starts slowly."""
+    times = []
+    for _ in range(3):
+        jax.block_until_ready(run(max(1, n // 4)))
+        start = time.perf_counter()
+        jax.block_until_ready(run(n))
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _first_and_last(attend: Callable[..., jax.Array], inputs: _Inputs) -> list[jax.Array]:
+    tables = (inputs.tables[0], inputs.tables[-1])
+    return [jax.jit(attend)(*inputs[:3], table, inputs.seq_lens) for table in tables]
+
+
+def _error(out: jax.Array, reference: jax.Array) -> float:
+    out, reference = (np.asarray(x, np.float32) for x in (out, reference))
+    norms = np.linalg.norm(reference, axis=-1)
+    return float((np.linalg.norm(out - reference, axis=-1) / norms).max())
