@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -104,32 +105,33 @@ def candidates(point: Point) -> list[dict[str, int]]:
 def measure(
     point: Point, choices: Sequence[dict[str, int]], implementation: str = "pallas"
 ) -> Iterator[Timing]:
-    """Times each choice of fields, compiling the next ones meanwhile. Yields in the order of `choices`."""
+    """Times each choice of fields, in the order of `choices`; all are compiled before the first is timed, because
+    compiling beside a measurement disturbs it."""
     inputs = _inputs(point)
     reference = _first_and_last(_attend(inputs, implementation="xla"), inputs)
-    bursts = max(1, round(BURST_SECONDS / (len(inputs.tables) * max(point.kv_bytes / 2e12, 5e-6))))
+    rounds = max(1, round(BURST_SECONDS / (len(inputs.tables) * max(point.kv_bytes / 2.5e12, 8e-6))))
     if implementation != "pallas":
-        bursts = 1
+        rounds = 1
 
     def build(fields: dict[str, int]) -> Any:
         attend = _attend(inputs, implementation=implementation, config=point.config(**fields))
-        run = jax.jit(functools.partial(_looped, attend))
-        return run.lower(jnp.int32(1), inputs).compile()
+        return jax.jit(functools.partial(_looped, attend, rounds)).lower(inputs).compile()
 
-    with ThreadPoolExecutor(8) as pool:
-        for fields, future in [(fields, pool.submit(build, fields)) for fields in choices]:
-            try:
-                run = future.result()
-                outs = run(jnp.int32(1), inputs)
-                error = max(_error(*pair) for pair in zip((outs[0], outs[-1]), reference, strict=True))
-                if not error <= LARGEST_ERROR[point.dtype]:
-                    yield Timing(fields, math.inf, error, f"wrong: error {error:.1e}")
-                    continue
-                seconds = _seconds(lambda n, run=run: run(jnp.int32(n), inputs), bursts)
-                yield Timing(fields, seconds / (bursts * len(inputs.tables)) * 1e6, error, None)
-            except Exception as error:  # whatever the compiler or the driver has against this config
-                problem = " ".join(str(error).split())[:200]
-                yield Timing(fields, math.inf, math.nan, f"{type(error).__name__}: {problem}")
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        builds = [pool.submit(build, fields) for fields in choices]
+    for fields, built in zip(choices, builds, strict=True):
+        try:
+            run = built.result()
+            outs = run(inputs)
+            error = max(_error(*pair) for pair in zip((outs[0], outs[-1]), reference, strict=True))
+            if error <= LARGEST_ERROR[point.dtype]:
+                microseconds = _seconds(run, inputs) / (rounds * len(inputs.tables)) * 1e6
+                yield Timing(fields, microseconds, error, None)
+            else:
+                yield Timing(fields, math.inf, error, f"wrong: error {error:.1e}")
+        except Exception as error:  # whatever the compiler or the driver has against this config
+            problem = " ".join(str(error).split())[:200]
+            yield Timing(fields, math.inf, math.nan, f"{type(error).__name__}: {problem}")
 
 
 class _Inputs(NamedTuple):
@@ -172,8 +174,9 @@ def _attend(inputs: _Inputs, **options: Any) -> Callable[..., jax.Array]:
     return functools.partial(paged_attention, **options)
 
 
-def _looped(attend: Callable[..., jax.Array], n: jax.Array, inputs: _Inputs) -> tuple[jax.Array, ...]:
-    """n rounds of one call a table. Lengths depend on the round before, so that no call can be hoisted or dropped."""
+def _looped(attend: Callable[..., jax.Array], rounds: int, inputs: _Inputs) -> tuple[jax.Array, ...]:
+    """Rounds of one call a table. Lengths depend on the round before, so that no call can be hoisted or dropped; the
+    number of rounds is static, or the host would be asked after each."""
 
     def body(_, carry):
         lens, _ = carry
@@ -182,16 +185,16 @@ def _looped(attend: Callable[..., jax.Array], n: jax.Array, inputs: _Inputs) -> 
         return lens + jnp.isnan(probe).astype(lens.dtype), outs
 
     outs = tuple(jnp.zeros_like(inputs.query) for _ in inputs.tables)
-    return jax.lax.fori_loop(0, n, body, (inputs.seq_lens, outs))[1]
+    return jax.lax.fori_loop(0, rounds, body, (inputs.seq_lens, outs))[1]
 
 
-def _seconds(run: Callable[[int], Any], n: int) -> float:
-    """Median time of `run(n)`, each after an untimed burst: a GPU that has just rested starts slowly."""
+def _seconds(run: Callable[[_Inputs], Any], inputs: _Inputs) -> float:
+    """Median time of a run, each after an untimed one: a GPU that has just rested starts slowly."""
     times = []
     for _ in range(3):
-        jax.block_until_ready(run(max(1, n // 4)))
+        jax.block_until_ready(run(inputs))
         start = time.perf_counter()
-        jax.block_until_ready(run(n))
+        jax.block_until_ready(run(inputs))
         times.append(time.perf_counter() - start)
     return statistics.median(times)
 
