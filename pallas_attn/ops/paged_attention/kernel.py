@@ -181,10 +181,9 @@ def _attend_kernel(
         q = _quantization.query_as(q, _quantization.compute_dtype(query_ref.dtype, key_ref.dtype))
 
         state = _start(rows, extra_refs, dim.shape[1], counts_sink=(split == 0) & (seq_len > 0))
-        look_up = functools.partial(_look_up, tables_ref, seq, problem, tiles, seq_len)
-        read = functools.partial(_read_tile, key_ref, value_ref, kv_head, problem, q.dtype)
+        read = functools.partial(_read_tile, key_ref, value_ref, tables_ref, seq, kv_head, problem, q.dtype)
         weigh = functools.partial(_logits2, q, rows, extra_refs, kv_head, problem)
-        state = _walk_tiles(state, tiles, begin, end, seq_len, look_up, read, weigh)
+        state = _walk_tiles(state, tiles, begin, end, seq_len, read, weigh)
         out, lse2 = _softmax.finish(state)
         if "v_scale" in extra_refs:
             out *= _pallas.load(extra_refs["v_scale"].at[kv_head])
@@ -234,46 +233,35 @@ def _start(rows: Rows, extra_refs, dims: int, counts_sink) -> _softmax.OnlineSof
     )
 
 
-def _walk_tiles(state, tiles: walk.Walk, begin, end, seq_len, look_up, read, weigh):
-    """The state after tiles [begin, end).
+def _walk_tiles(state, tiles: walk.Walk, begin, end, seq_len, read, weigh):
+    """The state after tiles [begin, end)."""
 
-    A tile's page ids are loaded one step ahead and carried: were they loaded where they are needed, the compiler would
-    have to spend half of its pipeline's stages on them, and with them half of the buffers for keys and values.
-    """
-
-    def step(i, carry):
-        state, page = carry
+    def step(i, state):
         position, held = tiles.tokens(i, seq_len)
-        keys, values, usable = read(tiles.start(i), held, page)
+        keys, values, usable = read(tiles.start(i), held)
         logits = _masking.apply(weigh(keys, position), held[None, :])
-        # A page id that cannot be right makes its sequence NaN rather than quietly wrong.
+        # A page id that cannot be right makes its sequence NaN rather than quietly wrong. Marking the logits keeps
+        # the ids where the compiler pipelines them; a flag beside the state would load them again, and wait.
         state, weights = _softmax.rescale(state, _softmax.poison(logits, (held & ~usable)[None, :]))
-        state = state._replace(acc=state.acc + _pallas.dot(weights.astype(values.dtype), values))
-        return state, look_up(i + 1)
+        return state._replace(acc=state.acc + _pallas.dot(weights.astype(values.dtype), values))
 
-    return lax.fori_loop(begin, end, step, (state, look_up(begin)))[0]
-
-
-def _look_up(tables_ref, seq, problem: Problem, tiles: walk.Walk, seq_len, i):
-    """Page id of each token of tile i, 0 where there is no token."""
-    column, _ = _slots(tiles.start(i), tiles.block_kv, problem.pool.page_size)
-    _, held = tiles.tokens(i, seq_len)
-    return _pallas.load(tables_ref.at[seq + 0 * column, column], mask=held, other=0)
+    return lax.fori_loop(begin, end, step, state)
 
 
-def _read_tile(key_ref, value_ref, kv_head, problem: Problem, dtype, start, held, page):
+def _read_tile(key_ref, value_ref, tables_ref, seq, kv_head, problem: Problem, dtype, start, held):
     """(keys, values [block_kv, dims], which tokens' pages exist): in `dtype`, not yet scaled, 0 where nothing was read.
 
-    `start` is the tile's first token; `held` and `page` are its tokens that hold something and their page ids.
+    `start` is the tile's first token, `held` says which of its tokens hold something.
     """
     pool = problem.pool
     dim = jnp.arange(_pallas.tile_side(pool.head_dim))[None, :]
     tile = jnp.zeros((held.shape[0], dim.shape[1]), jnp.int32)
+    column, offset = _slots(start, held.shape[0], pool.page_size)
+    page = _pallas.load(tables_ref.at[seq + 0 * column, column], mask=held, other=0)
     usable = _masking.usable_pages(page, pool.num_pages)
     # Elements that no token owns are read as 0: a NaN there would survive a weight of 0.
     inside = (held & usable)[:, None] & (dim < pool.head_dim)
-    page = page[:, None] + tile
-    offset = _slots(start, held.shape[0], pool.page_size)[1][:, None] + tile
+    page, offset = page[:, None] + tile, offset[:, None] + tile
 
     def read(which: Any, ref):
         place = token_index(problem.layout, which, page, offset, kv_head + tile, dim + tile, ref.dtype)

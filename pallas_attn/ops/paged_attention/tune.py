@@ -84,23 +84,20 @@ class Timing(NamedTuple):
 
 
 def candidates(point: Point) -> list[dict[str, int]]:
-    """Fields of configs worth trying: tiles that leave room for two programs or more on a multiprocessor."""
-    cores, itemsize = current_device().num_cores, jnp.dtype(point.cache_dtype).itemsize
-    shapes = [(32, 2, 4), (32, 4, 5), (64, 4, 3), (64, 4, 4), (128, 4, 3), (128, 8, 3)]
-    per_core = (2, 4) if point.streams < 2 * cores else (4,)
-    least = (64, 256) if point.streams < 2 * cores else (256,)
+    """Fields of configs worth trying, the heuristic's (none) first: what came out best somewhere in wider sweeps."""
+    cores = current_device().num_cores
+    few = point.streams < 2 * cores
+    tiles = [(128, 4, 3), (128, 8, 5), (64, 4, 3), (32, 4, 5)]
+    tiles += [(128, 8, 3)] if few else [(64, 4, 7)]
     found = [{}]
-    for block_kv, num_warps, num_stages in shapes:
-        for programs in per_core:
-            for tokens in least:
-                fields = dict(block_kv=block_kv, num_warps=num_warps, num_stages=num_stages)
-                fields |= dict(target_programs=programs * cores, min_split_tokens=tokens)
-                found.append(fields)
-                if itemsize == 1 and point.rows <= 16:
-                    # A tile of 64 query rows, most of them empty, brings wgmma, which reads 8-bit values cheaper.
-                    found.append(dict(block_q=64, **fields))
-    unique = {point.config(**fields): fields for fields in found}
-    return list(unique.values())
+    for block_kv, num_warps, num_stages in tiles:
+        for programs in (2, 4) if few else (4,):
+            fields = dict(block_kv=block_kv, num_warps=num_warps, num_stages=num_stages)
+            fields |= dict(
+                target_programs=programs * cores, min_split_tokens=64 if point.max_len < 4096 else 256
+            )
+            found.append(fields)
+    return list({point.config(**fields): fields for fields in reversed(found)}.values())[::-1]
 
 
 def measure(
@@ -108,15 +105,13 @@ def measure(
 ) -> Iterator[Timing]:
     """Times each choice of fields, in the order of `choices`; all are compiled before the first is timed, because
     compiling beside a measurement disturbs it."""
-    inputs = _inputs(point)
-    reference = _first_and_last(_attend(inputs, implementation="xla"), inputs)
-    rounds = max(1, round(BURST_SECONDS / (len(inputs.tables) * max(point.kv_bytes / 2.5e12, 8e-6))))
-    if implementation != "pallas":
-        rounds = 1
+    inputs = inputs_of(point)
+    reference = first_and_last(attend(inputs, implementation="xla"), inputs)
+    rounds = rounds_of(point) if implementation == "pallas" else 1
 
     def build(fields: dict[str, int]) -> Any:
-        attend = _attend(inputs, implementation=implementation, config=point.config(**fields))
-        return jax.jit(functools.partial(_looped, attend, rounds)).lower(inputs).compile()
+        call = attend(inputs, implementation=implementation, config=point.config(**fields))
+        return jax.jit(functools.partial(looped, call, rounds)).lower(inputs).compile()
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         builds = [pool.submit(build, fields) for fields in choices]
@@ -124,9 +119,9 @@ def measure(
         try:
             run = built.result()
             outs = run(inputs)
-            error = max(_error(*pair) for pair in zip((outs[0], outs[-1]), reference, strict=True))
+            error = max(worst_error(*pair) for pair in zip((outs[0], outs[-1]), reference, strict=True))
             if error <= LARGEST_ERROR[point.dtype]:
-                microseconds = _seconds(run, inputs) / (rounds * len(inputs.tables)) * 1e6
+                microseconds = median_seconds(run, inputs) / (rounds * len(inputs.tables)) * 1e6
                 yield Timing(fields, microseconds, error, None)
             else:
                 yield Timing(fields, math.inf, error, f"wrong: error {error:.1e}")
@@ -135,23 +130,46 @@ def measure(
             yield Timing(fields, math.inf, math.nan, f"{type(error).__name__}: {problem}")
 
 
-class _Inputs(NamedTuple):
-    query: jax.Array
-    key_cache: jax.Array
-    value_cache: jax.Array
-    tables: tuple[jax.Array, ...]
+class Inputs(NamedTuple):
+    query: Any
+    key_cache: Any
+    value_cache: Any
+    tables: tuple[Any, ...]
     """Block tables, one for each of the calls that take turns; of disjoint pages where those are few."""
-    seq_lens: jax.Array
+    seq_lens: Any
 
 
-def _inputs(point: Point) -> _Inputs:
-    num_sets = max(1, min(MOST_SETS, math.ceil(ROTATE_BYTES / point.kv_bytes)))
+def rounds_of(point: Point) -> int:
+    """Rounds of calls that take about BURST_SECONDS."""
+    return max(
+        1, round(BURST_SECONDS / (max(_num_sets(point), LEAST_CALLS) * max(point.kv_bytes / 2.5e12, 8e-6)))
+    )
+
+
+def _num_sets(point: Point) -> int:
+    return max(1, min(MOST_SETS, math.ceil(ROTATE_BYTES / point.kv_bytes)))
+
+
+def input_shapes(point: Point) -> Inputs:
+    """`inputs_of(point)` as shapes, to compile for."""
+    shape = jax.ShapeDtypeStruct
+    num_sets, pages = _num_sets(point), point.num_seqs * point.max_pages
+    pool = shape(
+        (num_sets * pages, point.page_size, point.num_kv_heads, point.head_dim), jnp.dtype(point.cache_dtype)
+    )
+    tables = (shape((point.num_seqs, point.max_pages), jnp.int32),) * max(num_sets, LEAST_CALLS)
+    query = shape((point.num_seqs, point.num_heads, point.head_dim), jnp.dtype(point.dtype))
+    return Inputs(query, pool, pool, tables, shape((point.num_seqs,), jnp.int32))
+
+
+def inputs_of(point: Point) -> Inputs:
+    num_sets = _num_sets(point)
     pages = np.random.default_rng(0).permutation(num_sets * point.num_seqs * point.max_pages)
     tables = pages.astype(np.int32).reshape(num_sets, point.num_seqs, point.max_pages)
     calls = [np.roll(tables[i % num_sets], i // num_sets, axis=0) for i in range(max(num_sets, LEAST_CALLS))]
     shape = (len(pages), point.page_size, point.num_kv_heads, point.head_dim)
     query = jax.random.normal(jax.random.key(0), (point.num_seqs, point.num_heads, point.head_dim))
-    return _Inputs(
+    return Inputs(
         query.astype(point.dtype),
         _random_pool(shape, point.cache_dtype, 1),
         _random_pool(shape, point.cache_dtype, 2),
@@ -169,14 +187,14 @@ def _random_pool(shape: tuple[int, ...], dtype: str, seed: int) -> jax.Array:
     return jnp.tile(block, math.ceil(size / len(block)))[:size].reshape(shape)
 
 
-def _attend(inputs: _Inputs, **options: Any) -> Callable[..., jax.Array]:
+def attend(inputs: Inputs, **options: Any) -> Callable[..., Any]:
     scale = 1 / 40 if inputs.key_cache.dtype == jnp.int8 else 1.0
     if is_quantized(inputs.key_cache.dtype):
         options |= dict(k_scale=scale, v_scale=scale)
     return functools.partial(paged_attention, **options)
 
 
-def _looped(attend: Callable[..., jax.Array], rounds: int, inputs: _Inputs) -> tuple[jax.Array, ...]:
+def looped(attend: Callable[..., jax.Array], rounds: int, inputs: Inputs) -> tuple[jax.Array, ...]:
     """Rounds of one call a table. Lengths depend on the round before, so that no call can be hoisted or dropped; the
     number of rounds is static, or the host would be asked after each."""
 
@@ -190,7 +208,7 @@ def _looped(attend: Callable[..., jax.Array], rounds: int, inputs: _Inputs) -> t
     return jax.lax.fori_loop(0, rounds, body, (inputs.seq_lens, outs))[1]
 
 
-def _seconds(run: Callable[[_Inputs], Any], inputs: _Inputs) -> float:
+def median_seconds(run: Callable[[Inputs], Any], inputs: Inputs) -> float:
     """Median time of a run, each after an untimed one: a GPU that has just rested starts slowly."""
     times = []
     for _ in range(3):
@@ -201,12 +219,12 @@ def _seconds(run: Callable[[_Inputs], Any], inputs: _Inputs) -> float:
     return statistics.median(times)
 
 
-def _first_and_last(attend: Callable[..., jax.Array], inputs: _Inputs) -> list[jax.Array]:
+def first_and_last(attend: Callable[..., jax.Array], inputs: Inputs) -> list[jax.Array]:
     tables = (inputs.tables[0], inputs.tables[-1])
     return [jax.jit(attend)(*inputs[:3], table, inputs.seq_lens) for table in tables]
 
 
-def _error(out: jax.Array, reference: jax.Array) -> float:
-    out, reference = (np.asarray(x, np.float32) for x in (out, reference))
-    norms = np.linalg.norm(reference, axis=-1)
-    return float((np.linalg.norm(out - reference, axis=-1) / norms).max())
+def worst_error(out: jax.Array, reference: jax.Array) -> float:
+    expected = np.asarray(reference, np.float32)
+    difference = np.asarray(out, np.float32) - expected
+    return float((np.linalg.norm(difference, axis=-1) / np.linalg.norm(expected, axis=-1)).max())
