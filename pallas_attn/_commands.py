@@ -158,3 +158,71 @@ def doctor() -> int:
     from pallas_attn._doctor_command import run_doctor
 
     return run_doctor()
+
+
+@app.command(
+    epilog="""
+**Examples**
+
+Tune `paged_attention` for a model with 32 query heads over 8 KV heads of 128, pages of 16 tokens:
+
+    pallas-attn tune --num-heads 32 --num-kv-heads 8 --head-dim 128 --page-size 16
+
+The same for an fp8 cache, only for the batches that a server runs:
+
+    pallas-attn tune --cache-dtype float8_e4m3fn --num-seqs 32 --num-seqs 128 --max-len 8192
+
+Where the installed package cannot be written, or should not be:
+
+    pallas-attn tune --output ~/attn-configs
+    export PALLAS_ATTN_CONFIGS=~/attn-configs
+"""
+)
+def tune(
+    num_heads: Annotated[int, typer.Option(help="Query heads.")] = 32,
+    num_kv_heads: Annotated[int, typer.Option(help="KV heads; --num-heads is a multiple of them.")] = 8,
+    head_dim: Annotated[int, typer.Option(help="Elements of a head.")] = 128,
+    page_size: Annotated[int, typer.Option(help="Tokens per page of the KV cache.")] = 16,
+    dtype: Annotated[
+        Dtype, typer.Option(help="Of the query, and of the cache unless it is 8-bit.")
+    ] = Dtype.bfloat16,
+    cache_dtype: Annotated[
+        CacheDtype | None, typer.Option(help="An 8-bit cache.", show_default="as --dtype")
+    ] = None,
+    num_seqs: Annotated[
+        list[int] | None, typer.Option(help="Sequences in a call. Repeat it.", show_default="1, 16, 64")
+    ] = None,
+    max_len: Annotated[
+        list[int] | None,
+        typer.Option(help="Tokens that the block table holds. Repeat it.", show_default="1024, 8192, 32768"),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder to write <device>/paged_attention.json below.",
+            show_default="$PALLAS_ATTN_CONFIGS, else the installed package",
+        ),
+    ] = None,
+    implementation: Annotated[str, typer.Option(hidden=True)] = "pallas",
+) -> int:
+    """Measure configs of `paged_attention` on this GPU and keep the fastest for each kind of call.
+
+    Every config is compiled, compared with the reference, and only then timed, with caches larger than L2. The file
+    is replaced whole, at the end; what it holds for calls of other kinds stays.
+    """
+    from pallas_attn._tune_command import TuneOptions, run_tune
+
+    return run_tune(
+        TuneOptions(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            page_size=page_size,
+            dtype=dtype.value,
+            cache_dtype=cache_dtype.value if cache_dtype else None,
+            num_seqs=num_seqs or [1, 16, 64],
+            max_len=max_len or [1024, 8192, 32768],
+            output=output,
+            implementation=implementation,
+        )
+    )

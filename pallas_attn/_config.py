@@ -1,18 +1,28 @@
 """Where a kernel's tile sizes come from: the caller, else a measured file, else the op's heuristic.
 
-Measured files are `configs/<device>/<op>.json`: {"entries": [{"key": {...}, "config": {...}}, ...]}. A key holds the
-few facts that decide (head_dim, group, page size, dtype, ...), and the first entry whose whole key agrees wins.
+Measured files are `<device>/<op>.json` below the folder that the environment variable PALLAS_ATTN_CONFIGS names and
+below `configs/` of this package, looked up in that order:
+
+    {"entries": [{"key": {...}, "config": {...}, "measured": {...}}, ...]}
+
+A key holds the few facts that decide (head_dim, page size, dtype, ...), each a value or a range [least, most] whose
+most may be null. The first entry whose whole key agrees wins. What its config leaves out, the heuristic fills in.
 """
 
 import dataclasses
 import functools
 import json
+import os
+import tempfile
 from collections.abc import Callable
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from pallas_attn._checks import fail
 from pallas_attn._device import current_device
+
+CONFIGS_VARIABLE = "PALLAS_ATTN_CONFIGS"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,21 +49,46 @@ class SplitKVConfig:
 
 
 def resolve[C](
-    op: str, config_type: type[C], explicit: C | None, key: dict[str, Any], heuristic: Callable[[], C]
+    op: str, config_type: type[C], explicit: C | None, key: dict[str, Any], heuristic: Callable[..., C]
 ) -> C:
+    """`heuristic(**measured)` fills in what a measured entry, if there is one, does not say."""
     if explicit is not None:
         if not isinstance(explicit, config_type):
             raise TypeError(
                 f"{op}: argument 'config': expected {config_type.__name__}, got {type(explicit).__name__}"
             )
         return explicit
-    for entry in _measured(current_device().slug, op):
-        if all(key.get(name) == value for name, value in entry["key"].items()):
-            return config_type(**entry["config"])
+    for entry in _measured(current_device().slug, op, os.environ.get(CONFIGS_VARIABLE)):
+        if all(_agrees(expected, key.get(name)) for name, expected in entry["key"].items()):
+            return heuristic(**entry["config"])
     return heuristic()
 
 
+def _agrees(expected: Any, value: Any) -> bool:
+    if not isinstance(expected, list):
+        return value == expected
+    least, most = expected
+    return least <= value and (most is None or value <= most)
+
+
 @functools.cache
-def _measured(device: str, op: str) -> list[dict[str, Any]]:
-    path = resources.files("pallas_attn") / "configs" / device / f"{op}.json"
-    return json.loads(path.read_text())["entries"] if path.is_file() else []
+def _measured(device: str, op: str, folder: str | None) -> list[dict[str, Any]]:
+    for root in ([Path(folder)] if folder else []) + [packaged_configs()]:
+        if (path := root / device / f"{op}.json").is_file():
+            return json.loads(path.read_text())["entries"]
+    return []
+
+
+def packaged_configs() -> Path:
+    return Path(str(resources.files("pallas_attn") / "configs"))
+
+
+def save(path: Path, entries: list[dict[str, Any]], **about: Any) -> None:
+    """Writes a measured file, one line an entry; whoever reads meanwhile finds the old file or the new, whole."""
+    lines = ",\n".join("    " + json.dumps(entry) for entry in entries)
+    head = "".join(f"  {json.dumps(name)}: {json.dumps(value)},\n" for name, value in about.items())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+        file.write(f'{{\n{head}  "entries": [\n{lines}\n  ]\n}}\n')
+    os.replace(file.name, path)
+    _measured.cache_clear()

@@ -1,5 +1,6 @@
 """`mla_decode`: signature, checks, dispatch."""
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -192,13 +193,16 @@ def _resolve_config(case: Case, explicit: MLADecodeConfig | None) -> MLADecodeCo
         MLADecodeConfig,
         explicit,
         key,
-        lambda: heuristic(
-            num_seqs=case.num_seqs,
-            num_kv_heads=case.pool.num_kv_heads,
-            rows=case.rows,
-            page_size=case.pool.page_size,
-            max_len=case.max_pages * case.pool.page_size,
-            scheduled=case.scheduled,
-            device=current_device(),
+        lambda **measured: dataclasses.replace(
+            heuristic(
+                num_seqs=case.num_seqs,
+                num_kv_heads=case.pool.num_kv_heads,
+                rows=case.rows,
+                page_size=case.pool.page_size,
+                max_len=case.max_pages * case.pool.page_size,
+                scheduled=case.scheduled,
+                device=current_device(),
+            ),
+            **measured,
         ),
     )

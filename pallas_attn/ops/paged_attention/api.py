@@ -190,24 +190,28 @@ def paged_attention(
 
 
 def _resolve_config(case: Case, explicit: Any) -> PagedAttentionConfig:
+    max_len = case.max_pages * case.pool.page_size
     key = dict(
         head_dim=case.pool.head_dim,
-        group=case.group,
+        rows=case.q_len * case.group,
         page_size=case.pool.page_size,
         dtype=dtype_name(case.cache_dtype),
+        streams=case.num_seqs * case.pool.num_kv_heads,
+        max_len=max_len,
     )
     config = _config.resolve(
         "paged_attention",
         PagedAttentionConfig,
         explicit,
         key,
-        lambda: heuristic(
+        functools.partial(
+            heuristic,
             num_seqs=case.num_seqs,
             num_kv_heads=case.pool.num_kv_heads,
             rows=case.q_len * case.group,
             head_dim=case.pool.head_dim,
             itemsize=jnp.dtype(case.cache_dtype).itemsize,
-            max_len=case.max_pages * case.pool.page_size,
+            max_len=max_len,
             device=current_device(),
         ),
     )

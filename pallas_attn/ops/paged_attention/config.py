@@ -8,6 +8,10 @@ from pallas_attn._config import SplitKVConfig
 from pallas_attn._device import Device
 
 MAX_SPLITS = 128
+# What tiles may take, of the 163 KB or more that a program has on data center GPUs, and of 99 KB elsewhere.
+SHARED_MEMORY = 128 * 1024
+SMALL_SHARED_MEMORY = 64 * 1024
+SMALL_SHARED_MEMORY_ON = (86, 89, 120)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,37 +37,40 @@ def heuristic(
     itemsize: int,
     max_len: int,
     device: Device,
+    **measured: int,
 ) -> PagedAttentionConfig:
     """`rows` query rows (tokens x heads of a group) share a KV head; `itemsize` bytes hold an element of the cache;
-    `max_len` tokens fit in a row of the block table.
+    `max_len` tokens fit in a row of the block table. `measured` are fields of the config that are known better.
 
-    From a sweep on an H100 (benchmarks/results): few programs want small tiles, a deep pipeline and two programs a
-    multiprocessor; many want tiles of 128 tokens, and splits only to even out lengths.
+    From sweeps on an H100 (README.md, benchmarks/results): few programs want small tiles and splits enough for two
+    programs a multiprocessor; many want tiles of 128 tokens, and splits only to even out lengths.
     """
-    block_q = min(64, _pallas.tile_side(rows))
+    block_q = measured.get("block_q", min(64, _pallas.tile_side(rows)))
     programs = num_seqs * num_kv_heads * math.ceil(rows / block_q)
     cores = device.num_cores
-    if 2 * programs < cores:
-        block_kv, num_warps, num_stages, min_split = 32, 4, 5, 64
-    elif itemsize == 1:
-        block_kv, num_warps, num_stages, min_split = 64, 4, 5, 256
-    else:
-        block_kv, num_warps, num_stages, min_split = 128, 8, 3, 256
-    # K and V tiles of two pipeline stages in 80 KB of shared memory let two programs share a multiprocessor.
-    while block_kv > 16 and 4 * block_kv * _pallas.tile_side(head_dim) * itemsize > 128 * 1024:
+    few = 2 * programs < cores
+    block_kv, num_stages = (32, 5) if few else (128, 3)
+    # Two buffers for tiles of K and V.
+    largest = SMALL_SHARED_MEMORY if device.compute_capability in SMALL_SHARED_MEMORY_ON else SHARED_MEMORY
+    while block_kv > 16 and 4 * block_kv * _pallas.tile_side(head_dim) * itemsize > largest:
         block_kv //= 2
-    target = 2 * cores if programs <= 2 * cores else 4 * cores
-    wanted = math.ceil(2 * target / programs)
+    chosen = {
+        "block_q": block_q,
+        "block_kv": block_kv,
+        "min_split_tokens": 64 if few and max_len < 4096 else 256,
+        "target_programs": 2 * cores if programs <= 2 * cores else 4 * cores,
+        "num_warps": 4,
+        "num_stages": num_stages,
+        **measured,
+    }
+    splits = most_splits(programs, max_len, chosen["target_programs"], chosen["min_split_tokens"])
+    return PagedAttentionConfig(**{"num_splits": splits, **chosen})
+
+
+def most_splits(programs: int, max_len: int, target_programs: int, min_split_tokens: int) -> int:
+    """Splits to provide for: lengths are not known when a call is compiled, only what the table can hold."""
+    wanted = math.ceil(2 * target_programs / programs) if 2 * programs < target_programs else 1
     if max_len >= 2048:
         # Lengths may differ: a long sequence must be able to spread out even where equal ones would not need to.
         wanted = max(wanted, 4)
-    num_splits = max(1, min(wanted, max_len // min_split, MAX_SPLITS))
-    return PagedAttentionConfig(
-        block_q,
-        block_kv,
-        num_splits,
-        min_split_tokens=min_split,
-        target_programs=target,
-        num_warps=num_warps,
-        num_stages=num_stages,
-    )
+    return max(1, min(wanted, max_len // min_split_tokens, MAX_SPLITS))

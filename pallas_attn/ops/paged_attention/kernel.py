@@ -123,8 +123,9 @@ def paged_attention_pallas(
         seq_lens,
         extras,
         name="pallas_attn_paged_attention",
-        # Programs of neighbouring KV heads start together: in the NHD layout they read neighbouring bytes.
-        grid=(pool.num_kv_heads * problem.q_blocks, config.num_splits, num_seqs),
+        # Programs of neighbouring KV heads start together: in the NHD layout they read neighbouring bytes. Splits
+        # that most sequences do not have come last, when multiprocessors fall idle, rather than among the others.
+        grid=(pool.num_kv_heads * problem.q_blocks, num_seqs, config.num_splits),
         out_shape=outputs,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -156,7 +157,7 @@ def _attend_kernel(
     *partial_refs,
     problem: Problem,
 ):
-    head_block, split, seq = (_pallas.program_id(axis) for axis in range(3))
+    head_block, seq, split = (_pallas.program_id(axis) for axis in range(3))
     kv_head = head_block // problem.q_blocks
     head_dim = problem.pool.head_dim
 
@@ -181,14 +182,14 @@ def _attend_kernel(
 
         state = _start(rows, extra_refs, dim.shape[1], counts_sink=(split == 0) & (seq_len > 0))
         read = functools.partial(_read_tile, key_ref, value_ref, tables_ref, seq, kv_head, problem, q.dtype)
-        weigh = functools.partial(_logits2, q, rows, extra_refs, kv_head, seq_len, problem)
-        state, bad = _walk_tiles(state, tiles, begin, end, seq_len, read, weigh)
+        weigh = functools.partial(_logits2, q, rows, extra_refs, kv_head, problem)
+        state = _walk_tiles(state, tiles, begin, end, seq_len, read, weigh)
         out, lse2 = _softmax.finish(state)
         if "v_scale" in extra_refs:
             out *= _pallas.load(extra_refs["v_scale"].at[kv_head])
 
-        # A length or page id that cannot be right makes its sequence NaN rather than quietly wrong.
-        bad |= stored_len != seq_len
+        # So does a length.
+        bad = stored_len != seq_len
         out, lse2 = _softmax.poison(out, bad), _softmax.poison(lse2, bad)
 
         def write_final():
@@ -233,37 +234,34 @@ def _start(rows: Rows, extra_refs, dims: int, counts_sink) -> _softmax.OnlineSof
 
 
 def _walk_tiles(state, tiles: walk.Walk, begin, end, seq_len, read, weigh):
-    """The state after tiles [begin, end), and whether any token's page id was unusable."""
+    """The state after tiles [begin, end)."""
 
-    def step(i, carry):
-        state, bad = carry
-        position = tiles.start(i) + jnp.arange(tiles.block_kv)
-        held = _masking.within(position, seq_len) & (position >= tiles.seen_from)
-        if tiles.remote is not None:
-            # The last period of remote blocks may reach into the local band, which is walked on its own.
-            held &= (i >= tiles.remote_tiles) | (position < tiles.dense_start)
-        keys, values, usable = read(position, held)
-        state, weights = _softmax.rescale(state, weigh(keys, position, usable))
-        acc = state.acc + _pallas.dot(weights.astype(values.dtype), values)
-        return state._replace(acc=acc), bad | (held & ~usable)
+    def step(i, state):
+        position, held = tiles.tokens(i, seq_len)
+        keys, values, usable = read(tiles.start(i), held)
+        logits = _masking.apply(weigh(keys, position), held[None, :])
+        # A page id that cannot be right makes its sequence NaN rather than quietly wrong. Marking the logits keeps
+        # the ids where the compiler pipelines them; a flag beside the state would load them again, and wait.
+        state, weights = _softmax.rescale(state, _softmax.poison(logits, (held & ~usable)[None, :]))
+        return state._replace(acc=state.acc + _pallas.dot(weights.astype(values.dtype), values))
 
-    start = state, jnp.zeros((tiles.block_kv,), jnp.bool_)
-    state, bad = lax.fori_loop(begin, end, step, start)
-    return state, jnp.max(bad.astype(jnp.int32)) > 0
+    return lax.fori_loop(begin, end, step, state)
 
 
-def _read_tile(key_ref, value_ref, tables_ref, seq, kv_head, problem: Problem, dtype, position, held):
-    """(keys, values [block_kv, dims], which tokens were read): in `dtype`, not yet scaled, 0 where nothing was."""
+def _read_tile(key_ref, value_ref, tables_ref, seq, kv_head, problem: Problem, dtype, start, held):
+    """(keys, values [block_kv, dims], which tokens' pages exist): in `dtype`, not yet scaled, 0 where nothing was read.
+
+    `start` is the tile's first token, `held` says which of its tokens hold something.
+    """
     pool = problem.pool
     dim = jnp.arange(_pallas.tile_side(pool.head_dim))[None, :]
-    tile = jnp.zeros((position.shape[0], dim.shape[1]), jnp.int32)
-    column = jnp.where(held, position // pool.page_size, 0)
+    tile = jnp.zeros((held.shape[0], dim.shape[1]), jnp.int32)
+    column, offset = _slots(start, held.shape[0], pool.page_size)
     page = _pallas.load(tables_ref.at[seq + 0 * column, column], mask=held, other=0)
-    usable = held & _masking.usable_pages(page, pool.num_pages)
+    usable = _masking.usable_pages(page, pool.num_pages)
     # Elements that no token owns are read as 0: a NaN there would survive a weight of 0.
-    inside = usable[:, None] & (dim < pool.head_dim)
-    page = jnp.where(usable, page, 0)[:, None] + tile
-    offset = (position % pool.page_size)[:, None] + tile
+    inside = (held & usable)[:, None] & (dim < pool.head_dim)
+    page, offset = page[:, None] + tile, offset[:, None] + tile
 
     def read(which: Any, ref):
         place = token_index(problem.layout, which, page, offset, kv_head + tile, dim + tile, ref.dtype)
@@ -273,9 +271,20 @@ def _read_tile(key_ref, value_ref, tables_ref, seq, kv_head, problem: Problem, d
     return read("key", key_ref), read("value", value_ref), usable
 
 
-def _logits2(
-    q, rows: Rows, extra_refs, kv_head, seq_len, problem: Problem, keys, position, usable
-) -> jax.Array:
+def _slots(start, block_kv: int, page_size: int):
+    """(column of the block table, offset in the page) of each token of a tile, whose start is a multiple of block_kv.
+
+    Tiles and pages are powers of two as a rule, and then all but a scalar is the same for every tile.
+    """
+    token = jnp.arange(block_kv)
+    if block_kv % page_size == 0:
+        return start // page_size + token // page_size, token % page_size
+    if page_size % block_kv == 0:
+        return start // page_size + 0 * token, start % page_size + token
+    return (start + token) // page_size, (start + token) % page_size
+
+
+def _logits2(q, rows: Rows, extra_refs, kv_head, problem: Problem, keys, position) -> jax.Array:
     """Base-2 logits [block_q, block_kv] with every rule applied."""
     rules = problem.rules
     logits = _pallas.dot(q, keys, trans_b=True)
@@ -291,13 +300,12 @@ def _logits2(
         scale = 1.0
     logits *= scale * _softmax.LOG2_E
 
-    visible = usable[None, :]
     if problem.q_len > 1:
-        visible &= _masking.causal(key_at, query_at)
+        logits = _masking.apply(logits, _masking.causal(key_at, query_at))
     if rules.sliding_window is not None:
-        visible &= _masking.in_window(key_at, query_at, rules.sliding_window)
+        logits = _masking.apply(logits, _masking.in_window(key_at, query_at, rules.sliding_window))
     if (pattern := rules.block_sparse) is not None:
         heads = {"num_heads": problem.num_heads, "num_kv_heads": problem.pool.num_kv_heads}
-        offset = pattern.offset(rows.head, kv_head, **heads)
-        visible &= pattern.kept(key_at, query_at + 1, jnp.broadcast_to(offset, rows.head.shape)[:, None])
-    return _masking.apply(logits, visible)
+        offset = jnp.broadcast_to(pattern.offset(rows.head, kv_head, **heads), rows.head.shape)[:, None]
+        logits = _masking.apply(logits, pattern.kept(key_at, query_at + 1, offset))
+    return logits

@@ -33,6 +33,15 @@ class Walk(NamedTuple):
             return dense
         return jnp.where(tile < self.remote_tiles, self.remote.start(tile), dense)
 
+    def tokens(self, tile: jax.Array, seq_len: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Positions of a tile's tokens, and which of them hold something that this tile answers for."""
+        position = self.start(tile) + jnp.arange(self.block_kv)
+        held = _masking.within(position, seq_len) & (position >= self.seen_from)
+        if self.remote is not None:
+            # The last period of remote blocks may reach into the local band, which is walked on its own.
+            held &= (tile >= self.remote_tiles) | (position < self.dense_start)
+        return position, held
+
 
 class RemoteBlocks(NamedTuple):
     """The blocks j with (j + offset) % stride == 0 for one of the offsets first, first + step, ...: each period of

@@ -1,0 +1,230 @@
+"""Timing configs of `paged_attention` on the present GPU, each checked against the reference before its time counts."""
+
+import dataclasses
+import functools
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_attn._device import current_device
+from pallas_attn._quantization import is_quantized
+from pallas_attn.ops.paged_attention.api import paged_attention
+from pallas_attn.ops.paged_attention.config import PagedAttentionConfig, heuristic
+
+# Calls rotate through sets of pages of this many bytes together, so that no cache (an H100's L2 holds 50 MB) is timed.
+ROTATE_BYTES = 1 << 30
+MOST_SETS = 16
+LEAST_CALLS = 4  # in a round, which costs some microseconds of its own
+BURST_SECONDS = 0.02
+# Worst row's ||out - reference|| / ||reference||; a right bf16 kernel scores 2.6e-3, a lost page at least 9e-3.
+LARGEST_ERROR = {"bfloat16": 8e-3, "float16": 8e-3, "float32": 1e-4}
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One kind of call: every sequence as long as the block table allows."""
+
+    num_seqs: int
+    max_len: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: str
+    cache_dtype: str
+
+    @property
+    def streams(self) -> int:
+        """Walks over keys and values: one for each sequence and KV head."""
+        return self.num_seqs * self.num_kv_heads
+
+    @property
+    def rows(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def max_pages(self) -> int:
+        return math.ceil(self.max_len / self.page_size)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of keys and values that one call reads."""
+        tokens = self.num_seqs * self.max_pages * self.page_size
+        return 2 * tokens * self.num_kv_heads * self.head_dim * jnp.dtype(self.cache_dtype).itemsize
+
+    def config(self, **fields: int) -> PagedAttentionConfig:
+        """The heuristic's, but for `fields`."""
+        return heuristic(
+            num_seqs=self.num_seqs,
+            num_kv_heads=self.num_kv_heads,
+            rows=self.rows,
+            head_dim=self.head_dim,
+            itemsize=jnp.dtype(self.cache_dtype).itemsize,
+            max_len=self.max_pages * self.page_size,
+            device=current_device(),
+            **fields,
+        )
+
+
+class Timing(NamedTuple):
+    """What became of a config. `problem` says why its time does not count."""
+
+    fields: dict[str, int]
+    microseconds: float
+    error: float
+    problem: str | None
+
+
+def candidates(point: Point) -> list[dict[str, int]]:
+    """Fields of configs worth trying, the heuristic's (none) first: what came out best somewhere in wider sweeps."""
+    cores = current_device().num_cores
+    few = point.streams < 2 * cores
+    tiles = [(128, 4, 3), (128, 8, 5), (64, 4, 3), (32, 4, 5)]
+    tiles += [(128, 8, 3)] if few else [(64, 4, 7)]
+    found = [{}]
+    for block_kv, num_warps, num_stages in tiles:
+        for programs in (2, 4) if few else (4,):
+            fields = dict(block_kv=block_kv, num_warps=num_warps, num_stages=num_stages)
+            fields |= dict(
+                target_programs=programs * cores, min_split_tokens=64 if point.max_len < 4096 else 256
+            )
+            found.append(fields)
+    return list({point.config(**fields): fields for fields in reversed(found)}.values())[::-1]
+
+
+def measure(
+    point: Point, choices: Sequence[dict[str, int]], implementation: str = "pallas"
+) -> Iterator[Timing]:
+    """Times each choice of fields, in the order of `choices`; all are compiled before the first is timed, because
+    compiling beside a measurement disturbs it."""
+    inputs = inputs_of(point)
+    reference = first_and_last(attend(inputs, implementation="xla"), inputs)
+    rounds = rounds_of(point) if implementation == "pallas" else 1
+
+    def build(fields: dict[str, int]) -> Any:
+        call = attend(inputs, implementation=implementation, config=point.config(**fields))
+        return jax.jit(functools.partial(looped, call, rounds)).lower(inputs).compile()
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        builds = [pool.submit(build, fields) for fields in choices]
+    for fields, built in zip(choices, builds, strict=True):
+        try:
+            run = built.result()
+            outs = run(inputs)
+            error = max(worst_error(*pair) for pair in zip((outs[0], outs[-1]), reference, strict=True))
+            if error <= LARGEST_ERROR[point.dtype]:
+                microseconds = median_seconds(run, inputs) / (rounds * len(inputs.tables)) * 1e6
+                yield Timing(fields, microseconds, error, None)
+            else:
+                yield Timing(fields, math.inf, error, f"wrong: error {error:.1e}")
+        except Exception as error:  # whatever the compiler or the driver has against this config
+            problem = " ".join(str(error).split())[:200]
+            yield Timing(fields, math.inf, math.nan, f"{type(error).__name__}: {problem}")
+
+
+class Inputs(NamedTuple):
+    query: Any
+    key_cache: Any
+    value_cache: Any
+    tables: tuple[Any, ...]
+    """Block tables, one for each of the calls that take turns; of disjoint pages where those are few."""
+    seq_lens: Any
+
+
+def rounds_of(point: Point) -> int:
+    """Rounds of calls that take about BURST_SECONDS."""
+    return max(
+        1, round(BURST_SECONDS / (max(_num_sets(point), LEAST_CALLS) * max(point.kv_bytes / 2.5e12, 8e-6)))
+    )
+
+
+def _num_sets(point: Point) -> int:
+    return max(1, min(MOST_SETS, math.ceil(ROTATE_BYTES / point.kv_bytes)))
+
+
+def input_shapes(point: Point) -> Inputs:
+    """`inputs_of(point)` as shapes, to compile for."""
+    shape = jax.ShapeDtypeStruct
+    num_sets, pages = _num_sets(point), point.num_seqs * point.max_pages
+    pool = shape(
+        (num_sets * pages, point.page_size, point.num_kv_heads, point.head_dim), jnp.dtype(point.cache_dtype)
+    )
+    tables = (shape((point.num_seqs, point.max_pages), jnp.int32),) * max(num_sets, LEAST_CALLS)
+    query = shape((point.num_seqs, point.num_heads, point.head_dim), jnp.dtype(point.dtype))
+    return Inputs(query, pool, pool, tables, shape((point.num_seqs,), jnp.int32))
+
+
+def inputs_of(point: Point) -> Inputs:
+    num_sets = _num_sets(point)
+    pages = np.random.default_rng(0).permutation(num_sets * point.num_seqs * point.max_pages)
+    tables = pages.astype(np.int32).reshape(num_sets, point.num_seqs, point.max_pages)
+    calls = [np.roll(tables[i % num_sets], i // num_sets, axis=0) for i in range(max(num_sets, LEAST_CALLS))]
+    shape = (len(pages), point.page_size, point.num_kv_heads, point.head_dim)
+    query = jax.random.normal(jax.random.key(0), (point.num_seqs, point.num_heads, point.head_dim))
+    return Inputs(
+        query.astype(point.dtype),
+        _random_pool(shape, point.cache_dtype, 1),
+        _random_pool(shape, point.cache_dtype, 2),
+        tuple(map(jnp.asarray, calls)),
+        jnp.full((point.num_seqs,), point.max_len, jnp.int32),
+    )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _random_pool(shape: tuple[int, ...], dtype: str, seed: int) -> jax.Array:
+    """Normal values; a block of them repeated, so that drawing them takes neither long nor much memory."""
+    size = math.prod(shape)
+    block = jax.random.normal(jax.random.key(seed), (min(size, 1 << 25),))
+    block = (block * 40 if dtype == "int8" else block).astype(dtype)
+    return jnp.tile(block, math.ceil(size / len(block)))[:size].reshape(shape)
+
+
+def attend(inputs: Inputs, **options: Any) -> Callable[..., Any]:
+    scale = 1 / 40 if inputs.key_cache.dtype == jnp.int8 else 1.0
+    if is_quantized(inputs.key_cache.dtype):
+        options |= dict(k_scale=scale, v_scale=scale)
+    return functools.partial(paged_attention, **options)
+
+
+def looped(attend: Callable[..., jax.Array], rounds: int, inputs: Inputs) -> tuple[jax.Array, ...]:
+    """Rounds of one call a table. Lengths depend on the round before, so that no call can be hoisted or dropped; the
+    number of rounds is static, or the host would be asked after each."""
+
+    def body(_, carry):
+        lens, _ = carry
+        outs = tuple(attend(*inputs[:3], table, lens) for table in inputs.tables)
+        probe = sum(out[0, 0, 0].astype(jnp.float32) for out in outs)
+        return lens + jnp.isnan(probe).astype(lens.dtype), outs
+
+    outs = tuple(jnp.zeros_like(inputs.query) for _ in inputs.tables)
+    return jax.lax.fori_loop(0, rounds, body, (inputs.seq_lens, outs))[1]
+
+
+def median_seconds(run: Callable[[Inputs], Any], inputs: Inputs) -> float:
+    """Median time of a run, each after an untimed one: a GPU that has just rested starts slowly."""
+    times = []
+    for _ in range(3):
+        jax.block_until_ready(run(inputs))
+        start = time.perf_counter()
+        jax.block_until_ready(run(inputs))
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def first_and_last(attend: Callable[..., jax.Array], inputs: Inputs) -> list[jax.Array]:
+    tables = (inputs.tables[0], inputs.tables[-1])
+    return [jax.jit(attend)(*inputs[:3], table, inputs.seq_lens) for table in tables]
+
+
+def worst_error(out: jax.Array, reference: jax.Array) -> float:
+    expected = np.asarray(reference, np.float32)
+    difference = np.asarray(out, np.float32) - expected
+    return float((np.linalg.norm(difference, axis=-1) / np.linalg.norm(expected, axis=-1)).max())
