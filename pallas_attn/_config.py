@@ -43,9 +43,7 @@ def resolve[C](
 ) -> C:
     if explicit is not None:
         if not isinstance(explicit, config_type):
-            raise TypeError(
-                f"{op}: argument 'config': expected {config_type.__name__}, got {type(explicit).__name__}"
-            )
+            fail(op, "config", config_type.__name__, type(explicit).__name__, TypeError)
         return explicit
     for entry in _measured(current_device().slug, op):
         if all(key.get(name) == value for name, value in entry["key"].items()):
