@@ -3,10 +3,10 @@
 // No more requests are cut than there are parts. A batch larger than that is reached through the schedule:
 // exactly the parts whose first request is in its second split mark a request that was cut, so the grid is
 // never larger than rows x parts. The work is nothing but latency, so what matters is how many loads are in
-// flight at once. Three shapes of block, all of eight warps:
-//   tall    a warp has a row: few splits each, many rows
-//   square  four warps have a row, two such teams take turns at its splits
-//   wide    a warp has a quarter of a row, eight take turns at its splits: few rows, a hundred splits
+// flight at once. Three shapes of block:
+//   tall    a warp has rows to itself, one after the other: few splits each, many rows
+//   square  four warps have a row, two or four such teams take turns at its splits
+//   wide    a warp has a quarter of a row, eight or sixteen take turns at its splits: few rows, many splits
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -20,7 +20,6 @@ namespace pallas_attn::mla {
 namespace {
 
 constexpr int kWarp = 32;
-constexpr int kWarps = 8;
 constexpr int kVector = 4;  // floats a load
 constexpr int kWarpColumns = kWarp * kVector;
 
@@ -114,54 +113,48 @@ struct SplitBatch {
   }
 };
 
-// Left alone, ptxas spends as few registers as full occupancy asks for and loads one split after another.
-constexpr int kBlocksPerSm = 3;
+// Of a block's warps, `kSharing` take turns at a row's splits and `kAcross` lie side by side on its columns.
+template <int kWarps_, int kSharing_, int kAcross_, int kBatch_>
+struct BlockShape {
+  static constexpr int kWarps = kWarps_, kSharing = kSharing_, kAcross = kAcross_;
+  static constexpr int kBatch = kBatch_;  // splits a warp loads at once
+  static constexpr int kRows = kWarps / (kSharing * kAcross);
+  static constexpr bool kWholeRow = kRows > 1;
+  static constexpr int kVectors = kWholeRow ? kLatentDim / kWarpColumns : 1;  // a lane's
+  static constexpr int kColumnBlocks = kLatentDim / (kWarpColumns * kVectors * kAcross);
+  // Most batches of many rows have nothing to merge: fewer blocks find that out sooner.
+  static constexpr int kRounds = kWholeRow ? 4 : 1;
+  // Left alone, ptxas spends as few registers as full occupancy asks for and loads one split after another.
+  static constexpr int kBlocksPerSm = kWarps == 8 ? 3 : 1;
+};
+using Tall = BlockShape<8, 1, 1, 2>;
+using Square = BlockShape<8, 2, 4, 8>;
+using DeepSquare = BlockShape<16, 4, 4, 9>;
+using Wide = BlockShape<8, 8, 1, 8>;
+using DeepWide = BlockShape<16, 16, 1, 9>;
 
-// `kSharing` warps take turns at a row's splits, `kAcross` warps lie side by side on its columns.
-template <typename Element, int kSharing, int kAcross>
-__global__ void __launch_bounds__(kWarp* kWarps, kBlocksPerSm)
-    combine_kernel(const __grid_constant__ DecodeParams params) {
-  constexpr int kRows = kWarps / (kSharing * kAcross);
-  constexpr bool kWholeRow = kRows > 1;
-  constexpr int kVectors = kWholeRow ? kLatentDim / kWarpColumns : 1;  // a lane's
-  constexpr int kColumnBlocks = kLatentDim / (kWarpColumns * kVectors * kAcross);
-  constexpr int kBatch = kWholeRow ? 2 : 8;
-
-  // All of this was written before the decode kernel was queued, so it may be read before that one ends.
-  int request = blockIdx.y;
-  bool cut = true;
-  if (params.batch > params.num_sm_parts) {
-    const int* part = params.schedule + blockIdx.y * kScheduleFields;
-    request = part[kBeginRequest];
-    cut = part[kBeginSplit] == 1 && request < params.batch;
-  }
-  const int first_slot = cut ? params.num_splits[request] : 0;
-  const int splits = cut ? params.num_splits[request + 1] - first_slot : 0;
-  // Even a block without work waits, or the kernel after this one could start before the decode kernel has
-  // ended.
-  ptx::wait_for_previous_kernel();
-  if (splits <= 1) return;
-
+template <typename Element, typename Shape>
+__device__ __forceinline__ void merge_row(const DecodeParams& params, int request, int first_slot, int splits,
+                                          int row, int column_block) {
+  constexpr int kSharing = Shape::kSharing, kAcross = Shape::kAcross, kVectors = Shape::kVectors;
   const int warp = threadIdx.x / kWarp;
   const int lane = threadIdx.x % kWarp;
   const int turn = warp / kAcross % kSharing;
+  const int column = (column_block * kAcross + warp % kAcross) * kWarpColumns + lane * kVector;
   // Those of all KV heads: how they are grouped matters to the log-sum-exp alone.
   const int rows = params.all_rows();
-  const int row = blockIdx.x / kColumnBlocks * kRows + warp / (kSharing * kAcross);
-  const int column = (blockIdx.x % kColumnBlocks * kAcross + warp % kAcross) * kWarpColumns + lane * kVector;
-  if (kRows > 1 && row >= rows) return;
 
   const float* lse2 = params.partial_lse2 + static_cast<int64_t>(first_slot) * rows + row;
   const float* partial =
       params.partial_out + (static_cast<int64_t>(first_slot) * rows + row) * kLatentDim + column;
-  SplitBatch<kBatch, kVectors> batch;
+  SplitBatch<Shape::kBatch, kVectors> batch;
   batch.load(lse2, partial, turn, kSharing, splits, rows);
   const RowWeights weights = weigh_splits(lse2, splits, rows, lane);
 
   float4 sum[kVectors] = {};
   for (int first = turn; first < splits;) {
     batch.add_to(sum, weights.maximum);
-    first += kSharing * kBatch;
+    first += kSharing * Shape::kBatch;
     if (first < splits) batch.load(lse2, partial, first, kSharing, splits, rows);
   }
 
@@ -194,35 +187,64 @@ __global__ void __launch_bounds__(kWarp* kWarps, kBlocksPerSm)
   }
 }
 
-template <typename Element, int kSharing, int kAcross>
+template <typename Element, typename Shape>
+__global__ void __launch_bounds__(kWarp* Shape::kWarps, Shape::kBlocksPerSm)
+    combine_kernel(const __grid_constant__ DecodeParams params) {
+  // All of this was written before the decode kernel was queued, so it may be read before that one ends.
+  int request = blockIdx.y;
+  bool cut = true;
+  if (params.batch > params.num_sm_parts) {
+    const int* part = params.schedule + blockIdx.y * kScheduleFields;
+    request = part[kBeginRequest];
+    cut = part[kBeginSplit] == 1 && request < params.batch;
+  }
+  const int first_slot = cut ? params.num_splits[request] : 0;
+  const int splits = cut ? params.num_splits[request + 1] - first_slot : 0;
+  // Even a block without work waits, or the kernel after this one could start before the decode kernel has
+  // ended.
+  ptx::wait_for_previous_kernel();
+  if (splits <= 1) return;
+
+  const int warp_row = threadIdx.x / (kWarp * Shape::kSharing * Shape::kAcross);
+  const int first_row = blockIdx.x / Shape::kColumnBlocks * (Shape::kRows * Shape::kRounds) + warp_row;
+#pragma unroll 1
+  for (int round = 0; round < Shape::kRounds; ++round) {
+    const int row = first_row + round * Shape::kRows;
+    if (row >= params.all_rows()) return;
+    merge_row<Element, Shape>(params, request, first_slot, splits, row, blockIdx.x % Shape::kColumnBlocks);
+  }
+}
+
+template <typename Element, typename Shape>
 LaunchStatus launch(const DecodeParams& params, cudaStream_t stream) {
-  constexpr int kRows = kWarps / (kSharing * kAcross);
-  constexpr int kColumnBlocks = kSharing == kWarps ? kLatentDim / kWarpColumns : 1;
   cudaLaunchAttribute dependent = {};
   dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   dependent.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim =
-      dim3(ceil_div(params.all_rows(), kRows) * kColumnBlocks, std::min(params.batch, params.num_sm_parts));
-  config.blockDim = dim3(kWarp * kWarps);
+  const int row_blocks = ceil_div(params.all_rows(), Shape::kRows * Shape::kRounds);
+  config.gridDim = dim3(row_blocks * Shape::kColumnBlocks, std::min(params.batch, params.num_sm_parts));
+  config.blockDim = dim3(kWarp * Shape::kWarps);
   config.stream = stream;
   config.attrs = &dependent;
   config.numAttrs = 1;
-  return {cudaLaunchKernelEx(&config, combine_kernel<Element, kSharing, kAcross>, params),
+  return {cudaLaunchKernelEx(&config, combine_kernel<Element, Shape>, params),
           "launching the combine kernel"};
 }
 
 template <typename Element>
 LaunchStatus launch_for_shape(const DecodeParams& params, cudaStream_t stream) {
-  // The host does not know the lengths; this is what equal ones would give.
-  const int splits = params.num_sm_parts / params.batch + 1;
+  // The host does not know the lengths; this is what equal ones that fill the block table would give.
+  const int64_t pages = static_cast<int64_t>(params.max_blocks) * params.batch;
+  const int64_t splits = std::min<int64_t>(params.num_sm_parts, pages) / params.batch + 1;
   const int rows = params.all_rows() * std::min(params.batch, params.num_sm_parts);
   constexpr int kFewSplits = 4;
   constexpr int kManyRows = 1024;  // eight a multiprocessor: enough warps without sharing rows
   constexpr int kFewRows = 96;
-  if (splits <= kFewSplits || rows >= kManyRows) return launch<Element, 1, 1>(params, stream);
-  if (rows <= kFewRows) return launch<Element, kWarps, 1>(params, stream);
-  return launch<Element, 2, 4>(params, stream);
+  if (splits <= kFewSplits || rows >= kManyRows) return launch<Element, Tall>(params, stream);
+  if (rows <= kFewRows) {
+    return splits > 64 ? launch<Element, DeepWide>(params, stream) : launch<Element, Wide>(params, stream);
+  }
+  return splits > 32 ? launch<Element, DeepSquare>(params, stream) : launch<Element, Square>(params, stream);
 }
 
 }  // namespace

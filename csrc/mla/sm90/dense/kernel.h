@@ -39,6 +39,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::tma_prefetch_descriptor(&cache_map);
   }
   __syncthreads();
+  // Launched behind whatever runs before it (see launch_impl.h): nothing of this kernel's input is read
+  // above.
+  ptx::wait_for_previous_kernel();
   // Through a shuffle, so that the compiler knows the roles' branch to be uniform in a warp: it serialises
   // wgmma otherwise.
   const int role = __shfl_sync(0xffffffff, threadIdx.x / kSideThreads, 0);

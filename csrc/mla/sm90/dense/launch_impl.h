@@ -42,8 +42,18 @@ LaunchStatus launch_instance(const DecodeParams& params, cudaStream_t stream) {
   if (raised != cudaSuccess) return {raised, "raising the decode kernel's shared memory limit"};
 
   const dim3 grid(ceil_div(params.rows(), kTileRows), params.num_sm_parts, params.num_kv_heads);
-  kernel<<<grid, kThreads, sizeof(SmemPlan), stream>>>(params, query_map, cache_map);
-  return {cudaGetLastError(), "launching the decode kernel"};
+  // Programmatic: its launch and the set-up of its barriers overlap the end of the kernel before.
+  cudaLaunchAttribute dependent = {};
+  dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  dependent.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = sizeof(SmemPlan);
+  config.stream = stream;
+  config.attrs = &dependent;
+  config.numAttrs = 1;
+  return {cudaLaunchKernelEx(&config, kernel, params, query_map, cache_map), "launching the decode kernel"};
 }
 
 }  // namespace pallas_attn::mla::sm90

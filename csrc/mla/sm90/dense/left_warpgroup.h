@@ -72,11 +72,13 @@ class LeftWarpgroup : Consumer<Element, kLeft> {
 
   // On entry the product with the even page before is running, on exit the one with this page.
   __device__ __forceinline__ void process_odd_page() {
-    float rescale[kRowsPerThread];
-    this->await_other(rescale);
+    // Handed back before waiting for the other warpgroup: every moment earlier is a moment the next even page
+    // arrives sooner, and its arrival is what the loop waits for.
     ptx::wgmma_wait<0>();
     ptx::wgmma_touch(this->rO_);
     this->release(0, kLeftPart);
+    float rescale[kRowsPerThread];
+    this->await_other(rescale);
     rescale_out(this->rO_, rescale);
     this->multiply_other();
   }

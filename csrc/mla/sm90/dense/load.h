@@ -54,10 +54,11 @@ class Producer {
   __device__ void run(int part) {
     TileWalker walker(params_, part);
     while (!walker.done()) {
-      load_query(walker.request());
+      // Everything the tile's first page depends on is sent for before waiting for the query's place.
       PageList pages(params_, walker.request(), walker.page_begin(), lane_);
-      SplitTile tile;
-      walker.next(tile);
+      walker.fetch();
+      load_query(walker.request());
+      const SplitTile tile = walker.tile();
       for (int index = tile.page_begin; index < tile.page_end; ++index) {
         load_page((index - tile.page_begin) % kBuffers, pages.page(index), tile.bad_length);
       }
@@ -65,7 +66,6 @@ class Producer {
   }
 
  private:
-  // Started before anything else of the tile is known.
   __device__ void load_query(int request) {
     ptx::mbarrier_wait(&smem_.query_empty, query_phase_ ^ 1);
     query_phase_ ^= 1;

@@ -37,24 +37,37 @@ class TileWalker {
   __device__ int request() const { return request_; }
   __device__ int page_begin() const { return request_ == row_.x ? row_.y / kPageTokens : 0; }
 
-  // False when there is no more work.
-  __device__ __forceinline__ bool next(SplitTile& tile) {
-    if (done()) return false;
-    const int given = __ldg(params_.seq_lens + request_);
-    const int first_slot = __ldg(params_.num_splits + request_);
-    const int splits = __ldg(params_.num_splits + request_ + 1) - first_slot;
+  // Sends for what the next tile depends on; tile() waits for it. Only when not done.
+  __device__ __forceinline__ void fetch() {
+    given_ = __ldg(params_.seq_lens + request_);
+    first_slot_ = __ldg(params_.num_splits + request_);
+    end_slot_ = __ldg(params_.num_splits + request_ + 1);
+  }
+
+  // The tile that was fetched; moves on to the one after.
+  __device__ __forceinline__ SplitTile tile() {
     // In 64 bits: the table may be wider than any length.
     const int64_t capacity = static_cast<int64_t>(params_.max_blocks) * kPageTokens;
 
+    SplitTile tile;
     tile.request = request_;
-    tile.bad_length = given < 0 || given > capacity;
-    tile.seq_len = static_cast<int>(max(int64_t{0}, min(int64_t{given}, capacity)));
+    tile.bad_length = given_ < 0 || given_ > capacity;
+    tile.seq_len = static_cast<int>(max(int64_t{0}, min(int64_t{given_}, capacity)));
     const int pages = ceil_div(tile.seq_len, kPageTokens);
     tile.page_begin = page_begin();
     tile.page_end = request_ == row_.z ? min(ceil_div(row_.w, kPageTokens), pages) : pages;
     tile.page_end = max(tile.page_end, tile.page_begin);
-    tile.partial_slot = splits == 1 ? -1 : first_slot + (request_ == row_.x ? begin_split_ : 0);
+    const bool whole = end_slot_ - first_slot_ == 1;
+    tile.partial_slot = whole ? -1 : first_slot_ + (request_ == row_.x ? begin_split_ : 0);
     ++request_;
+    return tile;
+  }
+
+  // Both at once; false when there is no more work.
+  __device__ __forceinline__ bool next(SplitTile& next_tile) {
+    if (done()) return false;
+    fetch();
+    next_tile = tile();
     return true;
   }
 
@@ -63,6 +76,7 @@ class TileWalker {
   const int4 row_;  // begin request, begin token, end request, end token
   int begin_split_;
   int request_;
+  int given_, first_slot_, end_slot_;  // of the tile that was fetched
 };
 
 }  // namespace pallas_attn::mla::sm90
