@@ -16,9 +16,14 @@ class PagedAttention(nnx.Module):
 
     The module has no parameters: projections and rotary embeddings belong to the model.
 
+    Decoding goes through `pallas_attn.paged_attention` (Kwon et al. 2023, see there), writing through
+    `pallas_attn.write_kv`, prefill through `jax.nn.dot_product_attention`.
+
     Args:
-        scale: factor of the scores before the softmax; ``None`` means ``head_dim ** -0.5``.
-        implementation: which implementation of the ops to force; ``None`` picks the best available.
+        scale: factor of the scores before the softmax, above 0; ``None`` means ``head_dim ** -0.5``.
+        implementation: which implementation of the two ops to force: "pallas" (NVIDIA GPUs from sm_80; an e4m3 cache
+            from sm_89), "xla" (anywhere) or "interpret" (the Pallas kernels in Python, slow); ``None`` takes pallas
+            on a GPU that can, else xla.
     """
 
     def __init__(self, *, scale: float | None = None, implementation: str | None = None):
@@ -41,14 +46,18 @@ class PagedAttention(nnx.Module):
         count from 0 and attention is over the prompt itself, while its keys and values go to the pages.
 
         Args:
-            query: ``[num_seqs, n, num_heads, head_dim]``, rotary embedding applied.
-            key: ``[num_seqs, n, num_kv_heads, head_dim]``, rotary embedding applied.
-            value: ``[num_seqs, n, num_kv_heads, head_dim]``.
-            cache: the pages of all layers. Donate it to the surrounding ``jax.jit``, or the write copies it.
-            layer: index of this layer in the cache, in ``[0, cache.num_layers)``; may be traced.
-            positions: ``[num_seqs, n]`` int32 position of each token in its sequence. Negative marks
-                padding or a finished sequence: nothing is written and the output is not meaningful
-                (zeros when ``n == 1``).
+            query: ``[num_seqs, n, num_heads, head_dim]`` bfloat16, float16 or float32, rotary embedding applied;
+                num_heads is a multiple of num_kv_heads, and query head h uses KV head
+                ``h // (num_heads // num_kv_heads)``.
+            key: ``[num_seqs, n, num_kv_heads, head_dim]`` bfloat16, float16 or float32, rotary embedding applied;
+                written in the cache's dtype. Prefill wants the query's dtype.
+            value: ``[num_seqs, n, num_kv_heads, head_dim]``, like the keys.
+            cache: the pages of all layers, in the query's dtype or 8-bit with scales, for num_seqs sequences and
+                this num_kv_heads and head_dim. Donate it to the surrounding ``jax.jit``, or the write copies it.
+            layer: index of this layer in the cache, in ``[0, cache.num_layers)``; int or int32 scalar, may be traced.
+            positions: ``[num_seqs, n]`` int32 position of each token in its sequence, below the tokens that its
+                pages hold. Negative marks padding or a finished sequence: nothing is written and the output is not
+                meaningful (zeros when ``n == 1``).
 
         Returns:
             The output ``[num_seqs, n, num_heads, head_dim]`` in the query's dtype, and the cache with the
@@ -56,7 +65,9 @@ class PagedAttention(nnx.Module):
             not once per layer.
 
         Raises:
-            ValueError: shapes or dtypes do not fit each other, or the forced implementation cannot serve.
+            TypeError: a dtype that the ops do not take, or a query of another dtype than an unquantised cache's.
+            ValueError: shapes that do not fit each other, or a forced implementation that cannot serve, with its
+                reason.
         """
         return write_and_attend(
             query,

@@ -178,7 +178,7 @@ def inputs_of(point: Point) -> Inputs:
     )
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _random_pool(shape: tuple[int, ...], dtype: str, seed: int) -> jax.Array:
     """Normal values; a block of them repeated, so that drawing them takes neither long nor much memory."""
     size = math.prod(shape)

@@ -1,0 +1,162 @@
+"""Measured config files: which entry a call takes, and `pallas-attn tune`, which writes them."""
+
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_attn import _config, _tune_command, paged_attention
+from pallas_attn.cli import main
+from pallas_attn.ops.paged_attention import PagedAttentionConfig, api, tune
+from pallas_attn.ops.paged_attention.config import most_splits
+
+KEY = {
+    "head_dim": 16,
+    "page_size": 16,
+    "dtype": "bfloat16",
+    "rows": [1, 16],
+    "streams": [1, 8],
+    "max_len": [65, None],
+}
+TINY = ["--num-heads", "2", "--num-kv-heads", "1", "--head-dim", "16", "--num-seqs", "2"]
+
+
+def resolved(monkeypatch, num_seqs: int = 2, max_pages: int = 8) -> PagedAttentionConfig:
+    """The config that a call of 2 query heads over 1 KV head takes."""
+    taken = []
+    monkeypatch.setattr(
+        api._dispatch,
+        "resolve",
+        lambda *_: (
+            "interpret",
+            lambda query, *_, config, **__: (taken.append(config), (query, query[..., 0]))[1],
+        ),
+    )
+    pool = jnp.zeros((4, 16, 1, 16), jnp.bfloat16)
+    query = jnp.zeros((num_seqs, 2, 16), jnp.bfloat16)
+    paged_attention(
+        query, pool, pool, jnp.zeros((num_seqs, max_pages), jnp.int32), jnp.zeros(num_seqs, jnp.int32)
+    )
+    monkeypatch.undo()
+    return taken[0]
+
+
+def write(folder, **config) -> None:
+    path = folder / api.current_device().slug / "paged_attention.json"
+    _config.save(path, [{"key": KEY, "config": config}])
+
+
+def test_a_call_takes_the_entry_whose_key_agrees(tmp_path, monkeypatch):
+    heuristic = resolved(monkeypatch)
+    write(tmp_path, block_kv=64, num_warps=2, num_stages=7)
+
+    def take(**call):
+        monkeypatch.setenv(_config.CONFIGS_VARIABLE, str(tmp_path))
+        return resolved(monkeypatch, **call)
+
+    measured = take()
+    assert (measured.block_kv, measured.num_warps, measured.num_stages) == (64, 2, 7)
+    assert measured.block_q == heuristic.block_q, "what the entry leaves out is the heuristic's"
+    assert take(num_seqs=9).num_stages != 7, "beyond streams"
+    assert take(max_pages=4).num_stages != 7, "below max_len"
+    assert resolved(monkeypatch) == heuristic, "without the variable"
+
+
+def test_splits_follow_the_call_not_the_file(tmp_path, monkeypatch):
+    write(tmp_path, target_programs=64, min_split_tokens=16)
+    monkeypatch.setenv(_config.CONFIGS_VARIABLE, str(tmp_path))
+    assert resolved(monkeypatch, max_pages=8).num_splits == 8
+    monkeypatch.setenv(_config.CONFIGS_VARIABLE, str(tmp_path))
+    assert resolved(monkeypatch, max_pages=64).num_splits == most_splits(2, 1024, 64, 16) == 64
+
+
+def test_writing_leaves_no_half_file(tmp_path, monkeypatch):
+    path = tmp_path / "device" / "op.json"
+    _config.save(path, [{"key": {}, "config": {"block_kv": 16}}], device="one")
+    whole = path.read_text()
+    monkeypatch.setattr(_config.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("no space")))
+    with pytest.raises(OSError, match="no space"):
+        _config.save(path, [{"key": {}, "config": {"block_kv": 32}}])
+    assert path.read_text() == whole
+    assert json.loads(whole) == {"device": "one", "entries": [{"key": {}, "config": {"block_kv": 16}}]}
+
+
+def test_ranges_meet_at_geometric_means():
+    lengths = [1024, 8192, 32768]
+    ranges = [_tune_command._range(value, lengths) for value in lengths]
+    assert ranges == [[1, 2896], [2897, 16384], [16385, None]]
+    assert _tune_command._range(8, [8]) == [1, None]
+
+
+def test_candidates_are_distinct_and_begin_with_the_heuristic():
+    point = tune.Point(2, 64, 2, 1, 16, 16, "bfloat16", "float8_e4m3fn")
+    configs = [point.config(**fields) for fields in tune.candidates(point)]
+    assert configs[0] == point.config()
+    assert len(set(configs)) == len(configs) > 3
+
+
+@pytest.fixture
+def two_candidates(monkeypatch):
+    small = [{}, {"block_kv": 16}]
+    monkeypatch.setattr(_tune_command, "candidates", lambda point: small)
+    monkeypatch.setattr(tune, "MOST_SETS", 1)
+
+
+def test_tune_writes_what_calls_then_read(two_candidates, tmp_path, monkeypatch, capsys):
+    path = tmp_path / api.current_device().slug / "paged_attention.json"
+    other = {"key": {**KEY, "dtype": "int8"}, "config": {"block_kv": 32}}
+    _config.save(path, [other, {"key": KEY, "config": {"block_kv": 128}}])
+    command = ["tune", *TINY, "--max-len", "64", "--output", str(tmp_path), "--implementation", "interpret"]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert f"wrote {path}" in printed.replace("\n", "")
+    assert f"PALLAS_ATTN_CONFIGS={tmp_path}" in printed.replace("\n", "")
+    ours, kept = json.loads(path.read_text())["entries"]
+    assert kept == other
+    assert ours["key"] == {**KEY, "streams": [1, None], "max_len": [1, None]}
+    assert ours["measured"]["us"] <= ours["measured"]["heuristic_us"]
+    assert 0 < ours["measured"]["error"] < tune.LARGEST_ERROR["bfloat16"]
+    monkeypatch.setenv(_config.CONFIGS_VARIABLE, str(tmp_path))
+    assert resolved(monkeypatch).block_kv == ours["config"]["block_kv"]
+
+
+@pytest.mark.parametrize("failure", ["wrong", "refused"])
+def test_the_time_of_a_candidate_that_fails_does_not_count(failure, monkeypatch):
+    point = tune.Point(2, 64, 2, 1, 16, 16, "bfloat16", "bfloat16")
+    monkeypatch.setattr(tune, "MOST_SETS", 1)
+    if failure == "wrong":
+        monkeypatch.setitem(tune.LARGEST_ERROR, "bfloat16", 1e-9)
+    fields = {"block_kv": 16} if failure == "wrong" else {"block_kv": 17}
+    (timing,) = tune.measure(point, [fields], "interpret")
+    assert timing.microseconds == math.inf
+    assert timing.problem is not None
+    assert ("wrong: error" if failure == "wrong" else "a power of two >= 16, got 17") in timing.problem
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is nothing to refuse")
+def test_tune_without_a_gpu_is_one_line(capsys):
+    assert main(["tune"]) == 1
+    captured = capsys.readouterr()
+    assert (
+        captured.err
+        == "pallas-attn: error: tune: argument 'device': expected an NVIDIA GPU to measure on, got 'cpu'\n"
+    )
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--num-seqs", "0"], "argument '--num-seqs': expected at least 1, got 0"),
+        (
+            ["--num-heads", "3", "--num-kv-heads", "2"],
+            "'--num-heads': expected a multiple of --num-kv-heads (2), got 3",
+        ),
+        (["--output", "/dev/null/here"], "Not a directory"),
+    ],
+)
+def test_tune_refuses(arguments, message, capsys):
+    assert main(["tune", "--implementation", "interpret", *arguments]) == 1
+    assert message in capsys.readouterr().err
