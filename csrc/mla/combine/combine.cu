@@ -114,7 +114,7 @@ struct SplitBatch {
 };
 
 // Of a block's warps, `kSharing` take turns at a row's splits and `kAcross` lie side by side on its columns.
-template <int kWarps_, int kSharing_, int kAcross_, int kBatch_>
+template <int kWarps_, int kSharing_, int kAcross_, int kBatch_, int kRounds_ = 1>
 struct BlockShape {
   static constexpr int kWarps = kWarps_, kSharing = kSharing_, kAcross = kAcross_;
   static constexpr int kBatch = kBatch_;  // splits a warp loads at once
@@ -122,11 +122,12 @@ struct BlockShape {
   static constexpr bool kWholeRow = kRows > 1;
   static constexpr int kVectors = kWholeRow ? kLatentDim / kWarpColumns : 1;  // a lane's
   static constexpr int kColumnBlocks = kLatentDim / (kWarpColumns * kVectors * kAcross);
-  // Most batches of many rows have nothing to merge: fewer blocks find that out sooner.
-  static constexpr int kRounds = kWholeRow ? 4 : 1;
+  static constexpr int kRounds = kRounds_;  // rows a warp merges one after the other
   // Left alone, ptxas spends as few registers as full occupancy asks for and loads one split after another.
   static constexpr int kBlocksPerSm = kWarps == 8 ? 3 : 1;
 };
+// Where requests are cut into few splits, most are not cut at all: fewer blocks find that out sooner.
+using MostlyIdle = BlockShape<8, 1, 1, 2, 4>;
 using Tall = BlockShape<8, 1, 1, 2>;
 using Square = BlockShape<8, 2, 4, 8>;
 using DeepSquare = BlockShape<16, 4, 4, 9>;
@@ -240,7 +241,8 @@ LaunchStatus launch_for_shape(const DecodeParams& params, cudaStream_t stream) {
   constexpr int kFewSplits = 4;
   constexpr int kManyRows = 1024;  // eight a multiprocessor: enough warps without sharing rows
   constexpr int kFewRows = 96;
-  if (splits <= kFewSplits || rows >= kManyRows) return launch<Element, Tall>(params, stream);
+  if (splits <= kFewSplits) return launch<Element, MostlyIdle>(params, stream);
+  if (rows >= kManyRows) return launch<Element, Tall>(params, stream);
   if (rows <= kFewRows) {
     return splits > 64 ? launch<Element, DeepWide>(params, stream) : launch<Element, Wide>(params, stream);
   }
