@@ -54,9 +54,7 @@ def resolve[C](
     """`heuristic(**measured)` fills in what a measured entry, if there is one, does not say."""
     if explicit is not None:
         if not isinstance(explicit, config_type):
-            raise TypeError(
-                f"{op}: argument 'config': expected {config_type.__name__}, got {type(explicit).__name__}"
-            )
+            fail(op, "config", config_type.__name__, type(explicit).__name__, TypeError)
         return explicit
     for entry in _measured(current_device().slug, op, os.environ.get(CONFIGS_VARIABLE)):
         if all(_agrees(expected, key.get(name)) for name, expected in entry["key"].items()):

@@ -1,7 +1,7 @@
 // The CUDA MLA kernels on a few tiny batches, without XLA: what the sanitizers run (make sanitize).
 //
 // The batches reach every kernel and branch: empty and cut requests, lengths around a page's edge, rows that
-// fill no tile, a page outside the pool, all three shapes of the combine kernel, both element types, two KV
+// fill no tile, a page outside the pool, all shapes of the combine kernel, both element types, two KV
 // heads. Results are compared with double precision, so that a clean report is one of kernels that did their
 // work.
 #include <cuda_bf16.h>
@@ -60,19 +60,21 @@ struct Case {
   int num_kv_heads, query_len, group;
   int num_sm_parts;
   int bad_request = -1;  // uses a page outside the pool
+  int pages_each = 12;   // width of the block table
 };
 
 template <typename Element>
 void run(const Case& c, mla::ElementType element) {
   const int batch = c.seq_lens.size();
-  const int pages_each = 12, num_pages = batch * pages_each;
+  const int pages_each = c.pages_each, num_pages = batch * pages_each;
   const int rows = c.query_len * c.group;
   const size_t slot = static_cast<size_t>(c.num_kv_heads) * mla::kQueryDim;
   std::mt19937 random(1);
   std::normal_distribution<float> normal;
 
   std::vector<int> tables(num_pages);
-  for (int i = 0; i < num_pages; ++i) tables[i] = (i * 7 + 3) % num_pages;  // 7 divides no batch x 12 here
+  for (int i = 0; i < num_pages; ++i)
+    tables[i] = (i * 7 + 3) % num_pages;  // 7 divides no number of pages here
   std::vector<Element> query(batch * c.num_kv_heads * rows * mla::kQueryDim),
       cache(num_pages * mla::kPageTokens * slot);
   for (Element& x : query) x = Element(normal(random));
@@ -176,5 +178,9 @@ int main() {
   run<__nv_bfloat16>({"many splits, few rows", {640}, 1, 1, 2, 10}, mla::ElementType::kBfloat16);
   run<__nv_bfloat16>({"many splits, two tiles", {640}, 1, 1, 128, 10}, mla::ElementType::kBfloat16);
   run<__nv_bfloat16>({"a page outside the pool", {200, 150}, 1, 1, 16, 3, 1}, mla::ElementType::kBfloat16);
+  run<__nv_bfloat16>({"dozens of splits, few rows", {4600}, 1, 1, 20, 72, -1, 72},
+                     mla::ElementType::kBfloat16);
+  run<__nv_bfloat16>({"dozens of splits, two tiles", {4600}, 1, 1, 100, 40, -1, 72},
+                     mla::ElementType::kBfloat16);
   return 0;
 }

@@ -70,10 +70,24 @@ class LatentGQA(nnx.Module):
         layer: jax.Array | int,
         positions: jax.Array,
     ) -> tuple[jax.Array, PagedLatentCache]:
-        """As `PagedAttention.__call__`.
+        """Attends from `n` new tokens of every sequence, as `PagedAttention.__call__` does and with its arguments.
+
+        Args:
+            query: [num_seqs, n, num_heads, head_dim], rotary embedding applied, in the cache's dtype.
+            key, value: [num_seqs, n, num_kv_heads, head_dim] with 2 * num_kv_heads * head_dim <= 512.
+            cache: the latents of all layers; a token's are its keys, then its values, of all KV heads, then zeros.
+            layer: index of this layer in the cache; may be traced.
+            positions: [num_seqs, n] int32; negative for padding or a finished sequence, whose output is zeros when
+                n is 1 and not meaningful otherwise.
+
+        Returns:
+            The output [num_seqs, n, num_heads, head_dim] in the query's dtype, and the cache with the new tokens in
+            it; its `seq_lens` are left for the model to advance.
 
         Raises:
-            ValueError: 2 * num_kv_heads * head_dim is more than 512, or shapes or dtypes do not fit each other.
+            TypeError: dtypes do not fit each other.
+            ValueError: 2 * num_kv_heads * head_dim is more than 512, shapes do not fit each other, or the forced
+                implementation cannot serve.
         """
         num_kv_heads, head_dim = key.shape[-2:]
         if 2 * num_kv_heads * head_dim > LATENT_DIM:

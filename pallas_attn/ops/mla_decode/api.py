@@ -169,9 +169,7 @@ def mla_decode(
     if name in ("pallas", "interpret"):
         fn = functools.partial(fn, config=_resolve_config(case, config))
     elif config is not None:
-        raise ValueError(
-            f"mla_decode: argument 'config': expected None for implementation {name!r}, got a config"
-        )
+        fail("mla_decode", "config", f"None for implementation {name!r}", "a config")
     out, lse = fn(
         query,
         latent_cache,

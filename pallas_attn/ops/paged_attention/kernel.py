@@ -188,7 +188,7 @@ def _attend_kernel(
         if "v_scale" in extra_refs:
             out *= _pallas.load(extra_refs["v_scale"].at[kv_head])
 
-        # So does a length.
+        # A length that cannot be right makes its sequence NaN, as a page id does (see _walk_tiles).
         bad = stored_len != seq_len
         out, lse2 = _softmax.poison(out, bad), _softmax.poison(lse2, bad)
 
