@@ -53,9 +53,10 @@ def _cuda_supports(case: Case) -> str | None:
 
 
 def _cuda_yields(case: Case) -> bool:
-    """Few rows leave the Hopper kernel's tile of 64 empty: there Pallas measured as fast or faster (README)."""
+    """Few rows of few sequences leave the Hopper kernel's tiles of 64 rows empty and its launches weigh most: there
+    Pallas measured as fast or faster (README)."""
     few_sequences = 2 * case.num_seqs < current_device().num_cores
-    return case.rows <= 16 or (case.rows <= 32 and few_sequences)
+    return case.rows <= 32 and few_sequences
 
 
 def _mla_decode_cuda(query, latent_cache, block_tables, seq_lens, schedule, *, scale, causal):
