@@ -10,9 +10,9 @@ A sequence in one piece is written to the output at once; otherwise a program le
 (normalised, with its base-2 lse) for `combine.py`.
 """
 
+import dataclasses
 import functools
-import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,8 @@ import numpy as np
 from jax import lax
 
 from pallas_attn import _masking, _pallas, _softmax
-from pallas_attn.ops.kv_cache.layout import PoolShape, pool_shape
+from pallas_attn._problem import SplitKVProblem
+from pallas_attn.ops.kv_cache.layout import pool_shape
 from pallas_attn.ops.mla_decode import combine, pieces
 from pallas_attn.ops.mla_decode.config import MLADecodeConfig
 from pallas_attn.ops.mla_decode.schedule import BLOCK_TOKENS, MLASchedule
@@ -34,37 +35,11 @@ WGMMA_ROWS = 64
 EVICTION = "evict_first"
 
 
-class Problem(NamedTuple):
-    """What a kernel is compiled for: all of it static."""
-
-    num_seqs: int
-    s_q: int
-    num_heads: int
-    max_pages: int
-    pool: PoolShape
-    scale: float
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem(SplitKVProblem):
     causal: bool
     num_parts: int | None
     """Parts of the schedule; None without one."""
-    config: MLADecodeConfig
-
-    @property
-    def group(self) -> int:
-        """Query heads that share a KV head."""
-        return self.num_heads // self.pool.num_kv_heads
-
-    @property
-    def rows(self) -> int:
-        """Query rows of one KV head; row r is query token r // group of head r % group."""
-        return self.s_q * self.group
-
-    @property
-    def q_blocks(self) -> int:
-        return math.ceil(self.rows / self.config.block_q)
-
-    @property
-    def max_len(self) -> int:
-        return self.max_pages * self.pool.page_size
 
     @property
     def num_pieces(self) -> int:
@@ -96,15 +71,15 @@ def mla_decode_pallas(
     """(out [num_seqs, s_q, num_heads, 512] in query's dtype, lse [num_seqs, num_heads, s_q] float32)."""
     num_seqs, s_q, num_heads, _ = query.shape
     problem = Problem(
-        num_seqs,
-        s_q,
-        num_heads,
-        block_tables.shape[1],
-        pool_shape(latent_cache, "NHD"),
-        scale,
-        causal and s_q > 1,
-        None if schedule is None else schedule.tile_scheduler_metadata.shape[0],
-        config,
+        num_seqs=num_seqs,
+        q_len=s_q,
+        num_heads=num_heads,
+        max_pages=block_tables.shape[1],
+        pool=pool_shape(latent_cache, "NHD"),
+        scale=scale,
+        config=config,
+        causal=causal and s_q > 1,
+        num_parts=None if schedule is None else schedule.tile_scheduler_metadata.shape[0],
     )
     outputs = [
         jax.ShapeDtypeStruct((num_seqs, s_q, num_heads, LATENT_DIM), query.dtype),
@@ -208,7 +183,7 @@ def _serve(
     stored_len = _pallas.load(lens_ref.at[seq])
     seq_len = jnp.clip(stored_len, 0, problem.max_len)
     # Query token i of s_q is the sequence's token seq_len - s_q + i, and sees itself and what is before it.
-    row_end = jnp.minimum(end, seq_len - (problem.s_q - 1) + token) if problem.causal else None
+    row_end = jnp.minimum(end, seq_len - (problem.q_len - 1) + token) if problem.causal else None
     state, bad = _walk_tokens(
         q_latent, q_rope, cache_ref, tables_ref, seq, kv_head, begin, end, row_end, problem
     )

@@ -9,8 +9,8 @@ Rows: the query tokens of a sequence and the heads of a KV head's group are pack
 speculative decoding fills the tensor core's tile instead of adding programs.
 """
 
+import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -18,42 +18,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn import _masking, _pallas, _quantization, _softmax
+from pallas_attn._problem import SplitKVProblem
 from pallas_attn.ops.kv_cache.layout import PoolShape, token_index
 from pallas_attn.ops.paged_attention import combine, schedule, walk
 from pallas_attn.ops.paged_attention.config import PagedAttentionConfig
 
 
-class Problem(NamedTuple):
-    """What a kernel is compiled for: all of it static."""
-
-    num_seqs: int
-    q_len: int
-    num_heads: int
-    max_pages: int
-    pool: PoolShape
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem(SplitKVProblem):
     layout: str
-    scale: float
     rules: _masking.Rules
-    config: PagedAttentionConfig
-
-    @property
-    def group(self) -> int:
-        """Query heads that share a KV head."""
-        return self.num_heads // self.pool.num_kv_heads
-
-    @property
-    def rows(self) -> int:
-        """Query rows of a KV head."""
-        return self.q_len * self.group
-
-    @property
-    def q_blocks(self) -> int:
-        """Programs that the query rows of one KV head are spread over."""
-        return math.ceil(self.rows / self.config.block_q)
-
-    @property
-    def max_len(self) -> int:
-        return self.max_pages * self.pool.page_size
 
     def walk(self, seq_len: jax.Array, kv_head: jax.Array | int = 0) -> walk.Walk:
         pattern = self.rules.block_sparse
@@ -103,7 +77,17 @@ def paged_attention_pallas(
     [num_kv_heads]; all float32.
     """
     num_seqs, q_len, num_heads, head_dim = query.shape
-    problem = Problem(num_seqs, q_len, num_heads, block_tables.shape[1], pool, layout, scale, rules, config)
+    problem = Problem(
+        num_seqs=num_seqs,
+        q_len=q_len,
+        num_heads=num_heads,
+        max_pages=block_tables.shape[1],
+        pool=pool,
+        scale=scale,
+        config=config,
+        layout=layout,
+        rules=rules,
+    )
     columns = q_len * num_heads  # a query token's head: what one output row belongs to
     outputs = [
         jax.ShapeDtypeStruct((num_seqs, columns, head_dim), query.dtype),

@@ -1,0 +1,43 @@
+"""What a split-KV decode kernel is compiled for."""
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING
+
+from pallas_attn._config import SplitKVConfig
+
+if TYPE_CHECKING:
+    from pallas_attn.ops.kv_cache.layout import PoolShape
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SplitKVProblem:
+    """All of it static; an op's own problem adds its rules."""
+
+    num_seqs: int
+    q_len: int
+    num_heads: int
+    max_pages: int
+    pool: "PoolShape"
+    scale: float
+    config: SplitKVConfig
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.num_heads // self.pool.num_kv_heads
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a KV head; row r is query token r // group of head r % group."""
+        return self.q_len * self.group
+
+    @property
+    def q_blocks(self) -> int:
+        """Programs that the query rows of a KV head are spread over."""
+        return math.ceil(self.rows / self.config.block_q)
+
+    @property
+    def max_len(self) -> int:
+        """Tokens that a row of the block table can hold."""
+        return self.max_pages * self.pool.page_size
