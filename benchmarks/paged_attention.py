@@ -77,6 +77,7 @@ def main() -> None:
         print(f"compiled {len(cells)} in {time.time() - start:.0f} s", flush=True)
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
+        warm = False
         for (name, point, options), (run, rounds) in zip(cells, builds, strict=True):
             if time.time() - start > arguments.max_seconds:
                 print("out of time before", name)
@@ -85,6 +86,9 @@ def main() -> None:
             reference = tune.first_and_last(tune.attend(inputs, implementation="xla", **options), inputs)
             outs = run(inputs)
             error = max(tune.worst_error(*pair) for pair in zip((outs[0], outs[-1]), reference, strict=True))
+            if not warm:
+                tune.warm_up(run, inputs)
+                warm = True
             us = tune.median_seconds(run, inputs) / (rounds * len(inputs.tables)) * 1e6
             row = dict(
                 device=jax.devices()[0].device_kind,

@@ -1,6 +1,7 @@
 """Every Pallas kernel lowers for an abstract H100, and its Triton IR compiles for three architectures."""
 
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +9,9 @@ import lowering
 import pytest
 
 import pallas_attn
-from pallas_attn import LocalStride
+from pallas_attn import LocalStride, _config
 from pallas_attn.ops.kv_cache.layout import PoolShape, array_shape
+from pallas_attn.ops.paged_attention import PagedAttentionConfig
 from pallas_attn.testing import cases
 
 ARCHITECTURES = [80, 90, 100]
@@ -99,6 +101,21 @@ def test_e4m3_is_refused_where_it_does_not():
 def test_8_bit_pools_whose_offsets_would_overflow_are_refused():
     with pytest.warns(UserWarning, match=r"overflow Pallas-Triton's offsets, got 2147483648 elements"):
         paged_attention_lowered(E4M3, max_pages=256, num_pages=2**31 // (16 * 8 * 128))
+
+
+def test_measured_configs_compile():
+    """What the file for the H100 says fits the H100, for the most splits that its ranges allow."""
+    path = _config.packaged_configs() / "nvidia-h100-80gb-hbm3" / "paged_attention.json"
+    entries = json.loads(path.read_text())["entries"]
+    assert entries
+    for config in {json.dumps(entry["config"]): entry["config"] for entry in entries}.values():
+        case = cases.DecodeCase((0,) * 4, 32, 8, 128, 16)
+        lowered = paged_attention_lowered(
+            case, max_pages=256, num_pages=9000, config=PagedAttentionConfig(num_splits=4, **config)
+        )
+        attend, _ = lowering.compile_kernels(lowered, 90)
+        assert attend.shared_bytes <= lowering.SMEM_LIMIT[90], config
+        assert attend.stack_bytes == 0, config
 
 
 def test_short_tables_need_no_combine():

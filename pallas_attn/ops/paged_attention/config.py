@@ -42,14 +42,15 @@ def heuristic(
     """`rows` query rows (tokens x heads of a group) share a KV head; `itemsize` bytes hold an element of the cache;
     `max_len` tokens fit in a row of the block table. `measured` are fields of the config that are known better.
 
-    From sweeps on an H100 (README.md, benchmarks/results): few programs want small tiles and splits enough for two
-    programs a multiprocessor; many want tiles of 128 tokens, and splits only to even out lengths.
+    From sweeps on an H100 (README.md, benchmarks/results): few programs and short sequences want small tiles, many
+    programs with much to read tiles of 128 tokens. Few want splits enough for two programs a multiprocessor, many
+    only to even out lengths.
     """
     block_q = measured.get("block_q", min(64, _pallas.tile_side(rows)))
     programs = num_seqs * num_kv_heads * math.ceil(rows / block_q)
     cores = device.num_cores
-    few = 2 * programs < cores
-    block_kv, num_stages = (32, 5) if few else (128, 3)
+    short = max_len < 4096
+    block_kv, num_stages = (32, 5) if short or 2 * programs < cores else (128, 3)
     # Two buffers for tiles of K and V.
     largest = SMALL_SHARED_MEMORY if device.compute_capability in SMALL_SHARED_MEMORY_ON else SHARED_MEMORY
     while block_kv > 16 and 4 * block_kv * _pallas.tile_side(head_dim) * itemsize > largest:
@@ -57,7 +58,7 @@ def heuristic(
     chosen = {
         "block_q": block_q,
         "block_kv": block_kv,
-        "min_split_tokens": 64 if few and max_len < 4096 else 256,
+        "min_split_tokens": 64 if short else 256,
         "target_programs": 2 * cores if programs <= 2 * cores else 4 * cores,
         "num_warps": 4,
         "num_stages": num_stages,
