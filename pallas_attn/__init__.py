@@ -1,6 +1,7 @@
 """Attention kernels for JAX on NVIDIA GPUs: paged, ragged, block-sparse and MLA."""
 
 from pallas_attn._dispatch import available_implementations, record_implementations
+from pallas_attn._ffi import register as register_ffi_targets
 from pallas_attn._masking import LocalStride
 from pallas_attn.ops.kv_cache import OutOfPagesError, PageAllocator, PagedKVCache, convert_layout, write_kv
 from pallas_attn.ops.mla_decode import (
@@ -31,6 +32,7 @@ __all__ = [
     "mla_schedule",
     "paged_attention",
     "record_implementations",
+    "register_ffi_targets",
     "write_kv",
 ]
 __version__ = "0.1.0"

@@ -25,7 +25,16 @@ def is_available() -> tuple[bool, str | None]:
 
 @functools.cache
 def register() -> None:
-    """Makes the library's targets known to XLA. RuntimeError with the reason if there is no library."""
+    """Makes the custom calls of the CUDA library known to XLA, by the names "pallas_attn_mla_decode_sm90" and
+    "pallas_attn_mla_schedule_sm90".
+
+    Ops do it themselves when they are traced. A process that only runs a function that `jax.export` serialised
+    elsewhere traces none, and calls this first. To export one, name the calls as ones you vouch for:
+    `jax.export.export(f, disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("pallas_attn_mla_decode_sm90")])`.
+
+    Raises:
+        RuntimeError: there is no library, with the reason.
+    """
     library, reason = _load()
     if library is None:
         raise RuntimeError(f"pallas_attn's CUDA library cannot be used: {reason}")

@@ -8,6 +8,7 @@ import pytest
 from jax import export
 from jax.sharding import PartitionSpec
 
+import pallas_attn
 from pallas_attn import _ffi
 from pallas_attn.ops.kv_cache.layout import PoolShape
 from pallas_attn.ops.mla_decode import cuda
@@ -28,6 +29,7 @@ def test_says_why_there_is_no_library(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert _ffi.is_available() == (False, "this build of pallas_attn has no CUDA library (no nvcc)")
     with pytest.raises(RuntimeError, match="cannot be used: this build of pallas_attn has no CUDA library"):
         _ffi.register()
+    assert pallas_attn.register_ffi_targets.__wrapped__ is _ffi.register
 
 
 @pytest.mark.usefixtures("fresh")
@@ -98,7 +100,6 @@ def test_schedule_lowers() -> None:
 
 @pytest.mark.usefixtures("unregistered")
 def test_exports_and_comes_back() -> None:
-    pytest.importorskip("flatbuffers", reason="serialisation needs it")
     call = jax.jit(lambda *arguments: cuda.mla_decode_cuda(*arguments, scale=0.125, causal=False))
     known = export.DisabledSafetyCheck.custom_call("pallas_attn_mla_decode_sm90")
     exported = export.export(call, platforms=["cuda"], disabled_checks=[known])(*_arguments())
