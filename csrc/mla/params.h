@@ -59,6 +59,9 @@ struct DecodeParams {
   __host__ __device__ int rows() const { return query_len * group; }
   __host__ __device__ int all_rows() const { return num_kv_heads * rows(); }
 
+  // Partial results there is room for.
+  __host__ __device__ int num_slots() const { return batch + num_sm_parts; }
+
   // Where a row's lse goes; `row` counts within the KV head.
   __device__ float* lse_of(int request, int kv_head, int row) const {
     const int64_t head = (static_cast<int64_t>(request) * num_kv_heads + kv_head) * group + row % group;

@@ -197,10 +197,12 @@ __global__ void __launch_bounds__(kWarp* Shape::kWarps, Shape::kBlocksPerSm)
   if (params.batch > params.num_sm_parts) {
     const int* part = params.schedule + blockIdx.y * kScheduleFields;
     request = part[kBeginRequest];
-    cut = part[kBeginSplit] == 1 && request < params.batch;
+    cut = part[kBeginSplit] == 1 && request >= 0 && request < params.batch;
   }
-  const int first_slot = cut ? params.num_splits[request] : 0;
-  const int splits = cut ? params.num_splits[request + 1] - first_slot : 0;
+  // Whatever the schedule says, the partial results read are ones there is room for.
+  const auto slot_of = [&](int i) { return min(max(params.num_splits[i], 0), params.num_slots()); };
+  const int first_slot = cut ? slot_of(request) : 0;
+  const int splits = cut ? slot_of(request + 1) - first_slot : 0;
   // Even a block without work waits, or the kernel after this one could start before the decode kernel has
   // ended.
   ptx::wait_for_previous_kernel();

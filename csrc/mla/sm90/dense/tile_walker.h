@@ -24,18 +24,18 @@ struct SplitTile {
 // warpgroups through shared memory saves them the loads, but what comes from there the compiler takes to
 // differ between threads, and guards every branch, loop and wgmma descriptor over it.) Where the next tile
 // begins is known from the schedule's row alone, so that its page numbers can be fetched together with its
-// length.
+// length. A schedule that was not made for these lengths gives wrong results, but keeps within the arrays.
 class TileWalker {
  public:
   __device__ TileWalker(const DecodeParams& params, int part)
       : params_(params), row_(*reinterpret_cast<const int4*>(params.schedule + part * kScheduleFields)) {
     begin_split_ = params.schedule[part * kScheduleFields + kBeginSplit];
-    request_ = row_.x;
+    request_ = max(row_.x, 0);
   }
 
   __device__ bool done() const { return request_ > row_.z || request_ >= params_.batch; }
   __device__ int request() const { return request_; }
-  __device__ int page_begin() const { return request_ == row_.x ? row_.y / kPageTokens : 0; }
+  __device__ int page_begin() const { return request_ == row_.x ? max(row_.y, 0) / kPageTokens : 0; }
 
   // Sends for what the next tile depends on; tile() waits for it. Only when not done.
   __device__ __forceinline__ void fetch() {
@@ -58,7 +58,8 @@ class TileWalker {
     tile.page_end = request_ == row_.z ? min(ceil_div(row_.w, kPageTokens), pages) : pages;
     tile.page_end = max(tile.page_end, tile.page_begin);
     const bool whole = end_slot_ - first_slot_ == 1;
-    tile.partial_slot = whole ? -1 : first_slot_ + (request_ == row_.x ? begin_split_ : 0);
+    const int slot = first_slot_ + (request_ == row_.x ? begin_split_ : 0);
+    tile.partial_slot = whole ? -1 : min(max(slot, 0), params_.num_slots() - 1);
     ++request_;
     return tile;
   }
