@@ -49,6 +49,13 @@ class DecodeParams(ctypes.Structure):
     ]
 
 
+def load(path: str) -> ctypes.CDLL:
+    library = ctypes.CDLL(path)
+    sizes = library.mla_schedule_params_bytes(), library.mla_decode_params_bytes()
+    assert sizes == (ctypes.sizeof(ScheduleParams), ctypes.sizeof(DecodeParams)), "built from another version"
+    return library
+
+
 class Cell:
     """One shape's inputs: a pool of pages, and as many disjoint tables over it as keep the L2 from helping."""
 
@@ -198,7 +205,7 @@ def main() -> None:
     parser.add_argument("--cells", default="", help="regular expression: only cells like b128-s4096-h16-q1")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no new cell after this long")
     arguments = parser.parse_args()
-    library = ctypes.CDLL(arguments.library)
+    library = load(arguments.library)
     start = time.monotonic()
     with open(arguments.out, "w", newline="") as file:
         writer = csv.writer(file)

@@ -8,6 +8,10 @@ using namespace pallas_attn;
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
+// For the caller to compare with its own idea of the structures.
+EXPORTED int mla_schedule_params_bytes() { return sizeof(mla::ScheduleParams); }
+EXPORTED int mla_decode_params_bytes() { return sizeof(mla::DecodeParams); }
+
 EXPORTED int mla_schedule(const mla::ScheduleParams* params, cudaStream_t stream) {
   return mla::launch_schedule(*params, stream).error;
 }

@@ -202,6 +202,14 @@ def test_the_build_requires_nvcc_only_where_there_is_none(
     assert backend.nvcc_requirements() == []
 
 
+def test_programs_for_benchmarks_and_sanitizers_build(build: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ["cmake", "--build", ".", "--parallel", "2", "--target", "launcher", "smoke"]
+    built = subprocess.run(command, cwd=build, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    pytest.importorskip("mla_graph", reason="torch is not installed").load(str(build / "libmla_launcher.so"))
+
+
 def test_registers_with_xla(library: Path) -> None:
     """In a process of its own: a registration is for the life of the process."""
     code = "from pallas_attn import _ffi; assert _ffi.is_available() == (True, None); _ffi.register()"
