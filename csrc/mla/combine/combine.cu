@@ -12,6 +12,7 @@
 
 #include <algorithm>
 
+#include "common/dependent_launch.h"
 #include "common/math.h"
 #include "mla/combine/combine.h"
 #include "ptx/control.h"
@@ -220,18 +221,10 @@ __global__ void __launch_bounds__(kWarp* Shape::kWarps, Shape::kBlocksPerSm)
 
 template <typename Element, typename Shape>
 LaunchStatus launch(const DecodeParams& params, cudaStream_t stream) {
-  cudaLaunchAttribute dependent = {};
-  dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  dependent.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
   const int row_blocks = ceil_div(params.all_rows(), Shape::kRows * Shape::kRounds);
-  config.gridDim = dim3(row_blocks * Shape::kColumnBlocks, std::min(params.batch, params.num_sm_parts));
-  config.blockDim = dim3(kWarp * Shape::kWarps);
-  config.stream = stream;
-  config.attrs = &dependent;
-  config.numAttrs = 1;
-  return {cudaLaunchKernelEx(&config, combine_kernel<Element, Shape>, params),
-          "launching the combine kernel"};
+  const dim3 grid(row_blocks * Shape::kColumnBlocks, std::min(params.batch, params.num_sm_parts));
+  return launch_dependent(combine_kernel<Element, Shape>, grid, kWarp * Shape::kWarps, 0, stream,
+                          "launching the combine kernel", params);
 }
 
 template <typename Element>

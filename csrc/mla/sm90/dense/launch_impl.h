@@ -1,6 +1,7 @@
 // Launching one instantiation; included by the files under instantiations/ only.
 #pragma once
 
+#include "common/dependent_launch.h"
 #include "common/math.h"
 #include "common/tensor_map.h"
 #include "mla/sm90/dense/kernel.h"
@@ -42,18 +43,9 @@ LaunchStatus launch_instance(const DecodeParams& params, cudaStream_t stream) {
   if (raised != cudaSuccess) return {raised, "raising the decode kernel's shared memory limit"};
 
   const dim3 grid(ceil_div(params.rows(), kTileRows), params.num_sm_parts, params.num_kv_heads);
-  // Programmatic: its launch and the set-up of its barriers overlap the end of the kernel before.
-  cudaLaunchAttribute dependent = {};
-  dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  dependent.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = grid;
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = sizeof(SmemPlan);
-  config.stream = stream;
-  config.attrs = &dependent;
-  config.numAttrs = 1;
-  return {cudaLaunchKernelEx(&config, kernel, params, query_map, cache_map), "launching the decode kernel"};
+  // Its launch and the set-up of its barriers overlap the end of the kernel before.
+  return launch_dependent(kernel, grid, kThreads, sizeof(SmemPlan), stream, "launching the decode kernel",
+                          params, query_map, cache_map);
 }
 
 }  // namespace pallas_attn::mla::sm90
