@@ -19,6 +19,7 @@ from pathlib import Path
 import jax
 
 from pallas_attn import LocalStride
+from pallas_attn._timing import device_seconds, warm_up
 from pallas_attn.ops.paged_attention import tune
 from pallas_attn.ops.paged_attention.tune import Point
 
@@ -87,9 +88,9 @@ def main() -> None:
             outs = run(inputs)
             error = max(tune.worst_error(*pair) for pair in zip((outs[0], outs[-1]), reference, strict=True))
             if not warm:
-                tune.warm_up(run, inputs)
+                warm_up(functools.partial(run, inputs))
                 warm = True
-            us = tune.median_seconds(run, inputs) / (rounds * len(inputs.tables)) * 1e6
+            us = device_seconds(functools.partial(run, inputs)) / (rounds * len(inputs.tables)) * 1e6
             row = dict(
                 device=jax.devices()[0].device_kind,
                 jax=jax.__version__,

@@ -8,6 +8,7 @@
 
 #include "ptx/control.h"
 #include "ptx/mbarrier.h"
+#include "ptx/shared.h"
 
 namespace {
 
@@ -45,26 +46,128 @@ __global__ void hand_over(int* out) {
   }
 }
 
+// Two warps in turns, as the warpgroups of the decode kernel are: each publishes a row of values, announces
+// it by arriving at a barrier of its own and then waits at the other's. A value travels to and fro and grows
+// by one each time.
+__global__ void to_and_fro(int* out) {
+  constexpr int kRounds = 8;
+  __shared__ int values[2][kWarp];
+  const int side = threadIdx.x / kWarp;
+  const int lane = threadIdx.x % kWarp;
+  if (side > 1) return;
+  int value = 0;
+  for (int round = 0; round < kRounds; ++round) {
+    if (side == 0) {
+      values[0][lane] = value;
+      ptx::named_barrier_arrive(1, kPair);
+      ptx::named_barrier_sync(2, kPair);
+      value = values[1][kWarp - 1 - lane] + 1;
+    } else {
+      ptx::named_barrier_sync(1, kPair);
+      values[1][lane] = values[0][kWarp - 1 - lane] + 1;
+      ptx::named_barrier_arrive(2, kPair);
+    }
+  }
+  // The caller expects what a hand-over gives.
+  if (side == 0) out[lane] = value == 2 * kRounds ? kWarp - 1 - lane : -1;
+}
+
+// The same through one row, each side overwriting what it has read.
+__global__ void to_and_fro_in_place(int* out) {
+  constexpr int kRounds = 8;
+  __shared__ int values[kWarp];
+  const int side = threadIdx.x / kWarp;
+  const int lane = threadIdx.x % kWarp;
+  if (side > 1) return;
+  int value = 0;
+  for (int round = 0; round < kRounds; ++round) {
+    if (side == 0) {
+      values[lane] = value;
+      ptx::named_barrier_arrive(1, kPair);
+      ptx::named_barrier_sync(2, kPair);
+      value = values[lane] + 1;
+    } else {
+      ptx::named_barrier_sync(1, kPair);
+      value = values[lane] + 1;
+      values[lane] = value;
+      ptx::named_barrier_arrive(2, kPair);
+    }
+  }
+  if (side == 0) out[lane] = value == 2 * kRounds ? kWarp - 1 - lane : -1;
+}
+
+// A flag that the thread which starts bulk copies leaves beside each, read behind the copy's barrier; the
+// reading warp hands the buffer back by one lane's arrival.
+__global__ void flag_beside_copies(const int* in, int* out) {
+  constexpr int kCopies = 4;
+  __shared__ alignas(16) int values[kWarp];
+  __shared__ int flag;
+  __shared__ uint64_t full, empty;
+  const int warp = threadIdx.x / kWarp;
+  const int lane = threadIdx.x % kWarp;
+  if (threadIdx.x == 0) {
+    ptx::mbarrier_init(&full, 1);
+    ptx::mbarrier_init(&empty, 1);
+    ptx::mbarrier_init_fence();
+  }
+  __syncthreads();
+  bool right = true;
+  for (int copy = 0; copy < kCopies; ++copy) {
+    if (warp == 2 && lane == 0) {
+      ptx::mbarrier_wait(&empty, (copy & 1) ^ 1);
+      flag = copy;
+      ptx::mbarrier_arrive_expect_bytes(&full, sizeof(values));
+      asm volatile(
+          "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+              ptx::shared_address(values)),
+          "l"(in), "n"(sizeof(values)), "r"(ptx::shared_address(&full))
+          : "memory");
+    }
+    if (warp == 0) {
+      ptx::mbarrier_wait(&full, copy & 1);
+      right &= flag == copy && values[lane] == 0;
+      __syncwarp();
+      if (lane == 0) ptx::mbarrier_arrive(&empty);
+    }
+  }
+  if (warp == 0) out[lane] = right ? kWarp - 1 - lane : -1;
+}
+
+bool report(const char* name, const int* out, bool ordered = true) {
+  int first = -1;
+  const cudaError_t error = cudaMemcpy(&first, out, sizeof(first), cudaMemcpyDeviceToHost);
+  const bool right = error == cudaSuccess && (!ordered || first == kWarp - 1);
+  std::printf("%s: %s\n", name, right ? "done" : cudaGetErrorString(error));
+  return right;
+}
+
 template <Order kOrder, int kWriter>
 bool run(const char* name, int* out) {
   hand_over<kOrder, kWriter><<<1, kThreads>>>(out);
-  int first = -1;
-  const cudaError_t error = cudaMemcpy(&first, out, sizeof(first), cudaMemcpyDeviceToHost);
-  const bool right = error == cudaSuccess && (kOrder == kNone || first == kWarp - 1);
-  std::printf("%s, written by warp %d: %s\n", name, kWriter, right ? "done" : cudaGetErrorString(error));
-  return right;
+  return report(name, out, kOrder != kNone);
 }
 
 }  // namespace
 
 int main() {
   int* out = nullptr;
-  if (cudaMalloc(&out, kWarp * sizeof(int)) != cudaSuccess) return 1;
-  const bool all = run<kSyncThreads, 0>("__syncthreads", out) & run<kSyncThreads, 1>("__syncthreads", out) &
-                   run<kArriving, 0>("arrive, sync", out) & run<kArriving, 1>("arrive, sync", out) &
-                   run<kWaitingAtTwoPlaces, 0>("sync at two places", out) &
-                   run<kWaitingAtTwoPlaces, 1>("sync at two places", out) &
-                   run<kMbarrier, 0>("mbarrier", out) & run<kMbarrier, 1>("mbarrier", out) &
-                   run<kNone, 0>("not ordered", out);
+  if (cudaMalloc(&out, 2 * kWarp * sizeof(int)) != cudaSuccess) return 1;
+  int* zeros = out + kWarp;
+  if (cudaMemset(zeros, 0, kWarp * sizeof(int)) != cudaSuccess) return 1;
+  bool all = run<kSyncThreads, 0>("__syncthreads, written by warp 0", out);
+  all &= run<kSyncThreads, 1>("__syncthreads, written by warp 1", out);
+  all &= run<kArriving, 0>("arrive, sync, written by warp 0", out);
+  all &= run<kArriving, 1>("arrive, sync, written by warp 1", out);
+  all &= run<kWaitingAtTwoPlaces, 0>("sync at two places, written by warp 0", out);
+  all &= run<kWaitingAtTwoPlaces, 1>("sync at two places, written by warp 1", out);
+  all &= run<kMbarrier, 0>("mbarrier, written by warp 0", out);
+  all &= run<kMbarrier, 1>("mbarrier, written by warp 1", out);
+  to_and_fro<<<1, kThreads>>>(out);
+  all &= report("to and fro", out);
+  to_and_fro_in_place<<<1, kThreads>>>(out);
+  all &= report("to and fro in place", out);
+  flag_beside_copies<<<1, kThreads>>>(zeros, out);
+  all &= report("flag beside copies", out);
+  all &= run<kNone, 0>("not ordered", out);
   return all ? 0 : 1;
 }

@@ -4,8 +4,6 @@ import dataclasses
 import functools
 import math
 import os
-import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -16,6 +14,7 @@ import numpy as np
 
 from pallas_attn._device import current_device
 from pallas_attn._quantization import is_quantized
+from pallas_attn._timing import device_seconds, warm_up
 from pallas_attn.ops.paged_attention.api import paged_attention
 from pallas_attn.ops.paged_attention.config import PagedAttentionConfig, heuristic
 
@@ -24,7 +23,6 @@ ROTATE_BYTES = 1 << 30
 MOST_SETS = 16
 LEAST_CALLS = 4  # in a round, which costs some microseconds of its own
 BURST_SECONDS = 0.02
-WARM_UP_SECONDS = 0.3  # before the first time is taken: compiling left the GPU idle, and it wakes slowly
 # Worst row's ||out - reference|| / ||reference||; a right bf16 kernel scores 2.6e-3, a lost page at least 9e-3.
 LARGEST_ERROR = {"bfloat16": 8e-3, "float16": 8e-3, "float32": 1e-4}
 
@@ -122,11 +120,13 @@ def measure(
             run = built.result()
             outs = run(inputs)
             if not warm:
-                warm_up(run, inputs)
+                warm_up(functools.partial(run, inputs))
                 warm = True
             error = max(worst_error(*pair) for pair in zip((outs[0], outs[-1]), reference, strict=True))
             if error <= LARGEST_ERROR[point.dtype]:
-                microseconds = median_seconds(run, inputs) / (rounds * len(inputs.tables)) * 1e6
+                microseconds = (
+                    device_seconds(functools.partial(run, inputs)) / (rounds * len(inputs.tables)) * 1e6
+                )
                 yield Timing(fields, microseconds, error, None)
             else:
                 yield Timing(fields, math.inf, error, f"wrong: error {error:.1e}")
@@ -211,23 +211,6 @@ def looped(attend: Callable[..., jax.Array], rounds: int, inputs: Inputs) -> tup
 
     outs = tuple(jnp.zeros_like(inputs.query) for _ in inputs.tables)
     return jax.lax.fori_loop(0, rounds, body, (inputs.seq_lens, outs))[1]
-
-
-def warm_up(run: Callable[[Inputs], Any], inputs: Inputs) -> None:
-    start = time.perf_counter()
-    while time.perf_counter() - start < WARM_UP_SECONDS:
-        jax.block_until_ready(run(inputs))
-
-
-def median_seconds(run: Callable[[Inputs], Any], inputs: Inputs) -> float:
-    """Median time of a run, each after an untimed one: a GPU that has just rested starts slowly."""
-    times = []
-    for _ in range(3):
-        jax.block_until_ready(run(inputs))
-        start = time.perf_counter()
-        jax.block_until_ready(run(inputs))
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
 
 
 def first_and_last(attend: Callable[..., jax.Array], inputs: Inputs) -> list[jax.Array]:
