@@ -115,7 +115,7 @@ def ours(cell: Cell, library: ctypes.CDLL):
     empty = {"device": "cuda", "dtype": torch.int32}
     schedule, splits = torch.empty(parts, 8, **empty), torch.empty(batch + 1, **empty)
     # mla_schedule's choice of the overhead.
-    overhead = 5 if 2 * batch >= parts else 1
+    overhead = 5 if 2 * batch >= parts else 2 if 16 * batch > parts else 1
     params = ScheduleParams(
         cell.lengths.data_ptr(), schedule.data_ptr(), splits.data_ptr(), batch, parts, overhead
     )

@@ -1,5 +1,4 @@
 // The CUDA MLA kernels behind two plain C functions, so that mla_graph.py can call them from torch.
-#include "mla/combine/combine.h"
 #include "mla/params.h"
 #include "mla/schedule/schedule.h"
 #include "mla/sm90/dense/launch.h"
@@ -17,6 +16,5 @@ EXPORTED int mla_schedule(const mla::ScheduleParams* params, cudaStream_t stream
 }
 
 EXPORTED int mla_decode(const mla::DecodeParams* params, cudaStream_t stream) {
-  const LaunchStatus status = mla::sm90::launch_dense_decode(*params, stream);
-  return status.ok() ? mla::launch_combine(*params, stream).error : status.error;
+  return mla::sm90::launch_dense_decode(*params, stream).error;
 }

@@ -14,7 +14,6 @@
 #include <vector>
 
 #include "common/math.h"
-#include "mla/combine/combine.h"
 #include "mla/params.h"
 #include "mla/schedule/schedule.h"
 #include "mla/sm90/dense/launch.h"
@@ -128,7 +127,6 @@ void run(const Case& c, mla::ElementType element) {
   check(cudaStreamCreate(&stream), "creating a stream");
   check(mla::launch_schedule(sharing, stream));
   check(mla::sm90::launch_dense_decode(params, stream));
-  check(mla::launch_combine(params, stream));
   check(cudaStreamSynchronize(stream), "running");
 
   const auto result = on_host(out, all_rows * mla::kLatentDim);
@@ -177,10 +175,15 @@ int main() {
   run<__half>({"two tokens, two KV heads, two tiles", {130, 200}, 2, 2, 40, 3}, mla::ElementType::kFloat16);
   run<__nv_bfloat16>({"many splits, few rows", {640}, 1, 1, 2, 10}, mla::ElementType::kBfloat16);
   run<__nv_bfloat16>({"many splits, two tiles", {640}, 1, 1, 128, 10}, mla::ElementType::kBfloat16);
+  run<__half>({"many splits, many rows", {640, 640, 640, 600}, 1, 1, 128, 44}, mla::ElementType::kFloat16);
+  run<__nv_bfloat16>({"more requests than parts", {70, 300, 0, 64, 500, 90, 10}, 1, 1, 64, 4},
+                     mla::ElementType::kBfloat16);
   run<__nv_bfloat16>({"a page outside the pool", {200, 150}, 1, 1, 16, 3, 1}, mla::ElementType::kBfloat16);
   run<__nv_bfloat16>({"dozens of splits, few rows", {4600}, 1, 1, 20, 72, -1, 72},
                      mla::ElementType::kBfloat16);
-  run<__nv_bfloat16>({"dozens of splits, two tiles", {4600}, 1, 1, 100, 40, -1, 72},
+  run<__nv_bfloat16>({"dozens of splits, two tiles", {4600}, 1, 1, 128, 66, -1, 72},
                      mla::ElementType::kBfloat16);
+  run<__half>({"more parts than multiprocessors", {4600, 200, 0, 640}, 1, 1, 40, 300, -1, 72},
+              mla::ElementType::kFloat16);
   return 0;
 }

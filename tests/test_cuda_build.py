@@ -117,7 +117,8 @@ def test_products_stay_asynchronous(build: Path) -> None:
 def test_math_warps_are_uniform(kernels: dict[str, str]) -> None:
     """Where the compiler suspects divergence it guards every wgmma with WARPSYNC: 6% slower when it did."""
     for sass in _decode_kernels(kernels):
-        assert sass.count("WARPSYNC") == 0
+        products, _ = sass.rsplit("HGMMA", 1)
+        assert "WARPSYNC" not in products
 
 
 def test_registers_and_shared_memory_are_within_the_plan(kernels: dict[str, str]) -> None:

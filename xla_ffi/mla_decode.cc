@@ -4,7 +4,6 @@
 #include <limits>
 
 #include "checks.h"
-#include "mla/combine/combine.h"
 #include "mla/params.h"
 #include "mla/sm90/dense/launch.h"
 #include "xla/ffi/api/ffi.h"
@@ -79,9 +78,7 @@ ffi::Error mla_decode(cudaStream_t stream, ffi::AnyBuffer query, ffi::AnyBuffer 
   params.causal = causal;
   params.element = dtype == DataType::BF16 ? mla::ElementType::kBfloat16 : mla::ElementType::kFloat16;
 
-  const LaunchStatus status = mla::sm90::launch_dense_decode(params, stream);
-  if (!status.ok()) return to_error(kName, status);
-  return to_error(kName, mla::launch_combine(params, stream));
+  return to_error(kName, mla::sm90::launch_dense_decode(params, stream));
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
 // Launching a kernel programmatically behind whatever the stream runs before it: it may start before that has
-// ended, and waits for it by itself (ptx::wait_for_previous_kernel).
+// ended, and waits for it by itself (ptx::wait_for_previous_kernel). Cooperative: all blocks of the grid,
+// which must fit on the device together, are sure to run at the same time and may wait for each other.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,19 +9,24 @@
 
 namespace pallas_attn {
 
+enum class Blocks { kIndependent, kCooperative };
+
 template <typename... Parameters>
 LaunchStatus launch_dependent(void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared_bytes,
-                              cudaStream_t stream, const char* step, const Parameters&... arguments) {
-  cudaLaunchAttribute dependent = {};
-  dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  dependent.val.programmaticStreamSerializationAllowed = 1;
+                              cudaStream_t stream, Blocks blocks, const char* step,
+                              const Parameters&... arguments) {
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeCooperative;
+  attributes[1].val.cooperative = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
-  config.attrs = &dependent;
-  config.numAttrs = 1;
+  config.attrs = attributes;
+  config.numAttrs = blocks == Blocks::kCooperative ? 2 : 1;
   return {cudaLaunchKernelEx(&config, kernel, arguments...), step};
 }
 

@@ -68,8 +68,8 @@ def mla_schedule(
         s_q: query tokens per sequence.
         num_parts: pieces of equal work to cut the batch into; None takes what fills the device.
         overhead_blocks: what starting on a sequence costs, in blocks of 64 tokens. FlashMLA takes 5, which keeps most
-            sequences of a big batch whole; None takes 5 too, but 1 for few sequences, which must be cut finely
-            to fill the device.
+            sequences of a big batch whole; None takes 5 too, but less for few sequences, which must be cut finely
+            to fill the device: 2 below half as many sequences as parts, 1 below a sixteenth.
 
     Raises:
         TypeError, ValueError: seq_lens that are not an int32 vector with at least one entry; counts below 1.
@@ -86,11 +86,18 @@ def mla_schedule(
     if num_parts is None:
         num_parts = num_sm_parts(s_q * num_heads // num_kv_heads, num_kv_heads, current_device().num_cores)
     if overhead_blocks is None:
-        overhead_blocks = FIXED_OVERHEAD_BLOCKS if 2 * seq_lens.shape[0] >= num_parts else 1
+        overhead_blocks = default_overhead(seq_lens.shape[0], num_parts)
     for name, value in (("num_parts", num_parts), ("overhead_blocks", overhead_blocks)):
         if value < 1:
             fail("mla_schedule", name, "at least 1", str(value))
     return tile_schedule(seq_lens, num_parts, overhead_blocks)
+
+
+def default_overhead(num_seqs: int, num_parts: int) -> int:
+    """Measured on an H100 for 1 to 128 sequences of 1024 and 8192 tokens."""
+    if 2 * num_seqs >= num_parts:
+        return FIXED_OVERHEAD_BLOCKS
+    return 2 if 16 * num_seqs > num_parts else 1
 
 
 def tile_schedule(seq_lens: jax.Array, num_parts: int, overhead: int = FIXED_OVERHEAD_BLOCKS) -> MLASchedule:

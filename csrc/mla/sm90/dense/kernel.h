@@ -1,8 +1,12 @@
 // The dense Hopper MLA decode kernel. The README beside params.h draws its schedule.
 #pragma once
 
+#include <cooperative_groups.h>
 #include <cuda.h>
 
+#include <utility>
+
+#include "mla/combine/merge.h"
 #include "mla/sm90/dense/left_warpgroup.h"
 #include "mla/sm90/dense/load.h"
 #include "mla/sm90/dense/right_warpgroup.h"
@@ -26,7 +30,7 @@ template <typename Element>
 __global__ void __launch_bounds__(kThreads, 1)
     dense_decode_kernel(const __grid_constant__ DecodeParams params,
                         const __grid_constant__ CUtensorMap query_map,
-                        const __grid_constant__ CUtensorMap cache_map) {
+                        const __grid_constant__ CUtensorMap cache_map, const bool merges) {
   extern __shared__ __align__(1024) char shared_memory[];
   SmemPlan& smem = *reinterpret_cast<SmemPlan*>(shared_memory);
   const int row_tile = blockIdx.x;
@@ -57,10 +61,28 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (warp == kConsumerThreads / 32) {
       Producer(params, query_map, cache_map, smem, kv_head, row_tile, threadIdx.x - kConsumerThreads)
           .run(part);
+    } else if (warp == kConsumerThreads / 32 + 1 && merges) {
+      // Asked for now, because at the end the answer would be waited for.
+      smem.any_cut = __ldg(params.num_splits + params.batch) > params.batch;
+      ptx::named_barrier_arrive(kCutsKnown, kConsumerThreads + 32);
     }
+    // The rest is not for the few registers of these warps.
+    return;
   }
-  // At the end, though the combine kernel could wait from the start: its blocks would then all sit on the few
-  // SMs that have no work, and stay there.
+  if (merges) ptx::named_barrier_sync(kCutsKnown, kConsumerThreads + 32);
+  if (merges && smem.any_cut) {
+    // All CTAs of the grid meet; the threads that have returned do not count.
+    const auto grid = cooperative_groups::this_grid();
+    auto arrival = grid.barrier_arrive();
+    const int cta = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+    const int num_ctas = gridDim.x * gridDim.y * gridDim.z;
+    Merger<Element, kMerging> merger(params, smem.merge_scratch(), cta, num_ctas, threadIdx.x);
+    merger.prepare();
+    grid.barrier_wait(std::move(arrival));
+    merger.run();
+  }
+  // At the end, though the combine kernel of larger grids could wait from the start: its blocks would then
+  // all sit on the few SMs that have no work, and stay there.
   ptx::allow_dependent_launch();
 }
 

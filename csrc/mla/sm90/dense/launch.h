@@ -8,8 +8,8 @@
 
 namespace pallas_attn::mla::sm90 {
 
-// Queues the kernel on `stream`. It announces its dependents early: what follows must wait for it by itself
-// (see combine.h) or be launched without the programmatic attribute.
+// Queues the kernel, which writes outputs and log-sum-exps, on `stream`; behind it another one that merges
+// what was cut where the grid is too large for that to happen inside.
 LaunchStatus launch_dense_decode(const DecodeParams& params, cudaStream_t stream);
 
 }  // namespace pallas_attn::mla::sm90

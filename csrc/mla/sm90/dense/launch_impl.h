@@ -4,6 +4,7 @@
 #include "common/dependent_launch.h"
 #include "common/math.h"
 #include "common/tensor_map.h"
+#include "mla/combine/combine.h"
 #include "mla/sm90/dense/kernel.h"
 #include "mla/sm90/dense/traits.h"
 
@@ -42,10 +43,22 @@ LaunchStatus launch_instance(const DecodeParams& params, cudaStream_t stream) {
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(SmemPlan));
   if (raised != cudaSuccess) return {raised, "raising the decode kernel's shared memory limit"};
 
+  int device = 0, num_sms = 0;
+  cudaError_t found = cudaGetDevice(&device);
+  if (found == cudaSuccess) found = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
+  if (found != cudaSuccess) return {found, "asking for the number of multiprocessors"};
+
+  // One CTA fills an SM. As long as all CTAs run at once they can wait for each other and merge what was cut.
   const dim3 grid(ceil_div(params.rows(), kTileRows), params.num_sm_parts, params.num_kv_heads);
-  // Its launch and the set-up of its barriers overlap the end of the kernel before.
-  return launch_dependent(kernel, grid, kThreads, sizeof(SmemPlan), stream, "launching the decode kernel",
-                          params, query_map, cache_map);
+  const bool cuts = params.num_sm_parts > 1;
+  const bool together =
+      static_cast<int64_t>(grid.x) * grid.y * grid.z <= num_sms && !few_rows_to_merge(params, num_sms);
+  // The launch and the set-up of the barriers overlap the end of the kernel before.
+  status = launch_dependent(kernel, grid, kThreads, sizeof(SmemPlan), stream,
+                            cuts && together ? Blocks::kCooperative : Blocks::kIndependent,
+                            "launching the decode kernel", params, query_map, cache_map, cuts && together);
+  if (!status.ok() || !cuts || together) return status;
+  return launch_combine(params, num_sms, stream);
 }
 
 }  // namespace pallas_attn::mla::sm90

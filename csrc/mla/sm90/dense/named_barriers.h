@@ -21,6 +21,11 @@ enum NamedBarrier {
   // owner.
   kLeftTailCleared = 4,
   kRightTailCleared = 5,
+  // Shared memory says whether any request was cut. Arrives: a warp without other work. Wait: both
+  // warpgroups, at the end.
+  kCutsKnown = 7,
+  // While partial results are merged, when all of the above are done with. Both warpgroups arrive and wait.
+  kMerging = 6,
 };
 
 __device__ __forceinline__ void announce(NamedBarrier event) {

@@ -8,7 +8,8 @@
 //   221952     1024  row sums, by tile parity and warpgroup
 //   222976      192  mbarriers
 //   223168        8  flags of bad pages
-//   = 223176, of the 232448 a CTA can have
+//   223176        4  whether any request was cut
+//   = 223180, of the 232448 a CTA can have
 //
 // A page's probabilities (64 x 64, one piece), on their way to the warpgroup that did not compute them, need
 // no space of their own: they take the place of the page's rotary piece, which nobody reads once its scores
@@ -18,6 +19,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "mla/combine/merge.h"
 #include "mla/sm90/dense/config.h"
 
 namespace pallas_attn::mla::sm90 {
@@ -34,6 +36,8 @@ struct alignas(1024) SmemPlan {
   Piece sK[kBuffers][kPieces];
 
   __device__ Piece& sP(int buffer) { return sK[buffer][kRopePiece]; }
+  // When the last tile is written, nothing else is needed.
+  __device__ MergeScratch& merge_scratch() { return *reinterpret_cast<MergeScratch*>(sK); }
 
   float running_max[kTileRows];
   float rescale[kBuffers][kTileRows];
@@ -45,9 +49,11 @@ struct alignas(1024) SmemPlan {
   uint64_t query_full;
   uint64_t query_empty;
   int bad_page[kBuffers];
+  int any_cut;
 };
 
 constexpr size_t kSmemLimit = 227 * 1024;
+static_assert(sizeof(MergeScratch) <= sizeof(SmemPlan::sK));
 static_assert(offsetof(SmemPlan, sK) == 73728);
 static_assert(offsetof(SmemPlan, running_max) == 221184);
 static_assert(offsetof(SmemPlan, kv_full) == 222976);
