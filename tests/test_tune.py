@@ -130,6 +130,18 @@ def test_candidates_for_one_long_stream_cut_it_finely(monkeypatch):
     assert least(8, 1024) == {64}
 
 
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+def test_inputs_let_every_token_count(num_kv_heads, monkeypatch):
+    """Else a lost page could pass the check."""
+    monkeypatch.setattr(tune, "MOST_SETS", 1)
+    inputs = tune.inputs_of(tune.Point(3, 64, 4, num_kv_heads, 64, 16, "bfloat16", "bfloat16"))
+    queries = inputs.query.astype(jnp.float32).reshape(-1, 64)
+    keys = inputs.key_cache.astype(jnp.float32).reshape(-1, 64)
+    logits = queries @ keys.T / 8
+    assert 0.9 < jnp.std(logits) < 1.1
+    assert jnp.max(logits) < 6, "8 if a query were a key"
+
+
 @pytest.fixture
 def two_candidates(monkeypatch):
     small = [{}, {"block_kv": 16}]
