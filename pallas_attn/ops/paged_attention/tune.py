@@ -19,9 +19,10 @@ from pallas_attn._timing import device_seconds, warm_up
 from pallas_attn.ops.paged_attention.api import paged_attention
 from pallas_attn.ops.paged_attention.config import PagedAttentionConfig, heuristic
 
-# Calls rotate through sets of pages of this many bytes together, so that no cache (an H100's L2 holds 50 MB) is timed.
+# Calls rotate through sets of pages of this many bytes together, so that no cache (an H100's L2 holds 50 MB) is timed:
+# the smallest call worth timing, of half a megabyte, needs more than 100 sets.
 ROTATE_BYTES = 1 << 30
-MOST_SETS = 16
+MOST_SETS = 128
 LEAST_CALLS = 4  # in a round, which costs some microseconds of its own
 BURST_SECONDS = 0.02
 REPEATS = 3  # enough to rank configs
