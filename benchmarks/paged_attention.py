@@ -100,7 +100,7 @@ def result(cell: Cell, peer: str, seconds: float, error: float, note: str) -> di
         op="gqa_decode",
         id=cell.id,
         us=f"{us:.2f}",
-        gbs=f"{cell.point.kv_bytes / us / 1e3:.0f}",
+        gbs="" if cell.options else f"{cell.point.kv_bytes / us / 1e3:.0f}",  # options read a part
         method="loop",
         err=f"{error:.1e}",
         note=note,
