@@ -1,20 +1,23 @@
-"""Times `mla_decode` in JAX over a list of shapes, every result checked against the reference.
+"""Times `mla_decode` in JAX over a list of shapes, every result checked against a float32 reference.
 
     python benchmarks/mla_decode.py --shapes shapes.json --out results.csv [--ids REGEX] [--ways cuda pallas grid]
+        [--max-seconds S]
 
 `shapes.json` holds {"mla_decode": [{"id", "b", "s", "h", "sq", "page", maybe "lens"}, ...]}. Ways: the CUDA kernel and
-the Pallas kernel with a schedule made beforehand, and the Pallas kernel without one ("grid"). Times are of calls inside one
-jitted loop, page sets in rotation that together are larger than the L2, shuffled tables.
+the Pallas kernel with a schedule made beforehand, the Pallas kernel without one ("grid"), and plain jnp ("xla"). Times
+are of calls inside one jitted loop ("loop"), page sets in rotation that together are larger than the L2, shuffled
+tables.
 """
 
 import argparse
 import csv
 import functools
+import itertools
 import json
 import math
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,8 +33,10 @@ DIM, LATENT = 576, 512
 ROTATE_BYTES = 1600 << 20
 MOST_SETS = 128
 BURST_SECONDS = 0.02
+BLOCK = 1 << 22  # random elements of which a pool is made
 LARGEST_ERROR = 5e-3
-WAYS = {"cuda": ("cuda", True), "pallas": ("pallas", True), "grid": ("pallas", False)}
+# Name -> implementation, with a schedule or not.
+WAYS = {"cuda": ("cuda", True), "pallas": ("pallas", True), "grid": ("pallas", False), "xla": ("xla", False)}
 COLUMNS = ["device", "jax", "peer", "op", "id", "us", "tflops", "gbs", "method", "err", "note"]
 
 
@@ -92,11 +97,10 @@ def input_shapes(shape: Shape) -> Inputs:
     )
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _random(shape: tuple[int, ...]) -> jax.Array:
-    """Normal values; a block of them repeated, so that drawing them takes neither long nor much memory."""
+@functools.partial(jax.jit, static_argnums=1)
+def _tiled(block: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The block repeated, so that filling a pool takes neither long nor much memory."""
     size = math.prod(shape)
-    block = jax.random.normal(jax.random.key(size % 997), (min(size, 1 << 26),), jnp.bfloat16)
     return jnp.tile(block, math.ceil(size / len(block)))[:size].reshape(shape)
 
 
@@ -106,31 +110,34 @@ def inputs_of(shape: Shape) -> Inputs:
     tables = []
     for pages in np.split(shuffled, shape.num_sets):
         table = np.zeros(structs.tables[0].shape, np.int32)
-        for row, own in zip(table, np.split(pages, np.cumsum(shape.pages)[:-1]), strict=True):
-            row[: len(own)] = own
+        for i, own in enumerate(np.split(pages, np.cumsum(shape.pages)[:-1])):
+            table[i, : len(own)] = own
         tables.append(jnp.asarray(table))
     lengths = jnp.asarray(np.array(shape.lengths, np.int32))
-    return Inputs(_random(structs.query.shape), _random(structs.cache.shape), tuple(tables), lengths)
+    query = np.random.default_rng(1).standard_normal(structs.query.shape, np.float32)
+    block = np.random.default_rng(2).standard_normal(BLOCK, np.float32)
+    cache = _tiled(jnp.asarray(block, jnp.bfloat16), structs.cache.shape)
+    return Inputs(jnp.asarray(query, jnp.bfloat16), cache, tuple(tables), lengths)
 
 
-def attend(shape: Shape, way: str) -> tuple[Callable[..., jax.Array], Any]:
+def attend(shape: Shape, way: str) -> tuple[Callable[..., Any], Any]:
     """(call(query, cache, table, lengths, schedule), schedule)."""
-    implementation, scheduled = WAYS.get(way, (way, False))
+    implementation, scheduled = WAYS[way]
     schedule = None
     if scheduled:
         lengths = jnp.asarray(np.array(shape.lengths, np.int32))
         schedule = mla_schedule(lengths, num_heads=shape.heads, s_q=shape.s_q)
 
     def call(query, cache, table, lengths, schedule):
-        options = dict(causal=shape.s_q > 1, implementation=implementation, schedule=schedule)
-        return mla_decode(query, cache, table, lengths, **options)
+        causal = shape.s_q > 1
+        return mla_decode(
+            query, cache, table, lengths, schedule=schedule, causal=causal, implementation=implementation
+        )
 
     return call, schedule
 
 
-def looped(
-    call: Callable[..., jax.Array], rounds: int, inputs: Inputs, schedule: Any
-) -> tuple[jax.Array, ...]:
+def looped(call: Callable[..., Any], rounds: int, inputs: Inputs, schedule: Any) -> tuple[jax.Array, ...]:
     """Lengths depend on the round before, so that no call can be hoisted or dropped."""
 
     def body(_, carry):
@@ -143,82 +150,108 @@ def looped(
     return jax.lax.fori_loop(0, rounds, body, (inputs.lengths, outs))[1]
 
 
-def error(shape: Shape, inputs: Inputs, out: jax.Array, table: jax.Array) -> float:
-    """Worst row of the first and the last request, ||out - reference|| / ||reference||."""
-    worst = 0.0
-    reference, _ = attend(shape, "xla")
-    for request in (0, len(shape.lengths) - 1):
-        at = slice(request, request + 1)
-        expected = reference(
-            inputs.query[at].astype(jnp.float32),
-            inputs.cache[table[request, : shape.pages[request]]].astype(jnp.float32),
-            jnp.arange(shape.pages[request], dtype=jnp.int32)[None],
-            inputs.lengths[at],
-            None,
+def build(shape: Shape, way: str) -> tuple[Callable[..., tuple[jax.Array, ...]], Any]:
+    """(run(inputs, schedule), schedule)."""
+    call, schedule = attend(shape, way)
+    run = jax.jit(functools.partial(looped, call, shape.num_rounds))
+    return run.lower(input_shapes(shape), schedule).compile(), schedule
+
+
+@jax.jit
+def ends(out: jax.Array) -> jax.Array:
+    """What is checked: the first and the last request's rows."""
+    return out[jnp.array([0, -1])]
+
+
+@jax.jit
+def _pages(cache: jax.Array, pages: jax.Array) -> jax.Array:
+    return cache[pages]
+
+
+def expected_ends(shape: Shape, inputs: Inputs, table: jax.Array) -> np.ndarray:
+    """`ends` of the right output, by numpy in float32: [2, s_q, heads, LATENT]."""
+    rows = []
+    table_on_host = np.asarray(table)
+    queries = np.asarray(ends(inputs.query), np.float32)
+    for request, query in zip((0, len(shape.lengths) - 1), queries, strict=True):
+        length = shape.lengths[request]
+        pages = _pages(inputs.cache, table_on_host[request, : shape.pages[request]])
+        keys = np.asarray(pages).reshape(-1, DIM)[:length].astype(np.float32)
+        logits = query @ keys.T * DIM**-0.5  # [s_q, heads, length]
+        # Query i is the token length - s_q + i and sees what is up to itself.
+        last_seen = length - shape.s_q + np.arange(shape.s_q)[:, None, None]
+        logits = np.where(np.arange(length) <= last_seen, logits, -np.inf)
+        weights = np.exp(logits - logits.max(-1, keepdims=True))
+        rows.append(weights @ keys[:, :LATENT] / weights.sum(-1, keepdims=True))
+    return np.stack(rows)
+
+
+def worst_error(out: np.ndarray, expected: np.ndarray) -> float:
+    """Of the rows' ||out - expected|| / ||expected||."""
+    difference = np.linalg.norm(out.astype(np.float32) - expected, axis=-1)
+    return float((difference / np.linalg.norm(expected, axis=-1)).max())
+
+
+def measure(shape: Shape, builds: dict[str, tuple[Callable[..., Any], Any]], warm: bool):
+    """Yields one row of the table for each way; each is printed too."""
+    inputs = inputs_of(shape)
+    expected = [expected_ends(shape, inputs, table) for table in (inputs.tables[0], inputs.tables[-1])]
+    flops, num_bytes = shape.work()
+    for way, (built, schedule) in builds.items():
+        run = functools.partial(built, inputs, schedule)
+        outs = run()
+        checked = [np.asarray(ends(out)) for out in (outs[0], outs[-1])]
+        del outs
+        error = max(worst_error(*pair) for pair in zip(checked, expected, strict=True))
+        if not warm:
+            warm_up(run)
+            warm = True
+        us = device_seconds(run) / (shape.num_rounds * shape.num_sets) * 1e6
+        row = dict(
+            device=jax.devices()[0].device_kind,
+            jax=jax.__version__,
+            peer=f"pallas_attn-{way}",
+            op="mla_decode",
+            id=shape.id,
+            us=f"{us:.2f}",
+            tflops=f"{flops / us / 1e6:.0f}",
+            gbs=f"{num_bytes / us / 1e3:.0f}",
+            method="loop",
+            err=f"{error:.1e}",
+            note="" if error <= LARGEST_ERROR else "WRONG",
         )
-        difference = np.asarray(out[at], np.float32) - np.asarray(expected)
-        norms = np.linalg.norm(difference, axis=-1) / np.linalg.norm(np.asarray(expected), axis=-1)
-        worst = max(worst, float(norms.max()))
-    return worst
+        print(shape.id, way, row["us"], "us", row["err"], row["note"], flush=True)
+        yield row
 
 
-def main() -> None:
+def main(command_line: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shapes", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--ids", default="", help="regular expression")
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument("--ways", nargs="+", default=["cuda", "pallas", "grid"], choices=list(WAYS))
     parser.add_argument("--max-seconds", type=float, default=1e9)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(command_line)
     start = time.time()
-
-    def build(shape: Shape, way: str):
-        call, schedule = attend(shape, way)
-        run = jax.jit(functools.partial(looped, call, shape.num_rounds))
-        return run.lower(input_shapes(shape), schedule).compile(), schedule
 
     shapes = shapes_of(arguments.shapes, arguments.ids)
     with ThreadPoolExecutor() as pool, arguments.out.open("w", newline="") as file:
         # Compiling beside a measurement would disturb it.
-        futures = [[pool.submit(build, shape, way) for way in arguments.ways] for shape in shapes]
-        builds = [[future.result() for future in row] for row in futures]
-        print(f"compiled {len(shapes)} x {len(arguments.ways)} in {time.time() - start:.0f} s", flush=True)
+        builds = list(pool.map(build, *zip(*itertools.product(shapes, arguments.ways), strict=True)))
+        print(f"compiled {len(builds)} in {time.time() - start:.0f} s", flush=True)
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
-        for number, (shape, row) in enumerate(zip(shapes, builds, strict=True)):
+        for number, shape in enumerate(shapes):
             if time.time() - start > arguments.max_seconds:
                 print("out of time before", shape.id)
                 break
-            inputs = inputs_of(shape)
-            flops, num_bytes = shape.work()
-            for way, (built, schedule) in zip(arguments.ways, row, strict=True):
-                run = functools.partial(built, inputs, schedule)
-                outs = run()
-                pairs = ((outs[0], inputs.tables[0]), (outs[-1], inputs.tables[-1]))
-                err = max(error(shape, inputs, out, table) for out, table in pairs)
-                del outs, pairs
-                if number == 0:
-                    warm_up(run)
-                us = device_seconds(run) / (shape.num_rounds * shape.num_sets) * 1e6
-                result = dict(
-                    device=jax.devices()[0].device_kind,
-                    jax=jax.__version__,
-                    peer=f"pallas_attn-{way}",
-                    op="mla_decode",
-                    id=shape.id,
-                    us=f"{us:.2f}",
-                    tflops=f"{flops / us / 1e6:.0f}",
-                    gbs=f"{num_bytes / us / 1e3:.0f}",
-                    method="loop",
-                    err=f"{err:.1e}",
-                    note="" if err <= LARGEST_ERROR else "WRONG",
-                )
-                writer.writerow(result)
+            own = builds[number * len(arguments.ways) : (number + 1) * len(arguments.ways)]
+            ways = dict(zip(arguments.ways, own, strict=True))
+            for row in measure(shape, ways, warm=number > 0):
+                writer.writerow(row)
                 file.flush()
-                print(shape.id, way, result["us"], "us", result["err"], result["note"], flush=True)
-            del inputs
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """Times `paged_attention` with its default configs over a list of shapes, each result checked against the reference.
 
-    python benchmarks/paged_attention.py --shapes shapes.json --out results.csv [--ids REGEX] [--max-seconds S]
+    python benchmarks/paged_attention.py --shapes shapes.json --out results.csv [--ids REGEX ...] [--max-seconds S]
 
 `shapes.json` holds {"gqa_decode": [{"id", "b", "s", "hq", "hkv", "d", "page"}, ...]}; every sequence has s tokens.
-Times are of calls inside one jitted loop ("loop"), caches larger than L2, shuffled tables. With --options it times
-8-bit caches, a window and block sparsity instead, each beside the dense bf16 call to compare it with.
+What matches the first expression of --ids is done first. Times are of calls inside one jitted loop ("loop"), caches
+larger than L2, shuffled tables. With --options it times 8-bit caches, a window and block sparsity instead, each
+beside the dense bf16 call to compare it with.
 """
 
 import argparse
@@ -13,8 +14,10 @@ import functools
 import json
 import re
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 
@@ -26,87 +29,113 @@ from pallas_attn.ops.paged_attention.tune import Point
 COLUMNS = ["device", "jax", "peer", "op", "id", "us", "gbs", "method", "err", "note"]
 
 
-def shape_cells(path: Path, ids: str) -> list[tuple[str, Point, dict]]:
-    shapes = [s for s in json.loads(path.read_text())["gqa_decode"] if re.search(ids, s["id"])]
-    dtype = "bfloat16"
-    return [
-        (s["id"], Point(s["b"], s["s"], s["hq"], s["hkv"], s["d"], s["page"], dtype, dtype), {})
-        for s in shapes
-    ]
+class Cell(NamedTuple):
+    id: str
+    point: Point
+    options: dict[str, Any]
 
 
-def option_cells() -> list[tuple[str, Point, dict]]:
+class Built(NamedTuple):
+    run: Callable[[tune.Inputs], tuple[jax.Array, ...]]
+    reference: Callable[..., jax.Array]
+    calls: int
+    """That one run makes."""
+
+
+def shape_cells(path: Path, ids: Sequence[str]) -> list[Cell]:
+    shapes = json.loads(path.read_text())["gqa_decode"]
+    found = {}
+    for s in [s for pattern in ids for s in shapes if re.search(pattern, s["id"])]:
+        point = Point(s["b"], s["s"], s["hq"], s["hkv"], s["d"], s["page"], "bfloat16", "bfloat16")
+        found[s["id"]] = Cell(s["id"], point, {})
+    return list(found.values())
+
+
+def option_cells() -> list[Cell]:
     def point(b: int, s: int, cache_dtype: str = "bfloat16") -> Point:
         return Point(b, s, 32, 8, 128, 16, "bfloat16", cache_dtype)
 
     sparse = {"block_sparse": LocalStride(64, 1, 8)}
-    cells: list[tuple[str, Point, dict]] = []
+    cells = []
     for dtype in ("bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"):
-        cells.append((f"{dtype} b64 s8192", point(64, 8192, dtype), {}))
+        cells.append(Cell(f"{dtype} b64 s8192", point(64, 8192, dtype), {}))
     for b in (16, 1):
-        cells.append((f"dense b{b} s32768", point(b, 32768), {}))
-        cells.append((f"1/8 of blocks b{b} s32768", point(b, 32768), sparse))
+        cells.append(Cell(f"dense b{b} s32768", point(b, 32768), {}))
+        cells.append(Cell(f"1/8 of blocks b{b} s32768", point(b, 32768), sparse))
     for b in (16, 1):
-        cells.append((f"dense b{b} s1024", point(b, 1024), {}))
-        cells.append((f"window 1024 b{b} s32768", point(b, 32768), {"sliding_window": 1024}))
+        cells.append(Cell(f"dense b{b} s1024", point(b, 1024), {}))
+        cells.append(Cell(f"window 1024 b{b} s32768", point(b, 32768), {"sliding_window": 1024}))
     return cells
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+def build(cell: Cell, implementation: str) -> Built:
+    shapes = tune.input_shapes(cell.point)
+    attend = tune.attend(shapes, implementation=implementation, **cell.options)
+    rounds = tune.rounds_of(cell.point)
+    run = jax.jit(functools.partial(tune.looped, attend, rounds)).lower(shapes).compile()
+    return Built(run, tune.reference_of(shapes, **cell.options), rounds * len(shapes.tables))
+
+
+def measure(cell: Cell, built: Built, warm: bool) -> dict[str, str]:
+    inputs = tune.inputs_of(cell.point)
+    outs = built.run(inputs)
+    reference = tune.first_and_last(built.reference, inputs)
+    error = max(tune.worst_error(*pair) for pair in zip((outs[0], outs[-1]), reference, strict=True))
+    del outs, reference
+    run = functools.partial(built.run, inputs)
+    if not warm:
+        warm_up(run)
+    seconds = device_seconds(run) / built.calls
+    note = "" if error <= tune.LARGEST_ERROR[cell.point.dtype] else "WRONG"
+    return result(cell, "pallas-attn", seconds, error, note)
+
+
+def result(cell: Cell, peer: str, seconds: float, error: float, note: str) -> dict[str, str]:
+    """A row of the table; printed too."""
+    us = seconds * 1e6
+    row = dict(
+        device=jax.devices()[0].device_kind,
+        jax=jax.__version__,
+        peer=peer,
+        op="gqa_decode",
+        id=cell.id,
+        us=f"{us:.2f}",
+        gbs="" if cell.options else f"{cell.point.kv_bytes / us / 1e3:.0f}",  # options read a part
+        method="loop",
+        err=f"{error:.1e}",
+        note=note,
+    )
+    print(cell.id, row["us"], "us", row["gbs"], "GB/s", row["err"], note, flush=True)
+    return row
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shapes", type=Path)
-    parser.add_argument("--options", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--ids", default="")
+    parser.add_argument("--ids", nargs="+", default=[""], help="regular expressions")
     parser.add_argument("--max-seconds", type=float, default=1e9)
+
+
+def main(command_line: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    add_arguments(parser)
+    parser.add_argument("--options", action="store_true")
     parser.add_argument("--implementation", default="pallas")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(command_line)
     cells = option_cells() if arguments.options else shape_cells(arguments.shapes, arguments.ids)
     start = time.time()
-
-    def build(cell):
-        _, point, options = cell
-        shapes = tune.input_shapes(point)
-        attend = tune.attend(shapes, implementation=arguments.implementation, **options)
-        rounds = tune.rounds_of(point)
-        run = jax.jit(functools.partial(tune.looped, attend, rounds)).lower(shapes).compile()
-        return run, rounds
-
     with ThreadPoolExecutor() as pool, arguments.out.open("w", newline="") as file:
         # Compiling beside a measurement would disturb it.
-        builds = [future.result() for future in [pool.submit(build, cell) for cell in cells]]
+        builds = list(pool.map(lambda cell: build(cell, arguments.implementation), cells))
         print(f"compiled {len(cells)} in {time.time() - start:.0f} s", flush=True)
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
-        warm = False
-        for (name, point, options), (run, rounds) in zip(cells, builds, strict=True):
+        for cell, built in zip(cells, builds, strict=True):
             if time.time() - start > arguments.max_seconds:
-                print("out of time before", name)
+                print("out of time before", cell.id)
                 break
-            inputs = tune.inputs_of(point)
-            reference = tune.first_and_last(tune.attend(inputs, implementation="xla", **options), inputs)
-            outs = run(inputs)
-            error = max(tune.worst_error(*pair) for pair in zip((outs[0], outs[-1]), reference, strict=True))
-            if not warm:
-                warm_up(functools.partial(run, inputs))
-                warm = True
-            us = device_seconds(functools.partial(run, inputs)) / (rounds * len(inputs.tables)) * 1e6
-            row = dict(
-                device=jax.devices()[0].device_kind,
-                jax=jax.__version__,
-                peer="pallas-attn",
-                op="gqa_decode",
-                id=name,
-                us=f"{us:.2f}",
-                gbs=f"{point.kv_bytes / us / 1e3:.0f}",
-                method="loop",
-                err=f"{error:.1e}",
-                note="" if error <= tune.LARGEST_ERROR[point.dtype] else "WRONG",
-            )
-            writer.writerow(row)
+            writer.writerow(measure(cell, built, warm=cell is not cells[0]))
             file.flush()
-            print(name, row["us"], "us", row["gbs"], "GB/s", row["err"], row["note"], flush=True)
-            del inputs, outs, reference
 
 
 if __name__ == "__main__":

@@ -208,7 +208,7 @@ def tune(
     """Measure configs of `paged_attention` on this GPU and keep the fastest for each kind of call.
 
     Every config is compiled, compared with the reference, and only then timed, with caches larger than L2. The file
-    is replaced whole, at the end; what it holds for calls of other kinds stays.
+    is replaced whole, at the end; what was measured for other calls stays in it.
     """
     from pallas_attn._tune_command import TuneOptions, run_tune
 

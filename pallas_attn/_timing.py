@@ -18,14 +18,14 @@ def warm_up(run: Callable[[], Any]) -> None:
         jax.block_until_ready(run())
 
 
-def device_seconds(run: Callable[[], Any]) -> float:
-    """Seconds that `run`, a dispatch of jitted work that takes milliseconds, keeps the device busy: median of 5.
+def device_seconds(run: Callable[[], Any], repeats: int = REPEATS) -> float:
+    """Seconds that `run`, a dispatch of jitted work that takes milliseconds, keeps the device busy: median of repeats.
 
     What further runs add when queued behind one, so that dispatch and the host's waking up, up to 0.8 ms around
     a burst, are not counted. Their dispatch is hidden behind the first run.
     """
     return statistics.median(
-        (_queued_seconds(run, 1 + QUEUED) - _queued_seconds(run, 1)) / QUEUED for _ in range(REPEATS)
+        (_queued_seconds(run, 1 + QUEUED) - _queued_seconds(run, 1)) / QUEUED for _ in range(repeats)
     )
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +83,9 @@ def run_tune(options: TuneOptions) -> int:
             if math.isfinite(fastest.microseconds):
                 best[point] = fastest, timings[0]
 
-    entries = list(_entries(best, options))
-    _config.save(path, entries + _others(path, entries), device=device.kind, jax=jax.__version__)
+    old = json.loads(path.read_text())["entries"] if path.is_file() else []
+    new = [_entry(point, fastest, first) for point, (fastest, first) in best.items()]
+    _config.save(path, _merged(old, new), device=device.kind, jax=jax.__version__)
     out.print(_table(best))
     out.print(f"wrote {path}")
     if root != _config.packaged_configs():
@@ -110,32 +111,53 @@ def _points(options: TuneOptions) -> list[Point]:
     return [point for point in points if point.kv_bytes <= MOST_KV_BYTES] or points[:1]
 
 
-def _entries(best: dict[Point, tuple[Timing, Timing]], options: TuneOptions) -> Iterator[dict[str, Any]]:
-    """One entry a point, for the calls nearest to it: ranges meet at geometric means."""
-    for point, (fastest, first) in best.items():
-        same_length = [p.streams for p in best if p.max_len == point.max_len]
-        same_batch = [p.max_len for p in best if p.num_seqs == point.num_seqs]
-        chosen = dataclasses.asdict(point.config(**fastest.fields))
-        del chosen["num_splits"]  # follows from the call
-        yield {
-            "key": {
-                "head_dim": point.head_dim,
-                "page_size": point.page_size,
-                "dtype": point.cache_dtype,
-                "rows": [1, chosen["block_q"]],
-                "streams": _range(point.streams, same_length),
-                "max_len": _range(point.max_len, same_batch),
-            },
-            "config": chosen,
-            "measured": {
-                "num_seqs": point.num_seqs,
-                "num_kv_heads": point.num_kv_heads,
-                "max_len": point.max_len,
-                "us": round(fastest.microseconds, 2),
-                "heuristic_us": round(first.microseconds, 2) if math.isfinite(first.microseconds) else None,
-                "error": float(f"{fastest.error:.1e}"),
-            },
+def _entry(point: Point, fastest: Timing, first: Timing) -> dict[str, Any]:
+    """What is kept of a point; `_merged` adds the ranges of calls that it is for."""
+    chosen = dataclasses.asdict(point.config(**fastest.fields))
+    del chosen["num_splits"]  # follows from the call
+    return {
+        "key": {
+            "head_dim": point.head_dim,
+            "page_size": point.page_size,
+            "dtype": point.cache_dtype,
+            "rows": [1, chosen["block_q"]],
+        },
+        "config": chosen,
+        "measured": {
+            "num_seqs": point.num_seqs,
+            "num_kv_heads": point.num_kv_heads,
+            "max_len": point.max_len,
+            "us": round(fastest.microseconds, 2),
+            "heuristic_us": round(first.microseconds, 2) if math.isfinite(first.microseconds) else None,
+            "error": float(f"{fastest.error:.1e}"),
+        },
+    }
+
+
+def _merged(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All new entries, and the old ones that were not measured anew.
+
+    The entries of a kind share its calls among them: each is for those nearest to what was measured, ranges meet at
+    geometric means, and where they overlap the first wins. Entries of kinds without new ones stay as they are.
+    """
+    kinds = {_kind(entry) for entry in new}
+    tuned = {}
+    for entry in old + new:
+        if _kind(entry) in kinds and "measured" in entry:
+            about = entry["measured"]
+            tuned[_kind(entry), about["num_seqs"] * about["num_kv_heads"], about["max_len"]] = entry
+    merged = []
+    for (kind, streams, max_len), entry in sorted(tuned.items(), key=lambda item: item[0]):
+        ranges = {
+            "streams": _range(streams, [s for k, s, m in tuned if (k, m) == (kind, max_len)]),
+            "max_len": _range(max_len, [m for k, s, m in tuned if (k, s) == (kind, streams)]),
         }
+        merged.append({**entry, "key": {**entry["key"], **ranges}})
+    return merged + [entry for entry in old if _kind(entry) not in kinds]
+
+
+def _kind(entry: dict[str, Any]) -> str:
+    return json.dumps([entry["key"].get(name) for name in ("head_dim", "page_size", "dtype", "rows")])
 
 
 def _range(value: int, measured: list[int]) -> list[int | None]:
@@ -144,16 +166,6 @@ def _range(value: int, measured: list[int]) -> list[int | None]:
     above = [v for v in measured if v > value]
     least = math.isqrt(max(below) * value) + 1 if below else 1
     return [least, math.isqrt(value * min(above)) if above else None]
-
-
-def _others(path: Path, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What the file holds for calls of other kinds."""
-    if not path.is_file():
-        return []
-    kind = ("head_dim", "page_size", "dtype", "rows")
-    replaced = [[entry["key"].get(name) for name in kind] for entry in entries]
-    old = json.loads(path.read_text())["entries"]
-    return [entry for entry in old if [entry["key"].get(name) for name in kind] not in replaced]
 
 
 def _table(best: dict[Point, tuple[Timing, Timing]]) -> Table:

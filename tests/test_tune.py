@@ -1,5 +1,6 @@
 """Measured config files: which entry a call takes, and `pallas-attn tune`, which writes them."""
 
+import dataclasses
 import json
 import math
 
@@ -90,11 +91,55 @@ def test_ranges_meet_at_geometric_means():
     assert _tune_command._range(8, [8]) == [1, None]
 
 
+def entry(num_seqs: int, num_kv_heads: int, max_len: int, us: float, **key) -> dict:
+    about = dict(num_seqs=num_seqs, num_kv_heads=num_kv_heads, max_len=max_len, us=us)
+    return {"key": {**KEY, **key}, "config": {}, "measured": about}
+
+
+def test_what_was_measured_before_stays_unless_measured_anew():
+    old = [
+        entry(1, 8, 1024, 10.0),
+        entry(16, 8, 1024, 11.0),
+        entry(1, 8, 1024, 12.0, dtype="int8"),
+        {"key": KEY, "config": {}},  # nobody knows what for
+    ]
+    new = [entry(2, 64, 1024, 20.0), entry(1, 1, 1024, 21.0), entry(1, 1, 4096, 22.0)]
+    merged = _tune_command._merged(old, new)
+    assert [e["measured"]["us"] for e in merged] == [21.0, 22.0, 10.0, 20.0, 12.0]
+    assert [e["key"]["streams"] for e in merged] == [[1, 2], [1, None], [3, 32], [33, None], KEY["streams"]]
+    assert [e["key"]["max_len"] for e in merged[:3]] == [[1, 2048], [2049, None], [1, None]]
+    assert merged[-1] == old[2], "of another kind"
+
+
 def test_candidates_are_distinct_and_begin_with_the_heuristic():
     point = tune.Point(2, 64, 2, 1, 16, 16, "bfloat16", "float8_e4m3fn")
     configs = [point.config(**fields) for fields in tune.candidates(point)]
     assert configs[0] == point.config()
     assert len(set(configs)) == len(configs) > 3
+
+
+def test_candidates_for_one_long_stream_cut_it_finely(monkeypatch):
+    def least(num_kv_heads: int, max_len: int) -> set[int]:
+        point = tune.Point(1, max_len, num_kv_heads, num_kv_heads, 16, 16, "bfloat16", "bfloat16")
+        return {config.min_split_tokens for config in (point.config(**f) for f in tune.candidates(point))}
+
+    device = dataclasses.replace(tune.current_device(), num_cores=132)
+    monkeypatch.setattr(tune, "current_device", lambda: device)
+    assert least(1, 8192) > {64, 128}
+    assert least(8, 8192) == {256}
+    assert least(8, 1024) == {64}
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+def test_inputs_let_every_token_count(num_kv_heads, monkeypatch):
+    """Else a lost page could pass the check."""
+    monkeypatch.setattr(tune, "MOST_SETS", 1)
+    inputs = tune.inputs_of(tune.Point(3, 64, 4, num_kv_heads, 64, 16, "bfloat16", "bfloat16"))
+    queries = inputs.query.astype(jnp.float32).reshape(-1, 64)
+    keys = inputs.key_cache.astype(jnp.float32).reshape(-1, 64)
+    logits = queries @ keys.T / 8
+    assert 0.9 < jnp.std(logits) < 1.1
+    assert jnp.max(logits) < 6, "8 if a query were a key"
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -18,11 +19,14 @@ from pallas_attn._timing import device_seconds, warm_up
 from pallas_attn.ops.paged_attention.api import paged_attention
 from pallas_attn.ops.paged_attention.config import PagedAttentionConfig, heuristic
 
-# Calls rotate through sets of pages of this many bytes together, so that no cache (an H100's L2 holds 50 MB) is timed.
+# Calls rotate through sets of pages of this many bytes together, so that no cache (an H100's L2 holds 50 MB) is timed:
+# the smallest call worth timing, of half a megabyte, needs more than 100 sets.
 ROTATE_BYTES = 1 << 30
-MOST_SETS = 16
+MOST_SETS = 128
 LEAST_CALLS = 4  # in a round, which costs some microseconds of its own
 BURST_SECONDS = 0.02
+REPEATS = 3  # enough to rank configs
+BLOCK = 1 << 22  # random elements of which a pool is made
 # Worst row's ||out - reference|| / ||reference||; a right bf16 kernel scores 2.6e-3, a lost page at least 9e-3.
 LARGEST_ERROR = {"bfloat16": 8e-3, "float16": 8e-3, "float32": 1e-4}
 
@@ -88,14 +92,16 @@ def candidates(point: Point) -> list[dict[str, int]]:
     few = point.streams < 2 * cores
     tiles = [(128, 4, 3), (128, 8, 5), (64, 4, 3), (32, 4, 5)]
     tiles += [(128, 8, 3)] if few else [(64, 4, 7)]
+    least = [256]
+    if point.max_len < 4096:
+        least = [64]
+    elif point.streams * point.max_len < 128 * cores:
+        least = [64, 128]  # pieces of 256 tokens would leave half the device without work
     found = [{}]
     for block_kv, num_warps, num_stages in tiles:
-        for programs in (2, 4) if few else (4,):
+        for programs, tokens in itertools.product((2, 4) if few else (4,), least):
             fields = dict(block_kv=block_kv, num_warps=num_warps, num_stages=num_stages)
-            fields |= dict(
-                target_programs=programs * cores, min_split_tokens=64 if point.max_len < 4096 else 256
-            )
-            found.append(fields)
+            found.append(fields | dict(target_programs=programs * cores, min_split_tokens=tokens))
     return list({point.config(**fields): fields for fields in reversed(found)}.values())[::-1]
 
 
@@ -104,16 +110,17 @@ def measure(
 ) -> Iterator[Timing]:
     """Times each choice of fields, in the order of `choices`; all are compiled before the first is timed, because
     compiling beside a measurement disturbs it."""
-    inputs = inputs_of(point)
-    reference = first_and_last(attend(inputs, implementation="xla"), inputs)
     rounds = rounds_of(point) if implementation == "pallas" else 1
+    shapes = input_shapes(point)
 
     def build(fields: dict[str, int]) -> Any:
-        call = attend(inputs, implementation=implementation, config=point.config(**fields))
-        return jax.jit(functools.partial(looped, call, rounds)).lower(inputs).compile()
+        call = attend(shapes, implementation=implementation, config=point.config(**fields))
+        return jax.jit(functools.partial(looped, call, rounds)).lower(shapes).compile()
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         builds = [pool.submit(build, fields) for fields in choices]
+        inputs = inputs_of(point)
+        reference = first_and_last(reference_of(shapes), inputs)
     warm = implementation != "pallas"
     for fields, built in zip(choices, builds, strict=True):
         try:
@@ -124,10 +131,8 @@ def measure(
                 warm = True
             error = max(worst_error(*pair) for pair in zip((outs[0], outs[-1]), reference, strict=True))
             if error <= LARGEST_ERROR[point.dtype]:
-                microseconds = (
-                    device_seconds(functools.partial(run, inputs)) / (rounds * len(inputs.tables)) * 1e6
-                )
-                yield Timing(fields, microseconds, error, None)
+                seconds = device_seconds(functools.partial(run, inputs), REPEATS)
+                yield Timing(fields, seconds / (rounds * len(inputs.tables)) * 1e6, error, None)
             else:
                 yield Timing(fields, math.inf, error, f"wrong: error {error:.1e}")
         except Exception as error:  # whatever the compiler or the driver has against this config
@@ -173,22 +178,29 @@ def inputs_of(point: Point) -> Inputs:
     tables = pages.astype(np.int32).reshape(num_sets, point.num_seqs, point.max_pages)
     calls = [np.roll(tables[i % num_sets], i // num_sets, axis=0) for i in range(max(num_sets, LEAST_CALLS))]
     shape = (len(pages), point.page_size, point.num_kv_heads, point.head_dim)
-    query = jax.random.normal(jax.random.key(0), (point.num_seqs, point.num_heads, point.head_dim))
+    # A seed of its own: a query that equals a key would see that token only, and no check would miss the others.
+    query = np.random.default_rng(3).standard_normal(
+        (point.num_seqs, point.num_heads, point.head_dim), np.float32
+    )
     return Inputs(
-        query.astype(point.dtype),
-        _random_pool(shape, point.cache_dtype, 1),
-        _random_pool(shape, point.cache_dtype, 2),
+        jnp.asarray(query, point.dtype),
+        _tiled(_random_block(point.cache_dtype, 1), shape),
+        _tiled(_random_block(point.cache_dtype, 2), shape),
         tuple(map(jnp.asarray, calls)),
         jnp.full((point.num_seqs,), point.max_len, jnp.int32),
     )
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _random_pool(shape: tuple[int, ...], dtype: str, seed: int) -> jax.Array:
-    """Normal values; a block of them repeated, so that drawing them takes neither long nor much memory."""
+def _random_block(dtype: str, seed: int) -> jax.Array:
+    """[BLOCK] normal values."""
+    block = np.random.default_rng(seed).standard_normal(BLOCK, np.float32)
+    return jnp.asarray(block * 40 if dtype == "int8" else block).astype(dtype)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _tiled(block: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The block repeated, so that filling a pool takes neither long nor much memory."""
     size = math.prod(shape)
-    block = jax.random.normal(jax.random.key(seed), (min(size, 1 << 25),))
-    block = (block * 40 if dtype == "int8" else block).astype(dtype)
     return jnp.tile(block, math.ceil(size / len(block)))[:size].reshape(shape)
 
 
@@ -213,9 +225,15 @@ def looped(attend: Callable[..., jax.Array], rounds: int, inputs: Inputs) -> tup
     return jax.lax.fori_loop(0, rounds, body, (inputs.seq_lens, outs))[1]
 
 
+def reference_of(shapes: Inputs, **options: Any) -> Callable[..., jax.Array]:
+    """The call in plain jnp, compiled."""
+    call = jax.jit(attend(shapes, implementation="xla", **options))
+    return call.lower(*shapes[:3], shapes.tables[0], shapes.seq_lens).compile()
+
+
 def first_and_last(attend: Callable[..., jax.Array], inputs: Inputs) -> list[jax.Array]:
     tables = (inputs.tables[0], inputs.tables[-1])
-    return [jax.jit(attend)(*inputs[:3], table, inputs.seq_lens) for table in tables]
+    return [attend(*inputs[:3], table, inputs.seq_lens) for table in tables]
 
 
 def worst_error(out: jax.Array, reference: jax.Array) -> float:
