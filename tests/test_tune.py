@@ -1,6 +1,7 @@
 """Measured config files: which entry a call takes, and `pallas-attn tune`, which writes them."""
 
 import dataclasses
+import functools
 import json
 import math
 
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_attn import _config, _tune_command, paged_attention
+from pallas_attn import LocalStride, _config, _tune_command, paged_attention
 from pallas_attn.cli import main
 from pallas_attn.ops.paged_attention import PagedAttentionConfig, api, tune
 from pallas_attn.ops.paged_attention.config import most_splits
@@ -205,3 +206,28 @@ def test_tune_without_a_gpu_is_one_line(capsys):
 def test_tune_refuses(arguments, message, capsys):
     assert main(["tune", "--implementation", "interpret", *arguments]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_what_a_call_walks_over_decides_its_config(monkeypatch):
+    seen = []
+
+    def resolve(op, kind, explicit, key, default):
+        seen.append(key["max_len"])
+        return default()
+
+    monkeypatch.setattr(_config, "resolve", resolve)
+
+    def length_of(**rules) -> int:
+        pool = jax.ShapeDtypeStruct((8, 16, 2, 64), jnp.float32)
+        shapes = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 2048), (1,))]
+        query = jax.ShapeDtypeStruct((1, 4, 64), jnp.float32)
+        call = functools.partial(paged_attention, implementation="interpret", **rules)
+        jax.eval_shape(call, query, pool, pool, *shapes)
+        return seen[-1]
+
+    assert length_of() == 2048 * 16
+    assert length_of(sliding_window=1024) == 1024
+    assert length_of(block_sparse=LocalStride(64, 2, 8)) == 2048 * 16 // 8 + 2 * 64
+    # Two heads a group, each with blocks of its own.
+    assert length_of(block_sparse=LocalStride(64, 1, 8, head_sliding_step=1)) == 2 * 2048 * 16 // 8 + 64
+    assert length_of(block_sparse=LocalStride(64, 2, 8), sliding_window=1024) == 1024 // 8 + 2 * 64

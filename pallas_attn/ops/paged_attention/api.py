@@ -16,6 +16,7 @@ from pallas_attn._quantization import QUANTIZED_DTYPES, per_head_scale
 from pallas_attn._types import BlockTables, KVCache, Layout, Lse, Query, SeqLens
 from pallas_attn.ops.kv_cache.api import pallas_reads
 from pallas_attn.ops.kv_cache.layout import PoolShape, check_pools
+from pallas_attn.ops.paged_attention import walk
 from pallas_attn.ops.paged_attention.config import PagedAttentionConfig, heuristic
 from pallas_attn.ops.paged_attention.kernel import paged_attention_pallas
 from pallas_attn.ops.paged_attention.reference import paged_attention_xla
@@ -169,8 +170,9 @@ def paged_attention(
         block_sparse,
     )
     name, fn = _dispatch.resolve("paged_attention", case, implementation)
+    rules = Rules(sliding_window, None if softcap is None else float(softcap), block_sparse)
     if name != "xla":
-        fn = functools.partial(fn, config=_resolve_config(case, config))
+        fn = functools.partial(fn, config=_resolve_config(case, rules, config))
     elif config is not None:
         fail(check.function, "config", "None for implementation 'xla'", "a config")
     out, lse = fn(
@@ -183,14 +185,16 @@ def paged_attention(
         pool=pool,
         scale=float(pool.head_dim**-0.5 if scale is None else scale),
         layout=layout,
-        rules=Rules(sliding_window, None if softcap is None else float(softcap), block_sparse),
+        rules=rules,
     )
     out, lse = out.reshape(query.shape), lse.reshape(query.shape[:-1])
     return (out, lse) if return_lse else out
 
 
-def _resolve_config(case: Case, explicit: Any) -> PagedAttentionConfig:
-    max_len = case.max_pages * case.pool.page_size
+def _resolve_config(case: Case, rules: Rules, explicit: Any) -> PagedAttentionConfig:
+    # What is walked over decides, not what is held.
+    table_len = case.max_pages * case.pool.page_size
+    max_len = walk.most_tokens(table_len, q_len=case.q_len, group=case.group, rules=rules)
     key = dict(
         head_dim=case.pool.head_dim,
         rows=case.q_len * case.group,

@@ -98,5 +98,16 @@ def plan(
     return Walk(block_kv, remote, remote_tiles, dense_start, remote_tiles + local_tiles, seen_from)
 
 
+def most_tokens(max_len: int, *, q_len: int, group: int, rules: _masking.Rules) -> int:
+    """Tokens that the walk of a sequence of `max_len` tokens comes past, give or take a block."""
+    tokens = max_len
+    if rules.sliding_window is not None:
+        tokens = min(tokens, rules.sliding_window + q_len - 1)
+    if (pattern := rules.block_sparse) is not None:
+        local = pattern.local_blocks * pattern.block_size + q_len - 1
+        tokens = min(tokens, tokens // pattern.vert_stride * pattern.distinct_offsets(group) + local)
+    return tokens
+
+
 def _tiles(tokens: jax.Array, block_kv: int) -> jax.Array:
     return (jnp.maximum(tokens, 0) + block_kv - 1) // block_kv
