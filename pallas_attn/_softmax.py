@@ -21,14 +21,15 @@ class OnlineSoftmax(NamedTuple):
     """Running state of some query rows: `acc` is the unnormalised output of the keys seen so far."""
 
     maximum: jax.Array  # [..., rows], base 2
-    total: jax.Array  # [..., rows]
+    total: jax.Array  # [..., rows]; with `late_sum` [..., rows, keys], summed by `finish`
     acc: jax.Array  # [..., rows, head_dim]
 
 
-def start(rows: tuple[int, ...], head_dim: int) -> OnlineSoftmax:
+def start(rows: tuple[int, ...], head_dim: int, *, late_sum: int | None = None) -> OnlineSoftmax:
+    """`late_sum` keys in every tile: their weights are added key by key, and over keys only at the end."""
     return OnlineSoftmax(
         jnp.full(rows, -jnp.inf, jnp.float32),
-        jnp.zeros(rows, jnp.float32),
+        jnp.zeros(rows if late_sum is None else (*rows, late_sum), jnp.float32),
         jnp.zeros((*rows, head_dim), jnp.float32),
     )
 
@@ -46,15 +47,19 @@ def rescale(state: OnlineSoftmax, logits2: jax.Array) -> tuple[OnlineSoftmax, ja
     maximum = jnp.maximum(state.maximum, jnp.max(logits2, axis=-1))
     weights = jnp.exp2(logits2 - _finite(maximum)[..., None])
     decay = jnp.exp2(state.maximum - _finite(maximum))
-    total = state.total * decay + jnp.sum(weights, axis=-1)
+    if state.total.ndim == weights.ndim:
+        total = state.total * decay[..., None] + weights
+    else:
+        total = state.total * decay + jnp.sum(weights, axis=-1)
     return OnlineSoftmax(maximum, total, state.acc * decay[..., None]), weights
 
 
 def finish(state: OnlineSoftmax) -> tuple[jax.Array, jax.Array]:
     """(out [..., rows, head_dim], lse2 [..., rows]), float32."""
-    empty = state.total == 0.0
-    out = state.acc * (1.0 / jnp.where(empty, 1.0, state.total))[..., None]
-    lse2 = jnp.where(empty, -jnp.inf, _finite(state.maximum) + jnp.log2(jnp.where(empty, 1.0, state.total)))
+    total = jnp.sum(state.total, axis=-1) if state.total.ndim == state.acc.ndim else state.total
+    empty = total == 0.0
+    out = state.acc * (1.0 / jnp.where(empty, 1.0, total))[..., None]
+    lse2 = jnp.where(empty, -jnp.inf, _finite(state.maximum) + jnp.log2(jnp.where(empty, 1.0, total)))
     return out, lse2
 
 

@@ -121,6 +121,14 @@ def test_math_warps_are_uniform(kernels: dict[str, str]) -> None:
         assert "WARPSYNC" not in products
 
 
+def test_nothing_is_read_before_the_kernel_before_has_ended(kernels: dict[str, str]) -> None:
+    """The launch is a programmatic dependent one, and __ldg is a load that the compiler may move across barriers."""
+    for sass in _decode_kernels(kernels):
+        before, after = sass.split("ACQBULK", 1)
+        assert not re.search(r"\b(LDG|UTMALDG)\b", before)
+        assert re.search(r"\bLDG\b", after)
+
+
 def test_registers_and_shared_memory_are_within_the_plan(kernels: dict[str, str]) -> None:
     for sass in _decode_kernels(kernels):
         used = max(int(register) for register in re.findall(r"\bR(\d+)\b", sass))

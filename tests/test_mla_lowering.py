@@ -24,6 +24,8 @@ SHAPES = [
     (32, 1, 32, jnp.bfloat16, False),
 ]
 
+GPUS = {80: ("NVIDIA A100-SXM4-80GB", 108), 90: lowering.H100, 100: ("NVIDIA B200", 148)}
+
 
 def lowered_call(
     num_heads, s_q, page_size, dtype, scheduled, num_seqs=4, sm=90, implementation="pallas", **options
@@ -34,7 +36,7 @@ def lowered_call(
         schedule = pallas_attn.mla_schedule(lens, num_heads=num_heads, s_q=s_q) if scheduled else None
         return pallas_attn.mla_decode(query, cache, tables, lens, schedule=schedule, causal=True, **options)
 
-    device = Device("gpu", "", 108 if sm == 80 else 132, sm)
+    device = Device("gpu", *GPUS[sm], sm)
     config = heuristic(
         num_seqs=num_seqs,
         num_kv_heads=1,
@@ -51,6 +53,7 @@ def lowered_call(
         shape((9000, page_size, 1, 576), dtype),
         shape((num_seqs, 256), jnp.int32),
         shape((num_seqs,), jnp.int32),
+        device=GPUS[sm],
     ), config
 
 
@@ -68,6 +71,8 @@ def test_mla_decode_compiles(shape, sm):
     attend = kernels[0].ptx
     assert "cp.async" in attend, "loads are not pipelined"
     assert "mma" in attend, "the tensor cores are not used"
+    early = [k.ptx.count("griddepcontrol.launch_dependents") for k in kernels]
+    assert early == ([1, 1] if sm >= 90 else [0, 0]), "the next kernel's early launch"
 
 
 def test_64_rows_use_asynchronous_products_without_repeating_them():

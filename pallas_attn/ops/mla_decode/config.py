@@ -9,6 +9,7 @@ from pallas_attn._device import Device
 
 MAX_SPLITS = 128
 MIN_SPLIT_TOKENS = 64
+SEVERAL_SEQUENCES = 8
 TOKEN_BYTES = 2 * 576
 # Shared memory a program may have: 227 KiB on sm_90 to sm_11x, here, or 99 KiB.
 SHARED_KIB = {80: 163, 87: 163}
@@ -47,9 +48,10 @@ def heuristic(
     # 64 rows need the asynchronous products of the data centre's Hopper and Blackwell; with those of sm_80 their
     # queries and accumulators do not fit in registers.
     block_q = min(64 if 90 <= capability < 120 else 32, max(16, _pallas.next_power_of_2(rows)))
-    block_kv, num_warps, num_stages = _tile(block_q, page_size, capability)
-    if block_q == 32 and block_kv == 64 and not (scheduled and page_size % block_kv == 0):
-        num_warps = 8  # more values are live here: with 4 warps they spill
+    # Small tiles where parts are long or go through several sequences: they are through a sequence's last tile sooner.
+    # With fewer sequences a part is a few tiles, and large ones have more loads in flight from the start.
+    small_tiles = scheduled and num_seqs >= SEVERAL_SEQUENCES
+    block_kv, num_warps, num_stages = _tile(block_q, page_size, capability, small_tiles)
     programs = num_seqs * num_kv_heads * math.ceil(rows / block_q)
     # Sequences may differ in length, so splits are allowed up to several times what equal lengths would need.
     target = device.num_cores
@@ -66,15 +68,21 @@ def heuristic(
     )
 
 
-def _tile(block_q: int, page_size: int, capability: int) -> tuple[int, int, int]:
+def _tile(block_q: int, page_size: int, capability: int, small_tiles: bool) -> tuple[int, int, int]:
     """(block_kv, num_warps, num_stages): the deepest pipeline of the largest tile that shared memory holds.
 
     One program fills a multiprocessor. The matrix units wait for memory with few query rows, and four warps read the
-    tile fewer times from shared memory than eight; 64 rows have accumulators for eight warps.
+    queries fewer times from shared memory than eight; 32 rows in tiles of 64 spill with four, and 64 rows have
+    accumulators for eight.
     """
     limit = SHARED_KIB.get(capability, 227 if 90 <= capability < 120 else 99) * 1024
     asynchronous = block_q == 64
-    tiles = [(32, 8, 4), (32, 8, 3)] if asynchronous else [(64, 4, 3), (32, 4, 4), (32, 4, 3), (16, 4, 3)]
+    if asynchronous:
+        tiles = [(32, 8, 4), (32, 8, 3)]
+    else:
+        tiles = [(64, 8 if block_q == 32 else 4, 3), (32, 4, 4), (32, 4, 3), (16, 4, 3)]
+        if block_q == 16 and small_tiles:
+            del tiles[0]
 
     def fits(tile: tuple[int, int, int]) -> bool:
         block_kv, _, num_stages = tile

@@ -31,6 +31,9 @@ ROPE_DIM = 64
 QUERY_DIM = LATENT_DIM + ROPE_DIM
 # From this many query rows on, Hopper's asynchronous matrix instructions serve.
 WGMMA_ROWS = 64
+# With this many the weights' sum over a tile, which takes shuffles and barriers, is left for the end. Elsewhere that
+# measured slower, or was not tried.
+LATE_SUM_ROWS = 32
 # Latents are read once by each block of query rows: what else is in L2 is worth more.
 EVICTION = "evict_first"
 
@@ -40,6 +43,8 @@ class Problem(SplitKVProblem):
     causal: bool
     num_parts: int | None
     """Parts of the schedule; None without one."""
+    early_launch: bool
+    """Whether the kernel that follows is launched while this one runs."""
 
     @property
     def num_pieces(self) -> int:
@@ -55,7 +60,7 @@ class Problem(SplitKVProblem):
 
 
 # jit, so that the layers of a model trace and lower one kernel, not one each.
-@functools.partial(jax.jit, static_argnames=("scale", "causal", "config", "interpret"))
+@functools.partial(jax.jit, static_argnames=("scale", "causal", "config", "early_launch", "interpret"))
 def mla_decode_pallas(
     query,
     latent_cache,
@@ -66,6 +71,7 @@ def mla_decode_pallas(
     scale: float,
     causal: bool,
     config: MLADecodeConfig,
+    early_launch: bool = False,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """(out [num_seqs, s_q, num_heads, 512] in query's dtype, lse [num_seqs, num_heads, s_q] float32)."""
@@ -80,6 +86,7 @@ def mla_decode_pallas(
         config=config,
         causal=causal and s_q > 1,
         num_parts=None if schedule is None else schedule.tile_scheduler_metadata.shape[0],
+        early_launch=early_launch,
     )
     outputs = [
         jax.ShapeDtypeStruct((num_seqs, s_q, num_heads, LATENT_DIM), query.dtype),
@@ -117,6 +124,8 @@ def mla_decode_pallas(
 
 def _grid_kernel(query_ref, cache_ref, tables_ref, lens_ref, *out_refs, problem: Problem):
     head_block, split, seq = (_pallas.program_id(axis) for axis in range(3))
+    if problem.early_launch:
+        seq = _pallas.allow_next_kernel(seq)
     cut = pieces.Grid(problem, lens_ref)
     seq_len, tokens = cut.length(seq), cut.tokens(seq)
     begin = split * tokens
@@ -135,6 +144,8 @@ def _scheduled_kernel(
     query_ref, cache_ref, tables_ref, lens_ref, metadata_ref, splits_ref, *out_refs, problem: Problem
 ):
     head_block, part = _pallas.program_id(0), _pallas.program_id(1)
+    if problem.early_launch:
+        part = _pallas.allow_next_kernel(part)
     dealt = pieces.Scheduled(problem, splits_ref)
     begin_idx, begin_seqlen, end_idx, end_seqlen, begin_split = (
         _pallas.load(metadata_ref.at[part, jnp.int32(column)]) for column in range(5)
@@ -286,6 +297,7 @@ def _walk_tokens(
     columns = begin // page_size + jnp.zeros(() if problem.page_per_tile else (block_kv,), jnp.int32)
     # The first entry does not wait for the length: without tokens it may be garbage, which nothing looks at.
     entry = page_of(columns, problem.max_pages - 1)
-    start = _softmax.start((config.block_q,), LATENT_DIM), jnp.bool_(False), entry
-    state, bad, _ = lax.fori_loop(0, num_tiles, step, start)
+    late_sum = block_kv if config.block_q == LATE_SUM_ROWS else None
+    start = _softmax.start((config.block_q,), LATENT_DIM, late_sum=late_sum)
+    state, bad, _ = lax.fori_loop(0, num_tiles, step, (start, jnp.bool_(False), entry))
     return state, bad

@@ -26,11 +26,14 @@ __device__ __forceinline__ void init_barriers(SmemPlan& smem) {
   ptx::mbarrier_init_fence();
 }
 
+// Who merges the partial results of requests that were cut.
+enum class Merging { kNothingIsCut, kInside, kKernelFollows };
+
 template <typename Element>
 __global__ void __launch_bounds__(kThreads, 1)
     dense_decode_kernel(const __grid_constant__ DecodeParams params,
                         const __grid_constant__ CUtensorMap query_map,
-                        const __grid_constant__ CUtensorMap cache_map, const bool merges) {
+                        const __grid_constant__ CUtensorMap cache_map, const Merging merging) {
   extern __shared__ __align__(1024) char shared_memory[];
   SmemPlan& smem = *reinterpret_cast<SmemPlan*>(shared_memory);
   const int row_tile = blockIdx.x;
@@ -61,7 +64,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (warp == kConsumerThreads / 32) {
       Producer(params, query_map, cache_map, smem, kv_head, row_tile, threadIdx.x - kConsumerThreads)
           .run(part);
-    } else if (warp == kConsumerThreads / 32 + 1 && merges) {
+    } else if (warp == kConsumerThreads / 32 + 1 && merging == Merging::kInside) {
       // Asked for now, because at the end the answer would be waited for.
       smem.any_cut = __ldg(params.num_splits + params.batch) > params.batch;
       ptx::named_barrier_arrive(kCutsKnown, kConsumerThreads + 32);
@@ -69,8 +72,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     // The rest is not for the few registers of these warps.
     return;
   }
-  if (merges) ptx::named_barrier_sync(kCutsKnown, kConsumerThreads + 32);
-  if (merges && smem.any_cut) {
+  if (merging == Merging::kInside) ptx::named_barrier_sync(kCutsKnown, kConsumerThreads + 32);
+  if (merging == Merging::kInside && smem.any_cut) {
     // All CTAs of the grid meet; the threads that have returned do not count.
     const auto grid = cooperative_groups::this_grid();
     auto arrival = grid.barrier_arrive();
@@ -81,9 +84,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     grid.barrier_wait(std::move(arrival));
     merger.run();
   }
-  // At the end, though the combine kernel of larger grids could wait from the start: its blocks would then
-  // all sit on the few SMs that have no work, and stay there.
-  ptx::allow_dependent_launch();
+  // Only for our own kernel: others may load what they take to be constant before they wait for this one. And
+  // at the end, though it could wait from the start: its blocks would then all sit on the few SMs without
+  // work, and stay there.
+  if (merging == Merging::kKernelFollows) ptx::allow_dependent_launch();
 }
 
 }  // namespace pallas_attn::mla::sm90

@@ -50,14 +50,16 @@ LaunchStatus launch_instance(const DecodeParams& params, cudaStream_t stream) {
 
   // One CTA fills an SM. As long as all CTAs run at once they can wait for each other and merge what was cut.
   const dim3 grid(ceil_div(params.rows(), kTileRows), params.num_sm_parts, params.num_kv_heads);
-  const bool cuts = params.num_sm_parts > 1;
-  const bool together =
-      static_cast<int64_t>(grid.x) * grid.y * grid.z <= num_sms && !few_rows_to_merge(params, num_sms);
+  const bool together = static_cast<int64_t>(grid.x) * grid.y * grid.z <= num_sms;
+  Merging merging = Merging::kNothingIsCut;
+  if (params.num_sm_parts > 1) {
+    merging = together && !few_rows_to_merge(params, num_sms) ? Merging::kInside : Merging::kKernelFollows;
+  }
   // The launch and the set-up of the barriers overlap the end of the kernel before.
-  status = launch_dependent(kernel, grid, kThreads, sizeof(SmemPlan), stream,
-                            cuts && together ? Blocks::kCooperative : Blocks::kIndependent,
-                            "launching the decode kernel", params, query_map, cache_map, cuts && together);
-  if (!status.ok() || !cuts || together) return status;
+  const Blocks blocks = merging == Merging::kInside ? Blocks::kCooperative : Blocks::kIndependent;
+  status = launch_dependent(kernel, grid, kThreads, sizeof(SmemPlan), stream, blocks,
+                            "launching the decode kernel", params, query_map, cache_map, merging);
+  if (!status.ok() || merging != Merging::kKernelFollows) return status;
   return launch_combine(params, num_sms, stream);
 }
 
