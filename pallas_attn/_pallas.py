@@ -36,25 +36,6 @@ def dot(a: jax.Array, b: jax.Array, *, trans_b: bool = False) -> jax.Array:
     return plgpu.dot(a, b, trans_b=trans_b, precision=precision)
 
 
-def allow_next_kernel(program: jax.Array) -> jax.Array:
-    """Lets the kernel that follows be launched already, to wait on the device instead of the host's queue: PTX's
-    griddepcontrol.launch_dependents, for sm_90 and newer only. Returns `program`, a program id.
-
-    The kernel that follows still starts its work when this one is done: XLA begins every kernel with
-    griddepcontrol.wait, and has a kernel launched early only if it does. Of no effect elsewhere. The assembly counts
-    as pure, so it takes part in what it must precede: the program id goes through it.
-    """
-    # The Triton lowering knows assembly on arrays only.
-    (through,) = plgpu.elementwise_inline_asm(
-        "{ griddepcontrol.launch_dependents; mov.b32 $0, $1; }",
-        args=[jnp.full((1,), program)],
-        constraints="=r,r",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct((1,), program.dtype)],
-    )
-    return jnp.max(through)
-
-
 def kernel_call(
     kernel: Callable[..., None],
     *operands: Any,

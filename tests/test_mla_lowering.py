@@ -71,8 +71,6 @@ def test_mla_decode_compiles(shape, sm):
     attend = kernels[0].ptx
     assert "cp.async" in attend, "loads are not pipelined"
     assert "mma" in attend, "the tensor cores are not used"
-    early = [k.ptx.count("griddepcontrol.launch_dependents") for k in kernels]
-    assert early == ([1, 1] if sm >= 90 else [0, 0]), "the next kernel's early launch"
 
 
 def test_64_rows_use_asynchronous_products_without_repeating_them():

@@ -169,9 +169,6 @@ def mla_decode(
     name, fn = _dispatch.resolve("mla_decode", case, implementation)
     if name in ("pallas", "interpret"):
         fn = functools.partial(fn, config=_resolve_config(case, config))
-        if name == "pallas":
-            capability = current_device().compute_capability
-            fn = functools.partial(fn, early_launch=capability is not None and capability >= 90)
     elif config is not None:
         fail("mla_decode", "config", f"None for implementation {name!r}", "a config")
     out, lse = fn(

@@ -82,8 +82,6 @@ def _combine_kernel(
     problem: "Problem", block_rows: int, block_pieces: int, block_d: int,
 ):  # fmt: skip
     row_block, dim_block, seq = (_pallas.program_id(axis) for axis in range(3))
-    if problem.early_launch:
-        seq = _pallas.allow_next_kernel(seq)
     cut: pieces.Pieces = (
         pieces.Grid(problem, cut_ref) if problem.num_parts is None else pieces.Scheduled(problem, cut_ref)
     )

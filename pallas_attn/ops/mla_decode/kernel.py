@@ -43,8 +43,6 @@ class Problem(SplitKVProblem):
     causal: bool
     num_parts: int | None
     """Parts of the schedule; None without one."""
-    early_launch: bool
-    """Whether the kernel that follows is launched while this one runs."""
 
     @property
     def num_pieces(self) -> int:
@@ -60,7 +58,7 @@ class Problem(SplitKVProblem):
 
 
 # jit, so that the layers of a model trace and lower one kernel, not one each.
-@functools.partial(jax.jit, static_argnames=("scale", "causal", "config", "early_launch", "interpret"))
+@functools.partial(jax.jit, static_argnames=("scale", "causal", "config", "interpret"))
 def mla_decode_pallas(
     query,
     latent_cache,
@@ -71,7 +69,6 @@ def mla_decode_pallas(
     scale: float,
     causal: bool,
     config: MLADecodeConfig,
-    early_launch: bool = False,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """(out [num_seqs, s_q, num_heads, 512] in query's dtype, lse [num_seqs, num_heads, s_q] float32)."""
@@ -86,7 +83,6 @@ def mla_decode_pallas(
         config=config,
         causal=causal and s_q > 1,
         num_parts=None if schedule is None else schedule.tile_scheduler_metadata.shape[0],
-        early_launch=early_launch,
     )
     outputs = [
         jax.ShapeDtypeStruct((num_seqs, s_q, num_heads, LATENT_DIM), query.dtype),
@@ -124,8 +120,6 @@ def mla_decode_pallas(
 
 def _grid_kernel(query_ref, cache_ref, tables_ref, lens_ref, *out_refs, problem: Problem):
     head_block, split, seq = (_pallas.program_id(axis) for axis in range(3))
-    if problem.early_launch:
-        seq = _pallas.allow_next_kernel(seq)
     cut = pieces.Grid(problem, lens_ref)
     seq_len, tokens = cut.length(seq), cut.tokens(seq)
     begin = split * tokens
@@ -144,8 +138,6 @@ def _scheduled_kernel(
     query_ref, cache_ref, tables_ref, lens_ref, metadata_ref, splits_ref, *out_refs, problem: Problem
 ):
     head_block, part = _pallas.program_id(0), _pallas.program_id(1)
-    if problem.early_launch:
-        part = _pallas.allow_next_kernel(part)
     dealt = pieces.Scheduled(problem, splits_ref)
     begin_idx, begin_seqlen, end_idx, end_seqlen, begin_split = (
         _pallas.load(metadata_ref.at[part, jnp.int32(column)]) for column in range(5)
