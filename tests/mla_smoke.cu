@@ -1,7 +1,7 @@
 // The CUDA MLA kernels on a few tiny batches, without XLA: what the sanitizers run (make sanitize).
 //
 // The batches reach every kernel and branch: empty and cut requests, lengths around a page's edge, rows that
-// fill no tile, a page outside the pool, all shapes of the combine kernel, both element types, two KV
+// fill no tile, a page outside the pool, all ways of merging, both element types, two KV
 // heads. Results are compared with double precision, so that a clean report is one of kernels that did their
 // work.
 #include <cuda_bf16.h>
