@@ -26,8 +26,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn import mla_decode, mla_schedule
-from pallas_attn._timing import device_seconds, warm_up
+from pallas_attn import _timing, mla_decode, mla_schedule
+from pallas_attn._timing import device_seconds, tiled, warm_up
+from pallas_attn.testing.compare import row_errors
 
 DIM, LATENT = 576, 512
 ROTATE_BYTES = 1600 << 20
@@ -97,13 +98,6 @@ def input_shapes(shape: Shape) -> Inputs:
     )
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _tiled(block: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The block repeated, so that filling a pool takes neither long nor much memory."""
-    size = math.prod(shape)
-    return jnp.tile(block, math.ceil(size / len(block)))[:size].reshape(shape)
-
-
 def inputs_of(shape: Shape) -> Inputs:
     structs = input_shapes(shape)
     shuffled = np.random.default_rng(0).permutation(structs.cache.shape[0]).astype(np.int32)
@@ -116,7 +110,7 @@ def inputs_of(shape: Shape) -> Inputs:
     lengths = jnp.asarray(np.array(shape.lengths, np.int32))
     query = np.random.default_rng(1).standard_normal(structs.query.shape, np.float32)
     block = np.random.default_rng(2).standard_normal(BLOCK, np.float32)
-    cache = _tiled(jnp.asarray(block, jnp.bfloat16), structs.cache.shape)
+    cache = tiled(jnp.asarray(block, jnp.bfloat16), structs.cache.shape)
     return Inputs(jnp.asarray(query, jnp.bfloat16), cache, tuple(tables), lengths)
 
 
@@ -138,16 +132,10 @@ def attend(shape: Shape, way: str) -> tuple[Callable[..., Any], Any]:
 
 
 def looped(call: Callable[..., Any], rounds: int, inputs: Inputs, schedule: Any) -> tuple[jax.Array, ...]:
-    """Lengths depend on the round before, so that no call can be hoisted or dropped."""
+    def of_table(table, lengths):
+        return call(inputs.query, inputs.cache, table, lengths, schedule)
 
-    def body(_, carry):
-        lengths, _ = carry
-        outs = tuple(call(inputs.query, inputs.cache, table, lengths, schedule) for table in inputs.tables)
-        probe = sum(out[0, 0, 0, 0].astype(jnp.float32) for out in outs)
-        return lengths + jnp.isnan(probe).astype(lengths.dtype), outs
-
-    outs = tuple(jnp.zeros((*inputs.query.shape[:3], LATENT), inputs.query.dtype) for _ in inputs.tables)
-    return jax.lax.fori_loop(0, rounds, body, (inputs.lengths, outs))[1]
+    return _timing.looped(of_table, rounds, inputs.tables, inputs.lengths)
 
 
 def build(shape: Shape, way: str) -> tuple[Callable[..., tuple[jax.Array, ...]], Any]:
@@ -186,12 +174,6 @@ def expected_ends(shape: Shape, inputs: Inputs, table: jax.Array) -> np.ndarray:
     return np.stack(rows)
 
 
-def worst_error(out: np.ndarray, expected: np.ndarray) -> float:
-    """Of the rows' ||out - expected|| / ||expected||."""
-    difference = np.linalg.norm(out.astype(np.float32) - expected, axis=-1)
-    return float((difference / np.linalg.norm(expected, axis=-1)).max())
-
-
 def measure(shape: Shape, builds: dict[str, tuple[Callable[..., Any], Any]], warm: bool):
     """Yields one row of the table for each way; each is printed too."""
     inputs = inputs_of(shape)
@@ -202,7 +184,7 @@ def measure(shape: Shape, builds: dict[str, tuple[Callable[..., Any], Any]], war
         outs = run()
         checked = [np.asarray(ends(out)) for out in (outs[0], outs[-1])]
         del outs
-        error = max(worst_error(*pair) for pair in zip(checked, expected, strict=True))
+        error = float(max(row_errors(*pair).max() for pair in zip(checked, expected, strict=True)))
         if not warm:
             warm_up(run)
             warm = True

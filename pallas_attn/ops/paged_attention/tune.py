@@ -13,11 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_attn import _timing
 from pallas_attn._device import current_device
 from pallas_attn._quantization import is_quantized
-from pallas_attn._timing import device_seconds, warm_up
+from pallas_attn._timing import device_seconds, tiled, warm_up
 from pallas_attn.ops.paged_attention.api import paged_attention
 from pallas_attn.ops.paged_attention.config import PagedAttentionConfig, heuristic
+from pallas_attn.testing.compare import row_errors
 
 # Calls rotate through sets of pages of this many bytes together, so that no cache (an H100's L2 holds 50 MB) is timed:
 # the smallest call worth timing, of half a megabyte, needs more than 100 sets.
@@ -184,8 +186,8 @@ def inputs_of(point: Point) -> Inputs:
     )
     return Inputs(
         jnp.asarray(query, point.dtype),
-        _tiled(_random_block(point.cache_dtype, 1), shape),
-        _tiled(_random_block(point.cache_dtype, 2), shape),
+        tiled(_random_block(point.cache_dtype, 1), shape),
+        tiled(_random_block(point.cache_dtype, 2), shape),
         tuple(map(jnp.asarray, calls)),
         jnp.full((point.num_seqs,), point.max_len, jnp.int32),
     )
@@ -197,13 +199,6 @@ def _random_block(dtype: str, seed: int) -> jax.Array:
     return jnp.asarray(block * 40 if dtype == "int8" else block).astype(dtype)
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _tiled(block: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The block repeated, so that filling a pool takes neither long nor much memory."""
-    size = math.prod(shape)
-    return jnp.tile(block, math.ceil(size / len(block)))[:size].reshape(shape)
-
-
 def attend(inputs: Inputs, **options: Any) -> Callable[..., Any]:
     scale = 1 / 40 if inputs.key_cache.dtype == jnp.int8 else 1.0
     if is_quantized(inputs.key_cache.dtype):
@@ -212,17 +207,10 @@ def attend(inputs: Inputs, **options: Any) -> Callable[..., Any]:
 
 
 def looped(attend: Callable[..., jax.Array], rounds: int, inputs: Inputs) -> tuple[jax.Array, ...]:
-    """Rounds of one call a table. Lengths depend on the round before, so that no call can be hoisted or dropped; the
-    number of rounds is static, or the host would be asked after each."""
+    def call(table, seq_lens):
+        return attend(*inputs[:3], table, seq_lens)
 
-    def body(_, carry):
-        lens, _ = carry
-        outs = tuple(attend(*inputs[:3], table, lens) for table in inputs.tables)
-        probe = sum(out[0, 0, 0].astype(jnp.float32) for out in outs)
-        return lens + jnp.isnan(probe).astype(lens.dtype), outs
-
-    outs = tuple(jnp.zeros_like(inputs.query) for _ in inputs.tables)
-    return jax.lax.fori_loop(0, rounds, body, (inputs.seq_lens, outs))[1]
+    return _timing.looped(call, rounds, inputs.tables, inputs.seq_lens)
 
 
 def reference_of(shapes: Inputs, **options: Any) -> Callable[..., jax.Array]:
@@ -237,6 +225,4 @@ def first_and_last(attend: Callable[..., jax.Array], inputs: Inputs) -> list[jax
 
 
 def worst_error(out: jax.Array, reference: jax.Array) -> float:
-    expected = np.asarray(reference, np.float32)
-    difference = np.asarray(out, np.float32) - expected
-    return float((np.linalg.norm(difference, axis=-1) / np.linalg.norm(expected, axis=-1)).max())
+    return float(row_errors(np.asarray(out), np.asarray(reference)).max())
