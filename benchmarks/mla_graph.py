@@ -19,6 +19,8 @@ import time
 
 import torch
 
+from pallas_attn.ops.mla_decode.schedule import default_overhead, num_sm_parts
+
 DIM, LATENT, PAGE = 576, 512, 64
 ROTATED_BYTES = 1600 << 20
 BURST_MS, PAUSE_S, ROUNDS = 12.0, 0.03, 5
@@ -111,14 +113,11 @@ def ours(cell: Cell, library: ctypes.CDLL):
     """call(set) -> out."""
     batch, s_q, heads, _ = cell.query.shape
     rows = s_q * heads
-    parts = max(1, CORES // -(-rows // 64))
+    parts = num_sm_parts(rows, 1, CORES)
     empty = {"device": "cuda", "dtype": torch.int32}
     schedule, splits = torch.empty(parts, 8, **empty), torch.empty(batch + 1, **empty)
-    # mla_schedule's choice of the overhead.
-    overhead = 5 if 2 * batch >= parts else 2 if 16 * batch > parts else 1
-    params = ScheduleParams(
-        cell.lengths.data_ptr(), schedule.data_ptr(), splits.data_ptr(), batch, parts, overhead
-    )
+    arrays = (cell.lengths.data_ptr(), schedule.data_ptr(), splits.data_ptr())
+    params = ScheduleParams(*arrays, batch, parts, default_overhead(batch, parts))
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
     assert library.mla_schedule(ctypes.byref(params), stream) == 0
     out = cell.query.new_empty(batch, s_q, heads, LATENT)
