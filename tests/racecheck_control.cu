@@ -1,7 +1,8 @@
 // What racecheck makes of correct synchronisation between warps with roles (make sanitize prints it beside
-// the report on the MLA kernels): one warp writes shared memory, another reads it, ordered in four ways, the
-// writer being the lower or the higher warp; and once not ordered at all, which must be reported. A way that
-// is reported here says nothing about a kernel that uses it.
+// the report on the MLA kernels). One warp writes shared memory and another reads it, ordered in four ways,
+// the writer being the lower or the higher warp; two warps hand a value to and fro; a flag lies beside bulk
+// copies; and once nothing is ordered, which must be reported. What is reported of a correct way here says
+// nothing about a kernel that uses it.
 #include <cuda_runtime.h>
 
 #include <cstdio>
@@ -15,7 +16,7 @@ namespace {
 using namespace pallas_attn;
 
 constexpr int kWarp = 32;
-constexpr int kThreads = 3 * kWarp;  // the third warp takes no part
+constexpr int kThreads = 3 * kWarp;  // the third warp only copies, or takes no part
 constexpr int kPair = 2 * kWarp;
 
 enum Order { kSyncThreads, kArriving, kWaitingAtTwoPlaces, kMbarrier, kNone };
@@ -48,51 +49,30 @@ __global__ void hand_over(int* out) {
 
 // Two warps in turns, as the warpgroups of the decode kernel are: each publishes a row of values, announces
 // it by arriving at a barrier of its own and then waits at the other's. A value travels to and fro and grows
-// by one each time.
+// by one each time: between two rows, mirrored, or in place, each side overwriting what it has read.
+template <bool kInPlace>
 __global__ void to_and_fro(int* out) {
   constexpr int kRounds = 8;
   __shared__ int values[2][kWarp];
   const int side = threadIdx.x / kWarp;
   const int lane = threadIdx.x % kWarp;
   if (side > 1) return;
+  int& own = values[kInPlace ? 0 : side][lane];
+  int& other = values[kInPlace ? 0 : 1 - side][kInPlace ? lane : kWarp - 1 - lane];
   int value = 0;
   for (int round = 0; round < kRounds; ++round) {
     if (side == 0) {
-      values[0][lane] = value;
+      own = value;
       ptx::named_barrier_arrive(1, kPair);
       ptx::named_barrier_sync(2, kPair);
-      value = values[1][kWarp - 1 - lane] + 1;
+      value = other + 1;
     } else {
       ptx::named_barrier_sync(1, kPair);
-      values[1][lane] = values[0][kWarp - 1 - lane] + 1;
+      own = other + 1;
       ptx::named_barrier_arrive(2, kPair);
     }
   }
   // The caller expects what a hand-over gives.
-  if (side == 0) out[lane] = value == 2 * kRounds ? kWarp - 1 - lane : -1;
-}
-
-// The same through one row, each side overwriting what it has read.
-__global__ void to_and_fro_in_place(int* out) {
-  constexpr int kRounds = 8;
-  __shared__ int values[kWarp];
-  const int side = threadIdx.x / kWarp;
-  const int lane = threadIdx.x % kWarp;
-  if (side > 1) return;
-  int value = 0;
-  for (int round = 0; round < kRounds; ++round) {
-    if (side == 0) {
-      values[lane] = value;
-      ptx::named_barrier_arrive(1, kPair);
-      ptx::named_barrier_sync(2, kPair);
-      value = values[lane] + 1;
-    } else {
-      ptx::named_barrier_sync(1, kPair);
-      value = values[lane] + 1;
-      values[lane] = value;
-      ptx::named_barrier_arrive(2, kPair);
-    }
-  }
   if (side == 0) out[lane] = value == 2 * kRounds ? kWarp - 1 - lane : -1;
 }
 
@@ -162,9 +142,9 @@ int main() {
   all &= run<kWaitingAtTwoPlaces, 1>("sync at two places, written by warp 1", out);
   all &= run<kMbarrier, 0>("mbarrier, written by warp 0", out);
   all &= run<kMbarrier, 1>("mbarrier, written by warp 1", out);
-  to_and_fro<<<1, kThreads>>>(out);
+  to_and_fro<false><<<1, kThreads>>>(out);
   all &= report("to and fro", out);
-  to_and_fro_in_place<<<1, kThreads>>>(out);
+  to_and_fro<true><<<1, kThreads>>>(out);
   all &= report("to and fro in place", out);
   flag_beside_copies<<<1, kThreads>>>(zeros, out);
   all &= report("flag beside copies", out);
