@@ -8,10 +8,8 @@
 // Either way a sum has one order.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "common/math.h"
+#include "mla/element_traits.h"
 #include "mla/params.h"
 #include "ptx/control.h"
 
@@ -103,7 +101,7 @@ class Merger {
     }
     const float factor = weight == 0.0f ? 0.0f : 1.0f / weight;
     *reinterpret_cast<uint32_t*>(out_of(cut.request, row) + first_column + column) =
-        pack(x * factor, y * factor);
+        ElementTraits<Element>::pack(x * factor, y * factor);
     if (thread_ == 0 && first_column == 0) store_lse(cut.request, row, maximum, weight);
   }
 
@@ -255,16 +253,6 @@ class Merger {
     return static_cast<Element*>(params_.out) + row_at * kLatentDim;
   }
 
-  static __device__ __forceinline__ uint32_t pack(float x, float y) {
-    if constexpr (std::is_same_v<Element, __nv_bfloat16>) {
-      const __nv_bfloat162 pair = __floats2bfloat162_rn(x, y);
-      return *reinterpret_cast<const uint32_t*>(&pair);
-    } else {
-      const __half2 pair = __floats2half2_rn(x, y);
-      return *reinterpret_cast<const uint32_t*>(&pair);
-    }
-  }
-
   // Rows of the list of few splits, or of both.
   __device__ void merge_by_warp(bool both) {
     constexpr int kBatch = 3;
@@ -297,7 +285,8 @@ class Merger {
       for (int c = 0; c < kMergeQuarters; ++c) {
         const float4 v = sum.v[c];
         *reinterpret_cast<uint2*>(out + c * kWarpColumns) =
-            make_uint2(pack(v.x * factor, v.y * factor), pack(v.z * factor, v.w * factor));
+            make_uint2(ElementTraits<Element>::pack(v.x * factor, v.y * factor),
+                       ElementTraits<Element>::pack(v.z * factor, v.w * factor));
       }
       if (lane_ == 0) store_lse(cut.request, row, sum.maximum, sum.weight);
     }

@@ -5,8 +5,8 @@
 #include "common/math.h"
 #include "common/tensor_map.h"
 #include "mla/combine/combine.h"
+#include "mla/element_traits.h"
 #include "mla/sm90/dense/kernel.h"
-#include "mla/sm90/dense/traits.h"
 
 namespace pallas_attn::mla::sm90 {
 

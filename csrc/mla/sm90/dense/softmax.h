@@ -8,9 +8,9 @@
 #include <cstdint>
 
 #include "common/math.h"
+#include "mla/element_traits.h"
 #include "mla/sm90/dense/gemm.h"
 #include "mla/sm90/dense/smem_plan.h"
-#include "mla/sm90/dense/traits.h"
 
 namespace pallas_attn::mla::sm90 {
 
