@@ -1,4 +1,4 @@
-// The bulk tensor copy engine (TMA): tile loads into shared memory.
+// The bulk tensor copy engine (TMA): tile loads into shared memory and stores from there.
 #pragma once
 
 #include <cuda.h>
@@ -29,6 +29,25 @@ __device__ __forceinline__ void tma_load_3d(void* destination, const CUtensorMap
       " [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared_address(destination)),
       "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "l"(policy)
       : "memory");
+}
+
+// What other threads stored into `source` must have been made visible by fence_async_shared.
+__device__ __forceinline__ void tma_store_3d(const CUtensorMap* map, const void* source, int c0, int c1,
+                                             int c2) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+      "r"(shared_address(source)), "r"(c0), "r"(c1), "r"(c2)
+      : "memory");
+}
+
+// Of the executing thread: closes a group of stores, and waits until the groups have read shared memory (the
+// writes themselves are complete when the kernel is).
+__device__ __forceinline__ void tma_commit_stores() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+__device__ __forceinline__ void tma_wait_until_stores_have_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
 }  // namespace pallas_attn::ptx

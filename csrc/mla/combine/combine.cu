@@ -17,16 +17,16 @@ template <typename Element, int kVectors, int kBatch>
 __global__ void __launch_bounds__(kMergeThreads, 2)
     combine_few_rows_kernel(const __grid_constant__ DecodeParams params) {
   __shared__ MergeScratch scratch;
-  BlockMerger<Element> merger(params, scratch, 0, 1, threadIdx.x);
   // Written before the decode kernel was queued, so it may be read before that one ends.
-  const CutRequest cut = merger.find(blockIdx.y);
+  const CutRequest cut = cut_request(params, blockIdx.y);
   // Even a block without work waits, or the kernel after this one could start before the decode kernel has
   // ended.
   ptx::wait_for_previous_kernel();
   if (cut.splits <= 1) return;
   constexpr int kChunks = kMergeQuarters / kVectors;
   const int first_column = blockIdx.x % kChunks * (kLatentDim / kChunks);
-  merger.template merge_together<kVectors, kBatch>(cut, blockIdx.x / kChunks, first_column, 0);
+  BlockMerger<Element>(params, nullptr, scratch, 0, 1, threadIdx.x)
+      .template merge_together<kVectors, kBatch>(cut, blockIdx.x / kChunks, first_column, 0);
 }
 
 // As many blocks as run at once.
@@ -34,10 +34,16 @@ template <typename Element>
 __global__ void __launch_bounds__(kMergeThreads, 1)
     combine_kernel(const __grid_constant__ DecodeParams params) {
   __shared__ MergeScratch scratch;
-  BlockMerger<Element> merger(params, scratch, blockIdx.x, gridDim.x, threadIdx.x);
-  merger.prepare();
-  ptx::wait_for_previous_kernel();
-  merger.run();
+  __shared__ CutList list;
+  BlockMerger<Element> merger(params, &list, scratch, blockIdx.x, gridDim.x, threadIdx.x);
+  for (int first = 0; first < num_cut_candidates(params); first += CutList::kCapacity) {
+    if (threadIdx.x < 32) list_cut_requests(params, list, first, 1, threadIdx.x);
+    // The list above, too, was there before the decode kernel.
+    if (first == 0) ptx::wait_for_previous_kernel();
+    merger.sync();
+    merger.run();
+    merger.sync();
+  }
 }
 
 template <typename Element>

@@ -22,6 +22,9 @@ inline bool few_rows_to_merge(const DecodeParams& params, int num_sms) {
   return params.batch <= params.num_sm_parts && rows <= 2 * num_sms && rows * splits <= 40 * num_sms;
 }
 
+// Who merges.
+enum class Merging { kNothingIsCut, kInside, kKernelFollows };
+
 // Queues the kernel behind the decode kernel of the same parameters; it may start before that one has ended
 // (and then waits), so nothing may be queued between the two.
 LaunchStatus launch_combine(const DecodeParams& params, int num_sms, cudaStream_t stream);

@@ -26,21 +26,83 @@ struct CutRequest {
   int splits;
 };
 
+// Some of the requests that were cut.
+struct CutList {
+  static constexpr int kCapacity = 256;
+  CutRequest cut[kCapacity];  // those of few splits from the front, those of many from the back
+  int few, many;
+  bool any;  // including those of so few splits that they are not listed
+};
+
 struct MergeScratch {
   // By parity of the unit of work, so that one barrier a unit is enough.
   float sums[2][kMergeWarps][kLatentDim];
   float maxima[2][kMergeWarps];
   float weights[2][kMergeWarps];
-  CutRequest cut[kMergeThreads];  // those of few splits from the front, those of many from the back
-  int few[kMergeWarps], many[kMergeWarps];
 };
+
+// Whatever the schedule says, the partial results read are ones there is room for.
+__device__ inline CutRequest cut_request(const DecodeParams& params, int request) {
+  const auto slot_of = [&](int i) { return min(max(params.num_splits[i], 0), params.num_slots()); };
+  const int first_slot = slot_of(request);
+  return {request, first_slot, slot_of(request + 1) - first_slot};
+}
+
+// No more requests are cut than there are parts.
+__device__ inline int num_cut_candidates(const DecodeParams& params) {
+  return min(params.batch, params.num_sm_parts);
+}
+
+// By one warp: candidates from `first` on, as many as the list holds, with more than `least` splits. A batch
+// larger than the number of parts is reached through the schedule: exactly the parts whose first request is
+// in its second split mark a request that was cut. The same list, in the same order, in every block.
+__device__ inline void list_cut_requests(const DecodeParams& params, CutList& list, int first, int least,
+                                         int lane) {
+  constexpr int kFewSplits = 8;
+  const int end = min(num_cut_candidates(params), first + CutList::kCapacity);
+  int few = 0, many = 0;
+  bool any = false;
+  for (int base = first; base < end; base += 32) {
+    const int i = base + lane;
+    CutRequest found = {};
+    if (i < end) {
+      if (params.batch <= params.num_sm_parts) {
+        found = cut_request(params, i);
+      } else {
+        const int* part = params.schedule + i * kScheduleFields;
+        const int request = part[kBeginRequest];
+        if (part[kBeginSplit] == 1 && request >= 0 && request < params.batch) {
+          found = cut_request(params, request);
+        }
+      }
+    }
+    const bool is_many = found.splits > kFewSplits;
+    const bool is_few = found.splits > least && !is_many;
+    const unsigned few_lanes = __ballot_sync(0xffffffff, is_few);
+    const unsigned many_lanes = __ballot_sync(0xffffffff, is_many);
+    const unsigned lanes_below = (1u << lane) - 1;
+    if (is_few) list.cut[few + __popc(few_lanes & lanes_below)] = found;
+    if (is_many) list.cut[CutList::kCapacity - 1 - many - __popc(many_lanes & lanes_below)] = found;
+    few += __popc(few_lanes);
+    many += __popc(many_lanes);
+    any |= __any_sync(0xffffffff, found.splits > 1);
+  }
+  if (lane == 0) {
+    list.few = few;
+    list.many = many;
+    list.any = any;
+  }
+}
 
 // Threads 0 to 255 of block `block` of `num_blocks`, meeting at the named barrier `kBarrier`.
 template <typename Element, int kBarrier>
 class Merger {
  public:
-  __device__ Merger(const DecodeParams& params, MergeScratch& scratch, int block, int num_blocks, int thread)
+  // `list` is what run() works through.
+  __device__ Merger(const DecodeParams& params, const CutList* list, MergeScratch& scratch, int block,
+                    int num_blocks, int thread)
       : params_(params),
+        list_(list),
         scratch_(scratch),
         block_(block),
         num_blocks_(num_blocks),
@@ -48,21 +110,14 @@ class Merger {
         warp_(thread / 32),
         lane_(thread % 32) {}
 
-  // Which requests were cut: written before the decode kernel began, so this need not wait for its results.
-  __device__ void prepare() { counts_ = list_cut_requests(0); }
-
+  // All of the list.
   __device__ void run() {
-    for (int first = 0;;) {
-      const int rows = counts_.many * params_.all_rows();
-      const bool by_warp = rows >= kManyRows * num_blocks_;
-      merge_by_warp(by_warp);
-      if (!by_warp) merge_by_block();
-      first += kMergeThreads;
-      if (first >= num_candidates()) return;
-      sync();
-      counts_ = list_cut_requests(first);
-    }
+    const bool by_warp = list_->many * params_.all_rows() >= kManyRows * num_blocks_;
+    merge_by_warp(by_warp);
+    if (!by_warp) merge_by_block();
   }
+
+  __device__ __forceinline__ void sync() const { ptx::named_barrier_sync(kBarrier, kMergeThreads); }
 
   // The block adds up `kVectors` quarters of one row.
   template <int kVectors, int kBatch>
@@ -105,26 +160,11 @@ class Merger {
     if (thread_ == 0 && first_column == 0) store_lse(cut.request, row, maximum, weight);
   }
 
-  // Whatever the schedule says, the partial results read are ones there is room for.
-  __device__ CutRequest find(int request) const {
-    const auto slot_of = [&](int i) { return min(max(params_.num_splits[i], 0), params_.num_slots()); };
-    const int first_slot = slot_of(request);
-    return {request, first_slot, slot_of(request + 1) - first_slot};
-  }
-
  private:
   static constexpr int kVector = 4;  // floats a load
   static constexpr int kWarpColumns = 32 * kVector;
-  static constexpr int kFewSplits = 8;
   // From this many a block on, a row of many splits is better left to one warp than the block to one row.
   static constexpr int kManyRows = 3;
-
-  // No more requests are cut than there are parts.
-  __device__ int num_candidates() const { return min(params_.batch, params_.num_sm_parts); }
-
-  struct Counts {
-    int few, many;
-  };
 
   // What some of a row's splits add up to, relative to 2^maximum.
   template <int kVectors>
@@ -140,49 +180,6 @@ class Merger {
     float lse2[kSplits];
     float4 v[kSplits][kVectors];
   };
-
-  __device__ __forceinline__ void sync() const { ptx::named_barrier_sync(kBarrier, kMergeThreads); }
-
-  // A batch larger than the number of parts is reached through the schedule: exactly the parts whose first
-  // request is in its second split mark a request that was cut. The same list, in the same order, in every
-  // block.
-  __device__ Counts list_cut_requests(int first) {
-    const int i = first + thread_;
-    CutRequest found = {};
-    if (i < num_candidates()) {
-      if (params_.batch <= params_.num_sm_parts) {
-        found = find(i);
-      } else {
-        const int* part = params_.schedule + i * kScheduleFields;
-        const int request = part[kBeginRequest];
-        if (part[kBeginSplit] == 1 && request >= 0 && request < params_.batch) found = find(request);
-      }
-    }
-    const bool is_many = found.splits > kFewSplits;
-    const bool is_few = found.splits > 1 && !is_many;
-    const unsigned few_lanes = __ballot_sync(0xffffffff, is_few);
-    const unsigned many_lanes = __ballot_sync(0xffffffff, is_many);
-    if (lane_ == 0) {
-      scratch_.few[warp_] = __popc(few_lanes);
-      scratch_.many[warp_] = __popc(many_lanes);
-    }
-    sync();
-    const unsigned lanes_below = (1u << lane_) - 1;
-    int few_place = __popc(few_lanes & lanes_below), many_place = __popc(many_lanes & lanes_below);
-    Counts counts = {};
-    for (int warp = 0; warp < kMergeWarps; ++warp) {
-      if (warp < warp_) {
-        few_place += scratch_.few[warp];
-        many_place += scratch_.many[warp];
-      }
-      counts.few += scratch_.few[warp];
-      counts.many += scratch_.many[warp];
-    }
-    if (is_few) scratch_.cut[few_place] = found;
-    if (is_many) scratch_.cut[kMergeThreads - 1 - many_place] = found;
-    sync();
-    return counts;
-  }
 
   // Splits first, first + step, ...; what is past the end has weight zero.
   template <int kSplits, int kVectors>
@@ -257,11 +254,11 @@ class Merger {
   __device__ void merge_by_warp(bool both) {
     constexpr int kBatch = 3;
     const int rows = params_.all_rows();
-    const int units = (counts_.few + (both ? counts_.many : 0)) * rows;
+    const int units = (list_->few + (both ? list_->many : 0)) * rows;
     const int step = kMergeWarps * num_blocks_;
     const auto cut_of = [&](int unit) {
       const int i = unit / rows;
-      return scratch_.cut[i < counts_.few ? i : kMergeThreads - 1 - (i - counts_.few)];
+      return list_->cut[i < list_->few ? i : CutList::kCapacity - 1 - (i - list_->few)];
     };
     int unit = warp_ * num_blocks_ + block_;
     Batch<kBatch, kMergeQuarters> next;
@@ -295,18 +292,18 @@ class Merger {
   // Rows of the list of many splits.
   __device__ void merge_by_block() {
     const int rows = params_.all_rows();
-    const int units = counts_.many * rows;
+    const int units = list_->many * rows;
     int parity = 0;
     for (int unit = block_; unit < units; unit += num_blocks_, parity ^= 1) {
-      merge_together<kMergeQuarters, 5>(scratch_.cut[kMergeThreads - 1 - unit / rows], unit % rows, 0,
+      merge_together<kMergeQuarters, 5>(list_->cut[CutList::kCapacity - 1 - unit / rows], unit % rows, 0,
                                         parity);
     }
   }
 
   const DecodeParams& params_;
+  const CutList* list_;
   MergeScratch& scratch_;
   const int block_, num_blocks_, thread_, warp_, lane_;
-  Counts counts_ = {};
 };
 
 }  // namespace pallas_attn::mla

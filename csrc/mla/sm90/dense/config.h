@@ -52,6 +52,9 @@ constexpr int kQueryRegisterSteps = 4;
 // stay below 2^8, exact enough in bf16 and far from fp16's limit, and the output is almost never rescaled.
 constexpr float kRescaleSlack = 8.0f;
 
+// Requests of at most this many splits are merged by the CTA of the first one, in its registers.
+constexpr int kMostKeptSplits = 3;
+
 // Below every real score, yet finite, so that differences of maxima are never NaN.
 constexpr float kNoMaximum = -1e30f;
 

@@ -19,9 +19,13 @@ class Consumer {
  protected:
   static constexpr int kOwnBuffer = kSide;
 
-  __device__ Consumer(const DecodeParams& params, SmemPlan& smem, int kv_head, int row_tile, int thread)
+  __device__ Consumer(const DecodeParams& params, SmemPlan& smem, TileResult& last, int kv_head, int row_tile,
+                      int thread)
       : params_(params),
         smem_(smem),
+        last_(last),
+        state_(last.state),
+        rO_(last.rO),
         kv_head_(kv_head),
         row_tile_(row_tile),
         thread_(thread),
@@ -55,18 +59,17 @@ class Consumer {
   __device__ __forceinline__ void finish_scores(const SplitTile& tile, int page,
                                                 float (&rescale)[kRowsPerThread]) {
     ptx::wgmma_touch(rS_);
-    const bool bad = smem_.bad_page[kOwnBuffer];
     const int first_token = page * kTileTokens;
-    if (bad) {
-      poison_scores(rS_);
-    } else if (first_token + kTileTokens > tile.seq_len - (params_.causal ? params_.query_len - 1 : 0)) {
+    if (first_token + kTileTokens > tile.seq_len - (params_.causal ? params_.query_len - 1 : 0)) {
       mask_page(tile, first_token);
     }
     if (first_token + kTileTokens > tile.seq_len) {
       clear_tail(smem_, kOwnBuffer, tile.seq_len - first_token, thread_);
       ptx::named_barrier_sync(kSide == kLeft ? kLeftTailCleared : kRightTailCleared, kSideThreads);
     }
-    softmax_page<Element>(rS_, scale_log2_, state_, rescale, rP_);
+    // A bad page makes every probability NaN.
+    const float scale_log2 = smem_.bad_page[kOwnBuffer] ? NAN : scale_log2_;
+    softmax_page<Element>(rS_, scale_log2, state_, rescale, rP_);
   }
 
   // Query i of a request sees the keys up to its own position.
@@ -86,10 +89,10 @@ class Consumer {
   }
 
   // The products read registers written above.
-  __device__ __forceinline__ void multiply_own() {
+  __device__ __forceinline__ void multiply_own(bool accumulate) {
     ptx::wgmma_touch(rO_);
     ptx::wgmma_fence();
-    issue_values_own<Element>(rO_, rP_, smem_, kOwnBuffer, kSide);
+    issue_values_own<Element>(rO_, rP_, smem_, kOwnBuffer, kSide, accumulate);
     ptx::wgmma_commit();
   }
 
@@ -106,34 +109,42 @@ class Consumer {
     ptx::wgmma_commit();
   }
 
-  // The row sums of the two warpgroups are of different pages but relative to the same maximum.
-  __device__ __forceinline__ void end_tile(const SplitTile& tile) {
+  // Behind a tile's products. The last tile's result stays in registers; what becomes of it is up to the
+  // kernel.
+  __device__ __forceinline__ void end_tile(const SplitTile& tile, bool is_last) {
     ptx::wgmma_touch(rO_);
-    if (tile.num_pages() == 0) {
-      if (tile.bad_length) state_.sum[0] = state_.sum[1] = NAN;
-      store_tile<Element>(params_, tile, kv_head_, row_tile_, kSide, at_, rO_, state_.maximum, state_.sum);
-      return;
+    complete_sums(tile);
+    if (is_last) {
+      last_.tile = tile;
+    } else {
+      store_tile<Element>(params_, {kv_head_, row_tile_, kSide}, tile, at_, state_, rO_);
     }
-    float total[kRowsPerThread];
+  }
+
+  // The row sums of the two warpgroups are of different pages but relative to the same maximum.
+  __device__ __forceinline__ void complete_sums(const SplitTile& tile) {
+    if (tile.bad_length && tile.num_pages() == 0) state_.sum[0] = state_.sum[1] = NAN;
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
-      total[i] = quad_reduce(state_.sum[i], [](float a, float b) { return a + b; });
-      if (at_.in_quad == 0) smem_.row_sum[tile_parity_][kSide][at_.row(i)] = total[i];
+      const float total = quad_reduce(state_.sum[i], [](float a, float b) { return a + b; });
+      if (at_.in_quad == 0) smem_.row_sum[tile_parity_][kSide][at_.row(i)] = total;
     }
     ptx::named_barrier_sync_unaligned(kRowSumsReady, kConsumerThreads);
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
       // Left plus right in both warpgroups, so that both divide by the same number.
-      total[i] =
+      state_.sum[i] =
           smem_.row_sum[tile_parity_][kLeft][at_.row(i)] + smem_.row_sum[tile_parity_][kRight][at_.row(i)];
     }
     // The other warpgroup may still be reading when this one ends its next tile, not the one after.
     tile_parity_ ^= 1;
-    store_tile<Element>(params_, tile, kv_head_, row_tile_, kSide, at_, rO_, state_.maximum, total);
   }
 
   const DecodeParams& params_;
   SmemPlan& smem_;
+  TileResult& last_;
+  RowState& state_;
+  float (&rO_)[kOutRegisters];
   const int kv_head_;
   const int row_tile_;
   const int thread_;
@@ -141,13 +152,11 @@ class Consumer {
   const FragmentPosition at_;
   const float scale_log2_;
 
-  RowState state_;
   uint32_t query_phase_ = 0;
   uint32_t kv_phase_ = 0;
   int tile_parity_ = 0;
 
   QueryRegisters rQ_;
-  float rO_[kOutRegisters];
   float rS_[kScoreRegisters];
   uint32_t rP_[kTokenSteps][4];
 };

@@ -4,8 +4,48 @@
 #include "common/math.h"
 #include "mla/sm90/dense/softmax.h"
 #include "mla/sm90/dense/tile_walker.h"
+#include "ptx/tma.h"
 
 namespace pallas_attn::mla::sm90 {
+
+// What a thread of a math warpgroup holds of a tile behind its last product: rows not divided by their sums
+// yet.
+struct TileResult {
+  SplitTile tile;
+  RowState state;  // sums complete
+  float rO[kOutRegisters];
+};
+
+// What the rows' sums and maxima come to.
+struct RowEnds {
+  float factor[kRowsPerThread];
+  float lse2[kRowsPerThread];
+
+  __device__ explicit RowEnds(const RowState& state) {
+#pragma unroll
+    for (int i = 0; i < kRowsPerThread; ++i) {
+      const bool empty = state.sum[i] == 0.0f;  // false for NaN, which must survive
+      factor[i] = empty ? 0.0f : 1.0f / state.sum[i];
+      lse2[i] = empty ? -INFINITY : state.maximum[i] + log2f(state.sum[i]);
+    }
+  }
+};
+
+// Where a warpgroup's half of a tile belongs.
+struct TilePlace {
+  int kv_head;
+  int row_tile;
+  int side;
+
+  __device__ int first_row() const { return row_tile * kTileRows; }
+  // Rows of the tile that there are.
+  __device__ int rows_left(const DecodeParams& params) const { return params.rows() - first_row(); }
+  // Of the output, or of the partial results.
+  __device__ int64_t row(const DecodeParams& params, int request_or_slot) const {
+    return (static_cast<int64_t>(request_or_slot) * params.num_kv_heads + kv_head) * params.rows() +
+           first_row();
+  }
+};
 
 // Transposes a 4 x 4 of 32-bit words held by the four lanes of a quad: word j of lane i goes to word i of
 // lane j.
@@ -66,46 +106,125 @@ __device__ __forceinline__ void store_partial(const float (&rO)[kOutRegisters], 
   }
 }
 
-// `sum` holds the rows' complete sums, zero where nothing was visible.
+// Through shared memory and the copy engine, a quarter of the instructions of store_final. Each warp stages
+// its own 16 rows in the query's place, so nobody may need the query any more.
 template <typename Element>
-__device__ __forceinline__ void store_tile(const DecodeParams& params, const SplitTile& tile, int kv_head,
-                                           int row_tile, int side, const FragmentPosition& at,
-                                           const float (&rO)[kOutRegisters],
-                                           const float (&maximum)[kRowsPerThread],
-                                           const float (&sum)[kRowsPerThread]) {
-  const int rows = params.rows();
-  const int first_row = row_tile * kTileRows;
-  const int rows_left = rows - first_row;
+__device__ __forceinline__ void stage_final(const float (&rO)[kOutRegisters], const FragmentPosition& at,
+                                            int lane, const float (&factor)[kRowsPerThread], SmemPlan& smem,
+                                            const CUtensorMap& out_map, const TilePlace& place,
+                                            int request_head) {
+  constexpr int kWarpRows = kTileRows / kSideWarps;
+#pragma unroll
+  for (int step = 0; step < kHalfDims / kStepDims; ++step) {
+    uint32_t v[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int r = step * 8 + j * 2;
+      const float scale = factor[FragmentPosition::row_of(r)];
+      v[j] = ElementTraits<Element>::pack(rO[r] * scale, rO[r + 1] * scale);
+    }
+    const SmemPlan::Piece& piece = smem.sQ[place.side * kHalfPieces + step / kStepsPerPiece];
+    ptx::store_matrix_x4(operand_address(piece, at.warp, lane, step % kStepsPerPiece), v[0], v[1], v[2],
+                         v[3]);
+  }
+  ptx::fence_async_shared();
+  __syncwarp();
+  if (lane != 0) return;
+#pragma unroll 1
+  for (int piece = place.side * kHalfPieces; piece < (place.side + 1) * kHalfPieces; ++piece) {
+    // Rows past the request's last are outside the map, which the copy engine leaves out.
+    ptx::tma_store_3d(&out_map, smem.sQ[piece][at.warp * kWarpRows], piece * kPieceDims,
+                      place.first_row() + at.warp * kWarpRows, request_head);
+  }
+  ptx::tma_commit_stores();
+  ptx::tma_wait_until_stores_have_read();
+}
 
-  float factor[kRowsPerThread];
-  float lse2[kRowsPerThread];
+// Adds another split's partial result to the tile.
+__device__ __forceinline__ void add_partial(const DecodeParams& params, const TilePlace& place, int slot,
+                                            const FragmentPosition& at, TileResult& result) {
+  const int64_t slot_row = place.row(params, slot);
 #pragma unroll
   for (int i = 0; i < kRowsPerThread; ++i) {
-    const bool empty = sum[i] == 0.0f;  // false for NaN, which must survive
-    factor[i] = empty ? 0.0f : 1.0f / sum[i];
-    lse2[i] = empty ? -INFINITY : maximum[i] + log2f(sum[i]);
-  }
-
-  const bool whole = tile.partial_slot < 0;
-  const int64_t slot = whole ? tile.request : tile.partial_slot;
-  const int64_t slot_row = (slot * params.num_kv_heads + kv_head) * rows + first_row;
-  if (whole) {
-    const int64_t offset = slot_row * kLatentDim * 2;
-    store_final<Element>(rO, at, factor, static_cast<char*>(params.out) + offset, side, rows_left);
-  } else {
-    store_partial(rO, at, factor, params.partial_out + slot_row * kLatentDim, side, rows_left);
-  }
-
-  if (side != 0 || at.in_quad != 0) return;
+    const int row = at.row(i);
+    if (row >= place.rows_left(params)) continue;
+    float& maximum = result.state.maximum[i];
+    float& sum = result.state.sum[i];
+    const float lse2 = params.partial_lse2[slot_row + row];
+    const float top = fmaxf(maximum, lse2);
+    const float own = exp2_fast(maximum - top), other = exp2_fast(lse2 - top);
+    maximum = top;
+    sum = sum * own + other;
+    const float* from =
+        params.partial_out + (slot_row + row) * kLatentDim + place.side * kHalfDims + at.in_quad * 2;
+    // As many loads in flight as there are registers for.
+    constexpr int kAtOnce = 32;
 #pragma unroll
-  for (int i = 0; i < kRowsPerThread; ++i) {
-    if (at.row(i) >= rows_left) continue;
-    if (whole) {
-      *params.lse_of(tile.request, kv_head, first_row + at.row(i)) = lse2[i] * kLn2;
-    } else {
-      params.partial_lse2[slot_row + at.row(i)] = lse2[i];
+    for (int first = 0; first < kHalfDims / 8; first += kAtOnce) {
+      float2 v[kAtOnce];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) v[j] = *reinterpret_cast<const float2*>(from + (first + j) * 8);
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        const int r = (first + j) * 4 + i * 2;
+        result.rO[r] = result.rO[r] * own + v[j].x * other;
+        result.rO[r + 1] = result.rO[r + 1] * own + v[j].y * other;
+      }
     }
   }
+}
+
+// Where the tile is a request of its own the log-sum-exp is final too.
+__device__ __forceinline__ void store_lse(const DecodeParams& params, const TilePlace& place,
+                                          const SplitTile& tile, const FragmentPosition& at,
+                                          const float (&lse2)[kRowsPerThread]) {
+  if (place.side != 0 || at.in_quad != 0) return;
+#pragma unroll
+  for (int i = 0; i < kRowsPerThread; ++i) {
+    const int row = at.row(i);
+    if (row >= place.rows_left(params)) continue;
+    if (tile.partial_slot < 0) {
+      *params.lse_of(tile.request, place.kv_head, place.first_row() + row) = lse2[i] * kLn2;
+    } else {
+      params.partial_lse2[place.row(params, tile.partial_slot) + row] = lse2[i];
+    }
+  }
+}
+
+// While the next tile's query and pages are on their way.
+template <typename Element>
+__device__ __forceinline__ void store_tile(const DecodeParams& params, const TilePlace& place,
+                                           const SplitTile& tile, const FragmentPosition& at,
+                                           const RowState& state, const float (&rO)[kOutRegisters]) {
+  const RowEnds ends(state);
+  const int rows_left = place.rows_left(params);
+  if (tile.partial_slot < 0) {
+    const int64_t offset = place.row(params, tile.request) * kLatentDim * 2;
+    store_final<Element>(rO, at, ends.factor, static_cast<char*>(params.out) + offset, place.side, rows_left);
+  } else {
+    float* out = params.partial_out + place.row(params, tile.partial_slot) * kLatentDim;
+    store_partial(rO, at, ends.factor, out, place.side, rows_left);
+  }
+  store_lse(params, place, tile, at, ends.lse2);
+}
+
+// When nothing follows.
+template <typename Element>
+__device__ __forceinline__ void store_last_tile(const DecodeParams& params, const TilePlace& place,
+                                                const TileResult& result, const FragmentPosition& at,
+                                                int lane, SmemPlan& smem, const CUtensorMap& out_map) {
+  const SplitTile& tile = result.tile;
+  const RowEnds ends(result.state);
+  const int rows_left = place.rows_left(params);
+  if (at.warp * (kTileRows / kSideWarps) >= rows_left) return;
+  if (tile.partial_slot < 0) {
+    stage_final<Element>(result.rO, at, lane, ends.factor, smem, out_map, place,
+                         tile.request * params.num_kv_heads + place.kv_head);
+  } else {
+    float* out = params.partial_out + place.row(params, tile.partial_slot) * kLatentDim;
+    store_partial(result.rO, at, ends.factor, out, place.side, rows_left);
+  }
+  store_lse(params, place, tile, at, ends.lse2);
 }
 
 }  // namespace pallas_attn::mla::sm90

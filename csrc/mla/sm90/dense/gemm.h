@@ -68,16 +68,16 @@ __device__ __forceinline__ uint64_t value_descriptor(SmemPlan& smem, int buffer,
 
 constexpr uint32_t kTokenStepBytes = kStepDims * kRowBytes;
 
-// rO += P V with this warpgroup's own probabilities.
+// rO += P V with this warpgroup's own probabilities; or rO = P V.
 template <typename Element>
 __device__ __forceinline__ void issue_values_own(float (&rO)[kOutRegisters],
                                                  const uint32_t (&rP)[kTokenSteps][4], SmemPlan& smem,
-                                                 int buffer, int side) {
+                                                 int buffer, int side, bool accumulate) {
   const uint64_t value = value_descriptor(smem, buffer, side);
 #pragma unroll
   for (int step = 0; step < kTokenSteps; ++step) {
-    ptx::wgmma_m64n256k16_a_registers<Element>(rO, rP[step],
-                                               ptx::advance_descriptor(value, step * kTokenStepBytes), true);
+    ptx::wgmma_m64n256k16_a_registers<Element>(
+        rO, rP[step], ptx::advance_descriptor(value, step * kTokenStepBytes), accumulate || step > 0);
   }
 }
 

@@ -26,6 +26,17 @@ LaunchStatus launch_instance(const DecodeParams& params, cudaStream_t stream) {
                                           &query_map);
   if (!status.ok()) return status;
 
+  // A warp's rows of the output.
+  constexpr uint64_t kOutBytes = kLatentDim * 2;
+  CUtensorMap out_map;
+  status = encode_tensor_map({kDtype,
+                              params.out,
+                              {kLatentDim, rows, params.batch * kv_heads},
+                              {kOutBytes, kOutBytes * rows},
+                              {kPieceDims, kTileRows / kSideWarps, 1}},
+                             &out_map);
+  if (!status.ok()) return status;
+
   // The KV heads of a token lie side by side: to the copy engine they are one long row.
   const uint64_t slot_bytes = kTokenBytes * kv_heads;
   CUtensorMap cache_map;
@@ -58,7 +69,7 @@ LaunchStatus launch_instance(const DecodeParams& params, cudaStream_t stream) {
   // The launch and the set-up of the barriers overlap the end of the kernel before.
   const Blocks blocks = merging == Merging::kInside ? Blocks::kCooperative : Blocks::kIndependent;
   status = launch_dependent(kernel, grid, kThreads, sizeof(SmemPlan), stream, blocks,
-                            "launching the decode kernel", params, query_map, cache_map, merging);
+                            "launching the decode kernel", params, query_map, cache_map, out_map, merging);
   if (!status.ok() || merging != Merging::kKernelFollows) return status;
   return launch_combine(params, num_sms, stream);
 }

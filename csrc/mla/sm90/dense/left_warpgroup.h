@@ -10,8 +10,9 @@ class LeftWarpgroup : Consumer<Element, kLeft> {
   using Base = Consumer<Element, kLeft>;
 
  public:
-  __device__ LeftWarpgroup(const DecodeParams& params, SmemPlan& smem, int kv_head, int row_tile, int thread)
-      : Base(params, smem, kv_head, row_tile, thread) {}
+  __device__ LeftWarpgroup(const DecodeParams& params, SmemPlan& smem, TileResult& last, int kv_head,
+                           int row_tile, int thread)
+      : Base(params, smem, last, kv_head, row_tile, thread) {}
 
   // The loop turns at the point where only this warpgroup's own product is running: ptxas gives up on
   // overlapping anything when a product that is later waited for by count crosses a loop's back edge.
@@ -37,7 +38,7 @@ class LeftWarpgroup : Consumer<Element, kLeft> {
       }
       // Its loads travel while this tile is written.
       more = walker.next(next);
-      this->end_tile(tile);
+      this->end_tile(tile, !more);
     }
   }
 
@@ -67,7 +68,7 @@ class LeftWarpgroup : Consumer<Element, kLeft> {
     this->finish_scores(tile, page, rescale);
     this->publish(rescale);
     rescale_out(this->rO_, rescale);
-    this->multiply_own();
+    this->multiply_own(kOddProductRunning);
   }
 
   // On entry the product with the even page before is running, on exit the one with this page.

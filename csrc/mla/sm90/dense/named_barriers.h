@@ -21,7 +21,7 @@ enum NamedBarrier {
   // owner.
   kLeftTailCleared = 4,
   kRightTailCleared = 5,
-  // Shared memory says whether any request was cut. Arrives: a warp without other work. Wait: both
+  // Shared memory lists the requests that were cut. Arrives: a warp without other work. Wait: both
   // warpgroups, at the end.
   kCutsKnown = 7,
   // While partial results are merged, when all of the above are done with. Both warpgroups arrive and wait.

@@ -10,8 +10,9 @@ class RightWarpgroup : Consumer<Element, kRight> {
   using Base = Consumer<Element, kRight>;
 
  public:
-  __device__ RightWarpgroup(const DecodeParams& params, SmemPlan& smem, int kv_head, int row_tile, int thread)
-      : Base(params, smem, kv_head, row_tile, thread) {}
+  __device__ RightWarpgroup(const DecodeParams& params, SmemPlan& smem, TileResult& last, int kv_head,
+                            int row_tile, int thread)
+      : Base(params, smem, last, kv_head, row_tile, thread) {}
 
   __device__ __forceinline__ void run(int part) {
     TileWalker walker(this->params_, part);
@@ -31,7 +32,7 @@ class RightWarpgroup : Consumer<Element, kRight> {
       if (page < tile.page_end) process_last_even_page();
       // Its loads travel while this tile is written.
       more = walker.next(next);
-      this->end_tile(tile);
+      this->end_tile(tile, !more);
     }
   }
 
@@ -68,7 +69,7 @@ class RightWarpgroup : Consumer<Element, kRight> {
     ptx::wgmma_touch(this->rO_);
     this->release(0, kRightPart);
     rescale_out(this->rO_, rescale);
-    this->multiply_own();
+    this->multiply_own(true);
   }
 
   __device__ __forceinline__ void process_last_even_page() {

@@ -8,8 +8,8 @@
 //   221952     1024  row sums, by tile parity and warpgroup
 //   222976      192  mbarriers
 //   223168        8  flags of bad pages
-//   223176        4  whether any request was cut
-//   = 223180, of the 232448 a CTA can have
+//   223176     3084  requests that were cut
+//   = 226260, of the 232448 a CTA can have
 //
 // A page's probabilities (64 x 64, one piece), on their way to the warpgroup that did not compute them, need
 // no space of their own: they take the place of the page's rotary piece, which nobody reads once its scores
@@ -49,7 +49,7 @@ struct alignas(1024) SmemPlan {
   uint64_t query_full;
   uint64_t query_empty;
   int bad_page[kBuffers];
-  int any_cut;
+  CutList cuts;
 };
 
 constexpr size_t kSmemLimit = 227 * 1024;

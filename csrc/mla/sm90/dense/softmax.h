@@ -60,11 +60,6 @@ __device__ __forceinline__ void mask_scores(float (&rS)[kScoreRegisters], const 
   }
 }
 
-__device__ __forceinline__ void poison_scores(float (&rS)[kScoreRegisters]) {
-#pragma unroll
-  for (int r = 0; r < kScoreRegisters; ++r) rS[r] = NAN;
-}
-
 // Turns scores into probabilities (packed as the A operand of the value product), moves the running maximum
 // and sum, and says by what the rows' earlier results must be multiplied.
 template <typename Element>
@@ -82,7 +77,8 @@ __device__ __forceinline__ void softmax_page(float (&rS)[kScoreRegisters], float
     const float before = state.maximum[i];
     const float after = top > before + kRescaleSlack ? top : before;
     state.maximum[i] = after;
-    rescale[i] = exp2_fast(before - after);
+    // Nothing to rescale yet: one, so that nobody does.
+    rescale[i] = before == kNoMaximum ? 1.0f : exp2_fast(before - after);
     float sum = 0.0f;
 #pragma unroll
     for (int r = 0; r < kScoreRegisters; ++r) {

@@ -15,7 +15,10 @@ struct SplitTile {
   int page_end;
   int seq_len;       // at least 0, at most the block table's capacity
   int partial_slot;  // where the partial result goes, or -1 for a request of one split
-  bool bad_length;   // the length given was negative or longer than that: the result is NaN
+  // Splits of the request, where this is the first of few and the last tile of its part (see
+  // Consumer::merge_kept); else 0.
+  int kept_splits;
+  bool bad_length;  // the length given was negative or longer than that: the result is NaN
 
   __device__ int num_pages() const { return page_end - page_begin; }
 };
@@ -60,6 +63,9 @@ class TileWalker {
     const bool whole = end_slot_ - first_slot_ == 1;
     const int slot = first_slot_ + (request_ == row_.x ? begin_split_ : 0);
     tile.partial_slot = whole ? -1 : min(max(slot, 0), params_.num_slots() - 1);
+    const int splits = end_slot_ - first_slot_;
+    const bool kept = !whole && splits <= kMostKeptSplits && slot == first_slot_ && request_ == row_.z;
+    tile.kept_splits = kept ? splits : 0;
     ++request_;
     return tile;
   }
