@@ -16,6 +16,12 @@ __device__ __forceinline__ void fence_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// The same for global memory, before the copy engine reads what ordinary stores (of any CTA waited for) have
+// written.
+__device__ __forceinline__ void fence_async_global() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
 // Four 8x8 matrices of 16-bit elements; lane i supplies the address of row i % 8 of matrix i / 8.
 __device__ __forceinline__ void load_matrix_x4(uint32_t address, uint32_t (&r)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

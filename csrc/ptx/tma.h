@@ -31,7 +31,24 @@ __device__ __forceinline__ void tma_load_3d(void* destination, const CUtensorMap
       : "memory");
 }
 
-// What other threads stored into `source` must have been made visible by fence_async_shared.
+// Plain runs of bytes, a multiple of 16 at multiples of 16. Completion adds them to `barrier`.
+__device__ __forceinline__ void bulk_load(void* destination, const void* source, uint32_t bytes,
+                                          uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          shared_address(destination)),
+      "l"(source), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
+}
+
+// For both kinds of store: what other threads have put into `source` must have been made visible by
+// fence_async_shared. A store belongs to a group of the executing thread, which closes and awaits it.
+__device__ __forceinline__ void bulk_store(void* destination, const void* source, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination),
+               "r"(shared_address(source)), "r"(bytes)
+               : "memory");
+}
+
 __device__ __forceinline__ void tma_store_3d(const CUtensorMap* map, const void* source, int c0, int c1,
                                              int c2) {
   asm volatile(
@@ -40,14 +57,15 @@ __device__ __forceinline__ void tma_store_3d(const CUtensorMap* map, const void*
       : "memory");
 }
 
-// Of the executing thread: closes a group of stores, and waits until the groups have read shared memory (the
-// writes themselves are complete when the kernel is).
-__device__ __forceinline__ void tma_commit_stores() {
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+__device__ __forceinline__ void close_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Shared memory may be written again.
+__device__ __forceinline__ void wait_until_stores_have_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
-__device__ __forceinline__ void tma_wait_until_stores_have_read() {
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+__device__ __forceinline__ void wait_until_stores_are_done() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
 }  // namespace pallas_attn::ptx

@@ -68,8 +68,8 @@ def mla_schedule(
         s_q: query tokens per sequence.
         num_parts: pieces of equal work to cut the batch into; None takes what fills the device.
         overhead_blocks: what starting on a sequence costs, in blocks of 64 tokens. FlashMLA takes 5, which keeps most
-            sequences of a big batch whole; None takes 5 too, but less for few sequences, which must be cut finely
-            to fill the device: 2 below half as many sequences as parts, 1 below a sixteenth.
+            sequences of a big batch whole; None takes 5 too if there are more sequences than parts. Fewer must be
+            cut to fill the device: 2, or 1 below a sixteenth of the parts.
 
     Raises:
         TypeError, ValueError: seq_lens that are not an int32 vector with at least one entry; counts below 1.
@@ -94,8 +94,12 @@ def mla_schedule(
 
 
 def default_overhead(num_seqs: int, num_parts: int) -> int:
-    """Measured on an H100 for 1 to 128 sequences of 1024 and 8192 tokens."""
-    if 2 * num_seqs >= num_parts:
+    """Measured on an H100 for 1 to 128 sequences of 1024 and 8192 tokens, and of varying lengths.
+
+    With more sequences than parts a high overhead keeps whole sequences together; with fewer, one more cut costs
+    less than parts of unlike length.
+    """
+    if num_seqs > num_parts:
         return FIXED_OVERHEAD_BLOCKS
     return 2 if 16 * num_seqs > num_parts else 1
 

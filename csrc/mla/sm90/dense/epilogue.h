@@ -31,6 +31,9 @@ struct RowEnds {
   }
 };
 
+// Rows of a tile that one warp holds.
+constexpr int kWarpRows = kTileRows / kSideWarps;
+
 // Where a warpgroup's half of a tile belongs.
 struct TilePlace {
   int kv_head;
@@ -44,6 +47,10 @@ struct TilePlace {
   __device__ int64_t row(const DecodeParams& params, int request_or_slot) const {
     return (static_cast<int64_t>(request_or_slot) * params.num_kv_heads + kv_head) * params.rows() +
            first_row();
+  }
+  // This side's columns of one.
+  __device__ float* partial_row(const DecodeParams& params, int slot, int row_in_tile) const {
+    return params.partial_out + (row(params, slot) + row_in_tile) * kLatentDim + side * kHalfDims;
   }
 };
 
@@ -113,7 +120,6 @@ __device__ __forceinline__ void stage_final(const float (&rO)[kOutRegisters], co
                                             int lane, const float (&factor)[kRowsPerThread], SmemPlan& smem,
                                             const CUtensorMap& out_map, const TilePlace& place,
                                             int request_head) {
-  constexpr int kWarpRows = kTileRows / kSideWarps;
 #pragma unroll
   for (int step = 0; step < kHalfDims / kStepDims; ++step) {
     uint32_t v[4];
@@ -136,41 +142,82 @@ __device__ __forceinline__ void stage_final(const float (&rO)[kOutRegisters], co
     ptx::tma_store_3d(&out_map, smem.sQ[piece][at.warp * kWarpRows], piece * kPieceDims,
                       place.first_row() + at.warp * kWarpRows, request_head);
   }
-  ptx::tma_commit_stores();
-  ptx::tma_wait_until_stores_have_read();
+  ptx::close_stores();
+  ptx::wait_until_stores_have_read();
 }
 
-// Adds another split's partial result to the tile.
-__device__ __forceinline__ void add_partial(const DecodeParams& params, const TilePlace& place, int slot,
-                                            const FragmentPosition& at, TileResult& result) {
-  const int64_t slot_row = place.row(params, slot);
+// A row of the side's 256 columns is one run of bytes to the copy engine, where a warp's stores and loads
+// would be eight crumbs of 32 bytes. Worth it for all rows of a tile behind which everybody waits, not for
+// few.
+__device__ __forceinline__ void stage_partial(const float (&rO)[kOutRegisters], const FragmentPosition& at,
+                                              int lane, const float (&factor)[kRowsPerThread], SmemPlan& smem,
+                                              const DecodeParams& params, const TilePlace& place, int slot) {
+  PartialStage& stage = smem.partial_stage();
 #pragma unroll
   for (int i = 0; i < kRowsPerThread; ++i) {
-    const int row = at.row(i);
-    if (row >= place.rows_left(params)) continue;
-    float& maximum = result.state.maximum[i];
-    float& sum = result.state.sum[i];
-    const float lse2 = params.partial_lse2[slot_row + row];
-    const float top = fmaxf(maximum, lse2);
-    const float own = exp2_fast(maximum - top), other = exp2_fast(lse2 - top);
-    maximum = top;
-    sum = sum * own + other;
-    const float* from =
-        params.partial_out + (slot_row + row) * kLatentDim + place.side * kHalfDims + at.in_quad * 2;
-    // As many loads in flight as there are registers for.
-    constexpr int kAtOnce = 32;
+    float* row = &stage.rows[place.side][at.row(i)][at.in_quad * 2];
 #pragma unroll
-    for (int first = 0; first < kHalfDims / 8; first += kAtOnce) {
-      float2 v[kAtOnce];
+    for (int group = 0; group < kHalfDims / 8; ++group) {
+      const int r = group * 4 + i * 2;
+      *reinterpret_cast<float2*>(row + group * 8) = make_float2(rO[r] * factor[i], rO[r + 1] * factor[i]);
+    }
+  }
+  ptx::fence_async_shared();
+  __syncwarp();
+  const int row = at.warp * kWarpRows + lane;
+  if (lane >= kWarpRows || row >= place.rows_left(params)) return;
+  ptx::bulk_store(place.partial_row(params, slot, row), stage.rows[place.side][row],
+                  kHalfDims * sizeof(float));
+  ptx::close_stores();
+  ptx::wait_until_stores_are_done();
+}
+
+// Adds the other splits' partial results to the tile.
+__device__ __forceinline__ void add_partials(const DecodeParams& params, const TilePlace& place,
+                                             const FragmentPosition& at, int lane, SmemPlan& smem,
+                                             TileResult& result) {
+  PartialStage& stage = smem.partial_stage();
+  const int rows = min(place.rows_left(params) - at.warp * kWarpRows, kWarpRows);
+  if (rows <= 0) return;
+  uint64_t* full = &smem.partial_full[place.side][at.warp];
+  ptx::fence_async_global();
+  for (int split = 1; split < result.tile.kept_splits; ++split) {
+    const int slot = min(result.tile.partial_slot + split, params.num_slots() - 1);
+    if (lane == 0) ptx::mbarrier_arrive_expect_bytes(full, rows * kHalfDims * sizeof(float));
+    __syncwarp();
+    if (lane < rows) {
+      const int row = at.warp * kWarpRows + lane;
+      ptx::bulk_load(stage.rows[place.side][row], place.partial_row(params, slot, row),
+                     kHalfDims * sizeof(float), full);
+    }
+    float lse2[kRowsPerThread];
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) v[j] = *reinterpret_cast<const float2*>(from + (first + j) * 8);
+    for (int i = 0; i < kRowsPerThread; ++i) {
+      // Rows that do not exist add zeros.
+      const int row = at.row(i);
+      lse2[i] =
+          row < place.rows_left(params) ? params.partial_lse2[place.row(params, slot) + row] : -INFINITY;
+    }
+    ptx::mbarrier_wait(full, (split - 1) & 1);
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        const int r = (first + j) * 4 + i * 2;
-        result.rO[r] = result.rO[r] * own + v[j].x * other;
-        result.rO[r + 1] = result.rO[r + 1] * own + v[j].y * other;
+    for (int i = 0; i < kRowsPerThread; ++i) {
+      float& maximum = result.state.maximum[i];
+      const float top = fmaxf(maximum, lse2[i]);
+      const float own = exp2_fast(maximum - top), other = exp2_fast(lse2[i] - top);
+      maximum = top;
+      result.state.sum[i] = result.state.sum[i] * own + other;
+      const float* row = &stage.rows[place.side][at.row(i)][at.in_quad * 2];
+#pragma unroll
+      for (int group = 0; group < kHalfDims / 8; ++group) {
+        const float2 v = *reinterpret_cast<const float2*>(row + group * 8);
+        const int r = group * 4 + i * 2;
+        result.rO[r] = result.rO[r] * own + v.x * other;
+        result.rO[r + 1] = result.rO[r + 1] * own + v.y * other;
       }
     }
+    // The next one overwrites what was just read.
+    ptx::fence_async_shared();
+    __syncwarp();
   }
 }
 
@@ -208,18 +255,21 @@ __device__ __forceinline__ void store_tile(const DecodeParams& params, const Til
   store_lse(params, place, tile, at, ends.lse2);
 }
 
-// When nothing follows.
+// When nothing follows. `awaited`: other CTAs wait for a partial result.
 template <typename Element>
 __device__ __forceinline__ void store_last_tile(const DecodeParams& params, const TilePlace& place,
                                                 const TileResult& result, const FragmentPosition& at,
-                                                int lane, SmemPlan& smem, const CUtensorMap& out_map) {
+                                                int lane, bool awaited, SmemPlan& smem,
+                                                const CUtensorMap& out_map) {
   const SplitTile& tile = result.tile;
   const RowEnds ends(result.state);
   const int rows_left = place.rows_left(params);
-  if (at.warp * (kTileRows / kSideWarps) >= rows_left) return;
+  if (at.warp * kWarpRows >= rows_left) return;
   if (tile.partial_slot < 0) {
     stage_final<Element>(result.rO, at, lane, ends.factor, smem, out_map, place,
                          tile.request * params.num_kv_heads + place.kv_head);
+  } else if (awaited) {
+    stage_partial(result.rO, at, lane, ends.factor, smem, params, place, tile.partial_slot);
   } else {
     float* out = params.partial_out + place.row(params, tile.partial_slot) * kLatentDim;
     store_partial(result.rO, at, ends.factor, out, place.side, rows_left);

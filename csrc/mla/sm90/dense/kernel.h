@@ -22,6 +22,9 @@ __device__ __forceinline__ void init_barriers(SmemPlan& smem) {
   }
   ptx::mbarrier_init(&smem.query_full, 1);
   ptx::mbarrier_init(&smem.query_empty, kSides * kSideWarps);
+  for (int side = 0; side < kSides; ++side) {
+    for (int warp = 0; warp < kSideWarps; ++warp) ptx::mbarrier_init(&smem.partial_full[side][warp], 1);
+  }
   ptx::mbarrier_init_fence();
 }
 
@@ -76,28 +79,28 @@ __global__ void __launch_bounds__(kThreads, 1)
   const TilePlace place = {kv_head, row_tile, role};
   const FragmentPosition at(thread);
   const int lane = thread % 32;
+  const bool merges = merging == Merging::kInside;
   // The first of a request's few splits waits, takes in the others' partial results and writes the output:
   // half as much to write and to read as if every split left its own.
-  const bool keeps = merging == Merging::kInside && last.tile.kept_splits > 0;
-  if (last.tile.request >= 0 && !keeps)
-    store_last_tile<Element>(params, place, last, at, lane, smem, out_map);
-  if (merging == Merging::kInside) {
-    ptx::named_barrier_sync(kCutsKnown, kConsumerThreads + 32);
-    if (smem.cuts.any) {
-      // All CTAs of the grid meet; the threads that have returned do not count.
-      cooperative_groups::this_grid().sync();
-      if (keeps) {
-        for (int split = 1; split < last.tile.kept_splits; ++split) {
-          add_partial(params, place, min(last.tile.partial_slot + split, params.num_slots() - 1), at, last);
-        }
-        last.tile.partial_slot = -1;
-        store_last_tile<Element>(params, place, last, at, lane, smem, out_map);
-      }
-      if (smem.cuts.few + smem.cuts.many > 0) {
-        const int cta = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
-        const int num_ctas = gridDim.x * gridDim.y * gridDim.z;
-        Merger<Element, kMerging>(params, &smem.cuts, smem.merge_scratch(), cta, num_ctas, threadIdx.x).run();
-      }
+  const bool keeps = merges && last.tile.kept_splits > 0;
+  if (last.tile.request >= 0 && !keeps) {
+    store_last_tile<Element>(params, place, last, at, lane, merges, smem, out_map);
+  }
+  if (merges) ptx::named_barrier_sync(kCutsKnown, kConsumerThreads + 32);
+  if (merges && smem.cuts.any) {
+    // All CTAs of the grid meet; the threads that have returned do not count.
+    cooperative_groups::this_grid().sync();
+    if (keeps) {
+      add_partials(params, place, at, lane, smem, last);
+      last.tile.partial_slot = -1;
+      store_last_tile<Element>(params, place, last, at, lane, merges, smem, out_map);
+    }
+    if (smem.cuts.few + smem.cuts.many > 0) {
+      // Shared memory may still be read above.
+      ptx::named_barrier_sync(kMerging, kConsumerThreads);
+      const int cta = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+      const int num_ctas = gridDim.x * gridDim.y * gridDim.z;
+      Merger<Element, kMerging>(params, &smem.cuts, smem.merge_scratch(), cta, num_ctas, threadIdx.x).run();
     }
   }
   // Only for our own kernel: others may load what they take to be constant before they wait for this one. And
