@@ -17,6 +17,8 @@ import re
 import statistics
 import time
 
+import jax
+import jax.numpy as jnp
 import torch
 
 from pallas_attn.ops.mla_decode.schedule import default_overhead, num_sm_parts
@@ -117,7 +119,8 @@ def ours(cell: Cell, library: ctypes.CDLL):
     empty = {"device": "cuda", "dtype": torch.int32}
     schedule, splits = torch.empty(parts, 8, **empty), torch.empty(batch + 1, **empty)
     arrays = (cell.lengths.data_ptr(), schedule.data_ptr(), splits.data_ptr())
-    params = ScheduleParams(*arrays, batch, parts, default_overhead(batch, parts))
+    overhead = int(default_overhead(jnp.asarray(cell.lengths.tolist(), jnp.int32), parts, rows))
+    params = ScheduleParams(*arrays, batch, parts, overhead)
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
     assert library.mla_schedule(ctypes.byref(params), stream) == 0
     out = cell.query.new_empty(batch, s_q, heads, LATENT)
@@ -204,6 +207,7 @@ def main() -> None:
     parser.add_argument("--cells", default="", help="regular expression: only cells like b128-s4096-h16-q1")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no new cell after this long")
     arguments = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")  # for the schedule's choices only: the GPU is torch's
     library = load(arguments.library)
     start = time.monotonic()
     with open(arguments.out, "w", newline="") as file:

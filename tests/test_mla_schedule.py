@@ -85,6 +85,40 @@ def test_other_overheads(problem, overhead):
     check(lengths, num_parts, overhead)
 
 
+@pytest.mark.parametrize(
+    ("num_seqs", "num_tokens", "num_parts", "rows", "whole"),
+    [
+        (128, 1024, 132, 16, True),
+        (128, 8192, 132, 16, True),
+        (128, 16384, 132, 64, True),
+        (128, 32768, 132, 16, False),  # cutting saves 16 blocks a part
+        (128, 16384, 66, 128, True),  # two for each part
+        (128, 16384, 33, 256, False),
+        (64, 1024, 132, 16, False),  # whole, they would leave half of the parts idle
+        (1, 32768, 132, 16, False),
+    ],
+)
+def test_sequences_of_like_length_stay_whole_where_that_is_faster(
+    num_seqs, num_tokens, num_parts, rows, whole
+):
+    lengths = num_tokens - np.arange(num_seqs) % 50
+    seq_lens = jnp.asarray(lengths, jnp.int32)
+    overhead = int(sched.default_overhead(seq_lens, num_parts, rows))
+    check(lengths.tolist(), num_parts, overhead)
+    num_splits = compiled(seq_lens, num_parts, overhead).num_splits
+    assert (int(num_splits[-1]) == num_seqs) == whole
+
+
+def test_the_default_overhead_of_varying_lengths():
+    lengths = jnp.asarray(np.random.default_rng(0).normal(4096, 2048, 128).clip(1), jnp.int32)
+    assert [int(sched.default_overhead(lengths, parts, 64)) for parts in (132, 66)] == [2, 5]
+    assert sched.default_overhead(lengths[:8], 132, 16) == 1
+    metadata, num_splits = jax.jit(lambda lens: sched.mla_schedule(lens, num_heads=16, num_parts=132))(lengths)
+    expected = compiled(lengths, 132, 2)
+    np.testing.assert_array_equal(metadata, expected.tile_scheduler_metadata)
+    np.testing.assert_array_equal(num_splits, expected.num_splits)
+
+
 def test_a_batch_of_128():
     rng = np.random.default_rng(0)
     check([max(1, int(n)) for n in rng.normal(4096, 2048, 128)], 132)

@@ -13,14 +13,6 @@ __device__ __forceinline__ void tma_prefetch_descriptor(const CUtensorMap* map) 
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// Cache policies are opaque 64-bit words that the hardware can also create itself; asking for them at run
-// time keeps undocumented constants out of this file.
-__device__ __forceinline__ uint64_t l2_evict_first_policy() {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
 // Coordinates are innermost first. Completion adds the box's bytes to `barrier`.
 __device__ __forceinline__ void tma_load_3d(void* destination, const CUtensorMap* map, uint64_t* barrier,
                                             uint64_t policy, int c0, int c1, int c2) {

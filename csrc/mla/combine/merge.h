@@ -11,6 +11,7 @@
 #include "common/math.h"
 #include "mla/element_traits.h"
 #include "mla/params.h"
+#include "ptx/cache.h"
 #include "ptx/control.h"
 
 namespace pallas_attn::mla {
@@ -203,6 +204,19 @@ class Merger {
     }
   }
 
+  // This warp has added them up and nobody else reads them. Where whole blocks merge there are few sequences,
+  // and it would not pay.
+  __device__ __forceinline__ void discard(const CutRequest& cut, int row) const {
+    constexpr int kLineFloats = ptx::kLineBytes / sizeof(float);
+    constexpr int kLines = kLatentDim / kLineFloats;
+    const int64_t rows = params_.all_rows();
+    const float* partial = params_.partial_out + (cut.first_slot * rows + row) * kLatentDim;
+    __syncwarp();
+    for (int i = lane_; i < cut.splits * kLines; i += 32) {
+      ptx::discard_line(partial + i / kLines * rows * kLatentDim + i % kLines * kLineFloats);
+    }
+  }
+
   // Where nothing is visible, every weight shall be 2^-inf = 0 and not 2^(inf - inf).
   static __device__ __forceinline__ float finite_or_zero(float maximum) {
     return maximum == -INFINITY ? 0.0f : maximum;
@@ -286,6 +300,7 @@ class Merger {
                        ElementTraits<Element>::pack(v.z * factor, v.w * factor));
       }
       if (lane_ == 0) store_lse(cut.request, row, sum.maximum, sum.weight);
+      discard(cut, row);
     }
   }
 

@@ -68,8 +68,8 @@ def mla_schedule(
         s_q: query tokens per sequence.
         num_parts: pieces of equal work to cut the batch into; None takes what fills the device.
         overhead_blocks: what starting on a sequence costs, in blocks of 64 tokens. FlashMLA takes 5, which keeps most
-            sequences of a big batch whole; None takes 5 too if there are more sequences than parts. Fewer must be
-            cut to fill the device: 2, or 1 below a sixteenth of the parts.
+            sequences of a big batch whole. None takes 5 too if there are more sequences than parts, else 2, or 1 below
+            a sixteenth of the parts; and up to 20 where that leaves sequences of like length whole.
 
     Raises:
         TypeError, ValueError: seq_lens that are not an int32 vector with at least one entry; counts below 1.
@@ -83,32 +83,49 @@ def mla_schedule(
         if value < 1:
             fail("mla_schedule", name, "at least 1", str(value))
     check.multiple("num_heads", num_heads, "num_kv_heads", num_kv_heads)
+    rows = s_q * num_heads // num_kv_heads
     if num_parts is None:
-        num_parts = num_sm_parts(s_q * num_heads // num_kv_heads, num_kv_heads, current_device().num_cores)
-    if overhead_blocks is None:
-        overhead_blocks = default_overhead(seq_lens.shape[0], num_parts)
+        num_parts = num_sm_parts(rows, num_kv_heads, current_device().num_cores)
     for name, value in (("num_parts", num_parts), ("overhead_blocks", overhead_blocks)):
-        if value < 1:
+        if value is not None and value < 1:
             fail("mla_schedule", name, "at least 1", str(value))
+    if overhead_blocks is None:
+        return tile_schedule(seq_lens, num_parts, default_overhead(seq_lens, num_parts, rows))
     return tile_schedule(seq_lens, num_parts, overhead_blocks)
 
 
-def default_overhead(num_seqs: int, num_parts: int) -> int:
-    """Measured on an H100 for 1 to 128 sequences of 1024 and 8192 tokens, and of varying lengths.
+def default_overhead(seq_lens: jax.Array, num_parts: int, rows: int) -> int | jax.Array:
+    """The overhead that suits an H100, a number or, where it depends on the lengths, a scalar; `rows` of a KV head.
 
-    With more sequences than parts a high overhead keeps whole sequences together; with fewer, one more cut costs
-    less than parts of unlike length.
+    With more sequences than parts a high overhead keeps most sequences whole; fewer must be cut to fill the device. If
+    a share of whole sequences for every part leaves hardly any part idle, the overhead is what it takes for that,
+    provided that cutting would not save more: partial results, and every part's second start, cost as much as `dear`
+    blocks.
     """
-    if num_seqs > num_parts:
-        return FIXED_OVERHEAD_BLOCKS
-    return 2 if 16 * num_seqs > num_parts else 1
+    num_seqs = seq_lens.shape[0]
+    low = FIXED_OVERHEAD_BLOCKS if num_seqs > num_parts else 2 if 16 * num_seqs > num_parts else 1
+    share = -(-num_seqs // num_parts)
+    if 8 * (share * num_parts - num_seqs) > num_parts:
+        return low
+    blocks = num_blocks(seq_lens)
+    # The payload holds `share` of the longest: share * (longest + overhead) <= (total + num_seqs * overhead) / num_parts
+    # + overhead.
+    missing = jnp.maximum(share * num_parts * jnp.max(blocks) - jnp.sum(blocks), 0)
+    needed = -(-missing // (num_parts + num_seqs - share * num_parts))
+    dear = 8 if rows <= 32 else 20 if rows <= 128 else FIXED_OVERHEAD_BLOCKS
+    return jnp.where(needed <= dear, jnp.maximum(needed, low), low)
 
 
-def tile_schedule(seq_lens: jax.Array, num_parts: int, overhead: int = FIXED_OVERHEAD_BLOCKS) -> MLASchedule:
+def num_blocks(seq_lens: jax.Array) -> jax.Array:
+    return (jnp.maximum(seq_lens, 0) + (BLOCK_TOKENS - 1)) // BLOCK_TOKENS
+
+
+def tile_schedule(
+    seq_lens: jax.Array, num_parts: int, overhead: int | jax.Array = FIXED_OVERHEAD_BLOCKS
+) -> MLASchedule:
     """Schedule of [num_seqs] int32 lengths over `num_parts` parts."""
     num_seqs = seq_lens.shape[0]
-    lengths = jnp.maximum(seq_lens, 0)
-    cost = (lengths + (BLOCK_TOKENS - 1)) // BLOCK_TOKENS + overhead
+    cost = num_blocks(seq_lens) + overhead
     start = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(cost, dtype=jnp.int32)])
     total = start[-1]
     payload = jnp.maximum((total + (num_parts - 1)) // num_parts + overhead, 2 * overhead)
@@ -134,7 +151,9 @@ def tile_schedule(seq_lens: jax.Array, num_parts: int, overhead: int = FIXED_OVE
     return MLASchedule(jnp.stack(columns, axis=1).astype(jnp.int32), num_splits)
 
 
-def _part_begins(start: jax.Array, payload: jax.Array, num_parts: int, overhead: int) -> jax.Array:
+def _part_begins(
+    start: jax.Array, payload: jax.Array, num_parts: int, overhead: int | jax.Array
+) -> jax.Array:
     """[num_parts + 1] positions at which the parts begin; `start` [num_seqs + 1] ends with the total."""
     num_seqs = start.shape[0] - 1
     stride = payload - overhead

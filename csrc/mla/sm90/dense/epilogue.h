@@ -4,6 +4,8 @@
 #include "common/math.h"
 #include "mla/sm90/dense/softmax.h"
 #include "mla/sm90/dense/tile_walker.h"
+#include "ptx/cache.h"
+#include "ptx/mbarrier.h"
 #include "ptx/tma.h"
 
 namespace pallas_attn::mla::sm90 {
@@ -99,7 +101,7 @@ __device__ __forceinline__ void store_final(const float (&rO)[kOutRegisters], co
 // Two columns of a quad's lanes make one 32-byte sector of float32 as they are.
 __device__ __forceinline__ void store_partial(const float (&rO)[kOutRegisters], const FragmentPosition& at,
                                               const float (&factor)[kRowsPerThread], float* tile_out,
-                                              int side, int rows_left) {
+                                              int side, int rows_left, uint64_t policy) {
 #pragma unroll
   for (int i = 0; i < kRowsPerThread; ++i) {
     const int row = at.row(i);
@@ -108,7 +110,8 @@ __device__ __forceinline__ void store_partial(const float (&rO)[kOutRegisters], 
 #pragma unroll
     for (int group = 0; group < kHalfDims / 8; ++group) {
       const int r = group * 4 + i * 2;
-      *reinterpret_cast<float2*>(row_out + group * 8) = make_float2(rO[r] * factor[i], rO[r + 1] * factor[i]);
+      ptx::store_with_policy(row_out + group * 8, make_float2(rO[r] * factor[i], rO[r + 1] * factor[i]),
+                             policy);
     }
   }
 }
@@ -215,6 +218,12 @@ __device__ __forceinline__ void add_partials(const DecodeParams& params, const T
         result.rO[r + 1] = result.rO[r + 1] * own + v.y * other;
       }
     }
+    if (lane < rows) {
+      char* row = reinterpret_cast<char*>(place.partial_row(params, slot, at.warp * kWarpRows + lane));
+#pragma unroll
+      for (int line = 0; line < kHalfDims * 4 / ptx::kLineBytes; ++line)
+        ptx::discard_line(row + line * ptx::kLineBytes);
+    }
     // The next one overwrites what was just read.
     ptx::fence_async_shared();
     __syncwarp();
@@ -250,7 +259,9 @@ __device__ __forceinline__ void store_tile(const DecodeParams& params, const Til
     store_final<Element>(rO, at, ends.factor, static_cast<char*>(params.out) + offset, place.side, rows_left);
   } else {
     float* out = params.partial_out + place.row(params, tile.partial_slot) * kLatentDim;
-    store_partial(rO, at, ends.factor, out, place.side, rows_left);
+    // Its reader comes at the end and discards it. Until then it should stay in the L2: in device memory the
+    // few writes among all the reads of pages cost several times their bytes.
+    store_partial(rO, at, ends.factor, out, place.side, rows_left, ptx::l2_evict_last_policy());
   }
   store_lse(params, place, tile, at, ends.lse2);
 }
@@ -272,7 +283,7 @@ __device__ __forceinline__ void store_last_tile(const DecodeParams& params, cons
     stage_partial(result.rO, at, lane, ends.factor, smem, params, place, tile.partial_slot);
   } else {
     float* out = params.partial_out + place.row(params, tile.partial_slot) * kLatentDim;
-    store_partial(result.rO, at, ends.factor, out, place.side, rows_left);
+    store_partial(result.rO, at, ends.factor, out, place.side, rows_left, ptx::l2_evict_normal_policy());
   }
   store_lse(params, place, tile, at, ends.lse2);
 }

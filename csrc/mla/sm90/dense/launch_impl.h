@@ -59,6 +59,10 @@ LaunchStatus launch_instance(const DecodeParams& params, cudaStream_t stream) {
   if (found == cudaSuccess) found = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
   if (found != cudaSuccess) return {found, "asking for the number of multiprocessors"};
 
+  if (reinterpret_cast<uintptr_t>(params.partial_out) % ptx::kLineBytes != 0) {
+    return {cudaErrorMisalignedAddress, "looking for partial results that begin on a line of 128 bytes"};
+  }
+
   // One CTA fills an SM. As long as all CTAs run at once they can wait for each other and merge what was cut.
   const dim3 grid(ceil_div(params.rows(), kTileRows), params.num_sm_parts, params.num_kv_heads);
   const bool together = static_cast<int64_t>(grid.x) * grid.y * grid.z <= num_sms;

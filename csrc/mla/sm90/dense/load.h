@@ -3,6 +3,7 @@
 
 #include "mla/sm90/dense/smem_plan.h"
 #include "mla/sm90/dense/tile_walker.h"
+#include "ptx/cache.h"
 #include "ptx/mbarrier.h"
 #include "ptx/tma.h"
 

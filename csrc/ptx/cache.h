@@ -1,0 +1,41 @@
+// What stays in the L2, and for how long.
+#pragma once
+
+#include <cstdint>
+
+namespace pallas_attn::ptx {
+
+// Cache policies are opaque 64-bit words that the hardware can also create itself; asking for them at run
+// time keeps undocumented constants out of this file.
+__device__ __forceinline__ uint64_t l2_evict_first_policy() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+__device__ __forceinline__ uint64_t l2_evict_last_policy() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+__device__ __forceinline__ uint64_t l2_evict_normal_policy() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+__device__ __forceinline__ void store_with_policy(float* destination, float2 v, uint64_t policy) {
+  asm volatile("st.global.L2::cache_hint.v2.f32 [%0], {%1, %2}, %3;" ::"l"(destination), "f"(v.x), "f"(v.y),
+               "l"(policy)
+               : "memory");
+}
+
+// Nobody will read this line of 128 bytes any more: it need not be written back to memory. Whoever has read
+// it must have met this thread at a barrier.
+constexpr int kLineBytes = 128;
+__device__ __forceinline__ void discard_line(const void* line) {
+  asm volatile("discard.global.L2 [%0], 128;" ::"l"(line) : "memory");
+}
+
+}  // namespace pallas_attn::ptx
