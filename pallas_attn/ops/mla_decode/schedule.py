@@ -108,8 +108,8 @@ def default_overhead(seq_lens: jax.Array, num_parts: int, rows: int) -> int | ja
     if 8 * (share * num_parts - num_seqs) > num_parts:
         return low
     blocks = num_blocks(seq_lens)
-    # The payload holds `share` of the longest: share * (longest + overhead) <= (total + num_seqs * overhead) / num_parts
-    # + overhead.
+    # A part takes `share` of the longest if
+    # share * (longest + overhead) <= (total + num_seqs * overhead) / num_parts + overhead.
     missing = jnp.maximum(share * num_parts * jnp.max(blocks) - jnp.sum(blocks), 0)
     needed = -(-missing // (num_parts + num_seqs - share * num_parts))
     dear = 8 if rows <= 32 else 20 if rows <= 128 else FIXED_OVERHEAD_BLOCKS
