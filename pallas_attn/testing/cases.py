@@ -115,6 +115,10 @@ def decode_cases() -> list[DecodeCase]:
         # tiles larger and smaller than a page
         DecodeCase(boundary_lengths(16), 4, 2, 64, 16, config=(("block_kv", 128), ("num_splits", 3))),
         DecodeCase(boundary_lengths(128), 4, 2, 64, 128, config=(("block_kv", 16), ("num_splits", 3))),
+        # more splits than are merged at once
+        DecodeCase(
+            (2011, 40), 2, 1, 32, 16, config=(("block_kv", 16), ("num_splits", 128), ("min_split_tokens", 16))
+        ),
     ]
     return cases
 

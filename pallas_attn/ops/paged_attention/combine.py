@@ -18,9 +18,9 @@ from pallas_attn.ops.paged_attention import schedule
 if TYPE_CHECKING:
     from pallas_attn.ops.paged_attention.kernel import Problem
 
-# Rows of partial results that a program takes in at once: splits of few output rows, or few splits of many.
-ROWS_PER_STEP = 16
+MOST_ROWS = 16  # output rows of a program
 ENOUGH_PROGRAMS = 512
+PARTIALS_PER_STEP = 64  # rows of partial results read at once: many splits of few output rows, or few of many
 
 
 def combine_splits(
@@ -28,7 +28,7 @@ def combine_splits(
 ) -> tuple[jax.Array, jax.Array]:
     """Fills the rows of `out` and `lse` whose sequences were split, in place, from `partial` (out, lse2)."""
     columns = problem.q_len * problem.num_heads
-    block = ROWS_PER_STEP
+    block = MOST_ROWS
     while block > 1 and problem.num_seqs * math.ceil(columns / block) < ENOUGH_PROGRAMS:
         block //= 2
     return _pallas.kernel_call(
@@ -41,7 +41,7 @@ def combine_splits(
         grid=(math.ceil(columns / block), problem.num_seqs),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (out, lse)],
         input_output_aliases={0: 0, 1: 1},
-        num_warps=4,
+        num_warps=8,
         num_stages=1,
         interpret=interpret,
     )
@@ -61,39 +61,48 @@ def _combine_kernel(
 ):
     """Merges the splits of `block` output rows of a sequence."""
     column_block, seq = _pallas.program_id(0), _pallas.program_id(1)
+    column = column_block * block + jnp.arange(block)
+    real = column < problem.q_len * problem.num_heads
+    dim = jnp.arange(_pallas.tile_side(problem.pool.head_dim))
+    inside = real[:, None] & (dim < problem.pool.head_dim)[None, :]
+    splits = jnp.arange(_pallas.next_power_of_2(problem.config.num_splits))
+    at_once = min(PARTIALS_PER_STEP // block, len(splits))
+
+    def load_lse2(split, present):
+        """[splits, block]; -inf for splits that are not `present`."""
+        tile = jnp.zeros((split.shape[0], block), jnp.int32)
+        place = partial_lse_ref.at[split[:, None] + tile, seq + tile, column[None, :] + tile]
+        return _pallas.load(place, mask=present[:, None] & real[None, :], other=-jnp.inf)
+
+    def load_partial(step):
+        """(out [splits, block, dims], lse2 [splits, block]) of the step's splits."""
+        split = step * at_once + jnp.arange(at_once)
+        present = (split < used)[:, None, None] & inside
+        tile = jnp.zeros(present.shape, jnp.int32)
+        place = (split[:, None, None] + tile, seq + tile, column[:, None] + tile, dim + tile)
+        out = _pallas.load(partial_out_ref.at[place], mask=present, other=0.0)
+        return out, load_lse2(split, split < used)
+
+    # What is on its way together costs one wait: lse is read with the length that says how much of it counts, and
+    # the first partial results before their weights are known.
+    lse2 = load_lse2(splits, splits < problem.config.num_splits)
     num_tiles = problem.walk(jnp.clip(_pallas.load(lens_ref.at[seq]), 0, problem.max_len)).num_tiles
     used = schedule.ceil_div(num_tiles, problem.split_tiles(num_tiles, lens_ref))
 
     @_pallas.when(used > 1)
     def _():
-        column = column_block * block + jnp.arange(block)
-        real = column < problem.q_len * problem.num_heads
+        first = load_partial(0)
+        merged = _softmax.merge_lse2(jnp.where((splits < used)[:, None], lse2, -jnp.inf), axis=0)
 
-        def load_lse2(split):
-            """[splits, block]; -inf for splits that the sequence does not have."""
-            tile = jnp.zeros((split.shape[0], block), jnp.int32)
-            place = partial_lse_ref.at[split[:, None] + tile, seq + tile, column[None, :] + tile]
-            return _pallas.load(place, mask=(split < used)[:, None] & real[None, :], other=-jnp.inf)
-
-        splits = jnp.arange(_pallas.next_power_of_2(problem.config.num_splits))
-        merged = _softmax.merge_lse2(load_lse2(splits), axis=0)
-        place = lse_ref.at[seq + 0 * column, column]
-        _pallas.store(place, _softmax.natural_lse(merged), mask=real)
-
-        dim = jnp.arange(_pallas.tile_side(problem.pool.head_dim))
-        inside = real[:, None] & (dim < problem.pool.head_dim)[None, :]
-        at_once = min(ROWS_PER_STEP // block, len(splits))
+        def weighted(part, lse2):
+            return jnp.sum(_softmax.split_weight(lse2, merged)[:, :, None] * part, axis=0)
 
         def step(i, acc):
-            split = i * at_once + jnp.arange(at_once)
-            weight = _softmax.split_weight(load_lse2(split), merged)
-            present = (split < used)[:, None, None] & inside
-            tile = jnp.zeros(present.shape, jnp.int32)
-            place = (split[:, None, None] + tile, seq + tile, column[:, None] + tile, dim + tile)
-            part = _pallas.load(partial_out_ref.at[place], mask=present, other=0.0)
-            return acc + jnp.sum(weight[:, :, None] * part, axis=0)
+            return acc + weighted(*load_partial(i))
 
-        out = lax.fori_loop(0, schedule.ceil_div(used, at_once), step, jnp.zeros(inside.shape, jnp.float32))
+        out = lax.fori_loop(1, schedule.ceil_div(used, at_once), step, weighted(*first))
         tile = jnp.zeros(inside.shape, jnp.int32)
         place = out_ref.at[seq + tile, column[:, None] + tile, dim + tile]
         _pallas.store(place, out.astype(out_ref.dtype), mask=inside)
+        place = lse_ref.at[seq + 0 * column, column]
+        _pallas.store(place, _softmax.natural_lse(merged), mask=real)

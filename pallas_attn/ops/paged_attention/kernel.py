@@ -126,7 +126,7 @@ class Rows(NamedTuple):
     real: jax.Array
     head: jax.Array
     column: jax.Array
-    query_position: jax.Array
+    index: jax.Array  # of the query token, from 0 for the oldest
 
 
 def _attend_kernel(
@@ -146,7 +146,16 @@ def _attend_kernel(
     head_dim = problem.pool.head_dim
 
     stored_len = _pallas.load(lens_ref.at[seq])
+    # No length is needed to find the query: it comes with the length, not after it and before the first page id.
+    rows = _rows(problem, kv_head, head_block % problem.q_blocks)
+    dim = jnp.arange(_pallas.tile_side(head_dim))[None, :]
+    real = rows.real[:, None] & (dim < head_dim)
+    tile = jnp.zeros(real.shape, jnp.int32)
+    q = _pallas.load(query_ref.at[seq + tile, rows.column[:, None] + tile, dim + tile], mask=real, other=0.0)
+    q = _quantization.query_as(q, _quantization.compute_dtype(query_ref.dtype, key_ref.dtype))
+
     seq_len = jnp.clip(stored_len, 0, problem.max_len)
+    query_at = seq_len - problem.q_len + rows.index
     tiles = problem.walk(seq_len, kv_head)
     split_tiles = problem.split_tiles(tiles.num_tiles, lens_ref)
     begin = split * split_tiles
@@ -155,18 +164,9 @@ def _attend_kernel(
     # Split 0 of an empty sequence has no tiles but still writes the output.
     @_pallas.when((begin < tiles.num_tiles) | (split == 0))
     def _():
-        rows = _rows(problem, kv_head, head_block % problem.q_blocks, seq_len)
-        dim = jnp.arange(_pallas.tile_side(head_dim))[None, :]
-        real = rows.real[:, None] & (dim < head_dim)
-        tile = jnp.zeros(real.shape, jnp.int32)
-        q = _pallas.load(
-            query_ref.at[seq + tile, rows.column[:, None] + tile, dim + tile], mask=real, other=0.0
-        )
-        q = _quantization.query_as(q, _quantization.compute_dtype(query_ref.dtype, key_ref.dtype))
-
         state = _start(rows, extra_refs, dim.shape[1], counts_sink=(split == 0) & (seq_len > 0))
         read = functools.partial(_read_tile, key_ref, value_ref, tables_ref, seq, kv_head, problem, q.dtype)
-        weigh = functools.partial(_logits2, q, rows, extra_refs, kv_head, problem)
+        weigh = functools.partial(_logits2, q, rows, query_at, extra_refs, kv_head, problem)
         state = _walk_tiles(state, tiles, begin, end, seq_len, read, weigh)
         out, lse2 = _softmax.finish(state)
         if "v_scale" in extra_refs:
@@ -197,12 +197,11 @@ def _attend_kernel(
             _pallas.store(place, lse2, mask=rows.real)
 
 
-def _rows(problem: Problem, kv_head, q_block, seq_len) -> Rows:
+def _rows(problem: Problem, kv_head, q_block) -> Rows:
     row = jnp.arange(problem.config.block_q) + q_block * problem.config.block_q
-    q_index = row // problem.group
+    index = row // problem.group
     head = kv_head * problem.group + row % problem.group
-    query_position = seq_len - problem.q_len + q_index
-    return Rows(row < problem.rows, head, q_index * problem.num_heads + head, query_position)
+    return Rows(row < problem.rows, head, index * problem.num_heads + head, index)
 
 
 def _start(rows: Rows, extra_refs, dims: int, counts_sink) -> _softmax.OnlineSoftmax:
@@ -268,14 +267,14 @@ def _slots(start, block_kv: int, page_size: int):
     return (start + token) // page_size, (start + token) % page_size
 
 
-def _logits2(q, rows: Rows, extra_refs, kv_head, problem: Problem, keys, position) -> jax.Array:
+def _logits2(q, rows: Rows, query_at, extra_refs, kv_head, problem: Problem, keys, position) -> jax.Array:
     """Base-2 logits [block_q, block_kv] with every rule applied."""
     rules = problem.rules
     logits = _pallas.dot(q, keys, trans_b=True)
     scale = problem.scale
     if "k_scale" in extra_refs:
         scale = scale * _pallas.load(extra_refs["k_scale"].at[kv_head])
-    key_at, query_at = position[None, :], rows.query_position[:, None]
+    key_at, query_at = position[None, :], query_at[:, None]
     if rules.softcap is not None or "alibi_slopes" in extra_refs:
         logits = _masking.cap(logits * scale, rules.softcap)
         if "alibi_slopes" in extra_refs:
@@ -284,11 +283,13 @@ def _logits2(q, rows: Rows, extra_refs, kv_head, problem: Problem, keys, positio
         scale = 1.0
     logits *= scale * _softmax.LOG2_E
 
+    # One query token with one pattern sees everything that its tiles hold: see walk.py.
     if problem.q_len > 1:
         logits = _masking.apply(logits, _masking.causal(key_at, query_at))
-    if rules.sliding_window is not None:
-        logits = _masking.apply(logits, _masking.in_window(key_at, query_at, rules.sliding_window))
-    if (pattern := rules.block_sparse) is not None:
+        if rules.sliding_window is not None:
+            logits = _masking.apply(logits, _masking.in_window(key_at, query_at, rules.sliding_window))
+    pattern = rules.block_sparse
+    if pattern is not None and (problem.q_len > 1 or pattern.distinct_offsets(problem.group) > 1):
         heads = {"num_heads": problem.num_heads, "num_kv_heads": problem.pool.num_kv_heads}
         offset = jnp.broadcast_to(pattern.offset(rows.head, kv_head, **heads), rows.head.shape)[:, None]
         logits = _masking.apply(logits, pattern.kept(key_at, query_at + 1, offset))
