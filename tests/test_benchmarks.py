@@ -180,7 +180,7 @@ def test_variants_of_the_deprecated_kernel_fit_the_table(program):
     module, _ = program("paged_attention_deprecated")
     for b, s in ((1, 1024), (1, 8192), (64, 32768), (256, 1024)):
         found = module.variants(tune.Point(b, s, 32, 8, 128, 16, "bfloat16", "bfloat16"))
-        assert 2 <= len(found) <= 4
+        assert len({tuple(variant.items()) for variant in found}) == 2
         for variant in found:
             pages = s // 16 // variant["k_splits"]
             assert pages % min(pages, variant["pages_per_compute_block"]) == 0

@@ -127,8 +127,17 @@ def test_candidates_for_one_long_stream_cut_it_finely(monkeypatch):
     device = dataclasses.replace(tune.current_device(), num_cores=132)
     monkeypatch.setattr(tune, "current_device", lambda: device)
     assert least(1, 8192) > {64, 128}
+    assert least(8, 4096) == {128, 256}
     assert least(8, 8192) == {256}
     assert least(8, 1024) == {64}
+
+
+def test_calls_that_read_little_take_turns_among_more_pages():
+    """Else the window of a long table would be timed out of a cache."""
+    window = tune.Point(1, 32768, 8, 8, 128, 16, "bfloat16", "bfloat16", tokens_read=1024)
+    short, long = (dataclasses.replace(window, max_len=n, tokens_read=None) for n in (1024, 32768))
+    assert len(tune.input_shapes(window).tables) == len(tune.input_shapes(short).tables) == tune.MOST_SETS
+    assert len(tune.input_shapes(long).tables) < 16
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])

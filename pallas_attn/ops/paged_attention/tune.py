@@ -45,6 +45,8 @@ class Point:
     page_size: int
     dtype: str
     cache_dtype: str
+    tokens_read: int | None = None
+    """Of each sequence, where a window or a sparse pattern leaves out others; None: all."""
 
     @property
     def streams(self) -> int:
@@ -62,7 +64,7 @@ class Point:
     @property
     def kv_bytes(self) -> int:
         """Of keys and values that one call reads."""
-        tokens = self.num_seqs * self.max_pages * self.page_size
+        tokens = self.num_seqs * (self.tokens_read or self.max_pages * self.page_size)
         return 2 * tokens * self.num_kv_heads * self.head_dim * jnp.dtype(self.cache_dtype).itemsize
 
     def config(self, **fields: int) -> PagedAttentionConfig:
@@ -91,19 +93,25 @@ class Timing(NamedTuple):
 def candidates(point: Point) -> list[dict[str, int]]:
     """Fields of configs worth trying, the heuristic's (none) first: what came out best somewhere in wider sweeps."""
     cores = current_device().num_cores
-    few = point.streams < 2 * cores
-    tiles = [(128, 4, 3), (128, 8, 5), (64, 4, 3), (32, 4, 5)]
-    tiles += [(128, 8, 3)] if few else [(64, 4, 7)]
+    if point.streams < 2 * cores:
+        # (block_kv, num_warps, num_stages) and programs a multiprocessor. What does not fit there at once makes a
+        # second wave, and a second wave of some costs up to 15%: so numbers on either side of what may fit.
+        tiles = {(128, 4, 3): (1, 2), (128, 8, 3): (2,), (128, 8, 5): (1, 2)}
+        tiles |= {(64, 4, 3): (2, 3), (64, 4, 4): (3,), (32, 4, 5): (2, 4, 5)}
+    else:
+        tiles = dict.fromkeys([(128, 4, 3), (128, 8, 5), (64, 4, 3), (32, 4, 5), (64, 4, 7)], (4,))
     least = [256]
     if point.max_len < 4096:
         least = [64]
     elif point.streams * point.max_len < 128 * cores:
         least = [64, 128]  # pieces of 256 tokens would leave half the device without work
+    elif point.streams * point.max_len < 256 * cores:
+        least = [128, 256]
     found = [{}]
-    for block_kv, num_warps, num_stages in tiles:
-        for programs, tokens in itertools.product((2, 4) if few else (4,), least):
+    for (block_kv, num_warps, num_stages), programs in tiles.items():
+        for count, tokens in itertools.product(programs, least):
             fields = dict(block_kv=block_kv, num_warps=num_warps, num_stages=num_stages)
-            found.append(fields | dict(target_programs=programs * cores, min_split_tokens=tokens))
+            found.append(fields | dict(target_programs=count * cores, min_split_tokens=tokens))
     return list({point.config(**fields): fields for fields in reversed(found)}.values())[::-1]
 
 
