@@ -137,8 +137,8 @@ def _entry(point: Point, fastest: Timing, first: Timing) -> dict[str, Any]:
 def _merged(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """All new entries, and the old ones that were not measured anew.
 
-    The entries of a kind share its calls among them: each is for those nearest to what was measured, ranges meet at
-    geometric means, and where they overlap the first wins. Entries of kinds without new ones stay as they are.
+    The entries of a kind share its calls among them: each is for those nearest to what was measured, first in streams,
+    then in length; ranges meet at geometric means. Entries of kinds without new ones stay as they are.
     """
     kinds = {_kind(entry) for entry in new}
     tuned = {}
@@ -149,7 +149,7 @@ def _merged(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[s
     merged = []
     for (kind, streams, max_len), entry in sorted(tuned.items(), key=lambda item: item[0]):
         ranges = {
-            "streams": _range(streams, [s for k, s, m in tuned if (k, m) == (kind, max_len)]),
+            "streams": _range(streams, [s for k, s, m in tuned if k == kind]),
             "max_len": _range(max_len, [m for k, s, m in tuned if (k, s) == (kind, streams)]),
         }
         merged.append({**entry, "key": {**entry["key"], **ranges}})

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_attn import LocalStride, _config, _tune_command, paged_attention
+from pallas_attn._device import Device
 from pallas_attn.cli import main
 from pallas_attn.ops.paged_attention import PagedAttentionConfig, api, tune
 from pallas_attn.ops.paged_attention.config import most_splits
@@ -107,16 +108,18 @@ def test_what_was_measured_before_stays_unless_measured_anew():
     new = [entry(2, 64, 1024, 20.0), entry(1, 1, 1024, 21.0), entry(1, 1, 4096, 22.0)]
     merged = _tune_command._merged(old, new)
     assert [e["measured"]["us"] for e in merged] == [21.0, 22.0, 10.0, 20.0, 12.0]
-    assert [e["key"]["streams"] for e in merged] == [[1, 2], [1, None], [3, 32], [33, None], KEY["streams"]]
+    assert [e["key"]["streams"] for e in merged] == [[1, 2], [1, 2], [3, 32], [33, None], KEY["streams"]]
     assert [e["key"]["max_len"] for e in merged[:3]] == [[1, 2048], [2049, None], [1, None]]
     assert merged[-1] == old[2], "of another kind"
 
 
-def test_candidates_are_distinct_and_begin_with_the_heuristic():
-    point = tune.Point(2, 64, 2, 1, 16, 16, "bfloat16", "float8_e4m3fn")
-    configs = [point.config(**fields) for fields in tune.candidates(point)]
-    assert configs[0] == point.config()
-    assert len(set(configs)) == len(configs) > 3
+def test_candidates_are_distinct_and_begin_with_the_heuristic(monkeypatch):
+    monkeypatch.setattr(tune, "current_device", lambda: Device("gpu", "one", 132, 90))
+    for num_seqs, max_len in ((2, 64), (8, 8192), (512, 8192)):
+        point = tune.Point(num_seqs, max_len, 2, 1, 16, 16, "bfloat16", "float8_e4m3fn")
+        configs = [point.config(**fields) for fields in tune.candidates(point)]
+        assert configs[0] == point.config()
+        assert len(set(configs)) == len(configs) > 3
 
 
 def test_candidates_for_one_long_stream_cut_it_finely(monkeypatch):

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 16  # output rows of a program
 ENOUGH_PROGRAMS = 512
-PARTIALS_PER_STEP = 64  # rows of partial results read at once: many splits of few output rows, or few of many
+# Few programs have a multiprocessor each and read many partial results at once; more would get in each other's way.
+FEW_PROGRAMS = 128
+WARPS, PARTIALS_PER_STEP = (4, 8), (16, 64)
 
 
 def combine_splits(
@@ -31,17 +33,19 @@ def combine_splits(
     block = MOST_ROWS
     while block > 1 and problem.num_seqs * math.ceil(columns / block) < ENOUGH_PROGRAMS:
         block //= 2
+    grid = (math.ceil(columns / block), problem.num_seqs)
+    few = math.prod(grid) <= FEW_PROGRAMS
     return _pallas.kernel_call(
-        functools.partial(_combine_kernel, problem=problem, block=block),
+        functools.partial(_combine_kernel, problem=problem, block=block, partials=PARTIALS_PER_STEP[few]),
         out,
         lse,
         *partial,
         seq_lens,
         name="pallas_attn_paged_attention_combine",
-        grid=(math.ceil(columns / block), problem.num_seqs),
+        grid=grid,
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (out, lse)],
         input_output_aliases={0: 0, 1: 1},
-        num_warps=8,
+        num_warps=WARPS[few],
         num_stages=1,
         interpret=interpret,
     )
@@ -58,15 +62,16 @@ def _combine_kernel(
     *,
     problem: "Problem",
     block: int,
+    partials: int,
 ):
-    """Merges the splits of `block` output rows of a sequence."""
+    """Merges the splits of `block` output rows of a sequence, `partials` rows of them at once."""
     column_block, seq = _pallas.program_id(0), _pallas.program_id(1)
     column = column_block * block + jnp.arange(block)
     real = column < problem.q_len * problem.num_heads
     dim = jnp.arange(_pallas.tile_side(problem.pool.head_dim))
     inside = real[:, None] & (dim < problem.pool.head_dim)[None, :]
     splits = jnp.arange(_pallas.next_power_of_2(problem.config.num_splits))
-    at_once = min(PARTIALS_PER_STEP // block, len(splits))
+    at_once = min(partials // block, len(splits))
 
     def load_lse2(split, present):
         """[splits, block]; -inf for splits that are not `present`."""

@@ -112,7 +112,10 @@ def candidates(point: Point) -> list[dict[str, int]]:
         for count, tokens in itertools.product(programs, least):
             fields = dict(block_kv=block_kv, num_warps=num_warps, num_stages=num_stages)
             found.append(fields | dict(target_programs=count * cores, min_split_tokens=tokens))
-    return list({point.config(**fields): fields for fields in reversed(found)}.values())[::-1]
+    distinct: dict[PagedAttentionConfig, dict[str, int]] = {}
+    for fields in found:
+        distinct.setdefault(point.config(**fields), fields)
+    return list(distinct.values())
 
 
 def measure(
