@@ -1,10 +1,12 @@
 """MLA decode at the size it is for, on a GPU: FlashMLA's test matrix, and what that leaves out.
 
-Compiling is what takes time here. Lengths, tables and the cache's contents are therefore data of a few compiled
-functions: every test of a page size shares one pool and one width of the tables.
+Compiling is what takes time here, most of all products whose kernels XLA chooses by trying. So only the call under
+test is compiled for its own shape: what it is compared with sees query rows padded to one number, and lengths, tables,
+what a row may see and the cache's contents are data.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +22,31 @@ pytestmark = pytest.mark.gpu
 
 DIM, LATENT = 576, 512
 COSINE_DIFFERENCE = 1e-5  # FlashMLA's own bar
+REFERENCE_TOKENS = 512  # of every sequence at once
+SCHEDULE_ROWS = 64  # query rows of a part's program
+
+
+class Size(NamedTuple):
+    """What all tests of a matrix share."""
+
+    num_seqs: int
+    rows: int
+    """Query rows of a sequence, padding included."""
+    pool_tokens: int
+    table_tokens: int
+
+
+SEED_SIZE = Size(128, rows=256, pool_tokens=36_000 * 64, table_tokens=640 * 64)
+ODD_SIZE = Size(64, rows=512, pool_tokens=1 << 17, table_tokens=6144)
+
+
+class Data(NamedTuple):
+    query: jax.Array  # [num_seqs, rows, 576]
+    cache: jax.Array
+    tables: jax.Array
+    lens: jax.Array
+    row_end: jax.Array  # [num_seqs, rows]: where what a row sees ends; 0 in padding
+    real: jax.Array  # [rows]: not padding
 
 
 @functools.cache
@@ -36,38 +63,87 @@ def poisoned(tokens: jax.Array, owned: jax.Array, page: int, dtype) -> jax.Array
     return jnp.where(owned[:, None], tokens, jnp.nan).astype(dtype).reshape(-1, page, 1, DIM)
 
 
-def arguments(lens, h_q: int, s_q: int, dtype, *, page: int, pool_tokens: int, table_tokens: int):
-    """Query, cache, tables and lengths; garbage in every unused table entry."""
+@functools.cache
+def queries(num_seqs: int, rows: int, dtype: str) -> jax.Array:
+    rng = np.random.default_rng(1)
+    return jnp.asarray(rng.standard_normal((num_seqs, rows, DIM), np.float32).astype(jnp.dtype(dtype)))
+
+
+def data_of(lens: np.ndarray, h_q: int, s_q: int, dtype: str, page: int, size: Size) -> Data:
+    """Garbage in every unused table entry; NaN in every slot that is no sequence's."""
     tables, _ = inputs.block_tables(np.random.default_rng(0), tuple(np.maximum(lens, 0).tolist()), page, 1)
-    unused = table_tokens // page - tables.shape[1]
+    unused = size.table_tokens // page - tables.shape[1]
     tables = np.pad(tables, ((0, 0), (0, unused)), constant_values=inputs.GARBAGE_IDS[0])
-    owned = np.zeros((pool_tokens // page, page), bool)
+    owned = np.zeros((size.pool_tokens // page, page), bool)
     for table, length in zip(tables, lens.tolist(), strict=True):
         owned[inputs.token_places(table, max(length, 0), page)] = True
-    query = jax.random.normal(jax.random.key(1), (len(lens), s_q, h_q, DIM), dtype)
-    cache = poisoned(noise(pool_tokens), owned.ravel(), page, dtype)
-    return query, cache, jnp.asarray(tables), jnp.asarray(lens, jnp.int32)
+    row = np.arange(size.rows)
+    real = row < s_q * h_q
+    row_end = np.where(real, lens[:, None] - (s_q - 1) + row // h_q, 0)
+    return Data(
+        queries(size.num_seqs, size.rows, dtype),
+        poisoned(noise(size.pool_tokens), owned.ravel(), page, jnp.dtype(dtype)),
+        jnp.asarray(tables),
+        jnp.asarray(lens, jnp.int32),
+        jnp.asarray(row_end, jnp.int32),
+        jnp.asarray(real),
+    )
 
 
-@jax.jit
-def reference(query, cache, tables, lens):
-    """float32, one sequence after the other."""
-    s_q = query.shape[1]
+@functools.partial(jax.jit, static_argnames=("h_q", "s_q", "implementation"))
+def attend(data: Data, schedule: MLASchedule | None, h_q: int, s_q: int, implementation: str):
+    """The call under test, on the rows that are not padding: out [num_seqs, rows, 512], lse [num_seqs, rows]."""
+    num_seqs, rows, _ = data.query.shape
+    query = data.query[:, : s_q * h_q].reshape(num_seqs, s_q, h_q, DIM)
+    out, lse = pallas_attn.mla_decode(
+        query,
+        data.cache,
+        data.tables,
+        data.lens,
+        schedule=schedule,
+        causal=True,
+        return_lse=True,
+        implementation=implementation,
+    )
+    padding = ((0, 0), (0, rows - s_q * h_q))
+    out = jnp.pad(out.reshape(num_seqs, -1, LATENT), (*padding, (0, 0)))
+    lse = jnp.pad(lse.swapaxes(1, 2).reshape(num_seqs, -1), padding, constant_values=-jnp.inf)
+    return out, lse
 
-    def sequence(item):
-        query, table, length = item
-        keys = cache.at[table].get(mode="clip").reshape(-1, DIM)
-        token = jnp.arange(keys.shape[0])
-        keys = jnp.where((token < length)[:, None], keys, 0).astype(jnp.float32)
-        logits = jnp.einsum("ihd,td->iht", query.astype(jnp.float32), keys, precision="highest") * DIM**-0.5
-        seen = token < length - (s_q - 1 - jnp.arange(s_q))[:, None]
-        logits = jnp.where(seen[:, None], logits, -jnp.inf)
-        lse = jax.nn.logsumexp(logits, axis=-1)
-        weights = jnp.where(jnp.isneginf(lse)[..., None], 0, jnp.exp(logits - lse[..., None]))
-        out = jnp.einsum("iht,td->ihd", weights, keys[:, :LATENT], precision="highest")
-        return jnp.where(length < 0, jnp.nan, out), jnp.where(length < 0, jnp.nan, lse.T)
 
-    return jax.lax.map(sequence, (query, tables, lens))
+@functools.partial(jax.jit, compiler_options={"xla_gpu_autotune_level": 0})
+def reference(data: Data) -> tuple[jax.Array, jax.Array]:
+    """float32; as many tokens as the longest sequence has, REFERENCE_TOKENS of all sequences at a time."""
+    num_seqs, rows, _ = data.query.shape
+    query = data.query.astype(jnp.float32)
+    pages_a_step = REFERENCE_TOKENS // data.cache.shape[1]
+    highest = functools.partial(jnp.einsum, precision="highest")
+
+    def step(i, state):
+        largest, total, acc = state
+        pages = jax.lax.dynamic_slice_in_dim(data.tables, i * pages_a_step, pages_a_step, axis=1)
+        keys = data.cache.at[pages].get(mode="clip").reshape(num_seqs, REFERENCE_TOKENS, DIM)
+        token = i * REFERENCE_TOKENS + jnp.arange(REFERENCE_TOKENS)
+        keys = jnp.where((token < data.lens[:, None])[..., None], keys, 0).astype(jnp.float32)
+        logits = highest("srd,std->srt", query, keys) * DIM**-0.5
+        logits = jnp.where(token < data.row_end[..., None], logits, -jnp.inf)
+        larger = jnp.maximum(largest, jnp.max(logits, axis=-1))
+        weights, decay = jnp.exp(logits - larger[..., None]), jnp.exp(largest - larger)
+        product = highest("srt,std->srd", weights, keys[..., :LATENT])
+        return larger, total * decay + jnp.sum(weights, axis=-1), acc * decay[..., None] + product
+
+    # Finite, so that rows that see nothing have weights of 0 and not NaN.
+    start = (
+        jnp.full((num_seqs, rows), -1e30),
+        jnp.zeros((num_seqs, rows)),
+        jnp.zeros((num_seqs, rows, LATENT)),
+    )
+    steps = (jnp.max(data.lens) + REFERENCE_TOKENS - 1) // REFERENCE_TOKENS
+    largest, total, acc = jax.lax.fori_loop(0, steps, step, start)
+    out = acc / jnp.where(total == 0, 1, total)[..., None]
+    lse = jnp.where(total == 0, -jnp.inf, largest + jnp.log(total))
+    impossible = (data.lens < 0)[:, None] & data.real
+    return jnp.where(impossible[..., None], jnp.nan, out), jnp.where(impossible, jnp.nan, lse)
 
 
 @jax.jit
@@ -91,17 +167,21 @@ def differences(out, lse, expected, expected_lse) -> dict[str, jax.Array]:
     }
 
 
-@functools.cache
-def compiled(implementation: str):
-    """With and without a schedule; the sequences' newest tokens see each other causally."""
-    options = dict(causal=True, return_lse=True, implementation=implementation)
-    return jax.jit(functools.partial(pallas_attn.mla_decode, **options))
+@functools.partial(jax.jit, static_argnames="row_blocks")
+def seed_schedule(lens: jax.Array, row_blocks: int) -> MLASchedule:
+    """Of the query rows only the number of blocks of SCHEDULE_ROWS counts."""
+    return MLASchedule(*pallas_attn.get_mla_metadata(lens, row_blocks * SCHEDULE_ROWS, 1))
 
 
-def check(implementation: str, data, schedules: dict[str, MLASchedule | None]) -> None:
-    if implementation == "cuda" and not _ffi.is_available()[0]:
-        pytest.skip(str(_ffi.is_available()[1]))
-    dtype = data[0].dtype.name
+@functools.partial(jax.jit, static_argnames="row_blocks")
+def schedule(lens: jax.Array, row_blocks: int) -> MLASchedule:
+    return pallas_attn.mla_schedule(lens, num_heads=row_blocks * SCHEDULE_ROWS)
+
+
+def check(
+    data: Data, h_q: int, s_q: int, implementation: str, schedules: dict[str, MLASchedule | None]
+) -> None:
+    dtype = data.query.dtype.name
     limits = {
         "NaN or Inf out of place": 0,
         "worst row": compare.CAP[dtype],
@@ -109,13 +189,16 @@ def check(implementation: str, data, schedules: dict[str, MLASchedule | None]) -
         "lse": compare.LSE_TOLERANCE[dtype],
         "lse cosine difference": COSINE_DIFFERENCE,
     }
-    expected = reference(*data)
-    for name, schedule in schedules.items():
-        found = differences(*compiled(implementation)(*data, schedule=schedule), *expected)
+    expected = reference(data)
+    for name, made in schedules.items():
+        found = jax.device_get(differences(*attend(data, made, h_q, s_q, implementation), *expected))
         for what, value in found.items():
-            assert float(value) <= limits[what], (
-                f"{name}, lengths {data[3][:4]}...: {what} {float(value):.2e}"
-            )
+            assert value <= limits[what], f"{name}, lengths {data.lens[:4]}...: {what} {value:.2e}"
+
+
+def require(implementation: str) -> None:
+    if implementation == "cuda" and not _ffi.is_available()[0]:
+        pytest.skip(str(_ffi.is_available()[1]))
 
 
 @pytest.mark.parametrize(
@@ -125,14 +208,14 @@ def check(implementation: str, data, schedules: dict[str, MLASchedule | None]) -
 @pytest.mark.parametrize("h_q", [16, 32, 64, 128])
 def test_seed_matrix(h_q: int, s_q: int, implementation: str, dtype: str) -> None:
     """128 sequences of 4096, 8192 and 16384 tokens, all alike and normally distributed; page 64."""
-    metadata = jax.jit(lambda lens: pallas_attn.get_mla_metadata(lens, s_q * h_q, 1))
+    require(implementation)
+    row_blocks = -(-h_q * s_q // SCHEDULE_ROWS)
     for s_k in (4096, 8192, 16384):
-        varied = np.random.default_rng(s_k).normal(s_k, s_k / 2, 128).astype(int)
-        for lens in (np.full(128, s_k), np.maximum(varied, s_q)):
-            data = arguments(
-                lens, h_q, s_q, jnp.dtype(dtype), page=64, pool_tokens=36_000 * 64, table_tokens=640 * 64
-            )
-            check(implementation, data, {"grid": None, "seed's schedule": MLASchedule(*metadata(data[3]))})
+        varied = np.random.default_rng(s_k).normal(s_k, s_k / 2, SEED_SIZE.num_seqs).astype(int)
+        for lens in (np.full(SEED_SIZE.num_seqs, s_k), np.maximum(varied, s_q)):
+            data = data_of(lens, h_q, s_q, dtype, 64, SEED_SIZE)
+            made = seed_schedule(data.lens, row_blocks)
+            check(data, h_q, s_q, implementation, {"grid": None, "seed's schedule": made})
             del data  # before the next, of 3 GB too, is made
 
 
@@ -144,9 +227,10 @@ def test_seed_matrix(h_q: int, s_q: int, implementation: str, dtype: str) -> Non
 @pytest.mark.parametrize("h_q", [1, 3, 9, 63, 126])
 def test_odd_shapes(h_q: int, s_q: int, implementation: str, page: int, scheduled: bool) -> None:
     """Heads that fill no tile; half of the sequences empty, some shorter than the query, some lengths negative."""
-    lens = np.random.default_rng(2).integers(1, 6000, 64)
+    require(implementation)
+    lens = np.random.default_rng(2).integers(1, 6000, ODD_SIZE.num_seqs)
     lens[::2] = 0
     lens[1], lens[3], lens[5] = -1, 1, 2
-    data = arguments(lens, h_q, s_q, jnp.bfloat16, page=page, pool_tokens=1 << 17, table_tokens=6144)
-    make = jax.jit(lambda lens: pallas_attn.mla_schedule(lens, num_heads=h_q, s_q=s_q))
-    check(implementation, data, {"schedule": make(data[3])} if scheduled else {"grid": None})
+    data = data_of(lens, h_q, s_q, "bfloat16", page, ODD_SIZE)
+    made = schedule(data.lens, -(-h_q * s_q // SCHEDULE_ROWS)) if scheduled else None
+    check(data, h_q, s_q, implementation, {"schedule" if scheduled else "grid": made})
