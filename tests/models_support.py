@@ -1,6 +1,7 @@
 """Models for tests: a tiny random Llama, in memory or as a GGUF file, and SmolLM2 loaded once per process."""
 
 import functools
+from typing import Any
 
 import gguf
 import jax
@@ -23,14 +24,19 @@ TINY = LlamaConfig(
 )
 
 
-def tiny_llama(dtype=jnp.float32, implementation: str | None = None, seed: int = 0) -> Llama:
+def tiny_llama(
+    dtype=jnp.float32,
+    implementation: str | None = None,
+    seed: int = 0,
+    config: LlamaConfig = TINY,
+    attention: Any = "gqa",
+) -> Llama:
     """Random weights, enlarged: fresh ones would give nearly the same logits whatever the attention did."""
-    _, weights = nnx.split(Llama(TINY, rngs=nnx.Rngs(seed)))
+    _, weights = nnx.split(Llama(config, attention=attention, rngs=nnx.Rngs(seed)))
     # Drawn in float32 and rounded: drawing in bfloat16 would give other weights.
     scaled = jax.tree.map(lambda leaf: (leaf * 4 if leaf.ndim > 1 else leaf).astype(dtype), weights)
-    skeleton = nnx.eval_shape(
-        lambda: Llama(TINY, dtype=dtype, implementation=implementation, rngs=nnx.Rngs(0))
-    )
+    options = dict(dtype=dtype, attention=attention, implementation=implementation)
+    skeleton = nnx.eval_shape(lambda: Llama(config, **options, rngs=nnx.Rngs(0)))
     return nnx.merge(nnx.graphdef(skeleton), scaled)
 
 

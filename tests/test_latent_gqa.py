@@ -1,13 +1,15 @@
 """Grouped-query attention through the MLA kernel gives what grouped-query attention gives."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from models_support import TINY, smollm2
+from models_support import TINY, smollm2, tiny_llama
 
-from pallas_attn import PagedKVCache, PagedLatentCache
+from pallas_attn import PagedKVCache, PagedLatentCache, record_implementations
 from pallas_attn.models import Llama, LlamaConfig, default_model_path, generate, load_gguf
 from pallas_attn.nn import LatentGQA, PagedAttention
 
@@ -46,6 +48,23 @@ def test_equals_paged_attention(num_heads, num_kv_heads, head_dim, implementatio
             outs.append(np.where(np.asarray(positions >= 0)[..., None, None], np.float32(out), 0))
         tolerance = 2e-2 if dtype == jnp.bfloat16 else 1e-5
         np.testing.assert_allclose(outs[1], outs[0], atol=tolerance)
+
+
+@pytest.mark.parametrize("served", ["xla", GPU])
+def test_a_model_gives_the_same_tokens(served):
+    """Random weights, SmolLM2's heads, bfloat16: prompts of different lengths, then decoding."""
+    config = dataclasses.replace(TINY, num_heads=9, num_kv_heads=3, head_dim=64, context_length=128)
+    runs = []
+    for attention, op in (("gqa", "paged_attention"), ("mla", "mla_decode")):
+        model = tiny_llama(jnp.bfloat16, served, config=config, attention=attention)
+        with record_implementations() as by:
+            runs.append(generate(model, [[*range(1, 40)], [5, 6, 7]], max_new_tokens=24, return_logits=True))
+        assert by[op] == served
+    np.testing.assert_array_equal(runs[0].tokens, runs[1].tokens)
+    first, second = (run.logits for run in runs)
+    assert first is not None
+    assert second is not None
+    np.testing.assert_allclose(first, second, atol=0.1)  # logits reach 3
 
 
 def test_a_model_whose_heads_do_not_fit_is_refused():
