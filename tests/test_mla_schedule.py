@@ -10,7 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from references.mla_schedule_model import BLOCK, OVERHEAD, plain_schedule
 
+from pallas_attn import _pallas
+from pallas_attn.ops.kv_cache.layout import PoolShape
+from pallas_attn.ops.mla_decode import MLADecodeConfig
 from pallas_attn.ops.mla_decode import schedule as sched
+from pallas_attn.ops.mla_decode.kernel import Problem
+from pallas_attn.ops.mla_decode.pieces import Grid
 
 # Few shapes, so that few programs are compiled; lengths and parts are what the property is about.
 BATCHES, PARTS = (1, 3, 33), (1, 7, 66, 132)
@@ -144,3 +149,32 @@ def test_arguments_are_checked():
         sched.mla_schedule(lens, num_heads=16, num_parts=0)
     with pytest.raises(ValueError, match="argument 's_q': expected at least 1, got 0"):
         sched.mla_schedule(lens, num_heads=16, s_q=0)
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "length"), [(1, 32768), (8, 32768), (12, 22 * 64), (50, 4096), (70, 4096), (128, 1024)]
+)
+def test_without_a_schedule_equal_lengths_take_one_program_a_core_at_most(monkeypatch, num_seqs, length):
+    """And no longer than the best such cut: 22 tiles as 11 times 2 on 132 cores, not as 8 times 3."""
+
+    def load(ref, mask=True, other=0):
+        return jnp.where(mask, ref.get(mode="clip"), other)
+
+    monkeypatch.setattr(_pallas, "load", load)
+    config = MLADecodeConfig(16, 64, num_splits=128, min_split_tokens=64, target_programs=132)
+    problem = Problem(
+        num_seqs=num_seqs,
+        q_len=1,
+        num_heads=16,
+        max_pages=512,
+        pool=PoolShape(1, 64, 1, 576),
+        scale=1.0,
+        config=config,
+        causal=False,
+        num_parts=None,
+    )
+    _, count = Grid(problem, jnp.full(num_seqs, length, jnp.int32)).of(jnp.int32(0))
+    most = max(1, 132 // num_seqs)
+    assert 1 <= count <= most
+    tiles = length // 64
+    assert -(-tiles // int(count)) == -(-tiles // most)

@@ -15,6 +15,8 @@ from pallas_attn.ops.paged_attention import schedule as grid_rule
 if TYPE_CHECKING:
     from pallas_attn.ops.mla_decode.kernel import Problem
 
+ROUNDING = 2.0**-10
+
 
 class Pieces(Protocol):
     def of(self, seq) -> tuple[jax.Array, jax.Array]:
@@ -23,7 +25,7 @@ class Pieces(Protocol):
 
 
 class Grid:
-    """Equal pieces of each sequence, by paged attention's rule; those of sequence i start at i * num_splits."""
+    """Equal pieces of each sequence, as many as it has fair shares; those of sequence i start at i * num_splits."""
 
     def __init__(self, problem: "Problem", lens_ref):
         self._problem, self._lens_ref = problem, lens_ref
@@ -44,7 +46,11 @@ class Grid:
             config=problem.config,
         )
         num_tiles = grid_rule.ceil_div(self.length(seq), block_kv)
-        return grid_rule.split_tiles(num_tiles, share, config=problem.config) * block_kv
+        # Rounded down, unlike paged attention's: a program fills a multiprocessor, and one more than there are
+        # multiprocessors would make the batch take twice as long. But not for an error in the last bit.
+        splits = jnp.floor(num_tiles.astype(jnp.float32) / share + ROUNDING).astype(jnp.int32)
+        splits = jnp.clip(splits, 1, problem.config.num_splits)
+        return jnp.maximum(grid_rule.ceil_div(num_tiles, splits), 1) * block_kv
 
     def of(self, seq) -> tuple[jax.Array, jax.Array]:
         count = grid_rule.ceil_div(self.length(seq), self.tokens(seq))
