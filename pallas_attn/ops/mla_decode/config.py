@@ -9,7 +9,6 @@ from pallas_attn._device import Device
 
 MAX_SPLITS = 128
 MIN_SPLIT_TOKENS = 64
-SEVERAL_SEQUENCES = 8
 TOKEN_BYTES = 2 * 576
 # Shared memory a program may have: 227 KiB on sm_90 to sm_11x, here, or 99 KiB.
 SHARED_KIB = {80: 163, 87: 163}
@@ -48,9 +47,9 @@ def heuristic(
     # 64 rows need the asynchronous products of the data centre's Hopper and Blackwell; with those of sm_80 their
     # queries and accumulators do not fit in registers.
     block_q = min(64 if 90 <= capability < 120 else 32, max(16, _pallas.next_power_of_2(rows)))
-    # Small tiles where parts are long or go through several sequences: they are through a sequence's last tile sooner.
-    # With fewer sequences a part is a few tiles, and large ones have more loads in flight from the start.
-    small_tiles = scheduled and num_seqs >= SEVERAL_SEQUENCES
+    # With a schedule small tiles measured faster, being through a sequence's last tile sooner; for a single sequence
+    # large ones, which have more loads in flight from the start.
+    small_tiles = scheduled and num_seqs > 1
     block_kv, num_warps, num_stages = _tile(block_q, page_size, capability, small_tiles)
     programs = num_seqs * num_kv_heads * math.ceil(rows / block_q)
     # Sequences may differ in length, so splits are allowed up to several times what equal lengths would need.
