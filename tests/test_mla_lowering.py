@@ -28,7 +28,16 @@ GPUS = {80: ("NVIDIA A100-SXM4-80GB", 108), 90: lowering.H100, 100: ("NVIDIA B20
 
 
 def lowered_call(
-    num_heads, s_q, page_size, dtype, scheduled, num_seqs=4, sm=90, implementation="pallas", **options
+    num_heads,
+    s_q,
+    page_size,
+    dtype,
+    scheduled,
+    num_seqs=4,
+    sm=90,
+    implementation="pallas",
+    max_pages=256,
+    **options,
 ):
     options["implementation"] = implementation
 
@@ -42,7 +51,7 @@ def lowered_call(
         num_kv_heads=1,
         rows=s_q * num_heads,
         page_size=page_size,
-        max_len=256 * page_size,
+        max_len=max_pages * page_size,
         scheduled=scheduled,
         device=device,
     )
@@ -51,7 +60,7 @@ def lowered_call(
         functools.partial(call),
         shape((num_seqs, s_q, num_heads, 576), dtype),
         shape((9000, page_size, 1, 576), dtype),
-        shape((num_seqs, 256), jnp.int32),
+        shape((num_seqs, max_pages), jnp.int32),
         shape((num_seqs,), jnp.int32),
         device=GPUS[sm],
     ), config
@@ -115,9 +124,10 @@ def test_float32_is_refused_with_a_reason():
     [
         (128, 4, 64, jnp.bfloat16, {}, "cuda"),
         (32, 128, 64, jnp.float16, {}, "cuda"),
-        (16, 128, 64, jnp.bfloat16, {}, "cuda"),
-        (16, 4, 64, jnp.bfloat16, {}, "pallas"),  # few rows of few sequences: Pallas is as fast or faster
-        (32, 4, 64, jnp.bfloat16, {}, "pallas"),
+        (16, 4, 64, jnp.bfloat16, {}, "cuda"),
+        (16, 4, 64, jnp.bfloat16, {"max_pages": 16}, "pallas"),  # few rows over few tokens: Pallas is faster
+        (32, 4, 64, jnp.bfloat16, {"max_pages": 16}, "cuda"),
+        (16, 5, 64, jnp.bfloat16, {"max_pages": 16}, "cuda"),
         (128, 4, 16, jnp.bfloat16, {}, "pallas"),  # what the CUDA kernel cannot serve
         (128, 4, 64, jnp.bfloat16, {"config": MLADecodeConfig(64, 32)}, "pallas"),
     ],

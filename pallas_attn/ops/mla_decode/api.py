@@ -20,6 +20,9 @@ from pallas_attn.ops.mla_decode.reference import mla_decode_xla
 from pallas_attn.ops.mla_decode.schedule import METADATA_SIZE, MLASchedule, mla_schedule
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+# Up to here Pallas is faster on Hopper too; tokens of all sequences, their tables full.
+FEW_ROWS = 16
+FEW_TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -53,10 +56,10 @@ def _cuda_supports(case: Case) -> str | None:
 
 
 def _cuda_yields(case: Case) -> bool:
-    """Few rows of few sequences leave the Hopper kernel's tiles of 64 rows empty and its launches weigh most: there
-    Pallas measured as fast or faster (README)."""
-    few_sequences = 2 * case.num_seqs < current_device().num_cores
-    return case.rows <= 32 and few_sequences
+    """Few rows leave the Hopper kernel's tiles of 64 rows mostly empty, and over few tokens its launch weighs most:
+    there Pallas measured faster (README)."""
+    capacity = case.num_seqs * case.max_pages * case.pool.page_size
+    return case.rows <= FEW_ROWS and capacity <= FEW_TOKENS
 
 
 def _mla_decode_cuda(query, latent_cache, block_tables, seq_lens, schedule, *, scale, causal):
