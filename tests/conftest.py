@@ -1,3 +1,8 @@
+import os
+
+# Before torch is imported: its threads wait by spinning, and those of several test processes take each other's cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import jax
 import pytest
 
