@@ -120,8 +120,10 @@ def attend(shape: Shape, way: str) -> tuple[Callable[..., Any], Any]:
     schedule = None
     if scheduled:
         lengths = jnp.asarray(np.array(shape.lengths, np.int32))
-        schedule = mla_schedule(lengths, num_heads=shape.heads, s_q=shape.s_q)
+        make = functools.partial(mla_schedule, num_heads=shape.heads, s_q=shape.s_q)
+        schedule = jax.jit(make)(lengths)
 
+    @jax.jit  # so that it is traced once, not once a table
     def call(query, cache, table, lengths, schedule):
         causal = shape.s_q > 1
         return mla_decode(
