@@ -118,7 +118,9 @@ def test_the_default_overhead_of_varying_lengths():
     lengths = jnp.asarray(np.random.default_rng(0).normal(4096, 2048, 128).clip(1), jnp.int32)
     assert [int(sched.default_overhead(lengths, parts, 64)) for parts in (132, 66)] == [2, 5]
     assert sched.default_overhead(lengths[:8], 132, 16) == 1
-    metadata, num_splits = jax.jit(lambda lens: sched.mla_schedule(lens, num_heads=16, num_parts=132))(lengths)
+    metadata, num_splits = jax.jit(lambda lens: sched.mla_schedule(lens, num_heads=16, num_parts=132))(
+        lengths
+    )
     expected = compiled(lengths, 132, 2)
     np.testing.assert_array_equal(metadata, expected.tile_scheduler_metadata)
     np.testing.assert_array_equal(num_splits, expected.num_splits)
