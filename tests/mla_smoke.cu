@@ -46,8 +46,8 @@ T* unwritten(size_t count) {
   return device;
 }
 
-// For what the copy engine writes, which initcheck does not see: whatever is read before it is written makes the
-// result NaN, and the comparison fails.
+// For what the copy engine writes, which initcheck does not see: whatever is read before it is written makes
+// the result NaN, and the comparison fails.
 template <typename T>
 T* filled_with_nan(size_t count) {
   T* device = unwritten<T>(count);
