@@ -3,7 +3,14 @@
 from pallas_attn._dispatch import available_implementations, record_implementations
 from pallas_attn._ffi import register as register_ffi_targets
 from pallas_attn._masking import LocalStride
-from pallas_attn.ops.kv_cache import OutOfPagesError, PageAllocator, PagedKVCache, convert_layout, write_kv
+from pallas_attn.ops.kv_cache import (
+    OutOfPagesError,
+    PageAllocator,
+    PagedKVCache,
+    convert_layout,
+    copy_pages,
+    write_kv,
+)
 from pallas_attn.ops.mla_decode import (
     MLADecodeConfig,
     MLASchedule,
@@ -26,6 +33,7 @@ __all__ = [
     "PagedLatentCache",
     "available_implementations",
     "convert_layout",
+    "copy_pages",
     "flash_mla_with_kvcache",
     "get_mla_metadata",
     "mla_decode",

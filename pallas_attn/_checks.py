@@ -67,6 +67,17 @@ class ArgumentChecker:
         if 0 in value.shape:
             fail(self.function, name, "no empty dimension", f"shape {list(value.shape)}")
 
+    def count(self, name: str, value: Any) -> None:
+        """A Python or numpy int of at least 1: sizes are compiled in."""
+        if isinstance(value, bool) or not isinstance(value, int | np.integer):
+            fail(self.function, name, "an int", f"{value!r} of type {type(value).__name__}", TypeError)
+        if value < 1:
+            fail(self.function, name, "at least 1", str(value))
+
+    def flag(self, name: str, value: Any) -> None:
+        if not isinstance(value, bool | np.bool_):
+            fail(self.function, name, "True or False", f"{value!r} of type {type(value).__name__}", TypeError)
+
     def positive_float(self, name: str, value: float | None) -> None:
         """Concrete numbers only: `scale`, `softcap` and their like are compiled into the kernel."""
         if value is not None and not (

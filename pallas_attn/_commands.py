@@ -199,7 +199,7 @@ def tune(
     output: Annotated[
         Path | None,
         typer.Option(
-            help="Folder to write <device>/paged_attention.json below.",
+            help="Folder to write DEVICE/paged_attention.json below.",
             show_default="$PALLAS_ATTN_CONFIGS, else the installed package",
         ),
     ] = None,

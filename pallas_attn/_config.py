@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import json
 import os
-import tempfile
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
@@ -39,6 +38,9 @@ class SplitKVConfig:
 
     def __post_init__(self):
         name_of_type = type(self).__name__
+        for field in dataclasses.fields(self):
+            if isinstance(size := getattr(self, field.name), bool) or not isinstance(size, int):
+                fail(name_of_type, field.name, "an int", f"{size!r} of type {type(size).__name__}", TypeError)
         for name, least in (("block_q", 16), ("block_kv", 16), ("num_warps", 1)):
             size = getattr(self, name)
             if size < least or size & (size - 1):
@@ -56,9 +58,13 @@ def resolve[C](
         if not isinstance(explicit, config_type):
             fail(op, "config", config_type.__name__, type(explicit).__name__, TypeError)
         return explicit
-    for entry in _measured(current_device().slug, op, os.environ.get(CONFIGS_VARIABLE)):
-        if all(_agrees(expected, key.get(name)) for name, expected in entry["key"].items()):
-            return heuristic(**entry["config"])
+    path, entries = _measured(current_device().slug, op, os.environ.get(CONFIGS_VARIABLE))
+    for entry in entries:
+        try:
+            if all(_agrees(expected, key.get(name)) for name, expected in entry["key"].items()):
+                return heuristic(**entry["config"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"{op}: {path}: not an entry of measured configs: {entry}: {error!r}") from error
     return heuristic()
 
 
@@ -70,11 +76,21 @@ def _agrees(expected: Any, value: Any) -> bool:
 
 
 @functools.cache
-def _measured(device: str, op: str, folder: str | None) -> list[dict[str, Any]]:
+def _measured(device: str, op: str, folder: str | None) -> tuple[Path | None, list[dict[str, Any]]]:
     for root in ([Path(folder)] if folder else []) + [packaged_configs()]:
         if (path := root / device / f"{op}.json").is_file():
-            return json.loads(path.read_text())["entries"]
-    return []
+            return path, load(path)
+    return None, []
+
+
+def load(path: Path) -> list[dict[str, Any]]:
+    """The entries of a measured file; ValueError, naming it, for one that is none."""
+    try:
+        return json.loads(path.read_text())["entries"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path}: expected measured configs as `pallas-attn tune` writes them, got {error!r}; delete or mend it"
+        ) from error
 
 
 def packaged_configs() -> Path:
@@ -86,7 +102,8 @@ def save(path: Path, entries: list[dict[str, Any]], **about: Any) -> None:
     lines = ",\n".join("    " + json.dumps(entry) for entry in entries)
     head = "".join(f"  {json.dumps(name)}: {json.dumps(value)},\n" for name, value in about.items())
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-        file.write(f'{{\n{head}  "entries": [\n{lines}\n  ]\n}}\n')
-    os.replace(file.name, path)
+    # Not tempfile's, which nobody else may read.
+    new = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    new.write_text(f'{{\n{head}  "entries": [\n{lines}\n  ]\n}}\n')
+    new.replace(path)
     _measured.cache_clear()

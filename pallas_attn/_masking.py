@@ -13,6 +13,8 @@ import jax.numpy as jnp
 
 from pallas_attn._checks import fail
 
+MOST_STRIDE_TOKENS = 2**30  # positions are int32
+
 
 @dataclasses.dataclass(frozen=True)
 class LocalStride:
@@ -25,7 +27,7 @@ class LocalStride:
 
     block_size: tokens of a block, a power of two >= 16.
     local_blocks: newest blocks kept, >= 1.
-    vert_stride: >= 1 (1 keeps every block).
+    vert_stride: >= 1 (1 keeps every block), at most 2**30 tokens.
     head_sliding_step: how the pattern moves from head to head.
     tp_rank: this shard's place in tensor parallelism; head counts are the shard's.
     """
@@ -37,12 +39,18 @@ class LocalStride:
     tp_rank: int = 0
 
     def __post_init__(self):
+        for name in ("block_size", "local_blocks", "vert_stride", "head_sliding_step", "tp_rank"):
+            if isinstance(value := getattr(self, name), bool) or not isinstance(value, int):
+                fail("LocalStride", name, "an int", f"{value!r} of type {type(value).__name__}", TypeError)
         size = self.block_size
         if size < 16 or size & (size - 1):
             fail("LocalStride", "block_size", "a power of two >= 16", str(size))
         for name, least in (("local_blocks", 1), ("vert_stride", 1), ("tp_rank", 0)):
             if getattr(self, name) < least:
                 fail("LocalStride", name, f"at least {least}", str(getattr(self, name)))
+        if self.vert_stride * size > MOST_STRIDE_TOKENS:
+            most = MOST_STRIDE_TOKENS // size
+            fail("LocalStride", "vert_stride", f"at most {most} (2**30 tokens)", str(self.vert_stride))
 
     def offset(self, head, kv_head, *, num_heads: int, num_kv_heads: int):
         """The pattern's offset for a head (traced or not)."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_attn._checks import fail
 
@@ -60,6 +61,8 @@ def per_head_scale(
         if scale is not None:
             fail(function, name, f"None for a cache of {jnp.dtype(cache_dtype).name}", "a scale")
         return None
+    if isinstance(scale, int | float | np.number) and not (np.isfinite(scale) and scale > 0):
+        fail(function, name, "a finite number above 0", repr(scale))
     scale = jnp.asarray(1.0 if scale is None else scale, jnp.float32)
     if scale.shape not in ((), (1,), (num_kv_heads,)):
         fail(function, name, f"a scalar or shape [num_kv_heads={num_kv_heads}]", f"shape {list(scale.shape)}")

@@ -60,7 +60,9 @@ def run_tune(options: TuneOptions) -> int:
         )
     root = options.output or Path(os.environ.get(_config.CONFIGS_VARIABLE) or _config.packaged_configs())
     path = root / device.slug / "paged_attention.json"
-    path.parent.mkdir(parents=True, exist_ok=True)  # what cannot be written shows before the work, not after
+    # What cannot be read or written shows before the work, not after.
+    path.parent.mkdir(parents=True, exist_ok=True)
+    old = _config.load(path) if path.is_file() else []
 
     err, out = Console(stderr=True), Console(highlight=False, markup=False)
     work = [(point, candidates(point)) for point in _points(options)]
@@ -83,7 +85,6 @@ def run_tune(options: TuneOptions) -> int:
             if math.isfinite(fastest.microseconds):
                 best[point] = fastest, timings[0]
 
-    old = json.loads(path.read_text())["entries"] if path.is_file() else []
     new = [_entry(point, fastest, first) for point, (fastest, first) in best.items()]
     _config.save(path, _merged(old, new), device=device.kind, jax=jax.__version__)
     out.print(_table(best))

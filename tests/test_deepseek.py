@@ -188,6 +188,13 @@ def test_settings_without_an_equivalent_are_refused():
         DeepSeekConfig.from_transformers(dict(base, model_type="llama"))
     with pytest.raises(ValueError, match="'attention_bias': expected False"):
         DeepSeekConfig.from_transformers(dict(base, attention_bias=True))
+    for setting, value in (("mlp_bias", True), ("tie_word_embeddings", True), ("hidden_act", "gelu")):
+        with pytest.raises(ValueError, match=f"'{setting}': expected .*, got {value!r}"):
+            DeepSeekConfig.from_transformers(dict(base, **{setting: value}))
+    yarn = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
+    for setting, value in (("attention_factor", 1.7), ("truncate", False)):
+        with pytest.raises(ValueError, match=f"'{setting}': expected .*, got {value!r}"):
+            DeepSeekConfig.from_transformers(dict(base, rope_parameters=yarn | {setting: value}))
     with pytest.raises(ValueError, match="'rope_type': expected 'default' or 'yarn'"):
         DeepSeekConfig.from_transformers(dict(base, rope_parameters=dict(rope_type="linear")))
     with pytest.raises(ValueError, match="MLAConfig: argument 'kv_lora_rank': expected 512"):

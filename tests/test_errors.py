@@ -1,12 +1,15 @@
 """Every refusal is one line that names the function, the argument, what was expected and what was given."""
 
+import dataclasses
+import itertools
+
 import jax
 import jax.numpy as jnp
 import lowering
 import pytest
 
 import pallas_attn
-from pallas_attn import PagedAttentionConfig, paged_attention, write_kv
+from pallas_attn import LocalStride, PagedAttentionConfig, paged_attention, write_kv
 
 F32 = jnp.float32
 
@@ -213,3 +216,30 @@ def test_available_implementations_give_reasons():
 def _undecorated(fn):
     """The function as users have it, without the shape checks that jaxtyping adds in tests."""
     return getattr(fn, "__wrapped__", fn)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ((64, 1.5, 2), TypeError, "'local_blocks': expected an int, got 1.5 of type float"),
+        ((64.0, 1, 2), TypeError, "'block_size': expected an int"),
+        ((64, 1, 2, "1"), TypeError, "'head_sliding_step': expected an int"),
+        ((16, 2, 2**31 - 1), ValueError, "'vert_stride': expected at most 67108864"),
+    ],
+)
+def test_pattern_messages(fields, error, message):
+    with pytest.raises(error, match=f"^LocalStride: argument {message}"):
+        as_users_make(LocalStride, fields)
+
+
+def test_config_fields_are_ints():
+    with pytest.raises(TypeError, match=r"^PagedAttentionConfig: argument 'num_splits': expected an int"):
+        as_users_make(PagedAttentionConfig, (16, 16, 1.5))
+
+
+def as_users_make(dataclass, fields):
+    """Without the type checks that jaxtyping adds in tests."""
+    made = object.__new__(dataclass)
+    for field, given in itertools.zip_longest(dataclasses.fields(dataclass), fields):
+        object.__setattr__(made, field.name, field.default if given is None else given)
+    made.__post_init__()

@@ -303,3 +303,69 @@ class TestPageAllocator:
             held = [page for pages_of_one in owners for page in pages_of_one]
             assert pages.num_free == 8 - len(set(held))
             assert all(pages.references(page) == held.count(page) for page in range(8))
+
+
+@pytest.mark.parametrize("where", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("layout", ["NHD", "HND", "PACKED"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e4m3fn", "int8"])
+def test_copying_pages(where, layout, dtype):
+    del where  # the process has one or the other
+    pool = PoolShape(6, 16, 2, 32)
+    rng = np.random.default_rng(0)
+    for which in ("key", "value"):
+        cache = jnp.asarray(rng.integers(-9, 9, array_shape(pool, layout, which, dtype)), dtype)
+        source = jnp.asarray([0, 3, 5, -1, 2, 6, 4], jnp.int32)
+        target = jnp.asarray(
+            [3, 1, 5, 0, -1, 2, 2147480000], jnp.int32
+        )  # page 3 is copied before it is overwritten
+        copied = jax.jit(pallas_attn.copy_pages, donate_argnums=0)(jnp.copy(cache), source, target)
+        expected = np.array(cache)
+        expected[[3, 1, 5]] = np.array(cache)[[0, 3, 5]]
+        assert np.asarray(copied).tobytes() == expected.tobytes()
+
+
+def test_sequences_that_part_ways():
+    """A shared page is copied, in every layer, before one of its owners writes on."""
+    tables = jnp.asarray([[2, 0], [2, 1]], jnp.int32)
+    create = functools.partial(
+        PagedKVCache.create, num_layers=3, num_pages=4, page_size=2, block_tables=tables
+    )
+    cache = create(num_kv_heads=1, head_dim=8)
+    pages = jnp.arange(12.0)[:, None, None, None]
+    cache = cache.replace(key_cache=cache.key_cache + pages, value_cache=cache.value_cache - pages)
+    cache = cache.copy_pages(jnp.asarray([2, 4], jnp.int32), jnp.asarray([3, 0], jnp.int32))
+    held = [0, 1, 2, 2, 4, 5, 6, 6, 8, 9, 10, 10]
+    np.testing.assert_array_equal(cache.key_cache[:, 0, 0, 0], held)
+    np.testing.assert_array_equal(cache.value_cache[:, 0, 0, 0], np.negative(held))
+
+    latents = pallas_attn.PagedLatentCache.create(num_layers=2, num_pages=2, page_size=1, block_tables=tables)
+    latents = latents.replace(latent_cache=latents.latent_cache + jnp.arange(4.0)[:, None, None, None])
+    latents = latents.copy_pages(jnp.asarray([0], jnp.int32), jnp.asarray([1], jnp.int32))
+    np.testing.assert_array_equal(latents.latent_cache[:, 0, 0, 0], [0, 0, 2, 2])
+
+
+def test_what_cannot_be_copied_or_created_is_refused():
+    def refused(error, message):
+        return pytest.raises(error, match=re.escape(message))
+
+    pages, tables = jnp.zeros(2, jnp.int32), jnp.zeros((1, 1), jnp.int32)
+    cache = jnp.zeros((4, 16, 1, 8))
+    with refused(ValueError, "copy_pages: argument 'target_pages': expected shape [num_copies=2"):
+        pallas_attn.copy_pages(cache, pages, pages[:1])
+    with refused(TypeError, "copy_pages: argument 'source_pages': expected dtype int32, got float32"):
+        pallas_attn.copy_pages(cache, pages.astype(jnp.float32), pages)
+    create = functools.partial(
+        PagedKVCache.create, num_layers=1, num_pages=1, page_size=1, block_tables=tables
+    )
+    with refused(
+        ValueError, "PagedKVCache.create: argument 'head_dim': expected a multiple of x=8 for 'PACKED'"
+    ):
+        create(num_kv_heads=1, head_dim=33, layout="PACKED")
+    with refused(ValueError, "PagedKVCache.create: argument 'dtype': expected one of"):
+        create(num_kv_heads=1, head_dim=32, dtype=jnp.int32)
+    with refused(ValueError, "convert_layout: argument 'source': expected one of"):
+        getattr(convert_layout, "__wrapped__", convert_layout)(cache, cache, source="X", target="NHD")
+    quantised = [jnp.zeros((1, 16, 1, 8), jnp.int8)] * 2
+    new = jnp.zeros((1, 1, 8))
+    with refused(ValueError, "write_kv: argument 'k_scale': expected a finite number above 0, got 0.0"):
+        write_kv(new, new, *quantised, jnp.zeros(1, jnp.int32), k_scale=0.0)

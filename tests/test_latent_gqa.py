@@ -1,6 +1,7 @@
 """Grouped-query attention through the MLA kernel gives what grouped-query attention gives."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +66,26 @@ def test_a_model_gives_the_same_tokens(served):
     assert first is not None
     assert second is not None
     np.testing.assert_allclose(first, second, atol=0.1)  # logits reach 3
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize(
+    ("query", "key", "value", "message"),
+    [
+        ((5, 64), (2, 64), (2, 64), "'query': expected a multiple of num_kv_heads"),
+        ((4, 64), (2, 64), (1, 64), "'value': expected shape"),
+        ((4, 64), (2, 64), (2, 128), "'value': expected shape"),
+        ((4, 32), (2, 64), (2, 64), "'query': expected shape"),
+        ((4, 200), (2, 200), (2, 200), "'key': expected 2 * num_kv_heads * head_dim of at most 512"),
+    ],
+)
+def test_shapes_that_do_not_fit_each_other_are_refused(tokens, query, key, value, message):
+    cache = PagedLatentCache.create(
+        num_layers=1, num_pages=4, page_size=16, block_tables=jnp.zeros((1, 4), jnp.int32), dtype=jnp.float32
+    )
+    arrays = [jnp.ones((1, tokens, *shape)) for shape in (query, key, value)]
+    with pytest.raises(ValueError, match="LatentGQA: argument " + re.escape(message)):
+        LatentGQA()(*arrays, cache, 0, jnp.arange(tokens, dtype=jnp.int32)[None])
 
 
 def test_a_model_whose_heads_do_not_fit_is_refused():

@@ -212,9 +212,44 @@ def test_a_schedule_for_other_lengths_stays_inside_memory(implementation):
     data = mla.mla_decode_inputs(case)
     stale = pallas_attn.mla_schedule(jnp.asarray([50_000, 7, 9_000], jnp.int32), num_heads=4, num_parts=6)
     wild = MLASchedule(stale.tile_scheduler_metadata * -977, stale.num_splits * 1_000_003)
-    for schedule in (stale, wild):
+    # Differences of such numbers overflow.
+    least, most = np.iinfo(np.int32).min, np.iinfo(np.int32).max
+    wilder = MLASchedule(
+        stale.tile_scheduler_metadata.at[:, 1].set(most).at[:, 3].set(least),
+        jnp.asarray([7, least, most, least], jnp.int32),
+    )
+    for schedule in (stale, wild, wilder):
         out: Any = pallas_attn.mla_decode(*data.arguments(), schedule=schedule, implementation=implementation)
         assert jnp.shape(out) == (3, 1, 4, 512)
+
+
+@pytest.mark.parametrize("num_seqs", [3, 130])
+@pytest.mark.parametrize("length", [2**31 - 1, 2**31 - 64, 2**30])
+def test_a_length_beyond_all_memory_spoils_no_other_sequence(length, num_seqs):
+    """Of the schedule too, whose sums would overflow."""
+    case = mla.MLADecodeCase((65, 1, 64), 4)
+    data = mla.mla_decode_inputs(case)
+    query, cache, tables, lens = data.arguments()
+    many = [jnp.repeat(x[1:2], num_seqs - 3, axis=0) for x in (query, tables)]
+    query, tables = jnp.concatenate([query, many[0]]), jnp.concatenate([tables, many[1]])
+    lens = jnp.concatenate([lens.at[1].set(length), jnp.full(num_seqs - 3, length, jnp.int32)])
+    schedule = MLASchedule(*pallas_attn.get_mla_metadata(lens, 4, 1))
+    out: Any = pallas_attn.mla_decode(
+        query, cache, tables, lens, schedule=schedule, implementation="interpret"
+    )
+    expected, _ = reference(data, causal=False)
+    for seq in (0, 2):
+        np.testing.assert_allclose(np.float32(out[seq]), np.float32(expected[seq]), atol=3e-2)
+    assert np.isnan(np.float32(out[1])).all()
+
+
+def test_numpy_arrays_will_do():
+    data = mla.mla_decode_inputs(mla.MLADecodeCase((20, 3), 4))
+    arrays = tuple(vars(data).values())
+    # Without the type checks that jaxtyping adds in tests.
+    mla_decode: Any = getattr(pallas_attn.mla_decode, "__wrapped__", pallas_attn.mla_decode)
+    out = mla_decode(*arrays, implementation="xla")
+    np.testing.assert_array_equal(out, pallas_attn.mla_decode(*data.arguments(), implementation="xla"))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -14,8 +14,13 @@ from pallas_attn.ops.mla_decode import MLADecodeConfig, MLASchedule
 from pallas_attn.ops.mla_decode.api import mla_decode
 from pallas_attn.testing import compare, mla
 
-# As users have it, without the shape checks that jaxtyping adds in tests.
-decode: Any = getattr(mla_decode, "__wrapped__", mla_decode)
+
+def unchecked(function: Any) -> Any:
+    """As users have it, without the shape checks that jaxtyping adds in tests."""
+    return getattr(function, "__wrapped__", function)
+
+
+decode = unchecked(mla_decode)
 
 
 def arguments(**changes) -> dict[str, Any]:
@@ -59,6 +64,7 @@ SCHEDULE: Any = MLASchedule(of(7, 8, dtype=jnp.int32), of(4, dtype=jnp.int32))
         (dict(block_tables=of(3, 5, dtype=jnp.int32)), ValueError, "num_seqs=2 (as query)"),
         (dict(seq_lens=of(2, dtype=jnp.int16)), TypeError, "'seq_lens': expected dtype int32, got int16"),
         (dict(scale=-1.0), ValueError, "'scale': expected a finite number above 0"),
+        (dict(causal=None), TypeError, "'causal': expected True or False, got None of type NoneType"),
         (dict(schedule=(1, 2)), TypeError, "'schedule': expected an MLASchedule or None, got tuple"),
         (dict(schedule=SCHEDULE), ValueError, "'schedule.num_splits': expected shape [3], got [4]"),
         (
@@ -110,6 +116,17 @@ def test_flash_mla_messages():
         ValueError, match="get_mla_metadata: argument 'num_heads_k': expected at least 1, got 0"
     ):
         pallas_attn.get_mla_metadata(data[-1], 16, 0)
+    with pytest.raises(
+        TypeError, match=r"argument 'num_heads_per_head_k': expected an int, got 4\.5 of type"
+    ):
+        unchecked(pallas_attn.get_mla_metadata)(data[-1], 4.5, 1)
+    flash_mla = unchecked(pallas_attn.flash_mla_with_kvcache)
+    with pytest.raises(ValueError, match=r"flash_mla_with_kvcache: argument 'block_table': expected shape"):
+        flash_mla(data[0], data[1], data[2][:1], data[3], 512, *metadata)
+    with pytest.raises(
+        TypeError, match="flash_mla_with_kvcache: argument 'k_cache': expected dtype bfloat16"
+    ):
+        flash_mla(data[0], data[1].astype(jnp.float16), *data[2:], 512, *metadata)
 
 
 CASE = mla.MLADecodeCase((700, 130, 64, 513), 4, s_q=2, causal=True)

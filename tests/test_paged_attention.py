@@ -222,3 +222,13 @@ def test_pages_that_no_query_sees_may_be_anyones(rule, implementation):
                 data.block_tables[seq, column] = inputs.GARBAGE_IDS[column % len(inputs.GARBAGE_IDS)]
     out, lse = run(case, data, implementation)
     check(case, expected, out, lse)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+def test_with_64_bit_types_enabled(implementation):
+    """Users may compute in float64 beside it."""
+    case = cases.DecodeCase((20, 3), 4, 2, 16, 16)
+    data = inputs.decode_inputs(case)
+    with jax.enable_x64(True):
+        out, lse = run(case, data, implementation)
+    check(case, data, out, lse)

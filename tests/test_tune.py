@@ -4,6 +4,9 @@ import dataclasses
 import functools
 import json
 import math
+import os
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -46,9 +49,10 @@ def resolved(monkeypatch, num_seqs: int = 2, max_pages: int = 8) -> PagedAttenti
     return taken[0]
 
 
-def write(folder, **config) -> None:
+def write(folder, **config) -> Path:
     path = folder / api.current_device().slug / "paged_attention.json"
     _config.save(path, [{"key": KEY, "config": config}])
+    return path
 
 
 def test_a_call_takes_the_entry_whose_key_agrees(tmp_path, monkeypatch):
@@ -84,6 +88,34 @@ def test_writing_leaves_no_half_file(tmp_path, monkeypatch):
         _config.save(path, [{"key": {}, "config": {"block_kv": 32}}])
     assert path.read_text() == whole
     assert json.loads(whole) == {"device": "one", "entries": [{"key": {}, "config": {"block_kv": 16}}]}
+
+
+def test_everybody_may_read_what_was_measured(tmp_path):
+    umask = os.umask(0o022)
+    try:
+        _config.save(tmp_path / "op.json", [])
+    finally:
+        os.umask(umask)
+    assert (tmp_path / "op.json").stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{", "[]", "{}", "\xff", '{"entries": [{}]}'),
+        '{"entries": [{"key": {"nonsense": [1, 2]}, "config": {}}]}',
+        '{"entries": [{"key": {}, "config": {"foo": 1}}]}',
+        '{"entries": [{"key": {}, "config": {"block_kv": 1.5}}]}',
+    ],
+)
+def test_a_file_that_holds_no_configs_is_named(text, tmp_path, monkeypatch):
+    path = write(tmp_path, block_kv=16)
+    path.write_bytes(text.encode("latin-1"))
+    monkeypatch.setenv(_config.CONFIGS_VARIABLE, str(tmp_path))
+    _config._measured.cache_clear()
+    with pytest.raises(ValueError, match=re.escape(str(path))):
+        resolved(monkeypatch)
+    _config._measured.cache_clear()
 
 
 def test_ranges_meet_at_geometric_means():

@@ -1,6 +1,7 @@
 // FFI handler of the MLA decode kernel for sm_90: unpack, check, fill the parameters, launch.
 #include <cuda_runtime.h>
 
+#include <cmath>
 #include <limits>
 
 #include "checks.h"
@@ -37,7 +38,8 @@ ffi::Error mla_decode(cudaStream_t stream, ffi::AnyBuffer query, ffi::AnyBuffer 
   check.array("seq_lens", seq_lens, {batch}, {DataType::S32});
   check.array("schedule_metadata", schedule_metadata, {-1, mla::kScheduleFields}, {DataType::S32});
   check.array("num_splits", num_splits, {batch + 1}, {DataType::S32});
-  check.require(scale > 0.0f, "scale", "a positive number", std::to_string(scale));
+  check.require(scale > 0.0f && std::isfinite(scale), "scale", "a positive, finite number",
+                std::to_string(scale));
   if (!check.ok()) return check.error();
   const int64_t num_pages = latent_cache.dimensions()[0];
   const int64_t max_blocks = block_tables.dimensions()[1];

@@ -1,6 +1,6 @@
 // wgmma: asynchronous warpgroup matrix products, accumulating in registers.
 //
-// Only the three forms this library uses. Both operands in shared memory lie under the 128-byte swizzle, in
+// Only the four forms this library uses. Both operands in shared memory lie under the 128-byte swizzle, in
 // pieces of 64 (the contiguous dimension, 128 bytes) by any multiple of 8, each piece starting at a multiple
 // of 1024 bytes:
 //   * K-major (the contiguous dimension is the one summed over): rows of 8 follow each other every 1024

@@ -72,12 +72,19 @@ class DeepSeekConfig:
             fail(
                 "DeepSeekConfig.from_transformers", "model_type", "'deepseek_v2' or 'deepseek_v3'", repr(kind)
             )
-        if config.get("attention_bias"):
-            fail("DeepSeekConfig.from_transformers", "attention_bias", "False", "True")
+        for setting, only in (
+            *(("attention_bias", False), ("mlp_bias", False), ("tie_word_embeddings", False)),
+            ("hidden_act", "silu"),
+        ):
+            if (found := config.get(setting, only)) not in (only, None):
+                fail("DeepSeekConfig.from_transformers", setting, repr(only), repr(found))
         v3 = kind == "deepseek_v3"
         grouped = v3 or config.get("topk_method") == "group_limited_greedy"
         # Newer configs say rope_parameters, older ones rope_scaling beside rope_theta.
         rope = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
+        for setting, only in (("attention_factor", None), ("truncate", True)):
+            if (found := rope.get(setting, only)) not in (only, None):
+                fail("DeepSeekConfig.from_transformers", setting, repr(only), repr(found))
         yarn = None
         if (rope_type := rope.get("rope_type", rope.get("type", "default"))) == "yarn":
             yarn = Yarn(

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn import PagedLatentCache, mla_decode
-from pallas_attn._checks import fail
+from pallas_attn._checks import ArgumentChecker, fail
 from pallas_attn._optional import needs_extra
 
 with needs_extra("models", user="pallas_attn.nn"):
@@ -89,7 +89,12 @@ class LatentGQA(nnx.Module):
             ValueError: 2 * num_kv_heads * head_dim is more than 512, shapes do not fit each other, or the forced
                 implementation cannot serve.
         """
+        check = ArgumentChecker("LatentGQA")
+        check.array("key", key, ("num_seqs", "n", "num_kv_heads", "head_dim"), [cache.latent_cache.dtype])
+        check.array("value", value, ("num_seqs", "n", "num_kv_heads", "head_dim"), [key.dtype])
+        check.array("query", query, ("num_seqs", "n", "num_heads", "head_dim"), [key.dtype])
         num_kv_heads, head_dim = key.shape[-2:]
+        check.multiple("query", query.shape[2], "num_kv_heads", num_kv_heads)
         if 2 * num_kv_heads * head_dim > LATENT_DIM:
             fail("LatentGQA", "key", f"2 * num_kv_heads * head_dim of at most {LATENT_DIM}", str(key.shape))
         cache = cache.write(layer, pack_latents(key, value), positions)

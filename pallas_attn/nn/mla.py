@@ -196,15 +196,16 @@ class MultiHeadLatentAttention(nnx.Module):
         keys = jnp.einsum("btc,hnc->bthn", latent, self.key_up[...], precision=_PRECISION)
         values = jnp.einsum("btc,hvc->bthv", latent, self.value_up[...], precision=_PRECISION)
         k_rope = jnp.broadcast_to(k_rope[:, :, None], (*keys.shape[:3], k_rope.shape[-1]))
-        # One width for keys and values is what fused attention wants; zeros in values change nothing.
-        width = keys.shape[-1] + k_rope.shape[-1]
-        padded = jnp.pad(values, ((0, 0), (0, 0), (0, 0), (0, width - values.shape[-1])))
-        with jax.default_matmul_precision("highest"):
-            out = jax.nn.dot_product_attention(
+        # One width for keys and values is what fused attention wants; zeros change nothing.
+        width = max(keys.shape[-1] + k_rope.shape[-1], values.shape[-1])
+        padded = [
+            jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, width - x.shape[-1])))
+            for x in (
                 jnp.concatenate([q_nope, q_rope], axis=-1),
                 jnp.concatenate([keys, k_rope], axis=-1),
-                padded,
-                scale=self.config.scale,
-                is_causal=True,
+                values,
             )
+        ]
+        with jax.default_matmul_precision("highest"):
+            out = jax.nn.dot_product_attention(*padded, scale=self.config.scale, is_causal=True)
         return out[..., : values.shape[-1]]

@@ -2,7 +2,6 @@
 // fixed overhead, and a request that does not fit is cut where the budget ends.
 //
 // One warp: the cost is a walk over the batch and the parts, once for all layers of a decoding step.
-#include "common/math.h"
 #include "mla/schedule/schedule.h"
 
 namespace pallas_attn::mla {
@@ -17,7 +16,8 @@ __global__ void __launch_bounds__(kWarp) schedule_kernel(ScheduleParams params) 
 
   long long total = 0;
   for (int request = lane; request < params.batch; request += kWarp) {
-    const int pages = ceil_div(max(params.seq_lens[request], 0), kPageTokens);
+    const int length = max(params.seq_lens[request], 0);
+    const int pages = length / kPageTokens + (length % kPageTokens > 0);  // ceil_div would overflow
     pages_of[request] = pages;
     total += pages + overhead;
   }

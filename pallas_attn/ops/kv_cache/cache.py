@@ -8,15 +8,27 @@ import jax.numpy as jnp
 
 from pallas_attn._checks import ArgumentChecker, fail
 from pallas_attn._masking import usable_pages
-from pallas_attn._quantization import is_quantized, largest
+from pallas_attn._quantization import QUANTIZED_DTYPES, is_quantized, largest
 from pallas_attn._types import BlockTables, KVCache, Layout, SeqLens
-from pallas_attn.ops.kv_cache.api import write_kv
-from pallas_attn.ops.kv_cache.layout import LAYOUTS, PoolShape, array_shape, pool_shape
+from pallas_attn.ops.kv_cache.api import DTYPES, write_kv
+from pallas_attn.ops.kv_cache.copying import copy_pages
+from pallas_attn.ops.kv_cache.layout import LAYOUTS, PoolShape, array_shape, packing, pool_shape
 
 
 def layer_tables(block_tables: jax.Array, num_pages: int, layer: int | jax.Array) -> jax.Array:
     """Block tables of one layer in a pool that holds `num_pages` pages for each layer; -1 where out of range."""
     return jnp.where(usable_pages(block_tables, num_pages), block_tables + layer * num_pages, -1)
+
+
+def every_layer(
+    source_pages: jax.Array, target_pages: jax.Array, num_pages: int, num_layers: int
+) -> tuple[jax.Array, ...]:
+    """The same pages of all layers, [num_layers * num_copies]; -1 where out of range."""
+    layers = jnp.arange(num_layers, dtype=jnp.int32)[:, None]
+    return tuple(
+        layer_tables(jnp.asarray(pages), num_pages, layers).reshape(-1)
+        for pages in (source_pages, target_pages)
+    )
 
 
 def token_slots(tables: jax.Array, page_size: int, positions: jax.Array) -> jax.Array:
@@ -83,6 +95,9 @@ class PagedKVCache:
         for name, size in sizes.items():
             if size < 1:
                 fail(check.function, name, "at least 1", str(size))
+        check.one_of("dtype", jnp.dtype(dtype), [jnp.dtype(d) for d in (*DTYPES, *QUANTIZED_DTYPES)])
+        if layout == "PACKED" and head_dim % (x := packing(dtype)):
+            fail(check.function, "head_dim", f"a multiple of x={x} for 'PACKED'", str(head_dim))
         check.array("block_tables", block_tables, ("num_seqs", "max_pages"), [jnp.int32])
         if seq_lens is None:
             seq_lens = jnp.zeros(block_tables.shape[:1], jnp.int32)
@@ -180,6 +195,13 @@ class PagedKVCache:
             **self.scales(layer),
         )
         return self.replace(key_cache=key_cache, value_cache=value_cache)
+
+    def copy_pages(self, source_pages: jax.Array, target_pages: jax.Array) -> "PagedKVCache":
+        """Copies pages [num_copies] int32, ids in [0, num_pages), onto others, in every layer; see `copy_pages`."""
+        places = every_layer(source_pages, target_pages, self.num_pages, self.num_layers)
+        return self.replace(
+            key_cache=copy_pages(self.key_cache, *places), value_cache=copy_pages(self.value_cache, *places)
+        )
 
     def replace(self, **changes: Any) -> "PagedKVCache":
         return dataclasses.replace(self, **changes)

@@ -25,10 +25,10 @@ def packing(dtype: Any) -> int:
 
 
 def check_pools(
-    check: ArgumentChecker, key_cache: Any, value_cache: Any, layout: str, dtypes: Any
+    check: ArgumentChecker, key_cache: Any, value_cache: Any, layout: str, dtypes: Any, named: str = "layout"
 ) -> PoolShape:
-    """Checks both pools of a call and binds their dimensions."""
-    check.one_of("layout", layout, LAYOUTS)
+    """Checks both pools of a call and binds their dimensions; `named`, the call's argument for their layout."""
+    check.one_of(named, layout, LAYOUTS)
     if layout == "PACKED":
         check.array(
             "value_cache", value_cache, ("num_pages", "num_kv_heads", "head_dim", "page_size"), dtypes
@@ -131,7 +131,8 @@ def convert_layout(
     """
     check = ArgumentChecker("convert_layout")
     check.one_of("target", target, LAYOUTS)
-    pool = check_pools(check, key_cache, value_cache, source, [getattr(value_cache, "dtype", None)])
+    dtypes = [getattr(value_cache, "dtype", None)]
+    pool = check_pools(check, key_cache, value_cache, source, dtypes, named="source")
     if target == "PACKED" and pool.head_dim % (x := packing(key_cache.dtype)):
         fail("convert_layout", "key_cache", f"head_dim a multiple of x={x} for 'PACKED'", str(pool.head_dim))
     key = from_nhd(to_nhd(key_cache, source, "key"), target, "key")

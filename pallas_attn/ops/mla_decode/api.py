@@ -149,6 +149,8 @@ def mla_decode(
         check.non_empty(name, array)
     check.multiple("query", query.shape[2], "num_kv_heads", check.dims["num_kv_heads"])
     check.positive_float("scale", scale)
+    check.flag("causal", causal)
+    check.flag("return_lse", return_lse)
     if schedule is not None:
         if not isinstance(schedule, MLASchedule):
             fail("mla_decode", "schedule", "an MLASchedule or None", type(schedule).__name__, TypeError)
@@ -157,6 +159,10 @@ def mla_decode(
         check.array("schedule.num_splits", schedule.num_splits, (query.shape[0] + 1,), [jnp.int32])
         check.non_empty("schedule.tile_scheduler_metadata", schedule.tile_scheduler_metadata)
 
+    # Outside jit they may be numpy's.
+    query, latent_cache, block_tables, seq_lens = map(
+        jnp.asarray, (query, latent_cache, block_tables, seq_lens)
+    )
     pool = pool_shape(latent_cache, "NHD")
     num_seqs, s_q, num_heads, _ = query.shape
     case = Case(

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 
 from pallas_attn._checks import ArgumentChecker, fail
 from pallas_attn._types import BlockTables, SeqLens
-from pallas_attn.ops.kv_cache.cache import layer_tables, token_slots
+from pallas_attn.ops.kv_cache.cache import every_layer, layer_tables, token_slots
+from pallas_attn.ops.kv_cache.copying import copy_pages
 
 LATENT_ELEMENTS = 576
 
@@ -74,6 +75,11 @@ class PagedLatentCache:
         slots = jnp.where(slots < 0, flat.shape[0], slots)
         flat = flat.at[slots].set(latents.reshape(-1, LATENT_ELEMENTS).astype(flat.dtype), mode="drop")
         return self.replace(latent_cache=flat.reshape(self.latent_cache.shape))
+
+    def copy_pages(self, source_pages: jax.Array, target_pages: jax.Array) -> "PagedLatentCache":
+        """Copies pages [num_copies] int32, ids in [0, num_pages), onto others, in every layer; see `copy_pages`."""
+        places = every_layer(source_pages, target_pages, self.num_pages, self.num_layers)
+        return self.replace(latent_cache=copy_pages(self.latent_cache, *places))
 
     def replace(self, **changes: Any) -> "PagedLatentCache":
         return dataclasses.replace(self, **changes)

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 
 from pallas_attn._checks import ArgumentChecker, fail
 from pallas_attn._device import current_device
-from pallas_attn.ops.mla_decode.api import mla_decode
-from pallas_attn.ops.mla_decode.kernel import LATENT_DIM
-from pallas_attn.ops.mla_decode.schedule import MLASchedule, num_sm_parts, tile_schedule
+from pallas_attn.ops.mla_decode.api import DTYPES, mla_decode
+from pallas_attn.ops.mla_decode.kernel import LATENT_DIM, QUERY_DIM
+from pallas_attn.ops.mla_decode.schedule import METADATA_SIZE, MLASchedule, num_sm_parts, tile_schedule
 
 
 def get_mla_metadata(
@@ -32,9 +32,8 @@ def get_mla_metadata(
     check = ArgumentChecker("get_mla_metadata")
     check.array("cache_seqlens", cache_seqlens, ("batch_size",), [jnp.int32])
     check.non_empty("cache_seqlens", cache_seqlens)
-    for name, value in (("num_heads_per_head_k", num_heads_per_head_k), ("num_heads_k", num_heads_k)):
-        if value < 1:
-            fail("get_mla_metadata", name, "at least 1", str(value))
+    check.count("num_heads_per_head_k", num_heads_per_head_k)
+    check.count("num_heads_k", num_heads_k)
     parts = num_sm_parts(num_heads_per_head_k, num_heads_k, current_device().num_cores)
     return tile_schedule(cache_seqlens, parts)
 
@@ -74,8 +73,23 @@ def flash_mla_with_kvcache(
 
     Source: FlashMLA (DeepSeek, 2025).
     """
+    # mla_decode checks the same, under its own names.
+    check = ArgumentChecker("flash_mla_with_kvcache")
+    check.array("q", q, ("batch_size", "seq_len_q", "num_heads_q", QUERY_DIM), DTYPES)
+    check.array("k_cache", k_cache, ("num_blocks", "page_block_size", "num_heads_k", QUERY_DIM), [q.dtype])
+    check.array("block_table", block_table, ("batch_size", "max_num_blocks_per_seq"), [jnp.int32])
+    check.array("cache_seqlens", cache_seqlens, ("batch_size",), [jnp.int32])
+    for name, array in (("q", q), ("k_cache", k_cache), ("block_table", block_table)):
+        check.non_empty(name, array)
+    check.multiple("q", q.shape[2], "num_heads_k", check.dims["num_heads_k"])
     if head_dim_v != LATENT_DIM:
-        fail("flash_mla_with_kvcache", "head_dim_v", str(LATENT_DIM), str(head_dim_v))
+        fail("flash_mla_with_kvcache", "head_dim_v", str(LATENT_DIM), repr(head_dim_v))
+    shape = ("num_sm_parts", METADATA_SIZE)
+    check.array("tile_scheduler_metadata", tile_scheduler_metadata, shape, [jnp.int32])
+    check.array("num_splits", num_splits, (q.shape[0] + 1,), [jnp.int32])
+    check.non_empty("tile_scheduler_metadata", tile_scheduler_metadata)
+    check.positive_float("softmax_scale", softmax_scale)
+    check.flag("causal", causal)
     out, lse = mla_decode(
         q,
         k_cache,

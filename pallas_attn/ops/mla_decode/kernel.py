@@ -148,8 +148,8 @@ def _scheduled_kernel(
 
     def serve(seq, carry):
         seq_len = jnp.clip(_pallas.load(lens_ref.at[seq]), 0, problem.max_len)
-        begin = jnp.where(seq == begin_idx, jnp.maximum(begin_seqlen, 0), 0)
-        end = jnp.minimum(jnp.where(seq == end_idx, end_seqlen, seq_len), seq_len)
+        begin = jnp.where(seq == begin_idx, jnp.clip(begin_seqlen, 0, seq_len), 0)
+        end = jnp.clip(jnp.where(seq == end_idx, end_seqlen, seq_len), begin, seq_len)
         first, count = dealt.of(seq)
         piece = jnp.clip(first + jnp.where(seq == begin_idx, begin_split, 0), 0, problem.num_pieces - 1)
         refs = (query_ref, cache_ref, tables_ref, lens_ref, *out_refs)

@@ -65,4 +65,4 @@ class Scheduled:
         first, end = (_pallas.load(self._splits_ref.at[i]) for i in (seq, seq + 1))
         # Whatever the schedule says, the partial results read are ones there is room for.
         first = jnp.clip(first, 0, self._problem.num_pieces)
-        return first, jnp.minimum(end, self._problem.num_pieces) - first
+        return first, jnp.clip(end, first, self._problem.num_pieces) - first

@@ -22,13 +22,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._checks import ArgumentChecker, fail
+from pallas_attn._checks import ArgumentChecker
 from pallas_attn._device import current_device
 from pallas_attn._types import SeqLens
 
 BLOCK_TOKENS = 64
 BLOCK_ROWS = 64
 FIXED_OVERHEAD_BLOCKS = 5
+MOST_BLOCKS = 2**30  # of a batch
 METADATA_SIZE = 8
 
 
@@ -80,15 +81,14 @@ def mla_schedule(
     check.array("seq_lens", seq_lens, ("num_seqs",), [jnp.int32])
     check.non_empty("seq_lens", seq_lens)
     for name, value in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads), ("s_q", s_q)):
-        if value < 1:
-            fail("mla_schedule", name, "at least 1", str(value))
+        check.count(name, value)
     check.multiple("num_heads", num_heads, "num_kv_heads", num_kv_heads)
     rows = s_q * num_heads // num_kv_heads
     if num_parts is None:
         num_parts = num_sm_parts(rows, num_kv_heads, current_device().num_cores)
     for name, value in (("num_parts", num_parts), ("overhead_blocks", overhead_blocks)):
-        if value is not None and value < 1:
-            fail("mla_schedule", name, "at least 1", str(value))
+        if value is not None:
+            check.count(name, value)
     if overhead_blocks is None:
         return tile_schedule(seq_lens, num_parts, default_overhead(seq_lens, num_parts, rows))
     return tile_schedule(seq_lens, num_parts, overhead_blocks)
@@ -117,7 +117,10 @@ def default_overhead(seq_lens: jax.Array, num_parts: int, rows: int) -> int | ja
 
 
 def num_blocks(seq_lens: jax.Array) -> jax.Array:
-    return (jnp.maximum(seq_lens, 0) + (BLOCK_TOKENS - 1)) // BLOCK_TOKENS
+    """Of each length. One that no memory holds must not make the sum overflow: other sequences' parts hang on it."""
+    lengths = jnp.maximum(seq_lens, 0)
+    blocks = lengths // BLOCK_TOKENS + (lengths % BLOCK_TOKENS > 0)
+    return jnp.minimum(blocks, MOST_BLOCKS // seq_lens.shape[0])
 
 
 def tile_schedule(

@@ -104,7 +104,8 @@ def paged_attention(
         block_tables: [num_seqs, max_pages] int32, a sequence's pages in order. Entries beyond its last page, and
             those of pages that no query sees (window, block_sparse), may hold anything.
         seq_lens: [num_seqs] int32, tokens in each sequence's pages, the queries' own included. A length of 0 gives
-            out 0 and lse -inf, and so does a query before the sequence's start (q_len > length).
+            out 0 and lse -inf, and so does a query before the sequence's start (q_len > length; with `sinks` its lse
+            is the head's sink).
         scale: factor of the logits, a number above 0; None means head_dim ** -0.5.
         softcap: logits become softcap * tanh(logits / softcap); a number above 0, or None.
         sliding_window: each query sees the newest `sliding_window` tokens up to itself; an int >= 1, or None.
@@ -122,7 +123,8 @@ def paged_attention(
     Returns:
         out in query's shape and dtype; with return_lse, also lse, of query's shape without head_dim, float32.
         A page id in use outside [0, num_pages), or a length that is negative or beyond the table, gives NaN in that
-        sequence's rows; nothing out of bounds is read.
+        sequence's rows (with `block_sparse`, at least in those of the heads that see the page); nothing out of bounds
+        is read.
 
     Raises:
         TypeError: an argument of the wrong dtype or a config of the wrong type.

@@ -46,7 +46,7 @@ def paged_attention_xla(
 
     rows = query.astype(jnp.float32).reshape(num_seqs, q_len, heads, group, head_dim)
     rows = jnp.moveaxis(rows, 1, 2).reshape(num_seqs, heads, q_len * group, head_dim)
-    factor = scale * extras.get("k_scale", jnp.ones(heads))[:, None, None]
+    factor = scale * extras.get("k_scale", jnp.ones(heads, jnp.float32))[:, None, None]
     query_at = lengths[:, None] - q_len + jnp.repeat(jnp.arange(q_len), group)  # [num_seqs, rows]
     query_at = query_at[:, None, :, None]
     seen_from = _masking.window_start(jnp.maximum(lengths - q_len, 0), rules.sliding_window)

@@ -196,7 +196,7 @@ __device__ __forceinline__ void add_partials(const DecodeParams& params, const T
     float lse2[kRowsPerThread];
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
-      // Rows that do not exist add zeros.
+      // Rows that do not exist add something that is never stored.
       const int row = at.row(i);
       lse2[i] =
           row < place.rows_left(params) ? params.partial_lse2[place.row(params, slot) + row] : -INFINITY;

@@ -9,7 +9,7 @@
 //   222976      256  mbarriers
 //   223232        8  flags of bad pages
 //   223240     3084  requests that were cut
-//   = 226324, of the 232448 a CTA can have
+//   = 226324, of the 232448 a CTA can have (and 227328 with the struct's alignment)
 //
 // A page's probabilities (64 x 64, one piece), on their way to the warpgroup that did not compute them, need
 // no space of their own: they take the place of the page's rotary piece, which nobody reads once its scores

@@ -15,8 +15,8 @@ struct SplitTile {
   int page_end;
   int seq_len;       // at least 0, at most the block table's capacity
   int partial_slot;  // where the partial result goes, or -1 for a request of one split
-  // Splits of the request, where this is the first of few and the last tile of its part (see
-  // Consumer::merge_kept); else 0.
+  // Splits of the request, where this is the first of few and the last tile of its part (see add_partials);
+  // else 0.
   int kept_splits;
   bool bad_length;  // the length given was negative or longer than that: the result is NaN
 
