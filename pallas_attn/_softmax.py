@@ -54,6 +54,18 @@ def rescale(state: OnlineSoftmax, logits2: jax.Array) -> tuple[OnlineSoftmax, ja
     return OnlineSoftmax(maximum, total, state.acc * decay[..., None]), weights
 
 
+def join(state: OnlineSoftmax, logit2: jax.Array) -> OnlineSoftmax:
+    """Takes in a logit without a value for each row, [..., rows]; -inf changes nothing.
+
+    Best behind all keys: were it the maximum from the start, keys far below it would have weights that a narrow
+    type rounds to zero.
+    """
+    maximum = jnp.maximum(state.maximum, logit2)
+    decay = jnp.exp2(state.maximum - _finite(maximum))
+    total = state.total * decay + jnp.exp2(logit2 - _finite(maximum))
+    return OnlineSoftmax(maximum, total, state.acc * decay[..., None])
+
+
 def finish(state: OnlineSoftmax) -> tuple[jax.Array, jax.Array]:
     """(out [..., rows, head_dim], lse2 [..., rows]), float32."""
     total = jnp.sum(state.total, axis=-1) if state.total.ndim == state.acc.ndim else state.total

@@ -232,3 +232,14 @@ def test_with_64_bit_types_enabled(implementation):
     with jax.enable_x64(True):
         out, lse = run(case, data, implementation)
     check(case, data, out, lse)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("sink", [14.0, 20.0])
+def test_a_sink_far_above_the_logits(sink, implementation):
+    """It takes nearly all of the weight; what is left to the keys must not be rounded to zero on the way."""
+    splits = (("num_splits", 3), ("min_split_tokens", 16))
+    case = cases.DecodeCase((65, 3), 4, 2, 32, 16, cache_dtype="float8_e4m3fn", sinks=True, config=splits)
+    data = inputs.decode_inputs(case)
+    data.extras["sinks"] = np.full(4, sink, np.float32)
+    check(case, data, *run(case, data, implementation))

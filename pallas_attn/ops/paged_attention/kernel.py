@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_attn import _masking, _pallas, _quantization, _softmax
@@ -164,10 +165,16 @@ def _attend_kernel(
     # Split 0 of an empty sequence has no tiles but still writes the output.
     @_pallas.when((begin < tiles.num_tiles) | (split == 0))
     def _():
-        state = _start(rows, extra_refs, dim.shape[1], counts_sink=(split == 0) & (seq_len > 0))
+        state = _softmax.start(rows.head.shape, dim.shape[1])
         read = functools.partial(_read_tile, key_ref, value_ref, tables_ref, seq, kv_head, problem, q.dtype)
         weigh = functools.partial(_logits2, q, rows, query_at, extra_refs, kv_head, problem)
         state = _walk_tiles(state, tiles, begin, end, seq_len, read, weigh)
+        if "sinks" in extra_refs:
+            # A logit without a value that joins the softmax once: with the first split of a sequence.
+            sink = (
+                _pallas.load(extra_refs["sinks"].at[rows.head], mask=rows.real, other=0.0) * _softmax.LOG2_E
+            )
+            state = _softmax.join(state, jnp.where((split == 0) & (seq_len > 0), sink, np.float32(-np.inf)))
         out, lse2 = _softmax.finish(state)
         if "v_scale" in extra_refs:
             out *= _pallas.load(extra_refs["v_scale"].at[kv_head])
@@ -202,18 +209,6 @@ def _rows(problem: Problem, kv_head, q_block) -> Rows:
     index = row // problem.group
     head = kv_head * problem.group + row % problem.group
     return Rows(row < problem.rows, head, index * problem.num_heads + head, index)
-
-
-def _start(rows: Rows, extra_refs, dims: int, counts_sink) -> _softmax.OnlineSoftmax:
-    """A sink is a logit without a value that joins the softmax once: with the first split of a sequence."""
-    state = _softmax.start(rows.head.shape, dims)
-    if "sinks" not in extra_refs:
-        return state
-    sink = _pallas.load(extra_refs["sinks"].at[rows.head], mask=rows.real, other=0.0) * _softmax.LOG2_E
-    counts = counts_sink & (sink > -jnp.inf)
-    return state._replace(
-        maximum=jnp.where(counts, sink, state.maximum), total=jnp.where(counts, state.total + 1, state.total)
-    )
 
 
 def _walk_tiles(state, tiles: walk.Walk, begin, end, seq_len, read, weigh):

@@ -93,17 +93,14 @@ def paged_attention_xla(
         return state._replace(acc=acc), bad | jnp.any(held & ~usable, axis=1)
 
     state = _softmax.start((num_seqs, heads, q_len * group), head_dim)
-    if "sinks" in extras:
-        sinks = by_kv_head(extras["sinks"])[None, ..., 0] * _softmax.LOG2_E
-        counts = (lengths > 0)[:, None, None] & (sinks > -jnp.inf)
-        state = state._replace(
-            maximum=jnp.where(counts, sinks, state.maximum), total=jnp.where(counts, 1.0, state.total)
-        )
     bad = (seq_lens < 0) | (seq_lens > max_pages * pool.page_size)
     first_chunk = jnp.min(jnp.where(lengths > 0, seen_from, jnp.iinfo(jnp.int32).max)) // chunk
     last_chunk = (jnp.max(lengths, initial=0) + chunk - 1) // chunk
     axes = _sharding.varying_axes(query, key_cache, value_cache, block_tables, seq_lens, extras)
     state, bad = lax.fori_loop(first_chunk, last_chunk, step, _sharding.vary((state, bad), axes))
+    if "sinks" in extras:
+        sinks = by_kv_head(extras["sinks"])[None, ..., 0] * _softmax.LOG2_E
+        state = _softmax.join(state, jnp.where((lengths > 0)[:, None, None], sinks, -jnp.inf))
     out, lse2 = _softmax.finish(state)
     if "v_scale" in extras:
         out *= extras["v_scale"][:, None, None]
