@@ -143,13 +143,14 @@ def _scheduled_kernel(
         _pallas.load(metadata_ref.at[part, jnp.int32(column)]) for column in range(5)
     )
     # A schedule made for other lengths must not make this kernel touch memory that is not its own.
+    end_seqlen = jnp.maximum(end_seqlen, 0)  # nor make end - begin overflow
     first_seq = jnp.maximum(begin_idx, 0)
     last_seq = jnp.minimum(end_idx, problem.num_seqs - 1)
 
     def serve(seq, carry):
         seq_len = jnp.clip(_pallas.load(lens_ref.at[seq]), 0, problem.max_len)
-        begin = jnp.where(seq == begin_idx, jnp.clip(begin_seqlen, 0, seq_len), 0)
-        end = jnp.clip(jnp.where(seq == end_idx, end_seqlen, seq_len), begin, seq_len)
+        begin = jnp.where(seq == begin_idx, jnp.maximum(begin_seqlen, 0), 0)
+        end = jnp.minimum(jnp.where(seq == end_idx, end_seqlen, seq_len), seq_len)
         first, count = dealt.of(seq)
         piece = jnp.clip(first + jnp.where(seq == begin_idx, begin_split, 0), 0, problem.num_pieces - 1)
         refs = (query_ref, cache_ref, tables_ref, lens_ref, *out_refs)
