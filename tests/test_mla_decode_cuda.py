@@ -265,4 +265,4 @@ def test_handler_refuses_what_python_lets_through() -> None:
         good[0][..., :512], *good[1:]
     )
     assert "'num_splits': expected shape [2], got [1]" in message(*good[:5], splits[:1])
-    assert "'scale': expected a positive number" in message(*good, scale=-1.0)
+    assert "'scale': expected a positive, finite number" in message(*good, scale=-1.0)
