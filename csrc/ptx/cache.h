@@ -19,12 +19,6 @@ __device__ __forceinline__ uint64_t l2_evict_last_policy() {
   return policy;
 }
 
-__device__ __forceinline__ uint64_t l2_evict_normal_policy() {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
 __device__ __forceinline__ void store_with_policy(float* destination, float2 v, uint64_t policy) {
   asm volatile("st.global.L2::cache_hint.v2.f32 [%0], {%1, %2}, %3;" ::"l"(destination), "f"(v.x), "f"(v.y),
                "l"(policy)

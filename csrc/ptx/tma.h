@@ -41,11 +41,12 @@ __device__ __forceinline__ void bulk_store(void* destination, const void* source
                : "memory");
 }
 
-__device__ __forceinline__ void tma_store_3d(const CUtensorMap* map, const void* source, int c0, int c1,
-                                             int c2) {
+__device__ __forceinline__ void tma_store_3d(const CUtensorMap* map, const void* source, uint64_t policy,
+                                             int c0, int c1, int c2) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
-      "r"(shared_address(source)), "r"(c0), "r"(c1), "r"(c2)
+      "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group.L2::cache_hint"
+      " [%0, {%2, %3, %4}], [%1], %5;" ::"l"(map),
+      "r"(shared_address(source)), "r"(c0), "r"(c1), "r"(c2), "l"(policy)
       : "memory");
 }
 

@@ -35,7 +35,10 @@ WGMMA_ROWS = 64
 # measured slower, or was not tried.
 LATE_SUM_ROWS = 32
 # Latents are read once by each block of query rows: what else is in L2 is worth more.
-EVICTION = "evict_first"
+LATENTS = "evict_first"
+# Results are read by what comes next. And while they stay in L2, their writes do not disturb the reads of latents:
+# in device memory they cost several times their bytes.
+RESULTS = "evict_last"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -199,7 +202,7 @@ def _serve(
 
     def write_final():
         where, real = place(out_ref, latent)
-        _pallas.store(where, out.astype(out_ref.dtype), mask=real)
+        _pallas.store(where, out.astype(out_ref.dtype), mask=real, eviction_policy=RESULTS)
         where = lse_ref.at[seq + 0 * row, head, token]
         _pallas.store(where, _softmax.natural_lse(lse2), mask=row_is_real)
 
@@ -213,7 +216,8 @@ def _serve(
     def _():
         tile = jnp.zeros(out.shape, jnp.int32)
         where = partial_out_ref.at[piece + tile, kv_head + tile, row[:, None] + tile, latent[None, :] + tile]
-        _pallas.store(where, out, mask=row_is_real[:, None] & (tile == 0))
+        real = row_is_real[:, None] & (tile == 0)
+        _pallas.store(where, out, mask=real, eviction_policy=RESULTS)
         where = partial_lse_ref.at[piece + 0 * row, kv_head + 0 * row, row]
         _pallas.store(where, lse2, mask=row_is_real)
 
@@ -238,11 +242,11 @@ def _walk_tokens(
         if problem.page_per_tile:
             tokens = _pallas.ds(first % page_size, block_kv)
             where = cache_ref.at[page, tokens, kv_head, _pallas.ds(dim, size)]
-            return _pallas.load(where, mask=mask, other=0.0, eviction_policy=EVICTION)
+            return _pallas.load(where, mask=mask, other=0.0, eviction_policy=LATENTS)
         offset = (first + jnp.arange(block_kv)) % page_size
         dims = dim + jnp.arange(size)
         place = (page[:, None] + tile, offset[:, None] + tile, kv_head + tile, dims[None, :] + tile)
-        return _pallas.load(cache_ref.at[place], mask=mask, other=0.0, eviction_policy=EVICTION)
+        return _pallas.load(cache_ref.at[place], mask=mask, other=0.0, eviction_policy=LATENTS)
 
     def logits2(keys, keys_rope) -> jax.Array:
         latent, rope = _pallas.dot(q_latent, keys, trans_b=True), _pallas.dot(q_rope, keys_rope, trans_b=True)

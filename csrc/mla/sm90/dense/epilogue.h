@@ -98,15 +98,18 @@ __device__ __forceinline__ void store_final(const float (&rO)[kOutRegisters], co
   }
 }
 
-// Two columns of a quad's lanes make one 32-byte sector of float32 as they are.
+// Two columns of a quad's lanes make one 32-byte sector of float32 as they are. Whoever adds them up reads
+// them soon. Until then they should stay in the L2: in device memory the few writes among all the reads of
+// pages cost several times their bytes.
 __device__ __forceinline__ void store_partial(const float (&rO)[kOutRegisters], const FragmentPosition& at,
-                                              const float (&factor)[kRowsPerThread], float* tile_out,
-                                              int side, int rows_left, uint64_t policy) {
+                                              const float (&factor)[kRowsPerThread],
+                                              const DecodeParams& params, const TilePlace& place, int slot) {
+  const uint64_t policy = ptx::l2_evict_last_policy();
 #pragma unroll
   for (int i = 0; i < kRowsPerThread; ++i) {
     const int row = at.row(i);
-    if (row >= rows_left) continue;
-    float* row_out = tile_out + static_cast<int64_t>(row) * kLatentDim + side * kHalfDims + at.in_quad * 2;
+    if (row >= place.rows_left(params)) continue;
+    float* row_out = place.partial_row(params, slot, row) + at.in_quad * 2;
 #pragma unroll
     for (int group = 0; group < kHalfDims / 8; ++group) {
       const int r = group * 4 + i * 2;
@@ -139,10 +142,12 @@ __device__ __forceinline__ void stage_final(const float (&rO)[kOutRegisters], co
   ptx::fence_async_shared();
   __syncwarp();
   if (lane != 0) return;
+  // What comes next reads it. And while it stays in the L2, its writes do not disturb the reads of pages.
+  const uint64_t policy = ptx::l2_evict_last_policy();
 #pragma unroll 1
   for (int piece = place.side * kHalfPieces; piece < (place.side + 1) * kHalfPieces; ++piece) {
     // Rows past the request's last are outside the map, which the copy engine leaves out.
-    ptx::tma_store_3d(&out_map, smem.sQ[piece][at.warp * kWarpRows], piece * kPieceDims,
+    ptx::tma_store_3d(&out_map, smem.sQ[piece][at.warp * kWarpRows], policy, piece * kPieceDims,
                       place.first_row() + at.warp * kWarpRows, request_head);
   }
   ptx::close_stores();
@@ -258,10 +263,7 @@ __device__ __forceinline__ void store_tile(const DecodeParams& params, const Til
     const int64_t offset = place.row(params, tile.request) * kLatentDim * 2;
     store_final<Element>(rO, at, ends.factor, static_cast<char*>(params.out) + offset, place.side, rows_left);
   } else {
-    float* out = params.partial_out + place.row(params, tile.partial_slot) * kLatentDim;
-    // Its reader comes at the end and discards it. Until then it should stay in the L2: in device memory the
-    // few writes among all the reads of pages cost several times their bytes.
-    store_partial(rO, at, ends.factor, out, place.side, rows_left, ptx::l2_evict_last_policy());
+    store_partial(rO, at, ends.factor, params, place, tile.partial_slot);
   }
   store_lse(params, place, tile, at, ends.lse2);
 }
@@ -282,8 +284,7 @@ __device__ __forceinline__ void store_last_tile(const DecodeParams& params, cons
   } else if (awaited) {
     stage_partial(result.rO, at, lane, ends.factor, smem, params, place, tile.partial_slot);
   } else {
-    float* out = params.partial_out + place.row(params, tile.partial_slot) * kLatentDim;
-    store_partial(result.rO, at, ends.factor, out, place.side, rows_left, ptx::l2_evict_normal_policy());
+    store_partial(result.rO, at, ends.factor, params, place, tile.partial_slot);
   }
   store_lse(params, place, tile, at, ends.lse2);
 }
