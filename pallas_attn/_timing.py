@@ -13,6 +13,7 @@ import jax.numpy as jnp
 WARM_UP_SECONDS = 0.3  # compiling leaves the GPU idle, and it wakes slowly
 REPEATS = 5
 QUEUED = 3
+PAUSE_SECONDS = 0.03  # before every burst: a card that runs hot lowers its clock, and order would matter
 
 
 def looped(
@@ -57,6 +58,7 @@ def device_seconds(run: Callable[[], Any], repeats: int = REPEATS) -> float:
 
 
 def _queued_seconds(run: Callable[[], Any], times: int) -> float:
+    time.sleep(PAUSE_SECONDS)
     start = time.perf_counter()
     jax.block_until_ready([run() for _ in range(times)])
     return time.perf_counter() - start

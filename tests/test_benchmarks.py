@@ -21,11 +21,15 @@ class FakeDevice:
         self.now = self.free = 0.0
         self.dispatch, self.work, self.wake_up = dispatch, work, wake_up
         monkeypatch.setattr(_timing.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(_timing.time, "sleep", self.sleep)
         monkeypatch.setattr(_timing.jax, "block_until_ready", self.wait)
 
     def run(self) -> None:
         self.now += self.dispatch
         self.free = max(self.free, self.now) + self.work
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
 
     def wait(self, _) -> None:
         self.now = max(self.now, self.free) + self.wake_up

@@ -98,13 +98,13 @@ __device__ __forceinline__ void store_final(const float (&rO)[kOutRegisters], co
   }
 }
 
-// Two columns of a quad's lanes make one 32-byte sector of float32 as they are. Whoever adds them up reads
-// them soon. Until then they should stay in the L2: in device memory the few writes among all the reads of
-// pages cost several times their bytes.
+// Two columns of a quad's lanes make one 32-byte sector of float32 as they are. `store(float*, float2)` says
+// how.
+template <typename Store>
 __device__ __forceinline__ void store_partial(const float (&rO)[kOutRegisters], const FragmentPosition& at,
                                               const float (&factor)[kRowsPerThread],
-                                              const DecodeParams& params, const TilePlace& place, int slot) {
-  const uint64_t policy = ptx::l2_evict_last_policy();
+                                              const DecodeParams& params, const TilePlace& place, int slot,
+                                              Store store) {
 #pragma unroll
   for (int i = 0; i < kRowsPerThread; ++i) {
     const int row = at.row(i);
@@ -113,8 +113,7 @@ __device__ __forceinline__ void store_partial(const float (&rO)[kOutRegisters], 
 #pragma unroll
     for (int group = 0; group < kHalfDims / 8; ++group) {
       const int r = group * 4 + i * 2;
-      ptx::store_with_policy(row_out + group * 8, make_float2(rO[r] * factor[i], rO[r + 1] * factor[i]),
-                             policy);
+      store(row_out + group * 8, make_float2(rO[r] * factor[i], rO[r + 1] * factor[i]));
     }
   }
 }
@@ -263,7 +262,11 @@ __device__ __forceinline__ void store_tile(const DecodeParams& params, const Til
     const int64_t offset = place.row(params, tile.request) * kLatentDim * 2;
     store_final<Element>(rO, at, ends.factor, static_cast<char*>(params.out) + offset, place.side, rows_left);
   } else {
-    store_partial(rO, at, ends.factor, params, place, tile.partial_slot);
+    // Its reader comes at the end and discards it. Until then it should stay in the L2: in device memory the
+    // few writes among all the reads of pages cost several times their bytes.
+    const uint64_t policy = ptx::l2_evict_last_policy();
+    store_partial(rO, at, ends.factor, params, place, tile.partial_slot,
+                  [=](float* to, float2 v) { ptx::store_with_policy(to, v, policy); });
   }
   store_lse(params, place, tile, at, ends.lse2);
 }
@@ -284,7 +287,9 @@ __device__ __forceinline__ void store_last_tile(const DecodeParams& params, cons
   } else if (awaited) {
     stage_partial(result.rO, at, lane, ends.factor, smem, params, place, tile.partial_slot);
   } else {
-    store_partial(result.rO, at, ends.factor, params, place, tile.partial_slot);
+    // Few rows, read at once by the merging kernel: the policy would cost more than it gains.
+    store_partial(result.rO, at, ends.factor, params, place, tile.partial_slot,
+                  [](float* to, float2 v) { *reinterpret_cast<float2*>(to) = v; });
   }
   store_lse(params, place, tile, at, ends.lse2);
 }
