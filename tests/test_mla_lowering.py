@@ -125,9 +125,11 @@ def test_float32_is_refused_with_a_reason():
         (128, 4, 64, jnp.bfloat16, {}, "cuda"),
         (32, 128, 64, jnp.float16, {}, "cuda"),
         (16, 4, 64, jnp.bfloat16, {}, "cuda"),
-        (16, 4, 64, jnp.bfloat16, {"max_pages": 16}, "pallas"),  # few rows over few tokens: Pallas is faster
+        (16, 4, 64, jnp.bfloat16, {"max_pages": 128}, "pallas"),  # few rows over few tokens: Pallas is faster
+        (16, 2, 64, jnp.bfloat16, {}, "pallas"),
         (32, 4, 64, jnp.bfloat16, {"max_pages": 16}, "cuda"),
         (16, 5, 64, jnp.bfloat16, {"max_pages": 16}, "cuda"),
+        (16, 1, 64, jnp.bfloat16, {"max_pages": 16}, "cuda"),
         (128, 4, 16, jnp.bfloat16, {}, "pallas"),  # what the CUDA kernel cannot serve
         (128, 4, 64, jnp.bfloat16, {"config": MLADecodeConfig(64, 32)}, "pallas"),
     ],

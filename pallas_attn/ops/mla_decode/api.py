@@ -22,7 +22,8 @@ from pallas_attn.ops.mla_decode.schedule import METADATA_SIZE, MLASchedule, mla_
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 # Up to here Pallas is faster on Hopper too; tokens of all sequences, their tables full.
 FEW_ROWS = 16
-FEW_TOKENS = 4096
+FEW_SEQS = range(2, 5)
+FEW_TOKENS = 4 * 8192
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,10 @@ def _cuda_supports(case: Case) -> str | None:
 
 
 def _cuda_yields(case: Case) -> bool:
-    """Few rows leave the Hopper kernel's tiles of 64 rows mostly empty, and over few tokens its launch weighs most:
-    there Pallas measured faster (README)."""
+    """Few rows leave the Hopper kernel's tiles of 64 rows mostly empty: over few tokens of a few sequences Pallas
+    measured faster (README)."""
     capacity = case.num_seqs * case.max_pages * case.pool.page_size
-    return case.rows <= FEW_ROWS and capacity <= FEW_TOKENS
+    return case.rows <= FEW_ROWS and case.num_seqs in FEW_SEQS and capacity <= FEW_TOKENS
 
 
 def _mla_decode_cuda(query, latent_cache, block_tables, seq_lens, schedule, *, scale, causal):

@@ -36,9 +36,9 @@ WGMMA_ROWS = 64
 LATE_SUM_ROWS = 32
 # Latents are read once by each block of query rows: what else is in L2 is worth more.
 LATENTS = "evict_first"
-# Results are read by what comes next. And while they stay in L2, their writes do not disturb the reads of latents:
-# in device memory they cost several times their bytes.
-RESULTS = "evict_last"
+# Partial results are read again soon. While they stay in L2, their writes do not disturb the reads of latents: in
+# device memory they cost several times their bytes.
+PARTIALS = "evict_last"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -202,7 +202,7 @@ def _serve(
 
     def write_final():
         where, real = place(out_ref, latent)
-        _pallas.store(where, out.astype(out_ref.dtype), mask=real, eviction_policy=RESULTS)
+        _pallas.store(where, out.astype(out_ref.dtype), mask=real)
         where = lse_ref.at[seq + 0 * row, head, token]
         _pallas.store(where, _softmax.natural_lse(lse2), mask=row_is_real)
 
@@ -217,7 +217,7 @@ def _serve(
         tile = jnp.zeros(out.shape, jnp.int32)
         where = partial_out_ref.at[piece + tile, kv_head + tile, row[:, None] + tile, latent[None, :] + tile]
         real = row_is_real[:, None] & (tile == 0)
-        _pallas.store(where, out, mask=real, eviction_policy=RESULTS)
+        _pallas.store(where, out, mask=real, eviction_policy=PARTIALS)
         where = partial_lse_ref.at[piece + 0 * row, kv_head + 0 * row, row]
         _pallas.store(where, lse2, mask=row_is_real)
 
