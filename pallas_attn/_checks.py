@@ -3,7 +3,7 @@
 Messages read `function: argument 'name': expected ..., got ...`, one line that a caller can act on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax.numpy as jnp
@@ -20,27 +20,43 @@ def dtype_name(dtype: Any) -> str:
     return jnp.dtype(dtype).name
 
 
+def check_int(function: str, argument: str, value: Any, least: int | None = None) -> None:
+    """A Python or numpy int: sizes are compiled in."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        fail(function, argument, "an int", f"{value!r} of type {type(value).__name__}", TypeError)
+    if least is not None and value < least:
+        fail(function, argument, f"at least {least}", str(value))
+
+
 class ArgumentChecker:
-    """Checks the arrays of one call, binding dimension names to sizes as they are first met.
+    """Checks the arguments of one call, binding dimension names to sizes as they are first met.
 
     A dimension is given as an int (exact size), a known name (must agree with what bound it) or a new name
-    (binds it). `dims` holds what has been bound.
+    (binds it). `dims` holds what has been bound. `spelled` maps names of arguments and dimensions to what messages
+    call them, for functions that do the same under other names.
     """
 
-    def __init__(self, function: str):
+    def __init__(self, function: str, spelled: Mapping[str, str] | None = None):
         self.function = function
         self.dims: dict[str, int] = {}
         self._bound_by: dict[str, str] = {}
+        self._spelled = spelled or {}
+
+    def spell(self, name: str) -> str:
+        return self._spelled.get(name, name)
+
+    def fail(self, name: str, expected: str, got: str, error: type[Exception] = ValueError) -> NoReturn:
+        fail(self.function, self.spell(name), expected, got, error)
 
     def array(self, name: str, value: Any, shape: Sequence[int | str], dtypes: Sequence[Any]) -> None:
         """Raises TypeError for a wrong type or dtype, ValueError for a wrong rank or size."""
         if not hasattr(value, "shape") or not hasattr(value, "dtype"):
-            fail(self.function, name, "an array", type(value).__name__, TypeError)
+            self.fail(name, "an array", type(value).__name__, TypeError)
         if not any(value.dtype == jnp.dtype(d) for d in dtypes):
             expected = " or ".join(dtype_name(d) for d in dtypes)
-            fail(self.function, name, f"dtype {expected}", str(value.dtype), TypeError)
+            self.fail(name, f"dtype {expected}", str(value.dtype), TypeError)
         if len(value.shape) != len(shape) or not all(map(self._agrees, shape, value.shape)):
-            fail(self.function, name, f"shape {self._describe(shape)}", str(list(value.shape)))
+            self.fail(name, f"shape {self._describe(shape)}", str(list(value.shape)))
         for dim, size in zip(shape, value.shape, strict=True):
             if isinstance(dim, str) and dim not in self.dims:
                 self.dims[dim] = size
@@ -54,37 +70,33 @@ class ArgumentChecker:
         words = []
         for dim in shape:
             if isinstance(dim, str) and dim in self.dims:
-                words.append(f"{dim}={self.dims[dim]} (as {self._bound_by[dim]})")
+                words.append(f"{self.spell(dim)}={self.dims[dim]} (as {self.spell(self._bound_by[dim])})")
             else:
-                words.append(str(dim))
+                words.append(self.spell(dim) if isinstance(dim, str) else str(dim))
         return f"[{', '.join(words)}]"
 
     def one_of(self, name: str, value: Any, choices: Sequence[Any]) -> None:
         if value not in choices:
-            fail(self.function, name, "one of " + ", ".join(repr(c) for c in choices), repr(value))
+            self.fail(name, "one of " + ", ".join(repr(c) for c in choices), repr(value))
 
     def non_empty(self, name: str, value: Any) -> None:
         if 0 in value.shape:
-            fail(self.function, name, "no empty dimension", f"shape {list(value.shape)}")
+            self.fail(name, "no empty dimension", f"shape {list(value.shape)}")
 
     def count(self, name: str, value: Any) -> None:
-        """A Python or numpy int of at least 1: sizes are compiled in."""
-        if isinstance(value, bool) or not isinstance(value, int | np.integer):
-            fail(self.function, name, "an int", f"{value!r} of type {type(value).__name__}", TypeError)
-        if value < 1:
-            fail(self.function, name, "at least 1", str(value))
+        check_int(self.function, self.spell(name), value, least=1)
 
     def flag(self, name: str, value: Any) -> None:
         if not isinstance(value, bool | np.bool_):
-            fail(self.function, name, "True or False", f"{value!r} of type {type(value).__name__}", TypeError)
+            self.fail(name, "True or False", f"{value!r} of type {type(value).__name__}", TypeError)
 
     def positive_float(self, name: str, value: float | None) -> None:
         """Concrete numbers only: `scale`, `softcap` and their like are compiled into the kernel."""
         if value is not None and not (
             isinstance(value, int | float | np.number) and np.isfinite(value) and value > 0
         ):
-            fail(self.function, name, "a finite number above 0, or None", repr(value))
+            self.fail(name, "a finite number above 0, or None", repr(value))
 
     def multiple(self, name: str, value: int, of_name: str, of: int) -> None:
         if of <= 0 or value % of:
-            fail(self.function, name, f"a multiple of {of_name} ({of})", str(value))
+            self.fail(name, f"a multiple of {self.spell(of_name)} ({of})", str(value))

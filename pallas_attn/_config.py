@@ -18,7 +18,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from pallas_attn._checks import fail
+from pallas_attn._checks import check_int, fail
 from pallas_attn._device import current_device
 
 CONFIGS_VARIABLE = "PALLAS_ATTN_CONFIGS"
@@ -39,15 +39,13 @@ class SplitKVConfig:
     def __post_init__(self):
         name_of_type = type(self).__name__
         for field in dataclasses.fields(self):
-            if isinstance(size := getattr(self, field.name), bool) or not isinstance(size, int):
-                fail(name_of_type, field.name, "an int", f"{size!r} of type {type(size).__name__}", TypeError)
+            check_int(name_of_type, field.name, getattr(self, field.name))
         for name, least in (("block_q", 16), ("block_kv", 16), ("num_warps", 1)):
             size = getattr(self, name)
             if size < least or size & (size - 1):
                 fail(name_of_type, name, f"a power of two >= {least}", str(size))
         for name in ("num_splits", "min_split_tokens", "target_programs", "num_stages"):
-            if getattr(self, name) < 1:
-                fail(name_of_type, name, "at least 1", str(getattr(self, name)))
+            check_int(name_of_type, name, getattr(self, name), least=1)
 
 
 def resolve[C](

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._checks import fail
+from pallas_attn._checks import check_int, fail
 
 MOST_STRIDE_TOKENS = 2**30  # positions are int32
 
@@ -40,14 +40,12 @@ class LocalStride:
 
     def __post_init__(self):
         for name in ("block_size", "local_blocks", "vert_stride", "head_sliding_step", "tp_rank"):
-            if isinstance(value := getattr(self, name), bool) or not isinstance(value, int):
-                fail("LocalStride", name, "an int", f"{value!r} of type {type(value).__name__}", TypeError)
+            check_int("LocalStride", name, getattr(self, name))
         size = self.block_size
         if size < 16 or size & (size - 1):
             fail("LocalStride", "block_size", "a power of two >= 16", str(size))
         for name, least in (("local_blocks", 1), ("vert_stride", 1), ("tp_rank", 0)):
-            if getattr(self, name) < least:
-                fail("LocalStride", name, f"at least {least}", str(getattr(self, name)))
+            check_int("LocalStride", name, getattr(self, name), least)
         if self.vert_stride * size > MOST_STRIDE_TOKENS:
             most = MOST_STRIDE_TOKENS // size
             fail("LocalStride", "vert_stride", f"at most {most} (2**30 tokens)", str(self.vert_stride))

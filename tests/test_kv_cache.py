@@ -233,6 +233,8 @@ class TestPagedKVCache:
         # Past the shape checks that jaxtyping adds in tests, as users have it.
         create = getattr(PagedKVCache.create, "__wrapped__", PagedKVCache.create.__func__)
         sizes = dict.fromkeys(["num_layers", "num_pages", "page_size", "num_kv_heads", "head_dim"], 1)
+        with pytest.raises(TypeError, match=r"argument 'page_size': expected an int, got 2\.5 of type float"):
+            create(PagedKVCache, **sizes | dict(page_size=2.5), block_tables=jnp.zeros((1, 1), jnp.int32))
         with pytest.raises(TypeError, match=r"argument 'block_tables': expected dtype int32, got float32"):
             create(PagedKVCache, **sizes, block_tables=jnp.zeros((2, 3)))
 
@@ -339,6 +341,10 @@ def test_sequences_that_part_ways():
     np.testing.assert_array_equal(cache.value_cache[:, 0, 0, 0], np.negative(held))
 
     latents = pallas_attn.PagedLatentCache.create(num_layers=2, num_pages=2, page_size=1, block_tables=tables)
+    with pytest.raises(
+        ValueError, match=r"PagedLatentCache.create: argument 'num_layers': expected at least 1, got 0"
+    ):
+        pallas_attn.PagedLatentCache.create(num_layers=0, num_pages=2, page_size=1, block_tables=tables)
     latents = latents.replace(latent_cache=latents.latent_cache + jnp.arange(4.0)[:, None, None, None])
     latents = latents.copy_pages(jnp.asarray([0], jnp.int32), jnp.asarray([1], jnp.int32))
     np.testing.assert_array_equal(latents.latent_cache[:, 0, 0, 0], [0, 0, 2, 2])

@@ -252,6 +252,30 @@ def test_numpy_arrays_will_do():
     np.testing.assert_array_equal(out, pallas_attn.mla_decode(*data.arguments(), implementation="xla"))
 
 
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+@pytest.mark.parametrize("num_parts", [None, 3])
+def test_with_64_bit_types_enabled(num_parts, implementation):
+    """Users may compute in float64 beside it."""
+    case = mla.MLADecodeCase((0, 100, 70), 4, s_q=2, causal=True, page_size=16, num_parts=num_parts)
+    data = mla.mla_decode_inputs(case)
+    with jax.enable_x64(True):
+        out, lse = run(case, data, implementation)
+    check(case, data, out, lse)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+@pytest.mark.parametrize("num_parts", [None, 3])
+def test_vmap(num_parts, implementation):
+    case = mla.MLADecodeCase((3, 100, 70), 4, dtype="float32", page_size=16, num_parts=num_parts)
+    query, *rest = mla.mla_decode_inputs(case).arguments()
+    call = compiled(case, implementation)
+    outs, lses = jax.vmap(call, in_axes=(0, None, None, None))(jnp.stack([query, 2 * query]), *rest)
+    for out, lse, q in zip(outs, lses, (query, 2 * query), strict=True):
+        expected, expected_lse = call(q, *rest)
+        np.testing.assert_allclose(out, expected, atol=1e-5)
+        np.testing.assert_allclose(lse, expected_lse, atol=1e-5)
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_flash_mla_names(implementation):
     """The seed's two functions: its shapes, natural lse, +inf for rows that see nothing."""

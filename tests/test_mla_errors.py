@@ -127,6 +127,16 @@ def test_flash_mla_messages():
         TypeError, match="flash_mla_with_kvcache: argument 'k_cache': expected dtype bfloat16"
     ):
         flash_mla(data[0], data[1].astype(jnp.float16), *data[2:], 512, *metadata)
+    with pytest.raises(ValueError, match=r"argument 'q': expected a multiple of num_heads_k \(3\), got 4"):
+        flash_mla(data[0], jnp.zeros((9, 64, 3, 576), jnp.bfloat16), *data[2:], 512, *metadata)
+    with pytest.raises(
+        ValueError, match=r"argument 'cache_seqlens': expected shape \[batch_size=2 \(as q\)\], got \[3\]"
+    ):
+        flash_mla(*data[:3], jnp.zeros(3, jnp.int32), 512, *metadata)
+    with pytest.raises(ValueError, match=r"argument 'num_splits': expected shape \[3\], got \[2\]"):
+        flash_mla(*data, 512, metadata[0], metadata[1][:2])
+    with pytest.raises(ValueError, match=r"argument 'softmax_scale': expected a finite number above 0"):
+        flash_mla(*data, 512, *metadata, 0.0)
 
 
 CASE = mla.MLADecodeCase((700, 130, 64, 513), 4, s_q=2, causal=True)

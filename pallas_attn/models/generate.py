@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn import PageAllocator, PagedKVCache, PagedLatentCache
-from pallas_attn._checks import fail
+from pallas_attn._checks import check_int, fail
 from pallas_attn._optional import needs_extra
 
 with needs_extra("models", user="pallas_attn.models.generate"):
@@ -296,8 +296,7 @@ def _check_ranges(model, prompts, max_new_tokens, temperature, top_p, page_size)
             if not 0 <= token < vocab_size:
                 fail("generate", f"prompts[{index}]", f"token ids in [0, {vocab_size})", str(token))
     for name, value in (("max_new_tokens", max_new_tokens), ("page_size", page_size)):
-        if value < 1:
-            fail("generate", name, "at least 1", str(value))
+        check_int("generate", name, value, least=1)
     if not 0 <= temperature < float("inf"):
         fail("generate", "temperature", "a finite number of at least 0", str(temperature))
     if not 0 < top_p <= 1:

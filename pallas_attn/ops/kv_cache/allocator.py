@@ -3,6 +3,8 @@
 from collections import Counter
 from collections.abc import Iterable
 
+from pallas_attn._checks import check_int
+
 
 class OutOfPagesError(RuntimeError):
     """More pages were asked for than are free. Nothing was allocated."""
@@ -16,8 +18,7 @@ class PageAllocator:
     """
 
     def __init__(self, num_pages: int):
-        if num_pages < 1:
-            raise ValueError(f"PageAllocator: argument 'num_pages': expected at least 1, got {num_pages}")
+        check_int("PageAllocator", "num_pages", num_pages, least=1)
         self.num_pages = num_pages
         self._free = list(range(num_pages - 1, -1, -1))
         self._references = [0] * num_pages

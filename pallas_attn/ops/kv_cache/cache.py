@@ -93,8 +93,7 @@ class PagedKVCache:
             head_dim=head_dim,
         )
         for name, size in sizes.items():
-            if size < 1:
-                fail(check.function, name, "at least 1", str(size))
+            check.count(name, size)
         check.one_of("dtype", jnp.dtype(dtype), [jnp.dtype(d) for d in (*DTYPES, *QUANTIZED_DTYPES)])
         if layout == "PACKED" and head_dim % (x := packing(dtype)):
             fail(check.function, "head_dim", f"a multiple of x={x} for 'PACKED'", str(head_dim))

@@ -101,9 +101,9 @@ def mla_decode(
 
     The absorbed form: a cached token is 512 latent elements, which are key and value to all heads, and 64 rotary
     elements, which are key only; the caller has multiplied the up-projections into the queries and will multiply
-    them into the output. Works inside jit, scan, while_loop and shard_map; lengths and tables are never read by the
-    host, and the cache is never copied. Softmax and accumulation are float32; the same inputs and config give the
-    same bits.
+    them into the output. Works inside jit, scan, while_loop and shard_map, and under vmap but for "cuda", which raises
+    there. Lengths and tables are never read by the host, and the cache is never copied. Softmax and accumulation are
+    float32; the same inputs and config give the same bits.
 
     Args:
         query: [num_seqs, s_q, num_heads, 576], bf16, fp16 or float32: the 512 latent, then the 64 rotary elements.
@@ -140,25 +140,8 @@ def mla_decode(
     "Flash-Decoding" (2023).
     """
     check = ArgumentChecker("mla_decode")
-    check.array("query", query, ("num_seqs", "s_q", "num_heads", QUERY_DIM), DTYPES)
-    check.array(
-        "latent_cache", latent_cache, ("num_pages", "page_size", "num_kv_heads", QUERY_DIM), [query.dtype]
-    )
-    check.array("block_tables", block_tables, ("num_seqs", "max_pages"), [jnp.int32])
-    check.array("seq_lens", seq_lens, ("num_seqs",), [jnp.int32])
-    for name, array in (("query", query), ("latent_cache", latent_cache), ("block_tables", block_tables)):
-        check.non_empty(name, array)
-    check.multiple("query", query.shape[2], "num_kv_heads", check.dims["num_kv_heads"])
-    check.positive_float("scale", scale)
-    check.flag("causal", causal)
+    check_call(check, query, latent_cache, block_tables, seq_lens, schedule, scale=scale, causal=causal)
     check.flag("return_lse", return_lse)
-    if schedule is not None:
-        if not isinstance(schedule, MLASchedule):
-            fail("mla_decode", "schedule", "an MLASchedule or None", type(schedule).__name__, TypeError)
-        shape = ("num_sm_parts", METADATA_SIZE)
-        check.array("schedule.tile_scheduler_metadata", schedule.tile_scheduler_metadata, shape, [jnp.int32])
-        check.array("schedule.num_splits", schedule.num_splits, (query.shape[0] + 1,), [jnp.int32])
-        check.non_empty("schedule.tile_scheduler_metadata", schedule.tile_scheduler_metadata)
 
     # Outside jit they may be numpy's.
     query, latent_cache, block_tables, seq_lens = map(
@@ -191,6 +174,31 @@ def mla_decode(
         causal=bool(causal),
     )
     return (out, lse) if return_lse else out
+
+
+def check_call(
+    check: ArgumentChecker, query, latent_cache, block_tables, seq_lens, schedule, *, scale, causal
+):
+    """What `mla_decode`, and FlashMLA's function for it, want of a call."""
+    check.array("query", query, ("num_seqs", "s_q", "num_heads", QUERY_DIM), DTYPES)
+    check.array(
+        "latent_cache", latent_cache, ("num_pages", "page_size", "num_kv_heads", QUERY_DIM), [query.dtype]
+    )
+    check.array("block_tables", block_tables, ("num_seqs", "max_pages"), [jnp.int32])
+    check.array("seq_lens", seq_lens, ("num_seqs",), [jnp.int32])
+    for name, array in (("query", query), ("latent_cache", latent_cache), ("block_tables", block_tables)):
+        check.non_empty(name, array)
+    check.multiple("query", query.shape[2], "num_kv_heads", check.dims["num_kv_heads"])
+    check.positive_float("scale", scale)
+    check.flag("causal", causal)
+    if schedule is None:
+        return
+    if not isinstance(schedule, MLASchedule):
+        check.fail("schedule", "an MLASchedule or None", type(schedule).__name__, TypeError)
+    shape = ("num_sm_parts", METADATA_SIZE)
+    check.array("schedule.tile_scheduler_metadata", schedule.tile_scheduler_metadata, shape, [jnp.int32])
+    check.array("schedule.num_splits", schedule.num_splits, (query.shape[0] + 1,), [jnp.int32])
+    check.non_empty("schedule.tile_scheduler_metadata", schedule.tile_scheduler_metadata)
 
 
 def _resolve_config(case: Case, explicit: MLADecodeConfig | None) -> MLADecodeConfig:

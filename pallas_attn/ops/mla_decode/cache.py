@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._checks import ArgumentChecker, fail
+from pallas_attn._checks import ArgumentChecker
 from pallas_attn._types import BlockTables, SeqLens
 from pallas_attn.ops.kv_cache.cache import every_layer, layer_tables, token_slots
 from pallas_attn.ops.kv_cache.copying import copy_pages
@@ -47,8 +47,7 @@ class PagedLatentCache:
         """An empty cache with `num_pages` pages of `page_size` tokens for each layer."""
         check = ArgumentChecker("PagedLatentCache.create")
         for name, size in (("num_layers", num_layers), ("num_pages", num_pages), ("page_size", page_size)):
-            if size < 1:
-                fail(check.function, name, "at least 1", str(size))
+            check.count(name, size)
         check.array("block_tables", block_tables, ("num_seqs", "max_pages"), [jnp.int32])
         pool = jnp.zeros((num_layers * num_pages, page_size, 1, LATENT_ELEMENTS), dtype)
         return cls(pool, block_tables, jnp.zeros(block_tables.shape[:1], jnp.int32), num_layers)

@@ -3,11 +3,29 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._checks import ArgumentChecker, fail
+from pallas_attn._checks import ArgumentChecker
 from pallas_attn._device import current_device
-from pallas_attn.ops.mla_decode.api import DTYPES, mla_decode
-from pallas_attn.ops.mla_decode.kernel import LATENT_DIM, QUERY_DIM
-from pallas_attn.ops.mla_decode.schedule import METADATA_SIZE, MLASchedule, num_sm_parts, tile_schedule
+from pallas_attn.ops.mla_decode.api import check_call, mla_decode
+from pallas_attn.ops.mla_decode.kernel import LATENT_DIM
+from pallas_attn.ops.mla_decode.schedule import MLASchedule, num_sm_parts, tile_schedule
+
+# mla_decode's names in FlashMLA's words, for messages.
+SPELLED = {
+    "query": "q",
+    "latent_cache": "k_cache",
+    "block_tables": "block_table",
+    "seq_lens": "cache_seqlens",
+    "scale": "softmax_scale",
+    "schedule.tile_scheduler_metadata": "tile_scheduler_metadata",
+    "schedule.num_splits": "num_splits",
+    "num_seqs": "batch_size",
+    "s_q": "seq_len_q",
+    "num_heads": "num_heads_q",
+    "num_kv_heads": "num_heads_k",
+    "num_pages": "num_blocks",
+    "page_size": "page_block_size",
+    "max_pages": "max_num_blocks_per_seq",
+}
 
 
 def get_mla_metadata(
@@ -73,29 +91,17 @@ def flash_mla_with_kvcache(
 
     Source: FlashMLA (DeepSeek, 2025).
     """
-    # mla_decode checks the same, under its own names.
-    check = ArgumentChecker("flash_mla_with_kvcache")
-    check.array("q", q, ("batch_size", "seq_len_q", "num_heads_q", QUERY_DIM), DTYPES)
-    check.array("k_cache", k_cache, ("num_blocks", "page_block_size", "num_heads_k", QUERY_DIM), [q.dtype])
-    check.array("block_table", block_table, ("batch_size", "max_num_blocks_per_seq"), [jnp.int32])
-    check.array("cache_seqlens", cache_seqlens, ("batch_size",), [jnp.int32])
-    for name, array in (("q", q), ("k_cache", k_cache), ("block_table", block_table)):
-        check.non_empty(name, array)
-    check.multiple("q", q.shape[2], "num_heads_k", check.dims["num_heads_k"])
+    schedule = MLASchedule(tile_scheduler_metadata, num_splits)
+    check = ArgumentChecker("flash_mla_with_kvcache", SPELLED)
+    check_call(check, q, k_cache, block_table, cache_seqlens, schedule, scale=softmax_scale, causal=causal)
     if head_dim_v != LATENT_DIM:
-        fail("flash_mla_with_kvcache", "head_dim_v", str(LATENT_DIM), repr(head_dim_v))
-    shape = ("num_sm_parts", METADATA_SIZE)
-    check.array("tile_scheduler_metadata", tile_scheduler_metadata, shape, [jnp.int32])
-    check.array("num_splits", num_splits, (q.shape[0] + 1,), [jnp.int32])
-    check.non_empty("tile_scheduler_metadata", tile_scheduler_metadata)
-    check.positive_float("softmax_scale", softmax_scale)
-    check.flag("causal", causal)
+        check.fail("head_dim_v", str(LATENT_DIM), repr(head_dim_v))
     out, lse = mla_decode(
         q,
         k_cache,
         block_table,
         cache_seqlens,
-        schedule=MLASchedule(tile_scheduler_metadata, num_splits),
+        schedule=schedule,
         scale=softmax_scale,
         causal=causal,
         return_lse=True,

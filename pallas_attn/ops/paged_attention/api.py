@@ -87,9 +87,9 @@ def paged_attention(
 ) -> Query | tuple[Query, Lse]:
     """Attention of each sequence's newest tokens over the sequence's paged keys and values.
 
-    Works inside jit, scan, while_loop and shard_map; lengths and tables are never read by the host, and the caches
-    are never copied. Softmax and accumulation are float32; the same inputs and config give the same bits. All options
-    combine.
+    Works inside jit, scan, while_loop, vmap and shard_map; lengths and tables are never read by the host, and the
+    caches are never copied. Softmax and accumulation are float32; the same inputs and config give the same bits. All
+    options combine.
 
     Args:
         query: [num_seqs, num_heads, head_dim], one token per sequence, or [num_seqs, q_len, num_heads, head_dim], the
