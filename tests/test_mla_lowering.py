@@ -119,6 +119,31 @@ def test_float32_is_refused_with_a_reason():
         lowered_call(16, 1, 64, jnp.float32, False, implementation="pallas")
 
 
+@pytest.mark.parametrize("scheduled", [True, False])
+def test_vmap_lowers(scheduled):
+    """A fourth dimension of the grid, of which Triton has three."""
+
+    def calls(queries, cache, tables, lens):
+        schedule = pallas_attn.mla_schedule(lens, num_heads=16) if scheduled else None
+
+        def call(query):
+            return pallas_attn.mla_decode(
+                query, cache, tables, lens, schedule=schedule, implementation="pallas"
+            )
+
+        return jax.vmap(call)(queries)
+
+    shape = jax.ShapeDtypeStruct
+    lowered = lowering.lower_for_gpu(
+        calls,
+        shape((3, 4, 1, 16, 576), jnp.bfloat16),
+        shape((90, 64, 1, 576), jnp.bfloat16),
+        shape((4, 20), jnp.int32),
+        shape((4,), jnp.int32),
+    )
+    assert len(lowering.compile_kernels(lowered, 90)) == 2
+
+
 @pytest.mark.parametrize(
     ("num_heads", "num_seqs", "page_size", "dtype", "options", "chosen"),
     [
