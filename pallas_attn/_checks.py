@@ -9,6 +9,8 @@ from typing import Any, NoReturn
 import jax.numpy as jnp
 import numpy as np
 
+LEAST_FLOAT32, LARGEST_FLOAT32 = (float(x) for x in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
+
 
 def fail(
     function: str, argument: str, expected: str, got: str, error: type[Exception] = ValueError
@@ -90,11 +92,11 @@ class ArgumentChecker:
         if not isinstance(value, bool | np.bool_):
             self.fail(name, "True or False", f"{value!r} of type {type(value).__name__}", TypeError)
 
-    def positive_float(self, name: str, value: float | None) -> None:
+    def positive_float(self, name: str, value: Any) -> None:
         """Concrete numbers only: `scale`, `softcap` and their like are compiled into the kernel."""
-        if value is not None and not (
-            isinstance(value, int | float | np.number) and np.isfinite(value) and value > 0
-        ):
+        number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+        # As float32, which is what kernels compute with.
+        if value is not None and not (number and LEAST_FLOAT32 <= value <= LARGEST_FLOAT32):
             self.fail(name, "a finite number above 0, or None", repr(value))
 
     def multiple(self, name: str, value: int, of_name: str, of: int) -> None:

@@ -74,7 +74,7 @@ def resolve(op: str, case: Any, requested: str | None) -> tuple[str, Callable[..
         return _AVAILABLE[name](device) or known[name].supports(case)
 
     if requested is not None:
-        if requested not in known:
+        if not isinstance(requested, str) or requested not in known:
             names = ", ".join(map(repr, known))
             fail(op, "implementation", f"None or one of {names}", repr(requested))
         if reason := refusal(requested):

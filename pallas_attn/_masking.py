@@ -46,6 +46,9 @@ class LocalStride:
             fail("LocalStride", "block_size", "a power of two >= 16", str(size))
         for name, least in (("local_blocks", 1), ("vert_stride", 1), ("tp_rank", 0)):
             check_int("LocalStride", name, getattr(self, name), least)
+        for name in ("local_blocks", "head_sliding_step", "tp_rank"):
+            if abs(getattr(self, name)) > MOST_STRIDE_TOKENS:
+                fail("LocalStride", name, "within 2**30", str(getattr(self, name)))
         if self.vert_stride * size > MOST_STRIDE_TOKENS:
             most = MOST_STRIDE_TOKENS // size
             fail("LocalStride", "vert_stride", f"at most {most} (2**30 tokens)", str(self.vert_stride))

@@ -61,9 +61,22 @@ def per_head_scale(
         if scale is not None:
             fail(function, name, f"None for a cache of {jnp.dtype(cache_dtype).name}", "a scale")
         return None
-    if isinstance(scale, int | float | np.number) and not (np.isfinite(scale) and scale > 0):
-        fail(function, name, "a finite number above 0", repr(scale))
-    scale = jnp.asarray(1.0 if scale is None else scale, jnp.float32)
+    if scale is None:
+        scale = 1.0
+    if isinstance(scale, bool | str) or not isinstance(
+        scale, int | float | np.number | np.ndarray | jax.Array
+    ):
+        fail(
+            function,
+            name,
+            "a number or an array, or None",
+            f"{scale!r} of type {type(scale).__name__}",
+            TypeError,
+        )
+    # What is on a device, or traced, the host must not wait for.
+    if not isinstance(scale, jax.Array) and not (np.isfinite(scale) & (np.asarray(scale) > 0)).all():
+        fail(function, name, "finite numbers above 0", repr(scale))
+    scale = jnp.asarray(scale, jnp.float32)
     if scale.shape not in ((), (1,), (num_kv_heads,)):
         fail(function, name, f"a scalar or shape [num_kv_heads={num_kv_heads}]", f"shape {list(scale.shape)}")
     return jnp.broadcast_to(scale, (num_kv_heads,))

@@ -1,4 +1,4 @@
-"""The command line: `pallas-attn generate` and `pallas-attn doctor`, also as `python -m pallas_attn`."""
+"""The command line: `pallas-attn generate`, `tune` and `doctor`, also as `python -m pallas_attn`."""
 
 import os
 import sys
@@ -17,7 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from pallas_attn import _commands
 
         return _commands.run(sys.argv[1:] if arguments is None else list(arguments))
-    except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
+    except (ValueError, TypeError, OverflowError, OSError, ImportError, RuntimeError) as error:
         if os.environ.get("PALLAS_ATTN_TRACEBACK") == "1":
             raise
         message = " ".join(str(error).split()) or type(error).__name__

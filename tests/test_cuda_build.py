@@ -195,19 +195,52 @@ def test_builds_with_nvcc_from_wheels(tmp_path: Path, build_backend: ModuleType)
     assert "sm_90a" in run(_tool("cuobjdump") or "cuobjdump", "-lelf", "libpallas_attn_cuda.so").stdout
 
 
+def test_without_a_host_compiler_the_build_is_pure_python(tmp_path: Path) -> None:
+    """A slim container with a toolkit and without gcc: a reason, not a failed install."""
+    cmake = shutil.which("cmake", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    ninja = shutil.which("ninja", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if cmake is None or ninja is None:
+        pytest.skip("cmake or ninja is not installed")
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text(
+        "#!/bin/sh\n[ $1 = --version ] && echo 'Cuda compilation tools, release 13.0, V1' || exit 1\n"
+    )
+    nvcc.chmod(0o755)
+    build = tmp_path / "build"
+    tools = [f"-DCMAKE_MAKE_PROGRAM={ninja}", f"-DPython3_EXECUTABLE={sys.executable}"]
+    done = subprocess.run(
+        [cmake, "-S", str(ROOT / "xla_ffi"), "-B", str(build), "-G", "Ninja", *tools],
+        env=os.environ | {"PALLAS_ATTN_NVCC": str(nvcc)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "no CUDA library" in done.stdout + done.stderr
+    assert "needs a host compiler (gcc)" in done.stdout + done.stderr
+
+
 def test_the_build_requires_nvcc_only_where_there_is_none(
-    monkeypatch: pytest.MonkeyPatch, build_backend: ModuleType
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, build_backend: ModuleType
 ) -> None:
     backend: Any = build_backend
     for name in ("PALLAS_ATTN_NVCC", "CUDACXX", "CUDA_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(backend.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(backend.sys, "platform", "linux")
-    monkeypatch.setattr(backend.shutil, "which", lambda _: "/opt/bin/nvcc")
-    assert backend.nvcc_requirements() == []
-    monkeypatch.setattr(backend.shutil, "which", lambda _: None)
+    monkeypatch.delenv("NVCC_CCBIN", raising=False)
+    found = {"gcc": "/opt/bin/gcc", "nvcc": str(tmp_path / "nvcc")}
+    monkeypatch.setattr(backend.shutil, "which", found.get)
+    monkeypatch.setattr(backend.Path, "exists", lambda path: str(path) == str(tmp_path / "nvcc"))
+    for release, wheels in (("13.0", 0), ("12.8", 0), ("12.4", 5)):
+        (tmp_path / "nvcc").write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V1'\n")
+        (tmp_path / "nvcc").chmod(0o755)
+        assert len(backend.nvcc_requirements()) == wheels, release
+    del found["nvcc"]
     monkeypatch.setattr(backend.Path, "exists", lambda _: False)
     assert len(backend.nvcc_requirements()) == 5
+    del found["gcc"]
+    assert backend.nvcc_requirements() == []  # no nvcc works without a host compiler
     monkeypatch.setenv("PALLAS_ATTN_NVCC", "none")
     assert backend.nvcc_requirements() == []
     monkeypatch.setenv("PALLAS_ATTN_NVCC", "wheels")

@@ -199,3 +199,45 @@ def test_settings_without_an_equivalent_are_refused():
         DeepSeekConfig.from_transformers(dict(base, rope_parameters=dict(rope_type="linear")))
     with pytest.raises(ValueError, match="MLAConfig: argument 'kv_lora_rank': expected 512"):
         DeepSeekConfig.from_transformers(dict(base, kv_lora_rank=256))
+
+
+def test_settings_of_routing_and_quantisation_without_an_equivalent_are_refused():
+    v3, v2 = (theirs(name).config.to_dict() for name in ("v3", "v2-yarn"))
+    for base, setting, value in (
+        (v3, "scoring_func", "softmax"),
+        (v3, "topk_method", "greedy"),
+        (v3, "moe_layer_freq", 2),
+        (v3, "mlp_layer_types", ["sparse"] * v3["num_hidden_layers"]),
+        (v3, "quantization_config", {"quant_method": "fp8", "weight_block_size": [128, 128]}),
+        (v3, "n_routed_experts", None),
+        (v2, "scoring_func", "sigmoid"),
+        (v2, "topk_method", "noaux_tc"),
+        (v2, "norm_topk_prob", True),
+    ):
+        with pytest.raises(ValueError, match=rf"from_transformers: argument '{setting}': expected "):
+            DeepSeekConfig.from_transformers(base | {setting: value})
+    with pytest.raises(ValueError, match="argument 'model_type': expected a value, got none"):
+        DeepSeekConfig.from_transformers({})
+
+
+def test_weights_that_are_missing_or_have_no_place_are_named():
+    source = theirs("v3")
+    config = DeepSeekConfig.from_transformers(source.config.to_dict())
+    weights = source.state_dict()
+    fresh = functools.partial(DeepSeek, config, rngs=nnx.Rngs(0))
+    for part in ("self_attn.kv_b_proj.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"):
+        name = next(n for n in weights if n.endswith(part))
+        rest = {n: w for n, w in weights.items() if n != name}
+        with pytest.raises(ValueError, match=r"argument 'weights': expected an entry"):
+            load_transformers_weights(fresh(), rest)
+    name = "model.layers.0.self_attn.kv_b_proj.weight"
+    with pytest.raises(ValueError, match=rf"argument '{name}': expected shape \["):
+        load_transformers_weights(fresh(), weights | {name: weights[name][:-1]})
+    scale = "model.layers.0.self_attn.o_proj.weight_scale_inv"
+    with pytest.raises(ValueError, match=rf"expected entries that have a place in the model, got '{scale}'"):
+        load_transformers_weights(fresh(), weights | {scale: np.ones((1, 1), np.float32)})
+    # Layers of multi-token prediction come behind the model's; torch's bfloat16 is read as well.
+    beyond = f"model.layers.{config.num_layers}.eh_proj.weight"
+    model = fresh()
+    load_transformers_weights(model, {n: w.bfloat16() for n, w in weights.items()} | {beyond: np.ones(3)})
+    np.testing.assert_array_equal(model.lm_head[...], weights["lm_head.weight"].bfloat16().float())

@@ -147,10 +147,18 @@ def test_lowers_inside_shard_map(axis: str) -> None:
 
 
 @pytest.mark.usefixtures("unregistered")
-def test_vmap_is_refused() -> None:
-    arguments = [jnp.zeros((3, *a.shape), a.dtype) for a in _arguments()]
-    with pytest.raises(NotImplementedError, match="vmap is only supported"):
-        jax.vmap(lambda *a: cuda.mla_decode_cuda(*a, scale=1.0, causal=False))(*arguments)
+def test_vmap_is_a_loop_of_calls() -> None:
+    query, *rest = _arguments()
+    queries = _struct(3, *query.shape, dtype=query.dtype)
+
+    def calls(queries, *rest):
+        return jax.vmap(lambda q: cuda.mla_decode_cuda(q, *rest, scale=1.0, causal=False))(queries)
+
+    text = jax.jit(calls).trace(queries, *rest).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@pallas_attn_mla_decode_sm90") == 1
+    assert "stablehlo.while" in text
+    out, _ = jax.eval_shape(calls, queries, *rest)
+    assert out.shape == (*queries.shape[:-1], 512)
 
 
 @pytest.mark.parametrize(

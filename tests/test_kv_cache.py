@@ -373,5 +373,89 @@ def test_what_cannot_be_copied_or_created_is_refused():
         getattr(convert_layout, "__wrapped__", convert_layout)(cache, cache, source="X", target="NHD")
     quantised = [jnp.zeros((1, 16, 1, 8), jnp.int8)] * 2
     new = jnp.zeros((1, 1, 8))
-    with refused(ValueError, "write_kv: argument 'k_scale': expected a finite number above 0, got 0.0"):
-        write_kv(new, new, *quantised, jnp.zeros(1, jnp.int32), k_scale=0.0)
+    for scale in (0.0, np.zeros(1, np.float32), np.array([np.inf], np.float32)):
+        with refused(ValueError, "write_kv: argument 'k_scale': expected finite numbers above 0, got"):
+            write_kv(new, new, *quantised, jnp.zeros(1, jnp.int32), k_scale=scale)
+    with refused(TypeError, "write_kv: argument 'k_scale': expected a number or an array, or None, got True"):
+        write_kv(new, new, *quantised, jnp.zeros(1, jnp.int32), k_scale=True)
+    cache = small_cache(dtype="int8")
+    with refused(ValueError, "PagedKVCache.calibrate: argument 'margin': expected a finite number above 0"):
+        cache.calibrate(
+            0, jnp.ones((2, 1, 2, 16)), jnp.ones((2, 1, 2, 16)), jnp.zeros((2, 1), jnp.int32), margin=0.0
+        )
+
+
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+def test_numpy_arrays_are_welcome(implementation):
+    rng = np.random.default_rng(0)
+    new = rng.standard_normal((3, 2, 16), np.float32)
+    pool, slots = np.zeros((4, 8, 2, 16), np.float32), np.array([0, -1, 9], np.int32)
+    # Past the shape checks that jaxtyping adds in tests, as users have it.
+    write_kv, copy_pages = (
+        getattr(f, "__wrapped__", f) for f in (pallas_attn.write_kv, pallas_attn.copy_pages)
+    )
+    keys, _ = write_kv(new, new, pool, pool, slots, implementation=implementation)
+    np.testing.assert_array_equal(keys[0, 0], new[0])
+    np.testing.assert_array_equal(keys[1, 1], new[2])
+    pages = copy_pages(np.asarray(keys), np.array([0], np.int32), np.array([3], np.int32))
+    np.testing.assert_array_equal(pages[3], keys[0])
+
+
+def test_donating_a_cache_leaves_the_callers_tables():
+    tables, lens = jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32)
+    paged = small_cache(block_tables=tables, seq_lens=lens)
+    latents = pallas_attn.PagedLatentCache.create(num_layers=1, num_pages=2, page_size=1, block_tables=tables)
+    for cache in (paged, latents):
+        jax.block_until_ready(jax.jit(lambda c: jax.tree.map(lambda x: x + 1, c), donate_argnums=0)(cache))
+    assert tables.sum() == 0
+    assert lens.sum() == 1
+
+
+def test_wrong_positions_and_latents_are_named():
+    cache, new = small_cache(), jnp.zeros((2, 3, 2, 16))
+    for positions in (jnp.zeros(3, jnp.int32), jnp.zeros((3, 2), jnp.int32)):
+        with pytest.raises(
+            ValueError, match=r"PagedKVCache.slots: argument 'positions': expected shape \[2, n\]"
+        ):
+            cache.write(0, new, new, positions)
+    with pytest.raises(TypeError, match=r"argument 'positions': expected dtype int32, got float32"):
+        cache.write(0, new, new, jnp.zeros((2, 3)))
+    create = functools.partial(
+        pallas_attn.PagedLatentCache.create,
+        num_layers=1,
+        num_pages=2,
+        page_size=4,
+        block_tables=cache.block_tables,
+    )
+    latents, positions = create(), jnp.zeros((2, 8), jnp.int32)
+    with pytest.raises(
+        ValueError, match=r"PagedLatentCache.write: argument 'latents': expected shape \[2, 8, 576\]"
+    ):
+        latents.write(0, jnp.ones((2, 9, 512)), positions)
+    with pytest.raises(ValueError, match=r"argument 'positions': expected shape \[2, n\], got \[3, 8\]"):
+        latents.write(0, jnp.ones((3, 8, 576)), jnp.zeros((3, 8), jnp.int32))
+    with pytest.raises(ValueError, match=r"PagedLatentCache.create: argument 'dtype': expected one of"):
+        create(dtype=jnp.int8)
+
+
+def test_caches_travel_in_an_exported_function():
+    cache = small_cache(dtype="int8")
+    new, positions = jnp.ones((2, 1, 2, 16)), jnp.zeros((2, 1), jnp.int32)
+    write = jax.jit(lambda c, x: c.write(0, x, x, positions, implementation="xla"))
+    data = jax.export.export(write)(cache, new).serialize()
+    again = jax.export.deserialize(data).call(cache, new)
+    assert isinstance(again, PagedKVCache)
+    jax.tree.map(np.testing.assert_array_equal, again, write(cache, new))
+
+    tables, lens = jnp.zeros((1, 2), jnp.int32), jnp.full(1, 20, jnp.int32)
+    latents = pallas_attn.PagedLatentCache.create(
+        num_layers=1, num_pages=2, page_size=64, block_tables=tables, dtype=jnp.float32
+    )
+
+    @jax.jit
+    def attend(cache, schedule, query):
+        return pallas_attn.mla_decode(query, cache.latent_cache, cache.block_tables, lens, schedule=schedule)
+
+    arguments = latents, pallas_attn.mla_schedule(lens, num_heads=4, num_parts=2), jnp.ones((1, 1, 4, 576))
+    data = jax.export.export(attend)(*arguments).serialize()
+    np.testing.assert_array_equal(jax.export.deserialize(data).call(*arguments), attend(*arguments))

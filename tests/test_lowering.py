@@ -2,6 +2,7 @@
 
 import functools
 import json
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -86,6 +87,26 @@ def test_paged_attention_compiles(case, sm):
         assert "cp.async" in attend, "loads are not pipelined"
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "group", "q_len", "dtype", "cache_dtype"),
+    [
+        (512, 64, 1, "bfloat16", None),
+        (512, 16, 4, "bfloat16", "int8"),
+        (512, 64, 1, "float32", None),
+        (256, 8, 8, "float32", None),
+        (256, 64, 1, "bfloat16", "float8_e5m2"),
+    ],
+)
+@pytest.mark.parametrize("sm", [80, 90])
+def test_wide_heads_with_many_rows_fit(head_dim, group, q_len, dtype, cache_dtype, sm):
+    case = cases.DecodeCase((0,) * 4, 2 * group, 2, head_dim, 16, dtype, q_len=q_len, cache_dtype=cache_dtype)
+    device = {80: ("NVIDIA A100-SXM4-80GB", 108), 90: lowering.H100}[sm]
+    attend, *_ = lowering.compile_kernels(
+        paged_attention_lowered(case, max_pages=256, num_pages=900, device=device), sm
+    )
+    assert attend.shared_bytes <= lowering.SMEM_LIMIT[sm]
+
+
 @pytest.mark.parametrize("sm", [90, 100])
 def test_e4m3_compiles_where_the_hardware_converts(sm):
     (kernel, _) = lowering.compile_kernels(paged_attention_lowered(E4M3, max_pages=256, num_pages=9000), sm)
@@ -101,6 +122,20 @@ def test_e4m3_is_refused_where_it_does_not():
 def test_8_bit_pools_whose_offsets_would_overflow_are_refused():
     with pytest.warns(UserWarning, match=r"overflow Pallas-Triton's offsets, got 2147483648 elements"):
         paged_attention_lowered(E4M3, max_pages=256, num_pages=2**31 // (16 * 8 * 128))
+
+    def write(*arguments):
+        return pallas_attn.write_kv(*arguments)
+
+    new, slots = jax.ShapeDtypeStruct((4, 8, 128), jnp.bfloat16), jax.ShapeDtypeStruct((4,), jnp.int32)
+    for extra, kernels in ((0, 0), (2**31 // (16 * 8 * 128) + 1, 1)):
+        pages = 2**31 // (16 * 8 * 128) + extra
+        pool = jax.ShapeDtypeStruct((pages, 16, 8, 128), jnp.int8)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            lowered = lowering.lower_for_gpu(write, new, new, pool, pool, slots)
+        assert len(lowering.triton_kernels(lowered)) == kernels
+        refused = [w for w in caught if "write_kv: served by the slow 'xla'" in str(w.message)]
+        assert bool(refused) == (kernels == 0)
 
 
 def test_measured_configs_compile():

@@ -185,3 +185,22 @@ def test_wrong_outputs_are_rejected(fault):
         compare.assert_rows_close(
             wrong_outputs(data)[fault], expected, dtype="bfloat16", case_id=CASE.id, lengths=CASE.seq_lens
         )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(overhead_blocks=2**26), "'overhead_blocks': expected at most 1024, got 67108864"),
+        (dict(num_parts=70000), "'num_parts': expected at most 4096, got 70000"),
+        (dict(num_parts=0), "'num_parts': expected at least 1, got 0"),
+    ],
+)
+def test_schedules_that_would_overflow_are_refused(options, message):
+    with pytest.raises(ValueError, match=f"mla_schedule: argument {message}"):
+        pallas_attn.mla_schedule(jnp.full(3, 100, jnp.int32), num_heads=4, **options)
+
+
+@pytest.mark.parametrize("scale", [1e39, 1e-60, float("nan"), True, np.complex64(1), 10**400])
+def test_scales_that_float32_does_not_hold_are_refused(scale):
+    with pytest.raises(ValueError, match=r"'scale': expected a finite number above 0, or None, got "):
+        jax.eval_shape(lambda a: decode(**a, scale=scale), arguments())

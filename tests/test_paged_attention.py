@@ -243,3 +243,19 @@ def test_a_sink_far_above_the_logits(sink, implementation):
     data = inputs.decode_inputs(case)
     data.extras["sinks"] = np.full(4, sink, np.float32)
     check(case, data, *run(case, data, implementation))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+def test_windows_of_any_int(implementation):
+    case = cases.DecodeCase((20, 3), 4, 2, 16, 16)
+    data = inputs.decode_inputs(case)
+    # Past the shape checks that jaxtyping adds in tests, as users have it.
+    attend = getattr(pallas_attn.paged_attention, "__wrapped__", pallas_attn.paged_attention)
+    call = functools.partial(attend, *data.arguments(), implementation=implementation)
+    np.testing.assert_array_equal(call(sliding_window=np.int64(3)), call(sliding_window=3))
+    for more in (2**31 - 1, 2**40):
+        np.testing.assert_array_equal(call(sliding_window=more), call(sliding_window=20))
+    with pytest.raises(TypeError, match="'sliding_window': expected an int, got True of type bool"):
+        call(sliding_window=True)
+    with pytest.raises(ValueError, match="'sliding_window': expected at least 1, got 0"):
+        call(sliding_window=0)

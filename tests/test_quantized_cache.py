@@ -1,5 +1,6 @@
 """A real model with an 8-bit KV cache: how far its logits move, and that its scales are what makes that little."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,6 +8,7 @@ from models_support import smollm2
 
 from pallas_attn import PagedKVCache
 from pallas_attn.models import generate
+from pallas_attn.nn import PagedAttention
 
 PROMPTS = ["What is photosynthesis?", "Give three tips for learning to cook."]
 
@@ -59,3 +61,63 @@ def test_calibration_leaves_other_dtypes_alone():
     new = jnp.ones((1, 1, 2, 4))
     assert cache.calibrate(0, new, new, jnp.zeros((1, 1), jnp.int32)) is cache
     assert cache.scales(0) == {}
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_a_prompt_that_joins_others_leaves_their_scales(dtype):
+    """Continuous batching: the second row is prefilled while the first one holds tokens."""
+    module = PagedAttention(implementation="xla")
+    tables = jnp.arange(4, dtype=jnp.int32).reshape(2, 2)
+    cache = PagedKVCache.create(
+        num_layers=1, num_pages=4, page_size=8, num_kv_heads=2, head_dim=16, block_tables=tables, dtype=dtype
+    )
+    query, key, value = (jax.random.normal(jax.random.key(i), (2, 8, 2, 16)) for i in range(3))
+    counted, skipped = jnp.arange(8, dtype=jnp.int32), jnp.full(8, -1, jnp.int32)
+    _, cache = module(query, key, value, cache, 0, jnp.stack([counted, skipped]))
+    cache = cache.replace(seq_lens=jnp.array([8, 0], jnp.int32))
+    assert (cache.k_scale != 1).all()
+
+    def next_token(cache):
+        at = jnp.array([[8], [-1]], jnp.int32)
+        return module(query[:, :1], key[:, :1], value[:, :1], cache, 0, at)[0][0]
+
+    before = next_token(cache)
+    _, joined = module(query, 5 * key, 5 * value, cache, 0, jnp.stack([skipped, counted]))
+    np.testing.assert_array_equal(joined.k_scale, cache.k_scale)
+    np.testing.assert_array_equal(next_token(joined), before)
+
+
+def test_what_the_module_refuses():
+    module = PagedAttention()
+    tables = jnp.arange(4, dtype=jnp.int32).reshape(2, 2)
+    cache = PagedKVCache.create(
+        num_layers=1,
+        num_pages=4,
+        page_size=8,
+        num_kv_heads=2,
+        head_dim=16,
+        block_tables=tables,
+        dtype="float32",
+    )
+    query, new, positions = jnp.ones((2, 4, 4, 16)), jnp.ones((2, 4, 2, 16)), jnp.zeros((2, 4), jnp.int32)
+    for arguments, message in (
+        ((query, new[:, :2], new, positions), r"'key': expected shape \[num_seqs=2 \(as query\), n=4"),
+        ((query, new, new[..., :1, :], positions), "'value': expected shape"),
+        ((query, new, new, positions[0]), "'positions': expected shape"),
+        (
+            (query[:, :, :3], new, new, positions),
+            r"'query': expected a multiple of num_kv_heads \(2\), got 3",
+        ),
+        ((query[:1], new[:1], new[:1], positions[:1]), r"'cache.block_tables': expected shape \[num_seqs=1"),
+    ):
+        query_, key, value, at = arguments
+        with pytest.raises(ValueError, match=f"PagedAttention: argument {message}"):
+            module(query_, key, value, cache, 0, at)
+    with pytest.raises(
+        TypeError, match="PagedAttention: argument 'key': expected dtype bfloat16, got float32"
+    ):
+        module(query.astype(jnp.bfloat16), new, new, cache, 0, positions)
+    with pytest.raises(
+        ValueError, match=r"PagedAttention: argument 'scale': expected a finite number above 0"
+    ):
+        PagedAttention(scale=-1.0)(query, new, new, cache, 0, positions)

@@ -1,14 +1,17 @@
 """scikit-build-core's hooks, and one decision more: whether the build needs nvcc from wheels.
 
-Where there is a CUDA toolkit it is used, and nothing is downloaded. Where there is none, the wheels (120 MB) are
-requirements of the build, so that a plain `pip install` still gives a wheel with the CUDA library. Markers in
+Where there is a recent CUDA toolkit it is used, and nothing is downloaded. Where there is none, the wheels (120 MB) are
+requirements of the build, so that a plain `pip install` still gives a wheel with the CUDA library; but not without a
+host compiler, which nvcc cannot do without. Markers in
 pyproject.toml cannot say "unless nvcc is on PATH". PALLAS_ATTN_NVCC decides for itself: a path is taken, "wheels"
 asks for the wheels, "none" builds without CUDA.
 """
 
 import os
 import platform
+import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -34,6 +37,7 @@ __all__ = [
 ]
 
 # The first CUDA 13, which every CUDA 13 driver runs. All five by version: nvcc's own requirements would mix releases.
+OLDEST_NVCC = (12, 8)
 WHEELS = [f"nvidia-{name}==13.0.*" for name in ("cuda-nvcc", "cuda-crt", "nvvm", "cuda-cccl", "cuda-runtime")]
 
 
@@ -44,9 +48,26 @@ def nvcc_requirements() -> list[str]:
         return WHEELS if chosen == "wheels" else []
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
         return []
+    if not (os.environ.get("NVCC_CCBIN") or shutil.which("gcc")):
+        return []  # no nvcc works without a host compiler
     homes = [os.environ.get("CUDA_HOME", ""), "/usr/local/cuda"]
-    installed = os.environ.get("CUDACXX") or shutil.which("nvcc")
-    return [] if installed or any(home and Path(home, "bin/nvcc").exists() for home in homes) else WHEELS
+    places = [
+        os.environ.get("CUDACXX"),
+        shutil.which("nvcc"),
+        *(f"{home}/bin/nvcc" for home in homes if home),
+    ]
+    # CMakeLists.txt takes the first, or the wheels' where that is too old.
+    first = next((place for place in places if place and Path(place).exists()), None)
+    return [] if first and _recent(first) else WHEELS
+
+
+def _recent(nvcc: str) -> bool:
+    try:
+        said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout
+    except OSError:
+        return False
+    release = re.search(r"release (\d+)\.(\d+)", said)
+    return bool(release) and tuple(map(int, release.groups())) >= OLDEST_NVCC
 
 
 def get_requires_for_build_wheel(config_settings=None) -> list[str]:

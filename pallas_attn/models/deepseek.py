@@ -4,7 +4,8 @@ Attention runs on a `PagedLatentCache`; the tile schedule of a decode step is ma
 """
 
 import dataclasses
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -22,6 +23,20 @@ with needs_extra("models", user="pallas_attn.models.deepseek"):
     from flax import nnx
 
 _PRECISION = jax.lax.Precision.HIGHEST
+# Settings of a config.json that have no default here.
+REQUIRED_SETTINGS = (
+    *(
+        "model_type",
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "moe_intermediate_size",
+        "rms_norm_eps",
+    ),
+    *("num_hidden_layers", "num_attention_heads", "first_k_dense_replace"),
+    *("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    *("n_routed_experts", "num_experts_per_tok", "n_shared_experts"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,24 +82,38 @@ class DeepSeekConfig:
         Raises:
             ValueError: another model type, or a setting that this decoder does not have.
         """
+        function = "DeepSeekConfig.from_transformers"
+        for setting in REQUIRED_SETTINGS:
+            if config.get(setting) is None:
+                fail(function, setting, "a value", "none")
         kind = config["model_type"]
         if kind not in ("deepseek_v2", "deepseek_v3"):
-            fail(
-                "DeepSeekConfig.from_transformers", "model_type", "'deepseek_v2' or 'deepseek_v3'", repr(kind)
-            )
-        for setting, only in (
-            *(("attention_bias", False), ("mlp_bias", False), ("tie_word_embeddings", False)),
-            ("hidden_act", "silu"),
-        ):
-            if (found := config.get(setting, only)) not in (only, None):
-                fail("DeepSeekConfig.from_transformers", setting, repr(only), repr(found))
+            fail(function, "model_type", "'deepseek_v2' or 'deepseek_v3'", repr(kind))
         v3 = kind == "deepseek_v3"
+        methods = ("noaux_tc",) if v3 else ("greedy", "group_limited_greedy")
+        dense = config["first_k_dense_replace"]
+        layer_types = ["dense"] * dense + ["sparse"] * (config["num_hidden_layers"] - dense)
+        for setting, able in (
+            ("attention_bias", (False,)),
+            ("mlp_bias", (False,)),
+            ("tie_word_embeddings", (False,)),
+            ("hidden_act", ("silu",)),
+            ("moe_layer_freq", (1,)),
+            ("mlp_layer_types", (layer_types,)),
+            ("scoring_func", ("sigmoid" if v3 else "softmax",)),
+            ("topk_method", methods),
+            ("norm_topk_prob", (False, True) if v3 else (False,)),
+            # fp8 checkpoints keep scales beside their weights: multiply them in, and drop the setting.
+            ("quantization_config", (None,)),
+        ):
+            if (found := config.get(setting)) is not None and found not in able:
+                fail(function, setting, " or ".join(map(repr, able)), repr(found))
         grouped = v3 or config.get("topk_method") == "group_limited_greedy"
         # Newer configs say rope_parameters, older ones rope_scaling beside rope_theta.
         rope = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
         for setting, only in (("attention_factor", None), ("truncate", True)):
             if (found := rope.get(setting, only)) not in (only, None):
-                fail("DeepSeekConfig.from_transformers", setting, repr(only), repr(found))
+                fail(function, setting, repr(only), repr(found))
         yarn = None
         if (rope_type := rope.get("rope_type", rope.get("type", "default"))) == "yarn":
             yarn = Yarn(
@@ -96,7 +125,7 @@ class DeepSeekConfig:
                 mscale_all_dim=float(rope.get("mscale_all_dim") or 0.0),
             )
         elif rope_type != "default":
-            fail("DeepSeekConfig.from_transformers", "rope_type", "'default' or 'yarn'", repr(rope_type))
+            fail(function, "rope_type", "'default' or 'yarn'", repr(rope_type))
         attention = MLAConfig(
             hidden_size=config["hidden_size"],
             num_heads=config["num_attention_heads"],
@@ -288,19 +317,28 @@ class DeepSeek(nnx.Module):
 def load_transformers_weights(model: DeepSeek, weights: Mapping[str, Any]) -> None:
     """Puts a transformers state dict (names to arrays, e.g. of a safetensors file) into the model, in its dtype.
 
-    Experts may be one matrix each, as in published files, or stacked, as in transformers' memory.
+    Arrays may be numpy's, JAX's or torch's. Experts may be one matrix each, as in published files, or stacked, as in
+    transformers' memory. Layers beyond the model's (of multi-token prediction) are left out.
 
     Raises:
-        ValueError: a weight is missing or has another shape.
+        ValueError: a weight is missing, has another shape, or has no place in the model (scales of an fp8 checkpoint,
+            biases).
     """
     config = model.config
     attention = config.attention
+    taken = set()
+
+    def array(name: str) -> np.ndarray:
+        if name not in weights:
+            fail("load_transformers_weights", "weights", f"an entry {name!r}", "none")
+        taken.add(name)
+        value = weights[name]
+        # numpy does not know torch's bfloat16.
+        return np.asarray(value.detach().float().cpu() if hasattr(value, "detach") else value)
 
     def put(param: nnx.Param, name: str, value: Any = None, *, transpose: bool = False) -> None:
         if value is None:
-            if name not in weights:
-                fail("load_transformers_weights", "weights", f"an entry {name!r}", "none")
-            value = np.asarray(weights[name])
+            value = array(name)
         value = value.T if transpose else value
         if value.shape != param.shape:
             fail("load_transformers_weights", name, f"shape {list(param.shape)}", str(list(value.shape)))
@@ -331,7 +369,15 @@ def load_transformers_weights(model: DeepSeek, weights: Mapping[str, Any]) -> No
         put_linear(attend.kv_a_proj, f"{name}.kv_a_proj_with_mqa")
         put(attend.kv_a_norm.weight, f"{name}.kv_a_layernorm.weight")
         put_linear(attend.o_proj, f"{name}.o_proj")
-        both = np.asarray(weights[f"{name}.kv_b_proj.weight"])
+        both = array(f"{name}.kv_b_proj.weight")
+        rows = attention.num_heads * (attention.qk_nope_head_dim + attention.v_head_dim)
+        if both.shape != (shape := (rows, attention.kv_lora_rank)):
+            fail(
+                "load_transformers_weights",
+                f"{name}.kv_b_proj.weight",
+                f"shape {list(shape)}",
+                str(list(both.shape)),
+            )
         both = both.reshape(attention.num_heads, -1, attention.kv_lora_rank)
         put(attend.key_up, f"{name}.kv_b_proj.weight", both[:, : attention.qk_nope_head_dim])
         put(attend.value_up, f"{name}.kv_b_proj.weight", both[:, attention.qk_nope_head_dim :])
@@ -343,17 +389,23 @@ def load_transformers_weights(model: DeepSeek, weights: Mapping[str, Any]) -> No
         if config.sigmoid_routing:
             put(mlp.choice_bias, f"{name}.gate.e_score_correction_bias")
         put_mlp(mlp.shared, f"{name}.shared_experts")
-        gate_up, down = _expert_weights(weights, f"{name}.experts", config.num_experts)
+        gate_up, down = _expert_weights(weights, array, f"{name}.experts", config.num_experts)
         put(mlp.gate_up, f"{name}.experts.gate_up_proj", gate_up.swapaxes(1, 2))
         put(mlp.down, f"{name}.experts.down_proj", down.swapaxes(1, 2))
+    for name in weights:
+        beyond = re.match(r"model\.layers\.(\d+)\.", name)
+        if name not in taken and not (beyond and int(beyond[1]) >= config.num_layers):
+            fail("load_transformers_weights", "weights", "entries that have a place in the model", repr(name))
 
 
-def _expert_weights(weights: Mapping[str, Any], name: str, count: int) -> tuple[np.ndarray, np.ndarray]:
+def _expert_weights(
+    weights: Mapping[str, Any], array: Callable[[str], np.ndarray], name: str, count: int
+) -> tuple[np.ndarray, np.ndarray]:
     """(gate and up [experts, 2 * width, hidden], down [experts, hidden, width])."""
     if f"{name}.gate_up_proj" in weights:
-        return np.asarray(weights[f"{name}.gate_up_proj"]), np.asarray(weights[f"{name}.down_proj"])
+        return array(f"{name}.gate_up_proj"), array(f"{name}.down_proj")
 
     def stack(part: str) -> np.ndarray:
-        return np.stack([np.asarray(weights[f"{name}.{i}.{part}.weight"]) for i in range(count)])
+        return np.stack([array(f"{name}.{i}.{part}.weight") for i in range(count)])
 
     return np.concatenate([stack("gate_proj"), stack("up_proj")], axis=1), stack("down_proj")

@@ -107,7 +107,7 @@ def generate(
     and the answers are updated in place. A row stops at a stop token, the loop when every row has.
 
     Args:
-        model: decoder; its dtype is the cache's too.
+        model: decoder.
         prompts: token ids in ``[0, vocab_size)`` of each prompt, at least one each.
         max_new_tokens: most new tokens per prompt, at least 1.
         stop_token_ids: tokens that end a row.

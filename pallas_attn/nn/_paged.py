@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn import PagedKVCache, paged_attention
+from pallas_attn._checks import ArgumentChecker
+from pallas_attn.ops.kv_cache.api import DTYPES
 
 
 def write_and_attend(
@@ -20,8 +22,19 @@ def write_and_attend(
     implementation: str | None,
 ) -> tuple[jax.Array, PagedKVCache]:
     """See `pallas_attn.nn.PagedAttention.__call__`."""
+    check = ArgumentChecker("PagedAttention")
+    check.array("query", query, ("num_seqs", "n", "num_heads", "head_dim"), DTYPES)
+    # Prefill multiplies queries with the new keys themselves.
+    dtypes = DTYPES if query.shape[1] == 1 else [query.dtype]
+    check.array("key", key, ("num_seqs", "n", "num_kv_heads", "head_dim"), dtypes)
+    check.array("value", value, ("num_seqs", "n", "num_kv_heads", "head_dim"), [key.dtype])
+    check.array("positions", positions, ("num_seqs", "n"), [jnp.int32])
+    check.array("cache.block_tables", cache.block_tables, ("num_seqs", "max_pages"), [jnp.int32])
+    check.multiple("query", query.shape[2], "num_kv_heads", check.dims["num_kv_heads"])
+    check.positive_float("scale", scale)
     if query.shape[1] > 1:
-        # Fresh prompts: the first keys and values that this layer's quantised cache holds set its scales.
+        # Fresh prompts: the first keys and values that this layer's quantised cache holds set its scales. Prompts
+        # that join others find them set.
         cache = cache.calibrate(layer, key, value, positions)
     cache = cache.write(layer, key, value, positions, implementation=implementation)
     if query.shape[1] == 1:

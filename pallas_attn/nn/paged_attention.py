@@ -54,10 +54,14 @@ class PagedAttention(nnx.Module):
             value: ``[num_seqs, n, num_kv_heads, head_dim]``, like the keys.
             cache: the pages of all layers, in the query's dtype or 8-bit with scales, for num_seqs sequences and
                 this num_kv_heads and head_dim. Donate it to the surrounding ``jax.jit``, or the write copies it.
+                The first prefill into an empty 8-bit cache (no ``seq_lens`` above 0) sets the layer's scales, with
+                room for values half as large again; fed one token at a time from the start they stay 1, unless
+                you call ``cache.calibrate`` first.
             layer: index of this layer in the cache, in ``[0, cache.num_layers)``; int or int32 scalar, may be traced.
             positions: ``[num_seqs, n]`` int32 position of each token in its sequence, below the tokens that its
-                pages hold. Negative marks padding or a finished sequence: nothing is written and the output is not
-                meaningful (zeros when ``n == 1``).
+                pages hold; with ``n > 1`` 0, 1, ... of a fresh prompt (this module has no chunked prefill). Negative
+                marks padding or a finished sequence: nothing is written and the output is not meaningful (zeros when
+                ``n == 1``).
 
         Returns:
             The output ``[num_seqs, n, num_heads, head_dim]`` in the query's dtype, and the cache with the

@@ -34,8 +34,7 @@ class PageAllocator:
 
     def allocate(self, n: int) -> list[int]:
         """`n` pages with one reference each. Raises OutOfPagesError when fewer are free."""
-        if n < 0:
-            raise ValueError(f"PageAllocator.allocate: argument 'n': expected at least 0, got {n}")
+        check_int("PageAllocator.allocate", "n", n, least=0)
         if n > len(self._free):
             raise OutOfPagesError(
                 f"PageAllocator.allocate: argument 'n': expected at most {len(self._free)} pages "
@@ -65,6 +64,7 @@ class PageAllocator:
 
     def _check_ids(self, method: str, pages: list[int]) -> None:
         for page in pages:
+            check_int(f"PageAllocator.{method}", "pages", page)
             if not 0 <= page < self.num_pages:
                 raise ValueError(
                     f"PageAllocator.{method}: argument 'pages': expected ids in [0, {self.num_pages}), got {page}"

@@ -1,10 +1,12 @@
 """`PagedKVCache`: the cache of a whole model as one pytree."""
 
 import dataclasses
+import json
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import export
 
 from pallas_attn._checks import ArgumentChecker, fail
 from pallas_attn._masking import usable_pages
@@ -47,6 +49,8 @@ class PagedKVCache:
     Layer `l` owns pages [l * num_pages, (l + 1) * num_pages) of the pools, and every layer uses the same
     `block_tables`. One pool for all layers lets a scan over layers carry it in place: stacked per-layer pools
     would be sliced out and written back, a copy of the whole cache at every step.
+
+    A pytree, for jit, scan and jax.export alike.
 
     Fields:
         key_cache, value_cache: pools of num_layers * num_pages pages, in `layout`.
@@ -100,6 +104,8 @@ class PagedKVCache:
         check.array("block_tables", block_tables, ("num_seqs", "max_pages"), [jnp.int32])
         if seq_lens is None:
             seq_lens = jnp.zeros(block_tables.shape[:1], jnp.int32)
+        # Copies: donating the cache must not take the caller's arrays.
+        block_tables, seq_lens = jnp.array(block_tables), jnp.array(seq_lens)
         check.array("seq_lens", seq_lens, ("num_seqs",), [jnp.int32])
         pool = PoolShape(num_layers * num_pages, page_size, num_kv_heads, head_dim)
         key_cache, value_cache = (
@@ -137,6 +143,8 @@ class PagedKVCache:
         Returns [num_seqs * n] int32 for `write_kv`; -1 where a position is negative, beyond the table, or in a
         page that the table does not name.
         """
+        check = ArgumentChecker("PagedKVCache.slots")
+        check.array("positions", positions, (self.block_tables.shape[0], "n"), [jnp.int32])
         return token_slots(self.layer_tables(layer), self.page_size, positions)
 
     def scales(self, layer: int | jax.Array) -> dict[str, Any]:
@@ -156,20 +164,22 @@ class PagedKVCache:
     ) -> "PagedKVCache":
         """Sets a layer's scales so that the largest of these keys and values, times `margin`, is the format's largest.
 
-        For an empty cache: what is stored already keeps the old scale's meaning. Shapes as in `write`; tokens at
-        negative positions do not count. Without quantisation nothing changes.
+        For an empty cache: while a sequence holds tokens (`seq_lens` above 0) nothing changes, since their meaning
+        would. Shapes as in `write`; tokens at negative positions do not count. Without quantisation nothing changes.
+        `margin`: a number above 0; later values beyond it saturate.
         """
+        ArgumentChecker("PagedKVCache.calibrate").positive_float("margin", margin)
         if self.k_scale is None:
             return self
         real = (positions >= 0)[:, :, None, None]
+        holds_tokens = jnp.any(self.seq_lens > 0)
 
-        def fit(new: jax.Array) -> jax.Array:
+        def fit(scales: jax.Array, new: jax.Array) -> jax.Array:
             peak = jnp.max(jnp.where(real, jnp.abs(new.astype(jnp.float32)), 0.0), axis=(0, 1, 3))
-            return jnp.where(peak > 0, peak * (margin / largest(self.key_cache.dtype)), 1.0)
+            fitted = jnp.where(peak > 0, peak * (margin / largest(self.key_cache.dtype)), 1.0)
+            return scales.at[layer].set(jnp.where(holds_tokens, scales[layer], fitted))
 
-        return self.replace(
-            k_scale=self.k_scale.at[layer].set(fit(key)), v_scale=self.v_scale.at[layer].set(fit(value))
-        )
+        return self.replace(k_scale=fit(self.k_scale, key), v_scale=fit(self.v_scale, value))
 
     def write(
         self,
@@ -204,3 +214,16 @@ class PagedKVCache:
 
     def replace(self, **changes: Any) -> "PagedKVCache":
         return dataclasses.replace(self, **changes)
+
+
+def exportable(cache_type: type) -> None:
+    """Lets a cache be an argument of an exported function: its static fields travel as JSON."""
+    export.register_pytree_node_serialization(
+        cache_type,
+        serialized_name=f"pallas_attn.{cache_type.__name__}",
+        serialize_auxdata=lambda static: json.dumps(list(static)).encode(),
+        deserialize_auxdata=lambda data: tuple(json.loads(data)),
+    )
+
+
+exportable(PagedKVCache)

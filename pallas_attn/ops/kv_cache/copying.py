@@ -26,6 +26,8 @@ def copy_pages(cache: KVCache, source_pages: jax.Array, target_pages: jax.Array)
         TypeError, ValueError: page ids that are not two int32 vectors of one length; a pool without pages.
     """
     check = ArgumentChecker("copy_pages")
+    # Outside jit they may be numpy's.
+    cache, source_pages, target_pages = map(jnp.asarray, (cache, source_pages, target_pages))
     check.array("source_pages", source_pages, ("num_copies",), [jnp.int32])
     check.array("target_pages", target_pages, ("num_copies",), [jnp.int32])
     check.non_empty("cache", cache)

@@ -101,9 +101,9 @@ def mla_decode(
 
     The absorbed form: a cached token is 512 latent elements, which are key and value to all heads, and 64 rotary
     elements, which are key only; the caller has multiplied the up-projections into the queries and will multiply
-    them into the output. Works inside jit, scan, while_loop and shard_map, and under vmap but for "cuda", which raises
-    there. Lengths and tables are never read by the host, and the cache is never copied. Softmax and accumulation are
-    float32; the same inputs and config give the same bits.
+    them into the output. Works inside jit, scan, while_loop, vmap and shard_map ("interpret" there with
+    check_vma=False). Lengths and tables are never read by the host, and the cache is never copied. Softmax and
+    accumulation are float32; the same inputs and config give the same bits. There are no gradients, but for "xla"'s.
 
     Args:
         query: [num_seqs, s_q, num_heads, 576], bf16, fp16 or float32: the 512 latent, then the 64 rotary elements.

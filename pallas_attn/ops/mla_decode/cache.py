@@ -8,7 +8,8 @@ import jax.numpy as jnp
 
 from pallas_attn._checks import ArgumentChecker
 from pallas_attn._types import BlockTables, SeqLens
-from pallas_attn.ops.kv_cache.cache import every_layer, layer_tables, token_slots
+from pallas_attn.ops.kv_cache.api import DTYPES
+from pallas_attn.ops.kv_cache.cache import every_layer, exportable, layer_tables, token_slots
 from pallas_attn.ops.kv_cache.copying import copy_pages
 
 LATENT_ELEMENTS = 576
@@ -49,8 +50,10 @@ class PagedLatentCache:
         for name, size in (("num_layers", num_layers), ("num_pages", num_pages), ("page_size", page_size)):
             check.count(name, size)
         check.array("block_tables", block_tables, ("num_seqs", "max_pages"), [jnp.int32])
+        check.one_of("dtype", jnp.dtype(dtype), [jnp.dtype(d) for d in DTYPES])
         pool = jnp.zeros((num_layers * num_pages, page_size, 1, LATENT_ELEMENTS), dtype)
-        return cls(pool, block_tables, jnp.zeros(block_tables.shape[:1], jnp.int32), num_layers)
+        # A copy: donating the cache must not take the caller's array.
+        return cls(pool, jnp.array(block_tables), jnp.zeros(block_tables.shape[:1], jnp.int32), num_layers)
 
     @property
     def num_pages(self) -> int:
@@ -68,6 +71,9 @@ class PagedLatentCache:
     def write(self, layer: int | jax.Array, latents: jax.Array, positions: jax.Array) -> "PagedLatentCache":
         """Writes latents [num_seqs, n, 576] at `positions` [num_seqs, n]; in place under donation or in a loop's
         carry. Negative positions are skipped. `seq_lens` stays as it is."""
+        check = ArgumentChecker("PagedLatentCache.write")
+        check.array("positions", positions, (self.block_tables.shape[0], "n"), [jnp.int32])
+        check.array("latents", latents, (*positions.shape, LATENT_ELEMENTS), DTYPES)
         slots = token_slots(self.layer_tables(layer), self.page_size, positions)
         flat = self.latent_cache.reshape(-1, LATENT_ELEMENTS)
         # Negative indices count from the end in jnp: skipped tokens go beyond it instead, where they are dropped.
@@ -82,3 +88,6 @@ class PagedLatentCache:
 
     def replace(self, **changes: Any) -> "PagedLatentCache":
         return dataclasses.replace(self, **changes)
+
+
+exportable(PagedLatentCache)

@@ -49,7 +49,7 @@ def mla_decode_cuda(
         natural logarithm; 0 and -inf where nothing is visible, NaN for a request that uses a page outside the
         pool, or whose length is negative or beyond its row of the table.
 
-    There is no batching rule: vmap raises. Under a mesh, call it inside shard_map.
+    vmap calls it once for each of the batch, one after the other. Under a mesh, call it inside shard_map.
     """
     _ffi.register()
     num_seqs, s_q, num_heads, query_dim = query.shape
@@ -66,6 +66,7 @@ def mla_decode_cuda(
             jax.ShapeDtypeStruct((pieces, s_q * num_heads, LATENT_DIM), jnp.float32),
             jax.ShapeDtypeStruct((pieces, s_q * num_heads), jnp.float32),
         ),
+        vmap_method="sequential",
     )
     # The rows of one KV head together. With one KV head, or one token, nothing moves.
     by_kv_head = query.reshape(num_seqs, s_q, num_kv_heads, group, query_dim).swapaxes(1, 2)
@@ -100,6 +101,7 @@ def mla_schedule_cuda(
             jax.ShapeDtypeStruct((num_parts, 8), jnp.int32),
             jax.ShapeDtypeStruct((seq_lens.shape[0] + 1,), jnp.int32),
         ),
+        vmap_method="sequential",
     )
     schedule_metadata, num_splits = call(seq_lens, overhead_blocks=overhead_blocks)
     return schedule_metadata, num_splits

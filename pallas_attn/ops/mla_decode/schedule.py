@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import export
 
 from pallas_attn._checks import ArgumentChecker
 from pallas_attn._device import current_device
@@ -30,6 +31,7 @@ BLOCK_TOKENS = 64
 BLOCK_ROWS = 64
 FIXED_OVERHEAD_BLOCKS = 5
 MOST_BLOCKS = 2**30  # of a batch
+MOST_PARTS, MOST_OVERHEAD_BLOCKS = 4096, 1024
 METADATA_SIZE = 8
 
 
@@ -45,6 +47,9 @@ class MLASchedule(NamedTuple):
 
     tile_scheduler_metadata: jax.Array
     num_splits: jax.Array
+
+
+export.register_namedtuple_serialization(MLASchedule, serialized_name="pallas_attn.MLASchedule")
 
 
 def num_sm_parts(rows_per_kv_head: int, num_kv_heads: int, num_cores: int) -> int:
@@ -67,13 +72,13 @@ def mla_schedule(
         seq_lens: [num_seqs] int32; negative lengths count as 0.
         num_heads, num_kv_heads: query heads and KV heads.
         s_q: query tokens per sequence.
-        num_parts: pieces of equal work to cut the batch into; None takes what fills the device.
-        overhead_blocks: what starting on a sequence costs, in blocks of 64 tokens. FlashMLA takes 5, which keeps most
-            sequences of a big batch whole. None takes 5 too if there are more sequences than parts, else 2, or 1 below
-            a sixteenth of the parts; and up to 20 where that leaves sequences of like length whole.
+        num_parts: pieces of equal work to cut the batch into, 1 to 4096; None takes what fills the device.
+        overhead_blocks: what starting on a sequence costs, in blocks of 64 tokens, 1 to 1024. FlashMLA takes 5, which
+            keeps most sequences of a big batch whole. None takes 5 too if there are more sequences than parts, else 2,
+            or 1 below a sixteenth of the parts; and up to 20 where that leaves sequences of like length whole.
 
     Raises:
-        TypeError, ValueError: seq_lens that are not an int32 vector with at least one entry; counts below 1.
+        TypeError, ValueError: seq_lens that are not an int32 vector with at least one entry; counts out of range.
 
     Source: the tile scheduler of FlashMLA (DeepSeek, 2025).
     """
@@ -86,9 +91,15 @@ def mla_schedule(
     rows = s_q * num_heads // num_kv_heads
     if num_parts is None:
         num_parts = num_sm_parts(rows, num_kv_heads, current_device().num_cores)
-    for name, value in (("num_parts", num_parts), ("overhead_blocks", overhead_blocks)):
+    # More would cost memory, or overflow int32, and serve nothing.
+    for name, value, most in (
+        ("num_parts", num_parts, MOST_PARTS),
+        ("overhead_blocks", overhead_blocks, MOST_OVERHEAD_BLOCKS),
+    ):
         if value is not None:
             check.count(name, value)
+            if value > most:
+                check.fail(name, f"at most {most}", str(value))
     if overhead_blocks is None:
         return tile_schedule(seq_lens, num_parts, default_overhead(seq_lens, num_parts, rows))
     return tile_schedule(seq_lens, num_parts, overhead_blocks)

@@ -14,7 +14,7 @@ from pallas_attn._device import current_device
 from pallas_attn._masking import LocalStride, Rules
 from pallas_attn._quantization import QUANTIZED_DTYPES, per_head_scale
 from pallas_attn._types import BlockTables, KVCache, Layout, Lse, Query, SeqLens
-from pallas_attn.ops.kv_cache.api import pallas_reads
+from pallas_attn.ops.kv_cache.api import PoolCase, pallas_reaches
 from pallas_attn.ops.kv_cache.layout import PoolShape, check_pools
 from pallas_attn.ops.paged_attention import walk
 from pallas_attn.ops.paged_attention.config import PagedAttentionConfig, heuristic
@@ -46,11 +46,7 @@ class Case:
 def _pallas_supports(case: Case) -> str | None:
     if case.pool.head_dim > MAX_HEAD_DIM:
         return f"head_dim is at most {MAX_HEAD_DIM}, got {case.pool.head_dim}"
-    elements = case.pool.num_pages * case.pool.page_size * case.pool.num_kv_heads * case.pool.head_dim
-    if jnp.dtype(case.cache_dtype).itemsize == 1 and 2**31 <= elements <= 2**32:
-        # The lowering switches to 64-bit offsets above 2**32 bytes; between, they overflow.
-        return f"8-bit pools of 2**31 to 2**32 elements overflow Pallas-Triton's offsets, got {elements} elements"
-    return pallas_reads(case.cache_dtype)
+    return pallas_reaches(PoolCase(case.pool, case.cache_dtype))
 
 
 _dispatch.register(
@@ -147,8 +143,10 @@ def paged_attention(
     check.multiple("query", num_heads, "num_kv_heads", pool.num_kv_heads)
     check.positive_float("scale", scale)
     check.positive_float("softcap", softcap)
-    if sliding_window is not None and not (isinstance(sliding_window, int) and sliding_window >= 1):
-        fail(check.function, "sliding_window", "an int >= 1, or None", repr(sliding_window))
+    if sliding_window is not None:
+        check.count("sliding_window", sliding_window)
+        # No table holds more; what is beyond int32 would not fit positions.
+        sliding_window = min(int(sliding_window), 2**31 - 1)
     if block_sparse is not None and not isinstance(block_sparse, LocalStride):
         fail(check.function, "block_sparse", "a LocalStride, or None", type(block_sparse).__name__, TypeError)
     extras = {
@@ -217,6 +215,7 @@ def _resolve_config(case: Case, rules: Rules, explicit: Any) -> PagedAttentionCo
             rows=case.q_len * case.group,
             head_dim=case.pool.head_dim,
             itemsize=jnp.dtype(case.cache_dtype).itemsize,
+            query_itemsize=jnp.dtype(case.dtype).itemsize,
             max_len=max_len,
             device=current_device(),
         ),

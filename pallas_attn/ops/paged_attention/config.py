@@ -8,10 +8,12 @@ from pallas_attn._config import SplitKVConfig
 from pallas_attn._device import Device
 
 MAX_SPLITS = 128
-# What tiles may take, of the 163 KB or more that a program has on data center GPUs, and of 99 KB elsewhere.
-SHARED_MEMORY = 128 * 1024
-SMALL_SHARED_MEMORY = 64 * 1024
-SMALL_SHARED_MEMORY_ON = (86, 89, 120)
+# Shared memory that a program has: 227 KB on Hopper and data center Blackwell, here, or 99.
+SHARED_KB = {80: 163, 87: 163}
+# What tiles of keys and values may take of it, and what is left for layouts and reductions.
+TILES_KB, SMALL_TILES_KB = 128, 64
+RESERVED_KB = 12
+ROWS_BYTES = 64 * 256 * 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,25 +37,39 @@ def heuristic(
     rows: int,
     head_dim: int,
     itemsize: int,
+    query_itemsize: int,
     max_len: int,
     device: Device,
     **measured: int,
 ) -> PagedAttentionConfig:
-    """`rows` query rows (tokens x heads of a group) share a KV head; `itemsize` bytes hold an element of the cache;
-    `max_len` tokens fit in a row of the block table. `measured` are fields of the config that are known better.
+    """`rows` query rows (tokens x heads of a group) share a KV head; `itemsize` bytes hold an element of the cache,
+    `query_itemsize` one of the query; `max_len` tokens fit in a row of the block table. `measured` are fields of the
+    config that are known better.
 
     From sweeps on an H100 (README.md, benchmarks/results): few programs and short sequences want small tiles, many
     programs with much to read tiles of 128 tokens. Few want splits enough for two programs a multiprocessor, many
     only to even out lengths.
     """
-    block_q = measured.get("block_q", min(64, _pallas.tile_side(rows)))
+    shared_kb, width = _shared_kb(device), _pallas.tile_side(head_dim)
+
+    def fits(block_q: int, block_kv: int, num_stages: int) -> bool:
+        needed = _needed_kb(block_q, block_kv, num_stages, width, itemsize, query_itemsize, device)
+        return needed <= shared_kb
+
+    block_q = min(64, _pallas.tile_side(rows))
+    # As many query rows as there is room for: in registers for their sums, and in shared memory beside the smallest
+    # tiles of keys and values.
+    while block_q > 16 and (block_q * width * query_itemsize > ROWS_BYTES or not fits(block_q, 16, 5)):
+        block_q //= 2
+    block_q = measured.get("block_q", block_q)
     programs = num_seqs * num_kv_heads * math.ceil(rows / block_q)
     cores = device.num_cores
     short = max_len < 4096
     block_kv, num_stages = (32, 5) if short or 2 * programs < cores else (128, 3)
-    # Two buffers for tiles of K and V.
-    largest = SMALL_SHARED_MEMORY if device.compute_capability in SMALL_SHARED_MEMORY_ON else SHARED_MEMORY
-    while block_kv > 16 and 4 * block_kv * _pallas.tile_side(head_dim) * itemsize > largest:
+    tiles_kb = TILES_KB if shared_kb > 99 else SMALL_TILES_KB
+    while block_kv > 16 and (
+        4 * block_kv * width * itemsize > tiles_kb * 1024 or not fits(block_q, block_kv, num_stages)
+    ):
         block_kv //= 2
     chosen = {
         "block_q": block_q,
@@ -66,6 +82,30 @@ def heuristic(
     }
     splits = most_splits(programs, max_len, chosen["target_programs"], chosen["min_split_tokens"])
     return PagedAttentionConfig(**{"num_splits": splits, **chosen})
+
+
+def _shared_kb(device: Device) -> int:
+    capability = device.compute_capability or 90
+    return SHARED_KB.get(capability, 227 if 90 <= capability < 120 else 99)
+
+
+def _needed_kb(
+    block_q: int,
+    block_kv: int,
+    num_stages: int,
+    width: int,
+    itemsize: int,
+    query_itemsize: int,
+    device: Device,
+) -> float:
+    """Shared memory of a program, measured on compiled kernels: the queries; two buffers for tiles of keys and values,
+    three in a deep pipeline of asynchronous products, which may still read a tile when the next load is issued; and
+    for a cache narrower than the queries a converted tile of each."""
+    asynchronous = block_q == 64 and query_itemsize == 2 and 90 <= (device.compute_capability or 90) < 120
+    narrow = itemsize < query_itemsize
+    buffers = 3 if asynchronous and num_stages > 3 and not narrow else 2
+    token = 2 * buffers * itemsize + (2 * query_itemsize if narrow else 0)
+    return (block_q * query_itemsize + block_kv * token) * width / 1024 + RESERVED_KB
 
 
 def most_splits(programs: int, max_len: int, target_programs: int, min_split_tokens: int) -> int:

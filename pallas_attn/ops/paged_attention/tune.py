@@ -75,6 +75,7 @@ class Point:
             rows=self.rows,
             head_dim=self.head_dim,
             itemsize=jnp.dtype(self.cache_dtype).itemsize,
+            query_itemsize=jnp.dtype(self.dtype).itemsize,
             max_len=self.max_pages * self.page_size,
             device=current_device(),
             **fields,
