@@ -1,12 +1,12 @@
 """Times `mla_decode` in JAX over a list of shapes, every result checked against a float32 reference.
 
-    python benchmarks/mla_decode.py --shapes shapes.json --out results.csv [--ids REGEX] [--ways cuda pallas grid]
+    python benchmarks/mla_decode.py --out results.csv [--shapes shapes.json] [--ids REGEX] [--ways cuda pallas grid]
         [--max-seconds S]
 
-`shapes.json` holds {"mla_decode": [{"id", "b", "s", "h", "sq", "page", maybe "lens"}, ...]}. Ways: the CUDA kernel and
-the Pallas kernel with a schedule made beforehand, the Pallas kernel without one ("grid"), and plain jnp ("xla"). Times
-are of calls inside one jitted loop ("loop"), page sets in rotation that together are larger than the L2, shuffled
-tables.
+Without --shapes, those of shapes.py. `shapes.json` holds {"mla_decode": [{"id", "b", "s", "h", "sq", "page", maybe
+"lens"}, ...]}. Ways: the CUDA kernel and the Pallas kernel with a schedule made beforehand, the Pallas kernel without
+one ("grid"), and plain jnp ("xla"). Times are of calls inside one jitted loop ("loop"), page sets in rotation that
+together are larger than the L2, shuffled tables.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from shapes import mla_decode as mla_decode_shapes
 
 from pallas_attn import mla_decode, mla_schedule
 from pallas_attn._timing import device_seconds, tiled, warm_up
@@ -78,9 +79,9 @@ class Inputs(NamedTuple):
     lengths: Any
 
 
-def shapes_of(path: Path, ids: str) -> list[Shape]:
+def shapes_of(path: Path | None, ids: str) -> list[Shape]:
     found = []
-    for s in json.loads(path.read_text())["mla_decode"]:
+    for s in json.loads(path.read_text())["mla_decode"] if path else mla_decode_shapes():
         if re.search(ids, s["id"]):
             lengths = tuple(s.get("lens") or [s["s"]] * s["b"])
             found.append(Shape(s["id"], lengths, s["h"], s["sq"], s["page"]))
@@ -229,7 +230,7 @@ def main(command_line: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shapes", type=Path, required=True)
+    parser.add_argument("--shapes", type=Path, help="JSON file; default: the README's")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--ids", default="", help="regular expression")
     parser.add_argument("--ways", nargs="+", default=["cuda", "pallas", "grid"], choices=list(WAYS))

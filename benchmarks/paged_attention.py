@@ -1,11 +1,11 @@
 """Times `paged_attention` with its default configs over a list of shapes, each result checked against the reference.
 
-    python benchmarks/paged_attention.py --shapes shapes.json --out results.csv [--ids REGEX ...] [--max-seconds S]
+    python benchmarks/paged_attention.py --out results.csv [--shapes shapes.json] [--ids REGEX ...] [--max-seconds S]
 
-`shapes.json` holds {"gqa_decode": [{"id", "b", "s", "hq", "hkv", "d", "page"}, ...]}; every sequence has s tokens.
-What matches the first expression of --ids is done first. Times are of calls inside one jitted loop ("loop"), caches
-larger than L2, shuffled tables. With --options it times 8-bit caches, a window and block sparsity instead, each
-beside the dense bf16 call to compare it with.
+Without --shapes, those of shapes.py. `shapes.json` holds {"gqa_decode": [{"id", "b", "s", "hq", "hkv", "d", "page"},
+...]}; every sequence has s tokens. What matches the first expression of --ids is done first. Times are of calls inside
+one jitted loop ("loop"), caches larger than L2, shuffled tables. With --options it times 8-bit caches, a window and
+block sparsity instead, each beside the dense bf16 call to compare it with.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from shapes import gqa_decode
 
 from pallas_attn import LocalStride
 from pallas_attn._timing import device_seconds, warm_up
@@ -42,8 +43,8 @@ class Built(NamedTuple):
     """That one run makes."""
 
 
-def shape_cells(path: Path, ids: Sequence[str]) -> list[Cell]:
-    shapes = json.loads(path.read_text())["gqa_decode"]
+def shape_cells(path: Path | None, ids: Sequence[str]) -> list[Cell]:
+    shapes = json.loads(path.read_text())["gqa_decode"] if path else gqa_decode()
     found = {}
     for s in [s for pattern in ids for s in shapes if re.search(pattern, s["id"])]:
         point = Point(s["b"], s["s"], s["hq"], s["hkv"], s["d"], s["page"], "bfloat16", "bfloat16")
@@ -112,7 +113,7 @@ def result(cell: Cell, peer: str, seconds: float, error: float, note: str) -> di
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--shapes", type=Path)
+    parser.add_argument("--shapes", type=Path, help="JSON file; default: the README's")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--ids", nargs="+", default=[""], help="regular expressions")
     parser.add_argument("--max-seconds", type=float, default=1e9)

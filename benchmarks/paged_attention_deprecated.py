@@ -1,6 +1,6 @@
 """Times jax's own paged attention for GPUs, which is deprecated, as `paged_attention.py` times ours.
 
-    python benchmarks/paged_attention_deprecated.py --shapes shapes.json --out results.csv [--ids REGEX ...]
+    python benchmarks/paged_attention_deprecated.py --out results.csv [--shapes shapes.json] [--ids REGEX ...]
         [--max-seconds S]
 
 The same loop, counted the same way, over pools in the layout that it wants. Each cell's time is that of the better

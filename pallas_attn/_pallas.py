@@ -50,12 +50,20 @@ def kernel_call(
     """Runs `kernel(*operand_refs, *output_refs)` over `grid`; operands may be pytrees, and
     every ref is a whole array, indexed by the kernel."""
     axes = varying_axes(operands)
-    return pl.pallas_call(
-        kernel,
-        out_shape=[varying_like(struct, axes) for struct in out_shape],
-        grid=grid,
-        name=name,
-        interpret=interpret,
-        input_output_aliases=dict(input_output_aliases or {}),
-        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
-    )(*vary(operands, axes))
+    call = jax.custom_jvp(
+        pl.pallas_call(
+            kernel,
+            out_shape=[varying_like(struct, axes) for struct in out_shape],
+            grid=grid,
+            name=name,
+            interpret=interpret,
+            input_output_aliases=dict(input_output_aliases or {}),
+            compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+        )
+    )
+
+    @call.defjvp
+    def _(primals, tangents):
+        raise NotImplementedError(f"{name}: the Pallas kernel has no gradients; implementation 'xla' has")
+
+    return call(*vary(operands, axes))

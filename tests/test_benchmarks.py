@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from pallas_attn import _timing
@@ -188,3 +189,14 @@ def test_variants_of_the_deprecated_kernel_fit_the_table(program):
         for variant in found:
             pages = s // 16 // variant["k_splits"]
             assert pages % min(pages, variant["pages_per_compute_block"]) == 0
+
+
+def test_shapes_of_the_tables(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    shapes = importlib.import_module("shapes")
+    mla = importlib.import_module("mla_decode").shapes_of(None, "sn4096-h16-q1|b8-")
+    assert [shape.id for shape in mla][:2] == ["mla-b128-sn4096-h16-q1", "mla-b8-s1024-h16-q1"]
+    assert 1000 < np.std(mla[0].lengths) < 3000
+    assert len({s["id"] for s in shapes.mla_decode()}) == 58
+    cells = importlib.import_module("paged_attention").shape_cells(None, [""])
+    assert len(cells) == len({cell.id for cell in cells}) == 47

@@ -204,3 +204,16 @@ def test_schedules_that_would_overflow_are_refused(options, message):
 def test_scales_that_float32_does_not_hold_are_refused(scale):
     with pytest.raises(ValueError, match=r"'scale': expected a finite number above 0, or None, got "):
         jax.eval_shape(lambda a: decode(**a, scale=scale), arguments())
+
+
+def test_gradients_are_refused_where_there_are_none():
+    query, *rest = (jnp.ones(x.shape, x.dtype) for x in arguments().values())
+
+    def total(query, implementation):
+        return decode(query, *rest, implementation=implementation).astype(jnp.float32).sum()
+
+    assert jax.grad(total)(query, "xla").shape == query.shape
+    with pytest.raises(
+        NotImplementedError, match="pallas_attn_mla_decode: the Pallas kernel has no gradients"
+    ):
+        jax.grad(total)(query, "interpret")

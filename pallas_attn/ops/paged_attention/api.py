@@ -109,7 +109,8 @@ def paged_attention(
         block_sparse: a `LocalStride` pattern, or None. Blocks outside it are not read.
         alibi_slopes: [num_heads] float32; slope * (key position - query position) is added after the soft cap.
         sinks: [num_heads] float32; a logit without a value that joins each head's softmax (and its lse).
-        k_scale, v_scale: for quantised caches, scalar or [num_kv_heads] float32: value = stored * scale; None is 1.
+        k_scale, v_scale: for quantised caches, scalar or [num_kv_heads] float32 above 0: value = stored * scale; None
+            is 1. Pallas multiplies fp8 keys with a bf16 query in fp16, where query elements beyond 65504 saturate.
         return_lse: also return the natural log-sum-exp of the logits.
         layout: order of a page's dimensions.
         implementation: None (pallas on an NVIDIA GPU, xla elsewhere), "pallas" (sm_80 or newer; e4m3 from sm_89),
