@@ -2,9 +2,8 @@
 
 Where there is a recent CUDA toolkit it is used, and nothing is downloaded. Where there is none, the wheels (120 MB) are
 requirements of the build, so that a plain `pip install` still gives a wheel with the CUDA library; but not without a
-host compiler, which nvcc cannot do without. Markers in
-pyproject.toml cannot say "unless nvcc is on PATH". PALLAS_ATTN_NVCC decides for itself: a path is taken, "wheels"
-asks for the wheels, "none" builds without CUDA.
+host compiler, which nvcc cannot do without. Markers in pyproject.toml cannot say "unless nvcc is on PATH".
+PALLAS_ATTN_NVCC decides for itself: a path is taken, "wheels" asks for the wheels, "none" builds without CUDA.
 """
 
 import os
@@ -37,8 +36,9 @@ __all__ = [
 ]
 
 # The first CUDA 13, which every CUDA 13 driver runs. All five by version: nvcc's own requirements would mix releases.
-OLDEST_NVCC = (12, 8)
 WHEELS = [f"nvidia-{name}==13.0.*" for name in ("cuda-nvcc", "cuda-crt", "nvvm", "cuda-cccl", "cuda-runtime")]
+
+OLDEST_NVCC = (12, 8)
 
 
 def nvcc_requirements() -> list[str]:

@@ -13,6 +13,7 @@ SHARED_KB = {80: 163, 87: 163}
 # What tiles of keys and values may take of it, and what is left for layouts and reductions.
 TILES_KB, SMALL_TILES_KB = 128, 64
 RESERVED_KB = 12
+# Query rows times their width, which their sums take in registers too: more spills.
 ROWS_BYTES = 64 * 256 * 2
 
 
