@@ -19,6 +19,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+import shapes
 import torch
 
 from pallas_attn.ops.mla_decode.schedule import default_overhead, num_sm_parts
@@ -187,15 +188,9 @@ def burst(graph: torch.cuda.CUDAGraph, num_calls: int, replays: int) -> float:
 
 
 def cells():
-    """The shapes that FlashMLA's own benchmark and serving with few requests ask about."""
-    for tokens, varied in ((1024, False), (4096, False), (8192, False), (16384, False), (4096, True)):
-        for heads in (16, 32, 64, 128):
-            for s_q in (1, 2):
-                yield 128, tokens, heads, s_q, varied
-    for batch in (1, 4, 8):
-        for tokens in (1024, 8192, 32768):
-            for heads in (16, 128):
-                yield batch, tokens, heads, 1, False
+    """(name, batch, tokens, heads, s_q, whether lengths vary)."""
+    for shape in shapes.mla_decode():
+        yield shape["id"].removeprefix("mla-"), *(shape[k] for k in ("b", "s", "h", "sq")), "lens" in shape
 
 
 def main() -> None:
@@ -213,8 +208,7 @@ def main() -> None:
     with open(arguments.out, "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS)
-        for *shape, varied in cells():
-            name = f"b{shape[0]}-s{'n' if varied else ''}{shape[1]}-h{shape[2]}-q{shape[3]}"
+        for name, *shape, varied in cells():
             if not re.search(arguments.cells, name) or time.monotonic() - start > arguments.seconds:
                 continue
             cell = Cell(*shape, varied=varied)

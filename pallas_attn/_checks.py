@@ -22,12 +22,16 @@ def dtype_name(dtype: Any) -> str:
     return jnp.dtype(dtype).name
 
 
-def check_int(function: str, argument: str, value: Any, least: int | None = None) -> None:
+def check_int(
+    function: str, argument: str, value: Any, least: int | None = None, most: int | None = None
+) -> None:
     """A Python or numpy int: sizes are compiled in."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         fail(function, argument, "an int", f"{value!r} of type {type(value).__name__}", TypeError)
     if least is not None and value < least:
         fail(function, argument, f"at least {least}", str(value))
+    if most is not None and value > most:
+        fail(function, argument, f"at most {most}", str(value))
 
 
 class ArgumentChecker:
@@ -85,8 +89,8 @@ class ArgumentChecker:
         if 0 in value.shape:
             self.fail(name, "no empty dimension", f"shape {list(value.shape)}")
 
-    def count(self, name: str, value: Any) -> None:
-        check_int(self.function, self.spell(name), value, least=1)
+    def count(self, name: str, value: Any, most: int | None = None) -> None:
+        check_int(self.function, self.spell(name), value, least=1, most=most)
 
     def flag(self, name: str, value: Any) -> None:
         if not isinstance(value, bool | np.bool_):

@@ -21,6 +21,16 @@ class Device:
         """Folder name of this device's configs and results: "nvidia-h100-80gb-hbm3"."""
         return re.sub(r"[^a-z0-9]+", "-", self.kind.lower()).strip("-")
 
+    @property
+    def asynchronous_products(self) -> bool:
+        """Whether matrix products may run beside a program: on the data centre's Hopper, here, and Blackwell."""
+        return 90 <= (self.compute_capability or 90) < 120
+
+    @property
+    def shared_kib(self) -> int:
+        """Shared memory that one program may have."""
+        return 227 if self.asynchronous_products else {80: 163, 87: 163}.get(self.compute_capability or 0, 99)
+
 
 # An abstract device carries no compute capability, so its name has to tell.
 _CAPABILITY_OF_NAME = {

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import lowering
 import pytest
+from support import unchecked
 
 import pallas_attn
 from pallas_attn import LocalStride, PagedAttentionConfig, paged_attention, write_kv
@@ -110,7 +111,7 @@ BAD_ATTENTION = {
 def test_paged_attention_refuses(name):
     changes, error, message = BAD_ATTENTION[name]
     with pytest.raises(error, match=f"^paged_attention: {message}") as caught:
-        _undecorated(paged_attention)(**attention_arguments(**changes))
+        unchecked(paged_attention)(**attention_arguments(**changes))
     assert "\n" not in str(caught.value)
 
 
@@ -150,7 +151,7 @@ def test_write_kv_refuses(name):
     }
     changes, error, message = BAD_WRITE[name]
     with pytest.raises(error, match=f"^write_kv: {message}"):
-        _undecorated(write_kv)(**{**arguments, **changes})
+        unchecked(write_kv)(**{**arguments, **changes})
 
 
 @pytest.mark.parametrize(
@@ -211,11 +212,6 @@ def test_available_implementations_give_reasons():
     assert available["paged_attention"]["interpret"] is None
     if jax.default_backend() == "cpu":
         assert "needs an NVIDIA GPU" in available["write_kv"]["pallas"]
-
-
-def _undecorated(fn):
-    """The function as users have it, without the shape checks that jaxtyping adds in tests."""
-    return getattr(fn, "__wrapped__", fn)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import small_cache, unchecked
 
 import pallas_attn
 from pallas_attn import OutOfPagesError, PageAllocator, PagedKVCache, convert_layout, write_kv
@@ -116,7 +117,7 @@ def test_convert_layout_refuses():
     with pytest.raises(
         ValueError, match=r"argument 'target': expected one of 'NHD', 'HND', 'PACKED', got 'DHN'"
     ):
-        getattr(convert_layout, "__wrapped__", convert_layout)(odd, odd, source="NHD", target="DHN")
+        unchecked(convert_layout)(odd, odd, source="NHD", target="DHN")
 
 
 @pytest.mark.parametrize("implementation", ["xla", GPU])
@@ -156,20 +157,6 @@ def test_no_tokens_is_no_work():
     empty = jnp.zeros((0, 3, 80))
     got = write_kv(empty, empty, *caches, jnp.zeros((0,), jnp.int32))
     np.testing.assert_array_equal(got[0], caches[0])
-
-
-def small_cache(**changes) -> PagedKVCache:
-    tables = jnp.array([[2, 0, 9], [1, -1, 3]], jnp.int32)
-    defaults = dict(
-        num_layers=2,
-        num_pages=4,
-        page_size=8,
-        num_kv_heads=2,
-        head_dim=16,
-        block_tables=tables,
-        dtype="float32",
-    )
-    return PagedKVCache.create(**{**defaults, **changes})
 
 
 class TestPagedKVCache:
@@ -370,7 +357,7 @@ def test_what_cannot_be_copied_or_created_is_refused():
     with refused(ValueError, "PagedKVCache.create: argument 'dtype': expected one of"):
         create(num_kv_heads=1, head_dim=32, dtype=jnp.int32)
     with refused(ValueError, "convert_layout: argument 'source': expected one of"):
-        getattr(convert_layout, "__wrapped__", convert_layout)(cache, cache, source="X", target="NHD")
+        unchecked(convert_layout)(cache, cache, source="X", target="NHD")
     quantised = [jnp.zeros((1, 16, 1, 8), jnp.int8)] * 2
     new = jnp.zeros((1, 1, 8))
     for scale in (0.0, np.zeros(1, np.float32), np.array([np.inf], np.float32)):

@@ -8,17 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from references.mla_decode_torch import mla_decode as reference
+from support import unchecked
 
 import pallas_attn
 from pallas_attn.ops.mla_decode import MLADecodeConfig, MLASchedule
 from pallas_attn.ops.mla_decode.api import mla_decode
 from pallas_attn.testing import compare, mla
-
-
-def unchecked(function: Any) -> Any:
-    """As users have it, without the shape checks that jaxtyping adds in tests."""
-    return getattr(function, "__wrapped__", function)
-
 
 decode = unchecked(mla_decode)
 

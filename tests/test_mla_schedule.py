@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from references.mla_schedule_model import BLOCK, OVERHEAD, plain_schedule
+from support import unchecked
 
 from pallas_attn import _pallas
 from pallas_attn.ops.kv_cache.layout import PoolShape
@@ -141,8 +142,7 @@ def test_parts_that_fill_a_device():
 
 def test_arguments_are_checked():
     lens = jnp.ones(3, jnp.int32)
-    # As users have it, without the shape checks that jaxtyping adds in tests.
-    mla_schedule = getattr(sched.mla_schedule, "__wrapped__", sched.mla_schedule)
+    mla_schedule = unchecked(sched.mla_schedule)
     with pytest.raises(TypeError, match="mla_schedule: argument 'seq_lens': expected dtype int32"):
         mla_schedule(lens.astype(jnp.float32), num_heads=16)
     with pytest.raises(ValueError, match="argument 'num_heads': expected a multiple of num_kv_heads"):

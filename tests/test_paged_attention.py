@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from references.paged_attention_torch import paged_attention as reference
+from support import unchecked
 
 import pallas_attn
 from pallas_attn.ops.paged_attention.config import PagedAttentionConfig
@@ -249,9 +250,9 @@ def test_a_sink_far_above_the_logits(sink, implementation):
 def test_windows_of_any_int(implementation):
     case = cases.DecodeCase((20, 3), 4, 2, 16, 16)
     data = inputs.decode_inputs(case)
-    # Past the shape checks that jaxtyping adds in tests, as users have it.
-    attend = getattr(pallas_attn.paged_attention, "__wrapped__", pallas_attn.paged_attention)
-    call = functools.partial(attend, *data.arguments(), implementation=implementation)
+    call = functools.partial(
+        unchecked(pallas_attn.paged_attention), *data.arguments(), implementation=implementation
+    )
     np.testing.assert_array_equal(call(sliding_window=np.int64(3)), call(sliding_window=3))
     for more in (2**31 - 1, 2**40):
         np.testing.assert_array_equal(call(sliding_window=more), call(sliding_window=20))

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from models_support import smollm2
+from support import small_cache
 
 from pallas_attn import PagedKVCache
 from pallas_attn.models import generate
@@ -68,9 +69,7 @@ def test_a_prompt_that_joins_others_leaves_their_scales(dtype):
     """Continuous batching: the second row is prefilled while the first one holds tokens."""
     module = PagedAttention(implementation="xla")
     tables = jnp.arange(4, dtype=jnp.int32).reshape(2, 2)
-    cache = PagedKVCache.create(
-        num_layers=1, num_pages=4, page_size=8, num_kv_heads=2, head_dim=16, block_tables=tables, dtype=dtype
-    )
+    cache = small_cache(num_layers=1, block_tables=tables, dtype=dtype)
     query, key, value = (jax.random.normal(jax.random.key(i), (2, 8, 2, 16)) for i in range(3))
     counted, skipped = jnp.arange(8, dtype=jnp.int32), jnp.full(8, -1, jnp.int32)
     _, cache = module(query, key, value, cache, 0, jnp.stack([counted, skipped]))
@@ -90,15 +89,7 @@ def test_a_prompt_that_joins_others_leaves_their_scales(dtype):
 def test_what_the_module_refuses():
     module = PagedAttention()
     tables = jnp.arange(4, dtype=jnp.int32).reshape(2, 2)
-    cache = PagedKVCache.create(
-        num_layers=1,
-        num_pages=4,
-        page_size=8,
-        num_kv_heads=2,
-        head_dim=16,
-        block_tables=tables,
-        dtype="float32",
-    )
+    cache = small_cache(num_layers=1, block_tables=tables)
     query, new, positions = jnp.ones((2, 4, 4, 16)), jnp.ones((2, 4, 2, 16)), jnp.zeros((2, 4), jnp.int32)
     for arguments, message in (
         ((query, new[:, :2], new, positions), r"'key': expected shape \[num_seqs=2 \(as query\), n=4"),

@@ -104,9 +104,9 @@ class PagedKVCache:
         check.array("block_tables", block_tables, ("num_seqs", "max_pages"), [jnp.int32])
         if seq_lens is None:
             seq_lens = jnp.zeros(block_tables.shape[:1], jnp.int32)
+        check.array("seq_lens", seq_lens, ("num_seqs",), [jnp.int32])
         # Copies: donating the cache must not take the caller's arrays.
         block_tables, seq_lens = jnp.array(block_tables), jnp.array(seq_lens)
-        check.array("seq_lens", seq_lens, ("num_seqs",), [jnp.int32])
         pool = PoolShape(num_layers * num_pages, page_size, num_kv_heads, head_dim)
         key_cache, value_cache = (
             jnp.zeros(array_shape(pool, layout, w, dtype), dtype) for w in ("key", "value")

@@ -10,8 +10,6 @@ from pallas_attn._device import Device
 MAX_SPLITS = 128
 MIN_SPLIT_TOKENS = 64
 TOKEN_BYTES = 2 * 576
-# Shared memory a program may have: 227 KiB on sm_90 to sm_11x, here, or 99 KiB.
-SHARED_KIB = {80: 163, 87: 163}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,14 +41,13 @@ def heuristic(
     device: Device,
 ) -> MLADecodeConfig:
     """`rows` query rows share a KV head; `max_len` tokens fit in a row of the block table."""
-    capability = device.compute_capability or 90
     # 64 rows need the asynchronous products of the data centre's Hopper and Blackwell; with those of sm_80 their
     # queries and accumulators do not fit in registers.
-    block_q = min(64 if 90 <= capability < 120 else 32, max(16, _pallas.next_power_of_2(rows)))
+    block_q = min(64 if device.asynchronous_products else 32, max(16, _pallas.next_power_of_2(rows)))
     # With a schedule small tiles measured faster, being through a sequence's last tile sooner; for a single sequence
     # large ones, which have more loads in flight from the start.
     small_tiles = scheduled and num_seqs > 1
-    block_kv, num_warps, num_stages = _tile(block_q, page_size, capability, small_tiles)
+    block_kv, num_warps, num_stages = _tile(block_q, page_size, device, small_tiles)
     programs = num_seqs * num_kv_heads * math.ceil(rows / block_q)
     # Sequences may differ in length, so splits are allowed up to several times what equal lengths would need.
     target = device.num_cores
@@ -67,14 +64,14 @@ def heuristic(
     )
 
 
-def _tile(block_q: int, page_size: int, capability: int, small_tiles: bool) -> tuple[int, int, int]:
+def _tile(block_q: int, page_size: int, device: Device, small_tiles: bool) -> tuple[int, int, int]:
     """(block_kv, num_warps, num_stages): the deepest pipeline of the largest tile that shared memory holds.
 
     One program fills a multiprocessor. The matrix units wait for memory with few query rows, and four warps read the
     queries fewer times from shared memory than eight; 32 rows in tiles of 64 spill with four, and 64 rows have
     accumulators for eight.
     """
-    limit = SHARED_KIB.get(capability, 227 if 90 <= capability < 120 else 99) * 1024
+    limit = device.shared_kib * 1024
     asynchronous = block_q == 64
     if asynchronous:
         tiles = [(32, 8, 4), (32, 8, 3)]

@@ -97,9 +97,7 @@ def mla_schedule(
         ("overhead_blocks", overhead_blocks, MOST_OVERHEAD_BLOCKS),
     ):
         if value is not None:
-            check.count(name, value)
-            if value > most:
-                check.fail(name, f"at most {most}", str(value))
+            check.count(name, value, most)
     if overhead_blocks is None:
         return tile_schedule(seq_lens, num_parts, default_overhead(seq_lens, num_parts, rows))
     return tile_schedule(seq_lens, num_parts, overhead_blocks)

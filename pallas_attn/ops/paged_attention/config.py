@@ -8,9 +8,8 @@ from pallas_attn._config import SplitKVConfig
 from pallas_attn._device import Device
 
 MAX_SPLITS = 128
-# Shared memory that a program has: 227 KB on Hopper and data center Blackwell, here, or 99.
-SHARED_KB = {80: 163, 87: 163}
-# What tiles of keys and values may take of it, and what is left for layouts and reductions.
+# What tiles of keys and values may take of a program's shared memory, where there is much and where there is little,
+# and what is left for layouts and reductions.
 TILES_KB, SMALL_TILES_KB = 128, 64
 RESERVED_KB = 12
 # Query rows times their width, which their sums take in registers too: more spills.
@@ -51,11 +50,11 @@ def heuristic(
     programs with much to read tiles of 128 tokens. Few want splits enough for two programs a multiprocessor, many
     only to even out lengths.
     """
-    shared_kb, width = _shared_kb(device), _pallas.tile_side(head_dim)
+    width = _pallas.tile_side(head_dim)
 
     def fits(block_q: int, block_kv: int, num_stages: int) -> bool:
         needed = _needed_kb(block_q, block_kv, num_stages, width, itemsize, query_itemsize, device)
-        return needed <= shared_kb
+        return needed <= device.shared_kib
 
     block_q = min(64, _pallas.tile_side(rows))
     # As many query rows as there is room for: in registers for their sums, and in shared memory beside the smallest
@@ -67,7 +66,7 @@ def heuristic(
     cores = device.num_cores
     short = max_len < 4096
     block_kv, num_stages = (32, 5) if short or 2 * programs < cores else (128, 3)
-    tiles_kb = TILES_KB if shared_kb > 99 else SMALL_TILES_KB
+    tiles_kb = TILES_KB if device.shared_kib > 99 else SMALL_TILES_KB
     while block_kv > 16 and (
         4 * block_kv * width * itemsize > tiles_kb * 1024 or not fits(block_q, block_kv, num_stages)
     ):
@@ -85,11 +84,6 @@ def heuristic(
     return PagedAttentionConfig(**{"num_splits": splits, **chosen})
 
 
-def _shared_kb(device: Device) -> int:
-    capability = device.compute_capability or 90
-    return SHARED_KB.get(capability, 227 if 90 <= capability < 120 else 99)
-
-
 def _needed_kb(
     block_q: int,
     block_kv: int,
@@ -102,7 +96,7 @@ def _needed_kb(
     """Shared memory of a program, measured on compiled kernels: the queries; two buffers for tiles of keys and values,
     three in a deep pipeline of asynchronous products, which may still read a tile when the next load is issued; and
     for a cache narrower than the queries a converted tile of each."""
-    asynchronous = block_q == 64 and query_itemsize == 2 and 90 <= (device.compute_capability or 90) < 120
+    asynchronous = block_q == 64 and query_itemsize == 2 and device.asynchronous_products
     narrow = itemsize < query_itemsize
     buffers = 3 if asynchronous and num_stages > 3 and not narrow else 2
     token = 2 * buffers * itemsize + (2 * query_itemsize if narrow else 0)

@@ -1,0 +1,26 @@
+"""What several test files need."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from pallas_attn import PagedKVCache
+
+
+def unchecked(function: Any) -> Any:
+    """As users have it, without the shape checks that jaxtyping adds in tests."""
+    return getattr(function, "__wrapped__", function)
+
+
+def small_cache(**changes) -> PagedKVCache:
+    tables = jnp.array([[2, 0, 9], [1, -1, 3]], jnp.int32)
+    defaults = dict(
+        num_layers=2,
+        num_pages=4,
+        page_size=8,
+        num_kv_heads=2,
+        head_dim=16,
+        block_tables=tables,
+        dtype="float32",
+    )
+    return PagedKVCache.create(**{**defaults, **changes})
