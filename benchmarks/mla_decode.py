@@ -28,7 +28,7 @@ import numpy as np
 from shapes import mla_decode as mla_decode_shapes
 
 from pallas_attn import mla_decode, mla_schedule
-from pallas_attn._timing import device_seconds, tiled, warm_up
+from pallas_attn._timing import REPEATS, device_seconds, tiled, warm_up
 from pallas_attn.testing.compare import row_errors
 
 DIM, LATENT = 576, 512
@@ -194,6 +194,16 @@ def expected_ends(shape: Shape, inputs: Inputs, table: jax.Array) -> np.ndarray:
     return np.stack(rows)
 
 
+def worst_error(ends_of_outs: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float:
+    """The largest relative error of a row of any of these outputs; NaN where one holds it."""
+    return float(row_errors(np.stack(ends_of_outs), np.stack(expected)).max())
+
+
+def microseconds(shape: Shape, run: Callable[[], Any], repeats: int = REPEATS) -> float:
+    """Of one call in `run`, which is what `build` gives on its inputs."""
+    return device_seconds(run, repeats) / (shape.num_rounds * shape.num_sets) * 1e6
+
+
 def measure(shape: Shape, builds: dict[str, tuple[Callable[..., Any], Any]], warm: bool):
     """Yields one row of the table for each way; each is printed too."""
     inputs = inputs_of(shape)
@@ -204,11 +214,11 @@ def measure(shape: Shape, builds: dict[str, tuple[Callable[..., Any], Any]], war
         outs = run()
         checked = [np.asarray(ends(out)) for out in outs]
         del outs
-        error = float(max(row_errors(*pair).max() for pair in zip(checked, expected, strict=True)))
+        error = worst_error(checked, expected)
         if not warm:
             warm_up(run)
             warm = True
-        us = device_seconds(run) / (shape.num_rounds * shape.num_sets) * 1e6
+        us = microseconds(shape, run)
         row = dict(
             device=jax.devices()[0].device_kind,
             jax=jax.__version__,

@@ -12,21 +12,23 @@ import argparse
 import contextlib
 import csv
 import ctypes
-import itertools
 import re
 import statistics
 import time
+from collections.abc import Callable
 
+import baselines
 import jax
 import jax.numpy as jnp
 import shapes
 import torch
+from cuda_graphs import ROUNDS, burst, captured
+from mla_decode import DIM, LATENT, Inputs
 
 from pallas_attn.ops.mla_decode.schedule import default_overhead, num_sm_parts
 
-DIM, LATENT, PAGE = 576, 512, 64
+PAGE = 64
 ROTATED_BYTES = 1600 << 20
-BURST_MS, PAUSE_S, ROUNDS = 12.0, 0.03, 5
 CORES = 132
 COLUMNS = ["device", "cell", "implementation", "us", "tflops", "gbs", "error", "spread", "sets"]
 
@@ -144,49 +146,6 @@ def ours(cell: Cell, library: ctypes.CDLL):
     return call
 
 
-def flash_mla(cell: Cell):
-    import flash_mla
-
-    metadata, _ = flash_mla.get_mla_metadata()
-    return lambda index: flash_mla.flash_mla_with_kvcache(
-        cell.query,
-        cell.cache,
-        cell.tables[index],
-        cell.lengths,
-        LATENT,
-        metadata,
-        None,
-        DIM**-0.5,
-        causal=True,
-    )[0]
-
-
-def captured(call, num_sets: int) -> tuple[torch.cuda.CUDAGraph, int]:
-    """A graph of at least 16 calls over all page sets."""
-    call(0)
-    torch.cuda.synchronize()
-    num_calls = num_sets * -(-16 // num_sets)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(num_calls):
-            call(i % num_sets)
-    return graph, num_calls
-
-
-def burst(graph: torch.cuda.CUDAGraph, num_calls: int, replays: int) -> float:
-    """Microseconds a call, the median replay's."""
-    time.sleep(PAUSE_S)
-    graph.replay()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
-    events[0].record()
-    for event in events[1:]:
-        graph.replay()
-        event.record()
-    torch.cuda.synchronize()
-    times = [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
-    return statistics.median(times) * 1e3 / num_calls
-
-
 def cells():
     """(name, batch, tokens, heads, s_q, whether lengths vary)."""
     for shape in shapes.mla_decode():
@@ -212,9 +171,10 @@ def main() -> None:
             if not re.search(arguments.cells, name) or time.monotonic() - start > arguments.seconds:
                 continue
             cell = Cell(*shape, varied=varied)
-            calls = {"pallas_attn": ours(cell, library)}
+            calls: dict[str, Callable[[int], torch.Tensor]] = {"pallas_attn": ours(cell, library)}
+            inputs = Inputs(cell.query, cell.cache, tuple(cell.tables), cell.lengths)
             with contextlib.suppress(ImportError):
-                calls["flash_mla"] = flash_mla(cell)
+                calls["flash_mla"] = baselines.prepare("flash_mla", inputs)
             errors = {key: cell.error(call(0)) for key, call in calls.items()}
             wrong = [key for key, error in errors.items() if not error < 1e-2]
             assert not wrong, f"{name}: wrong results of {wrong}: {errors}"
@@ -222,11 +182,7 @@ def main() -> None:
             times = {key: [] for key in calls}
             for turn in range(ROUNDS):
                 for key in list(calls)[:: -1 if turn % 2 else 1]:
-                    graph, num_calls = graphs[key]
-                    once = burst(graph, num_calls, 1) if not times[key] else times[key][0]
-                    times[key].append(
-                        burst(graph, num_calls, max(3, int(BURST_MS * 1e3 / (once * num_calls))))
-                    )
+                    times[key].append(burst(*graphs[key], times[key]))
             num_bytes, flops = cell.bytes_and_flops()
             for key, values in times.items():
                 us = statistics.median(values)
@@ -242,7 +198,7 @@ def main() -> None:
                 "  ".join(f"{key} {statistics.median(v):.1f} us" for key, v in times.items()),
                 flush=True,
             )
-            del cell, calls, graphs
+            del cell, inputs, calls, graphs
 
 
 if __name__ == "__main__":

@@ -3,16 +3,14 @@
 import csv
 import importlib
 import json
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from support import BENCHMARKS, TINY
 
 from pallas_attn import _timing
 from pallas_attn.ops.paged_attention import tune
-
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
 class FakeDevice:
@@ -66,7 +64,6 @@ def test_warm_up_lasts(monkeypatch):
 
 
 SECONDS = 2e-3  # what the timer says of every loop here
-TINY = dict(MOST_SETS=2, LEAST_CALLS=2, BURST_SECONDS=1e-5, BLOCK=1 << 14)  # two calls a loop
 SHAPES = {
     "gqa_decode": [
         {"id": "gqa-b2", "b": 2, "s": 64, "hq": 4, "hkv": 2, "d": 16, "page": 16},
@@ -155,6 +152,16 @@ def test_benchmark_writes_what_it_checked_and_marks_what_is_wrong(program, monke
         monkeypatch.setattr(module, "build", broken)
         (row,) = run()
         assert row["note"] == "WRONG"
+
+
+def test_nan_in_any_call_is_an_error(program):
+    module, _ = program("mla_decode")
+    right = np.ones((2, 1, 3, 4), np.float32)
+    for call in (0, 1):
+        outs = [right.copy(), right.copy()]
+        assert module.worst_error(outs, [right, right]) == 0
+        outs[call][1, 0, 2, 3] = np.nan
+        assert np.isnan(module.worst_error(outs, [right, right]))
 
 
 def test_ids_say_what_comes_first(program, tmp_path):
