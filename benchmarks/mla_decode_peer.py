@@ -56,7 +56,6 @@ class MlaDecode:
             rows=sh["h"] * sh["sq"],
             page_size=sh["page"],
             max_len=-(-int(lens.max()) // sh["page"]) * sh["page"],
-            scheduled=var["cut"] == "schedule",
             device=Device("gpu", "NVIDIA H100 80GB HBM3", CORES, 90),
         )
         if var["cut"] == "schedule":

@@ -7,7 +7,7 @@ The empty-row rule: a row that saw no key has out 0 and lse -inf. Its running ma
 subtraction of a maximum goes through `_finite`, because (-inf) - (-inf) would be NaN.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,15 +22,18 @@ class OnlineSoftmax(NamedTuple):
 
     maximum: jax.Array  # [..., rows], base 2
     total: jax.Array  # [..., rows]; with `late_sum` [..., rows, keys], summed by `finish`
-    acc: jax.Array  # [..., rows, head_dim]
+    acc: Any  # [..., rows, head_dim], or a tuple of chunks of head_dim
 
 
-def start(rows: tuple[int, ...], head_dim: int, *, late_sum: int | None = None) -> OnlineSoftmax:
-    """`late_sum` keys in every tile: their weights are added key by key, and over keys only at the end."""
+def start(
+    rows: tuple[int, ...], head_dim: int | tuple[int, ...], *, late_sum: int | None = None
+) -> OnlineSoftmax:
+    """`head_dim` may be the sizes of chunks, of which `acc` and `finish`'s `out` are then tuples.
+    `late_sum` keys in every tile: their weights are added key by key, and over keys only at the end."""
     return OnlineSoftmax(
         jnp.full(rows, -jnp.inf, jnp.float32),
         jnp.zeros(rows if late_sum is None else (*rows, late_sum), jnp.float32),
-        jnp.zeros((*rows, head_dim), jnp.float32),
+        jax.tree.map(lambda size: jnp.zeros((*rows, size), jnp.float32), head_dim),
     )
 
 
@@ -51,7 +54,11 @@ def rescale(state: OnlineSoftmax, logits2: jax.Array) -> tuple[OnlineSoftmax, ja
         total = state.total * decay[..., None] + weights
     else:
         total = state.total * decay + jnp.sum(weights, axis=-1)
-    return OnlineSoftmax(maximum, total, state.acc * decay[..., None]), weights
+    return OnlineSoftmax(maximum, total, _scale_rows(state.acc, decay)), weights
+
+
+def _scale_rows(acc: Any, factor: jax.Array) -> Any:
+    return jax.tree.map(lambda chunk: chunk * factor[..., None], acc)
 
 
 def join(state: OnlineSoftmax, logit2: jax.Array) -> OnlineSoftmax:
@@ -63,14 +70,15 @@ def join(state: OnlineSoftmax, logit2: jax.Array) -> OnlineSoftmax:
     maximum = jnp.maximum(state.maximum, logit2)
     decay = jnp.exp2(state.maximum - _finite(maximum))
     total = state.total * decay + jnp.exp2(logit2 - _finite(maximum))
-    return OnlineSoftmax(maximum, total, state.acc * decay[..., None])
+    return OnlineSoftmax(maximum, total, _scale_rows(state.acc, decay))
 
 
-def finish(state: OnlineSoftmax) -> tuple[jax.Array, jax.Array]:
+def finish(state: OnlineSoftmax) -> tuple[Any, jax.Array]:
     """(out [..., rows, head_dim], lse2 [..., rows]), float32."""
-    total = jnp.sum(state.total, axis=-1) if state.total.ndim == state.acc.ndim else state.total
+    late_sum = state.total.ndim > state.maximum.ndim
+    total = jnp.sum(state.total, axis=-1) if late_sum else state.total
     empty = total == 0.0
-    out = state.acc * (1.0 / jnp.where(empty, 1.0, total))[..., None]
+    out = _scale_rows(state.acc, 1.0 / jnp.where(empty, 1.0, total))
     lse2 = jnp.where(empty, -jnp.inf, _finite(state.maximum) + jnp.log2(jnp.where(empty, 1.0, total)))
     return out, lse2
 

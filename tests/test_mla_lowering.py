@@ -52,7 +52,6 @@ def lowered_call(
         rows=s_q * num_heads,
         page_size=page_size,
         max_len=max_pages * page_size,
-        scheduled=scheduled,
         device=device,
     )
     shape = jax.ShapeDtypeStruct
@@ -108,7 +107,6 @@ def test_heuristic_fits_small_shared_memories():
                 rows=rows,
                 page_size=64,
                 max_len=4096,
-                scheduled=True,
                 device=device,
             )
             assert (config.block_q + (config.num_stages - 1) * config.block_kv) * 1152 <= limit * 1024, config

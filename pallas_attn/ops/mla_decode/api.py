@@ -218,7 +218,6 @@ def _resolve_config(case: Case, explicit: MLADecodeConfig | None) -> MLADecodeCo
                 rows=case.rows,
                 page_size=case.pool.page_size,
                 max_len=case.max_pages * case.pool.page_size,
-                scheduled=case.scheduled,
                 device=current_device(),
             ),
             **measured,

@@ -37,17 +37,13 @@ def heuristic(
     rows: int,
     page_size: int,
     max_len: int,
-    scheduled: bool,
     device: Device,
 ) -> MLADecodeConfig:
     """`rows` query rows share a KV head; `max_len` tokens fit in a row of the block table."""
     # 64 rows need the asynchronous products of the data centre's Hopper and Blackwell; with those of sm_80 their
     # queries and accumulators do not fit in registers.
     block_q = min(64 if device.asynchronous_products else 32, max(16, _pallas.next_power_of_2(rows)))
-    # With a schedule small tiles measured faster, being through a sequence's last tile sooner; for a single sequence
-    # large ones, which have more loads in flight from the start.
-    small_tiles = scheduled and num_seqs > 1
-    block_kv, num_warps, num_stages = _tile(block_q, page_size, device, small_tiles)
+    block_kv, num_warps, num_stages = _tile(block_q, page_size, device)
     programs = num_seqs * num_kv_heads * math.ceil(rows / block_q)
     # Sequences may differ in length, so splits are allowed up to several times what equal lengths would need.
     target = device.num_cores
@@ -64,7 +60,7 @@ def heuristic(
     )
 
 
-def _tile(block_q: int, page_size: int, device: Device, small_tiles: bool) -> tuple[int, int, int]:
+def _tile(block_q: int, page_size: int, device: Device) -> tuple[int, int, int]:
     """(block_kv, num_warps, num_stages): the deepest pipeline of the largest tile that shared memory holds.
 
     One program fills a multiprocessor. The matrix units wait for memory with few query rows, and four warps read the
@@ -77,8 +73,6 @@ def _tile(block_q: int, page_size: int, device: Device, small_tiles: bool) -> tu
         tiles = [(32, 8, 4), (32, 8, 3)]
     else:
         tiles = [(64, 8 if block_q == 32 else 4, 3), (32, 4, 4), (32, 4, 3), (16, 4, 3)]
-        if block_q == 16 and small_tiles:
-            del tiles[0]
 
     def fits(tile: tuple[int, int, int]) -> bool:
         block_kv, _, num_stages = tile

@@ -31,14 +31,17 @@ ROPE_DIM = 64
 QUERY_DIM = LATENT_DIM + ROPE_DIM
 # From this many query rows on, Hopper's asynchronous matrix instructions serve.
 WGMMA_ROWS = 64
+# Without them, latents are worked on in chunks of this many dims, each with an accumulator of its own. A logit over all
+# 512 would be a chain of 32 products, each waiting 33 cycles for the one before; those of chunks overlap.
+CHUNK_DIM = 128
 # With this many the weights' sum over a tile, which takes shuffles and barriers, is left for the end. Elsewhere that
 # measured slower, or was not tried.
 LATE_SUM_ROWS = 32
 # Latents are read once by each block of query rows: what else is in L2 is worth more.
 LATENTS = "evict_first"
-# Partial results are read again soon. While they stay in L2, their writes do not disturb the reads of latents: in
-# device memory they cost several times their bytes.
-PARTIALS = "evict_last"
+# Results are read again soon. While they stay in L2, their writes do not disturb the reads of latents: in device memory
+# they cost several times their bytes.
+RESULTS = "evict_last"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +56,21 @@ class Problem(SplitKVProblem):
         if self.num_parts is not None:
             return self.num_seqs + self.num_parts
         return self.num_seqs * self.config.num_splits
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether the matrix instructions are Hopper's asynchronous ones."""
+        return self.config.block_q >= WGMMA_ROWS
+
+    @property
+    def latent_chunks(self) -> list[tuple[int, int]]:
+        """(first, size) of the chunks of dims that latents and output are held in."""
+        size = LATENT_DIM if self.asynchronous else CHUNK_DIM
+        return [(first, size) for first in range(0, LATENT_DIM, size)]
+
+    @property
+    def query_chunks(self) -> list[tuple[int, int]]:
+        return [*self.latent_chunks, (LATENT_DIM, ROPE_DIM)]
 
     @property
     def page_per_tile(self) -> bool:
@@ -181,28 +199,27 @@ def _serve(
         index = (seq + tile, token[:, None] + tile, head[:, None] + tile, dims[None, :] + tile)
         return ref.at[index], row_is_real[:, None] & (tile == 0)
 
-    latent, rope = jnp.arange(LATENT_DIM), LATENT_DIM + jnp.arange(ROPE_DIM)
-    q_latent, q_rope = (
+    *latents, rope = (first + jnp.arange(size) for first, size in problem.query_chunks)
+    query = [
         _pallas.load(where, mask=real, other=0.0)
-        for where, real in (place(query_ref, dims) for dims in (latent, rope))
-    )
+        for where, real in (place(query_ref, dims) for dims in (*latents, rope))
+    ]
 
     stored_len = _pallas.load(lens_ref.at[seq])
     seq_len = jnp.clip(stored_len, 0, problem.max_len)
     # Query token i of s_q is the sequence's token seq_len - s_q + i, and sees itself and what is before it.
     row_end = jnp.minimum(end, seq_len - (problem.q_len - 1) + token) if problem.causal else None
-    state, bad = _walk_tokens(
-        q_latent, q_rope, cache_ref, tables_ref, seq, kv_head, begin, end, row_end, problem
-    )
+    state, bad = _walk_tokens(query, cache_ref, tables_ref, seq, kv_head, begin, end, row_end, problem)
     out, lse2 = _softmax.finish(state)
 
     # A length or page id that cannot be right makes its sequence NaN rather than quietly wrong.
     bad |= stored_len != seq_len
-    out, lse2 = _softmax.poison(out, bad), _softmax.poison(lse2, bad)
+    *chunks, lse2 = (_softmax.poison(result, bad) for result in (*out, lse2))
 
     def write_final():
-        where, real = place(out_ref, latent)
-        _pallas.store(where, out.astype(out_ref.dtype), mask=real)
+        for chunk, dims in zip(chunks, latents, strict=True):
+            where, real = place(out_ref, dims)
+            _pallas.store(where, chunk.astype(out_ref.dtype), mask=real, eviction_policy=RESULTS)
         where = lse_ref.at[seq + 0 * row, head, token]
         _pallas.store(where, _softmax.natural_lse(lse2), mask=row_is_real)
 
@@ -214,29 +231,32 @@ def _serve(
 
     @_pallas.when(~one_piece)
     def _():
-        tile = jnp.zeros(out.shape, jnp.int32)
-        where = partial_out_ref.at[piece + tile, kv_head + tile, row[:, None] + tile, latent[None, :] + tile]
-        real = row_is_real[:, None] & (tile == 0)
-        _pallas.store(where, out, mask=real, eviction_policy=PARTIALS)
+        for chunk, dims in zip(chunks, latents, strict=True):
+            tile = jnp.zeros(chunk.shape, jnp.int32)
+            where = partial_out_ref.at[
+                piece + tile, kv_head + tile, row[:, None] + tile, dims[None, :] + tile
+            ]
+            real = row_is_real[:, None] & (tile == 0)
+            _pallas.store(where, chunk, mask=real, eviction_policy=RESULTS)
         where = partial_lse_ref.at[piece + 0 * row, kv_head + 0 * row, row]
         _pallas.store(where, lse2, mask=row_is_real)
 
 
 def _walk_tokens(
-    q_latent, q_rope, cache_ref, tables_ref, seq, kv_head, begin, end, row_end, problem: Problem
+    query, cache_ref, tables_ref, seq, kv_head, begin, end, row_end, problem: Problem
 ):  # fmt: skip
-    """Online softmax of queries [block_q, 512 + 64] over tokens [begin, end) of a sequence; also whether any token's
-    page id was unusable. `row_end` [block_q] is where what a row may see ends, or None: at `end` for all of them."""
+    """Online softmax of queries [block_q, 512 + 64], in chunks, over tokens [begin, end) of a sequence; also whether
+    any token's page id was unusable. `row_end` [block_q] is where what a row may see ends, or None: at `end` for all
+    of them."""
     pool, config = problem.pool, problem.config
     block_kv, page_size = config.block_kv, pool.page_size
-    asynchronous = config.block_q >= WGMMA_ROWS
     last_column = jnp.maximum(end - 1, 0) // page_size
 
     def page_of(column, last) -> jax.Array:
         return _pallas.load(tables_ref.at[seq + 0 * column, jnp.minimum(column, last)])
 
     def elements(first, page, held, dim, size) -> jax.Array:
-        """[block_kv, size] elements of a tile's tokens, 0 where none is held: a NaN would survive a weight of 0."""
+        """Elements [block_kv, size] of a tile's tokens, 0 where none is held: a NaN would survive a weight of 0."""
         tile = jnp.zeros((block_kv, size), jnp.int32)
         mask = held[:, None] & (tile == 0)
         if problem.page_per_tile:
@@ -248,11 +268,11 @@ def _walk_tokens(
         place = (page[:, None] + tile, offset[:, None] + tile, kv_head + tile, dims[None, :] + tile)
         return _pallas.load(cache_ref.at[place], mask=mask, other=0.0, eviction_policy=LATENTS)
 
-    def logits2(keys, keys_rope) -> jax.Array:
-        latent, rope = _pallas.dot(q_latent, keys, trans_b=True), _pallas.dot(q_rope, keys_rope, trans_b=True)
+    def logits2(keys) -> jax.Array:
         scale2 = problem.scale * _softmax.LOG2_E
-        # Added before scaling, the second product would accumulate onto the first, and take part in its layout.
-        return latent * scale2 + rope * scale2 if asynchronous else (latent + rope) * scale2
+        products = [_pallas.dot(q, k, trans_b=True) for q, k in zip(query, keys, strict=True)]
+        # Added before scaling, each would accumulate onto the one before: in one chain, and in its layout.
+        return functools.reduce(jnp.add, [product * scale2 for product in products])
 
     def step(i, carry):
         state, bad, entry = carry
@@ -267,27 +287,30 @@ def _walk_tokens(
         held = _masking.within(position, end) & usable
         bad |= ~usable if problem.page_per_tile else jnp.min(usable.astype(jnp.int32)) == 0
         page = jnp.where(usable, entry, 0)
-        keys = elements(first, page, held, 0, LATENT_DIM)
-        keys_rope = elements(first, page, held, LATENT_DIM, ROPE_DIM)
+        *latents, ropes = (elements(first, page, held, *dims) for dims in problem.query_chunks)
+        keys = [*latents, ropes]
 
         def masked_logits2() -> jax.Array:
             visible = held[None, :]
             if row_end is not None:
                 visible &= _masking.within(position[None, :], row_end[:, None])
-            return _masking.apply(logits2(keys, keys_rope), visible)
+            return _masking.apply(logits2(keys), visible)
 
-        if not asynchronous:
+        if not problem.asynchronous:
             logits = masked_logits2()
         else:
             # Only tiles at the end of a sequence need a mask. The branch also keeps Triton from seeing that these
             # logits feed the next product: it would give that product's layout, with all warps along the rows, to
             # both, and with 64 rows the second half of the warps would only repeat what the first half computes.
             logits = lax.cond(
-                (first + block_kv <= unmasked_end) & ~bad, lambda: logits2(keys, keys_rope), masked_logits2
+                (first + block_kv <= unmasked_end) & ~bad, lambda: logits2(keys), masked_logits2
             )
         state, weights = _softmax.rescale(state, logits)
-        product = _pallas.dot(weights.astype(keys.dtype), keys)
-        return state._replace(acc=state.acc + product), bad, next_entry
+        weights = weights.astype(cache_ref.dtype)
+        acc = tuple(
+            acc + _pallas.dot(weights, values) for acc, values in zip(state.acc, latents, strict=True)
+        )
+        return state._replace(acc=acc), bad, next_entry
 
     unmasked_end = end if row_end is None else jnp.minimum(end, jnp.min(row_end))
     num_tiles = (end - begin + block_kv - 1) // block_kv
@@ -295,6 +318,7 @@ def _walk_tokens(
     # The first entry does not wait for the length: without tokens it may be garbage, which nothing looks at.
     entry = page_of(columns, problem.max_pages - 1)
     late_sum = block_kv if config.block_q == LATE_SUM_ROWS else None
-    start = _softmax.start((config.block_q,), LATENT_DIM, late_sum=late_sum)
+    dims = tuple(size for _, size in problem.latent_chunks)
+    start = _softmax.start((config.block_q,), dims, late_sum=late_sum)
     state, bad, _ = lax.fori_loop(0, num_tiles, step, (start, jnp.bool_(False), entry))
     return state, bad
