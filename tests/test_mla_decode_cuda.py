@@ -247,6 +247,24 @@ def test_in_scan_and_while_loop() -> None:
     assert (np.asarray(eager) == np.asarray(looped)).all()
 
 
+def test_vmap() -> None:
+    """A loop of calls: each gives the bits that it gives alone."""
+    inputs = make_inputs([300, 0, 1000], 16, seed=9)
+    metadata, splits = map(jnp.asarray, schedule(inputs.lengths, inputs.parts))
+    lengths, tables = jnp.asarray(inputs.lengths, jnp.int32), jnp.asarray(inputs.tables)
+
+    def attend(query):
+        return mla_decode_cuda(
+            query, inputs.cache, tables, lengths, metadata, splits, scale=SCALE, causal=False
+        )
+
+    queries = jnp.stack([inputs.query, -inputs.query])
+    batched = jax.jit(jax.vmap(attend))(queries)
+    for i, query in enumerate(queries):
+        for together, alone in zip(batched, attend(query), strict=True):
+            np.testing.assert_array_equal(np.asarray(together[i], np.float32), np.asarray(alone, np.float32))
+
+
 def test_handler_refuses_what_python_lets_through() -> None:
     inputs = make_inputs([100], 16)
     metadata, splits = map(jnp.asarray, schedule(inputs.lengths, inputs.parts))

@@ -115,6 +115,17 @@ def test_sequences_of_like_length_stay_whole_where_that_is_faster(
     assert (int(num_splits[-1]) == num_seqs) == whole
 
 
+@pytest.mark.parametrize("num_parts", [132, 66])
+@pytest.mark.parametrize("shortest", [1024, 2048, 4096, 8192])
+def test_the_lengths_of_flash_mlas_benchmark_stay_whole(shortest, num_parts):
+    """An overhead that only lets the longest fit would leave parts with short ones room for a piece of the next."""
+    lengths = shortest + 2 * np.arange(128)
+    seq_lens = jnp.asarray(lengths, jnp.int32)
+    overhead = int(sched.default_overhead(seq_lens, num_parts, {132: 16, 66: 128}[num_parts]))
+    check(lengths.tolist(), num_parts, overhead)
+    assert int(compiled(seq_lens, num_parts, overhead).num_splits[-1]) == 128
+
+
 def test_the_default_overhead_of_varying_lengths():
     lengths = jnp.asarray(np.random.default_rng(0).normal(4096, 2048, 128).clip(1), jnp.int32)
     assert [int(sched.default_overhead(lengths, parts, 64)) for parts in (132, 66)] == [2, 5]

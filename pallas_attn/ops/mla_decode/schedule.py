@@ -75,7 +75,8 @@ def mla_schedule(
         num_parts: pieces of equal work to cut the batch into, 1 to 4096; None takes what fills the device.
         overhead_blocks: what starting on a sequence costs, in blocks of 64 tokens, 1 to 1024. FlashMLA takes 5, which
             keeps most sequences of a big batch whole. None takes 5 too if there are more sequences than parts, else 2,
-            or 1 below a sixteenth of the parts; and up to 20 where that leaves sequences of like length whole.
+            or 1 below a sixteenth of the parts; and as many as it takes where sequences of like length had better
+            stay whole.
 
     Raises:
         TypeError, ValueError: seq_lens that are not an int32 vector with at least one entry; counts out of range.
@@ -116,13 +117,20 @@ def default_overhead(seq_lens: jax.Array, num_parts: int, rows: int) -> int | ja
     share = -(-num_seqs // num_parts)
     if 8 * (share * num_parts - num_seqs) > num_parts:
         return low
-    blocks = num_blocks(seq_lens)
-    # A part takes `share` of the longest if
-    # share * (longest + overhead) <= (total + num_seqs * overhead) / num_parts + overhead.
-    missing = jnp.maximum(share * num_parts * jnp.max(blocks) - jnp.sum(blocks), 0)
-    needed = -(-missing // (num_parts + num_seqs - share * num_parts))
+    blocks, slots = num_blocks(seq_lens), share * num_parts
+    # With a payload of (total + num_seqs * overhead) / num_parts + overhead, a part takes `share` of the longest if
+    # share * (longest + overhead) <= payload,
+    missing = jnp.maximum(slots * jnp.max(blocks) - jnp.sum(blocks), 0)
+    needed = -(-missing // (num_parts + num_seqs - slots))
+    # and begins no other sequence behind `share` of the shortest if payload <= share * (shortest + overhead) + overhead,
+    # which takes a part to spare.
+    if slots > num_seqs:
+        spare = jnp.maximum(jnp.sum(blocks) - slots * jnp.min(blocks), 0)
+        needed_to_stop = jnp.minimum(-(-spare // (slots - num_seqs)), MOST_OVERHEAD_BLOCKS)
+    else:
+        needed_to_stop = 0
     dear = 8 if rows <= 32 else 20 if rows <= 128 else FIXED_OVERHEAD_BLOCKS
-    return jnp.where(needed <= dear, jnp.maximum(needed, low), low)
+    return jnp.where(needed <= dear, jnp.maximum(jnp.maximum(needed, needed_to_stop), low), low)
 
 
 def num_blocks(seq_lens: jax.Array) -> jax.Array:
