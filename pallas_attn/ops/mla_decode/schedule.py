@@ -122,8 +122,8 @@ def default_overhead(seq_lens: jax.Array, num_parts: int, rows: int) -> int | ja
     # share * (longest + overhead) <= payload,
     missing = jnp.maximum(slots * jnp.max(blocks) - jnp.sum(blocks), 0)
     needed = -(-missing // (num_parts + num_seqs - slots))
-    # and begins no other sequence behind `share` of the shortest if payload <= share * (shortest + overhead) + overhead,
-    # which takes a part to spare.
+    # and begins no other sequence behind `share` of the shortest if
+    # payload <= share * (shortest + overhead) + overhead, which takes a part to spare.
     if slots > num_seqs:
         spare = jnp.maximum(jnp.sum(blocks) - slots * jnp.min(blocks), 0)
         needed_to_stop = jnp.minimum(-(-spare // (slots - num_seqs)), MOST_OVERHEAD_BLOCKS)
