@@ -23,7 +23,7 @@ DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 # Up to here Pallas is faster on Hopper too; tokens of all sequences, their tables full.
 FEW_ROWS = 16
 FEW_SEQS = range(2, 5)
-FEW_TOKENS = 4 * 8192
+FEW_TOKENS = 4 * 16384
 
 
 @dataclass(frozen=True)
