@@ -93,27 +93,26 @@ class DeepSeekConfig:
         methods = ("noaux_tc",) if v3 else ("greedy", "group_limited_greedy")
         dense = config["first_k_dense_replace"]
         layer_types = ["dense"] * dense + ["sparse"] * (config["num_hidden_layers"] - dense)
-        for setting, able in (
-            ("attention_bias", (False,)),
-            ("mlp_bias", (False,)),
-            ("tie_word_embeddings", (False,)),
-            ("hidden_act", ("silu",)),
-            ("moe_layer_freq", (1,)),
-            ("mlp_layer_types", (layer_types,)),
-            ("scoring_func", ("sigmoid" if v3 else "softmax",)),
-            ("topk_method", methods),
-            ("norm_topk_prob", (False, True) if v3 else (False,)),
-            # fp8 checkpoints keep scales beside their weights: multiply them in, and drop the setting.
-            ("quantization_config", (None,)),
-        ):
-            if (found := config.get(setting)) is not None and found not in able:
-                fail(function, setting, " or ".join(map(repr, able)), repr(found))
-        grouped = v3 or config.get("topk_method") == "group_limited_greedy"
         # Newer configs say rope_parameters, older ones rope_scaling beside rope_theta.
         rope = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
-        for setting, only in (("attention_factor", None), ("truncate", True)):
-            if (found := rope.get(setting, only)) not in (only, None):
-                fail(function, setting, repr(only), repr(found))
+        for settings, setting, able in (
+            (config, "attention_bias", (False,)),
+            (config, "mlp_bias", (False,)),
+            (config, "tie_word_embeddings", (False,)),
+            (config, "hidden_act", ("silu",)),
+            (config, "moe_layer_freq", (1,)),
+            (config, "mlp_layer_types", (layer_types,)),
+            (config, "scoring_func", ("sigmoid" if v3 else "softmax",)),
+            (config, "topk_method", methods),
+            (config, "norm_topk_prob", (False, True) if v3 else (False,)),
+            # fp8 checkpoints keep scales beside their weights: multiply them in, and drop the setting.
+            (config, "quantization_config", (None,)),
+            (rope, "attention_factor", (None,)),
+            (rope, "truncate", (True,)),
+        ):
+            if (found := settings.get(setting)) is not None and found not in able:
+                fail(function, setting, " or ".join(map(repr, able)), repr(found))
+        grouped = v3 or config.get("topk_method") == "group_limited_greedy"
         yarn = None
         if (rope_type := rope.get("rope_type", rope.get("type", "default"))) == "yarn":
             yarn = Yarn(
