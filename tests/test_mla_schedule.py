@@ -126,6 +126,19 @@ def test_the_lengths_of_flash_mlas_benchmark_stay_whole(shortest, num_parts):
     assert int(compiled(seq_lens, num_parts, overhead).num_splits[-1]) == 128
 
 
+@pytest.mark.parametrize(
+    ("lengths", "num_parts", "rows", "expected"),
+    [
+        (1024 + 2 * np.arange(128), 128, 16, 2),  # no part to spare: pieces are cut whatever the overhead
+        (1024 + 2 * np.arange(264), 132, 16, 5),
+        (np.arange(128) * 8 + 1, 132, 64, 2),  # few blocks apart, but twice the mean
+        (np.where(np.arange(128) < 60, 0, 1024), 66, 128, 5),
+    ],
+)
+def test_lengths_that_are_cut_anyway_or_not_alike_get_the_low_overhead(lengths, num_parts, rows, expected):
+    assert int(sched.default_overhead(jnp.asarray(lengths, jnp.int32), num_parts, rows)) == expected
+
+
 def test_the_default_overhead_of_varying_lengths():
     lengths = jnp.asarray(np.random.default_rng(0).normal(4096, 2048, 128).clip(1), jnp.int32)
     assert [int(sched.default_overhead(lengths, parts, 64)) for parts in (132, 66)] == [2, 5]

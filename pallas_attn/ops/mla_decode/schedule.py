@@ -75,8 +75,8 @@ def mla_schedule(
         num_parts: pieces of equal work to cut the batch into, 1 to 4096; None takes what fills the device.
         overhead_blocks: what starting on a sequence costs, in blocks of 64 tokens, 1 to 1024. FlashMLA takes 5, which
             keeps most sequences of a big batch whole. None takes 5 too if there are more sequences than parts, else 2,
-            or 1 below a sixteenth of the parts; and as many as it takes where sequences of like length had better
-            stay whole.
+            or 1 below a sixteenth of the parts; and as many as it takes to leave sequences of like length whole if
+            they are nearly as many as the parts, or as a multiple of them, but fewer.
 
     Raises:
         TypeError, ValueError: seq_lens that are not an int32 vector with at least one entry; counts out of range.
@@ -109,28 +109,30 @@ def default_overhead(seq_lens: jax.Array, num_parts: int, rows: int) -> int | ja
 
     With more sequences than parts a high overhead keeps most sequences whole; fewer must be cut to fill the device. If
     a share of whole sequences for every part leaves hardly any part idle, the overhead is what it takes for that,
-    provided that cutting would not save more: partial results, and every part's second start, cost as much as `dear`
-    blocks.
+    provided that lengths are alike and cutting would not save more: partial results, and every part's second start,
+    cost as much as `dear` blocks.
     """
     num_seqs = seq_lens.shape[0]
     low = FIXED_OVERHEAD_BLOCKS if num_seqs > num_parts else 2 if 16 * num_seqs > num_parts else 1
     share = -(-num_seqs // num_parts)
-    if 8 * (share * num_parts - num_seqs) > num_parts:
+    slots = share * num_parts
+    # Without a part to spare, those with short sequences always have room for a piece of the next.
+    if slots == num_seqs or 8 * (slots - num_seqs) > num_parts:
         return low
-    blocks, slots = num_blocks(seq_lens), share * num_parts
-    # With a payload of (total + num_seqs * overhead) / num_parts + overhead, a part takes `share` of the longest if
+    blocks = num_blocks(seq_lens)
+    total = jnp.sum(blocks)
+    # The payload is (total + num_seqs * overhead) / num_parts + overhead. A part takes `share` of the longest if
     # share * (longest + overhead) <= payload,
-    missing = jnp.maximum(slots * jnp.max(blocks) - jnp.sum(blocks), 0)
+    missing = jnp.maximum(slots * jnp.max(blocks) - total, 0)
     needed = -(-missing // (num_parts + num_seqs - slots))
     # and begins no other sequence behind `share` of the shortest if
-    # payload <= share * (shortest + overhead) + overhead, which takes a part to spare.
-    if slots > num_seqs:
-        spare = jnp.maximum(jnp.sum(blocks) - slots * jnp.min(blocks), 0)
-        needed_to_stop = jnp.minimum(-(-spare // (slots - num_seqs)), MOST_OVERHEAD_BLOCKS)
-    else:
-        needed_to_stop = 0
+    # payload <= share * (shortest + overhead) + overhead.
+    spare = jnp.maximum(total - slots * jnp.min(blocks), 0)
+    needed_to_stop = jnp.minimum(-(-spare // (slots - num_seqs)), MOST_OVERHEAD_BLOCKS)
     dear = 8 if rows <= 32 else 20 if rows <= 128 else FIXED_OVERHEAD_BLOCKS
-    return jnp.where(needed <= dear, jnp.maximum(jnp.maximum(needed, needed_to_stop), low), low)
+    # Lengths are alike if `needed`, about what the longest has above the mean, is at most a quarter of a part's work.
+    alike = needed <= jnp.minimum(dear, total // (4 * num_parts))
+    return jnp.where(alike, jnp.maximum(jnp.maximum(needed, needed_to_stop), low), low)
 
 
 def num_blocks(seq_lens: jax.Array) -> jax.Array:
