@@ -10,12 +10,13 @@ one jitted loop. Others, where torch and their packages are installed: `flash_ml
 (package flashinfer, its Hopper kernel); timed as replayed CUDA graphs on the same arrays.
 
 Shapes are FlashMLA's: 128 requests, one query token each, 128 heads, bf16, pages of 64, and request i has
-seqlen + 2 i tokens. Page sets in rotation that together are larger than the L2, shuffled tables. Every result is
-compared with a float32 reference before its figure is written; a wrong one never is.
+seqlen + 2 i tokens. Page sets in rotation that together are larger than the L2, shuffled tables. The first and the last
+request's output for the first and the last table are compared with a float32 reference before a figure is written.
 
 The file has the columns name, batch, seqlen (the mean length), head, bw (GB/s: cache, query and output once).
-Exit codes: 0; 1 when a result was wrong, two that are compared disagreed, or a figure asked for by name is missing;
-2 when nothing was measured, because a named implementation cannot run here or an option is not understood.
+Exit codes: 0; 1 when a result was wrong, two that are compared disagreed, a figure asked for by name is missing, or
+there is no figure at all; 2 when nothing could begin: a named implementation cannot run here, the file cannot be
+written, an option is not understood.
 """
 
 import argparse
@@ -227,7 +228,11 @@ def parser() -> argparse.ArgumentParser:
     modes.add_argument("--one", action="store_true", help="only the target (what happens without a mode)")
     modes.add_argument("--compare", action="store_true", help="baseline and target, which have to agree")
     modes.add_argument("--all", action="store_true", help="all that can run here; the others with reasons")
-    parser.add_argument("--baseline", choices=NAMES, help="for --compare (default: xla)")
+    parser.add_argument(
+        "--baseline",
+        choices=NAMES,
+        help="for --compare (default: xla)",
+    )
     parser.add_argument(
         "--target", choices=NAMES, help="default: the first of cuda, pallas and xla that can run here"
     )

@@ -34,7 +34,7 @@ def read(path: Path) -> pd.DataFrame:
     for column in COLUMNS[1:]:
         numbers = pd.Series(pd.to_numeric(table[column], errors="coerce"))
         least = 0 if column == "bw" else 1
-        right = list(numbers >= least)
+        right = list((numbers >= least) & (numbers < float("inf")))
         if not all(right):
             row = right.index(False)
             got = f"{str(table[column].iloc[row])!r} in row {row + 1}"

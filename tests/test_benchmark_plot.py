@@ -91,6 +91,7 @@ def test_file_lies_beside_the_table_or_where_asked(plot, table, tmp_path, capsys
         (HEADER, "expected at least one row, got only the header"),
         ("name,batch,seqlen,bw\nxla,1,2,3\n", "got name, batch, seqlen, bw (head is missing)"),
         (TABLE + "cuda,128,8319,128,fast\n", "bw: expected numbers from 0 up, got 'fast' in row 6"),
+        (TABLE + "cuda,128,8319,128,inf\n", "bw: expected numbers from 0 up, got 'inf' in row 6"),
         (TABLE + "cuda,128,,128,1\n", "seqlen: expected numbers from 1 up, got '' in row 6"),
         (HEADER + "cuda,128,0,128,1\n", "seqlen: expected numbers from 1 up, got '0' in row 1"),
         (TABLE + "cuda,128,1,128,1,1,1\n", "expected a CSV file, got 'Error tokenizing data"),

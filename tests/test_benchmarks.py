@@ -1,6 +1,7 @@
 """The benchmark programs, on shapes that a CPU can do, and what counts as device time."""
 
 import csv
+import functools
 import importlib
 import json
 
@@ -163,6 +164,21 @@ def test_nan_in_any_call_is_an_error(program):
         assert module.worst_error(outs, [right, right]) == 0
         outs[call][1, 0, 2, 3] = np.nan
         assert np.isnan(module.worst_error(outs, [right, right]))
+
+
+def test_the_timed_loop_of_plain_jnp_keeps_both_products(program):
+    """XLA drops what only an unused output needs."""
+    module, _ = program("mla_decode")
+    shape = module.Shape("", (100, 64), 3, 1, 16)
+
+    def dots(probe) -> int:
+        call, _ = module.attend(shape, "xla")
+        loop = functools.partial(module.looped, call, 1, probe)
+        return jax.jit(loop).lower(module.input_shapes(shape), None).compile().as_text().count(" dot(")
+
+    both, one = dots(module.probe_of_jnp), dots(module.probe_of_kernel)
+    assert both - one == shape.num_sets
+    assert module.build(shape, "xla")[0].as_text().count(" dot(") == both
 
 
 def test_ids_say_what_comes_first(program, tmp_path):
