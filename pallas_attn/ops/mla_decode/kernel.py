@@ -29,10 +29,10 @@ from pallas_attn.ops.mla_decode.schedule import BLOCK_TOKENS, MLASchedule
 LATENT_DIM = 512
 ROPE_DIM = 64
 QUERY_DIM = LATENT_DIM + ROPE_DIM
-# From this many query rows on, Hopper's asynchronous matrix instructions serve.
+# From this many query rows on, the data centre's asynchronous matrix instructions serve.
 WGMMA_ROWS = 64
-# Without them, latents are worked on in chunks of this many dims, each with an accumulator of its own. A logit over all
-# 512 would be a chain of 32 products, each waiting 33 cycles for the one before; those of chunks overlap.
+# Below, latents are worked on in chunks of this many dims, each with an accumulator of its own. A logit over all 512
+# would be a chain of 32 products, each waiting 33 cycles for the one before; those of chunks overlap. 1% with 16 rows.
 CHUNK_DIM = 128
 # With this many the weights' sum over a tile, which takes shuffles and barriers, is left for the end. Elsewhere that
 # measured slower, or was not tried.
@@ -59,7 +59,7 @@ class Problem(SplitKVProblem):
 
     @property
     def asynchronous(self) -> bool:
-        """Whether the matrix instructions are Hopper's asynchronous ones."""
+        """Whether the kernel is written for asynchronous matrix instructions."""
         return self.config.block_q >= WGMMA_ROWS
 
     @property
