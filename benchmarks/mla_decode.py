@@ -144,26 +144,33 @@ def attend(shape: Shape, way: str) -> tuple[Callable[..., Any], Any]:
 
 
 def looped(
-    call: Callable[..., Any], rounds: int, probe: Callable[..., jax.Array], inputs: Inputs, schedule: Any
+    call: Callable[..., Any], rounds: int, plain: bool, inputs: Inputs, schedule: Any
 ) -> tuple[jax.Array, jax.Array]:
     """The outputs for the first and for the last table, by two calls behind `rounds` rounds of a call for each table.
 
-    A round waits for the probe(out, lse) of each call of the one before, so that none can be hoisted or dropped, and
-    keeps nothing else. With a probe of lse only, outputs are dead at once and share a buffer, which stays in the L2, as
-    they do in a model and in the graphs that other kernels are timed by. Kept from round to round they would lie in
-    several.
+    A round waits for the lse of each call of the one before, so that none can be hoisted or dropped, and keeps nothing
+    else: outputs are dead at once and share a buffer, which stays in the L2, as they do in a model and in the graphs
+    that other kernels are timed by. Kept from round to round they would lie in several. `plain` says that a call is
+    jnp, of which XLA would drop what only the output needs, and compile a copy for every table.
     """
 
     def results(table, lengths) -> tuple[jax.Array, jax.Array]:
         return call(inputs.query, inputs.cache, table, lengths, schedule)
+
+    def probe(table, lengths) -> jax.Array:
+        out, lse = results(table, lengths)
+        return lse[0, 0, 0] + out[0, 0, 0, 0].astype(lse.dtype) if plain else lse[0, 0, 0]
 
     def after(number: jax.Array, lengths: jax.Array) -> jax.Array:
         """The lengths as they are, which only `number` can tell."""
         return lengths + jnp.isnan(number).astype(lengths.dtype)
 
     def body(_, lengths):
-        probes = [probe(*results(table, lengths)) for table in inputs.tables]
-        return after(functools.reduce(jnp.add, probes), lengths)
+        if plain:
+            probes = jax.lax.map(lambda table: probe(table, lengths), jnp.stack(inputs.tables))
+        else:
+            probes = jnp.stack([probe(table, lengths) for table in inputs.tables])
+        return after(jnp.sum(probes), lengths)
 
     lengths = jax.lax.fori_loop(0, rounds, body, inputs.lengths)
     first, lse = results(inputs.tables[0], lengths)
@@ -171,20 +178,11 @@ def looped(
     return first, last
 
 
-def probe_of_kernel(_, lse: jax.Array) -> jax.Array:
-    return lse[0, 0, 0]
-
-
-def probe_of_jnp(out: jax.Array, lse: jax.Array) -> jax.Array:
-    """XLA would drop what only the output needs, where a kernel is one operation."""
-    return lse[0, 0, 0] + out[0, 0, 0, 0].astype(lse.dtype)
-
-
 def build(shape: Shape, way: str) -> tuple[Callable[..., tuple[jax.Array, ...]], Any]:
     """(run(inputs, schedule), schedule)."""
     call, schedule = attend(shape, way)
-    probe = probe_of_jnp if way == "xla" else probe_of_kernel
-    run = jax.jit(functools.partial(looped, call, shape.num_rounds, probe))
+    plain = WAYS[way][0] == "xla"
+    run = jax.jit(functools.partial(looped, call, shape.num_rounds, plain))
     return run.lower(input_shapes(shape), schedule).compile(), schedule
 
 
