@@ -10,6 +10,8 @@ from pallas_attn._device import Device
 MAX_SPLITS = 128
 MIN_SPLIT_TOKENS = 64
 TOKEN_BYTES = 2 * 576
+# From this many query rows on, the kernel is written for the data centre's asynchronous matrix instructions.
+WGMMA_ROWS = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +44,7 @@ def heuristic(
     """`rows` query rows share a KV head; `max_len` tokens fit in a row of the block table."""
     # 64 rows need the asynchronous products of the data centre's Hopper and Blackwell; with those of sm_80 their
     # queries and accumulators do not fit in registers.
-    block_q = min(64 if device.asynchronous_products else 32, max(16, _pallas.next_power_of_2(rows)))
+    block_q = min(WGMMA_ROWS if device.asynchronous_products else 32, max(16, _pallas.next_power_of_2(rows)))
     block_kv, num_warps, num_stages = _tile(block_q, page_size, device)
     programs = num_seqs * num_kv_heads * math.ceil(rows / block_q)
     # Sequences may differ in length, so splits are allowed up to several times what equal lengths would need.
@@ -68,7 +70,7 @@ def _tile(block_q: int, page_size: int, device: Device) -> tuple[int, int, int]:
     accumulators for eight.
     """
     limit = device.shared_kib * 1024
-    asynchronous = block_q == 64
+    asynchronous = block_q >= WGMMA_ROWS
     if asynchronous:
         tiles = [(32, 8, 4), (32, 8, 3)]
     else:

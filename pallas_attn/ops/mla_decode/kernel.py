@@ -23,16 +23,15 @@ from pallas_attn import _masking, _pallas, _softmax
 from pallas_attn._problem import SplitKVProblem
 from pallas_attn.ops.kv_cache.layout import pool_shape
 from pallas_attn.ops.mla_decode import combine, pieces
-from pallas_attn.ops.mla_decode.config import MLADecodeConfig
+from pallas_attn.ops.mla_decode.config import WGMMA_ROWS, MLADecodeConfig
 from pallas_attn.ops.mla_decode.schedule import BLOCK_TOKENS, MLASchedule
 
 LATENT_DIM = 512
 ROPE_DIM = 64
 QUERY_DIM = LATENT_DIM + ROPE_DIM
-# From this many query rows on, the data centre's asynchronous matrix instructions serve.
-WGMMA_ROWS = 64
-# Below, latents are worked on in chunks of this many dims, each with an accumulator of its own. A logit over all 512
-# would be a chain of 32 products, each waiting 33 cycles for the one before; those of chunks overlap. 1% with 16 rows.
+# Below WGMMA_ROWS, latents are worked on in chunks of this many dims, each with an accumulator of its own. A logit over
+# all 512 would be a chain of 32 products, each waiting 33 cycles for the one before; those of chunks overlap. 1% with 16
+# rows.
 CHUNK_DIM = 128
 # With this many the weights' sum over a tile, which takes shuffles and barriers, is left for the end. Elsewhere that
 # measured slower, or was not tried.
