@@ -30,8 +30,8 @@ LATENT_DIM = 512
 ROPE_DIM = 64
 QUERY_DIM = LATENT_DIM + ROPE_DIM
 # Below WGMMA_ROWS, latents are worked on in chunks of this many dims, each with an accumulator of its own. A logit over
-# all 512 would be a chain of 32 products, each waiting 33 cycles for the one before; those of chunks overlap. 1% with 16
-# rows.
+# all 512 would be a chain of 32 products, each waiting 33 cycles for the one before; those of chunks overlap. It is
+# worth 1% with 16 rows.
 CHUNK_DIM = 128
 # With this many the weights' sum over a tile, which takes shuffles and barriers, is left for the end. Elsewhere that
 # measured slower, or was not tried.
