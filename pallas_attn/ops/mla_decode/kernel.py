@@ -286,8 +286,7 @@ def _walk_tokens(
         held = _masking.within(position, end) & usable
         bad |= ~usable if problem.page_per_tile else jnp.min(usable.astype(jnp.int32)) == 0
         page = jnp.where(usable, entry, 0)
-        *latents, ropes = (elements(first, page, held, *dims) for dims in problem.query_chunks)
-        keys = [*latents, ropes]
+        keys = [elements(first, page, held, *dims) for dims in problem.query_chunks]
 
         def masked_logits2() -> jax.Array:
             visible = held[None, :]
@@ -306,9 +305,8 @@ def _walk_tokens(
             )
         state, weights = _softmax.rescale(state, logits)
         weights = weights.astype(cache_ref.dtype)
-        acc = tuple(
-            acc + _pallas.dot(weights, values) for acc, values in zip(state.acc, latents, strict=True)
-        )
+        values = keys[:-1]  # all but the rotary chunk
+        acc = tuple(acc + _pallas.dot(weights, chunk) for acc, chunk in zip(state.acc, values, strict=True))
         return state._replace(acc=acc), bad, next_entry
 
     unmasked_end = end if row_end is None else jnp.minimum(end, jnp.min(row_end))
