@@ -197,7 +197,12 @@ def _pages(cache: jax.Array, pages: jax.Array) -> jax.Array:
     return cache[pages]
 
 
-def expected_ends(shape: Shape, inputs: Inputs, table: jax.Array) -> np.ndarray:
+def expected_ends(shape: Shape, inputs: Inputs) -> list[np.ndarray]:
+    """`ends` of the right outputs for the first and for the last table."""
+    return [_expected_ends(shape, inputs, table) for table in (inputs.tables[0], inputs.tables[-1])]
+
+
+def _expected_ends(shape: Shape, inputs: Inputs, table: jax.Array) -> np.ndarray:
     """`ends` of the right output, by numpy in float32: [2, s_q, heads, LATENT]."""
     rows = []
     table_on_host = np.asarray(table)
@@ -228,7 +233,7 @@ def microseconds(shape: Shape, run: Callable[[], Any], repeats: int = REPEATS) -
 def measure(shape: Shape, builds: dict[str, tuple[Callable[..., Any], Any]], warm: bool):
     """Yields one row of the table for each way; each is printed too."""
     inputs = inputs_of(shape)
-    expected = [expected_ends(shape, inputs, table) for table in (inputs.tables[0], inputs.tables[-1])]
+    expected = expected_ends(shape, inputs)
     flops, num_bytes = shape.work()
     for way, (built, schedule) in builds.items():
         run = functools.partial(built, inputs, schedule)
