@@ -38,10 +38,11 @@ sanitize: .venv/.demo ## the CUDA kernels under compute-sanitizer; needs an sm_9
 	for program in racecheck_control mla_smoke; do echo "== racecheck of $$program"; \
 		compute-sanitizer --tool racecheck build/sanitize/$$program; done
 
-lint: .venv/.test ## ruff, pyright, clang-format
+lint: .venv/.test ## ruff, pyright, import-linter, clang-format
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/pyright
+	.venv/bin/lint-imports --no-logo
 	git ls-files '*.cu' '*.cuh' '*.h' '*.cc' | xargs -r .venv/bin/clang-format --dry-run --Werror
 
 format: .venv/.test

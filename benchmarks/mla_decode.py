@@ -28,8 +28,8 @@ import numpy as np
 from shapes import mla_decode as mla_decode_shapes
 
 from pallas_attn import mla_decode, mla_schedule
-from pallas_attn._timing import REPEATS, device_seconds, tiled, warm_up
 from pallas_attn.testing.compare import row_errors
+from pallas_attn.tuning.timing import REPEATS, device_seconds, tiled, warm_up
 
 DIM, LATENT = 576, 512
 ROTATE_BYTES = 1600 << 20

@@ -17,7 +17,7 @@ import re
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn._device import Device
+from pallas_attn._call.device import Device
 from pallas_attn.ops.mla_decode import MLADecodeConfig, mla_decode, mla_schedule
 from pallas_attn.ops.mla_decode.config import heuristic
 

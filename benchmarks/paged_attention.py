@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from pallas_attn._timing import device_seconds, warm_up
 from shapes import gqa_decode
 
 from pallas_attn import LocalStride
-from pallas_attn._timing import device_seconds, warm_up
-from pallas_attn.ops.paged_attention import tune
-from pallas_attn.ops.paged_attention.tune import Point
+from pallas_attn.tuning import points
+from pallas_attn.tuning.points import Point
 
 COLUMNS = ["device", "jax", "peer", "op", "id", "us", "gbs", "method", "err", "note"]
 
@@ -37,7 +37,7 @@ class Cell(NamedTuple):
 
 
 class Built(NamedTuple):
-    run: Callable[[tune.Inputs], tuple[jax.Array, ...]]
+    run: Callable[[points.Inputs], tuple[jax.Array, ...]]
     reference: Callable[..., jax.Array]
     calls: int
     """That one run makes."""
@@ -72,24 +72,24 @@ def option_cells() -> list[Cell]:
 
 
 def build(cell: Cell, implementation: str) -> Built:
-    shapes = tune.input_shapes(cell.point)
-    attend = tune.attend(shapes, implementation=implementation, **cell.options)
-    rounds = tune.rounds_of(cell.point)
-    run = jax.jit(functools.partial(tune.looped, attend, rounds)).lower(shapes).compile()
-    return Built(run, tune.reference_of(shapes, **cell.options), rounds * len(shapes.tables))
+    shapes = points.input_shapes(cell.point)
+    attend = points.attend(shapes, implementation=implementation, **cell.options)
+    rounds = points.rounds_of(cell.point)
+    run = jax.jit(functools.partial(points.looped, attend, rounds)).lower(shapes).compile()
+    return Built(run, points.reference_of(shapes, **cell.options), rounds * len(shapes.tables))
 
 
 def measure(cell: Cell, built: Built, warm: bool) -> dict[str, str]:
-    inputs = tune.inputs_of(cell.point)
+    inputs = points.inputs_of(cell.point)
     outs = built.run(inputs)
-    reference = tune.first_and_last(built.reference, inputs)
-    error = max(tune.worst_error(*pair) for pair in zip((outs[0], outs[-1]), reference, strict=True))
+    reference = points.first_and_last(built.reference, inputs)
+    error = max(points.worst_error(*pair) for pair in zip((outs[0], outs[-1]), reference, strict=True))
     del outs, reference
     run = functools.partial(built.run, inputs)
     if not warm:
         warm_up(run)
     seconds = device_seconds(run) / built.calls
-    note = "" if error <= tune.LARGEST_ERROR[cell.point.dtype] else "WRONG"
+    note = "" if error <= points.LARGEST_ERROR[cell.point.dtype] else "WRONG"
     return result(cell, "pallas-attn", seconds, error, note)
 
 

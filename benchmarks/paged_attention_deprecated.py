@@ -21,11 +21,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import paged_attention as ours
-
-from pallas_attn._device import current_device
 from pallas_attn._timing import device_seconds, warm_up
-from pallas_attn.ops.paged_attention import tune
-from pallas_attn.ops.paged_attention.tune import Inputs, Point
+
+from pallas_attn._call.device import current_device
+from pallas_attn.tuning import points
+from pallas_attn.tuning.points import Inputs, Point
 
 LARGEST_ERROR = 2e-2  # its partial results are bf16
 CELLS_A_BATCH = 8
@@ -62,8 +62,8 @@ def attend(point: Point, variant: dict[str, int], interpret: bool):
 
 
 def build(point: Point, variant: dict[str, int], interpret: bool) -> Callable[..., tuple[jax.Array, ...]]:
-    loop = functools.partial(tune.looped, attend(point, variant, interpret), tune.rounds_of(point))
-    return jax.jit(loop).lower(tune.input_shapes(point)).compile()
+    loop = functools.partial(points.looped, attend(point, variant, interpret), points.rounds_of(point))
+    return jax.jit(loop).lower(points.input_shapes(point)).compile()
 
 
 def scaled(inputs: Inputs) -> Inputs:
@@ -87,7 +87,7 @@ def expected(point: Point, query, key_cache, value_cache, pages) -> jax.Array:
 
 def reference_of(point: Point) -> Callable[..., jax.Array]:
     """`expected`, compiled."""
-    query, *pools, tables, _ = tune.input_shapes(point)
+    query, *pools, tables, _ = points.input_shapes(point)
     one = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in (query, tables[0])]
     return jax.jit(functools.partial(expected, point)).lower(one[0], *pools, one[1]).compile()
 
@@ -99,7 +99,7 @@ def measure(
     warm: bool,
 ) -> dict[str, str]:
     point = cell.point
-    inputs = scaled(tune.inputs_of(point))
+    inputs = scaled(points.inputs_of(point))
     checked = list(itertools.product((0, -1), (0, point.num_seqs - 1)))  # calls x sequences
     references = [reference(inputs.query[j], *inputs[1:3], inputs.tables[call][j]) for call, j in checked]
     found = []
@@ -107,12 +107,12 @@ def measure(
         run = functools.partial(built, inputs)
         outs = run()
         pairs = zip(checked, references, strict=True)
-        error = max(tune.worst_error(outs[call][j], wanted) for (call, j), wanted in pairs)
+        error = max(points.worst_error(outs[call][j], wanted) for (call, j), wanted in pairs)
         del outs
         if not warm:
             warm_up(run)
             warm = True
-        calls = tune.rounds_of(point) * len(inputs.tables)
+        calls = points.rounds_of(point) * len(inputs.tables)
         found.append((device_seconds(run, repeats=3) / calls, error, variant))
     right = [timing for timing in found if timing[1] <= LARGEST_ERROR]
     seconds, error, variant = min(right or found, key=lambda timing: timing[0])

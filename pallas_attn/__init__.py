@@ -1,8 +1,8 @@
 """Attention kernels for JAX on NVIDIA GPUs: paged, ragged, block-sparse and MLA."""
 
-from pallas_attn._dispatch import available_implementations, record_implementations
-from pallas_attn._ffi import register as register_ffi_targets
-from pallas_attn._masking import LocalStride
+from pallas_attn._call.dispatch import available_implementations, record_implementations
+from pallas_attn._call.ffi import register as register_ffi_targets
+from pallas_attn._tile.masking import LocalStride
 from pallas_attn.ops.kv_cache import (
     OutOfPagesError,
     PageAllocator,

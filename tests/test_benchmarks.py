@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from support import BENCHMARKS, TINY
 
-from pallas_attn import _timing
-from pallas_attn.ops.paged_attention import tune
+from pallas_attn.tuning import points, timing
 
 
 class FakeDevice:
@@ -20,9 +19,9 @@ class FakeDevice:
     def __init__(self, monkeypatch, *, dispatch: float, work: float, wake_up: float):
         self.now = self.free = 0.0
         self.dispatch, self.work, self.wake_up = dispatch, work, wake_up
-        monkeypatch.setattr(_timing.time, "perf_counter", lambda: self.now)
-        monkeypatch.setattr(_timing.time, "sleep", self.sleep)
-        monkeypatch.setattr(_timing.jax, "block_until_ready", self.wait)
+        monkeypatch.setattr(timing.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(timing.time, "sleep", self.sleep)
+        monkeypatch.setattr(timing.jax, "block_until_ready", self.wait)
 
     def run(self) -> None:
         self.now += self.dispatch
@@ -38,10 +37,8 @@ class FakeDevice:
 @pytest.mark.parametrize("repeats", [1, 5])
 def test_dispatch_and_waking_up_do_not_count(monkeypatch, repeats):
     device = FakeDevice(monkeypatch, dispatch=3e-4, work=20e-3, wake_up=5e-4)
-    assert _timing.device_seconds(device.run, repeats) == pytest.approx(20e-3, rel=1e-9)
-    assert _timing._queued_seconds(device.run, 1) == pytest.approx(20.8e-3, rel=1e-9), (
-        "what a stop watch says"
-    )
+    assert timing.device_seconds(device.run, repeats) == pytest.approx(20e-3, rel=1e-9)
+    assert timing._queued_seconds(device.run, 1) == pytest.approx(20.8e-3, rel=1e-9), "what a stop watch says"
 
 
 def test_one_late_burst_does_not_count(monkeypatch):
@@ -54,14 +51,14 @@ def test_one_late_burst_does_not_count(monkeypatch):
         if len(runs) == 2:
             device.free += 1.0
 
-    assert _timing.device_seconds(run) == pytest.approx(20e-3, rel=1e-9)
-    assert len(runs) == _timing.REPEATS * (_timing.QUEUED + 2)
+    assert timing.device_seconds(run) == pytest.approx(20e-3, rel=1e-9)
+    assert len(runs) == timing.REPEATS * (timing.QUEUED + 2)
 
 
 def test_warm_up_lasts(monkeypatch):
     device = FakeDevice(monkeypatch, dispatch=3e-4, work=20e-3, wake_up=5e-4)
-    _timing.warm_up(device.run)
-    assert _timing.WARM_UP_SECONDS <= device.now < _timing.WARM_UP_SECONDS + 0.03
+    timing.warm_up(device.run)
+    assert timing.WARM_UP_SECONDS <= device.now < timing.WARM_UP_SECONDS + 0.03
 
 
 SECONDS = 2e-3  # what the timer says of every loop here
@@ -86,7 +83,7 @@ def program(monkeypatch, tmp_path):
 
     def load(name: str):
         module = importlib.import_module(name)
-        for owner in (module, tune):
+        for owner in (module, points):
             for constant in TINY.keys() & vars(owner).keys():
                 monkeypatch.setattr(owner, constant, TINY[constant])
         monkeypatch.setattr(module, "device_seconds", lambda run, repeats=5: SECONDS)
@@ -209,7 +206,7 @@ def test_deprecated_takes_the_fastest_variant_that_is_right(program, monkeypatch
 def test_variants_of_the_deprecated_kernel_fit_the_table(program):
     module, _ = program("paged_attention_deprecated")
     for b, s in ((1, 1024), (1, 8192), (64, 32768), (256, 1024)):
-        found = module.variants(tune.Point(b, s, 32, 8, 128, 16, "bfloat16", "bfloat16"))
+        found = module.variants(points.Point(b, s, 32, 8, 128, 16, "bfloat16", "bfloat16"))
         assert len({tuple(variant.items()) for variant in found}) == 2
         for variant in found:
             pages = s // 16 // variant["k_splits"]

@@ -8,7 +8,8 @@ import sys
 import pytest
 from models_support import import_torch, write_tiny
 
-from pallas_attn import _ffi, available_implementations
+from pallas_attn import available_implementations
+from pallas_attn._call import ffi
 from pallas_attn.cli import main
 
 
@@ -48,7 +49,7 @@ def test_doctor_lists_versions_devices_and_reasons(capsys, monkeypatch):
             line = next(li for li in printed.splitlines() if f" {op} " in li and f" {name} " in li)
             assert ("yes" if reason is None else reason) in line
     (library,) = [line for line in printed.splitlines() if "CUDA library" in line]
-    assert ("loads" if _ffi.is_available()[0] else f"no: {_ffi.is_available()[1]}"[:60]) in library
+    assert ("loads" if ffi.is_available()[0] else f"no: {ffi.is_available()[1]}"[:60]) in library
     assert "'pallas-attn[cuda]'" in printed or "jax-cuda13-plugin │ not" not in printed
 
 

@@ -9,7 +9,7 @@ import pytest
 from jax.profiler import ProfileData
 
 import pallas_attn
-from pallas_attn import _ffi
+from pallas_attn._call import ffi
 
 pytestmark = pytest.mark.gpu
 
@@ -73,8 +73,8 @@ def count(names: list[str], text: str) -> int:
 @pytest.mark.parametrize(("repeat", "runs_shown"), [(one_after_the_other, NUM_LAYERS), (in_a_loop, 1)])
 def test_layers_are_launched_as_one_graph(repeat, runs_shown: int, tmp_path: Path) -> None:
     """Seen on an H100 with jax 0.11.2: one cuGraphLaunch, no other launch of ours, the same bits."""
-    if not _ffi.is_available()[0]:
-        pytest.skip(str(_ffi.is_available()[1]))
+    if not ffi.is_available()[0]:
+        pytest.skip(str(ffi.is_available()[1]))
     launched, host, device = traced(*compiled(repeat, LAUNCHED), tmp_path / "launched")
     assert count(host, "cuGraphLaunch") == 0
     assert (count(host, "decode_kernel"), count(device, "decode_kernel")) == (NUM_LAYERS, NUM_LAYERS)

@@ -9,27 +9,27 @@ from jax import export
 from jax.sharding import PartitionSpec
 
 import pallas_attn
-from pallas_attn import _ffi
-from pallas_attn.ops.kv_cache.layout import PoolShape
+from pallas_attn._call import ffi
+from pallas_attn._tile.layout import PoolShape
 from pallas_attn.ops.mla_decode import cuda
 
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_ffi, "_load", _ffi._load.__wrapped__)
-    monkeypatch.setattr(_ffi, "register", _ffi.register.__wrapped__)
+    monkeypatch.setattr(ffi, "_load", ffi._load.__wrapped__)
+    monkeypatch.setattr(ffi, "register", ffi.register.__wrapped__)
 
 
 @pytest.mark.usefixtures("fresh")
 def test_says_why_there_is_no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("PALLAS_ATTN_CUDA_LIBRARY", raising=False)
-    monkeypatch.setattr(_ffi, "_directories", lambda: [tmp_path])
-    assert _ffi.is_available() == (False, "this build of pallas_attn has no CUDA library (it was not built)")
+    monkeypatch.setattr(ffi, "_directories", lambda: [tmp_path])
+    assert ffi.is_available() == (False, "this build of pallas_attn has no CUDA library (it was not built)")
     (tmp_path / "no_cuda_library.txt").write_text("no nvcc\n")
-    assert _ffi.is_available() == (False, "this build of pallas_attn has no CUDA library (no nvcc)")
+    assert ffi.is_available() == (False, "this build of pallas_attn has no CUDA library (no nvcc)")
     with pytest.raises(RuntimeError, match="cannot be used: this build of pallas_attn has no CUDA library"):
-        _ffi.register()
-    assert pallas_attn.register_ffi_targets.__wrapped__ is _ffi.register
+        ffi.register()
+    assert pallas_attn.register_ffi_targets.__wrapped__ is ffi.register
 
 
 @pytest.mark.usefixtures("fresh")
@@ -37,11 +37,11 @@ def test_says_why_a_library_does_not_load(monkeypatch: pytest.MonkeyPatch, tmp_p
     broken = tmp_path / "libpallas_attn_cuda.so"
     broken.write_text("not a library")
     monkeypatch.setenv("PALLAS_ATTN_CUDA_LIBRARY", str(broken))
-    available, reason = _ffi.is_available()
+    available, reason = ffi.is_available()
     assert not available
     assert "libpallas_attn_cuda.so does not load" in reason
     monkeypatch.setenv("PALLAS_ATTN_CUDA_LIBRARY", str(tmp_path / "absent.so"))
-    assert "does not exist" in _ffi.is_available()[1]
+    assert "does not exist" in ffi.is_available()[1]
 
 
 def _struct(*shape: int, dtype: jnp.dtype = jnp.int32) -> jax.ShapeDtypeStruct:
@@ -56,7 +56,7 @@ def _arguments(b: int = 2, s_q: int = 1, h: int = 16, h_kv: int = 1) -> list[jax
 
 @pytest.fixture
 def unregistered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_ffi, "register", lambda: None)
+    monkeypatch.setattr(ffi, "register", lambda: None)
 
 
 @pytest.mark.usefixtures("unregistered")

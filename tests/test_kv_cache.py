@@ -14,7 +14,7 @@ from support import small_cache, unchecked
 
 import pallas_attn
 from pallas_attn import OutOfPagesError, PageAllocator, PagedKVCache, convert_layout, write_kv
-from pallas_attn.ops.kv_cache.layout import PoolShape, array_shape, pool_shape, to_nhd
+from pallas_attn._tile.layout import PoolShape, array_shape, pool_shape, to_nhd
 
 GPU = pytest.param("pallas", marks=pytest.mark.gpu)
 IMPLEMENTATIONS = ["xla", "interpret", GPU]

@@ -10,8 +10,8 @@ import lowering
 import pytest
 
 import pallas_attn
-from pallas_attn import LocalStride, _config
-from pallas_attn.ops.kv_cache.layout import PoolShape, array_shape
+from pallas_attn import LocalStride
+from pallas_attn._tile.layout import PoolShape, array_shape
 from pallas_attn.ops.paged_attention import PagedAttentionConfig
 from pallas_attn.testing import cases
 
@@ -140,7 +140,7 @@ def test_8_bit_pools_whose_offsets_would_overflow_are_refused():
 
 def test_measured_configs_compile():
     """What the file for the H100 says fits the H100, for the most splits that its ranges allow."""
-    path = _config.packaged_configs() / "nvidia-h100-80gb-hbm3" / "paged_attention.json"
+    path = configs.packaged_configs() / "nvidia-h100-80gb-hbm3" / "paged_attention.json"
     entries = json.loads(path.read_text())["entries"]
     assert entries
     for config in {json.dumps(entry["config"]): entry["config"] for entry in entries}.values():

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import pallas_attn
-from pallas_attn import _ffi
+from pallas_attn._call import ffi
 from pallas_attn.ops.mla_decode import MLASchedule
 from pallas_attn.testing import compare, inputs
 
@@ -197,8 +197,8 @@ def check(
 
 
 def require(implementation: str) -> None:
-    if implementation == "cuda" and not _ffi.is_available()[0]:
-        pytest.skip(str(_ffi.is_available()[1]))
+    if implementation == "cuda" and not ffi.is_available()[0]:
+        pytest.skip(str(ffi.is_available()[1]))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from references.mla_decode_torch import mla_decode as reference
 from support import unchecked
 
 import pallas_attn
-from pallas_attn import _ffi
+from pallas_attn._call import ffi
 from pallas_attn.ops.mla_decode import MLADecodeConfig, MLASchedule
 from pallas_attn.testing import compare, inputs, mla
 
@@ -31,7 +31,7 @@ def served_cases():
 
 
 def require(implementation: str) -> None:
-    available, reason = _ffi.is_available()
+    available, reason = ffi.is_available()
     if implementation == "cuda" and not available:
         pytest.skip(str(reason))
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn import _ffi
+from pallas_attn._call import ffi
 from pallas_attn.ops.mla_decode.cuda import mla_decode_cuda, mla_schedule_cuda
 
 pytestmark = pytest.mark.gpu
@@ -24,7 +24,7 @@ GARBAGE = 2147480000
 
 @pytest.fixture(autouse=True)
 def _needs_library() -> None:
-    available, reason = _ffi.is_available()
+    available, reason = ffi.is_available()
     if not available:
         pytest.skip(reason)
 

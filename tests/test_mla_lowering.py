@@ -8,8 +8,8 @@ import lowering
 import pytest
 
 import pallas_attn
-from pallas_attn import _ffi
-from pallas_attn._device import Device
+from pallas_attn._call import ffi
+from pallas_attn._call.device import Device
 from pallas_attn.ops.mla_decode.config import MLADecodeConfig, heuristic
 
 # (num_heads, s_q, page_size, dtype, scheduled)
@@ -158,7 +158,7 @@ def test_vmap_lowers(scheduled):
     ],
 )
 def test_the_faster_kernel_is_chosen_on_hopper(num_heads, num_seqs, page_size, dtype, options, chosen):
-    available, reason = _ffi.is_available()
+    available, reason = ffi.is_available()
     if not available:
         pytest.skip(str(reason))
     with pallas_attn.record_implementations() as served:

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from references.mla_schedule_model import BLOCK, OVERHEAD, plain_schedule
 from support import unchecked
 
-from pallas_attn import _pallas
-from pallas_attn.ops.kv_cache.layout import PoolShape
+from pallas_attn._tile import triton
+from pallas_attn._tile.layout import PoolShape
 from pallas_attn.ops.mla_decode import MLADecodeConfig
 from pallas_attn.ops.mla_decode import schedule as sched
-from pallas_attn.ops.mla_decode.kernel import Problem
 from pallas_attn.ops.mla_decode.pieces import Grid
+from pallas_attn.ops.mla_decode.problem import Problem
 
 # Few shapes, so that few programs are compiled; lengths and parts are what the property is about.
 BATCHES, PARTS = (1, 3, 33), (1, 7, 66, 132)
@@ -188,7 +188,7 @@ def test_without_a_schedule_equal_lengths_take_one_program_a_core_at_most(monkey
     def load(ref, mask=True, other=0):
         return jnp.where(mask, ref.get(mode="clip"), other)
 
-    monkeypatch.setattr(_pallas, "load", load)
+    monkeypatch.setattr(triton, "load", load)
     config = MLADecodeConfig(16, 64, num_splits=128, min_split_tokens=64, target_programs=132)
     problem = Problem(
         num_seqs=num_seqs,

@@ -12,11 +12,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_attn import LocalStride, _config, _tune_command, paged_attention
-from pallas_attn._device import Device
+from pallas_attn import LocalStride, paged_attention
+from pallas_attn._call import configs
+from pallas_attn._call.device import Device
 from pallas_attn.cli import main
-from pallas_attn.ops.paged_attention import PagedAttentionConfig, api, tune
+from pallas_attn.cli import tune as tune_command
+from pallas_attn.ops.paged_attention import PagedAttentionConfig, api
 from pallas_attn.ops.paged_attention.config import most_splits
+from pallas_attn.tuning import points
 
 KEY = {
     "head_dim": 16,
@@ -33,7 +36,7 @@ def resolved(monkeypatch, num_seqs: int = 2, max_pages: int = 8) -> PagedAttenti
     """The config that a call of 2 query heads over 1 KV head takes."""
     taken = []
     monkeypatch.setattr(
-        api._dispatch,
+        api.dispatch,
         "resolve",
         lambda *_: (
             "interpret",
@@ -51,7 +54,7 @@ def resolved(monkeypatch, num_seqs: int = 2, max_pages: int = 8) -> PagedAttenti
 
 def write(folder, **config) -> Path:
     path = folder / api.current_device().slug / "paged_attention.json"
-    _config.save(path, [{"key": KEY, "config": config}])
+    configs.save(path, [{"key": KEY, "config": config}])
     return path
 
 
@@ -60,7 +63,7 @@ def test_a_call_takes_the_entry_whose_key_agrees(tmp_path, monkeypatch):
     write(tmp_path, block_kv=64, num_warps=2, num_stages=7)
 
     def take(**call):
-        monkeypatch.setenv(_config.CONFIGS_VARIABLE, str(tmp_path))
+        monkeypatch.setenv(configs.CONFIGS_VARIABLE, str(tmp_path))
         return resolved(monkeypatch, **call)
 
     measured = take()
@@ -73,19 +76,19 @@ def test_a_call_takes_the_entry_whose_key_agrees(tmp_path, monkeypatch):
 
 def test_splits_follow_the_call_not_the_file(tmp_path, monkeypatch):
     write(tmp_path, target_programs=64, min_split_tokens=16)
-    monkeypatch.setenv(_config.CONFIGS_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(configs.CONFIGS_VARIABLE, str(tmp_path))
     assert resolved(monkeypatch, max_pages=8).num_splits == 8
-    monkeypatch.setenv(_config.CONFIGS_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(configs.CONFIGS_VARIABLE, str(tmp_path))
     assert resolved(monkeypatch, max_pages=64).num_splits == most_splits(2, 1024, 64, 16) == 64
 
 
 def test_writing_leaves_no_half_file(tmp_path, monkeypatch):
     path = tmp_path / "device" / "op.json"
-    _config.save(path, [{"key": {}, "config": {"block_kv": 16}}], device="one")
+    configs.save(path, [{"key": {}, "config": {"block_kv": 16}}], device="one")
     whole = path.read_text()
-    monkeypatch.setattr(_config.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("no space")))
+    monkeypatch.setattr(configs.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("no space")))
     with pytest.raises(OSError, match="no space"):
-        _config.save(path, [{"key": {}, "config": {"block_kv": 32}}])
+        configs.save(path, [{"key": {}, "config": {"block_kv": 32}}])
     assert path.read_text() == whole
     assert json.loads(whole) == {"device": "one", "entries": [{"key": {}, "config": {"block_kv": 16}}]}
 
@@ -93,7 +96,7 @@ def test_writing_leaves_no_half_file(tmp_path, monkeypatch):
 def test_everybody_may_read_what_was_measured(tmp_path):
     umask = os.umask(0o022)
     try:
-        _config.save(tmp_path / "op.json", [])
+        configs.save(tmp_path / "op.json", [])
     finally:
         os.umask(umask)
     assert (tmp_path / "op.json").stat().st_mode & 0o777 == 0o644
@@ -111,18 +114,18 @@ def test_everybody_may_read_what_was_measured(tmp_path):
 def test_a_file_that_holds_no_configs_is_named(text, tmp_path, monkeypatch):
     path = write(tmp_path, block_kv=16)
     path.write_bytes(text.encode("latin-1"))
-    monkeypatch.setenv(_config.CONFIGS_VARIABLE, str(tmp_path))
-    _config._measured.cache_clear()
+    monkeypatch.setenv(configs.CONFIGS_VARIABLE, str(tmp_path))
+    configs._measured.cache_clear()
     with pytest.raises(ValueError, match=re.escape(str(path))):
         resolved(monkeypatch)
-    _config._measured.cache_clear()
+    configs._measured.cache_clear()
 
 
 def test_ranges_meet_at_geometric_means():
     lengths = [1024, 8192, 32768]
-    ranges = [_tune_command._range(value, lengths) for value in lengths]
+    ranges = [tune_command._range(value, lengths) for value in lengths]
     assert ranges == [[1, 2896], [2897, 16384], [16385, None]]
-    assert _tune_command._range(8, [8]) == [1, None]
+    assert tune_command._range(8, [8]) == [1, None]
 
 
 def entry(num_seqs: int, num_kv_heads: int, max_len: int, us: float, **key) -> dict:
@@ -138,7 +141,7 @@ def test_what_was_measured_before_stays_unless_measured_anew():
         {"key": KEY, "config": {}},  # nobody knows what for
     ]
     new = [entry(2, 64, 1024, 20.0), entry(1, 1, 1024, 21.0), entry(1, 1, 4096, 22.0)]
-    merged = _tune_command._merged(old, new)
+    merged = tune_command._merged(old, new)
     assert [e["measured"]["us"] for e in merged] == [21.0, 22.0, 10.0, 20.0, 12.0]
     assert [e["key"]["streams"] for e in merged] == [[1, 2], [1, 2], [3, 32], [33, None], KEY["streams"]]
     assert [e["key"]["max_len"] for e in merged[:3]] == [[1, 2048], [2049, None], [1, None]]
@@ -146,21 +149,21 @@ def test_what_was_measured_before_stays_unless_measured_anew():
 
 
 def test_candidates_are_distinct_and_begin_with_the_heuristic(monkeypatch):
-    monkeypatch.setattr(tune, "current_device", lambda: Device("gpu", "one", 132, 90))
+    monkeypatch.setattr(points, "current_device", lambda: Device("gpu", "one", 132, 90))
     for num_seqs, max_len in ((2, 64), (8, 8192), (512, 8192)):
-        point = tune.Point(num_seqs, max_len, 2, 1, 16, 16, "bfloat16", "float8_e4m3fn")
-        configs = [point.config(**fields) for fields in tune.candidates(point)]
+        point = points.Point(num_seqs, max_len, 2, 1, 16, 16, "bfloat16", "float8_e4m3fn")
+        configs = [point.config(**fields) for fields in points.candidates(point)]
         assert configs[0] == point.config()
         assert len(set(configs)) == len(configs) > 3
 
 
 def test_candidates_for_one_long_stream_cut_it_finely(monkeypatch):
     def least(num_kv_heads: int, max_len: int) -> set[int]:
-        point = tune.Point(1, max_len, num_kv_heads, num_kv_heads, 16, 16, "bfloat16", "bfloat16")
-        return {config.min_split_tokens for config in (point.config(**f) for f in tune.candidates(point))}
+        point = points.Point(1, max_len, num_kv_heads, num_kv_heads, 16, 16, "bfloat16", "bfloat16")
+        return {config.min_split_tokens for config in (point.config(**f) for f in points.candidates(point))}
 
-    device = dataclasses.replace(tune.current_device(), num_cores=132)
-    monkeypatch.setattr(tune, "current_device", lambda: device)
+    device = dataclasses.replace(points.current_device(), num_cores=132)
+    monkeypatch.setattr(points, "current_device", lambda: device)
     assert least(1, 8192) > {64, 128}
     assert least(8, 4096) == {128, 256}
     assert least(8, 8192) == {256}
@@ -169,17 +172,19 @@ def test_candidates_for_one_long_stream_cut_it_finely(monkeypatch):
 
 def test_calls_that_read_little_take_turns_among_more_pages():
     """Else the window of a long table would be timed out of a cache."""
-    window = tune.Point(1, 32768, 8, 8, 128, 16, "bfloat16", "bfloat16", tokens_read=1024)
+    window = points.Point(1, 32768, 8, 8, 128, 16, "bfloat16", "bfloat16", tokens_read=1024)
     short, long = (dataclasses.replace(window, max_len=n, tokens_read=None) for n in (1024, 32768))
-    assert len(tune.input_shapes(window).tables) == len(tune.input_shapes(short).tables) == tune.MOST_SETS
-    assert len(tune.input_shapes(long).tables) < 16
+    assert (
+        len(points.input_shapes(window).tables) == len(points.input_shapes(short).tables) == points.MOST_SETS
+    )
+    assert len(points.input_shapes(long).tables) < 16
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
 def test_inputs_let_every_token_count(num_kv_heads, monkeypatch):
     """Else a lost page could pass the check."""
-    monkeypatch.setattr(tune, "MOST_SETS", 1)
-    inputs = tune.inputs_of(tune.Point(3, 64, 4, num_kv_heads, 64, 16, "bfloat16", "bfloat16"))
+    monkeypatch.setattr(points, "MOST_SETS", 1)
+    inputs = points.inputs_of(points.Point(3, 64, 4, num_kv_heads, 64, 16, "bfloat16", "bfloat16"))
     queries = inputs.query.astype(jnp.float32).reshape(-1, 64)
     keys = inputs.key_cache.astype(jnp.float32).reshape(-1, 64)
     logits = queries @ keys.T / 8
@@ -190,14 +195,14 @@ def test_inputs_let_every_token_count(num_kv_heads, monkeypatch):
 @pytest.fixture
 def two_candidates(monkeypatch):
     small = [{}, {"block_kv": 16}]
-    monkeypatch.setattr(_tune_command, "candidates", lambda point: small)
-    monkeypatch.setattr(tune, "MOST_SETS", 1)
+    monkeypatch.setattr(tune_command, "candidates", lambda point: small)
+    monkeypatch.setattr(points, "MOST_SETS", 1)
 
 
 def test_tune_writes_what_calls_then_read(two_candidates, tmp_path, monkeypatch, capsys):
     path = tmp_path / api.current_device().slug / "paged_attention.json"
     other = {"key": {**KEY, "dtype": "int8"}, "config": {"block_kv": 32}}
-    _config.save(path, [other, {"key": KEY, "config": {"block_kv": 128}}])
+    configs.save(path, [other, {"key": KEY, "config": {"block_kv": 128}}])
     command = ["tune", *TINY, "--max-len", "64", "--output", str(tmp_path), "--implementation", "interpret"]
     assert main(command) == 0
     printed = capsys.readouterr().out
@@ -207,19 +212,19 @@ def test_tune_writes_what_calls_then_read(two_candidates, tmp_path, monkeypatch,
     assert kept == other
     assert ours["key"] == {**KEY, "streams": [1, None], "max_len": [1, None]}
     assert ours["measured"]["us"] <= ours["measured"]["heuristic_us"]
-    assert 0 < ours["measured"]["error"] < tune.LARGEST_ERROR["bfloat16"]
-    monkeypatch.setenv(_config.CONFIGS_VARIABLE, str(tmp_path))
+    assert 0 < ours["measured"]["error"] < points.LARGEST_ERROR["bfloat16"]
+    monkeypatch.setenv(configs.CONFIGS_VARIABLE, str(tmp_path))
     assert resolved(monkeypatch).block_kv == ours["config"]["block_kv"]
 
 
 @pytest.mark.parametrize("failure", ["wrong", "refused"])
 def test_the_time_of_a_candidate_that_fails_does_not_count(failure, monkeypatch):
-    point = tune.Point(2, 64, 2, 1, 16, 16, "bfloat16", "bfloat16")
-    monkeypatch.setattr(tune, "MOST_SETS", 1)
+    point = points.Point(2, 64, 2, 1, 16, 16, "bfloat16", "bfloat16")
+    monkeypatch.setattr(points, "MOST_SETS", 1)
     if failure == "wrong":
-        monkeypatch.setitem(tune.LARGEST_ERROR, "bfloat16", 1e-9)
+        monkeypatch.setitem(points.LARGEST_ERROR, "bfloat16", 1e-9)
     fields = {"block_kv": 16} if failure == "wrong" else {"block_kv": 17}
-    (timing,) = tune.measure(point, [fields], "interpret")
+    (timing,) = points.measure(point, [fields], "interpret")
     assert timing.microseconds == math.inf
     assert timing.problem is not None
     assert ("wrong: error" if failure == "wrong" else "a power of two >= 16, got 17") in timing.problem
@@ -259,7 +264,7 @@ def test_what_a_call_walks_over_decides_its_config(monkeypatch):
         seen.append(key["max_len"])
         return default()
 
-    monkeypatch.setattr(_config, "resolve", resolve)
+    monkeypatch.setattr(configs, "resolve", resolve)
 
     def length_of(**rules) -> int:
         pool = jax.ShapeDtypeStruct((8, 16, 2, 64), jnp.float32)

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from pallas_attn._checks import fail
-from pallas_attn._optional import needs_extra
+from pallas_attn._call.checks import fail
+from pallas_attn._call.optional import needs_extra
 
 with needs_extra("check", user="the comparison with transformers"):
     import accelerate  # noqa: F401  transformers refuses a GGUF file without it

@@ -14,8 +14,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from pallas_attn import PagedLatentCache, mla_schedule
-from pallas_attn._checks import fail
-from pallas_attn._optional import needs_extra
+from pallas_attn._call.checks import fail
+from pallas_attn._call.optional import needs_extra
 from pallas_attn.nn.mla import MLAConfig, MultiHeadLatentAttention, RMSNorm, linear
 from pallas_attn.nn.rotary import Yarn
 

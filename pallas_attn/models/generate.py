@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn import PageAllocator, PagedKVCache, PagedLatentCache
-from pallas_attn._checks import check_int, fail
-from pallas_attn._optional import needs_extra
+from pallas_attn._call.checks import check_int, fail
+from pallas_attn._call.optional import needs_extra
 
 with needs_extra("models", user="pallas_attn.models.generate"):
     from flax import nnx

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from pallas_attn._checks import fail
-from pallas_attn._optional import needs_extra
+from pallas_attn._call.checks import fail
+from pallas_attn._call.optional import needs_extra
 
 with needs_extra("models", user="pallas_attn.models.gguf_loader"):
     import gguf

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_attn import PagedKVCache, PagedLatentCache
-from pallas_attn._checks import fail
-from pallas_attn._optional import needs_extra
+from pallas_attn._call.checks import fail
+from pallas_attn._call.optional import needs_extra
 from pallas_attn.nn import LatentGQA, PagedAttention
 
 with needs_extra("models", user="pallas_attn.models.llama"):

@@ -4,7 +4,7 @@ import datetime
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pallas_attn._optional import needs_extra
+from pallas_attn._call.optional import needs_extra
 
 with needs_extra("models", user="pallas_attn.models.tokenizer"):
     import jinja2

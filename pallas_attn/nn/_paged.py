@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn import PagedKVCache, paged_attention
-from pallas_attn._checks import ArgumentChecker
+from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn.ops.kv_cache.api import DTYPES
 
 

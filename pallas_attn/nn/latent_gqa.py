@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn import PagedLatentCache, mla_decode
-from pallas_attn._checks import ArgumentChecker, fail
-from pallas_attn._optional import needs_extra
+from pallas_attn._call.checks import ArgumentChecker, fail
+from pallas_attn._call.optional import needs_extra
 
 with needs_extra("models", user="pallas_attn.nn"):
     from flax import nnx

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_attn import MLASchedule, PagedLatentCache, mla_decode
-from pallas_attn._checks import fail
-from pallas_attn._optional import needs_extra
+from pallas_attn._call.checks import fail
+from pallas_attn._call.optional import needs_extra
 
 with needs_extra("models", user="pallas_attn.nn"):
     from flax import nnx

@@ -3,7 +3,7 @@
 import jax
 
 from pallas_attn import PagedKVCache
-from pallas_attn._optional import needs_extra
+from pallas_attn._call.optional import needs_extra
 
 with needs_extra("models", user="pallas_attn.nn"):
     from flax import nnx

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from pallas_attn._masking import LocalStride
+from pallas_attn._tile.masking import LocalStride
 
 SHORT_DTYPE = {
     "bfloat16": "bf16",

@@ -11,8 +11,8 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn._quantization import quantize
-from pallas_attn.ops.kv_cache.layout import from_nhd
+from pallas_attn._tile.layout import from_nhd
+from pallas_attn._tile.quantization import quantize
 from pallas_attn.testing.cases import DecodeCase
 
 GARBAGE_IDS = (2147480000, -1, -2147483648, 12345678)

@@ -3,7 +3,7 @@
 from pallas_attn.ops.kv_cache.allocator import OutOfPagesError, PageAllocator
 from pallas_attn.ops.kv_cache.api import write_kv
 from pallas_attn.ops.kv_cache.cache import PagedKVCache
+from pallas_attn.ops.kv_cache.convert import convert_layout
 from pallas_attn.ops.kv_cache.copying import copy_pages
-from pallas_attn.ops.kv_cache.layout import convert_layout
 
 __all__ = ["OutOfPagesError", "PageAllocator", "PagedKVCache", "convert_layout", "copy_pages", "write_kv"]

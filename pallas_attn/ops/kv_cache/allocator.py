@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from pallas_attn._checks import check_int
+from pallas_attn._call.checks import check_int
 
 
 class OutOfPagesError(RuntimeError):

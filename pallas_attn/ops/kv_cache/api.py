@@ -1,52 +1,27 @@
 """`write_kv`: signature, checks, dispatch."""
 
 import functools
-import math
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_attn import _dispatch
-from pallas_attn._checks import ArgumentChecker
-from pallas_attn._device import current_device
-from pallas_attn._quantization import QUANTIZED_DTYPES, per_head_scale
+from pallas_attn._call import dispatch
+from pallas_attn._call.checks import ArgumentChecker
+from pallas_attn._tile.layout import PoolCase, check_pools, pallas_reaches
+from pallas_attn._tile.quantization import QUANTIZED_DTYPES, per_head_scale
 from pallas_attn._types import KVCache, Layout, NewKV, SlotMapping
 from pallas_attn.ops.kv_cache.kernel import write_kv_pallas
-from pallas_attn.ops.kv_cache.layout import PoolShape, check_pools
 from pallas_attn.ops.kv_cache.reference import write_kv_xla
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
-class PoolCase(NamedTuple):
-    """The static facts of a pool that decide which implementation can serve it."""
-
-    pool: PoolShape
-    cache_dtype: Any
-
-
-def pallas_reaches(case: PoolCase) -> str | None:
-    """Why Triton cannot handle a pool on this device, or None."""
-    cache_dtype = case.cache_dtype
-    elements = math.prod(case.pool)
-    if jnp.dtype(cache_dtype).itemsize == 1 and 2**31 <= elements <= 2**32:
-        # The lowering switches to 64-bit offsets above 2**32 bytes; between, they overflow.
-        return f"8-bit pools of 2**31 to 2**32 elements overflow Pallas-Triton's offsets, got {elements} elements"
-    capability = current_device().compute_capability
-    if cache_dtype == jnp.float8_e4m3fn and capability is not None and capability < 89:
-        return (
-            f"float8_e4m3fn needs sm_89 or newer, the device is sm_{capability} (float8_e5m2 and int8 work)"
-        )
-    return None
-
-
-_dispatch.register(
+dispatch.register(
     "write_kv",
     {
-        "pallas": _dispatch.Implementation(write_kv_pallas, pallas_reaches),
-        "xla": _dispatch.Implementation(write_kv_xla),
-        "interpret": _dispatch.Implementation(functools.partial(write_kv_pallas, interpret=True)),
+        "pallas": dispatch.Implementation(write_kv_pallas, pallas_reaches),
+        "xla": dispatch.Implementation(write_kv_xla),
+        "interpret": dispatch.Implementation(functools.partial(write_kv_pallas, interpret=True)),
     },
 )
 
@@ -99,7 +74,7 @@ def write_kv(
         per_head_scale("write_kv", name, scale, key_cache.dtype, pool.num_kv_heads)
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale))
     )
-    _, fn = _dispatch.resolve("write_kv", PoolCase(pool, key_cache.dtype), implementation)
+    _, fn = dispatch.resolve("write_kv", PoolCase(pool, key_cache.dtype), implementation)
     # Outside jit they may be numpy's.
     key, value, key_cache, value_cache, slot_mapping = map(
         jnp.asarray, (key, value, key_cache, value_cache, slot_mapping)

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax import export
 
-from pallas_attn._checks import ArgumentChecker, fail
-from pallas_attn._masking import usable_pages
-from pallas_attn._quantization import QUANTIZED_DTYPES, is_quantized, largest
+from pallas_attn._call.checks import ArgumentChecker, fail
+from pallas_attn._tile.layout import LAYOUTS, PoolShape, array_shape, packing, pool_shape
+from pallas_attn._tile.masking import usable_pages
+from pallas_attn._tile.quantization import QUANTIZED_DTYPES, is_quantized, largest
 from pallas_attn._types import BlockTables, KVCache, Layout, SeqLens
 from pallas_attn.ops.kv_cache.api import DTYPES, write_kv
 from pallas_attn.ops.kv_cache.copying import copy_pages
-from pallas_attn.ops.kv_cache.layout import LAYOUTS, PoolShape, array_shape, packing, pool_shape
 
 
 def layer_tables(block_tables: jax.Array, num_pages: int, layer: int | jax.Array) -> jax.Array:

@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._checks import ArgumentChecker
-from pallas_attn._masking import usable_pages
+from pallas_attn._call.checks import ArgumentChecker
+from pallas_attn._tile.masking import usable_pages
 from pallas_attn._types import KVCache
 
 

@@ -5,9 +5,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_attn import _pallas
-from pallas_attn._quantization import quantize
-from pallas_attn.ops.kv_cache.layout import PoolShape, Which, token_index
+from pallas_attn._tile import triton
+from pallas_attn._tile.layout import PoolShape, Which, token_index
+from pallas_attn._tile.quantization import quantize
 
 
 @functools.partial(jax.jit, static_argnames=("pool", "layout", "interpret"))
@@ -27,7 +27,7 @@ def write_kv_pallas(
     scales = () if k_scale is None else (k_scale, v_scale)
     kernel = functools.partial(_write_kernel, pool=pool, layout=layout)
     return tuple(
-        _pallas.kernel_call(
+        triton.kernel_call(
             kernel,
             key_cache,
             value_cache,
@@ -49,27 +49,27 @@ def write_kv_pallas(
 def _write_kernel(_key_in, _value_in, slots_ref, key_ref, value_ref, *refs, pool: PoolShape, layout: str):
     *scale_refs, key_cache_ref, value_cache_ref = refs
     k_scale_ref, v_scale_ref = scale_refs or (None, None)
-    token = _pallas.program_id(0)
-    slot = _pallas.load(slots_ref.at[token])
+    token = triton.program_id(0)
+    slot = triton.load(slots_ref.at[token])
     usable = (slot >= 0) & (slot < pool.num_pages * pool.page_size)
     page, offset = slot // pool.page_size, slot % pool.page_size
 
     # Triton tiles have power-of-two sides; the rest is masked.
-    heads = jnp.arange(_pallas.next_power_of_2(pool.num_kv_heads))[:, None]
-    dims = jnp.arange(_pallas.next_power_of_2(pool.head_dim))[None, :]
+    heads = jnp.arange(triton.next_power_of_2(pool.num_kv_heads))[:, None]
+    dims = jnp.arange(triton.next_power_of_2(pool.head_dim))[None, :]
     inside = (heads < pool.num_kv_heads) & (dims < pool.head_dim) & usable
     tile = jnp.zeros(inside.shape, jnp.int32)
 
     def write(which: Which, new_ref, scale_ref, cache_ref) -> None:
-        new = _pallas.load(new_ref.at[token + tile, heads + tile, dims + tile], mask=inside, other=0.0)
+        new = triton.load(new_ref.at[token + tile, heads + tile, dims + tile], mask=inside, other=0.0)
         if scale_ref is not None:
             head = heads.reshape(-1)
-            scale = _pallas.load(scale_ref.at[head], mask=head < pool.num_kv_heads, other=1.0)
+            scale = triton.load(scale_ref.at[head], mask=head < pool.num_kv_heads, other=1.0)
             new = quantize(new, cache_ref.dtype, scale[:, None])
         place = token_index(
             layout, which, page + tile, offset + tile, heads + tile, dims + tile, cache_ref.dtype
         )
-        _pallas.store(cache_ref.at[place], new.astype(cache_ref.dtype), mask=inside)
+        triton.store(cache_ref.at[place], new.astype(cache_ref.dtype), mask=inside)
 
     write("key", key_ref, k_scale_ref, key_cache_ref)
     write("value", value_ref, v_scale_ref, value_cache_ref)

@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._quantization import is_quantized, quantize
-from pallas_attn.ops.kv_cache.layout import PoolShape, token_index
+from pallas_attn._tile.layout import PoolShape, token_index
+from pallas_attn._tile.quantization import is_quantized, quantize
 
 
 def write_kv_xla(

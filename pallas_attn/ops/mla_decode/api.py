@@ -8,14 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_attn import _config, _dispatch
-from pallas_attn._checks import ArgumentChecker, dtype_name, fail
-from pallas_attn._device import current_device
+from pallas_attn._call import configs, dispatch
+from pallas_attn._call.checks import ArgumentChecker, dtype_name, fail
+from pallas_attn._call.device import current_device
+from pallas_attn._tile.layout import PoolShape, pool_shape
 from pallas_attn._types import BlockTables, SeqLens
-from pallas_attn.ops.kv_cache.layout import PoolShape, pool_shape
 from pallas_attn.ops.mla_decode import cuda
 from pallas_attn.ops.mla_decode.config import MLADecodeConfig, heuristic
-from pallas_attn.ops.mla_decode.kernel import QUERY_DIM, mla_decode_pallas
+from pallas_attn.ops.mla_decode.kernel import mla_decode_pallas
+from pallas_attn.ops.mla_decode.problem import QUERY_DIM
 from pallas_attn.ops.mla_decode.reference import mla_decode_xla
 from pallas_attn.ops.mla_decode.schedule import METADATA_SIZE, MLASchedule, mla_schedule
 
@@ -73,13 +74,13 @@ def _mla_decode_cuda(query, latent_cache, block_tables, seq_lens, schedule, *, s
     )
 
 
-_dispatch.register(
+dispatch.register(
     "mla_decode",
     {
-        "cuda": _dispatch.Implementation(_mla_decode_cuda, _cuda_supports, _cuda_yields),
-        "pallas": _dispatch.Implementation(mla_decode_pallas, _pallas_supports),
-        "xla": _dispatch.Implementation(mla_decode_xla),
-        "interpret": _dispatch.Implementation(functools.partial(mla_decode_pallas, interpret=True)),
+        "cuda": dispatch.Implementation(_mla_decode_cuda, _cuda_supports, _cuda_yields),
+        "pallas": dispatch.Implementation(mla_decode_pallas, _pallas_supports),
+        "xla": dispatch.Implementation(mla_decode_xla),
+        "interpret": dispatch.Implementation(functools.partial(mla_decode_pallas, interpret=True)),
     },
 )
 
@@ -160,7 +161,7 @@ def mla_decode(
         scheduled=schedule is not None,
         configured=config is not None,
     )
-    name, fn = _dispatch.resolve("mla_decode", case, implementation)
+    name, fn = dispatch.resolve("mla_decode", case, implementation)
     if name in ("pallas", "interpret"):
         fn = functools.partial(fn, config=_resolve_config(case, config))
     elif config is not None:
@@ -206,7 +207,7 @@ def _resolve_config(case: Case, explicit: MLADecodeConfig | None) -> MLADecodeCo
     key = dict(
         rows=case.rows, page_size=case.pool.page_size, dtype=dtype_name(case.dtype), scheduled=case.scheduled
     )
-    return _config.resolve(
+    return configs.resolve(
         "mla_decode",
         MLADecodeConfig,
         explicit,

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._checks import ArgumentChecker
+from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._types import BlockTables, SeqLens
 from pallas_attn.ops.kv_cache.api import DTYPES
 from pallas_attn.ops.kv_cache.cache import every_layer, exportable, layer_tables, token_slots

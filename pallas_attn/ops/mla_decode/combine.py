@@ -7,18 +7,15 @@ which is already final, is left untouched in the aliased output.
 
 import functools
 import math
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn import _pallas, _softmax
+from pallas_attn._tile import softmax, triton
 from pallas_attn.ops.mla_decode import pieces
+from pallas_attn.ops.mla_decode.problem import Problem
 from pallas_attn.ops.mla_decode.schedule import MLASchedule
-
-if TYPE_CHECKING:
-    from pallas_attn.ops.mla_decode.kernel import Problem
 
 NUM_WARPS = 4
 # Elements of partial output in flight per program: 64 registers a thread.
@@ -35,7 +32,7 @@ def combine_pieces(
     seq_lens,
     schedule: MLASchedule | None,
     *,
-    problem: "Problem",
+    problem: Problem,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Fills the rows of `out` and `lse` whose sequences were cut, in place."""
@@ -52,9 +49,9 @@ def combine_pieces(
     most = problem.config.num_splits if problem.num_parts is None else problem.num_parts
     block_pieces = min(
         max(1, TILE_ELEMENTS // (block_rows * block_d)),
-        _pallas.next_power_of_2(min(most, problem.num_pieces)),
+        triton.next_power_of_2(min(most, problem.num_pieces)),
     )
-    return _pallas.kernel_call(
+    return triton.kernel_call(
         functools.partial(
             _combine_kernel,
             problem=problem,
@@ -79,15 +76,15 @@ def combine_pieces(
 
 def _combine_kernel(
     _out_in, _lse_in, partial_out_ref, partial_lse_ref, cut_ref, out_ref, lse_ref, *,
-    problem: "Problem", block_rows: int, block_pieces: int, block_d: int,
+    problem: Problem, block_rows: int, block_pieces: int, block_d: int,
 ):  # fmt: skip
-    row_block, dim_block, seq = (_pallas.program_id(axis) for axis in range(3))
+    row_block, dim_block, seq = (triton.program_id(axis) for axis in range(3))
     cut: pieces.Pieces = (
         pieces.Grid(problem, cut_ref) if problem.num_parts is None else pieces.Scheduled(problem, cut_ref)
     )
     first, count = cut.of(seq)
 
-    @_pallas.when(count > 1)
+    @triton.when(count > 1)
     def _():
         flat_row = row_block * block_rows + jnp.arange(block_rows)
         row_is_real = flat_row < problem.pool.num_kv_heads * problem.rows
@@ -100,7 +97,7 @@ def _combine_kernel(
             index = first + index
             tile = jnp.zeros(present.shape, jnp.int32)
             place = partial_lse_ref.at[index[None, :] + tile, kv_head[:, None] + tile, row[:, None] + tile]
-            lse2 = _pallas.load(place, mask=present, other=-jnp.inf)
+            lse2 = triton.load(place, mask=present, other=-jnp.inf)
             tile = jnp.zeros((block_rows, block_pieces, block_d), jnp.int32)
             place = partial_out_ref.at[
                 index[None, :, None] + tile,
@@ -109,19 +106,19 @@ def _combine_kernel(
                 dim[None, None, :] + tile,
             ]
             # Requested before the weights are worked out, which takes as long as the load.
-            part = _pallas.load(place, mask=present[:, :, None] & (tile == 0), other=0.0)
-            state, weights = _softmax.rescale(state, lse2)
+            part = triton.load(place, mask=present[:, :, None] & (tile == 0), other=0.0)
+            state, weights = softmax.rescale(state, lse2)
             return state._replace(acc=state.acc + jnp.sum(weights[:, :, None] * part, axis=1))
 
-        start = _softmax.start((block_rows,), block_d)
+        start = softmax.start((block_rows,), block_d)
         steps = (count + block_pieces - 1) // block_pieces
-        out, lse2 = _softmax.finish(lax.fori_loop(0, steps, step, start))
+        out, lse2 = softmax.finish(lax.fori_loop(0, steps, step, start))
         token, head = row // problem.group, kv_head * problem.group + row % problem.group
         tile = jnp.zeros(out.shape, jnp.int32)
         place = out_ref.at[seq + tile, token[:, None] + tile, head[:, None] + tile, dim[None, :] + tile]
-        _pallas.store(place, out.astype(out_ref.dtype), mask=row_is_real[:, None] & (tile == 0))
+        triton.store(place, out.astype(out_ref.dtype), mask=row_is_real[:, None] & (tile == 0))
 
-        @_pallas.when(dim_block == 0)
+        @triton.when(dim_block == 0)
         def _():
             place = lse_ref.at[seq + 0 * row, head, token]
-            _pallas.store(place, _softmax.natural_lse(lse2), mask=row_is_real)
+            triton.store(place, softmax.natural_lse(lse2), mask=row_is_real)

@@ -3,9 +3,9 @@
 import dataclasses
 import math
 
-from pallas_attn import _pallas
-from pallas_attn._config import SplitKVConfig
-from pallas_attn._device import Device
+from pallas_attn._call.configs import SplitKVConfig
+from pallas_attn._call.device import Device
+from pallas_attn._tile import triton
 
 MAX_SPLITS = 128
 MIN_SPLIT_TOKENS = 64
@@ -44,7 +44,7 @@ def heuristic(
     """`rows` query rows share a KV head; `max_len` tokens fit in a row of the block table."""
     # 64 rows need the asynchronous products of the data centre's Hopper and Blackwell; with those of sm_80 their
     # queries and accumulators do not fit in registers.
-    block_q = min(WGMMA_ROWS if device.asynchronous_products else 32, max(16, _pallas.next_power_of_2(rows)))
+    block_q = min(WGMMA_ROWS if device.asynchronous_products else 32, max(16, triton.next_power_of_2(rows)))
     block_kv, num_warps, num_stages = _tile(block_q, page_size, device)
     programs = num_seqs * num_kv_heads * math.ceil(rows / block_q)
     # Sequences may differ in length, so splits are allowed up to several times what equal lengths would need.

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn import _ffi
-from pallas_attn.ops.kv_cache.layout import PoolShape
+from pallas_attn._call import ffi
+from pallas_attn._tile.layout import PoolShape
 
 LATENT_DIM = 512
 PAGE_SIZE = 64
@@ -51,7 +51,7 @@ def mla_decode_cuda(
 
     vmap calls it once for each of the batch, one after the other. Under a mesh, call it inside shard_map.
     """
-    _ffi.register()
+    ffi.register()
     num_seqs, s_q, num_heads, query_dim = query.shape
     num_kv_heads = latent_cache.shape[2]
     group = num_heads // num_kv_heads
@@ -94,7 +94,7 @@ def mla_schedule_cuda(
         overhead_blocks: what starting on a request costs, in blocks of 64 tokens. Smaller values cut small
             batches finer.
     """
-    _ffi.register()
+    ffi.register()
     call = jax.ffi.ffi_call(
         "pallas_attn_mla_schedule_sm90",
         (

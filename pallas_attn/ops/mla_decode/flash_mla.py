@@ -3,10 +3,10 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._checks import ArgumentChecker
-from pallas_attn._device import current_device
+from pallas_attn._call.checks import ArgumentChecker
+from pallas_attn._call.device import current_device
 from pallas_attn.ops.mla_decode.api import check_call, mla_decode
-from pallas_attn.ops.mla_decode.kernel import LATENT_DIM
+from pallas_attn.ops.mla_decode.problem import LATENT_DIM
 from pallas_attn.ops.mla_decode.schedule import MLASchedule, num_sm_parts, tile_schedule
 
 # mla_decode's names in FlashMLA's words, for messages.

@@ -10,7 +10,6 @@ A sequence in one piece is written to the output at once; otherwise a program le
 (normalised, with its base-2 lse) for `combine.py`.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -19,20 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_attn import _masking, _pallas, _softmax
-from pallas_attn._problem import SplitKVProblem
-from pallas_attn.ops.kv_cache.layout import pool_shape
+from pallas_attn._tile import masking, softmax, triton
+from pallas_attn._tile.layout import pool_shape
 from pallas_attn.ops.mla_decode import combine, pieces
-from pallas_attn.ops.mla_decode.config import WGMMA_ROWS, MLADecodeConfig
-from pallas_attn.ops.mla_decode.schedule import BLOCK_TOKENS, MLASchedule
+from pallas_attn.ops.mla_decode.config import MLADecodeConfig
+from pallas_attn.ops.mla_decode.problem import LATENT_DIM, Problem
+from pallas_attn.ops.mla_decode.schedule import MLASchedule
 
-LATENT_DIM = 512
-ROPE_DIM = 64
-QUERY_DIM = LATENT_DIM + ROPE_DIM
-# Below WGMMA_ROWS, latents are worked on in chunks of this many dims, each with an accumulator of its own. A logit over
-# all 512 would be a chain of 32 products, each waiting 33 cycles for the one before; those of chunks overlap. It is
-# worth 1% with 16 rows.
-CHUNK_DIM = 128
 # With this many the weights' sum over a tile, which takes shuffles and barriers, is left for the end. Elsewhere that
 # measured slower, or was not tried.
 LATE_SUM_ROWS = 32
@@ -41,40 +33,6 @@ LATENTS = "evict_first"
 # Results are read again soon. While they stay in L2, their writes do not disturb the reads of latents: in device memory
 # they cost several times their bytes.
 RESULTS = "evict_last"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Problem(SplitKVProblem):
-    causal: bool
-    num_parts: int | None
-    """Parts of the schedule; None without one."""
-
-    @property
-    def num_pieces(self) -> int:
-        """Partial results there is room for."""
-        if self.num_parts is not None:
-            return self.num_seqs + self.num_parts
-        return self.num_seqs * self.config.num_splits
-
-    @property
-    def asynchronous(self) -> bool:
-        """Whether the kernel is written for asynchronous matrix instructions."""
-        return self.config.block_q >= WGMMA_ROWS
-
-    @property
-    def latent_chunks(self) -> list[tuple[int, int]]:
-        """(first, size) of the chunks of dims that latents and output are held in."""
-        size = LATENT_DIM if self.asynchronous else CHUNK_DIM
-        return [(first, size) for first in range(0, LATENT_DIM, size)]
-
-    @property
-    def query_chunks(self) -> list[tuple[int, int]]:
-        return [*self.latent_chunks, (LATENT_DIM, ROPE_DIM)]
-
-    @property
-    def page_per_tile(self) -> bool:
-        """Whether a tile never crosses a page, so that one table entry serves it."""
-        return self.config.block_kv <= BLOCK_TOKENS and self.pool.page_size % self.config.block_kv == 0
 
 
 # jit, so that the layers of a model trace and lower one kernel, not one each.
@@ -120,7 +78,7 @@ def mla_decode_pallas(
         body, grid = _grid_kernel, (heads, config.num_splits, num_seqs)
     else:
         body, grid = _scheduled_kernel, (heads, schedule.tile_scheduler_metadata.shape[0])
-    out, lse, *partial = _pallas.kernel_call(
+    out, lse, *partial = triton.kernel_call(
         functools.partial(body, problem=problem),
         *(query, latent_cache, block_tables, seq_lens, *(schedule or ())),
         name="pallas_attn_mla_decode",
@@ -139,13 +97,13 @@ def mla_decode_pallas(
 
 
 def _grid_kernel(query_ref, cache_ref, tables_ref, lens_ref, *out_refs, problem: Problem):
-    head_block, split, seq = (_pallas.program_id(axis) for axis in range(3))
+    head_block, split, seq = (triton.program_id(axis) for axis in range(3))
     cut = pieces.Grid(problem, lens_ref)
     seq_len, tokens = cut.length(seq), cut.tokens(seq)
     begin = split * tokens
 
     # Split 0 of an empty sequence has no tokens but still writes the output.
-    @_pallas.when((begin < seq_len) | (split == 0))
+    @triton.when((begin < seq_len) | (split == 0))
     def _():
         end = jnp.minimum(begin + tokens, seq_len)
         first, count = cut.of(seq)
@@ -157,10 +115,10 @@ def _grid_kernel(query_ref, cache_ref, tables_ref, lens_ref, *out_refs, problem:
 def _scheduled_kernel(
     query_ref, cache_ref, tables_ref, lens_ref, metadata_ref, splits_ref, *out_refs, problem: Problem
 ):
-    head_block, part = _pallas.program_id(0), _pallas.program_id(1)
+    head_block, part = triton.program_id(0), triton.program_id(1)
     dealt = pieces.Scheduled(problem, splits_ref)
     begin_idx, begin_seqlen, end_idx, end_seqlen, begin_split = (
-        _pallas.load(metadata_ref.at[part, jnp.int32(column)]) for column in range(5)
+        triton.load(metadata_ref.at[part, jnp.int32(column)]) for column in range(5)
     )
     # A schedule made for other lengths must not make this kernel touch memory that is not its own.
     end_seqlen = jnp.maximum(end_seqlen, 0)  # nor make end - begin overflow
@@ -168,7 +126,7 @@ def _scheduled_kernel(
     last_seq = jnp.minimum(end_idx, problem.num_seqs - 1)
 
     def serve(seq, carry):
-        seq_len = jnp.clip(_pallas.load(lens_ref.at[seq]), 0, problem.max_len)
+        seq_len = jnp.clip(triton.load(lens_ref.at[seq]), 0, problem.max_len)
         begin = jnp.where(seq == begin_idx, jnp.maximum(begin_seqlen, 0), 0)
         end = jnp.minimum(jnp.where(seq == end_idx, end_seqlen, seq_len), seq_len)
         first, count = dealt.of(seq)
@@ -200,35 +158,35 @@ def _serve(
 
     *latents, rope = (first + jnp.arange(size) for first, size in problem.query_chunks)
     query = [
-        _pallas.load(where, mask=real, other=0.0)
+        triton.load(where, mask=real, other=0.0)
         for where, real in (place(query_ref, dims) for dims in (*latents, rope))
     ]
 
-    stored_len = _pallas.load(lens_ref.at[seq])
+    stored_len = triton.load(lens_ref.at[seq])
     seq_len = jnp.clip(stored_len, 0, problem.max_len)
     # Query token i of s_q is the sequence's token seq_len - s_q + i, and sees itself and what is before it.
     row_end = jnp.minimum(end, seq_len - (problem.q_len - 1) + token) if problem.causal else None
     state, bad = _walk_tokens(query, cache_ref, tables_ref, seq, kv_head, begin, end, row_end, problem)
-    out, lse2 = _softmax.finish(state)
+    out, lse2 = softmax.finish(state)
 
     # A length or page id that cannot be right makes its sequence NaN rather than quietly wrong.
     bad |= stored_len != seq_len
-    *chunks, lse2 = (_softmax.poison(result, bad) for result in (*out, lse2))
+    *chunks, lse2 = (softmax.poison(result, bad) for result in (*out, lse2))
 
     def write_final():
         for chunk, dims in zip(chunks, latents, strict=True):
             where, real = place(out_ref, dims)
-            _pallas.store(where, chunk.astype(out_ref.dtype), mask=real, eviction_policy=RESULTS)
+            triton.store(where, chunk.astype(out_ref.dtype), mask=real, eviction_policy=RESULTS)
         where = lse_ref.at[seq + 0 * row, head, token]
-        _pallas.store(where, _softmax.natural_lse(lse2), mask=row_is_real)
+        triton.store(where, softmax.natural_lse(lse2), mask=row_is_real)
 
     if not partial_refs:
         write_final()
         return
     partial_out_ref, partial_lse_ref = partial_refs
-    _pallas.when(one_piece)(write_final)
+    triton.when(one_piece)(write_final)
 
-    @_pallas.when(~one_piece)
+    @triton.when(~one_piece)
     def _():
         for chunk, dims in zip(chunks, latents, strict=True):
             tile = jnp.zeros(chunk.shape, jnp.int32)
@@ -236,9 +194,9 @@ def _serve(
                 piece + tile, kv_head + tile, row[:, None] + tile, dims[None, :] + tile
             ]
             real = row_is_real[:, None] & (tile == 0)
-            _pallas.store(where, chunk, mask=real, eviction_policy=RESULTS)
+            triton.store(where, chunk, mask=real, eviction_policy=RESULTS)
         where = partial_lse_ref.at[piece + 0 * row, kv_head + 0 * row, row]
-        _pallas.store(where, lse2, mask=row_is_real)
+        triton.store(where, lse2, mask=row_is_real)
 
 
 def _walk_tokens(
@@ -252,24 +210,24 @@ def _walk_tokens(
     last_column = jnp.maximum(end - 1, 0) // page_size
 
     def page_of(column, last) -> jax.Array:
-        return _pallas.load(tables_ref.at[seq + 0 * column, jnp.minimum(column, last)])
+        return triton.load(tables_ref.at[seq + 0 * column, jnp.minimum(column, last)])
 
     def elements(first, page, held, dim, size) -> jax.Array:
         """Elements [block_kv, size] of a tile's tokens, 0 where none is held: a NaN would survive a weight of 0."""
         tile = jnp.zeros((block_kv, size), jnp.int32)
         mask = held[:, None] & (tile == 0)
         if problem.page_per_tile:
-            tokens = _pallas.ds(first % page_size, block_kv)
-            where = cache_ref.at[page, tokens, kv_head, _pallas.ds(dim, size)]
-            return _pallas.load(where, mask=mask, other=0.0, eviction_policy=LATENTS)
+            tokens = triton.ds(first % page_size, block_kv)
+            where = cache_ref.at[page, tokens, kv_head, triton.ds(dim, size)]
+            return triton.load(where, mask=mask, other=0.0, eviction_policy=LATENTS)
         offset = (first + jnp.arange(block_kv)) % page_size
         dims = dim + jnp.arange(size)
         place = (page[:, None] + tile, offset[:, None] + tile, kv_head + tile, dims[None, :] + tile)
-        return _pallas.load(cache_ref.at[place], mask=mask, other=0.0, eviction_policy=LATENTS)
+        return triton.load(cache_ref.at[place], mask=mask, other=0.0, eviction_policy=LATENTS)
 
     def logits2(keys) -> jax.Array:
-        scale2 = problem.scale * _softmax.LOG2_E
-        products = [_pallas.dot(q, k, trans_b=True) for q, k in zip(query, keys, strict=True)]
+        scale2 = problem.scale * softmax.LOG2_E
+        products = [triton.dot(q, k, trans_b=True) for q, k in zip(query, keys, strict=True)]
         # Added before scaling, each would accumulate onto the one before: in one chain, and in its layout.
         return functools.reduce(jnp.add, [product * scale2 for product in products])
 
@@ -282,8 +240,8 @@ def _walk_tokens(
             next_entry = page_of((first + block_kv) // page_size, last_column)
         else:
             entry = next_entry = page_of(position // page_size, last_column)
-        usable = _masking.usable_pages(entry, pool.num_pages)
-        held = _masking.within(position, end) & usable
+        usable = masking.usable_pages(entry, pool.num_pages)
+        held = masking.within(position, end) & usable
         bad |= ~usable if problem.page_per_tile else jnp.min(usable.astype(jnp.int32)) == 0
         page = jnp.where(usable, entry, 0)
         keys = [elements(first, page, held, *dims) for dims in problem.query_chunks]
@@ -291,8 +249,8 @@ def _walk_tokens(
         def masked_logits2() -> jax.Array:
             visible = held[None, :]
             if row_end is not None:
-                visible &= _masking.within(position[None, :], row_end[:, None])
-            return _masking.apply(logits2(keys), visible)
+                visible &= masking.within(position[None, :], row_end[:, None])
+            return masking.apply(logits2(keys), visible)
 
         if not problem.asynchronous:
             logits = masked_logits2()
@@ -303,10 +261,10 @@ def _walk_tokens(
             logits = lax.cond(
                 (first + block_kv <= unmasked_end) & ~bad, lambda: logits2(keys), masked_logits2
             )
-        state, weights = _softmax.rescale(state, logits)
+        state, weights = softmax.rescale(state, logits)
         weights = weights.astype(cache_ref.dtype)
         values = keys[:-1]  # all but the rotary chunk
-        acc = tuple(acc + _pallas.dot(weights, chunk) for acc, chunk in zip(state.acc, values, strict=True))
+        acc = tuple(acc + triton.dot(weights, chunk) for acc, chunk in zip(state.acc, values, strict=True))
         return state._replace(acc=acc), bad, next_entry
 
     unmasked_end = end if row_end is None else jnp.minimum(end, jnp.min(row_end))
@@ -316,6 +274,6 @@ def _walk_tokens(
     entry = page_of(columns, problem.max_pages - 1)
     late_sum = block_kv if config.block_q == LATE_SUM_ROWS else None
     dims = tuple(size for _, size in problem.latent_chunks)
-    start = _softmax.start((config.block_q,), dims, late_sum=late_sum)
+    start = softmax.start((config.block_q,), dims, late_sum=late_sum)
     state, bad, _ = lax.fori_loop(0, num_tiles, step, (start, jnp.bool_(False), entry))
     return state, bad

@@ -4,16 +4,14 @@ Two ways. `Scheduled` reads it from the caller's schedule. `Grid` derives it fro
 each piece gets about the same number of tokens, so that the batch fills the device whatever the lengths are.
 """
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 
-from pallas_attn import _pallas
-from pallas_attn.ops.paged_attention import schedule as grid_rule
-
-if TYPE_CHECKING:
-    from pallas_attn.ops.mla_decode.kernel import Problem
+from pallas_attn._tile import schedule as grid_rule
+from pallas_attn._tile import triton
+from pallas_attn.ops.mla_decode.problem import Problem
 
 ROUNDING = 2.0**-10
 
@@ -27,11 +25,11 @@ class Pieces(Protocol):
 class Grid:
     """Equal pieces of each sequence, as many as it has fair shares; those of sequence i start at i * num_splits."""
 
-    def __init__(self, problem: "Problem", lens_ref):
+    def __init__(self, problem: Problem, lens_ref):
         self._problem, self._lens_ref = problem, lens_ref
 
     def length(self, seq) -> jax.Array:
-        return jnp.clip(_pallas.load(self._lens_ref.at[seq]), 0, self._problem.max_len)
+        return jnp.clip(triton.load(self._lens_ref.at[seq]), 0, self._problem.max_len)
 
     def tokens(self, seq) -> jax.Array | int:
         """Tokens in a piece of this sequence."""
@@ -58,11 +56,11 @@ class Grid:
 
 
 class Scheduled:
-    def __init__(self, problem: "Problem", splits_ref):
+    def __init__(self, problem: Problem, splits_ref):
         self._problem, self._splits_ref = problem, splits_ref
 
     def of(self, seq) -> tuple[jax.Array, jax.Array]:
-        first, end = (_pallas.load(self._splits_ref.at[i]) for i in (seq, seq + 1))
+        first, end = (triton.load(self._splits_ref.at[i]) for i in (seq, seq + 1))
         # Whatever the schedule says, the partial results read are ones there is room for.
         first = jnp.clip(first, 0, self._problem.num_pieces)
         return first, jnp.clip(end, first, self._problem.num_pieces) - first

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn import _masking, _sharding, _softmax
-from pallas_attn.ops.kv_cache.layout import pool_shape
+from pallas_attn._tile import masking, sharding, softmax
+from pallas_attn._tile.layout import pool_shape
 
 LATENT_DIM = 512
 CHUNK_TOKENS = 256
@@ -32,7 +32,7 @@ def mla_decode_xla(
     grouped = (
         query.astype(jnp.float32).reshape(num_seqs, s_q, pool.num_kv_heads, group, head_dim).swapaxes(1, 2)
     )
-    grouped = grouped * (scale * _softmax.LOG2_E)
+    grouped = grouped * (scale * softmax.LOG2_E)
     # Query token i is the sequence's token length - s_q + i, and with `causal` sees itself and what is before it.
     hidden = s_q - 1 - jnp.arange(s_q) if causal else jnp.zeros(s_q, jnp.int32)
     row_end = lengths[:, None] - hidden[None, :]
@@ -42,28 +42,28 @@ def mla_decode_xla(
         columns = i * pages_per_chunk + jnp.arange(pages_per_chunk)
         pages = block_tables.at[:, columns].get(mode="fill", fill_value=-1)
         positions = i * chunk + jnp.arange(chunk)
-        held = _masking.within(positions[None, :], lengths[:, None])
-        usable = jnp.repeat(_masking.usable_pages(pages, pool.num_pages), pool.page_size, axis=1)
+        held = masking.within(positions[None, :], lengths[:, None])
+        usable = jnp.repeat(masking.usable_pages(pages, pool.num_pages), pool.page_size, axis=1)
         seen = held & usable
         keys = latent_cache.at[pages].get(mode="clip").reshape(num_seqs, chunk, pool.num_kv_heads, head_dim)
         # Slots that hold nothing are 0, whatever is stored.
         keys = jnp.where(seen[:, :, None, None], keys.astype(jnp.float32), 0.0)
         logits2 = jnp.einsum("bhsgd,bkhd->bhsgk", grouped, keys, precision="highest")
-        visible = seen[:, None, :] & _masking.within(positions[None, None, :], row_end[:, :, None])
-        logits2 = _masking.apply(logits2, visible[:, None, :, None, :])
-        state, weights = _softmax.rescale(state, logits2)
+        visible = seen[:, None, :] & masking.within(positions[None, None, :], row_end[:, :, None])
+        logits2 = masking.apply(logits2, visible[:, None, :, None, :])
+        state, weights = softmax.rescale(state, logits2)
         values = keys[..., :LATENT_DIM]
         acc = state.acc + jnp.einsum("bhsgk,bkhd->bhsgd", weights, values, precision="highest")
         return state._replace(acc=acc), bad | jnp.any(held & ~usable, axis=1)
 
-    start = _softmax.start((num_seqs, pool.num_kv_heads, s_q, group), LATENT_DIM)
+    start = softmax.start((num_seqs, pool.num_kv_heads, s_q, group), LATENT_DIM)
     bad = (seq_lens < 0) | (seq_lens > max_pages * pool.page_size)
     num_chunks = (jnp.max(lengths, initial=0) + chunk - 1) // chunk
-    axes = _sharding.varying_axes(query, latent_cache, block_tables, seq_lens)
-    state, bad = lax.fori_loop(0, num_chunks, step, _sharding.vary((start, bad), axes))
-    out, lse2 = _softmax.finish(state)
+    axes = sharding.varying_axes(query, latent_cache, block_tables, seq_lens)
+    state, bad = lax.fori_loop(0, num_chunks, step, sharding.vary((start, bad), axes))
+    out, lse2 = softmax.finish(state)
     bad = bad[:, None, None, None]
-    out = _softmax.poison(out.swapaxes(1, 2), bad[..., None]).reshape(num_seqs, s_q, num_heads, LATENT_DIM)
+    out = softmax.poison(out.swapaxes(1, 2), bad[..., None]).reshape(num_seqs, s_q, num_heads, LATENT_DIM)
     # [num_seqs, num_kv_heads, s_q, group] -> [num_seqs, num_heads, s_q]
-    lse = _softmax.poison(_softmax.natural_lse(lse2), bad).swapaxes(2, 3).reshape(num_seqs, num_heads, s_q)
+    lse = softmax.poison(softmax.natural_lse(lse2), bad).swapaxes(2, 3).reshape(num_seqs, num_heads, s_q)
     return out.astype(query.dtype), lse

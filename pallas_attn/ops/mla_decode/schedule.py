@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 from jax import export
 
-from pallas_attn._checks import ArgumentChecker
-from pallas_attn._device import current_device
+from pallas_attn._call.checks import ArgumentChecker
+from pallas_attn._call.device import current_device
 from pallas_attn._types import SeqLens
 
 BLOCK_TOKENS = 64

@@ -8,15 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_attn import _config, _dispatch
-from pallas_attn._checks import ArgumentChecker, dtype_name, fail
-from pallas_attn._device import current_device
-from pallas_attn._masking import LocalStride, Rules
-from pallas_attn._quantization import QUANTIZED_DTYPES, per_head_scale
+from pallas_attn._call import configs, dispatch
+from pallas_attn._call.checks import ArgumentChecker, dtype_name, fail
+from pallas_attn._call.device import current_device
+from pallas_attn._tile import walk
+from pallas_attn._tile.layout import PoolCase, PoolShape, check_pools, pallas_reaches
+from pallas_attn._tile.masking import LocalStride, Rules
+from pallas_attn._tile.quantization import QUANTIZED_DTYPES, per_head_scale
 from pallas_attn._types import BlockTables, KVCache, Layout, Lse, Query, SeqLens
-from pallas_attn.ops.kv_cache.api import PoolCase, pallas_reaches
-from pallas_attn.ops.kv_cache.layout import PoolShape, check_pools
-from pallas_attn.ops.paged_attention import walk
 from pallas_attn.ops.paged_attention.config import PagedAttentionConfig, heuristic
 from pallas_attn.ops.paged_attention.kernel import paged_attention_pallas
 from pallas_attn.ops.paged_attention.reference import paged_attention_xla
@@ -49,12 +48,12 @@ def _pallas_supports(case: Case) -> str | None:
     return pallas_reaches(PoolCase(case.pool, case.cache_dtype))
 
 
-_dispatch.register(
+dispatch.register(
     "paged_attention",
     {
-        "pallas": _dispatch.Implementation(paged_attention_pallas, _pallas_supports),
-        "xla": _dispatch.Implementation(paged_attention_xla),
-        "interpret": _dispatch.Implementation(
+        "pallas": dispatch.Implementation(paged_attention_pallas, _pallas_supports),
+        "xla": dispatch.Implementation(paged_attention_xla),
+        "interpret": dispatch.Implementation(
             functools.partial(paged_attention_pallas, interpret=True), _pallas_supports
         ),
     },
@@ -170,7 +169,7 @@ def paged_attention(
         key_cache.dtype,
         block_sparse,
     )
-    name, fn = _dispatch.resolve("paged_attention", case, implementation)
+    name, fn = dispatch.resolve("paged_attention", case, implementation)
     rules = Rules(sliding_window, None if softcap is None else float(softcap), block_sparse)
     if name != "xla":
         fn = functools.partial(fn, config=_resolve_config(case, rules, config))
@@ -204,7 +203,7 @@ def _resolve_config(case: Case, rules: Rules, explicit: Any) -> PagedAttentionCo
         streams=case.num_seqs * case.pool.num_kv_heads,
         max_len=max_len,
     )
-    config = _config.resolve(
+    config = configs.resolve(
         "paged_attention",
         PagedAttentionConfig,
         explicit,

@@ -6,17 +6,13 @@ A kernel of its own rather than XLA reductions: it reads only the splits a seque
 
 import functools
 import math
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn import _pallas, _softmax
-from pallas_attn.ops.paged_attention import schedule
-
-if TYPE_CHECKING:
-    from pallas_attn.ops.paged_attention.kernel import Problem
+from pallas_attn._tile import schedule, softmax, triton
+from pallas_attn.ops.paged_attention.problem import Problem
 
 MOST_ROWS = 16  # output rows of a program
 ENOUGH_PROGRAMS = 512
@@ -26,7 +22,7 @@ WARPS, PARTIALS_PER_STEP = (4, 8), (16, 64)
 
 
 def combine_splits(
-    out, lse, partial, seq_lens, *, problem: "Problem", interpret: bool
+    out, lse, partial, seq_lens, *, problem: Problem, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Fills the rows of `out` and `lse` whose sequences were split, in place, from `partial` (out, lse2)."""
     columns = problem.q_len * problem.num_heads
@@ -35,7 +31,7 @@ def combine_splits(
         block //= 2
     grid = (math.ceil(columns / block), problem.num_seqs)
     few = math.prod(grid) <= FEW_PROGRAMS
-    return _pallas.kernel_call(
+    return triton.kernel_call(
         functools.partial(_combine_kernel, problem=problem, block=block, partials=PARTIALS_PER_STEP[few]),
         out,
         lse,
@@ -60,24 +56,24 @@ def _combine_kernel(
     out_ref,
     lse_ref,
     *,
-    problem: "Problem",
+    problem: Problem,
     block: int,
     partials: int,
 ):
     """Merges the splits of `block` output rows of a sequence, `partials` rows of them at once."""
-    column_block, seq = _pallas.program_id(0), _pallas.program_id(1)
+    column_block, seq = triton.program_id(0), triton.program_id(1)
     column = column_block * block + jnp.arange(block)
     real = column < problem.q_len * problem.num_heads
-    dim = jnp.arange(_pallas.tile_side(problem.pool.head_dim))
+    dim = jnp.arange(triton.tile_side(problem.pool.head_dim))
     inside = real[:, None] & (dim < problem.pool.head_dim)[None, :]
-    splits = jnp.arange(_pallas.next_power_of_2(problem.config.num_splits))
+    splits = jnp.arange(triton.next_power_of_2(problem.config.num_splits))
     at_once = min(partials // block, len(splits))
 
     def load_lse2(split, present):
         """[splits, block]; -inf for splits that are not `present`."""
         tile = jnp.zeros((split.shape[0], block), jnp.int32)
         place = partial_lse_ref.at[split[:, None] + tile, seq + tile, column[None, :] + tile]
-        return _pallas.load(place, mask=present[:, None] & real[None, :], other=-jnp.inf)
+        return triton.load(place, mask=present[:, None] & real[None, :], other=-jnp.inf)
 
     def load_partial(step):
         """(out [splits, block, dims], lse2 [splits, block]) of the step's splits."""
@@ -85,22 +81,22 @@ def _combine_kernel(
         present = (split < used)[:, None, None] & inside
         tile = jnp.zeros(present.shape, jnp.int32)
         place = (split[:, None, None] + tile, seq + tile, column[:, None] + tile, dim + tile)
-        out = _pallas.load(partial_out_ref.at[place], mask=present, other=0.0)
+        out = triton.load(partial_out_ref.at[place], mask=present, other=0.0)
         return out, load_lse2(split, split < used)
 
     # What is on its way together costs one wait: lse is read with the length that says how much of it counts, and
     # the first partial results before their weights are known.
     lse2 = load_lse2(splits, splits < problem.config.num_splits)
-    num_tiles = problem.walk(jnp.clip(_pallas.load(lens_ref.at[seq]), 0, problem.max_len)).num_tiles
+    num_tiles = problem.walk(jnp.clip(triton.load(lens_ref.at[seq]), 0, problem.max_len)).num_tiles
     used = schedule.ceil_div(num_tiles, problem.split_tiles(num_tiles, lens_ref))
 
-    @_pallas.when(used > 1)
+    @triton.when(used > 1)
     def _():
         first = load_partial(0)
-        merged = _softmax.merge_lse2(jnp.where((splits < used)[:, None], lse2, -jnp.inf), axis=0)
+        merged = softmax.merge_lse2(jnp.where((splits < used)[:, None], lse2, -jnp.inf), axis=0)
 
         def weighted(part, lse2):
-            return jnp.sum(_softmax.split_weight(lse2, merged)[:, :, None] * part, axis=0)
+            return jnp.sum(softmax.split_weight(lse2, merged)[:, :, None] * part, axis=0)
 
         def step(i, acc):
             return acc + weighted(*load_partial(i))
@@ -108,6 +104,6 @@ def _combine_kernel(
         out = lax.fori_loop(1, schedule.ceil_div(used, at_once), step, weighted(*first))
         tile = jnp.zeros(inside.shape, jnp.int32)
         place = out_ref.at[seq + tile, column[:, None] + tile, dim + tile]
-        _pallas.store(place, out.astype(out_ref.dtype), mask=inside)
+        triton.store(place, out.astype(out_ref.dtype), mask=inside)
         place = lse_ref.at[seq + 0 * column, column]
-        _pallas.store(place, _softmax.natural_lse(merged), mask=real)
+        triton.store(place, softmax.natural_lse(merged), mask=real)

@@ -3,9 +3,9 @@
 import dataclasses
 import math
 
-from pallas_attn import _pallas
-from pallas_attn._config import SplitKVConfig
-from pallas_attn._device import Device
+from pallas_attn._call.configs import SplitKVConfig
+from pallas_attn._call.device import Device
+from pallas_attn._tile import triton
 
 MAX_SPLITS = 128
 # What tiles of keys and values may take of a program's shared memory, where there is much and where there is little,
@@ -50,13 +50,13 @@ def heuristic(
     programs with much to read tiles of 128 tokens. Few want splits enough for two programs a multiprocessor, many
     only to even out lengths.
     """
-    width = _pallas.tile_side(head_dim)
+    width = triton.tile_side(head_dim)
 
     def fits(block_q: int, block_kv: int, num_stages: int) -> bool:
         needed = _needed_kb(block_q, block_kv, num_stages, width, itemsize, query_itemsize, device)
         return needed <= device.shared_kib
 
-    block_q = min(64, _pallas.tile_side(rows))
+    block_q = min(64, triton.tile_side(rows))
     # As many query rows as there is room for: in registers for their sums, and in shared memory beside the smallest
     # tiles of keys and values.
     while block_q > 16 and (block_q * width * query_itemsize > ROWS_BYTES or not fits(block_q, 16, 5)):

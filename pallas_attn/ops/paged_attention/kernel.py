@@ -9,7 +9,6 @@ Rows: the query tokens of a sequence and the heads of a KV head's group are pack
 speculative decoding fills the tensor core's tile instead of adding programs.
 """
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -18,41 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_attn import _masking, _pallas, _quantization, _softmax
-from pallas_attn._problem import SplitKVProblem
-from pallas_attn.ops.kv_cache.layout import PoolShape, token_index
-from pallas_attn.ops.paged_attention import combine, schedule, walk
+from pallas_attn._tile import masking, quantization, softmax, triton, walk
+from pallas_attn._tile.layout import PoolShape, token_index
+from pallas_attn.ops.paged_attention import combine
 from pallas_attn.ops.paged_attention.config import PagedAttentionConfig
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Problem(SplitKVProblem):
-    layout: str
-    rules: _masking.Rules
-
-    def walk(self, seq_len: jax.Array, kv_head: jax.Array | int = 0) -> walk.Walk:
-        pattern = self.rules.block_sparse
-        heads = {"num_heads": self.num_heads, "num_kv_heads": self.pool.num_kv_heads}
-        return walk.plan(
-            seq_len,
-            q_len=self.q_len,
-            rules=self.rules,
-            block_kv=self.config.block_kv,
-            distinct=pattern.distinct_offsets(self.group) if pattern else 1,
-            first_offset=pattern.offset(kv_head * self.group, kv_head, **heads) if pattern else 0,
-        )
-
-    def split_tiles(self, num_tiles: jax.Array, seq_lens_ref) -> jax.Array:
-        """Run-time size of a sequence's splits; both kernels come to the same."""
-        if self.config.num_splits == 1:
-            return jnp.maximum(num_tiles, 1)
-        lengths = schedule.load_lengths(seq_lens_ref, num_seqs=self.num_seqs, max_len=self.max_len)
-        share = schedule.fair_share(
-            self.walk(lengths).num_tiles,
-            programs_per_tile=self.pool.num_kv_heads * self.q_blocks,
-            config=self.config,
-        )
-        return schedule.split_tiles(num_tiles, share, config=self.config)
+from pallas_attn.ops.paged_attention.problem import Problem
 
 
 # jit, so that the layers of a model trace and lower one kernel, not one each.
@@ -68,7 +37,7 @@ def paged_attention_pallas(
     pool: PoolShape,
     scale: float,
     layout: str,
-    rules: _masking.Rules,
+    rules: masking.Rules,
     config: PagedAttentionConfig,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -99,7 +68,7 @@ def paged_attention_pallas(
             jax.ShapeDtypeStruct((config.num_splits, num_seqs, columns, head_dim), jnp.float32),
             jax.ShapeDtypeStruct((config.num_splits, num_seqs, columns), jnp.float32),
         ]
-    out, lse, *partial = _pallas.kernel_call(
+    out, lse, *partial = triton.kernel_call(
         functools.partial(_attend_kernel, problem=problem),
         query.reshape(num_seqs, columns, head_dim),
         key_cache,
@@ -142,18 +111,18 @@ def _attend_kernel(
     *partial_refs,
     problem: Problem,
 ):
-    head_block, seq, split = (_pallas.program_id(axis) for axis in range(3))
+    head_block, seq, split = (triton.program_id(axis) for axis in range(3))
     kv_head = head_block // problem.q_blocks
     head_dim = problem.pool.head_dim
 
-    stored_len = _pallas.load(lens_ref.at[seq])
+    stored_len = triton.load(lens_ref.at[seq])
     # No length is needed to find the query: it comes with the length, not after it and before the first page id.
     rows = _rows(problem, kv_head, head_block % problem.q_blocks)
-    dim = jnp.arange(_pallas.tile_side(head_dim))[None, :]
+    dim = jnp.arange(triton.tile_side(head_dim))[None, :]
     real = rows.real[:, None] & (dim < head_dim)
     tile = jnp.zeros(real.shape, jnp.int32)
-    q = _pallas.load(query_ref.at[seq + tile, rows.column[:, None] + tile, dim + tile], mask=real, other=0.0)
-    q = _quantization.query_as(q, _quantization.compute_dtype(query_ref.dtype, key_ref.dtype))
+    q = triton.load(query_ref.at[seq + tile, rows.column[:, None] + tile, dim + tile], mask=real, other=0.0)
+    q = quantization.query_as(q, quantization.compute_dtype(query_ref.dtype, key_ref.dtype))
 
     seq_len = jnp.clip(stored_len, 0, problem.max_len)
     query_at = seq_len - problem.q_len + rows.index
@@ -163,45 +132,43 @@ def _attend_kernel(
     end = jnp.minimum(begin + split_tiles, tiles.num_tiles)
 
     # Split 0 of an empty sequence has no tiles but still writes the output.
-    @_pallas.when((begin < tiles.num_tiles) | (split == 0))
+    @triton.when((begin < tiles.num_tiles) | (split == 0))
     def _():
-        state = _softmax.start(rows.head.shape, dim.shape[1])
+        state = softmax.start(rows.head.shape, dim.shape[1])
         read = functools.partial(_read_tile, key_ref, value_ref, tables_ref, seq, kv_head, problem, q.dtype)
         weigh = functools.partial(_logits2, q, rows, query_at, extra_refs, kv_head, problem)
         state = _walk_tiles(state, tiles, begin, end, seq_len, read, weigh)
         if "sinks" in extra_refs:
             # A logit without a value that joins the softmax once: with the first split of a sequence.
-            sink = (
-                _pallas.load(extra_refs["sinks"].at[rows.head], mask=rows.real, other=0.0) * _softmax.LOG2_E
-            )
-            state = _softmax.join(state, jnp.where((split == 0) & (seq_len > 0), sink, np.float32(-np.inf)))
-        out, lse2 = _softmax.finish(state)
+            sink = triton.load(extra_refs["sinks"].at[rows.head], mask=rows.real, other=0.0) * softmax.LOG2_E
+            state = softmax.join(state, jnp.where((split == 0) & (seq_len > 0), sink, np.float32(-np.inf)))
+        out, lse2 = softmax.finish(state)
         if "v_scale" in extra_refs:
-            out *= _pallas.load(extra_refs["v_scale"].at[kv_head])
+            out *= triton.load(extra_refs["v_scale"].at[kv_head])
 
         # A length that cannot be right makes its sequence NaN, as a page id does (see _walk_tiles).
         bad = stored_len != seq_len
-        out, lse2 = _softmax.poison(out, bad), _softmax.poison(lse2, bad)
+        out, lse2 = softmax.poison(out, bad), softmax.poison(lse2, bad)
 
         def write_final():
             place = out_ref.at[seq + tile, rows.column[:, None] + tile, dim + tile]
-            _pallas.store(place, out.astype(out_ref.dtype), mask=real)
+            triton.store(place, out.astype(out_ref.dtype), mask=real)
             place = lse_ref.at[seq + 0 * rows.column, rows.column]
-            _pallas.store(place, _softmax.natural_lse(lse2), mask=rows.real)
+            triton.store(place, softmax.natural_lse(lse2), mask=rows.real)
 
         if not partial_refs:
             write_final()
             return
         partial_out_ref, partial_lse_ref = partial_refs
         one_split = tiles.num_tiles <= split_tiles
-        _pallas.when(one_split)(write_final)
+        triton.when(one_split)(write_final)
 
-        @_pallas.when(~one_split)
+        @triton.when(~one_split)
         def _():
             place = partial_out_ref.at[split + tile, seq + tile, rows.column[:, None] + tile, dim + tile]
-            _pallas.store(place, out, mask=real)
+            triton.store(place, out, mask=real)
             place = partial_lse_ref.at[split + 0 * rows.column, seq + 0 * rows.column, rows.column]
-            _pallas.store(place, lse2, mask=rows.real)
+            triton.store(place, lse2, mask=rows.real)
 
 
 def _rows(problem: Problem, kv_head, q_block) -> Rows:
@@ -217,11 +184,11 @@ def _walk_tiles(state, tiles: walk.Walk, begin, end, seq_len, read, weigh):
     def step(i, state):
         position, held = tiles.tokens(i, seq_len)
         keys, values, usable = read(tiles.start(i), held)
-        logits = _masking.apply(weigh(keys, position), held[None, :])
+        logits = masking.apply(weigh(keys, position), held[None, :])
         # A page id that cannot be right makes its sequence NaN rather than quietly wrong. Marking the logits keeps
         # the ids where the compiler pipelines them; a flag beside the state would load them again, and wait.
-        state, weights = _softmax.rescale(state, _softmax.poison(logits, (held & ~usable)[None, :]))
-        return state._replace(acc=state.acc + _pallas.dot(weights.astype(values.dtype), values))
+        state, weights = softmax.rescale(state, softmax.poison(logits, (held & ~usable)[None, :]))
+        return state._replace(acc=state.acc + triton.dot(weights.astype(values.dtype), values))
 
     return lax.fori_loop(begin, end, step, state)
 
@@ -232,11 +199,11 @@ def _read_tile(key_ref, value_ref, tables_ref, seq, kv_head, problem: Problem, d
     `start` is the tile's first token, `held` says which of its tokens hold something.
     """
     pool = problem.pool
-    dim = jnp.arange(_pallas.tile_side(pool.head_dim))[None, :]
+    dim = jnp.arange(triton.tile_side(pool.head_dim))[None, :]
     tile = jnp.zeros((held.shape[0], dim.shape[1]), jnp.int32)
     column, offset = _slots(start, held.shape[0], pool.page_size)
-    page = _pallas.load(tables_ref.at[seq + 0 * column, column], mask=held, other=0)
-    usable = _masking.usable_pages(page, pool.num_pages)
+    page = triton.load(tables_ref.at[seq + 0 * column, column], mask=held, other=0)
+    usable = masking.usable_pages(page, pool.num_pages)
     # Elements that no token owns are read as 0: a NaN there would survive a weight of 0.
     inside = (held & usable)[:, None] & (dim < pool.head_dim)
     page, offset = page[:, None] + tile, offset[:, None] + tile
@@ -244,7 +211,7 @@ def _read_tile(key_ref, value_ref, tables_ref, seq, kv_head, problem: Problem, d
     def read(which: Any, ref):
         place = token_index(problem.layout, which, page, offset, kv_head + tile, dim + tile, ref.dtype)
         nothing = 0 if jnp.issubdtype(ref.dtype, jnp.integer) else 0.0
-        return _pallas.load(ref.at[place], mask=inside, other=nothing).astype(dtype)
+        return triton.load(ref.at[place], mask=inside, other=nothing).astype(dtype)
 
     return read("key", key_ref), read("value", value_ref), usable
 
@@ -265,27 +232,27 @@ def _slots(start, block_kv: int, page_size: int):
 def _logits2(q, rows: Rows, query_at, extra_refs, kv_head, problem: Problem, keys, position) -> jax.Array:
     """Base-2 logits [block_q, block_kv] with every rule applied."""
     rules = problem.rules
-    logits = _pallas.dot(q, keys, trans_b=True)
+    logits = triton.dot(q, keys, trans_b=True)
     scale = problem.scale
     if "k_scale" in extra_refs:
-        scale = scale * _pallas.load(extra_refs["k_scale"].at[kv_head])
+        scale = scale * triton.load(extra_refs["k_scale"].at[kv_head])
     key_at, query_at = position[None, :], query_at[:, None]
     if rules.softcap is not None or "alibi_slopes" in extra_refs:
-        logits = _masking.cap(logits * scale, rules.softcap)
+        logits = masking.cap(logits * scale, rules.softcap)
         if "alibi_slopes" in extra_refs:
-            slope = _pallas.load(extra_refs["alibi_slopes"].at[rows.head], mask=rows.real, other=0.0)
-            logits += _masking.alibi(slope[:, None], key_at, query_at)
+            slope = triton.load(extra_refs["alibi_slopes"].at[rows.head], mask=rows.real, other=0.0)
+            logits += masking.alibi(slope[:, None], key_at, query_at)
         scale = 1.0
-    logits *= scale * _softmax.LOG2_E
+    logits *= scale * softmax.LOG2_E
 
     # One query token with one pattern sees everything that its tiles hold: see walk.py.
     if problem.q_len > 1:
-        logits = _masking.apply(logits, _masking.causal(key_at, query_at))
+        logits = masking.apply(logits, masking.causal(key_at, query_at))
         if rules.sliding_window is not None:
-            logits = _masking.apply(logits, _masking.in_window(key_at, query_at, rules.sliding_window))
+            logits = masking.apply(logits, masking.in_window(key_at, query_at, rules.sliding_window))
     pattern = rules.block_sparse
     if pattern is not None and (problem.q_len > 1 or pattern.distinct_offsets(problem.group) > 1):
         heads = {"num_heads": problem.num_heads, "num_kv_heads": problem.pool.num_kv_heads}
         offset = jnp.broadcast_to(pattern.offset(rows.head, kv_head, **heads), rows.head.shape)[:, None]
-        logits = _masking.apply(logits, pattern.kept(key_at, query_at + 1, offset))
+        logits = masking.apply(logits, pattern.kept(key_at, query_at + 1, offset))
     return logits

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn import _masking, _sharding, _softmax
-from pallas_attn.ops.kv_cache.layout import PoolShape, to_nhd
+from pallas_attn._tile import masking, sharding, softmax
+from pallas_attn._tile.layout import PoolShape, to_nhd
 
 CHUNK_TOKENS = 256
 
@@ -28,7 +28,7 @@ def paged_attention_xla(
     pool: PoolShape,
     scale: float,
     layout: str,
-    rules: _masking.Rules,
+    rules: masking.Rules,
 ) -> tuple[jax.Array, jax.Array]:
     """The same signature as the kernel's, without a config."""
     num_seqs, q_len, num_heads, head_dim = query.shape
@@ -49,12 +49,12 @@ def paged_attention_xla(
     factor = scale * extras.get("k_scale", jnp.ones(heads, jnp.float32))[:, None, None]
     query_at = lengths[:, None] - q_len + jnp.repeat(jnp.arange(q_len), group)  # [num_seqs, rows]
     query_at = query_at[:, None, :, None]
-    seen_from = _masking.window_start(jnp.maximum(lengths - q_len, 0), rules.sliding_window)
+    seen_from = masking.window_start(jnp.maximum(lengths - q_len, 0), rules.sliding_window)
 
     def visible(key_at: jax.Array, seen: jax.Array) -> jax.Array:
-        mask = seen[:, None, None, :] & _masking.causal(key_at, query_at)
+        mask = seen[:, None, None, :] & masking.causal(key_at, query_at)
         if rules.sliding_window is not None:
-            mask &= _masking.in_window(key_at, query_at, rules.sliding_window)
+            mask &= masking.in_window(key_at, query_at, rules.sliding_window)
         if (pattern := rules.block_sparse) is not None:
             offset = pattern.offset(
                 jnp.arange(num_heads),
@@ -76,32 +76,32 @@ def paged_attention_xla(
         columns = i * pages_per_chunk + jnp.arange(pages_per_chunk)
         pages = block_tables.at[:, columns].get(mode="fill", fill_value=-1)
         position = i * chunk + jnp.arange(chunk)
-        held = _masking.within(position, lengths[:, None]) & (position >= seen_from[:, None])
+        held = masking.within(position, lengths[:, None]) & (position >= seen_from[:, None])
         if rules.block_sparse is not None:
             # What no head keeps counts as absent: its pages may be anyone's.
             held &= visible(position, held).any(axis=(1, 2))
-        usable = jnp.repeat(_masking.usable_pages(pages, pool.num_pages), pool.page_size, axis=1)
+        usable = jnp.repeat(masking.usable_pages(pages, pool.num_pages), pool.page_size, axis=1)
         seen = held & usable
         keys, values = gather(key_cache, "key", pages, seen), gather(value_cache, "value", pages, seen)
         logits = jnp.einsum("bhrd,bhkd->bhrk", rows, keys, precision="highest") * factor
-        logits = _masking.cap(logits, rules.softcap)
+        logits = masking.cap(logits, rules.softcap)
         if "alibi_slopes" in extras:
-            logits += _masking.alibi(by_kv_head(extras["alibi_slopes"]), position, query_at)
-        logits2 = _masking.apply(logits * _softmax.LOG2_E, visible(position, seen))
-        state, weights = _softmax.rescale(state, logits2)
+            logits += masking.alibi(by_kv_head(extras["alibi_slopes"]), position, query_at)
+        logits2 = masking.apply(logits * softmax.LOG2_E, visible(position, seen))
+        state, weights = softmax.rescale(state, logits2)
         acc = state.acc + jnp.einsum("bhrk,bhkd->bhrd", weights, values, precision="highest")
         return state._replace(acc=acc), bad | jnp.any(held & ~usable, axis=1)
 
-    state = _softmax.start((num_seqs, heads, q_len * group), head_dim)
+    state = softmax.start((num_seqs, heads, q_len * group), head_dim)
     bad = (seq_lens < 0) | (seq_lens > max_pages * pool.page_size)
     first_chunk = jnp.min(jnp.where(lengths > 0, seen_from, jnp.iinfo(jnp.int32).max)) // chunk
     last_chunk = (jnp.max(lengths, initial=0) + chunk - 1) // chunk
-    axes = _sharding.varying_axes(query, key_cache, value_cache, block_tables, seq_lens, extras)
-    state, bad = lax.fori_loop(first_chunk, last_chunk, step, _sharding.vary((state, bad), axes))
+    axes = sharding.varying_axes(query, key_cache, value_cache, block_tables, seq_lens, extras)
+    state, bad = lax.fori_loop(first_chunk, last_chunk, step, sharding.vary((state, bad), axes))
     if "sinks" in extras:
-        sinks = by_kv_head(extras["sinks"])[None, ..., 0] * _softmax.LOG2_E
-        state = _softmax.join(state, jnp.where((lengths > 0)[:, None, None], sinks, -jnp.inf))
-    out, lse2 = _softmax.finish(state)
+        sinks = by_kv_head(extras["sinks"])[None, ..., 0] * softmax.LOG2_E
+        state = softmax.join(state, jnp.where((lengths > 0)[:, None, None], sinks, -jnp.inf))
+    out, lse2 = softmax.finish(state)
     if "v_scale" in extras:
         out *= extras["v_scale"][:, None, None]
 
@@ -110,6 +110,6 @@ def paged_attention_xla(
         x = jnp.moveaxis(x.reshape(num_seqs, heads, q_len, group, *x.shape[3:]), 2, 1)
         return x.reshape(num_seqs, q_len, num_heads, *x.shape[4:])
 
-    out = _softmax.poison(by_token(out), bad[:, None, None, None])
-    lse = _softmax.poison(by_token(_softmax.natural_lse(lse2)), bad[:, None, None])
+    out = softmax.poison(by_token(out), bad[:, None, None, None])
+    lse = softmax.poison(by_token(softmax.natural_lse(lse2)), bad[:, None, None])
     return out.astype(query.dtype), lse

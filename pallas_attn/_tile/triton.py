@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_attn._sharding import vary, varying_axes, varying_like
+from pallas_attn._tile.sharding import vary, varying_axes, varying_like
 
 load = plgpu.load
 store = plgpu.store

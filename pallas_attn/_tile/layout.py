@@ -1,12 +1,13 @@
-"""Where a token lies in a pool of pages, for each cache layout, and converters between layouts."""
+"""Where a token lies in a pool of pages, for each cache layout, and which pools Triton can reach."""
 
+import math
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._checks import ArgumentChecker, fail
-from pallas_attn._types import KVCache, Layout
+from pallas_attn._call.checks import ArgumentChecker, fail
+from pallas_attn._call.device import current_device
 
 LAYOUTS = ("NHD", "HND", "PACKED")
 Which = Literal["key", "value"]
@@ -117,24 +118,23 @@ def from_nhd(cache: jax.Array, layout: str, which: Which) -> jax.Array:
             return jnp.moveaxis(cache, -3, -1)
 
 
-def convert_layout(
-    key_cache: KVCache, value_cache: KVCache, *, source: Layout, target: Layout
-) -> tuple[KVCache, KVCache]:
-    """Both pools in another layout, bit for bit: a copy, for moving a cache between engines.
+class PoolCase(NamedTuple):
+    """The static facts of a pool that decide which implementation can serve it."""
 
-    Args:
-        key_cache, value_cache: pools of `source` layout, of any cache dtype.
-        source, target: "NHD", "HND" or "PACKED".
+    pool: PoolShape
+    cache_dtype: Any
 
-    Raises:
-        TypeError, ValueError: pools that do not have the source layout, or a head_dim that "PACKED" cannot hold.
-    """
-    check = ArgumentChecker("convert_layout")
-    check.one_of("target", target, LAYOUTS)
-    dtypes = [getattr(value_cache, "dtype", None)]
-    pool = check_pools(check, key_cache, value_cache, source, dtypes, named="source")
-    if target == "PACKED" and pool.head_dim % (x := packing(key_cache.dtype)):
-        fail("convert_layout", "key_cache", f"head_dim a multiple of x={x} for 'PACKED'", str(pool.head_dim))
-    key = from_nhd(to_nhd(key_cache, source, "key"), target, "key")
-    value = from_nhd(to_nhd(value_cache, source, "value"), target, "value")
-    return key, value
+
+def pallas_reaches(case: PoolCase) -> str | None:
+    """Why Triton cannot handle a pool on this device, or None."""
+    cache_dtype = case.cache_dtype
+    elements = math.prod(case.pool)
+    if jnp.dtype(cache_dtype).itemsize == 1 and 2**31 <= elements <= 2**32:
+        # The lowering switches to 64-bit offsets above 2**32 bytes; between, they overflow.
+        return f"8-bit pools of 2**31 to 2**32 elements overflow Pallas-Triton's offsets, got {elements} elements"
+    capability = current_device().compute_capability
+    if cache_dtype == jnp.float8_e4m3fn and capability is not None and capability < 89:
+        return (
+            f"float8_e4m3fn needs sm_89 or newer, the device is sm_{capability} (float8_e5m2 and int8 work)"
+        )
+    return None

@@ -43,8 +43,8 @@ def register() -> None:
 
 
 def _directories() -> list[Path]:
-    """Where the build installs: beside this file, or in site-packages for an editable install."""
-    return [Path(__file__).parent, Path(sysconfig.get_path("platlib")) / "pallas_attn"]
+    """Where the build installs: in the package's folder, or in site-packages for an editable install."""
+    return [Path(__file__).parents[1], Path(sysconfig.get_path("platlib")) / "pallas_attn"]
 
 
 @functools.cache

@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn import _timing
-from pallas_attn._device import current_device
-from pallas_attn._quantization import is_quantized
-from pallas_attn._timing import device_seconds, tiled, warm_up
+from pallas_attn._call.device import current_device
+from pallas_attn._tile.quantization import is_quantized
 from pallas_attn.ops.paged_attention.api import paged_attention
 from pallas_attn.ops.paged_attention.config import PagedAttentionConfig, heuristic
 from pallas_attn.testing.compare import row_errors
+from pallas_attn.tuning import timing
+from pallas_attn.tuning.timing import device_seconds, tiled, warm_up
 
 # Calls rotate through sets of pages of this many bytes together, so that no cache (an H100's L2 holds 50 MB) is timed:
 # the smallest call worth timing, of half a megabyte, needs more than 100 sets.
@@ -222,7 +222,7 @@ def looped(attend: Callable[..., jax.Array], rounds: int, inputs: Inputs) -> tup
     def call(table, seq_lens):
         return attend(*inputs[:3], table, seq_lens)
 
-    return _timing.looped(call, rounds, inputs.tables, inputs.seq_lens)
+    return timing.looped(call, rounds, inputs.tables, inputs.seq_lens)
 
 
 def reference_of(shapes: Inputs, **options: Any) -> Callable[..., jax.Array]:

@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from pallas_attn import _config
-from pallas_attn._checks import fail
-from pallas_attn._device import current_device
-from pallas_attn.ops.paged_attention.tune import Point, Timing, candidates, measure
+from pallas_attn._call import configs
+from pallas_attn._call.checks import fail
+from pallas_attn._call.device import current_device
+from pallas_attn.tuning.points import Point, Timing, candidates, measure
 
 # A point with more keys and values than this is left out: the next smaller one stands for it.
 MOST_KV_BYTES = 5 << 30
@@ -58,11 +58,11 @@ def run_tune(options: TuneOptions) -> int:
             f"a multiple of --num-kv-heads ({options.num_kv_heads})",
             str(options.num_heads),
         )
-    root = options.output or Path(os.environ.get(_config.CONFIGS_VARIABLE) or _config.packaged_configs())
+    root = options.output or Path(os.environ.get(configs.CONFIGS_VARIABLE) or configs.packaged_configs())
     path = root / device.slug / "paged_attention.json"
     # What cannot be read or written shows before the work, not after.
     path.parent.mkdir(parents=True, exist_ok=True)
-    old = _config.load(path) if path.is_file() else []
+    old = configs.load(path) if path.is_file() else []
 
     err, out = Console(stderr=True), Console(highlight=False, markup=False)
     work = [(point, candidates(point)) for point in _points(options)]
@@ -86,11 +86,11 @@ def run_tune(options: TuneOptions) -> int:
                 best[point] = fastest, timings[0]
 
     new = [_entry(point, fastest, first) for point, (fastest, first) in best.items()]
-    _config.save(path, _merged(old, new), device=device.kind, jax=jax.__version__)
+    configs.save(path, _merged(old, new), device=device.kind, jax=jax.__version__)
     out.print(_table(best))
     out.print(f"wrote {path}")
-    if root != _config.packaged_configs():
-        out.print(f"calls read it while {_config.CONFIGS_VARIABLE}={root} is set")
+    if root != configs.packaged_configs():
+        out.print(f"calls read it while {configs.CONFIGS_VARIABLE}={root} is set")
     return 0
 
 

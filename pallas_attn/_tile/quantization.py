@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn._checks import fail
+from pallas_attn._call.checks import fail
 
 FP8_DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 QUANTIZED_DTYPES = (*FP8_DTYPES, jnp.int8)

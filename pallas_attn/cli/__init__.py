@@ -14,9 +14,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: without the program's name; ``None`` takes the process's.
     """
     try:
-        from pallas_attn import _commands
+        from pallas_attn.cli import commands
 
-        return _commands.run(sys.argv[1:] if arguments is None else list(arguments))
+        return commands.run(sys.argv[1:] if arguments is None else list(arguments))
     except (ValueError, TypeError, OverflowError, OSError, ImportError, RuntimeError) as error:
         if os.environ.get("PALLAS_ATTN_TRACEBACK") == "1":
             raise

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pallas_attn import _ffi
-from pallas_attn._checks import fail
-from pallas_attn._device import Device, current_device
+from pallas_attn._call import ffi
+from pallas_attn._call.checks import fail
+from pallas_attn._call.device import Device, current_device
 
 Reason = str | None
 """Why an implementation cannot serve; None when it can."""
@@ -21,7 +21,7 @@ Reason = str | None
 def _cuda_available(device: Device) -> Reason:
     if device.compute_capability != 90:
         return f"needs an sm_90 GPU (H100, H200), the device is {device.kind!r}"
-    available, reason = _ffi.is_available()
+    available, reason = ffi.is_available()
     return None if available else reason
 
 

@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 
-from pallas_attn import _pallas
+from pallas_attn._tile import triton
 
 
 @runtime_checkable
@@ -29,8 +29,8 @@ class SplitLimits(Protocol):
 
 def load_lengths(seq_lens_ref, *, num_seqs: int, max_len: int) -> jax.Array:
     """All lengths, padded to a power of two with 0 and clamped to what the block table can hold."""
-    seqs = jnp.arange(_pallas.next_power_of_2(num_seqs))
-    lengths = _pallas.load(seq_lens_ref.at[seqs], mask=seqs < num_seqs, other=0)
+    seqs = jnp.arange(triton.next_power_of_2(num_seqs))
+    lengths = triton.load(seq_lens_ref.at[seqs], mask=seqs < num_seqs, other=0)
     return jnp.clip(lengths, 0, max_len)
 
 

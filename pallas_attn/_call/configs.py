@@ -18,8 +18,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from pallas_attn._checks import check_int, fail
-from pallas_attn._device import current_device
+from pallas_attn._call.checks import check_int, fail
+from pallas_attn._call.device import current_device
 
 CONFIGS_VARIABLE = "PALLAS_ATTN_CONFIGS"
 

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-from pallas_attn._optional import needs_extra
+from pallas_attn._call.optional import needs_extra
 
 with needs_extra("models", user="the command pallas-attn"):
     import typer
@@ -129,7 +129,7 @@ def generate(
     ] = False,
 ) -> int:
     """Answer prompts with a real model: paged KV cache, and every decode step inside one jitted loop."""
-    from pallas_attn._generate_command import GenerateOptions, run_generate
+    from pallas_attn.cli.generate import GenerateOptions, run_generate
 
     return run_generate(
         GenerateOptions(
@@ -155,7 +155,7 @@ def generate(
 @app.command()
 def doctor() -> int:
     """Show versions, devices, and which implementation of each op can run here, or why not."""
-    from pallas_attn._doctor_command import run_doctor
+    from pallas_attn.cli.doctor import run_doctor
 
     return run_doctor()
 
@@ -210,7 +210,7 @@ def tune(
     Every config is compiled, compared with the reference, and only then timed, with caches larger than L2. The file
     is replaced whole, at the end; what was measured for other calls stays in it.
     """
-    from pallas_attn._tune_command import TuneOptions, run_tune
+    from pallas_attn.cli.tune import TuneOptions, run_tune
 
     return run_tune(
         TuneOptions(

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 import pallas_attn
-from pallas_attn import _ffi
+from pallas_attn._call import ffi
 
 # Package, and the extra that brings it.
 _PACKAGES = {
@@ -33,7 +33,7 @@ def run_doctor() -> int:
     versions.add_row("pallas-attn", pallas_attn.__version__)
     for package, extra in _PACKAGES.items():
         versions.add_row(package, _version(package, extra))
-    loads, reason = _ffi.is_available()
+    loads, reason = ffi.is_available()
     versions.add_row("CUDA library", "loads" if loads else f"no: {reason}")
     console.print(versions)
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._checks import check_int, fail
+from pallas_attn._call.checks import check_int, fail
 
 MOST_STRIDE_TOKENS = 2**30  # positions are int32
 

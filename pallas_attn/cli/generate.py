@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from pallas_attn import record_implementations
-from pallas_attn._checks import fail
+from pallas_attn._call.checks import fail
 from pallas_attn.models import Generation, LoadedModel, default_model_path, generate, load_gguf
 
 # --check fails above this largest |logit difference| in float32; in bfloat16 rounding decides, so it only reports.

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_attn import _masking
-from pallas_attn._masking import LocalStride
+from pallas_attn._tile import masking
+from pallas_attn._tile.masking import LocalStride
 
 
 class Walk(NamedTuple):
@@ -36,7 +36,7 @@ class Walk(NamedTuple):
     def tokens(self, tile: jax.Array, seq_len: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Positions of a tile's tokens, and which of them hold something that this tile answers for."""
         position = self.start(tile) + jnp.arange(self.block_kv)
-        held = _masking.within(position, seq_len) & (position >= self.seen_from)
+        held = masking.within(position, seq_len) & (position >= self.seen_from)
         if self.remote is not None:
             # The last period of remote blocks may reach into the local band, which is walked on its own.
             held &= (tile >= self.remote_tiles) | (position < self.dense_start)
@@ -67,7 +67,7 @@ def plan(
     seq_len: jax.Array,
     *,
     q_len: int,
-    rules: _masking.Rules,
+    rules: masking.Rules,
     block_kv: int,
     distinct: int,
     first_offset: jax.Array | int,
@@ -80,7 +80,7 @@ def plan(
     zero = 0 * seq_len
     # The earliest query sees the least far forward and the furthest back.
     earliest_query = jnp.maximum(seq_len - q_len, 0)
-    seen_from = _masking.window_start(earliest_query, rules.sliding_window)
+    seen_from = masking.window_start(earliest_query, rules.sliding_window)
     pattern = rules.block_sparse
     if pattern is None:
         dense_start = seen_from // block_kv * block_kv
@@ -98,7 +98,7 @@ def plan(
     return Walk(block_kv, remote, remote_tiles, dense_start, remote_tiles + local_tiles, seen_from)
 
 
-def most_tokens(max_len: int, *, q_len: int, group: int, rules: _masking.Rules) -> int:
+def most_tokens(max_len: int, *, q_len: int, group: int, rules: masking.Rules) -> int:
     """Tokens that the walk of a sequence of `max_len` tokens comes past, give or take a block."""
     tokens = max_len
     if rules.sliding_window is not None:

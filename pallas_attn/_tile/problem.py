@@ -2,12 +2,9 @@
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
 
-from pallas_attn._config import SplitKVConfig
-
-if TYPE_CHECKING:
-    from pallas_attn.ops.kv_cache.layout import PoolShape
+from pallas_attn._call.configs import SplitKVConfig
+from pallas_attn._tile.layout import PoolShape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,7 +15,7 @@ class SplitKVProblem:
     q_len: int
     num_heads: int
     max_pages: int
-    pool: "PoolShape"
+    pool: PoolShape
     scale: float
     config: SplitKVConfig
 

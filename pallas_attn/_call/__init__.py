@@ -1,0 +1,1 @@
+"""From the public function to the kernel: checks, dispatch, configs, device, FFI."""

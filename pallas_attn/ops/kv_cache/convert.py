@@ -1,0 +1,28 @@
+"""`convert_layout`: both pools of a cache in another layout."""
+
+from pallas_attn._call.checks import ArgumentChecker, fail
+from pallas_attn._tile.layout import LAYOUTS, check_pools, from_nhd, packing, to_nhd
+from pallas_attn._types import KVCache, Layout
+
+
+def convert_layout(
+    key_cache: KVCache, value_cache: KVCache, *, source: Layout, target: Layout
+) -> tuple[KVCache, KVCache]:
+    """Both pools in another layout, bit for bit: a copy, for moving a cache between engines.
+
+    Args:
+        key_cache, value_cache: pools of `source` layout, of any cache dtype.
+        source, target: "NHD", "HND" or "PACKED".
+
+    Raises:
+        TypeError, ValueError: pools that do not have the source layout, or a head_dim that "PACKED" cannot hold.
+    """
+    check = ArgumentChecker("convert_layout")
+    check.one_of("target", target, LAYOUTS)
+    dtypes = [getattr(value_cache, "dtype", None)]
+    pool = check_pools(check, key_cache, value_cache, source, dtypes, named="source")
+    if target == "PACKED" and pool.head_dim % (x := packing(key_cache.dtype)):
+        fail("convert_layout", "key_cache", f"head_dim a multiple of x={x} for 'PACKED'", str(pool.head_dim))
+    key = from_nhd(to_nhd(key_cache, source, "key"), target, "key")
+    value = from_nhd(to_nhd(value_cache, source, "value"), target, "value")
+    return key, value

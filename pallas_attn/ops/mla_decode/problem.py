@@ -1,0 +1,49 @@
+"""What the MLA decode kernels are compiled for."""
+
+import dataclasses
+
+from pallas_attn._tile.problem import SplitKVProblem
+from pallas_attn.ops.mla_decode.config import WGMMA_ROWS
+from pallas_attn.ops.mla_decode.schedule import BLOCK_TOKENS
+
+LATENT_DIM = 512
+ROPE_DIM = 64
+QUERY_DIM = LATENT_DIM + ROPE_DIM
+# Below WGMMA_ROWS, latents are worked on in chunks of this many dims, each with an accumulator of its own. A logit over
+# all 512 would be a chain of 32 products, each waiting 33 cycles for the one before; those of chunks overlap. It is
+# worth 1% with 16 rows.
+CHUNK_DIM = 128
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem(SplitKVProblem):
+    causal: bool
+    num_parts: int | None
+    """Parts of the schedule; None without one."""
+
+    @property
+    def num_pieces(self) -> int:
+        """Partial results there is room for."""
+        if self.num_parts is not None:
+            return self.num_seqs + self.num_parts
+        return self.num_seqs * self.config.num_splits
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether the kernel is written for asynchronous matrix instructions."""
+        return self.config.block_q >= WGMMA_ROWS
+
+    @property
+    def latent_chunks(self) -> list[tuple[int, int]]:
+        """(first, size) of the chunks of dims that latents and output are held in."""
+        size = LATENT_DIM if self.asynchronous else CHUNK_DIM
+        return [(first, size) for first in range(0, LATENT_DIM, size)]
+
+    @property
+    def query_chunks(self) -> list[tuple[int, int]]:
+        return [*self.latent_chunks, (LATENT_DIM, ROPE_DIM)]
+
+    @property
+    def page_per_tile(self) -> bool:
+        """Whether a tile never crosses a page, so that one table entry serves it."""
+        return self.config.block_kv <= BLOCK_TOKENS and self.pool.page_size % self.config.block_kv == 0

@@ -1,0 +1,1 @@
+"""Measuring configs on the present GPU, and timing for benchmarks."""
