@@ -3,7 +3,7 @@
     python benchmarks/mla_bandwidth.py                                      # one: the best of ours that can run here
     python benchmarks/mla_bandwidth.py --compare --baseline flash_mla --target cuda
     python benchmarks/mla_bandwidth.py --all --plot                         # everything that can run here
-    python benchmarks/mla_bandwidth.py --all --batch 64 --seqlens 1024 8192 --heads 16 64 --s-q 2
+    python benchmarks/mla_bandwidth.py --all --batch 64 --seqlens 1024 8192 --heads 16 64 --q-len 2
 
 Ours: `cuda` and `pallas` with a schedule made beforehand, `grid` (pallas without one), `xla` (plain jnp); timed inside
 one jitted loop. Others, where torch and their packages are installed: `flash_mla` (package flash_mla), `flash_infer`
@@ -70,9 +70,9 @@ def refusal(name: str) -> str | None:
     return pallas_attn.available_implementations()["mla_decode"][WAYS[name][0]]
 
 
-def shape_of(batch: int, seqlen: int, heads: int, s_q: int) -> Shape:
+def shape_of(batch: int, seqlen: int, heads: int, q_len: int) -> Shape:
     lengths = tuple(seqlen + 2 * i for i in range(batch))
-    return Shape(f"b{batch}-s{seqlen}-h{heads}-q{s_q}", lengths, heads, s_q, PAGE)
+    return Shape(f"b{batch}-s{seqlen}-h{heads}-q{q_len}", lengths, heads, q_len, PAGE)
 
 
 def mean_length(shape: Shape) -> int:
@@ -248,7 +248,7 @@ def parser() -> argparse.ArgumentParser:
     )
     shapes.add_argument("--heads", type=count, nargs="+", default=[128], metavar="N", help="default: 128")
     shapes.add_argument(
-        "--s-q", type=count, default=1, metavar="N", help="query tokens a request (default: 1)"
+        "--q-len", type=count, default=1, metavar="N", help="query tokens a request (default: 1)"
     )
     parser.add_argument(
         "--out",
@@ -286,12 +286,12 @@ def main(command_line: Sequence[str] | None = None) -> int:
         options.error("--baseline is for --compare")
     if arguments.target and arguments.all:
         options.error("--target is for --one and --compare, --all takes everything")
-    if shortest < arguments.s_q:
-        options.error(f"--s-q: expected at most the shortest of --seqlens, {shortest}, got {arguments.s_q}")
+    if shortest < arguments.q_len:
+        options.error(f"--q-len: expected at most the shortest of --seqlens, {shortest}, got {arguments.q_len}")
     if arguments.plot and lacking:
         options.error(f"--plot needs {' and '.join(lacking)}: pip install 'pallas-attn[bench]'")
     sizes = itertools.product(arguments.heads, arguments.seqlens)
-    shapes = [shape_of(arguments.batch, seqlen, heads, arguments.s_q) for heads, seqlen in sizes]
+    shapes = [shape_of(arguments.batch, seqlen, heads, arguments.q_len) for heads, seqlen in sizes]
 
     try:
         groups, stem = runnable(arguments)

@@ -46,7 +46,7 @@ class Shape(NamedTuple):
     id: str
     lengths: tuple[int, ...]
     heads: int
-    s_q: int
+    q_len: int
     page_size: int
 
     @property
@@ -72,8 +72,8 @@ class Shape(NamedTuple):
 
     def work(self) -> tuple[int, int]:
         """FlashMLA's counting: causal not subtracted, query and output once."""
-        rows, tokens = len(self.lengths) * self.s_q * self.heads, sum(self.lengths)
-        flops = 2 * self.s_q * self.heads * tokens * (DIM + LATENT)
+        rows, tokens = len(self.lengths) * self.q_len * self.heads, sum(self.lengths)
+        flops = 2 * self.q_len * self.heads * tokens * (DIM + LATENT)
         return flops, 2 * (tokens * DIM + rows * (DIM + LATENT))
 
 
@@ -97,7 +97,7 @@ def input_shapes(shape: Shape) -> Inputs:
     batch, total = len(shape.lengths), sum(shape.pages) * shape.num_sets
     struct = jax.ShapeDtypeStruct
     return Inputs(
-        struct((batch, shape.s_q, shape.heads, DIM), jnp.bfloat16),
+        struct((batch, shape.q_len, shape.heads, DIM), jnp.bfloat16),
         struct((total, shape.page_size, 1, DIM), jnp.bfloat16),
         (struct((batch, max(shape.pages)), jnp.int32),) * shape.num_sets,
         struct((batch,), jnp.int32),
@@ -126,12 +126,12 @@ def attend(shape: Shape, way: str) -> tuple[Callable[..., Any], Any]:
     schedule = None
     if scheduled:
         lengths = jnp.asarray(np.array(shape.lengths, np.int32))
-        make = functools.partial(mla_schedule, num_heads=shape.heads, s_q=shape.s_q)
+        make = functools.partial(mla_schedule, num_heads=shape.heads, q_len=shape.q_len)
         schedule = jax.jit(make)(lengths)
 
     @jax.jit  # so that it is traced once, not once a table
     def call(query, cache, table, lengths, schedule):
-        causal = shape.s_q > 1
+        causal = shape.q_len > 1
         return mla_decode(
             *(query, cache, table, lengths),
             schedule=schedule,
@@ -203,7 +203,7 @@ def expected_ends(shape: Shape, inputs: Inputs) -> list[np.ndarray]:
 
 
 def _expected_ends(shape: Shape, inputs: Inputs, table: jax.Array) -> np.ndarray:
-    """`ends` of the right output, by numpy in float32: [2, s_q, heads, LATENT]."""
+    """`ends` of the right output, by numpy in float32: [2, q_len, heads, LATENT]."""
     rows = []
     table_on_host = np.asarray(table)
     queries = np.asarray(ends(inputs.query), np.float32)
@@ -211,9 +211,9 @@ def _expected_ends(shape: Shape, inputs: Inputs, table: jax.Array) -> np.ndarray
         length = shape.lengths[request]
         pages = _pages(inputs.cache, table_on_host[request, : shape.pages[request]])
         keys = np.asarray(pages).reshape(-1, DIM)[:length].astype(np.float32)
-        logits = query @ keys.T * DIM**-0.5  # [s_q, heads, length]
-        # Query i is the token length - s_q + i and sees what is up to itself.
-        last_seen = length - shape.s_q + np.arange(shape.s_q)[:, None, None]
+        logits = query @ keys.T * DIM**-0.5  # [q_len, heads, length]
+        # Query i is the token length - q_len + i and sees what is up to itself.
+        last_seen = length - shape.q_len + np.arange(shape.q_len)[:, None, None]
         logits = np.where(np.arange(length) <= last_seen, logits, -np.inf)
         weights = np.exp(logits - logits.max(-1, keepdims=True))
         rows.append(weights @ keys[:, :LATENT] / weights.sum(-1, keepdims=True))

@@ -59,7 +59,7 @@ class MlaDecode:
             device=Device("gpu", "NVIDIA H100 80GB HBM3", CORES, 90),
         )
         if var["cut"] == "schedule":
-            return call(sh, mla_schedule(jnp.asarray(lens), num_heads=sh["h"], s_q=sh["sq"]), config)
+            return call(sh, mla_schedule(jnp.asarray(lens), num_heads=sh["h"], q_len=sh["sq"]), config)
         if var["cut"] == "no":
             config = dataclasses.replace(config, num_splits=1)
         return call(sh, None, config)
@@ -82,7 +82,11 @@ class MlaSweep(MlaDecode):
         if parts:
             parts //= -(-sh["h"] * sh["sq"] // 64)
             schedule = mla_schedule(
-                jnp.asarray(lens), num_heads=sh["h"], s_q=sh["sq"], num_parts=parts, overhead_blocks=overhead
+                jnp.asarray(lens),
+                num_heads=sh["h"],
+                q_len=sh["sq"],
+                num_parts=parts,
+                overhead_blocks=overhead,
             )
             return call(sh, schedule, MLADecodeConfig(block_q, block_kv, num_warps=warps, num_stages=stages))
         programs, target = len(lens) * -(-sh["h"] * sh["sq"] // block_q), CORES * per_core

@@ -66,12 +66,12 @@ def load(path: str) -> ctypes.CDLL:
 class Cell:
     """One shape's inputs: a pool of pages, and as many disjoint tables over it as keep the L2 from helping."""
 
-    def __init__(self, batch: int, tokens: int, heads: int, s_q: int, *, varied: bool):
-        self.name = f"b{batch}-s{'n' if varied else ''}{tokens}-h{heads}-q{s_q}"
+    def __init__(self, batch: int, tokens: int, heads: int, q_len: int, *, varied: bool):
+        self.name = f"b{batch}-s{'n' if varied else ''}{tokens}-h{heads}-q{q_len}"
         generator = torch.Generator().manual_seed(0)
         lengths = torch.full((batch,), float(tokens))
         if varied:
-            lengths = torch.normal(lengths, tokens / 2, generator=generator).clamp(min=s_q)
+            lengths = torch.normal(lengths, tokens / 2, generator=generator).clamp(min=q_len)
         self.lengths = lengths.int().cuda()
         pages = -(-self.lengths.cpu() // PAGE)
         self.total_pages, self.width = int(pages.sum()), int(pages.max())
@@ -86,7 +86,7 @@ class Cell:
             self.tables.append(table.cuda())
         shape = (self.total_pages * self.num_sets, PAGE, 1, DIM)
         self.cache = torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_()
-        self.query = torch.randn(batch, s_q, heads, DIM, dtype=torch.bfloat16, device="cuda")
+        self.query = torch.randn(batch, q_len, heads, DIM, dtype=torch.bfloat16, device="cuda")
 
     def bytes_and_flops(self) -> tuple[int, int]:
         """FlashMLA's way of counting: query and output once, causal not subtracted."""
@@ -105,8 +105,8 @@ class Cell:
                 .float()
             )
             scores = torch.einsum("ihd,td->iht", self.query[request].float(), keys) * DIM**-0.5
-            s_q = scores.shape[0]
-            seen = length - s_q + 1 + torch.arange(s_q, device="cuda")
+            q_len = scores.shape[0]
+            seen = length - q_len + 1 + torch.arange(q_len, device="cuda")
             hidden = torch.arange(length, device="cuda")[None] >= seen[:, None]
             expected = scores.masked_fill(hidden[:, None], -torch.inf).softmax(-1) @ keys[:, :LATENT]
             difference += float((out[request].float() - expected).square().sum())
@@ -116,8 +116,8 @@ class Cell:
 
 def ours(cell: Cell, library: ctypes.CDLL):
     """call(set) -> out."""
-    batch, s_q, heads, _ = cell.query.shape
-    rows = s_q * heads
+    batch, q_len, heads, _ = cell.query.shape
+    rows = q_len * heads
     parts = num_sm_parts(rows, 1, CORES)
     empty = {"device": "cuda", "dtype": torch.int32}
     schedule, splits = torch.empty(parts, 8, **empty), torch.empty(batch + 1, **empty)
@@ -126,16 +126,16 @@ def ours(cell: Cell, library: ctypes.CDLL):
     params = ScheduleParams(*arrays, batch, parts, overhead)
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
     assert library.mla_schedule(ctypes.byref(params), stream) == 0
-    out = cell.query.new_empty(batch, s_q, heads, LATENT)
+    out = cell.query.new_empty(batch, q_len, heads, LATENT)
     lse, partial_out, partial_lse = (
         torch.empty(shape, device="cuda")
-        for shape in ((batch, heads, s_q), (batch + parts, rows, LATENT), (batch + parts, rows))
+        for shape in ((batch, heads, q_len), (batch + parts, rows, LATENT), (batch + parts, rows))
     )
 
     def call(index: int) -> torch.Tensor:
         arrays = (cell.query, cell.cache, cell.tables[index], cell.lengths, schedule, splits, out, lse)
         pointers = [array.data_ptr() for array in (*arrays, partial_out, partial_lse)]
-        sizes = (batch, s_q, 1, heads, len(cell.cache), cell.width, parts)
+        sizes = (batch, q_len, 1, heads, len(cell.cache), cell.width, parts)
         params = DecodeParams(*pointers, *sizes, DIM**-0.5, True, 0)
         status = library.mla_decode(
             ctypes.byref(params), ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
@@ -147,7 +147,7 @@ def ours(cell: Cell, library: ctypes.CDLL):
 
 
 def cells():
-    """(name, batch, tokens, heads, s_q, whether lengths vary)."""
+    """(name, batch, tokens, heads, q_len, whether lengths vary)."""
     for shape in shapes.mla_decode():
         yield shape["id"].removeprefix("mla-"), *(shape[k] for k in ("b", "s", "h", "sq")), "lens" in shape
 

@@ -13,8 +13,8 @@ def mla_decode() -> list[dict[str, Any]]:
     """What FlashMLA's own benchmark asks about (128 sequences), and serving with few requests: 58 shapes."""
     varied = np.random.default_rng(0).normal(4096, 2048, 128).clip(2, None).astype(int)
     cells: list[tuple[int, int, int, int, Any]] = [
-        (128, tokens, heads, s_q, lens)
-        for (tokens, lens), heads, s_q in itertools.product(
+        (128, tokens, heads, q_len, lens)
+        for (tokens, lens), heads, q_len in itertools.product(
             [(1024, None), (4096, None), (8192, None), (16384, None), (4096, varied.tolist())],
             (16, 32, 64, 128),
             (1, 2),
@@ -23,15 +23,15 @@ def mla_decode() -> list[dict[str, Any]]:
     cells += [(b, s, h, 1, None) for b, s, h in itertools.product((1, 4, 8), LONG, (16, 128))]
     return [
         {
-            "id": f"mla-b{b}-s{'n' if lens else ''}{s}-h{h}-q{s_q}",
+            "id": f"mla-b{b}-s{'n' if lens else ''}{s}-h{h}-q{q_len}",
             "b": b,
             "s": s,
             "h": h,
-            "sq": s_q,
+            "sq": q_len,
             "page": 64,
         }
         | ({"lens": lens} if lens else {})
-        for b, s, h, s_q, lens in cells
+        for b, s, h, q_len, lens in cells
     ]
 
 

@@ -14,11 +14,11 @@ torch = pytest.importorskip("torch")
 
 
 def attention(query, keys, scale, causal):
-    """[s_q, heads, 512] of one request: query [s_q, heads, 576], keys [length, 576]."""
+    """[q_len, heads, 512] of one request: query [q_len, heads, 576], keys [length, 576]."""
     scores = torch.einsum("ihd,td->iht", query.float(), keys.float()) * scale
-    s_q, length = len(query), len(keys)
+    q_len, length = len(query), len(keys)
     if causal:
-        hidden = torch.arange(length)[None] > length - s_q + torch.arange(s_q)[:, None]
+        hidden = torch.arange(length)[None] > length - q_len + torch.arange(q_len)[:, None]
         scores = scores.masked_fill(hidden[:, None], -torch.inf)
     return (scores.softmax(-1) @ keys[:, :512].float()).to(query.dtype)
 
@@ -132,13 +132,13 @@ def bandwidth(monkeypatch, tmp_path):
     return module
 
 
-@pytest.mark.parametrize("s_q", [1, 2])
+@pytest.mark.parametrize("q_len", [1, 2])
 @pytest.mark.parametrize("standing_in", PACKAGES)
-def test_outputs_of_the_peers(bandwidth, monkeypatch, standing_in, s_q):
+def test_outputs_of_the_peers(bandwidth, monkeypatch, standing_in, q_len):
     name = standing_in.split()[0]
     package = PACKAGES[standing_in]()
     monkeypatch.setitem(sys.modules, bandwidth.baselines.PACKAGES[name], package)
-    shape = bandwidth.Shape("uneven", (64, 150, 3), 4, s_q, 64)
+    shape = bandwidth.Shape("uneven", (64, 150, 3), 4, q_len, 64)
     inputs = bandwidth.inputs_of(shape)
     outputs = bandwidth.peer_runner(name, shape, inputs).outputs()
     expected = bandwidth.expected_ends(shape, inputs)

@@ -48,8 +48,8 @@ def _struct(*shape: int, dtype: jnp.dtype = jnp.int32) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def _arguments(b: int = 2, s_q: int = 1, h: int = 16, h_kv: int = 1) -> list[jax.ShapeDtypeStruct]:
-    query = _struct(b, s_q, h, 576, dtype=jnp.bfloat16)
+def _arguments(b: int = 2, q_len: int = 1, h: int = 16, h_kv: int = 1) -> list[jax.ShapeDtypeStruct]:
+    query = _struct(b, q_len, h, 576, dtype=jnp.bfloat16)
     cache = _struct(10, 64, h_kv, 576, dtype=jnp.bfloat16)
     return [query, cache, _struct(b, 8), _struct(b), _struct(132, 8), _struct(b + 1)]
 
@@ -64,10 +64,10 @@ def test_lowers_to_one_call_with_python_names() -> None:
     def call(*arguments):
         return cuda.mla_decode_cuda(*arguments, scale=0.125, causal=True)
 
-    text = jax.jit(call).trace(*_arguments(s_q=2)).lower(lowering_platforms=("cuda",)).as_text()
+    text = jax.jit(call).trace(*_arguments(q_len=2)).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @pallas_attn_mla_decode_sm90") == 1
     assert "causal = true, scale = 1.250000e-01 : f32" in text
-    out, lse = jax.eval_shape(call, *_arguments(s_q=2))
+    out, lse = jax.eval_shape(call, *_arguments(q_len=2))
     assert (out.shape, out.dtype) == ((2, 2, 16, 512), jnp.bfloat16)
     assert (lse.shape, lse.dtype) == ((2, 16, 2), jnp.float32)
 
@@ -75,7 +75,7 @@ def test_lowers_to_one_call_with_python_names() -> None:
 @pytest.mark.usefixtures("unregistered")
 def test_query_rows_of_a_kv_head_lie_together() -> None:
     call = jax.jit(lambda *arguments: cuda.mla_decode_cuda(*arguments, scale=0.125, causal=True))
-    traced = call.trace(*_arguments(s_q=3, h_kv=4))
+    traced = call.trace(*_arguments(q_len=3, h_kv=4))
     (line,) = [
         line
         for line in traced.lower(lowering_platforms=("cuda",)).as_text().splitlines()

@@ -69,7 +69,7 @@ def queries(num_seqs: int, rows: int, dtype: str) -> jax.Array:
     return jnp.asarray(rng.standard_normal((num_seqs, rows, DIM), np.float32).astype(jnp.dtype(dtype)))
 
 
-def data_of(lens: np.ndarray, h_q: int, s_q: int, dtype: str, page: int, size: Size) -> Data:
+def data_of(lens: np.ndarray, h_q: int, q_len: int, dtype: str, page: int, size: Size) -> Data:
     """Garbage in every unused table entry; NaN in every slot that is no sequence's."""
     tables, _ = inputs.block_tables(np.random.default_rng(0), tuple(np.maximum(lens, 0).tolist()), page, 1)
     unused = size.table_tokens // page - tables.shape[1]
@@ -78,8 +78,8 @@ def data_of(lens: np.ndarray, h_q: int, s_q: int, dtype: str, page: int, size: S
     for table, length in zip(tables, lens.tolist(), strict=True):
         owned[inputs.token_places(table, max(length, 0), page)] = True
     row = np.arange(size.rows)
-    real = row < s_q * h_q
-    row_end = np.where(real, lens[:, None] - (s_q - 1) + row // h_q, 0)
+    real = row < q_len * h_q
+    row_end = np.where(real, lens[:, None] - (q_len - 1) + row // h_q, 0)
     return Data(
         queries(size.num_seqs, size.rows, dtype),
         poisoned(noise(size.pool_tokens), owned.ravel(), page, jnp.dtype(dtype)),
@@ -90,11 +90,11 @@ def data_of(lens: np.ndarray, h_q: int, s_q: int, dtype: str, page: int, size: S
     )
 
 
-@functools.partial(jax.jit, static_argnames=("h_q", "s_q", "implementation"))
-def attend(data: Data, schedule: MLASchedule | None, h_q: int, s_q: int, implementation: str):
+@functools.partial(jax.jit, static_argnames=("h_q", "q_len", "implementation"))
+def attend(data: Data, schedule: MLASchedule | None, h_q: int, q_len: int, implementation: str):
     """The call under test, on the rows that are not padding: out [num_seqs, rows, 512], lse [num_seqs, rows]."""
     num_seqs, rows, _ = data.query.shape
-    query = data.query[:, : s_q * h_q].reshape(num_seqs, s_q, h_q, DIM)
+    query = data.query[:, : q_len * h_q].reshape(num_seqs, q_len, h_q, DIM)
     out, lse = pallas_attn.mla_decode(
         query,
         data.cache,
@@ -105,7 +105,7 @@ def attend(data: Data, schedule: MLASchedule | None, h_q: int, s_q: int, impleme
         return_lse=True,
         implementation=implementation,
     )
-    padding = ((0, 0), (0, rows - s_q * h_q))
+    padding = ((0, 0), (0, rows - q_len * h_q))
     out = jnp.pad(out.reshape(num_seqs, -1, LATENT), (*padding, (0, 0)))
     lse = jnp.pad(lse.swapaxes(1, 2).reshape(num_seqs, -1), padding, constant_values=-jnp.inf)
     return out, lse
@@ -179,7 +179,7 @@ def schedule(lens: jax.Array, row_blocks: int) -> MLASchedule:
 
 
 def check(
-    data: Data, h_q: int, s_q: int, implementation: str, schedules: dict[str, MLASchedule | None]
+    data: Data, h_q: int, q_len: int, implementation: str, schedules: dict[str, MLASchedule | None]
 ) -> None:
     dtype = data.query.dtype.name
     limits = {
@@ -191,7 +191,7 @@ def check(
     }
     expected = reference(data)
     for name, made in schedules.items():
-        found = jax.device_get(differences(*attend(data, made, h_q, s_q, implementation), *expected))
+        found = jax.device_get(differences(*attend(data, made, h_q, q_len, implementation), *expected))
         for what, value in found.items():
             assert value <= limits[what], f"{name}, lengths {data.lens[:4]}...: {what} {value:.2e}"
 
@@ -204,18 +204,18 @@ def require(implementation: str) -> None:
 @pytest.mark.parametrize(
     ("implementation", "dtype"), [("pallas", "bfloat16"), ("cuda", "bfloat16"), ("cuda", "float16")]
 )
-@pytest.mark.parametrize("s_q", [1, 2])
+@pytest.mark.parametrize("q_len", [1, 2])
 @pytest.mark.parametrize("h_q", [16, 32, 64, 128])
-def test_seed_matrix(h_q: int, s_q: int, implementation: str, dtype: str) -> None:
+def test_seed_matrix(h_q: int, q_len: int, implementation: str, dtype: str) -> None:
     """128 sequences of 4096, 8192 and 16384 tokens, all alike and normally distributed; page 64."""
     require(implementation)
-    row_blocks = -(-h_q * s_q // SCHEDULE_ROWS)
+    row_blocks = -(-h_q * q_len // SCHEDULE_ROWS)
     for s_k in (4096, 8192, 16384):
         varied = np.random.default_rng(s_k).normal(s_k, s_k / 2, SEED_SIZE.num_seqs).astype(int)
-        for lens in (np.full(SEED_SIZE.num_seqs, s_k), np.maximum(varied, s_q)):
-            data = data_of(lens, h_q, s_q, dtype, 64, SEED_SIZE)
+        for lens in (np.full(SEED_SIZE.num_seqs, s_k), np.maximum(varied, q_len)):
+            data = data_of(lens, h_q, q_len, dtype, 64, SEED_SIZE)
             made = seed_schedule(data.lens, row_blocks)
-            check(data, h_q, s_q, implementation, {"grid": None, "seed's schedule": made})
+            check(data, h_q, q_len, implementation, {"grid": None, "seed's schedule": made})
             del data  # before the next, of 3 GB too, is made
 
 
@@ -223,14 +223,14 @@ def test_seed_matrix(h_q: int, s_q: int, implementation: str, dtype: str) -> Non
     ("implementation", "page", "scheduled"),
     [("pallas", 16, False), ("pallas", 32, True), ("pallas", 128, True), ("cuda", 64, True)],
 )
-@pytest.mark.parametrize("s_q", [1, 2, 4])
+@pytest.mark.parametrize("q_len", [1, 2, 4])
 @pytest.mark.parametrize("h_q", [1, 3, 9, 63, 126])
-def test_odd_shapes(h_q: int, s_q: int, implementation: str, page: int, scheduled: bool) -> None:
+def test_odd_shapes(h_q: int, q_len: int, implementation: str, page: int, scheduled: bool) -> None:
     """Heads that fill no tile; half of the sequences empty, some shorter than the query, some lengths negative."""
     require(implementation)
     lens = np.random.default_rng(2).integers(1, 6000, ODD_SIZE.num_seqs)
     lens[::2] = 0
     lens[1], lens[3], lens[5] = -1, 1, 2
-    data = data_of(lens, h_q, s_q, "bfloat16", page, ODD_SIZE)
-    made = schedule(data.lens, -(-h_q * s_q // SCHEDULE_ROWS)) if scheduled else None
-    check(data, h_q, s_q, implementation, {"schedule" if scheduled else "grid": made})
+    data = data_of(lens, h_q, q_len, "bfloat16", page, ODD_SIZE)
+    made = schedule(data.lens, -(-h_q * q_len // SCHEDULE_ROWS)) if scheduled else None
+    check(data, h_q, q_len, implementation, {"schedule" if scheduled else "grid": made})

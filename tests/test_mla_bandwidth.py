@@ -74,7 +74,7 @@ def test_one_writes_the_target(bandwidth, tmp_path, capsys, mode):
 
 
 def test_figures_of_several_heads_and_query_tokens(bandwidth, tmp_path):
-    options = ["--batch", "2", "--seqlens", "33", "--heads", "2", "5", "--s-q", "2", "--out", "mine.csv"]
+    options = ["--batch", "2", "--seqlens", "33", "--heads", "2", "5", "--q-len", "2", "--out", "mine.csv"]
     assert bandwidth.main(["--target", "grid", *options]) == 0
     figures = [2 * (68 * 576 + 2 * 2 * heads * 1088) / 1e-7 / 1e9 for heads in (2, 5)]
     assert lines(tmp_path / "mine.csv")[1:] == [
@@ -118,7 +118,7 @@ def test_shapes_are_flash_mlas(bandwidth, monkeypatch):
     assert [shape.lengths[0] for shape in seen] == [1024, 2048, 4096, 8192, 16384, 32768]
     for shape in seen:
         assert np.diff(shape.lengths).tolist() == [2] * 127
-        assert (shape.heads, shape.s_q, shape.page_size) == (128, 1, 64)
+        assert (shape.heads, shape.q_len, shape.page_size) == (128, 1, 64)
         assert bandwidth.mean_length(shape) == shape.lengths[0] + 127
 
 
@@ -232,7 +232,7 @@ def test_rows_are_flushed_as_they_are_measured(bandwidth, monkeypatch, tmp_path)
         (["--target", "torch"], "invalid choice: 'torch'"),
         (["--batch", "0"], "expected a whole number above 0, got '0'"),
         (["--seqlens", "1k"], "expected a whole number above 0, got '1k'"),
-        (["--s-q", "3", "--seqlens", "8", "2"], "expected at most the shortest of --seqlens, 2, got 3"),
+        (["--q-len", "3", "--seqlens", "8", "2"], "expected at most the shortest of --seqlens, 2, got 3"),
         (["--target", "xla", "--out", "no/such/folder.csv"], "No such file or directory"),
     ],
 )

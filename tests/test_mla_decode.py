@@ -43,7 +43,7 @@ def schedule_of(case: mla.MLADecodeCase, seq_lens) -> MLASchedule | None:
         seq_lens,
         num_heads=case.num_heads,
         num_kv_heads=case.num_kv_heads,
-        s_q=case.s_q,
+        q_len=case.q_len,
         num_parts=case.num_parts,
         overhead_blocks=1,
     )
@@ -57,7 +57,7 @@ def compiled(case: mla.MLADecodeCase, implementation: str, **options):
     require(implementation)
     config = None
     if implementation in ("interpret", "pallas") and case.config:
-        block_q = 16 if case.s_q * case.group <= 16 else 64
+        block_q = 16 if case.q_len * case.group <= 16 else 64
         defaults: dict[str, Any] = {"block_q": block_q, "block_kv": 32, "num_splits": 1, "num_warps": 4}
         config = MLADecodeConfig(**{**defaults, **dict(case.config)})
 
@@ -134,7 +134,7 @@ def piece_end(case: mla.MLADecodeCase) -> int:
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_causal_boundary(implementation):
     """Each of the newest four tokens, made to swamp all others, is seen by its own query token and later ones."""
-    case = mla.MLADecodeCase((130, 3, 64, 1), 4, s_q=4, causal=True, num_parts=2)
+    case = mla.MLADecodeCase((130, 3, 64, 1), 4, q_len=4, causal=True, num_parts=2)
     data = mla.mla_decode_inputs(case)
     call = compiled(case, implementation)
     out, lse = call(*data.arguments())
@@ -256,7 +256,7 @@ def test_numpy_arrays_will_do():
 @pytest.mark.parametrize("num_parts", [None, 3])
 def test_with_64_bit_types_enabled(num_parts, implementation):
     """Users may compute in float64 beside it."""
-    case = mla.MLADecodeCase((0, 100, 70), 4, s_q=2, causal=True, page_size=16, num_parts=num_parts)
+    case = mla.MLADecodeCase((0, 100, 70), 4, q_len=2, causal=True, page_size=16, num_parts=num_parts)
     data = mla.mla_decode_inputs(case)
     with jax.enable_x64(True):
         out, lse = run(case, data, implementation)
@@ -280,7 +280,7 @@ def test_vmap(num_parts, implementation):
 def test_flash_mla_names(implementation):
     """The seed's two functions: its shapes, natural lse, +inf for rows that see nothing."""
     require(implementation)
-    case = mla.MLADecodeCase((0, 100, 1, 700), 4, s_q=2, causal=True)
+    case = mla.MLADecodeCase((0, 100, 1, 700), 4, q_len=2, causal=True)
     data = mla.mla_decode_inputs(case)
 
     @jax.jit

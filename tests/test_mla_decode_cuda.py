@@ -68,7 +68,7 @@ class Inputs:
 
 
 def make_inputs(
-    lengths: list[int], h_q: int, s_q: int = 1, dtype=jnp.bfloat16, seed: int = 0, h_kv: int = 1
+    lengths: list[int], h_q: int, q_len: int = 1, dtype=jnp.bfloat16, seed: int = 0, h_kv: int = 1
 ) -> Inputs:
     """Shuffled pages; NaN in every slot no request owns, garbage in every table entry none uses."""
     rng = np.random.default_rng(seed)
@@ -87,7 +87,7 @@ def make_inputs(
     keys = jax.random.split(jax.random.key(seed), 2)
     cache = jax.random.normal(keys[0], (num_pages, PAGE, h_kv, DIM), dtype)
     cache = jnp.where(jnp.asarray(owned)[:, :, None, None], cache, jnp.nan).astype(dtype)
-    query = jax.random.normal(keys[1], (len(lengths), s_q, h_q, DIM), dtype)
+    query = jax.random.normal(keys[1], (len(lengths), q_len, h_q, DIM), dtype)
     return Inputs(lengths, query, cache, tables)
 
 
@@ -107,14 +107,14 @@ def run(inputs: Inputs, causal: bool, tables=None, seq_lens=None, overhead: int 
 def reference(inputs: Inputs, causal: bool):
     """float32, one request after the other on the host: nothing to compile, and other arithmetic."""
     query, cache = np.asarray(inputs.query.astype(jnp.float32)), np.asarray(inputs.cache)
-    batch, s_q, h_q, _ = query.shape
+    batch, q_len, h_q, _ = query.shape
     h_kv = cache.shape[2]
-    out = np.zeros((batch, s_q, h_q, LATENT), np.float32)
-    lse = np.full((batch, h_q, s_q), -np.inf, np.float32)
+    out = np.zeros((batch, q_len, h_q, LATENT), np.float32)
+    lse = np.full((batch, h_q, q_len), -np.inf, np.float32)
     for i, n in enumerate(inputs.lengths):
         keys = cache[inputs.tables[i, : -(-n // PAGE)]].reshape(-1, h_kv, DIM)[:n].astype(np.float32)
-        for j, kv_head in itertools.product(range(s_q), range(h_kv)):
-            visible = max(n - s_q + 1 + j, 0) if causal else n
+        for j, kv_head in itertools.product(range(q_len), range(h_kv)):
+            visible = max(n - q_len + 1 + j, 0) if causal else n
             if visible == 0:
                 continue
             heads, seen = slice(kv_head * h_q // h_kv, (kv_head + 1) * h_q // h_kv), keys[:visible, kv_head]
@@ -153,18 +153,18 @@ LENGTHS = [0, 1, 63, 64, 65, 127, 128, 129, 509, 3000, 0, 640]
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize(("h_q", "s_q"), [(1, 1), (3, 1), (9, 3), (63, 1), (126, 2), (128, 1), (16, 4)])
+@pytest.mark.parametrize(("h_q", "q_len"), [(1, 1), (3, 1), (9, 3), (63, 1), (126, 2), (128, 1), (16, 4)])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_odd_shapes(h_q: int, s_q: int, causal: bool, dtype) -> None:
+def test_odd_shapes(h_q: int, q_len: int, causal: bool, dtype) -> None:
     """Lengths around every boundary, zero lengths, heads that fill no tile, queries that see no key."""
-    inputs = make_inputs(LENGTHS, h_q, s_q, dtype, seed=h_q)
+    inputs = make_inputs(LENGTHS, h_q, q_len, dtype, seed=h_q)
     check(inputs, causal, *run(inputs, causal))
 
 
-@pytest.mark.parametrize(("h_q", "h_kv", "s_q"), [(2, 2, 1), (6, 2, 3), (256, 2, 1), (96, 4, 4)])
-def test_several_kv_heads(h_q: int, h_kv: int, s_q: int) -> None:
+@pytest.mark.parametrize(("h_q", "h_kv", "q_len"), [(2, 2, 1), (6, 2, 3), (256, 2, 1), (96, 4, 4)])
+def test_several_kv_heads(h_q: int, h_kv: int, q_len: int) -> None:
     """Query head h attends with KV head h // (h_q / h_kv); the last case has tiles of two tokens' heads."""
-    inputs = make_inputs(LENGTHS, h_q, s_q, seed=h_q, h_kv=h_kv)
+    inputs = make_inputs(LENGTHS, h_q, q_len, seed=h_q, h_kv=h_kv)
     check(inputs, True, *run(inputs, True))
 
 

@@ -38,7 +38,11 @@ SCHEDULE: Any = MLASchedule(of(7, 8, dtype=jnp.int32), of(4, dtype=jnp.int32))
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        (dict(query=of(2, 1, 4, 512)), ValueError, "'query': expected shape [num_seqs, s_q, num_heads, 576]"),
+        (
+            dict(query=of(2, 1, 4, 512)),
+            ValueError,
+            "'query': expected shape [num_seqs, q_len, num_heads, 576]",
+        ),
         (dict(query=of(2, 4, 576)), ValueError, "'query': expected shape"),
         (
             dict(query=of(2, 1, 4, 576, dtype=jnp.int8)),
@@ -134,7 +138,7 @@ def test_flash_mla_messages():
         flash_mla(*data, 512, *metadata, 0.0)
 
 
-CASE = mla.MLADecodeCase((700, 130, 64, 513), 4, s_q=2, causal=True)
+CASE = mla.MLADecodeCase((700, 130, 64, 513), 4, q_len=2, causal=True)
 
 
 def with_cache(data: mla.LatentInputs, **changes) -> mla.LatentInputs:

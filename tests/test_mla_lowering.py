@@ -12,7 +12,7 @@ from pallas_attn._call import ffi
 from pallas_attn._call.device import Device
 from pallas_attn.ops.mla_decode.config import MLADecodeConfig, heuristic
 
-# (num_heads, s_q, page_size, dtype, scheduled)
+# (num_heads, q_len, page_size, dtype, scheduled)
 SHAPES = [
     (16, 1, 64, jnp.bfloat16, True),
     (16, 1, 64, jnp.bfloat16, False),
@@ -29,7 +29,7 @@ GPUS = {80: ("NVIDIA A100-SXM4-80GB", 108), 90: lowering.H100, 100: ("NVIDIA B20
 
 def lowered_call(
     num_heads,
-    s_q,
+    q_len,
     page_size,
     dtype,
     scheduled,
@@ -42,14 +42,14 @@ def lowered_call(
     options["implementation"] = implementation
 
     def call(query, cache, tables, lens):
-        schedule = pallas_attn.mla_schedule(lens, num_heads=num_heads, s_q=s_q) if scheduled else None
+        schedule = pallas_attn.mla_schedule(lens, num_heads=num_heads, q_len=q_len) if scheduled else None
         return pallas_attn.mla_decode(query, cache, tables, lens, schedule=schedule, causal=True, **options)
 
     device = Device("gpu", *GPUS[sm], sm)
     config = heuristic(
         num_seqs=num_seqs,
         num_kv_heads=1,
-        rows=s_q * num_heads,
+        rows=q_len * num_heads,
         page_size=page_size,
         max_len=max_pages * page_size,
         device=device,
@@ -57,7 +57,7 @@ def lowered_call(
     shape = jax.ShapeDtypeStruct
     return lowering.lower_for_gpu(
         functools.partial(call),
-        shape((num_seqs, s_q, num_heads, 576), dtype),
+        shape((num_seqs, q_len, num_heads, 576), dtype),
         shape((9000, page_size, 1, 576), dtype),
         shape((num_seqs, max_pages), jnp.int32),
         shape((num_seqs,), jnp.int32),

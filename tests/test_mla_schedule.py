@@ -173,8 +173,8 @@ def test_arguments_are_checked():
         sched.mla_schedule(lens, num_heads=16, num_kv_heads=3)
     with pytest.raises(ValueError, match="argument 'num_parts': expected at least 1, got 0"):
         sched.mla_schedule(lens, num_heads=16, num_parts=0)
-    with pytest.raises(ValueError, match="argument 's_q': expected at least 1, got 0"):
-        sched.mla_schedule(lens, num_heads=16, s_q=0)
+    with pytest.raises(ValueError, match="argument 'q_len': expected at least 1, got 0"):
+        sched.mla_schedule(lens, num_heads=16, q_len=0)
     with pytest.raises(TypeError, match=r"argument 'num_parts': expected an int, got 3\.5 of type float"):
         mla_schedule(lens, num_heads=16, num_parts=3.5)
 

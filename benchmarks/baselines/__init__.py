@@ -2,7 +2,7 @@
 
 Each has a file named as on the command line, with `prepare(package, inputs)`: it makes whatever a model makes once
 for all its layers, and gives call(i), which launches the kernel for the i-th table and returns the output,
-[batch, s_q, heads, 512]. A later call may overwrite an earlier one's output.
+[batch, q_len, heads, 512]. A later call may overwrite an earlier one's output.
 """
 
 import importlib

@@ -10,7 +10,7 @@ WORKSPACE_BYTES = 128 << 20  # FlashInfer's recommendation
 
 
 def prepare(package: Any, inputs: Inputs) -> Callable[[int], torch.Tensor]:
-    batch, s_q, heads, _ = inputs.query.shape
+    batch, q_len, heads, _ = inputs.query.shape
     page_size, width = inputs.cache.shape[1], inputs.tables[0].shape[1]
     device = inputs.query.device
 
@@ -19,7 +19,7 @@ def prepare(package: Any, inputs: Inputs) -> Callable[[int], torch.Tensor]:
     indices = [table[used] for table in inputs.tables]  # of all requests, one after the other
     page_starts = torch.zeros(batch + 1, dtype=torch.int32)
     page_starts[1:] = pages.cpu().cumsum(0)
-    query_starts = torch.arange(batch + 1, dtype=torch.int32) * s_q
+    query_starts = torch.arange(batch + 1, dtype=torch.int32) * q_len
 
     workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.int8, device=device)
     wrapper = package.mla.BatchMLAPagedAttentionWrapper(workspace, backend="fa3")
@@ -46,6 +46,6 @@ def prepare(package: Any, inputs: Inputs) -> Callable[[int], torch.Tensor]:
         # One plan serves all tables, whose requests are as long; the wrapper has no public way to be told the next.
         wrapper._kv_indices_buf = indices[index]
         wrapper.run(query_latent, query_rope, latents, ropes, out=out)
-        return out.view(batch, s_q, heads, LATENT)
+        return out.view(batch, q_len, heads, LATENT)
 
     return call

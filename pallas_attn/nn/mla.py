@@ -142,7 +142,7 @@ class MultiHeadLatentAttention(nnx.Module):
             positions: [num_seqs, n] int32 position of each token in its sequence. Negative marks padding or a
                 finished sequence: nothing is written and the output is not meaningful (zeros before `o_proj` when
                 absorbed).
-            schedule: from `mla_schedule` for `num_heads` heads, `s_q = n` and the lengths after this step; used by
+            schedule: from `mla_schedule` for `num_heads` heads, `q_len = n` and the lengths after this step; used by
                 the absorbed form. Make it once for all layers.
             absorbed: which form. Absorbed needs consecutive positions, the newest of each sequence, and attends to
                 all that the pages hold; naive needs fresh, right-padded prompts whose positions count from 0. None

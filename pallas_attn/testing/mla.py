@@ -11,7 +11,7 @@ from pallas_attn.testing.inputs import block_tables, token_places
 
 @dataclasses.dataclass(frozen=True)
 class MLADecodeCase:
-    """One call of `mla_decode`: the `s_q` newest tokens of each sequence.
+    """One call of `mla_decode`: the `q_len` newest tokens of each sequence.
 
     `num_parts` is the number of parts of its schedule; None goes without one. `config` overrides fields of the
     kernel's config.
@@ -20,7 +20,7 @@ class MLADecodeCase:
     seq_lens: tuple[int, ...]
     num_heads: int
     num_kv_heads: int = 1
-    s_q: int = 1
+    q_len: int = 1
     page_size: int = 64
     dtype: str = "bfloat16"
     causal: bool = False
@@ -40,7 +40,7 @@ class MLADecodeCase:
 
     @property
     def id(self) -> str:
-        parts = [f"b{self.num_seqs}", f"q{self.num_heads}kv{self.num_kv_heads}", f"s{self.s_q}"]
+        parts = [f"b{self.num_seqs}", f"q{self.num_heads}kv{self.num_kv_heads}", f"s{self.q_len}"]
         parts += ["causal"] if self.causal else []
         parts += [f"p{self.page_size}", SHORT_DTYPE[self.dtype]]
         parts += [f"parts{self.num_parts}"] if self.num_parts else []
@@ -49,24 +49,24 @@ class MLADecodeCase:
 
 
 def mla_decode_cases() -> list[MLADecodeCase]:
-    """Head counts, s_q, page sizes, dtypes and both ways to cut the work of `mla_decode`, each at least once."""
+    """Head counts, q_len, page sizes, dtypes and both ways to cut the work of `mla_decode`, each at least once."""
     splits = (("num_splits", 4), ("min_split_tokens", 128), ("target_programs", 64))
     lens = (0, 1, 63, 64, 65, 255, 257, 521)
     return [
         MLADecodeCase(lens, 1),
         MLADecodeCase(lens, 3, config=splits),
         MLADecodeCase(lens, 16, num_parts=7),
-        MLADecodeCase(lens, 9, s_q=2, causal=True, config=splits),
-        MLADecodeCase(lens, 6, 2, s_q=4, causal=True, page_size=16, num_parts=13),
-        MLADecodeCase(lens, 4, s_q=4, page_size=32, num_parts=4),
+        MLADecodeCase(lens, 9, q_len=2, causal=True, config=splits),
+        MLADecodeCase(lens, 6, 2, q_len=4, causal=True, page_size=16, num_parts=13),
+        MLADecodeCase(lens, 4, q_len=4, page_size=32, num_parts=4),
         MLADecodeCase(lens, 8, 4, page_size=16, config=splits),
         MLADecodeCase(lens, 63, page_size=128, num_parts=5),
         MLADecodeCase(lens, 126, num_parts=9),
-        MLADecodeCase(lens, 63, s_q=2, causal=True, page_size=16),
+        MLADecodeCase(lens, 63, q_len=2, causal=True, page_size=16),
         MLADecodeCase(lens, 16, dtype="float16", num_parts=7),
-        MLADecodeCase(lens, 5, s_q=2, causal=True, dtype="float16", page_size=128, config=splits),
+        MLADecodeCase(lens, 5, q_len=2, causal=True, dtype="float16", page_size=128, config=splits),
         MLADecodeCase(lens, 4, dtype="float32", config=(*splits, ("block_kv", 16))),
-        MLADecodeCase(lens, 4, s_q=2, causal=True, dtype="float32", page_size=24, num_parts=3),
+        MLADecodeCase(lens, 4, q_len=2, causal=True, dtype="float32", page_size=24, num_parts=3),
         # tiles larger than a page, and larger than a block of the schedule
         MLADecodeCase(lens, 4, page_size=16, config=(("block_kv", 64),)),
         MLADecodeCase(lens, 4, page_size=128, num_parts=5, config=(("block_kv", 128), ("num_stages", 2))),
@@ -100,7 +100,7 @@ def mla_decode_inputs(case: MLADecodeCase, seed: int = 0) -> LatentInputs:
     rng = np.random.default_rng(seed)
     dtype = jnp.dtype(case.dtype)
     tables, num_pages = block_tables(rng, case.seq_lens, case.page_size, case.spare_pages)
-    query = rng.standard_normal((case.num_seqs, case.s_q, case.num_heads, case.head_dim)).astype(dtype)
+    query = rng.standard_normal((case.num_seqs, case.q_len, case.num_heads, case.head_dim)).astype(dtype)
     cache = np.full((num_pages, case.page_size, case.num_kv_heads, case.head_dim), np.nan, dtype)
     for seq, length in enumerate(case.seq_lens):
         place = token_places(tables[seq], length, case.page_size)

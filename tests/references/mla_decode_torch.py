@@ -7,22 +7,22 @@ import torch
 
 
 def mla_decode(inputs, *, causal: bool, scale: float | None = None, rounding: torch.dtype | None = None):
-    """(out [num_seqs, s_q, num_heads, 512], lse [num_seqs, num_heads, s_q]) as float64 numpy, from `LatentInputs`.
+    """(out [num_seqs, q_len, num_heads, 512], lse [num_seqs, num_heads, q_len]) as float64 numpy, from `LatentInputs`.
 
     `rounding` rounds the weights and the output to a dtype, as a kernel in that dtype cannot avoid.
     """
     query, cache = (torch.as_tensor(x.astype(np.float64)) for x in (inputs.query, inputs.latent_cache))
-    num_seqs, s_q, num_heads, head_dim = query.shape
+    num_seqs, q_len, num_heads, head_dim = query.shape
     page_size, num_kv_heads = cache.shape[1:3]
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
-    out = torch.zeros((num_seqs, s_q, num_heads, 512), dtype=torch.float64)
-    lse = torch.full((num_seqs, num_heads, s_q), -math.inf, dtype=torch.float64)
+    out = torch.zeros((num_seqs, q_len, num_heads, 512), dtype=torch.float64)
+    lse = torch.full((num_seqs, num_heads, q_len), -math.inf, dtype=torch.float64)
     for seq in range(num_seqs):
         length = int(inputs.seq_lens[seq])
         pages = inputs.block_tables[seq, : math.ceil(length / page_size)].astype(np.int64)
         tokens = cache[torch.as_tensor(pages)].flatten(0, 1)[:length]
-        for i in range(s_q):
-            seen = length - (s_q - 1 - i) if causal else length
+        for i in range(q_len):
+            seen = length - (q_len - 1 - i) if causal else length
             if seen <= 0:
                 continue
             for head in range(num_heads):

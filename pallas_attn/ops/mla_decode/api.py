@@ -32,7 +32,7 @@ class Case:
     """The static facts of a call that decide which implementation can serve it."""
 
     num_seqs: int
-    s_q: int
+    q_len: int
     num_heads: int
     max_pages: int
     pool: PoolShape
@@ -44,7 +44,7 @@ class Case:
     @property
     def rows(self) -> int:
         """Query rows of one KV head."""
-        return self.s_q * self.num_heads // self.pool.num_kv_heads
+        return self.q_len * self.num_heads // self.pool.num_kv_heads
 
 
 def _pallas_supports(case: Case) -> str | None:
@@ -67,8 +67,10 @@ def _cuda_yields(case: Case) -> bool:
 def _mla_decode_cuda(query, latent_cache, block_tables, seq_lens, schedule, *, scale, causal):
     """The Hopper kernel always follows a schedule; without one from the caller it makes its own, each call."""
     if schedule is None:
-        _, s_q, num_heads, _ = query.shape
-        schedule = mla_schedule(seq_lens, num_heads=num_heads, num_kv_heads=latent_cache.shape[2], s_q=s_q)
+        _, q_len, num_heads, _ = query.shape
+        schedule = mla_schedule(
+            seq_lens, num_heads=num_heads, num_kv_heads=latent_cache.shape[2], q_len=q_len
+        )
     return cuda.mla_decode_cuda(
         query, latent_cache, block_tables, seq_lens, *schedule, scale=scale, causal=causal
     )
@@ -107,21 +109,21 @@ def mla_decode(
     accumulation are float32; the same inputs and config give the same bits. There are no gradients, but for "xla"'s.
 
     Args:
-        query: [num_seqs, s_q, num_heads, 576], bf16, fp16 or float32: the 512 latent, then the 64 rotary elements.
-            Any num_heads >= 1 and s_q >= 1; the s_q tokens are the newest of the sequence, in order.
+        query: [num_seqs, q_len, num_heads, 576], bf16, fp16 or float32: the 512 latent, then the 64 rotary elements.
+            Any num_heads >= 1 and q_len >= 1; the q_len tokens are the newest of the sequence, in order.
         latent_cache: [num_pages, page_size, num_kv_heads, 576] in query's dtype; num_heads is a multiple of
             num_kv_heads, which is 1 in every published model. Any page_size; 16, 32, 64 and 128 are tuned. Slots
             at or beyond a sequence's length may hold anything.
         block_tables: [num_seqs, max_pages] int32, a sequence's pages in order. Entries beyond its last page may
             hold anything.
-        seq_lens: [num_seqs] int32, tokens in each sequence's pages, the s_q newest included. A length of 0 gives
+        seq_lens: [num_seqs] int32, tokens in each sequence's pages, the q_len newest included. A length of 0 gives
             out 0 and lse -inf.
         schedule: from `mla_schedule` for these lengths; made once per step, it serves all layers. None: "pallas" cuts
             sequences by a simpler rule, evaluated in the kernel; "cuda" makes a schedule first, which takes 10 to 26 us
             unless XLA finds that another call has made the same.
         scale: factor of the logits, a number above 0; None means 576 ** -0.5. Models scale by the dimension of
             their heads before absorption, (128 + 64) ** -0.5 in DeepSeek's.
-        causal: query token i sees the first seq_len - (s_q - 1 - i) tokens; otherwise all see all. A query token
+        causal: query token i sees the first seq_len - (q_len - 1 - i) tokens; otherwise all see all. A query token
             that comes before the sequence's first sees nothing: out 0, lse -inf.
         return_lse: also return the natural log-sum-exp of the scaled logits.
         implementation: None (cuda or pallas on an NVIDIA GPU, whichever measured faster for the case; xla elsewhere),
@@ -130,7 +132,7 @@ def mla_decode(
         config: tile sizes for "pallas" and "interpret"; None takes the measured or the heuristic one.
 
     Returns:
-        out [num_seqs, s_q, num_heads, 512] in query's dtype; with return_lse, also lse [num_seqs, num_heads, s_q]
+        out [num_seqs, q_len, num_heads, 512] in query's dtype; with return_lse, also lse [num_seqs, num_heads, q_len]
         float32. A page id in use outside [0, num_pages), or a length that is negative or beyond the table, gives
         NaN in that sequence's rows; nothing out of bounds is read.
 
@@ -150,10 +152,10 @@ def mla_decode(
         jnp.asarray, (query, latent_cache, block_tables, seq_lens)
     )
     pool = pool_shape(latent_cache, "NHD")
-    num_seqs, s_q, num_heads, _ = query.shape
+    num_seqs, q_len, num_heads, _ = query.shape
     case = Case(
         num_seqs,
-        s_q,
+        q_len,
         num_heads,
         block_tables.shape[1],
         pool,
@@ -182,7 +184,7 @@ def check_call(
     check: ArgumentChecker, query, latent_cache, block_tables, seq_lens, schedule, *, scale, causal
 ):
     """What `mla_decode`, and FlashMLA's function for it, want of a call."""
-    check.array("query", query, ("num_seqs", "s_q", "num_heads", QUERY_DIM), DTYPES)
+    check.array("query", query, ("num_seqs", "q_len", "num_heads", QUERY_DIM), DTYPES)
     check.array(
         "latent_cache", latent_cache, ("num_pages", "page_size", "num_kv_heads", QUERY_DIM), [query.dtype]
     )

@@ -18,7 +18,7 @@ WGMMA_ROWS = 64
 class MLADecodeConfig(SplitKVConfig):
     """How one call of the kernel is cut up.
 
-    block_q: query rows (s_q x heads of one KV head) that a program serves, a power of two >= 16.
+    block_q: query rows (q_len x heads of one KV head) that a program serves, a power of two >= 16.
     block_kv: tokens a program takes in per step, a power of two >= 16.
     num_splits: without a schedule, most pieces a sequence's tokens are cut into. How many are used follows from the
         lengths at run time.

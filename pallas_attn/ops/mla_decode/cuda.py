@@ -36,40 +36,40 @@ def mla_decode_cuda(
     """Attention of `query` over the latent cache, by the pages of `block_tables`.
 
     Args:
-        query: [num_seqs, s_q, num_heads, 576] bfloat16 or float16.
+        query: [num_seqs, q_len, num_heads, 576] bfloat16 or float16.
         latent_cache: [num_pages, 64, num_kv_heads, 576], same dtype; num_heads is a multiple of num_kv_heads.
         block_tables: [num_seqs, max_blocks] int32.
         seq_lens: [num_seqs] int32, the new tokens included.
         schedule_metadata, num_splits: of `mla_schedule`, for these lengths.
         scale: multiplies the scores; positive.
-        causal: query i of s_q sees seq_len - s_q + i + 1 tokens instead of all.
+        causal: query i of q_len sees seq_len - q_len + i + 1 tokens instead of all.
 
     Returns:
-        out [num_seqs, s_q, num_heads, 512] in the query's dtype and lse [num_seqs, num_heads, s_q] float32,
+        out [num_seqs, q_len, num_heads, 512] in the query's dtype and lse [num_seqs, num_heads, q_len] float32,
         natural logarithm; 0 and -inf where nothing is visible, NaN for a request that uses a page outside the
         pool, or whose length is negative or beyond its row of the table.
 
     vmap calls it once for each of the batch, one after the other. Under a mesh, call it inside shard_map.
     """
     ffi.register()
-    num_seqs, s_q, num_heads, query_dim = query.shape
+    num_seqs, q_len, num_heads, query_dim = query.shape
     num_kv_heads = latent_cache.shape[2]
     group = num_heads // num_kv_heads
     pieces = num_seqs + schedule_metadata.shape[0]
     call = jax.ffi.ffi_call(
         "pallas_attn_mla_decode_sm90",
         (
-            jax.ShapeDtypeStruct((num_seqs, num_kv_heads, s_q, group, LATENT_DIM), query.dtype),
-            jax.ShapeDtypeStruct((num_seqs, num_heads, s_q), jnp.float32),
+            jax.ShapeDtypeStruct((num_seqs, num_kv_heads, q_len, group, LATENT_DIM), query.dtype),
+            jax.ShapeDtypeStruct((num_seqs, num_heads, q_len), jnp.float32),
             # Results of requests cut into several splits, before they are merged: outputs, because a handler
             # that allocates cannot be part of a command buffer.
-            jax.ShapeDtypeStruct((pieces, s_q * num_heads, LATENT_DIM), jnp.float32),
-            jax.ShapeDtypeStruct((pieces, s_q * num_heads), jnp.float32),
+            jax.ShapeDtypeStruct((pieces, q_len * num_heads, LATENT_DIM), jnp.float32),
+            jax.ShapeDtypeStruct((pieces, q_len * num_heads), jnp.float32),
         ),
         vmap_method="sequential",
     )
     # The rows of one KV head together. With one KV head, or one token, nothing moves.
-    by_kv_head = query.reshape(num_seqs, s_q, num_kv_heads, group, query_dim).swapaxes(1, 2)
+    by_kv_head = query.reshape(num_seqs, q_len, num_kv_heads, group, query_dim).swapaxes(1, 2)
     out, lse, _, _ = call(
         by_kv_head,
         latent_cache,
@@ -80,7 +80,7 @@ def mla_decode_cuda(
         scale=np.float32(scale),
         causal=bool(causal),
     )
-    return out.swapaxes(1, 2).reshape(num_seqs, s_q, num_heads, LATENT_DIM), lse
+    return out.swapaxes(1, 2).reshape(num_seqs, q_len, num_heads, LATENT_DIM), lse
 
 
 def mla_schedule_cuda(

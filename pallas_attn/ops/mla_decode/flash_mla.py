@@ -19,7 +19,7 @@ SPELLED = {
     "schedule.tile_scheduler_metadata": "tile_scheduler_metadata",
     "schedule.num_splits": "num_splits",
     "num_seqs": "batch_size",
-    "s_q": "seq_len_q",
+    "q_len": "seq_len_q",
     "num_heads": "num_heads_q",
     "num_kv_heads": "num_heads_k",
     "num_pages": "num_blocks",

@@ -1,7 +1,7 @@
 """Split-KV MLA decode attention in Pallas.
 
 A token of the latent cache is 512 latent elements, which serve as key and as value, and 64 rotary ones, which serve
-as key only. One program serves `block_q` query rows (the s_q x heads rows of one KV head, packed) and walks over
+as key only. One program serves `block_q` query rows (the q_len x heads rows of one KV head, packed) and walks over
 tokens in tiles of `block_kv`: the latent tile is loaded once and used for both products.
 
 Which tokens a program walks over is decided in one of two ways (see `pieces.py`): by the caller's schedule, where a
@@ -49,22 +49,22 @@ def mla_decode_pallas(
     config: MLADecodeConfig,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """(out [num_seqs, s_q, num_heads, 512] in query's dtype, lse [num_seqs, num_heads, s_q] float32)."""
-    num_seqs, s_q, num_heads, _ = query.shape
+    """(out [num_seqs, q_len, num_heads, 512] in query's dtype, lse [num_seqs, num_heads, q_len] float32)."""
+    num_seqs, q_len, num_heads, _ = query.shape
     problem = Problem(
         num_seqs=num_seqs,
-        q_len=s_q,
+        q_len=q_len,
         num_heads=num_heads,
         max_pages=block_tables.shape[1],
         pool=pool_shape(latent_cache, "NHD"),
         scale=scale,
         config=config,
-        causal=causal and s_q > 1,
+        causal=causal and q_len > 1,
         num_parts=None if schedule is None else schedule.tile_scheduler_metadata.shape[0],
     )
     outputs = [
-        jax.ShapeDtypeStruct((num_seqs, s_q, num_heads, LATENT_DIM), query.dtype),
-        jax.ShapeDtypeStruct((num_seqs, num_heads, s_q), jnp.float32),
+        jax.ShapeDtypeStruct((num_seqs, q_len, num_heads, LATENT_DIM), query.dtype),
+        jax.ShapeDtypeStruct((num_seqs, num_heads, q_len), jnp.float32),
     ]
     if problem.num_pieces > num_seqs:
         partial_shape = (problem.num_pieces, problem.pool.num_kv_heads, problem.rows)
@@ -164,7 +164,7 @@ def _serve(
 
     stored_len = triton.load(lens_ref.at[seq])
     seq_len = jnp.clip(stored_len, 0, problem.max_len)
-    # Query token i of s_q is the sequence's token seq_len - s_q + i, and sees itself and what is before it.
+    # Query token i of q_len is the sequence's token seq_len - q_len + i, and sees itself and what is before it.
     row_end = jnp.minimum(end, seq_len - (problem.q_len - 1) + token) if problem.causal else None
     state, bad = _walk_tokens(query, cache_ref, tables_ref, seq, kv_head, begin, end, row_end, problem)
     out, lse2 = softmax.finish(state)

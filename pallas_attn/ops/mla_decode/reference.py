@@ -20,7 +20,7 @@ def mla_decode_xla(
 ) -> tuple[jax.Array, jax.Array]:
     """(out in query's dtype, lse float32). A schedule says who does the work, not what it is: it is ignored here."""
     del schedule
-    num_seqs, s_q, num_heads, head_dim = query.shape
+    num_seqs, q_len, num_heads, head_dim = query.shape
     pool = pool_shape(latent_cache, "NHD")
     max_pages = block_tables.shape[1]
     group = num_heads // pool.num_kv_heads
@@ -28,13 +28,13 @@ def mla_decode_xla(
     chunk = pages_per_chunk * pool.page_size
 
     lengths = jnp.clip(seq_lens, 0, max_pages * pool.page_size)
-    # [num_seqs, num_kv_heads, s_q, group, head_dim]
+    # [num_seqs, num_kv_heads, q_len, group, head_dim]
     grouped = (
-        query.astype(jnp.float32).reshape(num_seqs, s_q, pool.num_kv_heads, group, head_dim).swapaxes(1, 2)
+        query.astype(jnp.float32).reshape(num_seqs, q_len, pool.num_kv_heads, group, head_dim).swapaxes(1, 2)
     )
     grouped = grouped * (scale * softmax.LOG2_E)
-    # Query token i is the sequence's token length - s_q + i, and with `causal` sees itself and what is before it.
-    hidden = s_q - 1 - jnp.arange(s_q) if causal else jnp.zeros(s_q, jnp.int32)
+    # Query token i is the sequence's token length - q_len + i, and with `causal` sees itself and what is before it.
+    hidden = q_len - 1 - jnp.arange(q_len) if causal else jnp.zeros(q_len, jnp.int32)
     row_end = lengths[:, None] - hidden[None, :]
 
     def step(i: jax.Array, carry):
@@ -56,14 +56,14 @@ def mla_decode_xla(
         acc = state.acc + jnp.einsum("bhsgk,bkhd->bhsgd", weights, values, precision="highest")
         return state._replace(acc=acc), bad | jnp.any(held & ~usable, axis=1)
 
-    start = softmax.start((num_seqs, pool.num_kv_heads, s_q, group), LATENT_DIM)
+    start = softmax.start((num_seqs, pool.num_kv_heads, q_len, group), LATENT_DIM)
     bad = (seq_lens < 0) | (seq_lens > max_pages * pool.page_size)
     num_chunks = (jnp.max(lengths, initial=0) + chunk - 1) // chunk
     axes = sharding.varying_axes(query, latent_cache, block_tables, seq_lens)
     state, bad = lax.fori_loop(0, num_chunks, step, sharding.vary((start, bad), axes))
     out, lse2 = softmax.finish(state)
     bad = bad[:, None, None, None]
-    out = softmax.poison(out.swapaxes(1, 2), bad[..., None]).reshape(num_seqs, s_q, num_heads, LATENT_DIM)
-    # [num_seqs, num_kv_heads, s_q, group] -> [num_seqs, num_heads, s_q]
-    lse = softmax.poison(softmax.natural_lse(lse2), bad).swapaxes(2, 3).reshape(num_seqs, num_heads, s_q)
+    out = softmax.poison(out.swapaxes(1, 2), bad[..., None]).reshape(num_seqs, q_len, num_heads, LATENT_DIM)
+    # [num_seqs, num_kv_heads, q_len, group] -> [num_seqs, num_heads, q_len]
+    lse = softmax.poison(softmax.natural_lse(lse2), bad).swapaxes(2, 3).reshape(num_seqs, num_heads, q_len)
     return out.astype(query.dtype), lse

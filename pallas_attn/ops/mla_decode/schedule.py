@@ -62,7 +62,7 @@ def mla_schedule(
     *,
     num_heads: int,
     num_kv_heads: int = 1,
-    s_q: int = 1,
+    q_len: int = 1,
     num_parts: int | None = None,
     overhead_blocks: int | None = None,
 ) -> MLASchedule:
@@ -71,7 +71,7 @@ def mla_schedule(
     Args:
         seq_lens: [num_seqs] int32; negative lengths count as 0.
         num_heads, num_kv_heads: query heads and KV heads.
-        s_q: query tokens per sequence.
+        q_len: query tokens per sequence.
         num_parts: pieces of equal work to cut the batch into, 1 to 4096; None takes what fills the device.
         overhead_blocks: what starting on a sequence costs, in blocks of 64 tokens, 1 to 1024. FlashMLA takes 5, which
             keeps most sequences of a big batch whole. None takes 5 too if there are more sequences than parts, else 2,
@@ -86,10 +86,10 @@ def mla_schedule(
     check = ArgumentChecker("mla_schedule")
     check.array("seq_lens", seq_lens, ("num_seqs",), [jnp.int32])
     check.non_empty("seq_lens", seq_lens)
-    for name, value in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads), ("s_q", s_q)):
+    for name, value in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads), ("q_len", q_len)):
         check.count(name, value)
     check.multiple("num_heads", num_heads, "num_kv_heads", num_kv_heads)
-    rows = s_q * num_heads // num_kv_heads
+    rows = q_len * num_heads // num_kv_heads
     if num_parts is None:
         num_parts = num_sm_parts(rows, num_kv_heads, current_device().num_cores)
     # More would cost memory, or overflow int32, and serve nothing.
