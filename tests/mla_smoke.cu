@@ -28,7 +28,7 @@ void check(cudaError_t error, const char* step) {
   std::exit(1);
 }
 
-void check(LaunchStatus status) { check(status.error, status.step); }
+void check(const LaunchStatus& status) { check(status.error, status.message.c_str()); }
 
 template <typename T>
 T* on_device(const std::vector<T>& host) {
@@ -103,7 +103,7 @@ void run(const Case& c, mla::ElementType element) {
   params.block_tables = on_device(tables);
   params.seq_lens = on_device(c.seq_lens);
   const size_t all_rows = static_cast<size_t>(batch) * c.num_kv_heads * rows;
-  const size_t partial_rows = static_cast<size_t>(batch + c.num_sm_parts) * c.num_kv_heads * rows;
+  const size_t partial_rows = static_cast<size_t>(2 * c.num_sm_parts) * c.num_kv_heads * rows;
   Element* out = filled_with_nan<Element>(all_rows * mla::kLatentDim);
   int* schedule = unwritten<int>(c.num_sm_parts * mla::kScheduleFields);
   int* num_splits = unwritten<int>(batch + 1);

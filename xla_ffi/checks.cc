@@ -53,10 +53,9 @@ void ArgumentChecker::array(const char* argument, ffi::AnyBuffer buffer, const s
   require(fits, argument, "shape " + describe(shape), describe({dimensions.begin(), dimensions.end()}));
 }
 
-xla::ffi::Error to_error(const char* function, LaunchStatus status) {
+xla::ffi::Error to_error(const char* function, const LaunchStatus& status) {
   if (status.ok()) return ffi::Error::Success();
-  return ffi::Error::Internal(std::string(function) + ": " + status.step + ": " +
-                              cudaGetErrorString(status.error));
+  return ffi::Error::Internal(std::string(function) + ": " + status.message);
 }
 
 }  // namespace pallas_attn

@@ -28,6 +28,6 @@ class ArgumentChecker {
   std::string message_;
 };
 
-xla::ffi::Error to_error(const char* function, LaunchStatus status);
+xla::ffi::Error to_error(const char* function, const LaunchStatus& status);
 
 }  // namespace pallas_attn

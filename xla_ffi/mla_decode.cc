@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "checks.h"
+#include "device_guard.h"
 #include "mla/params.h"
 #include "mla/sm90/dense/launch.h"
 #include "xla/ffi/api/ffi.h"
@@ -17,11 +18,11 @@ using ffi::DataType;
 
 constexpr char kName[] = "pallas_attn_mla_decode_sm90";
 
-ffi::Error mla_decode(cudaStream_t stream, ffi::AnyBuffer query, ffi::AnyBuffer latent_cache,
+ffi::Error mla_decode(cudaStream_t stream, int32_t device, ffi::AnyBuffer query, ffi::AnyBuffer latent_cache,
                       ffi::AnyBuffer block_tables, ffi::AnyBuffer seq_lens, ffi::AnyBuffer schedule_metadata,
                       ffi::AnyBuffer num_splits, ffi::Result<ffi::AnyBuffer> out,
                       ffi::Result<ffi::AnyBuffer> lse, ffi::Result<ffi::AnyBuffer> partial_out,
-                      ffi::Result<ffi::AnyBuffer> partial_lse, float scale, bool causal) {
+                      ffi::Result<ffi::AnyBuffer> partial_lse, float scale, bool causal, bool cooperative) {
   ArgumentChecker check(kName);
   check.array("query", query, {-1, -1, -1, -1, mla::kQueryDim}, {DataType::BF16, DataType::F16});
   if (!check.ok()) return check.error();
@@ -53,9 +54,7 @@ ffi::Error mla_decode(cudaStream_t stream, ffi::AnyBuffer query, ffi::AnyBuffer 
   check.require(num_sm_parts > 0 && num_sm_parts <= kMaxGridYZ, "schedule_metadata",
                 "between 1 and 65535 parts", std::to_string(num_sm_parts));
   check.array("out", *out, {batch, num_kv_heads, query_len, group, mla::kLatentDim}, {dtype});
-  check.array("lse", *lse, {batch, num_kv_heads * group, query_len}, {DataType::F32});
-  check.array("partial_out", *partial_out, {batch + num_sm_parts, rows, mla::kLatentDim}, {DataType::F32});
-  check.array("partial_lse", *partial_lse, {batch + num_sm_parts, rows}, {DataType::F32});
+  check.array("lse", *lse, {batch, query_len, num_kv_heads * group}, {DataType::F32});
   if (!check.ok()) return check.error();
 
   mla::DecodeParams params = {};
@@ -78,18 +77,25 @@ ffi::Error mla_decode(cudaStream_t stream, ffi::AnyBuffer query, ffi::AnyBuffer 
   params.num_sm_parts = static_cast<int>(num_sm_parts);
   params.scale = scale;
   params.causal = causal;
+  params.merge_apart = !cooperative;
   params.element = dtype == DataType::BF16 ? mla::ElementType::kBfloat16 : mla::ElementType::kFloat16;
 
+  check.array("partial_out", *partial_out, {params.num_slots(), rows, mla::kLatentDim}, {DataType::F32});
+  check.array("partial_lse", *partial_lse, {params.num_slots(), rows}, {DataType::F32});
+  if (!check.ok()) return check.error();
+
+  const DeviceGuard guard(device);
+  if (!guard.status().ok()) return to_error(kName, guard.status());
   return to_error(kName, mla::sm90::launch_dense_decode(params, stream));
 }
 
 }  // namespace
 }  // namespace pallas_attn
 
-#pragma GCC visibility push(default)
 XLA_FFI_DEFINE_HANDLER_SYMBOL(pallas_attn_mla_decode_sm90, pallas_attn::mla_decode,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                                  .Ctx<xla::ffi::DeviceOrdinal>()
                                   .Arg<xla::ffi::AnyBuffer>()  // query
                                   .Arg<xla::ffi::AnyBuffer>()  // latent_cache
                                   .Arg<xla::ffi::AnyBuffer>()  // block_tables
@@ -101,6 +107,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(pallas_attn_mla_decode_sm90, pallas_attn::mla_deco
                                   .Ret<xla::ffi::AnyBuffer>()  // partial_out
                                   .Ret<xla::ffi::AnyBuffer>()  // partial_lse
                                   .Attr<float>("scale")
-                                  .Attr<bool>("causal"),
+                                  .Attr<bool>("causal")
+                                  .Attr<bool>("cooperative"),
                               {xla::ffi::Traits::kCmdBufferCompatible});
-#pragma GCC visibility pop

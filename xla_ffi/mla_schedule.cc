@@ -2,7 +2,9 @@
 #include <cuda_runtime.h>
 
 #include "checks.h"
+#include "device_guard.h"
 #include "mla/params.h"
+#include "mla/schedule/dealing.h"
 #include "mla/schedule/schedule.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -14,18 +16,25 @@ using ffi::DataType;
 
 constexpr char kName[] = "pallas_attn_mla_schedule_sm90";
 
-ffi::Error mla_schedule(cudaStream_t stream, ffi::AnyBuffer seq_lens,
+void require_between(ArgumentChecker& check, const char* argument, int64_t least, int64_t most, int64_t got) {
+  check.require(got >= least && got <= most, argument,
+                "between " + std::to_string(least) + " and " + std::to_string(most), std::to_string(got));
+}
+
+ffi::Error mla_schedule(cudaStream_t stream, int32_t device, ffi::AnyBuffer seq_lens,
                         ffi::Result<ffi::AnyBuffer> schedule_metadata, ffi::Result<ffi::AnyBuffer> num_splits,
-                        int64_t overhead_blocks) {
+                        int64_t overhead_blocks, int64_t rows) {
   ArgumentChecker check(kName);
   check.array("seq_lens", seq_lens, {-1}, {DataType::S32});
+  check.array("schedule_metadata", *schedule_metadata, {-1, mla::kScheduleFields}, {DataType::S32});
   if (!check.ok()) return check.error();
   const int64_t batch = seq_lens.dimensions()[0];
-  check.require(batch > 0, "seq_lens", "at least one request", "none");
-  check.array("schedule_metadata", *schedule_metadata, {-1, mla::kScheduleFields}, {DataType::S32});
+  const int64_t num_parts = schedule_metadata->dimensions()[0];
   check.array("num_splits", *num_splits, {batch + 1}, {DataType::S32});
-  check.require(overhead_blocks >= 1 && overhead_blocks <= 1024, "overhead_blocks", "between 1 and 1024",
-                std::to_string(overhead_blocks));
+  require_between(check, "seq_lens", 1, mla::kMostRequests, batch);
+  require_between(check, "schedule_metadata", 1, mla::kMostParts, num_parts);
+  require_between(check, "overhead_blocks", 0, mla::kMostOverheadPages, overhead_blocks);
+  require_between(check, "rows", 1, INT32_MAX, rows);
   if (!check.ok()) return check.error();
 
   mla::ScheduleParams params = {};
@@ -33,21 +42,25 @@ ffi::Error mla_schedule(cudaStream_t stream, ffi::AnyBuffer seq_lens,
   params.schedule = schedule_metadata->typed_data<int32_t>();
   params.num_splits = num_splits->typed_data<int32_t>();
   params.batch = static_cast<int>(batch);
-  params.num_sm_parts = static_cast<int>(schedule_metadata->dimensions()[0]);
+  params.num_sm_parts = static_cast<int>(num_parts);
   params.overhead_pages = static_cast<int>(overhead_blocks);
+  params.rows = static_cast<int>(rows);
+
+  const DeviceGuard guard(device);
+  if (!guard.status().ok()) return to_error(kName, guard.status());
   return to_error(kName, mla::launch_schedule(params, stream));
 }
 
 }  // namespace
 }  // namespace pallas_attn
 
-#pragma GCC visibility push(default)
 XLA_FFI_DEFINE_HANDLER_SYMBOL(pallas_attn_mla_schedule_sm90, pallas_attn::mla_schedule,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                                  .Ctx<xla::ffi::DeviceOrdinal>()
                                   .Arg<xla::ffi::AnyBuffer>()  // seq_lens
                                   .Ret<xla::ffi::AnyBuffer>()  // schedule_metadata
                                   .Ret<xla::ffi::AnyBuffer>()  // num_splits
-                                  .Attr<int64_t>("overhead_blocks"),
+                                  .Attr<int64_t>("overhead_blocks")
+                                  .Attr<int64_t>("rows"),
                               {xla::ffi::Traits::kCmdBufferCompatible});
-#pragma GCC visibility pop

@@ -27,7 +27,13 @@ LaunchStatus launch_dependent(void (*kernel)(Parameters...), dim3 grid, int thre
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = blocks == Blocks::kCooperative ? 2 : 1;
-  return {cudaLaunchKernelEx(&config, kernel, arguments...), step};
+  return status_of(cudaLaunchKernelEx(&config, kernel, arguments...), step);
+}
+
+// Whether the driver will not run this grid's blocks together, as with some of the multiprocessors reserved
+// for others (MPS, green contexts), though it would run them one after the other.
+inline bool cooperation_refused(const LaunchStatus& status) {
+  return status.error == cudaErrorCooperativeLaunchTooLarge || status.error == cudaErrorNotSupported;
 }
 
 }  // namespace pallas_attn

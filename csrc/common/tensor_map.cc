@@ -2,6 +2,8 @@
 
 #include <cuda_runtime.h>
 
+#include <string>
+
 namespace pallas_attn {
 namespace {
 
@@ -19,17 +21,19 @@ EncodeTiled find_encoder() {
 
 }  // namespace
 
-LaunchStatus encode_tensor_map(const TensorMapSpec& spec, CUtensorMap* map) {
+LaunchStatus encode_tensor_map(const TensorTile& tile, CUtensorMapDataType dtype, CUtensorMap* map) {
   static const EncodeTiled encode = find_encoder();
-  if (encode == nullptr) return {cudaErrorSymbolNotFound, "looking up cuTensorMapEncodeTiled in the driver"};
-
+  if (encode == nullptr) {
+    return status_of(cudaErrorSymbolNotFound, "looking up cuTensorMapEncodeTiled in the driver");
+  }
   const uint32_t element_strides[3] = {1, 1, 1};
   const CUresult result =
-      encode(map, spec.dtype, /*rank=*/3, const_cast<void*>(spec.base), spec.extent, spec.strides_bytes,
-             spec.box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      encode(map, dtype, /*rank=*/3, const_cast<void*>(tile.base), tile.extent, tile.strides_bytes, tile.box,
+             element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result != CUDA_SUCCESS) return {cudaErrorInvalidValue, "encoding a tensor map"};
-  return {};
+  // The driver's results and the runtime's errors share their numbers.
+  return status_of(static_cast<cudaError_t>(result), std::string("encoding the tensor map of '") + tile.name +
+                                                         "' (CUresult " + std::to_string(result) + ")");
 }
 
 }  // namespace pallas_attn

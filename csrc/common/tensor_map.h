@@ -6,22 +6,12 @@
 
 #include <cuda.h>
 
-#include <cstdint>
-
 #include "common/status.h"
+#include "common/tensor_tile.h"
 
 namespace pallas_attn {
 
-struct TensorMapSpec {
-  CUtensorMapDataType dtype;
-  const void* base;
-  // Innermost dimension first. strides_bytes[i] is the distance between neighbours in dimension i + 1.
-  uint64_t extent[3];
-  uint64_t strides_bytes[2];
-  uint32_t box[3];
-};
-
 // Three-dimensional tiles with the 128-byte swizzle; out-of-range elements read as zero.
-LaunchStatus encode_tensor_map(const TensorMapSpec& spec, CUtensorMap* map);
+LaunchStatus encode_tensor_map(const TensorTile& tile, CUtensorMapDataType dtype, CUtensorMap* map);
 
 }  // namespace pallas_attn

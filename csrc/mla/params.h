@@ -6,11 +6,9 @@
 // group + head in the group.
 #pragma once
 
-#include <cuda_runtime.h>
-
 #include <cstdint>
 
-#include "common/status.h"
+#include "common/host_device.h"
 
 namespace pallas_attn::mla {
 
@@ -39,10 +37,15 @@ struct DecodeParams {
   const int* schedule;       // [num_sm_parts, 8]
   const int* num_splits;     // [b + 1], cumulative
 
-  void* out;            // [b, h_kv, s_q, group, 512]
-  float* lse;           // [b, h_q, s_q], natural logarithm
-  float* partial_out;   // [b + num_sm_parts, h_kv, s_q, group, 512], used by requests of several splits
-  float* partial_lse2;  // [b + num_sm_parts, h_kv, s_q, group], base 2
+  void* out;   // [b, h_kv, s_q, group, 512]
+  float* lse;  // [b, s_q, h_q], natural logarithm
+  // Partial results of the requests that were cut. A part leaves at most two, of its first and of its last
+  // request, so there are two slots a part: piece k of request i lies in slot
+  //   2 * (num_splits[i] - i) + k.
+  // num_splits[i] - i cuts come before request i, and a request that is cut c times has c + 1 <= 2 c pieces:
+  // slots never collide, and the last of num_sm_parts - 1 cuts leaves them below 2 * (num_sm_parts - 1).
+  float* partial_out;   // [2 * num_sm_parts, h_kv, s_q, group, 512]
+  float* partial_lse2;  // [2 * num_sm_parts, h_kv, s_q, group], base 2
 
   int batch;
   int query_len;
@@ -53,19 +56,21 @@ struct DecodeParams {
   int num_sm_parts;
   float scale;  // positive
   bool causal;
+  // Merge in a kernel that follows, never inside a cooperative grid: see launch_plan.h.
+  bool merge_apart;
   ElementType element;
 
   // Of one KV head, and of a request.
-  __host__ __device__ int rows() const { return query_len * group; }
-  __host__ __device__ int all_rows() const { return num_kv_heads * rows(); }
+  PALLAS_ATTN_HOST_DEVICE int rows() const { return query_len * group; }
+  PALLAS_ATTN_HOST_DEVICE int all_rows() const { return num_kv_heads * rows(); }
 
   // Partial results there is room for.
-  __host__ __device__ int num_slots() const { return batch + num_sm_parts; }
+  PALLAS_ATTN_HOST_DEVICE int num_slots() const { return 2 * num_sm_parts; }
 
   // Where a row's lse goes; `row` counts within the KV head.
-  __device__ float* lse_of(int request, int kv_head, int row) const {
-    const int64_t head = (static_cast<int64_t>(request) * num_kv_heads + kv_head) * group + row % group;
-    return lse + head * query_len + row / group;
+  PALLAS_ATTN_HOST_DEVICE float* lse_of(int request, int kv_head, int row) const {
+    const int64_t token = static_cast<int64_t>(request) * query_len + row / group;
+    return lse + (token * num_kv_heads + kv_head) * group + row % group;
   }
 };
 
@@ -75,8 +80,10 @@ struct ScheduleParams {
   int* num_splits;      // [b + 1]
   int batch;
   int num_sm_parts;
-  // Cost of starting a request (loading queries, writing the output) counted in pages.
+  // Cost of starting a request (loading queries, writing the output) counted in pages; 0 for what suits the
+  // lengths, which depends on `rows` too, the query rows of a KV head.
   int overhead_pages;
+  int rows;
 };
 
 }  // namespace pallas_attn::mla

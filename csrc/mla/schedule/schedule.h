@@ -1,4 +1,4 @@
-// Shares the pages of a batch out over SM parts.
+// Deals the pages of a batch out to parts, on the device.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,7 +8,7 @@
 
 namespace pallas_attn::mla {
 
-// Fills `schedule` and `num_splits`. Needs 4 bytes of shared memory a request.
+// Fills `schedule` and `num_splits`; at most kMostRequests and kMostParts of dealing.h.
 LaunchStatus launch_schedule(const ScheduleParams& params, cudaStream_t stream);
 
 }  // namespace pallas_attn::mla
