@@ -6,6 +6,7 @@ registered no earlier than needed: importing the package must neither load CUDA 
 
 import ctypes
 import functools
+import itertools
 import os
 import sysconfig
 from pathlib import Path
@@ -14,23 +15,26 @@ import jax
 
 _LIBRARY = "libpallas_attn_cuda.so"
 _REASON = "no_cuda_library.txt"  # written by the build when it has no library to install
-_TARGETS = ("pallas_attn_mla_decode_sm90", "pallas_attn_mla_schedule_sm90")
+# First driver of each major version of CUDA. A program built with one runs on drivers for it and later ones.
+_FIRST_DRIVER = {12: "R525", 13: "R580"}
 
 
 def is_available() -> tuple[bool, str | None]:
-    """(True, None), or (False, the reason the CUDA library cannot be used)."""
-    _, reason = _load()
+    """(True, None), or (False, the reason the CUDA library cannot be used on this machine)."""
+    library, reason = _load()
+    if library is not None:
+        reason = _driver_refusal(*_versions(library))
     return reason is None, reason
 
 
 @functools.cache
 def register() -> None:
-    """Makes the custom calls of the CUDA library known to XLA, by the names "pallas_attn_mla_decode_sm90" and
-    "pallas_attn_mla_schedule_sm90".
+    """Makes the custom calls of the CUDA library, all of xla_ffi/targets.def, known to XLA.
 
     Ops do it themselves when they are traced. A process that only runs a function that `jax.export` serialised
     elsewhere traces none, and calls this first. To export one, name the calls as ones you vouch for:
-    `jax.export.export(f, disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("pallas_attn_mla_decode_sm90")])`.
+    `jax.export.export(f, disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("pallas_attn_mla_decode_sm90")])`,
+    and "pallas_attn_mla_schedule_sm90" likewise. It takes neither a GPU nor a driver.
 
     Raises:
         RuntimeError: there is no library, with the reason.
@@ -38,8 +42,44 @@ def register() -> None:
     library, reason = _load()
     if library is None:
         raise RuntimeError(f"pallas_attn's CUDA library cannot be used: {reason}")
-    for target in _TARGETS:
-        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, target)), platform="CUDA")
+    _register(library, "CUDA")
+
+
+class _Target(ctypes.Structure):
+    _fields_ = (("name", ctypes.c_char_p), ("handler", ctypes.c_void_p))
+
+
+def _register(library: ctypes.CDLL, platform: str) -> None:
+    targets = library.pallas_attn_ffi_targets()  # ends with one without a name
+    for target in itertools.takewhile(
+        lambda target: target.name, map(targets.__getitem__, itertools.count())
+    ):
+        handler = jax.ffi.pycapsule(ctypes.c_void_p(target.handler))
+        jax.ffi.register_ffi_target(target.name.decode(), handler, platform=platform)
+
+
+def _versions(library: ctypes.CDLL) -> tuple[int, int]:
+    """What the library was built with and what the driver runs, as CUDA counts: 13000 is 13.0, 0 no driver."""
+    built_with, driver = ctypes.c_int(), ctypes.c_int()
+    library.pallas_attn_cuda_versions(ctypes.byref(built_with), ctypes.byref(driver))
+    return built_with.value, driver.value
+
+
+def _driver_refusal(built_with: int, driver: int) -> str | None:
+    if driver == 0:
+        return "no NVIDIA driver was found"
+    major = built_with // 1000
+    if driver // 1000 >= major:
+        return None
+
+    def dotted(version: int) -> str:
+        return f"{version // 1000}.{version % 1000 // 10}"
+
+    first = f" ({_FIRST_DRIVER[major]} or newer)" if major in _FIRST_DRIVER else ""
+    return (
+        f"the CUDA library was built with CUDA {dotted(built_with)} and needs a driver for CUDA {major}{first}; "
+        f"this machine's is for CUDA {dotted(driver)}"
+    )
 
 
 def _directories() -> list[Path]:
@@ -62,9 +102,10 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         return None, f"{path.name} does not load: {error}"
-    missing = [target for target in _TARGETS if not hasattr(library, target)]
-    if missing:
-        return None, f"{path.name} lacks {', '.join(missing)}: it is from another version"
+    wanted = ("pallas_attn_ffi_targets", "pallas_attn_cuda_versions")
+    if missing := [name for name in wanted if not hasattr(library, name)]:
+        return None, f"{path.name} lacks {' and '.join(missing)}: it is from another version"
+    library.pallas_attn_ffi_targets.restype = ctypes.POINTER(_Target)
     return library, None
 
 

@@ -1,5 +1,6 @@
 """MLA decode on Hopper: the CUDA kernel of csrc/mla, called through XLA's FFI."""
 
+import os
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from pallas_attn._tile.layout import PoolShape
 
 LATENT_DIM = 512
 PAGE_SIZE = 64
+COOPERATIVE_VARIABLE = "PALLAS_ATTN_COOPERATIVE"
 
 
 def unsupported(dtype: Any, pool: PoolShape) -> str | None:
@@ -32,6 +34,7 @@ def mla_decode_cuda(
     *,
     scale: float,
     causal: bool,
+    cooperative: bool | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of `query` over the latent cache, by the pages of `block_tables`.
 
@@ -43,9 +46,14 @@ def mla_decode_cuda(
         schedule_metadata, num_splits: of `mla_schedule`, for these lengths.
         scale: multiplies the scores; positive.
         causal: query i of q_len sees seq_len - q_len + i + 1 tokens instead of all.
+        cooperative: whether the kernel's blocks may wait for each other and merge sequences that were cut by
+            themselves, where all of them run at once. That is faster, but such a launch waits until it has the
+            device to itself, and so does not overlap with a collective's kernel. None is True, but for
+            PALLAS_ATTN_COOPERATIVE=0 in the environment when the call is traced. A device that would not run them
+            all at once (MPS, green contexts) is found out by asking it, and served without.
 
     Returns:
-        out [num_seqs, q_len, num_heads, 512] in the query's dtype and lse [num_seqs, num_heads, q_len] float32,
+        out [num_seqs, q_len, num_heads, 512] in the query's dtype and lse [num_seqs, q_len, num_heads] float32,
         natural logarithm; 0 and -inf where nothing is visible, NaN for a request that uses a page outside the
         pool, or whose length is negative or beyond its row of the table.
 
@@ -55,16 +63,16 @@ def mla_decode_cuda(
     num_seqs, q_len, num_heads, query_dim = query.shape
     num_kv_heads = latent_cache.shape[2]
     group = num_heads // num_kv_heads
-    pieces = num_seqs + schedule_metadata.shape[0]
+    slots = 2 * schedule_metadata.shape[0]  # a part leaves at most two pieces of cut sequences
     call = jax.ffi.ffi_call(
         "pallas_attn_mla_decode_sm90",
         (
             jax.ShapeDtypeStruct((num_seqs, num_kv_heads, q_len, group, LATENT_DIM), query.dtype),
-            jax.ShapeDtypeStruct((num_seqs, num_heads, q_len), jnp.float32),
+            jax.ShapeDtypeStruct((num_seqs, q_len, num_heads), jnp.float32),
             # Results of requests cut into several splits, before they are merged: outputs, because a handler
             # that allocates cannot be part of a command buffer.
-            jax.ShapeDtypeStruct((pieces, q_len * num_heads, LATENT_DIM), jnp.float32),
-            jax.ShapeDtypeStruct((pieces, q_len * num_heads), jnp.float32),
+            jax.ShapeDtypeStruct((slots, q_len * num_heads, LATENT_DIM), jnp.float32),
+            jax.ShapeDtypeStruct((slots, q_len * num_heads), jnp.float32),
         ),
         vmap_method="sequential",
     )
@@ -79,29 +87,16 @@ def mla_decode_cuda(
         num_splits,
         scale=np.float32(scale),
         causal=bool(causal),
+        cooperative=_cooperates() if cooperative is None else bool(cooperative),
     )
     return out.swapaxes(1, 2).reshape(num_seqs, q_len, num_heads, LATENT_DIM), lse
 
 
-def mla_schedule_cuda(
-    seq_lens: jax.Array, num_parts: int, *, overhead_blocks: int = 5
-) -> tuple[jax.Array, jax.Array]:
-    """The schedule of `mla_schedule` by one small kernel: [num_parts, 8] and [num_seqs + 1] int32.
-
-    Args:
-        seq_lens: [num_seqs] int32.
-        num_parts: pieces of equal work.
-        overhead_blocks: what starting on a request costs, in blocks of 64 tokens. Smaller values cut small
-            batches finer.
-    """
-    ffi.register()
-    call = jax.ffi.ffi_call(
-        "pallas_attn_mla_schedule_sm90",
-        (
-            jax.ShapeDtypeStruct((num_parts, 8), jnp.int32),
-            jax.ShapeDtypeStruct((seq_lens.shape[0] + 1,), jnp.int32),
-        ),
-        vmap_method="sequential",
-    )
-    schedule_metadata, num_splits = call(seq_lens, overhead_blocks=overhead_blocks)
-    return schedule_metadata, num_splits
+def _cooperates() -> bool:
+    """A property of the deployment, not of a model: an argument would have to pass through every layer that calls."""
+    chosen = os.environ.get(COOPERATIVE_VARIABLE, "1")
+    if chosen not in ("0", "1"):
+        raise ValueError(
+            f"mla_decode: environment variable '{COOPERATIVE_VARIABLE}': expected '0' or '1', got {chosen!r}"
+        )
+    return chosen == "1"

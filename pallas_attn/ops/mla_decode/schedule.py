@@ -26,6 +26,7 @@ from jax import export
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._call.device import current_device
 from pallas_attn._types import SeqLens
+from pallas_attn.ops.mla_decode import schedule_cuda
 
 BLOCK_TOKENS = 64
 BLOCK_ROWS = 64
@@ -99,6 +100,8 @@ def mla_schedule(
     ):
         if value is not None:
             check.count(name, value, most)
+    if schedule_cuda.serves(seq_lens.shape[0]):
+        return MLASchedule(*schedule_cuda.mla_schedule_cuda(seq_lens, num_parts, overhead_blocks, rows))
     if overhead_blocks is None:
         return tile_schedule(seq_lens, num_parts, default_overhead(seq_lens, num_parts, rows))
     return tile_schedule(seq_lens, num_parts, overhead_blocks)
