@@ -77,12 +77,12 @@ def _decode_kernels(kernels: dict[str, str]) -> list[str]:
     return found
 
 
-def test_exports_only_the_handlers(library: Path) -> None:
+def test_exports_what_python_asks_of_the_library_and_nothing_else(library: Path) -> None:
     names = subprocess.run(
         ["nm", "-D", "--defined-only", str(library)], capture_output=True, text=True, check=True
     )
     ours = [line.split()[-1] for line in names.stdout.splitlines() if "pallas_attn" in line]
-    assert sorted(ours) == ["pallas_attn_mla_decode_sm90", "pallas_attn_mla_schedule_sm90"]
+    assert sorted(ours) == ["pallas_attn_cuda_versions", "pallas_attn_ffi_targets"]
 
 
 def test_links_neither_driver_nor_runtime(library: Path) -> None:
@@ -258,11 +258,66 @@ def test_programs_for_benchmarks_and_sanitizers_build(build: Path, monkeypatch: 
     pytest.importorskip("mla_graph", reason="torch is not installed").load(str(build / "libmla_launcher.so"))
 
 
-def test_registers_with_xla(library: Path) -> None:
-    """In a process of its own: a registration is for the life of the process."""
-    code = "from pallas_attn import _ffi; assert _ffi.is_available() == (True, None); _ffi.register()"
+# XLA looks at a handler when it is registered for a platform that has started; for one that has not, it only takes
+# note of it. So: for the CPU, where these could not run but can be asked what they are.
+REGISTER = """
+import ctypes, itertools, sys
+import jax
+from pallas_attn._call import ffi
+
+jax.devices()
+registered = []
+register_ffi_target = jax.ffi.register_ffi_target
+def noting(name, *arguments, **keywords):
+    register_ffi_target(name, *arguments, **keywords)
+    registered.append(name)
+jax.ffi.register_ffi_target = noting
+
+if sys.argv[1] == "library":
+    library, reason = ffi._load()
+    assert reason is None, reason
+    assert ffi._versions(library)[0] >= 12080
+else:
+    handler = ctypes.cast(ctypes.CDLL(None).getpid, ctypes.c_void_p).value
+    table = (ffi._Target * 2)((b"pallas_attn_getpid", handler), (None, None))
+    class library:
+        pallas_attn_ffi_targets = lambda: table
+ffi._register(library, "cpu")
+print(*registered)
+"""
+
+
+def _register(what: str, library: Path) -> subprocess.CompletedProcess:
+    """In a process of its own: a registration is for the life of the process, and a bad one may end it."""
     environment = {**os.environ, "PALLAS_ATTN_CUDA_LIBRARY": str(library), "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-c", REGISTER, what]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_registers_with_xla(library: Path) -> None:
+    done = _register("library", library)
     assert done.returncode == 0, done.stderr
+    targets = re.findall(r"^PALLAS_ATTN_TARGET\((\w+)\)", (ROOT / "xla_ffi/targets.def").read_text(), re.M)
+    assert len(targets) == 2
+    assert done.stdout.split() == targets
+
+
+def test_xla_refuses_what_is_no_handler() -> None:
+    """Or the test above could not fail."""
+    done = _register("getpid", Path())
+    assert done.returncode != 0
+    assert "pallas_attn_getpid" not in done.stdout
+
+
+def test_every_call_from_python_is_a_target() -> None:
+    targets = re.findall(r"^PALLAS_ATTN_TARGET\((\w+)\)", (ROOT / "xla_ffi/targets.def").read_text(), re.M)
+    sources = [path.read_text() for path in (ROOT / "pallas_attn/ops").rglob("*.py")]
+    called = {name for text in sources for name in re.findall(r'ffi_call\(\s*"(\w+)"', text)}
+    assert called == set(targets)
+
+
+def test_objects_of_equal_names_do_not_collide(build: Path) -> None:
+    names = {path.name for path in build.glob("*.o")}
+    assert "csrc.mla.sm90.dense.instantiations.bfloat16.cu.o" in names
+    sources = [*(ROOT / "csrc").rglob("*.c[cu]"), *(ROOT / "xla_ffi").glob("*.cc")]
+    assert len(names - {"empty.o"}) == len(sources)
