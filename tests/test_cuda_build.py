@@ -1,10 +1,13 @@
 """The CUDA library builds for sm_90a, and its machine code is what its README says. Needs nvcc, no GPU."""
 
+import base64
+import hashlib
 import os
 import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -248,6 +251,67 @@ def test_the_build_requires_nvcc_only_where_there_is_none(
     monkeypatch.setattr(backend.sys, "platform", "darwin")
     monkeypatch.delenv("PALLAS_ATTN_NVCC")
     assert backend.nvcc_requirements() == []
+
+
+def _wheel(directory: Path, library: bytes | None) -> Path:
+    """As scikit-build-core names and fills one, with a library or without."""
+    wheel = directory / "pallas_attn-0.1.0-py3-none-linux_x86_64.whl"
+    about = "pallas_attn-0.1.0.dist-info"
+    with zipfile.ZipFile(wheel, "w") as new:
+        new.writestr("pallas_attn/__init__.py", "")
+        if library is not None:
+            new.writestr("pallas_attn/libpallas_attn_cuda.so", library)
+        new.writestr(
+            f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: py3-none-linux_x86_64\n\n"
+        )
+        new.writestr(f"{about}/RECORD", "stale,,\n")
+    return wheel
+
+
+@pytest.mark.parametrize(
+    ("library", "tag"),
+    [
+        (None, "py3-none-any"),
+        (b"\0GLIBC_2.2.5\0GLIBC_2.34\0GLIBCXX_3.4.29\0", "py3-none-manylinux_2_34_x86_64"),
+        (b"\0GLIBC_2.2.5\0GLIBC_2.35\0", "py3-none-linux_x86_64"),
+        (b"\0GLIBC_2.34\0GLIBCXX_3.4.30\0", "py3-none-linux_x86_64"),
+    ],
+)
+def test_wheels_with_and_without_the_library_have_names_of_their_own(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    build_backend: ModuleType,
+    library: bytes | None,
+    tag: str,
+) -> None:
+    backend: Any = build_backend
+    monkeypatch.setattr(backend.platform, "machine", lambda: "x86_64")
+    original = _wheel(tmp_path, library)
+    wheel = backend.tag_wheel(original)
+    assert wheel.name == f"pallas_attn-0.1.0-{tag}.whl"
+    assert list(tmp_path.iterdir()) == [wheel]
+    with zipfile.ZipFile(wheel) as opened:
+        files = {name: opened.read(name) for name in opened.namelist()}
+    about = files["pallas_attn-0.1.0.dist-info/WHEEL"].decode().splitlines()
+    assert f"Tag: {tag}" in about
+    assert f"Root-Is-Purelib: {str(library is None).lower()}" in about
+    record = dict(
+        line.split(",", 1) for line in files["pallas_attn-0.1.0.dist-info/RECORD"].decode().splitlines()
+    )
+    assert set(record) == set(files)
+    for name, data in files.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+        assert record[name] == ("," if name.endswith("RECORD") else f"sha256={digest},{len(data)}")
+
+
+def test_the_library_may_be_called_manylinux(library: Path, build_backend: ModuleType) -> None:
+    """Where it was built on a machine no newer than that; or says which version of which library is too new."""
+    versions = subprocess.run(["objdump", "-T", str(library)], capture_output=True, text=True, check=True)
+    asked = re.findall(r"\b(GLIBC|GLIBCXX)_([\d.]+)", versions.stdout)
+    promised = {"GLIBC": (2, 34), "GLIBCXX": (3, 4, 29)}
+    within = all(tuple(map(int, version.split("."))) <= promised[name] for name, version in asked)
+    assert asked
+    assert build_backend.within_promise(library.read_bytes()) == within
 
 
 def test_programs_for_benchmarks_and_sanitizers_build(build: Path, monkeypatch: pytest.MonkeyPatch) -> None:
