@@ -3,15 +3,20 @@
 import functools
 import itertools
 import random
+import threading
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compute_on import compute_on
+from references.mla_schedule_model import plain_schedule
 
 from pallas_attn._call import ffi
-from pallas_attn.ops.mla_decode.cuda import mla_decode_cuda, mla_schedule_cuda
+from pallas_attn._call.device import current_device
+from pallas_attn.ops.mla_decode.cuda import mla_decode_cuda
+from pallas_attn.ops.mla_decode.schedule import num_sm_parts
 
 pytestmark = pytest.mark.gpu
 
@@ -30,27 +35,8 @@ def _needs_library() -> None:
 
 
 def schedule(lengths: list[int], parts: int, overhead: int = 5) -> tuple[np.ndarray, np.ndarray]:
-    """FlashMLA's greedy sharing, in Python."""
-    pages = [-(-max(n, 0) // PAGE) for n in lengths]
-    budget = max(-(-sum(n + overhead for n in pages) // parts) + overhead, 2 * overhead)
-    request = page = split = 0
-    splits, rows = [0], []
-    for _ in range(parts):
-        row = [request, page * PAGE, 0, 0, split, 0, 0, 0]
-        left = budget
-        while request < len(lengths):
-            remaining = pages[request] - page
-            if left < remaining + overhead:
-                if left > overhead:
-                    page += left - overhead
-                    split += 1
-                break
-            left -= remaining + overhead
-            splits.append(splits[-1] + split + 1)
-            request, page, split = request + 1, 0, 0
-        row[2:4] = [request, page * PAGE] if page else [request - 1, lengths[request - 1]]
-        rows.append(row)
-    return np.array(rows, np.int32), np.array(splits, np.int32)
+    metadata, num_splits, _ = plain_schedule(lengths, parts, overhead)
+    return np.array(metadata, np.int32), np.array(num_splits, np.int32)
 
 
 @dataclass
@@ -64,7 +50,7 @@ class Inputs:
     def parts(self) -> int:
         num_kv_heads = self.cache.shape[2]
         rows = self.query.shape[1] * self.query.shape[2] // num_kv_heads
-        return max(1, 132 // num_kv_heads // -(-rows // 64))
+        return num_sm_parts(rows, num_kv_heads, current_device().num_cores)
 
 
 def make_inputs(
@@ -92,16 +78,16 @@ def make_inputs(
 
 
 @functools.cache
-def _compiled(causal: bool):
-    return jax.jit(functools.partial(mla_decode_cuda, scale=SCALE, causal=causal))
+def _compiled(causal: bool, cooperative: bool):
+    return jax.jit(functools.partial(mla_decode_cuda, scale=SCALE, causal=causal, cooperative=cooperative))
 
 
-def run(inputs: Inputs, causal: bool, tables=None, seq_lens=None, overhead: int = 5):
-    metadata, splits = schedule(inputs.lengths, inputs.parts, overhead)
+def run(inputs: Inputs, causal: bool, tables=None, seq_lens=None, overhead=5, parts=None, cooperative=True):
+    metadata, splits = schedule(inputs.lengths, parts or inputs.parts, overhead)
     tables = jnp.asarray(inputs.tables if tables is None else tables)
     seq_lens = jnp.asarray(inputs.lengths if seq_lens is None else seq_lens, jnp.int32)
     metadata, splits = jnp.asarray(metadata), jnp.asarray(splits)
-    return _compiled(causal)(inputs.query, inputs.cache, tables, seq_lens, metadata, splits)
+    return _compiled(causal, cooperative)(inputs.query, inputs.cache, tables, seq_lens, metadata, splits)
 
 
 def reference(inputs: Inputs, causal: bool):
@@ -110,7 +96,7 @@ def reference(inputs: Inputs, causal: bool):
     batch, q_len, h_q, _ = query.shape
     h_kv = cache.shape[2]
     out = np.zeros((batch, q_len, h_q, LATENT), np.float32)
-    lse = np.full((batch, h_q, q_len), -np.inf, np.float32)
+    lse = np.full((batch, q_len, h_q), -np.inf, np.float32)
     for i, n in enumerate(inputs.lengths):
         keys = cache[inputs.tables[i, : -(-n // PAGE)]].reshape(-1, h_kv, DIM)[:n].astype(np.float32)
         for j, kv_head in itertools.product(range(q_len), range(h_kv)):
@@ -123,7 +109,7 @@ def reference(inputs: Inputs, causal: bool):
             weights = np.exp(scores - top)
             total = weights.sum(-1, keepdims=True)
             out[i, j, heads] = weights / total @ seen[:, :LATENT]
-            lse[i, heads, j] = (top + np.log(total))[:, 0]
+            lse[i, j, heads] = (top + np.log(total))[:, 0]
     return out, lse
 
 
@@ -215,15 +201,118 @@ def test_same_bits_every_time() -> None:
         assert all((a == b).all() for a, b in zip(first, again, strict=True))
 
 
-@pytest.mark.parametrize("overhead", [1, 5])
-@pytest.mark.parametrize("parts", [1, 7, 66, 132])
-def test_schedule_kernel(parts: int, overhead: int) -> None:
-    rng = random.Random(parts)
-    for lengths in ([0], [1], [32768], [0, 0, 0], [4096] * 128, [rng.randint(0, 9000) for _ in range(200)]):
-        want = schedule(lengths, parts, overhead)
-        got = mla_schedule_cuda(jnp.asarray(lengths, jnp.int32), parts, overhead_blocks=overhead)
-        for a, b in zip(got, want, strict=True):
-            np.testing.assert_array_equal(np.asarray(a), b)
+def assert_same_bits(got, want) -> None:
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+@pytest.mark.parametrize("q_len", [1, 2])
+@pytest.mark.parametrize(
+    "lengths",
+    [[8192], [4096] * 8, [30_000, 100, 5, 700, 64], [1000, 3000] * 50, [64] * 300],
+    ids=["one", "eight", "uneven", "hundred", "uncut"],
+)
+def test_merging_in_the_kernel_and_behind_it(lengths: list[int], q_len: int) -> None:
+    """Cooperative launches can be declined; what a driver refuses goes the same way."""
+    inputs = make_inputs(lengths, 128, q_len, seed=len(lengths))
+    check(inputs, True, *run(inputs, True, cooperative=True))
+    check(inputs, True, *run(inputs, True, cooperative=False))
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 33, 131, 133, 264, 1000])
+def test_any_number_of_parts(parts: int) -> None:
+    """Scratch has two slots a part: with few parts over many sequences, and with more than fit on the device."""
+    inputs = make_inputs([700, 0, 3000, 64, 65, 1, 5000, 640, 128, 900], 64, seed=parts)
+    for overhead in (1, 5):
+        check(inputs, False, *run(inputs, False, overhead=overhead, parts=parts))
+
+
+def test_a_pool_above_2_to_the_31_elements() -> None:
+    """4.3 GB of pages; a small pool with the same pages gives the bits."""
+    small = make_inputs([3000, 0, 64, 700, 5000], 64, seed=11)
+    pages = small.cache.shape[0]
+    half = pages // 2
+    num_pages = 2**31 // (PAGE * DIM) + 100
+    filler = jnp.full((num_pages - pages, PAGE, 1, DIM), jnp.nan, jnp.bfloat16)
+    large = jnp.concatenate([small.cache[:half], filler, small.cache[half:]])
+    assert large.size > 2**31
+    owned = (small.tables >= 0) & (small.tables < pages)
+    moved = np.where(owned & (small.tables >= half), small.tables + num_pages - pages, small.tables)
+    assert (moved[owned].astype(np.int64) * PAGE * DIM > 2**31).any()
+    want = run(small, False)
+    check(small, False, *want)
+    assert_same_bits(run(Inputs(small.lengths, small.query, large, moved), False), want)
+
+
+def test_on_two_gpus() -> None:
+    """Calls on each, in turns, from one thread: the handler makes its GPU the current one."""
+    if len(jax.devices()) < 2:
+        pytest.skip("there is one GPU")
+    inputs = make_inputs(LENGTHS, 128, 2, seed=12)
+    want = run(inputs, True)
+    check(inputs, True, *want)
+    elsewhere = jax.device_put((inputs.query, inputs.cache), jax.devices()[1])
+    for _ in range(3):
+        with jax.default_device(jax.devices()[1]):
+            got = run(Inputs(inputs.lengths, *elsewhere, inputs.tables), True)
+        assert got[0].devices() == {jax.devices()[1]}
+        assert_same_bits(got, want)
+        assert_same_bits(run(inputs, True), want)
+
+
+def test_from_two_host_threads() -> None:
+    """Different shapes and ways of merging, at the same time."""
+    both = [make_inputs([4096] * 16, 128, seed=13), make_inputs([20_000, 50], 16, seed=14)]
+    wanted = [run(inputs, False) for inputs in both]
+    for inputs, want in zip(both, wanted, strict=True):
+        check(inputs, False, *want)
+    results: list[list] = [[], []]
+    start = threading.Barrier(2)
+
+    def work(i: int) -> None:
+        start.wait()
+        results[i].extend(jax.block_until_ready([run(both[i], False) for _ in range(50)]))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for got, want in zip(results, wanted, strict=True):
+        assert len(got) == 50
+        for each in got:
+            assert_same_bits(each, want)
+
+
+def test_on_two_streams() -> None:
+    """Two calls of one program that do not depend on each other, each on a stream of its own, many times."""
+    first, second = make_inputs([4096] * 16, 128, seed=15), make_inputs([20_000, 50], 16, seed=16)
+
+    def arguments(inputs: Inputs) -> tuple:
+        made = schedule(inputs.lengths, inputs.parts)
+        lengths = jnp.asarray(inputs.lengths, jnp.int32)
+        return (inputs.query, inputs.cache, jnp.asarray(inputs.tables), lengths, *map(jnp.asarray, made))
+
+    call = functools.partial(mla_decode_cuda, scale=SCALE, causal=False)
+    on_its_own = [
+        compute_on(call, compute_type=f"gpu_stream:{i}", out_memory_spaces=jax.memory.Space.Device)
+        for i in (1, 2)
+    ]
+
+    @jax.jit
+    def together(a, b):
+        return on_its_own[0](*a), on_its_own[1](*b)
+
+    both = arguments(first), arguments(second)
+    text = together.lower(*both).compile().as_text()
+    assert '_xla_stream_annotation="1"' in text
+    assert '_xla_stream_annotation="2"' in text
+    wanted = run(first, False), run(second, False)
+    check(first, False, *wanted[0])
+    check(second, False, *wanted[1])
+    for _ in range(20):
+        for got, want in zip(together(*both), wanted, strict=True):
+            assert_same_bits(got, want)
 
 
 def test_in_scan_and_while_loop() -> None:
@@ -261,8 +350,7 @@ def test_vmap() -> None:
     queries = jnp.stack([inputs.query, -inputs.query])
     batched = jax.jit(jax.vmap(attend))(queries)
     for i, query in enumerate(queries):
-        for together, alone in zip(batched, attend(query), strict=True):
-            np.testing.assert_array_equal(np.asarray(together[i], np.float32), np.asarray(alone, np.float32))
+        assert_same_bits([together[i] for together in batched], attend(query))
 
 
 def test_handler_refuses_what_python_lets_through() -> None:
