@@ -69,6 +69,8 @@ struct Case {
   int num_sm_parts;
   int bad_request = -1;  // uses a page outside the pool
   int pages_each = 12;   // width of the block table
+  int overhead_pages = 1;
+  bool merge_apart = false;
 };
 
 template <typename Element>
@@ -122,6 +124,7 @@ void run(const Case& c, mla::ElementType element) {
   params.num_sm_parts = c.num_sm_parts;
   params.scale = 1.0f / 24.0f;
   params.causal = true;
+  params.merge_apart = c.merge_apart;
   params.element = element;
 
   mla::ScheduleParams sharing = {};
@@ -130,7 +133,8 @@ void run(const Case& c, mla::ElementType element) {
   sharing.num_splits = num_splits;
   sharing.batch = batch;
   sharing.num_sm_parts = c.num_sm_parts;
-  sharing.overhead_pages = 1;
+  sharing.overhead_pages = c.overhead_pages;
+  sharing.rows = rows;
 
   cudaStream_t stream;
   check(cudaStreamCreate(&stream), "creating a stream");
@@ -139,6 +143,7 @@ void run(const Case& c, mla::ElementType element) {
   check(cudaStreamSynchronize(stream), "running");
 
   const auto result = on_host(out, all_rows * mla::kLatentDim);
+  const auto lse = on_host(params.lse, all_rows);
   const int cut = on_host(num_splits, batch + 1).back() - batch;
   double worst = 0;
   for (int i = 0; i < batch; ++i) {
@@ -168,7 +173,16 @@ void run(const Case& c, mla::ElementType element) {
           error += (got - want) * (got - want);
           size += want * want;
         }
-        if (i != c.bad_request) worst = std::fmax(worst, std::sqrt(error / (size > 0 ? size : 1)));
+        const int token = row / c.group, heads = c.num_kv_heads * c.group;
+        const size_t lse_index =
+            (static_cast<size_t>(i) * c.query_len + token) * heads + h * c.group + row % c.group;
+        const double got = lse[lse_index], want = std::log(total);  // log(0) is -inf
+        if (i == c.bad_request) {
+          if (!std::isnan(got)) check(cudaErrorUnknown, "a log-sum-exp that should be NaN");
+          continue;
+        }
+        if (got != want && !(std::fabs(got - want) < 1e-3)) check(cudaErrorUnknown, "wrong log-sum-exp");
+        worst = std::fmax(worst, std::sqrt(error / (size > 0 ? size : 1)));
       }
     }
   }
@@ -186,6 +200,18 @@ int main() {
   run<__nv_bfloat16>({"many splits, two tiles", {640}, 1, 1, 128, 10}, mla::ElementType::kBfloat16);
   run<__half>({"many splits, many rows", {640, 640, 640, 600}, 1, 1, 128, 44}, mla::ElementType::kFloat16);
   run<__nv_bfloat16>({"more requests than parts", {70, 300, 0, 64, 500, 90}, 1, 1, 64, 4},
+                     mla::ElementType::kBfloat16);
+  run<__half>({"many splits, merged behind", {640, 640, 640, 600}, 1, 1, 128, 44, -1, 12, 1, true},
+              mla::ElementType::kFloat16);
+  run<__nv_bfloat16>({"an overhead that suits the lengths",
+                      {640, 700, 640, 640, 690, 640, 640, 640},
+                      1,
+                      1,
+                      64,
+                      9,
+                      -1,
+                      16,
+                      0},
                      mla::ElementType::kBfloat16);
   run<__nv_bfloat16>({"a page outside the pool", {200, 150}, 1, 1, 16, 3, 1}, mla::ElementType::kBfloat16);
   run<__nv_bfloat16>({"dozens of splits, few rows", {4600}, 1, 1, 20, 72, -1, 72},

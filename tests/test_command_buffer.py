@@ -77,9 +77,11 @@ def test_layers_are_launched_as_one_graph(repeat, runs_shown: int, tmp_path: Pat
         pytest.skip(str(ffi.is_available()[1]))
     launched, host, device = traced(*compiled(repeat, LAUNCHED), tmp_path / "launched")
     assert count(host, "cuGraphLaunch") == 0
+    assert (count(host, "schedule_kernel"), count(device, "schedule_kernel")) == (1, 1)
     assert (count(host, "decode_kernel"), count(device, "decode_kernel")) == (NUM_LAYERS, NUM_LAYERS)
     captured, host, device = traced(*compiled(repeat, CAPTURED), tmp_path / "captured")
     assert count(host, "cuGraphLaunch") == 1
+    assert (count(host, "schedule_kernel"), count(device, "schedule_kernel")) == (0, 1)
     # Of a node in a graph's loop the profiler shows one run.
     assert (count(host, "decode_kernel"), count(device, "decode_kernel")) == (0, runs_shown)
     np.testing.assert_array_equal(captured, launched)
