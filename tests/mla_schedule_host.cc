@@ -38,16 +38,22 @@ class LoopTeam {
     each(count, [&](int i) { work(LoneWorker(), i); });
   }
 
-  void prefix_sum(int* values, int count) {
-    values[count] = 0;
-    std::exclusive_scan(values, values + count + 1, values, 0);
+  template <typename Value>
+  void prefix_sum(int count, Value value, int* sums) {
+    sums[0] = 0;
+    for (int i = 0; i < count; ++i) sums[i + 1] = sums[i] + value(i);
   }
 
+  struct Extremes {
+    int least, most;
+  };
   template <typename Value>
-  int max(int count, Value value) {
-    int most = value(0);
-    for (int i = 1; i < count; ++i) most = std::max<int>(most, value(i));
-    return most;
+  Extremes extremes(int count, Value value) {
+    Extremes found = {value(0), value(0)};
+    for (int i = 1; i < count; ++i) {
+      found = {std::min<int>(found.least, value(i)), std::max<int>(found.most, value(i))};
+    }
+    return found;
   }
 
  private:

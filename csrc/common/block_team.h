@@ -8,92 +8,95 @@
 
 namespace pallas_attn {
 
-// A power of two of neighbouring lanes that look for something together.
-class LaneGroup {
+// A warp that looks for something together.
+class WarpSearch {
  public:
-  __device__ explicit LaneGroup(int width)
-      : width_(width),
-        lane_(threadIdx.x % width),
-        first_(threadIdx.x % 32 - lane_),
-        mask_((width == 32 ? ~0u : (1u << width) - 1) << first_) {}
-
-  __device__ bool leads() const { return lane_ == 0; }
+  __device__ bool leads() const { return threadIdx.x % 32 == 0; }
 
   // The first i in [begin, end) for which `holds` is true, else end.
   template <typename Holds>
   __device__ int first(int begin, int end, Holds holds) const {
-    for (int base = begin; base < end; base += width_) {
-      const int i = base + lane_;
-      const unsigned lanes = __ballot_sync(mask_, i < end && holds(i));
-      if (lanes != 0) return base + __ffs(lanes) - 1 - first_;
+#pragma unroll 1
+    for (int base = begin; base < end; base += 32) {
+      const int i = base + threadIdx.x % 32;
+      const unsigned lanes = __ballot_sync(~0u, i < end && holds(i));
+      if (lanes != 0) return base + __ffs(lanes) - 1;
     }
     return end;
   }
-
- private:
-  const int width_, lane_, first_;
-  const unsigned mask_;
 };
 
 template <int kThreads>
 class BlockTeam {
  public:
   struct Scratch {
-    int by_warp[kThreads / 32];
+    int by_warp[2][kThreads / 32];
   };
 
   __device__ explicit BlockTeam(Scratch& scratch) : scratch_(scratch) {}
 
   template <typename Work>
   __device__ void each(int count, Work work) const {
+#pragma unroll 1
     for (int i = threadIdx.x; i < count; i += kThreads) work(i);
     __syncthreads();
   }
 
-  // As many threads for each as there are.
+  // By a warp for each.
   template <typename Work>
   __device__ void each_by_group(int count, Work work) const {
-    int width = 32;
-    while (width > 1 && count > kThreads / width) width /= 2;
-    const LaneGroup group(width);
-    for (int i = threadIdx.x / width; i < count; i += kThreads / width) work(group, i);
+#pragma unroll 1
+    for (int i = warp(); i < count; i += kWarps) work(WarpSearch(), i);
     __syncthreads();
   }
 
-  // values[i] becomes the sum of the first i, for i up to and including `count`.
-  __device__ void prefix_sum(int* values, int count) {
+  // sums[i] becomes the sum of the first i values, for i up to and including `count`.
+  template <typename Value>
+  __device__ void prefix_sum(int count, Value value, int* sums) const {
     int before = 0;
-    for (int base = 0; base < count; base += kThreads) {
+#pragma unroll 1
+    for (int base = 0; base <= count; base += kThreads) {
       const int i = base + threadIdx.x;
-      const int value = i < count ? values[i] : 0;
-      int sum = value;
+      const int own = i < count ? value(i) : 0;
+      int sum = own;
+#pragma unroll
       for (int distance = 1; distance < 32; distance *= 2) {
         const int below = __shfl_up_sync(~0u, sum, distance);
         if (lane() >= distance) sum += below;
       }
-      if (lane() == 31) scratch_.by_warp[warp()] = sum;
+      if (lane() == 31) scratch_.by_warp[0][warp()] = sum;
       __syncthreads();
-      int warps = lane() < kWarps ? scratch_.by_warp[lane()] : 0;
-      int below = __reduce_add_sync(~0u, lane() < warp() ? warps : 0);
-      const int all = __reduce_add_sync(~0u, warps);
-      if (i < count) values[i] = before + below + sum - value;
-      before += all;
+      const int of_warp = lane() < kWarps ? scratch_.by_warp[0][lane()] : 0;
+      const int of_warps_below = __reduce_add_sync(~0u, lane() < warp() ? of_warp : 0);
+      if (i <= count) sums[i] = before + of_warps_below + sum - own;
+      before += __reduce_add_sync(~0u, of_warp);
       __syncthreads();  // the next round overwrites the warps' sums
     }
-    if (threadIdx.x == 0) values[count] = before;
-    __syncthreads();
   }
 
+  struct Extremes {
+    int least, most;
+  };
   template <typename Value>
-  __device__ int max(int count, Value value) {
-    int most = INT_MIN;
-    for (int i = threadIdx.x; i < count; i += kThreads) most = ::max(most, value(i));
+  __device__ Extremes extremes(int count, Value value) const {
+    int least = INT_MAX, most = INT_MIN;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < count; i += kThreads) {
+      least = min(least, value(i));
+      most = max(most, value(i));
+    }
+    least = __reduce_min_sync(~0u, least);
     most = __reduce_max_sync(~0u, most);
-    if (lane() == 0) scratch_.by_warp[warp()] = most;
+    if (lane() == 0) {
+      scratch_.by_warp[0][warp()] = least;
+      scratch_.by_warp[1][warp()] = most;
+    }
     __syncthreads();
-    most = __reduce_max_sync(~0u, lane() < kWarps ? scratch_.by_warp[lane()] : INT_MIN);
+    const int other = lane() < kWarps ? lane() : 0;
+    const Extremes found = {__reduce_min_sync(~0u, scratch_.by_warp[0][other]),
+                            __reduce_max_sync(~0u, scratch_.by_warp[1][other])};
     __syncthreads();
-    return most;
+    return found;
   }
 
  private:

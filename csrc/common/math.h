@@ -1,6 +1,8 @@
 // Small integer and float helpers.
 #pragma once
 
+#include <cstdint>
+
 #include "common/host_device.h"
 
 namespace pallas_attn {
@@ -9,6 +11,22 @@ constexpr float kLn2 = 0.693147180559945309f;
 constexpr float kLog2E = 1.442695040888963407f;
 
 PALLAS_ATTN_HOST_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// Divides numbers below 2^31 by the same one again and again: a product and a correction each.
+class Divisor {
+ public:
+  PALLAS_ATTN_HOST_DEVICE explicit Divisor(uint32_t divisor)
+      : divisor_(divisor), reciprocal_(0xFFFFFFFFu / divisor) {}
+
+  PALLAS_ATTN_HOST_DEVICE uint32_t into(uint32_t dividend) const {
+    // The reciprocal is less than 2^32 / divisor by at most 1, so the product too small by at most 1/2.
+    const auto quotient = static_cast<uint32_t>(uint64_t{dividend} * reciprocal_ >> 32);
+    return quotient + (dividend - quotient * divisor_ >= divisor_);
+  }
+
+ private:
+  uint32_t divisor_, reciprocal_;
+};
 
 #ifdef __CUDACC__
 // 2^x by the special function unit alone; denormal results are zero. exp2f scales around them at the cost of

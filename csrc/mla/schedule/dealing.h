@@ -73,36 +73,31 @@ PALLAS_ATTN_DEVICE int count_leading(int count, Holds holds) {
   return low;
 }
 
-PALLAS_ATTN_DEVICE inline int pages_of(int seq_len, int num_requests) {
-  const int length = seq_len > 0 ? seq_len : 0;
-  const int pages = length / kPageTokens + (length % kPageTokens > 0);  // ceil_div would overflow
-  const int most = kMostPages / num_requests;
+PALLAS_ATTN_DEVICE inline int pages_of(int seq_len, int most) {
+  const unsigned length = seq_len > 0 ? seq_len : 0;
+  const int pages = (length + kPageTokens - 1) / kPageTokens;
   return pages < most ? pages : most;
 }
 
-// The rule of `default_overhead` in pallas_attn/ops/mla_decode/schedule.py, where its reasons are.
+// The rule of `default_overhead` in pallas_attn/ops/mla_decode/schedule.py, where its reasons are. Nothing
+// overflows: where lengths are looked at, there are at most 8/7 slots a request, and kMostPages pages in all.
 template <typename Team>
 PALLAS_ATTN_DEVICE int suitable_overhead(Team& team, const ScheduleParams& params, const int* pages_before) {
-  const int64_t n = params.batch, parts = params.num_sm_parts;
-  const int64_t low = n > parts ? 5 : 16 * n > parts ? 2 : 1;
-  const int64_t share = (n + parts - 1) / parts;
-  const int64_t slots = share * parts;
+  const int n = params.batch, parts = params.num_sm_parts;
+  const int low = n > parts ? 5 : 16 * n > parts ? 2 : 1;
+  const int slots = ceil_div(n, parts) * parts;
   if (slots == n || 8 * (slots - n) > parts) return low;
-  const auto pages = [&](int i) { return pages_before[i + 1] - pages_before[i]; };
-  const int64_t longest = team.max(n, pages);
-  const int64_t shortest = -team.max(n, [&](int i) { return -pages(i); });
-  const int64_t total = pages_before[n];
-  const auto at_least = [](int64_t least, int64_t value) { return value < least ? least : value; };
-  const auto at_most = [](int64_t most, int64_t value) { return value > most ? most : value; };
+  const auto [shortest, longest] =
+      team.extremes(n, [&](int i) { return pages_before[i + 1] - pages_before[i]; });
+  const int total = pages_before[n];
+  const auto larger = [](int a, int b) { return a > b ? a : b; };
+  const auto smaller = [](int a, int b) { return a < b ? a : b; };
 
-  const int64_t missing = at_least(0, slots * longest - total);
-  const int64_t room = parts + n - slots;
-  const int64_t needed = (missing + room - 1) / room;
-  const int64_t spare = at_least(0, total - slots * shortest);
-  const int64_t needed_to_stop = at_most(kMostOverheadPages, (spare + slots - n - 1) / (slots - n));
-  const int64_t dear = params.rows <= 32 ? 8 : params.rows <= 128 ? 20 : 5;
-  const bool alike = needed <= at_most(dear, total / (4 * parts));
-  return alike ? at_least(low, at_least(needed, needed_to_stop)) : low;
+  const int needed = ceil_div(larger(slots * longest - total, 0), parts + n - slots);
+  const int to_stop = ceil_div(larger(total - slots * shortest, 0), slots - n);
+  const int dear = params.rows <= 32 ? 8 : params.rows <= 128 ? 20 : 5;
+  const bool alike = needed <= smaller(dear, total / (4 * parts));
+  return alike ? larger(low, larger(needed, smaller(to_stop, kMostOverheadPages))) : low;
 }
 
 // The line and the walk on it.
@@ -111,12 +106,14 @@ struct Line {
   int num_requests;
   int overhead;
   int stride;
+  Divisor by_stride;
 
   PALLAS_ATTN_DEVICE Line(const int* pages_before, const ScheduleParams& params, int overhead)
-      : pages_before(pages_before), num_requests(params.batch), overhead(overhead) {
-    const int share = (start(num_requests) - 1) / params.num_sm_parts + 1;  // rounded up
-    stride = share > overhead ? share : overhead;
-  }
+      : pages_before(pages_before),
+        num_requests(params.batch),
+        overhead(overhead),
+        stride(stride_for(end(), params.num_sm_parts, overhead)),
+        by_stride(stride) {}
 
   PALLAS_ATTN_DEVICE int start(int request) const { return pages_before[request] + request * overhead; }
   PALLAS_ATTN_DEVICE int end() const { return start(num_requests); }
@@ -125,7 +122,7 @@ struct Line {
   }
   // The fewest parts, at least one, whose last reaches over `distance` from where the first begins.
   PALLAS_ATTN_DEVICE int parts_over(int distance) const {
-    return distance <= overhead ? 1 : static_cast<unsigned>(distance - overhead - 1) / stride + 1;
+    return distance <= overhead ? 1 : by_stride.into(distance - overhead - 1) + 1;
   }
 
   // From a request's start to where the walk snaps next; `group` searches together.
@@ -156,6 +153,11 @@ struct Line {
  private:
   // A part's question costs about this many times a start's.
   static constexpr int kStartsAPart = 4;
+
+  static PALLAS_ATTN_DEVICE int stride_for(int end, int num_parts, int overhead) {
+    const int share = (end - 1) / num_parts + 1;  // rounded up
+    return share > overhead ? share : overhead;
+  }
 };
 
 // Lists the starts on the walk from the first one, with the number of parts that begin before each. Returns
@@ -195,8 +197,8 @@ PALLAS_ATTN_DEVICE int list_path(Team& team, const DealingSpace& space, const Li
 template <typename Team>
 PALLAS_ATTN_DEVICE void deal(Team& team, const ScheduleParams& params, const DealingSpace& space) {
   const int n = params.batch, num_parts = params.num_sm_parts;
-  team.each(n, [&](int i) { space.pages_before[i] = pages_of(params.seq_lens[i], n); });
-  team.prefix_sum(space.pages_before, n);
+  const int most_pages = kMostPages / n;
+  team.prefix_sum(n, [&](int i) { return pages_of(params.seq_lens[i], most_pages); }, space.pages_before);
   const int overhead =
       params.overhead_pages > 0 ? params.overhead_pages : suitable_overhead(team, params, space.pages_before);
   const Line line(space.pages_before, params, overhead);
@@ -214,7 +216,7 @@ PALLAS_ATTN_DEVICE void deal(Team& team, const ScheduleParams& params, const Dea
       const int to_request = line.start(request) - line.start(from.request);
       page = distance - to_request;
       // The request's first piece ends with the first part that begins inside it.
-      split = page > 0 ? beyond - to_request / line.stride : 0;
+      split = page > 0 ? beyond - static_cast<int>(line.by_stride.into(to_request)) : 0;
     }
     if (part < num_parts) {
       int* row = params.schedule + part * kScheduleFields;
@@ -238,7 +240,7 @@ PALLAS_ATTN_DEVICE void deal(Team& team, const ScheduleParams& params, const Dea
       const int snaps = count_leading(listed, [&](int i) { return path[i].request < request; });
       const Hop from = path[snaps - 1];
       const int distance = line.start(request) - line.start(from.request);
-      const int beyond = (distance - 1) / line.stride + 1;
+      const int beyond = line.by_stride.into(distance - 1) + 1;
       const int to_snap = path[snaps].parts - from.parts;
       cuts = from.parts + (beyond < to_snap ? beyond : to_snap) - snaps;
     }
