@@ -4,6 +4,7 @@
 // fill no tile, a page outside the pool, all ways of merging, both element types, two KV
 // heads. Results are compared with double precision, so that a clean report is one of kernels that did their
 // work.
+#include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -11,6 +12,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <random>
+#include <string>
 #include <vector>
 
 #include "common/math.h"
@@ -62,6 +64,41 @@ std::vector<T> on_host(const T* device, size_t count) {
   return host;
 }
 
+template <typename Function>
+Function driver_function(const char* name) {
+  void* entry = nullptr;
+  cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+  check(cudaGetDriverEntryPointByVersion(name, &entry, 12040, cudaEnableDefault, &found), name);
+  if (found != cudaDriverEntryPointSuccess) check(cudaErrorSymbolNotFound, name);
+  return reinterpret_cast<Function>(entry);
+}
+
+#define DRIVER(name, ...) \
+  check(static_cast<cudaError_t>(driver_function<decltype(&name)>(#name)(__VA_ARGS__)), #name)
+
+// A stream of a green context, which has some of the multiprocessors: the runtime counts all of them, and a
+// cooperative launch of more CTAs than fit on these is refused.
+cudaStream_t stream_on_some_multiprocessors(int count) {
+  check(cudaFree(nullptr), "starting the runtime");
+  CUdevResource all, some, rest;
+  unsigned groups = 1;
+  CUdevResourceDesc description;
+  CUgreenCtx context;
+  CUstream stream;
+  DRIVER(cuDeviceGetDevResource, 0, &all, CU_DEV_RESOURCE_TYPE_SM);
+  DRIVER(cuDevSmResourceSplitByCount, &some, &groups, &all, &rest, 0, count);
+  DRIVER(cuDevResourceGenerateDesc, &description, &some, 1);
+  DRIVER(cuGreenCtxCreate, &context, description, 0, CU_GREEN_CTX_DEFAULT_STREAM);
+  DRIVER(cuGreenCtxStreamCreate, &stream, context, CU_STREAM_NON_BLOCKING, 0);
+  return stream;
+}
+
+cudaStream_t stream_on_all_multiprocessors() {
+  cudaStream_t stream;
+  check(cudaStreamCreate(&stream), "creating a stream");
+  return stream;
+}
+
 struct Case {
   const char* name;
   std::vector<int> seq_lens;
@@ -71,6 +108,7 @@ struct Case {
   int pages_each = 12;   // width of the block table
   int overhead_pages = 1;
   bool merge_apart = false;
+  int multiprocessors = 0;  // 0 for all
 };
 
 template <typename Element>
@@ -136,8 +174,8 @@ void run(const Case& c, mla::ElementType element) {
   sharing.overhead_pages = c.overhead_pages;
   sharing.rows = rows;
 
-  cudaStream_t stream;
-  check(cudaStreamCreate(&stream), "creating a stream");
+  const cudaStream_t stream = c.multiprocessors == 0 ? stream_on_all_multiprocessors()
+                                                     : stream_on_some_multiprocessors(c.multiprocessors);
   check(mla::launch_schedule(sharing, stream));
   check(mla::sm90::launch_dense_decode(params, stream));
   check(cudaStreamSynchronize(stream), "running");
@@ -192,7 +230,24 @@ void run(const Case& c, mla::ElementType element) {
 
 }  // namespace
 
-int main() {
+int main(int count, char** arguments) {
+  if (count > 1 && arguments[1] == std::string("--few-multiprocessors")) {
+    run<__nv_bfloat16>({"more CTAs than multiprocessors in reach",
+                        {640, 640, 640, 600},
+                        1,
+                        1,
+                        128,
+                        44,
+                        -1,
+                        12,
+                        1,
+                        false,
+                        16},
+                       mla::ElementType::kBfloat16);
+    return 0;
+  }
+  // Somebody else's mistake, left on the thread's record, is none of our launches'.
+  if (cudaSetDevice(1 << 20) == cudaSuccess) check(cudaErrorUnknown, "a device there cannot be");
   run<__nv_bfloat16>({"mixed lengths, heads in one tile", {0, 1, 64, 65, 300}, 1, 1, 16, 4},
                      mla::ElementType::kBfloat16);
   run<__half>({"two tokens, two KV heads, two tiles", {130, 200}, 2, 2, 40, 3}, mla::ElementType::kFloat16);

@@ -7,7 +7,12 @@ from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._call.device import current_device
 from pallas_attn.ops.mla_decode.api import check_call, mla_decode
 from pallas_attn.ops.mla_decode.problem import LATENT_DIM
-from pallas_attn.ops.mla_decode.schedule import MLASchedule, num_sm_parts, tile_schedule
+from pallas_attn.ops.mla_decode.schedule import (
+    FIXED_OVERHEAD_BLOCKS,
+    MLASchedule,
+    mla_schedule,
+    num_sm_parts,
+)
 
 # mla_decode's names in FlashMLA's words, for messages.
 SPELLED = {
@@ -53,7 +58,7 @@ def get_mla_metadata(
     check.count("num_heads_per_head_k", num_heads_per_head_k)
     check.count("num_heads_k", num_heads_k)
     parts = num_sm_parts(num_heads_per_head_k, num_heads_k, current_device().num_cores)
-    return tile_schedule(cache_seqlens, parts)
+    return mla_schedule(cache_seqlens, num_heads=1, num_parts=parts, overhead_blocks=FIXED_OVERHEAD_BLOCKS)
 
 
 def flash_mla_with_kvcache(
