@@ -43,17 +43,8 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint64_t* barrier, uint32_t pa
 }
 
 __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
-#ifdef PALLAS_ATTN_TRAP_ON_HANG
-  // Development builds turn a deadlock into an error instead of a hung device.
-  constexpr long long kGiveUpCycles = 1LL << 31;
-  const long long start = clock64();
-  while (!mbarrier_try_wait(barrier, parity)) {
-    if (clock64() - start > kGiveUpCycles) __trap();
-  }
-#else
   while (!mbarrier_try_wait(barrier, parity)) {
   }
-#endif
 }
 
 }  // namespace pallas_attn::ptx

@@ -1,13 +1,11 @@
 // wgmma: asynchronous warpgroup matrix products, accumulating in registers.
 //
-// Only the four forms this library uses. Both operands in shared memory lie under the 128-byte swizzle, in
-// pieces of 64 (the contiguous dimension, 128 bytes) by any multiple of 8, each piece starting at a multiple
-// of 1024 bytes:
+// Operands in shared memory lie under the 128-byte swizzle, in pieces of 64 (the contiguous dimension, 128
+// bytes) by any multiple of 8, each piece starting at a multiple of 1024 bytes:
 //   * K-major (the contiguous dimension is the one summed over): rows of 8 follow each other every 1024
 //   bytes.
 //   * MN-major (the contiguous dimension is the output's): the same, and neighbouring pieces of 64 outputs
-//   follow each
-//     other at the leading offset.
+//     follow each other at the leading offset.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -55,81 +53,82 @@ __device__ __forceinline__ void wgmma_touch(float (&registers)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
 
+template <int kSteps>
+__device__ __forceinline__ void wgmma_touch(uint32_t (&registers)[kSteps][4]) {
+#pragma unroll
+  for (int i = 0; i < kSteps * 4; ++i) asm volatile("" : "+r"(registers[i / 4][i % 4])::"memory");
+}
+
+// Which dimension of B is contiguous in shared memory.
+enum Major { kKMajor = 0, kMNMajor = 1 };
+
 // clang-format off
-#define PALLAS_ATTN_ACC8(d, i)                                                                       \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),        \
-      "+f"(d[i + 6]), "+f"(d[i + 7])
-#define PALLAS_ATTN_ACC32(d, i)                                                                      \
-  PALLAS_ATTN_ACC8(d, i), PALLAS_ATTN_ACC8(d, i + 8), PALLAS_ATTN_ACC8(d, i + 16), PALLAS_ATTN_ACC8(d, i + 24)
-#define PALLAS_ATTN_ACC128(d) \
-  PALLAS_ATTN_ACC32(d, 0), PALLAS_ATTN_ACC32(d, 32), PALLAS_ATTN_ACC32(d, 64), PALLAS_ATTN_ACC32(d, 96)
+// An asm statement cannot take an array apart, so the accumulators' list is spelled by the preprocessor: the
+// numbers 1 to n - 1, once for the instruction's text and once for its operands.
+#define PALLAS_ATTN_TEN(use, tens)                                                               \
+  use(tens##0) use(tens##1) use(tens##2) use(tens##3) use(tens##4) use(tens##5) use(tens##6) use(tens##7) \
+      use(tens##8) use(tens##9)
+#define PALLAS_ATTN_BELOW_10(use) use(1) use(2) use(3) use(4) use(5) use(6) use(7) use(8) use(9)
+#define PALLAS_ATTN_BELOW_32(use) \
+  PALLAS_ATTN_BELOW_10(use) PALLAS_ATTN_TEN(use, 1) PALLAS_ATTN_TEN(use, 2) use(30) use(31)
+#define PALLAS_ATTN_BELOW_128(use)                                                               \
+  PALLAS_ATTN_BELOW_32(use)                                                                      \
+  use(32) use(33) use(34) use(35) use(36) use(37) use(38) use(39) PALLAS_ATTN_TEN(use, 4)        \
+      PALLAS_ATTN_TEN(use, 5) PALLAS_ATTN_TEN(use, 6) PALLAS_ATTN_TEN(use, 7) PALLAS_ATTN_TEN(use, 8) \
+          PALLAS_ATTN_TEN(use, 9) PALLAS_ATTN_TEN(use, 10) PALLAS_ATTN_TEN(use, 11) use(120) use(121) \
+              use(122) use(123) use(124) use(125) use(126) use(127)
+#define PALLAS_ATTN_TEXT(i) ", %" #i
+#define PALLAS_ATTN_OPERAND(i) , "+f"(d[i])
 
-// The same registers in the instruction's text.
-#define PALLAS_ATTN_TEXT32                                                            \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "            \
-  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define PALLAS_ATTN_TEXT128                                                           \
-  PALLAS_ATTN_TEXT32                                                                  \
-  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
-  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "  \
-  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "  \
-  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "  \
-  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
-  "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-
-// One product: `shape` such as "m64n64k16", `type` of the operands, accumulators as text and as operands, the rest
-// of the instruction's text with `flag` the placeholder of `accumulate`, then the operands A and B.
-#define PALLAS_ATTN_WGMMA(shape, type, text, d, flag, rest, ...)                                      \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " flag ", 0;\n"                                      \
-               "wgmma.mma_async.sync.aligned." shape ".f32." type "." type " {" text "}, " rest ";\n}\n" \
-               : d : __VA_ARGS__, "r"(static_cast<int>(accumulate)))
-#define PALLAS_ATTN_WGMMA_OF_ELEMENT(shape, text, d, flag, rest, ...)                                 \
-  static_assert(std::is_same_v<Element, __nv_bfloat16> || std::is_same_v<Element, __half>);          \
-  if constexpr (std::is_same_v<Element, __nv_bfloat16>) {                                            \
-    PALLAS_ATTN_WGMMA(shape, "bf16", text, PALLAS_ATTN_UNPACK d, flag, rest, __VA_ARGS__);           \
-  } else {                                                                                           \
-    PALLAS_ATTN_WGMMA(shape, "f16", text, PALLAS_ATTN_UNPACK d, flag, rest, __VA_ARGS__);            \
+// A width of B: its accumulators, and the numbers of the operands behind them. The macro makes both forms, A
+// in registers and A in shared memory (K-major).
+#define PALLAS_ATTN_WGMMA(type, columns, below, n0, n1, n2, n3, n4, n5, n6)                          \
+  if constexpr (std::is_same_v<A, const uint32_t[4]>) {                                            \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #n5 ", 0;\n"                                    \
+                 "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type " {%0" below( \
+                     PALLAS_ATTN_TEXT) "}, {%" #n0 ", %" #n1 ", %" #n2 ", %" #n3 "}, %" #n4            \
+                                       ", p, 1, 1, %" #n6 ";\n}\n"                                    \
+                 : "+f"(d[0]) below(PALLAS_ATTN_OPERAND)                                              \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),                                \
+                   "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(kMajorB)));                \
+  } else {                                                                                            \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #n2 ", 0;\n"                                    \
+                 "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type " {%0" below( \
+                     PALLAS_ATTN_TEXT) "}, %" #n0 ", %" #n1 ", p, 1, 1, 0, %" #n3 ";\n}\n"             \
+                 : "+f"(d[0]) below(PALLAS_ATTN_OPERAND)                                              \
+                 : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(kMajorB))); \
   }
-#define PALLAS_ATTN_UNPACK(...) __VA_ARGS__
+#define PALLAS_ATTN_WGMMA_OF_WIDTH(type)                                                             \
+  if constexpr (kColumns == 64) {                                                                     \
+    PALLAS_ATTN_WGMMA(type, 64, PALLAS_ATTN_BELOW_32, 32, 33, 34, 35, 36, 37, 38)                     \
+  } else {                                                                                            \
+    static_assert(kColumns == 256, "a width without its list of accumulators");                      \
+    PALLAS_ATTN_WGMMA(type, 256, PALLAS_ATTN_BELOW_128, 128, 129, 130, 131, 132, 133, 134)            \
+  }
 
-// d[64 x 64] += A[64 x 16] B[64 x 16]^T: A in registers, B K-major in shared memory.
-template <typename Element>
-__device__ __forceinline__ void wgmma_m64n64k16_a_registers(float (&d)[32], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
-  PALLAS_ATTN_WGMMA_OF_ELEMENT("m64n64k16", PALLAS_ATTN_TEXT32, (PALLAS_ATTN_ACC32(d, 0)), "%37",
-                               "{%32, %33, %34, %35}, %36, p, 1, 1, 0",
-                               "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
-}
-
-// d[64 x 64] += A[64 x 16] B[64 x 16]^T, both K-major in shared memory.
-template <typename Element>
-__device__ __forceinline__ void wgmma_m64n64k16_a_shared(float (&d)[32], uint64_t a, uint64_t b, bool accumulate) {
-  PALLAS_ATTN_WGMMA_OF_ELEMENT("m64n64k16", PALLAS_ATTN_TEXT32, (PALLAS_ATTN_ACC32(d, 0)), "%34",
-                               "%32, %33, p, 1, 1, 0, 0", "l"(a), "l"(b))
-}
-
-// d[64 x 256] += A[64 x 16] B[16 x 256]: A in registers, B MN-major.
-template <typename Element>
-__device__ __forceinline__ void wgmma_m64n256k16_a_registers(float (&d)[128], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
-  PALLAS_ATTN_WGMMA_OF_ELEMENT("m64n256k16", PALLAS_ATTN_TEXT128, (PALLAS_ATTN_ACC128(d)), "%133",
-                               "{%128, %129, %130, %131}, %132, p, 1, 1, 1",
-                               "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
-}
-
-// d[64 x 256] += A[64 x 16] B[16 x 256]: A K-major in shared memory, B MN-major.
-template <typename Element>
-__device__ __forceinline__ void wgmma_m64n256k16_a_shared(float (&d)[128], uint64_t a, uint64_t b, bool accumulate) {
-  PALLAS_ATTN_WGMMA_OF_ELEMENT("m64n256k16", PALLAS_ATTN_TEXT128, (PALLAS_ATTN_ACC128(d)), "%130",
-                               "%128, %129, p, 1, 1, 0, 1", "l"(a), "l"(b))
-}
-
-#undef PALLAS_ATTN_UNPACK
-#undef PALLAS_ATTN_WGMMA_OF_ELEMENT
-#undef PALLAS_ATTN_WGMMA
-#undef PALLAS_ATTN_TEXT128
-#undef PALLAS_ATTN_TEXT32
-#undef PALLAS_ATTN_ACC128
-#undef PALLAS_ATTN_ACC32
-#undef PALLAS_ATTN_ACC8
 // clang-format on
+
+// d[64 x columns] += A[64 x 16] B[16 x columns]; or d = A B. A is a fragment of registers or the descriptor
+// of a K-major operand, B a descriptor.
+template <typename Element, Major kMajorB, int kAccumulators, typename A>
+__device__ __forceinline__ void wgmma_k16(float (&d)[kAccumulators], A& a, uint64_t b, bool accumulate) {
+  constexpr int kColumns = kAccumulators * 2;
+  static_assert(std::is_same_v<A, const uint32_t[4]> || std::is_same_v<A, const uint64_t>);
+  if constexpr (std::is_same_v<Element, __nv_bfloat16>) {
+    PALLAS_ATTN_WGMMA_OF_WIDTH("bf16")
+  } else {
+    static_assert(std::is_same_v<Element, __half>);
+    PALLAS_ATTN_WGMMA_OF_WIDTH("f16")
+  }
+}
+
+#undef PALLAS_ATTN_WGMMA_OF_WIDTH
+#undef PALLAS_ATTN_WGMMA
+#undef PALLAS_ATTN_OPERAND
+#undef PALLAS_ATTN_TEXT
+#undef PALLAS_ATTN_BELOW_128
+#undef PALLAS_ATTN_BELOW_32
+#undef PALLAS_ATTN_BELOW_10
+#undef PALLAS_ATTN_TEN
 
 }  // namespace pallas_attn::ptx

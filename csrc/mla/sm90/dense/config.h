@@ -1,36 +1,50 @@
-// Tile sizes and thread roles of the dense Hopper kernel.
+// Tile sizes and thread roles of the dense Hopper kernel, and the words for them:
+//
+//   row tile      64 of the query rows that share a KV head: what a CTA works on
+//   run           neighbouring pages of one request, worked on one after the other (run_walker.h)
+//   even, odd     a page by its place in the run; the buffer it is loaded into; the warpgroup that owns it
+//   low, high     columns 0-255 and 256-511 of value and output
+//   piece         64 tokens (or rows) x 64 columns: what one copy moves
+//   part          a row of the schedule: the runs of one CTA
 #pragma once
 
 #include <cstdint>
 
 #include "mla/params.h"
+#include "sm90/fragment.h"
+#include "sm90/swizzle.h"
 
 namespace pallas_attn::mla::sm90 {
 
 // 64 rows is what one wgmma computes; 64 tokens is one page.
-constexpr int kTileRows = 64;
-constexpr int kTileTokens = kPageTokens;
+constexpr int kTileRows = kFragmentRows;
+constexpr int kPieceRows = 64;
+static_assert(kTileRows == kPieceRows && kPageTokens == kPieceRows);
 
-// The copy engine moves, and wgmma reads, pieces of 64 tokens (or rows) x 64 dimensions: 128 bytes wide, the
-// widest swizzle. The latent part is pieces 0-7, the rotary part piece 8.
-constexpr int kPieceDims = 64;
+// The latent dimensions are pieces 0-7, the rotary ones piece 8.
 constexpr int kPieces = kQueryDim / kPieceDims;
 constexpr int kLatentPieces = kLatentDim / kPieceDims;
-constexpr int kHalfPieces = kLatentPieces / 2;
 constexpr int kRopePiece = kLatentPieces;
-constexpr uint32_t kRowBytes = kPieceDims * 2;
-constexpr uint32_t kPieceBytes = kTileTokens * kRowBytes;
-constexpr uint32_t kBlockBytes = kPieces * kPieceBytes;
+constexpr uint32_t kPieceBytes = kPieceRows * kRowBytes;
+constexpr uint32_t kTileBytes = kPieces * kPieceBytes;
 
+// Pages alternate between two buffers and two owners, the even and the odd warpgroup: the owner computes a
+// page's scores and softmax.
+enum Parity { kEven = 0, kOdd = 1 };
 constexpr int kBuffers = 2;
+constexpr Parity other(Parity parity) { return parity == kEven ? kOdd : kEven; }
 
-// Two warpgroups share one 64 x 512 output, half of the columns each; one warp of a third feeds them.
-constexpr int kSides = 2;
-constexpr int kHalfDims = kLatentDim / kSides;
-constexpr int kSideThreads = 128;
-constexpr int kSideWarps = kSideThreads / 32;
-constexpr int kConsumerThreads = kSides * kSideThreads;
-constexpr int kThreads = kConsumerThreads + kSideThreads;
+// The two warpgroups share one 64 x 512 output, half of the columns each.
+enum Half { kLow = 0, kHigh = 1 };
+constexpr int kHalves = 2;
+constexpr int kHalfDims = kLatentDim / kHalves;
+constexpr int kHalfPieces = kLatentPieces / kHalves;
+constexpr Half half_of(Parity warpgroup) { return warpgroup == kEven ? kLow : kHigh; }
+constexpr int first_piece(Half half) { return half * kHalfPieces; }
+
+// One warp of a third warpgroup feeds them.
+constexpr int kConsumerThreads = kHalves * kWarpgroupThreads;
+constexpr int kThreads = kConsumerThreads + kWarpgroupThreads;
 
 // Registers come by the warp from four banks of 16384, one for each of the SM's partitions. A ninth warp of
 // 224 registers would not fit in its bank next to two others, so the producer is a warpgroup (one warp of it
@@ -39,8 +53,8 @@ constexpr int kConsumerRegisters = 240;
 constexpr int kProducerRegisters = 24;
 
 // Accumulator registers a thread holds.
-constexpr int kScoreRegisters = kTileRows * kTileTokens / kSideThreads;
-constexpr int kOutRegisters = kTileRows * kHalfDims / kSideThreads;
+constexpr int kScoreRegisters = accumulators(kPageTokens);
+constexpr int kOutRegisters = accumulators(kHalfDims);
 
 // How many of the 36 steps of 16 dimensions that a score sums over have their query operand in registers: the
 // last ones. A step from shared memory reads 2 KB of query and 2 KB of key in the time the tensor cores take
@@ -48,14 +62,7 @@ constexpr int kOutRegisters = kTileRows * kHalfDims / kSideThreads;
 // serialises the products.
 constexpr int kQueryRegisterSteps = 4;
 
-// The running maximum follows the true one only when it falls behind by this many powers of two: exponentials
-// stay below 2^8, exact enough in bf16 and far from fp16's limit, and the output is almost never rescaled.
-constexpr float kRescaleSlack = 8.0f;
-
 // Requests of at most this many splits are merged by the CTA of the first one, in its registers.
 constexpr int kMostKeptSplits = 3;
-
-// Below every real score, yet finite, so that differences of maxima are never NaN.
-constexpr float kNoMaximum = -1e30f;
 
 }  // namespace pallas_attn::mla::sm90

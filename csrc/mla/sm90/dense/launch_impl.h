@@ -2,9 +2,9 @@
 #pragma once
 
 #include "common/dependent_launch.h"
+#include "common/element_traits.h"
 #include "common/tensor_map.h"
 #include "mla/combine/combine.h"
-#include "mla/element_traits.h"
 #include "mla/sm90/dense/kernel.h"
 #include "mla/sm90/dense/launch_plan.h"
 
@@ -59,8 +59,8 @@ LaunchStatus launch_instance(const DecodeParams& params, cudaStream_t stream) {
     return status_of(cudaErrorMisalignedAddress,
                      "looking for partial results that begin on a line of 128 bytes");
   }
-  constexpr KernelShape kShape = {kTileRows, kTileRows / kSideWarps, kPieceDims,
-                                  kThreads,  sizeof(SmemPlan),       CutList::kCapacity};
+  constexpr KernelShape kShape = {kTileRows, kWarpRows,        kPieceDims,
+                                  kThreads,  sizeof(SmemPlan), CutList::kCapacity};
   const auto kernel = dense_decode_kernel<Element>;
   // Every time: the limit, too, belongs to the current context.
   LaunchStatus status = status_of(

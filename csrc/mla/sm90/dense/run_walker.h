@@ -1,22 +1,21 @@
-// Which pages of which requests a CTA works on: the schedule's row, unrolled one request at a time.
+// Which pages of which requests a CTA works on: a part of the schedule, unrolled one request at a time.
 #pragma once
 
 #include <cstdint>
 
-#include "common/math.h"
 #include "mla/params.h"
 
 namespace pallas_attn::mla::sm90 {
 
-// A run of pages of one request.
-struct SplitTile {
+// Neighbouring pages of one request.
+struct PageRun {
   int request;
   int page_begin;
   int page_end;
-  int seq_len;       // at least 0, at most the block table's capacity
+  int seq_len;       // at least 0, at most what its pages hold
   int partial_slot;  // where the partial result goes, or -1 for a request of one split
-  // Splits of the request, where this is the first of few and the last tile of its part (see add_partials);
-  // else 0.
+  // Splits of the request, where this is the first of few and the last run of its part (see
+  // LastRun::add_partials); else 0.
   int kept_splits;
   bool bad_length;  // the length given was negative or longer than that: the result is NaN
 
@@ -25,12 +24,15 @@ struct SplitTile {
 
 // Every role of the CTA walks the same schedule by itself, so roles meet only at barriers. (Telling the math
 // warpgroups through shared memory saves them the loads, but what comes from there the compiler takes to
-// differ between threads, and guards every branch, loop and wgmma descriptor over it.) Where the next tile
+// differ between threads, and guards every branch, loop and wgmma descriptor over it.) Where the next run
 // begins is known from the schedule's row alone, so that its page numbers can be fetched together with its
 // length. A schedule that was not made for these lengths gives wrong results, but keeps within the arrays.
-class TileWalker {
+//
+// `Source` knows how many tokens a request has (pages.h).
+template <typename Source>
+class RunWalker {
  public:
-  __device__ TileWalker(const DecodeParams& params, int part)
+  __device__ RunWalker(const DecodeParams& params, int part)
       : params_(params), row_(*reinterpret_cast<const int4*>(params.schedule + part * kScheduleFields)) {
     begin_split_ = params.schedule[part * kScheduleFields + kBeginSplit];
     request_ = max(row_.x, 0);
@@ -40,41 +42,41 @@ class TileWalker {
   __device__ int request() const { return request_; }
   __device__ int page_begin() const { return request_ == row_.x ? max(row_.y, 0) / kPageTokens : 0; }
 
-  // Sends for what the next tile depends on; tile() waits for it. Only when not done.
+  // Sends for what the next run depends on; run() waits for it. Only when not done.
   __device__ __forceinline__ void fetch() {
-    given_ = __ldg(params_.seq_lens + request_);
+    given_ = Source::length(params_, request_);
     first_slot_ = __ldg(params_.num_splits + request_);
     end_slot_ = __ldg(params_.num_splits + request_ + 1);
   }
 
-  // The tile that was fetched; moves on to the one after.
-  __device__ __forceinline__ SplitTile tile() {
+  // The run that was fetched; moves on to the one after.
+  __device__ __forceinline__ PageRun run() {
     // In 64 bits: the table may be wider than any length.
-    const int64_t capacity = static_cast<int64_t>(params_.max_blocks) * kPageTokens;
+    const int64_t capacity = Source::capacity(params_);
 
-    SplitTile tile;
-    tile.request = request_;
-    tile.bad_length = given_ < 0 || given_ > capacity;
-    tile.seq_len = static_cast<int>(max(int64_t{0}, min(int64_t{given_}, capacity)));
-    const int pages = ceil_div(tile.seq_len, kPageTokens);
-    tile.page_begin = page_begin();
-    tile.page_end = request_ == row_.z ? min(ceil_div(row_.w, kPageTokens), pages) : pages;
-    tile.page_end = max(tile.page_end, tile.page_begin);
+    PageRun run;
+    run.request = request_;
+    run.bad_length = given_ < 0 || given_ > capacity;
+    run.seq_len = static_cast<int>(max(int64_t{0}, min(int64_t{given_}, capacity)));
+    const int pages = ceil_div(run.seq_len, kPageTokens);
+    run.page_begin = page_begin();
+    run.page_end = request_ == row_.z ? min(ceil_div(row_.w, kPageTokens), pages) : pages;
+    run.page_end = max(run.page_end, run.page_begin);
     const bool whole = end_slot_ - first_slot_ == 1;
     const int slot = first_slot_ + (request_ == row_.x ? begin_split_ : 0);
-    tile.partial_slot = whole ? -1 : min(max(slot, 0), params_.num_slots() - 1);
+    run.partial_slot = whole ? -1 : min(max(slot, 0), params_.num_slots() - 1);
     const int splits = end_slot_ - first_slot_;
     const bool kept = !whole && splits <= kMostKeptSplits && slot == first_slot_ && request_ == row_.z;
-    tile.kept_splits = kept ? splits : 0;
+    run.kept_splits = kept ? splits : 0;
     ++request_;
-    return tile;
+    return run;
   }
 
   // Both at once; false when there is no more work.
-  __device__ __forceinline__ bool next(SplitTile& next_tile) {
+  __device__ __forceinline__ bool next(PageRun& next_run) {
     if (done()) return false;
     fetch();
-    next_tile = tile();
+    next_run = run();
     return true;
   }
 
@@ -83,7 +85,7 @@ class TileWalker {
   const int4 row_;  // begin request, begin token, end request, end token
   int begin_split_;
   int request_;
-  int given_, first_slot_, end_slot_;  // of the tile that was fetched
+  int given_, first_slot_, end_slot_;  // of the run that was fetched
 };
 
 }  // namespace pallas_attn::mla::sm90

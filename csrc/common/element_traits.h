@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-namespace pallas_attn::mla {
+namespace pallas_attn {
 
 template <typename Element>
 struct ElementTraits;
@@ -34,4 +34,4 @@ struct ElementTraits<__half> {
   }
 };
 
-}  // namespace pallas_attn::mla
+}  // namespace pallas_attn

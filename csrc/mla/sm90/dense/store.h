@@ -1,0 +1,129 @@
+// Where a run's result goes, and storing it from registers. The ways there are:
+//
+//                                        final, in the output's type     partial, float32
+//   another run follows                  store_final                     store_partial, to stay in the L2
+//   the part's last, CTAs wait for it    stage_final                     stage_partial
+//   the part's last, a kernel follows    stage_final                     store_partial
+//
+// While another run follows, its query and pages are on their way into shared memory, so results can only
+// leave from registers. Behind the last run there is room to stage them for the copy engine (last_run.h).
+#pragma once
+
+#include "common/math.h"
+#include "mla/sm90/dense/config.h"
+#include "mla/sm90/dense/run_walker.h"
+#include "ptx/cache.h"
+#include "sm90/online_softmax.h"
+
+namespace pallas_attn::mla::sm90 {
+
+// What a thread of a math warpgroup holds of a run behind its last product: rows not divided by their sums
+// yet.
+struct RunResult {
+  PageRun run;
+  RowState state;  // sums complete
+  float rO[kOutRegisters];
+};
+
+// Where a warpgroup's half of a row tile belongs.
+struct OutputPlace {
+  int kv_head;
+  int row_tile;
+  Half half;
+
+  __device__ int first_row() const { return row_tile * kTileRows; }
+  // Rows of the tile that there are.
+  __device__ int rows_left(const DecodeParams& params) const { return params.rows() - first_row(); }
+  // Of the output, or of the partial results.
+  __device__ int64_t row(const DecodeParams& params, int request_or_slot) const {
+    return (static_cast<int64_t>(request_or_slot) * params.num_kv_heads + kv_head) * params.rows() +
+           first_row();
+  }
+  // This half's columns of one.
+  __device__ float* partial_row(const DecodeParams& params, int slot, int row_in_tile) const {
+    return params.partial_out + (row(params, slot) + row_in_tile) * kLatentDim + half * kHalfDims;
+  }
+};
+
+// A thread's accumulators are two columns out of every eight; after the exchange it has eight neighbours, one
+// 16-byte store, and a quad writes 64 bytes of a row.
+template <typename Element>
+__device__ __forceinline__ void store_final(const float (&rO)[kOutRegisters], const FragmentPosition& at,
+                                            const float (&factor)[kRowsPerThread], const DecodeParams& params,
+                                            const OutputPlace& place, int request) {
+  char* tile_out = static_cast<char*>(params.out) + place.row(params, request) * kLatentDim * 2;
+#pragma unroll
+  for (int i = 0; i < kRowsPerThread; ++i) {
+    const int row = at.row(i);
+    char* row_out = tile_out + static_cast<int64_t>(row) * kLatentDim * 2 + place.half * kHalfDims * 2;
+#pragma unroll
+    for (int group = 0; group < kHalfDims / 32; ++group) {
+      uint32_t v[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int r = (group * 4 + j) * 4 + i * 2;
+        v[j] = ElementTraits<Element>::pack(rO[r] * factor[i], rO[r + 1] * factor[i]);
+      }
+      transpose_in_quad(v, at.in_quad);
+      if (row < place.rows_left(params)) {
+        *reinterpret_cast<uint4*>(row_out + group * 64 + at.in_quad * 16) =
+            make_uint4(v[0], v[1], v[2], v[3]);
+      }
+    }
+  }
+}
+
+// Two columns of a quad's lanes make one 32-byte sector of float32 as they are. `store(float*, float2)` says
+// how.
+template <typename Store>
+__device__ __forceinline__ void store_partial(const float (&rO)[kOutRegisters], const FragmentPosition& at,
+                                              const float (&factor)[kRowsPerThread],
+                                              const DecodeParams& params, const OutputPlace& place, int slot,
+                                              Store store) {
+#pragma unroll
+  for (int i = 0; i < kRowsPerThread; ++i) {
+    const int row = at.row(i);
+    if (row >= place.rows_left(params)) continue;
+    float* row_out = place.partial_row(params, slot, row) + at.in_quad * 2;
+    visit_pairs(rO, i, [&](int column, float left, float right) {
+      store(row_out + column, make_float2(left * factor[i], right * factor[i]));
+    });
+  }
+}
+
+// Of a final result or a partial one; by one lane for each row, of one warpgroup.
+__device__ __forceinline__ void store_lse(const DecodeParams& params, const OutputPlace& place,
+                                          const PageRun& run, const FragmentPosition& at,
+                                          const float (&lse2)[kRowsPerThread]) {
+  if (place.half != kLow || at.in_quad != 0) return;
+#pragma unroll
+  for (int i = 0; i < kRowsPerThread; ++i) {
+    const int row = at.row(i);
+    if (row >= place.rows_left(params)) continue;
+    if (run.partial_slot < 0) {
+      *params.lse_of(run.request, place.kv_head, place.first_row() + row) = lse2[i] * kLn2;
+    } else {
+      params.partial_lse2[place.row(params, run.partial_slot) + row] = lse2[i];
+    }
+  }
+}
+
+// Where another run follows.
+template <typename Element>
+__device__ __forceinline__ void store_run(const DecodeParams& params, const OutputPlace& place,
+                                          const PageRun& run, const FragmentPosition& at,
+                                          const RowState& state, const float (&rO)[kOutRegisters]) {
+  const RowEnds ends(state);
+  if (run.partial_slot < 0) {
+    store_final<Element>(rO, at, ends.factor, params, place, run.request);
+  } else {
+    // Its reader comes at the end and discards it. Until then it should stay in the L2: in device memory the
+    // few writes among all the reads of pages cost several times their bytes.
+    const uint64_t policy = ptx::l2_evict_last_policy();
+    store_partial(rO, at, ends.factor, params, place, run.partial_slot,
+                  [=](float* to, float2 v) { ptx::store_with_policy(to, v, policy); });
+  }
+  store_lse(params, place, run, at, ends.lse2);
+}
+
+}  // namespace pallas_attn::mla::sm90

@@ -1,0 +1,107 @@
+// Online softmax on a fragment. Scores are kept in base 2: s2 = s * scale * log2(e).
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "common/element_traits.h"
+#include "common/math.h"
+#include "sm90/fragment.h"
+
+namespace pallas_attn {
+inline namespace sm90 {
+
+// The running maximum follows the true one only when it falls behind by this many powers of two: exponentials
+// stay below 2^8, exact enough in bf16 and far from fp16's limit, and the output is almost never rescaled.
+constexpr float kRescaleSlack = 8.0f;
+
+// Below every real score, yet finite, so that differences of maxima are never NaN.
+constexpr float kNoMaximum = -1e30f;
+
+// What one warpgroup knows of a thread's two rows.
+struct RowState {
+  float maximum[kRowsPerThread];  // in base 2, scaled
+  float sum[kRowsPerThread];      // of this thread's columns of this warpgroup's pages
+
+  __device__ void reset() {
+#pragma unroll
+    for (int i = 0; i < kRowsPerThread; ++i) {
+      maximum[i] = kNoMaximum;
+      sum[i] = 0.0f;
+    }
+  }
+};
+
+// What complete sums and maxima come to. Rows that saw nothing give 0 and -inf.
+struct RowEnds {
+  float factor[kRowsPerThread];
+  float lse2[kRowsPerThread];
+
+  __device__ explicit RowEnds(const RowState& state) {
+#pragma unroll
+    for (int i = 0; i < kRowsPerThread; ++i) {
+      const bool empty = state.sum[i] == 0.0f;  // false for NaN, which must survive
+      factor[i] = empty ? 0.0f : 1.0f / state.sum[i];
+      lse2[i] = empty ? -INFINITY : state.maximum[i] + log2f(state.sum[i]);
+    }
+  }
+};
+
+// Keys a row may see: [0, visible[i]); the fragment's first column is key `first_key`.
+template <int kCount>
+__device__ __forceinline__ void mask_scores(float (&rS)[kCount], const FragmentPosition& at, int first_key,
+                                            const int (&visible)[kRowsPerThread]) {
+#pragma unroll
+  for (int r = 0; r < kCount; ++r) {
+    if (first_key + at.column(r) >= visible[FragmentPosition::row_of(r)]) rS[r] = -INFINITY;
+  }
+}
+
+// Turns scores into probabilities (packed as the A operand of the value product), moves the running maximum
+// and sum, and says by what the rows' earlier results must be multiplied.
+template <typename Element, int kCount>
+__device__ __forceinline__ void softmax_step(float (&rS)[kCount], float scale_log2, RowState& state,
+                                             float (&rescale)[kRowsPerThread],
+                                             uint32_t (&rP)[kCount / 8][4]) {
+#pragma unroll
+  for (int i = 0; i < kRowsPerThread; ++i) {
+    float top = -INFINITY;
+#pragma unroll
+    for (int r = 0; r < kCount; ++r) {
+      if (FragmentPosition::row_of(r) == i) top = fmaxf(top, rS[r]);
+    }
+    top = quad_reduce(top, [](float a, float b) { return fmaxf(a, b); }) * scale_log2;
+    const float before = state.maximum[i];
+    const float after = top > before + kRescaleSlack ? top : before;
+    state.maximum[i] = after;
+    // Nothing to rescale yet: one, so that nobody does.
+    rescale[i] = before == kNoMaximum ? 1.0f : exp2_fast(before - after);
+    float sum = 0.0f;
+#pragma unroll
+    for (int r = 0; r < kCount; ++r) {
+      if (FragmentPosition::row_of(r) == i) {
+        rS[r] = exp2_fast(fmaf(rS[r], scale_log2, -after));
+        sum += rS[r];
+      }
+    }
+    state.sum[i] = fmaf(state.sum[i], rescale[i], sum);
+  }
+#pragma unroll
+  for (int step = 0; step < kCount / 8; ++step) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      rP[step][j] = ElementTraits<Element>::pack(rS[step * 8 + j * 2], rS[step * 8 + j * 2 + 1]);
+  }
+}
+
+// Multiplies the output by the rows' factors; almost always they are all one and nothing happens.
+template <int kCount>
+__device__ __forceinline__ void rescale_rows(float (&rO)[kCount], const float (&rescale)[kRowsPerThread]) {
+  if (__any_sync(0xffffffff, rescale[0] != 1.0f || rescale[1] != 1.0f)) {
+#pragma unroll
+    for (int r = 0; r < kCount; ++r) rO[r] *= rescale[FragmentPosition::row_of(r)];
+  }
+}
+
+}  // namespace sm90
+}  // namespace pallas_attn

@@ -1,0 +1,46 @@
+// Buffers that one side fills and the other empties, over and over, and the mbarriers by which they tell each
+// other. A buffer may be filled and emptied in parts, each with a barrier of its own.
+#pragma once
+
+#include <cstdint>
+
+#include "ptx/mbarrier.h"
+
+namespace pallas_attn {
+inline namespace sm90 {
+
+// In shared memory. Full: the copy has landed. Empty: the part may be overwritten.
+template <int kStages, int kFullParts, int kEmptyParts>
+struct Ring {
+  uint64_t full[kStages][kFullParts];
+  uint64_t empty[kStages][kEmptyParts];
+
+  // A part is full when its copy's bytes are there, and empty when `readers` have arrived. By one thread.
+  __device__ void init(uint32_t readers) {
+    for (int stage = 0; stage < kStages; ++stage) {
+      for (int part = 0; part < kFullParts; ++part) ptx::mbarrier_init(&full[stage][part], 1);
+      for (int part = 0; part < kEmptyParts; ++part) ptx::mbarrier_init(&empty[stage][part], readers);
+    }
+  }
+};
+
+// Where one role is with the buffers of a ring, in its registers: how often it has been through each, modulo
+// two. A buffer begins empty, so who fills it does not wait the first time.
+template <int kStages>
+class Phases {
+ public:
+  // What to wait for before reading, and before overwriting.
+  __device__ uint32_t full(int stage = 0) const {
+    if constexpr (kStages == 1) return bits_;
+    return bits_ >> stage & 1;
+  }
+  __device__ uint32_t empty(int stage = 0) const { return full(stage) ^ 1; }
+
+  __device__ void advance(int stage = 0) { bits_ ^= 1u << stage; }
+
+ private:
+  uint32_t bits_ = 0;
+};
+
+}  // namespace sm90
+}  // namespace pallas_attn
