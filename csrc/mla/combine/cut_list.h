@@ -4,6 +4,7 @@
 
 #include "mla/combine/combine.h"
 #include "mla/params.h"
+#include "mla/slots.h"
 #include "sm90/merge.h"
 
 namespace pallas_attn::mla {
@@ -29,9 +30,9 @@ __device__ inline MergeView merge_view(const DecodeParams& params) {
 
 // Whatever the schedule says, the partial results read are ones there is room for.
 __device__ inline CutRequest cut_request(const DecodeParams& params, int request) {
-  const auto slot_of = [&](int i) { return min(max(params.num_splits[i], 0), params.num_slots()); };
-  const int first_slot = slot_of(request);
-  return {request, first_slot, slot_of(request + 1) - first_slot};
+  const int before = params.num_splits[request], end = params.num_splits[request + 1];
+  const int first_slot = first_partial_slot(params, request, before);
+  return {request, first_slot, min(max(end - before, 0), params.num_slots() - first_slot)};
 }
 
 // No more requests are cut than there are parts.

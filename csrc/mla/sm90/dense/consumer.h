@@ -75,7 +75,7 @@ class Consumer {
       }
       mask_scores(rS_, at_, first_token, end);
     }
-    if (first_token + kPageTokens > run.seq_len) {
+    if (run.seq_len - first_token < kPageTokens) {
       clear_tail(run.seq_len - first_token);
       ptx::named_barrier_sync(tail_cleared(kOwn), kWarpgroupThreads);
     }
@@ -105,6 +105,7 @@ class Consumer {
   __device__ __forceinline__ void multiply_own(bool accumulate) {
     // It reads registers written above.
     ptx::wgmma_touch(rO_);
+    ptx::wgmma_touch(rP_);
     ptx::wgmma_fence();
     issue_values_own<Element>(rO_, rP_, smem_, kOwn, kHalf, accumulate);
     ptx::wgmma_commit();

@@ -23,6 +23,12 @@ __device__ __forceinline__ void init_barriers(SmemPlan& smem) {
   ptx::mbarrier_init_fence();
 }
 
+// The threads of the third warpgroup have returned, which the grid's barrier allows: it meets a block's
+// threads at its barrier 0, and since Volta that is complete when all threads have come that have not exited
+// (CUDA Programming Guide, "Independent Thread Scheduling" of compute capability 7.x). Thread 0, which speaks
+// for the block, is of the even warpgroup.
+__device__ __forceinline__ void meet_all_blocks() { cooperative_groups::this_grid().sync(); }
+
 // Behind the last products of the CTA, by the math warpgroups: the last run is stored, and what was cut over
 // several CTAs merged if that happens inside.
 //
@@ -47,18 +53,16 @@ __device__ __forceinline__ void finish(const DecodeParams& params, SmemPlan& sme
   if (!inside) return;
   ptx::named_barrier_sync(kCutsKnown, kConsumerThreads + 32);
   if (smem.cuts.any) {
-    cooperative_groups::this_grid().sync();
-    if (kept) {
-      last.add_partials();
-      last.store(inside);
-    }
-    if (smem.cuts.few + smem.cuts.many > 0) {
-      // Shared memory may still be read above.
-      ptx::named_barrier_sync(kMerging, kConsumerThreads);
-      const int cta = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
-      const int num_ctas = gridDim.x * gridDim.y * gridDim.z;
-      merge_cuts<Element>(params, smem.cuts, smem.merge_scratch(), cta, num_ctas, threadIdx.x, kMerging);
-    }
+    meet_all_blocks();
+    if (kept) last.add_partials();
+  }
+  if (kept) last.store_final();
+  if (smem.cuts.few + smem.cuts.many > 0) {
+    // Shared memory may still be read above.
+    ptx::named_barrier_sync(kMerging, kConsumerThreads);
+    const int cta = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+    const int num_ctas = gridDim.x * gridDim.y * gridDim.z;
+    merge_cuts<Element>(params, smem.cuts, smem.merge_scratch(), cta, num_ctas, threadIdx.x, kMerging);
   }
 }
 

@@ -41,7 +41,7 @@ class LastRun {
     store_lse(params_, place_, run, at_, ends.lse2);
   }
 
-  // Adds the other splits' partial results to that of a request's first one, which is final then.
+  // Adds the other splits' partial results to that of a request's first one.
   __device__ __forceinline__ void add_partials() {
     PartialStage& stage = smem_.partial_stage();
     const int rows = min(rows_left_ - first_row_of_warp(), kWarpRows);
@@ -69,7 +69,12 @@ class LastRun {
         __syncwarp();
       }
     }
+  }
+
+  // What a request's first split has come to.
+  __device__ __forceinline__ void store_final() {
     result_.run.partial_slot = -1;
+    store(true);
   }
 
  private:

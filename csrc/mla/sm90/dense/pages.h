@@ -74,7 +74,7 @@ class TablePages {
 struct PrefixMask {
   // Whether there is a token in the page that some row must not see.
   static __device__ __forceinline__ bool cuts(const DecodeParams& params, const PageRun& run, int page) {
-    return page * kPageTokens + kPageTokens > run.seq_len - (params.causal ? params.query_len - 1 : 0);
+    return run.seq_len - page * kPageTokens - (params.causal ? params.query_len - 1 : 0) < kPageTokens;
   }
 
   // The tokens a row sees are those before this one; `row` counts within the KV head.

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "mla/params.h"
+#include "mla/slots.h"
 
 namespace pallas_attn::mla::sm90 {
 
@@ -45,8 +46,8 @@ class RunWalker {
   // Sends for what the next run depends on; run() waits for it. Only when not done.
   __device__ __forceinline__ void fetch() {
     given_ = Source::length(params_, request_);
-    first_slot_ = __ldg(params_.num_splits + request_);
-    end_slot_ = __ldg(params_.num_splits + request_ + 1);
+    splits_before_ = __ldg(params_.num_splits + request_);
+    splits_end_ = __ldg(params_.num_splits + request_ + 1);
   }
 
   // The run that was fetched; moves on to the one after.
@@ -58,15 +59,15 @@ class RunWalker {
     run.request = request_;
     run.bad_length = given_ < 0 || given_ > capacity;
     run.seq_len = static_cast<int>(max(int64_t{0}, min(int64_t{given_}, capacity)));
-    const int pages = ceil_div(run.seq_len, kPageTokens);
+    const bool begins_part = request_ == row_.x, ends_part = request_ == row_.z;
+    const int pages = pages_of(run.seq_len);
     run.page_begin = page_begin();
-    run.page_end = request_ == row_.z ? min(ceil_div(row_.w, kPageTokens), pages) : pages;
+    run.page_end = ends_part ? min(pages_of(max(row_.w, 0)), pages) : pages;
     run.page_end = max(run.page_end, run.page_begin);
-    const bool whole = end_slot_ - first_slot_ == 1;
-    const int slot = first_slot_ + (request_ == row_.x ? begin_split_ : 0);
-    run.partial_slot = whole ? -1 : min(max(slot, 0), params_.num_slots() - 1);
-    const int splits = end_slot_ - first_slot_;
-    const bool kept = !whole && splits <= kMostKeptSplits && slot == first_slot_ && request_ == row_.z;
+    const int splits = splits_end_ - splits_before_;
+    const int split = begins_part ? begin_split_ : 0;
+    run.partial_slot = splits == 1 ? -1 : partial_slot(params_, request_, splits_before_, split);
+    const bool kept = splits > 1 && splits <= kMostKeptSplits && split == 0 && ends_part;
     run.kept_splits = kept ? splits : 0;
     ++request_;
     return run;
@@ -81,11 +82,16 @@ class RunWalker {
   }
 
  private:
+  // Pages of so many tokens, of which there may be 2^31 - 1.
+  static __device__ __forceinline__ int pages_of(int tokens) {
+    return (static_cast<unsigned>(tokens) + (kPageTokens - 1)) / kPageTokens;
+  }
+
   const DecodeParams& params_;
   const int4 row_;  // begin request, begin token, end request, end token
   int begin_split_;
   int request_;
-  int given_, first_slot_, end_slot_;  // of the run that was fetched
+  int given_, splits_before_, splits_end_;  // of the run that was fetched
 };
 
 }  // namespace pallas_attn::mla::sm90
