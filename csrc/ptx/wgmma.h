@@ -62,50 +62,53 @@ __device__ __forceinline__ void wgmma_touch(uint32_t (&registers)[kSteps][4]) {
 // Which dimension of B is contiguous in shared memory.
 enum Major { kKMajor = 0, kMNMajor = 1 };
 
+// An asm statement cannot take an array apart, so the preprocessor spells the list of accumulators: for each
+// of the numbers 1 to n - 1, once for the instruction's text and once for its operands.
 // clang-format off
-// An asm statement cannot take an array apart, so the accumulators' list is spelled by the preprocessor: the
-// numbers 1 to n - 1, once for the instruction's text and once for its operands.
-#define PALLAS_ATTN_TEN(use, tens)                                                               \
-  use(tens##0) use(tens##1) use(tens##2) use(tens##3) use(tens##4) use(tens##5) use(tens##6) use(tens##7) \
-      use(tens##8) use(tens##9)
-#define PALLAS_ATTN_BELOW_10(use) use(1) use(2) use(3) use(4) use(5) use(6) use(7) use(8) use(9)
-#define PALLAS_ATTN_BELOW_32(use) \
-  PALLAS_ATTN_BELOW_10(use) PALLAS_ATTN_TEN(use, 1) PALLAS_ATTN_TEN(use, 2) use(30) use(31)
-#define PALLAS_ATTN_BELOW_128(use)                                                               \
-  PALLAS_ATTN_BELOW_32(use)                                                                      \
-  use(32) use(33) use(34) use(35) use(36) use(37) use(38) use(39) PALLAS_ATTN_TEN(use, 4)        \
-      PALLAS_ATTN_TEN(use, 5) PALLAS_ATTN_TEN(use, 6) PALLAS_ATTN_TEN(use, 7) PALLAS_ATTN_TEN(use, 8) \
-          PALLAS_ATTN_TEN(use, 9) PALLAS_ATTN_TEN(use, 10) PALLAS_ATTN_TEN(use, 11) use(120) use(121) \
-              use(122) use(123) use(124) use(125) use(126) use(127)
+#define PALLAS_ATTN_TEN(use, tens)                                                                \
+  use(tens##0) use(tens##1) use(tens##2) use(tens##3) use(tens##4)                                \
+  use(tens##5) use(tens##6) use(tens##7) use(tens##8) use(tens##9)
+#define PALLAS_ATTN_1_TO_9(use)                                                                   \
+  use(1) use(2) use(3) use(4) use(5) use(6) use(7) use(8) use(9)
+#define PALLAS_ATTN_1_TO_31(use)                                                                  \
+  PALLAS_ATTN_1_TO_9(use) PALLAS_ATTN_TEN(use, 1) PALLAS_ATTN_TEN(use, 2) use(30) use(31)
+#define PALLAS_ATTN_1_TO_127(use)                                                                 \
+  PALLAS_ATTN_1_TO_9(use) PALLAS_ATTN_TEN(use, 1) PALLAS_ATTN_TEN(use, 2) PALLAS_ATTN_TEN(use, 3) \
+  PALLAS_ATTN_TEN(use, 4) PALLAS_ATTN_TEN(use, 5) PALLAS_ATTN_TEN(use, 6) PALLAS_ATTN_TEN(use, 7) \
+  PALLAS_ATTN_TEN(use, 8) PALLAS_ATTN_TEN(use, 9) PALLAS_ATTN_TEN(use, 10) PALLAS_ATTN_TEN(use, 11) \
+  use(120) use(121) use(122) use(123) use(124) use(125) use(126) use(127)
 #define PALLAS_ATTN_TEXT(i) ", %" #i
 #define PALLAS_ATTN_OPERAND(i) , "+f"(d[i])
 
-// A width of B: its accumulators, and the numbers of the operands behind them. The macro makes both forms, A
-// in registers and A in shared memory (K-major).
-#define PALLAS_ATTN_WGMMA(type, columns, below, n0, n1, n2, n3, n4, n5, n6)                          \
-  if constexpr (std::is_same_v<A, const uint32_t[4]>) {                                            \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #n5 ", 0;\n"                                    \
-                 "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type " {%0" below( \
-                     PALLAS_ATTN_TEXT) "}, {%" #n0 ", %" #n1 ", %" #n2 ", %" #n3 "}, %" #n4            \
-                                       ", p, 1, 1, %" #n6 ";\n}\n"                                    \
-                 : "+f"(d[0]) below(PALLAS_ATTN_OPERAND)                                              \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),                                \
-                   "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(kMajorB)));                \
-  } else {                                                                                            \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #n2 ", 0;\n"                                    \
-                 "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type " {%0" below( \
-                     PALLAS_ATTN_TEXT) "}, %" #n0 ", %" #n1 ", p, 1, 1, 0, %" #n3 ";\n}\n"             \
-                 : "+f"(d[0]) below(PALLAS_ATTN_OPERAND)                                              \
-                 : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(kMajorB))); \
-  }
-#define PALLAS_ATTN_WGMMA_OF_WIDTH(type)                                                             \
-  if constexpr (kColumns == 64) {                                                                     \
-    PALLAS_ATTN_WGMMA(type, 64, PALLAS_ATTN_BELOW_32, 32, 33, 34, 35, 36, 37, 38)                     \
-  } else {                                                                                            \
-    static_assert(kColumns == 256, "a width without its list of accumulators");                      \
-    PALLAS_ATTN_WGMMA(type, 256, PALLAS_ATTN_BELOW_128, 128, 129, 130, 131, 132, 133, 134)            \
-  }
+// The start of every form, up to its operands A and B: `flag` is the number of `accumulate`.
+#define PALLAS_ATTN_START(type, columns, list, flag)                                              \
+  "{\n.reg .pred p;\nsetp.ne.b32 p, %" #flag ", 0;\n"                                             \
+  "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type                           \
+  " {%0" list(PALLAS_ATTN_TEXT) "}, "
 
+// One width of B, with A in registers and with A in shared memory (K-major). n0, n1, ... are the numbers of the
+// operands behind the accumulators.
+#define PALLAS_ATTN_WGMMA(type, columns, list, n0, n1, n2, n3, n4, n5, n6)                        \
+  if constexpr (std::is_same_v<A, const uint32_t[4]>) {                                           \
+    asm volatile(PALLAS_ATTN_START(type, columns, list, n5)                                       \
+                 "{%" #n0 ", %" #n1 ", %" #n2 ", %" #n3 "}, %" #n4 ", p, 1, 1, %" #n6 ";\n}\n"    \
+                 : "+f"(d[0]) list(PALLAS_ATTN_OPERAND)                                           \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),                            \
+                   "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(kMajorB)));            \
+  } else {                                                                                        \
+    asm volatile(PALLAS_ATTN_START(type, columns, list, n2)                                       \
+                 "%" #n0 ", %" #n1 ", p, 1, 1, 0, %" #n3 ";\n}\n"                                 \
+                 : "+f"(d[0]) list(PALLAS_ATTN_OPERAND)                                           \
+                 : "l"(a), "l"(b),                                                                \
+                   "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(kMajorB)));            \
+  }
+#define PALLAS_ATTN_WGMMA_OF_WIDTH(type)                                                          \
+  if constexpr (kColumns == 64) {                                                                 \
+    PALLAS_ATTN_WGMMA(type, 64, PALLAS_ATTN_1_TO_31, 32, 33, 34, 35, 36, 37, 38)                  \
+  } else {                                                                                        \
+    static_assert(kColumns == 256, "a width without its list of accumulators");                   \
+    PALLAS_ATTN_WGMMA(type, 256, PALLAS_ATTN_1_TO_127, 128, 129, 130, 131, 132, 133, 134)         \
+  }
 // clang-format on
 
 // d[64 x columns] += A[64 x 16] B[16 x columns]; or d = A B. A is a fragment of registers or the descriptor
@@ -124,11 +127,12 @@ __device__ __forceinline__ void wgmma_k16(float (&d)[kAccumulators], A& a, uint6
 
 #undef PALLAS_ATTN_WGMMA_OF_WIDTH
 #undef PALLAS_ATTN_WGMMA
+#undef PALLAS_ATTN_START
 #undef PALLAS_ATTN_OPERAND
 #undef PALLAS_ATTN_TEXT
-#undef PALLAS_ATTN_BELOW_128
-#undef PALLAS_ATTN_BELOW_32
-#undef PALLAS_ATTN_BELOW_10
+#undef PALLAS_ATTN_1_TO_127
+#undef PALLAS_ATTN_1_TO_31
+#undef PALLAS_ATTN_1_TO_9
 #undef PALLAS_ATTN_TEN
 
 }  // namespace pallas_attn::ptx

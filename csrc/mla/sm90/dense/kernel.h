@@ -32,16 +32,13 @@ __device__ __forceinline__ void meet_all_blocks() { cooperative_groups::this_gri
 // Behind the last products of the CTA, by the math warpgroups: the last run is stored, and what was cut over
 // several CTAs merged if that happens inside.
 //
-//   merging           last run            cuts in the batch    what happens
-//   kNothingIsCut     whole               none                 stored
-//   kKernelFollows    whole or split      not asked            stored
-//   kInside           whole               none                 stored
-//   kInside           whole or split      some                 stored; all CTAs meet; rest merged
-//   kInside           first of few        some                 all CTAs meet; others' added, stored; rest
-//   merged kInside           first of few        none                 stored as if final (not a schedule of
-//   these
-//                                                              lengths: all that is left is to write
-//                                                              something)
+//   merging         last run         cuts in the batch  what happens
+//   kNothingIsCut   whole            none               stored
+//   kKernelFollows  whole or split   not asked          stored
+//   kInside         whole            none               stored
+//   kInside         whole or split   some               stored; all CTAs meet; the rest merged
+//   kInside         first of few     some               all CTAs meet; others added, stored; the rest merged
+//   kInside         first of few     none               stored as it is (not a schedule of this batch)
 template <typename Element>
 __device__ __forceinline__ void finish(const DecodeParams& params, SmemPlan& smem, LastRun<Element>& last,
                                        RunResult& result, Merging merging) {

@@ -7,7 +7,6 @@
 
 #include "mla/sm90/dense/run_walker.h"
 #include "mla/sm90/dense/smem_plan.h"
-#include "ptx/cache.h"
 #include "ptx/tma.h"
 
 namespace pallas_attn::mla::sm90 {
@@ -25,12 +24,13 @@ class TablePages {
     return static_cast<int64_t>(params.max_blocks) * kPageTokens;
   }
 
-  __device__ TablePages(const DecodeParams& params, const CUtensorMap& cache_map, int kv_head, int lane)
+  __device__ TablePages(const DecodeParams& params, const CUtensorMap& cache_map, uint64_t policy,
+                        int kv_head, int lane)
       : params_(params),
         cache_map_(cache_map),
         first_dim_(kv_head * kQueryDim),
         lane_(lane),
-        policy_(ptx::l2_evict_first_policy()) {}
+        policy_(policy) {}
 
   // A run of a request that begins with page `begin`.
   __device__ __forceinline__ void open(int request, int begin) {

@@ -17,11 +17,11 @@ class Producer {
       : params_(params),
         query_map_(query_map),
         smem_(smem),
-        source_(params, cache_map, kv_head, lane),
         kv_head_(kv_head),
         row_tile_(row_tile),
         lane_(lane),
-        policy_(ptx::l2_evict_first_policy()) {}
+        policy_(ptx::l2_evict_first_policy()),
+        source_(params, cache_map, policy_, kv_head, lane) {}
 
   __device__ void work_through(int part) {
     RunWalker<Source> walker(params_, part);
@@ -85,11 +85,11 @@ class Producer {
   const DecodeParams& params_;
   const CUtensorMap& query_map_;
   SmemPlan& smem_;
-  Source source_;
   const int kv_head_;
   const int row_tile_;
   const int lane_;
   const uint64_t policy_;
+  Source source_;
   Phases<1> query_phase_;
   Phases<kBuffers> page_phases_;
 };
