@@ -12,6 +12,16 @@ constexpr float kLog2E = 1.442695040888963407f;
 
 PALLAS_ATTN_HOST_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
+// As std::max and std::min, for device code too.
+template <typename T>
+PALLAS_ATTN_HOST_DEVICE constexpr T at_least(T low, T x) {
+  return x < low ? low : x;
+}
+template <typename T>
+PALLAS_ATTN_HOST_DEVICE constexpr T at_most(T high, T x) {
+  return x > high ? high : x;
+}
+
 // Divides numbers below 2^31 by the same one again and again: a product and a correction each.
 class Divisor {
  public:

@@ -32,7 +32,7 @@ __device__ inline MergeView merge_view(const DecodeParams& params) {
 __device__ inline CutRequest cut_request(const DecodeParams& params, int request) {
   const int before = params.num_splits[request], end = params.num_splits[request + 1];
   const int first_slot = first_partial_slot(params, request, before);
-  return {request, first_slot, min(max(end - before, 0), params.num_slots() - first_slot)};
+  return {request, first_slot, at_most(params.num_slots() - first_slot, at_least(0, end - before))};
 }
 
 // No more requests are cut than there are parts.

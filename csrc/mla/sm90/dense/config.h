@@ -62,7 +62,4 @@ constexpr int kOutRegisters = accumulators(kHalfDims);
 // serialises the products.
 constexpr int kQueryRegisterSteps = 4;
 
-// Requests of at most this many splits are merged by the CTA of the first one, in its registers.
-constexpr int kMostKeptSplits = 3;
-
 }  // namespace pallas_attn::mla::sm90
