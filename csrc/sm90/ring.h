@@ -1,5 +1,5 @@
 // Buffers that one side fills and the other empties, over and over, and the mbarriers by which they tell each
-// other. A buffer may be filled and emptied in parts, each with a barrier of its own.
+// other. A buffer may be filled and emptied in slices, each with a barrier of its own.
 #pragma once
 
 #include <cstdint>
@@ -9,17 +9,17 @@
 namespace pallas_attn {
 inline namespace sm90 {
 
-// In shared memory. Full: the copy has landed. Empty: the part may be overwritten.
-template <int kStages, int kFullParts, int kEmptyParts>
+// In shared memory. Full: the copy has landed. Empty: the slice may be overwritten.
+template <int kStages, int kFullSlices, int kEmptySlices>
 struct Ring {
-  uint64_t full[kStages][kFullParts];
-  uint64_t empty[kStages][kEmptyParts];
+  uint64_t full[kStages][kFullSlices];
+  uint64_t empty[kStages][kEmptySlices];
 
-  // A part is full when its copy's bytes are there, and empty when `readers` have arrived. By one thread.
+  // A slice is full when its copy's bytes are there, and empty when `readers` have arrived. By one thread.
   __device__ void init(uint32_t readers) {
     for (int stage = 0; stage < kStages; ++stage) {
-      for (int part = 0; part < kFullParts; ++part) ptx::mbarrier_init(&full[stage][part], 1);
-      for (int part = 0; part < kEmptyParts; ++part) ptx::mbarrier_init(&empty[stage][part], readers);
+      for (int slice = 0; slice < kFullSlices; ++slice) ptx::mbarrier_init(&full[stage][slice], 1);
+      for (int slice = 0; slice < kEmptySlices; ++slice) ptx::mbarrier_init(&empty[stage][slice], readers);
     }
   }
 };

@@ -8,10 +8,10 @@
 namespace pallas_attn::mla {
 namespace {
 
-constexpr int kRowParts = kLatentDim / kMergeColumns;
+constexpr int kRowSlices = kLatentDim / kMergeColumns;
 constexpr int kSyncThreadsBarrier = 0;
 
-// A block for every row, or every part of 128 columns of one, cut or not.
+// A block for every row, or every slice of 128 columns of one, cut or not.
 template <typename Element, int kVectors, int kBatch>
 __global__ void __launch_bounds__(kMergeThreads, 2)
     combine_few_rows_kernel(const __grid_constant__ DecodeParams params) {
@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(kMergeThreads, 2)
   // ended.
   ptx::wait_for_previous_kernel();
   if (cut.splits <= 1) return;
-  constexpr int kBlocksPerRow = kRowParts / kVectors;
+  constexpr int kBlocksPerRow = kRowSlices / kVectors;
   const int first_column = blockIdx.x % kBlocksPerRow * (kVectors * kMergeColumns);
   merge_row_by_block<Element, kLatentDim, kVectors, kBatch>(merge_view(params), cut,
                                                             blockIdx.x / kBlocksPerRow, first_column, scratch,
@@ -50,10 +50,10 @@ LaunchStatus launch(const DecodeParams& params, int num_sms, cudaStream_t stream
   constexpr const char* kStep = "launching the combine kernel";
   if (few_rows_to_merge(params, num_sms)) {
     const int rows = params.all_rows();
-    const bool by_parts = rows * params.batch * kRowParts <= 2 * num_sms;
+    const bool by_slices = rows * params.batch * kRowSlices <= 2 * num_sms;
     const auto kernel =
-        by_parts ? combine_few_rows_kernel<Element, 1, 17> : combine_few_rows_kernel<Element, kRowParts, 5>;
-    const dim3 grid(by_parts ? rows * kRowParts : rows, params.batch);
+        by_slices ? combine_few_rows_kernel<Element, 1, 17> : combine_few_rows_kernel<Element, kRowSlices, 5>;
+    const dim3 grid(by_slices ? rows * kRowSlices : rows, params.batch);
     return launch_dependent(kernel, grid, kMergeThreads, 0, stream, Blocks::kIndependent, kStep, params);
   }
   return launch_dependent(combine_kernel<Element>, num_sms, kMergeThreads, 0, stream, Blocks::kIndependent,
