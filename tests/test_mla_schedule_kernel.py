@@ -80,6 +80,8 @@ def batches(num_seqs: int, rng: np.random.Generator) -> list[np.ndarray]:
         wild,
         np.full(num_seqs, LARGEST),
         np.full(num_seqs, -1),
+        # Around each limit of the default overhead's rule.
+        *(np.full(num_seqs, length) for length in range(512, 65536, 512)),
     ]
 
 

@@ -29,7 +29,7 @@ constexpr int kMostOverheadPages = 1024;
 constexpr int kMostPages = 1 << 30;
 
 // Over some parts, from the start of one request to that of another; num_requests stands for the line's end.
-struct Hop {
+struct alignas(4) Hop {
   uint16_t request;
   uint16_t parts;
 

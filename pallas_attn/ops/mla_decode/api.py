@@ -128,7 +128,9 @@ def mla_decode(
         return_lse: also return the natural log-sum-exp of the scaled logits.
         implementation: None (cuda or pallas on an NVIDIA GPU, whichever measured faster for the case; xla elsewhere),
             "cuda" (sm_90, bf16 and fp16, page_size 64), "pallas" (sm_80 or newer, bf16 and fp16), "xla"
-            (anywhere, for debugging and CPUs) or "interpret" (the Pallas kernel run in Python, slow).
+            (anywhere, for debugging and CPUs) or "interpret" (the Pallas kernel run in Python, slow). "cuda" launches
+            cooperatively where that is faster; PALLAS_ATTN_COOPERATIVE=0 in the environment, when a call is traced,
+            keeps it from that: such a launch does not overlap with a collective's kernel.
         config: tile sizes for "pallas" and "interpret"; None takes the measured or the heuristic one.
 
     Returns:
