@@ -13,7 +13,7 @@ from support import unchecked
 import pallas_attn
 from pallas_attn.ops.mla_decode import MLADecodeConfig, MLASchedule
 from pallas_attn.ops.mla_decode.api import mla_decode
-from pallas_attn.testing import compare, mla
+from pallas_attn.testing import cases, compare, inputs
 
 decode = unchecked(mla_decode)
 
@@ -138,14 +138,14 @@ def test_flash_mla_messages():
         flash_mla(*data, 512, *metadata, 0.0)
 
 
-CASE = mla.MLADecodeCase((700, 130, 64, 513), 4, q_len=2, causal=True)
+CASE = cases.MLADecodeCase((700, 130, 64, 513), 4, q_len=2, causal=True)
 
 
-def with_cache(data: mla.LatentInputs, **changes) -> mla.LatentInputs:
-    return mla.LatentInputs(**{**vars(data), **changes})
+def with_cache(data: inputs.LatentInputs, **changes) -> inputs.LatentInputs:
+    return inputs.LatentInputs(**{**vars(data), **changes})
 
 
-def wrong_outputs(data: mla.LatentInputs) -> dict[str, np.ndarray]:
+def wrong_outputs(data: inputs.LatentInputs) -> dict[str, np.ndarray]:
     right, _ = reference(data, causal=True)
     shorter = np.maximum(data.seq_lens - np.int32(1), 1)
     first_half = (data.seq_lens + 1) // 2
@@ -168,10 +168,10 @@ def wrong_outputs(data: mla.LatentInputs) -> dict[str, np.ndarray]:
     }
 
 
-def negative_control_inputs() -> mla.LatentInputs:
-    data = mla.mla_decode_inputs(CASE)
+def negative_control_inputs() -> inputs.LatentInputs:
+    data = inputs.make(CASE)
     # The last two tokens are what causality and the last token's presence are about: both carry weight.
-    mla.plant_latent_needles(CASE, data, {s: n - 1 for s, n in enumerate(CASE.seq_lens)})
+    inputs.plant_needles(CASE, data, {s: n - 1 for s, n in enumerate(CASE.seq_lens)})
     return data
 
 

@@ -15,7 +15,7 @@ NEEDLES = {0: 4095, 1: 1024, 2: 15}
 
 @pytest.fixture(scope="module")
 def data() -> inputs.PagedInputs:
-    made = inputs.decode_inputs(CASE)
+    made = inputs.make(CASE)
     inputs.plant_needles(CASE, made, NEEDLES)
     return made
 
@@ -64,7 +64,7 @@ def test_one_lost_boundary_token(data, tokens):
 
 def test_one_lost_page_of_a_long_sequence():
     """Without needles: the faintest fault that random data alone must show."""
-    plain = inputs.decode_inputs(CASE)
+    plain = inputs.make(CASE)
     assert_caught(dropped(plain, {0: slice(32, 48)}), plain)
 
 
@@ -109,7 +109,7 @@ FEATURES = {
 def test_a_feature_ignored(feature):
     """What a kernel would give that accepts an option and does nothing with it."""
     case = dataclasses.replace(CASE, seq_lens=(700, 300), **FEATURES[feature])
-    data = inputs.decode_inputs(case)
+    data = inputs.make(case)
     ignorant, seen = _without(case, data, feature)
     expected, _ = reference(case, data)
     wrong, _ = reference(ignorant, seen)
