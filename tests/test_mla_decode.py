@@ -138,8 +138,8 @@ def test_causal_boundary(implementation):
     out, lse = call(*data.arguments())
     check(case, data, out, lse)
     # Sequence 1 has 3 tokens for 4 query tokens, sequence 3 has one: the first ones see nothing.
-    assert np.isneginf(lse[1, :, 0]).all()
-    assert np.isneginf(lse[3, :, :3]).all()
+    assert np.isneginf(lse[1, 0]).all()
+    assert np.isneginf(lse[3, :3]).all()
     assert (np.float32(out[3, :3]) == 0).all()
     for position, row in ((129, 3), (128, 2), (127, 1), (126, 0)):
         bent = inputs.LatentInputs(*(x.copy() for x in vars(data).values()))
@@ -292,7 +292,7 @@ def test_flash_mla_names(implementation):
 
     out, lse = step(*data.arguments())
     expected, expected_lse = reference(data, causal=True)
-    expected_lse = np.where(np.isneginf(expected_lse), np.inf, expected_lse)
+    expected_lse = np.where(np.isneginf(expected_lse), np.inf, expected_lse).swapaxes(1, 2)
     assert np.isposinf(lse[0]).all()
     compare.assert_rows_close(out, expected, dtype=case.dtype, case_id=case.id)
     compare.assert_lse_close(lse, expected_lse, dtype=case.dtype, case_id=case.id)
