@@ -1,5 +1,6 @@
 """Numerics of `mla_decode` against float64 torch, on the CPU: xla, and the kernel in interpret mode."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -176,6 +177,19 @@ def test_bad_pages_and_lengths_poison_only_their_rows(num_parts, implementation)
 
 
 @pytest.mark.parametrize("implementation", ANY_PAGE_SIZE)
+@pytest.mark.parametrize("num_parts", [None, 3])
+def test_a_length_beyond_a_full_table_is_nan(num_parts, implementation):
+    """Where every entry is a good page, only the length itself can tell."""
+    case = cases.MLADecodeCase((64,) * 3, 4, page_size=16, spare_pages=0, num_parts=num_parts)
+    data = inputs.make(case)
+    out, lse = run(case, data.copy(seq_lens=np.array([64, 65, 64], np.int32)), implementation)
+    assert np.isnan(np.float32(out[1])).all()
+    assert np.isnan(lse[1]).all()
+    for seq in (0, 2):
+        assert np.isfinite(np.float32(out[seq])).all()
+
+
+@pytest.mark.parametrize("implementation", ANY_PAGE_SIZE)
 def test_pages_shared_between_sequences(implementation):
     case = cases.MLADecodeCase((100, 100, 100), 4, page_size=16)
     data = inputs.make(case)
@@ -217,9 +231,20 @@ def test_a_schedule_for_other_lengths_stays_inside_memory(implementation):
         stale.tile_scheduler_metadata.at[:, 1].set(most).at[:, 3].set(least),
         jnp.asarray([7, least, most, least], jnp.int32),
     )
+    right = schedule_of(dataclasses.replace(case, num_parts=6), jnp.asarray(case.seq_lens, jnp.int32))
+    arguments = data.arguments()
+    call = functools.partial(pallas_attn.mla_decode, return_lse=True, implementation=implementation)
     for schedule in (stale, wild, wilder):
-        out: Any = pallas_attn.mla_decode(*data.arguments(), schedule=schedule, implementation=implementation)
-        assert jnp.shape(out) == (3, 1, 4, 512)
+        out, lse = call(*arguments, schedule=schedule)
+        assert (out.shape, lse.shape) == ((3, 1, 4, 512), (3, 1, 4))
+        for before, after in zip(data.arguments(), arguments, strict=True):
+            assert np.asarray(before).tobytes() == np.asarray(after).tobytes()
+        check(case, data, *call(*arguments, schedule=right))
+    # The first sequence is shorter than the schedule says: all of its tokens were dealt, and nothing else was seen.
+    out, lse = call(*arguments, schedule=stale)
+    expected, expected_lse = reference(data, causal=False)
+    compare.assert_rows_close(out[:1], expected[:1], dtype=case.dtype, case_id="stale")
+    compare.assert_lse_close(lse[:1], expected_lse[:1], dtype=case.dtype, case_id="stale")
 
 
 @pytest.mark.parametrize("num_seqs", [3, 130])

@@ -109,6 +109,19 @@ def test_bad_pages_and_lengths_poison_only_their_rows(num_splits, implementation
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_a_length_beyond_a_full_table_is_nan(num_splits, implementation):
+    """Where every entry is a good page, only the length itself can tell."""
+    case = cases.DecodeCase((64,) * 3, 4, 2, 64, 16, spare_pages=0, config=(("num_splits", num_splits),))
+    data = inputs.make(case)
+    out, lse = run(case, data.copy(seq_lens=np.array([64, 65, 64], np.int32)), implementation)
+    assert np.isnan(np.float32(out[1])).all()
+    assert np.isnan(lse[1]).all()
+    for seq in (0, 2):
+        assert np.isfinite(np.float32(out[seq])).all()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_pages_shared_between_sequences(implementation):
     case = cases.DecodeCase((100, 100, 100), 4, 2, 64, 16)
     data = inputs.make(case)
