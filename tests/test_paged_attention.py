@@ -1,5 +1,6 @@
 """Numerics of `paged_attention` against float64 torch, on the CPU: xla, and the kernel in interpret mode."""
 
+import dataclasses
 import functools
 
 import jax
@@ -30,12 +31,11 @@ def run(case: cases.DecodeCase, data: inputs.PagedInputs, implementation: str, *
         pallas_attn.paged_attention,
         return_lse=True,
         layout=case.layout,
-        sliding_window=case.sliding_window,
         softcap=case.softcap,
         block_sparse=case.block_sparse,
         implementation=implementation,
         config=config,
-        **options,
+        **{"sliding_window": case.sliding_window, **options},
     )
     return jax.jit(call)(*data.arguments(), **data.extras)
 
@@ -273,3 +273,41 @@ def test_windows_of_any_int(implementation):
         call(sliding_window=True)
     with pytest.raises(ValueError, match="'sliding_window': expected at least 1, got 0"):
         call(sliding_window=0)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    "options", [{}, {"q_len": 3}, {"block_sparse": pallas_attn.LocalStride(32, 1, 4)}], ids=str
+)
+def test_a_traced_window_is_the_static_one(options, implementation):
+    """A scan over layers whose windows alternate; what lies outside of every window is poison."""
+    splits = (("num_splits", 4), ("block_kv", 32), ("min_split_tokens", 64))
+    case = cases.DecodeCase((700, 0, 1027, 33), 4, 2, 64, 16, sliding_window=300, config=splits, **options)
+    data = inputs.make(case)
+
+    @jax.jit
+    def layers(windows):
+        def layer(carry, window):
+            return carry, run(
+                dataclasses.replace(case, sliding_window=None), data, implementation, sliding_window=window
+            )
+
+        return jax.lax.scan(layer, None, windows)[1]
+
+    out, lse = layers(jnp.array([300, 1, 100], jnp.int32))
+    for i, window in enumerate((300, 1, 100)):
+        static = run(dataclasses.replace(case, sliding_window=window), data, implementation)
+        np.testing.assert_array_equal(np.float32(out[i]), np.float32(static[0]))
+        np.testing.assert_array_equal(lse[i], static[1])
+
+
+def test_a_traced_window_is_checked():
+    case = cases.DecodeCase((20, 3), 4, 2, 16, 16)
+    call = functools.partial(unchecked(pallas_attn.paged_attention), *inputs.make(case).arguments())
+    with pytest.raises(TypeError, match="'sliding_window': expected dtype int32, got float32"):
+        call(sliding_window=jnp.float32(3))
+    with pytest.raises(ValueError, match=r"'sliding_window': expected shape \[\], got \[1\]"):
+        call(sliding_window=jnp.ones(1, jnp.int32))
+    for below in (0, -5, -(2**31)):
+        got = call(sliding_window=jnp.int32(below), implementation="interpret")
+        np.testing.assert_array_equal(got, call(sliding_window=1, implementation="interpret"))

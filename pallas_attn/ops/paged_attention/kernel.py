@@ -41,7 +41,7 @@ def paged_attention_pallas(
     """query [num_seqs, q_len, num_heads, head_dim] -> (out in query's dtype, lse float32).
 
     `extras` holds the arrays of the optional rules: alibi_slopes, sinks [num_heads]; k_scale, v_scale
-    [num_kv_heads]; all float32; sliding_window, an int32 scalar, where it is not one of `rules`.
+    [num_kv_heads]; all float32; and sliding_window, int32 [1], where it is not one of `rules`.
     """
     num_seqs, q_len, num_heads, head_dim = query.shape
     problem = Problem(

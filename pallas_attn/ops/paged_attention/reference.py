@@ -75,9 +75,9 @@ def paged_attention_xla(
     token = jnp.repeat(jnp.arange(q_len), num_heads // pool.num_kv_heads)
     # [num_seqs, 1, rows, 1]: the position of each row's query
     others = {"query_at": (lengths[:, None] - q_len + token)[:, None, :, None]}
-    window = extras.get("sliding_window", rules.sliding_window)
+    window = rules.sliding_window
     if "sliding_window" in extras:
-        others["sliding_window"] = extras["sliding_window"]
+        window = others["sliding_window"] = extras["sliding_window"][0]
     seen_from = masking.window_start(jnp.maximum(lengths - q_len, 0), window)
     floats = {name: extras[name] for name in ("k_scale", "alibi_slopes") if name in extras}
     floats["rows"] = rows.pack(query.astype(jnp.float32), pool.num_kv_heads)
