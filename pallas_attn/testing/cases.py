@@ -194,6 +194,7 @@ def _all_cases() -> tuple[Case, ...]:
     return (*marked, *_paged_cells(), *_mla_cells())
 
 
+FAST = ("fast",)
 LONG = (1024, 8192, 32768)
 
 
@@ -248,7 +249,7 @@ def _shapes_and_dtypes() -> list[DecodeCase]:
         DecodeCase(boundary_lengths(64), 4, 4, 96, 64),
         DecodeCase(boundary_lengths(128), 4, 1, 112, 128, config=splits),
         DecodeCase(boundary_lengths(16), 2, 1, 120, 16),
-        DecodeCase(boundary_lengths(16), 8, 2, 128, 16, config=splits),
+        DecodeCase(boundary_lengths(16), 8, 2, 128, 16, config=splits, uses=FAST),
         DecodeCase(boundary_lengths(16), 2, 1, 192, 16, config=splits),
         DecodeCase(boundary_lengths(32), 2, 2, 256, 32),
         # head counts and groups
@@ -266,7 +267,9 @@ def _shapes_and_dtypes() -> list[DecodeCase]:
         DecodeCase(boundary_lengths(1), 4, 2, 64, 1, "float16", config=splits),
         DecodeCase(boundary_lengths(24), 4, 2, 64, 24, config=splits),
         # tiles larger and smaller than a page
-        DecodeCase(boundary_lengths(16), 4, 2, 64, 16, config=(("block_kv", 128), ("num_splits", 3))),
+        DecodeCase(
+            boundary_lengths(16), 4, 2, 64, 16, config=(("block_kv", 128), ("num_splits", 3)), uses=FAST
+        ),
         DecodeCase(boundary_lengths(128), 4, 2, 64, 128, config=(("block_kv", 16), ("num_splits", 3))),
         # more splits than are merged at once
         DecodeCase(
@@ -291,14 +294,16 @@ def _options_of_paged_attention() -> list[DecodeCase]:
         # PACKED
         DecodeCase(lengths, 8, 2, 128, 16, "bfloat16", "PACKED", config=splits),
         DecodeCase(lengths, 8, 2, 80, 8, "float32", "PACKED"),
-        DecodeCase(lengths, 8, 2, 64, 16, "bfloat16", "PACKED", cache_dtype="float8_e4m3fn", config=splits),
+        DecodeCase(
+            lengths, 8, 2, 64, 16, "bfloat16", "PACKED", cache_dtype="float8_e4m3fn", config=splits, uses=FAST
+        ),
         DecodeCase(lengths, 4, 4, 112, 32, "float16", "PACKED", cache_dtype="int8"),
         # several query tokens; lengths below q_len included
-        DecodeCase(lengths, 8, 2, 64, 16, q_len=2, config=splits),
+        DecodeCase(lengths, 8, 2, 64, 16, q_len=2, config=splits, uses=FAST),
         DecodeCase(lengths, 6, 2, 64, 16, "float32", q_len=5),
         DecodeCase(lengths, 32, 1, 64, 16, q_len=4, config=splits),
         # windows
-        DecodeCase(long, 4, 2, 64, 16, sliding_window=100, config=splits),
+        DecodeCase(long, 4, 2, 64, 16, sliding_window=100, config=splits, uses=FAST),
         DecodeCase(long, 4, 2, 64, 16, sliding_window=1),
         DecodeCase(long, 4, 2, 64, 32, "float32", q_len=3, sliding_window=130, config=splits),
         DecodeCase(long, 4, 2, 64, 16, sliding_window=5000),
@@ -339,6 +344,7 @@ def _options_of_paged_attention() -> list[DecodeCase]:
             sinks=True,
             block_sparse=LocalStride(64, 2, 3, 1),
             config=tiles,
+            uses=FAST,
         ),
     ]
 
@@ -350,9 +356,9 @@ def _mla_tests() -> list[MLADecodeCase]:
     return [
         MLADecodeCase(lens, 1),
         MLADecodeCase(lens, 3, config=splits),
-        MLADecodeCase(lens, 16, num_parts=7),
-        MLADecodeCase(lens, 9, q_len=2, causal=True, config=splits),
-        MLADecodeCase(lens, 6, 2, q_len=4, causal=True, page_size=16, num_parts=13),
+        MLADecodeCase(lens, 16, num_parts=7, uses=FAST),
+        MLADecodeCase(lens, 9, q_len=2, causal=True, config=splits, uses=FAST),
+        MLADecodeCase(lens, 6, 2, q_len=4, causal=True, page_size=16, num_parts=13, uses=FAST),
         MLADecodeCase(lens, 4, q_len=4, page_size=32, num_parts=4),
         MLADecodeCase(lens, 8, 4, page_size=16, config=splits),
         MLADecodeCase(lens, 63, page_size=128, num_parts=5),
@@ -363,6 +369,6 @@ def _mla_tests() -> list[MLADecodeCase]:
         MLADecodeCase(lens, 4, dtype="float32", config=(*splits, ("block_kv", 16))),
         MLADecodeCase(lens, 4, q_len=2, causal=True, dtype="float32", page_size=24, num_parts=3),
         # tiles larger than a page, and larger than a block of the schedule
-        MLADecodeCase(lens, 4, page_size=16, config=(("block_kv", 64),)),
+        MLADecodeCase(lens, 4, page_size=16, config=(("block_kv", 64),), uses=FAST),
         MLADecodeCase(lens, 4, page_size=128, num_parts=5, config=(("block_kv", 128), ("num_stages", 2))),
     ]

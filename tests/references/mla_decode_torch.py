@@ -5,7 +5,10 @@ import math
 import numpy as np
 import torch
 
+from references import remembered
 
+
+@remembered
 def mla_decode(inputs, *, causal: bool, scale: float | None = None, rounding: torch.dtype | None = None):
     """(out [num_seqs, q_len, num_heads, 512], lse [num_seqs, q_len, num_heads]) as float64 numpy, from `LatentInputs`.
 
