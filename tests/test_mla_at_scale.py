@@ -107,7 +107,7 @@ def attend(data: Data, schedule: MLASchedule | None, h_q: int, q_len: int, imple
     )
     padding = ((0, 0), (0, rows - q_len * h_q))
     out = jnp.pad(out.reshape(num_seqs, -1, LATENT), (*padding, (0, 0)))
-    lse = jnp.pad(lse.swapaxes(1, 2).reshape(num_seqs, -1), padding, constant_values=-jnp.inf)
+    lse = jnp.pad(lse.reshape(num_seqs, -1), padding, constant_values=-jnp.inf)
     return out, lse
 
 

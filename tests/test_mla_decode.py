@@ -1,5 +1,6 @@
 """Numerics of `mla_decode` against float64 torch, on the CPU: xla, and the kernel in interpret mode."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -14,7 +15,7 @@ from support import unchecked
 import pallas_attn
 from pallas_attn._call import ffi
 from pallas_attn.ops.mla_decode import MLADecodeConfig, MLASchedule
-from pallas_attn.testing import compare, inputs, mla
+from pallas_attn.testing import cases, compare, inputs
 
 PALLAS, CUDA = (pytest.param(name, marks=pytest.mark.gpu) for name in ("pallas", "cuda"))
 ANY_PAGE_SIZE = ["xla", "interpret", PALLAS]
@@ -22,7 +23,7 @@ IMPLEMENTATIONS = [*ANY_PAGE_SIZE, CUDA]
 
 
 def served_cases():
-    for case in mla.mla_decode_cases():
+    for case in cases.select("mla_decode", "test"):
         yield from (pytest.param(case, name, id=f"{case.id}-{name}") for name in ("xla", "interpret"))
         on_gpu = [] if case.dtype == "float32" else ["pallas", "cuda"] if case.page_size == 64 else ["pallas"]
         yield from (
@@ -36,7 +37,7 @@ def require(implementation: str) -> None:
         pytest.skip(str(reason))
 
 
-def schedule_of(case: mla.MLADecodeCase, seq_lens) -> MLASchedule | None:
+def schedule_of(case: cases.MLADecodeCase, seq_lens) -> MLASchedule | None:
     if case.num_parts is None:
         return None
     return pallas_attn.mla_schedule(
@@ -49,11 +50,11 @@ def schedule_of(case: mla.MLADecodeCase, seq_lens) -> MLASchedule | None:
     )
 
 
-def run(case: mla.MLADecodeCase, data: mla.LatentInputs, implementation: str, **options):
+def run(case: cases.MLADecodeCase, data: inputs.LatentInputs, implementation: str, **options):
     return compiled(case, implementation, **options)(*data.arguments())
 
 
-def compiled(case: mla.MLADecodeCase, implementation: str, **options):
+def compiled(case: cases.MLADecodeCase, implementation: str, **options):
     require(implementation)
     config = None
     if implementation in ("interpret", "pallas") and case.config:
@@ -76,7 +77,7 @@ def compiled(case: mla.MLADecodeCase, implementation: str, **options):
     return call
 
 
-def check(case: mla.MLADecodeCase, data: mla.LatentInputs, out, lse, **options) -> None:
+def check(case: cases.MLADecodeCase, data: inputs.LatentInputs, out, lse, **options) -> None:
     expected, expected_lse = reference(data, causal=case.causal, **options)
     rounded, _ = reference(data, causal=case.causal, rounding=getattr(torch, case.dtype), **options)
     about = dict(dtype=case.dtype, case_id=case.id)
@@ -93,7 +94,7 @@ def check(case: mla.MLADecodeCase, data: mla.LatentInputs, out, lse, **options) 
 
 @pytest.mark.parametrize(("case", "implementation"), list(served_cases()))
 def test_matches_reference(case, implementation):
-    data = mla.mla_decode_inputs(case)
+    data = inputs.make(case)
     out, lse = run(case, data, implementation)
     assert out.dtype == jnp.dtype(case.dtype)
     assert lse.dtype == jnp.float32
@@ -106,7 +107,7 @@ def test_no_boundary_token_is_lost(num_parts, implementation):
     """Each sequence hides most of its weight in one token at a boundary, at one boundary after another."""
     lens = (700, 1027, 769)
     splits = (("num_splits", 4), ("min_split_tokens", 256))
-    case = mla.MLADecodeCase(lens, 4, page_size=64, num_parts=num_parts, config=splits)
+    case = cases.MLADecodeCase(lens, 4, page_size=64, num_parts=num_parts, config=splits)
     call = compiled(case, implementation)
     cut = 320 if num_parts is None else piece_end(case)
     places = {
@@ -118,14 +119,12 @@ def test_no_boundary_token_is_lost(num_parts, implementation):
         "piece start": cut,
     }
     for place in places.values():
-        data = mla.mla_decode_inputs(case)
-        mla.plant_latent_needles(
-            case, data, {s: n - 1 if place is None else place for s, n in enumerate(lens)}
-        )
+        data = inputs.make(case)
+        inputs.plant_needles(case, data, {s: n - 1 if place is None else place for s, n in enumerate(lens)})
         check(case, data, *call(*data.arguments()))
 
 
-def piece_end(case: mla.MLADecodeCase) -> int:
+def piece_end(case: cases.MLADecodeCase) -> int:
     schedule = schedule_of(case, jnp.asarray(case.seq_lens, jnp.int32))
     assert schedule is not None
     return int(schedule.tile_scheduler_metadata[0, 3])
@@ -134,17 +133,17 @@ def piece_end(case: mla.MLADecodeCase) -> int:
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_causal_boundary(implementation):
     """Each of the newest four tokens, made to swamp all others, is seen by its own query token and later ones."""
-    case = mla.MLADecodeCase((130, 3, 64, 1), 4, q_len=4, causal=True, num_parts=2)
-    data = mla.mla_decode_inputs(case)
+    case = cases.MLADecodeCase((130, 3, 64, 1), 4, q_len=4, causal=True, num_parts=2)
+    data = inputs.make(case)
     call = compiled(case, implementation)
     out, lse = call(*data.arguments())
     check(case, data, out, lse)
     # Sequence 1 has 3 tokens for 4 query tokens, sequence 3 has one: the first ones see nothing.
-    assert np.isneginf(lse[1, :, 0]).all()
-    assert np.isneginf(lse[3, :, :3]).all()
+    assert np.isneginf(lse[1, 0]).all()
+    assert np.isneginf(lse[3, :3]).all()
     assert (np.float32(out[3, :3]) == 0).all()
     for position, row in ((129, 3), (128, 2), (127, 1), (126, 0)):
-        bent = mla.LatentInputs(*(x.copy() for x in vars(data).values()))
+        bent = inputs.LatentInputs(*(x.copy() for x in vars(data).values()))
         place = inputs.token_places(bent.block_tables[0], 130, case.page_size)
         bent.latent_cache[place[0][position], place[1][position]] = 30
         changed, _ = call(*bent.arguments())
@@ -156,8 +155,8 @@ def test_causal_boundary(implementation):
 @pytest.mark.parametrize("num_parts", [None, 5])
 def test_bad_pages_and_lengths_poison_only_their_rows(num_parts, implementation):
     splits = (("num_splits", 3),)
-    case = mla.MLADecodeCase((600,) * 8, 4, page_size=16, num_parts=num_parts, config=splits)
-    data = mla.mla_decode_inputs(case)
+    case = cases.MLADecodeCase((600,) * 8, 4, page_size=16, num_parts=num_parts, config=splits)
+    data = inputs.make(case)
     call = compiled(case, implementation)
     good, good_lse = (np.array(x) for x in call(*data.arguments()))
     data.block_tables[1, 0] = -1
@@ -178,9 +177,22 @@ def test_bad_pages_and_lengths_poison_only_their_rows(num_parts, implementation)
 
 
 @pytest.mark.parametrize("implementation", ANY_PAGE_SIZE)
+@pytest.mark.parametrize("num_parts", [None, 3])
+def test_a_length_beyond_a_full_table_is_nan(num_parts, implementation):
+    """Where every entry is a good page, only the length itself can tell."""
+    case = cases.MLADecodeCase((64,) * 3, 4, page_size=16, spare_pages=0, num_parts=num_parts)
+    data = inputs.make(case)
+    out, lse = run(case, data.copy(seq_lens=np.array([64, 65, 64], np.int32)), implementation)
+    assert np.isnan(np.float32(out[1])).all()
+    assert np.isnan(lse[1]).all()
+    for seq in (0, 2):
+        assert np.isfinite(np.float32(out[seq])).all()
+
+
+@pytest.mark.parametrize("implementation", ANY_PAGE_SIZE)
 def test_pages_shared_between_sequences(implementation):
-    case = mla.MLADecodeCase((100, 100, 100), 4, page_size=16)
-    data = mla.mla_decode_inputs(case)
+    case = cases.MLADecodeCase((100, 100, 100), 4, page_size=16)
+    data = inputs.make(case)
     data.block_tables[1] = data.block_tables[0]
     data.block_tables[2, :3] = data.block_tables[0, :3]
     check(case, data, *run(case, data, implementation))
@@ -188,8 +200,8 @@ def test_pages_shared_between_sequences(implementation):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_scale(implementation):
-    case = mla.MLADecodeCase((5, 77), 4, dtype="float16")
-    data = mla.mla_decode_inputs(case)
+    case = cases.MLADecodeCase((5, 77), 4, dtype="float16")
+    data = inputs.make(case)
     check(case, data, *run(case, data, implementation, scale=192**-0.5), scale=192**-0.5)
 
 
@@ -197,8 +209,8 @@ def test_scale(implementation):
 @pytest.mark.parametrize("num_parts", [None, 5])
 def test_same_inputs_same_bits(num_parts, implementation):
     splits = (("num_splits", 5), ("min_split_tokens", 64))
-    case = mla.MLADecodeCase((1200, 31, 800), 8, num_parts=num_parts, config=splits)
-    data = mla.mla_decode_inputs(case)
+    case = cases.MLADecodeCase((1200, 31, 800), 8, num_parts=num_parts, config=splits)
+    data = inputs.make(case)
     call = compiled(case, implementation)
     first, second = (call(*data.arguments()) for _ in range(2))
     for a, b in zip(first, second, strict=True):
@@ -209,8 +221,8 @@ def test_same_inputs_same_bits(num_parts, implementation):
 def test_a_schedule_for_other_lengths_stays_inside_memory(implementation):
     """Wrong results are the caller's; a fault or a read of foreign pages would be ours."""
     require(implementation)
-    case = mla.MLADecodeCase((600, 64, 0), 4)
-    data = mla.mla_decode_inputs(case)
+    case = cases.MLADecodeCase((600, 64, 0), 4)
+    data = inputs.make(case)
     stale = pallas_attn.mla_schedule(jnp.asarray([50_000, 7, 9_000], jnp.int32), num_heads=4, num_parts=6)
     wild = MLASchedule(stale.tile_scheduler_metadata * -977, stale.num_splits * 1_000_003)
     # Differences of such numbers overflow.
@@ -219,17 +231,28 @@ def test_a_schedule_for_other_lengths_stays_inside_memory(implementation):
         stale.tile_scheduler_metadata.at[:, 1].set(most).at[:, 3].set(least),
         jnp.asarray([7, least, most, least], jnp.int32),
     )
+    right = schedule_of(dataclasses.replace(case, num_parts=6), jnp.asarray(case.seq_lens, jnp.int32))
+    arguments = data.arguments()
+    call = functools.partial(pallas_attn.mla_decode, return_lse=True, implementation=implementation)
     for schedule in (stale, wild, wilder):
-        out: Any = pallas_attn.mla_decode(*data.arguments(), schedule=schedule, implementation=implementation)
-        assert jnp.shape(out) == (3, 1, 4, 512)
+        out, lse = call(*arguments, schedule=schedule)
+        assert (out.shape, lse.shape) == ((3, 1, 4, 512), (3, 1, 4))
+        for before, after in zip(data.arguments(), arguments, strict=True):
+            assert np.asarray(before).tobytes() == np.asarray(after).tobytes()
+        check(case, data, *call(*arguments, schedule=right))
+    # The first sequence is shorter than the schedule says: all of its tokens were dealt, and nothing else was seen.
+    out, lse = call(*arguments, schedule=stale)
+    expected, expected_lse = reference(data, causal=False)
+    compare.assert_rows_close(out[:1], expected[:1], dtype=case.dtype, case_id="stale")
+    compare.assert_lse_close(lse[:1], expected_lse[:1], dtype=case.dtype, case_id="stale")
 
 
 @pytest.mark.parametrize("num_seqs", [3, 130])
 @pytest.mark.parametrize("length", [2**31 - 1, 2**31 - 64, 2**30])
 def test_a_length_beyond_all_memory_spoils_no_other_sequence(length, num_seqs):
     """Of the schedule too, whose sums would overflow."""
-    case = mla.MLADecodeCase((65, 1, 64), 4)
-    data = mla.mla_decode_inputs(case)
+    case = cases.MLADecodeCase((65, 1, 64), 4)
+    data = inputs.make(case)
     query, cache, tables, lens = data.arguments()
     many = [jnp.repeat(x[1:2], num_seqs - 3, axis=0) for x in (query, tables)]
     query, tables = jnp.concatenate([query, many[0]]), jnp.concatenate([tables, many[1]])
@@ -245,7 +268,7 @@ def test_a_length_beyond_all_memory_spoils_no_other_sequence(length, num_seqs):
 
 
 def test_numpy_arrays_will_do():
-    data = mla.mla_decode_inputs(mla.MLADecodeCase((20, 3), 4))
+    data = inputs.make(cases.MLADecodeCase((20, 3), 4))
     arrays = tuple(vars(data).values())
     # Without the type checks that jaxtyping adds in tests.
     out = unchecked(pallas_attn.mla_decode)(*arrays, implementation="xla")
@@ -256,8 +279,8 @@ def test_numpy_arrays_will_do():
 @pytest.mark.parametrize("num_parts", [None, 3])
 def test_with_64_bit_types_enabled(num_parts, implementation):
     """Users may compute in float64 beside it."""
-    case = mla.MLADecodeCase((0, 100, 70), 4, q_len=2, causal=True, page_size=16, num_parts=num_parts)
-    data = mla.mla_decode_inputs(case)
+    case = cases.MLADecodeCase((0, 100, 70), 4, q_len=2, causal=True, page_size=16, num_parts=num_parts)
+    data = inputs.make(case)
     with jax.enable_x64(True):
         out, lse = run(case, data, implementation)
     check(case, data, out, lse)
@@ -266,8 +289,8 @@ def test_with_64_bit_types_enabled(num_parts, implementation):
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
 @pytest.mark.parametrize("num_parts", [None, 3])
 def test_vmap(num_parts, implementation):
-    case = mla.MLADecodeCase((3, 100, 70), 4, dtype="float32", page_size=16, num_parts=num_parts)
-    query, *rest = mla.mla_decode_inputs(case).arguments()
+    case = cases.MLADecodeCase((3, 100, 70), 4, dtype="float32", page_size=16, num_parts=num_parts)
+    query, *rest = inputs.make(case).arguments()
     call = compiled(case, implementation)
     outs, lses = jax.vmap(call, in_axes=(0, None, None, None))(jnp.stack([query, 2 * query]), *rest)
     for out, lse, q in zip(outs, lses, (query, 2 * query), strict=True):
@@ -280,8 +303,8 @@ def test_vmap(num_parts, implementation):
 def test_flash_mla_names(implementation):
     """The seed's two functions: its shapes, natural lse, +inf for rows that see nothing."""
     require(implementation)
-    case = mla.MLADecodeCase((0, 100, 1, 700), 4, q_len=2, causal=True)
-    data = mla.mla_decode_inputs(case)
+    case = cases.MLADecodeCase((0, 100, 1, 700), 4, q_len=2, causal=True)
+    data = inputs.make(case)
 
     @jax.jit
     def step(q, k_cache, block_table, cache_seqlens):
@@ -294,15 +317,15 @@ def test_flash_mla_names(implementation):
 
     out, lse = step(*data.arguments())
     expected, expected_lse = reference(data, causal=True)
-    expected_lse = np.where(np.isneginf(expected_lse), np.inf, expected_lse)
+    expected_lse = np.where(np.isneginf(expected_lse), np.inf, expected_lse).swapaxes(1, 2)
     assert np.isposinf(lse[0]).all()
     compare.assert_rows_close(out, expected, dtype=case.dtype, case_id=case.id)
     compare.assert_lse_close(lse, expected_lse, dtype=case.dtype, case_id=case.id)
 
 
 def test_schedule_is_computed_once_for_all_layers():
-    case = mla.MLADecodeCase((20, 333), 4, dtype="float32")
-    data = mla.mla_decode_inputs(case)
+    case = cases.MLADecodeCase((20, 333), 4, dtype="float32")
+    data = inputs.make(case)
 
     @functools.partial(jax.jit, static_argnums=0)
     def layers(scheduled, query, cache, tables, lens):

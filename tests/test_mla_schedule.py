@@ -11,12 +11,8 @@ from hypothesis import strategies as st
 from references.mla_schedule_model import BLOCK, OVERHEAD, plain_schedule
 from support import unchecked
 
-from pallas_attn._tile import triton
-from pallas_attn._tile.layout import PoolShape
-from pallas_attn.ops.mla_decode import MLADecodeConfig
+from pallas_attn._tile import pieces
 from pallas_attn.ops.mla_decode import schedule as sched
-from pallas_attn.ops.mla_decode.pieces import Grid
-from pallas_attn.ops.mla_decode.problem import Problem
 
 # Few shapes, so that few programs are compiled; lengths and parts are what the property is about.
 BATCHES, PARTS = (1, 3, 33), (1, 7, 66, 132)
@@ -65,7 +61,20 @@ def check_cover(metadata, num_splits, lengths, payload, overhead):
             seen.add(piece)
         assert cost <= payload
     assert dealt == [list(range(-(-n // BLOCK))) for n in lengths]
+    check_slots(num_splits, len(metadata))
     assert len(seen) == num_splits[-1]
+
+
+def check_slots(num_splits, num_parts):
+    """Each partial result has a place of its own, and two for each part are enough."""
+    room = pieces.scheduled_room(num_parts)
+    used = np.zeros(room, int)
+    for seq, count in enumerate(np.diff(num_splits)):
+        if count > 1:
+            first = 2 * (num_splits[seq] - seq)
+            assert first + count <= room
+            used[first : first + count] += 1
+    assert used.max() <= 1
 
 
 @settings(max_examples=1000, deadline=None)
@@ -177,32 +186,3 @@ def test_arguments_are_checked():
         sched.mla_schedule(lens, num_heads=16, q_len=0)
     with pytest.raises(TypeError, match=r"argument 'num_parts': expected an int, got 3\.5 of type float"):
         mla_schedule(lens, num_heads=16, num_parts=3.5)
-
-
-@pytest.mark.parametrize(
-    ("num_seqs", "length"), [(1, 32768), (8, 32768), (12, 22 * 64), (50, 4096), (70, 4096), (128, 1024)]
-)
-def test_without_a_schedule_equal_lengths_take_one_program_a_core_at_most(monkeypatch, num_seqs, length):
-    """And no longer than the best such cut: 22 tiles as 11 times 2 on 132 cores, not as 8 times 3."""
-
-    def load(ref, mask=True, other=0):
-        return jnp.where(mask, ref.get(mode="clip"), other)
-
-    monkeypatch.setattr(triton, "load", load)
-    config = MLADecodeConfig(16, 64, num_splits=128, min_split_tokens=64, target_programs=132)
-    problem = Problem(
-        num_seqs=num_seqs,
-        q_len=1,
-        num_heads=16,
-        max_pages=512,
-        pool=PoolShape(1, 64, 1, 576),
-        scale=1.0,
-        config=config,
-        causal=False,
-        num_parts=None,
-    )
-    _, count = Grid(problem, jnp.full(num_seqs, length, jnp.int32)).of(jnp.int32(0))
-    most = max(1, 132 // num_seqs)
-    assert 1 <= count <= most
-    tiles = length // 64
-    assert -(-tiles // int(count)) == -(-tiles // most)

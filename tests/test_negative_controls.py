@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from references.mla_decode_torch import mla_decode as mla_reference
 from references.paged_attention_torch import paged_attention as reference
 
 from pallas_attn import LocalStride
@@ -15,7 +16,7 @@ NEEDLES = {0: 4095, 1: 1024, 2: 15}
 
 @pytest.fixture(scope="module")
 def data() -> inputs.PagedInputs:
-    made = inputs.decode_inputs(CASE)
+    made = inputs.make(CASE)
     inputs.plant_needles(CASE, made, NEEDLES)
     return made
 
@@ -64,7 +65,7 @@ def test_one_lost_boundary_token(data, tokens):
 
 def test_one_lost_page_of_a_long_sequence():
     """Without needles: the faintest fault that random data alone must show."""
-    plain = inputs.decode_inputs(CASE)
+    plain = inputs.make(CASE)
     assert_caught(dropped(plain, {0: slice(32, 48)}), plain)
 
 
@@ -109,7 +110,7 @@ FEATURES = {
 def test_a_feature_ignored(feature):
     """What a kernel would give that accepts an option and does nothing with it."""
     case = dataclasses.replace(CASE, seq_lens=(700, 300), **FEATURES[feature])
-    data = inputs.decode_inputs(case)
+    data = inputs.make(case)
     ignorant, seen = _without(case, data, feature)
     expected, _ = reference(case, data)
     wrong, _ = reference(ignorant, seen)
@@ -178,3 +179,65 @@ def test_budget_follows_the_rounded_reference(data):
         compare.assert_rows_close(
             out, expected, dtype="bfloat16", case_id="budget", rounded_reference=expected
         )
+
+
+LATENT_CASE = cases.MLADecodeCase((700, 130, 64, 513), 4, q_len=2, causal=True, page_size=16)
+
+
+def latent_data() -> inputs.LatentInputs:
+    made = inputs.make(LATENT_CASE)
+    # The last two tokens are what causality and the last token's presence are about: both carry weight.
+    inputs.plant_needles(LATENT_CASE, made, {seq: n - 1 for seq, n in enumerate(LATENT_CASE.seq_lens)})
+    return made
+
+
+def wrong_latent_outputs(data: inputs.LatentInputs) -> dict[str, np.ndarray]:
+    """What kernels would give that have one fault each."""
+
+    def attend(causal=True, scale=None, **changes):
+        return mla_reference(data.copy(**changes), causal=causal, scale=scale)[0]
+
+    def moved(array: np.ndarray, places, other) -> np.ndarray:
+        array = array.copy()
+        array[places] = other
+        return array
+
+    lens, tables, cache, query = data.seq_lens, data.block_tables, data.latent_cache, data.query
+    other_page = moved(tables, np.s_[:, 1], tables[::-1, 1])
+    shorter = np.maximum(lens - 16, 1)
+    # Without one page, or one token: what is behind moves up.
+    one_less = np.concatenate([tables[:, :2], tables[:, 3:], tables[:, :1]], axis=1)
+    dropped = cache.copy()
+    page, offset = inputs.token_places(tables[0], 700, 16)
+    needle = page[-1], offset[-1]
+    dropped[needle] = 0
+    values = moved(cache, np.s_[..., :512], cache[..., 64:])
+    out = attend()
+    return {
+        "zeros": np.zeros_like(out),
+        "causality ignored": attend(causal=False),
+        "last token dropped": attend(seq_lens=np.maximum(lens - 1, 1)),
+        "key of a token lost": attend(latent_cache=dropped),
+        "second piece lost": attend(seq_lens=(lens + 1) // 2),
+        "a page dropped": attend(block_tables=one_less, seq_lens=shorter),
+        "another sequence's page": attend(block_tables=other_page),
+        "values taken from the rotary end": attend(latent_cache=values),
+        "rotary part ignored": attend(query=moved(query, np.s_[..., 512:], 0)),
+        "scaled by 512": attend(scale=512**-0.5),
+        "heads swapped": out[:, :, ::-1],
+    }
+
+
+def test_faults_of_an_mla_kernel_are_caught():
+    data = latent_data()
+    expected, _ = mla_reference(data, causal=True)
+    about = dict(dtype="bfloat16", case_id=LATENT_CASE.id, lengths=LATENT_CASE.seq_lens)
+    compare.assert_rows_close(expected, expected, **about)
+    passed = []
+    for fault, out in wrong_latent_outputs(data).items():
+        try:
+            compare.assert_rows_close(out, expected, **about)
+        except AssertionError:
+            continue
+        passed.append(fault)
+    assert passed == []

@@ -1,5 +1,6 @@
 """Numerics of `paged_attention` against float64 torch, on the CPU: xla, and the kernel in interpret mode."""
 
+import dataclasses
 import functools
 
 import jax
@@ -16,7 +17,7 @@ from pallas_attn.testing import cases, compare, inputs
 
 GPU = pytest.param("pallas", marks=pytest.mark.gpu)
 IMPLEMENTATIONS = ["xla", "interpret", GPU]
-CASES = cases.decode_cases() + cases.feature_cases()
+CASES = cases.select("paged_attention", "test")
 
 
 def run(case: cases.DecodeCase, data: inputs.PagedInputs, implementation: str, **options):
@@ -30,12 +31,11 @@ def run(case: cases.DecodeCase, data: inputs.PagedInputs, implementation: str, *
         pallas_attn.paged_attention,
         return_lse=True,
         layout=case.layout,
-        sliding_window=case.sliding_window,
         softcap=case.softcap,
         block_sparse=case.block_sparse,
         implementation=implementation,
         config=config,
-        **options,
+        **{"sliding_window": case.sliding_window, **options},
     )
     return jax.jit(call)(*data.arguments(), **data.extras)
 
@@ -58,7 +58,7 @@ def check(case: cases.DecodeCase, data: inputs.PagedInputs, out, lse, **options)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_matches_reference(case, implementation):
-    data = inputs.decode_inputs(case)
+    data = inputs.make(case)
     out, lse = run(case, data, implementation)
     assert out.dtype == jnp.dtype(case.dtype)
     assert lse.dtype == jnp.float32
@@ -78,7 +78,7 @@ def test_no_boundary_token_is_lost(boundary, implementation):
         "split end": 2 * split - 1,
         "split start": 2 * split,
     }
-    data = inputs.decode_inputs(case)
+    data = inputs.make(case)
     inputs.plant_needles(case, data, {s: positions.get(boundary, n - 1) for s, n in enumerate(case.seq_lens)})
     out, lse = run(case, data, implementation)
     check(case, data, out, lse)
@@ -88,7 +88,7 @@ def test_no_boundary_token_is_lost(boundary, implementation):
 @pytest.mark.parametrize("num_splits", [1, 4])
 def test_bad_pages_and_lengths_poison_only_their_rows(num_splits, implementation):
     case = cases.DecodeCase((600,) * 8, 4, 2, 64, 16, config=(("num_splits", num_splits),))
-    data = inputs.decode_inputs(case)
+    data = inputs.make(case)
     num_pages = data.key_cache.shape[0]
     good, good_lse = (np.array(x) for x in run(case, data, implementation))
     data.block_tables[1, 0] = -1
@@ -109,9 +109,22 @@ def test_bad_pages_and_lengths_poison_only_their_rows(num_splits, implementation
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_a_length_beyond_a_full_table_is_nan(num_splits, implementation):
+    """Where every entry is a good page, only the length itself can tell."""
+    case = cases.DecodeCase((64,) * 3, 4, 2, 64, 16, spare_pages=0, config=(("num_splits", num_splits),))
+    data = inputs.make(case)
+    out, lse = run(case, data.copy(seq_lens=np.array([64, 65, 64], np.int32)), implementation)
+    assert np.isnan(np.float32(out[1])).all()
+    assert np.isnan(lse[1]).all()
+    for seq in (0, 2):
+        assert np.isfinite(np.float32(out[seq])).all()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_pages_shared_between_sequences(implementation):
     case = cases.DecodeCase((100, 100, 100), 4, 2, 64, 16)
-    data = inputs.decode_inputs(case)
+    data = inputs.make(case)
     data.block_tables[1] = data.block_tables[0]
     data.block_tables[2, :3] = data.block_tables[0, :3]
     out, lse = run(case, data, implementation)
@@ -121,7 +134,7 @@ def test_pages_shared_between_sequences(implementation):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_scale(implementation):
     case = cases.DecodeCase((5, 77), 4, 2, 64, 16, "float32")
-    data = inputs.decode_inputs(case)
+    data = inputs.make(case)
     out, lse = run(case, data, implementation, scale=0.37)
     check(case, data, out, lse, scale=0.37)
 
@@ -130,7 +143,7 @@ def test_scale(implementation):
 def test_flat_fp16_scores_stay_finite(implementation):
     """8192 equal logits: a partial sum kept unnormalised in fp16 would overflow."""
     case = cases.DecodeCase((8192,), 2, 1, 64, 16, "float16", config=(("num_splits", 2),))
-    data = inputs.decode_inputs(case)
+    data = inputs.make(case)
     data.query[:] = 0
     data.value_cache[~np.isnan(data.value_cache)] = 8.0
     out, lse = run(case, data, implementation)
@@ -141,7 +154,7 @@ def test_flat_fp16_scores_stay_finite(implementation):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_same_inputs_same_bits(implementation):
     case = cases.DecodeCase((1200, 31, 800), 8, 2, 64, 16, config=(("num_splits", 5),))
-    data = inputs.decode_inputs(case)
+    data = inputs.make(case)
     first, second = (run(case, data, implementation) for _ in range(2))
     for a, b in zip(first, second, strict=True):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
@@ -150,7 +163,7 @@ def test_same_inputs_same_bits(implementation):
 def test_inside_scan_and_while_loop():
     """A decode loop: lengths and query are loop state, nothing is read by the host."""
     case = cases.DecodeCase((20, 33), 4, 2, 64, 16, "float32")
-    data = inputs.decode_inputs(case)
+    data = inputs.make(case)
     query, *cache, tables, lens = data.arguments()
 
     @jax.jit
@@ -199,7 +212,7 @@ def test_no_token_at_the_edge_of_a_rule_is_lost(edge, implementation):
         case = cases.DecodeCase((700, 1027), **base, block_sparse=pattern, config=tiles)
         newest, oldest = {0: 8 * 64 - 1, 1: 12 * 64 - 1}, {0: (699 // 64 - 1) * 64, 1: (1026 // 64 - 1) * 64}
         positions = newest if "newest" in edge else oldest
-    data = inputs.decode_inputs(case)
+    data = inputs.make(case)
     inputs.plant_needles(case, data, positions)
     out, lse = run(case, data, implementation)
     check(case, data, out, lse)
@@ -214,7 +227,7 @@ def test_pages_that_no_query_sees_may_be_anyones(rule, implementation):
     case = cases.DecodeCase(
         (700, 0, 1027), 4, 2, 64, 16, **options, config=(("block_kv", 32), ("num_splits", 4))
     )
-    data = inputs.decode_inputs(case)
+    data = inputs.make(case)
     expected = data.copy()
     for seq, length in enumerate(case.seq_lens):
         seen = inputs.visible(case, length).any(axis=(0, 1))
@@ -229,7 +242,7 @@ def test_pages_that_no_query_sees_may_be_anyones(rule, implementation):
 def test_with_64_bit_types_enabled(implementation):
     """Users may compute in float64 beside it."""
     case = cases.DecodeCase((20, 3), 4, 2, 16, 16)
-    data = inputs.decode_inputs(case)
+    data = inputs.make(case)
     with jax.enable_x64(True):
         out, lse = run(case, data, implementation)
     check(case, data, out, lse)
@@ -241,7 +254,7 @@ def test_a_sink_far_above_the_logits(sink, implementation):
     """It takes nearly all of the weight; what is left to the keys must not be rounded to zero on the way."""
     splits = (("num_splits", 3), ("min_split_tokens", 16))
     case = cases.DecodeCase((65, 3), 4, 2, 32, 16, cache_dtype="float8_e4m3fn", sinks=True, config=splits)
-    data = inputs.decode_inputs(case)
+    data = inputs.make(case)
     data.extras["sinks"] = np.full(4, sink, np.float32)
     check(case, data, *run(case, data, implementation))
 
@@ -249,7 +262,7 @@ def test_a_sink_far_above_the_logits(sink, implementation):
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
 def test_windows_of_any_int(implementation):
     case = cases.DecodeCase((20, 3), 4, 2, 16, 16)
-    data = inputs.decode_inputs(case)
+    data = inputs.make(case)
     call = functools.partial(
         unchecked(pallas_attn.paged_attention), *data.arguments(), implementation=implementation
     )
@@ -260,3 +273,41 @@ def test_windows_of_any_int(implementation):
         call(sliding_window=True)
     with pytest.raises(ValueError, match="'sliding_window': expected at least 1, got 0"):
         call(sliding_window=0)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    "options", [{}, {"q_len": 3}, {"block_sparse": pallas_attn.LocalStride(32, 1, 4)}], ids=str
+)
+def test_a_traced_window_is_the_static_one(options, implementation):
+    """A scan over layers whose windows alternate; what lies outside of every window is poison."""
+    splits = (("num_splits", 4), ("block_kv", 32), ("min_split_tokens", 64))
+    case = cases.DecodeCase((700, 0, 1027, 33), 4, 2, 64, 16, sliding_window=300, config=splits, **options)
+    data = inputs.make(case)
+
+    @jax.jit
+    def layers(windows):
+        def layer(carry, window):
+            return carry, run(
+                dataclasses.replace(case, sliding_window=None), data, implementation, sliding_window=window
+            )
+
+        return jax.lax.scan(layer, None, windows)[1]
+
+    out, lse = layers(jnp.array([300, 1, 100], jnp.int32))
+    for i, window in enumerate((300, 1, 100)):
+        static = run(dataclasses.replace(case, sliding_window=window), data, implementation)
+        np.testing.assert_array_equal(np.float32(out[i]), np.float32(static[0]))
+        np.testing.assert_array_equal(lse[i], static[1])
+
+
+def test_a_traced_window_is_checked():
+    case = cases.DecodeCase((20, 3), 4, 2, 16, 16)
+    call = functools.partial(unchecked(pallas_attn.paged_attention), *inputs.make(case).arguments())
+    with pytest.raises(TypeError, match="'sliding_window': expected dtype int32, got float32"):
+        call(sliding_window=jnp.float32(3))
+    with pytest.raises(ValueError, match=r"'sliding_window': expected shape \[\], got \[1\]"):
+        call(sliding_window=jnp.ones(1, jnp.int32))
+    for below in (0, -5, -(2**31)):
+        got = call(sliding_window=jnp.int32(below), implementation="interpret")
+        np.testing.assert_array_equal(got, call(sliding_window=1, implementation="interpret"))

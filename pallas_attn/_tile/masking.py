@@ -76,9 +76,10 @@ class LocalStride:
 
 
 class Rules(NamedTuple):
-    """The static part of a call's rules. Slopes and sinks are arrays and travel beside it."""
+    """The static part of a call's rules. Slopes and sinks are arrays and travel beside it, and so does a window that is
+    known at run time only, until a kernel puts it here."""
 
-    sliding_window: int | None = None
+    sliding_window: int | jax.Array | None = None
     softcap: float | None = None
     block_sparse: LocalStride | None = None
 
@@ -97,12 +98,12 @@ def causal(key_position: jax.Array, query_position: jax.Array) -> jax.Array:
     return key_position <= query_position
 
 
-def in_window(key_position: jax.Array, query_position: jax.Array, window: int) -> jax.Array:
+def in_window(key_position: jax.Array, query_position: jax.Array, window: int | jax.Array) -> jax.Array:
     """The newest `window` tokens, the query's own included."""
     return query_position - key_position < window
 
 
-def window_start(query_position, window: int | None):
+def window_start(query_position, window: int | jax.Array | None):
     """First position that a query sees."""
     return 0 * query_position if window is None else jnp.maximum(query_position - (window - 1), 0)
 

@@ -2,6 +2,9 @@
 
 import dataclasses
 import math
+from abc import abstractmethod
+
+import jax
 
 from pallas_attn._call.configs import SplitKVConfig
 from pallas_attn._tile.layout import PoolShape
@@ -38,3 +41,17 @@ class SplitKVProblem:
     def max_len(self) -> int:
         """Tokens that a row of the block table can hold."""
         return self.max_pages * self.pool.page_size
+
+    @property
+    def num_pieces(self) -> int:
+        """Partial results there is room for (see pieces.py); 0 if no sequence is ever cut."""
+        return self.num_seqs * self.config.num_splits if self.config.num_splits > 1 else 0
+
+    @property
+    @abstractmethod
+    def rounding(self) -> float:
+        """How a sequence's number of fair shares is rounded: see pieces.py."""
+
+    @abstractmethod
+    def num_tiles(self, seq_len: jax.Array) -> jax.Array:
+        """Tiles of `block_kv` tokens that the walk over a sequence of (clamped) length visits."""

@@ -1,54 +1,89 @@
-"""How sequences are cut into splits, decided at run time from the lengths, inside the kernels.
+"""How sequences are dealt to programs of equal work, before a kernel starts: cut anywhere, in order.
 
-Every program gets about the same number of tiles, however the lengths are distributed: a long sequence has many
-splits, a short one has one. The rule is evaluated by each program from all lengths (a few hundred bytes out of L2,
-read while its own length is on the way), which is cheaper than a launch to precompute it.
+Work is counted in blocks of tokens, and starting on a sequence costs an overhead of some blocks more. Every part has
+the same payload; a part ends anywhere inside a sequence and the next one goes on there.
+
+Dealt part by part this is a loop over a hundred or more parts. Here it is a handful of vector operations instead.
+Put every sequence's blocks and its overhead on one line: sequence i begins at start[i]. A part that begins at p has
+spent its payload at p + payload; if that falls inside a sequence, the next part begins one overhead before it
+(which is paid once more), but never before that sequence's own start:
+
+    next(p) = max(p + payload - overhead, last start <= p + payload)
+
+So parts advance by a constant stride, except where one "snaps" to a sequence's start. Which start the walk from
+each start snaps to next, and after how many parts, is found by comparing all pairs of starts; where the k-th part
+begins then follows by binary lifting over those snaps.
 """
 
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._tile import triton
+from pallas_attn._tile.pieces import ceil_div
 
 
-@runtime_checkable
-class SplitLimits(Protocol):
-    """The fields of an op's config that say how to cut."""
+class Dealt(NamedTuple):
+    """Where each part begins, and how many pieces that makes of each sequence; all int32."""
 
-    @property
-    def block_kv(self) -> int: ...
-    @property
-    def num_splits(self) -> int: ...
-    @property
-    def min_split_tokens(self) -> int: ...
-    @property
-    def target_programs(self) -> int: ...
-
-
-def load_lengths(seq_lens_ref, *, num_seqs: int, max_len: int) -> jax.Array:
-    """All lengths, padded to a power of two with 0 and clamped to what the block table can hold."""
-    seqs = jnp.arange(triton.next_power_of_2(num_seqs))
-    lengths = triton.load(seq_lens_ref.at[seqs], mask=seqs < num_seqs, other=0)
-    return jnp.clip(lengths, 0, max_len)
+    seq: jax.Array
+    """[num_parts + 1]; num_seqs for parts without work, and for the last row, which is where all work ends."""
+    block: jax.Array
+    """[num_parts + 1]: of that sequence."""
+    first_piece: jax.Array
+    """[num_parts]: the number of a part's first piece among those of its first sequence."""
+    num_pieces: jax.Array
+    """[num_seqs + 1]: pieces of the sequences before."""
 
 
-def fair_share(num_tiles: jax.Array, *, programs_per_tile: int, config: SplitLimits) -> jax.Array:
-    """Tiles that each of the target's programs would get if sequences could be cut anywhere: float32 scalar.
+def deal(num_blocks: jax.Array, num_parts: int, overhead: int | jax.Array) -> Dealt:
+    """Deals sequences of [num_seqs] int32 blocks to `num_parts` parts."""
+    num_seqs = num_blocks.shape[0]
+    cost = num_blocks + overhead
+    start = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(cost, dtype=jnp.int32)])
+    payload = jnp.maximum(ceil_div(start[-1], num_parts) + overhead, 2 * overhead)
 
-    `programs_per_tile` is how many programs (KV heads x query blocks) walk over each tile.
-    """
-    share = jnp.sum(num_tiles.astype(jnp.float32)) * (programs_per_tile / config.target_programs)
-    return jnp.maximum(share, config.min_split_tokens / config.block_kv)
+    # Where part k begins: on the line, then as a sequence and a block in it.
+    begin = _part_begins(start, payload, num_parts, overhead)
+    seq = jnp.sum(begin[:, None] >= start[None, 1:], axis=1, dtype=jnp.int32)
+    block = begin - start[seq]
+
+    # A sequence has one piece more than parts that begin inside it; a part's number among them counts from the
+    # first part that does.
+    inside = (block > 0)[:, None] & (begin[:, None] < start[None, :])
+    num_pieces = jnp.arange(num_seqs + 1, dtype=jnp.int32) + jnp.sum(inside[:-1], axis=0, dtype=jnp.int32)
+    first_inside = jnp.sum(begin[None, :-1] <= start[seq[:-1], None], axis=1, dtype=jnp.int32)
+    first_piece = jnp.where(block[:-1] > 0, jnp.arange(num_parts) - first_inside + 1, 0)
+    return Dealt(seq, block, first_piece, num_pieces)
 
 
-def split_tiles(num_tiles: jax.Array, share: jax.Array, *, config: SplitLimits) -> jax.Array:
-    """Tiles in each split of a sequence, at least 1: as many equal splits as it has fair shares, rounded."""
-    splits = jnp.floor(num_tiles.astype(jnp.float32) / share + 0.5).astype(jnp.int32)
-    splits = jnp.clip(splits, 1, config.num_splits)
-    return jnp.maximum(ceil_div(num_tiles, splits), 1)
+def _part_begins(
+    start: jax.Array, payload: jax.Array, num_parts: int, overhead: int | jax.Array
+) -> jax.Array:
+    """[num_parts + 1] positions at which the parts begin; `start` [num_seqs + 1] ends with the total."""
+    num_seqs = start.shape[0] - 1
+    stride = payload - overhead
+    # From start j, the m-th part reaches up to start[j] + m * stride + overhead and hands over at
+    # start[j] + m * stride at the earliest: it snaps to start i if that lies in between. The total is always reached.
+    node = jnp.arange(num_seqs + 1, dtype=jnp.int32)
+    distance = start[None, :] - start[:, None]
+    parts = jnp.maximum((distance - overhead + stride - 1) // stride, 1)
+    snaps = (parts * stride <= distance) | (node == num_seqs)[None, :]
+    # The fewest parts, then the last start: one minimum over a combined key.
+    key = parts * (num_seqs + 1) + (num_seqs - node)[None, :]
+    key = jnp.min(jnp.where(snaps & (node[None, :] > node[:, None]), key, jnp.iinfo(jnp.int32).max), axis=1)
+    at_end = node == num_seqs
+    hop_parts = jnp.where(at_end, 1, key // (num_seqs + 1))
+    hop_node = jnp.where(at_end, num_seqs, num_seqs - key % (num_seqs + 1))
 
-
-def ceil_div(a, b):
-    return (a + (b - 1)) // b
+    hops = [(hop_node, hop_parts)]
+    for _ in range(min(num_seqs, num_parts).bit_length() - 1):
+        to, count = hops[-1]
+        hops.append((to[to], count + count[to]))
+    at = jnp.zeros(num_parts + 1, jnp.int32)
+    left = jnp.arange(num_parts + 1, dtype=jnp.int32)
+    for to, count in reversed(hops):
+        go = count[at] <= left
+        left = jnp.where(go, left - count[at], left)
+        at = jnp.where(go, to[at], at)
+    return jnp.minimum(start[at] + left * stride, start[-1])

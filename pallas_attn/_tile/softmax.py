@@ -83,18 +83,9 @@ def finish(state: OnlineSoftmax) -> tuple[Any, jax.Array]:
     return out, lse2
 
 
-def merge_lse2(lse2: jax.Array, axis: int) -> jax.Array:
-    """Log-sum-exp of the splits' lse2; -inf when no split saw a key."""
-    maximum = _finite(jnp.max(lse2, axis=axis, keepdims=True))
-    total = jnp.sum(jnp.exp2(lse2 - maximum), axis=axis, keepdims=True)
-    empty = total == 0.0
-    merged = jnp.where(empty, -jnp.inf, maximum + jnp.log2(jnp.where(empty, 1.0, total)))
-    return jnp.squeeze(merged, axis)
-
-
-def split_weight(lse2: jax.Array, merged: jax.Array) -> jax.Array:
-    """What a split's normalised output weighs in the merged one; 0 for splits that saw no key."""
-    return jnp.exp2(lse2 - _finite(merged))
+def resume(out: jax.Array, lse2: jax.Array) -> OnlineSoftmax:
+    """The state that `finish` gives (out, lse2) for."""
+    return OnlineSoftmax(lse2, jnp.where(lse2 == -jnp.inf, 0.0, 1.0), out)
 
 
 def poison(result: jax.Array, bad: jax.Array) -> jax.Array:

@@ -20,7 +20,6 @@ store = plgpu.store
 program_id = pl.program_id
 when = pl.when
 ds = pl.ds
-cdiv = pl.cdiv
 next_power_of_2 = pl.next_power_of_2
 
 

@@ -101,7 +101,7 @@ def plan(
 def most_tokens(max_len: int, *, q_len: int, group: int, rules: masking.Rules) -> int:
     """Tokens that the walk of a sequence of `max_len` tokens comes past, give or take a block."""
     tokens = max_len
-    if rules.sliding_window is not None:
+    if isinstance(rules.sliding_window, int):
         tokens = min(tokens, rules.sliding_window + q_len - 1)
     if (pattern := rules.block_sparse) is not None:
         local = pattern.local_blocks * pattern.block_size + q_len - 1

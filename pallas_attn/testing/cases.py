@@ -1,8 +1,28 @@
-"""Named shapes. One list feeds tests, benchmarks and tuning."""
+"""The calls that tests, tuning and benchmarks are about: one type, lists chosen by tag.
+
+`select(op, *tags)` gives the cases of an op that have every tag:
+
+| tag | cases |
+|---|---|
+| "test" | numerics against float64; boundary lengths, every option |
+| "fast" | of those, a few that together touch every part of the kernel |
+| "benchmark" | the cells of the READMEs' tables: 47 of paged_attention, 58 of mla_decode |
+| "tuning" | what `pallas-attn tune` measures when nothing else is asked for |
+| "serving" | both of the above: sizes as served, for a GPU |
+
+and tags that follow from a case's fields: "split", "q_len", "layout", "quantized", "mask", "logits".
+"""
 
 import dataclasses
+import functools
+import itertools
+import math
+from typing import Any, ClassVar
+
+import numpy as np
 
 from pallas_attn._tile.masking import LocalStride
+from pallas_attn.ops.mla_decode.problem import QUERY_DIM
 
 SHORT_DTYPE = {
     "bfloat16": "bf16",
@@ -15,11 +35,16 @@ SHORT_DTYPE = {
 
 
 @dataclasses.dataclass(frozen=True)
-class DecodeCase:
-    """One call of `paged_attention`: a query token per sequence of the given lengths.
+class Case:
+    """What a call of any paged op is about: the `q_len` newest tokens of sequences of the given lengths.
 
-    `config` overrides fields of the kernel's config, e.g. (("num_splits", 4), ("block_kv", 32)).
+    config: fields of the kernel's config, e.g. (("num_splits", 4), ("block_kv", 32)); () is the op's own choice.
+    spare_pages: columns of the block table, and pages of the pool, beyond what the lengths need.
+    lengths: what the lengths are called in the case's id, where that is to say something of them.
+    uses: the tags that do not follow from the other fields.
     """
+
+    op: ClassVar[str]
 
     seq_lens: tuple[int, ...]
     num_heads: int
@@ -27,19 +52,13 @@ class DecodeCase:
     head_dim: int
     page_size: int
     dtype: str = "bfloat16"
+    _: dataclasses.KW_ONLY
     layout: str = "NHD"
-    spare_pages: int = 3
-    """Columns of the block table, and pages of the pool, beyond what the lengths need."""
-    config: tuple[tuple[str, int], ...] = ()
     q_len: int = 1
-    cache_dtype: str | None = None
-    """None: as `dtype`. An 8-bit dtype comes with scales."""
-    scale_per_head: bool = False
-    sliding_window: int | None = None
-    softcap: float | None = None
-    alibi: bool = False
-    sinks: bool = False
-    block_sparse: LocalStride | None = None
+    config: tuple[tuple[str, int], ...] = ()
+    spare_pages: int = 3
+    lengths: str = ""
+    uses: tuple[str, ...] = ()
 
     @property
     def num_seqs(self) -> int:
@@ -50,32 +69,117 @@ class DecodeCase:
         return self.num_heads // self.num_kv_heads
 
     @property
+    def rows(self) -> int:
+        """Query rows of a KV head."""
+        return self.q_len * self.group
+
+    @property
+    def max_pages(self) -> int:
+        """Columns of the block table."""
+        return max(math.ceil(max(self.seq_lens) / self.page_size), 1) + self.spare_pages
+
+    @property
     def id(self) -> str:
-        parts = [
-            f"b{self.num_seqs}",
-            f"q{self.num_heads}kv{self.num_kv_heads}",
-            f"d{self.head_dim}",
-            f"p{self.page_size}",
-            SHORT_DTYPE[self.dtype],
-        ]
-        if self.layout != "NHD":
-            parts.append(self.layout.lower())
+        parts = [f"b{self.num_seqs}", self.lengths, f"q{self.num_heads}kv{self.num_kv_heads}"]
+        parts += [f"d{self.head_dim}", f"p{self.page_size}", SHORT_DTYPE[self.dtype], *self._options()]
+        parts += [f"{name.removeprefix('num_')}{value}" for name, value in self.config]
+        return "-".join(part for part in parts if part)
+
+    def _options(self) -> list[str]:
+        return [f"qlen{self.q_len}"] if self.q_len > 1 else []
+
+    @property
+    def tags(self) -> frozenset[str]:
+        follow = {
+            "split": dict(self.config).get("num_splits", 1) > 1,
+            "q_len": self.q_len > 1,
+            "layout": self.layout != "NHD",
+        }
+        return frozenset(self.uses) | {tag for tag, has in follow.items() if has}
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeCase(Case):
+    """One call of `paged_attention`. A `cache_dtype` other than None is quantised and comes with scales."""
+
+    op: ClassVar[str] = "paged_attention"
+
+    layout: str = "NHD"
+    _: dataclasses.KW_ONLY
+    cache_dtype: str | None = None
+    scale_per_head: bool = False
+    sliding_window: int | None = None
+    softcap: float | None = None
+    alibi: bool = False
+    sinks: bool = False
+    block_sparse: LocalStride | None = None
+
+    def _options(self) -> list[str]:
+        parts = [self.layout.lower()] if self.layout != "NHD" else []
         if self.cache_dtype:
             parts.append(f"kv{SHORT_DTYPE[self.cache_dtype]}" + ("ph" if self.scale_per_head else ""))
-        if self.q_len > 1:
-            parts.append(f"sq{self.q_len}")
+        parts += super()._options()
         if self.sliding_window:
             parts.append(f"w{self.sliding_window}")
         if self.softcap:
             parts.append(f"cap{self.softcap:g}")
-        if self.block_sparse:
-            p = self.block_sparse
+        if p := self.block_sparse:
             parts.append(
                 f"bs{p.block_size}l{p.local_blocks}v{p.vert_stride}s{p.head_sliding_step}t{p.tp_rank}"
             )
-        parts += [name for name in ("alibi", "sinks") if getattr(self, name)]
-        parts += [f"{name.removeprefix('num_')}{value}" for name, value in self.config]
-        return "-".join(parts)
+        return parts + [name for name in ("alibi", "sinks") if getattr(self, name)]
+
+    @property
+    def tags(self) -> frozenset[str]:
+        follow = {
+            "quantized": self.cache_dtype,
+            "mask": self.sliding_window or self.block_sparse,
+            "logits": self.softcap or self.alibi or self.sinks,
+        }
+        return super().tags | {tag for tag, has in follow.items() if has}
+
+
+@dataclasses.dataclass(frozen=True)
+class MLADecodeCase(Case):
+    """One call of `mla_decode`, with a schedule of `num_parts` parts, or without one."""
+
+    op: ClassVar[str] = "mla_decode"
+
+    num_kv_heads: int = 1
+    head_dim: int = dataclasses.field(default=QUERY_DIM, init=False)
+    page_size: int = 64
+    _: dataclasses.KW_ONLY
+    causal: bool = False
+    num_parts: int | None = None
+
+    def _options(self) -> list[str]:
+        parts = [*super()._options(), *(["causal"] if self.causal else [])]
+        return parts + ([f"parts{self.num_parts}"] if self.num_parts else [])
+
+    @property
+    def tags(self) -> frozenset[str]:
+        return super().tags | {
+            tag for tag, has in {"split": self.num_parts, "mask": self.causal}.items() if has
+        }
+
+
+def select(op: str, *tags: str) -> list[Case]:
+    """The cases of an op that have every tag."""
+    return [case for case in _all_cases() if case.op == op and case.tags.issuperset(tags)]
+
+
+def served(
+    num_seqs: int,
+    num_tokens: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    **options: Any,
+) -> DecodeCase:
+    """Sequences of equal length whose block table is full; `options` are DecodeCase's other fields."""
+    sizes = (num_heads, num_kv_heads, head_dim, page_size)
+    return DecodeCase((num_tokens,) * num_seqs, *sizes, lengths=f"s{num_tokens}", spare_pages=0, **options)
 
 
 def boundary_lengths(page_size: int, split: int = 256) -> tuple[int, ...]:
@@ -83,11 +187,61 @@ def boundary_lengths(page_size: int, split: int = 256) -> tuple[int, ...]:
     return (0, 1, page_size - 1 or 2, page_size, page_size + 1, split - 1, split + 1, 89, 3 * split + 5)
 
 
-def decode_cases() -> list[DecodeCase]:
-    """Every head size, page size, dtype, layout and kind of grouping of `paged_attention`, each at least once,
-    with one split and with several."""
+@functools.cache
+def _all_cases() -> tuple[Case, ...]:
+    tests = [*_shapes_and_dtypes(), *_options_of_paged_attention(), *_mla_tests()]
+    marked = [dataclasses.replace(case, uses=(*case.uses, "test")) for case in tests]
+    return (*marked, *_paged_cells(), *_mla_cells())
+
+
+FAST = ("fast",)
+LONG = (1024, 8192, 32768)
+
+
+def _paged_cells() -> list[DecodeCase]:
+    """Four head counts, one sequence to 256, as far as 80 GB hold them."""
+    heads = [(32, 8), (64, 8), (8, 1), (32, 32)]
+    return [
+        served(
+            num_seqs, tokens, *shape, 128, 16, uses=_served_for(tuning=shape == (32, 8) and num_seqs < 256)
+        )
+        for shape, num_seqs, tokens in itertools.product(heads, (1, 16, 64, 256), LONG)
+        if 2 * 2 * num_seqs * tokens * shape[1] * 128 < 80e9
+    ]
+
+
+def _mla_cells() -> list[MLADecodeCase]:
+    """What FlashMLA's own benchmark asks about (128 sequences), and serving with few requests."""
+    varied = np.random.default_rng(0).normal(4096, 2048, 128).clip(2, None).astype(int)
+    lengths = {f"s{n}": (n,) * 128 for n in (1024, 4096, 8192, 16384)}
+    lengths["normal4096"] = tuple(varied.tolist())
+    cells = [(name, *sizes) for name, *sizes in itertools.product(lengths.items(), (16, 32, 64, 128), (1, 2))]
+    cells += [
+        ((f"s{n}", (n,) * b), heads, 1) for b, n, heads in itertools.product((1, 4, 8), LONG, (16, 128))
+    ]
+    return [
+        MLADecodeCase(
+            seq_lens,
+            heads,
+            q_len=q_len,
+            causal=q_len > 1,
+            lengths=name,
+            spare_pages=0,
+            uses=_served_for(tuning=q_len == 1 and name in ("s1024", "s8192")),
+        )
+        for (name, seq_lens), heads, q_len in cells
+    ]
+
+
+def _served_for(*, tuning: bool) -> tuple[str, ...]:
+    return ("serving", "benchmark", "tuning") if tuning else ("serving", "benchmark")
+
+
+def _shapes_and_dtypes() -> list[DecodeCase]:
+    """Every head size, page size, dtype, layout and kind of grouping of `paged_attention`, each at least once, with
+    one split and with several."""
     splits = (("num_splits", 4),)
-    cases = [
+    return [
         # head sizes, with page sizes going round
         DecodeCase(boundary_lengths(8), 4, 2, 32, 8),
         DecodeCase(boundary_lengths(16), 4, 2, 64, 16, config=splits),
@@ -95,7 +249,7 @@ def decode_cases() -> list[DecodeCase]:
         DecodeCase(boundary_lengths(64), 4, 4, 96, 64),
         DecodeCase(boundary_lengths(128), 4, 1, 112, 128, config=splits),
         DecodeCase(boundary_lengths(16), 2, 1, 120, 16),
-        DecodeCase(boundary_lengths(16), 8, 2, 128, 16, config=splits),
+        DecodeCase(boundary_lengths(16), 8, 2, 128, 16, config=splits, uses=FAST),
         DecodeCase(boundary_lengths(16), 2, 1, 192, 16, config=splits),
         DecodeCase(boundary_lengths(32), 2, 2, 256, 32),
         # head counts and groups
@@ -113,18 +267,19 @@ def decode_cases() -> list[DecodeCase]:
         DecodeCase(boundary_lengths(1), 4, 2, 64, 1, "float16", config=splits),
         DecodeCase(boundary_lengths(24), 4, 2, 64, 24, config=splits),
         # tiles larger and smaller than a page
-        DecodeCase(boundary_lengths(16), 4, 2, 64, 16, config=(("block_kv", 128), ("num_splits", 3))),
+        DecodeCase(
+            boundary_lengths(16), 4, 2, 64, 16, config=(("block_kv", 128), ("num_splits", 3)), uses=FAST
+        ),
         DecodeCase(boundary_lengths(128), 4, 2, 64, 128, config=(("block_kv", 16), ("num_splits", 3))),
         # more splits than are merged at once
         DecodeCase(
             (2011, 40), 2, 1, 32, 16, config=(("block_kv", 16), ("num_splits", 128), ("min_split_tokens", 16))
         ),
     ]
-    return cases
 
 
-def feature_cases() -> list[DecodeCase]:
-    """Every option of `paged_attention` alone, where it matters most, and in the combinations that meet in practice."""
+def _options_of_paged_attention() -> list[DecodeCase]:
+    """Every option alone, where it matters most, and in the combinations that meet in practice."""
     lengths, splits = boundary_lengths(16), (("num_splits", 4),)
     long = (0, 1, 63, 64, 700, 1029)
     tiles = (("block_kv", 32), *splits)
@@ -139,14 +294,16 @@ def feature_cases() -> list[DecodeCase]:
         # PACKED
         DecodeCase(lengths, 8, 2, 128, 16, "bfloat16", "PACKED", config=splits),
         DecodeCase(lengths, 8, 2, 80, 8, "float32", "PACKED"),
-        DecodeCase(lengths, 8, 2, 64, 16, "bfloat16", "PACKED", cache_dtype="float8_e4m3fn", config=splits),
+        DecodeCase(
+            lengths, 8, 2, 64, 16, "bfloat16", "PACKED", cache_dtype="float8_e4m3fn", config=splits, uses=FAST
+        ),
         DecodeCase(lengths, 4, 4, 112, 32, "float16", "PACKED", cache_dtype="int8"),
         # several query tokens; lengths below q_len included
-        DecodeCase(lengths, 8, 2, 64, 16, q_len=2, config=splits),
+        DecodeCase(lengths, 8, 2, 64, 16, q_len=2, config=splits, uses=FAST),
         DecodeCase(lengths, 6, 2, 64, 16, "float32", q_len=5),
         DecodeCase(lengths, 32, 1, 64, 16, q_len=4, config=splits),
         # windows
-        DecodeCase(long, 4, 2, 64, 16, sliding_window=100, config=splits),
+        DecodeCase(long, 4, 2, 64, 16, sliding_window=100, config=splits, uses=FAST),
         DecodeCase(long, 4, 2, 64, 16, sliding_window=1),
         DecodeCase(long, 4, 2, 64, 32, "float32", q_len=3, sliding_window=130, config=splits),
         DecodeCase(long, 4, 2, 64, 16, sliding_window=5000),
@@ -187,5 +344,31 @@ def feature_cases() -> list[DecodeCase]:
             sinks=True,
             block_sparse=LocalStride(64, 2, 3, 1),
             config=tiles,
+            uses=FAST,
         ),
+    ]
+
+
+def _mla_tests() -> list[MLADecodeCase]:
+    """Head counts, q_len, page sizes, dtypes and both ways to cut the work of `mla_decode`, each at least once."""
+    splits = (("num_splits", 4), ("min_split_tokens", 128), ("target_programs", 64))
+    lens = (0, 1, 63, 64, 65, 255, 257, 521)
+    return [
+        MLADecodeCase(lens, 1),
+        MLADecodeCase(lens, 3, config=splits),
+        MLADecodeCase(lens, 16, num_parts=7, uses=FAST),
+        MLADecodeCase(lens, 9, q_len=2, causal=True, config=splits, uses=FAST),
+        MLADecodeCase(lens, 6, 2, q_len=4, causal=True, page_size=16, num_parts=13, uses=FAST),
+        MLADecodeCase(lens, 4, q_len=4, page_size=32, num_parts=4),
+        MLADecodeCase(lens, 8, 4, page_size=16, config=splits),
+        MLADecodeCase(lens, 63, page_size=128, num_parts=5),
+        MLADecodeCase(lens, 126, num_parts=9),
+        MLADecodeCase(lens, 63, q_len=2, causal=True, page_size=16),
+        MLADecodeCase(lens, 16, dtype="float16", num_parts=7),
+        MLADecodeCase(lens, 5, q_len=2, causal=True, dtype="float16", page_size=128, config=splits),
+        MLADecodeCase(lens, 4, dtype="float32", config=(*splits, ("block_kv", 16))),
+        MLADecodeCase(lens, 4, q_len=2, causal=True, dtype="float32", page_size=24, num_parts=3),
+        # tiles larger than a page, and larger than a block of the schedule
+        MLADecodeCase(lens, 4, page_size=16, config=(("block_kv", 64),), uses=FAST),
+        MLADecodeCase(lens, 4, page_size=128, num_parts=5, config=(("block_kv", 128), ("num_stages", 2))),
     ]

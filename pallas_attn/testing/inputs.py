@@ -7,21 +7,34 @@ arrays, rounding included.
 import copy
 import dataclasses
 import math
+from typing import Any, overload
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn._tile.layout import from_nhd
+from pallas_attn._tile.layout import PoolShape, array_shape, from_nhd, token_index
 from pallas_attn._tile.quantization import quantize
-from pallas_attn.testing.cases import DecodeCase
+from pallas_attn.testing.cases import Case, DecodeCase, MLADecodeCase
 
 GARBAGE_IDS = (2147480000, -1, -2147483648, 12345678)
 
 
 @dataclasses.dataclass
-class PagedInputs:
+class Inputs:
     """Arguments of one paged call, as numpy arrays (bf16 and fp8 through ml_dtypes)."""
 
+    def arguments(self) -> tuple:
+        """The arrays that are passed by position."""
+        arrays = (getattr(self, field.name) for field in dataclasses.fields(self))
+        return tuple(jnp.asarray(array) for array in arrays if not isinstance(array, dict))
+
+    def copy(self, **changes: Any) -> Any:
+        return dataclasses.replace(copy.deepcopy(self), **changes)
+
+
+@dataclasses.dataclass
+class PagedInputs(Inputs):
     query: np.ndarray
     key_cache: np.ndarray
     value_cache: np.ndarray
@@ -30,12 +43,17 @@ class PagedInputs:
     extras: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
     """alibi_slopes, sinks, k_scale, v_scale, as far as the case has them."""
 
-    def arguments(self) -> tuple:
-        names = ("query", "key_cache", "value_cache", "block_tables", "seq_lens")
-        return tuple(jnp.asarray(getattr(self, name)) for name in names)
 
-    def copy(self) -> "PagedInputs":
-        return copy.deepcopy(self)
+@dataclasses.dataclass
+class LatentInputs(Inputs):
+    query: np.ndarray
+    latent_cache: np.ndarray
+    block_tables: np.ndarray
+    seq_lens: np.ndarray
+
+    @property
+    def key_cache(self) -> np.ndarray:
+        return self.latent_cache
 
 
 def block_tables(
@@ -53,31 +71,61 @@ def block_tables(
     return tables, num_pages
 
 
-def decode_inputs(case: DecodeCase, seed: int = 0) -> PagedInputs:
+@overload
+def make(case: DecodeCase, seed: int = 0) -> PagedInputs: ...
+@overload
+def make(case: MLADecodeCase, seed: int = 0) -> LatentInputs: ...
+def make(case: Any, seed: int = 0) -> Any:
     """N(0, 1) queries, keys and values; NaN in every slot that no sequence owns, and values of 1e4 in slots that
     some sequence owns but no query sees."""
     rng = np.random.default_rng(seed)
-    dtype = jnp.dtype(case.dtype)
     tables, num_pages = block_tables(rng, case.seq_lens, case.page_size, case.spare_pages)
-    query = rng.standard_normal((case.num_seqs, case.q_len, case.num_heads, case.head_dim)).astype(dtype)
+    query = rng.standard_normal(_query_shape(case)).astype(jnp.dtype(case.dtype))
+    lens = np.asarray(case.seq_lens, np.int32)
+    if isinstance(case, MLADecodeCase):
+        cache = _drawn_pool(case, rng, tables, num_pages).astype(query.dtype)
+        return LatentInputs(query, cache, tables, lens)
     extras = _extras(case, rng)
-    # Drawn as [num_pages, page_size, ...]; slots start as poison and are filled where tokens are.
     pools = {}
     for which in ("key", "value"):
-        pool = np.full((num_pages, case.page_size, case.num_kv_heads, case.head_dim), np.nan, np.float32)
-        for seq, length in enumerate(case.seq_lens):
-            page, offset = token_places(tables[seq], length, case.page_size)
-            pool[page, offset] = rng.standard_normal((length, case.num_kv_heads, case.head_dim))
-            if which == "value":
+        pool = _drawn_pool(case, rng, tables, num_pages)
+        if which == "value":
+            for seq, length in enumerate(case.seq_lens):
+                page, offset = token_places(tables[seq], length, case.page_size)
                 unseen = ~visible(case, length).any(axis=(0, 1))
                 pool[page[unseen], offset[unseen]] = 1e4
-        pools[which] = _stored(pool, case, extras.get(f"{which[0]}_scale"))
-        pools[which] = np.array(from_nhd(jnp.asarray(pools[which]), case.layout, which))
-    if case.q_len == 1:
-        query = query[:, 0]
-    return PagedInputs(
-        query, pools["key"], pools["value"], tables, np.asarray(case.seq_lens, np.int32), extras
+        stored = _stored(pool, case, extras.get(f"{which[0]}_scale"))
+        pools[which] = np.array(from_nhd(jnp.asarray(stored), case.layout, which))
+    return PagedInputs(query, pools["key"], pools["value"], tables, lens, extras)
+
+
+def shapes(case: Case) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """`make(case).arguments()` as shapes, for a case of any size."""
+    pages = sum(math.ceil(n / case.page_size) for n in case.seq_lens) + max(case.spare_pages, 1)
+    pool = PoolShape(pages, case.page_size, case.num_kv_heads, case.head_dim)
+    stored = jnp.dtype(getattr(case, "cache_dtype", None) or case.dtype)
+    pools = ("key",) if isinstance(case, MLADecodeCase) else ("key", "value")
+    return (
+        jax.ShapeDtypeStruct(_query_shape(case), jnp.dtype(case.dtype)),
+        *(jax.ShapeDtypeStruct(array_shape(pool, case.layout, which, stored), stored) for which in pools),
+        jax.ShapeDtypeStruct((case.num_seqs, case.max_pages), jnp.int32),
+        jax.ShapeDtypeStruct((case.num_seqs,), jnp.int32),
     )
+
+
+def _query_shape(case: Case) -> tuple[int, ...]:
+    """One query token a sequence is the usual call of `paged_attention`, and has no dimension there."""
+    tokens = () if isinstance(case, DecodeCase) and case.q_len == 1 else (case.q_len,)
+    return (case.num_seqs, *tokens, case.num_heads, case.head_dim)
+
+
+def _drawn_pool(case: Case, rng: np.random.Generator, tables: np.ndarray, num_pages: int) -> np.ndarray:
+    """[num_pages, page_size, num_kv_heads, head_dim] float32: poison, but where tokens are."""
+    pool = np.full((num_pages, case.page_size, case.num_kv_heads, case.head_dim), np.nan, np.float32)
+    for seq, length in enumerate(case.seq_lens):
+        place = token_places(tables[seq], length, case.page_size)
+        pool[place] = rng.standard_normal((length, case.num_kv_heads, case.head_dim))
+    return pool
 
 
 def _extras(case: DecodeCase, rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -147,25 +195,32 @@ def token_places(table: np.ndarray, length: int, page_size: int) -> tuple[np.nda
 
 
 def plant_needles(
-    case: DecodeCase, inputs: PagedInputs, positions: dict[int, int], scale: float | None = None
+    case: Case, inputs: PagedInputs | LatentInputs, positions: dict[int, int], scale: float | None = None
 ) -> None:
-    """Makes one token of each named sequence ({seq: position}) outweigh all its others together, for every head.
+    """Makes one token of each named sequence ({seq: position}) outweigh all its others together, for every query row.
 
     The key is chosen so that its logit is the log-sum-exp of the others plus 0.5: the token then carries 62% of the
     weight, and an output that lost it is wrong by most of its norm, however long the sequence.
     """
-    scale = case.head_dim**-0.5 if scale is None else scale
+    factor: float = case.head_dim**-0.5 if scale is None else scale
+    cache = inputs.key_cache
+    query = inputs.query.reshape(case.num_seqs, case.q_len, case.num_kv_heads, case.group, case.head_dim)
     for seq, position in positions.items():
-        length = case.seq_lens[seq]
-        page, offset = token_places(inputs.block_tables[seq], length, case.page_size)
-        others = np.arange(length) != position
+        page, offset = token_places(inputs.block_tables[seq], case.seq_lens[seq], case.page_size)
+        others = np.arange(case.seq_lens[seq]) != position
         for head in range(case.num_kv_heads):
-            queries = inputs.query[seq, head * case.group : (head + 1) * case.group].astype(np.float64)
-            where = (page, head, offset) if case.layout == "HND" else (page, offset, head)
-            logits = queries @ inputs.key_cache[where].astype(np.float64)[others].T * scale
-            peak = logits.max(axis=1, initial=-30.0)
-            target = peak + np.log(np.exp(logits - peak[:, None]).sum(axis=1) + 1e-30) + 0.5
-            # The least key that meets every query of the group at its target.
-            needle = np.linalg.lstsq(queries, np.maximum(target, 0.5) / scale, rcond=None)[0]
-            spot = tuple(i if np.isscalar(i) else i[position] for i in where)
-            inputs.key_cache[spot] = needle.astype(inputs.key_cache.dtype)
+            dim = np.arange(case.head_dim)
+            place = token_index(case.layout, "key", page[:, None], offset[:, None], head, dim, cache.dtype)
+            keys = cache[place].astype(np.float64)
+            queries = query[seq, :, head].astype(np.float64).reshape(-1, case.head_dim)
+            keys[position] = _outweighing(queries, keys[others], factor)
+            cache[place] = keys.astype(cache.dtype)
+
+
+def _outweighing(queries: np.ndarray, keys: np.ndarray, scale: float) -> np.ndarray:
+    """A key whose logit with each query is the log-sum-exp of those of `keys`, plus 0.5."""
+    logits = queries @ keys.T * scale
+    peak = logits.max(axis=1, initial=-30.0)
+    target = peak + np.log(np.exp(logits - peak[:, None]).sum(axis=1) + 1e-30) + 0.5
+    # The least key that meets every query at its target.
+    return np.linalg.lstsq(queries, np.maximum(target, 0.5) / scale, rcond=None)[0]

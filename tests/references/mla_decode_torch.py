@@ -5,9 +5,12 @@ import math
 import numpy as np
 import torch
 
+from references import remembered
 
+
+@remembered
 def mla_decode(inputs, *, causal: bool, scale: float | None = None, rounding: torch.dtype | None = None):
-    """(out [num_seqs, q_len, num_heads, 512], lse [num_seqs, num_heads, q_len]) as float64 numpy, from `LatentInputs`.
+    """(out [num_seqs, q_len, num_heads, 512], lse [num_seqs, q_len, num_heads]) as float64 numpy, from `LatentInputs`.
 
     `rounding` rounds the weights and the output to a dtype, as a kernel in that dtype cannot avoid.
     """
@@ -16,7 +19,7 @@ def mla_decode(inputs, *, causal: bool, scale: float | None = None, rounding: to
     page_size, num_kv_heads = cache.shape[1:3]
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
     out = torch.zeros((num_seqs, q_len, num_heads, 512), dtype=torch.float64)
-    lse = torch.full((num_seqs, num_heads, q_len), -math.inf, dtype=torch.float64)
+    lse = torch.full((num_seqs, q_len, num_heads), -math.inf, dtype=torch.float64)
     for seq in range(num_seqs):
         length = int(inputs.seq_lens[seq])
         pages = inputs.block_tables[seq, : math.ceil(length / page_size)].astype(np.int64)
@@ -30,7 +33,7 @@ def mla_decode(inputs, *, causal: bool, scale: float | None = None, rounding: to
                 logits = keys @ query[seq, i, head] * scale
                 weights = torch.exp(logits - logits.max())
                 total = weights.sum()
-                lse[seq, head, i] = logits.max() + torch.log(total)
+                lse[seq, i, head] = logits.max() + torch.log(total)
                 if rounding is not None:
                     weights = weights.to(rounding).double()
                 out[seq, i, head] = weights @ keys[:, :512] / total

@@ -7,8 +7,10 @@ import torch
 
 from pallas_attn.testing.cases import DecodeCase
 from pallas_attn.testing.inputs import PagedInputs, visible
+from references import remembered
 
 
+@remembered
 def paged_attention(
     case: DecodeCase, inputs: PagedInputs, *, scale: float | None = None, rounding: torch.dtype | None = None
 ):

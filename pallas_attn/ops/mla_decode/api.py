@@ -134,7 +134,7 @@ def mla_decode(
         config: tile sizes for "pallas" and "interpret"; None takes the measured or the heuristic one.
 
     Returns:
-        out [num_seqs, q_len, num_heads, 512] in query's dtype; with return_lse, also lse [num_seqs, num_heads, q_len]
+        out [num_seqs, q_len, num_heads, 512] in query's dtype; with return_lse, also lse [num_seqs, q_len, num_heads]
         float32. A page id in use outside [0, num_pages), or a length that is negative or beyond the table, gives
         NaN in that sequence's rows; nothing out of bounds is read.
 

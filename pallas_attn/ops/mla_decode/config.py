@@ -5,13 +5,11 @@ import math
 
 from pallas_attn._call.configs import SplitKVConfig
 from pallas_attn._call.device import Device
-from pallas_attn._tile import triton
+from pallas_attn._tile import pieces, triton
+from pallas_attn.ops.mla_decode.problem import QUERY_DIM, WGMMA_ROWS
 
-MAX_SPLITS = 128
 MIN_SPLIT_TOKENS = 64
-TOKEN_BYTES = 2 * 576
-# From this many query rows on, the kernel is written for the data centre's asynchronous matrix instructions.
-WGMMA_ROWS = 64
+TOKEN_BYTES = 2 * QUERY_DIM
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +47,7 @@ def heuristic(
     programs = num_seqs * num_kv_heads * math.ceil(rows / block_q)
     # Sequences may differ in length, so splits are allowed up to several times what equal lengths would need.
     target = device.num_cores
-    wanted = math.ceil(2 * target / programs)
-    num_splits = max(1, min(wanted, max_len // MIN_SPLIT_TOKENS, MAX_SPLITS))
+    num_splits = pieces.most_pieces(math.ceil(2 * target / programs), max_len, MIN_SPLIT_TOKENS)
     return MLADecodeConfig(
         block_q,
         block_kv,

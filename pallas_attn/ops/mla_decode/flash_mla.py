@@ -112,4 +112,4 @@ def flash_mla_with_kvcache(
         return_lse=True,
         implementation=implementation,
     )
-    return out, jnp.where(jnp.isneginf(lse), jnp.inf, lse)
+    return out, jnp.where(jnp.isneginf(lse), jnp.inf, lse).swapaxes(1, 2)

@@ -4,23 +4,22 @@ A token of the latent cache is 512 latent elements, which serve as key and as va
 as key only. One program serves `block_q` query rows (the q_len x heads rows of one KV head, packed) and walks over
 tokens in tiles of `block_kv`: the latent tile is loaded once and used for both products.
 
-Which tokens a program walks over is decided in one of two ways (see `pieces.py`): by the caller's schedule, where a
-program is a part that goes through several sequences, or, without one, by a grid of sequences and splits.
-A sequence in one piece is written to the output at once; otherwise a program leaves a float32 partial result
-(normalised, with its base-2 lse) for `combine.py`.
+Which tokens a program walks over is decided in one of two ways (see `_tile/pieces.py`): by the caller's schedule, where
+a program is a part that goes through several sequences, or, without one, by a grid of sequences and splits.
+A sequence in one piece is written to the output at once; otherwise a program leaves a float32 partial result for the
+merge.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_attn._tile import masking, softmax, triton
+from pallas_attn._tile import logits, masking, merge, pages, result, rows, softmax, triton
 from pallas_attn._tile.layout import pool_shape
-from pallas_attn.ops.mla_decode import combine, pieces
+from pallas_attn._tile.pieces import EqualPieces, ScheduledPieces
 from pallas_attn.ops.mla_decode.config import MLADecodeConfig
 from pallas_attn.ops.mla_decode.problem import LATENT_DIM, Problem
 from pallas_attn.ops.mla_decode.schedule import MLASchedule
@@ -49,8 +48,9 @@ def mla_decode_pallas(
     config: MLADecodeConfig,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """(out [num_seqs, q_len, num_heads, 512] in query's dtype, lse [num_seqs, num_heads, q_len] float32)."""
+    """(out [num_seqs, q_len, num_heads, 512] in query's dtype, lse [num_seqs, q_len, num_heads] float32)."""
     num_seqs, q_len, num_heads, _ = query.shape
+    num_parts = None if schedule is None else schedule.tile_scheduler_metadata.shape[0]
     problem = Problem(
         num_seqs=num_seqs,
         q_len=q_len,
@@ -60,63 +60,65 @@ def mla_decode_pallas(
         scale=scale,
         config=config,
         causal=causal and q_len > 1,
-        num_parts=None if schedule is None else schedule.tile_scheduler_metadata.shape[0],
+        num_parts=num_parts,
     )
-    outputs = [
-        jax.ShapeDtypeStruct((num_seqs, q_len, num_heads, LATENT_DIM), query.dtype),
-        jax.ShapeDtypeStruct((num_seqs, num_heads, q_len), jnp.float32),
-    ]
-    if problem.num_pieces > num_seqs:
-        partial_shape = (problem.num_pieces, problem.pool.num_kv_heads, problem.rows)
-        outputs += [
-            jax.ShapeDtypeStruct((*partial_shape, LATENT_DIM), jnp.float32),
-            jax.ShapeDtypeStruct(partial_shape, jnp.float32),
-        ]
     # Row blocks and KV heads vary fastest: programs that read the same or neighbouring bytes run together.
     heads = problem.pool.num_kv_heads * problem.q_blocks
-    if schedule is None:
+    if num_parts is None:
         body, grid = _grid_kernel, (heads, config.num_splits, num_seqs)
     else:
-        body, grid = _scheduled_kernel, (heads, schedule.tile_scheduler_metadata.shape[0])
-    out, lse, *partial = triton.kernel_call(
+        body, grid = _scheduled_kernel, (heads, num_parts)
+    outputs = triton.kernel_call(
         functools.partial(body, problem=problem),
         *(query, latent_cache, block_tables, seq_lens, *(schedule or ())),
         name="pallas_attn_mla_decode",
         grid=grid,
-        out_shape=outputs,
+        out_shape=result.shapes(problem, LATENT_DIM, query.dtype),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         interpret=interpret,
     )
-    if partial:
-        partial_out, partial_lse2 = partial
-        out, lse = combine.combine_pieces(
-            out, lse, partial_out, partial_lse2, seq_lens, schedule, problem=problem, interpret=interpret
-        )
-    return out, lse
+    if not problem.num_pieces:
+        return tuple(outputs)
+    if schedule is None or num_parts is None:
+        cut, pieces_of = seq_lens, functools.partial(EqualPieces, problem)
+    else:
+        cut, pieces_of = schedule.num_splits, functools.partial(ScheduledPieces, num_parts)
+    return merge.merge(
+        outputs,
+        (cut,),
+        pieces_of,
+        name="pallas_attn_mla_decode_combine",
+        problem=problem,
+        most_pieces=min(num_parts or config.num_splits, problem.num_pieces),
+        interpret=interpret,
+    )
 
 
 def _grid_kernel(query_ref, cache_ref, tables_ref, lens_ref, *out_refs, problem: Problem):
     head_block, split, seq = (triton.program_id(axis) for axis in range(3))
-    cut = pieces.Grid(problem, lens_ref)
-    seq_len, tokens = cut.length(seq), cut.tokens(seq)
+    seq_len = jnp.clip(triton.load(lens_ref.at[seq]), 0, problem.max_len)
+    num_tiles = problem.num_tiles(seq_len)
+    piece_tiles = EqualPieces(problem, lens_ref).tiles(num_tiles)
+    tokens = piece_tiles * problem.config.block_kv
     begin = split * tokens
 
     # Split 0 of an empty sequence has no tokens but still writes the output.
     @triton.when((begin < seq_len) | (split == 0))
     def _():
         end = jnp.minimum(begin + tokens, seq_len)
-        first, count = cut.of(seq)
         refs = (query_ref, cache_ref, tables_ref, lens_ref, *out_refs)
-        _serve(*refs, seq=seq, head_block=head_block, begin=begin, end=end, piece=first + split,
-               one_piece=count <= 1, problem=problem)  # fmt: skip
+        piece = seq * problem.config.num_splits + split
+        _serve(*refs, seq=seq, head_block=head_block, begin=begin, end=end, piece=piece,
+               one_piece=num_tiles <= piece_tiles, problem=problem)  # fmt: skip
 
 
 def _scheduled_kernel(
     query_ref, cache_ref, tables_ref, lens_ref, metadata_ref, splits_ref, *out_refs, problem: Problem
 ):
     head_block, part = triton.program_id(0), triton.program_id(1)
-    dealt = pieces.Scheduled(problem, splits_ref)
+    assert problem.num_parts is not None
+    dealt = ScheduledPieces(problem.num_parts, splits_ref)
     begin_idx, begin_seqlen, end_idx, end_seqlen, begin_split = (
         triton.load(metadata_ref.at[part, jnp.int32(column)]) for column in range(5)
     )
@@ -130,7 +132,7 @@ def _scheduled_kernel(
         begin = jnp.where(seq == begin_idx, jnp.maximum(begin_seqlen, 0), 0)
         end = jnp.minimum(jnp.where(seq == end_idx, end_seqlen, seq_len), seq_len)
         first, count = dealt.of(seq)
-        piece = jnp.clip(first + jnp.where(seq == begin_idx, begin_split, 0), 0, problem.num_pieces - 1)
+        piece = dealt.slot(first + jnp.where(seq == begin_idx, begin_split, 0))
         refs = (query_ref, cache_ref, tables_ref, lens_ref, *out_refs)
         _serve(*refs, seq=seq, head_block=head_block, begin=begin, end=end, piece=piece,
                one_piece=count <= 1, problem=problem)  # fmt: skip
@@ -140,63 +142,25 @@ def _scheduled_kernel(
 
 
 def _serve(
-    query_ref, cache_ref, tables_ref, lens_ref, out_ref, lse_ref, *partial_refs,
+    query_ref, cache_ref, tables_ref, lens_ref, *out_refs,
     seq, head_block, begin, end, piece, one_piece, problem: Problem,
 ):  # fmt: skip
     """Attends one block of query rows to tokens [begin, end) of a sequence and writes the result."""
-    config = problem.config
-    kv_head = head_block // problem.q_blocks
-    row = jnp.arange(config.block_q) + (head_block % problem.q_blocks) * config.block_q
-    row_is_real = row < problem.rows
-    token, head = row // problem.group, kv_head * problem.group + row % problem.group
-
-    def place(ref, dims: jax.Array) -> tuple[Any, jax.Array]:
-        """Elements `dims` of this block's rows in query or output, [block_q, dims], and a mask."""
-        tile = jnp.zeros((config.block_q, dims.size), jnp.int32)
-        index = (seq + tile, token[:, None] + tile, head[:, None] + tile, dims[None, :] + tile)
-        return ref.at[index], row_is_real[:, None] & (tile == 0)
-
-    *latents, rope = (first + jnp.arange(size) for first, size in problem.query_chunks)
-    query = [
-        triton.load(where, mask=real, other=0.0)
-        for where, real in (place(query_ref, dims) for dims in (*latents, rope))
-    ]
+    mine = rows.of_program(problem, head_block)
+    leading = rows.batched(mine, seq)
+    # The latents before the rotary part: what comes first is needed first.
+    query = [rows.load(query_ref, mine, leading, chunk) for chunk in problem.query_chunks]
 
     stored_len = triton.load(lens_ref.at[seq])
     seq_len = jnp.clip(stored_len, 0, problem.max_len)
     # Query token i of q_len is the sequence's token seq_len - q_len + i, and sees itself and what is before it.
-    row_end = jnp.minimum(end, seq_len - (problem.q_len - 1) + token) if problem.causal else None
-    state, bad = _walk_tokens(query, cache_ref, tables_ref, seq, kv_head, begin, end, row_end, problem)
+    row_end = jnp.minimum(end, seq_len - (problem.q_len - 1) + mine.token) if problem.causal else None
+    state, bad = _walk_tokens(query, cache_ref, tables_ref, seq, mine.kv_head, begin, end, row_end, problem)
     out, lse2 = softmax.finish(state)
-
-    # A length or page id that cannot be right makes its sequence NaN rather than quietly wrong.
-    bad |= stored_len != seq_len
-    *chunks, lse2 = (softmax.poison(result, bad) for result in (*out, lse2))
-
-    def write_final():
-        for chunk, dims in zip(chunks, latents, strict=True):
-            where, real = place(out_ref, dims)
-            triton.store(where, chunk.astype(out_ref.dtype), mask=real, eviction_policy=RESULTS)
-        where = lse_ref.at[seq + 0 * row, head, token]
-        triton.store(where, softmax.natural_lse(lse2), mask=row_is_real)
-
-    if not partial_refs:
-        write_final()
-        return
-    partial_out_ref, partial_lse_ref = partial_refs
-    triton.when(one_piece)(write_final)
-
-    @triton.when(~one_piece)
-    def _():
-        for chunk, dims in zip(chunks, latents, strict=True):
-            tile = jnp.zeros(chunk.shape, jnp.int32)
-            where = partial_out_ref.at[
-                piece + tile, kv_head + tile, row[:, None] + tile, dims[None, :] + tile
-            ]
-            real = row_is_real[:, None] & (tile == 0)
-            triton.store(where, chunk, mask=real, eviction_policy=RESULTS)
-        where = partial_lse_ref.at[piece + 0 * row, kv_head + 0 * row, row]
-        triton.store(where, lse2, mask=row_is_real)
+    done = result.Result(mine, leading, problem.latent_chunks, out, lse2).poisoned(
+        bad | (stored_len != seq_len)
+    )
+    result.store(done, out_refs, piece, one_piece, eviction_policy=RESULTS)
 
 
 def _walk_tokens(
@@ -210,26 +174,17 @@ def _walk_tokens(
     last_column = jnp.maximum(end - 1, 0) // page_size
 
     def page_of(column, last) -> jax.Array:
-        return triton.load(tables_ref.at[seq + 0 * column, jnp.minimum(column, last)])
+        return pages.look_up(tables_ref, seq, jnp.minimum(column, last))
 
-    def elements(first, page, held, dim, size) -> jax.Array:
-        """Elements [block_kv, size] of a tile's tokens, 0 where none is held: a NaN would survive a weight of 0."""
-        tile = jnp.zeros((block_kv, size), jnp.int32)
-        mask = held[:, None] & (tile == 0)
+    def elements(first, page, held, chunk) -> jax.Array:
         if problem.page_per_tile:
-            tokens = triton.ds(first % page_size, block_kv)
-            where = cache_ref.at[page, tokens, kv_head, triton.ds(dim, size)]
-            return triton.load(where, mask=mask, other=0.0, eviction_policy=LATENTS)
-        offset = (first + jnp.arange(block_kv)) % page_size
-        dims = dim + jnp.arange(size)
-        place = (page[:, None] + tile, offset[:, None] + tile, kv_head + tile, dims[None, :] + tile)
-        return triton.load(cache_ref.at[place], mask=mask, other=0.0, eviction_policy=LATENTS)
+            where = (page, first % page_size, kv_head, chunk, held)
+            return pages.run(cache_ref, *where, eviction_policy=LATENTS)
+        where = (page, (first + jnp.arange(block_kv)) % page_size, kv_head, chunk, held)
+        return pages.gather(cache_ref, "NHD", "key", *where, head_dim=pool.head_dim, eviction_policy=LATENTS)
 
     def logits2(keys) -> jax.Array:
-        scale2 = problem.scale * softmax.LOG2_E
-        products = [triton.dot(q, k, trans_b=True) for q, k in zip(query, keys, strict=True)]
-        # Added before scaling, each would accumulate onto the one before: in one chain, and in its layout.
-        return functools.reduce(jnp.add, [product * scale2 for product in products])
+        return logits.products(query, keys, problem.scale * softmax.LOG2_E)
 
     def step(i, carry):
         state, bad, entry = carry
@@ -244,7 +199,7 @@ def _walk_tokens(
         held = masking.within(position, end) & usable
         bad |= ~usable if problem.page_per_tile else jnp.min(usable.astype(jnp.int32)) == 0
         page = jnp.where(usable, entry, 0)
-        keys = [elements(first, page, held, *dims) for dims in problem.query_chunks]
+        keys = [elements(first, page, held, chunk) for chunk in problem.query_chunks]
 
         def masked_logits2() -> jax.Array:
             visible = held[None, :]
@@ -253,15 +208,15 @@ def _walk_tokens(
             return masking.apply(logits2(keys), visible)
 
         if not problem.asynchronous:
-            logits = masked_logits2()
+            tile_logits2 = masked_logits2()
         else:
             # Only tiles at the end of a sequence need a mask. The branch also keeps Triton from seeing that these
             # logits feed the next product: it would give that product's layout, with all warps along the rows, to
             # both, and with 64 rows the second half of the warps would only repeat what the first half computes.
-            logits = lax.cond(
+            tile_logits2 = lax.cond(
                 (first + block_kv <= unmasked_end) & ~bad, lambda: logits2(keys), masked_logits2
             )
-        state, weights = softmax.rescale(state, logits)
+        state, weights = softmax.rescale(state, tile_logits2)
         weights = weights.astype(cache_ref.dtype)
         values = keys[:-1]  # all but the rotary chunk
         acc = tuple(acc + triton.dot(weights, chunk) for acc, chunk in zip(state.acc, values, strict=True))

@@ -1,14 +1,19 @@
-"""What the MLA decode kernels are compiled for."""
+"""What the MLA decode kernel is compiled for; the home of MLA's dimensions."""
 
 import dataclasses
+from typing import ClassVar
 
+import jax
+
+from pallas_attn._tile import pieces
 from pallas_attn._tile.problem import SplitKVProblem
-from pallas_attn.ops.mla_decode.config import WGMMA_ROWS
 from pallas_attn.ops.mla_decode.schedule import BLOCK_TOKENS
 
 LATENT_DIM = 512
 ROPE_DIM = 64
 QUERY_DIM = LATENT_DIM + ROPE_DIM
+# From this many query rows on, the kernel is written for the data centre's asynchronous matrix instructions.
+WGMMA_ROWS = 64
 # Below WGMMA_ROWS, latents are worked on in chunks of this many dims, each with an accumulator of its own. A logit over
 # all 512 would be a chain of 32 products, each waiting 33 cycles for the one before; those of chunks overlap. It is
 # worth 1% with 16 rows.
@@ -21,12 +26,14 @@ class Problem(SplitKVProblem):
     num_parts: int | None
     """Parts of the schedule; None without one."""
 
+    rounding: ClassVar[float] = pieces.DOWN
+
     @property
     def num_pieces(self) -> int:
-        """Partial results there is room for."""
-        if self.num_parts is not None:
-            return self.num_seqs + self.num_parts
-        return self.num_seqs * self.config.num_splits
+        return super().num_pieces if self.num_parts is None else pieces.scheduled_room(self.num_parts)
+
+    def num_tiles(self, seq_len: jax.Array) -> jax.Array:
+        return pieces.ceil_div(seq_len, self.config.block_kv)
 
     @property
     def asynchronous(self) -> bool:

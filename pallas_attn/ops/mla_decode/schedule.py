@@ -4,16 +4,7 @@ One part is a streaming multiprocessor's share (per KV head and block of 64 quer
 payload, counted in blocks of 64 tokens, where starting on a sequence costs an overhead of some blocks more; sequences
 are dealt out in order, so a part ends anywhere inside a sequence and the next one goes on there.
 
-Dealt part by part this is a loop over a hundred or more parts. Here it is a handful of vector operations instead.
-Put every sequence's blocks and its overhead on one line: sequence i begins at start[i]. A part that begins at p has
-spent its payload at p + payload; if that falls inside a sequence, the next part begins one overhead before it
-(which is paid once more), but never before that sequence's own start:
-
-    next(p) = max(p + payload - overhead, last start <= p + payload)
-
-So parts advance by a constant stride, except where one "snaps" to a sequence's start. Which start the walk from
-each start snaps to next, and after how many parts, is found by comparing all pairs of starts; where the k-th part
-begins then follows by binary lifting over those snaps.
+How that is computed, without a loop over the parts, is `_tile/schedule.py`.
 """
 
 import math
@@ -25,6 +16,7 @@ from jax import export
 
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._call.device import current_device
+from pallas_attn._tile import schedule
 from pallas_attn._types import SeqLens
 from pallas_attn.ops.mla_decode import schedule_cuda
 
@@ -150,60 +142,12 @@ def tile_schedule(
     seq_lens: jax.Array, num_parts: int, overhead: int | jax.Array = FIXED_OVERHEAD_BLOCKS
 ) -> MLASchedule:
     """Schedule of [num_seqs] int32 lengths over `num_parts` parts."""
-    num_seqs = seq_lens.shape[0]
-    cost = num_blocks(seq_lens) + overhead
-    start = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(cost, dtype=jnp.int32)])
-    total = start[-1]
-    payload = jnp.maximum((total + (num_parts - 1)) // num_parts + overhead, 2 * overhead)
-
-    # Where part k begins: on the line, then as a sequence and a block in it. The last row is where all work ends.
-    begin = _part_begins(start, payload, num_parts, overhead)
-    seq = jnp.sum(begin[:, None] >= start[None, 1:], axis=1, dtype=jnp.int32)
-    block = begin - start[seq]
-
-    # A sequence has one piece more than parts that begin inside it; a part's number among them counts from the
-    # first part that does.
-    inside = (block > 0)[:, None] & (begin[:, None] < start[None, :])
-    num_splits = jnp.arange(num_seqs + 1, dtype=jnp.int32) + jnp.sum(inside[:-1], axis=0, dtype=jnp.int32)
-    first_inside = jnp.sum(begin[None, :-1] <= start[seq[:-1], None], axis=1, dtype=jnp.int32)
-    split = jnp.where(block[:-1] > 0, jnp.arange(num_parts) - first_inside + 1, 0)
-
-    next_seq, next_block = seq[1:], block[1:]
+    dealt = schedule.deal(num_blocks(seq_lens), num_parts, overhead)
+    begin_seq, begin_block = dealt.seq[:-1], dealt.block[:-1]
+    next_seq, next_block = dealt.seq[1:], dealt.block[1:]
     cut = next_block > 0
     end_idx = jnp.where(cut, next_seq, next_seq - 1)
     end_seqlen = jnp.where(cut, next_block * BLOCK_TOKENS, seq_lens[jnp.maximum(next_seq - 1, 0)])
-    columns = [seq[:-1], block[:-1] * BLOCK_TOKENS, end_idx, end_seqlen, split]
+    columns = [begin_seq, begin_block * BLOCK_TOKENS, end_idx, end_seqlen, dealt.first_piece]
     columns += [jnp.zeros(num_parts, jnp.int32)] * (METADATA_SIZE - len(columns))
-    return MLASchedule(jnp.stack(columns, axis=1).astype(jnp.int32), num_splits)
-
-
-def _part_begins(
-    start: jax.Array, payload: jax.Array, num_parts: int, overhead: int | jax.Array
-) -> jax.Array:
-    """[num_parts + 1] positions at which the parts begin; `start` [num_seqs + 1] ends with the total."""
-    num_seqs = start.shape[0] - 1
-    stride = payload - overhead
-    # From start j, the m-th part reaches up to start[j] + m * stride + overhead and hands over at
-    # start[j] + m * stride at the earliest: it snaps to start i if that lies in between. The total is always reached.
-    node = jnp.arange(num_seqs + 1, dtype=jnp.int32)
-    distance = start[None, :] - start[:, None]
-    parts = jnp.maximum((distance - overhead + stride - 1) // stride, 1)
-    snaps = (parts * stride <= distance) | (node == num_seqs)[None, :]
-    # The fewest parts, then the last start: one minimum over a combined key.
-    key = parts * (num_seqs + 1) + (num_seqs - node)[None, :]
-    key = jnp.min(jnp.where(snaps & (node[None, :] > node[:, None]), key, jnp.iinfo(jnp.int32).max), axis=1)
-    at_end = node == num_seqs
-    hop_parts = jnp.where(at_end, 1, key // (num_seqs + 1))
-    hop_node = jnp.where(at_end, num_seqs, num_seqs - key % (num_seqs + 1))
-
-    hops = [(hop_node, hop_parts)]
-    for _ in range(min(num_seqs, num_parts).bit_length() - 1):
-        to, count = hops[-1]
-        hops.append((to[to], count + count[to]))
-    at = jnp.zeros(num_parts + 1, jnp.int32)
-    left = jnp.arange(num_parts + 1, dtype=jnp.int32)
-    for to, count in reversed(hops):
-        go = count[at] <= left
-        left = jnp.where(go, left - count[at], left)
-        at = jnp.where(go, to[at], at)
-    return jnp.minimum(start[at] + left * stride, start[-1])
+    return MLASchedule(jnp.stack(columns, axis=1).astype(jnp.int32), dealt.num_pieces)

@@ -69,7 +69,7 @@ def paged_attention(
     *,
     scale: float | None = None,
     softcap: float | None = None,
-    sliding_window: int | None = None,
+    sliding_window: int | jax.Array | None = None,
     block_sparse: LocalStride | None = None,
     alibi_slopes: jax.Array | None = None,
     sinks: jax.Array | None = None,
@@ -103,8 +103,9 @@ def paged_attention(
             is the head's sink).
         scale: factor of the logits, a number above 0; None means head_dim ** -0.5.
         softcap: logits become softcap * tanh(logits / softcap); a number above 0, or None.
-        sliding_window: each query sees the newest `sliding_window` tokens up to itself; an int >= 1, or None.
-            Tokens outside are not read.
+        sliding_window: each query sees the newest `sliding_window` tokens up to itself; an int >= 1, an int32 scalar
+            that may be traced (below 1 it counts as 1), or None. Tokens outside are not read. A traced window is an
+            operand, so that a model whose windows alternate can be scanned over its layers.
         block_sparse: a `LocalStride` pattern, or None. Blocks outside it are not read.
         alibi_slopes: [num_heads] float32; slope * (key position - query position) is added after the soft cap.
         sinks: [num_heads] float32; a logit without a value that joins each head's softmax (and its lse).
@@ -143,16 +144,19 @@ def paged_attention(
     check.multiple("query", num_heads, "num_kv_heads", pool.num_kv_heads)
     check.positive_float("scale", scale)
     check.positive_float("softcap", softcap)
+    extras = {
+        "k_scale": per_head_scale(check.function, "k_scale", k_scale, key_cache.dtype, pool.num_kv_heads),
+        "v_scale": per_head_scale(check.function, "v_scale", v_scale, key_cache.dtype, pool.num_kv_heads),
+    }
+    if isinstance(sliding_window, jax.Array):
+        check.array("sliding_window", sliding_window, (), [jnp.int32])
+        extras["sliding_window"], sliding_window = jnp.maximum(sliding_window, 1).reshape(1), None
     if sliding_window is not None:
         check.count("sliding_window", sliding_window)
         # No table holds more; what is beyond int32 would not fit positions.
         sliding_window = min(int(sliding_window), 2**31 - 1)
     if block_sparse is not None and not isinstance(block_sparse, LocalStride):
         fail(check.function, "block_sparse", "a LocalStride, or None", type(block_sparse).__name__, TypeError)
-    extras = {
-        "k_scale": per_head_scale(check.function, "k_scale", k_scale, key_cache.dtype, pool.num_kv_heads),
-        "v_scale": per_head_scale(check.function, "v_scale", v_scale, key_cache.dtype, pool.num_kv_heads),
-    }
     for name, array in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         if array is not None:
             check.array(name, array, ("num_heads",), DTYPES)

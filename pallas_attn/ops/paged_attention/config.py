@@ -5,9 +5,8 @@ import math
 
 from pallas_attn._call.configs import SplitKVConfig
 from pallas_attn._call.device import Device
-from pallas_attn._tile import triton
+from pallas_attn._tile import pieces, triton
 
-MAX_SPLITS = 128
 # What tiles of keys and values may take of a program's shared memory, where there is much and where there is little,
 # and what is left for layouts and reductions.
 TILES_KB, SMALL_TILES_KB = 128, 64
@@ -109,4 +108,4 @@ def most_splits(programs: int, max_len: int, target_programs: int, min_split_tok
     if max_len >= 2048:
         # Lengths may differ: a long sequence must be able to spread out even where equal ones would not need to.
         wanted = max(wanted, 4)
-    return max(1, min(wanted, max_len // min_split_tokens, MAX_SPLITS))
+    return pieces.most_pieces(wanted, max_len, min_split_tokens)

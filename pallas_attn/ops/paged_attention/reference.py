@@ -1,19 +1,57 @@
-"""`paged_attention` in plain jnp: a loop over chunks of every sequence's pages with online softmax.
+"""`paged_attention` in plain jnp: works anywhere, in float32, with gradients."""
 
-Memory beyond the output is one chunk of keys and values a sequence, whatever the table's width, and the loop runs
-from the first token that any query sees to the end of the longest sequence, not over the whole table.
-"""
-
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from pallas_attn._tile import masking, sharding, softmax
-from pallas_attn._tile.layout import PoolShape, to_nhd
+from pallas_attn._tile import chunks, logits, masking, rows, softmax
+from pallas_attn._tile.layout import PoolShape
 
-CHUNK_TOKENS = 256
+
+@dataclasses.dataclass(frozen=True)
+class Rule(chunks.Rule):
+    rules: masking.Rules
+    scale: float
+    q_len: int
+    num_heads: int
+
+    def by_row(self, per_head: jax.Array) -> jax.Array:
+        """[num_heads] -> [num_kv_heads, rows, 1]"""
+        per_token = jnp.broadcast_to(per_head, (1, self.q_len, self.num_heads))
+        return rows.pack(per_token, self.pool.num_kv_heads)[0, ..., None]
+
+    def held(self, of: chunks.Sequences, position: jax.Array, held: jax.Array) -> jax.Array:
+        if self.rules.block_sparse is None:
+            return held
+        # What no head keeps counts as absent: its pages may be anyone's.
+        return held & self._visible(of, position, held).any(axis=(1, 2))
+
+    def logits2(self, floats, of: chunks.Sequences, keys, position, seen) -> jax.Array:
+        rules = self._rules(of)
+        factor = self.scale * floats.get("k_scale", jnp.ones(self.pool.num_kv_heads))[:, None, None]
+        slope = self.by_row(floats["alibi_slopes"]) if "alibi_slopes" in floats else None
+        products = jnp.einsum("bhrd,bhkd->bhrk", floats["rows"], keys, precision="highest")
+        scaled = products * logits.factor(rules, factor, slope)
+        logits2 = logits.shape(scaled, rules, slope, position, of.others["query_at"])
+        return masking.apply(logits2, self._visible(of, position, seen))
+
+    def _rules(self, of: chunks.Sequences) -> masking.Rules:
+        """A window that is known at run time only is one of the rules all the same."""
+        window = of.others.get("sliding_window", self.rules.sliding_window)
+        return self.rules._replace(sliding_window=window)
+
+    def _visible(self, of: chunks.Sequences, position: jax.Array, seen: jax.Array) -> jax.Array:
+        offset = None
+        if (pattern := self.rules.block_sparse) is not None:
+            heads = {"num_heads": self.num_heads, "num_kv_heads": self.pool.num_kv_heads}
+            head = jnp.arange(self.num_heads)
+            per_head = pattern.offset(head, head // (self.num_heads // self.pool.num_kv_heads), **heads)
+            offset = self.by_row(jnp.broadcast_to(per_head, (self.num_heads,)))
+        query_at = of.others["query_at"]
+        masks = logits.visible(self._rules(of), position, query_at, among_themselves=True, offset=offset)
+        return functools.reduce(jnp.logical_and, masks, seen[:, None, None, :])
 
 
 @functools.partial(jax.jit, static_argnames=("pool", "scale", "layout", "rules"))
@@ -31,85 +69,26 @@ def paged_attention_xla(
     rules: masking.Rules,
 ) -> tuple[jax.Array, jax.Array]:
     """The same signature as the kernel's, without a config."""
-    num_seqs, q_len, num_heads, head_dim = query.shape
-    max_pages = block_tables.shape[1]
-    heads, group = pool.num_kv_heads, num_heads // pool.num_kv_heads
-    pages_per_chunk = min(max_pages, max(1, CHUNK_TOKENS // pool.page_size))
-    chunk = pages_per_chunk * pool.page_size
-    lengths = jnp.clip(seq_lens, 0, max_pages * pool.page_size)
-
-    # Rows of a KV head: [num_seqs, num_kv_heads, q_len * group]
-    def by_kv_head(per_head: jax.Array) -> jax.Array:
-        """[num_heads] -> [num_kv_heads, rows, 1]"""
-        per_row = jnp.broadcast_to(per_head.reshape(heads, 1, group), (heads, q_len, group))
-        return per_row.reshape(heads, q_len * group, 1)
-
-    rows = query.astype(jnp.float32).reshape(num_seqs, q_len, heads, group, head_dim)
-    rows = jnp.moveaxis(rows, 1, 2).reshape(num_seqs, heads, q_len * group, head_dim)
-    factor = scale * extras.get("k_scale", jnp.ones(heads, jnp.float32))[:, None, None]
-    query_at = lengths[:, None] - q_len + jnp.repeat(jnp.arange(q_len), group)  # [num_seqs, rows]
-    query_at = query_at[:, None, :, None]
-    seen_from = masking.window_start(jnp.maximum(lengths - q_len, 0), rules.sliding_window)
-
-    def visible(key_at: jax.Array, seen: jax.Array) -> jax.Array:
-        mask = seen[:, None, None, :] & masking.causal(key_at, query_at)
-        if rules.sliding_window is not None:
-            mask &= masking.in_window(key_at, query_at, rules.sliding_window)
-        if (pattern := rules.block_sparse) is not None:
-            offset = pattern.offset(
-                jnp.arange(num_heads),
-                jnp.arange(num_heads) // group,
-                num_heads=num_heads,
-                num_kv_heads=heads,
-            )
-            mask &= pattern.kept(key_at, query_at + 1, by_kv_head(jnp.broadcast_to(offset, (num_heads,))))
-        return mask
-
-    def gather(cache: jax.Array, which, pages: jax.Array, seen: jax.Array) -> jax.Array:
-        """[num_seqs, num_kv_heads, chunk, head_dim] float32; slots that hold nothing are 0, whatever is stored."""
-        tile = to_nhd(cache.at[pages].get(mode="clip"), layout, which)
-        tile = tile.reshape(num_seqs, chunk, heads, head_dim).astype(jnp.float32)
-        return jnp.where(seen[:, None, :, None], jnp.moveaxis(tile, 2, 1), 0.0)
-
-    def step(i: jax.Array, carry):
-        state, bad = carry
-        columns = i * pages_per_chunk + jnp.arange(pages_per_chunk)
-        pages = block_tables.at[:, columns].get(mode="fill", fill_value=-1)
-        position = i * chunk + jnp.arange(chunk)
-        held = masking.within(position, lengths[:, None]) & (position >= seen_from[:, None])
-        if rules.block_sparse is not None:
-            # What no head keeps counts as absent: its pages may be anyone's.
-            held &= visible(position, held).any(axis=(1, 2))
-        usable = jnp.repeat(masking.usable_pages(pages, pool.num_pages), pool.page_size, axis=1)
-        seen = held & usable
-        keys, values = gather(key_cache, "key", pages, seen), gather(value_cache, "value", pages, seen)
-        logits = jnp.einsum("bhrd,bhkd->bhrk", rows, keys, precision="highest") * factor
-        logits = masking.cap(logits, rules.softcap)
-        if "alibi_slopes" in extras:
-            logits += masking.alibi(by_kv_head(extras["alibi_slopes"]), position, query_at)
-        logits2 = masking.apply(logits * softmax.LOG2_E, visible(position, seen))
-        state, weights = softmax.rescale(state, logits2)
-        acc = state.acc + jnp.einsum("bhrk,bhkd->bhrd", weights, values, precision="highest")
-        return state._replace(acc=acc), bad | jnp.any(held & ~usable, axis=1)
-
-    state = softmax.start((num_seqs, heads, q_len * group), head_dim)
-    bad = (seq_lens < 0) | (seq_lens > max_pages * pool.page_size)
-    first_chunk = jnp.min(jnp.where(lengths > 0, seen_from, jnp.iinfo(jnp.int32).max)) // chunk
-    last_chunk = (jnp.max(lengths, initial=0) + chunk - 1) // chunk
-    axes = sharding.varying_axes(query, key_cache, value_cache, block_tables, seq_lens, extras)
-    state, bad = lax.fori_loop(first_chunk, last_chunk, step, sharding.vary((state, bad), axes))
+    _, q_len, num_heads, _ = query.shape
+    rule = Rule("paged_attention", pool, layout, pool.head_dim, rules, scale, q_len, num_heads)
+    lengths = jnp.clip(seq_lens, 0, block_tables.shape[1] * pool.page_size)
+    token = jnp.repeat(jnp.arange(q_len), num_heads // pool.num_kv_heads)
+    # [num_seqs, 1, rows, 1]: the position of each row's query
+    others = {"query_at": (lengths[:, None] - q_len + token)[:, None, :, None]}
+    window = rules.sliding_window
+    if "sliding_window" in extras:
+        window = others["sliding_window"] = extras["sliding_window"][0]
+    seen_from = masking.window_start(jnp.maximum(lengths - q_len, 0), window)
+    floats = {name: extras[name] for name in ("k_scale", "alibi_slopes") if name in extras}
+    floats["rows"] = rows.pack(query.astype(jnp.float32), pool.num_kv_heads)
+    pools: chunks.Pools = {"key": key_cache, "value": value_cache}
+    of = chunks.Sequences(block_tables, lengths, seen_from, others)
+    out, lse2, bad = chunks.attend(rule, floats, pools, of)
     if "sinks" in extras:
-        sinks = by_kv_head(extras["sinks"])[None, ..., 0] * softmax.LOG2_E
-        state = softmax.join(state, jnp.where((lengths > 0)[:, None, None], sinks, -jnp.inf))
-    out, lse2 = softmax.finish(state)
+        sinks = jnp.where(lengths[:, None, None] > 0, rule.by_row(extras["sinks"])[..., 0], -jnp.inf)
+        out, lse2 = softmax.finish(softmax.join(softmax.resume(out, lse2), sinks * softmax.LOG2_E))
     if "v_scale" in extras:
         out *= extras["v_scale"][:, None, None]
-
-    def by_token(x: jax.Array) -> jax.Array:
-        """[num_seqs, num_kv_heads, rows, ...] -> [num_seqs, q_len, num_heads, ...]"""
-        x = jnp.moveaxis(x.reshape(num_seqs, heads, q_len, group, *x.shape[3:]), 2, 1)
-        return x.reshape(num_seqs, q_len, num_heads, *x.shape[4:])
-
-    out = softmax.poison(by_token(out), bad[:, None, None, None])
-    lse = softmax.poison(by_token(softmax.natural_lse(lse2)), bad[:, None, None])
-    return out.astype(query.dtype), lse
+    out, lse = (rows.unpack(x, q_len) for x in (out, softmax.natural_lse(lse2)))
+    bad = (bad | (seq_lens != lengths))[:, None, None]
+    return softmax.poison(out, bad[..., None]).astype(query.dtype), softmax.poison(lse, bad)

@@ -1,0 +1,201 @@
+"""The loop over pages of the references in plain jnp: online softmax, chunk by chunk, forwards and backwards.
+
+Memory beyond the output is one chunk of keys and values a sequence, whatever the table's width, and the loop runs from
+the first token that any query sees to the end of the longest sequence. JAX cannot differentiate a loop whose length it
+does not know, and would keep every chunk's weights. So `attend` has a rule of its own: backwards, a second loop works
+each chunk's logits out again and takes its weights from the log-sum-exp that the first has left, as flash attention
+does (Dao et al., 2022).
+"""
+
+import dataclasses
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn._tile import masking, sharding, softmax
+from pallas_attn._tile.layout import PoolShape, Which, to_nhd
+from pallas_attn._tile.pieces import ceil_div
+from pallas_attn._tile.quantization import is_quantized
+
+CHUNK_TOKENS = 256
+
+type Floats = dict[str, jax.Array]
+"""What has gradients: "rows" [num_seqs, num_kv_heads, rows, dim], and whatever else an op's logits depend on."""
+type Pools = dict[Which, jax.Array]
+"""The caches; without one for values, they are the first `value_dim` elements of the keys."""
+
+
+class Sequences(NamedTuple):
+    """What has no gradients."""
+
+    tables: jax.Array
+    lengths: jax.Array
+    """Clamped to what the table holds."""
+    seen_from: jax.Array
+    """[num_seqs]: first token that any query sees."""
+    others: dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule(ABC):
+    """What an op adds, all of it static. `position` is [chunk], `held` and `seen` [num_seqs, chunk]."""
+
+    function: str
+    pool: PoolShape
+    layout: str
+    value_dim: int
+
+    def held(self, of: Sequences, position: jax.Array, held: jax.Array) -> jax.Array:
+        """Which of the tokens that a sequence holds are looked at by any head."""
+        return held
+
+    @abstractmethod
+    def logits2(
+        self, floats: Floats, of: Sequences, keys: jax.Array, position: jax.Array, seen: jax.Array
+    ) -> jax.Array:
+        """Base-2 logits [num_seqs, num_kv_heads, rows, chunk], -inf where a query does not see a key."""
+
+
+def attend(rule: Rule, floats: Floats, pools: Pools, of: Sequences) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(out [num_seqs, num_kv_heads, rows, value_dim], lse2 [num_seqs, num_kv_heads, rows], bad [num_seqs]): float32,
+    and whether a page id in use was none. Gradients flow to `floats` and, unless it is quantised, to the pools."""
+    axes = sharding.varying_axes(floats, pools, of)
+    # Here, so that gradients of what is the same everywhere are summed over the axes.
+    floats, pools, of = sharding.vary((floats, pools, of), axes)
+
+    @jax.custom_vjp
+    def attended(floats: Floats, pools: Pools, of: Sequences):
+        return _forwards(rule, floats, pools, of, axes)
+
+    def forwards(floats: Any, pools: Any, of: Any):
+        # With symbolic zeros every leaf says whether its gradient is asked for.
+        for which, pool in pools.items():
+            if pool.perturbed and is_quantized(pool.value.dtype):
+                raise NotImplementedError(
+                    f"{rule.function}: argument '{which}_cache': expected a cache that is not quantised to take "
+                    f"gradients of, got {pool.value.dtype.name}"
+                )
+        floats, pools, of = jax.tree.map(lambda leaf: leaf.value, (floats, pools, of), is_leaf=_is_primal)
+        out, lse2, bad = _forwards(rule, floats, pools, of, axes)
+        return (out, lse2, bad), (floats, pools, of, out, lse2)
+
+    def backwards(saved, cotangents):
+        floats, pools, of, out, lse2 = saved
+        d_out, d_lse2, _ = (_array(x) for x in cotangents)
+        return *_backwards(rule, floats, pools, of, (out, lse2), (d_out, d_lse2), axes), None
+
+    attended.defvjp(forwards, backwards, symbolic_zeros=True)
+    return attended(floats, pools, of)
+
+
+def _is_primal(leaf: Any) -> bool:
+    return hasattr(leaf, "perturbed")
+
+
+def _array(cotangent: Any) -> jax.Array:
+    # Only float32 results have gradients that are asked for.
+    is_zero = isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
+    return jnp.zeros(cotangent.shape, jnp.float32) if is_zero else cotangent
+
+
+class Chunk(NamedTuple):
+    pages: jax.Array
+    """[num_seqs, pages of a chunk], clipped to the pool."""
+    position: jax.Array
+    seen: jax.Array
+    bad: jax.Array
+    """[num_seqs]: a page in use is none of the pool's."""
+
+
+def _forwards(rule: Rule, floats: Floats, pools: Pools, of: Sequences, axes: tuple[str, ...]):
+    num_seqs, heads, rows, _ = floats["rows"].shape
+
+    def step(i, carry):
+        state, bad = carry
+        chunk = _chunk(rule, of, i)
+        tiles: Pools = {which: pool[chunk.pages] for which, pool in pools.items()}
+        logits2, values = _logits_and_values(rule, floats, tiles, of, chunk)
+        state, weights = softmax.rescale(state, logits2)
+        acc = state.acc + jnp.einsum("bhrk,bhkd->bhrd", weights, values, precision="highest")
+        return state._replace(acc=acc), bad | chunk.bad
+
+    start = softmax.start((num_seqs, heads, rows), rule.value_dim), jnp.zeros(num_seqs, bool)
+    state, bad = lax.fori_loop(*_bounds(rule, of), step, sharding.vary(start, axes))
+    return *softmax.finish(state), bad
+
+
+def _backwards(rule: Rule, floats: Floats, pools: Pools, of: Sequences, result, cotangents, axes):
+    (out, lse2), (d_out, d_lse2) = result, cotangents
+    lse2 = jnp.where(jnp.isneginf(lse2), 0.0, lse2)[..., None]
+    # A weight's share of the gradient that is not its own: what all of them together give.
+    shared = jnp.sum(d_out * out, axis=-1, keepdims=True)
+
+    def step(i, sums):
+        chunk = _chunk(rule, of, i)
+        tiles: Pools = {which: pool[chunk.pages] for which, pool in pools.items()}
+        (logits2, values), pull = jax.vjp(
+            lambda floats, tiles: _logits_and_values(rule, floats, tiles, of, chunk), floats, tiles
+        )
+        weights = jnp.exp2(logits2 - lse2)
+        d_weights = jnp.einsum("bhrd,bhkd->bhrk", d_out, values, precision="highest")
+        d_logits2 = weights * (softmax.LN_2 * (d_weights - shared) + d_lse2[..., None])
+        d_values = jnp.einsum("bhrk,bhrd->bhkd", weights, d_out, precision="highest")
+        d_floats, d_tiles = pull((d_logits2, d_values))
+        sum_floats, sum_pools = sums
+        for which in sum_pools:
+            tile = d_tiles[which].astype(jnp.float32)
+            sum_pools = {**sum_pools, which: sum_pools[which].at[chunk.pages].add(tile)}
+        return jax.tree.map(jnp.add, sum_floats, d_floats), sum_pools
+
+    differentiable = {which: pool for which, pool in pools.items() if not is_quantized(pool.dtype)}
+    zeros = (
+        jax.tree.map(jnp.zeros_like, floats),
+        {which: jnp.zeros(pool.shape, jnp.float32) for which, pool in differentiable.items()},
+    )
+    d_floats, d_pools = lax.fori_loop(*_bounds(rule, of), step, sharding.vary(zeros, axes))
+    return d_floats, {
+        which: d_pools[which].astype(pool.dtype) if which in d_pools else None
+        for which, pool in pools.items()
+    }
+
+
+def _pages_per_chunk(rule: Rule, of: Sequences) -> int:
+    return min(of.tables.shape[1], max(1, CHUNK_TOKENS // rule.pool.page_size))
+
+
+def _bounds(rule: Rule, of: Sequences) -> tuple[jax.Array, jax.Array]:
+    """(first, end) of the chunks in which any sequence has a token to look at."""
+    chunk = _pages_per_chunk(rule, of) * rule.pool.page_size
+    first = jnp.min(jnp.where(of.lengths > 0, of.seen_from, jnp.iinfo(jnp.int32).max))
+    return first // chunk, ceil_div(jnp.max(of.lengths, initial=0), chunk)
+
+
+def _chunk(rule: Rule, of: Sequences, i: jax.Array) -> Chunk:
+    pages_per_chunk = _pages_per_chunk(rule, of)
+    tokens = pages_per_chunk * rule.pool.page_size
+    columns = i * pages_per_chunk + jnp.arange(pages_per_chunk)
+    pages = of.tables.at[:, columns].get(mode="fill", fill_value=-1)
+    position = i * tokens + jnp.arange(tokens)
+    held = masking.within(position, of.lengths[:, None]) & (position >= of.seen_from[:, None])
+    held = rule.held(of, position, held)
+    usable = jnp.repeat(masking.usable_pages(pages, rule.pool.num_pages), rule.pool.page_size, axis=1)
+    pages = jnp.clip(pages, 0, rule.pool.num_pages - 1)
+    return Chunk(pages, position, held & usable, jnp.any(held & ~usable, axis=1))
+
+
+def _logits_and_values(rule: Rule, floats: Floats, tiles: Pools, of: Sequences, chunk: Chunk):
+    """Of a chunk, from its pages as they are stored: [num_seqs, num_kv_heads, rows, tokens] and [.., tokens, dim]."""
+
+    def tokens(which: Which) -> jax.Array:
+        tile = to_nhd(tiles[which], rule.layout, which)
+        num_seqs, pages, page_size, heads, dim = tile.shape
+        tile = jnp.moveaxis(tile.reshape(num_seqs, pages * page_size, heads, dim), 2, 1).astype(jnp.float32)
+        # Slots that hold nothing are 0, whatever is stored.
+        return jnp.where(chunk.seen[:, None, :, None], tile, 0.0)
+
+    keys = tokens("key")
+    values = tokens("value") if "value" in tiles else keys[..., : rule.value_dim]
+    return rule.logits2(floats, of, keys, chunk.position, chunk.seen), values

@@ -1,0 +1,57 @@
+"""From queries and keys to base-2 logits with every rule applied, in this order: scale, soft cap, ALiBi, masks."""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from pallas_attn._tile import masking, softmax, triton
+from pallas_attn._tile.masking import Rules
+
+
+def products(queries: Sequence[jax.Array], keys: Sequence[jax.Array], factor) -> jax.Array:
+    """factor * (query @ key), [rows, tokens], of queries and keys that are held in chunks of head_dim."""
+    parts = [triton.dot(query, key, trans_b=True) for query, key in zip(queries, keys, strict=True)]
+    # Added before scaling, each would accumulate onto the one before: in one chain, and in its layout.
+    return functools.reduce(jnp.add, [part * factor for part in parts])
+
+
+def factor(rules: Rules, scale, slope: jax.Array | None):
+    """What products are multiplied by before `shape` takes them: logits that it leaves as they are become base 2."""
+    return scale if rules.softcap is not None or slope is not None else scale * softmax.LOG2_E
+
+
+def shape(
+    scaled: jax.Array, rules: Rules, slope: jax.Array | None, key_at: jax.Array, query_at: jax.Array
+) -> jax.Array:
+    """Base-2 logits from products times `factor`; positions and the heads' ALiBi `slope` broadcast."""
+    if rules.softcap is None and slope is None:
+        return scaled
+    logits = masking.cap(scaled, rules.softcap)
+    if slope is not None:
+        logits += masking.alibi(slope, key_at, query_at)
+    return logits * softmax.LOG2_E
+
+
+def visible(
+    rules: Rules,
+    key_at: jax.Array,
+    query_at: jax.Array,
+    *,
+    among_themselves: bool,
+    offset: jax.Array | None = None,
+) -> list[jax.Array]:
+    """The masks that decide about single tokens, to be applied one after the other.
+
+    `among_themselves`: whether there are several query tokens, which see different ends of the sequence.
+    `offset`: the heads' block-sparse offset, where their patterns differ from what the tiles hold (see walk.py).
+    """
+    masks = []
+    if among_themselves:
+        masks.append(masking.causal(key_at, query_at))
+        if rules.sliding_window is not None:
+            masks.append(masking.in_window(key_at, query_at, rules.sliding_window))
+    if rules.block_sparse is not None and offset is not None:
+        masks.append(rules.block_sparse.kept(key_at, query_at + 1, offset))
+    return masks

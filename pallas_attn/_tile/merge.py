@@ -1,0 +1,135 @@
+"""Merging the pieces of a sequence, for every op: out = sum_s w_s out_s with w_s = exp(lse_s - lse).
+
+This is the online softmax once more, with pieces for keys: their lse are the logits, their outputs the values. A
+kernel of its own rather than XLA reductions: it reads only the pieces a sequence really has, in a fixed order (same
+bits every run), and leaves a sequence in one piece, which is already final, untouched in the aliased output.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn._tile import rows, softmax, triton
+from pallas_attn._tile.pieces import Pieces, ceil_div
+from pallas_attn._tile.problem import SplitKVProblem
+from pallas_attn._tile.result import Result, store_lse, store_out
+
+# With fewer programs than this, more of them are cheaper than more work in each.
+ENOUGH_PROGRAMS = 512
+# With no more than this, each has a multiprocessor to itself and reads many partial results at once.
+FEW_PROGRAMS = 128
+TILE_ELEMENTS = 64 * 128  # of partial output in flight in a program
+MOST_ROWS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """What a program takes in per step: `pieces` partial results of `dims` elements of `rows` rows."""
+
+    rows: int
+    dims: int
+    pieces: int
+    num_warps: int
+
+
+def tiling(num_seqs: int, num_rows: int, dim: int, most_pieces: int) -> Tiling:
+    """For `num_rows` rows of each sequence, of `dim` elements.
+
+    A long sequence has many pieces and wants them loaded together; a big batch has few a sequence, and one program
+    for several rows.
+    """
+    width = triton.tile_side(dim)
+    block, dims = 1, min(width, 128)
+
+    def programs() -> int:
+        return num_seqs * math.ceil(num_rows / block) * (width // dims)
+
+    while programs() > ENOUGH_PROGRAMS and block < MOST_ROWS:
+        block, dims = 2 * block, min(2 * dims, width)
+    few = programs() <= FEW_PROGRAMS
+    # Programs that hold whole rows, and are many, are in each other's way with more than 16 of them in flight.
+    in_flight = MOST_ROWS if dims == width and not few else TILE_ELEMENTS // max(dims, 128)
+    pieces = min(max(1, in_flight // block), triton.next_power_of_2(most_pieces))
+    return Tiling(block, dims, pieces, num_warps=8 if few and dims == width else 4)
+
+
+def merge(
+    outputs: Sequence[jax.Array],
+    operands: Sequence[Any],
+    pieces_of: Callable[..., Pieces],
+    *,
+    name: str,
+    problem: SplitKVProblem,
+    most_pieces: int,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """(out, lse) with the rows of sequences that were cut filled in, in place, from the partial results.
+
+    `outputs` are the kernel's: (out, lse, partial out, partial lse2). `pieces_of(*refs)` says, from the refs of
+    `operands`, which partial results are a sequence's; none has more than `most_pieces`.
+    """
+    num_rows = problem.pool.num_kv_heads * problem.rows
+    dim = outputs[0].shape[-1]
+    shape = tiling(problem.num_seqs, num_rows, dim, most_pieces)
+    width = triton.tile_side(dim)
+    out, lse = triton.kernel_call(
+        functools.partial(_merge_kernel, pieces_of=pieces_of, problem=problem, tiling=shape),
+        *outputs,
+        *operands,
+        name=name,
+        grid=(ceil_div(num_rows, shape.rows), width // shape.dims, problem.num_seqs),
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs[:2]],
+        input_output_aliases={0: 0, 1: 1},
+        num_warps=shape.num_warps,
+        num_stages=1,
+        interpret=interpret,
+    )
+    return out, lse
+
+
+def _merge_kernel(
+    _out_in, _lse_in, partial_out_ref, partial_lse_ref, *refs,
+    pieces_of: Callable[..., Pieces], problem: SplitKVProblem, tiling: Tiling,
+):  # fmt: skip
+    *operands, out_ref, lse_ref = refs
+    row_block, dim_block, seq = (triton.program_id(axis) for axis in range(3))
+    first, count = pieces_of(*operands).of(seq)
+
+    @triton.when(count > 1)
+    def _():
+        mine = rows.across_heads(problem, row_block * tiling.rows + jnp.arange(tiling.rows))
+        dim = dim_block * tiling.dims + jnp.arange(tiling.dims)
+
+        def step(i, state):
+            index = i * tiling.pieces + jnp.arange(tiling.pieces)
+            present = mine.real[:, None] & (index < count)[None, :]
+            place = _place(first + index, mine, present.shape)
+            lse2 = triton.load(partial_lse_ref.at[place], mask=present, other=-jnp.inf)
+            inside = jnp.broadcast_to(present[:, :, None], (*present.shape, tiling.dims))
+            if out_ref.shape[-1] % tiling.dims:
+                inside &= dim < out_ref.shape[-1]
+            place = (*_place(first + index, mine, inside.shape), jnp.broadcast_to(dim, inside.shape))
+            # Requested before the weights are worked out, which takes as long as the load.
+            part = triton.load(partial_out_ref.at[place], mask=inside, other=0.0)
+            state, weights = softmax.rescale(state, lse2)
+            return state._replace(acc=state.acc + jnp.sum(weights[:, :, None] * part, axis=1))
+
+        start = softmax.start((tiling.rows,), tiling.dims)
+        out, lse2 = softmax.finish(lax.fori_loop(0, ceil_div(count, tiling.pieces), step, start))
+        chunk = (dim_block * tiling.dims, tiling.dims)
+        result = Result(mine, rows.batched(mine, seq), [chunk], [out], lse2)
+        store_out(result, out_ref)
+        triton.when(dim_block == 0)(lambda: store_lse(result, lse_ref))
+
+
+def _place(piece: jax.Array, mine: rows.Rows, shape: tuple[int, ...]) -> tuple[jax.Array, ...]:
+    """Indices of partial results, [rows, pieces] broadcast to `shape`, whose first dimensions these are."""
+    more = tuple(range(2, len(shape)))
+    by_row = (jnp.expand_dims(x, (1, *more)) for x in (mine.kv_head, mine.index))
+    return tuple(jnp.broadcast_to(x, shape) for x in (jnp.expand_dims(piece, (0, *more)), *by_row))

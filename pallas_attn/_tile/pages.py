@@ -1,0 +1,73 @@
+"""Reading a tile of tokens: from positions to pages and slots, and from there to elements of the pool.
+
+Two ways to read, which a kernel chooses between at trace time. `gather` takes each token's page and offset, in any
+layout and for any page size. `run` reads tokens that lie side by side in one page, with one look-up for all of them.
+Slots that hold nothing, or whose page id is none, are read as 0: a NaN there would survive a weight of 0.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_attn._tile import triton
+from pallas_attn._tile.layout import Which, token_index
+from pallas_attn._tile.rows import Chunk, reaches_beyond
+
+
+def slots(start: jax.Array, block_kv: int, page_size: int) -> tuple[jax.Array, jax.Array]:
+    """(column of the block table, offset in the page) of each token of a tile, whose start is a multiple of block_kv.
+
+    Tiles and pages are powers of two as a rule, and then all but a scalar is the same for every tile.
+    """
+    token = jnp.arange(block_kv)
+    if block_kv % page_size == 0:
+        return start // page_size + token // page_size, token % page_size
+    if page_size % block_kv == 0:
+        return start // page_size + 0 * token, start % page_size + token
+    return (start + token) // page_size, (start + token) % page_size
+
+
+def look_up(tables_ref: Any, seq, column: jax.Array, **mask: Any) -> jax.Array:
+    """Page ids in columns of a sequence's row of the block table; `mask` and `other` as of a load."""
+    return triton.load(tables_ref.at[seq + 0 * column, column], **mask)
+
+
+def gather(
+    ref: Any,
+    layout: str,
+    which: Which,
+    page: jax.Array,
+    offset: jax.Array,
+    kv_head,
+    chunk: Chunk,
+    held: jax.Array,
+    *,
+    head_dim: int,
+    eviction_policy: str | None = None,
+) -> jax.Array:
+    """Elements `chunk` of tokens at [block_kv] pages and offsets, [block_kv, size]; 0 where not `held`."""
+    first, size = chunk
+    tile = jnp.zeros((held.shape[0], size), jnp.int32)
+    dim = first + jnp.arange(size)[None, :] + tile
+    place = token_index(
+        layout, which, page[:, None] + tile, offset[:, None] + tile, kv_head + tile, dim, ref.dtype
+    )
+    mask = held[:, None] & (tile == 0)
+    if reaches_beyond(chunk, head_dim):
+        mask &= dim < head_dim
+    return triton.load(ref.at[place], mask=mask, other=_nothing(ref), eviction_policy=eviction_policy)
+
+
+def run(
+    ref: Any, page, offset, kv_head, chunk: Chunk, held: jax.Array, *, eviction_policy: str | None = None
+) -> jax.Array:
+    """Elements `chunk` of tokens side by side from `offset` on in one page of an NHD pool; 0 where not `held`."""
+    first, size = chunk
+    place = ref.at[page, triton.ds(offset, held.shape[0]), kv_head, triton.ds(first, size)]
+    mask = jnp.broadcast_to(held[:, None], (held.shape[0], size))
+    return triton.load(place, mask=mask, other=_nothing(ref), eviction_policy=eviction_policy)
+
+
+def _nothing(ref: Any) -> int | float:
+    return 0 if jnp.issubdtype(ref.dtype, jnp.integer) else 0.0

@@ -1,0 +1,98 @@
+"""Query rows: the query tokens of a sequence and the heads of a KV head's group are one dimension of a tile.
+
+    row = token * group + place in the group
+
+so that a few new tokens fill the tensor core's tile instead of adding programs. `pack` and `unpack` do it to whole
+arrays; kernels do it with indices: `Rows` says which token and head each of a program's rows is, and `elements` finds
+rows in an array [*leading, head, dim]. What the leading indices are is the caller's: (sequence, token) in a batch of
+sequences with as many query tokens each, (first token of the sequence + token,) where tokens are laid end to end.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_attn._tile import triton
+from pallas_attn._tile.problem import SplitKVProblem
+
+type Chunk = tuple[int | jax.Array, int]
+"""(first, size) of some elements of head_dim; the size is a power of two, and the last may reach beyond the end."""
+
+
+class Rows(NamedTuple):
+    """Some query rows of one sequence, each array [rows] but for `kv_head`, which may be one for all."""
+
+    index: jax.Array
+    """Among the rows of the KV head."""
+    real: jax.Array
+    kv_head: jax.Array
+    token: jax.Array
+    """Query token, from 0 for the oldest."""
+    head: jax.Array
+    """Query head."""
+
+
+def of_program(problem: SplitKVProblem, head_block: jax.Array) -> Rows:
+    """The rows of program `head_block` of num_kv_heads x q_blocks."""
+    block_q = problem.config.block_q
+    index = jnp.arange(block_q) + head_block % problem.q_blocks * block_q
+    return _rows(problem, index, index < problem.rows, head_block // problem.q_blocks)
+
+
+def across_heads(problem: SplitKVProblem, flat: jax.Array) -> Rows:
+    """Rows numbered through all KV heads."""
+    real = flat < problem.pool.num_kv_heads * problem.rows
+    return _rows(problem, flat % problem.rows, real, flat // problem.rows)
+
+
+def _rows(problem: SplitKVProblem, index, real, kv_head) -> Rows:
+    head = kv_head * problem.group + index % problem.group
+    return Rows(index, real, kv_head, index // problem.group, head)
+
+
+def elements(
+    ref: Any, leading: tuple[jax.Array, ...], real: jax.Array, chunk: Chunk
+) -> tuple[Any, jax.Array]:
+    """(place, mask), [rows, size], of elements `chunk` of an array whose rows are found by `leading` indices."""
+    first, size = chunk
+    dim = first + jnp.arange(size)[None, :]
+    tile = jnp.zeros((real.shape[0], size), jnp.int32)
+    index = (jnp.broadcast_to(i, real.shape)[:, None] + tile for i in leading)
+    mask = real[:, None] & (tile == 0)
+    if reaches_beyond(chunk, ref.shape[-1]):
+        mask &= dim < ref.shape[-1]
+    return ref.at[(*index, dim + tile)], mask
+
+
+def reaches_beyond(chunk: Chunk, head_dim: int) -> bool:
+    """Whether some of a chunk's elements may lie beyond the last; where it begins may be known at run time only."""
+    first, size = chunk
+    return first + size > head_dim if isinstance(first, int) else head_dim % size > 0
+
+
+def batched(rows: Rows, seq) -> tuple[jax.Array, ...]:
+    """Leading indices in arrays [num_seqs, q_len, head, ...]."""
+    return (seq, rows.token)
+
+
+def load(ref: Any, rows: Rows, leading: tuple[jax.Array, ...], chunk: Chunk) -> jax.Array:
+    """Elements `chunk` of rows of an array [*leading, head, dim]; 0 where there are none."""
+    place, mask = elements(ref, (*leading, rows.head), rows.real, chunk)
+    return triton.load(place, mask=mask, other=0.0)
+
+
+def pack(query: jax.Array, num_kv_heads: int) -> jax.Array:
+    """[num_seqs, q_len, num_heads, *dims] -> [num_seqs, num_kv_heads, q_len * group, *dims]."""
+    num_seqs, q_len, num_heads, *dims = query.shape
+    group = num_heads // num_kv_heads
+    by_head = jnp.moveaxis(query.reshape(num_seqs, q_len, num_kv_heads, group, *dims), 1, 2)
+    return by_head.reshape(num_seqs, num_kv_heads, q_len * group, *dims)
+
+
+def unpack(rows: jax.Array, q_len: int) -> jax.Array:
+    """The inverse of `pack`."""
+    num_seqs, num_kv_heads, num_rows, *dims = rows.shape
+    group = num_rows // q_len
+    by_token = jnp.moveaxis(rows.reshape(num_seqs, num_kv_heads, q_len, group, *dims), 2, 1)
+    return by_token.reshape(num_seqs, q_len, num_kv_heads * group, *dims)
