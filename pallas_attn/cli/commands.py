@@ -41,6 +41,20 @@ class Attending(enum.StrEnum):
     mla = "mla"
 
 
+class Tunable(enum.StrEnum):
+    """Names in `pallas_attn.tuning.registry`, which the command imports when it runs."""
+
+    paged_attention = "paged_attention"
+    mla_decode = "mla_decode"
+
+
+class Measured(enum.StrEnum):
+    """What `tune` times; "interpret" is for trying the command out without a GPU."""
+
+    pallas = "pallas"
+    interpret = "interpret"
+
+
 def run(arguments: list[str]) -> int:
     """Runs one command line; wrong usage is one line on stderr and status 2."""
     try:
@@ -172,6 +186,10 @@ The same for an fp8 cache, only for the batches that a server runs:
 
     pallas-attn tune --cache-dtype float8_e4m3fn --num-seqs 32 --num-seqs 128 --max-len 8192
 
+The Pallas kernel of `mla_decode`, for 16 heads:
+
+    pallas-attn tune --op mla_decode --num-heads 16
+
 Where the installed package cannot be written, or should not be:
 
     pallas-attn tune --output ~/attn-configs
@@ -179,15 +197,26 @@ Where the installed package cannot be written, or should not be:
 """
 )
 def tune(
-    num_heads: Annotated[int, typer.Option(help="Query heads.")] = 32,
-    num_kv_heads: Annotated[int, typer.Option(help="KV heads; --num-heads is a multiple of them.")] = 8,
-    head_dim: Annotated[int, typer.Option(help="Elements of a head.")] = 128,
-    page_size: Annotated[int, typer.Option(help="Tokens per page of the KV cache.")] = 16,
+    op: Annotated[Tunable, typer.Option(help="The op whose configs are measured.")] = Tunable.paged_attention,
+    num_heads: Annotated[
+        int | None, typer.Option(help="Query heads.", show_default="32; 128 for MLA")
+    ] = None,
+    num_kv_heads: Annotated[
+        int | None,
+        typer.Option(help="KV heads; --num-heads is a multiple of them.", show_default="8; 1 for MLA"),
+    ] = None,
+    head_dim: Annotated[
+        int | None, typer.Option(help="Elements of a head; MLA's are fixed.", show_default="128")
+    ] = None,
+    page_size: Annotated[
+        int | None, typer.Option(help="Tokens per page of the cache.", show_default="16; 64 for MLA")
+    ] = None,
     dtype: Annotated[
-        Dtype, typer.Option(help="Of the query, and of the cache unless it is 8-bit.")
-    ] = Dtype.bfloat16,
+        Dtype | None,
+        typer.Option(help="Of the query, and of the cache unless it is 8-bit.", show_default="bfloat16"),
+    ] = None,
     cache_dtype: Annotated[
-        CacheDtype | None, typer.Option(help="An 8-bit cache.", show_default="as --dtype")
+        CacheDtype | None, typer.Option(help="An 8-bit cache; not for MLA.", show_default="as --dtype")
     ] = None,
     num_seqs: Annotated[
         list[int] | None, typer.Option(help="Sequences in a call. Repeat it.", show_default="1, 16, 64")
@@ -199,30 +228,35 @@ def tune(
     output: Annotated[
         Path | None,
         typer.Option(
-            help="Folder to write DEVICE/paged_attention.json below.",
+            help="Folder to write DEVICE/OP.json below.",
             show_default="$PALLAS_ATTN_CONFIGS, else the installed package",
         ),
     ] = None,
-    implementation: Annotated[str, typer.Option(hidden=True)] = "pallas",
+    implementation: Annotated[Measured, typer.Option(hidden=True)] = Measured.pallas,
 ) -> int:
-    """Measure configs of `paged_attention` on this GPU and keep the fastest for each kind of call.
+    """Measure configs of an op on this GPU and keep the fastest for each kind of call.
 
     Every config is compiled, compared with the reference, and only then timed, with caches larger than L2. The file
-    is replaced whole, at the end; what was measured for other calls stays in it.
+    is replaced whole, at the end; what was measured for other calls stays in it. Where it has nothing for a call, the
+    packaged file of this device is asked.
     """
     from pallas_attn.cli.tune import TuneOptions, run_tune
 
+    sizes = dict(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        dtype=dtype and dtype.value,
+        cache_dtype=cache_dtype and cache_dtype.value,
+    )
     return run_tune(
         TuneOptions(
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            page_size=page_size,
-            dtype=dtype.value,
-            cache_dtype=cache_dtype.value if cache_dtype else None,
+            op=op.value,
+            sizes=sizes,
             num_seqs=num_seqs or [1, 16, 64],
             max_len=max_len or [1024, 8192, 32768],
             output=output,
-            implementation=implementation,
+            implementation=implementation.value,
         )
     )
