@@ -5,12 +5,34 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
+import pallas_attn
 from pallas_attn._call.optional import needs_extra
+from pallas_attn.cli.interrupt import INTERRUPTED
 
 with needs_extra("models", user="the command pallas-attn"):
     import typer
+    import typer.core
+
+
+class _PlainHelp:
+    """Mixed into a command: `--help` is listed like other flags, without a type."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        option = super().get_help_option(ctx)  # pyright: ignore[reportAttributeAccessIssue]
+        option.metavar = ""
+        return option
+
+
+class _Command(_PlainHelp, typer.core.TyperCommand):
+    pass
+
+
+class _Group(_PlainHelp, typer.core.TyperGroup):
+    pass
+
 
 app = typer.Typer(
+    cls=_Group,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="markdown",
@@ -65,11 +87,34 @@ def run(arguments: list[str]) -> int:
             print(f"pallas-attn: error: {' '.join(message.split())} (see --help)", file=sys.stderr)
         return 2
     except typer.Abort:
-        return 130
+        return INTERRUPTED
     return status if isinstance(status, int) else 0
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"pallas-attn {pallas_attn.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options_of_all(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            metavar="",
+            is_eager=True,
+            callback=_print_version,
+            help="Print the version and exit.",
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
 @app.command(
+    cls=_Command,
     epilog="""
 **Examples**
 
@@ -81,6 +126,10 @@ A batch, one prompt a line, in bfloat16, and the attention kernels forced to Pal
 
     pallas-attn generate --prompts-file prompts.txt --dtype bfloat16 --implementation pallas
 
+Prompts from another program:
+
+    grep ? questions.txt | pallas-attn generate --prompts-file -
+
 Sampled instead of greedy; the same seed gives the same text:
 
     pallas-attn generate --prompt "Tell me a story." --temperature 0.7 --top-p 0.9 --seed 1
@@ -88,21 +137,25 @@ Sampled instead of greedy; the same seed gives the same text:
 Held against transformers on the same weights (needs the extra `check`):
 
     pallas-attn generate --prompt "Name three rivers." --max-new-tokens 48 --check
-"""
+""",
 )
 def generate(
     prompt: Annotated[
         list[str] | None, typer.Option(help="What to ask. Repeat it: all prompts run as one batch.")
     ] = None,
     prompts_file: Annotated[
-        Path | None, typer.Option(help="More prompts, one a line; blank lines are skipped.")
+        Path | None,
+        typer.Option(help="More prompts, one a line, blank ones skipped; - reads them from standard input."),
     ] = None,
     model: Annotated[
         Path | None,
         typer.Option(help="A GGUF file of a Llama-family model.", show_default="SmolLM2 from its wheel"),
     ] = None,
     raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the prompt as it stands, without the chat template.")
+        bool,
+        typer.Option(
+            "--raw", metavar="", help="Continue the prompt as it stands, without the chat template."
+        ),
     ] = False,
     max_new_tokens: Annotated[int, typer.Option(help="Most new tokens per prompt.")] = 64,
     temperature: Annotated[
@@ -111,7 +164,7 @@ def generate(
     top_p: Annotated[
         float, typer.Option(help="Sample among the likeliest tokens that together reach this probability.")
     ] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling, from 0 to 2**32 - 1.")] = 0,
     dtype: Annotated[
         Dtype,
         typer.Option(help="Of weights, activations and (unless --cache-dtype says otherwise) KV cache."),
@@ -138,7 +191,9 @@ def generate(
     check: Annotated[
         bool,
         typer.Option(
-            "--check", help="Also run the prompts through transformers and compare tokens and logits."
+            "--check",
+            metavar="",
+            help="Also run the prompts through transformers and compare tokens and logits.",
         ),
     ] = False,
 ) -> int:
@@ -166,7 +221,7 @@ def generate(
     )
 
 
-@app.command()
+@app.command(cls=_Command)
 def doctor() -> int:
     """Show versions, devices, and which implementation of each op can run here, or why not."""
     from pallas_attn.cli.doctor import run_doctor
@@ -175,6 +230,7 @@ def doctor() -> int:
 
 
 @app.command(
+    cls=_Command,
     epilog="""
 **Examples**
 
@@ -194,7 +250,7 @@ Where the installed package cannot be written, or should not be:
 
     pallas-attn tune --output ~/attn-configs
     export PALLAS_ATTN_CONFIGS=~/attn-configs
-"""
+""",
 )
 def tune(
     op: Annotated[Tunable, typer.Option(help="The op whose configs are measured.")] = Tunable.paged_attention,
