@@ -11,7 +11,8 @@ import torch
 from flax import nnx
 
 from pallas_attn import PagedLatentCache
-from pallas_attn.models.deepseek import DeepSeek, DeepSeekConfig, load_transformers_weights, route
+from pallas_attn.models import DeepSeek, DeepSeekConfig, load_transformers_weights
+from pallas_attn.models.deepseek import route
 from pallas_attn.nn.mla import MLAConfig, MultiHeadLatentAttention
 
 ATTENTION = dict(kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128)
