@@ -122,7 +122,8 @@ def generate(
         cache_dtype: of the KV cache; ``None`` means the model's. ``float8_e4m3fn``, ``float8_e5m2`` and ``int8``
             store each KV head with a scale taken from the prompts.
         return_logits: also return the scores, ``4 * vocab_size`` bytes per token.
-        progress: called with (steps done, steps at most) after each call of the loop.
+        progress: called with (steps done, steps at most) after the prefill, which is the first, and each call of the
+            loop.
 
     Raises:
         TypeError: the model is none that this function can run, or an argument of another type than said above.
@@ -168,16 +169,15 @@ def generate(
     compiled = time.perf_counter()
     state = jax.block_until_ready(prefill(weights, tokens, positions, state))
     prefilled = time.perf_counter()
-    steps, done = 1, 0
-    while done < max_new_tokens:
+    report = progress or (lambda done, most: None)
+    done, steps = 1, 1  # the prefill gave the first token
+    report(done, max_new_tokens)
+    while done < max_new_tokens and not np.asarray(state.done).all():
         began = time.perf_counter()
         state = decode(weights, state, jnp.int32(min(done + steps, max_new_tokens)))
         done = int(state.step)
-        if progress is not None:
-            progress(done, max_new_tokens)
-        if np.asarray(state.done).all():
-            break
         steps = _next_stretch(steps, time.perf_counter() - began)
+        report(done, max_new_tokens)
     decoded = time.perf_counter()
     return Generation(
         tokens=np.asarray(state.tokens),

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 from pallas_attn._call.checks import check_int, fail
 
@@ -60,22 +61,17 @@ class PageAllocator:
             if self._references[page] == 0:
                 self._free.append(page)
 
-    def _check_ids(self, method: str, pages: list[int]) -> None:
+    def _check_ids(self, method: str, pages: list[Any]) -> None:
         for page in pages:
             check_int(f"PageAllocator.{method}", "pages", page)
             if not 0 <= page < self.num_pages:
                 fail(f"PageAllocator.{method}", "pages", f"ids in [0, {self.num_pages})", str(page))
 
-    def _checked_list(self, method: str, pages: Iterable[int]) -> list[int]:
+    def _checked_list(self, method: str, pages: Any) -> list[int]:
         """The pages, all in use; none more often than it has references where that matters."""
         if not isinstance(pages, Iterable):
-            fail(
-                f"PageAllocator.{method}",
-                "pages",
-                "page ids",
-                f"{pages!r} of type {type(pages).__name__}",
-                TypeError,
-            )
+            got = f"{pages!r} of type {type(pages).__name__}"
+            fail(f"PageAllocator.{method}", "pages", "page ids", got, TypeError)
         pages = list(pages)
         self._check_ids(method, pages)
         for page, times in Counter(pages).items():
