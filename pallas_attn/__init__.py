@@ -1,7 +1,7 @@
 """Attention kernels for JAX on NVIDIA GPUs: paged, ragged, block-sparse and MLA."""
 
 # Before the imports below, which take a second: if this is the program pallas-attn, Ctrl-C shall end it quietly.
-from pallas_attn.cli import interrupt as _interrupt  # noqa: F401
+from pallas_attn import _interrupt as _interrupt
 
 # isort: split
 from pallas_attn._call.dispatch import available_implementations, record_implementations

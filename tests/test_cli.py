@@ -13,7 +13,7 @@ from models_support import import_torch, write_tiny
 import pallas_attn
 from pallas_attn import available_implementations
 from pallas_attn._call import ffi
-from pallas_attn.cli import main
+from pallas_attn.cli import commands, main
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +163,15 @@ def test_user_errors_are_one_line(arguments, message, tiny, capsys):
     assert captured.err.count("\n") == 1
     assert message in captured.err
     assert captured.out == ""
+
+
+def test_an_interrupt_in_another_program_that_calls_main_is_a_status(capsys, monkeypatch):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "run", interrupted)
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("arguments", [["--wrong"], ["generate", "--dtype", "int8"], ["absent"]])

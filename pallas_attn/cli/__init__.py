@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from pallas_attn.cli.interrupt import INTERRUPTED
+from pallas_attn._interrupt import INTERRUPTED
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import pallas_attn
 from pallas_attn._call.optional import needs_extra
-from pallas_attn.cli.interrupt import INTERRUPTED
+from pallas_attn._interrupt import INTERRUPTED
 
 with needs_extra("models", user="the command pallas-attn"):
     import typer
@@ -91,10 +91,11 @@ def run(arguments: list[str]) -> int:
     return status if isinstance(status, int) else 0
 
 
-def _print_version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> bool:
     if wanted:
         print(f"pallas-attn {pallas_attn.__version__}")
         raise typer.Exit
+    return wanted
 
 
 @app.callback()
