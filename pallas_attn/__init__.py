@@ -1,5 +1,9 @@
 """Attention kernels for JAX on NVIDIA GPUs: paged, ragged, block-sparse and MLA."""
 
+# Before the imports below, which take a second: if this is the program pallas-attn, Ctrl-C shall end it quietly.
+from pallas_attn import _interrupt as _interrupt
+
+# isort: split
 from pallas_attn._call.dispatch import available_implementations, record_implementations
 from pallas_attn._call.ffi import register as register_ffi_targets
 from pallas_attn._tile.masking import LocalStride

@@ -60,12 +60,17 @@ def smollm2() -> LoadedModel:
     return load_gguf(path)
 
 
-def write_tiny(path, *, skip: str = "", quantization=gguf.GGMLQuantizationType.F32, **changes):
-    """A GGUF file of the tiny model of the tests, as llama.cpp would write it; `changes` overwrite metadata."""
+def write_tiny(
+    path, *, skip: str = "", quantization=gguf.GGMLQuantizationType.F32, more=(), numbers=(), **changes
+):
+    """A GGUF file of the tiny model of the tests, as llama.cpp would write it; `changes` overwrite metadata.
+
+    more: tensors to add, by name; numbers: further metadata of "llama.".
+    """
     model = tiny_llama()
     writer = gguf.GGUFWriter(path, changes.get("architecture", "llama"))
     writer.add_block_count(TINY.num_layers)
-    writer.add_context_length(TINY.context_length)
+    writer.add_context_length(changes.get("context_length", TINY.context_length))
     writer.add_embedding_length(TINY.hidden_size)
     writer.add_feed_forward_length(TINY.intermediate_size)
     writer.add_head_count(TINY.num_heads)
@@ -75,13 +80,17 @@ def write_tiny(path, *, skip: str = "", quantization=gguf.GGMLQuantizationType.F
     writer.add_vocab_size(TINY.vocab_size)
     if "rope_scaling" in changes:
         writer.add_rope_scaling_type(changes["rope_scaling"])
+    for key, number in dict(numbers).items():
+        add_number = writer.add_float32 if isinstance(number, float) else writer.add_uint32
+        add_number(f"llama.{key}", number)
     letters = [chr(ord("!") + index) for index in range(TINY.vocab_size - 3)]
     writer.add_tokenizer_model(changes.get("tokenizer", "gpt2"))
     writer.add_tokenizer_pre(changes.get("pre", "gpt-2"))
     writer.add_token_list(["<|end|>", "ab", "abc", *letters])
-    writer.add_token_types([3] + [1] * (TINY.vocab_size - 1))
-    writer.add_token_merges(["a b", "ab c"])
-    writer.add_eos_token_id(0)
+    writer.add_token_types(changes.get("token_types", [3] + [1] * (TINY.vocab_size - 1)))
+    writer.add_token_merges(changes.get("merges", ["a b", "ab c"]))
+    if (eos := changes.get("eos", 0)) is not None:
+        writer.add_eos_token_id(eos)
 
     def neighbours(rows: np.ndarray, num_heads: int) -> np.ndarray:
         return rows.reshape(num_heads, 2, -1, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
@@ -114,6 +123,8 @@ def write_tiny(path, *, skip: str = "", quantization=gguf.GGMLQuantizationType.F
         add(f"blk.{index}.ffn_gate", gate)
         add(f"blk.{index}.ffn_up", up)
         add(f"blk.{index}.ffn_down", of(layers.mlp.down_proj.kernel))
+    for name, array in dict(more).items():
+        writer.add_tensor(name, array)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

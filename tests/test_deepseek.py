@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,8 @@ import torch
 from flax import nnx
 
 from pallas_attn import PagedLatentCache
-from pallas_attn.models.deepseek import DeepSeek, DeepSeekConfig, load_transformers_weights, route
+from pallas_attn.models import DeepSeek, DeepSeekConfig, load_transformers_weights
+from pallas_attn.models.deepseek import route
 from pallas_attn.nn.mla import MLAConfig, MultiHeadLatentAttention
 
 ATTENTION = dict(kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128)
@@ -199,6 +201,25 @@ def test_settings_without_an_equivalent_are_refused():
         DeepSeekConfig.from_transformers(dict(base, rope_parameters=dict(rope_type="linear")))
     with pytest.raises(ValueError, match="MLAConfig: argument 'kv_lora_rank': expected 512"):
         DeepSeekConfig.from_transformers(dict(base, kv_lora_rank=256))
+
+
+def test_a_transformers_config_may_be_given_as_it_is():
+    config = theirs("v3-yarn").config
+    assert DeepSeekConfig.from_transformers(config) == DeepSeekConfig.from_transformers(config.to_dict())
+
+
+def test_what_is_no_config_is_refused_and_yarn_needs_its_factor():
+    from_transformers = DeepSeekConfig.from_transformers
+    with pytest.raises(
+        TypeError, match="'config': expected a transformers config, or a mapping, got 5 of type int"
+    ):
+        from_transformers(5)
+    base = theirs("v3-yarn").config.to_dict()
+    for setting in ("factor", "original_max_position_embeddings"):
+        rope = {name: value for name, value in base["rope_parameters"].items() if name != setting}
+        message = f"argument 'rope_parameters.{setting}': expected a value with rope type 'yarn', got none"
+        with pytest.raises(ValueError, match=re.escape(message)):
+            from_transformers(base | dict(rope_parameters=rope))
 
 
 def test_settings_of_routing_and_quantisation_without_an_equivalent_are_refused():

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 from flax import nnx
 from lowering import lower_for_gpu, triton_kernels
-from models_support import TINY, tiny_llama
+from models_support import TINY, tiny_llama, write_tiny
+from support import unchecked
 
-from pallas_attn.models import generate, sampling
+from pallas_attn.models import DeepSeek, DeepSeekConfig, generate, load_gguf, sampling
+from pallas_attn.nn.mla import MLAConfig
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11]]
 
@@ -54,15 +56,32 @@ def test_the_loop_ends_when_every_row_has(model):
     assert reports == [(1, 40)]
 
 
-def test_progress_changes_nothing_but_is_reported(model):
+@pytest.fixture
+def loop(monkeypatch):
+    """The module of `generate`, which a package's function of the same name hides."""
+    return importlib.import_module("pallas_attn.models.generate")
+
+
+def test_calls_of_the_loop_change_nothing_but_are_reported(model, loop, monkeypatch):
+    whole = generate(model, PROMPTS, max_new_tokens=12, page_size=4, temperature=1.5, seed=3)
+    stretches = iter([2, 3, 100, 100])
+    monkeypatch.setattr(loop, "_next_stretch", lambda steps, seconds: next(stretches))
     reports = []
-    with_progress = generate(
-        model, PROMPTS, max_new_tokens=12, page_size=4, progress=lambda *r: reports.append(r)
-    )
-    np.testing.assert_array_equal(
-        with_progress.tokens, generate(model, PROMPTS, max_new_tokens=12, page_size=4).tokens
-    )
-    assert reports == [(8, 12), (12, 12)]
+    options = dict(temperature=1.5, seed=3, progress=lambda *r: reports.append(r))
+    cut = generate(model, PROMPTS, max_new_tokens=12, page_size=4, **options)
+    np.testing.assert_array_equal(cut.tokens, whole.tokens)
+    assert reports == [(1, 12), (2, 12), (4, 12), (7, 12), (12, 12)]
+
+
+def test_the_host_is_back_within_half_a_second(loop):
+    """Whatever a step takes; the first call makes one."""
+    for step_seconds in (1e-5, 1e-3, 0.01, 0.4):
+        steps, longest = 1, 0.0
+        for _ in range(30):
+            longest = max(longest, steps * step_seconds)
+            steps = loop._next_stretch(steps, steps * step_seconds)
+        assert longest <= max(0.3, step_seconds)
+        assert steps == pytest.approx(max(1, 0.25 / step_seconds), rel=0.1), "and not much sooner"
 
 
 def test_logits_are_those_the_tokens_were_chosen_from(model):
@@ -97,6 +116,32 @@ def test_sampling_follows_the_nucleus_distribution():
     cold = sampling.sample(logits, jax.random.key(0), jnp.float32(0.5), jnp.float32(1.0))
     frequencies = np.bincount(np.asarray(cold), minlength=4) / 20000
     np.testing.assert_allclose(frequencies, probabilities**2 / (probabilities**2).sum(), atol=0.015)
+
+
+def test_the_nucleus_ends_where_top_p_is_reached():
+    logits = jnp.broadcast_to(jnp.array([2.0, 1.0, 0.5, -1.0]), (300, 4))
+    probabilities = jax.nn.softmax(logits[0] - logits[0].max())
+    reached = jnp.cumsum(probabilities)[1] - probabilities[1]  # by the first token alone
+
+    def drawn(top_p) -> set[int]:
+        return set(sampling.sample(logits, jax.random.key(0), jnp.float32(1.0), top_p).tolist())
+
+    assert drawn(reached) == {0}
+    assert drawn(jnp.nextafter(reached, 1.0)) == {0, 1}
+
+
+@pytest.mark.parametrize("temperature", [1.2e-38, 1e-30, 1e-4])
+def test_the_smallest_temperatures_take_the_likeliest_token(temperature):
+    logits = 50 * jax.random.normal(jax.random.key(1), (20, 97))
+    for top_p in (1.0, 0.9, 1e-45):
+        arguments = jax.random.key(0), jnp.float32(temperature), jnp.float32(top_p)
+        np.testing.assert_array_equal(sampling.sample(logits, *arguments), sampling.greedy(logits))
+
+
+def test_a_temperature_that_float32_cannot_divide_by_is_greedy(model):
+    for temperature in (1e-40, 5e-324):
+        tiny = generate(model, PROMPTS, max_new_tokens=6, temperature=temperature)
+        np.testing.assert_array_equal(tiny.tokens, generate(model, PROMPTS, max_new_tokens=6).tokens)
 
 
 @pytest.fixture
@@ -191,7 +236,10 @@ def test_the_pool_check_notices_a_copy():
         ({"page_size": 0}, "argument 'page_size': expected at least 1, got 0"),
         ({"temperature": -1.0}, "argument 'temperature': expected a finite number of at least 0, got -1.0"),
         ({"temperature": float("nan")}, "argument 'temperature': expected a finite number"),
+        ({"temperature": 1e39}, "argument 'temperature': expected a finite number"),
         ({"top_p": 0.0}, "argument 'top_p': expected a number in (0, 1], got 0.0"),
+        ({"seed": -1}, "argument 'seed': expected at least 0, got -1"),
+        ({"seed": 2**32}, "argument 'seed': expected at most 4294967295, got 4294967296"),
     ],
 )
 def test_errors_name_what_was_expected_and_given(model, changes, message):
@@ -199,3 +247,62 @@ def test_errors_name_what_was_expected_and_given(model, changes, message):
     with pytest.raises(ValueError, match=f"^generate: {re.escape(message)}") as raised:
         generate(model, **arguments)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompts": "abc"}, "argument 'prompts': expected a sequence of prompts, got 'abc' of type str"),
+        ({"prompts": 5}, "argument 'prompts': expected a sequence of prompts, got 5 of type int"),
+        (
+            {"prompts": ["abc"]},
+            "argument 'prompts[0]': expected a sequence of int token ids, got 'abc' of type str",
+        ),
+        (
+            {"prompts": [1, 2]},
+            "argument 'prompts[0]': expected a sequence of int token ids, got 1 of type int",
+        ),
+        (
+            {"prompts": [[1], [1, 1.5]]},
+            "argument 'prompts[1]': expected a sequence of int token ids, got 1.5 of type float among them",
+        ),
+        (
+            {"prompts": [np.ones(3)]},
+            "argument 'prompts[0]': expected a sequence of int token ids, got 1.0 of type",
+        ),
+        (
+            {"prompts": [[True]]},
+            "argument 'prompts[0]': expected a sequence of int token ids, got True of type bool",
+        ),
+        (
+            {"stop_token_ids": [2.5]},
+            "argument 'stop_token_ids': expected a sequence of int token ids, got 2.5",
+        ),
+        ({"temperature": "1"}, "argument 'temperature': expected a number, got '1' of type str"),
+        ({"num_pages": 2.0}, "argument 'num_pages': expected an int, got 2.0 of type float"),
+        ({"seed": 0.5}, "argument 'seed': expected an int, got 0.5 of type float"),
+    ],
+)
+def test_wrong_types_are_named(model, changes, message):
+    with pytest.raises(TypeError, match=f"^generate: {re.escape(message)}"):
+        unchecked(generate)(model, **{"prompts": PROMPTS, "max_new_tokens": 8, **changes})
+
+
+def test_prompts_may_be_arrays(model):
+    arrays = [np.array(prompt, np.int64) for prompt in PROMPTS[:2]] + [jnp.array(PROMPTS[2])]
+    got = unchecked(generate)(model, arrays, max_new_tokens=4)
+    np.testing.assert_array_equal(got.tokens, generate(model, PROMPTS, max_new_tokens=4).tokens)
+
+
+def test_a_model_that_cannot_be_run_is_named(tmp_path):
+    def refusal(model: Any) -> str:
+        with pytest.raises(TypeError) as raised:
+            unchecked(generate)(model, PROMPTS)
+        return str(raised.value)
+
+    wanted = "generate: argument 'model': expected a Llama, or a decoder with its methods, got a "
+    assert refusal(load_gguf(write_tiny(tmp_path / "tiny.gguf"))) == f"{wanted}LoadedModel: pass its .model"
+    config = DeepSeekConfig(8, 1, 1, 8, 8, 4, 2, 1, MLAConfig(64, 1))
+    decoder = DeepSeek(config, rngs=nnx.Rngs(0))
+    assert refusal(decoder) == f"{wanted}DeepSeek without create_cache"
+    assert refusal(object()) == f"{wanted}object without create_cache"

@@ -10,7 +10,7 @@ import pytest
 from models_support import TINY, smollm2, tiny_llama, write_tiny
 from tokenizers import pre_tokenizers
 
-from pallas_attn.models import default_model_path, generate, load_gguf
+from pallas_attn.models import default_model_path, generate, gguf_loader, load_gguf
 from pallas_attn.models.gguf_loader import rotary_halves
 
 TRICKY = [
@@ -137,10 +137,47 @@ def test_bfloat16_weights_are_the_rounded_float32_ones(tmp_path):
         ({"skip": "token_embd"}, "expected a tensor token_embd.weight, got none"),
         (
             {"rope_scaling": gguf.RopeScalingType.YARN},
-            "expected plain rotary embeddings, got scaled ones",
+            "expected llama.rope.scaling.type to be 'none' or missing, got 'yarn'",
         ),
         ({"tokenizer": "llama"}, "tokenizer.ggml.model: expected 'gpt2' (byte-level BPE), got 'llama'"),
         ({"pre": "deepseek-llm"}, "tokenizer.ggml.pre: expected 'gpt-2' or 'smollm', got 'deepseek-llm'"),
+        ({"merges": ["a b", "ab d"]}, "expected two tokens that together are a token, got 'ab d'"),
+        ({"merges": ["ab"]}, "expected two tokens that together are a token, got 'ab'"),
+        ({"token_types": [3, 1]}, "tokenizer.ggml.token_type: expected one for each of 97 tokens, got 2"),
+        ({"eos": 97}, "tokenizer.ggml.*_token_id: expected ids in [0, 97), got 97"),
+        (
+            {"more": {"blk.0.attn_q.bias": np.full(48, 50, np.float32)}},
+            "expected only tensors that a Llama uses, got 'blk.0.attn_q.bias'",
+        ),
+        (
+            {"more": {"rope_freqs.weight": np.ones(4, np.float32), "x": np.ones(4, np.float32)}},
+            "expected only tensors that a Llama uses, got 'rope_freqs.weight' and 1 more",
+        ),
+        (
+            {"numbers": {"attention.sliding_window": 16}},
+            "expected llama.attention.sliding_window to be 0 or missing, got 16",
+        ),
+        ({"numbers": {"expert_count": 8}}, "expected llama.expert_count to be 0 or missing, got 8"),
+        (
+            {"numbers": {"rope.scaling.factor": 4.0}},
+            "no metadata that changes how a Llama computes, got llama.rope.scaling.factor = 4.0",
+        ),
+        (
+            {"numbers": {"new_idea": 1}},
+            "no metadata that changes how a Llama computes, got llama.new_idea = 1",
+        ),
+        (
+            {"numbers": {"attention.value_length": 4}},
+            "expected llama.attention.value_length as wide as a head, 8, got 4",
+        ),
+        (
+            {"numbers": {"rope.dimension_count": 4}},
+            "expected llama.rope.dimension_count as wide as a head, 8, got 4",
+        ),
+        (
+            {"numbers": {"attention.key_length": 0}},
+            "'llama.attention.key_length': expected at least 1, got 0",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -148,6 +185,22 @@ def test_a_file_we_cannot_run_is_refused(changes, message, tmp_path):
     with pytest.raises(ValueError, match=re.escape(message)) as raised:
         load_gguf(write_tiny(tmp_path / "tiny.gguf", **changes))
     assert "\n" not in str(raised.value)
+
+
+def test_what_cannot_be_run_is_refused_before_weights_are_read(tmp_path, monkeypatch):
+    def read(*_):
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(gguf_loader._Weights, "__call__", read)
+    for changes in ({"tokenizer": "llama"}, {"merges": ["a d"]}, {"more": {"x": np.ones(4, np.float32)}}):
+        with pytest.raises(ValueError, match="expected"):
+            load_gguf(write_tiny(tmp_path / "tiny.gguf", **changes))
+
+
+def test_metadata_that_says_what_is_so_anyway_is_no_obstacle(tmp_path):
+    numbers = {"expert_count": 0, "logit_scale": 1.0, "attention.key_length": 8, "rope.dimension_count": 8}
+    path = write_tiny(tmp_path / "tiny.gguf", numbers=numbers, rope_scaling=gguf.RopeScalingType.NONE)
+    assert load_gguf(path).model.config.head_dim == 8
 
 
 def test_a_missing_file_is_named(tmp_path):

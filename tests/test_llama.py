@@ -144,10 +144,14 @@ def test_the_linen_module_is_the_nnx_module():
     [
         ({"num_heads": 7}, "argument 'num_heads': expected a multiple of num_kv_heads (2), got 7"),
         ({"head_dim": 7}, "argument 'head_dim': expected an even number, got 7"),
+        ({"num_kv_heads": 0}, "argument 'num_kv_heads': expected at least 1, got 0"),
+        ({"num_layers": -1}, "argument 'num_layers': expected at least 1, got -1"),
+        ({"num_heads": True}, "argument 'num_heads': expected an int, got True of type bool"),
     ],
 )
 def test_config_errors(change, message):
-    with pytest.raises(ValueError, match=re.escape(f"LlamaConfig: {message}")):
+    error = TypeError if "an int" in message else ValueError
+    with pytest.raises(error, match=re.escape(f"LlamaConfig: {message}")):
         LlamaConfig(**{**dataclasses.asdict(TINY), **change})
 
 

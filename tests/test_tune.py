@@ -12,14 +12,19 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_attn import LocalStride, paged_attention
+from pallas_attn import LocalStride, mla_decode, paged_attention
 from pallas_attn._call import configs
-from pallas_attn._call.device import Device
-from pallas_attn.cli import main
-from pallas_attn.cli import tune as tune_command
+from pallas_attn._call.device import Device, current_device
+from pallas_attn.cli import commands, main
+from pallas_attn.ops.mla_decode import MLADecodeConfig
+from pallas_attn.ops.mla_decode import api as mla_api
 from pallas_attn.ops.paged_attention import PagedAttentionConfig, api
 from pallas_attn.ops.paged_attention.config import most_splits
-from pallas_attn.tuning import points
+from pallas_attn.tuning import entries, errors, points, registry, timing
+from pallas_attn.tuning import mla_decode as tuned_mla_decode
+from pallas_attn.tuning import paged_attention as tuned_paged_attention
+from pallas_attn.tuning.mla_decode import MLADecodePoint
+from pallas_attn.tuning.paged_attention import PagedAttentionPoint
 
 KEY = {
     "head_dim": 16,
@@ -121,11 +126,40 @@ def test_a_file_that_holds_no_configs_is_named(text, tmp_path, monkeypatch):
     configs._measured.cache_clear()
 
 
+def test_one_entry_of_a_folder_hides_no_packaged_one(tmp_path, monkeypatch):
+    heuristic = resolved(monkeypatch)
+    user, packaged = tmp_path / "user", tmp_path / "packaged"
+    monkeypatch.setattr(configs, "packaged_configs", lambda: packaged)
+    configs._measured.cache_clear()
+    for folder, kinds in ((packaged, {"bfloat16": 7, "float16": 6}), (user, {"float32": 5, "bfloat16": 2})):
+        found = [{"key": {"dtype": name}, "config": {"num_stages": n}} for name, n in kinds.items()]
+        configs.save(folder / current_device().slug / "paged_attention.json", found)
+    monkeypatch.setenv(configs.CONFIGS_VARIABLE, str(user))
+
+    def stages(dtype: str) -> int:
+        key, guess = {"dtype": dtype}, lambda **fields: dataclasses.replace(heuristic, **fields)
+        return configs.resolve("paged_attention", PagedAttentionConfig, None, key, guess).num_stages
+
+    assert [stages(name) for name in ("float32", "float16")] == [5, 6]
+    assert stages("bfloat16") == 2, "for the same calls the user's own comes first"
+    assert stages("int8") == heuristic.num_stages
+    configs._measured.cache_clear()
+
+
 def test_ranges_meet_at_geometric_means():
-    lengths = [1024, 8192, 32768]
-    ranges = [tune_command._range(value, lengths) for value in lengths]
+    lengths = {1024, 8192, 32768}
+    ranges = [entries._range(value, lengths) for value in sorted(lengths)]
     assert ranges == [[1, 2896], [2897, 16384], [16385, None]]
-    assert tune_command._range(8, [8]) == [1, None]
+    assert entries._range(8, {8}) == [1, None]
+
+
+@pytest.mark.parametrize(
+    ("rows", "served"),
+    [(1, [1, 16]), (16, [1, 16]), (17, [17, 32]), (64, [33, 64]), (65, [65, None]), (128, [65, None])],
+)
+def test_an_entry_is_for_the_rows_that_fill_the_same_tile(rows, served):
+    assert entries._rows(rows) == served
+    assert rows in range(served[0], (served[1] or rows) + 1), "its own among them"
 
 
 def entry(num_seqs: int, num_kv_heads: int, max_len: int, us: float, **key) -> dict:
@@ -138,96 +172,206 @@ def test_what_was_measured_before_stays_unless_measured_anew():
         entry(1, 8, 1024, 10.0),
         entry(16, 8, 1024, 11.0),
         entry(1, 8, 1024, 12.0, dtype="int8"),
-        {"key": KEY, "config": {}},  # nobody knows what for
+        {"key": KEY, "config": {}},  # written by hand
     ]
     new = [entry(2, 64, 1024, 20.0), entry(1, 1, 1024, 21.0), entry(1, 1, 4096, 22.0)]
-    merged = tune_command._merged(old, new)
-    assert [e["measured"]["us"] for e in merged] == [21.0, 22.0, 10.0, 20.0, 12.0]
-    assert [e["key"]["streams"] for e in merged] == [[1, 2], [1, 2], [3, 32], [33, None], KEY["streams"]]
+    merged = entries.merged(old, new)
+    assert [e["measured"]["us"] for e in merged[:-1]] == [21.0, 22.0, 10.0, 20.0, 12.0]
+    assert [e["key"]["streams"] for e in merged[:-1]] == [[1, 2], [1, 2], [3, 32], [33, None], KEY["streams"]]
     assert [e["key"]["max_len"] for e in merged[:3]] == [[1, 2048], [2049, None], [1, None]]
-    assert merged[-1] == old[2], "of another kind"
+    assert merged[-2:] == old[2:], "of another kind, and by hand"
 
 
-def test_candidates_are_distinct_and_begin_with_the_heuristic(monkeypatch):
-    monkeypatch.setattr(points, "current_device", lambda: Device("gpu", "one", 132, 90))
-    for num_seqs, max_len in ((2, 64), (8, 8192), (512, 8192)):
-        point = points.Point(num_seqs, max_len, 2, 1, 16, 16, "bfloat16", "float8_e4m3fn")
-        configs = [point.config(**fields) for fields in points.candidates(point)]
-        assert configs[0] == point.config()
-        assert len(set(configs)) == len(configs) > 3
+def test_a_point_measured_for_a_folder_leaves_the_packaged_ones_their_share():
+    packaged = entries.merged([], [entry(1, n, m, 0.0) for n in (1, 8, 64) for m in (1024, 8192)])
+    own = entries.merged([], [entry(1, 8, 2048, 1.0), entry(1, 16, 8192, 2.0)], packaged)
+    assert [e["measured"]["us"] for e in own] == [1.0, 2.0], "theirs are not copied"
+    assert own[0]["key"]["streams"] == [3, 11]
+    assert own[0]["key"]["max_len"] == [1449, 4096]
+
+    def taken(streams: int, max_len: int) -> dict:
+        for e in [*own, *packaged]:
+            (least, most), (short, long) = e["key"]["streams"], e["key"]["max_len"]
+            if least <= streams <= (most or streams) and short <= max_len <= (long or max_len):
+                return e["measured"]
+        raise AssertionError("nothing for this call")
+
+    for e in [*own, *packaged]:
+        about = e["measured"]
+        assert taken(about["num_kv_heads"], about["max_len"]) is about
 
 
-def test_candidates_for_one_long_stream_cut_it_finely(monkeypatch):
+def paged_point(num_seqs: int, max_len: int, num_heads: int = 2, num_kv_heads: int = 1, **sizes):
+    defaults = dict(head_dim=16, page_size=16, dtype="bfloat16", cache_dtype="bfloat16")
+    sizes = dict(num_heads=num_heads, num_kv_heads=num_kv_heads, **{**defaults, **sizes})
+    return PagedAttentionPoint(num_seqs=num_seqs, max_len=max_len, **sizes)
+
+
+def mla_point(num_seqs: int, max_len: int, num_heads: int = 2, scheduled: bool = True) -> MLADecodePoint:
+    sizes = dict(num_heads=num_heads, num_kv_heads=1, page_size=64, dtype="bfloat16")
+    return MLADecodePoint(num_seqs=num_seqs, max_len=max_len, scheduled=scheduled, **sizes)
+
+
+@pytest.fixture
+def h100(monkeypatch):
+    device = Device("gpu", "one", 132, 90)
+    for module in (tuned_paged_attention, tuned_mla_decode):
+        monkeypatch.setattr(module, "current_device", lambda: device)
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        *(paged_point(n, m, cache_dtype="float8_e4m3fn") for n, m in ((2, 64), (8, 8192), (512, 8192))),
+        *(mla_point(2, 4096, heads, way) for heads in (16, 32, 128) for way in (True, False)),
+    ],
+    ids=lambda point: f"{point.op}-{point.num_seqs}-{point.rows}-{point.kind}",
+)
+def test_candidates_are_distinct_and_begin_with_the_heuristic(point, h100):
+    configs = [point.config(**fields) for fields in point.candidates()]
+    assert configs[0] == point.config()
+    assert len(set(configs)) == len(configs) > 3
+
+
+def test_a_schedule_decides_the_pieces_so_only_tiles_are_tried_with_one(h100):
+    def pieces(scheduled: bool) -> set[tuple[int, int]]:
+        point = mla_point(2, 4096, 16, scheduled)
+        configs = [point.config(**fields) for fields in point.candidates()]
+        return {(config.target_programs, config.min_split_tokens) for config in configs}
+
+    assert len(pieces(scheduled=True)) == 1
+    assert len(pieces(scheduled=False)) == 3
+
+
+def test_candidates_for_one_long_stream_cut_it_finely(h100):
     def least(num_kv_heads: int, max_len: int) -> set[int]:
-        point = points.Point(1, max_len, num_kv_heads, num_kv_heads, 16, 16, "bfloat16", "bfloat16")
-        return {config.min_split_tokens for config in (point.config(**f) for f in points.candidates(point))}
+        point = paged_point(1, max_len, num_kv_heads, num_kv_heads)
+        return {config.min_split_tokens for config in (point.config(**f) for f in point.candidates())}
 
-    device = dataclasses.replace(points.current_device(), num_cores=132)
-    monkeypatch.setattr(points, "current_device", lambda: device)
     assert least(1, 8192) > {64, 128}
     assert least(8, 4096) == {128, 256}
     assert least(8, 8192) == {256}
     assert least(8, 1024) == {64}
 
 
-def test_calls_that_read_little_take_turns_among_more_pages():
-    """Else the window of a long table would be timed out of a cache."""
-    window = points.Point(1, 32768, 8, 8, 128, 16, "bfloat16", "bfloat16", tokens_read=1024)
-    short, long = (dataclasses.replace(window, max_len=n, tokens_read=None) for n in (1024, 32768))
-    assert (
-        len(points.input_shapes(window).tables) == len(points.input_shapes(short).tables) == points.MOST_SETS
-    )
-    assert len(points.input_shapes(long).tables) < 16
+@pytest.fixture
+def small(monkeypatch):
+    """One set of pages, two calls a round, two runs a repeat."""
+    for module, name in ((timing, "MOST_SETS"), (timing, "QUEUED"), (points, "REPEATS")):
+        monkeypatch.setattr(module, name, 1)
+    monkeypatch.setattr(timing, "LEAST_CALLS", 2)
+    monkeypatch.setattr(points, "BLOCK", 1 << 14)
 
 
-@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
-def test_inputs_let_every_token_count(num_kv_heads, monkeypatch):
+@pytest.mark.parametrize(
+    "point", [paged_point(3, 64, 4, n, head_dim=64) for n in (1, 2, 4)] + [mla_point(3, 64, 4)]
+)
+def test_inputs_let_every_token_count(point, small, monkeypatch):
     """Else a lost page could pass the check."""
-    monkeypatch.setattr(points, "MOST_SETS", 1)
-    inputs = points.inputs_of(points.Point(3, 64, 4, num_kv_heads, 64, 16, "bfloat16", "bfloat16"))
-    queries = inputs.query.astype(jnp.float32).reshape(-1, 64)
-    keys = inputs.key_cache.astype(jnp.float32).reshape(-1, 64)
-    logits = queries @ keys.T / 8
+    monkeypatch.setattr(points, "BLOCK", 1 << 18)
+    inputs = points.inputs_of(point)
+    query, pool, *_ = inputs.operands
+    head_dim = query.shape[-1]
+    queries, keys = (array.astype(jnp.float32).reshape(-1, head_dim) for array in (query, pool))
+    logits = queries @ keys.T * head_dim**-0.5
     assert 0.9 < jnp.std(logits) < 1.1
     assert jnp.max(logits) < 6, "8 if a query were a key"
 
 
+def test_calls_take_turns_among_pages_that_no_cache_holds_together(monkeypatch):
+    monkeypatch.setattr(timing, "ROTATE_BYTES", 5 * 2 * 3 * 64 * 16 * 2)
+    monkeypatch.setattr(points, "BLOCK", 1 << 10)
+    tables = points.inputs_of(paged_point(3, 64)).tables
+    assert len(tables) == 5
+    pages = [set(table.reshape(-1).tolist()) for table in tables]
+    assert len(set.union(*pages)) == sum(map(len, pages)) == 5 * 3 * 4
+
+
 @pytest.fixture
-def two_candidates(monkeypatch):
-    small = [{}, {"block_kv": 16}]
-    monkeypatch.setattr(tune_command, "candidates", lambda point: small)
-    monkeypatch.setattr(points, "MOST_SETS", 1)
+def two_candidates(small, monkeypatch):
+    for point in registry.OPS.values():
+        monkeypatch.setattr(point, "candidates", lambda self: [{}, {"block_kv": 16}])
+
+
+def tune(*options: str, op: str = "paged_attention", sizes: list[str] = TINY) -> int:
+    return main(["tune", "--op", op, *sizes, "--max-len", "64", "--implementation", "interpret", *options])
 
 
 def test_tune_writes_what_calls_then_read(two_candidates, tmp_path, monkeypatch, capsys):
     path = tmp_path / api.current_device().slug / "paged_attention.json"
-    other = {"key": {**KEY, "dtype": "int8"}, "config": {"block_kv": 32}}
-    configs.save(path, [other, {"key": KEY, "config": {"block_kv": 128}}])
-    command = ["tune", *TINY, "--max-len", "64", "--output", str(tmp_path), "--implementation", "interpret"]
-    assert main(command) == 0
+    kept = [
+        {"key": {**KEY, "dtype": "int8"}, "config": {"block_kv": 32}},
+        {"key": KEY, "config": {"block_kv": 128}},
+    ]
+    configs.save(path, kept)
+    assert tune("--output", str(tmp_path)) == 0
     printed = capsys.readouterr().out
-    assert f"wrote {path}" in printed.replace("\n", "")
-    assert f"PALLAS_ATTN_CONFIGS={tmp_path}" in printed.replace("\n", "")
-    ours, kept = json.loads(path.read_text())["entries"]
-    assert kept == other
+    assert f"\nwrote {path}\n" in printed
+    assert f" PALLAS_ATTN_CONFIGS={tmp_path} " in printed
+    ours, *others = json.loads(path.read_text())["entries"]
+    assert others == kept
     assert ours["key"] == {**KEY, "streams": [1, None], "max_len": [1, None]}
     assert ours["measured"]["us"] <= ours["measured"]["heuristic_us"]
-    assert 0 < ours["measured"]["error"] < points.LARGEST_ERROR["bfloat16"]
+    assert 0 < ours["measured"]["error"] < errors.LARGEST_ERROR["bfloat16"]
     monkeypatch.setenv(configs.CONFIGS_VARIABLE, str(tmp_path))
     assert resolved(monkeypatch).block_kv == ours["config"]["block_kv"]
 
 
+@pytest.mark.slow
+def test_tune_serves_mla_decode_too(small, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(MLADecodePoint, "candidates", lambda self: [{}])
+    sizes = ["--num-heads", "2", "--num-seqs", "2"]
+    assert tune("--output", str(tmp_path), op="mla_decode", sizes=sizes) == 0
+    found = json.loads((tmp_path / current_device().slug / "mla_decode.json").read_text())["entries"]
+    assert [e["key"]["scheduled"] for e in found] == [False, True]
+    assert all(0 < e["measured"]["error"] < errors.LARGEST_ERROR["bfloat16"] for e in found)
+    assert "with a schedule" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("num_seqs", [2, 9])
+def test_calls_of_mla_decode_read_measured_configs(num_seqs, tmp_path, monkeypatch):
+    key = dict(
+        page_size=64, dtype="bfloat16", scheduled=False, rows=[1, 16], streams=[1, 8], max_len=[64, None]
+    )
+    path = tmp_path / current_device().slug / "mla_decode.json"
+    configs.save(path, [{"key": key, "config": {"num_stages": 9}}])
+    monkeypatch.setenv(configs.CONFIGS_VARIABLE, str(tmp_path))
+    taken = []
+
+    def kernel(query, *_, config: MLADecodeConfig, **__):
+        taken.append(config)
+        return query[..., :512], query[..., 0]
+
+    monkeypatch.setattr(mla_api.dispatch, "resolve", lambda *_: ("interpret", kernel))
+    query, pool = jnp.zeros((num_seqs, 1, 2, 576), jnp.bfloat16), jnp.zeros((1, 64, 1, 576), jnp.bfloat16)
+    mla_decode(query, pool, jnp.zeros((num_seqs, 1), jnp.int32), jnp.zeros(num_seqs, jnp.int32))
+    assert (taken[0].num_stages == 9) == (num_seqs == 2), "9 sequences are beyond streams"
+
+
 @pytest.mark.parametrize("failure", ["wrong", "refused"])
-def test_the_time_of_a_candidate_that_fails_does_not_count(failure, monkeypatch):
-    point = points.Point(2, 64, 2, 1, 16, 16, "bfloat16", "bfloat16")
-    monkeypatch.setattr(points, "MOST_SETS", 1)
+def test_the_time_of_a_candidate_that_fails_does_not_count(failure, small, monkeypatch):
     if failure == "wrong":
-        monkeypatch.setitem(points.LARGEST_ERROR, "bfloat16", 1e-9)
+        monkeypatch.setitem(errors.LARGEST_ERROR, "bfloat16", 1e-9)
     fields = {"block_kv": 16} if failure == "wrong" else {"block_kv": 17}
-    (timing,) = points.measure(point, [fields], "interpret")
+    (timing,) = points.measure(paged_point(2, 64), [fields], "interpret")
     assert timing.microseconds == math.inf
     assert timing.problem is not None
     assert ("wrong: error" if failure == "wrong" else "a power of two >= 16, got 17") in timing.problem
+
+
+def test_tune_of_which_nothing_came_writes_nothing(small, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(PagedAttentionPoint, "candidates", lambda self: [{"block_kv": 17}])
+    path = tmp_path / current_device().slug / "paged_attention.json"
+    configs.save(path, [{"key": KEY, "config": {"block_kv": 32}}])
+    before = path.read_text()
+    assert tune("--output", str(tmp_path)) == 1
+    captured = capsys.readouterr()
+    last = captured.err.splitlines()[-1]
+    assert last.startswith(
+        "pallas-attn: error: tune: no config of paged_attention could be timed, nothing is written: "
+    )
+    assert last.endswith("a power of two >= 16, got 17")
+    assert (path.read_text(), captured.out) == (before, "")
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is nothing to refuse")
@@ -242,19 +386,33 @@ def test_tune_without_a_gpu_is_one_line(capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "status", "message"),
     [
-        (["--num-seqs", "0"], "argument '--num-seqs': expected at least 1, got 0"),
+        (["--num-seqs", "0"], 1, "argument '--num-seqs': expected at least 1, got 0"),
+        (["--page-size", "0"], 1, "argument '--page-size': expected at least 1, got 0"),
         (
             ["--num-heads", "3", "--num-kv-heads", "2"],
+            1,
             "'--num-heads': expected a multiple of --num-kv-heads (2), got 3",
         ),
-        (["--output", "/dev/null/here"], "Not a directory"),
+        (
+            ["--op", "mla_decode", "--head-dim", "64"],
+            1,
+            "'--head-dim': expected none with --op mla_decode, got 64",
+        ),
+        (["--output", "/dev/null/here"], 1, "Not a directory"),
+        (["--op", "foo"], 2, "'foo' is not one of 'paged_attention', 'mla_decode'"),
+        (["--implementation", "foo"], 2, "'foo' is not one of 'pallas', 'interpret'"),
     ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else "",
 )
-def test_tune_refuses(arguments, message, capsys):
-    assert main(["tune", "--implementation", "interpret", *arguments]) == 1
+def test_tune_refuses(arguments, status, message, capsys):
+    assert main(["tune", "--implementation", "interpret", *arguments]) == status
     assert message in capsys.readouterr().err
+
+
+def test_the_command_offers_every_op_that_can_be_tuned():
+    assert [op.value for op in commands.Tunable] == list(registry.OPS)
 
 
 def test_what_a_call_walks_over_decides_its_config(monkeypatch):

@@ -1,12 +1,13 @@
 """Where a kernel's tile sizes come from: the caller, else a measured file, else the op's heuristic.
 
 Measured files are `<device>/<op>.json` below the folder that the environment variable PALLAS_ATTN_CONFIGS names and
-below `configs/` of this package, looked up in that order:
+below `configs/` of this package, read one after the other:
 
     {"entries": [{"key": {...}, "config": {...}, "measured": {...}}, ...]}
 
 A key holds the few facts that decide (head_dim, page size, dtype, ...), each a value or a range [least, most] whose
-most may be null. The first entry whose whole key agrees wins. What its config leaves out, the heuristic fills in.
+most may be null. The first entry whose whole key agrees wins, so a folder's own entries hide those packaged ones that
+are for the same calls, and no others. What its config leaves out, the heuristic fills in.
 """
 
 import dataclasses
@@ -56,8 +57,7 @@ def resolve[C](
         if not isinstance(explicit, config_type):
             fail(op, "config", config_type.__name__, type(explicit).__name__, TypeError)
         return explicit
-    path, entries = _measured(current_device().slug, op, os.environ.get(CONFIGS_VARIABLE))
-    for entry in entries:
+    for path, entry in _measured(current_device().slug, op, os.environ.get(CONFIGS_VARIABLE)):
         try:
             if all(_agrees(expected, key.get(name)) for name, expected in entry["key"].items()):
                 return heuristic(**entry["config"])
@@ -74,15 +74,17 @@ def _agrees(expected: Any, value: Any) -> bool:
 
 
 @functools.cache
-def _measured(device: str, op: str, folder: str | None) -> tuple[Path | None, list[dict[str, Any]]]:
-    for root in ([Path(folder)] if folder else []) + [packaged_configs()]:
-        if (path := root / device / f"{op}.json").is_file():
-            return path, load(path)
-    return None, []
+def _measured(device: str, op: str, folder: str | None) -> list[tuple[Path, dict[str, Any]]]:
+    """Every entry with the file it is from: those of the user's folder, then the packaged ones."""
+    roots = ([Path(folder)] if folder else []) + [packaged_configs()]
+    paths = [root / device / f"{op}.json" for root in roots]
+    return [(path, entry) for path in paths for entry in load(path)]
 
 
 def load(path: Path) -> list[dict[str, Any]]:
-    """The entries of a measured file; ValueError, naming it, for one that is none."""
+    """The entries of a measured file, none where there is no file; ValueError, naming it, for one that is none."""
+    if not path.is_file():
+        return []
     try:
         return json.loads(path.read_text())["entries"]
     except (ValueError, KeyError, TypeError) as error:

@@ -4,9 +4,11 @@ import os
 import sys
 from collections.abc import Sequence
 
+from pallas_attn._interrupt import INTERRUPTED
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit status: 0, 1 (it could not be done) or 2 (wrong usage).
+    """Runs the command line and returns its exit status: 0, 1 (it could not be done), 2 (wrong usage) or 130 (Ctrl-C).
 
     What a user got wrong ends in one line on stderr. PALLAS_ATTN_TRACEBACK=1 shows the traceback instead.
 
@@ -17,6 +19,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from pallas_attn.cli import commands
 
         return commands.run(sys.argv[1:] if arguments is None else list(arguments))
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except (ValueError, TypeError, OverflowError, OSError, ImportError, RuntimeError) as error:
         if os.environ.get("PALLAS_ATTN_TRACEBACK") == "1":
             raise

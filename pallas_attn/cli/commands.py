@@ -5,12 +5,34 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
+import pallas_attn
 from pallas_attn._call.optional import needs_extra
+from pallas_attn._interrupt import INTERRUPTED
 
 with needs_extra("models", user="the command pallas-attn"):
     import typer
+    import typer.core
+
+
+class _PlainHelp:
+    """Mixed into a command: `--help` is listed like other flags, without a type."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        option = super().get_help_option(ctx)  # pyright: ignore[reportAttributeAccessIssue]
+        option.metavar = ""
+        return option
+
+
+class _Command(_PlainHelp, typer.core.TyperCommand):
+    pass
+
+
+class _Group(_PlainHelp, typer.core.TyperGroup):
+    pass
+
 
 app = typer.Typer(
+    cls=_Group,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="markdown",
@@ -41,6 +63,20 @@ class Attending(enum.StrEnum):
     mla = "mla"
 
 
+class Tunable(enum.StrEnum):
+    """Names in `pallas_attn.tuning.registry`, which the command imports when it runs."""
+
+    paged_attention = "paged_attention"
+    mla_decode = "mla_decode"
+
+
+class Measured(enum.StrEnum):
+    """What `tune` times; "interpret" is for trying the command out without a GPU."""
+
+    pallas = "pallas"
+    interpret = "interpret"
+
+
 def run(arguments: list[str]) -> int:
     """Runs one command line; wrong usage is one line on stderr and status 2."""
     try:
@@ -51,11 +87,35 @@ def run(arguments: list[str]) -> int:
             print(f"pallas-attn: error: {' '.join(message.split())} (see --help)", file=sys.stderr)
         return 2
     except typer.Abort:
-        return 130
+        return INTERRUPTED
     return status if isinstance(status, int) else 0
 
 
+def _print_version(wanted: bool) -> bool:
+    if wanted:
+        print(f"pallas-attn {pallas_attn.__version__}")
+        raise typer.Exit
+    return wanted
+
+
+@app.callback()
+def options_of_all(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            metavar="",
+            is_eager=True,
+            callback=_print_version,
+            help="Print the version and exit.",
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
 @app.command(
+    cls=_Command,
     epilog="""
 **Examples**
 
@@ -67,6 +127,10 @@ A batch, one prompt a line, in bfloat16, and the attention kernels forced to Pal
 
     pallas-attn generate --prompts-file prompts.txt --dtype bfloat16 --implementation pallas
 
+Prompts from another program:
+
+    grep ? questions.txt | pallas-attn generate --prompts-file -
+
 Sampled instead of greedy; the same seed gives the same text:
 
     pallas-attn generate --prompt "Tell me a story." --temperature 0.7 --top-p 0.9 --seed 1
@@ -74,21 +138,25 @@ Sampled instead of greedy; the same seed gives the same text:
 Held against transformers on the same weights (needs the extra `check`):
 
     pallas-attn generate --prompt "Name three rivers." --max-new-tokens 48 --check
-"""
+""",
 )
 def generate(
     prompt: Annotated[
         list[str] | None, typer.Option(help="What to ask. Repeat it: all prompts run as one batch.")
     ] = None,
     prompts_file: Annotated[
-        Path | None, typer.Option(help="More prompts, one a line; blank lines are skipped.")
+        Path | None,
+        typer.Option(help="More prompts, one a line, blank ones skipped; - reads them from standard input."),
     ] = None,
     model: Annotated[
         Path | None,
         typer.Option(help="A GGUF file of a Llama-family model.", show_default="SmolLM2 from its wheel"),
     ] = None,
     raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the prompt as it stands, without the chat template.")
+        bool,
+        typer.Option(
+            "--raw", metavar="", help="Continue the prompt as it stands, without the chat template."
+        ),
     ] = False,
     max_new_tokens: Annotated[int, typer.Option(help="Most new tokens per prompt.")] = 64,
     temperature: Annotated[
@@ -97,7 +165,7 @@ def generate(
     top_p: Annotated[
         float, typer.Option(help="Sample among the likeliest tokens that together reach this probability.")
     ] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling, from 0 to 2**32 - 1.")] = 0,
     dtype: Annotated[
         Dtype,
         typer.Option(help="Of weights, activations and (unless --cache-dtype says otherwise) KV cache."),
@@ -124,7 +192,9 @@ def generate(
     check: Annotated[
         bool,
         typer.Option(
-            "--check", help="Also run the prompts through transformers and compare tokens and logits."
+            "--check",
+            metavar="",
+            help="Also run the prompts through transformers and compare tokens and logits.",
         ),
     ] = False,
 ) -> int:
@@ -152,7 +222,7 @@ def generate(
     )
 
 
-@app.command()
+@app.command(cls=_Command)
 def doctor() -> int:
     """Show versions, devices, and which implementation of each op can run here, or why not."""
     from pallas_attn.cli.doctor import run_doctor
@@ -161,6 +231,7 @@ def doctor() -> int:
 
 
 @app.command(
+    cls=_Command,
     epilog="""
 **Examples**
 
@@ -172,22 +243,37 @@ The same for an fp8 cache, only for the batches that a server runs:
 
     pallas-attn tune --cache-dtype float8_e4m3fn --num-seqs 32 --num-seqs 128 --max-len 8192
 
+The Pallas kernel of `mla_decode`, for 16 heads:
+
+    pallas-attn tune --op mla_decode --num-heads 16
+
 Where the installed package cannot be written, or should not be:
 
     pallas-attn tune --output ~/attn-configs
     export PALLAS_ATTN_CONFIGS=~/attn-configs
-"""
+""",
 )
 def tune(
-    num_heads: Annotated[int, typer.Option(help="Query heads.")] = 32,
-    num_kv_heads: Annotated[int, typer.Option(help="KV heads; --num-heads is a multiple of them.")] = 8,
-    head_dim: Annotated[int, typer.Option(help="Elements of a head.")] = 128,
-    page_size: Annotated[int, typer.Option(help="Tokens per page of the KV cache.")] = 16,
+    op: Annotated[Tunable, typer.Option(help="The op whose configs are measured.")] = Tunable.paged_attention,
+    num_heads: Annotated[
+        int | None, typer.Option(help="Query heads.", show_default="32; 128 for MLA")
+    ] = None,
+    num_kv_heads: Annotated[
+        int | None,
+        typer.Option(help="KV heads; --num-heads is a multiple of them.", show_default="8; 1 for MLA"),
+    ] = None,
+    head_dim: Annotated[
+        int | None, typer.Option(help="Elements of a head; MLA's are fixed.", show_default="128")
+    ] = None,
+    page_size: Annotated[
+        int | None, typer.Option(help="Tokens per page of the cache.", show_default="16; 64 for MLA")
+    ] = None,
     dtype: Annotated[
-        Dtype, typer.Option(help="Of the query, and of the cache unless it is 8-bit.")
-    ] = Dtype.bfloat16,
+        Dtype | None,
+        typer.Option(help="Of the query, and of the cache unless it is 8-bit.", show_default="bfloat16"),
+    ] = None,
     cache_dtype: Annotated[
-        CacheDtype | None, typer.Option(help="An 8-bit cache.", show_default="as --dtype")
+        CacheDtype | None, typer.Option(help="An 8-bit cache; not for MLA.", show_default="as --dtype")
     ] = None,
     num_seqs: Annotated[
         list[int] | None, typer.Option(help="Sequences in a call. Repeat it.", show_default="1, 16, 64")
@@ -199,30 +285,35 @@ def tune(
     output: Annotated[
         Path | None,
         typer.Option(
-            help="Folder to write DEVICE/paged_attention.json below.",
+            help="Folder to write DEVICE/OP.json below.",
             show_default="$PALLAS_ATTN_CONFIGS, else the installed package",
         ),
     ] = None,
-    implementation: Annotated[str, typer.Option(hidden=True)] = "pallas",
+    implementation: Annotated[Measured, typer.Option(hidden=True)] = Measured.pallas,
 ) -> int:
-    """Measure configs of `paged_attention` on this GPU and keep the fastest for each kind of call.
+    """Measure configs of an op on this GPU and keep the fastest for each kind of call.
 
     Every config is compiled, compared with the reference, and only then timed, with caches larger than L2. The file
-    is replaced whole, at the end; what was measured for other calls stays in it.
+    is replaced whole, at the end; what was measured for other calls stays in it. Where it has nothing for a call, the
+    packaged file of this device is asked.
     """
     from pallas_attn.cli.tune import TuneOptions, run_tune
 
+    sizes = dict(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        dtype=dtype and dtype.value,
+        cache_dtype=cache_dtype and cache_dtype.value,
+    )
     return run_tune(
         TuneOptions(
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            page_size=page_size,
-            dtype=dtype.value,
-            cache_dtype=cache_dtype.value if cache_dtype else None,
+            op=op.value,
+            sizes=sizes,
             num_seqs=num_seqs or [1, 16, 64],
             max_len=max_len or [1024, 8192, 32768],
             output=output,
-            implementation=implementation,
+            implementation=implementation.value,
         )
     )

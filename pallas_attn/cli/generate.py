@@ -2,6 +2,7 @@
 
 import dataclasses
 import statistics
+import sys
 from pathlib import Path
 from typing import Literal
 
@@ -69,8 +70,7 @@ def run_generate(options: GenerateOptions) -> int:
     prompts = [tokenizer.encode(text if options.raw else _as_chat(loaded, text)) for text in texts]
 
     with _progress(err, "generating", "tokens") as report, record_implementations() as served:
-        # Reports cut the loop into stretches, so without a terminal to show them on it runs in one go.
-        generation = _generate(loaded, prompts, options, progress=report if err.is_terminal else None)
+        generation = _generate(loaded, prompts, options, progress=report)
 
     device = jax.devices()[0]
     out.print(f"{loaded.name}, {options.dtype}, on {device.device_kind} ({device.platform})")
@@ -83,17 +83,26 @@ def run_generate(options: GenerateOptions) -> int:
 
 def _read_prompts(options: GenerateOptions) -> list[str]:
     texts = list(options.prompts)
-    if options.prompts_file is not None:
-        if not options.prompts_file.is_file():
-            fail("generate", "--prompts-file", "an existing file", repr(str(options.prompts_file)), OSError)
-        lines = options.prompts_file.read_text(encoding="utf-8").splitlines()
-        texts += [line.strip() for line in lines if line.strip()]
-    if not texts:
-        fail("generate", "--prompt", "at least one prompt, here or in --prompts-file", "none")
     for index, text in enumerate(texts):
         if not text.strip():
             fail("generate", "--prompt", "some text in each", f"prompt {index + 1} without any")
+    if options.prompts_file is not None:
+        lines = _read_text(options.prompts_file).splitlines()
+        texts += [line.strip() for line in lines if line.strip()]
+    if not texts:
+        fail("generate", "--prompt", "at least one prompt, here or in --prompts-file", "none")
     return texts
+
+
+def _read_text(path: Path) -> str:
+    """Of the file, or of standard input for "-"."""
+    name = "standard input" if (piped := str(path) == "-") else repr(str(path))
+    if not piped and (not path.exists() or path.is_dir()):
+        fail("generate", "--prompts-file", "an existing file", name, OSError)
+    try:
+        return (sys.stdin.buffer.read() if piped else path.read_bytes()).decode("utf-8")
+    except UnicodeDecodeError as error:
+        fail("generate", "--prompts-file", "UTF-8 text", f"{name}, which is not at byte {error.start}")
 
 
 def _as_chat(loaded: LoadedModel, text: str) -> str:

@@ -1,9 +1,9 @@
 """`pallas-attn tune`: measure configs on the present GPU and write the file that calls then read."""
 
 import dataclasses
-import json
 import math
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,22 +16,23 @@ from rich.table import Table
 from pallas_attn._call import configs
 from pallas_attn._call.checks import fail
 from pallas_attn._call.device import current_device
-from pallas_attn.tuning.points import Point, Timing, candidates, measure
+from pallas_attn.tuning import entries
+from pallas_attn.tuning.points import Point, Timing, measure
+from pallas_attn.tuning.registry import OPS
 
-# A point with more keys and values than this is left out: the next smaller one stands for it.
-MOST_KV_BYTES = 5 << 30
+# A point whose calls read more than this is left out: the next smaller one stands for it.
+MOST_READ_BYTES = 5 << 30
+
+type Best = dict[Point, tuple[Timing, Timing]]
+"""Of each point, the fastest config's timing and the heuristic's."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TuneOptions:
-    """The command's options, by their names on the command line."""
+    """The command's options, by their names on the command line; of those in `sizes`, None leaves it to the op."""
 
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    page_size: int
-    dtype: str
-    cache_dtype: str | None
+    op: str
+    sizes: dict[str, Any]
     num_seqs: Sequence[int]
     max_len: Sequence[int]
     output: Path | None
@@ -43,146 +44,96 @@ def run_tune(options: TuneOptions) -> int:
 
     Raises:
         ValueError, OSError: no GPU, or what the user has to change, in one line.
+        RuntimeError: no config of any point could be timed; nothing is written.
     """
     device = current_device()
     if options.implementation == "pallas" and device.platform != "gpu":
         fail("tune", "device", "an NVIDIA GPU to measure on", repr(device.kind))
-    for name in ("num_heads", "num_kv_heads", "head_dim", "page_size", "num_seqs", "max_len"):
-        for number in value if isinstance(value := getattr(options, name), Sequence) else [value]:
-            if number < 1:
-                fail("tune", "--" + name.replace("_", "-"), "at least 1", str(number))
-    if options.num_heads % options.num_kv_heads:
-        fail(
-            "tune",
-            "--num-heads",
-            f"a multiple of --num-kv-heads ({options.num_kv_heads})",
-            str(options.num_heads),
-        )
+    points = _points(options)
     root = options.output or Path(os.environ.get(configs.CONFIGS_VARIABLE) or configs.packaged_configs())
-    path = root / device.slug / "paged_attention.json"
+    path, packaged = (
+        folder / device.slug / f"{options.op}.json" for folder in (root, configs.packaged_configs())
+    )
     # What cannot be read or written shows before the work, not after.
     path.parent.mkdir(parents=True, exist_ok=True)
-    old = configs.load(path) if path.is_file() else []
+    old = configs.load(path)
+    others = [] if path == packaged else configs.load(packaged)
 
-    err, out = Console(stderr=True), Console(highlight=False, markup=False)
-    work = [(point, candidates(point)) for point in _points(options)]
-    best: dict[Point, tuple[Timing, Timing]] = {}
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
-        task = bar.add_task("", total=sum(len(choices) for _, choices in work))
-        for point, choices in work:
-            bar.update(task, description=f"{point.num_seqs} x {point.max_len} {point.cache_dtype}")
-            timings = []
-            for timing in measure(point, choices, options.implementation):
-                timings.append(timing)
-                if timing.problem:
-                    err.print(
-                        f"left out: {point.num_seqs} x {point.max_len} {timing.fields}: {timing.problem}",
-                        markup=False,
-                    )
-                bar.advance(task)
-            fastest = min(timings, key=lambda timing: timing.microseconds)
-            if math.isfinite(fastest.microseconds):
-                best[point] = fastest, timings[0]
-
-    new = [_entry(point, fastest, first) for point, (fastest, first) in best.items()]
-    configs.save(path, _merged(old, new), device=device.kind, jax=jax.__version__)
+    best = _measured(points, options.implementation)
+    new = [entries.entry(point, *timings) for point, timings in best.items()]
+    configs.save(path, entries.merged(old, new, others), device=device.kind, jax=jax.__version__)
+    # In a file or a pipe nothing says how wide a line may be.
+    out = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 120)
     out.print(_table(best))
-    out.print(f"wrote {path}")
+    out.print(f"wrote {path}", soft_wrap=True)
     if root != configs.packaged_configs():
-        out.print(f"calls read it while {configs.CONFIGS_VARIABLE}={root} is set")
+        out.print(f"calls read it while {configs.CONFIGS_VARIABLE}={root} is set", soft_wrap=True)
     return 0
 
 
 def _points(options: TuneOptions) -> list[Point]:
+    kind = OPS[options.op]
+    given = {name: value for name, value in options.sizes.items() if value is not None}
+    for name, value in given.items():
+        if name not in kind.sizes:
+            fail("tune", _flag(name), f"none with --op {options.op}", str(value))
+    sizes = {**kind.sizes, **given}
+    for name, value in dict(sizes, num_seqs=min(options.num_seqs), max_len=min(options.max_len)).items():
+        if isinstance(value, int) and value < 1:
+            fail("tune", _flag(name), "at least 1", str(value))
+    if sizes["num_heads"] % sizes["num_kv_heads"]:
+        expected = f"a multiple of --num-kv-heads ({sizes['num_kv_heads']})"
+        fail("tune", "--num-heads", expected, str(sizes["num_heads"]))
     points = [
-        Point(
-            num_seqs,
-            max_len,
-            options.num_heads,
-            options.num_kv_heads,
-            options.head_dim,
-            options.page_size,
-            options.dtype,
-            options.cache_dtype or options.dtype,
-        )
+        point
         for num_seqs in sorted(set(options.num_seqs))
         for max_len in sorted(set(options.max_len))
+        for point in kind.variants(num_seqs=num_seqs, max_len=max_len, **sizes)
     ]
-    return [point for point in points if point.kv_bytes <= MOST_KV_BYTES] or points[:1]
+    least = min(point.read_bytes for point in points)
+    return [point for point in points if point.read_bytes <= max(least, MOST_READ_BYTES)]
 
 
-def _entry(point: Point, fastest: Timing, first: Timing) -> dict[str, Any]:
-    """What is kept of a point; `_merged` adds the ranges of calls that it is for."""
-    chosen = dataclasses.asdict(point.config(**fastest.fields))
-    del chosen["num_splits"]  # follows from the call
-    return {
-        "key": {
-            "head_dim": point.head_dim,
-            "page_size": point.page_size,
-            "dtype": point.cache_dtype,
-            "rows": [1, chosen["block_q"]],
-        },
-        "config": chosen,
-        "measured": {
-            "num_seqs": point.num_seqs,
-            "num_kv_heads": point.num_kv_heads,
-            "max_len": point.max_len,
-            "us": round(fastest.microseconds, 2),
-            "heuristic_us": round(first.microseconds, 2) if math.isfinite(first.microseconds) else None,
-            "error": float(f"{fastest.error:.1e}"),
-        },
-    }
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
-def _merged(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All new entries, and the old ones that were not measured anew.
-
-    The entries of a kind share its calls among them: each is for those nearest to what was measured, first in streams,
-    then in length; ranges meet at geometric means. Entries of kinds without new ones stay as they are.
-    """
-    kinds = {_kind(entry) for entry in new}
-    tuned = {}
-    for entry in old + new:
-        if _kind(entry) in kinds and "measured" in entry:
-            about = entry["measured"]
-            tuned[_kind(entry), about["num_seqs"] * about["num_kv_heads"], about["max_len"]] = entry
-    merged = []
-    for (kind, streams, max_len), entry in sorted(tuned.items(), key=lambda item: item[0]):
-        ranges = {
-            "streams": _range(streams, [s for k, s, m in tuned if k == kind]),
-            "max_len": _range(max_len, [m for k, s, m in tuned if (k, s) == (kind, streams)]),
-        }
-        merged.append({**entry, "key": {**entry["key"], **ranges}})
-    return merged + [entry for entry in old if _kind(entry) not in kinds]
-
-
-def _kind(entry: dict[str, Any]) -> str:
-    return json.dumps([entry["key"].get(name) for name in ("head_dim", "page_size", "dtype", "rows")])
-
-
-def _range(value: int, measured: list[int]) -> list[int | None]:
-    """[least, most] of what is nearer to `value` than to its neighbours among `measured`."""
-    below = [v for v in measured if v < value]
-    above = [v for v in measured if v > value]
-    least = math.isqrt(max(below) * value) + 1 if below else 1
-    return [least, math.isqrt(value * min(above)) if above else None]
+def _measured(points: Sequence[Point], implementation: str) -> Best:
+    """Of the points for which a config could be timed; RuntimeError with the reason if that is none."""
+    err = Console(stderr=True)
+    work = [(point, point.candidates()) for point in points]
+    best: Best = {}
+    problem = "nothing was tried"
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+        task = bar.add_task("", total=sum(len(choices) for _, choices in work))
+        for point, choices in work:
+            about = f"{point.num_seqs} x {point.max_len}, {point.kind}"
+            bar.update(task, description=about)
+            timings = []
+            for timing in measure(point, choices, implementation):
+                timings.append(timing)
+                if timing.problem:
+                    problem = timing.problem
+                    err.print(f"left out: {about} {timing.fields}: {problem}", markup=False)
+                bar.advance(task)
+            fastest = min(timings, key=lambda timing: timing.microseconds)
+            if math.isfinite(fastest.microseconds):
+                best[point] = fastest, timings[0]
+            else:
+                err.print(f"nothing to keep: {about}: every config was left out", markup=False)
+    if not best:
+        raise RuntimeError(f"tune: no config of {points[0].op} could be timed, nothing is written: {problem}")
+    return best
 
 
-def _table(best: dict[Point, tuple[Timing, Timing]]) -> Table:
-    table = Table(
-        "sequences", "tokens", "cache", "us", "GB/s", "heuristic's us", "block_kv", "warps", "stages"
-    )
+def _table(best: Best) -> Table:
+    columns = ("sequences", "tokens", "kind", "us", "GB/s", "heuristic's us", "block_q", "block_kv", "warps")
+    table = Table(*columns, "stages")
     for point, (fastest, first) in best.items():
         config = point.config(**fastest.fields)
-        speed = point.kv_bytes / fastest.microseconds / 1e3
-        cells = (
-            point.num_seqs,
-            point.max_len,
-            point.cache_dtype,
-            f"{fastest.microseconds:.1f}",
-            f"{speed:.0f}",
-        )
-        tiles = (f"{first.microseconds:.1f}", config.block_kv, config.num_warps, config.num_stages)
-        table.add_row(*map(str, cells + tiles))
+        speed = point.read_bytes / fastest.microseconds / 1e3
+        figures = (f"{fastest.microseconds:.1f}", f"{speed:.0f}", f"{first.microseconds:.1f}")
+        tiles = (config.block_q, config.block_kv, config.num_warps, config.num_stages)
+        table.add_row(*map(str, (point.num_seqs, point.max_len, point.kind, *figures, *tiles)))
     return table

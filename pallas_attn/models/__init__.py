@@ -2,7 +2,7 @@
 
 from .deepseek import DeepSeek as DeepSeek
 from .deepseek import DeepSeekConfig as DeepSeekConfig
-from .deepseek import load_transformers_weights as load_transformers_weights
+from .deepseek_weights import load_transformers_weights as load_transformers_weights
 from .generate import Generation as Generation
 from .generate import generate as generate
 from .gguf_loader import LoadedModel as LoadedModel

@@ -1,4 +1,4 @@
-"""Batched text generation: one jitted prefill, then every decode step inside one jitted `lax.while_loop`."""
+"""Batched text generation: one jitted prefill, then the decode steps inside one jitted `lax.while_loop`."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn import PageAllocator, PagedKVCache, PagedLatentCache
-from pallas_attn._call.checks import check_int, fail
+from pallas_attn._call.checks import LARGEST_FLOAT32, LEAST_FLOAT32, check_int, fail
 from pallas_attn._call.optional import needs_extra
 
 with needs_extra("models", user="pallas_attn.models.generate"):
@@ -20,8 +20,9 @@ with needs_extra("models", user="pallas_attn.models.generate"):
 from . import sampling
 from .llama import Llama
 
-# Steps between two reports of progress. Without progress the loop runs through in a single call.
-_REPORT_EVERY = 8
+# A call of the loop takes about this long: between two of them the host may be interrupted, and reports progress.
+_STRETCH_SECONDS = 0.25
+_STRETCH_GROWTH = 8
 # Prompts are padded to a multiple of this, so that similar prompts share a compiled prefill.
 _PROMPT_MULTIPLE = 16
 
@@ -103,30 +104,36 @@ def generate(
 ) -> Generation:
     """Continues a batch of prompts of different lengths.
 
-    All decode steps run in one jitted ``lax.while_loop``: no host round trip between tokens, the KV cache
-    and the answers are updated in place. A row stops at a stop token, the loop when every row has.
+    Decode steps run in one jitted ``lax.while_loop``: no host round trip between tokens, the KV cache and the answers
+    are updated in place. A row stops at a stop token, the loop when every row has. Each call of the loop makes as many
+    steps as take about a quarter of a second, so that Ctrl-C is heard.
 
     Args:
-        model: decoder.
-        prompts: token ids in ``[0, vocab_size)`` of each prompt, at least one each.
+        model: a `Llama`, of `load_gguf` its ``.model``.
+        prompts: token ids in ``[0, vocab_size)`` of each prompt, at least one each: lists or integer arrays.
         max_new_tokens: most new tokens per prompt, at least 1.
         stop_token_ids: tokens that end a row.
-        temperature: 0 takes the most likely token; above 0 the logits are divided by it and sampled.
+        temperature: 0 takes the most likely token; above 0 the logits are divided by it and sampled. What is too
+            small to divide by in float32 (below 1.2e-38) is 0.
         top_p: in (0, 1]: sample among the fewest tokens whose probabilities together reach it.
-        seed: of the sampling: the same seed and prompts give the same answers.
+        seed: of the sampling, in ``[0, 2**32)``: the same seed and prompts give the same answers.
         page_size: tokens per page of the KV cache.
         num_pages: pages per layer; ``None`` takes just enough for prompts and answers.
         cache_dtype: of the KV cache; ``None`` means the model's. ``float8_e4m3fn``, ``float8_e5m2`` and ``int8``
             store each KV head with a scale taken from the prompts.
         return_logits: also return the scores, ``4 * vocab_size`` bytes per token.
-        progress: called with (steps done, steps at most) every few steps. The compiled loop then runs in
-            stretches of those steps, each a call of the same executable.
+        progress: called with (steps done, steps at most) after the prefill, which is the first, and each call of the
+            loop.
 
     Raises:
+        TypeError: the model is none that this function can run, or an argument of another type than said above.
         ValueError: an argument is out of its range, there are more prompts than pages, or a prompt and its
             answer do not fit in the pages or in the model's context.
     """
-    _check_ranges(model, prompts, max_new_tokens, temperature, top_p, page_size)
+    _check_model(model)
+    _check_prompts(prompts, model.config.vocab_size)
+    _check_numbers(max_new_tokens=max_new_tokens, page_size=page_size, seed=seed, num_pages=num_pages)
+    _check_sampling(temperature, top_p)
     block_tables, num_pages = _plan_pages(model, prompts, max_new_tokens, page_size, num_pages)
 
     config, num_seqs = model.config, len(prompts)
@@ -152,8 +159,8 @@ def generate(
     graph, weights = nnx.split(model)
     static: dict[str, Any] = {
         "graph": graph,
-        "greedy": temperature == 0.0,
-        "stop_token_ids": tuple(int(token) for token in stop_token_ids),
+        "greedy": temperature < LEAST_FLOAT32,
+        "stop_token_ids": _checked_tokens("stop_token_ids", stop_token_ids),
     }
 
     started = time.perf_counter()
@@ -162,15 +169,15 @@ def generate(
     compiled = time.perf_counter()
     state = jax.block_until_ready(prefill(weights, tokens, positions, state))
     prefilled = time.perf_counter()
-    if progress is None:
-        state = decode(weights, state, jnp.int32(max_new_tokens))
-    else:
-        for stop in range(_REPORT_EVERY, max_new_tokens + _REPORT_EVERY, _REPORT_EVERY):
-            state = decode(weights, state, jnp.int32(min(stop, max_new_tokens)))
-            progress(int(state.step), max_new_tokens)
-            if bool(jnp.all(state.done)):
-                break
-    jax.block_until_ready(state)
+    report = progress or (lambda done, most: None)
+    done, steps = 1, 1  # the prefill gave the first token
+    report(done, max_new_tokens)
+    while done < max_new_tokens and not np.asarray(state.done).all():
+        began = time.perf_counter()
+        state = decode(weights, state, jnp.int32(min(done + steps, max_new_tokens)))
+        done = int(state.step)
+        steps = _next_stretch(steps, time.perf_counter() - began)
+        report(done, max_new_tokens)
     decoded = time.perf_counter()
     return Generation(
         tokens=np.asarray(state.tokens),
@@ -181,6 +188,12 @@ def generate(
         prefill_seconds=prefilled - compiled,
         decode_seconds=decoded - prefilled,
     )
+
+
+def _next_stretch(steps: int, seconds: float) -> int:
+    """How many steps to make next where `steps` of them took so long."""
+    wanted = int(steps * _STRETCH_SECONDS / max(seconds, 1e-6))
+    return max(1, min(wanted, steps * _STRETCH_GROWTH))
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "greedy", "stop_token_ids"), donate_argnames="state")
@@ -285,19 +298,63 @@ def _plan_pages(
     return tables, num_pages
 
 
-def _check_ranges(model, prompts, max_new_tokens, temperature, top_p, page_size) -> None:
+def _check_model(model: Any) -> None:
+    wanted = "a Llama, or a decoder with its methods"
+    if isinstance(getattr(model, "model", None), nnx.Module):
+        fail("generate", "model", wanted, f"a {type(model).__name__}: pass its .model", TypeError)
+    config = getattr(model, "config", None)
+    needs = {"create_cache": model, "logits": model, "vocab_size": config, "context_length": config}
+    for name, owner in needs.items():
+        if not hasattr(owner, name):
+            where = "config." if owner is config else ""
+            fail("generate", "model", wanted, f"a {type(model).__name__} without {where}{name}", TypeError)
+
+
+def _check_prompts(prompts: Any, vocab_size: int) -> None:
+    if isinstance(prompts, str) or not hasattr(prompts, "__len__"):
+        fail("generate", "prompts", "a sequence of prompts", _described(prompts), TypeError)
     if len(prompts) == 0:
         fail("generate", "prompts", "at least one prompt", "none")
-    vocab_size = model.config.vocab_size
     for index, prompt in enumerate(prompts):
-        if len(prompt) == 0:
-            fail("generate", f"prompts[{index}]", "at least one token", "none")
-        for token in (min(prompt), max(prompt)):
+        name = f"prompts[{index}]"
+        tokens = _checked_tokens(name, prompt)
+        if len(tokens) == 0:
+            fail("generate", name, "at least one token", "none")
+        for token in (min(tokens), max(tokens)):
             if not 0 <= token < vocab_size:
-                fail("generate", f"prompts[{index}]", f"token ids in [0, {vocab_size})", str(token))
-    for name, value in (("max_new_tokens", max_new_tokens), ("page_size", page_size)):
-        check_int("generate", name, value, least=1)
-    if not 0 <= temperature < float("inf"):
+                fail("generate", name, f"token ids in [0, {vocab_size})", str(token))
+
+
+def _checked_tokens(name: str, tokens: Any) -> tuple[int, ...]:
+    wanted = "a sequence of int token ids"
+    if isinstance(tokens, str | bytes) or not hasattr(tokens, "__len__") or getattr(tokens, "ndim", 1) != 1:
+        fail("generate", name, wanted, _described(tokens), TypeError)
+    if hasattr(tokens, "tolist"):  # numpy's and JAX's, at one stroke
+        tokens = tokens.tolist()
+    for token in tokens:
+        if isinstance(token, bool) or not isinstance(token, int | np.integer):
+            fail("generate", name, wanted, f"{_described(token)} among them", TypeError)
+    return tuple(map(int, tokens))
+
+
+def _described(value: Any) -> str:
+    return f"{value!r:.40} of type {type(value).__name__}"
+
+
+def _check_numbers(*, max_new_tokens: Any, page_size: Any, seed: Any, num_pages: Any) -> None:
+    check_int("generate", "max_new_tokens", max_new_tokens, least=1)
+    check_int("generate", "page_size", page_size, least=1)
+    # Of larger ones JAX would take the lower 32 bits.
+    check_int("generate", "seed", seed, least=0, most=2**32 - 1)
+    if num_pages is not None:
+        check_int("generate", "num_pages", num_pages)
+
+
+def _check_sampling(temperature: Any, top_p: Any) -> None:
+    for name, value in (("temperature", temperature), ("top_p", top_p)):
+        if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+            fail("generate", name, "a number", _described(value), TypeError)
+    if not 0 <= temperature <= LARGEST_FLOAT32:
         fail("generate", "temperature", "a finite number of at least 0", str(temperature))
     if not 0 < top_p <= 1:
         fail("generate", "top_p", "a number in (0, 1]", str(top_p))

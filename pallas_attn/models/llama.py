@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_attn import PagedKVCache, PagedLatentCache
-from pallas_attn._call.checks import fail
+from pallas_attn._call.checks import check_int, fail
 from pallas_attn._call.optional import needs_extra
 from pallas_attn.nn import LatentGQA, PagedAttention
 
@@ -46,7 +46,8 @@ class LlamaConfig:
         tie_word_embeddings: whether the embedding is also the output projection.
 
     Raises:
-        ValueError: `num_heads` is no multiple of `num_kv_heads`, or `head_dim` is odd.
+        TypeError: a size that is no int.
+        ValueError: a size below 1, `num_heads` is no multiple of `num_kv_heads`, or `head_dim` is odd.
     """
 
     vocab_size: int
@@ -62,6 +63,9 @@ class LlamaConfig:
     tie_word_embeddings: bool = True
 
     def __post_init__(self):
+        for field in dataclasses.fields(self):
+            if field.type is int:
+                check_int("LlamaConfig", field.name, getattr(self, field.name), least=1)
         if self.num_heads % self.num_kv_heads:
             expected = f"a multiple of num_kv_heads ({self.num_kv_heads})"
             fail("LlamaConfig", "num_heads", expected, str(self.num_heads))

@@ -31,6 +31,22 @@ _PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
 }
 
 
+def _strings(metadata: Callable[[str], Any], name: str) -> list[str]:
+    found = metadata(f"tokenizer.ggml.{name}")
+    if not isinstance(found, list) or not found:
+        raise ValueError(f"Tokenizer: tokenizer.ggml.{name}: expected a list of strings, got {found!r:.40}")
+    return found
+
+
+def _merge(text: str, vocabulary: dict[str, int]) -> tuple[str, str]:
+    left, _, right = text.partition(" ")
+    if not {left, right, left + right} <= vocabulary.keys():
+        raise ValueError(
+            f"Tokenizer: tokenizer.ggml.merges: expected two tokens that together are a token, got {text!r}"
+        )
+    return left, right
+
+
 class Tokenizer:
     """Byte-level BPE tokenizer with its special tokens and chat template.
 
@@ -55,14 +71,20 @@ class Tokenizer:
         if cut not in _PRE_TOKENIZERS:
             known = " or ".join(map(repr, sorted(_PRE_TOKENIZERS)))
             raise ValueError(f"Tokenizer: tokenizer.ggml.pre: expected {known}, got {cut!r}")
-        self._tokens: list[str] = metadata("tokenizer.ggml.tokens")
+        self._tokens: list[str] = _strings(metadata, "tokens")
         self.vocab_size = len(self._tokens)
-        merges = [tuple(merge.split(" ", 1)) for merge in metadata("tokenizer.ggml.merges")]
+        types = metadata("tokenizer.ggml.token_type")
+        if not isinstance(types, list) or len(types) != len(self._tokens):
+            got = f"{len(types)}" if isinstance(types, list) else "none"
+            raise ValueError(
+                f"Tokenizer: tokenizer.ggml.token_type: expected one for each of {self.vocab_size} tokens, got {got}"
+            )
         vocabulary = {token: index for index, token in enumerate(self._tokens)}
+        merges = [_merge(text, vocabulary) for text in _strings(metadata, "merges")]
         self._tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, merges))
         self._tokenizer.pre_tokenizer = _PRE_TOKENIZERS[cut]()
         self._tokenizer.decoder = decoders.ByteLevel()
-        for token, kind in zip(self._tokens, metadata("tokenizer.ggml.token_type"), strict=True):
+        for token, kind in zip(self._tokens, types, strict=True):
             if kind in (_CONTROL, _USER_DEFINED):
                 special = kind == _CONTROL
                 self._tokenizer.add_tokens([tokenizers.AddedToken(token, special=special, normalized=False)])
@@ -70,6 +92,11 @@ class Tokenizer:
         self.bos_token_id: int | None = metadata("tokenizer.ggml.bos_token_id")
         self.eos_token_id: int | None = metadata("tokenizer.ggml.eos_token_id")
         ends = (self.eos_token_id, metadata("tokenizer.ggml.eot_token_id"))
+        for token_id in (self.bos_token_id, *ends):
+            if token_id is not None and not 0 <= token_id < self.vocab_size:
+                raise ValueError(
+                    f"Tokenizer: tokenizer.ggml.*_token_id: expected ids in [0, {self.vocab_size}), got {token_id}"
+                )
         self.stop_token_ids = tuple(dict.fromkeys(end for end in ends if end is not None))
         self._add_bos = bool(metadata("tokenizer.ggml.add_bos_token"))
         self._template: str | None = metadata("tokenizer.chat_template")

@@ -1,56 +1,84 @@
-"""Timing configs of `paged_attention` on the present GPU, each checked against the reference before its time counts."""
+"""Timing the configs of one kind of call, each checked against the reference before its time counts; for any op."""
 
+import abc
 import dataclasses
 import functools
-import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn._call.device import current_device
-from pallas_attn._tile.quantization import is_quantized
-from pallas_attn.ops.paged_attention.api import paged_attention
-from pallas_attn.ops.paged_attention.config import PagedAttentionConfig, heuristic
-from pallas_attn.testing.compare import row_errors
+from pallas_attn._call.configs import SplitKVConfig
 from pallas_attn.tuning import timing
-from pallas_attn.tuning.timing import device_seconds, tiled, warm_up
+from pallas_attn.tuning.errors import LARGEST_ERROR, worst_error
 
-# Calls rotate through sets of pages of this many bytes together, so that no cache (an H100's L2 holds 50 MB) is timed:
-# the smallest call worth timing, of half a megabyte, needs more than 100 sets.
-ROTATE_BYTES = 1 << 30
-MOST_SETS = 128
-LEAST_CALLS = 4  # in a round, which costs some microseconds of its own
-BURST_SECONDS = 0.02
 REPEATS = 3  # enough to rank configs
+BYTES_PER_SECOND = 2.5e12  # a guess, for how many calls make a burst
 BLOCK = 1 << 22  # random elements of which a pool is made
-# Worst row's ||out - reference|| / ||reference||; a right bf16 kernel scores 2.6e-3, a lost page at least 9e-3.
-LARGEST_ERROR = {"bfloat16": 8e-3, "float16": 8e-3, "float32": 1e-4}
+
+type Fields = dict[str, int]
+"""Of a config: what differs from the heuristic's."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Point:
-    """One kind of call: every sequence as long as the block table allows."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Point(abc.ABC):
+    """One kind of call of an op: every sequence as long as the block table allows. An op's own point adds its sizes and
+    says how it is called; registry.py lists them."""
+
+    op: ClassVar[str]
+    sizes: ClassVar[Mapping[str, Any]]
+    """What the command line may set beside num_seqs and max_len, with defaults."""
 
     num_seqs: int
     max_len: int
     num_heads: int
     num_kv_heads: int
-    head_dim: int
     page_size: int
     dtype: str
-    cache_dtype: str
-    tokens_read: int | None = None
-    """Of each sequence, where a window or a sparse pattern leaves out others; None: all."""
+
+    @classmethod
+    @abc.abstractmethod
+    def variants(cls, **sizes: Any) -> "Sequence[Point]":
+        """The points to tune for these sizes, num_seqs and max_len among them."""
+
+    @property
+    @abc.abstractmethod
+    def kind(self) -> str:
+        """In a word or two, what sets this point apart from others of its size."""
+
+    @property
+    @abc.abstractmethod
+    def read_bytes(self) -> int:
+        """Of the caches, by one call."""
+
+    @abc.abstractmethod
+    def key(self) -> dict[str, Any]:
+        """What an entry's key says of this point, beside its ranges."""
+
+    @abc.abstractmethod
+    def config(self, **fields: int) -> SplitKVConfig:
+        """What a call takes that finds `fields` measured."""
+
+    @abc.abstractmethod
+    def candidates(self) -> list[Fields]:
+        """Fields worth trying, the heuristic's (none) first."""
+
+    @abc.abstractmethod
+    def operands(self, num_pages: int, seq_lens: jax.Array) -> Any:
+        """The query, pools of `num_pages` pages and whatever else all calls share."""
+
+    @abc.abstractmethod
+    def call(self, operands: Any, table: jax.Array, seq_lens: jax.Array, **options: Any) -> Any:
+        """The op's (out, lse); `options` are its implementation and config."""
 
     @property
     def streams(self) -> int:
-        """Walks over keys and values: one for each sequence and KV head."""
+        """Walks over a cache: one for each sequence and KV head."""
         return self.num_seqs * self.num_kv_heads
 
     @property
@@ -61,92 +89,87 @@ class Point:
     def max_pages(self) -> int:
         return math.ceil(self.max_len / self.page_size)
 
-    @property
-    def kv_bytes(self) -> int:
-        """Of keys and values that one call reads."""
-        tokens = self.num_seqs * (self.tokens_read or self.max_pages * self.page_size)
-        return 2 * tokens * self.num_kv_heads * self.head_dim * jnp.dtype(self.cache_dtype).itemsize
+    def distinct(self, found: Sequence[Fields]) -> list[Fields]:
+        """Without fields that make the same config as earlier ones."""
+        configs: dict[SplitKVConfig, Fields] = {}
+        for fields in found:
+            configs.setdefault(self.config(**fields), fields)
+        return list(configs.values())
 
-    def config(self, **fields: int) -> PagedAttentionConfig:
-        """The heuristic's, but for `fields`."""
-        return heuristic(
-            num_seqs=self.num_seqs,
-            num_kv_heads=self.num_kv_heads,
-            rows=self.rows,
-            head_dim=self.head_dim,
-            itemsize=jnp.dtype(self.cache_dtype).itemsize,
-            query_itemsize=jnp.dtype(self.dtype).itemsize,
-            max_len=self.max_pages * self.page_size,
-            device=current_device(),
-            **fields,
-        )
+
+class Inputs(NamedTuple):
+    """What the calls of a point are timed on."""
+
+    operands: Any
+    tables: tuple[jax.Array, ...]
+    """One for each call of a round; of disjoint pages where those are few."""
+    seq_lens: jax.Array
 
 
 class Timing(NamedTuple):
     """What became of a config. `problem` says why its time does not count."""
 
-    fields: dict[str, int]
+    fields: Fields
     microseconds: float
     error: float
     problem: str | None
 
 
-def candidates(point: Point) -> list[dict[str, int]]:
-    """Fields of configs worth trying, the heuristic's (none) first: what came out best somewhere in wider sweeps."""
-    cores = current_device().num_cores
-    if point.streams < 2 * cores:
-        # (block_kv, num_warps, num_stages) and programs a multiprocessor. What does not fit there at once makes a
-        # second wave, and a second wave of some costs up to 15%: so numbers on either side of what may fit.
-        tiles = {(128, 4, 3): (1, 2), (128, 8, 3): (2,), (128, 8, 5): (1, 2)}
-        tiles |= {(64, 4, 3): (2, 3), (64, 4, 4): (3,), (32, 4, 5): (2, 4, 5)}
-    else:
-        tiles = dict.fromkeys([(128, 4, 3), (128, 8, 5), (64, 4, 3), (32, 4, 5), (64, 4, 7)], (4,))
-    least = [256]
-    if point.max_len < 4096:
-        least = [64]
-    elif point.streams * point.max_len < 128 * cores:
-        least = [64, 128]  # pieces of 256 tokens would leave half the device without work
-    elif point.streams * point.max_len < 256 * cores:
-        least = [128, 256]
-    found = [{}]
-    for (block_kv, num_warps, num_stages), programs in tiles.items():
-        for count, tokens in itertools.product(programs, least):
-            fields = dict(block_kv=block_kv, num_warps=num_warps, num_stages=num_stages)
-            found.append(fields | dict(target_programs=count * cores, min_split_tokens=tokens))
-    distinct: dict[PagedAttentionConfig, dict[str, int]] = {}
-    for fields in found:
-        distinct.setdefault(point.config(**fields), fields)
-    return list(distinct.values())
+def inputs_of(point: Point) -> Inputs:
+    num_sets = timing.num_sets(point.read_bytes)
+    pages = np.random.default_rng(0).permutation(num_sets * point.num_seqs * point.max_pages)
+    tables = pages.astype(np.int32).reshape(num_sets, point.num_seqs, point.max_pages)
+    calls = range(max(num_sets, timing.LEAST_CALLS))
+    turns = [np.roll(tables[i % num_sets], i // num_sets, axis=0) for i in calls]
+    seq_lens = jnp.full((point.num_seqs,), point.max_len, jnp.int32)
+    return Inputs(point.operands(len(pages), seq_lens), tuple(map(jnp.asarray, turns)), seq_lens)
 
 
-def measure(
-    point: Point, choices: Sequence[dict[str, int]], implementation: str = "pallas"
-) -> Iterator[Timing]:
+def random_query(shape: Sequence[int], dtype: str) -> jax.Array:
+    # A seed of its own: a query that equals a key would see that token only, and no check would miss the others.
+    return jnp.asarray(np.random.default_rng(3).standard_normal(shape, np.float32), dtype)
+
+
+def random_pool(shape: Sequence[int], dtype: str, seed: int) -> jax.Array:
+    """Normal values, which int8 holds times 40."""
+    block = np.random.default_rng(seed).standard_normal(BLOCK, np.float32)
+    return timing.tiled(jnp.asarray(block * 40 if dtype == "int8" else block).astype(dtype), tuple(shape))
+
+
+def measure(point: Point, choices: Sequence[Fields], implementation: str = "pallas") -> Iterator[Timing]:
     """Times each choice of fields, in the order of `choices`; all are compiled before the first is timed, because
     compiling beside a measurement disturbs it."""
-    rounds = rounds_of(point) if implementation == "pallas" else 1
-    shapes = input_shapes(point)
+    inputs = inputs_of(point)
+    calls_a_round = len(inputs.tables)
+    rounds, plain = timing.num_rounds(point.read_bytes / BYTES_PER_SECOND, calls_a_round), False
+    if implementation != "pallas":  # interpreted, to try this out: slow, and jnp to the compiler
+        rounds, plain = 1, True
 
-    def build(fields: dict[str, int]) -> Any:
-        call = attend(shapes, implementation=implementation, config=point.config(**fields))
-        return jax.jit(functools.partial(looped, call, rounds)).lower(shapes).compile()
+    def loop(config: SplitKVConfig, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
+        def call(table, seq_lens):
+            options = dict(implementation=implementation, config=config)
+            return point.call(inputs.operands, table, seq_lens, **options)
+
+        return timing.looped(call, rounds, inputs.tables, inputs.seq_lens, plain=plain)
+
+    def build(fields: Fields) -> Any:
+        return jax.jit(functools.partial(loop, point.config(**fields))).lower(inputs).compile()
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         builds = [pool.submit(build, fields) for fields in choices]
-        inputs = inputs_of(point)
-        reference = first_and_last(reference_of(shapes), inputs)
-    warm = implementation != "pallas"
+        expected = _reference(point, inputs)
+    warm = plain
     for fields, built in zip(choices, builds, strict=True):
         try:
-            run = built.result()
-            outs = run(inputs)
+            run = functools.partial(built.result(), inputs)
+            outs = run()
             if not warm:
-                warm_up(functools.partial(run, inputs))
+                timing.warm_up(run)
                 warm = True
-            error = max(worst_error(*pair) for pair in zip((outs[0], outs[-1]), reference, strict=True))
+            error = max(worst_error(*pair) for pair in zip(outs, expected, strict=True))
             if error <= LARGEST_ERROR[point.dtype]:
-                seconds = device_seconds(functools.partial(run, inputs), REPEATS)
-                yield Timing(fields, seconds / (rounds * len(inputs.tables)) * 1e6, error, None)
+                seconds = timing.device_seconds(run, REPEATS) / timing.num_calls(rounds, calls_a_round)
+                yield Timing(fields, seconds * 1e6, error, None)
             else:
                 yield Timing(fields, math.inf, error, f"wrong: error {error:.1e}")
         except Exception as error:  # whatever the compiler or the driver has against this config
@@ -154,87 +177,9 @@ def measure(
             yield Timing(fields, math.inf, math.nan, f"{type(error).__name__}: {problem}")
 
 
-class Inputs(NamedTuple):
-    query: Any
-    key_cache: Any
-    value_cache: Any
-    tables: tuple[Any, ...]
-    """Block tables, one for each of the calls that take turns; of disjoint pages where those are few."""
-    seq_lens: Any
-
-
-def rounds_of(point: Point) -> int:
-    """Rounds of calls that take about BURST_SECONDS."""
-    return max(
-        1, round(BURST_SECONDS / (max(_num_sets(point), LEAST_CALLS) * max(point.kv_bytes / 2.5e12, 8e-6)))
-    )
-
-
-def _num_sets(point: Point) -> int:
-    return max(1, min(MOST_SETS, math.ceil(ROTATE_BYTES / point.kv_bytes)))
-
-
-def input_shapes(point: Point) -> Inputs:
-    """`inputs_of(point)` as shapes, to compile for."""
-    shape = jax.ShapeDtypeStruct
-    num_sets, pages = _num_sets(point), point.num_seqs * point.max_pages
-    pool = shape(
-        (num_sets * pages, point.page_size, point.num_kv_heads, point.head_dim), jnp.dtype(point.cache_dtype)
-    )
-    tables = (shape((point.num_seqs, point.max_pages), jnp.int32),) * max(num_sets, LEAST_CALLS)
-    query = shape((point.num_seqs, point.num_heads, point.head_dim), jnp.dtype(point.dtype))
-    return Inputs(query, pool, pool, tables, shape((point.num_seqs,), jnp.int32))
-
-
-def inputs_of(point: Point) -> Inputs:
-    num_sets = _num_sets(point)
-    pages = np.random.default_rng(0).permutation(num_sets * point.num_seqs * point.max_pages)
-    tables = pages.astype(np.int32).reshape(num_sets, point.num_seqs, point.max_pages)
-    calls = [np.roll(tables[i % num_sets], i // num_sets, axis=0) for i in range(max(num_sets, LEAST_CALLS))]
-    shape = (len(pages), point.page_size, point.num_kv_heads, point.head_dim)
-    # A seed of its own: a query that equals a key would see that token only, and no check would miss the others.
-    query = np.random.default_rng(3).standard_normal(
-        (point.num_seqs, point.num_heads, point.head_dim), np.float32
-    )
-    return Inputs(
-        jnp.asarray(query, point.dtype),
-        tiled(_random_block(point.cache_dtype, 1), shape),
-        tiled(_random_block(point.cache_dtype, 2), shape),
-        tuple(map(jnp.asarray, calls)),
-        jnp.full((point.num_seqs,), point.max_len, jnp.int32),
-    )
-
-
-def _random_block(dtype: str, seed: int) -> jax.Array:
-    """[BLOCK] normal values."""
-    block = np.random.default_rng(seed).standard_normal(BLOCK, np.float32)
-    return jnp.asarray(block * 40 if dtype == "int8" else block).astype(dtype)
-
-
-def attend(inputs: Inputs, **options: Any) -> Callable[..., Any]:
-    scale = 1 / 40 if inputs.key_cache.dtype == jnp.int8 else 1.0
-    if is_quantized(inputs.key_cache.dtype):
-        options |= dict(k_scale=scale, v_scale=scale)
-    return functools.partial(paged_attention, **options)
-
-
-def looped(attend: Callable[..., jax.Array], rounds: int, inputs: Inputs) -> tuple[jax.Array, ...]:
-    def call(table, seq_lens):
-        return attend(*inputs[:3], table, seq_lens)
-
-    return timing.looped(call, rounds, inputs.tables, inputs.seq_lens)
-
-
-def reference_of(shapes: Inputs, **options: Any) -> Callable[..., jax.Array]:
-    """The call in plain jnp, compiled."""
-    call = jax.jit(attend(shapes, implementation="xla", **options))
-    return call.lower(*shapes[:3], shapes.tables[0], shapes.seq_lens).compile()
-
-
-def first_and_last(attend: Callable[..., jax.Array], inputs: Inputs) -> list[jax.Array]:
-    tables = (inputs.tables[0], inputs.tables[-1])
-    return [attend(*inputs[:3], table, inputs.seq_lens) for table in tables]
-
-
-def worst_error(out: jax.Array, reference: jax.Array) -> float:
-    return float(row_errors(np.asarray(out), np.asarray(reference)).max())
+def _reference(point: Point, inputs: Inputs) -> list[jax.Array]:
+    """In plain jnp, for the first and for the last table."""
+    call = jax.jit(functools.partial(point.call, implementation="xla"))
+    return [
+        call(inputs.operands, table, inputs.seq_lens)[0] for table in (inputs.tables[0], inputs.tables[-1])
+    ]

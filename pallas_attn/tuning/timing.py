@@ -1,4 +1,4 @@
-"""Device time of jitted work, and loops of calls to time, for tuning and benchmarks."""
+"""Device time of jitted work, and the loop of calls that tuning and benchmarks time."""
 
 import functools
 import math
@@ -10,27 +10,82 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+# Calls take turns among sets of inputs of this many bytes together, 32 times an H100's L2, so that no cache is timed.
+ROTATE_BYTES = 1600 << 20
+MOST_SETS = 128
+LEAST_CALLS = 4  # in a round, which costs some microseconds of its own
+BURST_SECONDS = 0.02
+CHECKED_CALLS = 2  # behind the rounds: the first set's and the last's
+
 WARM_UP_SECONDS = 0.3  # compiling leaves the GPU idle, and it wakes slowly
 REPEATS = 5
 QUEUED = 3
 PAUSE_SECONDS = 0.03  # before every burst: a card that runs hot lowers its clock, and order would matter
 
 
+def num_sets(set_bytes: int) -> int:
+    """Sets of inputs of `set_bytes` each (what one call reads of a cache) that calls take turns among."""
+    return max(1, min(MOST_SETS, math.ceil(ROTATE_BYTES / set_bytes)))
+
+
+def num_rounds(call_seconds: float, calls_a_round: int) -> int:
+    """Rounds of such calls that take about BURST_SECONDS; `call_seconds` is an estimate."""
+    return max(1, round(BURST_SECONDS / (max(call_seconds, 8e-6) * calls_a_round)))
+
+
+def num_calls(rounds: int, calls_a_round: int) -> int:
+    """Calls that one run of `looped` makes."""
+    return rounds * calls_a_round + CHECKED_CALLS
+
+
 def looped(
-    call: Callable[[Any, Any], jax.Array], rounds: int, tables: Sequence[Any], seq_lens: Any
-) -> tuple[jax.Array, ...]:
-    """The last of `rounds` rounds of call(table, seq_lens), one for each table. Lengths depend on the round before, so
-    that no call can be hoisted or dropped; the number of rounds is static, or the host would be asked after each."""
+    call: Callable[[Any, jax.Array], tuple[jax.Array, jax.Array]],
+    rounds: int,
+    sets: Sequence[Any],
+    lengths: jax.Array,
+    *,
+    plain: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """The outputs for the first and for the last set, by two calls behind `rounds` rounds of a call for each set.
 
-    def body(_, carry):
-        lens, _ = carry
-        outs = tuple(call(table, lens) for table in tables)
-        probe = sum(out[(0,) * out.ndim].astype(jnp.float32) for out in outs)
-        return lens + jnp.isnan(probe).astype(lens.dtype), outs
+    A round waits for the witness of each call of the one before, so that none can be hoisted or dropped, and keeps
+    nothing else: an output is dead at once, and all share a buffer that stays in the L2, as they do in a model. Kept
+    from round to round they would lie in as many buffers as there are sets.
 
-    out = jax.eval_shape(call, tables[0], seq_lens)
-    outs = tuple(jnp.zeros(out.shape, out.dtype) for _ in tables)
-    return jax.lax.fori_loop(0, rounds, body, (seq_lens, outs))[1]
+    Args:
+        call: (set, lengths) -> (output, witness). The witness is a small float array that the same kernel writes (the
+            lse); a call that has none gives its output twice.
+        rounds: static, or the host would be asked after each.
+        sets: what differs from call to call, one pytree for each call of a round: block tables.
+        lengths: any array that the call's result depends on; calls get it unchanged, which the compiler cannot know.
+        plain: the call is jnp, of which XLA would drop what only the output needs, and compile a copy for every set.
+    """
+    call = jax.jit(call)  # traced once, not once a set
+
+    def after(number: jax.Array, lengths: jax.Array) -> jax.Array:
+        """The lengths as they are, which only `number` can tell."""
+        return lengths + jnp.isnan(number).astype(lengths.dtype)
+
+    def probe(one: Any, lengths: jax.Array) -> jax.Array:
+        output, witness = call(one, lengths)
+        return _first(witness) + _first(output) if plain else _first(witness)
+
+    def body(_, lengths):
+        if plain:
+            stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *sets)
+            probes = jax.lax.map(lambda one: probe(one, lengths), stacked)
+        else:
+            probes = jnp.stack([probe(one, lengths) for one in sets])
+        return after(jnp.sum(probes), lengths)
+
+    lengths = jax.lax.fori_loop(0, rounds, body, lengths)
+    first, witness = call(sets[0], lengths)
+    last, _ = call(sets[-1], after(_first(witness), lengths))
+    return first, last
+
+
+def _first(array: jax.Array) -> jax.Array:
+    return array[(0,) * array.ndim].astype(jnp.float32)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -47,14 +102,17 @@ def warm_up(run: Callable[[], Any]) -> None:
 
 
 def device_seconds(run: Callable[[], Any], repeats: int = REPEATS) -> float:
-    """Seconds that `run`, a dispatch of jitted work that takes milliseconds, keeps the device busy: median of repeats.
+    """The median of `device_samples`."""
+    return statistics.median(device_samples(run, repeats))
+
+
+def device_samples(run: Callable[[], Any], repeats: int = REPEATS) -> list[float]:
+    """Seconds that `run`, a dispatch of jitted work that takes milliseconds, keeps the device busy; one a repeat.
 
     What further runs add when queued behind one, so that dispatch and the host's waking up, up to 0.8 ms around
     a burst, are not counted. Their dispatch is hidden behind the first run.
     """
-    return statistics.median(
-        (_queued_seconds(run, 1 + QUEUED) - _queued_seconds(run, 1)) / QUEUED for _ in range(repeats)
-    )
+    return [(_queued_seconds(run, 1 + QUEUED) - _queued_seconds(run, 1)) / QUEUED for _ in range(repeats)]
 
 
 def _queued_seconds(run: Callable[[], Any], times: int) -> float:

@@ -2,8 +2,9 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
-from pallas_attn._call.checks import check_int
+from pallas_attn._call.checks import check_int, fail
 
 
 class OutOfPagesError(RuntimeError):
@@ -47,35 +48,35 @@ class PageAllocator:
 
     def share(self, pages: Iterable[int]) -> list[int]:
         """Adds a reference to each page, for another sequence with the same prefix. Returns the pages."""
-        pages = list(pages)
-        self._check_in_use("share", pages)
+        pages = self._checked_list("share", pages)
         for page in pages:
             self._references[page] += 1
         return pages
 
     def free(self, pages: Iterable[int]) -> None:
         """Drops one reference from each page; a page without references is free again."""
-        pages = list(pages)
-        self._check_in_use("free", pages)
+        pages = self._checked_list("free", pages)
         for page in pages:
             self._references[page] -= 1
             if self._references[page] == 0:
                 self._free.append(page)
 
-    def _check_ids(self, method: str, pages: list[int]) -> None:
+    def _check_ids(self, method: str, pages: list[Any]) -> None:
         for page in pages:
             check_int(f"PageAllocator.{method}", "pages", page)
             if not 0 <= page < self.num_pages:
-                raise ValueError(
-                    f"PageAllocator.{method}: argument 'pages': expected ids in [0, {self.num_pages}), got {page}"
-                )
+                fail(f"PageAllocator.{method}", "pages", f"ids in [0, {self.num_pages})", str(page))
 
-    def _check_in_use(self, method: str, pages: list[int]) -> None:
+    def _checked_list(self, method: str, pages: Any) -> list[int]:
+        """The pages, all in use; none more often than it has references where that matters."""
+        if not isinstance(pages, Iterable):
+            got = f"{pages!r} of type {type(pages).__name__}"
+            fail(f"PageAllocator.{method}", "pages", "page ids", got, TypeError)
+        pages = list(pages)
         self._check_ids(method, pages)
         for page, times in Counter(pages).items():
             held = self._references[page]
             if held == 0 or (method == "free" and times > held):
-                raise ValueError(
-                    f"PageAllocator.{method}: argument 'pages': expected pages in use, "
-                    f"got page {page} {times} time(s) with {held} reference(s)"
-                )
+                got = f"page {page} {times} time(s) with {held} reference(s)"
+                fail(f"PageAllocator.{method}", "pages", "pages in use", got)
+        return pages

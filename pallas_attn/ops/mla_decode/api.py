@@ -209,7 +209,12 @@ def check_call(
 
 def _resolve_config(case: Case, explicit: MLADecodeConfig | None) -> MLADecodeConfig:
     key = dict(
-        rows=case.rows, page_size=case.pool.page_size, dtype=dtype_name(case.dtype), scheduled=case.scheduled
+        rows=case.rows,
+        page_size=case.pool.page_size,
+        dtype=dtype_name(case.dtype),
+        scheduled=case.scheduled,
+        streams=case.num_seqs * case.pool.num_kv_heads,
+        max_len=case.max_pages * case.pool.page_size,
     )
     return configs.resolve(
         "mla_decode",

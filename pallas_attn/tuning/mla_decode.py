@@ -1,0 +1,78 @@
+"""What is tuned of `mla_decode`: its Pallas kernel, with a schedule and without one."""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from pallas_attn._call.device import current_device
+from pallas_attn.ops.mla_decode import MLADecodeConfig, mla_decode, mla_schedule
+from pallas_attn.ops.mla_decode.config import heuristic
+from pallas_attn.ops.mla_decode.problem import QUERY_DIM
+from pallas_attn.tuning.points import Fields, Point, random_pool, random_query
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MLADecodePoint(Point):
+    op = "mla_decode"
+    sizes: ClassVar = dict(num_heads=128, num_kv_heads=1, page_size=64, dtype="bfloat16")
+
+    scheduled: bool
+
+    @classmethod
+    def variants(cls, **sizes: Any) -> "Sequence[MLADecodePoint]":
+        return [cls(scheduled=scheduled, **sizes) for scheduled in (True, False)]
+
+    @property
+    def kind(self) -> str:
+        return "with a schedule" if self.scheduled else "without"
+
+    @property
+    def read_bytes(self) -> int:
+        slots = self.num_seqs * self.max_pages * self.page_size
+        return slots * self.num_kv_heads * QUERY_DIM * jnp.dtype(self.dtype).itemsize
+
+    def key(self) -> dict[str, Any]:
+        return dict(page_size=self.page_size, dtype=self.dtype, scheduled=self.scheduled)
+
+    def config(self, **fields: int) -> MLADecodeConfig:
+        guess = heuristic(
+            num_seqs=self.num_seqs,
+            num_kv_heads=self.num_kv_heads,
+            rows=self.rows,
+            page_size=self.page_size,
+            max_len=self.max_pages * self.page_size,
+            device=current_device(),
+        )
+        return dataclasses.replace(guess, **fields)
+
+    def candidates(self) -> list[Fields]:
+        """Tiles on either side of the heuristic's; without a schedule also shorter and more pieces."""
+        if self.config().block_q >= 64:
+            tiles = [(64, 32, 8, 2), (64, 32, 8, 3), (64, 32, 8, 4), (64, 16, 8, 4), (32, 32, 4, 3)]
+        else:
+            block_q = self.config().block_q
+            shapes = [(64, 4, 2), (64, 4, 3), (64, 8, 3), (32, 4, 3), (32, 4, 4), (32, 4, 5), (16, 4, 4)]
+            tiles = [(block_q, *shape) for shape in shapes]
+        cores = current_device().num_cores
+        splits: list[Fields] = [{}]
+        if not self.scheduled:
+            splits += [dict(target_programs=2 * cores), dict(min_split_tokens=256)]
+        names = ("block_q", "block_kv", "num_warps", "num_stages")
+        tiled = [
+            dict(zip(names, tile, strict=True)) | more for tile, more in itertools.product(tiles, splits)
+        ]
+        return self.distinct([{}, *tiled])
+
+    def operands(self, num_pages: int, seq_lens: jax.Array) -> tuple[Any, ...]:
+        query = random_query((self.num_seqs, 1, self.num_heads, QUERY_DIM), self.dtype)
+        pool = random_pool((num_pages, self.page_size, self.num_kv_heads, QUERY_DIM), self.dtype, 1)
+        sizes = dict(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads)
+        return query, pool, mla_schedule(seq_lens, **sizes) if self.scheduled else None
+
+    def call(self, operands: tuple[Any, ...], table: jax.Array, seq_lens: jax.Array, **options: Any) -> Any:
+        query, pool, schedule = operands
+        return mla_decode(query, pool, table, seq_lens, schedule=schedule, return_lse=True, **options)

@@ -1,0 +1,56 @@
+"""The loop of calls that tuning and benchmarks time: nothing of it may be hoisted, dropped or kept."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_attn.tuning import timing
+
+NUM_SEQS, DIM = 3, 40
+WEIGHTS = jnp.ones((DIM, DIM))
+SETS = [jnp.full(NUM_SEQS, float(i)) for i in range(5)]
+LENGTHS = jnp.arange(NUM_SEQS, dtype=jnp.int32)
+
+
+def call(table: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Two products for the output [NUM_SEQS, DIM]; the witness [NUM_SEQS] needs the first only."""
+    logits = jnp.sin(table + lengths)[:, None] * WEIGHTS[:NUM_SEQS] @ WEIGHTS
+    return jnp.tanh(logits) @ WEIGHTS, logits[:, 0]
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_the_loop_gives_the_first_and_the_last_sets_outputs(plain):
+    outs = jax.jit(functools.partial(timing.looped, call, 2, plain=plain))(SETS, LENGTHS)
+    for out, table in zip(outs, (SETS[0], SETS[-1]), strict=True):
+        assert jnp.allclose(out, call(table, LENGTHS)[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_the_loop_keeps_no_output(plain):
+    jaxpr = jax.make_jaxpr(functools.partial(timing.looped, call, 2, plain=plain))(SETS, LENGTHS)
+    (loop,) = [equation for equation in jaxpr.eqns if equation.primitive.name in ("scan", "while")]
+    carried = [variable.aval.shape for variable in loop.outvars]
+    assert (NUM_SEQS, DIM) not in carried
+    assert (NUM_SEQS,) in carried, "but the lengths"
+
+
+def test_every_call_stays_where_it_is_and_plain_ones_whole():
+    def products(plain: bool) -> int:
+        loop = jax.jit(functools.partial(timing.looped, call, 7, plain=plain))
+        text = loop.lower(SETS, LENGTHS).compile().as_text() or ""
+        return text.count(" dot(")
+
+    behind = 2 * timing.CHECKED_CALLS
+    assert products(plain=True) == 2 + behind, "one copy for all sets"
+    assert products(plain=False) == len(SETS) + behind, "of jnp the second product would be dropped"
+
+
+def test_sets_and_rounds_follow_from_what_a_call_takes():
+    assert timing.num_sets(1) == timing.MOST_SETS
+    assert timing.num_sets(timing.ROTATE_BYTES // 7) == 8
+    assert timing.num_sets(2 * timing.ROTATE_BYTES) == 1
+    assert timing.num_rounds(timing.BURST_SECONDS / 12, 4) == 3
+    assert timing.num_rounds(1.0, 4) == 1
+    assert timing.num_calls(3, 4) == 14
