@@ -1,8 +1,8 @@
 """Lowering for a GPU that is not there, and compiling the result to machine code.
 
-`jax` can lower for an abstract device, and pip's Triton compiles the Triton IR found in the lowered module, in processes
-of its own (triton_worker.py). That Triton is not the one inside XLA, so its numbers (registers, shared memory) are a
-check, not the truth. The helper uses private JAX modules, which is why it lives with the tests.
+`jax` can lower for an abstract device, and pip's Triton, in processes of its own (triton_worker.py), compiles the
+Triton IR found in the lowered module. That Triton is not the one inside XLA, so its numbers (registers, shared memory)
+are a check, not the truth. The helper uses private JAX modules, which is why it lives with the tests.
 """
 
 import atexit
@@ -125,7 +125,11 @@ def _worker(triton: str) -> subprocess.Popen:
     if not overlay.exists():
         pytest.fail(f"Triton {triton} is not installed: run `make .venv/triton-{triton}`")
     worker = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("triton_worker.py")), str(ROOT / ".pytest_cache/triton")],
+        [
+            sys.executable,
+            str(Path(__file__).with_name("triton_worker.py")),
+            str(ROOT / ".pytest_cache/triton"),
+        ],
         env=os.environ | {"PYTHONPATH": str(overlay)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

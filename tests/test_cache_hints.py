@@ -1,4 +1,4 @@
-"""Cache hints arrive in machine code: MLA reads each latent once (evict_first) and its results are read soon (evict_last).
+"""Cache hints arrive in machine code: MLA reads a latent once (evict_first), its results are read soon (evict_last).
 
 Nothing else tells when one is lost on the way: the numbers stay right, and the kernel is slower. jax 0.11, jax 0.12 and
 Triton before and from 3.9 spell them differently, and a parser may drop what it does not know.

@@ -15,7 +15,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-POLICY = re.compile(r" \{cachePolicy = #tt\.cache_policy<cache_modifier = (\w+), eviction_policy = (\w+)>\} :")
+POLICY = re.compile(
+    r" \{cachePolicy = #tt\.cache_policy<cache_modifier = (\w+), eviction_policy = (\w+)>\} :"
+)
 OLD_POLICY = re.compile(r" (?:cacheModifier = (\w+) )?(?:evictionPolicy = (\w+) )(?=:)")
 HINTS = ("evict_first", "evict_last")
 
@@ -123,8 +125,10 @@ def answer(request: dict[str, Any], version: str, cache: Path) -> dict[str, Any]
 def main(cache: str) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what Triton prints is no answer
-    os.environ["TRITON_ALWAYS_COMPILE"] = "1"  # the cache here is shared by both ends of jax, Triton's own is not needed
-    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # 3.9 warns until the choice is made; XLA's Triton fuses
+    os.environ["TRITON_ALWAYS_COMPILE"] = "1"  # the cache here is the one that both ends of jax share
+    os.environ.setdefault(
+        "TRITON_DEFAULT_FP_FUSION", "1"
+    )  # 3.9 warns until the choice is made; XLA's Triton fuses
     import triton
 
     Path(cache).mkdir(parents=True, exist_ok=True)
