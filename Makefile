@@ -14,7 +14,7 @@ INSTALL := .venv/bin/python $(PIP) --no-deps
 PYTEST := .venv/bin/python -m pytest -n auto
 # Built with the versions in build.txt: pip up to 26.1 reads the one variable for that, from 25.3 on the other.
 BUILD := PIP_CONSTRAINT=$(CURDIR)/$(LOCK)/build.txt PIP_BUILD_CONSTRAINT=$(CURDIR)/$(LOCK)/build.txt
-RESOLVE := .venv/bin/uv pip compile --quiet --universal --upgrade --python-version 3.12 --no-emit-index-url \
+RESOLVE := .venv/lock/bin/uv pip compile --quiet --universal --upgrade --python-version 3.12 --no-emit-index-url \
 	--annotation-style line --custom-compile-command "make lock"
 LATEST := .venv/latest
 
@@ -69,11 +69,12 @@ format: .venv/.test
 	.venv/bin/ruff format .
 	git ls-files '*.cu' '*.cuh' '*.h' '*.cc' | xargs -r .venv/bin/clang-format -i
 
-lock: .venv/.test ## renews the exact versions in requirements/
+lock: .venv/bin/python ## renews the exact versions in requirements/
+	.venv/bin/python $(PIP) --quiet --upgrade --target .venv/lock uv scikit-build-core
 	$(RESOLVE) --extra dev -o $(LOCK)/test.txt pyproject.toml
 	$(RESOLVE) --extra models -c $(LOCK)/test.txt -o $(LOCK)/demo.txt pyproject.toml
 	$(RESOLVE) --extra cuda -c $(LOCK)/test.txt -o $(LOCK)/cuda.txt pyproject.toml
-	.venv/bin/python $(LOCK)/build_requires.py | $(RESOLVE) -o $(LOCK)/build.txt -
+	PYTHONPATH=.venv/lock .venv/bin/python $(LOCK)/build_requires.py | $(RESOLVE) -o $(LOCK)/build.txt -
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist
