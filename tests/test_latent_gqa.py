@@ -30,7 +30,10 @@ def test_equals_paged_attention(num_heads, num_kv_heads, head_dim, implementatio
         PagedKVCache.create(num_kv_heads=num_kv_heads, head_dim=head_dim, **sizes),
         PagedLatentCache.create(**sizes),
     ]
-    modules = [PagedAttention(implementation="xla"), LatentGQA(implementation=implementation)]
+    modules = [
+        jax.jit(module.__call__, static_argnums=4)
+        for module in (PagedAttention(implementation="xla"), LatentGQA(implementation=implementation))
+    ]
     steps = [
         jnp.asarray([[*range(20)], [*range(13), *[-1] * 7]], jnp.int32),
         jnp.asarray([[20], [13]], jnp.int32),

@@ -23,8 +23,12 @@ IMPLEMENTATIONS = [*ANY_PAGE_SIZE, CUDA]
 
 
 def served_cases():
-    for case in cases.select("mla_decode", "test"):
-        yield from (pytest.param(case, name, id=f"{case.id}-{name}") for name in ("xla", "interpret"))
+    for i, case in enumerate(cases.select("mla_decode", "test")):
+        # The oldest jax has every second: shapes are the kernel's affair, and its lowering is compared elsewhere.
+        marks = [pytest.mark.once] if i % 2 else []
+        yield from (
+            pytest.param(case, name, id=f"{case.id}-{name}", marks=marks) for name in ("xla", "interpret")
+        )
         on_gpu = [] if case.dtype == "float32" else ["pallas", "cuda"] if case.page_size == 64 else ["pallas"]
         yield from (
             pytest.param(case, name, id=f"{case.id}-{name}", marks=pytest.mark.gpu) for name in on_gpu

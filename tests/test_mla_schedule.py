@@ -77,6 +77,7 @@ def check_slots(num_splits, num_parts):
     assert used.max() <= 1
 
 
+@pytest.mark.once  # test_edges has the oldest jax compute schedules
 @settings(max_examples=1000, deadline=None)
 @given(problems())
 def test_equals_the_plain_model(problem):
@@ -93,6 +94,7 @@ def test_edges(lengths, num_parts):
     check(lengths, num_parts)
 
 
+@pytest.mark.once
 @settings(max_examples=100, deadline=None)
 @given(problems(), st.sampled_from([1, 2]))
 def test_other_overheads(problem, overhead):

@@ -1,0 +1,145 @@
+"""A process that compiles Triton IR to machine code with the Triton first on its path; it neither has nor needs a GPU.
+
+Reads requests and writes answers, one line of JSON each, until its input ends. A Triton of its own for each process is
+what lets one run of the tests read the same kernels with several, whatever torch has brought into the environment.
+"""
+
+import gzip
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+POLICY = re.compile(
+    r" \{cachePolicy = #tt\.cache_policy<cache_modifier = (\w+), eviction_policy = (\w+)>\} :"
+)
+OLD_POLICY = re.compile(r" (?:cacheModifier = (\w+) )?(?:evictionPolicy = (\w+) )(?=:)")
+HINTS = ("evict_first", "evict_last")
+
+
+def spell(triton_ir: str, release: tuple[int, int]) -> str:
+    """Cache hints as this Triton writes them: 3.9 and jax 0.12 have one attribute, those before have a word for each.
+
+    A spelling that is not known here stays, and Triton's parser refuses it.
+    """
+    if release >= (3, 9):
+        return OLD_POLICY.sub(
+            lambda m: (
+                f" {{cachePolicy = #tt.cache_policy<cache_modifier = {m[1] or 'none'}, eviction_policy = {m[2]}>}} "
+            ),
+            triton_ir,
+        )
+
+    def words(match: re.Match[str]) -> str:
+        modifier = "" if match[1] == "none" else f" cacheModifier = {match[1]}"
+        return f"{modifier} evictionPolicy = {match[2]} :"
+
+    return POLICY.sub(words, triton_ir)
+
+
+def hints(text: str) -> dict[str, int]:
+    return {hint: text.count(hint) for hint in HINTS}
+
+
+def simplified(triton_ir: str, sm: int, folder: Path) -> str:
+    """After the target-independent passes, which `triton.compile` leaves out for a file of Triton IR and XLA does not.
+
+    Among them is the one that lets `acc + dot(a, b)` accumulate in place. Without locations, so that what two versions
+    of jax lower to the same operations is the same text.
+    """
+    from triton._C.libtriton import ir
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import make_backend
+
+    path = folder / "lowered.ttir"
+    path.write_text(triton_ir)
+    backend: Any = make_backend(GPUTarget("cuda", sm, 32))
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    module = ir.parse_mlir_module(str(path), context)
+    module.context = context
+    read, meant = hints(str(module)), hints(triton_ir)
+    if read != meant:
+        raise ValueError(f"Triton read the hints {read}, the kernel has {meant}")
+    backend.make_ttir(module, {}, backend.parse_options({}), sm)
+    text = re.sub(r"^#loc.*\n", "", str(module), flags=re.MULTILINE)
+    return re.sub(r' loc\((#loc\d*|".*?":\d+:\d+|unknown)\)', "", text)
+
+
+def compile_kernel(triton_ir: str, sm: int, folder: Path, **options: int) -> dict[str, Any]:
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    path = folder / "simplified.ttir"
+    path.write_text(triton_ir)
+    kernel = triton.compile(str(path), target=GPUTarget("cuda", sm, 32), options=options)
+    registers, stack = resources(kernel.asm["cubin"], folder)
+    return {
+        "ttgir": kernel.asm["ttgir"],
+        "ptx": kernel.asm["ptx"],
+        "shared_bytes": kernel.metadata.shared,
+        "registers": registers,
+        "stack_bytes": stack,
+    }
+
+
+def resources(cubin: bytes, folder: Path) -> tuple[int, int]:
+    """(registers a thread, bytes of stack) as cuobjdump, which Triton's wheel ships, reports them."""
+    from triton import knobs
+
+    path = folder / "kernel.cubin"
+    path.write_bytes(cubin)
+    command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
+    report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = (re.search(rf"{name}:(\d+)", report) for name in ("REG", "STACK"))
+    if registers is None or stack is None:
+        raise ValueError(f"cuobjdump reported neither registers nor stack: {report}")
+    return int(registers[1]), int(stack[1])
+
+
+def answer(request: dict[str, Any], version: str, cache: Path) -> dict[str, Any]:
+    """`request`: ir, sm, num_warps, num_stages. What was compiled from the same text is read from `cache`."""
+    sm = request["sm"]
+    options = {name: request[name] for name in ("num_warps", "num_stages")}
+    major, minor = (int(part) for part in version.split(".")[:2])
+    with tempfile.TemporaryDirectory(dir=cache) as name:
+        folder = Path(name)
+        text = simplified(spell(request["ir"], (major, minor)), sm, folder)
+        key = json.dumps([version, sm, options, text, Path(__file__).read_text()])
+        kept = cache / f"{hashlib.sha256(key.encode()).hexdigest()}.json.gz"
+        if kept.exists():
+            return json.loads(gzip.decompress(kept.read_bytes()))
+        compiled = compile_kernel(text, sm, folder, **options)
+        unfinished = folder / kept.name
+        unfinished.write_bytes(gzip.compress(json.dumps(compiled).encode()))
+        unfinished.replace(kept)  # at once: another process may look for it
+    return compiled
+
+
+def main(cache: str) -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what Triton prints is no answer
+    os.environ["TRITON_ALWAYS_COMPILE"] = "1"  # the cache here is the one that both ends of jax share
+    os.environ.setdefault(
+        "TRITON_DEFAULT_FP_FUSION", "1"
+    )  # 3.9 warns until the choice is made; XLA's Triton fuses
+    import triton
+
+    Path(cache).mkdir(parents=True, exist_ok=True)
+    print(json.dumps({"version": triton.__version__, "file": triton.__file__}), file=answers, flush=True)
+    for line in sys.stdin:
+        try:
+            reply = answer(json.loads(line), triton.__version__, Path(cache))
+        except Exception as error:  # it is the caller's to raise
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(reply), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
