@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import export
 
+from pallas_attn._call import partition
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._call.device import current_device
 from pallas_attn._types import SeqLens
@@ -99,9 +100,27 @@ def mla_schedule(
     ):
         if value is not None:
             check.count(name, value, most)
-    if overhead_blocks is None:
+    return MLASchedule(
+        *partition.run(
+            "mla_schedule",
+            _schedule,
+            {"seq_lens": seq_lens},
+            {"seq_lens": "lengths"},  # all of them on every device
+            ("parts columns", "sums"),
+            static={"num_parts": num_parts, "overhead": overhead_blocks, "rows": rows},
+            opaque=False,
+            check_vma=True,
+        )
+    )
+
+
+def _schedule(
+    operands: dict[str, jax.Array], *, num_parts: int, overhead: int | None, rows: int
+) -> MLASchedule:
+    seq_lens = operands["seq_lens"]
+    if overhead is None:
         return tile_schedule(seq_lens, num_parts, default_overhead(seq_lens, num_parts, rows))
-    return tile_schedule(seq_lens, num_parts, overhead_blocks)
+    return tile_schedule(seq_lens, num_parts, overhead)
 
 
 def default_overhead(seq_lens: jax.Array, num_parts: int, rows: int) -> int | jax.Array:
