@@ -3,24 +3,25 @@
 XLA cannot look into a kernel. Given sharded operands it would gather them, the pools too, and run the whole call on
 every device. So a call says what each dimension of its operands is, and from that follows how it is cut:
 
-- `seqs`, `heads`, `kv_heads` may be sharded: a device serves its sequences and its heads. Query heads go with their KV
-  heads; with a single KV head they may be sharded while the pool is whole on every device.
+- Sequences and heads may be sharded: a device serves its own. Query heads go with their KV heads; a pool with a single
+  KV head may be whole on every device while the query's heads are sharded.
 - Pools stay where they are. What is small (queries, tables, lengths, scales, new tokens) is brought to them.
 - A pool sharded along any other dimension is refused in words. Page ids count over the whole pool, so a device that
   holds some of the pages could not serve a table that names others.
 
-Axes of a mesh are of three types, and a call meets each in its own way:
+The axes of a mesh are of three types, and each is met in its own way:
 
-- Manual, inside `jax.shard_map`: the operands are the device's share already. Nothing is done.
+- Manual, inside `jax.shard_map`: the operands are the device's share already, and nothing is done.
 - Explicit: the types of the operands say how they are sharded, so the call goes into a shard_map of its own.
-- Auto: only XLA's partitioner knows, and it asks through `custom_partitioning`.
+- Auto: only XLA's partitioner knows, and it asks through `custom_partitioning`. What is plain jnp it cuts by itself.
 
 With a single device nothing is done, and what is lowered is the same text as without this file.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -30,203 +31,184 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_attn._call.checks import fail
 
-SPLITTABLE = ("seqs", "heads", "kv_heads", "batch")
-POOL = "pages"  # what has such a dimension is a pool
+SEQS, HEADS, KV_HEADS, BATCH = "seqs", "heads", "kv_heads", "batch"
+PAGES = "pages"  # an operand that has such a dimension is a pool
 
 Axes = tuple[str, ...]
+Function = Callable[..., tuple[jax.Array, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """`fn(operands by name, **static)` returns a tuple of arrays; `dims` and `results` name the dimensions of each.
+    """`fn(operands by name, **static)` returns a tuple of arrays.
 
-    dims: (operand, its dimensions in words separated by blanks) for every operand that the call has.
-    results: the same for the results.
-    static: keyword arguments of `fn`, hashable.
-    share: what serves a device's share if that is not `fn`.
     function: the public function, for messages.
+    dims: (operand, what its dimensions are, in words) for each operand. "seqs", "heads", "kv_heads" and "batch..." may
+        be sharded; any other word will do for the rest, but a pool has "pages".
+    results: what the results' dimensions are.
+    static: keyword arguments of `fn`, hashable.
+    share: takes the place of `fn` for a device's share of the call, if it is another.
     """
 
     function: str
-    fn: Callable[..., tuple[jax.Array, ...]]
+    fn: Function
     dims: tuple[tuple[str, str], ...]
     results: tuple[str, ...]
-    static: tuple[tuple[str, Any], ...] = ()
-    share: Callable[..., tuple[jax.Array, ...]] | None = None
+    static: tuple[tuple[str, Any], ...]
+    share: Function | None
 
-    def whole(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
-        return self._run(self.fn, operands)
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _ in self.dims]
 
-    def part(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
-        return self._run(self.share or self.fn, operands)
+    def runner(self, split: Mapping[str, Axes]) -> Function:
+        """What every device runs on the operands it holds."""
+        fn = self.share if self.share and any(split.values()) else self.fn
 
-    def _run(self, fn: Callable[..., tuple[jax.Array, ...]], operands: tuple) -> tuple[jax.Array, ...]:
-        names = [name for name, _ in self.dims]
-        return tuple(fn(dict(zip(names, operands, strict=True)), **dict(self.static)))
+        def run(*operands: jax.Array) -> tuple[jax.Array, ...]:
+            return tuple(fn(dict(zip(self.names, operands, strict=True)), **dict(self.static)))
 
+        return run
 
-@dataclasses.dataclass(frozen=True)
-class _Batched:
-    """`fn` under vmap: the operands named in `batched` have a leading dimension more."""
+    def specs(self, split: Mapping[str, Axes]) -> tuple[tuple[PartitionSpec, ...], tuple[PartitionSpec, ...]]:
+        """Of the operands and of the results."""
 
-    fn: Callable[..., tuple[jax.Array, ...]]
-    batched: frozenset[str]
+        def spec(dims: str) -> PartitionSpec:
+            return PartitionSpec(*(split.get(kind) or None for kind in dims.split()))
 
-    def __call__(self, operands: dict[str, jax.Array], **static: Any) -> tuple[jax.Array, ...]:
-        axes = {name: 0 if name in self.batched else None for name in operands}
-        return jax.vmap(functools.partial(self.fn, **static), in_axes=(axes,))(operands)
+        return tuple(spec(dims) for _, dims in self.dims), tuple(map(spec, self.results))
 
 
 def run(
     function: str,
-    fn: Callable[..., tuple[jax.Array, ...]],
+    fn: Function,
     operands: Mapping[str, jax.Array],
     dims: Mapping[str, str],
     results: tuple[str, ...],
     *,
     static: Mapping[str, Any],
-    share: Callable[..., tuple[jax.Array, ...]] | None = None,
-    opaque: bool,
-    check_vma: bool,
+    share: Function | None = None,
+    implementation: str,
 ) -> tuple[jax.Array, ...]:
-    """`fn(operands, **static)`, on each device the part of it that its operands' shardings give it.
+    """`fn(operands, **static)`; where the operands are sharded, on each device its part of it.
 
     Args:
-        dims: what the dimensions of each operand are; may name operands that this call does not have.
-        share: takes the place of `fn` for a device's share of a call.
-        opaque: whether XLA cannot partition `fn` by itself, as it can plain jnp.
-        check_vma: whether shard_map may check over which axes the values inside vary.
+        function, fn, results, static, share: see `Call`.
+        dims: as there; may name operands that this call does not have.
+        implementation: "xla" is plain jnp, which XLA partitions itself; inside "interpret" JAX cannot tell over which
+            axes values vary.
 
     Raises:
-        ValueError: a pool sharded in a way that cannot be served. Under Auto axes it is only known, and raised, when
-            XLA partitions the compiled function.
+        ValueError: a pool is sharded in a way that cannot be served. Under Auto axes this comes to light, and is raised
+            by JAX as a JaxRuntimeError that ends in our message, when XLA partitions the compiled function.
     """
-    call = Call(
-        function,
-        fn,
-        tuple((name, dims[name]) for name in operands),
-        results,
-        tuple(sorted(static.items())),
-        share,
-    )
+    named = tuple((name, dims[name]) for name in operands)
+    call = Call(function, fn, named, results, tuple(sorted(static.items())), share)
     arrays = tuple(operands.values())
     mesh = _mesh_of(arrays)
+    auto = () if mesh is None else tuple(axis for axis in mesh.auto_axes if mesh.shape[axis] > 1)
+    opaque, checkable = implementation != "xla", implementation != "interpret"
+    if not checkable and any(jax.typeof(array).manual_axis_type.varying for array in arrays):
+        fail(
+            function,
+            "implementation",
+            "another than 'interpret' in a shard_map with check_vma=True",
+            "'interpret'",
+        )
+    if opaque and mesh is not None and auto and not mesh.are_all_axes_auto:
+        got = f"Auto {_spell(auto)} beside Manual or Explicit axes (in shard_map, name it in axis_names too)"
+        fail(function, named[0][0], "a mesh without axes over which XLA would gather the pools unasked", got)
     if mesh is not None and AxisType.Explicit in mesh.axis_types:
-        return _explicit(arrays, call=call, mesh=mesh, check_vma=check_vma)
-    if opaque and _may_be_sharded(mesh):
+        return _explicit(arrays, call=call, mesh=mesh, check_vma=checkable)
+    if opaque and (auto or (mesh is None and jax.device_count() > 1)):
         return _auto(arrays, call=call)
-    return call.whole(*arrays)
+    return call.runner({})(*arrays)
 
 
 def _mesh_of(operands: tuple[jax.Array, ...]) -> Any:
-    """The mesh of the operands' types, or that of the context, or None; the axes' types may be anything."""
+    """The mesh in the operands' types, one with Explicit axes if there are several, or else the context's, or None."""
     meshes = [jax.typeof(operand).sharding.mesh for operand in operands]
     meshes = [mesh for mesh in (*meshes, jax.sharding.get_abstract_mesh()) if not mesh.empty]
-    return next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), next(iter(meshes), None))
+    explicit = [mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types]
+    return next(iter(explicit or meshes), None)
 
 
-def _may_be_sharded(mesh: Any) -> bool:
-    if mesh is None:
-        return jax.device_count() > 1
-    return mesh.size > 1 and not mesh.are_all_axes_manual
-
-
-def plan(call: Call, shapes: Mapping[str, tuple[int, ...]], specs: Mapping[str, tuple], sizes: Mapping) -> dict:
-    """{kind of dimension: mesh axes it is split over}, from the shardings that the operands come with.
+def plan(call: Call, operands: tuple, sizes: Mapping[str, int]) -> dict[str, Axes]:
+    """{kind of dimension: mesh axes that it is split over}, from how the operands are sharded.
 
     Args:
-        shapes, specs: of each operand; a spec holds an axis, a tuple of axes or None for each dimension.
+        operands: in the call's order, with a shape and a sharding (None where it is whole on every device).
         sizes: of the mesh's axes.
 
     Raises:
         ValueError: a pool is sharded in a way that cannot be served.
     """
     split: dict[str, Axes] = {}
-    first: dict[str, str] = {}  # the operand that decided
 
-    def pieces(axes: Axes) -> int:
-        return functools.reduce(lambda n, axis: n * sizes[axis], axes, 1)
+    def dimensions(of_pools: bool) -> Iterator[tuple[str, str, int, Axes]]:
+        for (name, dims), operand in zip(call.dims, operands, strict=True):
+            if (PAGES in dims.split()) == of_pools:
+                for kind, size, axes in zip(dims.split(), operand.shape, _axes(operand), strict=True):
+                    yield name, kind, size, axes
 
-    def dimensions(name: str, dims: str):
-        return zip(dims.split(), shapes[name], (_axes(entry) for entry in specs[name]), strict=True)
+    def even(size: int, axes: Axes) -> bool:
+        return size % math.prod(sizes[axis] for axis in axes) == 0
 
-    pools = [(name, dims) for name, dims in call.dims if POOL in dims.split()]
-    for name, dims in pools:
-        for kind, size, axes in dimensions(name, dims):
-            if not axes:
-                if split.get(kind):
-                    fail(call.function, name, f"{kind} sharded as in {first[kind]}", "not sharded")
-                split.setdefault(kind, ())
-            elif kind == POOL:
-                fail(call.function, name, "every device to hold all pages, for page ids count over the whole pool",
-                     f"pages sharded over {_spell(axes)} (in jax.shard_map each device may have a pool and tables of "
-                     "its own)")  # fmt: skip
-            elif not _splittable(kind) or size % pieces(axes):
-                fail(call.function, name, f"{kind} not sharded" if not _splittable(kind) else
-                     f"{kind} ({size}) divisible by its shards", f"sharded over {_spell(axes)}")  # fmt: skip
-            elif split.setdefault(kind, axes) != axes:
-                fail(call.function, name, f"{kind} sharded as in {first[kind]}, over {_spell(split[kind])}",
-                     _spell(axes))  # fmt: skip
-            first.setdefault(kind, name)
-    if split.get("kv_heads"):
-        split["heads"] = split["kv_heads"]
+    for name, kind, size, axes in dimensions(of_pools=True):
+        got = f"sharded over {_spell(axes)}" if axes else "not sharded"
+        if axes and kind == PAGES:
+            expected = "all pages on every device, for ids count over the whole pool (in jax.shard_map each may have a "
+            fail(call.function, name, expected + "pool and tables of its own)", f"pages {got}")
+        if axes and not (_splittable(kind) and even(size, axes)):
+            fail(call.function, name, f"{kind} ({size}) whole, or heads in equal shares", f"{kind} {got}")
+        if split.setdefault(kind, axes) != axes:
+            expected = f"over {_spell(split[kind])}" if split[kind] else "not sharded"
+            fail(call.function, name, f"{kind} as the other pool's, {expected}", f"{kind} {got}")
+    if split.get(KV_HEADS):
+        split[HEADS] = split[KV_HEADS]
 
-    small = [(name, dims) for name, dims in call.dims if POOL not in dims.split()]
-    for name, dims in small:
-        for kind, size, axes in dimensions(name, dims):
-            taken = {axis for kind_axes in split.values() for axis in kind_axes}
-            if _splittable(kind) and kind not in split and axes:
-                if not taken & set(axes) and size % pieces(axes) == 0:
-                    split[kind] = axes
-    if split.get("heads") and not split.get("kv_heads"):
-        for name, dims in pools:
-            for kind, size, _ in dimensions(name, dims):
-                if kind == "kv_heads" and size > 1:
-                    fail(call.function, name, f"its {size} KV heads sharded over {_spell(split['heads'])}, as the query's "
-                         "heads are", "not sharded")  # fmt: skip
+    for _, kind, size, axes in dimensions(of_pools=False):
+        taken = {axis for one in split.values() for axis in one}
+        if axes and _splittable(kind) and even(size, axes) and not taken.intersection(axes):
+            split.setdefault(kind, axes)
+
+    for name, kind, size, axes in dimensions(of_pools=True):
+        if kind == KV_HEADS and size > 1 and split.get(HEADS) and not axes:
+            expected = f"its {size} KV heads sharded over {_spell(split[HEADS])}, as the query's heads"
+            fail(call.function, name, expected, "KV heads not sharded")
     return split
 
 
+def _axes(operand: Any) -> tuple[Axes, ...]:
+    """The mesh axes of each of an operand's dimensions."""
+    spec = () if operand.sharding is None else operand.sharding.spec
+    entries = (*spec, *(None,) * (len(operand.shape) - len(spec)))
+    return tuple(() if e is None else e if isinstance(e, tuple) else (e,) for e in entries)
+
+
 def _splittable(kind: str) -> bool:
-    return kind.startswith(SPLITTABLE)
-
-
-def _axes(entry: Any) -> Axes:
-    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+    return kind in (SEQS, HEADS, KV_HEADS) or kind.startswith(BATCH)
 
 
 def _spell(axes: Axes) -> str:
     return " and ".join(map(repr, axes))
 
 
-def _spec(dims: str, split: Mapping[str, Axes]) -> PartitionSpec:
-    return PartitionSpec(*(split.get(kind) or None for kind in dims.split()))
-
-
-def _padded(spec: Any, rank: int) -> tuple:
-    return (*spec, *(None,) * (rank - len(spec)))
-
-
 @functools.partial(jax.jit, static_argnames=("call", "mesh", "check_vma"))
 def _explicit(operands: tuple[jax.Array, ...], *, call: Call, mesh: Any, check_vma: bool):
-    names = [name for name, _ in call.dims]
-    types = [jax.typeof(operand) for operand in operands]
-    split = plan(
-        call,
-        {name: t.shape for name, t in zip(names, types, strict=True)},
-        {name: _padded(t.sharding.spec, t.ndim) for name, t in zip(names, types, strict=True)},
-        mesh.shape,
-    )
-    specs = tuple(_spec(dims, split) for _, dims in call.dims)
-    placed = (
+    split = plan(call, tuple(map(jax.typeof, operands)), mesh.shape)
+    in_specs, out_specs = call.specs(split)
+    placed = [
         jax.sharding.reshard(operand, NamedSharding(mesh, spec))
-        for operand, spec in zip(operands, specs, strict=True)
-    )
+        for operand, spec in zip(operands, in_specs, strict=True)
+    ]
+    axes = frozenset(mesh.explicit_axes)
     mapped = jax.shard_map(
-        call.part if any(split.values()) else call.whole,
+        call.runner(split),
         mesh=mesh,
-        in_specs=specs,
-        out_specs=tuple(_spec(dims, split) for dims in call.results),
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=axes,
         check_vma=check_vma,
     )
     return mapped(*placed)
@@ -234,66 +216,82 @@ def _explicit(operands: tuple[jax.Array, ...], *, call: Call, mesh: Any, check_v
 
 @functools.partial(jax.jit, static_argnames="call")
 def _auto(operands: tuple[jax.Array, ...], *, call: Call):
+    """custom_partitioning has rules neither for vmap nor for derivatives: these are given here."""
+
     @custom_vmap
     def partitioned(*operands):
-        asked = custom_partitioning(call.whole)
-        asked.def_partition(functools.partial(_partition, call), sharding_rule=_sharding_rule(call, operands))
-        return asked(*operands)
+        asks = custom_partitioning(call.runner({}))
+        asks.def_partition(functools.partial(_answer, call), sharding_rule=_sharding_rule(call, operands))
+        return asks(*operands)
 
     @partitioned.def_vmap
     def _(_, in_batched, *operands):
-        batched = {name for (name, _), b in zip(call.dims, in_batched, strict=True) if b}
-        level = sum(word.startswith("batch") for word in call.results[0].split())
-        lead = f"batch{level} "
-        outer = dataclasses.replace(
-            call,
-            fn=_Batched(call.fn, frozenset(batched)),
-            share=call.share and _Batched(call.share, frozenset(batched)),
-            dims=tuple((name, lead * (name in batched) + dims) for name, dims in call.dims),
-            results=tuple(lead + dims for dims in call.results),
+        batched = frozenset(
+            name for name, is_batched in zip(call.names, in_batched, strict=True) if is_batched
         )
-        return _auto(operands, call=outer), (True,) * len(call.results)
+        return _auto(operands, call=_vmapped(call, batched)), (True,) * len(call.results)
 
-    differentiable = jax.custom_jvp(partitioned)
+    undifferentiable = jax.custom_jvp(partitioned)
 
-    @differentiable.defjvp
+    @undifferentiable.defjvp
     def _(primals, tangents):
         raise NotImplementedError(f"{call.function}: the kernel has no gradients; implementation 'xla' has")
 
-    return differentiable(*operands)
+    return undifferentiable(*operands)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Vmapped:
+    """`fn` over a leading dimension of the operands named in `batched`."""
+
+    fn: Function
+    batched: frozenset[str]
+
+    def __call__(self, operands: dict[str, jax.Array], **static: Any) -> tuple[jax.Array, ...]:
+        axes = {name: 0 if name in self.batched else None for name in operands}
+        return jax.vmap(functools.partial(self.fn, **static), in_axes=(axes,))(operands)
+
+
+def _vmapped(call: Call, batched: frozenset[str]) -> Call:
+    lead = f"{BATCH}{call.results[0].count(BATCH)} "  # vmaps may be nested
+    return dataclasses.replace(
+        call,
+        fn=_Vmapped(call.fn, batched),
+        share=None if call.share is None else _Vmapped(call.share, batched),
+        dims=tuple((name, (lead if name in batched else "") + dims) for name, dims in call.dims),
+        results=tuple(lead + dims for dims in call.results),
+    )
 
 
 def _sharding_rule(call: Call, operands: tuple[jax.Array, ...]) -> str:
-    """Between which dimensions XLA may carry shardings on, in its einsum-like notation: those that are split together.
-    All others have a name of their own, so that a sharding stays where it is, and is seen by `plan`."""
-    sizes = {
-        kind: size
+    """Along which dimensions XLA may carry a sharding from one array to another, in its einsum-like notation.
+
+    They are those that are split together. Each other one has a name of its own: its sharding, if it has one, stays to
+    be seen by `plan`.
+    """
+    several = {
+        kind
         for (_, dims), operand in zip(call.dims, operands, strict=True)
         for kind, size in zip(dims.split(), operand.shape, strict=True)
+        if size > 1
     }
 
-    def factors(place: int, dims: str) -> str:
-        words = []
-        for i, kind in enumerate(dims.split()):
-            together = "heads" if kind == "kv_heads" and sizes[kind] > 1 else kind
-            words.append(together if _splittable(kind) and together != "kv_heads" else f"x{place}_{i}")
-        return " ".join(words)
+    def factor(kind: str, place: str) -> str:
+        if kind == KV_HEADS and kind in several:
+            return HEADS
+        return kind if _splittable(kind) and kind != KV_HEADS else place
 
-    words = [dims for _, dims in call.dims] + list(call.results)
-    named = [factors(place, dims) for place, dims in enumerate(words)]
-    return ", ".join(named[: len(call.dims)]) + " -> " + ", ".join(named[len(call.dims) :])
+    def factors(dims: str, array: int) -> str:
+        return " ".join(factor(kind, f"own{array}_{i}") for i, kind in enumerate(dims.split()))
+
+    inputs = [factors(dims, i) for i, (_, dims) in enumerate(call.dims)]
+    outputs = [factors(dims, i + len(inputs)) for i, dims in enumerate(call.results)]
+    return f"{', '.join(inputs)} -> {', '.join(outputs)}"
 
 
-def _partition(call: Call, mesh: Any, operands: tuple, results: Any):
-    """What XLA asks: how the operands should be sharded, and what each device does with its share."""
+def _answer(call: Call, mesh: Any, operands: tuple, results: Any):
+    """What XLA's partitioner asks: how operands and results should be sharded, and what each device does."""
     del results
-    names = [name for name, _ in call.dims]
-    split = plan(
-        call,
-        {name: operand.shape for name, operand in zip(names, operands, strict=True)},
-        {name: _padded(operand.sharding.spec, len(operand.shape)) for name, operand in zip(names, operands, strict=True)},
-        mesh.shape,
-    )
-    placed = tuple(NamedSharding(mesh, _spec(dims, split)) for _, dims in call.dims)
-    made = tuple(NamedSharding(mesh, _spec(dims, split)) for dims in call.results)
-    return mesh, call.part if any(split.values()) else call.whole, made, placed
+    split = plan(call, operands, mesh.shape)
+    placed, made = (tuple(NamedSharding(mesh, spec) for spec in specs) for specs in call.specs(split))
+    return mesh, call.runner(split), made, placed

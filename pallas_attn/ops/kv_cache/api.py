@@ -87,7 +87,11 @@ def write_kv(
         "key_cache": key_cache,
         "value_cache": value_cache,
         "slot_mapping": slot_mapping,
-        **{name: scale for name, scale in zip(("k_scale", "v_scale"), scales, strict=True) if scale is not None},
+        **{
+            name: scale
+            for name, scale in zip(("k_scale", "v_scale"), scales, strict=True)
+            if scale is not None
+        },
     }
     dims = {f"{which}_cache": dims for which, dims in DIMS[layout].items()}
     new = "tokens kv_heads dim"  # all of them on every device that holds their heads
@@ -95,17 +99,23 @@ def write_kv(
         "write_kv",
         _write,
         operands,
-        {**dims, "key": new, "value": new, "slot_mapping": "tokens", "k_scale": "kv_heads", "v_scale": "kv_heads"},
+        {
+            **dims,
+            "key": new,
+            "value": new,
+            "slot_mapping": "tokens",
+            "k_scale": "kv_heads",
+            "v_scale": "kv_heads",
+        },
         tuple(dims.values()),
         static={"fn": fn, "layout": layout},
-        opaque=name != "xla",
-        check_vma=name != "interpret",
+        implementation=name,
     )
     return updated[0], updated[1]
 
 
 def _write(operands: dict[str, jax.Array], *, fn, layout: Layout) -> tuple[KVCache, KVCache]:
     """The pools at hand updated: whole, or one device's heads of them."""
-    operands = {"k_scale": None, "v_scale": None, **operands}
+    names = ("key", "value", "key_cache", "value_cache", "slot_mapping", "k_scale", "v_scale")
     pool = pool_shape(operands["value_cache"], layout)
-    return fn(**operands, pool=pool, layout=layout)
+    return fn(*map(operands.get, names), pool=pool, layout=layout)

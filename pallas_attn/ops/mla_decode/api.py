@@ -185,13 +185,12 @@ def mla_decode(
             "config": config,
         },
         share=_attend_share,
-        opaque=name != "xla",
-        check_vma=name != "interpret",
+        implementation=name,
     )
     return (out, lse) if return_lse else out
 
 
-def _case(operands: dict[str, jax.Array], config: MLADecodeConfig | None) -> Case:
+def _case(operands: dict[str, jax.Array], config: Any) -> Case:
     query = operands["query"]
     num_seqs, q_len, num_heads, _ = query.shape
     return Case(
@@ -213,7 +212,7 @@ def _attend(
     tiled: bool,
     scale: float,
     causal: bool,
-    config: MLADecodeConfig | None,
+    config: Any,
 ) -> tuple[jax.Array, jax.Array]:
     if tiled:
         fn = functools.partial(fn, config=_resolve_config(_case(operands, config), config))
@@ -227,9 +226,7 @@ def _attend_share(operands: dict[str, jax.Array], **static) -> tuple[jax.Array, 
     if "num_splits" in operands:
         _, q_len, num_heads, _ = operands["query"].shape
         num_kv_heads = operands["latent_cache"].shape[2]
-        own = mla_schedule(
-            operands["seq_lens"], num_heads=num_heads, num_kv_heads=num_kv_heads, q_len=q_len
-        )
+        own = mla_schedule(operands["seq_lens"], num_heads=num_heads, num_kv_heads=num_kv_heads, q_len=q_len)
         operands = operands | own._asdict()
     return _attend(operands, **static)
 

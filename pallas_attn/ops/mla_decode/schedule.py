@@ -108,8 +108,7 @@ def mla_schedule(
             {"seq_lens": "lengths"},  # all of them on every device
             ("parts columns", "sums"),
             static={"num_parts": num_parts, "overhead": overhead_blocks, "rows": rows},
-            opaque=False,
-            check_vma=True,
+            implementation="xla",
         )
     )
 

@@ -189,8 +189,7 @@ def paged_attention(
          "block_tables": "seqs columns", "seq_lens": "seqs", **PER_HEAD},
         ("seqs q heads dim", "seqs q heads"),
         static=static,
-        opaque=name != "xla",
-        check_vma=name != "interpret",
+        implementation=name,
     )  # fmt: skip
     out, lse = out.reshape(query.shape), lse.reshape(query.shape[:-1])
     return (out, lse) if return_lse else out
@@ -218,13 +217,15 @@ def _attend(
     scale: float,
     layout: Layout,
     rules: Rules,
-    config: PagedAttentionConfig | None,
+    config: Any,
     num_heads: int,
 ) -> tuple[jax.Array, jax.Array]:
     """(out, lse) of the operands at hand: of the whole call, which has `num_heads`, or of one device's share of it."""
     pattern = rules.block_sparse
     if pattern is not None and pattern.head_sliding_step and operands["query"].shape[2] != num_heads:
-        expected = "head_sliding_step 0 where heads are sharded (tp_rank is one number, the same on every device)"
+        expected = (
+            "head_sliding_step 0 where heads are sharded (tp_rank is one number, the same on every device)"
+        )
         fail("paged_attention", "block_sparse", expected, str(pattern.head_sliding_step))
     case = _case(operands, layout, rules)
     if tiled:
