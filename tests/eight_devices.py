@@ -5,6 +5,7 @@ import functools
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from support import unchecked
 
 import pallas_attn
 from pallas_attn import (
@@ -23,6 +25,7 @@ from pallas_attn import (
     paged_attention,
     write_kv,
 )
+from pallas_attn._call import partition
 from pallas_attn._tile.layout import from_nhd
 
 KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
@@ -329,6 +332,33 @@ def test_a_step_with_a_latent_cache(kind):
     mesh = mesh_of(kind)
     specs = jax.tree.map(lambda spec: NamedSharding(mesh, spec), (shardings, P("seq"), P("seq")))
     assert_equal(write, jax.device_put((cache, latents, positions), specs), expected, moves=latents.size)
+
+
+@pytest.mark.parametrize("function", [paged_attention, mla_decode])
+def test_a_config_that_is_none_is_named(function):
+    """Though here the call is a static argument of a jit."""
+    arguments = paged() if function is paged_attention else latent()
+    with pytest.raises(TypeError, match=r"argument 'config': expected \w+Config, got list"):
+        unchecked(function)(*arguments, implementation="interpret", config=[])
+
+
+@KINDS
+def test_a_mesh_over_which_nothing_is_sharded(kind):
+    attend = functools.partial(paged_attention, implementation="interpret")
+    with jax.set_mesh(mesh_of(kind)):
+        assert_equal(attend, paged(), paged_attention(*paged()), moves=0)
+
+
+def test_shardings_that_name_no_mesh_are_refused():
+    """What XLA would hand over if shardings were not NamedShardings: nothing says what an axis is."""
+    unnamed = SimpleNamespace(is_fully_replicated=False)
+    operands = (SimpleNamespace(shape=(4, 2), sharding=unnamed),)
+    call = partition.Call("op", lambda operands: (), (("cache", "pages dim"),), ("pages dim",), (), None)
+    empty = SimpleNamespace(empty=True)
+    with pytest.raises(
+        ValueError, match=r"^op: argument 'cache': expected a jax\.sharding\.NamedSharding, got"
+    ):
+        partition._answer(call, empty, operands, ())
 
 
 def test_on_one_device_nothing_changes():

@@ -23,7 +23,9 @@ def test_each_page_has_examples():
     assert {name.rpartition("-")[0] for name in EXAMPLES} == set(PAGES)
 
 
-@pytest.mark.parametrize("page", sorted(ROOT.glob("*.md")) + sorted(ROOT.glob("pallas_attn/**/*.md")), ids=str)
+@pytest.mark.parametrize(
+    "page", sorted(ROOT.glob("*.md")) + sorted(ROOT.glob("pallas_attn/**/*.md")), ids=str
+)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
         assert (page.parent / target).exists(), f"{page.name}: {target}"

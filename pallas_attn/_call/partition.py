@@ -291,7 +291,12 @@ def _sharding_rule(call: Call, operands: tuple[jax.Array, ...]) -> str:
 
 def _answer(call: Call, mesh: Any, operands: tuple, results: Any):
     """What XLA's partitioner asks: how operands and results should be sharded, and what each device does."""
-    del results
+    if mesh.empty:  # no sharding of the compiled function names a mesh
+        for name, operand in zip(call.names, operands, strict=True):
+            if not operand.sharding.is_fully_replicated:
+                fail(call.function, name, "a jax.sharding.NamedSharding", repr(operand.sharding))
+        everywhere = operands[0].sharding
+        return mesh, call.runner({}), (everywhere,) * len(results), (everywhere,) * len(operands)
     split = plan(call, operands, mesh.shape)
     placed, made = (tuple(NamedSharding(mesh, spec) for spec in specs) for specs in call.specs(split))
     return mesh, call.runner(split), made, placed

@@ -171,6 +171,7 @@ def mla_decode(
     tiled = name in ("pallas", "interpret")
     if not tiled and config is not None:
         fail("mla_decode", "config", f"None for implementation {name!r}", "a config")
+    configs.check_type("mla_decode", MLADecodeConfig, config)
     out, lse = partition.run(
         "mla_decode",
         _attend,

@@ -172,6 +172,7 @@ def paged_attention(
     name, fn = dispatch.resolve("paged_attention", _case(operands, layout, rules), implementation)
     if name == "xla" and config is not None:
         fail(check.function, "config", "None for implementation 'xla'", "a config")
+    configs.check_type("paged_attention", PagedAttentionConfig, config)
     static = {
         "fn": fn,
         "tiled": name != "xla",
