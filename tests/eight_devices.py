@@ -157,11 +157,10 @@ def test_mla_decode_and_its_schedule(kind, implementation):
 
     def attend(query, cache, tables, lens):
         schedule = mla_schedule(lens, num_heads=8, q_len=2, num_parts=6)
-        return mla_decode(
-            query, cache, tables, lens, schedule=schedule, causal=True, implementation=implementation
-        )
+        options = dict(schedule=schedule, causal=True, return_lse=True, implementation=implementation)
+        return mla_decode(query, cache, tables, lens, **options)
 
-    expected = mla_decode(*latent(), causal=True, implementation="xla")
+    expected = mla_decode(*latent(), causal=True, return_lse=True, implementation="xla")
     out = P("seq", None, "head")
     arrays = placed(mesh_of(kind), latent(), (out, WHOLE, P("seq"), P("seq")))
     # Lengths come together for the schedule of the whole batch.
