@@ -23,7 +23,13 @@ from pallas_attn.ops.paged_attention.reference import paged_attention_xla
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 MAX_HEAD_DIM = 512
 # What the dimensions of the optional arrays are, for `partition`.
-PER_HEAD = {"alibi_slopes": "heads", "sinks": "heads", "k_scale": "kv_heads", "v_scale": "kv_heads"}
+EXTRA_DIMS = {
+    "alibi_slopes": "heads",
+    "sinks": "heads",
+    "k_scale": "kv_heads",
+    "v_scale": "kv_heads",
+    "sliding_window": "one",
+}
 
 
 @dataclass(frozen=True)
@@ -190,7 +196,7 @@ def paged_attention(
         _attend,
         operands,
         {"query": "seqs q heads dim", **{f"{which}_cache": dims for which, dims in DIMS[layout].items()},
-         "block_tables": "seqs columns", "seq_lens": "seqs", **PER_HEAD},
+         "block_tables": "seqs columns", "seq_lens": "seqs", **EXTRA_DIMS},
         ("seqs q heads dim", "seqs q heads"),
         static=static,
         implementation=name,
