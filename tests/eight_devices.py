@@ -163,8 +163,10 @@ def test_mla_decode_and_its_schedule(kind, implementation):
     expected = mla_decode(*latent(), causal=True, return_lse=True, implementation="xla")
     out = P("seq", None, "head")
     arrays = placed(mesh_of(kind), latent(), (out, WHOLE, P("seq"), P("seq")))
-    # Lengths come together for the schedule of the whole batch.
-    assert_equal(attend, arrays, expected, moves=4, out=out)
+    # Lengths come together for the schedule of the whole batch; plain jnp may bring rows of queries together.
+    moves = latent()[0].size if implementation == "xla" else len(latent()[3])
+    assert moves < latent()[1].size
+    assert_equal(attend, arrays, expected, moves=moves, out=out)
 
 
 @KINDS
