@@ -1,7 +1,8 @@
-"""The ops inside shard_map, heads or batch over a mesh, and under vmap."""
+"""The ops on more than one device: on eight of the CPU's, and lowered for GPUs that are not there; and vmap."""
 
 import functools
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,11 @@ import jax.numpy as jnp
 import lowering
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_attn
+from pallas_attn._call import ffi
 
 HEADS = (P(None, "x"), P(None, None, "x"), P(None, None, "x"), P(), P())
 BATCH = (P("x"), P(), P(), P("x"), P("x"))
@@ -27,33 +30,24 @@ def arguments(dtype=jnp.float32):
     return query, key, value, tables, jnp.array([70, 0, 33, 80], jnp.int32)
 
 
-def sharded_equals_whole() -> None:
-    """Run by a process of its own that has two devices."""
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    expected = pallas_attn.paged_attention(*arguments())
-    # Interpreted kernels cannot be checked for what varies: their loads lose it.
-    for implementation, check_vma in (("xla", True), ("xla", False), ("interpret", False)):
-        attend = functools.partial(pallas_attn.paged_attention, implementation=implementation)
-        for specs, out in ((HEADS, P(None, "x")), (BATCH, P("x"))):
-            sharded = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=out, check_vma=check_vma)
-            np.testing.assert_allclose(jax.jit(sharded)(*arguments()), expected, atol=1e-5)
-
-
-def test_shard_map():
+def test_on_eight_devices():
+    """The number of devices is settled when JAX starts: these tests have a process of their own."""
     environment = {
         **os.environ,
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
         "JAX_PLATFORMS": "cpu",
+        "PYTEST_ADDOPTS": "",
     }
-    folder = Path(__file__).parent
-    environment["PYTHONPATH"] = os.pathsep.join(
-        [environment.get("PYTHONPATH", ""), str(folder.parent), str(folder)]
-    )
-    code = "import test_sharding; test_sharding.sharded_equals_whole(); print('sharded')"
+    tests = Path(__file__).with_name("eight_devices.py")
     run = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)],
+        env=environment,
+        cwd=tests.parents[1],
+        capture_output=True,
+        text=True,
+        timeout=550,
     )
-    assert run.stdout.strip() == "sharded", run.stderr[-2000:]
+    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
 
 
 @pytest.mark.parametrize("specs", [HEADS, BATCH], ids=["heads", "batch"])
@@ -68,6 +62,66 @@ def test_shard_map_lowers_for_a_gpu(specs):
 
     lowered = lowering.lower_for_gpu(attend, *arguments(jnp.bfloat16), num_devices=2)
     assert [k[0] for k in lowering.triton_kernels(lowered)] == ["pallas_attn_paged_attention"]
+
+
+def scheduled(query, cache, tables, lens, implementation):
+    schedule = pallas_attn.mla_schedule(lens, num_heads=128, q_len=2)
+    return pallas_attn.mla_decode(
+        query, cache, tables, lens, schedule=schedule, implementation=implementation
+    )
+
+
+POOL = ((64, 16, 8, 128), "bfloat16", P(None, None, "head"))
+TABLES = [((8, 5), "int32", P("seq")), ((8,), "int32", P("seq"))]
+NEW = ((8, 8, 128), "bfloat16", P("seq", "head"))
+LATENT = [
+    ((8, 2, 128, 576), "bfloat16", P("seq", None, "head")),
+    ((64, 64, 1, 576), "bfloat16", P()),
+    *TABLES,
+]
+SPLIT = "64x16x8x128xbf16", '[{}, {}, {"head"}, {}]', "64x16x2x128xbf16"
+UNSPLIT = "64x64x1x576xbf16", "[{}, {}, {}, {}]", "64x64x1x576xbf16"
+# The call and its arguments; the pools' shape, how they are sharded, and the shape of a device's share.
+EXPLICIT = {
+    "paged": (
+        functools.partial(pallas_attn.paged_attention, implementation="pallas"),
+        [((8, 32, 128), "bfloat16", P("seq", "head")), POOL, POOL, *TABLES],
+        SPLIT,
+    ),
+    "write": (
+        functools.partial(pallas_attn.write_kv, implementation="pallas"),
+        [NEW, NEW, POOL, POOL, ((8,), "int32", P("seq"))],
+        SPLIT,
+    ),
+    "mla-pallas": (functools.partial(scheduled, implementation="pallas"), LATENT, UNSPLIT),
+    "mla-cuda": (functools.partial(scheduled, implementation="cuda"), LATENT, UNSPLIT),
+}
+
+
+@pytest.mark.parametrize("case", EXPLICIT)
+def test_explicit_axes_lower_for_eight_gpus(case):
+    """Outside shard_map: each device's kernel gets its share of the pool, where it is."""
+    if case == "mla-cuda" and not ffi.is_available()[0]:
+        pytest.skip(str(ffi.is_available()[1]))
+    function, arguments, (whole, where, share) = EXPLICIT[case]
+    gpu = AbstractDevice(platform="gpu", device_kind=lowering.H100[0], num_cores=lowering.H100[1])
+    mesh = AbstractMesh((2, 4), ("seq", "head"), axis_types=(AxisType.Explicit,) * 2, abstract_device=gpu)
+    structs = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+        for shape, dtype, spec in arguments
+    ]
+    with jax.sharding.use_abstract_mesh(mesh):
+        lowered = jax.jit(function).trace(*structs).lower(lowering_platforms=("cuda",))
+    text = lowered.as_text()
+    kernels = [
+        line
+        for line in text.splitlines()
+        if "xla.gpu.triton" in line or "pallas_attn_mla_decode_sm90" in line
+    ]
+    assert kernels
+    assert share in kernels[0]
+    stays = re.findall(rf"sharding_constraint .*<@mesh, (.*)> : tensor<{whole}>", text)
+    assert set(stays) == {where}
 
 
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])

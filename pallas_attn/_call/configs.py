@@ -49,13 +49,17 @@ class SplitKVConfig:
             check_int(name_of_type, name, getattr(self, name), least=1)
 
 
+def check_type(op: str, config_type: type, explicit: Any) -> None:
+    if explicit is not None and not isinstance(explicit, config_type):
+        fail(op, "config", config_type.__name__, type(explicit).__name__, TypeError)
+
+
 def resolve[C](
     op: str, config_type: type[C], explicit: C | None, key: dict[str, Any], heuristic: Callable[..., C]
 ) -> C:
     """`heuristic(**measured)` fills in what a measured entry, if there is one, does not say."""
+    check_type(op, config_type, explicit)
     if explicit is not None:
-        if not isinstance(explicit, config_type):
-            fail(op, "config", config_type.__name__, type(explicit).__name__, TypeError)
         return explicit
     for path, entry in _measured(current_device().slug, op, os.environ.get(CONFIGS_VARIABLE)):
         try:

@@ -13,6 +13,14 @@ LAYOUTS = ("NHD", "HND", "PACKED")
 Which = Literal["key", "value"]
 
 
+# What a pool's dimensions are, for `_call.partition`.
+DIMS: dict[str, dict[Which, str]] = {
+    "NHD": dict.fromkeys(("key", "value"), "pages slot kv_heads dim"),
+    "HND": dict.fromkeys(("key", "value"), "pages kv_heads slot dim"),
+    "PACKED": {"key": "pages kv_heads dim slot x", "value": "pages kv_heads dim slot"},
+}
+
+
 class PoolShape(NamedTuple):
     num_pages: int
     page_size: int

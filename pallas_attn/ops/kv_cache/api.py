@@ -5,9 +5,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._call import dispatch
+from pallas_attn._call import dispatch, partition
 from pallas_attn._call.checks import ArgumentChecker
-from pallas_attn._tile.layout import PoolCase, check_pools, pallas_reaches
+from pallas_attn._tile.layout import DIMS, PoolCase, check_pools, pallas_reaches, pool_shape
 from pallas_attn._tile.quantization import QUANTIZED_DTYPES, per_head_scale
 from pallas_attn._types import KVCache, Layout, NewKV, SlotMapping
 from pallas_attn.ops.kv_cache.kernel import write_kv_pallas
@@ -74,11 +74,48 @@ def write_kv(
         per_head_scale("write_kv", name, scale, key_cache.dtype, pool.num_kv_heads)
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale))
     )
-    _, fn = dispatch.resolve("write_kv", PoolCase(pool, key_cache.dtype), implementation)
+    name, fn = dispatch.resolve("write_kv", PoolCase(pool, key_cache.dtype), implementation)
     # Outside jit they may be numpy's.
     key, value, key_cache, value_cache, slot_mapping = map(
         jnp.asarray, (key, value, key_cache, value_cache, slot_mapping)
     )
     if key.shape[0] == 0:
         return key_cache, value_cache
-    return fn(key, value, key_cache, value_cache, slot_mapping, *scales, pool=pool, layout=layout)
+    operands = {
+        "key": key,
+        "value": value,
+        "key_cache": key_cache,
+        "value_cache": value_cache,
+        "slot_mapping": slot_mapping,
+        **{
+            name: scale
+            for name, scale in zip(("k_scale", "v_scale"), scales, strict=True)
+            if scale is not None
+        },
+    }
+    dims = {f"{which}_cache": dims for which, dims in DIMS[layout].items()}
+    new = "tokens kv_heads dim"  # all of them on every device that holds their heads
+    updated = partition.run(
+        "write_kv",
+        _write,
+        operands,
+        {
+            **dims,
+            "key": new,
+            "value": new,
+            "slot_mapping": "tokens",
+            "k_scale": "kv_heads",
+            "v_scale": "kv_heads",
+        },
+        tuple(dims.values()),
+        static={"fn": fn, "layout": layout},
+        implementation=name,
+    )
+    return updated[0], updated[1]
+
+
+def _write(operands: dict[str, jax.Array], *, fn, layout: Layout) -> tuple[KVCache, KVCache]:
+    """The pools at hand updated: whole, or one device's heads of them."""
+    names = ("key", "value", "key_cache", "value_cache", "slot_mapping", "k_scale", "v_scale")
+    pool = pool_shape(operands["value_cache"], layout)
+    return fn(*map(operands.get, names), pool=pool, layout=layout)

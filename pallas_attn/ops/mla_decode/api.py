@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._call import configs, dispatch
+from pallas_attn._call import configs, dispatch, partition
 from pallas_attn._call.checks import ArgumentChecker, dtype_name, fail
 from pallas_attn._call.device import current_device
-from pallas_attn._tile.layout import PoolShape, pool_shape
+from pallas_attn._tile.layout import DIMS, PoolShape, pool_shape
 from pallas_attn._types import BlockTables, SeqLens
 from pallas_attn.ops.mla_decode import cuda
 from pallas_attn.ops.mla_decode.config import MLADecodeConfig, heuristic
@@ -25,6 +25,15 @@ DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 FEW_ROWS = 16
 FEW_SEQS = range(2, 5)
 FEW_TOKENS = 4 * 16384
+# What the dimensions of a call's operands are, for `partition`.
+OPERAND_DIMS = {
+    "query": "seqs q heads dim",
+    "latent_cache": DIMS["NHD"]["key"],
+    "block_tables": "seqs columns",
+    "seq_lens": "seqs",
+    "tile_scheduler_metadata": "parts columns",
+    "num_splits": "sums",
+}
 
 
 @dataclass(frozen=True)
@@ -142,6 +151,9 @@ def mla_decode(
         TypeError: an argument of the wrong dtype or a config of the wrong type.
         ValueError: a wrong shape or value, or an implementation that cannot serve, with its reason.
 
+    Sharded over a mesh, outside shard_map, a call is partitioned over heads and sequences. A pool that would have to
+    move is a ValueError; under Auto axes, a JaxRuntimeError of XLA's partitioner that ends in our words (SHARDING.md).
+
     Source: DeepSeek-AI, "DeepSeek-V2" (2024), section 2.1; FlashMLA (DeepSeek, 2025); split-KV after Dao et al.,
     "Flash-Decoding" (2023).
     """
@@ -153,33 +165,76 @@ def mla_decode(
     query, latent_cache, block_tables, seq_lens = map(
         jnp.asarray, (query, latent_cache, block_tables, seq_lens)
     )
-    pool = pool_shape(latent_cache, "NHD")
+    operands = {
+        "query": query,
+        "latent_cache": latent_cache,
+        "block_tables": block_tables,
+        "seq_lens": seq_lens,
+        **({} if schedule is None else schedule._asdict()),
+    }
+    name, fn = dispatch.resolve("mla_decode", _case(operands, config), implementation)
+    tiled = name in ("pallas", "interpret")
+    if not tiled and config is not None:
+        fail("mla_decode", "config", f"None for implementation {name!r}", "a config")
+    configs.check_type("mla_decode", MLADecodeConfig, config)
+    out, lse = partition.run(
+        "mla_decode",
+        _attend,
+        operands,
+        OPERAND_DIMS,
+        ("seqs q heads dim", "seqs heads q"),
+        static={
+            "fn": fn,
+            "tiled": tiled,
+            "scale": float(QUERY_DIM**-0.5 if scale is None else scale),
+            "causal": bool(causal),
+            "config": config,
+        },
+        share=_attend_share,
+        implementation=name,
+    )
+    return (out, lse) if return_lse else out
+
+
+def _case(operands: dict[str, jax.Array], config: Any) -> Case:
+    query = operands["query"]
     num_seqs, q_len, num_heads, _ = query.shape
-    case = Case(
+    return Case(
         num_seqs,
         q_len,
         num_heads,
-        block_tables.shape[1],
-        pool,
+        operands["block_tables"].shape[1],
+        pool_shape(operands["latent_cache"], "NHD"),
         query.dtype,
-        scheduled=schedule is not None,
+        scheduled="num_splits" in operands,
         configured=config is not None,
     )
-    name, fn = dispatch.resolve("mla_decode", case, implementation)
-    if name in ("pallas", "interpret"):
-        fn = functools.partial(fn, config=_resolve_config(case, config))
-    elif config is not None:
-        fail("mla_decode", "config", f"None for implementation {name!r}", "a config")
-    out, lse = fn(
-        query,
-        latent_cache,
-        block_tables,
-        seq_lens,
-        schedule,
-        scale=float(QUERY_DIM**-0.5 if scale is None else scale),
-        causal=bool(causal),
-    )
-    return (out, lse) if return_lse else out
+
+
+def _attend(
+    operands: dict[str, jax.Array],
+    *,
+    fn,
+    tiled: bool,
+    scale: float,
+    causal: bool,
+    config: Any,
+) -> tuple[jax.Array, jax.Array]:
+    if tiled:
+        fn = functools.partial(fn, config=_resolve_config(_case(operands, config), config))
+    query, latent_cache, block_tables, seq_lens, *schedule = operands.values()
+    schedule = MLASchedule(*schedule) if schedule else None
+    return fn(query, latent_cache, block_tables, seq_lens, schedule, scale=scale, causal=causal)
+
+
+def _attend_share(operands: dict[str, jax.Array], **static) -> tuple[jax.Array, jax.Array]:
+    """One device's sequences and heads. A schedule of the whole batch says nothing of them: they get their own."""
+    if "num_splits" in operands:
+        _, q_len, num_heads, _ = operands["query"].shape
+        num_kv_heads = operands["latent_cache"].shape[2]
+        own = mla_schedule(operands["seq_lens"], num_heads=num_heads, num_kv_heads=num_kv_heads, q_len=q_len)
+        operands = operands | own._asdict()
+    return _attend(operands, **static)
 
 
 def check_call(

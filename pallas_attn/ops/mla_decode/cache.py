@@ -6,7 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_attn._call import partition
 from pallas_attn._call.checks import ArgumentChecker
+from pallas_attn._tile.layout import DIMS
 from pallas_attn._types import BlockTables, SeqLens
 from pallas_attn.ops.kv_cache.api import DTYPES
 from pallas_attn.ops.kv_cache.cache import every_layer, exportable, layer_tables, token_slots
@@ -75,11 +77,22 @@ class PagedLatentCache:
         check.array("positions", positions, (self.block_tables.shape[0], "n"), [jnp.int32])
         check.array("latents", latents, (*positions.shape, LATENT_ELEMENTS), DTYPES)
         slots = token_slots(self.layer_tables(layer), self.page_size, positions)
-        flat = self.latent_cache.reshape(-1, LATENT_ELEMENTS)
-        # Negative indices count from the end in jnp: skipped tokens go beyond it instead, where they are dropped.
-        slots = jnp.where(slots < 0, flat.shape[0], slots)
-        flat = flat.at[slots].set(latents.reshape(-1, LATENT_ELEMENTS).astype(flat.dtype), mode="drop")
-        return self.replace(latent_cache=flat.reshape(self.latent_cache.shape))
+        operands = {
+            "latent_cache": self.latent_cache,
+            "latents": latents.reshape(slots.size, LATENT_ELEMENTS),
+            "slots": slots,
+        }
+        dims = {"latent_cache": DIMS["NHD"]["key"], "latents": "tokens latent", "slots": "tokens"}
+        (pool,) = partition.run(
+            check.function,
+            _scatter,
+            operands,
+            dims,
+            (dims["latent_cache"],),
+            static={},
+            implementation="xla",
+        )
+        return self.replace(latent_cache=pool)
 
     def copy_pages(self, source_pages: jax.Array, target_pages: jax.Array) -> "PagedLatentCache":
         """Copies pages [num_copies] int32, ids in [0, num_pages), onto others, in every layer; see `copy_pages`."""
@@ -88,6 +101,14 @@ class PagedLatentCache:
 
     def replace(self, **changes: Any) -> "PagedLatentCache":
         return dataclasses.replace(self, **changes)
+
+
+def _scatter(operands: dict[str, jax.Array]) -> tuple[jax.Array]:
+    pool, latents, slots = operands["latent_cache"], operands["latents"], operands["slots"]
+    flat = pool.reshape(-1, LATENT_ELEMENTS)
+    # Negative indices count from the end in jnp: skipped tokens go beyond it instead, where they are dropped.
+    slots = jnp.where(slots < 0, flat.shape[0], slots)
+    return (flat.at[slots].set(latents.astype(flat.dtype), mode="drop").reshape(pool.shape),)
 
 
 exportable(PagedLatentCache)

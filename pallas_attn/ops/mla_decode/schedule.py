@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import export
 
+from pallas_attn._call import partition
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._call.device import current_device
 from pallas_attn._tile import schedule
@@ -93,11 +94,34 @@ def mla_schedule(
     ):
         if value is not None:
             check.count(name, value, most)
-    if schedule_cuda.serves(seq_lens.shape[0]):
-        return MLASchedule(*schedule_cuda.mla_schedule_cuda(seq_lens, num_parts, overhead_blocks, rows))
-    if overhead_blocks is None:
+    by_kernel = schedule_cuda.serves(seq_lens.shape[0])
+    return MLASchedule(
+        *partition.run(
+            "mla_schedule",
+            _schedule,
+            {"seq_lens": seq_lens},
+            {"seq_lens": "lengths"},  # all of them on every device
+            ("parts columns", "sums"),
+            static={
+                "num_parts": num_parts,
+                "overhead": overhead_blocks,
+                "rows": rows,
+                "by_kernel": by_kernel,
+            },
+            implementation="cuda" if by_kernel else "xla",
+        )
+    )
+
+
+def _schedule(
+    operands: dict[str, jax.Array], *, num_parts: int, overhead: int | None, rows: int, by_kernel: bool
+) -> MLASchedule:
+    seq_lens = operands["seq_lens"]
+    if by_kernel:
+        return MLASchedule(*schedule_cuda.mla_schedule_cuda(seq_lens, num_parts, overhead, rows))
+    if overhead is None:
         return tile_schedule(seq_lens, num_parts, default_overhead(seq_lens, num_parts, rows))
-    return tile_schedule(seq_lens, num_parts, overhead_blocks)
+    return tile_schedule(seq_lens, num_parts, overhead)
 
 
 def default_overhead(seq_lens: jax.Array, num_parts: int, rows: int) -> int | jax.Array:

@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._call import configs, dispatch
+from pallas_attn._call import configs, dispatch, partition
 from pallas_attn._call.checks import ArgumentChecker, dtype_name, fail
 from pallas_attn._call.device import current_device
 from pallas_attn._tile import walk
-from pallas_attn._tile.layout import PoolCase, PoolShape, check_pools, pallas_reaches
+from pallas_attn._tile.layout import DIMS, PoolCase, PoolShape, check_pools, pallas_reaches, pool_shape
 from pallas_attn._tile.masking import LocalStride, Rules
 from pallas_attn._tile.quantization import QUANTIZED_DTYPES, per_head_scale
 from pallas_attn._types import BlockTables, KVCache, Layout, Lse, Query, SeqLens
@@ -22,6 +22,14 @@ from pallas_attn.ops.paged_attention.reference import paged_attention_xla
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 MAX_HEAD_DIM = 512
+# What the dimensions of the optional arrays are, for `partition`.
+EXTRA_DIMS = {
+    "alibi_slopes": "heads",
+    "sinks": "heads",
+    "k_scale": "kv_heads",
+    "v_scale": "kv_heads",
+    "sliding_window": "one",
+}
 
 
 @dataclass(frozen=True)
@@ -127,6 +135,9 @@ def paged_attention(
         TypeError: an argument of the wrong dtype or a config of the wrong type.
         ValueError: a wrong shape or value, or an implementation that cannot serve, with its reason.
 
+    Sharded over a mesh, outside shard_map, a call is partitioned over heads and sequences. A pool that would have to
+    move is a ValueError; under Auto axes, a JaxRuntimeError of XLA's partitioner that ends in our words (SHARDING.md).
+
     Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention" (2023);
     split-KV after Dao et al., "Flash-Decoding" (2023); LocalStride and PACKED as in vLLM's CUDA kernels.
     """
@@ -162,37 +173,81 @@ def paged_attention(
             check.array(name, array, ("num_heads",), DTYPES)
             extras[name] = array.astype(jnp.float32)
 
-    batched = query if query.ndim == 4 else query[:, None]
-    case = Case(
-        batched.shape[0],
-        batched.shape[1],
-        num_heads,
-        block_tables.shape[1],
-        pool,
-        query.dtype,
-        key_cache.dtype,
-        block_sparse,
-    )
-    name, fn = dispatch.resolve("paged_attention", case, implementation)
+    operands = {
+        "query": query if query.ndim == 4 else query[:, None],
+        "key_cache": key_cache,
+        "value_cache": value_cache,
+        "block_tables": block_tables,
+        "seq_lens": seq_lens,
+    }
+    operands |= {name: array for name, array in extras.items() if array is not None}
     rules = Rules(sliding_window, None if softcap is None else float(softcap), block_sparse)
-    if name != "xla":
-        fn = functools.partial(fn, config=_resolve_config(case, rules, config))
-    elif config is not None:
+    name, fn = dispatch.resolve("paged_attention", _case(operands, layout, rules), implementation)
+    if name == "xla" and config is not None:
         fail(check.function, "config", "None for implementation 'xla'", "a config")
-    out, lse = fn(
-        batched,
-        key_cache,
-        value_cache,
-        block_tables,
-        seq_lens,
-        {name: array for name, array in extras.items() if array is not None},
-        pool=pool,
-        scale=float(pool.head_dim**-0.5 if scale is None else scale),
-        layout=layout,
-        rules=rules,
-    )
+    configs.check_type("paged_attention", PagedAttentionConfig, config)
+    static = {
+        "fn": fn,
+        "tiled": name != "xla",
+        "scale": float(pool.head_dim**-0.5 if scale is None else scale),
+        "layout": layout,
+        "rules": rules,
+        "config": config,
+        "num_heads": num_heads,
+    }
+    out, lse = partition.run(
+        "paged_attention",
+        _attend,
+        operands,
+        {"query": "seqs q heads dim", **{f"{which}_cache": dims for which, dims in DIMS[layout].items()},
+         "block_tables": "seqs columns", "seq_lens": "seqs", **EXTRA_DIMS},
+        ("seqs q heads dim", "seqs q heads"),
+        static=static,
+        implementation=name,
+    )  # fmt: skip
     out, lse = out.reshape(query.shape), lse.reshape(query.shape[:-1])
     return (out, lse) if return_lse else out
+
+
+def _case(operands: dict[str, jax.Array], layout: Layout, rules: Rules) -> Case:
+    query, tables = operands["query"], operands["block_tables"]
+    return Case(
+        query.shape[0],
+        query.shape[1],
+        query.shape[2],
+        tables.shape[1],
+        pool_shape(operands["value_cache"], layout),
+        query.dtype,
+        operands["key_cache"].dtype,
+        rules.block_sparse,
+    )
+
+
+def _attend(
+    operands: dict[str, jax.Array],
+    *,
+    fn,
+    tiled: bool,
+    scale: float,
+    layout: Layout,
+    rules: Rules,
+    config: Any,
+    num_heads: int,
+) -> tuple[jax.Array, jax.Array]:
+    """(out, lse) of the operands at hand: of the whole call, which has `num_heads`, or of one device's share of it."""
+    pattern = rules.block_sparse
+    if pattern is not None and pattern.head_sliding_step and operands["query"].shape[2] != num_heads:
+        expected = (
+            "head_sliding_step 0 where heads are sharded (tp_rank is one number, the same on every device)"
+        )
+        fail("paged_attention", "block_sparse", expected, str(pattern.head_sliding_step))
+    case = _case(operands, layout, rules)
+    if tiled:
+        fn = functools.partial(fn, config=_resolve_config(case, rules, config))
+    names = ("query", "key_cache", "value_cache", "block_tables", "seq_lens")
+    extras = {name: array for name, array in operands.items() if name not in names}
+    arrays = (operands[name] for name in names)
+    return fn(*arrays, extras, pool=case.pool, scale=scale, layout=layout, rules=rules)
 
 
 def _resolve_config(case: Case, rules: Rules, explicit: Any) -> PagedAttentionConfig:

@@ -1,0 +1,302 @@
+"""A call whose operands are spread over several devices: which part of it each device does.
+
+XLA cannot look into a kernel. Given sharded operands it would gather them, the pools too, and run the whole call on
+every device. So a call says what each dimension of its operands is, and from that follows how it is cut:
+
+- Sequences and heads may be sharded: a device serves its own. Query heads go with their KV heads; a pool with a single
+  KV head may be whole on every device while the query's heads are sharded.
+- Pools stay where they are. What is small (queries, tables, lengths, scales, new tokens) is brought to them.
+- A pool sharded along any other dimension is refused in words. Page ids count over the whole pool, so a device that
+  holds some of the pages could not serve a table that names others.
+
+The axes of a mesh are of three types, and each is met in its own way:
+
+- Manual, inside `jax.shard_map`: the operands are the device's share already, and nothing is done.
+- Explicit: the types of the operands say how they are sharded, so the call goes into a shard_map of its own.
+- Auto: only XLA's partitioner knows, and it asks through `custom_partitioning`. What is plain jnp it cuts by itself.
+
+With a single device nothing is done, and what is lowered is the same text as without this file.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+from jax.custom_batching import custom_vmap
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from pallas_attn._call.checks import fail
+
+SEQS, HEADS, KV_HEADS, BATCH = "seqs", "heads", "kv_heads", "batch"
+PAGES = "pages"  # an operand that has such a dimension is a pool
+
+Axes = tuple[str, ...]
+Function = Callable[..., tuple[jax.Array, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """`fn(operands by name, **static)` returns a tuple of arrays.
+
+    function: the public function, for messages.
+    dims: (operand, what its dimensions are, in words) for each operand. "seqs", "heads", "kv_heads" and "batch..." may
+        be sharded; any other word will do for the rest, but a pool has "pages".
+    results: what the results' dimensions are.
+    static: keyword arguments of `fn`, hashable.
+    share: takes the place of `fn` for a device's share of the call, if it is another.
+    """
+
+    function: str
+    fn: Function
+    dims: tuple[tuple[str, str], ...]
+    results: tuple[str, ...]
+    static: tuple[tuple[str, Any], ...]
+    share: Function | None
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _ in self.dims]
+
+    def runner(self, split: Mapping[str, Axes]) -> Function:
+        """What every device runs on the operands it holds."""
+        fn = self.share if self.share and any(split.values()) else self.fn
+
+        def run(*operands: jax.Array) -> tuple[jax.Array, ...]:
+            return tuple(fn(dict(zip(self.names, operands, strict=True)), **dict(self.static)))
+
+        return run
+
+    def specs(self, split: Mapping[str, Axes]) -> tuple[tuple[PartitionSpec, ...], tuple[PartitionSpec, ...]]:
+        """Of the operands and of the results."""
+
+        def spec(dims: str) -> PartitionSpec:
+            return PartitionSpec(*(split.get(kind) or None for kind in dims.split()))
+
+        return tuple(spec(dims) for _, dims in self.dims), tuple(map(spec, self.results))
+
+
+def run(
+    function: str,
+    fn: Function,
+    operands: Mapping[str, jax.Array],
+    dims: Mapping[str, str],
+    results: tuple[str, ...],
+    *,
+    static: Mapping[str, Any],
+    share: Function | None = None,
+    implementation: str,
+) -> tuple[jax.Array, ...]:
+    """`fn(operands, **static)`; where the operands are sharded, on each device its part of it.
+
+    Args:
+        function, fn, results, static, share: see `Call`.
+        dims: as there; may name operands that this call does not have.
+        implementation: "xla" is plain jnp, which XLA partitions itself; inside "interpret" JAX cannot tell over which
+            axes values vary.
+
+    Raises:
+        ValueError: a pool is sharded in a way that cannot be served. Under Auto axes this comes to light, and is raised
+            by JAX as a JaxRuntimeError that ends in our message, when XLA partitions the compiled function.
+    """
+    named = tuple((name, dims[name]) for name in operands)
+    call = Call(function, fn, named, results, tuple(sorted(static.items())), share)
+    arrays = tuple(operands.values())
+    mesh = _mesh_of(arrays)
+    auto = () if mesh is None else tuple(axis for axis in mesh.auto_axes if mesh.shape[axis] > 1)
+    opaque, checkable = implementation != "xla", implementation != "interpret"
+    if not checkable and any(jax.typeof(array).manual_axis_type.varying for array in arrays):
+        fail(
+            function,
+            "implementation",
+            "another than 'interpret' in a shard_map with check_vma=True",
+            "'interpret'",
+        )
+    if opaque and mesh is not None and auto and not mesh.are_all_axes_auto:
+        got = f"Auto {_spell(auto)} beside Manual or Explicit axes (in shard_map, name it in axis_names too)"
+        fail(function, named[0][0], "a mesh without axes over which XLA would gather the pools unasked", got)
+    if mesh is not None and AxisType.Explicit in mesh.axis_types:
+        return _explicit(arrays, call=call, mesh=mesh, check_vma=checkable)
+    if opaque and (auto or (mesh is None and jax.device_count() > 1)):
+        return _auto(arrays, call=call)
+    return call.runner({})(*arrays)
+
+
+def _mesh_of(operands: tuple[jax.Array, ...]) -> Any:
+    """The mesh in the operands' types, one with Explicit axes if there are several, or else the context's, or None."""
+    meshes = [jax.typeof(operand).sharding.mesh for operand in operands]
+    meshes = [mesh for mesh in (*meshes, jax.sharding.get_abstract_mesh()) if not mesh.empty]
+    explicit = [mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types]
+    return next(iter(explicit or meshes), None)
+
+
+def plan(call: Call, operands: tuple, sizes: Mapping[str, int]) -> dict[str, Axes]:
+    """{kind of dimension: mesh axes that it is split over}, from how the operands are sharded.
+
+    Args:
+        operands: in the call's order, with a shape and a sharding (None where it is whole on every device).
+        sizes: of the mesh's axes.
+
+    Raises:
+        ValueError: a pool is sharded in a way that cannot be served.
+    """
+    split: dict[str, Axes] = {}
+
+    def dimensions(of_pools: bool) -> Iterator[tuple[str, str, int, Axes]]:
+        for (name, dims), operand in zip(call.dims, operands, strict=True):
+            if (PAGES in dims.split()) == of_pools:
+                for kind, size, axes in zip(dims.split(), operand.shape, _axes(operand), strict=True):
+                    yield name, kind, size, axes
+
+    def even(size: int, axes: Axes) -> bool:
+        return size % math.prod(sizes[axis] for axis in axes) == 0
+
+    for name, kind, size, axes in dimensions(of_pools=True):
+        got = f"sharded over {_spell(axes)}" if axes else "not sharded"
+        if axes and kind == PAGES:
+            expected = "all pages on every device, for ids count over the whole pool (in jax.shard_map each may have a "
+            fail(call.function, name, expected + "pool and tables of its own)", f"pages {got}")
+        if axes and not (_splittable(kind) and even(size, axes)):
+            fail(call.function, name, f"{kind} ({size}) whole, or heads in equal shares", f"{kind} {got}")
+        if split.setdefault(kind, axes) != axes:
+            expected = f"over {_spell(split[kind])}" if split[kind] else "not sharded"
+            fail(call.function, name, f"{kind} as the other pool's, {expected}", f"{kind} {got}")
+    if split.get(KV_HEADS):
+        split[HEADS] = split[KV_HEADS]
+
+    for _, kind, size, axes in dimensions(of_pools=False):
+        taken = {axis for one in split.values() for axis in one}
+        if axes and _splittable(kind) and even(size, axes) and not taken.intersection(axes):
+            split.setdefault(kind, axes)
+
+    for name, kind, size, axes in dimensions(of_pools=True):
+        if kind == KV_HEADS and size > 1 and split.get(HEADS) and not axes:
+            expected = f"its {size} KV heads sharded over {_spell(split[HEADS])}, as the query's heads"
+            fail(call.function, name, expected, "KV heads not sharded")
+    return split
+
+
+def _axes(operand: Any) -> tuple[Axes, ...]:
+    """The mesh axes of each of an operand's dimensions."""
+    spec = () if operand.sharding is None else operand.sharding.spec
+    entries = (*spec, *(None,) * (len(operand.shape) - len(spec)))
+    return tuple(() if e is None else e if isinstance(e, tuple) else (e,) for e in entries)
+
+
+def _splittable(kind: str) -> bool:
+    return kind in (SEQS, HEADS, KV_HEADS) or kind.startswith(BATCH)
+
+
+def _spell(axes: Axes) -> str:
+    return " and ".join(map(repr, axes))
+
+
+@functools.partial(jax.jit, static_argnames=("call", "mesh", "check_vma"))
+def _explicit(operands: tuple[jax.Array, ...], *, call: Call, mesh: Any, check_vma: bool):
+    split = plan(call, tuple(map(jax.typeof, operands)), mesh.shape)
+    in_specs, out_specs = call.specs(split)
+    placed = [
+        jax.sharding.reshard(operand, NamedSharding(mesh, spec))
+        for operand, spec in zip(operands, in_specs, strict=True)
+    ]
+    axes = frozenset(mesh.explicit_axes)
+    mapped = jax.shard_map(
+        call.runner(split),
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=axes,
+        check_vma=check_vma,
+    )
+    return mapped(*placed)
+
+
+@functools.partial(jax.jit, static_argnames="call")
+def _auto(operands: tuple[jax.Array, ...], *, call: Call):
+    """custom_partitioning has rules neither for vmap nor for derivatives: these are given here."""
+
+    @custom_vmap
+    def partitioned(*operands):
+        asks = custom_partitioning(call.runner({}))
+        asks.def_partition(functools.partial(_answer, call), sharding_rule=_sharding_rule(call, operands))
+        return asks(*operands)
+
+    @partitioned.def_vmap
+    def _(_, in_batched, *operands):
+        batched = frozenset(
+            name for name, is_batched in zip(call.names, in_batched, strict=True) if is_batched
+        )
+        return _auto(operands, call=_vmapped(call, batched)), (True,) * len(call.results)
+
+    undifferentiable = jax.custom_jvp(partitioned)
+
+    @undifferentiable.defjvp
+    def _(primals, tangents):
+        raise NotImplementedError(f"{call.function}: the kernel has no gradients; implementation 'xla' has")
+
+    return undifferentiable(*operands)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Vmapped:
+    """`fn` over a leading dimension of the operands named in `batched`."""
+
+    fn: Function
+    batched: frozenset[str]
+
+    def __call__(self, operands: dict[str, jax.Array], **static: Any) -> tuple[jax.Array, ...]:
+        axes = {name: 0 if name in self.batched else None for name in operands}
+        return jax.vmap(functools.partial(self.fn, **static), in_axes=(axes,))(operands)
+
+
+def _vmapped(call: Call, batched: frozenset[str]) -> Call:
+    lead = f"{BATCH}{call.results[0].count(BATCH)} "  # vmaps may be nested
+    return dataclasses.replace(
+        call,
+        fn=_Vmapped(call.fn, batched),
+        share=None if call.share is None else _Vmapped(call.share, batched),
+        dims=tuple((name, (lead if name in batched else "") + dims) for name, dims in call.dims),
+        results=tuple(lead + dims for dims in call.results),
+    )
+
+
+def _sharding_rule(call: Call, operands: tuple[jax.Array, ...]) -> str:
+    """Along which dimensions XLA may carry a sharding from one array to another, in its einsum-like notation.
+
+    They are those that are split together. Each other one has a name of its own: its sharding, if it has one, stays to
+    be seen by `plan`.
+    """
+    several = {
+        kind
+        for (_, dims), operand in zip(call.dims, operands, strict=True)
+        for kind, size in zip(dims.split(), operand.shape, strict=True)
+        if size > 1
+    }
+
+    def factor(kind: str, place: str) -> str:
+        if kind == KV_HEADS and kind in several:
+            return HEADS
+        return kind if _splittable(kind) and kind != KV_HEADS else place
+
+    def factors(dims: str, array: int) -> str:
+        return " ".join(factor(kind, f"own{array}_{i}") for i, kind in enumerate(dims.split()))
+
+    inputs = [factors(dims, i) for i, (_, dims) in enumerate(call.dims)]
+    outputs = [factors(dims, i + len(inputs)) for i, dims in enumerate(call.results)]
+    return f"{', '.join(inputs)} -> {', '.join(outputs)}"
+
+
+def _answer(call: Call, mesh: Any, operands: tuple, results: Any):
+    """What XLA's partitioner asks: how operands and results should be sharded, and what each device does."""
+    if mesh.empty:  # no sharding of the compiled function names a mesh
+        for name, operand in zip(call.names, operands, strict=True):
+            if not operand.sharding.is_fully_replicated:
+                fail(call.function, name, "a jax.sharding.NamedSharding", repr(operand.sharding))
+        everywhere = operands[0].sharding
+        return mesh, call.runner({}), (everywhere,) * len(results), (everywhere,) * len(operands)
+    split = plan(call, operands, mesh.shape)
+    placed, made = (tuple(NamedSharding(mesh, spec) for spec in specs) for specs in call.specs(split))
+    return mesh, call.runner(split), made, placed
