@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 LEAST_FLOAT32, LARGEST_FLOAT32 = (float(x) for x in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
 LONGEST_SHOWN = 60
@@ -25,6 +26,11 @@ def dtype_name(dtype: Any) -> str:
 
 def is_array(value: Any) -> bool:
     return hasattr(value, "shape") and hasattr(value, "dtype")
+
+
+def is_traced(value: Any) -> bool:
+    """Whether a transformation (jit, scan, vmap, grad) holds it, so that its value is not known yet."""
+    return isinstance(value, Tracer)
 
 
 def shown(value: Any) -> str:

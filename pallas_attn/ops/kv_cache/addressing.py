@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn._call.checks import ArgumentChecker, check_int, is_array, shown
+from pallas_attn._call.checks import ArgumentChecker, check_int, is_array, is_traced, shown
 from pallas_attn._tile.masking import usable_pages
 
 LARGEST_INT32 = 2**31 - 1
@@ -24,7 +24,8 @@ def check_layer(check: ArgumentChecker, layer: Any, num_layers: int) -> int | ja
         check.fail("layer", "an int or an integer scalar", shown(layer), TypeError)
     elif layer.shape != ():
         check.fail("layer", "a scalar", shown(layer))
-    if isinstance(layer, jax.core.Tracer):
+    if is_traced(layer):
+        layer = jnp.asarray(layer)
         return jnp.where((layer >= 0) & (layer < num_layers), layer.astype(jnp.int32), -1)
     if not 0 <= int(layer) < num_layers:
         check.fail("layer", f"an index in [0, {num_layers}), the cache's layers", str(int(layer)))

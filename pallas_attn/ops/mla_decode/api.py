@@ -106,7 +106,7 @@ def mla_decode(
     The absorbed form: a cached token is 512 latent elements, which are key and value to all heads, and 64 rotary
     elements, which are key only; the caller has multiplied the up-projections into the queries and will multiply
     them into the output. Works inside jit, scan, while_loop, vmap and shard_map ("interpret" there with
-    check_vma=False). Inside jit lengths and tables are never read by the host, and the cache is never copied. Softmax and
+    check_vma=False). Inside jit the host never reads lengths and tables, and the cache is never copied. Softmax and
     accumulation are float32; the same inputs and config give the same bits. There are no gradients, but for "xla"'s.
 
     Args:

@@ -22,8 +22,8 @@ class PagedLatentCache:
     """What `PagedKVCache` is to keys and values, for the one pool of `mla_decode`.
 
     Layer `l` owns pages [l * num_pages, (l + 1) * num_pages) of the pool, and every layer uses the same
-    `block_tables`. How prompts, chunks of them and decoding go one way, how sequences join and leave, and what a `layer`
-    may be, stands there; the query's way is `mla_decode` with ``causal=True``.
+    `block_tables`. How prompts, chunks of them and decoding go one way (here by `mla_decode` with ``causal=True``), how
+    sequences join and leave, and what a `layer` may be, stands there.
 
     Fields:
         latent_cache: [num_layers * num_pages, page_size, 1, 576]: 512 latent, then 64 rotary elements a token.

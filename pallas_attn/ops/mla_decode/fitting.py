@@ -3,13 +3,14 @@
 import jax
 import numpy as np
 
+from pallas_attn._call.checks import is_traced
 from pallas_attn.ops.mla_decode.schedule import MLASchedule
 
 
 def known_not_to_fit(schedule: MLASchedule, seq_lens: jax.Array) -> bool:
     """Looked into where the host can know, outside jit; False inside it. Reads from the device a few kilobytes."""
     arrays = (*schedule, seq_lens)
-    if any(isinstance(array, jax.core.Tracer) for array in arrays):
+    if any(map(is_traced, arrays)):
         return False
     metadata, num_splits, lengths = (np.asarray(x, np.int64) for x in jax.device_get(arrays))
     return not fits(metadata, num_splits, lengths)
