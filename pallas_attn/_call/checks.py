@@ -33,6 +33,12 @@ def is_traced(value: Any) -> bool:
     return isinstance(value, Tracer)
 
 
+def brief(value: Any) -> str:
+    """A value of the right kind; an int may have hundreds of digits."""
+    digits = str(value)
+    return digits if len(digits) <= LONGEST_SHOWN else f"{digits[:LONGEST_SHOWN]}..."
+
+
 def shown(value: Any) -> str:
     """A value of the wrong kind, for a message: short, and on one line whatever its repr is."""
     kind = type(value).__name__
@@ -49,9 +55,9 @@ def check_int(
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         fail(function, argument, "an int", shown(value), TypeError)
     if least is not None and value < least:
-        fail(function, argument, f"at least {least}", str(value))
+        fail(function, argument, f"at least {least}", brief(value))
     if most is not None and value > most:
-        fail(function, argument, f"at most {most}", str(value))
+        fail(function, argument, f"at most {most}", brief(value))
 
 
 def is_number(value: Any) -> bool:
@@ -163,7 +169,7 @@ class ArgumentChecker:
             self.fail(name, expected, shown(value), TypeError)
         # As float32, which is what kernels compute with.
         if not LEAST_FLOAT32 <= value <= LARGEST_FLOAT32:
-            self.fail(name, expected, repr(value))
+            self.fail(name, expected, brief(value))
 
     def multiple(self, name: str, value: int, of_name: str, of: int) -> None:
         if of <= 0 or value % of:
