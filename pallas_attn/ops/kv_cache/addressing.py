@@ -25,8 +25,8 @@ def check_layer(check: ArgumentChecker, layer: Any, num_layers: int) -> int | ja
     elif layer.shape != ():
         check.fail("layer", "a scalar", shown(layer))
     if is_traced(layer):
-        layer = jnp.asarray(layer)
-        return jnp.where((layer >= 0) & (layer < num_layers), layer.astype(jnp.int32), -1)
+        layer = _int32(layer)
+        return jnp.where((layer >= 0) & (layer < num_layers), layer, -1)
     if not 0 <= int(layer) < num_layers:
         check.fail("layer", f"an index in [0, {num_layers}), the cache's layers", str(int(layer)))
     return int(layer)
@@ -35,18 +35,29 @@ def check_layer(check: ArgumentChecker, layer: Any, num_layers: int) -> int | ja
 def page_ids(check: ArgumentChecker, name: str, pages: Any) -> jax.Array:
     """[num_copies] int32 of a vector, list or tuple of integers of any width; what int32 does not hold becomes -1."""
     if isinstance(pages, list | tuple):
-        for page in pages:
-            check_int(check.function, name, page)
-        pages = np.array([page if 0 <= page <= LARGEST_INT32 else -1 for page in pages], np.int32)
+        pages = jnp.array([_page_id(check, name, page) for page in pages], jnp.int32)
     check.is_array(name, pages)
     if not jnp.issubdtype(pages.dtype, jnp.integer):
         check.fail(name, "integers", shown(pages), TypeError)
     check.array(name, pages, ("num_copies",), [pages.dtype])
-    if pages.dtype != np.int32:
-        # In its own width first: cast at once, 2**32 would be page 0.
-        xp = jnp if isinstance(pages, jax.Array) else np
-        pages = xp.where((pages >= 0) & (pages <= LARGEST_INT32), pages, -1).astype(np.int32)
-    return jnp.asarray(pages)
+    return jnp.asarray(_int32(pages))
+
+
+def _page_id(check: ArgumentChecker, name: str, page: Any) -> Any:
+    """One of a list, in which jit hands over scalars of its own."""
+    if isinstance(page, jax.Array) and page.shape == () and jnp.issubdtype(page.dtype, jnp.integer):
+        return _int32(page)
+    check_int(check.function, name, page)
+    return page if 0 <= page <= LARGEST_INT32 else -1
+
+
+def _int32(integers: Any) -> Any:
+    """Integers of any width as int32; negative where int32 does not hold them: 2**32 is not page 0."""
+    narrow = integers.astype(np.int32)
+    if integers.dtype.itemsize <= 4:
+        return narrow
+    xp = jnp if isinstance(integers, jax.Array) else np
+    return xp.where((integers >= 0) & (integers <= LARGEST_INT32), narrow, -1)
 
 
 def layer_tables(block_tables: jax.Array, num_pages: int, layer: int | jax.Array) -> jax.Array:

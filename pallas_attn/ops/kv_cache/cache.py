@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ from pallas_attn._tile.quantization import QUANTIZED_DTYPES, is_quantized, large
 from pallas_attn._types import BlockTables, KVCache, Layout, SeqLens
 from pallas_attn.ops.kv_cache.addressing import check_layer, every_layer, layer_tables, of_layer, token_slots
 from pallas_attn.ops.kv_cache.api import DTYPES, write_kv
-from pallas_attn.ops.kv_cache.copying import copied_pages, copy_rows
+from pallas_attn.ops.kv_cache.copying import PageIds, copied_pages, copy_rows
 
 
 @jax.tree_util.register_dataclass
@@ -33,7 +32,8 @@ class PagedKVCache:
 
     One path serves prompts, chunks of prompts and decoding: `write` the q_len newest tokens of every sequence at their
     positions, then `paged_attention` with a query [num_seqs, q_len, num_heads, head_dim] and the lengths after them.
-    A sequence with fewer new tokens is padded on the left, with negative positions; one with none has length 0:
+    A sequence with fewer new tokens is padded on the left, with negative positions, and what comes out there means
+    nothing; one with none has length 0:
 
         >>> import jax.numpy as jnp
         >>> from pallas_attn import PagedKVCache, paged_attention
@@ -308,9 +308,7 @@ class PagedKVCache:
         check.array("value", value, shape, [key.dtype])
         return jnp.asarray(key), jnp.asarray(value), jnp.asarray(positions)
 
-    def copy_pages(
-        self, source_pages: jax.Array | Sequence[int], target_pages: jax.Array | Sequence[int]
-    ) -> "PagedKVCache":
+    def copy_pages(self, source_pages: PageIds, target_pages: PageIds) -> "PagedKVCache":
         """Copies pages [num_copies], ids in [0, num_pages), onto others, in every layer; see `copy_pages`."""
         pages = copied_pages(ArgumentChecker("PagedKVCache.copy_pages"), source_pages, target_pages)
         places = every_layer(*pages, self.num_pages, self.num_layers)

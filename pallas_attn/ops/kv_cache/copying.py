@@ -1,19 +1,21 @@
 """Copying pages inside a pool, for sequences that part ways after sharing a prefix."""
 
 from collections.abc import Sequence
+from typing import SupportsIndex
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_attn._call.checks import ArgumentChecker, shown
 from pallas_attn._tile.masking import usable_pages
 from pallas_attn._types import KVCache
 from pallas_attn.ops.kv_cache.addressing import page_ids
 
+type PageIds = jax.Array | np.ndarray | Sequence[SupportsIndex]
 
-def copy_pages(
-    cache: KVCache, source_pages: jax.Array | Sequence[int], target_pages: jax.Array | Sequence[int]
-) -> KVCache:
+
+def copy_pages(cache: KVCache, source_pages: PageIds, target_pages: PageIds) -> KVCache:
     """Copies pages of one pool onto others of it, bit for bit (vLLM's `copy_blocks`).
 
     The pool is updated in place when it is donated or carried by a loop; only the pages named are read and written.

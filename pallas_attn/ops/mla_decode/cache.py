@@ -1,7 +1,6 @@
 """`PagedLatentCache`: the latents of a whole model as one pytree."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ from pallas_attn._types import BlockTables, SeqLens
 from pallas_attn.ops.kv_cache.addressing import check_layer, every_layer, layer_tables, token_slots
 from pallas_attn.ops.kv_cache.api import DTYPES
 from pallas_attn.ops.kv_cache.cache import exportable, replaced
-from pallas_attn.ops.kv_cache.copying import copied_pages, copy_rows
+from pallas_attn.ops.kv_cache.copying import PageIds, copied_pages, copy_rows
 from pallas_attn.ops.mla_decode.problem import QUERY_DIM
 
 
@@ -107,9 +106,7 @@ class PagedLatentCache:
         flat = flat.at[slots].set(latents.reshape(-1, QUERY_DIM).astype(flat.dtype), mode="drop")
         return self.replace(latent_cache=flat.reshape(self.latent_cache.shape))
 
-    def copy_pages(
-        self, source_pages: jax.Array | Sequence[int], target_pages: jax.Array | Sequence[int]
-    ) -> "PagedLatentCache":
+    def copy_pages(self, source_pages: PageIds, target_pages: PageIds) -> "PagedLatentCache":
         """Copies pages [num_copies], ids in [0, num_pages), onto others, in every layer; see `copy_pages`."""
         pages = copied_pages(ArgumentChecker("PagedLatentCache.copy_pages"), source_pages, target_pages)
         places = every_layer(*pages, self.num_pages, self.num_layers)
