@@ -61,13 +61,13 @@ def test_outside_jit_it_is_refused():
     for stale in (lens + 1, lens - 500, lens[::-1]):
         schedule = pallas_attn.mla_schedule(stale, num_heads=4, num_parts=4)
         with pytest.raises(
-            ValueError, match="^mla_decode: argument 'schedule': expected one made for these seq_lens"
+            ValueError, match=r"^mla_decode: argument 'schedule': expected one made for these seq_lens"
         ):
             mla_decode(*rest, lens, schedule=schedule)
         metadata: Any = pallas_attn.get_mla_metadata(stale, 4, 1)
         with pytest.raises(
             ValueError,
-            match="^flash_mla_with_kvcache: argument 'tile_scheduler_metadata': expected one made for these cache_seq",
+            match=r"^flash_mla_with_kvcache: argument 'tile_scheduler_metadata': expected one made for these cache_seq",
         ):
             flash_mla_with_kvcache(*rest, lens, 512, *metadata)
         jax.eval_shape(functools.partial(mla_decode, schedule=schedule), *rest, lens)
