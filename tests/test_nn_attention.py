@@ -60,6 +60,20 @@ def test_a_prompt_sees_what_decoding_sees(name, implementation):
         assert np.abs(np.asarray(plain - whole)).max() > 1e-2
 
 
+def test_a_prompts_window_may_be_traced():
+    """As layers have it that are scanned while their windows alternate; in place of the module's own."""
+    new, cache = new_tokens(), small_cache(num_layers=1, block_tables=TABLES)
+    run = jax.jit(
+        lambda window: paged(dict(sliding_window=2))(*new, cache, 0, COUNTED, sliding_window=window)[0]
+    )
+    for window in (-1, 1, 3, 2**31 - 1):
+        options = dict(sliding_window=max(window, 1))
+        expected, _ = paged(options)(*new, cache, 0, COUNTED)
+        np.testing.assert_allclose(run(jnp.int32(window)), expected, atol=1e-6)
+        static, _ = paged(dict(sliding_window=2))(*new, cache, 0, COUNTED, **options)
+        np.testing.assert_array_equal(static, expected)
+
+
 @pytest.mark.parametrize("n", [1, 6])
 def test_linen_has_the_same_options(n):
     new, cache = [x[:, :n] for x in new_tokens()], small_cache(num_layers=1, block_tables=TABLES)

@@ -103,6 +103,9 @@ MASKS = dict(softcap=NUMBER.or_none(), sliding_window=COUNT.or_none())
 MLA_CONFIG = dict(hidden_size=8, num_heads=2, q_lora_rank=4)
 POWERS = dict.fromkeys(("block_q", "block_kv", "num_splits", "num_warps", "num_stages"), COUNT)
 NEW = dict(layer=LAYER, key=ARRAY, value=ARRAY, positions=ARRAY)
+WINDOW = Kind(
+    ("3", 2.5, True, [1], 0, -1, {}, jnp.ones(1, I32), jnp.ones(()), np.ones((), I32)), optional=True
+)
 NEAR_ZERO = Kind(("1", [1.0], True, -1.0, kinds.NAN, kinds.INF, 1j, jnp.ones(()), np.ones(1)))
 SLOPES_OR_SINKS = dict.fromkeys(("alibi_slopes", "sinks"), jnp.ones(4))
 
@@ -273,7 +276,9 @@ def calls() -> dict[str, Call]:
             ),
         ),
         "PagedAttention, called": Call(
-            nn.PagedAttention(), attended(cache), dict(NEW, query=ARRAY, cache=_caches(latents))
+            nn.PagedAttention(),
+            attended(cache),
+            dict(NEW, query=ARRAY, cache=_caches(latents), sliding_window=WINDOW),
         ),
         "PagedAttention, decoding": Call(
             nn.PagedAttention(), attended(cache, 1), dict(NEW, query=ARRAY, cache=_caches(latents))

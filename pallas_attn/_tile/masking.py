@@ -97,7 +97,7 @@ def causal(key_position: jax.Array, query_position: jax.Array) -> jax.Array:
     return key_position <= query_position
 
 
-def in_window(key_position: jax.Array, query_position: jax.Array, window: int) -> jax.Array:
+def in_window(key_position: jax.Array, query_position: jax.Array, window: int | jax.Array) -> jax.Array:
     """The newest `window` tokens, the query's own included."""
     return query_position - key_position < window
 

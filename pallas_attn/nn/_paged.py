@@ -89,6 +89,7 @@ def write_and_attend(
     layer: jax.Array | int,
     positions: jax.Array,
     *,
+    sliding_window: int | jax.Array | None,
     sinks: jax.Array | None,
 ) -> tuple[jax.Array, PagedKVCache]:
     """See `pallas_attn.nn.PagedAttention.__call__`."""
@@ -111,8 +112,15 @@ def write_and_attend(
         key_dtypes=DTYPES if decoding else None,
     )
     query, key, value, positions = map(jnp.asarray, (query, key, value, positions))
+    window = options.sliding_window
+    if isinstance(sliding_window, jax.Array):
+        check.array("sliding_window", sliding_window, (), [jnp.int32])
+        window = jnp.maximum(sliding_window, 1)
+    elif sliding_window is not None:
+        check.count("sliding_window", sliding_window)
+        window = sliding_window
     rules: dict[str, Any] = dict(
-        scale=options.scale, softcap=options.softcap, sliding_window=options.sliding_window, sinks=sinks
+        scale=options.scale, softcap=options.softcap, sliding_window=window, sinks=sinks
     )
     num_heads = query.shape[2]
     if options.alibi_slopes is not None:

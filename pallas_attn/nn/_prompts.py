@@ -70,7 +70,7 @@ def attend_to_themselves(
     *,
     scale: float | None,
     softcap: float | None = None,
-    sliding_window: int | None = None,
+    sliding_window: Any = None,
     alibi_slopes: jax.Array | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:

@@ -42,6 +42,8 @@ class PagedAttention(linen.Module):
         cache: PagedKVCache,
         layer: jax.Array | int,
         positions: jax.Array,
+        *,
+        sliding_window: int | jax.Array | None = None,
     ) -> tuple[jax.Array, PagedKVCache]:
         """Writes `n` new tokens of every sequence and attends from them; see `pallas_attn.nn.PagedAttention.__call__`.
 
@@ -51,6 +53,7 @@ class PagedAttention(linen.Module):
             cache: the pages of all layers, in the query's dtype or 8-bit with scales.
             layer: index of this layer in the cache; an int or an integer scalar that may be traced.
             positions: ``[num_seqs, n]`` int32; negative marks padding.
+            sliding_window: this layer's, in place of the module's; may be traced.
 
         Returns:
             The output in the query's shape and dtype, and the cache with the new tokens in it.
@@ -65,4 +68,8 @@ class PagedAttention(linen.Module):
         if self.sinks:
             ArgumentChecker("PagedAttention").is_array("query", query)
             sinks = self.param("sinks", linen.initializers.zeros, query.shape[-2:-1], jnp.float32)
-        return write_and_attend(options, query, key, value, cache, layer, positions, sinks=sinks)
+        return write_and_attend(
+            *(options, query, key, value, cache, layer, positions),
+            sliding_window=sliding_window,
+            sinks=sinks,
+        )

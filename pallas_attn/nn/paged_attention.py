@@ -70,6 +70,8 @@ class PagedAttention(nnx.Module):
         cache: PagedKVCache,
         layer: jax.Array | int,
         positions: jax.Array,
+        *,
+        sliding_window: int | jax.Array | None = None,
     ) -> tuple[jax.Array, PagedKVCache]:
         """Attends from `n` new tokens of every sequence.
 
@@ -101,6 +103,9 @@ class PagedAttention(nnx.Module):
                 sequence: nothing is written and the output is not meaningful (zeros when ``n == 1``). Rows of any
                 other pattern get NaN if positions are traced; known positions are checked, which outside jit reads
                 them from the device.
+            sliding_window: this layer's, in place of the module's: an int of at least 1, or an int32 scalar that may
+                be traced (below 1 it counts as 1), where `paged_attention` takes one; for layers that are scanned
+                while their windows alternate.
 
         Returns:
             The output ``[num_seqs, n, num_heads, head_dim]`` in the query's dtype, and the cache with the
@@ -114,4 +119,8 @@ class PagedAttention(nnx.Module):
                 serve, or a forced implementation that cannot, with its reason.
         """
         sinks = None if self.sinks is None else self.sinks[...]
-        return write_and_attend(self.options, query, key, value, cache, layer, positions, sinks=sinks)
+        return write_and_attend(
+            *(self.options, query, key, value, cache, layer, positions),
+            sliding_window=sliding_window,
+            sinks=sinks,
+        )
