@@ -287,7 +287,9 @@ def main(command_line: Sequence[str] | None = None) -> int:
     if arguments.target and arguments.all:
         options.error("--target is for --one and --compare, --all takes everything")
     if shortest < arguments.q_len:
-        options.error(f"--q-len: expected at most the shortest of --seqlens, {shortest}, got {arguments.q_len}")
+        options.error(
+            f"--q-len: expected at most the shortest of --seqlens, {shortest}, got {arguments.q_len}"
+        )
     if arguments.plot and lacking:
         options.error(f"--plot needs {' and '.join(lacking)}: pip install 'pallas-attn[bench]'")
     sizes = itertools.product(arguments.heads, arguments.seqlens)

@@ -30,7 +30,8 @@ BAD_ATTENTION = {
     "query rank": (
         {"query": jnp.zeros((2, 64), F32)},
         ValueError,
-        r"argument 'query': expected shape \[num_seqs, num_heads, head_dim\], got \[2, 64\]",
+        r"argument 'query': expected shape \[num_seqs, num_heads, head_dim\] or "
+        r"\[num_seqs, q_len, num_heads, head_dim\], got \[2, 64\]",
     ),
     "query dtype": (
         {"query": jnp.zeros((2, 4, 64), jnp.int32)},
@@ -83,6 +84,11 @@ BAD_ATTENTION = {
         {"scale": -1.0},
         ValueError,
         "argument 'scale': expected a finite number above 0, or None, got -1.0",
+    ),
+    "return_lse": (
+        {"return_lse": "no"},
+        TypeError,
+        "argument 'return_lse': expected True or False, got 'no' of type str",
     ),
     "layout": (
         {"layout": "NDH"},

@@ -78,7 +78,7 @@ def test_a_model_gives_the_same_tokens(served):
         ((5, 64), (2, 64), (2, 64), "'query': expected a multiple of num_kv_heads"),
         ((4, 64), (2, 64), (1, 64), "'value': expected shape"),
         ((4, 64), (2, 64), (2, 128), "'value': expected shape"),
-        ((4, 32), (2, 64), (2, 64), "'query': expected shape"),
+        ((4, 32), (2, 64), (2, 64), "'key': expected shape"),
         ((4, 200), (2, 200), (2, 200), "'key': expected 2 * num_kv_heads * head_dim of at most 512"),
     ],
 )

@@ -13,8 +13,8 @@ from models_support import TINY, tiny_llama
 
 from pallas_attn import PagedKVCache, nn
 from pallas_attn.models import Llama, LlamaConfig
-from pallas_attn.models.llama import apply_rotary, rotary_angles
 from pallas_attn.nn import linen
+from pallas_attn.nn.rotary import apply_rotary, rotary_angles, rotary_frequencies
 
 
 def make_cache(model: Llama, num_seqs: int, max_len: int, page_size: int = 4) -> PagedKVCache:
@@ -97,7 +97,7 @@ def test_rotary_scores_depend_on_the_distance_only():
 
     def score(at, and_at):
         turned = [
-            apply_rotary(jnp.asarray(x), *rotary_angles(jnp.array([[p]]), 16, 10000.0))
+            apply_rotary(jnp.asarray(x), *rotary_angles(jnp.array([[p]]), rotary_frequencies(16, 10000.0)))
             for x, p in ((query, at), (key, and_at))
         ]
         return float(jnp.sum(turned[0] * turned[1]))

@@ -56,6 +56,28 @@ def test_calibration_fits_each_head_of_a_layer():
     assert written.key_cache[2, 1, 1, 2] == 127
 
 
+def test_saturation_is_the_share_that_the_scales_do_not_hold():
+    """What a prompt that joins others, whose scales are fixed, would lose; padding does not count."""
+    tables = jnp.array([[0], [1]], jnp.int32)
+    sizes = {"num_layers": 2, "num_pages": 2, "page_size": 8, "num_kv_heads": 2, "head_dim": 4}
+    cache = PagedKVCache.create(**sizes, block_tables=tables, dtype=jnp.int8)
+    positions = jnp.array([[0, 1, -1], [0, -1, -1]], jnp.int32)
+    key = jnp.ones((2, 3, 2, 4)).at[0, 2].set(1e6)
+    cache = cache.calibrate(1, key, key, positions, margin=1.0)
+    assert [float(x) for x in cache.saturation(1, key, key, positions)] == [0, 0]
+    # Of 3 tokens x 2 heads x 4 elements, a head of one token, and two elements of another.
+    larger = key.at[0, 0, 1].set(-9.0)
+    share, other = jax.jit(cache.saturation)(1, larger, key.at[1, 0, 0, :2].set(1.1), positions)
+    assert float(share) == pytest.approx(4 / 24)
+    assert float(other) == pytest.approx(2 / 24)
+    assert np.isnan(jax.jit(cache.saturation)(2, key, key, positions)).all()
+    written = cache.write(1, larger, key, positions)
+    assert float(jnp.mean(jnp.abs(written.key_cache[2, 0].astype(jnp.float32)) == 127)) == 1
+    assert cache.saturation(1, key, key, jnp.full_like(positions, -1)) == (0, 0)
+    plain = PagedKVCache.create(**sizes, block_tables=tables)
+    assert plain.saturation(1, 1e6 * key, key, positions) == (0, 0)
+
+
 def test_calibration_leaves_other_dtypes_alone():
     sizes = {"num_layers": 1, "num_pages": 1, "page_size": 8, "num_kv_heads": 2, "head_dim": 4}
     cache = PagedKVCache.create(**sizes, block_tables=jnp.zeros((1, 1), jnp.int32), dtype=jnp.bfloat16)
@@ -92,22 +114,35 @@ def test_what_the_module_refuses():
     cache = small_cache(num_layers=1, block_tables=tables)
     query, new, positions = jnp.ones((2, 4, 4, 16)), jnp.ones((2, 4, 2, 16)), jnp.zeros((2, 4), jnp.int32)
     for arguments, message in (
-        ((query, new[:, :2], new, positions), r"'key': expected shape \[num_seqs=2 \(as query\), n=4"),
+        (
+            (query, new[:, :2], new, positions),
+            r"'key': expected shape \[num_seqs=2 \(as cache\), n=4 \(as query\)",
+        ),
         ((query, new, new[..., :1, :], positions), "'value': expected shape"),
         ((query, new, new, positions[0]), "'positions': expected shape"),
         (
             (query[:, :, :3], new, new, positions),
             r"'query': expected a multiple of num_kv_heads \(2\), got 3",
         ),
-        ((query[:1], new[:1], new[:1], positions[:1]), r"'cache.block_tables': expected shape \[num_seqs=1"),
+        (
+            (query[:1], new[:1], new[:1], positions[:1]),
+            r"'query': expected shape \[num_seqs=2 \(as cache\), n",
+        ),
     ):
         query_, key, value, at = arguments
         with pytest.raises(ValueError, match=f"PagedAttention: argument {message}"):
             module(query_, key, value, cache, 0, at)
+    short = query.astype(jnp.bfloat16)
+    for n in (1, 4):  # a prompt of a dtype that decoding would not take
+        with pytest.raises(
+            TypeError, match="PagedAttention: argument 'query': expected dtype float32, got bfloat16"
+        ):
+            module(short[:, :n], new[:, :n], new[:, :n], cache, 0, positions[:, :n])
+    stored = small_cache(num_layers=1, block_tables=tables, dtype=jnp.bfloat16)
     with pytest.raises(
         TypeError, match="PagedAttention: argument 'key': expected dtype bfloat16, got float32"
     ):
-        module(query.astype(jnp.bfloat16), new, new, cache, 0, positions)
+        module(short, new, new, stored, 0, positions)
     with pytest.raises(
         ValueError, match=r"PagedAttention: argument 'scale': expected a finite number above 0"
     ):

@@ -8,8 +8,10 @@ from typing import Any, NoReturn
 
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 LEAST_FLOAT32, LARGEST_FLOAT32 = (float(x) for x in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
+LONGEST_SHOWN = 60
 
 
 def fail(
@@ -22,16 +24,45 @@ def dtype_name(dtype: Any) -> str:
     return jnp.dtype(dtype).name
 
 
+def is_array(value: Any) -> bool:
+    return hasattr(value, "shape") and hasattr(value, "dtype")
+
+
+def is_traced(value: Any) -> bool:
+    """Whether a transformation (jit, scan, vmap, grad) holds it, so that its value is not known yet."""
+    return isinstance(value, Tracer)
+
+
+def brief(value: Any) -> str:
+    """A value of the right kind; an int may have hundreds of digits."""
+    digits = str(value)
+    return digits if len(digits) <= LONGEST_SHOWN else f"{digits[:LONGEST_SHOWN]}..."
+
+
+def shown(value: Any) -> str:
+    """A value of the wrong kind, for a message: short, and on one line whatever its repr is."""
+    kind = type(value).__name__
+    if is_array(value) and not isinstance(value, np.generic):
+        return f"an array of dtype {value.dtype} and shape {list(value.shape)}"
+    words = " ".join(repr(value).split())
+    return f"{words} of type {kind}" if len(words) <= LONGEST_SHOWN else kind
+
+
 def check_int(
     function: str, argument: str, value: Any, least: int | None = None, most: int | None = None
 ) -> None:
     """A Python or numpy int: sizes are compiled in."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        fail(function, argument, "an int", f"{value!r} of type {type(value).__name__}", TypeError)
+        fail(function, argument, "an int", shown(value), TypeError)
     if least is not None and value < least:
-        fail(function, argument, f"at least {least}", str(value))
+        fail(function, argument, f"at least {least}", brief(value))
     if most is not None and value > most:
-        fail(function, argument, f"at most {most}", str(value))
+        fail(function, argument, f"at most {most}", brief(value))
+
+
+def is_number(value: Any) -> bool:
+    """A real number of Python's or numpy's."""
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
 
 
 class ArgumentChecker:
@@ -54,19 +85,30 @@ class ArgumentChecker:
     def fail(self, name: str, expected: str, got: str, error: type[Exception] = ValueError) -> NoReturn:
         fail(self.function, self.spell(name), expected, got, error)
 
-    def array(self, name: str, value: Any, shape: Sequence[int | str], dtypes: Sequence[Any]) -> None:
-        """Raises TypeError for a wrong type or dtype, ValueError for a wrong rank or size."""
-        if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+    def bind(self, source: str, **dims: int) -> None:
+        """Dimensions that `source` has and arrays yet to be checked must agree with."""
+        self.dims.update(dims)
+        self._bound_by.update(dict.fromkeys(dims, source))
+
+    def is_array(self, name: str, value: Any) -> None:
+        if not is_array(value):
             self.fail(name, "an array", type(value).__name__, TypeError)
+
+    def dtype_among(self, name: str, value: Any, dtypes: Sequence[Any]) -> None:
+        """An array of one of these dtypes."""
+        self.is_array(name, value)
         if not any(value.dtype == jnp.dtype(d) for d in dtypes):
             expected = " or ".join(dtype_name(d) for d in dtypes)
             self.fail(name, f"dtype {expected}", str(value.dtype), TypeError)
+
+    def array(self, name: str, value: Any, shape: Sequence[int | str], dtypes: Sequence[Any]) -> None:
+        """Raises TypeError for a wrong type or dtype, ValueError for a wrong rank or size."""
+        self.dtype_among(name, value, dtypes)
         if len(value.shape) != len(shape) or not all(map(self._agrees, shape, value.shape)):
             self.fail(name, f"shape {self._describe(shape)}", str(list(value.shape)))
         for dim, size in zip(shape, value.shape, strict=True):
             if isinstance(dim, str) and dim not in self.dims:
-                self.dims[dim] = size
-                self._bound_by[dim] = name
+                self.bind(name, **{dim: size})
 
     def _agrees(self, dim: int | str, size: int) -> bool:
         return size == (dim if isinstance(dim, int) else self.dims.get(dim, size))
@@ -81,9 +123,31 @@ class ArgumentChecker:
                 words.append(self.spell(dim) if isinstance(dim, str) else str(dim))
         return f"[{', '.join(words)}]"
 
+    def instance(self, name: str, value: Any, kind: type, *, optional: bool = False) -> None:
+        if not (isinstance(value, kind) or (optional and value is None)):
+            article = "an" if kind.__name__[0] in "AEIMOU" else "a"
+            expected = f"{article} {kind.__name__}{' or None' if optional else ''}"
+            self.fail(name, expected, type(value).__name__, TypeError)
+
     def one_of(self, name: str, value: Any, choices: Sequence[Any]) -> None:
-        if value not in choices:
-            self.fail(name, "one of " + ", ".join(repr(c) for c in choices), repr(value))
+        # Compared with its own kind alone: an array would compare element by element.
+        if not any(isinstance(value, type(choice)) and value == choice for choice in choices):
+            expected = "one of " + ", ".join(repr(c) for c in choices)
+            if isinstance(value, type(choices[0])):
+                self.fail(name, expected, repr(value))
+            self.fail(name, expected, shown(value), TypeError)
+
+    def dtype(self, name: str, value: Any, choices: Sequence[Any]) -> None:
+        """A dtype, or what numpy takes for one, as an argument of its own."""
+        expected = "one of " + ", ".join(map(dtype_name, choices))
+        try:
+            given = None if value is None else jnp.dtype(value)
+        except (TypeError, ValueError):
+            given = None
+        if given is None:
+            self.fail(name, expected, shown(value), TypeError)
+        if given not in [jnp.dtype(d) for d in choices]:
+            self.fail(name, expected, given.name)
 
     def non_empty(self, name: str, value: Any) -> None:
         if 0 in value.shape:
@@ -94,14 +158,18 @@ class ArgumentChecker:
 
     def flag(self, name: str, value: Any) -> None:
         if not isinstance(value, bool | np.bool_):
-            self.fail(name, "True or False", f"{value!r} of type {type(value).__name__}", TypeError)
+            self.fail(name, "True or False", shown(value), TypeError)
 
-    def positive_float(self, name: str, value: Any) -> None:
+    def positive_float(self, name: str, value: Any, *, optional: bool = True) -> None:
         """Concrete numbers only: `scale`, `softcap` and their like are compiled into the kernel."""
-        number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+        if optional and value is None:
+            return
+        expected = f"a finite number above 0{', or None' if optional else ''}"
+        if not is_number(value):
+            self.fail(name, expected, shown(value), TypeError)
         # As float32, which is what kernels compute with.
-        if value is not None and not (number and LEAST_FLOAT32 <= value <= LARGEST_FLOAT32):
-            self.fail(name, "a finite number above 0, or None", repr(value))
+        if not LEAST_FLOAT32 <= value <= LARGEST_FLOAT32:
+            self.fail(name, expected, brief(value))
 
     def multiple(self, name: str, value: int, of_name: str, of: int) -> None:
         if of <= 0 or value % of:

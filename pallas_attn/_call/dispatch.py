@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pallas_attn._call import ffi
-from pallas_attn._call.checks import fail
+from pallas_attn._call.checks import fail, shown
 from pallas_attn._call.device import Device, current_device
 
 Reason = str | None
@@ -66,6 +66,16 @@ def register(op: str, implementations: dict[str, Implementation]) -> None:
     _OPS[op] = implementations
 
 
+def check_name(function: str, op: str, requested: Any) -> None:
+    """For functions that hand `implementation` on to an op, so that what is wrong with it carries their name."""
+    known = _OPS[op]
+    expected = f"None or one of {', '.join(map(repr, known))}"
+    if not isinstance(requested, str | None):
+        fail(function, "implementation", expected, shown(requested), TypeError)
+    if requested is not None and requested not in known:
+        fail(function, "implementation", expected, repr(requested))
+
+
 def resolve(op: str, case: Any, requested: str | None) -> tuple[str, Callable[..., Any]]:
     """The implementation's name and function. ValueError for an unknown name, or one that cannot serve."""
     known, device = _OPS[op], current_device()
@@ -74,9 +84,7 @@ def resolve(op: str, case: Any, requested: str | None) -> tuple[str, Callable[..
         return _AVAILABLE[name](device) or known[name].supports(case)
 
     if requested is not None:
-        if not isinstance(requested, str) or requested not in known:
-            names = ", ".join(map(repr, known))
-            fail(op, "implementation", f"None or one of {names}", repr(requested))
+        check_name(op, op, requested)
         if reason := refusal(requested):
             raise ValueError(f"{op}: implementation {requested!r} cannot serve this call: {reason}")
         return _record(op, requested), known[requested].fn

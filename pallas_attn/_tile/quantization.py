@@ -11,7 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn._call.checks import fail
+from pallas_attn._call.checks import (
+    LARGEST_FLOAT32,
+    LEAST_FLOAT32,
+    fail,
+    is_array,
+    is_number,
+    shown,
+)
 
 FP8_DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 QUANTIZED_DTYPES = (*FP8_DTYPES, jnp.int8)
@@ -63,19 +70,16 @@ def per_head_scale(
         return None
     if scale is None:
         scale = 1.0
-    if isinstance(scale, bool | str) or not isinstance(
-        scale, int | float | np.number | np.ndarray | jax.Array
-    ):
-        fail(
-            function,
-            name,
-            "a number or an array, or None",
-            f"{scale!r} of type {type(scale).__name__}",
-            TypeError,
-        )
+    real = is_number(scale) or (
+        is_array(scale) and any(jnp.issubdtype(scale.dtype, kind) for kind in (jnp.floating, jnp.integer))
+    )
+    if not real:
+        fail(function, name, "a number or an array of numbers, or None", shown(scale), TypeError)
     # What is on a device, or traced, the host must not wait for.
-    if not isinstance(scale, jax.Array) and not (np.isfinite(scale) & (np.asarray(scale) > 0)).all():
-        fail(function, name, "finite numbers above 0", repr(scale))
+    if not isinstance(scale, jax.Array):
+        values = scale if is_number(scale) else np.asarray(scale, np.float64)
+        if not np.all((values >= LEAST_FLOAT32) & (values <= LARGEST_FLOAT32)):
+            fail(function, name, "finite numbers above 0", shown(scale))
     scale = jnp.asarray(scale, jnp.float32)
     if scale.shape not in ((), (1,), (num_kv_heads,)):
         fail(function, name, f"a scalar or shape [num_kv_heads={num_kv_heads}]", f"shape {list(scale.shape)}")

@@ -14,13 +14,13 @@ from jax.typing import DTypeLike
 from pallas_attn import PagedLatentCache, mla_schedule
 from pallas_attn._call.checks import fail
 from pallas_attn._call.optional import needs_extra
-from pallas_attn.nn.mla import MLAConfig, MultiHeadLatentAttention, RMSNorm, linear
+from pallas_attn.nn.layers import PRECISION, RMSNorm, linear
+from pallas_attn.nn.mla import MLAConfig, MultiHeadLatentAttention
 from pallas_attn.nn.rotary import Yarn
 
 with needs_extra("models", user="pallas_attn.models.deepseek"):
     from flax import nnx
 
-_PRECISION = jax.lax.Precision.HIGHEST
 # Settings of a config.json that have no default here.
 REQUIRED_SETTINGS = (
     *(
@@ -216,16 +216,16 @@ class MoE(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         config = self.config
         tokens = x.reshape(-1, x.shape[-1])
-        logits = jnp.einsum("th,eh->te", tokens.astype(jnp.float32), self.router[...], precision=_PRECISION)
+        logits = jnp.einsum("th,eh->te", tokens.astype(jnp.float32), self.router[...], precision=PRECISION)
         bias = self.choice_bias[...] if config.sigmoid_routing else None
         experts, weights = route(logits, bias, config)
 
         order = jnp.argsort(experts.reshape(-1))
         sizes = jnp.bincount(experts.reshape(-1), length=config.num_experts).astype(jnp.int32)
         source = order // config.experts_per_token
-        gate_up = jax.lax.ragged_dot(tokens[source], self.gate_up[...], sizes, precision=_PRECISION)
+        gate_up = jax.lax.ragged_dot(tokens[source], self.gate_up[...], sizes, precision=PRECISION)
         gate, up = jnp.split(gate_up, 2, axis=-1)
-        out = jax.lax.ragged_dot(jax.nn.silu(gate) * up, self.down[...], sizes, precision=_PRECISION)
+        out = jax.lax.ragged_dot(jax.nn.silu(gate) * up, self.down[...], sizes, precision=PRECISION)
         out = out * weights.reshape(-1)[order][:, None].astype(out.dtype)
         routed = jnp.zeros_like(tokens).at[source].add(out)
         return routed.reshape(x.shape) + self.shared(x)
@@ -315,6 +315,6 @@ class DeepSeek(nnx.Module):
             "...h,vh->...v",
             hidden,
             self.lm_head[...],
-            precision=_PRECISION,
+            precision=PRECISION,
             preferred_element_type=jnp.float32,
         )

@@ -16,6 +16,8 @@ from pallas_attn import PagedKVCache, PagedLatentCache
 from pallas_attn._call.checks import check_int, fail
 from pallas_attn._call.optional import needs_extra
 from pallas_attn.nn import LatentGQA, PagedAttention
+from pallas_attn.nn.layers import PRECISION, RMSNorm, linear
+from pallas_attn.nn.rotary import apply_rotary, rotary_angles, rotary_frequencies
 
 with needs_extra("models", user="pallas_attn.models.llama"):
     from flax import nnx
@@ -23,9 +25,6 @@ with needs_extra("models", user="pallas_attn.models.llama"):
 type Attending = Literal["gqa", "mla"]
 type Cache = Any
 """A `PagedKVCache` or a `PagedLatentCache`, as `Llama.create_cache` makes it."""
-
-# float32 weights mean float32 products (a GPU would take TF32 by default); bfloat16 weights are not affected.
-_PRECISION = jax.lax.Precision.HIGHEST
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,48 +72,6 @@ class LlamaConfig:
             fail("LlamaConfig", "head_dim", "an even number", str(self.head_dim))
 
 
-def rotary_angles(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines of the rotary embedding, float32.
-
-    Args:
-        positions: ``[num_seqs, n]`` integer positions.
-        head_dim: width of one head.
-        theta: base of the frequencies.
-
-    Returns:
-        Two arrays ``[num_seqs, n, 1, head_dim // 2]``; the 1 is broadcast over heads.
-    """
-    frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    angles = positions[..., None, None].astype(jnp.float32) * frequencies
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-def apply_rotary(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Turns the pairs (i, i + head_dim / 2) of `x` ``[num_seqs, n, heads, head_dim]`` by the angles."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
-
-
-class RMSNorm(nnx.Module):
-    """Divides by the root mean square over the last axis, in float32, and scales."""
-
-    def __init__(self, size: int, eps: float, dtype: DTypeLike):
-        self.weight = nnx.Param(jnp.ones(size, dtype))
-        self.eps = eps
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return normed.astype(x.dtype) * self.weight[...]
-
-
-def _linear(in_size: int, out_size: int, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Linear:
-    return nnx.Linear(
-        in_size, out_size, use_bias=False, dtype=dtype, param_dtype=dtype, precision=_PRECISION, rngs=rngs
-    )
-
-
 class Attention(nnx.Module):
     """Grouped-query attention; query, key and value come out of one projection, in this order."""
 
@@ -129,8 +86,8 @@ class Attention(nnx.Module):
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim = config.head_dim
         all_heads = config.num_heads + 2 * config.num_kv_heads
-        self.qkv_proj = _linear(config.hidden_size, all_heads * config.head_dim, dtype, rngs)
-        self.o_proj = _linear(config.num_heads * config.head_dim, config.hidden_size, dtype, rngs)
+        self.qkv_proj = linear(config.hidden_size, all_heads * config.head_dim, dtype, rngs)
+        self.o_proj = linear(config.num_heads * config.head_dim, config.hidden_size, dtype, rngs)
         attend = LatentGQA if attention == "mla" else PagedAttention
         self.attend = attend(implementation=implementation)
 
@@ -147,8 +104,8 @@ class MLP(nnx.Module):
     """SwiGLU; gate and up come out of one projection, in this order."""
 
     def __init__(self, config: LlamaConfig, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.gate_up_proj = _linear(config.hidden_size, 2 * config.intermediate_size, dtype, rngs)
-        self.down_proj = _linear(config.intermediate_size, config.hidden_size, dtype, rngs)
+        self.gate_up_proj = linear(config.hidden_size, 2 * config.intermediate_size, dtype, rngs)
+        self.down_proj = linear(config.intermediate_size, config.hidden_size, dtype, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
@@ -255,7 +212,7 @@ class Llama(nnx.Module):
             Normalised hidden states ``[num_seqs, n, hidden_size]`` for `logits`, and the cache holding the
             new tokens, with `seq_lens` advanced to the last of them.
         """
-        rotary = rotary_angles(positions, self.config.head_dim, self.config.rope_theta)
+        rotary = rotary_angles(positions, rotary_frequencies(self.config.head_dim, self.config.rope_theta))
         graph, stacked = nnx.split(self.layers)
 
         def one_layer(carry, xs):
@@ -273,5 +230,5 @@ class Llama(nnx.Module):
         """Scores of every token: ``[..., hidden_size]`` to float32 ``[..., vocab_size]``."""
         table = self.embedding if self.config.tie_word_embeddings else self.lm_head
         return jnp.einsum(
-            "...h,vh->...v", hidden, table[...], precision=_PRECISION, preferred_element_type=jnp.float32
+            "...h,vh->...v", hidden, table[...], precision=PRECISION, preferred_element_type=jnp.float32
         )

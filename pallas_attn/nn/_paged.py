@@ -1,16 +1,87 @@
 """The one forward pass behind the NNX and the Linen module: write the new keys and values, then attend."""
 
+import dataclasses
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_attn import PagedKVCache, paged_attention
-from pallas_attn._call.checks import ArgumentChecker
+from pallas_attn._call import dispatch
+from pallas_attn._call.checks import ArgumentChecker, is_array, is_number, is_traced, shown
+from pallas_attn._tile.layout import pool_shape
+from pallas_attn._tile.quantization import is_quantized
+from pallas_attn.ops.kv_cache.addressing import check_layer
 from pallas_attn.ops.kv_cache.api import DTYPES
+
+from ._prompts import FRESH, attend_to_themselves, fresh, poison_unserved
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a `PagedAttention` is made with, checked. See there."""
+
+    scale: float | None = None
+    softcap: float | None = None
+    sliding_window: int | None = None
+    alibi_slopes: tuple[float, ...] | None = None
+    implementation: str | None = None
+
+    @classmethod
+    def checked(cls, scale, softcap, sliding_window, alibi_slopes, sinks, implementation) -> "Options":
+        check = ArgumentChecker("PagedAttention")
+        check.positive_float("scale", scale)
+        check.positive_float("softcap", softcap)
+        if sliding_window is not None:
+            check.count("sliding_window", sliding_window)
+        check.flag("sinks", sinks)
+        dispatch.check_name(check.function, "paged_attention", implementation)
+        slopes = None if alibi_slopes is None else _slopes(check, alibi_slopes)
+        return cls(scale, softcap, sliding_window, slopes, implementation)
+
+
+def _slopes(check: ArgumentChecker, slopes: Any) -> tuple[float, ...]:
+    """Numbers rather than an array: part of the module's definition, as its other options are."""
+    expected = "finite numbers, one for each query head, or None"
+    if is_array(slopes) and not is_traced(slopes) and len(slopes.shape) == 1:
+        slopes = list(np.asarray(slopes))
+    if not isinstance(slopes, list | tuple):
+        check.fail("alibi_slopes", expected, shown(slopes), TypeError)
+    for slope in slopes:
+        if not is_number(slope):
+            check.fail("alibi_slopes", expected, shown(slope), TypeError)
+        if not math.isfinite(slope):
+            check.fail("alibi_slopes", expected, repr(slope))
+    return tuple(map(float, slopes))
+
+
+def check_new_tokens(
+    check: ArgumentChecker,
+    query: Any,
+    key: Any,
+    value: Any,
+    positions: Any,
+    *,
+    query_dtypes: Sequence[Any],
+    key_dtypes: Sequence[Any] | None = None,
+) -> None:
+    """Of `n` new tokens of every sequence; `check` has bound what the cache says of them. `key_dtypes`: of keys that
+    need not have the query's."""
+    check.array("query", query, ("num_seqs", "n", "num_heads", "head_dim"), query_dtypes)
+    shape = ("num_seqs", "n", "num_kv_heads", "head_dim")
+    check.array("key", key, shape, key_dtypes or [query.dtype])
+    check.array("value", value, shape, [key.dtype])
+    check.array("positions", positions, ("num_seqs", "n"), [jnp.int32])
+    for name, array in (("query", query), ("key", key)):
+        check.non_empty(name, array)
+    check.multiple("query", query.shape[2], "num_kv_heads", check.dims["num_kv_heads"])
 
 
 def write_and_attend(
+    options: Options,
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
@@ -18,26 +89,50 @@ def write_and_attend(
     layer: jax.Array | int,
     positions: jax.Array,
     *,
-    scale: float | None,
-    implementation: str | None,
+    sliding_window: int | jax.Array | None,
+    sinks: jax.Array | None,
 ) -> tuple[jax.Array, PagedKVCache]:
     """See `pallas_attn.nn.PagedAttention.__call__`."""
     check = ArgumentChecker("PagedAttention")
-    check.array("query", query, ("num_seqs", "n", "num_heads", "head_dim"), DTYPES)
-    # Prefill multiplies queries with the new keys themselves.
-    dtypes = DTYPES if query.shape[1] == 1 else [query.dtype]
-    check.array("key", key, ("num_seqs", "n", "num_kv_heads", "head_dim"), dtypes)
-    check.array("value", value, ("num_seqs", "n", "num_kv_heads", "head_dim"), [key.dtype])
-    check.array("positions", positions, ("num_seqs", "n"), [jnp.int32])
-    check.array("cache.block_tables", cache.block_tables, ("num_seqs", "max_pages"), [jnp.int32])
-    check.multiple("query", query.shape[2], "num_kv_heads", check.dims["num_kv_heads"])
-    check.positive_float("scale", scale)
-    if query.shape[1] > 1:
-        # Fresh prompts: the first keys and values that this layer's quantised cache holds set its scales. Prompts
-        # that join others find them set.
-        cache = cache.calibrate(layer, key, value, positions)
-    cache = cache.write(layer, key, value, positions, implementation=implementation)
-    if query.shape[1] == 1:
+    check.instance("cache", cache, PagedKVCache)
+    layer = check_layer(check, layer, cache.num_layers)
+    pool = pool_shape(cache.value_cache, cache.layout)
+    num_seqs = cache.block_tables.shape[0]
+    check.bind("cache", num_seqs=num_seqs, num_kv_heads=pool.num_kv_heads, head_dim=pool.head_dim)
+    stored = cache.key_cache.dtype
+    decoding = len(getattr(query, "shape", ())) == 4 and query.shape[1] == 1
+    check_new_tokens(
+        check,
+        query,
+        key,
+        value,
+        positions,
+        query_dtypes=DTYPES if is_quantized(stored) else [stored],
+        # Prefill multiplies queries with the new keys themselves.
+        key_dtypes=DTYPES if decoding else None,
+    )
+    query, key, value, positions = map(jnp.asarray, (query, key, value, positions))
+    window = options.sliding_window
+    if isinstance(sliding_window, jax.Array):
+        check.array("sliding_window", sliding_window, (), [jnp.int32])
+        window = jnp.maximum(sliding_window, 1)
+    elif sliding_window is not None:
+        check.count("sliding_window", sliding_window)
+        window = sliding_window
+    rules: dict[str, Any] = dict(
+        scale=options.scale, softcap=options.softcap, sliding_window=window, sinks=sinks
+    )
+    num_heads = query.shape[2]
+    if options.alibi_slopes is not None:
+        if len(options.alibi_slopes) != num_heads:
+            expected = f"num_heads={num_heads} (as query) numbers"
+            check.fail("alibi_slopes", expected, str(len(options.alibi_slopes)))
+        rules["alibi_slopes"] = jnp.asarray(options.alibi_slopes, jnp.float32)
+    if sinks is not None:
+        check.array("sinks", sinks, ("num_heads",), DTYPES)
+
+    if decoding:
+        cache = cache.write(layer, key, value, positions, implementation=options.implementation)
         # A row whose position is negative has length 0: it reads no page and gets zeros.
         output: Any = paged_attention(
             query[:, 0],
@@ -45,25 +140,15 @@ def write_and_attend(
             cache.value_cache,
             cache.layer_tables(layer),
             positions[:, 0] + 1,
-            scale=scale,
             layout=cache.layout,
-            implementation=implementation,
+            implementation=options.implementation,
+            **rules,
             **cache.scales(layer),
         )
         return output[:, None], cache
-    return _prefill(query, key, value, positions, scale), cache
-
-
-def _prefill(
-    query: jax.Array, key: jax.Array, value: jax.Array, positions: jax.Array, scale: float | None
-) -> jax.Array:
-    """Causal attention of right-padded prompts over themselves; the pages are only written.
-
-    Padding sits after the real tokens, so the causal mask alone keeps it out of every real row.
-    """
-    lengths = jnp.sum(positions >= 0, axis=1, dtype=jnp.int32)
-    # float32 inputs mean float32 products: on a GPU the default would be TF32.
-    with jax.default_matmul_precision("highest"):
-        return jax.nn.dot_product_attention(
-            query, key, value, scale=scale, is_causal=True, key_value_seq_lengths=lengths
-        )
+    output = attend_to_themselves(query, key, value, positions, **rules)
+    output = poison_unserved(check, output, positions, layer, fresh, FRESH)
+    # The first keys and values that this layer's quantised cache holds set its scales. Prompts that join others find
+    # them set.
+    cache = cache.calibrate(layer, key, value, positions)
+    return output, cache.write(layer, key, value, positions, implementation=options.implementation)

@@ -12,15 +12,17 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn import PagedLatentCache, mla_decode
-from pallas_attn._call.checks import ArgumentChecker, fail
+from pallas_attn._call import dispatch
+from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._call.optional import needs_extra
+from pallas_attn.ops.kv_cache.addressing import check_layer
+from pallas_attn.ops.mla_decode.problem import LATENT_DIM, QUERY_DIM
 
 with needs_extra("models", user="pallas_attn.nn"):
     from flax import nnx
 
-from ._paged import _prefill
-
-LATENT_DIM, QUERY_DIM = 512, 576
+from ._paged import check_new_tokens
+from ._prompts import FRESH, attend_to_themselves, fresh, poison_unserved
 
 
 def pack_latents(key: jax.Array, value: jax.Array) -> jax.Array:
@@ -53,11 +55,13 @@ class LatentGQA(nnx.Module):
     """`PagedAttention` over a `PagedLatentCache`, by `mla_decode`.
 
     Args:
-        scale: factor of the scores before the softmax; ``None`` means ``head_dim ** -0.5``.
+        scale: factor of the scores before the softmax, above 0; ``None`` means ``head_dim ** -0.5``.
         implementation: which implementation of `mla_decode` to force; ``None`` picks the best available.
     """
 
     def __init__(self, *, scale: float | None = None, implementation: str | None = None):
+        ArgumentChecker("LatentGQA").positive_float("scale", scale)
+        dispatch.check_name("LatentGQA", "mla_decode", implementation)
         self.scale = scale
         self.implementation = implementation
 
@@ -76,30 +80,35 @@ class LatentGQA(nnx.Module):
             query: [num_seqs, n, num_heads, head_dim], rotary embedding applied, in the cache's dtype.
             key, value: [num_seqs, n, num_kv_heads, head_dim] with 2 * num_kv_heads * head_dim <= 512.
             cache: the latents of all layers; a token's are its keys, then its values, of all KV heads, then zeros.
-            layer: index of this layer in the cache; may be traced.
-            positions: [num_seqs, n] int32; negative for padding or a finished sequence, whose output is zeros when
-                n is 1 and not meaningful otherwise.
+            layer: index of this layer in the cache; an int or an integer scalar that may be traced.
+            positions: [num_seqs, n] int32; with n above 1 those of fresh prompts, padded on the right. Negative for
+                padding or a finished sequence, whose output is zeros when n is 1 and not meaningful otherwise. Rows
+                that the module cannot serve get NaN, or are an error where positions are known.
 
         Returns:
             The output [num_seqs, n, num_heads, head_dim] in the query's dtype, and the cache with the new tokens in
             it; its `seq_lens` are left for the model to advance.
 
         Raises:
-            TypeError: dtypes do not fit each other.
-            ValueError: 2 * num_kv_heads * head_dim is more than 512, shapes do not fit each other, or the forced
-                implementation cannot serve.
+            TypeError: another cache, or dtypes that do not fit each other.
+            ValueError: 2 * num_kv_heads * head_dim is more than 512, shapes do not fit each other, a layer out of
+                range, positions that cannot be served, or a forced implementation that cannot serve.
         """
         check = ArgumentChecker("LatentGQA")
-        check.array("key", key, ("num_seqs", "n", "num_kv_heads", "head_dim"), [cache.latent_cache.dtype])
-        check.array("value", value, ("num_seqs", "n", "num_kv_heads", "head_dim"), [key.dtype])
-        check.array("query", query, ("num_seqs", "n", "num_heads", "head_dim"), [key.dtype])
+        check.instance("cache", cache, PagedLatentCache)
+        layer = check_layer(check, layer, cache.num_layers)
+        check.bind("cache", num_seqs=cache.block_tables.shape[0])
+        check_new_tokens(check, query, key, value, positions, query_dtypes=[cache.latent_cache.dtype])
+        query, key, value, positions = map(jnp.asarray, (query, key, value, positions))
         num_kv_heads, head_dim = key.shape[-2:]
-        check.multiple("query", query.shape[2], "num_kv_heads", num_kv_heads)
         if 2 * num_kv_heads * head_dim > LATENT_DIM:
-            fail("LatentGQA", "key", f"2 * num_kv_heads * head_dim of at most {LATENT_DIM}", str(key.shape))
-        cache = cache.write(layer, pack_latents(key, value), positions)
+            got = str(2 * num_kv_heads * head_dim)
+            check.fail("key", f"2 * num_kv_heads * head_dim of at most {LATENT_DIM}", got)
         if query.shape[1] > 1:
-            return _prefill(query, key, value, positions, self.scale), cache
+            output = attend_to_themselves(query, key, value, positions, scale=self.scale)
+            output = poison_unserved(check, output, positions, layer, fresh, FRESH)
+            return output, cache.write(layer, pack_latents(key, value), positions)
+        cache = cache.write(layer, pack_latents(key, value), positions)
         out: Any = mla_decode(
             pack_queries(query, num_kv_heads),
             cache.latent_cache,

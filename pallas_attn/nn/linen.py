@@ -1,26 +1,37 @@
 """Paged attention as a Flax Linen module, for models that have not moved to NNX."""
 
+from collections.abc import Sequence
+
 import jax
+import jax.numpy as jnp
 
 from pallas_attn import PagedKVCache
+from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._call.optional import needs_extra
 
 with needs_extra("models", user="pallas_attn.nn.linen"):
     from flax import linen
 
-from ._paged import write_and_attend
+from ._paged import Options, write_and_attend
 
 
 class PagedAttention(linen.Module):
-    """Linen twin of `pallas_attn.nn.PagedAttention`: same arguments, shapes and errors, no variables.
+    """Linen twin of `pallas_attn.nn.PagedAttention`: same arguments, shapes and errors.
+
+    Its only variable is ``params/sinks`` ``[num_heads]`` float32, with ``sinks=True``.
 
     Args:
-        scale: factor of the scores before the softmax, above 0; ``None`` means ``head_dim ** -0.5``.
-        implementation: "pallas", "xla" or "interpret" to force one; ``None`` takes the best that can run.
+        scale, softcap, sliding_window, implementation: as there.
+        alibi_slopes: as there; a tuple of numbers.
+        sinks: whether each head has a learned score without a value that joins its softmax.
     """
 
     scale: float | None = None
     implementation: str | None = None
+    softcap: float | None = None
+    sliding_window: int | None = None
+    alibi_slopes: Sequence[float] | None = None
+    sinks: bool = False
 
     @linen.compact
     def __call__(
@@ -31,6 +42,8 @@ class PagedAttention(linen.Module):
         cache: PagedKVCache,
         layer: jax.Array | int,
         positions: jax.Array,
+        *,
+        sliding_window: int | jax.Array | None = None,
     ) -> tuple[jax.Array, PagedKVCache]:
         """Writes `n` new tokens of every sequence and attends from them; see `pallas_attn.nn.PagedAttention.__call__`.
 
@@ -38,22 +51,25 @@ class PagedAttention(linen.Module):
             query: ``[num_seqs, n, num_heads, head_dim]`` bfloat16, float16 or float32.
             key, value: ``[num_seqs, n, num_kv_heads, head_dim]`` bfloat16, float16 or float32.
             cache: the pages of all layers, in the query's dtype or 8-bit with scales.
-            layer: index of this layer in the cache; int or int32 scalar, may be traced.
+            layer: index of this layer in the cache; an int or an integer scalar that may be traced.
             positions: ``[num_seqs, n]`` int32; negative marks padding.
+            sliding_window: this layer's, in place of the module's; may be traced.
 
         Returns:
             The output in the query's shape and dtype, and the cache with the new tokens in it.
 
         Raises:
-            TypeError, ValueError: as in `pallas_attn.nn.PagedAttention.__call__`.
+            TypeError, ValueError: as in `pallas_attn.nn.PagedAttention` and its `__call__`.
         """
+        options = Options.checked(
+            self.scale, self.softcap, self.sliding_window, self.alibi_slopes, self.sinks, self.implementation
+        )
+        sinks = None
+        if self.sinks:
+            ArgumentChecker("PagedAttention").is_array("query", query)
+            sinks = self.param("sinks", linen.initializers.zeros, query.shape[-2:-1], jnp.float32)
         return write_and_attend(
-            query,
-            key,
-            value,
-            cache,
-            layer,
-            positions,
-            scale=self.scale,
-            implementation=self.implementation,
+            *(options, query, key, value, cache, layer, positions),
+            sliding_window=sliding_window,
+            sinks=sinks,
         )

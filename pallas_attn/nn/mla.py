@@ -7,16 +7,19 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_attn import MLASchedule, PagedLatentCache, mla_decode
-from pallas_attn._call.checks import fail
+from pallas_attn._call import dispatch
+from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._call.optional import needs_extra
+from pallas_attn.ops.kv_cache.addressing import check_layer
+from pallas_attn.ops.kv_cache.api import DTYPES
+from pallas_attn.ops.mla_decode.problem import LATENT_DIM, ROPE_DIM
 
 with needs_extra("models", user="pallas_attn.nn"):
     from flax import nnx
 
+from ._prompts import FRESH, NEWEST, fresh, newest, poison_unserved
+from .layers import PRECISION, RMSNorm, linear
 from .rotary import Yarn, apply_rotary, rotary_angles, rotary_frequencies
-
-# float32 weights mean float32 products (a GPU would take TF32 by default); bfloat16 weights are not affected.
-_PRECISION = jax.lax.Precision.HIGHEST
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +37,10 @@ class MLAConfig:
         yarn: how the frequencies are stretched; None leaves them.
         rope_interleaved: whether rotary pairs are neighbours in the weights (DeepSeek's are) or half a head apart.
         rms_norm_eps: of the norms of the two latents.
+
+    Raises:
+        TypeError, ValueError: a size that is no int of at least 1, or that the kernel does not serve; a number that is
+            not above 0.
     """
 
     hidden_size: int
@@ -49,34 +56,26 @@ class MLAConfig:
     rms_norm_eps: float = 1e-6
 
     def __post_init__(self):
-        for name, size in (("kv_lora_rank", 512), ("qk_rope_head_dim", 64)):
+        check = ArgumentChecker("MLAConfig")
+        for name in ("hidden_size", "num_heads", "qk_nope_head_dim", "v_head_dim"):
+            check.count(name, getattr(self, name))
+        if self.q_lora_rank is not None:
+            check.count("q_lora_rank", self.q_lora_rank)
+        # What the kernel serves.
+        for name, size in (("kv_lora_rank", LATENT_DIM), ("qk_rope_head_dim", ROPE_DIM)):
+            check.count(name, getattr(self, name))
             if getattr(self, name) != size:
-                fail("MLAConfig", name, str(size), str(getattr(self, name)))
+                check.fail(name, str(size), str(getattr(self, name)))
+        for name in ("rope_theta", "rms_norm_eps"):
+            check.positive_float(name, getattr(self, name), optional=False)
+        check.instance("yarn", self.yarn, Yarn, optional=True)
+        check.flag("rope_interleaved", self.rope_interleaved)
 
     @property
     def scale(self) -> float:
         """Factor of the logits: that of the heads before absorption, and YaRN's."""
         head_dim = self.qk_nope_head_dim + self.qk_rope_head_dim
         return head_dim**-0.5 * (self.yarn.logit_scale if self.yarn else 1.0)
-
-
-class RMSNorm(nnx.Module):
-    """Divides by the root mean square over the last axis, in float32, and scales."""
-
-    def __init__(self, size: int, eps: float, dtype: DTypeLike):
-        self.weight = nnx.Param(jnp.ones(size, dtype))
-        self.eps = eps
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return normed.astype(x.dtype) * self.weight[...]
-
-
-def linear(in_size: int, out_size: int, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Linear:
-    return nnx.Linear(
-        in_size, out_size, use_bias=False, dtype=dtype, param_dtype=dtype, precision=_PRECISION, rngs=rngs
-    )
 
 
 class MultiHeadLatentAttention(nnx.Module):
@@ -93,9 +92,12 @@ class MultiHeadLatentAttention(nnx.Module):
 
     Args:
         config: sizes.
-        dtype: of weights and activations.
+        dtype: of weights and activations, bfloat16, float16 or float32: the cache's.
         implementation: which implementation of `mla_decode` to force; None picks the best.
         rngs: random weights are drawn from it.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type, or a dtype or implementation that there is not.
     """
 
     def __init__(
@@ -106,7 +108,12 @@ class MultiHeadLatentAttention(nnx.Module):
         implementation: str | None = None,
         rngs: nnx.Rngs,
     ):
-        self.config, self.implementation = config, implementation
+        check = ArgumentChecker("MultiHeadLatentAttention")
+        check.instance("config", config, MLAConfig)
+        check.dtype("dtype", dtype, DTYPES)
+        dispatch.check_name(check.function, "mla_decode", implementation)
+        check.instance("rngs", rngs, nnx.Rngs)
+        self.config, self.implementation, self.dtype = config, implementation, jnp.dtype(dtype)
         heads, nope, rope = config.num_heads, config.qk_nope_head_dim, config.qk_rope_head_dim
         latent, value = config.kv_lora_rank, config.v_head_dim
         if config.q_lora_rank is None:
@@ -136,23 +143,47 @@ class MultiHeadLatentAttention(nnx.Module):
         """Attends from `n` new tokens of every sequence.
 
         Args:
-            x: [num_seqs, n, hidden_size].
-            cache: the latents of all layers. Donate it to the surrounding jit, or the write copies it.
-            layer: index of this layer in the cache; may be traced.
+            x: [num_seqs, n, hidden_size], bfloat16, float16 or float32; cast to the module's dtype.
+            cache: the latents of all layers, in the module's dtype. Donate it to the surrounding jit, or the write
+                copies it.
+            layer: index of this layer in the cache; an int or an integer scalar that may be traced.
             positions: [num_seqs, n] int32 position of each token in its sequence. Negative marks padding or a
                 finished sequence: nothing is written and the output is not meaningful (zeros before `o_proj` when
                 absorbed).
-            schedule: from `mla_schedule` for `num_heads` heads, `q_len = n` and the lengths after this step; used by
-                the absorbed form. Make it once for all layers.
-            absorbed: which form. Absorbed needs consecutive positions, the newest of each sequence, and attends to
-                all that the pages hold; naive needs fresh, right-padded prompts whose positions count from 0. None
-                is absorbed for one token and naive for more.
+            schedule: from `mla_schedule` for `num_heads` heads, `q_len = n` and the lengths after this step; for the
+                absorbed form alone. Make it once for all layers.
+            absorbed: which form. Absorbed needs consecutive positions that end with the newest in the last column
+                (padding before them), and attends to all that the pages hold: chunks of prompts, several tokens at
+                once, prompts padded on the left. Naive needs fresh, right-padded prompts whose positions count from
+                0. None is absorbed for one token and naive for more. Rows whose positions the form cannot serve get
+                NaN if positions are traced; known positions are checked, which outside jit reads them from the device.
 
         Returns:
             The output [num_seqs, n, hidden_size] and the cache with the new tokens in it; its `seq_lens` are left
             for the model to advance.
+
+        Raises:
+            TypeError: another cache, or an argument of the wrong type or dtype.
+            ValueError: shapes that do not fit each other, a layer out of range, positions that the form cannot serve,
+                a schedule for the naive form, or a forced implementation that cannot serve, with its reason.
         """
         config = self.config
+        check = ArgumentChecker("MultiHeadLatentAttention")
+        check.instance("cache", cache, PagedLatentCache)
+        layer = check_layer(check, layer, cache.num_layers)
+        check.bind("cache", num_seqs=cache.block_tables.shape[0])
+        check.array("x", x, ("num_seqs", "n", config.hidden_size), DTYPES)
+        check.array("positions", positions, ("num_seqs", "n"), [jnp.int32])
+        check.non_empty("x", x)
+        check.instance("schedule", schedule, MLASchedule, optional=True)
+        if absorbed is not None:
+            check.flag("absorbed", absorbed)
+        absorbed = x.shape[1] == 1 if absorbed is None else bool(absorbed)
+        if schedule is not None and not absorbed:
+            check.fail("schedule", "None for the naive form", "an MLASchedule")
+        check.dtype_among("cache.latent_cache", cache.latent_cache, [self.dtype])
+        x, positions = jnp.asarray(x), jnp.asarray(positions)
+
         q_nope, q_rope = jnp.split(self._queries(x), [config.qk_nope_head_dim], axis=-1)
         latent, k_rope = jnp.split(self.kv_a_proj(x), [config.kv_lora_rank], axis=-1)
         latent = self.kv_a_norm(latent)
@@ -160,13 +191,17 @@ class MultiHeadLatentAttention(nnx.Module):
         angles = rotary_angles(positions, frequencies, config.yarn.rotary_scale if config.yarn else 1.0)
         q_rope = apply_rotary(q_rope, *angles, interleaved=config.rope_interleaved)
         k_rope = apply_rotary(k_rope[:, :, None], *angles, interleaved=config.rope_interleaved)[:, :, 0]
-        cache = cache.write(layer, jnp.concatenate([latent, k_rope], axis=-1), positions)
+        written = cache.write(layer, jnp.concatenate([latent, k_rope], axis=-1), positions)
 
-        if x.shape[1] == 1 if absorbed is None else absorbed:
-            out = self._absorbed(q_nope, q_rope, cache, layer, positions, schedule)
+        if absorbed:
+            out = self._absorbed(q_nope, q_rope, written, layer, positions, schedule)
+            rule, expected = newest, NEWEST
         else:
-            out = self._naive(q_nope, q_rope, latent, k_rope, positions)
-        return self.o_proj(out.reshape(*x.shape[:2], -1)), cache
+            out = self._naive(q_nope, q_rope, latent, k_rope)
+            rule, expected = fresh, FRESH
+        if not (absorbed and x.shape[1] == 1):  # one token and its pages are always served
+            out = poison_unserved(check, out, positions, layer, rule, expected)
+        return self.o_proj(out.reshape(*x.shape[:2], -1)), written
 
     def _queries(self, x: jax.Array) -> jax.Array:
         """[num_seqs, n, num_heads, nope + rope]."""
@@ -175,7 +210,7 @@ class MultiHeadLatentAttention(nnx.Module):
         return flat.reshape(*x.shape[:2], self.config.num_heads, -1)
 
     def _absorbed(self, q_nope, q_rope, cache: PagedLatentCache, layer, positions, schedule) -> jax.Array:
-        q_latent = jnp.einsum("bshn,hnc->bshc", q_nope, self.key_up[...], precision=_PRECISION)
+        q_latent = jnp.einsum("bshn,hnc->bshc", q_nope, self.key_up[...], precision=PRECISION)
         out = mla_decode(
             jnp.concatenate([q_latent, q_rope], axis=-1),
             cache.latent_cache,
@@ -187,14 +222,13 @@ class MultiHeadLatentAttention(nnx.Module):
             causal=True,
             implementation=self.implementation,
         )
-        return jnp.einsum("bshc,hvc->bshv", out, self.value_up[...], precision=_PRECISION)
+        return jnp.einsum("bshc,hvc->bshv", out, self.value_up[...], precision=PRECISION)
 
-    def _naive(self, q_nope, q_rope, latent, k_rope, positions) -> jax.Array:
+    def _naive(self, q_nope, q_rope, latent, k_rope) -> jax.Array:
         """Causal attention of right-padded prompts over themselves; padding comes after every real token, so the
         causal mask alone keeps it out of every real row."""
-        del positions
-        keys = jnp.einsum("btc,hnc->bthn", latent, self.key_up[...], precision=_PRECISION)
-        values = jnp.einsum("btc,hvc->bthv", latent, self.value_up[...], precision=_PRECISION)
+        keys = jnp.einsum("btc,hnc->bthn", latent, self.key_up[...], precision=PRECISION)
+        values = jnp.einsum("btc,hvc->bthv", latent, self.value_up[...], precision=PRECISION)
         k_rope = jnp.broadcast_to(k_rope[:, :, None], (*keys.shape[:3], k_rope.shape[-1]))
         # One width for keys and values is what fused attention wants; zeros change nothing.
         width = max(keys.shape[-1] + k_rope.shape[-1], values.shape[-1])

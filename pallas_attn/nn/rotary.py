@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_attn._call.checks import LARGEST_FLOAT32, ArgumentChecker, is_number, shown
+
 
 @dataclasses.dataclass(frozen=True)
 class Yarn:
@@ -20,6 +22,9 @@ class Yarn:
         mscale, mscale_all_dim: how the rotated elements, and all logits, are scaled up to make up for it;
             see `rotary_scale` and `logit_scale`.
 
+    Raises:
+        TypeError, ValueError: a field that is no number, or out of its range.
+
     Source: Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models" (2023).
     """
 
@@ -29,6 +34,18 @@ class Yarn:
     beta_slow: float = 1.0
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
+
+    def __post_init__(self):
+        check = ArgumentChecker("Yarn")
+        for name in ("factor", "beta_fast", "beta_slow"):
+            check.positive_float(name, getattr(self, name), optional=False)
+        check.count("original_context", self.original_context)
+        for name in ("mscale", "mscale_all_dim"):
+            value = getattr(self, name)
+            if not is_number(value):
+                check.fail(name, "a number", shown(value), TypeError)
+            if not 0 <= value <= LARGEST_FLOAT32:
+                check.fail(name, "a finite number of at least 0", repr(value))
 
     def _temperature(self, weight: float) -> float:
         return 1.0 if self.factor <= 1 else 0.1 * weight * math.log(self.factor) + 1.0
@@ -70,7 +87,7 @@ def rotary_angles(
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale
 
 
-def apply_rotary(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool) -> jax.Array:
+def apply_rotary(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool = False) -> jax.Array:
     """Turns pairs of elements of `x` [..., heads, dim]: neighbours if `interleaved`, else i and i + dim // 2.
 
     The result holds all first elements, then all second ones, in either case: queries and keys agree on it.

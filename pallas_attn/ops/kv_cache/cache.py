@@ -8,37 +8,14 @@ import jax
 import jax.numpy as jnp
 from jax import export
 
+from pallas_attn._call import dispatch
 from pallas_attn._call.checks import ArgumentChecker, fail
 from pallas_attn._tile.layout import LAYOUTS, PoolShape, array_shape, packing, pool_shape
-from pallas_attn._tile.masking import usable_pages
 from pallas_attn._tile.quantization import QUANTIZED_DTYPES, is_quantized, largest
 from pallas_attn._types import BlockTables, KVCache, Layout, SeqLens
+from pallas_attn.ops.kv_cache.addressing import check_layer, every_layer, layer_tables, of_layer, token_slots
 from pallas_attn.ops.kv_cache.api import DTYPES, write_kv
-from pallas_attn.ops.kv_cache.copying import copy_pages
-
-
-def layer_tables(block_tables: jax.Array, num_pages: int, layer: int | jax.Array) -> jax.Array:
-    """Block tables of one layer in a pool that holds `num_pages` pages for each layer; -1 where out of range."""
-    return jnp.where(usable_pages(block_tables, num_pages), block_tables + layer * num_pages, -1)
-
-
-def every_layer(
-    source_pages: jax.Array, target_pages: jax.Array, num_pages: int, num_layers: int
-) -> tuple[jax.Array, ...]:
-    """The same pages of all layers, [num_layers * num_copies]; -1 where out of range."""
-    layers = jnp.arange(num_layers, dtype=jnp.int32)[:, None]
-    return tuple(
-        layer_tables(jnp.asarray(pages), num_pages, layers).reshape(-1)
-        for pages in (source_pages, target_pages)
-    )
-
-
-def token_slots(tables: jax.Array, page_size: int, positions: jax.Array) -> jax.Array:
-    """Slots [num_seqs * n] of tokens at `positions` [num_seqs, n]; -1 where `tables` have no page for them."""
-    column = positions // page_size
-    held = (positions >= 0) & (column < tables.shape[1])
-    pages = jnp.take_along_axis(tables, jnp.where(held, column, 0), axis=1)
-    return jnp.where(held & (pages >= 0), pages * page_size + positions % page_size, -1).reshape(-1)
+from pallas_attn.ops.kv_cache.copying import PageIds, copied_pages, copy_rows
 
 
 @jax.tree_util.register_dataclass
@@ -50,7 +27,45 @@ class PagedKVCache:
     `block_tables`. One pool for all layers lets a scan over layers carry it in place: stacked per-layer pools
     would be sliced out and written back, a copy of the whole cache at every step.
 
-    A pytree, for jit, scan and jax.export alike.
+    A pytree, for jit, scan and jax.export alike. Every method returns a new cache, whose pools are the old one's when
+    it was donated or is a loop's carry.
+
+    One path serves prompts, chunks of prompts and decoding: `write` the q_len newest tokens of every sequence at their
+    positions, then `paged_attention` with a query [num_seqs, q_len, num_heads, head_dim] and the lengths after them.
+    A sequence with fewer new tokens is padded on the left, with negative positions, and what comes out there means
+    nothing; one with none has length 0:
+
+        >>> import jax.numpy as jnp
+        >>> from pallas_attn import PagedKVCache, paged_attention
+        >>> tables = jnp.array([[4, 2], [0, 3]], jnp.int32)
+        >>> cache = PagedKVCache.create(num_layers=1, num_pages=5, page_size=4, num_kv_heads=2, head_dim=16,
+        ...                             block_tables=tables)
+        >>> def step(cache, q_len, new):  # `new` tokens of each sequence, at most q_len
+        ...     new = jnp.array(new, jnp.int32)
+        ...     lens = cache.seq_lens + new
+        ...     column = jnp.arange(q_len) - q_len  # -q_len ... -1, aligned to the right
+        ...     positions = jnp.where(column >= -new[:, None], lens[:, None] + column, -1)
+        ...     query = jnp.ones((2, q_len, 4, 16), jnp.bfloat16)  # a model's, and its keys and values
+        ...     cache = cache.write(0, query[:, :, :2], query[:, :, 2:], positions).replace(seq_lens=lens)
+        ...     return cache, paged_attention(query, cache.key_cache, cache.value_cache, cache.layer_tables(0),
+        ...                                   jnp.where(new > 0, lens, 0))
+        >>> cache, out = step(cache, 3, [3, 2])  # prompts of 3 and 2 tokens
+        >>> cache, out = step(cache, 2, [2, 1])  # a further chunk of the first, a token of the second
+        >>> cache, out = step(cache, 1, [1, 0])  # the second has ended
+        >>> cache.seq_lens.tolist()
+        [6, 3]
+
+    A sequence leaves by setting its length to 0 and handing its pages back (`PageAllocator.free`); another joins in its
+    row with pages of its own, `cache.replace(block_tables=..., seq_lens=...)`, without a new compilation. Nothing
+    needs to be cleared: what lies beyond a length is never read.
+
+    The scales of a quantised cache are one set for each layer, and fixed while any sequence holds tokens: `calibrate`
+    on the first prompt decides for all that join later, whose larger keys and values saturate. `saturation` says how
+    much of a prompt would. Where prompts differ much, calibrate with a larger `margin`, or set `k_scale` and `v_scale`
+    by `replace`, from representative text, before the first token.
+
+    Methods take `layer` as an int (one out of range is an error) or as an integer scalar that may be traced: out of
+    range, that one writes nothing, and what is read through it is NaN.
 
     Fields:
         key_cache, value_cache: pools of num_layers * num_pages pages, in `layout`.
@@ -85,7 +100,16 @@ class PagedKVCache:
     ) -> "PagedKVCache":
         """An empty cache with `num_pages` pages of `page_size` tokens for each layer.
 
-        dtype: bf16, fp16, float32, or quantised float8_e4m3fn, float8_e5m2, int8, whose scales start at 1.
+        Args:
+            num_layers, num_pages, page_size, num_kv_heads, head_dim: sizes, at least 1.
+            block_tables: [num_seqs, max_pages] int32, ids in [0, num_pages); -1 where a sequence has no page yet.
+            seq_lens: [num_seqs] int32; None is 0 for all.
+            dtype: bf16, fp16, float32, or quantised float8_e4m3fn, float8_e5m2, int8, whose scales start at 1.
+            layout: order of a page's dimensions.
+
+        Raises:
+            TypeError: an argument of the wrong type or dtype. ValueError: a wrong size or shape, an unknown layout, a
+            dtype that caches do not have, or a head_dim that "PACKED" cannot hold.
         """
         check = ArgumentChecker("PagedKVCache.create")
         check.one_of("layout", layout, LAYOUTS)
@@ -98,7 +122,7 @@ class PagedKVCache:
         )
         for name, size in sizes.items():
             check.count(name, size)
-        check.one_of("dtype", jnp.dtype(dtype), [jnp.dtype(d) for d in (*DTYPES, *QUANTIZED_DTYPES)])
+        check.dtype("dtype", dtype, (*DTYPES, *QUANTIZED_DTYPES))
         if layout == "PACKED" and head_dim % (x := packing(dtype)):
             fail(check.function, "head_dim", f"a multiple of x={x} for 'PACKED'", str(head_dim))
         check.array("block_tables", block_tables, ("num_seqs", "max_pages"), [jnp.int32])
@@ -131,10 +155,14 @@ class PagedKVCache:
         return self.block_tables.shape[1] * self.page_size
 
     def layer_tables(self, layer: int | jax.Array) -> BlockTables:
-        """The block tables as `paged_attention` wants them for one layer (`layer` may be traced).
+        """The block tables [num_seqs, max_pages] as `paged_attention` wants them for one layer.
 
-        Ids outside [0, num_pages) become -1: shifted as they are, they would name another layer's page.
+        Ids outside [0, num_pages), and all those of a traced layer out of range, become -1.
         """
+        check = ArgumentChecker("PagedKVCache.layer_tables")
+        return self._layer_tables(check_layer(check, layer, self.num_layers))
+
+    def _layer_tables(self, layer: int | jax.Array) -> BlockTables:
         return layer_tables(self.block_tables, self.num_pages, layer)
 
     def slots(self, layer: int | jax.Array, positions: jax.Array) -> jax.Array:
@@ -144,14 +172,17 @@ class PagedKVCache:
         page that the table does not name.
         """
         check = ArgumentChecker("PagedKVCache.slots")
-        check.array("positions", positions, (self.block_tables.shape[0], "n"), [jnp.int32])
-        return token_slots(self.layer_tables(layer), self.page_size, positions)
+        layer = check_layer(check, layer, self.num_layers)
+        check.bind("cache", num_seqs=self.block_tables.shape[0])
+        check.array("positions", positions, ("num_seqs", "n"), [jnp.int32])
+        return token_slots(self._layer_tables(layer), self.page_size, jnp.asarray(positions))
 
     def scales(self, layer: int | jax.Array) -> dict[str, Any]:
         """One layer's k_scale and v_scale [num_kv_heads], as keywords of `paged_attention`; {} without them."""
+        layer = check_layer(ArgumentChecker("PagedKVCache.scales"), layer, self.num_layers)
         if self.k_scale is None:
             return {}
-        return {"k_scale": self.k_scale[layer], "v_scale": self.v_scale[layer]}
+        return {"k_scale": of_layer(self.k_scale, layer), "v_scale": of_layer(self.v_scale, layer)}
 
     def calibrate(
         self,
@@ -164,22 +195,62 @@ class PagedKVCache:
     ) -> "PagedKVCache":
         """Sets a layer's scales so that the largest of these keys and values, times `margin`, is the format's largest.
 
-        For an empty cache: while a sequence holds tokens (`seq_lens` above 0) nothing changes, since their meaning
-        would. Shapes as in `write`; tokens at negative positions do not count. Without quantisation nothing changes.
-        `margin`: a number above 0; later values beyond it saturate.
+        For an empty cache: while any sequence holds tokens (`seq_lens` above 0) nothing changes, since their meaning
+        would; `saturation` says what that costs a prompt that joins. Without quantisation nothing changes either.
+
+        Args:
+            layer, key, value, positions: as in `write`; tokens at negative positions do not count.
+            margin: a number above 0; later values beyond it saturate.
+
+        Raises:
+            TypeError, ValueError: as `write`, and a margin that is no number above 0.
         """
-        ArgumentChecker("PagedKVCache.calibrate").positive_float("margin", margin)
+        check = ArgumentChecker("PagedKVCache.calibrate")
+        layer = check_layer(check, layer, self.num_layers)
+        key, value, positions = self._new_tokens(check, key, value, positions)
+        check.positive_float("margin", margin, optional=False)
         if self.k_scale is None:
             return self
         real = (positions >= 0)[:, :, None, None]
-        holds_tokens = jnp.any(self.seq_lens > 0)
+        keeps = jnp.any(self.seq_lens > 0) | (layer < 0)
 
         def fit(scales: jax.Array, new: jax.Array) -> jax.Array:
             peak = jnp.max(jnp.where(real, jnp.abs(new.astype(jnp.float32)), 0.0), axis=(0, 1, 3))
             fitted = jnp.where(peak > 0, peak * (margin / largest(self.key_cache.dtype)), 1.0)
-            return scales.at[layer].set(jnp.where(holds_tokens, scales[layer], fitted))
+            at = jnp.maximum(layer, 0)
+            return scales.at[at].set(jnp.where(keeps, scales[at], fitted))
 
         return self.replace(k_scale=fit(self.k_scale, key), v_scale=fit(self.v_scale, value))
+
+    def saturation(
+        self, layer: int | jax.Array, key: jax.Array, value: jax.Array, positions: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """What share of these keys and of these values is too large for the layer's scales, and would saturate.
+
+        Args:
+            layer, key, value, positions: as in `write`; tokens at negative positions do not count.
+
+        Returns:
+            Two float32 scalars in [0, 1]: of the keys' elements and of the values'. Both are 0 without quantisation,
+            and NaN for a traced layer out of range.
+
+        Raises:
+            TypeError, ValueError: as `write`.
+        """
+        check = ArgumentChecker("PagedKVCache.saturation")
+        layer = check_layer(check, layer, self.num_layers)
+        key, value, positions = self._new_tokens(check, key, value, positions)
+        if self.k_scale is None:
+            return jnp.float32(0), jnp.float32(0)
+        real = (positions >= 0)[:, :, None, None]
+        elements = jnp.sum(real, dtype=jnp.float32) * (key.shape[2] * key.shape[3])
+
+        def share(new: jax.Array, scale: jax.Array) -> jax.Array:
+            beyond = jnp.abs(new.astype(jnp.float32)) > scale[:, None] * largest(self.key_cache.dtype)
+            found = jnp.sum(beyond & real, dtype=jnp.float32) / jnp.maximum(elements, 1)
+            return jnp.where(layer >= 0, found, jnp.nan)
+
+        return share(key, of_layer(self.k_scale, layer)), share(value, of_layer(self.v_scale, layer))
 
     def write(
         self,
@@ -190,30 +261,72 @@ class PagedKVCache:
         *,
         implementation: str | None = None,
     ) -> "PagedKVCache":
-        """Writes keys and values [num_seqs, n, num_kv_heads, head_dim] at `positions` [num_seqs, n]; in place
-        under donation or in a loop's carry. Negative positions are skipped. `seq_lens` stays as it is."""
+        """Writes new tokens' keys and values into one layer's pages; in place under donation or in a loop's carry.
+
+        Args:
+            layer: index in [0, num_layers).
+            key, value: [num_seqs, n, num_kv_heads, head_dim] of one dtype, bf16, fp16 or float32.
+            positions: [num_seqs, n] int32 position of each token in its sequence. Negative ones are skipped, and so
+                are those beyond the block table. `seq_lens` stays as it is.
+            implementation: as in `write_kv`.
+
+        Raises:
+            TypeError: an argument of the wrong type or dtype. ValueError: a wrong shape, a layer out of range, or an
+            implementation that cannot serve.
+        """
+        check = ArgumentChecker("PagedKVCache.write")
+        layer = check_layer(check, layer, self.num_layers)
+        key, value, positions = self._new_tokens(check, key, value, positions)
+        dispatch.check_name(check.function, "write_kv", implementation)
         flat = (-1, *key.shape[2:])
         key_cache, value_cache = write_kv(
             key.reshape(flat),
             value.reshape(flat),
             self.key_cache,
             self.value_cache,
-            self.slots(layer, positions),
+            token_slots(self._layer_tables(layer), self.page_size, positions),
             layout=self.layout,
             implementation=implementation,
             **self.scales(layer),
         )
         return self.replace(key_cache=key_cache, value_cache=value_cache)
 
-    def copy_pages(self, source_pages: jax.Array, target_pages: jax.Array) -> "PagedKVCache":
-        """Copies pages [num_copies] int32, ids in [0, num_pages), onto others, in every layer; see `copy_pages`."""
-        places = every_layer(source_pages, target_pages, self.num_pages, self.num_layers)
+    def _new_tokens(
+        self, check: ArgumentChecker, key: Any, value: Any, positions: Any
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Checked; outside jit they may be numpy's."""
+        pool = pool_shape(self.value_cache, self.layout)
+        check.bind(
+            "cache",
+            num_seqs=self.block_tables.shape[0],
+            num_kv_heads=pool.num_kv_heads,
+            head_dim=pool.head_dim,
+        )
+        check.array("positions", positions, ("num_seqs", "n"), [jnp.int32])
+        shape = ("num_seqs", "n", "num_kv_heads", "head_dim")
+        check.array("key", key, shape, DTYPES)
+        check.array("value", value, shape, [key.dtype])
+        return jnp.asarray(key), jnp.asarray(value), jnp.asarray(positions)
+
+    def copy_pages(self, source_pages: PageIds, target_pages: PageIds) -> "PagedKVCache":
+        """Copies pages [num_copies], ids in [0, num_pages), onto others, in every layer; see `copy_pages`."""
+        pages = copied_pages(ArgumentChecker("PagedKVCache.copy_pages"), source_pages, target_pages)
+        places = every_layer(*pages, self.num_pages, self.num_layers)
         return self.replace(
-            key_cache=copy_pages(self.key_cache, *places), value_cache=copy_pages(self.value_cache, *places)
+            key_cache=copy_rows(self.key_cache, *places), value_cache=copy_rows(self.value_cache, *places)
         )
 
     def replace(self, **changes: Any) -> "PagedKVCache":
-        return dataclasses.replace(self, **changes)
+        """The cache with other fields; they are not checked, since a transformation may put anything there."""
+        return replaced(self, changes)
+
+
+def replaced(cache: Any, changes: dict[str, Any]) -> Any:
+    """The one mistake that `dataclasses.replace` would report in its own words."""
+    fields = [field.name for field in dataclasses.fields(cache)]
+    for name in changes:
+        ArgumentChecker(f"{type(cache).__name__}.replace").one_of(name, name, fields)
+    return dataclasses.replace(cache, **changes)
 
 
 def exportable(cache_type: type) -> None:

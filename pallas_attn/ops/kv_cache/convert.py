@@ -2,7 +2,9 @@
 
 from pallas_attn._call.checks import ArgumentChecker, fail
 from pallas_attn._tile.layout import LAYOUTS, check_pools, from_nhd, packing, to_nhd
+from pallas_attn._tile.quantization import QUANTIZED_DTYPES
 from pallas_attn._types import KVCache, Layout
+from pallas_attn.ops.kv_cache.api import DTYPES
 
 
 def convert_layout(
@@ -11,16 +13,19 @@ def convert_layout(
     """Both pools in another layout, bit for bit: a copy, for moving a cache between engines.
 
     Args:
-        key_cache, value_cache: pools of `source` layout, of any cache dtype.
+        key_cache, value_cache: pools of `source` layout and of one dtype, any that caches have.
         source, target: "NHD", "HND" or "PACKED".
 
     Raises:
-        TypeError, ValueError: pools that do not have the source layout, or a head_dim that "PACKED" cannot hold.
+        TypeError: pools that are no arrays of a cache's dtype. ValueError: pools that do not have the source layout,
+        an unknown layout, or a head_dim that "PACKED" cannot hold.
     """
     check = ArgumentChecker("convert_layout")
+    check.one_of("source", source, LAYOUTS)
     check.one_of("target", target, LAYOUTS)
-    dtypes = [getattr(value_cache, "dtype", None)]
-    pool = check_pools(check, key_cache, value_cache, source, dtypes, named="source")
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        check.dtype_among(name, cache, (*DTYPES, *QUANTIZED_DTYPES))
+    pool = check_pools(check, key_cache, value_cache, source, [value_cache.dtype], named="source")
     if target == "PACKED" and pool.head_dim % (x := packing(key_cache.dtype)):
         fail("convert_layout", "key_cache", f"head_dim a multiple of x={x} for 'PACKED'", str(pool.head_dim))
     key = from_nhd(to_nhd(key_cache, source, "key"), target, "key")

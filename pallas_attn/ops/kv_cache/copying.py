@@ -1,14 +1,21 @@
 """Copying pages inside a pool, for sequences that part ways after sharing a prefix."""
 
+from collections.abc import Sequence
+from typing import SupportsIndex
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from pallas_attn._call.checks import ArgumentChecker
+from pallas_attn._call.checks import ArgumentChecker, shown
 from pallas_attn._tile.masking import usable_pages
 from pallas_attn._types import KVCache
+from pallas_attn.ops.kv_cache.addressing import page_ids
+
+type PageIds = jax.Array | np.ndarray | Sequence[SupportsIndex]
 
 
-def copy_pages(cache: KVCache, source_pages: jax.Array, target_pages: jax.Array) -> KVCache:
+def copy_pages(cache: KVCache, source_pages: PageIds, target_pages: PageIds) -> KVCache:
     """Copies pages of one pool onto others of it, bit for bit (vLLM's `copy_blocks`).
 
     The pool is updated in place when it is donated or carried by a loop; only the pages named are read and written.
@@ -16,21 +23,33 @@ def copy_pages(cache: KVCache, source_pages: jax.Array, target_pages: jax.Array)
 
     Args:
         cache: keys or values in any layout and dtype, or latents: [num_pages, ...].
-        source_pages, target_pages: [num_copies] int32. A pair with an id outside [0, num_pages), such as -1, is
-            skipped. Targets must differ from each other; what a page held before the call is what is copied from it.
+        source_pages, target_pages: [num_copies] integers of any width, or lists of ints. A pair with an id outside
+            [0, num_pages), such as -1, is skipped. Targets must differ from each other; what a page held before the
+            call is what is copied from it.
 
     Returns:
         The pool, updated.
 
     Raises:
-        TypeError, ValueError: page ids that are not two int32 vectors of one length; a pool without pages.
+        TypeError: a cache that is no array, page ids that are not integers.
+        ValueError: page ids that are not two vectors of one length; a pool without pages.
     """
     check = ArgumentChecker("copy_pages")
-    # Outside jit they may be numpy's.
-    cache, source_pages, target_pages = map(jnp.asarray, (cache, source_pages, target_pages))
-    check.array("source_pages", source_pages, ("num_copies",), [jnp.int32])
-    check.array("target_pages", target_pages, ("num_copies",), [jnp.int32])
+    check.is_array("cache", cache)
+    if len(cache.shape) < 2:
+        check.fail("cache", "shape [num_pages, ...] of a pool", shown(cache))
     check.non_empty("cache", cache)
+    source_pages, target_pages = copied_pages(check, source_pages, target_pages)
+    return copy_rows(jnp.asarray(cache), source_pages, target_pages)  # outside jit it may be numpy's
+
+
+def copied_pages(check: ArgumentChecker, source_pages, target_pages) -> tuple[jax.Array, jax.Array]:
+    """Checks the page ids of a call, for one pool or for the pools of a cache."""
+    source_pages = page_ids(check, "source_pages", source_pages)
+    return source_pages, page_ids(check, "target_pages", target_pages)
+
+
+def copy_rows(cache: KVCache, source_pages: jax.Array, target_pages: jax.Array) -> KVCache:
     num_pages = cache.shape[0]
     usable = usable_pages(source_pages, num_pages) & usable_pages(target_pages, num_pages)
     # Negative indices count from the end in jnp: skipped pairs go beyond it instead, where they are dropped.

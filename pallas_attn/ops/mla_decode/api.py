@@ -15,6 +15,7 @@ from pallas_attn._tile.layout import DIMS, PoolShape, pool_shape
 from pallas_attn._types import BlockTables, SeqLens
 from pallas_attn.ops.mla_decode import cuda
 from pallas_attn.ops.mla_decode.config import MLADecodeConfig, heuristic
+from pallas_attn.ops.mla_decode.fitting import known_not_to_fit
 from pallas_attn.ops.mla_decode.kernel import mla_decode_pallas
 from pallas_attn.ops.mla_decode.problem import QUERY_DIM
 from pallas_attn.ops.mla_decode.reference import mla_decode_xla
@@ -114,7 +115,7 @@ def mla_decode(
     The absorbed form: a cached token is 512 latent elements, which are key and value to all heads, and 64 rotary
     elements, which are key only; the caller has multiplied the up-projections into the queries and will multiply
     them into the output. Works inside jit, scan, while_loop, vmap and shard_map ("interpret" there with
-    check_vma=False). Lengths and tables are never read by the host, and the cache is never copied. Softmax and
+    check_vma=False). Inside jit the host never reads lengths and tables, and the cache is never copied. Softmax and
     accumulation are float32; the same inputs and config give the same bits. There are no gradients, but for "xla"'s.
 
     Args:
@@ -129,7 +130,9 @@ def mla_decode(
             out 0 and lse -inf.
         schedule: from `mla_schedule` for these lengths; made once per step, it serves all layers. None: "pallas" cuts
             sequences by a simpler rule, evaluated in the kernel; "cuda" makes a schedule first, which takes 10 to 26 us
-            unless XLA finds that another call has made the same.
+            unless XLA finds that another call has made the same. A schedule for OTHER lengths leaves tokens out: the
+            output is wrong and shows no NaN. Outside jit that is an error, for which the host reads schedule and
+            lengths; inside jit nobody can tell, so make it from the very array that is passed as `seq_lens`.
         scale: factor of the logits, a number above 0; None means 576 ** -0.5. Models scale by the dimension of
             their heads before absorption, (128 + 64) ** -0.5 in DeepSeek's.
         causal: query token i sees the first seq_len - (q_len - 1 - i) tokens; otherwise all see all. A query token
@@ -252,14 +255,15 @@ def check_call(
     check.multiple("query", query.shape[2], "num_kv_heads", check.dims["num_kv_heads"])
     check.positive_float("scale", scale)
     check.flag("causal", causal)
+    check.instance("schedule", schedule, MLASchedule, optional=True)
     if schedule is None:
         return
-    if not isinstance(schedule, MLASchedule):
-        check.fail("schedule", "an MLASchedule or None", type(schedule).__name__, TypeError)
     shape = ("num_sm_parts", METADATA_SIZE)
     check.array("schedule.tile_scheduler_metadata", schedule.tile_scheduler_metadata, shape, [jnp.int32])
     check.array("schedule.num_splits", schedule.num_splits, (query.shape[0] + 1,), [jnp.int32])
     check.non_empty("schedule.tile_scheduler_metadata", schedule.tile_scheduler_metadata)
+    if known_not_to_fit(schedule, seq_lens):
+        check.fail("schedule", f"one made for these {check.spell('seq_lens')}", "one for other lengths")
 
 
 def _resolve_config(case: Case, explicit: MLADecodeConfig | None) -> MLADecodeConfig:

@@ -10,11 +10,11 @@ from pallas_attn._call import partition
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._tile.layout import DIMS
 from pallas_attn._types import BlockTables, SeqLens
+from pallas_attn.ops.kv_cache.addressing import check_layer, every_layer, layer_tables, token_slots
 from pallas_attn.ops.kv_cache.api import DTYPES
-from pallas_attn.ops.kv_cache.cache import every_layer, exportable, layer_tables, token_slots
-from pallas_attn.ops.kv_cache.copying import copy_pages
-
-LATENT_ELEMENTS = 576
+from pallas_attn.ops.kv_cache.cache import exportable, replaced
+from pallas_attn.ops.kv_cache.copying import PageIds, copied_pages, copy_rows
+from pallas_attn.ops.mla_decode.problem import QUERY_DIM
 
 
 @jax.tree_util.register_dataclass
@@ -23,7 +23,8 @@ class PagedLatentCache:
     """What `PagedKVCache` is to keys and values, for the one pool of `mla_decode`.
 
     Layer `l` owns pages [l * num_pages, (l + 1) * num_pages) of the pool, and every layer uses the same
-    `block_tables`.
+    `block_tables`. How prompts, chunks of them and decoding go one way (here by `mla_decode` with ``causal=True``), how
+    sequences join and leave, and what a `layer` may be, stands there.
 
     Fields:
         latent_cache: [num_layers * num_pages, page_size, 1, 576]: 512 latent, then 64 rotary elements a token.
@@ -47,13 +48,23 @@ class PagedLatentCache:
         block_tables: BlockTables,
         dtype: Any = jnp.bfloat16,
     ) -> "PagedLatentCache":
-        """An empty cache with `num_pages` pages of `page_size` tokens for each layer."""
+        """An empty cache with `num_pages` pages of `page_size` tokens for each layer.
+
+        Args:
+            num_layers, num_pages, page_size: sizes, at least 1.
+            block_tables: [num_seqs, max_pages] int32, ids in [0, num_pages); -1 where a sequence has no page yet.
+            dtype: bf16, fp16 or float32.
+
+        Raises:
+            TypeError: an argument of the wrong type or dtype. ValueError: a wrong size or shape, or a dtype that
+            latent caches do not have.
+        """
         check = ArgumentChecker("PagedLatentCache.create")
         for name, size in (("num_layers", num_layers), ("num_pages", num_pages), ("page_size", page_size)):
             check.count(name, size)
         check.array("block_tables", block_tables, ("num_seqs", "max_pages"), [jnp.int32])
-        check.one_of("dtype", jnp.dtype(dtype), [jnp.dtype(d) for d in DTYPES])
-        pool = jnp.zeros((num_layers * num_pages, page_size, 1, LATENT_ELEMENTS), dtype)
+        check.dtype("dtype", dtype, DTYPES)
+        pool = jnp.zeros((num_layers * num_pages, page_size, 1, QUERY_DIM), dtype)
         # A copy: donating the cache must not take the caller's array.
         return cls(pool, jnp.array(block_tables), jnp.zeros(block_tables.shape[:1], jnp.int32), num_layers)
 
@@ -67,19 +78,32 @@ class PagedLatentCache:
         return self.latent_cache.shape[1]
 
     def layer_tables(self, layer: int | jax.Array) -> BlockTables:
-        """The block tables as `mla_decode` wants them for one layer (`layer` may be traced)."""
-        return layer_tables(self.block_tables, self.num_pages, layer)
+        """The block tables [num_seqs, max_pages] as `mla_decode` wants them for one layer; -1 where out of range."""
+        check = ArgumentChecker("PagedLatentCache.layer_tables")
+        return layer_tables(self.block_tables, self.num_pages, check_layer(check, layer, self.num_layers))
 
     def write(self, layer: int | jax.Array, latents: jax.Array, positions: jax.Array) -> "PagedLatentCache":
-        """Writes latents [num_seqs, n, 576] at `positions` [num_seqs, n]; in place under donation or in a loop's
-        carry. Negative positions are skipped. `seq_lens` stays as it is."""
+        """Writes new tokens' latents into one layer's pages; in place under donation or in a loop's carry.
+
+        Args:
+            layer: index in [0, num_layers).
+            latents: [num_seqs, n, 576] bf16, fp16 or float32; cast to the cache's dtype.
+            positions: [num_seqs, n] int32 position of each token in its sequence. Negative ones are skipped, and so
+                are those beyond the block table. `seq_lens` stays as it is.
+
+        Raises:
+            TypeError: an argument of the wrong type or dtype. ValueError: a wrong shape, or a layer out of range.
+        """
         check = ArgumentChecker("PagedLatentCache.write")
-        check.array("positions", positions, (self.block_tables.shape[0], "n"), [jnp.int32])
-        check.array("latents", latents, (*positions.shape, LATENT_ELEMENTS), DTYPES)
-        slots = token_slots(self.layer_tables(layer), self.page_size, positions)
+        layer = check_layer(check, layer, self.num_layers)
+        check.bind("cache", num_seqs=self.block_tables.shape[0])
+        check.array("positions", positions, ("num_seqs", "n"), [jnp.int32])
+        check.array("latents", latents, ("num_seqs", "n", QUERY_DIM), DTYPES)
+        tables = layer_tables(self.block_tables, self.num_pages, layer)
+        slots = token_slots(tables, self.page_size, jnp.asarray(positions))
         operands = {
             "latent_cache": self.latent_cache,
-            "latents": latents.reshape(slots.size, LATENT_ELEMENTS),
+            "latents": jnp.asarray(latents).reshape(slots.size, QUERY_DIM),
             "slots": slots,
         }
         dims = {"latent_cache": DIMS["NHD"]["key"], "latents": "tokens latent", "slots": "tokens"}
@@ -94,18 +118,20 @@ class PagedLatentCache:
         )
         return self.replace(latent_cache=pool)
 
-    def copy_pages(self, source_pages: jax.Array, target_pages: jax.Array) -> "PagedLatentCache":
-        """Copies pages [num_copies] int32, ids in [0, num_pages), onto others, in every layer; see `copy_pages`."""
-        places = every_layer(source_pages, target_pages, self.num_pages, self.num_layers)
-        return self.replace(latent_cache=copy_pages(self.latent_cache, *places))
+    def copy_pages(self, source_pages: PageIds, target_pages: PageIds) -> "PagedLatentCache":
+        """Copies pages [num_copies], ids in [0, num_pages), onto others, in every layer; see `copy_pages`."""
+        pages = copied_pages(ArgumentChecker("PagedLatentCache.copy_pages"), source_pages, target_pages)
+        places = every_layer(*pages, self.num_pages, self.num_layers)
+        return self.replace(latent_cache=copy_rows(self.latent_cache, *places))
 
     def replace(self, **changes: Any) -> "PagedLatentCache":
-        return dataclasses.replace(self, **changes)
+        """The cache with other fields; they are not checked, since a transformation may put anything there."""
+        return replaced(self, changes)
 
 
 def _scatter(operands: dict[str, jax.Array]) -> tuple[jax.Array]:
     pool, latents, slots = operands["latent_cache"], operands["latents"], operands["slots"]
-    flat = pool.reshape(-1, LATENT_ELEMENTS)
+    flat = pool.reshape(-1, QUERY_DIM)
     # Negative indices count from the end in jnp: skipped tokens go beyond it instead, where they are dropped.
     slots = jnp.where(slots < 0, flat.shape[0], slots)
     return (flat.at[slots].set(latents.astype(flat.dtype), mode="drop").reshape(pool.shape),)

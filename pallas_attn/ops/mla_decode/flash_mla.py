@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_attn._call import dispatch
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._call.device import current_device
 from pallas_attn.ops.mla_decode.api import check_call, mla_decode
@@ -21,6 +22,7 @@ SPELLED = {
     "block_tables": "block_table",
     "seq_lens": "cache_seqlens",
     "scale": "softmax_scale",
+    "schedule": "tile_scheduler_metadata",
     "schedule.tile_scheduler_metadata": "tile_scheduler_metadata",
     "schedule.num_splits": "num_splits",
     "num_seqs": "batch_size",
@@ -99,8 +101,10 @@ def flash_mla_with_kvcache(
     schedule = MLASchedule(tile_scheduler_metadata, num_splits)
     check = ArgumentChecker("flash_mla_with_kvcache", SPELLED)
     check_call(check, q, k_cache, block_table, cache_seqlens, schedule, scale=softmax_scale, causal=causal)
+    check.count("head_dim_v", head_dim_v)
     if head_dim_v != LATENT_DIM:
-        check.fail("head_dim_v", str(LATENT_DIM), repr(head_dim_v))
+        check.fail("head_dim_v", str(LATENT_DIM), str(head_dim_v))
+    dispatch.check_name(check.function, "mla_decode", implementation)
     out, lse = mla_decode(
         q,
         k_cache,

@@ -92,7 +92,9 @@ def paged_attention(
 
     Works inside jit, scan, while_loop, vmap and shard_map; lengths and tables are never read by the host, and the
     caches are never copied. Softmax and accumulation are float32; the same inputs and config give the same bits. All
-    options combine.
+    options combine. There are no gradients, but for "xla"'s.
+
+    One call serves prompts, chunks of prompts and decoding: see `PagedKVCache`, with an example.
 
     Args:
         query: [num_seqs, num_heads, head_dim], one token per sequence, or [num_seqs, q_len, num_heads, head_dim], the
@@ -142,10 +144,12 @@ def paged_attention(
     split-KV after Dao et al., "Flash-Decoding" (2023); LocalStride and PACKED as in vLLM's CUDA kernels.
     """
     check = ArgumentChecker("paged_attention")
-    query_dims = ("num_seqs", "num_heads", "head_dim")
-    if getattr(query, "ndim", 3) == 4:
-        query_dims = ("num_seqs", "q_len", "num_heads", "head_dim")
-    check.array("query", query, query_dims, DTYPES)
+    check.dtype_among("query", query, DTYPES)
+    if len(query.shape) not in (3, 4):
+        forms = "[num_seqs, num_heads, head_dim] or [num_seqs, q_len, num_heads, head_dim]"
+        check.fail("query", f"shape {forms}", str(list(query.shape)))
+    q_len = ("q_len",) if len(query.shape) == 4 else ()
+    check.array("query", query, ("num_seqs", *q_len, "num_heads", "head_dim"), DTYPES)
     pool = check_pools(check, key_cache, value_cache, layout, [query.dtype, *QUANTIZED_DTYPES])
     check.array("block_tables", block_tables, ("num_seqs", "max_pages"), [jnp.int32])
     check.array("seq_lens", seq_lens, ("num_seqs",), [jnp.int32])
@@ -166,8 +170,8 @@ def paged_attention(
         check.count("sliding_window", sliding_window)
         # No table holds more; what is beyond int32 would not fit positions.
         sliding_window = min(int(sliding_window), 2**31 - 1)
-    if block_sparse is not None and not isinstance(block_sparse, LocalStride):
-        fail(check.function, "block_sparse", "a LocalStride, or None", type(block_sparse).__name__, TypeError)
+    check.instance("block_sparse", block_sparse, LocalStride, optional=True)
+    check.flag("return_lse", return_lse)
     for name, array in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         if array is not None:
             check.array(name, array, ("num_heads",), DTYPES)

@@ -1,0 +1,33 @@
+"""What decoders are made of besides attention."""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_attn._call.optional import needs_extra
+
+with needs_extra("models", user="pallas_attn.nn"):
+    from flax import nnx
+
+# float32 weights mean float32 products (a GPU would take TF32 by default); bfloat16 weights are not affected.
+PRECISION = jax.lax.Precision.HIGHEST
+
+
+class RMSNorm(nnx.Module):
+    """Divides by the root mean square over the last axis, in float32, and scales."""
+
+    def __init__(self, size: int, eps: float, dtype: DTypeLike):
+        self.weight = nnx.Param(jnp.ones(size, dtype))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return normed.astype(x.dtype) * self.weight[...]
+
+
+def linear(in_size: int, out_size: int, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Linear:
+    """A projection without bias."""
+    return nnx.Linear(
+        in_size, out_size, use_bias=False, dtype=dtype, param_dtype=dtype, precision=PRECISION, rngs=rngs
+    )

@@ -1,0 +1,409 @@
+"""Every argument of every public function and method, given every kind of wrong thing, is refused in one line that
+names function, argument, what was expected and what was given: concrete, and where it can be traced, inside jit."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+import refusals as kinds
+from flax import nnx
+from refusals import ARRAY, COUNT, DTYPE, FLAG, INSTANCE, LAYER, NAME, NUMBER, PAGES, SCALES, SLOPES, Kind
+from support import small_cache
+
+import pallas_attn
+from pallas_attn import nn
+from pallas_attn.nn import linen
+
+F32, I32 = jnp.float32, jnp.int32
+
+
+@pytest.fixture(autouse=True)
+def without_jaxtyping():
+    """As users have it, without the shape checks that jaxtyping adds in tests."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+class Call(NamedTuple):
+    """A function, arguments that it takes, and of which kind those are that can be wrong."""
+
+    function: Callable[..., Any]
+    arguments: dict[str, Any]
+    kinds: dict[str, Kind]
+
+
+TABLES = jnp.array([[0, 1], [2, 3]], I32)
+
+
+def attention(cache_dtype: Any = F32) -> dict[str, Any]:
+    pool = jnp.zeros((4, 8, 2, 16), cache_dtype)
+    return dict(
+        query=jnp.ones((2, 4, 16)),
+        key_cache=pool,
+        value_cache=pool,
+        block_tables=TABLES,
+        seq_lens=jnp.array([3, 0], I32),
+    )
+
+
+def latent_attention() -> dict[str, Any]:
+    return dict(
+        query=jnp.ones((2, 1, 4, 576)),
+        latent_cache=jnp.zeros((4, 8, 1, 576)),
+        block_tables=TABLES,
+        seq_lens=jnp.array([3, 0], I32),
+    )
+
+
+def flash_mla() -> dict[str, Any]:
+    names = ("q", "k_cache", "block_table", "cache_seqlens")
+    arrays = dict(zip(names, latent_attention().values(), strict=True))
+    metadata, splits = pallas_attn.get_mla_metadata(arrays["cache_seqlens"], 4, 1)
+    return dict(arrays, head_dim_v=512, tile_scheduler_metadata=metadata, num_splits=splits)
+
+
+def new_tokens(n: int = 3, heads: int = 2) -> dict[str, Any]:
+    new = jnp.ones((2, n, heads, 16))
+    return dict(layer=0, key=new, value=new, positions=jnp.broadcast_to(jnp.arange(n, dtype=I32), (2, n)))
+
+
+def new_latents() -> dict[str, Any]:
+    return dict(layer=0, latents=jnp.ones((2, 3, 576)), positions=jnp.zeros((2, 3), I32))
+
+
+def attended(cache: Any, n: int = 3) -> dict[str, Any]:
+    return dict(new_tokens(n), query=jnp.ones((2, n, 4, 16)), cache=cache)
+
+
+def latent_cache() -> Any:
+    return pallas_attn.PagedLatentCache.create(
+        num_layers=2, num_pages=4, page_size=8, block_tables=TABLES, dtype=F32
+    )
+
+
+def linen_call(**arguments: Any) -> Any:
+    options = {n: arguments.pop(n) for n in list(arguments) if n in linen.PagedAttention.__dataclass_fields__}
+    return linen.PagedAttention(**options).init_with_output(jax.random.key(0), **arguments)
+
+
+def latent_layer() -> nn.MultiHeadLatentAttention:
+    config = nn.MLAConfig(hidden_size=8, num_heads=2, qk_nope_head_dim=4, v_head_dim=4)
+    return nn.MultiHeadLatentAttention(config, rngs=nnx.Rngs(0))
+
+
+SIZES = dict(num_layers=2, num_pages=4, page_size=8)
+COUNTS = dict.fromkeys(SIZES, COUNT)
+MASKS = dict(softcap=NUMBER.or_none(), sliding_window=COUNT.or_none())
+MLA_CONFIG = dict(hidden_size=8, num_heads=2, q_lora_rank=4)
+POWERS = dict.fromkeys(("block_q", "block_kv", "num_splits", "num_warps", "num_stages"), COUNT)
+NEW = dict(layer=LAYER, key=ARRAY, value=ARRAY, positions=ARRAY)
+WINDOW = Kind(
+    ("3", 2.5, True, [1], 0, -1, {}, jnp.ones(1, I32), jnp.ones(()), np.ones((), I32)), optional=True
+)
+NEAR_ZERO = Kind(("1", [1.0], True, -1.0, kinds.NAN, kinds.INF, 1j, jnp.ones(()), np.ones(1)))
+SLOPES_OR_SINKS = dict.fromkeys(("alibi_slopes", "sinks"), jnp.ones(4))
+
+
+def calls() -> dict[str, Call]:
+    cache, quantised, latents = small_cache(block_tables=TABLES), small_cache(dtype="int8"), latent_cache()
+    layer, config = latent_layer(), nn.MLAConfig(8, 2)
+    lens = attention()["seq_lens"]
+    return {
+        "paged_attention": Call(
+            pallas_attn.paged_attention,
+            {**attention(), **SLOPES_OR_SINKS},
+            {
+                **dict.fromkeys(attention(), ARRAY),
+                **dict.fromkeys(SLOPES_OR_SINKS, ARRAY.or_none()),
+                **MASKS,
+                "scale": NUMBER.or_none(),
+                "block_sparse": INSTANCE.or_none(),
+                "return_lse": FLAG,
+                "layout": NAME,
+                "implementation": NAME.or_none(),
+                "config": INSTANCE.or_none(),
+                "k_scale": Kind((1.0, "x")).or_none(),
+            },
+        ),
+        "paged_attention, quantised": Call(
+            pallas_attn.paged_attention,
+            attention(jnp.int8),
+            dict.fromkeys(("k_scale", "v_scale"), SCALES.or_none()),
+        ),
+        "paged_attention, config": Call(
+            pallas_attn.paged_attention,
+            dict(attention(), implementation="interpret"),
+            dict(config=INSTANCE.or_none()),
+        ),
+        "write_kv": Call(
+            pallas_attn.write_kv,
+            dict(
+                key=jnp.ones((3, 2, 16)),
+                value=jnp.ones((3, 2, 16)),
+                slot_mapping=jnp.zeros(3, I32),
+                **{n: attention(jnp.int8)[n] for n in ("key_cache", "value_cache")},
+            ),
+            {
+                **dict.fromkeys(("key", "value", "key_cache", "value_cache", "slot_mapping"), ARRAY),
+                **dict.fromkeys(("k_scale", "v_scale"), SCALES.or_none()),
+                "layout": NAME,
+                "implementation": NAME.or_none(),
+            },
+        ),
+        "convert_layout": Call(
+            pallas_attn.convert_layout,
+            dict({n: attention()[n] for n in ("key_cache", "value_cache")}, source="NHD", target="PACKED"),
+            dict(key_cache=ARRAY, value_cache=ARRAY, source=NAME, target=NAME),
+        ),
+        "copy_pages": Call(
+            pallas_attn.copy_pages,
+            dict(cache=jnp.zeros((4, 8)), source_pages=[0], target_pages=[1]),
+            dict(
+                cache=Kind(("x", 1.0, [1.0], cache, {}, jnp.ones(()), jnp.ones(3), jnp.ones((0, 2)))),
+                source_pages=PAGES,
+                target_pages=PAGES,
+            ),
+        ),
+        "PagedKVCache.create": Call(
+            pallas_attn.PagedKVCache.create,
+            dict(SIZES, num_kv_heads=2, head_dim=16, block_tables=TABLES, seq_lens=lens),
+            dict(
+                COUNTS,
+                num_kv_heads=COUNT,
+                head_dim=COUNT,
+                block_tables=ARRAY,
+                seq_lens=ARRAY.or_none(),
+                dtype=DTYPE,
+                layout=NAME,
+            ),
+        ),
+        "PagedKVCache.layer_tables": Call(cache.layer_tables, {}, dict(layer=LAYER)),
+        "PagedKVCache.scales": Call(quantised.scales, {}, dict(layer=LAYER)),
+        "PagedKVCache.slots": Call(
+            cache.slots, dict(layer=0, positions=jnp.zeros((2, 1), I32)), dict(layer=LAYER, positions=ARRAY)
+        ),
+        "PagedKVCache.write": Call(cache.write, new_tokens(), dict(NEW, implementation=NAME.or_none())),
+        "PagedKVCache.calibrate": Call(quantised.calibrate, new_tokens(), dict(NEW, margin=NUMBER)),
+        "PagedKVCache.saturation": Call(quantised.saturation, new_tokens(), NEW),
+        "PagedKVCache.copy_pages": Call(
+            cache.copy_pages,
+            dict(source_pages=[0], target_pages=[1]),
+            dict(source_pages=PAGES, target_pages=PAGES),
+        ),
+        "PagedKVCache.replace": Call(cache.replace, {}, dict(pages=Kind((1,)))),
+        "PagedLatentCache.create": Call(
+            pallas_attn.PagedLatentCache.create,
+            dict(SIZES, block_tables=TABLES),
+            dict(COUNTS, block_tables=ARRAY, dtype=DTYPE),
+        ),
+        "PagedLatentCache.layer_tables": Call(latents.layer_tables, {}, dict(layer=LAYER)),
+        "PagedLatentCache.write": Call(
+            latents.write, new_latents(), dict(layer=LAYER, latents=ARRAY, positions=ARRAY)
+        ),
+        "PagedLatentCache.copy_pages": Call(
+            latents.copy_pages,
+            dict(source_pages=[0], target_pages=[1]),
+            dict(source_pages=PAGES, target_pages=PAGES),
+        ),
+        "PagedLatentCache.replace": Call(latents.replace, {}, dict(key_cache=Kind((1,)))),
+        "mla_decode": Call(
+            pallas_attn.mla_decode,
+            latent_attention(),
+            {
+                **dict.fromkeys(latent_attention(), ARRAY),
+                "schedule": INSTANCE.or_none(),
+                "scale": NUMBER.or_none(),
+                "causal": FLAG,
+                "return_lse": FLAG,
+                "implementation": NAME.or_none(),
+                "config": INSTANCE.or_none(),
+            },
+        ),
+        "mla_schedule": Call(
+            pallas_attn.mla_schedule,
+            dict(seq_lens=lens, num_heads=4),
+            dict(
+                seq_lens=ARRAY,
+                num_heads=COUNT,
+                num_kv_heads=COUNT,
+                q_len=COUNT,
+                num_parts=COUNT.or_none(),
+                overhead_blocks=COUNT.or_none(),
+            ),
+        ),
+        "get_mla_metadata": Call(
+            pallas_attn.get_mla_metadata,
+            dict(cache_seqlens=lens, num_heads_per_head_k=4, num_heads_k=1),
+            dict(cache_seqlens=ARRAY, num_heads_per_head_k=COUNT, num_heads_k=COUNT),
+        ),
+        "flash_mla_with_kvcache": Call(
+            pallas_attn.flash_mla_with_kvcache,
+            flash_mla(),
+            {
+                **dict.fromkeys(flash_mla(), ARRAY),
+                "head_dim_v": COUNT._replace(values=(*COUNT.values, 511, 576)),
+                "softmax_scale": NUMBER.or_none(),
+                "causal": FLAG,
+                "implementation": NAME.or_none(),
+            },
+        ),
+        "LocalStride": Call(
+            pallas_attn.LocalStride,
+            dict(block_size=16, local_blocks=1, vert_stride=1),
+            dict.fromkeys(("block_size", "local_blocks", "vert_stride"), COUNT),
+        ),
+        "PagedAttentionConfig": Call(
+            pallas_attn.PagedAttentionConfig, dict(block_q=16, block_kv=16, num_splits=1), POWERS
+        ),
+        "MLADecodeConfig": Call(pallas_attn.MLADecodeConfig, dict(block_q=16, block_kv=16), POWERS),
+        "alibi_slopes": Call(nn.alibi_slopes, {}, dict(num_heads=COUNT)),
+        "PagedAttention": Call(
+            nn.PagedAttention,
+            dict(sinks=True, num_heads=4),
+            dict(
+                MASKS,
+                scale=NUMBER.or_none(),
+                alibi_slopes=SLOPES.or_none(),
+                sinks=FLAG,
+                num_heads=COUNT,
+                implementation=NAME.or_none(),
+            ),
+        ),
+        "PagedAttention, called": Call(
+            nn.PagedAttention(),
+            attended(cache),
+            dict(NEW, query=ARRAY, cache=_caches(latents), sliding_window=WINDOW),
+        ),
+        "PagedAttention, decoding": Call(
+            nn.PagedAttention(), attended(cache, 1), dict(NEW, query=ARRAY, cache=_caches(latents))
+        ),
+        "PagedAttention, of Linen": Call(
+            linen_call,
+            attended(cache),
+            dict(
+                NEW,
+                **MASKS,
+                query=ARRAY,
+                cache=_caches(latents),
+                scale=NUMBER.or_none(),
+                alibi_slopes=Kind(("x", 1.0, ("1",), (kinds.NAN,), (1.0,)), optional=True),
+                sinks=FLAG,
+                implementation=NAME._replace(values=(1, "foo", b"xla"), optional=True),
+            ),
+        ),
+        "LatentGQA": Call(nn.LatentGQA, {}, dict(scale=NUMBER.or_none(), implementation=NAME.or_none())),
+        "LatentGQA, called": Call(
+            nn.LatentGQA(), attended(latents), dict(NEW, query=ARRAY, cache=_caches(cache))
+        ),
+        "LatentGQA, decoding": Call(
+            nn.LatentGQA(), attended(latents, 1), dict(NEW, query=ARRAY, cache=_caches(cache))
+        ),
+        "MultiHeadLatentAttention": Call(
+            nn.MultiHeadLatentAttention,
+            dict(config=config, rngs=nnx.Rngs(0)),
+            dict(config=INSTANCE, dtype=DTYPE, implementation=NAME.or_none(), rngs=INSTANCE),
+        ),
+        "MultiHeadLatentAttention, called": Call(
+            layer,
+            dict(x=jnp.ones((2, 3, 8)), cache=latents, layer=0, positions=new_tokens()["positions"]),
+            dict(
+                x=ARRAY,
+                cache=_caches(cache),
+                layer=LAYER,
+                positions=ARRAY,
+                schedule=INSTANCE.or_none(),
+                absorbed=FLAG.or_none(),
+            ),
+        ),
+        "MLAConfig": Call(
+            nn.MLAConfig,
+            MLA_CONFIG,
+            dict(
+                **dict.fromkeys(
+                    (
+                        *("hidden_size", "num_heads", "kv_lora_rank", "qk_nope_head_dim"),
+                        *("qk_rope_head_dim", "v_head_dim"),
+                    ),
+                    COUNT,
+                ),
+                q_lora_rank=COUNT.or_none(),
+                rope_theta=NUMBER,
+                yarn=INSTANCE.or_none(),
+                rope_interleaved=FLAG,
+                rms_norm_eps=NUMBER,
+            ),
+        ),
+        "Yarn": Call(
+            nn.Yarn,
+            dict(factor=4.0, original_context=64),
+            dict(
+                factor=NUMBER,
+                original_context=COUNT,
+                beta_fast=NUMBER,
+                beta_slow=NUMBER,
+                mscale=NEAR_ZERO,
+                mscale_all_dim=NEAR_ZERO,
+            ),
+        ),
+    }
+
+
+def _caches(other: Any) -> Kind:
+    return Kind((*INSTANCE.values, other))
+
+
+CALLS = calls()
+ARGUMENTS = [(name, argument) for name, call in CALLS.items() for argument in call.kinds]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_right_arguments_are_taken(name):
+    """Else a refusal below could be one of something else."""
+    call = CALLS[name]
+
+    def run() -> None:
+        call.function(**{needed: 0 for needed in call.kinds if needed == "layer"} | call.arguments)
+
+    # The first three have no argument but the wrong one; flax makes parameters outside of other traces only.
+    if name not in (
+        *("PagedKVCache.replace", "PagedLatentCache.replace", "alibi_slopes", "MultiHeadLatentAttention"),
+    ):
+        jax.eval_shape(run)
+
+
+@pytest.mark.parametrize(("name", "argument"), ARGUMENTS, ids=lambda x: x)
+def test_wrong_arguments_are_refused(name, argument):
+    call = CALLS[name]
+    function = name.split(",")[0]
+    rest = {n: v for n, v in call.arguments.items() if n != argument}
+
+    def concrete(**given):
+        return call.function(**rest, **given)
+
+    def traced(**given):
+        return jax.eval_shape(lambda value: call.function(**rest, **{argument: value}), given[argument])
+
+    wrong = call.kinds[argument].wrong(call.arguments.get(argument))
+    failures = [kinds.is_refused(concrete, function, argument, value) for value in wrong]
+    if call.kinds[argument].arrays(call.arguments.get(argument, jnp.zeros(1))) and argument in call.arguments:
+        arrays = [x for x in wrong if isinstance(x, jax.Array) and x.shape]
+        failures += [kinds.is_refused(traced, function, argument, value) for value in arrays]
+    assert not any(failures), "\n".join(filter(None, failures))
+
+
+def test_every_public_name_has_a_row():
+    """What takes no arguments, or is no function, has none to refuse."""
+    without = {"MLASchedule", "OutOfPagesError", "available_implementations", "record_implementations"}
+    without |= {"register_ffi_targets", "PageAllocator"}
+    tested = {name.split(",")[0].split(".")[0] for name in CALLS}
+    assert {*pallas_attn.__all__, *nn.__all__} - without <= tested
+    for cache in (pallas_attn.PagedKVCache, pallas_attn.PagedLatentCache):
+        fields = {field.name for field in dataclasses.fields(cache)}
+        methods = {n for n in vars(cache) if not n.startswith("_") and callable(getattr(cache, n))} - fields
+        assert {f"{cache.__name__}.{method}" for method in methods} <= {name.split(",")[0] for name in CALLS}
