@@ -1,32 +1,76 @@
-"""Kernels of other projects that the benchmarks set beside ours, where their packages are installed.
+"""Kernels of other projects, beside which ours are measured where their packages can be imported.
 
-Each has a file named as on the command line, with `prepare(package, inputs)`: it makes whatever a model makes once
-for all its layers, and gives call(i), which launches the kernel for the i-th table and returns the output,
-[batch, q_len, heads, 512]. A later call may overwrite an earlier one's output.
+One file a peer, named as on the command line (see PEERS), with
+
+    TITLE                  for readers
+    OPS                    the ops it is a peer for
+    available()            why it cannot run here, or None
+    supports(case)         why it cannot serve a case, or None
+    build(case, inputs)    {variant: call(i)}: launches the kernel for the i-th table and returns the output, like the
+                           query but for its last dimension. What a model makes once for all its layers is made
+                           beforehand, and a later call may overwrite an earlier one's output. The fastest variant
+                           whose output is right counts.
+
+A peer on JAX gives calls to trace instead, as `workloads.decode.Call`, from `variants(case)`.
+
+BENCH_PEERS names folders (separated by colons) that are searched for peers' packages after the installed ones, and
+for compiled libraries that have no package around them.
 """
 
 import importlib
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import os
+import sys
+from pathlib import Path
+from typing import Any
 
 import jax
 
-if TYPE_CHECKING:
-    import torch
+# In the order in which tables and plots have them.
+PEERS = (
+    "flash_mla",
+    "fa3",
+    "flashinfer",
+    "vllm_triton",
+    "jax_deprecated",
+    "jax_nn",
+    "torch_sdpa",
+)
 
-# Name on the command line -> package.
-PACKAGES = {"flash_mla": "flash_mla", "flash_infer": "flashinfer"}
+
+def load(name: str) -> Any:
+    """The module of one of PEERS."""
+    return importlib.import_module(f"{__name__}.{name}")
 
 
-def refusal(name: str) -> str | None:
-    """Why it cannot run here; None if it can."""
-    for package in ("torch", PACKAGES[name]):
+def for_op(op: str) -> dict[str, Any]:
+    return {name: peer for name in PEERS if op in (peer := load(name)).OPS}
+
+
+def folders() -> list[Path]:
+    return [Path(folder) for folder in os.environ.get("BENCH_PEERS", "").split(os.pathsep) if folder]
+
+
+def search_folders() -> None:
+    """Makes what lies in BENCH_PEERS importable."""
+    sys.path.extend(str(folder) for folder in folders() if str(folder) not in sys.path)
+
+
+def importable(*packages: str) -> str | None:
+    """Why one of the packages cannot be imported; None if all can."""
+    for package in packages:
         try:
             importlib.import_module(package)
         except Exception as error:  # an extension built for another torch or CUDA fails in ways of its own
-            if isinstance(error, ModuleNotFoundError) and error.name == package:
-                return f"package {package!r} is not installed"
+            if isinstance(error, ModuleNotFoundError) and error.name == package.partition(".")[0]:
+                return f"package {error.name!r} is not installed"
             return f"package {package!r} cannot be imported: {type(error).__name__}: {first_line(error)}"
+    return None
+
+
+def torch_on_gpu(*packages: str) -> str | None:
+    """Why torch, and packages for it, cannot run on the GPU that JAX has its arrays on."""
+    if reason := importable("torch", *packages):
+        return reason
     if not importlib.import_module("torch").cuda.is_available():
         return "needs an NVIDIA GPU, torch finds none"
     if jax.default_backend() != "gpu":
@@ -34,13 +78,17 @@ def refusal(name: str) -> str | None:
     return None
 
 
-def prepare(name: str, inputs: Any) -> "Callable[[int], torch.Tensor]":
-    """call(i); `inputs` is a `mla_decode.Inputs` of torch tensors."""
-    package = importlib.import_module(PACKAGES[name])
-    return importlib.import_module(f"{__name__}.{name}").prepare(package, inputs)
+def plain_only(case: Any) -> str | None:
+    """Why a peer that is set up for plain bf16 and fp16 attention cannot serve a case."""
+    if (getattr(case, "cache_dtype", None) or case.dtype) not in ("bfloat16", "float16"):
+        return "is set up for bf16 and fp16 caches here"
+    for option in ("sliding_window", "block_sparse"):
+        if getattr(case, option, None):
+            return f"is set up without {option} here"
+    return None
 
 
-def tensors(inputs: Any) -> Any:
+def as_tensors(inputs: Any) -> Any:
     """JAX arrays as torch tensors over the same memory."""
     torch = importlib.import_module("torch")
     return jax.tree.map(torch.from_dlpack, jax.block_until_ready(inputs))

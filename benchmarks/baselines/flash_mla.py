@@ -1,30 +1,43 @@
 """FlashMLA's dense decode kernel, package `flash_mla`."""
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from mla_decode import DIM, LATENT, Inputs
+import baselines
+import costs
+
+TITLE = "FlashMLA"
+OPS = ("mla_decode",)
 
 
-def prepare(package: Any, inputs: Inputs) -> Callable[[int], torch.Tensor]:
-    # Up to 2025 these were two arrays; since then the first call, which is not timed, fills an object, and
-    # num_splits is None and the arguments go unread.
-    _, q_len, heads, _ = inputs.query.shape
-    metadata, num_splits = package.get_mla_metadata(inputs.lengths, q_len * heads, 1)
+def available() -> str | None:
+    return baselines.torch_on_gpu("flash_mla")
 
-    def call(index: int) -> torch.Tensor:
+
+def supports(case: Any) -> str | None:
+    return None if case.page_size == 64 else f"has pages of 64 tokens, not {case.page_size}"
+
+
+def build(case: Any, inputs: Any) -> dict[str, Callable[[int], Any]]:
+    package = importlib.import_module("flash_mla")
+    (cache,) = inputs.caches
+    # Up to 2025 two arrays; since then an object, which the first call fills, and None, and the arguments go unread.
+    rows = case.q_len * case.num_heads // case.num_kv_heads
+    metadata, num_splits = package.get_mla_metadata(inputs.lengths, rows, case.num_kv_heads)
+
+    def call(index: int) -> Any:
         out, _ = package.flash_mla_with_kvcache(
             inputs.query,
-            inputs.cache,
+            cache,
             inputs.tables[index],
             inputs.lengths,
-            LATENT,
+            costs.LATENT_DIM,
             metadata,
             num_splits,
-            DIM**-0.5,
+            costs.MLA_DIM**-0.5,
             causal=True,
         )
         return out
 
-    return call
+    return {"": call}

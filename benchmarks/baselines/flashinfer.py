@@ -1,0 +1,104 @@
+"""FlashInfer: its Hopper and its mma.sync kernels for MLA, its tensor-core and its CUDA-core kernels for paged decode."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import baselines
+import costs
+
+TITLE = "FlashInfer"
+OPS = ("mla_decode", "paged_attention")
+WORKSPACE_BYTES = 512 << 20
+
+
+def available() -> str | None:
+    return baselines.torch_on_gpu("flashinfer")
+
+
+def supports(case: Any) -> str | None:
+    if case.op == "paged_attention" and case.q_len > 1:
+        return "its decode wrapper takes one query token a sequence"
+    return baselines.plain_only(case)
+
+
+def build(case: Any, inputs: Any) -> dict[str, Callable[[int], Any]]:
+    package = importlib.import_module("flashinfer")
+    plan = _Plan(case, inputs)
+    if case.op == "mla_decode":
+        return {kind: _mla(package, kind, case, inputs, plan) for kind in ("fa3", "fa2")}
+    kinds = {"tensor cores": True, "CUDA cores": False}
+    return {kind: _paged(package, tensor_cores, case, inputs, plan) for kind, tensor_cores in kinds.items()}
+
+
+class _Plan:
+    """Tables as FlashInfer has them: the page ids of all sequences in a row, and where each sequence's begin."""
+
+    def __init__(self, case: Any, inputs: Any):
+        torch = importlib.import_module("torch")
+        pages = -(-inputs.lengths // case.page_size)
+        used = torch.arange(inputs.tables[0].shape[1], device=pages.device) < pages[:, None]
+        self.indices = [table[used] for table in inputs.tables]
+        self.starts = torch.zeros(case.num_seqs + 1, dtype=torch.int32)
+        self.starts[1:] = pages.cpu().cumsum(0)
+        self.last_page_lengths = (inputs.lengths - (pages - 1) * case.page_size).cpu()
+        self.query_starts = torch.arange(case.num_seqs + 1, dtype=torch.int32) * case.q_len
+        self.workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=pages.device)
+
+
+def _mla(package: Any, kind: str, case: Any, inputs: Any, plan: _Plan) -> Callable[[int], Any]:
+    torch = importlib.import_module("torch")
+    latent, rope = costs.LATENT_DIM, costs.ROPE_DIM
+    wrapper = package.mla.BatchMLAPagedAttentionWrapper(plan.workspace, backend=kind)
+    wrapper.plan(
+        plan.query_starts,
+        plan.starts,
+        plan.indices[0],
+        inputs.lengths,
+        case.num_heads,
+        latent,
+        rope,
+        case.page_size,
+        True,  # causal
+        costs.MLA_DIM**-0.5,
+        inputs.query.dtype,
+        inputs.caches[0].dtype,
+    )
+    query = inputs.query.reshape(-1, case.num_heads, costs.MLA_DIM)
+    queries = [part.contiguous() for part in query.split([latent, rope], -1)]
+    keys = inputs.caches[0][:, :, 0].split([latent, rope], -1)
+    out = torch.empty_like(queries[0])
+
+    def call(index: int) -> Any:
+        # One plan serves all tables, whose sequences are as long; no public way leads to the next table.
+        wrapper._kv_indices_buf = plan.indices[index]
+        wrapper.run(*queries, *keys, out=out)
+        return out
+
+    return call
+
+
+def _paged(package: Any, tensor_cores: bool, case: Any, inputs: Any, plan: _Plan) -> Callable[[int], Any]:
+    torch = importlib.import_module("torch")
+    wrapper = package.BatchDecodeWithPagedKVCacheWrapper(plan.workspace, "NHD", use_tensor_cores=tensor_cores)
+    wrapper.plan(
+        plan.starts,
+        plan.indices[0],
+        plan.last_page_lengths,
+        case.num_heads,
+        case.num_kv_heads,
+        case.head_dim,
+        case.page_size,
+        q_data_type=inputs.query.dtype,
+        kv_data_type=inputs.caches[0].dtype,
+        sm_scale=case.head_dim**-0.5,
+    )
+    query = inputs.query[:, 0].contiguous()
+    out = torch.empty_like(query)
+
+    def call(index: int) -> Any:
+        wrapper._paged_kv_indices_buf = plan.indices[index]
+        wrapper.run(query, inputs.caches, out=out)
+        return out
+
+    return call

@@ -1,0 +1,75 @@
+"""What a call has to do at least: floating-point operations, and bytes between the chip and its memory.
+
+One function an op, from the case alone. Bytes: what is attended to of the cache, the query and the output, each once.
+Operations: both products, for all pairs of a query token and a key that the options (window, block sparsity) let it
+see; the causal order among the newest tokens is not subtracted. For MLA that is how FlashMLA counts, so that figures
+compare with published ones.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+LATENT_DIM, ROPE_DIM = 512, 64
+MLA_DIM = LATENT_DIM + ROPE_DIM
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
+
+
+class Cost(NamedTuple):
+    """Of one call."""
+
+    flops: int
+    num_bytes: int
+
+    def seconds(self, flops_a_second: float, bytes_a_second: float) -> float:
+        """The least time that these rates allow."""
+        return max(self.flops / flops_a_second, self.num_bytes / bytes_a_second)
+
+
+def mla_decode(case: Any) -> Cost:
+    rows, tokens = case.num_seqs * case.q_len * case.num_heads, sum(case.seq_lens)
+    width = MLA_DIM + LATENT_DIM
+    num_bytes = (tokens * case.num_kv_heads * MLA_DIM + rows * width) * _ITEM_BYTES[case.dtype]
+    return Cost(2 * case.q_len * case.num_heads * tokens * width, num_bytes)
+
+
+def paged_attention(case: Any) -> Cost:
+    pairs = tokens_read = 0
+    group = case.num_heads // case.num_kv_heads
+    for length in case.seq_lens:
+        kept, sizes = _blocks(case, length)
+        pairs += int((kept * sizes.sum(0)).sum())
+        # A KV head's block is read once for all the heads and queries that see some of it; the first query sees most.
+        tokens_read += int((kept.reshape(case.num_kv_heads, group, -1).any(1) * sizes[0]).sum())
+    cache_bytes = _ITEM_BYTES[case.cache_dtype or case.dtype]
+    rows = case.num_seqs * case.q_len * case.num_heads
+    num_bytes = 2 * case.head_dim * (tokens_read * cache_bytes + rows * _ITEM_BYTES[case.dtype])
+    return Cost(4 * case.head_dim * pairs, num_bytes)
+
+
+def _blocks(case: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """(whether a head sees a block: [num_heads, blocks], its tokens that a query sees: [q_len, blocks]).
+
+    Without a sparse pattern the sequence is one block.
+    """
+    pattern = case.block_sparse
+    size = pattern.block_size if pattern else max(length, 1)
+    starts = np.arange(0, length, size)
+    positions = length - case.q_len + np.arange(case.q_len)
+    first_seen = positions - case.sliding_window + 1 if case.sliding_window else np.zeros_like(positions)
+    sizes = np.minimum(starts + size, length) - np.maximum(starts, first_seen[:, None])
+    if pattern is None:
+        return np.ones((case.num_heads, len(starts)), bool), sizes.clip(0)
+    heads = np.arange(case.num_heads)
+    offsets = [
+        pattern.offset(head, head * case.num_kv_heads // case.num_heads, **_head_counts(case))
+        for head in heads
+    ]
+    blocks = np.arange(len(starts))
+    remote = (blocks + np.array(offsets)[:, None]) % pattern.vert_stride == 0
+    local = blocks > (length - 1) // size - pattern.local_blocks
+    return local | remote, sizes.clip(0)
+
+
+def _head_counts(case: Any) -> dict[str, int]:
+    return dict(num_heads=case.num_heads, num_kv_heads=case.num_kv_heads)

@@ -1,0 +1,98 @@
+"""What every figure is checked against: attention in float32, one sequence after the other, all of them.
+
+Written apart from the library, whose own plain jnp is one of the implementations measured. Products are exact in
+float32 (no TF32); a sequence's pages are gathered and attended to densely.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+PAGES_FIRST, HEADS_FIRST = "pages first", "heads first"
+
+
+def expected(
+    query: jax.Array,
+    caches: tuple[jax.Array, ...],
+    table: jax.Array,
+    lengths: jax.Array,
+    *,
+    case: Any,
+    value_dim: int,
+    cache_scale: float = 1.0,
+    order: str = PAGES_FIRST,
+) -> jax.Array:
+    """float32 [num_seqs, q_len, num_heads, value_dim].
+
+    query: [num_seqs, q_len, num_heads, head_dim].
+    caches: keys and values, or one pool whose rows begin with the values; [num_pages, page_size, num_kv_heads, dim].
+    cache_scale: what a number stands for in an 8-bit cache.
+    order: HEADS_FIRST takes the same memory for [num_kv_heads, num_pages, page_size, dim].
+    """
+    keys, values = (caches[0], caches[-1])
+
+    def one(operands):
+        query, pages, length = operands
+        rows = [_rows(pool, pages, order) * cache_scale for pool in (keys, values)]
+        return _attend(case, query.astype(jnp.float32), rows[0], rows[1][..., :value_dim], length)
+
+    return jax.lax.map(one, (query, table, lengths))
+
+
+def _rows(pool: jax.Array, pages: jax.Array, order: str) -> jax.Array:
+    """[tokens, num_kv_heads, dim], float32."""
+    num_pages, page_size, heads, dim = pool.shape
+    if order == HEADS_FIRST:
+        gathered = jnp.moveaxis(pool.reshape(heads, num_pages, page_size, dim)[:, pages], 0, 2)
+    else:
+        gathered = pool[pages]
+    return gathered.astype(jnp.float32).reshape(-1, heads, dim)
+
+
+def _attend(case: Any, query: jax.Array, keys: jax.Array, values: jax.Array, length: jax.Array) -> jax.Array:
+    """[q_len, num_heads, value_dim] of one sequence."""
+    q_len, num_heads, head_dim = query.shape
+    num_kv_heads = keys.shape[1]
+    product = functools.partial(jnp.einsum, precision="highest")
+    grouped = query.reshape(q_len, num_kv_heads, -1, head_dim) * head_dim**-0.5
+    logits = product("qhgd,thd->hgqt", grouped, keys).reshape(num_heads, q_len, -1)
+    logits = jnp.where(_seen(case, length, logits.shape), logits, -jnp.inf)
+    weights = jax.nn.softmax(logits, axis=-1).reshape(num_kv_heads, -1, q_len, keys.shape[0])
+    return product("hgqt,thv->qhgv", weights, values).reshape(q_len, num_heads, -1)
+
+
+def _seen(case: Any, length: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Whether a head's query sees a token: broadcasts to `shape`, [num_heads, q_len, tokens]."""
+    heads, queries, tokens = (
+        jnp.arange(size).reshape([-1 if i == axis else 1 for i in range(3)])
+        for axis, size in enumerate(shape)
+    )
+    positions = length - case.q_len + queries
+    seen = tokens <= positions
+    if window := getattr(case, "sliding_window", None):
+        seen &= tokens > positions - window
+    if pattern := getattr(case, "block_sparse", None):
+        kv_heads = heads * case.num_kv_heads // case.num_heads
+        counts = dict(num_heads=case.num_heads, num_kv_heads=case.num_kv_heads)
+        blocks = tokens // pattern.block_size
+        local = blocks > (length - 1) // pattern.block_size - pattern.local_blocks
+        seen &= local | ((blocks + pattern.offset(heads, kv_heads, **counts)) % pattern.vert_stride == 0)
+    return seen
+
+
+@jax.jit
+def _worst(out: jax.Array, right: jax.Array) -> jax.Array:
+    difference = jnp.linalg.norm(out.astype(jnp.float32) - right, axis=-1)
+    norm = jnp.linalg.norm(right, axis=-1)
+    return jnp.max(difference / jnp.where(norm == 0, 1, norm))
+
+
+def worst_error(outs: Any, rights: Any) -> float:
+    """The largest relative error of a row of any of these outputs; NaN where one holds it."""
+    errors = [
+        _worst(jnp.asarray(out).reshape(right.shape), right) for out, right in zip(outs, rights, strict=True)
+    ]
+    return float(np.max(np.stack([np.asarray(error) for error in errors])))

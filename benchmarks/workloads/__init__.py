@@ -1,0 +1,17 @@
+"""What can be measured: one file an op, each with its cells, inputs, reference, costs and ways to call ours.
+
+A new op is a new file with a `Workload` and a line in `WORKLOADS`; run.py, the table and the plots need no change. Ops
+over a paged cache share `decode.py`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from workloads import mla_decode, mla_step, paged_attention
+from workloads.base import Workload
+
+WORKLOADS: dict[str, Callable[[Any, bool], Workload]] = {
+    "paged_attention": paged_attention.PagedAttention,
+    "mla_decode": mla_decode.MLADecode,
+    "mla_step": mla_step.MLAStep,
+}

@@ -1,0 +1,185 @@
+"""What ops over a paged cache share: inputs, the timed loop, the reference."""
+
+import abc
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import reference
+from workloads.base import Runner, Workload
+
+from pallas_attn.tuning import timing
+
+BLOCK = (1 << 22) - 3  # random numbers a pool repeats: a prime, so that no two pages hold the same
+SMALL_BLOCK, SMALL_SETS = (1 << 13) - 1, 2
+MOST_POOL_BYTES = 40 << 30  # where a case holds much more than it reads (windows), fewer sets take turns
+# Rates that calls roughly reach, to choose how many make a burst.
+USUAL_FLOPS, USUAL_BYTES = 4e14, 2.5e12
+
+
+class Inputs(NamedTuple):
+    query: Any
+    """[num_seqs, q_len, num_heads, head_dim]"""
+    caches: tuple[Any, ...]
+    """[num_pages, page_size, num_kv_heads, dim] each"""
+    tables: tuple[Any, ...]
+    """Block tables of the calls that take turns; of disjoint pages, unless those of one call fill the L2 many times."""
+    lengths: Any
+
+
+Call = Callable[[Any, tuple[Any, ...], Any, Any, Any], tuple[jax.Array, jax.Array]]
+"""(query, caches, table, lengths, what was made beforehand) -> (output, a small float array the same kernel writes)"""
+
+
+class PagedWorkload(Workload):
+    @property
+    @abc.abstractmethod
+    def value_dim(self) -> int | None:
+        """Numbers of a cache row that are the value; None: all."""
+
+    @abc.abstractmethod
+    def num_caches(self) -> int: ...
+
+    @abc.abstractmethod
+    def call(self, case: Any, target: str) -> Call: ...
+
+    def beforehand(self, case: Any, target: str, lengths: jax.Array) -> Any:
+        """What a model makes once for all its layers."""
+        return None
+
+    # ---- inputs
+
+    def input_shapes(self, case: Any) -> Inputs:
+        struct = jax.ShapeDtypeStruct
+        num_sets, pages = self._num_sets(case), sum(_pages(case))
+        pool = struct(
+            (num_sets * pages, case.page_size, case.num_kv_heads, case.head_dim), jnp.dtype(cache_dtype(case))
+        )
+        table = struct((case.num_seqs, max(_pages(case))), jnp.int32)
+        return Inputs(
+            struct((case.num_seqs, case.q_len, case.num_heads, case.head_dim), jnp.dtype(case.dtype)),
+            (pool,) * self.num_caches(),
+            (table,) * max(num_sets, SMALL_SETS if self.small else timing.LEAST_CALLS),
+            struct((case.num_seqs,), jnp.int32),
+        )
+
+    def inputs(self, case: Any) -> Inputs:
+        shapes = self.input_shapes(case)
+        # A seed of its own: a query that equals a key would see that token only, and no check would miss the others.
+        query = np.random.default_rng(0).standard_normal(shapes.query.shape, np.float32)
+        caches = [
+            timing.tiled(_random_block(pool.dtype, seed, SMALL_BLOCK if self.small else BLOCK), pool.shape)
+            for seed, pool in enumerate(shapes.caches, start=1)
+        ]
+        tables = [jnp.asarray(table) for table in self._tables(case, shapes)]
+        lengths = jnp.asarray(np.array(case.seq_lens, np.int32))
+        made = Inputs(jnp.asarray(query, case.dtype), tuple(caches), tuple(tables), lengths)
+        return jax.block_until_ready(made)
+
+    def _num_sets(self, case: Any) -> int:
+        row_bytes = case.num_kv_heads * case.head_dim * jnp.dtype(cache_dtype(case)).itemsize
+        held = self.num_caches() * sum(_pages(case)) * case.page_size * row_bytes
+        most = SMALL_SETS if self.small else max(1, MOST_POOL_BYTES // held)
+        return min(timing.num_sets(min(held, self.cost(case).num_bytes)), most)
+
+    def _tables(self, case: Any, shapes: Inputs) -> list[np.ndarray]:
+        rng = np.random.default_rng(3)
+        num_sets, pages = self._num_sets(case), _pages(case)
+        sets = np.split(rng.permutation(num_sets * sum(pages)).astype(np.int32), num_sets)
+        tables = []
+        for number in range(len(shapes.tables)):
+            # The second table of a set deals its pages anew.
+            own = sets[number] if number < num_sets else rng.permutation(sets[number % num_sets])
+            table = np.zeros(shapes.tables[0].shape, np.int32)
+            for row, part in zip(table, np.split(own, np.cumsum(pages)[:-1]), strict=True):
+                row[: len(part)] = part
+            tables.append(table)
+        return tables
+
+    # ---- what is timed
+
+    def compile(self, case: Any, target: str) -> Callable[[Inputs], Runner]:
+        how = self.targets[target]
+        before = functools.partial(self.beforehand, case, target)
+        return self.compile_loop(
+            case, self.call(case, target), before, how.implementation == "xla", how.compiler_options
+        )
+
+    def compile_loop(
+        self,
+        case: Any,
+        call: Call,
+        beforehand: Callable[[jax.Array], Any],
+        plain: bool,
+        compiler_options: dict[str, Any] | None = None,
+    ) -> Callable[[Inputs], Runner]:
+        """`plain`: the call is jnp that XLA compiles, which may be tens of times slower than a kernel."""
+        shapes = self.input_shapes(case)
+        calls_a_round = len(shapes.tables)
+        usual = self.cost(case).seconds(USUAL_FLOPS, USUAL_BYTES)
+        rounds = 1 if plain else timing.num_rounds(usual, calls_a_round)
+
+        def loop(inputs: Inputs, made: Any):
+            def one(table, lengths):
+                return call(inputs.query, inputs.caches, table, lengths, made)
+
+            return timing.looped(one, rounds, inputs.tables, inputs.lengths, plain=plain)
+
+        made_shapes = jax.eval_shape(beforehand, shapes.lengths)
+        compiled = jax.jit(loop).lower(shapes, made_shapes).compile(compiler_options=compiler_options)
+        memory = compiled.memory_analysis()
+
+        def runner(inputs: Inputs) -> Runner:
+            run = functools.partial(compiled, inputs, jax.jit(beforehand)(inputs.lengths))
+            return Runner(
+                run,
+                lambda: timing.device_samples(run, 1)[0] / timing.num_calls(rounds, calls_a_round),
+                functools.partial(timing.warm_up, run),
+                None if memory is None else memory.temp_size_in_bytes,
+                "loop",
+            )
+
+        return runner
+
+    def compile_expected(
+        self, case: Any, order: str = reference.PAGES_FIRST
+    ) -> Callable[[Inputs], list[jax.Array]]:
+        shapes = self.input_shapes(case)
+        right = functools.partial(
+            reference.expected,
+            case=case,
+            value_dim=self.value_dim or case.head_dim,
+            cache_scale=cache_scale(cache_dtype(case)),
+            order=order,
+        )
+        compiled = jax.jit(right).lower(*shapes[:2], shapes.tables[0], shapes.lengths).compile()
+
+        def expected(inputs: Inputs) -> list[jax.Array]:
+            ends = (inputs.tables[0], inputs.tables[-1])
+            return [compiled(*inputs[:2], table, inputs.lengths) for table in ends]
+
+        return expected
+
+
+def cache_dtype(case: Any) -> str:
+    return getattr(case, "cache_dtype", None) or case.dtype
+
+
+def cache_scale(dtype: str) -> float:
+    """What 1 stands for in a cache: int8 is filled with numbers around 40."""
+    return 1 / 40 if dtype == "int8" else 1.0
+
+
+def _pages(case: Any) -> Sequence[int]:
+    return [math.ceil(length / case.page_size) for length in case.seq_lens]
+
+
+def _random_block(dtype: Any, seed: int, size: int) -> jax.Array:
+    """[size] normal values."""
+    block = np.random.default_rng(seed).standard_normal(size, np.float32)
+    scaled = jnp.asarray(block / cache_scale(dtype.name))
+    return (jnp.round(scaled) if dtype == jnp.int8 else scaled).astype(dtype)

@@ -1,0 +1,87 @@
+"""`mla_decode`: the tables' 58 cells. Sequence i of a cell made from the command line has 2 i tokens more than the
+first, as in FlashMLA's own benchmark."""
+
+import inspect
+from typing import Any
+
+import costs
+import jax
+from workloads.base import Target
+from workloads.decode import Call, PagedWorkload
+
+from pallas_attn.testing import cases
+
+# The loop's calls as nodes of a CUDA graph, which is how the peers' torch calls are timed.
+IN_A_GRAPH = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE",
+    "xla_gpu_graph_min_graph_size": 1,
+}
+
+
+class MLADecode(PagedWorkload):
+    op = "mla_decode"
+    targets = {
+        "auto": Target("ours", None, scheduled=True),
+        "cuda": Target("ours, CUDA", "cuda", scheduled=True),
+        "cuda-graph": Target("ours, CUDA in a graph", "cuda", True, IN_A_GRAPH),
+        "cuda-unscheduled": Target("ours, CUDA without a schedule", "cuda"),
+        "pallas": Target("ours, Pallas", "pallas", scheduled=True),
+        "pallas-unscheduled": Target("ours, Pallas without a schedule", "pallas"),
+        "xla": Target("ours, plain jnp", "xla"),
+    }
+    error_limit = 5e-3
+    value_dim = costs.LATENT_DIM
+
+    def num_caches(self) -> int:
+        return 1
+
+    def cells(self) -> list[Any]:
+        return cases.select(self.op, "benchmark")
+
+    def tiny(self) -> list[Any]:
+        return [
+            cases.MLADecodeCase((100, 64, 37), 3, page_size=16, lengths="uneven", spare_pages=0),
+            cases.MLADecodeCase(
+                (40, 42), 4, page_size=16, q_len=2, causal=True, lengths="s40", spare_pages=0
+            ),
+        ]
+
+    def made(self, batch: int, seqlen: int, heads: int, kv_heads: int | None, q_len: int) -> Any:
+        lengths = tuple(seqlen + 2 * i for i in range(batch))
+        return cases.MLADecodeCase(
+            lengths,
+            heads,
+            kv_heads or 1,
+            q_len=q_len,
+            causal=q_len > 1,
+            lengths=f"from{seqlen}",
+            spare_pages=0,
+        )
+
+    def cost(self, case: Any) -> costs.Cost:
+        return costs.mla_decode(case)
+
+    def beforehand(self, case: Any, target: str, lengths: jax.Array) -> Any:
+        if not self.targets[target].scheduled:
+            return None
+        schedule = self.library.mla_schedule
+        # Up to commit 10b77b7 the argument had FlashMLA's name.
+        q_len = "q_len" if "q_len" in inspect.signature(schedule).parameters else "s_q"
+        return schedule(
+            lengths, num_heads=case.num_heads, num_kv_heads=case.num_kv_heads, **{q_len: case.q_len}
+        )
+
+    def call(self, case: Any, target: str) -> Call:
+        def call(query, caches, table, lengths, schedule):
+            return self.library.mla_decode(
+                query,
+                *caches,
+                table,
+                lengths,
+                schedule=schedule,
+                causal=case.causal,
+                return_lse=True,
+                implementation=self.targets[target].implementation,
+            )
+
+        return call

@@ -1,0 +1,81 @@
+"""`paged_attention`: the tables' 47 cells, and cells that show what the options save."""
+
+import functools
+from typing import Any
+
+import costs
+from workloads.base import Target
+from workloads.decode import Call, PagedWorkload, cache_dtype, cache_scale
+
+from pallas_attn import LocalStride
+from pallas_attn.testing import cases
+
+SPARSE = LocalStride(64, 1, 8)
+WINDOW = 1024
+
+
+class PagedAttention(PagedWorkload):
+    op = "paged_attention"
+    targets = {
+        "auto": Target("ours", None),
+        "pallas": Target("ours, Pallas", "pallas"),
+        "xla": Target("ours, plain jnp", "xla"),
+    }
+    error_limit = 8e-3  # a right bf16 kernel scores 2.6e-3, a lost page at least 9e-3
+    value_dim = None
+
+    def num_caches(self) -> int:
+        return 2
+
+    def cells(self) -> list[Any]:
+        return cases.select(self.op, "benchmark")
+
+    def options(self) -> list[Any]:
+        served = functools.partial(cases.served, num_heads=32, num_kv_heads=8, head_dim=128, page_size=16)
+        quantized = [
+            served(64, 8192, cache_dtype=dtype) for dtype in ("float8_e4m3fn", "float8_e5m2", "int8")
+        ]
+        sparse = [served(batch, 32768, block_sparse=SPARSE) for batch in (16, 1)]
+        return [*quantized, *sparse, *(served(batch, 32768, sliding_window=WINDOW) for batch in (16, 1))]
+
+    def tiny(self) -> list[Any]:
+        served = functools.partial(cases.served, num_heads=4, num_kv_heads=2, head_dim=16, page_size=16)
+        return [
+            served(2, 64),
+            cases.DecodeCase((70, 33, 5), 4, 2, 16, 16, lengths="uneven", spare_pages=0),
+            served(2, 80, q_len=3, sliding_window=20),
+            served(2, 300, block_sparse=LocalStride(64, 1, 3, 1), cache_dtype="int8"),
+        ]
+
+    def made(self, batch: int, seqlen: int, heads: int, kv_heads: int | None, q_len: int) -> Any:
+        return cases.served(batch, seqlen, heads, kv_heads or heads, 128, 16, q_len=q_len)
+
+    def cost(self, case: Any) -> costs.Cost:
+        return costs.paged_attention(case)
+
+    def call(self, case: Any, target: str) -> Call:
+        options: dict[str, Any] = dict(
+            sliding_window=case.sliding_window,
+            block_sparse=case.block_sparse and self._pattern(case.block_sparse),
+        )
+        if case.cache_dtype:
+            scale = cache_scale(cache_dtype(case))
+            options |= dict(k_scale=scale, v_scale=scale)
+
+        def call(query, caches, table, lengths, _):
+            return self.library.paged_attention(
+                query[:, 0] if case.q_len == 1 else query,
+                *caches,
+                table,
+                lengths,
+                return_lse=True,
+                implementation=self.targets[target].implementation,
+                **options,
+            )
+
+        return call
+
+    def _pattern(self, pattern: LocalStride) -> Any:
+        """As the measured package's own type."""
+        fields = ("block_size", "local_blocks", "vert_stride", "head_sliding_step", "tp_rank")
+        return self.library.LocalStride(*(getattr(pattern, field) for field in fields))
