@@ -1,8 +1,8 @@
 """Is anything slower than before? Two tables of run.py, cell by cell.
 
-    python benchmarks/compare.py old.csv new.csv                # 1 if a cell is slower by more than 5% beyond its spread
+    python benchmarks/compare.py old.csv new.csv       # 1 if a cell is slower by more than 5% beyond its spread
     python benchmarks/compare.py old.csv new.csv --threshold 2%
-    python benchmarks/compare.py old.csv new.csv --all          # the cells in between too
+    python benchmarks/compare.py old.csv new.csv --all # the cells in between too
 
 A cell counts as slower when the fast end of its new samples (the 20th percentile) lies more than the threshold above
 the slow end of its old ones (the 80th). Cells that have a figure in one table only are listed; one whose figure was

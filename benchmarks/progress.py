@@ -16,8 +16,14 @@ def shown(total: int) -> Iterator[Callable[[str], None]]:
     if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
         yield _Lines(total)
         return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-    from rich.progress import TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
     columns = (
         BarColumn(),

@@ -315,12 +315,10 @@ def test_the_library_may_be_called_manylinux(library: Path, build_backend: Modul
     assert build_backend.within_promise(library.read_bytes()) == within
 
 
-def test_programs_for_benchmarks_and_sanitizers_build(build: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    command = ["cmake", "--build", ".", "--parallel", "2", "--target", "launcher", "smoke"]
+def test_programs_for_sanitizers_build(build: Path) -> None:
+    command = ["cmake", "--build", ".", "--parallel", "2", "--target", "smoke"]
     built = subprocess.run(command, cwd=build, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stdout + built.stderr
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    pytest.importorskip("mla_graph", reason="torch is not installed").load(str(build / "libmla_launcher.so"))
 
 
 # XLA looks at a handler when it is registered for a platform that has started; for one that has not, it only takes

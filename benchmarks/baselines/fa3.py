@@ -8,8 +8,9 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-import baselines
 import costs
+
+import baselines
 
 TITLE = "FA3 (vLLM)"
 OPS = ("mla_decode", "paged_attention")

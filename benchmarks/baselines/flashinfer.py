@@ -1,11 +1,12 @@
-"""FlashInfer: its Hopper and its mma.sync kernels for MLA, its tensor-core and its CUDA-core kernels for paged decode."""
+"""FlashInfer: for MLA its Hopper and its mma.sync kernels, for paged decoding tensor cores and CUDA cores."""
 
 import importlib
 from collections.abc import Callable
 from typing import Any
 
-import baselines
 import costs
+
+import baselines
 
 TITLE = "FlashInfer"
 OPS = ("mla_decode", "paged_attention")

@@ -8,10 +8,11 @@ import math
 import warnings
 from typing import Any
 
-import baselines
 import jax
 import reference
 from workloads.decode import Call
+
+import baselines
 
 TITLE = "jax's deprecated kernel"
 OPS = ("paged_attention",)

@@ -2,10 +2,11 @@
 
 from typing import Any
 
-import baselines
 import jax
 import reference
 from workloads.decode import Call
+
+import baselines
 
 TITLE = "jax.nn, pages gathered"
 OPS = ("paged_attention",)

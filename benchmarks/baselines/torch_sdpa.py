@@ -4,8 +4,9 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-import baselines
 import costs
+
+import baselines
 
 TITLE = "torch SDPA, pages gathered"
 OPS = ("mla_decode", "paged_attention")

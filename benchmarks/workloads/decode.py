@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import reference
-from workloads.base import Runner, Workload
 
 from pallas_attn.tuning import timing
+from workloads.base import Runner, Workload
 
 BLOCK = (1 << 22) - 3  # random numbers a pool repeats: a prime, so that no two pages hold the same
 SMALL_BLOCK, SMALL_SETS = (1 << 13) - 1, 2

@@ -2,14 +2,14 @@
 first, as in FlashMLA's own benchmark."""
 
 import inspect
-from typing import Any
+from typing import Any, ClassVar
 
 import costs
 import jax
-from workloads.base import Target
-from workloads.decode import Call, PagedWorkload
 
 from pallas_attn.testing import cases
+from workloads.base import Target
+from workloads.decode import Call, PagedWorkload
 
 # The loop's calls as nodes of a CUDA graph, which is how the peers' torch calls are timed.
 IN_A_GRAPH = {
@@ -20,7 +20,7 @@ IN_A_GRAPH = {
 
 class MLADecode(PagedWorkload):
     op = "mla_decode"
-    targets = {
+    targets: ClassVar[dict[str, Target]] = {
         "auto": Target("ours", None, scheduled=True),
         "cuda": Target("ours, CUDA", "cuda", scheduled=True),
         "cuda-graph": Target("ours, CUDA in a graph", "cuda", True, IN_A_GRAPH),

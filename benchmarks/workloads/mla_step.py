@@ -8,15 +8,15 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import costs
 import jax
 import jax.numpy as jnp
 import numpy as np
-from workloads.base import Runner, Target, Workload
 
 from pallas_attn.tuning import timing
+from workloads.base import Runner, Target, Workload
 
 HIDDEN, Q_LORA = 256, 128
 
@@ -53,7 +53,7 @@ class Inputs(NamedTuple):
 class MLAStep(Workload):
     op = "mla_step"
     dispatched = "mla_decode"
-    targets = {
+    targets: ClassVar[dict[str, Target]] = {
         "auto": Target("ours", None),
         "auto-scan": Target("ours, layers in a scan", None),
         "cuda": Target("ours, CUDA", "cuda"),

@@ -1,14 +1,14 @@
 """`paged_attention`: the tables' 47 cells, and cells that show what the options save."""
 
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import costs
-from workloads.base import Target
-from workloads.decode import Call, PagedWorkload, cache_dtype, cache_scale
 
 from pallas_attn import LocalStride
 from pallas_attn.testing import cases
+from workloads.base import Target
+from workloads.decode import Call, PagedWorkload, cache_dtype, cache_scale
 
 SPARSE = LocalStride(64, 1, 8)
 WINDOW = 1024
@@ -16,7 +16,7 @@ WINDOW = 1024
 
 class PagedAttention(PagedWorkload):
     op = "paged_attention"
-    targets = {
+    targets: ClassVar[dict[str, Target]] = {
         "auto": Target("ours", None),
         "pallas": Target("ours, Pallas", "pallas"),
         "xla": Target("ours, plain jnp", "xla"),
