@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import baselines
 import jax
@@ -135,6 +135,11 @@ def cases_of(workload: Workload, arguments: argparse.Namespace) -> list[Any]:
             )
         if arguments.seqlens is None:
             raise ValueError(f"expected --seqlens with --{given[0].replace('_', '-')}")
+        for heads in arguments.heads or [128]:
+            if heads % (arguments.kv_heads or 1):
+                raise ValueError(
+                    f"--heads: expected a multiple of --kv-heads, {arguments.kv_heads}; got {heads}"
+                )
         sizes = itertools.product(arguments.batch or [128], arguments.heads or [128], arguments.seqlens)
         found = [
             workload.made(batch, seqlen, heads, arguments.kv_heads, arguments.q_len or 1)
@@ -304,64 +309,81 @@ def tell(workload: Workload, cases: Sequence[Any]) -> None:
         print(f"  {case.id}")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """The exit status. ValueError and OSError, in one line, where nothing can begin."""
+class Plan(NamedTuple):
+    """What a run is about to do."""
+
+    arguments: argparse.Namespace
+    workload: Workload
+    cases: Sequence[Any]
+    names: Sequence[str]
+    """Of implementations."""
+    refused: dict[str, str]
+    table: Table
+
+
+def planned(arguments: argparse.Namespace) -> Plan:
+    """ValueError or OSError, in one line, where nothing can begin."""
     baselines.search_folders()
     workload = WORKLOADS[arguments.op](source.load(arguments.source), arguments.tiny)
     cases = cases_of(workload, arguments)
+    names, refused = ([], {}) if arguments.list else names_of(workload, arguments)
+    table = Table(arguments.out or Path(f"{arguments.op}.csv"), arguments.fresh)
+    if not arguments.list:
+        results.write(table.path, table.rows)  # what cannot be written is said before anything is measured
+    return Plan(arguments, workload, cases, names, refused, table)
+
+
+def run(plan: Plan) -> int:
+    """The exit status."""
+    arguments, workload, cases, _, refused, table = plan
     if arguments.list:
         tell(workload, cases)
         return 0
-    names, refused = names_of(workload, arguments)
-    table = Table(arguments.out or Path(f"{arguments.op}.csv"), arguments.fresh)
-    results.write(table.path, table.rows)  # what cannot be written is said before anything is measured
     for name, reason in refused.items():
         print(f"{name} cannot run here: {reason}")
-    facts = with_roof(facts_of(arguments), table, arguments)
-    titles, start = measure.titles(workload), time.monotonic()
-    todo = [
-        (case, own)
-        for case in cases
-        if (
-            own := [
-                n for n in names if not table.holds(*facts[:1], *facts[4:6], arguments.op, case.id, titles[n])
-            ]
-        )
-    ]
-    total, left = len(cases) * len(names), sum(len(own) for _, own in todo)
-    print(
-        f"{len(cases)} cells x {len(names)} implementations"
-        + (f", {total - left} kept" if left < total else "")
-    )
-    rounds = measure.QUICK_ROUNDS if arguments.quick else measure.ROUNDS
-    failed = False
+    start = time.monotonic()
     try:
-        with progress.shown(left) as advance:
-            made = arguments.seqlens is not None
-            for case, name, outcome in measured(
-                workload, todo, rounds, lambda: time.monotonic() - start > arguments.max_seconds
-            ):
-                row = measure.row_of(facts, workload, case, name, outcome, repro(arguments, case, name, made))
-                table.add(row)
-                failed |= outcome.wrong or (row.median_us is not None and not row.ok)
-                advance(described(row))
+        facts = with_roof(facts_of(arguments), table, arguments)
+        failed = filled(plan, facts, lambda: time.monotonic() - start > arguments.max_seconds)
     except KeyboardInterrupt:
         print(
             f"\nstopped: {len(table.written)} rows are new in {table.path}; the same command goes on from there"
         )
         return 130
-    return finished(arguments, workload, cases, names, facts, table, failed)
+    return finished(plan, facts, failed)
 
 
-def finished(
-    arguments: argparse.Namespace,
-    workload: Workload,
-    cases: Sequence[Any],
-    names: Sequence[str],
-    facts: Facts,
-    table: Table,
-    failed: bool,
-) -> int:
+def filled(plan: Plan, facts: Facts, late: Callable[[], bool]) -> bool:
+    """Measures what the table lacks; whether something was wrong or broken."""
+    arguments, workload, cases, names, _, table = plan
+    titles = measure.titles(workload)
+    place = facts.device, facts.commit, facts.options, arguments.op
+    todo = [
+        (case, own)
+        for case in cases
+        if (own := [name for name in names if not table.holds(*place, case.id, titles[name])])
+    ]
+    total, left = len(cases) * len(names), sum(len(own) for _, own in todo)
+    kept = f", {total - left} kept" if left < total else ""
+    print(f"{len(cases)} cells x {len(names)} implementations{kept}")
+    failed = False
+    with progress.shown(left) as advance:
+        for case, name, outcome in measured(workload, todo, rounds_of(arguments), late):
+            again = repro(arguments, case, name, made=arguments.seqlens is not None)
+            row = measure.row_of(facts, workload, case, name, outcome, again)
+            table.add(row)
+            failed |= outcome.wrong or (row.median_us is not None and not row.ok)
+            advance(described(row))
+    return failed
+
+
+def rounds_of(arguments: argparse.Namespace) -> int:
+    return measure.QUICK_ROUNDS if arguments.quick else measure.ROUNDS
+
+
+def finished(plan: Plan, facts: Facts, failed: bool) -> int:
+    """Sums up; the exit status."""
+    arguments, workload, cases, names, _, table = plan
     titles = measure.titles(workload)
     ids = {case.id for case in cases}
     place = facts.device, facts.commit, facts.options, arguments.op
@@ -381,9 +403,10 @@ def finished(
 def main(command_line: Sequence[str] | None = None) -> int:
     arguments = (options := parser()).parse_args(command_line)
     try:
-        return run(arguments)
+        plan = planned(arguments)
     except (ValueError, OSError) as error:
         options.error(" ".join(str(error).split()))
+    return run(plan)
 
 
 if __name__ == "__main__":

@@ -105,9 +105,9 @@ class PagedWorkload(Workload):
     def compile(self, case: Any, target: str) -> Callable[[Inputs], Runner]:
         how = self.targets[target]
         before = functools.partial(self.beforehand, case, target)
-        return self.compile_loop(
-            case, self.call(case, target), before, how.implementation == "xla", how.compiler_options
-        )
+        # Without a GPU, plain jnp is what a call takes by itself.
+        plain = how.implementation == "xla" or (how.implementation is None and jax.default_backend() != "gpu")
+        return self.compile_loop(case, self.call(case, target), before, plain, how.compiler_options)
 
     def compile_loop(
         self,

@@ -1,0 +1,205 @@
+"""benchmarks/plot.py: what is in the axes, not only that there is a file."""
+
+import plot
+import pytest
+import results
+from results import Row
+
+
+def row(
+    implementation: str, us: float, *, batch=128, seqlen=1024, heads=16, kv_heads=1, q_len=1, **fields
+) -> Row:
+    """A cell of 1000 bytes a token and sequence, whose roof is 50% above what 100 us reach."""
+    options = f"-qlen{q_len}" if q_len > 1 else ""
+    known = dict(
+        device="Card",
+        driver="",
+        jax="",
+        torch="",
+        commit="c",
+        options="",
+        op="mla_decode",
+        case=f"b{batch}-s{seqlen}-q{heads}kv{kv_heads}-d576-p64-bf16{options}",
+        implementation=implementation,
+        method="loop",
+        dtype="bfloat16",
+        batch=batch,
+        seqlen=seqlen,
+        heads=heads,
+        kv_heads=kv_heads,
+        q_len=q_len,
+        median_us=us,
+        p20_us=us,
+        p80_us=us,
+        tflops=1.0,
+        gbs=batch * seqlen / us,
+        roof_percent=100 * 100 / us / 1.5,
+        ok=True,
+    )
+    return Row(**{**known, **fields})
+
+
+def drawn(axes) -> dict[str, list[tuple[float, float]]]:
+    return {line.get_label(): [tuple(point) for point in line.get_xydata()] for line in axes.get_lines()}
+
+
+def visible(figure) -> list:
+    return [axes for axes in figure.axes if axes.axison]
+
+
+def test_a_line_an_implementation_under_the_roof():
+    rows = [
+        row("FlashMLA", 100, seqlen=4096),
+        row("FlashMLA", 50),
+        row("ours, CUDA", 40),
+        row("FA3 (vLLM)", 80),
+    ]
+    (axes,) = visible(plot.bandwidth(rows))
+    lines = drawn(axes)
+    assert lines["FlashMLA"] == [(1024, 128 * 1024 / 50), (4096, 128 * 4096 / 100)]
+    assert lines["ours, CUDA"] == [(1024, 128 * 1024 / 40)]
+    roof = dict(lines["measured roof"])
+    assert roof[1024] == pytest.approx(128 * 1024 * 1.5 / 100)
+    assert roof[4096] == pytest.approx(128 * 4096 * 1.5 / 100)
+    assert axes.get_xscale() == "log"
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["1k", "4k"]
+    assert (axes.get_title(), axes.get_ylabel()) == ("128 sequences, 16 heads", "GB/s")
+    assert axes.get_xlabel() == "tokens a sequence"
+    assert axes.get_ylim()[0] == 0
+    (legend,) = axes.figure.legends
+    names = [text.get_text() for text in legend.get_texts()]
+    assert names == ["ours, CUDA", "FlashMLA", "FA3 (vLLM)", "measured roof"]
+
+
+def test_a_panel_a_batch_and_head_count_in_a_grid():
+    rows = [
+        row(name, us, batch=batch, heads=heads, seqlen=seqlen, q_len=q_len)
+        for name, us in (("ours", 40), ("FlashMLA", 50))
+        for batch, heads, q_len in ((1, 16, 1), (1, 128, 1), (128, 16, 1), (128, 16, 2))
+        for seqlen in (1024, 8192)
+    ]
+    figure = plot.bandwidth([*rows, row("ours", 3, case="b128-normal4096-q16kv1", seqlen=4050)])
+    titles = [axes.get_title() for axes in visible(figure)]
+    assert titles == [
+        "1 sequence, 16 heads",
+        "1 sequence, 128 heads",
+        "128 sequences, 16 heads",
+        "128 sequences, 2 new tokens each, 16 heads",
+    ]
+    columns = {axes.get_title(): axes.get_subplotspec().colspan.start for axes in visible(figure)}
+    assert list(columns.values()) == [0, 1, 0, 0]
+    colors = [{line.get_label(): line.get_color() for line in axes.get_lines()} for axes in visible(figure)]
+    assert all(color == colors[0] for color in colors)
+    assert len(set(colors[0].values())) == 3
+    assert all(len(points) == 2 for axes in visible(figure) for points in drawn(axes).values()), (
+        "varied lengths"
+    )
+
+
+def test_no_lines_where_lengths_do_not_differ():
+    assert plot.bandwidth([row("ours", 40)]) is None
+
+
+def test_ratio_to_the_best_peer():
+    rows = [
+        row("ours", 100),
+        row("ours, CUDA", 90),
+        row("FlashMLA", 120),
+        row("FA3 (vLLM)", 110),
+        row("ours, plain jnp", 9000),
+        row("ours, CUDA", 100, heads=32),
+        row("ours, Pallas", 95, heads=32),
+        row("FlashMLA", 76, heads=32),
+        row("FlashMLA", 5, heads=64),
+    ]
+    found = {cell.ours.heads: cell for cell in plot.ratios(rows)}
+    assert found.keys() == {16, 32}, "where there are both"
+    assert found[16].ratio == pytest.approx(1.1), "what a call takes by itself, though another is faster"
+    assert found[32].ratio == pytest.approx(0.8), "or else the fastest"
+    assert found[16].peer.implementation == "FA3 (vLLM)"
+    (cell,) = plot.ratios(rows, "ours, Pallas")
+    assert cell.ratio == pytest.approx(76 / 95)
+
+
+def test_heat_map_marks_where_we_lose():
+    rows = [
+        *(row("ours", 100, heads=heads, batch=batch) for heads in (16, 128) for batch in (1, 128)),
+        row("FlashMLA", 80, heads=16, batch=1),
+        row("FlashMLA", 99.7, heads=16, batch=128),
+        row("FlashInfer", 150, heads=128, batch=1),
+        row("ours", 100, case="b128-normal4096-q16kv1", seqlen=4050),
+        row("FlashMLA", 99, case="b128-normal4096-q16kv1", seqlen=4050),
+    ]
+    figure = plot.ratio(rows)
+    axes = figure.axes[0]
+    texts = {text.get_text(): (text.get_position(), text.get_weight()) for text in axes.texts}
+    assert texts == {
+        "0.80  FM": ((0, 0), "bold"),
+        "1.00  FM": ((0, 1), "normal"),
+        "1.50  FI": ((1, 0), "normal"),
+        "0.99  FM": ((0, 2), "bold"),
+    }
+    frames = sorted(tuple(patch.get_center()) for patch in axes.patches)
+    assert frames == [pytest.approx((0, 0)), pytest.approx((0, 2))]
+    assert "framed: we lose (2 of 4)" in axes.get_title()
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        "1 x 1024",
+        "128 x 1024",
+        "128 x 4050 (varied)",
+    ]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["16 heads", "128 heads"]
+    assert figure.get_supxlabel() == "best peer:  FM = FlashMLA,  FI = FlashInfer"
+    image = axes.images[0].get_array()
+    assert image[1, 0] == pytest.approx(0.997)
+    assert image.mask[1, 1], "no peer there"
+
+
+def test_heat_map_tells_options_apart():
+    rows = [
+        row(name, 10, kv_heads=8, heads=32, case=f"b1-s1024-q32kv8-d128-p16-bf16{option}")
+        for name in ("ours", "FA3 (vLLM)")
+        for option in ("", "-kve4m3", "-w1024")
+    ]
+    axes = plot.ratio(rows).axes[0]
+    assert [label.get_text() for label in axes.get_xticklabels()] == [
+        "32 heads\nover 8",
+        "32 heads\nover 8\nkve4m3",
+        "32 heads\nover 8\nw1024",
+    ]
+    assert plot.ratio([row("ours", 1)]) is None
+
+
+def test_files_lie_beside_the_table_or_where_asked(tmp_path, capsys):
+    path = tmp_path / "h100.csv"
+    rows = [row(name, 50, seqlen=seqlen) for name in ("ours", "FlashMLA") for seqlen in (1024, 2048)]
+    results.write(path, [*rows, row("ours", 1, op="roof"), row("ours", 1, heads=77, ok=False)])
+    assert plot.main([str(path)]) == 0
+    names = ["h100-mla_decode-bandwidth.png", "h100-mla_decode-ratio.png"]
+    assert sorted(p.name for p in tmp_path.glob("*.png")) == names
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in names)
+    assert str(tmp_path / names[0]) in capsys.readouterr().out
+    (tmp_path / "pictures").mkdir()
+    assert plot.main([str(path), "--out", str(tmp_path / "pictures"), "--format", "svg"]) == 0
+    svg = (tmp_path / "pictures" / "h100-mla_decode-bandwidth.svg").read_text()
+    assert "<svg" in svg
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["none.csv"], "No such file"),
+        (["t.csv", "--cells", "x"], "expected right figures of cells that can be drawn, found none"),
+        (["t.csv", "--cells", "("], "missing )"),
+        (["t.csv", "--out", "no/such"], "No such file"),
+    ],
+)
+def test_what_cannot_be_drawn(tmp_path, monkeypatch, capsys, options, words):
+    monkeypatch.chdir(tmp_path)
+    results.write(tmp_path / "t.csv", [row("ours", 50), row("FlashMLA", 60)])
+    with pytest.raises(SystemExit) as stopped:
+        plot.main(options)
+    assert stopped.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("plot.py: error: ")
+    assert words in line
+    assert not list(tmp_path.glob("*.png"))
