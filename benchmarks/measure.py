@@ -17,9 +17,9 @@ import reference
 import results
 import roofline
 from results import Row
+from source import timing
 from workloads.base import Runner, Workload
-
-from pallas_attn.tuning import timing
+from workloads.decode import PagedWorkload
 
 ROUNDS, QUICK_ROUNDS = 7, 3
 MOST_SECONDS = 4.0  # that the samples of one implementation at one case may take; plain jnp gets fewer
@@ -104,7 +104,7 @@ def candidates(
         peer = baselines.load(name)
         if reason := peer.supports(case):
             refused[name] = Outcome(note=f"cannot serve this case: {reason}")
-        elif hasattr(peer, "variants"):
+        elif isinstance(workload, PagedWorkload) and hasattr(peer, "variants"):
             compiled = {
                 variant: pool.submit(workload.compile_loop, case, call, lambda lengths: None, peer.PLAIN)
                 for variant, call in peer.variants(case).items()

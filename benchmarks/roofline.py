@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-
-from pallas_attn.tuning import timing
+from source import timing
 
 OP, IMPLEMENTATION = "roof", "measured roof"
 COPY, READ, PRODUCT = "copy", "read", "bf16-product"

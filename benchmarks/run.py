@@ -48,7 +48,6 @@ from results import Row
 from workloads import WORKLOADS
 from workloads.base import Workload
 
-ROOT = Path(__file__).parents[1]
 CELLS_A_BATCH = (
     16  # compiled together, before any of them is timed: compiling beside a measurement disturbs it
 )
@@ -119,6 +118,7 @@ def parser() -> Parser:
     out.add_argument(
         "--export-bw", type=Path, metavar="FILE", help=f"also {','.join(results.BANDWIDTH_COLUMNS)}"
     )
+    out.add_argument("--tell-cases", action="store_true", help=argparse.SUPPRESS)  # see source.py
     out.add_argument("--list", action="store_true", help="what there is to measure; measures nothing")
     return made
 
@@ -158,6 +158,16 @@ def cases_of(workload: Workload, arguments: argparse.Namespace) -> list[Any]:
     return found
 
 
+def case_options(arguments: argparse.Namespace) -> list[str]:
+    """The part of the command line that says which cells."""
+    words = ["--op", arguments.op, *(f"--{name}" for name in ("options", "tiny") if getattr(arguments, name))]
+    for name in ("cells", "batch", "seqlens", "heads", "kv_heads", "q_len"):
+        if value := getattr(arguments, name):
+            values = value if isinstance(value, list) else [value]
+            words += [f"--{name.replace('_', '-')}", *map(str, values)]
+    return words
+
+
 def names_of(workload: Workload, arguments: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
     """(implementations to measure, {one that cannot run here: why}). ValueError for a named one that cannot."""
     known = measure.titles(workload)
@@ -186,7 +196,7 @@ def names_of(workload: Workload, arguments: argparse.Namespace) -> tuple[list[st
 
 
 def facts_of(arguments: argparse.Namespace) -> Facts:
-    commit = arguments.commit or source.commit(arguments.source or ROOT) or "unknown"
+    commit = arguments.commit or source.commit(arguments.source or source.ROOT) or "unknown"
     options = " ".join(option for option in ("quick", "tiny") if getattr(arguments, option))
     device = jax.devices()[0].device_kind
     return Facts(device, driver(), jax.__version__, version("torch"), commit, options, None)
@@ -324,8 +334,12 @@ class Plan(NamedTuple):
 def planned(arguments: argparse.Namespace) -> Plan:
     """ValueError or OSError, in one line, where nothing can begin."""
     baselines.search_folders()
-    workload = WORKLOADS[arguments.op](source.load(arguments.source), arguments.tiny)
-    cases = cases_of(workload, arguments)
+    library = source.load(arguments.source)
+    workload = WORKLOADS[arguments.op](library, arguments.tiny)
+    if arguments.source:
+        cases = source.cases_of_this_checkout(case_options(arguments), library)
+    else:
+        cases = cases_of(workload, arguments)
     names, refused = ([], {}) if arguments.list else names_of(workload, arguments)
     table = Table(arguments.out or Path(f"{arguments.op}.csv"), arguments.fresh)
     if not arguments.list:
@@ -403,6 +417,10 @@ def finished(plan: Plan, facts: Facts, failed: bool) -> int:
 def main(command_line: Sequence[str] | None = None) -> int:
     arguments = (options := parser()).parse_args(command_line)
     try:
+        if arguments.tell_cases:
+            workload = WORKLOADS[arguments.op](source.load(None), arguments.tiny)
+            print(source.told(cases_of(workload, arguments)))
+            return 0
         plan = planned(arguments)
     except (ValueError, OSError) as error:
         options.error(" ".join(str(error).split()))

@@ -1,34 +1,81 @@
 """Which checkout's pallas_attn is measured: this one's, or another's (`run.py --source DIR`).
 
-The cells, the reference and the clock are always this checkout's, so that two commits are measured alike.
+The cells and the clock are always this checkout's, so that two commits are measured alike. But two packages of one
+name cannot both be imported. So the clock's file, which imports nothing of the package, is loaded by its path, and
+another checkout's cells are asked of a second process.
 """
 
+import dataclasses
 import importlib
+import importlib.util
+import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import jax  # noqa: F401  what the checkouts share is imported before either
-
+ROOT = Path(__file__).parents[1]
 PACKAGE = "pallas_attn"
+# Of a case: what costs, inputs, reference and workloads look at.
+SIZES = ("num_seqs", "num_heads", "num_kv_heads", "head_dim", "page_size", "q_len", "max_pages")
+OPTIONS = ("cache_dtype", "causal", "sliding_window", "block_sparse", "tokens", "num_layers")
+ATTRIBUTES = ("op", "id", "dtype", "seq_lens", *SIZES, *OPTIONS)
+
+
+def _from_file(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / PACKAGE / "tuning" / f"{name}.py")
+    if spec is None or spec.loader is None:
+        raise ImportError(f"no file for {name}")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+timing: Any = _from_file("timing")
 
 
 def load(directory: Path | None) -> Any:
-    """The package, to call its public functions.
-
-    A directory's package replaces this checkout's in `sys.modules`: modules that the benchmarks have imported keep
-    what they hold, and everything imported later, from inside the other package too, is the other's.
-    """
-    if directory is None:
-        return importlib.import_module(PACKAGE)
+    """The package of a checkout, this one's unless told otherwise, to call its public functions."""
+    directory = directory or ROOT
     if not (directory / PACKAGE / "__init__.py").is_file():
         raise ValueError(f"--source: expected a checkout that holds {PACKAGE}/, got {str(directory)!r}")
-    for name in [name for name in sys.modules if name.partition(".")[0] == PACKAGE]:
-        del sys.modules[name]
-    sys.path.insert(0, str(directory.resolve()))
-    importlib.invalidate_caches()
-    return importlib.import_module(PACKAGE)
+    if PACKAGE not in sys.modules:
+        sys.path.insert(0, str(directory.resolve()))
+    package = importlib.import_module(PACKAGE)
+    if not Path(package.__file__ or "").is_relative_to(directory.resolve()):
+        raise ValueError(f"--source: {PACKAGE} was imported from {package.__file__} before")
+    return package
+
+
+def told(cases: Sequence[Any]) -> str:
+    """Cases as JSON."""
+    return json.dumps(
+        [{name: _plain(getattr(c, name)) for name in ATTRIBUTES if hasattr(c, name)} for c in cases]
+    )
+
+
+def _plain(value: Any) -> Any:
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
+
+
+def heard(text: str, library: Any) -> list[Any]:
+    """The cases that `told` was given, with patterns of the library's own type."""
+    cases = [SimpleNamespace(**case) for case in json.loads(text)]
+    for case in cases:
+        if pattern := getattr(case, "block_sparse", None):
+            case.block_sparse = library.LocalStride(**pattern)
+    return cases
+
+
+def cases_of_this_checkout(command_line: Sequence[str], library: Any) -> list[Any]:
+    """What run.py would measure here; ValueError with what it says if that is nothing."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "run.py"), *command_line, "--tell-cases"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ValueError(done.stderr.strip().removeprefix("run.py: error: ") or "the cells could not be told")
+    return heard(done.stdout.splitlines()[-1], library)
 
 
 def commit(directory: Path) -> str | None:

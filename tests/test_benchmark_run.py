@@ -16,11 +16,11 @@ import roofline
 import run
 import workloads
 from costs import Cost
+from source import timing
 from workloads.base import Runner, Target, Workload
 
 import pallas_attn
 from pallas_attn.testing import cases
-from pallas_attn.tuning import timing
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 4e-3  # of every burst
@@ -129,7 +129,7 @@ def fake_expected(self, case):
 
 
 def test_a_stopped_run_goes_on_where_it_was(monkeypatch, capsys):
-    assert tiny("--cells", "-s64|uneven") == 0
+    assert tiny("--cells", "s64-|uneven") == 0
     whole = rows()
     Path("out.csv").unlink()
     add = run.Table.add
@@ -140,12 +140,12 @@ def test_a_stopped_run_goes_on_where_it_was(monkeypatch, capsys):
         add(table, row)
 
     monkeypatch.setattr(run.Table, "add", stopped)
-    assert tiny("--cells", "-s64|uneven") == 130
+    assert tiny("--cells", "s64-|uneven") == 130
     assert "4 rows are new in out.csv; the same command goes on" in capsys.readouterr().out
     assert rows() == whole[:1]
     written = []
     monkeypatch.setattr(run.Table, "add", lambda table, row: (written.append(row), add(table, row)))
-    assert tiny("--cells", "-s64|uneven") == 0
+    assert tiny("--cells", "s64-|uneven") == 0
     assert "1 kept" in capsys.readouterr().out
     assert [row.case for row in written] == [whole[1].case], "the roofs are kept too"
     assert rows() == whole
@@ -153,7 +153,7 @@ def test_a_stopped_run_goes_on_where_it_was(monkeypatch, capsys):
 
     for again in (["--fresh"], ["--quick"], ["--commit", "other"]):
         written.clear()
-        assert tiny("--cells", "-s64|uneven", *again) == 0
+        assert tiny("--cells", "s64-|uneven", *again) == 0
         assert [row.case for row in written if row.op != "roof"] == [row.case for row in whole], again
     assert len(rows()) == 6, "--fresh is in place of what was there; options and commits are beside it"
 
@@ -185,14 +185,14 @@ def test_what_is_wrong_gets_no_figure(monkeypatch, capsys, call, damage):
         return runner
 
     monkeypatch.setattr(workloads.paged_attention.PagedAttention, "compile", damaged)
-    assert tiny("--cells", "-s64|uneven") == 1
+    assert tiny("--cells", "s64-|uneven") == 1
     for row in rows():
         assert not row.ok
         assert row.median_us is row.gbs is None
         assert row.note.startswith("WRONG: error ")
     assert "no figure: WRONG" in capsys.readouterr().out
     monkeypatch.setattr(workloads.paged_attention.PagedAttention, "compile", made)
-    assert tiny("--cells", "-s64|uneven") == 0, "what has no figure is measured again"
+    assert tiny("--cells", "s64-|uneven") == 0, "what has no figure is measured again"
     assert all(row.ok for row in rows())
 
 

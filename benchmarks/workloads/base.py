@@ -41,10 +41,14 @@ class Workload(abc.ABC):
     targets: dict[str, Target]
     error_limit: float
     """Of the worst row's relative error."""
+    dispatched: str | None = None
+    """The op whose implementations `targets` name, where it is another."""
 
     def __init__(self, library: Any, small: bool = False):
         """`library`: the package whose functions are called. `small`: few calls take turns, over small pools."""
         self.library, self.small = library, small
+
+    # The four below import the cases themselves: with another checkout's package they are called in another process.
 
     @abc.abstractmethod
     def cells(self) -> list[Any]:
@@ -82,9 +86,4 @@ class Workload(abc.ABC):
         implementation = self.targets[target].implementation
         if implementation is None:
             return None
-        return self.library.available_implementations()[self.dispatched][implementation]
-
-    @property
-    def dispatched(self) -> str:
-        """The op whose implementations `targets` name."""
-        return self.op
+        return self.library.available_implementations()[self.dispatched or self.op][implementation]

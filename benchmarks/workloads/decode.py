@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import reference
+from source import timing
 
-from pallas_attn.tuning import timing
 from workloads.base import Runner, Workload
 
 BLOCK = (1 << 22) - 3  # random numbers a pool repeats: a prime, so that no two pages hold the same
@@ -36,13 +36,9 @@ Call = Callable[[Any, tuple[Any, ...], Any, Any, Any], tuple[jax.Array, jax.Arra
 
 
 class PagedWorkload(Workload):
-    @property
-    @abc.abstractmethod
-    def value_dim(self) -> int | None:
-        """Numbers of a cache row that are the value; None: all."""
-
-    @abc.abstractmethod
-    def num_caches(self) -> int: ...
+    value_dim: int | None = None
+    """Numbers of a cache row that are the value; None: all."""
+    num_caches: int
 
     @abc.abstractmethod
     def call(self, case: Any, target: str) -> Call: ...
@@ -62,7 +58,7 @@ class PagedWorkload(Workload):
         table = struct((case.num_seqs, max(_pages(case))), jnp.int32)
         return Inputs(
             struct((case.num_seqs, case.q_len, case.num_heads, case.head_dim), jnp.dtype(case.dtype)),
-            (pool,) * self.num_caches(),
+            (pool,) * self.num_caches,
             (table,) * max(num_sets, SMALL_SETS if self.small else timing.LEAST_CALLS),
             struct((case.num_seqs,), jnp.int32),
         )
@@ -82,7 +78,7 @@ class PagedWorkload(Workload):
 
     def _num_sets(self, case: Any) -> int:
         row_bytes = case.num_kv_heads * case.head_dim * jnp.dtype(cache_dtype(case)).itemsize
-        held = self.num_caches() * sum(_pages(case)) * case.page_size * row_bytes
+        held = self.num_caches * sum(_pages(case)) * case.page_size * row_bytes
         most = SMALL_SETS if self.small else max(1, MOST_POOL_BYTES // held)
         return min(timing.num_sets(min(held, self.cost(case).num_bytes)), most)
 
@@ -95,8 +91,8 @@ class PagedWorkload(Workload):
             # The second table of a set deals its pages anew.
             own = sets[number] if number < num_sets else rng.permutation(sets[number % num_sets])
             table = np.zeros(shapes.tables[0].shape, np.int32)
-            for row, part in zip(table, np.split(own, np.cumsum(pages)[:-1]), strict=True):
-                row[: len(part)] = part
+            for i, part in enumerate(np.split(own, np.cumsum(pages)[:-1])):
+                table[i, : len(part)] = part
             tables.append(table)
         return tables
 

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 import costs
 import jax
 
-from pallas_attn.testing import cases
 from workloads.base import Target
 from workloads.decode import Call, PagedWorkload
 
@@ -31,14 +30,16 @@ class MLADecode(PagedWorkload):
     }
     error_limit = 5e-3
     value_dim = costs.LATENT_DIM
-
-    def num_caches(self) -> int:
-        return 1
+    num_caches = 1
 
     def cells(self) -> list[Any]:
+        from pallas_attn.testing import cases
+
         return cases.select(self.op, "benchmark")
 
     def tiny(self) -> list[Any]:
+        from pallas_attn.testing import cases
+
         return [
             cases.MLADecodeCase((100, 64, 37), 3, page_size=16, lengths="uneven", spare_pages=0),
             cases.MLADecodeCase(
@@ -47,6 +48,8 @@ class MLADecode(PagedWorkload):
         ]
 
     def made(self, batch: int, seqlen: int, heads: int, kv_heads: int | None, q_len: int) -> Any:
+        from pallas_attn.testing import cases
+
         lengths = tuple(seqlen + 2 * i for i in range(batch))
         return cases.MLADecodeCase(
             lengths,

@@ -14,8 +14,8 @@ import costs
 import jax
 import jax.numpy as jnp
 import numpy as np
+from source import timing
 
-from pallas_attn.tuning import timing
 from workloads.base import Runner, Target, Workload
 
 HIDDEN, Q_LORA = 256, 128

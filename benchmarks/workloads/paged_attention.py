@@ -5,12 +5,10 @@ from typing import Any, ClassVar
 
 import costs
 
-from pallas_attn import LocalStride
-from pallas_attn.testing import cases
 from workloads.base import Target
 from workloads.decode import Call, PagedWorkload, cache_dtype, cache_scale
 
-SPARSE = LocalStride(64, 1, 8)
+SPARSE = (64, 1, 8)
 WINDOW = 1024
 
 
@@ -22,32 +20,37 @@ class PagedAttention(PagedWorkload):
         "xla": Target("ours, plain jnp", "xla"),
     }
     error_limit = 8e-3  # a right bf16 kernel scores 2.6e-3, a lost page at least 9e-3
-    value_dim = None
-
-    def num_caches(self) -> int:
-        return 2
+    num_caches = 2
 
     def cells(self) -> list[Any]:
+        from pallas_attn.testing import cases
+
         return cases.select(self.op, "benchmark")
 
     def options(self) -> list[Any]:
+        from pallas_attn.testing import cases
+
         served = functools.partial(cases.served, num_heads=32, num_kv_heads=8, head_dim=128, page_size=16)
         quantized = [
             served(64, 8192, cache_dtype=dtype) for dtype in ("float8_e4m3fn", "float8_e5m2", "int8")
         ]
-        sparse = [served(batch, 32768, block_sparse=SPARSE) for batch in (16, 1)]
+        sparse = [served(batch, 32768, block_sparse=self.library.LocalStride(*SPARSE)) for batch in (16, 1)]
         return [*quantized, *sparse, *(served(batch, 32768, sliding_window=WINDOW) for batch in (16, 1))]
 
     def tiny(self) -> list[Any]:
+        from pallas_attn.testing import cases
+
         served = functools.partial(cases.served, num_heads=4, num_kv_heads=2, head_dim=16, page_size=16)
         return [
             served(2, 64),
             cases.DecodeCase((70, 33, 5), 4, 2, 16, 16, lengths="uneven", spare_pages=0),
             served(2, 80, q_len=3, sliding_window=20),
-            served(2, 300, block_sparse=LocalStride(64, 1, 3, 1), cache_dtype="int8"),
+            served(2, 300, block_sparse=self.library.LocalStride(64, 1, 3, 1), cache_dtype="int8"),
         ]
 
     def made(self, batch: int, seqlen: int, heads: int, kv_heads: int | None, q_len: int) -> Any:
+        from pallas_attn.testing import cases
+
         return cases.served(batch, seqlen, heads, kv_heads or heads, 128, 16, q_len=q_len)
 
     def cost(self, case: Any) -> costs.Cost:
@@ -56,7 +59,7 @@ class PagedAttention(PagedWorkload):
     def call(self, case: Any, target: str) -> Call:
         options: dict[str, Any] = dict(
             sliding_window=case.sliding_window,
-            block_sparse=case.block_sparse and self._pattern(case.block_sparse),
+            block_sparse=case.block_sparse,
         )
         if case.cache_dtype:
             scale = cache_scale(cache_dtype(case))
@@ -74,8 +77,3 @@ class PagedAttention(PagedWorkload):
             )
 
         return call
-
-    def _pattern(self, pattern: LocalStride) -> Any:
-        """As the measured package's own type."""
-        fields = ("block_size", "local_blocks", "vert_stride", "head_sliding_step", "tp_rank")
-        return self.library.LocalStride(*(getattr(pattern, field) for field in fields))
