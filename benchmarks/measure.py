@@ -154,6 +154,8 @@ def outcomes(
         if not right:
             failed[candidate.name] = outcome
     yield from failed.items()
+    if contenders:
+        contenders[0].runner.warm_up()
     for number in range(rounds):
         for contender in contenders[:: -1 if number % 2 else 1]:
             if contender.seconds < MOST_SECONDS:
@@ -188,8 +190,6 @@ def checked(candidate: Candidate, inputs: Any) -> tuple[list[Contender], Outcome
         else:
             note = f"WRONG: error {error:.1e}, expected at most {candidate.error_limit:.0e}"
             problem = Outcome(error=error, note=note, wrong=True)
-    if right:
-        right[0].runner.warm_up()
     return right, problem
 
 

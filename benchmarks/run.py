@@ -274,12 +274,14 @@ def measured(
     todo: Sequence[tuple[Any, list[str]]],
     rounds: int,
     late: Callable[[], bool],
+    say: Callable[[str], None],
 ) -> Iterator[tuple[Any, str, Outcome]]:
     """(case, implementation, what became of it), as they come."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for batch in batches(todo):
             if late():
                 return
+            say(f"compiling for {len(batch)} cells")
             compiling = [measure.candidates(workload, case, names, pool) for case, names in batch]
             futures = [f for found, _ in compiling for c in found for f in (*c.compiled.values(), c.expected)]
             for future in futures:
@@ -381,8 +383,8 @@ def filled(plan: Plan, facts: Facts, late: Callable[[], bool]) -> bool:
     kept = f", {total - left} kept" if left < total else ""
     print(f"{len(cases)} cells x {len(names)} implementations{kept}")
     failed = False
-    with progress.shown(left) as advance:
-        for case, name, outcome in measured(workload, todo, rounds_of(arguments), late):
+    with progress.shown(left) as (advance, say):
+        for case, name, outcome in measured(workload, todo, rounds_of(arguments), late, say):
             again = repro(arguments, case, name, made=arguments.seqlens is not None)
             row = measure.row_of(facts, workload, case, name, outcome, again)
             table.add(row)

@@ -57,7 +57,8 @@ def told(cases: Sequence[Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
+    is_pattern = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    return dataclasses.asdict(value) if is_pattern else value
 
 
 def heard(text: str, library: Any) -> list[Any]:

@@ -14,6 +14,7 @@ import pytest
 import results
 import roofline
 import run
+import source
 import workloads
 from costs import Cost
 from source import timing
@@ -34,7 +35,7 @@ def clock(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(timing, "device_samples", lambda run, repeats: [SECONDS] * repeats)
     monkeypatch.setattr(timing, "warm_up", lambda run: None)
-    monkeypatch.setattr(run.source, "commit", lambda directory: "here")
+    monkeypatch.setattr(source, "commit", lambda directory: "here")
 
 
 @pytest.fixture(scope="session")
@@ -159,7 +160,7 @@ def test_a_stopped_run_goes_on_where_it_was(monkeypatch, capsys):
 
 
 def test_where_git_does_not_know_the_commit_nothing_is_kept(monkeypatch, capsys):
-    monkeypatch.setattr(run.source, "commit", lambda directory: None)
+    monkeypatch.setattr(source, "commit", lambda directory: None)
     for _ in range(2):
         assert tiny("--cells", "uneven") == 0
     assert "kept" not in capsys.readouterr().out
@@ -439,17 +440,30 @@ def test_another_checkout(tmp_path):
 def test_commit_of_a_checkout(tmp_path, monkeypatch):
     monkeypatch.undo()
     git = functools.partial(subprocess.run, cwd=tmp_path, check=True, capture_output=True)
-    assert run.source.commit(tmp_path) is None
+    assert source.commit(tmp_path) is None
     (tmp_path / "pallas_attn").mkdir()
     (tmp_path / "pallas_attn" / "a.py").write_text("1")
     who = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
     for arguments in (["init", "-q"], ["add", "."], [*who, "commit", "-qm", "x"]):
         git(["git", *arguments])
-    clean = run.source.commit(tmp_path)
+    clean = source.commit(tmp_path)
     assert len(clean) >= 7
     (tmp_path / "pallas_attn" / "a.py").write_text("2")
-    changed = run.source.commit(tmp_path)
+    changed = source.commit(tmp_path)
     assert changed.startswith(f"{clean}+")
     (tmp_path / "pallas_attn" / "a.py").write_text("3")
-    assert run.source.commit(tmp_path) not in (clean, changed)
-    assert run.source.commit(tmp_path / "pallas_attn") is None
+    assert source.commit(tmp_path) not in (clean, changed)
+    assert source.commit(tmp_path / "pallas_attn") is None
+
+
+@pytest.mark.parametrize("op", list(workloads.WORKLOADS))
+def test_cases_told_to_another_process(op):
+    workload = workloads.WORKLOADS[op](pallas_attn, False)
+    told = [*workload.cells(), *workload.options(), *workload.tiny()]
+    heard = source.heard(source.told(told), pallas_attn)
+    assert [case.id for case in heard] == [case.id for case in told]
+    assert [workload.cost(case) for case in heard] == [workload.cost(case) for case in told]
+    assert all(
+        getattr(a, "block_sparse", None) == getattr(b, "block_sparse", None)
+        for a, b in zip(heard, told, strict=True)
+    )

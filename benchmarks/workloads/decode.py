@@ -16,7 +16,7 @@ from workloads.base import Runner, Workload
 
 BLOCK = (1 << 22) - 3  # random numbers a pool repeats: a prime, so that no two pages hold the same
 SMALL_BLOCK, SMALL_SETS = (1 << 13) - 1, 2
-MOST_POOL_BYTES = 40 << 30  # where a case holds much more than it reads (windows), fewer sets take turns
+MOST_POOL_BYTES = 30 << 30  # where a case holds much more than it reads (windows), fewer sets take turns
 # Rates that calls roughly reach, to choose how many make a burst.
 USUAL_FLOPS, USUAL_BYTES = 4e14, 2.5e12
 
