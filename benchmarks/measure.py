@@ -37,6 +37,11 @@ class Facts(NamedTuple):
     options: str
     roof: roofline.Roof | None
 
+    @property
+    def place(self) -> tuple[str, str, str, str]:
+        """As `Row.place`."""
+        return (self.device, self.jax, self.commit, self.options)
+
 
 class Candidate(NamedTuple):
     """An implementation at one case, on its way to a row."""

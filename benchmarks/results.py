@@ -57,8 +57,12 @@ class Row:
     @property
     def key(self) -> tuple[str, ...]:
         """What a later run need not measure again."""
-        place = (self.device, self.commit, self.options)
-        return (*place, self.op, self.case, self.implementation)
+        return (*self.place, self.op, self.case, self.implementation)
+
+    @property
+    def place(self) -> tuple[str, str, str, str]:
+        """What figures to be compared within a table have in common."""
+        return (self.device, self.jax, self.commit, self.options)
 
 
 COLUMNS = [field.name for field in dataclasses.fields(Row)]

@@ -53,6 +53,9 @@ CELLS_A_BATCH = (
 )
 
 
+UNKNOWN = "unknown"  # commits: nothing that was measured of one is kept
+
+
 class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line."""
 
@@ -95,7 +98,9 @@ def parser() -> Parser:
         "--options", action="store_true", help="8-bit caches, sparsity, windows, beside dense bf16"
     )
     cells.add_argument(
-        "--tiny", action="store_true", help="small cells and pools, to try the program anywhere"
+        "--tiny",
+        action="store_true",
+        help="small pools and, unless they are your own, cells: to try the program",
     )
     own = made.add_argument_group("cells of your own, instead")
     own.add_argument("--seqlens", type=count, nargs="+", metavar="N", help="tokens of the first sequence")
@@ -127,7 +132,7 @@ def cases_of(workload: Workload, arguments: argparse.Namespace) -> list[Any]:
     """ValueError where nothing is meant, or something that there is not."""
     own = ("batch", "seqlens", "heads", "kv_heads", "q_len")
     given = [name for name in own if getattr(arguments, name) is not None]
-    listed = [f"--{name}" for name in ("cells", "options", "tiny") if getattr(arguments, name)]
+    listed = [f"--{name}" for name in ("cells", "options") if getattr(arguments, name)]
     if given:
         if listed:
             raise ValueError(
@@ -196,7 +201,7 @@ def names_of(workload: Workload, arguments: argparse.Namespace) -> tuple[list[st
 
 
 def facts_of(arguments: argparse.Namespace) -> Facts:
-    commit = arguments.commit or source.commit(arguments.source or source.ROOT) or "unknown"
+    commit = arguments.commit or source.commit(arguments.source or source.ROOT) or UNKNOWN
     options = " ".join(option for option in ("quick", "tiny") if getattr(arguments, option))
     device = jax.devices()[0].device_kind
     return Facts(device, driver(), jax.__version__, version("torch"), commit, options, None)
@@ -226,10 +231,10 @@ class Table:
         self._fresh = fresh
         self.written: list[Row] = []
 
-    def holds(self, *key: str) -> bool:
-        """Whether a right figure need not be measured again."""
+    def holds(self, facts: Facts, *cell: str) -> bool:
+        """Whether a right figure of this op, case and implementation need not be measured again."""
         known = {row.key for row in self.rows if row.ok}
-        return not self._fresh and key in known and key[1] != "unknown"
+        return not self._fresh and facts.commit != UNKNOWN and (*facts.place, *cell) in known
 
     def add(self, row: Row) -> None:
         self.rows = results.with_row(self.rows, row)
@@ -239,13 +244,12 @@ class Table:
 
 def with_roof(facts: Facts, table: Table, arguments: argparse.Namespace) -> Facts:
     """Measures the roofs, unless the table has them of this device and commit."""
-    place = facts.device, facts.commit, facts.options
-    key = (roofline.OP, roofline.COPY, roofline.IMPLEMENTATION)
-    if not table.holds(*place, *key):
-        sizes = roofline.SMALL if arguments.tiny else roofline.Sizes()
+    if not table.holds(facts, roofline.OP, roofline.PRODUCT, roofline.IMPLEMENTATION):
+        small = arguments.tiny or jax.default_backend() != "gpu"
+        sizes = roofline.SMALL if small else roofline.Sizes()
         for row in measure.roof_rows(facts, sizes, measure.QUICK_ROUNDS, "python benchmarks/roofline.py"):
             table.add(row)
-    own = [row for row in table.rows if row.op == roofline.OP and row.key[:3] == place and row.ok]
+    own = [row for row in table.rows if row.op == roofline.OP and row.place == facts.place and row.ok]
     return facts._replace(roof=roofline.of((row.case, row.tflops, row.gbs) for row in own))
 
 
@@ -373,11 +377,10 @@ def filled(plan: Plan, facts: Facts, late: Callable[[], bool]) -> bool:
     """Measures what the table lacks; whether something was wrong or broken."""
     arguments, workload, cases, names, _, table = plan
     titles = measure.titles(workload)
-    place = facts.device, facts.commit, facts.options, arguments.op
     todo = [
         (case, own)
         for case in cases
-        if (own := [name for name in names if not table.holds(*place, case.id, titles[name])])
+        if (own := [name for name in names if not table.holds(facts, arguments.op, case.id, titles[name])])
     ]
     total, left = len(cases) * len(names), sum(len(own) for _, own in todo)
     kept = f", {total - left} kept" if left < total else ""
@@ -402,8 +405,8 @@ def finished(plan: Plan, facts: Facts, failed: bool) -> int:
     arguments, workload, cases, names, _, table = plan
     titles = measure.titles(workload)
     ids = {case.id for case in cases}
-    place = facts.device, facts.commit, facts.options, arguments.op
-    own = [row for row in table.rows if row.key[:4] == place and row.case in ids]
+    known = [row for row in table.rows if row.place == facts.place and row.op == arguments.op]
+    own = [row for row in known if row.case in ids]
     right = {(row.case, row.implementation) for row in own if row.ok}
     if arguments.compare:
         baseline, *targets = (titles[name] for name in names)

@@ -57,8 +57,7 @@ def told(cases: Sequence[Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    is_pattern = dataclasses.is_dataclass(value) and not isinstance(value, type)
-    return dataclasses.asdict(value) if is_pattern else value
+    return dict(vars(value)) if dataclasses.is_dataclass(value) else value
 
 
 def heard(text: str, library: Any) -> list[Any]:

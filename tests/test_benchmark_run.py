@@ -2,8 +2,6 @@
 
 import functools
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -71,7 +69,8 @@ def test_figures_of_a_row(capsys):
     roofs = [row for row in results.read(Path("out.csv")) if row.op == "roof"]
     assert [row.case for row in roofs] == ["copy", "read", "bf16-product"]
     (row,) = rows()
-    assert row.key == (jax.devices()[0].device_kind, "here", "tiny", "paged_attention", row.case, "ours")
+    assert row.place == (jax.devices()[0].device_kind, jax.__version__, "here", "tiny")
+    assert (row.op, row.implementation) == ("paged_attention", "ours")
     assert "uneven" in row.case
     us = SECONDS / CALLS * 1e6
     assert (row.median_us, row.p20_us, row.p80_us) == (us, us, us)
@@ -110,7 +109,7 @@ def test_repro_measures_the_row_again():
 def test_repro_of_a_cell_of_ones_own(monkeypatch):
     monkeypatch.setattr(workloads.paged_attention.PagedAttention, "compile", fake_compile)
     monkeypatch.setattr(workloads.paged_attention.PagedAttention, "compile_expected", fake_expected)
-    own = ["--op", "paged_attention", "--batch", "2", "--seqlens", "32", "48", "--heads", "4"]
+    own = ["--op", "paged_attention", "--tiny", "--batch", "2", "--seqlens", "32", "48", "--heads", "4"]
     assert run.main([*own, "--kv-heads", "2", "--q-len", "3", "--out", "out.csv"]) == 0
     first, second = rows()
     assert [(row.batch, row.seqlen, row.heads, row.kv_heads, row.q_len) for row in (first, second)] == [
@@ -333,137 +332,3 @@ def test_the_other_ops(op):
     (row,) = rows()
     assert row.ok
     assert row.error < row.limit
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--op", "flash"], "invalid choice: 'flash' (choose from"),
-        ([], "the following arguments are required: --op"),
-        (["--target", "fast"], "one of auto, pallas, xla, fa3, flashinfer, vllm_triton, jax_deprecated"),
-        (["--compare", "--baseline", "flash"], "got 'flash'"),
-        (["--baseline", "xla"], "--baseline is for --compare"),
-        (["--all", "--target", "xla"], "--all takes everything"),
-        (["--compare", "--target", "xla"], "expected different implementations, got xla xla"),
-        (["--target", "pallas"], "pallas cannot run here: needs an NVIDIA GPU"),
-        (["--cells", "nothing"], "--cells: expected to find some of b1-s1024-"),
-        (["--cells", "("], "--cells: expected a regular expression, got '('"),
-        (["--heads", "16"], "expected --seqlens with --heads"),
-        (["--seqlens", "0"], "expected a whole number above 0, got '0'"),
-        (
-            ["--seqlens", "16", "--cells", "b1"],
-            "expected cells from the list (--cells) or your own (--seqlens)",
-        ),
-        (["--seqlens", "4", "--q-len", "5"], "--q-len: expected at most the shortest of --seqlens"),
-        (
-            ["--seqlens", "64", "--heads", "5", "--kv-heads", "2"],
-            "--heads: expected a multiple of --kv-heads",
-        ),
-        (["--tiny", "--out", "no/such/folder.csv"], "No such file or directory"),
-        (
-            ["--tiny", "--source", "nowhere"],
-            "--source: expected a checkout that holds pallas_attn/, got 'nowhere'",
-        ),
-        (["--one", "--all"], "not allowed with argument"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_what_is_refused(capsys, options, words):
-    with pytest.raises(SystemExit) as stopped:
-        run.main(options if "--op" in options or not options else ["--op", "paged_attention", *options])
-    assert stopped.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("run.py: error: ")
-    assert words in line
-    assert not list(Path().glob("*.csv"))
-
-
-def test_a_file_that_is_no_table_is_left_alone(capsys):
-    Path("out.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(SystemExit):
-        tiny()
-    assert "expected a table of run.py" in capsys.readouterr().err
-    assert Path("out.csv").read_text() == "a,b\n1,2\n"
-
-
-def test_list_and_help(capsys):
-    assert run.main(["--op", "mla_decode", "--list"]) == 0
-    printed = capsys.readouterr().out
-    assert "58 cells" in printed
-    assert "pallas-unscheduled  ours, Pallas without a schedule" in printed
-    assert run.main(["--op", "paged_attention", "--list"]) == 0
-    assert "47 cells" in capsys.readouterr().out
-    assert run.main(["--op", "paged_attention", "--options", "--list"]) == 0
-    assert "kve4m3" in capsys.readouterr().out
-    assert not list(Path().iterdir())
-    with pytest.raises(SystemExit):
-        run.main(["--help"])
-    printed = capsys.readouterr().out
-    for words in ("--compare --baseline flash_mla", "--export-bw", "Exit status"):
-        assert words in printed
-
-
-OTHER = '''"""Another checkout: the argument's name of old, and a result that is off."""
-import jax.numpy as jnp
-def available_implementations():
-    return {"mla_decode": {"xla": None}}
-def mla_schedule(lengths, *, num_heads, num_kv_heads=1, s_q=1):
-    return lengths * s_q
-def mla_decode(query, cache, table, lengths, *, schedule, causal, return_lse, implementation):
-    assert implementation is None and schedule.shape == lengths.shape
-    out = query[..., :512] * jnp.bfloat16(2)
-    return out, out[..., 0].astype(jnp.float32)
-'''
-
-
-def test_another_checkout(tmp_path):
-    """In a process of its own: it replaces the package."""
-    package = tmp_path / "before" / "pallas_attn"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text(OTHER)
-    options = ["--op", "mla_decode", "--tiny", "--cells", "uneven", "--source", "before", "--commit", "old"]
-    command = [sys.executable, str(ROOT / "benchmarks" / "run.py"), *options]
-    done = subprocess.run(
-        command,
-        env={"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 1, done.stderr
-    assert "no figure: WRONG" in done.stdout
-    (row,) = rows("mla_decode.csv")
-    assert row.commit == "old"
-    assert "--source before --commit old" in row.repro
-
-
-def test_commit_of_a_checkout(tmp_path, monkeypatch):
-    monkeypatch.undo()
-    git = functools.partial(subprocess.run, cwd=tmp_path, check=True, capture_output=True)
-    assert source.commit(tmp_path) is None
-    (tmp_path / "pallas_attn").mkdir()
-    (tmp_path / "pallas_attn" / "a.py").write_text("1")
-    who = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
-    for arguments in (["init", "-q"], ["add", "."], [*who, "commit", "-qm", "x"]):
-        git(["git", *arguments])
-    clean = source.commit(tmp_path)
-    assert len(clean) >= 7
-    (tmp_path / "pallas_attn" / "a.py").write_text("2")
-    changed = source.commit(tmp_path)
-    assert changed.startswith(f"{clean}+")
-    (tmp_path / "pallas_attn" / "a.py").write_text("3")
-    assert source.commit(tmp_path) not in (clean, changed)
-    assert source.commit(tmp_path / "pallas_attn") is None
-
-
-@pytest.mark.parametrize("op", list(workloads.WORKLOADS))
-def test_cases_told_to_another_process(op):
-    workload = workloads.WORKLOADS[op](pallas_attn, False)
-    told = [*workload.cells(), *workload.options(), *workload.tiny()]
-    heard = source.heard(source.told(told), pallas_attn)
-    assert [case.id for case in heard] == [case.id for case in told]
-    assert [workload.cost(case) for case in heard] == [workload.cost(case) for case in told]
-    assert all(
-        getattr(a, "block_sparse", None) == getattr(b, "block_sparse", None)
-        for a, b in zip(heard, told, strict=True)
-    )

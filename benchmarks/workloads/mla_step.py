@@ -66,7 +66,7 @@ class MLAStep(Workload):
         return [StepCase(64, 1024), StepCase(64, 4096), StepCase(8, 8192)]
 
     def tiny(self) -> list[Any]:
-        return [StepCase(2, 40, num_heads=4, num_layers=3, page_size=16)]
+        return [StepCase(2, 40, num_heads=2, num_layers=2, page_size=16)]
 
     def made(self, batch: int, seqlen: int, heads: int, kv_heads: int | None, q_len: int) -> Any:
         if (kv_heads or 1, q_len) != (1, 1):

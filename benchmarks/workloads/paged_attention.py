@@ -35,7 +35,13 @@ class PagedAttention(PagedWorkload):
             served(64, 8192, cache_dtype=dtype) for dtype in ("float8_e4m3fn", "float8_e5m2", "int8")
         ]
         sparse = [served(batch, 32768, block_sparse=self.library.LocalStride(*SPARSE)) for batch in (16, 1)]
-        return [*quantized, *sparse, *(served(batch, 32768, sliding_window=WINDOW) for batch in (16, 1))]
+        dense = [served(64, 8192), *(served(batch, tokens) for batch in (16, 1) for tokens in (1024, 32768))]
+        return [
+            *dense,
+            *quantized,
+            *sparse,
+            *(served(batch, 32768, sliding_window=WINDOW) for batch in (16, 1)),
+        ]
 
     def tiny(self) -> list[Any]:
         from pallas_attn.testing import cases
