@@ -95,7 +95,9 @@ def parser() -> Parser:
         "--cells", type=expression, default="", metavar="REGEX", help="those whose id it finds"
     )
     cells.add_argument(
-        "--options", action="store_true", help="8-bit caches, sparsity, windows, beside dense bf16"
+        "--options",
+        action="store_true",
+        help="8-bit caches, sparsity, windows beside dense bf16; skewed lengths",
     )
     cells.add_argument(
         "--tiny",
@@ -155,11 +157,13 @@ def cases_of(workload: Workload, arguments: argparse.Namespace) -> list[Any]:
         return found
     listing = workload.tiny if arguments.tiny else workload.options if arguments.options else workload.cells
     everything = listing()
+    if not everything:
+        raise ValueError(f"--options: {workload.op} has no cells of this kind")
     found = [case for case in everything if re.search(arguments.cells, case.id)]
     if not found:
         ids = [case.id for case in everything]
         shown = ", ".join(ids[:6]) + (f" and {len(ids) - 6} more (--list)" if len(ids) > 6 else "")
-        raise ValueError(f"--cells: expected to find some of {shown or 'none'}; got {arguments.cells!r}")
+        raise ValueError(f"--cells: expected to find some of {shown}; got {arguments.cells!r}")
     return found
 
 

@@ -35,6 +35,7 @@ def own_folder(monkeypatch, tmp_path):
         (["--target", "pallas"], "pallas cannot run here: needs an NVIDIA GPU"),
         (["--cells", "nothing"], "--cells: expected to find some of b1-s1024-"),
         (["--cells", "("], "--cells: expected a regular expression, got '('"),
+        (["--op", "mla_step", "--options"], "--options: mla_step has no cells of this kind"),
         (["--heads", "16"], "expected --seqlens with --heads"),
         (["--seqlens", "0"], "expected a whole number above 0, got '0'"),
         (

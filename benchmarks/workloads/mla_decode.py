@@ -17,6 +17,9 @@ IN_A_GRAPH = {
 }
 
 
+SKEWED = (4641, 45118, 1730, 1696)  # of ThunderMLA's published figures
+
+
 class MLADecode(PagedWorkload):
     op = "mla_decode"
     targets: ClassVar[dict[str, Target]] = {
@@ -36,6 +39,11 @@ class MLADecode(PagedWorkload):
         from pallas_attn.testing import cases
 
         return cases.select(self.op, "benchmark")
+
+    def options(self) -> list[Any]:
+        from pallas_attn.testing import cases
+
+        return [cases.MLADecodeCase(SKEWED, 16, q_len=4, causal=True, lengths="skewed", spare_pages=0)]
 
     def tiny(self) -> list[Any]:
         from pallas_attn.testing import cases

@@ -4,6 +4,7 @@ import functools
 from typing import Any, ClassVar
 
 import costs
+import numpy as np
 
 from workloads.base import Target
 from workloads.decode import Call, PagedWorkload, cache_dtype, cache_scale
@@ -36,12 +37,12 @@ class PagedAttention(PagedWorkload):
         ]
         sparse = [served(batch, 32768, block_sparse=self.library.LocalStride(*SPARSE)) for batch in (16, 1)]
         dense = [served(64, 8192), *(served(batch, tokens) for batch in (16, 1) for tokens in (1024, 32768))]
-        return [
-            *dense,
-            *quantized,
-            *sparse,
-            *(served(batch, 32768, sliding_window=WINDOW) for batch in (16, 1)),
+        windows = [served(batch, 32768, sliding_window=WINDOW) for batch in (16, 1)]
+        skewed = [
+            cases.DecodeCase(lens, 32, 8, 128, 16, lengths=name, spare_pages=0)
+            for name, lens in _skewed().items()
         ]
+        return [*dense, *quantized, *sparse, *windows, *skewed]
 
     def tiny(self) -> list[Any]:
         from pallas_attn.testing import cases
@@ -83,3 +84,14 @@ class PagedAttention(PagedWorkload):
             )
 
         return call
+
+
+def _skewed() -> dict[str, tuple[int, ...]]:
+    """Lengths that no even cut serves: one long among short ones, few long ones, anything up to 12,000."""
+    rng = np.random.default_rng(0)
+    short, any_length = rng.integers(100, 801, 63), rng.integers(1, 12001, 64)
+    return {
+        "long60000": (60000, *short.tolist()),
+        "s50000": (50000,) * 3,
+        "upto12000": tuple(any_length.tolist()),
+    }
