@@ -67,7 +67,7 @@ class Panel(NamedTuple):
     @property
     def title(self) -> str:
         (batch, q_len, _), (kv_heads, heads) = self
-        tokens = f", {q_len} new tokens each" if q_len > 1 else ""
+        tokens = f" x {q_len} tokens" if q_len > 1 else ""
         over = f" over {kv_heads}" if kv_heads > 1 else ""
         return f"{batch} sequence{'s' * (batch > 1)}{tokens}, {heads} heads{over}"
 
@@ -144,7 +144,7 @@ def _draw_panel(axes, panel: Panel, own: Sequence[Row], names: Sequence[str], st
     axes.set_xticks(lengths, labels=[_short(length) for length in lengths])
     axes.minorticks_off()
     axes.set_ylim(bottom=0)
-    axes.set_title(panel.title, fontsize=10)
+    axes.set_title(panel.title, fontsize=9.5)
     axes.set_xlabel("tokens a sequence")
     axes.set_ylabel("GB/s")
     axes.tick_params(labelleft=True)

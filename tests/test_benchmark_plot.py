@@ -84,7 +84,7 @@ def test_a_panel_a_batch_and_head_count_in_a_grid():
         "1 sequence, 16 heads",
         "1 sequence, 128 heads",
         "128 sequences, 16 heads",
-        "128 sequences, 2 new tokens each, 16 heads",
+        "128 sequences x 2 tokens, 16 heads",
     ]
     columns = {axes.get_title(): axes.get_subplotspec().colspan.start for axes in visible(figure)}
     assert list(columns.values()) == [0, 1, 0, 0]
