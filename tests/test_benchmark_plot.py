@@ -5,6 +5,8 @@ import pytest
 import results
 from results import Row
 
+pytestmark = pytest.mark.once
+
 
 def row(
     implementation: str, us: float, *, batch=128, seqlen=1024, heads=16, kv_heads=1, q_len=1, **fields
