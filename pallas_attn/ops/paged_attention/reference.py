@@ -30,7 +30,9 @@ class Rule(chunks.Rule):
 
     def logits2(self, floats, of: chunks.Sequences, keys, position, seen) -> jax.Array:
         rules = self._rules(of)
-        factor = self.scale * floats.get("k_scale", jnp.ones(self.pool.num_kv_heads))[:, None, None]
+        factor = (
+            self.scale * floats.get("k_scale", jnp.ones(self.pool.num_kv_heads, jnp.float32))[:, None, None]
+        )
         slope = self.by_row(floats["alibi_slopes"]) if "alibi_slopes" in floats else None
         products = jnp.einsum("bhrd,bhkd->bhrk", floats["rows"], keys, precision="highest")
         scaled = products * logits.factor(rules, factor, slope)
