@@ -131,7 +131,7 @@ def generate(
             answer do not fit in the pages or in the model's context.
     """
     _check_model(model)
-    _check_prompts(prompts, model.config.vocab_size)
+    prompts = _checked_prompts(prompts, model.config.vocab_size)
     _check_numbers(max_new_tokens=max_new_tokens, page_size=page_size, seed=seed, num_pages=num_pages)
     _check_sampling(temperature, top_p)
     block_tables, num_pages = _plan_pages(model, prompts, max_new_tokens, page_size, num_pages)
@@ -310,11 +310,12 @@ def _check_model(model: Any) -> None:
             fail("generate", "model", wanted, f"a {type(model).__name__} without {where}{name}", TypeError)
 
 
-def _check_prompts(prompts: Any, vocab_size: int) -> None:
+def _checked_prompts(prompts: Any, vocab_size: int) -> list[tuple[int, ...]]:
     if isinstance(prompts, str) or not hasattr(prompts, "__len__"):
         fail("generate", "prompts", "a sequence of prompts", _described(prompts), TypeError)
     if len(prompts) == 0:
         fail("generate", "prompts", "at least one prompt", "none")
+    found = []
     for index, prompt in enumerate(prompts):
         name = f"prompts[{index}]"
         tokens = _checked_tokens(name, prompt)
@@ -323,6 +324,8 @@ def _check_prompts(prompts: Any, vocab_size: int) -> None:
         for token in (min(tokens), max(tokens)):
             if not 0 <= token < vocab_size:
                 fail("generate", name, f"token ids in [0, {vocab_size})", str(token))
+        found.append(tokens)
+    return found
 
 
 def _checked_tokens(name: str, tokens: Any) -> tuple[int, ...]:
