@@ -166,7 +166,8 @@ def test_mla_decode_and_its_schedule(kind, implementation):
     # Lengths come together for the schedule of the whole batch; plain jnp may bring rows of queries together.
     moves = latent()[0].size if implementation == "xla" else len(latent()[3])
     assert moves < latent()[1].size
-    assert_equal(attend, arrays, expected, moves=moves, out=out)
+    left_to_xla = implementation == "xla" and kind == AxisType.Auto
+    assert_equal(attend, arrays, expected, moves=moves, out=None if left_to_xla else out)
 
 
 @KINDS

@@ -185,7 +185,7 @@ def mla_decode(
         _attend,
         operands,
         OPERAND_DIMS,
-        ("seqs q heads dim", "seqs heads q"),
+        ("seqs q heads dim", "seqs q heads"),
         static={
             "fn": fn,
             "tiled": tiled,

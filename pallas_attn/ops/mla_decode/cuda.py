@@ -57,7 +57,7 @@ def mla_decode_cuda(
         natural logarithm; 0 and -inf where nothing is visible, NaN for a request that uses a page outside the
         pool, or whose length is negative or beyond its row of the table.
 
-    vmap calls it once for each of the batch, one after the other. Under a mesh, call it inside shard_map.
+    vmap calls it once for each of the batch, one after the other. It knows nothing of a mesh: `mla_decode` does.
     """
     ffi.register()
     num_seqs, q_len, num_heads, query_dim = query.shape
