@@ -71,9 +71,13 @@ def merge(
 ) -> tuple[jax.Array, jax.Array]:
     """(out, lse) with the rows of sequences that were cut filled in, in place, from the partial results.
 
-    `outputs` are the kernel's: (out, lse, partial out, partial lse2). `pieces_of(*refs)` says, from the refs of
+    `outputs` are the kernel's: (out, lse, partial out, partial lse2), or (out, lse) alone if no sequence is ever cut,
+    and then nothing is left to do. `pieces_of(*refs)` says, from the refs of
     `operands`, which partial results are a sequence's; none has more than `most_pieces`.
     """
+    if not problem.num_pieces:
+        out, lse = outputs
+        return out, lse
     num_rows = problem.pool.num_kv_heads * problem.rows
     dim = outputs[0].shape[-1]
     shape = tiling(problem.num_seqs, num_rows, dim, most_pieces)

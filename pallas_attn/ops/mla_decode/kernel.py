@@ -78,8 +78,6 @@ def mla_decode_pallas(
         num_stages=config.num_stages,
         interpret=interpret,
     )
-    if not problem.num_pieces:
-        return tuple(outputs)
     if schedule is None or num_parts is None:
         cut, pieces_of = seq_lens, functools.partial(EqualPieces, problem)
     else:

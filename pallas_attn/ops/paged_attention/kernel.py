@@ -72,8 +72,6 @@ def paged_attention_pallas(
         num_stages=config.num_stages,
         interpret=interpret,
     )
-    if not problem.num_pieces:
-        return tuple(outputs)
     return merge.merge(
         outputs,
         (seq_lens, _window(extras)),
