@@ -1,15 +1,10 @@
 """What several test files need."""
 
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 
 from pallas_attn import PagedKVCache
-
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-# For the benchmark programs' constants of these names: two calls a loop, small pools.
-TINY = dict(MOST_SETS=2, LEAST_CALLS=2, BURST_SECONDS=1e-5, BLOCK=1 << 14)
 
 
 def unchecked(function: Any) -> Any:

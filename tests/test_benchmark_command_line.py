@@ -152,3 +152,18 @@ def test_cases_told_to_another_process(op):
     assert [workload.cost(case) for case in heard] == [workload.cost(case) for case in told]
     patterns = [[getattr(case, "block_sparse", None) for case in cases] for cases in (heard, told)]
     assert patterns[0] == patterns[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("op", "targets"),
+    [
+        ("paged_attention", ["auto", "pallas", "xla"]),
+        ("mla_decode", ["auto", "pallas", "pallas-unscheduled", "xla"]),
+    ],
+)
+def test_on_a_gpu(op, targets):
+    assert run.main(["--op", op, "--tiny", "--quick", "--target", *targets, "--out", "out.csv"]) == 0
+    rows = results.read(Path("out.csv"))
+    assert all(row.ok for row in rows)
+    assert {row.roof_percent is not None for row in rows if row.op == op} == {True}

@@ -5,6 +5,8 @@ import pytest
 import results
 from results import Row
 
+pytestmark = pytest.mark.once
+
 KNOWN = dict(
     device="H100",
     driver="",
