@@ -3,7 +3,7 @@ PYTHON ?= $(shell for p in python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$p && break; done)
 # Exact versions of everything that is installed; `make lock` renews them. The files named after a version are written
 # by hand: the oldest jax and every Triton that the kernels are compiled with, each laid over the environment when used.
-LOCK := requirements
+LOCK := .ci/lock
 OVERLAYS := $(patsubst $(LOCK)/%.txt,.venv/%,$(wildcard $(LOCK)/jax-*.txt $(LOCK)/triton-*.txt))
 OLDEST := $(filter .venv/jax-%,$(OVERLAYS))
 # jax's CUDA wheels only where a driver is present.
@@ -70,7 +70,7 @@ format: .venv/.test
 	.venv/bin/ruff format .
 	git ls-files '*.cu' '*.cuh' '*.h' '*.cc' | xargs -r .venv/bin/clang-format -i
 
-lock: .venv/bin/python ## renews the exact versions in requirements/
+lock: .venv/bin/python ## renews the exact versions in .ci/lock
 	.venv/bin/python $(PIP) --quiet --upgrade --target .venv/lock uv scikit-build-core
 	$(RESOLVE) --extra dev -o $(LOCK)/test.txt pyproject.toml
 	$(RESOLVE) --extra models -c $(LOCK)/test.txt -o $(LOCK)/demo.txt pyproject.toml

@@ -32,7 +32,7 @@ def _tritons() -> list[str]:
     """Versions, oldest first. `make test-latest` has one of its own instead of those that are claimed."""
     if (Path(sys.prefix) / "triton-latest").exists():
         return ["latest"]
-    claimed = [path.stem.removeprefix("triton-") for path in ROOT.glob("requirements/triton-*.txt")]
+    claimed = [path.stem.removeprefix("triton-") for path in ROOT.glob(".ci/lock/triton-*.txt")]
     return sorted(claimed, key=lambda version: [int(part) for part in version.split(".")])
 
 

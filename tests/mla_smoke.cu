@@ -68,7 +68,7 @@ template <typename Function>
 Function driver_function(const char* name) {
   void* entry = nullptr;
   cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-  check(cudaGetDriverEntryPointByVersion(name, &entry, 12040, cudaEnableDefault, &found), name);
+  check(cudaGetDriverEntryPointByVersion(name, &entry, 12050, cudaEnableDefault, &found), name);
   if (found != cudaDriverEntryPointSuccess) check(cudaErrorSymbolNotFound, name);
   return reinterpret_cast<Function>(entry);
 }

@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 
 pytestmark = pytest.mark.once
 ROOT = Path(__file__).parents[1]
-LOCK = ROOT / "requirements"
+LOCK = ROOT / ".ci/lock"
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = PYPROJECT["project"]["optional-dependencies"]
 PYTHONS = ["3.12", "3.13"]

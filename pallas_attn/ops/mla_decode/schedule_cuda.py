@@ -8,12 +8,15 @@ from pallas_attn._call import ffi
 from pallas_attn._call.device import current_device
 
 MOST_SEQS = 16384
+# Measured beside jnp (EXPERIMENTS.md of csrc/mla): about the same at 400, twice as slow at 1024.
+FASTER_UP_TO = 256
 METADATA_SIZE = 8
 
 
 def serves(num_seqs: int) -> bool:
-    """Whether the kernel makes the schedules of `num_seqs` lengths on the device a call is traced for."""
-    return num_seqs <= MOST_SEQS and current_device().compute_capability == 90 and ffi.is_available()[0]
+    """Whether the kernel makes the schedules of `num_seqs` lengths on the device a call is traced for: where it can,
+    and is faster than jnp."""
+    return num_seqs <= FASTER_UP_TO and current_device().compute_capability == 90 and ffi.is_available()[0]
 
 
 def mla_schedule_cuda(
