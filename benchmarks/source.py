@@ -12,6 +12,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -43,6 +44,8 @@ def load(directory: Path | None) -> Any:
         raise ValueError(f"--source: expected a checkout that holds {PACKAGE}/, got {str(directory)!r}")
     if PACKAGE not in sys.modules:
         sys.path.insert(0, str(directory.resolve()))
+        # Where the package is installed to be edited, a finder of its own would answer before the path is asked.
+        sys.meta_path.insert(0, PathFinder)
     package = importlib.import_module(PACKAGE)
     if not Path(package.__file__ or "").is_relative_to(directory.resolve()):
         raise ValueError(f"--source: {PACKAGE} was imported from {package.__file__} before")

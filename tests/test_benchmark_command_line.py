@@ -158,8 +158,8 @@ def test_cases_told_to_another_process(op):
 @pytest.mark.parametrize(
     ("op", "targets"),
     [
-        ("paged_attention", ["auto", "pallas", "xla"]),
-        ("mla_decode", ["auto", "pallas", "pallas-unscheduled", "xla"]),
+        ("paged_attention", ["auto", "pallas"]),
+        ("mla_decode", ["auto", "pallas", "pallas-unscheduled"]),
     ],
 )
 def test_on_a_gpu(op, targets):

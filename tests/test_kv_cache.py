@@ -365,7 +365,9 @@ def test_what_cannot_be_copied_or_created_is_refused():
     for scale in (0.0, np.zeros(1, np.float32), np.array([np.inf], np.float32)):
         with refused(ValueError, "write_kv: argument 'k_scale': expected finite numbers above 0, got"):
             write_kv(new, new, *quantised, jnp.zeros(1, jnp.int32), k_scale=scale)
-    with refused(TypeError, "write_kv: argument 'k_scale': expected a number or an array, or None, got True"):
+    with refused(
+        TypeError, "write_kv: argument 'k_scale': expected a number or an array of numbers, or None, got True"
+    ):
         write_kv(new, new, *quantised, jnp.zeros(1, jnp.int32), k_scale=True)
     cache = small_cache(dtype="int8")
     with refused(ValueError, "PagedKVCache.calibrate: argument 'margin': expected a finite number above 0"):

@@ -121,7 +121,7 @@ def calls() -> dict[str, Call]:
             {
                 **dict.fromkeys(attention(), ARRAY),
                 **dict.fromkeys(SLOPES_OR_SINKS, ARRAY.or_none()),
-                **MASKS,
+                **dict(MASKS, sliding_window=WINDOW),
                 "scale": NUMBER.or_none(),
                 "block_sparse": INSTANCE.or_none(),
                 "return_lse": FLAG,
