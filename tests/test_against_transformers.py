@@ -8,6 +8,8 @@ from pallas_attn.models import default_model_path, generate, load_gguf
 import_torch()
 from pallas_attn.models.compare import TransformersModel, compare  # noqa: E402  needs torch
 
+pytestmark = pytest.mark.once  # two of our own decoders are compared on both
+
 QUESTIONS = [
     "What is the capital of France?",
     "Explain in two sentences why the sky is blue.",

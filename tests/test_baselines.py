@@ -16,6 +16,8 @@ from workloads.paged_attention import PagedAttention
 import pallas_attn
 from pallas_attn.testing import cases
 
+pytestmark = pytest.mark.once  # other projects' arguments
+
 torch = pytest.importorskip("torch")
 stand_ins = pytest.importorskip("peer_stand_ins")
 

@@ -14,6 +14,8 @@ import workloads
 
 import pallas_attn
 
+pytestmark = pytest.mark.once  # the program; its clock is tested on both
+
 ROOT = Path(__file__).parents[1]
 
 

@@ -21,6 +21,8 @@ from workloads.base import Runner, Target, Workload
 import pallas_attn
 from pallas_attn.testing import cases
 
+pytestmark = pytest.mark.once  # the program; its clock is tested on both
+
 ROOT = Path(__file__).parents[1]
 SECONDS = 4e-3  # of every burst
 CALLS = 2 + 2  # a round of two, and the two whose results are checked

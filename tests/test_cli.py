@@ -15,6 +15,8 @@ from pallas_attn import available_implementations
 from pallas_attn._call import ffi
 from pallas_attn.cli import commands, main
 
+pytestmark = pytest.mark.once  # options, messages and files; what they run is tested on both
+
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
@@ -35,7 +37,6 @@ def run(*arguments: str, code: str | None = None) -> subprocess.CompletedProcess
     )
 
 
-@pytest.mark.once
 def test_help_teaches():
     done = run("generate", "--help")
     assert done.returncode == 0
@@ -125,7 +126,6 @@ def test_generate_repeats_with_its_seed(tiny, capsys):
     assert answer(1) == answer(1) != answer(2)
 
 
-@pytest.mark.once
 def test_check_agrees_with_transformers(tiny, capsys):
     import_torch()
     command = ["generate", "--model", tiny, "--raw", "--prompt", "hello", "--prompt", "x", "--check"]
@@ -176,7 +176,6 @@ def test_an_interrupt_in_another_program_that_calls_main_is_a_status(capsys, mon
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("arguments", [["--wrong"], ["generate", "--dtype", "int8"], ["absent"]])
 def test_wrong_usage_is_one_line_and_status_2(arguments, capsys):
     assert main(arguments) == 2

@@ -13,6 +13,8 @@ from tokenizers import pre_tokenizers
 from pallas_attn.models import default_model_path, generate, gguf_loader, load_gguf
 from pallas_attn.models.gguf_loader import rotary_halves
 
+pytestmark = pytest.mark.once  # files
+
 TRICKY = [
     "",
     " ",
@@ -45,7 +47,6 @@ def reference():
     return transformers.AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
 
 
-@pytest.mark.once
 def test_tokens_are_those_of_transformers(reference):
     ours = smollm2().tokenizer
     for text in TRICKY:
@@ -57,7 +58,6 @@ def test_tokens_are_those_of_transformers(reference):
         assert text_back == text
 
 
-@pytest.mark.once
 def test_digits_are_cut_off_before_anything_merges(reference):
     """The file says `smollm`, which is: every digit by itself, then GPT-2's cut (so it is in llama.cpp).
 
@@ -72,7 +72,6 @@ def test_digits_are_cut_off_before_anything_merges(reference):
     assert ours.encode("x  7") == [*ours.encode("x"), *ours.encode("  "), *ours.encode("7")]
 
 
-@pytest.mark.once
 def test_stop_tokens():
     tokenizer = smollm2().tokenizer
     assert tokenizer.stop_token_ids == tuple(tokenizer.encode("<|im_end|>"))
@@ -90,7 +89,6 @@ CONVERSATIONS = [
 ]
 
 
-@pytest.mark.once
 def test_chat_template_is_rendered_as_transformers_does(reference):
     ours = smollm2().tokenizer
     for messages in CONVERSATIONS:
@@ -214,7 +212,6 @@ def test_a_missing_file_is_named(tmp_path):
         load_gguf(tmp_path / "absent.gguf")
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("keep", [0, 3, 4, 20, 200, 3000, -1, -1000])
 def test_a_truncated_file_is_refused(keep, tmp_path):
     whole = write_tiny(tmp_path / "whole.gguf").read_bytes()
@@ -225,7 +222,6 @@ def test_a_truncated_file_is_refused(keep, tmp_path):
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.once
 def test_garbage_is_refused(tmp_path):
     path = tmp_path / "garbage.gguf"
     path.write_bytes(b"GGUF\x03\x00\x00\x00" + np.random.default_rng(0).bytes(4000))

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from models_support import write_tiny
 
+pytestmark = pytest.mark.once  # signals and processes
+
 NUM_TOKENS = 100_000  # minutes, in one call of the loop
 # As pip would install it, but for what the marked step puts in.
 PROGRAM = """
