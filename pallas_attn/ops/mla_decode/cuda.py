@@ -9,8 +9,9 @@ import numpy as np
 
 from pallas_attn._call import ffi
 from pallas_attn._tile.layout import PoolShape
+from pallas_attn._tile.pieces import scheduled_room
+from pallas_attn.ops.mla_decode.problem import LATENT_DIM
 
-LATENT_DIM = 512
 PAGE_SIZE = 64
 COOPERATIVE_VARIABLE = "PALLAS_ATTN_COOPERATIVE"
 
@@ -63,7 +64,7 @@ def mla_decode_cuda(
     num_seqs, q_len, num_heads, query_dim = query.shape
     num_kv_heads = latent_cache.shape[2]
     group = num_heads // num_kv_heads
-    slots = 2 * schedule_metadata.shape[0]  # a part leaves at most two pieces of cut sequences
+    slots = scheduled_room(schedule_metadata.shape[0])
     call = jax.ffi.ffi_call(
         "pallas_attn_mla_decode_sm90",
         (

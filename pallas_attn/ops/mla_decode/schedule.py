@@ -20,13 +20,13 @@ from pallas_attn._call.device import current_device
 from pallas_attn._tile import schedule
 from pallas_attn._types import SeqLens
 from pallas_attn.ops.mla_decode import schedule_cuda
+from pallas_attn.ops.mla_decode.schedule_cuda import METADATA_SIZE
 
 BLOCK_TOKENS = 64
 BLOCK_ROWS = 64
 FIXED_OVERHEAD_BLOCKS = 5
 MOST_BLOCKS = 2**30  # of a batch
 MOST_PARTS, MOST_OVERHEAD_BLOCKS = 4096, 1024
-METADATA_SIZE = 8
 
 
 class MLASchedule(NamedTuple):
