@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from models_support import TINY, smollm2, tiny_llama
+from models_support import TINY, tiny_llama
 
 from pallas_attn import PagedKVCache, PagedLatentCache, record_implementations
-from pallas_attn.models import Llama, LlamaConfig, default_model_path, generate, load_gguf
+from pallas_attn.models import Llama, LlamaConfig, generate
 from pallas_attn.nn import LatentGQA, PagedAttention
 
 GPU = pytest.param("pallas", marks=pytest.mark.gpu)
@@ -101,20 +101,3 @@ def test_a_model_whose_heads_do_not_fit_is_refused():
         getattr(Llama.__init__, "__wrapped__", Llama.__init__)(
             object.__new__(Llama), TINY, attention="mqa", rngs=nnx.Rngs(0)
         )
-
-
-@pytest.mark.slow
-def test_smollm2_gives_the_same_tokens():
-    """Real activations: outliers, and sinks that take most of the weight."""
-    gqa = smollm2()
-    mla = load_gguf(default_model_path(), attention="mla")
-    prompts = [
-        gqa.tokenizer.encode(gqa.tokenizer.apply_chat_template([{"role": "user", "content": text}]))
-        for text in ("What is the capital of France?", "Count from one to twenty.", "Hi")
-    ]
-    runs = [generate(m.model, prompts, max_new_tokens=32, return_logits=True) for m in (gqa, mla)]
-    np.testing.assert_array_equal(runs[0].tokens, runs[1].tokens)
-    first, second = (run.logits for run in runs)
-    assert first is not None
-    assert second is not None
-    np.testing.assert_allclose(first, second, atol=2e-3)
