@@ -24,24 +24,24 @@ CASES = [
 ]
 
 
-def run(case: cases.DecodeCase, data: inputs.PagedInputs, implementation: str, **options):
+@functools.cache
+def compiled(**static):
+    """One function for the same options: what only differs in its data is compiled once."""
+    return jax.jit(functools.partial(pallas_attn.paged_attention, return_lse=True, **static))
+
+
+def run(case: cases.DecodeCase, data: inputs.PagedInputs, implementation: str, *, window=None, **options):
+    """`window`: traced, beside the case's own."""
     config = None
     if implementation != "xla" and case.config:
         defaults = {"block_q": 16, "block_kv": 32, "num_splits": 1}
         if case.group * case.q_len > 16:
             defaults["block_q"] = 64
         config = PagedAttentionConfig(**{**defaults, **dict(case.config)})
-    call = functools.partial(
-        pallas_attn.paged_attention,
-        return_lse=True,
-        layout=case.layout,
-        softcap=case.softcap,
-        block_sparse=case.block_sparse,
-        implementation=implementation,
-        config=config,
-        **{"sliding_window": case.sliding_window, **options},
-    )
-    return jax.jit(call)(*data.arguments(), **data.extras)
+    static = dict(layout=case.layout, softcap=case.softcap, block_sparse=case.block_sparse)
+    windows = {"sliding_window": case.sliding_window} if window is None else {}
+    call = compiled(implementation=implementation, config=config, **static, **windows, **options)
+    return call(*data.arguments(), **data.extras, **({} if window is None else {"sliding_window": window}))
 
 
 def check(case: cases.DecodeCase, data: inputs.PagedInputs, out, lse, **options) -> None:
@@ -279,30 +279,48 @@ def test_windows_of_any_int(implementation):
         call(sliding_window=0)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize(
-    "options", [{}, {"q_len": 3}, {"block_sparse": pallas_attn.LocalStride(32, 1, 4)}], ids=str
-)
-def test_a_traced_window_is_the_static_one(options, implementation):
-    """A scan over layers whose windows alternate; what lies outside of every window is poison."""
-    splits = (("num_splits", 4), ("block_kv", 32), ("min_split_tokens", 64))
-    case = cases.DecodeCase((700, 0, 1027, 33), 4, 2, 64, 16, sliding_window=300, config=splits, **options)
-    data = inputs.make(case)
+WINDOWS = (300, 1, 100)
+
+
+def in_a_scan_over_layers(case: cases.DecodeCase, data: inputs.PagedInputs, implementation: str):
+    """(out, lse) of each of WINDOWS; what lies outside of every window is poison."""
 
     @jax.jit
     def layers(windows):
         def layer(carry, window):
-            return carry, run(
-                dataclasses.replace(case, sliding_window=None), data, implementation, sliding_window=window
-            )
+            return carry, run(case, data, implementation, window=window)
 
         return jax.lax.scan(layer, None, windows)[1]
 
-    out, lse = layers(jnp.array([300, 1, 100], jnp.int32))
-    for i, window in enumerate((300, 1, 100)):
+    return zip(*layers(jnp.array(WINDOWS, jnp.int32)), strict=True)
+
+
+def windowed(**options) -> cases.DecodeCase:
+    splits = (("num_splits", 4), ("block_kv", 32), ("min_split_tokens", 64))
+    lengths = (700, 0, 1027, 33)
+    return cases.DecodeCase(lengths, 4, 2, 64, 16, sliding_window=max(WINDOWS), config=splits, **options)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_traced_window_is_the_static_one(implementation):
+    case = windowed()
+    data = inputs.make(case)
+    traced = in_a_scan_over_layers(case, data, implementation)
+    for window, (out, lse) in zip(WINDOWS, traced, strict=True):
         static = run(dataclasses.replace(case, sliding_window=window), data, implementation)
-        np.testing.assert_array_equal(np.float32(out[i]), np.float32(static[0]))
-        np.testing.assert_array_equal(lse[i], static[1])
+        np.testing.assert_array_equal(np.float32(out), np.float32(static[0]))
+        np.testing.assert_array_equal(lse, static[1])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    "options", [{"q_len": 3}, {"block_sparse": pallas_attn.LocalStride(32, 1, 4)}], ids=str
+)
+def test_a_traced_window_beside_other_rules(options, implementation):
+    case = windowed(**options)
+    data = inputs.make(case)
+    for window, result in zip(WINDOWS, in_a_scan_over_layers(case, data, implementation), strict=True):
+        check(dataclasses.replace(case, sliding_window=window), data, *result)
 
 
 def test_a_traced_window_is_checked():
