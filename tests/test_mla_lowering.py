@@ -91,18 +91,19 @@ def test_nothing_else_touches_the_cache():
         assert "custom_call" in line or "call @" in line or "func.func" in line, line
 
 
-@pytest.mark.parametrize("sm", [86, 89, 120])
+@pytest.mark.once  # our arithmetic; the shapes it gives are lowered on both above
+@pytest.mark.parametrize("sm", [86, 120])
 @pytest.mark.parametrize(("num_heads", "page_size"), [(16, 64), (128, 64), (16, 16)])
 def test_heuristic_fits_small_shared_memories(sm, num_heads, page_size):
-    """99 KiB, on GPUs whose names jax does not tell apart: the config is made for each and given."""
-    config = heuristic(
-        num_seqs=4,
-        num_kv_heads=1,
-        rows=num_heads,
-        page_size=page_size,
-        max_len=4096,
-        device=Device("gpu", "", 100, sm),
-    )
+    """99 KiB, on GPUs whose names jax does not tell apart: the config is made for each and given. To Triton sm_89 is
+    sm_86 but for products of 8-bit numbers, which this kernel has none of."""
+
+    def config_of(sm: int) -> MLADecodeConfig:
+        sizes = dict(num_seqs=4, num_kv_heads=1, rows=num_heads, page_size=page_size, max_len=4096)
+        return heuristic(**sizes, device=Device("gpu", "", 100, sm))
+
+    config = config_of(sm)
+    assert config_of(89) == config
     lowered = lowered_call(num_heads, 1, page_size, jnp.bfloat16, False, config=config)
     for kernel in lowering.compile_kernels(lowered, sm):
         assert kernel.shared_bytes <= 99 * 1024, (config, kernel.shared_bytes)

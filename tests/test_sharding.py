@@ -30,8 +30,9 @@ def arguments(dtype=jnp.float32):
     return query, key, value, tables, jnp.array([70, 0, 33, 80], jnp.int32)
 
 
-def test_on_eight_devices():
-    """The number of devices is settled when JAX starts: these tests have a process of their own."""
+def test_on_eight_devices(pytestconfig):
+    """The number of devices is settled when JAX starts: these tests have a process of their own, and of them the same
+    are left out as here."""
     environment = {
         **os.environ,
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
@@ -39,8 +40,9 @@ def test_on_eight_devices():
         "PYTEST_ADDOPTS": "",
     }
     tests = Path(__file__).with_name("eight_devices.py")
+    pytest_here = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)],
+        [*pytest_here, "-m", pytestconfig.option.markexpr, str(tests)],
         env=environment,
         cwd=tests.parents[1],
         capture_output=True,
