@@ -15,11 +15,13 @@ import pytest
 from pallas_attn import LocalStride, mla_decode, paged_attention
 from pallas_attn._call import configs
 from pallas_attn._call.device import Device, current_device
-from pallas_attn.cli import commands, main
+from pallas_attn.cli import main
+from pallas_attn.cli.tune import TuneOptions, run_tune
 from pallas_attn.ops.mla_decode import MLADecodeConfig
 from pallas_attn.ops.mla_decode import api as mla_api
 from pallas_attn.ops.paged_attention import PagedAttentionConfig, api
 from pallas_attn.ops.paged_attention.config import most_splits
+from pallas_attn.testing import cases
 from pallas_attn.tuning import entries, errors, points, registry, timing
 from pallas_attn.tuning import mla_decode as tuned_mla_decode
 from pallas_attn.tuning import paged_attention as tuned_paged_attention
@@ -202,14 +204,14 @@ def test_a_point_measured_for_a_folder_leaves_the_packaged_ones_their_share():
 
 
 def paged_point(num_seqs: int, max_len: int, num_heads: int = 2, num_kv_heads: int = 1, **sizes):
-    defaults = dict(head_dim=16, page_size=16, dtype="bfloat16", cache_dtype="bfloat16")
-    sizes = dict(num_heads=num_heads, num_kv_heads=num_kv_heads, **{**defaults, **sizes})
-    return PagedAttentionPoint(num_seqs=num_seqs, max_len=max_len, **sizes)
+    defaults = dict(head_dim=16, page_size=16)
+    case = cases.served(num_seqs, max_len, num_heads, num_kv_heads, **{**defaults, **sizes})
+    return PagedAttentionPoint(case=case)
 
 
 def mla_point(num_seqs: int, max_len: int, num_heads: int = 2, scheduled: bool = True) -> MLADecodePoint:
-    sizes = dict(num_heads=num_heads, num_kv_heads=1, page_size=64, dtype="bfloat16")
-    return MLADecodePoint(num_seqs=num_seqs, max_len=max_len, scheduled=scheduled, **sizes)
+    case = cases.MLADecodeCase((max_len,) * num_seqs, num_heads, spare_pages=0)
+    return MLADecodePoint(case=case, scheduled=scheduled)
 
 
 @pytest.fixture
@@ -225,7 +227,7 @@ def h100(monkeypatch):
         *(paged_point(n, m, cache_dtype="float8_e4m3fn") for n, m in ((2, 64), (8, 8192), (512, 8192))),
         *(mla_point(2, 4096, heads, way) for heads in (16, 32, 128) for way in (True, False)),
     ],
-    ids=lambda point: f"{point.op}-{point.num_seqs}-{point.rows}-{point.kind}",
+    ids=lambda point: f"{point.case.id}-{point.kind}",
 )
 def test_candidates_are_distinct_and_begin_with_the_heuristic(point, h100):
     configs = [point.config(**fields) for fields in point.candidates()]
@@ -315,6 +317,24 @@ def test_tune_writes_what_calls_then_read(two_candidates, tmp_path, monkeypatch,
     assert 0 < ours["measured"]["error"] < errors.LARGEST_ERROR["bfloat16"]
     monkeypatch.setenv(configs.CONFIGS_VARIABLE, str(tmp_path))
     assert resolved(monkeypatch).block_kv == ours["config"]["block_kv"]
+
+
+def test_an_op_is_an_entry_of_the_registry(small, tmp_path, monkeypatch):
+    """Whatever it is called and reads: this one's file, key and config are its own."""
+
+    class Point(PagedAttentionPoint):
+        def key(self) -> dict:
+            return {"color": "red"}
+
+        def candidates(self) -> list[points.Fields]:
+            return [{"block_kv": 16}]
+
+    monkeypatch.setitem(registry.OPS, "red_attention", Point)
+    sizes = dict(num_heads=2, num_kv_heads=1, head_dim=16)
+    run_tune(TuneOptions("red_attention", sizes, [2], [64], tmp_path, "interpret"))
+    [found] = json.loads((tmp_path / current_device().slug / "red_attention.json").read_text())["entries"]
+    assert found["key"] == {"color": "red", "rows": [1, 16], "streams": [1, None], "max_len": [1, None]}
+    assert found["config"]["block_kv"] == 16
 
 
 @pytest.mark.slow
@@ -409,10 +429,6 @@ def test_tune_without_a_gpu_is_one_line(capsys):
 def test_tune_refuses(arguments, status, message, capsys):
     assert main(["tune", "--implementation", "interpret", *arguments]) == status
     assert message in capsys.readouterr().err
-
-
-def test_the_command_offers_every_op_that_can_be_tuned():
-    assert [op.value for op in commands.Tunable] == list(registry.OPS)
 
 
 def test_what_a_call_walks_over_decides_its_config(monkeypatch):

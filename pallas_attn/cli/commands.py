@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import pallas_attn
 from pallas_attn._call.optional import needs_extra
 from pallas_attn._interrupt import INTERRUPTED
+from pallas_attn.tuning.registry import OPS
 
 with needs_extra("models", user="the command pallas-attn"):
     import typer
@@ -64,10 +65,10 @@ class Attending(enum.StrEnum):
 
 
 class Tunable(enum.StrEnum):
-    """Names in `pallas_attn.tuning.registry`, which the command imports when it runs."""
+    vars().update({op: op for op in OPS})
 
-    paged_attention = "paged_attention"
-    mla_decode = "mla_decode"
+
+FIRST_OP = Tunable(next(iter(OPS)))
 
 
 class Measured(enum.StrEnum):
@@ -254,7 +255,7 @@ Where the installed package cannot be written, or should not be:
 """,
 )
 def tune(
-    op: Annotated[Tunable, typer.Option(help="The op whose configs are measured.")] = Tunable.paged_attention,
+    op: Annotated[Tunable, typer.Option(help="The op whose configs are measured.")] = FIRST_OP,
     num_heads: Annotated[
         int | None, typer.Option(help="Query heads.", show_default="32; 128 for MLA")
     ] = None,

@@ -88,7 +88,7 @@ def _points(options: TuneOptions) -> list[Point]:
         point
         for num_seqs in sorted(set(options.num_seqs))
         for max_len in sorted(set(options.max_len))
-        for point in kind.variants(num_seqs=num_seqs, max_len=max_len, **sizes)
+        for point in kind.variants(num_seqs, max_len, **sizes)
     ]
     least = min(point.read_bytes for point in points)
     return [point for point in points if point.read_bytes <= max(least, MOST_READ_BYTES)]
@@ -108,7 +108,7 @@ def _measured(points: Sequence[Point], implementation: str) -> Best:
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task("", total=sum(len(choices) for _, choices in work))
         for point, choices in work:
-            about = f"{point.num_seqs} x {point.max_len}, {point.kind}"
+            about = f"{point.case.num_seqs} x {point.max_len}, {point.kind}"
             bar.update(task, description=about)
             timings = []
             for timing in measure(point, choices, implementation):
@@ -123,7 +123,9 @@ def _measured(points: Sequence[Point], implementation: str) -> Best:
             else:
                 err.print(f"nothing to keep: {about}: every config was left out", markup=False)
     if not best:
-        raise RuntimeError(f"tune: no config of {points[0].op} could be timed, nothing is written: {problem}")
+        raise RuntimeError(
+            f"tune: no config of {points[0].case.op} could be timed, nothing is written: {problem}"
+        )
     return best
 
 
@@ -135,5 +137,5 @@ def _table(best: Best) -> Table:
         speed = point.read_bytes / fastest.microseconds / 1e3
         figures = (f"{fastest.microseconds:.1f}", f"{speed:.0f}", f"{first.microseconds:.1f}")
         tiles = (config.block_q, config.block_kv, config.num_warps, config.num_stages)
-        table.add_row(*map(str, (point.num_seqs, point.max_len, point.kind, *figures, *tiles)))
+        table.add_row(*map(str, (point.case.num_seqs, point.max_len, point.kind, *figures, *tiles)))
     return table

@@ -7,10 +7,10 @@
 | "test" | numerics against float64; boundary lengths, every option |
 | "fast" | of those, a few that together touch every part of the kernel |
 | "benchmark" | the cells of the READMEs' tables: 47 of paged_attention, 58 of mla_decode |
-| "tuning" | what `pallas-attn tune` measures when nothing else is asked for |
-| "serving" | both of the above: sizes as served, for a GPU |
+| "serving" | the same: sizes as served, for a GPU |
 
 and tags that follow from a case's fields: "split", "q_len", "layout", "quantized", "mask", "logits".
+What `pallas-attn tune` measures are such cases too, of the sizes that it is asked for.
 """
 
 import dataclasses
@@ -195,6 +195,7 @@ def _all_cases() -> tuple[Case, ...]:
 
 
 FAST = ("fast",)
+SERVED = ("serving", "benchmark")
 LONG = (1024, 8192, 32768)
 
 
@@ -202,9 +203,7 @@ def _paged_cells() -> list[DecodeCase]:
     """Four head counts, one sequence to 256, as far as 80 GB hold them."""
     heads = [(32, 8), (64, 8), (8, 1), (32, 32)]
     return [
-        served(
-            num_seqs, tokens, *shape, 128, 16, uses=_served_for(tuning=shape == (32, 8) and num_seqs < 256)
-        )
+        served(num_seqs, tokens, *shape, 128, 16, uses=SERVED)
         for shape, num_seqs, tokens in itertools.product(heads, (1, 16, 64, 256), LONG)
         if 2 * 2 * num_seqs * tokens * shape[1] * 128 < 80e9
     ]
@@ -227,14 +226,10 @@ def _mla_cells() -> list[MLADecodeCase]:
             causal=q_len > 1,
             lengths=name,
             spare_pages=0,
-            uses=_served_for(tuning=q_len == 1 and name in ("s1024", "s8192")),
+            uses=SERVED,
         )
         for (name, seq_lens), heads, q_len in cells
     ]
-
-
-def _served_for(*, tuning: bool) -> tuple[str, ...]:
-    return ("serving", "benchmark", "tuning") if tuning else ("serving", "benchmark")
 
 
 def _shapes_and_dtypes() -> list[DecodeCase]:

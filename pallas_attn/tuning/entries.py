@@ -22,11 +22,11 @@ def entry(point: Point, fastest: Timing, heuristic: Timing) -> Entry:
     del chosen["num_splits"]  # follows from the call
     guessed = heuristic.microseconds
     return {
-        "key": {**point.key(), "rows": _rows(point.rows)},
+        "key": {**point.key(), "rows": _rows(point.case.rows)},
         "config": chosen,
         "measured": {
-            "num_seqs": point.num_seqs,
-            "num_kv_heads": point.num_kv_heads,
+            "num_seqs": point.case.num_seqs,
+            "num_kv_heads": point.case.num_kv_heads,
             "max_len": point.max_len,
             "us": round(fastest.microseconds, 2),
             "heuristic_us": round(guessed, 2) if math.isfinite(guessed) else None,

@@ -11,20 +11,21 @@ import jax.numpy as jnp
 from pallas_attn._call.device import current_device
 from pallas_attn.ops.mla_decode import MLADecodeConfig, mla_decode, mla_schedule
 from pallas_attn.ops.mla_decode.config import heuristic
-from pallas_attn.ops.mla_decode.problem import QUERY_DIM
+from pallas_attn.testing.cases import MLADecodeCase
 from pallas_attn.tuning.points import Fields, Point, random_pool, random_query
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MLADecodePoint(Point):
-    op = "mla_decode"
     sizes: ClassVar = dict(num_heads=128, num_kv_heads=1, page_size=64, dtype="bfloat16")
 
+    case: MLADecodeCase
     scheduled: bool
 
     @classmethod
-    def variants(cls, **sizes: Any) -> "Sequence[MLADecodePoint]":
-        return [cls(scheduled=scheduled, **sizes) for scheduled in (True, False)]
+    def variants(cls, num_seqs: int, max_len: int, **sizes: Any) -> "Sequence[MLADecodePoint]":
+        case = MLADecodeCase((max_len,) * num_seqs, **sizes, lengths=f"s{max_len}", spare_pages=0)
+        return [cls(case=case, scheduled=scheduled) for scheduled in (True, False)]
 
     @property
     def kind(self) -> str:
@@ -32,19 +33,18 @@ class MLADecodePoint(Point):
 
     @property
     def read_bytes(self) -> int:
-        slots = self.num_seqs * self.max_pages * self.page_size
-        return slots * self.num_kv_heads * QUERY_DIM * jnp.dtype(self.dtype).itemsize
+        return self.streams * self.slots * self.case.head_dim * jnp.dtype(self.case.dtype).itemsize
 
     def key(self) -> dict[str, Any]:
-        return dict(page_size=self.page_size, dtype=self.dtype, scheduled=self.scheduled)
+        return dict(page_size=self.case.page_size, dtype=self.case.dtype, scheduled=self.scheduled)
 
     def config(self, **fields: int) -> MLADecodeConfig:
         guess = heuristic(
-            num_seqs=self.num_seqs,
-            num_kv_heads=self.num_kv_heads,
-            rows=self.rows,
-            page_size=self.page_size,
-            max_len=self.max_pages * self.page_size,
+            num_seqs=self.case.num_seqs,
+            num_kv_heads=self.case.num_kv_heads,
+            rows=self.case.rows,
+            page_size=self.case.page_size,
+            max_len=self.slots,
             device=current_device(),
         )
         return dataclasses.replace(guess, **fields)
@@ -68,9 +68,10 @@ class MLADecodePoint(Point):
         return self.distinct([{}, *tiled])
 
     def operands(self, num_pages: int, seq_lens: jax.Array) -> tuple[Any, ...]:
-        query = random_query((self.num_seqs, 1, self.num_heads, QUERY_DIM), self.dtype)
-        pool = random_pool((num_pages, self.page_size, self.num_kv_heads, QUERY_DIM), self.dtype, 1)
-        sizes = dict(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads)
+        case = self.case
+        query = random_query((case.num_seqs, 1, case.num_heads, case.head_dim), case.dtype)
+        pool = random_pool((num_pages, case.page_size, case.num_kv_heads, case.head_dim), case.dtype, 1)
+        sizes = dict(num_heads=case.num_heads, num_kv_heads=case.num_kv_heads)
         return query, pool, mla_schedule(seq_lens, **sizes) if self.scheduled else None
 
     def call(self, operands: tuple[Any, ...], table: jax.Array, seq_lens: jax.Array, **options: Any) -> Any:

@@ -9,47 +9,48 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn._call.device import current_device
-from pallas_attn._tile.quantization import is_quantized
 from pallas_attn.ops.paged_attention import PagedAttentionConfig, paged_attention
 from pallas_attn.ops.paged_attention.config import heuristic
+from pallas_attn.testing.cases import DecodeCase, served
 from pallas_attn.tuning.points import Fields, Point, random_pool, random_query
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PagedAttentionPoint(Point):
-    op = "paged_attention"
     sizes: ClassVar = dict(
         num_heads=32, num_kv_heads=8, head_dim=128, page_size=16, dtype="bfloat16", cache_dtype=None
     )
 
-    head_dim: int
-    cache_dtype: str
+    case: DecodeCase
 
     @classmethod
-    def variants(cls, **sizes: Any) -> "Sequence[PagedAttentionPoint]":
-        return [cls(**sizes | {"cache_dtype": sizes["cache_dtype"] or sizes["dtype"]})]
+    def variants(cls, num_seqs: int, max_len: int, **sizes: Any) -> "Sequence[PagedAttentionPoint]":
+        return [cls(case=served(num_seqs, max_len, **sizes))]
+
+    @property
+    def stored(self) -> str:
+        return self.case.cache_dtype or self.case.dtype
 
     @property
     def kind(self) -> str:
-        return self.cache_dtype
+        return self.stored
 
     @property
     def read_bytes(self) -> int:
-        slots = self.num_seqs * self.max_pages * self.page_size
-        return 2 * slots * self.num_kv_heads * self.head_dim * jnp.dtype(self.cache_dtype).itemsize
+        return 2 * self.streams * self.slots * self.case.head_dim * jnp.dtype(self.stored).itemsize
 
     def key(self) -> dict[str, Any]:
-        return dict(head_dim=self.head_dim, page_size=self.page_size, dtype=self.cache_dtype)
+        return dict(head_dim=self.case.head_dim, page_size=self.case.page_size, dtype=self.stored)
 
     def config(self, **fields: int) -> PagedAttentionConfig:
         return heuristic(
-            num_seqs=self.num_seqs,
-            num_kv_heads=self.num_kv_heads,
-            rows=self.rows,
-            head_dim=self.head_dim,
-            itemsize=jnp.dtype(self.cache_dtype).itemsize,
-            query_itemsize=jnp.dtype(self.dtype).itemsize,
-            max_len=self.max_pages * self.page_size,
+            num_seqs=self.case.num_seqs,
+            num_kv_heads=self.case.num_kv_heads,
+            rows=self.case.rows,
+            head_dim=self.case.head_dim,
+            itemsize=jnp.dtype(self.stored).itemsize,
+            query_itemsize=jnp.dtype(self.case.dtype).itemsize,
+            max_len=self.slots,
             device=current_device(),
             **fields,
         )
@@ -79,15 +80,16 @@ class PagedAttentionPoint(Point):
         return self.distinct(found)
 
     def operands(self, num_pages: int, seq_lens: jax.Array) -> tuple[jax.Array, ...]:
-        pool = (num_pages, self.page_size, self.num_kv_heads, self.head_dim)
-        query = random_query((self.num_seqs, self.num_heads, self.head_dim), self.dtype)
-        return query, random_pool(pool, self.cache_dtype, 1), random_pool(pool, self.cache_dtype, 2)
+        case = self.case
+        pool = (num_pages, case.page_size, case.num_kv_heads, case.head_dim)
+        query = random_query((case.num_seqs, case.num_heads, case.head_dim), case.dtype)
+        return query, random_pool(pool, self.stored, 1), random_pool(pool, self.stored, 2)
 
     def call(
         self, operands: tuple[jax.Array, ...], table: jax.Array, seq_lens: jax.Array, **options: Any
     ) -> Any:
-        if is_quantized(jnp.dtype(self.cache_dtype)):
-            scale = 1 / 40 if self.cache_dtype == "int8" else 1.0
+        if self.case.cache_dtype:
+            scale = 1 / 40 if self.stored == "int8" else 1.0
             options |= dict(k_scale=scale, v_scale=scale)
         query, keys, values = operands
         return paged_attention(query, keys, values, table, seq_lens, return_lse=True, **options)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn._call.configs import SplitKVConfig
+from pallas_attn.testing.cases import Case
 from pallas_attn.tuning import timing
 from pallas_attn.tuning.errors import LARGEST_ERROR, worst_error
 
@@ -27,24 +28,18 @@ type Fields = dict[str, int]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Point(abc.ABC):
-    """One kind of call of an op: every sequence as long as the block table allows. An op's own point adds its sizes and
-    says how it is called; registry.py lists them."""
+    """One kind of call of an op: a case all of whose sequences are as long as the block table allows. An op's own
+    point says how such a case is called; registry.py lists them."""
 
-    op: ClassVar[str]
     sizes: ClassVar[Mapping[str, Any]]
     """What the command line may set beside num_seqs and max_len, with defaults."""
 
-    num_seqs: int
-    max_len: int
-    num_heads: int
-    num_kv_heads: int
-    page_size: int
-    dtype: str
+    case: Case
 
     @classmethod
     @abc.abstractmethod
-    def variants(cls, **sizes: Any) -> "Sequence[Point]":
-        """The points to tune for these sizes, num_seqs and max_len among them."""
+    def variants(cls, num_seqs: int, max_len: int, **sizes: Any) -> "Sequence[Point]":
+        """The points to tune for these sizes."""
 
     @property
     @abc.abstractmethod
@@ -77,17 +72,18 @@ class Point(abc.ABC):
         """The op's (out, lse); `options` are its implementation and config."""
 
     @property
+    def max_len(self) -> int:
+        return max(self.case.seq_lens)
+
+    @property
     def streams(self) -> int:
         """Walks over a cache: one for each sequence and KV head."""
-        return self.num_seqs * self.num_kv_heads
+        return self.case.num_seqs * self.case.num_kv_heads
 
     @property
-    def rows(self) -> int:
-        return self.num_heads // self.num_kv_heads
-
-    @property
-    def max_pages(self) -> int:
-        return math.ceil(self.max_len / self.page_size)
+    def slots(self) -> int:
+        """Tokens that a row of the block table holds."""
+        return self.case.max_pages * self.case.page_size
 
     def distinct(self, found: Sequence[Fields]) -> list[Fields]:
         """Without fields that make the same config as earlier ones."""
@@ -116,12 +112,12 @@ class Timing(NamedTuple):
 
 
 def inputs_of(point: Point) -> Inputs:
-    num_sets = timing.num_sets(point.read_bytes)
-    pages = np.random.default_rng(0).permutation(num_sets * point.num_seqs * point.max_pages)
-    tables = pages.astype(np.int32).reshape(num_sets, point.num_seqs, point.max_pages)
+    case, num_sets = point.case, timing.num_sets(point.read_bytes)
+    pages = np.random.default_rng(0).permutation(num_sets * case.num_seqs * case.max_pages)
+    tables = pages.astype(np.int32).reshape(num_sets, case.num_seqs, case.max_pages)
     calls = range(max(num_sets, timing.LEAST_CALLS))
     turns = [np.roll(tables[i % num_sets], i // num_sets, axis=0) for i in calls]
-    seq_lens = jnp.full((point.num_seqs,), point.max_len, jnp.int32)
+    seq_lens = jnp.asarray(case.seq_lens, jnp.int32)
     return Inputs(point.operands(len(pages), seq_lens), tuple(map(jnp.asarray, turns)), seq_lens)
 
 
@@ -167,7 +163,7 @@ def measure(point: Point, choices: Sequence[Fields], implementation: str = "pall
                 timing.warm_up(run)
                 warm = True
             error = max(worst_error(*pair) for pair in zip(outs, expected, strict=True))
-            if error <= LARGEST_ERROR[point.dtype]:
+            if error <= LARGEST_ERROR[point.case.dtype]:
                 seconds = timing.device_seconds(run, REPEATS) / timing.num_calls(rounds, calls_a_round)
                 yield Timing(fields, seconds * 1e6, error, None)
             else:

@@ -4,4 +4,5 @@ from pallas_attn.tuning.mla_decode import MLADecodePoint
 from pallas_attn.tuning.paged_attention import PagedAttentionPoint
 from pallas_attn.tuning.points import Point
 
-OPS: dict[str, type[Point]] = {point.op: point for point in (PagedAttentionPoint, MLADecodePoint)}
+OPS: dict[str, type[Point]] = {"paged_attention": PagedAttentionPoint, "mla_decode": MLADecodePoint}
+"""A new op is a `Point` of its own and an entry here: command, file and timing know none by name."""
