@@ -3,32 +3,9 @@
 import compare
 import pytest
 import results
-from results import Row
+from benchmark_rows import row
 
 pytestmark = pytest.mark.once
-
-KNOWN = dict(
-    device="H100",
-    driver="",
-    jax="",
-    torch="",
-    options="",
-    op="mla_decode",
-    method="loop",
-    dtype="bfloat16",
-    batch=1,
-    seqlen=1,
-    heads=1,
-    kv_heads=1,
-    q_len=1,
-)
-
-
-def row(case: str, us: float | None, spread: float = 0.0, implementation: str = "ours", **fields) -> Row:
-    timed = (
-        {} if us is None else dict(median_us=us, p20_us=us * (1 - spread), p80_us=us * (1 + spread), ok=True)
-    )
-    return Row(**{**KNOWN, "commit": "c", "case": case, "implementation": implementation, **timed, **fields})
 
 
 @pytest.fixture

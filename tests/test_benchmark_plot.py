@@ -1,44 +1,24 @@
 """benchmarks/plot.py: what is in the axes, not only that there is a file."""
 
+import benchmark_rows
 import plot
 import pytest
 import results
-from results import Row
 
 pytestmark = pytest.mark.once
 
 
 def row(
-    implementation: str, us: float, *, batch=128, seqlen=1024, heads=16, kv_heads=1, q_len=1, **fields
-) -> Row:
+    implementation: str, us: float, *, batch=128, seqlen=1024, heads=16, q_len=1, **fields
+) -> results.Row:
     """A cell of 1000 bytes a token and sequence, whose roof is 50% above what 100 us reach."""
     options = f"-qlen{q_len}" if q_len > 1 else ""
-    known = dict(
-        device="Card",
-        driver="",
-        jax="",
-        torch="",
-        commit="c",
-        options="",
-        op="mla_decode",
-        case=f"b{batch}-s{seqlen}-q{heads}kv{kv_heads}-d576-p64-bf16{options}",
-        implementation=implementation,
-        method="loop",
-        dtype="bfloat16",
-        batch=batch,
-        seqlen=seqlen,
-        heads=heads,
-        kv_heads=kv_heads,
-        q_len=q_len,
-        median_us=us,
-        p20_us=us,
-        p80_us=us,
-        tflops=1.0,
-        gbs=batch * seqlen / us,
-        roof_percent=100 * 100 / us / 1.5,
-        ok=True,
+    sizes = dict(batch=batch, seqlen=seqlen, heads=heads, q_len=q_len)
+    figures = dict(tflops=1.0, gbs=batch * seqlen / us, roof_percent=100 * 100 / us / 1.5)
+    case = f"b{batch}-s{seqlen}-q{heads}kv{fields.get('kv_heads', 1)}-d576-p64-bf16{options}"
+    return benchmark_rows.row(
+        **{**sizes, **figures, "case": case, "us": us, "implementation": implementation, **fields}
     )
-    return Row(**{**known, **fields})
 
 
 def drawn(axes) -> dict[str, list[tuple[float, float]]]:

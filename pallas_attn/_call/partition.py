@@ -29,6 +29,7 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from pallas_attn._call import gradients
 from pallas_attn._call.checks import fail
 
 SEQS, HEADS, KV_HEADS, BATCH = "seqs", "heads", "kv_heads", "batch"
@@ -231,13 +232,7 @@ def _auto(operands: tuple[jax.Array, ...], *, call: Call):
         )
         return _auto(operands, call=_vmapped(call, batched)), (True,) * len(call.results)
 
-    undifferentiable = jax.custom_jvp(partitioned)
-
-    @undifferentiable.defjvp
-    def _(primals, tangents):
-        raise NotImplementedError(f"{call.function}: the kernel has no gradients; implementation 'xla' has")
-
-    return undifferentiable(*operands)
+    return gradients.refuse(call.function, partitioned)(*operands)
 
 
 @dataclasses.dataclass(frozen=True)

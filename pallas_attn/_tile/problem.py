@@ -1,4 +1,4 @@
-"""What a split-KV decode kernel is compiled for."""
+"""What a call over paged sequences is, and what a split-KV decode kernel is compiled for."""
 
 import dataclasses
 import math
@@ -11,16 +11,15 @@ from pallas_attn._tile.layout import PoolShape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SplitKVProblem:
-    """All of it static; an op's own problem adds its rules."""
+class PagedCall:
+    """The sizes that any call has. All of it static; what decides which implementation serves is added by an op's case,
+    what its kernel is compiled for by its problem."""
 
     num_seqs: int
     q_len: int
     num_heads: int
     max_pages: int
     pool: PoolShape
-    scale: float
-    config: SplitKVConfig
 
     @property
     def group(self) -> int:
@@ -33,14 +32,27 @@ class SplitKVProblem:
         return self.q_len * self.group
 
     @property
-    def q_blocks(self) -> int:
-        """Programs that the query rows of a KV head are spread over."""
-        return math.ceil(self.rows / self.config.block_q)
+    def streams(self) -> int:
+        """Walks over a cache: one for each sequence and KV head."""
+        return self.num_seqs * self.pool.num_kv_heads
 
     @property
     def max_len(self) -> int:
         """Tokens that a row of the block table can hold."""
         return self.max_pages * self.pool.page_size
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SplitKVProblem(PagedCall):
+    """An op's own problem adds its rules."""
+
+    scale: float
+    config: SplitKVConfig
+
+    @property
+    def q_blocks(self) -> int:
+        """Programs that the query rows of a KV head are spread over."""
+        return math.ceil(self.rows / self.config.block_q)
 
     @property
     def num_pieces(self) -> int:

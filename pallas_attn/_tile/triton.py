@@ -13,6 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_attn._call import gradients
 from pallas_attn._tile.sharding import vary, varying_axes, varying_like
 
 load = plgpu.load
@@ -49,20 +50,13 @@ def kernel_call(
     """Runs `kernel(*operand_refs, *output_refs)` over `grid`; operands may be pytrees, and
     every ref is a whole array, indexed by the kernel."""
     axes = varying_axes(operands)
-    call = jax.custom_jvp(
-        pl.pallas_call(
-            kernel,
-            out_shape=[varying_like(struct, axes) for struct in out_shape],
-            grid=grid,
-            name=name,
-            interpret=interpret,
-            input_output_aliases=dict(input_output_aliases or {}),
-            compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
-        )
+    call = pl.pallas_call(
+        kernel,
+        out_shape=[varying_like(struct, axes) for struct in out_shape],
+        grid=grid,
+        name=name,
+        interpret=interpret,
+        input_output_aliases=dict(input_output_aliases or {}),
+        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
     )
-
-    @call.defjvp
-    def _(primals, tangents):
-        raise NotImplementedError(f"{name}: the Pallas kernel has no gradients; implementation 'xla' has")
-
-    return call(*vary(operands, axes))
+    return gradients.refuse(name, call)(*vary(operands, axes))

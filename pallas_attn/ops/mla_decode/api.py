@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from pallas_attn._call import configs, dispatch, partition
 from pallas_attn._call.checks import ArgumentChecker, dtype_name, fail
 from pallas_attn._call.device import current_device
-from pallas_attn._tile.layout import DIMS, PoolShape, pool_shape
+from pallas_attn._tile.layout import DIMS, pool_shape
+from pallas_attn._tile.problem import PagedCall
 from pallas_attn._types import BlockTables, SeqLens
 from pallas_attn.ops.mla_decode import cuda
 from pallas_attn.ops.mla_decode.config import MLADecodeConfig, heuristic
@@ -37,24 +38,14 @@ OPERAND_DIMS = {
 }
 
 
-@dataclass(frozen=True)
-class Case:
-    """The static facts of a call that decide which implementation can serve it."""
+@dataclass(frozen=True, kw_only=True)
+class Case(PagedCall):
+    """What decides which implementation and which config can serve a call."""
 
-    num_seqs: int
-    q_len: int
-    num_heads: int
-    max_pages: int
-    pool: PoolShape
     dtype: Any
     scheduled: bool
     configured: bool
     """The caller gave a config, which is one of the Pallas kernel."""
-
-    @property
-    def rows(self) -> int:
-        """Query rows of one KV head."""
-        return self.q_len * self.num_heads // self.pool.num_kv_heads
 
 
 def _pallas_supports(case: Case) -> str | None:
@@ -70,8 +61,8 @@ def _cuda_supports(case: Case) -> str | None:
 def _cuda_yields(case: Case) -> bool:
     """Few rows leave the Hopper kernel's tiles of 64 rows mostly empty: over few tokens of a few sequences Pallas
     measured faster (README)."""
-    capacity = case.num_seqs * case.max_pages * case.pool.page_size
-    return case.rows <= FEW_ROWS and case.num_seqs in FEW_SEQS and capacity <= FEW_TOKENS
+    few_tokens = case.num_seqs * case.max_len <= FEW_TOKENS
+    return case.rows <= FEW_ROWS and case.num_seqs in FEW_SEQS and few_tokens
 
 
 def _mla_decode_cuda(query, latent_cache, block_tables, seq_lens, schedule, *, scale, causal):
@@ -204,12 +195,12 @@ def _case(operands: dict[str, jax.Array], config: Any) -> Case:
     query = operands["query"]
     num_seqs, q_len, num_heads, _ = query.shape
     return Case(
-        num_seqs,
-        q_len,
-        num_heads,
-        operands["block_tables"].shape[1],
-        pool_shape(operands["latent_cache"], "NHD"),
-        query.dtype,
+        num_seqs=num_seqs,
+        q_len=q_len,
+        num_heads=num_heads,
+        max_pages=operands["block_tables"].shape[1],
+        pool=pool_shape(operands["latent_cache"], "NHD"),
+        dtype=query.dtype,
         scheduled="num_splits" in operands,
         configured=config is not None,
     )
@@ -273,8 +264,8 @@ def _resolve_config(case: Case, explicit: MLADecodeConfig | None) -> MLADecodeCo
         page_size=case.pool.page_size,
         dtype=dtype_name(case.dtype),
         scheduled=case.scheduled,
-        streams=case.num_seqs * case.pool.num_kv_heads,
-        max_len=case.max_pages * case.pool.page_size,
+        streams=case.streams,
+        max_len=case.max_len,
     )
     return configs.resolve(
         "mla_decode",
@@ -287,7 +278,7 @@ def _resolve_config(case: Case, explicit: MLADecodeConfig | None) -> MLADecodeCo
                 num_kv_heads=case.pool.num_kv_heads,
                 rows=case.rows,
                 page_size=case.pool.page_size,
-                max_len=case.max_pages * case.pool.page_size,
+                max_len=case.max_len,
                 device=current_device(),
             ),
             **measured,

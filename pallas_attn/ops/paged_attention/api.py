@@ -12,8 +12,9 @@ from pallas_attn._call import configs, dispatch, partition
 from pallas_attn._call.checks import ArgumentChecker, dtype_name, fail
 from pallas_attn._call.device import current_device
 from pallas_attn._tile import walk
-from pallas_attn._tile.layout import DIMS, PoolCase, PoolShape, check_pools, pallas_reaches, pool_shape
+from pallas_attn._tile.layout import DIMS, PoolCase, check_pools, pallas_reaches, pool_shape
 from pallas_attn._tile.masking import LocalStride, Rules
+from pallas_attn._tile.problem import PagedCall
 from pallas_attn._tile.quantization import QUANTIZED_DTYPES, per_head_scale
 from pallas_attn._types import BlockTables, KVCache, Layout, Lse, Query, SeqLens
 from pallas_attn.ops.paged_attention.config import PagedAttentionConfig, heuristic
@@ -32,22 +33,13 @@ EXTRA_DIMS = {
 }
 
 
-@dataclass(frozen=True)
-class Case:
-    """The static facts of a call that decide which implementation and which config can serve it."""
+@dataclass(frozen=True, kw_only=True)
+class Case(PagedCall):
+    """What decides which implementation and which config can serve a call."""
 
-    num_seqs: int
-    q_len: int
-    num_heads: int
-    max_pages: int
-    pool: PoolShape
     dtype: Any
     cache_dtype: Any
     block_sparse: LocalStride | None
-
-    @property
-    def group(self) -> int:
-        return self.num_heads // self.pool.num_kv_heads
 
 
 def _pallas_supports(case: Case) -> str | None:
@@ -214,16 +206,17 @@ def paged_attention(
 
 
 def _case(operands: dict[str, jax.Array], layout: Layout, rules: Rules) -> Case:
-    query, tables = operands["query"], operands["block_tables"]
+    query = operands["query"]
+    num_seqs, q_len, num_heads, _ = query.shape
     return Case(
-        query.shape[0],
-        query.shape[1],
-        query.shape[2],
-        tables.shape[1],
-        pool_shape(operands["value_cache"], layout),
-        query.dtype,
-        operands["key_cache"].dtype,
-        rules.block_sparse,
+        num_seqs=num_seqs,
+        q_len=q_len,
+        num_heads=num_heads,
+        max_pages=operands["block_tables"].shape[1],
+        pool=pool_shape(operands["value_cache"], layout),
+        dtype=query.dtype,
+        cache_dtype=operands["key_cache"].dtype,
+        block_sparse=rules.block_sparse,
     )
 
 
@@ -256,14 +249,13 @@ def _attend(
 
 def _resolve_config(case: Case, rules: Rules, explicit: Any) -> PagedAttentionConfig:
     # What is walked over decides, not what is held.
-    table_len = case.max_pages * case.pool.page_size
-    max_len = walk.most_tokens(table_len, q_len=case.q_len, group=case.group, rules=rules)
+    max_len = walk.most_tokens(case.max_len, q_len=case.q_len, group=case.group, rules=rules)
     key = dict(
         head_dim=case.pool.head_dim,
-        rows=case.q_len * case.group,
+        rows=case.rows,
         page_size=case.pool.page_size,
         dtype=dtype_name(case.cache_dtype),
-        streams=case.num_seqs * case.pool.num_kv_heads,
+        streams=case.streams,
         max_len=max_len,
     )
     config = configs.resolve(
@@ -275,7 +267,7 @@ def _resolve_config(case: Case, rules: Rules, explicit: Any) -> PagedAttentionCo
             heuristic,
             num_seqs=case.num_seqs,
             num_kv_heads=case.pool.num_kv_heads,
-            rows=case.q_len * case.group,
+            rows=case.rows,
             head_dim=case.pool.head_dim,
             itemsize=jnp.dtype(case.cache_dtype).itemsize,
             query_itemsize=jnp.dtype(case.dtype).itemsize,
