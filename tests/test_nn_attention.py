@@ -74,6 +74,46 @@ def test_a_prompts_window_may_be_traced():
         np.testing.assert_array_equal(static, expected)
 
 
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+def test_a_scan_over_layers_whose_windows_alternate(implementation):
+    """Decoding: windows are traced scalars, and every layer gives what it gives with a static one."""
+    windows, module = (2, 5), PagedAttention(implementation=implementation)
+    query, key, value = (x[:, :1] for x in new_tokens())
+    cache = small_cache(num_layers=len(windows), block_tables=TABLES)
+    pools = (jax.random.normal(jax.random.key(i), cache.key_cache.shape) for i in (1, 2))
+    cache = cache.replace(**dict(zip(("key_cache", "value_cache"), pools, strict=True)))
+    at = jnp.array([[6], [3]], jnp.int32)
+
+    @jax.jit
+    def scanned(cache, windows):
+        def layer(carry, xs):
+            query, cache = carry
+            index, window = xs
+            out, cache = module(query, key, value, cache, index, at, sliding_window=window)
+            return (out, cache), out  # the next layer asks with what this one found
+
+        (_, cache), outs = jax.lax.scan(layer, (query, cache), (jnp.arange(len(windows)), windows))
+        return outs, cache
+
+    @jax.jit
+    def unrolled(cache):
+        x, outs = query, []
+        for index, window in enumerate(windows):
+            x, cache = module(x, key, value, cache, index, at, sliding_window=window)
+            outs.append(x)
+        return jnp.stack(outs), cache
+
+    outs, written = scanned(cache, jnp.array(windows, jnp.int32))
+    expected, expected_cache = unrolled(cache)
+    np.testing.assert_allclose(outs, expected, atol=1e-6)
+    jax.tree.map(np.testing.assert_array_equal, written, expected_cache)
+    # The rows hold seven tokens and four: without windows both see more in the first layer, row 0 in the second too.
+    unhidden, _ = scanned(cache, jnp.full(len(windows), 2**31 - 1, jnp.int32))
+    alone, _ = scanned(cache, jnp.array([windows[0], 2**31 - 1], jnp.int32))
+    assert (np.abs(outs - unhidden)[0].max(axis=(1, 2, 3)) > 1e-2).all()
+    assert np.abs(outs - alone)[1, 0].max() > 1e-2
+
+
 @pytest.mark.parametrize("n", [1, 6])
 def test_linen_has_the_same_options(n):
     new, cache = [x[:, :n] for x in new_tokens()], small_cache(num_layers=1, block_tables=TABLES)
