@@ -1,0 +1,241 @@
+"""Which tokens of which requests a step computes, and in which pages they lie: the host's half of an engine.
+
+Plain Python, without a model and without JAX. A step has room for a number of tokens. Requests that decode come first,
+a token each, then prompts that have begun, in chunks, then requests that wait; so answers flow while prompts arrive.
+
+A request holds pages for the tokens it has, not for those it may come to have. When pages run out, those that only the
+prefix cache remembers are taken first. Then the newest request goes back into the queue: its pages are freed, its
+tokens, answered ones too, are kept, and become its prompt when its turn comes again. The oldest is never sent back, so
+everything ends.
+"""
+
+import bisect
+import dataclasses
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+
+from pallas_attn import PageAllocator
+from pallas_attn._call.checks import check_int, fail
+from pallas_attn.ops.kv_cache.allocator import OutOfPagesError
+
+from .prefix_cache import Match, PrefixCache
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """A prompt and what was answered so far.
+
+    number: of submission; a lower one is older.
+    computed: how many of its tokens have keys and values in `pages`.
+    row: its row of the block table while it runs, else None.
+    preempted: how often it was sent back.
+    """
+
+    number: int
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    stop_token_ids: frozenset[int]
+    answer: list[int] = dataclasses.field(default_factory=list)
+    pages: list[int] = dataclasses.field(default_factory=list)
+    computed: int = 0
+    row: int | None = None
+    done: bool = False
+    preempted: int = 0
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return (*self.prompt, *self.answer)
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + len(self.answer)
+
+    @property
+    def missing(self) -> int:
+        """Tokens without keys and values."""
+        return self.length - self.computed
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """Tokens [start, start + count) of a request."""
+
+    request: Request
+    start: int
+    count: int
+
+    @property
+    def answers(self) -> bool:
+        """Whether the request's next token follows from the last of these."""
+        return self.start + self.count == self.request.length
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What to compute: first copy pages, then write and attend."""
+
+    chunks: list[Chunk]
+    copies: list[tuple[int, int]]
+    """(source, target) pages."""
+
+
+class Scheduler:
+    """Deals out pages and steps.
+
+    Args:
+        num_pages, page_size: of the pool.
+        num_rows: requests that may run at once: rows of the block table.
+        step_tokens: tokens in a step, at least `num_rows`, so that everything that decodes goes on in every step.
+        prefix_cache: whether equal prefixes share pages.
+
+    Raises:
+        TypeError, ValueError: a size that is no int or below 1; `step_tokens` below `num_rows`.
+    """
+
+    def __init__(
+        self, *, num_pages: int, page_size: int, num_rows: int, step_tokens: int, prefix_cache: bool = True
+    ):
+        sizes = {"page_size": page_size, "num_rows": num_rows, "num_pages": num_pages}
+        for name, size in sizes.items():
+            check_int("Scheduler", name, size, least=1)
+        check_int("Scheduler", "step_tokens", step_tokens, least=num_rows)
+        self.page_size, self.step_tokens = page_size, step_tokens
+        self.allocator = PageAllocator(num_pages)
+        self.prefixes = PrefixCache(self.allocator, page_size) if prefix_cache else None
+        self.running: list[Request] = []  # oldest first
+        self.waiting: list[Request] = []  # oldest first
+        self._rows = list(range(num_rows - 1, -1, -1))
+        self._numbers = itertools.count()
+        self._copied: list[int] = []
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    def submit(
+        self, prompt: Sequence[int], max_new_tokens: int, stop_token_ids: Iterable[int] = ()
+    ) -> Request:
+        """A request, which waits for its turn. Raises ValueError for one that could never be served."""
+        check_int("Scheduler.submit", "max_new_tokens", max_new_tokens, least=1)
+        if not prompt:
+            fail("Scheduler.submit", "prompt", "at least one token", "none")
+        # The last token of an answer is never computed.
+        room = self.allocator.num_pages * self.page_size
+        if len(prompt) + max_new_tokens - 1 > room:
+            expected = f"with max_new_tokens at most {room + 1} tokens ({self.allocator.num_pages} pages)"
+            fail("Scheduler.submit", "prompt", expected, f"{len(prompt)} + {max_new_tokens}")
+        request = Request(next(self._numbers), tuple(prompt), max_new_tokens, frozenset(stop_token_ids))
+        self.waiting.append(request)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """Ends a request, whatever it is about; its pages are free at once. One that has ended stays as it is."""
+        if request in self.waiting:
+            self.waiting.remove(request)
+        elif not request.done:
+            self._leave(request)
+        request.done = True
+
+    def next_step(self) -> Step:
+        """What to compute next; its chunks are none only if nothing is left to do."""
+        chunks: dict[Request, Chunk] = {}
+        left = self.step_tokens
+        decoding = [request for request in self.running if request.missing == 1]
+        for request in [*decoding, *(request for request in self.running if request.missing > 1)]:
+            if request.row is None:  # sent back meanwhile
+                continue
+            count = min(request.missing, left)
+            if count and self._grow(request, request.computed + count, chunks):
+                chunks[request] = Chunk(request, request.computed, count)
+            left = self.step_tokens - sum(chunk.count for chunk in chunks.values())
+        copies = []
+        while left and self.waiting and self._rows and (joined := self._join(self.waiting[0], left)):
+            request, copied = self.waiting.pop(0), joined.partial
+            bisect.insort(self.running, request, key=lambda request: request.number)
+            if copied:
+                copies.append((copied[0], request.pages[len(joined.shared)]))
+                self._copied.append(copied[0])
+            chunk = Chunk(request, request.computed, min(request.missing, left))
+            chunks[request], left = chunk, left - chunk.count
+        return Step(list(chunks.values()), copies)
+
+    def complete(self, step: Step, tokens: Mapping[Request, int]) -> list[Request]:
+        """After a step: `tokens` has the next token of each request whose chunk answers. The requests that got one."""
+        self.allocator.free(self._copied)
+        self._copied.clear()
+        answered = []
+        for chunk in step.chunks:
+            request = chunk.request
+            if request.done:  # cancelled meanwhile
+                continue
+            answers = chunk.answers
+            request.computed += chunk.count
+            if request.computed // self.page_size > chunk.start // self.page_size:
+                self._remember(request, full_only=True)
+            if answers:
+                request.answer.append(tokens[request])
+                answered.append(request)
+                if request.answer[-1] in request.stop_token_ids or len(request.answer) == request.max_new_tokens:
+                    self._remember(request, full_only=False)
+                    self._leave(request)
+                    request.done = True
+        return answered
+
+    def _join(self, request: Request, left: int) -> Match | None:
+        """Gives a waiting request a row, and pages for what the prefix cache knows and a first chunk. None, and
+        nothing has changed, if there are not enough; nobody is sent back for one who waits."""
+        nothing = Match([], None)
+        # The last token is computed in any case: what follows it is asked for.
+        known = self.prefixes.match(request.tokens[:-1]) if self.prefixes else nothing
+        for match in (known, Match(known.shared, None), nothing):
+            computed = len(match.shared) * self.page_size + (match.partial[1] if match.partial else 0)
+            needed = self._pages_for(min(computed + left, request.length)) - len(match.shared)
+            # What only the cache holds may go, but not what was just found; without the latter there may be room.
+            self.allocator.share(match.pages)
+            self.allocator.free(known.pages)
+            known = match
+            if (own := self._allocate(needed)) is not None:
+                request.pages, request.computed, request.row = [*match.shared, *own], computed, self._rows.pop()
+                return match
+        return None
+
+    def _grow(self, request: Request, tokens: int, chunks: dict[Request, Chunk]) -> bool:
+        """Pages for `tokens` tokens; sends newer requests back for them, and the request itself if there is none."""
+        needed = self._pages_for(tokens) - len(request.pages)
+        while (own := self._allocate(needed)) is None:
+            newest = self.running[-1]
+            self._send_back(newest)
+            chunks.pop(newest, None)
+            if newest is request:
+                return False
+        request.pages += own
+        return True
+
+    def _allocate(self, count: int) -> list[int] | None:
+        if self.prefixes and count > self.allocator.num_free:
+            self.prefixes.evict(count - self.allocator.num_free)
+        try:
+            return self.allocator.allocate(count)
+        except OutOfPagesError:
+            return None
+
+    def _send_back(self, request: Request) -> None:
+        self._remember(request, full_only=True)
+        self._leave(request)
+        request.preempted += 1
+        bisect.insort(self.waiting, request, key=lambda request: request.number)
+
+    def _leave(self, request: Request) -> None:
+        assert request.row is not None
+        self.running.remove(request)
+        self._rows.append(request.row)
+        self.allocator.free(request.pages)
+        request.pages, request.computed, request.row = [], 0, None
+
+    def _remember(self, request: Request, *, full_only: bool) -> None:
+        if self.prefixes:
+            tokens = request.computed // self.page_size * self.page_size if full_only else request.computed
+            self.prefixes.insert(request.tokens[:tokens], request.pages[: self._pages_for(tokens)])
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
