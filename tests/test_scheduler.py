@@ -82,7 +82,9 @@ class Histories(RuleBasedStateMachine):
             earlier = data.draw(st.sampled_from(self.requests))
             prompt = [*earlier.tokens, *prompt]
         if len(prompt) + new - 1 > self.room:
-            with pytest.raises(ValueError, match=r"Scheduler.submit: argument 'prompt': expected with max_new"):
+            with pytest.raises(
+                ValueError, match=r"Scheduler.submit: argument 'prompt': expected with max_new"
+            ):
                 self.scheduler.submit(prompt, new, [STOP])
         else:
             self.requests.append(self.scheduler.submit(prompt, new, [STOP]))
@@ -155,9 +157,7 @@ def test_decoding_goes_on_while_a_prompt_arrives_in_chunks():
         step = scheduler.next_step()
         counts.append({chunk.request.number: chunk.count for chunk in step.chunks})
         device.run(step)
-    assert counts == [{first.number: 1, second.number: 7}, {first.number: 1, second.number: 7}] + [
-        {first.number: 1, second.number: 6}
-    ]
+    assert counts == [{first.number: 1, second.number: count} for count in (7, 7, 6)]
 
 
 def test_an_equal_prefix_is_neither_computed_nor_stored_twice():

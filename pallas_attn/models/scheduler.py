@@ -138,26 +138,24 @@ class Scheduler:
 
     def next_step(self) -> Step:
         """What to compute next; its chunks are none only if nothing is left to do."""
-        chunks: dict[Request, Chunk] = {}
-        left = self.step_tokens
-        decoding = [request for request in self.running if request.missing == 1]
-        for request in [*decoding, *(request for request in self.running if request.missing > 1)]:
-            if request.row is None:  # sent back meanwhile
-                continue
+        chunks, left = [], self.step_tokens
+        # Requests join in the order of their numbers, and one at a time takes what is left of a step. So only the
+        # newest may have more than one token to compute, and it comes last.
+        for request in list(self.running):
             count = min(request.missing, left)
-            if count and self._grow(request, request.computed + count, chunks):
-                chunks[request] = Chunk(request, request.computed, count)
-            left = self.step_tokens - sum(chunk.count for chunk in chunks.values())
+            if request.row is not None and count and self._grow(request, request.computed + count):
+                chunks.append(Chunk(request, request.computed, count))
+                left -= count
         copies = []
         while left and self.waiting and self._rows and (joined := self._join(self.waiting[0], left)):
             request, copied = self.waiting.pop(0), joined.partial
-            bisect.insort(self.running, request, key=lambda request: request.number)
+            self.running.append(request)
             if copied:
                 copies.append((copied[0], request.pages[len(joined.shared)]))
                 self._copied.append(copied[0])
-            chunk = Chunk(request, request.computed, min(request.missing, left))
-            chunks[request], left = chunk, left - chunk.count
-        return Step(list(chunks.values()), copies)
+            chunks.append(Chunk(request, request.computed, min(request.missing, left)))
+            left -= chunks[-1].count
+        return Step(chunks, copies)
 
     def complete(self, step: Step, tokens: Mapping[Request, int]) -> list[Request]:
         """After a step: `tokens` has the next token of each request whose chunk answers. The requests that got one."""
@@ -175,7 +173,10 @@ class Scheduler:
             if answers:
                 request.answer.append(tokens[request])
                 answered.append(request)
-                if request.answer[-1] in request.stop_token_ids or len(request.answer) == request.max_new_tokens:
+                if (
+                    request.answer[-1] in request.stop_token_ids
+                    or len(request.answer) == request.max_new_tokens
+                ):
                     self._remember(request, full_only=False)
                     self._leave(request)
                     request.done = True
@@ -195,17 +196,20 @@ class Scheduler:
             self.allocator.free(known.pages)
             known = match
             if (own := self._allocate(needed)) is not None:
-                request.pages, request.computed, request.row = [*match.shared, *own], computed, self._rows.pop()
+                request.pages, request.computed, request.row = (
+                    [*match.shared, *own],
+                    computed,
+                    self._rows.pop(),
+                )
                 return match
         return None
 
-    def _grow(self, request: Request, tokens: int, chunks: dict[Request, Chunk]) -> bool:
+    def _grow(self, request: Request, tokens: int) -> bool:
         """Pages for `tokens` tokens; sends newer requests back for them, and the request itself if there is none."""
         needed = self._pages_for(tokens) - len(request.pages)
         while (own := self._allocate(needed)) is None:
             newest = self.running[-1]
             self._send_back(newest)
-            chunks.pop(newest, None)
             if newest is request:
                 return False
         request.pages += own
