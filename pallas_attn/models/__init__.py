@@ -1,5 +1,6 @@
 """Small, readable decoder models that use the ops, and what it takes to run them on real prompts."""
 
+from .checkpoint import load_checkpoint as load_checkpoint
 from .deepseek import DeepSeek as DeepSeek
 from .deepseek import DeepSeekConfig as DeepSeekConfig
 from .deepseek_weights import load_transformers_weights as load_transformers_weights
@@ -22,6 +23,7 @@ __all__ = [
     "Tokenizer",
     "default_model_path",
     "generate",
+    "load_checkpoint",
     "load_gguf",
     "load_transformers_weights",
 ]

@@ -40,10 +40,10 @@ class PromptComparison:
 
 
 class TransformersModel:
-    """The model of a GGUF file in transformers, on a GPU if torch sees one, else on the CPU.
+    """The model of a GGUF file or a folder in transformers, on a GPU if torch sees one, else on the CPU.
 
     Args:
-        path: the GGUF file.
+        path: the GGUF file, or the folder.
         dtype: ``"float32"`` or ``"bfloat16"``.
     """
 
@@ -53,8 +53,9 @@ class TransformersModel:
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         # Its progress bars cannot all be switched off, and they would run through ours.
         with contextlib.redirect_stderr(io.StringIO()):
+            folder, file = (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
             model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                str(path.parent), gguf_file=path.name, dtype=getattr(torch, dtype)
+                str(folder), dtype=getattr(torch, dtype), **file
             )
         # What ends an answer is for `generate`'s caller to say, not for the file.
         model.generation_config.eos_token_id = None

@@ -21,6 +21,8 @@ from pallas_attn.nn.rotary import Yarn
 with needs_extra("models", user="pallas_attn.models.deepseek"):
     from flax import nnx
 
+# Kimi K2 is a V3 of other sizes.
+DEEPSEEK_LIKE = ("deepseek_v2", "deepseek_v3", "kimi_k2")
 # Settings of a config.json that have no default here.
 REQUIRED_SETTINGS = (
     *(
@@ -55,6 +57,7 @@ class DeepSeekConfig:
         routed_scale: factor of the routed experts' sum.
         rms_norm_eps: of the decoder's own norms.
         attention: sizes of the attention layers.
+        context_length: most tokens, prompt and answer together, that the model was trained on.
     """
 
     vocab_size: int
@@ -72,10 +75,12 @@ class DeepSeekConfig:
     normalize_weights: bool = False
     routed_scale: float = 1.0
     rms_norm_eps: float = 1e-6
+    context_length: int = 4096
 
     @classmethod
     def from_transformers(cls, config: Any) -> "DeepSeekConfig":
-        """From a transformers config of model type "deepseek_v2" or "deepseek_v3", or its `config.json` as a mapping.
+        """From a transformers config of model type "deepseek_v2", "deepseek_v3" or "kimi_k2", or its `config.json` as a
+        mapping.
 
         Raises:
             TypeError: neither of these.
@@ -91,9 +96,9 @@ class DeepSeekConfig:
             if config.get(setting) is None:
                 fail(function, setting, "a value", "none")
         kind = config["model_type"]
-        if kind not in ("deepseek_v2", "deepseek_v3"):
-            fail(function, "model_type", "'deepseek_v2' or 'deepseek_v3'", repr(kind))
-        v3 = kind == "deepseek_v3"
+        if kind not in DEEPSEEK_LIKE:
+            fail(function, "model_type", " or ".join(map(repr, DEEPSEEK_LIKE)), repr(kind))
+        v3 = kind != "deepseek_v2"
         methods = ("noaux_tc",) if v3 else ("greedy", "group_limited_greedy")
         dense = config["first_k_dense_replace"]
         layer_types = ["dense"] * dense + ["sparse"] * (config["num_hidden_layers"] - dense)
@@ -160,6 +165,7 @@ class DeepSeekConfig:
             normalize_weights=v3 and bool(config.get("norm_topk_prob")),
             routed_scale=float(config.get("routed_scaling_factor", 1.0)),
             rms_norm_eps=config["rms_norm_eps"],
+            context_length=config.get("max_position_embeddings") or cls.context_length,
         )
 
 
@@ -284,6 +290,20 @@ class DeepSeek(nnx.Module):
         )
         self.norm = RMSNorm(hidden, config.rms_norm_eps, dtype)
         self.lm_head = nnx.Param(init(rngs.params(), (config.vocab_size, hidden), dtype))
+
+    def create_cache(
+        self, *, num_pages: int, page_size: int, block_tables: jax.Array, dtype: Any = None
+    ) -> PagedLatentCache:
+        """An empty cache with `num_pages` pages for each layer, of the model's dtype, the only one it attends to."""
+        if dtype is not None and jnp.dtype(dtype) != self.dtype:
+            fail("create_cache", "dtype", f"{self.dtype} (the model's)", str(dtype))
+        return PagedLatentCache.create(
+            num_layers=self.config.num_layers,
+            num_pages=num_pages,
+            page_size=page_size,
+            block_tables=block_tables,
+            dtype=self.dtype,
+        )
 
     def __call__(
         self, tokens: jax.Array, positions: jax.Array, cache: PagedLatentCache

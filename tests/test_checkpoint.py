@@ -1,0 +1,244 @@
+"""Folders as transformers saves them: the same logits from the same weights, and what is refused."""
+
+import json
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+from models_support import import_torch
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+from pallas_attn.models import generate, load_checkpoint
+from pallas_attn.models.llama_config import llama_config
+from pallas_attn.nn.rotary import Llama3Scaling, rotary_frequencies
+
+pytestmark = pytest.mark.once  # files, and a model that test_llama.py has on both jax
+
+SIZES: dict[str, Any] = dict(
+    vocab_size=97,
+    hidden_size=48,
+    intermediate_size=80,
+    num_hidden_layers=3,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=128,
+    rms_norm_eps=1e-5,
+    initializer_range=0.4,  # fresh weights would give nearly the same logits whatever attention did
+)
+LLAMA3 = dict(
+    rope_type="llama3", rope_theta=500.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+)  # fmt: skip
+YARN = dict(rope_type="yarn", rope_theta=1000.0, factor=4.0, original_max_position_embeddings=32)
+FAMILIES = {
+    "llama": ("Llama", {}),
+    "llama-3.1": ("Llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "mistral": ("Mistral", {"sliding_window": 7}),
+    "qwen2": ("Qwen2", {"rope_parameters": YARN}),
+    "qwen2-windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", {"tie_word_embeddings": True}),
+}
+
+
+def write_tokenizer(folder, **settings):
+    letters = [chr(ord("!") + index) for index in range(SIZES["vocab_size"] - 4)]
+    vocabulary = {token: index for index, token in enumerate(["<s>", "</s>", "ab", "abc", *letters])}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, [("a", "b"), ("ab", "c")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, **settings}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A function that saves a small random model of a family once, and gives (folder, the model)."""
+    torch = import_torch()
+    import transformers
+
+    done = {}
+
+    def save(family: str):
+        if family not in done:
+            name, options = FAMILIES[family]
+            config = getattr(transformers, f"{name}Config")(**SIZES, **options)
+            config._attn_implementation = "eager"
+            torch.manual_seed(0)
+            model = getattr(transformers, f"{name}ForCausalLM")(config).float().eval()
+            with torch.no_grad():
+                for parameter_name, parameter in model.named_parameters():
+                    if parameter_name.endswith("bias") or "norm" in parameter_name:  # else 0 and 1
+                        parameter += 0.3 * torch.randn_like(parameter)
+            folder = tmp_path_factory.mktemp(family)
+            model.save_pretrained(folder)
+            write_tokenizer(folder)
+            done[family] = folder, model
+        return done[family]
+
+    return save
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_transformers(saved, family):
+    import torch
+
+    folder, reference = saved(family)
+    loaded = load_checkpoint(folder)
+    prompt = np.random.default_rng(0).integers(0, SIZES["vocab_size"], 21).tolist()
+    got = generate(loaded.model, [prompt], max_new_tokens=17, return_logits=True)
+    assert got.logits is not None
+    tokens = torch.tensor([[*prompt, *got.row(0)[:-1]]])
+    with torch.no_grad():
+        expected = reference(tokens).logits[0, len(prompt) - 1 :].numpy()
+    assert np.abs(got.logits[0] - expected).max() < 2e-3 * max(1, np.abs(expected).max() / 10)
+    assert np.abs(expected).max() > 1, "logits that differ"
+
+
+@pytest.mark.parametrize(
+    ("family", "without"),
+    [
+        ("llama-3.1", {"rope_parameters": {"rope_theta": 500.0}}),
+        ("mistral", {"sliding_window": None}),
+        ("qwen2", {"rope_parameters": {"rope_theta": 1000.0}}),
+        ("qwen2-windows", {"use_sliding_window": False, "layer_types": None}),
+    ],
+)
+def test_a_setting_that_were_ignored_would_show(saved, family, without, tmp_path):
+    folder, _ = saved(family)
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    settings = json.loads((folder / "config.json").read_text()) | without
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    prompt = np.random.default_rng(0).integers(0, SIZES["vocab_size"], 21).tolist()
+    logits = [
+        generate(load_checkpoint(f).model, [prompt], max_new_tokens=1, return_logits=True).logits
+        for f in (folder, tmp_path)
+    ]
+    assert np.abs(logits[0] - logits[1]).max() > 0.05
+
+
+def test_tokenizer_weights_and_progress(saved):
+    folder, reference = saved("qwen2")
+    reports = []
+    loaded = load_checkpoint(folder, dtype="bfloat16", progress=lambda *report: reports.append(report))
+    count = len(reference.state_dict())
+    assert sorted(set(reports)) == [(i, count) for i in range(1, count + 1)]
+    assert reports == sorted(reports)
+    assert loaded.model.embedding[...].dtype == jnp.bfloat16
+    assert loaded.tokenizer.encode("abcab") == [0, 3, 2]
+    assert loaded.tokenizer.encode("<s>abc") == [0, 3]
+    assert loaded.tokenizer.stop_token_ids[:1] == (1,)
+    assert loaded.tokenizer.decode([3, 2]) == "abcab"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt2"}, "expected a config.json with a model_type of llama, mistral"),
+        ({"attention_bias": True}, "argument 'attention_bias': expected False, got True"),
+        ({"hidden_act": "gelu"}, "argument 'hidden_act': expected 'silu', got 'gelu'"),
+        (
+            {"new_trick": 3},
+            "argument 'new_trick': expected no setting that this decoder does not know, got 3",
+        ),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "argument 'rope_type': expected 'default' or"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "argument 'factor': expected a value with rope type"),
+        ({"rope_parameters": {"mscale": 2.0}}, "argument 'mscale': expected no setting that rope type"),
+        ({"hidden_size": None}, "argument 'hidden_size': expected a value, got none"),
+        ({"num_hidden_layers": 2}, "expected only tensors that the model uses, got 'model.layers.2."),
+        ({"num_hidden_layers": 4}, "expected a tensor model.layers.3."),
+        ({"intermediate_size": 81}, r"mlp.gate_proj.weight': expected shape \[81, 48\], got \[80, 48\]"),
+    ],
+)
+def test_what_the_model_has_no_place_for_is_refused_by_name(saved, tmp_path, changes, message):
+    folder, _ = saved("llama")
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    settings = json.loads((folder / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match=message):
+        load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_missing_files_are_named(saved, tmp_path, missing):
+    folder, _ = saved("llama")
+    for file in folder.iterdir():
+        if file.name != missing:
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(
+        FileNotFoundError, match=f"load_checkpoint: argument 'path': expected a folder with {missing}"
+    ):
+        load_checkpoint(tmp_path)
+    with pytest.raises(FileNotFoundError, match="expected an existing folder"):
+        load_checkpoint(tmp_path / "absent")
+
+
+def test_a_truncated_file_is_refused(saved, tmp_path):
+    folder, _ = saved("llama")
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    with pytest.raises(ValueError, match=r"expected complete safetensors files, got 'model\.safetensors'"):
+        load_checkpoint(tmp_path)
+
+
+def test_frequencies_of_llama_3():
+    stretch = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=8192)
+    plain, got = rotary_frequencies(128, 500000.0), rotary_frequencies(128, 500000.0, stretch)
+    turns = 8192 * plain / (2 * np.pi)
+    np.testing.assert_allclose(got[turns > 4], plain[turns > 4])
+    np.testing.assert_allclose(got[turns < 1], plain[turns < 1] / 8)
+    between = (turns > 1) & (turns < 4)
+    assert between.any()
+    assert ((got < plain) & (got > plain / 8))[between].all()
+    with pytest.raises(ValueError, match=r"Llama3Scaling: argument 'high_freq_factor': expected more than"):
+        Llama3Scaling(factor=8.0, low_freq_factor=4.0, high_freq_factor=4.0, original_context=8192)
+
+
+def test_a_mapping_of_another_family_is_no_llama():
+    with pytest.raises(ValueError, match="argument 'model_type': expected 'llama' or 'mistral'"):
+        llama_config({"model_type": "deepseek_v3"})
+
+
+def test_deepseek_and_kimi_load_from_their_folders(tmp_path):
+    """Their maths are test_deepseek.py's; here the folder, which both write alike."""
+    torch = import_torch()
+    from test_deepseek import theirs
+
+    reference = theirs("v3")
+    reference.save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    for kind in ("deepseek_v3", "kimi_k2"):
+        settings = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps(settings | {"model_type": kind}))
+        got = generate(load_checkpoint(tmp_path).model, [[5, 6, 7]], max_new_tokens=1, return_logits=True)
+        assert got.logits is not None
+        with torch.no_grad():
+            expected = reference(torch.tensor([[5, 6, 7]])).logits[0, -1].numpy()
+        assert np.abs(got.logits[0, 0] - expected).max() < 2e-3
+
+
+def test_the_command_line_takes_a_folder(saved):
+    from pallas_attn.cli import main
+
+    folder, _ = saved("llama")
+    arguments = [
+        "generate",
+        "--model",
+        str(folder),
+        "--raw",
+        "--prompt",
+        "abcab!",
+        "--max-new-tokens",
+        "3",
+        "--check",
+    ]
+    assert main(arguments) == 0
