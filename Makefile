@@ -54,13 +54,16 @@ test-latest: .venv/bin/python ## on the newest of everything, jax beyond the sup
 test-gpu: .venv/.test ## what needs a GPU
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTEST) -m gpu
 
-# racecheck's reports are for reading, beside those on correct synchronisation: csrc/mla/README.md says what it reports.
+# racecheck's reports on the decode kernel are for reading, beside those on correct synchronisation: csrc/mla/EXPERIMENTS.md
+# says what it reports.
 sanitize: .venv/.demo ## the CUDA kernels under compute-sanitizer; needs an sm_90 GPU and a CUDA toolkit
 	cmake -S xla_ffi -B build/sanitize -DPython3_EXECUTABLE=$(CURDIR)/.venv/bin/python
 	cmake --build build/sanitize --target smoke
 	build/sanitize/mla_smoke --few-multiprocessors
 	for tool in memcheck synccheck initcheck; do echo "== $$tool"; \
 		compute-sanitizer --tool $$tool --error-exitcode 1 --report-api-errors no build/sanitize/mla_smoke || exit 1; done
+	@echo "== racecheck of the schedule kernel"
+	compute-sanitizer --tool racecheck --error-exitcode 1 build/sanitize/mla_smoke --schedules
 	for program in racecheck_control mla_smoke; do echo "== racecheck of $$program"; \
 		compute-sanitizer --tool racecheck build/sanitize/$$program; done
 

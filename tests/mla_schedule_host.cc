@@ -11,18 +11,6 @@
 
 namespace {
 
-struct LoneWorker {
-  bool leads() const { return true; }
-
-  template <typename Holds>
-  int first(int begin, int end, Holds holds) const {
-    for (int i = begin; i < end; ++i) {
-      if (holds(i)) return i;
-    }
-    return end;
-  }
-};
-
 class LoopTeam {
  public:
   template <typename Work>
@@ -33,27 +21,39 @@ class LoopTeam {
     for (int i : order) work(i);
   }
 
-  template <typename Work>
-  void each_by_group(int count, Work work) {
-    each(count, [&](int i) { work(LoneWorker(), i); });
-  }
+  static void lower(int& value, int to) { value = std::min(value, to); }
 
-  template <typename Value>
-  void prefix_sum(int count, Value value, int* sums) {
-    sums[0] = 0;
-    for (int i = 0; i < count; ++i) sums[i + 1] = sums[i] + value(i);
-  }
-
-  struct Extremes {
-    int least, most;
+  struct Totals {
+    int sum, least, most;
   };
   template <typename Value>
-  Extremes extremes(int count, Value value) {
-    Extremes found = {value(0), value(0)};
-    for (int i = 1; i < count; ++i) {
-      found = {std::min<int>(found.least, value(i)), std::max<int>(found.most, value(i))};
+  Totals prefix_sum(int count, Value value, int* sums) {
+    Totals all = {0, value(0), value(0)};
+    sums[0] = 0;
+    for (int i = 0; i < count; ++i) {
+      all = {all.sum + value(i), std::min<int>(all.least, value(i)), std::max<int>(all.most, value(i))};
+      sums[i + 1] = all.sum;
     }
-    return found;
+    return all;
+  }
+
+  template <typename HopOf, typename Store>
+  void follow_in_chunks(int count, HopOf hop_of, Store store) {
+    using Hop = decltype(hop_of(0));
+    for (int first = 0; first < count; first += 32) {
+      const int end = std::min(first + 32, count);
+      std::vector<Hop> hops;
+      for (int i = first; i < end; ++i) hops.push_back(hop_of(i));
+      for (int i = first; i < end; ++i) {
+        Hop way = hops[i - first];
+        uint32_t visited = 1u << (i - first);
+        while (way.request < end) {
+          visited |= 1u << (way.request - first);
+          way = way.then(hops[way.request - first]);
+        }
+        store(i, way, visited);
+      }
+    }
   }
 
  private:
@@ -64,13 +64,13 @@ class LoopTeam {
 
 // Arrays as in ScheduleParams. Returns whether nothing was written behind the working memory.
 extern "C" bool deal_on_host(const int* seq_lens, int batch, int num_sm_parts, int overhead_pages, int rows,
-                             int* schedule, int* num_splits) {
+                             int num_workers, int* schedule, int* num_splits) {
   using namespace pallas_attn::mla;
   constexpr int kGuard = 0x5A5A5A5A;
-  const size_t bytes = DealingSpace::bytes(batch, num_sm_parts);
+  const size_t bytes = DealingSpace::bytes(batch);
   std::vector<int> memory(bytes / sizeof(int) + 2, kGuard);
   LoopTeam team;
-  deal(team, {seq_lens, schedule, num_splits, batch, num_sm_parts, overhead_pages, rows},
-       DealingSpace(memory.data(), batch));
+  const ScheduleParams params = {seq_lens, schedule, num_splits, batch, num_sm_parts, overhead_pages, rows};
+  deal(team, params, DealingCounts(params, num_workers), DealingSpace(memory.data(), batch));
   return memory.back() == kGuard;
 }

@@ -8,6 +8,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -228,9 +229,69 @@ void run(const Case& c, mla::ElementType element) {
   if (worst > 8e-3) check(cudaErrorUnknown, "wrong result");
 }
 
+// The schedule kernel with more requests than the cases above, against dealing part by part.
+void run_schedule(int batch, int num_parts, int overhead) {
+  std::mt19937 random(batch);
+  std::vector<int> seq_lens(batch);
+  for (int& length : seq_lens) length = random() % 4 == 0 ? 0 : random() % 3000;
+  const auto pages_of = [&](int i) { return ceil_div(seq_lens[i], mla::kPageTokens); };
+  int work = batch * overhead;
+  for (int i = 0; i < batch; ++i) work += pages_of(i);
+  const int payload = std::max(ceil_div(work, num_parts) + overhead, 2 * overhead);
+
+  mla::ScheduleParams params = {};
+  params.seq_lens = on_device(seq_lens);
+  params.schedule = unwritten<int>(num_parts * mla::kScheduleFields);
+  params.num_splits = unwritten<int>(batch + 1);
+  params.batch = batch;
+  params.num_sm_parts = num_parts;
+  params.overhead_pages = overhead;
+  params.rows = 16;
+  const cudaStream_t stream = stream_on_all_multiprocessors();
+  check(mla::launch_schedule(params, stream));
+  check(cudaStreamSynchronize(stream), "making a schedule");
+  const auto schedule = on_host(params.schedule, num_parts * mla::kScheduleFields);
+  const auto num_splits = on_host(params.num_splits, batch + 1);
+
+  int request = 0, page = 0, wrong = 0;  // where work has come to
+  std::vector<int> splits(batch + 1);
+  for (int part = 0; part < num_parts; ++part) {
+    const int begin[3] = {request, page * mla::kPageTokens, page > 0 ? splits[request] : 0};
+    for (int left = payload; request < batch; ++request, page = 0) {
+      const int rest = pages_of(request) - page;
+      splits[request] += rest + overhead <= left || left > overhead;
+      if (rest + overhead > left) {
+        page += std::max(0, left - overhead);
+        break;
+      }
+      left -= rest + overhead;
+    }
+    const int* row = &schedule[part * mla::kScheduleFields];
+    const int end[2] = {page > 0 ? request : request - 1,
+                        page > 0 ? page * mla::kPageTokens : seq_lens[request - 1]};
+    wrong += row[mla::kBeginRequest] != begin[0] || row[mla::kBeginToken] != begin[1] ||
+             row[mla::kBeginSplit] != begin[2] || row[mla::kEndRequest] != end[0] ||
+             row[mla::kEndToken] != end[1];
+  }
+  for (int i = 0, before = 0; i <= batch; before += splits[i++]) wrong += num_splits[i] != before;
+  std::printf("schedule of %d requests for %d parts: %d differences\n", batch, num_parts, wrong);
+  if (wrong > 0) check(cudaErrorUnknown, "wrong schedule");
+}
+
+void run_schedules() {
+  run_schedule(1, 132, 1);
+  run_schedule(128, 132, 2);
+  run_schedule(1500, 132, 5);
+  run_schedule(700, 4096, 1);
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
+  if (count > 1 && arguments[1] == std::string("--schedules")) {
+    run_schedules();
+    return 0;
+  }
   if (count > 1 && arguments[1] == std::string("--few-multiprocessors")) {
     run<__nv_bfloat16>({"more CTAs than multiprocessors in reach",
                         {640, 640, 640, 600},
@@ -248,6 +309,7 @@ int main(int count, char** arguments) {
   }
   // Somebody else's mistake, left on the thread's record, is none of our launches'.
   if (cudaSetDevice(1 << 20) == cudaSuccess) check(cudaErrorUnknown, "a device there cannot be");
+  run_schedules();
   run<__nv_bfloat16>({"mixed lengths, heads in one tile", {0, 1, 64, 65, 300}, 1, 1, 16, 4},
                      mla::ElementType::kBfloat16);
   run<__half>({"two tokens, two KV heads, two tiles", {130, 200}, 2, 2, 40, 3}, mla::ElementType::kFloat16);

@@ -29,12 +29,19 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return library
 
 
-def on_host(library: ctypes.CDLL, lengths, num_parts: int, overhead: int | None, rows: int = 1) -> Schedule:
+def on_host(
+    library: ctypes.CDLL,
+    lengths,
+    num_parts: int,
+    overhead: int | None,
+    rows: int = 1,
+    num_workers: int = 128,
+) -> Schedule:
     lens = np.array(lengths, np.int32)
     metadata, num_splits = np.full((num_parts, 8), -7, np.int32), np.full(len(lens) + 1, -7, np.int32)
     pointers = [array.ctypes.data_as(ctypes.c_void_p) for array in (lens, metadata, num_splits)]
     within = library.deal_on_host(
-        pointers[0], len(lens), num_parts, overhead or 0, rows, pointers[1], pointers[2]
+        pointers[0], len(lens), num_parts, overhead or 0, rows, num_workers, pointers[1], pointers[2]
     )
     assert within, "wrote behind its working memory"
     return metadata, num_splits
@@ -62,10 +69,14 @@ LENGTH = st.one_of(
     st.lists(LENGTH, min_size=1, max_size=300),
     st.one_of(st.sampled_from([1, 7, 66, 132, 264]), st.integers(1, 4096)),
     st.one_of(st.sampled_from([1, 2, 5]), st.integers(1, 1024)),
+    st.sampled_from([128, 256, 1024]),
 )
-def test_equals_the_plain_model(library: ctypes.CDLL, lengths, num_parts: int, overhead: int) -> None:
+def test_equals_the_plain_model(
+    library: ctypes.CDLL, lengths, num_parts: int, overhead: int, num_workers: int
+) -> None:
     rows, pieces, _ = plain_schedule(lengths, num_parts, overhead)
-    assert_equal(on_host(library, lengths, num_parts, overhead), (rows, pieces), lengths)
+    got = on_host(library, lengths, num_parts, overhead, num_workers=num_workers)
+    assert_equal(got, (rows, pieces), lengths)
 
 
 def batches(num_seqs: int, rng: np.random.Generator) -> list[np.ndarray]:
@@ -125,6 +136,9 @@ def test_the_most_there_may_be(library: ctypes.CDLL) -> None:
         rows, pieces, _ = plain_schedule(lengths, num_parts, overhead)
         assert_equal(on_host(library, lengths, num_parts, overhead), (rows, pieces), num_parts)
     on_host(library, [LARGEST] * 16384, 4096, 1024)  # no overflow
+    for num_parts in (1, 2, 3):
+        rows, pieces, _ = plain_schedule([LARGEST] * 32, num_parts, 1024)
+        assert_equal(on_host(library, [LARGEST] * 32, num_parts, 1024), (rows, pieces), num_parts)
 
 
 def test_the_limits_are_pythons() -> None:

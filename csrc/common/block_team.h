@@ -5,32 +5,18 @@
 #include <cuda_runtime.h>
 
 #include <climits>
+#include <cstdint>
 
 namespace pallas_attn {
-
-// A warp that looks for something together.
-class WarpSearch {
- public:
-  __device__ bool leads() const { return threadIdx.x % 32 == 0; }
-
-  // The first i in [begin, end) for which `holds` is true, else end.
-  template <typename Holds>
-  __device__ int first(int begin, int end, Holds holds) const {
-#pragma unroll 1
-    for (int base = begin; base < end; base += 32) {
-      const int i = base + threadIdx.x % 32;
-      const unsigned lanes = __ballot_sync(~0u, i < end && holds(i));
-      if (lanes != 0) return base + __ffs(lanes) - 1;
-    }
-    return end;
-  }
-};
 
 template <int kThreads>
 class BlockTeam {
  public:
+  struct Totals {
+    int sum, least, most;
+  };
   struct Scratch {
-    int by_warp[2][kThreads / 32];
+    Totals by_warp[kThreads / 32];
   };
 
   __device__ explicit BlockTeam(Scratch& scratch) : scratch_(scratch) {}
@@ -42,18 +28,14 @@ class BlockTeam {
     __syncthreads();
   }
 
-  // By a warp for each.
-  template <typename Work>
-  __device__ void each_by_group(int count, Work work) const {
-#pragma unroll 1
-    for (int i = warp(); i < count; i += kWarps) work(WarpSearch(), i);
-    __syncthreads();
-  }
+  // Within a step, by any number of workers.
+  static __device__ void lower(int& value, int to) { atomicMin(&value, to); }
 
-  // sums[i] becomes the sum of the first i values, for i up to and including `count`.
+  // sums[i] becomes the sum of the first i values, for i up to and including `count`. It is there for work(i)
+  // of the next step, not for other work.
   template <typename Value>
-  __device__ void prefix_sum(int count, Value value, int* sums) const {
-    int before = 0;
+  __device__ Totals prefix_sum(int count, Value value, int* sums) const {
+    Totals all = {0, INT_MAX, INT_MIN};
 #pragma unroll 1
     for (int base = 0; base <= count; base += kThreads) {
       const int i = base + threadIdx.x;
@@ -64,39 +46,46 @@ class BlockTeam {
         const int below = __shfl_up_sync(~0u, sum, distance);
         if (lane() >= distance) sum += below;
       }
-      if (lane() == 31) scratch_.by_warp[0][warp()] = sum;
+      const int least = __reduce_min_sync(~0u, i < count ? own : INT_MAX);
+      const int most = __reduce_max_sync(~0u, i < count ? own : INT_MIN);
+      if (base > 0) __syncthreads();  // everybody has read the round before
+      if (lane() == 31) scratch_.by_warp[warp()] = {sum, least, most};
       __syncthreads();
-      const int of_warp = lane() < kWarps ? scratch_.by_warp[0][lane()] : 0;
-      const int of_warps_below = __reduce_add_sync(~0u, lane() < warp() ? of_warp : 0);
-      if (i <= count) sums[i] = before + of_warps_below + sum - own;
-      before += __reduce_add_sync(~0u, of_warp);
-      __syncthreads();  // the next round overwrites the warps' sums
+      const Totals none = {0, INT_MAX, INT_MIN};
+      const Totals of_warp = lane() < kWarps ? scratch_.by_warp[lane()] : none;
+      const int of_warps_below = __reduce_add_sync(~0u, lane() < warp() ? of_warp.sum : 0);
+      if (i <= count) sums[i] = all.sum + of_warps_below + sum - own;
+      all.sum += __reduce_add_sync(~0u, of_warp.sum);
+      all.least = min(all.least, __reduce_min_sync(~0u, of_warp.least));
+      all.most = max(all.most, __reduce_max_sync(~0u, of_warp.most));
     }
+    return all;
   }
 
-  struct Extremes {
-    int least, most;
-  };
-  template <typename Value>
-  __device__ Extremes extremes(int count, Value value) const {
-    int least = INT_MAX, most = INT_MIN;
+  // `hop(i)` leads from i to a later one below `count`, or to the end, which is `count`. Of each i below
+  // `count`: the way out of its chunk of 32 neighbours, and which of them lie on it.
+  template <typename HopOf, typename Store>
+  __device__ void follow_in_chunks(int count, HopOf hop_of, Store store) const {
 #pragma unroll 1
-    for (int i = threadIdx.x; i < count; i += kThreads) {
-      least = min(least, value(i));
-      most = max(most, value(i));
-    }
-    least = __reduce_min_sync(~0u, least);
-    most = __reduce_max_sync(~0u, most);
-    if (lane() == 0) {
-      scratch_.by_warp[0][warp()] = least;
-      scratch_.by_warp[1][warp()] = most;
+    for (int first = 32 * warp(); first < count; first += kThreads) {
+      const int i = first + lane();
+      auto hop = hop_of(min(i, count - 1));
+      uint32_t visited = 1u << lane();
+#pragma unroll 1
+      for (int hops = 1; hops < min(32, count); hops *= 2) {
+        // What has been followed so far, and what has been followed from there: twice as far.
+        const bool inside = hop.request < min(first + 32, count);
+        const int from = inside ? hop.request - first : lane();
+        const auto on = shuffle(hop, from);
+        const uint32_t visits = __shfl_sync(~0u, visited, from);
+        if (inside) {
+          hop = hop.then(on);
+          visited |= visits;
+        }
+      }
+      if (i < count) store(i, hop, visited);
     }
     __syncthreads();
-    const int other = lane() < kWarps ? lane() : 0;
-    const Extremes found = {__reduce_min_sync(~0u, scratch_.by_warp[0][other]),
-                            __reduce_max_sync(~0u, scratch_.by_warp[1][other])};
-    __syncthreads();
-    return found;
   }
 
  private:
@@ -105,6 +94,12 @@ class BlockTeam {
 
   static __device__ int lane() { return threadIdx.x % 32; }
   static __device__ int warp() { return threadIdx.x / 32; }
+
+  template <typename Word>
+  static __device__ Word shuffle(Word word, int from) {
+    static_assert(sizeof(Word) == sizeof(uint32_t));
+    return __builtin_bit_cast(Word, __shfl_sync(~0u, __builtin_bit_cast(uint32_t, word), from));
+  }
 
   Scratch& scratch_;
 };

@@ -22,6 +22,23 @@ PALLAS_ATTN_HOST_DEVICE constexpr T at_most(T high, T x) {
   return x > high ? high : x;
 }
 
+PALLAS_ATTN_HOST_DEVICE inline int count_bits(uint32_t word) {
+#ifdef __CUDA_ARCH__
+  return __popc(word);
+#else
+  return __builtin_popcount(word);
+#endif
+}
+
+// Of a word that has one: the highest bit that is set.
+PALLAS_ATTN_HOST_DEVICE inline int highest_bit(uint32_t word) {
+#ifdef __CUDA_ARCH__
+  return 31 - __clz(word);
+#else
+  return 31 - __builtin_clz(word);
+#endif
+}
+
 // Divides numbers below 2^31 by the same one again and again: a product and a correction each.
 class Divisor {
  public:
@@ -33,6 +50,8 @@ class Divisor {
     const auto quotient = static_cast<uint32_t>(uint64_t{dividend} * reciprocal_ >> 32);
     return quotient + (dividend - quotient * divisor_ >= divisor_);
   }
+  // Rounded up; dividend + divisor, too, must be below 2^31.
+  PALLAS_ATTN_HOST_DEVICE uint32_t into_up(uint32_t dividend) const { return into(dividend + divisor_ - 1); }
 
  private:
   uint32_t divisor_, reciprocal_;

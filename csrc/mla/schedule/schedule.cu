@@ -8,26 +8,27 @@
 namespace pallas_attn::mla {
 namespace {
 
-// A warp looks for where the walk from one request snaps, so many requests want many warps: 1024 threads are
-// 6 us faster than 256 with 128 requests, and 0.8 us slower, by starting and meeting, with up to 8.
-constexpr int kFewThreads = 256, kManyThreads = 1024;
-constexpr int kFewRequests = 16;
+// More threads share the search, but start and meet later: 128 threads are 0.4 us faster than 256 with 64 and
+// 128 requests, 1.4 us slower with 256.
+constexpr int kFewThreads = 128, kSomeThreads = 256, kManyThreads = 1024;
+constexpr int kFewRequests = 128, kSomeRequests = 256;
 
 template <int kThreads>
-__global__ void __launch_bounds__(kThreads) schedule_kernel(const __grid_constant__ ScheduleParams params) {
+__global__ void __launch_bounds__(kThreads) schedule_kernel(const __grid_constant__ ScheduleParams params,
+                                                            const __grid_constant__ DealingCounts counts) {
   using Team = BlockTeam<kThreads>;
   extern __shared__ int memory[];
   __shared__ typename Team::Scratch scratch;
   ptx::wait_for_previous_kernel();
   Team team(scratch);
-  deal(team, params, DealingSpace(memory, params.batch));
+  deal(team, params, counts, DealingSpace(memory, params.batch));
 }
 
 template <int kThreads>
 LaunchStatus launch(const ScheduleParams& params, cudaStream_t stream) {
   using Team = BlockTeam<kThreads>;
   const auto kernel = schedule_kernel<kThreads>;
-  const size_t shared_bytes = DealingSpace::bytes(params.batch, params.num_sm_parts);
+  const size_t shared_bytes = DealingSpace::bytes(params.batch);
   constexpr size_t kDefaultLimit = 48 * 1024 - sizeof(typename Team::Scratch);
   if (shared_bytes > kDefaultLimit) {
     const LaunchStatus raised =
@@ -36,14 +37,15 @@ LaunchStatus launch(const ScheduleParams& params, cudaStream_t stream) {
     if (!raised.ok()) return raised;
   }
   return launch_dependent(kernel, dim3(1), kThreads, shared_bytes, stream, Blocks::kIndependent,
-                          "launching the schedule kernel", params);
+                          "launching the schedule kernel", params, DealingCounts(params, kThreads));
 }
 
 }  // namespace
 
 LaunchStatus launch_schedule(const ScheduleParams& params, cudaStream_t stream) {
-  return params.batch <= kFewRequests ? launch<kFewThreads>(params, stream)
-                                      : launch<kManyThreads>(params, stream);
+  if (params.batch <= kFewRequests) return launch<kFewThreads>(params, stream);
+  if (params.batch <= kSomeRequests) return launch<kSomeThreads>(params, stream);
+  return launch<kManyThreads>(params, stream);
 }
 
 }  // namespace pallas_attn::mla
