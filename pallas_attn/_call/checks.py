@@ -156,6 +156,9 @@ class ArgumentChecker:
     def count(self, name: str, value: Any, most: int | None = None) -> None:
         check_int(self.function, self.spell(name), value, least=1, most=most)
 
+    def int_within(self, name: str, value: Any, least: int, most: int) -> None:
+        check_int(self.function, self.spell(name), value, least, most)
+
     def flag(self, name: str, value: Any) -> None:
         if not isinstance(value, bool | np.bool_):
             self.fail(name, "True or False", shown(value), TypeError)

@@ -34,13 +34,23 @@ def packing(dtype: Any) -> int:
 
 
 def check_pools(
-    check: ArgumentChecker, key_cache: Any, value_cache: Any, layout: str, dtypes: Any, named: str = "layout"
+    check: ArgumentChecker,
+    key_cache: Any,
+    value_cache: Any,
+    layout: str,
+    dtypes: Any,
+    named: str = "layout",
+    value_dim: str = "head_dim",
 ) -> PoolShape:
-    """Checks both pools of a call and binds their dimensions; `named`, the call's argument for their layout."""
+    """Checks both pools of a call and binds their dimensions; `named`, the call's argument for their layout.
+
+    `value_dim` is another dimension than head_dim where values may be of another width than keys, whose head_dim must
+    then be bound.
+    """
     check.one_of(named, layout, LAYOUTS)
     if layout == "PACKED":
         check.array(
-            "value_cache", value_cache, ("num_pages", "num_kv_heads", "head_dim", "page_size"), dtypes
+            "value_cache", value_cache, ("num_pages", "num_kv_heads", value_dim, "page_size"), dtypes
         )
         x = packing(value_cache.dtype)
         if check.dims["head_dim"] % x:
@@ -50,7 +60,7 @@ def check_pools(
     else:
         dims = ("page_size", "num_kv_heads") if layout == "NHD" else ("num_kv_heads", "page_size")
         check.array("key_cache", key_cache, ("num_pages", *dims, "head_dim"), dtypes)
-        check.array("value_cache", value_cache, ("num_pages", *dims, "head_dim"), [key_cache.dtype])
+        check.array("value_cache", value_cache, ("num_pages", *dims, value_dim), [key_cache.dtype])
     check.non_empty("key_cache", key_cache)
     return PoolShape(*(check.dims[dim] for dim in PoolShape._fields))
 
@@ -81,6 +91,14 @@ def pool_shape(value_cache: jax.Array, layout: str) -> PoolShape:
             return PoolShape(a, c, b, d)
         case _:
             return PoolShape(a, d, b, c)
+
+
+def key_pool_shape(key_cache: jax.Array, layout: str) -> PoolShape:
+    """From the key pool, where values may be of another width."""
+    if layout == "PACKED":
+        pages, heads, parts, page_size, x = key_cache.shape
+        return PoolShape(pages, page_size, heads, parts * x)
+    return pool_shape(key_cache, layout)
 
 
 def token_index(layout: str, which: Which, page, offset, kv_head, dim, dtype: Any) -> tuple:

@@ -9,15 +9,15 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._tile import rows, softmax, triton
+from pallas_attn._tile.layout import PoolShape
 from pallas_attn._tile.pieces import Pieces, ceil_div
-from pallas_attn._tile.problem import SplitKVProblem
 from pallas_attn._tile.result import Result, store_lse, store_out
 
 # With fewer programs than this, more of them are cheaper than more work in each.
@@ -26,6 +26,19 @@ ENOUGH_PROGRAMS = 512
 FEW_PROGRAMS = 128
 TILE_ELEMENTS = 64 * 128  # of partial output in flight in a program
 MOST_ROWS = 16
+
+
+class Cut(Protocol):
+    """What is cut into pieces: the sequences of a problem, or whatever else it deals to programs."""
+
+    @property
+    def num_cut(self) -> int: ...
+    @property
+    def num_pieces(self) -> int: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def pool(self) -> PoolShape: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,29 +78,33 @@ def merge(
     pieces_of: Callable[..., Pieces],
     *,
     name: str,
-    problem: SplitKVProblem,
+    problem: Cut,
     most_pieces: int,
     interpret: bool,
+    rows_of: Callable[..., tuple[rows.Rows, tuple[jax.Array, ...]]] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(out, lse) with the rows of sequences that were cut filled in, in place, from the partial results.
 
     `outputs` are the kernel's: (out, lse, partial out, partial lse2), or (out, lse) alone if no sequence is ever cut,
     and then nothing is left to do. `pieces_of(*refs)` says, from the refs of
-    `operands`, which partial results are a sequence's; none has more than `most_pieces`.
+    `operands`, which partial results are a sequence's; none has more than `most_pieces`. `rows_of(*refs, sequence,
+    rows numbered through all KV heads)` gives these rows and their leading indices in the final arrays, where
+    sequences are not one dimension of them; "sequence" may then be whatever is cut.
     """
     if not problem.num_pieces:
         out, lse = outputs
         return out, lse
     num_rows = problem.pool.num_kv_heads * problem.rows
     dim = outputs[0].shape[-1]
-    shape = tiling(problem.num_seqs, num_rows, dim, most_pieces)
+    shape = tiling(problem.num_cut, num_rows, dim, most_pieces)
+    rows_of = rows_of or functools.partial(_batched, problem)
     width = triton.tile_side(dim)
     out, lse = triton.kernel_call(
-        functools.partial(_merge_kernel, pieces_of=pieces_of, problem=problem, tiling=shape),
+        functools.partial(_merge_kernel, pieces_of=pieces_of, rows_of=rows_of, tiling=shape),
         *outputs,
         *operands,
         name=name,
-        grid=(ceil_div(num_rows, shape.rows), width // shape.dims, problem.num_seqs),
+        grid=(ceil_div(num_rows, shape.rows), width // shape.dims, problem.num_cut),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs[:2]],
         input_output_aliases={0: 0, 1: 1},
         num_warps=shape.num_warps,
@@ -99,7 +116,7 @@ def merge(
 
 def _merge_kernel(
     _out_in, _lse_in, partial_out_ref, partial_lse_ref, *refs,
-    pieces_of: Callable[..., Pieces], problem: SplitKVProblem, tiling: Tiling,
+    pieces_of: Callable[..., Pieces], rows_of: Callable[..., Any], tiling: Tiling,
 ):  # fmt: skip
     *operands, out_ref, lse_ref = refs
     row_block, dim_block, seq = (triton.program_id(axis) for axis in range(3))
@@ -107,7 +124,7 @@ def _merge_kernel(
 
     @triton.when(count > 1)
     def _():
-        mine = rows.across_heads(problem, row_block * tiling.rows + jnp.arange(tiling.rows))
+        mine, leading = rows_of(*operands, seq, row_block * tiling.rows + jnp.arange(tiling.rows))
         dim = dim_block * tiling.dims + jnp.arange(tiling.dims)
 
         def step(i, state):
@@ -127,9 +144,15 @@ def _merge_kernel(
         start = softmax.start((tiling.rows,), tiling.dims)
         out, lse2 = softmax.finish(lax.fori_loop(0, ceil_div(count, tiling.pieces), step, start))
         chunk = (dim_block * tiling.dims, tiling.dims)
-        result = Result(mine, rows.batched(mine, seq), [chunk], [out], lse2)
+        result = Result(mine, leading, [chunk], [out], lse2)
         store_out(result, out_ref)
         triton.when(dim_block == 0)(lambda: store_lse(result, lse_ref))
+
+
+def _batched(problem: Any, *refs_and_seq: Any) -> tuple[rows.Rows, tuple[jax.Array, ...]]:
+    *_, seq, flat = refs_and_seq
+    mine = rows.across_heads(problem, flat)
+    return mine, rows.batched(mine, seq)
 
 
 def _place(piece: jax.Array, mine: rows.Rows, shape: tuple[int, ...]) -> tuple[jax.Array, ...]:

@@ -41,22 +41,23 @@ def gather(
     offset: jax.Array,
     kv_head,
     chunk: Chunk,
-    held: jax.Array,
+    held: jax.Array | None,
     *,
     head_dim: int,
     eviction_policy: str | None = None,
 ) -> jax.Array:
-    """Elements `chunk` of tokens at [block_kv] pages and offsets, [block_kv, size]; 0 where not `held`."""
+    """Elements `chunk` of tokens at [block_kv] pages and offsets, [block_kv, size]; 0 where not `held` (None: all are)."""
     first, size = chunk
-    tile = jnp.zeros((held.shape[0], size), jnp.int32)
+    tile = jnp.zeros((offset.shape[0], size), jnp.int32)
     dim = first + jnp.arange(size)[None, :] + tile
     place = token_index(
         layout, which, page[:, None] + tile, offset[:, None] + tile, kv_head + tile, dim, ref.dtype
     )
-    mask = held[:, None] & (tile == 0)
+    mask = None if held is None else held[:, None] & (tile == 0)
     if reaches_beyond(chunk, head_dim):
-        mask &= dim < head_dim
-    return triton.load(ref.at[place], mask=mask, other=_nothing(ref), eviction_policy=eviction_policy)
+        mask = dim < head_dim if mask is None else mask & (dim < head_dim)
+    other = None if mask is None else _nothing(ref)
+    return triton.load(ref.at[place], mask=mask, other=other, eviction_policy=eviction_policy)
 
 
 def run(

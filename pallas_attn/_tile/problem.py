@@ -55,6 +55,11 @@ class SplitKVProblem(PagedCall):
         return math.ceil(self.rows / self.config.block_q)
 
     @property
+    def num_cut(self) -> int:
+        """What is cut into pieces: sequences."""
+        return self.num_seqs
+
+    @property
     def num_pieces(self) -> int:
         """Partial results there is room for (see pieces.py); 0 if no sequence is ever cut."""
         return self.num_seqs * self.config.num_splits if self.config.num_splits > 1 else 0
