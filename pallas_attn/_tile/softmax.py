@@ -41,14 +41,19 @@ def _finite(maximum: jax.Array) -> jax.Array:
     return jnp.where(maximum == -jnp.inf, 0.0, maximum)
 
 
-def rescale(state: OnlineSoftmax, logits2: jax.Array) -> tuple[OnlineSoftmax, jax.Array]:
-    """Takes in a tile of logits [..., rows, keys] (-inf where masked).
+def rescale(
+    state: OnlineSoftmax, logits2: jax.Array, factor: jax.Array | float | None = None
+) -> tuple[OnlineSoftmax, jax.Array]:
+    """Takes in a tile of logits [..., rows, keys] (-inf where masked), yet to be multiplied by a `factor` above 0 if
+    there is one: that costs nothing beside the subtraction of the maximum.
 
     Returns the state with everything but the new tile's values added, and the tile's weights; the caller adds
     `weights @ values` to `acc`, in whatever way its memory layout wants.
     """
-    maximum = jnp.maximum(state.maximum, jnp.max(logits2, axis=-1))
-    weights = jnp.exp2(logits2 - _finite(maximum)[..., None])
+    new = jnp.max(logits2, axis=-1)
+    maximum = jnp.maximum(state.maximum, new if factor is None else new * factor)
+    scaled = logits2 if factor is None else logits2 * factor
+    weights = jnp.exp2(scaled - _finite(maximum)[..., None])
     decay = jnp.exp2(state.maximum - _finite(maximum))
     if state.total.ndim == weights.ndim:
         total = state.total * decay[..., None] + weights

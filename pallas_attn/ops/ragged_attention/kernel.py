@@ -174,8 +174,8 @@ def _attend(problem, block: Block, place, kv_head, split, query_ref, pool_refs, 
             held = None if whole else context.held(position)
             read = _reader(tables_ref, block.seq, start, held, kv_head, problem, compute)
             keys = [read("key", key_ref, chunk, problem.pool.head_dim) for chunk in chunks]
-            logits2 = _logits2(queries, keys, mine, query_at, position, held, extra_refs, problem)
-            state, weights = softmax.rescale(state, logits2)
+            tile_logits, factor = _logits(queries, keys, mine, query_at, position, held, extra_refs, problem)
+            state, weights = softmax.rescale(state, tile_logits, factor)
             values = [read("value", value_ref, chunk, problem.value_dim) for chunk in value_chunks]
             weights = weights.astype(compute)
             acc = tuple(a + triton.dot(weights, v) for a, v in zip(state.acc, values, strict=True))
@@ -284,24 +284,29 @@ def _reader(tables_ref, seq, start, held, kv_head, problem: Problem, dtype):
     return read
 
 
-def _logits2(queries, keys, mine: rows.Rows, query_at, position, held, extra_refs, problem: Problem) -> jax.Array:
-    """Base-2 logits [block_q, block_kv] with every rule applied; without `held` every row sees every key."""
+def _logits(queries, keys, mine: rows.Rows, query_at, position, held, extra_refs, problem: Problem):
+    """(logits [block_q, block_kv] with every rule applied, what makes them base 2: a factor, or None if they are);
+    without `held` every row sees every key."""
     rules, slope, scale = problem.rules, None, problem.scale
     if "k_scale" in extra_refs:
         scale = scale * triton.load(extra_refs["k_scale"].at[mine.kv_head])
     if "alibi_slopes" in extra_refs:
         slope = triton.load(extra_refs["alibi_slopes"].at[mine.head], mask=mine.real, other=0.0)[:, None]
     key_at, query_at = position[None, :], query_at[:, None]
-    scaled = logits.products(queries, keys, logits.factor(rules, scale, slope))
-    logits2 = logits.shape(scaled, rules, slope, key_at, query_at)
+    factor = logits.factor(rules, scale, slope)
+    if rules.softcap is None and slope is None:
+        tile = logits.products(queries, keys, 1.0)
+    else:
+        scaled = logits.products(queries, keys, factor)
+        tile, factor = logits.shape(scaled, rules, slope, key_at, query_at), None
     if held is None:
-        return logits2
-    logits2 = masking.apply(logits2, held[None, :])
+        return tile, factor
+    tile = masking.apply(tile, held[None, :])
     if problem.causal:
-        logits2 = masking.apply(logits2, masking.causal(key_at, query_at))
+        tile = masking.apply(tile, masking.causal(key_at, query_at))
     if rules.sliding_window is not None:
-        logits2 = masking.apply(logits2, masking.in_window(key_at, query_at, rules.sliding_window))
-    return logits2
+        tile = masking.apply(tile, masking.in_window(key_at, query_at, rules.sliding_window))
+    return tile, factor
 
 
 class BlockPieces:
