@@ -25,6 +25,7 @@ from pallas_attn.ops.mla_decode import (
     mla_schedule,
 )
 from pallas_attn.ops.paged_attention import PagedAttentionConfig, paged_attention
+from pallas_attn.ops.ragged_attention import RaggedAttentionConfig, RaggedTiles, ragged_paged_attention
 
 __all__ = [
     "LocalStride",
@@ -35,6 +36,8 @@ __all__ = [
     "PagedAttentionConfig",
     "PagedKVCache",
     "PagedLatentCache",
+    "RaggedAttentionConfig",
+    "RaggedTiles",
     "available_implementations",
     "convert_layout",
     "copy_pages",
@@ -43,6 +46,7 @@ __all__ = [
     "mla_decode",
     "mla_schedule",
     "paged_attention",
+    "ragged_paged_attention",
     "record_implementations",
     "register_ffi_targets",
     "write_kv",

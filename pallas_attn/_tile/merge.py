@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ TILE_ELEMENTS = 64 * 128  # of partial output in flight in a program
 MOST_ROWS = 16
 
 
+@runtime_checkable
 class Cut(Protocol):
     """What is cut into pieces: the sequences of a problem, or whatever else it deals to programs."""
 

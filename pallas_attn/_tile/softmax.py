@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_attn._tile import triton
+
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 
@@ -53,7 +55,7 @@ def rescale(
     new = jnp.max(logits2, axis=-1)
     maximum = jnp.maximum(state.maximum, new if factor is None else new * factor)
     scaled = logits2 if factor is None else logits2 * factor
-    weights = jnp.exp2(scaled - _finite(maximum)[..., None])
+    weights = triton.exp2(scaled - _finite(maximum)[..., None])
     decay = jnp.exp2(state.maximum - _finite(maximum))
     if state.total.ndim == weights.ndim:
         total = state.total * decay[..., None] + weights

@@ -4,6 +4,8 @@ Kernels import the primitives and `kernel_call` from here, so that another lower
 of this file.
 """
 
+import contextvars
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -36,6 +38,31 @@ def dot(a: jax.Array, b: jax.Array, *, trans_b: bool = False) -> jax.Array:
     return plgpu.dot(a, b, trans_b=trans_b, precision=precision)
 
 
+_compiling = contextvars.ContextVar("_compiling", default=False)
+
+
+def exp2(x: jax.Array) -> jax.Array:
+    """One instruction where a kernel is compiled for a GPU: XLA's own exp2 spends three more on what is denormal."""
+    if not _compiling.get() or x.dtype != jnp.float32:
+        return jnp.exp2(x)
+    (result,) = plgpu.elementwise_inline_asm(
+        "ex2.approx.ftz.f32 $0, $1;",
+        args=[x],
+        constraints="=r,r",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+    )
+    return result
+
+
+def _marked(kernel: Callable[..., None], *refs: Any) -> None:
+    token = _compiling.set(True)
+    try:
+        kernel(*refs)
+    finally:
+        _compiling.reset(token)
+
+
 def kernel_call(
     kernel: Callable[..., None],
     *operands: Any,
@@ -51,7 +78,7 @@ def kernel_call(
     every ref is a whole array, indexed by the kernel."""
     axes = varying_axes(operands)
     call = pl.pallas_call(
-        kernel,
+        kernel if interpret else functools.partial(_marked, kernel),
         out_shape=[varying_like(struct, axes) for struct in out_shape],
         grid=grid,
         name=name,

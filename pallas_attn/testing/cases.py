@@ -163,6 +163,38 @@ class MLADecodeCase(Case):
         }
 
 
+@dataclasses.dataclass(frozen=True)
+class RaggedCase(DecodeCase):
+    """One call of `ragged_paged_attention`: sequence i has q_lens[i] query tokens.
+
+    padding: query tokens behind the last sequence; spare_seqs: room for sequences behind it.
+    short: whether sequences of few rows have a launch of their own; `config` is of both.
+    """
+
+    op: ClassVar[str] = "ragged_paged_attention"
+
+    _: dataclasses.KW_ONLY
+    q_lens: tuple[int, ...]
+    value_dim: int | None = None
+    causal: bool = True
+    padding: int = 5
+    spare_seqs: int = 2
+    short: bool = True
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.q_lens) + self.padding
+
+    def of(self, seq: int) -> DecodeCase:
+        """A sequence as a batch of its own."""
+        return dataclasses.replace(self, seq_lens=self.seq_lens[seq : seq + 1], q_len=self.q_lens[seq])
+
+    def _options(self) -> list[str]:
+        parts = [f"t{self.num_tokens}", *super()._options()]
+        parts += [f"v{self.value_dim}"] if self.value_dim else []
+        return parts + [name for name, has in (("full", not self.causal), ("one", not self.short)) if has]
+
+
 def select(op: str, *tags: str) -> list[Case]:
     """The cases of an op that have every tag."""
     return [case for case in _all_cases() if case.op == op and case.tags.issuperset(tags)]
@@ -189,7 +221,7 @@ def boundary_lengths(page_size: int, split: int = 256) -> tuple[int, ...]:
 
 @functools.cache
 def _all_cases() -> tuple[Case, ...]:
-    tests = [*_shapes_and_dtypes(), *_options_of_paged_attention(), *_mla_tests()]
+    tests = [*_shapes_and_dtypes(), *_options_of_paged_attention(), *_mla_tests(), *_ragged_tests()]
     marked = [dataclasses.replace(case, uses=(*case.uses, "test")) for case in tests]
     return (*marked, *_paged_cells(), *_mla_cells())
 
@@ -367,3 +399,29 @@ def _mla_tests() -> list[MLADecodeCase]:
         MLADecodeCase(lens, 4, page_size=16, config=(("block_kv", 64),), uses=FAST),
         MLADecodeCase(lens, 4, page_size=128, num_parts=5, config=(("block_kv", 128), ("num_stages", 2))),
     ]
+
+
+def _ragged_tests() -> list[RaggedCase]:
+    """Every way to read a cache and every rule of `ragged_paged_attention`, each at least once."""
+    # A chunk of a long prompt, no query, decoding, a whole prompt, queries before the start, decoding, a chunk.
+    q_lens, lens = (17, 0, 1, 70, 7, 1, 33), (300, 40, 1, 70, 3, 129, 65)
+    cut = (("num_splits", 3), ("min_split_tokens", 16), ("target_programs", 64))
+    small = (("block_kv", 16), *cut)
+    return [
+        RaggedCase(lens, 4, 2, 64, 16, q_lens=q_lens, config=cut, uses=FAST),
+        RaggedCase(lens, 4, 2, 128, 16, q_lens=q_lens, short=False, padding=0, spare_seqs=0),
+        RaggedCase(lens, 6, 2, 80, 16, "float16", "HND", q_lens=q_lens, sliding_window=20, config=small),
+        RaggedCase(lens, 3, 1, 192, 64, "float32", q_lens=q_lens, value_dim=128, config=cut),
+        RaggedCase(lens, 4, 4, 96, 24, "float32", q_lens=q_lens, causal=False, sliding_window=50, config=small),
+        RaggedCase(lens, 4, 2, 112, 8, q_lens=q_lens, causal=False, sinks=True),
+        RaggedCase(lens, 4, 1, 256, 32, q_lens=q_lens, softcap=2.0),
+        RaggedCase(
+            lens, 8, 2, 64, 16, "float16", "HND", q_lens=q_lens, cache_dtype="int8", scale_per_head=True, alibi=True
+        ),
+        RaggedCase(lens, 7, 1, 32, 1, q_lens=q_lens, cache_dtype="float8_e5m2", short=False),
+        # all at once
+        RaggedCase(
+            lens, 8, 2, 64, 16, "bfloat16", "PACKED", q_lens=q_lens, value_dim=32, cache_dtype="float8_e4m3fn",
+            scale_per_head=True, sliding_window=90, softcap=20.0, alibi=True, sinks=True, config=small, uses=FAST,
+        ),
+    ]  # fmt: skip

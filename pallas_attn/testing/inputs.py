@@ -15,7 +15,7 @@ import numpy as np
 
 from pallas_attn._tile.layout import PoolShape, array_shape, from_nhd, token_index
 from pallas_attn._tile.quantization import quantize
-from pallas_attn.testing.cases import Case, DecodeCase, MLADecodeCase
+from pallas_attn.testing.cases import Case, DecodeCase, MLADecodeCase, RaggedCase
 
 GARBAGE_IDS = (2147480000, -1, -2147483648, 12345678)
 
@@ -54,6 +54,18 @@ class LatentInputs(Inputs):
     @property
     def key_cache(self) -> np.ndarray:
         return self.latent_cache
+
+
+@dataclasses.dataclass
+class RaggedInputs(Inputs):
+    query: np.ndarray
+    key_cache: np.ndarray
+    value_cache: np.ndarray
+    block_tables: np.ndarray
+    seq_lens: np.ndarray
+    cu_q_lens: np.ndarray
+    num_seqs: np.ndarray
+    extras: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
 
 def block_tables(
@@ -165,7 +177,7 @@ def visible(case: DecodeCase, length: int) -> np.ndarray:
     for q in range(case.q_len):
         at = length - case.q_len + q  # the query's position
         for head in range(case.num_heads):
-            row = token <= at
+            row = token <= at if getattr(case, "causal", True) else token >= 0
             if case.sliding_window is not None:
                 row &= at - token < case.sliding_window
             if case.block_sparse is not None:
@@ -186,6 +198,55 @@ def _in_pattern(case: DecodeCase, token: np.ndarray, at: int, head: int) -> np.n
     return ((block + offset) % pattern.vert_stride == 0) | (
         block > at // pattern.block_size - pattern.local_blocks
     )
+
+
+def make_ragged(case: RaggedCase, seed: int = 0) -> RaggedInputs:
+    """As `make`; NaN in the padding's queries as well, and garbage in all that lies behind the last sequence."""
+    rng = np.random.default_rng(seed)
+    used, num_pages = block_tables(rng, case.seq_lens, case.page_size, case.spare_pages)
+    room = case.num_seqs + case.spare_seqs
+    tables = rng.choice(GARBAGE_IDS, size=(room, used.shape[1])).astype(np.int32)
+    tables[: case.num_seqs] = used
+    lens, cu = (rng.choice(GARBAGE_IDS, size=size).astype(np.int32) for size in (room, room + 1))
+    lens[: case.num_seqs] = case.seq_lens
+    cu[: case.num_seqs + 1] = np.cumsum([0, *case.q_lens])
+    query = rng.standard_normal((case.num_tokens, case.num_heads, case.head_dim))
+    query[cu[case.num_seqs] :] = np.nan
+    extras = _extras(case, rng)
+    pools = {}
+    for which, dim in (("key", case.head_dim), ("value", case.value_dim or case.head_dim)):
+        narrow = dataclasses.replace(case, head_dim=dim)
+        pool = _drawn_pool(narrow, rng, used, num_pages)
+        if which == "value":
+            for seq, length in enumerate(case.seq_lens):
+                page, offset = token_places(used[seq], length, case.page_size)
+                unseen = ~visible(case.of(seq), length).any(axis=(0, 1))
+                pool[page[unseen], offset[unseen]] = 1e4
+        stored = _stored(pool, narrow, extras.get(f"{which[0]}_scale"))
+        pools[which] = np.array(from_nhd(jnp.asarray(stored), case.layout, which))
+    query = query.astype(jnp.dtype(case.dtype))
+    return RaggedInputs(
+        query, pools["key"], pools["value"], tables, lens, cu, np.asarray(case.num_seqs, np.int32), extras
+    )
+
+
+def plant_ragged_needles(case: RaggedCase, inputs: RaggedInputs, positions: dict[int, int]) -> None:
+    """As `plant_needles`, for the queries that see the token: no more of them a KV head than head_dim."""
+    for seq, position in positions.items():
+        first, end = inputs.cu_q_lens[seq], inputs.cu_q_lens[seq + 1]
+        page, offset = token_places(inputs.block_tables[seq], case.seq_lens[seq], case.page_size)
+        sees = visible(case.of(seq), case.seq_lens[seq])[:, 0, position]
+        others = np.arange(case.seq_lens[seq]) != position
+        for head in range(case.num_kv_heads):
+            place = token_index(
+                case.layout, "key", page[:, None], offset[:, None], head, np.arange(case.head_dim),
+                inputs.key_cache.dtype,
+            )  # fmt: skip
+            keys = inputs.key_cache[place].astype(np.float64)
+            queries = inputs.query[first:end, head * case.group : (head + 1) * case.group][sees]
+            queries = queries.astype(np.float64).reshape(-1, case.head_dim)
+            keys[position] = _outweighing(queries, keys[others], case.head_dim**-0.5)
+            inputs.key_cache[place] = keys.astype(inputs.key_cache.dtype)
 
 
 def token_places(table: np.ndarray, length: int, page_size: int) -> tuple[np.ndarray, np.ndarray]:
