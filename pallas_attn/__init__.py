@@ -25,7 +25,13 @@ from pallas_attn.ops.mla_decode import (
     mla_schedule,
 )
 from pallas_attn.ops.paged_attention import PagedAttentionConfig, paged_attention
-from pallas_attn.ops.ragged_attention import RaggedAttentionConfig, RaggedTiles, ragged_paged_attention
+from pallas_attn.ops.ragged_attention import (
+    RaggedAttentionConfig,
+    RaggedTiles,
+    merge_states,
+    prefix_prefill,
+    ragged_paged_attention,
+)
 
 __all__ = [
     "LocalStride",
@@ -43,9 +49,11 @@ __all__ = [
     "copy_pages",
     "flash_mla_with_kvcache",
     "get_mla_metadata",
+    "merge_states",
     "mla_decode",
     "mla_schedule",
     "paged_attention",
+    "prefix_prefill",
     "ragged_paged_attention",
     "record_implementations",
     "register_ffi_targets",

@@ -31,18 +31,24 @@ def config_of(case: cases.RaggedCase) -> RaggedAttentionConfig:
     )
 
 
-def run(case: cases.RaggedCase, data: inputs.RaggedInputs, implementation: str, **options):
-    call = functools.partial(
-        pallas_attn.ragged_paged_attention,
-        return_lse=True,
-        layout=case.layout,
-        softcap=case.softcap,
-        causal=case.causal,
-        implementation=implementation,
-        config=None if implementation == "xla" else config_of(case),
-        **{"sliding_window": case.sliding_window, **options},
+@functools.cache
+def compiled(case: cases.RaggedCase, implementation: str):
+    return jax.jit(
+        functools.partial(
+            pallas_attn.ragged_paged_attention,
+            return_lse=True,
+            layout=case.layout,
+            softcap=case.softcap,
+            causal=case.causal,
+            sliding_window=case.sliding_window,
+            implementation=implementation,
+            config=None if implementation == "xla" else config_of(case),
+        )
     )
-    return jax.jit(call)(*data.arguments(), **data.extras)
+
+
+def run(case: cases.RaggedCase, data: inputs.RaggedInputs, implementation: str, **traced):
+    return compiled(case, implementation)(*data.arguments(), **data.extras, **traced)
 
 
 def check(case: cases.RaggedCase, data: inputs.RaggedInputs, out, lse, **options) -> None:

@@ -60,6 +60,13 @@ def quantize(values: jax.Array, dtype: Any, scale: jax.Array) -> jax.Array:
     return scaled.astype(dtype)
 
 
+def saturated(values: jax.Array, dtype: Any) -> jax.Array:
+    """float32 in a dtype; of fp8, whose casts alone would turn what is too large into NaN or Inf, the nearest."""
+    if any(dtype == jnp.dtype(d) for d in FP8_DTYPES):
+        values = jnp.clip(values, -largest(dtype), largest(dtype))
+    return values.astype(dtype)
+
+
 def per_head_scale(
     function: str, name: str, scale: Any, cache_dtype: Any, num_kv_heads: int
 ) -> jax.Array | None:

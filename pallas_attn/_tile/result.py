@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._tile import softmax, triton
+from pallas_attn._tile import quantization, softmax, triton
 from pallas_attn._tile.problem import SplitKVProblem
 from pallas_attn._tile.rows import Chunk, Rows, elements
 
@@ -60,7 +60,7 @@ def store_lse(result: Result, lse_ref: Any) -> None:
 def _store_out(result: Result, ref: Any, index: tuple[jax.Array, ...], eviction_policy: str | None) -> None:
     for values, chunk in zip(result.out, result.chunks, strict=True):
         place, mask = elements(ref, index, result.rows.real, chunk)
-        triton.store(place, values.astype(ref.dtype), mask=mask, eviction_policy=eviction_policy)
+        triton.store(place, quantization.saturated(values, ref.dtype), mask=mask, eviction_policy=eviction_policy)
 
 
 def _store_lse(result: Result, ref: Any, index: tuple[jax.Array, ...], lse: jax.Array) -> None:

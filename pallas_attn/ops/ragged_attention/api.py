@@ -1,64 +1,13 @@
-"""`ragged_paged_attention`: signature, checks, dispatch."""
-
-import functools
-from dataclasses import dataclass
-from typing import Any
+"""`ragged_paged_attention`: signature and documentation; see call.py for the rest."""
 
 import jax
-import jax.numpy as jnp
 
-from pallas_attn._call import configs, dispatch, partition
-from pallas_attn._call.checks import ArgumentChecker, dtype_name, fail, is_array
-from pallas_attn._call.device import current_device
-from pallas_attn._tile import options
-from pallas_attn._tile.layout import DIMS, PoolCase, PoolShape, check_pools, key_pool_shape, pallas_reaches
-from pallas_attn._tile.masking import Rules
-from pallas_attn._tile.quantization import QUANTIZED_DTYPES
+from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._types import KVCache, Layout
-from pallas_attn.ops.ragged_attention.config import RaggedAttentionConfig, heuristic
-from pallas_attn.ops.ragged_attention.kernel import ragged_attention_pallas
-from pallas_attn.ops.ragged_attention.reference import ragged_attention_xla
+from pallas_attn.ops.ragged_attention import call
+from pallas_attn.ops.ragged_attention.config import RaggedAttentionConfig
 
-MAX_HEAD_DIM = 256
-
-
-@dataclass(frozen=True)
-class Case:
-    """The static facts of a call that decide which implementation and which config can serve it."""
-
-    num_tokens: int
-    num_seqs: int
-    num_heads: int
-    max_pages: int
-    pool: PoolShape
-    """Of the keys."""
-    value_dim: int
-    dtype: Any
-    cache_dtype: Any
-
-    @property
-    def group(self) -> int:
-        return self.num_heads // self.pool.num_kv_heads
-
-
-def _pallas_supports(case: Case) -> str | None:
-    for name, dim in (("head_dim", case.pool.head_dim), ("value_dim", case.value_dim)):
-        if dim > MAX_HEAD_DIM:
-            return f"{name} is at most {MAX_HEAD_DIM}, got {dim}"
-    larger = case.pool._replace(head_dim=max(case.pool.head_dim, case.value_dim))
-    return pallas_reaches(PoolCase(larger, case.cache_dtype))
-
-
-dispatch.register(
-    "ragged_paged_attention",
-    {
-        "pallas": dispatch.Implementation(ragged_attention_pallas, _pallas_supports),
-        "xla": dispatch.Implementation(ragged_attention_xla),
-        "interpret": dispatch.Implementation(
-            functools.partial(ragged_attention_pallas, interpret=True), _pallas_supports
-        ),
-    },
-)
+call.register("ragged_paged_attention")
 
 
 def ragged_paged_attention(
@@ -138,123 +87,22 @@ def ragged_paged_attention(
     chunked prefill as in vLLM's Triton prefix_prefill; Dao, "FlashAttention-2" (2023).
     """
     check = ArgumentChecker("ragged_paged_attention")
-    check.array("query", query, ("total_tokens", "num_heads", "head_dim"), options.DTYPES)
-    pool = check_pools(
-        check, key_cache, value_cache, layout, [query.dtype, *QUANTIZED_DTYPES], value_dim="value_dim"
+    operands = call.check_arrays(
+        check, query, key_cache, value_cache, block_tables, seq_lens, cu_q_lens, num_seqs, layout
     )
-    check.array("block_tables", block_tables, ("max_seqs", "max_pages"), [jnp.int32])
-    check.array("seq_lens", seq_lens, ("max_seqs",), [jnp.int32])
-    check.array("cu_q_lens", cu_q_lens, (check.dims["max_seqs"] + 1,), [jnp.int32])
-    for name, array in (("query", query), ("block_tables", block_tables)):
-        check.non_empty(name, array)
-    check.multiple("query", check.dims["num_heads"], "num_kv_heads", pool.num_kv_heads)
-    check.positive_float("scale", scale)
-    check.positive_float("softcap", softcap)
-    for name, value in (("causal", causal), ("return_lse", return_lse)):
-        check.flag(name, value)
-    static_window, operands = options.window(check, sliding_window)
-    operands |= options.scales(check, key_cache.dtype, pool, k_scale, v_scale)
-    operands |= options.by_head(check, alibi_slopes=alibi_slopes, sinks=sinks)
-    operands = {
-        "query": query,
-        "key_cache": key_cache,
-        "value_cache": value_cache,
-        "block_tables": block_tables,
-        "seq_lens": seq_lens,
-        "cu_q_lens": cu_q_lens,
-        "num_seqs": _num_seqs(check, num_seqs),
-        **operands,
-    }
-    name, fn = dispatch.resolve("ragged_paged_attention", _case(operands, layout), implementation)
-    if name == "xla" and config is not None:
-        fail(check.function, "config", "None for implementation 'xla'", "a config")
-    configs.check_type(check.function, RaggedAttentionConfig, config)
-    out, lse = partition.run(
-        check.function,
-        _attend,
+    return call.run(
+        check,
         operands,
-        {"query": "tokens heads dim", **{f"{which}_cache": dims for which, dims in DIMS[layout].items()},
-         "block_tables": "rows columns", "seq_lens": "rows", "cu_q_lens": "bounds", "num_seqs": "one",
-         **options.DIMS},
-        ("tokens heads dim", "tokens heads"),
-        static={
-            "fn": fn,
-            "tiled": name != "xla",
-            "scale": float(pool.head_dim**-0.5 if scale is None else scale),
-            "layout": layout,
-            "rules": Rules(static_window, None if softcap is None else float(softcap), None),
-            "causal": bool(causal),
-            "config": config,
-        },
-        implementation=name,
-    )  # fmt: skip
-    return (out, lse) if return_lse else out
-
-
-def _num_seqs(check: ArgumentChecker, num_seqs: Any) -> jax.Array:
-    """int32 [1]"""
-    most = check.dims["max_seqs"]
-    if num_seqs is None:
-        return jnp.full(1, most, jnp.int32)
-    if is_array(num_seqs) and num_seqs.shape in ((), (1,)):
-        check.dtype_among("num_seqs", num_seqs, [jnp.int32])
-        return jnp.asarray(num_seqs).reshape(1)
-    if is_array(num_seqs):
-        check.fail("num_seqs", "an int32 scalar or an array [1]", f"shape {list(num_seqs.shape)}")
-    check.int_within("num_seqs", num_seqs, 0, most)
-    return jnp.full(1, num_seqs, jnp.int32)
-
-
-def _case(operands: dict[str, jax.Array], layout: Layout) -> Case:
-    query, tables = operands["query"], operands["block_tables"]
-    pool = key_pool_shape(operands["key_cache"], layout)
-    value_dim = operands["value_cache"].shape[2 if layout == "PACKED" else 3]
-    return Case(
-        query.shape[0], tables.shape[0], query.shape[1], tables.shape[1], pool, value_dim, query.dtype,
-        operands["key_cache"].dtype,
-    )  # fmt: skip
-
-
-def _attend(
-    operands: dict[str, jax.Array],
-    *,
-    fn,
-    tiled: bool,
-    layout: Layout,
-    config: RaggedAttentionConfig | None,
-    **static: Any,
-) -> tuple[jax.Array, jax.Array]:
-    """(out, lse) of the operands at hand: of the whole call, or of one device's share of the heads."""
-    case = _case(operands, layout)
-    if tiled:
-        static["config"] = _resolve_config(case, config)
-    names = ("query", "key_cache", "value_cache", "block_tables", "seq_lens", "cu_q_lens", "num_seqs")
-    extras = {name: array for name, array in operands.items() if name not in names}
-    arrays = (operands[name] for name in names)
-    return fn(*arrays, extras, pool=case.pool, value_dim=case.value_dim, layout=layout, **static)
-
-
-def _resolve_config(case: Case, explicit: RaggedAttentionConfig | None) -> RaggedAttentionConfig:
-    facts = dict(
-        num_tokens=case.num_tokens,
-        num_seqs=case.num_seqs,
-        num_kv_heads=case.pool.num_kv_heads,
-        group=case.group,
-        head_dim=case.pool.head_dim,
-        value_dim=case.value_dim,
-        max_len=case.max_pages * case.pool.page_size,
-    )
-    key = {**facts, "page_size": case.pool.page_size, "dtype": dtype_name(case.cache_dtype)}
-    return configs.resolve(
-        "ragged_paged_attention",
-        RaggedAttentionConfig,
-        explicit,
-        key,
-        functools.partial(
-            heuristic,
-            **facts,
-            itemsize=jnp.dtype(case.cache_dtype).itemsize,
-            query_itemsize=jnp.dtype(case.dtype).itemsize,
-            device=current_device(),
-        ),
+        scale=scale,
+        softcap=softcap,
+        sliding_window=sliding_window,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        causal=causal,
+        return_lse=return_lse,
+        layout=layout,
+        implementation=implementation,
+        config=config,
     )

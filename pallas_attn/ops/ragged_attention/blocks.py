@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from pallas_attn._tile.pieces import ceil_div
+from pallas_attn._tile import rows, triton
 
 
 class Ragged(NamedTuple):
@@ -28,7 +29,7 @@ class Ragged(NamedTuple):
     group: int
     """Query heads of a KV head."""
 
-    def blocks(self, block_q: int) -> int:
+    def places(self, block_q: int) -> int:
         """Places for blocks; about one a sequence stays empty."""
         return self.num_tokens * self.group // block_q + self.num_seqs + 1
 
@@ -38,7 +39,7 @@ class Ragged(NamedTuple):
         inside = jnp.clip(stored, 0, self.num_tokens)
         return jnp.where(index > num_seqs, self.num_tokens, jnp.where(index > 0, inside, 0))
 
-    def first_block(self, index: Any, bound: jax.Array, block_q: int) -> jax.Array:
+    def first_place(self, index: Any, bound: jax.Array, block_q: int) -> jax.Array:
         return bound * self.group // block_q + index
 
 
@@ -54,6 +55,12 @@ class Block(NamedTuple):
     first_row: jax.Array
     """Of the block, among the sequence's rows."""
 
+    def rows(self, kv_head, index: jax.Array, group: int, block_q: int) -> rows.Rows:
+        """Rows of a KV head, by their index in the block."""
+        row = self.first_row + index
+        real = (index < block_q) & (row < self.q_len * group)
+        return rows.Rows(index, real, kv_head, row // group, kv_head * group + row % group)
+
     def first_query(self, group: int) -> jax.Array:
         """Query token of the first row."""
         return self.first_row // group
@@ -61,9 +68,33 @@ class Block(NamedTuple):
     def last_query(self, group: int, block_q: int) -> jax.Array:
         return jnp.minimum((self.first_row + block_q - 1) // group, self.q_len - 1)
 
-    def has_rows(self, group: int) -> jax.Array:
-        return self.first_row < self.q_len * group
 
+class Lens:
+    """What a kernel reads of the sequences' lengths."""
 
-def num_blocks(q_len: jax.Array, group: int, block_q: int) -> jax.Array:
-    return ceil_div(q_len * group, block_q)
+    def __init__(self, ragged: Ragged, refs: dict[str, Any]):
+        self._ragged, self._refs = ragged, refs
+        self.num_seqs = jnp.clip(triton.load(refs["num_seqs"].at[np.int32(0)]), 0, ragged.num_seqs)
+
+    def bound(self, index: jax.Array) -> jax.Array:
+        stored = triton.load(self._refs["cu_q_lens"].at[jnp.minimum(index, self._ragged.num_seqs)])
+        return self._ragged.bound(index, stored, self.num_seqs)
+
+    def stored(self, seq: jax.Array) -> jax.Array:
+        """seq_lens as stored; 0 for padding."""
+        length = triton.load(self._refs["seq_lens"].at[jnp.minimum(seq, self._ragged.num_seqs - 1)])
+        return jnp.where(seq < self.num_seqs, length, 0)
+
+    def first_block(self, seq: jax.Array) -> Block:
+        """A sequence's first block."""
+        first, end = self.bound(seq), self.bound(seq + 1)
+        return Block(seq, seq >= self.num_seqs, first, jnp.maximum(end - first, 0), 0 * first)
+
+    def block_at(self, place, block_q: int) -> Block:
+        """The block at a place; where there is none, its rows are beyond its sequence's last."""
+        index = jnp.arange(triton.next_power_of_2(self._ragged.num_seqs + 1))
+        first_place = self._ragged.first_place(index, self.bound(index), block_q)
+        begun = (first_place <= place) & (index <= self.num_seqs)
+        block = self.first_block(jnp.sum(begun.astype(jnp.int32)) - 1)
+        number = place - self._ragged.first_place(block.seq, block.first_token, block_q)
+        return block._replace(first_row=number * block_q)

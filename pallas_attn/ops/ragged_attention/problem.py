@@ -1,14 +1,18 @@
-"""What the ragged attention kernel is compiled for."""
+"""What the ragged attention kernel is compiled for, and what follows from it for a block of query rows."""
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-from pallas_attn._tile import masking
+from pallas_attn._tile import masking, triton
 from pallas_attn._tile.layout import PoolShape
-from pallas_attn.ops.ragged_attention.blocks import Ragged
+from pallas_attn.ops.ragged_attention.blocks import Block, Lens, Ragged
 from pallas_attn.ops.ragged_attention.config import RaggedTiles
+from pallas_attn.ops.ragged_attention.spans import Span, span
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,6 +30,10 @@ class Problem:
     layout: str
     rules: masking.Rules
     causal: bool
+    new_apart: bool
+    """Whether the new tokens' keys and values are no part of the cache."""
+    skip_decode: bool
+    """Whether rows of sequences with one query token are left as they are."""
     launches: tuple[RaggedTiles, ...]
     """Tiles of all launches of the call: one for all sequences, or a second one for those of few query rows."""
     launch: int = 0
@@ -43,11 +51,6 @@ class Problem:
         return self.launch == 1
 
     @property
-    def short_rows(self) -> int:
-        """Sequences of at most so many rows a KV head are the second launch's."""
-        return self.launches[1].block_q if len(self.launches) > 1 else 0
-
-    @property
     def group(self) -> int:
         return self.num_heads // self.pool.num_kv_heads
 
@@ -62,18 +65,52 @@ class Problem:
 
     @property
     def num_cut(self) -> int:
-        """Blocks: of the short launch, one a sequence."""
-        return self.num_seqs if self.is_short else self.ragged.blocks(self.rows)
-
-    @property
-    def max_len(self) -> int:
-        return self.max_pages * self.pool.page_size
+        """Places for blocks: in the short launch, one a sequence."""
+        return self.num_seqs if self.is_short else self.ragged.places(self.rows)
 
     @property
     def num_pieces(self) -> int:
         """Partial results there is room for; 0 if no block is ever cut."""
         return self.num_cut * self.config.num_splits if self.config.num_splits > 1 else 0
 
-    def with_window(self, window: jax.Array) -> "Problem":
-        """With a window that is known at run time only."""
+    def with_window(self, lens_refs: dict[str, Any]) -> "Problem":
+        """A window that is known at run time only is one of the rules all the same."""
+        if "sliding_window" not in lens_refs:
+            return self
+        window = triton.load(lens_refs["sliding_window"].at[np.int32(0)])
         return dataclasses.replace(self, rules=self.rules._replace(sliding_window=window))
+
+    def find(self, lens: Lens, place: jax.Array) -> tuple[Block, jax.Array]:
+        """The block at a place, and whether this launch serves it."""
+        if self.is_short:
+            block = lens.first_block(place)
+            return block, ~block.is_padding & self.serves(block.q_len)
+        block = lens.block_at(place, self.rows)
+        has_rows = block.first_row < block.q_len * self.group
+        return block, has_rows & (block.is_padding | self.serves(block.q_len))
+
+    def serves(self, q_len: jax.Array) -> jax.Array:
+        """Whether sequences of `q_len` query tokens are this launch's."""
+        served = q_len > (1 if self.skip_decode else 0)
+        if len(self.launches) == 1:
+            return served
+        is_short = q_len * self.group <= self.launches[1].block_q
+        return served & (is_short if self.is_short else ~is_short)
+
+    def lengths(self, lens: Lens, block: Block) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(tokens that a sequence's pages hold, its length, whether it cannot be right); 0 for padding."""
+        stored, q_len = lens.stored(block.seq), jnp.where(block.is_padding, 0, block.q_len)
+        in_pages = stored - q_len if self.new_apart else stored
+        clamped = jnp.clip(in_pages, 0, self.max_pages * self.pool.page_size)
+        return clamped, clamped + q_len if self.new_apart else clamped, clamped != in_pages
+
+    def spans(self, block: Block, in_pages: jax.Array, seq_len: jax.Array) -> list[Span]:
+        """The tiles that a block walks: of the pages and, if they are not there, of the new tokens."""
+        first = seq_len - block.q_len + block.first_query(self.group)
+        last = seq_len - block.q_len + block.last_query(self.group, self.rows)
+        parts = [(0, in_pages), (in_pages, seq_len)] if self.new_apart else [(0, in_pages)]
+        window, block_kv = self.rules.sliding_window, self.config.block_kv
+        return [
+            span(first, last, begin, end, causal=self.causal, window=window, block_kv=block_kv)
+            for begin, end in parts
+        ]

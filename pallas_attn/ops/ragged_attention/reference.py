@@ -1,16 +1,18 @@
-"""`ragged_paged_attention` in plain jnp: works anywhere, in float32, with gradients.
+"""Ragged attention in plain jnp: works anywhere, in float32, with gradients.
 
 Query tokens are dealt to blocks of a few tokens of one sequence each, as in the kernel, and a block is a "sequence" of
 the loop over pages that all references share: its table is its sequence's, its length ends at the last key it sees.
+New tokens outside the cache are a second cache, of pages of one token.
 """
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._tile import chunks, logits, masking, rows, softmax
+from pallas_attn._tile import chunks, logits, masking, quantization, rows, softmax
 from pallas_attn._tile.layout import PoolShape
 from pallas_attn.ops.ragged_attention.blocks import Ragged
 
@@ -47,16 +49,18 @@ class Rule(chunks.Rule):
         return masking.apply(logits2, visible)
 
 
-@functools.partial(jax.jit, static_argnames=("pool", "value_dim", "scale", "layout", "rules", "causal"))
+@functools.partial(
+    jax.jit,
+    static_argnames=(
+        "pool", "value_dim", "scale", "layout", "rules", "causal", "skip_decode", "out_dtype", "function",
+    ),
+)  # fmt: skip
 def ragged_attention_xla(
     query,
-    key_cache,
-    value_cache,
-    block_tables,
-    seq_lens,
-    cu_q_lens,
-    num_seqs,
+    sources: Any,
+    lens: dict[str, jax.Array],
     extras: dict[str, jax.Array],
+    kept: tuple[jax.Array, jax.Array] | None = None,
     *,
     pool: PoolShape,
     value_dim: int,
@@ -64,45 +68,78 @@ def ragged_attention_xla(
     layout: str,
     rules: masking.Rules,
     causal: bool,
+    skip_decode: bool = False,
+    out_dtype: Any = None,
+    function: str = "ragged_paged_attention",
 ) -> tuple[jax.Array, jax.Array]:
     """The same signature as the kernel's, without a config."""
     num_tokens, num_heads, _ = query.shape
-    max_seqs = seq_lens.shape[0]
-    per_block = min(MOST_TOKENS, 1 << (max(num_tokens // max_seqs, 1) - 1).bit_length())
-    ragged = Ragged(num_tokens, max_seqs, 1)
-    blocks = _Blocks(ragged, cu_q_lens, jnp.clip(num_seqs[0], 0, max_seqs), per_block)
-
-    stored = jnp.where(blocks.is_padding, 0, seq_lens[jnp.minimum(blocks.seq, max_seqs - 1)])
-    lengths = jnp.clip(stored, 0, block_tables.shape[1] * pool.page_size)
-    # [blocks, tokens]: the position of each query
-    query_at = (lengths - blocks.q_len + blocks.first)[:, None] + jnp.arange(per_block)
-    last = query_at[:, 0] + jnp.clip(blocks.q_len - blocks.first, 0, per_block) - 1
-    ends = jnp.clip(last + 1, 0, lengths) if causal else lengths
-    ends = jnp.where(blocks.first < blocks.q_len, ends, 0)
-    group = num_heads // pool.num_kv_heads
-    others = {"query_at": jnp.repeat(query_at, group, axis=1)[:, None, :, None]}
-    window = rules.sliding_window
-    if "sliding_window" in extras:
-        window = others["sliding_window"] = extras["sliding_window"][0]
-    seen_from = masking.window_start(jnp.maximum(query_at[:, 0], 0), window)
-
-    rule = Rule(
-        "ragged_paged_attention", pool, layout, value_dim, rules, scale, per_block, num_heads, causal
+    tables = sources.block_tables
+    room = tables.shape[0]
+    per_block = min(MOST_TOKENS, 1 << (max(num_tokens // room, 1) - 1).bit_length())
+    blocks = _Blocks(
+        Ragged(num_tokens, room, 1), lens["cu_q_lens"], jnp.clip(lens["num_seqs"][0], 0, room), per_block
     )
+    seq = jnp.minimum(blocks.seq, room - 1)
+    stored = jnp.where(blocks.is_padding, 0, lens["seq_lens"][seq])
+    new_apart = sources.new is not None
+    in_pages = jnp.where(blocks.is_padding, 0, stored - blocks.q_len) if new_apart else stored
+    held = jnp.clip(in_pages, 0, tables.shape[1] * pool.page_size)
+    bad = held != in_pages
+    seq_lens = held + jnp.where(blocks.is_padding, 0, blocks.q_len) if new_apart else held
+
+    within = blocks.first[:, None] + jnp.arange(per_block)
+    """[blocks, tokens]: which of the sequence's query tokens"""
+    last = jnp.minimum(within[:, -1], blocks.q_len - 1)
+    group = num_heads // pool.num_kv_heads
+    window = lens["sliding_window"][0] if "sliding_window" in lens else rules.sliding_window
     floats = {name: extras[name] for name in ("k_scale", "alibi_slopes") if name in extras}
     floats["rows"] = rows.pack(blocks.take(query.astype(jnp.float32)), pool.num_kv_heads)
-    pools: chunks.Pools = {"key": key_cache, "value": value_cache}
-    tables = block_tables[jnp.minimum(blocks.seq, max_seqs - 1)]
-    out, lse2, bad = chunks.attend(rule, floats, pools, chunks.Sequences(tables, ends, seen_from, others))
-    if "sinks" in extras:
-        sinks = jnp.where(lengths[:, None, None] > 0, rule.by_row(extras["sinks"])[..., 0], -jnp.inf)
-        out, lse2 = softmax.finish(softmax.join(softmax.resume(out, lse2), sinks * softmax.LOG2_E))
+
+    def attend(rule: Rule, floats, pools: chunks.Pools, tables, length, before):
+        """Over `length` tokens of each block's sequence, `before` of which come before its first query token."""
+        query_at = before[:, None] + within
+        ends = jnp.clip(before + last + 1, 0, length) if causal else length
+        ends = jnp.where((blocks.first < blocks.q_len) & ~blocks.is_padding, ends, 0)
+        others = {"query_at": jnp.repeat(query_at, group, axis=1)[:, None, :, None]}
+        if "sliding_window" in lens:
+            others["sliding_window"] = window
+        seen_from = masking.window_start(jnp.maximum(query_at[:, 0], 0), window)
+        return chunks.attend(rule, floats, pools, chunks.Sequences(tables, ends, seen_from, others))
+
+    rule = Rule(function, pool, layout, value_dim, rules, scale, per_block, num_heads, causal)
+    pools: chunks.Pools = {"key": sources.key_cache, "value": sources.value_cache}
+    out, lse2, lost = attend(rule, floats, pools, tables[seq], held, seq_lens - blocks.q_len)
+    bad |= lost
     if "v_scale" in extras:
         out *= extras["v_scale"][:, None, None]
-    bad = (bad | (stored != lengths))[:, None, None]
+    if new_apart:
+        one_token = pool._replace(num_pages=num_tokens, page_size=1)
+        beside = dataclasses.replace(rule, pool=one_token, layout="NHD")
+        pools = {"key": sources.new[0][:, None], "value": sources.new[1][:, None]}
+        floats = {name: floats[name] for name in floats if name != "k_scale"}
+        tokens = blocks.begins[:, None] + jnp.arange(num_tokens)
+        more, more_lse2, _ = attend(beside, floats, pools, tokens, blocks.q_len, 0 * blocks.q_len)
+        out, lse2 = _both((out, lse2), (more, more_lse2))
+    if "sinks" in extras:
+        sinks = jnp.where(seq_lens[:, None, None] > 0, rule.by_row(extras["sinks"])[..., 0], -jnp.inf)
+        out, lse2 = softmax.finish(softmax.join(softmax.resume(out, lse2), sinks * softmax.LOG2_E))
+    if "out_scale" in extras:
+        out /= extras["out_scale"]
     out, lse = (rows.unpack(x, per_block) for x in (out, softmax.natural_lse(lse2)))
-    out, lse = softmax.poison(out, bad[..., None]), softmax.poison(lse, bad)
-    return blocks.put(out).astype(query.dtype), blocks.put(lse)
+    out, lse = softmax.poison(out, bad[:, None, None, None]), softmax.poison(lse, bad[:, None, None])
+    out, lse = quantization.saturated(blocks.put(out), out_dtype or query.dtype), blocks.put(lse)
+    if kept is None:
+        return out, lse
+    skipped = blocks.put((blocks.q_len == 1) & ~blocks.is_padding & skip_decode, by_token=False)[:, None]
+    return jnp.where(skipped[..., None], kept[0], out), jnp.where(skipped, kept[1], lse)
+
+
+def _both(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """(out, lse2) of the keys of both."""
+    state = softmax.resume(*a)
+    state, weights = softmax.rescale(state, b[1][..., None])
+    return softmax.finish(state._replace(acc=state.acc + weights * b[0]))
 
 
 class _Blocks:
@@ -112,27 +149,28 @@ class _Blocks:
         self._per_block = per_block
         index = jnp.arange(ragged.num_seqs + 2)
         bounds = ragged.bound(index, cu_q_lens[jnp.minimum(index, ragged.num_seqs)], num_seqs)
-        first_block = ragged.first_block(index, bounds, per_block)[:-1]
-        first_block = jnp.where(index[:-1] <= num_seqs, first_block, jnp.iinfo(jnp.int32).max)
-        block = jnp.arange(ragged.blocks(per_block))
-        self.seq = jnp.searchsorted(first_block, block, side="right") - 1
+        first_place = ragged.first_place(index, bounds, per_block)[:-1]
+        first_place = jnp.where(index[:-1] <= num_seqs, first_place, jnp.iinfo(jnp.int32).max)
+        block = jnp.arange(ragged.places(per_block))
+        self.seq = jnp.searchsorted(first_place, block, side="right") - 1
         self.is_padding = self.seq >= num_seqs
-        self._begins = bounds[self.seq]
-        self.q_len = bounds[self.seq + 1] - self._begins
-        self.first = (block - first_block[self.seq]) * per_block
+        self.begins = bounds[self.seq]
+        self.q_len = jnp.maximum(bounds[self.seq + 1] - self.begins, 0)
+        self.first = (block - first_place[self.seq]) * per_block
         """Of the block's query tokens, among the sequence's."""
         token = jnp.arange(ragged.num_tokens)
         of_token = jnp.minimum(jnp.searchsorted(bounds[1:], token, side="right"), num_seqs)
         within = token - bounds[of_token]
-        self._place = (first_block[of_token] + within // per_block, within % per_block)
+        self._place = (first_place[of_token] + within // per_block, within % per_block)
 
     def take(self, by_token: jax.Array) -> jax.Array:
         """[tokens, ...] -> [blocks, tokens of a block, ...]; 0 where a block has none."""
         within = self.first[:, None] + jnp.arange(self._per_block)
-        taken = by_token.at[self._begins[:, None] + within].get(mode="fill", fill_value=0)
+        taken = by_token.at[self.begins[:, None] + within].get(mode="fill", fill_value=0)
         real = (within < self.q_len[:, None]) & ~self.is_padding[:, None]
         return jnp.where(real[..., None, None], taken, 0)
 
-    def put(self, by_block: jax.Array) -> jax.Array:
-        """[blocks, tokens of a block, ...] -> [tokens, ...]"""
-        return by_block.at[self._place].get(mode="clip")
+    def put(self, by_block: jax.Array, *, by_token: bool = True) -> jax.Array:
+        """[blocks, tokens of a block, ...], or without tokens [blocks, ...], -> [tokens, ...]"""
+        place = self._place if by_token else self._place[:1]
+        return by_block.at[place].get(mode="clip")

@@ -16,13 +16,13 @@ from pallas_attn._tile.pieces import ceil_div
 
 
 class Span(NamedTuple):
-    """Tiles [0, count) of `block_kv` tokens, counted from the one that holds `seen_from`; [whole_begin, whole_end) of
-    them are seen whole by every row."""
+    """Tiles [0, count) of `block_kv` tokens, the first of which holds `seen_from`; [whole_begin, whole_end) of them are
+    seen whole by every row."""
 
     block_kv: int
     first_tile: jax.Array
     origin: jax.Array | int
-    """Position where tiles begin to be counted."""
+    """Position at which a tile begins, and all others by whole tiles from it."""
     seen_from: jax.Array
     end: jax.Array
     """Positions [seen_from, end) are seen by some row."""
@@ -31,8 +31,8 @@ class Span(NamedTuple):
     whole_end: jax.Array
 
     def start(self, tile: jax.Array) -> jax.Array:
-        """Position of a tile's first token, from the origin."""
-        return (self.first_tile + tile) * self.block_kv
+        """Position of a tile's first token."""
+        return self.origin + (self.first_tile + tile) * self.block_kv
 
     def held(self, position: jax.Array) -> jax.Array:
         return (position >= self.seen_from) & (position < self.end)

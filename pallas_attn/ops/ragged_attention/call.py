@@ -1,0 +1,237 @@
+"""What the public functions of ragged attention have in common: checks, dispatch, the way to the kernel."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_attn._call import configs, dispatch, partition
+from pallas_attn._call.checks import ArgumentChecker, dtype_name, fail, is_array
+from pallas_attn._call.device import current_device
+from pallas_attn._tile import options
+from pallas_attn._tile.layout import DIMS, PoolCase, PoolShape, check_pools, key_pool_shape, pallas_reaches
+from pallas_attn._tile.masking import Rules
+from pallas_attn._tile.quantization import QUANTIZED_DTYPES
+from pallas_attn.ops.ragged_attention.config import RaggedAttentionConfig, heuristic
+from pallas_attn.ops.ragged_attention.kernel import Sources, ragged_attention_pallas
+from pallas_attn.ops.ragged_attention.reference import ragged_attention_xla
+
+MAX_HEAD_DIM = 256
+LENS = ("seq_lens", "cu_q_lens", "num_seqs", "sliding_window")
+ARRAYS = ("query", "key", "value", "key_cache", "value_cache", "block_tables", "out", "lse")
+
+
+@dataclass(frozen=True)
+class Case:
+    """The static facts of a call that decide which implementation and which config can serve it."""
+
+    num_tokens: int
+    num_seqs: int
+    num_heads: int
+    max_pages: int
+    pool: PoolShape
+    """Of the keys."""
+    value_dim: int
+    dtype: Any
+    cache_dtype: Any
+
+    @property
+    def group(self) -> int:
+        return self.num_heads // self.pool.num_kv_heads
+
+
+def _pallas_supports(case: Case) -> str | None:
+    for name, dim in (("head_dim", case.pool.head_dim), ("value_dim", case.value_dim)):
+        if dim > MAX_HEAD_DIM:
+            return f"{name} is at most {MAX_HEAD_DIM}, got {dim}"
+    larger = case.pool._replace(head_dim=max(case.pool.head_dim, case.value_dim))
+    return pallas_reaches(PoolCase(larger, case.cache_dtype))
+
+
+def register(function: str) -> None:
+    pallas = functools.partial(ragged_attention_pallas, interpret=False)
+    interpreted = functools.partial(ragged_attention_pallas, interpret=True)
+    dispatch.register(
+        function,
+        {
+            "pallas": dispatch.Implementation(pallas, _pallas_supports),
+            "xla": dispatch.Implementation(functools.partial(ragged_attention_xla, function=function)),
+            "interpret": dispatch.Implementation(interpreted, _pallas_supports),
+        },
+    )
+
+
+def check_arrays(
+    check: ArgumentChecker,
+    query: Any,
+    key_cache: Any,
+    value_cache: Any,
+    block_tables: Any,
+    seq_lens: Any,
+    cu_q_lens: Any,
+    num_seqs: Any,
+    layout: str,
+) -> dict[str, jax.Array]:
+    """The operands that every call has; binds their dimensions."""
+    check.array("query", query, ("total_tokens", "num_heads", "head_dim"), options.DTYPES)
+    dtypes = [query.dtype, *QUANTIZED_DTYPES]
+    pool = check_pools(check, key_cache, value_cache, layout, dtypes, value_dim="value_dim")
+    check.array("block_tables", block_tables, ("max_seqs", "max_pages"), [jnp.int32])
+    check.array("seq_lens", seq_lens, ("max_seqs",), [jnp.int32])
+    check.array("cu_q_lens", cu_q_lens, (check.dims["max_seqs"] + 1,), [jnp.int32])
+    for name, array in (("query", query), ("value_cache", value_cache), ("block_tables", block_tables)):
+        check.non_empty(name, array)
+    check.multiple("query", check.dims["num_heads"], "num_kv_heads", pool.num_kv_heads)
+    return {
+        "query": query,
+        "key_cache": key_cache,
+        "value_cache": value_cache,
+        "block_tables": block_tables,
+        "seq_lens": seq_lens,
+        "cu_q_lens": cu_q_lens,
+        "num_seqs": _num_seqs(check, num_seqs),
+    }
+
+
+def _num_seqs(check: ArgumentChecker, num_seqs: Any) -> jax.Array:
+    """int32 [1]"""
+    most = check.dims["max_seqs"]
+    if is_array(num_seqs) and num_seqs.shape in ((), (1,)):
+        check.dtype_among("num_seqs", num_seqs, [jnp.int32])
+        return jnp.asarray(num_seqs).reshape(1)
+    if is_array(num_seqs):
+        check.fail("num_seqs", "an int32 scalar or an array [1]", f"shape {list(num_seqs.shape)}")
+    if num_seqs is not None:
+        check.int_within("num_seqs", num_seqs, 0, most)
+    return jnp.full(1, most if num_seqs is None else num_seqs, jnp.int32)
+
+
+def run(
+    check: ArgumentChecker,
+    operands: dict[str, jax.Array],
+    *,
+    scale: Any,
+    softcap: Any,
+    sliding_window: Any,
+    alibi_slopes: Any,
+    sinks: Any,
+    k_scale: Any,
+    v_scale: Any,
+    causal: Any,
+    return_lse: Any,
+    layout: str,
+    implementation: Any,
+    config: Any,
+    **static: Any,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Checks what else every call has and makes it; `static` goes to the implementation as it is."""
+    function = check.function
+    check.positive_float("scale", scale)
+    check.positive_float("softcap", softcap)
+    check.flag("causal", causal)
+    check.flag("return_lse", return_lse)
+    case = _case(operands, layout)
+    window, traced_window = options.window(check, sliding_window)
+    operands = {
+        **operands,
+        **traced_window,
+        **options.scales(check, case.cache_dtype, case.pool, k_scale, v_scale),
+        **options.by_head(check, alibi_slopes=alibi_slopes, sinks=sinks),
+    }
+    name, fn = dispatch.resolve(function, case, implementation)
+    if name == "xla" and config is not None:
+        fail(function, "config", "None for implementation 'xla'", "a config")
+    configs.check_type(function, RaggedAttentionConfig, config)
+    by_token = "tokens kv_heads dim"
+    out, lse = partition.run(
+        function,
+        _attend,
+        operands,
+        {"query": "tokens heads dim", "key": by_token, "value": by_token, "out": "tokens heads dim",
+         "lse": "tokens heads", **{f"{which}_cache": dims for which, dims in DIMS[layout].items()},
+         "block_tables": "rows columns", "seq_lens": "rows", "cu_q_lens": "bounds", "num_seqs": "one",
+         "out_scale": "one", **options.DIMS},
+        ("tokens heads dim", "tokens heads"),
+        static={
+            "function": function,
+            "fn": fn,
+            "tiled": name != "xla",
+            "scale": float(case.pool.head_dim**-0.5 if scale is None else scale),
+            "layout": layout,
+            "rules": Rules(window, None if softcap is None else float(softcap), None),
+            "causal": bool(causal),
+            "config": config,
+            **static,
+        },
+        implementation=name,
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def _case(operands: dict[str, jax.Array], layout: str) -> Case:
+    query, tables = operands["query"], operands["block_tables"]
+    return Case(
+        num_tokens=query.shape[0],
+        num_seqs=tables.shape[0],
+        num_heads=query.shape[1],
+        max_pages=tables.shape[1],
+        pool=key_pool_shape(operands["key_cache"], layout),
+        value_dim=operands["value_cache"].shape[2 if layout == "PACKED" else 3],
+        dtype=query.dtype,
+        cache_dtype=operands["key_cache"].dtype,
+    )
+
+
+def _attend(
+    operands: dict[str, jax.Array],
+    *,
+    function: str,
+    fn,
+    tiled: bool,
+    layout: str,
+    config: RaggedAttentionConfig | None,
+    **static: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """(out, lse) of the operands at hand: of the whole call, or of one device's share of the heads."""
+    case = _case(operands, layout)
+    if tiled:
+        static["config"] = _resolve_config(function, case, config)
+    new = (operands["key"], operands["value"]) if "key" in operands else None
+    sources = Sources(operands["key_cache"], operands["value_cache"], operands["block_tables"], new)
+    lens = {name: operands[name] for name in LENS if name in operands}
+    extras = {name: array for name, array in operands.items() if name not in (*LENS, *ARRAYS)}
+    kept = (operands["out"], operands["lse"]) if "out" in operands else None
+    return fn(
+        operands["query"], sources, lens, extras, kept, pool=case.pool, value_dim=case.value_dim, layout=layout,
+        **static,
+    )  # fmt: skip
+
+
+def _resolve_config(
+    function: str, case: Case, explicit: RaggedAttentionConfig | None
+) -> RaggedAttentionConfig:
+    facts = dict(
+        num_tokens=case.num_tokens,
+        num_seqs=case.num_seqs,
+        num_kv_heads=case.pool.num_kv_heads,
+        group=case.group,
+        head_dim=case.pool.head_dim,
+        value_dim=case.value_dim,
+        max_len=case.max_pages * case.pool.page_size,
+    )
+    key = {**facts, "page_size": case.pool.page_size, "dtype": dtype_name(case.cache_dtype)}
+    return configs.resolve(
+        function,
+        RaggedAttentionConfig,
+        explicit,
+        key,
+        functools.partial(
+            heuristic,
+            **facts,
+            itemsize=jnp.dtype(case.cache_dtype).itemsize,
+            query_itemsize=jnp.dtype(case.dtype).itemsize,
+            device=current_device(),
+        ),
+    )

@@ -1,0 +1,122 @@
+"""`prefix_prefill`: signature and documentation; see call.py for the rest."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_attn._call.checks import LARGEST_FLOAT32, LEAST_FLOAT32, ArgumentChecker, brief, is_array, is_number, shown
+from pallas_attn._tile.quantization import FP8_DTYPES
+from pallas_attn._types import KVCache, Layout
+from pallas_attn.ops.ragged_attention import call
+from pallas_attn.ops.ragged_attention.config import RaggedAttentionConfig
+
+call.register("prefix_prefill")
+
+
+def prefix_prefill(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    key_cache: KVCache,
+    value_cache: KVCache,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    num_seqs: jax.typing.ArrayLike | None = None,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | jax.Array | None = None,
+    alibi_slopes: jax.Array | None = None,
+    sinks: jax.Array | None = None,
+    k_scale: jax.typing.ArrayLike | None = None,
+    v_scale: jax.typing.ArrayLike | None = None,
+    causal: bool = True,
+    skip_decode: bool = False,
+    out: jax.Array | None = None,
+    out_scale: jax.typing.ArrayLike | None = None,
+    out_dtype: Any = None,
+    return_lse: bool = False,
+    layout: Layout = "NHD",
+    implementation: str | None = None,
+    config: RaggedAttentionConfig | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Attention of new tokens over a context in pages and over themselves, before they are in any page.
+
+    As `ragged_paged_attention`, whose arguments these are where nothing is said; but the new tokens' keys and values
+    are arrays of their own, in the query's dtype also beside a quantised cache, whose rounding they are then spared.
+    They see all of their context (or what the window leaves of it) and themselves causally.
+
+    Args:
+        key: [total_tokens, num_kv_heads, head_dim], of the tokens of `query` and in its dtype.
+        value: [total_tokens, num_kv_heads, value_dim].
+        key_cache, value_cache, block_tables: hold the context: the first seq_lens[i] - q_len[i] tokens of sequence i.
+        seq_lens: [max_seqs] int32, context and new tokens together; less than the new tokens alone gives NaN.
+        skip_decode: leave sequences with one new token to another kernel: their rows keep what `out` holds, or are 0
+            without one; their lse is -inf.
+        out: [total_tokens, num_heads, value_dim] in the output's dtype, which the result takes the place of: donate
+            it, or it is copied. Every row is written but those that `skip_decode` leaves.
+        out_scale: with an fp8 output, a number above 0 or a float32 scalar that may be traced: stored = out /
+            out_scale, saturating. None is 1.
+        out_dtype: None (out's, or else query's), float8_e4m3fn or float8_e5m2.
+
+    Returns:
+        out [total_tokens, num_heads, value_dim]; with return_lse, also lse [total_tokens, num_heads], float32.
+
+    Raises:
+        TypeError, ValueError: as `ragged_paged_attention`.
+
+    Source: vLLM's Triton kernel prefix_prefill, whose features these are.
+    """
+    check = ArgumentChecker("prefix_prefill")
+    operands = call.check_arrays(
+        check, query, key_cache, value_cache, block_tables, seq_lens, cu_q_lens, num_seqs, layout
+    )
+    check.array("key", key, ("total_tokens", "num_kv_heads", "head_dim"), [query.dtype])
+    check.array("value", value, ("total_tokens", "num_kv_heads", "value_dim"), [query.dtype])
+    check.flag("skip_decode", skip_decode)
+    if out_dtype is not None:
+        check.dtype("out_dtype", out_dtype, [query.dtype, *FP8_DTYPES])
+    shape = (*query.shape[:2], check.dims["value_dim"])
+    if out is not None:
+        dtypes = [query.dtype, *FP8_DTYPES] if out_dtype is None else [jnp.dtype(out_dtype)]
+        check.array("out", out, ("total_tokens", "num_heads", "value_dim"), dtypes)
+    dtype = jnp.dtype(out.dtype if out is not None else query.dtype if out_dtype is None else out_dtype)
+    operands |= {"key": key, "value": value, **_out_scale(check, out_scale, dtype)}
+    if out is not None or skip_decode:
+        operands["out"] = jnp.zeros(shape, dtype) if out is None else out
+        operands["lse"] = jnp.full(shape[:2], -jnp.inf, jnp.float32)
+    return call.run(
+        check,
+        operands,
+        scale=scale,
+        softcap=softcap,
+        sliding_window=sliding_window,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        causal=causal,
+        return_lse=return_lse,
+        layout=layout,
+        implementation=implementation,
+        config=config,
+        skip_decode=bool(skip_decode),
+        out_dtype=dtype,
+    )
+
+
+def _out_scale(check: ArgumentChecker, scale: Any, dtype: Any) -> dict[str, jax.Array]:
+    """float32 [1], for an fp8 output."""
+    if scale is None:
+        return {}
+    if dtype not in [jnp.dtype(d) for d in FP8_DTYPES]:
+        check.fail("out_scale", f"None for an output of {dtype.name}", "a scale")
+    if is_array(scale):
+        check.array("out_scale", scale, (), [jnp.float32])
+    elif not is_number(scale):
+        check.fail("out_scale", "a number, a float32 scalar or None", shown(scale), TypeError)
+    elif not LEAST_FLOAT32 <= scale <= LARGEST_FLOAT32:
+        check.fail("out_scale", "a finite number above 0", brief(scale))
+    return {"out_scale": jnp.asarray(scale, jnp.float32).reshape(1)}

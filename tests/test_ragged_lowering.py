@@ -1,0 +1,133 @@
+"""The ragged kernels lower for GPUs that are not there, and compile to machine code that fits."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import lowering
+import pytest
+
+import pallas_attn
+from pallas_attn._tile.layout import PoolShape, array_shape
+from pallas_attn.testing import cases
+
+NAME = "pallas_attn_ragged_attention"
+
+
+def lowered(case: cases.RaggedCase, *, num_tokens: int, sm: int = 90, new_apart: bool = False, **options):
+    dtype = jnp.dtype(case.dtype)
+    stored = jnp.dtype(case.cache_dtype or case.dtype)
+    struct = jax.ShapeDtypeStruct
+    dims = {"key": case.head_dim, "value": case.value_dim or case.head_dim}
+    pools = (
+        struct(
+            array_shape(PoolShape(9000, case.page_size, case.num_kv_heads, dim), case.layout, which, stored), stored
+        )
+        for which, dim in dims.items()
+    )
+    new = [struct((num_tokens, case.num_kv_heads, dim), dtype) for dim in dims.values()] if new_apart else []
+    per_head = jnp.ones(case.num_heads) if case.alibi or case.sinks else None
+    call = functools.partial(
+        pallas_attn.prefix_prefill if new_apart else pallas_attn.ragged_paged_attention,
+        layout=case.layout,
+        sliding_window=case.sliding_window,
+        softcap=case.softcap,
+        alibi_slopes=per_head,
+        sinks=per_head,
+        causal=case.causal,
+        return_lse=True,
+        **options,
+    )
+    room = case.num_seqs
+    return lowering.lower_for_gpu(
+        call,
+        struct((num_tokens, case.num_heads, case.head_dim), dtype),
+        *new,
+        *pools,
+        struct((room, 2048), jnp.int32),
+        struct((room,), jnp.int32),
+        struct((room + 1,), jnp.int32),
+        struct((), jnp.int32),
+        device=lowering.DEVICES[sm],
+    )
+
+
+def served(room, num_heads, num_kv_heads, head_dim, page_size=16, dtype="bfloat16", layout="NHD", **options):
+    sizes = (num_heads, num_kv_heads, head_dim, page_size, dtype, layout)
+    return cases.RaggedCase((0,) * room, *sizes, q_lens=(0,) * room, **options)
+
+
+CASES = [
+    (served(4, 32, 8, 128), 16384, False),
+    (served(64, 32, 8, 128, dtype="float16", layout="HND"), 512, False),
+    (served(4, 9, 3, 64, dtype="float32"), 2048, False),
+    (served(4, 16, 16, 192, value_dim=128), 4096, False),
+    (served(4, 8, 2, 256, sliding_window=1024, softcap=30.0, alibi=True, sinks=True), 2048, False),
+    (served(4, 32, 8, 128, cache_dtype="float8_e5m2"), 4096, False),
+    (served(4, 32, 8, 128, dtype="float16", layout="PACKED", cache_dtype="int8"), 2048, False),
+    (served(4, 32, 8, 128), 16384, True),
+    (served(4, 28, 4, 80, causal=False), 100, True),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "num_tokens", "new_apart", "sm"),
+    [
+        *((*case, 90) for case in CASES),
+        *(pytest.param(*case, sm, marks=pytest.mark.once) for case in (CASES[0], CASES[3], CASES[7]) for sm in (80, 100)),
+    ],
+    ids=lambda value: getattr(value, "id", str(value)),
+)  # fmt: skip
+def test_compiles(case, num_tokens, new_apart, sm):
+    kernels = lowering.compile_kernels(lowered(case, num_tokens=num_tokens, new_apart=new_apart, sm=sm), sm)
+    names = [kernel.name.removeprefix(NAME) for kernel in kernels]
+    assert [name for name in names if "combine" not in name] == ["", "_short"]
+    for kernel in kernels:
+        assert kernel.shared_bytes <= lowering.SMEM_LIMIT[sm], kernel.name
+        if "combine" in kernel.name:
+            continue
+        if case.dtype != "float32":
+            assert "mma" in kernel.ptx, "the tensor cores are not used"
+        if case.layout != "PACKED":
+            assert "cp.async" in kernel.ptx, "loads are not pipelined"
+
+
+def test_the_hot_loop_is_as_measured():
+    """Hopper's asynchronous products on 128 rows, keys and values copied two tiles ahead, nothing spilled in the loop."""
+    kernel = lowering.compile_kernels(lowered(served(1, 32, 8, 128), num_tokens=16384), 90)[0]
+    assert "wgmma" in kernel.ptx
+    assert "mma.sync" not in kernel.ptx
+    # A few words of addresses around the loops; a tile would be kilobytes.
+    assert kernel.stack_bytes <= 64
+    assert "ex2.approx.ftz" in kernel.ptx
+
+
+def test_few_programs_are_cut():
+    """A chunk of 64 tokens behind 32k: without pieces of the keys, 16 programs on 132 multiprocessors."""
+    kernels = lowering.triton_kernels(lowered(served(1, 32, 8, 128), num_tokens=64))
+    assert f"{NAME}_combine" in [name for name, *_ in kernels]
+    whole = lowering.triton_kernels(lowered(served(1, 32, 8, 128), num_tokens=16384))
+    assert f"{NAME}_combine" not in [name for name, *_ in whole]
+
+
+def test_shard_map_lowers_for_a_gpu():
+    P = jax.sharding.PartitionSpec
+    struct = jax.ShapeDtypeStruct
+    pool = struct((900, 16, 8, 128), jnp.bfloat16)
+    heads = P(None, "x"), P(None, None, "x"), P(None, None, "x")
+
+    def attend(*arguments):
+        mesh = jax.sharding.get_abstract_mesh()
+        op = functools.partial(pallas_attn.ragged_paged_attention, implementation="pallas")
+        return jax.shard_map(op, mesh=mesh, in_specs=(*heads, P(), P(), P()), out_specs=P(None, "x"))(*arguments)
+
+    made = lowering.lower_for_gpu(
+        attend,
+        struct((2048, 32, 128), jnp.bfloat16),
+        *(pool, pool),
+        struct((4, 64), jnp.int32),
+        struct((4,), jnp.int32),
+        struct((5,), jnp.int32),
+        num_devices=2,
+    )
+    assert [kernel[0] for kernel in lowering.triton_kernels(made)][0] == NAME
