@@ -15,8 +15,9 @@ from pallas_attn._tile.layout import DIMS, PoolCase, PoolShape, check_pools, key
 from pallas_attn._tile.masking import Rules
 from pallas_attn._tile.quantization import QUANTIZED_DTYPES
 from pallas_attn.ops.ragged_attention.config import RaggedAttentionConfig, heuristic
-from pallas_attn.ops.ragged_attention.kernel import Sources, ragged_attention_pallas
+from pallas_attn.ops.ragged_attention.kernel import ragged_attention_pallas
 from pallas_attn.ops.ragged_attention.reference import ragged_attention_xla
+from pallas_attn.ops.ragged_attention.sources import Sources
 
 MAX_HEAD_DIM = 256
 LENS = ("seq_lens", "cu_q_lens", "num_seqs", "sliding_window")

@@ -8,35 +8,22 @@ The new tokens' keys are in the pages too, or in arrays of their own: then a pro
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn._tile import logits, masking, merge, pages, quantization, result, rows, softmax, triton
+from pallas_attn._tile import logits, masking, merge, quantization, result, rows, softmax, triton
 from pallas_attn._tile.layout import PoolShape
-from pallas_attn._tile.pieces import ceil_div
-from pallas_attn._tile.rows import Chunk
 from pallas_attn.ops.ragged_attention.blocks import Block, Lens
 from pallas_attn.ops.ragged_attention.config import RaggedAttentionConfig
 from pallas_attn.ops.ragged_attention.pieces import BlockPieces, count
 from pallas_attn.ops.ragged_attention.problem import Problem
+from pallas_attn.ops.ragged_attention.sources import NewTokens, Pages, Sources
 from pallas_attn.ops.ragged_attention.spans import Span
 
-CHECKED_IDS = 512  # page ids that are looked at in one step before the walk
-
 type Refs = Any
-
-
-class Sources(NamedTuple):
-    """Where keys and values are: arrays, or refs inside the kernel."""
-
-    key_cache: Any
-    value_cache: Any
-    block_tables: Any
-    new: Any
-    """(keys, values) [total_tokens, num_kv_heads, dim] of the new tokens, or None: they are in the cache."""
 
 
 # jit, so that the layers of a model trace and lower one kernel, not one each.
@@ -178,7 +165,7 @@ def _attend(
     """Of the tiles `share` = (begin, end), counted through all spans."""
     mine = block.rows(kv_head, jnp.arange(problem.rows), problem.group, problem.rows)
     leading = (block.first_token + mine.token,)
-    # New tokens beside a quantised cache are not, and both meet the same queries.
+    # New tokens beside a quantised cache are not quantised, and both meet the same queries.
     as_cached = quantization.compute_dtype(query_ref.dtype, source_refs.key_cache.dtype)
     dtype = query_ref.dtype if problem.new_apart else as_cached
     key_chunks, value_chunks = rows.chunks(problem.pool.head_dim), rows.chunks(problem.value_dim)
@@ -186,11 +173,11 @@ def _attend(
     query_at = seq_len - block.q_len + mine.token
     state = softmax.start((problem.rows,), tuple(size for _, size in value_chunks))
 
-    def walk(state, span: Span, before, read, scale):
-        def step(tile, state, *, whole: bool):
+    def walk(state, span: Span, before, source: Any, scale):
+        def step(tile, state, ready):
             position = span.start(tile) + jnp.arange(span.block_kv)
-            held = None if whole else span.held(position)
-            keys_of, values_of = read(span.start(tile), position, held)
+            held = None if ready is not None else span.held(position)
+            keys_of, values_of = source.read(span.start(tile), position, ready, held)
             keys = [keys_of(chunk).astype(dtype) for chunk in key_chunks]
             tile_logits, factor = _logits(queries, keys, mine, query_at, position, held, scale, extra_refs, problem)
             state, weights = softmax.rescale(state, tile_logits, factor)
@@ -199,22 +186,26 @@ def _attend(
             acc = tuple(a + triton.dot(weights, v) for a, v in zip(state.acc, values, strict=True))
             return state._replace(acc=acc)
 
-        return span.walk(state, share[0] - before, share[1] - before, step)
+        def ahead(tile):
+            return source.ahead(span.start(tile))
+
+        return span.walk(state, share[0] - before, share[1] - before, step, ahead)
 
     context = spans[0]
-    bad = _leads_nowhere(source_refs.block_tables, block.seq, context, *share, problem)
+    cached = Pages(problem, block.seq, kv_head, source_refs)
+    bad = cached.lead_nowhere(context, *share)
+    # Then nothing of them is read, and no id needs another look.
+    context = context._replace(whole_end=jnp.where(bad, 0, context.whole_end), count=jnp.where(bad, 0, context.count))
     scale = problem.scale
     if "k_scale" in extra_refs:
         scale = scale * triton.load(extra_refs["k_scale"].at[kv_head])
-    read = functools.partial(_read_pages, problem, block.seq, kv_head, source_refs)
-    state = walk(state, context, 0, read, scale)
+    state = walk(state, context, 0, cached, scale)
     if "v_scale" in extra_refs:
         v_scale = triton.load(extra_refs["v_scale"].at[kv_head])
         state = state._replace(acc=tuple(chunk * v_scale for chunk in state.acc))
     if problem.new_apart:
-        begin = block.first_token - spans[1].origin
-        read = functools.partial(_read_new, begin, kv_head, source_refs.new)
-        state = walk(state, spans[1], context.count, read, problem.scale)
+        beside = NewTokens(block.first_token - spans[1].origin, kv_head, source_refs.new)
+        state = walk(state, spans[1], spans[0].count, beside, problem.scale)
     if "sinks" in extra_refs:
         # A logit without a value that joins the softmax once: with the first piece.
         sink = triton.load(extra_refs["sinks"].at[mine.head], mask=mine.real, other=0.0) * softmax.LOG2_E
@@ -224,54 +215,6 @@ def _attend(
         per_unit = 1.0 / triton.load(extra_refs["out_scale"].at[np.int32(0)])
         out = tuple(chunk * per_unit for chunk in out)
     return result.Result(mine, leading, value_chunks, out, lse2).poisoned(bad)
-
-
-def _leads_nowhere(tables_ref, seq, context: Span, begin, end, problem: Problem) -> jax.Array:
-    """Whether a page id that tiles [begin, end) use is none of the pool's.
-
-    Looked at ahead of the walk, in which ids are only clamped: what a flag costs in every tile this costs once.
-    """
-    page_size = problem.pool.page_size
-    first = jnp.maximum(context.start(begin), context.seen_from) // page_size
-    last = ceil_div(jnp.minimum(context.start(end), context.end), page_size)
-
-    def look(i, bad):
-        column = first + i * CHECKED_IDS + jnp.arange(CHECKED_IDS)
-        page = pages.look_up(tables_ref, seq, column, mask=column < last, other=0)
-        return bad | (~masking.usable_pages(page, problem.pool.num_pages)).astype(jnp.int32)
-
-    steps = ceil_div(jnp.maximum(last - first, 0), CHECKED_IDS)
-    return jnp.max(jax.lax.fori_loop(0, steps, look, jnp.zeros(CHECKED_IDS, jnp.int32))) > 0
-
-
-def _read_pages(problem: Problem, seq, kv_head, refs: Sources, start, position, held):
-    """(keys, values): chunk -> elements of the tile's tokens [block_kv, size], as stored, 0 where not `held` (None: all
-    are)."""
-    pool = problem.pool
-    column, offset = pages.slots(start, problem.config.block_kv, pool.page_size)
-    page = pages.look_up(
-        refs.block_tables, seq, column, **({} if held is None else {"mask": held, "other": 0})
-    )
-    page = jnp.clip(page, 0, pool.num_pages - 1)
-
-    def tile(which: Any, ref: Refs, dim: int, chunk: Chunk):
-        return pages.gather(ref, problem.layout, which, page, offset, kv_head, chunk, held, head_dim=dim)
-
-    return (
-        functools.partial(tile, "key", refs.key_cache, pool.head_dim),
-        functools.partial(tile, "value", refs.value_cache, problem.value_dim),
-    )
-
-
-def _read_new(begin, kv_head, refs: tuple[Refs, Refs], start, position, held):
-    """As `_read_pages`, of the new tokens' own arrays; `begin`, where position 0 would be among all tokens."""
-    held = jnp.ones(position.shape, bool) if held is None else held
-
-    def tile(ref: Refs, chunk: Chunk):
-        place, mask = rows.elements(ref, (begin + position, kv_head), held, chunk)
-        return triton.load(place, mask=mask, other=0.0)
-
-    return tuple(functools.partial(tile, ref) for ref in refs)
 
 
 def _logits(queries, keys, mine: rows.Rows, query_at, position, held, scale, extra_refs, problem: Problem):

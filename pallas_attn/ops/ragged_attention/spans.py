@@ -37,18 +37,26 @@ class Span(NamedTuple):
     def held(self, position: jax.Array) -> jax.Array:
         return (position >= self.seen_from) & (position < self.end)
 
-    def walk(self, state: Any, begin, end, step: Callable[..., Any]) -> Any:
-        """`state` after step(tile, state, whole=) for the span's tiles among [begin, end): first those that every row
-        sees whole, then those at the edges."""
+    def walk(self, state: Any, begin, end, step: Callable[..., Any], ahead: Callable[[Any], Any]) -> Any:
+        """`state` after step(tile, state, ready) for the span's tiles among [begin, end): first those that every row
+        sees whole, then, with `ready` None, those at the edges.
+
+        `ready` is what ahead(tile) gave one tile before: loads that depend on it can be issued without waiting.
+        """
         begin, end = jnp.clip(begin, 0, self.count), jnp.clip(end, 0, self.count)
         lo = jnp.clip(self.whole_begin, begin, end)
         hi = jnp.clip(self.whole_end, lo, end)
         before = lo - begin
-        state = lax.fori_loop(lo, hi, lambda tile, state: step(tile, state, whole=True), state)
+
+        def whole(tile, carry):
+            state, ready = carry
+            upcoming = ahead(tile + 1)
+            return step(tile, state, ready), upcoming
 
         def at_edge(i, state):
-            return step(jnp.where(i < before, begin + i, hi + (i - before)), state, whole=False)
+            return step(jnp.where(i < before, begin + i, hi + (i - before)), state, None)
 
+        state, _ = lax.fori_loop(lo, hi, whole, (state, ahead(lo)))
         return lax.fori_loop(0, before + (end - hi), at_edge, state)
 
 

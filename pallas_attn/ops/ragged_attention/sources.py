@@ -1,0 +1,98 @@
+"""Where keys and values come from: pages of a cache, or arrays of the new tokens.
+
+Both are read tile by tile. `ahead` looks up what the tile that begins at a position will need, and `read` gives two
+functions, chunk -> elements of the tile's tokens [block_kv, size] as they are stored, of keys and of values. A tile that
+is held whole was looked up ahead; of another, `held` says which of its tokens hold something, and the others are 0.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_attn._tile import masking, pages, rows, triton
+from pallas_attn._tile.layout import Which
+from pallas_attn._tile.pieces import ceil_div
+from pallas_attn._tile.rows import Chunk
+from pallas_attn.ops.ragged_attention.problem import Problem
+from pallas_attn.ops.ragged_attention.spans import Span
+
+CHECKED_IDS = 512  # page ids that are looked at in one step before the walk
+
+
+class Sources(NamedTuple):
+    """Arrays, or refs inside the kernel."""
+
+    key_cache: Any
+    value_cache: Any
+    block_tables: Any
+    new: Any
+    """(keys, values) [total_tokens, num_kv_heads, dim] of the new tokens, or None: they are in the cache."""
+
+
+class Pages:
+    """A sequence's pages."""
+
+    def __init__(self, problem: Problem, seq, kv_head, refs: Sources):
+        self._problem, self._seq, self._kv_head, self._refs = problem, seq, kv_head, refs
+
+    def lead_nowhere(self, span: Span, begin, end) -> jax.Array:
+        """Whether a page id that tiles [begin, end) use is none of the pool's.
+
+        Looked at before the walk, which is then left out: what a flag costs in every tile this costs once.
+        """
+        page_size = self._problem.pool.page_size
+        first = jnp.maximum(span.start(begin), span.seen_from) // page_size
+        last = ceil_div(jnp.minimum(span.start(end), span.end), page_size)
+
+        def look(i, bad):
+            column = first + i * CHECKED_IDS + jnp.arange(CHECKED_IDS)
+            page = pages.look_up(self._refs.block_tables, self._seq, column, mask=column < last, other=0)
+            return bad | (~masking.usable_pages(page, self._problem.pool.num_pages)).astype(jnp.int32)
+
+        steps = ceil_div(jnp.maximum(last - first, 0), CHECKED_IDS)
+        return jnp.max(jax.lax.fori_loop(0, steps, look, jnp.zeros(CHECKED_IDS, jnp.int32))) > 0
+
+    def ahead(self, start) -> jax.Array:
+        """The tokens' page ids; behind the table's end any id."""
+        column, _ = self._slots(start)
+        return self._look_up(jnp.minimum(column, self._problem.max_pages - 1))
+
+    def read(self, start, position, ready, held):
+        column, offset = self._slots(start)
+        page = self._look_up(column, mask=held, other=0) if ready is None else ready
+
+        def tile(which: Which, ref: Any, dim: int, chunk: Chunk):
+            layout = self._problem.layout
+            return pages.gather(ref, layout, which, page, offset, self._kv_head, chunk, held, head_dim=dim)
+
+        return (
+            functools.partial(tile, "key", self._refs.key_cache, self._problem.pool.head_dim),
+            functools.partial(tile, "value", self._refs.value_cache, self._problem.value_dim),
+        )
+
+    def _slots(self, start):
+        return pages.slots(start, self._problem.config.block_kv, self._problem.pool.page_size)
+
+    def _look_up(self, column: jax.Array, **mask: Any) -> jax.Array:
+        return pages.look_up(self._refs.block_tables, self._seq, column, **mask)
+
+
+class NewTokens:
+    """The new tokens of a sequence, whose position 0 would be at `begin` among all tokens."""
+
+    def __init__(self, begin, kv_head, refs: tuple[Any, Any]):
+        self._begin, self._kv_head, self._refs = begin, kv_head, refs
+
+    def ahead(self, start) -> tuple:
+        return ()
+
+    def read(self, start, position, ready, held):
+        held = jnp.ones(position.shape, bool) if held is None else held
+
+        def tile(ref: Any, chunk: Chunk):
+            place, mask = rows.elements(ref, (self._begin + position, self._kv_head), held, chunk)
+            return triton.load(place, mask=mask, other=0.0)
+
+        return tuple(functools.partial(tile, ref) for ref in self._refs)
