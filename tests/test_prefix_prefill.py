@@ -25,7 +25,9 @@ WHOLE = RaggedAttentionConfig(RaggedTiles(32, 16, 1))
 SIZES = {"q_lens": (17, 0, 1, 70, 1, 33), "seq_lens": (300, 40, 1, 70, 129, 65)}
 
 
-def make_case(num_heads=4, num_kv_heads=2, head_dim=64, page_size=16, dtype="bfloat16", layout="NHD", **options):
+def make_case(
+    num_heads=4, num_kv_heads=2, head_dim=64, page_size=16, dtype="bfloat16", layout="NHD", **options
+):
     return cases.RaggedCase(
         SIZES["seq_lens"], num_heads, num_kv_heads, head_dim, page_size, dtype, layout, q_lens=SIZES["q_lens"],
         **options,
@@ -38,13 +40,17 @@ CASES = [
     (make_case(head_dim=32, page_size=24, dtype="float32", causal=False, softcap=3.0, value_dim=64), CUT),
     (make_case(num_heads=6, layout="PACKED", cache_dtype="float8_e4m3fn", scale_per_head=True), WHOLE),
     (
-        make_case(dtype="float32", cache_dtype="int8", sliding_window=90, alibi=True, sinks=True, softcap=20.0),
+        make_case(
+            dtype="float32", cache_dtype="int8", sliding_window=90, alibi=True, sinks=True, softcap=20.0
+        ),
         CUT,
     ),
 ]
 
 
-def make_apart(case: cases.RaggedCase) -> tuple[inputs.RaggedInputs, np.ndarray, np.ndarray, inputs.RaggedInputs]:
+def make_apart(
+    case: cases.RaggedCase,
+) -> tuple[inputs.RaggedInputs, np.ndarray, np.ndarray, inputs.RaggedInputs]:
     """(data, key, value, data for the reference, whose cache holds the new tokens too): where they would be in the
     cache is NaN, and so are the padding's keys and values."""
     data = inputs.make_ragged(case)
@@ -62,16 +68,28 @@ def make_apart(case: cases.RaggedCase) -> tuple[inputs.RaggedInputs, np.ndarray,
             mine = slice(length - (end - first), length)
             made[first:end] = tokens[page[mine], offset[mine]]
             raw = pool.view(np.uint8).reshape(*pool.shape, pool.dtype.itemsize)
-            nothing = np.uint8(0x7F) if case.cache_dtype else np.array(np.nan, pool.dtype)[None].view(np.uint8)
+            nothing = (
+                np.uint8(0x7F) if case.cache_dtype else np.array(np.nan, pool.dtype)[None].view(np.uint8)
+            )
             for p, o in zip(page[mine], offset[mine], strict=True):
-                raw[{"NHD": (p, o), "HND": (p, slice(None), o)}.get(case.layout, (p, slice(None), slice(None), o))] = (
-                    nothing
-                )
+                raw[
+                    {"NHD": (p, o), "HND": (p, slice(None), o)}.get(
+                        case.layout, (p, slice(None), slice(None), o)
+                    )
+                ] = nothing
         new.append(made.astype(jnp.dtype(case.dtype)))
     return data, *new, whole
 
 
-def run(case: cases.RaggedCase, data: inputs.RaggedInputs, key, value, implementation: str, config=WHOLE, **options):
+def run(
+    case: cases.RaggedCase,
+    data: inputs.RaggedInputs,
+    key,
+    value,
+    implementation: str,
+    config=WHOLE,
+    **options,
+):
     call = functools.partial(
         pallas_attn.prefix_prefill,
         return_lse=True,

@@ -54,9 +54,7 @@ def run(case: cases.RaggedCase, data: inputs.RaggedInputs, implementation: str, 
 def check(case: cases.RaggedCase, data: inputs.RaggedInputs, out, lse, **options) -> None:
     expected, expected_lse = reference(case, data, **options)
     rounded, _ = reference(case, data, rounding=getattr(torch, case.dtype), **options)
-    compare.assert_rows_close(
-        out, expected, dtype=case.dtype, case_id=case.id, rounded_reference=rounded
-    )
+    compare.assert_rows_close(out, expected, dtype=case.dtype, case_id=case.id, rounded_reference=rounded)
     compare.assert_lse_close(lse, expected_lse, dtype=case.dtype, case_id=case.id)
 
 
@@ -93,9 +91,7 @@ def test_no_boundary_token_is_lost(boundary, implementation):
     lens, q_lens = (410, 300), (20, 1)
     window = 150 if boundary == "window" else None
     cut = (("block_kv", 16), ("num_splits", 3), ("min_split_tokens", 16), ("target_programs", 12))
-    case = cases.RaggedCase(
-        lens, 4, 2, 64, 16, q_lens=q_lens, sliding_window=window, config=cut
-    )
+    case = cases.RaggedCase(lens, 4, 2, 64, 16, q_lens=q_lens, sliding_window=window, config=cut)
     # Pieces are of equal numbers of tiles; every multiple of a tile is a place where one may end.
     at = {"first": 0, "page end": 47, "page start": 48, "piece end": 127, "piece start": 128}
     data = inputs.make_ragged(case)

@@ -87,7 +87,9 @@ def test_refusals(changes, error, message):
 
 def test_a_forced_implementation_says_why_it_cannot():
     wide = {name: jnp.zeros((10, 16, 2, 320)) for name in ("key_cache", "value_cache")}
-    with pytest.raises(ValueError, match="'interpret' cannot serve this call: head_dim is at most 256, got 320"):
+    with pytest.raises(
+        ValueError, match="'interpret' cannot serve this call: head_dim is at most 256, got 320"
+    ):
         unchecked(pallas_attn.ragged_paged_attention)(
             **arguments(query=jnp.zeros((6, 4, 320)), **wide), implementation="interpret"
         )
@@ -100,5 +102,7 @@ def test_configs_are_checked():
         RaggedAttentionConfig(1)
     with pytest.raises(TypeError, match="'short': expected RaggedTiles or None, got str"):
         RaggedAttentionConfig(RaggedTiles(16, 16, 1), "short")
-    with pytest.raises(ValueError, match="RaggedTiles: argument 'block_q': expected a power of two >= 16, got 24"):
+    with pytest.raises(
+        ValueError, match="RaggedTiles: argument 'block_q': expected a power of two >= 16, got 24"
+    ):
         RaggedTiles(24, 16, 1)

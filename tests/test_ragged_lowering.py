@@ -21,7 +21,8 @@ def lowered(case: cases.RaggedCase, *, num_tokens: int, sm: int = 90, new_apart:
     dims = {"key": case.head_dim, "value": case.value_dim or case.head_dim}
     pools = (
         struct(
-            array_shape(PoolShape(9000, case.page_size, case.num_kv_heads, dim), case.layout, which, stored), stored
+            array_shape(PoolShape(9000, case.page_size, case.num_kv_heads, dim), case.layout, which, stored),
+            stored,
         )
         for which, dim in dims.items()
     )
@@ -74,7 +75,7 @@ CASES = [
     ("case", "num_tokens", "new_apart", "sm"),
     [
         *((*case, 90) for case in CASES),
-        *(pytest.param(*case, sm, marks=pytest.mark.once) for case in (CASES[0], CASES[3], CASES[7]) for sm in (80, 100)),
+        *(pytest.param(*CASES[i], sm, marks=pytest.mark.once) for i in (0, 3, 7) for sm in (80, 100)),
     ],
     ids=lambda value: getattr(value, "id", str(value)),
 )  # fmt: skip
@@ -93,7 +94,7 @@ def test_compiles(case, num_tokens, new_apart, sm):
 
 
 def test_the_hot_loop_is_as_measured():
-    """Hopper's asynchronous products on 128 rows, keys and values copied two tiles ahead, nothing spilled in the loop."""
+    """Hopper's asynchronous products on 128 rows, keys and values copied two tiles ahead."""
     kernel = lowering.compile_kernels(lowered(served(1, 32, 8, 128), num_tokens=16384), 90)[0]
     assert "wgmma" in kernel.ptx
     assert "mma.sync" not in kernel.ptx
@@ -119,7 +120,9 @@ def test_shard_map_lowers_for_a_gpu():
     def attend(*arguments):
         mesh = jax.sharding.get_abstract_mesh()
         op = functools.partial(pallas_attn.ragged_paged_attention, implementation="pallas")
-        return jax.shard_map(op, mesh=mesh, in_specs=(*heads, P(), P(), P()), out_specs=P(None, "x"))(*arguments)
+        return jax.shard_map(op, mesh=mesh, in_specs=(*heads, P(), P(), P()), out_specs=P(None, "x"))(
+            *arguments
+        )
 
     made = lowering.lower_for_gpu(
         attend,
@@ -130,4 +133,4 @@ def test_shard_map_lowers_for_a_gpu():
         struct((5,), jnp.int32),
         num_devices=2,
     )
-    assert [kernel[0] for kernel in lowering.triton_kernels(made)][0] == NAME
+    assert lowering.triton_kernels(made)[0][0] == NAME

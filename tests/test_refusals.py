@@ -97,6 +97,12 @@ def latent_layer() -> nn.MultiHeadLatentAttention:
     return nn.MultiHeadLatentAttention(config, rngs=nnx.Rngs(0))
 
 
+def ragged() -> dict[str, Any]:
+    return dict(
+        {**attention(), "query": jnp.ones((5, 4, 16))}, cu_q_lens=jnp.array([0, 3, 4], I32), num_seqs=2
+    )
+
+
 SIZES = dict(num_layers=2, num_pages=4, page_size=8)
 COUNTS = dict.fromkeys(SIZES, COUNT)
 MASKS = dict(softcap=NUMBER.or_none(), sliding_window=COUNT.or_none())
@@ -105,6 +111,12 @@ POWERS = dict.fromkeys(("block_q", "block_kv", "num_splits", "num_warps", "num_s
 NEW = dict(layer=LAYER, key=ARRAY, value=ARRAY, positions=ARRAY)
 WINDOW = Kind(
     ("3", 2.5, True, [1], 0, -1, {}, jnp.ones(1, I32), jnp.ones(()), np.ones((), I32)), optional=True
+)
+NUM_SEQS = Kind(
+    ("2", 1.5, True, [1], {}, -1, 3, jnp.ones(()), jnp.ones(2, I32), np.ones((), int)), optional=True
+)
+OUT_SCALE = Kind(
+    ("1", [1.0], True, 0.0, -1.0, kinds.NAN, kinds.INF, 1j, jnp.ones(1), np.ones(())), optional=True
 )
 NEAR_ZERO = Kind(("1", [1.0], True, -1.0, kinds.NAN, kinds.INF, 1j, jnp.ones(()), np.ones(1)))
 SLOPES_OR_SINKS = dict.fromkeys(("alibi_slopes", "sinks"), jnp.ones(4))
@@ -141,6 +153,7 @@ def calls() -> dict[str, Call]:
             dict(attention(), implementation="interpret"),
             dict(config=INSTANCE.or_none()),
         ),
+        **_ragged_calls(),
         "write_kv": Call(
             pallas_attn.write_kv,
             dict(
@@ -350,6 +363,59 @@ def calls() -> dict[str, Call]:
                 mscale=NEAR_ZERO,
                 mscale_all_dim=NEAR_ZERO,
             ),
+        ),
+    }
+
+
+def _ragged_calls() -> dict[str, Call]:
+    config = pallas_attn.RaggedAttentionConfig(pallas_attn.RaggedTiles(16, 16, 1))
+    every = {
+        **dict.fromkeys(ragged(), ARRAY),
+        **dict.fromkeys(SLOPES_OR_SINKS, ARRAY.or_none()),
+        **dict(MASKS, sliding_window=WINDOW),
+        "num_seqs": NUM_SEQS,
+        "scale": NUMBER.or_none(),
+        **dict.fromkeys(("causal", "return_lse"), FLAG),
+        "layout": NAME,
+        "implementation": NAME.or_none(),
+        "config": INSTANCE.or_none(),
+        "k_scale": Kind((1.0, "x")).or_none(),
+    }
+    new = dict.fromkeys(("key", "value"), jnp.ones((5, 2, 16)))
+    out = dict(out=jnp.ones((5, 4, 16), jnp.float8_e5m2), out_scale=1.0)
+    state = dict(out_a=jnp.ones((5, 4, 16)), lse_a=jnp.ones((5, 4)))
+    states = {**state, **{name.replace("_a", "_b"): array for name, array in state.items()}}
+    return {
+        "ragged_paged_attention": Call(
+            pallas_attn.ragged_paged_attention, {**ragged(), **SLOPES_OR_SINKS}, every
+        ),
+        "ragged_paged_attention, quantised": Call(
+            pallas_attn.ragged_paged_attention,
+            dict(ragged(), **{n: attention(jnp.int8)[n] for n in ("key_cache", "value_cache")}),
+            dict.fromkeys(("k_scale", "v_scale"), SCALES.or_none()),
+        ),
+        "prefix_prefill": Call(
+            pallas_attn.prefix_prefill,
+            {**ragged(), **new, **SLOPES_OR_SINKS, **out},
+            {
+                **every,
+                **dict.fromkeys(new, ARRAY),
+                "skip_decode": FLAG,
+                "out": ARRAY.or_none(),
+                "out_dtype": DTYPE.or_none(),
+                "out_scale": OUT_SCALE,
+            },
+        ),
+        "merge_states": Call(
+            pallas_attn.merge_states,
+            dict(states, sinks=jnp.ones(4)),
+            {**dict.fromkeys(states, ARRAY), "sinks": ARRAY.or_none()},
+        ),
+        "RaggedTiles": Call(pallas_attn.RaggedTiles, dict(block_q=16, block_kv=16, num_splits=1), POWERS),
+        "RaggedAttentionConfig": Call(
+            pallas_attn.RaggedAttentionConfig,
+            dict(long=config.long),
+            dict(long=INSTANCE, short=INSTANCE.or_none()),
         ),
     }
 

@@ -18,6 +18,8 @@ DIMS: dict[str, dict[Which, str]] = {
     "NHD": dict.fromkeys(("key", "value"), "pages slot kv_heads dim"),
     "HND": dict.fromkeys(("key", "value"), "pages kv_heads slot dim"),
     "PACKED": {"key": "pages kv_heads dim slot x", "value": "pages kv_heads dim slot"},
+    # One pool for both, of which keys are the heads of even number: of `compat` alone.
+    "COMBINED": dict.fromkeys(("key", "value"), "pages slot kv_heads dim"),
 }
 
 
@@ -49,9 +51,7 @@ def check_pools(
     """
     check.one_of(named, layout, LAYOUTS)
     if layout == "PACKED":
-        check.array(
-            "value_cache", value_cache, ("num_pages", "num_kv_heads", value_dim, "page_size"), dtypes
-        )
+        check.array("value_cache", value_cache, ("num_pages", "num_kv_heads", value_dim, "page_size"), dtypes)
         x = packing(value_cache.dtype)
         if check.dims["head_dim"] % x:
             fail(check.function, "value_cache", f"head_dim a multiple of x={x}", str(check.dims["head_dim"]))
@@ -98,6 +98,9 @@ def key_pool_shape(key_cache: jax.Array, layout: str) -> PoolShape:
     if layout == "PACKED":
         pages, heads, parts, page_size, x = key_cache.shape
         return PoolShape(pages, page_size, heads, parts * x)
+    if layout == "COMBINED":
+        pages, page_size, heads, head_dim = key_cache.shape
+        return PoolShape(pages, page_size, heads // 2, head_dim)
     return pool_shape(key_cache, layout)
 
 
@@ -108,6 +111,8 @@ def token_index(layout: str, which: Which, page, offset, kv_head, dim, dtype: An
             return (page, offset, kv_head, dim)
         case "HND", _:
             return (page, kv_head, offset, dim)
+        case "COMBINED", _:
+            return (page, offset, 2 * kv_head + (which == "value"), dim)
         case "PACKED", "key":
             x = packing(dtype)
             return (page, kv_head, dim // x, offset, dim % x)
@@ -122,6 +127,8 @@ def to_nhd(cache: jax.Array, layout: str, which: Which) -> jax.Array:
             return cache
         case "HND", _:
             return jnp.swapaxes(cache, -3, -2)
+        case "COMBINED", _:
+            return cache[..., which == "value" :: 2, :]
         case "PACKED", "key":  # [..., heads, head_dim/x, page_size, x]
             moved = jnp.moveaxis(cache, -2, -4)
             return moved.reshape(*moved.shape[:-2], moved.shape[-2] * moved.shape[-1])

@@ -46,7 +46,8 @@ def gather(
     head_dim: int,
     eviction_policy: str | None = None,
 ) -> jax.Array:
-    """Elements `chunk` of tokens at [block_kv] pages and offsets, [block_kv, size]; 0 where not `held` (None: all are)."""
+    """Elements `chunk` of tokens at [block_kv] pages and offsets, [block_kv, size]; 0 where not `held`, which
+    None says that all are."""
     first, size = chunk
     tile = jnp.zeros((offset.shape[0], size), jnp.int32)
     dim = first + jnp.arange(size)[None, :] + tile

@@ -60,7 +60,9 @@ def store_lse(result: Result, lse_ref: Any) -> None:
 def _store_out(result: Result, ref: Any, index: tuple[jax.Array, ...], eviction_policy: str | None) -> None:
     for values, chunk in zip(result.out, result.chunks, strict=True):
         place, mask = elements(ref, index, result.rows.real, chunk)
-        triton.store(place, quantization.saturated(values, ref.dtype), mask=mask, eviction_policy=eviction_policy)
+        triton.store(
+            place, quantization.saturated(values, ref.dtype), mask=mask, eviction_policy=eviction_policy
+        )
 
 
 def _store_lse(result: Result, ref: Any, index: tuple[jax.Array, ...], lse: jax.Array) -> None:

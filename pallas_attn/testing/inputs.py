@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn._tile.layout import PoolShape, array_shape, from_nhd, token_index
+from pallas_attn._tile.layout import PoolShape, Which, array_shape, from_nhd, token_index
 from pallas_attn._tile.quantization import quantize
 from pallas_attn.testing.cases import Case, DecodeCase, MLADecodeCase, RaggedCase
 
@@ -213,8 +213,9 @@ def make_ragged(case: RaggedCase, seed: int = 0) -> RaggedInputs:
     query = rng.standard_normal((case.num_tokens, case.num_heads, case.head_dim))
     query[cu[case.num_seqs] :] = np.nan
     extras = _extras(case, rng)
-    pools = {}
-    for which, dim in (("key", case.head_dim), ("value", case.value_dim or case.head_dim)):
+    pools: dict[Which, np.ndarray] = {}
+    dims: dict[Which, int] = {"key": case.head_dim, "value": case.value_dim or case.head_dim}
+    for which, dim in dims.items():
         narrow = dataclasses.replace(case, head_dim=dim)
         pool = _drawn_pool(narrow, rng, used, num_pages)
         if which == "value":

@@ -37,6 +37,8 @@ class Case:
     value_dim: int
     dtype: Any
     cache_dtype: Any
+    pool_elements: int
+    """Of the larger pool."""
 
     @property
     def group(self) -> int:
@@ -47,8 +49,7 @@ def _pallas_supports(case: Case) -> str | None:
     for name, dim in (("head_dim", case.pool.head_dim), ("value_dim", case.value_dim)):
         if dim > MAX_HEAD_DIM:
             return f"{name} is at most {MAX_HEAD_DIM}, got {dim}"
-    larger = case.pool._replace(head_dim=max(case.pool.head_dim, case.value_dim))
-    return pallas_reaches(PoolCase(larger, case.cache_dtype))
+    return pallas_reaches(PoolCase(PoolShape(case.pool_elements, 1, 1, 1), case.cache_dtype))
 
 
 def register(function: str) -> None:
@@ -113,22 +114,26 @@ def run(
     check: ArgumentChecker,
     operands: dict[str, jax.Array],
     *,
-    scale: Any,
-    softcap: Any,
-    sliding_window: Any,
-    alibi_slopes: Any,
-    sinks: Any,
-    k_scale: Any,
-    v_scale: Any,
-    causal: Any,
-    return_lse: Any,
     layout: str,
-    implementation: Any,
-    config: Any,
+    op: str = "",
+    scale: Any = None,
+    softcap: Any = None,
+    sliding_window: Any = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    causal: Any = True,
+    return_lse: Any = False,
+    implementation: Any = None,
+    config: Any = None,
     **static: Any,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Checks what else every call has and makes it; `static` goes to the implementation as it is."""
-    function = check.function
+    """Checks what else every call has and makes it; `static` goes to the implementation as it is.
+
+    op: whose implementations serve, where that is not the function that is called.
+    """
+    function, op = check.function, op or check.function
     check.positive_float("scale", scale)
     check.positive_float("softcap", softcap)
     check.flag("causal", causal)
@@ -141,7 +146,7 @@ def run(
         **options.scales(check, case.cache_dtype, case.pool, k_scale, v_scale),
         **options.by_head(check, alibi_slopes=alibi_slopes, sinks=sinks),
     }
-    name, fn = dispatch.resolve(function, case, implementation)
+    name, fn = dispatch.resolve(op, case, implementation)
     if name == "xla" and config is not None:
         fail(function, "config", "None for implementation 'xla'", "a config")
     configs.check_type(function, RaggedAttentionConfig, config)
@@ -156,7 +161,7 @@ def run(
          "out_scale": "one", **options.DIMS},
         ("tokens heads dim", "tokens heads"),
         static={
-            "function": function,
+            "op": op,
             "fn": fn,
             "tiled": name != "xla",
             "scale": float(case.pool.head_dim**-0.5 if scale is None else scale),
@@ -182,13 +187,14 @@ def _case(operands: dict[str, jax.Array], layout: str) -> Case:
         value_dim=operands["value_cache"].shape[2 if layout == "PACKED" else 3],
         dtype=query.dtype,
         cache_dtype=operands["key_cache"].dtype,
+        pool_elements=max(operands["key_cache"].size, operands["value_cache"].size),
     )
 
 
 def _attend(
     operands: dict[str, jax.Array],
     *,
-    function: str,
+    op: str,
     fn,
     tiled: bool,
     layout: str,
@@ -198,7 +204,7 @@ def _attend(
     """(out, lse) of the operands at hand: of the whole call, or of one device's share of the heads."""
     case = _case(operands, layout)
     if tiled:
-        static["config"] = _resolve_config(function, case, config)
+        static["config"] = _resolve_config(op, case, config)
     new = (operands["key"], operands["value"]) if "key" in operands else None
     sources = Sources(operands["key_cache"], operands["value_cache"], operands["block_tables"], new)
     lens = {name: operands[name] for name in LENS if name in operands}
@@ -210,9 +216,7 @@ def _attend(
     )  # fmt: skip
 
 
-def _resolve_config(
-    function: str, case: Case, explicit: RaggedAttentionConfig | None
-) -> RaggedAttentionConfig:
+def _resolve_config(op: str, case: Case, explicit: RaggedAttentionConfig | None) -> RaggedAttentionConfig:
     facts = dict(
         num_tokens=case.num_tokens,
         num_seqs=case.num_seqs,
@@ -224,7 +228,7 @@ def _resolve_config(
     )
     key = {**facts, "page_size": case.pool.page_size, "dtype": dtype_name(case.cache_dtype)}
     return configs.resolve(
-        function,
+        op,
         RaggedAttentionConfig,
         explicit,
         key,

@@ -7,8 +7,22 @@ from pallas_attn._call.checks import fail
 from pallas_attn._call.configs import SplitKVConfig
 from pallas_attn._call.device import Device
 from pallas_attn._tile import pieces, triton
+from pallas_attn._tile.rows import chunks
 
-RESERVED_KB = 12
+# Tiles of rows by tokens and stages of the pipeline, best first, if they fit: measured on Hopper (EXPERIMENTS.md).
+LONG = [
+    (128, 128, 3),
+    (128, 64, 3),
+    (128, 64, 2),
+    (64, 64, 3),
+    (64, 64, 2),
+    (64, 32, 2),
+    (32, 32, 2),
+    (16, 16, 1),
+]
+SHORT = [(128, 3), (64, 3), (32, 3), (16, 2), (16, 1)]
+RESERVED_KB = 3  # of shared memory, for page ids and reductions
+SUMS = 128 * 256  # elements of output that a program of 8 warps has registers for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,51 +73,50 @@ def heuristic(
 ) -> RaggedAttentionConfig:
     """`itemsize` bytes hold an element of the cache, `query_itemsize` one of the query; `max_len` tokens fit in a row
     of the block table."""
-    width = triton.tile_side(max(head_dim, value_dim))
-    # Float32 products are no tensor core's work, and take registers for both operands.
-    rows, block_kv = (128, 64) if query_itemsize == 2 and device.shared_kib > 99 else (64, 32)
-    while rows * width > 128 * 256:
-        rows //= 2
-    block_q = min(rows, triton.tile_side(num_tokens * group))
-    while _needed_kb(block_q, block_kv, width, itemsize, query_itemsize) > device.shared_kib:
-        block_kv //= 2
-    warps = 8 if block_q >= 128 else 4
-    blocks = (math.ceil(num_tokens * group / block_q)) * num_kv_heads
-    long = RaggedTiles(
-        block_q=block_q,
-        block_kv=block_kv,
-        num_splits=most_splits(blocks, max_len, device.num_cores, 512),
-        min_split_tokens=512,
-        target_programs=device.num_cores,
-        num_warps=warps,
-        num_stages=3,
+    dims = sum(size for dim in (head_dim, value_dim) for _, size in chunks(dim))
+    query_dims = sum(size for _, size in chunks(head_dim))
+    narrow = itemsize < query_itemsize
+
+    def fits(block_q: int, block_kv: int, num_stages: int) -> bool:
+        # Tiles of keys and values, one more of a narrow cache's that is converted, and the queries.
+        token = num_stages * itemsize + (query_itemsize if narrow else 0)
+        needed = (block_q * query_dims * query_itemsize + block_kv * dims * token) / 1024
+        return needed + RESERVED_KB <= device.shared_kib
+
+    def tiles(
+        block_q: int, block_kv: int, num_stages: int, programs: int, a_core: int, warps: int
+    ) -> RaggedTiles:
+        target = a_core * device.num_cores
+        min_split_tokens = 512 if a_core == 1 else 256
+        return RaggedTiles(
+            block_q=block_q,
+            block_kv=block_kv,
+            num_splits=most_splits(programs, max_len, target, min_split_tokens),
+            min_split_tokens=min_split_tokens,
+            target_programs=target,
+            num_warps=warps,
+            num_stages=num_stages,
+        )
+
+    most_rows = triton.tile_side(num_tokens * group)
+    widest = 32 if query_itemsize == 4 else 64 if narrow else 128
+    block_q, block_kv, stages = next(
+        (min(rows, most_rows), tokens, stages)
+        for rows, tokens, stages in LONG
+        if tokens <= widest and rows * value_dim <= SUMS and fits(min(rows, most_rows), tokens, stages)
     )
+    programs = math.ceil(num_tokens * group / block_q) * num_kv_heads
+    long = tiles(block_q, block_kv, stages, programs, 1, 8 if block_q == 128 else 4)
     short_q = triton.tile_side(group)
     if short_q >= block_q:
         return RaggedAttentionConfig(long)
-    programs = num_seqs * num_kv_heads
-    short_kv = 128 if width <= 128 and itemsize <= 2 else 64 if itemsize <= 2 and width <= 256 else 32
-    short = RaggedTiles(
-        block_q=short_q,
-        block_kv=short_kv,
-        num_splits=most_splits(programs, max_len, 4 * device.num_cores, 256),
-        min_split_tokens=256,
-        target_programs=4 * device.num_cores,
-        num_warps=4,
-        num_stages=3,
+    block_kv, stages = next(
+        (tokens, stages) for tokens, stages in SHORT if tokens <= widest and fits(short_q, tokens, stages)
     )
-    return RaggedAttentionConfig(long, short)
-
-
-def _needed_kb(block_q: int, block_kv: int, width: int, itemsize: int, query_itemsize: int) -> float:
-    """Shared memory of a program: the queries, two buffers for tiles of keys and values, and for a cache narrower than
-    the queries a converted tile of each."""
-    narrow = itemsize < query_itemsize
-    token = 4 * itemsize + (2 * query_itemsize if narrow else 0)
-    return (block_q * query_itemsize + block_kv * token) * width / 1024 + RESERVED_KB
+    return RaggedAttentionConfig(long, tiles(short_q, block_kv, stages, num_seqs * num_kv_heads, 4, 4))
 
 
 def most_splits(programs: int, max_len: int, target_programs: int, min_split_tokens: int) -> int:
     """Pieces to provide for: lengths are not known when a call is compiled, only what the table can hold."""
-    wanted = math.ceil(target_programs / programs) if 2 * programs < 3 * target_programs else 1
+    wanted = math.ceil(2 * target_programs / programs) if programs < target_programs else 1
     return pieces.most_pieces(wanted, max_len, min_split_tokens)

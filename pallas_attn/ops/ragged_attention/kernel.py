@@ -114,7 +114,10 @@ def _launch(problem: Problem, query, sources, lens, extras, done, out_dtype, int
 
 def _shapes(problem: Problem, dtype: Any) -> list[jax.ShapeDtypeStruct]:
     final = (problem.num_tokens, problem.num_heads)
-    shapes = [jax.ShapeDtypeStruct((*final, problem.value_dim), dtype), jax.ShapeDtypeStruct(final, jnp.float32)]
+    shapes = [
+        jax.ShapeDtypeStruct((*final, problem.value_dim), dtype),
+        jax.ShapeDtypeStruct(final, jnp.float32),
+    ]
     if problem.num_pieces:
         partial = (problem.num_pieces, problem.pool.num_kv_heads, problem.rows)
         shapes.append(jax.ShapeDtypeStruct((*partial, problem.value_dim), jnp.float32))
@@ -169,7 +172,9 @@ def _attend(
     as_cached = quantization.compute_dtype(query_ref.dtype, source_refs.key_cache.dtype)
     dtype = query_ref.dtype if problem.new_apart else as_cached
     key_chunks, value_chunks = rows.chunks(problem.pool.head_dim), rows.chunks(problem.value_dim)
-    queries = [quantization.query_as(rows.load(query_ref, mine, leading, chunk), dtype) for chunk in key_chunks]
+    queries = [
+        quantization.query_as(rows.load(query_ref, mine, leading, chunk), dtype) for chunk in key_chunks
+    ]
     query_at = seq_len - block.q_len + mine.token
     state = softmax.start((problem.rows,), tuple(size for _, size in value_chunks))
 
@@ -179,7 +184,9 @@ def _attend(
             held = None if ready is not None else span.held(position)
             keys_of, values_of = source.read(span.start(tile), position, ready, held)
             keys = [keys_of(chunk).astype(dtype) for chunk in key_chunks]
-            tile_logits, factor = _logits(queries, keys, mine, query_at, position, held, scale, extra_refs, problem)
+            tile_logits, factor = _logits(
+                queries, keys, mine, query_at, position, held, scale, extra_refs, problem
+            )
             state, weights = softmax.rescale(state, tile_logits, factor)
             weights = weights.astype(dtype)
             values = [values_of(chunk).astype(dtype) for chunk in value_chunks]
@@ -195,7 +202,9 @@ def _attend(
     cached = Pages(problem, block.seq, kv_head, source_refs)
     bad = cached.lead_nowhere(context, *share)
     # Then nothing of them is read, and no id needs another look.
-    context = context._replace(whole_end=jnp.where(bad, 0, context.whole_end), count=jnp.where(bad, 0, context.count))
+    context = context._replace(
+        whole_end=jnp.where(bad, 0, context.whole_end), count=jnp.where(bad, 0, context.count)
+    )
     scale = problem.scale
     if "k_scale" in extra_refs:
         scale = scale * triton.load(extra_refs["k_scale"].at[kv_head])

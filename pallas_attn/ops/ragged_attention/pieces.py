@@ -1,18 +1,24 @@
 """How the keys of a block of query rows are cut into pieces, so that few blocks with long contexts fill the device.
 
-Each block gets as many equal pieces as it has fair shares of all the launch's work. Every program derives that from
-all lengths (a few kilobytes out of the L2): cheaper than a launch to precompute it.
+All pieces of a launch have the same number of tiles, or fewer. Programs run in rounds of as many as the device holds,
+so the length is the one whose rounds take the least time, and of those the longest. Every program derives it from all
+lengths (a few kilobytes out of the L2): cheaper than a launch to precompute it.
 """
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_attn._tile import triton
-from pallas_attn._tile.pieces import TO_NEAREST, ceil_div
+from pallas_attn._tile.pieces import ceil_div
 from pallas_attn.ops.ragged_attention.blocks import Lens
 from pallas_attn.ops.ragged_attention.problem import Problem
+from pallas_attn.ops.ragged_attention.spans import Span
+
+# What merging costs must be gained: more pieces only for so much less time.
+WORTH_CUTTING = np.float32(1.03)
 
 
 class BlockPieces:
@@ -24,36 +30,46 @@ class BlockPieces:
 
     def tiles(self, num_tiles: jax.Array) -> jax.Array:
         """Tiles in a piece of a block that walks `num_tiles`, at least 1."""
-        config = self._problem.config
-        if config.num_splits == 1:
+        if self._problem.config.num_splits == 1:
             return jnp.maximum(num_tiles, 1)
-        share = jnp.maximum(self._share(), config.min_split_tokens / config.block_kv)
-        wanted = jnp.floor(num_tiles.astype(jnp.float32) / share + TO_NEAREST).astype(jnp.int32)
-        return jnp.maximum(ceil_div(num_tiles, jnp.clip(wanted, 1, config.num_splits)), 1)
+        pieces = jnp.clip(ceil_div(num_tiles, self._longest()), 1, self._problem.config.num_splits)
+        return jnp.maximum(ceil_div(num_tiles, pieces), 1)
 
-    def of(self, place) -> tuple[jax.Array, jax.Array]:
-        problem = self._problem
+    def of(self, seq) -> tuple[jax.Array, jax.Array]:
+        """As of any `Pieces`; what is cut here is no sequence but the block at a place."""
+        problem, place = self._problem, seq
         block, mine = problem.find(self._lens, place)
         in_pages, seq_len, _ = problem.lengths(self._lens, block)
         num_tiles = count(problem.spans(block, in_pages, seq_len))
         pieces = jnp.where(mine, ceil_div(num_tiles, self.tiles(num_tiles)), 0)
         return place * problem.config.num_splits, pieces
 
-    def _share(self) -> jax.Array:
-        """Tiles that each of the target's programs would get if blocks could be cut anywhere: float32 scalar."""
-        problem, group = self._problem, self._problem.group
-        block = self._lens.first_block(jnp.arange(triton.next_power_of_2(problem.num_seqs)))
-        num_blocks = ceil_div(block.q_len * group, problem.rows)
+    def _longest(self) -> jax.Array:
+        """Tiles of the longest piece of any block."""
+        problem, config, group = self._problem, self._problem.config, self._problem.group
+        first = self._lens.first_block(jnp.arange(triton.next_power_of_2(problem.num_seqs)))
+        served = problem.serves(first.q_len) & ~first.is_padding
+        num_blocks = jnp.where(served, ceil_div(first.q_len * group, problem.rows), 0)
+        in_pages, seq_len, _ = problem.lengths(self._lens, first)
+
+        def tiles(number: jax.Array) -> jax.Array:
+            block = first._replace(first_row=jnp.maximum(number, 0) * problem.rows)
+            return jnp.where(served, count(problem.spans(block, in_pages, seq_len)), 0)
+
         # Blocks of a sequence see more and more of it: the one in the middle tells for all.
-        middle = block._replace(first_row=num_blocks // 2 * problem.rows)
-        in_pages, seq_len, _ = problem.lengths(self._lens, block)
-        tiles = num_blocks * count(problem.spans(middle, in_pages, seq_len))
-        tiles = jnp.where(problem.serves(block.q_len) & ~block.is_padding, tiles, 0)
-        per_program = problem.pool.num_kv_heads / problem.config.target_programs
-        return jnp.sum(tiles.astype(jnp.float32)) * per_program
+        work = jnp.sum((num_blocks * tiles(num_blocks // 2)).astype(jnp.float32)) * problem.pool.num_kv_heads
+        longest = jnp.maximum(jnp.max(tiles(num_blocks - 1)), jnp.max(tiles(0 * num_blocks)))
+        pieces = 1 + jnp.arange(triton.next_power_of_2(config.num_splits))
+        pieces = jnp.minimum(pieces, config.num_splits)
+        length = ceil_div(jnp.maximum(longest, 1), pieces)
+        least = -(-config.min_split_tokens // config.block_kv)
+        length = jnp.where(pieces > 1, jnp.maximum(length, least), length).astype(jnp.float32)
+        rounds = jnp.floor(work / (length * config.target_programs) + np.float32(1 - 2**-10))
+        time = jnp.maximum(rounds, 1) * length
+        return jnp.max(jnp.where(time <= jnp.min(time) * WORTH_CUTTING, length, 0)).astype(jnp.int32)
 
 
-def count(spans: list[Any]) -> jax.Array:
+def count(spans: list[Span]) -> jax.Array:
     """Tiles of all spans."""
     total = spans[0].count
     for span in spans[1:]:

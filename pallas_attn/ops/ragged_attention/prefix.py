@@ -5,7 +5,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._call.checks import LARGEST_FLOAT32, LEAST_FLOAT32, ArgumentChecker, brief, is_array, is_number, shown
+from pallas_attn._call.checks import (
+    LARGEST_FLOAT32,
+    LEAST_FLOAT32,
+    ArgumentChecker,
+    brief,
+    is_array,
+    is_number,
+    shown,
+)
 from pallas_attn._tile.quantization import FP8_DTYPES
 from pallas_attn._types import KVCache, Layout
 from pallas_attn.ops.ragged_attention import call

@@ -103,7 +103,7 @@ def ragged_attention_xla(
         ends = jnp.where((blocks.first < blocks.q_len) & ~blocks.is_padding, ends, 0)
         others = {"query_at": jnp.repeat(query_at, group, axis=1)[:, None, :, None]}
         if "sliding_window" in lens:
-            others["sliding_window"] = window
+            others["sliding_window"] = lens["sliding_window"][0]
         seen_from = masking.window_start(jnp.maximum(query_at[:, 0], 0), window)
         return chunks.attend(rule, floats, pools, chunks.Sequences(tables, ends, seen_from, others))
 

@@ -1,7 +1,7 @@
 """Where keys and values come from: pages of a cache, or arrays of the new tokens.
 
 Both are read tile by tile. `ahead` looks up what the tile that begins at a position will need, and `read` gives two
-functions, chunk -> elements of the tile's tokens [block_kv, size] as they are stored, of keys and of values. A tile that
+Both are read tile by tile. `ahead` looks up what the tile that begins at a position will need; `read` gives two
 is held whole was looked up ahead; of another, `held` says which of its tokens hold something, and the others are 0.
 """
 

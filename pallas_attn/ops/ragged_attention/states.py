@@ -72,7 +72,9 @@ def merge_states(
 
 
 @jax.jit
-def _merge(outs: tuple[jax.Array, ...], lses: tuple[jax.Array, ...], sinks: Any) -> tuple[jax.Array, jax.Array]:
+def _merge(
+    outs: tuple[jax.Array, ...], lses: tuple[jax.Array, ...], sinks: Any
+) -> tuple[jax.Array, jax.Array]:
     highest = functools.reduce(jnp.maximum, lses)
     empty = jnp.isneginf(highest)
     if sinks is not None:

@@ -1,0 +1,137 @@
+"""`pallas_attn.compat` against what it stands for: JAX's own references of the functions' meaning."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as tpu
+from support import unchecked
+
+from pallas_attn import compat
+
+RNG = np.random.default_rng(0)
+F32, I32 = jnp.float32, jnp.int32
+
+
+def ragged_arguments(dtype=F32):
+    kv = jnp.asarray(RNG.standard_normal((12, 8, 4, 32)), dtype)
+    return {
+        "q": jnp.asarray(RNG.standard_normal((20, 4, 32)), dtype),
+        "kv_pages": kv,
+        "kv_lens": jnp.array([17, 9, 30, 7], I32),
+        "page_indices": jnp.asarray(np.append(RNG.permutation(12), [0] * 4).reshape(4, 4), I32),
+        "cu_q_lens": jnp.array([0, 5, 6, 17, 99], I32),
+        "num_seqs": jnp.array([3], I32),
+    }
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"sm_scale": 0.3, "sliding_window": 6}, {"soft_cap": 2.0, "mask_value": None}], ids=str
+)
+def test_the_tpu_function(options):
+    arguments = ragged_arguments()
+    expected = tpu.ref_ragged_paged_attention(*arguments.values(), **options)
+    out = jax.jit(functools.partial(compat.ragged_paged_attention, **options))(**arguments)
+    assert out.shape == arguments["q"].shape
+    np.testing.assert_allclose(out[:17], expected, rtol=2e-5, atol=2e-5)
+    assert not out[17:].any()
+
+
+def test_the_tpu_function_with_scales():
+    arguments = ragged_arguments()
+    quantised = dict(arguments, kv_pages=arguments["kv_pages"].astype(jnp.float8_e4m3fn))
+    expected = tpu.ref_ragged_paged_attention(*quantised.values(), k_scale=0.5, v_scale=2.0)
+    out = compat.ragged_paged_attention(**quantised, k_scale=0.5, v_scale=2.0)
+    np.testing.assert_allclose(out[:17], expected, rtol=2e-5, atol=2e-5)
+
+
+def test_the_kernel_reads_keys_and_values_that_take_turns(monkeypatch):
+    """As a GPU does it, in interpret mode."""
+    from pallas_attn.ops.ragged_attention import call
+
+    arguments = ragged_arguments()
+    expected = compat.ragged_paged_attention(**arguments)
+    real = call.dispatch.resolve
+    monkeypatch.setattr(call.dispatch, "resolve", lambda op, case, _: real(op, case, "interpret"))
+    np.testing.assert_allclose(compat.ragged_paged_attention(**arguments), expected, rtol=2e-5, atol=2e-5)
+
+
+def gpu_arguments():
+    pools = (jnp.asarray(RNG.standard_normal((2, 10, 8, 32)), F32) for _ in range(2))
+    names = ("q", "k_pages", "v_pages", "block_tables", "lengths")
+    q = jnp.asarray(RNG.standard_normal((3, 4, 32)), F32)
+    tables = jnp.asarray(RNG.permutation(10)[:9].reshape(3, 3), I32)
+    return dict(zip(names, (q, *pools, tables, jnp.array([20, 1, 24], I32)), strict=True))
+
+
+def meant(q, k_pages, v_pages, block_tables, lengths, cap=None):
+    """What JAX's docstring says, sequence by sequence."""
+    out = np.zeros(q.shape)
+    for seq, length in enumerate(np.asarray(lengths)):
+        for head in range(q.shape[1]):
+            k, v = (
+                np.asarray(pool)[head // 2, np.asarray(block_tables)[seq]].reshape(-1, 32)[:length]
+                for pool in (k_pages, v_pages)
+            )
+            logits = k @ np.asarray(q)[seq, head]
+            logits = logits if cap is None else cap * np.tanh(logits / cap)
+            weights = np.exp(logits - logits.max())
+            out[seq, head] = weights / weights.sum() @ v
+    return out
+
+
+@pytest.mark.parametrize("cap", [None, 3.0])
+def test_the_gpu_function(cap):
+    arguments = gpu_arguments()
+    out = jax.jit(functools.partial(compat.paged_attention, attn_logits_soft_cap=cap))(**arguments)
+    np.testing.assert_allclose(out, meant(**arguments, cap=cap), rtol=2e-5, atol=2e-5)
+    full = compat.paged_attention(**{**arguments, "lengths": None})
+    np.testing.assert_allclose(full, meant(**{**arguments, "lengths": [24] * 3}), rtol=2e-5, atol=2e-5)
+
+
+def test_a_page_of_none_is_not_another_heads():
+    arguments = gpu_arguments()
+    arguments["block_tables"] = arguments["block_tables"].at[0, 0].set(10)
+    out = compat.paged_attention(**arguments)
+    assert np.isnan(out[0]).all()
+    assert np.isfinite(out[1:]).all()
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"q": jnp.zeros((3, 3, 32))}, ValueError, r"'q': expected a multiple of num_kv_heads \(2\), got 3"),
+        ({"k_pages": jnp.zeros((2, 10, 8, 32), jnp.int8)}, TypeError, "'k_pages': expected dtype float32, got int8"),
+        ({"v_pages": jnp.zeros((2, 9, 8, 32))}, ValueError, r"'v_pages': expected shape \[num_kv_heads=2 \(as k_pages"),
+        ({"lengths": jnp.zeros(2, I32)}, ValueError, r"'lengths': expected shape \[batch_size=3 \(as q\)\], got \[2\]"),
+        ({"k_scales_pages": jnp.zeros((2, 10, 8))}, ValueError, r"'k_scales_pages': expected None \(scales here are"),
+        ({"mask_value": -1e9}, ValueError, r"'mask_value': expected the default \(-2.38"),
+        ({"mask_value": "x"}, TypeError, "'mask_value': expected a number, got str"),
+        ({"attn_logits_soft_cap": 0.0}, ValueError, "'attn_logits_soft_cap': expected a finite number above 0"),
+    ],
+)  # fmt: skip
+def test_refusals_of_the_gpu_function(changes, error, message):
+    with pytest.raises(error, match=f"^compat.paged_attention: argument {message}"):
+        unchecked(compat.paged_attention)(**gpu_arguments() | changes)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"kv_pages": jnp.zeros((12, 8, 3, 32))}, ValueError, r"'kv_pages': expected a multiple of keys and values \(2"),
+        ({"q": jnp.zeros((20, 3, 32))}, ValueError, r"'q': expected a multiple of num_kv_heads \(2\), got 3"),
+        ({"kv_lens": jnp.zeros(2, I32)}, ValueError, r"'kv_lens': expected shape \[max_num_seqs=4 \(as page_in"),
+        ({"num_seqs": jnp.zeros((), I32)}, ValueError, r"'num_seqs': expected shape \[1\], got \[\]"),
+        ({"sm_scale": 0}, ValueError, "'sm_scale': expected a finite number above 0"),
+        ({"soft_cap": -1.0}, ValueError, "'soft_cap': expected a finite number above 0"),
+        ({"k_scale": 0.5}, ValueError, "'k_scale': expected None for a cache of float32, got a scale"),
+        ({"mask_value": 0.0}, ValueError, "'mask_value': expected the default"),
+    ],
+)  # fmt: skip
+def test_refusals_of_the_tpu_function(changes, error, message):
+    with pytest.raises(error, match=f"^compat.ragged_paged_attention: argument {message}"):
+        unchecked(compat.ragged_paged_attention)(**ragged_arguments() | changes)
