@@ -385,3 +385,26 @@ def test_the_page_on_sharding():
     page = Path(pallas_attn.__file__).parent / "SHARDING.md"
     for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)):
         exec(compile(code, f"{page}[{number}]", "exec"), {})
+
+
+@KINDS
+@IMPLEMENTATIONS
+def test_ragged_attention(kind, implementation):
+    """Over heads; tokens, which belong to sequences of any length, stay whole."""
+    query, *pools, tables, lens = paged()
+    query = jnp.concatenate([query] * 3)
+    bounds, lens = jnp.array([0, 9, 9, 10, 12], jnp.int32), lens.at[1].set(0)
+    options = {"implementation": implementation, "return_lse": True}
+    ragged = functools.partial(unchecked(pallas_attn.ragged_paged_attention), **options)
+    prefix = functools.partial(unchecked(pallas_attn.prefix_prefill), **options)
+    beside = (query[:, ::2] + 1, query[:, ::2] - 1)
+    mesh = mesh_of(kind)
+    heads = P(None, "head")
+    forms = [(ragged, (query, *pools), (heads, POOL, POOL))]
+    if implementation == "xla":
+        forms += [(prefix, (query, *beside, *pools), (heads, heads, heads, POOL, POOL))]
+    for function, arrays, specs in forms:
+        arrays = (*arrays, tables, lens, bounds)
+        expected = function(*arrays)
+        given = placed(mesh, arrays, (*specs, WHOLE, WHOLE, WHOLE))
+        assert_equal(function, given, expected, moves=0, out=heads)

@@ -136,6 +136,7 @@ def test_decoded_sequences_are_left_to_others(implementation):
     compare.assert_rows_close(got, expected, dtype="bfloat16", case_id=case.id)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
 def test_fp8_output(dtype, implementation):
@@ -160,6 +161,7 @@ def test_fp8_output(dtype, implementation):
     assert (np.abs(np.float32(out)) == largest).any(), "nothing saturated"
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_lengths_that_cannot_be_right_are_nan(implementation):
     case, config = CASES[0]

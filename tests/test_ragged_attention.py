@@ -81,6 +81,7 @@ def test_padding_is_empty_and_num_seqs_may_change(implementation):
         check(PLAIN, fewer, out, lse)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     "boundary", ["first", "page end", "page start", "piece end", "piece start", "own", "window"]
@@ -129,6 +130,7 @@ def test_bad_pages_and_lengths_poison_only_their_sequence(implementation):
     assert not np.float32(out[end:]).any()
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_lengths_that_contradict_each_other_read_nothing_outside(implementation):
     """cu_q_lens that decrease, or lead outside, give something, and no fault."""
@@ -139,6 +141,7 @@ def test_lengths_that_contradict_each_other_read_nothing_outside(implementation)
     assert out.shape == data.query.shape
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_pages_behind_the_window_may_be_anyones(implementation):
     case = cases.RaggedCase(
@@ -168,6 +171,7 @@ def test_a_traced_window_is_the_static_one(implementation):
         check(dataclasses.replace(PLAIN, sliding_window=window), data, out[i], lse[i])
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
 def test_same_inputs_same_bits(implementation):
     data = inputs.make_ragged(PLAIN)

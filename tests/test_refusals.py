@@ -112,6 +112,9 @@ NEW = dict(layer=LAYER, key=ARRAY, value=ARRAY, positions=ARRAY)
 WINDOW = Kind(
     ("3", 2.5, True, [1], 0, -1, {}, jnp.ones(1, I32), jnp.ones(()), np.ones((), I32)), optional=True
 )
+ANY_RANK = Kind(
+    ARRAY.values, lambda right: (jnp.zeros(right.shape, t) for t in (np.complex64, np.bool_, I32))
+)
 NUM_SEQS = Kind(
     ("2", 1.5, True, [1], {}, -1, 3, jnp.ones(()), jnp.ones(2, I32), np.ones((), int)), optional=True
 )
@@ -409,7 +412,7 @@ def _ragged_calls() -> dict[str, Call]:
         "merge_states": Call(
             pallas_attn.merge_states,
             dict(states, sinks=jnp.ones(4)),
-            {**dict.fromkeys(states, ARRAY), "sinks": ARRAY.or_none()},
+            {**dict.fromkeys(states, ARRAY), "out_a": ANY_RANK, "sinks": ARRAY.or_none()},
         ),
         "RaggedTiles": Call(pallas_attn.RaggedTiles, dict(block_q=16, block_kv=16, num_splits=1), POWERS),
         "RaggedAttentionConfig": Call(

@@ -54,14 +54,22 @@ class Pages:
         steps = ceil_div(jnp.maximum(last - first, 0), CHECKED_IDS)
         return jnp.max(jax.lax.fori_loop(0, steps, look, jnp.zeros(CHECKED_IDS, jnp.int32))) > 0
 
-    def ahead(self, start) -> jax.Array:
-        """The tokens' page ids; behind the table's end any id."""
+    def ahead(self, start) -> jax.Array | tuple:
+        """The tokens' page ids; behind the table's end any id.
+
+        Not where few rows share a tile: memory is the limit there, and ids in registers only make loads wait.
+        """
+        if self._problem.is_short:
+            return ()
         column, _ = self._slots(start)
         return self._look_up(jnp.minimum(column, self._problem.max_pages - 1))
 
     def read(self, start, position, ready, held):
         column, offset = self._slots(start)
-        page = self._look_up(column, mask=held, other=0) if ready is None else ready
+        if held is not None:
+            page = self._look_up(column, mask=held, other=0)
+        else:
+            page = self._look_up(column) if self._problem.is_short else ready
 
         def tile(which: Which, ref: Any, dim: int, chunk: Chunk):
             layout = self._problem.layout
