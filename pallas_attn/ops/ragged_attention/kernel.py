@@ -201,10 +201,10 @@ def _attend(
     context = spans[0]
     cached = Pages(problem, block.seq, kv_head, source_refs)
     bad = cached.lead_nowhere(context, *share)
-    # Then nothing of them is read, and no id needs another look.
-    context = context._replace(
-        whole_end=jnp.where(bad, 0, context.whole_end), count=jnp.where(bad, 0, context.count)
-    )
+    if cached.looks_ahead:
+        # Then nothing of them is read, and no id needs another look.
+        nothing = jnp.where(bad, 0, context.count)
+        context = context._replace(whole_end=jnp.where(bad, 0, context.whole_end), count=nothing)
     scale = problem.scale
     if "k_scale" in extra_refs:
         scale = scale * triton.load(extra_refs["k_scale"].at[kv_head])

@@ -37,10 +37,20 @@ class Pages:
     def __init__(self, problem: Problem, seq, kv_head, refs: Sources):
         self._problem, self._seq, self._kv_head, self._refs = problem, seq, kv_head, refs
 
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether ids are in registers a tile before they are needed.
+
+        Not where few rows share a tile: memory is the limit there, and what loads have to wait for. Nor is the walk
+        left out there for the sake of a bad id, which is clamped instead: Triton does not pipeline loads by ids that
+        are looked up in a loop whose bounds depend on a reduction.
+        """
+        return not self._problem.is_short
+
     def lead_nowhere(self, span: Span, begin, end) -> jax.Array:
         """Whether a page id that tiles [begin, end) use is none of the pool's.
 
-        Looked at before the walk, which is then left out: what a flag costs in every tile this costs once.
+        Looked at before the walk: what a flag costs in every tile this costs once.
         """
         page_size = self._problem.pool.page_size
         first = jnp.maximum(span.start(begin), span.seen_from) // page_size
@@ -55,21 +65,19 @@ class Pages:
         return jnp.max(jax.lax.fori_loop(0, steps, look, jnp.zeros(CHECKED_IDS, jnp.int32))) > 0
 
     def ahead(self, start) -> jax.Array | tuple:
-        """The tokens' page ids; behind the table's end any id.
-
-        Not where few rows share a tile: memory is the limit there, and ids in registers only make loads wait.
-        """
-        if self._problem.is_short:
+        """The tokens' page ids; behind the table's end any id."""
+        if not self.looks_ahead:
             return ()
         column, _ = self._slots(start)
         return self._look_up(jnp.minimum(column, self._problem.max_pages - 1))
 
     def read(self, start, position, ready, held):
         column, offset = self._slots(start)
+        page = ready
         if held is not None:
             page = self._look_up(column, mask=held, other=0)
-        else:
-            page = self._look_up(column) if self._problem.is_short else ready
+        elif not self.looks_ahead:
+            page = self._look_up(column)
 
         def tile(which: Which, ref: Any, dim: int, chunk: Chunk):
             layout = self._problem.layout
@@ -84,7 +92,8 @@ class Pages:
         return pages.slots(start, self._problem.config.block_kv, self._problem.pool.page_size)
 
     def _look_up(self, column: jax.Array, **mask: Any) -> jax.Array:
-        return pages.look_up(self._refs.block_tables, self._seq, column, **mask)
+        page = pages.look_up(self._refs.block_tables, self._seq, column, **mask)
+        return page if self.looks_ahead else jnp.clip(page, 0, self._problem.pool.num_pages - 1)
 
 
 class NewTokens:
