@@ -7,13 +7,12 @@ The empty-row rule: a row that saw no key has out 0 and lse -inf. Its running ma
 subtraction of a maximum goes through `_finite`, because (-inf) - (-inf) would be NaN.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-from pallas_attn._tile import triton
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
@@ -44,10 +43,14 @@ def _finite(maximum: jax.Array) -> jax.Array:
 
 
 def rescale(
-    state: OnlineSoftmax, logits2: jax.Array, factor: jax.Array | float | None = None
+    state: OnlineSoftmax,
+    logits2: jax.Array,
+    factor: jax.Array | float | None = None,
+    *,
+    exp2: Callable[[jax.Array], jax.Array] = jnp.exp2,
 ) -> tuple[OnlineSoftmax, jax.Array]:
     """Takes in a tile of logits [..., rows, keys] (-inf where masked), yet to be multiplied by a `factor` above 0 if
-    there is one: that costs nothing beside the subtraction of the maximum.
+    there is one: that costs nothing beside the subtraction of the maximum. `exp2` makes weights of them.
 
     Returns the state with everything but the new tile's values added, and the tile's weights; the caller adds
     `weights @ values` to `acc`, in whatever way its memory layout wants.
@@ -55,7 +58,7 @@ def rescale(
     new = jnp.max(logits2, axis=-1)
     maximum = jnp.maximum(state.maximum, new if factor is None else new * factor)
     scaled = logits2 if factor is None else logits2 * factor
-    weights = triton.exp2(scaled - _finite(maximum)[..., None])
+    weights = exp2(scaled - _finite(maximum)[..., None])
     decay = jnp.exp2(state.maximum - _finite(maximum))
     if state.total.ndim == weights.ndim:
         total = state.total * decay[..., None] + weights

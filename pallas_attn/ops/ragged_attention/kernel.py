@@ -187,7 +187,7 @@ def _attend(
             tile_logits, factor = _logits(
                 queries, keys, mine, query_at, position, held, scale, extra_refs, problem
             )
-            state, weights = softmax.rescale(state, tile_logits, factor)
+            state, weights = softmax.rescale(state, tile_logits, factor, exp2=triton.exp2)
             weights = weights.astype(dtype)
             values = [values_of(chunk).astype(dtype) for chunk in value_chunks]
             acc = tuple(a + triton.dot(weights, v) for a, v in zip(state.acc, values, strict=True))
