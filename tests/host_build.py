@@ -3,6 +3,7 @@
 import ctypes
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,13 @@ ROOT = Path(__file__).parent.parent
 FLAGS = ["-std=c++17", "-O2", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", "-fsanitize=undefined"]
 
 
-def build_library(directory: Path, *sources: str) -> ctypes.CDLL:
+def build_library(directory: Path, *sources: str, flags: Sequence[str] = ()) -> ctypes.CDLL:
     """`sources` by their paths in the repository. Undefined behaviour, like overflow, ends the process."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("no g++")
     library = directory / "library.so"
-    command = [compiler, *FLAGS, "-fno-sanitize-recover=all", f"-I{ROOT}/csrc", "-o", str(library)]
+    command = [compiler, *FLAGS, "-fno-sanitize-recover=all", f"-I{ROOT}/csrc", *flags, "-o", str(library)]
     done = subprocess.run(
         [*command, *(str(ROOT / source) for source in sources)], capture_output=True, text=True, check=False
     )

@@ -29,6 +29,15 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return library
 
 
+@pytest.fixture(scope="module")
+def block(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    # CUDA's header is one of ours here, which runs a thread for each of a block's.
+    flags = [f"-I{ROOT}/tests", f"-I{ROOT}/tests/cuda_on_host", "-pthread", "-Wno-unknown-pragmas"]
+    block = build_library(tmp_path_factory.mktemp("block"), "tests/mla_schedule_block_host.cc", flags=flags)
+    block.deal_on_host.restype = ctypes.c_bool
+    return block
+
+
 def on_host(
     library: ctypes.CDLL,
     lengths,
@@ -77,6 +86,18 @@ def test_equals_the_plain_model(
     rows, pieces, _ = plain_schedule(lengths, num_parts, overhead)
     got = on_host(library, lengths, num_parts, overhead, num_workers=num_workers)
     assert_equal(got, (rows, pieces), lengths)
+
+
+@pytest.mark.parametrize("num_threads", [128, 256])
+@pytest.mark.parametrize("num_seqs", [1, 3, 31, 32, 33, 100, 128, 129, 300])
+def test_the_block_equals_the_plain_model(block: ctypes.CDLL, num_seqs: int, num_threads: int) -> None:
+    """Its scans, shuffles and barriers too, which only the kernel has."""
+    rng = np.random.default_rng(num_seqs)
+    varying = rng.integers(0, 6000, num_seqs) * rng.integers(0, 2, num_seqs)
+    for lengths, num_parts, overhead in (([4096] * num_seqs, 132, 2), (varying.tolist(), 66, 5)):
+        rows, pieces, _ = plain_schedule(lengths, num_parts, overhead)
+        got = on_host(block, lengths, num_parts, overhead, num_workers=num_threads)
+        assert_equal(got, (rows, pieces), lengths)
 
 
 def batches(num_seqs: int, rng: np.random.Generator) -> list[np.ndarray]:
