@@ -7,6 +7,7 @@ from pallas_attn import _interrupt as _interrupt
 from pallas_attn._call.dispatch import available_implementations, record_implementations
 from pallas_attn._call.ffi import register as register_ffi_targets
 from pallas_attn._tile.masking import LocalStride
+from pallas_attn.ops.blocksparse_attention import BlockSparseConfig, SparseLayout, blocksparse_attention
 from pallas_attn.ops.kv_cache import (
     OutOfPagesError,
     PageAllocator,
@@ -34,6 +35,7 @@ from pallas_attn.ops.ragged_attention import (
 )
 
 __all__ = [
+    "BlockSparseConfig",
     "LocalStride",
     "MLADecodeConfig",
     "MLASchedule",
@@ -44,7 +46,9 @@ __all__ = [
     "PagedLatentCache",
     "RaggedAttentionConfig",
     "RaggedTiles",
+    "SparseLayout",
     "available_implementations",
+    "blocksparse_attention",
     "convert_layout",
     "copy_pages",
     "flash_mla_with_kvcache",

@@ -1,0 +1,267 @@
+"""`blocksparse_attention`: signature, checks, dispatch."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_attn._call import configs, dispatch, partition
+from pallas_attn._call.checks import ArgumentChecker
+from pallas_attn._call.device import current_device
+from pallas_attn._tile.layout import DIMS, PoolCase, PoolShape, check_pools, pallas_reaches
+from pallas_attn._tile.masking import Rules
+from pallas_attn.ops.blocksparse_attention.config import BlockSparseConfig, heuristic
+from pallas_attn.ops.blocksparse_attention.decode import decode
+from pallas_attn.ops.blocksparse_attention.kernel import prefill
+from pallas_attn.ops.blocksparse_attention.layout import SparseLayout
+from pallas_attn.ops.blocksparse_attention.problem import Problem
+from pallas_attn.ops.blocksparse_attention.reference import blocksparse_attention_xla
+
+DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+MAX_HEAD_DIM = 256
+LAYOUT_ARRAYS = ("row_pointers", "columns", "seen_by", "num_full")
+
+
+@functools.partial(jax.jit, static_argnames=("problem", "interpret"))
+def blocksparse_attention_pallas(
+    query: jax.Array,
+    arrays: dict[str, jax.Array],
+    layout: SparseLayout,
+    *,
+    problem: Problem,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """query [num_tokens, num_heads, head_dim] -> (out in query's dtype, lse float32 [num_tokens, num_heads])."""
+    run = functools.partial(problem=problem, interpret=interpret)
+    if problem.kinds == "decode":
+        return decode(query, arrays, layout, **run.keywords)
+    out, lse = prefill(query, arrays, layout, **run.keywords)
+    if problem.kinds == "mixed":
+        first, end = arrays["cu_q_lens"][:-1], arrays["cu_q_lens"][1:]
+        token = jnp.where((end == first + 1) & (first >= 0), first, problem.num_tokens)
+        decoded, decoded_lse = decode(query, arrays, layout, **run.keywords)
+        out = out.at[token].set(decoded, mode="drop")
+        lse = lse.at[token].set(decoded_lse, mode="drop")
+    return out, lse
+
+
+def _pallas_supports(problem: Problem) -> str | None:
+    if problem.pool.head_dim > MAX_HEAD_DIM:
+        return f"head_dim is at most {MAX_HEAD_DIM}, got {problem.pool.head_dim}"
+    return pallas_reaches(PoolCase(problem.pool, jnp.dtype(jnp.bfloat16)))
+
+
+dispatch.register(
+    "blocksparse_attention",
+    {
+        "pallas": dispatch.Implementation(blocksparse_attention_pallas, _pallas_supports),
+        "xla": dispatch.Implementation(blocksparse_attention_xla),
+        "interpret": dispatch.Implementation(
+            functools.partial(blocksparse_attention_pallas, interpret=True), _pallas_supports
+        ),
+    },
+)
+
+
+def blocksparse_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    layout: SparseLayout,
+    *,
+    cu_q_lens: jax.Array | None = None,
+    cu_k_lens: jax.Array | None = None,
+    block_tables: jax.Array | None = None,
+    seq_lens: jax.Array | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    return_lse: bool = False,
+    cache_layout: str = "NHD",
+    implementation: str | None = None,
+    config: BlockSparseConfig | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Causal attention over the blocks of keys that `layout` lists for each head and each block of queries.
+
+    Sequences of any lengths are laid end to end. Each brings its newest q_len tokens as queries: all of them (prefill),
+    one (decode), or a chunk in between, mixed in one batch. Positions are absolute: a query's row of the layout follows
+    from where it stands in its sequence. Works inside jit, scan and shard_map; lengths and tables are never read by the
+    host. Softmax and accumulation are float32; the same inputs and config give the same bits. Only "xla" has gradients.
+
+    Args:
+        query: [num_tokens, num_heads, head_dim]; bf16, fp16 or float32, head_dim up to 256 on the GPU. Tokens behind the
+            last sequence get 0 and lse -inf.
+        key, value: query's dtype, [num_key_tokens, num_kv_heads, head_dim] in rows, sequences end to end; or, with
+            `block_tables`, pools of pages as of `paged_attention`. num_heads is a multiple of num_kv_heads. What no
+            sequence holds may be NaN.
+        layout: a `SparseLayout` of num_heads heads, or of one for all, and of at least the longest sequence.
+        cu_q_lens: [num_seqs + 1] int32, where each sequence's queries begin and the last one's end. None where all
+            sequences decode (as many queries as sequences) or all prefill (as many queries as keys in rows).
+        cu_k_lens: [num_seqs + 1] int32, the same for keys in rows.
+        block_tables, seq_lens: [num_seqs, max_pages] and [num_seqs] int32 for keys in pages, in place of cu_k_lens; the
+            lengths count the queries' own tokens. Pages of blocks that no head sees may be anyone's.
+        scale: factor of the logits, a number above 0; None means head_dim ** -0.5.
+        softcap: logits become softcap * tanh(logits / softcap); a number above 0, or None.
+        return_lse: also return the natural log-sum-exp of the logits.
+        cache_layout: order of a page's dimensions, "NHD", "HND" or "PACKED".
+        implementation: None (pallas on an NVIDIA GPU, xla elsewhere), "pallas" (sm_80 or newer), "xla" (anywhere) or
+            "interpret" (the Pallas kernels run in Python, slow).
+        config: tile sizes for "pallas" and "interpret"; None takes the measured or the heuristic one.
+
+    Returns:
+        out in query's shape and dtype; with return_lse, also lse [num_tokens, num_heads], float32.
+        A query that sees no block has out 0 and lse -inf. What cannot be right makes NaN, in its own rows: a row of the
+        layout that points outside or whose blocks do not ascend (such a layout is refused where its values are known),
+        a position beyond the layout's last row, a page id in use outside the pool, lengths outside of keys or table.
+
+    Raises:
+        TypeError: an argument of the wrong dtype or type.
+        ValueError: a wrong shape or value; lengths that are missing; an implementation that cannot serve.
+
+    Source: the varlen kernel of vLLM's blocksparse_attention (Phi-3-small); MInference (Jiang et al., 2024).
+    """
+    check = ArgumentChecker("blocksparse_attention")
+    check.array("query", query, ("num_tokens", "num_heads", "head_dim"), DTYPES)
+    check.non_empty("query", query)
+    paged = block_tables is not None or seq_lens is not None
+    arrays: dict[str, Any] = {"key": key, "value": value}
+    if paged:
+        pool = check_pools(check, key, value, cache_layout, [query.dtype], named="cache_layout")
+        arrays |= {"block_tables": block_tables, "seq_lens": seq_lens}
+        _need(check, {**arrays, "cu_k_lens": cu_k_lens}, absent=("cu_k_lens",))
+        check.array("block_tables", block_tables, ("num_seqs", "max_pages"), [jnp.int32])
+        check.array("seq_lens", seq_lens, ("num_seqs",), [jnp.int32])
+        check.non_empty("block_tables", block_tables)
+        max_k_len = check.dims["max_pages"] * pool.page_size
+        num_seqs = check.dims["num_seqs"]
+    else:
+        for name, array in (("key", key), ("value", value)):
+            check.array(name, array, ("num_key_tokens", "num_kv_heads", "head_dim"), [query.dtype])
+        check.non_empty("key", key)
+        arrays["cu_k_lens"] = cu_k_lens
+        _need(check, arrays)
+        check.array("cu_k_lens", cu_k_lens, ("num_seqs_and_1",), [jnp.int32])
+        max_k_len, num_seqs = key.shape[0], check.dims["num_seqs_and_1"] - 1
+        if num_seqs < 1:
+            check.fail("cu_k_lens", "at least 2 elements", str(num_seqs + 1))
+        pool = PoolShape(max_k_len, 1, check.dims["num_kv_heads"], check.dims["head_dim"])
+    check.multiple("query", query.shape[1], "num_kv_heads", pool.num_kv_heads)
+    kinds = "mixed"
+    if cu_q_lens is not None:
+        check.array("cu_q_lens", cu_q_lens, (num_seqs + 1,), [jnp.int32])
+        arrays["cu_q_lens"] = cu_q_lens
+    elif query.shape[0] == num_seqs:
+        kinds = "decode"
+    elif not paged and query.shape[0] == key.shape[0]:
+        kinds, arrays["cu_q_lens"] = "prefill", cu_k_lens
+    else:
+        expected = "an array, for there are neither as many queries as sequences nor as many as keys in rows"
+        check.fail("cu_q_lens", expected, "None")
+    check.instance("layout", layout, SparseLayout)
+    layout.check()
+    if layout.layout_heads not in (1, query.shape[1]):
+        check.fail("layout", f"1 head or {query.shape[1]} (as query)", f"{layout.layout_heads} heads")
+    check.positive_float("scale", scale)
+    check.positive_float("softcap", softcap)
+    check.flag("return_lse", return_lse)
+
+    problem = Problem(
+        num_tokens=query.shape[0],
+        num_seqs=num_seqs,
+        num_heads=query.shape[1],
+        max_k_len=max_k_len,
+        pool=pool,
+        cache_layout=cache_layout if paged else None,
+        kinds=kinds,
+        scale=float(pool.head_dim**-0.5 if scale is None else scale),
+        rules=Rules(softcap=None if softcap is None else float(softcap)),
+        config=BlockSparseConfig(),
+    )
+    name, fn = dispatch.resolve(check.function, problem, implementation)
+    if name == "xla" and config is not None:
+        check.fail("config", "None for implementation 'xla'", "a config")
+    problem = dataclasses.replace(problem, config=_config(check, problem, layout, query.dtype, config))
+    operands = {"query": query, **arrays}
+    operands |= {n: getattr(layout, n) for n in LAYOUT_ARRAYS if getattr(layout, n) is not None}
+    operands = {n: jnp.asarray(array) for n, array in operands.items()}
+    rows = f"{'heads' if layout.layout_heads > 1 else 'all'} entries"
+    pools = DIMS[cache_layout] if paged else dict.fromkeys(("key", "value"), "pages kv_heads dim")
+    out, lse = partition.run(
+        check.function,
+        _attend,
+        operands,
+        {"query": "tokens heads dim", **pools, **dict.fromkeys(LAYOUT_ARRAYS, rows),
+         "cu_q_lens": "ends", "cu_k_lens": "ends", "block_tables": "tables columns", "seq_lens": "tables"},
+        ("tokens heads dim", "tokens heads"),
+        static={
+            "fn": fn,
+            "problem": problem,
+            "sizes": (layout.block_size, layout.q_block_size, layout.row_parts),
+        },
+        implementation=name,
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def _need(check: ArgumentChecker, arrays: dict[str, Any], absent: tuple[str, ...] = ()) -> None:
+    for name, array in arrays.items():
+        if (array is None) != (name in absent):
+            where = "keys in pages" if "seq_lens" in arrays else "keys in rows"
+            check.fail(name, f"{'None' if name in absent else 'an array'} for {where}", "an array" if absent and array is not None else "None")  # fmt: skip
+
+
+def _config(check: ArgumentChecker, problem: Problem, layout: SparseLayout, dtype: Any, explicit: Any) -> Any:
+    key = dict(
+        head_dim=problem.pool.head_dim,
+        block_size=layout.block_size,
+        q_block_size=layout.q_block_size,
+        dtype=jnp.dtype(dtype).name,
+        kinds=problem.kinds,
+    )
+    choose = functools.partial(
+        heuristic,
+        head_dim=problem.pool.head_dim,
+        itemsize=jnp.dtype(dtype).itemsize,
+        block_size=layout.block_size,
+        q_block_size=layout.q_block_size,
+        row_blocks=layout.columns.shape[1] / layout.num_row_blocks,
+        streams=problem.num_seqs * problem.num_heads,
+        num_heads=problem.num_heads,
+        device=current_device(),
+    )
+    config = configs.resolve(check.function, BlockSparseConfig, explicit, key, choose)
+    for name, most in (
+        ("block_q", layout.q_block_size), ("block_kv", layout.block_size), ("decode_block_kv", layout.block_size)
+    ):  # fmt: skip
+        if getattr(config, name) > most:
+            check.fail("config", f"{name} at most the layout's ({most})", str(getattr(config, name)))
+    if config.heads_together and problem.num_heads % config.heads_together:
+        expected = f"heads_together a divisor of num_heads ({problem.num_heads})"
+        check.fail("config", expected, str(config.heads_together))
+    return config
+
+
+def _attend(
+    operands: dict[str, jax.Array], *, fn: Any, problem: Problem, sizes: tuple[int, int, int]
+) -> tuple[jax.Array, jax.Array]:
+    """(out, lse) of the operands at hand: of the whole call, or of one device's share of its heads."""
+    query = operands["query"]
+    heads = query.shape[1]
+    kv_heads = max(1, problem.pool.num_kv_heads * heads // problem.num_heads)
+    if heads != problem.num_heads:
+        together = problem.config.heads_together
+        config = problem.config if together and heads % together == 0 else dataclasses.replace(problem.config, heads_together=0)  # fmt: skip
+        pool = problem.pool._replace(num_kv_heads=kv_heads)
+        problem = dataclasses.replace(problem, num_heads=heads, pool=pool, config=config)
+    arrays = {n: operands[n] for n in LAYOUT_ARRAYS if n in operands}
+    layout = SparseLayout(
+        arrays["row_pointers"],
+        arrays["columns"],
+        *sizes[:2],
+        arrays.get("seen_by"),
+        arrays.get("num_full"),
+        sizes[2],
+    )
+    rest = {n: x for n, x in operands.items() if n != "query" and n not in LAYOUT_ARRAYS}
+    return fn(query, rest, layout, problem=problem)

@@ -1,0 +1,87 @@
+"""How a call of the block-sparse kernels is cut up."""
+
+import dataclasses
+
+from pallas_attn._call.checks import check_int, fail
+from pallas_attn._call.device import Device
+from pallas_attn._tile import triton
+from pallas_attn._tile.pieces import MOST_PIECES
+
+RESERVED_KIB = 8  # of shared memory, for layouts and reductions
+MOST_SUMS = 128 * 128  # queries times their width: sums that registers hold without spilling
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSparseConfig:
+    """Tile sizes; a tile never reaches beyond a block of the layout.
+
+    block_q: queries of a head that a program serves, a power of two >= 16, at most the layout's q_block_size.
+    block_kv: tokens it takes in per step, a power of two >= 16, at most the layout's block_size.
+    heads_together: heads whose programs start together, a divisor of the query heads: few keep the keys that are being
+        read in the L2, many even out what the last programs have to do. 0: all.
+    num_warps, num_stages: Triton's warps per program and depth of software pipelining.
+    decode_block_kv, decode_warps, decode_stages: the same for sequences with one query.
+    num_splits: pieces that such a sequence's blocks are cut into.
+    """
+
+    block_q: int = 128
+    block_kv: int = 128
+    num_warps: int = 8
+    num_stages: int = 2
+    heads_together: int = 0
+    decode_block_kv: int = 64
+    decode_warps: int = 4
+    decode_stages: int = 3
+    num_splits: int = 1
+
+    def __post_init__(self):
+        kind = type(self).__name__
+        for field in dataclasses.fields(self):
+            least = 0 if field.name == "heads_together" else 1
+            check_int(kind, field.name, getattr(self, field.name), least=least)
+        for name, least in (
+            ("block_q", 16), ("block_kv", 16), ("decode_block_kv", 16), ("num_warps", 1), ("decode_warps", 1)
+        ):  # fmt: skip
+            size = getattr(self, name)
+            if size < least or size & (size - 1):
+                fail(kind, name, f"a power of two >= {least}", str(size))
+
+
+def heuristic(
+    *,
+    head_dim: int,
+    itemsize: int,
+    block_size: int,
+    q_block_size: int,
+    row_blocks: float,
+    streams: int,
+    num_heads: int,
+    device: Device,
+    **measured: int,
+) -> BlockSparseConfig:
+    """`row_blocks` blocks are listed by a row of the layout on average; `streams` (sequence, head) pairs decode.
+
+    Tiles of up to 128 queries by 128 tokens, as far as shared memory holds them; one query's blocks are cut into
+    enough pieces for four programs a multiprocessor.
+    """
+    width = triton.tile_side(head_dim)
+    block_q, block_kv, num_stages = min(128, q_block_size), min(128, block_size), 2
+
+    def needed_kib() -> float:
+        return (block_q + 2 * num_stages * block_kv) * width * itemsize / 1024 + RESERVED_KIB
+
+    while needed_kib() > device.shared_kib and block_kv > 32:
+        block_kv //= 2
+    while (needed_kib() > device.shared_kib or block_q * width > MOST_SUMS) and block_q > 16:
+        block_q //= 2
+    decode_block_kv = min(64, block_size, max(16, 16384 // (width * itemsize)))
+    wanted = 4 * device.num_cores // streams
+    chosen = {
+        "block_q": block_q,
+        "block_kv": block_kv,
+        "num_warps": 8 if block_q == 128 else 4,
+        "num_stages": num_stages,
+        "decode_block_kv": decode_block_kv,
+        "num_splits": max(1, min(wanted, int(row_blocks) * block_size // 128, MOST_PIECES)),
+    }
+    return BlockSparseConfig(**{**chosen, **measured})

@@ -1,0 +1,139 @@
+"""What the block-sparse kernels are compiled for, and how they find what they need in their operands."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_attn._tile import masking, pages, softmax, triton
+from pallas_attn._tile.layout import PoolShape
+from pallas_attn._tile.masking import Rules
+from pallas_attn.ops.blocksparse_attention.config import BlockSparseConfig
+from pallas_attn.ops.blocksparse_attention.layout import SparseLayout
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """All of it static.
+
+    num_tokens: queries of all sequences; some at the end may be no sequence's.
+    pool: of pages; for keys in rows, as many pages of one token as there are rows.
+    cache_layout: None for keys in rows.
+    """
+
+    num_tokens: int
+    num_seqs: int
+    num_heads: int
+    max_k_len: int
+    pool: PoolShape
+    cache_layout: str | None
+    kinds: str
+    """"prefill", "decode" or "mixed": which kinds of sequences there may be."""
+    scale: float
+    rules: Rules
+    config: BlockSparseConfig
+
+    @property
+    def group(self) -> int:
+        return self.num_heads // self.pool.num_kv_heads
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """The chunk of head_dim that a tile holds: all of it."""
+        return 0, triton.tile_side(self.pool.head_dim)
+
+
+class Keys(NamedTuple):
+    """A sequence's keys and values, wherever they lie."""
+
+    problem: Problem
+    refs: dict[str, Any]
+    seq: jax.Array
+    start: jax.Array
+    """First row of the sequence, where keys lie in rows."""
+    kv_head: jax.Array
+
+    def read(self, first: jax.Array, held: jax.Array | None, size: int, dtype: Any):
+        """(keys, values [size, dims], the tokens' pages exist or None) from position `first` on; 0 where not `held`,
+        which None says they all are."""
+        problem = self.problem
+        if problem.cache_layout is None:
+            token = self.start + first + jnp.arange(size)
+            mask = jnp.ones(size, bool) if held is None else held
+            place = (token, 0 * token, self.kv_head, problem.dims)
+            usable = None
+        else:
+            mask = jnp.ones(size, bool) if held is None else held
+            column, offset = pages.slots(first, size, problem.pool.page_size)
+            page = pages.look_up(self.refs["block_tables"], self.seq, column, mask=mask, other=0)
+            usable = masking.usable_pages(page, problem.pool.num_pages)
+            mask &= usable
+            place = (page, offset, self.kv_head, problem.dims)
+
+        def tile(which: Any) -> jax.Array:
+            ref, layout = self.refs[which], problem.cache_layout
+            if layout is None:
+                return _rows(ref, place[0], self.kv_head, problem, None if held is None else mask)
+            return pages.gather(ref, layout, which, *place, mask, head_dim=problem.pool.head_dim)
+
+        return tile("key").astype(dtype), tile("value").astype(dtype), usable
+
+
+def _rows(ref: Any, token: jax.Array, kv_head, problem: Problem, mask: jax.Array | None) -> jax.Array:
+    """Rows `token` of an array [tokens, kv_heads, head_dim]."""
+    dim = jnp.arange(problem.dims[1])[None, :]
+    zero = jnp.zeros((token.shape[0], problem.dims[1]), jnp.int32)
+    place = ref.at[token[:, None] + zero, kv_head + zero, dim + zero]
+    inside = zero == 0
+    if mask is not None:
+        inside = inside & mask[:, None]
+    if problem.dims[1] > problem.pool.head_dim:
+        inside = inside & (dim < problem.pool.head_dim)
+    elif mask is None:
+        return triton.load(place)
+    return triton.load(place, mask=inside, other=0.0)
+
+
+class Blocks(NamedTuple):
+    """The blocks that one row of the layout lists for a head: entries [begin, end), the full ones before `split`."""
+
+    layout: SparseLayout
+    """Of refs."""
+    head: jax.Array
+    row: jax.Array
+    begin: jax.Array
+    split: jax.Array
+    end: jax.Array
+    bad: jax.Array
+
+    @classmethod
+    def of_row(cls, layout: SparseLayout, head: jax.Array, row: jax.Array) -> "Blocks":
+        """None of a row that the layout does not have or that points outside, which is bad, and none of row -1."""
+        head = head if layout.layout_heads > 1 else 0 * head
+        inside = (row >= 0) & (row < layout.num_row_blocks)
+        safe = jnp.where(inside, row, 0)
+        begin, end = (triton.load(layout.row_pointers.at[head, safe + i]) for i in (np.int32(0), np.int32(1)))
+        nnz = layout.columns.shape[1]
+        good = inside & (begin >= 0) & (begin <= end) & (end <= nnz)
+        begin, end = jnp.where(good, begin, 0), jnp.where(good, end, 0)
+        if layout.num_full is None:
+            split = jnp.maximum(begin, end - layout.most_diagonal)
+        else:
+            split = jnp.clip(begin + triton.load(layout.num_full.at[head, safe]), begin, end)
+        return cls(layout, head, safe, begin, split, end, ~good & (row >= 0))
+
+    def column(self, entry: jax.Array) -> jax.Array:
+        """Of an entry; of one behind the last, that of the last."""
+        last = jnp.maximum(self.end - 1, 0)
+        return triton.load(self.layout.columns.at[self.head, jnp.minimum(entry, last)])
+
+    def seen_by(self, entry: jax.Array) -> jax.Array:
+        """Bits of the parts of the row that see a block."""
+        return triton.load(self.layout.seen_by.at[self.head, entry])
+
+
+def factor(problem: Problem) -> float:
+    """What products are multiplied by before `logits.shape` takes them."""
+    return problem.scale if problem.rules.softcap is not None else problem.scale * softmax.LOG2_E

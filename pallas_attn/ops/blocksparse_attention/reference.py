@@ -1,0 +1,119 @@
+"""`blocksparse_attention` in plain jnp: works anywhere, in float32, with gradients.
+
+Some queries of one sequence at a time, against all that the sequence may hold: memory grows with the longest sequence,
+not with its square.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn._tile import logits, masking, softmax
+from pallas_attn._tile.layout import to_nhd
+from pallas_attn.ops.blocksparse_attention.layout import SparseLayout, bad_rows, rows_of_entries
+from pallas_attn.ops.blocksparse_attention.problem import Problem, factor
+
+MOST_QUERIES = 64
+
+
+@functools.partial(jax.jit, static_argnames="problem")
+def blocksparse_attention_xla(
+    query: jax.Array, arrays: dict[str, jax.Array], layout: SparseLayout, *, problem: Problem
+) -> tuple[jax.Array, jax.Array]:
+    """The same signature as the kernels'."""
+    part = layout.q_block_size // layout.row_parts
+    block_q = 1 if problem.kinds == "decode" else min(part, MOST_QUERIES)
+    tokens, heads, num_seqs = problem.num_tokens, problem.num_heads, problem.num_seqs
+    cu_q = arrays["cu_q_lens"] if problem.kinds != "decode" else jnp.arange(num_seqs + 1)
+    cu_q = jnp.clip(cu_q, 0, tokens)
+    if problem.cache_layout is None:
+        k_start, k_end = arrays["cu_k_lens"][:-1], arrays["cu_k_lens"][1:]
+        bad_lens = (k_start < 0) | (k_end < k_start) | (k_end > problem.pool.num_pages)
+    else:
+        k_start, k_end = jnp.zeros(num_seqs, jnp.int32), arrays["seq_lens"]
+        bad_lens = (k_end < 0) | (k_end > problem.max_k_len)
+    k_lens = jnp.where(bad_lens, 0, k_end - k_start)
+    seen = _block_mask(layout)
+    bad = bad_rows(layout)
+
+    def attend(slot: jax.Array):
+        ends = cu_q[1:] // block_q + 2 * jnp.arange(1, num_seqs + 1)
+        seq = jnp.sum(ends <= slot)
+        past_end = seq == num_seqs
+        seq = jnp.minimum(seq, num_seqs - 1)
+        before = k_lens[seq] - (cu_q[seq + 1] - cu_q[seq])
+        first = before // block_q * block_q + (slot - cu_q[seq] // block_q - 2 * seq) * block_q
+        position = first + jnp.arange(block_q)
+        real = (position >= before) & (position < k_lens[seq]) & ~past_end
+        token = jnp.where(real, cu_q[seq] + position - before, tokens)
+        q = query.at[token].get(mode="fill", fill_value=0).astype(jnp.float32)
+        keys, values, usable = _keys(arrays, problem, seq, k_start[seq], k_lens[seq])
+        key_at = jnp.arange(problem.max_k_len)
+        row = jnp.where(first >= 0, first // part, 0)
+        inside = (first < 0) | (row < seen.shape[1])
+        row = jnp.minimum(row, seen.shape[1] - 1)
+        blocks = jnp.minimum(key_at // layout.block_size, seen.shape[2] - 1)
+        visible = seen[:, row][:, blocks][:, None] & masking.causal(key_at, position[:, None])
+        visible = jnp.broadcast_to(visible, (heads, *visible.shape[1:]))
+        q = q.reshape(block_q, problem.pool.num_kv_heads, problem.group, -1)
+        products = jnp.einsum("qhgd,khd->hgqk", q, keys, precision="highest")
+        products = products.reshape(heads, block_q, -1) * factor(problem)
+        logits2 = masking.apply(logits.shape(products, problem.rules, None, key_at, key_at), visible)
+        state, weights = softmax.rescale(softmax.start((heads, block_q), values.shape[2]), logits2)
+        by_kv_head = weights.reshape(problem.pool.num_kv_heads, problem.group, block_q, -1)
+        acc = jnp.einsum("hgqk,khd->hgqd", by_kv_head, values, precision="highest")
+        out, lse2 = softmax.finish(state._replace(acc=acc.reshape(state.acc.shape)))
+        wrong = (first >= 0) & bad[:, row // layout.row_parts]
+        wrong = bad_lens[seq] | ~inside | wrong[:, None] | jnp.any(visible & ~usable, axis=2)
+        out, lse = softmax.poison(out, wrong[..., None]), softmax.poison(softmax.natural_lse(lse2), wrong)
+        return token, jnp.moveaxis(out, 0, 1).astype(query.dtype), lse.T
+
+    num_slots = tokens // block_q + 2 * num_seqs
+    token, out, lse = lax.map(jax.checkpoint(attend), jnp.arange(num_slots))
+    results = (
+        jnp.zeros(query.shape, query.dtype).at[token].set(out, mode="drop"),
+        jnp.full((tokens, heads), -jnp.inf).at[token].set(lse, mode="drop"),
+    )
+    return results
+
+
+def _block_mask(layout: SparseLayout) -> jax.Array:
+    """`SparseLayout.to_block_mask` of a layout that may be traced."""
+    columns = jnp.asarray(layout.columns)
+    blocks = -(-layout.max_len // layout.block_size)
+    row, listed = rows_of_entries(layout)
+    column = jnp.where(listed & (columns >= 0), columns, blocks)
+    head = jnp.arange(columns.shape[0])[:, None]
+    bits = jnp.ones_like(columns) if layout.seen_by is None else jnp.asarray(layout.seen_by)
+    mask = jnp.zeros((columns.shape[0], layout.num_row_blocks, blocks), jnp.int32)
+    mask = mask.at[head, row, column].set(bits, mode="drop")
+    parts = (mask[:, :, None] >> jnp.arange(layout.row_parts)[:, None]) & 1
+    return parts.reshape(columns.shape[0], -1, blocks) == 1
+
+
+def _keys(arrays: dict[str, Any], problem: Problem, seq, start, k_len):
+    """(keys, values [max_k_len, num_kv_heads, head_dim], the tokens' pages exist) of a sequence; 0 behind its end."""
+    position = jnp.arange(problem.max_k_len)
+    held = position < k_len
+    pool = problem.pool
+    if problem.cache_layout is None:
+        page, offset = start + position, 0
+        usable = jnp.ones(problem.max_k_len, bool)
+    else:
+        page = arrays["block_tables"][seq][position // pool.page_size]
+        offset = position % pool.page_size
+        usable = masking.usable_pages(page, pool.num_pages)
+    page = jnp.clip(page, 0, pool.num_pages - 1)
+
+    def read(which: Any) -> jax.Array:
+        pages = arrays[which]
+        if problem.cache_layout is None:
+            tokens = pages[page]
+        else:
+            tokens = to_nhd(pages, problem.cache_layout, which)[page, offset]
+        return jnp.where((held & usable)[:, None, None], tokens.astype(jnp.float32), 0.0)
+
+    return read("key"), read("value"), usable | ~held
