@@ -34,14 +34,14 @@ def blocksparse_attention_pallas(
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """query [num_tokens, num_heads, head_dim] -> (out in query's dtype, lse float32 [num_tokens, num_heads])."""
-    run = functools.partial(problem=problem, interpret=interpret)
+    operands = query, arrays, layout
     if problem.kinds == "decode":
-        return decode(query, arrays, layout, **run.keywords)
-    out, lse = prefill(query, arrays, layout, **run.keywords)
+        return decode(*operands, problem=problem, interpret=interpret)
+    out, lse = prefill(*operands, problem=problem, interpret=interpret)
     if problem.kinds == "mixed":
         first, end = arrays["cu_q_lens"][:-1], arrays["cu_q_lens"][1:]
         token = jnp.where((end == first + 1) & (first >= 0), first, problem.num_tokens)
-        decoded, decoded_lse = decode(query, arrays, layout, **run.keywords)
+        decoded, decoded_lse = decode(*operands, problem=problem, interpret=interpret)
         out = out.at[token].set(decoded, mode="drop")
         lse = lse.at[token].set(decoded_lse, mode="drop")
     return out, lse

@@ -19,7 +19,7 @@ from pallas_attn._tile import logits, masking, merge, pieces, result, rows, soft
 from pallas_attn._tile.pieces import ceil_div
 from pallas_attn._tile.problem import SplitKVProblem
 from pallas_attn.ops.blocksparse_attention.layout import SparseLayout
-from pallas_attn.ops.blocksparse_attention.problem import Blocks, Keys, Problem, factor
+from pallas_attn.ops.blocksparse_attention.problem import Blocks, Keys, Problem, divided, factor
 
 # The tensor core's least, of which one is the query.
 TILE_ROWS = 16
@@ -89,11 +89,11 @@ def _decode_kernel(query_ref, refs, layout: SparseLayout, *out_refs, problem: Pr
     k_start, k_len, token, bad = _sequence(problem, refs, seq)
     # The first row of the tile is the query, the others are none.
     lane = jnp.arange(TILE_ROWS)
-    mine = rows.Rows(head % problem.group + lane, lane == 0, kv_head, 0 * lane, head)
+    mine = rows.Rows(head % problem.group + lane, lane == 0, kv_head, 0 * lane, head + lane)
     dims = problem.dims
     q = rows.load(query_ref, mine, (token,), dims)
 
-    row = jnp.where(k_len > 0, (k_len - 1) // layout.q_block_size, -1)
+    row = divided(k_len - 1, layout.q_block_size)[0]
     blocks = Blocks.of_row(layout, head, row)
     keys = Keys(problem, refs, seq, k_start, kv_head)
     block_kv = problem.config.decode_block_kv
@@ -102,23 +102,21 @@ def _decode_kernel(query_ref, refs, layout: SparseLayout, *out_refs, problem: Pr
     piece_tiles = ceil_div(num_tiles, problem.config.num_splits)
     begin = jnp.minimum(split * piece_tiles, num_tiles)
     end = jnp.minimum(begin + piece_tiles, num_tiles)
-    part = (k_len - 1) % layout.q_block_size // (layout.q_block_size // layout.row_parts)
 
     def step(i, carry):
         state, bad, column = carry
-        entry = blocks.begin + i // tiles
-        following = blocks.column(blocks.begin + (i + 1) // tiles)
+        block, part = divided(i, tiles)
+        next_block, next_part = divided(i + 1, tiles)
+        following = blocks.column(blocks.begin + next_block)
         inside = (column >= 0) & (column * layout.block_size < (row + 1) * layout.q_block_size)
-        starts_anew = (i + 1) // tiles == blocks.split - blocks.begin
-        ends = (i + 1) // tiles >= blocks.end - blocks.begin
-        ascends = (following > column) | ((i + 1) % tiles > 0) | ends
+        ascends = (following > column) | (next_part > 0) | (next_block >= blocks.end - blocks.begin)
         if layout.row_parts > 1:
-            ascends |= starts_anew
-        first = jnp.where(inside, column * layout.block_size + i % tiles * block_kv, 0)
+            ascends |= next_block == blocks.split - blocks.begin
+        first = jnp.where(inside, column * layout.block_size + part * block_kv, 0)
         position = first + jnp.arange(block_kv)
         held = inside & (position < k_len)
         if layout.row_parts > 1:
-            held &= (blocks.seen_by(entry) >> part) & 1 == 1
+            held &= (blocks.seen_by(blocks.begin + block) >> blocks.part(k_len - 1)) & 1 == 1
         tile_keys, values, usable = keys.read(first, held, block_kv, q.dtype)
         scaled = triton.dot(q, tile_keys, trans_b=True) * np.float32(factor(problem))
         logits2 = logits.shape(scaled, problem.rules, None, position, position)
@@ -130,7 +128,7 @@ def _decode_kernel(query_ref, refs, layout: SparseLayout, *out_refs, problem: Pr
         return state, bad | ~(inside & ascends), following
 
     start = softmax.start((TILE_ROWS,), dims[1])
-    start = start, bad | blocks.bad, blocks.column(blocks.begin + begin // tiles)
+    start = start, bad | blocks.bad, blocks.column(blocks.begin + divided(begin, tiles)[0])
     state, bad, _ = lax.fori_loop(begin, end, step, start)
     out, lse2 = softmax.finish(state)
     done = result.Result(mine, (seq, 0 * lane), [dims], [out], lse2).poisoned(bad)

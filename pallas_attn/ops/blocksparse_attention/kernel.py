@@ -19,7 +19,7 @@ from jax import lax
 
 from pallas_attn._tile import logits, masking, result, rows, softmax, triton
 from pallas_attn.ops.blocksparse_attention.layout import SparseLayout
-from pallas_attn.ops.blocksparse_attention.problem import Blocks, Keys, Problem, factor
+from pallas_attn.ops.blocksparse_attention.problem import Blocks, Keys, Problem, divided, factor
 
 
 def prefill(
@@ -113,7 +113,7 @@ def _prefill_kernel(
     @triton.when(jnp.sum(tile.real.astype(jnp.int32)) > 0)
     def _():
         q = rows.load(query_ref, mine, (tile.token,), dims)
-        row = jnp.where(tile.first >= 0, tile.first // layout.q_block_size, -1)
+        row = jnp.maximum(divided(tile.first, layout.q_block_size)[0], -1)
         blocks = Blocks.of_row(layout, head, row)
         keys = Keys(problem, refs, tile.seq, tile.k_start, kv_head)
         state = softmax.start(tile.real.shape, dims[1])
@@ -133,11 +133,11 @@ def _full_blocks(state, q, blocks: Blocks, keys: Keys, problem: Problem):
 
     def step(i, carry):
         state, column = carry
-        following = blocks.column(blocks.begin + (i + 1) // tiles)
-        first = column * size + i % tiles * block_kv
+        next_block, next_part = divided(i + 1, tiles)
+        following = blocks.column(blocks.begin + next_block)
+        first = column * size + divided(i, tiles)[1] * block_kv
         # The layout may have been traced: what points outside or does not ascend makes its rows NaN.
-        last = (i + 1) // tiles >= blocks.split - blocks.begin
-        ascends = (following > column) | last | ((i + 1) % tiles > 0)
+        ascends = (following > column) | (next_part > 0) | (next_block >= blocks.split - blocks.begin)
         good = (column >= 0) & (first + block_kv <= end) & ascends
         first = jnp.where((column >= 0) & (first + block_kv <= end), first, 0)
         state = _attend(state, q, keys, first, None, good, [], problem)
@@ -156,9 +156,10 @@ def _partial_blocks(state, q, blocks: Blocks, keys: Keys, tile: Tile, problem: P
 
     def step(i, carry):
         state, bad = carry
-        entry = blocks.split + i // tiles
+        block, part = divided(i, tiles)
+        entry = blocks.split + block
         column = blocks.column(entry)
-        first = column * layout.block_size + i % tiles * block_kv
+        first = column * layout.block_size + part * block_kv
         position = first + jnp.arange(block_kv)
         inside = (column >= 0) & (column * layout.block_size < row_end)
         before = blocks.column(jnp.maximum(entry - 1, blocks.begin))
@@ -166,8 +167,7 @@ def _partial_blocks(state, q, blocks: Blocks, keys: Keys, tile: Tile, problem: P
         held = inside & (position <= newest)
         masks = [masking.causal(position[None, :], tile.position[:, None])]
         if layout.row_parts > 1:
-            part = tile.position % layout.q_block_size // (layout.q_block_size // layout.row_parts)
-            masks.append(((blocks.seen_by(entry) >> part) & 1)[:, None] == 1)
+            masks.append(((blocks.seen_by(entry) >> blocks.part(tile.position)) & 1)[:, None] == 1)
         first = jnp.where(inside, first, 0)
         return _attend(state, q, keys, first, held, True, masks, problem), bad | ~good
 
@@ -180,13 +180,14 @@ def _attend(state, q, keys: Keys, first, held, good, masks, problem: Problem):
     by = np.float32(factor(problem))
     if good is not True:
         by = jnp.where(good, by, np.float32(np.nan))
+    products = triton.dot(q, tile_keys, trans_b=True)
     if usable is not None:
         # A page that does not exist makes NaN whoever looks at it.
         wrong = ~usable if held is None else held & ~usable
-        by = jnp.where(wrong, np.float32(np.nan), by)[None, :]
-    scaled = triton.dot(q, tile_keys, trans_b=True) * by
-    logits2 = logits.shape(scaled, problem.rules, None, first, first)
+        products *= jnp.where(wrong, np.float32(np.nan), np.float32(1.0))[None, :]
+    if problem.rules.softcap is not None:
+        products, by = logits.shape(products * by, problem.rules, None, first, first), None
     for mask in masks:
-        logits2 = masking.apply(logits2, mask)
-    state, weights = softmax.rescale(state, logits2)
+        products = masking.apply(products, mask)
+    state, weights = softmax.rescale(state, products, by)
     return state._replace(acc=state.acc + triton.dot(weights.astype(values.dtype), values))

@@ -129,9 +129,20 @@ class Blocks(NamedTuple):
         last = jnp.maximum(self.end - 1, 0)
         return triton.load(self.layout.columns.at[self.head, jnp.minimum(entry, last)])
 
+    def part(self, position: jax.Array) -> jax.Array:
+        """Which part of its row a query is in."""
+        layout = self.layout
+        within = divided(position, layout.q_block_size)[1]
+        return divided(within, layout.q_block_size // layout.row_parts)[0]
+
     def seen_by(self, entry: jax.Array) -> jax.Array:
         """Bits of the parts of the row that see a block."""
         return triton.load(self.layout.seen_by.at[self.head, entry])
+
+
+def divided(index: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    """(index // size, index % size) for a power of two, below 0 too."""
+    return index >> (size.bit_length() - 1), index & (size - 1)
 
 
 def factor(problem: Problem) -> float:
