@@ -1,5 +1,6 @@
 """Numerics of `blocksparse_attention` against float64 torch, on the CPU: xla, and the kernels in interpret mode."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 from references.blocksparse_torch import blocksparse_attention as reference
+from support import unchecked
 
 import pallas_attn
-from pallas_attn.ops.blocksparse_attention import BlockSparseConfig
-from pallas_attn.ops.blocksparse_attention.config import heuristic
-from pallas_attn._call.device import current_device
+from pallas_attn import LocalStride
+from pallas_attn.ops.blocksparse_attention import BlockSparseConfig, builders
 from pallas_attn.testing import compare
-from pallas_attn.testing.blocksparse import TEST_CASES, layout_of, make
+from pallas_attn.testing.blocksparse import TEST_CASES, BlockSparseCase, layout_of, make, visible
 
 GPU = pytest.param("pallas", marks=pytest.mark.gpu)
 IMPLEMENTATIONS = ["xla", "interpret", GPU]
@@ -61,3 +62,217 @@ def test_a_forgotten_pattern_is_caught(case):
     data = make(case)
     with pytest.raises(AssertionError):
         check(case, data, *reference(case, data, dense=True))
+
+
+SMALL = BlockSparseCase(((100, 100), (1, 90), (40, 40)), 4, 2, 32, 0.6, dtype="float32", padding=4)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_missing_query_lengths_are_inferred_where_all_is_pure(implementation):
+    prefill = BlockSparseCase(((40, 40), (64, 64)), 2, 1, 32, 0.6, dtype="float32")
+    decode = BlockSparseCase(((1, 40), (1, 64)), 2, 1, 32, 0.6, dtype="float32")
+    for case in (prefill, decode):
+        data = make(case)
+        call = functools.partial(
+            pallas_attn.blocksparse_attention,
+            *data.arguments(),
+            layout_of(case),
+            implementation=implementation,
+        )
+        lengths = data.lengths()
+        given = call(**lengths)
+        del lengths["cu_q_lens"]
+        np.testing.assert_allclose(call(**lengths), given, atol=1e-6)
+    data = make(SMALL)
+    with pytest.raises(ValueError, match="'cu_q_lens': expected an array, for there are neither"):
+        pallas_attn.blocksparse_attention(
+            *data.arguments(), layout_of(SMALL), cu_k_lens=jnp.asarray(data.cu_k_lens)
+        )
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_traced_layout_that_points_outside_spoils_its_own_rows_alone(implementation):
+    data, layout = make(SMALL), layout_of(SMALL)
+    good, good_lse = (np.array(x) for x in run(SMALL, data, implementation))
+    pointers, columns = layout.row_pointers.copy(), layout.columns.copy()
+
+    def last_of(head, row):
+        return pointers[head, row + 1] - 1
+
+    # Head 1: row 2 looks ahead; head 2: row 1 below 0; head 3: row 2 does not ascend.
+    columns[1, last_of(1, 2)] = 3
+    columns[2, pointers[2, 1]] = -7
+    begin = pointers[3, 2]
+    assert pointers[3, 3] - begin >= 2
+    columns[3, begin : begin + 2] = columns[3, begin : begin + 2][::-1]
+    broken = dataclasses.replace(layout, columns=columns)
+    with pytest.raises(ValueError, match="SparseLayout: argument 'columns'"):
+        run(SMALL, data, implementation, layout=broken)
+    call = jax.jit(
+        lambda layout: pallas_attn.blocksparse_attention(
+            *data.arguments(), layout, **data.lengths(), return_lse=True, implementation=implementation
+        )
+    )
+    out, lse = (np.array(x) for x in call(broken))
+    # Sequences of 100, 90 (its last token alone) and 40 tokens.
+    position = np.concatenate([np.arange(100), [89], np.arange(40), [-1] * 4])
+    bad = np.zeros((len(position), 4), bool)
+    for head, row in ((1, 2), (2, 1), (3, 2)):
+        bad[:, head] = (position >= 0) & (position // 32 == row)
+    assert bad.any(axis=0).tolist() == [False, True, True, True]
+    np.testing.assert_array_equal(np.isnan(lse), bad)
+    np.testing.assert_array_equal(np.isnan(out).all(axis=2), bad)
+    np.testing.assert_allclose(out[~bad], good[~bad], atol=1e-6)
+    np.testing.assert_allclose(lse[~bad], good_lse[~bad], atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_positions_beyond_the_layout_are_nan(implementation):
+    data = make(SMALL)
+    short = builders.dense_causal(64, block_size=32)
+    out, lse = (np.array(x) for x in run(SMALL, data, implementation, layout=short))
+    position = np.concatenate([np.arange(100), [89], np.arange(40), [-1] * 4])
+    np.testing.assert_array_equal(np.isnan(lse).all(axis=1), position >= 64)
+    np.testing.assert_array_equal(np.isnan(out).any(axis=(1, 2)), position >= 64)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_bad_pages_and_lengths_spoil_only_their_sequences(implementation):
+    case = dataclasses.replace(
+        SMALL, lens=((70, 70), (1, 90), (40, 40), (1, 64), (33, 64)), page_size=16, pattern="dense"
+    )
+    data = make(case)
+    assert data.block_tables is not None
+    assert data.seq_lens is not None
+    good, _ = (np.array(x) for x in run(case, data, implementation))
+    data.block_tables[0, 1] = -1
+    data.block_tables[1, 0] = 2147480000
+    data.seq_lens[4] = -3
+    out, _ = (np.array(x) for x in run(case, data, implementation))
+    token = np.arange(len(out))
+    nan = (token >= 16) & (token < 71) | (token >= 112) & (token < 145)
+    np.testing.assert_array_equal(np.isnan(out).all(axis=(1, 2)), nan)
+    np.testing.assert_allclose(out[~nan], good[~nan], atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_pages_of_blocks_that_no_head_sees_may_be_anyones(implementation):
+    pattern = LocalStride(32, 1, 4)
+    case = BlockSparseCase(((1, 300), (1, 170)), 2, 1, 32, pattern, dtype="float32", page_size=16)
+    data = make(case)
+    assert data.block_tables is not None
+    expected = reference(case, data)
+    for seq, (_, k_len) in enumerate(case.lens):
+        seen = visible(case, 0, k_len - 1)
+        for page in range(-(-k_len // 16)):
+            if not seen[16 * page : 16 * page + 16].any():
+                data.block_tables[seq, page] = (2147480000, -1)[page % 2]
+    out, lse = run(case, data, implementation)
+    compare.assert_rows_close(out, expected[0], dtype="float32", case_id=case.id)
+    compare.assert_lse_close(lse, expected[1], dtype="float32", case_id=case.id)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_neighbours_do_not_matter(implementation):
+    """Sequences in one batch: NaN keys of one never reach another."""
+    data = make(SMALL)
+    good, _ = (np.array(x) for x in run(SMALL, data, implementation))
+    data.key[100:190] = data.value[100:190] = np.nan
+    out, _ = (np.array(x) for x in run(SMALL, data, implementation))
+    own = np.arange(len(out)) == 100
+    assert np.isnan(out[own]).all()
+    np.testing.assert_array_equal(out[~own], good[~own])
+
+
+def test_gradients_are_those_of_dense_attention_with_a_mask():
+    case = BlockSparseCase(((50, 50), (1, 40), (20, 40)), 4, 2, 16, 0.5, 16, 16, dtype="float32")
+    data, layout = make(case), layout_of(case)
+    data.value[np.abs(data.value) > 100] = 0.5
+    query, key, value = data.arguments()
+    mask = np.zeros((4, 71, 130), bool)
+    for seq, (q_len, k_len) in enumerate(case.lens):
+        for i in range(q_len):
+            for head in range(4):
+                seen = visible(case, head, k_len - q_len + i)
+                first = data.cu_k_lens[seq]
+                mask[head, data.cu_q_lens[seq] + i, first : first + len(seen)] = seen
+
+    def dense(query, key, value):
+        keys, values = (jnp.repeat(x, 2, axis=1) for x in (key, value))
+        logits = jnp.einsum("qhd,khd->hqk", query, keys, precision="highest") / 4
+        weights = jax.nn.softmax(logits, where=mask, axis=-1)
+        return jnp.einsum("hqk,khd->qhd", weights, values, precision="highest")
+
+    def sparse(query, key, value):
+        call = pallas_attn.blocksparse_attention
+        return call(query, key, value, layout, **data.lengths(), implementation="xla")
+
+    towards = np.random.default_rng(1).standard_normal(query.shape).astype(np.float32)
+    got, expected = (
+        jax.grad(lambda *x, f=f: jnp.sum(f(*x) * towards), argnums=(0, 1, 2))(query, key, value)
+        for f in (sparse, dense)
+    )
+    for ours, theirs in zip(got, expected, strict=True):
+        assert float(jnp.max(jnp.abs(theirs))) > 0.1
+        np.testing.assert_allclose(ours, theirs, atol=2e-5)
+
+
+def test_pallas_refuses_gradients():
+    data = make(SMALL)
+    query, key, value = data.arguments()
+
+    def loss(query):
+        call = pallas_attn.blocksparse_attention
+        return call(query, key, value, layout_of(SMALL), **data.lengths(), implementation="interpret").sum()
+
+    with pytest.raises(
+        NotImplementedError, match="the Pallas kernel has no gradients; implementation 'xla' has"
+    ):
+        jax.grad(loss)(query)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"query": jnp.zeros((3, 4, 32), jnp.int8)}, TypeError, "'query': expected dtype bfloat16 or"),
+        ({"key": jnp.zeros((64, 3, 32))}, ValueError, "'value': expected shape"),
+        ({"value": jnp.zeros((64, 2, 32), jnp.bfloat16)}, TypeError, "'value': expected dtype float32"),
+        ({"cu_k_lens": None}, ValueError, "'cu_k_lens': expected an array for keys in rows, got None"),
+        ({"cu_q_lens": jnp.zeros(7, jnp.int32)}, ValueError, r"'cu_q_lens': expected shape \[4\], got \[7\]"),
+        ({"cu_k_lens": jnp.zeros(4)}, TypeError, "'cu_k_lens': expected dtype int32"),
+        ({"block_tables": jnp.zeros((3, 2), jnp.int32)}, ValueError, "expected dim|'key': expected shape"),
+        ({"layout": 3}, TypeError, "'layout': expected a SparseLayout, got int"),
+        ({"layout": builders.local_stride(LocalStride(32, 1, 2, 1), 64, num_heads=2, num_kv_heads=1)},
+         ValueError, r"'layout': expected 1 head or 4 \(as query\), got 2 heads"),
+        ({"scale": 0.0}, ValueError, "'scale': expected a finite number above 0"),
+        ({"softcap": -1.0}, ValueError, "'softcap': expected a finite number above 0"),
+        ({"return_lse": 1}, TypeError, "'return_lse': expected True or False"),
+        ({"config": BlockSparseConfig()}, ValueError, "'config': expected None for implementation 'xla'"),
+        ({"config": BlockSparseConfig(), "implementation": "interpret"}, ValueError,
+         r"'config': expected block_q at most the layout's \(32\), got 128"),
+        ({"implementation": "cuda"}, ValueError, "'implementation': expected None or one of 'pallas', 'xla'"),
+    ],
+    ids=lambda value: str(value)[:40],
+)  # fmt: skip
+@pytest.mark.once
+def test_errors(changes, error, message):
+    lens = jnp.array([0, 20, 30, 64], jnp.int32)
+    arguments = {
+        "query": jnp.zeros((64, 4, 32)), "key": jnp.zeros((64, 2, 32)), "value": jnp.zeros((64, 2, 32)),
+        "layout": builders.dense_causal(64, block_size=32), "cu_q_lens": lens, "cu_k_lens": lens,
+        "implementation": "xla",
+    }  # fmt: skip
+    with pytest.raises(error, match=f"blocksparse_attention: argument {message}"):
+        unchecked(pallas_attn.blocksparse_attention)(**{**arguments, **changes})
+
+
+@pytest.mark.once
+def test_configs_are_checked():
+    with pytest.raises(
+        ValueError, match="BlockSparseConfig: argument 'block_q': expected a power of two >= 16"
+    ):
+        BlockSparseConfig(block_q=24)
+    with pytest.raises(
+        ValueError, match="BlockSparseConfig: argument 'num_splits': expected at least 1, got 0"
+    ):
+        BlockSparseConfig(num_splits=0)

@@ -64,6 +64,14 @@ class Attending(enum.StrEnum):
     mla = "mla"
 
 
+class Pattern(enum.StrEnum):
+    """Builders of block-sparse layouts."""
+
+    local_stride = "local-stride"
+    window = "window"
+    dense = "dense"
+
+
 class Tunable(enum.StrEnum):
     vars().update({op: op for op in OPS})
 
@@ -320,5 +328,57 @@ def tune(
             max_len=max_len or [1024, 8192, 32768],
             output=output,
             implementation=implementation.value,
+        )
+    )
+
+
+@app.command(
+    name="show-layout",
+    cls=_Command,
+    epilog="""
+**Examples**
+
+Phi-3-small's pattern, over 4,096 tokens, for four heads:
+
+    pallas-attn show-layout --max-len 4096 --num-heads 4
+
+A slice of two ranks, with a band of 4 blocks and every third block:
+
+    pallas-attn show-layout --local-blocks 4 --vert-stride 3 --tp-rank 1 --output rank1.png
+""",
+)
+def show_layout(
+    pattern: Annotated[Pattern, typer.Option(help="The builder.")] = Pattern.local_stride,
+    max_len: Annotated[int, typer.Option(help="Tokens of the longest sequence.")] = 4096,
+    block_size: Annotated[int, typer.Option(help="Tokens of a block of keys.")] = 64,
+    q_block_size: Annotated[
+        int | None, typer.Option(help="Tokens of a block of queries.", show_default="as --block-size")
+    ] = None,
+    local_blocks: Annotated[int, typer.Option(help="Newest blocks that every query sees.")] = 16,
+    vert_stride: Annotated[int, typer.Option(help="Of older blocks, one in so many.")] = 8,
+    head_sliding_step: Annotated[int, typer.Option(help="Blocks the stride moves by from head to head.")] = 1,
+    window: Annotated[int, typer.Option(help="Tokens that a query sees, for --pattern window.")] = 1024,
+    num_heads: Annotated[int, typer.Option(help="Query heads.")] = 4,
+    num_kv_heads: Annotated[int, typer.Option(help="KV heads.")] = 1,
+    tp_rank: Annotated[int, typer.Option(help="Which slice of the heads, in tensor parallelism.")] = 0,
+    output: Annotated[Path, typer.Option(help="The picture, a PNG.")] = Path("layout.png"),
+) -> int:
+    """Draw which blocks of keys each block of queries sees, head by head, with the live fraction (extra `bench`)."""
+    from pallas_attn.cli.show_layout import LayoutOptions, run_show_layout
+
+    return run_show_layout(
+        LayoutOptions(
+            pattern=pattern.value,
+            max_len=max_len,
+            block_size=block_size,
+            q_block_size=q_block_size,
+            local_blocks=local_blocks,
+            vert_stride=vert_stride,
+            head_sliding_step=head_sliding_step,
+            window=window,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            tp_rank=tp_rank,
+            output=output,
         )
     )

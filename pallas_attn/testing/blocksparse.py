@@ -159,13 +159,17 @@ def make(case: BlockSparseCase, seed: int = 0) -> BlockSparseInputs:
     for which in ("key", "value"):
         pool = np.full((num_pages, case.page_size, case.num_kv_heads, case.head_dim), np.nan, np.float32)
         for seq, k_len in enumerate(k_lens):
-            pool[token_places(tables[seq], int(k_len), case.page_size)] = rows[which][cu_k[seq] : cu_k[seq + 1]]
+            pool[token_places(tables[seq], int(k_len), case.page_size)] = rows[which][
+                cu_k[seq] : cu_k[seq + 1]
+            ]
         pools[which] = np.array(from_nhd(jnp.asarray(pool.astype(dtype)), case.cache_layout, which))
     lengths = {"block_tables": tables, "seq_lens": k_lens.astype(np.int32)}
     return BlockSparseInputs(query.astype(dtype), pools["key"], pools["value"], cu_q, **lengths)
 
 
-def keys_and_values(case: BlockSparseCase, data: BlockSparseInputs, seq: int) -> tuple[np.ndarray, np.ndarray]:
+def keys_and_values(
+    case: BlockSparseCase, data: BlockSparseInputs, seq: int
+) -> tuple[np.ndarray, np.ndarray]:
     """[k_len, num_kv_heads, head_dim] of a sequence, float64, from what the call gets."""
     k_len = case.lens[seq][1]
     if data.cu_k_lens is not None:
@@ -176,7 +180,9 @@ def keys_and_values(case: BlockSparseCase, data: BlockSparseInputs, seq: int) ->
 
         assert data.block_tables is not None
         place = token_places(data.block_tables[seq], k_len, case.page_size or 1)
-        pools = (np.asarray(to_nhd(jnp.asarray(getattr(data, w)), case.cache_layout, w)) for w in ("key", "value"))
+        pools = (
+            np.asarray(to_nhd(jnp.asarray(getattr(data, w)), case.cache_layout, w)) for w in ("key", "value")
+        )
         key, value = (pool[place] for pool in pools)
     return key.astype(np.float64), value.astype(np.float64)
 

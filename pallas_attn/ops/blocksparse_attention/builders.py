@@ -77,9 +77,7 @@ def sliding_window(
     rows, blocks, q_block_size = _blocks(check, max_len, block_size, q_block_size)
     oldest = np.arange(rows) * q_block_size - (window - 1)  # that the row's first query sees
     last = (np.arange(blocks) + 1) * block_size - 1
-    return from_block_mask(
-        (last >= oldest[:, None])[None], block_size=block_size, q_block_size=q_block_size
-    )
+    return from_block_mask((last >= oldest[:, None])[None], block_size=block_size, q_block_size=q_block_size)
 
 
 def local_stride(
@@ -169,7 +167,8 @@ def _blocks(
     """(blocks of queries, blocks of keys, q_block_size) of sequences of up to `max_len` tokens."""
     q_block_size = _sizes(check, block_size, q_block_size)
     check.count("max_len", max_len)
-    return math.ceil(max_len / q_block_size), math.ceil(max_len / block_size), q_block_size
+    rows = math.ceil(max_len / q_block_size)
+    return rows, math.ceil(rows * q_block_size / block_size), q_block_size
 
 
 def _causal_blocks(rows: int, blocks: int, block_size: int, q_block_size: int) -> np.ndarray:

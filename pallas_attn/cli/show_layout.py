@@ -1,0 +1,100 @@
+"""`pallas-attn show-layout`: a picture of a block-sparse layout."""
+
+import dataclasses
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from pallas_attn._call.optional import MissingExtraError, needs_extra
+from pallas_attn._tile.masking import LocalStride
+from pallas_attn.ops.blocksparse_attention import builders
+from pallas_attn.ops.blocksparse_attention.layout import SparseLayout
+
+MOST_SHOWN = 16  # heads
+ACROSS = 4
+PAST, SEEN, HIDDEN = (0.93, 0.93, 0.93), (0.13, 0.35, 0.60), (1.0, 1.0, 1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayoutOptions:
+    """As the command's options."""
+
+    pattern: str
+    max_len: int
+    block_size: int
+    q_block_size: int | None
+    local_blocks: int
+    vert_stride: int
+    head_sliding_step: int
+    window: int
+    num_heads: int
+    num_kv_heads: int
+    tp_rank: int
+    output: Path
+
+
+def run_show_layout(options: LayoutOptions) -> int:
+    """Writes the picture and says so; wrong sizes are one line on stderr and status 2."""
+    try:
+        layout = build(options)
+        draw(layout, options.output)
+    except (ValueError, MissingExtraError, OSError) as error:
+        print(f"pallas-attn: error: {error}", file=sys.stderr)
+        return 2
+    print(f"{options.output}: {layout.layout_heads} heads, live fraction {layout.live_fraction():.3f}")
+    return 0
+
+
+def build(options: LayoutOptions) -> SparseLayout:
+    sizes = {"block_size": options.block_size, "q_block_size": options.q_block_size}
+    match options.pattern:
+        case "dense":
+            return builders.dense_causal(options.max_len, **sizes)
+        case "window":
+            return builders.sliding_window(options.window, options.max_len, **sizes)
+    pattern = LocalStride(
+        options.block_size,
+        options.local_blocks,
+        options.vert_stride,
+        options.head_sliding_step,
+        options.tp_rank,
+    )
+    heads = {"num_heads": options.num_heads, "num_kv_heads": options.num_kv_heads}
+    return builders.local_stride(pattern, options.max_len, **heads, q_block_size=options.q_block_size)
+
+
+def draw(layout: SparseLayout, output: Path) -> None:
+    """A panel a head: blocks of queries downwards, blocks of keys to the right; what lies ahead is grey."""
+    with needs_extra("bench", user="pallas-attn show-layout"):
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    mask = layout.to_block_mask()
+    heads = min(len(mask), MOST_SHOWN)
+    across = min(heads, ACROSS)
+    down = math.ceil(heads / across)
+    figure = Figure(figsize=(3.2 * across, 3.4 * down), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(down, across, squeeze=False)
+    rows = np.arange(mask.shape[1])[:, None] * (layout.q_block_size // layout.row_parts)
+    ahead = np.arange(mask.shape[2]) * layout.block_size > rows + layout.q_block_size // layout.row_parts - 1
+    for head, panel in enumerate(panels.flat):
+        if head >= heads:
+            panel.set_axis_off()
+            continue
+        picture = np.where(mask[head, :, :, None], SEEN, np.where(ahead[:, :, None], PAST, HIDDEN))
+        extent = (0, mask.shape[2] * layout.block_size, layout.max_len, 0)
+        panel.imshow(picture, extent=extent, interpolation="nearest", aspect="equal")
+        live = mask[head].sum() / (~ahead).sum()
+        name = f"head {head}" if len(mask) > 1 else "all heads"
+        panel.set_title(f"{name}: {live:.0%} of blocks", fontsize=9)
+        panel.tick_params(labelsize=7)
+    for panel in panels[:, 0]:
+        panel.set_ylabel("query position", fontsize=8)
+    for panel in panels[-1]:
+        panel.set_xlabel("key position", fontsize=8)
+    blocks = f"blocks of {layout.q_block_size // layout.row_parts} queries by {layout.block_size} keys"
+    shown = "" if heads == len(mask) else f", the first {heads} of {len(mask)} heads"
+    figure.suptitle(f"{blocks}{shown}; seen in blue", fontsize=10)
+    figure.savefig(output, dpi=110, bbox_inches="tight")
