@@ -64,7 +64,7 @@ def test_a_forgotten_pattern_is_caught(case):
         check(case, data, *reference(case, data, dense=True))
 
 
-SMALL = BlockSparseCase(((100, 100), (1, 90), (40, 40)), 4, 2, 32, 0.6, dtype="float32", padding=4)
+SMALL = BlockSparseCase(((100, 100), (1, 90), (40, 40)), 4, 2, 32, 0.7, dtype="float32", padding=4)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -92,8 +92,9 @@ def test_missing_query_lengths_are_inferred_where_all_is_pure(implementation):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_traced_layout_that_points_outside_spoils_its_own_rows_alone(implementation):
-    data, layout = make(SMALL), layout_of(SMALL)
-    good, good_lse = (np.array(x) for x in run(SMALL, data, implementation))
+    case = dataclasses.replace(SMALL, pattern=1.0)
+    data, layout = make(case), layout_of(case)
+    good, good_lse = (np.array(x) for x in run(case, data, implementation))
     pointers, columns = layout.row_pointers.copy(), layout.columns.copy()
 
     def last_of(head, row):
@@ -103,11 +104,10 @@ def test_a_traced_layout_that_points_outside_spoils_its_own_rows_alone(implement
     columns[1, last_of(1, 2)] = 3
     columns[2, pointers[2, 1]] = -7
     begin = pointers[3, 2]
-    assert pointers[3, 3] - begin >= 2
     columns[3, begin : begin + 2] = columns[3, begin : begin + 2][::-1]
     broken = dataclasses.replace(layout, columns=columns)
     with pytest.raises(ValueError, match="SparseLayout: argument 'columns'"):
-        run(SMALL, data, implementation, layout=broken)
+        run(case, data, implementation, layout=broken)
     call = jax.jit(
         lambda layout: pallas_attn.blocksparse_attention(
             *data.arguments(), layout, **data.lengths(), return_lse=True, implementation=implementation
@@ -240,7 +240,7 @@ def test_pallas_refuses_gradients():
         ({"cu_k_lens": None}, ValueError, "'cu_k_lens': expected an array for keys in rows, got None"),
         ({"cu_q_lens": jnp.zeros(7, jnp.int32)}, ValueError, r"'cu_q_lens': expected shape \[4\], got \[7\]"),
         ({"cu_k_lens": jnp.zeros(4)}, TypeError, "'cu_k_lens': expected dtype int32"),
-        ({"block_tables": jnp.zeros((3, 2), jnp.int32)}, ValueError, "expected dim|'key': expected shape"),
+        ({"block_tables": jnp.zeros((3, 2), jnp.int32)}, ValueError, "'key_cache': expected shape"),
         ({"layout": 3}, TypeError, "'layout': expected a SparseLayout, got int"),
         ({"layout": builders.local_stride(LocalStride(32, 1, 2, 1), 64, num_heads=2, num_kv_heads=1)},
          ValueError, r"'layout': expected 1 head or 4 \(as query\), got 2 heads"),

@@ -147,24 +147,6 @@ def test_vertical_slash():
     np.testing.assert_array_equal(traced.to_dense_mask(), layout.to_dense_mask())
 
 
-@pytest.mark.parametrize("parts", [2, 4, 8])
-def test_merged_rows_are_the_same_pattern(parts):
-    blocks = np.random.default_rng(1).random((2, 9, 9)) < 0.5
-    layout = builders.from_block_mask(blocks, block_size=16)
-    merged = layout.merged(16 * parts)
-    merged.check()
-    assert merged.num_row_blocks == -(-9 // parts)
-    length = layout.max_len
-    np.testing.assert_array_equal(merged.to_dense_mask()[:, :length, :length], layout.to_dense_mask())
-    # What all queries of a row see whole comes first.
-    for head in range(2):
-        for row in range(merged.num_row_blocks):
-            begin, full = int(merged.row_pointers[head, row]), int(merged.num_full[head, row])
-            columns = merged.columns[head, begin : begin + full]
-            assert (merged.seen_by[head, begin : begin + full] == 2**parts - 1).all()
-            assert ((columns + 1) * 16 <= row * merged.q_block_size).all()
-
-
 def test_live_fraction_counts_blocks():
     blocks = np.zeros((1, 4, 4), bool)
     blocks[0, 3, 0] = blocks[0, 1, 1] = True
@@ -177,7 +159,6 @@ def test_a_layout_is_a_pytree():
     assert doubled.block_size == 16
     np.testing.assert_array_equal(doubled.columns, 2 * layout.columns)
     assert len(jax.tree.leaves(layout)) == 2
-    assert len(jax.tree.leaves(layout.merged(64))) == 4
 
 
 def broken(**changes):
@@ -205,7 +186,6 @@ def broken(**changes):
         ({"columns": [[-1, 0, 1]]}, "'columns': expected blocks from 0"),
         ({"columns": [[0, 1, 0]]}, "'columns': expected ascending blocks"),
         ({"columns": [[0, 1, 1]]}, "'columns': expected ascending blocks"),
-        ({"row_parts": 2}, "'seen_by': expected an array where row_parts > 1"),
         ({"row_pointers": [[0]]}, "'row_pointers': expected at least one row"),
     ],
     ids=str,
@@ -233,10 +213,3 @@ def test_builders_refuse():
         builders.from_block_mask(np.ones((1, 2, 2), np.int32), block_size=16)
     with pytest.raises(ValueError, match="'nnz': expected an int for a mask that is traced"):
         jax.jit(functools.partial(builders.from_block_mask, block_size=16))(np.ones((1, 2, 2), bool))
-    layout = builders.dense_causal(64, block_size=16)
-    with pytest.raises(
-        ValueError, match=r"merged: argument 'q_block_size': expected 16 times a power of two"
-    ):
-        layout.merged(48)
-    with pytest.raises(ValueError, match="expected a layout that was not merged before"):
-        layout.merged(32).merged(64)

@@ -77,8 +77,8 @@ def draw(layout: SparseLayout, output: Path) -> None:
     figure = Figure(figsize=(3.2 * across, 3.4 * down), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(down, across, squeeze=False)
-    rows = np.arange(mask.shape[1])[:, None] * (layout.q_block_size // layout.row_parts)
-    ahead = np.arange(mask.shape[2]) * layout.block_size > rows + layout.q_block_size // layout.row_parts - 1
+    rows = np.arange(mask.shape[1])[:, None] * layout.q_block_size
+    ahead = np.arange(mask.shape[2]) * layout.block_size > rows + layout.q_block_size - 1
     for head, panel in enumerate(panels.flat):
         if head >= heads:
             panel.set_axis_off()
@@ -94,7 +94,7 @@ def draw(layout: SparseLayout, output: Path) -> None:
         panel.set_ylabel("query position", fontsize=8)
     for panel in panels[-1]:
         panel.set_xlabel("key position", fontsize=8)
-    blocks = f"blocks of {layout.q_block_size // layout.row_parts} queries by {layout.block_size} keys"
+    blocks = f"blocks of {layout.q_block_size} queries by {layout.block_size} keys"
     shown = "" if heads == len(mask) else f", the first {heads} of {len(mask)} heads"
     figure.suptitle(f"{blocks}{shown}; seen in blue", fontsize=10)
     figure.savefig(output, dpi=110, bbox_inches="tight")

@@ -27,7 +27,6 @@ class BlockSparseCase:
 
     pattern: a `LocalStride`, "dense", "window" (of 3/2 blocks) or the live fraction of random blocks, by head.
     page_size: of keys in pages, or None for keys in rows.
-    merged: rows of the layout that are merged into one; 1 leaves them.
     padding: tokens behind the last sequence.
     config: fields of the kernel's config.
     """
@@ -45,7 +44,6 @@ class BlockSparseCase:
     dtype: str = "bfloat16"
     page_size: int | None = None
     cache_layout: str = "NHD"
-    merged: int = 1
     padding: int = 0
     softcap: float | None = None
     config: tuple[tuple[str, int], ...] = ()
@@ -66,7 +64,6 @@ class BlockSparseCase:
         parts = ["_".join(f"{q}of{k}" for q, k in self.lens), f"q{self.num_heads}kv{self.num_kv_heads}"]
         parts += [f"d{self.head_dim}", str(pattern), f"b{self.q_block_size}x{self.block_size}", self.dtype]
         parts += [f"p{self.page_size}{self.cache_layout}"] if self.page_size else []
-        parts += [f"m{self.merged}"] if self.merged > 1 else []
         parts += [f"cap{self.softcap:g}"] if self.softcap else []
         return "-".join([*parts, *(f"{name}{value}" for name, value in self.config)])
 
@@ -130,7 +127,7 @@ def layout_of(case: BlockSparseCase) -> SparseLayout:
         layout = builders.local_stride(case.pattern, case.max_len, **heads, q_block_size=case.q_block_size)
     else:
         layout = builders.from_block_mask(random_blocks(case), **sizes)
-    return layout.merged(case.merged * case.q_block_size)
+    return layout
 
 
 def make(case: BlockSparseCase, seed: int = 0) -> BlockSparseInputs:
@@ -197,7 +194,7 @@ TEST_CASES = [
     BlockSparseCase(((1, 161), (1, 1), (1, 96), (1, 0)), 4, 1, 64, 0.5, config=(("num_splits", 3),)),
     BlockSparseCase(((129, 129), (1, 200)), 2, 1, 96, "window", 32, 16, page_size=8, cache_layout="HND"),
     BlockSparseCase(((150, 150),), 2, 2, 64, "dense", 64, 64, softcap=3.0, config=(("block_kv", 16), ("block_q", 32))),
-    BlockSparseCase(MIXED, 4, 2, 64, STEP, merged=4, config=(("num_splits", 2),)),
-    BlockSparseCase(((161, 161), (50, 130)), 4, 2, 64, LocalStride(32, 1, 3, -1, tp_rank=1), page_size=24, merged=2),
+    BlockSparseCase(MIXED, 4, 2, 64, STEP, config=(("num_splits", 2),)),
+    BlockSparseCase(((161, 161), (50, 130)), 4, 2, 64, LocalStride(32, 1, 3, -1, tp_rank=1), page_size=24,),
     BlockSparseCase(((70, 70), (1, 90)), 2, 1, 32, SHARED, dtype="float32", page_size=16, cache_layout="PACKED"),
 ]  # fmt: skip

@@ -21,7 +21,7 @@ from pallas_attn.ops.blocksparse_attention.reference import blocksparse_attentio
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 MAX_HEAD_DIM = 256
-LAYOUT_ARRAYS = ("row_pointers", "columns", "seen_by", "num_full")
+LAYOUT_ARRAYS = ("row_pointers", "columns")
 
 
 @functools.partial(jax.jit, static_argnames=("problem", "interpret"))
@@ -183,7 +183,7 @@ def blocksparse_attention(
         check.fail("config", "None for implementation 'xla'", "a config")
     problem = dataclasses.replace(problem, config=_config(check, problem, layout, query.dtype, config))
     operands = {"query": query, **arrays}
-    operands |= {n: getattr(layout, n) for n in LAYOUT_ARRAYS if getattr(layout, n) is not None}
+    operands |= {n: getattr(layout, n) for n in LAYOUT_ARRAYS}
     operands = {n: jnp.asarray(array) for n, array in operands.items()}
     rows = f"{'heads' if layout.layout_heads > 1 else 'all'} entries"
     pools = DIMS[cache_layout] if paged else dict.fromkeys(("key", "value"), "pages kv_heads dim")
@@ -197,7 +197,7 @@ def blocksparse_attention(
         static={
             "fn": fn,
             "problem": problem,
-            "sizes": (layout.block_size, layout.q_block_size, layout.row_parts),
+            "sizes": (layout.block_size, layout.q_block_size),
         },
         implementation=name,
     )  # fmt: skip
@@ -243,7 +243,7 @@ def _config(check: ArgumentChecker, problem: Problem, layout: SparseLayout, dtyp
 
 
 def _attend(
-    operands: dict[str, jax.Array], *, fn: Any, problem: Problem, sizes: tuple[int, int, int]
+    operands: dict[str, jax.Array], *, fn: Any, problem: Problem, sizes: tuple[int, int]
 ) -> tuple[jax.Array, jax.Array]:
     """(out, lse) of the operands at hand: of the whole call, or of one device's share of its heads."""
     query = operands["query"]
@@ -254,14 +254,6 @@ def _attend(
         config = problem.config if together and heads % together == 0 else dataclasses.replace(problem.config, heads_together=0)  # fmt: skip
         pool = problem.pool._replace(num_kv_heads=kv_heads)
         problem = dataclasses.replace(problem, num_heads=heads, pool=pool, config=config)
-    arrays = {n: operands[n] for n in LAYOUT_ARRAYS if n in operands}
-    layout = SparseLayout(
-        arrays["row_pointers"],
-        arrays["columns"],
-        *sizes[:2],
-        arrays.get("seen_by"),
-        arrays.get("num_full"),
-        sizes[2],
-    )
+    layout = SparseLayout(operands["row_pointers"], operands["columns"], *sizes)
     rest = {n: x for n, x in operands.items() if n != "query" and n not in LAYOUT_ARRAYS}
     return fn(query, rest, layout, problem=problem)

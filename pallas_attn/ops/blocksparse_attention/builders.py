@@ -90,7 +90,7 @@ def local_stride(
     one for all heads. `tp_rank` and the counts of heads are those of a tensor-parallel slice.
 
     Raises:
-        TypeError, ValueError: wrong types or sizes; q_block_size above the pattern's block_size (merge the layout).
+        TypeError, ValueError: wrong types or sizes; q_block_size above the pattern's block_size, for which there is no rule.
     """
     check = ArgumentChecker("local_stride")
     check.instance("pattern", pattern, LocalStride)
@@ -99,8 +99,9 @@ def local_stride(
     check.multiple("num_heads", num_heads, "num_kv_heads", num_kv_heads)
     rows, blocks, q_block_size = _blocks(check, max_len, pattern.block_size, q_block_size)
     if q_block_size > pattern.block_size:
-        expected = f"at most the pattern's block_size ({pattern.block_size}); SparseLayout.merged goes beyond"
-        check.fail("q_block_size", expected, str(q_block_size))
+        check.fail(
+            "q_block_size", f"at most the pattern's block_size ({pattern.block_size})", str(q_block_size)
+        )
     head = np.arange(num_heads if pattern.head_sliding_step else 1)[:, None, None]
     kv_head = head // (num_heads // num_kv_heads)
     offset = pattern.offset(head, kv_head, num_heads=num_heads, num_kv_heads=num_kv_heads)

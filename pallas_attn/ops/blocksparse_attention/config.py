@@ -7,8 +7,7 @@ from pallas_attn._call.device import Device
 from pallas_attn._tile import triton
 from pallas_attn._tile.pieces import MOST_PIECES
 
-RESERVED_KIB = 8  # of shared memory, for layouts and reductions
-MOST_SUMS = 128 * 128  # queries times their width: sums that registers hold without spilling
+RESERVED_KIB = 2  # of shared memory, for layouts and reductions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +20,7 @@ class BlockSparseConfig:
         read in the L2, many even out what the last programs have to do. 0: all.
     num_warps, num_stages: Triton's warps per program and depth of software pipelining.
     decode_block_kv, decode_warps, decode_stages: the same for sequences with one query.
+    decode_heads: heads of a group that a program serves then, a power of two up to 16; what divides the group is taken.
     num_splits: pieces that such a sequence's blocks are cut into.
     """
 
@@ -32,6 +32,7 @@ class BlockSparseConfig:
     decode_block_kv: int = 64
     decode_warps: int = 4
     decode_stages: int = 3
+    decode_heads: int = 8
     num_splits: int = 1
 
     def __post_init__(self):
@@ -40,11 +41,13 @@ class BlockSparseConfig:
             least = 0 if field.name == "heads_together" else 1
             check_int(kind, field.name, getattr(self, field.name), least=least)
         for name, least in (
-            ("block_q", 16), ("block_kv", 16), ("decode_block_kv", 16), ("num_warps", 1), ("decode_warps", 1)
+            ("block_q", 16), ("block_kv", 16), ("decode_block_kv", 16), ("num_warps", 1), ("decode_warps", 1),
+            ("decode_heads", 1),
         ):  # fmt: skip
             size = getattr(self, name)
             if size < least or size & (size - 1):
                 fail(kind, name, f"a power of two >= {least}", str(size))
+        check_int(kind, "decode_heads", self.decode_heads, most=16)
 
 
 def heuristic(
@@ -61,25 +64,31 @@ def heuristic(
 ) -> BlockSparseConfig:
     """`row_blocks` blocks are listed by a row of the layout on average; `streams` (sequence, head) pairs decode.
 
-    Tiles of up to 128 queries by 128 tokens, as far as shared memory holds them; one query's blocks are cut into
-    enough pieces for four programs a multiprocessor.
+    Tiles of up to 128 queries by 128 tokens, as far as shared memory and registers hold them; one query's blocks are
+    cut into enough pieces for four programs a multiprocessor.
     """
     width = triton.tile_side(head_dim)
-    block_q, block_kv, num_stages = min(128, q_block_size), min(128, block_size), 2
+    # Without tensor cores the products of float32 take registers by themselves.
+    most_q, most_sums = (32, 32 * 64) if itemsize == 4 else (128, 128 * 128)
+    block_q, block_kv, num_stages = min(most_q, q_block_size), min(most_q, block_size), 3
 
-    def needed_kib() -> float:
-        return (block_q + 2 * num_stages * block_kv) * width * itemsize / 1024 + RESERVED_KIB
+    def fits() -> bool:
+        needed = (block_q + 2 * num_stages * block_kv) * width * itemsize
+        return needed <= (device.shared_kib - RESERVED_KIB) * 1024
 
-    while needed_kib() > device.shared_kib and block_kv > 32:
+    while not fits() and num_stages > 2:
+        num_stages -= 1
+    while not fits() and block_kv > 32:
         block_kv //= 2
-    while (needed_kib() > device.shared_kib or block_q * width > MOST_SUMS) and block_q > 16:
+    while (not fits() or block_q * width > most_sums) and block_q > 16:
         block_q //= 2
+    num_warps = 8 if block_q * max(width, block_kv) > 64 * 128 else 4
     decode_block_kv = min(64, block_size, max(16, 16384 // (width * itemsize)))
     wanted = 4 * device.num_cores // streams
     chosen = {
         "block_q": block_q,
         "block_kv": block_kv,
-        "num_warps": 8 if block_q == 128 else 4,
+        "num_warps": num_warps,
         "num_stages": num_stages,
         "decode_block_kv": decode_block_kv,
         "num_splits": max(1, min(wanted, int(row_blocks) * block_size // 128, MOST_PIECES)),

@@ -1,13 +1,17 @@
 """Block-sparse decode in Pallas: sequences with one query.
 
-One program serves one head of one sequence, over one piece of the blocks that its newest row lists. Heads differ in
-what they see, so each reads its own blocks; what heads of a group have in common comes out of the L2. A sequence in
-several pieces leaves float32 partial results, which are merged.
+One program serves some heads of a group, over one piece of one sequence, and reads what any of them sees once. Each
+head's blocks ascend, so the program goes through the heads' lists as one merges sorted lists: the next block is the
+least that any head has next, and the heads that have it move on. A piece is a range of blocks, the same for all heads;
+a sequence in several pieces leaves float32 partial results, which are merged.
+
+How many blocks the heads have together is not known beforehand, only that it is no more than their lists are long, nor
+than the range is wide. The loop runs as often as that says: behind the last block it reads nothing.
 """
 
 import dataclasses
 import functools
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +25,7 @@ from pallas_attn._tile.problem import SplitKVProblem
 from pallas_attn.ops.blocksparse_attention.layout import SparseLayout
 from pallas_attn.ops.blocksparse_attention.problem import Blocks, Keys, Problem, divided, factor
 
+NONE = np.int32(2**31 - 1)  # no block
 # The tensor core's least, of which one is the query.
 TILE_ROWS = 16
 
@@ -60,12 +65,12 @@ def decode(
         config=SplitKVConfig(TILE_ROWS, config.decode_block_kv, config.num_splits),
     )
     outputs = triton.kernel_call(
-        functools.partial(_decode_kernel, problem=problem, stored=stored),
+        functools.partial(_decode_kernel, problem=problem),
         query,
         refs,
         layout,
         name="pallas_attn_blocksparse_decode",
-        grid=(problem.num_heads, problem.num_seqs, config.num_splits),
+        grid=(problem.num_heads // problem.decode_heads, problem.num_seqs, config.num_splits),
         out_shape=result.shapes(stored, problem.pool.head_dim, query.dtype),
         num_warps=config.decode_warps,
         num_stages=config.decode_stages,
@@ -83,56 +88,117 @@ def decode(
     return out[:, 0], lse[:, 0]
 
 
-def _decode_kernel(query_ref, refs, layout: SparseLayout, *out_refs, problem: Problem, stored: Pieces):
-    head, seq, split = (triton.program_id(axis) for axis in range(3))
-    kv_head = head // problem.group
-    k_start, k_len, token, bad = _sequence(problem, refs, seq)
-    # The first row of the tile is the query, the others are none.
+class Listed(NamedTuple):
+    """What a head sees of a piece: entries [next, stop) of its row, of which `column` is the next, or NONE."""
+
+    blocks: Blocks
+    next: jax.Array
+    stop: jax.Array
+    column: jax.Array
+
+    def at(self, entry: jax.Array) -> "Listed":
+        column = self.blocks.column(entry)
+        return self._replace(next=entry, column=jnp.where(entry < self.stop, column, NONE))
+
+
+def _decode_kernel(query_ref, refs, layout: SparseLayout, *out_refs, problem: Problem):
+    some_heads, seq, split = (triton.program_id(axis) for axis in range(3))
+    config, heads = problem.config, problem.decode_heads
+    first_head = some_heads * heads
+    kv_head = first_head // problem.group
+    k_start, k_len, token, bad_len = _sequence(problem, refs, seq)
     lane = jnp.arange(TILE_ROWS)
-    mine = rows.Rows(head % problem.group + lane, lane == 0, kv_head, 0 * lane, head + lane)
+    mine = rows.Rows(first_head % problem.group + lane, lane < heads, kv_head, 0 * lane, first_head + lane)
     dims = problem.dims
     q = rows.load(query_ref, mine, (token,), dims)
 
-    row = divided(k_len - 1, layout.q_block_size)[0]
-    blocks = Blocks.of_row(layout, head, row)
+    listed, width, bad = _listed(layout, first_head, k_len, split, problem)
     keys = Keys(problem, refs, seq, k_start, kv_head)
-    block_kv = problem.config.decode_block_kv
+    block_kv = config.decode_block_kv
     tiles = layout.block_size // block_kv
-    num_tiles = (blocks.end - blocks.begin) * tiles
-    piece_tiles = ceil_div(num_tiles, problem.config.num_splits)
-    begin = jnp.minimum(split * piece_tiles, num_tiles)
-    end = jnp.minimum(begin + piece_tiles, num_tiles)
 
     def step(i, carry):
-        state, bad, column = carry
-        block, part = divided(i, tiles)
-        next_block, next_part = divided(i + 1, tiles)
-        following = blocks.column(blocks.begin + next_block)
-        inside = (column >= 0) & (column * layout.block_size < (row + 1) * layout.q_block_size)
-        ascends = (following > column) | (next_part > 0) | (next_block >= blocks.end - blocks.begin)
-        if layout.row_parts > 1:
-            ascends |= next_block == blocks.split - blocks.begin
-        first = jnp.where(inside, column * layout.block_size + part * block_kv, 0)
+        state, listed = carry
+        part = divided(i, tiles)[1]
+        column = functools.reduce(jnp.minimum, [one.column for one in listed])
+        has = [one.column == column for one in listed]
+        first = jnp.where(column == NONE, 0, column * layout.block_size + part * block_kv)
         position = first + jnp.arange(block_kv)
-        held = inside & (position < k_len)
-        if layout.row_parts > 1:
-            held &= (blocks.seen_by(blocks.begin + block) >> blocks.part(k_len - 1)) & 1 == 1
-        tile_keys, values, usable = keys.read(first, held, block_kv, q.dtype)
-        scaled = triton.dot(q, tile_keys, trans_b=True) * np.float32(factor(problem))
-        logits2 = logits.shape(scaled, problem.rules, None, position, position)
-        logits2 = masking.apply(logits2, held[None, :])
+        held = (position < k_len) & (column != NONE)
+        tile_keys, usable = keys.read("key", first, held, block_kv, q.dtype)
+        values, _ = keys.read("value", first, held, block_kv, q.dtype)
+        products = triton.dot(q, tile_keys, trans_b=True) * factor(problem)
         if usable is not None:
-            logits2 = softmax.poison(logits2, (held & ~usable)[None, :])
-        state, weights = softmax.rescale(state, logits2)
+            products = softmax.poison(products, (held & ~usable)[None, :])
+        products = logits.shape(products, problem.rules, None, position, position)
+        products = masking.apply(products, _by_lane(has, lane)[:, None])
+        products = masking.apply(products, held[None, :])
+        state, weights = softmax.rescale(state, products)
         state = state._replace(acc=state.acc + triton.dot(weights.astype(values.dtype), values))
-        return state, bad | ~(inside & ascends), following
+        moves = (part == tiles - 1).astype(jnp.int32)
+        return state, [one.at(one.next + moves * h) for one, h in zip(listed, has, strict=True)]
 
-    start = softmax.start((TILE_ROWS,), dims[1])
-    start = start, bad | blocks.bad, blocks.column(blocks.begin + divided(begin, tiles)[0])
-    state, bad, _ = lax.fori_loop(begin, end, step, start)
+    number = jnp.minimum(functools.reduce(jnp.add, [one.stop - one.next for one in listed]), width)
+    start = softmax.start((TILE_ROWS,), dims[1]), listed
+    state, _ = lax.fori_loop(0, number * tiles, step, start)
     out, lse2 = softmax.finish(state)
-    done = result.Result(mine, (seq, 0 * lane), [dims], [out], lse2).poisoned(bad)
-    result.store(done, out_refs, seq * problem.config.num_splits + split, split < 0)
+    bad = bad_len | _by_lane(bad, lane)
+    out, lse2 = softmax.poison(out, bad[:, None]), softmax.poison(lse2, bad)
+    done = result.Result(mine, (seq, 0 * lane), [dims], [out], lse2)
+    result.store(done, out_refs, seq * config.num_splits + split, split < 0)
+
+
+def _by_lane(of_heads: list[jax.Array], lane: jax.Array) -> jax.Array:
+    """[rows] bool from one for each head, or from one for all."""
+    if len(of_heads) == 1:
+        return of_heads[0] & (lane >= 0)
+    return functools.reduce(jnp.logical_or, [(lane == i) & one for i, one in enumerate(of_heads)])
+
+
+def _listed(
+    layout: SparseLayout, first_head: jax.Array, k_len: jax.Array, split: jax.Array, problem: Problem
+) -> tuple[list[Listed], jax.Array, list[jax.Array]]:
+    """(what each head sees of the piece, how many blocks wide that is, whether a head's row cannot be right)."""
+    row = divided(k_len - 1, layout.q_block_size)[0]
+    own = divided(k_len - 1, layout.block_size)[0]
+    of_row = divided((row + 1) * layout.q_block_size - 1, layout.block_size)[0]
+    heads = problem.decode_heads if layout.layout_heads > 1 else 1
+    lists = [Blocks.of_row(layout, first_head + i, row) for i in range(heads)]
+    columns = [_columns(blocks) for blocks in lists]
+    bad = [blocks.bad | _wrong(blocks, these, of_row) for blocks, these in zip(lists, columns, strict=True)]
+    # A list that is out of order would hold up the others; what it gives is NaN in any case.
+    columns = [jnp.where(wrong, NONE, these) for wrong, these in zip(bad, columns, strict=True)]
+    # From the first block that any head sees to the query's own.
+    first = functools.reduce(jnp.minimum, [jnp.min(these) for these in columns])
+    first = jnp.clip(first, 0, own)
+    width = ceil_div(own + 1 - first, problem.config.num_splits)
+    begin = first + split * width
+
+    def before(these: jax.Array, column: jax.Array) -> jax.Array:
+        return jnp.sum((these < column).astype(jnp.int32))
+
+    listed = []
+    for blocks, these in zip(lists, columns, strict=True):
+        entry, stop = (blocks.begin + before(these, column) for column in (begin, begin + width))
+        listed.append(Listed(blocks, entry, stop, entry).at(entry))
+    return listed, width, bad
+
+
+def _columns(blocks: Blocks, skip: int = 0) -> jax.Array:
+    """What a row lists from its entry `skip` on, NONE behind the last. A row has no more entries than there are blocks,
+    or it would not ascend: that much of it is looked at."""
+    layout = blocks.layout
+    most = min(layout.columns.shape[1], layout.max_len // layout.block_size + 1)
+    entry = blocks.begin + skip + jnp.arange(triton.next_power_of_2(most))
+    place = layout.columns.at[blocks.head + 0 * entry, entry]
+    return triton.load(place, mask=entry < blocks.end, other=NONE)
+
+
+def _wrong(blocks: Blocks, columns: jax.Array, last: jax.Array) -> jax.Array:
+    """Whether a row points outside, or does not ascend."""
+    following = _columns(blocks, 1)
+    wrong = (columns != NONE) & ((columns < 0) | (columns > last) | (following <= columns))
+    return jnp.sum(wrong.astype(jnp.int32)) > 0
 
 
 def _sequence(problem: Problem, refs: dict[str, Any], seq: jax.Array):

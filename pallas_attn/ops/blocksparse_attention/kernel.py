@@ -2,7 +2,7 @@
 
 One program serves `block_q` queries of one head, which lie in one row of the layout: it walks the blocks that the row
 lists and keeps an online softmax in float32. Blocks that all its queries see whole come first, and need no mask; those
-on the diagonal, and those that only some parts of a merged row see, come last. The column of the next tile is loaded a
+on the diagonal come last. The column of the next tile is loaded a
 step before it is needed, so that the loads of keys never wait for one.
 
 Programs find their sequence themselves: sequence i has the slots from cu_q_lens[i] // block_q + 2 * i on, two more than
@@ -64,6 +64,10 @@ class Tile(NamedTuple):
     """Position of the first, a multiple of block_q; below 0 before the sequence's start, and for padding."""
     position: jax.Array
     real: jax.Array
+    any: jax.Array
+    """Whether one of them is real."""
+    newest: jax.Array
+    """Position of the last that is."""
     token: jax.Array
     k_start: jax.Array
     bad: jax.Array
@@ -95,10 +99,12 @@ def _tile(problem: Problem, refs: dict[str, Any], slot: jax.Array) -> Tile:
     index = slot - (q_start // block_q + 2 * seq)
     first = (before & -block_q) + index * block_q
     position = first + jnp.arange(block_q)
-    real = (position >= before) & (position < k_len)
+    some = (first < k_len) & (first + block_q > before)
     if problem.kinds == "mixed":
-        real &= (q_len != 1) | padding
-    return Tile(own, first, position, real, q_start + position - before, k_start, bad)
+        some &= (q_len != 1) | padding
+    real = (position >= before) & (position < k_len) & some
+    newest = jnp.minimum(first + block_q, k_len) - 1
+    return Tile(own, first, position, real, some, newest, q_start + position - before, k_start, bad)
 
 
 def _prefill_kernel(
@@ -110,7 +116,7 @@ def _prefill_kernel(
     mine = rows.Rows(tile.position, tile.real, kv_head, tile.token, head)
     dims = problem.dims
 
-    @triton.when(jnp.sum(tile.real.astype(jnp.int32)) > 0)
+    @triton.when(tile.any)
     def _():
         q = rows.load(query_ref, mine, (tile.token,), dims)
         row = jnp.maximum(divided(tile.first, layout.q_block_size)[0], -1)
@@ -137,50 +143,49 @@ def _full_blocks(state, q, blocks: Blocks, keys: Keys, problem: Problem):
         following = blocks.column(blocks.begin + next_block)
         first = column * size + divided(i, tiles)[1] * block_kv
         # The layout may have been traced: what points outside or does not ascend makes its rows NaN.
-        ascends = (following > column) | (next_part > 0) | (next_block >= blocks.split - blocks.begin)
+        ascends = (following > column) | (next_part > 0) | (next_block >= blocks.diagonal - blocks.begin)
         good = (column >= 0) & (first + block_kv <= end) & ascends
         first = jnp.where((column >= 0) & (first + block_kv <= end), first, 0)
         state = _attend(state, q, keys, first, None, good, [], problem)
         return state, following
 
     start = state, blocks.column(blocks.begin)
-    return lax.fori_loop(0, (blocks.split - blocks.begin) * tiles, step, start)[0]
+    return lax.fori_loop(0, (blocks.diagonal - blocks.begin) * tiles, step, start)[0]
 
 
 def _partial_blocks(state, q, blocks: Blocks, keys: Keys, tile: Tile, problem: Problem):
     """(the state after those that need a mask, whether one of them cannot be right)."""
     layout, block_kv = blocks.layout, problem.config.block_kv
     tiles = layout.block_size // block_kv
-    newest = jnp.max(jnp.where(tile.real, tile.position, -1))
     row_end = (blocks.row + 1) * layout.q_block_size
 
     def step(i, carry):
         state, bad = carry
         block, part = divided(i, tiles)
-        entry = blocks.split + block
+        entry = blocks.diagonal + block
         column = blocks.column(entry)
         first = column * layout.block_size + part * block_kv
         position = first + jnp.arange(block_kv)
         inside = (column >= 0) & (column * layout.block_size < row_end)
         before = blocks.column(jnp.maximum(entry - 1, blocks.begin))
-        good = inside & ((column > before) | (entry == blocks.begin) | (entry == blocks.split))
-        held = inside & (position <= newest)
+        good = inside & ((column > before) | (entry == blocks.begin))
+        held = inside & (position <= tile.newest)
         masks = [masking.causal(position[None, :], tile.position[:, None])]
-        if layout.row_parts > 1:
-            masks.append(((blocks.seen_by(entry) >> blocks.part(tile.position)) & 1)[:, None] == 1)
         first = jnp.where(inside, first, 0)
-        return _attend(state, q, keys, first, held, True, masks, problem), bad | ~good
+        return _attend(state, q, keys, first, held, None, masks, problem), bad | ~good
 
-    return lax.fori_loop(0, (blocks.end - blocks.split) * tiles, step, (state, tile.bad))
+    return lax.fori_loop(0, (blocks.end - blocks.diagonal) * tiles, step, (state, tile.bad))
 
 
 def _attend(state, q, keys: Keys, first, held, good, masks, problem: Problem):
-    """The state after one more tile of keys; NaN if it is not `good`."""
-    tile_keys, values, usable = keys.read(first, held, problem.config.block_kv, q.dtype)
-    by = np.float32(factor(problem))
-    if good is not True:
-        by = jnp.where(good, by, np.float32(np.nan))
+    """The state after one more tile of keys; NaN where it is not `good`, unless that is None."""
+    block_kv = problem.config.block_kv
+    tile_keys, usable = keys.read("key", first, held, block_kv, q.dtype)
+    values, _ = keys.read("value", first, held, block_kv, q.dtype)
     products = triton.dot(q, tile_keys, trans_b=True)
+    by = factor(problem)
+    if good is not None:
+        by = jnp.where(good, np.float32(by), np.float32(np.nan))
     if usable is not None:
         # A page that does not exist makes NaN whoever looks at it.
         wrong = ~usable if held is None else held & ~usable

@@ -3,9 +3,6 @@
 The layout is a compressed sparse row matrix over blocks, one for each head. Row i stands for the queries at positions
 [i * q_block_size, (i + 1) * q_block_size) of any sequence, column j for the keys at [j * block_size, ...). Attention is
 causal besides: of a block on the diagonal a query sees the tokens up to itself.
-
-Rows may be merged (`SparseLayout.merged`) for tiles that are taller than the pattern's blocks: a row then lists what
-any of its parts sees, and says which parts do.
 """
 
 import dataclasses
@@ -19,7 +16,6 @@ import numpy as np
 from pallas_attn._call.checks import ArgumentChecker, fail, is_traced
 
 FUNCTION = "SparseLayout"
-MOST_PARTS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,10 +27,6 @@ class SparseLayout:
     columns: [layout_heads, nnz] int32, blocks of keys, ascending within a row. What lies behind a head's last row
         may hold anything.
     block_size, q_block_size: tokens of a column and of a row, powers of two >= 16.
-    seen_by: of merged rows, else None: [layout_heads, nnz] int32, bit p set where part p of the row sees the block.
-    num_full: of merged rows, else None: [layout_heads, num_row_blocks] int32; a row begins with these blocks, which
-        all its queries see whole. Both its ranges ascend.
-    row_parts: equal parts of a row that may see different blocks; 1, if rows are not merged.
 
     A layout serves sequences of up to `max_len` tokens, of any number and lengths. The builders (see builders.py) make
     valid ones; for arrays of other origin `check` says what is wrong.
@@ -44,9 +36,6 @@ class SparseLayout:
     columns: Any
     block_size: int = dataclasses.field(metadata={"static": True})
     q_block_size: int = dataclasses.field(metadata={"static": True})
-    seen_by: Any = None
-    num_full: Any = None
-    row_parts: int = dataclasses.field(default=1, metadata={"static": True})
 
     @property
     def layout_heads(self) -> int:
@@ -82,16 +71,6 @@ class SparseLayout:
         if self.num_row_blocks < 1:
             check.fail("row_pointers", "at least one row", f"shape {list(self.row_pointers.shape)}")
         check.array("columns", self.columns, ("layout_heads", "nnz"), [np.int32])
-        check.count("row_parts", self.row_parts, most=MOST_PARTS)
-        if self.q_block_size % self.row_parts or self.row_parts & (self.row_parts - 1):
-            check.fail("row_parts", "a power of two that divides q_block_size", str(self.row_parts))
-        merged = self.row_parts > 1
-        for name, shape in (("seen_by", ("layout_heads", "nnz")), ("num_full", ("layout_heads", "rows"))):
-            if (array := getattr(self, name)) is not None:
-                check.bind("row_pointers", rows=self.num_row_blocks)
-                check.array(name, array, shape, [np.int32])
-            if (array is None) == merged:
-                check.fail(name, "an array where row_parts > 1, else None", "None" if merged else "an array")
         if self.is_concrete:
             self._check_values()
 
@@ -104,9 +83,6 @@ class SparseLayout:
             expected = f"0 <= pointers <= nnz ({nnz}), ascending"
             got = f"{pointers[head, row]} for head {head}, row {row}"
             fail(FUNCTION, "row_pointers", expected, got)
-        full = np.zeros_like(pointers[:, 1:]) if self.num_full is None else np.asarray(self.num_full)
-        if ((full < 0) | (full > np.diff(pointers, axis=1))).any():
-            fail(FUNCTION, "num_full", "from 0 to the row's blocks", "others")
         for head in range(self.layout_heads):
             row, column = self._entries(head)
             inside = (column >= 0) & (column * self.block_size < (row + 1) * self.q_block_size)
@@ -114,13 +90,10 @@ class SparseLayout:
                 first = int(np.argmin(inside))
                 got = f"{column[first]} for head {head}, row {row[first]}"
                 fail(FUNCTION, "columns", "blocks from 0 up to the row's own positions", got)
-            place = np.arange(len(row)) + pointers[head, 0]
-            # A range ends where its row does, and where the row's full blocks do.
-            partial = place >= pointers[head, row] + full[head, row] if self.row_parts > 1 else 0 * row
-            same = (np.diff(row) == 0) & (np.diff(partial) == 0)
-            if (same & (np.diff(column) <= 0)).any():
-                first = int(np.argmax(same & (np.diff(column) <= 0)))
-                fail(FUNCTION, "columns", "ascending blocks", f"others for head {head}, row {row[first]}")
+            unordered = (np.diff(row) == 0) & (np.diff(column) <= 0)
+            if unordered.any():
+                got = f"others for head {head}, row {row[np.argmax(unordered)]}"
+                fail(FUNCTION, "columns", "ascending blocks", got)
 
     def _entries(self, head: int) -> tuple[np.ndarray, np.ndarray]:
         """(row, column) of each block that a head lists, in order."""
@@ -129,80 +102,27 @@ class SparseLayout:
         return row, np.asarray(self.columns[head], np.int64)[pointers[0] : pointers[-1]]
 
     def to_block_mask(self) -> np.ndarray:
-        """[layout_heads, num_row_blocks * row_parts, blocks of keys] bool; of a layout that is not traced."""
-        blocks = math.ceil(self.max_len / self.block_size)
-        mask = np.zeros((self.layout_heads, self.num_row_blocks, self.row_parts, blocks), bool)
+        """[layout_heads, num_row_blocks, blocks of keys] bool; of a layout that is not traced."""
+        mask = np.zeros(
+            (self.layout_heads, self.num_row_blocks, math.ceil(self.max_len / self.block_size)), bool
+        )
         for head in range(self.layout_heads):
             row, column = self._entries(head)
-            begin = int(self.row_pointers[head, 0])
-            seen = 1 if self.seen_by is None else np.asarray(self.seen_by[head])[begin : begin + len(row)]
-            for part in range(self.row_parts):
-                mask[head, row, part, column] = (seen >> part) & 1
-        return mask.reshape(self.layout_heads, -1, blocks)
+            mask[head, row, column] = True
+        return mask
 
     def to_dense_mask(self) -> np.ndarray:
         """[layout_heads, max_len, max_len] bool: which key each query sees, causality included."""
-        mask = self.to_block_mask()
-        mask = np.repeat(mask, self.q_block_size // self.row_parts, axis=1)
+        mask = np.repeat(self.to_block_mask(), self.q_block_size, axis=1)
         mask = np.repeat(mask, self.block_size, axis=2)[:, :, : self.max_len]
         return mask & np.tri(self.max_len, dtype=bool)
 
     def live_fraction(self) -> float:
         """Blocks seen, over those that dense causal attention sees, in all heads together."""
         mask = self.to_block_mask()
-        end = (np.arange(mask.shape[1]) + 1) * (self.q_block_size // self.row_parts)
+        end = (np.arange(mask.shape[1]) + 1) * self.q_block_size
         dense = np.arange(mask.shape[2]) * self.block_size < end[:, None]
         return float(mask.sum() / (dense.sum() * mask.shape[0]))
-
-    def merged(self, q_block_size: int) -> "SparseLayout":
-        """The same pattern with rows of `q_block_size` queries: what its kernel visits in one tile.
-
-        A tile of 128 queries reads as many keys as one of 64, so a pattern whose neighbouring rows see much the same
-        (a band, a stride) costs little more than half. Made on the host, once; the layout must not be traced.
-
-        Raises:
-            ValueError: q_block_size is no power of two times this layout's, or too many times it.
-        """
-        check = ArgumentChecker(f"{FUNCTION}.merged")
-        check.count("q_block_size", q_block_size)
-        if not self.is_concrete:
-            check.fail("q_block_size", "a layout that is not traced", "a traced one")
-        if self.row_parts > 1:
-            check.fail("q_block_size", "a layout that was not merged before", f"row_parts {self.row_parts}")
-        parts = q_block_size // self.q_block_size
-        if parts * self.q_block_size != q_block_size or parts & (parts - 1) or not 1 <= parts <= MOST_PARTS:
-            most = MOST_PARTS * self.q_block_size
-            check.fail(
-                "q_block_size", f"{self.q_block_size} times a power of two, at most {most}", str(q_block_size)
-            )
-        if parts == 1:
-            return self
-        mask = self.to_block_mask()
-        rows = math.ceil(self.num_row_blocks / parts)
-        padded = np.zeros((mask.shape[0], rows * parts, mask.shape[2]), bool)
-        padded[:, : mask.shape[1]] = mask
-        by_part = padded.reshape(mask.shape[0], rows, parts, mask.shape[2])
-        seen_by = np.sum(by_part << np.arange(parts)[:, None], axis=2)
-        before = (np.arange(mask.shape[2]) + 1) * self.block_size <= np.arange(rows)[:, None] * q_block_size
-        full = (seen_by == (1 << parts) - 1) & before
-        counts = (seen_by > 0).sum(axis=2)
-        pointers = np.concatenate([np.zeros((len(mask), 1), int), np.cumsum(counts, axis=1)], axis=1)
-        columns = np.zeros((len(mask), max(1, int(pointers[:, -1].max()))), np.int32)
-        bits = np.zeros_like(columns)
-        for head in range(len(mask)):
-            row, column = np.nonzero(seen_by[head])
-            order = np.lexsort((column, ~full[head, row, column], row))
-            row, column = row[order], column[order]
-            columns[head, : len(row)], bits[head, : len(row)] = column, seen_by[head, row, column]
-        return SparseLayout(
-            pointers.astype(np.int32),
-            columns,
-            self.block_size,
-            q_block_size,
-            bits,
-            full.sum(axis=2).astype(np.int32),
-            parts,
-        )
 
 
 jax.tree_util.register_dataclass(SparseLayout)
@@ -219,9 +139,6 @@ def bad_rows(layout: SparseLayout) -> jax.Array:
     outside = (columns < 0) | (columns >= -(-((own + 1) * layout.q_block_size) // layout.block_size))
     before = jnp.pad(columns[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
     starts = jnp.arange(nnz) == jnp.take_along_axis(begin, own, axis=1)
-    if layout.num_full is not None:
-        starts |= jnp.arange(nnz) == jnp.take_along_axis(begin + layout.num_full, own, axis=1)
-        bad |= (layout.num_full < 0) | (layout.num_full > end - begin)
     wrong = listed & (outside | (~starts & (columns <= before)))
     rows = jnp.zeros(bad.shape, jnp.int32)
     heads = jnp.arange(columns.shape[0])[:, None]

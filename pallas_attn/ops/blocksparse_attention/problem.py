@@ -1,6 +1,7 @@
 """What the block-sparse kernels are compiled for, and how they find what they need in their operands."""
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -40,6 +41,11 @@ class Problem:
         return self.num_heads // self.pool.num_kv_heads
 
     @property
+    def decode_heads(self) -> int:
+        """Heads that a program of decode serves."""
+        return math.gcd(self.group, self.config.decode_heads)
+
+    @property
     def dims(self) -> tuple[int, int]:
         """The chunk of head_dim that a tile holds: all of it."""
         return 0, triton.tile_side(self.pool.head_dim)
@@ -55,30 +61,23 @@ class Keys(NamedTuple):
     """First row of the sequence, where keys lie in rows."""
     kv_head: jax.Array
 
-    def read(self, first: jax.Array, held: jax.Array | None, size: int, dtype: Any):
-        """(keys, values [size, dims], the tokens' pages exist or None) from position `first` on; 0 where not `held`,
-        which None says they all are."""
-        problem = self.problem
+    def read(
+        self, which: Any, first: jax.Array, held: jax.Array | None, size: int, dtype: Any
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """(keys or values [size, dims], whether the tokens' pages exist) from position `first` on; 0 where not `held`,
+        which None says they all are. In rows there are no pages: None."""
+        problem, ref = self.problem, self.refs[which]
         if problem.cache_layout is None:
             token = self.start + first + jnp.arange(size)
-            mask = jnp.ones(size, bool) if held is None else held
-            place = (token, 0 * token, self.kv_head, problem.dims)
-            usable = None
-        else:
-            mask = jnp.ones(size, bool) if held is None else held
-            column, offset = pages.slots(first, size, problem.pool.page_size)
-            page = pages.look_up(self.refs["block_tables"], self.seq, column, mask=mask, other=0)
-            usable = masking.usable_pages(page, problem.pool.num_pages)
-            mask &= usable
-            place = (page, offset, self.kv_head, problem.dims)
-
-        def tile(which: Any) -> jax.Array:
-            ref, layout = self.refs[which], problem.cache_layout
-            if layout is None:
-                return _rows(ref, place[0], self.kv_head, problem, None if held is None else mask)
-            return pages.gather(ref, layout, which, *place, mask, head_dim=problem.pool.head_dim)
-
-        return tile("key").astype(dtype), tile("value").astype(dtype), usable
+            return _rows(ref, token, self.kv_head, problem, held).astype(dtype), None
+        mask = jnp.ones(size, bool) if held is None else held
+        column, offset = pages.slots(first, size, problem.pool.page_size)
+        page = pages.look_up(self.refs["block_tables"], self.seq, column, mask=mask, other=0)
+        usable = masking.usable_pages(page, problem.pool.num_pages)
+        place = (page, offset, self.kv_head, problem.dims)
+        head_dim = problem.pool.head_dim
+        tile = pages.gather(ref, problem.cache_layout, which, *place, mask & usable, head_dim=head_dim)
+        return tile.astype(dtype), usable
 
 
 def _rows(ref: Any, token: jax.Array, kv_head, problem: Problem, mask: jax.Array | None) -> jax.Array:
@@ -97,14 +96,15 @@ def _rows(ref: Any, token: jax.Array, kv_head, problem: Problem, mask: jax.Array
 
 
 class Blocks(NamedTuple):
-    """The blocks that one row of the layout lists for a head: entries [begin, end), the full ones before `split`."""
+    """The blocks that one row of the layout lists for a head: entries [begin, end), those before `diagonal` wholly in
+    the past."""
 
     layout: SparseLayout
     """Of refs."""
     head: jax.Array
     row: jax.Array
     begin: jax.Array
-    split: jax.Array
+    diagonal: jax.Array
     end: jax.Array
     bad: jax.Array
 
@@ -115,29 +115,15 @@ class Blocks(NamedTuple):
         inside = (row >= 0) & (row < layout.num_row_blocks)
         safe = jnp.where(inside, row, 0)
         begin, end = (triton.load(layout.row_pointers.at[head, safe + i]) for i in (np.int32(0), np.int32(1)))
-        nnz = layout.columns.shape[1]
-        good = inside & (begin >= 0) & (begin <= end) & (end <= nnz)
+        good = inside & (begin >= 0) & (begin <= end) & (end <= layout.columns.shape[1])
         begin, end = jnp.where(good, begin, 0), jnp.where(good, end, 0)
-        if layout.num_full is None:
-            split = jnp.maximum(begin, end - layout.most_diagonal)
-        else:
-            split = jnp.clip(begin + triton.load(layout.num_full.at[head, safe]), begin, end)
-        return cls(layout, head, safe, begin, split, end, ~good & (row >= 0))
+        diagonal = jnp.maximum(begin, end - layout.most_diagonal)
+        return cls(layout, head, safe, begin, diagonal, end, ~good & (row >= 0))
 
     def column(self, entry: jax.Array) -> jax.Array:
         """Of an entry; of one behind the last, that of the last."""
         last = jnp.maximum(self.end - 1, 0)
         return triton.load(self.layout.columns.at[self.head, jnp.minimum(entry, last)])
-
-    def part(self, position: jax.Array) -> jax.Array:
-        """Which part of its row a query is in."""
-        layout = self.layout
-        within = divided(position, layout.q_block_size)[1]
-        return divided(within, layout.q_block_size // layout.row_parts)[0]
-
-    def seen_by(self, entry: jax.Array) -> jax.Array:
-        """Bits of the parts of the row that see a block."""
-        return triton.load(self.layout.seen_by.at[self.head, entry])
 
 
 def divided(index: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:

@@ -24,8 +24,7 @@ def blocksparse_attention_xla(
     query: jax.Array, arrays: dict[str, jax.Array], layout: SparseLayout, *, problem: Problem
 ) -> tuple[jax.Array, jax.Array]:
     """The same signature as the kernels'."""
-    part = layout.q_block_size // layout.row_parts
-    block_q = 1 if problem.kinds == "decode" else min(part, MOST_QUERIES)
+    block_q = 1 if problem.kinds == "decode" else min(layout.q_block_size, MOST_QUERIES)
     tokens, heads, num_seqs = problem.num_tokens, problem.num_heads, problem.num_seqs
     cu_q = arrays["cu_q_lens"] if problem.kinds != "decode" else jnp.arange(num_seqs + 1)
     cu_q = jnp.clip(cu_q, 0, tokens)
@@ -52,7 +51,7 @@ def blocksparse_attention_xla(
         q = query.at[token].get(mode="fill", fill_value=0).astype(jnp.float32)
         keys, values, usable = _keys(arrays, problem, seq, k_start[seq], k_lens[seq])
         key_at = jnp.arange(problem.max_k_len)
-        row = jnp.where(first >= 0, first // part, 0)
+        row = jnp.where(first >= 0, first // layout.q_block_size, 0)
         inside = (first < 0) | (row < seen.shape[1])
         row = jnp.minimum(row, seen.shape[1] - 1)
         blocks = jnp.minimum(key_at // layout.block_size, seen.shape[2] - 1)
@@ -66,7 +65,7 @@ def blocksparse_attention_xla(
         by_kv_head = weights.reshape(problem.pool.num_kv_heads, problem.group, block_q, -1)
         acc = jnp.einsum("hgqk,khd->hgqd", by_kv_head, values, precision="highest")
         out, lse2 = softmax.finish(state._replace(acc=acc.reshape(state.acc.shape)))
-        wrong = (first >= 0) & bad[:, row // layout.row_parts]
+        wrong = (first >= 0) & bad[:, row]
         wrong = bad_lens[seq] | ~inside | wrong[:, None] | jnp.any(visible & ~usable, axis=2)
         out, lse = softmax.poison(out, wrong[..., None]), softmax.poison(softmax.natural_lse(lse2), wrong)
         return token, jnp.moveaxis(out, 0, 1).astype(query.dtype), lse.T
@@ -87,11 +86,8 @@ def _block_mask(layout: SparseLayout) -> jax.Array:
     row, listed = rows_of_entries(layout)
     column = jnp.where(listed & (columns >= 0), columns, blocks)
     head = jnp.arange(columns.shape[0])[:, None]
-    bits = jnp.ones_like(columns) if layout.seen_by is None else jnp.asarray(layout.seen_by)
-    mask = jnp.zeros((columns.shape[0], layout.num_row_blocks, blocks), jnp.int32)
-    mask = mask.at[head, row, column].set(bits, mode="drop")
-    parts = (mask[:, :, None] >> jnp.arange(layout.row_parts)[:, None]) & 1
-    return parts.reshape(columns.shape[0], -1, blocks) == 1
+    mask = jnp.zeros((columns.shape[0], layout.num_row_blocks, blocks), bool)
+    return mask.at[head, row, column].set(True, mode="drop")
 
 
 def _keys(arrays: dict[str, Any], problem: Problem, seq, start, k_len):

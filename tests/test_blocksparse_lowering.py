@@ -1,0 +1,88 @@
+"""The block-sparse kernels lower for an abstract H100, and their Triton IR compiles for three architectures."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import lowering
+import pytest
+
+import pallas_attn
+from pallas_attn import SparseLayout
+from pallas_attn.testing.blocksparse import BlockSparseCase
+
+
+def lowered(case: BlockSparseCase, num_tokens: int, layout_heads: int, device=lowering.H100):
+    """Four sequences, mixed, of a layout for 8192 tokens."""
+    struct, dtype = jax.ShapeDtypeStruct, jnp.dtype(case.dtype)
+    rows = 8192 // case.q_block_size
+    layout = SparseLayout(
+        struct((layout_heads, rows + 1), jnp.int32),
+        struct((layout_heads, 9 * rows), jnp.int32),
+        case.block_size,
+        case.q_block_size,
+    )
+    lengths = {"cu_q_lens": struct((5,), jnp.int32)}
+    if case.page_size is None:
+        keys = struct((9000, case.num_kv_heads, case.head_dim), dtype)
+        lengths["cu_k_lens"] = struct((5,), jnp.int32)
+    else:
+        keys = struct((900, case.page_size, case.num_kv_heads, case.head_dim), dtype)
+        lengths |= {"block_tables": struct((4, 512), jnp.int32), "seq_lens": struct((4,), jnp.int32)}
+    call = functools.partial(pallas_attn.blocksparse_attention, softcap=case.softcap, return_lse=True)
+    return lowering.lower_for_gpu(
+        lambda q, k, v, layout, lengths: call(q, k, v, layout, **lengths),
+        struct((num_tokens, case.num_heads, case.head_dim), dtype),
+        keys,
+        keys,
+        layout,
+        lengths,
+        device=device,
+    )
+
+
+CASES = [
+    BlockSparseCase((), 32, 8, 128, "any", 128, 128),
+    BlockSparseCase((), 32, 8, 128, "any", 64, 64, page_size=16),
+    BlockSparseCase((), 9, 3, 80, "any", 64, 32, dtype="float16", softcap=30.0),
+    BlockSparseCase((), 4, 4, 256, "any", 64, 64, page_size=64),
+    BlockSparseCase((), 4, 1, 64, "any", 64, 64, dtype="float32"),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "sm"),
+    [(case, sm) for case in CASES for sm in (80, 90, 100) if sm == 90 or case in CASES[:2]],
+    ids=lambda value: getattr(value, "id", str(value)),
+)
+@pytest.mark.slow
+def test_kernels_compile(case, sm):
+    kernels = lowering.compile_kernels(lowered(case, 4096, case.num_heads, lowering.DEVICES[sm]), sm)
+    assert [k.name.removeprefix("pallas_attn_blocksparse_") for k in kernels][:2] == ["prefill", "decode"]
+    for kernel in kernels:
+        assert kernel.shared_bytes <= lowering.SMEM_LIMIT[sm]
+        assert kernel.stack_bytes <= 64, f"{kernel.name} keeps {kernel.stack_bytes} bytes on the stack"
+    prefill, decode, *_ = kernels
+    if case.dtype != "float32":
+        asynchronous = sm == 90 and case.q_block_size >= 64
+        assert ("wgmma" if asynchronous else "mma") in prefill.ptx
+        assert "mma" in decode.ptx
+        for kernel in (prefill, decode):
+            assert "cp.async" in kernel.ptx, f"{kernel.name}: loads are not pipelined"
+
+
+def test_one_launch_where_all_is_pure():
+    struct = jax.ShapeDtypeStruct
+    layout = SparseLayout(struct((1, 129), jnp.int32), struct((1, 900), jnp.int32), 64, 64)
+    keys, ends = struct((8192, 8, 128), jnp.bfloat16), struct((3,), jnp.int32)
+
+    def names(tokens: int) -> list[str]:
+        def call(q, k, v, layout, ends):
+            return pallas_attn.blocksparse_attention(q, k, v, layout, cu_k_lens=ends)
+
+        query = struct((tokens, 32, 128), jnp.bfloat16)
+        found = lowering.triton_kernels(lowering.lower_for_gpu(call, query, keys, keys, layout, ends))
+        return [name.removeprefix("pallas_attn_blocksparse_") for name, *_ in found]
+
+    assert names(8192) == ["prefill"]
+    assert names(2) in (["decode"], ["decode", "combine"])
