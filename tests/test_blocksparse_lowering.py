@@ -61,7 +61,8 @@ def test_kernels_compile(case, sm):
     assert [k.name.removeprefix("pallas_attn_blocksparse_") for k in kernels][:2] == ["prefill", "decode"]
     for kernel in kernels:
         assert kernel.shared_bytes <= lowering.SMEM_LIMIT[sm]
-        assert kernel.stack_bytes <= 64, f"{kernel.name} keeps {kernel.stack_bytes} bytes on the stack"
+        # Up to 24 words of addresses for sm_100; a spilled tile would be kilobytes.
+        assert kernel.stack_bytes <= 96, f"{kernel.name} keeps {kernel.stack_bytes} bytes on the stack"
     prefill, decode, *_ = kernels
     if case.dtype != "float32":
         asynchronous = sm == 90 and case.q_block_size >= 64

@@ -2,8 +2,8 @@
 
 One program serves `block_q` queries of one head, which lie in one row of the layout: it walks the blocks that the row
 lists and keeps an online softmax in float32. Blocks that all its queries see whole come first, and need no mask; those
-on the diagonal come last. The column of the next tile is loaded a
-step before it is needed, so that the loads of keys never wait for one.
+on the diagonal come last. A step loads its column and from there its keys: Triton's pipeline, at three stages, has keys
+on their way a step before they are needed, and their column two steps before.
 
 Programs find their sequence themselves: sequence i has the slots from cu_q_lens[i] // block_q + 2 * i on, two more than
 its queries fill, since its first and last tiles may be partial. Late positions see most, and start first.
@@ -137,20 +137,17 @@ def _full_blocks(state, q, blocks: Blocks, keys: Keys, problem: Problem):
     tiles = size // block_kv
     end = blocks.row * blocks.layout.q_block_size
 
-    def step(i, carry):
-        state, column = carry
-        next_block, next_part = divided(i + 1, tiles)
-        following = blocks.column(blocks.begin + next_block)
-        first = column * size + divided(i, tiles)[1] * block_kv
+    def step(i, state):
+        block, part = divided(i, tiles)
+        entry = blocks.begin + block
+        column = blocks.column(entry)
+        first = column * size + part * block_kv
         # The layout may have been traced: what points outside or does not ascend makes its rows NaN.
-        ascends = (following > column) | (next_part > 0) | (next_block >= blocks.diagonal - blocks.begin)
-        good = (column >= 0) & (first + block_kv <= end) & ascends
-        first = jnp.where((column >= 0) & (first + block_kv <= end), first, 0)
-        state = _attend(state, q, keys, first, None, good, [], problem)
-        return state, following
+        inside = (column >= 0) & (first + block_kv <= end)
+        ascends = (column > blocks.column(jnp.maximum(entry - 1, blocks.begin))) | (block == 0)
+        return _attend(state, q, keys, jnp.where(inside, first, 0), None, inside & ascends, [], problem)
 
-    start = state, blocks.column(blocks.begin)
-    return lax.fori_loop(0, (blocks.diagonal - blocks.begin) * tiles, step, start)[0]
+    return lax.fori_loop(0, (blocks.diagonal - blocks.begin) * tiles, step, state)
 
 
 def _partial_blocks(state, q, blocks: Blocks, keys: Keys, tile: Tile, problem: Problem):
