@@ -27,8 +27,8 @@ LaunchStatus encode_tensor_map(const TensorTile& tile, CUtensorMapDataType dtype
     return status_of(cudaErrorSymbolNotFound, "looking up cuTensorMapEncodeTiled in the driver");
   }
   const uint32_t element_strides[3] = {1, 1, 1};
-  // What a tile's row is. Asked for 256 bytes, which fetches a neighbour's row too, an H200 streams pages of MLA
-  // up to 6% more slowly.
+  // What a tile's row is. Asked for 256 bytes, which fetches a neighbour's row too, an H200 streams pages of
+  // MLA up to 6% more slowly.
   constexpr CUtensorMapL2promotion kFetchedAtOnce = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
   const CUresult result =
       encode(map, dtype, /*rank=*/3, const_cast<void*>(tile.base), tile.extent, tile.strides_bytes, tile.box,
