@@ -133,7 +133,7 @@ def _decode_kernel(query_ref, refs, layout: SparseLayout, *out_refs, problem: Pr
         products = logits.shape(products, problem.rules, None, position, position)
         products = masking.apply(products, _by_lane(has, lane)[:, None])
         products = masking.apply(products, held[None, :])
-        state, weights = softmax.rescale(state, products)
+        state, weights = softmax.rescale(state, products, exp2=triton.exp2)
         state = state._replace(acc=state.acc + triton.dot(weights.astype(values.dtype), values))
         moves = (part == tiles - 1).astype(jnp.int32)
         return state, [one.at(one.next + moves * h) for one, h in zip(listed, has, strict=True)]

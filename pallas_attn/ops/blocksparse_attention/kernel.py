@@ -191,5 +191,5 @@ def _attend(state, q, keys: Keys, first, held, good, masks, problem: Problem):
         products, by = logits.shape(products * by, problem.rules, None, first, first), None
     for mask in masks:
         products = masking.apply(products, mask)
-    state, weights = softmax.rescale(state, products, by)
+    state, weights = softmax.rescale(state, products, by, exp2=triton.exp2)
     return state._replace(acc=state.acc + triton.dot(weights.astype(values.dtype), values))
