@@ -165,7 +165,8 @@ def test_write_kv_refuses(name):
     [
         ({"block_q": 8}, "argument 'block_q': expected a power of two >= 16, got 8"),
         ({"block_kv": 48}, "argument 'block_kv': expected a power of two >= 16, got 48"),
-        ({"num_splits": 0}, "argument 'num_splits': expected at least 1, got 0"),
+        ({"num_splits": -1}, "argument 'num_splits': expected at least 0, got -1"),
+        ({"split_tokens": -1}, "argument 'split_tokens': expected at least 0, got -1"),
         ({"num_warps": 3}, "argument 'num_warps': expected a power of two >= 1, got 3"),
     ],
 )

@@ -93,7 +93,7 @@ def test_messages(changes, error, message):
     [
         (dict(block_q=8), "'block_q': expected a power of two >= 16, got 8"),
         (dict(block_kv=48), "'block_kv': expected a power of two >= 16, got 48"),
-        (dict(num_splits=0), "'num_splits': expected at least 1, got 0"),
+        (dict(num_splits=-1), "'num_splits': expected at least 0, got -1"),
         (dict(num_warps=3), "'num_warps': expected a power of two >= 1, got 3"),
     ],
 )

@@ -100,6 +100,8 @@ FEATURES = {
     "head sliding step": {"block_sparse": LocalStride(64, 2, 4, 1)},
     "tensor-parallel rank": {"block_sparse": LocalStride(64, 2, 3, 1, tp_rank=1)},
     "several queries": {"q_len": 3},
+    "tree_mask": {"q_len": 5, "tree": "slots", "seq_lens": (40, 23)},
+    "query_positions": {"q_len": 5, "tree": "positions", "alibi": True, "seq_lens": (40, 23)},
     "layout": {"layout": "HND", "num_heads": 16, "num_kv_heads": 16},
     "k_scale and v_scale": {"cache_dtype": "float8_e4m3fn"},
     "scales of each head": {"cache_dtype": "int8", "scale_per_head": True},
@@ -109,7 +111,7 @@ FEATURES = {
 @pytest.mark.parametrize("feature", FEATURES)
 def test_a_feature_ignored(feature):
     """What a kernel would give that accepts an option and does nothing with it."""
-    case = dataclasses.replace(CASE, seq_lens=(700, 300), **FEATURES[feature])
+    case = dataclasses.replace(CASE, **{"seq_lens": (700, 300), **FEATURES[feature]})
     data = inputs.make(case)
     ignorant, seen = _without(case, data, feature)
     expected, _ = reference(case, data)
@@ -124,6 +126,8 @@ def _without(case: cases.DecodeCase, data: inputs.PagedInputs, feature: str):
     match feature:
         case "sinks" | "alibi":
             seen.extras.clear()
+        case "tree_mask" | "query_positions":
+            del seen.extras[feature]
         case "k_scale and v_scale":
             seen.extras["v_scale"] = np.float32(1)
         case "scales of each head":

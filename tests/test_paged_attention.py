@@ -136,6 +136,51 @@ def test_pages_shared_between_sequences(implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("draft", [0, 2, 4])
+def test_a_draft_is_seen_by_its_descendants_alone(draft, implementation):
+    """It outweighs all other tokens for every query that sees it. The last sequence is shorter than its drafts."""
+    case = cases.DecodeCase(
+        (700, 300, 33, 3), 4, 2, 64, 16, q_len=5, tree="slots", config=(("num_splits", 4),)
+    )
+    data = inputs.make(case)
+    # 0 has the children 1 and 2, and 2 has 3; 4 sees older tokens and itself alone.
+    tree = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 0, 1, 1, 0], [0, 0, 0, 0, 1]]
+    data.extras["tree_mask"] = np.broadcast_to(np.array(tree, bool), (4, 5, 5)).copy()
+    inputs.plant_needles(
+        case, data, {seq: n - 5 + draft for seq, n in enumerate(case.seq_lens) if n - 5 + draft >= 0}
+    )
+    out, lse = run(case, data, implementation)
+    check(case, data, out, lse)
+
+
+def test_a_tree_is_checked():
+    case = cases.DecodeCase((20, 3), 4, 2, 16, 16, q_len=3)
+    call = functools.partial(unchecked(pallas_attn.paged_attention), *inputs.make(case).arguments())
+    mask = jnp.ones((2, 3, 3), bool)
+    with pytest.raises(TypeError, match="'tree_mask': expected dtype bool, got int32"):
+        call(tree_mask=mask.astype(jnp.int32))
+    with pytest.raises(ValueError, match=r"'tree_mask': expected shape \[num_seqs=2 .*, got \[2, 3, 4\]"):
+        call(tree_mask=jnp.ones((2, 3, 4), bool))
+    with pytest.raises(TypeError, match="'query_positions': expected dtype int32, got float32"):
+        call(tree_mask=mask, query_positions=jnp.ones((2, 3)))
+    with pytest.raises(
+        ValueError, match="'query_positions': expected None without 'tree_mask', got an array"
+    ):
+        call(query_positions=jnp.ones((2, 3), jnp.int32))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+def test_positions_outside_the_newest_slots_count_as_the_nearest(implementation):
+    case = cases.DecodeCase((40, 2), 4, 2, 16, 16, q_len=3, tree="positions", alibi=True, sliding_window=4)
+    data = inputs.make(case)
+    far, near = data.copy(), data.copy()
+    far.extras["query_positions"] = np.array([[-7, 38, 2**31 - 1], [-(2**31), 1, 9]], np.int32)
+    near.extras["query_positions"] = np.array([[37, 38, 39], [0, 1, 1]], np.int32)
+    for a, b in zip(run(case, far, implementation), run(case, near, implementation), strict=True):
+        np.testing.assert_array_equal(np.float32(a), np.float32(b))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_scale(implementation):
     case = cases.DecodeCase((5, 77), 4, 2, 64, 16, "float32")
     data = inputs.make(case)

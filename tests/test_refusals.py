@@ -107,7 +107,10 @@ SIZES = dict(num_layers=2, num_pages=4, page_size=8)
 COUNTS = dict.fromkeys(SIZES, COUNT)
 MASKS = dict(softcap=NUMBER.or_none(), sliding_window=COUNT.or_none())
 MLA_CONFIG = dict(hidden_size=8, num_heads=2, q_lora_rank=4)
-POWERS = dict.fromkeys(("block_q", "block_kv", "num_splits", "num_warps", "num_stages"), COUNT)
+FROM_0 = Kind(("3", 2.5, True, [1], np.float32(2), np.ones((), int), jnp.ones((), int), -1, {}))
+TILES = dict.fromkeys(("block_q", "block_kv", "num_warps", "num_stages"), COUNT)
+TILES |= dict.fromkeys(("num_splits", "split_tokens"), FROM_0)
+TREE = dict(tree_mask=jnp.ones((2, 1, 1), bool), query_positions=jnp.zeros((2, 1), I32))
 NEW = dict(layer=LAYER, key=ARRAY, value=ARRAY, positions=ARRAY)
 WINDOW = Kind(
     ("3", 2.5, True, [1], 0, -1, {}, jnp.ones(1, I32), jnp.ones(()), np.ones((), I32)), optional=True
@@ -132,14 +135,16 @@ def calls() -> dict[str, Call]:
     return {
         "paged_attention": Call(
             pallas_attn.paged_attention,
-            {**attention(), **SLOPES_OR_SINKS},
+            {**attention(), **SLOPES_OR_SINKS, **TREE},
             {
                 **dict.fromkeys(attention(), ARRAY),
-                **dict.fromkeys(SLOPES_OR_SINKS, ARRAY.or_none()),
+                **dict.fromkeys((*SLOPES_OR_SINKS, "query_positions"), ARRAY.or_none()),
+                "tree_mask": Kind((1.5, "x", jnp.ones((2, 1, 1), I32), jnp.ones((2, 2, 1), bool))).or_none(),
                 **dict(MASKS, sliding_window=WINDOW),
                 "scale": NUMBER.or_none(),
                 "block_sparse": INSTANCE.or_none(),
                 "return_lse": FLAG,
+                "batch_invariant": FLAG,
                 "layout": NAME,
                 "implementation": NAME.or_none(),
                 "config": INSTANCE.or_none(),
@@ -237,6 +242,7 @@ def calls() -> dict[str, Call]:
                 "scale": NUMBER.or_none(),
                 "causal": FLAG,
                 "return_lse": FLAG,
+                "batch_invariant": FLAG,
                 "implementation": NAME.or_none(),
                 "config": INSTANCE.or_none(),
             },
@@ -275,9 +281,9 @@ def calls() -> dict[str, Call]:
             dict.fromkeys(("block_size", "local_blocks", "vert_stride"), COUNT),
         ),
         "PagedAttentionConfig": Call(
-            pallas_attn.PagedAttentionConfig, dict(block_q=16, block_kv=16, num_splits=1), POWERS
+            pallas_attn.PagedAttentionConfig, dict(block_q=16, block_kv=16, num_splits=1), TILES
         ),
-        "MLADecodeConfig": Call(pallas_attn.MLADecodeConfig, dict(block_q=16, block_kv=16), POWERS),
+        "MLADecodeConfig": Call(pallas_attn.MLADecodeConfig, dict(block_q=16, block_kv=16), TILES),
         "alibi_slopes": Call(nn.alibi_slopes, {}, dict(num_heads=COUNT)),
         "PagedAttention": Call(
             nn.PagedAttention,

@@ -5,13 +5,11 @@ import numpy as np
 import pytest
 
 from pallas_attn import LocalStride, MLADecodeConfig, PagedAttentionConfig
-from pallas_attn._call.device import Device
 from pallas_attn._tile import merge, pieces, triton
 from pallas_attn._tile.layout import PoolShape
 from pallas_attn._tile.masking import Rules
 from pallas_attn.ops.mla_decode.problem import QUERY_DIM
 from pallas_attn.ops.mla_decode.problem import Problem as MLAProblem
-from pallas_attn.ops.paged_attention.config import heuristic
 from pallas_attn.ops.paged_attention.problem import Problem as PagedProblem
 
 PAGE, TILE = 16, 32
@@ -65,8 +63,17 @@ def visited(problem: PagedProblem, seq_len: int, kv_head: int = 0) -> list[int]:
 
 def made(problem, lengths) -> list[int]:
     """Pieces of each sequence; one for those that are final at once."""
-    cut = pieces.EqualPieces(problem, jnp.asarray(lengths, jnp.int32))
-    return [int(cut.of(jnp.int32(seq))[1]) for seq in range(len(lengths))]
+    count = [0] * len(lengths)
+    for piece in dealt(problem, lengths):
+        count[int(piece.seq)] += 1
+    return count
+
+
+def dealt(problem, lengths) -> list[pieces.Piece]:
+    """The pieces in slots."""
+    found = pieces.fair(problem, jnp.asarray(lengths, jnp.int32))
+    assert int(found.num()) <= problem.num_slots
+    return [found.at(jnp.int32(slot)) for slot in range(int(found.num()))]
 
 
 @pytest.mark.parametrize("length", [0, 1, TILE, TILE + 1, 1000])
@@ -132,17 +139,83 @@ def test_no_piece_is_shorter_than_the_config_says():
 
 def test_shares_are_rounded_as_the_op_says():
     """2.75 shares: three pieces where programs share a multiprocessor, two where each fills one."""
-    lengths = [11 * 64, 64, 64, 64, 64, 64]  # 16 tiles, 4 a program
-    near = paged(6, heads=(1, 1), block_kv=64, num_splits=8, min_split_tokens=64, target_programs=4)
-    assert made(near, lengths) == [3, 1, 1, 1, 1, 1]
-    assert made(latent(6, num_splits=8, target_programs=4), lengths) == [2, 1, 1, 1, 1, 1]
+    lengths = [11 * 64] * 4
+    near = paged(4, heads=(1, 1), block_kv=64, num_splits=8, min_split_tokens=64, target_programs=11)
+    assert made(near, lengths) == [3] * 4
+    assert made(latent(4, num_splits=8, target_programs=11), lengths) == [2] * 4
 
 
-def test_pieces_of_sequences_have_places_of_their_own():
-    problem = paged(3, num_splits=4, min_split_tokens=64, target_programs=1000)
-    cut = pieces.EqualPieces(problem, jnp.asarray([4096, 100, 1000], jnp.int32))
-    assert [int(cut.of(jnp.int32(seq))[0]) for seq in range(3)] == [0, 4, 8]
-    assert problem.num_pieces == 12
+def test_pieces_are_finer_where_lengths_are_uneven():
+    problem = paged(4, heads=(1, 1), num_splits=0, min_split_tokens=64, target_programs=8)
+    assert made(problem, [2048] * 4) == [2] * 4
+    assert made(problem, [2048, 2048, 2048, 3000]) == [2, 2, 2, 3]  # 1.3 times the mean
+    # 176 tiles: a share of 22, and half of that.
+    assert made(problem, [4096, 512, 512, 512]) == [12, 1, 1, 1]
+
+
+LENGTHS = {
+    "one giant": [60000, *range(100, 800, 11)],
+    "last is longest": [64] * 40 + [9000],
+    "one": [32768],
+    "equal": [4096] * 9,
+    "empty ones": [0, 5000, 0, 0, 3000, 0],
+    "all empty": [0, 0, 0],
+    "many": [17 * i % 3001 for i in range(200)],
+}
+
+
+@pytest.mark.parametrize("fixed", [0, 256])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_every_tile_is_in_one_piece_and_every_piece_in_a_place_of_its_own(lengths, fixed):
+    lengths = LENGTHS[lengths]
+    problem = paged(len(lengths), target_programs=100, num_splits=0, max_pages=4096, split_tokens=fixed)
+    served = {seq: [] for seq in range(len(lengths))}
+    places = []
+    for piece in dealt(problem, lengths):
+        seq, count = int(piece.seq), int(piece.count)
+        assert bool(piece.present)
+        begin, end = (int(x) for x in piece.tiles(problem.num_tiles(jnp.int32(lengths[seq]))))
+        served[seq].append((int(piece.index), begin, end))
+        if count > 1:
+            places.append(int(piece.place))
+    assert len(set(places)) == len(places)
+    assert all(0 <= place < problem.num_places for place in places)
+    for seq, length in enumerate(lengths):
+        parts = sorted(served[seq])
+        assert [index for index, _, _ in parts] == list(range(len(parts)))
+        ends = [0, *(end for _, _, end in parts)]
+        assert [begin for _, begin, _ in parts] == ends[:-1]
+        assert ends[-1] == -(-length // TILE)
+        assert len(parts) == 1 or all(begin < end for _, begin, end in parts)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_what_is_merged_is_what_was_cut(lengths):
+    lengths = LENGTHS[lengths]
+    problem = paged(len(lengths), target_programs=100, num_splits=0, max_pages=4096)
+    stored: dict[int, list[int]] = {}
+    for piece in dealt(problem, lengths):
+        if int(piece.count) > 1:
+            stored.setdefault(int(piece.seq), []).append(int(piece.place))
+    found = pieces.FairPieces(problem, jnp.asarray(lengths, jnp.int32))
+    merged = {}
+    for which in range(problem.most_cut):
+        seq, first, count = map(int, found.cut(jnp.int32(which)))
+        if count > 1:
+            merged[seq] = list(range(first, first + count))
+    assert merged == {seq: sorted(places) for seq, places in stored.items()}
+
+
+def test_room_for_partial_results_does_not_grow_with_the_table():
+    """It follows from the programs aimed at: however long the longest sequence may be."""
+    rooms = {paged(64, num_splits=0, max_pages=pages).num_places for pages in (2**12, 2**16, 2**20)}
+    assert rooms == {2 * 264 - 1 + 64}
+
+
+def test_lengths_that_cannot_be_cut_need_no_merge():
+    assert paged(64, num_splits=0, max_pages=16).num_places == 0
+    assert paged(64, num_splits=0, max_pages=4096, rules=Rules(sliding_window=128)).num_places == 0
+    assert paged(64, num_splits=1, max_pages=4096).num_places == 0
 
 
 def test_a_foreign_schedule_stays_in_its_room():
@@ -167,34 +240,16 @@ def test_equal_latents_take_one_program_a_core_at_most(num_seqs, length):
 
 
 @pytest.mark.parametrize(
-    ("num_seqs", "max_len", "expected"),
-    # Two programs a multiprocessor where there are few, at most one piece for each 256 (short: 64) tokens.
-    [(1, 32768, 66), (1, 1024, 16), (16, 32768, 5), (64, 32768, 4), (64, 1024, 1), (256, 8192, 4)],
-)
-def test_pieces_that_the_heuristic_provides_for(num_seqs, max_len, expected):
-    config = heuristic(
-        num_seqs=num_seqs,
-        num_kv_heads=8,
-        rows=4,
-        head_dim=128,
-        itemsize=2,
-        query_itemsize=2,
-        max_len=max_len,
-        device=Device("gpu", "NVIDIA H100 80GB HBM3", 132, 90),
-    )
-    assert config.num_splits == expected
-
-
-@pytest.mark.parametrize(
-    ("num_seqs", "num_rows", "dim", "most", "expected"),
+    ("num_cut", "num_rows", "dim", "most", "expected"),
     [
-        (64, 32, 128, 4, merge.Tiling(4, 128, 4, 4)),
-        (1, 32, 128, 66, merge.Tiling(1, 128, 64, 8)),
-        (256, 32, 80, 4, merge.Tiling(16, 128, 1, 4)),
-        (1, 16, 512, 132, merge.Tiling(1, 128, 64, 4)),
-        (128, 16, 512, 132, merge.Tiling(4, 512, 4, 4)),
-        (128, 128, 512, 66, merge.Tiling(16, 512, 1, 4)),
+        (64, 32, 128, 4, merge.Tiling(1, 128, 4, 4, 4)),
+        (64, 32, 128, 264, merge.Tiling(1, 128, 16, 64, 4)),
+        (1, 32, 128, 66, merge.Tiling(1, 128, 64, 64, 8)),
+        (256, 32, 80, 4, merge.Tiling(4, 128, 4, 4, 4)),
+        (1, 16, 512, 132, merge.Tiling(1, 128, 64, 64, 4)),
+        (128, 16, 512, 132, merge.Tiling(2, 256, 16, 16, 4)),
+        (128, 128, 512, 66, merge.Tiling(8, 512, 2, 2, 4)),
     ],
 )
-def test_what_a_program_merges_at_once(num_seqs, num_rows, dim, most, expected):
-    assert merge.tiling(num_seqs, num_rows, dim, most) == expected
+def test_what_a_program_merges_at_once(num_cut, num_rows, dim, most, expected):
+    assert merge.tiling(num_cut, num_rows, dim, most) == expected

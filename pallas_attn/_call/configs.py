@@ -31,11 +31,12 @@ class SplitKVConfig:
 
     block_q: int
     block_kv: int
-    num_splits: int
+    num_splits: int = 0
     min_split_tokens: int = 256
     target_programs: int = 528
     num_warps: int = 4
     num_stages: int = 3
+    split_tokens: int = 0
 
     def __post_init__(self):
         name_of_type = type(self).__name__
@@ -45,8 +46,10 @@ class SplitKVConfig:
             size = getattr(self, name)
             if size < least or size & (size - 1):
                 fail(name_of_type, name, f"a power of two >= {least}", str(size))
-        for name in ("num_splits", "min_split_tokens", "target_programs", "num_stages"):
+        for name in ("min_split_tokens", "target_programs", "num_stages"):
             check_int(name_of_type, name, getattr(self, name), least=1)
+        for name in ("num_splits", "split_tokens"):
+            check_int(name_of_type, name, getattr(self, name), least=0)
 
 
 def check_type(op: str, config_type: type, explicit: Any) -> None:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from pallas_attn._tile import masking, softmax, triton
 from pallas_attn._tile.masking import Rules
+from pallas_attn._tile.tree import Tree
 
 
 def products(queries: Sequence[jax.Array], keys: Sequence[jax.Array], factor) -> jax.Array:
@@ -34,6 +35,11 @@ def shape(
     return logits * softmax.LOG2_E
 
 
+def positions(tree: Tree | None, key_at: jax.Array, query_at: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Where rules that count distances take keys and queries to be."""
+    return (key_at, query_at) if tree is None else (tree.key_at, tree.query_at)
+
+
 def visible(
     rules: Rules,
     key_at: jax.Array,
@@ -41,17 +47,21 @@ def visible(
     *,
     among_themselves: bool,
     offset: jax.Array | None = None,
+    tree: Tree | None = None,
 ) -> list[jax.Array]:
     """The masks that decide about single tokens, to be applied one after the other.
 
     `among_themselves`: whether there are several query tokens, which see different ends of the sequence.
+    `tree`: what queries see of each other where that is not their order.
     `offset`: the heads' block-sparse offset, where their patterns differ from what the tiles hold (see walk.py).
     """
     masks = []
-    if among_themselves:
+    if tree is not None:
+        masks.append(tree.seen)
+    elif among_themselves:
         masks.append(masking.causal(key_at, query_at))
-        if rules.sliding_window is not None:
-            masks.append(masking.in_window(key_at, query_at, rules.sliding_window))
+    if rules.sliding_window is not None and (among_themselves or tree is not None):
+        masks.append(masking.in_window(*positions(tree, key_at, query_at), rules.sliding_window))
     if rules.block_sparse is not None and offset is not None:
         masks.append(rules.block_sparse.kept(key_at, query_at + 1, offset))
     return masks

@@ -17,11 +17,11 @@ from jax import lax
 
 from pallas_attn._tile import rows, softmax, triton
 from pallas_attn._tile.layout import PoolShape
-from pallas_attn._tile.pieces import Pieces, ceil_div
+from pallas_attn._tile.pieces import Cuts, ceil_div
 from pallas_attn._tile.result import Result, store_lse, store_out
 
 # With fewer programs than this, more of them are cheaper than more work in each.
-ENOUGH_PROGRAMS = 512
+ENOUGH_PROGRAMS = 2048
 # With no more than this, each has a multiprocessor to itself and reads many partial results at once.
 FEW_PROGRAMS = 128
 TILE_ELEMENTS = 64 * 128  # of partial output in flight in a program
@@ -29,13 +29,13 @@ MOST_ROWS = 16
 
 
 @runtime_checkable
-class Cut(Protocol):
-    """What is cut into pieces: the sequences of a problem, or whatever else it deals to programs."""
+class Merged(Protocol):
+    """What merging wants to know of a problem whose sequences, or whatever else it deals to programs, are cut."""
 
     @property
-    def num_cut(self) -> int: ...
+    def num_places(self) -> int: ...
     @property
-    def num_pieces(self) -> int: ...
+    def fixed_pieces(self) -> bool: ...
     @property
     def rows(self) -> int: ...
     @property
@@ -44,15 +44,17 @@ class Cut(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """What a program takes in per step: `pieces` partial results of `dims` elements of `rows` rows."""
+    """What a program takes in per step: `pieces` partial results of `dims` elements of `rows` rows; of a sequence that
+    has more, `most_pieces`."""
 
     rows: int
     dims: int
     pieces: int
+    most_pieces: int
     num_warps: int
 
 
-def tiling(num_seqs: int, num_rows: int, dim: int, most_pieces: int) -> Tiling:
+def tiling(num_cut: int, num_rows: int, dim: int, most_pieces: int) -> Tiling:
     """For `num_rows` rows of each sequence, of `dim` elements.
 
     A long sequence has many pieces and wants them loaded together; a big batch has few a sequence, and one program
@@ -62,24 +64,26 @@ def tiling(num_seqs: int, num_rows: int, dim: int, most_pieces: int) -> Tiling:
     block, dims = 1, min(width, 128)
 
     def programs() -> int:
-        return num_seqs * math.ceil(num_rows / block) * (width // dims)
+        return num_cut * math.ceil(num_rows / block) * (width // dims)
 
     while programs() > ENOUGH_PROGRAMS and block < MOST_ROWS:
         block, dims = 2 * block, min(2 * dims, width)
     few = programs() <= FEW_PROGRAMS
     # Programs that hold whole rows, and are many, are in each other's way with more than 16 of them in flight.
     in_flight = MOST_ROWS if dims == width and not few else TILE_ELEMENTS // max(dims, 128)
-    pieces = min(max(1, in_flight // block), triton.next_power_of_2(most_pieces))
-    return Tiling(block, dims, pieces, num_warps=8 if few and dims == width else 4)
+    most = triton.next_power_of_2(most_pieces)
+    pieces, more = min(max(1, in_flight // block), most), min(max(1, TILE_ELEMENTS // (block * dims)), most)
+    return Tiling(block, dims, pieces, more, num_warps=8 if few and dims == width else 4)
 
 
 def merge(
     outputs: Sequence[jax.Array],
     operands: Sequence[Any],
-    pieces_of: Callable[..., Pieces],
+    pieces_of: Callable[..., Cuts],
     *,
     name: str,
-    problem: Cut,
+    problem: Merged,
+    num_cut: int,
     most_pieces: int,
     interpret: bool,
     rows_of: Callable[..., tuple[rows.Rows, tuple[jax.Array, ...]]] | None = None,
@@ -92,20 +96,24 @@ def merge(
     rows numbered through all KV heads)` gives these rows and their leading indices in the final arrays, where
     sequences are not one dimension of them; "sequence" may then be whatever is cut.
     """
-    if not problem.num_pieces:
+    if not problem.num_places:
         out, lse = outputs
         return out, lse
     num_rows = problem.pool.num_kv_heads * problem.rows
     dim = outputs[0].shape[-1]
-    shape = tiling(problem.num_cut, num_rows, dim, most_pieces)
     rows_of = rows_of or functools.partial(_batched, problem)
     width = triton.tile_side(dim)
+    if problem.fixed_pieces:
+        # The same for every batch: what is added to what must not depend on it.
+        shape = Tiling(rows=1, dims=min(width, 128), pieces=16, most_pieces=64, num_warps=4)
+    else:
+        shape = tiling(num_cut, num_rows, dim, most_pieces)
     out, lse = triton.kernel_call(
         functools.partial(_merge_kernel, pieces_of=pieces_of, rows_of=rows_of, tiling=shape),
         *outputs,
         *operands,
         name=name,
-        grid=(ceil_div(num_rows, shape.rows), width // shape.dims, problem.num_cut),
+        grid=(ceil_div(num_rows, shape.rows), width // shape.dims, num_cut),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs[:2]],
         input_output_aliases={0: 0, 1: 1},
         num_warps=shape.num_warps,
@@ -117,19 +125,19 @@ def merge(
 
 def _merge_kernel(
     _out_in, _lse_in, partial_out_ref, partial_lse_ref, *refs,
-    pieces_of: Callable[..., Pieces], rows_of: Callable[..., Any], tiling: Tiling,
+    pieces_of: Callable[..., Cuts], rows_of: Callable[..., Any], tiling: Tiling,
 ):  # fmt: skip
     *operands, out_ref, lse_ref = refs
-    row_block, dim_block, seq = (triton.program_id(axis) for axis in range(3))
-    first, count = pieces_of(*operands).of(seq)
+    row_block, dim_block, which = (triton.program_id(axis) for axis in range(3))
+    seq, first, count = pieces_of(*operands).cut(which)
 
     @triton.when(count > 1)
     def _():
         mine, leading = rows_of(*operands, seq, row_block * tiling.rows + jnp.arange(tiling.rows))
         dim = dim_block * tiling.dims + jnp.arange(tiling.dims)
 
-        def step(i, state):
-            index = i * tiling.pieces + jnp.arange(tiling.pieces)
+        def step(at_once, i, state):
+            index = i * at_once + jnp.arange(at_once)
             present = mine.real[:, None] & (index < count)[None, :]
             place = _place(first + index, mine, present.shape)
             lse2 = triton.load(partial_lse_ref.at[place], mask=present, other=-jnp.inf)
@@ -143,7 +151,17 @@ def _merge_kernel(
             return state._replace(acc=state.acc + jnp.sum(weights[:, :, None] * part, axis=1))
 
         start = softmax.start((tiling.rows,), tiling.dims)
-        out, lse2 = softmax.finish(lax.fori_loop(0, ceil_div(count, tiling.pieces), step, start))
+
+        def merged(at_once: int):
+            steps = functools.partial(step, at_once)
+            return softmax.finish(lax.fori_loop(0, ceil_div(count, at_once), steps, start))
+
+        # A sequence in very many pieces wants more of them under way at once, which would be waste for others.
+        few, many = tiling.pieces, tiling.most_pieces
+        if many > few:
+            out, lse2 = lax.cond(count > few, lambda: merged(many), lambda: merged(few))
+        else:
+            out, lse2 = merged(few)
         chunk = (dim_block * tiling.dims, tiling.dims)
         result = Result(mine, leading, [chunk], [out], lse2)
         store_out(result, out_ref)

@@ -1,84 +1,207 @@
-"""How a sequence is cut into pieces, as kernels see it: which partial results belong to it.
+"""How sequences are cut into pieces, as kernels see it: who serves which piece, and where its result lies.
 
 A partial result is a normalised output and its base-2 lse, both float32:
 
-    out [num_pieces, num_kv_heads, rows, dim], lse2 [num_pieces, num_kv_heads, rows]
+    out [num_places, num_kv_heads, rows, dim], lse2 [num_places, num_kv_heads, rows]
 
-A sequence's pieces are `count` neighbours from `first` on. A sequence in one piece leaves none: it is final at once.
-Two ways to cut. `ScheduledPieces` reads it from a schedule that was made beforehand; a program is then a part that
-goes through several sequences. `EqualPieces` derives it from the lengths, in every program: each piece gets about the
-same number of tiles, however the lengths are distributed. That rule is evaluated by each program from all lengths (a
-few hundred bytes out of L2, read while its own length is on the way), which is cheaper than a launch to precompute it.
+A sequence's pieces have `count` neighbouring places from `first` on. A sequence in one piece has none: it is final at
+once.
+
+A piece is a slot of the grid, and the GPU's own dispatch of programs is the queue that pieces wait in. First come
+those that cuts added, each about a fair share, then every sequence's first piece, which may be short; slots that no
+piece needs come last and leave at once. There are few of either: however lengths are distributed, fair shares add up
+to the programs that the config aims at, and so do cuts (`SplitKVProblem.most_cuts`).
+
+`FairPieces` works them out from all lengths, in every program: a few hundred bytes out of L2 and a handful of
+reductions, which is cheaper than a launch to precompute them. `ScheduledPieces` reads them from MLA's schedule, where
+a program is a part that goes through several sequences.
 """
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
+from pallas_attn._call.checks import fail
+from pallas_attn._call.configs import SplitKVConfig
 from pallas_attn._tile import triton
 from pallas_attn._tile.problem import SplitKVProblem
 
-MOST_PIECES = 128  # of a sequence, in the configs that the heuristics choose
-
-# What `EqualPieces` adds before it rounds a sequence's number of fair shares down.
+# What is added before a sequence's number of fair shares is rounded down.
 # Where several programs share a multiprocessor, one more than there is room for waits only for the first that ends.
 TO_NEAREST = 0.5
 # Where a program fills a multiprocessor, one more than there are multiprocessors would make the batch take twice as
 # long. Rounded down, but not for an error in the last bit.
 DOWN = 2.0**-10
 
+# Where the longest sequence has more than this many times the mean, pieces are finer.
+UNEVEN = 1.5
 
+# Of a sequence, where the number of pieces is settled before lengths are known.
+MOST_PIECES = 128
+MOST_TILES = 2**31 - 1  # of a batch: the sum is an int32
+
+
+class Piece(NamedTuple):
+    """What a slot of the grid serves; all scalars."""
+
+    present: jax.Array | bool
+    """Whether there is such a piece at all; if not, the rest says nothing."""
+    seq: jax.Array
+    index: jax.Array | int
+    """Among the pieces of the sequence."""
+    count: jax.Array | int
+    place: jax.Array | int
+    """Of its partial result, if the sequence has several."""
+
+    def tiles(self, num_tiles: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """[begin, end) of the sequence's tiles: equal pieces, but for the remainder."""
+        each, more = num_tiles // self.count, num_tiles % self.count
+
+        def boundary(index):
+            return index * each + jnp.minimum(index, more)
+
+        return boundary(self.index), boundary(self.index + 1)
+
+
+class Cut(NamedTuple):
+    """A sequence and its partial results; with `count` below 2 there is nothing to merge."""
+
+    seq: jax.Array
+    first: jax.Array
+    count: jax.Array
+
+
+@runtime_checkable
 class Pieces(Protocol):
-    def of(self, seq) -> tuple[jax.Array, jax.Array]:
-        """(first, count): the sequence's partial results, if count > 1."""
+    """How a batch is cut, for a kernel whose programs go through slots."""
+
+    def num(self) -> jax.Array | int:
+        """Slots in use."""
+        ...
+
+    def at(self, slot: jax.Array) -> Piece: ...
+
+
+@runtime_checkable
+class Cuts(Protocol):
+    """How a batch is cut, for the merge."""
+
+    def cut(self, which: jax.Array) -> Cut:
+        """One of the sequences that may be in several pieces."""
         ...
 
 
-class EqualPieces:
-    """As many equal pieces as a sequence has fair shares; those of sequence i start at i * num_splits."""
+def each(pieces: Pieces, problem: SplitKVProblem, program: jax.Array, serve: Callable[[Piece], None]) -> None:
+    """Serves the piece in slot `program`, and in every slot `num_programs` further on."""
 
-    def __init__(self, problem: SplitKVProblem, lens_ref: Any):
-        self._problem, self._lens_ref = problem, lens_ref
+    def turn(i, carry):
+        piece = pieces.at(program + i * problem.num_programs)
+        triton.when(piece.present)(lambda: serve(piece))
+        return carry
 
-    def tiles(self, num_tiles: jax.Array) -> jax.Array:
-        """Tiles in a piece of a sequence of `num_tiles`, at least 1."""
-        problem, config = self._problem, self._problem.config
-        if config.num_splits == 1:
-            return jnp.maximum(num_tiles, 1)
-        # All lengths, padded to a power of two with 0.
+    if problem.num_slots == problem.num_programs:
+        turn(0, None)
+    else:
+        lax.fori_loop(0, ceil_div(pieces.num() - program, problem.num_programs), turn, np.int32(0))
+
+
+class WholePieces:
+    """A piece of each sequence, where none can be cut."""
+
+    def __init__(self, problem: SplitKVProblem):
+        self._num_seqs = problem.num_seqs
+
+    def num(self) -> int:
+        return self._num_seqs
+
+    def at(self, slot: jax.Array) -> Piece:
+        return Piece(True, slot, 0, 1, 0)
+
+
+def fair(problem: SplitKVProblem, lens_ref: Any) -> Pieces:
+    """What a kernel's programs go by that knows the lengths alone."""
+    return FairPieces.of_all(problem, lens_ref) if problem.most_cuts else WholePieces(problem)
+
+
+class FairPieces:
+    """As many equal pieces of each sequence as it has fair shares."""
+
+    def __init__(self, problem: SplitKVProblem, lengths: jax.Array):
+        """`lengths` [num_seqs], and any padding of empty sequences."""
+        self._num_seqs, self._seqs = problem.num_seqs, jnp.arange(len(lengths))
+        self._cuts = cuts(lengths, problem)
+        self._upto = jnp.cumsum(self._cuts)
+
+    @classmethod
+    def of_all(cls, problem: SplitKVProblem, lens_ref: Any) -> "FairPieces":
         seqs = jnp.arange(triton.next_power_of_2(problem.num_seqs))
-        lengths = triton.load(self._lens_ref.at[seqs], mask=seqs < problem.num_seqs, other=0)
-        share = fair_share(problem.num_tiles(jnp.clip(lengths, 0, problem.max_len)), problem)
-        pieces = jnp.floor(num_tiles.astype(jnp.float32) / share + problem.rounding).astype(jnp.int32)
-        pieces = jnp.clip(pieces, 1, config.num_splits)
-        return jnp.maximum(ceil_div(num_tiles, pieces), 1)
+        return cls(problem, triton.load(lens_ref.at[seqs], mask=seqs < problem.num_seqs, other=0))
 
-    def of(self, seq) -> tuple[jax.Array, jax.Array]:
-        length = jnp.clip(triton.load(self._lens_ref.at[seq]), 0, self._problem.max_len)
-        num_tiles = self._problem.num_tiles(length)
-        return seq * self._problem.config.num_splits, ceil_div(num_tiles, self.tiles(num_tiles))
+    def num(self) -> jax.Array:
+        return self._num_seqs + jnp.sum(self._cuts)
+
+    def at(self, slot: jax.Array) -> Piece:
+        total, before = jnp.sum(self._cuts), self._upto - self._cuts
+        added = (before <= slot) & (slot < self._upto)
+        mine = jnp.where(slot < total, added, self._seqs == slot - total)
+        seq, before, own = (jnp.sum(jnp.where(mine, x, 0)) for x in (self._seqs, before, self._cuts))
+        index = jnp.where(slot < total, slot - before + 1, 0)
+        present = slot < total + self._num_seqs
+        return Piece(present, seq, index, own + 1, first_place(before, seq) + index)
+
+    def cut(self, which: jax.Array) -> Cut:
+        is_cut = self._cuts > 0
+        mine = is_cut & (jnp.cumsum(is_cut.astype(jnp.int32)) == which + 1)
+        values = (self._seqs, self._upto - self._cuts, self._cuts)
+        seq, before, own = (jnp.sum(jnp.where(mine, x, 0)) for x in values)
+        return Cut(seq, first_place(before, seq), own + 1)
 
 
-def fair_share(num_tiles: jax.Array, problem: SplitKVProblem) -> jax.Array:
-    """Tiles that each of the target's programs would get if sequences could be cut anywhere: float32 scalar."""
+def cuts(lengths: jax.Array, problem: SplitKVProblem) -> jax.Array:
+    """How often each sequence of the batch, [num_seqs] and any padding of length 0, is cut: int32."""
+    num_tiles = problem.num_tiles(jnp.clip(lengths, 0, problem.max_len))
     config = problem.config
-    programs_per_tile = problem.pool.num_kv_heads * problem.q_blocks
-    share = jnp.sum(num_tiles.astype(jnp.float32)) * (programs_per_tile / config.target_programs)
-    return jnp.maximum(share, config.min_split_tokens / config.block_kv)
+    if config.split_tokens:
+        return jnp.clip(ceil_div(num_tiles, problem.split_tiles) - 1, 0, problem.most_pieces - 1)
+    # An integer sum, which is the same in whatever order: all kernels of a call must come to the same cuts.
+    total = jnp.sum(jnp.minimum(num_tiles, MOST_TILES // len(lengths))).astype(jnp.float32)
+    share = total * (problem.programs_per_piece / config.target_programs)
+    if problem.finer > 1:
+        longest, num = jnp.max(num_tiles), jnp.sum((num_tiles > 0).astype(jnp.int32))
+        uneven = longest.astype(jnp.float32) * num.astype(jnp.float32) > UNEVEN * total
+        share *= jnp.where(uneven, np.float32(1 / problem.finer), np.float32(1))
+    share = jnp.maximum(share, max(config.min_split_tokens / config.block_kv, 1.0))
+    shares = num_tiles.astype(jnp.float32) / share + problem.rounding
+    return jnp.clip(shares.astype(jnp.int32) - 1, 0, problem.most_pieces - 1)
+
+
+def first_place(cuts_before, seq):
+    """Of a sequence that is cut, where `cuts_before` cuts are in the sequences before it.
+
+    Of these no more are cut than there are, and than there are cuts; each has a piece more than cuts.
+    """
+    return cuts_before + jnp.minimum(cuts_before, seq)
 
 
 class ScheduledPieces:
     """Those of sequence i start at 2 * (num_splits[i] - i), where num_splits counts pieces.
 
     num_splits[i] - i is the number of cuts before sequence i. A sequence that is cut n - 1 times has n <= 2 * (n - 1)
-    pieces, so slots never collide, and there are at most two for each part, however many sequences there are.
+    pieces, so places never collide, and there are at most two for each part, however many sequences there are.
     """
 
     def __init__(self, num_parts: int, splits_ref: Any):
         self._room, self._splits_ref = scheduled_room(num_parts), splits_ref
 
+    def cut(self, which: jax.Array) -> Cut:
+        return Cut(which, *self.of(which))
+
     def of(self, seq) -> tuple[jax.Array, jax.Array]:
+        """(first, count) of the sequence's partial results."""
         begin, end = (triton.load(self._splits_ref.at[i]) for i in (seq, seq + 1))
         # Whatever the schedule says, the partial results read are ones there is room for.
         first = jnp.clip(2 * (begin - seq), 0, self._room)
@@ -94,9 +217,9 @@ def scheduled_room(num_parts: int) -> int:
     return 2 * num_parts
 
 
-def most_pieces(wanted: int, max_len: int, min_tokens: int) -> int:
-    """Pieces of a sequence to provide for: lengths are not known when a call is compiled, only what the table holds."""
-    return max(1, min(wanted, max_len // min_tokens, MOST_PIECES))
+def check_invariant(function: str, config: SplitKVConfig | None, batch_invariant: bool) -> None:
+    if batch_invariant and config is not None and not config.split_tokens:
+        fail(function, "config", "split_tokens above 0 with batch_invariant", "0")
 
 
 def ceil_div(a, b):

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from abc import abstractmethod
+from typing import ClassVar
 
 import jax
 
@@ -49,25 +50,91 @@ class SplitKVProblem(PagedCall):
     scale: float
     config: SplitKVConfig
 
+    finer: ClassVar[int] = 1
+    """How many times finer pieces are where lengths are uneven."""
+
     @property
     def q_blocks(self) -> int:
         """Programs that the query rows of a KV head are spread over."""
         return math.ceil(self.rows / self.config.block_q)
 
     @property
-    def num_cut(self) -> int:
-        """What is cut into pieces: sequences."""
-        return self.num_seqs
+    def programs_per_piece(self) -> int:
+        """Each serves the query rows of one block of one KV head."""
+        return self.pool.num_kv_heads * self.q_blocks
 
     @property
-    def num_pieces(self) -> int:
+    def shares(self) -> float:
+        """Of the batch's work: `target_programs` over the programs of a piece."""
+        return self.config.target_programs / self.programs_per_piece
+
+    @property
+    def fixed_pieces(self) -> bool:
+        """Whether pieces have a length of their own, whatever else is in the batch."""
+        return self.config.split_tokens > 0
+
+    @property
+    def split_tiles(self) -> int:
+        """Tiles in a piece of a fixed length."""
+        return max(1, self.config.split_tokens // self.config.block_kv)
+
+    @property
+    def most_pieces(self) -> int:
+        """Of one sequence: as many as its walk has fixed lengths, or none that is shorter than `min_split_tokens`."""
+        config = self.config
+        if config.split_tokens:
+            fit = math.ceil(math.ceil(self.most_tokens / config.block_kv) / self.split_tiles)
+        else:
+            fit = int(self.most_tokens / max(config.min_split_tokens, config.block_kv) + self.rounding)
+        return max(1, min(fit, config.num_splits or fit))
+
+    @property
+    def most_cuts(self) -> int:
+        """Of all sequences, whatever their lengths: pieces beyond the first of each.
+
+        Shares add up to `shares`, and sequences that are cut n times in all have at least n + 1 - rounding of them.
+        (With room for what a quotient in float32 may be off.)
+        """
+        cuts = self.num_seqs * (self.most_pieces - 1)
+        if self.config.split_tokens:
+            return cuts
+        return min(cuts, max(0, int(self.finer * self.shares * (1 + 1e-5) + self.rounding - 1)))
+
+    @property
+    def most_cut(self) -> int:
+        """Sequences that are cut."""
+        return min(self.most_cuts, self.num_seqs)
+
+    @property
+    def num_slots(self) -> int:
+        """Pieces that there may be."""
+        return self.num_seqs + self.most_cuts
+
+    @property
+    def num_programs(self) -> int:
+        """That go through the slots, for each block of query rows.
+
+        One for each; but pieces of a fixed length may be so many that programs without one would take longer than the
+        work. A loop over slots takes registers, which elsewhere would cost a program of the four on a multiprocessor.
+        """
+        if not self.config.split_tokens:
+            return self.num_slots
+        return min(self.num_slots, max(self.num_seqs, math.ceil(self.shares)))
+
+    @property
+    def num_places(self) -> int:
         """Partial results there is room for (see pieces.py); 0 if no sequence is ever cut."""
-        return self.num_seqs * self.config.num_splits if self.config.num_splits > 1 else 0
+        return self.most_cuts + self.most_cut
 
     @property
     @abstractmethod
     def rounding(self) -> float:
         """How a sequence's number of fair shares is rounded: see pieces.py."""
+
+    @property
+    def most_tokens(self) -> int:
+        """That the walk over any sequence comes past, or more."""
+        return self.max_len
 
     @abstractmethod
     def num_tiles(self, seq_len: jax.Array) -> jax.Array:

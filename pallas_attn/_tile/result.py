@@ -29,9 +29,9 @@ class Result(NamedTuple):
 
 
 def store(
-    result: Result, refs: Sequence[Any], piece, one_piece, *, eviction_policy: str | None = None
+    result: Result, refs: Sequence[Any], place, one_piece, *, eviction_policy: str | None = None
 ) -> None:
-    """Into (out, lse) or, where a sequence is not in one piece, place `piece` of (partial out, partial lse2)."""
+    """Into (out, lse) or, where a sequence is not in one piece, `place` of (partial out, partial lse2)."""
 
     def final():
         store_out(result, refs[0], eviction_policy=eviction_policy)
@@ -44,7 +44,7 @@ def store(
 
     @triton.when(~one_piece)
     def _():
-        index = (piece, result.rows.kv_head, result.rows.index)
+        index = (place, result.rows.kv_head, result.rows.index)
         _store_out(result, refs[2], index, eviction_policy)
         _store_lse(result, refs[3], index, result.lse2)
 
@@ -74,8 +74,8 @@ def shapes(problem: SplitKVProblem, dim: int, dtype: Any) -> list[jax.ShapeDtype
     """What `store` writes to: (out, lse) and, where sequences may be cut, (partial out, partial lse2)."""
     final = (problem.num_seqs, problem.q_len, problem.num_heads)
     outputs = [jax.ShapeDtypeStruct((*final, dim), dtype), jax.ShapeDtypeStruct(final, jnp.float32)]
-    if problem.num_pieces:
-        partial = (problem.num_pieces, problem.pool.num_kv_heads, problem.rows)
+    if problem.num_places:
+        partial = (problem.num_places, problem.pool.num_kv_heads, problem.rows)
         outputs.append(jax.ShapeDtypeStruct((*partial, dim), jnp.float32))
         outputs.append(jax.ShapeDtypeStruct(partial, jnp.float32))
     return outputs

@@ -100,7 +100,8 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class DecodeCase(Case):
-    """One call of `paged_attention`. A `cache_dtype` other than None is quantised and comes with scales."""
+    """One call of `paged_attention`. A `cache_dtype` other than None is quantised and comes with scales. The newest
+    tokens form a `tree` whose rules go by "slots" or by "positions", or ("") none."""
 
     op: ClassVar[str] = "paged_attention"
 
@@ -113,6 +114,7 @@ class DecodeCase(Case):
     alibi: bool = False
     sinks: bool = False
     block_sparse: LocalStride | None = None
+    tree: str = ""
 
     def _options(self) -> list[str]:
         parts = [self.layout.lower()] if self.layout != "NHD" else []
@@ -127,13 +129,14 @@ class DecodeCase(Case):
             parts.append(
                 f"bs{p.block_size}l{p.local_blocks}v{p.vert_stride}s{p.head_sliding_step}t{p.tp_rank}"
             )
+        parts += [f"tree{self.tree}"] if self.tree else []
         return parts + [name for name in ("alibi", "sinks") if getattr(self, name)]
 
     @property
     def tags(self) -> frozenset[str]:
         follow = {
             "quantized": self.cache_dtype,
-            "mask": self.sliding_window or self.block_sparse,
+            "mask": self.sliding_window or self.block_sparse or self.tree,
             "logits": self.softcap or self.alibi or self.sinks,
         }
         return super().tags | {tag for tag, has in follow.items() if has}
@@ -353,6 +356,12 @@ def _options_of_paged_attention() -> list[DecodeCase]:
         DecodeCase(long, 4, 2, 64, 16, block_sparse=LocalStride(64, 1, 1), config=tiles),
         DecodeCase(long, 4, 2, 64, 16, q_len=3, block_sparse=LocalStride(32, 2, 4, 1), config=tiles),
         DecodeCase(long, 4, 2, 64, 16, sliding_window=300, block_sparse=LocalStride(32, 1, 4), config=tiles),
+        # trees of drafts
+        DecodeCase(lengths, 8, 2, 64, 16, q_len=7, tree="slots", config=splits, uses=FAST),
+        DecodeCase(long, 4, 2, 64, 16, "float32", q_len=5, tree="positions", alibi=True, sliding_window=70),
+        DecodeCase(
+            long, 6, 1, 64, 16, q_len=4, tree="positions", block_sparse=LocalStride(32, 2, 4, 1), config=tiles
+        ),
         # all at once
         DecodeCase(
             long,

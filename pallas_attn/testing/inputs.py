@@ -41,7 +41,11 @@ class PagedInputs(Inputs):
     block_tables: np.ndarray
     seq_lens: np.ndarray
     extras: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    """alibi_slopes, sinks, k_scale, v_scale, as far as the case has them."""
+    """alibi_slopes, sinks, k_scale, v_scale, tree_mask, query_positions, as far as the case has them."""
+
+    def seen(self, case: DecodeCase, seq: int) -> np.ndarray:
+        """[q_len, num_heads, length]: which of a sequence's tokens each query sees, by the rules as documented."""
+        return visible(case, int(self.seq_lens[seq]), **_newest(self.extras, seq))
 
 
 @dataclasses.dataclass
@@ -104,7 +108,7 @@ def make(case: Any, seed: int = 0) -> Any:
         if which == "value":
             for seq, length in enumerate(case.seq_lens):
                 page, offset = token_places(tables[seq], length, case.page_size)
-                unseen = ~visible(case, length).any(axis=(0, 1))
+                unseen = ~visible(case, length, **_newest(extras, seq)).any(axis=(0, 1))
                 pool[page[unseen], offset[unseen]] = 1e4
         stored = _stored(pool, case, extras.get(f"{which[0]}_scale"))
         pools[which] = np.array(from_nhd(jnp.asarray(stored), case.layout, which))
@@ -148,12 +152,35 @@ def _extras(case: DecodeCase, rng: np.random.Generator) -> dict[str, np.ndarray]
         )
     if case.sinks:
         extras["sinks"] = rng.standard_normal(case.num_heads).astype(np.float32) + 2
+    if case.tree:
+        masks, depths = zip(*(_drawn_tree(rng, case.q_len) for _ in case.seq_lens), strict=True)
+        extras["tree_mask"] = np.stack(masks)
+        if case.tree == "positions":
+            length = np.asarray(case.seq_lens, np.int32)[:, None]
+            first = length - case.q_len
+            extras["query_positions"] = np.clip(first + np.stack(depths), np.maximum(first, 0), length - 1)
     if case.cache_dtype:
         shape = (case.num_kv_heads,) if case.scale_per_head else ()
         largest = 127 if case.cache_dtype == "int8" else 20
         for name in ("k_scale", "v_scale"):
             extras[name] = np.asarray(rng.uniform(4.0, 6.0, shape) / largest, np.float32)
     return extras
+
+
+def _drawn_tree(rng: np.random.Generator, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """(which node sees which: its ancestors and itself, depth of each) of a random tree, parents before children."""
+    sees, depth = np.eye(size, dtype=bool), np.zeros(size, np.int32)
+    for node in range(1, size):
+        parent = rng.integers(node)
+        sees[node] |= sees[parent]
+        depth[node] = depth[parent] + 1
+    return sees, depth
+
+
+def _newest(extras: dict[str, np.ndarray], seq: int) -> dict[str, np.ndarray]:
+    """What the extras say of one sequence's newest tokens."""
+    names = {"tree_mask": "sees", "query_positions": "at"}
+    return {short: extras[name][seq] for name, short in names.items() if name in extras}
 
 
 def _stored(pool: np.ndarray, case: DecodeCase, scale: np.ndarray | None) -> np.ndarray:
@@ -170,18 +197,30 @@ def _stored(pool: np.ndarray, case: DecodeCase, scale: np.ndarray | None) -> np.
     return stored
 
 
-def visible(case: DecodeCase, length: int) -> np.ndarray:
-    """[q_len, num_heads, length]: which of a sequence's tokens each query sees, by the rules as documented."""
-    token = np.arange(length)
+def visible(
+    case: DecodeCase, length: int, sees: np.ndarray | None = None, at: np.ndarray | None = None
+) -> np.ndarray:
+    """[q_len, num_heads, length]: which of a sequence's tokens each query sees, by the rules as documented.
+
+    `sees` [q_len, q_len] and `at` [q_len] are the sequence's tree_mask and query_positions.
+    """
+    slot = np.arange(length)
+    first = length - case.q_len
+    position = slot.copy()
+    if at is not None:
+        position[max(first, 0) :] = at[max(-first, 0) :]
     seen = np.zeros((case.q_len, case.num_heads, length), bool)
-    for q in range(case.q_len):
-        at = length - case.q_len + q  # the query's position
+    for q in range(max(-first, 0), case.q_len):
+        own = first + q
+        in_tree = slot <= own
+        if sees is not None:
+            in_tree = np.concatenate([np.ones(max(first, 0), bool), sees[q, max(-first, 0) :]])
         for head in range(case.num_heads):
-            row = token <= at if getattr(case, "causal", True) else token >= 0
+            row = in_tree.copy() if getattr(case, "causal", True) else slot >= 0
             if case.sliding_window is not None:
-                row &= at - token < case.sliding_window
+                row &= position[own] - position < case.sliding_window
             if case.block_sparse is not None:
-                row &= _in_pattern(case, token, at, head)
+                row &= _in_pattern(case, slot, own, head)
             seen[q, head] = row
     return seen
 

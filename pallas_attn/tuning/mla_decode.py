@@ -39,14 +39,7 @@ class MLADecodePoint(Point):
         return dict(page_size=self.case.page_size, dtype=self.case.dtype, scheduled=self.scheduled)
 
     def config(self, **fields: int) -> MLADecodeConfig:
-        guess = heuristic(
-            num_seqs=self.case.num_seqs,
-            num_kv_heads=self.case.num_kv_heads,
-            rows=self.case.rows,
-            page_size=self.case.page_size,
-            max_len=self.slots,
-            device=current_device(),
-        )
+        guess = heuristic(rows=self.case.rows, page_size=self.case.page_size, device=current_device())
         return dataclasses.replace(guess, **fields)
 
     def candidates(self) -> list[Fields]:

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from pallas_attn.testing.cases import DecodeCase
-from pallas_attn.testing.inputs import PagedInputs, visible
+from pallas_attn.testing.inputs import PagedInputs
 from references import remembered
 
 
@@ -33,15 +33,21 @@ def paged_attention(
             inputs.block_tables[seq, : math.ceil(length / case.page_size)].astype(np.int64)
         )
         k, v = (pool[pages].flatten(0, 1)[:length] for pool in (keys, values))
-        mask = torch.as_tensor(visible(case, length))
+        mask = torch.as_tensor(inputs.seen(case, seq))
         for head in range(case.num_heads):
             kv_head = head // case.group
             logits = query[seq, :, head] @ k[:, kv_head].T * scale  # [q_len, length]
             if case.softcap is not None:
                 logits = case.softcap * torch.tanh(logits / case.softcap)
             if slopes is not None:
-                query_position = length - case.q_len + torch.arange(case.q_len)
-                logits = logits + float(slopes[head]) * (torch.arange(length) - query_position[:, None])
+                query_position, position = (
+                    length - case.q_len + torch.arange(case.q_len),
+                    torch.arange(length),
+                )
+                if "query_positions" in inputs.extras:
+                    query_position = torch.as_tensor(inputs.extras["query_positions"][seq])
+                    position[max(length - case.q_len, 0) :] = query_position[max(case.q_len - length, 0) :]
+                logits = logits + float(slopes[head]) * (position - query_position[:, None])
             logits = logits.masked_fill(~mask[:, head], -math.inf)
             if sinks is not None:  # a key with this logit and no value
                 sink = torch.full((case.q_len, 1), float(sinks[head]), dtype=torch.float64)

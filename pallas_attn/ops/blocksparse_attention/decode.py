@@ -20,7 +20,7 @@ from jax import lax
 
 from pallas_attn._call.configs import SplitKVConfig
 from pallas_attn._tile import logits, masking, merge, pieces, result, rows, softmax, triton
-from pallas_attn._tile.pieces import ceil_div
+from pallas_attn._tile.pieces import Cut, ceil_div
 from pallas_attn._tile.problem import SplitKVProblem
 from pallas_attn.ops.blocksparse_attention.layout import SparseLayout
 from pallas_attn.ops.blocksparse_attention.problem import Blocks, Keys, Problem, divided, factor
@@ -39,9 +39,13 @@ class Pieces(SplitKVProblem):
     def num_tiles(self, seq_len: jax.Array) -> jax.Array:
         return 0 * seq_len + self.config.num_splits
 
-    def of(self, seq) -> tuple[jax.Array, jax.Array]:
+    @property
+    def num_places(self) -> int:
+        return self.num_seqs * self.config.num_splits if self.config.num_splits > 1 else 0
+
+    def cut(self, which: jax.Array) -> Cut:
         count = self.config.num_splits
-        return seq * count, 0 * seq + count
+        return Cut(which, which * count, 0 * which + count)
 
 
 def decode(
@@ -82,6 +86,7 @@ def decode(
         lambda: stored,
         name="pallas_attn_blocksparse_combine",
         problem=stored,
+        num_cut=problem.num_seqs,
         most_pieces=config.num_splits,
         interpret=interpret,
     )

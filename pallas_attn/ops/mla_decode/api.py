@@ -12,10 +12,11 @@ from pallas_attn._call import configs, dispatch, partition
 from pallas_attn._call.checks import ArgumentChecker, dtype_name, fail
 from pallas_attn._call.device import current_device
 from pallas_attn._tile.layout import DIMS, pool_shape
+from pallas_attn._tile.pieces import check_invariant
 from pallas_attn._tile.problem import PagedCall
 from pallas_attn._types import BlockTables, SeqLens
 from pallas_attn.ops.mla_decode import cuda
-from pallas_attn.ops.mla_decode.config import MLADecodeConfig, heuristic
+from pallas_attn.ops.mla_decode.config import MLADecodeConfig, heuristic, invariant
 from pallas_attn.ops.mla_decode.fitting import known_not_to_fit
 from pallas_attn.ops.mla_decode.kernel import mla_decode_pallas
 from pallas_attn.ops.mla_decode.problem import QUERY_DIM
@@ -46,6 +47,7 @@ class Case(PagedCall):
     scheduled: bool
     configured: bool
     """The caller gave a config, which is one of the Pallas kernel."""
+    batch_invariant: bool
 
 
 def _pallas_supports(case: Case) -> str | None:
@@ -55,6 +57,8 @@ def _pallas_supports(case: Case) -> str | None:
 
 
 def _cuda_supports(case: Case) -> str | None:
+    if case.batch_invariant:
+        return "is not batch_invariant: its schedule cuts sequences where the batch's work says"
     return "takes no config" if case.configured else cuda.unsupported(case.dtype, case.pool)
 
 
@@ -63,6 +67,12 @@ def _cuda_yields(case: Case) -> bool:
     measured faster (README)."""
     few_tokens = case.num_seqs * case.max_len <= FEW_TOKENS
     return case.rows <= FEW_ROWS and case.num_seqs in FEW_SEQS and few_tokens
+
+
+def _xla_supports(case: Case) -> str | None:
+    if case.batch_invariant:
+        return "is not batch_invariant: its sums are those of one product over the whole batch"
+    return None
 
 
 def _mla_decode_cuda(query, latent_cache, block_tables, seq_lens, schedule, *, scale, causal):
@@ -82,7 +92,7 @@ dispatch.register(
     {
         "cuda": dispatch.Implementation(_mla_decode_cuda, _cuda_supports, _cuda_yields),
         "pallas": dispatch.Implementation(mla_decode_pallas, _pallas_supports),
-        "xla": dispatch.Implementation(mla_decode_xla),
+        "xla": dispatch.Implementation(mla_decode_xla, _xla_supports),
         "interpret": dispatch.Implementation(functools.partial(mla_decode_pallas, interpret=True)),
     },
 )
@@ -98,6 +108,7 @@ def mla_decode(
     scale: float | None = None,
     causal: bool = False,
     return_lse: bool = False,
+    batch_invariant: bool = False,
     implementation: str | None = None,
     config: MLADecodeConfig | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -130,6 +141,10 @@ def mla_decode(
         causal: query token i sees the first seq_len - (q_len - 1 - i) tokens; otherwise all see all. A query token
             that comes before the sequence's first sees nothing: out 0, lse -inf.
         return_lse: also return the natural log-sum-exp of the scaled logits.
+        batch_invariant: a sequence's rows have the same bits whatever else is in the batch, in whichever order, and
+            however wide the table: how it is cut depends on its own length alone, and tile sizes on heads, q_len, page
+            size and the kind of GPU. Partial results then take memory for every sequence. "pallas" and "interpret",
+            without a schedule; a `config` must have `split_tokens`.
         implementation: None (cuda or pallas on an NVIDIA GPU, whichever measured faster for the case; xla elsewhere),
             "cuda" (sm_90, bf16 and fp16, page_size 64), "pallas" (sm_80 or newer, bf16 and fp16), "xla"
             (anywhere, for debugging and CPUs) or "interpret" (the Pallas kernel run in Python, slow). "cuda" launches
@@ -155,6 +170,9 @@ def mla_decode(
     check = ArgumentChecker("mla_decode")
     check_call(check, query, latent_cache, block_tables, seq_lens, schedule, scale=scale, causal=causal)
     check.flag("return_lse", return_lse)
+    check.flag("batch_invariant", batch_invariant)
+    if batch_invariant and schedule is not None:
+        check.fail("schedule", "None with batch_invariant", "a schedule, which follows from the whole batch")
 
     # Outside jit they may be numpy's.
     query, latent_cache, block_tables, seq_lens = map(
@@ -167,11 +185,12 @@ def mla_decode(
         "seq_lens": seq_lens,
         **({} if schedule is None else schedule._asdict()),
     }
-    name, fn = dispatch.resolve("mla_decode", _case(operands, config), implementation)
+    name, fn = dispatch.resolve("mla_decode", _case(operands, config, batch_invariant), implementation)
     tiled = name in ("pallas", "interpret")
     if not tiled and config is not None:
         fail("mla_decode", "config", f"None for implementation {name!r}", "a config")
     configs.check_type("mla_decode", MLADecodeConfig, config)
+    check_invariant("mla_decode", config, batch_invariant)
     out, lse = partition.run(
         "mla_decode",
         _attend,
@@ -184,6 +203,7 @@ def mla_decode(
             "scale": float(QUERY_DIM**-0.5 if scale is None else scale),
             "causal": bool(causal),
             "config": config,
+            "batch_invariant": bool(batch_invariant),
         },
         share=_attend_share,
         implementation=name,
@@ -191,7 +211,7 @@ def mla_decode(
     return (out, lse) if return_lse else out
 
 
-def _case(operands: dict[str, jax.Array], config: Any) -> Case:
+def _case(operands: dict[str, jax.Array], config: Any, batch_invariant: bool) -> Case:
     query = operands["query"]
     num_seqs, q_len, num_heads, _ = query.shape
     return Case(
@@ -203,6 +223,7 @@ def _case(operands: dict[str, jax.Array], config: Any) -> Case:
         dtype=query.dtype,
         scheduled="num_splits" in operands,
         configured=config is not None,
+        batch_invariant=batch_invariant,
     )
 
 
@@ -214,9 +235,11 @@ def _attend(
     scale: float,
     causal: bool,
     config: Any,
+    batch_invariant: bool,
 ) -> tuple[jax.Array, jax.Array]:
     if tiled:
-        fn = functools.partial(fn, config=_resolve_config(_case(operands, config), config))
+        case = _case(operands, config, batch_invariant)
+        fn = functools.partial(fn, config=_resolve_config(case, config))
     query, latent_cache, block_tables, seq_lens, *schedule = operands.values()
     schedule = MLASchedule(*schedule) if schedule else None
     return fn(query, latent_cache, block_tables, seq_lens, schedule, scale=scale, causal=causal)
@@ -267,20 +290,11 @@ def _resolve_config(case: Case, explicit: MLADecodeConfig | None) -> MLADecodeCo
         streams=case.streams,
         max_len=case.max_len,
     )
-    return configs.resolve(
-        "mla_decode",
-        MLADecodeConfig,
-        explicit,
-        key,
-        lambda **measured: dataclasses.replace(
-            heuristic(
-                num_seqs=case.num_seqs,
-                num_kv_heads=case.pool.num_kv_heads,
-                rows=case.rows,
-                page_size=case.pool.page_size,
-                max_len=case.max_len,
-                device=current_device(),
-            ),
-            **measured,
-        ),
-    )
+    some = heuristic(rows=case.rows, page_size=case.pool.page_size, device=current_device())
+    if case.batch_invariant:
+        return explicit or invariant(some)
+
+    def guess(**measured: int) -> MLADecodeConfig:
+        return dataclasses.replace(some, **measured)
+
+    return configs.resolve("mla_decode", MLADecodeConfig, explicit, key, guess)

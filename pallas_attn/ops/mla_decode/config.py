@@ -1,14 +1,15 @@
 """Tile sizes of the MLA decode kernel, and the heuristic for devices without a measured file."""
 
 import dataclasses
-import math
 
 from pallas_attn._call.configs import SplitKVConfig
 from pallas_attn._call.device import Device
-from pallas_attn._tile import pieces, triton
+from pallas_attn._tile import triton
 from pallas_attn.ops.mla_decode.problem import QUERY_DIM, WGMMA_ROWS
 
 MIN_SPLIT_TOKENS = 64
+# Pieces of a batch-invariant call. Beyond 65536 tokens they grow, or a wide table would ask for room without end.
+INVARIANT_TOKENS, INVARIANT_SPLITS = 1024, 64
 TOKEN_BYTES = 2 * QUERY_DIM
 
 
@@ -18,45 +19,38 @@ class MLADecodeConfig(SplitKVConfig):
 
     block_q: query rows (q_len x heads of one KV head) that a program serves, a power of two >= 16.
     block_kv: tokens a program takes in per step, a power of two >= 16.
-    num_splits: without a schedule, most pieces a sequence's tokens are cut into. How many are used follows from the
-        lengths at run time.
+    num_splits: without a schedule, most pieces a sequence's tokens are cut into: 1 cuts none, 0 as many as the lengths
+        ask for at run time.
     min_split_tokens: without a schedule, a piece shorter than this costs more in merging than it gains.
     target_programs: without a schedule, programs, over the whole device, that the run-time split aims at.
+    split_tokens: above 0, pieces have this many tokens, or more in sequences that would else have more than
+        `num_splits`, instead of a share of the batch's work: what is cut where depends on the sequence alone.
     num_warps, num_stages: Triton's warps per program and depth of software pipelining.
     """
 
-    num_splits: int = 1
     target_programs: int = 132
     num_warps: int = 8
 
 
-def heuristic(
-    *,
-    num_seqs: int,
-    num_kv_heads: int,
-    rows: int,
-    page_size: int,
-    max_len: int,
-    device: Device,
-) -> MLADecodeConfig:
-    """`rows` query rows share a KV head; `max_len` tokens fit in a row of the block table."""
+def heuristic(*, rows: int, page_size: int, device: Device) -> MLADecodeConfig:
+    """`rows` query rows share a KV head."""
     # 64 rows need the asynchronous products of the data centre's Hopper and Blackwell; with those of sm_80 their
     # queries and accumulators do not fit in registers.
     block_q = min(WGMMA_ROWS if device.asynchronous_products else 32, max(16, triton.next_power_of_2(rows)))
     block_kv, num_warps, num_stages = _tile(block_q, page_size, device)
-    programs = num_seqs * num_kv_heads * math.ceil(rows / block_q)
-    # Sequences may differ in length, so splits are allowed up to several times what equal lengths would need.
-    target = device.num_cores
-    num_splits = pieces.most_pieces(math.ceil(2 * target / programs), max_len, MIN_SPLIT_TOKENS)
     return MLADecodeConfig(
         block_q,
         block_kv,
-        num_splits,
         min_split_tokens=MIN_SPLIT_TOKENS,
-        target_programs=target,
+        target_programs=device.num_cores,
         num_warps=num_warps,
         num_stages=num_stages,
     )
+
+
+def invariant(some: MLADecodeConfig) -> MLADecodeConfig:
+    """For calls whose bits must not depend on the batch, of which the heuristic knows nothing."""
+    return dataclasses.replace(some, split_tokens=INVARIANT_TOKENS, num_splits=INVARIANT_SPLITS)
 
 
 def _tile(block_q: int, page_size: int, device: Device) -> tuple[int, int, int]:

@@ -19,7 +19,7 @@ from jax import lax
 
 from pallas_attn._tile import logits, masking, merge, pages, result, rows, softmax, triton
 from pallas_attn._tile.layout import pool_shape
-from pallas_attn._tile.pieces import EqualPieces, ScheduledPieces
+from pallas_attn._tile.pieces import FairPieces, Piece, ScheduledPieces, each, fair
 from pallas_attn.ops.mla_decode.config import MLADecodeConfig
 from pallas_attn.ops.mla_decode.problem import LATENT_DIM, Problem
 from pallas_attn.ops.mla_decode.schedule import MLASchedule
@@ -62,24 +62,20 @@ def mla_decode_pallas(
         causal=causal and q_len > 1,
         num_parts=num_parts,
     )
-    # Row blocks and KV heads vary fastest: programs that read the same or neighbouring bytes run together.
-    heads = problem.pool.num_kv_heads * problem.q_blocks
-    if num_parts is None:
-        body, grid = _grid_kernel, (heads, config.num_splits, num_seqs)
-    else:
-        body, grid = _scheduled_kernel, (heads, num_parts)
+    body = _sliced_kernel if num_parts is None else _scheduled_kernel
     outputs = triton.kernel_call(
         functools.partial(body, problem=problem),
         *(query, latent_cache, block_tables, seq_lens, *(schedule or ())),
         name="pallas_attn_mla_decode",
-        grid=grid,
+        # Row blocks and KV heads vary fastest: programs that read the same or neighbouring bytes run together.
+        grid=(problem.programs_per_piece, num_parts or problem.num_programs),
         out_shape=result.shapes(problem, LATENT_DIM, query.dtype),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         interpret=interpret,
     )
     if schedule is None or num_parts is None:
-        cut, pieces_of = seq_lens, functools.partial(EqualPieces, problem)
+        cut, pieces_of = seq_lens, functools.partial(FairPieces.of_all, problem)
     else:
         cut, pieces_of = schedule.num_splits, functools.partial(ScheduledPieces, num_parts)
     return merge.merge(
@@ -88,27 +84,23 @@ def mla_decode_pallas(
         pieces_of,
         name="pallas_attn_mla_decode_combine",
         problem=problem,
-        most_pieces=min(num_parts or config.num_splits, problem.num_pieces),
+        num_cut=num_seqs if num_parts else problem.most_cut,
+        most_pieces=num_parts or problem.most_pieces,
         interpret=interpret,
     )
 
 
-def _grid_kernel(query_ref, cache_ref, tables_ref, lens_ref, *out_refs, problem: Problem):
-    head_block, split, seq = (triton.program_id(axis) for axis in range(3))
-    seq_len = jnp.clip(triton.load(lens_ref.at[seq]), 0, problem.max_len)
-    num_tiles = problem.num_tiles(seq_len)
-    piece_tiles = EqualPieces(problem, lens_ref).tiles(num_tiles)
-    tokens = piece_tiles * problem.config.block_kv
-    begin = split * tokens
+def _sliced_kernel(query_ref, cache_ref, tables_ref, lens_ref, *out_refs, problem: Problem):
+    head_block, program = triton.program_id(0), triton.program_id(1)
 
-    # Split 0 of an empty sequence has no tokens but still writes the output.
-    @triton.when((begin < seq_len) | (split == 0))
-    def _():
-        end = jnp.minimum(begin + tokens, seq_len)
+    def serve(piece: Piece) -> None:
+        seq_len = jnp.clip(triton.load(lens_ref.at[piece.seq]), 0, problem.max_len)
+        begin, end = (tile * problem.config.block_kv for tile in piece.tiles(problem.num_tiles(seq_len)))
         refs = (query_ref, cache_ref, tables_ref, lens_ref, *out_refs)
-        piece = seq * problem.config.num_splits + split
-        _serve(*refs, seq=seq, head_block=head_block, begin=begin, end=end, piece=piece,
-               one_piece=num_tiles <= piece_tiles, problem=problem)  # fmt: skip
+        _serve(*refs, seq=piece.seq, head_block=head_block, begin=begin, end=jnp.minimum(end, seq_len),
+               place=piece.place, one_piece=piece.count == 1, problem=problem)  # fmt: skip
+
+    each(fair(problem, lens_ref), problem, program, serve)
 
 
 def _scheduled_kernel(
@@ -130,9 +122,9 @@ def _scheduled_kernel(
         begin = jnp.where(seq == begin_idx, jnp.maximum(begin_seqlen, 0), 0)
         end = jnp.minimum(jnp.where(seq == end_idx, end_seqlen, seq_len), seq_len)
         first, count = dealt.of(seq)
-        piece = dealt.slot(first + jnp.where(seq == begin_idx, begin_split, 0))
+        place = dealt.slot(first + jnp.where(seq == begin_idx, begin_split, 0))
         refs = (query_ref, cache_ref, tables_ref, lens_ref, *out_refs)
-        _serve(*refs, seq=seq, head_block=head_block, begin=begin, end=end, piece=piece,
+        _serve(*refs, seq=seq, head_block=head_block, begin=begin, end=end, place=place,
                one_piece=count <= 1, problem=problem)  # fmt: skip
         return carry
 
@@ -141,7 +133,7 @@ def _scheduled_kernel(
 
 def _serve(
     query_ref, cache_ref, tables_ref, lens_ref, *out_refs,
-    seq, head_block, begin, end, piece, one_piece, problem: Problem,
+    seq, head_block, begin, end, place, one_piece, problem: Problem,
 ):  # fmt: skip
     """Attends one block of query rows to tokens [begin, end) of a sequence and writes the result."""
     mine = rows.of_program(problem, head_block)
@@ -158,7 +150,7 @@ def _serve(
     done = result.Result(mine, leading, problem.latent_chunks, out, lse2).poisoned(
         bad | (stored_len != seq_len)
     )
-    result.store(done, out_refs, piece, one_piece, eviction_policy=RESULTS)
+    result.store(done, out_refs, place, one_piece, eviction_policy=RESULTS)
 
 
 def _walk_tokens(

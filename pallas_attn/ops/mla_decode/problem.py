@@ -29,8 +29,8 @@ class Problem(SplitKVProblem):
     rounding: ClassVar[float] = pieces.DOWN
 
     @property
-    def num_pieces(self) -> int:
-        return super().num_pieces if self.num_parts is None else pieces.scheduled_room(self.num_parts)
+    def num_places(self) -> int:
+        return super().num_places if self.num_parts is None else pieces.scheduled_room(self.num_parts)
 
     def num_tiles(self, seq_len: jax.Array) -> jax.Array:
         return pieces.ceil_div(seq_len, self.config.block_kv)

@@ -14,10 +14,11 @@ from pallas_attn._call.device import current_device
 from pallas_attn._tile import walk
 from pallas_attn._tile.layout import DIMS, PoolCase, check_pools, pallas_reaches, pool_shape
 from pallas_attn._tile.masking import LocalStride, Rules
+from pallas_attn._tile.pieces import check_invariant
 from pallas_attn._tile.problem import PagedCall
 from pallas_attn._tile.quantization import QUANTIZED_DTYPES, per_head_scale
 from pallas_attn._types import BlockTables, KVCache, Layout, Lse, Query, SeqLens
-from pallas_attn.ops.paged_attention.config import PagedAttentionConfig, heuristic
+from pallas_attn.ops.paged_attention.config import PagedAttentionConfig, heuristic, invariant
 from pallas_attn.ops.paged_attention.kernel import paged_attention_pallas
 from pallas_attn.ops.paged_attention.reference import paged_attention_xla
 
@@ -30,6 +31,8 @@ EXTRA_DIMS = {
     "k_scale": "kv_heads",
     "v_scale": "kv_heads",
     "sliding_window": "one",
+    "tree_mask": "seqs q newest",
+    "query_positions": "seqs q",
 }
 
 
@@ -40,6 +43,7 @@ class Case(PagedCall):
     dtype: Any
     cache_dtype: Any
     block_sparse: LocalStride | None
+    batch_invariant: bool
 
 
 def _pallas_supports(case: Case) -> str | None:
@@ -48,11 +52,17 @@ def _pallas_supports(case: Case) -> str | None:
     return pallas_reaches(PoolCase(case.pool, case.cache_dtype))
 
 
+def _xla_supports(case: Case) -> str | None:
+    if case.batch_invariant:
+        return "is not batch_invariant: its sums are those of one product over the whole batch"
+    return None
+
+
 dispatch.register(
     "paged_attention",
     {
         "pallas": dispatch.Implementation(paged_attention_pallas, _pallas_supports),
-        "xla": dispatch.Implementation(paged_attention_xla),
+        "xla": dispatch.Implementation(paged_attention_xla, _xla_supports),
         "interpret": dispatch.Implementation(
             functools.partial(paged_attention_pallas, interpret=True), _pallas_supports
         ),
@@ -75,7 +85,10 @@ def paged_attention(
     sinks: jax.Array | None = None,
     k_scale: jax.typing.ArrayLike | None = None,
     v_scale: jax.typing.ArrayLike | None = None,
+    tree_mask: jax.Array | None = None,
+    query_positions: jax.Array | None = None,
     return_lse: bool = False,
+    batch_invariant: bool = False,
     layout: Layout = "NHD",
     implementation: str | None = None,
     config: PagedAttentionConfig | None = None,
@@ -90,7 +103,8 @@ def paged_attention(
 
     Args:
         query: [num_seqs, num_heads, head_dim], one token per sequence, or [num_seqs, q_len, num_heads, head_dim], the
-            newest q_len tokens of each, causal among themselves (speculative decoding); bf16, fp16 or float32.
+            newest q_len tokens of each, causal among themselves (speculative decoding) unless `tree_mask` says
+            otherwise; bf16, fp16 or float32.
         key_cache, value_cache: pools of one dtype, query's or (quantised) float8_e4m3fn, float8_e5m2 or int8, of
             `layout` "NHD" [num_pages, page_size, num_kv_heads, head_dim],
             "HND" [num_pages, num_kv_heads, page_size, head_dim], or
@@ -113,7 +127,17 @@ def paged_attention(
         sinks: [num_heads] float32; a logit without a value that joins each head's softmax (and its lse).
         k_scale, v_scale: for quantised caches, scalar or [num_kv_heads] float32 above 0: value = stored * scale; None
             is 1. Pallas multiplies fp8 keys with a bf16 query in fp16, where query elements beyond 65504 saturate.
+        tree_mask: [num_seqs, q_len, q_len] bool, for drafts that form a tree: newest token i sees newest token j where
+            tree_mask[:, i, j], instead of causally, and all older tokens. None: causal.
+        query_positions: [num_seqs, q_len] int32, with `tree_mask`: where in the text each of the newest tokens is, by
+            which windows and ALiBi go, for tokens as queries and as keys; a node at depth n is at
+            seq_len - q_len + n. What is not among the positions of the newest slots counts as the nearest of those.
+            None: by slot. `block_sparse` always goes by slot.
         return_lse: also return the natural log-sum-exp of the logits.
+        batch_invariant: a sequence's rows have the same bits whatever else is in the batch, in whichever order, and
+            however wide the table: how it is cut depends on its own length alone, and tile sizes on the heads, dtypes,
+            q_len and the kind of GPU. Slower, most with few sequences, and partial results take memory for every
+            sequence. "pallas" and "interpret"; a `config` must have `split_tokens`.
         layout: order of a page's dimensions.
         implementation: None (pallas on an NVIDIA GPU, xla elsewhere), "pallas" (sm_80 or newer; e4m3 from sm_89),
             "xla" (anywhere, for debugging and CPUs) or "interpret" (the Pallas kernel run in Python, slow).
@@ -164,6 +188,15 @@ def paged_attention(
         sliding_window = min(int(sliding_window), 2**31 - 1)
     check.instance("block_sparse", block_sparse, LocalStride, optional=True)
     check.flag("return_lse", return_lse)
+    check.flag("batch_invariant", batch_invariant)
+    if tree_mask is not None:
+        check.array("tree_mask", tree_mask, ("num_seqs", *2 * (q_len or (1,))), [jnp.bool_])
+        extras["tree_mask"] = tree_mask.astype(jnp.int8)
+    if query_positions is not None:
+        check.array("query_positions", query_positions, ("num_seqs", *(q_len or (1,))), [jnp.int32])
+        if tree_mask is None:
+            check.fail("query_positions", "None without 'tree_mask'", "an array")
+        extras["query_positions"] = query_positions
     for name, array in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         if array is not None:
             check.array(name, array, ("num_heads",), DTYPES)
@@ -178,10 +211,13 @@ def paged_attention(
     }
     operands |= {name: array for name, array in extras.items() if array is not None}
     rules = Rules(sliding_window, None if softcap is None else float(softcap), block_sparse)
-    name, fn = dispatch.resolve("paged_attention", _case(operands, layout, rules), implementation)
+    name, fn = dispatch.resolve(
+        "paged_attention", _case(operands, layout, rules, batch_invariant), implementation
+    )
     if name == "xla" and config is not None:
         fail(check.function, "config", "None for implementation 'xla'", "a config")
     configs.check_type("paged_attention", PagedAttentionConfig, config)
+    check_invariant(check.function, config, batch_invariant)
     static = {
         "fn": fn,
         "tiled": name != "xla",
@@ -189,6 +225,7 @@ def paged_attention(
         "layout": layout,
         "rules": rules,
         "config": config,
+        "batch_invariant": bool(batch_invariant),
         "num_heads": num_heads,
     }
     out, lse = partition.run(
@@ -205,7 +242,7 @@ def paged_attention(
     return (out, lse) if return_lse else out
 
 
-def _case(operands: dict[str, jax.Array], layout: Layout, rules: Rules) -> Case:
+def _case(operands: dict[str, jax.Array], layout: Layout, rules: Rules, batch_invariant: bool) -> Case:
     query = operands["query"]
     num_seqs, q_len, num_heads, _ = query.shape
     return Case(
@@ -217,6 +254,7 @@ def _case(operands: dict[str, jax.Array], layout: Layout, rules: Rules) -> Case:
         dtype=query.dtype,
         cache_dtype=operands["key_cache"].dtype,
         block_sparse=rules.block_sparse,
+        batch_invariant=batch_invariant,
     )
 
 
@@ -229,6 +267,7 @@ def _attend(
     layout: Layout,
     rules: Rules,
     config: Any,
+    batch_invariant: bool,
     num_heads: int,
 ) -> tuple[jax.Array, jax.Array]:
     """(out, lse) of the operands at hand: of the whole call, which has `num_heads`, or of one device's share of it."""
@@ -238,7 +277,7 @@ def _attend(
             "head_sliding_step 0 where heads are sharded (tp_rank is one number, the same on every device)"
         )
         fail("paged_attention", "block_sparse", expected, str(pattern.head_sliding_step))
-    case = _case(operands, layout, rules)
+    case = _case(operands, layout, rules, batch_invariant)
     if tiled:
         fn = functools.partial(fn, config=_resolve_config(case, rules, config))
     names = ("query", "key_cache", "value_cache", "block_tables", "seq_lens")
@@ -258,23 +297,19 @@ def _resolve_config(case: Case, rules: Rules, explicit: Any) -> PagedAttentionCo
         streams=case.streams,
         max_len=max_len,
     )
-    config = configs.resolve(
-        "paged_attention",
-        PagedAttentionConfig,
-        explicit,
-        key,
-        functools.partial(
-            heuristic,
-            num_seqs=case.num_seqs,
-            num_kv_heads=case.pool.num_kv_heads,
-            rows=case.rows,
-            head_dim=case.pool.head_dim,
-            itemsize=jnp.dtype(case.cache_dtype).itemsize,
-            query_itemsize=jnp.dtype(case.dtype).itemsize,
-            max_len=max_len,
-            device=current_device(),
-        ),
+    sizes = dict(
+        rows=case.rows,
+        head_dim=case.pool.head_dim,
+        itemsize=jnp.dtype(case.cache_dtype).itemsize,
+        query_itemsize=jnp.dtype(case.dtype).itemsize,
+        device=current_device(),
     )
+    if case.batch_invariant:
+        config = explicit or invariant(**sizes)
+    else:
+        batch = dict(num_seqs=case.num_seqs, num_kv_heads=case.pool.num_kv_heads, max_len=max_len)
+        guess = functools.partial(heuristic, **batch, **sizes)
+        config = configs.resolve("paged_attention", PagedAttentionConfig, explicit, key, guess)
     if case.block_sparse is not None and config.block_kv > case.block_sparse.block_size:
         # A tile lies within one block of the pattern.
         if explicit is not None:

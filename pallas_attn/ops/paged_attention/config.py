@@ -2,10 +2,11 @@
 
 import dataclasses
 import math
+from typing import Any
 
 from pallas_attn._call.configs import SplitKVConfig
 from pallas_attn._call.device import Device
-from pallas_attn._tile import pieces, triton
+from pallas_attn._tile import triton
 
 # What tiles of keys and values may take of a program's shared memory, where there is much and where there is little,
 # and what is left for layouts and reductions.
@@ -13,6 +14,9 @@ TILES_KB, SMALL_TILES_KB = 128, 64
 RESERVED_KB = 12
 # Query rows times their width, which their sums take in registers too: more spills.
 ROWS_BYTES = 64 * 256 * 2
+# Pieces of a batch-invariant call: 128 programs for one sequence of 8192 tokens with 8 KV heads. Beyond 32768 tokens
+# pieces grow instead, or a wide table would ask for room without end.
+INVARIANT_TOKENS, INVARIANT_SPLITS = 512, 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,9 +26,11 @@ class PagedAttentionConfig(SplitKVConfig):
     block_q: query rows (tokens x heads) of one KV head that a program serves, a power of two >= 16, the tensor
         core's tile.
     block_kv: tokens a program takes in per step, a power of two >= 16.
-    num_splits: most pieces a sequence's tokens are cut into. How many are used follows from the lengths at run time.
+    num_splits: most pieces a sequence's tokens are cut into: 1 cuts none, 0 as many as the lengths ask for at run time.
     min_split_tokens: a split shorter than this costs more in merging than it gains in parallelism.
     target_programs: programs, over the whole device, that the run-time split aims at.
+    split_tokens: above 0, pieces have this many tokens, or more in sequences that would else have more than
+        `num_splits`, instead of a share of the batch's work: what is cut where depends on the sequence alone.
     num_warps, num_stages: Triton's warps per program and depth of software pipelining.
     """
 
@@ -79,8 +85,19 @@ def heuristic(
         "num_stages": num_stages,
         **measured,
     }
-    splits = most_splits(programs, max_len, chosen["target_programs"], chosen["min_split_tokens"])
-    return PagedAttentionConfig(**{"num_splits": splits, **chosen})
+    # Neither long sequences nor multiprocessors without work: no second kernel for the merge.
+    whole = max_len < 2048 and 2 * programs >= chosen["target_programs"]
+    return PagedAttentionConfig(**{"num_splits": int(whole), **chosen})
+
+
+def invariant(**sizes: Any) -> PagedAttentionConfig:
+    """For calls whose bits must not depend on the batch; `sizes` are those of `heuristic` that do not."""
+    cores = sizes["device"].num_cores
+    some = heuristic(num_seqs=8 * cores, num_kv_heads=1, max_len=2**20, **sizes)
+    # How many programs there are decides when pieces are worked on, but not what is in them.
+    return dataclasses.replace(
+        some, split_tokens=INVARIANT_TOKENS, num_splits=INVARIANT_SPLITS, target_programs=8 * cores
+    )
 
 
 def _needed_kb(
@@ -100,12 +117,3 @@ def _needed_kb(
     buffers = 3 if asynchronous and num_stages > 3 and not narrow else 2
     token = 2 * buffers * itemsize + (2 * query_itemsize if narrow else 0)
     return (block_q * query_itemsize + block_kv * token) * width / 1024 + RESERVED_KB
-
-
-def most_splits(programs: int, max_len: int, target_programs: int, min_split_tokens: int) -> int:
-    """Splits to provide for: lengths are not known when a call is compiled, only what the table can hold."""
-    wanted = math.ceil(2 * target_programs / programs) if 2 * programs < target_programs else 1
-    if max_len >= 2048:
-        # Lengths may differ: a long sequence must be able to spread out even where equal ones would not need to.
-        wanted = max(wanted, 4)
-    return pieces.most_pieces(wanted, max_len, min_split_tokens)

@@ -14,9 +14,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_attn._tile import logits, masking, merge, pages, quantization, result, rows, softmax, triton, walk
+from pallas_attn._tile import (
+    logits,
+    masking,
+    merge,
+    pages,
+    quantization,
+    result,
+    rows,
+    softmax,
+    tree,
+    triton,
+    walk,
+)
 from pallas_attn._tile.layout import PoolShape
-from pallas_attn._tile.pieces import EqualPieces
+from pallas_attn._tile.pieces import FairPieces, Piece, each, fair
 from pallas_attn.ops.paged_attention.config import PagedAttentionConfig
 from pallas_attn.ops.paged_attention.problem import Problem
 
@@ -41,7 +53,8 @@ def paged_attention_pallas(
     """query [num_seqs, q_len, num_heads, head_dim] -> (out in query's dtype, lse float32).
 
     `extras` holds the arrays of the optional rules: alibi_slopes, sinks [num_heads]; k_scale, v_scale
-    [num_kv_heads]; all float32; and sliding_window, int32 [1], where it is not one of `rules`.
+    [num_kv_heads]; all float32; sliding_window, int32 [1], where it is not one of `rules`; tree_mask, int8
+    [num_seqs, q_len, q_len]; query_positions, int32 [num_seqs, q_len].
     """
     num_seqs, q_len, num_heads, head_dim = query.shape
     problem = Problem(
@@ -64,9 +77,8 @@ def paged_attention_pallas(
         seq_lens,
         extras,
         name="pallas_attn_paged_attention",
-        # Programs of neighbouring KV heads start together: in the NHD layout they read neighbouring bytes. Pieces
-        # that most sequences do not have come last, when multiprocessors fall idle, rather than among the others.
-        grid=(pool.num_kv_heads * problem.q_blocks, num_seqs, config.num_splits),
+        # Programs of neighbouring KV heads start together: in the NHD layout they read neighbouring bytes.
+        grid=(problem.programs_per_piece, problem.num_programs),
         out_shape=result.shapes(problem, head_dim, query.dtype),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -75,10 +87,11 @@ def paged_attention_pallas(
     return merge.merge(
         outputs,
         (seq_lens, _window(extras)),
-        lambda lens_ref, window_ref: EqualPieces(_with_window(problem, window_ref), lens_ref),
+        lambda lens_ref, window_ref: FairPieces.of_all(_with_window(problem, window_ref), lens_ref),
         name="pallas_attn_paged_attention_combine",
         problem=problem,
-        most_pieces=config.num_splits,
+        num_cut=problem.most_cut,
+        most_pieces=problem.most_pieces,
         interpret=interpret,
     )
 
@@ -97,10 +110,19 @@ def _with_window(problem: Problem, extra_refs: dict[str, Any]) -> Problem:
 def _attend_kernel(
     query_ref, key_ref, value_ref, tables_ref, lens_ref, extra_refs, *out_refs, problem: Problem
 ):  # fmt: skip
-    head_block, seq, split = (triton.program_id(axis) for axis in range(3))
+    head_block, program = (triton.program_id(axis) for axis in range(2))
     problem = _with_window(problem, extra_refs)
-    dims = (0, triton.tile_side(problem.pool.head_dim))
+    refs = (query_ref, key_ref, value_ref, tables_ref, lens_ref, extra_refs, *out_refs)
+    serve = functools.partial(_serve, *refs, head_block=head_block, problem=problem)
+    each(fair(problem, lens_ref), problem, program, lambda piece: serve(piece=piece))
 
+
+def _serve(
+    query_ref, key_ref, value_ref, tables_ref, lens_ref, extra_refs, *out_refs,
+    head_block, piece: Piece, problem: Problem,
+):  # fmt: skip
+    """Attends one block of query rows to a piece of a sequence and writes the result."""
+    seq, dims = piece.seq, (0, triton.tile_side(problem.pool.head_dim))
     stored_len = triton.load(lens_ref.at[seq])
     # No length is needed to find the query: it comes with the length, not after it and before the first page id.
     mine = rows.of_program(problem, head_block)
@@ -111,30 +133,22 @@ def _attend_kernel(
     seq_len = jnp.clip(stored_len, 0, problem.max_len)
     query_at = seq_len - problem.q_len + mine.token
     tiles = problem.walk(seq_len, mine.kv_head)
-    piece_tiles = EqualPieces(problem, lens_ref).tiles(tiles.num_tiles)
-    begin = split * piece_tiles
-    end = jnp.minimum(begin + piece_tiles, tiles.num_tiles)
-
-    # The first piece of an empty sequence has no tiles but still writes the output.
-    @triton.when((begin < tiles.num_tiles) | (split == 0))
-    def _():
-        state = softmax.start(mine.index.shape, dims[1])
-        read = functools.partial(
-            _read_tile, key_ref, value_ref, tables_ref, seq, mine.kv_head, problem, q.dtype
-        )
-        weigh = functools.partial(_logits2, q, mine, query_at, extra_refs, problem)
-        state = _walk_tiles(state, tiles, begin, end, seq_len, read, weigh)
-        if "sinks" in extra_refs:
-            # A logit without a value that joins the softmax once: with the first piece of a sequence.
-            sink = triton.load(extra_refs["sinks"].at[mine.head], mask=mine.real, other=0.0) * softmax.LOG2_E
-            state = softmax.join(state, jnp.where((split == 0) & (seq_len > 0), sink, np.float32(-np.inf)))
-        out, lse2 = softmax.finish(state)
-        if "v_scale" in extra_refs:
-            out *= triton.load(extra_refs["v_scale"].at[mine.kv_head])
-        # A length that cannot be right; for a page id see _walk_tiles.
-        done = result.Result(mine, leading, [dims], [out], lse2).poisoned(stored_len != seq_len)
-        piece, one_piece = seq * problem.config.num_splits + split, tiles.num_tiles <= piece_tiles
-        result.store(done, out_refs, piece, one_piece)
+    begin, end = piece.tiles(tiles.num_tiles)
+    state = softmax.start(mine.index.shape, dims[1])
+    read = functools.partial(_read_tile, key_ref, value_ref, tables_ref, seq, mine.kv_head, problem, q.dtype)
+    draft_tree = functools.partial(tree.of_tile, extra_refs, problem, seq, seq_len, mine)
+    weigh = functools.partial(_logits2, q, mine, query_at, draft_tree, extra_refs, problem)
+    state = _walk_tiles(state, tiles, begin, end, seq_len, read, weigh)
+    if "sinks" in extra_refs:
+        # A logit without a value that joins the softmax once: with the first piece of a sequence.
+        sink = triton.load(extra_refs["sinks"].at[mine.head], mask=mine.real, other=0.0) * softmax.LOG2_E
+        state = softmax.join(state, jnp.where((piece.index == 0) & (seq_len > 0), sink, np.float32(-np.inf)))
+    out, lse2 = softmax.finish(state)
+    if "v_scale" in extra_refs:
+        out *= triton.load(extra_refs["v_scale"].at[mine.kv_head])
+    # A length that cannot be right; for a page id see _walk_tiles.
+    done = result.Result(mine, leading, [dims], [out], lse2).poisoned(stored_len != seq_len)
+    result.store(done, out_refs, piece.place, piece.count == 1)
 
 
 def _walk_tiles(state, tiles: walk.Walk, begin, end, seq_len, read, weigh):
@@ -170,7 +184,9 @@ def _read_tile(key_ref, value_ref, tables_ref, seq, kv_head, problem: Problem, d
     return read("key", key_ref), read("value", value_ref), usable
 
 
-def _logits2(q, mine: rows.Rows, query_at, extra_refs, problem: Problem, keys, position) -> jax.Array:
+def _logits2(
+    q, mine: rows.Rows, query_at, draft_tree, extra_refs, problem: Problem, keys, position
+) -> jax.Array:
     """Base-2 logits [block_q, block_kv] with every rule applied."""
     rules, pattern = problem.rules, problem.rules.block_sparse
     slope = offset = None
@@ -183,9 +199,10 @@ def _logits2(q, mine: rows.Rows, query_at, extra_refs, problem: Problem, keys, p
     if pattern is not None and (problem.q_len > 1 or pattern.distinct_offsets(problem.group) > 1):
         offset = problem.pattern_offset(mine.head, mine.kv_head)
         offset = jnp.broadcast_to(offset, mine.head.shape)[:, None]
-    key_at, query_at = position[None, :], query_at[:, None]
+    key_at, query_at, drafts = position[None, :], query_at[:, None], draft_tree(position)
     scaled = logits.products([q], [keys], logits.factor(rules, scale, slope))
-    logits2 = logits.shape(scaled, rules, slope, key_at, query_at)
-    for mask in logits.visible(rules, key_at, query_at, among_themselves=problem.q_len > 1, offset=offset):
+    logits2 = logits.shape(scaled, rules, slope, *logits.positions(drafts, key_at, query_at))
+    several = problem.q_len > 1
+    for mask in logits.visible(rules, key_at, query_at, among_themselves=several, tree=drafts, offset=offset):
         logits2 = masking.apply(logits2, mask)
     return logits2

@@ -15,6 +15,7 @@ class Problem(SplitKVProblem):
     rules: masking.Rules
 
     rounding: ClassVar[float] = pieces.TO_NEAREST
+    finer: ClassVar[int] = 2
 
     def walk(self, seq_len: jax.Array, kv_head: jax.Array | int = 0) -> walk.Walk:
         pattern = self.rules.block_sparse
@@ -26,6 +27,14 @@ class Problem(SplitKVProblem):
             distinct=pattern.distinct_offsets(self.group) if pattern else 1,
             first_offset=self.pattern_offset(kv_head * self.group, kv_head) if pattern else 0,
         )
+
+    @property
+    def most_tokens(self) -> int:
+        tokens = walk.most_tokens(self.max_len, q_len=self.q_len, group=self.group, rules=self.rules)
+        # Tiles reach beyond a window at both ends; the last period of a pattern reaches into the local band.
+        pattern = self.rules.block_sparse
+        more = (pattern.distinct_offsets(self.group) + 2) * pattern.block_size if pattern else 0
+        return tokens + 2 * self.config.block_kv + more
 
     def num_tiles(self, seq_len: jax.Array) -> jax.Array:
         return self.walk(seq_len).num_tiles

@@ -6,7 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._tile import chunks, logits, masking, rows, softmax
+from pallas_attn._tile import chunks, logits, masking, rows, softmax, tree
 from pallas_attn._tile.layout import PoolShape
 
 
@@ -36,13 +36,17 @@ class Rule(chunks.Rule):
         slope = self.by_row(floats["alibi_slopes"]) if "alibi_slopes" in floats else None
         products = jnp.einsum("bhrd,bhkd->bhrk", floats["rows"], keys, precision="highest")
         scaled = products * logits.factor(rules, factor, slope)
-        logits2 = logits.shape(scaled, rules, slope, position, of.others["query_at"])
+        at = logits.positions(self._tree(of, position), position, of.others["query_at"])
+        logits2 = logits.shape(scaled, rules, slope, *at)
         return masking.apply(logits2, self._visible(of, position, seen))
 
     def _rules(self, of: chunks.Sequences) -> masking.Rules:
         """A window that is known at run time only is one of the rules all the same."""
         window = of.others.get("sliding_window", self.rules.sliding_window)
         return self.rules._replace(sliding_window=window)
+
+    def _tree(self, of: chunks.Sequences, position: jax.Array) -> tree.Tree | None:
+        return tree.of_chunk(of.others, of.lengths, self.num_heads // self.pool.num_kv_heads, position)
 
     def _visible(self, of: chunks.Sequences, position: jax.Array, seen: jax.Array) -> jax.Array:
         offset = None
@@ -52,7 +56,14 @@ class Rule(chunks.Rule):
             per_head = pattern.offset(head, head // (self.num_heads // self.pool.num_kv_heads), **heads)
             offset = self.by_row(jnp.broadcast_to(per_head, (self.num_heads,)))
         query_at = of.others["query_at"]
-        masks = logits.visible(self._rules(of), position, query_at, among_themselves=True, offset=offset)
+        masks = logits.visible(
+            self._rules(of),
+            position,
+            query_at,
+            among_themselves=True,
+            offset=offset,
+            tree=self._tree(of, position),
+        )
         return functools.reduce(jnp.logical_and, masks, seen[:, None, None, :])
 
 
@@ -77,6 +88,7 @@ def paged_attention_xla(
     token = jnp.repeat(jnp.arange(q_len), num_heads // pool.num_kv_heads)
     # [num_seqs, 1, rows, 1]: the position of each row's query
     others = {"query_at": (lengths[:, None] - q_len + token)[:, None, :, None]}
+    others |= {name: extras[name] for name in tree.NAMES if name in extras}
     window = rules.sliding_window
     if "sliding_window" in extras:
         window = others["sliding_window"] = extras["sliding_window"][0]

@@ -6,7 +6,8 @@ import math
 from pallas_attn._call.checks import fail
 from pallas_attn._call.configs import SplitKVConfig
 from pallas_attn._call.device import Device
-from pallas_attn._tile import pieces, triton
+from pallas_attn._tile import triton
+from pallas_attn._tile.pieces import MOST_PIECES
 from pallas_attn._tile.rows import chunks
 
 # Tiles of rows by tokens and stages of the pipeline, best first, if they fit: measured on Hopper (EXPERIMENTS.md).
@@ -119,4 +120,4 @@ def heuristic(
 def most_splits(programs: int, max_len: int, target_programs: int, min_split_tokens: int) -> int:
     """Pieces to provide for: lengths are not known when a call is compiled, only what the table can hold."""
     wanted = math.ceil(2 * target_programs / programs) if programs < target_programs else 1
-    return pieces.most_pieces(wanted, max_len, min_split_tokens)
+    return max(1, min(wanted, max_len // min_split_tokens, MOST_PIECES))

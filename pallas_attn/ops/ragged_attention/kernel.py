@@ -106,6 +106,7 @@ def _launch(problem: Problem, query, sources, lens, extras, done, out_dtype, int
         functools.partial(BlockPieces, problem),
         name=f"{name}_combine",
         problem=problem,
+        num_cut=problem.num_cut,
         most_pieces=problem.config.num_splits,
         rows_of=functools.partial(_rows_to_merge, problem),
         interpret=interpret,
@@ -118,8 +119,8 @@ def _shapes(problem: Problem, dtype: Any) -> list[jax.ShapeDtypeStruct]:
         jax.ShapeDtypeStruct((*final, problem.value_dim), dtype),
         jax.ShapeDtypeStruct(final, jnp.float32),
     ]
-    if problem.num_pieces:
-        partial = (problem.num_pieces, problem.pool.num_kv_heads, problem.rows)
+    if problem.num_places:
+        partial = (problem.num_places, problem.pool.num_kv_heads, problem.rows)
         shapes.append(jax.ShapeDtypeStruct((*partial, problem.value_dim), jnp.float32))
         shapes.append(jax.ShapeDtypeStruct(partial, jnp.float32))
     return shapes

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn._tile import triton
-from pallas_attn._tile.pieces import ceil_div
+from pallas_attn._tile.pieces import Cut, ceil_div
 from pallas_attn.ops.ragged_attention.blocks import Lens
 from pallas_attn.ops.ragged_attention.problem import Problem
 from pallas_attn.ops.ragged_attention.spans import Span
@@ -35,14 +35,14 @@ class BlockPieces:
         pieces = jnp.clip(ceil_div(num_tiles, self._longest()), 1, self._problem.config.num_splits)
         return jnp.maximum(ceil_div(num_tiles, pieces), 1)
 
-    def of(self, seq) -> tuple[jax.Array, jax.Array]:
-        """As of any `Pieces`; what is cut here is no sequence but the block at a place."""
-        problem, place = self._problem, seq
+    def cut(self, which: jax.Array) -> Cut:
+        """As of any `Cuts`; what is cut here is no sequence but the block at a place."""
+        problem, place = self._problem, which
         block, mine = problem.find(self._lens, place)
         in_pages, seq_len, _ = problem.lengths(self._lens, block)
         num_tiles = count(problem.spans(block, in_pages, seq_len))
         pieces = jnp.where(mine, ceil_div(num_tiles, self.tiles(num_tiles)), 0)
-        return place * problem.config.num_splits, pieces
+        return Cut(place, place * problem.config.num_splits, pieces)
 
     def _longest(self) -> jax.Array:
         """Tiles of the longest piece of any block."""

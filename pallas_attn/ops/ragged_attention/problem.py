@@ -69,7 +69,12 @@ class Problem:
         return self.num_seqs if self.is_short else self.ragged.places(self.rows)
 
     @property
-    def num_pieces(self) -> int:
+    def fixed_pieces(self) -> bool:
+        """Blocks are cut as the batch asks for."""
+        return False
+
+    @property
+    def num_places(self) -> int:
         """Partial results there is room for; 0 if no block is ever cut."""
         return self.num_cut * self.config.num_splits if self.config.num_splits > 1 else 0
 

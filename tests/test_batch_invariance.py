@@ -1,0 +1,146 @@
+"""`batch_invariant`: a row has the same bits alone and in any batch, beside any others, in any order, under a table of
+any width."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_attn
+from pallas_attn import MLADecodeConfig, PagedAttentionConfig
+from pallas_attn.testing import cases, inputs
+
+IMPLEMENTATIONS = ["interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
+MINE = 600
+BATCHES = {
+    "alone": (MINE,),
+    "under a wider table": (MINE,),
+    "first of seven": (MINE, 5, 0, 1024, 600, 64, 333),
+    "last of seven": (77, 1024, 0, 5, 64, 3, MINE),
+    "beside one that is long": (3, 5000, MINE),
+}
+OPTIONS = {
+    "plain": {},
+    "as the heuristic has it": {"config": ()},
+    "several tokens, window": {"q_len": 3, "sliding_window": 500},
+    "fp8, block-sparse": {"cache_dtype": "float8_e4m3fn", "block_sparse": pallas_attn.LocalStride(32, 4, 2)},
+}
+
+
+def rows_of_mine(case, implementation: str, config) -> list[bytes]:
+    """Out and lse of the sequence of MINE tokens, whose query, pages and options are the same in every batch."""
+    alone = inputs.make(dataclasses.replace(case, seq_lens=(MINE,), spare_pages=3))
+    data = inputs.make(case, seed=1)
+    seq = case.seq_lens.index(MINE)
+    data.query[seq] = alone.query[0]
+    if isinstance(alone, inputs.PagedInputs):
+        data.extras.update(alone.extras)
+    own, page = (
+        inputs.token_places(x.block_tables[i], MINE, case.page_size) for x, i in ((alone, 0), (data, seq))
+    )
+    pools = ("latent_cache",) if case.op == "mla_decode" else ("key_cache", "value_cache")
+    for pool in pools:
+        getattr(data, pool)[page] = getattr(alone, pool)[own]
+    options = {}
+    if case.op == "paged_attention":
+        options = dict(sliding_window=case.sliding_window, block_sparse=case.block_sparse, **data.extras)
+    call = getattr(pallas_attn, case.op)
+    out, lse = jax.jit(
+        lambda *arrays: call(
+            *arrays,
+            return_lse=True,
+            batch_invariant=True,
+            implementation=implementation,
+            config=config,
+            **options,
+        )
+    )(*data.arguments())
+    assert np.isfinite(np.float32(out[seq])).all()
+    return [np.asarray(x[seq]).tobytes() for x in (out, lse)]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_paged_attention(options, implementation):
+    chosen = dict(OPTIONS[options])
+    config = None
+    if chosen.pop("config", None) is None:
+        config = PagedAttentionConfig(16, 32, split_tokens=64, target_programs=12)
+    found = {}
+    for name, lengths in BATCHES.items():
+        spare = 40 if "wider" in name else 3
+        case = cases.DecodeCase(lengths, 4, 2, 64, 16, spare_pages=spare, **chosen)
+        found[name] = rows_of_mine(case, implementation, config)
+    assert all(rows == found["alone"] for rows in found.values()), [
+        n for n in found if found[n] != found["alone"]
+    ]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_mla_decode(implementation):
+    config = MLADecodeConfig(16, 32, split_tokens=64, target_programs=6, num_warps=4)
+    found = {
+        name: rows_of_mine(
+            cases.MLADecodeCase(lengths, 4, spare_pages=20 if "wider" in name else 3), implementation, config
+        )
+        for name, lengths in BATCHES.items()
+    }
+    assert all(rows == found["alone"] for rows in found.values()), [
+        n for n in found if found[n] != found["alone"]
+    ]
+
+
+def test_without_it_bits_do_depend_on_the_batch():
+    """So that the tests above could fail: fair shares of a longer batch are longer."""
+    config = PagedAttentionConfig(16, 32, min_split_tokens=32, target_programs=12)
+    call = jax.jit(
+        lambda *arrays: pallas_attn.paged_attention(*arrays, implementation="interpret", config=config)
+    )
+    data = inputs.make(cases.DecodeCase((MINE, 5000), 4, 2, 64, 16))
+    both = call(*data.arguments())
+    first = {name: getattr(data, name)[:1] for name in ("query", "block_tables", "seq_lens")}
+    alone = call(*data.copy(**first).arguments())
+    assert np.asarray(both[0]).tobytes() != np.asarray(alone[0]).tobytes()
+    np.testing.assert_allclose(np.float32(both[0]), np.float32(alone[0]), atol=2e-2)
+
+
+@pytest.mark.parametrize("op", ["paged_attention", "mla_decode"])
+@pytest.mark.parametrize("implementation", ["xla", "cuda"])
+def test_what_is_not_invariant_is_refused_by_name(op, implementation):
+    if op == "paged_attention" and implementation == "cuda":
+        pytest.skip("paged_attention has no such implementation")
+    case = cases.DecodeCase((5,), 4, 2, 64, 16) if op == "paged_attention" else cases.MLADecodeCase((5,), 4)
+    with pytest.raises(
+        ValueError, match=f"{op}: implementation '{implementation}' cannot serve this call: "
+    ) as refused:
+        getattr(pallas_attn, op)(
+            *inputs.make(case).arguments(), batch_invariant=True, implementation=implementation
+        )
+    if implementation == "xla":
+        assert "is not batch_invariant" in str(refused.value)
+
+
+@pytest.mark.parametrize("op", ["paged_attention", "mla_decode"])
+def test_a_config_must_say_how_long_pieces_are(op):
+    latent = op == "mla_decode"
+    case = cases.MLADecodeCase((5,), 4) if latent else cases.DecodeCase((5,), 4, 2, 64, 16)
+    config = (MLADecodeConfig if latent else PagedAttentionConfig)(16, 16)
+    with pytest.raises(
+        ValueError, match=f"^{op}: argument 'config': expected split_tokens above 0 with batch_inv"
+    ):
+        getattr(pallas_attn, op)(
+            *inputs.make(case).arguments(), batch_invariant=True, implementation="interpret", config=config
+        )
+
+
+def test_a_schedule_is_refused():
+    data = inputs.make(cases.MLADecodeCase((5,), 4))
+    schedule = pallas_attn.mla_schedule(jnp.asarray(data.seq_lens), num_heads=4)
+    with pytest.raises(
+        ValueError, match=r"^mla_decode: argument 'schedule': expected None with batch_invariant"
+    ):
+        pallas_attn.mla_decode(
+            *data.arguments(), batch_invariant=True, schedule=schedule, implementation="interpret"
+        )
