@@ -1,4 +1,4 @@
-"""Block-sparse attention: ragged prefill and decode over the blocks that a layout lists (vLLM's blocksparse_attention)."""
+"""Block-sparse attention: ragged prefill and decode over the blocks that a layout lists."""
 
 from pallas_attn.ops.blocksparse_attention.api import blocksparse_attention
 from pallas_attn.ops.blocksparse_attention.config import BlockSparseConfig

@@ -90,8 +90,8 @@ def blocksparse_attention(
     host. Softmax and accumulation are float32; the same inputs and config give the same bits. Only "xla" has gradients.
 
     Args:
-        query: [num_tokens, num_heads, head_dim]; bf16, fp16 or float32, head_dim up to 256 on the GPU. Tokens behind the
-            last sequence get 0 and lse -inf.
+        query: [num_tokens, num_heads, head_dim]; bf16, fp16 or float32, head_dim up to 256 on the GPU. Tokens behind
+            the last sequence get 0 and lse -inf.
         key, value: query's dtype, [num_key_tokens, num_kv_heads, head_dim] in rows, sequences end to end; or, with
             `block_tables`, pools of pages as of `paged_attention`. num_heads is a multiple of num_kv_heads. What no
             sequence holds may be NaN.
@@ -205,10 +205,11 @@ def blocksparse_attention(
 
 
 def _need(check: ArgumentChecker, arrays: dict[str, Any], absent: tuple[str, ...] = ()) -> None:
+    where = "keys in pages" if "seq_lens" in arrays else "keys in rows"
     for name, array in arrays.items():
         if (array is None) != (name in absent):
-            where = "keys in pages" if "seq_lens" in arrays else "keys in rows"
-            check.fail(name, f"{'None' if name in absent else 'an array'} for {where}", "an array" if absent and array is not None else "None")  # fmt: skip
+            expected, got = ("None", "an array") if name in absent else ("an array", "None")
+            check.fail(name, f"{expected} for {where}", got)
 
 
 def _config(check: ArgumentChecker, problem: Problem, layout: SparseLayout, dtype: Any, explicit: Any) -> Any:
@@ -250,8 +251,9 @@ def _attend(
     heads = query.shape[1]
     kv_heads = max(1, problem.pool.num_kv_heads * heads // problem.num_heads)
     if heads != problem.num_heads:
-        together = problem.config.heads_together
-        config = problem.config if together and heads % together == 0 else dataclasses.replace(problem.config, heads_together=0)  # fmt: skip
+        config = problem.config
+        if config.heads_together and heads % config.heads_together:
+            config = dataclasses.replace(config, heads_together=0)
         pool = problem.pool._replace(num_kv_heads=kv_heads)
         problem = dataclasses.replace(problem, num_heads=heads, pool=pool, config=config)
     layout = SparseLayout(operands["row_pointers"], operands["columns"], *sizes)

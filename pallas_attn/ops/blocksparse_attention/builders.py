@@ -38,8 +38,8 @@ def from_block_mask(
     elif is_traced(mask):
         check.fail("nnz", "an int for a mask that is traced", "None")
     xp: Any = jnp if is_traced(mask) else np
-    mask = xp.asarray(mask) & _causal_blocks(*mask.shape[1:], block_size, q_block_size)
     heads, rows, blocks = mask.shape
+    mask = xp.asarray(mask) & _causal_blocks(rows, blocks, block_size, q_block_size)
     pointers = xp.cumsum(mask.sum(axis=2), axis=1)
     pointers = xp.concatenate([xp.zeros((heads, 1), int), pointers], axis=1).astype(np.int32)
     if nnz is None:
@@ -90,7 +90,7 @@ def local_stride(
     one for all heads. `tp_rank` and the counts of heads are those of a tensor-parallel slice.
 
     Raises:
-        TypeError, ValueError: wrong types or sizes; q_block_size above the pattern's block_size, for which there is no rule.
+        TypeError, ValueError: wrong types or sizes; q_block_size above the pattern's block_size.
     """
     check = ArgumentChecker("local_stride")
     check.instance("pattern", pattern, LocalStride)
@@ -122,8 +122,8 @@ def vertical_slash(
 ) -> SparseLayout:
     """Vertical lines and diagonals (MInference's pattern), rounded up to blocks.
 
-    A row sees every block that holds one of its head's `vertical` tokens, or a token that lies `slash` before one of the
-    row's queries. Indices are sought per prompt, so both may be traced; give `nnz` then.
+    A row sees every block that holds one of its head's `vertical` tokens, or a token that lies `slash` before one of
+    the row's queries. Indices are sought per prompt, so both may be traced; give `nnz` then.
 
     Args:
         vertical: [layout_heads, number] int32 key positions; below 0 or from max_len on: none.
