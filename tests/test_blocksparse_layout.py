@@ -9,6 +9,7 @@ import pytest
 from support import unchecked
 
 from pallas_attn import LocalStride, SparseLayout
+from pallas_attn.cli import main
 from pallas_attn.ops.blocksparse_attention import builders
 from pallas_attn.ops.blocksparse_attention.layout import bad_rows
 from pallas_attn.testing.blocksparse import PHI3_SMALL
@@ -213,3 +214,13 @@ def test_builders_refuse():
         builders.from_block_mask(np.ones((1, 2, 2), np.int32), block_size=16)
     with pytest.raises(ValueError, match="'nnz': expected an int for a mask that is traced"):
         jax.jit(functools.partial(builders.from_block_mask, block_size=16))(np.ones((1, 2, 2), bool))
+
+
+def test_show_layout_draws_a_picture(tmp_path, capsys):
+    picture = tmp_path / "layout.png"
+    options = ["--max-len", "512", "--block-size", "32", "--local-blocks", "2", "--output", str(picture)]
+    assert main(["show-layout", *options]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "4 heads, live fraction 0." in capsys.readouterr().out
+    assert main(["show-layout", "--block-size", "20"]) == 2
+    assert "'block_size': expected a power of two >= 16, got 20" in capsys.readouterr().err
