@@ -8,6 +8,12 @@ from pallas_attn._call.dispatch import available_implementations, record_impleme
 from pallas_attn._call.ffi import register as register_ffi_targets
 from pallas_attn._tile.masking import LocalStride
 from pallas_attn.ops.blocksparse_attention import BlockSparseConfig, SparseLayout, blocksparse_attention
+from pallas_attn.ops.flash_attention import (
+    FlashAttentionConfig,
+    FlashAttentionTiles,
+    dot_product_attention,
+    flash_attention,
+)
 from pallas_attn.ops.kv_cache import (
     OutOfPagesError,
     PageAllocator,
@@ -36,6 +42,8 @@ from pallas_attn.ops.ragged_attention import (
 
 __all__ = [
     "BlockSparseConfig",
+    "FlashAttentionConfig",
+    "FlashAttentionTiles",
     "LocalStride",
     "MLADecodeConfig",
     "MLASchedule",
@@ -51,6 +59,8 @@ __all__ = [
     "blocksparse_attention",
     "convert_layout",
     "copy_pages",
+    "dot_product_attention",
+    "flash_attention",
     "flash_mla_with_kvcache",
     "get_mla_metadata",
     "merge_states",

@@ -61,6 +61,10 @@ def latent_attention() -> dict[str, Any]:
     )
 
 
+def dense_attention() -> dict[str, Any]:
+    return {name: jnp.ones((2, 3, heads, 16)) for name, heads in (("query", 4), ("key", 2), ("value", 2))}
+
+
 def flash_mla() -> dict[str, Any]:
     names = ("q", "k_cache", "block_table", "cache_seqlens")
     arrays = dict(zip(names, latent_attention().values(), strict=True))
@@ -125,6 +129,15 @@ OUT_SCALE = Kind(
     ("1", [1.0], True, 0.0, -1.0, kinds.NAN, kinds.INF, 1j, jnp.ones(1), np.ones(())), optional=True
 )
 NEAR_ZERO = Kind(("1", [1.0], True, -1.0, kinds.NAN, kinds.INF, 1j, jnp.ones(()), np.ones(1)))
+BIAS = jnp.ones((1, 4, 3, 3))
+# None among (left, right) is no bound.
+SIDES = Kind(
+    ("3", 2.5, True, [1], 0, -1, {}, (1,), (1, -1), (1.5, 0), (1, "x"), jnp.ones((), int)), optional=True
+)
+MASK = Kind(
+    ("x", 1, True, [True], jnp.ones((2, 4, 3, 3)), jnp.ones((2, 4, 3), bool), jnp.ones((2, 3, 3, 3), bool))
+)
+MASK = MASK.or_none()
 SLOPES_OR_SINKS = dict.fromkeys(("alibi_slopes", "sinks"), jnp.ones(4))
 
 
@@ -274,6 +287,58 @@ def calls() -> dict[str, Call]:
                 "causal": FLAG,
                 "implementation": NAME.or_none(),
             },
+        ),
+        "flash_attention": Call(
+            pallas_attn.flash_attention,
+            dict(dense_attention(), bias=BIAS, sinks=jnp.ones(4), segment_ids=jnp.zeros((2, 3), I32)),
+            {
+                **dict.fromkeys(("query", "key", "value"), ARRAY),
+                **dict.fromkeys(("bias", "sinks", "segment_ids"), ARRAY.or_none()),
+                "mask": MASK,
+                "scale": NUMBER.or_none(),
+                "softcap": NUMBER.or_none(),
+                "sliding_window": SIDES,
+                "q_offset": Kind(("3", 2.5, True, [1], jnp.ones((), int), 2**31, -(10**20), {})),
+                "causal": FLAG,
+                "return_lse": FLAG,
+                "layout": NAME,
+                "implementation": NAME.or_none(),
+                "config": INSTANCE.or_none(),
+            },
+        ),
+        "flash_attention, packed": Call(
+            pallas_attn.flash_attention,
+            dict({n: x[:1] for n, x in dense_attention().items()}, cu_q_lens=jnp.zeros(2, I32)),
+            dict(cu_q_lens=ARRAY.or_none()),
+        ),
+        "dot_product_attention": Call(
+            pallas_attn.dot_product_attention,
+            dict(
+                dense_attention(),
+                bias=BIAS,
+                query_seq_lengths=jnp.ones(2, I32),
+                key_value_seq_lengths=jnp.ones(2, I32),
+            ),
+            {
+                **dict.fromkeys(("query", "key", "value"), ARRAY),
+                **dict.fromkeys(("bias", "query_seq_lengths", "key_value_seq_lengths"), ARRAY.or_none()),
+                "mask": MASK,
+                "scale": NUMBER.or_none(),
+                "local_window_size": SIDES._replace(values=[v for v in SIDES.values if v != 0]),
+                "is_causal": FLAG,
+                "return_residual": FLAG,
+                "implementation": NAME.or_none(),
+            },
+        ),
+        "FlashAttentionTiles": Call(
+            pallas_attn.FlashAttentionTiles,
+            dict(block_q=16, block_kv=16),
+            dict.fromkeys(("block_q", "block_kv", "num_warps", "num_stages"), COUNT),
+        ),
+        "FlashAttentionConfig": Call(
+            pallas_attn.FlashAttentionConfig,
+            dict.fromkeys(("forward", "query", "key_value"), pallas_attn.FlashAttentionTiles(16, 16)),
+            dict.fromkeys(("forward", "query", "key_value"), INSTANCE),
         ),
         "LocalStride": Call(
             pallas_attn.LocalStride,

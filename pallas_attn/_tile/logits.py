@@ -12,10 +12,10 @@ from pallas_attn._tile.tree import Tree
 
 
 def products(queries: Sequence[jax.Array], keys: Sequence[jax.Array], factor) -> jax.Array:
-    """factor * (query @ key), [rows, tokens], of queries and keys that are held in chunks of head_dim."""
+    """factor * (query @ key), [rows, tokens], of queries and keys that are held in chunks of head_dim; None is 1."""
     parts = [triton.dot(query, key, trans_b=True) for query, key in zip(queries, keys, strict=True)]
     # Added before scaling, each would accumulate onto the one before: in one chain, and in its layout.
-    return functools.reduce(jnp.add, [part * factor for part in parts])
+    return functools.reduce(jnp.add, parts if factor is None else [part * factor for part in parts])
 
 
 def factor(rules: Rules, scale, slope: jax.Array | None):

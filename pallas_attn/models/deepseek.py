@@ -306,7 +306,7 @@ class DeepSeek(nnx.Module):
         )
 
     def __call__(
-        self, tokens: jax.Array, positions: jax.Array, cache: PagedLatentCache
+        self, tokens: jax.Array, positions: jax.Array, cache: PagedLatentCache | Any
     ) -> tuple[jax.Array, PagedLatentCache]:
         """Runs `n` new tokens of every sequence through the layers.
 

@@ -1,0 +1,213 @@
+"""`flash_attention`: signature, checks, dispatch."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_attn._call import configs, dispatch
+from pallas_attn._call.checks import ArgumentChecker, check_int
+from pallas_attn._tile import segments
+from pallas_attn._tile.dense import DenseLayout
+from pallas_attn.ops.flash_attention import arguments, backward, kernel, reference
+from pallas_attn.ops.flash_attention.config import FlashAttentionConfig, resolve
+from pallas_attn.ops.flash_attention.gradients import FUNCTION, Arrays, Call, Passes, attend
+from pallas_attn.ops.flash_attention.problem import Rules
+
+MAX_HEAD_DIM = 256
+
+
+class Case(NamedTuple):
+    """The static facts that decide which implementation can serve."""
+
+    head_dim: int
+    value_dim: int
+
+
+def _pallas_supports(case: Case) -> str | None:
+    largest = max(case)
+    return f"head_dim is at most {MAX_HEAD_DIM}, got {largest}" if largest > MAX_HEAD_DIM else None
+
+
+def _tiled(name: str, *, interpret: bool) -> Passes:
+    def forward(operands: Arrays, *, rules: Rules, config: Any):
+        tiles = resolve(operands, rules, config).forward
+        return kernel.forward(operands, rules=rules, tiles=tiles, interpret=interpret)
+
+    def gradients(of: Any, operands: Arrays, *, rules: Rules, config: Any, **static: Any):
+        config = resolve(operands, rules, config)
+        return of(operands, rules=rules, config=config, interpret=interpret, **static)
+
+    of_bias = functools.partial(gradients, backward.bias_gradient)
+    return Passes(name, forward, functools.partial(gradients, backward.backward), of_bias)
+
+
+PASSES = {
+    "pallas": _tiled("pallas", interpret=False),
+    "xla": Passes("xla", reference.forward, reference.backward, reference.bias_gradient),
+    "interpret": _tiled("interpret", interpret=True),
+}
+dispatch.register(
+    FUNCTION,
+    {
+        "pallas": dispatch.Implementation(PASSES["pallas"].forward, _pallas_supports),
+        "xla": dispatch.Implementation(PASSES["xla"].forward),
+        "interpret": dispatch.Implementation(PASSES["interpret"].forward, _pallas_supports),
+    },
+)
+
+
+def flash_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+    cu_q_lens: jax.Array | None = None,
+    causal: bool = False,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    q_offset: int = 0,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+    return_lse: bool = False,
+    layout: DenseLayout = "BTNH",
+    implementation: str | None = None,
+    config: FlashAttentionConfig | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Attention of dense queries over dense keys and values, with gradients, in memory that grows with their number.
+
+    Nothing of size q_len x kv_len is made, forward or backward, but what the caller brings (`bias`, `mask`). Softmax
+    and accumulation are float32; the same inputs and config give the same bits, gradients too: nothing is summed in an
+    order that may change. Works inside jit, scan, vmap, checkpoint and shard_map; there are first derivatives in
+    reverse mode. All options combine.
+
+    Args:
+        query, key, value: [batch, q_len, num_heads, head_dim], [batch, kv_len, num_kv_heads, head_dim] and
+            [batch, kv_len, num_kv_heads, value_dim]; with `layout` "BNTH" heads come before tokens. One dtype: bf16,
+            fp16 or float32 (whose products are not rounded to TF32). num_heads is a multiple of num_kv_heads; query
+            head h uses KV head h // (num_heads / num_kv_heads). head_dim and value_dim are each up to 256 on the GPU.
+        bias: [batch or 1, num_heads or 1, q_len or 1, kv_len or 1], added to the logits after the soft cap; bf16,
+            fp16 or float32. It has gradients.
+        mask: bool, of the same shapes; a query sees a key where it is True. Masked keys and values must be finite.
+        segment_ids: int32 [batch, tokens], or a pair of such for queries and keys: a query sees the keys of its own
+            id. Documents packed one behind the other, each with an id, are then worked on one by one: neither outputs
+            nor gradients of one change in a single bit when another's contents do, be it to NaN; and what lies between
+            other documents costs no time. Any order of ids is right, ascending ones in one piece each are fast.
+        cu_q_lens: [num_seqs + 1] int32, instead of segment_ids: batch is 1, and document i has tokens
+            [cu_q_lens[i], cu_q_lens[i + 1]). Tokens beyond the last are padding: out 0, lse -inf, gradients 0.
+        causal: query i sees keys up to i + q_offset.
+        sliding_window: an int w >= 1: query i sees the keys less than w away from i + q_offset, on both sides; with
+            `causal`, the newest w up to itself. Or (left, right), each >= 0 or None for no bound: keys from
+            i + q_offset - left to i + q_offset + right.
+        q_offset: place of query 0 among the keys; kv_len - q_len makes the last query stand at the last key.
+        scale: factor of the logits, a number above 0; None means head_dim ** -0.5.
+        softcap: logits become softcap * tanh(logits / softcap); a number above 0, or None.
+        sinks: [num_heads]; a logit without a value that joins each head's softmax (and its lse). It has gradients.
+        return_lse: also return the natural log-sum-exp of the logits; it has gradients.
+        layout: "BTNH" as jax.nn has it, or "BNTH".
+        implementation: None (pallas on an NVIDIA GPU, xla elsewhere), "pallas" (sm_80 or newer), "xla" (anywhere) or
+            "interpret" (the Pallas kernels run in Python, slow).
+        config: tile sizes for "pallas" and "interpret"; None takes the measured or the heuristic ones.
+
+    Returns:
+        out, of query's shape with value_dim, in query's dtype; with return_lse, also lse, of query's shape without
+        head_dim, float32. A query that sees no key has out 0 and lse -inf (with `sinks`, the head's sink), and passes
+        no gradient on.
+
+    Raises:
+        TypeError: an argument of the wrong dtype or a config of the wrong type.
+        ValueError: a wrong shape or value, or an implementation that cannot serve, with its reason.
+
+    Sharded over a mesh, outside shard_map, a call is partitioned over the batch and over KV heads.
+
+    Source: Dao et al., "FlashAttention" (2022) and Dao, "FlashAttention-2" (2023).
+    """
+    return serve(
+        ArgumentChecker(FUNCTION),
+        query,
+        key,
+        value,
+        bias=bias,
+        mask=mask,
+        segment_ids=segment_ids,
+        cu_q_lens=cu_q_lens,
+        causal=causal,
+        sliding_window=sliding_window,
+        q_offset=q_offset,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        return_lse=return_lse,
+        layout=layout,
+        implementation=implementation,
+        config=config,
+    )
+
+
+def serve(
+    check: ArgumentChecker,
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    bias: Any,
+    mask: Any,
+    segment_ids: Any,
+    causal: Any,
+    sliding_window: Any,
+    scale: Any,
+    return_lse: Any,
+    implementation: Any,
+    cu_q_lens: Any = None,
+    q_offset: Any = 0,
+    softcap: Any = None,
+    sinks: Any = None,
+    layout: Any = "BTNH",
+    config: Any = None,
+) -> Any:
+    """`flash_attention`, for functions that have some of its arguments under other names, which `check` knows."""
+    check.one_of("layout", layout, ("BTNH", "BNTH"))
+    dims = arguments.check_arrays(check, query, key, value, layout)
+    check.positive_float("scale", scale)
+    check.positive_float("softcap", softcap)
+    check.flag("causal", causal)
+    check.flag("return_lse", return_lse)
+    check_int(check.function, "q_offset", q_offset, -arguments.LONGEST, arguments.LONGEST)
+    dispatch.check_name(check.function, FUNCTION, implementation)
+    band = arguments.band(check, causal, sliding_window, int(q_offset))
+    group = dims["num_heads"] // dims["num_kv_heads"]
+
+    floats = {"query": arguments.split_heads(query, layout, group), "key": key, "value": value}
+    others: Arrays = {}
+    if sinks is not None:
+        check.array("sinks", sinks, ("num_heads",), arguments.DTYPES)
+        floats["sinks"] = sinks.astype(jnp.float32).reshape(-1, group)
+    if bias is not None:
+        floats["bias"] = arguments.pairwise(check, "bias", bias, arguments.DTYPES, group)
+    if mask is not None:
+        others["mask"] = arguments.pairwise(check, "mask", mask, (jnp.bool_,), group).astype(jnp.int8)
+    ids = arguments.segment_ids_of(check, segment_ids, cu_q_lens)
+    if ids is not None:
+        (q_rank, q_table), (kv_rank, kv_table) = segments.sides(*ids)
+        others |= {"q_rank": q_rank, "q_table": q_table, "kv_rank": kv_rank, "kv_table": kv_table}
+
+    configs.check_type(FUNCTION, FlashAttentionConfig, config)
+    name, _ = dispatch.resolve(FUNCTION, Case(dims["head_dim"], dims["value_dim"]), implementation)
+    if name == "xla" and config is not None:
+        check.fail("config", "None for implementation 'xla'", "a config")
+    rules = Rules(
+        layout,
+        float(dims["head_dim"] ** -0.5 if scale is None else scale),
+        None if softcap is None else float(softcap),
+        band,
+    )
+    out, lse = attend(Call(rules, PASSES[name], config), floats, others)
+    out = out.reshape(*query.shape[:-1], dims["value_dim"])
+    if not return_lse:
+        return out
+    lse = lse.reshape(dims["batch"], dims["num_heads"], dims["q_len"])
+    return out, jnp.swapaxes(lse, 1, 2) if layout == "BTNH" else lse

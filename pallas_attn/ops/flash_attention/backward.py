@@ -1,0 +1,255 @@
+"""Flash attention in Pallas, backward: gradients of queries, of keys and values, and of a bias.
+
+Nothing of size queries x keys was kept: each kernel works out the weights of its tiles again from the log-sum-exp, as
+flash attention does (Dao et al., 2022). Each sums what it holds by itself, in one order, so the same inputs give the
+same bits; queries and keys therefore have a kernel each, and what a weight is, is worked out twice.
+
+With p the weights and dp the products of d_out and values, the gradient of a logit is ds = p * (dp - delta), where
+delta, one number a query, is the sum of d_out * out less the gradient of the log-sum-exp.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_attn._tile import dense, logits, triton
+from pallas_attn._tile.rows import Chunk
+from pallas_attn.ops.flash_attention import scores, walk
+from pallas_attn.ops.flash_attention.config import FlashAttentionConfig, FlashAttentionTiles
+from pallas_attn.ops.flash_attention.kernel import of_program, sides
+from pallas_attn.ops.flash_attention.problem import Problem, Rules
+
+
+@functools.partial(jax.jit, static_argnames=("rules", "config", "interpret"))
+def backward(
+    operands: dict[str, jax.Array], *, rules: Rules, config: FlashAttentionConfig, interpret: bool = False
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of query, key and value, each as its array. `operands`: as forward's, and "d_out" of out's shape,
+    "lse2" and "delta" [batch, num_kv_heads, group, q_len]."""
+    problem = Problem.of(operands, rules)
+    query, key, value = (
+        jax.ShapeDtypeStruct(operands[name].shape, operands[name].dtype) for name in ("query", "key", "value")
+    )
+
+    def call(
+        kernel: Any, name: str, tiles: FlashAttentionTiles, blocks: int, out_shape: list[jax.ShapeDtypeStruct]
+    ):
+        return triton.kernel_call(
+            functools.partial(kernel, problem=problem, tiles=tiles),
+            operands,
+            name=f"pallas_attn_flash_attention_{name}",
+            grid=(blocks, problem.num_kv_heads, problem.batch),
+            out_shape=out_shape,
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
+            interpret=interpret,
+        )
+
+    tiles = config.query
+    blocks = problem.group * problem.blocks("query", tiles.block_q)
+    (d_query,) = call(_query_kernel, "dq", tiles, blocks, [query])
+    tiles = config.key_value
+    blocks = problem.blocks("key", tiles.block_kv)
+    d_key, d_value = call(_key_value_kernel, "dkv", tiles, blocks, [key, value])
+    return d_query, d_key, d_value
+
+
+class Rows(NamedTuple):
+    """What the gradient needs of some queries of one head."""
+
+    query: list[jax.Array]
+    d_out: list[jax.Array]
+    lse2: jax.Array
+    delta: jax.Array
+
+
+def _rows(refs: dict[str, Any], problem: Problem, cell: scores.Cell, tokens, real) -> Rows:
+    stream = dense.Stream(problem.rules.layout, cell.batch, (cell.kv_head, cell.place))
+    lse2, delta = (
+        triton.load(dense.per_token(refs[name], cell, tokens), mask=real, other=0.0)
+        for name in ("lse2", "delta")
+    )
+    return Rows(
+        stream.read(refs["query"], tokens, real, problem.query_chunks),
+        stream.read(refs["d_out"], tokens, real, problem.value_chunks),
+        # A query that sees nothing has logits of -inf alone.
+        jnp.where(lse2 == -jnp.inf, 0.0, lse2),
+        delta,
+    )
+
+
+class Pairs(NamedTuple):
+    """Of a tile of pairs: weights, gradients of logits and, where the soft cap bends them, of what it was given."""
+
+    weights: jax.Array
+    d_logits: jax.Array
+    d_products: jax.Array
+
+
+def _pairs(given: scores.Scores, lse2, delta, d_weights, seen: jax.Array | None) -> Pairs:
+    weights = jnp.exp2(given.logits * given.factor - lse2)
+    d_logits = weights * (d_weights - delta)
+    if seen is not None:
+        # Both: what is not seen may be NaN.
+        weights, d_logits = jnp.where(seen, weights, 0.0), jnp.where(seen, d_logits, 0.0)
+    return Pairs(weights, d_logits, d_logits if given.slope is None else d_logits * given.slope)
+
+
+def _query_kernel(refs, d_query_ref, *, problem: Problem, tiles: FlashAttentionTiles):
+    rules = problem.rules
+    queries, keys = sides(refs, problem, tiles)
+    cell, index = of_program(problem, problem.blocks("query", tiles.block_q))
+    mine = walk.block(queries, cell.batch, index)
+    pool = dense.Stream(rules.layout, cell.batch, (cell.kv_head,))
+    rows = _rows(refs, problem, cell, mine.tokens, mine.real)
+
+    def step(sums: tuple[jax.Array, ...], tile: walk.Tile) -> tuple[jax.Array, ...]:
+        k = pool.read(refs["key"], tile.tokens, tile.held, problem.query_chunks)
+        v = pool.read(refs["value"], tile.tokens, tile.held, problem.value_chunks)
+        query_at, key_at = mine.tokens[:, None], tile.tokens[None, :]
+        real = mine.real[:, None] & tile.held[None, :]
+        given = scores.scores(rules, refs, cell, logits.products(rows.query, k, None), query_at, key_at, real)
+        among = (tile.held[None, :], None if tile.taking_part is None else tile.taking_part[:, None])
+        seen = scores.visible(rules.band, query_at, key_at, tile.masked, among)
+        d_weights = logits.products(rows.d_out, v, None)
+        pairs = _pairs(given, rows.lse2[:, None], rows.delta[:, None], d_weights, seen)
+        d_products = pairs.d_products.astype(refs["key"].dtype)
+        return tuple(
+            tile.added(total, triton.dot(d_products, part)) for total, part in zip(sums, k, strict=True)
+        )
+
+    sums = tuple(jnp.zeros((tiles.block_q, size), jnp.float32) for _, size in problem.query_chunks)
+    sums = walk.walk(mine, queries, keys, rules.band, cell.batch, step, sums)
+    stream = dense.Stream(rules.layout, cell.batch, (cell.kv_head, cell.place))
+    scaled = [total * rules.scale for total in sums]
+    stream.write(d_query_ref, mine.tokens, mine.real, problem.query_chunks, scaled)
+
+
+def _key_value_kernel(refs, d_key_ref, d_value_ref, *, problem: Problem, tiles: FlashAttentionTiles):
+    """Tiles are [keys, queries], so that weights and gradients of logits meet queries as they are, from registers.
+
+    The first keys come first: causal queries that see them are the most.
+    """
+    rules = problem.rules
+    queries, keys = sides(refs, problem, tiles)
+    index, kv_head, batch = (triton.program_id(axis) for axis in range(3))
+    mine = walk.block(keys, batch, index)
+    pool = dense.Stream(rules.layout, batch, (kv_head,))
+    k = pool.read(refs["key"], mine.tokens, mine.real, problem.query_chunks)
+    v = pool.read(refs["value"], mine.tokens, mine.real, problem.value_chunks)
+
+    def step(cell: scores.Cell, sums: tuple[Any, Any], tile: walk.Tile) -> tuple[Any, Any]:
+        rows = _rows(refs, problem, cell, tile.tokens, tile.held)
+        query_at, key_at = tile.tokens[None, :], mine.tokens[:, None]
+        real = mine.real[:, None] & tile.held[None, :]
+        given = scores.scores(rules, refs, cell, logits.products(k, rows.query, None), query_at, key_at, real)
+        among = (tile.held[None, :], None if tile.taking_part is None else tile.taking_part[:, None])
+        seen = scores.visible(rules.band, query_at, key_at, tile.masked, among)
+        d_weights = logits.products(v, rows.d_out, None)
+        pairs = _pairs(given, rows.lse2[None, :], rows.delta[None, :], d_weights, seen)
+        weights, d_products = (x.astype(refs["query"].dtype) for x in (pairs.weights, pairs.d_products))
+        d_key, d_value = sums
+
+        def added(totals: list[jax.Array], pairs: jax.Array, parts: list[jax.Array]) -> list[jax.Array]:
+            return [
+                tile.added(sums, triton.dot(pairs, part)) for sums, part in zip(totals, parts, strict=True)
+            ]
+
+        return added(d_key, d_products, rows.query), added(d_value, weights, rows.d_out)
+
+    def head(place: jax.Array, sums: tuple[Any, Any]) -> tuple[Any, Any]:
+        cell = scores.Cell(batch, kv_head, place)
+        turned = rules.band.turned()
+        return walk.walk(mine, keys, queries, turned, batch, functools.partial(step, cell), sums)
+
+    def zeros(chunks: Sequence[Chunk]) -> list[jax.Array]:
+        return [jnp.zeros((tiles.block_kv, size), jnp.float32) for _, size in chunks]
+
+    sums = zeros(problem.query_chunks), zeros(problem.value_chunks)
+    # One head needs no loop, and inner loops are those that Triton pipelines.
+    sums = head(jnp.int32(0), sums) if problem.group == 1 else lax.fori_loop(0, problem.group, head, sums)
+    d_key = [total * rules.scale for total in sums[0]]
+    pool.write(d_key_ref, mine.tokens, mine.real, problem.query_chunks, d_key)
+    pool.write(d_value_ref, mine.tokens, mine.real, problem.value_chunks, sums[1])
+
+
+@functools.partial(jax.jit, static_argnames=("rules", "shape", "config", "interpret"))
+def bias_gradient(
+    operands: dict[str, jax.Array],
+    *,
+    rules: Rules,
+    shape: tuple[int, ...],
+    config: FlashAttentionConfig,
+    interpret: bool = False,
+) -> jax.Array:
+    """Gradient of the bias, summed to `shape`: [batch or 1, num_kv_heads or 1, group or 1, q_len or 1, kv_len]."""
+    problem, tiles = Problem.of(operands, rules), config.key_value
+    q_blocks = problem.blocks("query", tiles.block_q) if shape[3] > 1 else 1
+    (d_bias,) = triton.kernel_call(
+        functools.partial(_bias_kernel, problem=problem, tiles=tiles, q_blocks=q_blocks, shape=shape),
+        operands,
+        name="pallas_attn_flash_attention_dbias",
+        grid=(problem.blocks("key", tiles.block_kv) * q_blocks, shape[1] * shape[2], shape[0]),
+        out_shape=[jax.ShapeDtypeStruct(shape, operands["bias"].dtype)],
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        interpret=interpret,
+    )
+    return d_bias
+
+
+def _bias_kernel(
+    refs, d_bias_ref, *, problem: Problem, tiles: FlashAttentionTiles, q_blocks: int, shape: tuple[int, ...]
+):
+    """A program sums one tile over everything that shares the bias. Documents need no walk here: no product runs over
+    tokens, so a token's NaN stays with it."""
+    rules = problem.rules
+    queries, keys = sides(refs, problem, tiles)
+    flat, heads, batch = (triton.program_id(axis) for axis in range(3))
+    fixed = (batch, heads // shape[2], heads % shape[2], flat % q_blocks)
+    block_kv = flat // q_blocks
+    sizes = (problem.batch, problem.num_kv_heads, problem.group, problem.blocks("query", tiles.block_q))
+    summed = [size if own == 1 else 1 for own, size in zip((*shape[:3], q_blocks), sizes, strict=True)]
+
+    def one(i: jax.Array, total: jax.Array) -> jax.Array:
+        place = []
+        for own, count in reversed(list(zip(fixed, summed, strict=True))):
+            place.append(own if count == 1 else i % np.int32(count))
+            i = i // np.int32(count)
+        block_q, *head = place
+        cell = scores.Cell(*reversed(head))
+        asked, given = walk.block(queries, cell.batch, block_q), walk.block(keys, cell.batch, block_kv)
+        rows = _rows(refs, problem, cell, asked.tokens, asked.real)
+        pool = dense.Stream(rules.layout, cell.batch, (cell.kv_head,))
+        k = pool.read(refs["key"], given.tokens, given.real, problem.query_chunks)
+        v = pool.read(refs["value"], given.tokens, given.real, problem.value_chunks)
+        query_at, key_at = asked.tokens[:, None], given.tokens[None, :]
+        real = asked.real[:, None] & given.real[None, :]
+        products = logits.products(rows.query, k, None)
+        shaped = scores.scores(rules, refs, cell, products, query_at, key_at, real)
+        among = [real]
+        if asked.rank is not None and given.rank is not None:
+            among.append(asked.rank[:, None] == given.rank[None, :])
+        seen = scores.visible(rules.band, query_at, key_at, True, among)
+        d_weights = logits.products(rows.d_out, v, None)
+        pairs = _pairs(shaped, rows.lse2[:, None], rows.delta[:, None], d_weights, seen)
+        return total + pairs.d_logits
+
+    zeros = jnp.zeros((tiles.block_q, tiles.block_kv), jnp.float32)
+    total = lax.fori_loop(0, math.prod(summed), one, zeros)
+    asked, given = walk.block(queries, batch, fixed[3]), walk.block(keys, batch, block_kv)
+    cell = scores.Cell(*fixed[:3])
+    if shape[3] == 1:
+        total, first = jnp.sum(total, axis=0), jnp.zeros_like(given.tokens)
+        place = scores.pairs_at(d_bias_ref, cell, first, given.tokens)
+        triton.store(place, total.astype(d_bias_ref.dtype), mask=given.real)
+    else:
+        place = scores.pairs_at(d_bias_ref, cell, asked.tokens[:, None], given.tokens[None, :])
+        mask = asked.real[:, None] & given.real[None, :]
+        triton.store(place, total.astype(d_bias_ref.dtype), mask=mask)

@@ -1,0 +1,148 @@
+"""Tile sizes of the flash attention kernels, and the heuristic for devices without a measured file."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_attn._call import configs
+from pallas_attn._call.checks import check_int, dtype_name, fail
+from pallas_attn._call.device import Device, current_device
+from pallas_attn.ops.flash_attention.problem import Problem, Rules
+
+RESERVED_KIB = 4  # for log-sum-exps and reductions
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashAttentionTiles:
+    """How one kernel is cut up.
+
+    block_q, block_kv: query tokens and keys of a tile, powers of two >= 16.
+    num_warps, num_stages: Triton's warps per program and depth of software pipelining.
+    """
+
+    block_q: int
+    block_kv: int
+    num_warps: int = 4
+    num_stages: int = 2
+
+    def __post_init__(self):
+        for name, least in (("block_q", 16), ("block_kv", 16), ("num_warps", 1)):
+            size = getattr(self, name)
+            check_int("FlashAttentionTiles", name, size)
+            if size < least or size & (size - 1):
+                fail("FlashAttentionTiles", name, f"a power of two >= {least}", str(size))
+        check_int("FlashAttentionTiles", "num_stages", self.num_stages, least=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashAttentionConfig:
+    """How the kernels of one call are cut up.
+
+    forward: out and lse; a program holds `block_q` queries and walks over keys.
+    query: gradients of queries, likewise.
+    key_value: gradients of keys and values; a program holds `block_kv` keys and walks over queries. The gradient of a
+        bias is worked out in the same tiles.
+    """
+
+    forward: FlashAttentionTiles
+    query: FlashAttentionTiles
+    key_value: FlashAttentionTiles
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            tiles = getattr(self, field.name)
+            if not isinstance(tiles, FlashAttentionTiles):
+                fail(
+                    "FlashAttentionConfig",
+                    field.name,
+                    "a FlashAttentionTiles",
+                    type(tiles).__name__,
+                    TypeError,
+                )
+
+
+def resolve(
+    operands: dict[str, jax.Array], rules: Rules, explicit: FlashAttentionConfig | None
+) -> FlashAttentionConfig:
+    """The caller's own, a measured one or the heuristic's."""
+    problem, dtype = Problem.of(operands, rules), operands["query"].dtype
+    key = dict(
+        head_dim=problem.head_dim,
+        value_dim=problem.value_dim,
+        dtype=dtype_name(dtype),
+        q_len=problem.q_len,
+        kv_len=problem.kv_len,
+    )
+    pairs = sum(operands[name].dtype.itemsize for name in ("bias", "mask") if name in operands)
+    choose = functools.partial(heuristic, problem, jnp.dtype(dtype).itemsize, pairs, current_device())
+    return configs.resolve("flash_attention", FlashAttentionConfig, explicit, key, choose)
+
+
+def heuristic(
+    problem: Problem, itemsize: int, pair_bytes: int, device: Device, **measured: Any
+) -> FlashAttentionConfig:
+    """For Hopper, from measurements (README.md); elsewhere the same, as far as there is shared memory for it.
+    `pair_bytes` are what bias and mask have for each query and key, `measured` fields of the config that are known
+    better.
+
+    Two warpgroups share a tile of 128 rows, and three buffers keep copies ahead of products. Wide heads take the
+    registers that sums are in, and float32, whose products are not the tensor cores', takes all there are.
+    """
+    if itemsize == 4:
+        small = (
+            FlashAttentionTiles(32, 32, 4, 1) if problem.widest <= 128 else FlashAttentionTiles(32, 16, 8, 1)
+        )
+        chosen = dict(
+            forward=small,
+            query=small,
+            key_value=FlashAttentionTiles(small.block_kv, small.block_q, small.num_warps, 1),
+        )
+    elif problem.widest <= 128:
+        chosen = dict(
+            forward=FlashAttentionTiles(128, 64, 8, 3),
+            query=FlashAttentionTiles(128, 64, 8, 3),
+            key_value=FlashAttentionTiles(64, 128, 8, 3),
+        )
+    else:
+        chosen = dict(
+            forward=FlashAttentionTiles(128, 64, 8, 2),
+            query=FlashAttentionTiles(64, 32, 4, 2),
+            key_value=FlashAttentionTiles(32, 64, 8, 2),
+        )
+    key, value = (sum(size for _, size in chunks) for chunks in (problem.query_chunks, problem.value_chunks))
+    held = dict(forward=("q", key), query=("q", key + value), key_value=("kv", key + value))
+    for name, (side, width) in held.items():
+        walked = (key + value) * itemsize
+        chosen[name] = _fitted(chosen[name], side, width * itemsize, walked, pair_bytes, device)
+    chosen |= {name: FlashAttentionTiles(**fields) for name, fields in measured.items()}
+    return FlashAttentionConfig(**chosen)
+
+
+def _fitted(
+    tiles: FlashAttentionTiles,
+    held: str,
+    held_bytes: int,
+    walked_bytes: int,
+    pair_bytes: int,
+    device: Device,
+) -> FlashAttentionTiles:
+    """With fewer stages or smaller tiles, until a program's tokens are in shared memory: those it holds, and those it
+    walks over in a buffer for each stage."""
+
+    def needed(tiles: FlashAttentionTiles) -> int:
+        mine, theirs = (tiles.block_q, tiles.block_kv)[:: 1 if held == "q" else -1]
+        return mine * held_bytes + theirs * (walked_bytes + mine * pair_bytes) * tiles.num_stages
+
+    while needed(tiles) > (device.shared_kib - RESERVED_KIB) * 1024:
+        if tiles.num_stages > 2:
+            tiles = dataclasses.replace(tiles, num_stages=tiles.num_stages - 1)
+        elif max(tiles.block_q, tiles.block_kv) == 16:
+            break
+        elif tiles.block_q >= tiles.block_kv:
+            tiles = dataclasses.replace(tiles, block_q=tiles.block_q // 2)
+        else:
+            tiles = dataclasses.replace(tiles, block_kv=tiles.block_kv // 2)
+    return tiles

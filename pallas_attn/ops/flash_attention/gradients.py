@@ -1,0 +1,156 @@
+"""The call with its derivative: what is kept for the backward pass, and who works out what.
+
+The rule stands around `partition.run`, forward and backward alike, so that each device works on its own heads and
+sequences in both, and the partitioner never has to differentiate.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+
+from pallas_attn._call import partition
+from pallas_attn._tile import sharding, softmax
+from pallas_attn.ops.flash_attention.config import FlashAttentionConfig
+from pallas_attn.ops.flash_attention.problem import Rules
+
+FUNCTION = "flash_attention"
+OTHERS = {
+    "q_rank": "seqs q",
+    "kv_rank": "seqs kv",
+    "q_table": "seqs ranks span",
+    "kv_table": "seqs ranks span",
+}
+
+type Arrays = dict[str, jax.Array]
+
+
+class Passes(NamedTuple):
+    """An implementation: (operands, *, rules, config) -> results, as kernel.py and backward.py have them."""
+
+    name: str
+    forward: Callable[..., tuple[jax.Array, jax.Array]]
+    backward: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
+    bias_gradient: Callable[..., jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The static part of a call."""
+
+    rules: Rules
+    passes: Passes
+    config: FlashAttentionConfig | None
+    """The caller's own."""
+
+    def run(self, fn: Callable[..., Any], operands: Arrays, results: tuple[str, ...], **static: Any) -> Any:
+        static |= {"rules": self.rules, "passes": self.passes, "config": self.config}
+        dims = {name: self.dims(name, array.shape) for name, array in operands.items()}
+        name = self.passes.name
+        return partition.run(FUNCTION, fn, operands, dims, results, static=static, implementation=name)
+
+    def dims(self, name: str, shape: tuple[int, ...]) -> str:
+        """What an operand's dimensions are. KV heads are the heads that may be sharded, the queries' too."""
+        if name in ("bias", "mask"):
+            kinds = ("seqs", "heads", "group", "q", "kv")
+            return " ".join("one" if size == 1 else kind for kind, size in zip(kinds, shape, strict=True))
+        named = {
+            **OTHERS,
+            "sinks": "heads group",
+            "lse2": "seqs heads group q",
+            "delta": "seqs heads group q",
+        }
+        if name in named:
+            return named[name]
+        tokens, heads = ("kv", "heads") if name in ("key", "value") else ("q", "heads group")
+        return f"seqs {tokens} {heads} dim" if self.rules.layout == "BTNH" else f"seqs {heads} {tokens} dim"
+
+
+def attend(call: Call, floats: Arrays, others: Arrays) -> tuple[jax.Array, jax.Array]:
+    """(out as query, lse [batch, num_kv_heads, group, q_len]). Gradients flow to `floats`: query, key, value, sinks,
+    bias."""
+    axes = sharding.varying_axes(floats, others)
+    # Here, so that gradients of what is the same everywhere are summed over the axes.
+    floats, others = sharding.vary((floats, others), axes)
+
+    @jax.custom_vjp
+    def attended(floats: Arrays, others: Arrays):
+        results = (call.dims("query", ()), "seqs heads group q")
+        out, lse2 = call.run(_forward, floats | others, results)
+        return out, softmax.natural_lse(lse2)
+
+    def forwards(floats: Any, others: Any):
+        # With symbolic zeros every leaf says whether its gradient is asked for.
+        asked = [name for name, leaf in floats.items() if leaf.perturbed]
+        floats, others = jax.tree.map(lambda leaf: leaf.value, (floats, others), is_leaf=_is_primal)
+        out, lse = attended(floats, others)
+        return (out, lse), (floats, others, out, lse, dict.fromkeys(asked))
+
+    def backwards(saved: Any, cotangents: Any):
+        floats, others, out, lse, asked = saved
+        d_out, d_lse = (_array(x) for x in cotangents)
+        gradients = _gradients(call, floats, others, (out, lse), (d_out, d_lse), asked)
+        return {name: _placed(gradient, floats[name]) for name, gradient in gradients.items()}, None
+
+    attended.defvjp(forwards, backwards, symbolic_zeros=True)
+    return attended(floats, others)
+
+
+def _is_primal(leaf: Any) -> bool:
+    return hasattr(leaf, "perturbed")
+
+
+def _array(cotangent: Any) -> jax.Array:
+    shape, dtype = cotangent.shape, cotangent.dtype
+    is_zero = isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
+    return jnp.zeros(shape, dtype) if is_zero else cotangent
+
+
+def _placed(gradient: jax.Array | None, like: jax.Array) -> jax.Array | None:
+    """Where axes are Explicit, a gradient's type says that it is sharded as its argument is."""
+    sharding = jax.typeof(like).sharding
+    if gradient is None or sharding.mesh.empty or AxisType.Explicit not in sharding.mesh.axis_types:
+        return gradient
+    return jax.sharding.reshard(gradient, sharding)
+
+
+def _gradients(call: Call, floats: Arrays, others: Arrays, results, cotangents, asked) -> dict[str, Any]:
+    (out, lse), (d_out, d_lse) = results, cotangents
+    product = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+    delta = (jnp.moveaxis(product, 1, -1) if call.rules.layout == "BTNH" else product) - d_lse
+    operands = floats | others | {"d_out": d_out, "lse2": lse * softmax.LOG2_E, "delta": delta}
+    gradients: dict[str, Any] = dict.fromkeys(floats)
+    which = ("query", "key", "value")
+    if asked.keys() & set(which):
+        dims = tuple(call.dims(name, ()) for name in which)
+        gradients |= zip(which, call.run(_backward, operands, dims), strict=True)
+    if "sinks" in asked:
+        # The sink's logit has a weight, like a key's, and no value.
+        weights = jnp.exp(floats["sinks"][None, :, :, None] - lse)
+        gradients["sinks"] = -jnp.sum(weights * delta, axis=(0, 3))
+    if "bias" in asked:
+        own = floats["bias"].shape
+        # Devices that share a bias have parts of its gradient each: those are summed here, where all are seen.
+        shape = own if jax.device_count() == 1 else (*lse.shape[:3], *own[3:])
+        (d_bias,) = call.run(_bias_gradient, operands, (call.dims("bias", shape),), own=own)
+        gradients["bias"] = jnp.sum(
+            d_bias, axis=[i for i, n in enumerate(own) if n != shape[i]], keepdims=True
+        ).astype(floats["bias"].dtype)
+    return gradients
+
+
+def _forward(operands: Arrays, *, rules: Rules, passes: Passes, config: Any):
+    return passes.forward(operands, rules=rules, config=config)
+
+
+def _backward(operands: Arrays, *, rules: Rules, passes: Passes, config: Any):
+    return passes.backward(operands, rules=rules, config=config)
+
+
+def _bias_gradient(operands: Arrays, *, rules: Rules, passes: Passes, config: Any, own: tuple[int, ...]):
+    lead = own[:3] if jax.device_count() == 1 else operands["lse2"].shape[:3]
+    shape = (*lead, *own[3:])
+    return (passes.bias_gradient(operands, rules=rules, config=config, shape=shape),)

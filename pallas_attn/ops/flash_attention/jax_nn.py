@@ -1,0 +1,99 @@
+"""`jax.nn.dot_product_attention` by flash attention: the same arguments, to be put in its place."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_attn._call.checks import ArgumentChecker, is_array
+from pallas_attn.ops.flash_attention.api import serve
+
+NAME = "dot_product_attention"
+SPELLED = {"causal": "is_causal", "sliding_window": "local_window_size", "return_lse": "return_residual"}
+
+
+def dot_product_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: str | None = None,
+    return_residual: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """`jax.nn.dot_product_attention` with the arguments of jax 0.11 and 0.12, served by `flash_attention`.
+
+    Args:
+        query, key, value: [batch, q_len, num_heads, head_dim] and [batch, kv_len, num_kv_heads, head_dim], or without
+            the batch; bf16, fp16 or float32.
+        bias, mask: as many dimensions as query, each 1 or that of [batch, num_heads, q_len, kv_len]; mask is bool.
+        scale: factor of the logits; None means head_dim ** -0.5.
+        is_causal: query i sees keys up to i.
+        query_seq_lengths, key_value_seq_lengths: [batch] int32; tokens from there on are padding, whatever they hold.
+        local_window_size: (left, right), or one int for both: query i sees keys from i - left to i + right.
+        implementation: of `flash_attention`: None, "pallas", "xla" or "interpret".
+        return_residual: also return the log-sum-exp, [batch, q_len, num_heads] float32.
+
+    Returns:
+        What jax.nn's returns, but for a query that sees no key: out is 0 and the residual -inf here.
+
+    Raises:
+        TypeError, ValueError: as `flash_attention`, under this name for what only this function has.
+    """
+    check = ArgumentChecker(NAME, SPELLED)
+    check.is_array("query", query)
+    if len(query.shape) not in (3, 4):
+        forms = "[batch, q_len, num_heads, head_dim] or [q_len, num_heads, head_dim]"
+        check.fail("query", f"shape {forms}", str(list(query.shape)))
+    for name, array in (("key", key), ("value", value)):
+        check.is_array(name, array)
+        if len(array.shape) != len(query.shape):
+            check.fail(name, "as many dimensions as query", str(list(array.shape)))
+    single = len(query.shape) == 3
+
+    def batched(array: Any) -> Any:
+        return array[None] if single and is_array(array) else array
+
+    query, key, value, bias, mask = map(batched, (query, key, value, bias, mask))
+    segment_ids = None
+    if query_seq_lengths is not None or key_value_seq_lengths is not None:
+        segment_ids = (
+            _padding(check, "query_seq_lengths", query_seq_lengths, query.shape, -1),
+            _padding(check, "key_value_seq_lengths", key_value_seq_lengths, key.shape, -2),
+        )
+    window = local_window_size
+    if window is not None and not isinstance(window, tuple):
+        window = (window, window)
+    check.flag("return_lse", return_residual)
+    out, lse = serve(
+        check,
+        query,
+        key,
+        value,
+        bias=bias,
+        mask=mask,
+        segment_ids=segment_ids,
+        causal=is_causal,
+        sliding_window=window,
+        scale=scale,
+        return_lse=True,
+        implementation=implementation,
+    )
+    if single:
+        out, lse = out[0], lse[0]
+    return (out, lse) if return_residual else out
+
+
+def _padding(check: ArgumentChecker, name: str, lengths, shape: tuple[int, ...], other: int) -> jax.Array:
+    """Segment ids: 0 for what there is, and `other`, which the other side does not have, for padding."""
+    batch, tokens = shape[:2]
+    if lengths is None:
+        return jnp.zeros((batch, tokens), jnp.int32)
+    check.array(name, lengths, (batch,), [jnp.int32])
+    return jnp.where(jnp.arange(tokens) < lengths[:, None], 0, other).astype(jnp.int32)

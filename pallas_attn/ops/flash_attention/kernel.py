@@ -1,0 +1,91 @@
+"""Flash attention in Pallas, forward: a program holds a block of queries and walks over the keys they see.
+
+Gradients are in backward.py.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_attn._tile import dense, logits, masking, softmax, triton
+from pallas_attn.ops.flash_attention import scores, walk
+from pallas_attn.ops.flash_attention.config import FlashAttentionTiles
+from pallas_attn.ops.flash_attention.problem import Problem, Rules
+
+
+@functools.partial(jax.jit, static_argnames=("rules", "tiles", "interpret"))
+def forward(
+    operands: dict[str, jax.Array], *, rules: Rules, tiles: FlashAttentionTiles, interpret: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """(out in query's dtype, of query's shape with the values' width; lse2 [batch, num_kv_heads, group, q_len]).
+
+    `operands`: query, key, value and, as far as there are any, sinks, bias, mask, q_rank, q_table, kv_rank, kv_table.
+    """
+    problem = Problem.of(operands, rules)
+    query = operands["query"]
+    return triton.kernel_call(
+        functools.partial(_forward_kernel, problem=problem, tiles=tiles),
+        operands,
+        name="pallas_attn_flash_attention",
+        # The heads of a group run side by side, for they read the same keys; then blocks of the same heads.
+        grid=(problem.group * problem.blocks("query", tiles.block_q), problem.num_kv_heads, problem.batch),
+        out_shape=[
+            jax.ShapeDtypeStruct((*query.shape[:-1], problem.value_dim), query.dtype),
+            jax.ShapeDtypeStruct(problem.lse_shape, jnp.float32),
+        ],
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        interpret=interpret,
+    )
+
+
+def of_program(problem: Problem, num_blocks: int) -> tuple[scores.Cell, jax.Array]:
+    """The head that a program serves, and its block: the last first, for causal queries have most to do there."""
+    flat, kv_head, batch = (triton.program_id(axis) for axis in range(3))
+    index = num_blocks - 1 - flat // problem.group
+    return scores.Cell(batch, kv_head, flat % problem.group), index
+
+
+def sides(refs: dict[str, Any], problem: Problem, tiles: FlashAttentionTiles) -> tuple[walk.Side, walk.Side]:
+    """Queries and keys."""
+    return (
+        walk.Side(problem.q_len, tiles.block_q, refs.get("q_rank"), refs.get("q_table")),
+        walk.Side(problem.kv_len, tiles.block_kv, refs.get("kv_rank"), refs.get("kv_table")),
+    )
+
+
+def _forward_kernel(refs, out_ref, lse_ref, *, problem: Problem, tiles: FlashAttentionTiles):
+    rules = problem.rules
+    queries, keys = sides(refs, problem, tiles)
+    cell, index = of_program(problem, problem.blocks("query", tiles.block_q))
+    mine = walk.block(queries, cell.batch, index)
+    stream = dense.Stream(rules.layout, cell.batch, (cell.kv_head, cell.place))
+    pool = dense.Stream(rules.layout, cell.batch, (cell.kv_head,))
+    q = stream.read(refs["query"], mine.tokens, mine.real, problem.query_chunks)
+
+    def step(state: softmax.OnlineSoftmax, tile: walk.Tile) -> softmax.OnlineSoftmax:
+        k = pool.read(refs["key"], tile.tokens, tile.held, problem.query_chunks)
+        v = pool.read(refs["value"], tile.tokens, tile.held, problem.value_chunks)
+        query_at, key_at = mine.tokens[:, None], tile.tokens[None, :]
+        real = mine.real[:, None] & tile.held[None, :]
+        given = scores.scores(rules, refs, cell, logits.products(q, k, None), query_at, key_at, real)
+        among = (tile.held[None, :], None if tile.taking_part is None else tile.taking_part[:, None])
+        seen = scores.visible(rules.band, query_at, key_at, tile.masked, among)
+        shaped = given.logits if seen is None else masking.apply(given.logits, seen)
+        state, weights = softmax.rescale(state, shaped, given.factor)
+        weights = weights.astype(refs["value"].dtype)
+        acc = tuple(
+            tile.added(sums, triton.dot(weights, part)) for sums, part in zip(state.acc, v, strict=True)
+        )
+        return state._replace(acc=acc)
+
+    state = softmax.start((tiles.block_q,), tuple(size for _, size in problem.value_chunks))
+    state = walk.walk(mine, queries, keys, rules.band, cell.batch, step, state)
+    if "sinks" in refs:
+        sink = triton.load(refs["sinks"].at[cell.kv_head, cell.place]) * softmax.LOG2_E
+        state = softmax.join(state, jnp.broadcast_to(sink, (tiles.block_q,)))
+    out, lse2 = softmax.finish(state)
+    stream.write(out_ref, mine.tokens, mine.real, problem.value_chunks, out)
+    triton.store(dense.per_token(lse_ref, cell, mine.tokens), lse2, mask=mine.real)

@@ -1,0 +1,177 @@
+"""`flash_attention` in plain jnp: works anywhere, in float32, and keeps nothing of size queries x keys.
+
+Forward and backward go over the keys in chunks. A chunk is small enough that its logits, for all queries together,
+take some tens of megabytes.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn._tile import masking, sharding, softmax
+from pallas_attn.ops.flash_attention.problem import Problem, Rules
+
+LOGITS = 2**24  # of a chunk, for all queries and heads
+LEAST_CHUNK = 16
+dot = functools.partial(jnp.einsum, precision="highest", preferred_element_type=jnp.float32)
+
+
+class Chunk(NamedTuple):
+    """Some keys, and what all queries [batch, num_kv_heads, group, q_len] make of them."""
+
+    key: jax.Array
+    value: jax.Array
+    logits: jax.Array
+    seen: jax.Array
+    slope: jax.Array
+    """The soft cap's derivative, or 1."""
+
+
+class Chunks:
+    """The keys of a call, a chunk at a time."""
+
+    def __init__(self, operands: dict[str, jax.Array], rules: Rules):
+        self.problem, self.rules, self.operands = Problem.of(operands, rules), rules, operands
+        self.query = self.by_head(operands["query"])
+        queries = max(1, self.query.size // self.query.shape[-1])
+        self.size = min(self.problem.kv_len, max(LEAST_CHUNK, LOGITS // queries))
+        self.count = -(-self.problem.kv_len // self.size)
+        self.key, self.value = (self._padded(self.by_head(operands[name]), 2) for name in ("key", "value"))
+
+    def by_head(self, array: jax.Array) -> jax.Array:
+        """[batch, heads..., tokens, dim] in float32."""
+        array = array.astype(jnp.float32)
+        return jnp.moveaxis(array, 1, -2) if self.rules.layout == "BTNH" else array
+
+    def as_given(self, array: jax.Array, name: str) -> jax.Array:
+        """The inverse, in the dtype of an operand."""
+        array = jnp.moveaxis(array, -2, 1) if self.rules.layout == "BTNH" else array
+        return array.astype(self.operands[name].dtype)
+
+    def _padded(self, array: jax.Array, axis: int) -> jax.Array:
+        widths = [(0, 0)] * array.ndim
+        widths[axis] = (0, self.count * self.size - array.shape[axis])
+        return jnp.pad(array, widths)
+
+    def _of(self, i: jax.Array, array: jax.Array, axis: int) -> jax.Array:
+        return lax.dynamic_slice_in_dim(array, i * self.size, self.size, axis)
+
+    def __getitem__(self, i: jax.Array) -> Chunk:
+        rules, operands = self.rules, self.operands
+        key = self._of(i, self.key, 2)
+        logits = dot("bkgqd,bksd->bkgqs", self.query, key) * rules.scale
+        slope = jnp.float32(1.0)
+        if rules.softcap is not None:
+            bent = jnp.tanh(logits / rules.softcap)
+            logits, slope = rules.softcap * bent, 1.0 - bent * bent
+        if "bias" in operands:
+            logits += self._of(i, self._padded(operands["bias"], 4), 4).astype(jnp.float32)
+        query_at = jnp.arange(self.problem.q_len)[:, None]
+        key_at = i * self.size + jnp.arange(self.size)
+        seen = jnp.broadcast_to(key_at < self.problem.kv_len, (1, 1, 1, *logits.shape[-2:]))
+        for mask in rules.band.visible(query_at, key_at):
+            seen &= mask
+        if "mask" in operands:
+            seen &= self._of(i, self._padded(operands["mask"], 4), 4) != 0
+        if "q_rank" in operands:
+            of_keys = self._of(i, self._padded(operands["kv_rank"], 1), 1)
+            same = operands["q_rank"][:, :, None] == of_keys[:, None, :]
+            seen &= same[:, None, None]
+        return Chunk(key, self._of(i, self.value, 2), masking.apply(logits, seen), seen, slope)
+
+    def summed(self, subscripts: str, weights: jax.Array, seen: jax.Array, over: jax.Array) -> jax.Array:
+        """A product that sums over tokens. Of several documents, a token's NaN reaches only those that see it."""
+        if "q_rank" not in self.operands:
+            return dot(subscripts, weights, over)
+        finite = jnp.isfinite(over)
+        total = dot(subscripts, weights, jnp.where(finite, over, 0.0))
+        seen = jnp.broadcast_to(seen, weights.shape).astype(jnp.float32)
+        return softmax.poison(total, dot(subscripts, seen, (~finite).astype(jnp.float32)) > 0)
+
+
+def _loop(count: int, step, carry, operands: dict[str, jax.Array]):
+    return lax.fori_loop(0, count, step, sharding.vary(carry, sharding.varying_axes(operands)))
+
+
+def forward(
+    operands: dict[str, jax.Array], *, rules: Rules, config: None = None
+) -> tuple[jax.Array, jax.Array]:
+    """As the kernel's."""
+    chunks = Chunks(operands, rules)
+    problem = chunks.problem
+
+    def step(i, state):
+        chunk = chunks[i]
+        state, weights = softmax.rescale(state, chunk.logits, softmax.LOG2_E)
+        acc = state.acc + chunks.summed("bkgqs,bksd->bkgqd", weights, chunk.seen, chunk.value)
+        return state._replace(acc=acc)
+
+    state = _loop(chunks.count, step, softmax.start(problem.lse_shape, problem.value_dim), operands)
+    if "sinks" in operands:
+        sinks = operands["sinks"][None, :, :, None] * softmax.LOG2_E
+        state = softmax.join(state, jnp.broadcast_to(sinks, problem.lse_shape))
+    out, lse2 = softmax.finish(state)
+    return chunks.as_given(out, "query"), lse2
+
+
+def backward(
+    operands: dict[str, jax.Array], *, rules: Rules, config: None = None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """As the kernels'."""
+    chunks = Chunks(operands, rules)
+    d_out, query = chunks.by_head(operands["d_out"]), chunks.query
+
+    def step(i, sums):
+        chunk = chunks[i]
+        weights, d_logits = _of_chunk(operands, chunk, d_out)
+        d_products = d_logits * chunk.slope * rules.scale
+        d_query, d_key, d_value = sums
+        d_query += chunks.summed("bkgqs,bksd->bkgqd", d_products, chunk.seen, chunk.key)
+        mine = (
+            chunks.summed("bkgqs,bkgqd->bksd", d_products, chunk.seen, query),
+            chunks.summed("bkgqs,bkgqd->bksd", weights, chunk.seen, d_out),
+        )
+        at = i * chunks.size
+        d_key, d_value = (
+            lax.dynamic_update_slice_in_dim(whole, part, at, 2)
+            for whole, part in zip((d_key, d_value), mine, strict=True)
+        )
+        return d_query, d_key, d_value
+
+    zeros = jax.tree.map(jnp.zeros_like, (query, chunks.key, chunks.value))
+    d_query, d_key, d_value = _loop(chunks.count, step, zeros, operands)
+    kv_len = chunks.problem.kv_len
+    return (
+        chunks.as_given(d_query, "query"),
+        chunks.as_given(d_key[:, :, :kv_len], "key"),
+        chunks.as_given(d_value[:, :, :kv_len], "value"),
+    )
+
+
+def _of_chunk(operands: dict[str, jax.Array], chunk: Chunk, d_out: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Weights, and gradients of logits."""
+    lse2 = operands["lse2"][..., None]
+    lse2 = jnp.where(lse2 == -jnp.inf, 0.0, lse2)
+    weights = jnp.where(chunk.seen, jnp.exp2(chunk.logits * softmax.LOG2_E - lse2), 0.0)
+    d_weights = dot("bkgqd,bksd->bkgqs", d_out, chunk.value)
+    return weights, jnp.where(chunk.seen, weights * (d_weights - operands["delta"][..., None]), 0.0)
+
+
+def bias_gradient(
+    operands: dict[str, jax.Array], *, rules: Rules, shape: tuple[int, ...], config: None = None
+) -> jax.Array:
+    """As the kernel's."""
+    chunks = Chunks(operands, rules)
+    d_out = chunks.by_head(operands["d_out"])
+    summed = [axis for axis, size in enumerate(shape[:4]) if size == 1]
+
+    def step(i, whole):
+        _, d_logits = _of_chunk(operands, chunks[i], d_out)
+        part = jnp.sum(d_logits, axis=summed, keepdims=True)
+        return lax.dynamic_update_slice_in_dim(whole, part, i * chunks.size, 4)
+
+    zeros = jnp.zeros((*shape[:4], chunks.count * chunks.size), jnp.float32)
+    return _loop(chunks.count, step, zeros, operands)[..., : shape[4]].astype(operands["bias"].dtype)

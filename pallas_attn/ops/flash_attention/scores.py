@@ -1,0 +1,67 @@
+"""From products of queries and keys to base-2 logits with every rule applied: what forward and backward share.
+
+The order is scale, soft cap, bias, masks. A tile is [queries, keys], or [keys, queries] where gradients of keys want it
+so: token numbers come with the dimension that they belong to, and everything else follows by broadcasting.
+"""
+
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_attn._tile import masking, softmax, triton
+from pallas_attn._tile.band import Band
+from pallas_attn.ops.flash_attention.problem import Rules
+
+
+class Cell(NamedTuple):
+    """The head whose queries meet keys."""
+
+    batch: jax.Array
+    kv_head: jax.Array
+    place: jax.Array
+    """In the KV head's group."""
+
+
+class Scores(NamedTuple):
+    """`logits` times `factor` are base-2 logits."""
+
+    logits: jax.Array
+    factor: float
+    slope: jax.Array | None
+    """The soft cap's derivative; None is 1."""
+
+
+def scores(rules: Rules, arrays: dict[str, Any], cell: Cell, products, query, key, real) -> Scores:
+    """`arrays` may hold "bias" and "mask", [batch or 1, num_kv_heads or 1, group or 1, q_len or 1, kv_len]."""
+    logits, factor, slope = products, rules.scale * softmax.LOG2_E, None
+    if rules.softcap is not None:
+        bent = jnp.tanh(products * (rules.scale / rules.softcap))
+        logits, factor, slope = bent, rules.softcap * softmax.LOG2_E, 1.0 - bent * bent
+    if "bias" in arrays:
+        bias = pairs(arrays["bias"], cell, query, key, real).astype(jnp.float32)
+        logits, factor = logits * factor + bias * softmax.LOG2_E, 1.0
+    if "mask" in arrays:
+        logits = masking.apply(logits, pairs(arrays["mask"], cell, query, key, real) != 0)
+    return Scores(logits, factor, slope)
+
+
+def pairs(ref: Any, cell: Cell, query: jax.Array, key: jax.Array, real: jax.Array) -> jax.Array:
+    """Elements of an array that has one for each pair of tokens, where it is not the same for several."""
+    place = pairs_at(ref, cell, query, key)
+    return triton.load(place, mask=real, other=0)
+
+
+def pairs_at(ref: Any, cell: Cell, query: jax.Array, key: jax.Array) -> Any:
+    index = [0 if size == 1 else i for i, size in zip((*cell, query, key), ref.shape, strict=True)]
+    shape = jnp.broadcast_shapes(query.shape, key.shape)
+    return ref.at[tuple(jnp.broadcast_to(jnp.asarray(i, jnp.int32), shape) for i in index)]
+
+
+def visible(sees: Band, query, key, masked: bool, among: Sequence[jax.Array | None]) -> jax.Array | None:
+    """Which pairs meet, None if all do. `among`: tokens of either side that there are, expanded; None for all."""
+    masks = [*sees.visible(query, key), *(mask for mask in among if mask is not None)] if masked else []
+    return functools.reduce(operator.and_, masks) if masks else None

@@ -1,0 +1,130 @@
+"""Which tiles of the other side a block of tokens visits: queries go over keys, and keys over queries.
+
+A walk goes through the block's documents, if there are several, and in each through the tiles that every token of the
+block sees whole, and then through those at the edges of what the block sees. Only these are masked, so the middle,
+which is most of it, is a loop without comparisons.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_attn._tile import band, segments, triton
+from pallas_attn._tile.band import Band
+
+
+class Side(NamedTuple):
+    """Queries or keys: how many there are, how many make a tile, and where their documents are."""
+
+    length: int
+    block: int
+    rank_ref: Any = None
+    table_ref: Any = None
+
+
+class Block(NamedTuple):
+    """The tokens that a program holds."""
+
+    tokens: jax.Array
+    real: jax.Array
+    first: jax.Array
+    last: jax.Array
+    """The last that is real."""
+    rank: jax.Array | None
+
+
+class Tile(NamedTuple):
+    """Tokens of the other side."""
+
+    tokens: jax.Array
+    held: jax.Array
+    """Which of them there are and, of several documents, are of the one that is being visited."""
+    taking_part: jax.Array | None
+    """Which tokens of the block are of that document; None where all are."""
+    masked: bool
+    """Whether the band has to be looked at."""
+
+    def added(self, total: jax.Array, product: jax.Array) -> jax.Array:
+        """The sums of the block's tokens with this tile's: nothing for those that take no part, were it 0 * NaN."""
+        if self.taking_part is None:
+            return total + product
+        return jnp.where(self.taking_part[:, None], total + product, total)
+
+
+def block(side: Side, batch: jax.Array, index: jax.Array) -> Block:
+    first = index * side.block
+    tokens = first + jnp.arange(side.block)
+    real = tokens < side.length
+    last = jnp.minimum(first + side.block, side.length) - 1
+    rank = None if side.rank_ref is None else _ranks(side, batch, tokens, real)
+    return Block(tokens, real, first, last, rank)
+
+
+def _ranks(side: Side, batch: jax.Array, tokens: jax.Array, real: jax.Array) -> jax.Array:
+    place = side.rank_ref.at[jnp.broadcast_to(batch, tokens.shape), tokens]
+    return triton.load(place, mask=real, other=-1)
+
+
+def walk(
+    mine: Block,
+    own: Side,
+    other: Side,
+    sees: Band,
+    batch: jax.Array,
+    step: Callable[[Any, Tile], Any],
+    state: Any,
+) -> Any:
+    """`step(state, tile)` for each tile that `mine` visits, in order; `sees` is read from `mine`."""
+    if mine.rank is None:
+        seen = sees.seen(mine.first, mine.last, other.length)
+        by_all = sees.seen_by_all(mine.first, mine.last, other.length)
+        edges = sees.left is not None, sees.right is not None or other.length % other.block > 0
+        return _tiles(band.tiles(seen, by_all, other.block), edges, mine, other, None, batch, step, state)
+
+    def document(rank: jax.Array, state: Any) -> Any:
+        here, there = (segments.span(side.table_ref, batch, rank) for side in (own, other))
+        first, last = jnp.maximum(mine.first, here.first), jnp.minimum(mine.last, here.end - 1)
+        begin, end = sees.seen(first, last, other.length)
+        all_begin, all_end = sees.seen_by_all(first, last, other.length)
+        whole = (here.first <= mine.first) & (here.end > mine.last) & here.solid & there.solid
+        all_end = jnp.where(whole, jnp.minimum(all_end, there.end), 0)
+        seen = jnp.maximum(begin, there.first), jnp.minimum(end, there.end)
+        visited = band.tiles(seen, (jnp.maximum(all_begin, there.first), all_end), other.block)
+        return _tiles(visited, (True, True), mine, other, rank, batch, step, state)
+
+    lowest = jnp.min(jnp.where(mine.real, mine.rank, np.int32(2**31 - 1)))
+    return lax.fori_loop(lowest, jnp.max(mine.rank) + 1, document, state)
+
+
+def _tiles(
+    tiles: band.Tiles, edges: tuple[bool, bool], mine: Block, other: Side, rank, batch, step, state
+) -> Any:
+    def masked(tile, state: Any) -> Any:
+        tokens = tile * other.block + jnp.arange(other.block)
+        held, taking_part = tokens < other.length, None
+        if rank is not None:
+            held &= _ranks(other, batch, tokens, held) == rank
+            taking_part = mine.rank == rank
+        return step(state, Tile(tokens, held, taking_part, True))
+
+    def clear(tile, state: Any) -> Any:
+        tokens = tile * other.block + jnp.arange(other.block)
+        return step(state, Tile(tokens, jnp.ones(other.block, bool), None, False))
+
+    left, right = edges
+    clear_from = tiles.clear if left else tiles.begin
+    clear_to = tiles.behind if right else tiles.end
+    state = lax.fori_loop(clear_from, clear_to, clear, state)
+    if not left:
+        return lax.fori_loop(clear_to, tiles.end, masked, state) if right else state
+    # One loop for both edges, for each more is a kernel half as long again, which takes as much longer to compile.
+    before = tiles.clear - tiles.begin
+
+    def either(i, state: Any) -> Any:
+        return masked(jnp.where(i < before, tiles.begin + i, clear_to + i - before), state)
+
+    return lax.fori_loop(0, before + tiles.end - clear_to, either, state)

@@ -1,0 +1,99 @@
+"""`flash_attention` and its gradients over eight devices: test_flash_attention_sharding.py runs this in a process that
+has them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_attn import flash_attention
+from pallas_attn.testing.flash_attention import SMALL_TILES
+
+KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["xla", "interpret"])
+TOKENS = P("data", None, "model")
+FULL = {"bias": P(None, "model"), "sinks": P("model"), "segment_ids": P("data")}
+
+
+def mesh_of(kind: AxisType) -> jax.sharding.Mesh:
+    return jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind, kind))
+
+
+@functools.cache
+def arguments() -> dict[str, jax.Array]:
+    rng = np.random.default_rng(0)
+    shapes = {"query": (4, 40, 8, 16), "key": (4, 40, 4, 16), "value": (4, 40, 4, 16), "bias": (1, 8, 40, 40)}
+    arrays = {name: jnp.asarray(rng.standard_normal(shape), jnp.float32) for name, shape in shapes.items()}
+    ids = jnp.asarray(np.sort(rng.integers(0, 3, (4, 40)), axis=1), jnp.int32)
+    return arrays | {"sinks": jnp.linspace(0.0, 1.0, 8), "segment_ids": ids}
+
+
+def gradients(implementation: str):
+    """(value, gradients) of all that has any."""
+
+    def loss(floats, segment_ids):
+        config = SMALL_TILES if implementation == "interpret" else None
+        out, lse = flash_attention(**floats, segment_ids=segment_ids, causal=True, return_lse=True,
+                                   implementation=implementation, config=config)  # fmt: skip
+        return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.where(jnp.isneginf(lse), 0.0, lse))
+
+    return jax.jit(jax.value_and_grad(loss))
+
+
+@functools.cache
+def expected():
+    floats = dict(arguments())
+    return gradients("xla")(floats, floats.pop("segment_ids"))
+
+
+def check(got) -> None:
+    assert min(float(jnp.abs(g).max()) for g in jax.tree.leaves(expected())) > 1e-3
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5, rtol=1e-5), got, expected())
+
+
+@KINDS
+@IMPLEMENTATIONS
+def test_batch_and_heads(kind, implementation):
+    """Each device has its own sequences and heads; what they share, bias and sinks, has the sum of their gradients."""
+    specs = dict.fromkeys(("query", "key", "value"), TOKENS) | FULL
+    mesh = mesh_of(kind)
+    floats = {n: jax.device_put(x, NamedSharding(mesh, specs[n])) for n, x in arguments().items()}
+    value, got = gradients(implementation)(floats, floats.pop("segment_ids"))
+    check((value, got))
+    for name in ("query", "key", "value"):
+        assert got[name].sharding.is_equivalent_to(NamedSharding(mesh, TOKENS), 4)
+
+
+@KINDS
+def test_what_is_sharded_otherwise_is_brought_together(kind):
+    mesh = mesh_of(kind)
+    specs = {"query": P(None, "data"), "key": P(None, None, "model"), "value": P("data")}
+    floats = {n: jax.device_put(x, NamedSharding(mesh, specs.get(n, P()))) for n, x in arguments().items()}
+    check(gradients("interpret")(floats, floats.pop("segment_ids")))
+
+
+def test_shard_map():
+    """The caller's own division: gradients of what is the same everywhere are summed over the axes."""
+    mesh = mesh_of(AxisType.Explicit)
+    floats = dict(arguments())
+    ids = floats.pop("segment_ids")
+    specs = {
+        n: spec
+        for n, spec in (dict.fromkeys(("query", "key", "value"), TOKENS) | FULL).items()
+        if n in floats
+    }
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(specs, P("data")), out_specs=P())
+    def loss(floats, ids):
+        out, lse = flash_attention(
+            **floats, segment_ids=ids, causal=True, return_lse=True, implementation="xla"
+        )
+        mine = jnp.sum(jnp.sin(out)) + jnp.sum(jnp.where(jnp.isneginf(lse), 0.0, lse))
+        return jax.lax.psum(mine, ("data", "model"))
+
+    placed = {n: jax.device_put(x, NamedSharding(mesh, specs[n])) for n, x in floats.items()}
+    check(jax.jit(jax.value_and_grad(loss))(placed, jax.device_put(ids, NamedSharding(mesh, P("data")))))

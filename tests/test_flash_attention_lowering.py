@@ -1,0 +1,91 @@
+"""The kernels of `flash_attention` lower for GPUs that are not there, and compile into what they should."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import lowering
+import pytest
+
+from pallas_attn import flash_attention
+from pallas_attn.testing.flash_attention import FlashCase
+
+CAUSAL = FlashCase(4096, 4096, 16, 4, 128, "bfloat16", causal=True)
+CASES = [
+    CAUSAL,
+    FlashCase(4096, 4096, 8, 8, 64, "float16", layout="BNTH"),
+    FlashCase(1000, 3000, 4, 2, 80, "bfloat16", causal=True, sliding_window=500, q_offset=2000),
+    FlashCase(2048, 2048, 4, 4, 192, "bfloat16", value_dim=128, causal=True),
+    FlashCase(2048, 2048, 2, 1, 256, "bfloat16", causal=True),
+    FlashCase(1024, 1024, 2, 2, 64, "float32", causal=True),
+    FlashCase(1024, 1024, 4, 2, 64, "bfloat16", causal=True, segments="packed", softcap=30.0, sinks=True,
+              bias="ht", mask="b"),
+]  # fmt: skip
+
+
+def compiled(case: FlashCase, sm: int, triton: str = lowering.NEWEST_TRITON) -> dict[str, lowering.Compiled]:
+    """{"", "_dq", ...: kernel} of a call and all of its gradients."""
+    dtype, value_dim = jnp.dtype(case.dtype), case.value_dim or case.head_dim
+
+    def tokens(count: int, heads: int, dim: int) -> jax.ShapeDtypeStruct:
+        order = (count, heads) if case.layout == "BTNH" else (heads, count)
+        return jax.ShapeDtypeStruct((case.batch, *order, dim), dtype)
+
+    floats = {
+        "query": tokens(case.q_len, case.num_heads, case.head_dim),
+        "key": tokens(case.kv_len, case.num_kv_heads, case.head_dim),
+        "value": tokens(case.kv_len, case.num_kv_heads, value_dim),
+    }
+    if case.sinks:
+        floats["sinks"] = jax.ShapeDtypeStruct((case.num_heads,), jnp.float32)
+    if case.bias:
+        floats["bias"] = jax.ShapeDtypeStruct((1, case.num_heads, case.q_len, 1), jnp.float32)
+    mask = jnp.ones((case.batch, 1, 1, case.kv_len), bool) if case.mask else None
+    ids = jnp.zeros((case.batch, case.q_len), jnp.int32) if case.segments else None
+
+    def loss(floats):
+        return flash_attention(**floats, mask=mask, segment_ids=ids, **case.options).astype(jnp.float32).sum()
+
+    lowered = lowering.lower_for_gpu(jax.grad(loss), floats, device=lowering.DEVICES[sm])
+    kernels = lowering.compile_kernels(lowered, sm, triton)
+    return {kernel.name.removeprefix("pallas_attn_flash_attention"): kernel for kernel in kernels}
+
+
+@pytest.mark.parametrize(
+    ("case", "sm"),
+    [*((case, 90) for case in CASES), *((case, sm) for case in CASES[:3] for sm in (80, 100))],
+    ids=lambda value: getattr(value, "id", str(value)),
+)
+@pytest.mark.slow
+def test_compiles(case, sm):
+    kernels = compiled(case, sm)
+    assert kernels.keys() == {"", "_dq", "_dkv"} | ({"_dbias"} if case.bias else set())
+    for name, kernel in kernels.items():
+        assert kernel.shared_bytes <= lowering.SMEM_LIMIT[sm], name
+        assert ("mma" in kernel.ptx) == (case.dtype != "float32"), f"{name}: the tensor cores are not used"
+
+
+@pytest.mark.parametrize("triton", lowering.TRITONS)
+def test_the_fast_case_is_pipelined_and_asynchronous(triton):
+    """On Hopper: warpgroup products, copies ahead of them, weights from registers, and next to nothing spilled."""
+    for name, kernel in compiled(CAUSAL, 90, triton).items():
+        # A loop without masks and one with: each has a wait before its softmax and one for its sums at the end.
+        assert kernel.ptx.count("wgmma.mma_async") >= 24, name
+        assert "mma.sync" not in kernel.ptx, name
+        assert kernel.ptx.count("cp.async.cg") >= 12, name
+        assert kernel.stack_bytes <= 64, f"{name} keeps {kernel.stack_bytes} bytes on the stack"
+
+
+@pytest.mark.parametrize("layout", ["BTNH", "BNTH"])
+def test_no_operand_is_copied(layout):
+    """Layouts are read as they are, and no array of queries x keys is made."""
+
+    def tokens(heads: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(
+            (2, 512, heads, 128) if layout == "BTNH" else (2, heads, 512, 128), jnp.bfloat16
+        )
+
+    call = functools.partial(flash_attention, layout=layout, causal=True)
+    text = lowering.lower_for_gpu(call, tokens(8), tokens(2), tokens(2)).as_text()
+    assert "transpose" not in text
+    assert "512x512" not in text

@@ -1,0 +1,183 @@
+"""`flash_attention` under jax's transformations, and in the place of `jax.nn.dot_product_attention`."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import pallas_attn
+from pallas_attn import flash_attention
+from pallas_attn.testing.flash_attention import SMALL_TILES
+
+IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["xla", "interpret"])
+
+
+def arrays(*lead: int, q_len: int = 24, heads: int = 4) -> list[jax.Array]:
+    rng = np.random.default_rng(0)
+    shapes = ((q_len, heads, 16), (24, 2, 16), (24, 2, 16))
+    return [jnp.asarray(rng.standard_normal((*lead, *shape)), jnp.float32) for shape in shapes]
+
+
+def loss(query, key, value, implementation, **options) -> jax.Array:
+    config = SMALL_TILES if implementation == "interpret" else None
+    call = functools.partial(
+        flash_attention, implementation=implementation, config=config, causal=True, **options
+    )
+    return jnp.sum(jnp.sin(call(query, key, value)))
+
+
+def assert_close(got, expected) -> None:
+    assert all(jnp.abs(x).max() > 1e-3 for x in jax.tree.leaves(expected))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-6, rtol=1e-5), got, expected)
+
+
+@IMPLEMENTATIONS
+def test_scan_over_checkpointed_layers(implementation):
+    """Each layer's query is the one before's output; with and without recomputing."""
+    query, key, value = arrays(3, 1)
+
+    def layers(query, key, value, remat):
+        def layer(x, kv):
+            return x + flash_attention(x, *kv, causal=True, implementation=implementation), None
+
+        out, _ = jax.lax.scan(jax.checkpoint(layer) if remat else layer, query, (key, value))
+        return jnp.sum(jnp.sin(out))
+
+    def unrolled(query, key, value):
+        for k, v in zip(key, value, strict=True):
+            k, v = (jnp.repeat(x, 2, axis=2) for x in (k, v))
+            query = query + jax.nn.dot_product_attention(query, k, v, is_causal=True)
+        return jnp.sum(jnp.sin(query))
+
+    grad = functools.partial(jax.grad, argnums=(0, 1, 2))
+    with jax.default_matmul_precision("highest"):
+        expected = jax.jit(grad(unrolled))(query[0], key, value)
+    for remat in (True, False):
+        got = jax.jit(grad(layers), static_argnums=3)(query[0], key, value, remat)
+        assert_close(got, expected)
+
+
+@IMPLEMENTATIONS
+def test_vmap_of_gradients(implementation):
+    """Over what is mapped and what is not: the keys are the same for all, and their gradients are not."""
+    query, key, value = arrays(3, 1)
+    grad = jax.grad(functools.partial(loss, implementation=implementation), argnums=(0, 1, 2))
+    got = jax.jit(jax.vmap(grad, in_axes=(0, None, 0)))(query, key[0], value)
+    each = [jax.jit(grad)(query[i], key[0], value[i]) for i in range(3)]
+    assert_close(got, jax.tree.map(lambda *x: jnp.stack(x), *each))
+
+
+@pytest.mark.once
+@IMPLEMENTATIONS
+def test_only_what_is_asked_for_is_worked_out(implementation):
+    """Gradients of sinks and bias alone, and of arguments that are not the first."""
+    query, key, value = arrays(1)
+    sinks, bias = jnp.arange(4.0), jnp.ones((1, 1, 1, 24))
+
+    def call(sinks, bias, value):
+        return loss(query, key, value, implementation, sinks=sinks, bias=bias)
+
+    every = jax.jit(jax.grad(call, argnums=(0, 1, 2)))(sinks, bias, value)
+    assert_close(jax.grad(call)(sinks, bias, value), every[0])
+    assert_close(jax.grad(call, argnums=1)(sinks, bias, value), every[1])
+    assert_close(jax.grad(call, argnums=2)(sinks, bias, value), every[2])
+
+
+@pytest.mark.once
+def test_forward_mode_is_refused():
+    query, key, value = arrays(1)
+    with pytest.raises(TypeError, match="custom_vjp"):
+        jax.jvp(lambda q: flash_attention(q, key, value), (query,), (query,))
+
+
+@pytest.mark.once
+def test_nothing_grows_with_the_square_of_the_length():
+    """The reference's largest array, forward and backward, at twice the length: twice as large at most."""
+
+    def largest(length: int) -> int:
+        shapes = [jax.ShapeDtypeStruct((1, length, heads, 16), jnp.float32) for heads in (16, 4, 4)]
+        grad = jax.grad(functools.partial(loss, implementation="xla"), argnums=(0, 1, 2))
+        return jax.jit(grad).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+
+    short, long = largest(16384), largest(32768)
+    assert long < 2.2 * short
+    assert long < 16 * 32768**2 * 4 / 50  # of what one array of all logits would take
+
+
+OPTIONS = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "scale": {"scale": 0.3},
+    "window": {"local_window_size": (5, 3)},
+    "window of one number": {"local_window_size": 4},
+    "bias": {"bias": (1, 4, 24, 24)},
+    "mask": {"mask": (2, 1, 24, 24), "is_causal": True},
+    "lengths": {"query_seq_lengths": [24, 7], "key_value_seq_lengths": [13, 24]},
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_dot_product_attention_is_that_of_jax_nn(option):
+    query, key, value = arrays(2)
+    rng = np.random.default_rng(1)
+    options = dict(OPTIONS[option])
+    if "bias" in options:
+        options["bias"] = jnp.asarray(rng.standard_normal(options["bias"]), jnp.float32)
+    if "mask" in options:
+        # Every query sees itself: for one that sees nothing, jax.nn returns the mean of all values.
+        options["mask"] = jnp.asarray(rng.random(options["mask"]) < 0.5) | jnp.eye(24, dtype=bool)
+    for name in ("query_seq_lengths", "key_value_seq_lengths"):
+        if name in options:
+            options[name] = jnp.array(options[name], jnp.int32)
+
+    def results(function, query, key, value):
+        out, lse = function(query, key, value, **options, return_residual=True)
+        real = jnp.arange(24) < options.get("query_seq_lengths", jnp.array([24]))[:, None]
+        lse = jnp.where(real[..., None], lse, 0.0)
+        return jnp.sum(jnp.sin(out)), (out, lse)
+
+    for kv_heads in (2, 1):
+        with jax.default_matmul_precision("highest"):
+            expected, got = (
+                jax.jit(jax.value_and_grad(functools.partial(results, f), argnums=(0, 1, 2), has_aux=True))(
+                    query, key[:, :, :kv_heads], value[:, :, :kv_heads]
+                )
+                for f in (jax.nn.dot_product_attention, pallas_attn.dot_product_attention)
+            )
+        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=5e-6, rtol=2e-6), got, expected)
+
+
+@pytest.mark.once
+def test_dot_product_attention_without_a_batch():
+    query, key, value = arrays()
+    bias = jnp.linspace(0, 1, 24)[None, None] * jnp.ones((4, 24, 1))
+    expected = jax.nn.dot_product_attention(query, key, value, bias)
+    got = pallas_attn.dot_product_attention(query, key, value, bias)
+    np.testing.assert_allclose(got, expected, atol=2e-6)
+
+
+@IMPLEMENTATIONS
+def test_in_the_place_of_jax_nn_in_a_flax_module(implementation, monkeypatch):
+    """Flax's own attention module trains the same with either."""
+    module = nnx.MultiHeadAttention(2, 16, decode=False, rngs=nnx.Rngs(0))
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 24, 16)), jnp.float32)
+    mask = nnx.make_causal_mask(x[..., 0])
+
+    def step(attention):
+        def attend(query, key, value, *, mask=None, **_):
+            return attention(query, key, value, mask=mask.astype(bool))
+
+        def of_module(module):
+            module.attention_fn = attend
+            return jnp.sum(jnp.sin(module(x, mask=mask)))
+
+        return nnx.value_and_grad(of_module)(module)
+
+    ours = functools.partial(pallas_attn.dot_product_attention, implementation=implementation)
+    with jax.default_matmul_precision("highest"):
+        (got, got_grads), (expected, grads) = step(ours), step(jax.nn.dot_product_attention)
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=5e-6, rtol=1e-5), got_grads, grads)
