@@ -22,6 +22,7 @@ from pallas_attn.ops.kv_cache import (
     copy_pages,
     write_kv,
 )
+from pallas_attn.ops.latent_cache import dequantize_latents, quantize_latents, write_latents
 from pallas_attn.ops.mla_decode import (
     MLADecodeConfig,
     MLASchedule,
@@ -39,6 +40,7 @@ from pallas_attn.ops.ragged_attention import (
     prefix_prefill,
     ragged_paged_attention,
 )
+from pallas_attn.ops.sparse_mla import SparseMLAConfig, sparse_mla_decode, sparse_mla_prefill
 
 __all__ = [
     "BlockSparseConfig",
@@ -55,10 +57,12 @@ __all__ = [
     "RaggedAttentionConfig",
     "RaggedTiles",
     "SparseLayout",
+    "SparseMLAConfig",
     "available_implementations",
     "blocksparse_attention",
     "convert_layout",
     "copy_pages",
+    "dequantize_latents",
     "dot_product_attention",
     "flash_attention",
     "flash_mla_with_kvcache",
@@ -68,9 +72,13 @@ __all__ = [
     "mla_schedule",
     "paged_attention",
     "prefix_prefill",
+    "quantize_latents",
     "ragged_paged_attention",
     "record_implementations",
     "register_ffi_targets",
+    "sparse_mla_decode",
+    "sparse_mla_prefill",
     "write_kv",
+    "write_latents",
 ]
 __version__ = "0.1.0"

@@ -35,6 +35,8 @@ def lowered_call(
     sm=90,
     implementation="pallas",
     max_pages=256,
+    num_pages=9000,
+    cache_dtype=None,
     **options,
 ):
     options["implementation"] = implementation
@@ -47,7 +49,7 @@ def lowered_call(
     return lowering.lower_for_gpu(
         functools.partial(call),
         shape((num_seqs, q_len, num_heads, 576), dtype),
-        shape((9000, page_size, 1, 576), dtype),
+        shape((num_pages, page_size, 1, 656 if cache_dtype == jnp.uint8 else 576), cache_dtype or dtype),
         shape((num_seqs, max_pages), jnp.int32),
         shape((num_seqs,), jnp.int32),
         device=lowering.DEVICES[sm],

@@ -48,6 +48,10 @@ class Rule(ABC):
     layout: str
     value_dim: int
 
+    def floats(self, tile: jax.Array) -> jax.Array:
+        """Pages of a pool as float32, [..., dim]."""
+        return tile.astype(jnp.float32)
+
     def held(self, of: Sequences, position: jax.Array, held: jax.Array) -> jax.Array:
         """Which of the tokens that a sequence holds are looked at by any head."""
         return held
@@ -150,7 +154,11 @@ def _backwards(rule: Rule, floats: Floats, pools: Pools, of: Sequences, result, 
             sum_pools = {**sum_pools, which: sum_pools[which].at[chunk.pages].add(tile)}
         return jax.tree.map(jnp.add, sum_floats, d_floats), sum_pools
 
-    differentiable = {which: pool for which, pool in pools.items() if not is_quantized(pool.dtype)}
+    differentiable = {
+        which: pool
+        for which, pool in pools.items()
+        if jnp.issubdtype(pool.dtype, jnp.floating) and not is_quantized(pool.dtype)
+    }
     zeros = (
         jax.tree.map(jnp.zeros_like, floats),
         {which: jnp.zeros(pool.shape, jnp.float32) for which, pool in differentiable.items()},
@@ -190,9 +198,9 @@ def _logits_and_values(rule: Rule, floats: Floats, tiles: Pools, of: Sequences, 
     """Of a chunk, from its pages as they are stored: [num_seqs, num_kv_heads, rows, tokens] and [.., tokens, dim]."""
 
     def tokens(which: Which) -> jax.Array:
-        tile = to_nhd(tiles[which], rule.layout, which)
+        tile = rule.floats(to_nhd(tiles[which], rule.layout, which))
         num_seqs, pages, page_size, heads, dim = tile.shape
-        tile = jnp.moveaxis(tile.reshape(num_seqs, pages * page_size, heads, dim), 2, 1).astype(jnp.float32)
+        tile = jnp.moveaxis(tile.reshape(num_seqs, pages * page_size, heads, dim), 2, 1)
         # Slots that hold nothing are 0, whatever is stored.
         return jnp.where(chunk.seen[:, None, :, None], tile, 0.0)
 

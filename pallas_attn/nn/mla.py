@@ -10,9 +10,9 @@ from pallas_attn import MLASchedule, PagedLatentCache, mla_decode
 from pallas_attn._call import dispatch
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._call.optional import needs_extra
+from pallas_attn._tile.latents import LATENT_DIM, ROPE_DIM
 from pallas_attn.ops.kv_cache.addressing import check_layer
 from pallas_attn.ops.kv_cache.api import DTYPES
-from pallas_attn.ops.mla_decode.problem import LATENT_DIM, ROPE_DIM
 
 with needs_extra("models", user="pallas_attn.nn"):
     from flax import nnx

@@ -21,8 +21,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from pallas_attn._tile.latents import QUERY_DIM
 from pallas_attn._tile.masking import LocalStride
-from pallas_attn.ops.mla_decode.problem import QUERY_DIM
 
 SHORT_DTYPE = {
     "bfloat16": "bf16",

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from pallas_attn._call import configs, dispatch, partition
 from pallas_attn._call.checks import ArgumentChecker, dtype_name, fail
 from pallas_attn._call.device import current_device
-from pallas_attn._tile.layout import DIMS, pool_shape
+from pallas_attn._tile.latents import BYTES, QUERY_DIM, token_width
+from pallas_attn._tile.layout import DIMS, PoolCase, pallas_reaches, pool_shape
 from pallas_attn._tile.pieces import check_invariant
 from pallas_attn._tile.problem import PagedCall
 from pallas_attn._types import BlockTables, SeqLens
@@ -19,7 +20,6 @@ from pallas_attn.ops.mla_decode import cuda
 from pallas_attn.ops.mla_decode.config import MLADecodeConfig, heuristic, invariant
 from pallas_attn.ops.mla_decode.fitting import known_not_to_fit
 from pallas_attn.ops.mla_decode.kernel import mla_decode_pallas
-from pallas_attn.ops.mla_decode.problem import QUERY_DIM
 from pallas_attn.ops.mla_decode.reference import mla_decode_xla
 from pallas_attn.ops.mla_decode.schedule import METADATA_SIZE, MLASchedule, mla_schedule
 
@@ -44,6 +44,7 @@ class Case(PagedCall):
     """What decides which implementation and which config can serve a call."""
 
     dtype: Any
+    cache_dtype: Any
     scheduled: bool
     configured: bool
     """The caller gave a config, which is one of the Pallas kernel."""
@@ -53,13 +54,13 @@ class Case(PagedCall):
 def _pallas_supports(case: Case) -> str | None:
     if case.dtype == jnp.float32:
         return "float32 tiles of 576 do not fit the kernel; bf16 and fp16 do"
-    return None
+    return pallas_reaches(PoolCase(case.pool, case.cache_dtype))
 
 
 def _cuda_supports(case: Case) -> str | None:
     if case.batch_invariant:
         return "is not batch_invariant: its schedule cuts sequences where the batch's work says"
-    return "takes no config" if case.configured else cuda.unsupported(case.dtype, case.pool)
+    return "takes no config" if case.configured else cuda.unsupported(case.cache_dtype, case.pool)
 
 
 def _cuda_yields(case: Case) -> bool:
@@ -123,9 +124,10 @@ def mla_decode(
     Args:
         query: [num_seqs, q_len, num_heads, 576], bf16, fp16 or float32: the 512 latent, then the 64 rotary elements.
             Any num_heads >= 1 and q_len >= 1; the q_len tokens are the newest of the sequence, in order.
-        latent_cache: [num_pages, page_size, num_kv_heads, 576] in query's dtype; num_heads is a multiple of
-            num_kv_heads, which is 1 in every published model. Any page_size; 16, 32, 64 and 128 are tuned. Slots
-            at or beyond a sequence's length may hold anything.
+        latent_cache: [num_pages, page_size, num_kv_heads, 576] in query's dtype; or, with a bf16 query, [num_pages,
+            page_size, num_kv_heads, 656] uint8 of `quantize_latents`, whose latents are used as rounded to bf16.
+            num_heads is a multiple of num_kv_heads, which is 1 in every published model. Any page_size; 16, 32, 64 and
+            128 are tuned. Slots at or beyond a sequence's length may hold anything.
         block_tables: [num_seqs, max_pages] int32, a sequence's pages in order. Entries beyond its last page may
             hold anything.
         seq_lens: [num_seqs] int32, tokens in each sequence's pages, the q_len newest included. A length of 0 gives
@@ -146,7 +148,7 @@ def mla_decode(
             size and the kind of GPU. Partial results then take memory for every sequence. "pallas" and "interpret",
             without a schedule; a `config` must have `split_tokens`.
         implementation: None (cuda or pallas on an NVIDIA GPU, whichever measured faster for the case; xla elsewhere),
-            "cuda" (sm_90, bf16 and fp16, page_size 64), "pallas" (sm_80 or newer, bf16 and fp16), "xla"
+            "cuda" (sm_90, bf16 and fp16, page_size 64), "pallas" (sm_80 or newer, bf16, fp16 and fp8), "xla"
             (anywhere, for debugging and CPUs) or "interpret" (the Pallas kernel run in Python, slow). "cuda" launches
             cooperatively where that is faster; PALLAS_ATTN_COOPERATIVE=0 in the environment, when a call is traced,
             keeps it from that: such a launch does not overlap with a collective's kernel.
@@ -221,6 +223,7 @@ def _case(operands: dict[str, jax.Array], config: Any, batch_invariant: bool) ->
         max_pages=operands["block_tables"].shape[1],
         pool=pool_shape(operands["latent_cache"], "NHD"),
         dtype=query.dtype,
+        cache_dtype=operands["latent_cache"].dtype,
         scheduled="num_splits" in operands,
         configured=config is not None,
         batch_invariant=batch_invariant,
@@ -260,9 +263,10 @@ def check_call(
 ):
     """What `mla_decode`, and FlashMLA's function for it, want of a call."""
     check.array("query", query, ("num_seqs", "q_len", "num_heads", QUERY_DIM), DTYPES)
-    check.array(
-        "latent_cache", latent_cache, ("num_pages", "page_size", "num_kv_heads", QUERY_DIM), [query.dtype]
-    )
+    stored = (query.dtype, *((BYTES,) if query.dtype == jnp.bfloat16 else ()))
+    check.dtype_among("latent_cache", latent_cache, stored)
+    shape = ("num_pages", "page_size", "num_kv_heads", token_width(latent_cache.dtype))
+    check.array("latent_cache", latent_cache, shape, stored)
     check.array("block_tables", block_tables, ("num_seqs", "max_pages"), [jnp.int32])
     check.array("seq_lens", seq_lens, ("num_seqs",), [jnp.int32])
     for name, array in (("query", query), ("latent_cache", latent_cache), ("block_tables", block_tables)):
@@ -285,12 +289,17 @@ def _resolve_config(case: Case, explicit: MLADecodeConfig | None) -> MLADecodeCo
     key = dict(
         rows=case.rows,
         page_size=case.pool.page_size,
-        dtype=dtype_name(case.dtype),
+        dtype=dtype_name(case.cache_dtype),
         scheduled=case.scheduled,
         streams=case.streams,
         max_len=case.max_len,
     )
-    some = heuristic(rows=case.rows, page_size=case.pool.page_size, device=current_device())
+    some = heuristic(
+        rows=case.rows,
+        page_size=case.pool.page_size,
+        device=current_device(),
+        fp8=case.cache_dtype == BYTES,
+    )
     if case.batch_invariant:
         return explicit or invariant(some)
 

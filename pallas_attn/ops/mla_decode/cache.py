@@ -6,15 +6,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._call import partition
+from pallas_attn._call import dispatch
 from pallas_attn._call.checks import ArgumentChecker
-from pallas_attn._tile.layout import DIMS
+from pallas_attn._tile.latents import BYTES, FP8, QUERY_DIM, SCALES, Scales, token_width
 from pallas_attn._types import BlockTables, SeqLens
 from pallas_attn.ops.kv_cache.addressing import check_layer, every_layer, layer_tables, token_slots
 from pallas_attn.ops.kv_cache.api import DTYPES
 from pallas_attn.ops.kv_cache.cache import exportable, replaced
 from pallas_attn.ops.kv_cache.copying import PageIds, copied_pages, copy_rows
-from pallas_attn.ops.mla_decode.problem import QUERY_DIM
+from pallas_attn.ops.latent_cache import write_latents
 
 
 @jax.tree_util.register_dataclass
@@ -27,7 +27,8 @@ class PagedLatentCache:
     sequences join and leave, and what a `layer` may be, stands there.
 
     Fields:
-        latent_cache: [num_layers * num_pages, page_size, 1, 576]: 512 latent, then 64 rotary elements a token.
+        latent_cache: [num_layers * num_pages, page_size, 1, 576]: 512 latent, then 64 rotary elements a token; or
+            [..., 656] uint8, the same in fp8 (see `quantize_latents`).
         block_tables: [num_seqs, max_pages] int32, ids in [0, num_pages).
         seq_lens: [num_seqs] int32, tokens each sequence holds.
     """
@@ -37,6 +38,8 @@ class PagedLatentCache:
     block_tables: BlockTables | Any
     seq_lens: SeqLens | Any
     num_layers: int = dataclasses.field(metadata={"static": True})
+    scales: Scales = dataclasses.field(default="power_of_two", metadata={"static": True})
+    """How the scales of an fp8 cache are chosen."""
 
     @classmethod
     def create(
@@ -47,26 +50,31 @@ class PagedLatentCache:
         page_size: int,
         block_tables: BlockTables,
         dtype: Any = jnp.bfloat16,
+        scales: Scales = "power_of_two",
     ) -> "PagedLatentCache":
         """An empty cache with `num_pages` pages of `page_size` tokens for each layer.
 
         Args:
             num_layers, num_pages, page_size: sizes, at least 1.
             block_tables: [num_seqs, max_pages] int32, ids in [0, num_pages); -1 where a sequence has no page yet.
-            dtype: bf16, fp16 or float32.
+            dtype: bf16, fp16 or float32; or float8_e4m3fn, for a pool of 656 bytes a token.
+            scales: of an fp8 cache, "exact" or "power_of_two"; see `quantize_latents`.
 
         Raises:
-            TypeError: an argument of the wrong type or dtype. ValueError: a wrong size or shape, or a dtype that
-            latent caches do not have.
+            TypeError: an argument of the wrong type or dtype. ValueError: a wrong size or shape, unknown scales, or
+            a dtype that latent caches do not have.
         """
         check = ArgumentChecker("PagedLatentCache.create")
         for name, size in (("num_layers", num_layers), ("num_pages", num_pages), ("page_size", page_size)):
             check.count(name, size)
         check.array("block_tables", block_tables, ("num_seqs", "max_pages"), [jnp.int32])
-        check.dtype("dtype", dtype, DTYPES)
-        pool = jnp.zeros((num_layers * num_pages, page_size, 1, QUERY_DIM), dtype)
+        check.dtype("dtype", dtype, (*DTYPES, FP8))
+        check.one_of("scales", scales, SCALES)
+        dtype = BYTES if dtype == FP8 else dtype
+        pool = jnp.zeros((num_layers * num_pages, page_size, 1, token_width(dtype)), dtype)
         # A copy: donating the cache must not take the caller's array.
-        return cls(pool, jnp.array(block_tables), jnp.zeros(block_tables.shape[:1], jnp.int32), num_layers)
+        tables, seq_lens = jnp.array(block_tables), jnp.zeros(block_tables.shape[:1], jnp.int32)
+        return cls(pool, tables, seq_lens, num_layers, scales)
 
     @property
     def num_pages(self) -> int:
@@ -82,39 +90,43 @@ class PagedLatentCache:
         check = ArgumentChecker("PagedLatentCache.layer_tables")
         return layer_tables(self.block_tables, self.num_pages, check_layer(check, layer, self.num_layers))
 
-    def write(self, layer: int | jax.Array, latents: jax.Array, positions: jax.Array) -> "PagedLatentCache":
+    def write(
+        self,
+        layer: int | jax.Array,
+        latents: jax.Array,
+        positions: jax.Array,
+        *,
+        implementation: str | None = None,
+    ) -> "PagedLatentCache":
         """Writes new tokens' latents into one layer's pages; in place under donation or in a loop's carry.
 
         Args:
             layer: index in [0, num_layers).
-            latents: [num_seqs, n, 576] bf16, fp16 or float32; cast to the cache's dtype.
+            latents: [num_seqs, n, 576] bf16, fp16 or float32; cast to the cache's dtype, or quantised.
             positions: [num_seqs, n] int32 position of each token in its sequence. Negative ones are skipped, and so
                 are those beyond the block table. `seq_lens` stays as it is.
+            implementation: as in `write_latents`; None takes "xla" for a cache that is not quantised.
 
         Raises:
-            TypeError: an argument of the wrong type or dtype. ValueError: a wrong shape, or a layer out of range.
+            TypeError: an argument of the wrong type or dtype. ValueError: a wrong shape, a layer out of range, or an
+            implementation that cannot serve.
         """
         check = ArgumentChecker("PagedLatentCache.write")
+        dispatch.check_name(check.function, "write_latents", implementation)
         layer = check_layer(check, layer, self.num_layers)
         check.bind("cache", num_seqs=self.block_tables.shape[0])
         check.array("positions", positions, ("num_seqs", "n"), [jnp.int32])
         check.array("latents", latents, ("num_seqs", "n", QUERY_DIM), DTYPES)
         tables = layer_tables(self.block_tables, self.num_pages, layer)
         slots = token_slots(tables, self.page_size, jnp.asarray(positions))
-        operands = {
-            "latent_cache": self.latent_cache,
-            "latents": jnp.asarray(latents).reshape(slots.size, QUERY_DIM),
-            "slots": slots,
-        }
-        dims = {"latent_cache": DIMS["NHD"]["key"], "latents": "tokens latent", "slots": "tokens"}
-        (pool,) = partition.run(
-            check.function,
-            _scatter,
-            operands,
-            dims,
-            (dims["latent_cache"],),
-            static={},
-            implementation="xla",
+        # A row of plain elements XLA's scatter writes as well as a kernel.
+        chosen = implementation or (None if self.latent_cache.dtype == BYTES else "xla")
+        pool = write_latents(
+            jnp.asarray(latents).reshape(slots.size, QUERY_DIM),
+            self.latent_cache,
+            slots,
+            scales=self.scales,
+            implementation=chosen,
         )
         return self.replace(latent_cache=pool)
 
@@ -127,14 +139,6 @@ class PagedLatentCache:
     def replace(self, **changes: Any) -> "PagedLatentCache":
         """The cache with other fields; they are not checked, since a transformation may put anything there."""
         return replaced(self, changes)
-
-
-def _scatter(operands: dict[str, jax.Array]) -> tuple[jax.Array]:
-    pool, latents, slots = operands["latent_cache"], operands["latents"], operands["slots"]
-    flat = pool.reshape(-1, QUERY_DIM)
-    # Negative indices count from the end in jnp: skipped tokens go beyond it instead, where they are dropped.
-    slots = jnp.where(slots < 0, flat.shape[0], slots)
-    return (flat.at[slots].set(latents.astype(flat.dtype), mode="drop").reshape(pool.shape),)
 
 
 exportable(PagedLatentCache)

@@ -5,7 +5,9 @@ import dataclasses
 from pallas_attn._call.configs import SplitKVConfig
 from pallas_attn._call.device import Device
 from pallas_attn._tile import triton
-from pallas_attn.ops.mla_decode.problem import QUERY_DIM, WGMMA_ROWS
+from pallas_attn._tile.latents import QUERY_DIM
+from pallas_attn._tile.latents import TOKEN_BYTES as FP8_TOKEN_BYTES
+from pallas_attn.ops.mla_decode.problem import WGMMA_ROWS
 
 MIN_SPLIT_TOKENS = 64
 # Pieces of a batch-invariant call. Beyond 65536 tokens they grow, or a wide table would ask for room without end.
@@ -32,12 +34,15 @@ class MLADecodeConfig(SplitKVConfig):
     num_warps: int = 8
 
 
-def heuristic(*, rows: int, page_size: int, device: Device) -> MLADecodeConfig:
-    """`rows` query rows share a KV head."""
+def heuristic(*, rows: int, page_size: int, device: Device, fp8: bool = False) -> MLADecodeConfig:
+    """`rows` query rows share a KV head; `fp8` latents."""
     # 64 rows need the asynchronous products of the data centre's Hopper and Blackwell; with those of sm_80 their
     # queries and accumulators do not fit in registers.
     block_q = min(WGMMA_ROWS if device.asynchronous_products else 32, max(16, triton.next_power_of_2(rows)))
-    block_kv, num_warps, num_stages = _tile(block_q, page_size, device)
+    if fp8 and block_q == 32:
+        # Too many registers for the conversion beside 32 rows of warp-level products.
+        block_q = WGMMA_ROWS if device.asynchronous_products else 16
+    block_kv, num_warps, num_stages = _tile(block_q, page_size, device, fp8)
     return MLADecodeConfig(
         block_q,
         block_kv,
@@ -53,16 +58,18 @@ def invariant(some: MLADecodeConfig) -> MLADecodeConfig:
     return dataclasses.replace(some, split_tokens=INVARIANT_TOKENS, num_splits=INVARIANT_SPLITS)
 
 
-def _tile(block_q: int, page_size: int, device: Device) -> tuple[int, int, int]:
+def _tile(block_q: int, page_size: int, device: Device, fp8: bool) -> tuple[int, int, int]:
     """(block_kv, num_warps, num_stages): the deepest pipeline of the largest tile that shared memory holds.
 
     One program fills a multiprocessor. The matrix units wait for memory with few query rows, and four warps read the
     queries fewer times from shared memory than eight; 32 rows in tiles of 64 spill with four, and 64 rows have
-    accumulators for eight.
+    accumulators for eight. fp8 latents pass through registers on their way to bf16, which with four warps spill.
     """
     limit = device.shared_kib * 1024
     asynchronous = block_q >= WGMMA_ROWS
-    if asynchronous:
+    if fp8:
+        tiles = [(64, 8, 2), (32, 8, 3)] if asynchronous else [(64, 8, 3), (32, 8, 3), (16, 4, 3)]
+    elif asynchronous:
         tiles = [(32, 8, 4), (32, 8, 3)]
     else:
         tiles = [(64, 8 if block_q == 32 else 4, 3), (32, 4, 4), (32, 4, 3), (16, 4, 3)]
@@ -71,6 +78,8 @@ def _tile(block_q: int, page_size: int, device: Device) -> tuple[int, int, int]:
         block_kv, _, num_stages = tile
         # Asynchronous products may still read a tile when the next load is issued: one more buffer.
         buffers = num_stages if asynchronous else num_stages - 1
+        if fp8:  # beside the one buffer in bf16
+            return (block_q + block_kv) * TOKEN_BYTES + buffers * block_kv * FP8_TOKEN_BYTES + 8192 <= limit
         return (block_q + buffers * block_kv) * TOKEN_BYTES + 8192 <= limit
 
     fitting = [tile for tile in tiles if fits(tile)] or [(16, 4, 2)]

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn._call import ffi
+from pallas_attn._tile.latents import LATENT_DIM
 from pallas_attn._tile.layout import PoolShape
 from pallas_attn._tile.pieces import scheduled_room
-from pallas_attn.ops.mla_decode.problem import LATENT_DIM
 
 PAGE_SIZE = 64
 COOPERATIVE_VARIABLE = "PALLAS_ATTN_COOPERATIVE"

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from pallas_attn._call import dispatch
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._call.device import current_device
+from pallas_attn._tile.latents import LATENT_DIM
 from pallas_attn.ops.mla_decode.api import check_call, mla_decode
-from pallas_attn.ops.mla_decode.problem import LATENT_DIM
 from pallas_attn.ops.mla_decode.schedule import (
     FIXED_OVERHEAD_BLOCKS,
     MLASchedule,

@@ -17,11 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_attn._tile import logits, masking, merge, pages, result, rows, softmax, triton
+from pallas_attn._tile import latent_tile, logits, masking, merge, pages, result, rows, softmax, triton
+from pallas_attn._tile.latents import LATENT_DIM
 from pallas_attn._tile.layout import pool_shape
 from pallas_attn._tile.pieces import FairPieces, Piece, ScheduledPieces, each, fair
 from pallas_attn.ops.mla_decode.config import MLADecodeConfig
-from pallas_attn.ops.mla_decode.problem import LATENT_DIM, Problem
+from pallas_attn.ops.mla_decode.problem import Problem
 from pallas_attn.ops.mla_decode.schedule import MLASchedule
 
 # With this many the weights' sum over a tile, which takes shuffles and barriers, is left for the end. Elsewhere that
@@ -189,7 +190,8 @@ def _walk_tokens(
         held = masking.within(position, end) & usable
         bad |= ~usable if problem.page_per_tile else jnp.min(usable.astype(jnp.int32)) == 0
         page = jnp.where(usable, entry, 0)
-        keys = [elements(first, page, held, chunk) for chunk in problem.query_chunks]
+        read = functools.partial(elements, first, page, held)
+        keys = latent_tile.read(read, cache_ref.dtype, problem.latent_chunks)
 
         def masked_logits2() -> jax.Array:
             visible = held[None, :]
@@ -207,7 +209,7 @@ def _walk_tokens(
                 (first + block_kv <= unmasked_end) & ~bad, lambda: logits2(keys), masked_logits2
             )
         state, weights = softmax.rescale(state, tile_logits2)
-        weights = weights.astype(cache_ref.dtype)
+        weights = weights.astype(keys[0].dtype)
         values = keys[:-1]  # all but the rotary chunk
         acc = tuple(acc + triton.dot(weights, chunk) for acc, chunk in zip(state.acc, values, strict=True))
         return state._replace(acc=acc), bad, next_entry

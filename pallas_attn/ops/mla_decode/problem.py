@@ -1,4 +1,4 @@
-"""What the MLA decode kernel is compiled for; the home of MLA's dimensions."""
+"""What the MLA decode kernel is compiled for."""
 
 import dataclasses
 from typing import ClassVar
@@ -6,12 +6,10 @@ from typing import ClassVar
 import jax
 
 from pallas_attn._tile import pieces
+from pallas_attn._tile.latents import LATENT_DIM, ROPE_DIM, TOKEN_BYTES
 from pallas_attn._tile.problem import SplitKVProblem
 from pallas_attn.ops.mla_decode.schedule import BLOCK_TOKENS
 
-LATENT_DIM = 512
-ROPE_DIM = 64
-QUERY_DIM = LATENT_DIM + ROPE_DIM
 # From this many query rows on, the kernel is written for the data centre's asynchronous matrix instructions.
 WGMMA_ROWS = 64
 # Below WGMMA_ROWS, latents are worked on in chunks of this many dims, each with an accumulator of its own. A logit over
@@ -43,7 +41,8 @@ class Problem(SplitKVProblem):
     @property
     def latent_chunks(self) -> list[tuple[int, int]]:
         """(first, size) of the chunks of dims that latents and output are held in."""
-        size = LATENT_DIM if self.asynchronous else CHUNK_DIM
+        whole = self.asynchronous or self.pool.head_dim == TOKEN_BYTES
+        size = LATENT_DIM if whole else CHUNK_DIM
         return [(first, size) for first in range(0, LATENT_DIM, size)]
 
     @property

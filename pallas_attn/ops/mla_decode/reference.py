@@ -6,11 +6,15 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn._tile import chunks, masking, rows, softmax
+from pallas_attn._tile.latents import BYTES, LATENT_DIM, dequantized
 from pallas_attn._tile.layout import pool_shape
-from pallas_attn.ops.mla_decode.problem import LATENT_DIM
 
 
 class Rule(chunks.Rule):
+    def floats(self, tile: jax.Array) -> jax.Array:
+        # As the kernels have them: rounded to bf16, which changes nothing where scales are powers of two.
+        return super().floats(dequantized(tile).astype(jnp.bfloat16) if tile.dtype == BYTES else tile)
+
     def logits2(self, floats, of: chunks.Sequences, keys, position, seen) -> jax.Array:
         logits2 = jnp.einsum("bhrd,bhkd->bhrk", floats["rows"], keys, precision="highest")
         visible = seen[:, None, None, :] & masking.within(position, of.others["row_end"])

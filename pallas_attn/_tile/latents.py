@@ -1,0 +1,83 @@
+"""What MLA caches of a token: 512 latent and 64 rotary elements; and the same in 656 bytes.
+
+The 656 bytes are the format that FlashMLA and vLLM use for DeepSeek-V3.2:
+
+    bytes     0 to 511  the latent elements in float8_e4m3fn
+            512 to 527  four float32 scales, one for each group of 128 of them
+            528 to 655  the rotary elements in bf16
+
+An element is its e4m3 value times its group's scale. All numbers are little-endian. Here are both directions in plain
+jnp; `latent_tile` reads the bytes in a kernel.
+"""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn._tile.quantization import largest, quantize
+
+LATENT_DIM = 512
+ROPE_DIM = 64
+QUERY_DIM = LATENT_DIM + ROPE_DIM
+
+GROUP = 128
+NUM_GROUPS = LATENT_DIM // GROUP
+SCALES_AT = LATENT_DIM
+ROPE_AT = SCALES_AT + 4 * NUM_GROUPS
+TOKEN_BYTES = ROPE_AT + 2 * ROPE_DIM
+FP8 = jnp.float8_e4m3fn
+BYTES = jnp.uint8
+
+type Scales = Literal["exact", "power_of_two"]
+SCALES = ("exact", "power_of_two")
+# Of a group that holds next to nothing but zeros. Its reciprocal is a normal number, too.
+LEAST_SCALE = 2.0**-100
+
+
+def token_width(dtype: Any) -> int:
+    """Elements of a token in a pool of this dtype."""
+    return TOKEN_BYTES if dtype == BYTES else QUERY_DIM
+
+
+def group_scale(values: jax.Array, scales: Scales) -> jax.Array:
+    """[...] float32 scales of groups [..., 128]: their largest magnitude / 448, or the next power of two.
+
+    NaN for a group that holds NaN or Inf, so that what is read back is NaN, too.
+    """
+    magnitude = jnp.abs(values)
+    # A maximum may leave NaN out, as it does on GPUs.
+    peak = jnp.max(jnp.where(magnitude < jnp.inf, magnitude, jnp.inf), axis=-1)
+    scale = jnp.maximum(peak / largest(FP8), jnp.float32(LEAST_SCALE))
+    if scales == "power_of_two":
+        # That is a number without mantissa; the sum carries any other into the next exponent.
+        bits = lax.bitcast_convert_type(scale, jnp.int32)
+        scale = lax.bitcast_convert_type((bits + 0x7FFFFF) & ~0x7FFFFF, jnp.float32)
+    return jnp.where(peak < jnp.inf, scale, jnp.float32(jnp.nan))
+
+
+def quantized(latents: jax.Array, scales: Scales) -> jax.Array:
+    """[..., 576] of any float dtype as [..., 656] bytes."""
+    lead = latents.shape[:-1]
+    groups = latents[..., :LATENT_DIM].astype(jnp.float32).reshape(*lead, NUM_GROUPS, GROUP)
+    scale = group_scale(groups, scales)
+    parts = quantize(groups, FP8, scale[..., None]), scale, latents[..., LATENT_DIM:].astype(jnp.bfloat16)
+    as_bytes = [lax.bitcast_convert_type(part, BYTES).reshape(*lead, -1) for part in parts]
+    return jnp.concatenate(as_bytes, axis=-1)
+
+
+def dequantized(tokens: jax.Array) -> jax.Array:
+    """[..., 656] bytes as [..., 576] float32, exactly but for one rounding where scales are no powers of two."""
+    lead = tokens.shape[:-1]
+    values = lax.bitcast_convert_type(tokens[..., :SCALES_AT], FP8).astype(jnp.float32)
+    scale = _wide(tokens[..., SCALES_AT:ROPE_AT], jnp.float32)
+    latents = values.reshape(*lead, NUM_GROUPS, GROUP) * scale[..., None]
+    rope = _wide(tokens[..., ROPE_AT:], jnp.bfloat16)
+    return jnp.concatenate([latents.reshape(*lead, LATENT_DIM), rope.astype(jnp.float32)], axis=-1)
+
+
+def _wide(tokens: jax.Array, dtype: Any) -> jax.Array:
+    """Bytes as numbers of several bytes."""
+    size = jnp.dtype(dtype).itemsize
+    return lax.bitcast_convert_type(tokens.reshape(*tokens.shape[:-1], -1, size), dtype)

@@ -1,0 +1,84 @@
+"""`write_latents`: signature, checks, dispatch."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_attn._call import dispatch, partition
+from pallas_attn._call.checks import ArgumentChecker
+from pallas_attn._tile.latents import QUERY_DIM, SCALES, Scales
+from pallas_attn._tile.layout import DIMS, PoolCase, pallas_reaches, pool_shape
+from pallas_attn._types import KVCache, SlotMapping
+from pallas_attn.ops.latent_cache.convert import DTYPES, check_pool
+from pallas_attn.ops.latent_cache.kernel import write_latents_pallas
+from pallas_attn.ops.latent_cache.reference import write_latents_xla
+
+dispatch.register(
+    "write_latents",
+    {
+        "pallas": dispatch.Implementation(write_latents_pallas, pallas_reaches),
+        "xla": dispatch.Implementation(write_latents_xla),
+        "interpret": dispatch.Implementation(functools.partial(write_latents_pallas, interpret=True)),
+    },
+)
+
+
+def write_latents(
+    latents: jax.Array,
+    latent_cache: KVCache,
+    slot_mapping: SlotMapping,
+    *,
+    scales: Scales = "power_of_two",
+    implementation: str | None = None,
+) -> KVCache:
+    """Writes new tokens' latents into their slots of an MLA cache (vLLM's `concat_and_cache_mla`).
+
+    The pool is updated in place when it is donated: call it under a `jax.jit` whose cache is in `donate_argnums` (or
+    carried by a loop). Without donation XLA must copy the pool first.
+
+    Args:
+        latents: [num_tokens, 576] bf16, fp16 or float32: the 512 latent, then the 64 rotary elements.
+        latent_cache: [num_pages, page_size, 1, 576] bf16, fp16 or float32, to whose dtype tokens are cast, or
+            [num_pages, page_size, 1, 656] uint8, to whose bytes they are quantised as by `quantize_latents`.
+        slot_mapping: [num_tokens] int32; slot = page * page_size + offset. Tokens whose slot is negative (-1 by
+            custom) or beyond the pool are skipped. Two tokens must not share a slot.
+        scales: "exact" or "power_of_two", as in `quantize_latents`; without effect on a cache that is not quantised.
+        implementation: None (chosen), "pallas" (NVIDIA, sm_80 or newer), "xla" (anywhere) or "interpret". On a GPU
+            "pallas" and "xla" may round an element that lies halfway between two values differently where scales are
+            exact.
+
+    Returns:
+        latent_cache, updated.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype. ValueError: a wrong shape, unknown scales, or an
+        implementation that cannot serve.
+    """
+    check = ArgumentChecker("write_latents")
+    check_pool(check, "latent_cache", latent_cache, DTYPES)
+    check.array("latents", latents, ("num_tokens", QUERY_DIM), DTYPES)
+    check.array("slot_mapping", slot_mapping, ("num_tokens",), [jnp.int32])
+    check.non_empty("latent_cache", latent_cache)
+    check.one_of("scales", scales, SCALES)
+    # Outside jit they may be numpy's.
+    latents, latent_cache, slot_mapping = map(jnp.asarray, (latents, latent_cache, slot_mapping))
+    case = PoolCase(pool_shape(latent_cache, "NHD"), latent_cache.dtype)
+    name, fn = dispatch.resolve("write_latents", case, implementation)
+    if latents.shape[0] == 0:
+        return latent_cache
+    pool = DIMS["NHD"]["key"]
+    [updated] = partition.run(
+        "write_latents",
+        _write,
+        {"latent_cache": latent_cache, "latents": latents, "slot_mapping": slot_mapping},
+        {"latent_cache": pool, "latents": "tokens latent", "slot_mapping": "tokens"},
+        (pool,),
+        static={"fn": fn, "scales": scales},
+        implementation=name,
+    )
+    return updated
+
+
+def _write(operands: dict[str, jax.Array], *, fn, scales: Scales) -> tuple[KVCache]:
+    return (fn(operands["latents"], operands["latent_cache"], operands["slot_mapping"], scales=scales),)

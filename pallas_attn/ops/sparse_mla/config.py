@@ -1,0 +1,54 @@
+"""Tile sizes of the sparse MLA kernel, and the heuristic."""
+
+import dataclasses
+import math
+
+from pallas_attn._call.configs import SplitKVConfig
+from pallas_attn._call.device import Device
+from pallas_attn._tile import pieces, triton
+from pallas_attn.ops.sparse_mla.problem import WGMMA_ROWS
+
+MIN_SPLIT_IDS = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseMLAConfig(SplitKVConfig):
+    """How one call of the kernel is cut up.
+
+    block_q: heads of a query token that a program serves, a power of two >= 16.
+    block_kv: tokens a program takes in per step, a power of two >= 16.
+    num_splits: most pieces that a query token's ids are cut into, each of as many tiles.
+    num_warps, num_stages: Triton's warps per program and depth of software pipelining.
+    """
+
+    num_splits: int = 1
+    num_warps: int = 8
+
+
+def heuristic(*, num_tokens: int, num_heads: int, topk: int, fp8: bool, device: Device) -> SparseMLAConfig:
+    """For `num_tokens` query tokens; pieces only as far as the device would be idle without."""
+    block_q = min(WGMMA_ROWS if device.asynchronous_products else 32, triton.tile_side(num_heads))
+    if fp8 and block_q == 32:
+        # Too many registers for the conversion beside 32 rows of warp-level products.
+        block_q = WGMMA_ROWS if device.asynchronous_products else 16
+    block_kv, num_warps, num_stages = _tile(block_q, fp8, device)
+    programs = num_tokens * math.ceil(num_heads / block_q)
+    num_splits = max(1, min(device.num_cores // programs, topk // MIN_SPLIT_IDS, pieces.MOST_PIECES))
+    return SparseMLAConfig(
+        block_q,
+        block_kv,
+        num_splits,
+        target_programs=device.num_cores,
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
+
+
+def _tile(block_q: int, fp8: bool, device: Device) -> tuple[int, int, int]:
+    """(block_kv, num_warps, num_stages). Ids are a load before the load: each buffer takes two stages."""
+    if block_q >= WGMMA_ROWS:
+        return (64, 8, 3) if fp8 else (32, 8, 5)
+    if fp8:  # converted in registers, which with four warps spill
+        return (64 if device.shared_kib >= 227 else 32, 8, 3)
+    num_warps = 8 if block_q == 32 else 4
+    return (64, num_warps, 5) if device.shared_kib >= 227 else (16, num_warps, 3)

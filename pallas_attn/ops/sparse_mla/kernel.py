@@ -1,0 +1,171 @@
+"""Sparse MLA in Pallas: a program serves `block_q` heads of one query token, and walks over the ids it was given.
+
+A tile's ids are looked up, and the rows they name are gathered, each of 1152 bytes or 656 side by side; from there on
+a tile is what it is to `mla_decode`. Ids of -1, and those behind the token's number of ids, are tokens that are not
+there: read as 0, and masked.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_attn._tile import latent_tile, logits, masking, merge, pages, result, rows, softmax, triton
+from pallas_attn._tile.latents import LATENT_DIM
+from pallas_attn._tile.layout import PoolShape
+from pallas_attn.ops.sparse_mla.config import SparseMLAConfig
+from pallas_attn.ops.sparse_mla.problem import FixedPieces, Ids, Problem
+
+
+@functools.partial(jax.jit, static_argnames=("ids", "scale", "config", "max_logits", "interpret"))
+def sparse_mla_pallas(
+    query,
+    pool,
+    indices,
+    lengths,
+    tables,
+    *,
+    ids: Ids,
+    scale: float,
+    config: SparseMLAConfig,
+    max_logits: bool = False,
+    interpret: bool = False,
+) -> tuple[jax.Array, ...]:
+    """(out [num_tokens, num_heads, 512] in query's dtype, lse [num_tokens, num_heads] float32), and with `max_logits`
+    the maxima [num_tokens, num_heads] float32, for which `config.num_splits` must be 1.
+
+    Args:
+        query: [num_tokens, num_heads, 576].
+        pool: [num_rows, width].
+        indices: [num_tokens, topk] int32.
+        lengths: [num_tokens] int32, how many of the ids count.
+        tables: [num_seqs, max_pages] int32, or None, as `ids` says.
+    """
+    num_tokens, num_heads, _ = query.shape
+    num_rows, width = pool.shape
+    problem = Problem(
+        num_seqs=num_tokens,
+        q_len=1,
+        num_heads=num_heads,
+        max_pages=1 if tables is None else tables.shape[1],
+        pool=PoolShape(num_rows, 1, 1, width),
+        scale=scale,
+        config=config,
+        topk=indices.shape[1],
+        ids=ids,
+    )
+    outputs = triton.kernel_call(
+        functools.partial(_kernel, problem=problem, max_logits=max_logits),
+        *(query[:, None], pool[:, None, None], indices, lengths, *(() if tables is None else (tables,))),
+        name="pallas_attn_sparse_mla",
+        # Head blocks vary fastest: they read the same rows.
+        grid=(problem.q_blocks, config.num_splits, num_tokens),
+        out_shape=[
+            *result.shapes(problem, LATENT_DIM, query.dtype),
+            *([jax.ShapeDtypeStruct((num_tokens, 1, num_heads), jnp.float32)] if max_logits else []),
+        ],
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        interpret=interpret,
+    )
+    if max_logits:
+        return tuple(array[:, 0] for array in outputs)
+    merged = merge.merge(
+        outputs,
+        (lengths,),
+        functools.partial(FixedPieces, problem),
+        name="pallas_attn_sparse_mla_combine",
+        problem=problem,
+        num_cut=num_tokens,
+        most_pieces=config.num_splits,
+        interpret=interpret,
+    )
+    return tuple(array[:, 0] for array in merged)
+
+
+def _kernel(query_ref, pool_ref, indices_ref, lens_ref, *refs, problem: Problem, max_logits: bool):
+    head_block, split, token = (triton.program_id(axis) for axis in range(3))
+    tables_ref, out_refs = (None, refs) if problem.ids.page_size is None else (refs[0], refs[1:])
+    cut = FixedPieces(problem, lens_ref)
+    stored, length = cut.length(token)
+    begin = split * problem.piece_ids
+
+    # The first piece of a token without ids has none but still writes the output.
+    @triton.when((begin < length) | (split == 0))
+    def _():
+        end = jnp.minimum(begin + problem.piece_ids, length)
+        mine = rows.of_program(problem, head_block)
+        leading = rows.batched(mine, token)
+        query = [rows.load(query_ref, mine, leading, chunk) for chunk in problem.query_chunks]
+        state, bad = _walk_ids(query, pool_ref, indices_ref, tables_ref, token, begin, end, problem)
+        out, lse2 = softmax.finish(state)
+        bad |= stored != length
+        done = result.Result(mine, leading, problem.latent_chunks, out, lse2).poisoned(bad)
+        if max_logits:
+            *out_refs_, max_ref = out_refs
+            result.store_lse(done._replace(lse2=softmax.poison(state.maximum, bad)), max_ref)
+        else:
+            out_refs_ = out_refs
+        result.store(done, out_refs_, token * problem.config.num_splits + split, cut.count(length) <= 1)
+
+
+def _walk_ids(query, pool_ref, indices_ref, tables_ref, token, begin, end, problem: Problem):
+    """Online softmax of a token's query rows over its ids [begin, end); also whether any id was unusable."""
+    pool, config = problem.pool, problem.config
+
+    def logits2(keys) -> jax.Array:
+        return logits.products(query, keys, problem.scale * softmax.LOG2_E)
+
+    def step(i, carry):
+        state, bad = carry
+        position = begin + i * config.block_kv + jnp.arange(config.block_kv)
+        listed = masking.within(position, end)
+        index = triton.load(indices_ref.at[token + 0 * position, position], mask=listed, other=-1)
+        row, held, unusable = _rows_of(index, tables_ref, token, problem)
+        bad |= jnp.max(unusable.astype(jnp.int32)) > 0
+
+        def read(chunk) -> jax.Array:
+            return pages.gather(pool_ref, "NHD", "key", row, 0 * row, 0, chunk, held, head_dim=pool.head_dim)
+
+        keys = latent_tile.read(read, pool_ref.dtype, problem.latent_chunks)
+
+        def masked_logits2() -> jax.Array:
+            return masking.apply(logits2(keys), held[None, :])
+
+        if not problem.asynchronous:
+            tile_logits2 = masked_logits2()
+        else:
+            # The branch is for Triton's choice of layouts: see mla_decode's kernel.
+            whole = jnp.min(held.astype(jnp.int32)) > 0
+            tile_logits2 = lax.cond(whole, lambda: logits2(keys), masked_logits2)
+        state, weights = softmax.rescale(state, tile_logits2)
+        weights = weights.astype(keys[0].dtype)
+        values = keys[:-1]  # all but the rotary chunk
+        acc = tuple(acc + triton.dot(weights, chunk) for acc, chunk in zip(state.acc, values, strict=True))
+        return state._replace(acc=acc), bad
+
+    start = softmax.start((config.block_q,), tuple(size for _, size in problem.latent_chunks))
+    num_tiles = problem.num_tiles(end - begin)
+    return lax.fori_loop(np.int32(0), num_tiles, step, (start, jnp.bool_(False)))
+
+
+def _rows_of(
+    index: jax.Array, tables_ref: Any, token, problem: Problem
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(row of the pool, 0 where there is none; whether there is one; whether there should be) of each id."""
+    ids, num_rows = problem.ids, problem.pool.num_pages
+    named = index != -1
+    if ids.page_size is None:
+        inside, row = masking.usable_pages(index, num_rows), index
+    else:
+        in_table = masking.usable_pages(index, problem.max_pages * ids.page_size)
+        position = jnp.where(in_table, index, 0)
+        seq, column = token // ids.tokens_a_seq, position // ids.page_size
+        page = pages.look_up(tables_ref, seq, column, mask=in_table, other=-1)
+        inside = masking.usable_pages(page, num_rows // ids.page_size)
+        row = page * ids.page_size + position % ids.page_size
+    unusable = jnp.zeros(index.shape, bool) if ids.skip_all_outside else named & ~inside
+    return jnp.where(inside, row, 0), inside, unusable

@@ -1,0 +1,89 @@
+"""What the sparse MLA kernel is compiled for: query tokens in the place of sequences, ids in the place of tokens."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from pallas_attn._tile import pieces, triton
+from pallas_attn._tile.latents import LATENT_DIM, ROPE_DIM, TOKEN_BYTES
+from pallas_attn._tile.problem import SplitKVProblem
+
+# From this many query rows on, products are the data centre's asynchronous ones.
+WGMMA_ROWS = 64
+CHUNK_DIM = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Ids:
+    """How an id leads to a row of the pool, whose pages are laid end to end.
+
+    page_size: of logical positions, that go through a row of the block table; None where ids are rows.
+    tokens_a_seq: query tokens that share a row of the table.
+    skip_all_outside: whether any id outside is skipped, not -1 alone.
+    """
+
+    page_size: int | None = None
+    tokens_a_seq: int = 1
+    skip_all_outside: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem(SplitKVProblem):
+    topk: int
+    ids: Ids
+
+    rounding: ClassVar[float] = pieces.DOWN
+
+    @property
+    def max_len(self) -> int:
+        return self.topk
+
+    @property
+    def num_places(self) -> int:
+        """Partial results there is room for: those of query token i start at i * num_splits."""
+        return self.num_seqs * self.config.num_splits if self.config.num_splits > 1 else 0
+
+    @property
+    def piece_ids(self) -> int:
+        """Ids that a piece has at most: whole tiles."""
+        tiles = pieces.ceil_div(self.topk, self.config.block_kv)
+        return pieces.ceil_div(tiles, self.config.num_splits) * self.config.block_kv
+
+    def num_tiles(self, seq_len: jax.Array) -> jax.Array:
+        return pieces.ceil_div(seq_len, self.config.block_kv)
+
+    @property
+    def asynchronous(self) -> bool:
+        return self.config.block_q >= WGMMA_ROWS
+
+    @property
+    def latent_chunks(self) -> list[tuple[int, int]]:
+        """(first, size) of the chunks of dims that latents and output are held in; see mla_decode's."""
+        whole = self.asynchronous or self.pool.head_dim == TOKEN_BYTES
+        size = LATENT_DIM if whole else CHUNK_DIM
+        return [(first, size) for first in range(0, LATENT_DIM, size)]
+
+    @property
+    def query_chunks(self) -> list[tuple[int, int]]:
+        return [*self.latent_chunks, (LATENT_DIM, ROPE_DIM)]
+
+
+class FixedPieces:
+    """Each token's ids in pieces of `piece_ids`, as many as its number of ids fills."""
+
+    def __init__(self, problem: Problem, lens_ref: Any):
+        self._problem, self._lens_ref = problem, lens_ref
+
+    def cut(self, which: jax.Array) -> pieces.Cut:
+        """A token's partial results."""
+        return pieces.Cut(which, which * self._problem.config.num_splits, self.count(self.length(which)[1]))
+
+    def length(self, seq) -> tuple[jax.Array, jax.Array]:
+        """(as it is stored, as it is used)."""
+        stored = triton.load(self._lens_ref.at[seq])
+        return stored, jnp.clip(stored, 0, self._problem.topk)
+
+    def count(self, length: jax.Array) -> jax.Array:
+        return pieces.ceil_div(length, self._problem.piece_ids)

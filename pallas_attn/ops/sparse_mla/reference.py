@@ -1,0 +1,54 @@
+"""Sparse MLA in plain jnp: some query tokens at a time, whose rows are gathered whole."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_attn._tile import masking, softmax
+from pallas_attn._tile.latents import BYTES, LATENT_DIM, dequantized
+from pallas_attn.ops.sparse_mla.problem import Ids
+
+TOKENS_AT_ONCE = 8
+
+
+@functools.partial(jax.jit, static_argnames=("ids", "scale", "max_logits"))
+def sparse_mla_xla(
+    query, pool, indices, lengths, tables, *, ids: Ids, scale: float, max_logits: bool = False
+) -> tuple[jax.Array, ...]:
+    """As `sparse_mla_pallas`."""
+    num_tokens, _, _ = query.shape
+    topk, num_rows = indices.shape[1], pool.shape[0]
+    usable_lengths = jnp.clip(lengths, 0, topk)
+    listed = masking.within(jnp.arange(topk), usable_lengths[:, None])
+    if ids.page_size is None:
+        inside, row = masking.usable_pages(indices, num_rows), indices
+    else:
+        in_table = masking.usable_pages(indices, tables.shape[1] * ids.page_size)
+        position = jnp.where(in_table, indices, 0)
+        of_token = jnp.repeat(tables, ids.tokens_a_seq, axis=0)
+        page = jnp.take_along_axis(of_token, position // ids.page_size, axis=1)
+        inside = in_table & masking.usable_pages(page, num_rows // ids.page_size)
+        row = page * ids.page_size + position % ids.page_size
+    unusable = listed & ~inside & (indices != -1) & (not ids.skip_all_outside)
+    bad = jnp.any(unusable, axis=1) | (lengths != usable_lengths)
+    held = listed & inside
+
+    def attend(one: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        query, row, held = one
+        keys = pool[row]
+        if pool.dtype == BYTES:
+            keys = dequantized(keys).astype(jnp.bfloat16)  # as the kernels have them
+        keys = jnp.where(held[:, None], keys.astype(jnp.float32), 0.0)
+        scaled = query.astype(jnp.float32) * (scale * softmax.LOG2_E)
+        logits2 = masking.apply(jnp.einsum("hd,kd->hk", scaled, keys, precision="highest"), held[None, :])
+        state, weights = softmax.rescale(softmax.start((query.shape[0],), LATENT_DIM), logits2)
+        acc = jnp.einsum("hk,kd->hd", weights, keys[:, :LATENT_DIM], precision="highest")
+        return *softmax.finish(state._replace(acc=acc)), state.maximum
+
+    rows = jnp.where(held, row, 0)
+    batch = min(TOKENS_AT_ONCE, num_tokens)
+    out, lse2, maximum = jax.lax.map(attend, (query, rows, held), batch_size=batch)
+    out = softmax.poison(out, bad[:, None, None]).astype(query.dtype)
+    lse, maximum = (softmax.poison(softmax.natural_lse(x), bad[:, None]) for x in (lse2, maximum))
+    return (out, lse, maximum) if max_logits else (out, lse)
