@@ -287,7 +287,7 @@ def pools(layout, sizes, stored):
 def paged(
     num_seqs, max_pages, num_heads, num_kv_heads, head_dim, page_size, *,
     dtype="bfloat16", cache_dtype=None, q_len=1, layout="NHD", config=None, block_sparse=None,
-    scale_per_head=False, alibi=False, sinks=False, **rules,
+    scale_per_head=False, alibi=False, sinks=False, implementation="pallas", device=lowering.H100, **rules,
 ):  # fmt: skip
     if config is not None:
         block_q = 64 if q_len * num_heads // num_kv_heads > 16 else 16
@@ -310,7 +310,7 @@ def paged(
             layout=layout,
             config=config,
             return_lse=True,
-            implementation="pallas",
+            implementation=implementation,
         )
 
     return lowering.lower_for_gpu(
@@ -320,12 +320,13 @@ def paged(
         *pools(layout, (NUM_PAGES, page_size, num_kv_heads, head_dim), cache_dtype or dtype),
         shape((num_seqs, max_pages), jnp.int32),
         shape((num_seqs,), jnp.int32),
+        device=device,
     )
 
 
 def mla(
     num_seqs, max_pages, num_heads, num_kv_heads, q_len, page_size, *,
-    dtype="bfloat16", causal=False, num_parts=None, config=None,
+    dtype="bfloat16", causal=False, num_parts=None, config=None, implementation="pallas", device=lowering.H100,
 ):  # fmt: skip
     if config is not None:
         block_q = 16 if q_len * num_heads // num_kv_heads <= 16 else 64
@@ -345,7 +346,7 @@ def mla(
             causal=causal,
             return_lse=True,
             config=config,
-            implementation="pallas",
+            implementation=implementation,
         )
 
     return lowering.lower_for_gpu(
@@ -354,16 +355,19 @@ def mla(
         shape((NUM_PAGES, page_size, num_kv_heads, 576), dtype),
         shape((num_seqs, max_pages), jnp.int32),
         shape((num_seqs,), jnp.int32),
+        device=device,
     )
 
 
-def write(num_tokens, num_kv_heads, head_dim, num_pages, page_size, *, layout, cache_dtype):
+def write(
+    num_tokens, num_kv_heads, head_dim, num_pages, page_size, *,
+    layout, cache_dtype, implementation="pallas", device=lowering.H100,
+):  # fmt: skip
     new = shape((num_tokens, num_kv_heads, head_dim), jnp.bfloat16)
-    call = functools.partial(pallas_attn.write_kv, layout=layout, implementation="pallas")
+    call = functools.partial(pallas_attn.write_kv, layout=layout, implementation=implementation)
     sizes = (num_pages, page_size, num_kv_heads, head_dim)
-    return lowering.lower_for_gpu(
-        call, new, new, *pools(layout, sizes, cache_dtype), shape((num_tokens,), jnp.int32)
-    )
+    slots = shape((num_tokens,), jnp.int32)
+    return lowering.lower_for_gpu(call, new, new, *pools(layout, sizes, cache_dtype), slots, device=device)
 
 
 def texts(lowered: Any) -> dict[str, str]:

@@ -96,9 +96,9 @@ BAD_ATTENTION = {
         "argument 'layout': expected one of 'NHD', 'HND', 'PACKED', got 'NDH'",
     ),
     "implementation": (
-        {"implementation": "triton"},
+        {"implementation": "mosaic"},
         ValueError,
-        "argument 'implementation': expected None or one of 'pallas', 'xla', 'interpret', got 'triton'",
+        "argument 'implementation': expected None or one of 'pallas', 'triton', 'xla', 'interpret', got 'mosaic'",
     ),
     "config type": (
         {"implementation": "interpret", "config": 4},

@@ -16,8 +16,8 @@ import pallas_attn
 from pallas_attn import OutOfPagesError, PageAllocator, PagedKVCache, convert_layout, write_kv
 from pallas_attn._tile.layout import PoolShape, array_shape, pool_shape, to_nhd
 
-GPU = pytest.param("pallas", marks=pytest.mark.gpu)
-IMPLEMENTATIONS = ["xla", "interpret", GPU]
+GPU = [pytest.param(name, marks=pytest.mark.gpu) for name in ("pallas", "triton")]
+IMPLEMENTATIONS = ["xla", "interpret", *GPU]
 
 
 def pools(rng, layout: str, dtype, pages=7, page=16, heads=3, dim=80):
@@ -120,7 +120,7 @@ def test_convert_layout_refuses():
         unchecked(convert_layout)(odd, odd, source="NHD", target="DHN")
 
 
-@pytest.mark.parametrize("implementation", ["xla", GPU])
+@pytest.mark.parametrize("implementation", ["xla", *GPU])
 def test_donated_pool_is_aliased_not_copied(implementation):
     rng = np.random.default_rng(0)
     caches = pools(rng, "NHD", "float32", pages=64)

@@ -14,16 +14,16 @@ from pallas_attn import PagedKVCache, PagedLatentCache, record_implementations
 from pallas_attn.models import Llama, LlamaConfig, generate
 from pallas_attn.nn import LatentGQA, PagedAttention
 
-GPU = pytest.param("pallas", marks=pytest.mark.gpu)
+GPU = [pytest.param(name, marks=pytest.mark.gpu) for name in ("pallas", "triton")]
 
 
-@pytest.mark.parametrize("implementation", ["xla", "interpret", GPU])
+@pytest.mark.parametrize("implementation", ["xla", "interpret", *GPU])
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim"), [(9, 3, 64), (4, 4, 64), (6, 2, 8), (5, 1, 256)]
 )
 def test_equals_paged_attention(num_heads, num_kv_heads, head_dim, implementation):
     """A prompt, then two tokens, of sequences of different lengths, one of them finished."""
-    dtype = jnp.bfloat16 if implementation == "pallas" else jnp.float32
+    dtype = jnp.bfloat16 if implementation in ("pallas", "triton") else jnp.float32
     tables = jnp.asarray([[3, 0, 5], [1, 4, 2]], jnp.int32)
     sizes = dict(num_layers=1, num_pages=6, page_size=16, block_tables=tables, dtype=dtype)
     caches = [
@@ -54,7 +54,7 @@ def test_equals_paged_attention(num_heads, num_kv_heads, head_dim, implementatio
         np.testing.assert_allclose(outs[1], outs[0], atol=tolerance)
 
 
-@pytest.mark.parametrize("served", ["xla", GPU])
+@pytest.mark.parametrize("served", ["xla", *GPU])
 def test_a_model_gives_the_same_tokens(served):
     """Random weights, SmolLM2's heads, bfloat16: prompts of different lengths, then decoding."""
     config = dataclasses.replace(TINY, num_heads=9, num_kv_heads=3, head_dim=64, context_length=128)

@@ -202,7 +202,8 @@ def require(implementation: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("implementation", "dtype"), [("pallas", "bfloat16"), ("cuda", "bfloat16"), ("cuda", "float16")]
+    ("implementation", "dtype"),
+    [("pallas", "bfloat16"), ("triton", "bfloat16"), ("cuda", "bfloat16"), ("cuda", "float16")],
 )
 @pytest.mark.parametrize("q_len", [1, 2])
 @pytest.mark.parametrize("h_q", [16, 32, 64, 128])
@@ -221,7 +222,11 @@ def test_seed_matrix(h_q: int, q_len: int, implementation: str, dtype: str) -> N
 
 @pytest.mark.parametrize(
     ("implementation", "page", "scheduled"),
-    [("pallas", 16, False), ("pallas", 32, True), ("pallas", 128, True), ("cuda", 64, True)],
+    [
+        *(("pallas", page, page > 16) for page in (16, 32, 128)),
+        *(("triton", page, page > 16) for page in (16, 32, 128)),
+        ("cuda", 64, True),
+    ],
 )
 @pytest.mark.parametrize("q_len", [1, 2, 4])
 @pytest.mark.parametrize("h_q", [1, 3, 9, 63, 126])

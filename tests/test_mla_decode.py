@@ -17,8 +17,8 @@ from pallas_attn._call import ffi
 from pallas_attn.ops.mla_decode import MLADecodeConfig, MLASchedule
 from pallas_attn.testing import cases, compare, inputs
 
-PALLAS, CUDA = (pytest.param(name, marks=pytest.mark.gpu) for name in ("pallas", "cuda"))
-ANY_PAGE_SIZE = ["xla", "interpret", PALLAS]
+PALLAS, TRITON, CUDA = (pytest.param(name, marks=pytest.mark.gpu) for name in ("pallas", "triton", "cuda"))
+ANY_PAGE_SIZE = ["xla", "interpret", PALLAS, TRITON]
 IMPLEMENTATIONS = [*ANY_PAGE_SIZE, CUDA]
 
 
@@ -29,7 +29,9 @@ def served_cases():
         yield from (
             pytest.param(case, name, id=f"{case.id}-{name}", marks=marks) for name in ("xla", "interpret")
         )
-        on_gpu = [] if case.dtype == "float32" else ["pallas", "cuda"] if case.page_size == 64 else ["pallas"]
+        on_gpu = [] if case.dtype == "float32" else ["pallas", "triton"]
+        if on_gpu and case.page_size == 64:
+            on_gpu.append("cuda")
         yield from (
             pytest.param(case, name, id=f"{case.id}-{name}", marks=pytest.mark.gpu) for name in on_gpu
         )
@@ -61,7 +63,7 @@ def run(case: cases.MLADecodeCase, data: inputs.LatentInputs, implementation: st
 def compiled(case: cases.MLADecodeCase, implementation: str, **options):
     require(implementation)
     config = None
-    if implementation in ("interpret", "pallas") and case.config:
+    if implementation not in ("xla", "cuda") and case.config:
         block_q = 16 if case.q_len * case.group <= 16 else 64
         defaults: dict[str, Any] = {"block_q": block_q, "block_kv": 32, "num_splits": 1, "num_warps": 4}
         config = MLADecodeConfig(**{**defaults, **dict(case.config)})

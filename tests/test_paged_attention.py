@@ -15,8 +15,8 @@ import pallas_attn
 from pallas_attn.ops.paged_attention.config import PagedAttentionConfig
 from pallas_attn.testing import cases, compare, inputs
 
-GPU = pytest.param("pallas", marks=pytest.mark.gpu)
-IMPLEMENTATIONS = ["xla", "interpret", GPU]
+GPU = [pytest.param(name, marks=pytest.mark.gpu) for name in ("pallas", "triton")]
+IMPLEMENTATIONS = ["xla", "interpret", *GPU]
 CASES = [
     # The oldest jax has those that touch everything once: all cases are lowered on both, and features have tests below.
     case if "fast" in case.tags else pytest.param(case, marks=pytest.mark.once)

@@ -40,8 +40,9 @@ def check(mesh, function, arrays, specs, donate=()):
     return compiled.as_text()
 
 
+@pytest.mark.parametrize("implementation", ["pallas", "triton"])
 @pytest.mark.parametrize("over", ["heads", "seqs"])
-def test_paged_attention(mesh, over):
+def test_paged_attention(mesh, implementation, over):
     tables = jnp.arange(PAGES, dtype=jnp.int32).reshape(SEQS, TABLE)
     lens = jnp.array([190, 1, 0, 192, 100, 64, 17, 150], jnp.int32)
     arrays = (
@@ -55,13 +56,13 @@ def test_paged_attention(mesh, over):
     by_seqs = (P("x"), P(), P(), P("x"), P("x"))
     check(
         mesh,
-        functools.partial(paged_attention, implementation="pallas"),
+        functools.partial(paged_attention, implementation=implementation),
         arrays,
         by_heads if over == "heads" else by_seqs,
     )
 
 
-@pytest.mark.parametrize("implementation", ["pallas", "cuda"])
+@pytest.mark.parametrize("implementation", ["pallas", "triton", "cuda"])
 @pytest.mark.parametrize("over", ["heads", "seqs"])
 def test_mla_decode(mesh, implementation, over):
     tables = jnp.arange(24, dtype=jnp.int32).reshape(SEQS, 3)
@@ -76,7 +77,8 @@ def test_mla_decode(mesh, implementation, over):
     check(mesh, attend, arrays, by_heads if over == "heads" else (P("x"), P(), P("x"), P("x")))
 
 
-def test_write_kv_in_place(mesh):
+@pytest.mark.parametrize("implementation", ["pallas", "triton"])
+def test_write_kv_in_place(mesh, implementation):
     slots = jnp.array([3, 77, -1, 15, 16, 383, 10**6, 200], jnp.int32)
     new = P(None, "x")
     arrays = (
@@ -85,7 +87,7 @@ def test_write_kv_in_place(mesh):
         normal(2, 24, 16, 8, 128),
         normal(3, 24, 16, 8, 128),
     )
-    write = functools.partial(write_kv, implementation="pallas")
+    write = functools.partial(write_kv, implementation=implementation)
     text = check(mesh, write, (*arrays, slots), (new, new, POOL, POOL, P()), donate=(2, 3))
     share = f"bf16[24,16,{8 // jax.device_count()},128]"
     assert not [line for line in text.splitlines() if f"= {share}" in line and " copy(" in line]

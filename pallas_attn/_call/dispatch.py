@@ -1,18 +1,23 @@
 """Which implementation serves a call: a name, a function, and the reason it cannot, if there is one.
 
 An op registers its implementations; `resolve` picks one. With `implementation=None` the order is
-cuda > pallas > xla on a GPU and xla elsewhere. A forced implementation that cannot serve raises with its reason.
+cuda > pallas > triton > xla on a GPU and xla elsewhere. A forced implementation that cannot serve raises with its
+reason.
 """
 
 import contextlib
+import importlib
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from pallas_attn._call import ffi
 from pallas_attn._call.checks import fail, shown
 from pallas_attn._call.device import Device, current_device
+from pallas_attn._lowering import cache, compiler
 
 Reason = str | None
 """Why an implementation cannot serve; None when it can."""
@@ -25,12 +30,33 @@ def _cuda_available(device: Device) -> Reason:
     return None if available else reason
 
 
-def _pallas_available(device: Device) -> Reason:
+def _gpu_available(device: Device) -> Reason:
     if device.platform != "gpu":
         return f"needs an NVIDIA GPU, the device is {device.kind!r} (to debug without one: 'interpret')"
     if device.compute_capability is not None and device.compute_capability < 80:
         return f"needs sm_80 or newer, the device is sm_{device.compute_capability}"
     return None
+
+
+def _pallas_available(device: Device) -> Reason:
+    return _gpu_available(device) or _interpret_available(device)
+
+
+def _interpret_available(_: Device) -> Reason:
+    try:
+        importlib.import_module("jax.experimental.pallas.triton")
+    except ImportError:
+        return f"jax {jax.__version__} has no Pallas-Triton lowering, which was deprecated in 0.11"
+    return None
+
+
+def _triton_available(device: Device) -> Reason:
+    if reason := _gpu_available(device):
+        return reason
+    if device.compute_capability is None:
+        return f"the compute capability of {device.kind!r} is not known"
+    # What is in the cache needs no compiler, and which kernels those are shows when they are asked for.
+    return None if cache.holds_any() else compiler.unavailable()
 
 
 def _always(_: Any) -> Reason:
@@ -41,8 +67,9 @@ def _always(_: Any) -> Reason:
 _AVAILABLE: dict[str, Callable[[Device], Reason]] = {
     "cuda": _cuda_available,
     "pallas": _pallas_available,
+    "triton": _triton_available,
     "xla": _always,
-    "interpret": _always,
+    "interpret": _interpret_available,
 }
 
 

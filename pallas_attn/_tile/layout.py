@@ -159,14 +159,18 @@ class PoolCase(NamedTuple):
 
 
 def pallas_reaches(case: PoolCase) -> str | None:
-    """Why Triton cannot handle a pool on this device, or None."""
-    cache_dtype = case.cache_dtype
+    """Why Pallas cannot handle a pool on this device, or None."""
     elements = math.prod(case.pool)
-    if jnp.dtype(cache_dtype).itemsize == 1 and 2**31 <= elements <= 2**32:
-        # The lowering switches to 64-bit offsets above 2**32 bytes; between, they overflow.
+    if jnp.dtype(case.cache_dtype).itemsize == 1 and 2**31 <= elements <= 2**32:
+        # Its lowering switches to 64-bit offsets above 2**32 bytes; between, they overflow.
         return f"8-bit pools of 2**31 to 2**32 elements overflow Pallas-Triton's offsets, got {elements} elements"
+    return triton_reaches(case)
+
+
+def triton_reaches(case: PoolCase) -> str | None:
+    """Why Triton cannot handle a pool on this device, or None."""
     capability = current_device().compute_capability
-    if cache_dtype == jnp.float8_e4m3fn and capability is not None and capability < 89:
+    if case.cache_dtype == jnp.float8_e4m3fn and capability is not None and capability < 89:
         return (
             f"float8_e4m3fn needs sm_89 or newer, the device is sm_{capability} (float8_e5m2 and int8 work)"
         )

@@ -85,7 +85,7 @@ def merge(
     problem: Merged,
     num_cut: int,
     most_pieces: int,
-    interpret: bool,
+    lowering: triton.Lowering,
     rows_of: Callable[..., tuple[rows.Rows, tuple[jax.Array, ...]]] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(out, lse) with the rows of sequences that were cut filled in, in place, from the partial results.
@@ -118,7 +118,7 @@ def merge(
         input_output_aliases={0: 0, 1: 1},
         num_warps=shape.num_warps,
         num_stages=1,
-        interpret=interpret,
+        lowering=lowering,
     )
     return out, lse
 

@@ -1,29 +1,80 @@
-"""The only importer of Pallas' Triton lowering, which JAX deprecated in 0.11 and still ships in 0.12.
+"""What kernels are written with, and which compiler gets them.
 
-Kernels import the primitives and `kernel_call` from here, so that another lowering of the same kernels is a matter
-of this file.
+The same bodies go one of three ways, named by `Lowering`: "pallas" is JAX's own lowering to Triton, deprecated in 0.11
+and still shipped in 0.12; "triton" is ours, to Triton's own compiler; "interpret" runs them in Python. This file is the
+only importer of what is deprecated, and works without it.
 """
 
 import contextvars
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
+from pallas_attn import _lowering
 from pallas_attn._call import gradients
+from pallas_attn._call.device import current_device
 from pallas_attn._tile.sharding import vary, varying_axes, varying_like
 
-load = plgpu.load
-store = plgpu.store
-program_id = pl.program_id
-when = pl.when
-ds = pl.ds
-next_power_of_2 = pl.next_power_of_2
+Lowering = Literal["pallas", "triton", "interpret"]
+
+
+def _pallas() -> tuple[Any, Any]:
+    """Pallas and its Triton lowering, or nothing once that is removed: then dispatch refuses what needs them."""
+    try:
+        from jax.experimental import pallas
+        from jax.experimental.pallas import triton
+    except ImportError:
+        return None, None
+    return pallas, triton
+
+
+pl, plgpu = _pallas()
+
+
+def load(
+    place: Any, *, mask: jax.Array | None = None, other: Any = None, eviction_policy: str | None = None
+) -> jax.Array:
+    """Elements at `place`, a part `ref.at[...]` of an array; where not `mask`, `other`, and memory is not touched."""
+    read = _lowering.load if isinstance(place, _lowering.Place) else plgpu.load
+    return read(place, mask=mask, other=other, eviction_policy=eviction_policy)
+
+
+def store(
+    place: Any, value: jax.Array, *, mask: jax.Array | None = None, eviction_policy: str | None = None
+) -> None:
+    """Writes `value` to `place` where `mask`."""
+    write = _lowering.store if isinstance(place, _lowering.Place) else plgpu.store
+    write(place, value, mask=mask, eviction_policy=eviction_policy)
+
+
+def program_id(axis: int) -> jax.Array:
+    """The program's place along an axis of the grid."""
+    return _lowering.program_id(axis) if _lowering.is_tracing() else pl.program_id(axis)
+
+
+def ds(start: Any, size: int) -> Any:
+    """A slice of `size` elements from `start` on, as an index."""
+    return _lowering.Slice(start, size) if _lowering.is_tracing() else pl.ds(start, size)
+
+
+def when(condition: bool | jax.Array) -> Callable[[Callable[[], None]], None]:
+    """Runs the function that it decorates where `condition`."""
+
+    def run(body: Callable[[], None]) -> None:
+        if not isinstance(condition, bool):
+            lax.cond(condition, body, lambda: None)
+        elif condition:
+            body()
+
+    return run
+
+
+def next_power_of_2(size: int) -> int:
+    return 1 << max(size - 1, 0).bit_length()
 
 
 def tile_side(size: int) -> int:
@@ -34,8 +85,13 @@ def tile_side(size: int) -> int:
 
 def dot(a: jax.Array, b: jax.Array, *, trans_b: bool = False) -> jax.Array:
     """Matrix product with a float32 accumulator; float32 operands keep full precision (no TF32)."""
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return plgpu.dot(a, b, trans_b=trans_b, precision=precision)
+    return lax.dot_general(
+        a,
+        b,
+        (((1,), (1 if trans_b else 0,)), ((), ())),
+        precision=lax.Precision.HIGHEST if a.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.int32 if jnp.issubdtype(a.dtype, jnp.integer) else jnp.float32,
+    )
 
 
 _compiling = contextvars.ContextVar("_compiling", default=False)
@@ -71,19 +127,27 @@ def kernel_call(
     out_shape: Sequence[jax.ShapeDtypeStruct],
     num_warps: int,
     num_stages: int,
-    interpret: bool,
+    lowering: Lowering,
     input_output_aliases: Mapping[int, int] | None = None,
 ) -> Any:
     """Runs `kernel(*operand_refs, *output_refs)` over `grid`; operands may be pytrees, and
     every ref is a whole array, indexed by the kernel."""
     axes = varying_axes(operands)
-    call = pl.pallas_call(
-        kernel if interpret else functools.partial(_marked, kernel),
-        out_shape=[varying_like(struct, axes) for struct in out_shape],
-        grid=grid,
+    options: dict[str, Any] = dict(
         name=name,
-        interpret=interpret,
+        grid=grid,
+        out_shape=[varying_like(struct, axes) for struct in out_shape],
         input_output_aliases=dict(input_output_aliases or {}),
-        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
     )
-    return gradients.refuse(name, call)(*vary(operands, axes))
+    if lowering == "triton":
+        device = current_device()
+        options |= dict(capability=device.compute_capability, most_shared=1024 * device.shared_kib)
+        run = functools.partial(
+            _lowering.launch, kernel, num_warps=num_warps, num_stages=num_stages, **options
+        )
+    else:
+        parameters = plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages)
+        interpret = lowering == "interpret"
+        body = kernel if interpret else functools.partial(_marked, kernel)
+        run = pl.pallas_call(body, interpret=interpret, compiler_params=parameters, **options)
+    return gradients.refuse(name, run)(*vary(operands, axes))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from pallas_attn._call import configs, dispatch, partition
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._call.device import current_device
+from pallas_attn._tile import triton
 from pallas_attn._tile.layout import DIMS, PoolCase, PoolShape, check_pools, pallas_reaches
 from pallas_attn._tile.masking import Rules
 from pallas_attn.ops.blocksparse_attention.config import BlockSparseConfig, heuristic
@@ -24,24 +25,24 @@ MAX_HEAD_DIM = 256
 LAYOUT_ARRAYS = ("row_pointers", "columns")
 
 
-@functools.partial(jax.jit, static_argnames=("problem", "interpret"))
+@functools.partial(jax.jit, static_argnames=("problem", "lowering"))
 def blocksparse_attention_pallas(
     query: jax.Array,
     arrays: dict[str, jax.Array],
     layout: SparseLayout,
     *,
     problem: Problem,
-    interpret: bool = False,
+    lowering: triton.Lowering = "pallas",
 ) -> tuple[jax.Array, jax.Array]:
     """query [num_tokens, num_heads, head_dim] -> (out in query's dtype, lse float32 [num_tokens, num_heads])."""
     operands = query, arrays, layout
     if problem.kinds == "decode":
-        return decode(*operands, problem=problem, interpret=interpret)
-    out, lse = prefill(*operands, problem=problem, interpret=interpret)
+        return decode(*operands, problem=problem, lowering=lowering)
+    out, lse = prefill(*operands, problem=problem, lowering=lowering)
     if problem.kinds == "mixed":
         first, end = arrays["cu_q_lens"][:-1], arrays["cu_q_lens"][1:]
         token = jnp.where((end == first + 1) & (first >= 0), first, problem.num_tokens)
-        decoded, decoded_lse = decode(*operands, problem=problem, interpret=interpret)
+        decoded, decoded_lse = decode(*operands, problem=problem, lowering=lowering)
         out = out.at[token].set(decoded, mode="drop")
         lse = lse.at[token].set(decoded_lse, mode="drop")
     return out, lse
@@ -59,7 +60,7 @@ dispatch.register(
         "pallas": dispatch.Implementation(blocksparse_attention_pallas, _pallas_supports),
         "xla": dispatch.Implementation(blocksparse_attention_xla),
         "interpret": dispatch.Implementation(
-            functools.partial(blocksparse_attention_pallas, interpret=True), _pallas_supports
+            functools.partial(blocksparse_attention_pallas, lowering="interpret"), _pallas_supports
         ),
     },
 )

@@ -54,7 +54,7 @@ def decode(
     layout: SparseLayout,
     *,
     problem: Problem,
-    interpret: bool,
+    lowering: triton.Lowering,
 ) -> tuple[jax.Array, jax.Array]:
     """(out [num_seqs, num_heads, head_dim], lse [num_seqs, num_heads]) of the sequences that have one query; others'
     mean nothing. Operands as of `prefill`."""
@@ -78,7 +78,7 @@ def decode(
         out_shape=result.shapes(stored, problem.pool.head_dim, query.dtype),
         num_warps=config.decode_warps,
         num_stages=config.decode_stages,
-        interpret=interpret,
+        lowering=lowering,
     )
     out, lse = merge.merge(
         outputs,
@@ -88,7 +88,7 @@ def decode(
         problem=stored,
         num_cut=problem.num_seqs,
         most_pieces=config.num_splits,
-        interpret=interpret,
+        lowering=lowering,
     )
     return out[:, 0], lse[:, 0]
 

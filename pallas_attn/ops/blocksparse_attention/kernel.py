@@ -28,7 +28,7 @@ def prefill(
     layout: SparseLayout,
     *,
     problem: Problem,
-    interpret: bool,
+    lowering: triton.Lowering,
 ) -> tuple[jax.Array, jax.Array]:
     """query [num_tokens, num_heads, head_dim] -> (out, lse [num_tokens, num_heads]); of sequences with one query,
     where the call is mixed, nothing is written.
@@ -51,7 +51,7 @@ def prefill(
         ],
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        interpret=interpret,
+        lowering=lowering,
     )
     return out, lse
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from pallas_attn._call import configs, dispatch
 from pallas_attn._call.checks import ArgumentChecker, check_int
-from pallas_attn._tile import segments
+from pallas_attn._tile import segments, triton
 from pallas_attn._tile.dense import DenseLayout
 from pallas_attn.ops.flash_attention import arguments, backward, kernel, reference
 from pallas_attn.ops.flash_attention.config import FlashAttentionConfig, resolve
@@ -30,23 +30,23 @@ def _pallas_supports(case: Case) -> str | None:
     return f"head_dim is at most {MAX_HEAD_DIM}, got {largest}" if largest > MAX_HEAD_DIM else None
 
 
-def _tiled(name: str, *, interpret: bool) -> Passes:
+def _tiled(name: str, *, lowering: triton.Lowering) -> Passes:
     def forward(operands: Arrays, *, rules: Rules, config: Any):
         tiles = resolve(operands, rules, config).forward
-        return kernel.forward(operands, rules=rules, tiles=tiles, interpret=interpret)
+        return kernel.forward(operands, rules=rules, tiles=tiles, lowering=lowering)
 
     def gradients(of: Any, operands: Arrays, *, rules: Rules, config: Any, **static: Any):
         config = resolve(operands, rules, config)
-        return of(operands, rules=rules, config=config, interpret=interpret, **static)
+        return of(operands, rules=rules, config=config, lowering=lowering, **static)
 
     of_bias = functools.partial(gradients, backward.bias_gradient)
     return Passes(name, forward, functools.partial(gradients, backward.backward), of_bias)
 
 
 PASSES = {
-    "pallas": _tiled("pallas", interpret=False),
+    "pallas": _tiled("pallas", lowering="pallas"),
     "xla": Passes("xla", reference.forward, reference.backward, reference.bias_gradient),
-    "interpret": _tiled("interpret", interpret=True),
+    "interpret": _tiled("interpret", lowering="interpret"),
 }
 dispatch.register(
     FUNCTION,

@@ -26,9 +26,13 @@ from pallas_attn.ops.flash_attention.kernel import of_program, sides
 from pallas_attn.ops.flash_attention.problem import Problem, Rules
 
 
-@functools.partial(jax.jit, static_argnames=("rules", "config", "interpret"))
+@functools.partial(jax.jit, static_argnames=("rules", "config", "lowering"))
 def backward(
-    operands: dict[str, jax.Array], *, rules: Rules, config: FlashAttentionConfig, interpret: bool = False
+    operands: dict[str, jax.Array],
+    *,
+    rules: Rules,
+    config: FlashAttentionConfig,
+    lowering: triton.Lowering = "pallas",
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of query, key and value, each as its array. `operands`: as forward's, and "d_out" of out's shape,
     "lse2" and "delta" [batch, num_kv_heads, group, q_len]."""
@@ -48,7 +52,7 @@ def backward(
             out_shape=out_shape,
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
-            interpret=interpret,
+            lowering=lowering,
         )
 
     tiles = config.query
@@ -179,14 +183,14 @@ def _key_value_kernel(refs, d_key_ref, d_value_ref, *, problem: Problem, tiles: 
     pool.write(d_value_ref, mine.tokens, mine.real, problem.value_chunks, sums[1])
 
 
-@functools.partial(jax.jit, static_argnames=("rules", "shape", "config", "interpret"))
+@functools.partial(jax.jit, static_argnames=("rules", "shape", "config", "lowering"))
 def bias_gradient(
     operands: dict[str, jax.Array],
     *,
     rules: Rules,
     shape: tuple[int, ...],
     config: FlashAttentionConfig,
-    interpret: bool = False,
+    lowering: triton.Lowering = "pallas",
 ) -> jax.Array:
     """Gradient of the bias, summed to `shape`: [batch or 1, num_kv_heads or 1, group or 1, q_len or 1, kv_len]."""
     problem, tiles = Problem.of(operands, rules), config.key_value
@@ -199,7 +203,7 @@ def bias_gradient(
         out_shape=[jax.ShapeDtypeStruct(shape, operands["bias"].dtype)],
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
-        interpret=interpret,
+        lowering=lowering,
     )
     return d_bias
 

@@ -15,9 +15,13 @@ from pallas_attn.ops.flash_attention.config import FlashAttentionTiles
 from pallas_attn.ops.flash_attention.problem import Problem, Rules
 
 
-@functools.partial(jax.jit, static_argnames=("rules", "tiles", "interpret"))
+@functools.partial(jax.jit, static_argnames=("rules", "tiles", "lowering"))
 def forward(
-    operands: dict[str, jax.Array], *, rules: Rules, tiles: FlashAttentionTiles, interpret: bool = False
+    operands: dict[str, jax.Array],
+    *,
+    rules: Rules,
+    tiles: FlashAttentionTiles,
+    lowering: triton.Lowering = "pallas",
 ) -> tuple[jax.Array, jax.Array]:
     """(out in query's dtype, of query's shape with the values' width; lse2 [batch, num_kv_heads, group, q_len]).
 
@@ -37,7 +41,7 @@ def forward(
         ],
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
-        interpret=interpret,
+        lowering=lowering,
     )
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from pallas_attn._call import dispatch, partition
 from pallas_attn._call.checks import ArgumentChecker
-from pallas_attn._tile.layout import DIMS, PoolCase, check_pools, pallas_reaches, pool_shape
+from pallas_attn._tile.layout import DIMS, PoolCase, check_pools, pallas_reaches, pool_shape, triton_reaches
 from pallas_attn._tile.quantization import QUANTIZED_DTYPES, per_head_scale
 from pallas_attn._types import KVCache, Layout, NewKV, SlotMapping
 from pallas_attn.ops.kv_cache.kernel import write_kv_pallas
@@ -20,8 +20,11 @@ dispatch.register(
     "write_kv",
     {
         "pallas": dispatch.Implementation(write_kv_pallas, pallas_reaches),
+        "triton": dispatch.Implementation(
+            functools.partial(write_kv_pallas, lowering="triton"), triton_reaches
+        ),
         "xla": dispatch.Implementation(write_kv_xla),
-        "interpret": dispatch.Implementation(functools.partial(write_kv_pallas, interpret=True)),
+        "interpret": dispatch.Implementation(functools.partial(write_kv_pallas, lowering="interpret")),
     },
 )
 
@@ -55,8 +58,8 @@ def write_kv(
         k_scale, v_scale: for the 8-bit dtypes only: scalar or [num_kv_heads] float32 above 0; stored is
             value / scale, saturated to the format's range. None means 1.
         layout: order of a page's dimensions.
-        implementation: None (chosen), "pallas" (NVIDIA, sm_80 or newer; e4m3 from sm_89), "xla" (anywhere) or
-            "interpret".
+        implementation: None (chosen), "pallas" or "triton" (NVIDIA, sm_80 or newer; e4m3 from sm_89), "xla" (anywhere)
+            or "interpret".
 
     Returns:
         (key_cache, value_cache), updated.

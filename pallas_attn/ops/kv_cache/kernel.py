@@ -10,7 +10,7 @@ from pallas_attn._tile.layout import PoolShape, Which, token_index
 from pallas_attn._tile.quantization import quantize
 
 
-@functools.partial(jax.jit, static_argnames=("pool", "layout", "interpret"))
+@functools.partial(jax.jit, static_argnames=("pool", "layout", "lowering"))
 def write_kv_pallas(
     key,
     value,
@@ -22,7 +22,7 @@ def write_kv_pallas(
     *,
     pool: PoolShape,
     layout: str,
-    interpret: bool = False,
+    lowering: triton.Lowering = "pallas",
 ) -> tuple[jax.Array, jax.Array]:
     scales = () if k_scale is None else (k_scale, v_scale)
     kernel = functools.partial(_write_kernel, pool=pool, layout=layout)
@@ -41,7 +41,7 @@ def write_kv_pallas(
             input_output_aliases={0: 0, 1: 1},
             num_warps=4,
             num_stages=1,
-            interpret=interpret,
+            lowering=lowering,
         )
     )
 

@@ -19,7 +19,7 @@ dispatch.register(
     {
         "pallas": dispatch.Implementation(write_latents_pallas, pallas_reaches),
         "xla": dispatch.Implementation(write_latents_xla),
-        "interpret": dispatch.Implementation(functools.partial(write_latents_pallas, interpret=True)),
+        "interpret": dispatch.Implementation(functools.partial(write_latents_pallas, lowering="interpret")),
     },
 )
 

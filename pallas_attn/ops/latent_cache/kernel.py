@@ -22,9 +22,9 @@ from pallas_attn._tile.latents import (
 from pallas_attn._tile.quantization import largest
 
 
-@functools.partial(jax.jit, static_argnames=("scales", "interpret"))
+@functools.partial(jax.jit, static_argnames=("scales", "lowering"))
 def write_latents_pallas(
-    latents, latent_cache, slot_mapping, *, scales: Scales, interpret: bool = False
+    latents, latent_cache, slot_mapping, *, scales: Scales, lowering: triton.Lowering = "pallas"
 ) -> jax.Array:
     [updated] = triton.kernel_call(
         functools.partial(_write_kernel, scales=scales),
@@ -37,7 +37,7 @@ def write_latents_pallas(
         input_output_aliases={0: 0},
         num_warps=1,
         num_stages=1,
-        interpret=interpret,
+        lowering=lowering,
     )
     return updated
 

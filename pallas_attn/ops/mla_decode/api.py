@@ -93,8 +93,11 @@ dispatch.register(
     {
         "cuda": dispatch.Implementation(_mla_decode_cuda, _cuda_supports, _cuda_yields),
         "pallas": dispatch.Implementation(mla_decode_pallas, _pallas_supports),
+        "triton": dispatch.Implementation(
+            functools.partial(mla_decode_pallas, lowering="triton"), _pallas_supports
+        ),
         "xla": dispatch.Implementation(mla_decode_xla, _xla_supports),
-        "interpret": dispatch.Implementation(functools.partial(mla_decode_pallas, interpret=True)),
+        "interpret": dispatch.Implementation(functools.partial(mla_decode_pallas, lowering="interpret")),
     },
 )
 
@@ -148,11 +151,12 @@ def mla_decode(
             size and the kind of GPU. Partial results then take memory for every sequence. "pallas" and "interpret",
             without a schedule; a `config` must have `split_tokens`.
         implementation: None (cuda or pallas on an NVIDIA GPU, whichever measured faster for the case; xla elsewhere),
-            "cuda" (sm_90, bf16 and fp16, page_size 64), "pallas" (sm_80 or newer, bf16, fp16 and fp8), "xla"
-            (anywhere, for debugging and CPUs) or "interpret" (the Pallas kernel run in Python, slow). "cuda" launches
+            "cuda" (sm_90, bf16 and fp16, page_size 64), "pallas" (sm_80 or newer, bf16, fp16 and fp8), "triton" (the
+            same kernel by Triton itself, where Pallas cannot; the extra of that name), "xla" (anywhere, for debugging
+            and CPUs) or "interpret" (the Pallas kernel run in Python, slow). "cuda" launches
             cooperatively where that is faster; PALLAS_ATTN_COOPERATIVE=0 in the environment, when a call is traced,
             keeps it from that: such a launch does not overlap with a collective's kernel.
-        config: tile sizes for "pallas" and "interpret"; None takes the measured or the heuristic one.
+        config: tile sizes for "pallas", "triton" and "interpret"; None takes the measured or the heuristic one.
 
     Returns:
         out [num_seqs, q_len, num_heads, 512] in query's dtype; with return_lse, also lse [num_seqs, q_len, num_heads]
@@ -188,7 +192,7 @@ def mla_decode(
         **({} if schedule is None else schedule._asdict()),
     }
     name, fn = dispatch.resolve("mla_decode", _case(operands, config, batch_invariant), implementation)
-    tiled = name in ("pallas", "interpret")
+    tiled = name not in ("cuda", "xla")
     if not tiled and config is not None:
         fail("mla_decode", "config", f"None for implementation {name!r}", "a config")
     configs.check_type("mla_decode", MLADecodeConfig, config)

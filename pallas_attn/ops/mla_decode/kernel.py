@@ -36,7 +36,7 @@ RESULTS = "evict_last"
 
 
 # jit, so that the layers of a model trace and lower one kernel, not one each.
-@functools.partial(jax.jit, static_argnames=("scale", "causal", "config", "interpret"))
+@functools.partial(jax.jit, static_argnames=("scale", "causal", "config", "lowering"))
 def mla_decode_pallas(
     query,
     latent_cache,
@@ -47,7 +47,7 @@ def mla_decode_pallas(
     scale: float,
     causal: bool,
     config: MLADecodeConfig,
-    interpret: bool = False,
+    lowering: triton.Lowering = "pallas",
 ) -> tuple[jax.Array, jax.Array]:
     """(out [num_seqs, q_len, num_heads, 512] in query's dtype, lse [num_seqs, q_len, num_heads] float32)."""
     num_seqs, q_len, num_heads, _ = query.shape
@@ -73,7 +73,7 @@ def mla_decode_pallas(
         out_shape=result.shapes(problem, LATENT_DIM, query.dtype),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        interpret=interpret,
+        lowering=lowering,
     )
     if schedule is None or num_parts is None:
         cut, pieces_of = seq_lens, functools.partial(FairPieces.of_all, problem)
@@ -87,7 +87,7 @@ def mla_decode_pallas(
         problem=problem,
         num_cut=num_seqs if num_parts else problem.most_cut,
         most_pieces=num_parts or problem.most_pieces,
-        interpret=interpret,
+        lowering=lowering,
     )
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from pallas_attn._call import configs, dispatch, partition
 from pallas_attn._call.checks import ArgumentChecker, dtype_name, fail
 from pallas_attn._call.device import current_device
 from pallas_attn._tile import walk
-from pallas_attn._tile.layout import DIMS, PoolCase, check_pools, pallas_reaches, pool_shape
+from pallas_attn._tile.layout import DIMS, PoolCase, check_pools, pallas_reaches, pool_shape, triton_reaches
 from pallas_attn._tile.masking import LocalStride, Rules
 from pallas_attn._tile.pieces import check_invariant
 from pallas_attn._tile.problem import PagedCall
@@ -46,10 +47,14 @@ class Case(PagedCall):
     batch_invariant: bool
 
 
-def _pallas_supports(case: Case) -> str | None:
+def _supports(reaches: Callable[[PoolCase], str | None], case: Case) -> str | None:
     if case.pool.head_dim > MAX_HEAD_DIM:
         return f"head_dim is at most {MAX_HEAD_DIM}, got {case.pool.head_dim}"
-    return pallas_reaches(PoolCase(case.pool, case.cache_dtype))
+    return reaches(PoolCase(case.pool, case.cache_dtype))
+
+
+_pallas_supports = functools.partial(_supports, pallas_reaches)
+_triton_supports = functools.partial(_supports, triton_reaches)
 
 
 def _xla_supports(case: Case) -> str | None:
@@ -62,9 +67,12 @@ dispatch.register(
     "paged_attention",
     {
         "pallas": dispatch.Implementation(paged_attention_pallas, _pallas_supports),
+        "triton": dispatch.Implementation(
+            functools.partial(paged_attention_pallas, lowering="triton"), _triton_supports
+        ),
         "xla": dispatch.Implementation(paged_attention_xla, _xla_supports),
         "interpret": dispatch.Implementation(
-            functools.partial(paged_attention_pallas, interpret=True), _pallas_supports
+            functools.partial(paged_attention_pallas, lowering="interpret"), _pallas_supports
         ),
     },
 )
@@ -140,8 +148,9 @@ def paged_attention(
             sequence. "pallas" and "interpret"; a `config` must have `split_tokens`.
         layout: order of a page's dimensions.
         implementation: None (pallas on an NVIDIA GPU, xla elsewhere), "pallas" (sm_80 or newer; e4m3 from sm_89),
-            "xla" (anywhere, for debugging and CPUs) or "interpret" (the Pallas kernel run in Python, slow).
-        config: tile sizes for "pallas" and "interpret"; None takes the measured or the heuristic one.
+            "triton" (the same kernel by Triton itself, where Pallas cannot; the extra of that name), "xla" (anywhere,
+            for debugging and CPUs) or "interpret" (the Pallas kernel run in Python, slow).
+        config: tile sizes for "pallas", "triton" and "interpret"; None takes the measured or the heuristic one.
 
     Returns:
         out in query's shape and dtype; with return_lse, also lse, of query's shape without head_dim, float32.

@@ -34,7 +34,7 @@ from pallas_attn.ops.paged_attention.problem import Problem
 
 
 # jit, so that the layers of a model trace and lower one kernel, not one each.
-@functools.partial(jax.jit, static_argnames=("pool", "scale", "layout", "rules", "config", "interpret"))
+@functools.partial(jax.jit, static_argnames=("pool", "scale", "layout", "rules", "config", "lowering"))
 def paged_attention_pallas(
     query,
     key_cache,
@@ -48,7 +48,7 @@ def paged_attention_pallas(
     layout: str,
     rules: masking.Rules,
     config: PagedAttentionConfig,
-    interpret: bool = False,
+    lowering: triton.Lowering = "pallas",
 ) -> tuple[jax.Array, jax.Array]:
     """query [num_seqs, q_len, num_heads, head_dim] -> (out in query's dtype, lse float32).
 
@@ -82,7 +82,7 @@ def paged_attention_pallas(
         out_shape=result.shapes(problem, head_dim, query.dtype),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        interpret=interpret,
+        lowering=lowering,
     )
     return merge.merge(
         outputs,
@@ -92,7 +92,7 @@ def paged_attention_pallas(
         problem=problem,
         num_cut=problem.most_cut,
         most_pieces=problem.most_pieces,
-        interpret=interpret,
+        lowering=lowering,
     )
 
 

@@ -53,8 +53,8 @@ def _pallas_supports(case: Case) -> str | None:
 
 
 def register(function: str) -> None:
-    pallas = functools.partial(ragged_attention_pallas, interpret=False)
-    interpreted = functools.partial(ragged_attention_pallas, interpret=True)
+    pallas = functools.partial(ragged_attention_pallas, lowering="pallas")
+    interpreted = functools.partial(ragged_attention_pallas, lowering="interpret")
     dispatch.register(
         function,
         {

@@ -30,7 +30,7 @@ type Refs = Any
 @functools.partial(
     jax.jit,
     static_argnames=(
-        "pool", "value_dim", "scale", "layout", "rules", "causal", "skip_decode", "out_dtype", "config", "interpret",
+        "pool", "value_dim", "scale", "layout", "rules", "causal", "skip_decode", "out_dtype", "config", "lowering",
     ),
 )  # fmt: skip
 def ragged_attention_pallas(
@@ -49,7 +49,7 @@ def ragged_attention_pallas(
     config: RaggedAttentionConfig,
     skip_decode: bool = False,
     out_dtype: Any = None,
-    interpret: bool = False,
+    lowering: triton.Lowering = "pallas",
 ) -> tuple[jax.Array, jax.Array]:
     """query [total_tokens, num_heads, head_dim] -> (out in `out_dtype`, None: the query's; lse float32).
 
@@ -74,12 +74,12 @@ def ragged_attention_pallas(
     )
     done = kept
     for one in problem.each():
-        done = _launch(one, query, sources, lens, extras, done, out_dtype or query.dtype, interpret)
+        done = _launch(one, query, sources, lens, extras, done, out_dtype or query.dtype, lowering)
     assert done is not None
     return done
 
 
-def _launch(problem: Problem, query, sources, lens, extras, done, out_dtype, interpret: bool):
+def _launch(problem: Problem, query, sources, lens, extras, done, out_dtype, lowering: triton.Lowering):
     """(out, lse) with the rows of this launch's sequences filled in; `done` has those of others, or is None."""
     name = f"pallas_attn_ragged_attention{'_short' if problem.is_short else ''}"
     before = len(jax.tree.leaves((query, sources, lens, extras)))
@@ -98,7 +98,7 @@ def _launch(problem: Problem, query, sources, lens, extras, done, out_dtype, int
         num_warps=problem.config.num_warps,
         num_stages=problem.config.num_stages,
         input_output_aliases={} if done is None else {before: 0, before + 1: 1},
-        interpret=interpret,
+        lowering=lowering,
     )
     return merge.merge(
         outputs,
@@ -109,7 +109,7 @@ def _launch(problem: Problem, query, sources, lens, extras, done, out_dtype, int
         num_cut=problem.num_cut,
         most_pieces=problem.config.num_splits,
         rows_of=functools.partial(_rows_to_merge, problem),
-        interpret=interpret,
+        lowering=lowering,
     )
 
 

@@ -48,7 +48,7 @@ for _op in ("sparse_mla_decode", "sparse_mla_prefill"):
         {
             "pallas": dispatch.Implementation(sparse_mla_pallas, _pallas_supports),
             "xla": dispatch.Implementation(sparse_mla_xla),
-            "interpret": dispatch.Implementation(functools.partial(sparse_mla_pallas, interpret=True)),
+            "interpret": dispatch.Implementation(functools.partial(sparse_mla_pallas, lowering="interpret")),
         },
     )
 

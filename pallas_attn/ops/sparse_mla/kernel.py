@@ -20,7 +20,7 @@ from pallas_attn.ops.sparse_mla.config import SparseMLAConfig
 from pallas_attn.ops.sparse_mla.problem import FixedPieces, Ids, Problem
 
 
-@functools.partial(jax.jit, static_argnames=("ids", "scale", "config", "max_logits", "interpret"))
+@functools.partial(jax.jit, static_argnames=("ids", "scale", "config", "max_logits", "lowering"))
 def sparse_mla_pallas(
     query,
     pool,
@@ -32,7 +32,7 @@ def sparse_mla_pallas(
     scale: float,
     config: SparseMLAConfig,
     max_logits: bool = False,
-    interpret: bool = False,
+    lowering: triton.Lowering = "pallas",
 ) -> tuple[jax.Array, ...]:
     """(out [num_tokens, num_heads, 512] in query's dtype, lse [num_tokens, num_heads] float32), and with `max_logits`
     the maxima [num_tokens, num_heads] float32, for which `config.num_splits` must be 1.
@@ -69,7 +69,7 @@ def sparse_mla_pallas(
         ],
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        interpret=interpret,
+        lowering=lowering,
     )
     if max_logits:
         return tuple(array[:, 0] for array in outputs)
@@ -81,7 +81,7 @@ def sparse_mla_pallas(
         problem=problem,
         num_cut=num_tokens,
         most_pieces=config.num_splits,
-        interpret=interpret,
+        lowering=lowering,
     )
     return tuple(array[:, 0] for array in merged)
 

@@ -1,0 +1,304 @@
+"""Elementwise operations and conversions.
+
+Triton's types are what arrays of JAX are, but two: bfloat16 and float16 are worked on in float32 and rounded once, as
+Triton's own language does, and float8 is only ever converted.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+
+from pallas_attn._lowering.rules import Kernel, rule
+from pallas_attn._lowering.text import FLOAT8, Value, Writer
+
+# For each primitive the operation on signed and on unsigned integers, and on floating-point numbers.
+BINARY = {
+    "add": ("arith.addi", "arith.addi", "arith.addf"),
+    "sub": ("arith.subi", "arith.subi", "arith.subf"),
+    "mul": ("arith.muli", "arith.muli", "arith.mulf"),
+    "div": ("arith.divsi", "arith.divui", "arith.divf"),
+    "rem": ("arith.remsi", "arith.remui", "arith.remf"),
+    # NaN goes through, as in lax.max.
+    "max": ("arith.maxsi", "arith.maxui", "arith.maximumf"),
+    "min": ("arith.minsi", "arith.minui", "arith.minimumf"),
+    "and": ("arith.andi", "arith.andi", None),
+    "or": ("arith.ori", "arith.ori", None),
+    "xor": ("arith.xori", "arith.xori", None),
+    "shift_left": ("arith.shli", "arith.shli", None),
+    "shift_right_arithmetic": ("arith.shrsi", "arith.shrsi", None),
+    "shift_right_logical": ("arith.shrui", "arith.shrui", None),
+}
+COMPARISONS = {
+    "eq": ("eq", "eq", "oeq"),
+    "ne": ("ne", "ne", "une"),
+    "lt": ("slt", "ult", "olt"),
+    "le": ("sle", "ule", "ole"),
+    "gt": ("sgt", "ugt", "ogt"),
+    "ge": ("sge", "uge", "oge"),
+}
+# NVIDIA's libdevice, which Triton brings: float32 with denormals flushed, a few instructions where not one.
+LIBDEVICE = {
+    "exp2": "__nv_exp2f",
+    "exp": "__nv_expf",
+    "log": "__nv_logf",
+    "log1p": "__nv_log1pf",
+    "tanh": "__nv_tanhf",
+    "erf": "__nv_erff",
+    "rsqrt": "__nv_rsqrtf",
+    "sqrt": "__nv_sqrtf",
+    "sin": "__nv_sinf",
+    "cos": "__nv_cosf",
+}
+MATH = {"floor": "math.floor", "ceil": "math.ceil"}
+LOG2 = ("log2", "__nv_log2f")
+
+
+def choose(operations: tuple[Any, Any, Any], value: Value) -> str:
+    """The one of (signed, unsigned, floating-point) for a value's elements; bools count as unsigned."""
+    chosen = operations[2] if value.is_float else operations[0] if value.is_signed else operations[1]
+    if chosen is None:
+        raise NotImplementedError(f"{operations[0]} of {value.dtype}")
+    return chosen
+
+
+def convert(write: Writer, value: Value, dtype: Any) -> Value:
+    """`value` with elements of another dtype, as lax.convert_element_type."""
+    dtype = jnp.dtype(dtype)
+    if value.dtype == dtype:
+        return value
+    if value.constant is not None:
+        return write.constant(jnp.dtype(value.dtype).type(value.constant), dtype, value.shape)
+    to_float = jnp.issubdtype(dtype, jnp.floating)
+    if dtype == jnp.bool_:
+        return write.elementwise(
+            _not_zero(value), value, write.constant(0, value.dtype, value.shape), dtype=dtype
+        )
+    match value.is_float, to_float:
+        case True, True:
+            return _between_floats(write, value, dtype)
+        case True, False:
+            return _float_to_integer(write, value, dtype)
+        case False, True:
+            operation = "arith.sitofp" if value.is_signed else "arith.uitofp"
+            return convert(write, write.converted(operation, value, jnp.dtype("float32")), dtype)
+        case _:
+            return _between_integers(write, value, dtype)
+
+
+def _not_zero(value: Value) -> str:
+    return "arith.cmpf une," if value.is_float else "arith.cmpi ne,"
+
+
+def _bits(dtype: Any) -> int:
+    return 1 if dtype == jnp.bool_ else 8 * jnp.dtype(dtype).itemsize
+
+
+def _between_integers(write: Writer, value: Value, dtype: Any) -> Value:
+    if _bits(dtype) == _bits(value.dtype):  # the sign is in the operations, not in the type
+        return Value(value.name, value.shape, dtype)
+    wider = "arith.extsi" if value.is_signed else "arith.extui"
+    return write.converted(wider if _bits(dtype) > _bits(value.dtype) else "arith.trunci", value, dtype)
+
+
+def _float_to_integer(write: Writer, value: Value, dtype: Any) -> Value:
+    """Towards zero. The instruction saturates, but only at 32 bits and more."""
+    value = _computable(write, value)
+    if _bits(dtype) >= 32:
+        signed = jnp.issubdtype(dtype, jnp.signedinteger)
+        return write.converted("arith.fptosi" if signed else "arith.fptoui", value, dtype)
+    whole = write.converted("arith.fptosi", value, jnp.dtype("int32"))
+    for operation, end in (("arith.maxsi", jnp.iinfo(dtype).min), ("arith.minsi", jnp.iinfo(dtype).max)):
+        whole = write.elementwise(operation, whole, write.constant(end, whole.dtype, whole.shape))
+    return write.converted("arith.trunci", whole, dtype)
+
+
+def _between_floats(write: Writer, value: Value, dtype: Any) -> Value:
+    names = {jnp.dtype(value.dtype).name, jnp.dtype(dtype).name}
+    if names & set(FLOAT8):
+        return _to_or_from_float8(write, value, dtype)
+    if names == {"float16", "bfloat16"}:
+        return convert(write, convert(write, value, jnp.dtype("float32")), dtype)
+    wider = _bits(dtype) > _bits(value.dtype)
+    return write.converted("arith.extf" if wider else "arith.truncf", value, dtype)
+
+
+def _to_or_from_float8(write: Writer, value: Value, dtype: Any) -> Value:
+    to = Value("", value.shape, dtype)
+    rounding = ", rounding = rtne" if _bits(dtype) == 8 else ""
+    return write.define(f"tt.fp_to_fp {value.name}{rounding} : {value.type} -> {to.type}", value.shape, dtype)
+
+
+def _computable(write: Writer, value: Value) -> Value:
+    """float16, bfloat16 and float8 as float32."""
+    return (
+        convert(write, value, jnp.dtype("float32")) if value.is_float and _bits(value.dtype) < 32 else value
+    )
+
+
+def calculate(write: Writer, operation: Callable[..., Value], *operands: Value) -> Value:
+    """`operation` on operands of one shape and dtype, in float32 if that is narrower, and its result rounded back."""
+    dtype = operands[0].dtype
+    return convert(write, operation(*(_computable(write, one) for one in operands)), dtype)
+
+
+def binary(write: Writer, name: str, left: Value, right: Value) -> Value:
+    operation = choose(BINARY[name], left)
+    return calculate(write, lambda a, b: write.elementwise(operation, a, b), left, right)
+
+
+@rule(*BINARY)
+def _(kernel: Kernel, equation, left, right):
+    shape = equation.outvars[0].aval.shape
+    left, right = (kernel.write.broadcast(one, shape) for one in (left, right))
+    return binary(kernel.write, equation.primitive.name, left, right)
+
+
+@rule(*COMPARISONS)
+def _(kernel: Kernel, equation, left, right):
+    write, shape = kernel.write, equation.outvars[0].aval.shape
+    left, right = (_computable(write, write.broadcast(one, shape)) for one in (left, right))
+    predicate = choose(COMPARISONS[equation.primitive.name], left)
+    operation = "arith.cmpf" if left.is_float else "arith.cmpi"
+    return write.elementwise(f"{operation} {predicate},", left, right, dtype=jnp.dtype("bool"))
+
+
+def libdevice(write: Writer, symbol: str, *operands: Value) -> Value:
+    for one in operands:
+        if one.dtype != jnp.float32:
+            raise NotImplementedError(f"{symbol} of {one.dtype}")
+    names, types = (", ".join(parts) for parts in ([o.name for o in operands], [o.type for o in operands]))
+    where = f'{{libname = "", libpath = "", pure = true, symbol = "{symbol}"}}'
+    spelled = f"tt.extern_elementwise {names} {where} : ({types}) -> {operands[0].type}"
+    return write.define(spelled, operands[0].shape, operands[0].dtype)
+
+
+@rule(*LIBDEVICE, LOG2[0])
+def _(kernel: Kernel, equation, value):
+    symbol = dict([LOG2], **LIBDEVICE)[equation.primitive.name]
+    return calculate(kernel.write, lambda x: libdevice(kernel.write, symbol, x), value)
+
+
+@rule(*MATH)
+def _(kernel: Kernel, equation, value):
+    operation = MATH[equation.primitive.name]
+    return calculate(kernel.write, lambda x: kernel.write.elementwise(operation, x), value)
+
+
+@rule("round")
+def _(kernel: Kernel, equation, value):
+    to_even = "EVEN" in str(equation.params["rounding_method"])
+    symbol = "__nv_rintf" if to_even else "__nv_roundf"
+    return calculate(kernel.write, lambda x: libdevice(kernel.write, symbol, x), value)
+
+
+@rule("abs")
+def _(kernel: Kernel, equation, value):
+    operation = "math.absf" if value.is_float else "math.absi"
+    return calculate(kernel.write, lambda x: kernel.write.elementwise(operation, x), value)
+
+
+@rule("neg")
+def _(kernel: Kernel, equation, value):
+    if value.is_float:
+        return calculate(kernel.write, lambda x: kernel.write.elementwise("arith.negf", x), value)
+    return binary(kernel.write, "sub", kernel.write.constant(0, value.dtype, value.shape), value)
+
+
+@rule("not")
+def _(kernel: Kernel, equation, value):
+    ones = kernel.write.constant(True if value.is_bool else -1, value.dtype, value.shape)
+    return kernel.write.elementwise("arith.xori", value, ones)
+
+
+@rule("sign")
+def _(kernel: Kernel, equation, value):
+    """(x > 0) - (x < 0), and a NaN's is NaN."""
+    write = kernel.write
+    compare = "arith.cmpf o" if value.is_float else "arith.cmpi s"
+    if not (value.is_float or value.is_signed):
+        raise NotImplementedError(f"sign of {value.dtype}")
+
+    def sign(x: Value) -> Value:
+        zero = write.constant(0, x.dtype, x.shape)
+        above, below = (
+            write.elementwise(f"{compare}{way},", x, zero, dtype=jnp.dtype("bool")) for way in ("gt", "lt")
+        )
+        signs = binary(write, "sub", convert(write, above, x.dtype), convert(write, below, x.dtype))
+        if not x.is_float:
+            return signs
+        is_nan = write.elementwise("arith.cmpf uno,", x, x, dtype=jnp.dtype("bool"))
+        return select(write, is_nan, x, signs)
+
+    return calculate(write, sign, value)
+
+
+@rule("square")
+def _(kernel: Kernel, equation, value):
+    return binary(kernel.write, "mul", value, value)
+
+
+@rule("integer_pow")
+def _(kernel: Kernel, equation, value):
+    exponent = equation.params["y"]
+    if not 1 <= exponent <= 4:
+        raise NotImplementedError(f"{kernel.name}: a power of {exponent}")
+    power = value
+    for _ in range(exponent - 1):
+        power = binary(kernel.write, "mul", power, value)
+    return power
+
+
+@rule("logistic")
+def _(kernel: Kernel, equation, value):
+    write = kernel.write
+
+    def logistic(x: Value) -> Value:
+        one = write.constant(1, x.dtype, x.shape)
+        falling = libdevice(write, LIBDEVICE["exp"], write.elementwise("arith.negf", x))
+        return binary(write, "div", one, binary(write, "add", one, falling))
+
+    return calculate(write, logistic, value)
+
+
+def select(write: Writer, which: Value, yes: Value, no: Value) -> Value:
+    names = ", ".join(value.name for value in (which, yes, no))
+    types = f"{which.type}, {yes.type}" if yes.shape else yes.type
+    return write.define(f"arith.select {names} : {types}", yes.shape, yes.dtype)
+
+
+@rule("select_n")
+def _(kernel: Kernel, equation, which, *cases):
+    if len(cases) != 2 or not which.is_bool:
+        raise NotImplementedError(f"{kernel.name}: a choice among {len(cases)} by {which.dtype}")
+    shape = equation.outvars[0].aval.shape
+    which, no, yes = (kernel.write.broadcast(one, shape) for one in (which, *cases))
+    return select(kernel.write, which, yes, no)
+
+
+@rule("clamp")
+def _(kernel: Kernel, equation, least, value, most):
+    write = kernel.write
+    least, most = (write.broadcast(one, value.shape) for one in (least, most))
+    return binary(write, "min", binary(write, "max", value, least), most)
+
+
+@rule("convert_element_type")
+def _(kernel: Kernel, equation, value):
+    return convert(kernel.write, value, equation.params["new_dtype"])
+
+
+@rule("bitcast_convert_type")
+def _(kernel: Kernel, equation, value):
+    dtype = equation.params["new_dtype"]
+    if _bits(dtype) != _bits(value.dtype):
+        raise NotImplementedError(f"{kernel.name}: a bitcast of {value.dtype} to {dtype}")
+    to = Value("", value.shape, dtype)
+    if to.type == value.type:
+        return Value(value.name, value.shape, dtype)
+    return kernel.write.define(f"tt.bitcast {value.name} : {value.type} -> {to.type}", value.shape, dtype)
+
+
+@rule("copy", "copy_p", "stop_gradient", "reshard", "optimization_barrier", "reduce_precision")
+def _(kernel: Kernel, equation, *values):
+    return values

@@ -1,0 +1,58 @@
+"""PTX for a kernel's text: from the cache, or by the Triton that is installed (3.6 to 3.9)."""
+
+import functools
+import importlib.metadata
+import importlib.util
+
+from pallas_attn._lowering import cache, stages
+from pallas_attn._lowering.cache import Compiled, Request
+
+EXTRA = "pip install 'pallas-attn[triton]'"
+# For each compute capability from which on it holds, the oldest PTX that has its instructions: any driver for the GPU
+# takes it. What Triton would write by default, its own assembler takes, and drivers only if they are as new.
+PTX_VERSIONS = ((120, 87), (103, 88), (100, 86), (90, 80), (80, 80))
+
+
+def installed() -> str | None:
+    """The version of Triton, without importing it; None where there is none."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:  # unpacked by hand
+        return importlib.import_module("triton").__version__
+
+
+def unavailable() -> str | None:
+    """Why kernels cannot be compiled here, or None. Those that are in the cache need no compiler."""
+    version = installed()
+    if version is None:
+        return f"Triton is not installed: {EXTRA}"
+    if not stages.OLDEST <= stages.release(version) <= stages.NEWEST:
+        oldest, newest = (".".join(map(str, ends)) for ends in (stages.OLDEST, stages.NEWEST))
+        return f"needs Triton {oldest} to {newest}, {version} is installed: {EXTRA}"
+    return None
+
+
+def ptx_version(capability: int) -> int:
+    return next(version for least, version in PTX_VERSIONS if capability >= least)
+
+
+@functools.lru_cache(maxsize=1024)
+def compile_kernel(text: str, capability: int, num_warps: int, num_stages: int) -> Compiled:
+    """The kernel of a module, compiled unless it ever was.
+
+    Raises:
+        RuntimeError: it never was, and Triton is missing, or refuses it.
+    """
+    request = Request(text, capability, num_warps, num_stages, ptx_version(capability))
+    reason = unavailable()
+    if kept := cache.find(request, None if reason else installed()):
+        return kept
+    if reason:
+        raise RuntimeError(
+            f"not in the cache of kernels ({cache.directory()}), and it cannot be compiled: {reason}"
+        )
+    compiled = Compiled(**stages.to_ptx(text, capability, num_warps, num_stages, request.ptx_version))
+    cache.keep(request, compiled)
+    return compiled

@@ -1,0 +1,163 @@
+"""The call of a kernel inside a JAX program: a primitive that XLA runs as one of its own custom calls.
+
+The body is traced when the call is, and compiled when the program is lowered.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Primitive
+from jax.interpreters import batching, mlir
+from jax.interpreters.mlir import ir
+from jax.sharding import NamedSharding, PartitionSpec
+
+from pallas_attn._lowering import body as kernel_body
+from pallas_attn._lowering import compiler, module
+from pallas_attn._lowering.body import Ref
+from pallas_attn._lowering.module import Batch
+from pallas_attn._lowering.private import PTX_CALL
+
+# Triton's kernels take two more pointers, to memory that ours never ask for.
+UNUSED_POINTERS = 2
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Launch:
+    """All that is static about a call. `arguments` are the kernel's: the operands, and behind them the results."""
+
+    name: str
+    traced: ClosedJaxpr
+    arguments: tuple[Ref, ...]
+    num_results: int
+    grid: tuple[int, ...]
+    num_warps: int
+    num_stages: int
+    capability: int | None
+    most_shared: int
+    aliases: tuple[tuple[int, int], ...]
+    batch: tuple[Batch, ...] = ()
+
+    @property
+    def programs(self) -> tuple[int, int, int]:
+        x, y, z = (*self.grid, 1, 1, 1)[:3]
+        return x * math.prod(level.size for level in self.batch), y, z
+
+    @property
+    def results(self) -> list[tuple[tuple[int, ...], Any]]:
+        """Shape and dtype of each result; what was mapped over last is in front."""
+        lead = tuple(level.size for level in reversed(self.batch))
+        return [(lead + ref.shape, ref.dtype) for ref in self.arguments[-self.num_results :]]
+
+    def text(self) -> str:
+        """The kernel's Triton IR."""
+        return module.lower(self.traced, self.arguments, name=self.name, grid=self.grid, batch=self.batch)
+
+    def compiled(self) -> compiler.Compiled:
+        if self.capability is None:
+            raise ValueError(f"{self.name}: the GPU's compute capability is not known")
+        text = self.text()
+        try:
+            compiled = compiler.compile_kernel(text, self.capability, self.num_warps, self.num_stages)
+        except RuntimeError as error:
+            raise RuntimeError(f"{self.name}: {error}") from error
+        if compiled.shared_bytes > self.most_shared:
+            wanted = f"{compiled.shared_bytes} bytes of shared memory"
+            raise ValueError(f"{self.name}: {wanted}, a program may have {self.most_shared}")
+        return compiled
+
+
+launch_p = Primitive("pallas_attn_launch")
+launch_p.multiple_results = True
+
+
+def launch(
+    body: Callable[..., None],
+    *operands: Any,
+    name: str,
+    grid: Sequence[int],
+    out_shape: Sequence[jax.ShapeDtypeStruct],
+    num_warps: int,
+    num_stages: int,
+    input_output_aliases: Mapping[int, int],
+    capability: int | None,
+    most_shared: int,
+) -> list[jax.Array]:
+    """Runs `body(*operand_refs, *output_refs)` over `grid`; operands may be pytrees, which aliases count flat.
+
+    `capability` is the GPU's, 90 for sm_90; a program may have `most_shared` bytes of its shared memory.
+    """
+    flat, tree = jax.tree.flatten(operands)
+    refs = tuple(Ref(i, tuple(x.shape), jnp.dtype(x.dtype)) for i, x in enumerate([*flat, *out_shape]))
+    inputs = jax.tree.unflatten(tree, refs[: len(flat)])
+    traced = kernel_body.trace(body, (*inputs, *refs[len(flat) :]))
+    aliases = tuple(sorted(input_output_aliases.items()))
+    sizes = (tuple(grid), num_warps, num_stages, capability, most_shared)
+    static = Launch(name, traced, refs, len(out_shape), *sizes, aliases)
+    return launch_p.bind(*flat, static=static)
+
+
+@launch_p.def_impl
+def _(*operands, static: Launch):
+    return jax.jit(functools.partial(launch_p.bind, static=static))(*operands)
+
+
+@launch_p.def_abstract_eval
+def _(*operands, static: Launch):
+    """Results vary over the mesh axes that operands vary over, which are the same for all."""
+    like = operands[0]
+
+    def result(shape, dtype):
+        spec = PartitionSpec(*(None,) * len(shape))
+        sharding = NamedSharding(like.sharding.mesh, spec)
+        return like.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
+
+    return [result(*one) for one in static.results]
+
+
+def _batched(operands, dims, *, static: Launch):
+    """One more part of the grid. What a result takes the place of has to be as large as the result."""
+    size = next(x.shape[dim] for x, dim in zip(operands, dims, strict=True) if dim is not None)
+    aliased = {operand for operand, _ in static.aliases}
+
+    def in_front(i: int, x: jax.Array, dim: int | None) -> jax.Array:
+        if dim is not None:
+            return jnp.moveaxis(x, dim, 0)
+        return jnp.broadcast_to(x, (size, *x.shape)) if i in aliased else x
+
+    has = tuple(dim is not None or i in aliased for i, dim in enumerate(dims))
+    moved = [in_front(i, x, dim) for i, (x, dim) in enumerate(zip(operands, dims, strict=True))]
+    level = Batch(size, has + (True,) * static.num_results)
+    results = launch_p.bind(*moved, static=dataclasses.replace(static, batch=(*static.batch, level)))
+    return results, [0] * len(results)
+
+
+batching.primitive_batchers[launch_p] = _batched
+
+
+def _lower(ctx, *operands, static: Launch):
+    compiled = static.compiled()
+    # The unused pointers have to point somewhere. Not to what a result takes the place of: XLA would copy it first.
+    aliased = {operand for operand, _ in static.aliases}
+    spare = [i for i in range(len(operands)) if i not in aliased]
+    if not spare:
+        raise NotImplementedError(f"{static.name}: every operand is one that a result takes the place of")
+    passed = [*range(len(operands)), *[spare[-1]] * UNUSED_POINTERS]
+    results = range(len(operands), len(operands) + static.num_results)
+    numbers = dict(zip(("grid_x", "grid_y", "grid_z"), static.programs, strict=True))
+    numbers |= {"block_x": 32 * compiled.num_warps, "block_y": 1, "block_z": 1}
+    numbers |= {"shared_mem_bytes": compiled.shared_bytes}
+    texts = {"name": compiled.name, "kernel_type": "ptx", "kernel_data": compiled.ptx}
+    config: dict[str, ir.Attribute] = {key: mlir.i32_attr(number) for key, number in numbers.items()}
+    config |= {key: ir.StringAttr.get(text) for key, text in texts.items()}
+    config["output_indices"] = ir.ArrayAttr.get([mlir.i32_attr(i) for i in results])
+    call = jax.ffi.ffi_lowering(PTX_CALL, backend_config=config, operand_output_aliases=dict(static.aliases))
+    ctx = ctx.replace(avals_in=[ctx.avals_in[i] for i in passed])
+    return call(ctx, *(operands[i] for i in passed))
+
+
+mlir.register_lowering(launch_p, _lower, platform="cuda")

@@ -1,0 +1,88 @@
+"""Loads and stores.
+
+An element lies at the array's pointer plus the sum of index times stride. That sum is 32 bits wide where the array has
+no more than 2**31 elements, as all index arithmetic before it, and 64 bits wide beyond.
+"""
+
+import math
+
+import jax.numpy as jnp
+
+from pallas_attn._lowering.arithmetic import binary, convert
+from pallas_attn._lowering.body import Ref
+from pallas_attn._lowering.rules import Kernel, rule
+from pallas_attn._lowering.text import Shape, Value, Writer
+
+POLICIES = ("evict_first", "evict_last")
+
+
+def strides(shape: Shape) -> list[int]:
+    """Elements from one to the next along each dimension, the last of which is contiguous."""
+    return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+
+
+def moved(write: Writer, pointer: Value, offset: Value) -> Value:
+    spelled = f"tt.addptr {pointer.name}, {offset.name} : {pointer.type}, {offset.type}"
+    return write.define(spelled, pointer.shape, pointer.dtype, is_pointer=True)
+
+
+def _pointers(kernel: Kernel, ref: Ref, index: tuple[Value, ...], shape: Shape) -> Value:
+    """To each element of a tile. What is the same for all of it moves the pointer before there are many."""
+    write, pointer = kernel.write, kernel.pointers[ref.position]
+    wide = jnp.dtype("int32" if math.prod(ref.shape) <= 2**31 else "int64")
+    terms = list(zip(index, strides(ref.shape), strict=True))
+    for part in ([t for t in terms if not t[0].shape], [t for t in terms if t[0].shape]):
+        offset = None
+        for i, stride in part:
+            term = convert(write, i, wide)
+            term = binary(write, "mul", term, write.constant(stride, wide, term.shape))
+            if offset is None:
+                offset = term
+                continue
+            both = jnp.broadcast_shapes(offset.shape, term.shape)
+            offset = binary(write, "add", write.broadcast(offset, both), write.broadcast(term, both))
+        if offset is not None:
+            tile = shape if offset.shape else ()
+            pointer = moved(write, write.broadcast(pointer, tile), write.broadcast(offset, tile))
+    return write.broadcast(pointer, shape)
+
+
+def _policy(kernel: Kernel, name: str | None) -> str:
+    if name is None:
+        return ""
+    if name not in POLICIES:
+        raise NotImplementedError(f"{kernel.name}: an eviction policy {name!r}")
+    return f" {{cachePolicy = #tt.cache_policy<cache_modifier = none, eviction_policy = {name}>}}"
+
+
+def _check_stored(kernel: Kernel, ref: Ref) -> None:
+    if ref.dtype == jnp.bool_:
+        raise NotImplementedError(f"{kernel.name}: an array of bool, which takes a byte in memory")
+
+
+@rule("pallas_attn_load")
+def _(kernel: Kernel, equation, *operands):
+    write, params = kernel.write, equation.params
+    ref, shape, rank = params["ref"], params["shape"], len(params["ref"].shape)
+    _check_stored(kernel, ref)
+    pointers = _pointers(kernel, ref, operands[:rank], shape)
+    rest = [write.broadcast(one, shape) for one in operands[rank:]]
+    names = ", ".join(value.name for value in (pointers, *rest))
+    policy = _policy(kernel, params["eviction_policy"])
+    return write.define(f"tt.load {names}{policy} : {pointers.type}", shape, ref.dtype)
+
+
+@rule("pallas_attn_store")
+def _(kernel: Kernel, equation, *operands):
+    params, rank = equation.params, len(equation.params["ref"].shape)
+    _check_stored(kernel, params["ref"])
+    value, *mask = operands[rank:]
+    pointers = _pointers(kernel, params["ref"], operands[:rank], value.shape)
+    names = ", ".join(one.name for one in (pointers, value, *mask))
+    kernel.write.line(f"tt.store {names}{_policy(kernel, params['eviction_policy'])} : {pointers.type}")
+    return []
+
+
+@rule("pallas_attn_program_id")
+def _(kernel: Kernel, equation):
+    return kernel.program[equation.params["axis"]]

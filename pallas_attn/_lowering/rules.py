@@ -1,0 +1,62 @@
+"""Which rule writes which primitive, and a jaxpr written from top to bottom."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+
+from pallas_attn._lowering.text import Value, Writer
+
+Rule = Callable[..., "Value | Sequence[Value]"]
+_RULES: dict[str, Rule] = {}
+
+
+def rule(*primitives: str) -> Callable[[Rule], Rule]:
+    """Registers `rule(kernel, equation, *operands)`, which writes the equation and returns what it defines."""
+
+    def register(one: Rule) -> Rule:
+        _RULES.update(dict.fromkeys(primitives, one))
+        return one
+
+    return register
+
+
+class Kernel:
+    """A kernel while it is written: its lines, and the pointers and grid indices that stand before them."""
+
+    def __init__(
+        self, name: str, writer: Writer, pointers: Sequence[Value], program: Sequence[Value]
+    ) -> None:
+        self.name, self.write, self.pointers, self.program = name, writer, pointers, program
+
+    def run(self, closed: ClosedJaxpr, operands: Sequence[Value]) -> list[Value]:
+        """Writes the jaxpr's equations; its results."""
+        jaxpr = closed.jaxpr
+        values: dict[Var, Value] = dict(zip(jaxpr.invars, operands, strict=True))
+        for variable, array in zip(jaxpr.constvars, closed.consts, strict=True):
+            values[variable] = self.number(array)
+
+        def read(atom: Any) -> Value:
+            if not isinstance(atom, Literal):
+                return values[atom]
+            aval: Any = atom.aval
+            return self.number(atom.val, aval.dtype)
+
+        for equation in jaxpr.eqns:
+            defined = self._write(equation, [read(atom) for atom in equation.invars])
+            values.update(zip(equation.outvars, defined, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def number(self, array: Any, dtype: Any = None) -> Value:
+        if getattr(array, "shape", ()) != ():
+            raise NotImplementedError(
+                f"{self.name}: an array of constants {list(array.shape)} in a kernel, not a number"
+            )
+        return self.write.constant(array, array.dtype if dtype is None else dtype)
+
+    def _write(self, equation: JaxprEqn, operands: Sequence[Value]) -> Sequence[Value]:
+        name = equation.primitive.name
+        if name not in _RULES:
+            raise NotImplementedError(f"{self.name}: no rule writes the primitive {name!r} as Triton IR")
+        defined = _RULES[name](self, equation, *operands)
+        return [defined] if isinstance(defined, Value) else defined

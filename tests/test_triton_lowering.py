@@ -1,0 +1,284 @@
+"""`implementation="triton"`: what is written for each kernel, what Triton makes of it, and how it is called. No GPU."""
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import lowered_modules
+import lowering
+import pytest
+import triton_kernels
+
+import pallas_attn
+from pallas_attn._lowering import cache, compiler, private, stages
+
+ROOT = Path(__file__).parents[1]
+SHAPES = {
+    "paged": (lowered_modules.paged, (64, 512, 32, 8, 128, 16), {"cache_dtype": "float8_e5m2"}),
+    "rules": (
+        lowered_modules.paged,
+        (4, 256, 32, 8, 128, 16),
+        {"sliding_window": 1024, "softcap": 30.0, "alibi": True, "sinks": True, "q_len": 2},
+    ),
+    "packed": (
+        lowered_modules.paged,
+        (4, 256, 32, 8, 128, 16),
+        {"dtype": "float16", "layout": "PACKED", "cache_dtype": "int8"},
+    ),
+    "mla": (lowered_modules.mla, (128, 64, 64, 1, 1, 64), {"num_parts": 132}),
+    "write": (lowered_modules.write, (64, 3, 80, 100, 16), {"layout": "NHD", "cache_dtype": "float8_e5m2"}),
+}
+# The shapes of an A100 serve sm_120 too, whose programs have as little shared memory.
+DEVICES = {**lowering.DEVICES, 120: lowering.DEVICES[80]}
+TABLE = Path(__file__).with_name("triton_kernels.json")
+
+
+def kernels_of(name: str, sm: int = 90) -> list[triton_kernels.Written]:
+    lower, sizes, options = SHAPES[name]
+    with triton_kernels.written() as kernels:
+        lower(*sizes, **options, implementation="triton", device=DEVICES[sm])
+    assert kernels
+    return kernels
+
+
+def facts(kernel: triton_kernels.Written, sm: int, triton: str) -> dict[str, int]:
+    made = kernel.compile(triton, sm)
+    return {
+        "registers": made.registers,
+        "stack": made.stack_bytes,
+        "shared": made.shared_bytes,
+        "wgmma": made.ptx.count("wgmma.mma_async"),
+        "mma": len(re.findall(r"\bmma\.sync|tcgen05\.mma", made.ptx)),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sm", DEVICES)
+@pytest.mark.parametrize("name", SHAPES)
+def test_compiles_to_what_the_table_says(name, sm):
+    """`python tests/test_triton_lowering.py` renews triton_kernels.json; a regression shows in its difference."""
+    triton = lowering.NEWEST_TRITON
+    expected = json.loads(TABLE.read_text()).get(triton, {})
+    for kernel in kernels_of(name, sm):
+        made = facts(kernel, sm, triton)
+        assert made["shared"] <= lowering.SMEM_LIMIT.get(sm, 99 * 1024) or sm == 120
+        was = expected.get(f"{name} {kernel.name} sm_{sm}")
+        if triton != "latest":
+            assert was is not None, f"{name} {kernel.name} sm_{sm} is not in {TABLE.name}"
+            assert {**made, "registers": 0} == {**was, "registers": 0}
+            assert abs(made["registers"] - was["registers"]) <= 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("triton", lowering.TRITONS[:-1])
+@pytest.mark.parametrize("name", SHAPES)
+def test_older_tritons_compile_it(name, triton):
+    for kernel in kernels_of(name):
+        made = facts(kernel, 90, triton)
+        assert made["shared"] <= lowering.SMEM_LIMIT[90]
+        assert made["stack"] <= 256
+        hinted = "evict_last" in kernel.text and "combine" not in kernel.name
+        assert not hinted or "L1::evict_last" in kernel.compile(triton).ptx
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_writes_what_reads_alike_for_every_trace(name):
+    """The cache lives by the text: two traces of a kernel must give the same."""
+    first, second = ([kernel.text for kernel in kernels_of(name)] for _ in range(2))
+    assert first == second
+    assert all("loc(" not in text and str(ROOT) not in text for text in first)
+
+
+def write(pages: int, implementation="triton"):
+    new = jax.ShapeDtypeStruct((4, 8, 128), jnp.bfloat16)
+    pool = jax.ShapeDtypeStruct((pages, 16, 8, 128), jnp.int8)
+    slots = jax.ShapeDtypeStruct((4,), jnp.int32)
+    call = functools.partial(pallas_attn.write_kv, implementation=implementation)
+    with triton_kernels.written() as kernels:
+        lowered = lowering.lower_for_gpu(call, new, new, pool, pool, slots)
+    return kernels, lowered.as_text()
+
+
+def test_offsets_are_64_bits_wide_where_a_pool_needs_it():
+    """Seen on an H200: int8 and e4m3 pools of 3 * 2**30 elements are written and read right."""
+    page = 16 * 8 * 128
+    for pages, wide in ((2**31 // page, False), (2**31 // page + 1, True)):
+        (kernel,), _ = write(pages)
+        stores = [line for line in kernel.text.splitlines() if "tt.addptr" in line and "i8" in line]
+        assert len(stores) >= 2
+        assert all(("i64" in line) == wide for line in stores)
+
+
+def test_pools_are_updated_in_place_and_not_passed_as_scratch():
+    """What is passed twice XLA would copy before it is overwritten."""
+    _, text = write(100)
+    call = next(line for line in text.splitlines() if private.PTX_CALL in line)
+    operands = re.search(r"@__gpu\$xla\.gpu\.ptx\((.*?)\)", call)
+    assert operands is not None
+    names = operands[1].split(", ")
+    assert names[0] != names[1]
+    assert names.count(names[0]) == names.count(names[1]) == 1
+    assert names[-1] == names[-2] != names[0]
+    assert call.count("output_operand_alias<") == 2
+
+
+def arguments(*lead: int):
+    lens = jax.ShapeDtypeStruct((*lead, 4), jnp.int32)
+    pool = jax.ShapeDtypeStruct((64, 16, 2, 64), jnp.bfloat16)
+    return (
+        jax.ShapeDtypeStruct((4, 8, 64), jnp.bfloat16),
+        pool,
+        pool,
+        jax.ShapeDtypeStruct((4, 8), jnp.int32),
+        lens,
+    )
+
+
+ATTEND = functools.partial(pallas_attn.paged_attention, implementation="triton")
+
+
+def test_vmap_is_a_larger_grid():
+    """Pools stay one; what is mapped has its own part."""
+    mapped = jax.vmap(jax.vmap(ATTEND, in_axes=(None,) * 4 + (0,)), in_axes=(None,) * 4 + (0,))
+    with triton_kernels.written() as kernels:
+        lowered = lowering.lower_for_gpu(mapped, *arguments(2, 3))
+    assert lowered.out_info.shape == (2, 3, 4, 8, 64)
+    grids = re.findall(r"grid_x = (\d+)", lowered.as_text())
+    with triton_kernels.written():
+        single = re.findall(r"grid_x = (\d+)", lowering.lower_for_gpu(ATTEND, *arguments()).as_text())
+    assert [int(n) for n in grids] == [6 * int(n) for n in single]
+    assert "64x16x2x64xbf16" in lowered.as_text()
+    assert "arith.remui" in kernels[0].text
+
+
+def test_has_no_gradients():
+    def loss(query, *rest):
+        return ATTEND(query, *rest).astype(jnp.float32).sum()
+
+    with pytest.raises(NotImplementedError, match="has no gradients; implementation 'xla' has"):
+        lowering.lower_for_gpu(jax.grad(loss), *arguments())
+
+
+def test_without_pallas_triton_none_chooses_it_and_nothing_warns(tmp_path):
+    program = """
+import sys, warnings
+for name in ("jax.experimental.pallas.triton", "jax._src.pallas.triton"):
+    sys.modules[name] = None
+warnings.simplefilter("error")
+import lowering, test_triton_lowering as here, triton_kernels, pallas_attn
+with triton_kernels.written() as kernels, pallas_attn.record_implementations() as by:
+    lowering.lower_for_gpu(pallas_attn.paged_attention, *here.arguments())
+assert by == {"paged_attention": "triton"}, by
+assert [k.name for k in kernels][:1] == ["pallas_attn_paged_attention"]
+assert "has no Pallas-Triton lowering" in pallas_attn.available_implementations()["write_kv"]["interpret"]
+"""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    # The checkout that is tested, whichever is installed.
+    first = (
+        "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'ScikitBuild' not in type(f).__name__]\n"
+    )
+    environment = os.environ | {"PYTHONPATH": path, cache.FOLDER: str(tmp_path)}
+    command = [sys.executable, "-c", first + program]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+
+
+KERNEL = "module {\n  tt.func public @nothing(%arg0: !tt.ptr<f32>) {\n    tt.return\n  }\n}\n"
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    monkeypatch.setenv(cache.FOLDER, str(tmp_path / "kernels"))
+    compiler.compile_kernel.cache_clear()
+    yield tmp_path / "kernels"
+    compiler.compile_kernel.cache_clear()
+
+
+def test_a_kernel_in_the_cache_needs_no_triton(kept, monkeypatch):
+    compiled = compiler.compile_kernel(KERNEL, 90, 4, 3)
+    assert ".entry nothing" in compiled.ptx
+    assert ".target sm_90a" in compiled.ptx
+    assert [path.suffix for path in kept.iterdir()] == [".json"]
+    compiler.compile_kernel.cache_clear()
+    monkeypatch.setattr(compiler, "installed", lambda: None)
+    assert compiler.compile_kernel(KERNEL, 90, 4, 3) == compiled
+    with pytest.raises(RuntimeError, match="Triton is not installed: pip install 'pallas-attn"):
+        compiler.compile_kernel(KERNEL, 90, 8, 3)
+
+
+def test_a_spoilt_file_of_the_cache_is_compiled_again(kept):
+    compiled = compiler.compile_kernel(KERNEL, 80, 4, 3)
+    (path,) = kept.iterdir()
+    for spoilt in ("", "{", "[]", '{"name": "nothing"}'):
+        path.write_text(spoilt)
+        compiler.compile_kernel.cache_clear()
+        assert compiler.compile_kernel(KERNEL, 80, 4, 3) == compiled
+
+
+def test_many_may_fill_the_cache_at_once(kept):
+    made: list[cache.Compiled] = []
+    keepers = [
+        threading.Thread(target=lambda: made.append(compiler.compile_kernel(KERNEL, 90, 4, 3)))
+        for _ in range(4)
+    ]
+    for keeper in keepers:
+        keeper.start()
+    for keeper in keepers:
+        keeper.join()
+    assert len(made) == 4
+    assert len({one.ptx for one in made}) == 1
+    assert len(list(kept.iterdir())) == 1
+
+
+def test_the_newest_triton_of_several_serves_without_one(kept):
+    request = cache.Request(KERNEL, 90, 4, 3, 80)
+    for version in ("3.9.0", "3.10.0", "3.6.0"):
+        cache.keep(request, cache.Compiled("nothing", version, 0, 4, version))
+    assert (cache.find(request, "3.6.0") or request).ptx == "3.6.0"
+    assert (cache.find(request, None) or request).ptx == "3.10.0"
+    assert cache.find(request, "3.8.0") is None
+
+
+@pytest.mark.parametrize(
+    ("version", "words"), [("3.5.1", "needs Triton 3.6 to 3.9, 3.5.1"), (None, "not installed")]
+)
+def test_why_triton_cannot_serve(version, words, monkeypatch):
+    monkeypatch.setattr(compiler, "installed", lambda: version)
+    assert words in str(compiler.unavailable())
+    assert "pip install 'pallas-attn[triton]'" in str(compiler.unavailable())
+
+
+def test_hints_are_respelled_for_older_tritons():
+    hint = " {cachePolicy = #tt.cache_policy<cache_modifier = none, eviction_policy = evict_first>} :"
+    assert stages.respell("tt.load %0" + hint, (3, 9)) == "tt.load %0" + hint
+    assert stages.respell("tt.load %0" + hint, (3, 8)) == "tt.load %0 evictionPolicy = evict_first :"
+
+
+def test_private_names_of_jax_are_where_they_were():
+    """If a new JAX breaks this package, this says on which name."""
+    from jax._src import effects
+
+    assert callable(effects.control_flow_allowed_effects.add_type), "jax._src.effects"
+    aval = jax.core.ShapedArray((2,), jnp.dtype("float32"))
+    assert aval.update(shape=(3,), dtype=jnp.dtype("int32"), weak_type=False).shape == (3,)
+    assert hasattr(jax.interpreters.batching, "primitive_batchers")
+    assert hasattr(jax.interpreters.mlir, "register_lowering")
+
+
+if __name__ == "__main__":
+    triton = lowering.NEWEST_TRITON
+    made = {
+        f"{name} {kernel.name} sm_{sm}": facts(kernel, sm, triton)
+        for name in SHAPES
+        for sm in DEVICES
+        for kernel in kernels_of(name, sm)
+    }
+    TABLE.write_text(json.dumps({triton: made}, indent=0, sort_keys=True).replace("{\n", "{ ") + "\n")
+    print(TABLE.read_text())

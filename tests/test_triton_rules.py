@@ -1,0 +1,180 @@
+"""Each rule that writes a primitive as Triton IR: what it writes compiles, and on a GPU gives what plain JAX gives."""
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import lowering
+import numpy as np
+import pytest
+import triton_kernels
+from jax import lax
+
+from pallas_attn import _lowering
+
+SHAPE = (32, 64)
+F32, BF16, F16, I32, U32, I8 = jnp.float32, jnp.bfloat16, jnp.float16, jnp.int32, jnp.uint32, jnp.int8
+E5M2, E4M3 = jnp.float8_e5m2, jnp.float8_e4m3fn
+
+BY_ROWS = (((1,), (1,)), ((), ()))
+
+
+def row_sums(square: jax.Array) -> jax.Array:
+    return jnp.sum(square, axis=1)[:, None] + jnp.zeros(SHAPE, square.dtype)
+
+
+# Name: (function of tiles, their names, how far the result may be from JAX's, relative).
+OPERATIONS: dict[str, tuple[Callable[..., Any], str, float]] = {
+    "bf16 sum": (operator.add, "b b", 0),
+    "bf16 quotient": (operator.truediv, "b f16", 1e-2),
+    "f16 product": (operator.mul, "f16 f16", 0),
+    "maximum": (jnp.maximum, "f nan", 0),
+    "minimum": (jnp.minimum, "f nan", 0),
+    "float remainder": (lambda x: lax.rem(x, F32(0.7)), "f", 1e-4),
+    "floor and ceil": (lambda x: jnp.floor(x) - 2 * jnp.ceil(x), "f", 0),
+    "round": (jnp.round, "f", 0),
+    "signs": (lambda x, i: jnp.sign(x) + jnp.abs(x) - (-x) + jnp.sign(i) - jnp.abs(i), "f i", 1e-6),
+    "sign of NaN": (jnp.sign, "nan", 0),
+    "powers of two": (lambda x: jnp.exp2(x) + jnp.log2(jnp.abs(x) + 1), "f", 2e-6),
+    "exp and log": (lambda x: jnp.exp(x) + jnp.log(jnp.abs(x) + 1) + jnp.log1p(jnp.abs(x)), "f", 2e-6),
+    "tanh": (jnp.tanh, "f", 2e-6),
+    "erf and logistic": (lambda x: lax.erf(x) + lax.logistic(x), "f", 1e-5),
+    "roots": (lambda x: jnp.sqrt(jnp.abs(x)) + lax.rsqrt(jnp.abs(x) + 1), "f", 2e-6),
+    "sin and cos": (lambda x: jnp.sin(x) + 2 * jnp.cos(x), "f", 2e-5),
+    "integer powers": (lambda x: x**2 + x**3 + lax.square(x), "f", 2e-6),
+    "clip": (lambda x: jnp.clip(x, -1, 1), "f", 0),
+    "floor division": (lambda i, j: i // j + i % j, "i j", 0),
+    "unsigned": (lambda u: u // 7 + u % 5 + (u >> 3) + jnp.maximum(u, U32(2**31)), "u", 0),
+    "bits": (lambda i, j: ((i & j) ^ (i | 3)) + (i << 2) + (i >> 1) + ~i, "i j", 0),
+    "comparisons": (lambda x, i: ((x < 1) & (x >= -1)) | (i == 3) | ~(i != 2) | (x > 2) | (i <= -9), "f i", 0),
+    "comparison with NaN": (lambda x, y: (x < y) | (x == y) | ~(x != y), "f nan", 0),
+    "select": (lambda x, i: jnp.where(i > 0, x, -jnp.inf), "f i", 0),
+    "bf16 and f16": (lambda b: b.astype(F16).astype(F32), "b", 0),
+    "float to int": (lambda x: (10 * x).astype(I32) + (100 * x).astype(I8).astype(I32), "f", 0),
+    "int to float": (lambda i, u: i.astype(BF16).astype(F32) + u.astype(F32), "i u", 0),
+    "narrow integers": (lambda i: i.astype(I8).astype(I32) + i.astype(jnp.uint8).astype(I32), "i", 0),
+    "bool to numbers": (lambda x: (x > 0).astype(F32) + (x < 0).astype(I32) + x.astype(bool), "f", 0),
+    "e5m2": (lambda x: x.astype(E5M2).astype(F16).astype(F32), "f", 0),
+    "e4m3": (lambda x: x.astype(E4M3).astype(F32), "f", 0),
+    "bitcast": (lambda x: lax.bitcast_convert_type(x, I32), "f", 0),
+    "sum": (lambda x: x + jnp.sum(x, axis=1)[:, None] + jnp.sum(x), "f", 1e-4),
+    "extremes": (lambda x, i: jnp.max(x, 1)[:, None] + jnp.min(x, 0) + jnp.max(i), "f i", 1e-6),
+    "all and any": (lambda x: x + jnp.all(x > -9, axis=1)[:, None] + jnp.any(x > 2.5, axis=0), "f", 1e-6),
+    "cumulative sum": (lambda i: jnp.cumsum(i, axis=1) + lax.cumsum(i, axis=0, reverse=True), "i", 0),
+    "transpose": (lambda x: x.T.reshape(SHAPE) + x.reshape(64, 32).T, "f", 0),
+    "new axes": (lambda x: (x[:, None, :] + 1).reshape(SHAPE), "f", 0),
+    "iota": (lambda i: i + lax.broadcasted_iota(I32, SHAPE, 0) * lax.broadcasted_iota(I32, SHAPE, 1), "i", 0),
+    "product": (lambda b: jnp.dot(b, b.T, preferred_element_type=F32) @ jnp.ones((32, 64), F32), "b", 1e-2),
+    "int8 product": (lambda n: row_sums(lax.dot_general(n, n, BY_ROWS, preferred_element_type=I32)), "n", 0),
+    "fixed loop": (lambda x: lax.fori_loop(0, 5, lambda k, y: y * 0.5 + k, x), "f", 1e-6),
+    "loop": (lambda x, i: lax.fori_loop(jnp.min(i), jnp.max(i), lambda k, y: y * 0.5 + k, x), "f i", 1e-5),
+    "loop of none": (lambda x, i: lax.fori_loop(jnp.max(i), jnp.min(i), lambda k, y: y + k, x), "f i", 0),
+    "while": (lambda x: lax.while_loop(lambda y: jnp.max(y) > 0.1, lambda y: y * 0.5, x), "f", 0),
+    "switch": (lambda x, i: sum(lax.switch(jnp.max(i) % 4 + k, [lambda x: x, lambda x: -x, lambda x: x * x], x)
+                                for k in range(-1, 3)), "f i", 1e-6),
+    "nested": (lambda x, i: lax.fori_loop(0, jnp.max(i), lambda k, y: lax.cond(k % 2 == 0, lambda z: z + k,
+               lambda z: lax.fori_loop(0, k, lambda m, w: w + 0.25 * m, z), y), x), "f i", 1e-5),
+    "called": (lambda x: jax.jit(jax.nn.relu)(x) + jax.checkpoint(jnp.tanh)(x), "f", 2e-6),
+}  # fmt: skip
+
+
+def tiles() -> dict[str, jax.Array]:
+    rng = np.random.default_rng(0)
+    normal = 3 * rng.standard_normal(SHAPE)
+    integers = rng.integers(-9, 10, SHAPE)
+    return {
+        "f": jnp.asarray(normal, F32),
+        "nan": jnp.asarray(np.where(rng.random(SHAPE) < 0.1, np.nan, -normal), F32),
+        "b": jnp.asarray(normal, BF16),
+        "f16": jnp.asarray(normal + 10, F16),
+        "i": jnp.asarray(integers, I32),
+        "j": jnp.asarray(np.where(integers == 0, 4, -integers), I32),
+        "u": jnp.asarray(rng.integers(0, 2**32, SHAPE, np.uint64).astype(np.uint32)),
+        "n": jnp.asarray(rng.integers(-128, 128, SHAPE), I8),
+    }
+
+
+GROUPS = [list(OPERATIONS)[first : first + 10] for first in range(0, len(OPERATIONS), 10)]
+
+
+def run(names: list[str], arrays: dict[str, jax.Array], capability: int) -> list[jax.Array]:
+    """Each operation's result by one kernel; bools as 0 and 1."""
+
+    def result(name: str, values: dict[str, jax.Array]) -> jax.Array:
+        function, operands, _ = OPERATIONS[name]
+        made = function(*(values[operand] for operand in operands.split()))
+        return made.astype(I32) if made.dtype == bool else made
+
+    def body(refs, *out_refs):
+        place = lax.broadcasted_iota(I32, SHAPE, 0), lax.broadcasted_iota(I32, SHAPE, 1)
+        values = {name: _lowering.load(ref.at[place]) for name, ref in refs.items()}
+        for name, ref in zip(names, out_refs, strict=True):
+            _lowering.store(ref.at[place], result(name, values))
+
+    return _lowering.launch(
+        body,
+        arrays,
+        name="rules",
+        grid=(1,),
+        out_shape=[jax.eval_shape(functools.partial(result, name), arrays) for name in names],
+        num_warps=4,
+        num_stages=1,
+        input_output_aliases={},
+        capability=capability,
+        most_shared=99 * 1024,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("triton", lowering.TRITONS)
+@pytest.mark.parametrize("group", GROUPS, ids=lambda group: group[0])
+def test_compiles(group, triton):
+    with triton_kernels.written() as kernels:
+        lowering.lower_for_gpu(functools.partial(run, group, capability=90), tiles())
+    assert ".entry rules" in kernels[0].compile(triton).ptx
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", GROUPS, ids=lambda group: group[0])
+def test_gives_what_jax_gives(group):
+    arrays = tiles()
+    device = jax.devices()[0]
+    capability = int(device.compute_capability.replace(".", ""))
+    results = jax.jit(functools.partial(run, group, capability=capability))(arrays)
+    for name, result in zip(group, results, strict=True):
+        function, operands, tolerance = OPERATIONS[name]
+        with jax.default_device(jax.devices("cpu")[0]):
+            expected = function(*(jnp.asarray(np.asarray(arrays[operand])) for operand in operands.split()))
+        result, expected = (np.asarray(x).astype(np.float64) for x in (result, expected))
+        np.testing.assert_allclose(result, expected, rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+def refused(function: Callable[[jax.Array], Any], message: str) -> None:
+    def body(in_ref, out_ref):
+        _lowering.store(out_ref.at[jnp.arange(8)], function(_lowering.load(in_ref.at[jnp.arange(8)])))
+
+    def call(x):
+        sizes = dict(num_warps=4, num_stages=1, input_output_aliases={}, capability=90, most_shared=1)
+        out = [jax.ShapeDtypeStruct((8,), F32)]
+        return _lowering.launch(body, x, name="rules", grid=(1,), out_shape=out, **sizes)
+
+    with pytest.raises(NotImplementedError, match=message), triton_kernels.written():
+        lowering.lower_for_gpu(call, jax.ShapeDtypeStruct((8,), F32))
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (jnp.sort, "rules: no rule writes the primitive 'sort' as Triton IR"),
+        (lambda x: x[jnp.arange(8)], "no rule writes the primitive 'gather'"),
+        (lambda x: x * np.arange(8, dtype=np.float32), "an array of constants"),
+        (lambda x: x + jnp.sum(jnp.zeros((8, 3), F32), axis=1), "powers of two"),
+        (lambda x: lax.scan(lambda y, z: (y + z, None), x, jnp.zeros((4, 8)))[0], "a scan over arrays"),
+        (lambda x: x**7, "a power of 7"),
+    ],
+)
+def test_what_no_rule_writes_is_refused_by_name(function, message):
+    refused(function, message)

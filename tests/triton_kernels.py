@@ -1,0 +1,44 @@
+"""Kernels that this package writes as Triton IR, taken from calls before they are compiled."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from unittest import mock
+
+import lowering
+
+from pallas_attn._lowering import compiler
+from pallas_attn._lowering.cache import Compiled
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    text: str
+    sm: int
+    num_warps: int
+    num_stages: int
+
+    @property
+    def name(self) -> str:
+        return self.text.partition("tt.func public @")[2].partition("(")[0]
+
+    def compile(self, triton: str = lowering.NEWEST_TRITON, sm: int | None = None) -> lowering.Compiled:
+        """By one of the Tritons beside the environment, in a process of its own."""
+        sm = sm or self.sm
+        options = dict(num_warps=self.num_warps, num_stages=self.num_stages)
+        return lowering.compile_text(
+            self.name, self.text, sm, triton, **options, ptx_version=compiler.ptx_version(sm)
+        )
+
+
+@contextlib.contextmanager
+def written() -> Iterator[list[Written]]:
+    """Collects the kernels of what is lowered inside the block, which compiles none."""
+    found: list[Written] = []
+
+    def compile_kernel(text: str, capability: int, num_warps: int, num_stages: int) -> Compiled:
+        found.append(Written(text, capability, num_warps, num_stages))
+        return Compiled(found[-1].name, "// not compiled", 0, num_warps, "none")
+
+    with mock.patch.object(compiler, "compile_kernel", compile_kernel):
+        yield found
