@@ -20,7 +20,12 @@ ARCHITECTURES = [80, 90, 100]
 
 
 def paged_attention_lowered(
-    case: cases.DecodeCase, max_pages: int, num_pages: int, config=None, device=lowering.H100
+    case: cases.DecodeCase,
+    max_pages: int,
+    num_pages: int,
+    config=None,
+    device=lowering.H100,
+    batch_invariant: bool = False,
 ):
     dtype = jnp.dtype(case.dtype)
     shape = PoolShape(num_pages, case.page_size, case.num_kv_heads, case.head_dim)
@@ -29,6 +34,9 @@ def paged_attention_lowered(
         jax.ShapeDtypeStruct(array_shape(shape, case.layout, w, stored), stored) for w in ("key", "value")
     )
     per_head = jnp.ones(case.num_heads) if case.alibi or case.sinks else None
+    drafts = (case.num_seqs, case.q_len)
+    tree = jnp.ones((*drafts, case.q_len), bool) if case.tree else None
+    positions = jnp.zeros(drafts, jnp.int32) if case.tree == "positions" else None
     call = functools.partial(
         pallas_attn.paged_attention,
         layout=case.layout,
@@ -37,7 +45,10 @@ def paged_attention_lowered(
         block_sparse=case.block_sparse,
         alibi_slopes=per_head,
         sinks=per_head,
+        tree_mask=tree,
+        query_positions=positions,
         config=config,
+        batch_invariant=batch_invariant,
         return_lse=True,
     )
     return lowering.lower_for_gpu(
@@ -64,6 +75,7 @@ DTYPE_CASES = [
         (0,) * 4, 32, 8, 128, 16, sliding_window=1024, softcap=30.0, alibi=True, sinks=True, q_len=2
     ),
     cases.DecodeCase((0,) * 4, 32, 8, 128, 16, block_sparse=LocalStride(64, 8, 8, 1)),
+    cases.DecodeCase((0,) * 4, 32, 8, 128, 16, q_len=7, tree="positions", alibi=True, sliding_window=300),
 ]
 # Each way of reading a cache, and every feature of the logits.
 OLDER_TRITON_CASES = [DTYPE_CASES[i] for i in (0, 2, 7, 8, 9, 10)]
@@ -161,6 +173,12 @@ def test_measured_configs_compile():
         attend, _ = lowering.compile_kernels(lowered, 90)
         assert attend.shared_bytes <= lowering.SMEM_LIMIT[90], config
         assert attend.stack_bytes == 0, config
+
+
+def test_a_batch_invariant_call_compiles():
+    lowered = paged_attention_lowered(DTYPE_CASES[0], max_pages=4096, num_pages=9000, batch_invariant=True)
+    for kernel in lowering.compile_kernels(lowered, 90):
+        assert kernel.stack_bytes == 0, kernel
 
 
 def test_short_tables_need_no_combine():

@@ -101,7 +101,7 @@ def test_heuristic_fits_small_shared_memories(sm, num_heads, page_size):
     sm_86 but for products of 8-bit numbers, which this kernel has none of."""
 
     def config_of(sm: int) -> MLADecodeConfig:
-        sizes = dict(num_seqs=4, num_kv_heads=1, rows=num_heads, page_size=page_size, max_len=4096)
+        sizes = dict(rows=num_heads, page_size=page_size)
         return heuristic(**sizes, device=Device("gpu", "", 100, sm))
 
     config = config_of(sm)
