@@ -19,7 +19,8 @@ _MOST_ROWS = 64
 def entry(point: Point, fastest: Timing, heuristic: Timing) -> Entry:
     """Of the fastest config, with its time and the heuristic's; `merged` adds the ranges of calls that it is for."""
     chosen = dataclasses.asdict(point.config(**fastest.fields))
-    del chosen["num_splits"]  # follows from the call
+    for name in ("num_splits", "split_tokens"):  # follow from the call
+        del chosen[name]
     guessed = heuristic.microseconds
     return {
         "key": {**point.key(), "rows": _rows(point.case.rows)},
