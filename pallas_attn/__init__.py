@@ -14,6 +14,7 @@ from pallas_attn.ops.flash_attention import (
     dot_product_attention,
     flash_attention,
 )
+from pallas_attn.ops.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 from pallas_attn.ops.kv_cache import (
     OutOfPagesError,
     PageAllocator,
@@ -27,8 +28,6 @@ from pallas_attn.ops.mla_decode import (
     MLADecodeConfig,
     MLASchedule,
     PagedLatentCache,
-    flash_mla_with_kvcache,
-    get_mla_metadata,
     mla_decode,
     mla_schedule,
 )
@@ -65,6 +64,7 @@ __all__ = [
     "dequantize_latents",
     "dot_product_attention",
     "flash_attention",
+    "flash_mla_sparse_fwd",
     "flash_mla_with_kvcache",
     "get_mla_metadata",
     "merge_states",

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -167,10 +168,10 @@ def test_the_cache_writes_layers_and_is_read_by_mla_decode(implementation):
     plain = plain.write(1, pallas_attn.dequantize_latents(jnp.asarray(tokens), dtype="float32"), positions)
     query = jnp.asarray(some_latents(2, 1, 3, dtype="bfloat16", seed=3) * np.asarray(2.0**-9, jnp.bfloat16))
     lens = jnp.array([10, 6], jnp.int32)
-    out = pallas_attn.mla_decode(
+    out: Any = pallas_attn.mla_decode(
         query, cache.latent_cache, cache.layer_tables(1), lens, implementation=implementation
     )
-    expected = pallas_attn.mla_decode(
+    expected: Any = pallas_attn.mla_decode(
         query.astype(jnp.float32), plain.latent_cache, plain.layer_tables(1), lens, implementation="xla"
     )
     error = np.linalg.norm(np.float32(out) - expected, axis=-1) / np.linalg.norm(expected, axis=-1)

@@ -1,6 +1,7 @@
 """`mla_decode` over fp8 latents: float64 torch reads the same bytes."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ PALLAS = pytest.param("pallas", marks=pytest.mark.gpu)
 IMPLEMENTATIONS = ["xla", "interpret", PALLAS]
 
 
-def quantized(data: inputs.LatentInputs, scales: str = "power_of_two") -> inputs.LatentInputs:
+def quantized(data: inputs.LatentInputs, scales: Any = "power_of_two") -> inputs.LatentInputs:
     """The same call over bytes; a token that is nobody's has bytes of 0x7F, NaN as e4m3, float32 and bf16."""
     tokens = np.array(pallas_attn.quantize_latents(jnp.asarray(data.latent_cache), scales=scales))
     tokens[np.isnan(data.latent_cache.astype(np.float32)).any(-1)] = 0x7F

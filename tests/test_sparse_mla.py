@@ -113,7 +113,7 @@ class Decode:
     def check(self, out, lse, **changes) -> None:
         expected, expected_lse = self.expected(**changes)
         rounded, _ = self.expected(rounding=getattr(torch, self.dtype), **changes)
-        about = dict(dtype=self.dtype, case_id=str(self))
+        about: Any = dict(dtype=self.dtype, case_id=str(self))
         compare.assert_rows_close(out, expected, rounded_reference=rounded, **about)
         compare.assert_lse_close(lse, expected_lse, **about)
 
@@ -167,7 +167,14 @@ def test_bad_ids_and_lengths_poison_only_their_rows(positions, implementation):
     assert (np.float32(out[4]) == 0).all()
     lengths = jnp.asarray([48, 49, -1, 47, 2**31 - 1, 0], jnp.int32)
     out, lse = case.run(implementation, topk_length=lengths)
-    assert [bool(np.isnan(x).all()) for x in np.float32(out)] == [positions, True, True, False, True, False]
+    assert [bool(np.isnan(x).all()) for x in np.asarray(out, np.float32)] == [
+        positions,
+        True,
+        True,
+        False,
+        True,
+        False,
+    ]
     assert np.isnan(lse[1]).all()
     assert np.isneginf(lse[5]).all()
 
@@ -226,7 +233,7 @@ def test_prefill(fp8, implementation):
     )
     expected, expected_top, expected_lse = reference(query, floats[:, 0], rows, sinks=sinks)
     rounded, *_ = reference(query, floats[:, 0], rows, sinks=sinks, rounding=torch.bfloat16)
-    about = dict(dtype="bfloat16", case_id="prefill")
+    about: Any = dict(dtype="bfloat16", case_id="prefill")
     compare.assert_rows_close(out, expected, rounded_reference=rounded, **about)
     compare.assert_lse_close(lse, expected_lse, **about)
     compare.assert_lse_close(top, expected_top, **about)
@@ -235,7 +242,7 @@ def test_prefill(fp8, implementation):
     rows = [[i for i in row[0].tolist() if 0 <= i < kv] for row in ids]
     compare.assert_rows_close(plain[0], reference(query, floats[:, 0], rows)[0], **about)
     bad = call(*(jnp.asarray(x) for x in (query, stored, ids)), topk_length=jnp.asarray(lengths) + 1)
-    assert [bool(np.isnan(x).all()) for x in np.float32(bad[0])] == [
+    assert [bool(np.isnan(x).all()) for x in np.asarray(bad[0], np.float32)] == [
         True,
         True,
         False,
@@ -247,8 +254,73 @@ def test_prefill(fp8, implementation):
     assert np.isnan(bad[1][0]).all()
 
 
+@pytest.mark.parametrize("implementation", ["xla", PALLAS])
+def test_flash_mla_names(implementation):
+    """Their arguments, their +inf for rows that see nothing, their order of the lse's dimensions."""
+    case = Decode(q_len=2, fp8=True, sinks=True, lengths=(48, 0, 5))
+    pool = jnp.asarray(case.pool.reshape(-1, case.page_size, 1, 656))
+    query, ids = jnp.asarray(case.query), jnp.asarray(case.ids)
+    assert case.sink_values is not None
+    options: dict[str, Any] = dict(attn_sink=jnp.asarray(case.sink_values), implementation=implementation)
+    lengths = jnp.asarray(case.lengths, jnp.int32)
+    call = functools.partial(
+        pallas_attn.flash_mla_with_kvcache, query, pool, None, None, 512, None, None, None, False
+    )
+    out, lse = call(True, ids, topk_length=lengths, **options)
+    expected, expected_lse = case.expected()
+    compare.assert_rows_close(out, expected, dtype="bfloat16", case_id="with_kvcache")
+    expected_lse = np.where(np.isneginf(expected_lse), np.inf, expected_lse).swapaxes(1, 2)
+    compare.assert_lse_close(lse, expected_lse, dtype="bfloat16", case_id="with_kvcache")
+
+    latents, flat = (
+        pallas_attn.dequantize_latents(pool.reshape(-1, 1, 656)),
+        query.reshape(-1, case.heads, 576),
+    )
+    ids = jnp.where(ids == NOTHING, -1, ids).reshape(-1, 1, case.topk)
+    found = pallas_attn.flash_mla_sparse_fwd(flat, latents, ids, 576**-0.5, **options)
+    rows = reference(flat, case.floats, case.rows, sinks=case.sink_values)
+    compare.assert_rows_close(found[0], rows[0], dtype="bfloat16", case_id="sparse_fwd")
+    for ours, theirs in zip(
+        found[1:], (rows[1], np.where(np.isneginf(rows[2]), np.inf, rows[2])), strict=True
+    ):
+        assert (np.isposinf(ours) == np.isposinf(theirs)).all()
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)
+
+
 @pytest.mark.once
-@pytest.mark.parametrize("seed", range(4))
+def test_errors_of_flash_mla_names():
+    call = unchecked(pallas_attn.flash_mla_with_kvcache)
+    query, pool, ids = arguments().values()
+    for changes, message in (
+        (dict(is_fp8_kvcache=False), "'k_cache': expected dtype bfloat16 or float16 or float32, got uint8"),
+        (dict(causal=True), "'causal': expected False with indices, got True"),
+        (dict(indices=None), "'block_table': expected an array, got NoneType"),
+        (dict(indices=None, attn_sink=jnp.zeros(4)), "'attn_sink': expected None without indices"),
+        (dict(topk_length=jnp.zeros(5, jnp.int32)), "'topk_length': expected shape"),
+        (dict(head_dim_v=576), "'head_dim_v': expected 512, got 576"),
+        (dict(implementation="cuda"), "'implementation': expected None or one of"),
+    ):
+        right = dict(
+            q=query,
+            k_cache=pool,
+            block_table=None,
+            cache_seqlens=None,
+            head_dim_v=512,
+            is_fp8_kvcache=True,
+            indices=ids,
+        )
+        with pytest.raises((TypeError, ValueError), match=f"^flash_mla_with_kvcache: argument {message}"):
+            call(**(right | changes))
+    with pytest.raises(ValueError, match=r"^flash_mla_sparse_fwd: argument 'd_v': expected 512, got 576"):
+        pallas_attn.flash_mla_sparse_fwd(query[:, 0], pool.reshape(-1, 1, 656), ids, 1.0, 576)
+    with pytest.raises(
+        ValueError, match=r"^flash_mla_sparse_fwd: argument 'indices': expected shape \[s_q=2 \(as q\)"
+    ):
+        pallas_attn.flash_mla_sparse_fwd(query[:, 0], pool.reshape(-1, 1, 656), ids[:1], 1.0)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("seed", range(2))
 def test_random_cases(seed):
     rng = np.random.default_rng(100 + seed)
     topk = int(rng.integers(1, 70))

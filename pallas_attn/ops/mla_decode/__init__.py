@@ -3,15 +3,12 @@
 from pallas_attn.ops.mla_decode.api import mla_decode
 from pallas_attn.ops.mla_decode.cache import PagedLatentCache
 from pallas_attn.ops.mla_decode.config import MLADecodeConfig
-from pallas_attn.ops.mla_decode.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from pallas_attn.ops.mla_decode.schedule import MLASchedule, mla_schedule
 
 __all__ = [
     "MLADecodeConfig",
     "MLASchedule",
     "PagedLatentCache",
-    "flash_mla_with_kvcache",
-    "get_mla_metadata",
     "mla_decode",
     "mla_schedule",
 ]

@@ -249,7 +249,7 @@ def _check_rest(check: ArgumentChecker, query, indices, topk_length, per: tuple[
     check.positive_float("scale", scale)
 
 
-def _pool_of(pool: jax.Array, query: jax.Array) -> tuple[PoolShape, Any, Any]:
+def _pool_of(pool: Any, query: Any) -> tuple[PoolShape, Any, Any]:
     width = pool.shape[-1]
     return PoolShape(pool.size // width, 1, 1, width), query.dtype, pool.dtype
 
@@ -261,7 +261,7 @@ def _call(
     results: tuple[str, ...],
     case: Case,
     implementation: str | None,
-    config: SparseMLAConfig | None,
+    config: Any,
     *,
     ids: Ids,
     scale: float | None,
