@@ -136,13 +136,17 @@ def flash_mla_with_kvcache(
             if value is not None:
                 check.fail(name, "None without indices", "an array")
         # None here is an error, which the check below reports.
-        arrays: Any = (q, k_cache, block_table, cache_seqlens)
+        tables: Any = block_table
+        lengths: Any = cache_seqlens
         metadata: Any = (tile_scheduler_metadata, num_splits)
         schedule = MLASchedule(*metadata)
-        check_call(check, *arrays, schedule, scale=softmax_scale, causal=causal)
+        check_call(check, q, k_cache, tables, lengths, schedule, scale=softmax_scale, causal=causal)
         dispatch.check_name(check.function, "mla_decode", implementation)
         out, lse = mla_decode(
-            *arrays,
+            q,
+            k_cache,
+            tables,
+            lengths,
             schedule=schedule,
             scale=softmax_scale,
             causal=causal,
