@@ -27,14 +27,7 @@ from pallas_attn.tuning import paged_attention as tuned_paged_attention
 from pallas_attn.tuning.mla_decode import MLADecodePoint
 from pallas_attn.tuning.paged_attention import PagedAttentionPoint
 
-KEY = {
-    "head_dim": 16,
-    "page_size": 16,
-    "dtype": "bfloat16",
-    "rows": [1, 16],
-    "streams": [1, 8],
-    "max_len": [65, None],
-}
+KEY = dict(head_dim=16, page_size=16, dtype="bfloat16", rows=[1, 16], streams=[1, 8], max_len=[65, None])
 TINY = ["--num-heads", "2", "--num-kv-heads", "1", "--head-dim", "16", "--num-seqs", "2"]
 
 
