@@ -9,6 +9,7 @@ import jaxtyping
 import pytest
 import refusals as kinds
 from refused_calls import calls
+from refused_sparse_calls import sparse_calls
 
 import pallas_attn
 from pallas_attn import nn
@@ -22,7 +23,7 @@ def without_jaxtyping():
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
-CALLS = calls()
+CALLS = calls() | sparse_calls()
 ARGUMENTS = [(name, argument) for name, call in CALLS.items() for argument in call.kinds]
 
 
@@ -65,6 +66,7 @@ def test_every_public_name_has_a_row():
     """What takes no arguments, or is no function, has none to refuse."""
     without = {"MLASchedule", "OutOfPagesError", "available_implementations", "record_implementations"}
     without |= {"register_ffi_targets", "PageAllocator"}
+    without |= {"SparseLayout"}  # a pytree, checked where it is used
     tested = {name.split(",")[0].split(".")[0] for name in CALLS}
     assert {*pallas_attn.__all__, *nn.__all__} - without <= tested
     for cache in (pallas_attn.PagedKVCache, pallas_attn.PagedLatentCache):

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+from pallas_attn._call.checks import check_int, fail
 from pallas_attn._call.configs import SplitKVConfig
 from pallas_attn._call.device import Device
 from pallas_attn._tile import pieces, triton
@@ -17,12 +18,24 @@ class SparseMLAConfig(SplitKVConfig):
 
     block_q: heads of a query token that a program serves, a power of two >= 16.
     block_kv: tokens a program takes in per step, a power of two >= 16.
-    num_splits: most pieces that a query token's ids are cut into, each of as many tiles.
+    num_splits: most pieces that a query token's ids are cut into, each of as many tiles; at least 1.
+    min_split_tokens, target_programs: of other kernels; nothing hangs on them here. split_tokens: 0.
     num_warps, num_stages: Triton's warps per program and depth of software pipelining.
     """
 
     num_splits: int = 1
     num_warps: int = 8
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_int("SparseMLAConfig", "num_splits", self.num_splits, least=1)
+        if self.split_tokens:
+            fail(
+                "SparseMLAConfig",
+                "split_tokens",
+                "0: how ids are cut never depends on the batch",
+                str(self.split_tokens),
+            )
 
 
 def heuristic(*, num_tokens: int, num_heads: int, topk: int, fp8: bool, device: Device) -> SparseMLAConfig:

@@ -1,0 +1,147 @@
+"""Calls of test_refusals.py about attention that reads chosen tokens, and about fp8 latents."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from refusals import ARRAY, COUNT, DTYPE, FLAG, INSTANCE, NAME, NUMBER, Kind
+from refused_values import I32, TABLES, TILES, Call, flash_mla, latent_attention
+
+import pallas_attn
+
+IDS = jnp.zeros((2, 1, 6), I32)
+SPARSE = {
+    **dict.fromkeys(("topk_length", "sinks"), ARRAY.or_none()),
+    "scale": NUMBER.or_none(),
+    "implementation": NAME.or_none(),
+}
+
+
+def sparse(**options: Any) -> dict[str, Any]:
+    arrays = latent_attention()
+    return dict(
+        query=arrays["query"],
+        latent_cache=arrays["latent_cache"],
+        indices=IDS,
+        topk_length=jnp.ones(2, I32),
+        sinks=jnp.ones(4),
+        **options,
+    )
+
+
+def blocksparse() -> dict[str, Any]:
+    layout = pallas_attn.SparseLayout(jnp.array([[0, 1]], I32), jnp.array([[0]], I32), 16, 16)
+    rows = {name: jnp.ones((5, 2, 16)) for name in ("query", "key", "value")}
+    return dict(rows, layout=layout, cu_q_lens=jnp.array([0, 5], I32), cu_k_lens=jnp.array([0, 5], I32))
+
+
+def sparse_calls() -> dict[str, Call]:
+    return {
+        "blocksparse_attention": Call(
+            pallas_attn.blocksparse_attention,
+            blocksparse(),
+            {
+                **dict.fromkeys(("query", "key", "value"), ARRAY),
+                **dict.fromkeys(("cu_q_lens", "cu_k_lens"), ARRAY.or_none()),
+                "layout": INSTANCE,
+                **dict.fromkeys(("scale", "softcap"), NUMBER.or_none()),
+                "return_lse": FLAG,
+                "cache_layout": NAME,
+                "implementation": NAME.or_none(),
+                "config": INSTANCE.or_none(),
+            },
+        ),
+        "BlockSparseConfig": Call(
+            pallas_attn.BlockSparseConfig,
+            dict(block_q=16, block_kv=16),
+            dict.fromkeys(("block_q", "block_kv", "num_warps", "num_stages", "num_splits"), COUNT),
+        ),
+        "flash_mla_with_kvcache, sparse": Call(
+            pallas_attn.flash_mla_with_kvcache,
+            dict(flash_mla(), indices=IDS, attn_sink=jnp.ones(4), topk_length=jnp.ones(2, I32)),
+            {
+                **dict.fromkeys(("q", "k_cache"), ARRAY),
+                **dict.fromkeys(("indices", "attn_sink", "topk_length"), ARRAY.or_none()),
+                "head_dim_v": COUNT,
+                "softmax_scale": NUMBER.or_none(),
+                "causal": FLAG._replace(values=(*FLAG.values, True)),
+                "is_fp8_kvcache": FLAG,
+                "implementation": NAME.or_none(),
+            },
+        ),
+        "sparse_mla_decode": Call(
+            pallas_attn.sparse_mla_decode,
+            sparse(addressing="positions", block_tables=TABLES),
+            {
+                **dict.fromkeys(("query", "latent_cache", "indices", "block_tables"), ARRAY),
+                "addressing": NAME,
+                "return_lse": FLAG,
+                "config": INSTANCE.or_none(),
+                **SPARSE,
+            },
+        ),
+        "sparse_mla_prefill": Call(
+            pallas_attn.sparse_mla_prefill,
+            dict(
+                query=jnp.ones((2, 4, 576)),
+                latents=jnp.ones((9, 1, 576)),
+                indices=IDS,
+                topk_length=jnp.ones(2, I32),
+                sinks=jnp.ones(4),
+            ),
+            {
+                **dict.fromkeys(("query", "latents", "indices"), ARRAY),
+                "config": INSTANCE.or_none(),
+                **SPARSE,
+            },
+        ),
+        "flash_mla_sparse_fwd": Call(
+            pallas_attn.flash_mla_sparse_fwd,
+            dict(
+                q=jnp.ones((2, 4, 576)),
+                kv=jnp.ones((9, 1, 576)),
+                indices=IDS,
+                sm_scale=1.0,
+                attn_sink=jnp.ones(4),
+                topk_length=jnp.ones(2, I32),
+            ),
+            {
+                **dict.fromkeys(("q", "kv", "indices"), ARRAY),
+                **dict.fromkeys(("attn_sink", "topk_length"), ARRAY.or_none()),
+                "sm_scale": NUMBER.or_none(),
+                "d_v": COUNT,
+                "implementation": NAME.or_none(),
+            },
+        ),
+        "write_latents": Call(
+            pallas_attn.write_latents,
+            dict(
+                latents=jnp.ones((3, 576)),
+                latent_cache=latent_attention()["latent_cache"],
+                slot_mapping=jnp.zeros(3, I32),
+            ),
+            {
+                **dict.fromkeys(("latents", "latent_cache", "slot_mapping"), ARRAY),
+                "scales": NAME,
+                "implementation": NAME.or_none(),
+            },
+        ),
+        # Any axes before the last will do.
+        "quantize_latents": Call(
+            pallas_attn.quantize_latents,
+            dict(latents=jnp.ones((3, 576))),
+            dict(
+                latents=Kind((*ARRAY.values, jnp.ones(()), jnp.ones((3, 656)), jnp.ones(576, I32))),
+                scales=NAME,
+            ),
+        ),
+        "dequantize_latents": Call(
+            pallas_attn.dequantize_latents,
+            dict(tokens=jnp.zeros((3, 656), jnp.uint8)),
+            dict(
+                tokens=Kind((*ARRAY.values, jnp.zeros((3, 576), jnp.uint8), jnp.ones((3, 656)))), dtype=DTYPE
+            ),
+        ),
+        "SparseMLAConfig": Call(
+            pallas_attn.SparseMLAConfig, dict(block_q=16, block_kv=16), TILES | dict(num_splits=COUNT)
+        ),
+    }
