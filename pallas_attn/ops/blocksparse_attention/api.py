@@ -11,7 +11,7 @@ from pallas_attn._call import configs, dispatch, partition
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._call.device import current_device
 from pallas_attn._tile import triton
-from pallas_attn._tile.layout import DIMS, PoolCase, PoolShape, check_pools, pallas_reaches
+from pallas_attn._tile.layout import DIMS, LAYOUTS, PoolCase, PoolShape, check_pools, pallas_reaches
 from pallas_attn._tile.masking import Rules
 from pallas_attn.ops.blocksparse_attention.config import BlockSparseConfig, heuristic
 from pallas_attn.ops.blocksparse_attention.decode import decode
@@ -125,6 +125,7 @@ def blocksparse_attention(
     check = ArgumentChecker("blocksparse_attention")
     check.array("query", query, ("num_tokens", "num_heads", "head_dim"), DTYPES)
     check.non_empty("query", query)
+    check.one_of("cache_layout", cache_layout, LAYOUTS)
     paged = block_tables is not None or seq_lens is not None
     arrays: dict[str, Any] = {"key": key, "value": value}
     if paged:

@@ -97,9 +97,10 @@ class SparseLayout:
 
     def _entries(self, head: int) -> tuple[np.ndarray, np.ndarray]:
         """(row, column) of each block that a head lists, in order."""
-        pointers = np.asarray(self.row_pointers[head], np.int64)
+        # numpy's from the start: inside jit, an operation of JAX on a known array would give a traced one.
+        pointers = np.asarray(self.row_pointers, np.int64)[head]
         row = np.repeat(np.arange(self.num_row_blocks), np.diff(pointers))
-        return row, np.asarray(self.columns[head], np.int64)[pointers[0] : pointers[-1]]
+        return row, np.asarray(self.columns, np.int64)[head, pointers[0] : pointers[-1]]
 
     def to_block_mask(self) -> np.ndarray:
         """[layout_heads, num_row_blocks, blocks of keys] bool; of a layout that is not traced."""
