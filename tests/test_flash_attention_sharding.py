@@ -9,10 +9,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import lowering
+import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from pallas_attn import flash_attention
+
+pytestmark = pytest.mark.once  # the other ops are sharded on both jax
 
 
 def test_on_eight_devices():
