@@ -2,7 +2,6 @@
 
 import functools
 import json
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -140,23 +139,22 @@ def test_e4m3_is_refused_where_it_does_not():
         paged_attention_lowered(E4M3, max_pages=256, num_pages=9000, device=lowering.DEVICES[80])
 
 
-def test_8_bit_pools_whose_offsets_would_overflow_are_refused():
-    with pytest.warns(UserWarning, match=r"overflow Pallas-Triton's offsets, got 2147483648 elements"):
-        paged_attention_lowered(E4M3, max_pages=256, num_pages=2**31 // (16 * 8 * 128))
-
-    def write(*arguments):
-        return pallas_attn.write_kv(*arguments)
-
+def test_8_bit_pools_whose_offsets_would_overflow_are_refused_by_pallas():
+    pages = 2**31 // (16 * 8 * 128)
     new, slots = jax.ShapeDtypeStruct((4, 8, 128), jnp.bfloat16), jax.ShapeDtypeStruct((4,), jnp.int32)
-    for extra, kernels in ((0, 0), (2**31 // (16 * 8 * 128) + 1, 1)):
-        pages = 2**31 // (16 * 8 * 128) + extra
+
+    def write(pages: int, implementation: str | None):
+        call = functools.partial(pallas_attn.write_kv, implementation=implementation)
         pool = jax.ShapeDtypeStruct((pages, 16, 8, 128), jnp.int8)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            lowered = lowering.lower_for_gpu(write, new, new, pool, pool, slots)
-        assert len(lowering.triton_kernels(lowered)) == kernels
-        refused = [w for w in caught if "write_kv: served by the slow 'xla'" in str(w.message)]
-        assert bool(refused) == (kernels == 0)
+        return lowering.triton_kernels(lowering.lower_for_gpu(call, new, new, pool, pool, slots))
+
+    with pytest.raises(ValueError, match="overflow Pallas-Triton's offsets, got 2147483648 elements"):
+        write(pages, "pallas")
+    assert not write(pages, None), "Triton itself or plain jnp, which both count in 64 bits"
+    assert len(write(2 * pages + 1, "pallas")) == 1, "offsets of 64 bits again"
+    assert not lowering.triton_kernels(
+        paged_attention_lowered(E4M3, max_pages=256, num_pages=2**31 // (16 * 8 * 128))
+    )
 
 
 @pytest.mark.once  # of a kernel that is lowered on both above

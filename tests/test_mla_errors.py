@@ -65,7 +65,7 @@ SCHEDULE: Any = MLASchedule(of(7, 8, dtype=jnp.int32), of(4, dtype=jnp.int32))
         (dict(schedule=(1, 2)), TypeError, "'schedule': expected an MLASchedule or None, got tuple"),
         (dict(schedule=SCHEDULE), ValueError, "'schedule.num_splits': expected shape [3], got [4]"),
         (
-            dict(implementation="triton"),
+            dict(implementation="mosaic"),
             ValueError,
             "'implementation': expected None or one of 'cuda', 'pallas'",
         ),
