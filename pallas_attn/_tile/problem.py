@@ -85,7 +85,7 @@ class SplitKVProblem(PagedCall):
         if config.split_tokens:
             fit = math.ceil(math.ceil(self.most_tokens / config.block_kv) / self.split_tiles)
         else:
-            fit = self.most_tokens // max(config.min_split_tokens, config.block_kv)
+            fit = int(self.most_tokens / max(config.min_split_tokens, config.block_kv) + self.rounding)
         return max(1, min(fit, config.num_splits or fit))
 
     @property

@@ -30,8 +30,6 @@ class Problem(SplitKVProblem):
 
     @property
     def most_tokens(self) -> int:
-        if self.rules.sliding_window is None and self.rules.block_sparse is None:
-            return self.max_len
         tokens = walk.most_tokens(self.max_len, q_len=self.q_len, group=self.group, rules=self.rules)
         # Tiles reach beyond a window at both ends; the last period of a pattern reaches into the local band.
         pattern = self.rules.block_sparse
