@@ -12,26 +12,22 @@ import jax.numpy as jnp
 from pallas_attn._call import configs, dispatch, partition
 from pallas_attn._call.checks import ArgumentChecker, dtype_name, fail
 from pallas_attn._call.device import current_device
-from pallas_attn._tile import walk
+from pallas_attn._tile import options, walk
 from pallas_attn._tile.layout import DIMS, PoolCase, check_pools, pallas_reaches, pool_shape, triton_reaches
 from pallas_attn._tile.masking import LocalStride, Rules
+from pallas_attn._tile.options import DTYPES
 from pallas_attn._tile.pieces import check_invariant
 from pallas_attn._tile.problem import PagedCall
-from pallas_attn._tile.quantization import QUANTIZED_DTYPES, per_head_scale
+from pallas_attn._tile.quantization import QUANTIZED_DTYPES
 from pallas_attn._types import BlockTables, KVCache, Layout, Lse, Query, SeqLens
 from pallas_attn.ops.paged_attention.config import PagedAttentionConfig, heuristic, invariant
 from pallas_attn.ops.paged_attention.kernel import paged_attention_pallas
 from pallas_attn.ops.paged_attention.reference import paged_attention_xla
 
-DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 MAX_HEAD_DIM = 512
 # What the dimensions of the optional arrays are, for `partition`.
 EXTRA_DIMS = {
-    "alibi_slopes": "heads",
-    "sinks": "heads",
-    "k_scale": "kv_heads",
-    "v_scale": "kv_heads",
-    "sliding_window": "one",
+    **options.DIMS,
     "tree_mask": "seqs q newest",
     "query_positions": "seqs q",
 }
@@ -184,17 +180,9 @@ def paged_attention(
     check.multiple("query", num_heads, "num_kv_heads", pool.num_kv_heads)
     check.positive_float("scale", scale)
     check.positive_float("softcap", softcap)
-    extras = {
-        "k_scale": per_head_scale(check.function, "k_scale", k_scale, key_cache.dtype, pool.num_kv_heads),
-        "v_scale": per_head_scale(check.function, "v_scale", v_scale, key_cache.dtype, pool.num_kv_heads),
-    }
-    if isinstance(sliding_window, jax.Array):
-        check.array("sliding_window", sliding_window, (), [jnp.int32])
-        extras["sliding_window"], sliding_window = jnp.maximum(sliding_window, 1).reshape(1), None
-    if sliding_window is not None:
-        check.count("sliding_window", sliding_window)
-        # No table holds more; what is beyond int32 would not fit positions.
-        sliding_window = min(int(sliding_window), 2**31 - 1)
+    extras = options.scales(check, key_cache.dtype, pool, k_scale, v_scale)
+    sliding_window, traced_window = options.window(check, sliding_window)
+    extras |= traced_window
     check.instance("block_sparse", block_sparse, LocalStride, optional=True)
     check.flag("return_lse", return_lse)
     check.flag("batch_invariant", batch_invariant)
@@ -206,10 +194,7 @@ def paged_attention(
         if tree_mask is None:
             check.fail("query_positions", "None without 'tree_mask'", "an array")
         extras["query_positions"] = query_positions
-    for name, array in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
-        if array is not None:
-            check.array(name, array, ("num_heads",), DTYPES)
-            extras[name] = array.astype(jnp.float32)
+    extras |= options.by_head(check, alibi_slopes=alibi_slopes, sinks=sinks)
 
     operands = {
         "query": query if query.ndim == 4 else query[:, None],
@@ -218,7 +203,7 @@ def paged_attention(
         "block_tables": block_tables,
         "seq_lens": seq_lens,
     }
-    operands |= {name: array for name, array in extras.items() if array is not None}
+    operands |= extras
     rules = Rules(sliding_window, None if softcap is None else float(softcap), block_sparse)
     name, fn = dispatch.resolve(
         "paged_attention", _case(operands, layout, rules, batch_invariant), implementation
