@@ -38,9 +38,10 @@ class PagedAttention(PagedWorkload):
         sparse = [served(batch, 32768, block_sparse=self.library.LocalStride(*SPARSE)) for batch in (16, 1)]
         dense = [served(64, 8192), *(served(batch, tokens) for batch in (16, 1) for tokens in (1024, 32768))]
         windows = [served(batch, 32768, sliding_window=WINDOW) for batch in (16, 1)]
+        made = functools.partial(cases.DecodeCase, page_size=16, spare_pages=0)
         skewed = [
-            cases.DecodeCase(lens, 32, 8, 128, 16, lengths=name, spare_pages=0)
-            for name, lens in _skewed().items()
+            made(lens, *shape, 128, lengths=name, sliding_window=window)
+            for name, (lens, shape, window) in _skewed().items()
         ]
         return [*dense, *quantized, *sparse, *windows, *skewed]
 
@@ -86,12 +87,35 @@ class PagedAttention(PagedWorkload):
         return call
 
 
-def _skewed() -> dict[str, tuple[int, ...]]:
-    """Lengths that no even cut serves: one long among short ones, few long ones, anything up to 12,000."""
+GROUPED, ONE_HEAD = (32, 8), (8, 1)
+
+
+def _skewed() -> dict[str, tuple[tuple[int, ...], tuple[int, int], int | None]]:
+    """{name: (lengths that no even cut serves, heads, window)}, and as `NAMEeven` the same tokens in equal lengths."""
     rng = np.random.default_rng(0)
-    short, any_length = rng.integers(100, 801, 63), rng.integers(1, 12001, 64)
-    return {
-        "long60000": (60000, *short.tolist()),
-        "s50000": (50000,) * 3,
-        "upto12000": tuple(any_length.tolist()),
+
+    def whole(lens: np.ndarray) -> tuple[int, ...]:
+        return tuple(lens.clip(1, 60000).astype(int).tolist())
+
+    short, any_length = whole(rng.integers(100, 801, 63)), whole(rng.integers(1, 12001, 64))
+    lognormal, exponential = whole(rng.lognormal(8, 1, 64)), whole(rng.exponential(4096, 64))
+    dense = {
+        "long60000": ((60000, *short), GROUPED),
+        "s50000": ((50000,) * 3, GROUPED),
+        "upto12000": (any_length, GROUPED),
+        "lognormal": (lognormal, GROUPED),
+        "exponential": (exponential, GROUPED),
+        "bimodal": ((200,) * 32 + (8000,) * 32, GROUPED),
+        "long131072": ((131072,) + (1000,) * 15, GROUPED),
+        "two65536": ((65536,) * 2 + (512,) * 30, GROUPED),
+        "tiny": (whole(rng.integers(1, 201, 1024)), GROUPED),
+        "tinyandlong": ((20000, *whole(rng.integers(1, 257, 511))), GROUPED),
+        "powers": (tuple(2**i for i in range(17)), GROUPED),
+        "lognormal1": (lognormal, ONE_HEAD),
     }
+    windowed = {"window60000": ((60000, *short), GROUPED), "windowlognormal": (lognormal, GROUPED)}
+    found: dict[str, Any] = {name: (*cell, None) for name, cell in dense.items()}
+    for name, (lens, heads) in dense.items():
+        if len(set(lens)) > 1:
+            found[f"{name}even"] = ((round(sum(lens) / len(lens)),) * len(lens), heads, None)
+    return found | {name: (*cell, 4096) for name, cell in windowed.items()}

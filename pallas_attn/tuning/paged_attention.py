@@ -62,9 +62,10 @@ class PagedAttentionPoint(Point):
             # (block_kv, num_warps, num_stages) and programs a multiprocessor. What does not fit there at once makes a
             # second wave, and a second wave of some costs up to 15%: so numbers on either side of what may fit.
             tiles = {(128, 4, 3): (1, 2), (128, 8, 3): (2,), (128, 8, 5): (1, 2)}
-            tiles |= {(64, 4, 3): (2, 3), (64, 4, 4): (3,), (32, 4, 5): (2, 4, 5)}
+            tiles |= {(64, 4, 3): (2, 3), (64, 4, 4): (3,), (32, 4, 5): (2, 4, 5), (32, 4, 7): (2, 4)}
         else:
-            tiles = dict.fromkeys([(128, 4, 3), (128, 8, 5), (64, 4, 3), (32, 4, 5), (64, 4, 7)], (4,))
+            tiles = dict.fromkeys([(128, 4, 3), (128, 8, 5), (64, 4, 3), (64, 4, 7), (64, 8, 5)], (4,))
+            tiles |= {(32, 4, 5): (4, 8), (32, 4, 7): (4, 8)}
         least = [256]
         if self.max_len < 4096:
             least = [64]
