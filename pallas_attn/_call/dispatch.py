@@ -6,18 +6,14 @@ reason.
 """
 
 import contextlib
-import importlib
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
 from pallas_attn._call import ffi
 from pallas_attn._call.checks import fail, shown
 from pallas_attn._call.device import Device, current_device
-from pallas_attn._lowering import cache, compiler
 
 Reason = str | None
 """Why an implementation cannot serve; None when it can."""
@@ -38,16 +34,16 @@ def _gpu_available(device: Device) -> Reason:
     return None
 
 
+compilers: dict[str, Callable[[], Reason]] = {}
+"""What is missing to compile kernels, by implementation: the file that has them compiled says so here."""
+
+
 def _pallas_available(device: Device) -> Reason:
-    return _gpu_available(device) or _interpret_available(device)
+    return _gpu_available(device) or compilers["pallas"]()
 
 
 def _interpret_available(_: Device) -> Reason:
-    try:
-        importlib.import_module("jax.experimental.pallas.triton")
-    except ImportError:
-        return f"jax {jax.__version__} has no Pallas-Triton lowering, which was deprecated in 0.11"
-    return None
+    return compilers["interpret"]()
 
 
 def _triton_available(device: Device) -> Reason:
@@ -55,8 +51,7 @@ def _triton_available(device: Device) -> Reason:
         return reason
     if device.compute_capability is None:
         return f"the compute capability of {device.kind!r} is not known"
-    # What is in the cache needs no compiler, and which kernels those are shows when they are asked for.
-    return None if cache.holds_any() else compiler.unavailable()
+    return compilers["triton"]()
 
 
 def _always(_: Any) -> Reason:

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn import _lowering
-from pallas_attn._call import gradients
+from pallas_attn._call import dispatch, gradients
 from pallas_attn._call.device import current_device
+from pallas_attn._lowering import cache, compiler
 from pallas_attn._tile.sharding import vary, varying_axes, varying_like
 
 Lowering = Literal["pallas", "triton", "interpret"]
@@ -33,6 +34,22 @@ def _pallas() -> tuple[Any, Any]:
 
 
 pl, plgpu = _pallas()
+
+
+def _pallas_missing() -> str | None:
+    return (
+        None
+        if plgpu
+        else f"jax {jax.__version__} has no Pallas-Triton lowering, which was deprecated in 0.11"
+    )
+
+
+def _triton_missing() -> str | None:
+    # What is in the cache needs no compiler, and which kernels those are shows when they are asked for.
+    return None if cache.holds_any() else compiler.unavailable()
+
+
+dispatch.compilers.update(pallas=_pallas_missing, interpret=_pallas_missing, triton=_triton_missing)
 
 
 def load(
