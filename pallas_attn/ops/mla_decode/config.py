@@ -4,10 +4,9 @@ import dataclasses
 
 from pallas_attn._call.configs import SplitKVConfig
 from pallas_attn._call.device import Device
-from pallas_attn._tile import triton
+from pallas_attn._tile import latent_problem
 from pallas_attn._tile.latents import QUERY_DIM
 from pallas_attn._tile.latents import TOKEN_BYTES as FP8_TOKEN_BYTES
-from pallas_attn.ops.mla_decode.problem import WGMMA_ROWS
 
 MIN_SPLIT_TOKENS = 64
 # Pieces of a batch-invariant call. Beyond 65536 tokens they grow, or a wide table would ask for room without end.
@@ -36,12 +35,7 @@ class MLADecodeConfig(SplitKVConfig):
 
 def heuristic(*, rows: int, page_size: int, device: Device, fp8: bool = False) -> MLADecodeConfig:
     """`rows` query rows share a KV head; `fp8` latents."""
-    # 64 rows need the asynchronous products of the data centre's Hopper and Blackwell; with those of sm_80 their
-    # queries and accumulators do not fit in registers.
-    block_q = min(WGMMA_ROWS if device.asynchronous_products else 32, max(16, triton.next_power_of_2(rows)))
-    if fp8 and block_q == 32:
-        # Too many registers for the conversion beside 32 rows of warp-level products.
-        block_q = WGMMA_ROWS if device.asynchronous_products else 16
+    block_q = latent_problem.block_q(rows, fp8, device)
     block_kv, num_warps, num_stages = _tile(block_q, page_size, device, fp8)
     return MLADecodeConfig(
         block_q,
@@ -66,7 +60,7 @@ def _tile(block_q: int, page_size: int, device: Device, fp8: bool) -> tuple[int,
     accumulators for eight. fp8 latents pass through registers on their way to bf16, which with four warps spill.
     """
     limit = device.shared_kib * 1024
-    asynchronous = block_q >= WGMMA_ROWS
+    asynchronous = block_q >= latent_problem.WGMMA_ROWS
     if fp8:
         tiles = [(64, 8, 2), (32, 8, 3)] if asynchronous else [(64, 8, 3), (32, 8, 3), (16, 4, 3)]
     elif asynchronous:

@@ -6,8 +6,7 @@ import math
 from pallas_attn._call.checks import check_int, fail
 from pallas_attn._call.configs import SplitKVConfig
 from pallas_attn._call.device import Device
-from pallas_attn._tile import pieces, triton
-from pallas_attn.ops.sparse_mla.problem import WGMMA_ROWS
+from pallas_attn._tile import latent_problem, pieces
 
 MIN_SPLIT_IDS = 128
 
@@ -40,10 +39,7 @@ class SparseMLAConfig(SplitKVConfig):
 
 def heuristic(*, num_tokens: int, num_heads: int, topk: int, fp8: bool, device: Device) -> SparseMLAConfig:
     """For `num_tokens` query tokens; pieces only as far as the device would be idle without."""
-    block_q = min(WGMMA_ROWS if device.asynchronous_products else 32, triton.tile_side(num_heads))
-    if fp8 and block_q == 32:
-        # Too many registers for the conversion beside 32 rows of warp-level products.
-        block_q = WGMMA_ROWS if device.asynchronous_products else 16
+    block_q = latent_problem.block_q(num_heads, fp8, device)
     block_kv, num_warps, num_stages = _tile(block_q, fp8, device)
     programs = num_tokens * math.ceil(num_heads / block_q)
     num_splits = max(1, min(device.num_cores // programs, topk // MIN_SPLIT_IDS, pieces.MOST_PIECES))
@@ -59,7 +55,7 @@ def heuristic(*, num_tokens: int, num_heads: int, topk: int, fp8: bool, device: 
 
 def _tile(block_q: int, fp8: bool, device: Device) -> tuple[int, int, int]:
     """(block_kv, num_warps, num_stages). Ids are a load before the load: each buffer takes two stages."""
-    if block_q >= WGMMA_ROWS:
+    if block_q >= latent_problem.WGMMA_ROWS:
         return (64, 8, 3) if fp8 else (32, 8, 5)
     if fp8:  # converted in registers, which with four warps spill
         return (64 if device.shared_kib >= 227 else 32, 8, 3)

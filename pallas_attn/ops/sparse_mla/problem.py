@@ -1,18 +1,13 @@
 """What the sparse MLA kernel is compiled for: query tokens in the place of sequences, ids in the place of tokens."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_attn._tile import pieces, triton
-from pallas_attn._tile.latents import LATENT_DIM, ROPE_DIM, TOKEN_BYTES
-from pallas_attn._tile.problem import SplitKVProblem
-
-# From this many query rows on, products are the data centre's asynchronous ones.
-WGMMA_ROWS = 64
-CHUNK_DIM = 128
+from pallas_attn._tile.latent_problem import LatentProblem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,11 +25,9 @@ class Ids:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Problem(SplitKVProblem):
+class Problem(LatentProblem):
     topk: int
     ids: Ids
-
-    rounding: ClassVar[float] = pieces.DOWN
 
     @property
     def max_len(self) -> int:
@@ -50,24 +43,6 @@ class Problem(SplitKVProblem):
         """Ids that a piece has at most: whole tiles."""
         tiles = pieces.ceil_div(self.topk, self.config.block_kv)
         return pieces.ceil_div(tiles, self.config.num_splits) * self.config.block_kv
-
-    def num_tiles(self, seq_len: jax.Array) -> jax.Array:
-        return pieces.ceil_div(seq_len, self.config.block_kv)
-
-    @property
-    def asynchronous(self) -> bool:
-        return self.config.block_q >= WGMMA_ROWS
-
-    @property
-    def latent_chunks(self) -> list[tuple[int, int]]:
-        """(first, size) of the chunks of dims that latents and output are held in; see mla_decode's."""
-        whole = self.asynchronous or self.pool.head_dim == TOKEN_BYTES
-        size = LATENT_DIM if whole else CHUNK_DIM
-        return [(first, size) for first in range(0, LATENT_DIM, size)]
-
-    @property
-    def query_chunks(self) -> list[tuple[int, int]]:
-        return [*self.latent_chunks, (LATENT_DIM, ROPE_DIM)]
 
 
 class FixedPieces:

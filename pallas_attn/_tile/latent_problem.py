@@ -1,0 +1,56 @@
+"""What a kernel over MLA latents is compiled for, whichever way it finds its tokens."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+
+from pallas_attn._call.device import Device
+from pallas_attn._tile import pieces, triton
+from pallas_attn._tile.latents import LATENT_DIM, ROPE_DIM, TOKEN_BYTES
+from pallas_attn._tile.problem import SplitKVProblem
+
+# From this many query rows on, kernels are written for the data centre's asynchronous matrix instructions.
+WGMMA_ROWS = 64
+# Below WGMMA_ROWS, latents are worked on in chunks of this many dims, each with an accumulator of its own. A logit over
+# all 512 would be a chain of 32 products, each waiting 33 cycles for the one before; those of chunks overlap. It is
+# worth 1% with 16 rows.
+CHUNK_DIM = 128
+
+
+def block_q(rows: int, fp8: bool, device: Device) -> int:
+    """Of `rows` query rows that share latents, those that a program serves.
+
+    64 need the asynchronous products of the data centre's Hopper and Blackwell; with warp-level ones their queries and
+    accumulators do not fit in registers, nor does the conversion of fp8 beside those of 32.
+    """
+    if device.asynchronous_products:
+        most = WGMMA_ROWS
+        return most if fp8 and rows > 16 else min(most, triton.tile_side(rows))
+    return min(16 if fp8 else 32, triton.tile_side(rows))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentProblem(SplitKVProblem):
+    """An op's own problem adds how its tokens are found."""
+
+    rounding: ClassVar[float] = pieces.DOWN
+
+    def num_tiles(self, seq_len: jax.Array) -> jax.Array:
+        return pieces.ceil_div(seq_len, self.config.block_kv)
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether the kernel is written for asynchronous matrix instructions."""
+        return self.config.block_q >= WGMMA_ROWS
+
+    @property
+    def latent_chunks(self) -> list[tuple[int, int]]:
+        """(first, size) of the chunks of dims that latents and output are held in."""
+        whole = self.asynchronous or self.pool.head_dim == TOKEN_BYTES
+        size = LATENT_DIM if whole else CHUNK_DIM
+        return [(first, size) for first in range(0, LATENT_DIM, size)]
+
+    @property
+    def query_chunks(self) -> list[tuple[int, int]]:
+        return [*self.latent_chunks, (LATENT_DIM, ROPE_DIM)]
