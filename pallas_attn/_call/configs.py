@@ -14,15 +14,28 @@ import dataclasses
 import functools
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from pallas_attn._call.checks import check_int, fail
+from pallas_attn._call.checks import brief, check_int, fail
 from pallas_attn._call.device import current_device
 
 CONFIGS_VARIABLE = "PALLAS_ATTN_CONFIGS"
+# What Triton asks of a tile and of a program, and the least of each: 16 is the tensor core's.
+POWERS_OF_TWO = {"block_q": 16, "block_kv": 16, "num_warps": 1}
+
+
+def check_sizes(config: Any, powers_of_two: Mapping[str, int], may_be_zero: Sequence[str] = ()) -> None:
+    """For a config's `__post_init__`: every field is an int above 0, or 0 where it may be; of `powers_of_two` each is
+    one, at least what is named there. TypeError or ValueError."""
+    kind = type(config).__name__
+    for name, size in vars(config).items():
+        least = powers_of_two.get(name)
+        check_int(kind, name, size, least=None if least else int(name not in may_be_zero))
+        if least and (size < least or size & (size - 1)):
+            fail(kind, name, f"a power of two >= {least}", brief(size))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,17 +52,7 @@ class SplitKVConfig:
     split_tokens: int = 0
 
     def __post_init__(self):
-        name_of_type = type(self).__name__
-        for field in dataclasses.fields(self):
-            check_int(name_of_type, field.name, getattr(self, field.name))
-        for name, least in (("block_q", 16), ("block_kv", 16), ("num_warps", 1)):
-            size = getattr(self, name)
-            if size < least or size & (size - 1):
-                fail(name_of_type, name, f"a power of two >= {least}", str(size))
-        for name in ("min_split_tokens", "target_programs", "num_stages"):
-            check_int(name_of_type, name, getattr(self, name), least=1)
-        for name in ("num_splits", "split_tokens"):
-            check_int(name_of_type, name, getattr(self, name), least=0)
+        check_sizes(self, POWERS_OF_TWO, may_be_zero=("num_splits", "split_tokens"))
 
 
 def check_type(op: str, config_type: type, explicit: Any) -> None:

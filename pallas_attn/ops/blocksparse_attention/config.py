@@ -2,12 +2,14 @@
 
 import dataclasses
 
-from pallas_attn._call.checks import check_int, fail
+from pallas_attn._call import configs
+from pallas_attn._call.checks import check_int
 from pallas_attn._call.device import Device
 from pallas_attn._tile import triton
 from pallas_attn._tile.pieces import MOST_PIECES
 
 RESERVED_KIB = 2  # of shared memory, for layouts and reductions
+POWERS_OF_TWO = {**configs.POWERS_OF_TWO, "decode_block_kv": 16, "decode_warps": 1, "decode_heads": 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,18 +38,8 @@ class BlockSparseConfig:
     num_splits: int = 1
 
     def __post_init__(self):
-        kind = type(self).__name__
-        for field in dataclasses.fields(self):
-            least = 0 if field.name == "heads_together" else 1
-            check_int(kind, field.name, getattr(self, field.name), least=least)
-        for name, least in (
-            ("block_q", 16), ("block_kv", 16), ("decode_block_kv", 16), ("num_warps", 1), ("decode_warps", 1),
-            ("decode_heads", 1),
-        ):  # fmt: skip
-            size = getattr(self, name)
-            if size < least or size & (size - 1):
-                fail(kind, name, f"a power of two >= {least}", str(size))
-        check_int(kind, "decode_heads", self.decode_heads, most=16)
+        configs.check_sizes(self, POWERS_OF_TWO, may_be_zero=("heads_together",))
+        check_int("BlockSparseConfig", "decode_heads", self.decode_heads, most=16)
 
 
 def heuristic(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn._call import configs
-from pallas_attn._call.checks import check_int, dtype_name, fail
+from pallas_attn._call.checks import dtype_name, fail
 from pallas_attn._call.device import Device, current_device
 from pallas_attn.ops.flash_attention.problem import Problem, Rules
 
@@ -29,12 +29,7 @@ class FlashAttentionTiles:
     num_stages: int = 2
 
     def __post_init__(self):
-        for name, least in (("block_q", 16), ("block_kv", 16), ("num_warps", 1)):
-            size = getattr(self, name)
-            check_int("FlashAttentionTiles", name, size)
-            if size < least or size & (size - 1):
-                fail("FlashAttentionTiles", name, f"a power of two >= {least}", str(size))
-        check_int("FlashAttentionTiles", "num_stages", self.num_stages, least=1)
+        configs.check_sizes(self, configs.POWERS_OF_TWO)
 
 
 @dataclasses.dataclass(frozen=True)
