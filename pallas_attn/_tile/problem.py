@@ -17,7 +17,6 @@ class PagedCall:
     what its kernel is compiled for by its problem."""
 
     num_seqs: int
-    q_len: int
     num_heads: int
     max_pages: int
     pool: PoolShape
@@ -26,11 +25,6 @@ class PagedCall:
     def group(self) -> int:
         """Query heads that share a KV head."""
         return self.num_heads // self.pool.num_kv_heads
-
-    @property
-    def rows(self) -> int:
-        """Query rows of a KV head; row r is query token r // group of head r % group."""
-        return self.q_len * self.group
 
     @property
     def streams(self) -> int:
@@ -44,7 +38,19 @@ class PagedCall:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SplitKVProblem(PagedCall):
+class DecodeCall(PagedCall):
+    """With as many query tokens of each sequence."""
+
+    q_len: int
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a KV head; row r is query token r // group of head r % group."""
+        return self.q_len * self.group
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SplitKVProblem(DecodeCall):
     """An op's own problem adds its rules."""
 
     scale: float

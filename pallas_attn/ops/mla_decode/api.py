@@ -14,7 +14,7 @@ from pallas_attn._call.device import current_device
 from pallas_attn._tile.latents import BYTES, QUERY_DIM, token_width
 from pallas_attn._tile.layout import DIMS, PoolCase, pallas_reaches, pool_shape
 from pallas_attn._tile.pieces import check_invariant
-from pallas_attn._tile.problem import PagedCall
+from pallas_attn._tile.problem import DecodeCall
 from pallas_attn._types import BlockTables, SeqLens
 from pallas_attn.ops.mla_decode import cuda
 from pallas_attn.ops.mla_decode.config import MLADecodeConfig, heuristic, invariant
@@ -40,7 +40,7 @@ OPERAND_DIMS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case(PagedCall):
+class Case(DecodeCall):
     """What decides which implementation and which config can serve a call."""
 
     dtype: Any

@@ -17,7 +17,7 @@ from pallas_attn._tile.layout import DIMS, PoolCase, check_pools, pallas_reaches
 from pallas_attn._tile.masking import LocalStride, Rules
 from pallas_attn._tile.options import DTYPES
 from pallas_attn._tile.pieces import check_invariant
-from pallas_attn._tile.problem import PagedCall
+from pallas_attn._tile.problem import DecodeCall
 from pallas_attn._tile.quantization import QUANTIZED_DTYPES
 from pallas_attn._types import BlockTables, KVCache, Layout, Lse, Query, SeqLens
 from pallas_attn.ops.paged_attention.config import PagedAttentionConfig, heuristic, invariant
@@ -34,7 +34,7 @@ EXTRA_DIMS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case(PagedCall):
+class Case(DecodeCall):
     """What decides which implementation and which config can serve a call."""
 
     dtype: Any

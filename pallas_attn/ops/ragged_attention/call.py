@@ -13,6 +13,7 @@ from pallas_attn._call.device import current_device
 from pallas_attn._tile import options
 from pallas_attn._tile.layout import DIMS, PoolCase, PoolShape, check_pools, key_pool_shape, pallas_reaches
 from pallas_attn._tile.masking import Rules
+from pallas_attn._tile.problem import PagedCall
 from pallas_attn._tile.quantization import QUANTIZED_DTYPES
 from pallas_attn.ops.ragged_attention.config import RaggedAttentionConfig, heuristic
 from pallas_attn.ops.ragged_attention.kernel import ragged_attention_pallas
@@ -24,25 +25,16 @@ LENS = ("seq_lens", "cu_q_lens", "num_seqs", "sliding_window")
 ARRAYS = ("query", "key", "value", "key_cache", "value_cache", "block_tables", "out", "lse")
 
 
-@dataclass(frozen=True)
-class Case:
-    """The static facts of a call that decide which implementation and which config can serve it."""
+@dataclass(frozen=True, kw_only=True)
+class Case(PagedCall):
+    """What decides which implementation and which config can serve a call; `pool` is the keys'."""
 
     num_tokens: int
-    num_seqs: int
-    num_heads: int
-    max_pages: int
-    pool: PoolShape
-    """Of the keys."""
     value_dim: int
     dtype: Any
     cache_dtype: Any
     pool_elements: int
     """Of the larger pool."""
-
-    @property
-    def group(self) -> int:
-        return self.num_heads // self.pool.num_kv_heads
 
 
 def _pallas_supports(case: Case) -> str | None:
@@ -224,7 +216,7 @@ def _resolve_config(op: str, case: Case, explicit: RaggedAttentionConfig | None)
         group=case.group,
         head_dim=case.pool.head_dim,
         value_dim=case.value_dim,
-        max_len=case.max_pages * case.pool.page_size,
+        max_len=case.max_len,
     )
     key = {**facts, "page_size": case.pool.page_size, "dtype": dtype_name(case.cache_dtype)}
     return configs.resolve(

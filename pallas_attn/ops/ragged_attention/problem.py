@@ -9,22 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn._tile import masking, triton
-from pallas_attn._tile.layout import PoolShape
+from pallas_attn._tile.problem import PagedCall
 from pallas_attn.ops.ragged_attention.blocks import Block, Lens, Ragged
 from pallas_attn.ops.ragged_attention.config import RaggedTiles
 from pallas_attn.ops.ragged_attention.spans import Span, span
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Problem:
-    """One launch of the kernel, over the sequences whose query rows it is shaped for; all of it static."""
+class Problem(PagedCall):
+    """One launch of the kernel, over the sequences whose query rows it is shaped for; `pool` is the keys'."""
 
     num_tokens: int
-    num_seqs: int
-    num_heads: int
-    max_pages: int
-    pool: PoolShape
-    """Of the keys."""
     value_dim: int
     scale: float
     layout: str
@@ -49,10 +44,6 @@ class Problem:
     @property
     def is_short(self) -> bool:
         return self.launch == 1
-
-    @property
-    def group(self) -> int:
-        return self.num_heads // self.pool.num_kv_heads
 
     @property
     def ragged(self) -> Ragged:
@@ -106,7 +97,7 @@ class Problem:
         """(tokens that a sequence's pages hold, its length, whether it cannot be right); 0 for padding."""
         stored, q_len = lens.stored(block.seq), jnp.where(block.is_padding, 0, block.q_len)
         in_pages = stored - q_len if self.new_apart else stored
-        clamped = jnp.clip(in_pages, 0, self.max_pages * self.pool.page_size)
+        clamped = jnp.clip(in_pages, 0, self.max_len)
         return clamped, clamped + q_len if self.new_apart else clamped, clamped != in_pages
 
     def spans(self, block: Block, in_pages: jax.Array, seq_len: jax.Array) -> list[Span]:
