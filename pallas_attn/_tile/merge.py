@@ -25,6 +25,7 @@ ENOUGH_PROGRAMS = 2048
 # With no more than this, each has a multiprocessor to itself and reads many partial results at once.
 FEW_PROGRAMS = 128
 TILE_ELEMENTS = 64 * 128  # of partial output in flight in a program
+LEAST_DIMS = 32  # 128 bytes of a partial output
 MOST_ROWS = 16
 
 
@@ -68,12 +69,16 @@ def tiling(num_cut: int, num_rows: int, dim: int, most_pieces: int) -> Tiling:
 
     while programs() > ENOUGH_PROGRAMS and block < MOST_ROWS:
         block, dims = 2 * block, min(2 * dims, width)
+    whole, most = dims == width, triton.next_power_of_2(most_pieces)
+    # Where multiprocessors are left, narrower programs that take more pieces at once: each further step waits for
+    # memory once more.
+    while 2 * programs() <= FEW_PROGRAMS and block * dims * most > TILE_ELEMENTS and dims > LEAST_DIMS:
+        dims //= 2
     few = programs() <= FEW_PROGRAMS
     # Programs that hold whole rows, and are many, are in each other's way with more than 16 of them in flight.
-    in_flight = MOST_ROWS if dims == width and not few else TILE_ELEMENTS // max(dims, 128)
-    most = triton.next_power_of_2(most_pieces)
+    in_flight = MOST_ROWS if whole and not few else TILE_ELEMENTS // max(dims, 128)
     pieces, more = min(max(1, in_flight // block), most), min(max(1, TILE_ELEMENTS // (block * dims)), most)
-    return Tiling(block, dims, pieces, more, num_warps=8 if few and dims == width else 4)
+    return Tiling(block, dims, pieces, more, num_warps=8 if few and whole else 4)
 
 
 def merge(
