@@ -14,12 +14,17 @@ def flash_attention(
     case: FlashCase, data: dict[str, np.ndarray], *, rounding: torch.dtype | None = None
 ) -> dict[str, np.ndarray]:
     """{"out", "lse" and, as "d_query" and so on, gradients of sum(out * d_out) + sum(lse * d_lse)} in float64, in the
-    shapes of the op. A log-sum-exp of -inf counts as 0 in that sum.
+    shapes of the op. A log-sum-exp of -inf counts as 0 in that sum. "sink_terms" [batch, num_heads, q_len] are what
+    "d_sinks" is the sum of: each row's own.
 
     `rounding` rounds weights and output to a dtype, as a kernel in that dtype cannot avoid.
     """
     floats = {name: _tensor(data[name]).requires_grad_() for name in GRADIENTS if name in data}
     by_head = {name: _heads_first(case, floats[name]) for name in ("query", "key", "value")}
+    wanted = dict(floats)
+    if "sinks" in floats:
+        rows = (case.batch, case.num_heads, case.q_len)
+        wanted["sinks_by_row"] = floats["sinks"][None, :, None].expand(rows)
     place = torch.as_tensor(visible(case))
     outs, lses = [], []
     for batch in range(case.batch):
@@ -39,7 +44,7 @@ def flash_attention(
                 seen = seen & torch.as_tensor(same)
             logits = logits.masked_fill(~seen, -math.inf)
             if "sinks" in floats:  # a key with this logit and no value
-                logits = torch.cat([logits, floats["sinks"][head].expand(case.q_len, 1)], dim=1)
+                logits = torch.cat([logits, wanted["sinks_by_row"][batch, head][:, None]], dim=1)
             nothing = torch.isneginf(logits).all(1, keepdim=True)
             safe = logits.masked_fill(nothing, 0.0)
             lses.append(torch.logsumexp(safe, 1).masked_fill(nothing[:, 0], -math.inf))
@@ -53,11 +58,11 @@ def flash_attention(
         out, lse = out.transpose(1, 2), lse.transpose(1, 2)
     loss = (out * _tensor(data["d_out"])).sum()
     loss = loss + (lse.masked_fill(torch.isneginf(lse), 0.0) * _tensor(data["d_lse"])).sum()
-    gradients = torch.autograd.grad(loss, list(floats.values()))
+    gradients = torch.autograd.grad(loss, list(wanted.values()))
     if rounding is not None:
         out = out.to(rounding).double()
     results = {"out": out.detach(), "lse": lse.detach()}
-    results |= {f"d_{name}": grad for name, grad in zip(floats, gradients, strict=True)}
+    results |= {f"d_{name}": grad for name, grad in zip(wanted, gradients, strict=True)}
     return {name: result.numpy() for name, result in results.items()}
 
 
