@@ -116,7 +116,9 @@ def test_write(dtype, scales, implementation):
     updated = np.asarray(write(latents, jnp.asarray(pool), jnp.asarray(slots)))
     expected = pool.reshape(12, -1).copy()
     expected[[5, 0, 11]] = new[[0, 2, 3]]
-    if implementation == "pallas" and scales == "exact":  # division on a GPU is not exact to the last bit
+    if (
+        implementation == "pallas" and dtype == "float8" and scales == "exact"
+    ):  # a GPU's division may be off by a bit
         differs = updated.reshape(12, -1) != expected
         assert differs.mean() < 1e-3
         np.testing.assert_allclose(
