@@ -1,5 +1,6 @@
 """`mla_decode` over fp8 latents: float64 torch reads the same bytes."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -46,6 +47,10 @@ def served_cases():
             continue
         if "fast" in case.tags:
             yield from (pytest.param(case, name, id=f"{case.id}-{name}") for name in ("xla", "interpret"))
+        if (
+            dict(case.config).get("block_kv") == 128
+        ):  # beside this tile in bf16 there is no room for one in bytes
+            case = dataclasses.replace(case, config=(("block_kv", 128), ("num_stages", 1)))
         yield pytest.param(case, "pallas", id=f"{case.id}-pallas", marks=pytest.mark.gpu)
 
 

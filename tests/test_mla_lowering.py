@@ -111,6 +111,32 @@ def test_heuristic_fits_small_shared_memories(sm, num_heads, page_size):
         assert kernel.shared_bytes <= 99 * 1024, (config, kernel.shared_bytes)
 
 
+@pytest.mark.once
+@pytest.mark.parametrize(
+    ("sizes", "page_size", "cache_dtype", "needed"),
+    [
+        ((16, 128, 0, 64, 132, 8, 2), 128, jnp.uint8, 249856),  # what XLA asked for on an H200
+        ((64, 64, 0, 64, 132, 8, 4), 64, jnp.uint8, 273408),
+        ((64, 32, 0, 64, 132, 8, 5), 64, jnp.bfloat16, 258048),
+        ((16, 128, 0, 64, 132, 8, 5), 128, jnp.bfloat16, 313344),
+        ((16, 128, 0, 64, 132, 8, 4), 128, jnp.bfloat16, None),  # a look-up per token: one buffer
+        ((64, 64, 0, 64, 132, 8, 3), 64, jnp.uint8, None),
+    ],
+)
+def test_tiles_that_no_program_has_shared_memory_for_are_refused(sizes, page_size, cache_dtype, needed):
+    """Those that are let pass compile to what a program may have; without the check, XLA says it when it compiles."""
+    config = MLADecodeConfig(*sizes)
+    call = functools.partial(
+        lowered_call, 16, 1, page_size, jnp.bfloat16, False, cache_dtype=cache_dtype, config=config
+    )
+    if needed is None:
+        assert lowering.compile_kernels(call(), 90)[0].shared_bytes <= lowering.SMEM_LIMIT[90]
+    else:
+        words = f"'config': expected tiles that fit in 232448 bytes of shared memory, got {needed} bytes for"
+        with pytest.raises(ValueError, match=words):
+            call()
+
+
 def test_float32_is_refused_with_a_reason():
     with pytest.raises(ValueError, match="implementation 'pallas' cannot serve this call"):
         lowered_call(16, 1, 64, jnp.float32, False, implementation="pallas")

@@ -17,7 +17,7 @@ from pallas_attn._tile.pieces import check_invariant
 from pallas_attn._tile.problem import DecodeCall
 from pallas_attn._types import BlockTables, SeqLens
 from pallas_attn.ops.mla_decode import cuda
-from pallas_attn.ops.mla_decode.config import MLADecodeConfig, heuristic, invariant
+from pallas_attn.ops.mla_decode.config import MLADecodeConfig, check_fits, heuristic, invariant
 from pallas_attn.ops.mla_decode.fitting import known_not_to_fit
 from pallas_attn.ops.mla_decode.kernel import mla_decode_pallas
 from pallas_attn.ops.mla_decode.reference import mla_decode_xla
@@ -298,12 +298,10 @@ def _resolve_config(case: Case, explicit: MLADecodeConfig | None) -> MLADecodeCo
         streams=case.streams,
         max_len=case.max_len,
     )
-    some = heuristic(
-        rows=case.rows,
-        page_size=case.pool.page_size,
-        device=current_device(),
-        fp8=case.cache_dtype == BYTES,
-    )
+    page_size, fp8, device = case.pool.page_size, case.cache_dtype == BYTES, current_device()
+    if explicit is not None and device.platform == "gpu":
+        check_fits(explicit, page_size=page_size, device=device, fp8=fp8)
+    some = heuristic(rows=case.rows, page_size=page_size, device=device, fp8=fp8)
     if case.batch_invariant:
         return explicit or invariant(some)
 

@@ -2,16 +2,19 @@
 
 import dataclasses
 
+from pallas_attn._call.checks import fail
 from pallas_attn._call.configs import SplitKVConfig
 from pallas_attn._call.device import Device
 from pallas_attn._tile import latent_problem
 from pallas_attn._tile.latents import QUERY_DIM
 from pallas_attn._tile.latents import TOKEN_BYTES as FP8_TOKEN_BYTES
+from pallas_attn.ops.mla_decode.schedule import BLOCK_TOKENS
 
 MIN_SPLIT_TOKENS = 64
 # Pieces of a batch-invariant call. Beyond 65536 tokens they grow, or a wide table would ask for room without end.
 INVARIANT_TOKENS, INVARIANT_SPLITS = 1024, 64
 TOKEN_BYTES = 2 * QUERY_DIM
+RESERVED_BYTES = 8192  # of shared memory, for page ids and reductions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,10 +62,9 @@ def _tile(block_q: int, page_size: int, device: Device, fp8: bool) -> tuple[int,
     queries fewer times from shared memory than eight; 32 rows in tiles of 64 spill with four, and 64 rows have
     accumulators for eight. fp8 latents pass through registers on their way to bf16, which with four warps spill.
     """
-    limit = device.shared_kib * 1024
     asynchronous = block_q >= latent_problem.WGMMA_ROWS
     if fp8:
-        tiles = [(64, 8, 2), (32, 8, 3)] if asynchronous else [(64, 8, 3), (32, 8, 3), (16, 4, 3)]
+        tiles = [(32, 8, 3)] if asynchronous else [(64, 8, 3), (32, 8, 3), (16, 4, 3)]
     elif asynchronous:
         tiles = [(32, 8, 4), (32, 8, 3)]
     else:
@@ -70,11 +72,8 @@ def _tile(block_q: int, page_size: int, device: Device, fp8: bool) -> tuple[int,
 
     def fits(tile: tuple[int, int, int]) -> bool:
         block_kv, _, num_stages = tile
-        # Asynchronous products may still read a tile when the next load is issued: one more buffer.
-        buffers = num_stages if asynchronous else num_stages - 1
-        if fp8:  # beside the one buffer in bf16
-            return (block_q + block_kv) * TOKEN_BYTES + buffers * block_kv * FP8_TOKEN_BYTES + 8192 <= limit
-        return (block_q + buffers * block_kv) * TOKEN_BYTES + 8192 <= limit
+        needed = shared_bytes(block_q, block_kv, num_stages, fp8=fp8)
+        return needed + RESERVED_BYTES <= device.shared_kib * 1024
 
     fitting = [tile for tile in tiles if fits(tile)] or [(16, 4, 2)]
     # Tiles inside a page need one look-up each; smaller ones than 32 tokens are not worth that.
@@ -84,3 +83,25 @@ def _tile(block_q: int, page_size: int, device: Device, fp8: bool) -> tuple[int,
     block_kv, num_warps, num_stages = fitting[0]
     # A look-up per token is a load before the load: each stage takes two.
     return block_kv, num_warps, num_stages if page_size % block_kv == 0 else 2 * num_stages - 1
+
+
+def shared_bytes(block_q: int, block_kv: int, num_stages: int, *, fp8: bool) -> int:
+    """That a program's queries and tiles take where a tile needs one look-up."""
+    if fp8:  # beside the one buffer in bf16
+        return (block_q + block_kv) * TOKEN_BYTES + (num_stages - 1) * block_kv * FP8_TOKEN_BYTES
+    # Asynchronous products may still read a tile when the next load is issued: one more buffer.
+    more = 0 if block_q >= latent_problem.WGMMA_ROWS else -1
+    return (block_q + max(1, num_stages + more) * block_kv) * TOKEN_BYTES
+
+
+def check_fits(config: MLADecodeConfig, *, page_size: int, device: Device, fp8: bool) -> None:
+    """Of a caller's config: ValueError for tiles that no program has the shared memory for."""
+    block_q, block_kv, num_stages = config.block_q, config.block_kv, config.num_stages
+    # A look-up per token takes every other stage.
+    if block_kv > BLOCK_TOKENS or page_size % block_kv:
+        num_stages = max(min(num_stages, 2), (num_stages + 1) // 2)
+    needed, most = shared_bytes(block_q, block_kv, num_stages, fp8=fp8), device.shared_kib * 1024
+    if needed > most:
+        sizes = f"block_q={block_q}, block_kv={block_kv}, num_stages={config.num_stages}"
+        limit = f"tiles that fit in {most} bytes of shared memory"
+        fail("mla_decode", "config", limit, f"{needed} bytes for {sizes}")
