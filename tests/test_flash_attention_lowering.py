@@ -53,7 +53,8 @@ def compiled(case: FlashCase, sm: int, triton: str = lowering.NEWEST_TRITON) -> 
 
 @pytest.mark.parametrize(
     ("case", "sm"),
-    [*((case, 90) for case in CASES), *((case, sm) for case in CASES[:3] for sm in (80, 100))],
+    # The first is compiled for sm_90 below.
+    [*((case, 90) for case in CASES[2:]), (CASES[1], 80), (CAUSAL, 100)],
     ids=lambda value: getattr(value, "id", str(value)),
 )
 @pytest.mark.slow
@@ -70,6 +71,7 @@ def test_the_fast_case_is_pipelined_and_asynchronous(triton):
     """On Hopper: warpgroup products, copies ahead of them, weights from registers, and next to nothing spilled."""
     for name, kernel in compiled(CAUSAL, 90, triton).items():
         # A loop without masks and one with: each has a wait before its softmax and one for its sums at the end.
+        assert kernel.shared_bytes <= lowering.SMEM_LIMIT[90], name
         assert kernel.ptx.count("wgmma.mma_async") >= 24, name
         assert "mma.sync" not in kernel.ptx, name
         assert kernel.ptx.count("cp.async.cg") >= 12, name

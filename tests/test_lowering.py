@@ -15,8 +15,6 @@ from pallas_attn._tile.layout import PoolShape, array_shape
 from pallas_attn.ops.paged_attention import PagedAttentionConfig
 from pallas_attn.testing import cases
 
-ARCHITECTURES = [80, 90, 100]
-
 
 def paged_attention_lowered(
     case: cases.DecodeCase,
@@ -76,15 +74,19 @@ DTYPE_CASES = [
     cases.DecodeCase((0,) * 4, 32, 8, 128, 16, block_sparse=LocalStride(64, 8, 8, 1)),
     cases.DecodeCase((0,) * 4, 32, 8, 128, 16, q_len=7, tree="positions", alibi=True, sliding_window=300),
 ]
-# Each way of reading a cache, and every feature of the logits.
-OLDER_TRITON_CASES = [DTYPE_CASES[i] for i in (0, 2, 7, 8, 9, 10)]
+# What differs elsewhere: less shared memory on sm_80, of which float32 wants the most; a compiler of its own for
+# products on sm_100. Layouts and masks are the same text on all.
+ELSEWHERE = [(DTYPE_CASES[i], 80) for i in (0, 2, 8, 11)] + [(DTYPE_CASES[i], 100) for i in (0, 7)]
+# Hints of loads are spelled anew in 3.9; narrow types are converted in each version's own way.
+OLDER_TRITON_CASES = [DTYPE_CASES[i] for i in (0, 7)]
 E4M3 = cases.DecodeCase((0,) * 4, 32, 8, 128, 16, cache_dtype="float8_e4m3fn")
 
 
 @pytest.mark.parametrize(
     ("case", "sm", "triton"),
     [
-        *((case, sm, lowering.NEWEST_TRITON) for case in DTYPE_CASES for sm in ARCHITECTURES),
+        *((case, 90, lowering.NEWEST_TRITON) for case in DTYPE_CASES),
+        *((case, sm, lowering.NEWEST_TRITON) for case, sm in ELSEWHERE),
         *((case, 90, triton) for case in OLDER_TRITON_CASES for triton in lowering.TRITONS[:-1]),
     ],
     ids=lambda value: getattr(value, "id", str(value)),
@@ -118,8 +120,9 @@ def test_paged_attention_compiles(case, sm, triton):
         (256, 64, 1, "bfloat16", "float8_e5m2"),
     ],
 )
-@pytest.mark.parametrize("sm", [80, 90])
-def test_wide_heads_with_many_rows_fit(head_dim, group, q_len, dtype, cache_dtype, sm):
+def test_wide_heads_with_many_rows_fit(head_dim, group, q_len, dtype, cache_dtype):
+    """Where shared memory is less; the heuristic takes what there is."""
+    sm = 80
     case = cases.DecodeCase((0,) * 4, 2 * group, 2, head_dim, 16, dtype, q_len=q_len, cache_dtype=cache_dtype)
     lowered = paged_attention_lowered(case, max_pages=256, num_pages=900, device=lowering.DEVICES[sm])
     attend, *_ = lowering.compile_kernels(lowered, sm)
@@ -157,13 +160,17 @@ def test_8_bit_pools_whose_offsets_would_overflow_are_refused_by_pallas():
     )
 
 
+TILE = ("block_q", "block_kv", "num_warps", "num_stages")
+
+
 @pytest.mark.once  # of a kernel that is lowered on both above
 def test_measured_configs_compile():
     """What the file for the H100 says fits the H100, for the most splits that its ranges allow."""
     path = configs.packaged_configs() / "nvidia-h100-80gb-hbm3" / "paged_attention.json"
     entries = json.loads(path.read_text())["entries"]
     assert entries
-    for config in {json.dumps(entry["config"]): entry["config"] for entry in entries}.values():
+    tiles = [{name: entry["config"][name] for name in TILE} for entry in entries]
+    for config in {json.dumps(tile): tile for tile in tiles}.values():
         case = cases.DecodeCase((0,) * 4, 32, 8, 128, 16)
         lowered = paged_attention_lowered(
             case, max_pages=256, num_pages=9000, config=PagedAttentionConfig(num_splits=4, **config)
@@ -196,9 +203,9 @@ def test_no_kernel_argument_is_copied_or_gathered():
 
 
 @pytest.mark.parametrize(
-    ("layout", "stored"), [("NHD", "bfloat16"), ("HND", "float8_e5m2"), ("PACKED", "int8")]
+    ("layout", "stored", "sm"),
+    [("NHD", "bfloat16", 90), ("HND", "float8_e5m2", 80), ("PACKED", "int8", 100)],
 )
-@pytest.mark.parametrize("sm", ARCHITECTURES)
 def test_write_kv_compiles(layout, stored, sm):
     new = jax.ShapeDtypeStruct((64, 3, 80), jnp.bfloat16)
     shape = PoolShape(100, 16, 3, 80)

@@ -62,7 +62,7 @@ def lowered_call(
         *((shape, 90, lowering.NEWEST_TRITON) for shape in SHAPES),
         *((SHAPES[i], 80, lowering.NEWEST_TRITON) for i in (0, 4)),
         (SHAPES[3], 100, lowering.NEWEST_TRITON),
-        *((SHAPES[i], 90, triton) for i in (0, 4) for triton in lowering.TRITONS[:-1]),
+        *((SHAPES[4], 90, triton) for triton in lowering.TRITONS[:-1]),
     ],
     ids=str,
 )
@@ -94,9 +94,8 @@ def test_nothing_else_touches_the_cache():
 
 
 @pytest.mark.once  # our arithmetic; the shapes it gives are lowered on both above
-@pytest.mark.parametrize("sm", [86, 120])
-@pytest.mark.parametrize(("num_heads", "page_size"), [(16, 64), (128, 64), (16, 16)])
-def test_heuristic_fits_small_shared_memories(sm, num_heads, page_size):
+@pytest.mark.parametrize(("num_heads", "page_size", "sm"), [(16, 64, 86), (128, 64, 120), (16, 16, 120)])
+def test_heuristic_fits_small_shared_memories(num_heads, page_size, sm):
     """99 KiB, on GPUs whose names jax does not tell apart: the config is made for each and given. To Triton sm_89 is
     sm_86 but for products of 8-bit numbers, which this kernel has none of."""
 

@@ -66,7 +66,6 @@ CASES = [
     (served(4, 8, 2, 128, sliding_window=1024, softcap=30.0, alibi=True, sinks=True), 2048, False),
     (served(64, 32, 8, 128, layout="HND", cache_dtype="float8_e5m2"), 512, False),
     (served(4, 32, 8, 128, dtype="float16", layout="PACKED", cache_dtype="int8"), 2048, False),
-    (served(4, 32, 8, 128), 16384, True),
     (served(4, 28, 4, 80, causal=False), 100, True),
 ]
 
@@ -74,7 +73,7 @@ CASES = [
 @pytest.mark.once
 @pytest.mark.parametrize(
     ("case", "num_tokens", "new_apart", "sm"),
-    [*((*case, 90) for case in CASES), (*CASES[0], 80), (*CASES[3], 100)],
+    [*((*CASES[i], 90) for i in (0, 1, 2, 4, 6, 7)), (*CASES[5], 80), (*CASES[3], 100)],
     ids=lambda value: getattr(value, "id", str(value)),
 )
 def test_compiles(case, num_tokens, new_apart, sm):
