@@ -1,3 +1,4 @@
+import gc
 import os
 
 # Before torch is imported: its threads wait by spinning, and those of several test processes take each other's cores.
@@ -5,6 +6,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import jax
 import pytest
+
+# Tracing makes millions of objects that live long, and each collection walks them all: a fifth of its time by default.
+gc.set_threshold(100_000, 50, 100)
 
 
 def pytest_report_header() -> str:

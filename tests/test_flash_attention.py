@@ -143,6 +143,7 @@ def packed(length: int, *documents: int) -> jnp.ndarray:
     return jnp.asarray(ids[None], jnp.int32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_documents_do_not_touch_each_other(implementation, causal):

@@ -119,7 +119,9 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(
+    "option", [name if name == "lengths" else pytest.param(name, marks=pytest.mark.slow) for name in OPTIONS]
+)
 def test_dot_product_attention_is_that_of_jax_nn(option):
     query, key, value = arrays(2)
     rng = np.random.default_rng(1)

@@ -45,6 +45,7 @@ def test_a_row_stops_at_a_stop_token_and_the_rest_goes_on(model):
     assert stopped.lengths[0] <= 5 < max(stopped.lengths)
 
 
+@pytest.mark.slow
 def test_the_loop_ends_when_every_row_has(model):
     everything = range(TINY.vocab_size)
     reports = []
@@ -61,6 +62,7 @@ def loop(monkeypatch):
     return importlib.import_module("pallas_attn.models.generate")
 
 
+@pytest.mark.slow
 def test_calls_of_the_loop_change_nothing_but_are_reported(model, loop, monkeypatch):
     whole = generate(model, PROMPTS, max_new_tokens=12, page_size=4, temperature=1.5, seed=3)
     stretches = iter([2, 3, 100, 100])

@@ -64,7 +64,9 @@ def loss(out, lse):
     return jnp.sum(out * weight) + jnp.sum(lse * weight[..., 0])
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(
+    "option", [name if name == "logits" else pytest.param(name, marks=pytest.mark.slow) for name in OPTIONS]
+)
 def test_paged_attention(option):
     # More than one chunk of the loop; every query sees a token, or the dense form would divide by zero.
     case = cases.DecodeCase((300, 0, 17), 4, 2, 8, 16, "float32", **OPTIONS[option])

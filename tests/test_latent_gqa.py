@@ -19,7 +19,11 @@ GPU = [pytest.param(name, marks=pytest.mark.gpu) for name in ("pallas", "triton"
 
 @pytest.mark.parametrize("implementation", ["xla", "interpret", *GPU])
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "head_dim"), [(9, 3, 64), (4, 4, 64), (6, 2, 8), (5, 1, 256)]
+    ("num_heads", "num_kv_heads", "head_dim"),
+    [
+        (9, 3, 64),
+        *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((4, 4, 64), (6, 2, 8), (5, 1, 256))),
+    ],
 )
 def test_equals_paged_attention(num_heads, num_kv_heads, head_dim, implementation):
     """A prompt, then two tokens, of sequences of different lengths, one of them finished."""

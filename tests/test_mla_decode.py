@@ -107,6 +107,7 @@ def test_matches_reference(case, implementation):
     check(case, data, out, lse)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("num_parts", [None, 5])
 def test_no_boundary_token_is_lost(num_parts, implementation):
@@ -223,6 +224,7 @@ def test_same_inputs_same_bits(num_parts, implementation):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_schedule_for_other_lengths_stays_inside_memory(implementation):
     """Wrong results are the caller's; a fault or a read of foreign pages would be ours."""
@@ -254,6 +256,7 @@ def test_a_schedule_for_other_lengths_stays_inside_memory(implementation):
     compare.assert_lse_close(lse[:1], expected_lse[:1], dtype=case.dtype, case_id="stale")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_seqs", [3, 130])
 @pytest.mark.parametrize("length", [2**31 - 1, 2**31 - 64, 2**30])
 def test_a_length_beyond_all_memory_spoils_no_other_sequence(length, num_seqs):

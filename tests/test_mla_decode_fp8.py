@@ -71,6 +71,7 @@ def test_any_heads_and_exact_scales(implementation):
     check(case, data, *plain.run(case, data, implementation))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_no_boundary_token_is_lost(implementation):
     case = cases.MLADecodeCase((400, 257), 4, num_parts=3)

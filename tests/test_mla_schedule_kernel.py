@@ -73,6 +73,7 @@ LENGTH = st.one_of(
 )
 
 
+@pytest.mark.once
 @settings(max_examples=600, deadline=None)
 @given(
     st.lists(LENGTH, min_size=1, max_size=300),
@@ -88,6 +89,7 @@ def test_equals_the_plain_model(
     assert_equal(got, (rows, pieces), lengths)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("num_threads", [128, 256])
 @pytest.mark.parametrize("num_seqs", [1, 3, 31, 32, 33, 100, 128, 129, 300])
 def test_the_block_equals_the_plain_model(block: ctypes.CDLL, num_seqs: int, num_threads: int) -> None:
@@ -133,6 +135,7 @@ CALLS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_seqs", "num_parts", "rows", "overhead"), CALLS)
 def test_equals_jnp(
     library: ctypes.CDLL, num_seqs: int, num_parts: int, rows: int, overhead: int | None

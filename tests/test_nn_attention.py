@@ -192,6 +192,7 @@ NEWEST_ROWS = (
 SCATTERED_ROWS = ([0, 1, 2, -1, -1, -1], [0, 1, 3, 4, 5, 6], [0] * 6, [5, 4, 3, 2, 1, 0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODULES)
 def test_positions_that_cannot_be_served(name):
     """Refused where they are known; where they are traced, NaN in their row and nothing else in the other."""
@@ -215,6 +216,7 @@ def test_positions_that_cannot_be_served(name):
             call(cache, at)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODULES)
 def test_traced_layers_out_of_range(name):
     call, cache = made(name, layers=2)

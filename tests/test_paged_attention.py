@@ -188,6 +188,7 @@ def test_scale(implementation):
     check(case, data, out, lse, scale=0.37)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_flat_fp16_scores_stay_finite(implementation):
     """8192 equal logits: a partial sum kept unnormalised in fp16 would overflow."""
@@ -246,6 +247,7 @@ def test_reference_does_not_gather_the_whole_table():
     assert temporary_bytes(4096) < 2 * temporary_bytes(64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     "edge", ["oldest in the window", "newest of a remote block", "oldest of a local block"]
@@ -267,6 +269,7 @@ def test_no_token_at_the_edge_of_a_rule_is_lost(edge, implementation):
     check(case, data, out, lse)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("rule", ["window", "block-sparse"])
 def test_pages_that_no_query_sees_may_be_anyones(rule, implementation):
@@ -297,6 +300,7 @@ def test_with_64_bit_types_enabled(implementation):
     check(case, data, out, lse)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("sink", [14.0, 20.0])
 def test_a_sink_far_above_the_logits(sink, implementation):
@@ -308,6 +312,7 @@ def test_a_sink_far_above_the_logits(sink, implementation):
     check(case, data, *run(case, data, implementation))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
 def test_windows_of_any_int(implementation):
     case = cases.DecodeCase((20, 3), 4, 2, 16, 16)
@@ -346,6 +351,7 @@ def windowed(**options) -> cases.DecodeCase:
     return cases.DecodeCase(lengths, 4, 2, 64, 16, sliding_window=max(WINDOWS), config=splits, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_traced_window_is_the_static_one(implementation):
     case = windowed()
@@ -357,6 +363,7 @@ def test_a_traced_window_is_the_static_one(implementation):
         np.testing.assert_array_equal(lse, static[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     "options", [{"q_len": 3}, {"block_sparse": pallas_attn.LocalStride(32, 1, 4)}], ids=str

@@ -106,6 +106,7 @@ def test_no_boundary_token_is_lost(boundary, implementation):
     check(case, data, *run(case, data, implementation))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_bad_pages_and_lengths_poison_only_their_sequence(implementation):
     config = (("num_splits", 3), ("min_split_tokens", 16), ("target_programs", 64))
@@ -156,6 +157,7 @@ def test_pages_behind_the_window_may_be_anyones(implementation):
     check(case, expected, out, lse)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_traced_window_is_the_static_one(implementation):
     data = inputs.make_ragged(PLAIN)
@@ -180,6 +182,7 @@ def test_same_inputs_same_bits(implementation):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
 def test_decoding_alone_is_paged_attention(implementation):
     """Sequences of one token each, and nothing else: the other op's call."""
@@ -211,13 +214,14 @@ def test_gradients_of_the_plain_implementation():
     np.testing.assert_allclose(jnp.vdot(jax.grad(loss)(query), direction), by_difference, rtol=1e-2)
 
 
+@pytest.mark.slow
 def test_vmap():
     """Over queries: two sets of heads with the same pages."""
-    data = inputs.make_ragged(PLAIN)
+    data, one = inputs.make_ragged(PLAIN), RaggedAttentionConfig(RaggedTiles(32, 32, 1))
     query, *others = data.arguments()
     both = jnp.stack([query, -query])
     call = functools.partial(
-        unchecked(pallas_attn.ragged_paged_attention), implementation="interpret", config=config_of(PLAIN)
+        unchecked(pallas_attn.ragged_paged_attention), implementation="interpret", config=one
     )
     out = jax.jit(jax.vmap(lambda query: call(query, *others)))(both)
     for i in range(2):

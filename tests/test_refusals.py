@@ -42,6 +42,7 @@ def test_right_arguments_are_taken(name):
         jax.eval_shape(run)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(("name", "argument"), ARGUMENTS, ids=lambda x: x)
 def test_wrong_arguments_are_refused(name, argument):
     call = CALLS[name]

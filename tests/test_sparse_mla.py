@@ -130,7 +130,9 @@ CASES = [
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("options", CASES, ids=str)
+@pytest.mark.parametrize(
+    "options", [*CASES[:3], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[3:])], ids=str
+)
 def test_decode_matches_reference(options, implementation):
     case = Decode(**options)
     out, lse = case.run(implementation)
@@ -144,6 +146,7 @@ def test_decode_in_float32():
     case.check(*case.run("xla"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("positions", [False, True])
 def test_bad_ids_and_lengths_poison_only_their_rows(positions, implementation):
@@ -179,6 +182,7 @@ def test_bad_ids_and_lengths_poison_only_their_rows(positions, implementation):
     assert np.isneginf(lse[5]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_no_boundary_id_is_lost(implementation):
     """One id after another, at tiles' and pieces' ends, names the row that outweighs all others."""
@@ -207,7 +211,7 @@ def test_no_boundary_id_is_lost(implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("fp8", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_prefill(fp8, implementation):
     rng = np.random.default_rng(3)
     tokens, kv, heads, topk = 7, 90, 5, 40
