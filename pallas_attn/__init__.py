@@ -21,6 +21,7 @@ from pallas_attn.ops.kv_cache import (
     PagedKVCache,
     convert_layout,
     copy_pages,
+    page_scales,
     write_kv,
 )
 from pallas_attn.ops.latent_cache import dequantize_latents, quantize_latents, write_latents
@@ -39,7 +40,6 @@ from pallas_attn.ops.ragged_attention import (
     prefix_prefill,
     ragged_paged_attention,
 )
-from pallas_attn.ops.sparse_mla import SparseMLAConfig, sparse_mla_decode, sparse_mla_prefill
 
 __all__ = [
     "BlockSparseConfig",
@@ -70,6 +70,7 @@ __all__ = [
     "merge_states",
     "mla_decode",
     "mla_schedule",
+    "page_scales",
     "paged_attention",
     "prefix_prefill",
     "quantize_latents",
@@ -77,7 +78,6 @@ __all__ = [
     "record_implementations",
     "register_ffi_targets",
     "sparse_mla_decode",
-    "sparse_mla_prefill",
     "write_kv",
     "write_latents",
 ]

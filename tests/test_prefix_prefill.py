@@ -46,6 +46,11 @@ CASES = [
         ),
         CUT,
     ),
+    (make_case(cache_dtype="float8_e4m3fn", scale_per_page=True), CUT),
+    (
+        make_case(head_dim=32, dtype="float32", tree="positions", max_tree=33, alibi=True, sliding_window=30),
+        WHOLE,
+    ),
 ]
 
 

@@ -17,6 +17,8 @@ IGNORED = {
     "non-causal": {"causal": False},
     "alibi": {"alibi": True},
     "sinks": {"sinks": True},
+    "tree": {"tree": "slots", "max_tree": 17},
+    "positions in a tree": {"tree": "positions", "max_tree": 17, "sliding_window": 30},
 }
 
 
@@ -34,7 +36,12 @@ def test_an_ignored_feature_is_caught(feature):
     for pool in (data.key_cache, data.value_cache):
         pool[np.isnan(pool)] = 0  # it is not the poison that tells
         pool[pool == 1e4] = 0
-    assert_caught(reference(BASE, dataclasses.replace(data, extras={}))[0], case, data)
+    if feature == "positions in a tree":
+        without = {"tree_mask": data.extras["tree_mask"]}
+        slots = dataclasses.replace(case, tree="slots")
+        assert_caught(reference(slots, dataclasses.replace(data, extras=without))[0], case, data)
+    else:
+        assert_caught(reference(BASE, dataclasses.replace(data, extras={}))[0], case, data)
 
 
 @pytest.mark.parametrize("scale", ["k_scale", "v_scale"])

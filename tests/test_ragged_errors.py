@@ -6,6 +6,7 @@ from support import unchecked
 
 import pallas_attn
 from pallas_attn import RaggedAttentionConfig, RaggedTiles
+from pallas_attn._call import dispatch
 
 pytestmark = pytest.mark.once
 F32, I32 = jnp.float32, jnp.int32
@@ -67,6 +68,29 @@ BAD = {
     ),
     "sinks": ({"sinks": jnp.zeros(4, I32)}, TypeError, "'sinks': expected dtype bfloat16 or float16 or float32"),
     "needless scale": ({"k_scale": 1.0}, ValueError, "'k_scale': expected None for a cache of float32, got a scale"),
+    "tree dtype": ({"tree_mask": jnp.ones((6, 4))}, TypeError, "'tree_mask': expected dtype bool, got float32"),
+    "tree shape": (
+        {"tree_mask": jnp.ones((2, 4), bool)}, ValueError,
+        r"'tree_mask': expected shape \[total_tokens=6 \(as query\), max_tree\], got \[2, 4\]",
+    ),
+    "no tree": ({"tree_mask": jnp.ones((6, 0), bool)}, ValueError, "'tree_mask': expected no empty dimension"),
+    "tree of all": (
+        {"tree_mask": jnp.ones((6, 4), bool), "causal": False}, ValueError,
+        "'tree_mask': expected None with causal=False, got an array",
+    ),
+    "positions alone": (
+        {"query_positions": jnp.zeros(6, I32)}, ValueError,
+        "'query_positions': expected None without 'tree_mask', got an array",
+    ),
+    "positions": (
+        {"tree_mask": jnp.ones((6, 4), bool), "query_positions": jnp.zeros((6, 4), I32)}, ValueError,
+        r"'query_positions': expected shape \[total_tokens=6",
+    ),
+    "scales of other pages": (
+        {"key_cache": jnp.zeros((10, 16, 2, 64), jnp.int8), "value_cache": jnp.zeros((10, 16, 2, 64), jnp.int8),
+         "k_scale": jnp.ones((9, 2))}, ValueError,
+        r"'k_scale': expected a scalar or shape \[num_kv_heads=2\] or \[num_pages=10, num_kv_heads=2\], got",
+    ),
     "causal": ({"causal": None}, TypeError, "'causal': expected True or False, got None"),
     "return_lse": ({"return_lse": 1}, TypeError, "'return_lse': expected True or False, got 1"),
     "layout": ({"layout": "HDN"}, ValueError, "'layout': expected one of 'NHD', 'HND', 'PACKED', got 'HDN'"),
@@ -95,6 +119,14 @@ def test_a_forced_implementation_says_why_it_cannot():
         )
     with pytest.raises(ValueError, match="'pallas' cannot serve this call: needs an NVIDIA GPU"):
         unchecked(pallas_attn.ragged_paged_attention)(**arguments(), implementation="pallas")
+
+
+def test_there_is_no_hopper_kernel(monkeypatch):
+    monkeypatch.setitem(dispatch._AVAILABLE, "cuda", lambda device: None)  # as on an H100
+    with pytest.raises(
+        ValueError, match="'cuda' cannot serve this call: no Hopper kernel of ragged attention has"
+    ):
+        unchecked(pallas_attn.ragged_paged_attention)(**arguments(), implementation="cuda")
 
 
 def test_tiles_are_checked():

@@ -9,7 +9,7 @@ does (Dao et al., 2022).
 
 import dataclasses
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,9 @@ CHUNK_TOKENS = 256
 
 type Floats = dict[str, jax.Array]
 """What has gradients: "rows" [num_seqs, num_kv_heads, rows, dim], and whatever else an op's logits depend on."""
-type Pools = dict[Which, jax.Array]
-"""The caches; without one for values, they are the first `value_dim` elements of the keys."""
+type Pools = dict[Which | Literal["key_scale", "value_scale"], jax.Array]
+"""The caches; without one for values, they are the first `value_dim` elements of the keys. And, where each page has
+scales of its own, [num_pages, num_kv_heads]."""
 
 
 class Sequences(NamedTuple):
@@ -202,7 +203,12 @@ def _logits_and_values(rule: Rule, floats: Floats, tiles: Pools, of: Sequences, 
         num_seqs, pages, page_size, heads, dim = tile.shape
         tile = jnp.moveaxis(tile.reshape(num_seqs, pages * page_size, heads, dim), 2, 1)
         # Slots that hold nothing are 0, whatever is stored.
-        return jnp.where(chunk.seen[:, None, :, None], tile, 0.0)
+        seen = chunk.seen[:, None, :, None]
+        tile = jnp.where(seen, tile, 0.0)
+        if (name := f"{which}_scale") in tiles:
+            by_token = jnp.repeat(jnp.swapaxes(tiles[name], 1, 2), page_size, axis=2)
+            tile *= jnp.where(seen, by_token[..., None], 0.0)
+        return tile
 
     keys = tokens("key")
     values = tokens("value") if "value" in tiles else keys[..., : rule.value_dim]

@@ -1,5 +1,6 @@
 """The options that attention over a cache has in every op, checked and brought into one form."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -7,26 +8,33 @@ import jax.numpy as jnp
 
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._tile.layout import PoolShape
-from pallas_attn._tile.quantization import per_head_scale
+from pallas_attn._tile.quantization import checked_scale
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 # What the dimensions of the optional arrays are, for `_call.partition`.
 DIMS = {
     "alibi_slopes": "heads",
     "sinks": "heads",
-    "k_scale": "kv_heads",
-    "v_scale": "kv_heads",
     "sliding_window": "one",
 }
+
+
+def scale_dims(operands: Mapping[str, jax.Array]) -> dict[str, str]:
+    """Of the scales among a call's operands. Their pages are counted over the whole pool, but are no pool's."""
+    return {
+        name: "kv_heads" if operands[name].ndim == 1 else "scaled_pages kv_heads"
+        for name in ("k_scale", "v_scale")
+        if name in operands
+    }
 
 
 def scales(
     check: ArgumentChecker, cache_dtype: Any, pool: PoolShape, k_scale: Any, v_scale: Any
 ) -> dict[str, jax.Array]:
-    """Those of a quantised cache, float32 [num_kv_heads]."""
+    """Those of a quantised cache, float32 [num_kv_heads] or [num_pages, num_kv_heads]."""
     given = {"k_scale": k_scale, "v_scale": v_scale}
     checked = {
-        name: per_head_scale(check.function, name, scale, cache_dtype, pool.num_kv_heads)
+        name: checked_scale(check.function, name, scale, cache_dtype, pool.num_kv_heads, pool.num_pages)
         for name, scale in given.items()
     }
     return {name: scale for name, scale in checked.items() if scale is not None}

@@ -71,5 +71,11 @@ def run(
     return triton.load(place, mask=mask, other=_nothing(ref), eviction_policy=eviction_policy)
 
 
+def scale(ref: Any, page: jax.Array, kv_head, held: jax.Array | None) -> jax.Array:
+    """[block_kv] of tokens, from scales [num_pages, num_kv_heads]; 0 where not `held`."""
+    mask = {} if held is None else {"mask": held, "other": 0.0}
+    return triton.load(ref.at[page, kv_head + 0 * page], **mask)
+
+
 def _nothing(ref: Any) -> int | float:
     return 0 if jnp.issubdtype(ref.dtype, jnp.integer) else 0.0

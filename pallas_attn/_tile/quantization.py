@@ -1,10 +1,12 @@
 """Quantised KV caches: stored = round(value / scale), value = stored * scale.
 
-Formats are those of vLLM: fp8 e4m3 and e5m2, and beyond them int8. Scales are float32, one for the tensor or one for
-each KV head. Kernels never multiply keys or values by a scale: k_scale goes into the logits' scale, v_scale into the
-output, both once a row instead of once an element.
+Formats are those of vLLM: fp8 e4m3 and e5m2, and beyond them int8. Scales are float32, one for the tensor, one for
+each KV head, or one for each page and KV head. A head's scale multiplies neither keys nor values: k_scale goes into the
+logits' scale, v_scale into the output, both once a row instead of once an element. A page's `k_scale` multiplies the
+logits of its tokens, which are float32, and its `v_scale` their values: weights of a narrow type would lose small ones.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -33,12 +35,14 @@ def largest(dtype: Any) -> float:
     return 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
 
 
-def compute_dtype(query_dtype: Any, cache_dtype: Any) -> Any:
+def compute_dtype(query_dtype: Any, cache_dtype: Any, scales: Mapping[str, Any]) -> Any:
     """What keys and values become in a tile, and the query beside them.
 
     fp8 values are exact in fp16, and the hardware converts them to fp16 in one instruction, to bf16 in three: a bf16
-    query therefore meets them in fp16.
+    query therefore meets them in fp16. But not where a scale of each page says which of fp16's few exponents they need.
     """
+    if any(is_by_page(scales, name) for name in ("k_scale", "v_scale")):
+        return query_dtype
     fp8 = any(cache_dtype == jnp.dtype(d) for d in FP8_DTYPES)
     return jnp.float16 if fp8 and query_dtype == jnp.bfloat16 else query_dtype
 
@@ -49,6 +53,18 @@ def query_as(query: jax.Array, dtype: Any) -> jax.Array:
         largest_fp16 = float(jnp.finfo(jnp.float16).max)
         query = jnp.clip(query.astype(jnp.float32), -largest_fp16, largest_fp16)
     return query.astype(dtype)
+
+
+def is_by_page(scales: Mapping[str, Any], name: str) -> bool:
+    """Whether there is such a scale, of arrays or refs, and it is [num_pages, num_kv_heads]."""
+    return name in scales and len(scales[name].shape) == 2
+
+
+def page_scales_apart(extras: dict[str, jax.Array]) -> tuple[dict[Any, jax.Array], dict[str, jax.Array]]:
+    """(scales of pages, as `chunks` takes them beside the pools; what else there is)."""
+    names = {"k_scale": "key_scale", "v_scale": "value_scale"}
+    apart = {which: extras[name] for name, which in names.items() if is_by_page(extras, name)}
+    return apart, {name: x for name, x in extras.items() if names.get(name) not in apart}
 
 
 def quantize(values: jax.Array, dtype: Any, scale: jax.Array) -> jax.Array:
@@ -67,10 +83,11 @@ def saturated(values: jax.Array, dtype: Any) -> jax.Array:
     return values.astype(dtype)
 
 
-def per_head_scale(
-    function: str, name: str, scale: Any, cache_dtype: Any, num_kv_heads: int
+def checked_scale(
+    function: str, name: str, scale: Any, cache_dtype: Any, num_kv_heads: int, num_pages: int | None = None
 ) -> jax.Array | None:
-    """A scale as float32 [num_kv_heads] (1 where none is given), or None for a cache that is not quantised."""
+    """A scale as float32 [num_kv_heads] (1 where none is given) or, where `num_pages` are, also [num_pages,
+    num_kv_heads]; None for a cache that is not quantised."""
     if not is_quantized(cache_dtype):
         if scale is not None:
             fail(function, name, f"None for a cache of {jnp.dtype(cache_dtype).name}", "a scale")
@@ -82,14 +99,19 @@ def per_head_scale(
     )
     if not real:
         fail(function, name, "a number or an array of numbers, or None", shown(scale), TypeError)
-    # What is on a device, or traced, the host must not wait for.
-    if not isinstance(scale, jax.Array):
+    by_page = num_pages is not None and getattr(scale, "shape", None) == (num_pages, num_kv_heads)
+    # What is on a device, or traced, the host must not wait for; pages that nobody has written may have any scale.
+    if not isinstance(scale, jax.Array) and not by_page:
         values = scale if is_number(scale) else np.asarray(scale, np.float64)
         if not np.all((values >= LEAST_FLOAT32) & (values <= LARGEST_FLOAT32)):
             fail(function, name, "finite numbers above 0", shown(scale))
     scale = jnp.asarray(scale, jnp.float32)
+    if by_page:
+        return scale
     if scale.shape not in ((), (1,), (num_kv_heads,)):
-        fail(function, name, f"a scalar or shape [num_kv_heads={num_kv_heads}]", f"shape {list(scale.shape)}")
+        pages = "" if num_pages is None else f" or [num_pages={num_pages}, num_kv_heads={num_kv_heads}]"
+        expected = f"a scalar or shape [num_kv_heads={num_kv_heads}]{pages}"
+        fail(function, name, expected, f"shape {list(scale.shape)}")
     return jnp.broadcast_to(scale, (num_kv_heads,))
 
 

@@ -5,14 +5,13 @@ other; each sees its ancestors and every older token. Two drafts of one place in
 what counts distances, windows and ALiBi, goes by positions of their own where the caller gives them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_attn._tile import triton
-from pallas_attn._tile.problem import SplitKVProblem
 from pallas_attn._tile.rows import Rows
 
 NAMES = ("tree_mask", "query_positions")
@@ -28,43 +27,53 @@ class Tree(NamedTuple):
 
 
 class Drafts(NamedTuple):
-    """The newest `q_len` tokens of a sequence of `seq_len`."""
+    """The newest `count` tokens of a sequence of `seq_len`, or none of them."""
 
     seq_len: jax.Array
-    q_len: int
+    first: jax.Array
+    """Slot of the oldest query token."""
+    count: int | jax.Array
 
     def index(self, slot: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Which of them a slot holds, and whether it holds one at all."""
-        index = slot - (self.seq_len - self.q_len)
-        return index, (index >= 0) & (index < self.q_len)
+        index = slot - self.first
+        return index, (index >= 0) & (index < self.count)
 
     def position(self, given: jax.Array) -> jax.Array:
         """Positions as rules take them. None lies before the drafts: a window's first tile does not depend on them."""
-        return jnp.clip(given, jnp.maximum(self.seq_len - self.q_len, 0), self.seq_len - 1)
+        return jnp.clip(given, jnp.maximum(self.first, 0), self.seq_len - 1)
+
+
+type Leading = Callable[[jax.Array], tuple[jax.Array, ...]]
+"""Indices of a sequence's query tokens in the arrays of NAMES."""
+
+
+def queries_at(refs: Mapping[str, Any], drafts: Drafts, leading: Leading, mine: Rows) -> jax.Array:
+    """In a kernel: where rules take a program's rows to be."""
+    slot = drafts.first + mine.token
+    if "query_positions" not in refs:
+        return slot
+    asked = mine.real & (mine.token < drafts.count)
+    given = triton.load(refs["query_positions"].at[leading(mine.token)], mask=asked, other=0)
+    return jnp.where(asked, drafts.position(given), slot)
 
 
 def of_tile(
-    refs: Mapping[str, Any], problem: SplitKVProblem, seq, seq_len, mine: Rows, slot: jax.Array
+    refs: Mapping[str, Any], drafts: Drafts, leading: Leading, mine: Rows, slot: jax.Array
 ) -> Tree | None:
     """In a kernel: of a program's rows and the keys in slots `slot` [block_kv]; None without a tree."""
     if "tree_mask" not in refs:
         return None
-    drafts = Drafts(seq_len, problem.q_len)
     index, new = drafts.index(slot)
     key, query = (0 * mine.token[:, None] + index[None, :]), mine.token[:, None] + 0 * index[None, :]
     asked = mine.real[:, None] & new[None, :]
-    seen = triton.load(refs["tree_mask"].at[seq + 0 * key, query, key], mask=asked, other=1) != 0
-    query_at = seq_len - problem.q_len + mine.token
-    seen &= (query_at >= 0)[:, None]
+    seen = triton.load(refs["tree_mask"].at[(*leading(query), key)], mask=asked, other=1) != 0
+    seen &= (drafts.first + mine.token >= 0)[:, None]
     key_at = slot
     if "query_positions" in refs:
-        at = refs["query_positions"]
-        key_at = jnp.where(
-            new, drafts.position(triton.load(at.at[seq + 0 * index, index], mask=new, other=0)), slot
-        )
-        given = triton.load(at.at[seq + 0 * mine.token, mine.token], mask=mine.real, other=0)
-        query_at = drafts.position(given)
-    return Tree(seen, key_at[None, :], query_at[:, None])
+        given = triton.load(refs["query_positions"].at[leading(index)], mask=new, other=0)
+        key_at = jnp.where(new, drafts.position(given), slot)
+    return Tree(seen, key_at[None, :], queries_at(refs, drafts, leading, mine)[:, None])
 
 
 def of_chunk(arrays: Mapping[str, jax.Array], lengths: jax.Array, group: int, slot: jax.Array) -> Tree | None:
@@ -72,11 +81,11 @@ def of_chunk(arrays: Mapping[str, jax.Array], lengths: jax.Array, group: int, sl
     if "tree_mask" not in arrays:
         return None
     mask = arrays["tree_mask"]
-    drafts = Drafts(lengths[:, None], mask.shape[1])
+    drafts = Drafts(lengths[:, None], lengths[:, None] - mask.shape[1], mask.shape[1])
     index, new = drafts.index(slot)
     within = jnp.clip(index, 0, mask.shape[1] - 1)
     seen = jnp.take_along_axis(mask != 0, within[:, None, :], axis=2) | ~new[:, None, :]
-    query_at = drafts.seq_len - drafts.q_len + jnp.arange(drafts.q_len)
+    query_at = drafts.first + jnp.arange(mask.shape[1])
     seen &= (query_at >= 0)[:, :, None]
     key_at = jnp.broadcast_to(slot, index.shape)
     if "query_positions" in arrays:

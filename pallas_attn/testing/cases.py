@@ -100,8 +100,9 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class DecodeCase(Case):
-    """One call of `paged_attention`. A `cache_dtype` other than None is quantised and comes with scales. The newest
-    tokens form a `tree` whose rules go by "slots" or by "positions", or ("") none."""
+    """One call of `paged_attention`. A `cache_dtype` other than None is quantised and comes with scales: one, one for
+    each head, or one for each page and head. The newest tokens form a `tree` whose rules go by "slots" or by
+    "positions", or ("") none."""
 
     op: ClassVar[str] = "paged_attention"
 
@@ -109,6 +110,7 @@ class DecodeCase(Case):
     _: dataclasses.KW_ONLY
     cache_dtype: str | None = None
     scale_per_head: bool = False
+    scale_per_page: bool = False
     sliding_window: int | None = None
     softcap: float | None = None
     alibi: bool = False
@@ -119,7 +121,10 @@ class DecodeCase(Case):
     def _options(self) -> list[str]:
         parts = [self.layout.lower()] if self.layout != "NHD" else []
         if self.cache_dtype:
-            parts.append(f"kv{SHORT_DTYPE[self.cache_dtype]}" + ("ph" if self.scale_per_head else ""))
+            parts.append(
+                f"kv{SHORT_DTYPE[self.cache_dtype]}"
+                + ("pp" if self.scale_per_page else "ph" if self.scale_per_head else "")
+            )
         parts += super()._options()
         if self.sliding_window:
             parts.append(f"w{self.sliding_window}")
@@ -171,6 +176,7 @@ class RaggedCase(DecodeCase):
     """One call of `ragged_paged_attention`: sequence i has q_lens[i] query tokens.
 
     padding: query tokens behind the last sequence; spare_seqs: room for sequences behind it.
+    max_tree: with a `tree`, most query tokens of a sequence that is one.
     short: whether sequences of few rows have a launch of their own; `config` is of both.
     """
 
@@ -181,6 +187,7 @@ class RaggedCase(DecodeCase):
     value_dim: int | None = None
     causal: bool = True
     padding: int = 5
+    max_tree: int = 0
     spare_seqs: int = 2
     short: bool = True
 
@@ -195,6 +202,7 @@ class RaggedCase(DecodeCase):
     def _options(self) -> list[str]:
         parts = [f"t{self.num_tokens}", *super()._options()]
         parts += [f"v{self.value_dim}"] if self.value_dim else []
+        parts += [f"most{self.max_tree}"] if self.max_tree else []
         return parts + [name for name, has in (("full", not self.causal), ("one", not self.short)) if has]
 
 
@@ -226,7 +234,7 @@ def boundary_lengths(page_size: int, split: int = 256) -> tuple[int, ...]:
 def _all_cases() -> tuple[Case, ...]:
     tests = [*_shapes_and_dtypes(), *_options_of_paged_attention(), *_mla_tests(), *_ragged_tests()]
     marked = [dataclasses.replace(case, uses=(*case.uses, "test")) for case in tests]
-    return (*marked, *_paged_cells(), *_mla_cells())
+    return (*marked, *_paged_cells(), *_mla_cells(), *_ragged_cells())
 
 
 FAST = ("fast",)
@@ -265,6 +273,35 @@ def _mla_cells() -> list[MLADecodeCase]:
         )
         for (name, seq_lens), heads, q_len in cells
     ]
+
+
+def _ragged_cells() -> list[RaggedCase]:
+    """Prompts whole and continued, and decoding beside them: {name: (tokens of each context, new tokens)}."""
+    contexts, news = (
+        (0, 8192, 1000, 4096, 333, 6144, 2048, 7777),
+        (512, 733, 1024, 1291, 1536, 1801, 2048, 900),
+    )
+    cells = {
+        "1x16384": ((0,), (16384,)),
+        "2048on30720": ((30720,), (2048,)),
+        "ragged8": (contexts, news),
+        "64decodes2prompts": ((4095,) * 64 + (0, 0), (1,) * 64 + (2048, 2048)),
+        "512on32256": ((32256,), (512,)),
+        "64x8192": ((8191,) * 64, (1,) * 64),
+    }
+    plain = [_ragged_cell(name, *sizes) for name, sizes in cells.items()]
+    windows = [_ragged_cell("1x32768", (0,), (32768,), sliding_window=window) for window in (None, 4096)]
+    return [*plain, *windows]
+
+
+def _ragged_cell(
+    name: str, contexts: tuple[int, ...], news: tuple[int, ...], *sizes: int, **options: Any
+) -> RaggedCase:
+    lens = tuple(context + new for context, new in zip(contexts, news, strict=True))
+    return RaggedCase(
+        lens, *(sizes or (32, 8, 128, 16)), q_lens=news, lengths=name, padding=0, spare_seqs=0, spare_pages=0,
+        uses=SERVED, **options,
+    )  # fmt: skip
 
 
 def _shapes_and_dtypes() -> list[DecodeCase]:
@@ -321,6 +358,12 @@ def _options_of_paged_attention() -> list[DecodeCase]:
             lengths, 8, 2, 64, 32, "float16", "HND", cache_dtype="int8", scale_per_head=True, config=splits
         ),
         DecodeCase(lengths, 4, 2, 64, 16, "float32", cache_dtype="float8_e4m3fn"),
+        DecodeCase(
+            lengths, 8, 2, 64, 16, cache_dtype="float8_e4m3fn", scale_per_page=True, config=splits, uses=FAST
+        ),
+        DecodeCase(
+            lengths, 4, 2, 64, 16, "float16", "PACKED", cache_dtype="int8", scale_per_page=True, softcap=20.0
+        ),
         # PACKED
         DecodeCase(lengths, 8, 2, 128, 16, "bfloat16", "PACKED", config=splits),
         DecodeCase(lengths, 8, 2, 80, 8, "float32", "PACKED"),
@@ -428,6 +471,19 @@ def _ragged_tests() -> list[RaggedCase]:
             lens, 8, 2, 64, 16, "float16", "HND", q_lens=q_lens, cache_dtype="int8", scale_per_head=True, alibi=True
         ),
         RaggedCase(lens, 7, 1, 32, 1, q_lens=q_lens, cache_dtype="float8_e5m2", short=False),
+        RaggedCase(
+            lens, 4, 2, 64, 16, q_lens=q_lens, cache_dtype="float8_e4m3fn", scale_per_page=True, config=cut, uses=FAST
+        ),
+        RaggedCase(
+            lens, 4, 2, 32, 24, "float32", q_lens=q_lens, cache_dtype="int8", scale_per_page=True, softcap=9.0,
+            config=small,
+        ),
+        # trees: of 17 tokens, which are several blocks, and below; longer sequences are causal
+        RaggedCase(lens, 4, 2, 64, 16, q_lens=q_lens, tree="slots", max_tree=17, config=cut, uses=FAST),
+        RaggedCase(
+            lens, 4, 2, 32, 16, "float32", q_lens=q_lens, tree="positions", max_tree=33, alibi=True,
+            sliding_window=30, config=small,
+        ),
         # all at once
         RaggedCase(
             lens, 8, 2, 64, 16, "bfloat16", "PACKED", q_lens=q_lens, value_dim=32, cache_dtype="float8_e4m3fn",

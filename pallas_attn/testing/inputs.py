@@ -71,6 +71,10 @@ class RaggedInputs(Inputs):
     num_seqs: np.ndarray
     extras: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
+    def newest(self, case: RaggedCase, seq: int) -> dict[str, np.ndarray]:
+        """What the extras say of one sequence's newest tokens, for `visible`."""
+        return _newest_ragged(self.extras, case, self.cu_q_lens, seq)
+
 
 def block_tables(
     rng: np.random.Generator, seq_lens: tuple[int, ...], page_size: int, spare: int
@@ -101,7 +105,7 @@ def make(case: Any, seed: int = 0) -> Any:
     if isinstance(case, MLADecodeCase):
         cache = _drawn_pool(case, rng, tables, num_pages).astype(query.dtype)
         return LatentInputs(query, cache, tables, lens)
-    extras = _extras(case, rng)
+    extras = _extras(case, rng, num_pages)
     pools = {}
     for which in ("key", "value"):
         pool = _drawn_pool(case, rng, tables, num_pages)
@@ -112,6 +116,7 @@ def make(case: Any, seed: int = 0) -> Any:
                 pool[page[unseen], offset[unseen]] = 1e4
         stored = _stored(pool, case, extras.get(f"{which[0]}_scale"))
         pools[which] = np.array(from_nhd(jnp.asarray(stored), case.layout, which))
+    _poison_free_pages(extras, tables, case)
     return PagedInputs(query, pools["key"], pools["value"], tables, lens, extras)
 
 
@@ -144,7 +149,7 @@ def _drawn_pool(case: Case, rng: np.random.Generator, tables: np.ndarray, num_pa
     return pool
 
 
-def _extras(case: DecodeCase, rng: np.random.Generator) -> dict[str, np.ndarray]:
+def _extras(case: DecodeCase, rng: np.random.Generator, num_pages: int) -> dict[str, np.ndarray]:
     extras = {}
     if case.alibi:
         extras["alibi_slopes"] = np.exp2(-8 * np.arange(1, case.num_heads + 1) / case.num_heads).astype(
@@ -152,7 +157,7 @@ def _extras(case: DecodeCase, rng: np.random.Generator) -> dict[str, np.ndarray]
         )
     if case.sinks:
         extras["sinks"] = rng.standard_normal(case.num_heads).astype(np.float32) + 2
-    if case.tree:
+    if case.tree and not isinstance(case, RaggedCase):
         masks, depths = zip(*(_drawn_tree(rng, case.q_len) for _ in case.seq_lens), strict=True)
         extras["tree_mask"] = np.stack(masks)
         if case.tree == "positions":
@@ -162,9 +167,52 @@ def _extras(case: DecodeCase, rng: np.random.Generator) -> dict[str, np.ndarray]
     if case.cache_dtype:
         shape = (case.num_kv_heads,) if case.scale_per_head else ()
         largest = 127 if case.cache_dtype == "int8" else 20
-        for name in ("k_scale", "v_scale"):
+        for name, exponents in (("k_scale", (-3, 1)), ("v_scale", (-6, 6))):
             extras[name] = np.asarray(rng.uniform(4.0, 6.0, shape) / largest, np.float32)
+            if case.scale_per_page:
+                # Pages' sizes differ by orders of magnitude; keys' by less, or all weight would be in one token.
+                powers = np.exp2(rng.integers(*exponents, (num_pages, case.num_kv_heads)))
+                extras[name] = (extras[name] * powers).astype(np.float32)
     return extras
+
+
+def _ragged_tree(case: RaggedCase, rng: np.random.Generator, cu_q_lens: np.ndarray) -> dict[str, np.ndarray]:
+    """Rows of sequences that are no tree hold anything."""
+    mask = rng.random((case.num_tokens, case.max_tree)) < 0.5
+    positions = rng.choice(GARBAGE_IDS, size=case.num_tokens).astype(np.int32)
+    for seq, (length, q_len) in enumerate(zip(case.seq_lens, case.q_lens, strict=True)):
+        if 0 < q_len <= case.max_tree:
+            mine = slice(cu_q_lens[seq], cu_q_lens[seq] + q_len)
+            mask[mine, :q_len], depth = _drawn_tree(rng, q_len)
+            first = length - q_len
+            positions[mine] = np.clip(first + depth, max(first, 0), length - 1)
+    extras = {"tree_mask": mask}
+    return extras | ({"query_positions": positions} if case.tree == "positions" else {})
+
+
+def _newest_ragged(
+    extras: dict[str, np.ndarray], case: RaggedCase, cu_q_lens: np.ndarray, seq: int
+) -> dict[str, np.ndarray]:
+    q_len = case.q_lens[seq]
+    if "tree_mask" not in extras or q_len > case.max_tree:
+        return {}
+    mine = slice(cu_q_lens[seq], cu_q_lens[seq] + q_len)
+    found = {"sees": extras["tree_mask"][mine, :q_len]}
+    return found | ({"at": extras["query_positions"][mine]} if "query_positions" in extras else {})
+
+
+def _poison_free_pages(extras: dict[str, np.ndarray], tables: np.ndarray, case: DecodeCase) -> None:
+    """NaN as the scales of pages without tokens."""
+    if not case.scale_per_page:
+        return
+    held = [
+        tables[seq, : math.ceil(length / case.page_size)]
+        for seq, length in enumerate(case.seq_lens)
+        if length
+    ]
+    for name in ("k_scale", "v_scale"):
+        free = np.setdiff1d(np.arange(len(extras[name])), np.concatenate(held))
+        extras[name][free] = np.nan
 
 
 def _drawn_tree(rng: np.random.Generator, size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -188,7 +236,12 @@ def _stored(pool: np.ndarray, case: DecodeCase, scale: np.ndarray | None) -> np.
         return pool.astype(jnp.dtype(case.dtype))
     assert scale is not None
     nothing = np.isnan(pool)
-    per_head = jnp.broadcast_to(jnp.asarray(scale), (case.num_kv_heads,))[:, None]
+    if case.scale_per_page:
+        # A page's values are of its scale's size.
+        per_head = jnp.asarray(scale)[:, None, :, None]
+        pool = pool * np.asarray(per_head) * (127 / 5 if case.cache_dtype == "int8" else 4)
+    else:
+        per_head = jnp.broadcast_to(jnp.asarray(scale), (case.num_kv_heads,))[:, None]
     stored = np.array(
         quantize(jnp.asarray(np.where(nothing, 0, pool)), jnp.dtype(case.cache_dtype), per_head)
     )
@@ -251,7 +304,9 @@ def make_ragged(case: RaggedCase, seed: int = 0) -> RaggedInputs:
     cu[: case.num_seqs + 1] = np.cumsum([0, *case.q_lens])
     query = rng.standard_normal((case.num_tokens, case.num_heads, case.head_dim))
     query[cu[case.num_seqs] :] = np.nan
-    extras = _extras(case, rng)
+    extras = _extras(case, rng, num_pages)
+    if case.tree:
+        extras |= _ragged_tree(case, rng, cu)
     pools: dict[Which, np.ndarray] = {}
     dims: dict[Which, int] = {"key": case.head_dim, "value": case.value_dim or case.head_dim}
     for which, dim in dims.items():
@@ -260,10 +315,13 @@ def make_ragged(case: RaggedCase, seed: int = 0) -> RaggedInputs:
         if which == "value":
             for seq, length in enumerate(case.seq_lens):
                 page, offset = token_places(used[seq], length, case.page_size)
-                unseen = ~visible(case.of(seq), length).any(axis=(0, 1))
+                unseen = ~visible(case.of(seq), length, **_newest_ragged(extras, case, cu, seq)).any(
+                    axis=(0, 1)
+                )
                 pool[page[unseen], offset[unseen]] = 1e4
         stored = _stored(pool, narrow, extras.get(f"{which[0]}_scale"))
         pools[which] = np.array(from_nhd(jnp.asarray(stored), case.layout, which))
+    _poison_free_pages(extras, used, case)
     query = query.astype(jnp.dtype(case.dtype))
     return RaggedInputs(
         query, pools["key"], pools["value"], tables, lens, cu, np.asarray(case.num_seqs, np.int32), extras
@@ -275,7 +333,7 @@ def plant_ragged_needles(case: RaggedCase, inputs: RaggedInputs, positions: dict
     for seq, position in positions.items():
         first, end = inputs.cu_q_lens[seq], inputs.cu_q_lens[seq + 1]
         page, offset = token_places(inputs.block_tables[seq], case.seq_lens[seq], case.page_size)
-        sees = visible(case.of(seq), case.seq_lens[seq])[:, 0, position]
+        sees = visible(case.of(seq), case.seq_lens[seq], **inputs.newest(case, seq))[:, 0, position]
         others = np.arange(case.seq_lens[seq]) != position
         for head in range(case.num_kv_heads):
             place = token_index(

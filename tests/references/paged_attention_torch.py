@@ -77,7 +77,9 @@ def _dequantised(cache: np.ndarray, case: DecodeCase, which: str, scale: np.ndar
         pool = pool.permute(0, 3, 1, 2, 4).reshape(pages, page_size, heads, groups * x)
     elif case.layout == "PACKED":
         pool = pool.permute(0, 3, 1, 2)
-    if scale is not None:
+    if scale is not None and case.scale_per_page:
+        pool = pool * torch.as_tensor(scale.astype(np.float64))[:, None, :, None]
+    elif scale is not None:
         pool = (
             pool * torch.as_tensor(np.broadcast_to(scale, (case.num_kv_heads,)).astype(np.float64))[:, None]
         )

@@ -36,16 +36,20 @@ def ragged_paged_attention(
         k, v = (pool[pages].flatten(0, 1)[:length] for pool in (keys, values))
         for token in range(first, end):
             at = length - (end - token)
-            low = 0 if case.sliding_window is None else max(at - case.sliding_window + 1, 0)
-            high = min(at + 1, length) if case.causal else length
-            span = torch.arange(low, max(high, low))
+            position = torch.arange(length)
+            seen = position <= at if case.causal else position >= 0
+            if case.tree and end - first <= case.max_tree:
+                at, position, seen = _in_tree(inputs, token, first, end, length)
+            if case.sliding_window is not None:
+                seen = seen & (at - position < case.sliding_window)
+            span = torch.nonzero(seen).flatten()
             for head in range(case.num_heads):
                 kv_head = head // case.group
                 logits = k[span, kv_head] @ query[token, head] * scale
                 if case.softcap is not None:
                     logits = case.softcap * torch.tanh(logits / case.softcap)
                 if slopes is not None:
-                    logits = logits + float(slopes[head]) * (span - at)
+                    logits = logits + float(slopes[head]) * (position[span] - at)
                 if sinks is not None:  # a key with this logit and no value
                     logits = torch.cat([logits, torch.tensor([float(sinks[head])], dtype=torch.float64)])
                 if len(logits) == 0:
@@ -59,3 +63,18 @@ def ragged_paged_attention(
     if rounding is not None:
         out = out.to(rounding).double()
     return out.numpy(), lse.numpy()
+
+
+def _in_tree(inputs: RaggedInputs, token: int, first: int, end: int, length: int):
+    """(position of a draft, of its sequence's tokens, which of them it sees)."""
+    slots = range(length - (end - first), length)
+    position, seen = torch.arange(length), torch.ones(length, dtype=torch.bool)
+    own = length - (end - token)
+    for row, slot in zip(range(first, end), slots, strict=True):
+        if slot >= 0:
+            seen[slot] = bool(inputs.extras["tree_mask"][token, row - first])
+            if "query_positions" in inputs.extras:
+                position[slot] = int(inputs.extras["query_positions"][row])
+    if own < 0:
+        return own, position, torch.zeros(length, dtype=torch.bool)
+    return int(position[own]), position, seen

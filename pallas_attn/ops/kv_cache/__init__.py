@@ -5,5 +5,14 @@ from pallas_attn.ops.kv_cache.api import write_kv
 from pallas_attn.ops.kv_cache.cache import PagedKVCache
 from pallas_attn.ops.kv_cache.convert import convert_layout
 from pallas_attn.ops.kv_cache.copying import copy_pages
+from pallas_attn.ops.kv_cache.page_scales import page_scales
 
-__all__ = ["OutOfPagesError", "PageAllocator", "PagedKVCache", "convert_layout", "copy_pages", "write_kv"]
+__all__ = [
+    "OutOfPagesError",
+    "PageAllocator",
+    "PagedKVCache",
+    "convert_layout",
+    "copy_pages",
+    "page_scales",
+    "write_kv",
+]

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 
 from pallas_attn._call import dispatch, partition
 from pallas_attn._call.checks import ArgumentChecker
+from pallas_attn._tile import options
 from pallas_attn._tile.layout import DIMS, PoolCase, check_pools, pallas_reaches, pool_shape, triton_reaches
-from pallas_attn._tile.quantization import QUANTIZED_DTYPES, per_head_scale
+from pallas_attn._tile.quantization import QUANTIZED_DTYPES, checked_scale
 from pallas_attn._types import KVCache, Layout, NewKV, SlotMapping
 from pallas_attn.ops.kv_cache.kernel import write_kv_pallas
 from pallas_attn.ops.kv_cache.reference import write_kv_xla
@@ -55,8 +56,9 @@ def write_kv(
             [num_pages, num_kv_heads, head_dim, page_size].
         slot_mapping: [num_tokens] int32; slot = page * page_size + offset. Tokens whose slot is negative (-1 by
             custom) or beyond the pool are skipped. Two tokens must not share a slot.
-        k_scale, v_scale: for the 8-bit dtypes only: scalar or [num_kv_heads] float32 above 0; stored is
-            value / scale, saturated to the format's range. None means 1.
+        k_scale, v_scale: for the 8-bit dtypes only, float32 above 0: stored is value / scale, saturated to the format's
+            range. A scalar, [num_kv_heads], or [num_pages, num_kv_heads], one for each page and head, made beforehand
+            by `page_scales` from these same tokens. None means 1.
         layout: order of a page's dimensions.
         implementation: None (chosen), "pallas" or "triton" (NVIDIA, sm_80 or newer; e4m3 from sm_89), "xla" (anywhere)
             or "interpret".
@@ -74,7 +76,7 @@ def write_kv(
     check.array("value", value, ("num_tokens", "num_kv_heads", "head_dim"), [key.dtype])
     check.array("slot_mapping", slot_mapping, ("num_tokens",), [jnp.int32])
     scales = (
-        per_head_scale("write_kv", name, scale, key_cache.dtype, pool.num_kv_heads)
+        checked_scale("write_kv", name, scale, key_cache.dtype, pool.num_kv_heads, pool.num_pages)
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale))
     )
     name, fn = dispatch.resolve("write_kv", PoolCase(pool, key_cache.dtype), implementation)
@@ -107,8 +109,7 @@ def write_kv(
             "key": new,
             "value": new,
             "slot_mapping": "tokens",
-            "k_scale": "kv_heads",
-            "v_scale": "kv_heads",
+            **options.scale_dims(operands),
         },
         tuple(dims.values()),
         static={"fn": fn, "layout": layout},

@@ -16,6 +16,7 @@ from pallas_attn._types import BlockTables, KVCache, Layout, SeqLens
 from pallas_attn.ops.kv_cache.addressing import check_layer, every_layer, layer_tables, of_layer, token_slots
 from pallas_attn.ops.kv_cache.api import DTYPES, write_kv
 from pallas_attn.ops.kv_cache.copying import PageIds, copied_pages, copy_rows
+from pallas_attn.ops.kv_cache.page_scales import page_scales
 
 
 @jax.tree_util.register_dataclass
@@ -62,7 +63,8 @@ class PagedKVCache:
     The scales of a quantised cache are one set for each layer, and fixed while any sequence holds tokens: `calibrate`
     on the first prompt decides for all that join later, whose larger keys and values saturate. `saturation` says how
     much of a prompt would. Where prompts differ much, calibrate with a larger `margin`, or set `k_scale` and `v_scale`
-    by `replace`, from representative text, before the first token.
+    by `replace`, from representative text, before the first token. Or let each page have its own, `scale_per_page`:
+    `write` sets them when it begins a page, as `page_scales` says, so that they are never older than the page.
 
     Methods take `layer` as an int (one out of range is an error) or as an integer scalar that may be traced: out of
     range, that one writes nothing, and what is read through it is NaN.
@@ -71,7 +73,9 @@ class PagedKVCache:
         key_cache, value_cache: pools of num_layers * num_pages pages, in `layout`.
         block_tables: [num_seqs, max_pages] int32, ids in [0, num_pages).
         seq_lens: [num_seqs] int32, tokens each sequence holds.
-        k_scale, v_scale: [num_layers, num_kv_heads] float32 for a quantised dtype (value = stored * scale), else None.
+        k_scale, v_scale: [num_layers, num_kv_heads] float32 for a quantised dtype (value = stored * scale), else None;
+            with `scale_per_page`, of all layers' pages, [num_layers * num_pages, num_kv_heads].
+        scale_per_page: whether each page of a quantised cache has scales of its own.
     """
 
     # A pytree's leaves may be anything a transformation puts there (shapes, shardings), hence `| Any`.
@@ -83,6 +87,7 @@ class PagedKVCache:
     layout: Layout = dataclasses.field(default="NHD", metadata={"static": True})
     k_scale: jax.Array | Any = None
     v_scale: jax.Array | Any = None
+    scale_per_page: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @classmethod
     def create(
@@ -97,6 +102,7 @@ class PagedKVCache:
         seq_lens: SeqLens | None = None,
         dtype: Any = jnp.bfloat16,
         layout: Layout = "NHD",
+        scale_per_page: bool = False,
     ) -> "PagedKVCache":
         """An empty cache with `num_pages` pages of `page_size` tokens for each layer.
 
@@ -106,10 +112,12 @@ class PagedKVCache:
             seq_lens: [num_seqs] int32; None is 0 for all.
             dtype: bf16, fp16, float32, or quantised float8_e4m3fn, float8_e5m2, int8, whose scales start at 1.
             layout: order of a page's dimensions.
+            scale_per_page: for a quantised dtype, scales of each page, which `write` sets; else of each layer, for
+                `calibrate`.
 
         Raises:
             TypeError: an argument of the wrong type or dtype. ValueError: a wrong size or shape, an unknown layout, a
-            dtype that caches do not have, or a head_dim that "PACKED" cannot hold.
+            dtype that caches do not have, scales without a quantised one, or a head_dim that "PACKED" cannot hold.
         """
         check = ArgumentChecker("PagedKVCache.create")
         check.one_of("layout", layout, LAYOUTS)
@@ -135,10 +143,25 @@ class PagedKVCache:
         key_cache, value_cache = (
             jnp.zeros(array_shape(pool, layout, w, dtype), dtype) for w in ("key", "value")
         )
+        check.flag("scale_per_page", scale_per_page)
         scales = (None, None)
         if is_quantized(dtype):  # two buffers: one could not be donated twice
-            scales = tuple(jnp.ones((num_layers, num_kv_heads), jnp.float32) for _ in range(2))
-        return cls(key_cache, value_cache, block_tables, seq_lens, num_layers, layout, *scales)
+            rows = pool.num_pages if scale_per_page else num_layers
+            scales = tuple(jnp.ones((rows, num_kv_heads), jnp.float32) for _ in range(2))
+        elif scale_per_page:
+            fail(check.function, "scale_per_page", f"False for a cache of {jnp.dtype(dtype).name}", "True")
+        k_scale, v_scale = scales
+        return cls(
+            key_cache,
+            value_cache,
+            block_tables,
+            seq_lens,
+            num_layers,
+            layout,
+            k_scale,
+            v_scale,
+            bool(scale_per_page),
+        )
 
     @property
     def num_pages(self) -> int:
@@ -178,10 +201,13 @@ class PagedKVCache:
         return token_slots(self._layer_tables(layer), self.page_size, jnp.asarray(positions))
 
     def scales(self, layer: int | jax.Array) -> dict[str, Any]:
-        """One layer's k_scale and v_scale [num_kv_heads], as keywords of `paged_attention`; {} without them."""
+        """One layer's k_scale and v_scale [num_kv_heads], or those of all pages, which its tables name, as keywords of
+        `paged_attention`; {} without them."""
         layer = check_layer(ArgumentChecker("PagedKVCache.scales"), layer, self.num_layers)
         if self.k_scale is None:
             return {}
+        if self.scale_per_page:
+            return {"k_scale": self.k_scale, "v_scale": self.v_scale}
         return {"k_scale": of_layer(self.k_scale, layer), "v_scale": of_layer(self.v_scale, layer)}
 
     def calibrate(
@@ -196,7 +222,8 @@ class PagedKVCache:
         """Sets a layer's scales so that the largest of these keys and values, times `margin`, is the format's largest.
 
         For an empty cache: while any sequence holds tokens (`seq_lens` above 0) nothing changes, since their meaning
-        would; `saturation` says what that costs a prompt that joins. Without quantisation nothing changes either.
+        would; `saturation` says what that costs a prompt that joins. Without quantisation nothing changes either, nor
+        where each page has scales of its own, which `write` sets.
 
         Args:
             layer, key, value, positions: as in `write`; tokens at negative positions do not count.
@@ -209,7 +236,7 @@ class PagedKVCache:
         layer = check_layer(check, layer, self.num_layers)
         key, value, positions = self._new_tokens(check, key, value, positions)
         check.positive_float("margin", margin, optional=False)
-        if self.k_scale is None:
+        if self.k_scale is None or self.scale_per_page:
             return self
         real = (positions >= 0)[:, :, None, None]
         keeps = jnp.any(self.seq_lens > 0) | (layer < 0)
@@ -246,11 +273,30 @@ class PagedKVCache:
         elements = jnp.sum(real, dtype=jnp.float32) * (key.shape[2] * key.shape[3])
 
         def share(new: jax.Array, scale: jax.Array) -> jax.Array:
-            beyond = jnp.abs(new.astype(jnp.float32)) > scale[:, None] * largest(self.key_cache.dtype)
+            beyond = jnp.abs(new.astype(jnp.float32)) > scale[..., None] * largest(self.key_cache.dtype)
             found = jnp.sum(beyond & real, dtype=jnp.float32) / jnp.maximum(elements, 1)
             return jnp.where(layer >= 0, found, jnp.nan)
 
+        if self.scale_per_page:
+            slots = token_slots(self._layer_tables(layer), self.page_size, positions)
+            page = (slots // self.page_size).reshape(positions.shape)
+            k_scale, v_scale = (
+                scale.at[page].get(mode="clip") for scale in self._page_scales(key, value, slots)
+            )
+            return share(key, k_scale), share(value, v_scale)
         return share(key, of_layer(self.k_scale, layer)), share(value, of_layer(self.v_scale, layer))
+
+    def _page_scales(self, key: jax.Array, value: jax.Array, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
+        flat = (-1, *key.shape[2:])
+        return page_scales(
+            key.reshape(flat),
+            value.reshape(flat),
+            self.k_scale,
+            self.v_scale,
+            slots,
+            page_size=self.page_size,
+            dtype=self.key_cache.dtype,
+        )
 
     def write(
         self,
@@ -278,18 +324,23 @@ class PagedKVCache:
         layer = check_layer(check, layer, self.num_layers)
         key, value, positions = self._new_tokens(check, key, value, positions)
         dispatch.check_name(check.function, "write_kv", implementation)
+        slots = token_slots(self._layer_tables(layer), self.page_size, positions)
+        cache = self
+        if self.scale_per_page:
+            k_scale, v_scale = self._page_scales(key, value, slots)
+            cache = self.replace(k_scale=k_scale, v_scale=v_scale)
         flat = (-1, *key.shape[2:])
         key_cache, value_cache = write_kv(
             key.reshape(flat),
             value.reshape(flat),
             self.key_cache,
             self.value_cache,
-            token_slots(self._layer_tables(layer), self.page_size, positions),
+            slots,
             layout=self.layout,
             implementation=implementation,
-            **self.scales(layer),
+            **cache.scales(layer),
         )
-        return self.replace(key_cache=key_cache, value_cache=value_cache)
+        return cache.replace(key_cache=key_cache, value_cache=value_cache)
 
     def _new_tokens(
         self, check: ArgumentChecker, key: Any, value: Any, positions: Any
@@ -309,12 +360,12 @@ class PagedKVCache:
         return jnp.asarray(key), jnp.asarray(value), jnp.asarray(positions)
 
     def copy_pages(self, source_pages: PageIds, target_pages: PageIds) -> "PagedKVCache":
-        """Copies pages [num_copies], ids in [0, num_pages), onto others, in every layer; see `copy_pages`."""
+        """Copies pages [num_copies], ids in [0, num_pages), onto others, in every layer, and with them scales that are
+        theirs alone; see `copy_pages`."""
         pages = copied_pages(ArgumentChecker("PagedKVCache.copy_pages"), source_pages, target_pages)
         places = every_layer(*pages, self.num_pages, self.num_layers)
-        return self.replace(
-            key_cache=copy_rows(self.key_cache, *places), value_cache=copy_rows(self.value_cache, *places)
-        )
+        names = ["key_cache", "value_cache", *(["k_scale", "v_scale"] if self.scale_per_page else [])]
+        return self.replace(**{name: copy_rows(getattr(self, name), *places) for name in names})
 
     def replace(self, **changes: Any) -> "PagedKVCache":
         """The cache with other fields; they are not checked, since a transformation may put anything there."""

@@ -64,7 +64,9 @@ def _write_kernel(_key_in, _value_in, slots_ref, key_ref, value_ref, *refs, pool
         new = triton.load(new_ref.at[token + tile, heads + tile, dims + tile], mask=inside, other=0.0)
         if scale_ref is not None:
             head = heads.reshape(-1)
-            scale = triton.load(scale_ref.at[head], mask=head < pool.num_kv_heads, other=1.0)
+            by_page = len(scale_ref.shape) == 2
+            place = scale_ref.at[page + 0 * head, head] if by_page else scale_ref.at[head]
+            scale = triton.load(place, mask=(head < pool.num_kv_heads) & usable, other=1.0)
             new = quantize(new, cache_ref.dtype, scale[:, None])
         place = token_index(
             layout, which, page + tile, offset + tile, heads + tile, dims + tile, cache_ref.dtype

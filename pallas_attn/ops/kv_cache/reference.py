@@ -20,7 +20,8 @@ def write_kv_xla(
     def scatter(cache: jax.Array, new: jax.Array, scale: jax.Array | None, which) -> jax.Array:
         if is_quantized(cache.dtype):
             assert scale is not None
-            new = quantize(new, cache.dtype, scale[None, :, None])
+            per_token = scale[None] if scale.ndim == 1 else scale.at[page[:, 0, 0]].get(mode="clip")
+            new = quantize(new, cache.dtype, per_token[..., None])
         index = token_index(layout, which, page, offset, heads, dims, cache.dtype)
         if (
             layout == "NHD"

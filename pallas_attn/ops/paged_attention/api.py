@@ -129,8 +129,10 @@ def paged_attention(
         block_sparse: a `LocalStride` pattern, or None. Blocks outside it are not read.
         alibi_slopes: [num_heads] float32; slope * (key position - query position) is added after the soft cap.
         sinks: [num_heads] float32; a logit without a value that joins each head's softmax (and its lse).
-        k_scale, v_scale: for quantised caches, scalar or [num_kv_heads] float32 above 0: value = stored * scale; None
-            is 1. Pallas multiplies fp8 keys with a bf16 query in fp16, where query elements beyond 65504 saturate.
+        k_scale, v_scale: for quantised caches, float32 above 0: value = stored * scale. A scalar, [num_kv_heads], or
+            [num_pages, num_kv_heads], one for each page and head (`page_scales` makes them), of which those of pages
+            that no query sees may hold anything; None is 1. Pallas multiplies fp8 keys with a bf16 query in fp16, where
+            query elements beyond 65504 saturate, but for scales of pages: with these, in query's dtype.
         tree_mask: [num_seqs, q_len, q_len] bool, for drafts that form a tree: newest token i sees newest token j where
             tree_mask[:, i, j], instead of causally, and all older tokens. None: causal.
         query_positions: [num_seqs, q_len] int32, with `tree_mask`: where in the text each of the newest tokens is, by
@@ -227,7 +229,7 @@ def paged_attention(
         _attend,
         operands,
         {"query": "seqs q heads dim", **{f"{which}_cache": dims for which, dims in DIMS[layout].items()},
-         "block_tables": "seqs columns", "seq_lens": "seqs", **EXTRA_DIMS},
+         "block_tables": "seqs columns", "seq_lens": "seqs", **EXTRA_DIMS, **options.scale_dims(operands)},
         ("seqs q heads dim", "seqs q heads"),
         static=static,
         implementation=name,

@@ -52,8 +52,8 @@ def paged_attention_pallas(
 ) -> tuple[jax.Array, jax.Array]:
     """query [num_seqs, q_len, num_heads, head_dim] -> (out in query's dtype, lse float32).
 
-    `extras` holds the arrays of the optional rules: alibi_slopes, sinks [num_heads]; k_scale, v_scale
-    [num_kv_heads]; all float32; sliding_window, int32 [1], where it is not one of `rules`; tree_mask, int8
+    `extras` holds the arrays of the optional rules: alibi_slopes, sinks [num_heads]; k_scale, v_scale [num_kv_heads] or
+    [num_pages, num_kv_heads]; all float32; sliding_window, int32 [1], where it is not one of `rules`; tree_mask, int8
     [num_seqs, q_len, q_len]; query_positions, int32 [num_seqs, q_len].
     """
     num_seqs, q_len, num_heads, head_dim = query.shape
@@ -128,15 +128,20 @@ def _serve(
     mine = rows.of_program(problem, head_block)
     leading = rows.batched(mine, seq)
     q = rows.load(query_ref, mine, leading, dims)
-    q = quantization.query_as(q, quantization.compute_dtype(query_ref.dtype, key_ref.dtype))
+    q = quantization.query_as(q, quantization.compute_dtype(query_ref.dtype, key_ref.dtype, extra_refs))
 
     seq_len = jnp.clip(stored_len, 0, problem.max_len)
     query_at = seq_len - problem.q_len + mine.token
     tiles = problem.walk(seq_len, mine.kv_head)
     begin, end = piece.tiles(tiles.num_tiles)
     state = softmax.start(mine.index.shape, dims[1])
-    read = functools.partial(_read_tile, key_ref, value_ref, tables_ref, seq, mine.kv_head, problem, q.dtype)
-    draft_tree = functools.partial(tree.of_tile, extra_refs, problem, seq, seq_len, mine)
+    read = functools.partial(
+        _read_tile, key_ref, value_ref, tables_ref, extra_refs, seq, mine.kv_head, problem, q.dtype
+    )
+    drafts = tree.Drafts(seq_len, seq_len - problem.q_len, problem.q_len)
+    draft_tree = functools.partial(
+        tree.of_tile, extra_refs, drafts, lambda token: (seq + 0 * token, token), mine
+    )
     weigh = functools.partial(_logits2, q, mine, query_at, draft_tree, extra_refs, problem)
     state = _walk_tiles(state, tiles, begin, end, seq_len, read, weigh)
     if "sinks" in extra_refs:
@@ -144,7 +149,7 @@ def _serve(
         sink = triton.load(extra_refs["sinks"].at[mine.head], mask=mine.real, other=0.0) * softmax.LOG2_E
         state = softmax.join(state, jnp.where((piece.index == 0) & (seq_len > 0), sink, np.float32(-np.inf)))
     out, lse2 = softmax.finish(state)
-    if "v_scale" in extra_refs:
+    if "v_scale" in extra_refs and not quantization.is_by_page(extra_refs, "v_scale"):
         out *= triton.load(extra_refs["v_scale"].at[mine.kv_head])
     # A length that cannot be right; for a page id see _walk_tiles.
     done = result.Result(mine, leading, [dims], [out], lse2).poisoned(stored_len != seq_len)
@@ -156,8 +161,8 @@ def _walk_tiles(state, tiles: walk.Walk, begin, end, seq_len, read, weigh):
 
     def step(i, state):
         position, held = tiles.tokens(i, seq_len)
-        keys, values, usable = read(tiles.start(i), held)
-        logits2 = masking.apply(weigh(keys, position), held[None, :])
+        keys, key_scale, values, usable = read(tiles.start(i), held)
+        logits2 = masking.apply(weigh(keys, key_scale, position), held[None, :])
         # A page id that cannot be right makes its sequence NaN rather than quietly wrong. Marking the logits keeps
         # the ids where the compiler pipelines them; a flag beside the state would load them again, and wait.
         state, weights = softmax.rescale(state, softmax.poison(logits2, (held & ~usable)[None, :]))
@@ -166,8 +171,11 @@ def _walk_tiles(state, tiles: walk.Walk, begin, end, seq_len, read, weigh):
     return lax.fori_loop(begin, end, step, state)
 
 
-def _read_tile(key_ref, value_ref, tables_ref, seq, kv_head, problem: Problem, dtype, start, held):
-    """(keys, values [block_kv, dims], which tokens' pages exist): in `dtype`, not yet scaled, 0 where nothing was read.
+def _read_tile(
+    key_ref, value_ref, tables_ref, extra_refs, seq, kv_head, problem: Problem, dtype, start, held
+):  # fmt: skip
+    """(keys [block_kv, dims], their pages' scale or None, values, which tokens' pages exist): in `dtype`, 0 where
+    nothing was read; of scales, only a page's of the values is applied.
 
     `start` is the tile's first token, `held` says which of its tokens hold something.
     """
@@ -178,20 +186,28 @@ def _read_tile(key_ref, value_ref, tables_ref, seq, kv_head, problem: Problem, d
 
     def read(which: Any, ref):
         place = (page, offset, kv_head, (0, triton.tile_side(pool.head_dim)))
-        tile = pages.gather(ref, problem.layout, which, *place, held & usable, head_dim=pool.head_dim)
-        return tile.astype(dtype)
+        return pages.gather(ref, problem.layout, which, *place, held & usable, head_dim=pool.head_dim)
 
-    return read("key", key_ref), read("value", value_ref), usable
+    keys, values = read("key", key_ref), read("value", value_ref)
+    key_scale, value_scale = (
+        pages.scale(extra_refs[name], page, kv_head, held & usable)
+        if quantization.is_by_page(extra_refs, name)
+        else None
+        for name in ("k_scale", "v_scale")
+    )
+    if value_scale is not None:
+        values = values.astype(jnp.float32) * value_scale[:, None]
+    return keys.astype(dtype), key_scale, values.astype(dtype), usable
 
 
 def _logits2(
-    q, mine: rows.Rows, query_at, draft_tree, extra_refs, problem: Problem, keys, position
+    q, mine: rows.Rows, query_at, draft_tree, extra_refs, problem: Problem, keys, key_scale, position
 ) -> jax.Array:
     """Base-2 logits [block_q, block_kv] with every rule applied."""
     rules, pattern = problem.rules, problem.rules.block_sparse
     slope = offset = None
     scale = problem.scale
-    if "k_scale" in extra_refs:
+    if "k_scale" in extra_refs and key_scale is None:
         scale = scale * triton.load(extra_refs["k_scale"].at[mine.kv_head])
     if "alibi_slopes" in extra_refs:
         slope = triton.load(extra_refs["alibi_slopes"].at[mine.head], mask=mine.real, other=0.0)[:, None]
@@ -200,7 +216,8 @@ def _logits2(
         offset = problem.pattern_offset(mine.head, mine.kv_head)
         offset = jnp.broadcast_to(offset, mine.head.shape)[:, None]
     key_at, query_at, drafts = position[None, :], query_at[:, None], draft_tree(position)
-    scaled = logits.products([q], [keys], logits.factor(rules, scale, slope))
+    factor = logits.factor(rules, scale, slope)
+    scaled = logits.products([q], [keys], factor if key_scale is None else factor * key_scale[None, :])
     logits2 = logits.shape(scaled, rules, slope, *logits.positions(drafts, key_at, query_at))
     several = problem.q_len > 1
     for mask in logits.visible(rules, key_at, query_at, among_themselves=several, tree=drafts, offset=offset):

@@ -6,7 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._tile import chunks, logits, masking, rows, softmax, tree
+from pallas_attn._tile import chunks, logits, masking, quantization, rows, softmax, tree
 from pallas_attn._tile.layout import PoolShape
 
 
@@ -83,6 +83,7 @@ def paged_attention_xla(
 ) -> tuple[jax.Array, jax.Array]:
     """The same signature as the kernel's, without a config."""
     _, q_len, num_heads, _ = query.shape
+    page_scales, extras = quantization.page_scales_apart(extras)
     rule = Rule("paged_attention", pool, layout, pool.head_dim, rules, scale, q_len, num_heads)
     lengths = jnp.clip(seq_lens, 0, block_tables.shape[1] * pool.page_size)
     token = jnp.repeat(jnp.arange(q_len), num_heads // pool.num_kv_heads)
@@ -95,7 +96,7 @@ def paged_attention_xla(
     seen_from = masking.window_start(jnp.maximum(lengths - q_len, 0), window)
     floats = {name: extras[name] for name in ("k_scale", "alibi_slopes") if name in extras}
     floats["rows"] = rows.pack(query.astype(jnp.float32), pool.num_kv_heads)
-    pools: chunks.Pools = {"key": key_cache, "value": value_cache}
+    pools: chunks.Pools = {"key": key_cache, "value": value_cache, **page_scales}
     of = chunks.Sequences(block_tables, lengths, seen_from, others)
     out, lse2, bad = chunks.attend(rule, floats, pools, of)
     if "sinks" in extras:

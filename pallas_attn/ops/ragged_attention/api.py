@@ -24,6 +24,8 @@ def ragged_paged_attention(
     sliding_window: int | jax.Array | None = None,
     alibi_slopes: jax.Array | None = None,
     sinks: jax.Array | None = None,
+    tree_mask: jax.Array | None = None,
+    query_positions: jax.Array | None = None,
     k_scale: jax.typing.ArrayLike | None = None,
     v_scale: jax.typing.ArrayLike | None = None,
     causal: bool = True,
@@ -49,7 +51,7 @@ def ragged_paged_attention(
             keys (value_dim), as in latent attention's 192 and 128. head_dim up to 256 on the GPU.
         block_tables: [max_seqs, max_pages] int32, a sequence's pages in order. Entries beyond its last page, and
             those of pages that no query sees (window), may hold anything.
-        seq_lens: [max_seqs] int32, tokens in each sequence's pages, the new ones included. A query before the
+        seq_lens: [max_seqs] int32, tokens in each sequence's pages, the new ones included. A causal query before the
             sequence's start (more query tokens than the length) has out 0 and lse -inf (with `sinks`, the head's sink,
             if the length is not 0).
         cu_q_lens: [max_seqs + 1] int32: where each sequence's query tokens begin, from 0, and where the last one's
@@ -62,8 +64,18 @@ def ragged_paged_attention(
             int32 scalar that may be traced (below 1 it counts as 1), or None. Tiles outside are not read.
         alibi_slopes: [num_heads]; slope * (key position - query position) is added after the soft cap.
         sinks: [num_heads]; a logit without a value that joins each head's softmax (and its lse).
-        k_scale, v_scale: for quantised caches, scalar or [num_kv_heads] float32 above 0: value = stored * scale; None
-            is 1. Pallas multiplies fp8 keys with a bf16 query in fp16, where query elements beyond 65504 saturate.
+        tree_mask: [total_tokens, max_tree] bool, for drafts that form trees: in a sequence of at most max_tree query
+            tokens, the token of row r sees the sequence's j-th query token where tree_mask[r, j], instead of causally,
+            and all older tokens. Longer sequences, prompts among them, are causal, and their rows may hold anything.
+            None: all are. (vLLM's and FlashInfer's custom masks have a bit for each key as well; trees differ only in
+            the newest.)
+        query_positions: [total_tokens] int32, with `tree_mask`: where in the text a tree's query tokens are; windows
+            and ALiBi go by it, for tokens as queries and as keys. A node at depth n is at seq_len - q_len + n. What is
+            not among the positions of the sequence's newest slots counts as the nearest of those. None: by slot.
+        k_scale, v_scale: for quantised caches, float32 above 0: value = stored * scale. A scalar, [num_kv_heads], or
+            [num_pages, num_kv_heads], one for each page and head (`page_scales` makes them), of which those of pages
+            that no query sees may hold anything; None is 1. Pallas multiplies fp8 keys with a bf16 query in fp16, where
+            query elements beyond 65504 saturate, but for scales of pages: with these, in query's dtype.
         causal: whether a query sees no key behind its own position; False lets it see the whole sequence.
         return_lse: also return the natural log-sum-exp of the logits, to merge with other parts (`merge_states`).
         layout: order of a page's dimensions.
@@ -98,6 +110,8 @@ def ragged_paged_attention(
         sliding_window=sliding_window,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
+        tree_mask=tree_mask,
+        query_positions=query_positions,
         k_scale=k_scale,
         v_scale=v_scale,
         causal=causal,

@@ -11,6 +11,7 @@ from pallas_attn._call import configs, dispatch, partition
 from pallas_attn._call.checks import ArgumentChecker, dtype_name, fail, is_array
 from pallas_attn._call.device import current_device
 from pallas_attn._tile import options
+from pallas_attn._tile.latents import LATENT_DIM
 from pallas_attn._tile.layout import DIMS, PoolCase, PoolShape, check_pools, key_pool_shape, pallas_reaches
 from pallas_attn._tile.masking import Rules
 from pallas_attn._tile.problem import PagedCall
@@ -35,10 +36,12 @@ class Case(PagedCall):
     cache_dtype: Any
     pool_elements: int
     """Of the larger pool."""
+    latent: bool = False
+    """Keys are latents, whose first elements are values."""
 
 
 def _pallas_supports(case: Case) -> str | None:
-    for name, dim in (("head_dim", case.pool.head_dim), ("value_dim", case.value_dim)):
+    for name, dim in () if case.latent else (("head_dim", case.pool.head_dim), ("value_dim", case.value_dim)):
         if dim > MAX_HEAD_DIM:
             return f"{name} is at most {MAX_HEAD_DIM}, got {dim}"
     return pallas_reaches(PoolCase(PoolShape(case.pool_elements, 1, 1, 1), case.cache_dtype))
@@ -46,10 +49,15 @@ def _pallas_supports(case: Case) -> str | None:
 
 def register(function: str) -> None:
     pallas = functools.partial(ragged_attention_pallas, lowering="pallas")
+    # What such a kernel would take, the README says.
+    no_hopper_kernel = dispatch.Implementation(
+        pallas, lambda case: "no Hopper kernel of ragged attention has been written; 'pallas' serves sm_90"
+    )
     interpreted = functools.partial(ragged_attention_pallas, lowering="interpret")
     dispatch.register(
         function,
         {
+            "cuda": no_hopper_kernel,
             "pallas": dispatch.Implementation(pallas, _pallas_supports),
             "xla": dispatch.Implementation(functools.partial(ragged_attention_xla, function=function)),
             "interpret": dispatch.Implementation(interpreted, _pallas_supports),
@@ -72,19 +80,27 @@ def check_arrays(
     check.array("query", query, ("total_tokens", "num_heads", "head_dim"), options.DTYPES)
     dtypes = [query.dtype, *QUANTIZED_DTYPES]
     pool = check_pools(check, key_cache, value_cache, layout, dtypes, value_dim="value_dim")
+    batch = check_batch(check, query, block_tables, seq_lens, cu_q_lens, num_seqs)
+    check.non_empty("value_cache", value_cache)
+    check.multiple("query", check.dims["num_heads"], "num_kv_heads", pool.num_kv_heads)
+    return {**batch, "key_cache": key_cache, "value_cache": value_cache}
+
+
+def check_batch(
+    check: ArgumentChecker, query: Any, block_tables: Any, seq_lens: Any, cu_q_lens: Any, num_seqs: Any
+) -> dict[str, jax.Array]:
+    """The operands that say what each sequence asks; `query` is checked but for being empty."""
     check.array("block_tables", block_tables, ("max_seqs", "max_pages"), [jnp.int32])
     check.array("seq_lens", seq_lens, ("max_seqs",), [jnp.int32])
     check.array("cu_q_lens", cu_q_lens, (check.dims["max_seqs"] + 1,), [jnp.int32])
-    for name, array in (("query", query), ("value_cache", value_cache), ("block_tables", block_tables)):
+    for name, array in (("query", query), ("block_tables", block_tables)):
         check.non_empty(name, array)
-    check.multiple("query", check.dims["num_heads"], "num_kv_heads", pool.num_kv_heads)
+    # Outside jit they may be numpy's.
     return {
-        "query": query,
-        "key_cache": key_cache,
-        "value_cache": value_cache,
-        "block_tables": block_tables,
-        "seq_lens": seq_lens,
-        "cu_q_lens": cu_q_lens,
+        "query": jnp.asarray(query),
+        "block_tables": jnp.asarray(block_tables),
+        "seq_lens": jnp.asarray(seq_lens),
+        "cu_q_lens": jnp.asarray(cu_q_lens),
         "num_seqs": _num_seqs(check, num_seqs),
     }
 
@@ -113,6 +129,8 @@ def run(
     sliding_window: Any = None,
     alibi_slopes: Any = None,
     sinks: Any = None,
+    tree_mask: Any = None,
+    query_positions: Any = None,
     k_scale: Any = None,
     v_scale: Any = None,
     causal: Any = True,
@@ -137,6 +155,7 @@ def run(
         **traced_window,
         **options.scales(check, case.cache_dtype, case.pool, k_scale, v_scale),
         **options.by_head(check, alibi_slopes=alibi_slopes, sinks=sinks),
+        **_tree(check, tree_mask, query_positions, causal),
     }
     name, fn = dispatch.resolve(op, case, implementation)
     if name == "xla" and config is not None:
@@ -150,7 +169,8 @@ def run(
         {"query": "tokens heads dim", "key": by_token, "value": by_token, "out": "tokens heads dim",
          "lse": "tokens heads", **{f"{which}_cache": dims for which, dims in DIMS[layout].items()},
          "block_tables": "rows columns", "seq_lens": "rows", "cu_q_lens": "bounds", "num_seqs": "one",
-         "out_scale": "one", **options.DIMS},
+         "out_scale": "one", "tree_mask": "tokens newest", "query_positions": "tokens",
+         **options.DIMS, **options.scale_dims(operands)},
         ("tokens heads dim", "tokens heads"),
         static={
             "op": op,
@@ -168,18 +188,38 @@ def run(
     return (out, lse) if return_lse else out
 
 
+def _tree(check: ArgumentChecker, mask: Any, positions: Any, causal: Any) -> dict[str, jax.Array]:
+    """As the kernel takes them."""
+    found = {}
+    if mask is not None:
+        check.array("tree_mask", mask, ("total_tokens", "max_tree"), [jnp.bool_])
+        check.non_empty("tree_mask", mask)
+        if not causal:
+            check.fail("tree_mask", "None with causal=False", "an array")
+        found["tree_mask"] = mask.astype(jnp.int8)
+    if positions is not None:
+        check.array("query_positions", positions, ("total_tokens",), [jnp.int32])
+        if mask is None:
+            check.fail("query_positions", "None without 'tree_mask'", "an array")
+        found["query_positions"] = positions
+    return found
+
+
 def _case(operands: dict[str, jax.Array], layout: str) -> Case:
-    query, tables = operands["query"], operands["block_tables"]
+    query, tables, values = (operands.get(name) for name in ("query", "block_tables", "value_cache"))
+    assert query is not None
+    assert tables is not None
     return Case(
         num_tokens=query.shape[0],
         num_seqs=tables.shape[0],
         num_heads=query.shape[1],
         max_pages=tables.shape[1],
         pool=key_pool_shape(operands["key_cache"], layout),
-        value_dim=operands["value_cache"].shape[2 if layout == "PACKED" else 3],
+        value_dim=LATENT_DIM if values is None else values.shape[2 if layout == "PACKED" else 3],
         dtype=query.dtype,
         cache_dtype=operands["key_cache"].dtype,
-        pool_elements=max(operands["key_cache"].size, operands["value_cache"].size),
+        pool_elements=max(operands["key_cache"].size, 0 if values is None else values.size),
+        latent=values is None,
     )
 
 
@@ -198,7 +238,7 @@ def _attend(
     if tiled:
         static["config"] = _resolve_config(op, case, config)
     new = (operands["key"], operands["value"]) if "key" in operands else None
-    sources = Sources(operands["key_cache"], operands["value_cache"], operands["block_tables"], new)
+    sources = Sources(operands["key_cache"], operands.get("value_cache"), operands["block_tables"], new)
     lens = {name: operands[name] for name in LENS if name in operands}
     extras = {name: array for name, array in operands.items() if name not in (*LENS, *ARRAYS)}
     kept = (operands["out"], operands["lse"]) if "out" in operands else None
@@ -217,8 +257,16 @@ def _resolve_config(op: str, case: Case, explicit: RaggedAttentionConfig | None)
         head_dim=case.pool.head_dim,
         value_dim=case.value_dim,
         max_len=case.max_len,
+        latent=case.latent,
     )
-    key = {**facts, "page_size": case.pool.page_size, "dtype": dtype_name(case.cache_dtype)}
+    key = {
+        **facts,
+        "page_size": case.pool.page_size,
+        "dtype": dtype_name(case.cache_dtype),
+        "streams": case.streams,
+        # Of a sequence on the average; what each one asks for nobody knows when a call is compiled.
+        "rows": -(-case.num_tokens // case.num_seqs) * case.group,
+    }
     return configs.resolve(
         op,
         RaggedAttentionConfig,

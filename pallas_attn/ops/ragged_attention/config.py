@@ -21,6 +21,8 @@ LONG = [
     (32, 32, 2),
     (16, 16, 1),
 ]
+# Of latents, whose 512 values are among the 576 elements of a key: as `mla_decode` has them.
+LATENT = [(64, 32, 4), (64, 32, 3), (64, 32, 2), (32, 32, 2), (16, 16, 1)]
 SHORT = [(128, 3), (64, 3), (32, 3), (16, 2), (16, 1)]
 RESERVED_KB = 3  # of shared memory, for page ids and reductions
 SUMS = 128 * 256  # elements of output that a program of 8 warps has registers for
@@ -70,11 +72,16 @@ def heuristic(
     itemsize: int,
     query_itemsize: int,
     max_len: int,
+    latent: bool,
     device: Device,
+    **measured: int,
 ) -> RaggedAttentionConfig:
     """`itemsize` bytes hold an element of the cache, `query_itemsize` one of the query; `max_len` tokens fit in a row
-    of the block table."""
-    dims = sum(size for dim in (head_dim, value_dim) for _, size in chunks(dim))
+    of the block table. `latent`: keys hold the values. `measured`: fields of tiles that are known, as "long_block_kv"
+    or "short_num_warps"; those of a launch that the call does not have are left out."""
+    if unknown := [name for name in measured if not name.startswith(("long_", "short_"))]:
+        raise TypeError(f"no field of either launch: {', '.join(unknown)}")
+    dims = sum(size for dim in ((head_dim,) if latent else (head_dim, value_dim)) for _, size in chunks(dim))
     query_dims = sum(size for _, size in chunks(head_dim))
     narrow = itemsize < query_itemsize
 
@@ -103,18 +110,28 @@ def heuristic(
     widest = 32 if query_itemsize == 4 else 64 if narrow else 128
     block_q, block_kv, stages = next(
         (min(rows, most_rows), tokens, stages)
-        for rows, tokens, stages in LONG
+        for rows, tokens, stages in (LATENT if latent else LONG)
         if tokens <= widest and rows * value_dim <= SUMS and fits(min(rows, most_rows), tokens, stages)
     )
     programs = math.ceil(num_tokens * group / block_q) * num_kv_heads
-    long = tiles(block_q, block_kv, stages, programs, 1, 8 if block_q == 128 else 4)
+    long = tiles(
+        block_q, block_kv, stages, programs, 1, 8 if block_q == 128 or block_q * value_dim == SUMS else 4
+    )
     short_q = triton.tile_side(group)
     if short_q >= block_q:
-        return RaggedAttentionConfig(long)
+        return RaggedAttentionConfig(_with(long, "long", measured))
     block_kv, stages = next(
         (tokens, stages) for tokens, stages in SHORT if tokens <= widest and fits(short_q, tokens, stages)
     )
-    return RaggedAttentionConfig(long, tiles(short_q, block_kv, stages, num_seqs * num_kv_heads, 4, 4))
+    short = tiles(short_q, block_kv, stages, num_seqs * num_kv_heads, 4, 4)
+    return RaggedAttentionConfig(_with(long, "long", measured), _with(short, "short", measured))
+
+
+def _with(tiles: RaggedTiles, launch: str, measured: dict[str, int]) -> RaggedTiles:
+    own = {name: value for name, value in measured.items() if name.startswith(f"{launch}_")}
+    return dataclasses.replace(
+        tiles, **{name.removeprefix(f"{launch}_"): value for name, value in own.items()}
+    )
 
 
 def most_splits(programs: int, max_len: int, target_programs: int, min_split_tokens: int) -> int:

@@ -14,12 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn._tile import logits, masking, merge, quantization, result, rows, softmax, triton
+from pallas_attn._tile import masking, merge, quantization, result, rows, softmax, triton
 from pallas_attn._tile.layout import PoolShape
 from pallas_attn.ops.ragged_attention.blocks import Block, Lens
 from pallas_attn.ops.ragged_attention.config import RaggedAttentionConfig
 from pallas_attn.ops.ragged_attention.pieces import BlockPieces, count
 from pallas_attn.ops.ragged_attention.problem import Problem
+from pallas_attn.ops.ragged_attention.scores import Scores
 from pallas_attn.ops.ragged_attention.sources import NewTokens, Pages, Sources
 from pallas_attn.ops.ragged_attention.spans import Span
 
@@ -54,7 +55,8 @@ def ragged_attention_pallas(
     """query [total_tokens, num_heads, head_dim] -> (out in `out_dtype`, None: the query's; lse float32).
 
     lens: seq_lens, cu_q_lens, num_seqs [1] and, where it is not one of `rules`, sliding_window [1], all int32.
-    extras: alibi_slopes, sinks [num_heads]; k_scale, v_scale [num_kv_heads]; out_scale [1]; all float32.
+    extras: alibi_slopes, sinks [num_heads]; k_scale, v_scale [num_kv_heads] or [num_pages, num_kv_heads]; out_scale
+    [1]; all float32. tree_mask, int8 [total_tokens, max_tree]; query_positions, int32 [total_tokens].
     kept: (out, lse) that are written to in place, as far as there is something to write.
     """
     problem = Problem(
@@ -68,6 +70,7 @@ def ragged_attention_pallas(
         layout=layout,
         rules=rules,
         causal=causal,
+        max_tree=extras["tree_mask"].shape[1] if "tree_mask" in extras else 0,
         new_apart=sources.new is not None,
         skip_decode=skip_decode,
         launches=(config.long, config.short) if config.short else (config.long,),
@@ -170,28 +173,29 @@ def _attend(
     mine = block.rows(kv_head, jnp.arange(problem.rows), problem.group, problem.rows)
     leading = (block.first_token + mine.token,)
     # New tokens beside a quantised cache are not quantised, and both meet the same queries.
-    as_cached = quantization.compute_dtype(query_ref.dtype, source_refs.key_cache.dtype)
+    as_cached = quantization.compute_dtype(query_ref.dtype, source_refs.key_cache.dtype, extra_refs)
     dtype = query_ref.dtype if problem.new_apart else as_cached
     key_chunks, value_chunks = rows.chunks(problem.pool.head_dim), rows.chunks(problem.value_dim)
     queries = [
         quantization.query_as(rows.load(query_ref, mine, leading, chunk), dtype) for chunk in key_chunks
     ]
-    query_at = seq_len - block.q_len + mine.token
+    scores = Scores(problem, block, seq_len, mine, extra_refs)
     state = softmax.start((problem.rows,), tuple(size for _, size in value_chunks))
 
     def walk(state, span: Span, before, source: Any, scale):
         def step(tile, state, ready):
             position = span.start(tile) + jnp.arange(span.block_kv)
             held = None if ready is not None else span.held(position)
-            keys_of, values_of = source.read(span.start(tile), position, ready, held)
+            keys_of, key_scale, values_of = source.read(span.start(tile), position, ready, held)
             keys = [keys_of(chunk).astype(dtype) for chunk in key_chunks]
-            tile_logits, factor = _logits(
-                queries, keys, mine, query_at, position, held, scale, extra_refs, problem
-            )
+            tile_logits, factor = scores(queries, keys, key_scale, position, held, scale)
             state, weights = softmax.rescale(state, tile_logits, factor, exp2=triton.exp2)
             weights = weights.astype(dtype)
-            values = [values_of(chunk).astype(dtype) for chunk in value_chunks]
-            acc = tuple(a + triton.dot(weights, v) for a, v in zip(state.acc, values, strict=True))
+            # Latents are keys and, but for their rotary elements, values.
+            values = keys if values_of is None else [values_of(chunk).astype(dtype) for chunk in value_chunks]
+            acc = tuple(
+                a + triton.dot(weights, v) for a, v in zip(state.acc, values, strict=values_of is not None)
+            )
             return state._replace(acc=acc)
 
         def ahead(tile):
@@ -200,17 +204,17 @@ def _attend(
         return span.walk(state, share[0] - before, share[1] - before, step, ahead)
 
     context = spans[0]
-    cached = Pages(problem, block.seq, kv_head, source_refs)
+    cached = Pages(problem, block.seq, kv_head, source_refs, extra_refs)
     bad = cached.lead_nowhere(context, *share)
     if cached.looks_ahead:
         # Then nothing of them is read, and no id needs another look.
         nothing = jnp.where(bad, 0, context.count)
         context = context._replace(whole_end=jnp.where(bad, 0, context.whole_end), count=nothing)
     scale = problem.scale
-    if "k_scale" in extra_refs:
+    if "k_scale" in extra_refs and not quantization.is_by_page(extra_refs, "k_scale"):
         scale = scale * triton.load(extra_refs["k_scale"].at[kv_head])
     state = walk(state, context, 0, cached, scale)
-    if "v_scale" in extra_refs:
+    if "v_scale" in extra_refs and not quantization.is_by_page(extra_refs, "v_scale"):
         v_scale = triton.load(extra_refs["v_scale"].at[kv_head])
         state = state._replace(acc=tuple(chunk * v_scale for chunk in state.acc))
     if problem.new_apart:
@@ -225,26 +229,3 @@ def _attend(
         per_unit = 1.0 / triton.load(extra_refs["out_scale"].at[np.int32(0)])
         out = tuple(chunk * per_unit for chunk in out)
     return result.Result(mine, leading, value_chunks, out, lse2).poisoned(bad)
-
-
-def _logits(queries, keys, mine: rows.Rows, query_at, position, held, scale, extra_refs, problem: Problem):
-    """(logits [block_q, block_kv] with every rule applied, what makes them base 2: a factor, or None if they are);
-    without `held` every row sees every key."""
-    rules, slope = problem.rules, None
-    if "alibi_slopes" in extra_refs:
-        slope = triton.load(extra_refs["alibi_slopes"].at[mine.head], mask=mine.real, other=0.0)[:, None]
-    key_at, query_at = position[None, :], query_at[:, None]
-    factor = logits.factor(rules, scale, slope)
-    if rules.softcap is None and slope is None:
-        tile = logits.products(queries, keys, 1.0)
-    else:
-        tile = logits.shape(logits.products(queries, keys, factor), rules, slope, key_at, query_at)
-        factor = None
-    if held is None:
-        return tile, factor
-    tile = masking.apply(tile, held[None, :])
-    if problem.causal:
-        tile = masking.apply(tile, masking.causal(key_at, query_at))
-    if rules.sliding_window is not None:
-        tile = masking.apply(tile, masking.in_window(key_at, query_at, rules.sliding_window))
-    return tile, factor

@@ -25,6 +25,8 @@ class Problem(PagedCall):
     layout: str
     rules: masking.Rules
     causal: bool
+    max_tree: int
+    """Sequences of so many query tokens or fewer are trees; 0: none is."""
     new_apart: bool
     """Whether the new tokens' keys and values are no part of the cache."""
     skip_decode: bool
@@ -100,13 +102,32 @@ class Problem(PagedCall):
         clamped = jnp.clip(in_pages, 0, self.max_len)
         return clamped, clamped + q_len if self.new_apart else clamped, clamped != in_pages
 
+    def is_tree(self, block: Block) -> jax.Array:
+        return block.q_len <= self.max_tree
+
     def spans(self, block: Block, in_pages: jax.Array, seq_len: jax.Array) -> list[Span]:
         """The tiles that a block walks: of the pages and, if they are not there, of the new tokens."""
-        first = seq_len - block.q_len + block.first_query(self.group)
-        last = seq_len - block.q_len + block.last_query(self.group, self.rows)
+        begins = seq_len - block.q_len
+        first = begins + block.first_query(self.group)
+        last = begins + block.last_query(self.group, self.rows)
+        seen_by_all = None
+        if self.max_tree:
+            # A query may see any of the new tokens, and may be at the place of any of them.
+            is_tree = self.is_tree(block)
+            seen_by_all = jnp.where(is_tree, begins, first + 1)
+            first, last = jnp.where(is_tree, begins, first), jnp.where(is_tree, seq_len - 1, last)
         parts = [(0, in_pages), (in_pages, seq_len)] if self.new_apart else [(0, in_pages)]
         window, block_kv = self.rules.sliding_window, self.config.block_kv
         return [
-            span(first, last, begin, end, causal=self.causal, window=window, block_kv=block_kv)
+            span(
+                first,
+                last,
+                begin,
+                end,
+                causal=self.causal,
+                window=window,
+                block_kv=block_kv,
+                seen_by_all=seen_by_all,
+            )
             for begin, end in parts
         ]

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._tile import chunks, logits, masking, quantization, rows, softmax
+from pallas_attn._tile import chunks, logits, masking, quantization, rows, softmax, tree
 from pallas_attn._tile.layout import PoolShape
 from pallas_attn.ops.ragged_attention.blocks import Ragged
 
@@ -33,19 +33,40 @@ class Rule(chunks.Rule):
         per_token = jnp.broadcast_to(per_head, (1, self.tokens, self.num_heads))
         return rows.pack(per_token, self.pool.num_kv_heads)[0, ..., None]
 
+    def drafts(self, of: chunks.Sequences, position: jax.Array) -> tree.Tree | None:
+        """Of all rows and the keys at `position`; rows of blocks that are no tree are causal."""
+        if "tree_mask" not in of.others:
+            return None
+        mask, query_at = of.others["tree_mask"], of.others["query_at"]
+        index = position - of.others["first_at"][:, None]
+        new = of.others["is_tree"][:, None] & (index >= 0) & (index < mask.shape[2])
+        index = jnp.clip(index, 0, mask.shape[2] - 1)
+        by_token = jnp.take_along_axis(mask, index[:, None], axis=2) | ~new[:, None]
+        seen = jnp.repeat(by_token, self.num_heads // self.pool.num_kv_heads, axis=1)[:, None]
+        seen &= (query_at >= 0) & (
+            of.others["is_tree"][:, None, None, None] | masking.causal(position, query_at)
+        )
+        key_at = jnp.broadcast_to(position, index.shape)
+        if "draft_at" in of.others:
+            key_at = jnp.where(new, jnp.take_along_axis(of.others["draft_at"], index, axis=1), position)
+        return tree.Tree(seen, key_at[:, None, None], of.others["rule_at"])
+
     def logits2(self, floats, of: chunks.Sequences, keys, position, seen) -> jax.Array:
         rules = self.rules._replace(sliding_window=of.others.get("sliding_window", self.rules.sliding_window))
         k_scale = floats.get("k_scale", jnp.ones(self.pool.num_kv_heads, jnp.float32))
         slope = self.by_row(floats["alibi_slopes"]) if "alibi_slopes" in floats else None
         products = jnp.einsum("bhrd,bhkd->bhrk", floats["rows"], keys, precision="highest")
         scaled = products * logits.factor(rules, self.scale * k_scale[:, None, None], slope)
-        query_at = of.others["query_at"]
-        logits2 = logits.shape(scaled, rules, slope, position, query_at)
+        query_at, drafts = of.others["query_at"], self.drafts(of, position)
+        at = logits.positions(drafts, position, query_at)
+        logits2 = logits.shape(scaled, rules, slope, *at)
         visible = jnp.broadcast_to(seen[:, None, None, :], logits2.shape)
-        if self.causal:
+        if drafts is not None:
+            visible &= drafts.seen
+        elif self.causal:
             visible &= masking.causal(position, query_at)
         if rules.sliding_window is not None:
-            visible &= masking.in_window(position, query_at, rules.sliding_window)
+            visible &= masking.in_window(*at, rules.sliding_window)
         return masking.apply(logits2, visible)
 
 
@@ -74,6 +95,7 @@ def ragged_attention_xla(
 ) -> tuple[jax.Array, jax.Array]:
     """The same signature as the kernel's, without a config."""
     num_tokens, num_heads, _ = query.shape
+    page_scales, extras = quantization.page_scales_apart(extras)
     tables = sources.block_tables
     room = tables.shape[0]
     per_block = min(MOST_TOKENS, 1 << (max(num_tokens // room, 1) - 1).bit_length())
@@ -96,19 +118,48 @@ def ragged_attention_xla(
     floats = {name: extras[name] for name in ("k_scale", "alibi_slopes") if name in extras}
     floats["rows"] = rows.pack(blocks.take(query.astype(jnp.float32)), pool.num_kv_heads)
 
+    def by_row(by_token: jax.Array) -> jax.Array:
+        """[blocks, tokens] -> [blocks, 1, rows, 1]"""
+        return jnp.repeat(by_token, group, axis=1)[:, None, :, None]
+
+    max_tree = extras["tree_mask"].shape[1] if "tree_mask" in extras else 0
+    is_tree = (blocks.q_len <= max_tree) & ~blocks.is_padding
+    oldest = seq_lens - blocks.q_len
+
+    def drafts(before: jax.Array, query_at: jax.Array) -> dict[str, jax.Array]:
+        """What `Rule.drafts` needs; positions count from `oldest` - `before`."""
+        if not max_tree:
+            return {}
+        found = {"tree_mask": blocks.take(extras["tree_mask"][..., None])[..., 0] != 0}
+        found |= {"is_tree": is_tree, "first_at": before, "rule_at": by_row(query_at)}
+        if "query_positions" in extras:
+            # All drafts of a tree, of which a block may hold some.
+            each = blocks.begins[:, None] + jnp.arange(max_tree)
+            given = extras["query_positions"].at[each].get(mode="clip")
+            at = (
+                jnp.clip(given, jnp.maximum(oldest, 0)[:, None], seq_lens[:, None] - 1)
+                - (oldest - before)[:, None]
+            )
+            own = jnp.take_along_axis(at, jnp.minimum(within, max_tree - 1), axis=1)
+            found |= {"draft_at": at, "rule_at": by_row(jnp.where(is_tree[:, None], own, query_at))}
+        return found
+
     def attend(rule: Rule, floats, pools: chunks.Pools, tables, length, before):
         """Over `length` tokens of each block's sequence, `before` of which come before its first query token."""
         query_at = before[:, None] + within
-        ends = jnp.clip(before + last + 1, 0, length) if causal else length
+        ends = jnp.where(is_tree, length, jnp.clip(before + last + 1, 0, length)) if causal else length
         ends = jnp.where((blocks.first < blocks.q_len) & ~blocks.is_padding, ends, 0)
-        others = {"query_at": jnp.repeat(query_at, group, axis=1)[:, None, :, None]}
+        others = {"query_at": by_row(query_at), **drafts(before, query_at)}
         if "sliding_window" in lens:
             others["sliding_window"] = lens["sliding_window"][0]
-        seen_from = masking.window_start(jnp.maximum(query_at[:, 0], 0), window)
+        earliest = jnp.where(is_tree, before, query_at[:, 0])
+        seen_from = masking.window_start(jnp.maximum(earliest, 0), window)
         return chunks.attend(rule, floats, pools, chunks.Sequences(tables, ends, seen_from, others))
 
     rule = Rule(function, pool, layout, value_dim, rules, scale, per_block, num_heads, causal)
-    pools: chunks.Pools = {"key": sources.key_cache, "value": sources.value_cache}
+    pools: chunks.Pools = {"key": sources.key_cache, **page_scales}
+    if sources.value_cache is not None:
+        pools["value"] = sources.value_cache
     out, lse2, lost = attend(rule, floats, pools, tables[seq], held, seq_lens - blocks.q_len)
     bad |= lost
     if "v_scale" in extras:

@@ -1,8 +1,9 @@
 """Where keys and values come from: pages of a cache, or arrays of the new tokens.
 
-Both are read tile by tile. `ahead` looks up what the tile that begins at a position will need, and `read` gives two
-Both are read tile by tile. `ahead` looks up what the tile that begins at a position will need; `read` gives two
-is held whole was looked up ahead; of another, `held` says which of its tokens hold something, and the others are 0.
+Both are read tile by tile. `ahead` looks up what the tile that begins at a position will need; `read` gives functions
+of a chunk of elements, for keys and for values (None where keys are values too), and between them the keys' scales if
+they differ from page to page. What is held whole was looked up ahead; of another, `held` says which of its tokens hold
+something, and the others are 0.
 """
 
 import functools
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._tile import masking, pages, rows, triton
+from pallas_attn._tile import masking, pages, quantization, rows, triton
 from pallas_attn._tile.layout import Which
 from pallas_attn._tile.pieces import ceil_div
 from pallas_attn._tile.rows import Chunk
@@ -26,6 +27,7 @@ class Sources(NamedTuple):
 
     key_cache: Any
     value_cache: Any
+    """None: values are the first elements of the keys."""
     block_tables: Any
     new: Any
     """(keys, values) [total_tokens, num_kv_heads, dim] of the new tokens, or None: they are in the cache."""
@@ -34,8 +36,9 @@ class Sources(NamedTuple):
 class Pages:
     """A sequence's pages."""
 
-    def __init__(self, problem: Problem, seq, kv_head, refs: Sources):
+    def __init__(self, problem: Problem, seq, kv_head, refs: Sources, scale_refs: dict[str, Any]):
         self._problem, self._seq, self._kv_head, self._refs = problem, seq, kv_head, refs
+        self._scale_refs = scale_refs
 
     @property
     def looks_ahead(self) -> bool:
@@ -81,12 +84,24 @@ class Pages:
 
         def tile(which: Which, ref: Any, dim: int, chunk: Chunk):
             layout = self._problem.layout
-            return pages.gather(ref, layout, which, page, offset, self._kv_head, chunk, held, head_dim=dim)
+            read = pages.gather(ref, layout, which, page, offset, self._kv_head, chunk, held, head_dim=dim)
+            if which == "key" or (scale := self._scale("v_scale", page, held)) is None:
+                return read
+            return read.astype(jnp.float32) * scale[:, None]
 
+        of_keys = functools.partial(tile, "key", self._refs.key_cache, self._problem.pool.head_dim)
+        of_values = functools.partial(tile, "value", self._refs.value_cache, self._problem.value_dim)
         return (
-            functools.partial(tile, "key", self._refs.key_cache, self._problem.pool.head_dim),
-            functools.partial(tile, "value", self._refs.value_cache, self._problem.value_dim),
+            of_keys,
+            self._scale("k_scale", page, held),
+            None if self._refs.value_cache is None else of_values,
         )
+
+    def _scale(self, name: str, page: jax.Array, held) -> jax.Array | None:
+        """[block_kv] where each page has its own."""
+        if not quantization.is_by_page(self._scale_refs, name):
+            return None
+        return pages.scale(self._scale_refs[name], page, self._kv_head, held)
 
     def _slots(self, start):
         return pages.slots(start, self._problem.config.block_kv, self._problem.pool.page_size)
@@ -112,4 +127,5 @@ class NewTokens:
             place, mask = rows.elements(ref, (self._begin + position, self._kv_head), held, chunk)
             return triton.load(place, mask=mask, other=0.0)
 
-        return tuple(functools.partial(tile, ref) for ref in self._refs)
+        keys, values = (functools.partial(tile, ref) for ref in self._refs)
+        return keys, None, values

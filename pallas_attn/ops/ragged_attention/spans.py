@@ -69,10 +69,15 @@ def span(
     causal: bool,
     window: int | jax.Array | None,
     block_kv: int,
+    seen_by_all: jax.Array | None = None,
 ) -> Span:
-    """For queries at positions [first_query, last_query] over keys at [begin, end)."""
+    """For queries at positions [first_query, last_query] over keys at [begin, end).
+
+    seen_by_all: end of the positions that causal queries all see; None: up to the first one itself.
+    """
     seen_end = jnp.clip(last_query + 1, begin, end) if causal else end
-    whole_end = jnp.clip(first_query + 1, begin, end) if causal else end
+    seen_by_all = first_query + 1 if seen_by_all is None else seen_by_all
+    whole_end = jnp.clip(seen_by_all, begin, end) if causal else end
     seen_from = jnp.maximum(masking.window_start(first_query, window), begin)
     whole_from = jnp.maximum(masking.window_start(last_query, window), begin)
     first_tile = (seen_from - begin) // block_kv

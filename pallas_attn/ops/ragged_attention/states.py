@@ -68,13 +68,14 @@ def merge_states(
         check.array(f"lse_{name}", lse, out_a.shape[:-1], [jnp.float32])
     if sinks is not None:
         check.array("sinks", sinks, (out_a.shape[-2],), options.DTYPES)
-    return _merge(outs, lses, sinks)
+    return merged(outs, lses, sinks)
 
 
 @jax.jit
-def _merge(
-    outs: tuple[jax.Array, ...], lses: tuple[jax.Array, ...], sinks: Any
+def merged(
+    outs: tuple[jax.Array, ...], lses: tuple[jax.Array, ...], sinks: Any = None
 ) -> tuple[jax.Array, jax.Array]:
+    """`merge_states` of what has been checked; out in the first one's dtype."""
     highest = functools.reduce(jnp.maximum, lses)
     empty = jnp.isneginf(highest)
     if sinks is not None:

@@ -1,0 +1,59 @@
+"""Logits of a block of query rows: scale, soft cap, ALiBi, and which keys each row sees."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_attn._tile import logits, masking, rows, tree, triton
+from pallas_attn.ops.ragged_attention.blocks import Block
+from pallas_attn.ops.ragged_attention.problem import Problem
+
+
+class Scores:
+    """Of the rows `mine` of a block, whose sequence has `seq_len` tokens."""
+
+    def __init__(self, problem: Problem, block: Block, seq_len, mine: rows.Rows, extra_refs: dict[str, Any]):
+        self._problem, self._mine, self._refs = problem, mine, extra_refs
+        self._is_tree = problem.is_tree(block)
+        first = seq_len - block.q_len
+        self._query_at = first + mine.token
+        self._drafts = tree.Drafts(seq_len, first, jnp.where(self._is_tree, block.q_len, 0))
+        self._first_token = block.first_token
+
+    def __call__(self, queries, keys, key_scale, position, held, scale) -> tuple[jax.Array, Any]:
+        """(logits [block_q, block_kv] with every rule applied, what makes them base 2: a factor, or None if they are);
+        without `held` every row sees every key. `key_scale` is of each key, if they have scales of their own."""
+        rules, slope, key_at = self._problem.rules, None, position[None, :]
+        if "alibi_slopes" in self._refs:
+            slope = triton.load(
+                self._refs["alibi_slopes"].at[self._mine.head], mask=self._mine.real, other=0.0
+            )
+            slope = slope[:, None]
+        factor = logits.factor(rules, scale, slope)
+        tile = logits.products(queries, keys, None)
+        if key_scale is not None:
+            tile *= key_scale[None, :]
+        drafts = None
+        if held is not None:
+            drafts = tree.of_tile(self._refs, self._drafts, self._among_tokens, self._mine, position)
+        if rules.softcap is not None or slope is not None:
+            # Keys that all rows see come before all drafts: their slots are their positions.
+            query_at = tree.queries_at(self._refs, self._drafts, self._among_tokens, self._mine)[:, None]
+            tile = logits.shape(tile * factor, rules, slope, drafts.key_at if drafts else key_at, query_at)
+            factor = None
+        return (tile if held is None else self._masked(tile, position, held, drafts)), factor
+
+    def _masked(self, tile: jax.Array, position, held, drafts: tree.Tree | None) -> jax.Array:
+        key_at, query_at = position[None, :], self._query_at[:, None]
+        tile = masking.apply(tile, held[None, :])
+        if self._problem.causal:
+            seen = masking.causal(key_at, query_at)
+            tile = masking.apply(tile, seen if drafts is None else drafts.seen & (self._is_tree | seen))
+        if (window := self._problem.rules.sliding_window) is not None:
+            at = logits.positions(drafts, key_at, query_at)
+            tile = masking.apply(tile, masking.in_window(*at, window))
+        return tile
+
+    def _among_tokens(self, token: jax.Array) -> tuple[jax.Array, ...]:
+        return (self._first_token + token,)

@@ -1,0 +1,199 @@
+"""Scales of each page: who sets them, what a write makes of them, and that attention uses the right page's."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from references.paged_attention_torch import paged_attention as reference
+from support import unchecked
+
+import pallas_attn
+from pallas_attn import PagedKVCache, page_scales, write_kv
+from pallas_attn.testing import cases, compare, inputs
+
+IMPLEMENTATIONS = ["xla", "interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
+SIZES = dict(page_size=4, dtype=jnp.int8, margin=1.0)
+
+
+def test_a_page_that_is_begun_gets_the_scale_of_its_tokens():
+    k_scale = jnp.full((5, 2), jnp.nan).at[1].set(3.0)
+    v_scale = jnp.ones((5, 2))
+    # The end of page 1, all of page 3 but for its last slot, one that is skipped, the first slot of page 2.
+    slots = jnp.array([7, 12, 13, 14, -1, 8, 99], jnp.int32)
+    key = (
+        jnp.ones((7, 2, 4))
+        .at[2, 0, 1]
+        .set(-254.0)
+        .at[0]
+        .set(1e6)
+        .at[4]
+        .set(1e6)
+        .at[5]
+        .set(0.0)
+        .at[6]
+        .set(1e6)
+    )
+    value = jnp.ones((7, 2, 8)).at[5].set(12.7)
+    k_new, v_new = jax.jit(functools.partial(page_scales, **SIZES))(key, value, k_scale, v_scale, slots)
+    expected = np.full((5, 2), np.nan)
+    expected[1] = 3.0  # begun earlier: what is larger saturates
+    expected[3] = 2.0, 1 / 127
+    expected[2] = 1.0  # nothing but zeros
+    np.testing.assert_allclose(k_new, expected, rtol=1e-6)
+    np.testing.assert_allclose(v_new, [[1, 1], [1, 1], [0.1, 0.1], [1 / 127] * 2, [1, 1]], rtol=1e-6)
+
+
+def test_the_margin_leaves_room_and_tiny_values_have_a_scale():
+    key = jnp.full((1, 1, 2), 1e-37)
+    value = jnp.full((1, 1, 2), 224.0)
+    ones = jnp.ones((1, 1))
+    k_scale, v_scale = page_scales(
+        key, value, ones, ones, jnp.zeros(1, jnp.int32), page_size=4, dtype=jnp.float8_e4m3fn, margin=4.0
+    )
+    assert float(v_scale[0, 0]) == 2.0
+    assert 0 < float(k_scale[0, 0]) < 1e-37
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("layout", ["NHD", "PACKED"])
+def test_writes_take_the_scale_of_the_slots_page(layout, implementation):
+    rng = np.random.default_rng(0)
+    scales = np.full((3, 2), np.nan, np.float32)
+    scales[0], scales[2] = (1.0, 0.5), (1e-3, 64.0)
+    slots = np.array([0, 9, 11, -1], np.int32)
+    new = jnp.asarray(rng.uniform(-60, 60, (4, 2, 16)), jnp.float32)
+    shape = (3, 4, 2, 16) if layout == "NHD" else (3, 2, 1, 4, 16)
+    pools = jnp.zeros(shape, jnp.int8), jnp.zeros(shape if layout == "NHD" else (3, 2, 16, 4), jnp.int8)
+    options = dict(layout=layout, implementation=implementation)
+    keys, values = write_kv(new, new, *pools, jnp.asarray(slots), k_scale=scales, v_scale=scales, **options)
+    expected = np.zeros((3, 4, 2, 16))
+    for token, slot in enumerate(slots[:3]):
+        stored = np.asarray(new[token]) / scales[slot // 4][:, None]
+        expected[slot // 4, slot % 4] = np.clip(np.round(stored), -127, 127)
+    if layout == "PACKED":
+        keys, values = jnp.moveaxis(keys[:, :, 0], 1, 2), jnp.moveaxis(values, -1, 1)
+    np.testing.assert_array_equal(keys, expected)
+    np.testing.assert_array_equal(values, expected)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("op", ["paged", "ragged"])
+def test_a_needle_in_a_page_of_small_values(op, implementation):
+    """All weight on one token, in a page whose scale is a thousandth of its neighbours': its value comes back."""
+    scales = np.full((6, 1), np.nan, np.float32)
+    scales[[4, 1, 3], 0] = 1.0, 1e-3, 16.0
+    keys, values = (np.full((6, 16, 1, 32), 0x7F, np.uint8).view(jnp.float8_e4m3fn) for _ in range(2))
+    rng = np.random.default_rng(0)
+    for page in (4, 1, 3):
+        keys[page] = rng.uniform(-1, 1, (16, 1, 32))
+        values[page] = rng.uniform(-8, 8, (16, 1, 32))
+    query = rng.standard_normal((1, 1, 32)).astype(np.float32)
+    # By the key's own scale its logit is 40; by another page's it would be 40000, or 0.04.
+    k_scale = np.where(np.isnan(scales), np.nan, 1.0).astype(np.float32)
+    k_scale[1] = 1e-3
+    wanted = query[0, 0] * 40 / np.vdot(query, query) * 32**0.5
+    keys[1, 5, 0] = wanted / 1e-3 / np.abs(wanted / 1e-3).max() * 400
+    k_scale[1] = np.abs(wanted).max() / 400
+    arrays = (query, keys, values, np.array([[4, 1, 3]], np.int32), np.array([48], np.int32))
+    more = [] if op == "paged" else [np.array([0, 1], np.int32)]
+    attention = pallas_attn.paged_attention if op == "paged" else pallas_attn.ragged_paged_attention
+    options = dict(k_scale=k_scale, v_scale=scales, implementation=implementation)
+    out = unchecked(attention)(*map(jnp.asarray, [*arrays, *more]), **options)
+    np.testing.assert_allclose(out[0, 0], values[1, 5, 0].astype(np.float32) * 1e-3, rtol=2e-2, atol=1e-6)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+def test_an_ignored_page_scale_is_caught(name):
+    case = cases.DecodeCase((77, 40), 4, 2, 32, 16, cache_dtype="int8", scale_per_page=True)
+    data = inputs.make(case)
+    expected, _ = reference(case, data)
+    one = np.broadcast_to(np.nanmedian(data.extras[name], axis=0), data.extras[name].shape)
+    out, _ = reference(case, data.copy(extras=data.extras | {name: np.array(one)}))
+    with pytest.raises(AssertionError):
+        compare.assert_rows_close(out, expected, dtype=case.dtype, case_id=case.id)
+
+
+def small(**options) -> PagedKVCache:
+    tables = jnp.array([[0, 1], [2, 3]], jnp.int32)
+    sizes = dict(num_layers=2, num_pages=5, page_size=4, num_kv_heads=2, head_dim=16, dtype=jnp.int8)
+    return PagedKVCache.create(**sizes, block_tables=tables, scale_per_page=True, **options)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+def test_a_cache_whose_pages_have_scales(implementation):
+    """A later prompt, a thousand times as large, keeps its precision, and so does the one before."""
+    rng = np.random.default_rng(0)
+    new = rng.standard_normal((2, 6, 2, 16)).astype(np.float32)
+    new[1] *= 1000
+    counted = np.arange(6, dtype=np.int32)
+    cache = small()
+    for seq in range(2):
+        positions = jnp.asarray(np.where(np.arange(2)[:, None] == seq, counted, -1).astype(np.int32))
+        cache = cache.write(1, jnp.asarray(new), jnp.asarray(-new), positions, implementation=implementation)
+    assert cache.k_scale.shape == (10, 2)
+    np.testing.assert_array_equal(cache.k_scale[:5], 1)  # the other layer's
+    calls = dict(implementation="xla", **cache.scales(1))
+    for seq in range(2):
+        tables = cache.layer_tables(1)[seq : seq + 1]
+        # A query of zeros gives the values' mean.
+        out = pallas_attn.paged_attention(
+            jnp.zeros((1, 4, 16)),
+            cache.key_cache,
+            cache.value_cache,
+            tables,
+            jnp.array([6], jnp.int32),
+            **calls,
+        )
+        mean = -new[seq].mean(axis=0).repeat(2, axis=0)
+        np.testing.assert_allclose(out[0], mean, atol=0.02 * np.abs(new[seq]).max())
+    copied = cache.copy_pages([2, 3], [4, -1])
+    np.testing.assert_array_equal(copied.k_scale[9], cache.k_scale[7])
+    np.testing.assert_array_equal(copied.v_scale[4], cache.v_scale[2])
+    assert cache.calibrate(1, jnp.asarray(new), jnp.asarray(new), jnp.zeros((2, 6), jnp.int32)) is cache
+
+
+def test_saturation_goes_by_the_pages_scales():
+    cache = small()
+    positions = jnp.array([[0, 1], [-1, -1]], jnp.int32)
+    key = jnp.ones((2, 2, 2, 16))
+    assert [float(x) for x in cache.saturation(0, key, key, positions)] == [0, 0]
+    cache = cache.write(0, key, key, positions)
+    share, _ = cache.saturation(0, key.at[0, 0, 0].set(9.0), key, jnp.array([[2, 3], [-1, -1]]))
+    assert float(share) == 0.25, "positions 2 and 3 are in a page that was begun by ones"
+
+
+REFUSED = {
+    "scales": (dict(k_scale=jnp.ones((5, 3))), ValueError, "'k_scale': expected shape"),
+    "pages": (dict(v_scale=jnp.ones((4, 2))), ValueError, "'v_scale': expected shape"),
+    "scale's dtype": (dict(k_scale=jnp.ones((5, 2), jnp.bfloat16)), TypeError, "'k_scale': expected dtype float32"),
+    "slots": (dict(slot_mapping=jnp.zeros(3, jnp.float32)), TypeError, "'slot_mapping': expected dtype int32"),
+    "key": (dict(key=jnp.ones((3, 2), jnp.float32)), ValueError, "'key': expected shape"),
+    "value": (dict(value=jnp.ones((3, 2, 4), jnp.bfloat16)), TypeError, "'value': expected dtype float32"),
+    "page_size": (dict(page_size=0), ValueError, "'page_size': expected at least 1, got 0"),
+    "dtype": (dict(dtype=jnp.bfloat16), ValueError, "'dtype': expected one of float8_e4m3fn, float8_e5m2, int8"),
+    "margin": (dict(margin=0.0), ValueError, "'margin': expected a finite number above 0, got 0"),
+}  # fmt: skip
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(("changes", "error", "message"), REFUSED.values(), ids=REFUSED)
+def test_refusals(changes, error, message):
+    given = dict(
+        key=jnp.ones((3, 2, 4)), value=jnp.ones((3, 2, 4)), k_scale=jnp.ones((5, 2)), v_scale=jnp.ones((5, 2)),
+        slot_mapping=jnp.zeros(3, jnp.int32), page_size=4, dtype=jnp.int8,
+    )  # fmt: skip
+    with pytest.raises(error, match=f"^page_scales: argument {message}"):
+        unchecked(page_scales)(**given | changes)
+
+
+@pytest.mark.once
+def test_a_cache_without_quantisation_has_no_scales():
+    tables = jnp.zeros((1, 1), jnp.int32)
+    sizes = dict(num_layers=1, num_pages=1, page_size=4, num_kv_heads=1, head_dim=16, block_tables=tables)
+    with pytest.raises(
+        ValueError, match="'scale_per_page': expected False for a cache of bfloat16, got True"
+    ):
+        PagedKVCache.create(**sizes, scale_per_page=True)
