@@ -32,6 +32,7 @@ from pallas_attn.ops.mla_decode import (
     mla_decode,
     mla_schedule,
 )
+from pallas_attn.ops.mla_prefill import mla_prefill
 from pallas_attn.ops.paged_attention import PagedAttentionConfig, paged_attention
 from pallas_attn.ops.ragged_attention import (
     RaggedAttentionConfig,
@@ -40,6 +41,7 @@ from pallas_attn.ops.ragged_attention import (
     prefix_prefill,
     ragged_paged_attention,
 )
+from pallas_attn.ops.sparse_mla import SparseMLAConfig, sparse_mla_decode, sparse_mla_prefill
 
 __all__ = [
     "BlockSparseConfig",
@@ -69,6 +71,7 @@ __all__ = [
     "get_mla_metadata",
     "merge_states",
     "mla_decode",
+    "mla_prefill",
     "mla_schedule",
     "page_scales",
     "paged_attention",
@@ -78,6 +81,7 @@ __all__ = [
     "record_implementations",
     "register_ffi_targets",
     "sparse_mla_decode",
+    "sparse_mla_prefill",
     "write_kv",
     "write_latents",
 ]

@@ -18,6 +18,7 @@ from refused_values import (
     NEW,
     NUM_SEQS,
     OUT_SCALE,
+    RAGGED_TREE,
     SIDES,
     SIZES,
     SLOPES_OR_SINKS,
@@ -33,9 +34,11 @@ from refused_values import (
     latent_attention,
     latent_cache,
     latent_layer,
+    latent_prefill,
     linen_call,
     new_latents,
     new_tokens,
+    page_scales,
     ragged,
 )
 from support import small_cache
@@ -118,7 +121,13 @@ def calls() -> dict[str, Call]:
                 seq_lens=ARRAY.or_none(),
                 dtype=DTYPE,
                 layout=NAME,
+                scale_per_page=FLAG,
             ),
+        ),
+        "page_scales": Call(
+            pallas_attn.page_scales,
+            dict(page_scales(), page_size=8, dtype=jnp.int8),
+            dict(dict.fromkeys(page_scales(), ARRAY), page_size=COUNT, dtype=DTYPE, margin=NUMBER),
         ),
         "PagedKVCache.layer_tables": Call(cache.layer_tables, {}, dict(layer=LAYER)),
         "PagedKVCache.scales": Call(quantised.scales, {}, dict(layer=LAYER)),
@@ -348,7 +357,8 @@ def _ragged_calls() -> dict[str, Call]:
     config = pallas_attn.RaggedAttentionConfig(pallas_attn.RaggedTiles(16, 16, 1))
     every = {
         **dict.fromkeys(ragged(), ARRAY),
-        **dict.fromkeys(SLOPES_OR_SINKS, ARRAY.or_none()),
+        **dict.fromkeys((*SLOPES_OR_SINKS, "query_positions"), ARRAY.or_none()),
+        "tree_mask": Kind((1.5, "x", jnp.ones((5, 2), I32), jnp.ones((4, 2), bool))).or_none(),
         **dict(MASKS, sliding_window=WINDOW),
         "num_seqs": NUM_SEQS,
         "scale": NUMBER.or_none(),
@@ -364,7 +374,7 @@ def _ragged_calls() -> dict[str, Call]:
     states = {**state, **{name.replace("_a", "_b"): array for name, array in state.items()}}
     return {
         "ragged_paged_attention": Call(
-            pallas_attn.ragged_paged_attention, {**ragged(), **SLOPES_OR_SINKS}, every
+            pallas_attn.ragged_paged_attention, {**ragged(), **SLOPES_OR_SINKS, **RAGGED_TREE}, every
         ),
         "ragged_paged_attention, quantised": Call(
             pallas_attn.ragged_paged_attention,
@@ -373,7 +383,7 @@ def _ragged_calls() -> dict[str, Call]:
         ),
         "prefix_prefill": Call(
             pallas_attn.prefix_prefill,
-            {**ragged(), **new, **SLOPES_OR_SINKS, **out},
+            {**ragged(), **new, **SLOPES_OR_SINKS, **RAGGED_TREE, **out},
             {
                 **every,
                 **dict.fromkeys(new, ARRAY),
@@ -381,6 +391,18 @@ def _ragged_calls() -> dict[str, Call]:
                 "out": ARRAY.or_none(),
                 "out_dtype": DTYPE.or_none(),
                 "out_scale": OUT_SCALE,
+            },
+        ),
+        "mla_prefill": Call(
+            pallas_attn.mla_prefill,
+            latent_prefill(),
+            {
+                **dict.fromkeys(latent_prefill(), ARRAY),
+                "num_seqs": NUM_SEQS,
+                "scale": NUMBER.or_none(),
+                "form": NAME.or_none(),
+                "return_lse": FLAG,
+                "implementation": NAME.or_none(),
             },
         ),
         "merge_states": Call(

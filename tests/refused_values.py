@@ -78,6 +78,19 @@ def latent_cache() -> Any:
     )
 
 
+def latent_prefill() -> dict[str, Any]:
+    up = jnp.ones((4, 16, 512))
+    given = {n: x for n, x in ragged().items() if not n.endswith("_cache")}
+    return dict(
+        given, query=jnp.ones((5, 4, 80)), latent_cache=jnp.zeros((4, 8, 1, 576)), key_up=up, value_up=up
+    )
+
+
+def page_scales() -> dict[str, Any]:
+    new, scales = jnp.ones((3, 2, 16)), jnp.ones((4, 2))
+    return dict(key=new, value=new, k_scale=scales, v_scale=scales, slot_mapping=jnp.zeros(3, I32))
+
+
 def linen_call(**arguments: Any) -> Any:
     options = {n: arguments.pop(n) for n in list(arguments) if n in linen.PagedAttention.__dataclass_fields__}
     return linen.PagedAttention(**options).init_with_output(jax.random.key(0), **arguments)
@@ -102,6 +115,7 @@ FROM_0 = Kind(("3", 2.5, True, [1], np.float32(2), np.ones((), int), jnp.ones(()
 TILES = dict.fromkeys(("block_q", "block_kv", "num_warps", "num_stages"), COUNT)
 TILES |= dict.fromkeys(("num_splits", "split_tokens"), FROM_0)
 TREE = dict(tree_mask=jnp.ones((2, 1, 1), bool), query_positions=jnp.zeros((2, 1), I32))
+RAGGED_TREE = dict(tree_mask=jnp.ones((5, 2), bool), query_positions=jnp.zeros(5, I32))
 NEW = dict(layer=LAYER, key=ARRAY, value=ARRAY, positions=ARRAY)
 WINDOW = Kind(
     ("3", 2.5, True, [1], 0, -1, {}, jnp.ones(1, I32), jnp.ones(()), np.ones((), I32)), optional=True

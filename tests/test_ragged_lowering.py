@@ -28,6 +28,11 @@ def lowered(case: cases.RaggedCase, *, num_tokens: int, sm: int = 90, new_apart:
     )
     new = [struct((num_tokens, case.num_kv_heads, dim), dtype) for dim in dims.values()] if new_apart else []
     per_head = jnp.ones(case.num_heads) if case.alibi or case.sinks else None
+    if case.scale_per_page:
+        options |= dict.fromkeys(("k_scale", "v_scale"), jnp.ones((9000, case.num_kv_heads)))
+    if case.tree:
+        options["tree_mask"] = jnp.ones((num_tokens, case.max_tree), bool)
+        options["query_positions"] = jnp.zeros(num_tokens, jnp.int32)
     call = functools.partial(
         pallas_attn.prefix_prefill if new_apart else pallas_attn.ragged_paged_attention,
         layout=case.layout,
@@ -67,6 +72,8 @@ CASES = [
     (served(64, 32, 8, 128, layout="HND", cache_dtype="float8_e5m2"), 512, False),
     (served(4, 32, 8, 128, dtype="float16", layout="PACKED", cache_dtype="int8"), 2048, False),
     (served(4, 28, 4, 80, causal=False), 100, True),
+    (served(4, 32, 8, 128, cache_dtype="float8_e4m3fn", scale_per_page=True), 2048, False),
+    (served(64, 32, 8, 128, tree="positions", max_tree=16, sliding_window=1024, alibi=True), 1024, False),
 ]
 
 
@@ -107,6 +114,29 @@ def test_the_hot_loops_are_as_measured():
         hot = next(loop for loop in kernel.ttgir.split("scf.for")[1:] if "dot" in loop.split("scf.yield")[0])
         body = hot.split("scf.yield")[0]
         assert body.count("async_copy_global_to_local") >= 2, f"{kernel.name}: loads are not pipelined"
+
+
+def test_latents_compile():
+    """576 elements of keys, 512 of which are values: one tile of them, for both products."""
+    struct, bf16 = jax.ShapeDtypeStruct, jnp.bfloat16
+    made = lowering.lower_for_gpu(
+        lambda *a: pallas_attn.mla_prefill(*a[:6], key_up=a[6], value_up=a[7], form="absorbed"),
+        struct((64, 16, 192), bf16),
+        struct((900, 64, 1, 576), bf16),
+        struct((4, 100), jnp.int32),
+        struct((4,), jnp.int32),
+        struct((5,), jnp.int32),
+        struct((), jnp.int32),
+        struct((16, 128, 512), bf16),
+        struct((16, 128, 512), bf16),
+    )
+    kernels = {kernel.name: kernel for kernel in lowering.compile_kernels(made, 90)}
+    for name in (NAME, f"{NAME}_short"):
+        assert kernels[name].shared_bytes <= lowering.SMEM_LIMIT[90]
+        assert "cp.async" in kernels[name].ptx, "loads are not pipelined"
+        # Latents are copied once, not as keys and as values.
+        assert kernels[name].shared_bytes < 160 * 1024
+    assert "wgmma" in kernels[NAME].ptx
 
 
 def test_few_programs_are_cut():

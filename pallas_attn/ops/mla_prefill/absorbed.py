@@ -1,0 +1,45 @@
+"""The absorbed form: ragged attention over the latents themselves, which are keys and values to all heads."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_attn._call.checks import ArgumentChecker
+from pallas_attn._tile.latents import ROPE_DIM
+from pallas_attn.ops.mla_prefill.batch import Batch
+from pallas_attn.ops.ragged_attention import call
+
+
+def attend(
+    check: ArgumentChecker,
+    batch: Batch,
+    latent_cache: jax.Array,
+    mine: jax.Array,
+    *,
+    key_up: jax.Array,
+    value_up: jax.Array,
+    scale: float,
+    implementation: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """(out, lse) of the sequences `mine` [max_seqs]; 0 and -inf for others, whose pages are not read."""
+    query = batch.operands["query"]
+    nope, rope = query[..., :-ROPE_DIM], query[..., -ROPE_DIM:]
+    in_latents = jnp.einsum("thn,hnc->thc", nope, key_up, precision="highest")
+    seen = {
+        **batch.operands,
+        "query": jnp.concatenate([in_latents.astype(query.dtype), rope], axis=-1),
+        "key_cache": latent_cache,
+        "seq_lens": jnp.where(mine, batch.operands["seq_lens"], 0),
+    }
+    out, lse = call.run(
+        check,
+        seen,
+        op="mla_prefill",
+        layout="NHD",
+        scale=scale,
+        return_lse=True,
+        implementation=implementation,
+    )
+    in_heads = jnp.einsum("thc,hvc->thv", out, value_up, precision="highest")
+    return in_heads.astype(query.dtype), lse

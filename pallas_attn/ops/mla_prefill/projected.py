@@ -1,0 +1,112 @@
+"""The projected form: keys and values of every head, made from the latents.
+
+The new tokens' are made at once, and attended to causally. The context's are made a workspace at a time. Sequences
+share it: their contexts lie end to end, each from a new page of the workspace on, and every turn takes the next pages
+of all of them. So a turn's work is what the contexts hold, not what the longest of them does times their number.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_attn._call.checks import ArgumentChecker
+from pallas_attn._tile.latents import BYTES, LATENT_DIM, dequantized
+from pallas_attn._tile.pieces import ceil_div
+from pallas_attn.ops.mla_prefill.batch import Batch
+from pallas_attn.ops.ragged_attention import call
+from pallas_attn.ops.ragged_attention.states import merged
+
+PAGE = 64  # tokens of a page of the workspace
+WORKSPACE_TOKENS = 4096
+
+
+def attend(
+    check: ArgumentChecker,
+    batch: Batch,
+    latent_cache: jax.Array,
+    mine: jax.Array,
+    *,
+    key_up: jax.Array,
+    value_up: jax.Array,
+    scale: float,
+    implementation: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """(out, lse) of the sequences `mine` [max_seqs]; 0 and -inf for others, whose contexts are not read."""
+    query, lens = batch.operands["query"], batch.operands["seq_lens"]
+    run = functools.partial(
+        call.run,
+        check,
+        op="mla_prefill",
+        layout="NHD",
+        scale=scale,
+        return_lse=True,
+        implementation=implementation,
+    )
+
+    def made(seq: jax.Array, position: jax.Array, held: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Keys and values [..., num_heads, dim] of tokens; NaN where a page is none, 0 where nothing is `held`."""
+        page, offset, is_place = batch.places(seq, position, latent_cache.shape[0])
+        stored = latent_cache[page, offset, 0]
+        stored = dequantized(stored).astype(query.dtype) if latent_cache.dtype == BYTES else stored
+        token = jnp.where(held[..., None], jnp.where(is_place[..., None], stored, jnp.nan), 0)
+        latent, rope = token[..., :LATENT_DIM], token[..., LATENT_DIM:]
+        keys, values = (
+            jnp.einsum("...c,hnc->...hn", latent, up, precision="highest").astype(query.dtype)
+            for up in (key_up, value_up)
+        )
+        rope = jnp.broadcast_to(rope[..., None, :], (*keys.shape[:-1], rope.shape[-1]))
+        return jnp.concatenate([keys, rope], axis=-1), values
+
+    is_mine = batch.by_token(mine)[:, None]
+    keys, values = made(batch.seq_of_token, batch.position, is_mine[:, 0])
+    nothing = {
+        f"{which}_cache": jnp.zeros((1, 1, *x.shape[1:]), x.dtype)
+        for which, x in (("key", keys), ("value", values))
+    }
+    own, own_lse = run(
+        {
+            **batch.operands,
+            **nothing,
+            "block_tables": batch.operands["block_tables"][:, :1],
+            "seq_lens": batch.q_lens,
+            "key": keys,
+            "value": values,
+        }
+    )
+    own_lse = jnp.where(is_mine, own_lse, -jnp.inf)
+
+    num_pages = max(1, min(WORKSPACE_TOKENS, batch.capacity * mine.shape[0]) // PAGE)
+    contexts = jnp.where(mine, jnp.clip(lens - batch.q_lens, 0, batch.capacity), 0)
+    ends = jnp.cumsum(ceil_div(contexts, PAGE))
+    begins = ends - ceil_div(contexts, PAGE)
+
+    def turn(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        first = i * num_pages
+        page = first + jnp.arange(num_pages)
+        seq = jnp.minimum(jnp.searchsorted(ends, page, side="right"), len(ends) - 1)[:, None]
+        position = (page[:, None] - begins[seq]) * PAGE + jnp.arange(PAGE)
+        keys, values = made(seq, position, (position >= 0) & (position < contexts[seq]))
+        # The part of each sequence's context that the workspace holds: its pages lie side by side.
+        from_page, to_page = (jnp.clip(x, first, first + num_pages) for x in (begins, ends))
+        held = jnp.clip(contexts - (from_page - begins) * PAGE, 0, (to_page - from_page) * PAGE)
+        tables = (from_page - first)[:, None] + jnp.arange(num_pages)
+        part = run(
+            {
+                **batch.operands,
+                "key_cache": keys,
+                "value_cache": values,
+                "block_tables": tables.astype(jnp.int32),
+                "seq_lens": held.astype(jnp.int32),
+            },
+            causal=False,
+        )
+        return merged((state[0], part[0]), (state[1], part[1]))
+
+    start = own.astype(jnp.float32), own_lse
+    out, lse = jax.lax.fori_loop(0, ceil_div(ends[-1], num_pages), turn, start)
+    # A length that cannot be right; one of 0 is, and empty.
+    bad = batch.by_token(mine & ((lens < batch.q_lens) | (lens > batch.capacity)))[:, None]
+    out = jnp.where(is_mine[..., None], jnp.where(bad[..., None], jnp.nan, out), 0)
+    return out.astype(query.dtype), jnp.where(bad, jnp.nan, lse)
