@@ -47,6 +47,24 @@ def paged_attention(case: Any) -> Cost:
     return Cost(4 * case.head_dim * pairs, num_bytes)
 
 
+def ragged_paged_attention(case: Any) -> Cost:
+    """Operations: what the mask leaves, the causal one included, since prompts are mostly that."""
+    pairs = tokens_read = 0
+    for length, q_len in zip(case.seq_lens, case.q_lens, strict=True):
+        position = length - q_len + np.arange(q_len)
+        seen = position + 1 if case.causal else np.full(q_len, length)
+        if case.sliding_window:
+            seen = np.minimum(seen, case.sliding_window)
+        pairs += int(seen.sum())
+        tokens_read += int(min(length, seen[0] + q_len - 1)) if q_len else 0
+    cache_bytes = _ITEM_BYTES[case.cache_dtype or case.dtype]
+    rows = sum(case.q_lens) * case.num_heads
+    num_bytes = (
+        2 * case.head_dim * (tokens_read * case.num_kv_heads * cache_bytes + rows * _ITEM_BYTES[case.dtype])
+    )
+    return Cost(4 * case.head_dim * case.num_heads * pairs, num_bytes)
+
+
 def _blocks(case: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
     """(whether a head sees a block: [num_heads, blocks], its tokens that a query sees: [q_len, blocks]).
 

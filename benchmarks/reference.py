@@ -5,6 +5,7 @@ float32 (no TF32); a sequence's pages are gathered and attended to densely.
 """
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -40,6 +41,54 @@ def expected(
         return _attend(case, query.astype(jnp.float32), rows[0], rows[1][..., :value_dim], length)
 
     return jax.lax.map(one, (query, table, lengths))
+
+
+QUERIES = 256  # that are attended from at once, where there are many
+
+
+def ragged_expected(
+    query: jax.Array, caches: tuple[jax.Array, ...], table: jax.Array, *, case: Any, cache_scale: float = 1.0
+) -> jax.Array:
+    """float32 [num_tokens, num_heads, head_dim], of `case.q_lens` queries of each sequence end to end."""
+    outs, seq, first = [], 0, 0
+    sizes = zip(case.seq_lens, case.q_lens, strict=True)
+    # Neighbours of one size are compiled once.
+    for (length, q_len), alike in itertools.groupby(sizes):
+        count, size = len(list(alike)), min(q_len, QUERIES)
+        padding = -q_len % size
+        queries = query[first : first + count * q_len].reshape(count, q_len, *query.shape[1:])
+        queries = jnp.pad(queries, ((0, 0), (0, padding), (0, 0), (0, 0)))
+
+        def one(operands, length=length, q_len=q_len, size=size):
+            queries, pages = operands
+            keys, values = (_rows(pool, pages, PAGES_FIRST)[:length] * cache_scale for pool in caches)
+
+            def some(operands):
+                queries, index = operands
+                position = length - q_len + index * size + jnp.arange(size)
+                return _attend_at(case, queries.astype(jnp.float32), keys, values, position)
+
+            blocks = queries.reshape(-1, size, *queries.shape[1:])
+            return jax.lax.map(some, (blocks, jnp.arange(len(blocks)))).reshape(queries.shape)[:q_len]
+
+        tables = table[seq : seq + count, : -(-length // case.page_size)]
+        outs.append(jax.lax.map(one, (queries, tables)).reshape(-1, *query.shape[1:]))
+        seq, first = seq + count, first + count * q_len
+    return jnp.concatenate(outs)
+
+
+def _attend_at(
+    case: Any, query: jax.Array, keys: jax.Array, values: jax.Array, position: jax.Array
+) -> jax.Array:
+    """[queries, num_heads, head_dim] of queries at `position` [queries]."""
+    product = functools.partial(jnp.einsum, precision="highest")
+    grouped = query.reshape(len(query), keys.shape[1], -1, query.shape[2]) * query.shape[2] ** -0.5
+    key_at, at = jnp.arange(len(keys)), position[:, None]
+    seen = (key_at <= at) if case.causal else jnp.ones((len(query), len(keys)), bool)
+    if case.sliding_window:
+        seen &= at - key_at < case.sliding_window
+    weights = jax.nn.softmax(jnp.where(seen, product("qhgd,thd->hgqt", grouped, keys), -jnp.inf), axis=-1)
+    return product("hgqt,thv->qhgv", weights, values).reshape(query.shape)
 
 
 def _rows(pool: jax.Array, pages: jax.Array, order: str) -> jax.Array:

@@ -143,10 +143,48 @@ class PagedWrapper:
         return out
 
 
+class PrefillWrapper:
+    """flashinfer.BatchPrefillWithPagedKVCacheWrapper."""
+
+    def __init__(self, float_workspace_buffer, kv_layout="NHD", backend="auto"):
+        assert (kv_layout, backend in ("fa2", "fa3")) == ("NHD", True)
+
+    def plan(
+        self,
+        qo_indptr,
+        paged_kv_indptr,
+        paged_kv_indices,
+        paged_kv_last_page_len,
+        num_qo_heads,
+        num_kv_heads,
+        head_dim_qk,
+        page_size,
+        causal=False,
+        sm_scale=None,
+        q_data_type=None,
+        kv_data_type=None,
+    ):
+        self.starts, self.indptr, self.last = qo_indptr, paged_kv_indptr, paged_kv_last_page_len
+        self._paged_kv_indices_buf, self.page_size = paged_kv_indices, page_size
+        self.heads, self.options = (num_qo_heads, num_kv_heads, head_dim_qk), (sm_scale, causal)
+
+    def run(self, q, paged_kv_cache, out=None):
+        assert (q.shape[1], paged_kv_cache[0].shape[2], q.shape[2]) == self.heads
+        for i, (first, last) in enumerate(zip(self.indptr[:-1], self.indptr[1:], strict=True)):
+            length = int(last - first - 1) * self.page_size + int(self.last[i])
+            keys, values = (
+                rows_of(cache, self._paged_kv_indices_buf[first:last], length) for cache in paged_kv_cache
+            )
+            own = slice(int(self.starts[i]), int(self.starts[i + 1]))
+            out[own] = attention(q[own], keys, values, *self.options)
+        return out
+
+
 def flashinfer_package():
     package = types.ModuleType("flashinfer")
     package.mla = types.SimpleNamespace(BatchMLAPagedAttentionWrapper=LatentWrapper)
     package.BatchDecodeWithPagedKVCacheWrapper = PagedWrapper
+    package.BatchPrefillWithPagedKVCacheWrapper = PrefillWrapper
     return package
 
 

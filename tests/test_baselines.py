@@ -12,6 +12,7 @@ import pytest
 import reference
 from workloads.mla_decode import MLADecode
 from workloads.paged_attention import PagedAttention
+from workloads.ragged_attention import RaggedAttention
 
 import pallas_attn
 from pallas_attn.testing import cases
@@ -26,6 +27,14 @@ MLA = {
     for q_len in (1, 2)
 }
 PAGED = {q_len: cases.DecodeCase((64, 150, 3), 4, 2, 16, 16, q_len=q_len, spare_pages=0) for q_len in (1, 2)}
+RAGGED = cases.RaggedCase(
+    (64, 150, 3), 4, 2, 16, 16, q_lens=(64, 20, 1), padding=0, spare_seqs=0, spare_pages=0
+)
+WORKLOADS = {
+    "mla_decode": MLADecode,
+    "paged_attention": PagedAttention,
+    "ragged_paged_attention": RaggedAttention,
+}
 
 
 def stand_in(monkeypatch, name: str) -> None:
@@ -54,7 +63,7 @@ def made():
 
     def make(case):
         if case not in found:
-            workload = (MLADecode if case.op == "mla_decode" else PagedAttention)(pallas_attn, True)
+            workload = WORKLOADS[case.op](pallas_attn, True)
             inputs = workload.inputs(case)
             found[case] = inputs, workload.compile_expected(case)(inputs)
         return found[case]
@@ -78,6 +87,7 @@ ON_TORCH = [
     ("vllm_triton", MLA[1]),
     ("vllm_triton", PAGED[1]),
     ("vllm_triton", PAGED[2]),
+    *((name, RAGGED) for name in ("fa3", "flashinfer", "vllm_triton")),
 ]
 
 
@@ -216,7 +226,7 @@ def test_every_peer_says_what_run_asks():
     for name in baselines.PEERS:
         peer = baselines.load(name)
         assert peer.TITLE
-        assert set(peer.OPS) <= {"mla_decode", "paged_attention"}
+        assert set(peer.OPS) <= WORKLOADS.keys()
         assert callable(peer.available)
         assert callable(peer.supports)
         if hasattr(peer, "variants"):

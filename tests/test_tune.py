@@ -24,8 +24,10 @@ from pallas_attn.testing import cases
 from pallas_attn.tuning import entries, errors, points, registry, timing
 from pallas_attn.tuning import mla_decode as tuned_mla_decode
 from pallas_attn.tuning import paged_attention as tuned_paged_attention
+from pallas_attn.tuning import ragged_attention as tuned_ragged_attention
 from pallas_attn.tuning.mla_decode import MLADecodePoint
 from pallas_attn.tuning.paged_attention import PagedAttentionPoint
+from pallas_attn.tuning.ragged_attention import RaggedAttentionPoint
 
 KEY = dict(head_dim=16, page_size=16, dtype="bfloat16", rows=[1, 16], streams=[1, 8], max_len=[65, None])
 TINY = ["--num-heads", "2", "--num-kv-heads", "1", "--head-dim", "16", "--num-seqs", "2"]
@@ -211,7 +213,7 @@ def mla_point(num_seqs: int, max_len: int, num_heads: int = 2, scheduled: bool =
 @pytest.fixture
 def h100(monkeypatch):
     device = Device("gpu", "one", 132, 90)
-    for module in (tuned_paged_attention, tuned_mla_decode):
+    for module in (tuned_paged_attention, tuned_mla_decode, tuned_ragged_attention):
         monkeypatch.setattr(module, "current_device", lambda: device)
 
 
@@ -331,6 +333,41 @@ def test_an_op_is_an_entry_of_the_registry(small, tmp_path, monkeypatch):
     assert found["config"]["block_kv"] == 16
 
 
+def ragged_point(q_len: int) -> RaggedAttentionPoint:
+    return next(
+        p
+        for p in RaggedAttentionPoint.variants(64, 4096, **RaggedAttentionPoint.sizes)
+        if p.case.q_len == q_len
+    )
+
+
+@pytest.mark.parametrize(("q_len", "launch", "other"), [(512, "long", "short"), (1, "short", "long")])
+def test_ragged_points_are_of_one_launch(q_len, launch, other, h100):
+    """What an entry keeps is of the launch that was measured; the other stays the heuristic's."""
+    point = ragged_point(q_len)
+    candidates = point.candidates()
+    made = [point.config(**fields) for fields in candidates]
+    assert made[0] == point.config()
+    assert len(set(made)) == len(made) > 3
+    assert len({getattr(config, other) for config in made}) == 1
+    kept = point.chosen(candidates[1])
+    assert all(name.startswith(f"{launch}_") for name in kept)
+    assert point.config(**kept) == made[1]
+    with pytest.raises(TypeError, match="no field of either launch: block_kv"):
+        point.config(block_kv=16)
+
+
+@pytest.mark.slow
+def test_tune_serves_ragged_attention_too(small, tmp_path, monkeypatch):
+    monkeypatch.setattr(RaggedAttentionPoint, "candidates", lambda self: [{}])
+    op = "ragged_paged_attention"
+    assert tune("--output", str(tmp_path), op=op) == 0
+    found = json.loads((tmp_path / current_device().slug / f"{op}.json").read_text())["entries"]
+    assert [e["key"]["rows"] for e in found] == [[1, 16], [65, None]]
+    assert all("long_block_kv" in e["config"] for e in found), "two decoded sequences have one launch"
+    assert all(0 < e["measured"]["error"] < errors.LARGEST_ERROR["bfloat16"] for e in found)
+
+
 @pytest.mark.slow
 def test_tune_serves_mla_decode_too(small, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(MLADecodePoint, "candidates", lambda self: [{}])
@@ -415,7 +452,7 @@ def test_tune_without_a_gpu_is_one_line(capsys):
             "'--head-dim': expected none with --op mla_decode, got 64",
         ),
         (["--output", "/dev/null/here"], 1, "Not a directory"),
-        (["--op", "foo"], 2, "'foo' is not one of 'paged_attention', 'mla_decode'"),
+        (["--op", "foo"], 2, "'foo' is not one of 'paged_attention', 'ragged_paged_attention', 'mla_"),
         (["--implementation", "foo"], 2, "'foo' is not one of 'pallas', 'interpret'"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",

@@ -18,6 +18,7 @@ for compiled libraries that have no package around them.
 """
 
 import importlib
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -86,6 +87,17 @@ def plain_only(case: Any) -> str | None:
         if getattr(case, option, None):
             return f"is set up without {option} here"
     return None
+
+
+def q_lens(case: Any) -> tuple[int, ...]:
+    """Query tokens of each sequence."""
+    return getattr(case, "q_lens", None) or (case.q_len,) * case.num_seqs
+
+
+def query_starts(case: Any, **options: Any) -> Any:
+    """Where each sequence's query tokens begin among all, and where the last one's end, as an int32 tensor."""
+    torch = importlib.import_module("torch")
+    return torch.tensor([0, *itertools.accumulate(q_lens(case))], dtype=torch.int32, **options)
 
 
 def as_tensors(inputs: Any) -> Any:

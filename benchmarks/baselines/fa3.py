@@ -13,7 +13,7 @@ import costs
 import baselines
 
 TITLE = "FA3 (vLLM)"
-OPS = ("mla_decode", "paged_attention")
+OPS = ("mla_decode", "paged_attention", "ragged_paged_attention")
 LIBRARY = "_vllm_fa3_C"
 # Its own choice; and for small batches an upper bound, which vLLM sets under CUDA graphs.
 SPLITS, MORE_SPLITS, FEW_SEQS = 0, 32, 16
@@ -52,7 +52,6 @@ def build(case: Any, inputs: Any) -> dict[str, Callable[[int], Any]]:
 
 
 def _call(case: Any, inputs: Any, splits: int) -> Callable[[int], Any]:
-    torch = importlib.import_module("torch")
     operators = _operators()
     query = inputs.query.reshape(-1, case.num_heads, case.head_dim)
     latent_query = None
@@ -66,11 +65,14 @@ def _call(case: Any, inputs: Any, splits: int) -> Callable[[int], Any]:
     else:
         keys, values = inputs.caches
     longest = max(case.seq_lens)
-    query_starts = torch.arange(case.num_seqs + 1, dtype=torch.int32, device=query.device) * case.q_len
+    query_starts, most_queries = (
+        baselines.query_starts(case, device=query.device),
+        max(baselines.q_lens(case)),
+    )
     no_window = (-1, -1)
     metadata = operators.get_scheduler_metadata(
         case.num_seqs,
-        case.q_len,
+        most_queries,
         longest,
         case.num_heads,
         case.num_kv_heads,
@@ -106,7 +108,7 @@ def _call(case: Any, inputs: Any, splits: int) -> Callable[[int], Any]:
             query_starts,
             *unused["before"],  # cu_seqlens_k, cu_seqlens_k_new, seqused_q
             inputs.lengths,
-            case.q_len,
+            most_queries,
             longest,
             inputs.tables[index],
             *unused["after"],  # batch index, left padding, rotary (3), scales of 8-bit inputs (3)

@@ -1,4 +1,5 @@
-"""FlashInfer: for MLA its Hopper and its mma.sync kernels, for paged decoding tensor cores and CUDA cores."""
+"""FlashInfer: for MLA and ragged queries its Hopper and its mma.sync kernels, for paged decoding tensor cores and CUDA
+cores."""
 
 import importlib
 from collections.abc import Callable
@@ -9,7 +10,7 @@ import costs
 import baselines
 
 TITLE = "FlashInfer"
-OPS = ("mla_decode", "paged_attention")
+OPS = ("mla_decode", "paged_attention", "ragged_paged_attention")
 WORKSPACE_BYTES = 512 << 20
 
 
@@ -28,6 +29,8 @@ def build(case: Any, inputs: Any) -> dict[str, Callable[[int], Any]]:
     plan = _Plan(case, inputs)
     if case.op == "mla_decode":
         return {kind: _mla(package, kind, case, inputs, plan) for kind in ("fa3", "fa2")}
+    if case.op == "ragged_paged_attention":
+        return {kind: _ragged(package, kind, case, inputs, plan) for kind in ("fa3", "fa2")}
     kinds = {"tensor cores": True, "CUDA cores": False}
     return {kind: _paged(package, tensor_cores, case, inputs, plan) for kind, tensor_cores in kinds.items()}
 
@@ -43,7 +46,7 @@ class _Plan:
         self.starts = torch.zeros(case.num_seqs + 1, dtype=torch.int32)
         self.starts[1:] = pages.cpu().cumsum(0)
         self.last_page_lengths = (inputs.lengths - (pages - 1) * case.page_size).cpu()
-        self.query_starts = torch.arange(case.num_seqs + 1, dtype=torch.int32) * case.q_len
+        self.query_starts = baselines.query_starts(case)
         self.workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=pages.device)
 
 
@@ -100,6 +103,33 @@ def _paged(package: Any, tensor_cores: bool, case: Any, inputs: Any, plan: _Plan
     def call(index: int) -> Any:
         wrapper._paged_kv_indices_buf = plan.indices[index]
         wrapper.run(query, inputs.caches, out=out)
+        return out
+
+    return call
+
+
+def _ragged(package: Any, kind: str, case: Any, inputs: Any, plan: _Plan) -> Callable[[int], Any]:
+    torch = importlib.import_module("torch")
+    wrapper = package.BatchPrefillWithPagedKVCacheWrapper(plan.workspace, "NHD", backend=kind)
+    wrapper.plan(
+        plan.query_starts,
+        plan.starts,
+        plan.indices[0],
+        plan.last_page_lengths,
+        case.num_heads,
+        case.num_kv_heads,
+        case.head_dim,
+        case.page_size,
+        causal=True,
+        sm_scale=case.head_dim**-0.5,
+        q_data_type=inputs.query.dtype,
+        kv_data_type=inputs.caches[0].dtype,
+    )
+    out = torch.empty_like(inputs.query)
+
+    def call(index: int) -> Any:
+        wrapper._paged_kv_indices_buf = plan.indices[index]
+        wrapper.run(inputs.query, inputs.caches, out=out)
         return out
 
     return call

@@ -9,7 +9,7 @@ import costs
 import baselines
 
 TITLE = "vLLM's Triton"
-OPS = ("mla_decode", "paged_attention")
+OPS = ("mla_decode", "paged_attention", "ragged_paged_attention")
 OPERATORS = "vllm.v1.attention.ops"
 SEGMENTS = 16  # of a sequence, where few programs would run otherwise
 PROGRAMS = 128
@@ -36,7 +36,7 @@ def _paged(case: Any, inputs: Any) -> Callable[[int], Any]:
     attend = importlib.import_module(f"{OPERATORS}.triton_unified_attention").unified_attention
     query = inputs.query.reshape(-1, case.num_heads, case.head_dim)
     out = torch.empty_like(query)
-    query_starts = torch.arange(case.num_seqs + 1, dtype=torch.int32, device=query.device) * case.q_len
+    query_starts = baselines.query_starts(case, device=query.device)
     threshold = PROGRAMS // case.num_kv_heads
     segments = dict(dtype=torch.float32, device=query.device)
     sums = [torch.empty(threshold, case.num_heads, SEGMENTS, **segments) for _ in range(2)]
@@ -48,7 +48,7 @@ def _paged(case: Any, inputs: Any) -> Callable[[int], Any]:
             *inputs.caches,
             out,
             query_starts,
-            case.q_len,
+            max(baselines.q_lens(case)),
             inputs.lengths,
             max(case.seq_lens),
             case.head_dim**-0.5,

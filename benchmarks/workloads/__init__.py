@@ -7,11 +7,12 @@ over a paged cache share `decode.py`.
 from collections.abc import Callable
 from typing import Any
 
-from workloads import mla_decode, mla_step, paged_attention
+from workloads import mla_decode, mla_step, paged_attention, ragged_attention
 from workloads.base import Workload
 
 WORKLOADS: dict[str, Callable[[Any, bool], Workload]] = {
     "paged_attention": paged_attention.PagedAttention,
+    "ragged_paged_attention": ragged_attention.RaggedAttention,
     "mla_decode": mla_decode.MLADecode,
     "mla_step": mla_step.MLAStep,
 }

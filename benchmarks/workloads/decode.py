@@ -49,6 +49,9 @@ class PagedWorkload(Workload):
 
     # ---- inputs
 
+    def query_shape(self, case: Any) -> tuple[int, ...]:
+        return (case.num_seqs, case.q_len, case.num_heads, case.head_dim)
+
     def input_shapes(self, case: Any) -> Inputs:
         struct = jax.ShapeDtypeStruct
         num_sets, pages = self._num_sets(case), sum(_pages(case))
@@ -57,7 +60,7 @@ class PagedWorkload(Workload):
         )
         table = struct((case.num_seqs, max(_pages(case))), jnp.int32)
         return Inputs(
-            struct((case.num_seqs, case.q_len, case.num_heads, case.head_dim), jnp.dtype(case.dtype)),
+            struct(self.query_shape(case), jnp.dtype(case.dtype)),
             (pool,) * self.num_caches,
             (table,) * max(num_sets, SMALL_SETS if self.small else timing.LEAST_CALLS),
             struct((case.num_seqs,), jnp.int32),
@@ -79,8 +82,12 @@ class PagedWorkload(Workload):
     def _num_sets(self, case: Any) -> int:
         row_bytes = case.num_kv_heads * case.head_dim * jnp.dtype(cache_dtype(case)).itemsize
         held = self.num_caches * sum(_pages(case)) * case.page_size * row_bytes
-        most = SMALL_SETS if self.small else max(1, MOST_POOL_BYTES // held)
+        most = SMALL_SETS if self.small else max(1, min(MOST_POOL_BYTES // held, self.most_sets(case)))
         return min(timing.num_sets(min(held, self.cost(case).num_bytes)), most)
+
+    def most_sets(self, case: Any) -> int:
+        """That are of use: calls that products limit need few."""
+        return timing.MOST_SETS
 
     def _tables(self, case: Any, shapes: Inputs) -> list[np.ndarray]:
         rng = np.random.default_rng(3)

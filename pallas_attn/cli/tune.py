@@ -133,9 +133,9 @@ def _table(best: Best) -> Table:
     columns = ("sequences", "tokens", "kind", "us", "GB/s", "heuristic's us", "block_q", "block_kv", "warps")
     table = Table(*columns, "stages")
     for point, (fastest, first) in best.items():
-        config = point.config(**fastest.fields)
+        tiles = point.tiles(fastest.fields)
         speed = point.read_bytes / fastest.microseconds / 1e3
         figures = (f"{fastest.microseconds:.1f}", f"{speed:.0f}", f"{first.microseconds:.1f}")
-        tiles = (config.block_q, config.block_kv, config.num_warps, config.num_stages)
-        table.add_row(*map(str, (point.case.num_seqs, point.max_len, point.kind, *figures, *tiles)))
+        sizes = (tiles.block_q, tiles.block_kv, tiles.num_warps, tiles.num_stages)
+        table.add_row(*map(str, (point.case.num_seqs, point.max_len, point.kind, *figures, *sizes)))
     return table

@@ -1,6 +1,5 @@
 """What is kept of a measurement, and which calls it is for; `_call/configs.py` is where calls look it up."""
 
-import dataclasses
 import json
 import math
 from collections.abc import Sequence
@@ -18,13 +17,10 @@ _MOST_ROWS = 64
 
 def entry(point: Point, fastest: Timing, heuristic: Timing) -> Entry:
     """Of the fastest config, with its time and the heuristic's; `merged` adds the ranges of calls that it is for."""
-    chosen = dataclasses.asdict(point.config(**fastest.fields))
-    for name in ("num_splits", "split_tokens"):  # follow from the call
-        del chosen[name]
     guessed = heuristic.microseconds
     return {
         "key": {**point.key(), "rows": _rows(point.case.rows)},
-        "config": chosen,
+        "config": point.chosen(fastest.fields),
         "measured": {
             "num_seqs": point.case.num_seqs,
             "num_kv_heads": point.case.num_kv_heads,

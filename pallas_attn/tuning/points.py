@@ -56,8 +56,17 @@ class Point(abc.ABC):
         """What an entry's key says of this point, beside its ranges."""
 
     @abc.abstractmethod
-    def config(self, **fields: int) -> SplitKVConfig:
+    def config(self, **fields: int) -> Any:
         """What a call takes that finds `fields` measured."""
+
+    def tiles(self, fields: Fields) -> SplitKVConfig:
+        """Of the config, what the point's calls are cut up by."""
+        return self.config(**fields)
+
+    def chosen(self, fields: Fields) -> Fields:
+        """What an entry keeps of the fastest config: all of it but what follows from the call."""
+        kept = dataclasses.asdict(self.tiles(fields))
+        return {name: kept[name] for name in kept if name not in ("num_splits", "split_tokens")}
 
     @abc.abstractmethod
     def candidates(self) -> list[Fields]:
@@ -87,7 +96,7 @@ class Point(abc.ABC):
 
     def distinct(self, found: Sequence[Fields]) -> list[Fields]:
         """Without fields that make the same config as earlier ones."""
-        configs: dict[SplitKVConfig, Fields] = {}
+        configs: dict[Any, Fields] = {}
         for fields in found:
             configs.setdefault(self.config(**fields), fields)
         return list(configs.values())
@@ -141,7 +150,7 @@ def measure(point: Point, choices: Sequence[Fields], implementation: str = "pall
     if implementation != "pallas":  # interpreted, to try this out: slow, and jnp to the compiler
         rounds, plain = 1, True
 
-    def loop(config: SplitKVConfig, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
+    def loop(config: Any, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
         def call(table, seq_lens):
             options = dict(implementation=implementation, config=config)
             return point.call(inputs.operands, table, seq_lens, **options)

@@ -1,0 +1,110 @@
+"""What is tuned of `ragged_paged_attention`: chunks of prompts behind contexts, and decoding."""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from pallas_attn._call.device import current_device
+from pallas_attn.ops.ragged_attention import RaggedAttentionConfig, RaggedTiles, ragged_paged_attention
+from pallas_attn.ops.ragged_attention.config import heuristic
+from pallas_attn.testing.cases import RaggedCase
+from pallas_attn.tuning.points import Fields, Point, random_pool, random_query
+
+CHUNK = 512  # new tokens of a sequence, and 1: what most sequences of a batch ask for
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RaggedAttentionPoint(Point):
+    """Sequences that all have as many new tokens; of a batch that mixes them, the average counts."""
+
+    sizes: ClassVar = dict(num_heads=32, num_kv_heads=8, head_dim=128, page_size=16, dtype="bfloat16")
+
+    case: RaggedCase
+
+    @classmethod
+    def variants(cls, num_seqs: int, max_len: int, **sizes: Any) -> "Sequence[RaggedAttentionPoint]":
+        def point(q_len: int) -> "RaggedAttentionPoint":
+            case = RaggedCase(
+                (max_len,) * num_seqs, **sizes, q_len=q_len, q_lens=(q_len,) * num_seqs,
+                lengths=f"s{max_len}", padding=0, spare_seqs=0, spare_pages=0,
+            )  # fmt: skip
+            return cls(case=case)
+
+        return [point(q_len) for q_len in dict.fromkeys((min(CHUNK, max_len), 1))]
+
+    @property
+    def kind(self) -> str:
+        return f"{self.case.q_len} new"
+
+    @property
+    def read_bytes(self) -> int:
+        return 2 * self.streams * self.slots * self.case.head_dim * jnp.dtype(self.case.dtype).itemsize
+
+    def key(self) -> dict[str, Any]:
+        case = self.case
+        return dict(
+            head_dim=case.head_dim, value_dim=case.head_dim, page_size=case.page_size, dtype=case.dtype
+        )
+
+    def config(self, **fields: int) -> RaggedAttentionConfig:
+        case = self.case
+        itemsize = jnp.dtype(case.dtype).itemsize
+        return heuristic(
+            num_tokens=case.num_tokens,
+            num_seqs=case.num_seqs,
+            num_kv_heads=case.num_kv_heads,
+            group=case.group,
+            head_dim=case.head_dim,
+            value_dim=case.head_dim,
+            itemsize=itemsize,
+            query_itemsize=itemsize,
+            max_len=self.slots,
+            latent=False,
+            device=current_device(),
+            **fields,
+        )
+
+    @property
+    def launch(self) -> str:
+        """That serves these sequences: the other one is not measured. A few decoded sequences have one for all."""
+        return "short" if self.case.q_len == 1 and self.config().short else "long"
+
+    def tiles(self, fields: Fields) -> RaggedTiles:
+        return getattr(self.config(**fields), self.launch)
+
+    def chosen(self, fields: Fields) -> Fields:
+        return {f"{self.launch}_{name}": value for name, value in super().chosen(fields).items()}
+
+    def candidates(self) -> list[Fields]:
+        cores = current_device().num_cores
+        names = ("block_kv", "num_warps", "num_stages")
+        if self.case.q_len == 1:
+            tiles = itertools.product(
+                [(128, 4, 3), (64, 4, 3), (64, 4, 4), (32, 4, 5), (32, 4, 3)],
+                [{}, dict(target_programs=2 * cores)],
+            )
+            found = [dict(zip(names, tile, strict=True)) | more for tile, more in tiles]
+        else:
+            shapes = [(128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 8, 4), (64, 64, 4, 3), (64, 128, 8, 3)]
+            found = [dict(zip(("block_q", *names), shape, strict=True)) for shape in shapes]
+        named = [{f"{self.launch}_{name}": value for name, value in fields.items()} for fields in found]
+        return self.distinct([{}, *named])
+
+    def operands(self, num_pages: int, seq_lens: jax.Array) -> tuple[jax.Array, ...]:
+        case = self.case
+        pool = (num_pages, case.page_size, case.num_kv_heads, case.head_dim)
+        bounds = jnp.arange(case.num_seqs + 1, dtype=jnp.int32) * case.q_len
+        query = random_query((case.num_tokens, case.num_heads, case.head_dim), case.dtype)
+        return query, random_pool(pool, case.dtype, 1), random_pool(pool, case.dtype, 2), bounds
+
+    def call(
+        self, operands: tuple[jax.Array, ...], table: jax.Array, seq_lens: jax.Array, **options: Any
+    ) -> Any:
+        query, keys, values, bounds = operands
+        return ragged_paged_attention(
+            query, keys, values, table, seq_lens, bounds, return_lse=True, **options
+        )
