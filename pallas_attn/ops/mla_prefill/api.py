@@ -18,7 +18,7 @@ call.register("mla_prefill")
 
 type Form = Literal["absorbed", "projected"]
 FORMS = get_args(Form.__value__)
-# Of a product over the latents, against one over keys and values of 192 and 128: measured (README).
+# Of a product over the latents, against one over keys and values of 192 and 128: a first estimate (README).
 ABSORBED_COST = 2.75
 
 
@@ -142,8 +142,8 @@ def mla_prefill(
 def least_projected(nope_dim: int, value_dim: int) -> int | None:
     """New tokens of a sequence from which on it is projected; None: never, whatever their number.
 
-    Each saves 576 + 512 products with a token of the context, of the absorbed kind, for nope_dim + 64 + value_dim of the
-    projected kind; and 512 x (nope_dim + value_dim) for that token's keys and values are to be paid.
+    Each saves 576 + 512 products with a token of the context, of the absorbed kind, for nope_dim + 64 + value_dim of
+    the projected kind; and 512 x (nope_dim + value_dim) for that token's keys and values are to be paid.
     """
     saved = ABSORBED_COST * (QUERY_DIM + LATENT_DIM) - (nope_dim + ROPE_DIM + value_dim)
     return None if saved <= 0 else math.ceil(LATENT_DIM * (nope_dim + value_dim) / saved)
