@@ -57,7 +57,7 @@ def rescale(
     """
     new = jnp.max(logits2, axis=-1)
     maximum = jnp.maximum(state.maximum, new if factor is None else new * factor)
-    scaled = logits2 if factor is None else logits2 * factor
+    scaled = logits2 if factor is None else factor * logits2
     weights = exp2(scaled - _finite(maximum)[..., None])
     decay = jnp.exp2(state.maximum - _finite(maximum))
     if state.total.ndim == weights.ndim:

@@ -123,35 +123,36 @@ def _prefill_kernel(
         blocks = Blocks.of_row(layout, head, row)
         keys = Keys(problem, refs, tile.seq, tile.k_start, kv_head)
         state = softmax.start(tile.real.shape, dims[1])
-        state = _full_blocks(state, q, blocks, keys, problem)
-        state, bad = _partial_blocks(state, q, blocks, keys, tile, problem)
+        state, bad = _full_blocks((state, tile.bad), q, blocks, keys, problem)
+        state, bad = _partial_blocks((state, bad), q, blocks, keys, tile, problem)
         out, lse2 = softmax.finish(state)
         bad |= blocks.bad
         done = result.Result(mine, (tile.token,), [dims], [out], lse2).poisoned(bad)
         result.store(done, (out_ref, lse_ref), 0, True)
 
 
-def _full_blocks(state, q, blocks: Blocks, keys: Keys, problem: Problem):
-    """The state after the blocks that all queries see whole."""
+def _full_blocks(carry, q, blocks: Blocks, keys: Keys, problem: Problem):
+    """(the state, whether a block cannot be right) after the blocks that all queries see whole."""
     size, block_kv = blocks.layout.block_size, problem.config.block_kv
     tiles = size // block_kv
     end = blocks.row * blocks.layout.q_block_size
 
-    def step(i, state):
+    def step(i, carry):
+        state, bad = carry
         block, part = divided(i, tiles)
         entry = blocks.begin + block
         column = blocks.column(entry)
         first = column * size + part * block_kv
         # The layout may have been traced: what points outside or does not ascend makes its rows NaN.
         inside = (column >= 0) & (first + block_kv <= end)
-        ascends = (column > blocks.column(jnp.maximum(entry - 1, blocks.begin))) | (block == 0)
-        return _attend(state, q, keys, jnp.where(inside, first, 0), None, inside & ascends, [], problem)
+        state = _attend(state, q, keys, jnp.where(inside, first, 0), None, inside, [], problem)
+        return state, bad | ~blocks.ascends(entry, column)
 
-    return lax.fori_loop(0, (blocks.diagonal - blocks.begin) * tiles, step, state)
+    return lax.fori_loop(0, (blocks.diagonal - blocks.begin) * tiles, step, carry)
 
 
-def _partial_blocks(state, q, blocks: Blocks, keys: Keys, tile: Tile, problem: Problem):
-    """(the state after those that need a mask, whether one of them cannot be right)."""
+def _partial_blocks(carry, q, blocks: Blocks, keys: Keys, tile: Tile, problem: Problem):
+    """The same after those that need a mask. Of the last, tiles that lie in every query's future are left out."""
     layout, block_kv = blocks.layout, problem.config.block_kv
     tiles = layout.block_size // block_kv
     row_end = (blocks.row + 1) * layout.q_block_size
@@ -164,14 +165,16 @@ def _partial_blocks(state, q, blocks: Blocks, keys: Keys, tile: Tile, problem: P
         first = column * layout.block_size + part * block_kv
         position = first + jnp.arange(block_kv)
         inside = (column >= 0) & (column * layout.block_size < row_end)
-        before = blocks.column(jnp.maximum(entry - 1, blocks.begin))
-        good = inside & ((column > before) | (entry == blocks.begin))
         held = inside & (position <= tile.newest)
         masks = [masking.causal(position[None, :], tile.position[:, None])]
-        first = jnp.where(inside, first, 0)
-        return _attend(state, q, keys, first, held, None, masks, problem), bad | ~good
+        state = _attend(state, q, keys, jnp.where(inside, first, 0), held, None, masks, problem)
+        return state, bad | ~(inside & blocks.ascends(entry, column))
 
-    return lax.fori_loop(0, (blocks.end - blocks.diagonal) * tiles, step, (state, tile.bad))
+    number = (blocks.end - blocks.diagonal) * tiles
+    behind = divided(tile.newest, block_kv)[0] + 1 - blocks.column(blocks.end - 1) * tiles
+    # A tile at the least, so that a column that points outside is seen.
+    visited = number - jnp.clip(tiles - behind, 0, tiles - 1)
+    return lax.fori_loop(0, jnp.where(number > 0, visited, 0), step, carry)
 
 
 def _attend(state, q, keys: Keys, first, held, good, masks, problem: Problem):

@@ -125,6 +125,10 @@ class Blocks(NamedTuple):
         last = jnp.maximum(self.end - 1, 0)
         return triton.load(self.layout.columns.at[self.head, jnp.minimum(entry, last)])
 
+    def ascends(self, entry: jax.Array, column: jax.Array) -> jax.Array:
+        """Whether an entry's column is above that of the entry before it."""
+        return (column > self.column(jnp.maximum(entry - 1, self.begin))) | (entry == self.begin)
+
 
 def divided(index: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
     """(index // size, index % size) for a power of two, below 0 too."""
