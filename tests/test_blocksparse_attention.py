@@ -228,18 +228,6 @@ def test_gradients_are_those_of_dense_attention_with_a_mask():
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
 
-def test_pallas_refuses_gradients():
-    data = make(SMALL)
-    query, key, value = data.arguments()
-
-    def loss(query):
-        call = pallas_attn.blocksparse_attention
-        return call(query, key, value, layout_of(SMALL), **data.lengths(), implementation="interpret").sum()
-
-    with pytest.raises(NotImplementedError, match="the kernel has no gradients; implementation 'xla' has"):
-        jax.grad(loss)(query)
-
-
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [

@@ -12,8 +12,10 @@ from pallas_attn import SparseLayout
 from pallas_attn.testing.blocksparse import BlockSparseCase
 
 
-def lowered(case: BlockSparseCase, num_tokens: int, layout_heads: int, device=lowering.H100):
-    """Four sequences, mixed, of a layout for 8192 tokens."""
+def lowered(
+    case: BlockSparseCase, num_tokens: int, layout_heads: int, device=lowering.H100, gradients: bool = False
+):
+    """Four sequences, mixed, of a layout for 8192 tokens; or the gradients."""
     struct, dtype = jax.ShapeDtypeStruct, jnp.dtype(case.dtype)
     rows = 8192 // case.q_block_size
     layout = SparseLayout(
@@ -30,8 +32,16 @@ def lowered(case: BlockSparseCase, num_tokens: int, layout_heads: int, device=lo
         keys = struct((900, case.page_size, case.num_kv_heads, case.head_dim), dtype)
         lengths |= {"block_tables": struct((4, 512), jnp.int32), "seq_lens": struct((4,), jnp.int32)}
     call = functools.partial(pallas_attn.blocksparse_attention, softcap=case.softcap, return_lse=True)
+
+    def results(q, k, v, layout, lengths):
+        return call(q, k, v, layout, **lengths)
+
+    def loss(*arguments):
+        out, lse = results(*arguments)
+        return out.astype(jnp.float32).sum() + lse.sum()
+
     return lowering.lower_for_gpu(
-        lambda q, k, v, layout, lengths: call(q, k, v, layout, **lengths),
+        jax.grad(loss, argnums=(0, 1, 2)) if gradients else results,
         struct((num_tokens, case.num_heads, case.head_dim), dtype),
         keys,
         keys,
@@ -70,6 +80,43 @@ def test_kernels_compile(case, sm):
         assert "mma" in decode.ptx
         for kernel in (prefill, decode):
             assert "cp.async" in kernel.ptx, f"{kernel.name}: loads are not pipelined"
+
+
+GRADIENT_CASES = [
+    CASES[0],
+    BlockSparseCase((), 32, 8, 128, "any", 64, 64),
+    CASES[2],
+    BlockSparseCase((), 4, 4, 256, "any", 64, 64),
+    CASES[4],
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "sm"),
+    [(case, sm) for case in GRADIENT_CASES for sm in (80, 90, 100) if sm == 90 or case in GRADIENT_CASES[:2]],
+    ids=lambda value: getattr(value, "id", str(value)),
+)
+@pytest.mark.slow
+def test_gradients_compile(case, sm):
+    made = lowered(case, 4096, case.num_heads, lowering.DEVICES[sm], gradients=True)
+    kernels = {k.name.removeprefix("pallas_attn_blocksparse_"): k for k in lowering.compile_kernels(made, sm)}
+    for name in ("dq", "dkv"):
+        kernel = kernels[name]
+        assert kernel.shared_bytes <= lowering.SMEM_LIMIT[sm]
+        assert kernel.stack_bytes <= 96, f"{name} keeps {kernel.stack_bytes} bytes on the stack"
+        assert ("mma" in kernel.ptx) == (case.dtype != "float32"), f"{name}: the tensor cores are not used"
+        if case is GRADIENT_CASES[0] and sm == 90:
+            assert kernel.ptx.count("wgmma.mma_async") >= 24, name
+            assert kernel.ptx.count("cp.async.cg") >= 12, name
+
+
+@pytest.mark.parametrize("triton", lowering.TRITONS)
+def test_keys_are_copied_two_steps_ahead(triton):
+    """A column that is loaded asynchronously itself would cost the keys a step (see `walk.spoiled`)."""
+    prefill, *_ = lowering.compile_kernels(lowered(CASES[0], 4096, 32), 90, triton)
+    assert "memdesc<3x" in prefill.ttgir
+    assert "memdesc<2x" not in prefill.ttgir
+    assert "memdesc<1x1xi32" not in prefill.ttgir
 
 
 def test_one_launch_where_all_is_pure():

@@ -45,3 +45,30 @@ def blocksparse_attention(
     if rounding is not None:
         out = out.to(rounding).double()
     return out.numpy(), lse.numpy()
+
+
+def gradients(case: BlockSparseCase, inputs: BlockSparseInputs, d_out: np.ndarray, d_lse: np.ndarray):
+    """Of sum(out * d_out) + sum(lse * d_lse), where an lse of -inf counts as 0: {"query", "key", "value"} in float64 of
+    the arrays' shapes, by torch's autograd. Keys in rows."""
+    assert inputs.cu_k_lens is not None
+    floats = {
+        name: torch.as_tensor(np.nan_to_num(getattr(inputs, name).astype(np.float64))).requires_grad_()
+        for name in ("query", "key", "value")
+    }
+    loss = torch.zeros((), dtype=torch.float64)
+    for seq, (q_len, k_len) in enumerate(case.lens):
+        token, first = int(inputs.cu_q_lens[seq]), int(inputs.cu_k_lens[seq])
+        for i in range(max(q_len - k_len, 0), q_len):
+            for head in range(case.num_heads):
+                seen = torch.as_tensor(visible(case, head, k_len - q_len + i)).nonzero()[:, 0] + first
+                if len(seen) == 0:
+                    continue
+                keys, values = (floats[name][seen, head // case.group] for name in ("key", "value"))
+                logits = keys @ floats["query"][token + i, head] / math.sqrt(case.head_dim)
+                if case.softcap is not None:
+                    logits = case.softcap * torch.tanh(logits / case.softcap)
+                out = torch.softmax(logits, 0) @ values
+                loss = loss + out @ torch.as_tensor(d_out[token + i, head].astype(np.float64))
+                loss = loss + torch.logsumexp(logits, 0) * float(d_lse[token + i, head])
+    found = torch.autograd.grad(loss, list(floats.values()))
+    return {name: gradient.numpy() for name, gradient in zip(floats, found, strict=True)}

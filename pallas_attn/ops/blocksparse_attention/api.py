@@ -7,12 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._call import configs, dispatch, partition
+from pallas_attn._call import configs, dispatch
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._call.device import current_device
 from pallas_attn._tile import triton
-from pallas_attn._tile.layout import DIMS, LAYOUTS, PoolCase, PoolShape, check_pools, pallas_reaches
+from pallas_attn._tile.layout import LAYOUTS, PoolCase, PoolShape, check_pools, pallas_reaches
 from pallas_attn._tile.masking import Rules
+from pallas_attn.ops.blocksparse_attention import backward, gradients
 from pallas_attn.ops.blocksparse_attention.config import BlockSparseConfig, heuristic
 from pallas_attn.ops.blocksparse_attention.decode import decode
 from pallas_attn.ops.blocksparse_attention.kernel import prefill
@@ -22,7 +23,10 @@ from pallas_attn.ops.blocksparse_attention.reference import blocksparse_attentio
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 MAX_HEAD_DIM = 256
-LAYOUT_ARRAYS = ("row_pointers", "columns")
+BACKWARD = {
+    "pallas": backward.backward,
+    "interpret": functools.partial(backward.backward, lowering="interpret"),
+}
 
 
 @functools.partial(jax.jit, static_argnames=("problem", "lowering"))
@@ -88,7 +92,9 @@ def blocksparse_attention(
     Sequences of any lengths are laid end to end. Each brings its newest q_len tokens as queries: all of them (prefill),
     one (decode), or a chunk in between, mixed in one batch. Positions are absolute: a query's row of the layout follows
     from where it stands in its sequence. Works inside jit, scan and shard_map; lengths and tables are never read by the
-    host. Softmax and accumulation are float32; the same inputs and config give the same bits. Only "xla" has gradients.
+    host. Softmax and accumulation are float32; the same inputs and config give the same bits, gradients too: nothing is
+    summed in an order that may change. Keys in rows have gradients, in reverse mode; keys in pages have them from "xla"
+    alone.
 
     Args:
         query: [num_tokens, num_heads, head_dim]; bf16, fp16 or float32, head_dim up to 256 on the GPU. Tokens behind
@@ -185,24 +191,10 @@ def blocksparse_attention(
         check.fail("config", "None for implementation 'xla'", "a config")
     problem = dataclasses.replace(problem, config=_config(check, problem, layout, query.dtype, config))
     operands = {"query": query, **arrays}
-    operands |= {n: getattr(layout, n) for n in LAYOUT_ARRAYS}
+    operands |= {n: getattr(layout, n) for n in gradients.LAYOUT_ARRAYS}
     operands = {n: jnp.asarray(array) for n, array in operands.items()}
-    rows = f"{'heads' if layout.layout_heads > 1 else 'all'} entries"
-    pools = DIMS[cache_layout] if paged else dict.fromkeys(("key", "value"), "pages kv_heads dim")
-    out, lse = partition.run(
-        check.function,
-        _attend,
-        operands,
-        {"query": "tokens heads dim", **pools, **dict.fromkeys(LAYOUT_ARRAYS, rows),
-         "cu_q_lens": "ends", "cu_k_lens": "ends", "block_tables": "tables columns", "seq_lens": "tables"},
-        ("tokens heads dim", "tokens heads"),
-        static={
-            "fn": fn,
-            "problem": problem,
-            "sizes": (layout.block_size, layout.q_block_size),
-        },
-        implementation=name,
-    )  # fmt: skip
+    call = gradients.Call(problem, layout.sizes, layout.layout_heads, fn, BACKWARD.get(name), name)
+    out, lse = gradients.attend(call, operands)
     return (out, lse) if return_lse else out
 
 
@@ -243,21 +235,3 @@ def _config(check: ArgumentChecker, problem: Problem, layout: SparseLayout, dtyp
         expected = f"heads_together a divisor of num_heads ({problem.num_heads})"
         check.fail("config", expected, str(config.heads_together))
     return config
-
-
-def _attend(
-    operands: dict[str, jax.Array], *, fn: Any, problem: Problem, sizes: tuple[int, int]
-) -> tuple[jax.Array, jax.Array]:
-    """(out, lse) of the operands at hand: of the whole call, or of one device's share of its heads."""
-    query = operands["query"]
-    heads = query.shape[1]
-    kv_heads = max(1, problem.pool.num_kv_heads * heads // problem.num_heads)
-    if heads != problem.num_heads:
-        config = problem.config
-        if config.heads_together and heads % config.heads_together:
-            config = dataclasses.replace(config, heads_together=0)
-        pool = problem.pool._replace(num_kv_heads=kv_heads)
-        problem = dataclasses.replace(problem, num_heads=heads, pool=pool, config=config)
-    layout = SparseLayout(operands["row_pointers"], operands["columns"], *sizes)
-    rest = {n: x for n, x in operands.items() if n != "query" and n not in LAYOUT_ARRAYS}
-    return fn(query, rest, layout, problem=problem)

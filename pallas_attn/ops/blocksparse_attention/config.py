@@ -10,6 +10,8 @@ from pallas_attn._tile.pieces import MOST_PIECES
 
 RESERVED_KIB = 2  # of shared memory, for layouts and reductions
 POWERS_OF_TWO = {**configs.POWERS_OF_TWO, "decode_block_kv": 16, "decode_warps": 1, "decode_heads": 1}
+POWERS_OF_TWO |= {f"{kernel}_{size}": 16 for kernel in ("dq", "dkv") for size in ("block_q", "block_kv")}
+POWERS_OF_TWO |= {"dq_warps": 1, "dkv_warps": 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +26,10 @@ class BlockSparseConfig:
     decode_block_kv, decode_warps, decode_stages: the same for sequences with one query.
     decode_heads: heads of a group that a program serves then, a power of two up to 16; what divides the group is taken.
     num_splits: pieces that such a sequence's blocks are cut into.
+    dq_block_q, dq_block_kv, dq_warps, dq_stages: of the kernel for gradients of queries, whose tiles are cut to the
+        layout's blocks where they are larger.
+    dkv_block_q, dkv_block_kv, dkv_warps, dkv_stages: of that for gradients of keys and values: a program serves
+        `dkv_block_kv` tokens and takes in `dkv_block_q` queries per step.
     """
 
     block_q: int = 128
@@ -36,6 +42,14 @@ class BlockSparseConfig:
     decode_stages: int = 3
     decode_heads: int = 8
     num_splits: int = 1
+    dq_block_q: int = 128
+    dq_block_kv: int = 64
+    dq_warps: int = 8
+    dq_stages: int = 3
+    dkv_block_q: int = 32
+    dkv_block_kv: int = 64
+    dkv_warps: int = 4
+    dkv_stages: int = 3
 
     def __post_init__(self):
         configs.check_sizes(self, POWERS_OF_TWO, may_be_zero=("heads_together",))
@@ -85,4 +99,29 @@ def heuristic(
         "decode_block_kv": decode_block_kv,
         "num_splits": max(1, min(wanted, int(row_blocks) * block_size // 128, MOST_PIECES)),
     }
+    chosen |= _backward(width, itemsize, block_size, q_block_size, device)
     return BlockSparseConfig(**{**chosen, **measured})
+
+
+def _backward(
+    width: int, itemsize: int, block_size: int, q_block_size: int, device: Device
+) -> dict[str, int]:
+    """Tiles of gradients as flash attention has them, cut to the layout's blocks."""
+    if itemsize == 4:
+        tiles = {"dq": (32, 32, 4, 1), "dkv": (32, 32, 4, 1)}
+        if width > 128:
+            tiles = {"dq": (32, 16, 8, 1), "dkv": (16, 32, 8, 1)}
+    elif width <= 128:
+        tiles = {"dq": (128, 64, 8, 3), "dkv": (32, 64, 4, 3)}
+    else:
+        tiles = {"dq": (64, 32, 4, 2), "dkv": (32, 64, 8, 2)}
+    chosen = {}
+    for name, (block_q, block_kv, warps, stages) in tiles.items():
+        block_q, block_kv = min(block_q, q_block_size), min(block_kv, block_size)
+        held, walked = (block_q, block_kv)[:: 1 if name == "dq" else -1]
+        rows = (device.shared_kib - RESERVED_KIB) * 1024 // (2 * width * itemsize)
+        stages = max(1, min(stages, (rows - held) // walked))
+        # A warp has 16 rows of what a program holds, at the least.
+        chosen |= {f"{name}_block_q": block_q, f"{name}_block_kv": block_kv}
+        chosen |= {f"{name}_warps": min(warps, max(4, held // 16)), f"{name}_stages": stages}
+    return chosen

@@ -38,6 +38,10 @@ class SparseLayout:
     q_block_size: int = dataclasses.field(metadata={"static": True})
 
     @property
+    def sizes(self) -> tuple[int, int]:
+        return self.block_size, self.q_block_size
+
+    @property
     def layout_heads(self) -> int:
         return self.row_pointers.shape[0]
 
@@ -152,3 +156,19 @@ def rows_of_entries(layout: SparseLayout) -> tuple[jax.Array, jax.Array]:
     entry = jnp.arange(columns.shape[1])
     row = jax.vmap(lambda p: jnp.searchsorted(p, entry, side="right"))(pointers).astype(jnp.int32) - 1
     return jnp.clip(row, 0, layout.num_row_blocks - 1), (row >= 0) & (row < layout.num_row_blocks)
+
+
+def transposed(layout: SparseLayout) -> SparseLayout:
+    """Which blocks of queries see each block of keys: rows are those of keys, columns ascending blocks of queries.
+
+    In jnp: may be traced. What lies outside is left out. It is no layout for a call, for its columns lie in the future.
+    """
+    row, listed = rows_of_entries(layout)
+    columns = jnp.asarray(layout.columns)
+    blocks = -(-layout.max_len // layout.block_size)
+    column = jnp.where(listed & (columns >= 0) & (columns < blocks), columns, blocks)
+    order = jnp.argsort(column, axis=1, stable=True)
+    ordered, row = (jnp.take_along_axis(x, order, axis=1) for x in (column, row))
+    bounds = jnp.arange(blocks + 1, dtype=jnp.int32)
+    pointers = jax.vmap(lambda x: jnp.searchsorted(x, bounds, side="left"))(ordered).astype(jnp.int32)
+    return SparseLayout(pointers, row, layout.q_block_size, layout.block_size)

@@ -69,7 +69,7 @@ class Keys(NamedTuple):
         problem, ref = self.problem, self.refs[which]
         if problem.cache_layout is None:
             token = self.start + first + jnp.arange(size)
-            return _rows(ref, token, self.kv_head, problem, held).astype(dtype), None
+            return read_rows(ref, token, self.kv_head, problem, held).astype(dtype), None
         mask = jnp.ones(size, bool) if held is None else held
         column, offset = pages.slots(first, size, problem.pool.page_size)
         page = pages.look_up(self.refs["block_tables"], self.seq, column, mask=mask, other=0)
@@ -80,7 +80,7 @@ class Keys(NamedTuple):
         return tile.astype(dtype), usable
 
 
-def _rows(ref: Any, token: jax.Array, kv_head, problem: Problem, mask: jax.Array | None) -> jax.Array:
+def read_rows(ref: Any, token: jax.Array, kv_head, problem: Problem, mask: jax.Array | None) -> jax.Array:
     """Rows `token` of an array [tokens, kv_heads, head_dim]."""
     dim = jnp.arange(problem.dims[1])[None, :]
     zero = jnp.zeros((token.shape[0], problem.dims[1]), jnp.int32)

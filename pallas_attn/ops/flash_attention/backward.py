@@ -3,9 +3,6 @@
 Nothing of size queries x keys was kept: each kernel works out the weights of its tiles again from the log-sum-exp, as
 flash attention does (Dao et al., 2022). Each sums what it holds by itself, in one order, so the same inputs give the
 same bits; queries and keys therefore have a kernel each, and what a weight is, is worked out twice.
-
-With p the weights and dp the products of d_out and values, the gradient of a logit is ds = p * (dp - delta), where
-delta, one number a query, is the sum of d_out * out less the gradient of the log-sum-exp.
 """
 
 import functools
@@ -18,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_attn._tile import dense, logits, triton
+from pallas_attn._tile import dense, logits, triton, weights
 from pallas_attn._tile.rows import Chunk
 from pallas_attn.ops.flash_attention import scores, walk
 from pallas_attn.ops.flash_attention.config import FlashAttentionConfig, FlashAttentionTiles
@@ -88,21 +85,8 @@ def _rows(refs: dict[str, Any], problem: Problem, cell: scores.Cell, tokens, rea
     )
 
 
-class Pairs(NamedTuple):
-    """Of a tile of pairs: weights, gradients of logits and, where the soft cap bends them, of what it was given."""
-
-    weights: jax.Array
-    d_logits: jax.Array
-    d_products: jax.Array
-
-
-def _pairs(given: scores.Scores, lse2, delta, d_weights, seen: jax.Array | None) -> Pairs:
-    weights = jnp.exp2(given.logits * given.factor - lse2)
-    d_logits = weights * (d_weights - delta)
-    if seen is not None:
-        # Both: what is not seen may be NaN.
-        weights, d_logits = jnp.where(seen, weights, 0.0), jnp.where(seen, d_logits, 0.0)
-    return Pairs(weights, d_logits, d_logits if given.slope is None else d_logits * given.slope)
+def _pairs(given: weights.Bent, lse2, delta, d_weights, seen: jax.Array | None) -> weights.Pairs:
+    return weights.pairs(*given, lse2, delta, d_weights, seen)
 
 
 def _query_kernel(refs, d_query_ref, *, problem: Problem, tiles: FlashAttentionTiles):
@@ -157,7 +141,7 @@ def _key_value_kernel(refs, d_key_ref, d_value_ref, *, problem: Problem, tiles: 
         seen = scores.visible(rules.band, query_at, key_at, tile.masked, among)
         d_weights = logits.products(v, rows.d_out, None)
         pairs = _pairs(given, rows.lse2[None, :], rows.delta[None, :], d_weights, seen)
-        weights, d_products = (x.astype(refs["query"].dtype) for x in (pairs.weights, pairs.d_products))
+        shares, d_products = (x.astype(refs["query"].dtype) for x in (pairs.weights, pairs.d_products))
         d_key, d_value = sums
 
         def added(totals: list[jax.Array], pairs: jax.Array, parts: list[jax.Array]) -> list[jax.Array]:
@@ -165,7 +149,7 @@ def _key_value_kernel(refs, d_key_ref, d_value_ref, *, problem: Problem, tiles: 
                 tile.added(sums, triton.dot(pairs, part)) for sums, part in zip(totals, parts, strict=True)
             ]
 
-        return added(d_key, d_products, rows.query), added(d_value, weights, rows.d_out)
+        return added(d_key, d_products, rows.query), added(d_value, shares, rows.d_out)
 
     def head(place: jax.Array, sums: tuple[Any, Any]) -> tuple[Any, Any]:
         cell = scores.Cell(batch, kv_head, place)

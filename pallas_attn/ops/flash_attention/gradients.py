@@ -1,19 +1,15 @@
-"""The call with its derivative: what is kept for the backward pass, and who works out what.
-
-The rule stands around `partition.run`, forward and backward alike, so that each device works on its own heads and
-sequences in both, and the partitioner never has to differentiate.
-"""
+"""The call with its derivative: what is kept for the backward pass, and who works out what."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
 
 from pallas_attn._call import partition
-from pallas_attn._tile import sharding, softmax
+from pallas_attn._tile import derivative, softmax, weights
 from pallas_attn.ops.flash_attention.config import FlashAttentionConfig
 from pallas_attn.ops.flash_attention.problem import Rules
 
@@ -25,7 +21,7 @@ OTHERS = {
     "kv_table": "seqs ranks span",
 }
 
-type Arrays = dict[str, jax.Array]
+type Arrays = derivative.Arrays
 
 
 class Passes(NamedTuple):
@@ -72,55 +68,22 @@ class Call:
 def attend(call: Call, floats: Arrays, others: Arrays) -> tuple[jax.Array, jax.Array]:
     """(out as query, lse [batch, num_kv_heads, group, q_len]). Gradients flow to `floats`: query, key, value, sinks,
     bias."""
-    axes = sharding.varying_axes(floats, others)
-    # Here, so that gradients of what is the same everywhere are summed over the axes.
-    floats, others = sharding.vary((floats, others), axes)
 
-    @jax.custom_vjp
-    def attended(floats: Arrays, others: Arrays):
+    def attended(floats: Arrays, others: Arrays) -> tuple[jax.Array, jax.Array]:
         results = (call.dims("query", ()), "seqs heads group q")
         out, lse2 = call.run(_forward, floats | others, results)
         return out, softmax.natural_lse(lse2)
 
-    def forwards(floats: Any, others: Any):
-        # With symbolic zeros every leaf says whether its gradient is asked for.
-        asked = [name for name, leaf in floats.items() if leaf.perturbed]
-        floats, others = jax.tree.map(lambda leaf: leaf.value, (floats, others), is_leaf=_is_primal)
-        out, lse = attended(floats, others)
-        return (out, lse), (floats, others, out, lse, dict.fromkeys(asked))
-
-    def backwards(saved: Any, cotangents: Any):
-        floats, others, out, lse, asked = saved
-        d_out, d_lse = (_array(x) for x in cotangents)
-        gradients = _gradients(call, floats, others, (out, lse), (d_out, d_lse), asked)
-        return {name: _placed(gradient, floats[name]) for name, gradient in gradients.items()}, None
-
-    attended.defvjp(forwards, backwards, symbolic_zeros=True)
-    return attended(floats, others)
-
-
-def _is_primal(leaf: Any) -> bool:
-    return hasattr(leaf, "perturbed")
-
-
-def _array(cotangent: Any) -> jax.Array:
-    shape, dtype = cotangent.shape, cotangent.dtype
-    is_zero = isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
-    return jnp.zeros(shape, dtype) if is_zero else cotangent
-
-
-def _placed(gradient: jax.Array | None, like: jax.Array) -> jax.Array | None:
-    """Where axes are Explicit, a gradient's type says that it is sharded as its argument is."""
-    sharding = jax.typeof(like).sharding
-    if gradient is None or sharding.mesh.empty or AxisType.Explicit not in sharding.mesh.axis_types:
-        return gradient
-    return jax.sharding.reshard(gradient, sharding)
+    out, lse = derivative.differentiable(attended, functools.partial(_gradients, call), floats, others)
+    return out, lse
 
 
 def _gradients(call: Call, floats: Arrays, others: Arrays, results, cotangents, asked) -> dict[str, Any]:
     (out, lse), (d_out, d_lse) = results, cotangents
-    product = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
-    delta = (jnp.moveaxis(product, 1, -1) if call.rules.layout == "BTNH" else product) - d_lse
+    if call.rules.layout == "BTNH":
+        delta = jnp.moveaxis(weights.delta(out, d_out, jnp.moveaxis(d_lse, -1, 1)), 1, -1)
+    else:
+        delta = weights.delta(out, d_out, d_lse)
     operands = floats | others | {"d_out": d_out, "lse2": lse * softmax.LOG2_E, "delta": delta}
     gradients: dict[str, Any] = dict.fromkeys(floats)
     which = ("query", "key", "value")
@@ -129,8 +92,8 @@ def _gradients(call: Call, floats: Arrays, others: Arrays, results, cotangents, 
         gradients |= zip(which, call.run(_backward, operands, dims), strict=True)
     if "sinks" in asked:
         # The sink's logit has a weight, like a key's, and no value.
-        weights = jnp.exp(floats["sinks"][None, :, :, None] - lse)
-        gradients["sinks"] = -jnp.sum(weights * delta, axis=(0, 3))
+        of_sinks = jnp.exp(floats["sinks"][None, :, :, None] - lse)
+        gradients["sinks"] = -jnp.sum(of_sinks * delta, axis=(0, 3))
     if "bias" in asked:
         own = floats["bias"].shape
         # Devices that share a bias have parts of its gradient each: those are summed here, where all are seen.

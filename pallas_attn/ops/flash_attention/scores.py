@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._tile import masking, softmax, triton
+from pallas_attn._tile import masking, softmax, triton, weights
 from pallas_attn._tile.band import Band
 from pallas_attn.ops.flash_attention.problem import Rules
 
@@ -26,27 +26,15 @@ class Cell(NamedTuple):
     """In the KV head's group."""
 
 
-class Scores(NamedTuple):
-    """`logits` times `factor` are base-2 logits."""
-
-    logits: jax.Array
-    factor: float
-    slope: jax.Array | None
-    """The soft cap's derivative; None is 1."""
-
-
-def scores(rules: Rules, arrays: dict[str, Any], cell: Cell, products, query, key, real) -> Scores:
+def scores(rules: Rules, arrays: dict[str, Any], cell: Cell, products, query, key, real) -> weights.Bent:
     """`arrays` may hold "bias" and "mask", [batch or 1, num_kv_heads or 1, group or 1, q_len or 1, kv_len]."""
-    logits, factor, slope = products, rules.scale * softmax.LOG2_E, None
-    if rules.softcap is not None:
-        bent = jnp.tanh(products * (rules.scale / rules.softcap))
-        logits, factor, slope = bent, rules.softcap * softmax.LOG2_E, 1.0 - bent * bent
+    logits, factor, slope = weights.bent(products, rules.scale, rules.softcap)
     if "bias" in arrays:
         bias = pairs(arrays["bias"], cell, query, key, real).astype(jnp.float32)
         logits, factor = logits * factor + bias * softmax.LOG2_E, 1.0
     if "mask" in arrays:
         logits = masking.apply(logits, pairs(arrays["mask"], cell, query, key, real) != 0)
-    return Scores(logits, factor, slope)
+    return weights.Bent(logits, factor, slope)
 
 
 def pairs(ref: Any, cell: Cell, query: jax.Array, key: jax.Array, real: jax.Array) -> jax.Array:

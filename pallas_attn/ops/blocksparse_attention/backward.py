@@ -1,0 +1,250 @@
+"""Block-sparse attention in Pallas, backward: gradients of queries, and of keys and values that lie in rows.
+
+Queries go over the blocks that their row lists, as forward. Keys go over the blocks of queries that see theirs, which
+the transposed layout lists for each head, head by head of their group. Every program sums what it holds by itself and
+in one order, so the same inputs give the same bits. Sequences of one query are no case of their own here.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_attn._tile import masking, rows, softmax, triton, weights
+from pallas_attn.ops.blocksparse_attention import walk
+from pallas_attn.ops.blocksparse_attention.layout import SparseLayout, transposed
+from pallas_attn.ops.blocksparse_attention.problem import Keys, Problem, divided, read_rows
+
+NONE = np.int32(2**31 - 1)  # no row
+
+
+@functools.partial(jax.jit, static_argnames=("problem", "lowering"))
+def backward(
+    query: jax.Array,
+    refs: dict[str, jax.Array],
+    layout: SparseLayout,
+    *,
+    problem: Problem,
+    lowering: triton.Lowering = "pallas",
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of query, key and value. `refs`: as forward's for keys in rows, and d_out of query's shape, lse2 and
+    delta [num_heads, num_tokens]."""
+    if problem.kinds == "decode":
+        refs = refs | {"cu_q_lens": jnp.arange(problem.num_seqs + 1, dtype=jnp.int32)}
+    config = problem.config
+    by_query = _tiled(problem, layout, config.dq_block_q, config.dq_block_kv)
+    by_key = _tiled(problem, layout, config.dkv_block_q, config.dkv_block_kv)
+    (d_query,) = triton.kernel_call(
+        functools.partial(_query_kernel, problem=by_query),
+        query,
+        refs,
+        layout,
+        name="pallas_attn_blocksparse_dq",
+        grid=(problem.num_heads, walk.num_slots(by_query)),
+        out_shape=[jax.ShapeDtypeStruct(query.shape, query.dtype)],
+        num_warps=config.dq_warps,
+        num_stages=config.dq_stages,
+        lowering=lowering,
+    )
+    key = refs["key"]
+    num_slots = key.shape[0] // by_key.config.block_kv + problem.num_seqs
+    d_key, d_value = triton.kernel_call(
+        functools.partial(_key_value_kernel, problem=by_key),
+        # Tokens that no sequence holds are no program's.
+        (jnp.zeros_like(key), jnp.zeros_like(key)),
+        query,
+        refs,
+        transposed(layout),
+        name="pallas_attn_blocksparse_dkv",
+        grid=(problem.pool.num_kv_heads, num_slots),
+        out_shape=[jax.ShapeDtypeStruct(key.shape, key.dtype)] * 2,
+        num_warps=config.dkv_warps,
+        num_stages=config.dkv_stages,
+        lowering=lowering,
+        input_output_aliases={0: 0, 1: 1},
+    )
+    return d_query, d_key, d_value
+
+
+def _tiled(problem: Problem, layout: SparseLayout, block_q: int, block_kv: int) -> Problem:
+    sizes = dict(block_q=min(block_q, layout.q_block_size), block_kv=min(block_kv, layout.block_size))
+    return dataclasses.replace(problem, kinds="prefill", config=dataclasses.replace(problem.config, **sizes))
+
+
+class Queries(NamedTuple):
+    """What gradients need of some queries of one head."""
+
+    query: jax.Array
+    d_out: jax.Array
+    lse2: jax.Array
+    delta: jax.Array
+
+    @classmethod
+    def read(cls, query_ref: Any, refs: dict[str, Any], problem: Problem, head, token, real) -> "Queries":
+        query, d_out = (read_rows(ref, token, head, problem, real) for ref in (query_ref, refs["d_out"]))
+        place = head + 0 * token, token
+        lse2 = triton.load(refs["lse2"].at[place], mask=real, other=np.float32(np.inf))
+        delta = triton.load(refs["delta"].at[place], mask=real, other=0.0)
+        # Who sees nothing, or is no query, has weights of 0 everywhere.
+        return cls(query, d_out, jnp.where(lse2 == -jnp.inf, jnp.inf, lse2), delta)
+
+
+def _query_kernel(query_ref, refs, layout: SparseLayout, d_query_ref, *, problem: Problem):
+    head = triton.program_id(0)
+    tile = walk.tile_of(problem, refs, walk.num_slots(problem) - 1 - triton.program_id(1))
+    kv_head = head // problem.group
+
+    @triton.when(tile.any)
+    def _():
+        mine = Queries.read(query_ref, refs, problem, head, tile.token, tile.real)
+        pool = Keys(problem, refs, tile.seq, tile.k_start, kv_head)
+
+        def step(total: jax.Array, keys: walk.Keys) -> jax.Array:
+            size = problem.config.block_kv
+            k, _ = pool.read("key", keys.first, keys.held, size, query_ref.dtype)
+            v, _ = pool.read("value", keys.first, keys.held, size, query_ref.dtype)
+            given = weights.bent(
+                triton.dot(mine.query, k, trans_b=True), problem.scale, problem.rules.softcap
+            )
+            given = given._replace(factor=walk.spoiled(given.factor, keys.good))
+            d_weights = triton.dot(mine.d_out, v, trans_b=True)
+            pairs = weights.pairs(*given, mine.lse2[:, None], mine.delta[:, None], d_weights, keys.seen)
+            return total + triton.dot(pairs.d_products.astype(k.dtype), k)
+
+        zeros = jnp.zeros((tile.real.shape[0], problem.dims[1]), jnp.float32)
+        total, bad = walk.walk(layout, head, tile, problem, step, zeros)
+        total = softmax.poison(total * problem.scale, bad)
+        _write(d_query_ref, tile.token, head, tile.real, total, problem)
+
+
+class KeyTile(NamedTuple):
+    """Some neighbouring keys of one sequence."""
+
+    seq: jax.Array
+    first: jax.Array
+    position: jax.Array
+    held: jax.Array
+    token: jax.Array
+    k_len: jax.Array
+    before: jax.Array
+    """Position of the sequence's first query."""
+    q_start: jax.Array
+
+
+def _key_tile(problem: Problem, refs: dict[str, Any], slot: jax.Array) -> KeyTile:
+    """The keys of a slot: sequence i has the slots from cu_k_lens[i] // block_kv + i on, one more than may be full."""
+    block, num_seqs, tokens = problem.config.block_kv, problem.num_seqs, problem.pool.num_pages
+    seqs = jnp.arange(triton.next_power_of_2(num_seqs))
+    ends = triton.load(refs["cu_k_lens"].at[jnp.minimum(seqs + 1, num_seqs)], mask=seqs < num_seqs, other=0)
+    ends = jnp.clip(ends, 0, tokens)
+    seq = jnp.sum(((seqs < num_seqs) & (ends // block + seqs + 1 <= slot)).astype(jnp.int32))
+    seq = jnp.minimum(seq, num_seqs - 1)
+    (q_start, q_end), (k_start, k_end) = (
+        [triton.load(refs[name].at[seq + i]) for i in (np.int32(0), np.int32(1))]
+        for name in ("cu_q_lens", "cu_k_lens")
+    )
+    bad = (k_start < 0) | (k_end < k_start) | (k_end > tokens)
+    k_len = jnp.where(bad, 0, k_end - k_start)
+    q_start = jnp.clip(q_start, 0, problem.num_tokens)
+    q_len = jnp.clip(q_end, q_start, problem.num_tokens) - q_start
+    first = (slot - (k_start // block + seq)) * block
+    position = first + jnp.arange(block)
+    held = (position >= 0) & (position < k_len)
+    return KeyTile(seq, first, position, held, k_start + position, k_len, k_len - q_len, q_start)
+
+
+def _key_value_kernel(_, query_ref, refs, seen_by: SparseLayout, d_key_ref, d_value_ref, *, problem: Problem):
+    """Tiles are [keys, queries], so that weights and gradients of logits meet queries as they are, from registers.
+
+    The first keys come first: the queries that may see them are the most.
+    """
+    kv_head = triton.program_id(0)
+    mine = _key_tile(problem, refs, triton.program_id(1))
+
+    @triton.when((mine.first >= 0) & (mine.first < mine.k_len))
+    def _():
+        k, v = (read_rows(refs[name], mine.token, kv_head, problem, mine.held) for name in ("key", "value"))
+
+        def step(head: jax.Array, sums: Any, queries: "QueryTile") -> Any:
+            theirs = Queries.read(query_ref, refs, problem, head, queries.token, queries.real)
+            given = weights.bent(
+                triton.dot(k, theirs.query, trans_b=True), problem.scale, problem.rules.softcap
+            )
+            given = given._replace(factor=walk.spoiled(given.factor, queries.good))
+            d_weights = triton.dot(v, theirs.d_out, trans_b=True)
+            pairs = weights.pairs(
+                *given, theirs.lse2[None, :], theirs.delta[None, :], d_weights, queries.seen
+            )
+            shares, d_products = (x.astype(k.dtype) for x in (pairs.weights, pairs.d_products))
+            d_key, d_value = sums
+            return d_key + triton.dot(d_products, theirs.query), d_value + triton.dot(shares, theirs.d_out)
+
+        def head(place: jax.Array, sums: Any) -> Any:
+            query_head = kv_head * problem.group + place
+            return _over_queries(
+                seen_by, query_head, mine, problem, functools.partial(step, query_head), sums
+            )
+
+        zeros = jnp.zeros((mine.held.shape[0], problem.dims[1]), jnp.float32)
+        sums = zeros, zeros
+        # One head needs no loop, and inner loops are those that Triton pipelines.
+        sums = head(jnp.int32(0), sums) if problem.group == 1 else lax.fori_loop(0, problem.group, head, sums)
+        _write(d_key_ref, mine.token, kv_head, mine.held, sums[0] * problem.scale, problem)
+        _write(d_value_ref, mine.token, kv_head, mine.held, sums[1], problem)
+
+
+class QueryTile(NamedTuple):
+    """A tile of the queries that see a block of keys."""
+
+    token: jax.Array
+    real: jax.Array
+    good: jax.Array | None
+    """Always so; None where logits depend on the row otherwise (`walk.spoiled`)."""
+    seen: jax.Array | None
+    """[keys, queries] who is seen by whom; None: everyone by all."""
+
+
+def _over_queries(seen_by: SparseLayout, head, mine: KeyTile, problem: Problem, step: Any, sums: Any) -> Any:
+    """`step` for each tile of the queries that see the keys, first those that see only some of them."""
+    size, block_q = seen_by.block_size, problem.config.block_q
+    tiles = size // block_q
+    head = head if seen_by.layout_heads > 1 else 0 * head
+    block = divided(mine.first, seen_by.q_block_size)[0]
+    inside = block < seen_by.num_row_blocks
+    block = jnp.where(inside, block, 0)
+    begin, end = (triton.load(seen_by.row_pointers.at[head, block + i]) for i in (np.int32(0), np.int32(1)))
+    end = jnp.where(inside, end, begin)
+    # Rows of queries ascend: those before the keys or the first query lie in front, those behind the last at the end.
+    entry = begin + jnp.arange(triton.next_power_of_2(seen_by.max_len // size + 1))
+    listed = triton.load(seen_by.columns.at[head + 0 * entry, entry], mask=entry < end, other=NONE)
+
+    def below(row: jax.Array) -> jax.Array:
+        return begin + jnp.sum((listed < row).astype(jnp.int32))
+
+    last = mine.first + problem.config.block_kv - 1
+    start = below(divided(jnp.maximum(mine.first, mine.before), size)[0])
+    clear = jnp.maximum(start, below(divided(last, size)[0] + 1))
+    stop = jnp.maximum(clear, below(divided(mine.k_len - 1, size)[0] + 1))
+
+    def one(i: jax.Array, sums: Any, *, first: jax.Array, masked: bool) -> Any:
+        which, part = divided(i, tiles)
+        row = triton.load(seen_by.columns.at[head, first + which])
+        position = row * size + part * block_q + jnp.arange(block_q)
+        real = (position >= mine.before) & (position < mine.k_len)
+        seen = masking.causal(mine.position[:, None], position[None, :]) if masked else None
+        token = mine.q_start + position - mine.before
+        return step(sums, QueryTile(token, real, None if masked else row >= 0, seen))
+
+    sums = lax.fori_loop(0, (clear - start) * tiles, functools.partial(one, first=start, masked=True), sums)
+    return lax.fori_loop(0, (stop - clear) * tiles, functools.partial(one, first=clear, masked=False), sums)
+
+
+def _write(
+    ref: Any, token: jax.Array, head: jax.Array, real: jax.Array, tile: jax.Array, problem: Problem
+) -> None:
+    place, mask = rows.elements(ref, (token, head + 0 * token), real, problem.dims)
+    triton.store(place, tile.astype(ref.dtype), mask=mask)
