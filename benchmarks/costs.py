@@ -65,6 +65,46 @@ def ragged_paged_attention(case: Any) -> Cost:
     return Cost(4 * case.head_dim * case.num_heads * pairs, num_bytes)
 
 
+def flash_attention(case: Any, *, gradients: bool = False) -> Cost:
+    """Pairs that see each other are counted; with gradients, backward's five products as well as
+    forward's two."""
+    query, key = np.arange(case.q_len), case.q_offset
+    first, last = np.zeros_like(query), np.full_like(query, case.kv_len)
+    if case.sliding_window:
+        first, last = query + key - case.sliding_window + 1, query + key + case.sliding_window
+    if case.causal:
+        last = query + key + 1
+    pairs = int((last.clip(0, case.kv_len) - first.clip(0, case.kv_len)).clip(0).sum())
+    dims = case.head_dim + (case.value_dim or case.head_dim)
+    rows = case.q_len * case.num_heads + case.kv_len * case.num_kv_heads
+    num_bytes = case.batch * rows * dims * _ITEM_BYTES[case.dtype]
+    flops = 2 * case.batch * case.num_heads * pairs * dims
+    # What is read forward is read again, with out and its gradient, and as much is written.
+    return Cost(flops * 7 // 2, 4 * num_bytes) if gradients else Cost(flops, num_bytes)
+
+
+def blocksparse_attention(case: Any, mask: np.ndarray) -> Cost:
+    """`mask`: [layout_heads, rows, blocks of keys]. A KV head's block is read once by a decoding sequence for all the
+    heads that see it; of a prompt the keys are read once, whoever sees them."""
+    pairs = tokens_read = 0
+    heads = np.broadcast_to(mask, (case.num_heads, *mask.shape[1:]))
+    starts = np.arange(mask.shape[2]) * case.block_size
+    for q_len, k_len in case.lens:
+        position = np.arange(k_len - q_len, k_len)
+        seen = (position[:, None] + 1 - starts).clip(0, case.block_size)
+        rows = position // case.q_block_size
+        for row in np.unique(rows):
+            pairs += int((heads[:, row] * seen[rows == row].sum(0)).sum())
+        if q_len == 1:
+            by_group = heads[:, rows[0]].reshape(case.num_kv_heads, case.group, -1).any(1)
+            tokens_read += int((by_group * (k_len - starts).clip(0, case.block_size)).sum())
+        else:
+            tokens_read += k_len * case.num_kv_heads
+    queries = sum(q_len for q_len, _ in case.lens) * case.num_heads
+    num_bytes = 2 * case.head_dim * (tokens_read + queries) * _ITEM_BYTES[case.dtype]
+    return Cost(4 * case.head_dim * pairs, num_bytes)
+
+
 def _blocks(case: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
     """(whether a head sees a block: [num_heads, blocks], its tokens that a query sees: [q_len, blocks]).
 

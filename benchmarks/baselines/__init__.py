@@ -11,7 +11,8 @@ One file a peer, named as on the command line (see PEERS), with
                            beforehand, and a later call may overwrite an earlier one's output. The fastest variant
                            whose output is right counts.
 
-A peer on JAX gives calls to trace instead, as `workloads.decode.Call`, from `variants(case)`.
+A peer on JAX gives calls to trace instead: over pages as `workloads.decode.Call` from `variants(case)`, of dense arrays
+a function of query, key and value that returns (out, a small float array that the same work makes) from `attend(case)`.
 
 BENCH_PEERS names folders (separated by colons) that are searched for peers' packages after the installed ones, and
 for compiled libraries that have no package around them.
@@ -35,6 +36,9 @@ PEERS = (
     "jax_deprecated",
     "jax_nn",
     "torch_sdpa",
+    "cudnn",
+    "jax_mha",
+    "manual",
 )
 
 

@@ -7,7 +7,14 @@ over a paged cache share `decode.py`.
 from collections.abc import Callable
 from typing import Any
 
-from workloads import mla_decode, mla_step, paged_attention, ragged_attention
+from workloads import (
+    blocksparse_attention,
+    flash_attention,
+    mla_decode,
+    mla_step,
+    paged_attention,
+    ragged_attention,
+)
 from workloads.base import Workload
 
 WORKLOADS: dict[str, Callable[[Any, bool], Workload]] = {
@@ -15,4 +22,8 @@ WORKLOADS: dict[str, Callable[[Any, bool], Workload]] = {
     "ragged_paged_attention": ragged_attention.RaggedAttention,
     "mla_decode": mla_decode.MLADecode,
     "mla_step": mla_step.MLAStep,
+    "flash_attention": flash_attention.FlashAttention,
+    "flash_attention_gradients": flash_attention.FlashGradients,
+    "blocksparse_attention": blocksparse_attention.BlockSparse,
+    "blocksparse_attention_gradients": blocksparse_attention.BlockSparseGradients,
 }

@@ -57,12 +57,33 @@ class BlockSparseCase:
         return max(1, *(k_len for _, k_len in self.lens))
 
     @property
+    def seq_lens(self) -> tuple[int, ...]:
+        return tuple(k_len for _, k_len in self.lens)
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.lens)
+
+    @property
+    def q_len(self) -> int:
+        """Of the sequence that brings most queries."""
+        return max((q_len for q_len, _ in self.lens), default=0)
+
+    @property
     def id(self) -> str:
         pattern = self.pattern
         if isinstance(pattern, LocalStride):
             pattern = f"local{pattern.local_blocks}stride{pattern.vert_stride}step{pattern.head_sliding_step}"
-        parts = ["_".join(f"{q}of{k}" for q, k in self.lens), f"q{self.num_heads}kv{self.num_kv_heads}"]
-        parts += [f"d{self.head_dim}", str(pattern), f"b{self.q_block_size}x{self.block_size}", self.dtype]
+        lens = ["_".join(f"{q}of{k}" for q, k in self.lens)]
+        if len(self.lens) > 7 and len(set(self.lens)) == 1:
+            lens = [f"{len(self.lens)}x{self.lens[0][0]}of{self.lens[0][1]}"]
+        parts = [*lens, f"q{self.num_heads}kv{self.num_kv_heads}"]
+        parts += [
+            f"d{self.head_dim}",
+            f"{pattern:.4g}" if isinstance(pattern, float) else str(pattern),
+            f"b{self.q_block_size}x{self.block_size}",
+            self.dtype,
+        ]
         parts += [f"p{self.page_size}{self.cache_layout}"] if self.page_size else []
         parts += [f"cap{self.softcap:g}"] if self.softcap else []
         return "-".join([*parts, *(f"{name}{value}" for name, value in self.config)])

@@ -1,7 +1,7 @@
 """The calls of `flash_attention` that tests are about, and their inputs."""
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +23,8 @@ class FlashCase:
     mask: likewise.
     segments: "packed" is ascending ids, each in one piece, of lengths that fit no tile; "any" is any order.
     """
+
+    op: ClassVar[str] = "flash_attention"
 
     q_len: int
     kv_len: int
@@ -46,6 +48,7 @@ class FlashCase:
     @property
     def id(self) -> str:
         parts = [
+            *([f"b{self.batch}"] if self.batch != 2 else []),
             f"t{self.q_len}s{self.kv_len}",
             f"q{self.num_heads}kv{self.num_kv_heads}",
             f"d{self.head_dim}",
@@ -63,6 +66,15 @@ class FlashCase:
     @property
     def group(self) -> int:
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def seq_lens(self) -> tuple[int, ...]:
+        """Keys of each entry of the batch."""
+        return (self.kv_len,) * self.batch
+
+    @property
+    def num_seqs(self) -> int:
+        return self.batch
 
     @property
     def options(self) -> dict[str, Any]:

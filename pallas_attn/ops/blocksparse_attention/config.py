@@ -108,7 +108,7 @@ def _backward(
 ) -> dict[str, int]:
     """Tiles of gradients as flash attention has them, cut to the layout's blocks."""
     if itemsize == 4:
-        tiles = {"dq": (32, 32, 4, 1), "dkv": (32, 32, 4, 1)}
+        tiles = {"dq": (32, 32, 4, 1), "dkv": (16, 32, 4, 1)}
         if width > 128:
             tiles = {"dq": (32, 16, 8, 1), "dkv": (16, 32, 8, 1)}
     elif width <= 128:
@@ -121,7 +121,8 @@ def _backward(
         held, walked = (block_q, block_kv)[:: 1 if name == "dq" else -1]
         rows = (device.shared_kib - RESERVED_KIB) * 1024 // (2 * width * itemsize)
         stages = max(1, min(stages, (rows - held) // walked))
-        # A warp has 16 rows of what a program holds, at the least.
+        if width <= 128:
+            warps = min(warps, max(4, held // 16))  # each has 16 rows of what a program holds, at the least
         chosen |= {f"{name}_block_q": block_q, f"{name}_block_kv": block_kv}
-        chosen |= {f"{name}_warps": min(warps, max(4, held // 16)), f"{name}_stages": stages}
+        chosen |= {f"{name}_warps": warps, f"{name}_stages": stages}
     return chosen

@@ -67,18 +67,21 @@ def attend(call: Call, operands: Arrays) -> tuple[jax.Array, jax.Array]:
     others = {name: array for name, array in operands.items() if name not in FLOATS}
     if call.backward is None or call.problem.cache_layout is not None:
         return attended(floats, others)
-    out, lse = derivative.differentiable(attended, functools.partial(_gradients, call), floats, others)
+    rule = functools.partial(_gradients, call, call.backward)
+    out, lse = derivative.differentiable(attended, rule, floats, others)
     return out, lse
 
 
-def _gradients(call: Call, floats: Arrays, others: Arrays, results, cotangents, asked) -> dict[str, Any]:
+def _gradients(
+    call: Call, backward: Any, floats: Arrays, others: Arrays, results, cotangents, asked
+) -> dict[str, Any]:
     (out, lse), (d_out, d_lse) = results, cotangents
     delta = weights.delta(out, d_out, d_lse)
     # Neighbouring queries' side by side, as kernels read them.
     operands = floats | others | {"d_out": d_out, "lse2": lse.T * softmax.LOG2_E, "delta": delta.T}
     # A single KV head's gradient sums over all query heads: no device may have some of them only.
     heads = "heads" if call.problem.pool.num_kv_heads > 1 else "all_heads"
-    found = call.run(call.backward, operands, (f"tokens {heads} dim", KEYS, KEYS), heads)
+    found = call.run(backward, operands, (f"tokens {heads} dim", KEYS, KEYS), heads)
     return dict(zip(FLOATS, found, strict=True))
 
 
