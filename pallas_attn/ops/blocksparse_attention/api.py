@@ -221,7 +221,7 @@ def _config(check: ArgumentChecker, problem: Problem, layout: SparseLayout, dtyp
         block_size=layout.block_size,
         q_block_size=layout.q_block_size,
         row_blocks=layout.columns.shape[1] / layout.num_row_blocks,
-        streams=problem.num_seqs * problem.num_heads,
+        streams=problem.num_seqs * problem.num_heads // problem.decode_heads,
         num_heads=problem.num_heads,
         device=current_device(),
     )

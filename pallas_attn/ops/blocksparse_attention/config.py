@@ -8,6 +8,7 @@ from pallas_attn._call.device import Device
 from pallas_attn._tile import triton
 from pallas_attn._tile.pieces import MOST_PIECES
 
+SHORT_ROW = 3072  # tokens that a block of queries sees
 RESERVED_KIB = 2  # of shared memory, for layouts and reductions
 POWERS_OF_TWO = {**configs.POWERS_OF_TWO, "decode_block_kv": 16, "decode_warps": 1, "decode_heads": 1}
 POWERS_OF_TWO |= {f"{kernel}_{size}": 16 for kernel in ("dq", "dkv") for size in ("block_q", "block_kv")}
@@ -68,14 +69,17 @@ def heuristic(
     device: Device,
     **measured: int,
 ) -> BlockSparseConfig:
-    """`row_blocks` blocks are listed by a row of the layout on average; `streams` (sequence, head) pairs decode.
+    """`row_blocks` blocks are listed by a row of the layout on average; `streams` (sequence, KV head) pairs decode.
 
-    Tiles of up to 128 queries by 128 tokens, as far as shared memory and registers hold them; one query's blocks are
-    cut into enough pieces for four programs a multiprocessor.
+    Tiles of up to 128 queries by 128 tokens, as far as shared memory and registers hold them; of 64 by 64 where rows
+    are short, for two such programs share a multiprocessor, and one computes while the other begins or ends. One
+    query's blocks are cut into enough pieces for eight programs a multiprocessor.
     """
     width = triton.tile_side(head_dim)
     # Without tensor cores the products of float32 take registers by themselves.
     most_q, most_sums = (32, 32 * 64) if itemsize == 4 else (128, 128 * 128)
+    if row_blocks * block_size < SHORT_ROW:
+        most_q = min(most_q, 64)
     block_q, block_kv, num_stages = min(most_q, q_block_size), min(most_q, block_size), 3
 
     def fits() -> bool:
@@ -90,14 +94,14 @@ def heuristic(
         block_q //= 2
     num_warps = 8 if block_q * max(width, block_kv) > 64 * 128 else 4
     decode_block_kv = min(64, block_size, max(16, 16384 // (width * itemsize)))
-    wanted = 4 * device.num_cores // streams
+    wanted = 8 * device.num_cores // streams
     chosen = {
         "block_q": block_q,
         "block_kv": block_kv,
         "num_warps": num_warps,
         "num_stages": num_stages,
         "decode_block_kv": decode_block_kv,
-        "num_splits": max(1, min(wanted, int(row_blocks) * block_size // 128, MOST_PIECES)),
+        "num_splits": max(1, min(wanted, int(row_blocks) * block_size // 64, MOST_PIECES)),
     }
     chosen |= _backward(width, itemsize, block_size, q_block_size, device)
     return BlockSparseConfig(**{**chosen, **measured})
