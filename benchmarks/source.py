@@ -22,7 +22,9 @@ PACKAGE = "pallas_attn"
 # Of a case: what costs, inputs, reference and workloads look at.
 SIZES = ("num_seqs", "num_heads", "num_kv_heads", "head_dim", "page_size", "q_len", "max_pages")
 OPTIONS = ("cache_dtype", "causal", "sliding_window", "block_sparse", "tokens", "num_layers")
-ATTRIBUTES = ("op", "id", "dtype", "seq_lens", *SIZES, *OPTIONS)
+DENSE = ("batch", "kv_len", "value_dim", "layout", "q_offset")  # flash attention's
+SPARSE = ("lens", "pattern", "block_size", "q_block_size", "group", "max_len")  # block-sparse attention's
+ATTRIBUTES = ("op", "id", "dtype", "seq_lens", *SIZES, *OPTIONS, *DENSE, *SPARSE)
 
 
 def _from_file(name: str) -> ModuleType:
@@ -63,12 +65,19 @@ def _plain(value: Any) -> Any:
     return dict(vars(value)) if dataclasses.is_dataclass(value) else value
 
 
+class Heard(SimpleNamespace):
+    """A case of another process. Hashable, as those of this one are."""
+
+    __hash__ = object.__hash__
+
+
 def heard(text: str, library: Any) -> list[Any]:
     """The cases that `told` was given, with patterns of the library's own type."""
-    cases = [SimpleNamespace(**case) for case in json.loads(text)]
+    cases = [Heard(**case) for case in json.loads(text)]
     for case in cases:
-        if pattern := getattr(case, "block_sparse", None):
-            case.block_sparse = library.LocalStride(**pattern)
+        for name in ("block_sparse", "pattern"):
+            if isinstance(pattern := getattr(case, name, None), dict):
+                setattr(case, name, library.LocalStride(**pattern))
     return cases
 
 

@@ -9,7 +9,8 @@ import pytest
 import roofline
 
 from pallas_attn import LocalStride
-from pallas_attn.testing import cases
+from pallas_attn.testing import blocksparse, cases
+from pallas_attn.testing import flash_attention as flash
 
 PLAIN = cases.DecodeCase((37, 5, 128), 4, 2, 16, 16)
 
@@ -122,3 +123,44 @@ def test_roofs_do_what_they_count():
     assert (flops, num_bytes) == (2 * 32**3, 0)
     out = np.asarray(product(), np.float32)
     assert 0.3 < out.std() < 3, "neither zeros nor infinities"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        flash.FlashCase(20, 20, 4, 2, 16, "bfloat16", causal=True),
+        flash.FlashCase(9, 30, 2, 2, 32, value_dim=16, causal=True, q_offset=21, batch=1),
+        flash.FlashCase(25, 25, 2, 1, 16, sliding_window=6),
+        flash.FlashCase(25, 25, 2, 1, 16, causal=True, sliding_window=6),
+    ],
+    ids=lambda case: case.id,
+)
+def test_flash_attention_counts_pairs(case):
+    pairs = case.batch * case.num_heads * int(flash.visible(case).sum())
+    dims = case.head_dim + (case.value_dim or case.head_dim)
+    forward, both = costs.flash_attention(case), costs.flash_attention(case, gradients=True)
+    assert forward.flops == 2 * pairs * dims
+    assert both.flops == 7 * pairs * dims
+    arrays = flash.make(case)
+    held = [arrays[name] for name in ("query", "key", "value", "d_out")]
+    assert forward.num_bytes == sum(array.nbytes for array in held)
+
+
+@pytest.mark.parametrize(
+    "case", [blocksparse.TEST_CASES[2], blocksparse.TEST_CASES[4]], ids=lambda case: case.id
+)
+def test_blocksparse_attention_counts_what_heads_see(case):
+    pairs = tokens = 0
+    for q_len, k_len in case.lens:
+        for position in range(k_len - q_len, k_len):
+            seen = [blocksparse.visible(case, head, position) for head in range(case.num_heads)]
+            pairs += sum(int(one.sum()) for one in seen)
+            if q_len == 1:
+                groups = np.reshape(seen, (case.num_kv_heads, case.group, -1))
+                tokens += int(groups.any(axis=1).sum())
+        if q_len > 1:
+            tokens += k_len * case.num_kv_heads
+    cost = costs.blocksparse_attention(case, blocksparse.layout_of(case).to_block_mask())
+    assert cost.flops == 4 * case.head_dim * pairs
+    rows = sum(q_len for q_len, _ in case.lens) * case.num_heads
+    assert cost.num_bytes == 4 * case.head_dim * (tokens + rows)

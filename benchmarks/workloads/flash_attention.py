@@ -81,9 +81,12 @@ class FlashAttention(DenseWorkload):
     def call(self, case: Any, target: str) -> Call:
         implementation = self.targets[target].implementation
 
+        names = ("layout", "causal", "sliding_window", "q_offset")
+        options = {name: getattr(case, name) for name in names}
+
         def attend(query, key, value):
             return self.library.flash_attention(
-                query, key, value, **case.options, return_lse=True, implementation=implementation
+                query, key, value, **options, return_lse=True, implementation=implementation
             )
 
         return self.whole(case, attend)
