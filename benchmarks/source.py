@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
@@ -65,15 +65,16 @@ def _plain(value: Any) -> Any:
     return dict(vars(value)) if dataclasses.is_dataclass(value) else value
 
 
-class Heard(SimpleNamespace):
+class Heard:
     """A case of another process. Hashable, as those of this one are."""
 
-    __hash__ = object.__hash__
+    def __init__(self, **attributes: Any):
+        vars(self).update(attributes)
 
 
 def heard(text: str, library: Any) -> list[Any]:
     """The cases that `told` was given, with patterns of the library's own type."""
-    cases = [Heard(**case) for case in json.loads(text)]
+    cases: list[Any] = [Heard(**case) for case in json.loads(text)]
     for case in cases:
         for name in ("block_sparse", "pattern"):
             if isinstance(pattern := getattr(case, name, None), dict):

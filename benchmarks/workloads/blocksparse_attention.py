@@ -62,7 +62,7 @@ class BlockSparse(DenseWorkload):
     def drawn(self, case: Any, seed: Any) -> Any:
         queries, keys = (sum(lens) for lens in zip(*case.lens, strict=True))
         layout = _layout(case)
-        made = {"layout": (jnp.asarray(layout.row_pointers), jnp.asarray(layout.columns))}
+        made: dict[str, Any] = {"layout": (jnp.asarray(layout.row_pointers), jnp.asarray(layout.columns))}
         for number, name in enumerate(self.floats):
             count, heads = (
                 (keys, case.num_kv_heads) if name in ("key", "value") else (queries, case.num_heads)
@@ -129,7 +129,9 @@ class BlockSparseGradients(BlockSparse):
             (gradients,) = vjp(given["d_out"].astype(out.dtype))
             made = list(gradients.values())
             # A number of each, so that none is dropped.
-            return flat(made), sum(x[0, 0, 0].astype(jnp.float32) for x in made)[None]
+            return flat(made), jnp.sum(
+                jnp.stack([x[0, 0, 0].astype(jnp.float32) for x in made]), keepdims=True
+            )
 
         return both
 

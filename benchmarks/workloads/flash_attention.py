@@ -107,7 +107,7 @@ class FlashAttention(DenseWorkload):
                 visible &= abs(ahead) < case.sliding_window
             return visible
 
-        out = jax.lax.map(lambda one: attention(*one, seen), (query, key, value))
+        out = jax.lax.map(lambda one: attention(one[0], one[1], one[2], seen), (query, key, value))
         return out if case.layout == "BTNH" else jnp.swapaxes(out, 1, 2)
 
 
@@ -129,7 +129,9 @@ class FlashGradients(FlashAttention):
             out, vjp = jax.vjp(lambda *x: attend(*x)[0], *floats)
             gradients = vjp(d_out.astype(out.dtype))
             # A number of each, so that none is dropped.
-            return flat(gradients), sum(x[(0,) * 4].astype(jnp.float32) for x in gradients)[None]
+            return flat(gradients), jnp.sum(
+                jnp.stack([x[(0,) * 4].astype(jnp.float32) for x in gradients]), keepdims=True
+            )
 
         return both
 
