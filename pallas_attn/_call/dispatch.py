@@ -85,7 +85,7 @@ _recorders: list[dict[str, str]] = []
 
 
 def register(op: str, implementations: dict[str, Implementation]) -> None:
-    _OPS[op] = implementations
+    _OPS[op] = {name: implementations[name] for name in _AVAILABLE if name in implementations}
 
 
 def check_name(function: str, op: str, requested: Any) -> None:

@@ -158,17 +158,14 @@ class PoolCase(NamedTuple):
     cache_dtype: Any
 
 
-def pallas_reaches(case: PoolCase) -> str | None:
-    """Why Pallas cannot handle a pool on this device, or None."""
-    elements = math.prod(case.pool)
-    if jnp.dtype(case.cache_dtype).itemsize == 1 and 2**31 <= elements <= 2**32:
+def reaches(case: PoolCase, lowering: str) -> str | None:
+    """Why a kernel of this lowering cannot handle a pool on this device, or None."""
+    if lowering == "interpret":
+        return None
+    elements, is_narrow = math.prod(case.pool), jnp.dtype(case.cache_dtype).itemsize == 1
+    if lowering == "pallas" and is_narrow and 2**31 <= elements <= 2**32:
         # Its lowering switches to 64-bit offsets above 2**32 bytes; between, they overflow.
         return f"8-bit pools of 2**31 to 2**32 elements overflow Pallas-Triton's offsets, got {elements} elements"
-    return triton_reaches(case)
-
-
-def triton_reaches(case: PoolCase) -> str | None:
-    """Why Triton cannot handle a pool on this device, or None."""
     capability = current_device().compute_capability
     if case.cache_dtype == jnp.float8_e4m3fn and capability is not None and capability < 89:
         return (

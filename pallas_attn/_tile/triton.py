@@ -8,7 +8,7 @@ only importer of what is deprecated, and works without it.
 import contextvars
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +50,19 @@ def _triton_missing() -> str | None:
 
 
 dispatch.compilers.update(pallas=_pallas_missing, interpret=_pallas_missing, triton=_triton_missing)
+
+
+def implementations(
+    kernel: Callable[..., Any], supports: Callable[[Any, Lowering], str | None]
+) -> dict[str, dispatch.Implementation]:
+    """The ways that one kernel goes, for `dispatch.register`: `kernel(..., lowering=)`, unless `supports(case,
+    lowering)` says why not."""
+    return {
+        name: dispatch.Implementation(
+            functools.partial(kernel, lowering=name), functools.partial(supports, lowering=name)
+        )
+        for name in get_args(Lowering)
+    }
 
 
 def load(

@@ -11,7 +11,7 @@ from pallas_attn._call import configs, dispatch
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._call.device import current_device
 from pallas_attn._tile import triton
-from pallas_attn._tile.layout import LAYOUTS, PoolCase, PoolShape, check_pools, pallas_reaches
+from pallas_attn._tile.layout import DIMS, LAYOUTS, PoolCase, PoolShape, check_pools, reaches
 from pallas_attn._tile.masking import Rules
 from pallas_attn.ops.blocksparse_attention import backward, gradients
 from pallas_attn.ops.blocksparse_attention.config import BlockSparseConfig, heuristic
@@ -52,20 +52,17 @@ def blocksparse_attention_pallas(
     return out, lse
 
 
-def _pallas_supports(problem: Problem) -> str | None:
+def _supports(problem: Problem, lowering: triton.Lowering) -> str | None:
     if problem.pool.head_dim > MAX_HEAD_DIM:
         return f"head_dim is at most {MAX_HEAD_DIM}, got {problem.pool.head_dim}"
-    return pallas_reaches(PoolCase(problem.pool, jnp.dtype(jnp.bfloat16)))
+    return reaches(PoolCase(problem.pool, jnp.dtype(jnp.bfloat16)), lowering)
 
 
 dispatch.register(
     "blocksparse_attention",
     {
-        "pallas": dispatch.Implementation(blocksparse_attention_pallas, _pallas_supports),
+        **triton.implementations(blocksparse_attention_pallas, _supports),
         "xla": dispatch.Implementation(blocksparse_attention_xla),
-        "interpret": dispatch.Implementation(
-            functools.partial(blocksparse_attention_pallas, lowering="interpret"), _pallas_supports
-        ),
     },
 )
 

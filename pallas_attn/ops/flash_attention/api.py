@@ -1,7 +1,7 @@
 """`flash_attention`: signature, checks, dispatch."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +25,12 @@ class Case(NamedTuple):
     value_dim: int
 
 
-def _pallas_supports(case: Case) -> str | None:
+def _supports(case: Case) -> str | None:
     largest = max(case)
     return f"head_dim is at most {MAX_HEAD_DIM}, got {largest}" if largest > MAX_HEAD_DIM else None
 
 
-def _tiled(name: str, *, lowering: triton.Lowering) -> Passes:
+def _tiled(lowering: triton.Lowering) -> Passes:
     def forward(operands: Arrays, *, rules: Rules, config: Any):
         tiles = resolve(operands, rules, config).forward
         return kernel.forward(operands, rules=rules, tiles=tiles, lowering=lowering)
@@ -40,20 +40,16 @@ def _tiled(name: str, *, lowering: triton.Lowering) -> Passes:
         return of(operands, rules=rules, config=config, lowering=lowering, **static)
 
     of_bias = functools.partial(gradients, backward.bias_gradient)
-    return Passes(name, forward, functools.partial(gradients, backward.backward), of_bias)
+    return Passes(lowering, forward, functools.partial(gradients, backward.backward), of_bias)
 
 
-PASSES = {
-    "pallas": _tiled("pallas", lowering="pallas"),
-    "xla": Passes("xla", reference.forward, reference.backward, reference.bias_gradient),
-    "interpret": _tiled("interpret", lowering="interpret"),
-}
+KERNELS = {lowering: _tiled(lowering) for lowering in get_args(triton.Lowering)}
+PASSES = {**KERNELS, "xla": Passes("xla", reference.forward, reference.backward, reference.bias_gradient)}
 dispatch.register(
     FUNCTION,
     {
-        "pallas": dispatch.Implementation(PASSES["pallas"].forward, _pallas_supports),
+        **{name: dispatch.Implementation(passes.forward, _supports) for name, passes in KERNELS.items()},
         "xla": dispatch.Implementation(PASSES["xla"].forward),
-        "interpret": dispatch.Implementation(PASSES["interpret"].forward, _pallas_supports),
     },
 )
 

@@ -1,14 +1,12 @@
 """`write_kv`: signature, checks, dispatch."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
 from pallas_attn._call import dispatch, partition
 from pallas_attn._call.checks import ArgumentChecker
-from pallas_attn._tile import options
-from pallas_attn._tile.layout import DIMS, PoolCase, check_pools, pallas_reaches, pool_shape, triton_reaches
+from pallas_attn._tile import options, triton
+from pallas_attn._tile.layout import DIMS, PoolCase, check_pools, pool_shape, reaches
 from pallas_attn._tile.quantization import QUANTIZED_DTYPES, checked_scale
 from pallas_attn._types import KVCache, Layout, NewKV, SlotMapping
 from pallas_attn.ops.kv_cache.kernel import write_kv_pallas
@@ -20,12 +18,8 @@ DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 dispatch.register(
     "write_kv",
     {
-        "pallas": dispatch.Implementation(write_kv_pallas, pallas_reaches),
-        "triton": dispatch.Implementation(
-            functools.partial(write_kv_pallas, lowering="triton"), triton_reaches
-        ),
+        **triton.implementations(write_kv_pallas, reaches),
         "xla": dispatch.Implementation(write_kv_xla),
-        "interpret": dispatch.Implementation(functools.partial(write_kv_pallas, lowering="interpret")),
     },
 )
 

@@ -1,14 +1,13 @@
 """`write_latents`: signature, checks, dispatch."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
 from pallas_attn._call import dispatch, partition
 from pallas_attn._call.checks import ArgumentChecker
+from pallas_attn._tile import triton
 from pallas_attn._tile.latents import QUERY_DIM, SCALES, Scales
-from pallas_attn._tile.layout import DIMS, PoolCase, pallas_reaches, pool_shape
+from pallas_attn._tile.layout import DIMS, PoolCase, pool_shape, reaches
 from pallas_attn._types import KVCache, SlotMapping
 from pallas_attn.ops.latent_cache.convert import DTYPES, check_pool
 from pallas_attn.ops.latent_cache.kernel import write_latents_pallas
@@ -17,9 +16,8 @@ from pallas_attn.ops.latent_cache.reference import write_latents_xla
 dispatch.register(
     "write_latents",
     {
-        "pallas": dispatch.Implementation(write_latents_pallas, pallas_reaches),
+        **triton.implementations(write_latents_pallas, reaches),
         "xla": dispatch.Implementation(write_latents_xla),
-        "interpret": dispatch.Implementation(functools.partial(write_latents_pallas, lowering="interpret")),
     },
 )
 

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from pallas_attn._call import configs, dispatch, partition
 from pallas_attn._call.checks import ArgumentChecker, dtype_name, fail
 from pallas_attn._call.device import current_device
+from pallas_attn._tile import triton
 from pallas_attn._tile.latents import BYTES, QUERY_DIM, token_width
-from pallas_attn._tile.layout import DIMS, PoolCase, pallas_reaches, pool_shape
+from pallas_attn._tile.layout import DIMS, PoolCase, pool_shape, reaches
 from pallas_attn._tile.pieces import check_invariant
 from pallas_attn._tile.problem import DecodeCall
 from pallas_attn._types import BlockTables, SeqLens
@@ -51,10 +52,10 @@ class Case(DecodeCall):
     batch_invariant: bool
 
 
-def _pallas_supports(case: Case) -> str | None:
-    if case.dtype == jnp.float32:
+def _supports(case: Case, lowering: triton.Lowering) -> str | None:
+    if case.dtype == jnp.float32 and lowering != "interpret":
         return "float32 tiles of 576 do not fit the kernel; bf16 and fp16 do"
-    return pallas_reaches(PoolCase(case.pool, case.cache_dtype))
+    return reaches(PoolCase(case.pool, case.cache_dtype), lowering)
 
 
 def _cuda_supports(case: Case) -> str | None:
@@ -92,12 +93,8 @@ dispatch.register(
     "mla_decode",
     {
         "cuda": dispatch.Implementation(_mla_decode_cuda, _cuda_supports, _cuda_yields),
-        "pallas": dispatch.Implementation(mla_decode_pallas, _pallas_supports),
-        "triton": dispatch.Implementation(
-            functools.partial(mla_decode_pallas, lowering="triton"), _pallas_supports
-        ),
+        **triton.implementations(mla_decode_pallas, _supports),
         "xla": dispatch.Implementation(mla_decode_xla, _xla_supports),
-        "interpret": dispatch.Implementation(functools.partial(mla_decode_pallas, lowering="interpret")),
     },
 )
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +11,8 @@ import jax.numpy as jnp
 from pallas_attn._call import configs, dispatch, partition
 from pallas_attn._call.checks import ArgumentChecker, dtype_name, fail
 from pallas_attn._call.device import current_device
-from pallas_attn._tile import options, walk
-from pallas_attn._tile.layout import DIMS, PoolCase, check_pools, pallas_reaches, pool_shape, triton_reaches
+from pallas_attn._tile import options, triton, walk
+from pallas_attn._tile.layout import DIMS, PoolCase, check_pools, pool_shape, reaches
 from pallas_attn._tile.masking import LocalStride, Rules
 from pallas_attn._tile.options import DTYPES
 from pallas_attn._tile.pieces import check_invariant
@@ -43,14 +42,10 @@ class Case(DecodeCall):
     batch_invariant: bool
 
 
-def _supports(reaches: Callable[[PoolCase], str | None], case: Case) -> str | None:
+def _supports(case: Case, lowering: triton.Lowering) -> str | None:
     if case.pool.head_dim > MAX_HEAD_DIM:
         return f"head_dim is at most {MAX_HEAD_DIM}, got {case.pool.head_dim}"
-    return reaches(PoolCase(case.pool, case.cache_dtype))
-
-
-_pallas_supports = functools.partial(_supports, pallas_reaches)
-_triton_supports = functools.partial(_supports, triton_reaches)
+    return reaches(PoolCase(case.pool, case.cache_dtype), lowering)
 
 
 def _xla_supports(case: Case) -> str | None:
@@ -62,14 +57,8 @@ def _xla_supports(case: Case) -> str | None:
 dispatch.register(
     "paged_attention",
     {
-        "pallas": dispatch.Implementation(paged_attention_pallas, _pallas_supports),
-        "triton": dispatch.Implementation(
-            functools.partial(paged_attention_pallas, lowering="triton"), _triton_supports
-        ),
+        **triton.implementations(paged_attention_pallas, _supports),
         "xla": dispatch.Implementation(paged_attention_xla, _xla_supports),
-        "interpret": dispatch.Implementation(
-            functools.partial(paged_attention_pallas, lowering="interpret"), _pallas_supports
-        ),
     },
 )
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from pallas_attn._call import configs, dispatch, partition
 from pallas_attn._call.checks import ArgumentChecker, dtype_name, fail, is_array
 from pallas_attn._call.device import current_device
-from pallas_attn._tile import options
+from pallas_attn._tile import options, triton
 from pallas_attn._tile.latents import LATENT_DIM
-from pallas_attn._tile.layout import DIMS, PoolCase, PoolShape, check_pools, key_pool_shape, pallas_reaches
+from pallas_attn._tile.layout import DIMS, PoolCase, PoolShape, check_pools, key_pool_shape, reaches
 from pallas_attn._tile.masking import Rules
 from pallas_attn._tile.problem import PagedCall
 from pallas_attn._tile.quantization import QUANTIZED_DTYPES
@@ -40,27 +40,25 @@ class Case(PagedCall):
     """Keys are latents, whose first elements are values."""
 
 
-def _pallas_supports(case: Case) -> str | None:
+def _supports(case: Case, lowering: triton.Lowering) -> str | None:
     for name, dim in () if case.latent else (("head_dim", case.pool.head_dim), ("value_dim", case.value_dim)):
         if dim > MAX_HEAD_DIM:
             return f"{name} is at most {MAX_HEAD_DIM}, got {dim}"
-    return pallas_reaches(PoolCase(PoolShape(case.pool_elements, 1, 1, 1), case.cache_dtype))
+    return reaches(PoolCase(PoolShape(case.pool_elements, 1, 1, 1), case.cache_dtype), lowering)
 
 
 def register(function: str) -> None:
-    pallas = functools.partial(ragged_attention_pallas, lowering="pallas")
     # What such a kernel would take, the README says.
     no_hopper_kernel = dispatch.Implementation(
-        pallas, lambda case: "no Hopper kernel of ragged attention has been written; 'pallas' serves sm_90"
+        ragged_attention_pallas,
+        lambda case: "no Hopper kernel of ragged attention has been written; 'pallas' serves sm_90",
     )
-    interpreted = functools.partial(ragged_attention_pallas, lowering="interpret")
     dispatch.register(
         function,
         {
             "cuda": no_hopper_kernel,
-            "pallas": dispatch.Implementation(pallas, _pallas_supports),
+            **triton.implementations(ragged_attention_pallas, _supports),
             "xla": dispatch.Implementation(functools.partial(ragged_attention_xla, function=function)),
-            "interpret": dispatch.Implementation(interpreted, _pallas_supports),
         },
     )
 

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from pallas_attn._call import configs, dispatch, partition
 from pallas_attn._call.checks import ArgumentChecker, dtype_name, fail
 from pallas_attn._call.device import current_device
+from pallas_attn._tile import triton
 from pallas_attn._tile.latents import BYTES, QUERY_DIM, token_width
-from pallas_attn._tile.layout import DIMS, PoolCase, PoolShape, pallas_reaches
+from pallas_attn._tile.layout import DIMS, PoolCase, PoolShape, reaches
 from pallas_attn._types import BlockTables
 from pallas_attn.ops.sparse_mla.config import SparseMLAConfig, heuristic
 from pallas_attn.ops.sparse_mla.kernel import sparse_mla_pallas
@@ -36,19 +37,18 @@ class Case:
     cache_dtype: Any
 
 
-def _pallas_supports(case: Case) -> str | None:
-    if case.dtype == jnp.float32:
+def _supports(case: Case, lowering: triton.Lowering) -> str | None:
+    if case.dtype == jnp.float32 and lowering != "interpret":
         return "float32 tiles of 576 do not fit the kernel; bf16 and fp16 do"
-    return pallas_reaches(PoolCase(case.pool, case.cache_dtype))
+    return reaches(PoolCase(case.pool, case.cache_dtype), lowering)
 
 
 for _op in ("sparse_mla_decode", "sparse_mla_prefill"):
     dispatch.register(
         _op,
         {
-            "pallas": dispatch.Implementation(sparse_mla_pallas, _pallas_supports),
+            **triton.implementations(sparse_mla_pallas, _supports),
             "xla": dispatch.Implementation(sparse_mla_xla),
-            "interpret": dispatch.Implementation(functools.partial(sparse_mla_pallas, lowering="interpret")),
         },
     )
 
@@ -268,7 +268,7 @@ def _call(
     max_logits: bool,
 ) -> tuple[jax.Array, ...]:
     name, fn = dispatch.resolve(function, case, implementation)
-    tiled = name in ("pallas", "interpret")
+    tiled = name not in ("cuda", "xla")
     if not tiled and config is not None:
         fail(function, "config", f"None for implementation {name!r}", "a config")
     configs.check_type(function, SparseMLAConfig, config)
