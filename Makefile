@@ -28,7 +28,7 @@ PROMPTS := --prompt "What is photosynthesis?" \
 	--prompt "Give three tips for learning to cook." \
 	--prompt "Explain in two sentences why the sky is blue."
 
-.PHONY: demo demo-check test test-oldest test-latest test-gpu sanitize lint format lock clean
+.PHONY: demo demo-check test test-oldest test-latest test-gpu test-gpu-triton sanitize lint format lock clean
 
 demo: .venv/.demo ## SmolLM2 answers three prompts through paged attention
 	.venv/bin/pallas-attn generate $(PROMPTS) --max-new-tokens 48
@@ -53,6 +53,9 @@ test-latest: .venv/bin/python ## on the newest of everything, jax beyond the sup
 
 test-gpu: .venv/.test ## what needs a GPU
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTEST) -m gpu
+
+test-gpu-triton: .venv/.test ## the same as if JAX had removed Pallas' Triton lowering: all by implementation "triton"
+	WITHOUT_PALLAS=1 XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTEST) -m gpu
 
 # racecheck's reports on the decode kernel are for reading, beside those on correct synchronisation: csrc/mla/EXPERIMENTS.md
 # says what it reports.

@@ -1,5 +1,6 @@
 import gc
 import os
+import sys
 
 # Before torch is imported: its threads wait by spinning, and those of several test processes take each other's cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -9,10 +10,22 @@ import pytest
 
 # Tracing makes millions of objects that live long, and each collection walks them all: a fifth of its time by default.
 gc.set_threshold(100_000, 50, 100)
+# As on the day that JAX removes it: then "triton" has to do whatever "pallas" did.
+WITHOUT_PALLAS = bool(os.environ.get("WITHOUT_PALLAS"))
+if WITHOUT_PALLAS:
+    sys.modules |= dict.fromkeys(("jax.experimental.pallas.triton", "jax._src.pallas.triton"))
 
 
 def pytest_report_header() -> str:
-    return f"jax {jax.__version__} on {jax.default_backend()}"
+    without = " without Pallas' Triton lowering" if WITHOUT_PALLAS else ""
+    return f"jax {jax.__version__} on {jax.default_backend()}{without}"
+
+
+def asks_for_pallas(item: pytest.Item) -> bool:
+    callspec = getattr(item, "callspec", None)
+    return callspec is not None and any(
+        value == "pallas" for value in callspec.params.values() if isinstance(value, str)
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -20,9 +33,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Thousands of small programs are compiled here, most to run once: LLVM's optimisations take a third of the time.
     """
+    if WITHOUT_PALLAS:
+        deselect(config, items, [item for item in items if asks_for_pallas(item)])
     if jax.default_backend() == "gpu":
         return
     jax.config.update("jax_disable_most_optimizations", True)
-    gpu = [item for item in items if item.get_closest_marker("gpu")]
-    config.hook.pytest_deselected(items=gpu)
-    items[:] = [item for item in items if item not in set(gpu)]
+    deselect(config, items, [item for item in items if item.get_closest_marker("gpu")])
+
+
+def deselect(config: pytest.Config, items: list[pytest.Item], unwanted: list[pytest.Item]) -> None:
+    config.hook.pytest_deselected(items=unwanted)
+    items[:] = [item for item in items if item not in set(unwanted)]

@@ -3,8 +3,13 @@
 from typing import Any
 
 import jax.numpy as jnp
+import pytest
 
 from pallas_attn import PagedKVCache
+
+COMPILED = ("pallas", "triton")
+"""The ways a kernel is compiled for a GPU: a test of one is a test of both."""
+ON_GPU = [pytest.param(name, marks=pytest.mark.gpu) for name in COMPILED]
 
 
 def unchecked(function: Any) -> Any:

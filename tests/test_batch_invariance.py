@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import ON_GPU
 
 import pallas_attn
 from pallas_attn import MLADecodeConfig, PagedAttentionConfig
 from pallas_attn.testing import cases, inputs
 
-IMPLEMENTATIONS = ["interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
+IMPLEMENTATIONS = ["interpret", *ON_GPU]
 MINE = 600
 BATCHES = {
     "alone": (MINE,),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from references.blocksparse_torch import blocksparse_attention as reference
-from support import unchecked
+from support import ON_GPU, unchecked
 
 import pallas_attn
 from pallas_attn import LocalStride
@@ -17,8 +17,7 @@ from pallas_attn.ops.blocksparse_attention import BlockSparseConfig, builders
 from pallas_attn.testing import compare
 from pallas_attn.testing.blocksparse import TEST_CASES, BlockSparseCase, layout_of, make, visible
 
-GPU = pytest.param("pallas", marks=pytest.mark.gpu)
-IMPLEMENTATIONS = ["xla", "interpret", GPU]
+IMPLEMENTATIONS = ["xla", "interpret", *ON_GPU]
 
 
 def run(case, data, implementation, layout=None, **options):

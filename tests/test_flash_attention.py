@@ -11,13 +11,13 @@ import torch
 from jax.test_util import check_grads
 from references.flash_attention_torch import GRADIENTS
 from references.flash_attention_torch import flash_attention as reference
+from support import ON_GPU
 
 from pallas_attn import flash_attention
 from pallas_attn.testing import compare
 from pallas_attn.testing.flash_attention import FLASH_CASES, SMALL_TILES, FlashCase, make
 
-GPU = pytest.param("pallas", marks=pytest.mark.gpu)
-IMPLEMENTATIONS = ["xla", "interpret", GPU]
+IMPLEMENTATIONS = ["xla", "interpret", *ON_GPU]
 # The oldest jax has the case that has everything.
 CASES = [*(pytest.param(case, marks=pytest.mark.once) for case in FLASH_CASES[:-1]), FLASH_CASES[-1]]
 # A row's error over the root mean square of its array's rows; ten to twenty times what rounding alone leaves.

@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import small_cache, unchecked
+from support import ON_GPU, small_cache, unchecked
 
 import pallas_attn
 from pallas_attn import OutOfPagesError, PageAllocator, PagedKVCache, convert_layout, write_kv
 from pallas_attn._tile.layout import PoolShape, array_shape, pool_shape, to_nhd
 
-GPU = [pytest.param(name, marks=pytest.mark.gpu) for name in ("pallas", "triton")]
-IMPLEMENTATIONS = ["xla", "interpret", *GPU]
+IMPLEMENTATIONS = ["xla", "interpret", *ON_GPU]
 
 
 def pools(rng, layout: str, dtype, pages=7, page=16, heads=3, dim=80):
@@ -120,7 +119,7 @@ def test_convert_layout_refuses():
         unchecked(convert_layout)(odd, odd, source="NHD", target="DHN")
 
 
-@pytest.mark.parametrize("implementation", ["xla", *GPU])
+@pytest.mark.parametrize("implementation", ["xla", *ON_GPU])
 def test_donated_pool_is_aliased_not_copied(implementation):
     rng = np.random.default_rng(0)
     caches = pools(rng, "NHD", "float32", pages=64)

@@ -9,15 +9,14 @@ import numpy as np
 import pytest
 from flax import nnx
 from models_support import TINY, tiny_llama
+from support import COMPILED, ON_GPU
 
 from pallas_attn import PagedKVCache, PagedLatentCache, record_implementations
 from pallas_attn.models import Llama, LlamaConfig, generate
 from pallas_attn.nn import LatentGQA, PagedAttention
 
-GPU = [pytest.param(name, marks=pytest.mark.gpu) for name in ("pallas", "triton")]
 
-
-@pytest.mark.parametrize("implementation", ["xla", "interpret", *GPU])
+@pytest.mark.parametrize("implementation", ["xla", "interpret", *ON_GPU])
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim"),
     [
@@ -27,7 +26,7 @@ GPU = [pytest.param(name, marks=pytest.mark.gpu) for name in ("pallas", "triton"
 )
 def test_equals_paged_attention(num_heads, num_kv_heads, head_dim, implementation):
     """A prompt, then two tokens, of sequences of different lengths, one of them finished."""
-    dtype = jnp.bfloat16 if implementation in ("pallas", "triton") else jnp.float32
+    dtype = jnp.bfloat16 if implementation in COMPILED else jnp.float32
     tables = jnp.asarray([[3, 0, 5], [1, 4, 2]], jnp.int32)
     sizes = dict(num_layers=1, num_pages=6, page_size=16, block_tables=tables, dtype=dtype)
     caches = [
@@ -58,7 +57,7 @@ def test_equals_paged_attention(num_heads, num_kv_heads, head_dim, implementatio
         np.testing.assert_allclose(outs[1], outs[0], atol=tolerance)
 
 
-@pytest.mark.parametrize("served", ["xla", *GPU])
+@pytest.mark.parametrize("served", ["xla", *ON_GPU])
 def test_a_model_gives_the_same_tokens(served):
     """Random weights, SmolLM2's heads, bfloat16: prompts of different lengths, then decoding."""
     config = dataclasses.replace(TINY, num_heads=9, num_kv_heads=3, head_dim=64, context_length=128)

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 from references.mla_decode_torch import mla_decode as reference
-from support import unchecked
+from support import COMPILED, ON_GPU, unchecked
 
 import pallas_attn
 from pallas_attn._call import ffi
 from pallas_attn.ops.mla_decode import MLADecodeConfig, MLASchedule
 from pallas_attn.testing import cases, compare, inputs
 
-PALLAS, TRITON, CUDA = (pytest.param(name, marks=pytest.mark.gpu) for name in ("pallas", "triton", "cuda"))
-ANY_PAGE_SIZE = ["xla", "interpret", PALLAS, TRITON]
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+ANY_PAGE_SIZE = ["xla", "interpret", *ON_GPU]
 IMPLEMENTATIONS = [*ANY_PAGE_SIZE, CUDA]
 
 
@@ -29,7 +29,7 @@ def served_cases():
         yield from (
             pytest.param(case, name, id=f"{case.id}-{name}", marks=marks) for name in ("xla", "interpret")
         )
-        on_gpu = [] if case.dtype == "float32" else ["pallas", "triton"]
+        on_gpu = [] if case.dtype == "float32" else [*COMPILED]
         if on_gpu and case.page_size == 64:
             on_gpu.append("cuda")
         yield from (

@@ -14,15 +14,14 @@ import test_mla_lowering as plain_lowering
 import torch
 from references.latents_torch import dequantized
 from references.mla_decode_torch import mla_decode as reference
-from support import unchecked
+from support import COMPILED, ON_GPU, unchecked
 
 import pallas_attn
 from pallas_attn._call.device import Device
 from pallas_attn._tile import latent_tile
 from pallas_attn.testing import cases, compare, inputs
 
-PALLAS = pytest.param("pallas", marks=pytest.mark.gpu)
-IMPLEMENTATIONS = ["xla", "interpret", PALLAS]
+IMPLEMENTATIONS = ["xla", "interpret", *ON_GPU]
 
 
 def quantized(data: inputs.LatentInputs, scales: Any = "power_of_two") -> inputs.LatentInputs:
@@ -47,11 +46,12 @@ def served_cases():
             continue
         if "fast" in case.tags:
             yield from (pytest.param(case, name, id=f"{case.id}-{name}") for name in ("xla", "interpret"))
-        if (
-            dict(case.config).get("block_kv") == 128
-        ):  # beside this tile in bf16 there is no room for one in bytes
+        # Beside this tile in bf16 there is no room for one in bytes.
+        if dict(case.config).get("block_kv") == 128:
             case = dataclasses.replace(case, config=(("block_kv", 128), ("num_stages", 1)))
-        yield pytest.param(case, "pallas", id=f"{case.id}-pallas", marks=pytest.mark.gpu)
+        yield from (
+            pytest.param(case, name, id=f"{case.id}-{name}", marks=pytest.mark.gpu) for name in COMPILED
+        )
 
 
 @pytest.mark.parametrize(("case", "implementation"), list(served_cases()))

@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 import torch
 from references.paged_attention_torch import paged_attention as reference
-from support import unchecked
+from support import ON_GPU, unchecked
 
 import pallas_attn
 from pallas_attn.ops.paged_attention.config import PagedAttentionConfig
 from pallas_attn.testing import cases, compare, inputs
 
-GPU = [pytest.param(name, marks=pytest.mark.gpu) for name in ("pallas", "triton")]
-IMPLEMENTATIONS = ["xla", "interpret", *GPU]
+IMPLEMENTATIONS = ["xla", "interpret", *ON_GPU]
 CASES = [
     # The oldest jax has those that touch everything once: all cases are lowered on both, and features have tests below.
     case if "fast" in case.tags else pytest.param(case, marks=pytest.mark.once)

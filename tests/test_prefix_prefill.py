@@ -10,13 +10,13 @@ import pytest
 import torch
 from references.paged_attention_torch import _dequantised
 from references.ragged_attention_torch import ragged_paged_attention as reference
-from support import unchecked
+from support import ON_GPU, unchecked
 
 import pallas_attn
 from pallas_attn import RaggedAttentionConfig, RaggedTiles
 from pallas_attn.testing import cases, compare, inputs
 
-IMPLEMENTATIONS = ["xla", "interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
+IMPLEMENTATIONS = ["xla", "interpret", *ON_GPU]
 CUT = RaggedAttentionConfig(
     *(RaggedTiles(rows, 32, 3, min_split_tokens=16, target_programs=64) for rows in (32, 16))
 )

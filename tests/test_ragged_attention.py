@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 import torch
 from references.ragged_attention_torch import ragged_paged_attention as reference
-from support import unchecked
+from support import ON_GPU, unchecked
 
 import pallas_attn
 from pallas_attn import RaggedAttentionConfig, RaggedTiles
 from pallas_attn.testing import cases, compare, inputs
 
-GPU = pytest.param("pallas", marks=pytest.mark.gpu)
-IMPLEMENTATIONS = ["xla", "interpret", GPU]
+IMPLEMENTATIONS = ["xla", "interpret", *ON_GPU]
 CASES = [
     case if "fast" in case.tags else pytest.param(case, marks=pytest.mark.once)
     for case in cases.select("ragged_paged_attention", "test")

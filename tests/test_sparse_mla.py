@@ -12,14 +12,13 @@ import pytest
 import torch
 from references.latents_torch import dequantized
 from references.sparse_mla_torch import sparse_mla as reference
-from support import unchecked
+from support import ON_GPU, unchecked
 
 import pallas_attn
 from pallas_attn import SparseMLAConfig
 from pallas_attn.testing import compare
 
-PALLAS = pytest.param("pallas", marks=pytest.mark.gpu)
-IMPLEMENTATIONS = ["xla", "interpret", PALLAS]
+IMPLEMENTATIONS = ["xla", "interpret", *ON_GPU]
 NOTHING = 2147480000  # in entries that must not be looked at
 
 
@@ -258,7 +257,7 @@ def test_prefill(fp8, implementation):
     assert np.isnan(bad[1][0]).all()
 
 
-@pytest.mark.parametrize("implementation", ["xla", PALLAS])
+@pytest.mark.parametrize("implementation", ["xla", *ON_GPU])
 def test_flash_mla_names(implementation):
     """Their arguments, their +inf for rows that see nothing, their order of the lse's dimensions."""
     case = Decode(q_len=2, fp8=True, sinks=True, lengths=(48, 0, 5))
@@ -337,11 +336,12 @@ def test_faults_are_caught():
 
 
 def lowered(
-    *, heads=128, topk=2048, fp8=True, positions=False, sm=90, prefill=False, num_pages=9000, config=None
-):
+    *, heads=128, topk=2048, fp8=True, positions=False, sm=90, prefill=False, num_pages=9000, config=None,
+    implementation="pallas",
+):  # fmt: skip
     shape = jax.ShapeDtypeStruct
     width, dtype = (656, jnp.uint8) if fp8 else (576, jnp.bfloat16)
-    options: dict[str, Any] = dict(implementation="pallas", config=config)
+    options: dict[str, Any] = dict(implementation=implementation, config=config)
     if prefill:
         call = functools.partial(pallas_attn.sparse_mla_prefill, **options)
         lead, pool, ids = (512,), shape((4096, 1, width), dtype), shape((512, 1, topk), jnp.int32)

@@ -29,6 +29,8 @@ class MLADecode(PagedWorkload):
         "cuda-unscheduled": Target("ours, CUDA without a schedule", "cuda"),
         "pallas": Target("ours, Pallas", "pallas", scheduled=True),
         "pallas-unscheduled": Target("ours, Pallas without a schedule", "pallas"),
+        "triton": Target("ours, by Triton itself", "triton", scheduled=True),
+        "triton-unscheduled": Target("ours, by Triton itself without a schedule", "triton"),
         "xla": Target("ours, plain jnp", "xla"),
     }
     error_limit = 5e-3

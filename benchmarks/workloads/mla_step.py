@@ -58,6 +58,7 @@ class MLAStep(Workload):
         "auto-scan": Target("ours, layers in a scan", None),
         "cuda": Target("ours, CUDA", "cuda"),
         "pallas": Target("ours, Pallas", "pallas"),
+        "triton": Target("ours, by Triton itself", "triton"),
         "xla": Target("ours, plain jnp", "xla"),
     }
     error_limit = 2e-2  # of what 60 layers added to x, each in bf16

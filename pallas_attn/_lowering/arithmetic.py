@@ -198,11 +198,15 @@ def _(kernel: Kernel, equation, value):
     return calculate(kernel.write, lambda x: kernel.write.elementwise(operation, x), value)
 
 
+def negative(write: Writer, value: Value) -> Value:
+    """-0.0 - x has the bits of -x, and Triton 3.6 takes no arith.negf of a tile."""
+    zero = write.constant(-0.0 if value.is_float else 0, value.dtype, value.shape)
+    return binary(write, "sub", zero, value)
+
+
 @rule("neg")
 def _(kernel: Kernel, equation, value):
-    if value.is_float:
-        return calculate(kernel.write, lambda x: kernel.write.elementwise("arith.negf", x), value)
-    return binary(kernel.write, "sub", kernel.write.constant(0, value.dtype, value.shape), value)
+    return negative(kernel.write, value)
 
 
 @rule("not")
@@ -255,7 +259,7 @@ def _(kernel: Kernel, equation, value):
 
     def logistic(x: Value) -> Value:
         one = write.constant(1, x.dtype, x.shape)
-        falling = libdevice(write, LIBDEVICE["exp"], write.elementwise("arith.negf", x))
+        falling = libdevice(write, LIBDEVICE["exp"], negative(write, x))
         return binary(write, "div", one, binary(write, "add", one, falling))
 
     return calculate(write, logistic, value)

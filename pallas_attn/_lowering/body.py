@@ -18,6 +18,7 @@ from jax.extend.core import ClosedJaxpr, Effect, Primitive
 from pallas_attn._lowering.private import allow_in_control_flow
 
 
+@jax.tree_util.register_static  # so that what holds refs beside arrays may go through loops and branches
 @dataclasses.dataclass(frozen=True)
 class Ref:
     """An array in device memory: the kernel's argument number `position`."""
