@@ -22,10 +22,9 @@ def pytest_report_header() -> str:
 
 
 def asks_for_pallas(item: pytest.Item) -> bool:
-    callspec = getattr(item, "callspec", None)
-    return callspec is not None and any(
-        value == "pallas" for value in callspec.params.values() if isinstance(value, str)
-    )
+    params = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    return any("pallas" in ([value] if isinstance(value, str) else value)
+               for value in params if isinstance(value, str | list))  # fmt: skip
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

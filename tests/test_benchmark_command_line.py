@@ -160,8 +160,8 @@ def test_cases_told_to_another_process(op):
 @pytest.mark.parametrize(
     ("op", "targets"),
     [
-        ("paged_attention", ["auto", "pallas"]),
-        ("mla_decode", ["auto", "pallas", "pallas-unscheduled"]),
+        ("paged_attention", ["auto", "pallas", "triton"]),
+        ("mla_decode", ["auto", "pallas", "pallas-unscheduled", "triton", "triton-unscheduled"]),
     ],
 )
 def test_on_a_gpu(op, targets):

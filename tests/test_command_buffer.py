@@ -1,5 +1,7 @@
-"""XLA captures calls of the CUDA kernels in a command buffer, a CUDA graph: many calls, one launch. Needs a GPU."""
+"""XLA captures calls of our kernels in a command buffer, a CUDA graph: many calls, one launch. Needs a GPU."""
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -10,6 +12,7 @@ from jax.profiler import ProfileData
 
 import pallas_attn
 from pallas_attn._call import ffi
+from pallas_attn.ops.blocksparse_attention import builders
 
 pytestmark = pytest.mark.gpu
 
@@ -85,3 +88,76 @@ def test_layers_are_launched_as_one_graph(repeat, runs_shown: int, tmp_path: Pat
     # Of a node in a graph's loop the profiler shows one run.
     assert (count(host, "decode_kernel"), count(device, "decode_kernel")) == (0, runs_shown)
     np.testing.assert_array_equal(captured, launched)
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    """Made by the host: a loop's graph should hold kernels, not what makes numbers."""
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32), jnp.bfloat16)
+
+
+LENS, TABLES = jnp.array([200, 64, 0, 256], jnp.int32), jnp.arange(64, dtype=jnp.int32).reshape(4, 16)
+
+
+def written_and_attended(query, implementation):
+    pool, new = normal(0, 64, 16, 8, 128), query[:, :8]
+    pools = pallas_attn.write_kv(new, new, pool, 2 * pool, LENS, implementation=implementation)
+    return pallas_attn.paged_attention(query, *pools, TABLES, LENS, implementation=implementation)
+
+
+def ragged(query, implementation):
+    pool, ends = normal(0, 64, 16, 8, 128), jnp.array([0, 60, 64, 64, 128], jnp.int32)
+    return pallas_attn.ragged_paged_attention(
+        query, pool, 2 * pool, TABLES, LENS, ends, implementation=implementation
+    )
+
+
+def flash_gradients(query, implementation):
+    def loss(query):
+        keys = normal(0, 1, 256, 2, 64)
+        out = pallas_attn.flash_attention(query, keys, 2 * keys, causal=True, implementation=implementation)
+        return out.astype(jnp.float32).sum()
+
+    return jax.grad(loss)(query)
+
+
+def blocksparse(query, implementation):
+    keys, layout = normal(0, 256, 2, 64), builders.sliding_window(100, 256, block_size=64)
+    return pallas_attn.blocksparse_attention(
+        query, keys, 2 * keys, layout, cu_k_lens=jnp.array([0, 256]), implementation=implementation
+    )
+
+
+def latents(query, implementation):
+    pool, new = jnp.zeros((4, 64, 1, 656), jnp.uint8), query[:, 0, 0]
+    pool = pallas_attn.write_latents(new, pool, LENS, implementation=implementation)
+    chosen = jnp.arange(4 * 64, dtype=jnp.int32).reshape(4, 1, 64)
+    out = pallas_attn.mla_decode(query, pool, TABLES[:, :4] % 4, LENS, implementation=implementation)
+    out += pallas_attn.sparse_mla_decode(query, pool, chosen, implementation=implementation)
+    return query.at[..., :512].add(out)
+
+
+@pytest.mark.parametrize(
+    ("attend", "sizes"),
+    [
+        (written_and_attended, (4, 32, 128)),
+        (ragged, (128, 32, 128)),
+        (flash_gradients, (1, 256, 4, 64)),
+        (blocksparse, (256, 4, 64)),
+        (latents, (4, 1, 16, 576)),
+    ],
+)
+def test_triton_is_launched_as_often_as_pallas(attend: Callable, sizes: tuple[int, ...], tmp_path: Path):
+    """One by one and in a loop's graph, by XLA's own settings and with the whole loop captured."""
+    pytest.importorskip("jax.experimental.pallas.triton")
+    for name, options in (("default", {}), ("captured", CAPTURED)):
+        launches = {}
+        for implementation in ("pallas", "triton"):
+            layer = functools.partial(attend, implementation=implementation)
+            step = jax.jit(functools.partial(in_a_loop, layer))
+            query = normal(1, *sizes)
+            executable = step.lower(query).compile(compiler_options=options)
+            _, host, device = traced(executable, (query,), tmp_path / name / implementation)
+            assert count(device, "pallas_attn") > 0
+            launches[implementation] = count(host, "cuGraphLaunch"), count(host, "LaunchKernel")
+        assert launches["triton"] == launches["pallas"], name
+    assert launches["triton"][0] >= 1, "nothing is captured"

@@ -426,8 +426,9 @@ def test_tune_of_which_nothing_came_writes_nothing(small, tmp_path, monkeypatch,
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is nothing to refuse")
-def test_tune_without_a_gpu_is_one_line(capsys):
-    assert main(["tune"]) == 1
+@pytest.mark.parametrize("named", [[], ["--implementation", "triton"]])
+def test_tune_without_a_gpu_is_one_line(named, capsys):
+    assert main(["tune", *named]) == 1
     captured = capsys.readouterr()
     assert (
         captured.err
@@ -453,7 +454,7 @@ def test_tune_without_a_gpu_is_one_line(capsys):
         ),
         (["--output", "/dev/null/here"], 1, "Not a directory"),
         (["--op", "foo"], 2, "'foo' is not one of 'paged_attention', 'ragged_paged_attention', 'mla_"),
-        (["--implementation", "foo"], 2, "'foo' is not one of 'pallas', 'interpret'"),
+        (["--implementation", "foo"], 2, "'foo' is not one of 'pallas', 'triton', 'interpret'"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",
 )

@@ -83,6 +83,7 @@ class Measured(enum.StrEnum):
     """What `tune` times; "interpret" is for trying the command out without a GPU."""
 
     pallas = "pallas"
+    triton = "triton"
     interpret = "interpret"
 
 
@@ -302,7 +303,9 @@ def tune(
             show_default="$PALLAS_ATTN_CONFIGS, else the installed package",
         ),
     ] = None,
-    implementation: Annotated[Measured, typer.Option(hidden=True)] = Measured.pallas,
+    implementation: Annotated[
+        Measured, typer.Option(help="Whose kernels to time. The file is one, whichever is called later.")
+    ] = Measured.pallas,
 ) -> int:
     """Measure configs of an op on this GPU and keep the fastest for each kind of call.
 

@@ -47,7 +47,7 @@ def run_tune(options: TuneOptions) -> int:
         RuntimeError: no config of any point could be timed; nothing is written.
     """
     device = current_device()
-    if options.implementation == "pallas" and device.platform != "gpu":
+    if options.implementation != "interpret" and device.platform != "gpu":
         fail("tune", "device", "an NVIDIA GPU to measure on", repr(device.kind))
     points = _points(options)
     root = options.output or Path(os.environ.get(configs.CONFIGS_VARIABLE) or configs.packaged_configs())

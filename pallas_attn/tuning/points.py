@@ -147,7 +147,7 @@ def measure(point: Point, choices: Sequence[Fields], implementation: str = "pall
     inputs = inputs_of(point)
     calls_a_round = len(inputs.tables)
     rounds, plain = timing.num_rounds(point.read_bytes / BYTES_PER_SECOND, calls_a_round), False
-    if implementation != "pallas":  # interpreted, to try this out: slow, and jnp to the compiler
+    if implementation == "interpret":  # to try this out: slow, and jnp to the compiler
         rounds, plain = 1, True
 
     def loop(config: Any, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
