@@ -75,7 +75,9 @@ def test_the_fast_case_is_pipelined_and_asynchronous(triton):
         assert kernel.ptx.count("wgmma.mma_async") >= 24, name
         assert "mma.sync" not in kernel.ptx, name
         assert kernel.ptx.count("cp.async.cg") >= 12, name
-        assert kernel.stack_bytes <= 64, f"{name} keeps {kernel.stack_bytes} bytes on the stack"
+        # XLA's Triton is as new as the newest; what the oldest spills is what "triton" has with it.
+        most = 64 if triton == lowering.NEWEST_TRITON else 96
+        assert kernel.stack_bytes <= most, f"{name} keeps {kernel.stack_bytes} bytes on the stack"
 
 
 @pytest.mark.parametrize("layout", ["BTNH", "BNTH"])

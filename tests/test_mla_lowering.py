@@ -71,7 +71,8 @@ def test_mla_decode_compiles(shape, sm, triton):
     assert [k.name for k in kernels] == ["pallas_attn_mla_decode", "pallas_attn_mla_decode_combine"]
     for kernel in kernels:
         assert kernel.shared_bytes <= lowering.SMEM_LIMIT[sm], kernel.name
-        assert kernel.stack_bytes <= 512, f"{kernel.name} keeps {kernel.stack_bytes} bytes on the stack"
+        most = 512 if triton == lowering.NEWEST_TRITON else 576
+        assert kernel.stack_bytes <= most, f"{kernel.name} keeps {kernel.stack_bytes} bytes on the stack"
     attend = kernels[0].ptx
     assert "cp.async" in attend, "loads are not pipelined"
     assert "mma" in attend, "the tensor cores are not used"

@@ -1,0 +1,93 @@
+"""One call or two of every op, whose kernels are compiled for GPUs that are not there by implementation "triton"."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import lowered_modules
+import lowering
+
+import pallas_attn
+from pallas_attn import SparseLayout
+
+struct = jax.ShapeDtypeStruct
+
+
+def flash(dim: int, *, implementation: str, device: tuple[str, int], **options: Any) -> Any:
+    """Both kernels of the gradients too."""
+
+    def loss(query, key, value):
+        out = pallas_attn.flash_attention(query, key, value, implementation=implementation, **options)
+        return out.astype(jnp.float32).sum()
+
+    query, keys = (struct((2, 2048, heads, dim), jnp.bfloat16) for heads in (8, 2))
+    return lowering.lower_for_gpu(jax.grad(loss, (0, 1)), query, keys, keys, device=device)
+
+
+def ragged(dim: int, tokens: int, *, implementation: str, device: tuple[str, int], **options: Any) -> Any:
+    call = functools.partial(pallas_attn.ragged_paged_attention, implementation=implementation, **options)
+    query, pool = struct((tokens, 8, dim), jnp.bfloat16), struct((900, 16, 2, dim), jnp.bfloat16)
+    lengths = [struct(sizes, jnp.int32) for sizes in ((4, 64), (4,), (5,))]
+    return lowering.lower_for_gpu(call, query, pool, pool, *lengths, device=device)
+
+
+def blocksparse(dim: int, tokens: int, *, implementation: str, device: tuple[str, int]) -> Any:
+    layout = SparseLayout(struct((1, 129), jnp.int32), struct((1, 900), jnp.int32), 64, 64)
+
+    def call(query, keys, layout, ends):
+        return pallas_attn.blocksparse_attention(
+            query, keys, keys, layout, cu_q_lens=ends, cu_k_lens=ends, implementation=implementation
+        )
+
+    query, keys = (struct((tokens, heads, dim), jnp.bfloat16) for heads in (8, 2))
+    return lowering.lower_for_gpu(call, query, keys, layout, struct((5,), jnp.int32), device=device)
+
+
+POOL = struct((900, 64, 1, 656), jnp.uint8)
+
+
+def latents(*, implementation: str, device: tuple[str, int]) -> Any:
+    """Written, and read whole."""
+
+    def call(new, pool, slots, query, tables, lens):
+        pool = pallas_attn.write_latents(new, pool, slots, implementation=implementation)
+        return pallas_attn.mla_decode(query, pool, tables, lens, implementation=implementation)
+
+    new, query = (struct(shape, jnp.bfloat16) for shape in ((4, 576), (4, 1, 16, 576)))
+    lengths = [struct(sizes, jnp.int32) for sizes in ((4, 64), (4,))]
+    return lowering.lower_for_gpu(call, new, POOL, struct((4,), jnp.int32), query, *lengths, device=device)
+
+
+def sparse(heads: int, *, implementation: str, device: tuple[str, int]) -> Any:
+    call = functools.partial(pallas_attn.sparse_mla_decode, implementation=implementation)
+    query, ids = struct((4, 2, heads, 576), jnp.bfloat16), struct((4, 2, 2048), jnp.int32)
+    return lowering.lower_for_gpu(call, query, POOL, ids, device=device)
+
+
+# Of all architectures, and with options of all kinds.
+BROAD: dict[str, tuple[Callable[..., Any], tuple[int, ...], dict[str, Any]]] = {
+    "paged": (lowered_modules.paged, (64, 512, 32, 8, 128, 16), {"cache_dtype": "float8_e5m2"}),
+    "rules": (
+        lowered_modules.paged,
+        (4, 256, 32, 8, 128, 16),
+        {"sliding_window": 1024, "softcap": 30.0, "alibi": True, "sinks": True, "q_len": 2},
+    ),
+    "packed": (
+        lowered_modules.paged,
+        (4, 256, 32, 8, 128, 16),
+        {"dtype": "float16", "layout": "PACKED", "cache_dtype": "int8"},
+    ),
+    "mla": (lowered_modules.mla, (128, 64, 64, 1, 1, 64), {"num_parts": 132}),
+    "write": (lowered_modules.write, (64, 3, 80, 100, 16), {"layout": "NHD", "cache_dtype": "float8_e5m2"}),
+    "flash": (flash, (64,), {"causal": True}),
+}
+# Of sm_90.
+OTHERS: dict[str, tuple[Callable[..., Any], tuple[int, ...], dict[str, Any]]] = {
+    "ragged": (ragged, (64, 2048), {"softcap": 30.0}),
+    "blocksparse": (blocksparse, (64, 1024), {}),
+    "latents": (latents, (), {}),
+    "sparse": (sparse, (128,), {}),
+}
+SHAPES = BROAD | OTHERS
