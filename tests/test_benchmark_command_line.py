@@ -29,7 +29,10 @@ def own_folder(monkeypatch, tmp_path):
     [
         (["--op", "flash"], "invalid choice: 'flash' (choose from"),
         ([], "the following arguments are required: --op"),
-        (["--target", "fast"], "one of auto, pallas, triton, xla, fa3, flashinfer, vllm_triton, jax_deprecated"),
+        (
+            ["--target", "fast"],
+            "one of auto, pallas, triton, xla, fa3, flashinfer, vllm_triton, jax_triton",
+        ),
         (["--compare", "--baseline", "flash"], "got 'flash'"),
         (["--baseline", "xla"], "--baseline is for --compare"),
         (["--all", "--target", "xla"], "--all takes everything"),

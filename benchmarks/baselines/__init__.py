@@ -33,6 +33,7 @@ PEERS = (
     "fa3",
     "flashinfer",
     "vllm_triton",
+    "jax_triton",
     "jax_deprecated",
     "jax_nn",
     "torch_sdpa",
