@@ -47,7 +47,8 @@ def attend_whole(
     """Each sequence by the programs of its heads."""
     _attend(
         query, keys, values, tables, lengths, starts, out, None, None, None, SCALE, NUM_SEQS, NUM_HEADS,
-        GROUP, HEAD_DIM, PADDED_DIM, PAGE_SIZE, MAX_PAGES, BLOCK_Q, BLOCK_M, TILE, 1, False,
+        GROUP, HEAD_DIM, PADDED_DIM, PAGE_SIZE, MAX_PAGES, BLOCK_Q, BLOCK_M, TILE,
+        SEGMENTS=tl.constexpr(1), CUT=tl.constexpr(False),
     )  # fmt: skip
 
 
@@ -61,7 +62,8 @@ def attend_cut(
     """Each sequence in segments, which `merge` puts together. The output is not written: any pointer will do."""
     _attend(
         query, keys, values, tables, lengths, starts, sums, sums, maxima, weights, SCALE, NUM_SEQS, NUM_HEADS,
-        GROUP, HEAD_DIM, PADDED_DIM, PAGE_SIZE, MAX_PAGES, BLOCK_Q, BLOCK_M, TILE, SEGMENTS, True,
+        GROUP, HEAD_DIM, PADDED_DIM, PAGE_SIZE, MAX_PAGES, BLOCK_Q, BLOCK_M, TILE, SEGMENTS,
+        CUT=tl.constexpr(True),
     )  # fmt: skip
 
 

@@ -53,7 +53,7 @@ dispatch.compilers.update(pallas=_pallas_missing, interpret=_pallas_missing, tri
 
 
 def implementations(
-    kernel: Callable[..., Any], supports: Callable[[Any, Lowering], str | None]
+    kernel: Callable[..., Any], supports: Callable[..., str | None]
 ) -> dict[str, dispatch.Implementation]:
     """The ways that one kernel goes, for `dispatch.register`: `kernel(..., lowering=)`, unless `supports(case,
     lowering)` says why not."""
