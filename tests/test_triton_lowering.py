@@ -248,17 +248,6 @@ def test_hints_are_respelled_for_older_tritons():
     assert stages.respell("tt.load %0" + hint, (3, 8)) == "tt.load %0 evictionPolicy = evict_first :"
 
 
-def test_private_names_of_jax_are_where_they_were():
-    """If a new JAX breaks this package, this says on which name."""
-    from jax._src import effects
-
-    assert callable(effects.control_flow_allowed_effects.add_type), "jax._src.effects"
-    aval = jax.core.ShapedArray((2,), jnp.dtype("float32"))
-    assert aval.update(shape=(3,), dtype=jnp.dtype("int32"), weak_type=False).shape == (3,)
-    assert hasattr(jax.interpreters.batching, "primitive_batchers")
-    assert hasattr(jax.interpreters.mlir, "register_lowering")
-
-
 if __name__ == "__main__":
     triton = lowering.NEWEST_TRITON
     made = {

@@ -1,15 +1,36 @@
 """The one name of JAX that is not its public interface, and the mechanism of XLA that is not either.
 
-Seen to work with jax 0.11.2 and 0.12.0.1, and looked at by tests/test_private_names.py.
+Seen to work with jax 0.11.2 and 0.12.0.1, and looked at by tests/test_private_names.py. A JAX without the name has no
+implementation "triton", and loses nothing else.
 """
 
-from jax._src.effects import control_flow_allowed_effects
+import importlib
+from typing import Any
+
 from jax.extend.core import Effect
 
+ALLOWED_EFFECTS = "jax._src.effects.control_flow_allowed_effects"
 PTX_CALL = "__gpu$xla.gpu.ptx"
 """XLA's own custom call for a kernel given as PTX (openxla, KernelCall in service/gpu/kernel_call.h)."""
 
 
+def _found(name: str) -> Any:
+    module, _, attribute = name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), attribute, None)
+    except ImportError:
+        return None
+
+
+_allowed_effects = _found(ALLOWED_EFFECTS)
+
+
+def missing() -> str | None:
+    """The name that this JAX lacks, or None."""
+    return ALLOWED_EFFECTS if _allowed_effects is None else None
+
+
 def allow_in_control_flow(effect: type[Effect]) -> None:
     """Lets loops and branches hold equations with this effect."""
-    control_flow_allowed_effects.add_type(effect)
+    if _allowed_effects is not None:
+        _allowed_effects.add_type(effect)

@@ -17,7 +17,7 @@ from jax import lax
 from pallas_attn import _lowering
 from pallas_attn._call import dispatch, gradients
 from pallas_attn._call.device import current_device
-from pallas_attn._lowering import cache, compiler
+from pallas_attn._lowering import cache, compiler, private
 from pallas_attn._tile.sharding import vary, varying_axes, varying_like
 
 Lowering = Literal["pallas", "triton", "interpret"]
@@ -45,6 +45,8 @@ def _pallas_missing() -> str | None:
 
 
 def _triton_missing() -> str | None:
+    if name := private.missing():
+        return f"jax {jax.__version__} has no {name}"
     # What is in the cache needs no compiler, and which kernels those are shows when they are asked for.
     return None if cache.holds_any() else compiler.unavailable()
 

@@ -35,8 +35,8 @@ class PagedAttention(nnx.Module):
             ``[num_heads]`` float32, 0 at first.
         num_heads: query heads; needed for `sinks`, and for nothing else.
         implementation: which implementation of the two ops to force: "pallas" (NVIDIA GPUs from sm_80; an e4m3 cache
-            from sm_89), "xla" (anywhere) or "interpret" (the Pallas kernels in Python, slow); ``None`` takes pallas
-            on a GPU that can, else xla.
+            from sm_89), "triton" (the same by Triton itself), "xla" (anywhere) or "interpret" (the Pallas kernels in
+            Python, slow); ``None`` takes pallas on a GPU that can, else xla.
 
     Raises:
         TypeError: an option of the wrong type. ValueError: one out of its range, or `num_heads` missing or in excess.

@@ -109,9 +109,10 @@ def blocksparse_attention(
         softcap: logits become softcap * tanh(logits / softcap); a number above 0, or None.
         return_lse: also return the natural log-sum-exp of the logits.
         cache_layout: order of a page's dimensions, "NHD", "HND" or "PACKED".
-        implementation: None (pallas on an NVIDIA GPU, xla elsewhere), "pallas" (sm_80 or newer), "xla" (anywhere) or
-            "interpret" (the Pallas kernels run in Python, slow).
-        config: tile sizes for "pallas" and "interpret"; None takes the measured or the heuristic one.
+        implementation: None (pallas on an NVIDIA GPU, xla elsewhere), "pallas" (sm_80 or newer), "triton" (the same
+            kernels by Triton itself, where Pallas cannot; the extra of that name), "xla" (anywhere) or "interpret"
+            (the Pallas kernels run in Python, slow).
+        config: tile sizes for "pallas", "triton" and "interpret"; None takes the measured or the heuristic one.
 
     Returns:
         out in query's shape and dtype; with return_lse, also lse [num_tokens, num_heads], float32.

@@ -105,9 +105,10 @@ def flash_attention(
         sinks: [num_heads]; a logit without a value that joins each head's softmax (and its lse). It has gradients.
         return_lse: also return the natural log-sum-exp of the logits; it has gradients.
         layout: "BTNH" as jax.nn has it, or "BNTH".
-        implementation: None (pallas on an NVIDIA GPU, xla elsewhere), "pallas" (sm_80 or newer), "xla" (anywhere) or
-            "interpret" (the Pallas kernels run in Python, slow).
-        config: tile sizes for "pallas" and "interpret"; None takes the measured or the heuristic ones.
+        implementation: None (pallas on an NVIDIA GPU, xla elsewhere), "pallas" (sm_80 or newer), "triton" (the same
+            kernels by Triton itself, where Pallas cannot; the extra of that name), "xla" (anywhere) or "interpret"
+            (the Pallas kernels run in Python, slow).
+        config: tile sizes for "pallas", "triton" and "interpret"; None takes the measured or the heuristic ones.
 
     Returns:
         out, of query's shape with value_dim, in query's dtype; with return_lse, also lse, of query's shape without

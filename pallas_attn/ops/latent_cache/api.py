@@ -42,9 +42,9 @@ def write_latents(
         slot_mapping: [num_tokens] int32; slot = page * page_size + offset. Tokens whose slot is negative (-1 by
             custom) or beyond the pool are skipped. Two tokens must not share a slot.
         scales: "exact" or "power_of_two", as in `quantize_latents`; without effect on a cache that is not quantised.
-        implementation: None (chosen), "pallas" (NVIDIA, sm_80 or newer), "xla" (anywhere) or "interpret". On a GPU
-            "pallas" and "xla" may round an element that lies halfway between two values differently where scales are
-            exact.
+        implementation: None (chosen), "pallas" or "triton" (NVIDIA, sm_80 or newer), "xla" (anywhere) or "interpret".
+            On a GPU the kernels and "xla" may round an element that lies halfway between two values differently where
+            scales are exact.
 
     Returns:
         latent_cache, updated.

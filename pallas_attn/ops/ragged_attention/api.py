@@ -80,8 +80,9 @@ def ragged_paged_attention(
         return_lse: also return the natural log-sum-exp of the logits, to merge with other parts (`merge_states`).
         layout: order of a page's dimensions.
         implementation: None (pallas on an NVIDIA GPU, xla elsewhere), "pallas" (sm_80 or newer; e4m3 from sm_89),
-            "xla" (anywhere, for debugging and CPUs) or "interpret" (the Pallas kernel run in Python, slow).
-        config: tile sizes for "pallas" and "interpret"; None takes the measured or the heuristic one.
+            "triton" (the same kernel by Triton itself, where Pallas cannot; the extra of that name), "xla" (anywhere,
+            for debugging and CPUs) or "interpret" (the Pallas kernel run in Python, slow).
+        config: tile sizes for "pallas", "triton" and "interpret"; None takes the measured or the heuristic one.
 
     Returns:
         out [total_tokens, num_heads, value_dim] in query's dtype; with return_lse, also lse [total_tokens, num_heads],

@@ -88,9 +88,10 @@ def sparse_mla_decode(
             exp(lse) / (exp(lse) + exp(sink)); the lse itself is without it.
         scale: factor of the logits, a number above 0; None means 576 ** -0.5.
         return_lse: also return the natural log-sum-exp of the scaled logits.
-        implementation: None (chosen), "pallas" (sm_80 or newer, bf16 and fp16), "xla" (anywhere, for debugging and
-            CPUs) or "interpret" (the Pallas kernel run in Python, slow).
-        config: tile sizes for "pallas" and "interpret"; None takes the measured or the heuristic one.
+        implementation: None (chosen), "pallas" (sm_80 or newer, bf16 and fp16), "triton" (the same kernel by Triton
+            itself, where Pallas cannot; the extra of that name), "xla" (anywhere, for debugging and CPUs) or
+            "interpret" (the Pallas kernel run in Python, slow).
+        config: tile sizes for "pallas", "triton" and "interpret"; None takes the measured or the heuristic one.
 
     Returns:
         out [num_seqs, q_len, num_heads, 512] in query's dtype; with return_lse, also lse [num_seqs, q_len, num_heads]
