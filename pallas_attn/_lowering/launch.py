@@ -86,7 +86,7 @@ def launch(
     input_output_aliases: Mapping[int, int],
     capability: int | None,
     most_shared: int,
-) -> list[jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Runs `body(*operand_refs, *output_refs)` over `grid`; operands may be pytrees, which aliases count flat.
 
     `capability` is the GPU's, 90 for sm_90; a program may have `most_shared` bytes of its shared memory.
@@ -98,7 +98,7 @@ def launch(
     aliases = tuple(sorted(input_output_aliases.items()))
     sizes = (tuple(grid), num_warps, num_stages, capability, most_shared)
     static = Launch(name, traced, refs, len(out_shape), *sizes, aliases)
-    return launch_p.bind(*flat, static=static)
+    return tuple(launch_p.bind(*flat, static=static))
 
 
 @launch_p.def_impl
