@@ -159,11 +159,14 @@ import sys, warnings
 for name in ("jax.experimental.pallas.triton", "jax._src.pallas.triton"):
     sys.modules[name] = None
 warnings.simplefilter("error")
-import lowering, test_triton_lowering as here, triton_kernels, pallas_attn
+import lowering, triton_kernels, pallas_attn
+from triton_shapes import SHAPES
 with triton_kernels.written() as kernels, pallas_attn.record_implementations() as by:
-    lowering.lower_for_gpu(pallas_attn.paged_attention, *here.arguments())
-assert by == {"paged_attention": "triton"}, by
-assert [k.name for k in kernels][:1] == ["pallas_attn_paged_attention"]
+    for lower, sizes, options in SHAPES.values():
+        lower(*sizes, **options, implementation=None, device=lowering.H100)
+assert set(by.values()) == {"triton"}, by
+assert len(by) == 8, by
+assert len({kernel.name for kernel in kernels}) >= 16
 assert "has no Pallas-Triton lowering" in pallas_attn.available_implementations()["write_kv"]["interpret"]
 """
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
@@ -171,7 +174,9 @@ assert "has no Pallas-Triton lowering" in pallas_attn.available_implementations(
     first = (
         "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'ScikitBuild' not in type(f).__name__]\n"
     )
+    nothing = str(tmp_path / "nothing")  # in the place of the CUDA kernels
     environment = os.environ | {"PYTHONPATH": path, cache.FOLDER: str(tmp_path)}
+    environment |= {"PALLAS_ATTN_CUDA_LIBRARY": nothing}
     command = [sys.executable, "-c", first + program]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
