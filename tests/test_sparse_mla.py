@@ -10,6 +10,7 @@ import lowering
 import numpy as np
 import pytest
 import torch
+import triton_kernels
 from references.latents_torch import dequantized
 from references.sparse_mla_torch import sparse_mla as reference
 from support import ON_GPU, unchecked
@@ -383,8 +384,14 @@ def test_compiles(options):
 def test_pools_beyond_int32():
     kernel = lowering.triton_kernels(lowered(num_pages=61 * 16384))[0][1]
     assert "i64" in lowering.triton_text(kernel)
+    between = 2**31 // (64 * 656) + 1
     with pytest.raises(ValueError, match=r"cannot serve this call: 8-bit pools of 2\*\*31 to 2\*\*32"):
-        lowered(num_pages=2**31 // (64 * 656) + 1)
+        lowered(num_pages=between)
+    with triton_kernels.written() as kernels:
+        lowered(num_pages=between, implementation="triton")
+    pointers = [line for line in kernels[0].text.splitlines() if "tt.addptr" in line and "ptr<i8>" in line]
+    assert pointers
+    assert all("i64" in line for line in pointers)
 
 
 @pytest.mark.once
