@@ -115,8 +115,10 @@ def _skewed() -> dict[str, tuple[tuple[int, ...], tuple[int, int], int | None]]:
         "lognormal1": (lognormal, ONE_HEAD),
     }
     windowed = {"window60000": ((60000, *short), GROUPED), "windowlognormal": (lognormal, GROUPED)}
-    found: dict[str, Any] = {name: (*cell, None) for name, cell in dense.items()}
-    for name, (lens, heads) in dense.items():
-        if len(set(lens)) > 1:
-            found[f"{name}even"] = ((round(sum(lens) / len(lens)),) * len(lens), heads, None)
-    return found | {name: (*cell, 4096) for name, cell in windowed.items()}
+    even = {
+        f"{name}even": ((round(sum(lens) / len(lens)),) * len(lens), heads)
+        for name, (lens, heads) in dense.items()
+        if len(set(lens)) > 1
+    }
+    found = {name: (lens, heads, None) for name, (lens, heads) in (dense | even).items()}
+    return found | {name: (lens, heads, 4096) for name, (lens, heads) in windowed.items()}

@@ -298,9 +298,10 @@ def _ragged_cell(
     name: str, contexts: tuple[int, ...], news: tuple[int, ...], *sizes: int, **options: Any
 ) -> RaggedCase:
     lens = tuple(context + new for context, new in zip(contexts, news, strict=True))
+    num_heads, num_kv_heads, head_dim, page_size = sizes or (32, 8, 128, 16)
     return RaggedCase(
-        lens, *(sizes or (32, 8, 128, 16)), q_lens=news, lengths=name, padding=0, spare_seqs=0, spare_pages=0,
-        uses=SERVED, **options,
+        lens, num_heads, num_kv_heads, head_dim, page_size, q_lens=news, lengths=name, padding=0, spare_seqs=0,
+        spare_pages=0, uses=SERVED, **options,
     )  # fmt: skip
 
 

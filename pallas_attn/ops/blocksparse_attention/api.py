@@ -11,7 +11,7 @@ from pallas_attn._call import configs, dispatch
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._call.device import current_device
 from pallas_attn._tile import triton
-from pallas_attn._tile.layout import DIMS, LAYOUTS, PoolCase, PoolShape, check_pools, reaches
+from pallas_attn._tile.layout import LAYOUTS, PoolCase, PoolShape, check_pools, reaches
 from pallas_attn._tile.masking import Rules
 from pallas_attn.ops.blocksparse_attention import backward, gradients
 from pallas_attn.ops.blocksparse_attention.config import BlockSparseConfig, heuristic
