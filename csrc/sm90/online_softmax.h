@@ -22,12 +22,14 @@ constexpr float kNoMaximum = -1e30f;
 struct RowState {
   float maximum[kRowsPerThread];  // in base 2, scaled
   float sum[kRowsPerThread];      // of this thread's columns of this warpgroup's pages
+  float peak[kRowsPerThread];     // what `maximum` follows, of this warpgroup's pages; free where nobody asks
 
   __device__ void reset() {
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
       maximum[i] = kNoMaximum;
       sum[i] = 0.0f;
+      peak[i] = -INFINITY;
     }
   }
 };
@@ -71,6 +73,7 @@ __device__ __forceinline__ void softmax_step(float (&rS)[kCount], float scale_lo
       if (FragmentPosition::row_of(r) == i) top = fmaxf(top, rS[r]);
     }
     top = quad_reduce(top, [](float a, float b) { return fmaxf(a, b); }) * scale_log2;
+    state.peak[i] = fmaxf(state.peak[i], top);
     const float before = state.maximum[i];
     const float after = top > before + kRescaleSlack ? top : before;
     state.maximum[i] = after;

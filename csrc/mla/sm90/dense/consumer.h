@@ -66,18 +66,13 @@ class Consumer {
   // The own page's scores become probabilities; with everything rare around it.
   __device__ __forceinline__ void probabilities(const PageRun& run, int page,
                                                 float (&rescale)[kRowsPerThread]) {
-    const int first_token = page * kPageTokens;
-    if (Mask::cuts(params_, run, page)) {
-      int end[kRowsPerThread];
-#pragma unroll
-      for (int i = 0; i < kRowsPerThread; ++i) {
-        end[i] = Mask::end(params_, run, place_.first_row() + at_.row(i));
+    Mask::hide(rS_, at_, params_, smem_, kOwn, run, page, place_.first_row());
+    if constexpr (Mask::kHoldsTail) {
+      const int tokens_left = run.seq_len - page * kPageTokens;
+      if (tokens_left < kPageTokens) {
+        clear_tail(tokens_left);
+        ptx::named_barrier_sync(tail_cleared(kOwn), kWarpgroupThreads);
       }
-      mask_scores(rS_, at_, first_token, end);
-    }
-    if (run.seq_len - first_token < kPageTokens) {
-      clear_tail(run.seq_len - first_token);
-      ptx::named_barrier_sync(tail_cleared(kOwn), kWarpgroupThreads);
     }
     // A bad page makes every probability NaN.
     const float scale_log2 = smem_.bad_page[kOwn] ? NAN : scale_log2_;
@@ -176,6 +171,7 @@ class Consumer {
   __device__ __forceinline__ void complete_sums(const PageRun& run) {
     if (run.bad_length && run.num_pages() == 0) state_.sum[0] = state_.sum[1] = NAN;
     auto& sums = smem_.row_sum[run_parity_];
+    if constexpr (Mask::kReportsPeak) Mask::leave_peak(smem_, run_parity_, kOwn, at_, state_);
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
       const float total = quad_reduce(state_.sum[i], [](float a, float b) { return a + b; });
@@ -187,6 +183,8 @@ class Consumer {
       // Even plus odd in both warpgroups, so that both divide by the same number.
       state_.sum[i] = sums[kEven][at_.row(i)] + sums[kOdd][at_.row(i)];
     }
+    if constexpr (Mask::kReportsPeak)
+      Mask::report_peak(params_, smem_, run_parity_, run, place_, at_, state_);
     // The other warpgroup may still be reading when this one ends its next run, not the one after.
     run_parity_ ^= 1;
   }

@@ -8,6 +8,7 @@
 #include "mla/sm90/dense/run_walker.h"
 #include "mla/sm90/dense/smem_plan.h"
 #include "ptx/tma.h"
+#include "sm90/online_softmax.h"
 
 namespace pallas_attn::mla::sm90 {
 
@@ -72,13 +73,25 @@ class TablePages {
 
 // Every token of the request; under `causal` query token i of q only those up to its own position.
 struct PrefixMask {
-  // Whether there is a token in the page that some row must not see.
-  static __device__ __forceinline__ bool cuts(const DecodeParams& params, const PageRun& run, int page) {
-    return run.seq_len - page * kPageTokens - (params.causal ? params.query_len - 1 : 0) < kPageTokens;
+  // A request's last page may hold slots that are not its own, with anything in them.
+  static constexpr bool kHoldsTail = true;
+  static constexpr bool kReportsPeak = false;
+
+  static __device__ __forceinline__ void hide(float (&rS)[kScoreRegisters], const FragmentPosition& at,
+                                              const DecodeParams& params, const SmemPlan&, Parity,
+                                              const PageRun& run, int page, int first_row) {
+    const int first_token = page * kPageTokens;
+    // Whether there is a token in the page that some row must not see.
+    if (run.seq_len - first_token - (params.causal ? params.query_len - 1 : 0) >= kPageTokens) return;
+    int end[kRowsPerThread];
+#pragma unroll
+    for (int i = 0; i < kRowsPerThread; ++i) end[i] = end_of(params, run, first_row + at.row(i));
+    mask_scores(rS, at, first_token, end);
   }
 
+ private:
   // The tokens a row sees are those before this one; `row` counts within the KV head.
-  static __device__ __forceinline__ int end(const DecodeParams& params, const PageRun& run, int row) {
+  static __device__ __forceinline__ int end_of(const DecodeParams& params, const PageRun& run, int row) {
     return params.causal ? run.seq_len - params.query_len + 1 + row / params.group : run.seq_len;
   }
 };
