@@ -9,16 +9,19 @@
 namespace pallas_attn {
 inline namespace sm90 {
 
-// In shared memory. Full: the copy has landed. Empty: the slice may be overwritten.
+// In shared memory. Full: the copy has landed, or its writers are done. Empty: the slice may be overwritten.
 template <int kStages, int kFullSlices, int kEmptySlices>
 struct Ring {
   uint64_t full[kStages][kFullSlices];
   uint64_t empty[kStages][kEmptySlices];
 
-  // A slice is full when its copy's bytes are there, and empty when `readers` have arrived. By one thread.
-  __device__ void init(uint32_t readers) {
+  // A slice is empty when `readers` have arrived, and full when its copy's bytes are there or, of those before
+  // `first_copied`, when `writers` have arrived. By one thread.
+  __device__ void init(uint32_t readers, uint32_t writers = 1, int first_copied = 0) {
     for (int stage = 0; stage < kStages; ++stage) {
-      for (int slice = 0; slice < kFullSlices; ++slice) ptx::mbarrier_init(&full[stage][slice], 1);
+      for (int slice = 0; slice < kFullSlices; ++slice) {
+        ptx::mbarrier_init(&full[stage][slice], slice < first_copied ? writers : 1);
+      }
       for (int slice = 0; slice < kEmptySlices; ++slice) ptx::mbarrier_init(&empty[stage][slice], readers);
     }
   }

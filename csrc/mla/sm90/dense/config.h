@@ -46,20 +46,35 @@ constexpr int first_piece(Half half) { return half * kHalfPieces; }
 constexpr int kConsumerThreads = kHalves * kWarpgroupThreads;
 constexpr int kThreads = kConsumerThreads + kWarpgroupThreads;
 
-// Registers come by the warp from four banks of 16384, one for each of the SM's partitions. A ninth warp of
-// 224 registers would not fit in its bank next to two others, so the producer is a warpgroup (one warp of it
-// works) that hands its registers over to the math: 3 x 168 at entry become 240 + 240 + 24.
-constexpr int kConsumerRegisters = 240;
-constexpr int kProducerRegisters = 24;
 
 // Accumulator registers a thread holds.
 constexpr int kScoreRegisters = accumulators(kPageTokens);
 constexpr int kOutRegisters = accumulators(kHalfDims);
 
-// How many of the 36 steps of 16 dimensions that a score sums over have their query operand in registers: the
-// last ones. A step from shared memory reads 2 KB of query and 2 KB of key in the time the tensor cores take
-// for it, a step with its query in registers half of that. With six the registers are full and ptxas
-// serialises the products.
-constexpr int kQueryRegisterSteps = 4;
+// How the registers are shared out. They come by the warp from four banks of 16384, one for each of the SM's
+// partitions. A ninth warp of 224 registers would not fit in its bank next to two others, so what feeds the
+// math is a warpgroup too, and hands over what it does not need of 3 x 168.
+//
+// kQuerySteps: how many of the 36 steps of 16 dimensions that a score sums over have their query operand in
+// registers: the last ones. A step from shared memory reads 2 KB of query and 2 KB of key in the time the
+// tensor cores take for it, a step with its query in registers half of that. With six the registers are full
+// and ptxas serialises the products.
+// kOwnProbabilities: whether a warpgroup multiplies with its own probabilities from registers.
+// kMerges: whether CTAs can merge what they have cut; else a kernel behind does.
+
+// For a feeder that only has copies made: one warp of it works.
+struct WideConsumers {
+  static constexpr int kRegisters = 240, kFeederRegisters = 24;
+  static constexpr int kQuerySteps = 4;
+  static constexpr bool kOwnProbabilities = true, kMerges = true;
+};
+
+// For a feeder that holds a page in registers. With less than all of this ptxas spills, or serialises the
+// products.
+struct NarrowConsumers {
+  static constexpr int kRegisters = 200, kFeederRegisters = 104;
+  static constexpr int kQuerySteps = 0;
+  static constexpr bool kOwnProbabilities = false, kMerges = false;
+};
 
 }  // namespace pallas_attn::mla::sm90

@@ -32,6 +32,7 @@ class Consumer {
         scale_log2_(params.scale * kLog2E) {}
 
  protected:
+  using Budget = typename Source::Budget;
   static constexpr Parity kOther = other(kOwn);
   static constexpr Half kHalf = half_of(kOwn);
 
@@ -94,15 +95,23 @@ class Consumer {
     }
     ptx::fence_async_shared();
     announce(probabilities_ready(kOwn));
+    if constexpr (!Budget::kOwnProbabilities) {
+      ptx::named_barrier_sync(own_probabilities(kOwn), kWarpgroupThreads);
+    }
   }
 
-  // Starts the product of the own page's probabilities, in registers, with this warpgroup's half of the page.
+  // Starts the product of the own page's probabilities with this warpgroup's half of the page.
   __device__ __forceinline__ void multiply_own(bool accumulate) {
     // It reads registers written above.
     ptx::wgmma_touch(rO_);
-    ptx::wgmma_touch(rP_);
-    ptx::wgmma_fence();
-    issue_values_own<Element>(rO_, rP_, smem_, kOwn, kHalf, accumulate);
+    if constexpr (Budget::kOwnProbabilities) {
+      ptx::wgmma_touch(rP_);
+      ptx::wgmma_fence();
+      issue_values_own<Element>(rO_, rP_, smem_, kOwn, kHalf, accumulate);
+    } else {
+      ptx::wgmma_fence();
+      issue_values_shared<Element>(rO_, smem_, kOwn, kHalf, accumulate);
+    }
     ptx::wgmma_commit();
   }
 
@@ -120,7 +129,7 @@ class Consumer {
     rescale_rows(rO_, rescale);
     ptx::wgmma_touch(rO_);
     ptx::wgmma_fence();
-    issue_values_shared<Element>(rO_, smem_, kOther, kHalf);
+    issue_values_shared<Element>(rO_, smem_, kOther, kHalf, true);
     ptx::wgmma_commit();
   }
 
@@ -207,7 +216,7 @@ class Consumer {
   Phases<1> page_phase_;  // of the own pages' buffer
   int run_parity_ = 0;
 
-  QueryRegisters rQ_;
+  QueryRegisters<Budget::kQuerySteps> rQ_;
   float rS_[kScoreRegisters];
   uint32_t rP_[kTokenSteps][4];
 };

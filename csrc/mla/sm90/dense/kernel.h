@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::tma_prefetch_descriptor(&cache_map);
     ptx::tma_prefetch_descriptor(&out_map);
   }
-  run_decode_cta<Element, TablePages, PrefixMask, kConsumerRegisters, kProducerRegisters>(
+  run_decode_cta<Element, TablePages, PrefixMask>(
       params, smem, out_map, merging, [&](int warp) {
         const int row_tile = blockIdx.x, part = blockIdx.y, kv_head = blockIdx.z;
         if (warp == 0) {

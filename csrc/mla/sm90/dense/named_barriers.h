@@ -26,10 +26,16 @@ enum NamedBarrier {
   // Shared memory lists the requests that were cut. Arrives: a warp without other work. Wait: both
   // warpgroups, at the end.
   kCutsKnown = 7,
+  // A page's probabilities are in shared memory, where its owner reads them too. Within that warpgroup.
+  kEvenProbabilitiesOwn = 8,
+  kOddProbabilitiesOwn = 9,
 };
 
 constexpr NamedBarrier probabilities_ready(Parity page) {
   return page == kEven ? kEvenProbabilitiesReady : kOddProbabilitiesReady;
+}
+constexpr NamedBarrier own_probabilities(Parity page) {
+  return page == kEven ? kEvenProbabilitiesOwn : kOddProbabilitiesOwn;
 }
 constexpr NamedBarrier tail_cleared(Parity page) {
   return page == kEven ? kEvenTailCleared : kOddTailCleared;

@@ -17,6 +17,8 @@ namespace pallas_attn::mla::sm90 {
 // never asked for. All members are for one whole warp but copy_piece().
 class TablePages {
  public:
+  using Budget = WideConsumers;
+
   // Tokens of a request as given, and the most its pages can hold.
   static __device__ __forceinline__ int length(const DecodeParams& params, int request) {
     return __ldg(params.seq_lens + request);

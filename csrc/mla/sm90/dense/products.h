@@ -8,26 +8,30 @@
 namespace pallas_attn::mla::sm90 {
 
 constexpr int kTokenSteps = kPageTokens / kStepDims;
-constexpr int kSharedQuerySteps = kQueryDim / kStepDims - kQueryRegisterSteps;
+constexpr int kQuerySteps = kQueryDim / kStepDims;
 
 // The last steps of the query as A operands.
-using QueryRegisters = uint32_t[kQueryRegisterSteps][4];
+template <int kSteps>
+struct QueryRegisters {
+  uint32_t step[kSteps == 0 ? 1 : kSteps][4];
+};
 
-__device__ __forceinline__ void load_query_registers(QueryRegisters& rQ, const SmemPlan& smem, int warp,
-                                                     int lane) {
+template <int kSteps>
+__device__ __forceinline__ void load_query_registers(QueryRegisters<kSteps>& rQ, const SmemPlan& smem,
+                                                     int warp, int lane) {
 #pragma unroll
-  for (int i = 0; i < kQueryRegisterSteps; ++i) {
-    const int step = kSharedQuerySteps + i;
+  for (int i = 0; i < kSteps; ++i) {
+    const int step = kQuerySteps - kSteps + i;
     const SmemPlan::Piece& piece = smem.sQ[step / kStepsPerPiece];
-    ptx::load_matrix_x4(matrix_address(piece, warp, lane, step % kStepsPerPiece), rQ[i]);
+    ptx::load_matrix_x4(matrix_address(piece, warp, lane, step % kStepsPerPiece), rQ.step[i]);
   }
 }
 
 // Issues the products of pieces [kFirst, kFirst + kCount), each as soon as its copy has landed.
-template <typename Element, int kFirst, int kCount>
-__device__ __forceinline__ void issue_scores(float (&rS)[kScoreRegisters], const QueryRegisters& rQ,
-                                             SmemPlan& smem, int buffer, uint32_t full_parity,
-                                             bool accumulate) {
+template <typename Element, int kFirst, int kCount, int kRegisterSteps>
+__device__ __forceinline__ void issue_scores(float (&rS)[kScoreRegisters],
+                                             const QueryRegisters<kRegisterSteps>& rQ, SmemPlan& smem,
+                                             int buffer, uint32_t full_parity, bool accumulate) {
   const uint64_t query = ptx::wgmma_descriptor(smem.sQ, 0);
   const uint64_t key = ptx::wgmma_descriptor(smem.sK[buffer], 0);
 #pragma unroll
@@ -39,9 +43,9 @@ __device__ __forceinline__ void issue_scores(float (&rS)[kScoreRegisters], const
       const uint32_t offset = piece * kPieceBytes + step * kStepDims * 2;
       const uint64_t step_key = ptx::advance_descriptor(key, offset);
       const bool add = accumulate || piece > kFirst || step > 0;
-      const int in_registers = piece * kStepsPerPiece + step - kSharedQuerySteps;
+      const int in_registers = piece * kStepsPerPiece + step - (kQuerySteps - kRegisterSteps);
       if (in_registers >= 0) {
-        const uint32_t (&step_query)[4] = rQ[max(in_registers, 0)];
+        const uint32_t (&step_query)[4] = rQ.step[max(in_registers, 0)];
         ptx::wgmma_k16<Element, ptx::kKMajor>(rS, step_query, step_key, add);
       } else {
         const uint64_t step_query = ptx::advance_descriptor(query, offset);
@@ -70,17 +74,18 @@ __device__ __forceinline__ void issue_values_own(float (&rO)[kOutRegisters],
   }
 }
 
-// rO += P V with the probabilities the other warpgroup left in shared memory.
+// rO += P V with probabilities that lie in shared memory; or rO = P V.
 template <typename Element>
 __device__ __forceinline__ void issue_values_shared(float (&rO)[kOutRegisters], SmemPlan& smem, int buffer,
-                                                    Half half) {
+                                                    Half half, bool accumulate) {
   const uint64_t value = value_descriptor(smem, buffer, half);
   const uint64_t probabilities = ptx::wgmma_descriptor(smem.sP(buffer), 0);
 #pragma unroll
   for (int step = 0; step < kTokenSteps; ++step) {
     const uint64_t step_probabilities = ptx::advance_descriptor(probabilities, step * kStepDims * 2);
     ptx::wgmma_k16<Element, ptx::kMNMajor>(rO, step_probabilities,
-                                           ptx::advance_descriptor(value, step * kTokenStepBytes), true);
+                                           ptx::advance_descriptor(value, step * kTokenStepBytes),
+                                           accumulate || step > 0);
   }
 }
 

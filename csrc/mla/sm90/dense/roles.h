@@ -13,9 +13,10 @@
 
 namespace pallas_attn::mla::sm90 {
 
-__device__ __forceinline__ void init_barriers(SmemPlan& smem) {
+// Latent pieces are copied, or written by so many warps.
+__device__ __forceinline__ void init_barriers(SmemPlan& smem, int writers = 0) {
   // Every warp that reads arrives: those of one warpgroup for a half of a page, all for the query.
-  smem.pages.init(kWarpgroupWarps);
+  smem.pages.init(kWarpgroupWarps, writers, writers > 0 ? kRopePiece : 0);
   smem.query.init(kHalves * kWarpgroupWarps);
   for (int half = 0; half < kHalves; ++half) {
     for (int warp = 0; warp < kWarpgroupWarps; ++warp) ptx::mbarrier_init(&smem.partial_full[half][warp], 1);
@@ -39,9 +40,13 @@ __device__ __forceinline__ void meet_all_blocks() { cooperative_groups::this_gri
 //   kInside         whole or split   some               stored; all CTAs meet; the rest merged
 //   kInside         first of few     some               all CTAs meet; others added, stored; the rest merged
 //   kInside         first of few     none               stored as it is (not a schedule of this batch)
-template <typename Element>
+template <typename Element, bool kMerges>
 __device__ __forceinline__ void finish(const DecodeParams& params, SmemPlan& smem, LastRun<Element>& last,
                                        RunResult& result, Merging merging) {
+  if constexpr (!kMerges) {
+    if (result.run.request >= 0) last.store(false);
+    return;
+  }
   const bool inside = merging == Merging::kInside;
   // The first of a request's few splits waits, takes in the others' partial results and writes the output:
   // half as much to write and to read as if every split left its own.
@@ -63,11 +68,11 @@ __device__ __forceinline__ void finish(const DecodeParams& params, SmemPlan& sme
   }
 }
 
-// `feed(warp)` is what the third warpgroup does, each warp by itself. kConsumers and kFeeder are the
-// registers of their threads, in all no more than 3 x 168.
-template <typename Element, typename Source, typename Mask, int kConsumers, int kFeeder, typename Feed>
+// `feed(warp)` is what the third warpgroup does, each warp by itself.
+template <typename Element, typename Source, typename Mask, typename Feed>
 __device__ __forceinline__ void run_decode_cta(const DecodeParams& params, SmemPlan& smem,
                                                const CUtensorMap& out_map, Merging merging, Feed feed) {
+  constexpr int kConsumers = Source::Budget::kRegisters, kFeeder = Source::Budget::kFeederRegisters;
   static_assert(2 * kConsumers + kFeeder <= 3 * 168);
   const int row_tile = blockIdx.x;
   const int part = blockIdx.y;
@@ -99,7 +104,7 @@ __device__ __forceinline__ void run_decode_cta(const DecodeParams& params, SmemP
   // Not by half_of(): a comparison costs registers from the roles' branch on, and spills.
   const OutputPlace place = {kv_head, row_tile, static_cast<Half>(role)};
   LastRun<Element> last(params, smem, out_map, place, thread, result);
-  finish(params, smem, last, result, merging);
+  finish<Element, Source::Budget::kMerges>(params, smem, last, result, merging);
   // Only for our own kernel: others may load what they take to be constant before they wait for this one. And
   // at the end, though it could wait from the start: its blocks would then all sit on the few SMs without
   // work, and stay there.
