@@ -83,6 +83,8 @@ class BlockTeam {
           visited |= visits;
         }
       }
+      // Those past the end have read what the last one's place holds.
+      __syncwarp();
       if (i < count) store(i, hop, visited);
     }
     __syncthreads();
