@@ -34,7 +34,10 @@ ffi::Error mla_decode(cudaStream_t stream, int32_t device, ffi::AnyBuffer query,
   const int64_t rows = num_kv_heads * query_len * group;
   check.require(rows > 0 && batch > 0, "query", "at least one request, token and head", "none");
 
-  check.array("latent_cache", latent_cache, {-1, mla::kPageTokens, num_kv_heads, mla::kQueryDim}, {dtype});
+  const bool bytes = latent_cache.element_type() == DataType::U8 && dtype == DataType::BF16;
+  check.array("latent_cache", latent_cache,
+              {-1, mla::kPageTokens, num_kv_heads, bytes ? mla::kTokenBytes : mla::kQueryDim},
+              {bytes ? DataType::U8 : dtype});
   check.array("block_tables", block_tables, {batch, -1}, {DataType::S32});
   check.array("seq_lens", seq_lens, {batch}, {DataType::S32});
   check.array("schedule_metadata", schedule_metadata, {-1, mla::kScheduleFields}, {DataType::S32});
@@ -79,6 +82,7 @@ ffi::Error mla_decode(cudaStream_t stream, int32_t device, ffi::AnyBuffer query,
   params.causal = causal;
   params.merge_apart = !cooperative;
   params.element = dtype == DataType::BF16 ? mla::ElementType::kBfloat16 : mla::ElementType::kFloat16;
+  params.format = bytes ? mla::LatentFormat::kBytes : mla::LatentFormat::kElements;
 
   check.array("partial_out", *partial_out, {params.num_slots(), rows, mla::kLatentDim}, {DataType::F32});
   check.array("partial_lse", *partial_lse, {params.num_slots(), rows}, {DataType::F32});

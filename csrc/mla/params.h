@@ -17,6 +17,13 @@ constexpr int kRopeDim = 64;
 constexpr int kQueryDim = kLatentDim + kRopeDim;
 constexpr int kPageTokens = 64;
 
+// A token in 656 bytes, as FlashMLA and vLLM keep DeepSeek-V3.2's: the latent dimensions in e4m3, a float32
+// scale for every 128 of them, the rotary ones in bf16.
+constexpr int kScaleGroup = 128;
+constexpr int kScalesAt = kLatentDim;
+constexpr int kRopeAt = kScalesAt + kLatentDim / kScaleGroup * 4;
+constexpr int kTokenBytes = kRopeAt + kRopeDim * 2;
+
 // One row of the schedule: what one SM part works on.
 constexpr int kScheduleFields = 8;
 enum ScheduleField {
@@ -28,10 +35,12 @@ enum ScheduleField {
 };
 
 enum class ElementType { kBfloat16, kFloat16 };
+// Of the cache: the query's type, or tokens of 656 bytes under a query of bf16.
+enum class LatentFormat { kElements, kBytes };
 
 struct DecodeParams {
   const void* query;         // [b, h_kv, s_q, group, 576]
-  const void* latent_cache;  // [num_pages, 64, h_kv, 576]
+  const void* latent_cache;  // [num_pages, 64, h_kv, 576], or 656 bytes instead
   const int* block_tables;   // [b, max_blocks]
   const int* seq_lens;       // [b]
   const int* schedule;       // [num_sm_parts, 8]
@@ -59,6 +68,7 @@ struct DecodeParams {
   // Merge in a kernel that follows, never inside a cooperative grid: see launch_plan.h.
   bool merge_apart;
   ElementType element;
+  LatentFormat format;
 
   // Of one KV head, and of a request.
   PALLAS_ATTN_HOST_DEVICE int rows() const { return query_len * group; }

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn._call import ffi
-from pallas_attn._tile.latents import LATENT_DIM
+from pallas_attn._tile.latents import BYTES, LATENT_DIM
 from pallas_attn._tile.layout import PoolShape
 from pallas_attn._tile.pieces import scheduled_room
 
@@ -17,9 +17,9 @@ COOPERATIVE_VARIABLE = "PALLAS_ATTN_COOPERATIVE"
 
 
 def unsupported(dtype: Any, pool: PoolShape) -> str | None:
-    """The reason the CUDA kernel cannot serve queries and caches of a dtype and pool, or None."""
-    if dtype not in (jnp.bfloat16, jnp.float16):
-        return f"needs bfloat16 or float16, got {jnp.dtype(dtype).name}"
+    """The reason the CUDA kernel cannot serve caches of a dtype and pool, or None."""
+    if dtype not in (jnp.bfloat16, jnp.float16, BYTES):
+        return f"needs bfloat16, float16 or uint8, got {jnp.dtype(dtype).name}"
     if pool.page_size != PAGE_SIZE:
         return f"needs pages of {PAGE_SIZE} tokens, got {pool.page_size}"
     return None
@@ -41,7 +41,8 @@ def mla_decode_cuda(
 
     Args:
         query: [num_seqs, q_len, num_heads, 576] bfloat16 or float16.
-        latent_cache: [num_pages, 64, num_kv_heads, 576], same dtype; num_heads is a multiple of num_kv_heads.
+        latent_cache: [num_pages, 64, num_kv_heads, 576], same dtype, or, under bfloat16, [num_pages, 64, num_kv_heads,
+            656] uint8, whose latents are used as rounded to bfloat16; num_heads is a multiple of num_kv_heads.
         block_tables: [num_seqs, max_blocks] int32.
         seq_lens: [num_seqs] int32, the new tokens included.
         schedule_metadata, num_splits: of `mla_schedule`, for these lengths.

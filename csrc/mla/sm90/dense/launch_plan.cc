@@ -49,13 +49,16 @@ LaunchPlan plan_launch(const DecodeParams& params, const KernelShape& kernel, co
               {kOutBytes, kOutBytes * rows},
               {columns, static_cast<uint32_t>(kernel.store_rows), 1}};
 
-  // The KV heads of a token lie side by side: to the copy engine they are one long row.
-  const uint64_t token_bytes = kQueryBytes * kv_heads;
+  // The KV heads of a token lie side by side: to the copy engine they are one long row. Of tokens in bytes it
+  // copies the rotary ones.
+  const bool bytes = params.format == LatentFormat::kBytes;
+  const uint64_t width = (bytes ? kTokenBytes : kQueryDim) * kv_heads;
+  const uint64_t token_bytes = width * (bytes ? 1 : kElementBytes);
   plan.latent_cache = {"latent_cache",
                        params.latent_cache,
-                       {kQueryDim * kv_heads, kPageTokens, static_cast<uint64_t>(params.num_pages)},
+                       {width, kPageTokens, static_cast<uint64_t>(params.num_pages)},
                        {token_bytes, token_bytes * kPageTokens},
-                       {columns, kPageTokens, 1}};
+                       {bytes ? static_cast<uint32_t>(kRopeDim * kElementBytes) : columns, kPageTokens, 1}};
   return plan;
 }
 

@@ -1,10 +1,12 @@
 #include "mla/sm90/dense/instantiations/instantiations.h"
+#include "mla/sm90/dense/kernel.h"
 #include "mla/sm90/dense/launch_impl.h"
 
 namespace pallas_attn::mla::sm90 {
 
 LaunchStatus launch_dense_decode_bfloat16(const DecodeParams& params, cudaStream_t stream) {
-  return launch_instance<__nv_bfloat16>(params, stream);
+  constexpr CUtensorMapDataType kType = ElementTraits<__nv_bfloat16>::kTensorMapType;
+  return launch_instance({dense_decode_kernel<__nv_bfloat16>, kType, kType, CutList::kCapacity}, params, stream);
 }
 
 }  // namespace pallas_attn::mla::sm90
