@@ -7,11 +7,13 @@
 #include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <random>
 #include <string>
 #include <vector>
@@ -110,7 +112,34 @@ struct Case {
   int overhead_pages = 1;
   bool merge_apart = false;
   int multiprocessors = 0;  // 0 for all
+  bool bytes = false;       // tokens of 656 bytes
 };
+
+// Tokens of one KV head in 656 bytes each; they become what is read back. Tokens of NaN are bytes of 0x7F.
+template <typename Element>
+std::vector<uint8_t> quantized(std::vector<Element>& cache) {
+  const size_t tokens = cache.size() / mla::kQueryDim;
+  std::vector<uint8_t> packed(tokens * mla::kTokenBytes, 0x7F);
+  for (size_t t = 0; t < tokens; ++t) {
+    Element* token = &cache[t * mla::kQueryDim];
+    uint8_t* bytes = &packed[t * mla::kTokenBytes];
+    if (std::isnan(float(token[0]))) continue;
+    for (int group = 0; group < mla::kLatentDim / mla::kScaleGroup; ++group) {
+      Element* values = token + group * mla::kScaleGroup;
+      float peak = 0;
+      for (int d = 0; d < mla::kScaleGroup; ++d) peak = std::fmax(peak, std::fabs(float(values[d])));
+      const float scale = peak / 448;
+      std::memcpy(bytes + mla::kScalesAt + 4 * group, &scale, 4);
+      for (int d = 0; d < mla::kScaleGroup; ++d) {
+        const __nv_fp8_e4m3 small(float(values[d]) / scale);
+        bytes[group * mla::kScaleGroup + d] = small.__x;
+        values[d] = Element(float(small) * scale);
+      }
+    }
+    std::memcpy(bytes + mla::kRopeAt, token + mla::kLatentDim, 2 * mla::kRopeDim);
+  }
+  return packed;
+}
 
 template <typename Element>
 void run(const Case& c, mla::ElementType element) {
@@ -140,7 +169,12 @@ void run(const Case& c, mla::ElementType element) {
 
   mla::DecodeParams params = {};
   params.query = on_device(query);
-  params.latent_cache = on_device(cache);
+  if (c.bytes) {
+    params.latent_cache = on_device(quantized(cache));
+    params.format = mla::LatentFormat::kBytes;
+  } else {
+    params.latent_cache = on_device(cache);
+  }
   params.block_tables = on_device(tables);
   params.seq_lens = on_device(c.seq_lens);
   const size_t all_rows = static_cast<size_t>(batch) * c.num_kv_heads * rows;
@@ -337,5 +371,15 @@ int main(int count, char** arguments) {
                      mla::ElementType::kBfloat16);
   run<__half>({"more parts than multiprocessors", {4600, 200, 0, 640}, 1, 1, 40, 300, -1, 72},
               mla::ElementType::kFloat16);
+  const auto run_bytes = [](Case c) {
+    c.bytes = true;
+    run<__nv_bfloat16>(c, mla::ElementType::kBfloat16);
+  };
+  run_bytes({"bytes: mixed lengths", {0, 1, 64, 65, 300}, 1, 1, 16, 4});
+  run_bytes({"bytes: two tokens, two KV heads, two tiles", {130, 200}, 2, 2, 40, 3});
+  run_bytes({"bytes: many splits", {640, 640, 640, 600}, 1, 1, 128, 44});
+  run_bytes({"bytes: requests without pages between others", {70, 0, 0, 64, 500, 0, 90, 0}, 1, 1, 64, 3, -1, 9});
+  run_bytes({"bytes: one part", {70, 300, 0, 640, 5}, 1, 1, 64, 1});
+  run_bytes({"bytes: a page outside the pool", {200, 150}, 1, 1, 16, 3, 1});
   return 0;
 }

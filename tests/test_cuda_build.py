@@ -85,8 +85,8 @@ def kernels(build: Path) -> dict[str, str]:
 
 
 def _decode_kernels(kernels: dict[str, str]) -> list[str]:
-    found = [sass for name, sass in kernels.items() if "dense_decode_kernel" in name]
-    assert len(found) == 2  # bfloat16, float16
+    found = [sass for name, sass in kernels.items() if re.search("(dense|quantized)_decode_kernel", name)]
+    assert len(found) == 3  # bfloat16, float16, tokens in bytes
     return found
 
 
@@ -109,12 +109,23 @@ def test_links_neither_driver_nor_runtime(library: Path) -> None:
     "instruction",
     [
         *("HGMMA.64x64x16", "HGMMA.64x256x16", "UTMALDG.3D", "UTMASTG.3D", "USETMAXREG"),
-        "CCTL.E.RML2",  # partial results are discarded from the L2
     ],
 )
 def test_decode_uses(kernels: dict[str, str], instruction: str) -> None:
     for sass in _decode_kernels(kernels):
         assert instruction in sass
+
+
+def test_partial_results_are_discarded_from_the_l2(kernels: dict[str, str]) -> None:
+    """By the kernels whose CTAs merge them."""
+    assert sum("CCTL.E.RML2" in sass for sass in _decode_kernels(kernels)) == 2
+
+
+def test_bytes_are_converted_by_the_hardware_and_each_once(kernels: dict[str, str]) -> None:
+    [sass] = [sass for name, sass in kernels.items() if "quantized_decode_kernel" in name]
+    # 64 tokens x 512 among 128 threads, two at once.
+    assert sass.count("F2FP.F16.E4M3.UNPACK_B") == 64 * 512 // 128 // 2
+    assert sass.count("LDG.E.NA.128.CONSTANT") == 2 * 64 * 512 // 128 // 16  # the first page, and all others
 
 
 def test_nothing_spills(kernels: dict[str, str], build: Path) -> None:

@@ -277,7 +277,8 @@ def test_vmap_is_a_loop_of_calls() -> None:
     [
         (jnp.bfloat16, 64, 1, None),
         (jnp.float16, 64, 1, None),
-        (jnp.float32, 64, 1, "needs bfloat16 or float16, got float32"),
+        (jnp.uint8, 64, 1, None),
+        (jnp.float32, 64, 1, "needs bfloat16, float16 or uint8, got float32"),
         (jnp.bfloat16, 16, 1, "needs pages of 64 tokens, got 16"),
         (jnp.bfloat16, 64, 2, None),
     ],

@@ -21,7 +21,8 @@ from pallas_attn._call.device import Device
 from pallas_attn._tile import latent_tile
 from pallas_attn.testing import cases, compare, inputs
 
-IMPLEMENTATIONS = ["xla", "interpret", *ON_GPU]
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+IMPLEMENTATIONS = ["xla", "interpret", *ON_GPU, CUDA]
 
 
 def quantized(data: inputs.LatentInputs, scales: Any = "power_of_two") -> inputs.LatentInputs:
@@ -49,9 +50,8 @@ def served_cases():
         # Beside this tile in bf16 there is no room for one in bytes.
         if dict(case.config).get("block_kv") == 128:
             case = dataclasses.replace(case, config=(("block_kv", 128), ("num_stages", 1)))
-        yield from (
-            pytest.param(case, name, id=f"{case.id}-{name}", marks=pytest.mark.gpu) for name in COMPILED
-        )
+        for name in (*COMPILED, *(["cuda"] if case.page_size == 64 else [])):
+            yield pytest.param(case, name, id=f"{case.id}-{name}", marks=pytest.mark.gpu)
 
 
 @pytest.mark.parametrize(("case", "implementation"), list(served_cases()))
@@ -88,9 +88,10 @@ def test_no_boundary_token_is_lost(implementation):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_bad_pages_and_lengths_poison_only_their_rows(implementation):
-    case = cases.MLADecodeCase((100,) * 5, 4, page_size=16, config=(("num_splits", 2),))
+    size = 64 if implementation == "cuda" else 16
+    case = cases.MLADecodeCase((100,) * 5, 4, page_size=size, config=(("num_splits", 2),))
     data = quantized(inputs.make(case))
-    data.block_tables[1, 6] = -1
+    data.block_tables[1, 99 // size] = -1
     data.block_tables[2, 0] = data.latent_cache.shape[0]
     data.seq_lens[3] = data.block_tables.shape[1] * case.page_size + 1
     out, lse = plain.run(case, data, implementation)
@@ -104,6 +105,21 @@ def test_bad_pages_and_lengths_poison_only_their_rows(implementation):
 def inputs_of(data: inputs.LatentInputs, seqs: list[int]) -> inputs.LatentInputs:
     rows = {name: getattr(data, name)[seqs] for name in ("query", "block_tables", "seq_lens")}
     return data.copy(**rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "q_len", "num_parts"), [(16, 1, 5), (40, 2, 3), (128, 1, 7)])
+def test_cuda_deals_many_sequences_over_few_parts(heads, q_len, num_parts):
+    """Runs follow each other in one CTA, some without pages; the same bits each time."""
+    lengths = [int(n) for n in np.random.default_rng(heads).integers(0, 500, 21)]
+    case = cases.MLADecodeCase((*lengths, 0, 0, 130, 0), heads, q_len=q_len, causal=True, num_parts=num_parts)
+    data = quantized(inputs.make(case), "exact")
+    call = plain.compiled(case, "cuda")
+    out, lse = call(*data.arguments())
+    check(case, data, out, lse)
+    for _ in range(10):
+        again, _ = call(*data.arguments())
+        np.testing.assert_array_equal(np.asarray(again), np.asarray(out))
 
 
 @pytest.mark.once
