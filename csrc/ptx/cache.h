@@ -34,12 +34,29 @@ __device__ __forceinline__ uint4 load_16_bytes(const void* source, uint64_t poli
                : "l"(source), "l"(policy));
   return v;
 }
+__device__ __forceinline__ uint4 load_16_bytes(const void* source) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(source));
+  return v;
+}
 __device__ __forceinline__ float load_float(const void* source, uint64_t policy) {
   float v;
   asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.f32 %0, [%1], %2;"
                : "=f"(v)
                : "l"(source), "l"(policy));
   return v;
+}
+__device__ __forceinline__ float load_float(const void* source) {
+  float v;
+  asm volatile("ld.global.nc.L1::no_allocate.f32 %0, [%1];" : "=f"(v) : "l"(source));
+  return v;
+}
+
+// Brings the line of an address into the L2.
+__device__ __forceinline__ void prefetch_line(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
 // Nobody will read this line of 128 bytes any more: it need not be written back to memory. Whoever has read

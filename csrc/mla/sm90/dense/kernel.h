@@ -23,16 +23,15 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::tma_prefetch_descriptor(&cache_map);
     ptx::tma_prefetch_descriptor(&out_map);
   }
-  run_decode_cta<Element, TablePages, PrefixMask>(
-      params, smem, out_map, merging, [&](int warp) {
-        const int row_tile = blockIdx.x, part = blockIdx.y, kv_head = blockIdx.z;
-        if (warp == 0) {
-          Producer<TablePages>(params, query_map, cache_map, smem, kv_head, row_tile, threadIdx.x % 32)
-              .work_through(part);
-        } else if (warp == 1 && merging == Merging::kInside) {
-          tell_cuts(params, smem);
-        }
-      });
+  run_decode_cta<Element, TablePages, PrefixMask>(params, smem, out_map, merging, [&](int warp) {
+    const int row_tile = blockIdx.x, part = blockIdx.y, kv_head = blockIdx.z;
+    if (warp == 0) {
+      Producer<TablePages>(params, query_map, cache_map, smem, kv_head, row_tile, threadIdx.x % 32)
+          .work_through(part);
+    } else if (warp == 1 && merging == Merging::kInside) {
+      tell_cuts(params, smem);
+    }
+  });
 }
 
 }  // namespace pallas_attn::mla::sm90

@@ -13,10 +13,10 @@
 
 namespace pallas_attn::mla::sm90 {
 
-// Latent pieces are copied, or written by so many warps.
-__device__ __forceinline__ void init_barriers(SmemPlan& smem, int writers = 0) {
+// Pieces are copied; or the first `written` of them written, each by so many warps.
+__device__ __forceinline__ void init_barriers(SmemPlan& smem, int writers = 0, int written = kRopePiece) {
   // Every warp that reads arrives: those of one warpgroup for a half of a page, all for the query.
-  smem.pages.init(kWarpgroupWarps, writers, writers > 0 ? kRopePiece : 0);
+  smem.pages.init(kWarpgroupWarps, writers, writers > 0 ? written : 0);
   smem.query.init(kHalves * kWarpgroupWarps);
   for (int half = 0; half < kHalves; ++half) {
     for (int warp = 0; warp < kWarpgroupWarps; ++warp) ptx::mbarrier_init(&smem.partial_full[half][warp], 1);
