@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 
 _LIBRARY = "libpallas_attn_cuda.so"
+COOPERATIVE_VARIABLE = "PALLAS_ATTN_COOPERATIVE"
 _REASON = "no_cuda_library.txt"  # written by the build when it has no library to install
 # First driver of each major version of CUDA. A program built with one runs on drivers for it and later ones.
 _FIRST_DRIVER = {12: "R525", 13: "R580"}
@@ -34,7 +35,7 @@ def register() -> None:
     Ops do it themselves when they are traced. A process that only runs a function that `jax.export` serialised
     elsewhere traces none, and calls this first. To export one, name the calls as ones you vouch for:
     `jax.export.export(f, disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("pallas_attn_mla_decode_sm90")])`,
-    and "pallas_attn_mla_schedule_sm90" likewise. It takes neither a GPU nor a driver.
+    "pallas_attn_mla_schedule_sm90" and "pallas_attn_sparse_mla_sm90" likewise. It takes neither a GPU nor a driver.
 
     Raises:
         RuntimeError: there is no library, with the reason.
@@ -43,6 +44,17 @@ def register() -> None:
     if library is None:
         raise RuntimeError(f"pallas_attn's CUDA library cannot be used: {reason}")
     _register(library, "CUDA")
+
+
+def cooperates(function: str) -> bool:
+    """Whether kernels may launch cooperatively, by PALLAS_ATTN_COOPERATIVE in the environment: a property of the
+    deployment, not of a model. An argument would have to pass through every layer that calls."""
+    chosen = os.environ.get(COOPERATIVE_VARIABLE, "1")
+    if chosen not in ("0", "1"):
+        raise ValueError(
+            f"{function}: environment variable '{COOPERATIVE_VARIABLE}': expected '0' or '1', got {chosen!r}"
+        )
+    return chosen == "1"
 
 
 class _Target(ctypes.Structure):

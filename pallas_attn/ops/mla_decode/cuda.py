@@ -1,6 +1,5 @@
 """MLA decode on Hopper: the CUDA kernel of csrc/mla, called through XLA's FFI."""
 
-import os
 from typing import Any
 
 import jax
@@ -13,7 +12,6 @@ from pallas_attn._tile.layout import PoolShape
 from pallas_attn._tile.pieces import scheduled_room
 
 PAGE_SIZE = 64
-COOPERATIVE_VARIABLE = "PALLAS_ATTN_COOPERATIVE"
 
 
 def unsupported(dtype: Any, pool: PoolShape) -> str | None:
@@ -89,16 +87,6 @@ def mla_decode_cuda(
         num_splits,
         scale=np.float32(scale),
         causal=bool(causal),
-        cooperative=_cooperates() if cooperative is None else bool(cooperative),
+        cooperative=ffi.cooperates("mla_decode") if cooperative is None else bool(cooperative),
     )
     return out.swapaxes(1, 2).reshape(num_seqs, q_len, num_heads, LATENT_DIM), lse
-
-
-def _cooperates() -> bool:
-    """A property of the deployment, not of a model: an argument would have to pass through every layer that calls."""
-    chosen = os.environ.get(COOPERATIVE_VARIABLE, "1")
-    if chosen not in ("0", "1"):
-        raise ValueError(
-            f"mla_decode: environment variable '{COOPERATIVE_VARIABLE}': expected '0' or '1', got {chosen!r}"
-        )
-    return chosen == "1"
