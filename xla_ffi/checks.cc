@@ -24,6 +24,8 @@ std::string name(ffi::DataType dtype) {
       return "float32";
     case ffi::DataType::S32:
       return "int32";
+    case ffi::DataType::U8:
+      return "uint8";
     default:
       return "another dtype (" + std::to_string(static_cast<int>(dtype)) + ")";
   }

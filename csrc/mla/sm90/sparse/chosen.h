@@ -1,0 +1,106 @@
+// What the sparse kernels do differently from the dense one: where a tile's tokens lie in the pool, which of
+// them are there, and the largest logit as a result. A tile is what a page is to the dense kernel: 64 ids.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "mla/sm90/dense/run_walker.h"
+#include "mla/sm90/dense/store.h"
+#include "mla/sm90/sparse/smem_plan.h"
+#include "mla/sparse_params.h"
+
+namespace pallas_attn::mla::sm90 {
+
+// The kernels are given SparseParams, and what they share with the dense one hands them on by their base.
+__device__ __forceinline__ const SparseParams& sparse(const DecodeParams& params) {
+  return static_cast<const SparseParams&>(params);
+}
+
+// A query token's list of ids, as the walker sees it. `Registers` is how those are shared out (config.h).
+template <typename Registers>
+struct ChosenIds {
+  using Budget = Registers;
+
+  static __device__ __forceinline__ int length(const DecodeParams& params, int token) {
+    return __ldg(params.seq_lens + token);
+  }
+  static __device__ __forceinline__ int64_t capacity(const DecodeParams& params) {
+    return sparse(params).topk;
+  }
+};
+
+__device__ __forceinline__ int read_id(const SparseParams& params, int token, int position) {
+  const int* ids = params.indices + static_cast<int64_t>(token) * params.topk;
+  return position < params.topk ? __ldg(ids + position) : -1;
+}
+
+// Where an id leads.
+struct FoundRow {
+  int row;        // of the pool; -1 where no token is
+  bool unusable;  // though there should be one
+};
+
+// Number `position` of a token's ids, of which `listed` count; the id has been read, if there is one.
+__device__ __forceinline__ FoundRow find_row(const SparseParams& params, int token, int id, int position,
+                                             int listed) {
+  if (position >= listed || id == -1) return {-1, false};
+  bool inside = static_cast<unsigned>(id) < static_cast<unsigned>(params.num_rows);
+  int row = id;
+  if (params.page_size > 0) {
+    const unsigned page_size = params.page_size;
+    const unsigned column = static_cast<unsigned>(id) / page_size,
+                   slot = static_cast<unsigned>(id) % page_size;
+    const bool in_table = id >= 0 && column < static_cast<unsigned>(params.table_columns);
+    const int64_t table = static_cast<int64_t>(token / params.tokens_a_table) * params.table_columns;
+    const unsigned page = in_table ? __ldg(params.block_tables + table + column) : ~0u;
+    inside = page < params.num_rows / page_size;
+    row = static_cast<int>(page * page_size + slot);
+  }
+  return {inside ? row : -1, !inside && !params.skip_all_outside};
+}
+
+// Tokens that are not there have been read as zeros.
+struct HeldTokens {
+  static constexpr bool kHoldsTail = false;
+  static constexpr bool kReportsPeak = true;
+
+  static __device__ __forceinline__ void hide(float (&rS)[kScoreRegisters], const FragmentPosition& at,
+                                              const DecodeParams&, const SmemPlan& smem, Parity buffer,
+                                              const PageRun&, int, int) {
+    const uint64_t held = static_cast<const SparsePlan&>(smem).held[buffer];
+    if (!__any_sync(0xffffffff, held != ~uint64_t{0})) return;
+    const uint64_t from_quad = held >> (at.in_quad * 2);
+#pragma unroll
+    for (int r = 0; r < kScoreRegisters; ++r) {
+      if (!(from_quad >> (r / 4 * 8 + r % 2) & 1)) rS[r] = -INFINITY;
+    }
+  }
+
+  // The two warpgroups have seen every second tile each.
+  static __device__ __forceinline__ void leave_peak(SmemPlan& smem, int run_parity, Parity own,
+                                                    const FragmentPosition& at, const RowState& state) {
+    if (at.in_quad != 0) return;
+    auto& peak = static_cast<SparsePlan&>(smem).peak[run_parity][own];
+#pragma unroll
+    for (int i = 0; i < kRowsPerThread; ++i) peak[at.row(i)] = state.peak[i];
+  }
+
+  static __device__ __forceinline__ void report_peak(const DecodeParams& params, const SmemPlan& smem,
+                                                     int run_parity, const PageRun& run,
+                                                     const OutputPlace& place, const FragmentPosition& at,
+                                                     const RowState& state) {
+    float* max_logits = sparse(params).max_logits;
+    if (max_logits == nullptr || place.half != kLow || at.in_quad != 0) return;
+    const auto& peak = static_cast<const SparsePlan&>(smem).peak[run_parity];
+#pragma unroll
+    for (int i = 0; i < kRowsPerThread; ++i) {
+      const int row = at.row(i);
+      if (row >= place.rows_left(params)) continue;
+      const float peak2 = fmaxf(peak[kEven][row], peak[kOdd][row]);
+      max_logits[place.row(params, run.request) + row] = isnan(state.sum[i]) ? NAN : peak2 * kLn2;
+    }
+  }
+};
+
+}  // namespace pallas_attn::mla::sm90
