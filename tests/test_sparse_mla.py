@@ -19,7 +19,8 @@ import pallas_attn
 from pallas_attn import SparseMLAConfig
 from pallas_attn.testing import compare
 
-IMPLEMENTATIONS = ["xla", "interpret", *ON_GPU]
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+IMPLEMENTATIONS = ["xla", "interpret", *ON_GPU, CUDA]
 NOTHING = 2147480000  # in entries that must not be looked at
 
 
@@ -91,7 +92,7 @@ class Decode:
             addressing="positions" if self.positions else "slots",
             return_lse=True,
             implementation=implementation,
-            config=None if implementation == "xla" else config,
+            config=None if implementation in ("xla", "cuda") else config,
         )
         pool = self.pool.reshape(-1, self.page_size, 1, self.pool.shape[-1])
         arrays = [jnp.asarray(x) for x in (self.query, pool, self.ids)]

@@ -15,6 +15,7 @@ from pallas_attn._tile import triton
 from pallas_attn._tile.latents import BYTES, QUERY_DIM, token_width
 from pallas_attn._tile.layout import DIMS, PoolCase, PoolShape, reaches
 from pallas_attn._types import BlockTables
+from pallas_attn.ops.sparse_mla import cuda
 from pallas_attn.ops.sparse_mla.config import SparseMLAConfig, heuristic
 from pallas_attn.ops.sparse_mla.kernel import sparse_mla_pallas
 from pallas_attn.ops.sparse_mla.problem import Ids
@@ -35,6 +36,11 @@ class Case:
     pool: PoolShape
     dtype: Any
     cache_dtype: Any
+    configured: bool = False
+
+
+def _cuda_supports(case: Case) -> str | None:
+    return "takes no config" if case.configured else cuda.unsupported(case.dtype, case.topk)
 
 
 def _supports(case: Case, lowering: triton.Lowering) -> str | None:
@@ -47,6 +53,9 @@ for _op in ("sparse_mla_decode", "sparse_mla_prefill"):
     dispatch.register(
         _op,
         {
+            "cuda": dispatch.Implementation(
+                functools.partial(cuda.sparse_mla_cuda, function=_op), _cuda_supports
+            ),
             **triton.implementations(sparse_mla_pallas, _supports),
             "xla": dispatch.Implementation(sparse_mla_xla),
         },
@@ -88,9 +97,10 @@ def sparse_mla_decode(
             exp(lse) / (exp(lse) + exp(sink)); the lse itself is without it.
         scale: factor of the logits, a number above 0; None means 576 ** -0.5.
         return_lse: also return the natural log-sum-exp of the scaled logits.
-        implementation: None (chosen), "pallas" (sm_80 or newer, bf16 and fp16), "triton" (the same kernel by Triton
-            itself, where Pallas cannot; the extra of that name), "xla" (anywhere, for debugging and CPUs) or
-            "interpret" (the Pallas kernel run in Python, slow).
+        implementation: None (chosen), "cuda" (sm_90), "pallas" (sm_80 or newer), both for bf16 and fp16 queries and fp8
+            latents, "triton" (the Pallas kernel by Triton itself, where Pallas cannot; the extra of that name), "xla"
+            (anywhere, for debugging and CPUs) or "interpret" (the Pallas kernel run in Python, slow).
+            PALLAS_ATTN_COOPERATIVE is as in `mla_decode`.
         config: tile sizes for "pallas", "triton" and "interpret"; None takes the measured or the heuristic one.
 
     Returns:
@@ -268,6 +278,7 @@ def _call(
     scale: float | None,
     max_logits: bool,
 ) -> tuple[jax.Array, ...]:
+    case = dataclasses.replace(case, configured=config is not None)
     name, fn = dispatch.resolve(function, case, implementation)
     tiled = name not in ("cuda", "xla")
     if not tiled and config is not None:

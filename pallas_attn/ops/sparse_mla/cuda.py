@@ -1,0 +1,80 @@
+"""Sparse MLA on Hopper: the CUDA kernels of csrc/mla/sm90/sparse, called through XLA's FFI."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_attn._call import ffi
+from pallas_attn._call.device import current_device
+from pallas_attn._tile.latents import LATENT_DIM
+from pallas_attn._tile.pieces import scheduled_room
+from pallas_attn.ops.sparse_mla.dealing import TILE_IDS, Deal, dealt
+from pallas_attn.ops.sparse_mla.problem import Ids
+
+TILE_HEADS = 64
+MOST_IDS = 2**31 - 1 - 4 * TILE_IDS
+
+
+def unsupported(dtype: Any, topk: int) -> str | None:
+    """The reason the CUDA kernels cannot serve queries of a dtype, or so many ids; or None."""
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"needs bfloat16 or float16, got {jnp.dtype(dtype).name}"
+    return f"takes at most {MOST_IDS} ids, got {topk}" if topk > MOST_IDS else None
+
+
+def sparse_mla_cuda(
+    query,
+    pool,
+    indices,
+    lengths,
+    tables,
+    *,
+    ids: Ids,
+    scale: float,
+    max_logits: bool = False,
+    function: str = "sparse_mla_decode",
+) -> tuple[jax.Array, ...]:
+    """As `sparse_mla_pallas`, without a config; for `function`, in messages.
+
+    How tokens are cut over multiprocessors follows from shapes alone, so that the schedule is a constant and nothing
+    has to be computed before the kernel; a token with fewer ids than `topk` leaves some of its pieces short. With
+    `max_logits` no token is cut.
+
+    vmap calls it once for each of the batch, one after the other.
+    """
+    ffi.register()
+    num_tokens, num_heads, _ = query.shape
+    topk = indices.shape[1]
+    num_parts = max(1, current_device().num_cores // -(-num_heads // TILE_HEADS))
+    deal: Deal = dealt(num_tokens, topk, num_parts, num_heads, whole=max_logits)
+    slots = scheduled_room(len(deal.parts)) if deal.cuts else 0
+    peaks = (num_tokens, num_heads) if max_logits else (0, 0)
+    call = jax.ffi.ffi_call(
+        "pallas_attn_sparse_mla_sm90",
+        (
+            jax.ShapeDtypeStruct((num_tokens, num_heads, LATENT_DIM), query.dtype),
+            jax.ShapeDtypeStruct((num_tokens, num_heads), jnp.float32),
+            jax.ShapeDtypeStruct(peaks, jnp.float32),
+            # Pieces before they are merged: outputs, because a handler that allocates cannot be part of a command
+            # buffer.
+            jax.ShapeDtypeStruct((slots, num_heads, LATENT_DIM), jnp.float32),
+            jax.ShapeDtypeStruct((slots, num_heads), jnp.float32),
+        ),
+        vmap_method="sequential",
+    )
+    out, lse, maximum, _, _ = call(
+        query,
+        pool,
+        indices,
+        lengths,
+        jnp.zeros((1, 1), jnp.int32) if tables is None else tables,
+        jnp.asarray(deal.parts),
+        jnp.asarray(deal.num_splits),
+        scale=np.float32(scale),
+        page_size=np.int64(ids.page_size or 0),
+        skip_all_outside=bool(ids.skip_all_outside),
+        cooperative=ffi.cooperates(function),
+    )
+    return (out, lse, maximum) if max_logits else (out, lse)

@@ -1,0 +1,64 @@
+"""How query tokens, each with as many ids, are dealt to multiprocessors: by shapes alone, before anything runs."""
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+
+TILE_IDS = 64
+FIELDS = 8
+# What starting on a token costs (its query in, its result out), in tiles of ids.
+START = 2
+# What a cut costs besides: partial results of so many heads are written, read and merged.
+FEW_HEADS, CUT_FEW, CUT_MANY = 32, 2, 6
+WORTH_IT = 1.03
+
+
+class Deal(NamedTuple):
+    """In the form of `MLASchedule`: a row a part, and how many pieces the tokens before each one make."""
+
+    parts: np.ndarray
+    """[num_parts, 8] int32: first token and id, last token and (exclusive) id, number of the first piece, 0."""
+    num_splits: np.ndarray
+    """[num_tokens + 1] int32."""
+
+    @property
+    def cuts(self) -> bool:
+        return int(self.num_splits[-1]) + 1 > len(self.num_splits)
+
+
+@functools.lru_cache(maxsize=256)
+def dealt(num_tokens: int, topk: int, num_parts: int, num_heads: int, *, whole: bool) -> Deal:
+    """Whole tokens where that keeps the parts about as busy; else each part gets as many tiles, cut anywhere.
+
+    Tokens may have fewer ids than `topk`: pieces behind their end find nothing to do.
+    """
+    tiles = -(-topk // TILE_IDS)
+    shares = -(-num_tokens // num_parts)
+    cost_whole = shares * (tiles + START)
+    # A part begins with a piece, and ends with one.
+    cost_cut = -(-num_tokens * (tiles + START) // num_parts) + START
+    cost_cut += CUT_FEW if num_heads <= FEW_HEADS else CUT_MANY
+    if whole or tiles == 1 or cost_whole <= WORTH_IT * cost_cut:
+        ends = np.arange(1, num_parts + 1) * num_tokens // num_parts * tiles
+    else:
+        ends = np.minimum(
+            np.arange(1, num_parts + 1) * max(1, -(-num_tokens * tiles // num_parts)), num_tokens * tiles
+        )
+    return _in_rows(np.unique(ends[ends > 0]), num_tokens, tiles)
+
+
+def _in_rows(ends: np.ndarray, num_tokens: int, tiles: int) -> Deal:
+    """`ends`: where parts end, in tiles of all tokens laid end to end."""
+    begins = np.concatenate([[0], ends[:-1]])
+    last = (ends - 1) // tiles
+    first = begins // tiles
+    # A piece begins with its token, and wherever else a part begins.
+    starts = np.unique(np.concatenate([np.arange(num_tokens) * tiles, begins]))
+    num_splits = np.searchsorted(starts, np.arange(num_tokens + 1) * tiles)
+    first_piece = np.searchsorted(starts, begins) - num_splits[first]
+    parts = np.zeros((len(ends), FIELDS), np.int32)
+    parts[:, :5] = np.stack(
+        [first, begins % tiles * TILE_IDS, last, (ends - last * tiles) * TILE_IDS, first_piece], axis=1
+    )
+    return Deal(parts, num_splits.astype(np.int32))
