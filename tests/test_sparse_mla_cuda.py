@@ -1,6 +1,7 @@
 """Sparse MLA's CUDA kernels at sizes that the interpreter does not reach: against float64 on the host."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +47,7 @@ def check(query, floats, ids, out, lse, tokens, case_id) -> None:
     listed = [[i for i in row if i >= 0] for row in ids.reshape(-1, ids.shape[-1])[tokens].tolist()]
     want, _, want_lse = reference(flat[tokens], floats, listed)
     rounded, *_ = reference(flat[tokens], floats, listed, rounding=torch.bfloat16)
-    about = dict(dtype="bfloat16", case_id=case_id)
+    about: Any = dict(dtype="bfloat16", case_id=case_id)
     out = np.asarray(out.astype(jnp.float32)).reshape(-1, *out.shape[2:])
     compare.assert_rows_close(out[tokens], want, rounded_reference=rounded, **about)
     compare.assert_lse_close(np.asarray(lse).reshape(-1, lse.shape[-1])[tokens], want_lse, **about)
@@ -125,7 +126,7 @@ def test_prefill_at_scale():
     listed = [[i for i in row if 0 <= i < len(floats)] for row in ids[:, 0][tokens].tolist()]
     want, want_top, want_lse = reference(query[tokens, 0], floats, listed)
     rounded, *_ = reference(query[tokens, 0], floats, listed, rounding=torch.bfloat16)
-    about = dict(dtype="bfloat16", case_id="prefill")
+    about: Any = dict(dtype="bfloat16", case_id="prefill")
     compare.assert_rows_close(
         np.asarray(out.astype(jnp.float32))[tokens], want, rounded_reference=rounded, **about
     )
