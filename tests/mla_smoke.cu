@@ -333,7 +333,8 @@ int main(int count, char** arguments) {
   run_bytes({"bytes: mixed lengths", {0, 1, 64, 65, 300}, 1, 1, 16, 4});
   run_bytes({"bytes: two tokens, two KV heads, two tiles", {130, 200}, 2, 2, 40, 3});
   run_bytes({"bytes: many splits", {640, 640, 640, 600}, 1, 1, 128, 44});
-  run_bytes({"bytes: requests without pages between others", {70, 0, 0, 64, 500, 0, 90, 0}, 1, 1, 64, 3, -1, 9});
+  run_bytes(
+      {"bytes: requests without pages between others", {70, 0, 0, 64, 500, 0, 90, 0}, 1, 1, 64, 3, -1, 9});
   run_bytes({"bytes: one part", {70, 300, 0, 640, 5}, 1, 1, 64, 1});
   run_bytes({"bytes: a page outside the pool", {200, 150}, 1, 1, 16, 3, 1});
   return 0;

@@ -15,8 +15,8 @@ struct Ring {
   uint64_t full[kStages][kFullSlices];
   uint64_t empty[kStages][kEmptySlices];
 
-  // A slice is empty when `readers` have arrived, and full when its copy's bytes are there or, of those before
-  // `first_copied`, when `writers` have arrived. By one thread.
+  // A slice is empty when `readers` have arrived, and full when its copy's bytes are there or, of those
+  // before `first_copied`, when `writers` have arrived. By one thread.
   __device__ void init(uint32_t readers, uint32_t writers = 1, int first_copied = 0) {
     for (int stage = 0; stage < kStages; ++stage) {
       for (int slice = 0; slice < kFullSlices; ++slice) {

@@ -46,7 +46,6 @@ constexpr int first_piece(Half half) { return half * kHalfPieces; }
 constexpr int kConsumerThreads = kHalves * kWarpgroupThreads;
 constexpr int kThreads = kConsumerThreads + kWarpgroupThreads;
 
-
 // Accumulator registers a thread holds.
 constexpr int kScoreRegisters = accumulators(kPageTokens);
 constexpr int kOutRegisters = accumulators(kHalfDims);

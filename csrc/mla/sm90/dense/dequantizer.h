@@ -37,7 +37,9 @@ constexpr int kHalfLoads = kFeederTokens / kTokensAtOnce;
 // 16 tokens of half a page, as a warp's lanes hold them. A lane's 16 bytes are of one scale's group.
 struct HalfRegisters {
   uint4 bytes[kHalfLoads];
-  float scale;  // of token lane_ % 16, group lane_ / 16 of the half's two
+  // Of the half's group lane / 16. Four neighbouring lanes keep those of the tokens that they have bytes of,
+  // of the load lane % 4 and of the one four further on.
+  float scale[2];
 };
 
 class Dequantizer {
@@ -123,7 +125,8 @@ class Dequantizer {
 #pragma unroll 1
         for (int piece = 0; piece < kPieces; ++piece) {
           ptx::tma_load_3d(smem_.sQ[piece], &query_map_, smem_.query.full[0], policy_, piece * kPieceDims,
-                           row_tile() * kTileRows, (walker_.first_request() + queries_) * params_.num_kv_heads + kv_head());
+                           row_tile() * kTileRows,
+                           (walker_.first_request() + queries_) * params_.num_kv_heads + kv_head());
         }
       }
       __syncwarp();
@@ -133,30 +136,34 @@ class Dequantizer {
   // What a page outside the pool leaves in the registers is flagged, and its probabilities NaN.
   __device__ __forceinline__ void load(HalfRegisters& half, const PageAt& page, Half which) {
     if (!source_.exists(page.index)) return;
-    const int64_t first_token = static_cast<int64_t>(page.index) * kPageTokens + warp_ * kFeederTokens;
-    const char* tokens = static_cast<const char*>(params_.latent_cache) + first_token * token_stride_ +
-                         kv_head() * kTokenBytes;
-    const char* scale = tokens + lane_ % 16 * token_stride_ + kScalesAt + (which * 2 + lane_ / 16) * 4;
-    half.scale = ptx::load_float(scale, policy_);
-    const char* bytes = tokens + lane_ / 4 % 2 * token_stride_ + which * kHalfDims + lane_ / 8 * kPieceDims +
-                        lane_ % 4 * 16;
+    // Places within the page, whose bytes 32 bits count: 64-bit ones would spill.
+    const uint32_t stride = token_stride_, first = warp_ * kFeederTokens;
+    const uint32_t scale = (first + lane_ % 4 * kTokensAtOnce + token_in_pair()) * stride + kScalesAt +
+                           (which * 2 + lane_ / 16) * 4;
+    const uint32_t bytes =
+        (first + token_in_pair()) * stride + which * kHalfDims + lane_ / 8 * kPieceDims + lane_ % 4 * 16;
+    const char* page_at = static_cast<const char*>(params_.latent_cache) + kv_head() * kTokenBytes +
+                          static_cast<int64_t>(page.index) * (kPageTokens * stride);
+    half.scale[0] = ptx::load_float(page_at + scale, policy_);
+    half.scale[1] = ptx::load_float(page_at + (scale + kFeederTokens / 2 * stride), policy_);
+    const char* from = page_at + bytes;
 #pragma unroll
     for (int i = 0; i < kHalfLoads; ++i) {
-      half.bytes[i] = ptx::load_16_bytes(bytes, policy_);
-      bytes += kTokensAtOnce * token_stride_;
+      half.bytes[i] = ptx::load_16_bytes(from, policy_);
+      from += kTokensAtOnce * stride;
     }
   }
 
   __device__ __forceinline__ void convert(const HalfRegisters& half, Parity buffer, Half which) {
-    const int token_in_pair = lane_ / 4 % 2, token = warp_ * kFeederTokens + token_in_pair;
+    const uint32_t token = warp_ * kFeederTokens + token_in_pair();
     // Chunks of 16 bytes lie under the swizzle, of which this lane has an even one and the next. An even
     // token's number keeps the lowest bit.
-    const uint32_t first_chunk = lane_ % 4 * 2 ^ token_in_pair;
+    const uint32_t first_chunk = lane_ % 4 * 2 ^ token_in_pair();
     const uint32_t lane_address = ptx::shared_address(smem_.sK[buffer][first_piece(which) + lane_ / 8]) +
                                   token * kRowBytes + first_chunk * 16;
 #pragma unroll
     for (int i = 0; i < kHalfLoads; ++i) {
-      const float scale = __shfl_sync(0xffffffff, half.scale, i * kTokensAtOnce + token_in_pair + lane_ / 16 * 16);
+      const float scale = __shfl_sync(0xffffffff, half.scale[i / 4], i % 4, 4);
       const uint4 v = half.bytes[i];
       const uint32_t row = (lane_address ^ (i * kTokensAtOnce & 6) * 16) + i * kTokensAtOnce * kRowBytes;
       ptx::store_16_bytes(row, dequantize_eight(v.x, v.y, scale));
@@ -168,6 +175,7 @@ class Dequantizer {
   }
 
   __device__ __forceinline__ bool leads() const { return warp_ == 0 && lane_ == 0; }
+  __device__ __forceinline__ uint32_t token_in_pair() const { return lane_ / 4 % 2; }
   static __device__ __forceinline__ int kv_head() { return blockIdx.z; }
   static __device__ __forceinline__ int row_tile() { return blockIdx.x; }
   __device__ __forceinline__ int rope_byte() const { return kv_head() * kTokenBytes + kRopeAt; }
@@ -175,7 +183,8 @@ class Dequantizer {
   __device__ __forceinline__ void copy_rope(const PageAt& page) {
     uint64_t* full = &smem_.pages.full[page.buffer][kRopePiece];
     ptx::mbarrier_arrive_expect_bytes(full, kPieceBytes);
-    ptx::tma_load_3d(smem_.sK[page.buffer][kRopePiece], &rope_map_, full, policy_, rope_byte(), 0, page.index);
+    ptx::tma_load_3d(smem_.sK[page.buffer][kRopePiece], &rope_map_, full, policy_, rope_byte(), 0,
+                     page.index);
   }
 
   __device__ __forceinline__ void prefetch_rope(const PageAt& page) {
@@ -187,7 +196,7 @@ class Dequantizer {
   const CUtensorMap& rope_map_;
   SmemPlan& smem_;
   const int warp_;
-  const int lane_;
+  const uint32_t lane_;
   const int token_stride_;
   const uint64_t policy_;
   RunWalker<QuantizedPages> walker_;

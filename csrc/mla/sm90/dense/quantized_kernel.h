@@ -22,8 +22,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::tma_prefetch_descriptor(&out_map);
   }
   run_decode_cta<__nv_bfloat16, QuantizedPages, PrefixMask>(params, smem, out_map, merging, [&](int warp) {
-    Dequantizer(params, query_map, rope_map, smem, warp, threadIdx.x % 32)
-        .work_through();
+    Dequantizer(params, query_map, rope_map, smem, warp, threadIdx.x % 32).work_through();
   });
 }
 
