@@ -148,9 +148,9 @@ def mla_decode(
             size and the kind of GPU. Partial results then take memory for every sequence. Neither "cuda" nor "xla",
             without a schedule; a `config` must have `split_tokens`.
         implementation: None (cuda or pallas on an NVIDIA GPU, whichever measured faster for the case; xla elsewhere),
-            "cuda" (sm_90, bf16, fp16 and fp8, page_size 64), "pallas" (sm_80 or newer, bf16, fp16 and fp8), "triton" (the
-            same kernel by Triton itself, where Pallas cannot; the extra of that name), "xla" (anywhere, for debugging
-            and CPUs) or "interpret" (the Pallas kernel run in Python, slow). "cuda" launches
+            "cuda" (sm_90, bf16, fp16 and fp8, page_size 64), "pallas" (sm_80 or newer, bf16, fp16 and fp8), "triton"
+            (the same kernel by Triton itself, where Pallas cannot; the extra of that name), "xla" (anywhere, for
+            debugging and CPUs) or "interpret" (the Pallas kernel run in Python, slow). "cuda" launches
             cooperatively where that is faster; PALLAS_ATTN_COOPERATIVE=0 in the environment, when a call is traced,
             keeps it from that: such a launch does not overlap with a collective's kernel.
         config: tile sizes for "pallas", "triton" and "interpret"; None takes the measured or the heuristic one.
