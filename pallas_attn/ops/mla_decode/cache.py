@@ -15,6 +15,7 @@ from pallas_attn.ops.kv_cache.api import DTYPES
 from pallas_attn.ops.kv_cache.cache import exportable, replaced
 from pallas_attn.ops.kv_cache.copying import PageIds, copied_pages, copy_rows
 from pallas_attn.ops.latent_cache import write_latents
+from pallas_attn.ops.latent_cache.reference import write_rows
 
 
 @jax.tree_util.register_dataclass
@@ -31,6 +32,8 @@ class PagedLatentCache:
             [..., 656] uint8, the same in fp8 (see `quantize_latents`).
         block_tables: [num_seqs, max_pages] int32, ids in [0, num_pages).
         seq_lens: [num_seqs] int32, tokens each sequence holds.
+        index_keys: [num_layers * num_pages, page_size, 1, index_dim], what an indexer (`nn.Indexer`) keeps of a token,
+            in the same slots; None in models without one.
     """
 
     # A pytree's leaves may be anything a transformation puts there (shapes, shardings), hence `| Any`.
@@ -40,6 +43,7 @@ class PagedLatentCache:
     num_layers: int = dataclasses.field(metadata={"static": True})
     scales: Scales = dataclasses.field(default="power_of_two", metadata={"static": True})
     """How the scales of an fp8 cache are chosen."""
+    index_keys: jax.Array | Any = None
 
     @classmethod
     def create(
@@ -51,6 +55,7 @@ class PagedLatentCache:
         block_tables: BlockTables,
         dtype: Any = jnp.bfloat16,
         scales: Scales = "power_of_two",
+        index_dim: int | None = None,
     ) -> "PagedLatentCache":
         """An empty cache with `num_pages` pages of `page_size` tokens for each layer.
 
@@ -59,6 +64,7 @@ class PagedLatentCache:
             block_tables: [num_seqs, max_pages] int32, ids in [0, num_pages); -1 where a sequence has no page yet.
             dtype: bf16, fp16 or float32; or float8_e4m3fn, for a pool of 656 bytes a token.
             scales: of an fp8 cache, "exact" or "power_of_two"; see `quantize_latents`.
+            index_dim: elements of an index key, at least 1; None for no such keys. Beside fp8 latents they are bf16.
 
         Raises:
             TypeError: an argument of the wrong type or dtype. ValueError: a wrong size or shape, unknown scales, or
@@ -70,11 +76,15 @@ class PagedLatentCache:
         check.array("block_tables", block_tables, ("num_seqs", "max_pages"), [jnp.int32])
         check.dtype("dtype", dtype, (*DTYPES, FP8))
         check.one_of("scales", scales, SCALES)
-        dtype = BYTES if dtype == FP8 else dtype
-        pool = jnp.zeros((num_layers * num_pages, page_size, 1, token_width(dtype)), dtype)
+        if index_dim is not None:
+            check.count("index_dim", index_dim)
+        stored, index_dtype = (BYTES, jnp.bfloat16) if dtype == FP8 else (dtype, dtype)
+        slots = (num_layers * num_pages, page_size, 1)
+        pool = jnp.zeros((*slots, token_width(stored)), stored)
+        index_keys = None if index_dim is None else jnp.zeros((*slots, index_dim), index_dtype)
         # A copy: donating the cache must not take the caller's array.
         tables, seq_lens = jnp.array(block_tables), jnp.zeros(block_tables.shape[:1], jnp.int32)
-        return cls(pool, tables, seq_lens, num_layers, scales)
+        return cls(pool, tables, seq_lens, num_layers, scales, index_keys)
 
     @property
     def num_pages(self) -> int:
@@ -113,12 +123,8 @@ class PagedLatentCache:
         """
         check = ArgumentChecker("PagedLatentCache.write")
         dispatch.check_name(check.function, "write_latents", implementation)
-        layer = check_layer(check, layer, self.num_layers)
-        check.bind("cache", num_seqs=self.block_tables.shape[0])
-        check.array("positions", positions, ("num_seqs", "n"), [jnp.int32])
+        slots = self._slots(check, layer, positions)
         check.array("latents", latents, ("num_seqs", "n", QUERY_DIM), DTYPES)
-        tables = layer_tables(self.block_tables, self.num_pages, layer)
-        slots = token_slots(tables, self.page_size, jnp.asarray(positions))
         # A row of plain elements XLA's scatter writes as well as a kernel.
         chosen = implementation or (None if self.latent_cache.dtype == BYTES else "xla")
         pool = write_latents(
@@ -130,11 +136,37 @@ class PagedLatentCache:
         )
         return self.replace(latent_cache=pool)
 
+    def write_index_keys(
+        self, layer: int | jax.Array, keys: jax.Array, positions: jax.Array
+    ) -> "PagedLatentCache":
+        """As `write`, of index keys [num_seqs, n, index_dim] bf16, fp16 or float32, cast to their pool's dtype.
+
+        Raises:
+            TypeError, ValueError: as in `write`; ValueError also for a cache without index keys.
+        """
+        check = ArgumentChecker("PagedLatentCache.write_index_keys")
+        if self.index_keys is None:
+            check.fail("cache", "one with index keys (create's index_dim)", "one without")
+        slots = self._slots(check, layer, positions)
+        check.array("keys", keys, ("num_seqs", "n", self.index_keys.shape[-1]), DTYPES)
+        rows = jnp.asarray(keys).reshape(slots.size, -1)
+        return self.replace(index_keys=write_rows(rows, self.index_keys, slots))
+
+    def _slots(self, check: ArgumentChecker, layer: int | jax.Array, positions: jax.Array) -> jax.Array:
+        """[num_seqs * n] slots of new tokens in one layer's pages."""
+        layer = check_layer(check, layer, self.num_layers)
+        check.bind("cache", num_seqs=self.block_tables.shape[0])
+        check.array("positions", positions, ("num_seqs", "n"), [jnp.int32])
+        tables = layer_tables(self.block_tables, self.num_pages, layer)
+        return token_slots(tables, self.page_size, jnp.asarray(positions))
+
     def copy_pages(self, source_pages: PageIds, target_pages: PageIds) -> "PagedLatentCache":
         """Copies pages [num_copies], ids in [0, num_pages), onto others, in every layer; see `copy_pages`."""
         pages = copied_pages(ArgumentChecker("PagedLatentCache.copy_pages"), source_pages, target_pages)
         places = every_layer(*pages, self.num_pages, self.num_layers)
-        return self.replace(latent_cache=copy_rows(self.latent_cache, *places))
+        pools = {"latent_cache": self.latent_cache, "index_keys": self.index_keys}
+        copied = {name: copy_rows(pool, *places) for name, pool in pools.items() if pool is not None}
+        return self.replace(**copied)
 
     def replace(self, **changes: Any) -> "PagedLatentCache":
         """The cache with other fields; they are not checked, since a transformation may put anything there."""
