@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_attn import MLASchedule, PagedLatentCache, mla_decode
+from pallas_attn import MLASchedule, PagedLatentCache, mla_decode, sparse_mla_decode
 from pallas_attn._call import dispatch
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._call.optional import needs_extra
-from pallas_attn._tile.latents import LATENT_DIM, ROPE_DIM
+from pallas_attn._tile.latents import BYTES, LATENT_DIM, ROPE_DIM
 from pallas_attn.ops.kv_cache.addressing import check_layer
 from pallas_attn.ops.kv_cache.api import DTYPES
 
@@ -90,10 +90,12 @@ class MultiHeadLatentAttention(nnx.Module):
       themselves; sum_j p_j W_v c_j = W_v sum_j p_j c_j, so W_v comes after. Costs 576 + 512 products a pair but
       reads 1152 bytes a token for all heads: right for decoding.
 
+    With `indices`, from an `Indexer`, attention is sparse and absorbed: one path for prompts, chunks and decoding.
+
     Args:
         config: sizes.
-        dtype: of weights and activations, bfloat16, float16 or float32: the cache's.
-        implementation: which implementation of `mla_decode` to force; None picks the best.
+        dtype: of weights and activations, bfloat16, float16 or float32: the cache's, unless that is fp8.
+        implementation: which implementation of `mla_decode`, or `sparse_mla_decode`, to force; None picks the best.
         rngs: random weights are drawn from it.
 
     Raises:
@@ -139,13 +141,15 @@ class MultiHeadLatentAttention(nnx.Module):
         *,
         schedule: MLASchedule | None = None,
         absorbed: bool | None = None,
+        indices: jax.Array | None = None,
     ) -> tuple[jax.Array, PagedLatentCache]:
         """Attends from `n` new tokens of every sequence.
 
         Args:
             x: [num_seqs, n, hidden_size], bfloat16, float16 or float32; cast to the module's dtype.
-            cache: the latents of all layers, in the module's dtype. Donate it to the surrounding jit, or the write
-                copies it.
+            cache: the latents of all layers, in the module's dtype, or fp8 (656 bytes a token): then the absorbed form
+                reads the latents as rounded, with queries rounded to bf16, while prompts in the naive form attend to
+                their own unrounded. Donate it to the surrounding jit, or the write copies it.
             layer: index of this layer in the cache; an int or an integer scalar that may be traced.
             positions: [num_seqs, n] int32 position of each token in its sequence. Negative marks padding or a
                 finished sequence: nothing is written and the output is not meaningful (zeros before `o_proj` when
@@ -157,6 +161,8 @@ class MultiHeadLatentAttention(nnx.Module):
                 once, prompts padded on the left. Naive needs fresh, right-padded prompts whose positions count from
                 0. None is absorbed for one token and naive for more. Rows whose positions the form cannot serve get
                 NaN if positions are traced; known positions are checked, which outside jit reads them from the device.
+            indices: [num_seqs, n, top_k] int32 positions in its sequence that each token attends to, in any order,
+                instead of all up to its own; -1 is skipped, and there is no causal mask. Any `positions` are served.
 
         Returns:
             The output [num_seqs, n, hidden_size] and the cache with the new tokens in it; its `seq_lens` are left
@@ -165,7 +171,8 @@ class MultiHeadLatentAttention(nnx.Module):
         Raises:
             TypeError: another cache, or an argument of the wrong type or dtype.
             ValueError: shapes that do not fit each other, a layer out of range, positions that the form cannot serve,
-                a schedule for the naive form, or a forced implementation that cannot serve, with its reason.
+                a schedule for the naive form or beside indices, indices for the naive form, or a forced implementation
+                that cannot serve, with its reason.
         """
         config = self.config
         check = ArgumentChecker("MultiHeadLatentAttention")
@@ -178,10 +185,16 @@ class MultiHeadLatentAttention(nnx.Module):
         check.instance("schedule", schedule, MLASchedule, optional=True)
         if absorbed is not None:
             check.flag("absorbed", absorbed)
+        if indices is not None:
+            check.array("indices", indices, ("num_seqs", "n", "top_k"), [jnp.int32])
+            for name, value, able in (("schedule", schedule, (None,)), ("absorbed", absorbed, (None, True))):
+                if value not in able:
+                    check.fail(name, " or ".join(map(str, able)) + " with indices", str(value))
+            absorbed = True
         absorbed = x.shape[1] == 1 if absorbed is None else bool(absorbed)
         if schedule is not None and not absorbed:
             check.fail("schedule", "None for the naive form", "an MLASchedule")
-        check.dtype_among("cache.latent_cache", cache.latent_cache, [self.dtype])
+        check.dtype_among("cache.latent_cache", cache.latent_cache, [self.dtype, BYTES])
         x, positions = jnp.asarray(x), jnp.asarray(positions)
 
         q_nope, q_rope = jnp.split(self._queries(x), [config.qk_nope_head_dim], axis=-1)
@@ -193,6 +206,9 @@ class MultiHeadLatentAttention(nnx.Module):
         k_rope = apply_rotary(k_rope[:, :, None], *angles, interleaved=config.rope_interleaved)[:, :, 0]
         written = cache.write(layer, jnp.concatenate([latent, k_rope], axis=-1), positions)
 
+        if indices is not None:
+            out = self._absorbed(q_nope, q_rope, written, layer, positions, None, jnp.asarray(indices))
+            return self.o_proj(out.reshape(*x.shape[:2], -1)), written
         if absorbed:
             out = self._absorbed(q_nope, q_rope, written, layer, positions, schedule)
             rule, expected = newest, NEWEST
@@ -203,26 +219,51 @@ class MultiHeadLatentAttention(nnx.Module):
             out = poison_unserved(check, out, positions, layer, rule, expected)
         return self.o_proj(out.reshape(*x.shape[:2], -1)), written
 
+    def compressed_query(self, x: jax.Array) -> jax.Array:
+        """[num_seqs, n, q_lora_rank] of x [num_seqs, n, hidden_size], for an `Indexer`; inside jit it is computed once
+        with the call's own. ValueError for a module without (config.q_lora_rank None)."""
+        if self.config.q_lora_rank is None:
+            ArgumentChecker("MultiHeadLatentAttention").fail("config", "a q_lora_rank", "None")
+        return self.q_a_norm(self.q_a_proj(x))
+
     def _queries(self, x: jax.Array) -> jax.Array:
         """[num_seqs, n, num_heads, nope + rope]."""
         compressed = self.config.q_lora_rank is not None
-        flat = self.q_b_proj(self.q_a_norm(self.q_a_proj(x))) if compressed else self.q_proj(x)
+        flat = self.q_b_proj(self.compressed_query(x)) if compressed else self.q_proj(x)
         return flat.reshape(*x.shape[:2], self.config.num_heads, -1)
 
-    def _absorbed(self, q_nope, q_rope, cache: PagedLatentCache, layer, positions, schedule) -> jax.Array:
+    def _absorbed(
+        self, q_nope, q_rope, cache: PagedLatentCache, layer, positions, schedule, indices=None
+    ) -> jax.Array:
         q_latent = jnp.einsum("bshn,hnc->bshc", q_nope, self.key_up[...], precision=PRECISION)
-        out = mla_decode(
-            jnp.concatenate([q_latent, q_rope], axis=-1),
-            cache.latent_cache,
-            cache.layer_tables(layer),
+        query = jnp.concatenate([q_latent, q_rope], axis=-1)
+        # Over fp8 latents the ops take bf16 queries.
+        query = query.astype(jnp.bfloat16) if cache.latent_cache.dtype == BYTES else query
+        tables, options = cache.layer_tables(layer), dict(scale=self.config.scale)
+        if indices is None:
             # A row whose positions are all negative has length 0: it reads no page and gets zeros.
-            jnp.max(positions, axis=1) + 1,
-            schedule=schedule,
-            scale=self.config.scale,
-            causal=True,
-            implementation=self.implementation,
-        )
-        return jnp.einsum("bshc,hvc->bshv", out, self.value_up[...], precision=PRECISION)
+            lengths = jnp.max(positions, axis=1) + 1
+            out = mla_decode(
+                query,
+                cache.latent_cache,
+                tables,
+                lengths,
+                schedule=schedule,
+                causal=True,
+                implementation=self.implementation,
+                **options,
+            )
+        else:
+            out = sparse_mla_decode(
+                query,
+                cache.latent_cache,
+                jnp.where(positions[:, :, None] >= 0, indices, -1),
+                addressing="positions",
+                block_tables=tables,
+                implementation=self.implementation,
+                **options,
+            )
+        return jnp.einsum("bshc,hvc->bshv", out.astype(q_nope.dtype), self.value_up[...], precision=PRECISION)
 
     def _naive(self, q_nope, q_rope, latent, k_rope) -> jax.Array:
         """Causal attention of right-padded prompts over themselves; padding comes after every real token, so the
