@@ -51,6 +51,12 @@ MODELS = {
     "v2-yarn": ("V2", dict(**V2, q_lora_rank=64, rope_parameters=YARN)),
     "v3": ("V3", dict(**V3, q_lora_rank=64)),
     "v3-yarn": ("V3", dict(**V3, q_lora_rank=64, rope_parameters=YARN | dict(mscale=0.707))),
+    # 8 of up to 53 tokens; many heads, since a token that none of them likes would tie with others.
+    "v3.2": ("V32", dict(**V3, q_lora_rank=64, index_topk=8, index_n_heads=16, index_head_dim=80)),
+    "v3.2-yarn": (
+        "V32",
+        dict(**V3, q_lora_rank=64, index_topk=8, index_n_heads=16, index_head_dim=80, rope_parameters=YARN),
+    ),
 }
 
 

@@ -38,7 +38,7 @@ def load_checkpoint(
 
     Args:
         path: the folder. Its `model_type` is one of llama, mistral, qwen2, qwen3 (a `Llama`), deepseek_v2, deepseek_v3,
-            kimi_k2 (a `DeepSeek`).
+            deepseek_v32, kimi_k2 (a `DeepSeek`).
         dtype: of the weights in memory, float32 or bfloat16.
         attention: which op a `Llama` decodes with; a `DeepSeek` has one.
         implementation: which implementation of the attention ops the model is to force.

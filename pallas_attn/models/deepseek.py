@@ -1,4 +1,5 @@
-"""A DeepSeek-V2/V3 decoder in Flax NNX: multi-head latent attention, shared and routed experts.
+"""A DeepSeek-V2/V3/V3.2 decoder in Flax NNX: multi-head latent attention, shared and routed experts; in V3.2 every
+layer has an indexer, which chooses the tokens that attention is about.
 
 Attention runs on a `PagedLatentCache`; the tile schedule of a decode step is made once for all layers.
 """
@@ -14,6 +15,8 @@ from jax.typing import DTypeLike
 from pallas_attn import PagedLatentCache, mla_schedule
 from pallas_attn._call.checks import fail
 from pallas_attn._call.optional import needs_extra
+from pallas_attn._tile.latents import FP8
+from pallas_attn.nn.indexer import Indexer, IndexerConfig
 from pallas_attn.nn.layers import PRECISION, RMSNorm, linear
 from pallas_attn.nn.mla import MLAConfig, MultiHeadLatentAttention
 from pallas_attn.nn.rotary import Yarn
@@ -22,7 +25,7 @@ with needs_extra("models", user="pallas_attn.models.deepseek"):
     from flax import nnx
 
 # Kimi K2 is a V3 of other sizes.
-DEEPSEEK_LIKE = ("deepseek_v2", "deepseek_v3", "kimi_k2")
+DEEPSEEK_LIKE = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2")
 # Settings of a config.json that have no default here.
 REQUIRED_SETTINGS = (
     *(
@@ -37,6 +40,8 @@ REQUIRED_SETTINGS = (
     *("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
     *("n_routed_experts", "num_experts_per_tok", "n_shared_experts"),
 )
+# Of V3.2, by `IndexerConfig`'s names.
+INDEXER_SETTINGS = {"num_heads": "index_n_heads", "head_dim": "index_head_dim", "top_k": "index_topk"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +62,7 @@ class DeepSeekConfig:
         routed_scale: factor of the routed experts' sum.
         rms_norm_eps: of the decoder's own norms.
         attention: sizes of the attention layers.
+        indexer: sizes of the indexers, for sparse attention (V3.2); None for dense attention.
         context_length: most tokens, prompt and answer together, that the model was trained on.
     """
 
@@ -76,11 +82,12 @@ class DeepSeekConfig:
     routed_scale: float = 1.0
     rms_norm_eps: float = 1e-6
     context_length: int = 4096
+    indexer: IndexerConfig | None = None
 
     @classmethod
     def from_transformers(cls, config: Any) -> "DeepSeekConfig":
-        """From a transformers config of model type "deepseek_v2", "deepseek_v3" or "kimi_k2", or its `config.json` as a
-        mapping.
+        """From a transformers config of model type "deepseek_v2", "deepseek_v3", "deepseek_v32" or "kimi_k2", or its
+        `config.json` as a mapping.
 
         Raises:
             TypeError: neither of these.
@@ -92,7 +99,8 @@ class DeepSeekConfig:
         if not isinstance(config, Mapping):
             expected = "a transformers config, or a mapping"
             fail(function, "config", expected, f"{config!r:.40} of type {type(config).__name__}", TypeError)
-        for setting in REQUIRED_SETTINGS:
+        sparse = config.get("model_type") == "deepseek_v32"
+        for setting in (*REQUIRED_SETTINGS, *(INDEXER_SETTINGS.values() if sparse else ())):
             if config.get(setting) is None:
                 fail(function, setting, "a value", "none")
         kind = config["model_type"]
@@ -166,6 +174,9 @@ class DeepSeekConfig:
             routed_scale=float(config.get("routed_scaling_factor", 1.0)),
             rms_norm_eps=config["rms_norm_eps"],
             context_length=config.get("max_position_embeddings") or cls.context_length,
+            indexer=IndexerConfig(**{ours: config[theirs] for ours, theirs in INDEXER_SETTINGS.items()})
+            if sparse
+            else None,
         )
 
 
@@ -253,11 +264,17 @@ class DecoderLayer(nnx.Module):
         self.attention = MultiHeadLatentAttention(
             config.attention, dtype=dtype, implementation=implementation, rngs=rngs
         )
+        if config.indexer is not None:
+            self.indexer = Indexer(config.indexer, config.attention, dtype=dtype, rngs=rngs)
         self.mlp_norm = RMSNorm(hidden, eps, dtype)
         self.mlp = MLP(hidden, config.intermediate_size, dtype, rngs) if dense else MoE(config, dtype, rngs)
 
     def __call__(self, x, cache, layer, positions, schedule) -> tuple[jax.Array, PagedLatentCache]:
-        output, cache = self.attention(self.attention_norm(x), cache, layer, positions, schedule=schedule)
+        normed, indices = self.attention_norm(x), None
+        if hasattr(self, "indexer"):
+            compressed = self.attention.compressed_query(normed)
+            indices, cache = self.indexer(normed, compressed, cache, layer, positions)
+        output, cache = self.attention(normed, cache, layer, positions, schedule=schedule, indices=indices)
         x = x + output
         return x + self.mlp(self.mlp_norm(x)), cache
 
@@ -268,7 +285,7 @@ class DeepSeek(nnx.Module):
     Args:
         config: sizes.
         dtype: of weights and activations; norms, softmax, routing and logits are float32.
-        implementation: which implementation of `mla_decode` to force; None picks the best.
+        implementation: which implementation of `mla_decode`, or `sparse_mla_decode`, to force; None picks the best.
         rngs: random weights are drawn from it; `load_transformers_weights` replaces them.
     """
 
@@ -294,15 +311,19 @@ class DeepSeek(nnx.Module):
     def create_cache(
         self, *, num_pages: int, page_size: int, block_tables: jax.Array, dtype: Any = None
     ) -> PagedLatentCache:
-        """An empty cache with `num_pages` pages for each layer, of the model's dtype, the only one it attends to."""
-        if dtype is not None and jnp.dtype(dtype) != self.dtype:
-            fail("create_cache", "dtype", f"{self.dtype} (the model's)", str(dtype))
+        """An empty cache with `num_pages` pages for each layer, of the model's dtype or (float8_e4m3fn) of fp8 latents;
+        with index keys where the model has indexers."""
+        dtype = self.dtype if dtype is None else jnp.dtype(dtype)
+        if dtype not in (self.dtype, FP8):
+            fail("create_cache", "dtype", f"{self.dtype} (the model's) or {jnp.dtype(FP8)}", str(dtype))
+        indexer = self.config.indexer
         return PagedLatentCache.create(
             num_layers=self.config.num_layers,
             num_pages=num_pages,
             page_size=page_size,
             block_tables=block_tables,
-            dtype=self.dtype,
+            dtype=dtype,
+            index_dim=None if indexer is None else indexer.head_dim,
         )
 
     def __call__(
@@ -312,8 +333,8 @@ class DeepSeek(nnx.Module):
 
         Args:
             tokens: [num_seqs, n] int32 token ids in [0, vocab_size).
-            positions: [num_seqs, n] int32; n > 1 means fresh, right-padded prompts. Negative marks padding and
-                finished sequences, which write nothing.
+            positions: [num_seqs, n] int32; n > 1 means fresh, right-padded prompts, or, with indexers, any new tokens.
+                Negative marks padding and finished sequences, which write nothing.
             cache: pages of `config.num_layers` layers.
 
         Returns:
@@ -321,7 +342,7 @@ class DeepSeek(nnx.Module):
             with `seq_lens` advanced to the last of them.
         """
         schedule = None
-        if tokens.shape[1] == 1:
+        if tokens.shape[1] == 1 and self.config.indexer is None:
             schedule = mla_schedule(positions[:, 0] + 1, num_heads=self.config.attention.num_heads)
         x = self.embedding[...][tokens]
         for index, layer in enumerate(self.layers):

@@ -1,4 +1,4 @@
-"""Weights of a published DeepSeek-V2/V3 checkpoint, by their names in transformers, into our decoder."""
+"""Weights of a published DeepSeek-V2/V3/V3.2 checkpoint, by their names in transformers, into our decoder."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -83,6 +83,13 @@ def load_transformers_weights(model: DeepSeek, weights: Mapping[str, Any]) -> No
         both = both.reshape(attention.num_heads, -1, attention.kv_lora_rank)
         put(attend.key_up, f"{name}.kv_b_proj.weight", both[:, : attention.qk_nope_head_dim])
         put(attend.value_up, f"{name}.kv_b_proj.weight", both[:, attention.qk_nope_head_dim :])
+        if config.indexer is not None:
+            name = f"{prefix}.self_attn.indexer"
+            put_linear(layer.indexer.q_proj, f"{name}.wq_b")
+            put_linear(layer.indexer.k_proj, f"{name}.wk")
+            put(layer.indexer.k_norm.scale, f"{name}.k_norm.weight")
+            put(layer.indexer.k_norm.bias, f"{name}.k_norm.bias")
+            put_linear(layer.indexer.weights_proj, f"{name}.weights_proj")
         if index < config.num_dense_layers:
             put_mlp(mlp, f"{prefix}.mlp")
             continue
