@@ -157,6 +157,7 @@ def test_few_scores_at_once_give_the_same_choice(monkeypatch):
 # ---- fp8 latents
 
 
+@functools.cache
 def layer_of(**options) -> MultiHeadLatentAttention:
     return MultiHeadLatentAttention(
         MLAConfig(hidden_size=64, num_heads=3, q_lora_rank=40), rngs=nnx.Rngs(0), **options
@@ -217,9 +218,13 @@ def test_indices_exclude_schedules_and_the_naive_form():
         ValueError, match=r"argument 'indices': expected shape \[num_seqs=2.*, n=1.*, top_k\]"
     ):
         layer(x, cache, 0, positions, indices=indices[:, 0])
-    dense = MultiHeadLatentAttention(MLAConfig(hidden_size=64, num_heads=3), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="argument 'config': expected a q_lora_rank, got None"):
-        dense.compressed_query(x)
+        traced(lambda: MultiHeadLatentAttention(MLAConfig(64, 3), rngs=nnx.Rngs(0)).compressed_query(x))
+
+
+def traced(call):
+    """What is refused is refused before anything is computed."""
+    return nnx.eval_shape(call)
 
 
 def test_what_an_indexer_cannot_use_is_named():
@@ -228,22 +233,26 @@ def test_what_an_indexer_cannot_use_is_named():
     with pytest.raises(ValueError, match="IndexerConfig: argument 'top_k': expected at least 1, got 0"):
         IndexerConfig(top_k=0)
     with pytest.raises(ValueError, match="Indexer: argument 'config': expected head_dim of at least 64"):
-        make(IndexerConfig(2, 32, 4), attention)
+        traced(lambda: make(IndexerConfig(2, 32, 4), attention))
     with pytest.raises(ValueError, match=r"argument 'attention': expected one with compressed queries"):
-        make(IndexerConfig(2, 80, 4), dataclasses.replace(attention, q_lora_rank=None))
-    indexer = make(IndexerConfig(2, 80, 4), attention)
+        traced(lambda: make(IndexerConfig(2, 80, 4), dataclasses.replace(attention, q_lora_rank=None)))
+    with pytest.raises(ValueError, match=r"Indexer: argument 'dtype': expected one of"):
+        traced(lambda: make(IndexerConfig(2, 80, 4), attention, dtype=jnp.int8))
     x, query, positions = jnp.zeros((2, 1, 64)), jnp.zeros((2, 1, 40)), jnp.zeros((2, 1), jnp.int32)
-    with pytest.raises(ValueError, match=r"write_index_keys: argument 'cache': expected one with index keys"):
-        indexer(x, query, empty_cache(1, 2), 0, positions)
-    cache = PagedLatentCache.create(
+    of_72 = PagedLatentCache.create(
         num_layers=1, num_pages=4, page_size=4, block_tables=jnp.zeros((2, 2), jnp.int32), index_dim=72
     )
-    with pytest.raises(
-        ValueError, match=r"write_index_keys: argument 'keys': expected shape .*72.*, got \[2, 1, 80\]"
+    for cache, query_used, message in (
+        (empty_cache(1, 2), query, r"write_index_keys: argument 'cache': expected one with index keys"),
+        (of_72, query, r"write_index_keys: argument 'keys': expected shape .*72.*, got \[2, 1, 80\]"),
+        (of_72, query[:, :, 1:], r"Indexer: argument 'compressed_query': expected shape"),
     ):
-        indexer(x, query, cache, 0, positions)
-    with pytest.raises(ValueError, match=r"Indexer: argument 'compressed_query': expected shape"):
-        indexer(x, query[:, :, 1:], cache, 0, positions)
+        with pytest.raises(ValueError, match=message):
+            traced(
+                lambda c=cache, q=query_used: make(IndexerConfig(2, 80, 4), attention)(x, q, c, 0, positions)[
+                    0
+                ]
+            )
 
 
 def test_index_keys_move_with_their_pages():
