@@ -149,7 +149,8 @@ class DecodeCase(Case):
 
 @dataclasses.dataclass(frozen=True)
 class MLADecodeCase(Case):
-    """One call of `mla_decode`, with a schedule of `num_parts` parts, or without one."""
+    """One call of `mla_decode`, with a schedule of `num_parts` parts, or without one. A `cache_dtype` of float8_e4m3fn
+    means latents of 656 bytes."""
 
     op: ClassVar[str] = "mla_decode"
 
@@ -159,9 +160,11 @@ class MLADecodeCase(Case):
     _: dataclasses.KW_ONLY
     causal: bool = False
     num_parts: int | None = None
+    cache_dtype: str | None = None
 
     def _options(self) -> list[str]:
-        parts = [*super()._options(), *(["causal"] if self.causal else [])]
+        parts = [f"kv{SHORT_DTYPE[self.cache_dtype]}"] if self.cache_dtype else []
+        parts += [*super()._options(), *(["causal"] if self.causal else [])]
         return parts + ([f"parts{self.num_parts}"] if self.num_parts else [])
 
     @property
@@ -169,6 +172,36 @@ class MLADecodeCase(Case):
         return super().tags | {
             tag for tag, has in {"split": self.num_parts, "mask": self.causal}.items() if has
         }
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseMLACase(Case):
+    """One call of `sparse_mla_decode`: each query token names `topk` tokens of its sequence."""
+
+    op: ClassVar[str] = "sparse_mla_decode"
+
+    num_kv_heads: int = 1
+    head_dim: int = dataclasses.field(default=QUERY_DIM, init=False)
+    page_size: int = 64
+    _: dataclasses.KW_ONLY
+    topk: int = 2048
+    cache_dtype: str | None = None
+
+    @property
+    def rows(self) -> int:
+        """A program's query rows, which are of one token."""
+        return self.num_heads
+
+    def _options(self) -> list[str]:
+        parts = [f"kv{SHORT_DTYPE[self.cache_dtype]}"] if self.cache_dtype else []
+        return [*parts, *super()._options(), f"top{self.topk}"]
+
+
+@dataclasses.dataclass(frozen=True)
+class SparsePrefillCase(SparseMLACase):
+    """One call of `sparse_mla_prefill`: `q_len` query tokens over the latents of one sequence."""
+
+    op: ClassVar[str] = "sparse_mla_prefill"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_attn._tile.latents import BYTES, token_width
 from pallas_attn._tile.layout import PoolShape, Which, array_shape, from_nhd, token_index
 from pallas_attn._tile.quantization import quantize
+from pallas_attn.ops.latent_cache import quantize_latents
 from pallas_attn.testing.cases import Case, DecodeCase, MLADecodeCase, RaggedCase
 
 GARBAGE_IDS = (2147480000, -1, -2147483648, 12345678)
@@ -104,6 +106,8 @@ def make(case: Any, seed: int = 0) -> Any:
     lens = np.asarray(case.seq_lens, np.int32)
     if isinstance(case, MLADecodeCase):
         cache = _drawn_pool(case, rng, tables, num_pages).astype(query.dtype)
+        if case.cache_dtype:
+            cache = np.array(quantize_latents(jnp.asarray(cache)))
         return LatentInputs(query, cache, tables, lens)
     extras = _extras(case, rng, num_pages)
     pools = {}
@@ -125,6 +129,9 @@ def shapes(case: Case) -> tuple[jax.ShapeDtypeStruct, ...]:
     pages = sum(math.ceil(n / case.page_size) for n in case.seq_lens) + max(case.spare_pages, 1)
     pool = PoolShape(pages, case.page_size, case.num_kv_heads, case.head_dim)
     stored = jnp.dtype(getattr(case, "cache_dtype", None) or case.dtype)
+    if isinstance(case, MLADecodeCase) and case.cache_dtype:
+        stored = jnp.dtype(BYTES)
+        pool = dataclasses.replace(pool, head_dim=token_width(BYTES))
     pools = ("key",) if isinstance(case, MLADecodeCase) else ("key", "value")
     return (
         jax.ShapeDtypeStruct(_query_shape(case), jnp.dtype(case.dtype)),
