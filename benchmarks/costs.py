@@ -12,6 +12,7 @@ import numpy as np
 
 LATENT_DIM, ROPE_DIM = 512, 64
 MLA_DIM = LATENT_DIM + ROPE_DIM
+FP8_LATENT_BYTES = LATENT_DIM + 4 * 4 + 2 * ROPE_DIM
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
@@ -29,8 +30,23 @@ class Cost(NamedTuple):
 def mla_decode(case: Any) -> Cost:
     rows, tokens = case.num_seqs * case.q_len * case.num_heads, sum(case.seq_lens)
     width = MLA_DIM + LATENT_DIM
-    num_bytes = (tokens * case.num_kv_heads * MLA_DIM + rows * width) * _ITEM_BYTES[case.dtype]
+    num_bytes = tokens * case.num_kv_heads * latent_bytes(case) + rows * width * _ITEM_BYTES[case.dtype]
     return Cost(2 * case.q_len * case.num_heads * tokens * width, num_bytes)
+
+
+def sparse_mla(case: Any, pairs: int, tokens_read: int) -> Cost:
+    """For `pairs` of a query token and one that it names, of `tokens_read` tokens: what several query tokens of a
+    sequence name is read once. The ids are not counted, again as FlashMLA has it."""
+    rows, width = case.num_seqs * case.q_len * case.num_heads, MLA_DIM + LATENT_DIM
+    num_bytes = tokens_read * latent_bytes(case) + rows * width * _ITEM_BYTES[case.dtype]
+    return Cost(2 * case.num_heads * pairs * width, num_bytes)
+
+
+def latent_bytes(case: Any) -> int:
+    """Of a token."""
+    if getattr(case, "cache_dtype", None):
+        return FP8_LATENT_BYTES
+    return MLA_DIM * _ITEM_BYTES[case.dtype]
 
 
 def paged_attention(case: Any) -> Cost:

@@ -11,7 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from costs import MLA_DIM
 
+TOKENS_AT_ONCE = 16
 PAGES_FIRST, HEADS_FIRST = "pages first", "heads first"
 
 
@@ -91,6 +93,48 @@ def _attend_at(
     return product("hgqt,thv->qhgv", weights, values).reshape(query.shape)
 
 
+def sparse(
+    query: jax.Array, caches: tuple[jax.Array], slots: jax.Array, *, value_dim: int, scale: float
+) -> jax.Array:
+    """float32 [num_seqs, q_len, num_heads, value_dim] of query tokens that see the slots that they name alone.
+
+    query: [num_seqs, q_len, num_heads, head_dim].
+    slots: [num_seqs, q_len, topk], page * page_size + offset; -1 is none.
+    """
+    (pool,) = caches
+    tokens = pool.reshape(-1, pool.shape[-1])
+
+    def one(operands):
+        query, slots = operands
+        keys = numbers(tokens[slots])
+        logits = jnp.einsum("hd,td->ht", query.astype(jnp.float32) * scale, keys, precision="highest")
+        weights = jax.nn.softmax(jnp.where(slots >= 0, logits, -jnp.inf), axis=-1)
+        return jnp.einsum("ht,tv->hv", weights, keys[:, :value_dim], precision="highest")
+
+    flat = (query.reshape(-1, *query.shape[2:]), slots.reshape(-1, slots.shape[-1]))
+    out = jax.lax.map(one, flat, batch_size=min(TOKENS_AT_ONCE, len(flat[0])))
+    return out.reshape(*query.shape[:-1], value_dim)
+
+
+def numbers(rows: jax.Array) -> jax.Array:
+    """float32; of an MLA token's 656 bytes the 576 numbers as kernels have them, in bf16."""
+    if rows.dtype != jnp.uint8:
+        return rows.astype(jnp.float32)
+
+    def read(first: int, end: int, dtype: Any) -> jax.Array:
+        size = jnp.dtype(dtype).itemsize
+        part = rows[..., first:end].reshape(*rows.shape[:-1], -1, *([size] if size > 1 else []))
+        return jax.lax.bitcast_convert_type(part, dtype).astype(jnp.float32)
+
+    latent, scales, rope = (
+        read(0, 512, jnp.float8_e4m3fn),
+        read(512, 528, jnp.float32),
+        read(528, 656, jnp.bfloat16),
+    )
+    latent = (latent * jnp.repeat(scales, 128, axis=-1)).astype(jnp.bfloat16).astype(jnp.float32)
+    return jnp.concatenate([latent, rope], axis=-1)
+
+
 def _rows(pool: jax.Array, pages: jax.Array, order: str) -> jax.Array:
     """[tokens, num_kv_heads, dim], float32."""
     num_pages, page_size, heads, dim = pool.shape
@@ -98,7 +142,7 @@ def _rows(pool: jax.Array, pages: jax.Array, order: str) -> jax.Array:
         gathered = jnp.moveaxis(pool.reshape(heads, num_pages, page_size, dim)[:, pages], 0, 2)
     else:
         gathered = pool[pages]
-    return gathered.astype(jnp.float32).reshape(-1, heads, dim)
+    return numbers(gathered).reshape(-1, heads, MLA_DIM if pool.dtype == jnp.uint8 else dim)
 
 
 def _attend(case: Any, query: jax.Array, keys: jax.Array, values: jax.Array, length: jax.Array) -> jax.Array:

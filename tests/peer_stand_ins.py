@@ -1,6 +1,7 @@
 """Stand-ins with the signatures of the packages that benchmarks/baselines calls. They attend in torch, on the CPU, to
 what they are handed, so that a wrong argument or order gives a wrong output."""
 
+import itertools
 import types
 
 import torch
@@ -27,7 +28,7 @@ def flash_mla_package(*, lazy: bool):
     package = types.ModuleType("flash_mla")
     made = []
 
-    def get_mla_metadata(cache_seqlens, num_heads_per_head_k, num_heads_k):
+    def get_mla_metadata(cache_seqlens=None, num_heads_per_head_k=None, num_heads_k=None):
         made.append((cache_seqlens, num_heads_per_head_k, num_heads_k))
         return ("schedule", None) if lazy else (torch.zeros(132, 8), torch.zeros(len(cache_seqlens) + 1))
 
@@ -41,7 +42,15 @@ def flash_mla_package(*, lazy: bool):
         num_splits=None,
         softmax_scale=None,
         causal=False,
+        is_fp8_kvcache=False,
+        indices=None,
     ):
+        assert is_fp8_kvcache == (indices is not None)
+        if is_fp8_kvcache:
+            assert (block_table, cache_seqlens, head_dim_v, causal) == (None, None, 512, False)
+            assert (tile_scheduler_metadata, num_splits) == ("schedule", None)
+            rows = fp8_latents(k_cache.reshape(-1, 656))
+            return named(q, rows, indices, softmax_scale, 64), "lse"
         if lazy:
             assert (tile_scheduler_metadata, num_splits) == ("schedule", None)
         else:
@@ -56,9 +65,37 @@ def flash_mla_package(*, lazy: bool):
             outs.append(attention(query, keys, keys[..., :512], softmax_scale, causal))
         return torch.stack(outs), "lse"
 
+    def flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v=512):
+        assert kv.shape[1:] == (1, 576)
+        assert kv.dtype == torch.bfloat16
+        out = named(q[None], kv[:, 0].float(), indices[None, :, 0], sm_scale, 128)
+        return out[0, ..., :d_v], "max logits", "lse"
+
+    package.flash_mla_sparse_fwd = flash_mla_sparse_fwd
     package.get_mla_metadata = get_mla_metadata
     package.flash_mla_with_kvcache = flash_mla_with_kvcache
     return package
+
+
+def named(query, rows, indices, scale, multiple):
+    """[batch, q_len, heads, 512] of rows [num_rows, 576] by indices [batch, q_len, topk]; -1 is none."""
+    assert query.shape[2] in (64, 128)
+    assert query.is_contiguous()
+    assert indices.dtype == torch.int32
+    assert indices.shape[2] % multiple == 0
+    out = torch.zeros(*query.shape[:3], 512, dtype=query.dtype)
+    for b, i in itertools.product(range(query.shape[0]), range(query.shape[1])):
+        keys = rows[indices[b, i][indices[b, i] >= 0].long()][:, None]
+        out[b, i] = attention(query[b, i][None], keys, keys[..., :512], scale, False)[0]
+    return out
+
+
+def fp8_latents(tokens):
+    """[num_tokens, 576] of [num_tokens, 656] bytes."""
+    values = tokens[:, :512].contiguous().view(torch.float8_e4m3fn).float()
+    scales = tokens[:, 512:528].contiguous().view(torch.float32)
+    rope = tokens[:, 528:].contiguous().view(torch.bfloat16).float()
+    return torch.cat([values * scales.repeat_interleave(128, dim=1), rope], dim=1)
 
 
 class LatentWrapper:

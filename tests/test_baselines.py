@@ -1,5 +1,6 @@
 """Other projects' kernels in benchmarks/baselines, with stand-ins for their packages."""
 
+import dataclasses
 import importlib
 import sys
 import types
@@ -10,9 +11,8 @@ import measure
 import numpy as np
 import pytest
 import reference
-from workloads.mla_decode import MLADecode
+from workloads import WORKLOADS
 from workloads.paged_attention import PagedAttention
-from workloads.ragged_attention import RaggedAttention
 
 import pallas_attn
 from pallas_attn.testing import cases
@@ -26,15 +26,18 @@ MLA = {
     q_len: cases.MLADecodeCase((64, 150, 3), 4, q_len=q_len, causal=q_len > 1, spare_pages=0)
     for q_len in (1, 2)
 }
+FP8 = "float8_e4m3fn"
+SPARSE = {
+    "all tokens": dataclasses.replace(MLA[2], cache_dtype=FP8),
+    "chosen": cases.SparseMLACase(
+        (200, 90), 4, q_len=2, topk=128, page_size=16, spare_pages=0, cache_dtype=FP8
+    ),
+    "prefill": cases.SparsePrefillCase((200,), 3, q_len=5, topk=128, spare_pages=0),
+}
 PAGED = {q_len: cases.DecodeCase((64, 150, 3), 4, 2, 16, 16, q_len=q_len, spare_pages=0) for q_len in (1, 2)}
 RAGGED = cases.RaggedCase(
     (64, 150, 3), 4, 2, 16, 16, q_lens=(64, 20, 1), padding=0, spare_seqs=0, spare_pages=0
 )
-WORKLOADS = {
-    "mla_decode": MLADecode,
-    "paged_attention": PagedAttention,
-    "ragged_paged_attention": RaggedAttention,
-}
 
 
 def stand_in(monkeypatch, name: str) -> None:
@@ -83,6 +86,7 @@ ON_TORCH = [
         for cases_of in (MLA, PAGED)
         for q_len in (1, 2)
     ),
+    *(("flash_mla", case) for case in SPARSE.values()),
     ("flashinfer", PAGED[1]),
     ("vllm_triton", MLA[1]),
     ("vllm_triton", PAGED[1]),
@@ -133,6 +137,15 @@ def test_the_deprecated_kernel_reads_the_pool_in_another_order():
     ("name", "case", "words"),
     [
         ("flash_mla", cases.MLADecodeCase((40,), 4, page_size=16), "has pages of 64 tokens, not 16"),
+        (
+            "flash_mla",
+            dataclasses.replace(SPARSE["chosen"], topk=96),
+            "names a multiple of 64 tokens, not 96",
+        ),
+        ("flash_mla", dataclasses.replace(SPARSE["chosen"], cache_dtype=None), "over fp8 latents alone"),
+        ("flash_mla", dataclasses.replace(SPARSE["prefill"], cache_dtype=FP8), "over bf16 latents alone"),
+        ("flash_mla", dataclasses.replace(SPARSE["prefill"], num_heads=130), "up to 128 heads"),
+        ("fa3", SPARSE["all tokens"], "bf16 and fp16 caches"),
         ("flashinfer", PAGED[2], "one query token a sequence"),
         ("vllm_triton", MLA[2], "one query token a sequence"),
         ("jax_deprecated", PAGED[2], "one query token a sequence"),
@@ -226,7 +239,7 @@ def test_every_peer_says_what_run_asks():
     for name in baselines.PEERS:
         peer = baselines.load(name)
         assert peer.TITLE
-        assert set(peer.OPS) <= WORKLOADS.keys()
+        assert set(peer.OPS) <= set(WORKLOADS)
         assert callable(peer.available)
         assert callable(peer.supports)
         if hasattr(peer, "variants"):

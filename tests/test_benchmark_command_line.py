@@ -88,6 +88,12 @@ def test_list_and_help(capsys):
     assert "47 cells" in capsys.readouterr().out
     assert run.main(["--op", "paged_attention", "--options", "--list"]) == 0
     assert "kve4m3" in capsys.readouterr().out
+    assert run.main(["--op", "sparse_mla_decode", "--list"]) == 0
+    printed = capsys.readouterr().out
+    assert "10 cells" in printed
+    # Whatever implementations the op comes to have, a row each.
+    for name in pallas_attn.available_implementations()["sparse_mla_decode"]:
+        assert (f"\n  {name:20}ours, " in printed) == (name != "interpret")
     assert not list(Path().iterdir())
     with pytest.raises(SystemExit):
         run.main(["--help"])

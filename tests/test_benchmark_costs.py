@@ -7,7 +7,9 @@ import costs
 import numpy as np
 import pytest
 import roofline
+from workloads import WORKLOADS, sparse_mla
 
+import pallas_attn
 from pallas_attn import LocalStride
 from pallas_attn.testing import blocksparse, cases
 from pallas_attn.testing import flash_attention as flash
@@ -82,6 +84,33 @@ def test_mla_decode_counts_as_flash_mla_does():
     published = costs.mla_decode(cases.MLADecodeCase((4096,) * 128, 128))
     assert published.flops / 244e-6 / 1e12 == pytest.approx(599, abs=1)
     assert published.num_bytes / 244e-6 / 1e9 == pytest.approx(2622, abs=15)
+
+
+def test_fp8_latents_are_656_bytes():
+    plain, fp8 = (cases.MLADecodeCase((30, 41), 6, cache_dtype=dtype) for dtype in (None, "float8_e4m3fn"))
+    assert costs.mla_decode(plain).num_bytes - costs.mla_decode(fp8).num_bytes == (30 + 41) * (2 * 576 - 656)
+    assert costs.mla_decode(plain).flops == costs.mla_decode(fp8).flops
+
+
+@pytest.mark.parametrize("cache_dtype", [None, "float8_e4m3fn"])
+def test_sparse_mla_counts_each_token_once_and_each_pair(cache_dtype):
+    case = cases.SparseMLACase((50, 9), 3, q_len=2, topk=20, cache_dtype=cache_dtype)
+    workload = WORKLOADS["sparse_mla_decode"](pallas_attn, True)
+    chosen, flops, num_bytes = sparse_mla._chosen(case), 0, 0
+    assert chosen.shape == (2, 2, 20)
+    assert (chosen[1, :, 9:] == -1).all()
+    for length, of_sequence in zip(case.seq_lens, chosen.tolist(), strict=True):
+        named = [[i for i in ids if i != -1] for ids in of_sequence]
+        for ids in named:
+            assert len(set(ids)) == len(ids) == min(length, 20)
+            assert set(ids) <= set(range(length))
+            flops += sum(3 * 2 * (576 + 512) for _ in ids)
+            num_bytes += 3 * 2 * (576 + 512)
+        num_bytes += len(set(itertools.chain(*named))) * (656 if cache_dtype else 2 * 576)
+    assert workload.cost(case) == (flops, num_bytes)
+    # The published example of the rule: 128 x 2 query tokens, 128 heads, 2048 ids: 0.146 TFLOP, at 410 TFLOPS 356 us.
+    published = cases.SparseMLACase((4096,) * 128, 128, q_len=2, cache_dtype="float8_e4m3fn")
+    assert workload.cost(published).flops / 410e12 == pytest.approx(356e-6, rel=0.01)
 
 
 def test_least_time_is_that_of_the_slower_resource():

@@ -328,9 +328,19 @@ def test_a_new_op_needs_a_line_in_the_registry(monkeypatch):
     assert (row.op, row.median_us, row.gbs, row.peak_mib) == ("doubled", 1.0, 1.0, 3.0)
 
 
-@pytest.mark.parametrize("op", ["mla_decode", "mla_step"])
-def test_the_other_ops(op):
-    assert tiny("--cells", "qlen2|layers", op=op) == 0
+@pytest.mark.parametrize(
+    ("op", "cells"),
+    [
+        ("mla_decode", "qlen2"),
+        ("mla_decode", "kve4m3"),
+        ("mla_step", ""),
+        ("sparse_mla_decode", "qlen2"),
+        ("sparse_mla_decode", "kve4m3"),
+        ("sparse_mla_prefill", ""),
+    ],
+)
+def test_the_other_ops(op, cells):
+    assert tiny("--cells", cells, op=op) == 0
     (row,) = rows()
     assert row.ok
     assert row.error < row.limit

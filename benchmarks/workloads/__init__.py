@@ -14,6 +14,7 @@ from workloads import (
     mla_step,
     paged_attention,
     ragged_attention,
+    sparse_mla,
 )
 from workloads.base import Workload
 
@@ -26,4 +27,6 @@ WORKLOADS: dict[str, Callable[[Any, bool], Workload]] = {
     "flash_attention_gradients": flash_attention.FlashGradients,
     "blocksparse_attention": blocksparse_attention.BlockSparse,
     "blocksparse_attention_gradients": blocksparse_attention.BlockSparseGradients,
+    "sparse_mla_decode": sparse_mla.SparseMLADecode,
+    "sparse_mla_prefill": sparse_mla.SparseMLAPrefill,
 }

@@ -52,13 +52,23 @@ class PagedWorkload(Workload):
     def query_shape(self, case: Any) -> tuple[int, ...]:
         return (case.num_seqs, case.q_len, case.num_heads, case.head_dim)
 
+    def cache_row(self, case: Any) -> tuple[int, Any]:
+        """(elements, dtype) that a cache holds of a token and a KV head."""
+        return case.head_dim, jnp.dtype(cache_dtype(case))
+
+    def block(self, pool: jax.ShapeDtypeStruct, seed: int) -> jax.Array:
+        """Random numbers of which a pool is made."""
+        return _random_block(pool.dtype, seed, SMALL_BLOCK if self.small else BLOCK)
+
+    def table_shape(self, case: Any) -> tuple[int, ...]:
+        return case.num_seqs, max(pages_of(case))
+
     def input_shapes(self, case: Any) -> Inputs:
         struct = jax.ShapeDtypeStruct
-        num_sets, pages = self._num_sets(case), sum(_pages(case))
-        pool = struct(
-            (num_sets * pages, case.page_size, case.num_kv_heads, case.head_dim), jnp.dtype(cache_dtype(case))
-        )
-        table = struct((case.num_seqs, max(_pages(case))), jnp.int32)
+        num_sets, pages = self._num_sets(case), sum(pages_of(case))
+        width, dtype = self.cache_row(case)
+        pool = struct((num_sets * pages, case.page_size, case.num_kv_heads, width), dtype)
+        table = struct(self.table_shape(case), jnp.int32)
         return Inputs(
             struct(self.query_shape(case), jnp.dtype(case.dtype)),
             (pool,) * self.num_caches,
@@ -71,7 +81,7 @@ class PagedWorkload(Workload):
         # A seed of its own: a query that equals a key would see that token only, and no check would miss the others.
         query = np.random.default_rng(0).standard_normal(shapes.query.shape, np.float32)
         caches = [
-            timing.tiled(_random_block(pool.dtype, seed, SMALL_BLOCK if self.small else BLOCK), pool.shape)
+            timing.tiled(self.block(pool, seed), pool.shape)
             for seed, pool in enumerate(shapes.caches, start=1)
         ]
         tables = [jnp.asarray(table) for table in self._tables(case, shapes)]
@@ -80,8 +90,9 @@ class PagedWorkload(Workload):
         return jax.block_until_ready(made)
 
     def _num_sets(self, case: Any) -> int:
-        row_bytes = case.num_kv_heads * case.head_dim * jnp.dtype(cache_dtype(case)).itemsize
-        held = self.num_caches * sum(_pages(case)) * case.page_size * row_bytes
+        width, dtype = self.cache_row(case)
+        slots = sum(pages_of(case)) * case.page_size * case.num_kv_heads
+        held = self.num_caches * slots * width * dtype.itemsize
         most = SMALL_SETS if self.small else max(1, min(MOST_POOL_BYTES // held, self.most_sets(case)))
         return min(timing.num_sets(min(held, self.cost(case).num_bytes)), most)
 
@@ -91,13 +102,13 @@ class PagedWorkload(Workload):
 
     def _tables(self, case: Any, shapes: Inputs) -> list[np.ndarray]:
         rng = np.random.default_rng(3)
-        num_sets, pages = self._num_sets(case), _pages(case)
+        num_sets, pages = self._num_sets(case), pages_of(case)
         sets = np.split(rng.permutation(num_sets * sum(pages)).astype(np.int32), num_sets)
         tables = []
         for number in range(len(shapes.tables)):
             # The second table of a set deals its pages anew.
             own = sets[number] if number < num_sets else rng.permutation(sets[number % num_sets])
-            table = np.zeros(shapes.tables[0].shape, np.int32)
+            table = np.zeros((case.num_seqs, max(pages)), np.int32)
             for i, part in enumerate(np.split(own, np.cumsum(pages)[:-1])):
                 table[i, : len(part)] = part
             tables.append(table)
@@ -159,6 +170,12 @@ class PagedWorkload(Workload):
             cache_scale=cache_scale(cache_dtype(case)),
             order=order,
         )
+        return self.compile_right(right, shapes)
+
+    def compile_right(
+        self, right: Callable[..., jax.Array], shapes: Inputs
+    ) -> Callable[[Inputs], list[jax.Array]]:
+        """(inputs) -> `right` for the first and the last table."""
         compiled = jax.jit(right).lower(*shapes[:2], shapes.tables[0], shapes.lengths).compile()
 
         def expected(inputs: Inputs) -> list[jax.Array]:
@@ -177,7 +194,7 @@ def cache_scale(dtype: str) -> float:
     return 1 / 40 if dtype == "int8" else 1.0
 
 
-def _pages(case: Any) -> Sequence[int]:
+def pages_of(case: Any) -> Sequence[int]:
     return [math.ceil(length / case.page_size) for length in case.seq_lens]
 
 

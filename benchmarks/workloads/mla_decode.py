@@ -8,7 +8,8 @@ import costs
 import jax
 
 from workloads.base import Target
-from workloads.decode import Call, PagedWorkload
+from workloads.decode import Call
+from workloads.latents import LatentWorkload
 
 # The loop's calls as nodes of a CUDA graph, which is how the peers' torch calls are timed.
 IN_A_GRAPH = {
@@ -17,10 +18,12 @@ IN_A_GRAPH = {
 }
 
 
+# (batch, tokens, heads) that are measured over fp8 latents too.
+FP8_CELLS = ((128, 4096, 16), (128, 4096, 64), (128, 4096, 128), (1, 32768, 16))
 SKEWED = (4641, 45118, 1730, 1696)  # of ThunderMLA's published figures
 
 
-class MLADecode(PagedWorkload):
+class MLADecode(LatentWorkload):
     op = "mla_decode"
     targets: ClassVar[dict[str, Target]] = {
         "auto": Target("ours", None, scheduled=True),
@@ -34,8 +37,6 @@ class MLADecode(PagedWorkload):
         "xla": Target("ours, plain jnp", "xla"),
     }
     error_limit = 5e-3
-    value_dim = costs.LATENT_DIM
-    num_caches = 1
 
     def cells(self) -> list[Any]:
         from pallas_attn.testing import cases
@@ -45,7 +46,15 @@ class MLADecode(PagedWorkload):
     def options(self) -> list[Any]:
         from pallas_attn.testing import cases
 
-        return [cases.MLADecodeCase(SKEWED, 16, q_len=4, causal=True, lengths="skewed", spare_pages=0)]
+        skewed = cases.MLADecodeCase(SKEWED, 16, q_len=4, causal=True, lengths="skewed", spare_pages=0)
+        fp8 = [
+            cases.MLADecodeCase(
+                (tokens,) * batch, heads, lengths=f"s{tokens}", spare_pages=0, cache_dtype=dtype
+            )
+            for batch, tokens, heads in FP8_CELLS
+            for dtype in (None, "float8_e4m3fn")
+        ]
+        return [skewed, *fp8]
 
     def tiny(self) -> list[Any]:
         from pallas_attn.testing import cases
@@ -55,6 +64,7 @@ class MLADecode(PagedWorkload):
             cases.MLADecodeCase(
                 (40, 42), 4, page_size=16, q_len=2, causal=True, lengths="s40", spare_pages=0
             ),
+            cases.MLADecodeCase((70, 5), 2, lengths="short", spare_pages=0, cache_dtype="float8_e4m3fn"),
         ]
 
     def made(self, batch: int, seqlen: int, heads: int, kv_heads: int | None, q_len: int) -> Any:
