@@ -186,7 +186,10 @@ def generate(
     ] = Dtype.float32,
     cache_dtype: Annotated[
         CacheDtype | None,
-        typer.Option(help="Store the KV cache in 8 bits, scaled per KV head.", show_default="as --dtype"),
+        typer.Option(
+            help="Store the KV cache in 8 bits, scaled per KV head. DeepSeek's: float8_e4m3fn, 656 bytes a token.",
+            show_default="as --dtype",
+        ),
     ] = None,
     page_size: Annotated[int, typer.Option(help="Tokens per page of the KV cache.")] = 16,
     num_pages: Annotated[
@@ -287,14 +290,18 @@ def tune(
         typer.Option(help="Of the query, and of the cache unless it is 8-bit.", show_default="bfloat16"),
     ] = None,
     cache_dtype: Annotated[
-        CacheDtype | None, typer.Option(help="An 8-bit cache; not for MLA.", show_default="as --dtype")
+        CacheDtype | None,
+        typer.Option(help="An 8-bit cache; of MLA's, sparse_mla_decode's alone.", show_default="as --dtype"),
     ] = None,
     num_seqs: Annotated[
         list[int] | None, typer.Option(help="Sequences in a call. Repeat it.", show_default="1, 16, 64")
     ] = None,
     max_len: Annotated[
         list[int] | None,
-        typer.Option(help="Tokens that the block table holds. Repeat it.", show_default="1024, 8192, 32768"),
+        typer.Option(
+            help="Tokens that the block table holds, or, of sparse_mla_decode, ids of a query token. Repeat it.",
+            show_default="1024, 8192, 32768",
+        ),
     ] = None,
     output: Annotated[
         Path | None,

@@ -4,10 +4,12 @@ from pallas_attn.tuning.mla_decode import MLADecodePoint
 from pallas_attn.tuning.paged_attention import PagedAttentionPoint
 from pallas_attn.tuning.points import Point
 from pallas_attn.tuning.ragged_attention import RaggedAttentionPoint
+from pallas_attn.tuning.sparse_mla import SparseMLAPoint
 
 OPS: dict[str, type[Point]] = {
     "paged_attention": PagedAttentionPoint,
     "ragged_paged_attention": RaggedAttentionPoint,
     "mla_decode": MLADecodePoint,
+    "sparse_mla_decode": SparseMLAPoint,
 }
 """A new op is a `Point` of its own and an entry here: command, file and timing know none by name."""

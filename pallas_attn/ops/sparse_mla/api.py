@@ -351,8 +351,9 @@ def _resolve_config(
     function: str, case: Case, explicit: SparseMLAConfig | None, whole: bool
 ) -> SparseMLAConfig:
     fp8 = case.cache_dtype == BYTES
+    # In the words that all ops' entries have: a walk over a cache is here a query token's ids.
     key = dict(
-        rows=case.num_heads, topk=case.topk, dtype=dtype_name(case.cache_dtype), tokens=case.num_tokens
+        rows=case.num_heads, dtype=dtype_name(case.cache_dtype), streams=case.num_tokens, max_len=case.topk
     )
 
     def guess(**measured: Any) -> SparseMLAConfig:

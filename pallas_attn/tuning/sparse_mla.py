@@ -1,0 +1,98 @@
+"""What is tuned of `sparse_mla_decode`: its Pallas kernel over bf16 and over fp8 latents."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_attn._call.device import current_device
+from pallas_attn._tile.latents import BYTES, QUERY_DIM, token_width
+from pallas_attn.ops.latent_cache import quantize_latents
+from pallas_attn.ops.sparse_mla import SparseMLAConfig, sparse_mla_decode
+from pallas_attn.ops.sparse_mla.config import heuristic
+from pallas_attn.testing.cases import SparseMLACase
+from pallas_attn.tuning import timing
+from pallas_attn.tuning.points import Fields, Point, random_pool, random_query
+
+# A context is so many times as long as what a query token names of it.
+CONTEXT = 4
+FP8_TOKENS = 6397  # that a pool of fp8 latents repeats; a prime, so that no two pages hold the same
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SparseMLAPoint(Point):
+    """`max_len` are here the ids of a query token, and `streams` the query tokens: a walk is a list of ids."""
+
+    sizes: ClassVar = dict(num_heads=128, num_kv_heads=1, page_size=64, dtype="bfloat16", cache_dtype=None)
+
+    case: SparseMLACase
+
+    @classmethod
+    def variants(cls, num_seqs: int, max_len: int, **sizes: Any) -> "Sequence[SparseMLAPoint]":
+        lengths = (CONTEXT * max_len,) * num_seqs
+        case = SparseMLACase(lengths, **sizes, topk=max_len, lengths=f"s{lengths[0]}", spare_pages=0)
+        return [cls(case=case)]
+
+    @property
+    def max_len(self) -> int:
+        return self.case.topk
+
+    @property
+    def stored(self) -> jnp.dtype:
+        return jnp.dtype(BYTES if self.case.cache_dtype else self.case.dtype)
+
+    @property
+    def kind(self) -> str:
+        return self.case.cache_dtype or self.case.dtype
+
+    @property
+    def read_bytes(self) -> int:
+        return self.streams * self.max_len * token_width(self.stored) * self.stored.itemsize
+
+    def key(self) -> dict[str, Any]:
+        return dict(dtype=self.stored.name)
+
+    def config(self, **fields: int) -> SparseMLAConfig:
+        guess = heuristic(
+            num_tokens=self.streams,
+            num_heads=self.case.num_heads,
+            topk=self.max_len,
+            fp8=self.stored == BYTES,
+            device=current_device(),
+        )
+        return dataclasses.replace(guess, **fields)
+
+    def candidates(self) -> list[Fields]:
+        """Tiles on either side of the heuristic's."""
+        if self.config().block_q >= 64:
+            tiles = [(64, 32, 8, 3), (64, 32, 8, 5), (64, 64, 8, 2), (64, 64, 8, 3), (32, 64, 8, 3)]
+        else:
+            block_q = self.config().block_q
+            shapes = [(64, 4, 3), (64, 4, 5), (64, 8, 3), (32, 4, 5), (32, 8, 3), (16, 4, 5)]
+            tiles = [(block_q, *shape) for shape in shapes]
+        names = ("block_q", "block_kv", "num_warps", "num_stages")
+        return self.distinct([{}, *(dict(zip(names, tile, strict=True)) for tile in tiles)])
+
+    def operands(self, num_pages: int, seq_lens: jax.Array) -> tuple[jax.Array, ...]:
+        case = self.case
+        query = random_query((case.num_seqs, 1, case.num_heads, case.head_dim), case.dtype)
+        pool = (num_pages, case.page_size, 1, token_width(self.stored))
+        drawn = np.random.default_rng(4)
+        ids = [drawn.choice(length, (1, case.topk), replace=False) for length in case.seq_lens]
+        return query, self._pool(pool), jnp.asarray(np.stack(ids), jnp.int32)
+
+    def _pool(self, shape: tuple[int, ...]) -> jax.Array:
+        if self.stored != BYTES:
+            return random_pool(shape, self.case.dtype, 1)
+        tokens = np.random.default_rng(1).standard_normal((FP8_TOKENS, QUERY_DIM), np.float32)
+        return timing.tiled(quantize_latents(jnp.asarray(tokens)).reshape(-1), shape)
+
+    def call(
+        self, operands: tuple[jax.Array, ...], table: jax.Array, seq_lens: jax.Array, **options: Any
+    ) -> Any:
+        query, pool, ids = operands
+        options |= dict(addressing="positions", block_tables=table, return_lse=True)
+        return sparse_mla_decode(query, pool, ids, topk_length=seq_lens // CONTEXT, **options)

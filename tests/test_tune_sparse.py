@@ -1,0 +1,51 @@
+"""`pallas-attn tune` for sparse MLA, whose lists of ids are what others' sequences are."""
+
+import json
+
+import jax.numpy as jnp
+import pytest
+
+from pallas_attn._call import configs
+from pallas_attn._call.device import Device, current_device
+from pallas_attn._tile.layout import PoolShape
+from pallas_attn.cli import main
+from pallas_attn.ops.sparse_mla import api
+from pallas_attn.tuning import errors, points, sparse_mla, timing
+from pallas_attn.tuning.sparse_mla import SparseMLAPoint
+
+FP8 = "float8_e4m3fn"
+
+
+@pytest.mark.parametrize("num_heads", [8, 128])
+@pytest.mark.parametrize("cache_dtype", [None, FP8])
+def test_candidates_are_distinct_and_begin_with_the_heuristic(num_heads, cache_dtype, monkeypatch):
+    monkeypatch.setattr(sparse_mla, "current_device", lambda: Device("gpu", "one", 132, 90))
+    sizes = dict(SparseMLAPoint.sizes, num_heads=num_heads, cache_dtype=cache_dtype)
+    [point] = SparseMLAPoint.variants(2, 2048, **sizes)
+    found = [point.config(**fields) for fields in point.candidates()]
+    assert found[0] == point.config()
+    assert len(set(found)) == len(found) > 3
+    assert point.read_bytes == 2 * 2048 * (656 if cache_dtype else 1152)
+
+
+@pytest.mark.slow
+def test_a_call_takes_what_was_measured_for_its_kind_of_latents(tmp_path, monkeypatch):
+    for module, name in ((timing, "MOST_SETS"), (timing, "QUEUED"), (points, "REPEATS")):
+        monkeypatch.setattr(module, name, 1)
+    monkeypatch.setattr(timing, "LEAST_CALLS", 2)
+    monkeypatch.setattr(SparseMLAPoint, "candidates", lambda self: [{"block_kv": 16, "num_stages": 7}])
+    sizes = ["--num-heads", "2", "--num-seqs", "2", "--max-len", "48", "--cache-dtype", FP8]
+    command = ["tune", "--op", "sparse_mla_decode", *sizes, "--implementation", "interpret"]
+    assert main([*command, "--output", str(tmp_path)]) == 0
+    path = tmp_path / current_device().slug / "sparse_mla_decode.json"
+    [found] = json.loads(path.read_text())["entries"]
+    assert found["key"] == {"dtype": "uint8", "rows": [1, 16], "streams": [1, None], "max_len": [1, None]}
+    assert 0 < found["measured"]["error"] < errors.LARGEST_ERROR["bfloat16"]
+    monkeypatch.setenv(configs.CONFIGS_VARIABLE, str(tmp_path))
+
+    def stages(cache_dtype) -> int:
+        case = api.Case(2, 3, 40, PoolShape(64, 1, 1, 656), jnp.dtype(jnp.bfloat16), jnp.dtype(cache_dtype))
+        return api._resolve_config("sparse_mla_decode", case, None, False).num_stages
+
+    assert stages(jnp.uint8) == 7
+    assert stages(jnp.bfloat16) != 7
