@@ -27,8 +27,8 @@ def empty_cache(dtype=jnp.float32, **options) -> PagedLatentCache:
 
 @functools.cache
 def chosen(top_k: int):
-    """(what `best_tokens` names, the scores written out) of 3 sequences with 4 tokens each over 30 slots; slots 6 to 9
-    of the last sequence lie in no page, and what comes after a query holds NaN."""
+    """(what `best_tokens` names, the scores written out, positions) of 3 sequences with 4 tokens each over 15 pages of
+    2 slots; slots 6 to 9 of the last lie in pages outside the pool, and what comes after a query holds NaN."""
     rng = np.random.default_rng(0)
     queries, keys = rng.standard_normal((3, 4, 5, 8)), rng.standard_normal((3, 30, 8))
     weights = rng.standard_normal((3, 4, 5))
@@ -40,12 +40,13 @@ def chosen(top_k: int):
                 weights[seq, i, h] * max(queries[seq, i, h] @ keys[seq, t], 0) for h in range(5)
             )
     keys[[0, 1, 2], positions.max(axis=1) + 1] = np.nan
-    usable = np.ones((3, 30), bool)
-    usable[2, 6:10] = False
-    floats = (jnp.asarray(x, jnp.float32) for x in (queries, weights, keys))
-    found = jax.jit(functools.partial(best_tokens, top_k=top_k))(
-        *floats, jnp.asarray(positions), jnp.asarray(usable)
-    )
+    tables = rng.permutation(45).reshape(3, 15)
+    pool = np.empty((45, 2, 1, 8))
+    pool[tables] = keys.reshape(3, 15, 2, 1, 8)
+    tables[2, 3:5] = -1, 45
+    floats = (jnp.asarray(x, jnp.float32) for x in (queries, weights, pool))
+    ids = (jnp.asarray(x, jnp.int32) for x in (tables, positions))
+    found = jax.jit(functools.partial(best_tokens, top_k=top_k))(*floats, *ids)
     return np.asarray(found), scores, positions
 
 

@@ -140,9 +140,7 @@ class Indexer(nnx.Module):
         cache = cache.write_index_keys(layer, keys, positions)
 
         tables = cache.layer_tables(layer)
-        cached = cache.index_keys[tables].reshape(tables.shape[0], -1, config.head_dim)
-        usable = jnp.repeat(usable_pages(tables, cache.index_keys.shape[0]), cache.page_size, axis=1)
-        return best_tokens(queries, weights, cached, positions, usable, config.top_k), cache
+        return best_tokens(queries, weights, cache.index_keys, tables, positions, config.top_k), cache
 
     def _rotated(self, x: jax.Array, positions: jax.Array) -> jax.Array:
         """Rotary embedding of the first elements of [num_seqs, n, heads, head_dim], in halves: its weights are laid
@@ -158,20 +156,21 @@ class Indexer(nnx.Module):
 def best_tokens(
     queries: jax.Array,
     weights: jax.Array,
-    keys: jax.Array,
+    index_keys: jax.Array,
+    tables: jax.Array,
     positions: jax.Array,
-    usable: jax.Array,
     top_k: int,
 ) -> jax.Array:
-    """[num_seqs, n, min(top_k, slots)] int32: what `Indexer` returns.
+    """[num_seqs, n, min(top_k, slots)] int32: what `Indexer` returns, with slots = max_pages * page_size.
 
     Args:
         queries: [num_seqs, n, num_heads, head_dim]. weights: [num_seqs, n, num_heads] float32.
-        keys: [num_seqs, slots, head_dim] in the order of positions; those behind the query's may hold anything.
-        positions: [num_seqs, n] int32. usable: [num_seqs, slots] bool, whether a slot's page is one of the pool's.
+        index_keys: [num_pages, page_size, 1, head_dim]; slots behind a query's position may hold anything.
+        tables: [num_seqs, max_pages] int32. positions: [num_seqs, n] int32.
     """
-    num_seqs, n, num_heads, _ = queries.shape
-    slots = keys.shape[1]
+    num_seqs, n, num_heads, head_dim = queries.shape
+    num_pages, page_size = index_keys.shape[:2]
+    slots = tables.shape[1] * page_size
 
     def of_token(keys: jax.Array, usable: jax.Array, token: tuple[jax.Array, ...]) -> jax.Array:
         query, weight, position = token
@@ -188,9 +187,10 @@ def best_tokens(
     seqs_at_once = min(num_seqs, max(1, MOST_BYTES // (4 * num_heads * slots * tokens_at_once)))
 
     def of_sequence(one: tuple[jax.Array, ...]) -> jax.Array:
-        queries, weights, positions, keys, usable = one
-        attend = functools.partial(of_token, keys, usable)
-        return jax.lax.map(attend, (queries, weights, positions), batch_size=tokens_at_once)
+        queries, weights, positions, table = one
+        keys = index_keys[table].reshape(slots, head_dim)
+        usable = jnp.repeat(usable_pages(table, num_pages), page_size)
+        choose = functools.partial(of_token, keys, usable)
+        return jax.lax.map(choose, (queries, weights, positions), batch_size=tokens_at_once)
 
-    operands = (queries, weights, positions, keys, usable)
-    return jax.lax.map(of_sequence, operands, batch_size=seqs_at_once)
+    return jax.lax.map(of_sequence, (queries, weights, positions, tables), batch_size=seqs_at_once)
