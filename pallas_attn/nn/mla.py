@@ -171,8 +171,8 @@ class MultiHeadLatentAttention(nnx.Module):
         Raises:
             TypeError: another cache, or an argument of the wrong type or dtype.
             ValueError: shapes that do not fit each other, a layer out of range, positions that the form cannot serve,
-                a schedule for the naive form or beside indices, indices for the naive form, or a forced implementation
-                that cannot serve, with its reason.
+                a schedule for the naive form, a schedule or a form beside indices, or a forced implementation that
+                cannot serve, with its reason.
         """
         config = self.config
         check = ArgumentChecker("MultiHeadLatentAttention")
@@ -187,9 +187,9 @@ class MultiHeadLatentAttention(nnx.Module):
             check.flag("absorbed", absorbed)
         if indices is not None:
             check.array("indices", indices, ("num_seqs", "n", "top_k"), [jnp.int32])
-            for name, value, able in (("schedule", schedule, (None,)), ("absorbed", absorbed, (None, True))):
-                if value not in able:
-                    check.fail(name, " or ".join(map(str, able)) + " with indices", str(value))
+            for name, value in (("schedule", schedule), ("absorbed", absorbed)):
+                if value is not None:
+                    check.fail(name, "None with indices", str(value))
             absorbed = True
         absorbed = x.shape[1] == 1 if absorbed is None else bool(absorbed)
         if schedule is not None and not absorbed:
