@@ -100,10 +100,8 @@ def test_a_layer_reads_fp8_latents_as_they_were_rounded():
     def call(layer, x, cache, positions, indices=None, absorbed=None):
         return layer(x, cache, 0, positions, indices=indices, absorbed=absorbed)
 
-    naive, written = call(layer, x, quantized, positions)
+    (_, written), (_, held) = (call(layer, x, cache, positions) for cache in (quantized, plain))
     assert written.latent_cache.dtype == jnp.uint8
-    unrounded, held = call(layer, x, plain, positions)
-    np.testing.assert_array_equal(naive, unrounded)
     rounded = plain.replace(latent_cache=dequantize_latents(written.latent_cache, dtype=jnp.float32))
     again = jnp.full((2, 1), 5, jnp.int32)
 
