@@ -52,7 +52,6 @@ MODELS = {
     "v3": ("V3", dict(**V3, q_lora_rank=64)),
     "v3-yarn": ("V3", dict(**V3, q_lora_rank=64, rope_parameters=YARN | dict(mscale=0.707))),
     # 8 of up to 53 tokens; many heads, since a token that none of them likes would tie with others.
-    "v3.2": ("V32", dict(**V3, q_lora_rank=64, index_topk=8, index_n_heads=16, index_head_dim=80)),
     "v3.2-yarn": (
         "V32",
         dict(**V3, q_lora_rank=64, index_topk=8, index_n_heads=16, index_head_dim=80, rope_parameters=YARN),
@@ -202,7 +201,8 @@ def test_published_expert_files_are_stacked():
 def test_settings_without_an_equivalent_are_refused():
     base = dict(SMALL, model_type="deepseek_v3", rms_norm_eps=1e-6)
     with pytest.raises(
-        ValueError, match="'model_type': expected 'deepseek_v2' or 'deepseek_v3' or 'kimi_k2', got 'llama'"
+        ValueError,
+        match=r"'model_type': expected 'deepseek_v2' or .* 'deepseek_v32' or 'kimi_k2', got 'llama'",
     ):
         DeepSeekConfig.from_transformers(dict(base, model_type="llama"))
     with pytest.raises(ValueError, match="'attention_bias': expected False"):
