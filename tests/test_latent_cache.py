@@ -14,6 +14,7 @@ from support import COMPILED, ON_GPU, unchecked
 
 import pallas_attn
 from pallas_attn.ops.latent_cache.kernel import _e4m3_bits
+from pallas_attn.testing import cases, inputs
 
 IMPLEMENTATIONS = ["xla", "interpret", *ON_GPU]
 SCALES = ["exact", "power_of_two"]
@@ -268,3 +269,13 @@ def test_errors_of_the_converters():
             scales="none",
             block_tables=jnp.zeros((1, 1), jnp.int32),
         )
+
+
+@pytest.mark.once
+def test_inputs_of_fp8_cases_have_the_shapes_that_are_told():
+    case = cases.MLADecodeCase((20, 0, 3), 2, page_size=16, cache_dtype="float8_e4m3fn")
+    made = inputs.make(case)
+    assert [(a.shape, a.dtype) for a in made.arguments()] == [(s.shape, s.dtype) for s in inputs.shapes(case)]
+    poisoned = np.isnan(dequantized(made.latent_cache).numpy()).all(axis=-1)
+    assert poisoned.sum() == poisoned.size - 23
+    assert not poisoned[inputs.token_places(made.block_tables[0], 20, 16)].any()

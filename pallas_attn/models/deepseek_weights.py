@@ -87,8 +87,9 @@ def load_transformers_weights(model: DeepSeek, weights: Mapping[str, Any]) -> No
             name = f"{prefix}.self_attn.indexer"
             put_linear(layer.indexer.q_proj, f"{name}.wq_b")
             put_linear(layer.indexer.k_proj, f"{name}.wk")
-            put(layer.indexer.k_norm.scale, f"{name}.k_norm.weight")
-            put(layer.indexer.k_norm.bias, f"{name}.k_norm.bias")
+            norm: Any = layer.indexer.k_norm
+            put(norm.scale, f"{name}.k_norm.weight")
+            put(norm.bias, f"{name}.k_norm.bias")
             put_linear(layer.indexer.weights_proj, f"{name}.weights_proj")
         if index < config.num_dense_layers:
             put_mlp(mlp, f"{prefix}.mlp")

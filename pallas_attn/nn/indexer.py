@@ -128,7 +128,7 @@ class Indexer(nnx.Module):
         check.bind("cache", num_seqs=cache.block_tables.shape[0])
         check.array("x", x, ("num_seqs", "n", self.attention.hidden_size), DTYPES)
         lead = ("num_seqs", "n")
-        check.array("compressed_query", compressed_query, (*lead, self.attention.q_lora_rank), DTYPES)
+        check.array("compressed_query", compressed_query, (*lead, self.q_proj.in_features), DTYPES)
         check.array("positions", positions, lead, [jnp.int32])
         check.non_empty("x", x)
         x, compressed_query, positions = map(jnp.asarray, (x, compressed_query, positions))

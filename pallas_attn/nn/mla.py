@@ -1,6 +1,7 @@
 """Multi-head latent attention as a Flax NNX module, in its two forms."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -239,30 +240,17 @@ class MultiHeadLatentAttention(nnx.Module):
         query = jnp.concatenate([q_latent, q_rope], axis=-1)
         # Over fp8 latents the ops take bf16 queries.
         query = query.astype(jnp.bfloat16) if cache.latent_cache.dtype == BYTES else query
-        tables, options = cache.layer_tables(layer), dict(scale=self.config.scale)
+        tables = cache.layer_tables(layer)
+        options: dict[str, Any] = dict(scale=self.config.scale, implementation=self.implementation)
         if indices is None:
             # A row whose positions are all negative has length 0: it reads no page and gets zeros.
             lengths = jnp.max(positions, axis=1) + 1
-            out = mla_decode(
-                query,
-                cache.latent_cache,
-                tables,
-                lengths,
-                schedule=schedule,
-                causal=True,
-                implementation=self.implementation,
-                **options,
-            )
+            options |= dict(schedule=schedule, causal=True)
+            out: Any = mla_decode(query, cache.latent_cache, tables, lengths, **options)
         else:
-            out = sparse_mla_decode(
-                query,
-                cache.latent_cache,
-                jnp.where(positions[:, :, None] >= 0, indices, -1),
-                addressing="positions",
-                block_tables=tables,
-                implementation=self.implementation,
-                **options,
-            )
+            indices = jnp.where(positions[:, :, None] >= 0, indices, -1)
+            options |= dict(addressing="positions", block_tables=tables)
+            out = sparse_mla_decode(query, cache.latent_cache, indices, **options)
         return jnp.einsum("bshc,hvc->bshv", out.astype(q_nope.dtype), self.value_up[...], precision=PRECISION)
 
     def _naive(self, q_nope, q_rope, latent, k_rope) -> jax.Array:

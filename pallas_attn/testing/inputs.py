@@ -131,7 +131,7 @@ def shapes(case: Case) -> tuple[jax.ShapeDtypeStruct, ...]:
     stored = jnp.dtype(getattr(case, "cache_dtype", None) or case.dtype)
     if isinstance(case, MLADecodeCase) and case.cache_dtype:
         stored = jnp.dtype(BYTES)
-        pool = dataclasses.replace(pool, head_dim=token_width(BYTES))
+        pool = pool._replace(head_dim=token_width(BYTES))
     pools = ("key",) if isinstance(case, MLADecodeCase) else ("key", "value")
     return (
         jax.ShapeDtypeStruct(_query_shape(case), jnp.dtype(case.dtype)),
