@@ -28,6 +28,7 @@ from refused_values import (
     WINDOW,
     Call,
     attended,
+    attended_ragged,
     attention,
     dense_attention,
     flash_mla,
@@ -282,6 +283,11 @@ def calls() -> dict[str, Call]:
         "PagedAttention, decoding": Call(
             nn.PagedAttention(), attended(cache, 1), dict(NEW, query=ARRAY, cache=_caches(latents))
         ),
+        "PagedAttention, ragged": Call(
+            nn.PagedAttention(),
+            attended_ragged(cache),
+            dict(NEW, query=ARRAY, cache=_caches(latents), cu_q_lens=ARRAY.or_none()),
+        ),
         "PagedAttention, of Linen": Call(
             linen_call,
             attended(cache),
@@ -303,6 +309,11 @@ def calls() -> dict[str, Call]:
         "LatentGQA, decoding": Call(
             nn.LatentGQA(), attended(latents, 1), dict(NEW, query=ARRAY, cache=_caches(cache))
         ),
+        "LatentGQA, ragged": Call(
+            nn.LatentGQA(),
+            attended_ragged(latents),
+            dict(NEW, query=ARRAY, cache=_caches(cache), cu_q_lens=ARRAY.or_none()),
+        ),
         "MultiHeadLatentAttention": Call(
             nn.MultiHeadLatentAttention,
             dict(config=config, rngs=nnx.Rngs(0)),
@@ -319,6 +330,14 @@ def calls() -> dict[str, Call]:
                 schedule=INSTANCE.or_none(),
                 absorbed=FLAG.or_none(),
             ),
+        ),
+        "MultiHeadLatentAttention, ragged": Call(
+            layer,
+            dict(
+                x=jnp.ones((5, 8)),
+                **{n: attended_ragged(latents)[n] for n in ("cache", "layer", "positions", "cu_q_lens")},
+            ),
+            dict(x=ARRAY, positions=ARRAY, cu_q_lens=ARRAY.or_none()),
         ),
         "MLAConfig": Call(
             nn.MLAConfig,

@@ -72,6 +72,13 @@ def attended(cache: Any, n: int = 3) -> dict[str, Any]:
     return dict(new_tokens(n), query=jnp.ones((2, n, 4, 16)), cache=cache)
 
 
+def attended_ragged(cache: Any) -> dict[str, Any]:
+    """Three tokens of the first sequence, one of the second, one of padding."""
+    new = jnp.ones((5, 2, 16))
+    whose = dict(positions=jnp.array([0, 1, 2, 0, -1], I32), cu_q_lens=jnp.array([0, 3, 4], I32))
+    return dict(layer=0, query=jnp.ones((5, 4, 16)), key=new, value=new, cache=cache, **whose)
+
+
 def latent_cache() -> Any:
     return pallas_attn.PagedLatentCache.create(
         num_layers=2, num_pages=4, page_size=8, block_tables=TABLES, dtype=F32

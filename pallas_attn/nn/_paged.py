@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn import PagedKVCache, paged_attention
+from pallas_attn import PagedKVCache, paged_attention, ragged_paged_attention
 from pallas_attn._call import dispatch
 from pallas_attn._call.checks import ArgumentChecker, is_array, is_number, is_traced, shown
 from pallas_attn._tile.layout import pool_shape
@@ -17,7 +17,7 @@ from pallas_attn._tile.quantization import is_quantized
 from pallas_attn.ops.kv_cache.addressing import check_layer
 from pallas_attn.ops.kv_cache.api import DTYPES
 
-from ._prompts import FRESH, attend_to_themselves, fresh, poison_unserved
+from ._new_tokens import NewTokens, is_ragged
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,20 +64,34 @@ def check_new_tokens(
     key: Any,
     value: Any,
     positions: Any,
+    cu_q_lens: Any,
     *,
     query_dtypes: Sequence[Any],
-    key_dtypes: Sequence[Any] | None = None,
+    key_dtypes: Sequence[Any],
 ) -> None:
-    """Of `n` new tokens of every sequence; `check` has bound what the cache says of them. `key_dtypes`: of keys that
-    need not have the query's."""
-    check.array("query", query, ("num_seqs", "n", "num_heads", "head_dim"), query_dtypes)
-    shape = ("num_seqs", "n", "num_kv_heads", "head_dim")
-    check.array("key", key, shape, key_dtypes or [query.dtype])
+    """Of the new tokens of every sequence, batched or ragged; `check` has bound what the cache says of them."""
+    tokens = leading(positions, cu_q_lens)
+    check.array("query", query, (*tokens, "num_heads", "head_dim"), query_dtypes)
+    shape = (*tokens, "num_kv_heads", "head_dim")
+    check.array("key", key, shape, key_dtypes)
     check.array("value", value, shape, [key.dtype])
-    check.array("positions", positions, ("num_seqs", "n"), [jnp.int32])
+    check_positions(check, positions, cu_q_lens)
     for name, array in (("query", query), ("key", key)):
         check.non_empty(name, array)
-    check.multiple("query", query.shape[2], "num_kv_heads", check.dims["num_kv_heads"])
+    check.multiple("query", query.shape[-2], "num_kv_heads", check.dims["num_kv_heads"])
+
+
+def leading(positions: Any, cu_q_lens: Any) -> tuple[str, ...]:
+    """The dimensions that the tokens lie in."""
+    return ("total_tokens",) if is_ragged(positions, cu_q_lens) else ("num_seqs", "n")
+
+
+def check_positions(check: ArgumentChecker, positions: Any, cu_q_lens: Any) -> None:
+    if isinstance(positions, NewTokens):  # checked when they were made
+        return
+    check.array("positions", positions, leading(positions, cu_q_lens), [jnp.int32])
+    if cu_q_lens is not None:
+        check.array("cu_q_lens", cu_q_lens, (check.dims["num_seqs"] + 1,), [jnp.int32])
 
 
 def write_and_attend(
@@ -87,8 +101,9 @@ def write_and_attend(
     value: jax.Array,
     cache: PagedKVCache,
     layer: jax.Array | int,
-    positions: jax.Array,
+    positions: jax.Array | NewTokens,
     *,
+    cu_q_lens: jax.Array | None,
     sliding_window: int | jax.Array | None,
     sinks: jax.Array | None,
 ) -> tuple[jax.Array, PagedKVCache]:
@@ -100,18 +115,59 @@ def write_and_attend(
     num_seqs = cache.block_tables.shape[0]
     check.bind("cache", num_seqs=num_seqs, num_kv_heads=pool.num_kv_heads, head_dim=pool.head_dim)
     stored = cache.key_cache.dtype
-    decoding = len(getattr(query, "shape", ())) == 4 and query.shape[1] == 1
     check_new_tokens(
         check,
-        query,
-        key,
-        value,
-        positions,
+        *(query, key, value, positions, cu_q_lens),
         query_dtypes=DTYPES if is_quantized(stored) else [stored],
-        # Prefill multiplies queries with the new keys themselves.
-        key_dtypes=DTYPES if decoding else None,
+        key_dtypes=DTYPES,
     )
-    query, key, value, positions = map(jnp.asarray, (query, key, value, positions))
+    rules = _rules(check, options, query.shape[-2], sliding_window, sinks)
+    query, key, value = map(jnp.asarray, (query, key, value))
+    if not is_ragged(positions, cu_q_lens) and query.shape[1] == 1:
+        positions = jnp.asarray(positions)
+        cache = cache.write(layer, key, value, positions, implementation=options.implementation)
+        # A row whose position is negative has length 0: it reads no page and gets zeros.
+        out: Any = paged_attention(
+            query[:, 0],
+            cache.key_cache,
+            cache.value_cache,
+            cache.layer_tables(layer),
+            positions[:, 0] + 1,
+            layout=cache.layout,
+            **rules,
+            **cache.scales(layer),
+        )
+        return out[:, None], cache
+    new = positions if isinstance(positions, NewTokens) else NewTokens.of(check, positions, cu_q_lens)
+    paged, within = new.pages(cache)
+    written = (new.pack(key)[:, None], new.pack(value)[:, None], within)
+    # The first keys and values that this layer's quantised cache holds set its scales. Prompts that join others find
+    # them set.
+    paged = paged.calibrate(layer, *written)
+    paged = paged.write(layer, *written, implementation=options.implementation)
+    cache = paged.replace(block_tables=cache.block_tables)
+    out = ragged_paged_attention(
+        new.pack(query),
+        cache.key_cache,
+        cache.value_cache,
+        cache.layer_tables(layer),
+        new.seq_lens,
+        new.cu_q_lens,
+        layout=cache.layout,
+        **rules,
+        **cache.scales(layer),
+    )
+    return new.unpack(out, layer), cache
+
+
+def _rules(
+    check: ArgumentChecker,
+    options: Options,
+    num_heads: int,
+    sliding_window: Any,
+    sinks: jax.Array | None,
+) -> dict[str, Any]:
+    """What both ops are told besides the tokens."""
     window = options.sliding_window
     if isinstance(sliding_window, jax.Array):
         check.array("sliding_window", sliding_window, (), [jnp.int32])
@@ -120,9 +176,12 @@ def write_and_attend(
         check.count("sliding_window", sliding_window)
         window = sliding_window
     rules: dict[str, Any] = dict(
-        scale=options.scale, softcap=options.softcap, sliding_window=window, sinks=sinks
+        scale=options.scale,
+        softcap=options.softcap,
+        sliding_window=window,
+        sinks=sinks,
+        implementation=options.implementation,
     )
-    num_heads = query.shape[2]
     if options.alibi_slopes is not None:
         if len(options.alibi_slopes) != num_heads:
             expected = f"num_heads={num_heads} (as query) numbers"
@@ -130,25 +189,4 @@ def write_and_attend(
         rules["alibi_slopes"] = jnp.asarray(options.alibi_slopes, jnp.float32)
     if sinks is not None:
         check.array("sinks", sinks, ("num_heads",), DTYPES)
-
-    if decoding:
-        cache = cache.write(layer, key, value, positions, implementation=options.implementation)
-        # A row whose position is negative has length 0: it reads no page and gets zeros.
-        output: Any = paged_attention(
-            query[:, 0],
-            cache.key_cache,
-            cache.value_cache,
-            cache.layer_tables(layer),
-            positions[:, 0] + 1,
-            layout=cache.layout,
-            implementation=options.implementation,
-            **rules,
-            **cache.scales(layer),
-        )
-        return output[:, None], cache
-    output = attend_to_themselves(query, key, value, positions, **rules)
-    output = poison_unserved(check, output, positions, layer, fresh, FRESH)
-    # The first keys and values that this layer's quantised cache holds set its scales. Prompts that join others find
-    # them set.
-    cache = cache.calibrate(layer, key, value, positions)
-    return output, cache.write(layer, key, value, positions, implementation=options.implementation)
+    return rules

@@ -17,6 +17,8 @@ from pallas_attn.ops.kv_cache.api import DTYPES
 with needs_extra("models", user="pallas_attn.nn"):
     from flax import nnx
 
+from ._new_tokens import NewTokens, is_ragged
+from ._paged import check_positions, leading
 from .layers import PRECISION, linear
 from .mla import MLAConfig
 from .rotary import apply_rotary, rotary_angles, rotary_frequencies
@@ -101,19 +103,23 @@ class Indexer(nnx.Module):
         compressed_query: jax.Array,
         cache: PagedLatentCache,
         layer: jax.Array | int,
-        positions: jax.Array,
+        positions: jax.Array | NewTokens,
+        *,
+        cu_q_lens: jax.Array | None = None,
     ) -> tuple[jax.Array, PagedLatentCache]:
-        """Writes the index keys of `n` new tokens of every sequence, then chooses for each of them.
+        """Writes the index keys of the new tokens of every sequence, then chooses for each of them.
 
         Args:
-            x: [num_seqs, n, hidden_size], what the attention gets.
-            compressed_query: [num_seqs, n, q_lora_rank], of `MultiHeadLatentAttention.compressed_query(x)`.
+            x: [num_seqs, n, hidden_size], or ragged [total_tokens, hidden_size], what the attention gets.
+            compressed_query: [..., q_lora_rank], of `MultiHeadLatentAttention.compressed_query(x)`.
             cache: with index keys (`PagedLatentCache.create(index_dim=head_dim)`); donate it to the surrounding jit.
             layer: index of this layer in the cache; an int or an integer scalar that may be traced.
-            positions: [num_seqs, n] int32 position of each token in its sequence, any; negative ones write nothing.
+            positions: [num_seqs, n] or [total_tokens] int32 position of each token in its sequence; negative ones write
+                nothing.
+            cu_q_lens: [num_seqs + 1] int32, for the ragged form, as in `MultiHeadLatentAttention`.
 
         Returns:
-            Positions [num_seqs, n, min(top_k, slots of a block table)] int32, the best first, -1 behind the last where
+            Positions [..., min(top_k, slots of a block table)] int32, the best first, -1 behind the last where
             there are fewer; and the cache with the new keys. A page in use that lies outside the pool is chosen before
             any other: attention to it gives NaN.
 
@@ -126,12 +132,19 @@ class Indexer(nnx.Module):
         check.instance("cache", cache, PagedLatentCache)
         layer = check_layer(check, layer, cache.num_layers)
         check.bind("cache", num_seqs=cache.block_tables.shape[0])
-        check.array("x", x, ("num_seqs", "n", self.attention.hidden_size), DTYPES)
-        lead = ("num_seqs", "n")
+        lead = leading(positions, cu_q_lens)
+        check.array("x", x, (*lead, self.attention.hidden_size), DTYPES)
         check.array("compressed_query", compressed_query, (*lead, self.q_proj.in_features), DTYPES)
-        check.array("positions", positions, lead, [jnp.int32])
+        check_positions(check, positions, cu_q_lens)
         check.non_empty("x", x)
-        x, compressed_query, positions = map(jnp.asarray, (x, compressed_query, positions))
+        x, compressed_query = jnp.asarray(x), jnp.asarray(compressed_query)
+        new = positions if isinstance(positions, NewTokens) else None
+        if is_ragged(positions, cu_q_lens):  # each token as a sequence of its own
+            new = new or NewTokens.of(check, positions, cu_q_lens)
+            alone = (array[:, None] for array in (x, compressed_query))
+            chosen, written = self(*alone, new.by_token(cache), layer, new.positions[:, None])
+            return chosen[:, 0], written.replace(block_tables=cache.block_tables)
+        positions = jnp.asarray(new.came if new else positions)
 
         queries = self.q_proj(compressed_query).reshape(*positions.shape, config.num_heads, config.head_dim)
         queries = self._rotated(queries, positions)

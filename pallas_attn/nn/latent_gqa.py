@@ -21,8 +21,8 @@ from pallas_attn.ops.kv_cache.addressing import check_layer
 with needs_extra("models", user="pallas_attn.nn"):
     from flax import nnx
 
+from ._new_tokens import NewTokens, is_ragged
 from ._paged import check_new_tokens
-from ._prompts import FRESH, attend_to_themselves, fresh, poison_unserved
 
 
 def pack_latents(key: jax.Array, value: jax.Array) -> jax.Array:
@@ -72,22 +72,26 @@ class LatentGQA(nnx.Module):
         value: jax.Array,
         cache: PagedLatentCache,
         layer: jax.Array | int,
-        positions: jax.Array,
+        positions: jax.Array | NewTokens,
+        *,
+        cu_q_lens: jax.Array | None = None,
     ) -> tuple[jax.Array, PagedLatentCache]:
-        """Attends from `n` new tokens of every sequence, as `PagedAttention.__call__` does and with its arguments.
+        """Attends from the new tokens of every sequence, as `PagedAttention.__call__` does and with its arguments.
 
         Args:
-            query: [num_seqs, n, num_heads, head_dim], rotary embedding applied, in the cache's dtype.
-            key, value: [num_seqs, n, num_kv_heads, head_dim] with 2 * num_kv_heads * head_dim <= 512.
+            query: [num_seqs, n, num_heads, head_dim] or [total_tokens, num_heads, head_dim], rotary embedding applied,
+                in the cache's dtype.
+            key, value: [..., num_kv_heads, head_dim] with 2 * num_kv_heads * head_dim <= 512.
             cache: the latents of all layers; a token's are its keys, then its values, of all KV heads, then zeros.
             layer: index of this layer in the cache; an int or an integer scalar that may be traced.
-            positions: [num_seqs, n] int32; with n above 1 those of fresh prompts, padded on the right. Negative for
-                padding or a finished sequence, whose output is zeros when n is 1 and not meaningful otherwise. Rows
-                that the module cannot serve get NaN, or are an error where positions are known.
+            positions: [num_seqs, n] or [total_tokens] int32; those of a sequence follow each other. Negative for
+                padding or a finished sequence, whose output is not meaningful. Rows that do not follow this get NaN, or
+                are an error where positions are known.
+            cu_q_lens: [num_seqs + 1] int32, for the ragged form.
 
         Returns:
-            The output [num_seqs, n, num_heads, head_dim] in the query's dtype, and the cache with the new tokens in
-            it; its `seq_lens` are left for the model to advance.
+            The output in the query's shape and dtype, and the cache with the new tokens in it; its `seq_lens` are left
+            for the model to advance.
 
         Raises:
             TypeError: another cache, or dtypes that do not fit each other.
@@ -98,23 +102,60 @@ class LatentGQA(nnx.Module):
         check.instance("cache", cache, PagedLatentCache)
         layer = check_layer(check, layer, cache.num_layers)
         check.bind("cache", num_seqs=cache.block_tables.shape[0])
-        check_new_tokens(check, query, key, value, positions, query_dtypes=[cache.latent_cache.dtype])
-        query, key, value, positions = map(jnp.asarray, (query, key, value, positions))
+        dtypes = [cache.latent_cache.dtype]
+        check_new_tokens(
+            check, query, key, value, positions, cu_q_lens, query_dtypes=dtypes, key_dtypes=dtypes
+        )
+        query, key, value = map(jnp.asarray, (query, key, value))
         num_kv_heads, head_dim = key.shape[-2:]
         if 2 * num_kv_heads * head_dim > LATENT_DIM:
             got = str(2 * num_kv_heads * head_dim)
             check.fail("key", f"2 * num_kv_heads * head_dim of at most {LATENT_DIM}", got)
-        if query.shape[1] > 1:
-            output = attend_to_themselves(query, key, value, positions, scale=self.scale)
-            output = poison_unserved(check, output, positions, layer, fresh, FRESH)
-            return output, cache.write(layer, pack_latents(key, value), positions)
-        cache = cache.write(layer, pack_latents(key, value), positions)
-        out: Any = mla_decode(
-            pack_queries(query, num_kv_heads),
-            cache.latent_cache,
-            cache.layer_tables(layer),
-            positions[:, 0] + 1,
-            scale=head_dim**-0.5 if self.scale is None else self.scale,
-            implementation=self.implementation,
+
+        def attend(cache: PagedLatentCache, query: jax.Array, positions: jax.Array) -> jax.Array:
+            """One token of each of the cache's sequences."""
+            out: Any = mla_decode(
+                pack_queries(query, num_kv_heads),
+                cache.latent_cache,
+                cache.layer_tables(layer),
+                positions + 1,
+                scale=head_dim**-0.5 if self.scale is None else self.scale,
+                implementation=self.implementation,
+            )
+            return unpack_outputs(out, num_kv_heads, head_dim)
+
+        latents = pack_latents(key, value)
+        if not is_ragged(positions, cu_q_lens) and query.shape[1] == 1:
+            positions = jnp.asarray(positions)
+            cache = cache.write(layer, latents, positions)
+            return attend(cache, query, positions[:, 0]), cache
+        new = positions if isinstance(positions, NewTokens) else NewTokens.of(check, positions, cu_q_lens)
+        paged, within = new.pages(cache)
+        paged = paged.write(layer, new.pack(latents)[:, None], within)
+        cache = paged.replace(block_tables=cache.block_tables)
+
+        def from_pages() -> jax.Array:
+            out = attend(new.by_token(cache), new.pack(query)[:, None], new.positions)
+            return new.unpack(out[:, 0], layer)
+
+        if new.order is None:
+            return from_pages(), cache
+        out = jax.lax.cond(
+            new.fresh & (layer >= 0),
+            lambda: attend_to_themselves(query, key, value, scale=self.scale),
+            from_pages,
         )
-        return unpack_outputs(out, num_kv_heads, head_dim), cache
+        return out, cache
+
+
+def attend_to_themselves(
+    query: jax.Array, key: jax.Array, value: jax.Array, *, scale: float | None
+) -> jax.Array:
+    """Dense causal attention of prompts from their beginning [num_seqs, n, heads, head_dim], padded on the right, which
+    takes no look into their pages.
+
+    Padding sits after the real tokens, so the causal mask alone keeps it out of every real row.
+    """
+    # float32 inputs mean float32 products: on a GPU the default would be TF32.
+    with jax.default_matmul_precision("highest"):
+        return jax.nn.dot_product_attention(query, key, value, scale=scale, is_causal=True)

@@ -33,3 +33,12 @@ def linear(
     return nnx.Linear(
         in_size, out_size, use_bias=bias, dtype=dtype, param_dtype=dtype, precision=PRECISION, rngs=rngs
     )
+
+
+def advanced(seq_lens: jax.Array, positions: jax.Array, cu_q_lens: jax.Array | None) -> jax.Array:
+    """Lengths [num_seqs] after tokens at these positions, [num_seqs, n] or ragged, as the attention modules take
+    them."""
+    if cu_q_lens is None:
+        return jnp.maximum(seq_lens, jnp.max(positions, axis=1) + 1)
+    last = positions[jnp.clip(cu_q_lens[1:] - 1, 0, positions.shape[0] - 1)]
+    return jnp.where(cu_q_lens[1:] > cu_q_lens[:-1], jnp.maximum(seq_lens, last + 1), seq_lens)

@@ -12,6 +12,7 @@ from pallas_attn._call.optional import needs_extra
 with needs_extra("models", user="pallas_attn.nn.linen"):
     from flax import linen
 
+from ._new_tokens import NewTokens
 from ._paged import Options, write_and_attend
 
 
@@ -41,18 +42,21 @@ class PagedAttention(linen.Module):
         value: jax.Array,
         cache: PagedKVCache,
         layer: jax.Array | int,
-        positions: jax.Array,
+        positions: jax.Array | NewTokens,
         *,
+        cu_q_lens: jax.Array | None = None,
         sliding_window: int | jax.Array | None = None,
     ) -> tuple[jax.Array, PagedKVCache]:
-        """Writes `n` new tokens of every sequence and attends from them; see `pallas_attn.nn.PagedAttention.__call__`.
+        """Writes the new tokens of every sequence and attends from them; see `pallas_attn.nn.PagedAttention.__call__`.
 
         Args:
-            query: ``[num_seqs, n, num_heads, head_dim]`` bfloat16, float16 or float32.
-            key, value: ``[num_seqs, n, num_kv_heads, head_dim]`` bfloat16, float16 or float32.
+            query: ``[num_seqs, n, num_heads, head_dim]``, or ragged ``[total_tokens, num_heads, head_dim]``,
+                bfloat16, float16 or float32.
+            key, value: the same with num_kv_heads.
             cache: the pages of all layers, in the query's dtype or 8-bit with scales.
             layer: index of this layer in the cache; an int or an integer scalar that may be traced.
-            positions: ``[num_seqs, n]`` int32; negative marks padding.
+            positions: ``[num_seqs, n]`` or ``[total_tokens]`` int32; negative marks padding.
+            cu_q_lens: ``[num_seqs + 1]`` int32, for the ragged form; ``None`` for the batched one.
             sliding_window: this layer's, in place of the module's; may be traced.
 
         Returns:
@@ -70,6 +74,7 @@ class PagedAttention(linen.Module):
             sinks = self.param("sinks", linen.initializers.zeros, query.shape[-2:-1], jnp.float32)
         return write_and_attend(
             *(options, query, key, value, cache, layer, positions),
+            cu_q_lens=cu_q_lens,
             sliding_window=sliding_window,
             sinks=sinks,
         )

@@ -18,7 +18,8 @@ from pallas_attn.ops.kv_cache.api import DTYPES
 with needs_extra("models", user="pallas_attn.nn"):
     from flax import nnx
 
-from ._prompts import FRESH, NEWEST, fresh, newest, poison_unserved
+from ._new_tokens import NewTokens, is_ragged, poison_unless_newest
+from ._paged import check_positions, leading
 from .layers import PRECISION, RMSNorm, linear
 from .rotary import Yarn, apply_rotary, rotary_angles, rotary_frequencies
 
@@ -85,8 +86,8 @@ class MultiHeadLatentAttention(nnx.Module):
     A token is cached as a normalised latent c of 512 elements and a rotary key of 64 that all heads share. A head's
     key is [W_k c, rotary] and its value W_v c. The two forms compute the same:
 
-    - naive: expand c to keys and values of every head, then attend. Cheap per (query, token) pair, 192 + 128 products,
-      but the expansion of every token must be paid: right for prompts, which expand each of theirs once.
+    - projected: expand c to keys and values of every head, then attend. Cheap per (query, token) pair, 192 + 128
+      products, but the expansion of every token must be paid: right for prompts, whose many queries share it.
     - absorbed: (W_k c) . q = c . (W_k^T q), so multiply W_k into the query instead and attend over the latents
       themselves; sum_j p_j W_v c_j = W_v sum_j p_j c_j, so W_v comes after. Costs 576 + 512 products a pair but
       reads 1152 bytes a token for all heads: right for decoding.
@@ -138,64 +139,73 @@ class MultiHeadLatentAttention(nnx.Module):
         x: jax.Array,
         cache: PagedLatentCache,
         layer: jax.Array | int,
-        positions: jax.Array,
+        positions: jax.Array | NewTokens,
         *,
+        cu_q_lens: jax.Array | None = None,
         schedule: MLASchedule | None = None,
         absorbed: bool | None = None,
         indices: jax.Array | None = None,
     ) -> tuple[jax.Array, PagedLatentCache]:
-        """Attends from `n` new tokens of every sequence.
+        """Attends from the new tokens of every sequence to what its pages hold, these tokens included.
 
         Args:
-            x: [num_seqs, n, hidden_size], bfloat16, float16 or float32; cast to the module's dtype.
-            cache: the latents of all layers, in the module's dtype, or fp8 (656 bytes a token): then the absorbed form
-                reads the latents as rounded, with queries rounded to bf16, while prompts in the naive form attend to
-                their own unrounded. Donate it to the surrounding jit, or the write copies it.
+            x: [num_seqs, n, hidden_size], or ragged [total_tokens, hidden_size], all sequences' tokens end to end;
+                bfloat16, float16 or float32; cast to the module's dtype.
+            cache: the latents of all layers, in the module's dtype, or fp8 (656 bytes a token), which is read as it was
+                rounded, by queries rounded to bf16. Donate it to the surrounding jit, or the write copies it.
             layer: index of this layer in the cache; an int or an integer scalar that may be traced.
-            positions: [num_seqs, n] int32 position of each token in its sequence. Negative marks padding or a
-                finished sequence: nothing is written and the output is not meaningful (zeros before `o_proj` when
-                absorbed).
-            schedule: from `mla_schedule` for `num_heads` heads, `q_len = n` and the lengths after this step; for the
-                absorbed form alone. Make it once for all layers.
-            absorbed: which form. Absorbed needs consecutive positions that end with the newest in the last column
-                (padding before them), and attends to all that the pages hold: chunks of prompts, several tokens at
-                once, prompts padded on the left. Naive needs fresh, right-padded prompts whose positions count from
-                0. None is absorbed for one token and naive for more. Rows whose positions the form cannot serve get
-                NaN if positions are traced; known positions are checked, which outside jit reads them from the device.
-            indices: [num_seqs, n, top_k] int32 positions in its sequence that each token attends to, in any order,
-                instead of all up to its own; -1 is skipped, and there is no causal mask. Any `positions` are served.
+            positions: [num_seqs, n] or [total_tokens] int32 position of each token in its sequence; a sequence's follow
+                each other. Negative marks padding or a finished sequence: nothing is written and the output before
+                `o_proj` is zeros. Other positions give NaN in the tokens of their sequence if they are traced; known
+                ones are checked, which outside jit reads them from the device.
+            cu_q_lens: [num_seqs + 1] int32, for the ragged form: where each sequence's tokens begin, from 0, and where
+                the last one's end; tokens behind are padding.
+            schedule: from `mla_schedule` for `num_heads` heads, `q_len = n` and the lengths after this step; for
+                `absorbed` alone. Make it once for all layers.
+            absorbed: None is True for one token of each sequence, else False. True takes `mla_decode`, for a few tokens
+                of each sequence, [num_seqs, n], the newest in the last column and padding before them. False takes any
+                number, chunks of prompts among tokens of answers.
+            indices: [num_seqs, n, top_k] or [total_tokens, top_k] int32 positions in its sequence that each token
+                attends to, in any order, instead of all up to its own; -1 is skipped, and there is no causal mask.
 
         Returns:
-            The output [num_seqs, n, hidden_size] and the cache with the new tokens in it; its `seq_lens` are left
-            for the model to advance.
+            The output in x's shape and the cache with the new tokens in it; its `seq_lens` are left for the model to
+            advance.
 
         Raises:
             TypeError: another cache, or an argument of the wrong type or dtype.
             ValueError: shapes that do not fit each other, a layer out of range, positions that the form cannot serve,
-                a schedule for the naive form, a schedule or a form beside indices, or a forced implementation that
-                cannot serve, with its reason.
+                a schedule or `cu_q_lens` that the form does not take, a schedule or a form beside indices, or a
+                forced implementation that cannot serve, with its reason.
         """
         config = self.config
         check = ArgumentChecker("MultiHeadLatentAttention")
         check.instance("cache", cache, PagedLatentCache)
         layer = check_layer(check, layer, cache.num_layers)
         check.bind("cache", num_seqs=cache.block_tables.shape[0])
-        check.array("x", x, ("num_seqs", "n", config.hidden_size), DTYPES)
-        check.array("positions", positions, ("num_seqs", "n"), [jnp.int32])
+        check.array("x", x, (*leading(positions, cu_q_lens), config.hidden_size), DTYPES)
+        check_positions(check, positions, cu_q_lens)
         check.non_empty("x", x)
         check.instance("schedule", schedule, MLASchedule, optional=True)
         if absorbed is not None:
             check.flag("absorbed", absorbed)
         if indices is not None:
-            check.array("indices", indices, ("num_seqs", "n", "top_k"), [jnp.int32])
+            check.array("indices", indices, (*leading(positions, cu_q_lens), "top_k"), [jnp.int32])
             for name, value in (("schedule", schedule), ("absorbed", absorbed)):
                 if value is not None:
                     check.fail(name, "None with indices", str(value))
-            absorbed = True
-        absorbed = x.shape[1] == 1 if absorbed is None else bool(absorbed)
+            absorbed = False
+        batched = not is_ragged(positions, cu_q_lens)
+        absorbed = batched and x.shape[1] == 1 if absorbed is None else bool(absorbed)
         if schedule is not None and not absorbed:
-            check.fail("schedule", "None for the naive form", "an MLASchedule")
+            check.fail("schedule", "None without absorbed", "an MLASchedule")
+        if absorbed and not batched:
+            check.fail("absorbed", "False or None with cu_q_lens", "True")
         check.dtype_among("cache.latent_cache", cache.latent_cache, [self.dtype, BYTES])
+        if isinstance(positions, NewTokens):
+            new, positions = positions, positions.came
+        else:
+            new = None if absorbed else NewTokens.of(check, positions, cu_q_lens)
         x, positions = jnp.asarray(x), jnp.asarray(positions)
 
         q_nope, q_rope = jnp.split(self._queries(x), [config.qk_nope_head_dim], axis=-1)
@@ -204,38 +214,42 @@ class MultiHeadLatentAttention(nnx.Module):
         frequencies = rotary_frequencies(config.qk_rope_head_dim, config.rope_theta, config.yarn)
         angles = rotary_angles(positions, frequencies, config.yarn.rotary_scale if config.yarn else 1.0)
         q_rope = apply_rotary(q_rope, *angles, interleaved=config.rope_interleaved)
-        k_rope = apply_rotary(k_rope[:, :, None], *angles, interleaved=config.rope_interleaved)[:, :, 0]
-        written = cache.write(layer, jnp.concatenate([latent, k_rope], axis=-1), positions)
+        k_rope = apply_rotary(k_rope[..., None, :], *angles, interleaved=config.rope_interleaved)[..., 0, :]
+        latents = jnp.concatenate([latent, k_rope], axis=-1)
 
-        if indices is not None:
-            out = self._absorbed(q_nope, q_rope, written, layer, positions, None, jnp.asarray(indices))
-            return self.o_proj(out.reshape(*x.shape[:2], -1)), written
-        if absorbed:
-            out = self._absorbed(q_nope, q_rope, written, layer, positions, schedule)
-            rule, expected = newest, NEWEST
+        if new is None:
+            cache = cache.write(layer, latents, positions)
+            out = self._absorbed(q_nope, q_rope, cache, layer, jnp.max(positions, axis=1) + 1, schedule)
+            if x.shape[1] > 1:  # one token and its pages are always served
+                out = poison_unless_newest(check, out, positions, layer)
         else:
-            out = self._naive(q_nope, q_rope, latent, k_rope)
-            rule, expected = fresh, FRESH
-        if not (absorbed and x.shape[1] == 1):  # one token and its pages are always served
-            out = poison_unserved(check, out, positions, layer, rule, expected)
-        return self.o_proj(out.reshape(*x.shape[:2], -1)), written
+            paged, within = new.pages(cache)
+            paged = paged.write(layer, new.pack(latents)[:, None], within)
+            cache = paged.replace(block_tables=cache.block_tables)
+            q_nope, q_rope = (new.pack(q)[:, None] for q in (q_nope, q_rope))
+            by_token = new.by_token(cache)
+            chosen = None if indices is None else new.pack(jnp.asarray(indices))[:, None]
+            out = self._absorbed(q_nope, q_rope, by_token, layer, new.positions + 1, None, chosen)
+            out = new.unpack(out[:, 0], layer)
+        return self.o_proj(out.reshape(*x.shape[:-1], -1)), cache
 
     def compressed_query(self, x: jax.Array) -> jax.Array:
-        """[num_seqs, n, q_lora_rank] of x [num_seqs, n, hidden_size], for an `Indexer`; inside jit it is computed once
+        """[..., q_lora_rank] of x [..., hidden_size], for an `Indexer`; inside jit it is computed once
         with the call's own. ValueError for a module without (config.q_lora_rank None)."""
         if self.config.q_lora_rank is None:
             ArgumentChecker("MultiHeadLatentAttention").fail("config", "a q_lora_rank", "None")
         return self.q_a_norm(self.q_a_proj(x))
 
     def _queries(self, x: jax.Array) -> jax.Array:
-        """[num_seqs, n, num_heads, nope + rope]."""
+        """[..., num_heads, nope + rope]."""
         compressed = self.config.q_lora_rank is not None
         flat = self.q_b_proj(self.compressed_query(x)) if compressed else self.q_proj(x)
-        return flat.reshape(*x.shape[:2], self.config.num_heads, -1)
+        return flat.reshape(*x.shape[:-1], self.config.num_heads, -1)
 
     def _absorbed(
-        self, q_nope, q_rope, cache: PagedLatentCache, layer, positions, schedule, indices=None
+        self, q_nope, q_rope, cache: PagedLatentCache, layer, seq_lens, schedule, indices=None
     ) -> jax.Array:
+        """A sequence of length 0 reads no page and gets zeros."""
         q_latent = jnp.einsum("bshn,hnc->bshc", q_nope, self.key_up[...], precision=PRECISION)
         query = jnp.concatenate([q_latent, q_rope], axis=-1)
         # Over fp8 latents the ops take bf16 queries.
@@ -243,32 +257,11 @@ class MultiHeadLatentAttention(nnx.Module):
         tables = cache.layer_tables(layer)
         options: dict[str, Any] = dict(scale=self.config.scale, implementation=self.implementation)
         if indices is None:
-            # A row whose positions are all negative has length 0: it reads no page and gets zeros.
-            lengths = jnp.max(positions, axis=1) + 1
             options |= dict(schedule=schedule, causal=True)
-            out: Any = mla_decode(query, cache.latent_cache, tables, lengths, **options)
+            out = mla_decode(query, cache.latent_cache, tables, seq_lens, **options)
         else:
-            indices = jnp.where(positions[:, :, None] >= 0, indices, -1)
             options |= dict(addressing="positions", block_tables=tables)
+            indices = jnp.where(seq_lens[:, None, None] > 0, indices, -1)
             out = sparse_mla_decode(query, cache.latent_cache, indices, **options)
-        return jnp.einsum("bshc,hvc->bshv", out.astype(q_nope.dtype), self.value_up[...], precision=PRECISION)
-
-    def _naive(self, q_nope, q_rope, latent, k_rope) -> jax.Array:
-        """Causal attention of right-padded prompts over themselves; padding comes after every real token, so the
-        causal mask alone keeps it out of every real row."""
-        keys = jnp.einsum("btc,hnc->bthn", latent, self.key_up[...], precision=PRECISION)
-        values = jnp.einsum("btc,hvc->bthv", latent, self.value_up[...], precision=PRECISION)
-        k_rope = jnp.broadcast_to(k_rope[:, :, None], (*keys.shape[:3], k_rope.shape[-1]))
-        # One width for keys and values is what fused attention wants; zeros change nothing.
-        width = max(keys.shape[-1] + k_rope.shape[-1], values.shape[-1])
-        padded = [
-            jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, width - x.shape[-1])))
-            for x in (
-                jnp.concatenate([q_nope, q_rope], axis=-1),
-                jnp.concatenate([keys, k_rope], axis=-1),
-                values,
-            )
-        ]
-        with jax.default_matmul_precision("highest"):
-            out = jax.nn.dot_product_attention(*padded, scale=self.config.scale, is_causal=True)
-        return out[..., : values.shape[-1]]
+        out = out.astype(q_nope.dtype)
+        return jnp.einsum("bshc,hvc->bshv", out, self.value_up[...], precision=PRECISION)

@@ -12,6 +12,7 @@ from pallas_attn._call.optional import needs_extra
 with needs_extra("models", user="pallas_attn.nn"):
     from flax import nnx
 
+from ._new_tokens import NewTokens
 from ._paged import Options, write_and_attend
 
 
@@ -20,9 +21,9 @@ class PagedAttention(nnx.Module):
 
     Projections and rotary embeddings belong to the model; the module's only parameter is that of `sinks`, if asked for.
 
-    Decoding goes through `pallas_attn.paged_attention` (Kwon et al. 2023, see there), writing through
-    `pallas_attn.write_kv`, prompts through `jax.nn.dot_product_attention` or, with any option below but `scale`, its
-    like in jnp.
+    Writing goes through `pallas_attn.write_kv`, a token of each sequence through `pallas_attn.paged_attention` (Kwon et
+    al. 2023, see there), and everything else, prompts and chunks of them among tokens of answers, through
+    `pallas_attn.ragged_paged_attention`. There are no gradients on a GPU, but with implementation "xla".
 
     Args:
         scale: factor of the scores before the softmax, above 0; ``None`` means ``head_dim ** -0.5``.
@@ -34,7 +35,7 @@ class PagedAttention(nnx.Module):
         sinks: whether each head has a learned score without a value that joins its softmax: the parameter `sinks`
             ``[num_heads]`` float32, 0 at first.
         num_heads: query heads; needed for `sinks`, and for nothing else.
-        implementation: which implementation of the two ops to force: "pallas" (NVIDIA GPUs from sm_80; an e4m3 cache
+        implementation: which implementation of these ops to force: "pallas" (NVIDIA GPUs from sm_80; an e4m3 cache
             from sm_89), "triton" (the same by Triton itself), "xla" (anywhere) or "interpret" (the Pallas kernels in
             Python, slow); ``None`` takes pallas on a GPU that can, else xla.
 
@@ -69,27 +70,24 @@ class PagedAttention(nnx.Module):
         value: jax.Array,
         cache: PagedKVCache,
         layer: jax.Array | int,
-        positions: jax.Array,
+        positions: jax.Array | NewTokens,
         *,
+        cu_q_lens: jax.Array | None = None,
         sliding_window: int | jax.Array | None = None,
     ) -> tuple[jax.Array, PagedKVCache]:
-        """Attends from `n` new tokens of every sequence.
+        """Attends from the new tokens of every sequence to what its pages hold, these tokens included.
 
-        With ``n == 1`` (decoding) the token attends to the ``positions + 1`` tokens in its pages. With
-        ``n > 1`` (prefill) the sequences are fresh prompts, right-padded to the same length: positions
-        count from 0 and attention is over the prompt itself, while its keys and values go to the pages.
-
-        Chunks that go on with a prompt, prompts padded on the left, and several new tokens of a sequence at once are
-        not the module's: `PagedKVCache.write` and `pallas_attn.paged_attention` with a 4-D query serve them all in
-        one path (`PagedKVCache` shows it). Here they are an error, or NaN where positions are traced.
+        The new tokens of a sequence follow each other. They may begin it, go on with it in chunks, or be one of an
+        answer; what sequences have may differ. There are two forms: batched, `n` tokens of every sequence, with
+        padding anywhere; and ragged, all tokens end to end, of which each sequence has as many as `cu_q_lens` says.
 
         Args:
-            query: ``[num_seqs, n, num_heads, head_dim]`` bfloat16, float16 or float32, rotary embedding applied;
-                num_heads is a multiple of num_kv_heads, and query head h uses KV head
-                ``h // (num_heads // num_kv_heads)``.
-            key: ``[num_seqs, n, num_kv_heads, head_dim]`` bfloat16, float16 or float32, rotary embedding applied;
-                written in the cache's dtype. Prefill wants the query's dtype.
-            value: ``[num_seqs, n, num_kv_heads, head_dim]``, like the keys.
+            query: ``[num_seqs, n, num_heads, head_dim]``, or ragged ``[total_tokens, num_heads, head_dim]``, bfloat16,
+                float16 or float32, rotary embedding applied; num_heads is a multiple of num_kv_heads, and query head h
+                uses KV head ``h // (num_heads // num_kv_heads)``.
+            key: ``[num_seqs, n, num_kv_heads, head_dim]``, or ragged ``[total_tokens, num_kv_heads, head_dim]``,
+                bfloat16, float16 or float32, rotary embedding applied; written in the cache's dtype.
+            value: like the keys, in their dtype.
             cache: the pages of all layers, in the query's dtype or 8-bit with scales, for num_seqs sequences and
                 this num_kv_heads and head_dim. Donate it to the surrounding ``jax.jit``, or the write copies it.
                 The first prefill into an empty 8-bit cache (no ``seq_lens`` above 0) sets the layer's scales, with
@@ -98,29 +96,30 @@ class PagedAttention(nnx.Module):
                 unless you call ``cache.calibrate`` first.
             layer: index of this layer in the cache, in ``[0, cache.num_layers)``; an int or an integer scalar that may
                 be traced. Out of range it is an error, or, traced, writes nothing and gives NaN.
-            positions: ``[num_seqs, n]`` int32 position of each token in its sequence, below the tokens that its
-                pages hold; with ``n > 1`` 0, 1, ... of a fresh prompt. Negative marks padding behind it or a finished
-                sequence: nothing is written and the output is not meaningful (zeros when ``n == 1``). Rows of any
-                other pattern get NaN if positions are traced; known positions are checked, which outside jit reads
-                them from the device.
+            positions: ``[num_seqs, n]`` int32, or ragged ``[total_tokens]``: position of each token in its sequence,
+                below the tokens that its pages hold. Negative marks padding or a finished sequence: nothing is written
+                and the output is zeros. Positions of a sequence that do not follow each other give NaN in its tokens if
+                they are traced; known ones are checked, which outside jit reads them from the device.
+            cu_q_lens: ``[num_seqs + 1]`` int32, for the ragged form: where each sequence's tokens begin, from 0, and
+                where the last one's end; not decreasing. A sequence may have none; tokens behind are padding.
             sliding_window: this layer's, in place of the module's: an int of at least 1, or an int32 scalar that may
                 be traced (below 1 it counts as 1), where `paged_attention` takes one; for layers that are scanned
                 while their windows alternate.
 
         Returns:
-            The output ``[num_seqs, n, num_heads, head_dim]`` in the query's dtype, and the cache with the
-            new tokens in it. The cache's `seq_lens` are left for the model to advance, once per step and
-            not once per layer.
+            The output in the query's shape and dtype, and the cache with the new tokens in it. The cache's `seq_lens`
+            are left for the model to advance, once per step and not once per layer.
 
         Raises:
             TypeError: another cache, a dtype that the ops do not take, or a query of another dtype than an unquantised
                 cache's.
-            ValueError: shapes that do not fit each other, a layer out of range, positions that the module cannot
-                serve, or a forced implementation that cannot, with its reason.
+            ValueError: shapes that do not fit each other, a layer out of range, positions that do not follow each
+                other, or a forced implementation that cannot, with its reason.
         """
         sinks = None if self.sinks is None else self.sinks[...]
         return write_and_attend(
             *(self.options, query, key, value, cache, layer, positions),
+            cu_q_lens=cu_q_lens,
             sliding_window=sliding_window,
             sinks=sinks,
         )
