@@ -86,18 +86,21 @@ def saved(tmp_path_factory):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_transformers(saved, family):
+    """After a prompt read whole, or in chunks, and in 16 steps behind it."""
     import torch
 
     folder, reference = saved(family)
     loaded = load_checkpoint(folder)
     prompt = np.random.default_rng(0).integers(0, SIZES["vocab_size"], 21).tolist()
-    got = generate(loaded.model, [prompt], max_new_tokens=17, return_logits=True)
-    assert got.logits is not None
-    tokens = torch.tensor([[*prompt, *got.row(0)[:-1]]])
-    with torch.no_grad():
-        expected = reference(tokens).logits[0, len(prompt) - 1 :].numpy()
-    assert np.abs(got.logits[0] - expected).max() < 2e-3 * max(1, np.abs(expected).max() / 10)
-    assert np.abs(expected).max() > 1, "logits that differ"
+    for chunk in (None, 8):
+        options = dict(max_new_tokens=17, return_logits=True, page_size=4, prefill_chunk=chunk)
+        got = generate(loaded.model, [prompt], **options)
+        assert got.logits is not None
+        tokens = torch.tensor([[*prompt, *got.row(0)[:-1]]])
+        with torch.no_grad():
+            expected = reference(tokens).logits[0, len(prompt) - 1 :].numpy()
+        assert np.abs(got.logits[0] - expected).max() < 2e-3 * max(1, np.abs(expected).max() / 10)
+        assert np.abs(expected).max() > 1, "logits that differ"
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,11 @@ def test_prefill_and_greedy_decoding_equal_transformers(name):
     with torch.no_grad():
         first = model(torch.as_tensor(prompts), use_cache=True)
     np.testing.assert_allclose(logits, first.logits.numpy(), atol=2e-3)
+    in_chunks = empty_cache(3, 2)
+    for at in np.split(np.arange(21), 3):
+        tokens, places = (jnp.asarray(x[:, at], jnp.int32) for x in (prompts, positions))
+        chunk, in_chunks = step(graph, weights, tokens, places, in_chunks)
+        np.testing.assert_allclose(chunk, first.logits[:, at].numpy(), atol=2e-3)
 
     expected, past = first.logits[:, -1], first.past_key_values
     token = logits[:, -1].argmax(-1)
@@ -134,7 +139,7 @@ def test_prefill_and_greedy_decoding_equal_transformers(name):
 
 @pytest.mark.parametrize("q_lora_rank", [None, 40])
 def test_both_forms_agree(q_lora_rank):
-    """Prompts of different lengths: naive over themselves, absorbed over the pages, all at once and token by token."""
+    """As a prompt, as the newest tokens of a sequence, and token by token."""
     config = MLAConfig(hidden_size=64, num_heads=3, q_lora_rank=q_lora_rank, rope_interleaved=False)
     layer = MultiHeadLatentAttention(config, rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(0), (2, 6, 64))
@@ -144,13 +149,13 @@ def test_both_forms_agree(q_lora_rank):
     def call(layer, x, cache, positions, absorbed=None):
         return layer(x, cache, 0, positions, absorbed=absorbed)
 
-    naive, _ = call(layer, x, empty_cache(1, 2), positions)
+    prompt, _ = call(layer, x, empty_cache(1, 2), positions)
     packed, _ = call(layer, x, empty_cache(1, 2), positions, absorbed=True)
-    np.testing.assert_allclose(packed, naive, atol=1e-5)
+    np.testing.assert_allclose(packed, prompt, atol=1e-5)
     cache = empty_cache(1, 2)
     for i in range(6):
         single, cache = call(layer, x[:, i : i + 1], cache, positions[:, i : i + 1])
-        np.testing.assert_allclose(single[:, 0], naive[:, i], atol=1e-5)
+        np.testing.assert_allclose(single[:, 0], prompt[:, i], atol=1e-5)
 
 
 def test_padding_and_finished_sequences_write_nothing():

@@ -45,6 +45,15 @@ def test_a_row_stops_at_a_stop_token_and_the_rest_goes_on(model):
     assert stopped.lengths[0] <= 5 < max(stopped.lengths)
 
 
+@pytest.mark.parametrize("chunk", [1, 3, 5, 100])
+def test_prompts_may_be_read_in_chunks(model, chunk):
+    """That end at, before and behind the ends of prompts."""
+    whole = generate(model, PROMPTS, max_new_tokens=4, page_size=4, return_logits=True)
+    chunked = generate(model, PROMPTS, max_new_tokens=4, page_size=4, return_logits=True, prefill_chunk=chunk)
+    np.testing.assert_array_equal(chunked.tokens, whole.tokens)
+    np.testing.assert_allclose(chunked.logits, whole.logits, atol=2e-5)
+
+
 @pytest.mark.slow
 def test_the_loop_ends_when_every_row_has(model):
     everything = range(TINY.vocab_size)
@@ -235,6 +244,7 @@ def test_the_pool_check_notices_a_copy():
         ),
         ({"max_new_tokens": 0}, "argument 'max_new_tokens': expected at least 1, got 0"),
         ({"page_size": 0}, "argument 'page_size': expected at least 1, got 0"),
+        ({"prefill_chunk": 0}, "argument 'prefill_chunk': expected at least 1, got 0"),
         ({"temperature": -1.0}, "argument 'temperature': expected a finite number of at least 0, got -1.0"),
         ({"temperature": float("nan")}, "argument 'temperature': expected a finite number"),
         ({"temperature": 1e39}, "argument 'temperature': expected a finite number"),

@@ -16,8 +16,9 @@ from pallas_attn import PagedLatentCache, mla_schedule
 from pallas_attn._call.checks import fail
 from pallas_attn._call.optional import needs_extra
 from pallas_attn._tile.latents import FP8
+from pallas_attn.nn._new_tokens import once_for_all_layers
 from pallas_attn.nn.indexer import Indexer, IndexerConfig
-from pallas_attn.nn.layers import PRECISION, RMSNorm, linear
+from pallas_attn.nn.layers import PRECISION, RMSNorm, advanced, linear
 from pallas_attn.nn.mla import MLAConfig, MultiHeadLatentAttention
 from pallas_attn.nn.rotary import Yarn
 
@@ -269,12 +270,12 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm = RMSNorm(hidden, eps, dtype)
         self.mlp = MLP(hidden, config.intermediate_size, dtype, rngs) if dense else MoE(config, dtype, rngs)
 
-    def __call__(self, x, cache, layer, positions, schedule) -> tuple[jax.Array, PagedLatentCache]:
-        normed, indices = self.attention_norm(x), None
+    def __call__(self, x, cache, layer, tokens) -> tuple[jax.Array, PagedLatentCache]:
+        normed, chosen = self.attention_norm(x), {}
         if hasattr(self, "indexer"):
             compressed = self.attention.compressed_query(normed)
-            indices, cache = self.indexer(normed, compressed, cache, layer, positions)
-        output, cache = self.attention(normed, cache, layer, positions, schedule=schedule, indices=indices)
+            chosen["indices"], cache = self.indexer(normed, compressed, cache, layer, tokens["positions"])
+        output, cache = self.attention(normed, cache, layer, **tokens, **chosen)
         x = x + output
         return x + self.mlp(self.mlp_norm(x)), cache
 
@@ -327,28 +328,35 @@ class DeepSeek(nnx.Module):
         )
 
     def __call__(
-        self, tokens: jax.Array, positions: jax.Array, cache: PagedLatentCache | Any
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        cache: PagedLatentCache | Any,
+        *,
+        cu_q_lens: jax.Array | None = None,
     ) -> tuple[jax.Array, PagedLatentCache]:
-        """Runs `n` new tokens of every sequence through the layers.
+        """Runs new tokens of every sequence through the layers: prompts, chunks of them, tokens of answers.
 
         Args:
-            tokens: [num_seqs, n] int32 token ids in [0, vocab_size).
-            positions: [num_seqs, n] int32; n > 1 means fresh, right-padded prompts, or, with indexers, any new tokens.
-                Negative marks padding and finished sequences, which write nothing.
+            tokens: [num_seqs, n] int32 token ids in [0, vocab_size), or ragged [total_tokens], all sequences' end to
+                end.
+            positions: int32, of the same shape; those of a sequence follow each other. Negative marks padding and
+                finished sequences, which write nothing.
             cache: pages of `config.num_layers` layers.
+            cu_q_lens: [num_seqs + 1] int32, for the ragged form: where each sequence's tokens begin and end.
 
         Returns:
-            Normalised hidden states [num_seqs, n, hidden_size] for `logits`, and the cache holding the new tokens,
-            with `seq_lens` advanced to the last of them.
+            Normalised hidden states [..., hidden_size] for `logits`, and the cache holding the new tokens, with
+            `seq_lens` advanced to the last of them.
         """
-        schedule = None
-        if tokens.shape[1] == 1 and self.config.indexer is None:
-            schedule = mla_schedule(positions[:, 0] + 1, num_heads=self.config.attention.num_heads)
+        whose: dict[str, Any] = {"positions": once_for_all_layers("DeepSeek", positions, cu_q_lens)}
+        if cu_q_lens is None and tokens.shape[1] == 1 and self.config.indexer is None:
+            num_heads = self.config.attention.num_heads
+            whose["schedule"] = mla_schedule(positions[:, 0] + 1, num_heads=num_heads)
         x = self.embedding[...][tokens]
         for index, layer in enumerate(self.layers):
-            x, cache = layer(x, cache, index, positions, schedule)
-        seq_lens = jnp.maximum(cache.seq_lens, jnp.max(positions, axis=1) + 1)
-        return self.norm(x), cache.replace(seq_lens=seq_lens)
+            x, cache = layer(x, cache, index, whose)
+        return self.norm(x), cache.replace(seq_lens=advanced(cache.seq_lens, positions, cu_q_lens))
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Scores of every token: [..., hidden_size] to float32 [..., vocab_size]."""

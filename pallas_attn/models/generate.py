@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn import PageAllocator, PagedKVCache, PagedLatentCache
-from pallas_attn._call.checks import LARGEST_FLOAT32, LEAST_FLOAT32, check_int, fail
+from pallas_attn._call.checks import LEAST_FLOAT32, check_int, fail
 from pallas_attn._call.optional import needs_extra
 
 with needs_extra("models", user="pallas_attn.models.generate"):
     from flax import nnx
 
 from . import sampling
+from .arguments import check_model, checked_prompt, checked_tokens, described
 from .deepseek import DeepSeek
 from .llama import Llama
 
@@ -100,6 +101,7 @@ def generate(
     page_size: int = 16,
     num_pages: int | None = None,
     cache_dtype: Any = None,
+    prefill_chunk: int | None = None,
     return_logits: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Generation:
@@ -123,6 +125,8 @@ def generate(
         cache_dtype: of the KV cache; ``None`` means the model's. ``float8_e4m3fn``, ``float8_e5m2`` and ``int8``
             store each KV head with a scale taken from the prompts; a `DeepSeek` takes ``float8_e4m3fn`` alone, for
             latents of 656 bytes a token.
+        prefill_chunk: prompts are read so many tokens at a time, which bounds the memory that activations take;
+            ``None`` reads them whole.
         return_logits: also return the scores, ``4 * vocab_size`` bytes per token.
         progress: called with (steps done, steps at most) after the prefill, which is the first, and each call of the
             loop.
@@ -132,10 +136,18 @@ def generate(
         ValueError: an argument is out of its range, there are more prompts than pages, or a prompt and its
             answer do not fit in the pages or in the model's context.
     """
-    _check_model(model)
+    check_model("generate", model)
     prompts = _checked_prompts(prompts, model.config.vocab_size)
-    _check_numbers(max_new_tokens=max_new_tokens, page_size=page_size, seed=seed, num_pages=num_pages)
-    _check_sampling(temperature, top_p)
+    for name, size in (
+        ("max_new_tokens", max_new_tokens),
+        ("page_size", page_size),
+        ("prefill_chunk", prefill_chunk),
+    ):
+        if size is not None or name != "prefill_chunk":
+            check_int("generate", name, size, least=1)
+    if num_pages is not None:
+        check_int("generate", "num_pages", num_pages)
+    sampling.check("generate", temperature, top_p, seed)
     block_tables, num_pages = _plan_pages(model, prompts, max_new_tokens, page_size, num_pages)
 
     config, num_seqs = model.config, len(prompts)
@@ -157,12 +169,12 @@ def generate(
         if return_logits
         else None,
     )
-    tokens, positions = _pad(prompts)
+    tokens, positions = _pad(prompts, prefill_chunk)
     graph, weights = nnx.split(model)
     static: dict[str, Any] = {
         "graph": graph,
         "greedy": temperature < LEAST_FLOAT32,
-        "stop_token_ids": _checked_tokens("stop_token_ids", stop_token_ids),
+        "stop_token_ids": checked_tokens("generate", "stop_token_ids", stop_token_ids),
     }
 
     started = time.perf_counter()
@@ -200,11 +212,22 @@ def _next_stretch(steps: int, seconds: float) -> int:
 
 @functools.partial(jax.jit, static_argnames=("graph", "greedy", "stop_token_ids"), donate_argnames="state")
 def _prefill(weights, tokens, positions, state: _State, *, graph, greedy, stop_token_ids) -> _State:
-    """Runs the prompts, writes their keys and values into the pages and takes each row's first token."""
+    """Runs the prompts, chunk after chunk, writes their keys and values into the pages and takes each row's first
+    token. `tokens` and `positions` are [num_chunks, num_seqs, n]."""
     model: Llama | DeepSeek = nnx.merge(graph, weights)
-    hidden, cache = model(tokens, positions, state.cache)
-    last = jnp.argmax(positions, axis=1)
-    hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
+
+    def one_chunk(carry, chunk):
+        cache, newest = carry
+        tokens, positions = chunk
+        hidden, cache = model(tokens, positions, cache)
+        last = jnp.argmax(positions, axis=1)
+        hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
+        # Of a prompt that ended in an earlier chunk there is nothing here.
+        return (cache, jnp.where(jnp.max(positions, axis=1, keepdims=True) >= 0, hidden, newest)), None
+
+    hidden = jax.eval_shape(model, tokens[0], positions[0], state.cache)[0]
+    newest = jnp.zeros((hidden.shape[0], hidden.shape[2]), hidden.dtype)
+    (cache, hidden), _ = jax.lax.scan(one_chunk, (state.cache, newest), (tokens, positions))
     state = dataclasses.replace(state, cache=cache)
     return _append(state, model.logits(hidden), greedy, stop_token_ids)
 
@@ -253,15 +276,20 @@ def _append(state: _State, logits: jax.Array, greedy: bool, stop_token_ids: tupl
     )
 
 
-def _pad(prompts: Sequence[Sequence[int]]) -> tuple[jax.Array, jax.Array]:
-    """Right-padded tokens and positions ``[num_seqs, n]``; positions of padding are -1."""
+def _pad(prompts: Sequence[Sequence[int]], chunk: int | None) -> tuple[jax.Array, jax.Array]:
+    """Right-padded tokens and positions ``[num_chunks, num_seqs, n]``; positions of padding are -1."""
     lengths = np.array([len(prompt) for prompt in prompts])
-    width = -(-int(lengths.max()) // _PROMPT_MULTIPLE) * _PROMPT_MULTIPLE
+    n = -(-int(lengths.max()) // _PROMPT_MULTIPLE) * _PROMPT_MULTIPLE
+    n = n if chunk is None else min(n, chunk)
+    width = -(-int(lengths.max()) // n) * n
     tokens = np.zeros((len(prompts), width), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
     columns = np.arange(width, dtype=np.int32)
-    return jnp.asarray(tokens), jnp.asarray(np.where(columns < lengths[:, None], columns, -1))
+    positions = np.where(columns < lengths[:, None], columns, -1)
+    chunked = (x.reshape(len(prompts), -1, n).swapaxes(0, 1) for x in (tokens, positions))
+    first, second = map(jnp.asarray, chunked)
+    return first, second
 
 
 def _plan_pages(
@@ -300,66 +328,11 @@ def _plan_pages(
     return tables, num_pages
 
 
-def _check_model(model: Any) -> None:
-    wanted = "a Llama or a DeepSeek, or a decoder with their methods"
-    if isinstance(getattr(model, "model", None), nnx.Module):
-        fail("generate", "model", wanted, f"a {type(model).__name__}: pass its .model", TypeError)
-    config = getattr(model, "config", None)
-    needs = {"create_cache": model, "logits": model, "vocab_size": config, "context_length": config}
-    for name, owner in needs.items():
-        if not hasattr(owner, name):
-            where = "config." if owner is config else ""
-            fail("generate", "model", wanted, f"a {type(model).__name__} without {where}{name}", TypeError)
-
-
 def _checked_prompts(prompts: Any, vocab_size: int) -> list[tuple[int, ...]]:
     if isinstance(prompts, str) or not hasattr(prompts, "__len__"):
-        fail("generate", "prompts", "a sequence of prompts", _described(prompts), TypeError)
+        fail("generate", "prompts", "a sequence of prompts", described(prompts), TypeError)
     if len(prompts) == 0:
         fail("generate", "prompts", "at least one prompt", "none")
-    found = []
-    for index, prompt in enumerate(prompts):
-        name = f"prompts[{index}]"
-        tokens = _checked_tokens(name, prompt)
-        if len(tokens) == 0:
-            fail("generate", name, "at least one token", "none")
-        for token in (min(tokens), max(tokens)):
-            if not 0 <= token < vocab_size:
-                fail("generate", name, f"token ids in [0, {vocab_size})", str(token))
-        found.append(tokens)
-    return found
-
-
-def _checked_tokens(name: str, tokens: Any) -> tuple[int, ...]:
-    wanted = "a sequence of int token ids"
-    if isinstance(tokens, str | bytes) or not hasattr(tokens, "__len__") or getattr(tokens, "ndim", 1) != 1:
-        fail("generate", name, wanted, _described(tokens), TypeError)
-    if hasattr(tokens, "tolist"):  # numpy's and JAX's, at one stroke
-        tokens = tokens.tolist()
-    for token in tokens:
-        if isinstance(token, bool) or not isinstance(token, int | np.integer):
-            fail("generate", name, wanted, f"{_described(token)} among them", TypeError)
-    return tuple(map(int, tokens))
-
-
-def _described(value: Any) -> str:
-    return f"{value!r:.40} of type {type(value).__name__}"
-
-
-def _check_numbers(*, max_new_tokens: Any, page_size: Any, seed: Any, num_pages: Any) -> None:
-    check_int("generate", "max_new_tokens", max_new_tokens, least=1)
-    check_int("generate", "page_size", page_size, least=1)
-    # Of larger ones JAX would take the lower 32 bits.
-    check_int("generate", "seed", seed, least=0, most=2**32 - 1)
-    if num_pages is not None:
-        check_int("generate", "num_pages", num_pages)
-
-
-def _check_sampling(temperature: Any, top_p: Any) -> None:
-    for name, value in (("temperature", temperature), ("top_p", top_p)):
-        if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-            fail("generate", name, "a number", _described(value), TypeError)
-    if not 0 <= temperature <= LARGEST_FLOAT32:
-        fail("generate", "temperature", "a finite number of at least 0", str(temperature))
-    if not 0 < top_p <= 1:
-        fail("generate", "top_p", "a number in (0, 1]", str(top_p))
+    return [
+        checked_prompt("generate", f"prompts[{i}]", prompt, vocab_size) for i, prompt in enumerate(prompts)
+    ]

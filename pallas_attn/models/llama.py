@@ -17,7 +17,8 @@ from pallas_attn import PagedKVCache, PagedLatentCache
 from pallas_attn._call.checks import check_int, fail
 from pallas_attn._call.optional import needs_extra
 from pallas_attn.nn import LatentGQA, PagedAttention
-from pallas_attn.nn.layers import PRECISION, RMSNorm, linear
+from pallas_attn.nn._new_tokens import once_for_all_layers
+from pallas_attn.nn.layers import PRECISION, RMSNorm, advanced, linear
 from pallas_attn.nn.rotary import Stretch, apply_rotary, rotary_angles, rotary_frequencies
 
 with needs_extra("models", user="pallas_attn.models.llama"):
@@ -122,16 +123,16 @@ class Attention(nnx.Module):
         else:
             self.attend = PagedAttention(sliding_window=config.sliding_window, implementation=implementation)
 
-    def __call__(self, x, rotary, cache: Cache, layer, positions, window) -> tuple[jax.Array, Cache]:
-        heads = self.qkv_proj(x).reshape(*x.shape[:2], -1, self.head_dim)
+    def __call__(self, x, rotary, cache: Cache, layer, tokens, window) -> tuple[jax.Array, Cache]:
+        heads = self.qkv_proj(x).reshape(*x.shape[:-1], -1, self.head_dim)
         num_heads, num_kv_heads = self.num_heads, self.num_kv_heads
-        query, key, value = jnp.split(heads, [num_heads, num_heads + num_kv_heads], axis=2)
+        query, key, value = jnp.split(heads, [num_heads, num_heads + num_kv_heads], axis=-2)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = apply_rotary(query, *rotary), apply_rotary(key, *rotary)
-        options = {} if window is None else {"sliding_window": window}
-        output, cache = self.attend(query, key, value, cache, layer, positions, **options)
-        return self.o_proj(output.reshape(*x.shape[:2], -1)), cache
+        options = tokens if window is None else {**tokens, "sliding_window": window}
+        output, cache = self.attend(query, key, value, cache, layer, **options)
+        return self.o_proj(output.reshape(*x.shape[:-1], -1)), cache
 
 
 class MLP(nnx.Module):
@@ -162,8 +163,8 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.mlp = MLP(config, dtype, rngs)
 
-    def __call__(self, x, rotary, cache: Cache, layer, positions, window) -> tuple[jax.Array, Cache]:
-        output, cache = self.attention(self.attention_norm(x), rotary, cache, layer, positions, window)
+    def __call__(self, x, rotary, cache: Cache, layer, tokens, window) -> tuple[jax.Array, Cache]:
+        output, cache = self.attention(self.attention_norm(x), rotary, cache, layer, tokens, window)
         x = x + output
         return x + self.mlp(self.mlp_norm(x)), cache
 
@@ -235,35 +236,44 @@ class Llama(nnx.Module):
             return PagedLatentCache.create(**sizes)
         return PagedKVCache.create(num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, **sizes)
 
-    def __call__(self, tokens: jax.Array, positions: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-        """Runs `n` new tokens of every sequence through the layers.
+    def __call__(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        cache: Cache,
+        *,
+        cu_q_lens: jax.Array | None = None,
+    ) -> tuple[jax.Array, Cache]:
+        """Runs new tokens of every sequence through the layers: prompts, chunks of them, tokens of answers.
 
         Args:
-            tokens: ``[num_seqs, n]`` int32 token ids in ``[0, vocab_size)``.
-            positions: ``[num_seqs, n]`` int32; ``n > 1`` means fresh, right-padded prompts. Negative marks
-                padding and finished sequences, which write nothing (see `PagedAttention`).
+            tokens: ``[num_seqs, n]`` int32 token ids in ``[0, vocab_size)``, or ragged ``[total_tokens]``, all
+                sequences' end to end.
+            positions: int32, of the same shape; those of a sequence follow each other. Negative marks padding and
+                finished sequences, which write nothing (see `PagedAttention`).
             cache: pages of `config.num_layers` layers.
+            cu_q_lens: ``[num_seqs + 1]`` int32, for the ragged form: where each sequence's tokens begin and end.
 
         Returns:
-            Normalised hidden states ``[num_seqs, n, hidden_size]`` for `logits`, and the cache holding the
-            new tokens, with `seq_lens` advanced to the last of them.
+            Normalised hidden states ``[..., hidden_size]`` for `logits`, and the cache holding the new tokens, with
+            `seq_lens` advanced to the last of them.
         """
         config, stretch = self.config, self.config.rope_stretch
         frequencies = rotary_frequencies(config.head_dim, config.rope_theta, stretch)
         rotary = rotary_angles(positions, frequencies, stretch.rotary_scale if stretch else 1.0)
         graph, stacked = nnx.split(self.layers)
+        whose: dict[str, Any] = {"positions": once_for_all_layers("Llama", positions, cu_q_lens)}
 
         def one_layer(carry, xs):
             x, cache = carry
             weights, layer, window = xs
-            return nnx.merge(graph, weights)(x, rotary, cache, layer, positions, window), None
+            return nnx.merge(graph, weights)(x, rotary, cache, layer, whose, window), None
 
         layers = jnp.arange(config.num_layers, dtype=jnp.int32)
         windows = None if config.layer_windows is None else jnp.array(config.layer_windows, jnp.int32)
         carry = (self.embedding[...][tokens], cache)
         (x, cache), _ = jax.lax.scan(one_layer, carry, (stacked, layers, windows))
-        seq_lens = jnp.maximum(cache.seq_lens, jnp.max(positions, axis=1) + 1)
-        return self.norm(x), cache.replace(seq_lens=seq_lens)
+        return self.norm(x), cache.replace(seq_lens=advanced(cache.seq_lens, positions, cu_q_lens))
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Scores of every token: ``[..., hidden_size]`` to float32 ``[..., vocab_size]``."""
