@@ -53,11 +53,22 @@ class Device:
                 pool[place[0]][place[1]] = chunk.request.tokens[at]
         answers = {}
         for chunk in step.chunks:
+            assert chunk.ahead <= self.scheduler.burst - 1
             seen = [chunk.request.pages[at // size] for at in range(chunk.start + chunk.count)]
             seen = [pool[page][at % size] for at, page in enumerate(seen)]
             assert seen == list(chunk.request.tokens[: len(seen)]), "a request reads what is not its own"
             if chunk.answers:
-                answers[chunk.request] = answer_to(seen)
+                answers[chunk.request] = new = [answer_to(seen)]
+                # Each further one is written where it belongs, and seen by the next.
+                for at in range(chunk.request.length, chunk.request.length + chunk.ahead):
+                    if new[-1] == STOP:
+                        break
+                    page = chunk.request.pages[at // size]
+                    assert self.scheduler.allocator.references(page) == 1, "written while others hold it"
+                    pool[page][at % size] = new[-1]
+                    new.append(
+                        answer_to([pool[chunk.request.pages[i // size]][i % size] for i in range(at + 1)])
+                    )
         return self.scheduler.complete(step, answers)
 
 
@@ -67,10 +78,11 @@ class Histories(RuleBasedStateMachine):
         page_size=st.integers(1, 5),
         num_rows=st.integers(1, 4),
         more=st.integers(0, 9),
+        burst=st.integers(1, 4),
         prefix_cache=st.booleans(),
     )
-    def start(self, num_pages, page_size, num_rows, more, prefix_cache):
-        sizes = dict(num_pages=num_pages, page_size=page_size, num_rows=num_rows)
+    def start(self, num_pages, page_size, num_rows, more, burst, prefix_cache):
+        sizes = dict(num_pages=num_pages, page_size=page_size, num_rows=num_rows, burst=burst)
         self.scheduler = Scheduler(**sizes, step_tokens=num_rows + more, prefix_cache=prefix_cache)
         self.device = Device(self.scheduler)
         self.room = num_pages * page_size
@@ -182,6 +194,19 @@ def test_the_newest_is_sent_back_and_loses_nothing():
         device.run(scheduler.next_step())
     assert (first.preempted, second.preempted > 0) == (0, True)
     assert second.answer == whole_answer(second.prompt, 8) or STOP in second.answer or len(second.answer) == 8
+
+
+def test_a_burst_takes_no_page_from_anybody_and_waits_for_prompts():
+    scheduler, device = scheduler_of(num_pages=3, page_size=4, burst=8)
+    first = scheduler.submit([1], 9)
+    second = scheduler.submit([2, 2], 2)
+    step = scheduler.next_step()
+    assert [chunk.ahead for chunk in step.chunks] == [0, 0], "a prompt is read"
+    device.run(step)
+    if not (first.done or second.done):
+        step = scheduler.next_step()
+        # Of three pages the first takes what is left for its whole answer, the second stays in its own.
+        assert [chunk.ahead for chunk in step.chunks] == [6, 0], "pages"
 
 
 def test_what_was_used_last_is_evicted_last():

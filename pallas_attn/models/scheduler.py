@@ -2,6 +2,7 @@
 
 Plain Python, without a model and without JAX. A step has room for a number of tokens. Requests that decode come first,
 a token each, then prompts that have begun, in chunks, then requests that wait; so answers flow while prompts arrive.
+When none reads its prompt, a step may go on for some tokens of each answer, and the host is asked less often.
 
 A request holds pages for the tokens it has, not for those it may come to have. When pages run out, those that only the
 prefix cache remembers are taken first. Then the newest request goes back into the queue: its pages are freed, its
@@ -27,6 +28,7 @@ class Request:
 
     number: of submission; a lower one is older.
     computed: how many of its tokens have keys and values in `pages`.
+    reused: how many of these were found when it last joined: an equal prefix of others.
     row: its row of the block table while it runs, else None.
     preempted: how often it was sent back.
     """
@@ -38,6 +40,7 @@ class Request:
     answer: list[int] = dataclasses.field(default_factory=list)
     pages: list[int] = dataclasses.field(default_factory=list)
     computed: int = 0
+    reused: int = 0
     row: int | None = None
     done: bool = False
     preempted: int = 0
@@ -55,14 +58,27 @@ class Request:
         """Tokens without keys and values."""
         return self.length - self.computed
 
+    def between(self, start: int, end: int) -> Sequence[int]:
+        """Tokens [start, end)."""
+        if start < len(self.prompt):
+            return self.prompt[start:end] if end <= len(self.prompt) else self.tokens[start:end]
+        return self.answer[start - len(self.prompt) : end - len(self.prompt)]
+
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """Tokens [start, start + count) of a request."""
+    """Tokens [start, start + count) of a request, and then up to `ahead` tokens of its answer, each as soon as it is
+    chosen."""
 
     request: Request
     start: int
     count: int
+    ahead: int = 0
+
+    @property
+    def row(self) -> int:
+        assert self.request.row is not None, "a request with a chunk runs"
+        return self.request.row
 
     @property
     def answers(self) -> bool:
@@ -78,6 +94,11 @@ class Step:
     copies: list[tuple[int, int]]
     """(source, target) pages."""
 
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether any request has more to compute than the last token of its answer, or of its prompt."""
+        return not all(chunk.answers and chunk.count == 1 for chunk in self.chunks)
+
 
 class Scheduler:
     """Deals out pages and steps.
@@ -86,6 +107,7 @@ class Scheduler:
         num_pages, page_size: of the pool.
         num_rows: requests that may run at once: rows of the block table.
         step_tokens: tokens in a step, at least `num_rows`, so that everything that decodes goes on in every step.
+        burst: most tokens of an answer in a step in which no request reads its prompt.
         prefix_cache: whether equal prefixes share pages.
 
     Raises:
@@ -93,13 +115,20 @@ class Scheduler:
     """
 
     def __init__(
-        self, *, num_pages: int, page_size: int, num_rows: int, step_tokens: int, prefix_cache: bool = True
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        num_rows: int,
+        step_tokens: int,
+        burst: int = 1,
+        prefix_cache: bool = True,
     ):
-        sizes = {"page_size": page_size, "num_rows": num_rows, "num_pages": num_pages}
+        sizes = {"page_size": page_size, "num_rows": num_rows, "num_pages": num_pages, "burst": burst}
         for name, size in sizes.items():
             check_int("Scheduler", name, size, least=1)
         check_int("Scheduler", "step_tokens", step_tokens, least=num_rows)
-        self.page_size, self.step_tokens = page_size, step_tokens
+        self.page_size, self.step_tokens, self.burst = page_size, step_tokens, burst
         self.allocator = PageAllocator(num_pages)
         self.prefixes = PrefixCache(self.allocator, page_size) if prefix_cache else None
         self.running: list[Request] = []  # oldest first
@@ -155,10 +184,14 @@ class Scheduler:
                 self._copied.append(copied[0])
             chunks.append(Chunk(request, request.computed, min(request.missing, left)))
             left -= chunks[-1].count
-        return Step(chunks, copies)
+        step = Step(chunks, copies)
+        if not step.reads_prompts:
+            step.chunks[:] = [dataclasses.replace(chunk, ahead=self._ahead(chunk)) for chunk in chunks]
+        return step
 
-    def complete(self, step: Step, tokens: Mapping[Request, int]) -> list[Request]:
-        """After a step: `tokens` has the next token of each request whose chunk answers. The requests that got one."""
+    def complete(self, step: Step, tokens: Mapping[Request, Sequence[int]]) -> list[Request]:
+        """After a step: `tokens` has the next tokens of each request whose chunk answers, up to one that ends it and
+        no more than 1 + `ahead`. The requests that got some."""
         self.allocator.free(self._copied)
         self._copied.clear()
         answered = []
@@ -166,12 +199,15 @@ class Scheduler:
             request = chunk.request
             if request.done:  # cancelled meanwhile
                 continue
-            answers = chunk.answers
-            request.computed += chunk.count
-            if request.computed // self.page_size > chunk.start // self.page_size:
+            new = tokens[request] if chunk.answers else ()
+            # The last one chosen is not computed yet.
+            request.computed += chunk.count + max(len(new) - 1, 0)
+            request.answer += new
+            # Of answers all is remembered when they end.
+            filled = request.computed // self.page_size > chunk.start // self.page_size
+            if filled and chunk.start < len(request.prompt):
                 self._remember(request, full_only=True)
-            if answers:
-                request.answer.append(tokens[request])
+            if new:
                 answered.append(request)
                 if (
                     request.answer[-1] in request.stop_token_ids
@@ -196,11 +232,8 @@ class Scheduler:
             self.allocator.free(known.pages)
             known = match
             if (own := self._allocate(needed)) is not None:
-                request.pages, request.computed, request.row = (
-                    [*match.shared, *own],
-                    computed,
-                    self._rows.pop(),
-                )
+                request.pages, request.row = [*match.shared, *own], self._rows.pop()
+                request.computed = request.reused = computed
                 return match
         return None
 
@@ -214,6 +247,14 @@ class Scheduler:
                 return False
         request.pages += own
         return True
+
+    def _ahead(self, chunk: Chunk) -> int:
+        """How far a request that decodes may go on in this step, in pages that need not be taken from anybody."""
+        request = chunk.request
+        most = min(self.burst, request.max_new_tokens - len(request.answer))
+        while len(request.pages) < self._pages_for(request.length + most - 1) and (own := self._allocate(1)):
+            request.pages += own
+        return min(most, len(request.pages) * self.page_size - request.computed) - 1
 
     def _allocate(self, count: int) -> list[int] | None:
         if self.prefixes and count > self.allocator.num_free:
