@@ -4,6 +4,7 @@ from .checkpoint import load_checkpoint as load_checkpoint
 from .deepseek import DeepSeek as DeepSeek
 from .deepseek import DeepSeekConfig as DeepSeekConfig
 from .deepseek_weights import load_transformers_weights as load_transformers_weights
+from .engine import Engine as Engine
 from .generate import Generation as Generation
 from .generate import generate as generate
 from .gguf_loader import LoadedModel as LoadedModel
@@ -11,15 +12,20 @@ from .gguf_loader import default_model_path as default_model_path
 from .gguf_loader import load_gguf as load_gguf
 from .llama import Llama as Llama
 from .llama import LlamaConfig as LlamaConfig
+from .sampling import Sampling as Sampling
+from .scheduler import Request as Request
 from .tokenizer import Tokenizer as Tokenizer
 
 __all__ = [
     "DeepSeek",
     "DeepSeekConfig",
+    "Engine",
     "Generation",
     "Llama",
     "LlamaConfig",
     "LoadedModel",
+    "Request",
+    "Sampling",
     "Tokenizer",
     "default_model_path",
     "generate",

@@ -1,0 +1,308 @@
+"""Continuous batching: requests join and leave a running batch at any step.
+
+The scheduler (scheduler.py) says on the host which tokens of which requests a step computes and in which pages they
+lie. A step is one of two programs of static shape, compiled once: the mixed one computes up to `step_tokens` tokens,
+chunks of prompts among tokens of answers, in the ragged form of the attention modules; the other, when no prompt is
+read, goes on for up to `burst` tokens of every answer, each chosen on the device. The host reads what was chosen once
+a step; keys and values stay where they are.
+"""
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_attn._call.checks import check_int, fail
+from pallas_attn._call.optional import needs_extra
+
+with needs_extra("models", user="pallas_attn.models.engine"):
+    from flax import nnx
+
+from . import sampling
+from .arguments import check_model, checked_prompt, checked_tokens
+from .deepseek import DeepSeek
+from .llama import Cache, Llama
+from .sampling import Sampling
+from .scheduler import Request, Scheduler, Step
+
+type Decoder = Llama | DeepSeek
+
+
+class Engine:
+    """Serves requests with a model, many at a time.
+
+        engine = Engine(model, max_len=2048, stop_token_ids=tokenizer.stop_token_ids)
+        requests = [engine.submit(prompt, max_new_tokens=256) for prompt in prompts]
+        while engine.busy:
+            for request, tokens in engine.step().items():
+                ...  # new tokens of this request; request.done says whether they are its last
+
+    or, for one of them while the others go on, `for token in engine.stream(request)`.
+
+    Greedy answers are those of `generate`. Equal prefixes of requests share pages, also with requests that have ended.
+    When pages run out, the newest request goes back into the queue and loses nothing (see `Scheduler`). Not for several
+    threads at once.
+
+    Args:
+        model: a `Llama` or a `DeepSeek`; of `load_gguf` and `load_checkpoint` their ``.model``.
+        max_len: most tokens of a request, prompt and answer together; None: the model's context.
+        num_rows: requests that run at once.
+        num_pages: pages of the cache per layer; None: enough for `num_rows` requests of `max_len` tokens.
+        page_size: tokens per page.
+        step_tokens: tokens of a mixed step, at least `num_rows`: a long prompt takes several steps.
+        burst: most tokens of an answer in a step in which no prompt is read.
+        prefix_cache: whether equal prefixes share pages.
+        cache_dtype: of the cache, as in `generate`; None: the model's. An 8-bit cache is scaled by the first step.
+        stop_token_ids: tokens that end an answer.
+
+    Attributes:
+        steps: made so far.
+        compile_seconds: spent compiling so far.
+
+    Raises:
+        TypeError: the model is none that this can run, or an argument of another type than said above.
+        ValueError: an argument out of its range.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        *,
+        max_len: int | None = None,
+        num_rows: int = 16,
+        num_pages: int | None = None,
+        page_size: int = 16,
+        step_tokens: int = 256,
+        burst: int = 8,
+        prefix_cache: bool = True,
+        cache_dtype: Any = None,
+        stop_token_ids: Sequence[int] = (),
+    ):
+        check_model("Engine", model)
+        context = model.config.context_length
+        max_len = context if max_len is None else max_len
+        check_int("Engine", "max_len", max_len, least=2, most=context)
+        for name, size in (("num_rows", num_rows), ("page_size", page_size), ("burst", burst)):
+            check_int("Engine", name, size, least=1)
+        check_int("Engine", "step_tokens", step_tokens, least=num_rows)
+        pages_each = -(-max_len // page_size)
+        num_pages = num_rows * pages_each if num_pages is None else num_pages
+        check_int("Engine", "num_pages", num_pages, least=1)
+        self._stops = checked_tokens("Engine", "stop_token_ids", stop_token_ids)
+        self._model, self._most = model, min(max_len, num_pages * page_size + 1)
+        self._scheduler = Scheduler(
+            num_pages=num_pages,
+            page_size=page_size,
+            num_rows=num_rows,
+            step_tokens=step_tokens,
+            burst=burst,
+            prefix_cache=prefix_cache,
+        )
+        self._graph, self._weights = nnx.split(model)
+        self._tables = np.full((num_rows, pages_each), -1, np.int32)
+        self._cache = model.create_cache(
+            num_pages=num_pages,
+            page_size=page_size,
+            block_tables=jnp.asarray(self._tables),
+            dtype=cache_dtype,
+        )
+        self._rows = sampling.Rows.greedy(num_rows)
+        self._held: list[tuple[Request, list[int]] | None] = [None] * num_rows
+        self._sampling: dict[Request, Sampling] = {}
+        self._programs: dict[Any, Callable[..., Any]] = {}
+        self.steps, self.compile_seconds = 0, 0.0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request runs or waits."""
+        return self._scheduler.busy
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that neither a request nor the prefix cache holds."""
+        return self._scheduler.allocator.num_free
+
+    def submit(
+        self, prompt: Sequence[int], *, max_new_tokens: int = 64, sampling: Sampling | None = None
+    ) -> Request:
+        """A request, which joins as soon as there is room: its `answer` grows and `done` becomes true.
+
+        Args:
+            prompt: token ids in ``[0, vocab_size)``, at least one: a list or an integer array.
+            max_new_tokens: most new tokens, at least 1.
+            sampling: how they are chosen; None takes the most likely ones.
+
+        Raises:
+            TypeError: an argument of another type. ValueError: one out of its range, or a request longer than a row of
+                the block table or all pages.
+        """
+        check_int("Engine.submit", "max_new_tokens", max_new_tokens, least=1)
+        prompt = checked_prompt("Engine.submit", "prompt", prompt, self._model.config.vocab_size)
+        if len(prompt) + max_new_tokens > self._most:
+            expected = f"with max_new_tokens together at most {self._most} tokens (a row of the block table)"
+            fail("Engine.submit", "prompt", expected, f"{len(prompt)} + {max_new_tokens}")
+        sampling = Sampling() if sampling is None else sampling
+        if not isinstance(sampling, Sampling):
+            fail("Engine.submit", "sampling", "a Sampling or None", type(sampling).__name__, TypeError)
+        request = self._scheduler.submit(prompt, max_new_tokens, self._stops)
+        self._sampling[request] = sampling
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """Ends a request, whatever it is about; what it has answered so far stays. One that has ended stays as it
+        is."""
+        self._scheduler.cancel(request)
+        self._sampling.pop(request, None)
+
+    def step(self) -> dict[Request, list[int]]:
+        """Computes one step. The new tokens of each request that got some; nothing happens if none is left."""
+        step = self._scheduler.next_step()
+        if not step.chunks:
+            return {}
+        self.steps += 1
+        for chunk in step.chunks:
+            self._fill_row(chunk.row, chunk.request)
+        if step.copies:
+            self._copy(step.copies)
+        chosen = self._mixed(step) if step.reads_prompts else self._decode(step)
+        by_row = chosen.T.tolist()
+        tokens = {
+            chunk.request: [token for token in by_row[chunk.row] if token >= 0]
+            for chunk in step.chunks
+            if chunk.answers
+        }
+        for request in self._scheduler.complete(step, tokens):
+            if request.done:
+                del self._sampling[request]
+        return tokens
+
+    def stream(self, request: Request) -> Iterator[int]:
+        """The tokens of a request's answer, as they come; other requests go on meanwhile. Leaving the loop early
+        cancels the request."""
+        given = 0
+        try:
+            while True:
+                yield from request.answer[given : (given := len(request.answer))]
+                if request.done:
+                    return
+                self.step()
+        finally:
+            self.cancel(request)
+
+    def compile(self, sampling: Sampling | None = None) -> None:
+        """Compiles both programs now, rather than when the first request of such a sampling needs them."""
+        sampled = sampling is not None and not sampling.greedy
+        self._program(_mixed, sampled, *self._no_tokens())
+        self._program(_decode, sampled, *self._no_rows())
+
+    def _fill_row(self, row: int, request: Request) -> None:
+        """A row changes when another request takes it, and when its request gets other pages."""
+        if self._held[row] != (request, request.pages):
+            self._tables[row, : len(request.pages)] = request.pages
+            self._rows.fill(row, self._sampling[request])
+            self._held[row] = request, list(request.pages)
+
+    def _no_tokens(self) -> tuple[np.ndarray, ...]:
+        """Tokens, positions and bounds of a mixed step without any."""
+        room, bounds = self._scheduler.step_tokens, np.zeros(len(self._tables) + 1, np.int32)
+        return np.zeros(room, np.int32), np.full(room, -1, np.int32), bounds
+
+    def _no_rows(self) -> tuple[np.ndarray, ...]:
+        """Tokens, positions and how many to choose, of a step of answers without any."""
+        rows = len(self._tables)
+        return np.zeros(rows, np.int32), np.full(rows, -1, np.int32), np.zeros(rows, np.int32)
+
+    def _mixed(self, step: Step) -> np.ndarray:
+        tokens, positions, bounds = self._no_tokens()
+        at = 0
+        for chunk in sorted(step.chunks, key=lambda chunk: chunk.row):
+            end = chunk.start + chunk.count
+            tokens[at : at + chunk.count] = chunk.request.between(chunk.start, end)
+            positions[at : at + chunk.count] = range(chunk.start, end)
+            at += chunk.count
+            bounds[chunk.row + 1] = chunk.count
+        return self._run(_mixed, step, tokens, positions, bounds.cumsum(dtype=np.int32))
+
+    def _decode(self, step: Step) -> np.ndarray:
+        tokens, positions, left = self._no_rows()
+        for chunk in step.chunks:
+            (tokens[chunk.row],) = chunk.request.between(chunk.start, chunk.start + 1)
+            positions[chunk.row], left[chunk.row] = chunk.start, 1 + chunk.ahead
+        return self._run(_decode, step, tokens, positions, left)
+
+    def _run(self, program: Callable[..., Any], step: Step, *tokens: np.ndarray) -> np.ndarray:
+        """Tokens chosen, [at most so many a row, rows]; -1 where none was."""
+        sampled = not all(self._sampling[chunk.request].greedy for chunk in step.chunks)
+        compiled = self._program(program, sampled, *tokens)
+        chosen, self._cache = compiled(self._weights, self._cache, self._tables, self._rows, *tokens)
+        return np.asarray(chosen)
+
+    def _program(self, program: Any, sampled: bool, *tokens: np.ndarray) -> Callable[..., Any]:
+        if (program, sampled) not in self._programs:
+            started = time.perf_counter()
+            static = dict(graph=self._graph, sampled=sampled, stops=self._stops, burst=self._scheduler.burst)
+            lowered = program.lower(self._weights, self._cache, self._tables, self._rows, *tokens, **static)
+            self._programs[program, sampled] = lowered.compile()
+            self.compile_seconds += time.perf_counter() - started
+        return self._programs[program, sampled]
+
+    def _copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Always as many pairs, so that nothing is compiled again; -1 is skipped."""
+        pairs = np.full((len(self._tables), 2), -1, np.int32)
+        pairs[: len(copies)] = copies
+        self._cache = _copy_pages(self._cache, pairs)
+
+
+_program = functools.partial(
+    jax.jit, static_argnames=("graph", "sampled", "stops", "burst"), donate_argnames="cache"
+)
+
+
+@_program
+def _mixed(
+    weights, cache: Cache, tables, rows, tokens, positions, cu_q_lens, *, graph, sampled, stops, burst
+):
+    """(the next token of each row that has tokens here, [1, rows], the cache)."""
+    model: Decoder = nnx.merge(graph, weights)
+    cache = cache.replace(block_tables=tables)
+    hidden, cache = model(tokens, positions, cache, cu_q_lens=cu_q_lens)
+    last = jnp.maximum(cu_q_lens[1:] - 1, 0)
+    chosen = _choose(model.logits(hidden[last]), positions[last] + 1, rows, sampled)
+    return jnp.where(cu_q_lens[1:] > cu_q_lens[:-1], chosen, -1)[None], cache
+
+
+@_program
+def _decode(weights, cache: Cache, tables, rows, tokens, positions, left, *, graph, sampled, stops, burst):
+    """(up to `left` next tokens of each row, [burst, rows], the cache); rows stop at a stop token."""
+    model: Decoder = nnx.merge(graph, weights)
+
+    def go_on(carry):
+        index, _, positions, *_ = carry
+        return (index < burst) & jnp.any(positions >= 0)
+
+    def one_token(carry):
+        index, tokens, positions, chosen, cache = carry
+        hidden, cache = model(tokens[:, None], positions[:, None], cache)
+        tokens = _choose(model.logits(hidden[:, 0]), positions + 1, rows, sampled)
+        chosen = chosen.at[index].set(jnp.where(positions >= 0, tokens, -1))
+        ends = jnp.isin(tokens, jnp.array(stops, jnp.int32)) | (index + 1 >= left)
+        # A row that has ended attends to nothing and writes nothing.
+        return index + 1, tokens, jnp.where(ends | (positions < 0), -1, positions + 1), chosen, cache
+
+    chosen = jnp.full((burst, len(tokens)), -1, jnp.int32)
+    start = jnp.int32(0), tokens, positions, chosen, cache.replace(block_tables=tables)
+    *_, chosen, cache = jax.lax.while_loop(go_on, one_token, start)
+    return chosen, cache
+
+
+def _choose(logits: jax.Array, places: jax.Array, rows: sampling.Rows, sampled: bool) -> jax.Array:
+    return sampling.sample_rows(logits, places, rows) if sampled else sampling.greedy(logits)
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def _copy_pages(cache: Cache, pairs: jax.Array) -> Cache:
+    return cache.copy_pages(pairs[:, 0], pairs[:, 1])

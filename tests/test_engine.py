@@ -1,0 +1,276 @@
+"""The engine: whatever runs beside a request, its tokens are those it gets alone."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+from flax import nnx
+from models_support import TINY, tiny_llama
+
+from pallas_attn.models import DeepSeek, DeepSeekConfig, Engine, Sampling, generate
+from pallas_attn.nn import MLAConfig
+
+LENGTHS = {3: 20, 17: 5, 1: 30, 30: 10, 9: 30, 22: 20}
+"""Tokens of each prompt: tokens of its answer."""
+SIZES = dict(max_len=64, num_rows=4, page_size=4, step_tokens=16)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama()
+
+
+@pytest.fixture(scope="module")
+def alone(model) -> list[tuple[list[int], list[int]]]:
+    """(prompt, its greedy answer by itself). The last begins as the fourth does."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, TINY.vocab_size, n).tolist() for n in LENGTHS]
+    prompts.append([*prompts[3][:27], 5])
+    news = [*LENGTHS.values(), 12]
+    # One batch, which answers as each prompt alone (test_generate.py).
+    answers = generate(model, prompts, max_new_tokens=max(news), page_size=4)
+    return [(prompt, answers.row(i)[:new]) for i, (prompt, new) in enumerate(zip(prompts, news, strict=True))]
+
+
+@pytest.fixture
+def as_users_have_it():
+    """Without the checks of types that jaxtyping adds in tests."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def run(engine: Engine) -> None:
+    for _ in range(10_000):
+        if not engine.busy:
+            return
+        engine.step()
+    raise AssertionError("no end")
+
+
+@pytest.mark.parametrize(
+    ("options", "preempts", "reuses"),
+    [
+        ({}, False, True),
+        ({"num_pages": 16}, True, True),
+        ({"num_pages": 16, "prefix_cache": False, "burst": 1}, True, False),
+    ],
+    ids=["room for all", "few pages", "few pages, nothing shared"],
+)
+def test_tokens_are_those_of_each_request_alone(model, alone, options, preempts, reuses):
+    engine = Engine(model, **{**SIZES, **options})
+    requests = [engine.submit(prompt, max_new_tokens=len(answer)) for prompt, answer in alone[:4]]
+    for _ in range(3):
+        engine.step()
+    # They join while others are under way.
+    requests += [engine.submit(prompt, max_new_tokens=len(answer)) for prompt, answer in alone[4:]]
+    run(engine)
+    assert [request.answer for request in requests] == [answer for _, answer in alone]
+    assert any(request.preempted for request in requests) == preempts
+    assert any(request.reused for request in requests) == reuses
+    assert engine.steps > 10
+
+
+def test_equal_prefixes_take_no_pages_twice(model, alone):
+    engine = Engine(model, **{**SIZES, "num_pages": 24})
+    prompt, answer = alone[3]  # 30 tokens: seven full pages and a half
+    first = engine.submit(prompt, max_new_tokens=1)
+    run(engine)
+    assert engine.free_pages == 24 - 8
+    second, third = (engine.submit([*prompt[:29], last], max_new_tokens=4) for last in (prompt[29], 96))
+    engine.step()
+    assert (second.reused, third.reused) == (29, 29)
+    # Seven pages are shared; each has a copy of the eighth, and a ninth for the answer.
+    assert engine.free_pages == 24 - 8 - 4
+    run(engine)
+    assert first.answer == answer[:1]
+    assert second.answer == answer[:4]
+    expected = generate(model, [[*prompt[:29], 96]], max_new_tokens=4, page_size=4)
+    assert third.answer == expected.row(0), "what others wrote into their copies is not in its own"
+
+
+def test_a_request_may_be_cancelled_at_any_time(model, alone):
+    engine = Engine(model, **{**SIZES, "num_rows": 2, "prefix_cache": False})
+    free = engine.free_pages
+    running, other, waiting = (engine.submit(prompt, max_new_tokens=30) for prompt, _ in alone[:3])
+    for _ in range(4):
+        engine.step()
+    had = list(running.answer)
+    engine.cancel(running)
+    engine.cancel(waiting)
+    run(engine)
+    engine.cancel(other)  # has ended: nothing happens
+    assert running.done
+    assert running.answer == had
+    assert had == alone[0][1][: len(had)]
+    assert not waiting.answer
+    assert len(other.answer) == 30
+    assert engine.free_pages == free
+
+
+def test_tokens_are_streamed_while_others_go_on(model, alone):
+    engine = Engine(model, **SIZES)
+    other = engine.submit(alone[0][0], max_new_tokens=len(alone[0][1]))
+    prompt, answer = alone[2]
+    request = engine.submit(prompt, max_new_tokens=len(answer))
+    stream = engine.stream(request)
+    assert [next(stream) for _ in range(3)] == answer[:3]
+    assert not request.done
+    assert list(stream) == answer[3:]
+    run(engine)
+    assert other.answer == alone[0][1]
+    left_early = engine.stream(engine.submit(prompt, max_new_tokens=20))
+    assert next(left_early) == answer[0]
+    left_early.close()
+    assert not engine.busy
+
+
+def test_a_stop_token_ends_an_answer_in_the_middle_of_a_burst(model, alone):
+    prompt, answer = alone[2]
+    stop = answer[5]
+    engine = Engine(model, **SIZES, stop_token_ids=[stop])
+    request = engine.submit(prompt, max_new_tokens=30)
+    run(engine)
+    assert request.answer == answer[: answer.index(stop) + 1]
+
+
+def test_what_is_drawn_depends_on_the_seed_and_the_place_alone(model, alone):
+    prompts = [prompt for prompt, _ in alone[:4]]
+    settings = [Sampling(temperature=1.5, top_k=20, top_p=0.95, seed=seed) for seed in range(4)]
+    settings[1] = Sampling()
+
+    def answers(order=range(4), others=0) -> list[list[int]]:
+        engine = Engine(model, **SIZES)
+        for _ in range(others):
+            engine.submit([3] * 9, max_new_tokens=7)
+            engine.step()
+        requests = {i: engine.submit(prompts[i], max_new_tokens=15, sampling=settings[i]) for i in order}
+        run(engine)
+        return [requests[i].answer for i in range(4)]
+
+    drawn, greedy = answers(), [answer for _, answer in alone[:4]]
+    assert drawn == answers(order=(2, 0, 3, 1), others=2)
+    assert drawn[1][: len(greedy[1])] == greedy[1], "greedy all the same"
+    assert drawn[0] != greedy[0][:15]
+    settings[0] = dataclasses.replace(settings[0], seed=9)
+    assert answers()[0] != drawn[0]
+    settings[0] = dataclasses.replace(settings[0], top_k=1)
+    assert answers()[0] == greedy[0][:15]
+
+
+def tiny_deepseek() -> DeepSeek:
+    attention = MLAConfig(hidden_size=32, num_heads=2, qk_nope_head_dim=16, v_head_dim=16)
+    config = DeepSeekConfig(64, 2, 1, 48, 24, 4, 2, 1, attention, context_length=64)
+    model = DeepSeek(config, rngs=nnx.Rngs(0))
+    graph, weights = nnx.split(model)
+    return nnx.merge(graph, jax.tree.map(lambda leaf: leaf * 4 if leaf.ndim > 1 else leaf, weights))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        tiny_deepseek,
+        lambda: tiny_llama(attention="mla"),
+        lambda: tiny_llama(
+            config=dataclasses.replace(TINY, sliding_window=6, full_layers=(1,), qkv_bias=True, qk_norm=True)
+        ),
+    ],
+    ids=["deepseek", "latent-gqa", "alternating windows"],
+)
+@pytest.mark.once
+def test_every_kind_of_decoder_is_served(make):
+    model = make()
+    prompts = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [5, 6, 7], [1, 2, 3, 4, 5, 6, 7, 8, 20]]
+    expected = generate(model, prompts, max_new_tokens=8, page_size=4)
+    engine = Engine(model, max_len=32, num_rows=2, page_size=4, step_tokens=5, num_pages=9)
+    requests = [engine.submit(prompt, max_new_tokens=8) for prompt in prompts]
+    run(engine)
+    assert [request.answer for request in requests] == [expected.row(i) for i in range(3)]
+
+
+@pytest.mark.once
+def test_an_8_bit_cache_keeps_its_scales_while_pages_are_remembered(model, alone):
+    """Scales belong to what is stored: later prompts, larger or not, must not change what cached pages mean."""
+    engine = Engine(model, **SIZES, cache_dtype=jnp.int8)
+    prompt = alone[3][0]
+    first = engine.submit(prompt, max_new_tokens=6)
+    run(engine)
+    run_other = engine.submit([7] * 20, max_new_tokens=3)
+    run(engine)
+    again = engine.submit(prompt, max_new_tokens=6)
+    run(engine)
+    assert run_other.done
+    assert again.reused == 29
+    assert again.answer == first.answer
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"max_len": 65}, ValueError, "argument 'max_len': expected at most 64, got 65"),
+        ({"num_rows": 0}, ValueError, "argument 'num_rows': expected at least 1, got 0"),
+        ({"burst": 1.5}, TypeError, "argument 'burst': expected an int, got 1.5 of type float"),
+        ({"step_tokens": 3}, ValueError, "argument 'step_tokens': expected at least 4, got 3"),
+        (
+            {"stop_token_ids": "a"},
+            TypeError,
+            "argument 'stop_token_ids': expected a sequence of int token ids",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("as_users_have_it")
+def test_sizes_that_cannot_be_are_named(model, options, error, message):
+    with pytest.raises(error, match=f"^Engine: {re.escape(message)}"):
+        Engine(model, **{**SIZES, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "prompt", "changes", "error", "message"),
+    [
+        (
+            {},
+            [1] * 60,
+            {"max_new_tokens": 5},
+            ValueError,
+            "argument 'prompt': expected with max_new_tokens together at most 64 tokens (a row of the block table), "
+            "got 60 + 5",
+        ),
+        (
+            {"num_pages": 5},
+            [1] * 20,
+            {"max_new_tokens": 2},
+            ValueError,
+            "argument 'prompt': expected with max_new_tokens together at most 21 tokens (a row of the block table), "
+            "got 20 + 2",
+        ),
+        ({}, [], {}, ValueError, "argument 'prompt': expected at least one token, got none"),
+        ({}, [97], {}, ValueError, "argument 'prompt': expected token ids in [0, 97), got 97"),
+        ({}, [1], {"max_new_tokens": 0}, ValueError, "argument 'max_new_tokens': expected at least 1, got 0"),
+        (
+            {},
+            [1],
+            {"sampling": 0.5},
+            TypeError,
+            "argument 'sampling': expected a Sampling or None, got float",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("as_users_have_it")
+def test_requests_that_cannot_be_served_are_refused(model, options, prompt, changes, error, message):
+    engine = Engine(model, **{**SIZES, **options})
+    with pytest.raises(error, match=f"^Engine.submit: {re.escape(message)}"):
+        engine.submit(prompt, **changes)
+    assert not engine.busy
+
+
+def test_settings_of_sampling_are_checked():
+    with pytest.raises(ValueError, match="Sampling: argument 'top_p': expected a number in"):
+        Sampling(top_p=0.0)
+    with pytest.raises(ValueError, match="Sampling: argument 'top_k': expected at least 1, got 0"):
+        Sampling(top_k=0)
+    with pytest.raises(ValueError, match="Sampling: argument 'seed': expected at most"):
+        Sampling(seed=2**32)
