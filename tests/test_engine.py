@@ -14,6 +14,8 @@ from models_support import TINY, tiny_llama
 from pallas_attn.models import DeepSeek, DeepSeekConfig, Engine, Sampling, generate
 from pallas_attn.nn import MLAConfig
 
+pytestmark = pytest.mark.once  # what it is made of is tested on both
+
 LENGTHS = {3: 20, 17: 5, 1: 30, 30: 10, 9: 30, 22: 20}
 """Tokens of each prompt: tokens of its answer."""
 SIZES = dict(max_len=64, num_rows=4, page_size=4, step_tokens=16)
@@ -181,7 +183,6 @@ def tiny_deepseek() -> DeepSeek:
     ],
     ids=["deepseek", "latent-gqa", "alternating windows"],
 )
-@pytest.mark.once
 def test_every_kind_of_decoder_is_served(make):
     model = make()
     prompts = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [5, 6, 7], [1, 2, 3, 4, 5, 6, 7, 8, 20]]
@@ -192,7 +193,6 @@ def test_every_kind_of_decoder_is_served(make):
     assert [request.answer for request in requests] == [expected.row(i) for i in range(3)]
 
 
-@pytest.mark.once
 def test_an_8_bit_cache_keeps_its_scales_while_pages_are_remembered(model, alone):
     """Scales belong to what is stored: later prompts, larger or not, must not change what cached pages mean."""
     engine = Engine(model, **SIZES, cache_dtype=jnp.int8)
