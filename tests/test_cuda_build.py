@@ -225,9 +225,9 @@ def test_builds_with_nvcc_from_wheels(tmp_path: Path, build_backend: ModuleType)
     built = run(ninja, *objects)
     assert built.returncode == 0, built.stdout + built.stderr
     assert "sm_90a" in run(_tool("cuobjdump") or "cuobjdump", "-lelf", objects[0]).stdout
-    linked = run(
-        str(site / "nvidia/cu13/bin/nvcc"), "-shared", "-cudart", "static", *objects, "-o", "library.so"
-    )
+    wheels = site / "nvidia/cu13"
+    link = [str(wheels / "bin/nvcc"), f"-L{wheels / 'lib'}", "-shared", "-cudart", "static"]
+    linked = run(*link, *objects, "-o", "library.so")
     assert linked.returncode == 0, linked.stderr
 
 
