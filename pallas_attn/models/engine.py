@@ -94,22 +94,14 @@ class Engine:
         check_int("Engine", "num_pages", num_pages, least=1)
         self._stops = checked_tokens("Engine", "stop_token_ids", stop_token_ids)
         self._model, self._most = model, min(max_len, num_pages * page_size + 1)
+        pages = dict(num_pages=num_pages, page_size=page_size)
         self._scheduler = Scheduler(
-            num_pages=num_pages,
-            page_size=page_size,
-            num_rows=num_rows,
-            step_tokens=step_tokens,
-            burst=burst,
-            prefix_cache=prefix_cache,
+            **pages, num_rows=num_rows, step_tokens=step_tokens, burst=burst, prefix_cache=prefix_cache
         )
         self._graph, self._weights = nnx.split(model)
         self._tables = np.full((num_rows, pages_each), -1, np.int32)
-        self._cache = model.create_cache(
-            num_pages=num_pages,
-            page_size=page_size,
-            block_tables=jnp.asarray(self._tables),
-            dtype=cache_dtype,
-        )
+        tables = jnp.asarray(self._tables)
+        self._cache = model.create_cache(**pages, block_tables=tables, dtype=cache_dtype)
         self._rows = sampling.Rows.greedy(num_rows)
         self._held: list[tuple[Request, list[int]] | None] = [None] * num_rows
         self._sampling: dict[Request, Sampling] = {}
@@ -141,20 +133,18 @@ class Engine:
                 the block table or all pages.
         """
         check_int("Engine.submit", "max_new_tokens", max_new_tokens, least=1)
+        if not isinstance(sampling, Sampling | None):
+            fail("Engine.submit", "sampling", "a Sampling or None", type(sampling).__name__, TypeError)
         prompt = checked_prompt("Engine.submit", "prompt", prompt, self._model.config.vocab_size)
         if len(prompt) + max_new_tokens > self._most:
             expected = f"with max_new_tokens together at most {self._most} tokens (a row of the block table)"
             fail("Engine.submit", "prompt", expected, f"{len(prompt)} + {max_new_tokens}")
-        sampling = Sampling() if sampling is None else sampling
-        if not isinstance(sampling, Sampling):
-            fail("Engine.submit", "sampling", "a Sampling or None", type(sampling).__name__, TypeError)
         request = self._scheduler.submit(prompt, max_new_tokens, self._stops)
-        self._sampling[request] = sampling
+        self._sampling[request] = sampling or Sampling()
         return request
 
     def cancel(self, request: Request) -> None:
-        """Ends a request, whatever it is about; what it has answered so far stays. One that has ended stays as it
-        is."""
+        """Ends a request, whatever it is about; its answer so far stays. One that has ended stays as it is."""
         self._scheduler.cancel(request)
         self._sampling.pop(request, None)
 
@@ -258,21 +248,19 @@ class Engine:
 
 
 _program = functools.partial(
-    jax.jit, static_argnames=("graph", "sampled", "stops", "burst"), donate_argnames="cache"
+    jax.jit, static_argnames=("graph", "sampled", "stops", "burst"), donate_argnums=1
 )
 
 
 @_program
-def _mixed(
-    weights, cache: Cache, tables, rows, tokens, positions, cu_q_lens, *, graph, sampled, stops, burst
-):
+def _mixed(weights, cache: Cache, tables, rows, tokens, positions, bounds, *, graph, sampled, stops, burst):
     """(the next token of each row that has tokens here, [1, rows], the cache)."""
     model: Decoder = nnx.merge(graph, weights)
     cache = cache.replace(block_tables=tables)
-    hidden, cache = model(tokens, positions, cache, cu_q_lens=cu_q_lens)
-    last = jnp.maximum(cu_q_lens[1:] - 1, 0)
+    hidden, cache = model(tokens, positions, cache, cu_q_lens=bounds)
+    last = jnp.maximum(bounds[1:] - 1, 0)
     chosen = _choose(model.logits(hidden[last]), positions[last] + 1, rows, sampled)
-    return jnp.where(cu_q_lens[1:] > cu_q_lens[:-1], chosen, -1)[None], cache
+    return jnp.where(bounds[1:] > bounds[:-1], chosen, -1)[None], cache
 
 
 @_program
