@@ -120,5 +120,7 @@ def _skewed() -> dict[str, tuple[tuple[int, ...], tuple[int, int], int | None]]:
         for name, (lens, heads) in dense.items()
         if len(set(lens)) > 1
     }
-    found = {name: (lens, heads, None) for name, (lens, heads) in (dense | even).items()}
+    found: dict[str, tuple[tuple[int, ...], tuple[int, int], int | None]] = {
+        name: (lens, heads, None) for name, (lens, heads) in (dense | even).items()
+    }
     return found | {name: (lens, heads, 4096) for name, (lens, heads) in windowed.items()}

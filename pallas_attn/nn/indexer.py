@@ -141,8 +141,10 @@ class Indexer(nnx.Module):
         new = positions if isinstance(positions, NewTokens) else None
         if is_ragged(positions, cu_q_lens):  # each token as a sequence of its own
             new = new or NewTokens.of(check, positions, cu_q_lens)
-            alone = (array[:, None] for array in (x, compressed_query))
-            chosen, written = self(*alone, new.by_token(cache), layer, new.positions[:, None])
+            by_token = new.by_token(cache)
+            chosen, written = self(
+                x[:, None], compressed_query[:, None], by_token, layer, new.positions[:, None]
+            )
             return chosen[:, 0], written.replace(block_tables=cache.block_tables)
         positions = jnp.asarray(new.came if new else positions)
 

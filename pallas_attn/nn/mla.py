@@ -258,7 +258,7 @@ class MultiHeadLatentAttention(nnx.Module):
         options: dict[str, Any] = dict(scale=self.config.scale, implementation=self.implementation)
         if indices is None:
             options |= dict(schedule=schedule, causal=True)
-            out = mla_decode(query, cache.latent_cache, tables, seq_lens, **options)
+            out: Any = mla_decode(query, cache.latent_cache, tables, seq_lens, **options)
         else:
             options |= dict(addressing="positions", block_tables=tables)
             indices = jnp.where(seq_lens[:, None, None] > 0, indices, -1)
