@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_attn import MLASchedule, PagedLatentCache, mla_decode, sparse_mla_decode
+from pallas_attn import MLASchedule, PagedLatentCache, mla_decode, mla_prefill, sparse_mla_decode
 from pallas_attn._call import dispatch
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._call.optional import needs_extra
@@ -97,7 +97,8 @@ class MultiHeadLatentAttention(nnx.Module):
     Args:
         config: sizes.
         dtype: of weights and activations, bfloat16, float16 or float32: the cache's, unless that is fp8.
-        implementation: which implementation of `mla_decode`, or `sparse_mla_decode`, to force; None picks the best.
+        implementation: which implementation of `mla_decode`, `mla_prefill` and `sparse_mla_decode` to force; None picks
+            the best. "cuda", which `mla_prefill` has not, is None to it.
         rngs: random weights are drawn from it.
 
     Raises:
@@ -163,8 +164,8 @@ class MultiHeadLatentAttention(nnx.Module):
             schedule: from `mla_schedule` for `num_heads` heads, `q_len = n` and the lengths after this step; for
                 `absorbed` alone. Make it once for all layers.
             absorbed: None is True for one token of each sequence, else False. True takes `mla_decode`, for a few tokens
-                of each sequence, [num_seqs, n], the newest in the last column and padding before them. False takes any
-                number, chunks of prompts among tokens of answers.
+                of each sequence, [num_seqs, n], the newest in the last column and padding before them. False takes
+                `mla_prefill`, for any number, chunks of prompts among tokens of answers; it chooses the form.
             indices: [num_seqs, n, top_k] or [total_tokens, top_k] int32 positions in its sequence that each token
                 attends to, in any order, instead of all up to its own; -1 is skipped, and there is no causal mask.
 
@@ -226,11 +227,15 @@ class MultiHeadLatentAttention(nnx.Module):
             paged, within = new.pages(cache)
             paged = paged.write(layer, new.pack(latents)[:, None], within)
             cache = paged.replace(block_tables=cache.block_tables)
-            q_nope, q_rope = (new.pack(q)[:, None] for q in (q_nope, q_rope))
-            by_token = new.by_token(cache)
-            chosen = None if indices is None else new.pack(jnp.asarray(indices))[:, None]
-            out = self._absorbed(q_nope, q_rope, by_token, layer, new.positions + 1, None, chosen)
-            out = new.unpack(out[:, 0], layer)
+            if indices is None:
+                out = self._prefill(new.pack(q_nope), new.pack(q_rope), cache, layer, new)
+            else:
+                q_nope, q_rope, chosen = (
+                    new.pack(x)[:, None] for x in (q_nope, q_rope, jnp.asarray(indices))
+                )
+                places, lens = new.by_token(cache), new.positions + 1
+                out = self._absorbed(q_nope, q_rope, places, layer, lens, None, chosen)[:, 0]
+            out = new.unpack(out, layer)
         return self.o_proj(out.reshape(*x.shape[:-1], -1)), cache
 
     def compressed_query(self, x: jax.Array) -> jax.Array:
@@ -265,3 +270,19 @@ class MultiHeadLatentAttention(nnx.Module):
             out = sparse_mla_decode(query, cache.latent_cache, indices, **options)
         out = out.astype(q_nope.dtype)
         return jnp.einsum("bshc,hvc->bshv", out, self.value_up[...], precision=PRECISION)
+
+    def _prefill(self, q_nope, q_rope, cache: PagedLatentCache, layer, new: NewTokens) -> jax.Array:
+        # Over fp8 latents the op takes bf16.
+        dtype = jnp.bfloat16 if cache.latent_cache.dtype == BYTES else self.dtype
+        out: Any = mla_prefill(
+            jnp.concatenate([q_nope, q_rope], axis=-1).astype(dtype),
+            cache.latent_cache,
+            cache.layer_tables(layer),
+            new.seq_lens,
+            new.cu_q_lens,
+            key_up=self.key_up[...].astype(dtype),
+            value_up=self.value_up[...].astype(dtype),
+            scale=self.config.scale,
+            implementation=None if self.implementation == "cuda" else self.implementation,
+        )
+        return out.astype(self.dtype)
