@@ -354,5 +354,7 @@ def test_what_only_one_form_takes_is_refused():
     with pytest.raises(ValueError, match="argument 'absorbed': expected False or None with cu_q_lens, got"):
         layer(jnp.ones((6, 12)), latent_cache(), 0, COUNTED[0], cu_q_lens=bounds, absorbed=True)
     short = latent_cache().replace(latent_cache=latent_cache().latent_cache.astype(jnp.bfloat16))
-    with pytest.raises(TypeError, match=r"'cache.latent_cache': expected dtype float32, got bfloat16"):
+    with pytest.raises(
+        TypeError, match=r"'cache.latent_cache': expected dtype float32 or uint8, got bfloat16"
+    ):
         layer(jnp.ones((2, 6, 12)), short, 0, COUNTED)
