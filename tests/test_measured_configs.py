@@ -6,10 +6,9 @@ import os
 import re
 from pathlib import Path
 
-import jax.numpy as jnp
 import pytest
+from configs_support import resolved
 
-from pallas_attn import paged_attention
 from pallas_attn._call import configs
 from pallas_attn._call.device import current_device
 from pallas_attn.ops.paged_attention import PagedAttentionConfig, api
@@ -17,26 +16,6 @@ from pallas_attn.tuning import entries
 
 KEY = dict(head_dim=16, page_size=16, dtype="bfloat16", rows=[1, 16], streams=[1, 8], max_len=[65, None])
 TINY = ["--num-heads", "2", "--num-kv-heads", "1", "--head-dim", "16", "--num-seqs", "2"]
-
-
-def resolved(monkeypatch, num_seqs: int = 2, max_pages: int = 8) -> PagedAttentionConfig:
-    """The config that a call of 2 query heads over 1 KV head takes."""
-    taken = []
-    monkeypatch.setattr(
-        api.dispatch,
-        "resolve",
-        lambda *_: (
-            "interpret",
-            lambda query, *_, config, **__: (taken.append(config), (query, query[..., 0]))[1],
-        ),
-    )
-    pool = jnp.zeros((4, 16, 1, 16), jnp.bfloat16)
-    query = jnp.zeros((num_seqs, 2, 16), jnp.bfloat16)
-    paged_attention(
-        query, pool, pool, jnp.zeros((num_seqs, max_pages), jnp.int32), jnp.zeros(num_seqs, jnp.int32)
-    )
-    monkeypatch.undo()
-    return taken[0]
 
 
 def write(folder, **config) -> Path:

@@ -7,6 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
+from configs_support import resolved
 
 from pallas_attn import LocalStride, mla_decode, paged_attention
 from pallas_attn._call import configs
