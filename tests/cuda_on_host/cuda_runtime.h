@@ -82,6 +82,7 @@ inline void __syncthreads() { cuda_on_host::block->wait(); }
 inline uint32_t __shfl_sync(unsigned, uint32_t word, int lane) {
   return cuda_on_host::exchanged(word, [=](const uint32_t* words) { return words[lane % 32]; });
 }
+inline void __syncwarp() { __shfl_sync(~0u, 0, 0); }
 inline int __shfl_up_sync(unsigned, int value, int distance) {
   const int own = threadIdx.x % 32, from = own >= distance ? own - distance : own;
   return __shfl_sync(~0u, value, from);
