@@ -5,9 +5,10 @@
 //   first_                 the one freed first     second_ is in flight     loads the next page's
 //   second_                the other one           first_ is in flight      loads the next page's
 //
-// So 16 to 32 KB are always on their way to a multiprocessor, and a buffer is taken for as long as conversion
-// and products need it, not for as long as memory does. A page's rotary piece is bf16 and comes by the copy
-// engine; the L2 is told of it with the rest of the page, so that it does not come late.
+// So a buffer is taken for as long as conversion and products need it, not for as long as memory does. ptxas
+// gives all loads one scoreboard, though: who waits for first_ waits for second_ too. A page's rotary piece
+// is bf16 and comes by the copy engine; the L2 is told of it with the rest of the page, so that it does not
+// come late.
 #pragma once
 
 #include "mla/sm90/dense/pages.h"
