@@ -3,10 +3,12 @@
 from typing import Any
 
 import jax.numpy as jnp
-from refusals import ARRAY, COUNT, DTYPE, FLAG, INSTANCE, NAME, NUMBER, Kind
+from flax import nnx
+from refusals import ARRAY, COUNT, DTYPE, FLAG, INSTANCE, LAYER, NAME, NUMBER, Kind
 from refused_values import I32, TABLES, TILES, Call, flash_mla, latent_attention
 
 import pallas_attn
+from pallas_attn import nn
 
 IDS = jnp.zeros((2, 1, 6), I32)
 SPARSE = {
@@ -34,8 +36,39 @@ def blocksparse() -> dict[str, Any]:
     return dict(rows, layout=layout, cu_q_lens=jnp.array([0, 5], I32), cu_k_lens=jnp.array([0, 5], I32))
 
 
+def indexer() -> dict[str, Any]:
+    attention = nn.MLAConfig(hidden_size=8, num_heads=2, q_lora_rank=4)
+    return dict(config=nn.IndexerConfig(2, 64, 4), attention=attention, dtype="float32", rngs=nnx.Rngs(0))
+
+
 def sparse_calls() -> dict[str, Call]:
+    keys = pallas_attn.PagedLatentCache.create(
+        num_layers=2, num_pages=4, page_size=8, block_tables=TABLES, dtype=jnp.float32, index_dim=64
+    )
+    positions = jnp.tile(jnp.arange(3, dtype=I32), (2, 1))
     return {
+        "PagedLatentCache.write_index_keys": Call(
+            keys.write_index_keys,
+            dict(layer=0, keys=jnp.ones((2, 3, 64)), positions=positions),
+            dict(layer=LAYER, keys=ARRAY, positions=ARRAY),
+        ),
+        "IndexerConfig": Call(nn.IndexerConfig, {}, dict.fromkeys(("num_heads", "head_dim", "top_k"), COUNT)),
+        "Indexer": Call(
+            nn.Indexer,
+            indexer(),
+            dict(config=INSTANCE, attention=INSTANCE, dtype=DTYPE, rngs=INSTANCE),
+        ),
+        "Indexer, called": Call(
+            nn.Indexer(**indexer()),
+            dict(
+                x=jnp.ones((2, 3, 8)),
+                compressed_query=jnp.ones((2, 3, 4)),
+                cache=keys,
+                layer=0,
+                positions=positions,
+            ),
+            dict(x=ARRAY, compressed_query=ARRAY, cache=INSTANCE, layer=LAYER, positions=ARRAY),
+        ),
         "blocksparse_attention": Call(
             pallas_attn.blocksparse_attention,
             blocksparse(),
