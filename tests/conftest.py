@@ -1,6 +1,7 @@
 import gc
 import os
 import sys
+from pathlib import Path
 
 # Before torch is imported: its threads wait by spinning, and those of several test processes take each other's cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -14,6 +15,17 @@ gc.set_threshold(100_000, 50, 100)
 WITHOUT_PALLAS = bool(os.environ.get("WITHOUT_PALLAS"))
 if WITHOUT_PALLAS:
     sys.modules |= dict.fromkeys(("jax.experimental.pallas.triton", "jax._src.pallas.triton"))
+
+# Of the 65,530 that Linux lets a process have. Every compiled program takes some, until XLA aborts for want of them.
+MOST_MAPS = 30_000
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forgotten_programs():
+    yield
+    if sys.platform == "linux" and Path("/proc/self/maps").read_bytes().count(b"\n") > MOST_MAPS:
+        jax.clear_caches()
+        gc.collect()
 
 
 def pytest_report_header() -> str:

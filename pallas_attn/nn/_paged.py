@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn import PagedKVCache, paged_attention, ragged_paged_attention
+from pallas_attn import PagedKVCache, paged_attention, prefix_prefill, ragged_paged_attention
 from pallas_attn._call import dispatch
 from pallas_attn._call.checks import ArgumentChecker, is_array, is_number, is_traced, shown
 from pallas_attn._tile.layout import pool_shape
@@ -146,17 +146,14 @@ def write_and_attend(
     paged = paged.calibrate(layer, *written)
     paged = paged.write(layer, *written, implementation=options.implementation)
     cache = paged.replace(block_tables=cache.block_tables)
-    out = ragged_paged_attention(
-        new.pack(query),
-        cache.key_cache,
-        cache.value_cache,
-        cache.layer_tables(layer),
-        new.seq_lens,
-        new.cu_q_lens,
-        layout=cache.layout,
-        **rules,
-        **cache.scales(layer),
-    )
+    places = (cache.key_cache, cache.value_cache, cache.layer_tables(layer), new.seq_lens, new.cu_q_lens)
+    options_of_both = dict(layout=cache.layout, **rules, **cache.scales(layer))
+    if is_quantized(stored):
+        # New tokens see each other as they are, and what came before as it is stored.
+        fresh = (new.pack(key).astype(query.dtype), new.pack(value).astype(query.dtype))
+        out = prefix_prefill(new.pack(query), *fresh, *places, **options_of_both)
+    else:
+        out = ragged_paged_attention(new.pack(query), *places, **options_of_both)
     return new.unpack(out, layer), cache
 
 
