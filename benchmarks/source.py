@@ -21,7 +21,16 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "pallas_attn"
 # Of a case: what costs, inputs, reference and workloads look at.
 SIZES = ("num_seqs", "num_heads", "num_kv_heads", "head_dim", "page_size", "q_len", "max_pages")
-OPTIONS = ("cache_dtype", "causal", "sliding_window", "block_sparse", "tokens", "num_layers", "topk", "q_lens")
+OPTIONS = (
+    "cache_dtype",
+    "causal",
+    "sliding_window",
+    "block_sparse",
+    "tokens",
+    "num_layers",
+    "topk",
+    "q_lens",
+)
 DENSE = ("batch", "kv_len", "value_dim", "layout", "q_offset")  # flash attention's
 SPARSE = ("lens", "pattern", "block_size", "q_block_size", "group", "max_len")  # block-sparse attention's
 ATTRIBUTES = ("op", "id", "dtype", "seq_lens", *SIZES, *OPTIONS, *DENSE, *SPARSE)
