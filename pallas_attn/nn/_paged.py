@@ -147,7 +147,7 @@ def write_and_attend(
     paged = paged.write(layer, *written, implementation=options.implementation)
     cache = paged.replace(block_tables=cache.block_tables)
     places = (cache.key_cache, cache.value_cache, cache.layer_tables(layer), new.seq_lens, new.cu_q_lens)
-    options_of_both = dict(layout=cache.layout, **rules, **cache.scales(layer))
+    options_of_both: dict[str, Any] = dict(layout=cache.layout, **rules, **cache.scales(layer))
     if is_quantized(stored):
         # New tokens see each other as they are, and what came before as it is stored.
         fresh = (new.pack(key).astype(query.dtype), new.pack(value).astype(query.dtype))
