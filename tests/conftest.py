@@ -9,7 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import jax
 import pytest
 
-# Tracing makes millions of objects that live long, and each collection walks them all: a fifth of its time by default.
+# Tracing makes millions of objects that live long, and each collection walks them all.
 gc.set_threshold(100_000, 50, 100)
 # As on the day that JAX removes it: then "triton" has to do whatever "pallas" did.
 WITHOUT_PALLAS = bool(os.environ.get("WITHOUT_PALLAS"))

@@ -13,9 +13,8 @@ import reference
 from workloads.base import Target
 from workloads.decode import Call, Inputs, PagedWorkload, cache_dtype, cache_scale
 
-ROUND_SECONDS = (
-    0.01  # of calls that take turns; a call that takes longer needs no more than two sets of pages
-)
+# Of calls that take turns; a call that takes longer needs no more than two sets of pages.
+ROUND_SECONDS = 0.01
 USUAL_FLOPS = 4e14
 
 

@@ -140,7 +140,8 @@ def write_and_attend(
         return out[:, None], cache
     new = positions if isinstance(positions, NewTokens) else NewTokens.of(check, positions, cu_q_lens)
     paged, within = new.pages(cache)
-    written = (new.pack(key)[:, None], new.pack(value)[:, None], within)
+    keys, values = new.pack(key), new.pack(value)
+    written = (keys[:, None], values[:, None], within)
     # The first keys and values that this layer's quantised cache holds set its scales. Prompts that join others find
     # them set.
     paged = paged.calibrate(layer, *written)
@@ -150,8 +151,8 @@ def write_and_attend(
     options_of_both: dict[str, Any] = dict(layout=cache.layout, **rules, **cache.scales(layer))
     if is_quantized(stored):
         # New tokens see each other as they are, and what came before as it is stored.
-        fresh = (new.pack(key).astype(query.dtype), new.pack(value).astype(query.dtype))
-        out = prefix_prefill(new.pack(query), *fresh, *places, **options_of_both)
+        keys, values = keys.astype(query.dtype), values.astype(query.dtype)
+        out = prefix_prefill(new.pack(query), keys, values, *places, **options_of_both)
     else:
         out = ragged_paged_attention(new.pack(query), *places, **options_of_both)
     return new.unpack(out, layer), cache
