@@ -16,6 +16,9 @@ WITHOUT_PALLAS = bool(os.environ.get("WITHOUT_PALLAS"))
 if WITHOUT_PALLAS:
     sys.modules |= dict.fromkeys(("jax.experimental.pallas.triton", "jax._src.pallas.triton"))
 
+# JAX works out the key of every program in its cache on disk, a sixth of the tests' time, whether it has such a cache.
+jax.config.update("jax_enable_compilation_cache", False)
+
 # Of the 65,530 that Linux lets a process have. Every compiled program takes some, until XLA aborts for want of them.
 MOST_MAPS = 30_000
 
@@ -26,6 +29,15 @@ def forgotten_programs():
     if sys.platform == "linux" and Path("/proc/self/maps").read_bytes().count(b"\n") > MOST_MAPS:
         jax.clear_caches()
         gc.collect()
+
+
+def pytest_configure() -> None:
+    """XLA's compiler for the CPU is told to hurry, before test files are imported, which make arrays.
+
+    Thousands of small programs are compiled here, most to run once: LLVM's optimisations take a third of the time.
+    """
+    if jax.default_backend() != "gpu":
+        jax.config.update("jax_disable_most_optimizations", True)
 
 
 def pytest_report_header() -> str:
@@ -40,16 +52,11 @@ def asks_for_pallas(item: pytest.Item) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """GPU tests are deselected where there is no GPU, and XLA's compiler for the CPU is told to hurry.
-
-    Thousands of small programs are compiled here, most to run once: LLVM's optimisations take a third of the time.
-    """
+    """GPU tests are deselected where there is no GPU."""
     if WITHOUT_PALLAS:
         deselect(config, items, [item for item in items if asks_for_pallas(item)])
-    if jax.default_backend() == "gpu":
-        return
-    jax.config.update("jax_disable_most_optimizations", True)
-    deselect(config, items, [item for item in items if item.get_closest_marker("gpu")])
+    if jax.default_backend() != "gpu":
+        deselect(config, items, [item for item in items if item.get_closest_marker("gpu")])
 
 
 def deselect(config: pytest.Config, items: list[pytest.Item], unwanted: list[pytest.Item]) -> None:

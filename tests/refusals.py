@@ -11,6 +11,15 @@ import numpy as np
 NAN, INF = float("nan"), float("inf")
 
 
+def zeros(shape: Any, dtype: Any = jnp.float32) -> jax.Array:
+    """As jnp's, without a compiled program for each shape: these are made whenever tests are collected."""
+    return jnp.asarray(np.zeros(shape, dtype))
+
+
+def ones(shape: Any, dtype: Any = jnp.float32) -> jax.Array:
+    return jnp.asarray(np.ones(shape, dtype))
+
+
 class Kind(NamedTuple):
     """Wrong values of an argument: of any call, and for a given right value."""
 
@@ -31,28 +40,28 @@ def _wrong_arrays(right: Any) -> Iterator[Any]:
     # More axes than any form of the argument has.
     yield right[None, None]
     for dtype in (np.complex64, np.bool_, jnp.uint8, jnp.int16 if right.dtype == np.int32 else jnp.int32):
-        yield jnp.zeros(right.shape, dtype)
+        yield zeros(right.shape, dtype)
     yield np.full(right.shape, "a")
     yield np.zeros(right.shape, object)
     yield jax.random.key(0)
 
 
-LAYOUT_LIKE = (1, "foo", b"NHD", ["NHD"], jnp.zeros(2), {})
+LAYOUT_LIKE = (1, "foo", b"NHD", ["NHD"], zeros(2), {})
 ARRAY = Kind(("x", 1.5, 1, True, np.float32(1), {}, object()), _wrong_arrays)
-COUNT = Kind(("3", 2.5, True, [1], np.float32(2), np.ones((), int), jnp.ones((), int), 0, -1, {}))
-NUMBER = Kind(("1", [1.0], True, 0.0, -1.0, NAN, INF, 1e39, 1e-60, 10**400, 1j, jnp.ones(()), np.ones(1)))
+COUNT = Kind(("3", 2.5, True, [1], np.float32(2), np.ones((), int), ones((), int), 0, -1, {}))
+NUMBER = Kind(("1", [1.0], True, 0.0, -1.0, NAN, INF, 1e39, 1e-60, 10**400, 1j, ones(()), np.ones(1)))
 FLAG = Kind((1, 0.0, "no", [True], jnp.array(True), np.array([True])))
 NAME = Kind(LAYOUT_LIKE)
 DTYPE = Kind(("bfloat17", 3.5, "int32", [1], object(), {}, complex, "U3"))
-INSTANCE = Kind((1, "x", [], jnp.zeros(2), object(), int))
+INSTANCE = Kind((1, "x", [], zeros(2), object(), int))
 LAYER = Kind(
     (
         *("0", 1.5, True, -1, 2, 10**20, [0], {}, np.float32(0), np.int64(2), np.zeros((), bool)),
-        *(jnp.float32(0), jnp.zeros(1, jnp.int32), jnp.int32(2), jnp.int32(-1)),
+        *(jnp.float32(0), zeros(1, jnp.int32), jnp.int32(2), jnp.int32(-1)),
     )
 )
 PAGES = Kind(
-    ("x", 1.5, 1, {}, ["0"], [0.0], [True], [[0]], np.zeros(1), np.zeros((1, 1), int), jnp.zeros(1), [None])
+    ("x", 1.5, 1, {}, ["0"], [0.0], [True], [[0]], np.zeros(1), np.zeros((1, 1), int), zeros(1), [None])
 )
 SCALES = Kind(
     (
@@ -72,10 +81,10 @@ SCALES = Kind(
             np.array(["a"]),
             np.array([True]),
         ),
-        *(np.zeros(2), np.array([1.0, np.inf]), np.ones(3), jnp.ones(3), jnp.ones((2, 1)), jnp.ones(2, bool)),
+        *(np.zeros(2), np.array([1.0, np.inf]), np.ones(3), ones(3), ones((2, 1)), ones(2, bool)),
     )
 )
-SLOPES = Kind(("x", 1.0, True, ["1"], [NAN], [None, 1.0], {}, jnp.ones((2, 2)), object()))
+SLOPES = Kind(("x", 1.0, True, ["1"], [NAN], [None, 1.0], {}, ones((2, 2)), object()))
 
 
 def is_refused(call: Callable[..., Any], function: str, argument: str, value: Any) -> str | None:

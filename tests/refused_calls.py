@@ -5,7 +5,22 @@ from typing import Any
 import jax.numpy as jnp
 import refusals as kinds
 from flax import nnx
-from refusals import ARRAY, COUNT, DTYPE, FLAG, INSTANCE, LAYER, NAME, NUMBER, PAGES, SCALES, SLOPES, Kind
+from refusals import (
+    ARRAY,
+    COUNT,
+    DTYPE,
+    FLAG,
+    INSTANCE,
+    LAYER,
+    NAME,
+    NUMBER,
+    PAGES,
+    SCALES,
+    SLOPES,
+    Kind,
+    ones,
+    zeros,
+)  # fmt: skip
 from refused_values import (
     ANY_RANK,
     BIAS,
@@ -59,7 +74,7 @@ def calls() -> dict[str, Call]:
             {
                 **dict.fromkeys(attention(), ARRAY),
                 **dict.fromkeys((*SLOPES_OR_SINKS, "query_positions"), ARRAY.or_none()),
-                "tree_mask": Kind((1.5, "x", jnp.ones((2, 1, 1), I32), jnp.ones((2, 2, 1), bool))).or_none(),
+                "tree_mask": Kind((1.5, "x", ones((2, 1, 1), I32), ones((2, 2, 1), bool))).or_none(),
                 **dict(MASKS, sliding_window=WINDOW),
                 "scale": NUMBER.or_none(),
                 "block_sparse": INSTANCE.or_none(),
@@ -85,9 +100,9 @@ def calls() -> dict[str, Call]:
         "write_kv": Call(
             pallas_attn.write_kv,
             dict(
-                key=jnp.ones((3, 2, 16)),
-                value=jnp.ones((3, 2, 16)),
-                slot_mapping=jnp.zeros(3, I32),
+                key=ones((3, 2, 16)),
+                value=ones((3, 2, 16)),
+                slot_mapping=zeros(3, I32),
                 **{n: attention(jnp.int8)[n] for n in ("key_cache", "value_cache")},
             ),
             {
@@ -104,9 +119,9 @@ def calls() -> dict[str, Call]:
         ),
         "copy_pages": Call(
             pallas_attn.copy_pages,
-            dict(cache=jnp.zeros((4, 8)), source_pages=[0], target_pages=[1]),
+            dict(cache=zeros((4, 8)), source_pages=[0], target_pages=[1]),
             dict(
-                cache=Kind(("x", 1.0, [1.0], cache, {}, jnp.ones(()), jnp.ones(3), jnp.ones((0, 2)))),
+                cache=Kind(("x", 1.0, [1.0], cache, {}, ones(()), ones(3), ones((0, 2)))),
                 source_pages=PAGES,
                 target_pages=PAGES,
             ),
@@ -133,7 +148,7 @@ def calls() -> dict[str, Call]:
         "PagedKVCache.layer_tables": Call(cache.layer_tables, {}, dict(layer=LAYER)),
         "PagedKVCache.scales": Call(quantised.scales, {}, dict(layer=LAYER)),
         "PagedKVCache.slots": Call(
-            cache.slots, dict(layer=0, positions=jnp.zeros((2, 1), I32)), dict(layer=LAYER, positions=ARRAY)
+            cache.slots, dict(layer=0, positions=zeros((2, 1), I32)), dict(layer=LAYER, positions=ARRAY)
         ),
         "PagedKVCache.write": Call(cache.write, new_tokens(), dict(NEW, implementation=NAME.or_none())),
         "PagedKVCache.calibrate": Call(quantised.calibrate, new_tokens(), dict(NEW, margin=NUMBER)),
@@ -203,7 +218,7 @@ def calls() -> dict[str, Call]:
         ),
         "flash_attention": Call(
             pallas_attn.flash_attention,
-            dict(dense_attention(), bias=BIAS, sinks=jnp.ones(4), segment_ids=jnp.zeros((2, 3), I32)),
+            dict(dense_attention(), bias=BIAS, sinks=ones(4), segment_ids=zeros((2, 3), I32)),
             {
                 **dict.fromkeys(("query", "key", "value"), ARRAY),
                 **dict.fromkeys(("bias", "sinks", "segment_ids"), ARRAY.or_none()),
@@ -211,7 +226,7 @@ def calls() -> dict[str, Call]:
                 "scale": NUMBER.or_none(),
                 "softcap": NUMBER.or_none(),
                 "sliding_window": SIDES,
-                "q_offset": Kind(("3", 2.5, True, [1], jnp.ones((), int), 2**31, -(10**20), {})),
+                "q_offset": Kind(("3", 2.5, True, [1], ones((), int), 2**31, -(10**20), {})),
                 "causal": FLAG,
                 "return_lse": FLAG,
                 "layout": NAME,
@@ -221,7 +236,7 @@ def calls() -> dict[str, Call]:
         ),
         "flash_attention, packed": Call(
             pallas_attn.flash_attention,
-            dict({n: x[:1] for n, x in dense_attention().items()}, cu_q_lens=jnp.zeros(2, I32)),
+            dict({n: x[:1] for n, x in dense_attention().items()}, cu_q_lens=zeros(2, I32)),
             dict(cu_q_lens=ARRAY.or_none()),
         ),
         "dot_product_attention": Call(
@@ -229,8 +244,8 @@ def calls() -> dict[str, Call]:
             dict(
                 dense_attention(),
                 bias=BIAS,
-                query_seq_lengths=jnp.ones(2, I32),
-                key_value_seq_lengths=jnp.ones(2, I32),
+                query_seq_lengths=ones(2, I32),
+                key_value_seq_lengths=ones(2, I32),
             ),
             {
                 **dict.fromkeys(("query", "key", "value"), ARRAY),
@@ -321,7 +336,7 @@ def calls() -> dict[str, Call]:
         ),
         "MultiHeadLatentAttention, called": Call(
             layer,
-            dict(x=jnp.ones((2, 3, 8)), cache=latents, layer=0, positions=new_tokens()["positions"]),
+            dict(x=ones((2, 3, 8)), cache=latents, layer=0, positions=new_tokens()["positions"]),
             dict(
                 x=ARRAY,
                 cache=_caches(cache),
@@ -334,7 +349,7 @@ def calls() -> dict[str, Call]:
         "MultiHeadLatentAttention, ragged": Call(
             layer,
             dict(
-                x=jnp.ones((5, 8)),
+                x=ones((5, 8)),
                 **{n: attended_ragged(latents)[n] for n in ("cache", "layer", "positions", "cu_q_lens")},
             ),
             dict(x=ARRAY, positions=ARRAY, cu_q_lens=ARRAY.or_none()),
@@ -377,7 +392,7 @@ def _ragged_calls() -> dict[str, Call]:
     every = {
         **dict.fromkeys(ragged(), ARRAY),
         **dict.fromkeys((*SLOPES_OR_SINKS, "query_positions"), ARRAY.or_none()),
-        "tree_mask": Kind((1.5, "x", jnp.ones((5, 2), I32), jnp.ones((4, 2), bool))).or_none(),
+        "tree_mask": Kind((1.5, "x", ones((5, 2), I32), ones((4, 2), bool))).or_none(),
         **dict(MASKS, sliding_window=WINDOW),
         "num_seqs": NUM_SEQS,
         "scale": NUMBER.or_none(),
@@ -387,9 +402,9 @@ def _ragged_calls() -> dict[str, Call]:
         "config": INSTANCE.or_none(),
         "k_scale": Kind((1.0, "x")).or_none(),
     }
-    new = dict.fromkeys(("key", "value"), jnp.ones((5, 2, 16)))
-    out = dict(out=jnp.ones((5, 4, 16), jnp.float8_e5m2), out_scale=1.0)
-    state = dict(out_a=jnp.ones((5, 4, 16)), lse_a=jnp.ones((5, 4)))
+    new = dict.fromkeys(("key", "value"), ones((5, 2, 16)))
+    out = dict(out=ones((5, 4, 16), jnp.float8_e5m2), out_scale=1.0)
+    state = dict(out_a=ones((5, 4, 16)), lse_a=ones((5, 4)))
     states = {**state, **{name.replace("_a", "_b"): array for name, array in state.items()}}
     return {
         "ragged_paged_attention": Call(
@@ -426,7 +441,7 @@ def _ragged_calls() -> dict[str, Call]:
         ),
         "merge_states": Call(
             pallas_attn.merge_states,
-            dict(states, sinks=jnp.ones(4)),
+            dict(states, sinks=ones(4)),
             {**dict.fromkeys(states, ARRAY), "out_a": ANY_RANK, "sinks": ARRAY.or_none()},
         ),
         "RaggedTiles": Call(pallas_attn.RaggedTiles, dict(block_q=16, block_kv=16, num_splits=1), TILES),

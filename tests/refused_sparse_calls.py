@@ -4,13 +4,13 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from refusals import ARRAY, COUNT, DTYPE, FLAG, INSTANCE, LAYER, NAME, NUMBER, Kind
+from refusals import ARRAY, COUNT, DTYPE, FLAG, INSTANCE, LAYER, NAME, NUMBER, Kind, ones, zeros
 from refused_values import I32, TABLES, TILES, Call, flash_mla, latent_attention
 
 import pallas_attn
 from pallas_attn import nn
 
-IDS = jnp.zeros((2, 1, 6), I32)
+IDS = zeros((2, 1, 6), I32)
 SPARSE = {
     **dict.fromkeys(("topk_length", "sinks"), ARRAY.or_none()),
     "scale": NUMBER.or_none(),
@@ -24,15 +24,15 @@ def sparse(**options: Any) -> dict[str, Any]:
         query=arrays["query"],
         latent_cache=arrays["latent_cache"],
         indices=IDS,
-        topk_length=jnp.ones(2, I32),
-        sinks=jnp.ones(4),
+        topk_length=ones(2, I32),
+        sinks=ones(4),
         **options,
     )
 
 
 def blocksparse() -> dict[str, Any]:
     layout = pallas_attn.SparseLayout(jnp.array([[0, 1]], I32), jnp.array([[0]], I32), 16, 16)
-    rows = {name: jnp.ones((5, 2, 16)) for name in ("query", "key", "value")}
+    rows = {name: ones((5, 2, 16)) for name in ("query", "key", "value")}
     return dict(rows, layout=layout, cu_q_lens=jnp.array([0, 5], I32), cu_k_lens=jnp.array([0, 5], I32))
 
 
@@ -45,11 +45,11 @@ def sparse_calls() -> dict[str, Call]:
     keys = pallas_attn.PagedLatentCache.create(
         num_layers=2, num_pages=4, page_size=8, block_tables=TABLES, dtype=jnp.float32, index_dim=64
     )
-    positions = jnp.tile(jnp.arange(3, dtype=I32), (2, 1))
+    positions = jnp.array([[0, 1, 2]] * 2, I32)
     return {
         "PagedLatentCache.write_index_keys": Call(
             keys.write_index_keys,
-            dict(layer=0, keys=jnp.ones((2, 3, 64)), positions=positions),
+            dict(layer=0, keys=ones((2, 3, 64)), positions=positions),
             dict(layer=LAYER, keys=ARRAY, positions=ARRAY),
         ),
         "IndexerConfig": Call(nn.IndexerConfig, {}, dict.fromkeys(("num_heads", "head_dim", "top_k"), COUNT)),
@@ -61,8 +61,8 @@ def sparse_calls() -> dict[str, Call]:
         "Indexer, called": Call(
             nn.Indexer(**indexer()),
             dict(
-                x=jnp.ones((2, 3, 8)),
-                compressed_query=jnp.ones((2, 3, 4)),
+                x=ones((2, 3, 8)),
+                compressed_query=ones((2, 3, 4)),
                 cache=keys,
                 layer=0,
                 positions=positions,
@@ -90,7 +90,7 @@ def sparse_calls() -> dict[str, Call]:
         ),
         "flash_mla_with_kvcache, sparse": Call(
             pallas_attn.flash_mla_with_kvcache,
-            dict(flash_mla(), indices=IDS, attn_sink=jnp.ones(4), topk_length=jnp.ones(2, I32)),
+            dict(flash_mla(), indices=IDS, attn_sink=ones(4), topk_length=ones(2, I32)),
             {
                 **dict.fromkeys(("q", "k_cache"), ARRAY),
                 **dict.fromkeys(("indices", "attn_sink", "topk_length"), ARRAY.or_none()),
@@ -115,11 +115,11 @@ def sparse_calls() -> dict[str, Call]:
         "sparse_mla_prefill": Call(
             pallas_attn.sparse_mla_prefill,
             dict(
-                query=jnp.ones((2, 4, 576)),
-                latents=jnp.ones((9, 1, 576)),
+                query=ones((2, 4, 576)),
+                latents=ones((9, 1, 576)),
                 indices=IDS,
-                topk_length=jnp.ones(2, I32),
-                sinks=jnp.ones(4),
+                topk_length=ones(2, I32),
+                sinks=ones(4),
             ),
             {
                 **dict.fromkeys(("query", "latents", "indices"), ARRAY),
@@ -130,12 +130,12 @@ def sparse_calls() -> dict[str, Call]:
         "flash_mla_sparse_fwd": Call(
             pallas_attn.flash_mla_sparse_fwd,
             dict(
-                q=jnp.ones((2, 4, 576)),
-                kv=jnp.ones((9, 1, 576)),
+                q=ones((2, 4, 576)),
+                kv=ones((9, 1, 576)),
                 indices=IDS,
                 sm_scale=1.0,
-                attn_sink=jnp.ones(4),
-                topk_length=jnp.ones(2, I32),
+                attn_sink=ones(4),
+                topk_length=ones(2, I32),
             ),
             {
                 **dict.fromkeys(("q", "kv", "indices"), ARRAY),
@@ -148,9 +148,9 @@ def sparse_calls() -> dict[str, Call]:
         "write_latents": Call(
             pallas_attn.write_latents,
             dict(
-                latents=jnp.ones((3, 576)),
+                latents=ones((3, 576)),
                 latent_cache=latent_attention()["latent_cache"],
-                slot_mapping=jnp.zeros(3, I32),
+                slot_mapping=zeros(3, I32),
             ),
             {
                 **dict.fromkeys(("latents", "latent_cache", "slot_mapping"), ARRAY),
@@ -161,18 +161,16 @@ def sparse_calls() -> dict[str, Call]:
         # Any axes before the last will do.
         "quantize_latents": Call(
             pallas_attn.quantize_latents,
-            dict(latents=jnp.ones((3, 576))),
+            dict(latents=ones((3, 576))),
             dict(
-                latents=Kind((*ARRAY.values, jnp.ones(()), jnp.ones((3, 656)), jnp.ones(576, I32))),
+                latents=Kind((*ARRAY.values, ones(()), ones((3, 656)), ones(576, I32))),
                 scales=NAME,
             ),
         ),
         "dequantize_latents": Call(
             pallas_attn.dequantize_latents,
-            dict(tokens=jnp.zeros((3, 656), jnp.uint8)),
-            dict(
-                tokens=Kind((*ARRAY.values, jnp.zeros((3, 576), jnp.uint8), jnp.ones((3, 656)))), dtype=DTYPE
-            ),
+            dict(tokens=zeros((3, 656), jnp.uint8)),
+            dict(tokens=Kind((*ARRAY.values, zeros((3, 576), jnp.uint8), ones((3, 656)))), dtype=DTYPE),
         ),
         "SparseMLAConfig": Call(
             pallas_attn.SparseMLAConfig, dict(block_q=16, block_kv=16), TILES | dict(num_splits=COUNT)

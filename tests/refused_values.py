@@ -1,5 +1,6 @@
 """What the calls of test_refusals.py are made of: right arguments, and kinds of wrong ones."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import refusals as kinds
 from flax import nnx
-from refusals import ARRAY, COUNT, LAYER, NUMBER, Kind
+from refusals import ARRAY, COUNT, LAYER, NUMBER, Kind, ones, zeros
 
 import pallas_attn
 from pallas_attn import nn
@@ -29,9 +30,9 @@ TABLES = jnp.array([[0, 1], [2, 3]], I32)
 
 
 def attention(cache_dtype: Any = F32) -> dict[str, Any]:
-    pool = jnp.zeros((4, 8, 2, 16), cache_dtype)
+    pool = zeros((4, 8, 2, 16), cache_dtype)
     return dict(
-        query=jnp.ones((2, 4, 16)),
+        query=ones((2, 4, 16)),
         key_cache=pool,
         value_cache=pool,
         block_tables=TABLES,
@@ -41,42 +42,45 @@ def attention(cache_dtype: Any = F32) -> dict[str, Any]:
 
 def latent_attention() -> dict[str, Any]:
     return dict(
-        query=jnp.ones((2, 1, 4, 576)),
-        latent_cache=jnp.zeros((4, 8, 1, 576)),
+        query=ones((2, 1, 4, 576)),
+        latent_cache=zeros((4, 8, 1, 576)),
         block_tables=TABLES,
         seq_lens=jnp.array([3, 0], I32),
     )
 
 
 def dense_attention() -> dict[str, Any]:
-    return {name: jnp.ones((2, 3, heads, 16)) for name, heads in (("query", 4), ("key", 2), ("value", 2))}
+    return {name: ones((2, 3, heads, 16)) for name, heads in (("query", 4), ("key", 2), ("value", 2))}
 
 
+@functools.cache
 def flash_mla() -> dict[str, Any]:
     names = ("q", "k_cache", "block_table", "cache_seqlens")
     arrays = dict(zip(names, latent_attention().values(), strict=True))
-    metadata, splits = pallas_attn.get_mla_metadata(arrays["cache_seqlens"], 4, 1)
+    # Jitted, so that it is one program.
+    schedule = jax.jit(lambda lens: pallas_attn.get_mla_metadata(lens, 4, 1))
+    metadata, splits = schedule(arrays["cache_seqlens"])
     return dict(arrays, head_dim_v=512, tile_scheduler_metadata=metadata, num_splits=splits)
 
 
 def new_tokens(n: int = 3, heads: int = 2) -> dict[str, Any]:
-    new = jnp.ones((2, n, heads, 16))
-    return dict(layer=0, key=new, value=new, positions=jnp.broadcast_to(jnp.arange(n, dtype=I32), (2, n)))
+    new = ones((2, n, heads, 16))
+    return dict(layer=0, key=new, value=new, positions=jnp.array([[*range(n)]] * 2, I32))
 
 
 def new_latents() -> dict[str, Any]:
-    return dict(layer=0, latents=jnp.ones((2, 3, 576)), positions=jnp.zeros((2, 3), I32))
+    return dict(layer=0, latents=ones((2, 3, 576)), positions=zeros((2, 3), I32))
 
 
 def attended(cache: Any, n: int = 3) -> dict[str, Any]:
-    return dict(new_tokens(n), query=jnp.ones((2, n, 4, 16)), cache=cache)
+    return dict(new_tokens(n), query=ones((2, n, 4, 16)), cache=cache)
 
 
 def attended_ragged(cache: Any) -> dict[str, Any]:
     """Three tokens of the first sequence, one of the second, one of padding."""
-    new = jnp.ones((5, 2, 16))
+    new = ones((5, 2, 16))
     whose = dict(positions=jnp.array([0, 1, 2, 0, -1], I32), cu_q_lens=jnp.array([0, 3, 4], I32))
-    return dict(layer=0, query=jnp.ones((5, 4, 16)), key=new, value=new, cache=cache, **whose)
+    return dict(layer=0, query=ones((5, 4, 16)), key=new, value=new, cache=cache, **whose)
 
 
 def latent_cache() -> Any:
@@ -86,16 +90,14 @@ def latent_cache() -> Any:
 
 
 def latent_prefill() -> dict[str, Any]:
-    up = jnp.ones((4, 16, 512))
+    up = ones((4, 16, 512))
     given = {n: x for n, x in ragged().items() if not n.endswith("_cache")}
-    return dict(
-        given, query=jnp.ones((5, 4, 80)), latent_cache=jnp.zeros((4, 8, 1, 576)), key_up=up, value_up=up
-    )
+    return dict(given, query=ones((5, 4, 80)), latent_cache=zeros((4, 8, 1, 576)), key_up=up, value_up=up)
 
 
 def page_scales() -> dict[str, Any]:
-    new, scales = jnp.ones((3, 2, 16)), jnp.ones((4, 2))
-    return dict(key=new, value=new, k_scale=scales, v_scale=scales, slot_mapping=jnp.zeros(3, I32))
+    new, scales = ones((3, 2, 16)), ones((4, 2))
+    return dict(key=new, value=new, k_scale=scales, v_scale=scales, slot_mapping=zeros(3, I32))
 
 
 def linen_call(**arguments: Any) -> Any:
@@ -109,41 +111,29 @@ def latent_layer() -> nn.MultiHeadLatentAttention:
 
 
 def ragged() -> dict[str, Any]:
-    return dict(
-        {**attention(), "query": jnp.ones((5, 4, 16))}, cu_q_lens=jnp.array([0, 3, 4], I32), num_seqs=2
-    )
+    return dict({**attention(), "query": ones((5, 4, 16))}, cu_q_lens=jnp.array([0, 3, 4], I32), num_seqs=2)
 
 
 SIZES = dict(num_layers=2, num_pages=4, page_size=8)
 COUNTS = dict.fromkeys(SIZES, COUNT)
 MASKS = dict(softcap=NUMBER.or_none(), sliding_window=COUNT.or_none())
 MLA_CONFIG = dict(hidden_size=8, num_heads=2, q_lora_rank=4)
-FROM_0 = Kind(("3", 2.5, True, [1], np.float32(2), np.ones((), int), jnp.ones((), int), -1, {}))
+FROM_0 = Kind(("3", 2.5, True, [1], np.float32(2), np.ones((), int), ones((), int), -1, {}))
 TILES = dict.fromkeys(("block_q", "block_kv", "num_warps", "num_stages"), COUNT)
 TILES |= dict.fromkeys(("num_splits", "split_tokens"), FROM_0)
-TREE = dict(tree_mask=jnp.ones((2, 1, 1), bool), query_positions=jnp.zeros((2, 1), I32))
-RAGGED_TREE = dict(tree_mask=jnp.ones((5, 2), bool), query_positions=jnp.zeros(5, I32))
+TREE = dict(tree_mask=ones((2, 1, 1), bool), query_positions=zeros((2, 1), I32))
+RAGGED_TREE = dict(tree_mask=ones((5, 2), bool), query_positions=zeros(5, I32))
 NEW = dict(layer=LAYER, key=ARRAY, value=ARRAY, positions=ARRAY)
-WINDOW = Kind(
-    ("3", 2.5, True, [1], 0, -1, {}, jnp.ones(1, I32), jnp.ones(()), np.ones((), I32)), optional=True
-)
-ANY_RANK = Kind(
-    ARRAY.values, lambda right: (jnp.zeros(right.shape, t) for t in (np.complex64, np.bool_, I32))
-)
-NUM_SEQS = Kind(
-    ("2", 1.5, True, [1], {}, -1, 3, jnp.ones(()), jnp.ones(2, I32), np.ones((), int)), optional=True
-)
-OUT_SCALE = Kind(
-    ("1", [1.0], True, 0.0, -1.0, kinds.NAN, kinds.INF, 1j, jnp.ones(1), np.ones(())), optional=True
-)
-NEAR_ZERO = Kind(("1", [1.0], True, -1.0, kinds.NAN, kinds.INF, 1j, jnp.ones(()), np.ones(1)))
-BIAS = jnp.ones((1, 4, 3, 3))
+WINDOW = Kind(("3", 2.5, True, [1], 0, -1, {}, ones(1, I32), ones(()), np.ones((), I32)), optional=True)
+ANY_RANK = Kind(ARRAY.values, lambda right: (zeros(right.shape, t) for t in (np.complex64, np.bool_, I32)))
+NUM_SEQS = Kind(("2", 1.5, True, [1], {}, -1, 3, ones(()), ones(2, I32), np.ones((), int)), optional=True)
+OUT_SCALE = Kind(("1", [1.0], True, 0.0, -1.0, kinds.NAN, kinds.INF, 1j, ones(1), np.ones(())), optional=True)
+NEAR_ZERO = Kind(("1", [1.0], True, -1.0, kinds.NAN, kinds.INF, 1j, ones(()), np.ones(1)))
+BIAS = ones((1, 4, 3, 3))
 # None among (left, right) is no bound.
 SIDES = Kind(
-    ("3", 2.5, True, [1], 0, -1, {}, (1,), (1, -1), (1.5, 0), (1, "x"), jnp.ones((), int)), optional=True
+    ("3", 2.5, True, [1], 0, -1, {}, (1,), (1, -1), (1.5, 0), (1, "x"), ones((), int)), optional=True
 )
-MASK = Kind(
-    ("x", 1, True, [True], jnp.ones((2, 4, 3, 3)), jnp.ones((2, 4, 3), bool), jnp.ones((2, 3, 3, 3), bool))
-)
+MASK = Kind(("x", 1, True, [True], ones((2, 4, 3, 3)), ones((2, 4, 3), bool), ones((2, 3, 3, 3), bool)))
 MASK = MASK.or_none()
-SLOPES_OR_SINKS = dict.fromkeys(("alibi_slopes", "sinks"), jnp.ones(4))
+SLOPES_OR_SINKS = dict.fromkeys(("alibi_slopes", "sinks"), ones(4))
