@@ -230,6 +230,19 @@ def test_calls_of_mla_decode_read_measured_configs(num_seqs, tmp_path, monkeypat
     assert (taken[0].num_stages == 9) == (num_seqs == 2), "9 sequences are beyond streams"
 
 
+@pytest.mark.once
+def test_only_what_may_be_the_fastest_is_timed_again(small, monkeypatch):
+    """A fifth slower is out at once; 3% may be chance, and then the median of all counts."""
+    monkeypatch.setattr(points, "REPEATS", 3)
+    taken = iter([[1.2], [1.0], [1.03], [0.8, 1.1], [0.9, 0.95]])
+    monkeypatch.setattr(timing, "device_samples", lambda run, repeats: next(taken))
+    choices = [{"block_kv": size} for size in (16, 17, 32, 64)]
+    timings = list(points.measure(paged_point(2, 64), choices, "interpret"))
+    calls = timing.num_calls(1, timing.LEAST_CALLS)
+    assert [t.microseconds * calls / 1e6 for t in timings] == pytest.approx([1.2, math.inf, 1.0, 0.95])
+    assert next(taken, None) is None
+
+
 @pytest.mark.parametrize("failure", ["wrong", "refused"])
 def test_the_time_of_a_candidate_that_fails_does_not_count(failure, small, monkeypatch):
     if failure == "wrong":
