@@ -112,8 +112,14 @@ def test_one_entry_of_a_folder_hides_no_packaged_one(tmp_path, monkeypatch):
 def test_ranges_meet_at_geometric_means():
     lengths = {1024, 8192, 32768}
     ranges = [entries._range(value, lengths) for value in sorted(lengths)]
-    assert ranges == [[1, 2896], [2897, 16384], [16385, None]]
-    assert entries._range(8, {8}) == [1, None]
+    assert ranges == [[256, 2896], [2897, 16384], [16385, 131072]]
+
+
+def test_an_entry_serves_nothing_far_from_what_was_measured():
+    """What lies between is the heuristic's."""
+    assert entries._range(8, {8}) == [2, 32]
+    assert entries._range(1, {1}) == [1, 4]
+    assert [entries._range(value, {1, 512}) for value in (1, 512)] == [[1, 4], [128, 2048]]
 
 
 @pytest.mark.parametrize(
@@ -140,8 +146,8 @@ def test_what_was_measured_before_stays_unless_measured_anew():
     new = [entry(2, 64, 1024, 20.0), entry(1, 1, 1024, 21.0), entry(1, 1, 4096, 22.0)]
     merged = entries.merged(old, new)
     assert [e["measured"]["us"] for e in merged[:-1]] == [21.0, 22.0, 10.0, 20.0, 12.0]
-    assert [e["key"]["streams"] for e in merged[:-1]] == [[1, 2], [1, 2], [3, 32], [33, None], KEY["streams"]]
-    assert [e["key"]["max_len"] for e in merged[:3]] == [[1, 2048], [2049, None], [1, None]]
+    assert [e["key"]["streams"] for e in merged[:-1]] == [[1, 2], [1, 2], [3, 32], [33, 512], KEY["streams"]]
+    assert [e["key"]["max_len"] for e in merged[:3]] == [[256, 2048], [2049, 16384], [256, 4096]]
     assert merged[-2:] == old[2:], "of another kind, and by hand"
 
 

@@ -139,7 +139,7 @@ def test_tune_writes_what_calls_then_read(two_candidates, tmp_path, monkeypatch,
     assert f" PALLAS_ATTN_CONFIGS={tmp_path} " in printed
     ours, *others = json.loads(path.read_text())["entries"]
     assert others == kept
-    assert ours["key"] == {**KEY, "streams": [1, None], "max_len": [1, None]}
+    assert ours["key"] == {**KEY, "streams": [1, 8], "max_len": [16, 256]}
     assert ours["measured"]["us"] <= ours["measured"]["heuristic_us"]
     assert 0 < ours["measured"]["error"] < errors.LARGEST_ERROR["bfloat16"]
     monkeypatch.setenv(configs.CONFIGS_VARIABLE, str(tmp_path))
@@ -160,7 +160,7 @@ def test_an_op_is_an_entry_of_the_registry(small, tmp_path, monkeypatch):
     sizes = dict(num_heads=2, num_kv_heads=1, head_dim=16)
     run_tune(TuneOptions("red_attention", sizes, [2], [64], tmp_path, "interpret"))
     [found] = json.loads((tmp_path / current_device().slug / "red_attention.json").read_text())["entries"]
-    assert found["key"] == {"color": "red", "rows": [1, 16], "streams": [1, None], "max_len": [1, None]}
+    assert found["key"] == {"color": "red", "rows": [1, 16], "streams": [1, 8], "max_len": [16, 256]}
     assert found["config"]["block_kv"] == 16
 
 

@@ -39,7 +39,7 @@ def test_a_call_takes_what_was_measured_for_its_kind_of_latents(tmp_path, monkey
     assert main([*command, "--output", str(tmp_path)]) == 0
     path = tmp_path / current_device().slug / "sparse_mla_decode.json"
     [found] = json.loads(path.read_text())["entries"]
-    assert found["key"] == {"dtype": "uint8", "rows": [1, 16], "streams": [1, None], "max_len": [1, None]}
+    assert found["key"] == {"dtype": "uint8", "rows": [1, 16], "streams": [1, 8], "max_len": [12, 192]}
     assert 0 < found["measured"]["error"] < errors.LARGEST_ERROR["bfloat16"]
     monkeypatch.setenv(configs.CONFIGS_VARIABLE, str(tmp_path))
 
