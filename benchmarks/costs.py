@@ -90,6 +90,10 @@ def flash_attention(case: Any, *, gradients: bool = False) -> Cost:
         first, last = query + key - case.sliding_window + 1, query + key + case.sliding_window
     if case.causal:
         last = query + key + 1
+    if getattr(case, "documents", ()):
+        ends = np.cumsum(case.documents)
+        document = np.searchsorted(ends, query, side="right")
+        first, last = np.maximum(first, (ends - case.documents)[document]), np.minimum(last, ends[document])
     pairs = int((last.clip(0, case.kv_len) - first.clip(0, case.kv_len)).clip(0).sum())
     dims = case.head_dim + (case.value_dim or case.head_dim)
     rows = case.q_len * case.num_heads + case.kv_len * case.num_kv_heads

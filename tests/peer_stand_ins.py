@@ -241,6 +241,13 @@ class FlashAttention3:
         scale, causal, left, right, softcap, _, metadata, splits = arguments[23:31]
         assert k_new is v_new is out is None
         assert (left, right, softcap) == (-1, -1, 0.0)
+        if table is None:
+            key_starts = arguments[8]
+            bounds = [list(zip(ends[:-1], ends[1:], strict=True)) for ends in (starts, key_starts)]
+            assert (max_q, max_k) == tuple(max(e - b for b, e in side) for side in bounds)
+            assert lengths is metadata is qv is None
+            pairs = zip(*bounds, strict=True)
+            return [torch.cat([attention(q[i:j], k[m:n], v[m:n], scale, causal) for (i, j), (m, n) in pairs])]
         name, planned = metadata
         assert name == "metadata"
         assert planned[:7] == (len(lengths), max_q, max_k, q.shape[1], k.shape[2], k.shape[3], v.shape[3])

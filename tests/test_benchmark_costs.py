@@ -161,6 +161,8 @@ def test_roofs_do_what_they_count():
         flash.FlashCase(9, 30, 2, 2, 32, value_dim=16, causal=True, q_offset=21, batch=1),
         flash.FlashCase(25, 25, 2, 1, 16, sliding_window=6),
         flash.FlashCase(25, 25, 2, 1, 16, causal=True, sliding_window=6),
+        flash.FlashCase(25, 25, 2, 1, 16, causal=True, sliding_window=6, documents=(4, 11, 10)),
+        flash.FlashCase(25, 25, 2, 1, 16, documents=(4, 11, 10)),
     ],
     ids=lambda case: case.id,
 )

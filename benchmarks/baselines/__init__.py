@@ -22,6 +22,7 @@ import importlib
 import itertools
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,12 +85,12 @@ def torch_on_gpu(*packages: str) -> str | None:
     return None
 
 
-def plain_only(case: Any) -> str | None:
-    """Why a peer that is set up for plain bf16 and fp16 attention cannot serve a case."""
+def plain_only(case: Any, but: Sequence[str] = ()) -> str | None:
+    """Why a peer that is set up for plain bf16 and fp16 attention, `but` for these options, cannot serve a case."""
     if (getattr(case, "cache_dtype", None) or case.dtype) not in ("bfloat16", "float16"):
         return "is set up for bf16 and fp16 caches here"
-    for option in ("sliding_window", "block_sparse"):
-        if getattr(case, option, None):
+    for option in ("sliding_window", "block_sparse", "documents"):
+        if option not in but and getattr(case, option, None):
             return f"is set up without {option} here"
     return None
 

@@ -1,10 +1,11 @@
-"""FlashAttention-3 as vLLM ships and calls it: paged, with its scheduler's metadata made beforehand.
+"""FlashAttention-3 as vLLM ships and calls it: with its scheduler's metadata made beforehand where keys lie in pages.
 
 From package `vllm`, or from its library `_vllm_fa3_C*.so` alone, in a folder of BENCH_PEERS.
 """
 
 import functools
 import importlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +14,11 @@ import costs
 import baselines
 
 TITLE = "FA3 (vLLM)"
-OPS = ("mla_decode", "paged_attention", "ragged_paged_attention")
+OPS = ("mla_decode", "paged_attention", "ragged_paged_attention", "flash_attention")
 LIBRARY = "_vllm_fa3_C"
 # Its own choice; and for small batches an upper bound, which vLLM sets under CUDA graphs.
 SPLITS, MORE_SPLITS, FEW_SEQS = 0, 32, 16
+NO_WINDOW = (-1, -1)
 
 
 def available() -> str | None:
@@ -30,7 +32,9 @@ def available() -> str | None:
 
 
 def supports(case: Any) -> str | None:
-    return baselines.plain_only(case)
+    if case.op == "flash_attention" and case.layout != "BTNH":
+        return "is set up for BTNH here"
+    return baselines.plain_only(case, but=("documents",))  # which are sequences to it
 
 
 @functools.cache
@@ -45,10 +49,89 @@ def _operators() -> Any:
 
 
 def build(case: Any, inputs: Any) -> dict[str, Callable[[int], Any]]:
+    if case.op == "flash_attention":
+        return {"": _dense(case, inputs)}
     choices = {"": SPLITS}
     if case.num_seqs <= FEW_SEQS:
         choices[f"up to {MORE_SPLITS} splits"] = MORE_SPLITS
     return {variant: _call(case, inputs, splits) for variant, splits in choices.items()}
+
+
+def _dense(case: Any, inputs: Any) -> Callable[[int], Any]:
+    """Rows of the batch, or documents, end to end: what it is given for prompts."""
+    torch = importlib.import_module("torch")
+    sides = [case.documents or (length,) for length in (case.q_len, case.kv_len)]
+    starts = [
+        torch.tensor(
+            [0, *itertools.accumulate(side * case.batch)], dtype=torch.int32, device=inputs.lengths.device
+        )
+        for side in sides
+    ]
+
+    def call(index: int) -> Any:
+        query, keys, values = inputs.tables[index]
+        out = _attend(
+            *(x.flatten(0, 1) for x in (query, keys, values)),
+            query_starts=starts[0],
+            key_starts=starts[1],
+            longest=tuple(map(max, sides)),
+            scale=case.head_dim**-0.5,
+            causal=case.causal,
+        )
+        return out.view(*query.shape[:-1], values.shape[-1])
+
+    return call
+
+
+def _attend(
+    query: Any,
+    keys: Any,
+    values: Any,
+    *,
+    query_starts: Any,
+    longest: tuple[int, int],
+    scale: float,
+    causal: bool = True,
+    latent_query: Any = None,
+    key_starts: Any = None,
+    lengths: Any = None,
+    table: Any = None,
+    metadata: Any = None,
+    splits: int = SPLITS,
+) -> Any:
+    """Keys lie in rows and have `key_starts`, or in pages and have `lengths` and a `table`."""
+    before = (None, None)  # cu_seqlens_k_new, seqused_q
+    after = (None,) * 8  # batch index, left padding, rotary (3), scales of 8-bit inputs (3)
+    results = _operators().fwd(
+        query,
+        keys,
+        values,
+        None,  # new keys
+        None,  # new values
+        latent_query,
+        None,  # out: a new one
+        query_starts,
+        key_starts,
+        *before,
+        lengths,
+        *longest,
+        table,
+        *after,
+        scale,
+        causal,
+        *NO_WINDOW,
+        0.0,  # soft cap
+        True,  # rotary interleaved
+        metadata,
+        splits,
+        None,  # pack_gqa: its choice
+        0,  # multiprocessors left to others
+        None,  # sinks
+        1,  # context parallelism: world size, rank, lengths
+        0,
+        None,
+    )
+    return results[0]
 
 
 def _call(case: Any, inputs: Any, splits: int) -> Callable[[int], Any]:
@@ -69,7 +152,6 @@ def _call(case: Any, inputs: Any, splits: int) -> Callable[[int], Any]:
         baselines.query_starts(case, device=query.device),
         max(baselines.q_lens(case)),
     )
-    no_window = (-1, -1)
     metadata = operators.get_scheduler_metadata(
         case.num_seqs,
         most_queries,
@@ -88,44 +170,26 @@ def _call(case: Any, inputs: Any, splits: int) -> Callable[[int], Any]:
         case.page_size,
         0,  # new keys
         True,  # causal
-        *no_window,
+        *NO_WINDOW,
         False,  # soft cap
         splits,
         None,  # pack_gqa: its choice
         0,  # multiprocessors left to others
     )
-    unused = dict(before=(None,) * 3, after=(None,) * 8)
 
     def call(index: int) -> Any:
-        results = operators.fwd(
+        return _attend(
             query,
             keys,
             values,
-            None,  # new keys
-            None,  # new values
-            latent_query,
-            None,  # out: a new one
-            query_starts,
-            *unused["before"],  # cu_seqlens_k, cu_seqlens_k_new, seqused_q
-            inputs.lengths,
-            most_queries,
-            longest,
-            inputs.tables[index],
-            *unused["after"],  # batch index, left padding, rotary (3), scales of 8-bit inputs (3)
-            case.head_dim**-0.5,
-            True,  # causal
-            *no_window,
-            0.0,  # soft cap
-            True,  # rotary interleaved
-            metadata,
-            splits,
-            None,  # pack_gqa
-            0,
-            None,  # sinks
-            1,  # context parallelism: world size, rank, lengths
-            0,
-            None,
+            latent_query=latent_query,
+            query_starts=query_starts,
+            longest=(most_queries, longest),
+            lengths=inputs.lengths,
+            table=inputs.tables[index],
+            scale=case.head_dim**-0.5,
+            metadata=metadata,
+            splits=splits,
         )
-        return results[0]
 
     return call

@@ -11,6 +11,7 @@ from workloads.base import Target
 from workloads.dense import Call, DenseWorkload, attention, flat, normal
 
 LENGTHS = (4096, 8192, 16384, 32768, 65536)
+DOCUMENTS = (1000, 3000, 500, 6000, 200, 2500, 84, 3100)  # one behind the other, as in training
 
 
 class FlashAttention(DenseWorkload):
@@ -40,6 +41,7 @@ class FlashAttention(DenseWorkload):
             made(16384, 16, 4, 128),
             *(made(tokens, 16, 16, 128) for tokens in (2048, 4096, 8192)),
             made(16384, 16, 16, 128, sliding_window=1024),
+            made(16384, 16, 16, 128, documents=DOCUMENTS),
             made(16384, 16, 16, 128, causal=False),
         ]
 
@@ -54,6 +56,7 @@ class FlashAttention(DenseWorkload):
         return [
             FlashCase(70, 70, 4, 2, 16, "bfloat16", causal=True),
             FlashCase(64, 64, 2, 2, 16, "bfloat16", batch=1, layout="BNTH"),
+            FlashCase(48, 48, 2, 2, 16, "bfloat16", causal=True, documents=(20, 28)),
         ]
 
     def made(self, batch: int, seqlen: int, heads: int, kv_heads: int | None, q_len: int) -> Any:
@@ -83,6 +86,8 @@ class FlashAttention(DenseWorkload):
 
         names = ("layout", "causal", "sliding_window", "q_offset")
         options = {name: getattr(case, name) for name in names}
+        if case.documents:
+            options["segment_ids"] = jnp.broadcast_to(_ids(case), (case.batch, case.q_len))
 
         def attend(query, key, value):
             return self.library.flash_attention(
@@ -105,6 +110,9 @@ class FlashAttention(DenseWorkload):
                 visible &= ahead <= 0
             if case.sliding_window:
                 visible &= abs(ahead) < case.sliding_window
+            if case.documents:
+                ids = _ids(case)
+                visible &= ids[query_at][:, None] == ids[key_at]
             return visible
 
         out = jax.lax.map(lambda one: attention(one[0], one[1], one[2], seen), (query, key, value))
@@ -139,3 +147,10 @@ class FlashGradients(FlashAttention):
         *floats, d_out = (x.astype(jnp.float32) for x in given)
         _, vjp = jax.vjp(lambda *x: FlashAttention.right(self, case, x), *floats)
         return flat(vjp(d_out))
+
+
+def _ids(case: Any) -> jax.Array:
+    """[tokens]: the document that each is of."""
+    return jnp.repeat(
+        jnp.arange(len(case.documents)), jnp.array(case.documents), total_repeat_length=case.q_len
+    )

@@ -61,6 +61,11 @@ class BlockSparseCase:
         return tuple(k_len for _, k_len in self.lens)
 
     @property
+    def rows(self) -> int:
+        """Query rows of a KV head, on average."""
+        return sum(q_len for q_len, _ in self.lens) * self.group // self.num_seqs
+
+    @property
     def num_seqs(self) -> int:
         return len(self.lens)
 

@@ -22,6 +22,7 @@ class FlashCase:
     bias: which dimensions of the bias are not 1, of "b" batch, "h" heads, "t" queries and "s" keys; None for no bias.
     mask: likewise.
     segments: "packed" is ascending ids, each in one piece, of lengths that fit no tile; "any" is any order.
+    documents: lengths of documents that fill a row, of as many queries as keys; benchmarks call it with their ids.
     """
 
     op: ClassVar[str] = "flash_attention"
@@ -44,6 +45,7 @@ class FlashCase:
     bias: str | None = None
     mask: str | None = None
     segments: str | None = None
+    documents: tuple[int, ...] = ()
 
     @property
     def id(self) -> str:
@@ -61,6 +63,8 @@ class FlashCase:
             value = getattr(self, name)
             if value:
                 parts.append(name if value is True else f"{name}{value}".replace(" ", ""))
+        if self.documents:
+            parts.append(f"documents{len(self.documents)}")
         return "-".join(parts)
 
     @property
@@ -71,6 +75,11 @@ class FlashCase:
     def seq_lens(self) -> tuple[int, ...]:
         """Keys of each entry of the batch."""
         return (self.kv_len,) * self.batch
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a KV head."""
+        return self.q_len * self.group
 
     @property
     def num_seqs(self) -> int:
@@ -89,6 +98,9 @@ class FlashCase:
 def visible(case: FlashCase) -> np.ndarray:
     """[q_len, kv_len]: which keys each query sees by place, by the rules as documented."""
     seen = np.ones((case.q_len, case.kv_len), bool)
+    if case.documents:
+        document = np.repeat(np.arange(len(case.documents)), case.documents)
+        seen = document[:, None] == document
     for query in range(case.q_len):
         for key in range(case.kv_len):
             ahead = key - (query + case.q_offset)
