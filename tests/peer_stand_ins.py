@@ -243,7 +243,7 @@ class FlashAttention3:
         assert (left, right, softcap) == (-1, -1, 0.0)
         if table is None:
             key_starts = arguments[8]
-            bounds = [list(zip(ends[:-1], ends[1:], strict=True)) for ends in (starts, key_starts)]
+            bounds = [list(itertools.pairwise(ends)) for ends in (starts, key_starts)]
             assert (max_q, max_k) == tuple(max(e - b for b, e in side) for side in bounds)
             assert lengths is metadata is qv is None
             pairs = zip(*bounds, strict=True)

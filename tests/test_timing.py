@@ -47,6 +47,25 @@ def test_every_call_stays_where_it_is_and_plain_ones_whole():
     assert products(plain=False) == len(SETS) + behind, "of jnp the second product would be dropped"
 
 
+def test_calls_without_lengths_stay_too():
+    def product(given, _):
+        out = jnp.tanh(given[0]) @ given[1]
+        return out, out[:1]
+
+    sets = [(WEIGHTS[:2] + i, WEIGHTS) for i in range(3)]
+    loop = jax.jit(functools.partial(timing.looped, product, 7, lengths=None))
+    compiled = loop.lower(sets=sets).compile()
+    text = compiled.as_text() or ""
+    assert text.count(" dot(") == len(sets) + timing.CHECKED_CALLS
+    name = text.split("body=%")[1].split(",")[0]
+    (body,) = [part for part in text.split("\n\n") if part.lstrip().startswith(f"%{name} ")]
+    assert body.count("kind=kCustom") + body.count(" dot(") == len(sets), "in every round"
+    assert " copy(" not in body
+    first, last = compiled(sets=sets)
+    assert jnp.allclose(first, product(sets[0], None)[0])
+    assert jnp.allclose(last, product(sets[-1], None)[0])
+
+
 def test_sets_and_rounds_follow_from_what_a_call_takes():
     assert timing.num_sets(1) == timing.MOST_SETS
     assert timing.num_sets(timing.ROTATE_BYTES // 7) == 8

@@ -63,7 +63,9 @@ def _dense(case: Any, inputs: Any) -> Callable[[int], Any]:
     sides = [case.documents or (length,) for length in (case.q_len, case.kv_len)]
     starts = [
         torch.tensor(
-            [0, *itertools.accumulate(side * case.batch)], dtype=torch.int32, device=inputs.lengths.device
+            [0, *itertools.accumulate(side * case.batch)],
+            dtype=torch.int32,
+            device=inputs.tables[0][0].device,
         )
         for side in sides
     ]

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn._call.configs import SplitKVConfig
 from pallas_attn.testing.cases import Case
 from pallas_attn.tuning import timing
 from pallas_attn.tuning.errors import LARGEST_ERROR, worst_error
@@ -50,6 +49,15 @@ class Point(abc.ABC):
         """In a word or two, what sets this point apart from others of its size."""
 
     @property
+    def usual_seconds(self) -> float:
+        """That a call roughly takes."""
+        return self.read_bytes / BYTES_PER_SECOND
+
+    @property
+    def error_limit(self) -> float:
+        return LARGEST_ERROR[self.case.dtype]
+
+    @property
     @abc.abstractmethod
     def read_bytes(self) -> int:
         """Of the caches, by one call."""
@@ -62,7 +70,7 @@ class Point(abc.ABC):
     def config(self, **fields: int) -> Any:
         """What a call takes that finds `fields` measured."""
 
-    def tiles(self, fields: Fields) -> SplitKVConfig:
+    def tiles(self, fields: Fields) -> Any:
         """Of the config, what the point's calls are cut up by."""
         return self.config(**fields)
 
@@ -75,12 +83,16 @@ class Point(abc.ABC):
     def candidates(self) -> list[Fields]:
         """Fields worth trying, the heuristic's (none) first."""
 
-    @abc.abstractmethod
+    def inputs(self) -> "Inputs":
+        """What calls are timed on: paged, unless a point says otherwise."""
+        return inputs_of(self)
+
     def operands(self, num_pages: int, seq_lens: jax.Array) -> Any:
-        """The query, pools of `num_pages` pages and whatever else all calls share."""
+        """The query, pools of `num_pages` pages and whatever else all calls of a paged op share."""
+        raise NotImplementedError(f"{self.case.op} has no pages")
 
     @abc.abstractmethod
-    def call(self, operands: Any, table: jax.Array, seq_lens: jax.Array, **options: Any) -> Any:
+    def call(self, operands: Any, table: Any, seq_lens: Any, **options: Any) -> Any:
         """The op's (out, lse); `options` are its implementation and config."""
 
     @property
@@ -109,9 +121,10 @@ class Inputs(NamedTuple):
     """What the calls of a point are timed on."""
 
     operands: Any
-    tables: tuple[jax.Array, ...]
-    """One for each call of a round; of disjoint pages where those are few."""
-    seq_lens: jax.Array
+    tables: tuple[Any, ...]
+    """What each call of a round has of its own: a block table, of disjoint pages where those are few."""
+    seq_lens: jax.Array | None
+    """None where calls take none."""
 
 
 class Timing(NamedTuple):
@@ -147,9 +160,9 @@ def random_pool(shape: Sequence[int], dtype: str, seed: int) -> jax.Array:
 def measure(point: Point, choices: Sequence[Fields], implementation: str = "pallas") -> Iterator[Timing]:
     """The timing of each choice of fields, in the order of `choices`; all are compiled before the first is timed,
     because compiling beside a measurement disturbs it, and all are timed once before some are timed again."""
-    inputs = inputs_of(point)
+    inputs = point.inputs()
     calls_a_round = len(inputs.tables)
-    rounds, plain = timing.num_rounds(point.read_bytes / BYTES_PER_SECOND, calls_a_round), False
+    rounds, plain = timing.num_rounds(point.usual_seconds, calls_a_round), False
     if implementation == "interpret":  # to try this out: slow, and jnp to the compiler
         rounds, plain = 1, True
 
@@ -176,7 +189,7 @@ def measure(point: Point, choices: Sequence[Fields], implementation: str = "pall
                 timing.warm_up(run)
                 warm = True
             error = max(worst_error(*pair) for pair in zip(outs, expected, strict=True))
-            if error <= LARGEST_ERROR[point.case.dtype]:
+            if error <= point.error_limit:
                 found.append(_Contender(fields, run, error, timing.device_samples(run, 1)))
             else:
                 found.append(Timing(fields, math.inf, error, f"wrong: error {error:.1e}"))

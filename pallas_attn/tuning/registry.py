@@ -1,5 +1,7 @@
 """The ops that can be tuned, by name."""
 
+from pallas_attn.tuning.blocksparse_attention import BlockSparsePoint
+from pallas_attn.tuning.flash_attention import FlashAttentionPoint
 from pallas_attn.tuning.mla_decode import MLADecodePoint
 from pallas_attn.tuning.paged_attention import PagedAttentionPoint
 from pallas_attn.tuning.points import Point
@@ -11,5 +13,7 @@ OPS: dict[str, type[Point]] = {
     "ragged_paged_attention": RaggedAttentionPoint,
     "mla_decode": MLADecodePoint,
     "sparse_mla_decode": SparseMLAPoint,
+    "flash_attention": FlashAttentionPoint,
+    "blocksparse_attention": BlockSparsePoint,
 }
 """A new op is a `Point` of its own and an entry here: command, file and timing know none by name."""

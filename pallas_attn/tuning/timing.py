@@ -39,10 +39,10 @@ def num_calls(rounds: int, calls_a_round: int) -> int:
 
 
 def looped(
-    call: Callable[[Any, jax.Array], tuple[jax.Array, jax.Array]],
+    call: Callable[[Any, Any], tuple[jax.Array, jax.Array]],
     rounds: int,
     sets: Sequence[Any],
-    lengths: jax.Array,
+    lengths: jax.Array | None,
     *,
     plain: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -58,30 +58,47 @@ def looped(
         rounds: static, or the host would be asked after each.
         sets: what differs from call to call, one pytree for each call of a round: block tables.
         lengths: any array that the call's result depends on; calls get it unchanged, which the compiler cannot know.
+            None where calls take none: then that is so of the smallest float array of each set, of which a number is
+            written in place. (A barrier around both will not do: one half of it is dropped where it is not used.)
         plain: the call is jnp, of which XLA would drop what only the output needs, and compile a copy for every set.
     """
     call = jax.jit(call)  # traced once, not once a set
 
-    def after(number: jax.Array, lengths: jax.Array) -> jax.Array:
-        """The lengths as they are, which only `number` can tell."""
-        return lengths + jnp.isnan(number).astype(lengths.dtype)
+    def after(number: jax.Array, sets: Any, lengths: Any) -> tuple[Any, Any]:
+        """Both as they are, which only `number` can tell."""
+        nothing = jnp.isnan(number)
+        if lengths is None:
+            return tuple(_touched(one, nothing) for one in sets), None
+        return sets, lengths + nothing.astype(lengths.dtype)
 
-    def probe(one: Any, lengths: jax.Array) -> jax.Array:
+    def probe(one: Any, lengths: Any) -> jax.Array:
         output, witness = call(one, lengths)
         return _first(witness) + _first(output) if plain else _first(witness)
 
-    def body(_, lengths):
+    def body(_, carry):
+        sets, lengths = carry
         if plain:
             stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *sets)
             probes = jax.lax.map(lambda one: probe(one, lengths), stacked)
         else:
             probes = jnp.stack([probe(one, lengths) for one in sets])
-        return after(jnp.sum(probes), lengths)
+        return after(jnp.sum(probes), sets, lengths)
 
-    lengths = jax.lax.fori_loop(0, rounds, body, lengths)
+    sets, lengths = jax.lax.fori_loop(0, rounds, body, (tuple(sets), lengths))
     first, witness = call(sets[0], lengths)
-    last, _ = call(sets[-1], after(_first(witness), lengths))
+    sets, lengths = after(_first(witness), sets, lengths)
+    last, _ = call(sets[-1], lengths)
     return first, last
+
+
+def _touched(arrays: Any, nothing: jax.Array) -> Any:
+    """With `nothing` added to the first number of the smallest float array."""
+    leaves, structure = jax.tree.flatten(arrays)
+    floats = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    least = min(floats, key=lambda i: leaves[i].size)
+    leaf = leaves[least]
+    leaves[least] = leaf.at[(0,) * leaf.ndim].add(nothing.astype(leaf.dtype))
+    return jax.tree.unflatten(structure, leaves)
 
 
 def _first(array: jax.Array) -> jax.Array:

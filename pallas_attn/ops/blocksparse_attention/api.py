@@ -14,7 +14,7 @@ from pallas_attn._tile import triton
 from pallas_attn._tile.layout import LAYOUTS, PoolCase, PoolShape, check_pools, reaches
 from pallas_attn._tile.masking import Rules
 from pallas_attn.ops.blocksparse_attention import backward, gradients
-from pallas_attn.ops.blocksparse_attention.config import BlockSparseConfig, heuristic
+from pallas_attn.ops.blocksparse_attention.config import TILES, BlockSparseConfig, heuristic
 from pallas_attn.ops.blocksparse_attention.decode import decode
 from pallas_attn.ops.blocksparse_attention.kernel import prefill
 from pallas_attn.ops.blocksparse_attention.layout import SparseLayout
@@ -205,12 +205,15 @@ def _need(check: ArgumentChecker, arrays: dict[str, Any], absent: tuple[str, ...
 
 
 def _config(check: ArgumentChecker, problem: Problem, layout: SparseLayout, dtype: Any, explicit: Any) -> Any:
+    row_blocks = layout.columns.shape[1] / layout.num_row_blocks
     key = dict(
         head_dim=problem.pool.head_dim,
         block_size=layout.block_size,
         q_block_size=layout.q_block_size,
         dtype=jnp.dtype(dtype).name,
-        kinds=problem.kinds,
+        rows=problem.num_tokens * problem.group // problem.num_seqs,
+        streams=problem.num_seqs * problem.pool.num_kv_heads,
+        max_len=int(row_blocks * layout.block_size),
     )
     choose = functools.partial(
         heuristic,
@@ -218,12 +221,17 @@ def _config(check: ArgumentChecker, problem: Problem, layout: SparseLayout, dtyp
         itemsize=jnp.dtype(dtype).itemsize,
         block_size=layout.block_size,
         q_block_size=layout.q_block_size,
-        row_blocks=layout.columns.shape[1] / layout.num_row_blocks,
+        row_blocks=row_blocks,
         streams=problem.num_seqs * problem.num_heads // problem.decode_heads,
         num_heads=problem.num_heads,
         device=current_device(),
     )
-    config = configs.resolve(check.function, BlockSparseConfig, explicit, key, choose)
+    found = {
+        kernel: configs.resolve(check.function, BlockSparseConfig, explicit, key | {"kernel": kernel}, choose)
+        for kernel in TILES
+    }
+    tiles = {name: getattr(found[kernel], name) for kernel, names in TILES.items() for name in names}
+    config = dataclasses.replace(found["prefill"], **tiles)
     for name, most in (
         ("block_q", layout.q_block_size), ("block_kv", layout.block_size), ("decode_block_kv", layout.block_size)
     ):  # fmt: skip

@@ -13,6 +13,13 @@ RESERVED_KIB = 2  # of shared memory, for layouts and reductions
 POWERS_OF_TWO = {**configs.POWERS_OF_TWO, "decode_block_kv": 16, "decode_warps": 1, "decode_heads": 1}
 POWERS_OF_TWO |= {f"{kernel}_{size}": 16 for kernel in ("dq", "dkv") for size in ("block_q", "block_kv")}
 POWERS_OF_TWO |= {"dq_warps": 1, "dkv_warps": 1}
+# What the tiles of each kernel are called in a config: queries where a program has more than one, keys, warps, stages.
+TILES = {
+    "prefill": ("block_q", "block_kv", "num_warps", "num_stages"),
+    "decode": ("decode_block_kv", "decode_warps", "decode_stages"),
+    "dq": ("dq_block_q", "dq_block_kv", "dq_warps", "dq_stages"),
+    "dkv": ("dkv_block_q", "dkv_block_kv", "dkv_warps", "dkv_stages"),
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -59,21 +59,31 @@ class FlashAttentionConfig:
                 )
 
 
+KERNELS = tuple(field.name for field in dataclasses.fields(FlashAttentionConfig))
+
+
 def resolve(
     operands: dict[str, jax.Array], rules: Rules, explicit: FlashAttentionConfig | None
 ) -> FlashAttentionConfig:
-    """The caller's own, a measured one or the heuristic's."""
+    """The caller's own, or of each kernel measured tiles or the heuristic's."""
     problem, dtype = Problem.of(operands, rules), operands["query"].dtype
     key = dict(
         head_dim=problem.head_dim,
         value_dim=problem.value_dim,
         dtype=dtype_name(dtype),
-        q_len=problem.q_len,
-        kv_len=problem.kv_len,
+        rows=problem.q_len * problem.group,
+        streams=problem.batch * problem.num_kv_heads,
+        max_len=problem.kv_len,
     )
     pairs = sum(operands[name].dtype.itemsize for name in ("bias", "mask") if name in operands)
     choose = functools.partial(heuristic, problem, jnp.dtype(dtype).itemsize, pairs, current_device())
-    return configs.resolve("flash_attention", FlashAttentionConfig, explicit, key, choose)
+
+    def tiles(kernel: str) -> FlashAttentionTiles:
+        of_kernel = key | {"kernel": kernel}
+        found = configs.resolve("flash_attention", FlashAttentionConfig, explicit, of_kernel, choose)
+        return getattr(found, kernel)
+
+    return FlashAttentionConfig(*map(tiles, KERNELS))
 
 
 def heuristic(

@@ -1,0 +1,116 @@
+"""What is tuned of `blocksparse_attention`: its kernels, for layouts of random blocks that differ by head."""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_attn._call.device import current_device
+from pallas_attn.ops.blocksparse_attention import BlockSparseConfig, blocksparse_attention
+from pallas_attn.ops.blocksparse_attention.config import TILES, heuristic
+from pallas_attn.testing.blocksparse import BlockSparseCase, layout_of
+from pallas_attn.tuning.dense import DensePoint
+from pallas_attn.tuning.points import Fields, Inputs
+
+# Tokens of a sequence, of which a row sees `max_len` on average.
+CONTEXT = 8
+PREFILL = ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 3), (128, 64, 4, 2), (128, 128, 8, 3), (128, 64, 8, 3))
+DECODE = ((64, 4, 3), (64, 4, 4), (32, 4, 4), (64, 8, 3))
+DQ = ((128, 64, 8, 3), (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 3))
+DKV = ((32, 64, 4, 3), (64, 128, 8, 3), (32, 64, 4, 2), (64, 64, 4, 2))
+CHOICES = {"prefill": PREFILL, "decode": DECODE, "dq": DQ, "dkv": DKV}
+
+
+class Tiles(NamedTuple):
+    block_q: int
+    block_kv: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockSparsePoint(DensePoint):
+    """`max_len` is here what a row of the layout sees: that, not how long sequences are, is what programs do."""
+
+    sizes: ClassVar = dict(num_heads=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
+
+    case: BlockSparseCase
+    kernel: str
+
+    @classmethod
+    def variants(cls, num_seqs: int, max_len: int, **sizes: Any) -> "Sequence[BlockSparsePoint]":
+        dtype = sizes.pop("dtype")
+
+        def point(kernel: str, block: int) -> "BlockSparsePoint":
+            tokens = CONTEXT * max_len
+            decodes = kernel == "decode"
+            # A random half of a prompt's blocks lies in the future.
+            pattern = 1 / CONTEXT if decodes else 2 / CONTEXT
+            lens = ((1 if decodes else tokens, tokens),) * num_seqs
+            heads = (sizes["num_heads"], sizes["num_kv_heads"], sizes["head_dim"])
+            return cls(case=BlockSparseCase(lens, *heads, pattern, block, block, dtype=dtype), kernel=kernel)
+
+        return [point(kernel, block) for block in (64, 128) for kernel in TILES]
+
+    @property
+    def max_len(self) -> int:
+        return max(self.case.seq_lens) // CONTEXT
+
+    @property
+    def kind(self) -> str:
+        return f"{self.kernel}, blocks of {self.case.block_size}"
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        case = self.case
+        queries, keys = (sum(lens) for lens in zip(*case.lens, strict=True))
+        row = (keys, case.num_kv_heads, case.head_dim)
+        return (queries, case.num_heads, case.head_dim), row, row
+
+    @property
+    def pairs(self) -> int:
+        return sum(q_len for q_len, _ in self.case.lens) * self.case.num_heads * self.max_len
+
+    def key(self) -> dict[str, Any]:
+        case = self.case
+        sizes = dict(head_dim=case.head_dim, block_size=case.block_size, q_block_size=case.q_block_size)
+        return dict(kernel=self.kernel, **sizes, dtype=case.dtype)
+
+    def config(self, **fields: int) -> BlockSparseConfig:
+        case = self.case
+        return heuristic(
+            head_dim=case.head_dim,
+            itemsize=jnp.dtype(case.dtype).itemsize,
+            block_size=case.block_size,
+            q_block_size=case.q_block_size,
+            row_blocks=self.max_len / case.block_size,
+            streams=self.streams,
+            num_heads=case.num_heads,
+            device=current_device(),
+            **fields,
+        )
+
+    def chosen(self, fields: Fields) -> Fields:
+        config = dataclasses.asdict(self.config(**fields))
+        return {name: config[name] for name in TILES[self.kernel]}
+
+    def tiles(self, fields: Fields) -> Tiles:
+        *queries, block_kv, num_warps, num_stages = self.chosen(fields).values()
+        # A program of decode has one query.
+        return Tiles(queries[0] if queries else 1, block_kv, num_warps, num_stages)
+
+    def candidates(self) -> list[Fields]:
+        names = TILES[self.kernel]
+        fitting = [t for t in CHOICES[self.kernel] if max(t[: len(names) - 2]) <= self.case.block_size]
+        return self.distinct([{}, *(dict(zip(names, tiles, strict=True)) for tiles in fitting)])
+
+    def inputs(self) -> Inputs:
+        ends = jnp.array([0, *itertools.accumulate(self.case.seq_lens)], jnp.int32)
+        return super().inputs()._replace(operands=(jax.tree.map(jnp.asarray, layout_of(self.case)), ends))
+
+    def attend(self, operands: Any, *floats: jax.Array, **options: Any) -> Any:
+        layout, ends = operands
+        return blocksparse_attention(*floats, layout, cu_k_lens=ends, return_lse=True, **options)

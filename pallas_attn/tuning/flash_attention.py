@@ -1,0 +1,71 @@
+"""What is tuned of `flash_attention`: each of its kernels, for causal attention of a batch of prompts."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from pallas_attn._call.device import current_device
+from pallas_attn._tile.band import Band
+from pallas_attn.ops.flash_attention import FlashAttentionConfig, flash_attention
+from pallas_attn.ops.flash_attention.config import KERNELS, FlashAttentionTiles, heuristic
+from pallas_attn.ops.flash_attention.problem import Problem, Rules
+from pallas_attn.testing.flash_attention import FlashCase
+from pallas_attn.tuning.dense import DensePoint
+from pallas_attn.tuning.points import Fields
+
+# (block_q, block_kv, warps, stages); dk and dv walk over queries, and have them the other way round.
+TILES = ((128, 64, 8, 3), (128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 4, 2))
+TILES += ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 3), (128, 32, 8, 2), (64, 64, 8, 2))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FlashAttentionPoint(DensePoint):
+    sizes: ClassVar = dict(num_heads=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
+
+    case: FlashCase
+    kernel: str
+
+    @classmethod
+    def variants(cls, num_seqs: int, max_len: int, **sizes: Any) -> "Sequence[FlashAttentionPoint]":
+        case = FlashCase(max_len, max_len, **sizes, batch=num_seqs, causal=True)
+        return [cls(case=case, kernel=kernel) for kernel in KERNELS]
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        case = self.case
+        keys = (case.batch, case.kv_len, case.num_kv_heads, case.head_dim)
+        return (case.batch, case.q_len, case.num_heads, case.head_dim), keys, keys
+
+    @property
+    def pairs(self) -> int:
+        return self.case.batch * self.case.num_heads * self.case.q_len * (self.case.q_len + 1) // 2
+
+    def key(self) -> dict[str, Any]:
+        case = self.case
+        return dict(kernel=self.kernel, head_dim=case.head_dim, value_dim=case.head_dim, dtype=case.dtype)
+
+    def config(self, **fields: int) -> FlashAttentionConfig:
+        case = self.case
+        rules = Rules("BTNH", case.head_dim**-0.5, None, Band(None, 0, 0))
+        sizes = (case.batch, case.q_len, case.kv_len, case.num_kv_heads, case.group)
+        problem = Problem(rules, *sizes, case.head_dim, case.head_dim)
+        guess = heuristic(problem, jnp.dtype(case.dtype).itemsize, 0, current_device())
+        tiles = dataclasses.replace(getattr(guess, self.kernel), **fields)
+        return dataclasses.replace(guess, **{self.kernel: tiles})
+
+    def tiles(self, fields: Fields) -> FlashAttentionTiles:
+        return getattr(self.config(**fields), self.kernel)
+
+    def chosen(self, fields: Fields) -> dict[str, Any]:
+        return {self.kernel: super().chosen(fields)}
+
+    def candidates(self) -> list[Fields]:
+        sides = ("block_kv", "block_q") if self.kernel == "key_value" else ("block_q", "block_kv")
+        names = (*sides, "num_warps", "num_stages")
+        return self.distinct([{}, *(dict(zip(names, tiles, strict=True)) for tiles in TILES)])
+
+    def attend(self, operands: Any, *floats: jax.Array, **options: Any) -> Any:
+        return flash_attention(*floats, causal=True, return_lse=True, **options)
