@@ -73,12 +73,11 @@ def ragged_paged_attention(case: Any) -> Cost:
             seen = np.minimum(seen, case.sliding_window)
         pairs += int(seen.sum())
         tokens_read += int(min(length, seen[0] + q_len - 1)) if q_len else 0
+    dims = case.head_dim + (case.value_dim or case.head_dim)
     cache_bytes = _ITEM_BYTES[case.cache_dtype or case.dtype]
     rows = sum(case.q_lens) * case.num_heads
-    num_bytes = (
-        2 * case.head_dim * (tokens_read * case.num_kv_heads * cache_bytes + rows * _ITEM_BYTES[case.dtype])
-    )
-    return Cost(4 * case.head_dim * case.num_heads * pairs, num_bytes)
+    num_bytes = dims * (tokens_read * case.num_kv_heads * cache_bytes + rows * _ITEM_BYTES[case.dtype])
+    return Cost(2 * dims * case.num_heads * pairs, num_bytes)
 
 
 def flash_attention(case: Any, *, gradients: bool = False) -> Cost:

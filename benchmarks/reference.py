@@ -51,7 +51,7 @@ QUERIES = 256  # that are attended from at once, where there are many
 def ragged_expected(
     query: jax.Array, caches: tuple[jax.Array, ...], table: jax.Array, *, case: Any, cache_scale: float = 1.0
 ) -> jax.Array:
-    """float32 [num_tokens, num_heads, head_dim], of `case.q_lens` queries of each sequence end to end."""
+    """float32 [num_tokens, num_heads, value_dim], of `case.q_lens` queries of each sequence end to end."""
     outs, seq, first = [], 0, 0
     sizes = zip(case.seq_lens, case.q_lens, strict=True)
     # Neighbours of one size are compiled once.
@@ -71,10 +71,10 @@ def ragged_expected(
                 return _attend_at(case, queries.astype(jnp.float32), keys, values, position)
 
             blocks = queries.reshape(-1, size, *queries.shape[1:])
-            return jax.lax.map(some, (blocks, jnp.arange(len(blocks)))).reshape(queries.shape)[:q_len]
+            return jax.lax.map(some, (blocks, jnp.arange(len(blocks)))).reshape(len(queries), query.shape[1], -1)[:q_len]
 
         tables = table[seq : seq + count, : -(-length // case.page_size)]
-        outs.append(jax.lax.map(one, (queries, tables)).reshape(-1, *query.shape[1:]))
+        outs.append(jax.lax.map(one, (queries, tables)).reshape(count * q_len, query.shape[1], -1))
         seq, first = seq + count, first + count * q_len
     return jnp.concatenate(outs)
 
@@ -82,7 +82,7 @@ def ragged_expected(
 def _attend_at(
     case: Any, query: jax.Array, keys: jax.Array, values: jax.Array, position: jax.Array
 ) -> jax.Array:
-    """[queries, num_heads, head_dim] of queries at `position` [queries]."""
+    """[queries, num_heads, value_dim] of queries at `position` [queries]."""
     product = functools.partial(jnp.einsum, precision="highest")
     grouped = query.reshape(len(query), keys.shape[1], -1, query.shape[2]) * query.shape[2] ** -0.5
     key_at, at = jnp.arange(len(keys)), position[:, None]
@@ -90,7 +90,7 @@ def _attend_at(
     if case.sliding_window:
         seen &= at - key_at < case.sliding_window
     weights = jax.nn.softmax(jnp.where(seen, product("qhgd,thd->hgqt", grouped, keys), -jnp.inf), axis=-1)
-    return product("hgqt,thv->qhgv", weights, values).reshape(query.shape)
+    return product("hgqt,thv->qhgv", weights, values).reshape(*query.shape[:2], -1)
 
 
 def sparse(

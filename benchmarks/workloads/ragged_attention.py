@@ -43,6 +43,7 @@ class RaggedAttention(PagedWorkload):
         return [
             made((70, 33, 5), q_lens=(40, 33, 1)),
             made((300,), q_lens=(300,), sliding_window=20),
+            made((90, 41), q_lens=(16, 41), value_dim=32, cache_dtype="int8"),
         ]
 
     def made(self, batch: int, seqlen: int, heads: int, kv_heads: int | None, q_len: int) -> Any:
@@ -59,6 +60,12 @@ class RaggedAttention(PagedWorkload):
 
     def query_shape(self, case: Any) -> tuple[int, ...]:
         return (sum(case.q_lens), case.num_heads, case.head_dim)
+
+    def input_shapes(self, case: Any) -> Inputs:
+        shapes = super().input_shapes(case)
+        keys, values = shapes.caches
+        narrower = values.update(shape=(*values.shape[:3], case.value_dim or case.head_dim))
+        return shapes._replace(caches=(keys, narrower))
 
     def most_sets(self, case: Any) -> int:
         return max(2, int(ROUND_SECONDS * USUAL_FLOPS / self.cost(case).flops))

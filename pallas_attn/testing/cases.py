@@ -130,7 +130,13 @@ def _ragged_cells() -> list[RaggedCase]:
     }
     plain = [_ragged_cell(name, *sizes) for name, sizes in cells.items()]
     windows = [_ragged_cell("1x32768", (0,), (32768,), sliding_window=window) for window in (None, 4096)]
-    return [*plain, *windows]
+    continued = functools.partial(_ragged_cell, "2048on30720", *cells["2048on30720"])
+    caches = [continued(cache_dtype=dtype) for dtype in ("float8_e4m3fn", "int8")]
+    heads = [
+        continued(32, 8, head_dim, 16, value_dim=value_dim)
+        for head_dim, value_dim in ((64, None), (96, None), (192, 128), (256, None))
+    ]
+    return [*plain, *windows, *caches, *heads]
 
 
 def _ragged_cell(
