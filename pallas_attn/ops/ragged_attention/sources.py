@@ -67,20 +67,20 @@ class Pages:
         steps = ceil_div(jnp.maximum(last - first, 0), CHECKED_IDS)
         return jnp.max(jax.lax.fori_loop(0, steps, look, jnp.zeros(CHECKED_IDS, jnp.int32))) > 0
 
-    def ahead(self, start) -> jax.Array | tuple:
-        """The tokens' page ids; behind the table's end any id."""
+    def ahead(self, start) -> tuple[jax.Array, ...]:
+        """The tokens' page ids, behind the table's end any; and their offsets, which Triton must find beside the ids:
+        it does not pipeline loads by ids of the step before and offsets of this one."""
         if not self.looks_ahead:
             return ()
-        column, _ = self._slots(start)
-        return self._look_up(jnp.minimum(column, self._problem.max_pages - 1))
+        column, offset = self._slots(start)
+        return self._look_up(jnp.minimum(column, self._problem.max_pages - 1)), offset
 
     def read(self, start, position, ready, held):
-        column, offset = self._slots(start)
-        page = ready
-        if held is not None:
-            page = self._look_up(column, mask=held, other=0)
-        elif not self.looks_ahead:
-            page = self._look_up(column)
+        if held is None and self.looks_ahead:
+            page, offset = ready
+        else:
+            column, offset = self._slots(start)
+            page = self._look_up(column, **({} if held is None else {"mask": held, "other": 0}))
 
         def tile(which: Which, ref: Any, dim: int, chunk: Chunk):
             layout = self._problem.layout
