@@ -100,6 +100,16 @@ def test_matches_reference(form, implementation, monkeypatch, small_workspace):
 
 
 @pytest.mark.once
+def test_bf16_is_rounded_once_a_product():
+    """Also on a CPU, where XLA adds up some products of bf16 in bf16."""
+    arguments, up = make("bfloat16")
+    right, _ = expected(arguments, up)
+    out, _ = run(arguments, up, form="absorbed")
+    error = np.linalg.norm(np.float64(out) - right, axis=-1)
+    assert (error <= 8e-3 * np.linalg.norm(right, axis=-1)).all()
+
+
+@pytest.mark.once
 @pytest.mark.parametrize("form", ["absorbed", "projected", None])
 def test_bad_pages_and_lengths_poison_only_their_sequence(form, monkeypatch, small_workspace):
     monkeypatch.setattr(api, "least_projected", lambda *_: 20)

@@ -1,5 +1,6 @@
 """The absorbed form: ragged attention over the latents themselves, which are keys and values to all heads."""
 
+import functools
 from typing import Any
 
 import jax
@@ -25,10 +26,10 @@ def attend(
     """(out, lse) of the sequences `mine` [max_seqs]; 0 and -inf for others, whose pages are not read."""
     query = batch.operands["query"]
     nope, rope = query[..., :-ROPE_DIM], query[..., -ROPE_DIM:]
-    in_latents = jnp.einsum("thn,hnc->thc", nope, key_up, precision="highest")
+    in_latents = _by_head("thn,hnc->thc", nope, key_up)
     seen = {
         **batch.operands,
-        "query": jnp.concatenate([in_latents.astype(query.dtype), rope], axis=-1),
+        "query": jnp.concatenate([in_latents, rope], axis=-1),
         "key_cache": latent_cache,
         "seq_lens": jnp.where(mine, batch.operands["seq_lens"], 0),
     }
@@ -41,5 +42,14 @@ def attend(
         return_lse=True,
         implementation=implementation,
     )
-    in_heads = jnp.einsum("thc,hvc->thv", out, value_up, precision="highest")
-    return in_heads.astype(query.dtype), lse
+    return _by_head("thc,hvc->thv", out, value_up), lse
+
+
+def _by_head(dims: str, array: jax.Array, up: jax.Array) -> jax.Array:
+    """Their product in the array's dtype, rounded once: on a CPU, XLA would add up a batch of bf16 products in bf16."""
+    product = functools.partial(jnp.einsum, dims, precision="highest")
+
+    def widened(array: jax.Array, up: jax.Array) -> jax.Array:
+        return product(array.astype(jnp.float32), up.astype(jnp.float32)).astype(array.dtype)
+
+    return jax.lax.platform_dependent(array, up, cpu=widened, default=product)

@@ -73,7 +73,6 @@ def ragged_attention_pallas(
         max_tree=extras["tree_mask"].shape[1] if "tree_mask" in extras else 0,
         new_apart=sources.new is not None,
         skip_decode=skip_decode,
-        latent=sources.value_cache is None,
         launches=(config.long, config.short) if config.short else (config.long,),
     )
     done = kept

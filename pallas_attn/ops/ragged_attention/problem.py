@@ -31,8 +31,6 @@ class Problem(PagedCall):
     """Whether the new tokens' keys and values are no part of the cache."""
     skip_decode: bool
     """Whether rows of sequences with one query token are left as they are."""
-    latent: bool
-    """Whether keys hold the values."""
     launches: tuple[RaggedTiles, ...]
     """Tiles of all launches of the call: one for all sequences, or a second one for those of few query rows."""
     launch: int = 0

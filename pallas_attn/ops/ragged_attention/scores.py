@@ -20,7 +20,6 @@ class Scores:
         self._query_at = first + mine.token
         self._drafts = tree.Drafts(seq_len, first, jnp.where(self._is_tree, block.q_len, 0))
         self._first_token = block.first_token
-        self._some = block.q_len > 0
 
     def __call__(self, queries, keys, key_scale, position, held, scale) -> tuple[jax.Array, Any]:
         """(logits [block_q, block_kv] with every rule applied, what makes them base 2: a factor, or None if they are);
@@ -32,10 +31,7 @@ class Scores:
             )
             slope = slope[:, None]
         factor = logits.factor(rules, scale, slope)
-        if self._problem.latent:
-            tile, factor = self._apart(queries, keys, factor), None
-        else:
-            tile = logits.products(queries, keys, None)
+        tile = logits.products(queries, keys, None)
         if key_scale is not None:
             tile *= key_scale[None, :]
         drafts = None
@@ -47,18 +43,6 @@ class Scores:
             tile = logits.shape(tile * factor, rules, slope, drafts.key_at if drafts else key_at, query_at)
             factor = None
         return (tile if held is None else self._masked(tile, position, held, drafts)), factor
-
-    def _apart(self, queries, keys, factor) -> jax.Array:
-        """Scaled products that Triton cannot see to feed the next ones.
-
-        It would give these the layout of those, with all warps along the rows: of 64 rows the second half of the warps
-        would repeat what the first half does. Behind a branch, which is always taken, they get one of their own; and
-        scaled before they are added, so that no product accumulates onto another.
-        """
-        shape = (self._problem.rows, keys[0].shape[0])
-        return jax.lax.cond(
-            self._some, lambda: logits.products(queries, keys, factor), lambda: jnp.zeros(shape, jnp.float32)
-        )
 
     def _masked(self, tile: jax.Array, position, held, drafts: tree.Tree | None) -> jax.Array:
         key_at, query_at = position[None, :], self._query_at[:, None]
