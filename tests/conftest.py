@@ -45,6 +45,15 @@ def pytest_report_header() -> str:
     return f"jax {jax.__version__} on {jax.default_backend()}{without}"
 
 
+# GPU tests that run what Pallas compiles, and not the same by Triton itself.
+UNPAIRED = pytest.StashKey[list[str]]()
+
+
+@pytest.fixture
+def unpaired(pytestconfig: pytest.Config) -> list[str]:
+    return pytestconfig.stash[UNPAIRED]
+
+
 def asks_for_pallas(item: pytest.Item) -> bool:
     params = item.callspec.params.values() if hasattr(item, "callspec") else ()
     return any("pallas" in ([value] if isinstance(value, str) else value)
@@ -53,8 +62,15 @@ def asks_for_pallas(item: pytest.Item) -> bool:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """GPU tests are deselected where there is no GPU."""
+    by_pallas = [item for item in items if asks_for_pallas(item)]
+    collected = {item.nodeid for item in items}
+    config.stash[UNPAIRED] = [
+        item.nodeid
+        for item in by_pallas
+        if item.get_closest_marker("gpu") and item.nodeid.replace("pallas", "triton") not in collected
+    ]
     if WITHOUT_PALLAS:
-        deselect(config, items, [item for item in items if asks_for_pallas(item)])
+        deselect(config, items, by_pallas)
     if jax.default_backend() != "gpu":
         deselect(config, items, [item for item in items if item.get_closest_marker("gpu")])
 

@@ -11,6 +11,7 @@ import roofline
 import run
 import source
 import workloads
+from support import ON_GPU
 
 import pallas_attn
 
@@ -165,15 +166,10 @@ def test_cases_told_to_another_process(op):
     assert patterns[0] == patterns[1]
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("op", "targets"),
-    [
-        ("paged_attention", ["auto", "pallas", "triton"]),
-        ("mla_decode", ["auto", "pallas", "pallas-unscheduled", "triton", "triton-unscheduled"]),
-    ],
-)
-def test_on_a_gpu(op, targets):
+@pytest.mark.parametrize("implementation", ON_GPU)
+@pytest.mark.parametrize("op", ["paged_attention", "mla_decode"])
+def test_on_a_gpu(op, implementation):
+    targets = ["auto", implementation] + [f"{implementation}-unscheduled"] * (op == "mla_decode")
     assert run.main(["--op", op, "--tiny", "--quick", "--target", *targets, "--out", "out.csv"]) == 0
     rows = results.read(Path("out.csv"))
     assert all(row.ok for row in rows)

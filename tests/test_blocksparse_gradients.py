@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from references.blocksparse_torch import gradients as reference
+from support import ON_GPU
 
 import pallas_attn
 from pallas_attn import LocalStride
 from pallas_attn.ops.blocksparse_attention import BlockSparseConfig
 from pallas_attn.testing.blocksparse import BlockSparseCase, layout_of, make
 
-GPU = pytest.param("pallas", marks=pytest.mark.gpu)
-KERNELS = ["interpret", GPU]
+KERNELS = ["interpret", *ON_GPU]
 # A row's error over the root mean square of its array's rows; ten to twenty times what rounding alone leaves.
 CAP = {"bfloat16": 2e-2, "float16": 3e-3, "float32": 2e-5}
 # Each kernel's tiles are others, and smaller than blocks, so that walks have beginnings, middles and ends.

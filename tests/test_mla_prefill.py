@@ -6,13 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import unchecked
+from support import COMPILED, ON_GPU, unchecked
 
 import pallas_attn
 from pallas_attn.ops.mla_prefill import api, projected
 from pallas_attn.testing import inputs
 
-GPU = pytest.param("pallas", marks=pytest.mark.gpu)
 HEADS, NOPE, VALUE, PAGE_SIZE = 3, 32, 16, 16
 # A chunk behind a context, no query, decoding, a prompt, an empty sequence, decoding.
 Q_LENS, LENS, PADDING, SPARE = (40, 0, 1, 33, 2, 1), (230, 40, 90, 33, 0, 129), 3, 2
@@ -79,11 +78,13 @@ def small_workspace(monkeypatch):
     monkeypatch.setattr(projected, "WORKSPACE_TOKENS", 128)
 
 
-@pytest.mark.parametrize("implementation", ["xla", pytest.param("interpret", marks=pytest.mark.once), GPU])
+@pytest.mark.parametrize(
+    "implementation", ["xla", pytest.param("interpret", marks=pytest.mark.once), *ON_GPU]
+)
 @pytest.mark.parametrize("form", ["absorbed", "projected", None])
 def test_matches_reference(form, implementation, monkeypatch, small_workspace):
     monkeypatch.setattr(api, "least_projected", lambda *_: 20)  # some sequences each
-    dtype = "bfloat16" if implementation == "pallas" else "float32"
+    dtype = "bfloat16" if implementation in COMPILED else "float32"
     arguments, up = make(dtype)
     out, lse = run(arguments, up, implementation, form=form)
     right, right_lse = expected(arguments, up)

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from references.paged_attention_torch import paged_attention as reference
-from support import unchecked
+from support import ON_GPU, unchecked
 
 import pallas_attn
 from pallas_attn import PagedKVCache, page_scales, write_kv
 from pallas_attn.testing import cases, compare, inputs
 
-IMPLEMENTATIONS = ["xla", "interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
+IMPLEMENTATIONS = ["xla", "interpret", *ON_GPU]
 SIZES = dict(page_size=4, dtype=jnp.int8, margin=1.0)
 
 

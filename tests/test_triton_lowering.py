@@ -83,6 +83,12 @@ def test_writes_what_reads_alike_for_every_trace(name):
     assert all("loc(" not in text and str(ROOT) not in text for text in first)
 
 
+@pytest.mark.once
+def test_what_a_gpu_runs_by_pallas_it_runs_by_triton_too(unpaired):
+    """Of the tests that are collected: all, where the suite runs."""
+    assert not unpaired
+
+
 def write(pages: int, implementation="triton"):
     new = jax.ShapeDtypeStruct((4, 8, 128), jnp.bfloat16)
     pool = jax.ShapeDtypeStruct((pages, 16, 8, 128), jnp.int8)
