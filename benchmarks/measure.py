@@ -158,8 +158,9 @@ def outcomes(
         yield from ((candidate.name, Outcome(note="out of memory for the inputs")) for candidate in found)
         return
     contenders, failed = [], {}
+    expected = functools.cache(lambda future: future.result()(inputs))
     for candidate in found:
-        right, outcome = checked(candidate, inputs)
+        right, outcome = checked(candidate, inputs, expected(candidate.expected))
         contenders += right
         if not right:
             failed[candidate.name] = outcome
@@ -180,10 +181,9 @@ def outcomes(
             yield candidate.name, Outcome(best.samples, best.error, peak, method, best.variant)
 
 
-def checked(candidate: Candidate, inputs: Any) -> tuple[list[Contender], Outcome]:
+def checked(candidate: Candidate, inputs: Any, expected: list[jax.Array]) -> tuple[list[Contender], Outcome]:
     """The variants that are right; and, of no use unless there are none, what went wrong."""
     right, problem = [], Outcome(note="has no variant for this case")
-    expected = candidate.expected.result()(inputs)
     try:
         runners = candidate.build(inputs) if candidate.build else {}
     except Exception as error:

@@ -6,6 +6,7 @@ float32 (no TF32); a sequence's pages are gathered and attended to densely.
 
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,7 +15,14 @@ import numpy as np
 from costs import MLA_DIM
 
 TOKENS_AT_ONCE = 16
+# XLA would try all its kernels for each product, which takes longer than all else that run.py does for a case.
+IN_A_HURRY = {"xla_gpu_autotune_level": 0}
 PAGES_FIRST, HEADS_FIRST = "pages first", "heads first"
+
+
+def compiled(right: Callable[..., Any], *shapes: Any) -> Callable[..., Any]:
+    """A reference for inputs of these shapes, which runs a few times only."""
+    return jax.jit(right).lower(*shapes).compile(compiler_options=IN_A_HURRY)
 
 
 def expected(

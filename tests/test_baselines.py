@@ -199,13 +199,13 @@ def test_a_peer_that_fails_at_a_case_has_no_figure(monkeypatch, made):
     done.set_result(lambda inputs: expected)
     build = lambda inputs: measure.torch_runners(peer, MLA[1], inputs)  # noqa: E731
     candidate = measure.Candidate("flash_mla", "FlashMLA", 5e-3, {}, done, build)
-    right, outcome = measure.checked(candidate, inputs)
+    right, outcome = measure.checked(candidate, inputs, expected)
     assert not right
     assert outcome.note == "AssertionError: head count 4 is not supported"
     assert not outcome.wrong
     ours = candidate._replace(name="auto")
     with pytest.raises(AssertionError, match="head count"):
-        measure.checked(ours, inputs)
+        measure.checked(ours, inputs, expected)
 
 
 def test_why_a_peer_cannot_run(monkeypatch, tmp_path):

@@ -176,7 +176,7 @@ class PagedWorkload(Workload):
         self, right: Callable[..., jax.Array], shapes: Inputs
     ) -> Callable[[Inputs], list[jax.Array]]:
         """(inputs) -> `right` for the first and the last table."""
-        compiled = jax.jit(right).lower(*shapes[:2], shapes.tables[0], shapes.lengths).compile()
+        compiled = reference.compiled(right, *shapes[:2], shapes.tables[0], shapes.lengths)
 
         def expected(inputs: Inputs) -> list[jax.Array]:
             ends = (inputs.tables[0], inputs.tables[-1])
@@ -198,6 +198,7 @@ def pages_of(case: Any) -> Sequence[int]:
     return [math.ceil(length / case.page_size) for length in case.seq_lens]
 
 
+@functools.cache
 def _random_block(dtype: Any, seed: int, size: int) -> jax.Array:
     """[size] normal values."""
     block = np.random.default_rng(seed).standard_normal(size, np.float32)

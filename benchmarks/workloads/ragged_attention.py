@@ -99,7 +99,7 @@ class RaggedAttention(PagedWorkload):
         right = functools.partial(
             reference.ragged_expected, case=case, cache_scale=cache_scale(cache_dtype(case))
         )
-        compiled = jax.jit(right).lower(*shapes[:2], shapes.tables[0]).compile()
+        compiled = reference.compiled(right, *shapes[:2], shapes.tables[0])
 
         def expected(inputs: Inputs) -> list[jax.Array]:
             return [compiled(*inputs[:2], table) for table in (inputs.tables[0], inputs.tables[-1])]
