@@ -11,6 +11,8 @@ from support import unchecked
 
 import pallas_attn
 from pallas_attn import LocalStride, PagedAttentionConfig, paged_attention, write_kv
+from pallas_attn._call import dispatch
+from pallas_attn._lowering import cache, compiler
 
 F32 = jnp.float32
 
@@ -193,6 +195,17 @@ def test_refused_pallas_on_a_gpu_falls_back_with_a_warning():
         UserWarning, match="slow 'xla' implementation because pallas: head_dim is at most 512, got 1024"
     ):
         lowering.lower_for_gpu(paged_attention, *shapes.values())
+
+
+def test_without_a_compiler_the_slow_path_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(dispatch.installed, "pallas", lambda: "jax 1.0 has no Pallas-Triton lowering")
+    monkeypatch.setattr(compiler, "installed", lambda: None)
+    monkeypatch.setenv(cache.FOLDER, "/nonexistent")
+    message = (
+        r"pallas: jax 1.0 has no .*; triton: Triton is not installed: pip install 'pallas-attn\[triton\]'"
+    )
+    with pytest.warns(UserWarning, match=message):
+        lowering.lower_for_gpu(paged_attention, *attention_arguments().values())
 
 
 def test_an_old_gpu_is_refused_with_the_reason():

@@ -122,7 +122,7 @@ def test_a_forced_implementation_says_why_it_cannot():
 
 
 def test_there_is_no_hopper_kernel(monkeypatch):
-    monkeypatch.setitem(dispatch._AVAILABLE, "cuda", lambda device: None)  # as on an H100
+    monkeypatch.setitem(dispatch._DEVICES, "cuda", lambda device: None)  # as on an H100
     with pytest.raises(
         ValueError, match="'cuda' cannot serve this call: no Hopper kernel of ragged attention has"
     ):

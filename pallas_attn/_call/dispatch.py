@@ -19,14 +19,18 @@ Reason = str | None
 """Why an implementation cannot serve; None when it can."""
 
 
-def _cuda_available(device: Device) -> Reason:
+def _hopper(device: Device) -> Reason:
     if device.compute_capability != 90:
         return f"needs an sm_90 GPU (H100, H200), the device is {device.kind!r}"
+    return None
+
+
+def _library() -> Reason:
     available, reason = ffi.is_available()
     return None if available else reason
 
 
-def _gpu_available(device: Device) -> Reason:
+def _gpu(device: Device) -> Reason:
     if device.platform != "gpu":
         return f"needs an NVIDIA GPU, the device is {device.kind!r} (to debug without one: 'interpret')"
     if device.compute_capability is not None and device.compute_capability < 80:
@@ -34,24 +38,10 @@ def _gpu_available(device: Device) -> Reason:
     return None
 
 
-compilers: dict[str, Callable[[], Reason]] = {}
-"""What is missing to compile kernels, by implementation: the file that has them compiled says so here."""
-
-
-def _pallas_available(device: Device) -> Reason:
-    return _gpu_available(device) or compilers["pallas"]()
-
-
-def _interpret_available(_: Device) -> Reason:
-    return compilers["interpret"]()
-
-
-def _triton_available(device: Device) -> Reason:
-    if reason := _gpu_available(device):
-        return reason
-    if device.compute_capability is None:
+def _known_gpu(device: Device) -> Reason:
+    if device.platform == "gpu" and device.compute_capability is None:
         return f"the compute capability of {device.kind!r} is not known"
-    return compilers["triton"]()
+    return _gpu(device)
 
 
 def _always(_: Any) -> Reason:
@@ -59,13 +49,19 @@ def _always(_: Any) -> Reason:
 
 
 # In order of preference; "interpret" runs the Pallas kernel in Python for debugging and is never chosen unasked.
-_AVAILABLE: dict[str, Callable[[Device], Reason]] = {
-    "cuda": _cuda_available,
-    "pallas": _pallas_available,
-    "triton": _triton_available,
+_DEVICES: dict[str, Callable[[Device], Reason]] = {
+    "cuda": _hopper,
+    "pallas": _gpu,
+    "triton": _known_gpu,
     "xla": _always,
-    "interpret": _interpret_available,
+    "interpret": _always,
 }
+installed: dict[str, Callable[[], Reason]] = {"cuda": _library}
+"""What an implementation lacks beside a device: the file that has kernels compiled adds what it knows."""
+
+
+def _missing(name: str) -> Reason:
+    return installed[name]() if name in installed else None
 
 
 @dataclass(frozen=True)
@@ -85,7 +81,7 @@ _recorders: list[dict[str, str]] = []
 
 
 def register(op: str, implementations: dict[str, Implementation]) -> None:
-    _OPS[op] = {name: implementations[name] for name in _AVAILABLE if name in implementations}
+    _OPS[op] = {name: implementations[name] for name in _DEVICES if name in implementations}
 
 
 def check_name(function: str, op: str, requested: Any) -> None:
@@ -103,7 +99,7 @@ def resolve(op: str, case: Any, requested: str | None) -> tuple[str, Callable[..
     known, device = _OPS[op], current_device()
 
     def refusal(name: str) -> Reason:
-        return _AVAILABLE[name](device) or known[name].supports(case)
+        return _DEVICES[name](device) or known[name].supports(case) or _missing(name)
 
     if requested is not None:
         check_name(op, op, requested)
@@ -111,7 +107,7 @@ def resolve(op: str, case: Any, requested: str | None) -> tuple[str, Callable[..
             raise ValueError(f"{op}: implementation {requested!r} cannot serve this call: {reason}")
         return _record(op, requested), known[requested].fn
 
-    on_gpu = [name for name in _AVAILABLE if name in known and name != "interpret"]
+    on_gpu = [name for name in _DEVICES if name in known and name != "interpret"]
     candidates = on_gpu if device.platform == "gpu" else ["xla"]
     reasons = {name: refusal(name) for name in candidates}
     able = [name for name in candidates if reasons[name] is None]
@@ -120,7 +116,8 @@ def resolve(op: str, case: Any, requested: str | None) -> tuple[str, Callable[..
         raise ValueError(f"{op}: no implementation can serve this call: {listed}")
     willing = [name for name in able if name != "xla" and not known[name].yields(case)]
     name = (willing or able)[0]
-    if name == "xla" and (refused := [n for n in candidates if reasons[n] and not _AVAILABLE[n](device)]):
+    # Of what this device could run: nothing is to be done about another.
+    if name == "xla" and (refused := [n for n in candidates if reasons[n] and not _DEVICES[n](device)]):
         because = "; ".join(f"{n}: {reasons[n]}" for n in refused)
         warnings.warn(f"{op}: served by the slow 'xla' implementation because {because}", stacklevel=4)
     return _record(op, name), known[name].fn
@@ -146,4 +143,6 @@ def record_implementations() -> Iterator[dict[str, str]]:
 def available_implementations() -> dict[str, dict[str, Reason]]:
     """{op: {implementation: None if it can run on this device, else the reason}}."""
     device = current_device()
-    return {op: {name: _AVAILABLE[name](device) for name in known} for op, known in _OPS.items()}
+    return {
+        op: {name: _DEVICES[name](device) or _missing(name) for name in known} for op, known in _OPS.items()
+    }

@@ -51,7 +51,7 @@ def _triton_missing() -> str | None:
     return None if cache.holds_any() else compiler.unavailable()
 
 
-dispatch.compilers.update(pallas=_pallas_missing, interpret=_pallas_missing, triton=_triton_missing)
+dispatch.installed.update(pallas=_pallas_missing, interpret=_pallas_missing, triton=_triton_missing)
 
 
 def implementations(
