@@ -15,15 +15,21 @@ from pallas_attn import SparseLayout
 struct = jax.ShapeDtypeStruct
 
 
-def flash(dim: int, *, implementation: str, device: tuple[str, int], **options: Any) -> Any:
-    """Both kernels of the gradients too."""
+def flash(
+    dim: int, *, implementation: str, device: tuple[str, int], bias: bool = False, **options: Any
+) -> Any:
+    """The kernels of the gradients too."""
 
-    def loss(query, key, value):
-        out = pallas_attn.flash_attention(query, key, value, implementation=implementation, **options)
+    def loss(query, key, value, bias):
+        out = pallas_attn.flash_attention(
+            query, key, value, bias=bias, implementation=implementation, **options
+        )
         return out.astype(jnp.float32).sum()
 
     query, keys = (struct((2, 2048, heads, dim), jnp.bfloat16) for heads in (8, 2))
-    return lowering.lower_for_gpu(jax.grad(loss, (0, 1)), query, keys, keys, device=device)
+    added = struct((1, 8, 2048, 2048), jnp.bfloat16) if bias else None
+    asked = (0, 1, 3) if bias else (0, 1)
+    return lowering.lower_for_gpu(jax.grad(loss, asked), query, keys, keys, added, device=device)
 
 
 def ragged(dim: int, tokens: int, *, implementation: str, device: tuple[str, int], **options: Any) -> Any:
@@ -33,7 +39,9 @@ def ragged(dim: int, tokens: int, *, implementation: str, device: tuple[str, int
     return lowering.lower_for_gpu(call, query, pool, pool, *lengths, device=device)
 
 
-def blocksparse(dim: int, tokens: int, *, implementation: str, device: tuple[str, int]) -> Any:
+def blocksparse(
+    dim: int, tokens: int, *, implementation: str, device: tuple[str, int], gradients: bool = False
+) -> Any:
     layout = SparseLayout(struct((1, 129), jnp.int32), struct((1, 900), jnp.int32), 64, 64)
 
     def call(query, keys, layout, ends):
@@ -41,8 +49,12 @@ def blocksparse(dim: int, tokens: int, *, implementation: str, device: tuple[str
             query, keys, keys, layout, cu_q_lens=ends, cu_k_lens=ends, implementation=implementation
         )
 
+    def loss(*arguments):
+        return call(*arguments).astype(jnp.float32).sum()
+
     query, keys = (struct((tokens, heads, dim), jnp.bfloat16) for heads in (8, 2))
-    return lowering.lower_for_gpu(call, query, keys, layout, struct((5,), jnp.int32), device=device)
+    asked = jax.grad(loss, (0, 1)) if gradients else call
+    return lowering.lower_for_gpu(asked, query, keys, layout, struct((5,), jnp.int32), device=device)
 
 
 POOL = struct((900, 64, 1, 656), jnp.uint8)
@@ -86,7 +98,9 @@ BROAD: dict[str, tuple[Callable[..., Any], tuple[int, ...], dict[str, Any]]] = {
 # Of sm_90.
 OTHERS: dict[str, tuple[Callable[..., Any], tuple[int, ...], dict[str, Any]]] = {
     "ragged": (ragged, (64, 2048), {"softcap": 30.0}),
+    "bias": (flash, (64,), {"bias": True}),
     "blocksparse": (blocksparse, (64, 1024), {}),
+    "blocksparse gradients": (blocksparse, (64, 1024), {"gradients": True}),
     "latents": (latents, (), {}),
     "sparse": (sparse, (128,), {}),
 }

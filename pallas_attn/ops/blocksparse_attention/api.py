@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,7 @@ from pallas_attn.ops.blocksparse_attention.reference import blocksparse_attentio
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 MAX_HEAD_DIM = 256
-BACKWARD = {
-    "pallas": backward.backward,
-    "interpret": functools.partial(backward.backward, lowering="interpret"),
-}
+BACKWARD = {name: functools.partial(backward.backward, lowering=name) for name in get_args(triton.Lowering)}
 
 
 @functools.partial(jax.jit, static_argnames=("problem", "lowering"))

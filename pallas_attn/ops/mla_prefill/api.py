@@ -69,7 +69,7 @@ def mla_prefill(
         scale: factor of the logits, a number above 0; None means (nope_dim + 64) ** -0.5.
         form: "absorbed" or "projected" for all sequences; None as above.
         return_lse: also return the natural log-sum-exp of the logits.
-        implementation: of the attention in either form: None, "pallas", "xla" or "interpret", as of
+        implementation: of the attention in either form: None, "pallas", "triton", "xla" or "interpret", as of
             `ragged_paged_attention`. Projections and merging are XLA's.
 
     Returns:
