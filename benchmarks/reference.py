@@ -79,7 +79,8 @@ def ragged_expected(
                 return _attend_at(case, queries.astype(jnp.float32), keys, values, position)
 
             blocks = queries.reshape(-1, size, *queries.shape[1:])
-            return jax.lax.map(some, (blocks, jnp.arange(len(blocks)))).reshape(len(queries), query.shape[1], -1)[:q_len]
+            rows = jax.lax.map(some, (blocks, jnp.arange(len(blocks))))
+            return rows.reshape(len(queries), query.shape[1], -1)[:q_len]
 
         tables = table[seq : seq + count, : -(-length // case.page_size)]
         outs.append(jax.lax.map(one, (queries, tables)).reshape(count * q_len, query.shape[1], -1))

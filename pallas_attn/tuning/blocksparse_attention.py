@@ -113,4 +113,4 @@ class BlockSparsePoint(DensePoint):
 
     def attend(self, operands: Any, *floats: jax.Array, **options: Any) -> Any:
         layout, ends = operands
-        return blocksparse_attention(*floats, layout, cu_k_lens=ends, return_lse=True, **options)
+        return blocksparse_attention(*floats, layout=layout, cu_k_lens=ends, return_lse=True, **options)

@@ -39,8 +39,9 @@ def merged(old: Sequence[Entry], new: Sequence[Entry], others: Sequence[Entry] =
     """All new entries, and the old ones that were not measured anew.
 
     The entries of a kind share its calls among them: each is for those nearest to what was measured, first in streams,
-    then in length; ranges meet at geometric means, and end where nothing like it was measured. `others` are in a file that is looked up later: they keep their
-    share, and are not in the result. Entries of kinds without new ones stay as they are.
+    then in length; ranges meet at geometric means, and end where nothing like it was measured. `others` are in a file
+    that is looked up later: they keep their share, and are not in the result. Entries of kinds without new ones stay
+    as they are.
     """
     kinds = {_kind(entry) for entry in new}
 
