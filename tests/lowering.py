@@ -95,14 +95,17 @@ def triton_text(bytecode: bytes) -> str:
         return str(ir.Module.parse(bytecode))
 
 
-def compile_kernels(lowered: Any, sm: int, triton: str = NEWEST_TRITON) -> list[Compiled]:
-    """Compiles every Pallas kernel of a lowered module for one architecture (80, 90, 100).
+def compile_kernels(
+    lowered: Any, sm: int, triton: str = NEWEST_TRITON, ending: tuple[str, ...] = ("",)
+) -> list[Compiled]:
+    """Compiles the Pallas kernels of a lowered module whose names end so, for one architecture (80, 90, 100).
 
     A cache hint that does not reach Triton is an error.
     """
     return [
         compile_text(name, triton_text(bytecode), sm, triton, num_warps=num_warps, num_stages=num_stages)
         for name, bytecode, num_warps, num_stages in triton_kernels(lowered)
+        if name.endswith(ending)
     ]
 
 

@@ -71,7 +71,7 @@ CASES = [
     (served(4, 8, 2, 128, sliding_window=1024, softcap=30.0, alibi=True, sinks=True), 2048, False),
     (served(64, 32, 8, 128, layout="HND", cache_dtype="float8_e5m2"), 512, False),
     (served(4, 32, 8, 128, dtype="float16", layout="PACKED", cache_dtype="int8"), 2048, False),
-    (served(4, 28, 4, 80, causal=False), 100, True),
+    (served(4, 28, 4, 64, causal=False), 100, True),
     (served(4, 32, 8, 128, cache_dtype="float8_e4m3fn", scale_per_page=True), 2048, False),
     (served(64, 32, 8, 128, tree="positions", max_tree=16, sliding_window=1024, alibi=True), 1024, False),
 ]
