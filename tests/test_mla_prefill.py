@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import COMPILED, ON_GPU, unchecked
+from support import COMPILED, unchecked
 
 import pallas_attn
 from pallas_attn.ops.mla_prefill import api, projected
 from pallas_attn.testing import inputs
 
+FORMS = ("absorbed", "projected", None)
 HEADS, NOPE, VALUE, PAGE_SIZE = 3, 32, 16, 16
 # A chunk behind a context, no query, decoding, a prompt, an empty sequence, decoding.
 Q_LENS, LENS, PADDING, SPARE = (40, 0, 1, 33, 2, 1), (230, 40, 90, 33, 0, 129), 3, 2
@@ -79,9 +80,13 @@ def small_workspace(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "implementation", ["xla", pytest.param("interpret", marks=pytest.mark.once), *ON_GPU]
+    ("form", "implementation"),
+    [
+        *((form, "xla") for form in FORMS),
+        pytest.param(None, "interpret", marks=pytest.mark.once),  # some sequences in each form
+        *(pytest.param(form, name, marks=pytest.mark.gpu) for form in FORMS for name in COMPILED),
+    ],
 )
-@pytest.mark.parametrize("form", ["absorbed", "projected", None])
 def test_matches_reference(form, implementation, monkeypatch, small_workspace):
     monkeypatch.setattr(api, "least_projected", lambda *_: 20)  # some sequences each
     dtype = "bfloat16" if implementation in COMPILED else "float32"
