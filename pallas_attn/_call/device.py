@@ -34,6 +34,7 @@ class Device:
 
 # An abstract device carries no compute capability, so its name has to tell.
 _CAPABILITY_OF_NAME = {
+    "RTX 5090": 120,
     "B200": 100,
     "B100": 100,
     "H200": 90,

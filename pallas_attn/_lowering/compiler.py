@@ -10,7 +10,7 @@ from pallas_attn._lowering.cache import Compiled, Request
 EXTRA = "pip install 'pallas-attn[triton]'"
 # For each compute capability from which on it holds, the oldest PTX that has its instructions: any driver for the GPU
 # takes it. What Triton would write by default, its own assembler takes, and drivers only if they are as new.
-PTX_VERSIONS = ((120, 87), (103, 88), (100, 86), (90, 80), (80, 80))
+PTX_VERSIONS = ((121, 88), (120, 87), (110, 90), (103, 88), (100, 86), (80, 80))
 
 
 def installed() -> str | None:
