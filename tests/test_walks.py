@@ -149,8 +149,10 @@ def test_pieces_are_finer_where_lengths_are_uneven():
     problem = paged(4, heads=(1, 1), num_splits=0, min_split_tokens=64, target_programs=8)
     assert made(problem, [2048] * 4) == [2] * 4
     assert made(problem, [2048, 2048, 2048, 3000]) == [2, 2, 2, 3]  # 1.3 times the mean
-    # 176 tiles: a share of 22, and half of that.
-    assert made(problem, [4096, 512, 512, 512]) == [12, 1, 1, 1]
+    # 176 tiles, a share of 22: 32 of the tiles would be one piece of 1.45 shares.
+    assert made(problem, [3072, 1024, 1024, 512]) == [9, 3, 3, 1]
+    # Nothing is waited for: the giant is in pieces of a share, and the others are smaller.
+    assert made(problem, [4096, 512, 512, 512]) == [6, 1, 1, 1]
 
 
 LENGTHS = {
@@ -174,7 +176,6 @@ def test_every_tile_is_in_one_piece_and_every_piece_in_a_place_of_its_own(length
     places = []
     for piece in dealt(problem, lengths):
         seq, count = int(piece.seq), int(piece.count)
-        assert bool(piece.present)
         begin, end = (int(x) for x in piece.tiles(problem.num_tiles(jnp.int32(lengths[seq]))))
         served[seq].append((int(piece.index), begin, end))
         if count > 1:

@@ -37,8 +37,11 @@ TO_NEAREST = 0.5
 # long. Rounded down, but not for an error in the last bit.
 DOWN = 2.0**-10
 
-# Where the longest sequence has more than this many times the mean, pieces are finer.
+# Pieces are finer where the longest sequence has more than UNEVEN times the mean, and more than LARGE_PART of the work
+# is in pieces of more than LARGE_SHARES fair shares, for which the device would wait. One giant beside short ones is
+# cut into fair shares as it is: finer pieces would only be more to start and to merge.
 UNEVEN = 1.5
+LARGE_PART, LARGE_SHARES = 0.15, 1.1
 
 # Of a sequence, where the number of pieces is settled before lengths are known.
 MOST_PIECES = 128
@@ -48,8 +51,6 @@ MOST_TILES = 2**31 - 1  # of a batch: the sum is an int32
 class Piece(NamedTuple):
     """What a slot of the grid serves; all scalars."""
 
-    present: jax.Array | bool
-    """Whether there is such a piece at all; if not, the rest says nothing."""
     seq: jax.Array
     index: jax.Array | int
     """Among the pieces of the sequence."""
@@ -80,10 +81,12 @@ class Pieces(Protocol):
     """How a batch is cut, for a kernel whose programs go through slots."""
 
     def num(self) -> jax.Array | int:
-        """Slots in use."""
+        """Slots in use, which are the first."""
         ...
 
-    def at(self, slot: jax.Array) -> Piece: ...
+    def at(self, slot: jax.Array) -> Piece:
+        """What one of them serves."""
+        ...
 
 
 @runtime_checkable
@@ -99,8 +102,10 @@ def each(pieces: Pieces, problem: SplitKVProblem, program: jax.Array, serve: Cal
     """Serves the piece in slot `program`, and in every slot `num_programs` further on."""
 
     def turn(i, carry):
-        piece = pieces.at(program + i * problem.num_programs)
-        triton.when(piece.present)(lambda: serve(piece))
+        slot = program + i * problem.num_programs
+        # What a slot holds is worked out behind the branch, for slots without a piece are many.
+        used = problem.num_slots == problem.num_seqs or slot < pieces.num()
+        triton.when(used)(lambda: serve(pieces.at(slot)))
         return carry
 
     if problem.num_slots == problem.num_programs:
@@ -119,7 +124,7 @@ class WholePieces:
         return self._num_seqs
 
     def at(self, slot: jax.Array) -> Piece:
-        return Piece(True, slot, 0, 1, 0)
+        return Piece(slot, 0, 1, 0)
 
 
 def fair(problem: SplitKVProblem, lens_ref: Any) -> Pieces:
@@ -134,7 +139,6 @@ class FairPieces:
         """`lengths` [num_seqs], and any padding of empty sequences."""
         self._num_seqs, self._seqs = problem.num_seqs, jnp.arange(len(lengths))
         self._cuts = cuts(lengths, problem)
-        self._upto = jnp.cumsum(self._cuts)
 
     @classmethod
     def of_all(cls, problem: SplitKVProblem, lens_ref: Any) -> "FairPieces":
@@ -145,18 +149,18 @@ class FairPieces:
         return self._num_seqs + jnp.sum(self._cuts)
 
     def at(self, slot: jax.Array) -> Piece:
-        total, before = jnp.sum(self._cuts), self._upto - self._cuts
-        added = (before <= slot) & (slot < self._upto)
+        upto = jnp.cumsum(self._cuts)
+        total, before = jnp.sum(self._cuts), upto - self._cuts
+        added = (before <= slot) & (slot < upto)
         mine = jnp.where(slot < total, added, self._seqs == slot - total)
         seq, before, own = (jnp.sum(jnp.where(mine, x, 0)) for x in (self._seqs, before, self._cuts))
         index = jnp.where(slot < total, slot - before + 1, 0)
-        present = slot < total + self._num_seqs
-        return Piece(present, seq, index, own + 1, first_place(before, seq) + index)
+        return Piece(seq, index, own + 1, first_place(before, seq) + index)
 
     def cut(self, which: jax.Array) -> Cut:
         is_cut = self._cuts > 0
         mine = is_cut & (jnp.cumsum(is_cut.astype(jnp.int32)) == which + 1)
-        values = (self._seqs, self._upto - self._cuts, self._cuts)
+        values = (self._seqs, jnp.cumsum(self._cuts) - self._cuts, self._cuts)
         seq, before, own = (jnp.sum(jnp.where(mine, x, 0)) for x in values)
         return Cut(seq, first_place(before, seq), own + 1)
 
@@ -167,13 +171,18 @@ def cuts(lengths: jax.Array, problem: SplitKVProblem) -> jax.Array:
     config = problem.config
     if config.split_tokens:
         return jnp.clip(ceil_div(num_tiles, problem.split_tiles) - 1, 0, problem.most_pieces - 1)
-    # An integer sum, which is the same in whatever order: all kernels of a call must come to the same cuts.
-    total = jnp.sum(jnp.minimum(num_tiles, MOST_TILES // len(lengths))).astype(jnp.float32)
+    # Integer sums, which are the same in whatever order: all kernels of a call must come to the same cuts.
+    work = jnp.minimum(num_tiles, MOST_TILES // len(lengths))
+    total = jnp.sum(work).astype(jnp.float32)
     share = total * (problem.programs_per_piece / config.target_programs)
     if problem.finer > 1:
-        longest, num = jnp.max(num_tiles), jnp.sum((num_tiles > 0).astype(jnp.int32))
+        longest, num = jnp.max(work), jnp.sum((work > 0).astype(jnp.int32))
         uneven = longest.astype(jnp.float32) * num.astype(jnp.float32) > UNEVEN * total
-        share *= jnp.where(uneven, np.float32(1 / problem.finer), np.float32(1))
+        whole = (work.astype(jnp.float32) / jnp.maximum(share, 1.0) + problem.rounding).astype(jnp.int32)
+        large = work.astype(jnp.float32) > LARGE_SHARES * share * jnp.maximum(whole, 1).astype(jnp.float32)
+        waited_for = jnp.sum(jnp.where(large, work, 0)).astype(jnp.float32)
+        finer = uneven & (waited_for > LARGE_PART * total)
+        share *= jnp.where(finer, np.float32(1 / problem.finer), np.float32(1))
     share = jnp.maximum(share, max(config.min_split_tokens / config.block_kv, 1.0))
     shares = num_tiles.astype(jnp.float32) / share + problem.rounding
     return jnp.clip(shares.astype(jnp.int32) - 1, 0, problem.most_pieces - 1)
