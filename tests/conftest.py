@@ -16,7 +16,7 @@ WITHOUT_PALLAS = bool(os.environ.get("WITHOUT_PALLAS"))
 if WITHOUT_PALLAS:
     sys.modules |= dict.fromkeys(("jax.experimental.pallas.triton", "jax._src.pallas.triton"))
 
-# JAX works out the key of every program in its cache on disk, a sixth of the tests' time, whether it has such a cache.
+# JAX works out the key of every program in its cache on disk, a tenth of the tests' time or more, cache or not.
 jax.config.update("jax_enable_compilation_cache", False)
 
 # Of the 65,530 that Linux lets a process have. Every compiled program takes some, until XLA aborts for want of them.
