@@ -57,24 +57,26 @@ def run(engine: Engine) -> None:
 @pytest.mark.parametrize(
     ("options", "preempts", "reuses"),
     [
-        ({}, False, True),
+        ({"step_tokens": 256}, False, True),
         ({"num_pages": 16}, True, True),
         ({"num_pages": 16, "prefix_cache": False, "burst": 1}, True, False),
     ],
-    ids=["room for all", "few pages", "few pages, nothing shared"],
+    ids=["room for all, steps of two sizes", "few pages", "few pages, nothing shared"],
 )
 def test_tokens_are_those_of_each_request_alone(model, alone, options, preempts, reuses):
     engine = Engine(model, **{**SIZES, **options})
     requests = [engine.submit(prompt, max_new_tokens=len(answer)) for prompt, answer in alone[:4]]
     for _ in range(3):
         engine.step()
-    # They join while others are under way.
-    requests += [engine.submit(prompt, max_new_tokens=len(answer)) for prompt, answer in alone[4:]]
+    for prompt, answer in alone[4:]:  # they join while others are under way
+        requests.append(engine.submit(prompt, max_new_tokens=len(answer)))
+        engine.step()
     run(engine)
     assert [request.answer for request in requests] == [answer for _, answer in alone]
     assert any(request.preempted for request in requests) == preempts
     assert any(request.reused for request in requests) == reuses
-    assert engine.steps > 10
+    rooms = {256, 32} if "step_tokens" in options else {SIZES["step_tokens"]}
+    assert {room for _, room, _ in engine._programs} == {SIZES["num_rows"], *rooms}
 
 
 def test_equal_prefixes_take_no_pages_twice(model, alone):

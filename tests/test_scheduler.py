@@ -40,6 +40,7 @@ class Device:
 
     def run(self, step):
         size, pool = self.scheduler.page_size, self.pool
+        self.scheduler.begin(step)
         before = {target: list(pool[source]) for source, target in step.copies}
         for target, tokens in before.items():
             pool[target] = tokens

@@ -1,15 +1,16 @@
 """Continuous batching: requests join and leave a running batch at any step.
 
 The scheduler (scheduler.py) says on the host which tokens of which requests a step computes and in which pages they
-lie. A step is one of two programs of static shape, compiled once: the mixed one computes up to `step_tokens` tokens,
-chunks of prompts among tokens of answers, in the ragged form of the attention modules; the other, when no prompt is
-read, goes on for up to `burst` tokens of every answer, each chosen on the device. The host reads what was chosen once
-a step; keys and values stay where they are.
+lie. A step is a program of static shape, compiled once: the mixed one computes up to `step_tokens` tokens, chunks of
+prompts among tokens of answers, in the ragged form of the attention modules; a smaller one does the same for steps
+with few tokens; the last, when no prompt is read, goes on for up to `burst` tokens of every answer, each chosen on the
+device. The host reads what was chosen once a step; keys and values stay where they are.
 """
 
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -30,6 +31,11 @@ from .sampling import Sampling
 from .scheduler import Request, Scheduler, Step
 
 type Decoder = Llama | DeepSeek
+
+# A step whose tokens fit in this part of `step_tokens` is padded to that and no further, unless it is too small to be
+# worth a program of its own: a turn of a chat takes no longer than it must.
+_FEW = 8
+_WORTH_COMPILING = 32
 
 
 class Engine:
@@ -98,6 +104,8 @@ class Engine:
         self._scheduler = Scheduler(
             **pages, num_rows=num_rows, step_tokens=step_tokens, burst=burst, prefix_cache=prefix_cache
         )
+        few = step_tokens // _FEW
+        self._rooms = [few, step_tokens] if few >= max(num_rows, _WORTH_COMPILING) else [step_tokens]
         self._graph, self._weights = nnx.split(model)
         self._tables = np.full((num_rows, pages_each), -1, np.int32)
         tables = jnp.asarray(self._tables)
@@ -158,8 +166,10 @@ class Engine:
             self._fill_row(chunk.row, chunk.request)
         if step.copies:
             self._copy(step.copies)
+        # The device is not waited for before there is nothing else to do.
         chosen = self._mixed(step) if step.reads_prompts else self._decode(step)
-        by_row = chosen.T.tolist()
+        self._scheduler.begin(step)
+        by_row = np.asarray(chosen).T.tolist()
         tokens = {
             chunk.request: [token for token in by_row[chunk.row] if token >= 0]
             for chunk in step.chunks
@@ -184,10 +194,9 @@ class Engine:
             self.cancel(request)
 
     def compile(self, sampling: Sampling | None = None) -> None:
-        """Compiles both programs now, rather than when the first request of such a sampling needs them."""
-        sampled = sampling is not None and not sampling.greedy
-        self._program(_mixed, sampled, *self._no_tokens())
-        self._program(_decode, sampled, *self._no_rows())
+        """Compiles all programs now, side by side, rather than when requests of such a sampling need them."""
+        programs = [(_decode, self._no_rows()), *((_mixed, self._no_tokens(room)) for room in self._rooms)]
+        self._compile(programs, sampling is not None and not sampling.greedy)
 
     def _fill_row(self, row: int, request: Request) -> None:
         """A row changes when another request takes it, and when its request gets other pages."""
@@ -196,9 +205,9 @@ class Engine:
             self._rows.fill(row, self._sampling[request])
             self._held[row] = request, list(request.pages)
 
-    def _no_tokens(self) -> tuple[np.ndarray, ...]:
+    def _no_tokens(self, room: int) -> tuple[np.ndarray, ...]:
         """Tokens, positions and bounds of a mixed step without any."""
-        room, bounds = self._scheduler.step_tokens, np.zeros(len(self._tables) + 1, np.int32)
+        bounds = np.zeros(len(self._tables) + 1, np.int32)
         return np.zeros(room, np.int32), np.full(room, -1, np.int32), bounds
 
     def _no_rows(self) -> tuple[np.ndarray, ...]:
@@ -206,9 +215,9 @@ class Engine:
         rows = len(self._tables)
         return np.zeros(rows, np.int32), np.full(rows, -1, np.int32), np.zeros(rows, np.int32)
 
-    def _mixed(self, step: Step) -> np.ndarray:
-        tokens, positions, bounds = self._no_tokens()
-        at = 0
+    def _mixed(self, step: Step) -> jax.Array:
+        count, at = sum(chunk.count for chunk in step.chunks), 0
+        tokens, positions, bounds = self._no_tokens(next(room for room in self._rooms if count <= room))
         for chunk in sorted(step.chunks, key=lambda chunk: chunk.row):
             end = chunk.start + chunk.count
             tokens[at : at + chunk.count] = chunk.request.between(chunk.start, end)
@@ -217,28 +226,38 @@ class Engine:
             bounds[chunk.row + 1] = chunk.count
         return self._run(_mixed, step, tokens, positions, bounds.cumsum(dtype=np.int32))
 
-    def _decode(self, step: Step) -> np.ndarray:
+    def _decode(self, step: Step) -> jax.Array:
         tokens, positions, left = self._no_rows()
         for chunk in step.chunks:
             (tokens[chunk.row],) = chunk.request.between(chunk.start, chunk.start + 1)
             positions[chunk.row], left[chunk.row] = chunk.start, 1 + chunk.ahead
         return self._run(_decode, step, tokens, positions, left)
 
-    def _run(self, program: Callable[..., Any], step: Step, *tokens: np.ndarray) -> np.ndarray:
+    def _run(self, program: Callable[..., Any], step: Step, *tokens: np.ndarray) -> jax.Array:
         """Tokens chosen, [at most so many a row, rows]; -1 where none was."""
         sampled = not all(self._sampling[chunk.request].greedy for chunk in step.chunks)
-        compiled = self._program(program, sampled, *tokens)
-        chosen, self._cache = compiled(self._weights, self._cache, self._tables, self._rows, *tokens)
-        return np.asarray(chosen)
+        key = program, len(tokens[0]), sampled
+        if key not in self._programs:
+            self._compile([(program, tokens)], sampled)
+        chosen, self._cache = self._programs[key](
+            self._weights, self._cache, self._tables, self._rows, *tokens
+        )
+        return chosen
 
-    def _program(self, program: Any, sampled: bool, *tokens: np.ndarray) -> Callable[..., Any]:
-        if (program, sampled) not in self._programs:
-            started = time.perf_counter()
-            static = dict(graph=self._graph, sampled=sampled, stops=self._stops, burst=self._scheduler.burst)
-            lowered = program.lower(self._weights, self._cache, self._tables, self._rows, *tokens, **static)
-            self._programs[program, sampled] = lowered.compile()
-            self.compile_seconds += time.perf_counter() - started
-        return self._programs[program, sampled]
+    def _compile(self, programs: Sequence[tuple[Any, tuple[np.ndarray, ...]]], sampled: bool) -> None:
+        """Of each program the tokens are an example."""
+        started = time.perf_counter()
+        static = dict(graph=self._graph, sampled=sampled, stops=self._stops, burst=self._scheduler.burst)
+        state = self._weights, self._cache, self._tables, self._rows
+        lowered = {
+            (program, len(tokens[0]), sampled): program.lower(*state, *tokens, **static)
+            for program, tokens in programs
+        }
+        with ThreadPoolExecutor() as pool:  # compiling leaves cores idle
+            self._programs |= zip(
+                lowered, pool.map(jax.stages.Lowered.compile, lowered.values()), strict=True
+            )
+        self.compile_seconds += time.perf_counter() - started
 
     def _copy(self, copies: Sequence[tuple[int, int]]) -> None:
         """Always as many pairs, so that nothing is compiled again; -1 is skipped."""

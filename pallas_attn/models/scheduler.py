@@ -189,33 +189,37 @@ class Scheduler:
             step.chunks[:] = [dataclasses.replace(chunk, ahead=self._ahead(chunk)) for chunk in chunks]
         return step
 
-    def complete(self, step: Step, tokens: Mapping[Request, Sequence[int]]) -> list[Request]:
-        """After a step: `tokens` has the next tokens of each request whose chunk answers, up to one that ends it and
-        no more than 1 + `ahead`. The requests that got some."""
+    def begin(self, step: Step) -> None:
+        """As soon as a step is on its way to the device, which computes steps in their order: what it computes is there
+        for those that follow it. So the host remembers prompts while the device reads them."""
         self.allocator.free(self._copied)
         self._copied.clear()
-        answered = []
         for chunk in step.chunks:
             request = chunk.request
-            if request.done:  # cancelled meanwhile
-                continue
-            new = tokens[request] if chunk.answers else ()
-            # The last one chosen is not computed yet.
-            request.computed += chunk.count + max(len(new) - 1, 0)
-            request.answer += new
+            request.computed += chunk.count
             # Of answers all is remembered when they end.
             filled = request.computed // self.page_size > chunk.start // self.page_size
             if filled and chunk.start < len(request.prompt):
                 self._remember(request, full_only=True)
-            if new:
-                answered.append(request)
-                if (
-                    request.answer[-1] in request.stop_token_ids
-                    or len(request.answer) == request.max_new_tokens
-                ):
-                    self._remember(request, full_only=False)
-                    self._leave(request)
-                    request.done = True
+
+    def complete(self, step: Step, tokens: Mapping[Request, Sequence[int]]) -> list[Request]:
+        """After a step that has begun: `tokens` has the next tokens of each request whose chunk answers, up to one that
+        ends it and no more than 1 + `ahead`. The requests that got some."""
+        answered = []
+        for chunk in step.chunks:
+            request = chunk.request
+            if request.done or not chunk.answers:  # cancelled meanwhile
+                continue
+            new = tokens[request]
+            # The last one chosen is not computed yet.
+            request.computed += len(new) - 1
+            request.answer += new
+            answered.append(request)
+            full = len(request.answer) == request.max_new_tokens
+            if full or request.answer[-1] in request.stop_token_ids:
+                self._remember(request, full_only=False)
+                self._leave(request)
+                request.done = True
         return answered
 
     def _join(self, request: Request, left: int) -> Match | None:
