@@ -1,19 +1,22 @@
 """`pallas-attn chat`: what it answers, what it keeps, and Ctrl-C in a real process."""
 
+import contextlib
 import io
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 from models_support import write_tiny
 
+from pallas_attn import _interrupt
 from pallas_attn.cli import main
 from pallas_attn.cli.chat import pieces
-from pallas_attn.models import generate, load_gguf
+from pallas_attn.models import Engine, generate, load_gguf
 
 pytestmark = pytest.mark.once
 
@@ -80,6 +83,24 @@ def test_text_comes_in_whole_characters():
     assert "".join(pieces(decode, text.encode())) == text.removeprefix(" ")
     assert list(pieces(decode, "ß".encode())) == ["", "ß"]
     assert "".join(pieces(decode, "aß".encode()[:-1])) == "a\ufffd"
+
+
+def test_an_answer_may_be_stopped_while_its_prompt_is_read(tiny, monkeypatch, capsys):
+    """A long prompt takes many steps before the first token of its answer."""
+    step, made, stop = Engine.step, [], threading.Event()
+
+    def interrupted(engine):
+        made.append(step(engine))
+        if len(made) == 2:
+            stop.set()
+        return made[-1]
+
+    monkeypatch.setattr(_interrupt, "heard", lambda: contextlib.nullcontext(stop))
+    monkeypatch.setattr(Engine, "step", interrupted)
+    _, err = chat(tiny, ["z" * 100], monkeypatch, capsys)
+    assert made == [{}, {}], "two steps of 16 tokens, and no further one"
+    assert "[0 tokens" in err
+    assert "stopped]" in err
 
 
 DEFAULT_SIGNAL = (

@@ -5,6 +5,7 @@ tokens (prefix_cache.py), so only what is new is computed.
 """
 
 import dataclasses
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from rich.console import Console
 from pallas_attn import _interrupt
 from pallas_attn._interrupt import INTERRUPTED
 from pallas_attn.models import Engine, LoadedModel, Sampling
+from pallas_attn.models.scheduler import Request
 
 from .generate import load
 
@@ -124,11 +126,9 @@ class Chat:
         request = self._engine.submit(prompt, max_new_tokens=room, sampling=self._sampling)
         started, text = time.perf_counter(), ""
         with _interrupt.heard() as stopped:
-            for piece in pieces(self._tokenizer.decode, self._engine.stream(request)):
+            for piece in pieces(self._tokenizer.decode, self._tokens(request, stopped)):
                 text += piece
                 self._out.print(piece, end="")
-                if stopped.is_set():
-                    break
             self._engine.cancel(request)
         seconds = time.perf_counter() - started
         self._out.print()
@@ -139,6 +139,11 @@ class Chat:
             f"{request.reused} were in the cache{ended}]",
             style="dim",
         )
+
+    def _tokens(self, request: Request, stopped: threading.Event) -> Iterator[int]:
+        """Those of the answer, as they come, until it ends or is stopped, be it before the first."""
+        while not request.done and not stopped.is_set():
+            yield from self._engine.step().get(request, ())
 
     def _fitting_prompt(self) -> list[int]:
         """The conversation's tokens, without its oldest turns if there would be no room for an answer."""
