@@ -85,8 +85,9 @@ def heuristic(
         "num_stages": num_stages,
         **measured,
     }
-    # Neither long sequences nor multiprocessors without work: no second kernel for the merge.
-    whole = max_len < 2048 and 2 * programs >= chosen["target_programs"]
+    # Neither long sequences nor multiprocessors without work: no second kernel for the merge. Where a table holds more
+    # than this, sequences that differ are the rule, and the longest alone would keep the call waiting.
+    whole = max_len <= 1024 and 2 * programs >= chosen["target_programs"]
     return PagedAttentionConfig(**{"num_splits": int(whole), **chosen})
 
 
