@@ -79,6 +79,21 @@ def test_logits_depend_on_every_earlier_token():
         assert np.abs(dense_logits(model, changed)[0, -1] - before).max() > 1e-3
 
 
+@pytest.mark.parametrize("windows", [False, True])
+def test_layers_one_after_the_other_give_what_a_scan_gives(windows):
+    options = {"sliding_window": 3, "full_layers": (1,)} if windows else {}
+    model = tiny_llama(config=dataclasses.replace(TINY, **options))
+    tokens = jnp.asarray(np.random.default_rng(3).integers(0, TINY.vocab_size, (2, 9)), jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(9, dtype=jnp.int32), tokens.shape)
+    cache = make_cache(model, 2, 9)
+    one_by_one = nnx.jit(lambda model, cache: model(tokens, positions, cache, unstacked=model.unstacked()))
+    expected, scanned = nnx.jit(lambda model, cache: model(tokens, positions, cache))(model, cache)
+    got, cache = one_by_one(model, cache)
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+    np.testing.assert_allclose(cache.key_cache, scanned.key_cache, atol=1e-5)
+    assert np.abs(expected).max() > 0.5
+
+
 def test_a_finished_row_writes_nothing():
     model = tiny_llama()
     cache = make_cache(model, 2, 8)

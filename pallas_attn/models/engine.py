@@ -26,7 +26,7 @@ with needs_extra("models", user="pallas_attn.models.engine"):
 from . import sampling
 from .arguments import check_model, checked_prompt, checked_tokens
 from .deepseek import DeepSeek
-from .llama import Cache, Llama
+from .llama import Cache, Llama, for_a_loop
 from .sampling import Sampling
 from .scheduler import Request, Scheduler, Step
 
@@ -59,7 +59,7 @@ class Engine:
         num_rows: requests that run at once.
         num_pages: pages of the cache per layer; None: enough for `num_rows` requests of `max_len` tokens.
         page_size: tokens per page.
-        step_tokens: tokens of a mixed step, at least `num_rows`: a long prompt takes several steps.
+        step_tokens: most tokens of a mixed step, at least `num_rows`: a long prompt takes several steps.
         burst: most tokens of an answer in a step in which no prompt is read.
         prefix_cache: whether equal prefixes share pages.
         cache_dtype: of the cache, as in `generate`; None: the model's. An 8-bit cache is scaled by the first step.
@@ -286,6 +286,7 @@ def _mixed(weights, cache: Cache, tables, rows, tokens, positions, bounds, *, gr
 def _decode(weights, cache: Cache, tables, rows, tokens, positions, left, *, graph, sampled, stops, burst):
     """(up to `left` next tokens of each row, [burst, rows], the cache); rows stop at a stop token."""
     model: Decoder = nnx.merge(graph, weights)
+    forward = for_a_loop(model)
 
     def go_on(carry):
         index, _, positions, *_ = carry
@@ -293,7 +294,7 @@ def _decode(weights, cache: Cache, tables, rows, tokens, positions, left, *, gra
 
     def one_token(carry):
         index, tokens, positions, chosen, cache = carry
-        hidden, cache = model(tokens[:, None], positions[:, None], cache)
+        hidden, cache = forward(tokens[:, None], positions[:, None], cache)
         tokens = _choose(model.logits(hidden[:, 0]), positions + 1, rows, sampled)
         chosen = chosen.at[index].set(jnp.where(positions >= 0, tokens, -1))
         ends = jnp.isin(tokens, jnp.array(stops, jnp.int32)) | (index + 1 >= left)

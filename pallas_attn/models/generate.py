@@ -20,7 +20,7 @@ with needs_extra("models", user="pallas_attn.models.generate"):
 from . import sampling
 from .arguments import check_model, checked_prompt, checked_tokens, described
 from .deepseek import DeepSeek
-from .llama import Llama
+from .llama import Llama, for_a_loop
 
 # A call of the loop takes about this long: between two of them the host may be interrupted, and reports progress.
 _STRETCH_SECONDS = 0.25
@@ -236,6 +236,7 @@ def _prefill(weights, tokens, positions, state: _State, *, graph, greedy, stop_t
 def _decode(weights, state: _State, stop, *, graph, greedy, stop_token_ids) -> _State:
     """Generates until column `stop` is reached or every row is done."""
     model: Llama | DeepSeek = nnx.merge(graph, weights)
+    forward = for_a_loop(model)
 
     def go_on(state: _State):
         return (state.step < stop) & ~jnp.all(state.done)
@@ -244,7 +245,7 @@ def _decode(weights, state: _State, stop, *, graph, greedy, stop_token_ids) -> _
         last = jax.lax.dynamic_index_in_dim(state.tokens, state.step - 1, axis=1)
         # A finished row attends to nothing and writes nothing.
         positions = jnp.where(state.done, -1, state.cache.seq_lens)[:, None]
-        hidden, cache = model(jnp.maximum(last, 0), positions, state.cache)
+        hidden, cache = forward(jnp.maximum(last, 0), positions, state.cache)
         state = dataclasses.replace(state, cache=cache)
         return _append(state, model.logits(hidden[:, 0]), greedy, stop_token_ids)
 

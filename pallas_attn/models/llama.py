@@ -6,6 +6,8 @@ layers in place.
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -15,6 +17,7 @@ from jax.typing import DTypeLike
 
 from pallas_attn import PagedKVCache, PagedLatentCache
 from pallas_attn._call.checks import check_int, fail
+from pallas_attn._call.device import current_device
 from pallas_attn._call.optional import needs_extra
 from pallas_attn.nn import LatentGQA, PagedAttention
 from pallas_attn.nn._new_tokens import once_for_all_layers
@@ -23,6 +26,8 @@ from pallas_attn.nn.rotary import Stretch, apply_rotary, rotary_angles, rotary_f
 
 with needs_extra("models", user="pallas_attn.models.llama"):
     from flax import nnx
+
+_HELD_TWICE = 2 * 2**30  # bytes
 
 type Attending = Literal["gqa", "mla"]
 type Cache = Any
@@ -243,6 +248,7 @@ class Llama(nnx.Module):
         cache: Cache,
         *,
         cu_q_lens: jax.Array | None = None,
+        unstacked: Sequence[Any] | None = None,
     ) -> tuple[jax.Array, Cache]:
         """Runs new tokens of every sequence through the layers: prompts, chunks of them, tokens of answers.
 
@@ -253,6 +259,7 @@ class Llama(nnx.Module):
                 finished sequences, which write nothing (see `PagedAttention`).
             cache: pages of `config.num_layers` layers.
             cu_q_lens: ``[num_seqs + 1]`` int32, for the ragged form: where each sequence's tokens begin and end.
+            unstacked: `unstacked()`, to compute layers one after the other instead of in a scan.
 
         Returns:
             Normalised hidden states ``[..., hidden_size]`` for `logits`, and the cache holding the new tokens, with
@@ -272,8 +279,20 @@ class Llama(nnx.Module):
         layers = jnp.arange(config.num_layers, dtype=jnp.int32)
         windows = None if config.layer_windows is None else jnp.array(config.layer_windows, jnp.int32)
         carry = (self.embedding[...][tokens], cache)
-        (x, cache), _ = jax.lax.scan(one_layer, carry, (stacked, layers, windows))
+        if unstacked is None:
+            carry, _ = jax.lax.scan(one_layer, carry, (stacked, layers, windows))
+        else:
+            for layer, weights in enumerate(unstacked):
+                carry, _ = one_layer(carry, (weights, layer, None if windows is None else windows[layer]))
+        x, cache = carry
         return self.norm(x), cache.replace(seq_lens=advanced(cache.seq_lens, positions, cu_q_lens))
+
+    def unstacked(self) -> list[Any]:
+        """The weights of each layer by itself."""
+        _, stacked = nnx.split(self.layers)
+        return [
+            jax.tree.map(lambda x, layer=layer: x[layer], stacked) for layer in range(self.config.num_layers)
+        ]
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Scores of every token: ``[..., hidden_size]`` to float32 ``[..., vocab_size]``."""
@@ -281,3 +300,16 @@ class Llama(nnx.Module):
         return jnp.einsum(
             "...h,vh->...v", hidden, table[...], precision=PRECISION, preferred_element_type=jnp.float32
         )
+
+
+def for_a_loop[Model: nnx.Module](model: Model) -> Model | Callable[..., Any]:
+    """The model's call, for the steps of a loop that begins behind this.
+
+    On a GPU a scan copies each layer's weights out of the stack in every step, which takes a quarter of a small model's
+    time; here it is done once. Not where holding all weights twice would matter."""
+    if not isinstance(model, Llama) or current_device().platform != "gpu":
+        return model
+    _, stacked = nnx.split(model.layers)
+    if sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(stacked)) > _HELD_TWICE:
+        return model
+    return functools.partial(model, unstacked=model.unstacked())
