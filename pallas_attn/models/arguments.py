@@ -43,7 +43,7 @@ def checked_tokens(function: str, name: str, tokens: Any) -> tuple[int, ...]:
     if hasattr(tokens, "tolist"):  # numpy's and JAX's, at one stroke
         tokens = tokens.tolist()
     for token in tokens:
-        if isinstance(token, bool) or not isinstance(token, int | np.integer):
+        if type(token) is not int and (isinstance(token, bool) or not isinstance(token, np.integer)):
             fail(function, name, wanted, f"{described(token)} among them", TypeError)
     return tuple(map(int, tokens))
 

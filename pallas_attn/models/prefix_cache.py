@@ -9,7 +9,7 @@ out, least recently used first, leaves before what they hang on.
 """
 
 import dataclasses
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
 from pallas_attn import PageAllocator
@@ -71,38 +71,40 @@ class PrefixCache:
 
     def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
         """`pages` hold `tokens`, as far as there are tokens. What is known already stays as it is."""
-        size, node = self._page_size, self._root
+        size, node, new = self._page_size, self._root, []
         for index, page in enumerate(pages):
             held = tuple(tokens[index * size : (index + 1) * size])
             if not held:
                 break
             if held not in node.children:
                 node.children[held] = _Node(held, page, node)
-                self._allocator.share([page])
+                new.append(page)
             node = node.children[held]
+        self._allocator.share(new)
         self._touch(node)
 
     def evict(self, wanted: int) -> int:
         """Gives back up to `wanted` pages that nobody else holds; how many there were."""
-        evicted = 0
+        leaves, left = [], Counter[_Node | None]()
         # Giving a leaf back may make a leaf of what it hung on, which was used no earlier: one pass finds them all.
-        for node in list(self._nodes):
-            if evicted == wanted:
+        for node in self._nodes:
+            if len(leaves) >= wanted:
                 break
-            if not node.children and self._allocator.references(node.page) == 1:
-                self._forget(node)
-                evicted += 1
-        return evicted
+            if len(node.children) == left[node] and self._allocator.references(node.page) == 1:
+                leaves.append(node)
+                left[node.parent] += 1
+        self._forget(leaves)
+        return len(leaves)
 
     def clear(self) -> None:
         """Forgets everything."""
-        for node in list(self._nodes):
-            self._forget(node)
+        self._forget(list(self._nodes))
 
-    def _forget(self, node: _Node) -> None:
-        assert node.parent is not None
-        del node.parent.children[node.tokens], self._nodes[node]
-        self._allocator.free([node.page])
+    def _forget(self, nodes: Sequence[_Node]) -> None:
+        for node in nodes:
+            assert node.parent is not None
+            del node.parent.children[node.tokens], self._nodes[node]
+        self._allocator.free([node.page for node in nodes])
 
     def _touch(self, node: _Node | None) -> None:
         """Used just now, and all that it hangs on a moment later."""

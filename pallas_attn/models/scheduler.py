@@ -21,6 +21,9 @@ from pallas_attn.ops.kv_cache.allocator import OutOfPagesError
 
 from .prefix_cache import Match, PrefixCache
 
+# Of all pages such a part is given back at a time, when the prefix cache has to give back any.
+_EVICTIONS = 64
+
 
 @dataclasses.dataclass(eq=False)
 class Request:
@@ -262,7 +265,9 @@ class Scheduler:
 
     def _allocate(self, count: int) -> list[int] | None:
         if self.prefixes and count > self.allocator.num_free:
-            self.prefixes.evict(count - self.allocator.num_free)
+            # Looking for many costs hardly more than looking for one.
+            some = self.allocator.num_pages // _EVICTIONS
+            self.prefixes.evict(max(count - self.allocator.num_free, some))
         try:
             return self.allocator.allocate(count)
         except OutOfPagesError:
