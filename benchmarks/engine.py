@@ -10,7 +10,7 @@ What it does, in this order:
                   and `generate` on batches in order of arrival, each of which runs until its longest answer has ended
     check         the same in float32; some of the requests, whatever ran beside them, against `generate` one by one
     batch         prompts of 128 tokens, answers of 128: the engine with 1, 4, 16 and 64 rows
-    transformers  the same batches through transformers, if it is installed: decode alone and the whole
+    transformers  the same batches through transformers, if it is installed
 
 Tokens are those that were asked for; what a batch computes beyond is not counted, and neither is compiling. Every
 figure is the wall time of a whole run, the fastest of `--repeats`. Exit status: 0, or 1 if a token was wrong.
