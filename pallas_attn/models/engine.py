@@ -7,7 +7,6 @@ with few tokens; the last, when no prompt is read, goes on for up to `burst` tok
 device. The host reads what was chosen once a step; keys and values stay where they are.
 """
 
-import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,14 +22,11 @@ from pallas_attn._call.optional import needs_extra
 with needs_extra("models", user="pallas_attn.models.engine"):
     from flax import nnx
 
-from . import sampling
+from . import sampling, steps
 from .arguments import check_model, checked_prompt, checked_tokens
-from .deepseek import DeepSeek
-from .llama import Cache, Llama, for_a_loop
 from .sampling import Sampling
 from .scheduler import Request, Scheduler, Step
-
-type Decoder = Llama | DeepSeek
+from .steps import Decoder
 
 # A step whose tokens fit in this part of `step_tokens` is padded to that and no further, unless it is too small to be
 # worth a program of its own: a turn of a chat takes no longer than it must.
@@ -195,7 +191,10 @@ class Engine:
 
     def compile(self, sampling: Sampling | None = None) -> None:
         """Compiles all programs now, side by side, rather than when requests of such a sampling need them."""
-        programs = [(_decode, self._no_rows()), *((_mixed, self._no_tokens(room)) for room in self._rooms)]
+        programs = [
+            (steps.decode, self._no_rows()),
+            *((steps.mixed, self._no_tokens(room)) for room in self._rooms),
+        ]
         self._compile(programs, sampling is not None and not sampling.greedy)
 
     def _fill_row(self, row: int, request: Request) -> None:
@@ -224,14 +223,14 @@ class Engine:
             positions[at : at + chunk.count] = range(chunk.start, end)
             at += chunk.count
             bounds[chunk.row + 1] = chunk.count
-        return self._run(_mixed, step, tokens, positions, bounds.cumsum(dtype=np.int32))
+        return self._run(steps.mixed, step, tokens, positions, bounds.cumsum(dtype=np.int32))
 
     def _decode(self, step: Step) -> jax.Array:
         tokens, positions, left = self._no_rows()
         for chunk in step.chunks:
             (tokens[chunk.row],) = chunk.request.between(chunk.start, chunk.start + 1)
             positions[chunk.row], left[chunk.row] = chunk.start, 1 + chunk.ahead
-        return self._run(_decode, step, tokens, positions, left)
+        return self._run(steps.decode, step, tokens, positions, left)
 
     def _run(self, program: Callable[..., Any], step: Step, *tokens: np.ndarray) -> jax.Array:
         """Tokens chosen, [at most so many a row, rows]; -1 where none was."""
@@ -263,54 +262,4 @@ class Engine:
         """Always as many pairs, so that nothing is compiled again; -1 is skipped."""
         pairs = np.full((len(self._tables), 2), -1, np.int32)
         pairs[: len(copies)] = copies
-        self._cache = _copy_pages(self._cache, pairs)
-
-
-_program = functools.partial(
-    jax.jit, static_argnames=("graph", "sampled", "stops", "burst"), donate_argnums=1
-)
-
-
-@_program
-def _mixed(weights, cache: Cache, tables, rows, tokens, positions, bounds, *, graph, sampled, stops, burst):
-    """(the next token of each row that has tokens here, [1, rows], the cache)."""
-    model: Decoder = nnx.merge(graph, weights)
-    cache = cache.replace(block_tables=tables)
-    hidden, cache = model(tokens, positions, cache, cu_q_lens=bounds)
-    last = jnp.maximum(bounds[1:] - 1, 0)
-    chosen = _choose(model.logits(hidden[last]), positions[last] + 1, rows, sampled)
-    return jnp.where(bounds[1:] > bounds[:-1], chosen, -1)[None], cache
-
-
-@_program
-def _decode(weights, cache: Cache, tables, rows, tokens, positions, left, *, graph, sampled, stops, burst):
-    """(up to `left` next tokens of each row, [burst, rows], the cache); rows stop at a stop token."""
-    model: Decoder = nnx.merge(graph, weights)
-    forward = for_a_loop(model)
-
-    def go_on(carry):
-        index, _, positions, *_ = carry
-        return (index < burst) & jnp.any(positions >= 0)
-
-    def one_token(carry):
-        index, tokens, positions, chosen, cache = carry
-        hidden, cache = forward(tokens[:, None], positions[:, None], cache)
-        tokens = _choose(model.logits(hidden[:, 0]), positions + 1, rows, sampled)
-        chosen = chosen.at[index].set(jnp.where(positions >= 0, tokens, -1))
-        ends = jnp.isin(tokens, jnp.array(stops, jnp.int32)) | (index + 1 >= left)
-        # A row that has ended attends to nothing and writes nothing.
-        return index + 1, tokens, jnp.where(ends | (positions < 0), -1, positions + 1), chosen, cache
-
-    chosen = jnp.full((burst, len(tokens)), -1, jnp.int32)
-    start = jnp.int32(0), tokens, positions, chosen, cache.replace(block_tables=tables)
-    *_, chosen, cache = jax.lax.while_loop(go_on, one_token, start)
-    return chosen, cache
-
-
-def _choose(logits: jax.Array, places: jax.Array, rows: sampling.Rows, sampled: bool) -> jax.Array:
-    return sampling.sample_rows(logits, places, rows) if sampled else sampling.greedy(logits)
-
-
-@functools.partial(jax.jit, donate_argnames="cache")
-def _copy_pages(cache: Cache, pairs: jax.Array) -> Cache:
-    return cache.copy_pages(pairs[:, 0], pairs[:, 1])
+        self._cache = steps.copy_pages(self._cache, pairs)
