@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from pallas_attn._call import partition
+from pallas_attn._call.gradients import refuse
 from pallas_attn._tile import derivative, softmax, weights
 from pallas_attn._tile.layout import DIMS
 from pallas_attn.ops.blocksparse_attention.layout import SparseLayout
@@ -65,8 +66,10 @@ def attend(call: Call, operands: Arrays) -> tuple[jax.Array, jax.Array]:
 
     floats = {name: operands[name] for name in FLOATS}
     others = {name: array for name, array in operands.items() if name not in FLOATS}
-    if call.backward is None or call.problem.cache_layout is not None:
+    if call.backward is None:
         return attended(floats, others)
+    if call.problem.cache_layout is not None:
+        return refuse("blocksparse_attention with keys in pages", attended)(floats, others)
     rule = functools.partial(_gradients, call, call.backward)
     out, lse = derivative.differentiable(attended, rule, floats, others)
     return out, lse
