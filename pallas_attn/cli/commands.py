@@ -316,6 +316,10 @@ The Pallas kernel of `mla_decode`, for 16 heads:
 
     pallas-attn tune --op mla_decode --num-heads 16
 
+The forward and backward kernels of `flash_attention`, for rows of 8192 tokens:
+
+    pallas-attn tune --op flash_attention --head-dim 64 --num-seqs 1 --max-len 8192
+
 Where the installed package cannot be written, or should not be:
 
     pallas-attn tune --output ~/attn-configs
@@ -351,7 +355,8 @@ def tune(
     max_len: Annotated[
         list[int] | None,
         typer.Option(
-            help="Tokens that the block table holds, or, of sparse_mla_decode, ids of a query token. Repeat it.",
+            help="Tokens of a sequence; of sparse_mla_decode, ids of a query token; of blocksparse_attention, tokens "
+            "that a row of the layout sees. Repeat it.",
             show_default="1024, 8192, 32768",
         ),
     ] = None,
