@@ -215,13 +215,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             curve, seconds = trained(implementation, seed, options.steps, sizes)
             curves[implementation, seed] = curve
             writer.writerows([implementation, seed, step, f"{value:.5f}"] for step, value in enumerate(curve))
+            file.flush()
+            draw(options.out.with_suffix(".png"), curves)  # what there is, should this be stopped
             last = np.mean(curve[-AVERAGED:])
             print(
                 f"{implementation:10} seed {seed}: loss {curve[0]:.4f} -> {last:.4f}, "
                 f"{seconds / options.steps * 1e3:.1f} ms a step",
                 flush=True,
             )
-    draw(options.out.with_suffix(".png"), curves)
     if min(len(options.implementations), len(options.seeds)) < 2:
         print("nothing to compare: that takes two implementations and two seeds")
         return 1
