@@ -71,6 +71,26 @@ def test_paged_attention(options):
     )
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"sliding_window": 6}, {"value_dim": 8, "cache_dtype": "int8"}], ids=str
+)
+def test_ragged_paged_attention(options):
+    """Causal among the newest tokens, too."""
+    case = cases.RaggedCase((20, 9, 12), 4, 2, 16, 16, q_lens=(7, 1, 12), padding=0, **options)
+    pairs, seen = 0, set()
+    for seq, (length, q_len) in enumerate(zip(case.seq_lens, case.q_lens, strict=True)):
+        for position in range(length - q_len, length):
+            keys = range(max(0, position + 1 - (case.sliding_window or length)), position + 1)
+            pairs += 4 * len(keys)
+            seen |= {(seq, key) for key in keys}
+    dims = 16 + (case.value_dim or 16)
+    token_bytes = dims * 2 * (1 if case.cache_dtype else 2)
+    assert costs.ragged_paged_attention(case) == (
+        pairs * 2 * dims,
+        len(seen) * token_bytes + 20 * 4 * dims * 2,
+    )
+
+
 def test_mla_decode_counts_as_flash_mla_does():
     case = cases.MLADecodeCase((30, 41, 7), 6, 2, q_len=2, causal=True)
     flops = num_bytes = 0

@@ -153,7 +153,7 @@ def test_latents_of_656_bytes():
 
 @pytest.mark.once
 def test_the_form_follows_from_costs():
-    assert api.least_projected(128, 128) == 50
+    assert api.least_projected(128, 128) == 83
     assert api.least_projected(2048, 2048) is None
     # With n new tokens both forms cost the same for a token of the context, but for rounding up.
     n, saved = api.least_projected(64, 128), api.ABSORBED_COST * (576 + 512) - (64 + 64 + 128)
