@@ -1,6 +1,9 @@
 """`pallas_attn.compat` against what it stands for: JAX's own references of the functions' meaning."""
 
 import functools
+import importlib
+import inspect
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +59,42 @@ def test_the_kernel_reads_keys_and_values_that_take_turns(monkeypatch):
     real = call.dispatch.resolve
     monkeypatch.setattr(call.dispatch, "resolve", lambda op, case, _: real(op, case, "interpret"))
     np.testing.assert_allclose(compat.ragged_paged_attention(**arguments), expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("ours", "module", "sizes"),
+    [
+        (
+            compat.paged_attention,
+            "gpu.paged_attention",
+            {
+                "block_h",
+                "pages_per_compute_block",
+                "k_splits",
+                "num_warps",
+                "num_stages",
+                "interpret",
+                "debug",
+            },
+        ),
+        (
+            compat.ragged_paged_attention,
+            "tpu.ragged_paged_attention",
+            {"num_kv_pages_per_block", "num_queries_per_block", "vmem_limit_bytes"},
+        ),
+    ],
+    ids=["gpu", "tpu"],
+)
+def test_signatures_are_theirs(ours, module, sizes):
+    """Names, order and defaults, but for what sizes another kernel's tiles."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        package = importlib.import_module(f"jax.experimental.pallas.ops.{module}")
+    theirs = inspect.signature(getattr(package, ours.__name__)).parameters
+    assert sizes <= theirs.keys()
+    assert [(p.name, p.kind, p.default) for p in inspect.signature(ours).parameters.values()] == [
+        (p.name, p.kind, p.default) for p in theirs.values() if p.name not in sizes
+    ]
 
 
 def gpu_arguments():
