@@ -8,7 +8,9 @@ import lowering
 import pytest
 
 import pallas_attn
+from pallas_attn._call.device import Device
 from pallas_attn._tile.layout import PoolShape, array_shape
+from pallas_attn.ops.ragged_attention.config import heuristic
 from pallas_attn.testing import cases
 
 NAME = "pallas_attn_ragged_attention"
@@ -145,6 +147,28 @@ def test_latents_compile():
         copies = hot_loop(kernels[name]).count("async_copy_global_to_local")
         assert copies == (2 if name == NAME else 4), f"{name}: not pipelined"
     assert "wgmma" in kernels[NAME].ptx
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    ("options", "tiles"),
+    [
+        ({}, (128, 128, 8)),
+        ({"itemsize": 1}, (128, 128, 8)),
+        ({"itemsize": 1, "page_scales": True}, (128, 64, 8)),
+        ({"head_dim": 64, "value_dim": 64}, (64, 128, 4)),
+        ({"head_dim": 64, "value_dim": 128}, (128, 128, 8)),
+    ],
+    ids=str,
+)
+def test_tiles_are_those_measured_fastest(options, tiles):
+    sizes = dict(
+        num_tokens=2048, num_seqs=1, num_kv_heads=8, group=4, head_dim=128, value_dim=128, max_len=32768
+    )
+    widths = dict(itemsize=2, query_itemsize=2, latent=False)
+    hopper = Device("gpu", *lowering.H100, compute_capability=90)
+    chosen = heuristic(**{**sizes, **widths, **options}, device=hopper).long
+    assert (chosen.block_q, chosen.block_kv, chosen.num_warps) == tiles
 
 
 def test_few_programs_are_cut():

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from pallas_attn._call import configs, dispatch, partition
 from pallas_attn._call.checks import ArgumentChecker, dtype_name, fail, is_array
 from pallas_attn._call.device import current_device
-from pallas_attn._tile import options, triton
+from pallas_attn._tile import options, quantization, triton
 from pallas_attn._tile.latents import LATENT_DIM
 from pallas_attn._tile.layout import DIMS, PoolCase, PoolShape, check_pools, key_pool_shape, reaches
 from pallas_attn._tile.masking import Rules
@@ -234,7 +234,8 @@ def _attend(
     """(out, lse) of the operands at hand: of the whole call, or of one device's share of the heads."""
     case = _case(operands, layout)
     if tiled:
-        static["config"] = _resolve_config(op, case, config)
+        page_scales = any(quantization.is_by_page(operands, name) for name in ("k_scale", "v_scale"))
+        static["config"] = _resolve_config(op, case, config, page_scales)
     new = (operands["key"], operands["value"]) if "key" in operands else None
     sources = Sources(operands["key_cache"], operands.get("value_cache"), operands["block_tables"], new)
     lens = {name: operands[name] for name in LENS if name in operands}
@@ -246,7 +247,9 @@ def _attend(
     )  # fmt: skip
 
 
-def _resolve_config(op: str, case: Case, explicit: RaggedAttentionConfig | None) -> RaggedAttentionConfig:
+def _resolve_config(
+    op: str, case: Case, explicit: RaggedAttentionConfig | None, page_scales: bool
+) -> RaggedAttentionConfig:
     facts = dict(
         num_tokens=case.num_tokens,
         num_seqs=case.num_seqs,
@@ -276,5 +279,6 @@ def _resolve_config(op: str, case: Case, explicit: RaggedAttentionConfig | None)
             itemsize=jnp.dtype(case.cache_dtype).itemsize,
             query_itemsize=jnp.dtype(case.dtype).itemsize,
             device=current_device(),
+            page_scales=page_scales,
         ),
     )

@@ -21,6 +21,9 @@ LONG = [
     (32, 32, 2),
     (16, 16, 1),
 ]
+# Of heads of 64 or less, whose softmax takes as long as their products: two programs fit on a multiprocessor, and one
+# has the tensor cores while the other does the rest.
+FEW_DIMS = [(64, 128, 3), *LONG]
 # Of latents, whose 512 values are among the 576 elements of a key: as `mla_decode` has them.
 LATENT = [(64, 32, 4), (64, 32, 3), (64, 32, 2), (32, 32, 2), (16, 16, 1)]
 SHORT = [(128, 3), (64, 3), (32, 3), (16, 2), (16, 1)]
@@ -74,11 +77,13 @@ def heuristic(
     max_len: int,
     latent: bool,
     device: Device,
+    page_scales: bool = False,
     **measured: int,
 ) -> RaggedAttentionConfig:
     """`itemsize` bytes hold an element of the cache, `query_itemsize` one of the query; `max_len` tokens fit in a row
-    of the block table. `latent`: keys hold the values. `measured`: fields of tiles that are known, as "long_block_kv"
-    or "short_num_warps"; those of a launch that the call does not have are left out."""
+    of the block table. `latent`: keys hold the values. `page_scales`: each page of a narrow cache has its own, with
+    which wide tiles spill. `measured`: fields of tiles that are known, as "long_block_kv" or "short_num_warps"; those
+    of a launch that the call does not have are left out."""
     if unknown := [name for name in measured if not name.startswith(("long_", "short_"))]:
         raise TypeError(f"no field of either launch: {', '.join(unknown)}")
     dims = sum(size for dim in ((head_dim,) if latent else (head_dim, value_dim)) for _, size in chunks(dim))
@@ -107,10 +112,11 @@ def heuristic(
         )
 
     most_rows = triton.tile_side(num_tokens * group)
-    widest = 32 if query_itemsize == 4 else 64 if narrow else 128
+    widest = 32 if query_itemsize == 4 else 64 if page_scales else 128
+    few_dims = max(head_dim, value_dim) <= 64 and not narrow
     block_q, block_kv, stages = next(
         (min(rows, most_rows), tokens, stages)
-        for rows, tokens, stages in (LATENT if latent else LONG)
+        for rows, tokens, stages in (LATENT if latent else FEW_DIMS if few_dims else LONG)
         if tokens <= widest and rows * value_dim <= SUMS and fits(min(rows, most_rows), tokens, stages)
     )
     programs = math.ceil(num_tokens * group / block_q) * num_kv_heads
@@ -121,7 +127,9 @@ def heuristic(
     if short_q >= block_q:
         return RaggedAttentionConfig(_with(long, "long", measured))
     block_kv, stages = next(
-        (tokens, stages) for tokens, stages in SHORT if tokens <= widest and fits(short_q, tokens, stages)
+        (tokens, stages)
+        for tokens, stages in SHORT
+        if tokens <= (min(widest, 64) if narrow else widest) and fits(short_q, tokens, stages)
     )
     short = tiles(short_q, block_kv, stages, num_seqs * num_kv_heads, 4, 4)
     return RaggedAttentionConfig(_with(long, "long", measured), _with(short, "short", measured))
