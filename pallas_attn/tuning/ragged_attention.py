@@ -64,6 +64,7 @@ class RaggedAttentionPoint(Point):
             query_itemsize=itemsize,
             max_len=self.slots,
             latent=False,
+            page_scales=False,
             device=current_device(),
             **fields,
         )
