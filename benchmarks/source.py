@@ -31,7 +31,7 @@ OPTIONS = (
     "topk",
     "q_lens",
 )
-DENSE = ("batch", "kv_len", "value_dim", "layout", "q_offset")  # flash attention's
+DENSE = ("batch", "kv_len", "value_dim", "layout", "q_offset", "documents")  # flash attention's
 SPARSE = ("lens", "pattern", "block_size", "q_block_size", "group", "max_len")  # block-sparse attention's
 ATTRIBUTES = ("op", "id", "dtype", "seq_lens", *SIZES, *OPTIONS, *DENSE, *SPARSE)
 
