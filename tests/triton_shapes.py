@@ -97,7 +97,7 @@ BROAD: dict[str, tuple[Callable[..., Any], tuple[int, ...], dict[str, Any]]] = {
 }
 # Of sm_90.
 OTHERS: dict[str, tuple[Callable[..., Any], tuple[int, ...], dict[str, Any]]] = {
-    "ragged": (ragged, (64, 2048), {"softcap": 30.0}),
+    "ragged": (ragged, (64, 1024), {"softcap": 30.0}),
     "bias": (flash, (64,), {"bias": True}),
     "blocksparse": (blocksparse, (64, 1024), {}),
     "blocksparse gradients": (blocksparse, (64, 1024), {"gradients": True}),
