@@ -12,8 +12,8 @@ from pallas_attn.tuning.registry import OPS
 
 with needs_extra("models", user="the command pallas-attn"):
     import typer
-    import typer.core
 
+from .help import PlainCommand, PlainGroup
 from .options import (
     Attending,
     AttentionOption,
@@ -29,26 +29,8 @@ from .options import (
     TopPOption,
 )
 
-
-class _PlainHelp:
-    """Mixed into a command: `--help` is listed like other flags, without a type."""
-
-    def get_help_option(self, ctx: Any) -> Any:
-        option = super().get_help_option(ctx)  # pyright: ignore[reportAttributeAccessIssue]
-        option.metavar = ""
-        return option
-
-
-class _Command(_PlainHelp, typer.core.TyperCommand):
-    pass
-
-
-class _Group(_PlainHelp, typer.core.TyperGroup):
-    pass
-
-
 app = typer.Typer(
-    cls=_Group,
+    cls=PlainGroup,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="markdown",
@@ -122,7 +104,7 @@ def options_of_all(
 
 
 @app.command(
-    cls=_Command,
+    cls=PlainCommand,
     epilog="""
 **Examples**
 
@@ -221,7 +203,7 @@ def generate(
 
 
 @app.command(
-    cls=_Command,
+    cls=PlainCommand,
     epilog="""
 **Examples**
 
@@ -291,7 +273,7 @@ def chat(
     )
 
 
-@app.command(cls=_Command)
+@app.command(cls=PlainCommand)
 def doctor() -> int:
     """Show versions, devices, and which implementation of each op can run here, or why not."""
     from pallas_attn.cli.doctor import run_doctor
@@ -300,7 +282,7 @@ def doctor() -> int:
 
 
 @app.command(
-    cls=_Command,
+    cls=PlainCommand,
     epilog="""
 **Examples**
 
@@ -401,7 +383,7 @@ def tune(
 
 @app.command(
     name="show-layout",
-    cls=_Command,
+    cls=PlainCommand,
     epilog="""
 **Examples**
 
