@@ -18,7 +18,8 @@ from pallas_attn.tuning.points import Fields
 
 # (block_q, block_kv, warps, stages); dk and dv walk over queries, and have them the other way round.
 TILES = ((128, 64, 8, 3), (128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 4, 2))
-TILES += ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 3), (128, 32, 8, 2), (64, 64, 8, 2))
+TILES += ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 3), (64, 64, 8, 2))
+TILES += ((128, 32, 8, 2), (128, 32, 8, 3), (128, 32, 8, 4))  # three and four buffers fit beside heads of 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
