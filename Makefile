@@ -40,7 +40,7 @@ test: .venv/.test $(OVERLAYS) test-oldest ## everything that needs no GPU, on th
 	$(PYTEST)
 
 test-oldest: .venv/.test $(OVERLAYS) ## what depends on jax, on the oldest
-	PYTHONPATH=$(OLDEST) $(PYTEST) -m "not slow and not once"
+	PYTHONPATH=$(OLDEST) $(PYTEST) -m "not slow and not once" --sample
 
 test-latest: .venv/bin/python ## on the newest of everything, jax beyond the supported range included
 	test -e $(LATEST)/bin/python || $(PYTHON) -m venv $(LATEST)

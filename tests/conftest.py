@@ -1,3 +1,4 @@
+import collections
 import gc
 import os
 import sys
@@ -40,6 +41,10 @@ def pytest_configure() -> None:
         jax.config.update("jax_disable_most_optimizations", True)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--sample", action="store_true", help="of tests marked `sweep`, every third case")
+
+
 def pytest_report_header() -> str:
     without = " without Pallas' Triton lowering" if WITHOUT_PALLAS else ""
     return f"jax {jax.__version__} on {jax.default_backend()}{without}"
@@ -60,8 +65,9 @@ def asks_for_pallas(item: pytest.Item) -> bool:
                for value in params if isinstance(value, str | list))  # fmt: skip
 
 
+@pytest.hookimpl(trylast=True)  # what is left by -m is what is sampled
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """GPU tests are deselected where there is no GPU."""
+    """GPU tests are deselected where there is no GPU, and with --sample two cases of three of the others' sweeps."""
     by_pallas = [item for item in items if asks_for_pallas(item)]
     collected = {item.nodeid for item in items}
     config.stash[UNPAIRED] = [
@@ -73,6 +79,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         deselect(config, items, by_pallas)
     if jax.default_backend() != "gpu":
         deselect(config, items, [item for item in items if item.get_closest_marker("gpu")])
+    if config.getoption("sample"):
+        sweeps = collections.defaultdict(list)
+        for item in items:
+            if item.get_closest_marker("sweep"):
+                sweeps[item.nodeid.partition("[")[0]].append(item)
+        for cases in sweeps.values():
+            deselect(config, items, [case for number, case in enumerate(cases) if number % 3])
 
 
 def deselect(config: pytest.Config, items: list[pytest.Item], unwanted: list[pytest.Item]) -> None:

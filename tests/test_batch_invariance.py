@@ -95,6 +95,7 @@ def test_mla_decode(implementation):
     ]
 
 
+@pytest.mark.slow
 def test_without_it_bits_do_depend_on_the_batch():
     """So that the tests above could fail: fair shares of a longer batch are longer."""
     config = PagedAttentionConfig(16, 32, min_split_tokens=32, target_programs=12)

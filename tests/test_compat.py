@@ -30,6 +30,7 @@ def ragged_arguments(dtype=F32):
     }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "options", [{}, {"sm_scale": 0.3, "sliding_window": 6}, {"soft_cap": 2.0, "mask_value": None}], ids=str
 )

@@ -24,6 +24,7 @@ def model():
     return tiny_llama()
 
 
+@pytest.mark.slow
 def test_a_batch_answers_as_each_prompt_alone(model):
     batch = generate(model, PROMPTS, max_new_tokens=12, page_size=4)
     for index, prompt in enumerate(PROMPTS):
@@ -45,6 +46,7 @@ def test_a_row_stops_at_a_stop_token_and_the_rest_goes_on(model):
     assert stopped.lengths[0] <= 5 < max(stopped.lengths)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("chunk", [1, 3, 5, 100])
 def test_prompts_may_be_read_in_chunks(model, chunk):
     """That end at, before and behind the ends of prompts."""

@@ -98,6 +98,7 @@ def check(case: cases.MLADecodeCase, data: inputs.LatentInputs, out, lse, **opti
     compare.assert_lse_close(lse, expected_lse, **about)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("case", "implementation"), list(served_cases()))
 def test_matches_reference(case, implementation):
     data = inputs.make(case)
@@ -158,6 +159,7 @@ def test_causal_boundary(implementation):
         assert same == [i < row for i in range(4)]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", ANY_PAGE_SIZE)
 @pytest.mark.parametrize("num_parts", [None, 5])
 def test_bad_pages_and_lengths_poison_only_their_rows(num_parts, implementation):
@@ -183,6 +185,7 @@ def test_bad_pages_and_lengths_poison_only_their_rows(num_parts, implementation)
             assert np.isnan(lse[seq]).all(), f"lse of sequence {seq} must be NaN"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", ANY_PAGE_SIZE)
 @pytest.mark.parametrize("num_parts", [None, 3])
 def test_a_length_beyond_a_full_table_is_nan(num_parts, implementation):
@@ -212,6 +215,7 @@ def test_scale(implementation):
     check(case, data, *run(case, data, implementation, scale=192**-0.5), scale=192**-0.5)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("num_parts", [None, 5])
 def test_same_inputs_same_bits(num_parts, implementation):
@@ -285,6 +289,7 @@ def test_numpy_arrays_will_do():
     np.testing.assert_array_equal(out, pallas_attn.mla_decode(*data.arguments(), implementation="xla"))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
 @pytest.mark.parametrize("num_parts", [None, 3])
 def test_with_64_bit_types_enabled(num_parts, implementation):
@@ -296,6 +301,7 @@ def test_with_64_bit_types_enabled(num_parts, implementation):
     check(case, data, out, lse)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
 @pytest.mark.parametrize("num_parts", [None, 3])
 def test_vmap(num_parts, implementation):

@@ -54,6 +54,7 @@ def served_cases():
             yield pytest.param(case, name, id=f"{case.id}-{name}", marks=pytest.mark.gpu)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("case", "implementation"), list(served_cases()))
 def test_matches_reference(case, implementation):
     data = quantized(inputs.make(case))
@@ -86,6 +87,7 @@ def test_no_boundary_token_is_lost(implementation):
         check(case, data, *call(*data.arguments()))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_bad_pages_and_lengths_poison_only_their_rows(implementation):
     size = 64 if implementation == "cuda" else 16

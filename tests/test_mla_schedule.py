@@ -84,6 +84,7 @@ def test_equals_the_plain_model(problem):
     check(*problem)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("num_parts", PARTS)
 @pytest.mark.parametrize(
     "lengths",

@@ -44,8 +44,9 @@ def latent_cache(layers: int = 1) -> PagedLatentCache:
     )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
-    ("name", "implementation"), [*[(name, "xla") for name in OPTIONS], ("all", "interpret")]
+    ("name", "implementation"), [("all", "interpret"), *((name, "xla") for name in OPTIONS)]
 )
 def test_a_prompt_sees_what_decoding_sees(name, implementation):
     module = paged(OPTIONS[name], implementation)
@@ -219,6 +220,7 @@ def test_positions_that_cannot_be_served(name):
             call(cache, at)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", [name for name in MODULES if not name.endswith("absorbed")])
 def test_ragged_positions_that_cannot_be_served(name):
     call, cache = made(name)
@@ -259,6 +261,7 @@ KINDS = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", KINDS)
 def test_chunks_and_mixed_batches_give_what_one_token_at_a_time_gives(name):
     """A prompt in chunks beside a shorter one that is padded on either side, and beside tokens of an answer."""

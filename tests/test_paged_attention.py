@@ -73,6 +73,7 @@ def check(case: cases.DecodeCase, data: inputs.PagedInputs, out, lse, **options)
     compare.assert_lse_close(lse, expected_lse, dtype=case.dtype, case_id=case.id)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("case", "implementation"), list(served_cases()), ids=lambda x: getattr(x, "id", x))
 def test_matches_reference(case, implementation):
     data = inputs.make(case)
@@ -101,6 +102,7 @@ def test_no_boundary_token_is_lost(boundary, implementation):
     check(case, data, out, lse)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("num_splits", [1, 4])
 def test_bad_pages_and_lengths_poison_only_their_rows(num_splits, implementation):
@@ -125,6 +127,7 @@ def test_bad_pages_and_lengths_poison_only_their_rows(num_splits, implementation
             assert np.isnan(lse[seq]).all(), f"lse of sequence {seq} must be NaN"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("num_splits", [1, 4])
 def test_a_length_beyond_a_full_table_is_nan(num_splits, implementation):
@@ -148,6 +151,7 @@ def test_pages_shared_between_sequences(implementation):
     check(case, data, out, lse)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("draft", [0, 2, 4])
 def test_a_draft_is_seen_by_its_descendants_alone(draft, implementation):

@@ -57,6 +57,7 @@ def check(case: cases.RaggedCase, data: inputs.RaggedInputs, out, lse, **options
     compare.assert_lse_close(lse, expected_lse, dtype=case.dtype, case_id=case.id)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_matches_reference(case, implementation):

@@ -230,6 +230,7 @@ def test_a_foreign_schedule_stays_in_its_room():
     assert [int(cut.slot(jnp.int32(piece))) for piece in (least, 5, most)] == [0, 5, 11]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("num_seqs", "length"), [(1, 32768), (8, 32768), (12, 22 * 64), (50, 4096), (70, 4096), (128, 1024)]
 )
