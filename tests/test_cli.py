@@ -109,7 +109,7 @@ def test_prompts_of_a_file_go_through_the_engine(tiny, capsys, tmp_path):
     assert main(["generate", *options, *(word for text in texts for word in ("--prompt", text))]) == 0
     in_a_batch = capsys.readouterr().out
     prompts = tmp_path / "prompts.txt"
-    prompts.write_text("abc\n\n  xyz\nabcabc", encoding="utf-8")
+    prompts.write_text("abc\n\n  xyz\r\nabcabc", encoding="utf-8-sig")  # as on Windows
     command = ["generate", *options, "--prompt", "hello", "--prompts-file", str(prompts), "--num-rows", "2"]
     assert main([*command, "--prefill-chunk", "3"]) == 0
     captured = capsys.readouterr()
@@ -119,6 +119,8 @@ def test_prompts_of_a_file_go_through_the_engine(tiny, capsys, tmp_path):
         r" 4 prompts of \d+ tokens in \d+ steps; \d+ of these tokens shared, 0 prompts", captured.out
     )
     assert captured.err == ""
+    assert main([*command, "--prefill-chunk", "0"]) == 1
+    assert "generate: argument 'prefill_chunk': expected at least 1, got 0" in capsys.readouterr().err
 
 
 def test_a_bar_shows_tokens_a_second():
@@ -129,10 +131,10 @@ def test_a_bar_shows_tokens_a_second():
 
 
 def test_prompts_may_come_from_standard_input(tiny, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("abc\n\n  xyß\n".encode()), "ascii"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("abc\n\n  xyß\u2028z\n".encode()), "ascii"))
     assert main(["generate", "--model", tiny, "--raw", "--prompts-file", "-", "--max-new-tokens", "2"]) == 0
     printed = capsys.readouterr().out
-    assert re.findall(r"^> (.*)$", printed, re.MULTILINE) == ["abc", "xyß"]
+    assert re.findall(r"^> (.*)$", printed, re.MULTILINE) == ["abc", "xyß\u2028z"]
 
 
 def test_a_prompts_file_that_is_no_text_is_named(tiny, capsys, tmp_path):

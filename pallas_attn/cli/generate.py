@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pallas_attn import record_implementations
-from pallas_attn._call.checks import fail
+from pallas_attn._call.checks import check_int, fail
 from pallas_attn.models import (
     Engine,
     Generation,
@@ -127,7 +127,8 @@ def _read_prompts(options: GenerateOptions) -> list[str]:
         if not text.strip():
             fail("generate", "--prompt", "some text in each", f"prompt {index + 1} without any")
     if options.prompts_file is not None:
-        lines = _read_text(options.prompts_file).splitlines()
+        # What else Python takes for the end of a line may be part of a prompt.
+        lines = _read_text(options.prompts_file).split("\n")
         texts += [line.strip() for line in lines if line.strip()]
     if not texts:
         fail("generate", "--prompt", "at least one prompt, here or in --prompts-file", "none")
@@ -140,7 +141,7 @@ def _read_text(path: Path) -> str:
     if not piped and (not path.exists() or path.is_dir()):
         fail("generate", "--prompts-file", "an existing file", name, OSError)
     try:
-        return (sys.stdin.buffer.read() if piped else path.read_bytes()).decode("utf-8")
+        return (sys.stdin.buffer.read() if piped else path.read_bytes()).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         fail("generate", "--prompts-file", "UTF-8 text", f"{name}, which is not at byte {error.start}")
 
@@ -167,6 +168,8 @@ def _generate(loaded: LoadedModel, prompts: list[list[int]], options: GenerateOp
 
 
 def _engine(loaded: LoadedModel, prompts: list[list[int]], options: GenerateOptions) -> Engine:
+    if options.prefill_chunk is not None:
+        check_int("generate", "prefill_chunk", options.prefill_chunk, least=1)
     rows = min(options.num_rows, len(prompts))
     longest = max(map(len, prompts)) + options.max_new_tokens
     return Engine(
