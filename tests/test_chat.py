@@ -75,6 +75,21 @@ def test_a_model_without_a_template_is_refused_before_the_first_question(tmp_pat
     assert "expected a model with a chat template, got one without" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("errors", "message"),
+    [
+        ("strict", "chat: argument 'standard input': expected UTF-8 text, got byte 0xff"),
+        ("surrogateescape", "argument 'text': expected text that is Unicode, got half a character, at 2"),
+    ],
+)
+def test_input_that_is_no_text_is_named(tiny, errors, message, monkeypatch, capsys):
+    """Which of the two depends on the locale."""
+    monkeypatch.setattr(Engine, "compile", lambda *_: None)  # no step is made
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"b\xff\n"), "utf-8", errors))
+    assert main(["chat", "--model", tiny, "--max-len", "160"]) == 1
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_text_comes_in_whole_characters():
     def decode(tokens: list[int]) -> str:
         return bytes(tokens).decode(errors="replace").removeprefix(" ")

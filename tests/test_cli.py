@@ -179,6 +179,10 @@ def test_check_agrees_with_transformers(tiny, capsys):
         (["--prompts-file", "/"], "argument '--prompts-file': expected an existing file, got '/'"),
         (["--prompt", "a", "--seed", "9" * 20], f"'seed': expected at most 4294967295, got {'9' * 20}"),
         (["--prompt", "a", "--max-new-tokens", "0"], "'max_new_tokens': expected at least 1, got 0"),
+        (
+            ["--prompt", "\udcff"],
+            "argument 'text': expected text that is Unicode, got half a character, at 0",
+        ),
         (["--prompt", "a", "--implementation", "none"], "argument 'implementation': expected None or one of"),
         (["--prompt", "a", "--check", "--temperature", "1"], "'--check': expected greedy decoding"),
     ],

@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from pallas_attn import _interrupt
+from pallas_attn._call.checks import fail
 from pallas_attn._interrupt import INTERRUPTED
 from pallas_attn.models import Engine, LoadedModel, Sampling
 from pallas_attn.models.scheduler import Request
@@ -103,6 +104,8 @@ class Chat:
                     line = read("> " if self._err.is_terminal else "").strip()
             except EOFError:
                 return 0
+            except UnicodeDecodeError as error:
+                fail("chat", "standard input", "UTF-8 text", f"byte {error.object[error.start]:#x}")
             except KeyboardInterrupt:
                 self._err.print()
                 return INTERRUPTED

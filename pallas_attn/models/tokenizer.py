@@ -3,6 +3,7 @@
 import datetime
 from collections.abc import Sequence
 
+from pallas_attn._call.checks import fail
 from pallas_attn._call.optional import needs_extra
 
 with needs_extra("models", user="pallas_attn.models.tokenizer"):
@@ -39,8 +40,13 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`. Special tokens written out in it are recognised.
 
-        No beginning-of-sequence token is put in front unless the model asks for one, and not twice.
+        No beginning-of-sequence token is put in front unless the model asks for one, and not twice. ValueError for what
+        Python makes of bytes that are no UTF-8.
         """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            fail("Tokenizer.encode", "text", "text that is Unicode", f"half a character, at {error.start}")
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         if self._add_bos and self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
             ids = [self.bos_token_id, *ids]
