@@ -12,6 +12,7 @@ from flax import nnx
 from models_support import TINY, tiny_llama
 
 from pallas_attn.models import DeepSeek, DeepSeekConfig, Engine, Sampling, generate
+from pallas_attn.models.sampling import Rows
 from pallas_attn.nn import MLAConfig
 
 pytestmark = pytest.mark.once  # what it is made of is tested on both
@@ -276,3 +277,10 @@ def test_settings_of_sampling_are_checked():
         Sampling(top_k=0)
     with pytest.raises(ValueError, match="Sampling: argument 'seed': expected at most"):
         Sampling(seed=2**32)
+
+
+def test_more_than_any_vocabulary_is_all_of_it():
+    rows = Rows.greedy(2)
+    for row, top_k in enumerate((None, 2**40)):
+        rows.fill(row, Sampling(temperature=1.0, top_k=top_k))
+    assert rows.top_k[0] == rows.top_k[1] == 2**31 - 1

@@ -56,7 +56,8 @@ class Rows(NamedTuple):
 
     def fill(self, row: int, sampling: Sampling) -> None:
         self.temperature[row] = 0.0 if sampling.greedy else sampling.temperature
-        self.top_k[row], self.top_p[row] = sampling.top_k or np.iinfo(np.int32).max, sampling.top_p
+        every = np.iinfo(np.int32).max  # no vocabulary has more
+        self.top_k[row], self.top_p[row] = min(sampling.top_k or every, every), sampling.top_p
         self.seed[row] = sampling.seed
 
 
