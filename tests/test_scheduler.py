@@ -211,6 +211,17 @@ def test_a_burst_takes_no_page_from_anybody_and_waits_for_prompts():
         assert [chunk.ahead for chunk in step.chunks] == [6, 0], "pages"
 
 
+def test_a_step_that_is_given_up_may_be_followed_by_another():
+    """As after Ctrl-C: it had taken pages ahead that the next one, which reads a prompt, does not ask for."""
+    scheduler, device = scheduler_of(burst=8)
+    first = scheduler.submit([1], 9)
+    assert scheduler.next_step().chunks[0].ahead == 7
+    scheduler.submit([2, 2, 2], 1)
+    while scheduler.busy:
+        device.run(scheduler.next_step())
+    assert first.answer == whole_answer([1], 9, stops=False)
+
+
 def test_what_was_used_last_is_evicted_last():
     allocator = PageAllocator(3)
     prefixes = PrefixCache(allocator, 2)

@@ -206,8 +206,8 @@ class Scheduler:
                 self._remember(request, full_only=True)
 
     def complete(self, step: Step, tokens: Mapping[Request, Sequence[int]]) -> list[Request]:
-        """After a step that has begun: `tokens` has the next tokens of each request whose chunk answers, up to one that
-        ends it and no more than 1 + `ahead`. The requests that got some."""
+        """After a step that has begun: `tokens` has the next tokens of each request whose chunk answers, at least one,
+        up to one that ends it and no more than 1 + `ahead`. The requests that got some."""
         answered = []
         for chunk in step.chunks:
             request = chunk.request
@@ -246,7 +246,8 @@ class Scheduler:
 
     def _grow(self, request: Request, tokens: int) -> bool:
         """Pages for `tokens` tokens; sends newer requests back for them, and the request itself if there is none."""
-        needed = self._pages_for(tokens) - len(request.pages)
+        # A step that was given up, or got no further than its first token, leaves pages that it took ahead.
+        needed = max(self._pages_for(tokens) - len(request.pages), 0)
         while (own := self._allocate(needed)) is None:
             newest = self.running[-1]
             self._send_back(newest)
