@@ -211,6 +211,15 @@ def test_an_8_bit_cache_keeps_its_scales_while_pages_are_remembered(model, alone
     assert again.answer == first.answer
 
 
+def test_a_prompt_of_one_token_scales_an_8_bit_cache(model):
+    """Nothing later would: its meaning is settled by then."""
+    engine = Engine(model, **SIZES, cache_dtype=jnp.int8)
+    engine.submit([5], max_new_tokens=1)
+    engine.step()
+    assert (engine._cache.k_scale != 1).all()
+    assert (engine._cache.v_scale != 1).all()
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [

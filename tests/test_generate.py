@@ -14,6 +14,7 @@ from lowering import lower_for_gpu, triton_kernels
 from models_support import TINY, tiny_llama, write_tiny
 from support import unchecked
 
+from pallas_attn import PagedKVCache
 from pallas_attn.models import generate, load_gguf, sampling
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11]]
@@ -54,6 +55,15 @@ def test_prompts_may_be_read_in_chunks(model, chunk):
     chunked = generate(model, PROMPTS, max_new_tokens=4, page_size=4, return_logits=True, prefill_chunk=chunk)
     np.testing.assert_array_equal(chunked.tokens, whole.tokens)
     np.testing.assert_allclose(chunked.logits, whole.logits, atol=2e-5)
+
+
+@pytest.mark.once
+def test_prompts_read_token_by_token_scale_an_8_bit_cache(model, monkeypatch):
+    calibrate, layers = PagedKVCache.calibrate, []
+    recorded = lambda cache, layer, *new: layers.append(layer) or calibrate(cache, layer, *new)  # noqa: E731
+    monkeypatch.setattr(PagedKVCache, "calibrate", recorded)
+    generate(model, [[5, 6]], max_new_tokens=1, page_size=5, cache_dtype="int8", prefill_chunk=1)
+    assert layers
 
 
 @pytest.mark.slow

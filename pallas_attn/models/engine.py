@@ -163,7 +163,8 @@ class Engine:
         if step.copies:
             self._copy(step.copies)
         # The device is not waited for before there is nothing else to do.
-        chosen = self._mixed(step) if step.reads_prompts else self._decode(step)
+        # The first one scales an 8-bit cache, which decoding does not.
+        chosen = self._mixed(step) if step.reads_prompts or self.steps == 1 else self._decode(step)
         self._scheduler.begin(step)
         by_row = np.asarray(chosen).T.tolist()
         tokens = {

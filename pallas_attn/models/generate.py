@@ -288,8 +288,13 @@ def _pad(prompts: Sequence[Sequence[int]], chunk: int | None) -> tuple[jax.Array
         row[: len(prompt)] = prompt
     columns = np.arange(width, dtype=np.int32)
     positions = np.where(columns < lengths[:, None], columns, -1)
+    # One column alone would be taken for a token of an answer, which never scales an 8-bit cache.
+    more = [(0, 0), (0, 0), (0, 1 if n == 1 else 0)]
     chunked = (x.reshape(len(prompts), -1, n).swapaxes(0, 1) for x in (tokens, positions))
-    first, second = map(jnp.asarray, chunked)
+    first, second = (
+        jnp.asarray(np.pad(x, more, constant_values=nothing))
+        for x, nothing in zip(chunked, (0, -1), strict=True)
+    )
     return first, second
 
 
