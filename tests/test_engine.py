@@ -226,6 +226,11 @@ def test_a_prompt_of_one_token_scales_an_8_bit_cache(model):
         ({"max_len": 65}, ValueError, "argument 'max_len': expected at most 64, got 65"),
         ({"num_rows": 0}, ValueError, "argument 'num_rows': expected at least 1, got 0"),
         ({"burst": 1.5}, TypeError, "argument 'burst': expected an int, got 1.5 of type float"),
+        (
+            {"prefix_cache": "no"},
+            TypeError,
+            "argument 'prefix_cache': expected True or False, got 'no' of type str",
+        ),
         ({"step_tokens": 3}, ValueError, "argument 'step_tokens': expected at least 4, got 3"),
         (
             {"stop_token_ids": "a"},

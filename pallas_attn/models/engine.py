@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn._call.checks import check_int, fail
+from pallas_attn._call.checks import ArgumentChecker, check_int, fail
 from pallas_attn._call.optional import needs_extra
 
 with needs_extra("models", user="pallas_attn.models.engine"):
@@ -94,6 +94,7 @@ class Engine:
         pages_each = -(-max_len // page_size)
         num_pages = num_rows * pages_each if num_pages is None else num_pages
         check_int("Engine", "num_pages", num_pages, least=1)
+        ArgumentChecker("Engine").flag("prefix_cache", prefix_cache)
         self._stops = checked_tokens("Engine", "stop_token_ids", stop_token_ids)
         self._model, self._most = model, min(max_len, num_pages * page_size + 1)
         pages = dict(num_pages=num_pages, page_size=page_size)
