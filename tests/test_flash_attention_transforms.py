@@ -157,8 +157,21 @@ def test_dot_product_attention_without_a_batch():
     query, key, value = arrays()
     bias = jnp.linspace(0, 1, 24)[None, None] * jnp.ones((4, 24, 1))
     expected = jax.nn.dot_product_attention(query, key, value, bias)
-    got = pallas_attn.dot_product_attention(query, key, value, bias)
-    np.testing.assert_allclose(got, expected, atol=2e-6)
+    for same in (bias, bias[None]):  # jax.nn's documentation asks for four dimensions all the same
+        got = pallas_attn.dot_product_attention(query, key, value, same)
+        np.testing.assert_allclose(got, expected, atol=2e-6)
+
+
+@pytest.mark.once
+def test_a_mask_may_be_of_queries_and_keys_alone():
+    query, key, value = arrays(2)
+    mask = jnp.asarray(np.random.default_rng(1).random((24, 24)) < 0.5) | jnp.eye(24, dtype=bool)
+    for same in (mask, mask[None]):
+        expected, got = (
+            attention(query, key, value, mask=same)
+            for attention in (jax.nn.dot_product_attention, pallas_attn.dot_product_attention)
+        )
+        np.testing.assert_allclose(got, expected, atol=2e-6)
 
 
 @IMPLEMENTATIONS

@@ -32,7 +32,8 @@ def dot_product_attention(
     Args:
         query, key, value: [batch, q_len, num_heads, head_dim] and [batch, kv_len, num_kv_heads, head_dim], or without
             the batch; bf16, fp16 or float32.
-        bias, mask: as many dimensions as query, each 1 or that of [batch, num_heads, q_len, kv_len]; mask is bool.
+        bias, mask: [batch, num_heads, q_len, kv_len], where each dimension may be 1, and the first ones may be left
+            out; mask is bool.
         scale: factor of the logits; None means head_dim ** -0.5.
         is_causal: query i sees keys up to i.
         query_seq_lengths, key_value_seq_lengths: [batch] int32; tokens from there on are padding, whatever they hold.
@@ -57,10 +58,11 @@ def dot_product_attention(
             check.fail(name, "as many dimensions as query", str(list(array.shape)))
     single = len(query.shape) == 3
 
-    def batched(array: Any) -> Any:
-        return array[None] if single and is_array(array) else array
+    def in_four_dimensions(array: Any) -> Any:
+        few = is_array(array) and 0 < len(array.shape) < 4
+        return array[(None,) * (4 - len(array.shape))] if few else array
 
-    query, key, value, bias, mask = map(batched, (query, key, value, bias, mask))
+    query, key, value, bias, mask = map(in_four_dimensions, (query, key, value, bias, mask))
     segment_ids = None
     if query_seq_lengths is not None or key_value_seq_lengths is not None:
         segment_ids = (
