@@ -87,6 +87,29 @@ def test_only_what_is_asked_for_is_worked_out(implementation):
 
 
 @pytest.mark.once
+def test_a_sink_that_is_none_has_no_gradient():
+    """-inf takes part in no softmax, not in that of a query that sees nothing either."""
+    query, key, value = arrays(1)
+    mask = (jnp.arange(24) != 5)[None, None, :, None]
+    sinks = jnp.array([-jnp.inf, 0.0, -jnp.inf, 1.0])
+    (gradient,) = jax.grad(lambda sinks: loss(query, key, value, "xla", sinks=sinks, mask=mask), (0,))(sinks)
+    assert (gradient[::2] == 0).all()
+    assert (jnp.abs(gradient[1::2]) > 1e-3).all()
+
+
+@pytest.mark.once
+def test_gradient_of_a_bias_of_a_single_key():
+    query, key, value = arrays(1)
+    bias = jnp.arange(4.0)[None, :, None, None]
+
+    def call(bias, implementation):
+        return loss(query, key[:, :1], value[:, :1], implementation, bias=bias, sinks=jnp.zeros(4))
+
+    got, expected = (jax.jit(jax.grad(call), static_argnums=1)(bias, name) for name in ("interpret", "xla"))
+    assert_close(got, expected)
+
+
+@pytest.mark.once
 def test_forward_mode_is_refused():
     query, key, value = arrays(1)
     with pytest.raises(TypeError, match="custom_vjp"):

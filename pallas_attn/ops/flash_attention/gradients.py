@@ -91,8 +91,8 @@ def _gradients(call: Call, floats: Arrays, others: Arrays, results, cotangents, 
         dims = tuple(call.dims(name, ()) for name in which)
         gradients |= zip(which, call.run(_backward, operands, dims), strict=True)
     if "sinks" in asked:
-        # The sink's logit has a weight, like a key's, and no value.
-        of_sinks = jnp.exp(floats["sinks"][None, :, :, None] - lse)
+        # The sink's logit has a weight, like a key's, and no value; of a row that saw nothing, a sink of -inf has none.
+        of_sinks = jnp.exp(floats["sinks"][None, :, :, None] - jnp.where(lse == -jnp.inf, 0.0, lse))
         gradients["sinks"] = -jnp.sum(of_sinks * delta, axis=(0, 3))
     if "bias" in asked:
         own = floats["bias"].shape

@@ -44,7 +44,9 @@ def pairs(ref: Any, cell: Cell, query: jax.Array, key: jax.Array, real: jax.Arra
 
 
 def pairs_at(ref: Any, cell: Cell, query: jax.Array, key: jax.Array) -> Any:
-    index = [0 if size == 1 else i for i, size in zip((*cell, query, key), ref.shape, strict=True)]
+    # A single key is a place like any other: were the lanes behind it there too, what is stored would meet itself.
+    lead = (0 if size == 1 else i for i, size in zip((*cell, query), ref.shape[:-1], strict=True))
+    index = (*lead, key)
     shape = jnp.broadcast_shapes(query.shape, key.shape)
     return ref.at[tuple(jnp.broadcast_to(jnp.asarray(i, jnp.int32), shape) for i in index)]
 
