@@ -211,6 +211,13 @@ def test_a_mapping_of_another_family_is_no_llama():
         llama_config({"model_type": "deepseek_v3"})
 
 
+@pytest.mark.parametrize(("before", "window", "full"), [(2, 5, (0, 1)), (3, None, ()), (28, None, ())])
+def test_windows_that_begin_behind_the_last_layer_are_none(before, window, full):
+    windows = dict(use_sliding_window=True, sliding_window=5, max_window_layers=before)
+    config = llama_config({"model_type": "qwen2", **SIZES, **windows})
+    assert (config.sliding_window, config.full_layers) == (window, full)
+
+
 def test_deepseek_and_kimi_load_from_their_folders(tmp_path):
     """Their maths are test_deepseek.py's; here the folder, which both write alike."""
     torch = import_torch()

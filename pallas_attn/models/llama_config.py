@@ -102,7 +102,8 @@ def _windows(settings: Mapping[str, Any], kind: str, num_layers: int) -> tuple[i
             _refuse("layer_types", f"{num_layers} of {' or '.join(map(repr, known))}", types)
         full = tuple(layer for layer, of in enumerate(types) if of == "full_attention")
     else:
-        full = tuple(range(settings.get("max_window_layers", 0))) if kind != "mistral" else ()
+        before = settings.get("max_window_layers", 0) if kind != "mistral" else 0
+        full = tuple(range(min(before, num_layers)))
     return (None, ()) if len(full) == num_layers else (window, full)
 
 
