@@ -35,6 +35,8 @@ def ragged_calls() -> dict[str, Call]:
         "implementation": NAME.or_none(),
         "config": INSTANCE.or_none(),
         "k_scale": Kind((1.0, "x")).or_none(),
+        "out_dtype": DTYPE.or_none(),
+        "out_scale": OUT_SCALE,
     }
     new = dict.fromkeys(("key", "value"), ones((5, 2, 16)))
     out = dict(out=ones((5, 4, 16), jnp.float8_e5m2), out_scale=1.0)
@@ -42,7 +44,9 @@ def ragged_calls() -> dict[str, Call]:
     states = {**state, **{name.replace("_a", "_b"): array for name, array in state.items()}}
     return {
         "ragged_paged_attention": Call(
-            pallas_attn.ragged_paged_attention, {**ragged(), **SLOPES_OR_SINKS, **RAGGED_TREE}, every
+            pallas_attn.ragged_paged_attention,
+            {**ragged(), **SLOPES_OR_SINKS, **RAGGED_TREE, "out_dtype": jnp.float8_e5m2, "out_scale": 1.0},
+            every,
         ),
         "ragged_paged_attention, quantised": Call(
             pallas_attn.ragged_paged_attention,
@@ -57,8 +61,6 @@ def ragged_calls() -> dict[str, Call]:
                 **dict.fromkeys(new, ARRAY),
                 "skip_decode": FLAG,
                 "out": ARRAY.or_none(),
-                "out_dtype": DTYPE.or_none(),
-                "out_scale": OUT_SCALE,
             },
         ),
         "mla_prefill": Call(

@@ -157,6 +157,25 @@ def test_pages_behind_the_window_may_be_anyones(implementation):
     check(case, expected, out, lse)
 
 
+@pytest.mark.once
+@pytest.mark.parametrize("implementation", ["xla", *ON_GPU])
+def test_fp8_output(implementation):
+    """By two scales: with one it takes half the format's range, with the other some of it saturates. The kernel's is
+    tested with `prefix_prefill`, which has the same."""
+    data = inputs.make_ragged(PLAIN)
+    expected, _ = reference(PLAIN, data)
+    plain = compiled(PLAIN, implementation).__wrapped__
+    call = jax.jit(
+        lambda scale: plain(*data.arguments(), **data.extras, out_dtype="float8_e4m3fn", out_scale=scale)
+    )
+    for part in (0.5, 2.0):
+        scale = np.float32(np.abs(expected).max() / (448 * part))
+        out, _ = call(scale)
+        assert out.dtype == jnp.float8_e4m3fn
+        np.testing.assert_allclose(np.float32(out), np.clip(expected / scale, -448, 448), rtol=0.1, atol=4)
+        assert (np.abs(np.float32(out)).max() == 448) == (part > 1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_traced_window_is_the_static_one(implementation):

@@ -1,5 +1,7 @@
 """`ragged_paged_attention`: signature and documentation; see call.py for the rest."""
 
+from typing import Any
+
 import jax
 
 from pallas_attn._call.checks import ArgumentChecker
@@ -29,6 +31,8 @@ def ragged_paged_attention(
     k_scale: jax.typing.ArrayLike | None = None,
     v_scale: jax.typing.ArrayLike | None = None,
     causal: bool = True,
+    out_scale: jax.typing.ArrayLike | None = None,
+    out_dtype: Any = None,
     return_lse: bool = False,
     layout: Layout = "NHD",
     implementation: str | None = None,
@@ -77,6 +81,9 @@ def ragged_paged_attention(
             that no query sees may hold anything; None is 1. Pallas multiplies fp8 keys with a bf16 query in fp16, where
             query elements beyond 65504 saturate, but for scales of pages: with these, in query's dtype.
         causal: whether a query sees no key behind its own position; False lets it see the whole sequence.
+        out_scale: with an fp8 output, a number above 0 or a float32 scalar that may be traced: stored = out /
+            out_scale, saturating. None is 1.
+        out_dtype: None (query's), float8_e4m3fn or float8_e5m2.
         return_lse: also return the natural log-sum-exp of the logits, to merge with other parts (`merge_states`).
         layout: order of a page's dimensions.
         implementation: None (pallas on an NVIDIA GPU, xla elsewhere), "pallas" (sm_80 or newer; e4m3 from sm_89),
@@ -85,9 +92,10 @@ def ragged_paged_attention(
         config: tile sizes for "pallas", "triton" and "interpret"; None takes the measured or the heuristic one.
 
     Returns:
-        out [total_tokens, num_heads, value_dim] in query's dtype; with return_lse, also lse [total_tokens, num_heads],
-        float32. A page id in use outside [0, num_pages), or a length that is negative or beyond the table, gives NaN
-        in the rows that would need it, at most in that sequence's; nothing out of bounds is read.
+        out [total_tokens, num_heads, value_dim] in query's dtype or `out_dtype`; with return_lse, also lse
+        [total_tokens, num_heads], float32. A page id in use outside [0, num_pages), or a length that is negative or
+        beyond the table, gives NaN in the rows that would need it, at most in that sequence's; nothing out of bounds
+        is read.
 
     Raises:
         TypeError: an argument of the wrong dtype or a config of the wrong type.
@@ -103,6 +111,8 @@ def ragged_paged_attention(
     operands = call.check_arrays(
         check, query, key_cache, value_cache, block_tables, seq_lens, cu_q_lens, num_seqs, layout
     )
+    dtype = call.output_dtype(check, query.dtype, out_dtype)
+    operands |= call.output_scale(check, out_scale, dtype)
     return call.run(
         check,
         operands,
@@ -120,4 +130,5 @@ def ragged_paged_attention(
         layout=layout,
         implementation=implementation,
         config=config,
+        out_dtype=dtype,
     )

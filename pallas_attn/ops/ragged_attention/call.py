@@ -8,14 +8,24 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn._call import configs, dispatch, partition
-from pallas_attn._call.checks import ArgumentChecker, dtype_name, fail, is_array
+from pallas_attn._call.checks import (
+    LARGEST_FLOAT32,
+    LEAST_FLOAT32,
+    ArgumentChecker,
+    brief,
+    dtype_name,
+    fail,
+    is_array,
+    is_number,
+    shown,
+)
 from pallas_attn._call.device import current_device
 from pallas_attn._tile import options, quantization, triton
 from pallas_attn._tile.latents import LATENT_DIM
 from pallas_attn._tile.layout import DIMS, PoolCase, PoolShape, check_pools, key_pool_shape, reaches
 from pallas_attn._tile.masking import Rules
 from pallas_attn._tile.problem import PagedCall
-from pallas_attn._tile.quantization import QUANTIZED_DTYPES
+from pallas_attn._tile.quantization import FP8_DTYPES, QUANTIZED_DTYPES
 from pallas_attn.ops.ragged_attention.config import RaggedAttentionConfig, heuristic
 from pallas_attn.ops.ragged_attention.kernel import ragged_attention_pallas
 from pallas_attn.ops.ragged_attention.reference import ragged_attention_xla
@@ -184,6 +194,27 @@ def run(
         implementation=name,
     )  # fmt: skip
     return (out, lse) if return_lse else out
+
+
+def output_dtype(check: ArgumentChecker, query_dtype: Any, out_dtype: Any) -> Any:
+    if out_dtype is not None:
+        check.dtype("out_dtype", out_dtype, [query_dtype, *FP8_DTYPES])
+    return jnp.dtype(query_dtype if out_dtype is None else out_dtype)
+
+
+def output_scale(check: ArgumentChecker, scale: Any, dtype: Any) -> dict[str, jax.Array]:
+    """float32 [1], for an fp8 output."""
+    if scale is None:
+        return {}
+    if dtype not in [jnp.dtype(d) for d in FP8_DTYPES]:
+        check.fail("out_scale", f"None for an output of {dtype.name}", "a scale")
+    if is_array(scale):
+        check.array("out_scale", scale, (), [jnp.float32])
+    elif not is_number(scale):
+        check.fail("out_scale", "a number, a float32 scalar or None", shown(scale), TypeError)
+    elif not LEAST_FLOAT32 <= scale <= LARGEST_FLOAT32:
+        check.fail("out_scale", "a finite number above 0", brief(scale))
+    return {"out_scale": jnp.asarray(scale, jnp.float32).reshape(1)}
 
 
 def _tree(check: ArgumentChecker, mask: Any, positions: Any, causal: Any) -> dict[str, jax.Array]:

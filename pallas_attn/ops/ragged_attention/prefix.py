@@ -5,15 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._call.checks import (
-    LARGEST_FLOAT32,
-    LEAST_FLOAT32,
-    ArgumentChecker,
-    brief,
-    is_array,
-    is_number,
-    shown,
-)
+from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._tile.quantization import FP8_DTYPES
 from pallas_attn._types import KVCache, Layout
 from pallas_attn.ops.ragged_attention import call
@@ -86,14 +78,13 @@ def prefix_prefill(
     check.array("key", key, ("total_tokens", "num_kv_heads", "head_dim"), [query.dtype])
     check.array("value", value, ("total_tokens", "num_kv_heads", "value_dim"), [query.dtype])
     check.flag("skip_decode", skip_decode)
-    if out_dtype is not None:
-        check.dtype("out_dtype", out_dtype, [query.dtype, *FP8_DTYPES])
+    dtype = call.output_dtype(check, query.dtype, out_dtype)
     shape = (*query.shape[:2], check.dims["value_dim"])
     if out is not None:
-        dtypes = [query.dtype, *FP8_DTYPES] if out_dtype is None else [jnp.dtype(out_dtype)]
+        dtypes = [query.dtype, *FP8_DTYPES] if out_dtype is None else [dtype]
         check.array("out", out, ("total_tokens", "num_heads", "value_dim"), dtypes)
-    dtype = jnp.dtype(out.dtype if out is not None else query.dtype if out_dtype is None else out_dtype)
-    operands |= {"key": key, "value": value, **_out_scale(check, out_scale, dtype)}
+        dtype = jnp.dtype(out.dtype)
+    operands |= {"key": key, "value": value, **call.output_scale(check, out_scale, dtype)}
     if out is not None or skip_decode:
         operands["out"] = jnp.zeros(shape, dtype) if out is None else out
         operands["lse"] = jnp.full(shape[:2], -jnp.inf, jnp.float32)
@@ -117,18 +108,3 @@ def prefix_prefill(
         skip_decode=bool(skip_decode),
         out_dtype=dtype,
     )
-
-
-def _out_scale(check: ArgumentChecker, scale: Any, dtype: Any) -> dict[str, jax.Array]:
-    """float32 [1], for an fp8 output."""
-    if scale is None:
-        return {}
-    if dtype not in [jnp.dtype(d) for d in FP8_DTYPES]:
-        check.fail("out_scale", f"None for an output of {dtype.name}", "a scale")
-    if is_array(scale):
-        check.array("out_scale", scale, (), [jnp.float32])
-    elif not is_number(scale):
-        check.fail("out_scale", "a number, a float32 scalar or None", shown(scale), TypeError)
-    elif not LEAST_FLOAT32 <= scale <= LARGEST_FLOAT32:
-        check.fail("out_scale", "a finite number above 0", brief(scale))
-    return {"out_scale": jnp.asarray(scale, jnp.float32).reshape(1)}
