@@ -6,7 +6,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "pallas_attn/SERVING.md", "pallas_attn/ops/ragged_attention/README.md")
+PAGES = (
+    "README.md",
+    "pallas_attn/SERVING.md",
+    "pallas_attn/ops/flash_attention/README.md",
+    "pallas_attn/ops/ragged_attention/README.md",
+)
 EXAMPLES = {
     f"{page}-{number}": code
     for page in PAGES
