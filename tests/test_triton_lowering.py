@@ -1,5 +1,6 @@
 """`implementation="triton"`: what is written for each kernel, what Triton makes of it, and how it is called. No GPU."""
 
+import errno
 import functools
 import json
 import os
@@ -188,6 +189,18 @@ assert "has no Pallas-Triton lowering" in pallas_attn.available_implementations(
     assert run.returncode == 0, run.stderr[-3000:]
 
 
+NARROWING = """module {
+  tt.func public @narrowing(%arg0: !tt.ptr<f8E4M3FN>) {
+    %0 = tt.make_range {end = 256 : i32, start = 0 : i32} : tensor<256xi32>
+    %1 = arith.sitofp %0 : tensor<256xi32> to tensor<256xf32>
+    %2 = tt.fp_to_fp %1, rounding = rtne : tensor<256xf32> -> tensor<256xf8E4M3FN>
+    %3 = tt.splat %arg0 : !tt.ptr<f8E4M3FN> -> tensor<256x!tt.ptr<f8E4M3FN>>
+    %4 = tt.addptr %3, %0 : tensor<256x!tt.ptr<f8E4M3FN>>, tensor<256xi32>
+    tt.store %4, %2 : tensor<256x!tt.ptr<f8E4M3FN>>
+    tt.return
+  }
+}
+"""
 KERNEL = "module {\n  tt.func public @nothing(%arg0: !tt.ptr<f32>) {\n    tt.return\n  }\n}\n"
 
 
@@ -218,6 +231,45 @@ def test_a_spoilt_file_of_the_cache_is_compiled_again(kept):
         path.write_text(spoilt)
         compiler.compile_kernel.cache_clear()
         assert compiler.compile_kernel(KERNEL, 80, 4, 3) == compiled
+
+
+def test_others_may_read_what_one_has_filled(kept):
+    """As when a container is filled by root, and runs as somebody else."""
+    cache.keep(cache.Request(KERNEL, 90, 4, 3, 80), cache.Compiled("nothing", "", 0, 4, "3.9.0"))
+    (path,) = kept.iterdir()
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_a_full_disk_keeps_nothing(kept, monkeypatch):
+    def dump(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(cache.json, "dump", dump)
+    request = cache.Request(KERNEL, 90, 4, 3, 80)
+    cache.keep(request, cache.Compiled("nothing", "", 0, 4, "3.9.0"))
+    assert list(kept.iterdir()) == []
+    assert cache.find(request, None) is None
+
+
+def test_a_user_without_a_home_has_no_cache(monkeypatch):
+    def home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv(cache.FOLDER, raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(cache.Path, "home", home)
+    request = cache.Request(KERNEL, 90, 4, 3, 80)
+    cache.keep(request, cache.Compiled("nothing", "", 0, 4, "3.9.0"))
+    assert not cache.holds_any()
+    assert cache.find(request, None) is None
+
+
+def test_a_folder_called_triton_is_no_triton(tmp_path, monkeypatch):
+    """As where its repository lies beside the user's program."""
+    (tmp_path / "triton").mkdir()
+    monkeypatch.delitem(sys.modules, "triton", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert compiler.installed() is None
 
 
 def test_many_may_fill_the_cache_at_once(kept):
@@ -265,15 +317,16 @@ def test_processes_that_fill_the_cache_at_once_read_whole_files(kept):
 
 
 # The oldest PTX that knows the architecture: with an older one Triton's process ends, a newer one wants newer drivers.
-PTX = {80: "8.0", 90: "8.0", 100: "8.6", 103: "8.8", 110: "9.0", 120: "8.7", 121: "8.8"}
+PTX = {80: "8.0", 89: "8.1", 90: "8.0", 100: "8.6", 103: "8.8", 110: "9.0", 120: "8.7", 121: "8.8"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sm", PTX)
 def test_ptx_is_as_old_as_the_gpu_allows(sm):
-    """The assembler takes it, too."""
+    """The assembler takes it, too, and float8 where the GPU converts it."""
     options = dict(num_warps=4, num_stages=3, ptx_version=compiler.ptx_version(sm))
-    made = lowering.compile_text("nothing", KERNEL, sm, lowering.NEWEST_TRITON, **options)
+    text = KERNEL if sm < 89 else NARROWING
+    made = lowering.compile_text("a kernel", text, sm, lowering.NEWEST_TRITON, **options)
     suffix = "a" if sm >= 90 else ""
     assert f".version {PTX[sm]}\n.target sm_{sm}{suffix}" in made.ptx
 

@@ -177,6 +177,15 @@ def refused(function: Callable[[jax.Array], Any], message: str) -> None:
         (lambda x: x + jnp.sum(jnp.zeros((8, 3), F32), axis=1), "powers of two"),
         (lambda x: lax.scan(lambda y, z: (y + z, None), x, jnp.zeros((4, 8)))[0], "a scan over arrays"),
         (lambda x: x**7, "a power of 7"),
+        (lambda x: lax.reduce_precision(x, 8, 7), "no rule writes the primitive 'reduce_precision'"),
+        (
+            lambda x: jnp.dot(x + jnp.zeros((8, 1)), x + jnp.zeros((8, 1)), precision="high")[0],
+            "precision .*HIGH",
+        ),
+        (
+            lambda x: jnp.dot(*[(x + jnp.zeros((8, 1))).astype(jnp.uint8)] * 2)[0] + F32(0),
+            "a product of uint8",
+        ),
     ],
 )
 def test_what_no_rule_writes_is_refused_by_name(function, message):

@@ -303,6 +303,6 @@ def _(kernel: Kernel, equation, value):
     return kernel.write.define(f"tt.bitcast {value.name} : {value.type} -> {to.type}", value.shape, dtype)
 
 
-@rule("copy", "copy_p", "stop_gradient", "reshard", "optimization_barrier", "reduce_precision")
+@rule("copy", "copy_p", "stop_gradient", "reshard", "optimization_barrier")
 def _(kernel: Kernel, equation, *values):
     return values

@@ -2,7 +2,8 @@
 
 A file is written beside its place and moved there, so processes may share a folder, and so may machines: a folder that
 one machine has filled serves another that has no Triton. PALLAS_ATTN_KERNELS names it; by default it is
-pallas_attn/kernels in the user's cache. A folder that cannot be written keeps nothing, and costs nothing but time.
+pallas_attn/kernels in the user's cache. A folder that cannot be written, or a user without a home, keeps nothing, and
+that costs nothing but time.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ from pathlib import Path
 
 FORMAT = 1
 FOLDER = "PALLAS_ATTN_KERNELS"
+READABLE = 0o644
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +50,11 @@ class Compiled:
 def directory() -> Path:
     if named := os.environ.get(FOLDER):
         return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pallas_attn" / "kernels"
+    try:
+        caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:  # nobody's home: below a device there is nothing, and nothing can be made
+        caches = os.devnull
+    return Path(caches) / "pallas_attn" / "kernels"
 
 
 def holds_any() -> bool:
@@ -77,6 +83,9 @@ def keep(request: Request, compiled: Compiled) -> None:
     with contextlib.suppress(OSError):
         folder = directory()
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".part", delete=False) as file:
+        with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".part", delete_on_close=False) as file:
             json.dump(dataclasses.asdict(compiled), file)
-        os.replace(file.name, folder / f"{request.digest}-{compiled.triton}.json")
+            file.close()
+            # A temporary file is its owner's alone, and others may run what one has filled.
+            os.chmod(file.name, READABLE)
+            os.replace(file.name, folder / f"{request.digest}-{compiled.triton}.json")

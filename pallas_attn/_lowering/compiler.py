@@ -9,13 +9,17 @@ from pallas_attn._lowering.cache import Compiled, Request
 
 EXTRA = "pip install 'pallas-attn[triton]'"
 # For each compute capability from which on it holds, the oldest PTX that has its instructions: any driver for the GPU
-# takes it. What Triton would write by default, its own assembler takes, and drivers only if they are as new.
-PTX_VERSIONS = ((121, 88), (120, 87), (110, 90), (103, 88), (100, 86), (80, 80))
+# takes it. What Triton would write by default, its own assembler takes, and drivers only if they are as new. (8.0 knows
+# sm_89, but not that it converts float8.)
+PTX_VERSIONS = ((121, 88), (120, 87), (110, 90), (103, 88), (100, 86), (90, 80), (89, 81), (80, 80))
 
 
 def installed() -> str | None:
     """The version of Triton, without importing it; None where there is none."""
-    if importlib.util.find_spec("triton") is None:
+    spec = importlib.util.find_spec("triton")
+    if (
+        spec is None or spec.origin is None
+    ):  # a folder that happens to have the name is a package without an origin
         return None
     try:
         return importlib.metadata.version("triton")

@@ -136,16 +136,22 @@ def _(kernel: Kernel, equation, left, right):
         left = transpose(write, left, (1, 0))
     if contracted_right == (1,):
         right = transpose(write, right, (1, 0))
+    if not (left.is_float or left.is_signed):  # Triton's product takes any integer for a signed one
+        raise NotImplementedError(f"{kernel.name}: a product of {left.dtype}")
     wide = jnp.dtype("float32" if left.is_float else "int32")
     start = write.constant(0, wide, result.shape)
     names = f"{left.name}, {right.name}, {start.name}"
     types = f"{left.type} * {right.type} -> {start.type}"
-    spelled = f"tt.dot {names}, inputPrecision = {_precision(equation)} : {types}"
+    spelled = f"tt.dot {names}, inputPrecision = {_precision(kernel, equation)} : {types}"
     return convert(write, write.define(spelled, result.shape, wide), result.dtype)
 
 
-def _precision(equation) -> str:
+def _precision(kernel: Kernel, equation) -> str:
     """Of float32 operands: whole, or rounded to 10 bits of mantissa as XLA does by default."""
     precision = equation.params["precision"]
-    precisions = precision if isinstance(precision, tuple) else (precision,)
-    return "ieee" if all(one == lax.Precision.HIGHEST for one in precisions) else "tf32"
+    precisions = set(precision if isinstance(precision, tuple) else (precision,))
+    if precisions == {lax.Precision.HIGHEST}:
+        return "ieee"
+    if precisions <= {None, lax.Precision.DEFAULT}:
+        return "tf32"
+    raise NotImplementedError(f"{kernel.name}: a product with the precision {precision}")
