@@ -2,6 +2,7 @@
 
 import functools
 import operator
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -153,6 +154,36 @@ def test_gives_what_jax_gives(group):
             expected = function(*(jnp.asarray(np.asarray(arrays[operand])) for operand in operands.split()))
         result, expected = (np.asarray(x).astype(np.float64) for x in (result, expected))
         np.testing.assert_allclose(result, expected, rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+LONG_GRID = (2, 3, 70_000)
+
+
+def numbered(x: jax.Array, capability: int) -> jax.Array:
+    """Each program of a grid, which is too long for a GPU's third axis, writes its number."""
+
+    def body(_, out_ref):
+        place = tuple(_lowering.program_id(axis) for axis in range(3))
+        number = (place[0] * LONG_GRID[1] + place[1]) * LONG_GRID[2] + place[2]
+        _lowering.store(out_ref.at[place], number)
+
+    sizes = dict(num_warps=1, num_stages=1, input_output_aliases={}, capability=capability, most_shared=1)
+    out = [jax.ShapeDtypeStruct(LONG_GRID, I32)]
+    return _lowering.launch(body, x, name="numbered", grid=LONG_GRID, out_shape=out, **sizes)[0]
+
+
+def test_a_grid_too_long_for_an_axis_is_counted_along_the_first():
+    with triton_kernels.written() as kernels:
+        text = lowering.lower_for_gpu(functools.partial(numbered, capability=90), jnp.zeros(1)).as_text()
+    assert re.findall(r"grid_. = (\d+)", text) == ["420000", "1", "1"]
+    assert kernels[0].text.count("tt.get_program_id x") == kernels[0].text.count("tt.get_program_id") == 1
+
+
+@pytest.mark.gpu
+def test_programs_of_a_long_grid_know_their_place():
+    capability = int(jax.devices()[0].compute_capability.replace(".", ""))
+    found = jax.jit(functools.partial(numbered, capability=capability))(jnp.zeros(1))
+    np.testing.assert_array_equal(np.asarray(found).ravel(), np.arange(found.size))
 
 
 def refused(function: Callable[[jax.Array], Any], message: str) -> None:

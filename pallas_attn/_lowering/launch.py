@@ -5,7 +5,6 @@ The body is traced when the call is, and compiled when the program is lowered.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -44,8 +43,7 @@ class Launch:
 
     @property
     def programs(self) -> tuple[int, int, int]:
-        x, y, z = (*self.grid, 1, 1, 1)[:3]
-        return x * math.prod(level.size for level in self.batch), y, z
+        return module.launched(self.grid, self.batch)
 
     @property
     def results(self) -> list[tuple[tuple[int, ...], Any]]:

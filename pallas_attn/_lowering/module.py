@@ -21,6 +21,8 @@ RULES = (arithmetic, control, memory, shapes)
 # XLA's buffers begin at multiples of at least so many bytes: it is what lets Triton move 16 bytes at once.
 ALIGNMENT = 16
 INT32, INT64 = jnp.dtype("int32"), jnp.dtype("int64")
+# A GPU launches as many programs along its second and its third axis, and 2**31 - 1 along the first.
+MOST_BEHIND_FIRST = 2**16 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +33,18 @@ class Batch:
     batched: tuple[bool, ...]
 
 
+def folded(grid: Sequence[int]) -> int:
+    """How many of a grid's axes are counted along the GPU's first one: all, if one is too long for another."""
+    return len(grid) if any(size > MOST_BEHIND_FIRST for size in grid[1:]) else 1
+
+
+def launched(grid: Sequence[int], batch: Sequence[Batch]) -> tuple[int, int, int]:
+    """The programs of a kernel along the GPU's axes."""
+    first = folded(grid)
+    y, z, *_ = (*grid[first:], 1, 1)
+    return math.prod(grid[:first]) * math.prod(level.size for level in batch), y, z
+
+
 def lower(
     closed: ClosedJaxpr,
     arguments: Sequence[Ref],
@@ -39,16 +53,18 @@ def lower(
     grid: Sequence[int],
     batch: Sequence[Batch] = (),
 ) -> str:
-    """The module of a traced body. Its programs are `grid`, times the batches along the first axis."""
+    """The module of a traced body. Its programs are as `launched` says."""
     write = Writer()
     pointers = [Value(f"%arg{ref.position}", (), ref.dtype, is_pointer=True) for ref in arguments]
     if len(grid) > 3:
         raise NotImplementedError(f"{name}: a grid of {len(grid)} axes, of which a GPU has three")
-    batched, pointers = _batch(write, pointers, arguments, grid, batch) if batch else (None, pointers)
-    program = [_program_id(write, axis, size) for axis, size in enumerate(grid)]
-    if batched is not None and grid:
-        program[0] = batched
-    Kernel(name, write, pointers, program).run(closed, ())
+    first: list[Value] = []
+    if batch or folded(grid) > 1:
+        number = write.define("tt.get_program_id x : i32", (), INT32)
+        first, rest = _split(write, number, grid[: folded(grid)])
+        pointers = _batch(write, pointers, arguments, rest, batch)
+    others = [_program_id(write, axis, grid[axis]) for axis in range(len(first), len(grid))]
+    Kernel(name, write, pointers, first + others).run(closed, ())
     write.line("tt.return")
     spelled = ", ".join(
         f"%arg{ref.position}: {Value('', (), ref.dtype, is_pointer=True).type} "
@@ -73,26 +89,27 @@ def _program_id(write: Writer, axis: int, size: int) -> Value:
     return write.elementwise("arith.minui", place, write.constant(size - 1, INT32))
 
 
-def _batch(write: Writer, pointers, arguments, grid, batch) -> tuple[Value, list[Value]]:
-    """The place along the first axis without the batches, and pointers to the program's own part of each argument.
-
-    What was mapped last has its dimension in front, and varies slowest.
-    """
-    pointers = list(pointers)
-
-    def split(number: Value, by: int) -> tuple[Value, Value]:
+def _split(write: Writer, number: Value, sizes: Sequence[int]) -> tuple[list[Value], Value]:
+    """The places along axes of these sizes, of which the first varies fastest, and what is left for further ones."""
+    places = []
+    for by in sizes:
         size = write.constant(by, INT32)
-        return write.elementwise("arith.remui", number, size), write.elementwise("arith.divui", number, size)
+        places.append(write.elementwise("arith.remui", number, size))
+        number = write.elementwise("arith.divui", number, size)
+    return places, number
 
-    programs = write.define("tt.get_program_id x : i32", (), INT32)
-    first, rest = split(programs, grid[0] if grid else 1)
+
+def _batch(write: Writer, pointers, arguments, number: Value, batch) -> list[Value]:
+    """Pointers to the program's own part of each argument. What was mapped last has its dimension in front, and varies
+    slowest."""
+    pointers = list(pointers)
     sizes = [math.prod(ref.shape) for ref in arguments]
-    for level in batch:
-        place, rest = split(rest, level.size)
+    places, _ = _split(write, number, [level.size for level in batch])
+    for place, level in zip(places, batch, strict=True):
         place = write.converted("arith.extui", place, INT64)
         for i, batched in enumerate(level.batched):
             if batched:
                 step = write.constant(sizes[i], INT64)
                 pointers[i] = memory.moved(write, pointers[i], write.elementwise("arith.muli", place, step))
                 sizes[i] *= level.size
-    return first, pointers
+    return pointers
