@@ -6,13 +6,14 @@ are a check, not the truth. The helper uses private JAX modules, which is why it
 """
 
 import atexit
+import contextlib
 import dataclasses
 import functools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +52,9 @@ class Compiled:
     stack_bytes: int
 
 
-def lower_for_gpu(
-    fn: Callable[..., Any], *args: Any, device: tuple[str, int] = H100, num_devices: int = 1
-) -> Any:
-    """jax.stages.Lowered of jit(fn) for abstract GPUs; `args` are arrays or ShapeDtypeStructs."""
+@contextlib.contextmanager
+def abstract_mesh(device: tuple[str, int] = H100, num_devices: int = 1) -> Iterator[None]:
+    """What is traced inside is traced for abstract GPUs."""
     kind, cores = device
     mesh = jax.sharding.AbstractMesh(
         (num_devices,),
@@ -64,6 +64,14 @@ def lower_for_gpu(
         abstract_device=jax.sharding.AbstractDevice(platform="gpu", device_kind=kind, num_cores=cores),
     )
     with jax.sharding.use_abstract_mesh(mesh):
+        yield
+
+
+def lower_for_gpu(
+    fn: Callable[..., Any], *args: Any, device: tuple[str, int] = H100, num_devices: int = 1
+) -> Any:
+    """jax.stages.Lowered of jit(fn) for abstract GPUs; `args` are arrays or ShapeDtypeStructs."""
+    with abstract_mesh(device, num_devices):
         return jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",))
 
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import lowering
 import pytest
 import triton_kernels
+from jax import export
 from triton_shapes import BROAD, SHAPES
 
 import pallas_attn
@@ -150,6 +151,18 @@ def test_vmap_is_a_larger_grid():
     assert [int(n) for n in grids] == [6 * int(n) for n in single]
     assert "64x16x2x64xbf16" in lowered.as_text()
     assert "arith.remui" in kernels[0].text
+
+
+@pytest.mark.once
+def test_exported_functions_hold_the_kernel():
+    """As the README says: JAX wants the call vouched for."""
+    vouched = export.DisabledSafetyCheck.custom_call(private.PTX_CALL)
+    with triton_kernels.written() as kernels, lowering.abstract_mesh():
+        exported = export.export(jax.jit(ATTEND), platforms=["cuda"], disabled_checks=[vouched])(*arguments())
+        with pytest.raises(ValueError, match="no compatibility guarantees"):
+            export.export(jax.jit(ATTEND), platforms=["cuda"])(*arguments())
+    text = export.deserialize(exported.serialize()).mlir_module()
+    assert text.count(private.PTX_CALL) == len({kernel.name for kernel in kernels}) > 0
 
 
 def test_has_no_gradients():
