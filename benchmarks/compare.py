@@ -5,8 +5,8 @@
     python benchmarks/compare.py old.csv new.csv --all # the cells in between too
 
 A cell counts as slower when the fast end of its new samples (the 20th percentile) lies more than the threshold above
-the slow end of its old ones (the 80th). Cells that have a figure in one table only are listed; one whose figure was
-lost (it was right, now it is wrong or missing from a table that has other cells of that implementation) fails too.
+the slow end of its old ones (the 80th). A cell is of a device, and of a run's options: others are not compared. Cells
+that one table alone has are listed; one whose figure was lost (it was right, now the row says why not) fails too.
 
 Exit status: 0; 1 when a cell is slower or lost its figure; 2 when there is nothing to compare.
 """
@@ -21,12 +21,19 @@ from typing import NamedTuple
 import results
 from results import Row
 
-Key = tuple[str, str, str]
+
+class Key(NamedTuple):
+    """Of a cell."""
+
+    device: str
+    options: str
+    op: str
+    case: str
+    implementation: str
 
 
 class Change(NamedTuple):
     key: Key
-    """(op, case, implementation)"""
     old: Row
     new: Row
 
@@ -48,31 +55,31 @@ def _number(value: float | None) -> float:
     return value
 
 
+def key(row: Row) -> Key:
+    return Key(*(getattr(row, name) for name in Key._fields))
+
+
 def figures(rows: Sequence[Row]) -> dict[Key, Row]:
     """The newest right figure of each cell."""
-    return {
-        (row.op, row.case, row.implementation): row
-        for row in rows
-        if row.ok and row.median_us is not None and row.op != "roof"
-    }
+    return {key(row): row for row in rows if row.ok and row.median_us is not None and row.op != "roof"}
 
 
 def changes(old: dict[Key, Row], new: dict[Key, Row]) -> list[Change]:
-    return [Change(key, old[key], new[key]) for key in old if key in new]
+    return [Change(cell, old[cell], new[cell]) for cell in old if cell in new]
 
 
 def lost(old: dict[Key, Row], new_rows: Sequence[Row]) -> dict[Key, str]:
     """{cell that has no figure any more: why}, among the cells that the new table speaks of."""
-    spoken_of = {(row.op, row.case, row.implementation): row for row in new_rows}
+    spoken_of = {key(row): row for row in new_rows}
     return {
-        key: spoken_of[key].note or "no figure"
-        for key in old
-        if key in spoken_of and not (spoken_of[key].ok and spoken_of[key].median_us is not None)
+        cell: spoken_of[cell].note or "no figure"
+        for cell in old
+        if cell in spoken_of and not (spoken_of[cell].ok and spoken_of[cell].median_us is not None)
     }
 
 
 def line(change: Change, mark: str) -> str:
-    op, case, implementation = change.key
+    _, _, op, case, implementation = change.key
     spans = [
         f"{_number(row.median_us):9.2f} us ({_number(row.p20_us):.2f} to {_number(row.p80_us):.2f})"
         for row in (change.old, change.new)
@@ -85,7 +92,8 @@ def report(old_rows: Sequence[Row], new_rows: Sequence[Row], threshold: float, e
     old, new = figures(old_rows), figures(new_rows)
     both, gone = changes(old, new), lost(old, new_rows)
     if not both and not gone:
-        print("compare.py: error: the two tables have no cell in common", file=sys.stderr)
+        devices = " and ".join(", ".join(sorted({cell.device for cell in table})) for table in (old, new))
+        print(f"compare.py: error: the two tables have no cell in common ({devices})", file=sys.stderr)
         return 2
     slower = [change for change in both if change.slower(threshold)]
     faster = [change for change in both if change.faster(threshold)]
@@ -93,11 +101,11 @@ def report(old_rows: Sequence[Row], new_rows: Sequence[Row], threshold: float, e
         mark = "SLOWER" if change in slower else "faster" if change in faster else ""
         if mark or everything:
             print(line(change, mark))
-    for (op, case, implementation), note in gone.items():
+    for (_, _, op, case, implementation), note in gone.items():
         print(f"{'LOST':7} {op:16} {case:34} {implementation:28} {note}")
     for name, ours, theirs in (("old", old, new), ("new", new, old)):
-        if only := [key for key in ours if key not in theirs and key not in gone]:
-            cases = ", ".join(" ".join(key[1:]) for key in only[:3])
+        if only := [cell for cell in ours if cell not in theirs and cell not in gone]:
+            cases = ", ".join(f"{cell.case} {cell.implementation}" for cell in only[:3])
             print(f"{len(only)} cells in the {name} table only: {cases}{' ...' if len(only) > 3 else ''}")
     if both:
         mean = math.exp(sum(math.log(change.ratio) for change in both) / len(both))
@@ -106,7 +114,7 @@ def report(old_rows: Sequence[Row], new_rows: Sequence[Row], threshold: float, e
             f"{threshold:.1%} beyond their spread; time new / old {mean:.3f} in geometric mean"
         )
     if slower:
-        names = "|".join(sorted({change.key[1] for change in slower}))
+        names = "|".join(sorted({change.key.case for change in slower}))
         print(f"to measure the slower ones again: --cells '^({names})$'")
     return 1 if slower or gone else 0
 

@@ -113,10 +113,20 @@ def test_what_is_no_table(tmp_path, capsys, text):
     assert "old.csv" in line
 
 
-def test_nothing_in_common(compared):
-    status, printed = compared([row("a", 1)], [row("b", 1)])
+@pytest.mark.parametrize("new", [row("b", 1), row("a", 1, device="H200"), row("a", 1, options="quick")])
+def test_nothing_in_common(compared, new):
+    status, printed = compared([row("a", 1)], [new])
     assert status == 2
     assert "no cell in common" in printed
+    assert new.device in printed
+
+
+def test_devices_of_one_table_are_told_apart(compared):
+    """The other's row is the newest of the cell in both."""
+    other = row("a", 50, device="H200")
+    status, printed = compared([row("a", 100), other], [row("a", 200), other])
+    assert status == 1
+    assert "2 cells compared: 1 slower" in printed
 
 
 @pytest.mark.parametrize(
