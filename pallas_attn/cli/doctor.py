@@ -16,6 +16,7 @@ _PACKAGES = {
     "jaxlib": "",
     "numpy": "",
     "jax-cuda13-plugin": "cuda",
+    "triton": "triton",
     "flax": "models",
     "gguf": "models",
     "tokenizers": "models",
