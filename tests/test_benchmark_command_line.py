@@ -50,6 +50,10 @@ def own_folder(monkeypatch, tmp_path):
         ),
         (["--seqlens", "4", "--q-len", "5"], "--q-len: expected at most the shortest of --seqlens"),
         (
+            ["--op", "flash_attention", "--seqlens", "64", "--q-len", "3"],
+            "--q-len: expected 64, as --seqlens, for flash_attention; got 3",
+        ),
+        (
             ["--seqlens", "64", "--heads", "5", "--kv-heads", "2"],
             "--heads: expected a multiple of --kv-heads",
         ),

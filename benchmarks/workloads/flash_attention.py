@@ -62,6 +62,8 @@ class FlashAttention(DenseWorkload):
     def made(self, batch: int, seqlen: int, heads: int, kv_heads: int | None, q_len: int) -> Any:
         from pallas_attn.testing.flash_attention import FlashCase
 
+        if q_len not in (1, seqlen):  # 1 is what comes when nothing is said
+            raise ValueError(f"--q-len: expected {seqlen}, as --seqlens, for {self.op}; got {q_len}")
         return FlashCase(seqlen, seqlen, heads, kv_heads or heads, 128, "bfloat16", batch=batch, causal=True)
 
     def cost(self, case: Any) -> costs.Cost:
