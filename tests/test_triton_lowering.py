@@ -19,6 +19,7 @@ from jax import export
 from triton_shapes import BROAD, SHAPES
 
 import pallas_attn
+from pallas_attn._call import dispatch
 from pallas_attn._lowering import cache, compiler, private, stages
 
 ROOT = Path(__file__).parents[1]
@@ -282,7 +283,7 @@ def test_a_folder_called_triton_is_no_triton(tmp_path, monkeypatch):
     (tmp_path / "triton").mkdir()
     monkeypatch.delitem(sys.modules, "triton", raising=False)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    assert compiler.installed() is None
+    assert compiler.installed.__wrapped__() is None
 
 
 def test_many_may_fill_the_cache_at_once(kept):
@@ -360,6 +361,13 @@ def test_why_triton_cannot_serve(version, words, monkeypatch):
     monkeypatch.setattr(compiler, "installed", lambda: version)
     assert words in str(compiler.unavailable())
     assert "pip install 'pallas-attn[triton]'" in str(compiler.unavailable())
+
+
+def test_where_triton_serves_no_folder_is_searched(monkeypatch):
+    """Whoever calls an op outside jit would wait for that each time."""
+    monkeypatch.setattr(compiler, "unavailable", lambda: None)
+    monkeypatch.setattr(cache, "holds_any", lambda: pytest.fail("searched"))
+    assert dispatch.installed["triton"]() is None
 
 
 def test_hints_are_respelled_for_older_tritons():

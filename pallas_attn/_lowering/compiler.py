@@ -14,6 +14,7 @@ EXTRA = "pip install 'pallas-attn[triton]'"
 PTX_VERSIONS = ((121, 88), (120, 87), (110, 90), (103, 88), (100, 86), (90, 80), (89, 81), (80, 80))
 
 
+@functools.cache  # a call that nothing compiled asks each time
 def installed() -> str | None:
     """The version of Triton, without importing it; None where there is none."""
     spec = importlib.util.find_spec("triton")

@@ -47,8 +47,9 @@ def _pallas_missing() -> str | None:
 def _triton_missing() -> str | None:
     if name := private.missing():
         return f"jax {jax.__version__} has no {name}"
+    reason = compiler.unavailable()
     # What is in the cache needs no compiler, and which kernels those are shows when they are asked for.
-    return None if cache.holds_any() else compiler.unavailable()
+    return None if reason is None or cache.holds_any() else reason
 
 
 dispatch.installed.update(pallas=_pallas_missing, interpret=_pallas_missing, triton=_triton_missing)
