@@ -339,6 +339,18 @@ def test_flash_mla_names(implementation):
     compare.assert_lse_close(lse, expected_lse, dtype=case.dtype, case_id=case.id)
 
 
+def test_flash_mla_without_metadata_deals_the_work_itself():
+    data = inputs.make(cases.MLADecodeCase((100, 1), 4, dtype="float32"))
+    query, cache, tables, lens = data.arguments()
+    out, _ = pallas_attn.flash_mla_with_kvcache(query, cache, tables, lens, 512, implementation="xla")
+    np.testing.assert_array_equal(
+        out, pallas_attn.mla_decode(query, cache, tables, lens, implementation="xla")
+    )
+    metadata, _ = pallas_attn.get_mla_metadata(lens, 4, 1)
+    with pytest.raises(TypeError, match="argument 'num_splits'"):
+        pallas_attn.flash_mla_with_kvcache(query, cache, tables, lens, 512, metadata)
+
+
 def test_schedule_is_computed_once_for_all_layers():
     case = cases.MLADecodeCase((20, 333), 4, dtype="float32")
     data = inputs.make(case)

@@ -106,7 +106,8 @@ def flash_mla_with_kvcache(
         block_table: [batch_size, max_num_blocks_per_seq] int32; with indices it is not used.
         cache_seqlens: [batch_size] int32; with indices it is not used.
         head_dim_v: 512.
-        tile_scheduler_metadata, num_splits: from `get_mla_metadata` for these lengths; with indices they are not used.
+        tile_scheduler_metadata, num_splits: from `get_mla_metadata` for these lengths, or both None: then each call
+            deals the work itself. With indices they are not used.
         softmax_scale: factor of the logits; None means 576 ** -0.5.
         causal: whether query token i sees only the tokens up to its own; False with indices.
         is_fp8_kvcache: whether k_cache is in the 656 bytes of `quantize_latents`.
@@ -139,7 +140,7 @@ def flash_mla_with_kvcache(
         tables: Any = block_table
         lengths: Any = cache_seqlens
         metadata: Any = (tile_scheduler_metadata, num_splits)
-        schedule = MLASchedule(*metadata)
+        schedule = None if all(part is None for part in metadata) else MLASchedule(*metadata)
         check_call(check, q, k_cache, tables, lengths, schedule, scale=softmax_scale, causal=causal)
         dispatch.check_name(check.function, "mla_decode", implementation)
         out, lse = mla_decode(
