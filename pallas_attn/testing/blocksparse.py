@@ -220,7 +220,8 @@ TEST_CASES = [
     BlockSparseCase(((1, 161), (1, 1), (1, 96), (1, 0)), 4, 1, 64, 0.5, config=(("num_splits", 3),)),
     BlockSparseCase(((129, 129), (1, 200)), 2, 1, 96, "window", 32, 16, page_size=8, cache_layout="HND"),
     BlockSparseCase(((150, 150),), 2, 2, 64, "dense", 64, 64, softcap=3.0, config=(("block_kv", 16), ("block_q", 32))),
-    BlockSparseCase(MIXED, 4, 2, 64, STEP, config=(("num_splits", 2),)),
-    BlockSparseCase(((161, 161), (50, 130)), 4, 2, 64, LocalStride(32, 1, 3, -1, tp_rank=1), page_size=24,),
+    BlockSparseCase(
+        MIXED, 4, 2, 64, LocalStride(32, 1, 3, -1, tp_rank=1), page_size=24, config=(("num_splits", 2),)
+    ),
     BlockSparseCase(((70, 70), (1, 90)), 2, 1, 32, SHARED, dtype="float32", page_size=16, cache_layout="PACKED"),
 ]  # fmt: skip

@@ -152,18 +152,15 @@ def _pairs(case: FlashCase, which: str) -> tuple[int, ...]:
 
 FLASH_CASES = [
     FlashCase(70, 70, 4, 2, 64, "bfloat16", causal=True),
-    FlashCase(33, 81, 2, 2, 80, "float16", causal=True, q_offset=48),
+    FlashCase(33, 81, 2, 2, 80, "float16", causal=True, q_offset=48, bias="bs", softcap=3.0),
     FlashCase(70, 35, 3, 1, 32, layout="BNTH", value_dim=48, causal=True),
     FlashCase(1, 97, 6, 2, 96, "bfloat16", value_dim=64),
-    FlashCase(97, 97, 2, 1, 16, causal=True, sliding_window=20),
+    FlashCase(97, 97, 2, 1, 256, causal=True, sliding_window=20, batch=1),
     FlashCase(64, 96, 2, 2, 112, sliding_window=(9, 17), q_offset=16, batch=1),
     FlashCase(50, 60, 4, 2, 32, "bfloat16", softcap=2.0, sinks=True, layout="BNTH"),
     FlashCase(50, 66, 4, 2, 32, bias="hts", mask="bs", causal=True, q_offset=10),
-    FlashCase(40, 40, 4, 2, 32, "float16", bias="bs", softcap=3.0),
-    FlashCase(90, 90, 2, 1, 32, "bfloat16", segments="packed", causal=True),
+    FlashCase(90, 90, 2, 1, 192, "bfloat16", value_dim=128, segments="packed", causal=True),
     FlashCase(60, 45, 2, 2, 32, segments="any", sinks=True, layout="BNTH"),
-    FlashCase(40, 40, 2, 1, 192, "bfloat16", value_dim=128, causal=True, batch=1),
-    FlashCase(33, 33, 1, 1, 256, causal=True, batch=1),
     FlashCase(
         60,
         77,
