@@ -31,7 +31,7 @@ def in_float64(array) -> jax.Array:
     return jnp.asarray(np.nan_to_num(np.asarray(array, np.float64)))
 
 
-def dense(case: cases.DecodeCase, query, key_cache, value_cache, tables, lens, extras):
+def dense(case: cases.DecodeCase, query, key_cache, value_cache, tables, extras):
     """As the textbook has it, of the NHD pools' own tokens; (out, lse) of [num_seqs, q_len, num_heads]."""
     query = query.reshape(case.num_seqs, case.q_len, case.num_heads, case.head_dim)
     slopes = extras.get("alibi_slopes", jnp.zeros(case.num_heads))
@@ -41,7 +41,7 @@ def dense(case: cases.DecodeCase, query, key_cache, value_cache, tables, lens, e
             outs.append(jnp.zeros_like(query[0]))
             lses.append(jnp.full(query.shape[1:3], -jnp.inf))
             continue
-        page, offset = inputs.token_places(np.asarray(tables[seq]), length, case.page_size)
+        page, offset = inputs.token_places(tables[seq], length, case.page_size)
         k, v = (jnp.repeat(pool[page, offset], case.group, axis=1) for pool in (key_cache, value_cache))
         logits = jnp.einsum("qhd,khd->qhk", query[seq], k) * case.head_dim**-0.5
         if case.softcap:
@@ -92,13 +92,13 @@ def test_paged_attention(option):
         return loss(out, lse.reshape(case.num_seqs, case.q_len, case.num_heads))
 
     def theirs(floats):
-        return loss(*dense(case, floats["query"], *floats["pools"], tables, lens, floats["extras"]))
+        return loss(*dense(case, floats["query"], *floats["pools"], data.block_tables, floats["extras"]))
 
-    value, gradients = jax.value_and_grad(ours)(floats)
+    value, gradients = jax.jit(jax.value_and_grad(ours))(floats)
     nhd = [to_nhd(pool, case.layout, which) for which, pool in zip(WHICH, floats["pools"], strict=True)]
     with jax.enable_x64(True):
         wide = jax.tree.map(in_float64, {**floats, "pools": nhd})
-        expected_value, expected = jax.value_and_grad(theirs)(wide)
+        expected_value, expected = jax.jit(jax.value_and_grad(theirs))(wide)
     np.testing.assert_allclose(value, expected_value, rtol=1e-4)
     for which, got, want in zip(WHICH, gradients.pop("pools"), expected.pop("pools"), strict=True):
         got = to_nhd(got, case.layout, which)
@@ -138,7 +138,7 @@ def test_mla_decode(causal):
     got = jax.jit(jax.grad(ours, (0, 1)))(query, cache)
     with jax.enable_x64(True):
         wide = [in_float64(x) for x in (query, cache)]
-        expected = jax.grad(theirs, (0, 1))(*wide)
+        expected = jax.jit(jax.grad(theirs, (0, 1)))(*wide)
     for mine, other in zip(got, expected, strict=True):
         np.testing.assert_allclose(mine, other, atol=5e-4)
 
