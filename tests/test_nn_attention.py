@@ -44,21 +44,26 @@ def latent_cache(layers: int = 1) -> PagedLatentCache:
     )
 
 
+@functools.cache
+def prompted(name: str, implementation: str) -> np.ndarray:
+    """What a module with these options gives for a prompt."""
+    module, cache = paged(OPTIONS[name], implementation), small_cache(num_layers=1, block_tables=TABLES)
+    return np.asarray(jax.jit(lambda cache, *new: module(*new, cache, 0, COUNTED)[0])(cache, *new_tokens()))
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     ("name", "implementation"), [("all", "interpret"), *((name, "xla") for name in OPTIONS)]
 )
 def test_a_prompt_sees_what_decoding_sees(name, implementation):
-    module = paged(OPTIONS[name], implementation)
+    module, whole = paged(OPTIONS[name], implementation), prompted(name, implementation)
     new, cache = new_tokens(), small_cache(num_layers=1, block_tables=TABLES)
-    whole, _ = module(*new, cache, 0, COUNTED)
     step = jax.jit(lambda cache, at, *new: module(*new, cache, 0, at))
     for i in range(6):
         out, cache = step(cache, COUNTED[:, i : i + 1], *[x[:, i : i + 1] for x in new])
-        np.testing.assert_allclose(out[:, 0], whole[:, i], atol=2e-6)
+        np.testing.assert_allclose(np.asarray(out)[:, 0], whole[:, i], atol=2e-6)
     if name != "plain":
-        plain, _ = paged({}, implementation)(*new, small_cache(num_layers=1, block_tables=TABLES), 0, COUNTED)
-        assert np.abs(np.asarray(plain - whole)).max() > 1e-2
+        assert np.abs(prompted("plain", "xla") - whole).max() > 1e-2
 
 
 def test_a_prompts_window_may_be_traced():
@@ -203,15 +208,15 @@ def test_positions_that_cannot_be_served(name):
     served, others = (NEWEST_ROWS, SCATTERED_ROWS) if absorbed else (SERVED_ROWS, OTHER_ROWS)
     call, cache = made(name)
     run = jax.jit(lambda at: call(cache, at)[0])
-    right = run(jnp.asarray([served[0]] * 2, jnp.int32))
+    right = np.asarray(run(jnp.asarray([served[0]] * 2, jnp.int32)))
     for row in served:
-        out = run(jnp.asarray([served[0], row], jnp.int32))
+        out = np.asarray(run(jnp.asarray([served[0], row], jnp.int32)))
         assert np.isfinite(out).all()
         # Prompts from their beginning may be served by another program than a batch with others.
         np.testing.assert_allclose(out[0], right[0], atol=1e-6)
     for row in others:
         at = jnp.asarray([served[0], row], jnp.int32)
-        out = run(at)
+        out = np.asarray(run(at))
         assert np.isnan(out[1][np.array(row) >= 0]).all(), row
         np.testing.assert_allclose(out[0], right[0], atol=1e-6)
         with pytest.raises(
@@ -226,11 +231,11 @@ def test_ragged_positions_that_cannot_be_served(name):
     call, cache = made(name)
     bounds = jnp.array([0, 3, 5], jnp.int32)
     run = jax.jit(lambda at: call(cache, at, cu_q_lens=bounds)[0])
-    right = run(jnp.array([0, 1, 2, 4, 5, -1], jnp.int32))
+    right = np.asarray(run(jnp.array([0, 1, 2, 4, 5, -1], jnp.int32)))
     assert np.isfinite(right).all()
     for other in ([4, 6], [5, 4], [-1, 0]):
         at = jnp.array([0, 1, 2, *other, 77], jnp.int32)
-        out = run(at)
+        out = np.asarray(run(at))
         assert np.isnan(out[3:5]).all()
         np.testing.assert_allclose(out[:3], right[:3], atol=1e-6)
         with pytest.raises(ValueError, match=r"argument 'positions': expected consecutive .* in row 1$"):
@@ -241,17 +246,21 @@ def all_options() -> PagedAttention:
     return paged(OPTIONS["all"], "xla")
 
 
-def tokens_of(make, rows: np.ndarray, at: np.ndarray):
+def tokens_of(module):
     """A call of the module with the tokens at (rows, at) of two sequences, in the shape of these; NaN at negative
     positions, which are padding."""
-    index = rows, jnp.maximum(at, 0)
-    module = make()
     if isinstance(module, MultiHeadLatentAttention):
         inputs = [jax.random.normal(jax.random.key(1), (2, 6, 12))]
     else:
         inputs = new_tokens()
-    inputs = [jnp.where((at >= 0).reshape(*at.shape, *[1] * (x.ndim - 2)), x[index], jnp.nan) for x in inputs]
-    return functools.partial(module, *inputs)
+
+    @jax.jit
+    def call(cache, rows, at, **bounds):
+        index, real = (rows, jnp.maximum(at, 0)), at >= 0
+        new = [jnp.where(real.reshape(*at.shape, *[1] * (x.ndim - 2)), x[index], jnp.nan) for x in inputs]
+        return module(*new, cache, 0, at, **bounds)
+
+    return call
 
 
 KINDS = {
@@ -266,37 +275,36 @@ KINDS = {
 def test_chunks_and_mixed_batches_give_what_one_token_at_a_time_gives(name):
     """A prompt in chunks beside a shorter one that is padded on either side, and beside tokens of an answer."""
     make, empty = KINDS[name]
+    call = tokens_of(make())
 
     def batched(cache, rows):
-        at = np.array(rows, np.int32)
-        call = tokens_of(make, np.broadcast_to(np.arange(2)[:, None], at.shape), at)
-        out, cache = jax.jit(lambda cache, at: call(cache, 0, at))(cache, jnp.asarray(at))
+        at = jnp.array(rows, jnp.int32)
+        out, cache = call(cache, np.broadcast_to(np.arange(2)[:, None], at.shape), at)
+        out = np.asarray(out)
         for row, positions in enumerate(rows):
             for column, position in enumerate(positions):
                 if position >= 0:
                     np.testing.assert_allclose(out[row, column], expected[row, position], atol=2e-5)
         return cache
 
-    def ragged(cache, first, second, padding=1):
-        at = np.array([*first, *second, *[-1] * padding], np.int32)
-        rows = np.array([0] * len(first) + [1] * len(second) + [1] * padding)
-        bounds = jnp.array([0, len(first), len(first) + len(second)], jnp.int32)
-        call = tokens_of(make, rows, at)
-        out, cache = jax.jit(lambda cache, at, to: call(cache, 0, at, cu_q_lens=to))(
-            cache, jnp.asarray(at), bounds
-        )
-        for row, position, got in zip(rows, at, out, strict=True):
+    def ragged(cache, first, second):
+        """Of seven tokens, padding included, so that one compiled program serves every call."""
+        count = len(first) + len(second)
+        at = np.array([*first, *second, *[-1] * (7 - count)], np.int32)
+        rows = np.array([0] * len(first) + [1] * (7 - len(first)))
+        bounds = jnp.array([0, len(first), count], jnp.int32)
+        out, cache = call(cache, rows, jnp.asarray(at), cu_q_lens=bounds)
+        for row, position, got in zip(rows, at, np.asarray(out), strict=True):
             if position >= 0:
                 np.testing.assert_allclose(got, expected[row, position], atol=2e-5)
         return cache
 
     expected = np.zeros((2, 6, 1))
     single = empty()
-    step = jax.jit(lambda cache, at: tokens_of(make, np.array([[0], [1]]), at)(cache, 0, at))
     outs = []
     for i in range(6):
-        out, single = step(single, jnp.full((2, 1), i, jnp.int32))
-        outs.append(out[:, 0])
+        out, single = call(single, np.array([[0], [1]]), jnp.full((2, 1), i, jnp.int32))
+        outs.append(np.asarray(out)[:, 0])
     expected = np.stack(outs, axis=1)
     assert np.abs(expected[:, 5]).max() > 0.01
 
@@ -305,7 +313,7 @@ def test_chunks_and_mixed_batches_give_what_one_token_at_a_time_gives(name):
     cache = ragged(empty(), [0, 1, 2], [0])
     cache = ragged(cache, [3], [1, 2, 3, 4])
     ragged(cache, [4, 5], [])
-    ragged(cache, [], [5], padding=3)
+    ragged(cache, [], [5])
 
 
 @pytest.mark.slow
@@ -315,8 +323,9 @@ def test_traced_layers_out_of_range(name):
     run = jax.jit(lambda at, layer: call(cache, at, layer))
     for n in (1, 6):
         right, written = run(COUNTED[:, :n], 1)
-        expected, _ = jax.jit(lambda at: call(cache, at, 1))(COUNTED[:, :n])
-        np.testing.assert_array_equal(right, expected)
+        if n > 1:  # decoding: a model's layers in a scan give what they give one after the other
+            expected, _ = jax.jit(lambda at: call(cache, at, 1))(COUNTED)
+            np.testing.assert_array_equal(right, expected)
         assert any(
             (np.asarray(a) != b).any() for a, b in zip(*map(jax.tree.leaves, (written, cache)), strict=True)
         )
