@@ -1,6 +1,7 @@
 """Grouped-query attention through the MLA kernel gives what grouped-query attention gives."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -21,22 +22,30 @@ from pallas_attn.nn import LatentGQA, PagedAttention
     ("num_heads", "num_kv_heads", "head_dim"),
     [
         (9, 3, 64),
-        *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((4, 4, 64), (6, 2, 8), (5, 1, 256))),
+        *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((4, 4, 8), (5, 1, 256))),
     ],
 )
 def test_equals_paged_attention(num_heads, num_kv_heads, head_dim, implementation):
-    """A prompt, then two tokens, of sequences of different lengths, one of them finished."""
+    sizes = num_heads, num_kv_heads, head_dim
     dtype = jnp.bfloat16 if implementation in COMPILED else jnp.float32
+    tolerance = 2e-2 if dtype == jnp.bfloat16 else 1e-5
+    expected = steps_of("paged", "xla", sizes, dtype)
+    for out, right in zip(steps_of("latent", implementation, sizes, dtype), expected, strict=True):
+        np.testing.assert_allclose(out, right, atol=tolerance)
+
+
+@functools.cache
+def steps_of(kind: str, implementation: str, sizes: tuple[int, int, int], dtype) -> list[np.ndarray]:
+    """Outputs for a prompt, then two tokens, of sequences of different lengths, one of them finished."""
+    num_heads, num_kv_heads, head_dim = sizes
     tables = jnp.asarray([[3, 0, 5], [1, 4, 2]], jnp.int32)
-    sizes = dict(num_layers=1, num_pages=6, page_size=16, block_tables=tables, dtype=dtype)
-    caches = [
-        PagedKVCache.create(num_kv_heads=num_kv_heads, head_dim=head_dim, **sizes),
-        PagedLatentCache.create(**sizes),
-    ]
-    modules = [
-        jax.jit(module.__call__, static_argnums=4)
-        for module in (PagedAttention(implementation="xla"), LatentGQA(implementation=implementation))
-    ]
+    options = dict(num_layers=1, num_pages=6, page_size=16, block_tables=tables, dtype=dtype)
+    if kind == "paged":
+        cache = PagedKVCache.create(num_kv_heads=num_kv_heads, head_dim=head_dim, **options)
+        module = PagedAttention(implementation=implementation)
+    else:
+        cache, module = PagedLatentCache.create(**options), LatentGQA(implementation=implementation)
+    call, outs = jax.jit(module.__call__, static_argnums=4), []
     steps = [
         jnp.asarray([[*range(20)], [*range(13), *[-1] * 7]], jnp.int32),
         jnp.asarray([[20], [13]], jnp.int32),
@@ -49,12 +58,9 @@ def test_equals_paged_attention(num_heads, num_kv_heads, head_dim, implementatio
             jax.random.normal(key, (*positions.shape, n, head_dim), dtype)
             for key, n in zip(keys, heads, strict=True)
         ]
-        outs = []
-        for j, module in enumerate(modules):
-            out, caches[j] = module(*new, caches[j], 0, positions)
-            outs.append(np.where(np.asarray(positions >= 0)[..., None, None], np.float32(out), 0))
-        tolerance = 2e-2 if dtype == jnp.bfloat16 else 1e-5
-        np.testing.assert_allclose(outs[1], outs[0], atol=tolerance)
+        out, cache = call(*new, cache, 0, positions)
+        outs.append(np.where(np.asarray(positions >= 0)[..., None, None], np.float32(out), 0))
+    return outs
 
 
 @pytest.mark.parametrize("served", ["xla", *ON_GPU])
