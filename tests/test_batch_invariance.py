@@ -21,8 +21,9 @@ BATCHES = {
     "first of seven": (MINE, 5, 0, 1024, 600, 64, 333),
     "last of seven": (77, 1024, 0, 5, 64, 3, MINE),
     "beside one that is long": (3, 5000, MINE),
+    "last of seven, one of them long": (77, 5000, 0, 5, 64, 3, MINE),
 }
-MOST = ("alone", "last of seven", "beside one that is long")
+MOST = ("alone", "last of seven, one of them long")
 OPTIONS = {
     "plain": {},
     "as the heuristic has it": {"config": ()},
@@ -72,11 +73,10 @@ def test_paged_attention(options, implementation):
     if chosen.pop("config", None) is None:
         config = PagedAttentionConfig(16, 32, split_tokens=64, target_programs=12)
     found = {}
-    # A program for each batch: all of them for one kind of call, and for the others what differs most.
-    batches = BATCHES if options == "plain" else {name: BATCHES[name] for name in MOST}
-    for name, lengths in batches.items():
+    # A program for each batch: nearly all of them for one kind of call, and for the others what differs most.
+    for name in [*BATCHES][:-1] if options == "plain" else MOST:
         spare = 40 if "wider" in name else 3
-        case = cases.DecodeCase(lengths, 4, 2, 64, 16, spare_pages=spare, **chosen)
+        case = cases.DecodeCase(BATCHES[name], 4, 2, 64, 16, spare_pages=spare, **chosen)
         found[name] = rows_of_mine(case, implementation, config)
     assert all(rows == found["alone"] for rows in found.values()), [
         n for n in found if found[n] != found["alone"]
