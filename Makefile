@@ -99,7 +99,8 @@ clean:
 
 .venv/.package: .venv/bin/python pyproject.toml $(LOCK)/build.txt
 	@echo "== the package, with its CUDA library where a compiler is found: one to three minutes"
-	$(BUILD) $(INSTALL) --editable .
+	rm -rf .venv/cuda_build
+	$(BUILD) $(INSTALL) --config-settings=build-dir=$(CURDIR)/.venv/cuda_build --editable .
 	touch $@
 
 .venv/.demo: .venv/.package $(LOCK)/demo.txt $(LOCK)/cuda.txt $(LOCK)/weights.txt
