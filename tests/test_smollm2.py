@@ -5,6 +5,7 @@ One run of ours, which transformers' is held against, and ours in other ways: th
 
 import functools
 
+import jax
 import numpy as np
 import pytest
 from flax import nnx
@@ -13,6 +14,16 @@ from models_support import import_torch, smollm2
 from pallas_attn.models import Generation, Llama, default_model_path, generate
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True, scope="module")
+def optimised():
+    """With LLVM's optimisations, unlike the other tests: these programs are few, and run for seconds."""
+    hurried = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", hurried)
+
 
 QUESTIONS = ["What is the capital of France?", "Explain in two sentences why the sky is blue.", "Hi"]
 
