@@ -6,6 +6,7 @@ import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -73,6 +74,13 @@ def latent() -> tuple[jax.Array, ...]:
 
 
 @functools.cache
+def decoded() -> tuple[np.ndarray, ...]:
+    """(out, lse) of `latent`."""
+    options = dict(causal=True, return_lse=True, implementation="xla")
+    return tuple(map(np.asarray, mla_decode(*latent(), **options)))
+
+
+@functools.cache
 def new_tokens() -> tuple[jax.Array, ...]:
     """Arguments of write_kv: two tokens to skip, six to write."""
     rng = np.random.default_rng(0)
@@ -130,14 +138,6 @@ def test_heads_alone(kind):
 
 
 @OURS_ALONE
-@KINDS
-def test_sequences_alone(kind):
-    attend = functools.partial(paged_attention, implementation="interpret")
-    arrays = placed(mesh_of(kind), paged(), SEQS)
-    assert_equal(attend, arrays, attended()[0], moves=0, out=P("seq"))
-
-
-@OURS_ALONE
 @pytest.mark.parametrize(
     ("kind", "layout"), [(AxisType.Auto, "PACKED"), (AxisType.Explicit, "HND")], ids=["auto", "explicit"]
 )
@@ -169,14 +169,13 @@ def test_mla_decode_and_its_schedule(kind, implementation):
         options = dict(schedule=schedule, causal=True, return_lse=True, implementation=implementation)
         return mla_decode(query, cache, tables, lens, **options)
 
-    expected = mla_decode(*latent(), causal=True, return_lse=True, implementation="xla")
     out = P("seq", None, "head")
     arrays = placed(mesh_of(kind), latent(), (out, WHOLE, P("seq"), P("seq")))
     # Lengths come together for the schedule of the whole batch; plain jnp may bring rows of queries together.
     moves = latent()[0].size if implementation == "xla" else len(latent()[3])
     assert moves < latent()[1].size
     left_to_xla = implementation == "xla" and kind == AxisType.Auto
-    assert_equal(attend, arrays, expected, moves=moves, out=None if left_to_xla else out)
+    assert_equal(attend, arrays, decoded(), moves=moves, out=None if left_to_xla else out)
 
 
 @KINDS
@@ -224,18 +223,26 @@ def test_refusals(kind, case):
         jax.jit(functools.partial(paged_attention, implementation="interpret"))(*arrays)
 
 
+SLIDES = LocalStride(16, 1, 2, head_sliding_step=1)
+
+
+@functools.cache
+def slid() -> np.ndarray:
+    return np.asarray(paged_attention(*paged(), block_sparse=SLIDES, implementation="xla"))
+
+
 @OURS_ALONE
 @KINDS
 def test_patterns_that_differ_by_head(kind):
+    """Refused where heads are sharded, served where sequences alone are."""
     attend = functools.partial(paged_attention, implementation="interpret")
     arrays = placed(mesh_of(kind), paged(), BOTH)
-    slides = LocalStride(16, 1, 2, head_sliding_step=1)
+    slides = SLIDES
     error = jax.errors.JaxRuntimeError if kind == AxisType.Auto else ValueError
     with pytest.raises(error, match="'block_sparse': expected head_sliding_step 0 where heads are sharded"):
         jax.jit(functools.partial(attend, block_sparse=slides))(*arrays)
-    expected = paged_attention(*paged(), block_sparse=slides, implementation="xla")
     arrays = placed(mesh_of(kind), paged(), SEQS)
-    assert_equal(functools.partial(attend, block_sparse=slides), arrays, expected, moves=0)
+    assert_equal(functools.partial(attend, block_sparse=slides), arrays, slid(), moves=0, out=P("seq"))
 
 
 @KINDS
@@ -248,8 +255,8 @@ def test_vmap_twice(kind):
     def stacked(query, *rest):
         return attend(jnp.stack([query, 2 * query])[None], *rest)
 
-    expected = jnp.stack([paged_attention(q, *paged()[1:]) for q in (paged()[0], 2 * paged()[0])])[None]
-    assert_equal(stacked, (query, *rest), expected, moves=0)
+    twice = paged_attention(2 * paged()[0], *paged()[1:], implementation="xla")
+    assert_equal(stacked, (query, *rest), np.stack([attended()[0], twice])[None], moves=0)
 
 
 @KINDS
@@ -297,6 +304,22 @@ def test_interpreted_kernels_cannot_be_checked(kind):
 @IMPLEMENTATIONS
 def test_a_step_with_a_cache(kind, implementation):
     """What a model does in every layer: new tokens into the cache, then attention; and pages are copied."""
+    arguments = stepped_from()
+    cache, _, key, *_ = arguments
+    shardings = dataclasses.replace(
+        cache, key_cache=POOL, value_cache=POOL, block_tables=P("seq"), seq_lens=P("seq")
+    )
+    new = P("seq", None, "head")
+    specs = (shardings, QUERY, new, new, P("seq"))
+    mesh = mesh_of(kind)
+    arrays = jax.device_put(arguments, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
+    step = functools.partial(stepped, implementation=implementation)
+    assert_equal(step, arrays, expected_step(), moves=key.size, out=QUERY)
+
+
+@functools.cache
+def stepped_from() -> tuple[Any, ...]:
+    """The cache, and what is new to it: query, key, value, positions."""
     tables = jnp.arange(16, dtype=jnp.int32).reshape(4, 4)
     cache = PagedKVCache.create(
         num_layers=2,
@@ -308,24 +331,20 @@ def test_a_step_with_a_cache(kind, implementation):
         dtype="float32",
     )
     key, value = (new[:4, None] for new in new_tokens()[:2])
-    positions = jnp.zeros((4, 1), jnp.int32)
+    return cache, paged()[0], key, value, jnp.zeros((4, 1), jnp.int32)
 
-    def step(cache, query, key, value, positions):
-        cache = cache.write(1, key, value, positions)
-        pools = cache.key_cache, cache.value_cache, cache.layer_tables(1)
-        out = paged_attention(query, *pools, cache.seq_lens + 1, implementation=implementation)
-        return out, cache.copy_pages(jnp.array([0]), jnp.array([15])).key_cache
 
-    arguments = (cache, paged()[0], key, value, positions)
-    expected = step(*arguments)
-    shardings = dataclasses.replace(
-        cache, key_cache=POOL, value_cache=POOL, block_tables=P("seq"), seq_lens=P("seq")
-    )
-    new = P("seq", None, "head")
-    specs = (shardings, QUERY, new, new, P("seq"))
-    mesh = mesh_of(kind)
-    arrays = jax.device_put(arguments, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
-    assert_equal(step, arrays, expected, moves=key.size, out=QUERY)
+def stepped(cache, query, key, value, positions, *, implementation: str):
+    cache = cache.write(1, key, value, positions)
+    pools = cache.key_cache, cache.value_cache, cache.layer_tables(1)
+    out = paged_attention(query, *pools, cache.seq_lens + 1, implementation=implementation)
+    return out, cache.copy_pages(jnp.array([0]), jnp.array([15])).key_cache
+
+
+@functools.cache
+def expected_step() -> tuple[np.ndarray, ...]:
+    on_one_device = jax.jit(functools.partial(stepped, implementation="xla"))
+    return tuple(map(np.asarray, on_one_device(*stepped_from())))
 
 
 @KINDS
@@ -339,7 +358,7 @@ def test_a_step_with_a_latent_cache(kind):
     def write(cache, latents, positions):
         return cache.write(1, latents, positions).latent_cache
 
-    expected = write(cache, latents, positions)
+    expected = jax.jit(write)(cache, latents, positions)
     shardings = dataclasses.replace(cache, latent_cache=WHOLE, block_tables=P("seq"), seq_lens=P("seq"))
     mesh = mesh_of(kind)
     specs = jax.tree.map(lambda spec: NamedSharding(mesh, spec), (shardings, P("seq"), P("seq")))
@@ -391,20 +410,26 @@ def test_the_page_on_sharding():
 @IMPLEMENTATIONS
 def test_ragged_attention(kind, implementation):
     """Over heads; tokens, which belong to sequences of any length, stay whole."""
+    heads = P(None, "head")
+    forms = {"ragged_paged_attention": (heads, POOL, POOL)}
+    if implementation == "xla":
+        forms["prefix_prefill"] = (heads, heads, heads, POOL, POOL)
+    for form, specs in forms.items():
+        arrays, expected = ragged(form)
+        given = placed(mesh_of(kind), arrays, (*specs, WHOLE, WHOLE, WHOLE))
+        call = functools.partial(
+            unchecked(getattr(pallas_attn, form)), implementation=implementation, return_lse=True
+        )
+        assert_equal(call, given, expected, moves=0, out=heads)
+
+
+@functools.cache
+def ragged(form: str) -> tuple[tuple[jax.Array, ...], tuple[np.ndarray, ...]]:
+    """Arguments of a form, and (out, lse)."""
     query, *pools, tables, lens = paged()
     query = jnp.concatenate([query] * 3)
     bounds, lens = jnp.array([0, 9, 9, 10, 12], jnp.int32), lens.at[1].set(0)
-    options = {"implementation": implementation, "return_lse": True}
-    ragged = functools.partial(unchecked(pallas_attn.ragged_paged_attention), **options)
-    prefix = functools.partial(unchecked(pallas_attn.prefix_prefill), **options)
-    beside = (query[:, ::2] + 1, query[:, ::2] - 1)
-    mesh = mesh_of(kind)
-    heads = P(None, "head")
-    forms = [(ragged, (query, *pools), (heads, POOL, POOL))]
-    if implementation == "xla":
-        forms += [(prefix, (query, *beside, *pools), (heads, heads, heads, POOL, POOL))]
-    for function, arrays, specs in forms:
-        arrays = (*arrays, tables, lens, bounds)
-        expected = function(*arrays)
-        given = placed(mesh, arrays, (*specs, WHOLE, WHOLE, WHOLE))
-        assert_equal(function, given, expected, moves=0, out=heads)
+    beside = (query[:, ::2] + 1, query[:, ::2] - 1) if form == "prefix_prefill" else ()
+    arrays = (query, *beside, *pools, tables, lens, bounds)
+    call = unchecked(getattr(pallas_attn, form))
+    return arrays, tuple(map(np.asarray, call(*arrays, implementation="xla", return_lse=True)))
