@@ -192,7 +192,6 @@ def test_bad_pages_and_lengths_poison_only_their_rows(num_parts, implementation)
             assert np.isnan(lse[seq]).all(), f"lse of sequence {seq} must be NaN"
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", ANY_PAGE_SIZE)
 def test_pages_shared_between_sequences(implementation):
     case = cases.MLADecodeCase((100, 100, 100), 4, page_size=16)

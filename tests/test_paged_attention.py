@@ -131,7 +131,6 @@ def test_bad_pages_and_lengths_poison_only_their_rows(num_splits, implementation
             assert np.isnan(lse[seq]).all(), f"lse of sequence {seq} must be NaN"
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_pages_shared_between_sequences(implementation):
     case = cases.DecodeCase((100, 100, 100), 4, 2, 64, 16)
