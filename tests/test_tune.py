@@ -18,7 +18,7 @@ from pallas_attn.ops.mla_decode import MLADecodeConfig
 from pallas_attn.ops.mla_decode import api as mla_api
 from pallas_attn.ops.paged_attention import api
 from pallas_attn.testing import cases
-from pallas_attn.tuning import errors, points, registry, timing
+from pallas_attn.tuning import errors, paged, points, registry, timing
 from pallas_attn.tuning import mla_decode as tuned_mla_decode
 from pallas_attn.tuning import paged_attention as tuned_paged_attention
 from pallas_attn.tuning import ragged_attention as tuned_ragged_attention
@@ -89,7 +89,7 @@ def small(monkeypatch):
     for module, name in ((timing, "MOST_SETS"), (timing, "QUEUED"), (points, "REPEATS")):
         monkeypatch.setattr(module, name, 1)
     monkeypatch.setattr(timing, "LEAST_CALLS", 2)
-    monkeypatch.setattr(points, "BLOCK", 1 << 14)
+    monkeypatch.setattr(paged, "BLOCK", 1 << 14)
 
 
 @pytest.mark.parametrize(
@@ -97,8 +97,8 @@ def small(monkeypatch):
 )
 def test_inputs_let_every_token_count(point, small, monkeypatch):
     """Else a lost page could pass the check."""
-    monkeypatch.setattr(points, "BLOCK", 1 << 18)
-    inputs = points.inputs_of(point)
+    monkeypatch.setattr(paged, "BLOCK", 1 << 18)
+    inputs = point.inputs()
     query, pool, *_ = inputs.operands
     head_dim = query.shape[-1]
     queries, keys = (array.astype(jnp.float32).reshape(-1, head_dim) for array in (query, pool))
@@ -109,8 +109,8 @@ def test_inputs_let_every_token_count(point, small, monkeypatch):
 
 def test_calls_take_turns_among_pages_that_no_cache_holds_together(monkeypatch):
     monkeypatch.setattr(timing, "ROTATE_BYTES", 5 * 2 * 3 * 64 * 16 * 2)
-    monkeypatch.setattr(points, "BLOCK", 1 << 10)
-    tables = points.inputs_of(paged_point(3, 64)).tables
+    monkeypatch.setattr(paged, "BLOCK", 1 << 10)
+    tables = paged_point(3, 64).inputs().tables
     assert len(tables) == 5
     pages = [set(table.reshape(-1).tolist()) for table in tables]
     assert len(set.union(*pages)) == sum(map(len, pages)) == 5 * 3 * 4

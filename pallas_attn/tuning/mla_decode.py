@@ -12,11 +12,12 @@ from pallas_attn._call.device import current_device
 from pallas_attn.ops.mla_decode import MLADecodeConfig, mla_decode, mla_schedule
 from pallas_attn.ops.mla_decode.config import heuristic
 from pallas_attn.testing.cases import MLADecodeCase
-from pallas_attn.tuning.points import Fields, Point, random_pool, random_query
+from pallas_attn.tuning.paged import PagedPoint, random_pool, random_query
+from pallas_attn.tuning.points import Fields
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MLADecodePoint(Point):
+class MLADecodePoint(PagedPoint):
     sizes: ClassVar = dict(num_heads=128, num_kv_heads=1, page_size=64, dtype="bfloat16")
 
     case: MLADecodeCase

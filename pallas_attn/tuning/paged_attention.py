@@ -12,11 +12,12 @@ from pallas_attn._call.device import current_device
 from pallas_attn.ops.paged_attention import PagedAttentionConfig, paged_attention
 from pallas_attn.ops.paged_attention.config import heuristic
 from pallas_attn.testing.cases import DecodeCase, served
-from pallas_attn.tuning.points import Fields, Point, random_pool, random_query
+from pallas_attn.tuning.paged import PagedPoint, random_pool, random_query
+from pallas_attn.tuning.points import Fields
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PagedAttentionPoint(Point):
+class PagedAttentionPoint(PagedPoint):
     sizes: ClassVar = dict(
         num_heads=32, num_kv_heads=8, head_dim=128, page_size=16, dtype="bfloat16", cache_dtype=None
     )

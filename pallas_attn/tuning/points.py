@@ -11,8 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from pallas_attn.testing.cases import Case
 from pallas_attn.tuning import timing
@@ -22,7 +20,6 @@ REPEATS = 3  # enough to rank configs
 # What takes longer than this many times the fastest is timed once: no repeat would make it the fastest.
 CLOSE = 1.05
 BYTES_PER_SECOND = 2.5e12  # a guess, for how many calls make a burst
-BLOCK = 1 << 22  # random elements of which a pool is made
 
 type Fields = dict[str, int]
 """Of a config: what differs from the heuristic's."""
@@ -83,13 +80,9 @@ class Point(abc.ABC):
     def candidates(self) -> list[Fields]:
         """Fields worth trying, the heuristic's (none) first."""
 
+    @abc.abstractmethod
     def inputs(self) -> "Inputs":
-        """What calls are timed on: paged, unless a point says otherwise."""
-        return inputs_of(self)
-
-    def operands(self, num_pages: int, seq_lens: jax.Array) -> Any:
-        """The query, pools of `num_pages` pages and whatever else all calls of a paged op share."""
-        raise NotImplementedError(f"{self.case.op} has no pages")
+        """What calls are timed on."""
 
     @abc.abstractmethod
     def call(self, operands: Any, table: Any, seq_lens: Any, **options: Any) -> Any:
@@ -103,11 +96,6 @@ class Point(abc.ABC):
     def streams(self) -> int:
         """Walks over a cache: one for each sequence and KV head."""
         return self.case.num_seqs * self.case.num_kv_heads
-
-    @property
-    def slots(self) -> int:
-        """Tokens that a row of the block table holds."""
-        return self.case.max_pages * self.case.page_size
 
     def distinct(self, found: Sequence[Fields]) -> list[Fields]:
         """Without fields that make the same config as earlier ones."""
@@ -134,27 +122,6 @@ class Timing(NamedTuple):
     microseconds: float
     error: float
     problem: str | None
-
-
-def inputs_of(point: Point) -> Inputs:
-    case, num_sets = point.case, timing.num_sets(point.read_bytes)
-    pages = np.random.default_rng(0).permutation(num_sets * case.num_seqs * case.max_pages)
-    tables = pages.astype(np.int32).reshape(num_sets, case.num_seqs, case.max_pages)
-    calls = range(max(num_sets, timing.LEAST_CALLS))
-    turns = [np.roll(tables[i % num_sets], i // num_sets, axis=0) for i in calls]
-    seq_lens = jnp.asarray(case.seq_lens, jnp.int32)
-    return Inputs(point.operands(len(pages), seq_lens), tuple(map(jnp.asarray, turns)), seq_lens)
-
-
-def random_query(shape: Sequence[int], dtype: str) -> jax.Array:
-    # A seed of its own: a query that equals a key would see that token only, and no check would miss the others.
-    return jnp.asarray(np.random.default_rng(3).standard_normal(shape, np.float32), dtype)
-
-
-def random_pool(shape: Sequence[int], dtype: str, seed: int) -> jax.Array:
-    """Normal values, which int8 holds times 40."""
-    block = np.random.default_rng(seed).standard_normal(BLOCK, np.float32)
-    return timing.tiled(jnp.asarray(block * 40 if dtype == "int8" else block).astype(dtype), tuple(shape))
 
 
 def measure(point: Point, choices: Sequence[Fields], implementation: str = "pallas") -> Iterator[Timing]:

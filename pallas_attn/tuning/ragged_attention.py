@@ -12,13 +12,14 @@ from pallas_attn._call.device import current_device
 from pallas_attn.ops.ragged_attention import RaggedAttentionConfig, RaggedTiles, ragged_paged_attention
 from pallas_attn.ops.ragged_attention.config import heuristic
 from pallas_attn.testing.cases import RaggedCase
-from pallas_attn.tuning.points import Fields, Point, random_pool, random_query
+from pallas_attn.tuning.paged import PagedPoint, random_pool, random_query
+from pallas_attn.tuning.points import Fields
 
 CHUNK = 512  # new tokens of a sequence, and 1: what most sequences of a batch ask for
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RaggedAttentionPoint(Point):
+class RaggedAttentionPoint(PagedPoint):
     """Sequences that all have as many new tokens; of a batch that mixes them, the average counts."""
 
     sizes: ClassVar = dict(num_heads=32, num_kv_heads=8, head_dim=128, page_size=16, dtype="bfloat16")

@@ -15,7 +15,8 @@ from pallas_attn.ops.sparse_mla import SparseMLAConfig, sparse_mla_decode
 from pallas_attn.ops.sparse_mla.config import heuristic
 from pallas_attn.testing.cases import SparseMLACase
 from pallas_attn.tuning import timing
-from pallas_attn.tuning.points import Fields, Point, random_pool, random_query
+from pallas_attn.tuning.paged import PagedPoint, random_pool, random_query
+from pallas_attn.tuning.points import Fields
 
 # A context is so many times as long as what a query token names of it.
 CONTEXT = 4
@@ -23,7 +24,7 @@ FP8_TOKENS = 6397  # that a pool of fp8 latents repeats; a prime, so that no two
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SparseMLAPoint(Point):
+class SparseMLAPoint(PagedPoint):
     """`max_len` are here the ids of a query token, and `streams` the query tokens: a walk is a list of ids."""
 
     sizes: ClassVar = dict(num_heads=128, num_kv_heads=1, page_size=64, dtype="bfloat16", cache_dtype=None)
