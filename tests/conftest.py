@@ -1,7 +1,9 @@
 import collections
 import gc
+import itertools
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before torch is imported: its threads wait by spinning, and those of several test processes take each other's cores.
@@ -65,8 +67,8 @@ def asks_for_pallas(item: pytest.Item) -> bool:
                for value in params if isinstance(value, str | list))  # fmt: skip
 
 
-@pytest.hookimpl(trylast=True)  # what is left by -m is what is sampled
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """GPU tests are deselected where there is no GPU, and with --sample two cases of three of the others' sweeps."""
     by_pallas = [item for item in items if asks_for_pallas(item)]
     collected = {item.nodeid for item in items}
@@ -79,15 +81,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         deselect(config, items, by_pallas)
     if jax.default_backend() != "gpu":
         deselect(config, items, [item for item in items if item.get_closest_marker("gpu")])
+    yield  # what -m and -k leave is what is sampled
     if config.getoption("sample"):
-        sweeps = collections.defaultdict(list)
-        for item in items:
-            if item.get_closest_marker("sweep"):
-                sweeps[item.nodeid.partition("[")[0]].append(item)
-        for cases in sweeps.values():
-            deselect(config, items, [case for number, case in enumerate(cases) if number % 3])
+        numbers = collections.defaultdict(itertools.count)
+        sweeps = [item for item in items if item.get_closest_marker("sweep")]
+        deselect(config, items, [item for item in sweeps if next(numbers[item.nodeid.partition("[")[0]]) % 3])
 
 
 def deselect(config: pytest.Config, items: list[pytest.Item], unwanted: list[pytest.Item]) -> None:
     config.hook.pytest_deselected(items=unwanted)
-    items[:] = [item for item in items if item not in set(unwanted)]
+    left_out = set(unwanted)
+    items[:] = [item for item in items if item not in left_out]

@@ -1,29 +1,16 @@
 """benchmarks/engine.py: its requests, and that its check fails where a token is wrong."""
 
 import csv
-import importlib.util
 import io
 import types
-from pathlib import Path
 
+import engine as bench
 import pytest
 
 pytestmark = pytest.mark.once
 
-PATH = Path(__file__).parents[1] / "benchmarks" / "engine.py"
 
-
-@pytest.fixture(scope="module")
-def bench():
-    spec = importlib.util.spec_from_file_location("benchmark_of_the_engine", PATH)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_requests_have_the_lengths_that_are_promised(bench):
+def test_requests_have_the_lengths_that_are_promised():
     load = bench.arriving(64, 49152, 1024, 512)
     prompts = list(map(len, load.prompts))
     assert len(prompts) == 64
@@ -36,7 +23,7 @@ def test_requests_have_the_lengths_that_are_promised(bench):
 
 
 @pytest.mark.parametrize(("wrong", "status"), [(None, 0), (17, 1)])
-def test_a_wrong_token_is_an_error(bench, monkeypatch, tmp_path, capsys, wrong, status):
+def test_a_wrong_token_is_an_error(monkeypatch, tmp_path, capsys, wrong, status):
     def alone(model, prompts, max_new_tokens):
         (prompt,) = prompts
         answer = [(sum(prompt) + i) % 97 for i in range(max_new_tokens)]
