@@ -18,9 +18,8 @@ PTX_VERSIONS = ((121, 88), (120, 87), (110, 90), (103, 88), (100, 86), (90, 80),
 def installed() -> str | None:
     """The version of Triton, without importing it; None where there is none."""
     spec = importlib.util.find_spec("triton")
-    if (
-        spec is None or spec.origin is None
-    ):  # a folder that happens to have the name is a package without an origin
+    # A folder that happens to have the name is a package without an origin.
+    if spec is None or spec.origin is None:
         return None
     try:
         return importlib.metadata.version("triton")

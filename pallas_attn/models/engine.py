@@ -163,9 +163,9 @@ class Engine:
             self._fill_row(chunk.row, chunk.request)
         if step.copies:
             self._copy(step.copies)
-        # The device is not waited for before there is nothing else to do.
         # The first one scales an 8-bit cache, which decoding does not.
         chosen = self._mixed(step) if step.reads_prompts or self.steps == 1 else self._decode(step)
+        # The device is not waited for before there is nothing else to do.
         self._scheduler.begin(step)
         by_row = np.asarray(chosen).T.tolist()
         tokens = {

@@ -282,20 +282,20 @@ def _pad(prompts: Sequence[Sequence[int]], chunk: int | None) -> tuple[jax.Array
     lengths = np.array([len(prompt) for prompt in prompts])
     n = -(-int(lengths.max()) // _PROMPT_MULTIPLE) * _PROMPT_MULTIPLE
     n = n if chunk is None else min(n, chunk)
-    width = -(-int(lengths.max()) // n) * n
-    tokens = np.zeros((len(prompts), width), np.int32)
+    num_chunks = -(-int(lengths.max()) // n)
+    tokens = np.zeros((len(prompts), num_chunks * n), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
-    columns = np.arange(width, dtype=np.int32)
+    columns = np.arange(num_chunks * n, dtype=np.int32)
     positions = np.where(columns < lengths[:, None], columns, -1)
-    # One column alone would be taken for a token of an answer, which never scales an 8-bit cache.
-    more = [(0, 0), (0, 0), (0, 1 if n == 1 else 0)]
-    chunked = (x.reshape(len(prompts), -1, n).swapaxes(0, 1) for x in (tokens, positions))
-    first, second = (
-        jnp.asarray(np.pad(x, more, constant_values=nothing))
-        for x, nothing in zip(chunked, (0, -1), strict=True)
-    )
-    return first, second
+
+    def chunked(rows: np.ndarray, nothing: int) -> jax.Array:
+        # One column alone would be taken for a token of an answer, which never scales an 8-bit cache.
+        chunks = np.full((num_chunks, len(prompts), max(n, 2)), nothing, np.int32)
+        chunks[..., :n] = rows.reshape(len(prompts), num_chunks, n).swapaxes(0, 1)
+        return jnp.asarray(chunks)
+
+    return chunked(tokens, 0), chunked(positions, -1)
 
 
 def _plan_pages(

@@ -8,17 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn._call import configs, dispatch, partition
-from pallas_attn._call.checks import (
-    LARGEST_FLOAT32,
-    LEAST_FLOAT32,
-    ArgumentChecker,
-    brief,
-    dtype_name,
-    fail,
-    is_array,
-    is_number,
-    shown,
-)
+from pallas_attn._call.checks import ArgumentChecker, dtype_name, fail, is_array, is_number, shown
 from pallas_attn._call.device import current_device
 from pallas_attn._tile import options, quantization, triton
 from pallas_attn._tile.latents import LATENT_DIM
@@ -212,8 +202,8 @@ def output_scale(check: ArgumentChecker, scale: Any, dtype: Any) -> dict[str, ja
         check.array("out_scale", scale, (), [jnp.float32])
     elif not is_number(scale):
         check.fail("out_scale", "a number, a float32 scalar or None", shown(scale), TypeError)
-    elif not LEAST_FLOAT32 <= scale <= LARGEST_FLOAT32:
-        check.fail("out_scale", "a finite number above 0", brief(scale))
+    else:
+        check.positive_float("out_scale", scale, optional=False)
     return {"out_scale": jnp.asarray(scale, jnp.float32).reshape(1)}
 
 
