@@ -97,7 +97,7 @@ def parser() -> Parser:
     cells.add_argument(
         "--options",
         action="store_true",
-        help="8-bit caches, sparsity, windows beside dense bf16; skewed lengths",
+        help="8-bit caches, sparsity, windows beside dense bf16; skewed lengths; other heads and pages",
     )
     cells.add_argument(
         "--tiny",

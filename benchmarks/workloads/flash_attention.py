@@ -19,6 +19,7 @@ class FlashAttention(DenseWorkload):
     targets: ClassVar[dict[str, Target]] = {
         "auto": Target("ours", None),
         "pallas": Target("ours, Pallas", "pallas"),
+        "triton": Target("ours, by Triton itself", "triton"),
         "xla": Target("ours, plain jnp", "xla"),
     }
     error_limit = 8e-3

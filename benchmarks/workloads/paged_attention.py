@@ -11,6 +11,13 @@ from workloads.decode import Call, PagedWorkload, cache_dtype, cache_scale
 
 SPARSE = (64, 1, 8)
 WINDOW = 1024
+# (query heads, KV heads, head_dim, page_size) that the tables lack.
+SHAPES = (
+    *((heads, kv_heads, 128, 16) for heads, kv_heads in ((24, 4), (28, 4), (40, 8), (64, 4))),
+    (16, 16, 64, 16),
+    (32, 8, 256, 16),
+    *((32, 8, 128, page_size) for page_size in (32, 64)),
+)
 
 
 class PagedAttention(PagedWorkload):
@@ -44,7 +51,8 @@ class PagedAttention(PagedWorkload):
             made(lens, *shape, 128, lengths=name, sliding_window=window)
             for name, (lens, shape, window) in _skewed().items()
         ]
-        return [*dense, *quantized, *sparse, *windows, *skewed]
+        shapes = [cases.served(64, tokens, *shape) for shape in SHAPES for tokens in (1024, 8192)]
+        return [*dense, *quantized, *sparse, *windows, *skewed, *shapes]
 
     def tiny(self) -> list[Any]:
         from pallas_attn.testing import cases

@@ -23,6 +23,7 @@ class RaggedAttention(PagedWorkload):
     targets: ClassVar[dict[str, Target]] = {
         "auto": Target("ours", None),
         "pallas": Target("ours, Pallas", "pallas"),
+        "triton": Target("ours, by Triton itself", "triton"),
         "xla": Target("ours, plain jnp", "xla"),
     }
     error_limit = 8e-3  # a right bf16 kernel scores 2.6e-3, a lost page at least 9e-3
