@@ -151,8 +151,7 @@ void run(const Case& c, mla::RowFormat format = mla::RowFormat::kPlain) {
   params.scale = 1.0f / 24.0f;
   params.element = std::is_same_v<Element, __half> ? mla::ElementType::kFloat16 : mla::ElementType::kBfloat16;
   params.topk = c.topk;
-  params.num_rows = kRows;
-  params.page_size = c.page_size;
+  params.set_pool(kRows, c.page_size);
   params.table_columns = columns;
   params.tokens_a_table = tokens;
   params.skip_all_outside = c.skip_all;

@@ -106,8 +106,7 @@ ffi::Error sparse_mla(cudaStream_t stream, int32_t device, ffi::AnyBuffer query,
   params.merge_apart = !cooperative;
   params.element = dtype == DataType::BF16 ? mla::ElementType::kBfloat16 : mla::ElementType::kFloat16;
   params.topk = static_cast<int>(topk);
-  params.num_rows = static_cast<int>(rows);
-  params.page_size = static_cast<int>(page_size);
+  params.set_pool(static_cast<int>(rows), static_cast<int>(page_size));
   params.table_columns = static_cast<int>(columns);
   params.tokens_a_table = page_size > 0 ? static_cast<int>(tokens / tables) : 1;
   params.skip_all_outside = skip_all_outside;

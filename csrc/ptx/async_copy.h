@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "ptx/shared.h"
+
 namespace pallas_attn::ptx {
 
 // Zeros where the source does not exist; the address must be a valid one all the same.
@@ -13,13 +15,11 @@ __device__ __forceinline__ void copy_async(uint32_t shared_destination, const vo
                : "memory");
 }
 
-// The thread's copies since the last time become a group.
-__device__ __forceinline__ void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// Until at most the newest `kPending` groups of the thread are unfinished.
-template <int kPending>
-__device__ __forceinline__ void wait_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+// The thread arrives at an mbarrier when all copies that it has begun so far are done. What it wrote itself
+// is not told by this.
+__device__ __forceinline__ void arrive_behind_copies(uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
+               : "memory");
 }
 
 }  // namespace pallas_attn::ptx

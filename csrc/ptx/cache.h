@@ -54,6 +54,12 @@ __device__ __forceinline__ float load_float(const void* source) {
   return v;
 }
 
+__device__ __forceinline__ int load_int(const int* source) {
+  int v;
+  asm volatile("ld.global.nc.L1::no_allocate.s32 %0, [%1];" : "=r"(v) : "l"(source));
+  return v;
+}
+
 // Brings the line of an address into the L2.
 __device__ __forceinline__ void prefetch_line(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));

@@ -15,12 +15,12 @@ struct Ring {
   uint64_t full[kStages][kFullSlices];
   uint64_t empty[kStages][kEmptySlices];
 
-  // A slice is empty when `readers` have arrived, and full when its copy's bytes are there or, of those
-  // before `first_copied`, when `writers` have arrived. By one thread.
-  __device__ void init(uint32_t readers, uint32_t writers = 1, int first_copied = 0) {
+  // A slice is empty when `readers` have arrived, and full when `writers` have, or those of the last slice.
+  // Who has bytes copied is one writer, and the bytes are waited for too. By one thread.
+  __device__ void init(uint32_t readers, uint32_t writers, uint32_t last_slice_writers) {
     for (int stage = 0; stage < kStages; ++stage) {
       for (int slice = 0; slice < kFullSlices; ++slice) {
-        ptx::mbarrier_init(&full[stage][slice], slice < first_copied ? writers : 1);
+        ptx::mbarrier_init(&full[stage][slice], slice == kFullSlices - 1 ? last_slice_writers : writers);
       }
       for (int slice = 0; slice < kEmptySlices; ++slice) ptx::mbarrier_init(&empty[stage][slice], readers);
     }

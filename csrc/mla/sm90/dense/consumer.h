@@ -52,7 +52,8 @@ class Consumer {
   template <int kFirst, int kCount>
   __device__ __forceinline__ void scores(bool accumulate) {
     if (!accumulate) ptx::wgmma_touch(rS_);
-    issue_scores<Element, kFirst, kCount>(rS_, rQ_, smem_, kOwn, page_phase_.full(), accumulate);
+    issue_scores<Element, Source::kUnfenced, kFirst, kCount>(rS_, rQ_, smem_, kOwn, page_phase_.full(),
+                                                             accumulate);
   }
 
   // Until at most `kPending` groups of products are unfinished, those of the scores being among the others.

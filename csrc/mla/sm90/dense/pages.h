@@ -18,6 +18,7 @@ namespace pallas_attn::mla::sm90 {
 class TablePages {
  public:
   using Budget = WideConsumers;
+  static constexpr bool kUnfenced = false;
 
   // Tokens of a request as given, and the most its pages can hold.
   static __device__ __forceinline__ int length(const DecodeParams& params, int request) {

@@ -27,8 +27,9 @@ __device__ __forceinline__ void load_query_registers(QueryRegisters<kSteps>& rQ,
   }
 }
 
-// Issues the products of pieces [kFirst, kFirst + kCount), each as soon as its copy has landed.
-template <typename Element, int kFirst, int kCount, int kRegisterSteps>
+// Issues the products of pieces [kFirst, kFirst + kCount), each as soon as it is there.
+// `kUnfenced`: they were written by threads that leave the fence to who reads.
+template <typename Element, bool kUnfenced, int kFirst, int kCount, int kRegisterSteps>
 __device__ __forceinline__ void issue_scores(float (&rS)[kScoreRegisters],
                                              const QueryRegisters<kRegisterSteps>& rQ, SmemPlan& smem,
                                              int buffer, uint32_t full_parity, bool accumulate) {
@@ -37,6 +38,7 @@ __device__ __forceinline__ void issue_scores(float (&rS)[kScoreRegisters],
 #pragma unroll
   for (int piece = kFirst; piece < kFirst + kCount; ++piece) {
     ptx::mbarrier_wait(&smem.pages.full[buffer][piece], full_parity);
+    if constexpr (kUnfenced) ptx::fence_async_shared();
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kStepsPerPiece; ++step) {

@@ -13,11 +13,11 @@
 
 namespace pallas_attn::mla::sm90 {
 
-// Pieces are copied; or the first `written` of them written, each by so many warps.
-__device__ __forceinline__ void init_barriers(SmemPlan& smem, int writers = 0, int written = kRopePiece) {
+// Who arrives when a piece is there, and when the rotary one is: one thread where the copy engine fills them.
+__device__ __forceinline__ void init_barriers(SmemPlan& smem, int writers = 1, int rope_writers = 1) {
   // Every warp that reads arrives: those of one warpgroup for a half of a page, all for the query.
-  smem.pages.init(kWarpgroupWarps, writers, writers > 0 ? written : 0);
-  smem.query.init(kHalves * kWarpgroupWarps);
+  smem.pages.init(kWarpgroupWarps, writers, rope_writers);
+  smem.query.init(kHalves * kWarpgroupWarps, 1, 1);
   for (int half = 0; half < kHalves; ++half) {
     for (int warp = 0; warp < kWarpgroupWarps; ++warp) ptx::mbarrier_init(&smem.partial_full[half][warp], 1);
   }

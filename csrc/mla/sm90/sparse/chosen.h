@@ -21,6 +21,8 @@ __device__ __forceinline__ const SparseParams& sparse(const DecodeParams& params
 template <typename Registers>
 struct ChosenIds {
   using Budget = Registers;
+  // In a fence the writers would wait for all that they have sent for since.
+  static constexpr bool kUnfenced = true;
 
   static __device__ __forceinline__ int length(const DecodeParams& params, int token) {
     return __ldg(params.seq_lens + token);
@@ -30,34 +32,29 @@ struct ChosenIds {
   }
 };
 
-__device__ __forceinline__ int read_id(const SparseParams& params, int token, int position) {
-  const int* ids = params.indices + static_cast<int64_t>(token) * params.topk;
-  return position < params.topk ? __ldg(ids + position) : -1;
-}
+// In the place of a row: there is none, or there should be one.
+constexpr int kNoRow = -1, kUnusable = -2;
 
-// Where an id leads.
-struct FoundRow {
-  int row;        // of the pool; -1 where no token is
-  bool unusable;  // though there should be one
-};
-
-// Number `position` of a token's ids, of which `listed` count; the id has been read, if there is one.
-__device__ __forceinline__ FoundRow find_row(const SparseParams& params, int token, int id, int position,
-                                             int listed) {
-  if (position >= listed || id == -1) return {-1, false};
+// Where number `position` of a token's ids leads, of which `listed` count; the id has been read, if there is
+// one.
+__device__ __forceinline__ int find_row(const SparseParams& params, int token, int id, int position,
+                                        int listed) {
+  if (position >= listed || id == -1) return kNoRow;
   bool inside = static_cast<unsigned>(id) < static_cast<unsigned>(params.num_rows);
   int row = id;
   if (params.page_size > 0) {
     const unsigned page_size = params.page_size;
-    const unsigned column = static_cast<unsigned>(id) / page_size,
-                   slot = static_cast<unsigned>(id) % page_size;
+    // The quotient, or one less.
+    unsigned column = __umulhi(id, params.page_reciprocal), slot = id - column * page_size;
+    if (slot >= page_size) ++column, slot -= page_size;
     const bool in_table = id >= 0 && column < static_cast<unsigned>(params.table_columns);
     const int64_t table = static_cast<int64_t>(token / params.tokens_a_table) * params.table_columns;
     const unsigned page = in_table ? __ldg(params.block_tables + table + column) : ~0u;
-    inside = page < params.num_rows / page_size;
+    inside = page < static_cast<unsigned>(params.num_pages);
     row = static_cast<int>(page * page_size + slot);
   }
-  return {inside ? row : -1, !inside && !params.skip_all_outside};
+  if (inside) return row;
+  return params.skip_all_outside ? kNoRow : kUnusable;
 }
 
 // Tokens that are not there have been read as zeros.
