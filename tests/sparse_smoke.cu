@@ -30,6 +30,7 @@ struct Case {
   int page_size = 0;      // of positions
   int bad_token = -1;     // has an id outside the pool
   bool skip_all = false;  // where that is skipped
+  bool sinks = false;     // a further logit of every head
 };
 
 constexpr int kRows = 300;
@@ -133,6 +134,9 @@ void run(const Case& c, mla::RowFormat format = mla::RowFormat::kPlain) {
   params.block_tables = on_device(table);
   params.indices = on_device(ids);
   params.seq_lens = on_device(c.lengths);
+  std::vector<float> sinks(c.heads);
+  for (float& x : sinks) x = normal(random) + 3;
+  params.sinks = c.sinks ? on_device(sinks) : nullptr;
   params.schedule = on_device(schedule);
   params.num_splits = on_device(num_splits);
   Element* out = filled_with_nan<Element>(all_rows * mla::kLatentDim);
@@ -179,8 +183,9 @@ void run(const Case& c, mla::RowFormat format = mla::RowFormat::kPlain) {
       total += std::exp(score / 24);
       for (int d = 0; d < mla::kLatentDim; ++d) sum[d] += std::exp(score / 24) * key[d];
     }
+    const double shared = total + (c.sinks ? std::exp(double(sinks[index % c.heads])) : 0);
     for (int d = 0; d < mla::kLatentDim; ++d) {
-      const double want = total > 0 ? sum[d] / total : 0, got = float(result[index * mla::kLatentDim + d]);
+      const double want = total > 0 ? sum[d] / shared : 0, got = float(result[index * mla::kLatentDim + d]);
       if (std::isnan(got) != poisoned) check(cudaErrorUnknown, "NaN out of place");
       error += (got - want) * (got - want);
       size += want * want;
@@ -210,7 +215,12 @@ int main() {
   const Case paged = {"positions", {130, 100, 7}, 5, 130, 3, false, 24};
   const Case bad = {"an id outside", {100, 128, 90}, 64, 128, 2, false, 0, 1};
   const Case skipped = {"ids outside, skipped", {100, 128, 90}, 64, 128, 2, true, 0, 1, true};
-  for (const Case& c : {whole, cut, one, paged, bad, skipped}) {
+  Case sinks_whole = whole, sinks_cut = cut, sinks_merged = one;
+  sinks_whole.name = "sinks, whole tokens";
+  sinks_cut.name = "sinks, cut";
+  sinks_merged.name = "sinks, merged";
+  sinks_whole.sinks = sinks_cut.sinks = sinks_merged.sinks = true;
+  for (const Case& c : {whole, cut, one, paged, bad, skipped, sinks_whole, sinks_cut, sinks_merged}) {
     run<__nv_bfloat16>(c);
     run<__nv_bfloat16>(c, fp8);
   }

@@ -41,12 +41,12 @@ def inputs(seqs: int, q_len: int, heads: int, rows: int, topk: int, fp8: bool, s
     return query, pool.reshape(-1, PAGE, 1, pool.shape[-1]), floats, ids
 
 
-def check(query, floats, ids, out, lse, tokens, case_id) -> None:
+def check(query, floats, ids, out, lse, tokens, case_id, **sinks) -> None:
     """A handful of query tokens, since float64 on the host is slow."""
     flat = query.reshape(-1, *query.shape[2:])
     listed = [[i for i in row if i >= 0] for row in ids.reshape(-1, ids.shape[-1])[tokens].tolist()]
-    want, _, want_lse = reference(flat[tokens], floats, listed)
-    rounded, *_ = reference(flat[tokens], floats, listed, rounding=torch.bfloat16)
+    want, _, want_lse = reference(flat[tokens], floats, listed, **sinks)
+    rounded, *_ = reference(flat[tokens], floats, listed, rounding=torch.bfloat16, **sinks)
     about: Any = dict(dtype="bfloat16", case_id=case_id)
     out = np.asarray(out.astype(jnp.float32)).reshape(-1, *out.shape[2:])
     compare.assert_rows_close(out[tokens], want, rounded_reference=rounded, **about)
@@ -92,6 +92,22 @@ def test_lengths_at_scale(seqs, fp8):
     out, lse = attend(query, pool, ids, topk_length=jnp.asarray(lengths))
     seen = np.where(np.arange(1500) < lengths[:, None, None], ids, -1)
     check(query, floats, seen, out, lse, np.array([0, 1, 2, seqs - 1]), f"lengths-{seqs}")
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize(("seqs", "heads"), [(1, 128), (5, 40), (140, 70)], ids=str)
+def test_sinks_at_scale(seqs, heads, fp8):
+    """Wherever a token's result is finished: by its CTA alone, by the first of a few, by the merging kernel."""
+    query, pool, floats, ids = inputs(seqs, 1, heads, 4096, 1500, fp8, seed=4)
+    sinks = np.random.default_rng(4).standard_normal(heads).astype(np.float32) * 3 + 5
+    sinks[0] = -np.inf
+    ids[0, 0, 0] = 0
+    ids[seqs - 1] = -1 if seqs > 1 else ids[seqs - 1]
+    out, lse = attend(query, pool, ids, sinks=jnp.asarray(sinks))
+    check(query, floats, ids, out, lse, np.unique([0, seqs // 2, seqs - 1]), f"sinks-{seqs}", sinks=sinks)
+    without, same = attend(query, pool, ids)
+    np.testing.assert_array_equal(np.asarray(lse), np.asarray(same))
+    assert (np.asarray(out) != np.asarray(without)).any()
 
 
 @pytest.mark.parametrize("fp8", [False, True])

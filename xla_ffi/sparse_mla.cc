@@ -22,7 +22,7 @@ constexpr int64_t kTokenBytes = 656;
 
 ffi::Error sparse_mla(cudaStream_t stream, int32_t device, ffi::AnyBuffer query, ffi::AnyBuffer pool,
                       ffi::AnyBuffer indices, ffi::AnyBuffer lengths, ffi::AnyBuffer block_tables,
-                      ffi::AnyBuffer schedule_metadata, ffi::AnyBuffer num_splits,
+                      ffi::AnyBuffer schedule_metadata, ffi::AnyBuffer num_splits, ffi::AnyBuffer sinks,
                       ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> lse,
                       ffi::Result<ffi::AnyBuffer> max_logits, ffi::Result<ffi::AnyBuffer> partial_out,
                       ffi::Result<ffi::AnyBuffer> partial_lse, float scale, int64_t page_size,
@@ -43,6 +43,7 @@ ffi::Error sparse_mla(cudaStream_t stream, int32_t device, ffi::AnyBuffer query,
   check.array("block_tables", block_tables, {-1, -1}, {DataType::S32});
   check.array("schedule_metadata", schedule_metadata, {-1, mla::kScheduleFields}, {DataType::S32});
   check.array("num_splits", num_splits, {tokens + 1}, {DataType::S32});
+  check.array("sinks", sinks, {sinks.element_count() > 0 ? heads : 0}, {DataType::F32});
   check.array("max_logits", *max_logits, {-1, -1}, {DataType::F32});
   check.array("partial_out", *partial_out, {-1, heads, mla::kLatentDim}, {DataType::F32});
   check.require(scale > 0.0f && std::isfinite(scale), "scale", "a positive, finite number",
@@ -91,6 +92,7 @@ ffi::Error sparse_mla(cudaStream_t stream, int32_t device, ffi::AnyBuffer query,
   params.block_tables = block_tables.typed_data<int32_t>();
   params.schedule = schedule_metadata.typed_data<int32_t>();
   params.num_splits = num_splits.typed_data<int32_t>();
+  params.sinks = sinks.element_count() > 0 ? sinks.typed_data<float>() : nullptr;
   params.out = out->untyped_data();
   params.lse = lse->typed_data<float>();
   params.max_logits = wants_max ? max_logits->typed_data<float>() : nullptr;
@@ -132,6 +134,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(pallas_attn_sparse_mla_sm90, pallas_attn::sparse_m
                                   .Arg<xla::ffi::AnyBuffer>()  // block_tables
                                   .Arg<xla::ffi::AnyBuffer>()  // schedule_metadata
                                   .Arg<xla::ffi::AnyBuffer>()  // num_splits
+                                  .Arg<xla::ffi::AnyBuffer>()  // sinks
                                   .Ret<xla::ffi::AnyBuffer>()  // out
                                   .Ret<xla::ffi::AnyBuffer>()  // lse
                                   .Ret<xla::ffi::AnyBuffer>()  // max_logits

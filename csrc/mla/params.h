@@ -45,6 +45,8 @@ struct DecodeParams {
   const int* seq_lens;       // [b]
   const int* schedule;       // [num_sm_parts, 8]
   const int* num_splits;     // [b + 1], cumulative
+  // A further logit of each row of a request, without a value; natural units, or null.
+  const float* sinks;  // [h_kv, s_q, group]
 
   void* out;   // [b, h_kv, s_q, group, 512]
   float* lse;  // [b, s_q, h_q], natural logarithm

@@ -15,6 +15,7 @@
 #include "common/math.h"
 #include "ptx/cache.h"
 #include "ptx/control.h"
+#include "sm90/online_softmax.h"
 
 namespace pallas_attn {
 inline namespace sm90 {
@@ -29,6 +30,7 @@ constexpr int kMergeColumns = 32 * kMergeVector;  // that a warp loads at once
 struct MergeView {
   const float* partial_out;   // [slots, rows, dim]
   const float* partial_lse2;  // [slots, rows], base 2
+  const float* sinks;         // [rows], or null
   void* out;                  // [requests, rows, dim]
   float* lse;                 // [requests, rows], natural logarithm
   int rows;                   // of a request
@@ -130,10 +132,14 @@ struct SplitSum {
   }
 };
 
-__device__ __forceinline__ float merged_factor(float weight) { return weight == 0.0f ? 0.0f : 1.0f / weight; }
+__device__ __forceinline__ float merged_lse2(float maximum, float weight) {
+  return weight == 0.0f ? -INFINITY : finite_or_zero(maximum) + log2f(weight);
+}
 
-__device__ __forceinline__ float merged_lse(float maximum, float weight) {
-  return weight == 0.0f ? -INFINITY : (finite_or_zero(maximum) + log2f(weight)) * kLn2;
+__device__ __forceinline__ float merged_factor(const MergeView& view, int row, float maximum, float weight) {
+  const float factor = weight == 0.0f ? 0.0f : 1.0f / weight;
+  if (view.sinks == nullptr) return factor;
+  return factor * share_beside_sink(merged_lse2(maximum, weight), view.sinks[row]);
 }
 
 template <typename Element, int kDim>
@@ -182,10 +188,10 @@ __device__ __forceinline__ void merge_row_by_block(const MergeView& view, const 
     x += share * v.x;
     y += share * v.y;
   }
-  const float factor = merged_factor(weight);
+  const float factor = merged_factor(view, row, maximum, weight);
   *reinterpret_cast<uint32_t*>(merged_row<Element, kDim>(view, cut.request, row) + first_column + column) =
       ElementTraits<Element>::pack(x * factor, y * factor);
-  if (thread == 0 && first_column == 0) *view.lse_of(cut.request, row) = merged_lse(maximum, weight);
+  if (thread == 0 && first_column == 0) *view.lse_of(cut.request, row) = merged_lse2(maximum, weight) * kLn2;
 }
 
 // This warp has added a row's splits up and nobody else reads them. Where whole blocks merge there are few
@@ -230,7 +236,7 @@ __device__ __forceinline__ void merge_rows_by_warp(const MergeView& view, int un
       batch.template load<kDim>(view, cut, row, lane * kMergeVector, first, 1);
       sum.add(batch);
     }
-    const float factor = merged_factor(sum.weight);
+    const float factor = merged_factor(view, row, sum.maximum, sum.weight);
     Element* out = merged_row<Element, kDim>(view, cut.request, row) + lane * kMergeVector;
 #pragma unroll
     for (int c = 0; c < kVectors; ++c) {
@@ -239,7 +245,7 @@ __device__ __forceinline__ void merge_rows_by_warp(const MergeView& view, int un
           make_uint2(ElementTraits<Element>::pack(v.x * factor, v.y * factor),
                      ElementTraits<Element>::pack(v.z * factor, v.w * factor));
     }
-    if (lane == 0) *view.lse_of(cut.request, row) = merged_lse(sum.maximum, sum.weight);
+    if (lane == 0) *view.lse_of(cut.request, row) = merged_lse2(sum.maximum, sum.weight) * kLn2;
     discard_splits<kDim>(view, cut, row, lane);
   }
 }

@@ -49,6 +49,12 @@ struct RowEnds {
   }
 };
 
+// What a further logit without a value leaves of a row's probability; `sink` in natural units.
+__device__ __forceinline__ float share_beside_sink(float lse2, float sink) {
+  // Where nothing was seen there is nothing to share, also beside a sink of -inf.
+  return lse2 == -INFINITY ? 0.0f : 1.0f / (1.0f + exp2f(sink * kLog2E - lse2));
+}
+
 // Keys a row may see: [0, visible[i]); the fragment's first column is key `first_key`.
 template <int kCount>
 __device__ __forceinline__ void mask_scores(float (&rS)[kCount], const FragmentPosition& at, int first_key,

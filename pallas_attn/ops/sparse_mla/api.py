@@ -328,7 +328,7 @@ def _attend(
     if tiled:
         case = Case(num_tokens, num_heads, topk, *_pool_of(pool, query))
         fn = functools.partial(fn, config=_resolve_config(function, case, config, max_logits))
-    out, lse, *maximum = fn(
+    arrays = fn(
         query.reshape(num_tokens, num_heads, QUERY_DIM),
         pool.reshape(-1, pool.shape[-1]),
         indices,
@@ -336,14 +336,9 @@ def _attend(
         operands.get("block_tables"),
         ids=ids,
         scale=scale,
+        sinks=operands.get("sinks"),
         max_logits=max_logits,
     )
-    if "sinks" in operands:
-        share = 1 / (1 + jnp.exp(operands["sinks"] - lse))
-        # Where nothing was seen the output is 0, also beside a sink of -inf.
-        share = jnp.where(jnp.isneginf(lse), 0.0, share)
-        out = (out.astype(jnp.float32) * share[..., None]).astype(out.dtype)
-    arrays = (out, lse, *maximum)
     return tuple(array.reshape(*lead, *array.shape[1:]) for array in arrays)
 
 

@@ -33,6 +33,7 @@ def sparse_mla_cuda(
     *,
     ids: Ids,
     scale: float,
+    sinks=None,
     max_logits: bool = False,
     function: str = "sparse_mla_decode",
 ) -> tuple[jax.Array, ...]:
@@ -72,6 +73,7 @@ def sparse_mla_cuda(
         jnp.zeros((1, 1), jnp.int32) if tables is None else tables,
         jnp.asarray(deal.parts),
         jnp.asarray(deal.num_splits),
+        jnp.zeros((0,), jnp.float32) if sinks is None else sinks,
         scale=np.float32(scale),
         page_size=np.int64(ids.page_size or 0),
         skip_all_outside=bool(ids.skip_all_outside),

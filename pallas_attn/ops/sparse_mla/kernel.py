@@ -17,7 +17,7 @@ from pallas_attn._tile import latent_tile, logits, masking, merge, pages, result
 from pallas_attn._tile.latents import LATENT_DIM
 from pallas_attn._tile.layout import PoolShape
 from pallas_attn.ops.sparse_mla.config import SparseMLAConfig
-from pallas_attn.ops.sparse_mla.problem import FixedPieces, Ids, Problem
+from pallas_attn.ops.sparse_mla.problem import FixedPieces, Ids, Problem, beside_sinks
 
 
 @functools.partial(jax.jit, static_argnames=("ids", "scale", "config", "max_logits", "lowering"))
@@ -31,6 +31,7 @@ def sparse_mla_pallas(
     ids: Ids,
     scale: float,
     config: SparseMLAConfig,
+    sinks=None,
     max_logits: bool = False,
     lowering: triton.Lowering = "pallas",
 ) -> tuple[jax.Array, ...]:
@@ -43,6 +44,7 @@ def sparse_mla_pallas(
         indices: [num_tokens, topk] int32.
         lengths: [num_tokens] int32, how many of the ids count.
         tables: [num_seqs, max_pages] int32, or None, as `ids` says.
+        sinks: [num_heads] float32, or None.
     """
     num_tokens, num_heads, _ = query.shape
     num_rows, width = pool.shape
@@ -71,19 +73,19 @@ def sparse_mla_pallas(
         num_stages=config.num_stages,
         lowering=lowering,
     )
-    if max_logits:
-        return tuple(array[:, 0] for array in outputs)
-    merged = merge.merge(
-        outputs,
-        (lengths,),
-        functools.partial(FixedPieces, problem),
-        name="pallas_attn_sparse_mla_combine",
-        problem=problem,
-        num_cut=num_tokens,
-        most_pieces=config.num_splits,
-        lowering=lowering,
-    )
-    return tuple(array[:, 0] for array in merged)
+    if not max_logits:
+        outputs = merge.merge(
+            outputs,
+            (lengths,),
+            functools.partial(FixedPieces, problem),
+            name="pallas_attn_sparse_mla_combine",
+            problem=problem,
+            num_cut=num_tokens,
+            most_pieces=config.num_splits,
+            lowering=lowering,
+        )
+    out, lse, *maximum = (array[:, 0] for array in outputs)
+    return beside_sinks(out, lse, sinks), lse, *maximum
 
 
 def _kernel(query_ref, pool_ref, indices_ref, lens_ref, *refs, problem: Problem, max_logits: bool):

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 
 from pallas_attn._tile import masking, softmax
 from pallas_attn._tile.latents import BYTES, LATENT_DIM, dequantized
-from pallas_attn.ops.sparse_mla.problem import Ids
+from pallas_attn.ops.sparse_mla.problem import Ids, beside_sinks
 
 TOKENS_AT_ONCE = 8
 
 
 @functools.partial(jax.jit, static_argnames=("ids", "scale", "max_logits"))
 def sparse_mla_xla(
-    query, pool, indices, lengths, tables, *, ids: Ids, scale: float, max_logits: bool = False
+    query, pool, indices, lengths, tables, *, ids: Ids, scale: float, sinks=None, max_logits: bool = False
 ) -> tuple[jax.Array, ...]:
     """As `sparse_mla_pallas`."""
     num_tokens, _, _ = query.shape
@@ -51,4 +51,5 @@ def sparse_mla_xla(
     out, lse2, maximum = jax.lax.map(attend, (query, rows, held), batch_size=batch)
     out = softmax.poison(out, bad[:, None, None]).astype(query.dtype)
     lse, maximum = (softmax.poison(softmax.natural_lse(x), bad[:, None]) for x in (lse2, maximum))
+    out = beside_sinks(out, lse, sinks)
     return (out, lse, maximum) if max_logits else (out, lse)

@@ -27,7 +27,7 @@ class LastRun {
   // `awaited`: other CTAs wait for a partial result.
   __device__ __forceinline__ void store(bool awaited) const {
     const PageRun& run = result_.run;
-    const RowEnds ends(result_.state);
+    const RowEnds ends = ends_of(params_, place_, run, at_, result_.state);
     if (first_row_of_warp() >= rows_left_) return;
     if (run.partial_slot < 0) {
       stage_final(ends.factor);

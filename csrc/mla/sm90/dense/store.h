@@ -108,12 +108,27 @@ __device__ __forceinline__ void store_lse(const DecodeParams& params, const Outp
   }
 }
 
+// How a run ends. What is final makes room for the rows' sinks.
+__device__ __forceinline__ RowEnds ends_of(const DecodeParams& params, const OutputPlace& place,
+                                           const PageRun& run, const FragmentPosition& at,
+                                           const RowState& state) {
+  RowEnds ends(state);
+  if (params.sinks == nullptr || run.partial_slot >= 0) return ends;
+#pragma unroll
+  for (int i = 0; i < kRowsPerThread; ++i) {
+    const int row = at.row(i);
+    if (row >= place.rows_left(params)) continue;
+    ends.factor[i] *= share_beside_sink(ends.lse2[i], params.sinks[place.row(params, 0) + row]);
+  }
+  return ends;
+}
+
 // Where another run follows.
 template <typename Element>
 __device__ __forceinline__ void store_run(const DecodeParams& params, const OutputPlace& place,
                                           const PageRun& run, const FragmentPosition& at,
                                           const RowState& state, const float (&rO)[kOutRegisters]) {
-  const RowEnds ends(state);
+  const RowEnds ends = ends_of(params, place, run, at, state);
   if (run.partial_slot < 0) {
     store_final<Element>(rO, at, ends.factor, params, place, run.request);
   } else {
