@@ -124,6 +124,14 @@ void run(const Case& c, mla::RowFormat format = mla::RowFormat::kPlain) {
     }
   }
 
+  // Rows that no id names are NaN.
+  std::vector<bool> named(kRows);
+  for (const auto& of_token : rows)
+    for (const int row : of_token) named[row] = true;
+  const size_t row_bytes = pool.size() / kRows;
+  for (int row = 0; row < kRows; ++row)
+    if (!named[row]) std::memset(&pool[row * row_bytes], 0xFF, row_bytes);
+
   std::vector<int> schedule, num_splits;
   deal(c, schedule, num_splits);
   const size_t all_rows = static_cast<size_t>(tokens) * c.heads;
@@ -136,6 +144,7 @@ void run(const Case& c, mla::RowFormat format = mla::RowFormat::kPlain) {
   params.seq_lens = on_device(c.lengths);
   std::vector<float> sinks(c.heads);
   for (float& x : sinks) x = normal(random) + 3;
+  sinks[0] = -INFINITY;  // as if there were none
   params.sinks = c.sinks ? on_device(sinks) : nullptr;
   params.schedule = on_device(schedule);
   params.num_splits = on_device(num_splits);
