@@ -223,13 +223,19 @@ int main() {
   const Case one = {"one token, many pieces, two tiles of heads", {2000}, 128, 2000, 30};
   const Case paged = {"positions", {130, 100, 7}, 5, 130, 3, false, 24};
   const Case bad = {"an id outside", {100, 128, 90}, 64, 128, 2, false, 0, 1};
+  Case pairs = whole, bad_pairs = bad, paged_pairs = paged;
+  pairs.name = "whole tokens, two tiles of heads";
+  bad_pairs.name = "an id outside, two tiles of heads";
+  paged_pairs.name = "positions, two tiles of heads";
+  pairs.heads = bad_pairs.heads = paged_pairs.heads = 128;
   const Case skipped = {"ids outside, skipped", {100, 128, 90}, 64, 128, 2, true, 0, 1, true};
   Case sinks_whole = whole, sinks_cut = cut, sinks_merged = one;
   sinks_whole.name = "sinks, whole tokens";
   sinks_cut.name = "sinks, cut";
   sinks_merged.name = "sinks, merged";
   sinks_whole.sinks = sinks_cut.sinks = sinks_merged.sinks = true;
-  for (const Case& c : {whole, cut, one, paged, bad, skipped, sinks_whole, sinks_cut, sinks_merged}) {
+  for (const Case& c : {whole, cut, one, paged, bad, pairs, bad_pairs, paged_pairs, skipped, sinks_whole,
+                        sinks_cut, sinks_merged}) {
     run<__nv_bfloat16>(c);
     run<__nv_bfloat16>(c, fp8);
   }

@@ -90,7 +90,7 @@ def kernels(build: Path) -> dict[str, str]:
 
 def _decode_kernels(kernels: dict[str, str]) -> list[str]:
     found = [sass for name, sass in kernels.items() if re.search("decode_kernel|sparse_kernel", name)]
-    assert len(found) == 6  # bfloat16, float16, tokens in bytes; dense and sparse
+    assert len(found) == 7  # bfloat16, float16, tokens in bytes; dense and sparse; and those by pairs of CTAs
     return found
 
 
@@ -133,9 +133,18 @@ def test_bytes_are_converted_by_the_hardware_and_each_once(kernels: dict[str, st
 
 
 def test_chosen_bytes_are_converted_once_too(kernels: dict[str, str]) -> None:
-    [sass] = [sass for name, sass in kernels.items() if "RowConverter" in name]
-    # A warp's 16 tokens among 32 lanes, two numbers at once; no stage of the converter stands there twice.
-    assert sass.count("F2FP.F16.E4M3.UNPACK_B") == 16 * 512 // 32 // 2
+    # A warp's 16 tokens, of a pair of CTAs 8, among 32 lanes, two numbers at once; no stage of a converter stands there
+    # twice.
+    for converter, tokens in (("RowConverter", 16), ("PairConverter", 8)):
+        [sass] = [sass for name, sass in kernels.items() if converter in name]
+        assert sass.count("F2FP.F16.E4M3.UNPACK_B") == tokens * 512 // 32 // 2
+
+
+def test_pairs_of_ctas_tell_each_other_without_a_fence(kernels: dict[str, str]) -> None:
+    """A release for the cluster is a fence for the whole GPU: as they begin and as they end, not in between."""
+    [sass] = [sass for name, sass in kernels.items() if "PairConverter" in name]
+    assert "STAS.128" in sass
+    assert sass.count("MEMBAR.ALL.GPU") == sass.count("UCGABAR_ARV") > 0
 
 
 def test_nothing_spills(kernels: dict[str, str], build: Path) -> None:

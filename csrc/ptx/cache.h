@@ -41,6 +41,11 @@ __device__ __forceinline__ uint4 load_16_bytes(const void* source) {
                : "l"(source));
   return v;
 }
+__device__ __forceinline__ uint2 load_8_bytes(const void* source) {
+  uint2 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(source));
+  return v;
+}
 __device__ __forceinline__ float load_float(const void* source, uint64_t policy) {
   float v;
   asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.f32 %0, [%1], %2;"

@@ -11,6 +11,7 @@
 #include "mla/sm90/dense/products.h"
 #include "mla/sm90/dense/run_walker.h"
 #include "mla/sm90/dense/store.h"
+#include "ptx/cluster.h"
 #include "sm90/online_softmax.h"
 
 namespace pallas_attn::mla::sm90 {
@@ -141,10 +142,16 @@ class Consumer {
     ptx::wgmma_touch(rO_);
   }
 
-  // One lane of every warp says for its warp that this warpgroup's half of the page is no longer read.
+  // One lane of every warp says for its warp that this warpgroup's half of the page is no longer read;
+  // another one says it to the other CTA that writes there.
   __device__ __forceinline__ void release(Parity page) {
     __syncwarp();
-    if (lane_ == 0) ptx::mbarrier_arrive(&smem_.pages.empty[page][kHalf]);
+    uint64_t* empty = &smem_.pages.empty[page][kHalf];
+    if constexpr (Source::kCtas == 1) {
+      if (lane_ == 0) ptx::mbarrier_arrive(empty);
+    } else {
+      if (lane_ < Source::kCtas) ptx::mbarrier_arrive_in(empty, lane_);
+    }
   }
 
   __device__ __forceinline__ void release_query() {

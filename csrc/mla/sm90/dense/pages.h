@@ -19,6 +19,7 @@ class TablePages {
  public:
   using Budget = WideConsumers;
   static constexpr bool kUnfenced = false;
+  static constexpr int kCtas = 1;
 
   // Tokens of a request as given, and the most its pages can hold.
   static __device__ __forceinline__ int length(const DecodeParams& params, int request) {

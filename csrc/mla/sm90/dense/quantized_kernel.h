@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) char shared_memory[];
   SmemPlan& smem = *reinterpret_cast<SmemPlan*>(shared_memory);
   if (threadIdx.x == 0) {
-    init_barriers(smem, kFeederWarps);
+    init_barriers(smem, 1, kFeederWarps);
     ptx::tma_prefetch_descriptor(&query_map);
     ptx::tma_prefetch_descriptor(&rope_map);
     ptx::tma_prefetch_descriptor(&out_map);

@@ -8,15 +8,18 @@
 #include "mla/combine/combine.h"
 #include "mla/sm90/dense/last_run.h"
 #include "mla/sm90/dense/mainloop.h"
+#include "ptx/cluster.h"
 #include "ptx/control.h"
 #include "ptx/tma.h"
 
 namespace pallas_attn::mla::sm90 {
 
 // Who arrives when a piece is there, and when the rotary one is: one thread where the copy engine fills them.
-__device__ __forceinline__ void init_barriers(SmemPlan& smem, int writers = 1, int rope_writers = 1) {
-  // Every warp that reads arrives: those of one warpgroup for a half of a page, all for the query.
-  smem.pages.init(kWarpgroupWarps, writers, rope_writers);
+__device__ __forceinline__ void init_barriers(SmemPlan& smem, int ctas = 1, int writers = 1,
+                                              int rope_writers = 1) {
+  // Every warp that reads arrives: those of one warpgroup of each CTA for a half of a page, all of this
+  // one for the query.
+  smem.pages.init(ctas * kWarpgroupWarps, writers, rope_writers);
   smem.query.init(kHalves * kWarpgroupWarps, 1, 1);
   for (int half = 0; half < kHalves; ++half) {
     for (int warp = 0; warp < kWarpgroupWarps; ++warp) ptx::mbarrier_init(&smem.partial_full[half][warp], 1);
@@ -77,7 +80,13 @@ __device__ __forceinline__ void run_decode_cta(const DecodeParams& params, SmemP
   const int row_tile = blockIdx.x;
   const int part = blockIdx.y;
   const int kv_head = blockIdx.z;
-  __syncthreads();
+  // Barriers are ready, those of the cluster's other CTA too.
+  if constexpr (Source::kCtas > 1) {
+    ptx::cluster_arrive();
+    ptx::cluster_wait();
+  } else {
+    __syncthreads();
+  }
   // Launched behind whatever runs before it (see launch_impl.h): nothing of this kernel's input is read
   // above.
   ptx::wait_for_previous_kernel();
@@ -101,10 +110,13 @@ __device__ __forceinline__ void run_decode_cta(const DecodeParams& params, SmemP
     return;
   }
 
+  // This CTA tells the other nothing more.
+  if constexpr (Source::kCtas > 1) ptx::cluster_arrive();
   // Not by half_of(): a comparison costs registers from the roles' branch on, and spills.
   const OutputPlace place = {kv_head, row_tile, static_cast<Half>(role)};
   LastRun<Element> last(params, smem, out_map, place, thread, result);
   finish<Element, Source::Budget::kMerges>(params, smem, last, result, merging);
+  if constexpr (Source::kCtas > 1) ptx::cluster_wait();
   // Only for our own kernel: others may load what they take to be constant before they wait for this one. And
   // at the end, though it could wait from the start: its blocks would then all sit on the few SMs without
   // work, and stay there.

@@ -18,11 +18,13 @@ __device__ __forceinline__ const SparseParams& sparse(const DecodeParams& params
 }
 
 // A query token's list of ids, as the walker sees it. `Registers` is how those are shared out (config.h).
-template <typename Registers>
+template <typename Registers, int kClusterCtas = 1>
 struct ChosenIds {
   using Budget = Registers;
   // In a fence the writers would wait for all that they have sent for since.
   static constexpr bool kUnfenced = true;
+  // That have the same tiles, of other heads, and write them for each other.
+  static constexpr int kCtas = kClusterCtas;
 
   static __device__ __forceinline__ int length(const DecodeParams& params, int token) {
     return __ldg(params.seq_lens + token);

@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) char shared_memory[];
   SparsePlan& smem = *reinterpret_cast<SparsePlan*>(shared_memory);
   if (threadIdx.x == 0) {
-    init_barriers(smem, Feeder::kWriters, Feeder::kRopeWriters);
+    init_barriers(smem, Feeder::Ids::kCtas, Feeder::kWriters, Feeder::kRopeWriters);
     ptx::tma_prefetch_descriptor(&query_map);
     ptx::tma_prefetch_descriptor(&out_map);
   }

@@ -25,11 +25,14 @@ LaunchStatus launch_sparse_instance(const SparseParams& params, cudaStream_t str
   if (status.ok()) status = encode_tensor_map(plan.out, kDtype, &out_map);
   if (!status.ok()) return status;
 
+  // Two tiles of rows that share what they gather.
+  constexpr bool kInPairs = Feeder::Ids::kCtas == 2;
   const dim3 grid(plan.grid.row_tiles, plan.grid.parts);
   const Merging merging = params.nothing_is_cut ? Merging::kNothingIsCut : plan.merging;
   return launch_and_merge(params, merging, facts.num_sms, stream, [&](Merging way, Blocks blocks) {
-    return launch_dependent(kernel, grid, plan.threads, plan.shared_bytes, stream, blocks,
-                            "launching the sparse kernel", params, query_map, out_map, way);
+    return launch_dependent(kernel, grid, plan.threads, plan.shared_bytes, stream,
+                            kInPairs ? Blocks::kInPairs : blocks, "launching the sparse kernel", params,
+                            query_map, out_map, way);
   });
 }
 

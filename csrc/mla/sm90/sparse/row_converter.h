@@ -36,7 +36,7 @@ class RowConverter : RowFinder<kTokenBytes> {
 #pragma unroll
     for (int pair = 0; pair < kPairs; ++pair) load_pair(pair, now, half_of(kEven));
     int next = find_rows(run, run.page_begin + 1);
-    prefetch(next);
+    prefetch<kWarpTokens>(next);
     fetch_id(run.request, run.page_begin + 2);
     Parity buffer = kEven;
 #pragma unroll 1
@@ -52,7 +52,7 @@ class RowConverter : RowFinder<kTokenBytes> {
       copy_rope(buffer, now);
       now = next;
       next = find_rows(run, tile + 2);
-      prefetch(next);
+      prefetch<kWarpTokens>(next);
       // The next tile's owner is the other warpgroup.
       store_half(buffer, others, now, others, [&] {
         fetch_id(run.request, tile + 3);
@@ -108,31 +108,6 @@ class RowConverter : RowFinder<kTokenBytes> {
     }
     __syncwarp();
     if (lane_ < kHalfPieces) ptx::mbarrier_arrive(&smem_.pages.full[buffer][first_piece(half) + lane_]);
-  }
-
-  // Into the L2, two lanes a token. Rows may begin inside of a line, but no line has less than 16 bytes of
-  // one.
-  __device__ __forceinline__ void prefetch(int row) const {
-    constexpr int kLines = (kTokenBytes + ptx::kLineBytes - 1) / ptx::kLineBytes;
-    constexpr int kRowLanes = 32 / kWarpTokens;
-    const char* from = row_at(row) + lane_ / kWarpTokens * ptx::kLineBytes;
-#pragma unroll
-    for (int line = 0; line < kLines; line += kRowLanes) {
-      if (row >= 0 && line + lane_ / kWarpTokens < kLines) ptx::prefetch_line(from + line * ptx::kLineBytes);
-    }
-  }
-
-  // Eight lanes a token.
-  __device__ __forceinline__ void copy_rope(Parity buffer, int own_row) {
-    const int token = lane_ / 8, chunk = lane_ % 8;
-    const uint32_t first = ptx::shared_address(smem_.sK[buffer][kRopePiece][warp_ * kWarpTokens + token]);
-    const uint32_t to = first + ((chunk ^ token) << 4);
-#pragma unroll
-    for (int i = 0; i < kWarpTokens; i += 4) {
-      const int row = __shfl_sync(0xffffffff, own_row, i + token);
-      ptx::copy_async((to ^ (i % 8 << 4)) + i * kRowBytes, row_at(row) + kRopeAt + chunk * 16, row >= 0);
-    }
-    ptx::arrive_behind_copies(&smem_.pages.full[buffer][kRopePiece]);
   }
 
   const CUtensorMap& query_map_;

@@ -57,6 +57,32 @@ class RowFinder {
     return static_cast<const char*>(params_.latent_cache) + static_cast<int64_t>(max(row, 0)) * kTokenBytes;
   }
 
+  // Into the L2, of a pool of bytes: lane l has the row of token l % kTokens. Rows may begin inside of a
+  // line, but no line has less than 16 bytes of one.
+  template <int kTokens>
+  __device__ __forceinline__ void prefetch(int row) const {
+    constexpr int kLines = (kTokenBytes + ptx::kLineBytes - 1) / ptx::kLineBytes;
+    constexpr int kRowLanes = 32 / kTokens;
+    const char* from = row_at(row) + lane_ / kTokens * ptx::kLineBytes;
+#pragma unroll
+    for (int line = 0; line < kLines; line += kRowLanes) {
+      if (row >= 0 && line + lane_ / kTokens < kLines) ptx::prefetch_line(from + line * ptx::kLineBytes);
+    }
+  }
+
+  // The warp's rows of the rotary piece of a pool of bytes, eight lanes a token.
+  __device__ __forceinline__ void copy_rope(Parity buffer, int own_row) {
+    const int token = lane_ / 8, chunk = lane_ % 8;
+    const uint32_t first = ptx::shared_address(smem_.sK[buffer][kRopePiece][warp_ * kWarpTokens + token]);
+    const uint32_t to = first + ((chunk ^ token) << 4);
+#pragma unroll
+    for (int i = 0; i < kWarpTokens; i += 4) {
+      const int row = __shfl_sync(0xffffffff, own_row, i + token);
+      ptx::copy_async((to ^ (i % 8 << 4)) + i * kRowBytes, row_at(row) + kRopeAt + chunk * 16, row >= 0);
+    }
+    ptx::arrive_behind_copies(&smem_.pages.full[buffer][kRopePiece]);
+  }
+
   const SparseParams& params_;
   SparsePlan& smem_;
   const int warp_;
