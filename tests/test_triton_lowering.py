@@ -21,6 +21,7 @@ from triton_shapes import BROAD, SHAPES
 import pallas_attn
 from pallas_attn._call import dispatch
 from pallas_attn._lowering import cache, compiler, private, stages
+from pallas_attn._tile import triton as tile_triton
 
 ROOT = Path(__file__).parents[1]
 DEVICES = {**lowering.DEVICES, 120: ("NVIDIA GeForce RTX 5090", 170)}
@@ -221,9 +222,9 @@ KERNEL = "module {\n  tt.func public @nothing(%arg0: !tt.ptr<f32>) {\n    tt.ret
 @pytest.fixture
 def kept(tmp_path, monkeypatch):
     monkeypatch.setenv(cache.FOLDER, str(tmp_path / "kernels"))
-    compiler.compile_kernel.cache_clear()
+    compiler.made.cache_clear()
     yield tmp_path / "kernels"
-    compiler.compile_kernel.cache_clear()
+    compiler.made.cache_clear()
 
 
 def test_a_kernel_in_the_cache_needs_no_triton(kept, monkeypatch):
@@ -231,11 +232,28 @@ def test_a_kernel_in_the_cache_needs_no_triton(kept, monkeypatch):
     assert ".entry nothing" in compiled.ptx
     assert ".target sm_90a" in compiled.ptx
     assert [path.suffix for path in kept.iterdir()] == [".json"]
-    compiler.compile_kernel.cache_clear()
+    compiler.made.cache_clear()
     monkeypatch.setattr(compiler, "installed", lambda: None)
     assert compiler.compile_kernel(KERNEL, 90, 4, 3) == compiled
     with pytest.raises(RuntimeError, match="Triton is not installed: pip install 'pallas-attn"):
         compiler.compile_kernel(KERNEL, 90, 8, 3)
+
+
+def test_a_kernel_that_a_folder_lacks_is_named_with_both_ways_out(kept, monkeypatch):
+    """As where neither Triton is nor Pallas' lowering, and the folder was filled with other shapes."""
+    cache.keep(cache.Request(KERNEL, 90, 4, 3, 80), cache.Compiled("nothing", "", 0, 4, "3.9.0"))
+    monkeypatch.setattr(compiler, "installed", lambda: None)
+    monkeypatch.setattr(tile_triton, "plgpu", None)
+    attend = functools.partial(pallas_attn.paged_attention, implementation=None)
+    with pytest.raises(RuntimeError) as raised:
+        lowering.lower_for_gpu(attend, *arguments())
+    (line,) = str(raised.value).splitlines()
+    assert line.startswith("pallas_attn_paged_attention of bfloat16[4, 1, 8, 64], bfloat16[64, 16, 2, 64], ")
+    assert f"not among the kernels in {kept}" in line
+    assert "pip install 'pallas-attn[triton]'" in line
+    assert (
+        "make this call where Triton and an sm_90 GPU are, with PALLAS_ATTN_KERNELS naming a folder" in line
+    )
 
 
 def test_a_spoilt_file_of_the_cache_is_compiled_again(kept):
@@ -243,7 +261,7 @@ def test_a_spoilt_file_of_the_cache_is_compiled_again(kept):
     (path,) = kept.iterdir()
     for spoilt in ("", "{", "[]", '{"name": "nothing"}'):
         path.write_text(spoilt)
-        compiler.compile_kernel.cache_clear()
+        compiler.made.cache_clear()
         assert compiler.compile_kernel(KERNEL, 80, 4, 3) == compiled
 
 

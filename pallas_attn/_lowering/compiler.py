@@ -1,8 +1,11 @@
 """PTX for a kernel's text: from the cache, or by the Triton that is installed (3.6 to 3.9)."""
 
+import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from pallas_attn._lowering import cache, stages
 from pallas_attn._lowering.cache import Compiled, Request
@@ -42,21 +45,43 @@ def ptx_version(capability: int) -> int:
     return next(version for least, version in PTX_VERSIONS if capability >= least)
 
 
-@functools.lru_cache(maxsize=1024)
 def compile_kernel(text: str, capability: int, num_warps: int, num_stages: int) -> Compiled:
     """The kernel of a module, compiled unless it ever was.
 
     Raises:
         RuntimeError: it never was, and Triton is missing, or refuses it.
     """
+    return begin(text, capability, num_warps, num_stages).result()
+
+
+def begin(text: str, capability: int, num_warps: int, num_stages: int) -> Future[Compiled]:
+    """`compile_kernel` by another thread: one for all who want the same kernel meanwhile."""
     request = Request(text, capability, num_warps, num_stages, ptx_version(capability))
+    with _lock:
+        if found := _begun.get(request):
+            return found
+        _begun[request] = future = _workers.submit(made, request)
+    future.add_done_callback(lambda _: _begun.pop(request))
+    return future
+
+
+# Triton lets go of Python's lock while it compiles.
+_workers = ThreadPoolExecutor(thread_name_prefix="pallas_attn_compiler")
+_begun: dict[Request, Future[Compiled]] = {}
+_lock = threading.Lock()
+
+
+@functools.lru_cache(maxsize=1024)
+def made(request: Request) -> Compiled:
     reason = unavailable()
     if kept := cache.find(request, None if reason else installed()):
         return kept
     if reason:
         raise RuntimeError(
-            f"not in the cache of kernels ({cache.directory()}), and it cannot be compiled: {reason}"
+            f"not among the kernels in {cache.directory()}, and cannot be compiled here: {reason}; or make this "
+            f"call where Triton and an sm_{request.capability} GPU are, with {cache.FOLDER} naming a folder, and "
+            "bring what is in it here"
         )
-    compiled = Compiled(**stages.to_ptx(text, capability, num_warps, num_stages, request.ptx_version))
+    compiled = Compiled(**stages.to_ptx(**dataclasses.asdict(request)))
     cache.keep(request, compiled)
     return compiled

@@ -1,10 +1,14 @@
 """The call of a kernel inside a JAX program: a primitive that XLA runs as one of its own custom calls.
 
-The body is traced when the call is, and compiled when the program is lowered.
+The body is traced when the call is, and compiled when the program is lowered. JAX lowers one call after another, so the
+first that is lowered has all compiled that were traced: a program's kernels are compiled side by side.
 """
 
+import contextlib
 import dataclasses
 import functools
+import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -51,23 +55,53 @@ class Launch:
         lead = tuple(level.size for level in reversed(self.batch))
         return [(lead + ref.shape, ref.dtype) for ref in self.arguments[-self.num_results :]]
 
+    @functools.cached_property
     def text(self) -> str:
         """The kernel's Triton IR."""
         return module.lower(self.traced, self.arguments, name=self.name, grid=self.grid, batch=self.batch)
 
-    def compiled(self) -> compiler.Compiled:
+    def __str__(self) -> str:
+        """What tells the kernel from others of its name, for messages."""
+        arrays = ", ".join(f"{ref.dtype}{list(ref.shape)}" for ref in self.arguments)
+        return f"{self.name} of {arrays}"
+
+    @property
+    def request(self) -> tuple[str, int, int, int]:
+        """What the compiler is asked for."""
         if self.capability is None:
             raise ValueError(f"{self.name}: the GPU's compute capability is not known")
-        text = self.text()
+        return self.text, self.capability, self.num_warps, self.num_stages
+
+    def compiled(self) -> compiler.Compiled:
+        for launch in _traced.take():
+            with contextlib.suppress(NotImplementedError, ValueError):  # when its turn comes, it says so
+                compiler.begin(*launch.request)
+        request = self.request
         try:
-            compiled = compiler.compile_kernel(text, self.capability, self.num_warps, self.num_stages)
+            compiled = compiler.compile_kernel(*request)
         except RuntimeError as error:
-            raise RuntimeError(f"{self.name}: {error}") from error
+            raise RuntimeError(f"{self}: {error}") from error
         if compiled.shared_bytes > self.most_shared:
             wanted = f"{compiled.shared_bytes} bytes of shared memory"
             raise ValueError(f"{self.name}: {wanted}, a program may have {self.most_shared}")
         return compiled
 
+
+class _Traced(threading.local):
+    """What a thread has traced and not lowered yet: most likely the rest of the program that it lowers now."""
+
+    def __init__(self) -> None:
+        self._launches = weakref.WeakSet[Launch]()
+
+    def add(self, launch: Launch) -> None:
+        self._launches.add(launch)
+
+    def take(self) -> list[Launch]:
+        launches, self._launches = list(self._launches), weakref.WeakSet[Launch]()
+        return launches
+
+
+_traced = _Traced()
 
 launch_p = Primitive("pallas_attn_launch")
 launch_p.multiple_results = True
@@ -107,6 +141,7 @@ def _(*operands, static: Launch):
 @launch_p.def_abstract_eval
 def _(*operands, static: Launch):
     """Results vary over the mesh axes that operands vary over, which are the same for all."""
+    _traced.add(static)
     like = operands[0]
 
     def result(shape, dtype):

@@ -1,0 +1,82 @@
+"""`implementation="triton"`: a program's kernels are compiled side by side, each of them once. No GPU, no Triton."""
+
+import functools
+import sys
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import lowering
+import pytest
+
+import pallas_attn
+from pallas_attn import _lowering
+from pallas_attn._lowering import cache, compiler
+
+QUERY = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
+FLASH: Any = functools.partial(pallas_attn.flash_attention, implementation="triton")
+
+
+@pytest.fixture
+def begun(monkeypatch):
+    """The names of kernels that are begun; none of them ends before `together` are."""
+
+    def wait_for(together: int) -> list[str]:
+        names: list[str] = []
+        barrier = threading.Barrier(together)
+
+        @functools.cache
+        def made(request: cache.Request) -> cache.Compiled:
+            name = request.text.partition("@")[2].partition("(")[0]
+            names.append(name)
+            barrier.wait(timeout=20)
+            return cache.Compiled(name, "// not compiled", 0, request.num_warps, "none")
+
+        monkeypatch.setattr(compiler, "made", made)
+        sys.modules[_lowering.__name__ + ".launch"]._traced.take()  # what other tests have only traced
+        return names
+
+    return wait_for
+
+
+def test_a_program_has_its_kernels_compiled_at_once(begun):
+    def loss(query, keys):
+        return FLASH(query, keys, keys).astype(jnp.float32).sum()
+
+    names = begun(together=3)
+    lowering.lower_for_gpu(jax.grad(loss, (0, 1)), QUERY, QUERY)
+    assert sorted(names) == [f"pallas_attn_flash_attention{which}" for which in ("", "_dkv", "_dq")]
+
+
+def test_a_mapped_call_compiles_the_mapped_kernel_alone(begun):
+    batch = jax.ShapeDtypeStruct((3, *QUERY.shape), QUERY.dtype)
+    names = begun(together=1)
+    lowering.lower_for_gpu(jax.vmap(FLASH), *[batch] * 3)
+    assert names == ["pallas_attn_flash_attention"]
+
+
+def test_what_two_ask_for_is_compiled_once(begun):
+    names = begun(together=2)
+    first, second, other = (compiler.begin(text, 90, 4, 3) for text in ("@one(", "@one(", "@other("))
+    assert first.result() is second.result()
+    assert other.result().name == "other"
+    assert sorted(names) == ["one", "other"]
+
+
+def test_what_cannot_be_written_spoils_no_other_kernel(begun):
+    """Of a program that was traced only: whoever lowers it hears of it."""
+
+    def body(ref, out):
+        place = (jax.lax.iota(jnp.int32, 64),)
+        _lowering.store(out.at[place], jnp.sort(_lowering.load(ref.at[place])))
+
+    x = jax.ShapeDtypeStruct((64,), jnp.float32)
+    sizes = dict(num_warps=4, num_stages=1, input_output_aliases={}, capability=90, most_shared=0)
+    sort = functools.partial(_lowering.launch, body, name="sorting", grid=(1,), out_shape=[x], **sizes)
+    names = begun(together=1)
+    jax.jit(sort).trace(x)
+    lowering.lower_for_gpu(FLASH, *[QUERY] * 3)
+    assert names == ["pallas_attn_flash_attention"]
+    with pytest.raises(NotImplementedError, match="sorting: no rule writes the primitive 'sort'"):
+        lowering.lower_for_gpu(sort, x)
