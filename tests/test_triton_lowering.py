@@ -16,7 +16,7 @@ import lowering
 import pytest
 import triton_kernels
 from jax import export
-from triton_shapes import BROAD, SHAPES
+from triton_shapes import BROAD, MAIN, SHAPES
 
 import pallas_attn
 from pallas_attn._call import dispatch
@@ -29,10 +29,12 @@ SMEM_LIMIT = {**lowering.SMEM_LIMIT, 120: 99 * 1024}
 TABLE = Path(__file__).with_name("triton_kernels.json")
 
 
+@functools.cache
 def kernels_of(name: str, sm: int = 90) -> list[triton_kernels.Written]:
     lower, sizes, options = SHAPES[name]
     with triton_kernels.written() as kernels:
         lower(*sizes, **options, implementation="triton", device=DEVICES[sm])
+    kernels = [kernel for kernel in kernels if kernel.name.endswith(MAIN.get(name, ""))]
     assert kernels
     return kernels
 
@@ -67,14 +69,20 @@ def test_compiles_to_what_the_table_says(name, sm):
             assert abs(made["registers"] - was["registers"]) <= 8
 
 
+# What "bias" and "prefix" have beside "flash" and "ragged", others have.
+OLDER = [name for name in SHAPES if name not in ("bias", "prefix")]
+# Bytes that a thread spills: Triton before 3.9 has no room for the latents' 512 columns of a program's rows.
+SPILLED = {"latent prefill": 592}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("triton", lowering.TRITONS[:-1])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", OLDER)
 def test_older_tritons_compile_it(name, triton):
     for kernel in kernels_of(name):
         made = facts(kernel, 90, triton)
         assert made["shared"] <= lowering.SMEM_LIMIT[90]
-        assert made["stack"] <= 256
+        assert made["stack"] <= SPILLED.get(name, 256)
         hinted = "evict_last" in kernel.text and "combine" not in kernel.name
         assert not hinted or "L1::evict_last" in kernel.compile(triton).ptx
 
@@ -82,7 +90,9 @@ def test_older_tritons_compile_it(name, triton):
 @pytest.mark.parametrize("name", BROAD)
 def test_writes_what_reads_alike_for_every_trace(name):
     """The cache lives by the text: two traces of a kernel must give the same."""
-    first, second = ([kernel.text for kernel in kernels_of(name)] for _ in range(2))
+    first, second = (
+        [kernel.text for kernel in lower(name)] for lower in (kernels_of, kernels_of.__wrapped__)
+    )
     assert first == second
     assert all("loc(" not in text and str(ROOT) not in text for text in first)
 
@@ -187,7 +197,7 @@ with triton_kernels.written() as kernels, pallas_attn.record_implementations() a
     for lower, sizes, options in SHAPES.values():
         lower(*sizes, **options, implementation=None, device=lowering.H100)
 assert set(by.values()) == {"triton"}, by
-assert len(by) == 8, by
+assert len(by) == 11, by
 assert len({kernel.name for kernel in kernels}) == 21
 assert "has no Pallas-Triton lowering" in pallas_attn.available_implementations()["write_kv"]["interpret"]
 """

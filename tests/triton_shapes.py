@@ -13,6 +13,8 @@ import pallas_attn
 from pallas_attn import SparseLayout
 
 struct = jax.ShapeDtypeStruct
+# Tables, lengths, and where tokens of a sequence begin.
+LENGTHS = [struct(sizes, jnp.int32) for sizes in ((4, 64), (4,), (5,))]
 
 
 def flash(
@@ -35,26 +37,22 @@ def flash(
 def ragged(dim: int, tokens: int, *, implementation: str, device: tuple[str, int], **options: Any) -> Any:
     call = functools.partial(pallas_attn.ragged_paged_attention, implementation=implementation, **options)
     query, pool = struct((tokens, 8, dim), jnp.bfloat16), struct((900, 16, 2, dim), jnp.bfloat16)
-    lengths = [struct(sizes, jnp.int32) for sizes in ((4, 64), (4,), (5,))]
-    return lowering.lower_for_gpu(call, query, pool, pool, *lengths, device=device)
+    return lowering.lower_for_gpu(call, query, pool, pool, *LENGTHS, device=device)
 
 
-def blocksparse(
-    dim: int, tokens: int, *, implementation: str, device: tuple[str, int], gradients: bool = False
-) -> Any:
+def blocksparse(dim: int, tokens: int, *, implementation: str, device: tuple[str, int]) -> Any:
+    """The kernels of the gradients too."""
     layout = SparseLayout(struct((1, 129), jnp.int32), struct((1, 900), jnp.int32), 64, 64)
 
-    def call(query, keys, layout, ends):
-        return pallas_attn.blocksparse_attention(
+    def loss(query, keys, layout, ends):
+        out = pallas_attn.blocksparse_attention(
             query, keys, keys, layout, cu_q_lens=ends, cu_k_lens=ends, implementation=implementation
         )
-
-    def loss(*arguments):
-        return call(*arguments).astype(jnp.float32).sum()
+        return out.astype(jnp.float32).sum()
 
     query, keys = (struct((tokens, heads, dim), jnp.bfloat16) for heads in (8, 2))
-    asked = jax.grad(loss, (0, 1)) if gradients else call
-    return lowering.lower_for_gpu(asked, query, keys, layout, struct((5,), jnp.int32), device=device)
+    ends = struct((5,), jnp.int32)
+    return lowering.lower_for_gpu(jax.grad(loss, (0, 1)), query, keys, layout, ends, device=device)
 
 
 POOL = struct((900, 64, 1, 656), jnp.uint8)
@@ -76,6 +74,32 @@ def sparse(heads: int, *, implementation: str, device: tuple[str, int]) -> Any:
     call = functools.partial(pallas_attn.sparse_mla_decode, implementation=implementation)
     query, ids = struct((4, 2, heads, 576), jnp.bfloat16), struct((4, 2, 2048), jnp.int32)
     return lowering.lower_for_gpu(call, query, POOL, ids, device=device)
+
+
+def sparse_prefill(width: int, *, implementation: str, device: tuple[str, int]) -> Any:
+    call = functools.partial(pallas_attn.sparse_mla_prefill, implementation=implementation)
+    query, ids = struct((1024, 128, 576), jnp.bfloat16), struct((1024, 1, 2048), jnp.int32)
+    pool = struct((9000, 1, width), jnp.uint8 if width == POOL.shape[-1] else jnp.bfloat16)
+    return lowering.lower_for_gpu(call, query, pool, ids, device=device)
+
+
+def prefix(*, implementation: str, device: tuple[str, int]) -> Any:
+    call = functools.partial(pallas_attn.prefix_prefill, implementation=implementation)
+    query, keys = (struct((1024, heads, 128), jnp.bfloat16) for heads in (8, 2))
+    pool = struct((900, 16, 2, 128), jnp.float8_e4m3fn)
+    return lowering.lower_for_gpu(call, query, keys, keys, pool, pool, *LENGTHS, device=device)
+
+
+def latent_prefill(*, implementation: str, device: tuple[str, int]) -> Any:
+    """The absorbed form. The projected one has kernels as prefix's, also of latents of 656 bytes."""
+
+    def call(query, pool, key_up, value_up, *lengths):
+        options = dict(key_up=key_up, value_up=value_up, form="absorbed", implementation=implementation)
+        return pallas_attn.mla_prefill(query, pool, *lengths, **options)
+
+    query, pool = struct((1024, 16, 192), jnp.bfloat16), struct((900, 64, 1, 576), jnp.bfloat16)
+    up = struct((16, 128, 512), jnp.bfloat16)
+    return lowering.lower_for_gpu(call, query, pool, up, up, *LENGTHS, device=device)
 
 
 # Of all architectures, and with options of all kinds.
@@ -100,8 +124,13 @@ OTHERS: dict[str, tuple[Callable[..., Any], tuple[int, ...], dict[str, Any]]] = 
     "ragged": (ragged, (64, 1024), {"softcap": 30.0}),
     "bias": (flash, (64,), {"bias": True}),
     "blocksparse": (blocksparse, (64, 1024), {}),
-    "blocksparse gradients": (blocksparse, (64, 1024), {"gradients": True}),
     "latents": (latents, (), {}),
     "sparse": (sparse, (128,), {}),
+    "sparse prefill": (sparse_prefill, (576,), {}),
+    "sparse prefill fp8": (sparse_prefill, (656,), {}),
+    "prefix": (prefix, (), {}),
+    "latent prefill": (latent_prefill, (), {}),
 }
 SHAPES = BROAD | OTHERS
+# Their kernels for short sequences, and those that merge, are ragged's.
+MAIN = {"prefix": "_ragged_attention", "latent prefill": "_ragged_attention"}

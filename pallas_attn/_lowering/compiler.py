@@ -16,6 +16,11 @@ EXTRA = "pip install 'pallas-attn[triton]'"
 # sm_89, but not that it converts float8.)
 PTX_VERSIONS = ((121, 88), (120, 87), (110, 90), (103, 88), (100, 86), (90, 80), (89, 81), (80, 80))
 
+# Triton lets go of Python's lock while it compiles.
+_workers = ThreadPoolExecutor(thread_name_prefix="pallas_attn_compiler")
+_begun: dict[Request, Future[Compiled]] = {}
+_lock = threading.Lock()
+
 
 @functools.cache  # a call that nothing compiled asks each time
 def installed() -> str | None:
@@ -65,14 +70,9 @@ def begin(text: str, capability: int, num_warps: int, num_stages: int) -> Future
     return future
 
 
-# Triton lets go of Python's lock while it compiles.
-_workers = ThreadPoolExecutor(thread_name_prefix="pallas_attn_compiler")
-_begun: dict[Request, Future[Compiled]] = {}
-_lock = threading.Lock()
-
-
 @functools.lru_cache(maxsize=1024)
 def made(request: Request) -> Compiled:
+    """By whichever thread: what the cache holds, or else Triton makes."""
     reason = unavailable()
     if kept := cache.find(request, None if reason else installed()):
         return kept
