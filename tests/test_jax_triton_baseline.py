@@ -1,5 +1,6 @@
 """The benchmark program's peer that is called through jax-triton: what it hands on, and why it is refused."""
 
+import os
 import sys
 import types
 
@@ -95,3 +96,18 @@ def test_why_it_cannot_run(packages, monkeypatch):
     assert "bf16 and fp16 caches" in baselines.load("jax_triton").supports(
         cases.served(1, 64, 4, 2, 16, 16, cache_dtype="int8")
     )
+
+
+@pytest.mark.parametrize("folder", [None, "mine"])
+def test_its_import_leaves_tritons_cache_to_others(packages, folder, tmp_path, monkeypatch):
+    """Without that, what torch launches of Triton in the same process is not compiled."""
+    (tmp_path / "jax_triton.py").write_text(f'import os\nos.environ["{jax_triton.CACHE}"] = ""\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "jax_triton")
+    monkeypatch.delenv(jax_triton.CACHE, raising=False)
+    if folder:
+        monkeypatch.setenv(jax_triton.CACHE, folder)
+    monkeypatch.setattr(jax_triton, "_release", lambda: "0.3.1")
+    jax_triton.available()
+    assert "jax_triton" in sys.modules
+    assert os.environ.get(jax_triton.CACHE) == folder

@@ -4,8 +4,11 @@ jax-triton is what JAX recommends for Triton kernels. The kernel is another proj
 for a user to have a kernel in JAX; `vllm_triton` is the same kernel as torch launches it.
 """
 
+import contextlib
 import importlib
 import inspect
+import os
+from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
@@ -26,8 +29,25 @@ ERROR_LIMIT = None
 BROKEN_JAX, BROKEN_RELEASE = (0, 12), (0, 4, 1)
 
 
+# Its import sets this to nothing for the whole process, in which Triton then compiles for nobody else.
+CACHE = "TRITON_CACHE_DIR"
+
+
+@contextlib.contextmanager
+def _cache_folder_kept() -> Iterator[None]:
+    folder = os.environ.get(CACHE)
+    try:
+        yield
+    finally:
+        os.environ.pop(CACHE, None)
+        if folder is not None:
+            os.environ[CACHE] = folder
+
+
 def available() -> str | None:
-    if reason := baselines.importable("jax_triton", f"{OPERATORS}.triton_unified_attention"):
+    with _cache_folder_kept():
+        reason = baselines.importable("jax_triton", f"{OPERATORS}.triton_unified_attention")
+    if reason:
         return reason
     if _numbers(jax.__version__)[:2] >= BROKEN_JAX and _numbers(_release()) <= BROKEN_RELEASE:
         return (
