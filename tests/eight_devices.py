@@ -190,6 +190,39 @@ def test_write_kv(kind, implementation, tokens):
     assert_equal(write, arrays, write_kv(*new_tokens(), implementation="xla"), moves=most, out=POOL)
 
 
+@KINDS
+@IMPLEMENTATIONS
+def test_pages_whose_scales_grow(kind, implementation):
+    """Each device has the scales of its heads: what it must know of the others' is which pages grow."""
+    empty = PagedKVCache.create(
+        num_layers=1, num_pages=24, page_size=16, num_kv_heads=4, head_dim=32,
+        block_tables=jnp.arange(8, dtype=jnp.int32).reshape(4, 2), dtype=jnp.int8, scale_per_page=True,
+    )  # fmt: skip
+    token = new_tokens()[0].reshape(4, 2, 4, 32)
+    positions = jnp.array([[0, 1], [14, 15], [15, 16], [-1, 3]], jnp.int32)
+    cache = empty.write(
+        0, token, token, jnp.tile(jnp.arange(2, dtype=jnp.int32), (4, 1)), implementation="xla"
+    )
+
+    def write(pools, scales, tokens):
+        names = ("key_cache", "value_cache", "k_scale", "v_scale")
+        grown = cache.replace(**dict(zip(names, (*pools, *scales), strict=True)))
+        grown = grown.write(0, tokens, tokens, positions, implementation=implementation)
+        return tuple(getattr(grown, name) for name in names)
+
+    arrays = (cache.key_cache, cache.value_cache), (cache.k_scale, cache.v_scale), 50 * token
+    expected = cache.write(0, arrays[2], arrays[2], positions, implementation="xla")
+    assert float(jnp.max(expected.k_scale / cache.k_scale)) > 16
+    heads = P(None, "head")
+    sharded = placed(
+        mesh_of(kind), (*arrays[0], *arrays[1], arrays[2]), (POOL, POOL, heads, heads, P(None, None, "head"))
+    )
+    result = jax.jit(lambda a, b, c, d, new: write((a, b), (c, d), new)).lower(*sharded).compile()
+    assert max(moved(result), default=0) <= 8
+    for array, name in zip(result(*sharded), ("key_cache", "value_cache", "k_scale", "v_scale"), strict=True):
+        np.testing.assert_array_equal(array, getattr(expected, name))
+
+
 @OURS_ALONE
 @KINDS
 def test_the_small_comes_to_the_pools(kind):

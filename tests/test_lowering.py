@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import lowering
 import pytest
+import triton_shapes
 
 import pallas_attn
 from pallas_attn import LocalStride
@@ -221,6 +222,21 @@ def test_write_kv_compiles(layout, stored, sm):
     )
     (kernel,) = lowering.compile_kernels(lowered, sm)
     assert kernel.stack_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("dim", "layout", "stored", "sm"),
+    [(256, "NHD", "float8_e4m3fn", 90), (80, "HND", "float8_e5m2", 80), (80, "PACKED", "int8", 100)],
+)
+def test_pages_whose_scales_grow_compile(dim, layout, stored, sm):
+    device = lowering.DEVICES[sm]
+    lowered = triton_shapes.growing(dim, layout, stored, implementation=None, device=device)
+    kernels = {kernel.name: kernel for kernel in lowering.compile_kernels(lowered, sm)}
+    assert set(kernels) == {"pallas_attn_rescale_pages", "pallas_attn_write_kv"}
+    assert all(kernel.stack_bytes == 0 for kernel in kernels.values())
+    assert "stablehlo.while" not in lowered.as_text(), (
+        "a loop would have the host look at each layer's condition"
+    )
 
 
 def test_pools_beyond_two_to_the_31_elements_use_wide_offsets():

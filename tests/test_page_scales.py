@@ -11,6 +11,7 @@ from support import ON_GPU, unchecked
 
 import pallas_attn
 from pallas_attn import PagedKVCache, page_scales, write_kv
+from pallas_attn._tile import layout
 from pallas_attn.testing import cases, compare, inputs
 
 IMPLEMENTATIONS = ["xla", "interpret", *ON_GPU]
@@ -57,22 +58,22 @@ def test_the_margin_leaves_room_and_tiny_values_have_a_scale():
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("layout", ["NHD", "PACKED"])
-def test_writes_take_the_scale_of_the_slots_page(layout, implementation):
+@pytest.mark.parametrize("order", ["NHD", "PACKED"])
+def test_writes_take_the_scale_of_the_slots_page(order, implementation):
     rng = np.random.default_rng(0)
     scales = np.full((3, 2), np.nan, np.float32)
     scales[0], scales[2] = (1.0, 0.5), (1e-3, 64.0)
     slots = np.array([0, 9, 11, -1], np.int32)
     new = jnp.asarray(rng.uniform(-60, 60, (4, 2, 16)), jnp.float32)
-    shape = (3, 4, 2, 16) if layout == "NHD" else (3, 2, 1, 4, 16)
-    pools = jnp.zeros(shape, jnp.int8), jnp.zeros(shape if layout == "NHD" else (3, 2, 16, 4), jnp.int8)
-    options = dict(layout=layout, implementation=implementation)
+    shape = (3, 4, 2, 16) if order == "NHD" else (3, 2, 1, 4, 16)
+    pools = jnp.zeros(shape, jnp.int8), jnp.zeros(shape if order == "NHD" else (3, 2, 16, 4), jnp.int8)
+    options = dict(layout=order, implementation=implementation)
     keys, values = write_kv(new, new, *pools, jnp.asarray(slots), k_scale=scales, v_scale=scales, **options)
     expected = np.zeros((3, 4, 2, 16))
     for token, slot in enumerate(slots[:3]):
         stored = np.asarray(new[token]) / scales[slot // 4][:, None]
         expected[slot // 4, slot % 4] = np.clip(np.round(stored), -127, 127)
-    if layout == "PACKED":
+    if order == "PACKED":
         keys, values = jnp.moveaxis(keys[:, :, 0], 1, 2), jnp.moveaxis(values, -1, 1)
     np.testing.assert_array_equal(keys, expected)
     np.testing.assert_array_equal(values, expected)
@@ -119,7 +120,7 @@ def test_an_ignored_page_scale_is_caught(name):
 def small(**options) -> PagedKVCache:
     tables = jnp.array([[0, 1], [2, 3]], jnp.int32)
     sizes = dict(num_layers=2, num_pages=5, page_size=4, num_kv_heads=2, head_dim=16, dtype=jnp.int8)
-    return PagedKVCache.create(**sizes, block_tables=tables, scale_per_page=True, **options)
+    return PagedKVCache.create(**{**sizes, **options}, block_tables=tables, scale_per_page=True)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
@@ -155,14 +156,79 @@ def test_a_cache_whose_pages_have_scales(implementation):
     assert cache.calibrate(1, jnp.asarray(new), jnp.asarray(new), jnp.zeros((2, 6), jnp.int32)) is cache
 
 
-def test_saturation_goes_by_the_pages_scales():
-    cache = small()
-    positions = jnp.array([[0, 1], [-1, -1]], jnp.int32)
-    key = jnp.ones((2, 2, 2, 16))
-    assert [float(x) for x in cache.saturation(0, key, key, positions)] == [0, 0]
-    cache = cache.write(0, key, key, positions)
-    share, _ = cache.saturation(0, key.at[0, 0, 0].set(9.0), key, jnp.array([[2, 3], [-1, -1]]))
-    assert float(share) == 0.25, "positions 2 and 3 are in a page that was begun by ones"
+def stored(cache: PagedKVCache, slots: int) -> tuple[np.ndarray, np.ndarray]:
+    """Keys and values [slots, 2, 16] of the first page of layer 1, as attention takes them."""
+    page = cache.num_pages
+    pools = (
+        (layout.to_nhd(pool[page], cache.layout, which), scale[page])
+        for which, pool, scale in (
+            ("key", cache.key_cache, cache.k_scale),
+            ("value", cache.value_cache, cache.v_scale),
+        )
+    )
+    keys, values = (np.asarray(x, np.float32)[:slots] * np.asarray(scale)[:, None] for x, scale in pools)
+    return keys, values
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("order", "dtype"), [("NHD", jnp.int8), ("PACKED", jnp.int8), ("HND", jnp.float8_e4m3fn)]
+)
+def test_a_page_grows_with_its_tokens_and_keeps_them(order, dtype, implementation):
+    """Fed one by one, each larger than the one before: no token is off by more than a step of the last scale, which is
+    not twice what it must be. Heads grow by themselves; the second has but a 0 at first."""
+    rng = np.random.default_rng(0)
+    size = np.array([[1, 0], [1.5, 1e-3], [50, 400], [49, 1e3], [1000, 10]], np.float32)
+    new = (
+        rng.uniform(0.5, 1, (5, 2, 16)).astype(np.float32) * rng.choice([-1, 1], (5, 2, 16)) * size[..., None]
+    )
+    cache = small(layout=order, page_size=5, dtype=dtype)
+    nobody = cache.replace(key_cache=jnp.full_like(cache.key_cache, jnp.nan if dtype != jnp.int8 else 99))
+    cache = nobody.replace(k_scale=cache.k_scale.at[8:].set(jnp.nan))
+    write = jax.jit(functools.partial(PagedKVCache.write, layer=1, implementation=implementation))
+    for at, token in enumerate(new):
+        both = jnp.stack([jnp.asarray(token)] * 2)[:, None]
+        cache = write(cache, key=both, value=-3 * both, positions=jnp.array([[at], [-1]], jnp.int32))
+        # int8: a step. fp8: of three bits behind the point, or its least number.
+        for values, scale, factor in zip(
+            stored(cache, at + 1), (cache.k_scale, cache.v_scale), (1, -3), strict=True
+        ):
+            right, step = factor * new[: at + 1], np.asarray(scale)[5][:, None]
+            off = np.abs(values - right)
+            assert (off <= (step if dtype == jnp.int8 else np.maximum(np.abs(right) / 16, step / 256))).all()
+            peak = np.abs(right).max(axis=(0, 2)) / (127 if dtype == jnp.int8 else 448)
+            assert (np.asarray(scale)[5] <= np.maximum(2 * peak, 1e-19)).all()
+            assert (np.asarray(scale)[5] >= peak * (1 - 1e-6)).all()
+    others = np.delete(np.arange(10), 5)
+    bits, were = (np.asarray(one.key_cache)[others].view(np.uint8) for one in (cache, nobody))
+    np.testing.assert_array_equal(bits, were)
+    np.testing.assert_array_equal(cache.k_scale[:5], 1)
+    assert np.isnan(cache.k_scale[8:]).all(), "of pages without tokens they are left alone"
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_pages_grow_side_by_side(implementation):
+    """A chunk that goes on in one page and begins the next, beside a sequence whose page need not grow."""
+    rng = np.random.default_rng(0)
+    first, then = rng.standard_normal((2, 2, 4, 2, 16)).astype(np.float32)
+    then[0] *= 50
+    cache = small().write(1, *map(jnp.asarray, (first, first)), jnp.array([[0, 1, -1, -1], [0, 1, 2, -1]]))
+    before = cache
+    at = jnp.array([[2, 3, 4, 5], [3, -1, -1, -1]], jnp.int32)
+    cache = cache.write(1, *map(jnp.asarray, (then, then / 100)), at, implementation=implementation)
+    grew = np.asarray(cache.k_scale / before.k_scale)
+    assert (grew[5] >= 16).all()
+    assert (np.log2(grew[5]) % 1 == 0).all()
+    np.testing.assert_array_equal(cache.v_scale[5:8:2], before.v_scale[5:8:2])
+    np.testing.assert_array_equal(cache.value_cache[5, :2], before.value_cache[5, :2])
+    keys, _ = stored(cache, 4)
+    np.testing.assert_allclose(keys[:2], first[0, :2], atol=float(cache.k_scale[5].max()))
+    np.testing.assert_allclose(keys[2:], then[0, :2], atol=float(cache.k_scale[5].max()) / 2 * 1.001)
+    expected = np.abs(then[0, 2:]).max(axis=(0, 2)) / 127
+    np.testing.assert_allclose(
+        cache.k_scale[6], expected, rtol=1e-6, err_msg="begun: no margin, since it may grow"
+    )
+    assert cache.saturation(1, jnp.asarray(1e6 * then), jnp.asarray(then), at) == (0, 0), "it would grow"
 
 
 REFUSED = {

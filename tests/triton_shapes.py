@@ -10,7 +10,7 @@ import lowered_modules
 import lowering
 
 import pallas_attn
-from pallas_attn import SparseLayout
+from pallas_attn import PagedKVCache, SparseLayout
 
 struct = jax.ShapeDtypeStruct
 # Tables, lengths, and where tokens of a sequence begin.
@@ -53,6 +53,24 @@ def blocksparse(dim: int, tokens: int, *, implementation: str, device: tuple[str
     query, keys = (struct((tokens, heads, dim), jnp.bfloat16) for heads in (8, 2))
     ends = struct((5,), jnp.int32)
     return lowering.lower_for_gpu(jax.grad(loss, (0, 1)), query, keys, layout, ends, device=device)
+
+
+def growing(
+    dim: int, layout: str, cache_dtype: str, *, implementation: str | None, device: tuple[str, int]
+) -> Any:
+    """Written where pages have scales of their own."""
+    sizes = dict(num_layers=2, num_pages=9, page_size=24, num_kv_heads=3, head_dim=dim, layout=layout)
+
+    def empty() -> Any:
+        tables = jnp.zeros((4, 2), jnp.int32)
+        stored = jnp.dtype(cache_dtype)
+        return PagedKVCache.create(**sizes, block_tables=tables, dtype=stored, scale_per_page=True)
+
+    def call(cache, new, positions):
+        return cache.write(1, new, new, positions, implementation=implementation)
+
+    new, positions = struct((4, 5, 3, dim), jnp.bfloat16), struct((4, 5), jnp.int32)
+    return lowering.lower_for_gpu(call, jax.eval_shape(empty), new, positions, device=device)
 
 
 POOL = struct((900, 64, 1, 656), jnp.uint8)
@@ -124,6 +142,7 @@ OTHERS: dict[str, tuple[Callable[..., Any], tuple[int, ...], dict[str, Any]]] = 
     "ragged": (ragged, (64, 1024), {"softcap": 30.0}),
     "bias": (flash, (64,), {"bias": True}),
     "blocksparse": (blocksparse, (64, 1024), {}),
+    "growing": (growing, (80, "PACKED", "int8"), {}),
     "latents": (latents, (), {}),
     "sparse": (sparse, (128,), {}),
     "sparse prefill": (sparse_prefill, (576,), {}),

@@ -57,7 +57,7 @@ def gather(
     mask = None if held is None else held[:, None] & (tile == 0)
     if reaches_beyond(chunk, head_dim):
         mask = dim < head_dim if mask is None else mask & (dim < head_dim)
-    other = None if mask is None else _nothing(ref)
+    other = None if mask is None else nothing(ref)
     return triton.load(ref.at[place], mask=mask, other=other, eviction_policy=eviction_policy)
 
 
@@ -68,7 +68,7 @@ def run(
     first, size = chunk
     place = ref.at[page, triton.ds(offset, held.shape[0]), kv_head, triton.ds(first, size)]
     mask = jnp.broadcast_to(held[:, None], (held.shape[0], size))
-    return triton.load(place, mask=mask, other=_nothing(ref), eviction_policy=eviction_policy)
+    return triton.load(place, mask=mask, other=nothing(ref), eviction_policy=eviction_policy)
 
 
 def scale(ref: Any, page: jax.Array, kv_head, held: jax.Array | None) -> jax.Array:
@@ -77,5 +77,6 @@ def scale(ref: Any, page: jax.Array, kv_head, held: jax.Array | None) -> jax.Arr
     return triton.load(ref.at[page, kv_head + 0 * page], **mask)
 
 
-def _nothing(ref: Any) -> int | float:
+def nothing(ref: Any) -> int | float:
+    """0 as a masked load of its elements takes it."""
     return 0 if jnp.issubdtype(ref.dtype, jnp.integer) else 0.0

@@ -1,5 +1,7 @@
 """`write_kv`: signature, checks, dispatch."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -10,9 +12,12 @@ from pallas_attn._tile.layout import DIMS, PoolCase, check_pools, pool_shape, re
 from pallas_attn._tile.quantization import QUANTIZED_DTYPES, checked_scale
 from pallas_attn._types import KVCache, Layout, NewKV, SlotMapping
 from pallas_attn.ops.kv_cache.kernel import write_kv_pallas
+from pallas_attn.ops.kv_cache.page_scales import Growth
 from pallas_attn.ops.kv_cache.reference import write_kv_xla
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+# What the dimensions of a `Growth` are, for `_call.partition`.
+GROWTH = {"grown_pages": "tokens", "k_growth": "tokens kv_heads", "v_growth": "tokens kv_heads"}
 
 
 dispatch.register(
@@ -64,6 +69,24 @@ def write_kv(
         TypeError: an argument of the wrong dtype. ValueError: a wrong shape or scale, or an implementation that
         cannot serve.
     """
+    return write_kv_grown(
+        key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, None, layout, implementation
+    )
+
+
+def write_kv_grown(
+    key: Any,
+    value: Any,
+    key_cache: Any,
+    value_cache: Any,
+    slot_mapping: Any,
+    k_scale: Any,
+    v_scale: Any,
+    growth: Growth | None,
+    layout: Layout,
+    implementation: str | None,
+) -> tuple[KVCache, KVCache]:
+    """`write_kv`; before that, pages whose scales grew are brought to them."""
     check = ArgumentChecker("write_kv")
     pool = check_pools(check, key_cache, value_cache, layout, (*DTYPES, *QUANTIZED_DTYPES))
     check.array("key", key, ("num_tokens", "num_kv_heads", "head_dim"), DTYPES)
@@ -91,6 +114,7 @@ def write_kv(
             for name, scale in zip(("k_scale", "v_scale"), scales, strict=True)
             if scale is not None
         },
+        **({} if growth is None else dict(zip(GROWTH, growth, strict=True))),
     }
     dims = {f"{which}_cache": dims for which, dims in DIMS[layout].items()}
     new = "tokens kv_heads dim"  # all of them on every device that holds their heads
@@ -103,6 +127,7 @@ def write_kv(
             "key": new,
             "value": new,
             "slot_mapping": "tokens",
+            **GROWTH,
             **options.scale_dims(operands),
         },
         tuple(dims.values()),
@@ -116,4 +141,5 @@ def _write(operands: dict[str, jax.Array], *, fn, layout: Layout) -> tuple[KVCac
     """The pools at hand updated: whole, or one device's heads of them."""
     names = ("key", "value", "key_cache", "value_cache", "slot_mapping", "k_scale", "v_scale")
     pool = pool_shape(operands["value_cache"], layout)
-    return fn(*map(operands.get, names), pool=pool, layout=layout)
+    growth = Growth(*(operands[name] for name in GROWTH)) if GROWTH.keys() <= operands.keys() else None
+    return fn(*map(operands.get, names), growth, pool=pool, layout=layout)

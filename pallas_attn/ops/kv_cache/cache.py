@@ -14,9 +14,9 @@ from pallas_attn._tile.layout import LAYOUTS, PoolShape, array_shape, packing, p
 from pallas_attn._tile.quantization import QUANTIZED_DTYPES, is_quantized, largest
 from pallas_attn._types import BlockTables, KVCache, Layout, SeqLens
 from pallas_attn.ops.kv_cache.addressing import check_layer, every_layer, layer_tables, of_layer, token_slots
-from pallas_attn.ops.kv_cache.api import DTYPES, write_kv
+from pallas_attn.ops.kv_cache.api import DTYPES, write_kv_grown
 from pallas_attn.ops.kv_cache.copying import PageIds, copied_pages, copy_rows
-from pallas_attn.ops.kv_cache.page_scales import page_scales
+from pallas_attn.ops.kv_cache.page_scales import growing_scales
 
 
 @jax.tree_util.register_dataclass
@@ -64,7 +64,9 @@ class PagedKVCache:
     on the first prompt decides for all that join later, whose larger keys and values saturate. `saturation` says how
     much of a prompt would. Where prompts differ much, calibrate with a larger `margin`, or set `k_scale` and `v_scale`
     by `replace`, from representative text, before the first token. Or let each page have its own, `scale_per_page`:
-    `write` sets them when it begins a page, as `page_scales` says, so that they are never older than the page.
+    `write` sets them when it begins a page, and where later tokens of the page are larger it doubles them as often as
+    they need and rounds what the page holds again. Nothing saturates, no scale is older than its page, and all errors
+    of a token are together less than a step of its page's scale, which is less than twice what the page needs.
 
     Methods take `layer` as an int (one out of range is an error) or as an integer scalar that may be traced: out of
     range, that one writes nothing, and what is read through it is NaN.
@@ -258,8 +260,8 @@ class PagedKVCache:
             layer, key, value, positions: as in `write`; tokens at negative positions do not count.
 
         Returns:
-            Two float32 scalars in [0, 1]: of the keys' elements and of the values'. Both are 0 without quantisation,
-            and NaN for a traced layer out of range.
+            Two float32 scalars in [0, 1]: of the keys' elements and of the values'. Both are 0 without quantisation
+            and where each page has scales of its own, which grow; NaN for a traced layer out of range.
 
         Raises:
             TypeError, ValueError: as `write`.
@@ -267,7 +269,7 @@ class PagedKVCache:
         check = ArgumentChecker("PagedKVCache.saturation")
         layer = check_layer(check, layer, self.num_layers)
         key, value, positions = self._new_tokens(check, key, value, positions)
-        if self.k_scale is None:
+        if self.k_scale is None or self.scale_per_page:
             return jnp.float32(0), jnp.float32(0)
         real = (positions >= 0)[:, :, None, None]
         elements = jnp.sum(real, dtype=jnp.float32) * (key.shape[2] * key.shape[3])
@@ -277,26 +279,7 @@ class PagedKVCache:
             found = jnp.sum(beyond & real, dtype=jnp.float32) / jnp.maximum(elements, 1)
             return jnp.where(layer >= 0, found, jnp.nan)
 
-        if self.scale_per_page:
-            slots = token_slots(self._layer_tables(layer), self.page_size, positions)
-            page = (slots // self.page_size).reshape(positions.shape)
-            k_scale, v_scale = (
-                scale.at[page].get(mode="clip") for scale in self._page_scales(key, value, slots)
-            )
-            return share(key, k_scale), share(value, v_scale)
         return share(key, of_layer(self.k_scale, layer)), share(value, of_layer(self.v_scale, layer))
-
-    def _page_scales(self, key: jax.Array, value: jax.Array, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
-        flat = (-1, *key.shape[2:])
-        return page_scales(
-            key.reshape(flat),
-            value.reshape(flat),
-            self.k_scale,
-            self.v_scale,
-            slots,
-            page_size=self.page_size,
-            dtype=self.key_cache.dtype,
-        )
 
     def write(
         self,
@@ -325,20 +308,27 @@ class PagedKVCache:
         key, value, positions = self._new_tokens(check, key, value, positions)
         dispatch.check_name(check.function, "write_kv", implementation)
         slots = token_slots(self._layer_tables(layer), self.page_size, positions)
-        cache = self
+        key, value = (new.reshape(-1, *new.shape[2:]) for new in (key, value))
+        cache, growth = self, None
         if self.scale_per_page:
-            k_scale, v_scale = self._page_scales(key, value, slots)
+            k_scale, v_scale, growth = growing_scales(
+                *(key, value, self.k_scale, self.v_scale, slots),
+                page_size=self.page_size,
+                dtype=self.key_cache.dtype,
+            )
             cache = self.replace(k_scale=k_scale, v_scale=v_scale)
-        flat = (-1, *key.shape[2:])
-        key_cache, value_cache = write_kv(
-            key.reshape(flat),
-            value.reshape(flat),
+        scales = cache.scales(layer)
+        key_cache, value_cache = write_kv_grown(
+            key,
+            value,
             self.key_cache,
             self.value_cache,
             slots,
-            layout=self.layout,
-            implementation=implementation,
-            **cache.scales(layer),
+            scales.get("k_scale"),
+            scales.get("v_scale"),
+            growth,
+            self.layout,
+            implementation,
         )
         return cache.replace(key_cache=key_cache, value_cache=value_cache)
 

@@ -1,6 +1,10 @@
-"""`page_scales`: scales of single pages of a quantised cache, from the tokens that are about to be written."""
+"""Scales of single pages of a quantised cache, from the tokens that are about to be written.
 
-from typing import Any
+`page_scales` sets those of pages that are begun. `growing_scales`, which `PagedKVCache` writes by, also lets those of
+pages that were begun earlier grow.
+"""
+
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +14,8 @@ from pallas_attn._tile.quantization import QUANTIZED_DTYPES, largest
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 MARGIN = 1.5
+# A page of zeros has a scale from which it can grow to any that matters.
+_LEAST, _MOST_GROWTH = 2.0**-64, 2.0**126
 
 
 def page_scales(
@@ -28,9 +34,9 @@ def page_scales(
     A page is begun by the call that fills its first slot. Its scale of each head is then such that the largest of
     that call's keys (or values) in the page, times `margin`, is the format's largest; if all of them are 0, it is 1.
     It stays until the page is begun anew: what was stored is not read again, and tokens that come later saturate
-    beyond the margin. So a cache that lives long has scales as old as its pages, not as its first prompt; and a page
-    that is freed and given away needs no clearing. Plain jnp, in place where the scales are donated or carried by a
-    loop.
+    beyond the margin (a `PagedKVCache` does read it, and its scales grow). So a cache that lives long has scales as old
+    as its pages, not as its first prompt; and a page that is freed and given away needs no clearing. Plain jnp, in
+    place where the scales are donated or carried by a loop.
 
     Args:
         key, value, slot_mapping: as in `write_kv`: [num_tokens, num_kv_heads, head_dim], values of any width, and
@@ -55,19 +61,91 @@ def page_scales(
     check.count("page_size", page_size)
     check.dtype("dtype", dtype, QUANTIZED_DTYPES)
     check.positive_float("margin", margin, optional=False)
-    slots, num_pages = jnp.asarray(slot_mapping), k_scale.shape[0]
-    page = slots // page_size
+    peaks = _peaks(key, value, slot_mapping, k_scale.shape[0], page_size)
+
+    def updated(scales: jax.Array, peak: jax.Array) -> jax.Array:
+        fitted = jnp.maximum(peak * (margin / largest(dtype)), LEAST_FLOAT32)
+        fitted = jnp.where(peak > 0, fitted, 1.0)
+        begun = jnp.where(peaks.begun, peaks.pages, scales.shape[0])
+        return jnp.asarray(scales).at[begun].set(fitted, mode="drop")
+
+    return updated(k_scale, peaks.key), updated(v_scale, peaks.value)
+
+
+class Growth(NamedTuple):
+    """Of which pages the scales grow, and what they were multiplied by; what the pages hold is to be divided by it.
+
+    pages: [num_tokens] int32, -1 where there is none; no page twice.
+    key, value: [num_tokens, num_kv_heads] float32, at least 1.
+    """
+
+    pages: jax.Array
+    key: jax.Array
+    value: jax.Array
+
+
+def growing_scales(
+    key: jax.Array,
+    value: jax.Array,
+    k_scale: jax.Array,
+    v_scale: jax.Array,
+    slot_mapping: jax.Array,
+    *,
+    page_size: int,
+    dtype: Any,
+) -> tuple[jax.Array, jax.Array, Growth]:
+    """(k_scale, v_scale, how they grew) before these tokens are written; arguments as in `page_scales`.
+
+    A page that is begun takes the scale that its tokens need, without a margin. One that was begun earlier keeps its
+    own while that is enough, and else grows by the least power of two that is. What it holds is then rounded again. But
+    each growth at least doubles the steps, so the errors of all roundings of a token are together less than a step of
+    the scale that the page ends with, which is less than twice what the page needs; of fp8, whose exponents move by a
+    power of two, only the smallest values are rounded at all.
+    """
+    peaks = _peaks(key, value, slot_mapping, k_scale.shape[0], page_size)
+    last = k_scale.shape[0]
+
+    def grown(scales: jax.Array, peak: jax.Array) -> tuple[jax.Array, jax.Array]:
+        scales, needed = jnp.asarray(scales), jnp.maximum(peak / largest(dtype), _LEAST)
+        was = scales.at[peaks.pages].get(mode="clip")
+        mantissa, exponent = jnp.frexp(jnp.minimum(needed / was, _MOST_GROWTH))
+        exponent -= mantissa == 0.5  # a power of two itself
+        grows = ~peaks.begun[:, None] & (needed > was)
+        factor = jnp.where(grows, jnp.ldexp(jnp.ones_like(was), exponent), 1.0)
+        now = jnp.where(peaks.begun[:, None], needed, was * factor)
+        return scales.at[peaks.pages].set(now, mode="drop"), factor
+
+    k_scale, k_factor = grown(k_scale, peaks.key)
+    v_scale, v_factor = grown(v_scale, peaks.value)
+    grows = (peaks.pages < last) & jnp.any((k_factor > 1) | (v_factor > 1), axis=1)
+    return k_scale, v_scale, Growth(jnp.where(grows, peaks.pages, -1), k_factor, v_factor)
+
+
+class _Peaks(NamedTuple):
+    """Of the tokens of each page that a call writes to; a page stands where its first token stands, and elsewhere is
+    nothing of meaning.
+
+    pages: [num_tokens] int32; num_pages, where mode="drop" ignores it, for other tokens.
+    begun: [num_tokens] bool, whether the page's first slot is written.
+    key, value: [num_tokens, num_kv_heads] float32, the largest elements.
+    """
+
+    pages: jax.Array
+    begun: jax.Array
+    key: jax.Array
+    value: jax.Array
+
+
+def _peaks(key, value, slot_mapping, num_pages: int, page_size: int) -> _Peaks:
+    slots = jnp.asarray(slot_mapping)
+    token, page = jnp.arange(slots.size, dtype=jnp.int32), slots // page_size
     written = (slots >= 0) & (page < num_pages)
-    # Beyond the last page, where mode="drop" ignores it.
-    begun = jnp.where(written & (slots % page_size == 0), page, num_pages)
-    is_begun = jnp.zeros(num_pages, bool).at[begun].set(True, mode="drop")
-    into = jnp.where(written & is_begun.at[page].get(mode="clip"), page, num_pages)
-
-    def updated(scales: jax.Array, new: jax.Array) -> jax.Array:
-        peak = jnp.max(jnp.abs(new.astype(jnp.float32)), axis=-1)
-        fitted = jnp.maximum(peak * (margin / largest(dtype)), jnp.where(peak > 0, LEAST_FLOAT32, 0))
-        scales = jnp.asarray(scales).at[begun].set(0, mode="drop").at[into].max(fitted, mode="drop")
-        mine = scales.at[begun].get(mode="clip")
-        return scales.at[begun].set(jnp.where(mine == 0, 1.0, mine), mode="drop")
-
-    return updated(k_scale, key), updated(v_scale, value)
+    page = jnp.where(written, page, num_pages)
+    first = jnp.full(num_pages, slots.size, jnp.int32).at[page].min(token, mode="drop")
+    first = jnp.where(written, first.at[page].get(mode="clip"), slots.size)
+    begins = slots % page_size == 0
+    begun = begins.at[first].max(begins, mode="drop")
+    peaks = jnp.stack([jnp.max(jnp.abs(new.astype(jnp.float32)), axis=-1) for new in (key, value)], axis=1)
+    peaks = peaks.at[first].max(peaks, mode="drop")
+    pages = jnp.where(first == token, page, num_pages)
+    return _Peaks(pages, begun, peaks[:, 0], peaks[:, 1])

@@ -3,13 +3,27 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._tile.layout import PoolShape, token_index
+from pallas_attn._tile.layout import DIMS, PoolShape, Which, token_index
 from pallas_attn._tile.quantization import is_quantized, quantize
+from pallas_attn.ops.kv_cache.page_scales import Growth
 
 
 def write_kv_xla(
-    key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, *, pool: PoolShape, layout: str
+    key,
+    value,
+    key_cache,
+    value_cache,
+    slot_mapping,
+    k_scale,
+    v_scale,
+    growth: Growth | None = None,
+    *,
+    pool: PoolShape,
+    layout: str,
 ) -> tuple[jax.Array, jax.Array]:
+    if growth is not None:
+        key_cache = _rescaled(key_cache, growth.pages, growth.key, layout, "key")
+        value_cache = _rescaled(value_cache, growth.pages, growth.value, layout, "value")
     num_slots = pool.num_pages * pool.page_size
     # Negative indices would wrap around, so slots to skip go past the end, where mode="drop" ignores them.
     slots = jnp.where(slot_mapping < 0, num_slots, slot_mapping)
@@ -32,3 +46,17 @@ def write_kv_xla(
         return cache.at[index].set(new.astype(cache.dtype), mode="drop")
 
     return scatter(key_cache, key, k_scale, "key"), scatter(value_cache, value, v_scale, "value")
+
+
+def _rescaled(cache: jax.Array, pages: jax.Array, factors: jax.Array, layout: str, which: Which) -> jax.Array:
+    """Page by page, and mostly there is none: a gather of all that might grow would be a copy of a prompt's pages."""
+    order = jnp.argsort(pages < 0, stable=True)
+    of_page = tuple(factors.shape[1] if dim == "kv_heads" else 1 for dim in DIMS[layout][which].split())
+
+    def one(index: jax.Array, cache: jax.Array) -> jax.Array:
+        at = order[index]
+        page = jax.lax.dynamic_index_in_dim(cache, pages[at])
+        page = quantize(page, cache.dtype, factors[at].reshape(of_page))
+        return jax.lax.dynamic_update_index_in_dim(cache, page, pages[at], axis=0)
+
+    return jax.lax.fori_loop(0, jnp.sum(pages >= 0), one, cache)
