@@ -49,7 +49,8 @@ DtypeOption = Annotated[
 CacheDtypeOption = Annotated[
     CacheDtype | None,
     typer.Option(
-        help="Store the KV cache in 8 bits, scaled per KV head. DeepSeek's: float8_e4m3fn, 656 bytes a token.",
+        help="Store the KV cache in 8 bits, with scales of each page and KV head, which grow with what the page holds. "
+        "DeepSeek's: float8_e4m3fn, 656 bytes a token.",
         show_default="as --dtype",
     ),
 ]

@@ -123,8 +123,8 @@ def generate(
         page_size: tokens per page of the KV cache.
         num_pages: pages per layer; ``None`` takes just enough for prompts and answers.
         cache_dtype: of the KV cache; ``None`` means the model's. ``float8_e4m3fn``, ``float8_e5m2`` and ``int8``
-            store each KV head with a scale taken from the prompts; a `DeepSeek` takes ``float8_e4m3fn`` alone, for
-            latents of 656 bytes a token.
+            store each page's KV heads with scales of their own, which grow with what the page holds; a `DeepSeek` takes
+            ``float8_e4m3fn`` alone, for latents of 656 bytes a token.
         prefill_chunk: prompts are read so many tokens at a time, which bounds the memory that activations take;
             ``None`` reads them whole.
         return_logits: also return the scores, ``4 * vocab_size`` bytes per token.
@@ -289,13 +289,10 @@ def _pad(prompts: Sequence[Sequence[int]], chunk: int | None) -> tuple[jax.Array
     columns = np.arange(num_chunks * n, dtype=np.int32)
     positions = np.where(columns < lengths[:, None], columns, -1)
 
-    def chunked(rows: np.ndarray, nothing: int) -> jax.Array:
-        # One column alone would be taken for a token of an answer, which never scales an 8-bit cache.
-        chunks = np.full((num_chunks, len(prompts), max(n, 2)), nothing, np.int32)
-        chunks[..., :n] = rows.reshape(len(prompts), num_chunks, n).swapaxes(0, 1)
-        return jnp.asarray(chunks)
+    def chunked(rows: np.ndarray) -> jax.Array:
+        return jnp.asarray(rows.reshape(len(prompts), num_chunks, n).swapaxes(0, 1))
 
-    return chunked(tokens, 0), chunked(positions, -1)
+    return chunked(tokens), chunked(positions)
 
 
 def _plan_pages(

@@ -19,6 +19,7 @@ from pallas_attn import PagedKVCache, PagedLatentCache
 from pallas_attn._call.checks import check_int, fail
 from pallas_attn._call.device import current_device
 from pallas_attn._call.optional import needs_extra
+from pallas_attn._tile.quantization import is_quantized
 from pallas_attn.nn import LatentGQA, PagedAttention
 from pallas_attn.nn._new_tokens import once_for_all_layers
 from pallas_attn.nn.layers import PRECISION, RMSNorm, advanced, linear
@@ -225,7 +226,8 @@ class Llama(nnx.Module):
     ) -> PagedKVCache | PagedLatentCache:
         """An empty cache of the kind this model's attention wants, with `num_pages` pages for each layer.
 
-        dtype: of the cache; None means the model's. Latent caches have no other.
+        dtype: of the cache; None means the model's. Latent caches have no other. In an 8-bit one each page has scales
+            of its own (see `PagedKVCache`).
         """
         config = self.config
         sizes: dict[str, Any] = dict(
@@ -239,7 +241,8 @@ class Llama(nnx.Module):
             if sizes["dtype"] != self.dtype:
                 fail("create_cache", "dtype", f"{self.dtype} (the model's) with attention='mla'", str(dtype))
             return PagedLatentCache.create(**sizes)
-        return PagedKVCache.create(num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, **sizes)
+        heads = dict(num_kv_heads=config.num_kv_heads, head_dim=config.head_dim)
+        return PagedKVCache.create(**heads, **sizes, scale_per_page=is_quantized(sizes["dtype"]))
 
     def __call__(
         self,

@@ -90,10 +90,11 @@ class PagedAttention(nnx.Module):
             value: like the keys, in their dtype.
             cache: the pages of all layers, in the query's dtype or 8-bit with scales, for num_seqs sequences and
                 this num_kv_heads and head_dim. Donate it to the surrounding ``jax.jit``, or the write copies it.
-                The first prefill into an empty 8-bit cache (no ``seq_lens`` above 0) sets the layer's scales, with
-                room for values half as large again; prompts that join later find them set, and what they hold beyond
-                saturates (``cache.saturation`` says how much). Fed one token at a time from the start they stay 1,
-                unless you call ``cache.calibrate`` first.
+                An 8-bit one made with ``scale_per_page`` takes its scales from what is written, whatever it is. One
+                with scales of layers: the first prefill into it while empty (no ``seq_lens`` above 0) sets the layer's,
+                with room for values half as large again; prompts that join later find them set, and what they hold
+                beyond saturates (``cache.saturation`` says how much). Fed one token at a time from the start they stay
+                1, unless you call ``cache.calibrate`` first.
             layer: index of this layer in the cache, in ``[0, cache.num_layers)``; an int or an integer scalar that may
                 be traced. Out of range it is an error, or, traced, writes nothing and gives NaN.
             positions: ``[num_seqs, n]`` int32, or ragged ``[total_tokens]``: position of each token in its sequence,
