@@ -146,6 +146,18 @@ def test_a_prompts_file_that_is_no_text_is_named(tiny, capsys, tmp_path):
     assert capsys.readouterr().err == f"pallas-attn: error: generate: {expected}"
 
 
+def test_a_prompt_that_is_too_long_is_named_by_its_line(tiny, capsys, tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text("\na\n\n" + "b" * 60 + "\nc")
+    for options in ([], ["--num-pages", "2"], ["--check"]):
+        command = ["generate", "--model", tiny, "--raw", "--prompt", "a", "--prompts-file", str(path)]
+        assert main([*command, "--max-new-tokens", "8", *options]) == 1
+        err = capsys.readouterr().err
+        assert "60 + 8" in err
+        assert "--prompts-file, line 4" in err
+        assert err.count("\n") == 1
+
+
 def test_generate_repeats_with_its_seed(tiny, capsys):
     def answer(seed):
         options = ["--temperature", "2", "--seed", str(seed), "--max-new-tokens", "12"]
@@ -186,6 +198,10 @@ def test_check_agrees_with_transformers(tiny, capsys):
         ),
         (["--prompt", "a", "--implementation", "none"], "argument 'implementation': expected None or one of"),
         (["--prompt", "a", "--check", "--temperature", "1"], "'--check': expected greedy decoding"),
+        (
+            ["--prompt", "a", "--num-rows", "2"],
+            "'--num-rows': expected --prompts-file, and no --check, with it",
+        ),
     ],
     ids=lambda value: "-".join(value)[:30] if isinstance(value, list) else "",
 )

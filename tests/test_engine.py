@@ -132,6 +132,8 @@ def test_tokens_are_streamed_while_others_go_on(model, alone):
     assert next(left_early) == answer[0]
     left_early.close()
     assert not engine.busy
+    assert list(engine.stream(engine.submit(prompt, max_new_tokens=20), stop=lambda: True)) == []
+    assert not engine.busy
 
 
 def test_a_stop_token_ends_an_answer_in_the_middle_of_a_burst(model, alone):
@@ -211,13 +213,135 @@ def test_an_8_bit_cache_keeps_its_scales_while_pages_are_remembered(model, alone
     assert again.answer == first.answer
 
 
-def test_a_prompt_of_one_token_scales_an_8_bit_cache(model):
-    """Nothing later would: its meaning is settled by then."""
-    engine = Engine(model, **SIZES, cache_dtype=jnp.int8)
-    engine.submit([5], max_new_tokens=1)
-    engine.step()
-    assert (engine._cache.k_scale != 1).all()
-    assert (engine._cache.v_scale != 1).all()
+LARGER = 48
+"""Tokens from here on have keys and values 50 times as large."""
+
+
+@pytest.fixture(scope="module")
+def uneven():
+    """One layer: what a token's keys and values are depends on its place alone, not on what others have stored."""
+    model = tiny_llama(config=dataclasses.replace(TINY, num_layers=1))
+    half = TINY.hidden_size // 2
+    small, large = jnp.split(model.embedding[...], [LARGER])
+    model.embedding[...] = jnp.concatenate([small.at[:, half:].set(0), large.at[:, :half].set(0)])
+    kernel, keys = model.layers.attention.qkv_proj.kernel, TINY.num_heads * TINY.head_dim
+    kernel[...] = kernel[...].at[:, :half, keys:].divide(50)
+    return model
+
+
+@pytest.fixture(scope="module")
+def exact(uneven):
+    """Keys and values [tokens, 2 * heads, dim] of a request's tokens, in float32."""
+    size = TINY.context_length
+    tables, positions = jnp.zeros((1, 1), jnp.int32), jnp.arange(size, dtype=jnp.int32)[None]
+    cache = uneven.create_cache(num_pages=1, page_size=size, block_tables=tables)
+    fill = jax.jit(lambda tokens: uneven(tokens, positions, cache)[1])
+
+    def of(request) -> np.ndarray:
+        tokens = np.resize(np.array(request.tokens, np.int32), (1, size))
+        filled = fill(tokens)
+        return np.concatenate([filled.key_cache[0], filled.value_cache[0]], axis=1)[: request.computed]
+
+    return of
+
+
+def worst(engine: Engine, request, exact) -> float:
+    """The largest error of what a request has stored, in parts of the largest number of its page and head."""
+    cache, pages, right = engine._cache, np.array(request.pages), exact(request)
+    stored = []
+    for pool, scale in ((cache.key_cache, cache.k_scale), (cache.value_cache, cache.v_scale)):
+        of_pages = np.asarray(scale)[pages if cache.scale_per_page else 0 * pages]
+        stored.append(np.asarray(pool[pages], np.float32) * of_pages[:, None, :, None])
+    off = np.concatenate(stored, axis=2).reshape(-1, *right.shape[1:])[: len(right)] - right
+    size = cache.page_size
+    peaks = [
+        [np.abs(x[at : at + size]).max((0, 2)) for at in range(0, len(right), size)] for x in (off, right)
+    ]
+    return float(np.max(np.array(peaks[0]) / np.array(peaks[1])))
+
+
+def test_an_8_bit_cache_is_not_bound_to_its_first_request(uneven, exact):
+    """A token of small numbers alone, then prompts of large ones: they find a cache as good as new."""
+    prompt = np.random.default_rng(0).integers(LARGER, TINY.vocab_size, 11).tolist()
+
+    def error(*before: list[int], scale_per_page=True) -> float:
+        engine = Engine(uneven, **SIZES, cache_dtype=jnp.int8)
+        if not scale_per_page:
+            scales = {name: jnp.full((1, TINY.num_kv_heads), 1.0) for name in ("k_scale", "v_scale")}
+            engine._cache = engine._cache.replace(**scales, scale_per_page=False)
+        for tokens in before:
+            engine.submit(tokens, max_new_tokens=1)
+            run(engine)
+        request = engine.submit(prompt, max_new_tokens=20)
+        while len(request.answer) < 2:
+            engine.step()
+        return worst(engine, request, exact)
+
+    assert 1e-3 < error([5], [7, 8, 9]) == error() < 2 / 127
+    assert error([7, 8, 9], scale_per_page=False) > 0.5, "with scales of layers the first prompt decides"
+
+
+def test_8_bit_pages_carry_their_scales(uneven, exact):
+    """Shared, copied, given up and taken again, with small and large tokens in the same pages."""
+    rng = np.random.default_rng(1)
+    small = rng.integers(1, LARGER, 13).tolist()
+    large = rng.integers(LARGER, TINY.vocab_size, 18).tolist()
+    engine = Engine(uneven, **{**SIZES, "num_pages": 14, "burst": 2}, cache_dtype=jnp.int8)
+    requests, errors = [], []
+
+    def step():
+        engine.step()
+        errors.extend(worst(engine, request, exact) for request in requests if request.computed)
+
+    for prompt in (
+        small[:1],
+        [*small[:9], *large[:2], *small[9:]],
+        [*small[:9], *large[:5]],  # shares two pages, and copies the third, of which it has three tokens
+        large,
+        [*large[:17], *small[:3]],
+    ):
+        requests.append(engine.submit(prompt, max_new_tokens=14))
+        step()
+        step()
+    while engine.busy:
+        step()
+    assert any(request.reused % 4 for request in requests), "of a page that was copied"
+    assert any(request.preempted for request in requests)
+    assert len(errors) > 20
+    # A step of a page's scale is less than two parts in 127 of what it must hold.
+    assert max(errors) < 2 / 127
+
+
+@pytest.mark.parametrize("where", ["_copy", "_run", "compile", "complete"])
+def test_after_an_exception_the_next_step_makes_up_for_it(model, alone, where, monkeypatch):
+    """Wherever in a step it came, be it between its plan and its copies."""
+    engine = Engine(model, **SIZES)
+    (prompt, answer), other = alone[3], alone[-1]
+    engine.submit(prompt, max_new_tokens=1)
+    run(engine)
+    requests = [engine.submit(tokens, max_new_tokens=len(right)) for tokens, right in (alone[3], other)]
+    owner, name = (
+        (engine._scheduler, where) if where == "complete" else (engine, where.replace("compile", "_compile"))
+    )
+    if where == "compile":
+        engine._programs.clear()
+    working, failed = getattr(owner, name), []
+
+    def failing(*arguments, **more):
+        if len(failed) < 3:
+            failed.append(where)
+            raise KeyboardInterrupt
+        return working(*arguments, **more)
+
+    monkeypatch.setattr(owner, name, failing)
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    run(engine)
+    assert requests[0].reused == requests[1].reused + 2 == 29
+    assert [request.answer for request in requests] == [answer, other[1]]
+    engine._scheduler.prefixes.clear()
+    assert engine.free_pages == engine._scheduler.allocator.num_pages
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ class Device:
         self.scheduler = scheduler
         self.pool = [[None] * scheduler.page_size for _ in range(scheduler.allocator.num_pages)]
 
-    def run(self, step):
+    def run(self, step, complete=True):
         size, pool = self.scheduler.page_size, self.pool
         self.scheduler.begin(step)
         before = {target: list(pool[source]) for source, target in step.copies}
@@ -70,7 +70,7 @@ class Device:
                     new.append(
                         answer_to([pool[chunk.request.pages[i // size]][i % size] for i in range(at + 1)])
                     )
-        return self.scheduler.complete(step, answers)
+        return self.scheduler.complete(step, answers) if complete else []
 
 
 class Histories(RuleBasedStateMachine):
@@ -120,13 +120,21 @@ class Histories(RuleBasedStateMachine):
             assert oldest is None or oldest in [chunk.request.number for chunk in step.chunks]
             self.device.run(step)
 
+    @rule(begins=st.booleans())
+    def give_up(self, begins):
+        """An exception, before the step is on its way to the device or after."""
+        step = self.scheduler.next_step()
+        if begins:
+            self.device.run(step, complete=False)
+
     @invariant()
     def every_page_has_the_owners_that_hold_it(self):
         if not hasattr(self, "scheduler"):
             return
         scheduler = self.scheduler
         remembered = scheduler.prefixes.pages if scheduler.prefixes else []
-        holders = [page for r in self.requests for page in r.pages] + remembered
+        to_copy = [source for source, _ in scheduler._copies]
+        holders = [page for r in self.requests for page in r.pages] + remembered + to_copy
         for page in range(scheduler.allocator.num_pages):
             assert scheduler.allocator.references(page) == holders.count(page)
         rows = [request.row for request in scheduler.running]
@@ -220,6 +228,30 @@ def test_a_step_that_is_given_up_may_be_followed_by_another():
     while scheduler.busy:
         device.run(scheduler.next_step())
     assert first.answer == whole_answer([1], 9, stops=False)
+
+
+def test_copies_of_a_step_that_is_given_up_are_made_by_the_next():
+    scheduler, device = scheduler_of(step_tokens=32, num_rows=3, num_pages=16)
+    device.run((scheduler.submit([1, 2, 3, 4, 5, 6], 1), scheduler.next_step())[1])
+    second, third = (scheduler.submit([1, 2, 3, 4, 5, last], 1) for last in (1, 2))
+    first_try = scheduler.next_step()
+    assert len(first_try.copies) == 2
+    scheduler.cancel(third)
+    step = scheduler.next_step()
+    assert step.copies == first_try.copies[:1], "and not into a page that is nobody's"
+    device.run(step)
+    assert second.answer == whole_answer(second.prompt, 1)
+    assert not scheduler.next_step().copies
+
+
+def test_tokens_that_never_came_are_asked_for_again():
+    scheduler, device = scheduler_of(burst=4)
+    request = scheduler.submit([1], 9)
+    device.run(scheduler.next_step())
+    device.run(scheduler.next_step(), complete=False)
+    while scheduler.busy:
+        device.run(scheduler.next_step())
+    assert request.answer == whole_answer([1], 9, stops=False)
 
 
 def test_what_was_used_last_is_evicted_last():

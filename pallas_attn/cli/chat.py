@@ -5,7 +5,6 @@ tokens (prefix_cache.py), so only what is new is computed.
 """
 
 import dataclasses
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -17,7 +16,6 @@ from pallas_attn import _interrupt
 from pallas_attn._call.checks import fail
 from pallas_attn._interrupt import INTERRUPTED
 from pallas_attn.models import Engine, LoadedModel, Sampling
-from pallas_attn.models.scheduler import Request
 
 from .generate import load
 
@@ -129,10 +127,10 @@ class Chat:
         request = self._engine.submit(prompt, max_new_tokens=room, sampling=self._sampling)
         started, text = time.perf_counter(), ""
         with _interrupt.heard() as stopped:
-            for piece in pieces(self._tokenizer.decode, self._tokens(request, stopped)):
+            tokens = self._engine.stream(request, stopped.is_set)
+            for piece in pieces(self._tokenizer.decode, tokens):
                 text += piece
                 self._out.print(piece, end="")
-            self._engine.cancel(request)
         seconds = time.perf_counter() - started
         self._out.print()
         self.messages.append({"role": "assistant", "content": text})
@@ -142,11 +140,6 @@ class Chat:
             f"{request.reused} were in the cache{ended}]",
             style="dim",
         )
-
-    def _tokens(self, request: Request, stopped: threading.Event) -> Iterator[int]:
-        """Those of the answer, as they come, until it ends or is stopped, be it before the first."""
-        while not request.done and not stopped.is_set():
-            yield from self._engine.step().get(request, ())
 
     def _fitting_prompt(self) -> list[int]:
         """The conversation's tokens, without its oldest turns if there would be no room for an answer."""

@@ -157,7 +157,9 @@ def generate(
     num_pages: Annotated[
         int | None, typer.Option(help="Pages of the KV cache per layer.", show_default="just enough")
     ] = None,
-    num_rows: Annotated[int, typer.Option(help="Prompts of --prompts-file that run at once.")] = 16,
+    num_rows: Annotated[
+        int | None, typer.Option(help="Prompts of --prompts-file that run at once.", show_default="16")
+    ] = None,
     prefill_chunk: Annotated[
         int | None,
         typer.Option(

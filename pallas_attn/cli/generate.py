@@ -4,10 +4,13 @@ Prompts of the command line are one batch, through `generate`. Those of a file m
 which runs some at a time and lets others join as they end.
 """
 
+import contextlib
 import dataclasses
+import re
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -34,7 +37,7 @@ from .bar import Bar
 LOGIT_TOLERANCE = 2e-3
 _TIMED_RUNS = 3
 # Nobody waits for single tokens here.
-_STEP_TOKENS, _BURST = 256, 32
+_NUM_ROWS, _STEP_TOKENS, _BURST = 16, 256, 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +56,7 @@ class GenerateOptions:
     cache_dtype: str | None
     page_size: int
     num_pages: int | None
-    num_rows: int
+    num_rows: int | None
     prefill_chunk: int | None
     attention: Literal["gqa", "mla"]
     implementation: str | None
@@ -69,7 +72,10 @@ def run_generate(options: GenerateOptions) -> int:
     Raises:
         ValueError, OSError, ImportError: what the user has to change, in one line.
     """
-    texts = _read_prompts(options)
+    texts, origins = _read_prompts(options)
+    by_engine = options.prompts_file is not None and not options.check
+    if options.num_rows is not None and not by_engine:
+        fail("generate", "--num-rows", "--prompts-file, and no --check, with it", "one batch of all prompts")
     if options.check:
         if options.temperature > 0:
             fail("generate", "--check", "greedy decoding (--temperature 0)", str(options.temperature))
@@ -79,14 +85,13 @@ def run_generate(options: GenerateOptions) -> int:
     loaded = load(err, options.model, options.dtype, options.attention, options.implementation)
     tokenizer = loaded.tokenizer
     prompts = [tokenizer.encode(text if options.raw else _as_chat(loaded, text)) for text in texts]
-    by_engine = options.prompts_file is not None and not options.check
 
     generation = None
     with record_implementations() as served:
         if by_engine:
-            answers, figures = _through_engine(loaded, prompts, options, err)
+            answers, figures = _through_engine(loaded, prompts, origins, options, err)
         else:
-            with Bar(err, "generating", "tokens") as report:
+            with _named(origins), Bar(err, "generating", "tokens") as report:
                 generation = _generate(loaded, prompts, options, progress=report)
             answers, figures = [generation.row(i) for i in range(len(prompts))], _figures(generation)
 
@@ -121,18 +126,31 @@ def _path(model: Path | None) -> Path:
     return default_model_path() if model is None else model
 
 
-def _read_prompts(options: GenerateOptions) -> list[str]:
+def _read_prompts(options: GenerateOptions) -> tuple[list[str], list[str]]:
+    """The prompts, and where each comes from, in words."""
     texts = list(options.prompts)
+    origins = [f"--prompt {index + 1}" for index in range(len(texts))]
     for index, text in enumerate(texts):
         if not text.strip():
             fail("generate", "--prompt", "some text in each", f"prompt {index + 1} without any")
     if options.prompts_file is not None:
         # What else Python takes for the end of a line may be part of a prompt.
         lines = _read_text(options.prompts_file).split("\n")
-        texts += [line.strip() for line in lines if line.strip()]
+        found = {index + 1: line.strip() for index, line in enumerate(lines) if line.strip()}
+        texts += found.values()
+        origins += [f"--prompts-file, line {number}" for number in found]
     if not texts:
         fail("generate", "--prompt", "at least one prompt, here or in --prompts-file", "none")
-    return texts
+    return texts, origins
+
+
+@contextlib.contextmanager
+def _named(origins: list[str]) -> Iterator[None]:
+    """A prompt that is refused is named by where it comes from, not by its place among all."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(re.sub(r"prompts\[(\d+)\]", lambda at: origins[int(at[1])], str(error))) from None
 
 
 def _read_text(path: Path) -> str:
@@ -170,7 +188,7 @@ def _generate(loaded: LoadedModel, prompts: list[list[int]], options: GenerateOp
 def _engine(loaded: LoadedModel, prompts: list[list[int]], options: GenerateOptions) -> Engine:
     if options.prefill_chunk is not None:
         check_int("generate", "prefill_chunk", options.prefill_chunk, least=1)
-    rows = min(options.num_rows, len(prompts))
+    rows = min(_NUM_ROWS if options.num_rows is None else options.num_rows, len(prompts))
     longest = max(map(len, prompts)) + options.max_new_tokens
     return Engine(
         loaded.model,
@@ -187,7 +205,11 @@ def _engine(loaded: LoadedModel, prompts: list[list[int]], options: GenerateOpti
 
 
 def _through_engine(
-    loaded: LoadedModel, prompts: list[list[int]], options: GenerateOptions, err: Console
+    loaded: LoadedModel,
+    prompts: list[list[int]],
+    origins: list[str],
+    options: GenerateOptions,
+    err: Console,
 ) -> tuple[list[list[int]], list[str]]:
     """The answers, and lines about how it went."""
     sampling = Sampling(options.temperature, None, options.top_p, options.seed)
@@ -195,7 +217,10 @@ def _through_engine(
     requests = []
     for index, prompt in enumerate(prompts):
         sampling = dataclasses.replace(sampling, seed=(options.seed + index) % 2**32)
-        requests.append(engine.submit(prompt, max_new_tokens=options.max_new_tokens, sampling=sampling))
+        try:
+            requests.append(engine.submit(prompt, max_new_tokens=options.max_new_tokens, sampling=sampling))
+        except ValueError as error:
+            raise ValueError(f"{error} ({origins[index]})") from None
     tokens, seconds = 0, 0.0
     with Bar(err, "generating", "prompts") as report:
         while engine.busy:

@@ -58,7 +58,8 @@ class Engine:
         step_tokens: most tokens of a mixed step, at least `num_rows`: a long prompt takes several steps.
         burst: most tokens of an answer in a step in which no prompt is read.
         prefix_cache: whether equal prefixes share pages.
-        cache_dtype: of the cache, as in `generate`; None: the model's. An 8-bit cache is scaled by the first step.
+        cache_dtype: of the cache, as in `generate`; None: the model's. An 8-bit cache has scales of each page, which
+            grow with what it holds: what a request finds does not depend on those that were served before.
         stop_token_ids: tokens that end an answer.
 
     Attributes:
@@ -154,7 +155,10 @@ class Engine:
         self._sampling.pop(request, None)
 
     def step(self) -> dict[Request, list[int]]:
-        """Computes one step. The new tokens of each request that got some; nothing happens if none is left."""
+        """Computes one step. The new tokens of each request that got some; nothing happens if none is left.
+
+        After an exception in it, Ctrl-C for one, the next step makes up for what this one did not do.
+        """
         step = self._scheduler.next_step()
         if not step.chunks:
             return {}
@@ -163,8 +167,7 @@ class Engine:
             self._fill_row(chunk.row, chunk.request)
         if step.copies:
             self._copy(step.copies)
-        # The first one scales an 8-bit cache, which decoding does not.
-        chosen = self._mixed(step) if step.reads_prompts or self.steps == 1 else self._decode(step)
+        chosen = self._mixed(step) if step.reads_prompts else self._decode(step)
         # The device is not waited for before there is nothing else to do.
         self._scheduler.begin(step)
         by_row = np.asarray(chosen).T.tolist()
@@ -178,14 +181,14 @@ class Engine:
                 del self._sampling[request]
         return tokens
 
-    def stream(self, request: Request) -> Iterator[int]:
+    def stream(self, request: Request, stop: Callable[[], bool] = lambda: False) -> Iterator[int]:
         """The tokens of a request's answer, as they come; other requests go on meanwhile. Leaving the loop early
-        cancels the request."""
+        cancels the request, and so does `stop`, which is asked before each step, when it returns true."""
         given = 0
         try:
             while True:
                 yield from request.answer[given : (given := len(request.answer))]
-                if request.done:
+                if request.done or stop():
                     return
                 self.step()
         finally:

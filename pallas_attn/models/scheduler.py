@@ -138,7 +138,9 @@ class Scheduler:
         self.waiting: list[Request] = []  # oldest first
         self._rows = list(range(num_rows - 1, -1, -1))
         self._numbers = itertools.count()
-        self._copied: list[int] = []
+        # What a step that was given up leaves to the next one: planned and not begun, begun and not completed.
+        self._copies: list[tuple[int, int]] = []
+        self._unanswered: Sequence[Chunk] = ()
 
     @property
     def busy(self) -> bool:
@@ -169,7 +171,15 @@ class Scheduler:
         request.done = True
 
     def next_step(self) -> Step:
-        """What to compute next; its chunks are none only if nothing is left to do."""
+        """What to compute next; its chunks are none only if nothing is left to do.
+
+        A step that was given up, by an exception wherever it had got, is made up for: copies that never began are part
+        of this one, and so are tokens whose answers never came.
+        """
+        for chunk in self._unanswered:
+            if chunk.answers and not chunk.request.done:
+                chunk.request.computed -= 1
+        self._unanswered = ()
         chunks, left = [], self.step_tokens
         # Requests join in the order of their numbers, and one at a time takes what is left of a step. So only the
         # newest may have more than one token to compute, and it comes last.
@@ -178,16 +188,14 @@ class Scheduler:
             if request.row is not None and count and self._grow(request, request.computed + count):
                 chunks.append(Chunk(request, request.computed, count))
                 left -= count
-        copies = []
         while left and self.waiting and self._rows and (joined := self._join(self.waiting[0], left)):
             request, copied = self.waiting.pop(0), joined.partial
             self.running.append(request)
             if copied:
-                copies.append((copied[0], request.pages[len(joined.shared)]))
-                self._copied.append(copied[0])
+                self._copies.append((copied[0], request.pages[len(joined.shared)]))
             chunks.append(Chunk(request, request.computed, min(request.missing, left)))
             left -= chunks[-1].count
-        step = Step(chunks, copies)
+        step = Step(chunks, list(self._copies))
         if not step.reads_prompts:
             step.chunks[:] = [dataclasses.replace(chunk, ahead=self._ahead(chunk)) for chunk in chunks]
         return step
@@ -195,8 +203,9 @@ class Scheduler:
     def begin(self, step: Step) -> None:
         """As soon as a step is on its way to the device, which computes steps in their order: what it computes is there
         for those that follow it. So the host remembers prompts while the device reads them."""
-        self.allocator.free(self._copied)
-        self._copied.clear()
+        self.allocator.free([source for source, _ in self._copies])
+        self._copies.clear()
+        self._unanswered = step.chunks
         for chunk in step.chunks:
             request = chunk.request
             request.computed += chunk.count
@@ -223,6 +232,7 @@ class Scheduler:
                 self._remember(request, full_only=False)
                 self._leave(request)
                 request.done = True
+        self._unanswered = ()
         return answered
 
     def _join(self, request: Request, left: int) -> Match | None:
@@ -284,7 +294,9 @@ class Scheduler:
         assert request.row is not None
         self.running.remove(request)
         self._rows.append(request.row)
-        self.allocator.free(request.pages)
+        of_nobody = [copy for copy in self._copies if copy[1] in request.pages]
+        self._copies = [copy for copy in self._copies if copy not in of_nobody]
+        self.allocator.free([*request.pages, *(source for source, _ in of_nobody)])
         request.pages, request.computed, request.row = [], 0, None
 
     def _remember(self, request: Request, *, full_only: bool) -> None:
