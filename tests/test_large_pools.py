@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import COMPILED
 
 import pallas_attn
 
@@ -105,3 +106,26 @@ def test_latents_anywhere():
     assert written_tokens(large) == len(new), "tokens elsewhere"
     for out, right in zip(found, expected, strict=True):
         np.testing.assert_allclose(np.float32(out), np.float32(right), rtol=0.03, atol=0.02)
+
+
+@pytest.mark.parametrize("implementation", COMPILED)
+@pytest.mark.parametrize("num_heads", [16, 32])
+def test_plain_latents_anywhere(num_heads, implementation):
+    """By both walks over tokens: which it is depends on the rows."""
+    page_size = 64
+    page_elements = page_size * 576
+    num_pages = LIMIT // page_elements + 2
+    pages = spread_pages(num_pages, page_elements)
+    new = jax.random.normal(jax.random.key(0), (len(pages), page_size, 1, 576), jnp.bfloat16)
+    query = jax.random.normal(jax.random.key(1), (1, 1, num_heads, 576), jnp.bfloat16)
+    lens = jnp.array([len(pages) * page_size - 3], jnp.int32)
+    large = jnp.zeros((num_pages, page_size, 1, 576), jnp.bfloat16).at[pages].set(new)
+    assert large.size > LIMIT
+
+    def attend(pool, pages, implementation):
+        tables = jnp.asarray(pages, jnp.int32)[None]
+        out = pallas_attn.mla_decode(query, pool, tables, lens, implementation=implementation)
+        return np.asarray(out, np.float32)
+
+    expected = attend(new, np.arange(len(pages)), "xla")
+    np.testing.assert_allclose(attend(large, pages, implementation), expected, rtol=0.02, atol=0.02)

@@ -10,7 +10,7 @@ import pytest
 import pallas_attn
 from pallas_attn._call import ffi
 from pallas_attn._call.device import Device
-from pallas_attn.ops.mla_decode.config import MLADecodeConfig, heuristic
+from pallas_attn.ops.mla_decode.config import MLADecodeConfig, heuristic, shared_bytes
 
 # (num_heads, q_len, page_size, dtype, scheduled)
 SHAPES = [
@@ -85,6 +85,17 @@ def test_64_rows_use_asynchronous_products_without_repeating_them():
     assert attend.ptx.count("wgmma.mma_async") == 2 * 36 + 2
 
 
+@pytest.mark.parametrize("num_pages", [9000, 2**31 // (64 * 576) + 1])
+def test_32_rows_are_the_narrow_side_of_asynchronous_products(num_pages):
+    """36 steps of 16 over 576, and for each of 8 x 64 dims 4 over a tile's tokens; none of it warp by warp. Queries
+    lie in shared memory beside two tiles and the weights, and are written there before the loop over tiles."""
+    lowered = lowered_call(32, 1, 64, jnp.bfloat16, True, num_pages=num_pages)
+    [attend, _] = lowering.compile_kernels(lowered, 90)
+    assert attend.ptx.count("wgmma.mma_async") == 36 + 8 * 4
+    assert "mma.sync" not in attend.ptx
+    assert attend.shared_bytes == shared_bytes(32, 64, 2, fp8=False, turned=True)
+
+
 def test_nothing_else_touches_the_cache():
     """The module holds our kernels and no XLA op that touches the pool: no gather, no transpose, no copy."""
     lowered = lowered_call(*SHAPES[0])
@@ -119,6 +130,7 @@ def test_heuristic_fits_small_shared_memories(num_heads, page_size, sm):
         ((64, 64, 0, 64, 132, 8, 4), 64, jnp.uint8, 273408),
         ((64, 32, 0, 64, 132, 8, 5), 64, jnp.bfloat16, 258048),
         ((16, 128, 0, 64, 132, 8, 5), 128, jnp.bfloat16, 313344),
+        ((32, 64, 0, 64, 132, 4, 3), 64, jnp.bfloat16, 262144),  # products transposed
         ((16, 128, 0, 64, 132, 8, 4), 128, jnp.bfloat16, None),  # a look-up per token: one buffer
         ((64, 64, 0, 64, 132, 8, 3), 64, jnp.uint8, None),
     ],

@@ -144,6 +144,7 @@ OTHERS: dict[str, tuple[Callable[..., Any], tuple[int, ...], dict[str, Any]]] = 
     "blocksparse": (blocksparse, (64, 1024), {}),
     "growing": (growing, (80, "PACKED", "int8"), {}),
     "latents": (latents, (), {}),
+    "mla of 32 rows": (lowered_modules.mla, (128, 64, 32, 1, 1, 64), {}),
     "sparse": (sparse, (128,), {}),
     "sparse prefill": (sparse_prefill, (576,), {}),
     "sparse prefill fp8": (sparse_prefill, (656,), {}),

@@ -49,7 +49,9 @@ class MLADecodePoint(PagedPoint):
             tiles = [(64, 32, 8, 2), (64, 32, 8, 3), (64, 32, 8, 4), (64, 16, 8, 4), (32, 32, 4, 3)]
         else:
             block_q = self.config().block_q
-            shapes = [(64, 4, 2), (64, 4, 3), (64, 8, 3), (32, 4, 3), (32, 4, 4), (32, 4, 5), (16, 4, 4)]
+            # Four warps turn 32 rows (turned.py), and then two buffers are all there is room for.
+            deep = [(64, 4, 3)] if block_q == 16 else []
+            shapes = [*deep, (64, 4, 2), (64, 8, 3), (32, 4, 3), (32, 4, 4), (32, 4, 5), (16, 4, 4)]
             tiles = [(block_q, *shape) for shape in shapes]
         cores = current_device().num_cores
         splits: list[Fields] = [{}]

@@ -14,6 +14,7 @@ MIN_SPLIT_TOKENS = 64
 # Pieces of a batch-invariant call. Beyond 65536 tokens they grow, or a wide table would ask for room without end.
 INVARIANT_TOKENS, INVARIANT_SPLITS = 1024, 64
 TOKEN_BYTES = 2 * QUERY_DIM
+TURNED_TILE = 32, 64  # (block_q, block_kv) for which products are transposed
 RESERVED_BYTES = 8192  # of shared memory, for page ids and reductions
 
 
@@ -30,6 +31,9 @@ class MLADecodeConfig(SplitKVConfig):
     split_tokens: above 0, pieces have this many tokens, or more in sequences that would else have more than
         `num_splits`, instead of a share of the batch's work: what is cut where depends on the sequence alone.
     num_warps, num_stages: Triton's warps per program and depth of software pipelining.
+
+    On sm_90, 32 rows and tiles of 64 tokens inside a page go to four warps, a warpgroup, with products transposed
+    (turned.py); fp8 latents do not.
     """
 
     target_programs: int = 132
@@ -50,6 +54,17 @@ def heuristic(*, rows: int, page_size: int, device: Device, fp8: bool = False) -
     )
 
 
+def is_turned(config: SplitKVConfig, *, page_size: int, device: Device, fp8: bool) -> bool:
+    """Whether the kernel's products are transposed."""
+    one_warpgroup = (config.block_q, config.block_kv, config.num_warps) == (*TURNED_TILE, 4)
+    return one_warpgroup and _may_turn(page_size, device, fp8)
+
+
+def _may_turn(page_size: int, device: Device, fp8: bool) -> bool:
+    # Blackwell's asynchronous products are others.
+    return device.compute_capability in (None, 90) and page_size % TURNED_TILE[1] == 0 and not fp8
+
+
 def invariant(some: MLADecodeConfig) -> MLADecodeConfig:
     """For calls whose bits must not depend on the batch, of which the heuristic knows nothing."""
     return dataclasses.replace(some, split_tokens=INVARIANT_TOKENS, num_splits=INVARIANT_SPLITS)
@@ -58,15 +73,18 @@ def invariant(some: MLADecodeConfig) -> MLADecodeConfig:
 def _tile(block_q: int, page_size: int, device: Device, fp8: bool) -> tuple[int, int, int]:
     """(block_kv, num_warps, num_stages): the deepest pipeline of the largest tile that shared memory holds.
 
-    One program fills a multiprocessor. The matrix units wait for memory with few query rows, and four warps read the
-    queries fewer times from shared memory than eight; 32 rows in tiles of 64 spill with four, and 64 rows have
-    accumulators for eight. fp8 latents pass through registers on their way to bf16, which with four warps spill.
+    One program fills a multiprocessor. The matrix units wait for memory with few query rows, and four warps
+    read the queries fewer times from shared memory than eight; 32 rows in tiles of 64 spill with four unless
+    they are turned, and 64 rows have accumulators for eight. fp8 latents pass through registers on their way
+    to bf16, which with four warps spill.
     """
     asynchronous = block_q >= latent_problem.WGMMA_ROWS
     if fp8:
         tiles = [(32, 8, 3)] if asynchronous else [(64, 8, 3), (32, 8, 3), (16, 4, 3)]
     elif asynchronous:
         tiles = [(32, 8, 4), (32, 8, 3)]
+    elif block_q == TURNED_TILE[0] and _may_turn(page_size, device, fp8):
+        tiles = [(TURNED_TILE[1], 4, 2)]
     else:
         tiles = [(64, 8 if block_q == 32 else 4, 3), (32, 4, 4), (32, 4, 3), (16, 4, 3)]
 
@@ -85,13 +103,14 @@ def _tile(block_q: int, page_size: int, device: Device, fp8: bool) -> tuple[int,
     return block_kv, num_warps, num_stages if page_size % block_kv == 0 else 2 * num_stages - 1
 
 
-def shared_bytes(block_q: int, block_kv: int, num_stages: int, *, fp8: bool) -> int:
+def shared_bytes(block_q: int, block_kv: int, num_stages: int, *, fp8: bool, turned: bool = False) -> int:
     """That a program's queries and tiles take where a tile needs one look-up."""
     if fp8:  # beside the one buffer in bf16
         return (block_q + block_kv) * TOKEN_BYTES + (num_stages - 1) * block_kv * FP8_TOKEN_BYTES
     # Asynchronous products may still read a tile when the next load is issued: one more buffer.
-    more = 0 if block_q >= latent_problem.WGMMA_ROWS else -1
-    return (block_q + max(1, num_stages + more) * block_kv) * TOKEN_BYTES
+    more = 0 if turned or block_q >= latent_problem.WGMMA_ROWS else -1
+    weights = 2 * block_q * block_kv if turned else 0
+    return (block_q + max(1, num_stages + more) * block_kv) * TOKEN_BYTES + weights
 
 
 def check_fits(config: MLADecodeConfig, *, page_size: int, device: Device, fp8: bool) -> None:
@@ -100,7 +119,9 @@ def check_fits(config: MLADecodeConfig, *, page_size: int, device: Device, fp8: 
     # A look-up per token takes every other stage.
     if block_kv > BLOCK_TOKENS or page_size % block_kv:
         num_stages = max(min(num_stages, 2), (num_stages + 1) // 2)
-    needed, most = shared_bytes(block_q, block_kv, num_stages, fp8=fp8), device.shared_kib * 1024
+    turned = is_turned(config, page_size=page_size, device=device, fp8=fp8)
+    needed = shared_bytes(block_q, block_kv, num_stages, fp8=fp8, turned=turned)
+    most = device.shared_kib * 1024
     if needed > most:
         sizes = f"block_q={block_q}, block_kv={block_kv}, num_stages={config.num_stages}"
         limit = f"tiles that fit in {most} bytes of shared memory"

@@ -21,15 +21,15 @@ from pallas_attn._tile import latent_tile, logits, masking, merge, pages, result
 from pallas_attn._tile.latents import LATENT_DIM
 from pallas_attn._tile.layout import pool_shape
 from pallas_attn._tile.pieces import FairPieces, Piece, ScheduledPieces, each, fair
+from pallas_attn.ops.mla_decode import turned
 from pallas_attn.ops.mla_decode.config import MLADecodeConfig
 from pallas_attn.ops.mla_decode.problem import Problem
 from pallas_attn.ops.mla_decode.schedule import MLASchedule
+from pallas_attn.ops.mla_decode.turned import LATENTS
 
 # With this many the weights' sum over a tile, which takes shuffles and barriers, is left for the end. Elsewhere that
 # measured slower, or was not tried.
 LATE_SUM_ROWS = 32
-# Latents are read once by each block of query rows: what else is in L2 is worth more.
-LATENTS = "evict_first"
 # Results are read again soon. While they stay in L2, their writes do not disturb the reads of latents: in device memory
 # they cost several times their bytes.
 RESULTS = "evict_last"
@@ -63,6 +63,8 @@ def mla_decode_pallas(
         causal=causal and q_len > 1,
         num_parts=num_parts,
     )
+    if problem.turned:
+        latent_cache = latent_cache.reshape(latent_cache.shape[0], -1)
     body = _sliced_kernel if num_parts is None else _scheduled_kernel
     outputs = triton.kernel_call(
         functools.partial(body, problem=problem),
@@ -146,7 +148,8 @@ def _serve(
     seq_len = jnp.clip(stored_len, 0, problem.max_len)
     # Query token i of q_len is the sequence's token seq_len - q_len + i, and sees itself and what is before it.
     row_end = jnp.minimum(end, seq_len - (problem.q_len - 1) + mine.token) if problem.causal else None
-    state, bad = _walk_tokens(query, cache_ref, tables_ref, seq, mine.kv_head, begin, end, row_end, problem)
+    walk = turned.walk_tokens if problem.turned else _walk_tokens
+    state, bad = walk(query, cache_ref, tables_ref, seq, mine.kv_head, begin, end, row_end, problem)
     out, lse2 = softmax.finish(state)
     done = result.Result(mine, leading, problem.latent_chunks, out, lse2).poisoned(
         bad | (stored_len != seq_len)

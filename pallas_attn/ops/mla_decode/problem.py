@@ -2,8 +2,11 @@
 
 import dataclasses
 
+from pallas_attn._call.device import current_device
 from pallas_attn._tile import pieces
 from pallas_attn._tile.latent_problem import LatentProblem
+from pallas_attn._tile.latents import TOKEN_BYTES
+from pallas_attn.ops.mla_decode.config import is_turned
 from pallas_attn.ops.mla_decode.schedule import BLOCK_TOKENS
 
 
@@ -21,3 +24,13 @@ class Problem(LatentProblem):
     def page_per_tile(self) -> bool:
         """Whether a tile never crosses a page, so that one table entry serves it."""
         return self.config.block_kv <= BLOCK_TOKENS and self.pool.page_size % self.config.block_kv == 0
+
+    @property
+    def turned(self) -> bool:
+        """Whether both products are transposed (turned.py)."""
+        fp8 = self.pool.head_dim == TOKEN_BYTES
+        return is_turned(self.config, page_size=self.pool.page_size, device=current_device(), fp8=fp8)
+
+    @property
+    def asynchronous(self) -> bool:
+        return self.turned or super().asynchronous
