@@ -66,6 +66,7 @@ OPERATIONS: dict[str, tuple[Callable[..., Any], str, float]] = {
     "all and any": (lambda x: x + jnp.all(x > -9, axis=1)[:, None] + jnp.any(x > 2.5, axis=0), "f", 1e-6),
     "cumulative sum": (lambda i: jnp.cumsum(i, axis=1) + lax.cumsum(i, axis=0, reverse=True), "i", 0),
     "transpose": (lambda x: x.T.reshape(SHAPE) + x.reshape(64, 32).T, "f", 0),
+    "stack": (lambda x: jnp.sum(jnp.stack([x, x * x], axis=-1), axis=-1), "f", 1e-6),
     "new axes": (lambda x: (x[:, None, :] + 1).reshape(SHAPE), "f", 0),
     "iota": (lambda i: i + lax.broadcasted_iota(I32, SHAPE, 0) * lax.broadcasted_iota(I32, SHAPE, 1), "i", 0),
     "product": (lambda b: row_sums(jnp.dot(b, b.T, preferred_element_type=F32)), "b", 1e-3),

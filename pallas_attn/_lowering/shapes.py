@@ -92,6 +92,18 @@ def _(kernel: Kernel, equation, value):
     return transpose(kernel.write, value, equation.params["permutation"])
 
 
+@rule("stack")
+def _(kernel: Kernel, equation, *values):
+    shape = equation.outvars[0].aval.shape
+    if len(values) != 2 or equation.params["axis"] != len(shape) - 1:
+        raise NotImplementedError(f"{kernel.name}: a stack of other than two, or not along the last axis")
+    one, other = values
+    to = Value("", shape, one.dtype)
+    return kernel.write.define(
+        f"tt.join {one.name}, {other.name} : {one.type} -> {to.type}", shape, one.dtype
+    )
+
+
 def reduce(write: Writer, value: Value, axis: int, combine: str) -> Value:
     shape = (*value.shape[:axis], *value.shape[axis + 1 :])
     return _combined(write, "tt.reduce", f"axis = {axis} : i32", value, shape, combine)
