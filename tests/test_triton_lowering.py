@@ -76,6 +76,14 @@ SPILLED = {"latent prefill": 592}
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("triton", lowering.TRITONS)
+def test_values_of_bytes_are_not_read_by_bytes(triton):
+    """`narrow.settled` holds conversions back by what Triton does with it, so with every Triton."""
+    attend, *_ = kernels_of("paged")
+    assert not re.findall(r"ld\.shared\S*\.[bsu]8\b", attend.compile(triton).ptx)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("triton", lowering.TRITONS[:-1])
 @pytest.mark.parametrize("name", OLDER)
 def test_older_tritons_compile_it(name, triton):

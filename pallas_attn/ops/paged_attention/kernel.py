@@ -18,6 +18,7 @@ from pallas_attn._tile import (
     logits,
     masking,
     merge,
+    narrow,
     pages,
     quantization,
     result,
@@ -149,6 +150,8 @@ def _serve(
         sink = triton.load(extra_refs["sinks"].at[mine.head], mask=mine.real, other=0.0) * softmax.LOG2_E
         state = softmax.join(state, jnp.where((piece.index == 0) & (seq_len > 0), sink, np.float32(-np.inf)))
     out, lse2 = softmax.finish(state)
+    if narrow.deals(value_ref.dtype, q.dtype, problem.layout):
+        out = narrow.in_order(out)
     if "v_scale" in extra_refs and not quantization.is_by_page(extra_refs, "v_scale"):
         out *= triton.load(extra_refs["v_scale"].at[mine.kv_head])
     # A length that cannot be right; for a page id see _walk_tiles.
@@ -175,7 +178,7 @@ def _read_tile(
     key_ref, value_ref, tables_ref, extra_refs, seq, kv_head, problem: Problem, dtype, start, held
 ):  # fmt: skip
     """(keys [block_kv, dims], their pages' scale or None, values, which tokens' pages exist): in `dtype`, 0 where
-    nothing was read; of scales, only a page's of the values is applied.
+    nothing was read; of scales, only a page's of the values is applied. Columns of values are dealt if `narrow.deals`.
 
     `start` is the tile's first token, `held` says which of its tokens hold something.
     """
@@ -197,7 +200,9 @@ def _read_tile(
     )
     if value_scale is not None:
         values = values.astype(jnp.float32) * value_scale[:, None]
-    return keys.astype(dtype), key_scale, values.astype(dtype), usable
+    deals = narrow.deals(value_ref.dtype, dtype, problem.layout)
+    values = narrow.operand(values, dtype) if deals else values.astype(dtype)
+    return keys.astype(dtype), key_scale, values, usable
 
 
 def _logits2(
