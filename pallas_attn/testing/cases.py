@@ -292,7 +292,8 @@ def _ragged_tests() -> list[RaggedCase]:
     return [
         RaggedCase(lens, 4, 2, 64, 16, q_lens=q_lens, config=cut, uses=FAST),
         RaggedCase(
-            lens, 7, 1, 128, 1, q_lens=q_lens, cache_dtype="float8_e5m2", short=False, padding=0, spare_seqs=0
+            lens, 7, 1, 128, 1, q_lens=q_lens, cache_dtype="float8_e5m2", short=False, padding=0, spare_seqs=0,
+            config=(("block_q", 64),),
         ),
         RaggedCase(lens, 6, 2, 80, 16, "float16", "HND", q_lens=q_lens, sliding_window=20, config=small),
         RaggedCase(lens, 3, 1, 192, 64, "float32", q_lens=q_lens, value_dim=128),

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn._tile import masking, merge, quantization, result, rows, softmax, triton
+from pallas_attn._tile import masking, merge, narrow, quantization, result, rows, softmax, triton
 from pallas_attn._tile.layout import PoolShape
 from pallas_attn.ops.ragged_attention.blocks import Block, Lens
 from pallas_attn.ops.ragged_attention.config import RaggedAttentionConfig
@@ -75,11 +75,33 @@ def ragged_attention_pallas(
         skip_decode=skip_decode,
         launches=(config.long, config.short) if config.short else (config.long,),
     )
+    out_dtype = out_dtype or query.dtype
+    if sources.new is None:
+        # Here and not in the kernel: what is computed there reaches an asynchronous product through registers, read
+        # anew for every tile of keys; what is only loaded stays in shared memory. New tokens beside a quantised cache
+        # are not quantised, and both meet the same queries.
+        as_cached = quantization.compute_dtype(query.dtype, sources.key_cache.dtype, extras)
+        query = quantization.query_as(query, as_cached)
     done = kept
     for one in problem.each():
-        done = _launch(one, query, sources, lens, extras, done, out_dtype or query.dtype, lowering)
+        mine = _dealt(query) if _deals_keys(one, sources, query.dtype) else query
+        done = _launch(one, mine, sources, lens, extras, done, out_dtype, lowering)
     assert done is not None
     return done
+
+
+def _deals_keys(problem: Problem, sources: Sources, dtype: Any) -> bool:
+    """Whether columns of keys are dealt, as those of values are, and the query's before the kernel to suit: where keys,
+    too, go through shared memory as 16-bit numbers, to asynchronous products."""
+    head_dim = problem.pool.head_dim
+    whole = not any(rows.reaches_beyond(chunk, head_dim) for chunk in rows.chunks(head_dim))
+    dealt = narrow.deals(sources.key_cache.dtype, dtype, problem.layout) and sources.value_cache is not None
+    return dealt and whole and problem.rows >= 64 and not problem.new_apart
+
+
+def _dealt(query: jax.Array) -> jax.Array:
+    chunks = rows.chunks(query.shape[-1])
+    return jnp.concatenate([narrow.dealt(query[..., at : at + size]) for at, size in chunks], axis=-1)
 
 
 def _launch(problem: Problem, query, sources, lens, extras, done, out_dtype, lowering: triton.Lowering):
@@ -172,27 +194,25 @@ def _attend(
     """Of the tiles `share` = (begin, end), counted through all spans."""
     mine = block.rows(kv_head, jnp.arange(problem.rows), problem.group, problem.rows)
     leading = (block.first_token + mine.token,)
-    # New tokens beside a quantised cache are not quantised, and both meet the same queries.
-    as_cached = quantization.compute_dtype(query_ref.dtype, source_refs.key_cache.dtype, extra_refs)
-    dtype = query_ref.dtype if problem.new_apart else as_cached
+    dtype = query_ref.dtype
     key_chunks, value_chunks = rows.chunks(problem.pool.head_dim), rows.chunks(problem.value_dim)
-    queries = [
-        quantization.query_as(rows.load(query_ref, mine, leading, chunk), dtype) for chunk in key_chunks
-    ]
+    queries = [rows.load(query_ref, mine, leading, chunk) for chunk in key_chunks]
+    deals_keys = _deals_keys(problem, source_refs, dtype)
     scores = Scores(problem, block, seq_len, mine, extra_refs)
     state = softmax.start((problem.rows,), tuple(size for _, size in value_chunks))
 
-    def walk(state, span: Span, before, source: Any, scale):
+    def walk(state, span: Span, before, source: Any, scale, operand):
         def step(tile, state, ready):
             position = span.start(tile) + jnp.arange(span.block_kv)
             held = None if ready is not None else span.held(position)
             keys_of, key_scale, values_of = source.read(span.start(tile), position, ready, held)
-            keys = [keys_of(chunk).astype(dtype) for chunk in key_chunks]
+            keys = [keys_of(chunk) for chunk in key_chunks]
+            keys = [(narrow.dealt(key) if deals_keys else key).astype(dtype) for key in keys]
             tile_logits, factor = scores(queries, keys, key_scale, position, held, scale)
             state, weights = softmax.rescale(state, tile_logits, factor, exp2=triton.exp2)
             weights = weights.astype(dtype)
             # Latents are keys and, but for their rotary elements, values.
-            values = keys if values_of is None else [values_of(chunk).astype(dtype) for chunk in value_chunks]
+            values = keys if values_of is None else [operand(values_of(chunk)) for chunk in value_chunks]
             acc = tuple(
                 a + triton.dot(weights, v) for a, v in zip(state.acc, values, strict=values_of is not None)
             )
@@ -213,13 +233,23 @@ def _attend(
     scale = problem.scale
     if "k_scale" in extra_refs and not quantization.is_by_page(extra_refs, "k_scale"):
         scale = scale * triton.load(extra_refs["k_scale"].at[kv_head])
-    state = walk(state, context, 0, cached, scale)
+
+    def plain(values):
+        return values.astype(dtype)
+
+    if source_refs.value_cache is not None and narrow.deals(
+        source_refs.value_cache.dtype, dtype, problem.layout
+    ):
+        state = walk(state, context, 0, cached, scale, functools.partial(narrow.operand, dtype=dtype))
+        state = state._replace(acc=tuple(narrow.in_order(chunk) for chunk in state.acc))
+    else:
+        state = walk(state, context, 0, cached, scale, plain)
     if "v_scale" in extra_refs and not quantization.is_by_page(extra_refs, "v_scale"):
         v_scale = triton.load(extra_refs["v_scale"].at[kv_head])
         state = state._replace(acc=tuple(chunk * v_scale for chunk in state.acc))
     if problem.new_apart:
         beside = NewTokens(block.first_token - spans[1].origin, kv_head, source_refs.new)
-        state = walk(state, spans[1], spans[0].count, beside, problem.scale)
+        state = walk(state, spans[1], spans[0].count, beside, problem.scale, plain)
     if "sinks" in extra_refs:
         # A logit without a value that joins the softmax once: with the first piece.
         sink = triton.load(extra_refs["sinks"].at[mine.head], mask=mine.real, other=0.0) * softmax.LOG2_E
