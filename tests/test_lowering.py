@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -134,6 +135,19 @@ def test_e4m3_compiles_where_the_hardware_converts(sm):
     (kernel, _) = lowering.compile_kernels(lowered, sm)
     assert "e4m3x2" in kernel.ptx
     assert kernel.stack_bytes == 0
+
+
+@pytest.mark.parametrize("cache_dtype", ["float8_e4m3fn", "int8"])
+def test_no_tile_of_bytes_is_read_by_bytes(cache_dtype):
+    """Neither from shared memory nor into it: values that Triton transposes itself are, and 8 bytes at a time."""
+    case = cases.DecodeCase((0,) * 64, 32, 8, 128, 16, cache_dtype=cache_dtype)
+    lowered = paged_attention_lowered(case, max_pages=512, num_pages=9000)
+    (kernel, _) = lowering.compile_kernels(lowered, 90)
+    loads = re.findall(r"ld\.shared\S*\.[bsu]8\b", kernel.ptx)
+    assert len(loads) < 16, "more than the masks of tokens"
+    copied = {int(size, 16) for size in re.findall(r"cp\.async\.c[ag]\S* .*?(0x\w+)", kernel.ptx)}
+    assert 16 in copied
+    assert 8 not in copied
 
 
 def test_e4m3_is_refused_where_it_does_not():

@@ -7,6 +7,7 @@ import pytest
 from support import small_cache
 
 from pallas_attn import PagedKVCache
+from pallas_attn._tile import narrow
 from pallas_attn.nn import PagedAttention
 
 
@@ -117,3 +118,12 @@ def test_what_the_module_refuses():
         ValueError, match=r"PagedAttention: argument 'scale': expected a finite number above 0"
     ):
         PagedAttention(scale=-1.0)(query, new, new, cache, 0, positions)
+
+
+def test_dealt_columns_come_back():
+    """That they are dealt shows in machine code alone, and that they must come back in every comparison of values."""
+    tile = jnp.arange(3 * 64, dtype=jnp.int32).reshape(3, 64)
+    dealt = narrow.dealt(tile)
+    assert dealt[0, :16].tolist() == [*range(8), *range(16, 24)]
+    assert sorted(dealt[1].tolist()) == tile[1].tolist()
+    np.testing.assert_array_equal(narrow.in_order(dealt), tile)
