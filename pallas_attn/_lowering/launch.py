@@ -73,10 +73,11 @@ class Launch:
         return self.text, self.capability, self.num_warps, self.num_stages
 
     def compiled(self) -> compiler.Compiled:
-        for launch in _traced.take():
-            with contextlib.suppress(NotImplementedError, ValueError):  # when its turn comes, it says so
-                compiler.begin(*launch.request)
         request = self.request
+        compiler.begin(*request)
+        for other in _traced.take():
+            with contextlib.suppress(NotImplementedError, ValueError):  # when its turn comes, it says so
+                compiler.begin(*other.request)
         try:
             compiled = compiler.compile_kernel(*request)
         except RuntimeError as error:
