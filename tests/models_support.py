@@ -1,6 +1,7 @@
 """Models for tests: a tiny random Llama, in memory or as a GGUF file, and SmolLM2 loaded once per process."""
 
 import functools
+import os
 from typing import Any
 
 import gguf
@@ -22,6 +23,22 @@ TINY = LlamaConfig(
     head_dim=8,
     context_length=64,
 )
+
+
+_read = functools.lru_cache(2)(lambda path, size, changed, make=gguf.GGUFReader: make(path))
+
+
+def read_once(path, mode="r"):
+    """SmolLM2's file has 100,000 strings: seconds for each of the four who want something of it, the configuration,
+    the weights or the tokenizer, here and in transformers. A reader is not written to."""
+    assert mode == "r"
+    about = os.stat(path)
+    return _read(str(path), about.st_size, about.st_mtime_ns)
+
+
+gguf.GGUFReader = read_once
+# Which transformers makes anew for each of a model's modules, and only looks up.
+gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
 
 
 def tiny_llama(

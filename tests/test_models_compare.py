@@ -5,13 +5,18 @@ from models_support import import_torch, write_tiny
 
 from pallas_attn.models import generate, load_gguf
 
-import_torch()
-from pallas_attn.models.compare import TransformersModel, compare  # noqa: E402  needs torch
-
 pytestmark = pytest.mark.once  # two of our own decoders are compared on both
 
 
+@pytest.fixture(autouse=True, scope="module")
+def torch_on_one_thread():
+    """Not as the file is collected, which each worker does on either end of jax: it brings transformers along."""
+    import_torch()
+
+
 def test_the_comparison_notices_a_wrong_model(tmp_path):
+    from pallas_attn.models.compare import TransformersModel, compare
+
     path = write_tiny(tmp_path / "tiny.gguf")
     prompts = [[5, 6, 7, 8], [9, 10]]
     reference = TransformersModel(path, "float32")
@@ -32,6 +37,8 @@ def test_the_comparison_notices_a_wrong_model(tmp_path):
 
 
 def test_comparison_needs_logits(tmp_path):
+    from pallas_attn.models.compare import TransformersModel, compare
+
     path = write_tiny(tmp_path / "tiny.gguf")
     ours = generate(load_gguf(path).model, [[1]], max_new_tokens=8)
     with pytest.raises(ValueError, match="compare: argument 'ours': expected a result of generate"):
