@@ -79,7 +79,7 @@ def theirs(name: str):
 
 def ours(model) -> DeepSeek:
     config = DeepSeekConfig.from_transformers(model.config.to_dict())
-    decoder = DeepSeek(config, rngs=nnx.Rngs(0))
+    decoder = nnx.eval_shape(lambda: DeepSeek(config, rngs=nnx.Rngs(0)))  # nothing is drawn to be overwritten
     load_transformers_weights(decoder, {k: v.numpy() for k, v in model.state_dict().items()})
     return decoder
 
@@ -137,6 +137,11 @@ def test_prefill_and_greedy_decoding_equal_transformers(name):
     assert cache.seq_lens.tolist() == [53, 53]
 
 
+@functools.partial(nnx.jit, static_argnames="absorbed")
+def call(layer, x, cache, positions, absorbed=None):
+    return layer(x, cache, 0, positions, absorbed=absorbed)
+
+
 @pytest.mark.parametrize("q_lora_rank", [None, 40])
 def test_both_forms_agree(q_lora_rank):
     """As a prompt, as the newest tokens of a sequence, and token by token."""
@@ -144,10 +149,6 @@ def test_both_forms_agree(q_lora_rank):
     layer = MultiHeadLatentAttention(config, rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(0), (2, 6, 64))
     positions = jnp.broadcast_to(jnp.arange(6, dtype=jnp.int32), (2, 6))
-
-    @functools.partial(nnx.jit, static_argnames="absorbed")
-    def call(layer, x, cache, positions, absorbed=None):
-        return layer(x, cache, 0, positions, absorbed=absorbed)
 
     prompt, _ = call(layer, x, empty_cache(1, 2), positions)
     packed, _ = call(layer, x, empty_cache(1, 2), positions, absorbed=True)
@@ -162,10 +163,10 @@ def test_padding_and_finished_sequences_write_nothing():
     layer = MultiHeadLatentAttention(MLAConfig(hidden_size=64, num_heads=2), rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(0), (2, 4, 64))
     positions = jnp.asarray([[0, 1, 2, 3], [0, 1, -1, -1]], jnp.int32)
-    _, cache = layer(x, empty_cache(1, 2), 0, positions)
+    _, cache = call(layer, x, empty_cache(1, 2), positions)
     written = np.asarray(jnp.any(cache.latent_cache != 0, axis=(2, 3))).sum()
     assert written == 6
-    out, after = layer(x[:, :1], cache, 0, jnp.asarray([[4], [-1]], jnp.int32))
+    out, after = call(layer, x[:, :1], cache, jnp.asarray([[4], [-1]], jnp.int32))
     assert (np.asarray(out[1]) == 0).all()
     assert np.asarray(jnp.any(after.latent_cache != 0, axis=(2, 3))).sum() == 7
 
