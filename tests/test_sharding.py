@@ -31,20 +31,22 @@ def arguments(dtype=jnp.float32):
 
 
 def test_on_eight_devices(pytestconfig):
-    """The number of devices is settled when JAX starts: these tests have a process of their own, and of them the same
-    are left out as here."""
+    """The number of devices is settled when JAX starts: these tests have a process of their own, all of them one, and
+    of them the same are left out as here, and the same is checked."""
     environment = {
         **os.environ,
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
         "JAX_PLATFORMS": "cpu",
         "PYTEST_ADDOPTS": "",
     }
-    tests = Path(__file__).with_name("eight_devices.py")
+    folder = Path(__file__).parent
+    tests = [str(folder / name) for name in ("eight_devices.py", "flash_eight_devices.py")]
     pytest_here = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    checked = f"--jaxtyping-packages={pytestconfig.option.jaxtyping_packages or ''}"
     run = subprocess.run(
-        [*pytest_here, "-m", pytestconfig.option.markexpr, str(tests)],
+        [*pytest_here, checked, "-m", pytestconfig.option.markexpr, *tests],
         env=environment,
-        cwd=tests.parents[1],
+        cwd=folder.parent,
         capture_output=True,
         text=True,
         timeout=550,
