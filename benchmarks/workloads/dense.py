@@ -70,7 +70,7 @@ class DenseWorkload(Workload):
         rounds = 1 if plain else timing.num_rounds(usual, calls_a_round)
 
         def loop(inputs: Inputs):
-            return timing.looped(lambda given, _: call(given), rounds, inputs.tables, None)
+            return timing.looped(lambda given, _: call(given), rounds, inputs.tables, None, plain=plain)
 
         compiled = jax.jit(loop).lower(shapes).compile()
         memory = jax.jit(call).lower(shapes.tables[0]).compile().memory_analysis()
