@@ -25,6 +25,12 @@ __device__ __forceinline__ void store_with_policy(float* destination, float2 v, 
                : "memory");
 }
 
+__device__ __forceinline__ void store_with_policy(void* destination, uint4 v, uint64_t policy) {
+  asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(destination), "r"(v.x),
+               "r"(v.y), "r"(v.z), "r"(v.w), "l"(policy)
+               : "memory");
+}
+
 // What nobody writes while the kernel runs, past the L1. Volatile, so that loads stay where they stand: far
 // ahead of what uses them.
 __device__ __forceinline__ uint4 load_16_bytes(const void* source, uint64_t policy) {

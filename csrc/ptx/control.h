@@ -15,8 +15,37 @@ __device__ __forceinline__ void named_barrier_sync_unaligned(int id, int threads
   asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// The same for threads that all wait; true in all of them if `flag` is in any.
+__device__ __forceinline__ bool named_barrier_any(int id, int threads, bool flag) {
+  uint32_t any;
+  asm volatile(
+      "{\n"
+      ".reg .pred p, q;\n"
+      "setp.ne.u32 p, %3, 0;\n"
+      "barrier.cta.red.or.pred.aligned q, %1, %2, p;\n"
+      "selp.u32 %0, 1, 0, q;\n"
+      "}\n"
+      : "=r"(any)
+      : "r"(id), "r"(threads), "r"(static_cast<uint32_t>(flag))
+      : "memory");
+  return any != 0;
+}
+
 __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// This CTA's place in the grid, asked for where it is needed: blockIdx is read once and costs registers from
+// there on.
+__device__ __forceinline__ int block_x() {
+  int index;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
+  return index;
+}
+__device__ __forceinline__ int block_z() {
+  int index;
+  asm volatile("mov.u32 %0, %%ctaid.z;" : "=r"(index));
+  return index;
 }
 
 // Moves registers between warpgroups; every warp of the warpgroup must execute it.

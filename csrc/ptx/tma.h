@@ -40,6 +40,20 @@ __device__ __forceinline__ void bulk_load(void* destination, const void* source,
       : "memory");
 }
 
+__device__ __forceinline__ void bulk_load(void* destination, const void* source, uint32_t bytes,
+                                          uint64_t* barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1], %2, [%3], %4;" ::"r"(shared_address(destination)),
+      "l"(source), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
+}
+
+// Into the L2 only.
+__device__ __forceinline__ void bulk_prefetch(const void* source, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
+}
+
 // For both kinds of store: what other threads have put into `source` must have been made visible by
 // fence_async_shared. A store belongs to a group of the executing thread, which closes and awaits it.
 __device__ __forceinline__ void bulk_store(void* destination, const void* source, uint32_t bytes) {

@@ -70,6 +70,9 @@ enum Major { kKMajor = 0, kMNMajor = 1 };
   use(tens##5) use(tens##6) use(tens##7) use(tens##8) use(tens##9)
 #define PALLAS_ATTN_1_TO_9(use)                                                                   \
   use(1) use(2) use(3) use(4) use(5) use(6) use(7) use(8) use(9)
+#define PALLAS_ATTN_1_TO_7(use) use(1) use(2) use(3) use(4) use(5) use(6) use(7)
+#define PALLAS_ATTN_1_TO_15(use)                                                                  \
+  PALLAS_ATTN_1_TO_9(use) use(10) use(11) use(12) use(13) use(14) use(15)
 #define PALLAS_ATTN_1_TO_31(use)                                                                  \
   PALLAS_ATTN_1_TO_9(use) PALLAS_ATTN_TEN(use, 1) PALLAS_ATTN_TEN(use, 2) use(30) use(31)
 #define PALLAS_ATTN_1_TO_127(use)                                                                 \
@@ -103,7 +106,11 @@ enum Major { kKMajor = 0, kMNMajor = 1 };
                    "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(kMajorB)));            \
   }
 #define PALLAS_ATTN_WGMMA_OF_WIDTH(type)                                                          \
-  if constexpr (kColumns == 64) {                                                                 \
+  if constexpr (kColumns == 16) {                                                                 \
+    PALLAS_ATTN_WGMMA(type, 16, PALLAS_ATTN_1_TO_7, 8, 9, 10, 11, 12, 13, 14)                     \
+  } else if constexpr (kColumns == 32) {                                                          \
+    PALLAS_ATTN_WGMMA(type, 32, PALLAS_ATTN_1_TO_15, 16, 17, 18, 19, 20, 21, 22)                  \
+  } else if constexpr (kColumns == 64) {                                                          \
     PALLAS_ATTN_WGMMA(type, 64, PALLAS_ATTN_1_TO_31, 32, 33, 34, 35, 36, 37, 38)                  \
   } else {                                                                                        \
     static_assert(kColumns == 256, "a width without its list of accumulators");                   \
@@ -132,6 +139,8 @@ __device__ __forceinline__ void wgmma_k16(float (&d)[kAccumulators], A& a, uint6
 #undef PALLAS_ATTN_TEXT
 #undef PALLAS_ATTN_1_TO_127
 #undef PALLAS_ATTN_1_TO_31
+#undef PALLAS_ATTN_1_TO_15
+#undef PALLAS_ATTN_1_TO_7
 #undef PALLAS_ATTN_1_TO_9
 #undef PALLAS_ATTN_TEN
 

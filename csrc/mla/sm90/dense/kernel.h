@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       Producer<TablePages>(params, query_map, cache_map, smem, kv_head, row_tile, threadIdx.x % 32)
           .work_through(part);
     } else if (warp == 1 && merging == Merging::kInside) {
-      tell_cuts(params, smem);
+      tell_cuts(params, smem.cuts);
     }
   });
 }

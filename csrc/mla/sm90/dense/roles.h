@@ -43,18 +43,18 @@ __device__ __forceinline__ void meet_all_blocks() { cooperative_groups::this_gri
 //   kInside         whole or split   some               stored; all CTAs meet; the rest merged
 //   kInside         first of few     some               all CTAs meet; others added, stored; the rest merged
 //   kInside         first of few     none               stored as it is (not a schedule of this batch)
-template <typename Element, bool kMerges>
-__device__ __forceinline__ void finish(const DecodeParams& params, SmemPlan& smem, LastRun<Element>& last,
-                                       RunResult& result, Merging merging) {
+template <typename Element, bool kMerges, typename Plan, typename Last>
+__device__ __forceinline__ void finish(const DecodeParams& params, Plan& smem, Last& last, const PageRun& run,
+                                       Merging merging) {
   if constexpr (!kMerges) {
-    if (result.run.request >= 0) last.store(false);
+    if (run.request >= 0) last.store(false);
     return;
   }
   const bool inside = merging == Merging::kInside;
   // The first of a request's few splits waits, takes in the others' partial results and writes the output:
   // half as much to write and to read as if every split left its own.
-  const bool kept = inside && result.run.kept_splits > 0;
-  if (result.run.request >= 0 && !kept) last.store(inside);
+  const bool kept = inside && run.kept_splits > 0;
+  if (run.request >= 0 && !kept) last.store(inside);
   if (!inside) return;
   ptx::named_barrier_sync(kCutsKnown, kConsumerThreads + 32);
   if (smem.cuts.any) {
@@ -115,7 +115,7 @@ __device__ __forceinline__ void run_decode_cta(const DecodeParams& params, SmemP
   // Not by half_of(): a comparison costs registers from the roles' branch on, and spills.
   const OutputPlace place = {kv_head, row_tile, static_cast<Half>(role)};
   LastRun<Element> last(params, smem, out_map, place, thread, result);
-  finish<Element, Source::Budget::kMerges>(params, smem, last, result, merging);
+  finish<Element, Source::Budget::kMerges>(params, smem, last, result.run, merging);
   if constexpr (Source::kCtas > 1) ptx::cluster_wait();
   // Only for our own kernel: others may load what they take to be constant before they wait for this one. And
   // at the end, though it could wait from the start: its blocks would then all sit on the few SMs without
@@ -124,8 +124,8 @@ __device__ __forceinline__ void run_decode_cta(const DecodeParams& params, SmemP
 }
 
 // By one warp of the third warpgroup, if CTAs merge what they have cut.
-__device__ __forceinline__ void tell_cuts(const DecodeParams& params, SmemPlan& smem) {
-  list_cut_requests(params, smem.cuts, 0, kMostKeptSplits, threadIdx.x % 32);
+__device__ __forceinline__ void tell_cuts(const DecodeParams& params, CutList& cuts) {
+  list_cut_requests(params, cuts, 0, kMostKeptSplits, threadIdx.x % 32);
   ptx::named_barrier_arrive(kCutsKnown, kConsumerThreads + 32);
 }
 

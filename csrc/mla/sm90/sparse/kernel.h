@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   run_decode_cta<Element, typename Feeder::Ids, HeldTokens>(params, smem, out_map, merging, [&](int warp) {
     Feeder(params, query_map, smem, warp).work_through(blockIdx.y);
     if constexpr (Feeder::Ids::Budget::kMerges) {
-      if (warp == kWarpgroupWarps - 1 && merging == Merging::kInside) tell_cuts(params, smem);
+      if (warp == kWarpgroupWarps - 1 && merging == Merging::kInside) tell_cuts(params, smem.cuts);
     }
   });
 }

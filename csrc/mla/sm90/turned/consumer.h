@@ -1,0 +1,201 @@
+// A math warpgroup: the loop over a run's pages, which both run alike, and its steps.
+//
+// The warpgroups own pages in turn: even ones of a run the first, odd ones the second. The owner computes a
+// page's scores and softmax; then each multiplies the page by its probabilities for its half of the output.
+// While one is in its softmax, or converts, the other one's products keep the tensor cores busy.
+#pragma once
+
+#include "mla/sm90/dense/pages.h"
+#include "mla/sm90/turned/query.h"
+#include "mla/sm90/turned/result.h"
+#include "mla/sm90/turned/values.h"
+
+namespace pallas_attn::mla::sm90::turned {
+
+template <typename Plan>
+class Consumer {
+ public:
+  __device__ Consumer(const DecodeParams& params, Plan& smem, RunResult<Plan>& result, const Place& at)
+      : params_(params), smem_(smem), result_(result), at_(at) {
+    run_.request = -1;
+  }
+
+  // All runs of a part; the last one's result stays in registers. What becomes of it is up to the kernel.
+  __device__ __forceinline__ void work_through(int part) {
+    RunWalker<PageTable> walker(params_, part);
+    while (!walker.done()) {
+      // Its loads travel while the run's result before it is written.
+      walker.fetch();
+      if (run_.request >= 0) result_.store(false);
+      run_ = walker.run();
+      begin_run();
+      // A step is an own page, and the one before it, which is the other warpgroup's.
+      const int pages = run_.num_pages();
+      for (int own = at_.owner; own - 1 < pages; own += kOwners) {
+        const bool has_own = own < pages, has_others = own > 0;
+        const int own_stage = has_others ? Plan::next_stage(stage_) : stage_;
+        if (has_own) compute_scores(own, own_stage);
+        if (has_others) follow_others();
+        if (has_own) publish_probabilities(own, own_stage);
+        if (has_others) {
+          rescale_output(other());
+          multiply(other());
+        }
+        if (has_own) {
+          rescale_output(at_.owner);
+          multiply(at_.owner);
+        }
+      }
+      result_.complete();
+    }
+  }
+
+ private:
+  __device__ __forceinline__ int other() const { return 1 - at_.owner; }
+
+  __device__ __forceinline__ void begin_run() {
+    meet_within(at_.owner);  // this warpgroup has read what was there
+    if (at_.thread() == 0) smem_.run[at_.owner] = run_;
+    if (run_.num_pages() > 0) {
+      load_query(params_, smem_, place_of_block(at_.owner), run_.request, params_.scale * kLog2E,
+                 at_.owner * kWarpgroupWarps + at_.warp, at_.lane);
+      ptx::fence_async_shared();
+    }
+#pragma unroll
+    for (int tile = 0; tile < kColumnTiles; ++tile) {
+#pragma unroll
+      for (float& x : result_.rO[tile]) x = 0.0f;
+    }
+#pragma unroll
+    for (float& x : result_.sums.of_row) x = 0.0f;
+    ptx::named_barrier_sync(kQueryReady, kConsumerThreads);
+    // Behind the barrier, as the other warpgroup may have been at the run before until then.
+    if (at_.owner == 0) {
+      reset_run(smem_, at_.thread());
+      meet_within(at_.owner);
+    }
+  }
+
+  __device__ __forceinline__ void compute_scores(int index, int stage) {
+    wait_for_page(stage);
+    const int tokens_left = run_.seq_len - (run_.page_begin + index) * kPageTokens;
+    if (tokens_left < kPageTokens) clear_tail(stage, tokens_left);
+    scales_ = load_scales(smem_.pages[stage], at_);
+    multiply_scores<Plan::kStepsAtOnce>(rS_, scales_, smem_, stage, at_);
+  }
+
+  // Until page and stage are there, which this warpgroup may know already.
+  __device__ __forceinline__ void wait_for_page(int stage) {
+    ptx::mbarrier_wait(smem_.page_ring.full[stage], phases_.full(stage));
+  }
+
+  // The other warpgroup's newest page: its probabilities are there, and the base may have moved.
+  __device__ __forceinline__ void follow_others() {
+    await_probabilities(other());
+    rescale_sums(other());
+  }
+
+  __device__ __forceinline__ void publish_probabilities(int index, int stage) {
+    const int page = run_.page_begin + index;
+    if (PrefixMask::hides_any(params_, run_, page)) hide(page);
+    const bool moves =
+        ptx::named_barrier_any(kWithin + at_.owner, kWarpgroupThreads,
+                               scale_scores(rS_, scales_, smem_.bad_page[stage] != 0, smem_, at_));
+    // The other warpgroup has done with what belongs to the own page before.
+    ptx::mbarrier_wait(&smem_.probabilities_free[at_.owner], own_phase_.empty());
+    own_phase_.advance();
+    if (at_.thread() == 0) smem_.moved[at_.owner] = moves;
+    if (__any_sync(0xffffffff, moves)) {
+      move_base(rS_, scales_, smem_, at_);
+      rescale_sums(at_.owner);
+    }
+    store_probabilities(rS_, result_.sums, smem_, at_);
+    store_token_scales(smem_, stage, at_);
+    ptx::fence_async_shared();
+    announce_probabilities(at_.owner);
+    meet_within(at_.owner);
+  }
+
+  // Scores that a row must not see.
+  __device__ __forceinline__ void hide(int page) {
+    const int first_row = place_of_block(at_.owner).first_row();
+    visit_row_pairs<Plan::kRows>([&](int j) {
+#pragma unroll
+      for (int right = 0; right < 2; ++right) {
+        const int row = first_row + at_.row(j) + right;
+        const int end = PrefixMask::end_of(params_, run_, row) - page * kPageTokens;
+#pragma unroll
+        for (int i = 0; i < kRowsPerThread; ++i) {
+          if (at_.token(i) >= end) rS_[j * 4 + i * 2 + right] = -INFINITY;
+        }
+      }
+    });
+  }
+
+  // Slots beyond the sequence's end may hold anything, and zero times NaN is not zero. Each warp clears those
+  // whose scores it computes; the copy engine has left them out.
+  __device__ __forceinline__ void clear_tail(int stage, int valid_tokens) {
+    const int first = max(at_.warp * kWarpRows, valid_tokens), end = (at_.warp + 1) * kWarpRows;
+    auto* chunks = reinterpret_cast<uint4*>(smem_.pages[stage] + first * kTokenBytes);
+    const int count = (end - first) * (kTokenBytes / static_cast<int>(sizeof(uint4)));
+    for (int i = at_.lane; i < count; i += 32) chunks[i] = make_uint4(0, 0, 0, 0);
+    // The copy engine writes here next.
+    ptx::fence_async_shared();
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ void rescale_sums(int owner) {
+    if (!__any_sync(0xffffffff, smem_.moved[owner])) return;
+#pragma unroll
+    for (int i = 0; i < result_.sums.kSums; ++i) {
+      result_.sums.of_row[i] *= smem_.rescale[owner][result_.sums.row(at_, i)];
+    }
+  }
+
+  __device__ __forceinline__ void rescale_output(int owner) {
+    if (!__any_sync(0xffffffff, smem_.moved[owner])) return;
+    const float unit = smem_.unit_rescale[owner];
+    visit_row_pairs<Plan::kRows>([&](int j) {
+      const float2 factor = row_pair(smem_.rescale[owner], at_, j);
+#pragma unroll
+      for (int tile = 0; tile < kColumnTiles; ++tile) {
+#pragma unroll
+        for (int i = 0; i < kRowsPerThread; ++i) {
+          result_.rO[tile][j * 4 + i * 2] *= factor.x * unit;
+          result_.rO[tile][j * 4 + i * 2 + 1] *= factor.y * unit;
+        }
+      }
+    });
+  }
+
+  // The next page of the run.
+  __device__ __forceinline__ void multiply(int page_owner) {
+    // The other's page has long landed; this makes its bytes visible here.
+    wait_for_page(stage_);
+    multiply_values(result_.rO, smem_, page_owner, stage_, at_,
+                    [&] { arrive(&smem_.page_ring.empty[stage_][0]); });
+    if (page_owner != at_.owner) arrive(&smem_.probabilities_free[page_owner]);
+    phases_.advance(stage_);
+    stage_ = Plan::next_stage(stage_);
+  }
+
+  // One lane speaks for its warp.
+  __device__ __forceinline__ void arrive(uint64_t* barrier) {
+    __syncwarp();
+    if (at_.lane == 0) ptx::mbarrier_arrive(barrier);
+  }
+
+  const DecodeParams& params_;
+  Plan& smem_;
+  RunResult<Plan>& result_;
+  const Place at_;
+
+  PageRun run_;
+  int stage_ = 0;  // of the page to be multiplied next
+  Phases<Plan::kStages> phases_;
+  Phases<1> own_phase_;
+  TokenScales scales_;
+  float rS_[RunResult<Plan>::kAccumulators];
+};
+
+}  // namespace pallas_attn::mla::sm90::turned

@@ -1,0 +1,13 @@
+#include "mla/sm90/turned/launch.h"
+
+#include "mla/sm90/turned/instantiations/instantiations.h"
+
+namespace pallas_attn::mla::sm90::turned {
+
+LaunchStatus launch_decode(const DecodeParams& params, cudaStream_t stream) {
+  if (params.rows() <= 16) return launch_rows_16(params, stream);
+  if (params.rows() <= 32) return launch_rows_32(params, stream);
+  return launch_rows_64(params, stream);
+}
+
+}  // namespace pallas_attn::mla::sm90::turned

@@ -1,0 +1,29 @@
+// Which bytes of a token and which dimensions of the query meet in a product. What a product sums over may be
+// in any order if both operands have the same one, so it is the order in which a thread can load most at
+// once: of a block of 128 bytes, lane p of a quad has bytes [32 p, 32 p + 32), in two chunks of 16.
+//
+// A step of 16 takes four bytes of each lane: those are columns 2 p, 2 p + 1, 2 p + 8 and 2 p + 9 of the
+// fragment. The rotary block, 64 numbers of two bytes, is cut up in the same way.
+//
+// Rows of 656 bytes are 4 banks apart modulo 32, so eight lanes that load 16 bytes each (two tokens, four
+// lanes of a quad) never meet in a bank.
+#pragma once
+
+#include "common/host_device.h"
+#include "mla/sm90/turned/config.h"
+
+namespace pallas_attn::mla::sm90::turned {
+
+// Where lane `pair` of a quad finds chunk `half` of a block, in a token.
+PALLAS_ATTN_HOST_DEVICE constexpr int chunk_at(int block, int half, int pair) {
+  return (block < kBlocks ? block * kScaleGroup : kRopeAt) + pair * 32 + half * 16;
+}
+
+// The query's dimension that lies in word `word` (two numbers) of chunk `chunk` of a piece's row: piece
+// 2 * block + half, steps of two chunks.
+PALLAS_ATTN_HOST_DEVICE constexpr int query_dim(int piece, int chunk, int word) {
+  return piece < kLatentPieces ? piece / 2 * kScaleGroup + word * 32 + piece % 2 * 16 + chunk * 2
+                               : kLatentDim + word * 16 + chunk * 2;
+}
+
+}  // namespace pallas_attn::mla::sm90::turned

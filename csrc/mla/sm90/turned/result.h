@@ -1,0 +1,194 @@
+// What a run has come to, and where it goes: to the output, or as a partial result to memory. A thread has
+// eight neighbouring columns of every query row it holds: 16 bytes of the output, and eight lanes a whole
+// line.
+#pragma once
+
+#include "mla/sm90/dense/store.h"
+#include "mla/sm90/turned/softmax.h"
+#include "ptx/cache.h"
+
+namespace pallas_attn::mla::sm90::turned {
+
+// Where the results of this CTA belong.
+__device__ __forceinline__ OutputPlace place_of_block(int owner) {
+  return {ptx::block_z(), ptx::block_x(), static_cast<Half>(owner)};
+}
+
+template <typename Plan>
+class RunResult {
+ public:
+  static constexpr int kAccumulators = accumulators(Plan::kRows);
+
+  PageRun& run;
+  SumsOfLane<Plan::kRows> sums;           // over this warp's tokens
+  float rO[kColumnTiles][kAccumulators];  // in the unit
+
+  __device__ RunResult(const DecodeParams& params, Plan& smem, const Place& at)
+      : run(smem.run[at.owner]), params_(params), smem_(smem), at_(at) {}
+
+  // Behind the last product: sums become those of the run, in both warpgroups the same.
+  __device__ __forceinline__ void complete() {
+#pragma unroll
+    for (int i = 0; i < sums.kSums; ++i) {
+      smem_.warp_sum[at_.owner * kWarpgroupWarps + at_.warp][sums.row(at_, i)] = sums.of_row[i];
+    }
+    ptx::named_barrier_sync(kSumsReady, kConsumerThreads);
+    unit_ = smem_.unit;
+    const int row = at_.thread();
+    if (row < Plan::kRows) {
+      base_ = smem_.base[row];
+      sum_ = run.bad_length && run.num_pages() == 0 ? NAN : 0.0f;
+#pragma unroll
+      for (int warp = 0; warp < kOwners * kWarpgroupWarps; ++warp) sum_ += smem_.warp_sum[warp][row];
+    }
+  }
+
+  // Other CTAs may wait for a partial result or not: it is stored in one way.
+  __device__ __forceinline__ void store(bool) {
+    share_factors();
+    const uint64_t policy = ptx::l2_evict_last_policy();
+    const bool final = run.partial_slot < 0;
+    const int64_t first = first_element(final ? run.request : run.partial_slot);
+    auto* out = static_cast<__nv_bfloat16*>(params_.out) + first;
+    float* partial = params_.partial_out + first;
+    visit_rows([&](int row, const float (&v)[kColumns]) {
+      if (final) {
+        store_out(out + row * kLatentDim, v, policy);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kColumns; i += 4) {
+          ptx::store_with_policy(partial + row * kLatentDim + i, as_words(v[i], v[i + 1], v[i + 2], v[i + 3]),
+                                 policy);
+        }
+      }
+    });
+  }
+
+  // What a request's first split has come to.
+  __device__ __forceinline__ void store_final() {
+    if (at_.thread() == 0) run.partial_slot = -1;
+    meet_within(at_.owner);
+    store(true);
+  }
+
+  // Adds the other splits' partial results to that of a request's first one.
+  __device__ __forceinline__ void add_partials() {
+    for (int split = 1; split < run.kept_splits; ++split) {
+      const int slot = min(run.partial_slot + split, params_.num_slots() - 1);
+      const int row = at_.thread();
+      if (row < Plan::kRows) {
+        const float lse2 =
+            row < rows_left() ? params_.partial_lse2[place().row(params_, slot) + row] : -INFINITY;
+        const float top = fmaxf(base_, lse2);
+        const float own = exp2_fast(base_ - top), others = exp2_fast(lse2 - top);
+        base_ = top;
+        sum_ = sum_ * own + others;
+        smem_.out_factor[at_.owner][row] = own * unit_;
+        smem_.others_factor[at_.owner][row] = others;
+      }
+      unit_ = 1.0f;  // partial results are in none
+      meet_within(at_.owner);
+      const float* from = params_.partial_out + first_element(slot);
+      const int left = rows_left() - at_.row(0);
+      visit_row_pairs<Plan::kRows>([&](int j) {
+        const float2 own = row_pair(smem_.out_factor[at_.owner], at_, j);
+        const float2 others = row_pair(smem_.others_factor[at_.owner], at_, j);
+        if (j * 8 < left) add_row(from + j * 8 * kLatentDim, j, 0, own.x, others.x);
+        if (j * 8 + 1 < left) add_row(from + (j * 8 + 1) * kLatentDim, j, 1, own.y, others.y);
+      });
+      // This warp has read its 256 bytes of every row; and factors may be written again.
+      meet_within(at_.owner);
+      for (int line = at_.lane; line < rows_left() * kLinesOfWarp && line < Plan::kRows * kLinesOfWarp;
+           line += 32) {
+        const float* part = place().partial_row(params_, slot, line / kLinesOfWarp) + at_.warp * kWarpColumns;
+        ptx::discard_line(part + line % kLinesOfWarp * (kWarpColumns / kLinesOfWarp));
+      }
+    }
+  }
+
+ private:
+  static constexpr int kLinesOfWarp = kWarpColumns * sizeof(float) / ptx::kLineBytes;
+
+  // What the thread of a row knows becomes what all threads multiply by; the row's log-sum-exp is stored.
+  __device__ __forceinline__ void share_factors() {
+    const int row = at_.thread();
+    if (row < Plan::kRows) {
+      const bool empty = sum_ == 0.0f;  // false for NaN, which must survive
+      smem_.out_factor[at_.owner][row] = empty ? 0.0f : unit_ / sum_;
+      const float lse2 = empty ? -INFINITY : base_ + log2f(sum_);
+      if (at_.owner == 0 && row < rows_left()) {
+        if (run.partial_slot < 0) {
+          *params_.lse_of(run.request, place().kv_head, place().first_row() + row) = lse2 * kLn2;
+        } else {
+          params_.partial_lse2[place().row(params_, run.partial_slot) + row] = lse2;
+        }
+      }
+    }
+    meet_within(at_.owner);
+  }
+
+  // This thread's accumulators of a row, column by column: register r of a tile is column r / 2 % 2 of it.
+  __device__ __forceinline__ float& column(int c, int j, int right) {
+    return rO[c / kRowsPerThread][j * 4 + c % kRowsPerThread * 2 + right];
+  }
+
+  __device__ __forceinline__ OutputPlace place() const { return place_of_block(at_.owner); }
+  __device__ __forceinline__ int rows_left() const { return place().rows_left(params_); }
+
+  // Of the output, or of the partial results: this thread's first column of its first row.
+  __device__ __forceinline__ int64_t first_element(int request_or_slot) const {
+    int64_t first = (place().row(params_, request_or_slot) + at_.row(0)) * kLatentDim + at_.column();
+    // Kept, or the compiler works it out again for every row, from what it has spilled.
+    asm volatile("" : "+l"(first));
+    return first;
+  }
+
+  // visit(row, columns), of rows that there are, counted from this thread's first.
+  template <typename Visit>
+  __device__ __forceinline__ void visit_rows(Visit visit) {
+    const int left = rows_left() - at_.row(0);
+    visit_row_pairs<Plan::kRows>([&](int j) {
+      const float2 factors = row_pair(smem_.out_factor[at_.owner], at_, j);
+#pragma unroll
+      for (int right = 0; right < 2; ++right) {
+        const float factor = right == 0 ? factors.x : factors.y;
+        float v[kColumns];
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c) v[c] = column(c, j, right) * factor;
+        if (j * 8 + right < left) visit(j * 8 + right, v);
+      }
+    });
+  }
+
+  static __device__ __forceinline__ uint4 as_words(float a, float b, float c, float d) {
+    return make_uint4(__float_as_uint(a), __float_as_uint(b), __float_as_uint(c), __float_as_uint(d));
+  }
+
+  static __device__ __forceinline__ void store_out(__nv_bfloat16* to, const float (&v)[kColumns],
+                                                   uint64_t policy) {
+    using Traits = ElementTraits<__nv_bfloat16>;
+    ptx::store_with_policy(to,
+                           make_uint4(Traits::pack(v[0], v[1]), Traits::pack(v[2], v[3]),
+                                      Traits::pack(v[4], v[5]), Traits::pack(v[6], v[7])),
+                           policy);
+  }
+
+  __device__ __forceinline__ void add_row(const float* from, int j, int right, float own, float others) {
+#pragma unroll
+    for (int c = 0; c < kColumns; c += 4) {
+      const float4 v = *reinterpret_cast<const float4*>(from + c);
+      column(c, j, right) = column(c, j, right) * own + v.x * others;
+      column(c + 1, j, right) = column(c + 1, j, right) * own + v.y * others;
+      column(c + 2, j, right) = column(c + 2, j, right) * own + v.z * others;
+      column(c + 3, j, right) = column(c + 3, j, right) * own + v.w * others;
+    }
+  }
+
+  const DecodeParams& params_;
+  Plan& smem_;
+  const Place at_;
+  float unit_;
+  float base_, sum_;  // of the row with this thread's number
+};
+
+}  // namespace pallas_attn::mla::sm90::turned

@@ -1,0 +1,80 @@
+// Shared memory of the kernel over tokens of 656 bytes, for row tiles of 64:
+//
+//   offset    bytes  what
+//        0    73728  query tile, 9 pieces of 64 rows x 128 bytes: halves, rotary dimensions in bf16
+//    73728    16384  probabilities of two pages, 64 rows x 64 tokens in halves
+//    90112   125952  three pages as they are in the pool, 64 tokens x 656 bytes
+//   216064     1024  scales of the value's tokens
+//   217088     6144  of every row: factors, maxima, sums
+//   and less than 4 KB of flags, barriers and the list of requests that were cut
+//
+// A tile of 32 or 16 rows leaves room for a fourth page.
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "mla/combine/cut_list.h"
+#include "mla/sm90/dense/run_walker.h"
+#include "mla/sm90/dense/smem_plan.h"
+#include "mla/sm90/turned/config.h"
+
+namespace pallas_attn::mla::sm90::turned {
+
+template <int kRows_>
+struct alignas(1024) TurnedPlan {
+  static constexpr int kRows = kRows_;
+  static constexpr int kStages = kRows == 64 ? 3 : 4;
+  // Steps of the scores whose operands are converted together; as many as there are registers for.
+  static constexpr int kStepsAtOnce = kRows == 64 ? 2 : 4;
+  static __device__ int next_stage(int stage) { return stage + 1 == kStages ? 0 : stage + 1; }
+
+  using Piece = SwizzledPiece<kRows>;
+  using Scratch = MergeScratch<kLatentDim>;
+
+  Piece query[kPieces];
+  Piece probabilities[kOwners];
+  alignas(1024) char pages[kStages][kPageBytes];
+
+  // When the last run's products are done, no page is needed.
+  __device__ Scratch& merge_scratch() { return *reinterpret_cast<Scratch*>(pages); }
+
+  // By the page's owner: by what its bytes become values, in units of `unit`.
+  __half token_scale[kOwners][kBlocks][kPageTokens];
+
+  // Of a run. A score in base 2 is a product times row_factor; probabilities are relative to 2^base, and base
+  // follows the scores when a product exceeds `limit`. Sums and outputs are multiplied by `rescale` (and
+  // outputs by unit_rescale) then: of the newest page of each owner, if `moved`.
+  float row_factor[kRows];
+  float base[kRows];
+  float limit[kRows];
+  float rescale[kOwners][kRows];
+  float unit;
+  float unit_rescale[kOwners];
+  int moved[kOwners];
+
+  // On their way from warp to warp.
+  float warp_peak[kWarpgroupWarps][kRows];
+  float warp_scale[kWarpgroupWarps];
+  float warp_sum[kOwners * kWarpgroupWarps][kRows];
+  // What is being worked on, where nobody needs it in a hurry; a copy for each warpgroup.
+  PageRun run[kOwners];
+  // Of a run behind its last product, for each warpgroup: by what its output is multiplied, and another one
+  // that is added.
+  float out_factor[kOwners][kRows];
+  float others_factor[kOwners][kRows];
+
+  Ring<kStages, 1, 1> page_ring;
+  // The warpgroup that is not the owner has done with the newest page's probabilities.
+  uint64_t probabilities_free[kOwners];
+  int bad_page[kStages];
+  CutList cuts;
+};
+
+static_assert(sizeof(TurnedPlan<16>) <= kSmemLimit && sizeof(TurnedPlan<32>) <= kSmemLimit);
+static_assert(sizeof(TurnedPlan<64>) <= kSmemLimit);
+static_assert(sizeof(TurnedPlan<64>::Scratch) <= sizeof(TurnedPlan<64>::pages));
+static_assert(kPageBytes % 1024 == 0);
+
+}  // namespace pallas_attn::mla::sm90::turned

@@ -1,0 +1,186 @@
+// From a page's scores to probabilities in shared memory, with what moves from page to page on the way.
+//
+// A warpgroup's thread has two tokens of many query rows, so that a row's maximum is known to nobody. But it
+// is hardly ever needed: probabilities are relative to a base that follows the scores only when one of them
+// would leave the range of halves. Whether any does is one vote of the warpgroup; the rest is a rare branch.
+// The unit of the value's numbers follows the scales in the same way.
+#pragma once
+
+#include <cmath>
+
+#include "common/math.h"
+#include "mla/sm90/turned/named_barriers.h"
+#include "mla/sm90/turned/scores.h"
+#include "sm90/online_softmax.h"
+
+namespace pallas_attn::mla::sm90::turned {
+
+// A probability is at most 2^15. When one would be larger, the largest of that page becomes 2^7: below it
+// halves have 31 powers of two.
+constexpr float kMostLog2 = 15.0f, kFreshLog2 = 7.0f;
+
+// A scale is at most 2^7 units, so that a value, of 448 at most, is a half. When one would be larger, the
+// largest of that page becomes 8 to 16 units.
+constexpr float kMostUnits = 128.0f, kFreshUnits = 8.0f;
+
+// Visits the row pairs a thread holds, with their number j in the fragment.
+template <int kRows, typename Visit>
+__device__ __forceinline__ void visit_row_pairs(Visit visit) {
+#pragma unroll
+  for (int j = 0; j < kRows / 8; ++j) visit(j);
+}
+__device__ __forceinline__ float2 row_pair(const float* of_rows, const Place& at, int j) {
+  return *reinterpret_cast<const float2*>(of_rows + at.row(j));
+}
+
+// Whatever a run keeps in shared memory, before its first page; by that page's owner.
+template <typename Plan>
+__device__ __forceinline__ void reset_run(Plan& smem, int thread) {
+  if (thread < Plan::kRows) {
+    smem.base[thread] = kNoMaximum;
+    smem.limit[thread] = -INFINITY;
+  }
+  if (thread == 0) smem.unit = kLeastUnit;
+}
+
+// Scores become what they are but for their row's factor. True if the base or the unit has to move.
+template <typename Plan, int kAccumulators>
+__device__ __forceinline__ bool scale_scores(float (&rS)[kAccumulators], const TokenScales& scales,
+                                             bool bad_page, const Plan& smem, const Place& at) {
+  bool above = scales.peak > kMostUnits * smem.unit;
+  float factor[kRowsPerThread];
+#pragma unroll
+  for (int i = 0; i < kRowsPerThread; ++i) factor[i] = bad_page ? NAN : scales.unit[i];
+  visit_row_pairs<Plan::kRows>([&](int j) {
+    const float2 limit = row_pair(smem.limit, at, j);
+#pragma unroll
+    for (int i = 0; i < kRowsPerThread; ++i) {
+      float &left = rS[j * 4 + i * 2], &right = rS[j * 4 + i * 2 + 1];
+      left *= factor[i];
+      right *= factor[i];
+      above |= left > limit.x || right > limit.y;
+    }
+  });
+  return above;
+}
+
+// Moves base and unit to what this page needs, by its owner.
+template <typename Plan, int kAccumulators>
+__device__ __forceinline__ void move_base(const float (&rS)[kAccumulators], const TokenScales& scales,
+                                          Plan& smem, const Place& at) {
+  visit_row_pairs<Plan::kRows>([&](int j) {
+    float2 peak = make_float2(fmaxf(rS[j * 4], rS[j * 4 + 2]), fmaxf(rS[j * 4 + 1], rS[j * 4 + 3]));
+#pragma unroll
+    for (int distance = 4; distance < 32; distance *= 2) {
+      peak.x = fmaxf(peak.x, __shfl_xor_sync(0xffffffff, peak.x, distance));
+      peak.y = fmaxf(peak.y, __shfl_xor_sync(0xffffffff, peak.y, distance));
+    }
+    if (at.line == 0) *reinterpret_cast<float2*>(&smem.warp_peak[at.warp][at.row(j)]) = peak;
+  });
+  float scale = scales.peak;
+#pragma unroll
+  for (int distance = 4; distance < 32; distance *= 2) {
+    scale = fmaxf(scale, __shfl_xor_sync(0xffffffff, scale, distance));
+  }
+  if (at.lane == 0) smem.warp_scale[at.warp] = scale;
+  meet_within(at.owner);
+  const int row = at.thread();
+  if (row < Plan::kRows) {
+    float peak = -INFINITY;
+    for (int warp = 0; warp < kWarpgroupWarps; ++warp) peak = fmaxf(peak, smem.warp_peak[warp][row]);
+    const float top = peak * smem.row_factor[row], before = smem.base[row];
+    const float after = top > before + kMostLog2 ? top - kFreshLog2 : before;
+    smem.base[row] = after;
+    smem.limit[row] = (after + kMostLog2) / smem.row_factor[row];
+    // Nothing to rescale yet: one.
+    smem.rescale[at.owner][row] = before == kNoMaximum ? 1.0f : exp2_fast(before - after);
+  }
+  if (row == 0) {
+    float peak = 0.0f;
+    for (int warp = 0; warp < kWarpgroupWarps; ++warp) peak = fmaxf(peak, smem.warp_scale[warp]);
+    const float before = smem.unit;
+    const float after = peak > kMostUnits * before ? unit_of(peak / kFreshUnits) : before;
+    smem.unit = after;
+    smem.unit_rescale[at.owner] = before / after;
+  }
+  meet_within(at.owner);
+}
+
+// Sums over a warp's tokens, of which each lane keeps those of a few of the rows it holds: kSums of the
+// numbers 2 j + right from first() on.
+template <int kRows>
+struct SumsOfLane {
+  static constexpr int kHeld = kRows / 4, kSums = kHeld < 8 ? 1 : kHeld / 8;
+  float of_row[kSums];
+
+  static __device__ __forceinline__ int first(int lane) {
+    return (lane & 16 ? kHeld / 2 : 0) + (lane & 8 ? kHeld / 4 : 0) + (lane & 4 ? kHeld / 8 : 0);
+  }
+  static __device__ __forceinline__ int row(const Place& at, int i) {
+    const int held = first(at.lane) + i;
+    return at.row(held / 2) + held % 2;
+  }
+
+  // Adds what the lanes of a column hold of its rows; each step hands half of the rows to a partner.
+  __device__ __forceinline__ void add(float (&held)[kHeld], int lane) {
+#pragma unroll
+    for (int step = 0; step < 3; ++step) {
+      const int distance = 16 >> step, count = kHeld >> (step + 1);
+      if (count == 0) held[0] += __shfl_xor_sync(0xffffffff, held[0], distance);
+#pragma unroll
+      for (int i = 0; i < kHeld / 2; ++i) {
+        if (i >= count) continue;
+        const bool upper = lane & distance;
+        const float given = upper ? held[i] : held[i + count], kept = upper ? held[i + count] : held[i];
+        held[i] = kept + __shfl_xor_sync(0xffffffff, given, distance);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) of_row[i] += held[i];
+  }
+};
+
+// Scores become probabilities, added to `sums` and stored in halves where products read them.
+template <typename Plan, int kAccumulators>
+__device__ __forceinline__ void store_probabilities(const float (&rS)[kAccumulators],
+                                                    SumsOfLane<Plan::kRows>& sums, Plan& smem,
+                                                    const Place& at) {
+  float held[kAccumulators / 2];
+  uint32_t packed[kAccumulators / 4][kRowsPerThread];
+  visit_row_pairs<Plan::kRows>([&](int j) {
+    const float2 factor = row_pair(smem.row_factor, at, j), base = row_pair(smem.base, at, j);
+    held[j * 2] = held[j * 2 + 1] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kRowsPerThread; ++i) {
+      const float left = exp2_fast(fmaf(rS[j * 4 + i * 2], factor.x, -base.x));
+      const float right = exp2_fast(fmaf(rS[j * 4 + i * 2 + 1], factor.y, -base.y));
+      held[j * 2] += left;
+      held[j * 2 + 1] += right;
+      packed[j][i] = ElementTraits<__half>::pack(left, right);
+    }
+  });
+  // Transposed: matrices of eight rows by eight of this warp's sixteen tokens.
+  const int row = at.lane / 16 * 8 + at.lane % 8, chunk = at.warp * 2 + at.lane / 8 % 2;
+  const uint32_t to = ptx::shared_address(smem.probabilities[at.owner][row]) + ((chunk ^ (row & 7)) << 4);
+#pragma unroll
+  for (int j = 0; j < Plan::kRows / 8; j += 2) {
+    const uint32_t matrices[4] = {packed[j][0], packed[j][1], packed[j + 1][0], packed[j + 1][1]};
+    ptx::store_matrix_x4_transposed(to + j * 8 * kRowBytes, matrices);
+  }
+  sums.add(held, at.lane);
+}
+
+// By what the value's bytes become numbers in the run's unit. The four lanes of a quad have the same tokens
+// and store a block's scales each.
+template <typename Plan>
+__device__ __forceinline__ void store_token_scales(Plan& smem, int stage, const Place& at) {
+  const float inverse = inverse_power_of_two(smem.unit);
+#pragma unroll
+  for (int i = 0; i < kRowsPerThread; ++i) {
+    const char* scale = smem.pages[stage] + at.token(i) * kTokenBytes + kScalesAt + at.pair * 4;
+    smem.token_scale[at.owner][at.pair][at.token(i)] =
+        __float2half_rn(*reinterpret_cast<const float*>(scale) * inverse);
+  }
+}
+
+}  // namespace pallas_attn::mla::sm90::turned
