@@ -11,7 +11,7 @@ using namespace pallas_attn;
 constexpr mla::sm90::KernelShape kShape = {64, 16, 64, 384, 226324, 256};
 
 struct Call {
-  int batch, query_len, num_kv_heads, group, num_pages, max_blocks, num_sm_parts, merge_apart, bytes;
+  int batch, query_len, num_kv_heads, group, num_pages, max_blocks, num_sm_parts, merge_apart;
 };
 
 struct Tile {
@@ -50,7 +50,6 @@ extern "C" void plan_on_host(const Call* call, int num_sms, int blocks_per_sm, P
   params.max_blocks = call->max_blocks;
   params.num_sm_parts = call->num_sm_parts;
   params.merge_apart = call->merge_apart;
-  params.format = call->bytes ? mla::LatentFormat::kBytes : mla::LatentFormat::kElements;
   const mla::sm90::LaunchPlan plan = mla::sm90::plan_launch(params, kShape, {num_sms, blocks_per_sm});
   *result = {{plan.grid.row_tiles, plan.grid.parts, plan.grid.kv_heads},
              plan.threads,

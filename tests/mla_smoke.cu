@@ -83,7 +83,9 @@ std::vector<uint8_t> quantized(std::vector<Element>& cache) {
       Element* values = token + group * mla::kScaleGroup;
       float peak = 0;
       for (int d = 0; d < mla::kScaleGroup; ++d) peak = std::fmax(peak, std::fabs(float(values[d])));
-      const float scale = peak / 448;
+      // Few enough bits that scale times e4m3 is exact in bf16, which the comparison takes the cache from.
+      int exponent;
+      const float scale = std::ldexp(std::ceil(std::frexp(peak / 448, &exponent) * 16), exponent - 4);
       std::memcpy(bytes + mla::kScalesAt + 4 * group, &scale, 4);
       for (int d = 0; d < mla::kScaleGroup; ++d) {
         const __nv_fp8_e4m3 small(float(values[d]) / scale);
@@ -337,5 +339,9 @@ int main(int count, char** arguments) {
       {"bytes: requests without pages between others", {70, 0, 0, 64, 500, 0, 90, 0}, 1, 1, 64, 3, -1, 9});
   run_bytes({"bytes: one part", {70, 300, 0, 640, 5}, 1, 1, 64, 1});
   run_bytes({"bytes: a page outside the pool", {200, 150}, 1, 1, 16, 3, 1});
+  run_bytes({"bytes: rows of half a tile, dozens of splits", {4600}, 1, 1, 20, 72, -1, 72});
+  run_bytes({"bytes: two tiles, dozens of splits", {4600}, 1, 1, 128, 66, -1, 72});
+  run_bytes({"bytes: merged behind", {640, 640, 640, 600}, 1, 1, 128, 44, -1, 12, 1, true});
+  run_bytes({"bytes: three tokens of few heads", {130, 66, 3, 2, 1, 640}, 1, 3, 8, 4});
   return 0;
 }

@@ -88,9 +88,10 @@ def kernels(build: Path) -> dict[str, str]:
     return dict(re.findall(r"Function : (\S+)\n(.*?)(?=\n\t\tFunction : |\Z)", text, flags=re.DOTALL))
 
 
-def _decode_kernels(kernels: dict[str, str]) -> list[str]:
+def _decode_kernels(kernels: dict[str, str], count: int = 9) -> list[str]:
     found = [sass for name, sass in kernels.items() if re.search("decode_kernel|sparse_kernel", name)]
-    assert len(found) == 7  # bfloat16, float16, tokens in bytes; dense and sparse; and those by pairs of CTAs
+    # bfloat16 and float16, dense and sparse; sparse over bytes, also by pairs of CTAs; three tiles of bytes
+    assert len(found) == count
     return found
 
 
@@ -116,20 +117,31 @@ def test_links_neither_driver_nor_runtime(library: Path) -> None:
     ],
 )
 def test_decode_uses(kernels: dict[str, str], instruction: str) -> None:
-    for sass in _decode_kernels(kernels):
+    over_elements = {name: sass for name, sass in kernels.items() if "turned_decode_kernel" not in name}
+    for sass in _decode_kernels(over_elements, 6):
         assert instruction in sass
+
+
+@pytest.mark.parametrize("rows", [16, 32, 64])
+def test_decode_over_bytes_multiplies_from_registers(kernels: dict[str, str], rows: int) -> None:
+    """36 products of a page's scores; of its output 16, which stand there for the own and for the other's page."""
+    [sass] = [sass for name, sass in kernels.items() if f"turned_decode_kernelILi{rows}E" in name]
+    products = re.findall(rf"HGMMA\.64x{rows}x16\.F32(\.BF16)? R\d+, R\d+, gdesc", sass)
+    assert (len(products), products.count(".BF16")) == (36 + 2 * 16, 4)
+    assert sass.count("HGMMA") == len(products)
+    assert "UBLKCP" in sass
 
 
 def test_partial_results_are_discarded_from_the_l2(kernels: dict[str, str]) -> None:
     """By the kernels whose CTAs merge them."""
-    assert sum("CCTL.E.RML2" in sass for sass in _decode_kernels(kernels)) == 4
+    assert sum("CCTL.E.RML2" in sass for sass in _decode_kernels(kernels)) == 7
 
 
 def test_bytes_are_converted_by_the_hardware_and_each_once(kernels: dict[str, str]) -> None:
-    [sass] = [sass for name, sass in kernels.items() if "quantized_decode_kernel" in name]
-    # 64 tokens x 512 among 128 threads, two at once.
-    assert sass.count("F2FP.F16.E4M3.UNPACK_B") == 64 * 512 // 128 // 2
-    assert sass.count("LDG.E.NA.128.CONSTANT") == 2 * 64 * 512 // 128 // 16  # the first page, and all others
+    for rows in (16, 32, 64):
+        [sass] = [sass for name, sass in kernels.items() if f"turned_decode_kernelILi{rows}E" in name]
+        # 64 tokens x 512 among 128 threads, two at once, for scores; half of them for the output, which stands twice.
+        assert sass.count("F2FP.F16.E4M3.UNPACK_B") == 64 * 512 // 128 // 2 + 2 * 64 * 256 // 128 // 2
 
 
 def test_chosen_bytes_are_converted_once_too(kernels: dict[str, str]) -> None:
@@ -166,15 +178,14 @@ def test_products_stay_asynchronous(build: Path) -> None:
 def test_math_warps_are_uniform(kernels: dict[str, str]) -> None:
     """Where the compiler suspects divergence it guards every wgmma with WARPSYNC: 6% slower when it did."""
     for sass in _decode_kernels(kernels):
-        products, _ = sass.rsplit("HGMMA", 1)
-        assert "WARPSYNC" not in products
+        assert "WARPSYNC" not in sass[sass.index("HGMMA") : sass.rindex("HGMMA")]
 
 
 def test_nothing_is_read_before_the_kernel_before_has_ended(kernels: dict[str, str]) -> None:
     """The launch is a programmatic dependent one, and __ldg is a load that the compiler may move across barriers."""
     for sass in _decode_kernels(kernels):
         before, after = sass.split("ACQBULK", 1)
-        assert not re.search(r"\b(LDG|UTMALDG)\b", before)
+        assert not re.search(r"\b(LDG|UTMALDG|UBLKCP)\b", before)
         assert re.search(r"\bLDG\b", after)
 
 

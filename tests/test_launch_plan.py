@@ -13,7 +13,7 @@ COUNTS = ("batch", "query_len", "num_kv_heads", "group", "num_pages", "max_block
 
 
 class Call(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_int) for name in (*COUNTS, "merge_apart", "bytes"))
+    _fields_ = tuple((name, ctypes.c_int) for name in (*COUNTS, "merge_apart"))
 
 
 class Tile(ctypes.Structure):
@@ -43,7 +43,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 def planned(library: ctypes.CDLL, device: tuple[int, int] = H100, **call: int) -> Plan:
     usual = dict(batch=128, query_len=1, num_kv_heads=1, group=128, num_pages=8192, max_blocks=64)
-    usual |= dict(num_sm_parts=66, merge_apart=0, bytes=0)
+    usual |= dict(num_sm_parts=66, merge_apart=0)
     plan = Plan()
     library.plan_on_host(ctypes.byref(Call(**(usual | call))), *device, ctypes.byref(plan))
     return plan
@@ -66,13 +66,6 @@ def test_the_tensor_maps(library: ctypes.CDLL) -> None:
         b"latent_cache": (0x2000, [1152, 64, 4_000_000], [2304, 64 * 2304], [64, 64, 1]),
         b"out": (0x3000, [512, 150, 10], [1024, 150 * 1024], [64, 16, 1]),
     }
-
-
-def test_the_copy_engine_takes_the_rotary_dimensions_of_tokens_in_bytes(library: ctypes.CDLL) -> None:
-    tile = planned(library, num_kv_heads=2, group=50, num_pages=4_000_000, bytes=1).tiles[1]
-    assert [*tile.extent] == [2 * 656, 64, 4_000_000]
-    assert [*tile.strides_bytes] == [2 * 656, 64 * 2 * 656]
-    assert [*tile.box] == [128, 64, 1]
 
 
 @pytest.mark.parametrize(

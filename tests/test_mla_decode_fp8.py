@@ -41,6 +41,16 @@ def check(case: cases.MLADecodeCase, data: inputs.LatentInputs, out, lse) -> Non
     plain.check(case, read(data), out, lse)
 
 
+def check_scales_that_round(case, data: inputs.LatentInputs, implementation: str, out, lse) -> None:
+    """The CUDA kernel rounds scales to 11 bits, not latents to 8: it is nearer to the latents themselves."""
+    if implementation != "cuda":
+        return check(case, data, out, lse)
+    exact = data.copy(latent_cache=dequantized(data.latent_cache).numpy())
+    expected, expected_lse = reference(exact, causal=case.causal)
+    compare.assert_rows_close(out, expected, dtype=case.dtype, case_id=case.id)
+    np.testing.assert_allclose(np.asarray(lse), expected_lse, rtol=5e-4, atol=5e-4)
+
+
 def served_cases():
     for case in cases.select("mla_decode", "test"):
         if case.dtype != "bfloat16":
@@ -69,7 +79,7 @@ def test_any_heads_and_exact_scales(implementation):
     """128 query rows in two blocks of 64, whose branch around the mask is another path; scales that round."""
     case = cases.MLADecodeCase((0, 1, 70, 130), 128, config=(("num_splits", 2), ("min_split_tokens", 64)))
     data = quantized(inputs.make(case), "exact")
-    check(case, data, *plain.run(case, data, implementation))
+    check_scales_that_round(case, data, implementation, *plain.run(case, data, implementation))
 
 
 @pytest.mark.slow
@@ -118,7 +128,7 @@ def test_cuda_deals_many_sequences_over_few_parts(heads, q_len, num_parts):
     data = quantized(inputs.make(case), "exact")
     call = plain.compiled(case, "cuda")
     out, lse = call(*data.arguments())
-    check(case, data, out, lse)
+    check_scales_that_round(case, data, "cuda", out, lse)
     for _ in range(10):
         again, _ = call(*data.arguments())
         np.testing.assert_array_equal(np.asarray(again), np.asarray(out))

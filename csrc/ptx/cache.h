@@ -33,13 +33,6 @@ __device__ __forceinline__ void store_with_policy(void* destination, uint4 v, ui
 
 // What nobody writes while the kernel runs, past the L1. Volatile, so that loads stay where they stand: far
 // ahead of what uses them.
-__device__ __forceinline__ uint4 load_16_bytes(const void* source, uint64_t policy) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(source), "l"(policy));
-  return v;
-}
 __device__ __forceinline__ uint4 load_16_bytes(const void* source) {
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -50,13 +43,6 @@ __device__ __forceinline__ uint4 load_16_bytes(const void* source) {
 __device__ __forceinline__ uint2 load_8_bytes(const void* source) {
   uint2 v;
   asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(source));
-  return v;
-}
-__device__ __forceinline__ float load_float(const void* source, uint64_t policy) {
-  float v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.f32 %0, [%1], %2;"
-               : "=f"(v)
-               : "l"(source), "l"(policy));
   return v;
 }
 __device__ __forceinline__ float load_float(const void* source) {

@@ -23,13 +23,6 @@ __device__ __forceinline__ void tma_load_3d(void* destination, const CUtensorMap
       : "memory");
 }
 
-// Into the L2 only.
-__device__ __forceinline__ void tma_prefetch_3d(const CUtensorMap* map, int c0, int c1, int c2) {
-  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map), "r"(c0),
-               "r"(c1), "r"(c2)
-               : "memory");
-}
-
 // Plain runs of bytes, a multiple of 16 at multiples of 16. Completion adds them to `barrier`.
 __device__ __forceinline__ void bulk_load(void* destination, const void* source, uint32_t bytes,
                                           uint64_t* barrier) {

@@ -125,9 +125,10 @@ def mla_decode(
         query: [num_seqs, q_len, num_heads, 576], bf16, fp16 or float32: the 512 latent, then the 64 rotary elements.
             Any num_heads >= 1 and q_len >= 1; the q_len tokens are the newest of the sequence, in order.
         latent_cache: [num_pages, page_size, num_kv_heads, 576] in query's dtype; or, with a bf16 query, [num_pages,
-            page_size, num_kv_heads, 656] uint8 of `quantize_latents`, whose latents are used as rounded to bf16.
-            num_heads is a multiple of num_kv_heads, which is 1 in every published model. Any page_size; 16, 32, 64 and
-            128 are tuned. Slots at or beyond a sequence's length may hold anything.
+            page_size, num_kv_heads, 656] uint8 of `quantize_latents`, whose latents are used as rounded to bf16
+            ("cuda": to fp16, relative to the largest scale). num_heads is a multiple of num_kv_heads, which is 1 in
+            every published model. Any page_size; 16, 32, 64 and 128 are tuned. Slots at or beyond a sequence's length
+            may hold anything.
         block_tables: [num_seqs, max_pages] int32, a sequence's pages in order. Entries beyond its last page may
             hold anything.
         seq_lens: [num_seqs] int32, tokens in each sequence's pages, the q_len newest included. A length of 0 gives

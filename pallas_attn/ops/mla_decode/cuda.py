@@ -40,7 +40,8 @@ def mla_decode_cuda(
     Args:
         query: [num_seqs, q_len, num_heads, 576] bfloat16 or float16.
         latent_cache: [num_pages, 64, num_kv_heads, 576], same dtype, or, under bfloat16, [num_pages, 64, num_kv_heads,
-            656] uint8, whose latents are used as rounded to bfloat16; num_heads is a multiple of num_kv_heads.
+            656] uint8, whose latents are used as rounded to float16 relative to the largest scales; num_heads is a
+            multiple of num_kv_heads.
         block_tables: [num_seqs, max_blocks] int32.
         seq_lens: [num_seqs] int32, the new tokens included.
         schedule_metadata, num_splits: of `mla_schedule`, for these lengths.

@@ -11,15 +11,13 @@ namespace pallas_attn::mla::sm90 {
 // One kernel over dense pages.
 struct Instance {
   void (*kernel)(DecodeParams, CUtensorMap, CUtensorMap, CUtensorMap, Merging);
-  CUtensorMapDataType element;  // of query and output
-  CUtensorMapDataType copied;   // what the copy engine takes the cache for
-  int most_cut_requests;        // that CTAs can merge by themselves
+  CUtensorMapDataType element;
 };
 
 inline LaunchStatus launch_instance(const Instance& instance, const DecodeParams& params,
                                     cudaStream_t stream) {
   const KernelShape shape = {kTileRows, kWarpRows,        kPieceDims,
-                             kThreads,  sizeof(SmemPlan), instance.most_cut_requests};
+                             kThreads,  sizeof(SmemPlan), CutList::kCapacity};
   DeviceFacts facts = {};
   LaunchStatus status = prepare(instance.kernel, params, shape, &facts);
   if (!status.ok()) return status;
@@ -27,7 +25,7 @@ inline LaunchStatus launch_instance(const Instance& instance, const DecodeParams
   const LaunchPlan plan = plan_launch(params, shape, facts);
   CUtensorMap query_map, cache_map, out_map;
   status = encode_tensor_map(plan.query, instance.element, &query_map);
-  if (status.ok()) status = encode_tensor_map(plan.latent_cache, instance.copied, &cache_map);
+  if (status.ok()) status = encode_tensor_map(plan.latent_cache, instance.element, &cache_map);
   if (status.ok()) status = encode_tensor_map(plan.out, instance.element, &out_map);
   if (!status.ok()) return status;
 

@@ -49,16 +49,14 @@ LaunchPlan plan_launch(const DecodeParams& params, const KernelShape& kernel, co
               {kOutBytes, kOutBytes * rows},
               {columns, static_cast<uint32_t>(kernel.store_rows), 1}};
 
-  // The KV heads of a token lie side by side: to the copy engine they are one long row. Of tokens in bytes it
-  // copies the rotary ones.
-  const bool bytes = params.format == LatentFormat::kBytes;
-  const uint64_t width = (bytes ? kTokenBytes : kQueryDim) * kv_heads;
-  const uint64_t token_bytes = width * (bytes ? 1 : kElementBytes);
+  // The KV heads of a token lie side by side: to the copy engine they are one long row.
+  const uint64_t width = kQueryDim * kv_heads;
+  const uint64_t token_bytes = width * kElementBytes;
   plan.latent_cache = {"latent_cache",
                        params.latent_cache,
                        {width, kPageTokens, static_cast<uint64_t>(params.num_pages)},
                        {token_bytes, token_bytes * kPageTokens},
-                       {bytes ? static_cast<uint32_t>(kRopeDim * kElementBytes) : columns, kPageTokens, 1}};
+                       {columns, kPageTokens, 1}};
   return plan;
 }
 

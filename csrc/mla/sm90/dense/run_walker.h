@@ -53,7 +53,6 @@ class RunWalker {
   PALLAS_ATTN_HOST_DEVICE bool done() const {
     return request_ > bounds_.end_request || request_ >= params_.batch;
   }
-  PALLAS_ATTN_HOST_DEVICE int first_request() const { return at_least(0, bounds_.begin_request); }
   PALLAS_ATTN_HOST_DEVICE int request() const { return request_; }
   PALLAS_ATTN_HOST_DEVICE int page_begin() const {
     return begins_part() ? at_least(0, bounds_.begin_token) / kPageTokens : 0;

@@ -5,9 +5,8 @@
 namespace pallas_attn::mla::sm90 {
 
 LaunchStatus launch_dense_decode_bfloat16(const DecodeParams& params, cudaStream_t stream) {
-  constexpr CUtensorMapDataType kType = ElementTraits<__nv_bfloat16>::kTensorMapType;
-  return launch_instance({dense_decode_kernel<__nv_bfloat16>, kType, kType, CutList::kCapacity}, params,
-                         stream);
+  return launch_instance({dense_decode_kernel<__nv_bfloat16>, ElementTraits<__nv_bfloat16>::kTensorMapType},
+                         params, stream);
 }
 
 }  // namespace pallas_attn::mla::sm90

@@ -5,8 +5,8 @@
 namespace pallas_attn::mla::sm90 {
 
 LaunchStatus launch_dense_decode_float16(const DecodeParams& params, cudaStream_t stream) {
-  constexpr CUtensorMapDataType kType = ElementTraits<__half>::kTensorMapType;
-  return launch_instance({dense_decode_kernel<__half>, kType, kType, CutList::kCapacity}, params, stream);
+  return launch_instance({dense_decode_kernel<__half>, ElementTraits<__half>::kTensorMapType}, params,
+                         stream);
 }
 
 }  // namespace pallas_attn::mla::sm90

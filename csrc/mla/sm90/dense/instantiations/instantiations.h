@@ -9,8 +9,6 @@
 namespace pallas_attn::mla::sm90 {
 
 LaunchStatus launch_dense_decode_bfloat16(const DecodeParams& params, cudaStream_t stream);
-LaunchStatus launch_dense_decode_e4m3(const DecodeParams& params, cudaStream_t stream);
 LaunchStatus launch_dense_decode_float16(const DecodeParams& params, cudaStream_t stream);
-LaunchStatus launch_dense_decode_e4m3(const DecodeParams& params, cudaStream_t stream);
 
 }  // namespace pallas_attn::mla::sm90
