@@ -156,7 +156,7 @@ class Consumer {
     if (!__any_sync(0xffffffff, smem_.moved[owner])) return;
     const float unit = smem_.unit_rescale[owner];
     visit_row_pairs<Plan::kRows>([&](int j) {
-      const float2 factor = row_pair(smem_.rescale[owner], at_, j);
+      const float2 factor = smem_.rescale[owner].pair(at_.row(j));
 #pragma unroll
       for (int tile = 0; tile < kColumnTiles; ++tile) {
 #pragma unroll

@@ -91,8 +91,8 @@ class RunResult {
       const float* from = params_.partial_out + first_element(slot);
       const int left = rows_left() - at_.row(0);
       visit_row_pairs<Plan::kRows>([&](int j) {
-        const float2 own = row_pair(smem_.out_factor[at_.owner], at_, j);
-        const float2 others = row_pair(smem_.others_factor[at_.owner], at_, j);
+        const float2 own = smem_.out_factor[at_.owner].pair(at_.row(j));
+        const float2 others = smem_.others_factor[at_.owner].pair(at_.row(j));
         if (j * 8 < left) add_row(from + j * 8 * kLatentDim, j, 0, own.x, others.x);
         if (j * 8 + 1 < left) add_row(from + (j * 8 + 1) * kLatentDim, j, 1, own.y, others.y);
       });
@@ -148,7 +148,7 @@ class RunResult {
   __device__ __forceinline__ void visit_rows(Visit visit) {
     const int left = rows_left() - at_.row(0);
     visit_row_pairs<Plan::kRows>([&](int j) {
-      const float2 factors = row_pair(smem_.out_factor[at_.owner], at_, j);
+      const float2 factors = smem_.out_factor[at_.owner].pair(at_.row(j));
 #pragma unroll
       for (int right = 0; right < 2; ++right) {
         const float factor = right == 0 ? factors.x : factors.y;

@@ -5,7 +5,7 @@
 //    73728    16384  probabilities of two pages, 64 rows x 64 tokens in halves
 //    90112   125952  three pages as they are in the pool, 64 tokens x 656 bytes
 //   216064     1024  scales of the value's tokens
-//   217088     6144  of every row: factors, maxima, sums
+//   217088     5376  of every row: factors, maxima, sums
 //   and less than 4 KB of flags, barriers and the list of requests that were cut
 //
 // A tile of 32 or 16 rows leaves room for a fourth page.
@@ -21,6 +21,17 @@
 #include "mla/sm90/turned/config.h"
 
 namespace pallas_attn::mla::sm90::turned {
+
+// A number of every query row, two neighbours of which can be had at once.
+template <int kRows>
+struct alignas(float2) PerRow {
+  float of_row[kRows];
+
+  __device__ float& operator[](int row) { return of_row[row]; }
+  __device__ float operator[](int row) const { return of_row[row]; }
+  __device__ float2& pair(int even_row) { return *reinterpret_cast<float2*>(of_row + even_row); }
+  __device__ float2 pair(int even_row) const { return *reinterpret_cast<const float2*>(of_row + even_row); }
+};
 
 template <int kRows_>
 struct alignas(1024) TurnedPlan {
@@ -46,24 +57,24 @@ struct alignas(1024) TurnedPlan {
   // Of a run. A score in base 2 is a product times row_factor; probabilities are relative to 2^base, and base
   // follows the scores when a product exceeds `limit`. Sums and outputs are multiplied by `rescale` (and
   // outputs by unit_rescale) then: of the newest page of each owner, if `moved`.
-  float row_factor[kRows];
-  float base[kRows];
-  float limit[kRows];
-  float rescale[kOwners][kRows];
+  PerRow<kRows> row_factor;
+  PerRow<kRows> base;
+  PerRow<kRows> limit;
+  PerRow<kRows> rescale[kOwners];
+  // On their way from warp to warp.
+  PerRow<kRows> warp_peak[kWarpgroupWarps];
+  PerRow<kRows> warp_sum[kOwners * kWarpgroupWarps];
+  // Of a run behind its last product, for each warpgroup: by what its output is multiplied, and another one
+  // that is added.
+  PerRow<kRows> out_factor[kOwners];
+  PerRow<kRows> others_factor[kOwners];
+
   float unit;
   float unit_rescale[kOwners];
   int moved[kOwners];
-
-  // On their way from warp to warp.
-  float warp_peak[kWarpgroupWarps][kRows];
   float warp_scale[kWarpgroupWarps];
-  float warp_sum[kOwners * kWarpgroupWarps][kRows];
   // What is being worked on, where nobody needs it in a hurry; a copy for each warpgroup.
   PageRun run[kOwners];
-  // Of a run behind its last product, for each warpgroup: by what its output is multiplied, and another one
-  // that is added.
-  float out_factor[kOwners][kRows];
-  float others_factor[kOwners][kRows];
 
   Ring<kStages, 1, 1> page_ring;
   // The warpgroup that is not the owner has done with the newest page's probabilities.

@@ -29,9 +29,6 @@ __device__ __forceinline__ void visit_row_pairs(Visit visit) {
 #pragma unroll
   for (int j = 0; j < kRows / 8; ++j) visit(j);
 }
-__device__ __forceinline__ float2 row_pair(const float* of_rows, const Place& at, int j) {
-  return *reinterpret_cast<const float2*>(of_rows + at.row(j));
-}
 
 // Whatever a run keeps in shared memory, before its first page; by that page's owner.
 template <typename Plan>
@@ -52,7 +49,7 @@ __device__ __forceinline__ bool scale_scores(float (&rS)[kAccumulators], const T
 #pragma unroll
   for (int i = 0; i < kRowsPerThread; ++i) factor[i] = bad_page ? NAN : scales.unit[i];
   visit_row_pairs<Plan::kRows>([&](int j) {
-    const float2 limit = row_pair(smem.limit, at, j);
+    const float2 limit = smem.limit.pair(at.row(j));
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
       float &left = rS[j * 4 + i * 2], &right = rS[j * 4 + i * 2 + 1];
@@ -75,7 +72,7 @@ __device__ __forceinline__ void move_base(const float (&rS)[kAccumulators], cons
       peak.x = fmaxf(peak.x, __shfl_xor_sync(0xffffffff, peak.x, distance));
       peak.y = fmaxf(peak.y, __shfl_xor_sync(0xffffffff, peak.y, distance));
     }
-    if (at.line == 0) *reinterpret_cast<float2*>(&smem.warp_peak[at.warp][at.row(j)]) = peak;
+    if (at.line == 0) smem.warp_peak[at.warp].pair(at.row(j)) = peak;
   });
   float scale = scales.peak;
 #pragma unroll
@@ -148,7 +145,7 @@ __device__ __forceinline__ void store_probabilities(const float (&rS)[kAccumulat
   float held[kAccumulators / 2];
   uint32_t packed[kAccumulators / 4][kRowsPerThread];
   visit_row_pairs<Plan::kRows>([&](int j) {
-    const float2 factor = row_pair(smem.row_factor, at, j), base = row_pair(smem.base, at, j);
+    const float2 factor = smem.row_factor.pair(at.row(j)), base = smem.base.pair(at.row(j));
     held[j * 2] = held[j * 2 + 1] = 0.0f;
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
