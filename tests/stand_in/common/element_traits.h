@@ -1,0 +1,31 @@
+#pragma once
+
+#include "device.h"
+
+namespace pallas_attn {
+
+inline float exp2_fast(float x) {
+  const float y = std::exp2(x);
+  return std::fabs(y) < 0x1p-126f ? 0.0f : y;
+}
+
+template <typename Element>
+struct ElementTraits;
+
+template <>
+struct ElementTraits<__nv_bfloat16> {
+  static uint32_t pack(float low, float high) {
+    return static_cast<__nv_bfloat16_raw>(__float2bfloat16_rn(low)).x |
+           static_cast<uint32_t>(static_cast<__nv_bfloat16_raw>(__float2bfloat16_rn(high)).x) << 16;
+  }
+};
+
+template <>
+struct ElementTraits<__half> {
+  static uint32_t pack(float low, float high) {
+    return static_cast<__half_raw>(__float2half_rn(low)).x |
+           static_cast<uint32_t>(static_cast<__half_raw>(__float2half_rn(high)).x) << 16;
+  }
+};
+
+}  // namespace pallas_attn

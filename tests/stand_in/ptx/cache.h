@@ -1,0 +1,23 @@
+#pragma once
+
+#include "device.h"
+
+namespace pallas_attn::ptx {
+
+inline uint64_t l2_evict_first_policy() { return 0; }
+inline uint64_t l2_evict_last_policy() { return 0; }
+
+template <typename T>
+void store_with_policy(void* to, T v, uint64_t) {
+  stand_in::expect_aligned("a store at", reinterpret_cast<uint64_t>(to), sizeof(T));
+  std::memcpy(to, &v, sizeof(T));
+}
+
+// What was in the line is lost.
+constexpr int kLineBytes = 128;
+inline void discard_line(const void* line) {
+  stand_in::expect_aligned("a line at", reinterpret_cast<uint64_t>(line), kLineBytes);
+  std::memset(const_cast<void*>(line), 0xFF, kLineBytes);
+}
+
+}  // namespace pallas_attn::ptx
