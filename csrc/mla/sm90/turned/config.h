@@ -24,7 +24,7 @@ constexpr int kWarpColumns = kHalfDims / kWarpgroupWarps;
 constexpr int kColumns = kColumnTiles * kRowsPerThread;
 
 // Three warpgroups' registers, of which the math needs nearly all (dense/config.h).
-constexpr int kMathRegisters = 232, kProducerRegisters = 40;
+constexpr int kMathRegisters = 240, kProducerRegisters = 24;
 static_assert(kOwners * kMathRegisters + kProducerRegisters <= 3 * 168);
 
 // Where a thread stands: lane l holds rows l / 4 and l / 4 + 8 of its warp's 16, and columns 2 (l % 4) and

@@ -36,12 +36,12 @@ class Consumer {
         const int own_stage = has_others ? Plan::next_stage(stage_) : stage_;
         if (has_own) compute_scores(own, own_stage);
         if (has_others) follow_others();
-        if (has_own) publish_probabilities(own, own_stage);
         if (has_others) {
           rescale_output(other());
           multiply(other());
         }
         if (has_own) {
+          publish_probabilities(own, own_stage);
           rescale_output(at_.owner);
           multiply(at_.owner);
         }
@@ -81,7 +81,7 @@ class Consumer {
     const int tokens_left = run_.seq_len - (run_.page_begin + index) * kPageTokens;
     if (tokens_left < kPageTokens) clear_tail(stage, tokens_left);
     scales_ = load_scales(smem_.pages[stage], at_);
-    multiply_scores<Plan::kStepsAtOnce>(rS_, scales_, smem_, stage, at_);
+    multiply_scores(rS_, scales_, smem_, stage, at_);
   }
 
   // Until page and stage are there, which this warpgroup may know already.

@@ -36,6 +36,7 @@ class WholePages {
     if (stride_ == kTokenBytes) {
       if (lane_ == 0) ptx::bulk_load(to, from, tokens * kTokenBytes, full, policy_);
     } else {
+#pragma unroll 1
       for (int token = lane_; token < tokens; token += 32) {
         ptx::bulk_load(to + token * kTokenBytes, from + static_cast<int64_t>(token) * stride_, kTokenBytes,
                        full, policy_);

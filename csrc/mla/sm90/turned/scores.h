@@ -120,12 +120,13 @@ constexpr int chunks_of_step(int step) {
                              : kLatentSteps / kByteSteps + (step - kLatentSteps) / kRopeSteps;
 }
 
-// rS = K Q^T, each token's row in its own unit. While the products of kAtOnce steps run, the next ones'
+// rS = K Q^T, each token's row in its own unit. While the products of a chunk's steps run, the next ones'
 // operands are converted.
-template <int kAtOnce, typename Plan, int kAccumulators>
+template <typename Plan, int kAccumulators>
 __device__ __forceinline__ void multiply_scores(float (&rS)[kAccumulators], const TokenScales& scales,
                                                 const Plan& smem, int stage, const Place& at) {
-  static_assert(kQuerySteps % kAtOnce == 0 && kByteSteps % kAtOnce == 0);
+  constexpr int kAtOnce = kByteSteps;
+  static_assert(kQuerySteps % kAtOnce == 0);
   const char* page = smem.pages[stage];
   const uint64_t query = ptx::wgmma_descriptor(smem.query, 0);
   uint32_t fragments[2][kAtOnce][4];

@@ -37,8 +37,6 @@ template <int kRows_>
 struct alignas(1024) TurnedPlan {
   static constexpr int kRows = kRows_;
   static constexpr int kStages = kRows == 64 ? 3 : 4;
-  // Steps of the scores whose operands are converted together; as many as there are registers for.
-  static constexpr int kStepsAtOnce = kRows == 64 ? 2 : 4;
   static __device__ int next_stage(int stage) { return stage + 1 == kStages ? 0 : stage + 1; }
 
   using Piece = SwizzledPiece<kRows>;
