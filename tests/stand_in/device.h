@@ -266,6 +266,7 @@ template <typename T>
 T __ldg(const T* from) {
   return *from;
 }
+inline float __fdividef(float a, float b) { return a / b; }
 inline float __uint_as_float(uint32_t x) {
   float v;
   std::memcpy(&v, &x, 4);

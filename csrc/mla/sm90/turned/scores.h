@@ -10,12 +10,11 @@
 
 namespace pallas_attn::mla::sm90::turned {
 
-// The scales of a thread's two tokens. What a product takes is relative to a power of two of the token's own,
-// so that halves hold it whatever the scales are; its scores are multiplied by that afterwards.
+// Of a thread's two tokens: a power of two near the largest scale, in which their scores are, and the largest
+// of all.
 struct TokenScales {
-  uint32_t of_block[kBlocks];  // two halves, one for each token
   float unit[kRowsPerThread];
-  float peak;  // the largest of all
+  float peak;
 };
 
 __device__ __forceinline__ __half2 as_halves(uint32_t word) { return reinterpret_cast<__half2&>(word); }
@@ -36,25 +35,42 @@ __device__ __forceinline__ float unit_of(float peak) {
   return power_of_two_below(fminf(fmaxf(peak, kLeastUnit), kMostUnit));
 }
 
+__device__ __forceinline__ const float* scales_of(const char* page, int token) {
+  return reinterpret_cast<const float*>(page + token * kTokenBytes + kScalesAt);
+}
+
 __device__ __forceinline__ TokenScales load_scales(const char* page, const Place& at) {
   TokenScales scales;
-  float relative[kRowsPerThread][kBlocks];
   scales.peak = 0.0f;
 #pragma unroll
   for (int i = 0; i < kRowsPerThread; ++i) {
-    const float4 v = *reinterpret_cast<const float4*>(page + at.token(i) * kTokenBytes + kScalesAt);
+    const float4 v = *reinterpret_cast<const float4*>(scales_of(page, at.token(i)));
     const float peak = fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
     scales.peak = fmaxf(scales.peak, peak);
     scales.unit[i] = unit_of(peak);
-    const float inverse = inverse_power_of_two(scales.unit[i]);
-    relative[i][0] = v.x * inverse, relative[i][1] = v.y * inverse;
-    relative[i][2] = v.z * inverse, relative[i][3] = v.w * inverse;
-  }
-#pragma unroll
-  for (int block = 0; block < kBlocks; ++block) {
-    scales.of_block[block] = ElementTraits<__half>::pack(relative[0][block], relative[1][block]);
   }
   return scales;
+}
+
+// The sums of a block's bytes are in its scale. Those up to block `before` go over to the scale of the next
+// one, or behind the last to the token's unit. A scale that is next to nothing beside the token's largest
+// counts as 2^-26 units, so that there is something to divide by.
+template <int kAccumulators>
+__device__ __forceinline__ void change_scale(float (&rS)[kAccumulators], const char* page, int before,
+                                             const TokenScales& scales, const Place& at) {
+#pragma unroll
+  for (int i = 0; i < kRowsPerThread; ++i) {
+    const float unit = scales.unit[i], least = unit * 0x1p-26f;
+    const float* given = scales_of(page, at.token(i));
+    // NaN stays.
+    const auto scale_of = [&](int block) { return fabsf(given[block]) < least ? least : given[block]; };
+    const float ratio = __fdividef(scale_of(before), before + 1 < kBlocks ? scale_of(before + 1) : unit);
+#pragma unroll
+    for (int j = 0; j < kAccumulators; j += 4) {
+      rS[j + i * 2] *= ratio;
+      rS[j + i * 2 + 1] *= ratio;
+    }
+  }
 }
 
 // 16 bytes of each of a thread's two tokens, word by word.
@@ -74,18 +90,17 @@ __device__ __forceinline__ TokenChunks load_chunks(const char* page, const Place
 }
 
 // Steps of 16 that chunks are: four of bytes, two of bf16.
-constexpr int kByteSteps = 4, kRopeSteps = 2;
+constexpr int kByteSteps = 4, kRopeSteps = 2, kBlockSteps = kScaleGroup / kStepDims;
 constexpr int kLatentSteps = kLatentDim / kStepDims;
 
-// Step `step` of latent bytes as the A operand.
-__device__ __forceinline__ void latent_fragment(const TokenChunks& chunks, int step, uint32_t scales,
+// Step `step` of latent bytes as the A operand: exact.
+__device__ __forceinline__ void latent_fragment(const TokenChunks& chunks, int step,
                                                 uint32_t (&fragment)[4]) {
 #pragma unroll
   for (int i = 0; i < kRowsPerThread; ++i) {
     const FourHalves halves = halves_of(chunks.word[i][step]);
-    const __half2 scale = i == 0 ? __low2half2(as_halves(scales)) : __high2half2(as_halves(scales));
-    fragment[i] = as_word(__hmul2(halves.low, scale));
-    fragment[i + 2] = as_word(__hmul2(halves.high, scale));
+    fragment[i] = as_word(halves.low);
+    fragment[i + 2] = as_word(halves.high);
   }
 }
 
@@ -108,7 +123,7 @@ __device__ __forceinline__ void rope_fragment(const TokenChunks& chunks, int ste
 __device__ __forceinline__ void score_fragment(const TokenChunks& chunks, int step, const TokenScales& scales,
                                                uint32_t (&fragment)[4]) {
   if (step < kLatentSteps) {
-    latent_fragment(chunks, step % kByteSteps, scales.of_block[step / (2 * kByteSteps)], fragment);
+    latent_fragment(chunks, step % kByteSteps, fragment);
   } else {
     rope_fragment(chunks, step % kRopeSteps, scales.unit, fragment);
   }
@@ -145,6 +160,12 @@ __device__ __forceinline__ void multiply_scores(float (&rS)[kAccumulators], cons
       }
     }
     ptx::wgmma_touch(own);
+    if (first > 0 && first <= kLatentSteps && first % kBlockSteps == 0) {
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_touch(rS);
+      change_scale(rS, page, first / kBlockSteps - 1, scales, at);
+      ptx::wgmma_touch(rS);
+    }
     ptx::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
