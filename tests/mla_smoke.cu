@@ -85,7 +85,8 @@ std::vector<uint8_t> quantized(std::vector<Element>& cache) {
       for (int d = 0; d < mla::kScaleGroup; ++d) peak = std::fmax(peak, std::fabs(float(values[d])));
       // Few enough bits that scale times e4m3 is exact in bf16, which the comparison takes the cache from.
       int exponent;
-      const float scale = std::ldexp(std::ceil(std::frexp(peak / 448, &exponent) * 16), exponent - 4);
+      const float fraction = std::frexp(peak / 448, &exponent);
+      const float scale = std::ldexp(std::ceil(fraction * 16), exponent - 4);
       std::memcpy(bytes + mla::kScalesAt + 4 * group, &scale, 4);
       for (int d = 0; d < mla::kScaleGroup; ++d) {
         const __nv_fp8_e4m3 small(float(values[d]) / scale);
