@@ -70,11 +70,11 @@ struct Case {
   bool bytes = false;       // tokens of 656 bytes
 };
 
-// Tokens of one KV head in 656 bytes each; they become what is read back. Tokens of NaN are bytes of 0x7F.
+// Tokens of one KV head in 656 bytes each; they become what is read back. Tokens of NaN are bytes of 0xFF.
 template <typename Element>
 std::vector<uint8_t> quantized(std::vector<Element>& cache) {
   const size_t tokens = cache.size() / mla::kQueryDim;
-  std::vector<uint8_t> packed(tokens * mla::kTokenBytes, 0x7F);
+  std::vector<uint8_t> packed(tokens * mla::kTokenBytes, 0xFF);
   for (size_t t = 0; t < tokens; ++t) {
     Element* token = &cache[t * mla::kQueryDim];
     uint8_t* bytes = &packed[t * mla::kTokenBytes];

@@ -26,9 +26,9 @@ IMPLEMENTATIONS = ["xla", "interpret", *ON_GPU, CUDA]
 
 
 def quantized(data: inputs.LatentInputs, scales: Any = "power_of_two") -> inputs.LatentInputs:
-    """The same call over bytes; a token that is nobody's has bytes of 0x7F, NaN as e4m3, float32 and bf16."""
+    """The same call over bytes; a token that is nobody's has bytes of 0xFF, NaN as e4m3, float32 and bf16."""
     tokens = np.array(pallas_attn.quantize_latents(jnp.asarray(data.latent_cache), scales=scales))
-    tokens[np.isnan(data.latent_cache.astype(np.float32)).any(-1)] = 0x7F
+    tokens[np.isnan(data.latent_cache.astype(np.float32)).any(-1)] = 0xFF
     return data.copy(latent_cache=tokens)
 
 
