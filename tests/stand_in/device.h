@@ -98,7 +98,7 @@ struct Cta {
   uint32_t exchanged[kWarps][32];
   uint32_t fragment[kWarpgroups][128][4];  // the A operand of a product
   std::vector<Copy> copies;
-  std::vector<char> memory = std::vector<char>(kSharedBytes, 0x3F);
+  std::vector<char> memory = std::vector<char>(kSharedBytes, '\xFF');
 };
 
 struct Fiber {
