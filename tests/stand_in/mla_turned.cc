@@ -1,5 +1,5 @@
-// The decode kernel over tokens of 656 bytes, on the host: a call from standard input (test_mla_turned.py
-// writes it), its result to standard output.
+// The decode kernel over tokens of 656 bytes, on the host: a call from standard input, which
+// test_mla_bytes_on_host.py writes, its result to standard output.
 #include "mla/sm90/turned/kernel.h"
 
 namespace pallas_attn::mla::sm90::turned {
