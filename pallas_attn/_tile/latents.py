@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._tile.quantization import largest, quantize
+from pallas_attn._tile.quantization import largest, quantize, up_to_power_of_2
 
 LATENT_DIM = 512
 ROPE_DIM = 64
@@ -51,9 +51,7 @@ def group_scale(values: jax.Array, scales: Scales) -> jax.Array:
     peak = jnp.max(jnp.where(magnitude < jnp.inf, magnitude, jnp.inf), axis=-1)
     scale = jnp.maximum(peak / largest(FP8), jnp.float32(LEAST_SCALE))
     if scales == "power_of_two":
-        # That is a number without mantissa; the sum carries any other into the next exponent.
-        bits = lax.bitcast_convert_type(scale, jnp.int32)
-        scale = lax.bitcast_convert_type((bits + 0x7FFFFF) & ~0x7FFFFF, jnp.float32)
+        scale = up_to_power_of_2(scale)
     return jnp.where(peak < jnp.inf, scale, jnp.float32(jnp.nan))
 
 

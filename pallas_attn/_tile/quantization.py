@@ -115,6 +115,13 @@ def checked_scale(
     return jnp.broadcast_to(scale, (num_kv_heads,))
 
 
+def up_to_power_of_2(x: jax.Array) -> jax.Array:
+    """The least power of two that a normal positive float32 does not exceed."""
+    # That is a number without mantissa; the sum carries any other into the next exponent.
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    return jax.lax.bitcast_convert_type((bits + 0x7FFFFF) & ~0x7FFFFF, jnp.float32)
+
+
 def _round(x: jax.Array) -> jax.Array:
     """To the nearest integer, ties to even, as jnp.round, which the Triton lowering lacks."""
     up = jnp.floor(x + 0.5)
