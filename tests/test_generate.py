@@ -229,7 +229,7 @@ def test_the_loop_lowers_for_an_h100_with_our_kernels_inside(dtype, cache_dtype,
     lowered = lower_for_gpu(functools.partial(programs["_decode itself"], **static), *shapes)
     kernels = {name for name, *_ in triton_kernels(lowered)}
     assert {"pallas_attn_write_kv", "pallas_attn_paged_attention"} <= kernels
-    assert ("pallas_attn_rescale_pages" in kernels) == (cache_dtype is not None)
+    assert ("pallas_attn_grow_pages" in kernels) == (cache_dtype is not None)
     # Nothing in the loop waits for the host, and its layers are no loop of their own.
     assert "callback" not in lowered.as_text()
     assert lowered.as_text().count("stablehlo.while") == 1

@@ -246,7 +246,7 @@ def test_pages_whose_scales_grow_compile(dim, layout, stored, sm):
     device = lowering.DEVICES[sm]
     lowered = triton_shapes.growing(dim, layout, stored, implementation=None, device=device)
     kernels = {kernel.name: kernel for kernel in lowering.compile_kernels(lowered, sm)}
-    assert set(kernels) == {"pallas_attn_rescale_pages", "pallas_attn_write_kv"}
+    assert set(kernels) == {"pallas_attn_grow_pages", "pallas_attn_write_kv"}
     assert all(kernel.stack_bytes == 0 for kernel in kernels.values())
     assert "stablehlo.while" not in lowered.as_text(), (
         "a loop would have the host look at each layer's condition"

@@ -231,6 +231,37 @@ def test_pages_grow_side_by_side(implementation):
     assert cache.saturation(1, jnp.asarray(1e6 * then), jnp.asarray(then), at) == (0, 0), "it would grow"
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:])
+def test_tokens_of_a_page_may_stand_anywhere(implementation):
+    """Far apart, in any order, with others and padding between: the page has one scale, of all of them. In pages of
+    two sequences, of which some are begun and some go on, with the largest token first, in the middle or last."""
+    rng = np.random.default_rng(0)
+    positions = np.full((2, 600), -1, np.int32)
+    positions[0, [1, 70, 300, 598, 599]] = 7, 2, 5, 3, 4
+    positions[1, [0, 64, 65, 590, 599]] = 5, 9, 3, 2, 4  # no page for the second
+    new = rng.standard_normal((2, 600, 2, 16)).astype(np.float32) * rng.choice([1, 50], (2, 600, 1, 1))
+    new[1, [590, 599]] *= 100
+    first = jnp.asarray(new[:, 100:102] / 1000)
+    cache = small().write(1, first, first, jnp.array([[0, 1], [0, 1]], jnp.int32))
+    arguments = jnp.asarray(new), jnp.asarray(new[::-1]), jnp.asarray(positions)
+    write = jax.jit(functools.partial(PagedKVCache.write, layer=1), static_argnames="implementation")
+    names = ("key", "value", "positions")
+    expected, found = (
+        write(cache, **dict(zip(names, arguments, strict=True)), implementation=each)
+        for each in ("xla", implementation)
+    )
+    for page, tokens in enumerate(([70, 598], [1, 300, 599], [665, 1190], [600, 1199]), 5):
+        needed = np.abs(new.reshape(-1, 2, 16)[tokens]).max(axis=(0, 2)) / 127
+        within = np.asarray(expected.k_scale)[page] / needed
+        assert ((within >= 1 - 1e-6) & (within < (2 if page % 2 else 1 + 1e-6))).all(), "odd ones go on"
+    for name in ("k_scale", "v_scale"):
+        np.testing.assert_allclose(getattr(found, name), getattr(expected, name), rtol=1e-6)
+    for name in ("key_cache", "value_cache"):
+        off = np.abs(np.asarray(getattr(found, name), int) - np.asarray(getattr(expected, name), int))
+        assert off.max() <= 1, "where scales are off by rounding, so are a few values"
+        assert (off > 0).mean() < 0.02
+
+
 REFUSED = {
     "scales": (dict(k_scale=jnp.ones((5, 3))), ValueError, "'k_scale': expected shape"),
     "pages": (dict(v_scale=jnp.ones((4, 2))), ValueError, "'v_scale': expected shape"),

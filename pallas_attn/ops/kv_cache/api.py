@@ -9,16 +9,12 @@ from pallas_attn._call import dispatch, partition
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._tile import options, triton
 from pallas_attn._tile.layout import DIMS, PoolCase, check_pools, pool_shape, reaches
-from pallas_attn._tile.quantization import QUANTIZED_DTYPES, checked_scale
+from pallas_attn._tile.quantization import QUANTIZED_DTYPES
 from pallas_attn._types import KVCache, Layout, NewKV, SlotMapping
 from pallas_attn.ops.kv_cache.kernel import write_kv_pallas
-from pallas_attn.ops.kv_cache.page_scales import Growth
 from pallas_attn.ops.kv_cache.reference import write_kv_xla
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
-# What the dimensions of a `Growth` are, for `_call.partition`.
-GROWTH = {"grown_pages": "tokens", "k_growth": "tokens kv_heads", "v_growth": "tokens kv_heads"}
-
 
 dispatch.register(
     "write_kv",
@@ -69,77 +65,65 @@ def write_kv(
         TypeError: an argument of the wrong dtype. ValueError: a wrong shape or scale, or an implementation that
         cannot serve.
     """
-    return write_kv_grown(
-        key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, None, layout, implementation
+    pools = key_cache, value_cache
+    updated = write(
+        *(key, value, *pools, slot_mapping, k_scale, v_scale), layout=layout, implementation=implementation
     )
+    return updated[0], updated[1]
 
 
-def write_kv_grown(
+def write(
     key: Any,
     value: Any,
     key_cache: Any,
     value_cache: Any,
     slot_mapping: Any,
-    k_scale: Any,
-    v_scale: Any,
-    growth: Growth | None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    *,
     layout: Layout,
     implementation: str | None,
-) -> tuple[KVCache, KVCache]:
-    """`write_kv`; before that, pages whose scales grew are brought to them."""
+    grows: bool = False,
+) -> tuple[jax.Array, ...]:
+    """`write_kv`; if `grows`, the scales are those of pages, which first become what `growing_scales` says, with what
+    the pages hold: (key_cache, value_cache, k_scale, v_scale)."""
     check = ArgumentChecker("write_kv")
     pool = check_pools(check, key_cache, value_cache, layout, (*DTYPES, *QUANTIZED_DTYPES))
     check.array("key", key, ("num_tokens", "num_kv_heads", "head_dim"), DTYPES)
     check.array("value", value, ("num_tokens", "num_kv_heads", "head_dim"), [key.dtype])
     check.array("slot_mapping", slot_mapping, ("num_tokens",), [jnp.int32])
-    scales = (
-        checked_scale("write_kv", name, scale, key_cache.dtype, pool.num_kv_heads, pool.num_pages)
-        for name, scale in (("k_scale", k_scale), ("v_scale", v_scale))
-    )
+    scales = options.scales(check, key_cache.dtype, pool, k_scale, v_scale)
     name, fn = dispatch.resolve("write_kv", PoolCase(pool, key_cache.dtype), implementation)
     # Outside jit they may be numpy's.
     key, value, key_cache, value_cache, slot_mapping = map(
         jnp.asarray, (key, value, key_cache, value_cache, slot_mapping)
     )
     if key.shape[0] == 0:
-        return key_cache, value_cache
+        return key_cache, value_cache, *(scales.values() if grows else ())
     operands = {
         "key": key,
         "value": value,
         "key_cache": key_cache,
         "value_cache": value_cache,
         "slot_mapping": slot_mapping,
-        **{
-            name: scale
-            for name, scale in zip(("k_scale", "v_scale"), scales, strict=True)
-            if scale is not None
-        },
-        **({} if growth is None else dict(zip(GROWTH, growth, strict=True))),
+        **scales,
     }
     dims = {f"{which}_cache": dims for which, dims in DIMS[layout].items()}
+    dims_of_scales = options.scale_dims(operands)
     new = "tokens kv_heads dim"  # all of them on every device that holds their heads
-    updated = partition.run(
+    return partition.run(
         "write_kv",
         _write,
         operands,
-        {
-            **dims,
-            "key": new,
-            "value": new,
-            "slot_mapping": "tokens",
-            **GROWTH,
-            **options.scale_dims(operands),
-        },
-        tuple(dims.values()),
-        static={"fn": fn, "layout": layout},
+        {**dims, "key": new, "value": new, "slot_mapping": "tokens", **dims_of_scales},
+        (*dims.values(), *(dims_of_scales.values() if grows else ())),
+        static={"fn": fn, "layout": layout, "grows": grows},
         implementation=name,
     )
-    return updated[0], updated[1]
 
 
-def _write(operands: dict[str, jax.Array], *, fn, layout: Layout) -> tuple[KVCache, KVCache]:
+def _write(operands: dict[str, jax.Array], *, fn, layout: Layout, grows: bool) -> tuple[jax.Array, ...]:
     """The pools at hand updated: whole, or one device's heads of them."""
     names = ("key", "value", "key_cache", "value_cache", "slot_mapping", "k_scale", "v_scale")
     pool = pool_shape(operands["value_cache"], layout)
-    growth = Growth(*(operands[name] for name in GROWTH)) if GROWTH.keys() <= operands.keys() else None
-    return fn(*map(operands.get, names), growth, pool=pool, layout=layout)
+    return fn(*map(operands.get, names), pool=pool, layout=layout, grows=grows)

@@ -14,9 +14,8 @@ from pallas_attn._tile.layout import LAYOUTS, PoolShape, array_shape, packing, p
 from pallas_attn._tile.quantization import QUANTIZED_DTYPES, is_quantized, largest
 from pallas_attn._types import BlockTables, KVCache, Layout, SeqLens
 from pallas_attn.ops.kv_cache.addressing import check_layer, every_layer, layer_tables, of_layer, token_slots
-from pallas_attn.ops.kv_cache.api import DTYPES, write_kv_grown
+from pallas_attn.ops.kv_cache.api import DTYPES, write
 from pallas_attn.ops.kv_cache.copying import PageIds, copied_pages, copy_rows
-from pallas_attn.ops.kv_cache.page_scales import growing_scales
 
 
 @jax.tree_util.register_dataclass
@@ -309,28 +308,15 @@ class PagedKVCache:
         dispatch.check_name(check.function, "write_kv", implementation)
         slots = token_slots(self._layer_tables(layer), self.page_size, positions)
         key, value = (new.reshape(-1, *new.shape[2:]) for new in (key, value))
-        cache, growth = self, None
-        if self.scale_per_page:
-            k_scale, v_scale, growth = growing_scales(
-                *(key, value, self.k_scale, self.v_scale, slots),
-                page_size=self.page_size,
-                dtype=self.key_cache.dtype,
-            )
-            cache = self.replace(k_scale=k_scale, v_scale=v_scale)
-        scales = cache.scales(layer)
-        key_cache, value_cache = write_kv_grown(
-            key,
-            value,
-            self.key_cache,
-            self.value_cache,
-            slots,
-            scales.get("k_scale"),
-            scales.get("v_scale"),
-            growth,
-            self.layout,
-            implementation,
+        updated = write(
+            *(key, value, self.key_cache, self.value_cache, slots),
+            **self.scales(layer),
+            layout=self.layout,
+            implementation=implementation,
+            grows=self.scale_per_page,
         )
-        return cache.replace(key_cache=key_cache, value_cache=value_cache)
+        names = ("key_cache", "value_cache", "k_scale", "v_scale")[: len(updated)]
+        return self.replace(**dict(zip(names, updated, strict=True)))
 
     def _new_tokens(
         self, check: ArgumentChecker, key: Any, value: Any, positions: Any

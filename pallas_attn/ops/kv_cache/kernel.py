@@ -1,5 +1,5 @@
 """`write_kv` in Pallas: each program copies one token's heads into its slot of both pools, in place. Before that, where
-scales of pages grew, each program rounds one head of one page again."""
+pages have scales that grow, each program sees to one head of one page: its scale, and what it holds already."""
 
 import functools
 
@@ -11,13 +11,13 @@ from pallas_attn._tile.layout import PoolShape, Which, token_index
 from pallas_attn._tile.pages import nothing
 from pallas_attn._tile.pieces import ceil_div
 from pallas_attn._tile.quantization import quantize
-from pallas_attn.ops.kv_cache.page_scales import Growth
+from pallas_attn.ops.kv_cache.page_scales import grown
 
-# Elements of a page that a program has at once.
-_AT_ONCE = 4096
+# Elements of a page, or slots of tokens, that a program has at once.
+_AT_ONCE = 1024
 
 
-@functools.partial(jax.jit, static_argnames=("pool", "layout", "lowering"))
+@functools.partial(jax.jit, static_argnames=("pool", "layout", "grows", "lowering"))
 def write_kv_pallas(
     key,
     value,
@@ -26,60 +26,91 @@ def write_kv_pallas(
     slot_mapping,
     k_scale,
     v_scale,
-    growth: Growth | None = None,
     *,
     pool: PoolShape,
     layout: str,
+    grows: bool = False,
     lowering: triton.Lowering = "pallas",
-) -> tuple[jax.Array, jax.Array]:
-    def in_place(kernel, pools, *operands, name: str, grid: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
+    def in_place(kernel, arrays, *operands, name: str, **options) -> tuple[jax.Array, ...]:
         return tuple(
             triton.kernel_call(
                 functools.partial(kernel, pool=pool, layout=layout),
-                *pools,
+                *arrays,
                 *operands,
                 name=f"pallas_attn_{name}",
-                grid=grid,
-                out_shape=[jax.ShapeDtypeStruct(c.shape, c.dtype) for c in pools],
-                input_output_aliases={0: 0, 1: 1},
-                num_warps=4,
+                out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays],
+                input_output_aliases={i: i for i in range(len(arrays))},
                 num_stages=1,
                 lowering=lowering,
+                **options,
             )
         )
 
-    pools, num_tokens = (key_cache, value_cache), key.shape[0]
-    if growth is not None:
-        # Of tokens that lead no page which grows, the programs end at once.
-        pools = in_place(
-            _rescale_kernel, pools, *growth, name="rescale_pages", grid=(num_tokens, pool.num_kv_heads)
-        )
-    scales = () if k_scale is None else (k_scale, v_scale)
-    return in_place(
-        _write_kernel, pools, slot_mapping, key, value, *scales, name="write_kv", grid=(num_tokens,)
-    )
+    new, num_tokens = (slot_mapping, key, value), key.shape[0]
+    pools, scales = (key_cache, value_cache), () if k_scale is None else (k_scale, v_scale)
+    if grows:
+        # One warp: all of a program has read a page's scale before any of it writes the next.
+        grid = (num_tokens, pool.num_kv_heads)
+        both = in_place(_grow_kernel, (*pools, *scales), *new, name="grow_pages", grid=grid, num_warps=1)
+        pools, scales = both[:2], both[2:]
+    pools = in_place(_write_kernel, pools, *new, *scales, name="write_kv", grid=(num_tokens,), num_warps=4)
+    return (*pools, *scales) if grows else pools
 
 
-def _rescale_kernel(
-    _key_in,
-    _value_in,
-    pages_ref,
-    k_growth_ref,
-    v_growth_ref,
-    key_cache_ref,
-    value_cache_ref,
-    *,
-    pool: PoolShape,
-    layout: str,
-):
+def _grow_kernel(*refs, pool: PoolShape, layout: str):
+    """What `page_scales.growing_scales` says of one head of one page, by the program of the page's first token; those
+    of other tokens end at once."""
+    slots_ref, key_ref, value_ref, key_cache_ref, value_cache_ref, k_scale_ref, v_scale_ref = refs[4:]
     token, head = triton.program_id(0), triton.program_id(1)
-    page = triton.load(pages_ref.at[token])
+    num_tokens, nowhere = slots_ref.shape[0], jnp.int32(pool.num_pages * pool.page_size)
+    slot, before = (triton.load(slots_ref.at[at]) for at in (token, jnp.maximum(token - 1, 0)))
+    page = slot // pool.page_size
     dims = jnp.arange(triton.next_power_of_2(pool.head_dim))[None, :]
-    at_once = min(triton.next_power_of_2(pool.page_size), max(_AT_ONCE // dims.size, 1))
-    tile = jnp.zeros((at_once, dims.size), jnp.int32)
+    rows = max(_AT_ONCE // dims.size, 1)
 
-    def rescale(which: Which, growth_ref, cache_ref) -> None:
-        growth = triton.load(growth_ref.at[token, head])
+    def of_page(tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(their slots, whether they are the page's)"""
+        slots = triton.load(slots_ref.at[tokens], mask=tokens < num_tokens, other=-1)
+        return slots, slots // pool.page_size == page
+
+    def members() -> tuple[jax.Array, ...]:
+        """The page's first token, its last one and its lowest slot."""
+        at_once = min(triton.next_power_of_2(num_tokens), _AT_ONCE)
+
+        def some(step, found):
+            tokens = step * at_once + jnp.arange(at_once)
+            slots, here = of_page(tokens)
+            return (
+                jnp.minimum(found[0], jnp.min(jnp.where(here, tokens, num_tokens))),
+                jnp.maximum(found[1], jnp.max(jnp.where(here, tokens, 0))),
+                jnp.minimum(found[2], jnp.min(jnp.where(here, slots, nowhere))),
+            )
+
+        nobody = jnp.int32(num_tokens), jnp.int32(0), nowhere
+        return jax.lax.fori_loop(0, ceil_div(num_tokens, at_once), some, nobody)
+
+    def peaks(last: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The largest key and the largest value; a page's tokens mostly stand together."""
+        at_once = min(triton.next_power_of_2(num_tokens), rows)
+
+        def some(step, found):
+            tokens = token + step * at_once + jnp.arange(at_once)
+            _, here = of_page(tokens)
+            inside = here[:, None] & (dims < pool.head_dim)
+            tile = jnp.zeros(inside.shape, jnp.int32)
+            places = (tokens[:, None] + tile, head + tile, dims + tile)
+            new = (triton.load(ref.at[places], mask=inside, other=0.0) for ref in (key_ref, value_ref))
+            return tuple(
+                jnp.maximum(peak, jnp.max(jnp.abs(one.astype(jnp.float32))))
+                for peak, one in zip(found, new, strict=True)
+            )
+
+        return jax.lax.fori_loop(0, (last - token) // at_once + 1, some, (jnp.float32(0), jnp.float32(0)))
+
+    def rescale(which: Which, factor: jax.Array, cache_ref) -> None:
+        at_once = min(triton.next_power_of_2(pool.page_size), rows)
+        tile = jnp.zeros((at_once, dims.size), jnp.int32)
 
         def some(step, carry):
             slots = step * at_once + jnp.arange(at_once)[:, None]
@@ -87,14 +118,29 @@ def _rescale_kernel(
             places = (page + tile, slots + tile, head + tile, dims + tile)
             place = cache_ref.at[token_index(layout, which, *places, cache_ref.dtype)]
             stored = triton.load(place, mask=inside, other=nothing(cache_ref))
-            triton.store(place, quantize(stored, cache_ref.dtype, growth), mask=inside)
+            triton.store(place, quantize(stored, cache_ref.dtype, factor), mask=inside)
             return carry
 
-        steps = jnp.where((page >= 0) & (growth > 1), jnp.int32(ceil_div(pool.page_size, at_once)), 0)
+        steps = jnp.where(factor > 1, jnp.int32(ceil_div(pool.page_size, at_once)), 0)
         jax.lax.fori_loop(0, steps, some, jnp.int32(0))
 
-    rescale("key", k_growth_ref, key_cache_ref)
-    rescale("value", v_growth_ref, value_cache_ref)
+    may_lead = (token == 0) | (before // pool.page_size != page)
+
+    @triton.when((slot >= 0) & (slot < nowhere) & may_lead)
+    def _():
+        first, last, lowest = members()
+
+        @triton.when(first == token)
+        def _():
+            caches, scales = (key_cache_ref, value_cache_ref), (k_scale_ref, v_scale_ref)
+            were = [triton.load(ref.at[page, head]) for ref in scales]
+            begun = lowest == page * pool.page_size
+            for which, cache_ref, scale_ref, was, peak in zip(
+                ("key", "value"), caches, scales, were, peaks(last), strict=True
+            ):
+                scale, factor = grown(was, peak, begun, cache_ref.dtype)
+                triton.store(scale_ref.at[page, head], scale)
+                rescale(which, factor, cache_ref)
 
 
 def _write_kernel(_key_in, _value_in, slots_ref, key_ref, value_ref, *refs, pool: PoolShape, layout: str):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn._call.checks import LEAST_FLOAT32, ArgumentChecker
-from pallas_attn._tile.quantization import QUANTIZED_DTYPES, largest
+from pallas_attn._tile.quantization import QUANTIZED_DTYPES, largest, up_to_power_of_2
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 MARGIN = 1.5
@@ -103,22 +103,24 @@ def growing_scales(
     power of two, only the smallest values are rounded at all.
     """
     peaks = _peaks(key, value, slot_mapping, k_scale.shape[0], page_size)
-    last = k_scale.shape[0]
+    begun = peaks.begun[:, None]
 
-    def grown(scales: jax.Array, peak: jax.Array) -> tuple[jax.Array, jax.Array]:
-        scales, needed = jnp.asarray(scales), jnp.maximum(peak / largest(dtype), _LEAST)
-        was = scales.at[peaks.pages].get(mode="clip")
-        mantissa, exponent = jnp.frexp(jnp.minimum(needed / was, _MOST_GROWTH))
-        exponent -= mantissa == 0.5  # a power of two itself
-        grows = ~peaks.begun[:, None] & (needed > was)
-        factor = jnp.where(grows, jnp.ldexp(jnp.ones_like(was), exponent), 1.0)
-        now = jnp.where(peaks.begun[:, None], needed, was * factor)
+    def update(scales: jax.Array, peak: jax.Array) -> tuple[jax.Array, jax.Array]:
+        now, factor = grown(scales.at[peaks.pages].get(mode="clip"), peak, begun, dtype)
         return scales.at[peaks.pages].set(now, mode="drop"), factor
 
-    k_scale, k_factor = grown(k_scale, peaks.key)
-    v_scale, v_factor = grown(v_scale, peaks.value)
-    grows = (peaks.pages < last) & jnp.any((k_factor > 1) | (v_factor > 1), axis=1)
+    k_scale, k_factor = update(k_scale, peaks.key)
+    v_scale, v_factor = update(v_scale, peaks.value)
+    grows = (peaks.pages < k_scale.shape[0]) & jnp.any((k_factor > 1) | (v_factor > 1), axis=1)
     return k_scale, v_scale, Growth(jnp.where(grows, peaks.pages, -1), k_factor, v_factor)
+
+
+def grown(was: jax.Array, peak: jax.Array, begun: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """(the scale, what it was multiplied by) of a page to which values up to `peak` come; of a begun one 1."""
+    needed = jnp.maximum(peak / largest(dtype), _LEAST)
+    factor = up_to_power_of_2(jnp.minimum(needed / was, _MOST_GROWTH))
+    factor = jnp.where(~begun & (needed > was), factor, 1.0)
+    return jnp.where(begun, needed, was * factor), factor
 
 
 class _Peaks(NamedTuple):
@@ -141,8 +143,10 @@ def _peaks(key, value, slot_mapping, num_pages: int, page_size: int) -> _Peaks:
     token, page = jnp.arange(slots.size, dtype=jnp.int32), slots // page_size
     written = (slots >= 0) & (page < num_pages)
     page = jnp.where(written, page, num_pages)
-    first = jnp.full(num_pages, slots.size, jnp.int32).at[page].min(token, mode="drop")
-    first = jnp.where(written, first.at[page].get(mode="clip"), slots.size)
+    # Each page's first token, by what grows with the call and not with the pool.
+    order = jnp.argsort(page, stable=True).astype(jnp.int32)
+    first = order[jnp.searchsorted(page[order], page, method="scan_unrolled")]
+    first = jnp.where(written, first, slots.size)
     begins = slots % page_size == 0
     begun = begins.at[first].max(begins, mode="drop")
     peaks = jnp.stack([jnp.max(jnp.abs(new.astype(jnp.float32)), axis=-1) for new in (key, value)], axis=1)

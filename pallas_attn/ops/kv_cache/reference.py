@@ -1,11 +1,11 @@
-"""`write_kv` in plain jnp: a scatter that drops the slots it must skip."""
+"""`write_kv` in plain jnp: a scatter that drops the slots it must skip; before it, scales of pages grow."""
 
 import jax
 import jax.numpy as jnp
 
 from pallas_attn._tile.layout import DIMS, PoolShape, Which, token_index
 from pallas_attn._tile.quantization import is_quantized, quantize
-from pallas_attn.ops.kv_cache.page_scales import Growth
+from pallas_attn.ops.kv_cache.page_scales import growing_scales
 
 
 def write_kv_xla(
@@ -16,12 +16,15 @@ def write_kv_xla(
     slot_mapping,
     k_scale,
     v_scale,
-    growth: Growth | None = None,
     *,
     pool: PoolShape,
     layout: str,
-) -> tuple[jax.Array, jax.Array]:
-    if growth is not None:
+    grows: bool = False,
+) -> tuple[jax.Array, ...]:
+    if grows:
+        k_scale, v_scale, growth = growing_scales(
+            *(key, value, k_scale, v_scale, slot_mapping), page_size=pool.page_size, dtype=key_cache.dtype
+        )
         key_cache = _rescaled(key_cache, growth.pages, growth.key, layout, "key")
         value_cache = _rescaled(value_cache, growth.pages, growth.value, layout, "value")
     num_slots = pool.num_pages * pool.page_size
@@ -45,7 +48,8 @@ def write_kv_xla(
             index = (page[..., 0], heads[..., 0], offset[..., 0])
         return cache.at[index].set(new.astype(cache.dtype), mode="drop")
 
-    return scatter(key_cache, key, k_scale, "key"), scatter(value_cache, value, v_scale, "value")
+    pools = scatter(key_cache, key, k_scale, "key"), scatter(value_cache, value, v_scale, "value")
+    return (*pools, k_scale, v_scale) if grows else pools
 
 
 def _rescaled(cache: jax.Array, pages: jax.Array, factors: jax.Array, layout: str, which: Which) -> jax.Array:
