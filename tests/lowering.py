@@ -39,6 +39,8 @@ def _tritons() -> list[str]:
 
 TRITONS = _tritons()
 NEWEST_TRITON = TRITONS[-1]
+TRITON_ENDS = list(dict.fromkeys((TRITONS[0], NEWEST_TRITON)))
+"""Those that all kernels are compiled with; what lies between them is asked whether hints arrive."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -66,7 +66,7 @@ def test_compiles(case, sm):
         assert ("mma" in kernel.ptx) == (case.dtype != "float32"), f"{name}: the tensor cores are not used"
 
 
-@pytest.mark.parametrize("triton", lowering.TRITONS)
+@pytest.mark.parametrize("triton", lowering.TRITON_ENDS)
 def test_the_fast_case_is_pipelined_and_asynchronous(triton):
     """On Hopper: warpgroup products, copies ahead of them, weights from registers, and next to nothing spilled."""
     for name, kernel in compiled(CAUSAL, 90, triton).items():

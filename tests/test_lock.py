@@ -96,10 +96,10 @@ def test_the_oldest_jax_is_the_lower_bound():
 
 def test_several_tritons_are_read():
     found = [locked(path.stem) for path in LOCK.glob("triton-*.txt")]
-    assert sorted(versions["triton"] for versions in found) == ["3.6.0", "3.9.0"]
+    assert sorted(versions["triton"] for versions in found) == ["3.6.0", "3.8.0", "3.9.0"]
     for path in LOCK.glob("triton-*.txt"):
         assert path.stem == f"triton-{locked(path.stem)['triton']}"
-    claimed = ["3.6.0", "3.9.0"] if not (Path(sys.prefix) / "triton-latest").exists() else ["latest"]
+    claimed = ["3.6.0", "3.8.0", "3.9.0"] if not (Path(sys.prefix) / "triton-latest").exists() else ["latest"]
     assert claimed == lowering.TRITONS
 
 

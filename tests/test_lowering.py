@@ -89,7 +89,7 @@ E4M3 = cases.DecodeCase((0,) * 4, 32, 8, 128, 16, cache_dtype="float8_e4m3fn")
     [
         *((case, 90, lowering.NEWEST_TRITON) for case in DTYPE_CASES),
         *((case, sm, lowering.NEWEST_TRITON) for case, sm in ELSEWHERE),
-        *((case, 90, triton) for case in OLDER_TRITON_CASES for triton in lowering.TRITONS[:-1]),
+        *((case, 90, triton) for case in OLDER_TRITON_CASES for triton in lowering.TRITON_ENDS[:-1]),
     ],
     ids=lambda value: getattr(value, "id", str(value)),
 )

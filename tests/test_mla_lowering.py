@@ -62,7 +62,7 @@ def lowered_call(
         *((shape, 90, lowering.NEWEST_TRITON) for shape in SHAPES),
         *((SHAPES[i], 80, lowering.NEWEST_TRITON) for i in (0, 4)),
         (SHAPES[3], 100, lowering.NEWEST_TRITON),
-        *((SHAPES[4], 90, triton) for triton in lowering.TRITONS[:-1]),
+        *((SHAPES[4], 90, triton) for triton in lowering.TRITON_ENDS[:-1]),
     ],
     ids=str,
 )
