@@ -1,4 +1,4 @@
-// What the two feeders have in common. Each of their warps has some of a tile's 64 tokens: it looks up where
+// What the feeders have in common. Each of their warps has some of a tile's 64 tokens: it looks up where
 // they lie, and tells which of them are there.
 #pragma once
 
