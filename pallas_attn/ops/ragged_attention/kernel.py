@@ -90,13 +90,19 @@ def ragged_attention_pallas(
     return done
 
 
+def _deals_values(problem: Problem, sources: Sources, dtype: Any) -> bool:
+    """Whether columns of cached values are dealt on their way into the product (`narrow`)."""
+    cache = sources.value_cache
+    return cache is not None and narrow.deals(cache.dtype, dtype, problem.layout)
+
+
 def _deals_keys(problem: Problem, sources: Sources, dtype: Any) -> bool:
     """Whether columns of keys are dealt, as those of values are, and the query's before the kernel to suit: where keys,
     too, go through shared memory as 16-bit numbers, to asynchronous products."""
     head_dim = problem.pool.head_dim
     whole = not any(rows.reaches_beyond(chunk, head_dim) for chunk in rows.chunks(head_dim))
-    dealt = narrow.deals(sources.key_cache.dtype, dtype, problem.layout) and sources.value_cache is not None
-    return dealt and whole and problem.rows >= 64 and not problem.new_apart
+    asynchronous = problem.rows >= 64
+    return _deals_values(problem, sources, dtype) and whole and asynchronous and not problem.new_apart
 
 
 def _dealt(query: jax.Array) -> jax.Array:
@@ -237,9 +243,7 @@ def _attend(
     def plain(values):
         return values.astype(dtype)
 
-    if source_refs.value_cache is not None and narrow.deals(
-        source_refs.value_cache.dtype, dtype, problem.layout
-    ):
+    if _deals_values(problem, source_refs, dtype):
         state = walk(state, context, 0, cached, scale, functools.partial(narrow.operand, dtype=dtype))
         state = state._replace(acc=tuple(narrow.in_order(chunk) for chunk in state.acc))
     else:
