@@ -127,28 +127,33 @@ def test_an_interrupt_stops_an_answer_and_then_leaves(tiny):
     """The first Ctrl-C during an answer stops it, and the conversation goes on; one between answers leaves."""
     sizes = ["--max-len", "16000", "--max-new-tokens", "12000"]
     program = [sys.executable, "-u", "-m", "pallas_attn", "chat", "--model", tiny, *sizes]
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", DEFAULT_SIGNAL, *program],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env={**os.environ, "NO_COLOR": "1"},
-    )
-    assert process.stdin
-    assert process.stdout
-    assert process.stderr
-    try:
-        for question in (b"hello\n", b"abc\n"):
-            process.stdin.write(question)
-            process.stdin.flush()
-            assert process.stdout.read(8), "it has begun to answer"
+        bufsize=0,
+    ) as process:
+        assert process.stdin
+        assert process.stdout
+        assert process.stderr
+        try:
+            for question in (b"hello\n", b"abc\n"):
+                process.stdin.write(question)
+                assert process.stdout.read(8), "it has begun to answer"
+                process.send_signal(signal.SIGINT)
+                while b"stopped]" not in (line := process.stderr.readline()):
+                    assert line, process.poll()
+                # The rest of this answer is not the beginning of the next one.
+                os.set_blocking(process.stdout.fileno(), False)
+                while process.stdout.read(4096):
+                    pass
+                os.set_blocking(process.stdout.fileno(), True)
+            signalled = time.monotonic()
             process.send_signal(signal.SIGINT)
-            while b"stopped]" not in (line := process.stderr.readline()):
-                assert line, process.poll()
-        signalled = time.monotonic()
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
-        assert process.returncode == 130
-        assert time.monotonic() - signalled < 2
-    finally:
-        process.kill()
+            process.communicate(timeout=60)
+            assert process.returncode == 130
+            assert time.monotonic() - signalled < 2
+        finally:
+            process.kill()
