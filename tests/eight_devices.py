@@ -29,7 +29,7 @@ from pallas_attn._tile.layout import from_nhd
 KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["xla", "interpret"])
 # What follows from `partition.plan`, whose answers every jax is given in the same two ways.
-OURS_ALONE = pytest.mark.once
+OURS_ALONE = pytest.mark.slow
 
 QUERY, WHOLE = P("seq", "head"), P()
 POOL = P(None, None, "head")

@@ -251,7 +251,7 @@ def test_gradients_are_those_of_dense_attention_with_a_mask():
     ],
     ids=lambda value: str(value)[:40],
 )  # fmt: skip
-@pytest.mark.once
+@pytest.mark.slow
 def test_errors(changes, error, message):
     lens = jnp.array([0, 20, 30, 64], jnp.int32)
     arguments = {
@@ -263,7 +263,7 @@ def test_errors(changes, error, message):
         unchecked(pallas_attn.blocksparse_attention)(**{**arguments, **changes})
 
 
-@pytest.mark.once
+@pytest.mark.slow
 def test_configs_are_checked():
     with pytest.raises(
         ValueError, match="BlockSparseConfig: argument 'block_q': expected a power of two >= 16"

@@ -65,7 +65,7 @@ CASES = [
     [*((case, 90) for case in CASES), (CASES[1], 80), (CASES[0], 100)],
     ids=lambda value: getattr(value, "id", str(value)),
 )
-@pytest.mark.slow
+@pytest.mark.once
 def test_kernels_compile(case, sm):
     kernels = lowering.compile_kernels(lowered(case, 4096, case.num_heads, lowering.DEVICES[sm]), sm)
     assert [k.name.removeprefix("pallas_attn_blocksparse_") for k in kernels][:2] == ["prefill", "decode"]
@@ -96,7 +96,7 @@ GRADIENT_CASES = [
     [*((case, 90) for case in GRADIENT_CASES), (GRADIENT_CASES[1], 80), (GRADIENT_CASES[0], 100)],
     ids=lambda value: getattr(value, "id", str(value)),
 )
-@pytest.mark.slow
+@pytest.mark.once
 def test_gradients_compile(case, sm):
     made = lowered(case, 4096, case.num_heads, lowering.DEVICES[sm], gradients=True)
     kernels = lowering.compile_kernels(made, sm, ending=("_dq", "_dkv"))

@@ -18,8 +18,8 @@ from pallas_attn.testing import compare
 from pallas_attn.testing.flash_attention import FLASH_CASES, SMALL_TILES, FlashCase, make
 
 IMPLEMENTATIONS = ["xla", "interpret", *ON_GPU]
-# The oldest jax has the case that has everything.
-CASES = [*(pytest.param(case, marks=pytest.mark.once) for case in FLASH_CASES[:-1]), FLASH_CASES[-1]]
+# The newest jax has the case that has everything.
+CASES = [*(pytest.param(case, marks=pytest.mark.slow) for case in FLASH_CASES[:-1]), FLASH_CASES[-1]]
 # A row's error over the root mean square of its array's rows; ten to twenty times what rounding alone leaves.
 GRADIENT_CAP = {"bfloat16": 2e-2, "float16": 3e-3, "float32": 2e-5}
 
@@ -91,7 +91,7 @@ def test_matches_reference(case, implementation):
 EVERYTHING = FLASH_CASES[-1]
 
 
-@pytest.mark.once
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "option", ["causal", "sliding_window", "q_offset", "softcap", "sinks", "bias", "mask", "segments"]
 )
@@ -111,7 +111,7 @@ def test_a_feature_that_is_ignored_is_caught(option):
             assert_gradient_close(name, wrong[name], right, dataclasses.replace(EVERYTHING, dtype="bfloat16"))
 
 
-@pytest.mark.once
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["d_query", "d_key", "d_value", "d_sinks", "d_bias"])
 def test_gradients_of_zero_or_of_half_the_heads_are_caught(name):
     expected = reference(EVERYTHING, make(EVERYTHING))
@@ -120,7 +120,7 @@ def test_gradients_of_zero_or_of_half_the_heads_are_caught(name):
             assert_gradient_close(name, wrong, expected, dataclasses.replace(EVERYTHING, dtype="bfloat16"))
 
 
-@pytest.mark.once
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
 def test_derivatives_agree_with_differences(implementation):
     rng = np.random.default_rng(0)
@@ -176,7 +176,7 @@ def test_documents_do_not_touch_each_other(implementation, causal):
             np.testing.assert_array_equal(got, wanted)
 
 
-@pytest.mark.once
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_what_lies_behind_cu_q_lens_is_padding(implementation):
     data = {name: jnp.asarray(x) for name, x in make(FlashCase(50, 50, 2, 1, 16, batch=1)).items()}

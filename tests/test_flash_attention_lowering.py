@@ -57,7 +57,7 @@ def compiled(case: FlashCase, sm: int, triton: str = lowering.NEWEST_TRITON) -> 
     [*((case, 90) for case in CASES[2:]), (CASES[1], 80), (CAUSAL, 100)],
     ids=lambda value: getattr(value, "id", str(value)),
 )
-@pytest.mark.slow
+@pytest.mark.once
 def test_compiles(case, sm):
     kernels = compiled(case, sm)
     assert kernels.keys() == {"", "_dq", "_dkv"} | ({"_dbias"} if case.bias else set())

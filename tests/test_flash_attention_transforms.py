@@ -70,7 +70,7 @@ def test_vmap_of_gradients(implementation):
     assert_close(got, jax.tree.map(lambda *x: jnp.stack(x), *each))
 
 
-@pytest.mark.once
+@pytest.mark.slow
 @IMPLEMENTATIONS
 def test_only_what_is_asked_for_is_worked_out(implementation):
     """Gradients of sinks and bias alone, and of arguments that are not the first."""
@@ -86,7 +86,7 @@ def test_only_what_is_asked_for_is_worked_out(implementation):
     assert_close(jax.grad(call, argnums=2)(sinks, bias, value), every[2])
 
 
-@pytest.mark.once
+@pytest.mark.slow
 def test_a_sink_that_is_none_has_no_gradient():
     """-inf takes part in no softmax, not in that of a query that sees nothing either."""
     query, key, value = arrays(1)
@@ -97,7 +97,7 @@ def test_a_sink_that_is_none_has_no_gradient():
     assert (jnp.abs(gradient[1::2]) > 1e-3).all()
 
 
-@pytest.mark.once
+@pytest.mark.slow
 def test_gradient_of_a_bias_of_a_single_key():
     query, key, value = arrays(1)
     bias = jnp.arange(4.0)[None, :, None, None]
@@ -109,14 +109,14 @@ def test_gradient_of_a_bias_of_a_single_key():
     assert_close(got, expected)
 
 
-@pytest.mark.once
+@pytest.mark.slow
 def test_forward_mode_is_refused():
     query, key, value = arrays(1)
     with pytest.raises(TypeError, match="custom_vjp"):
         jax.jvp(lambda q: flash_attention(q, key, value), (query,), (query,))
 
 
-@pytest.mark.once
+@pytest.mark.slow
 def test_nothing_grows_with_the_square_of_the_length():
     """The reference's largest array, forward and backward, at twice the length: twice as large at most."""
 
@@ -175,7 +175,7 @@ def test_dot_product_attention_is_that_of_jax_nn(option):
         jax.tree.map(functools.partial(np.testing.assert_allclose, atol=5e-6, rtol=2e-6), got, expected)
 
 
-@pytest.mark.once
+@pytest.mark.slow
 def test_dot_product_attention_without_a_batch():
     query, key, value = arrays()
     bias = jnp.linspace(0, 1, 24)[None, None] * jnp.ones((4, 24, 1))
@@ -185,7 +185,7 @@ def test_dot_product_attention_without_a_batch():
         np.testing.assert_allclose(got, expected, atol=2e-6)
 
 
-@pytest.mark.once
+@pytest.mark.slow
 def test_a_mask_may_be_of_queries_and_keys_alone():
     query, key, value = arrays(2)
     mask = jnp.asarray(np.random.default_rng(1).random((24, 24)) < 0.5) | jnp.eye(24, dtype=bool)

@@ -84,6 +84,7 @@ OLDER_TRITON_CASES = [DTYPE_CASES[i] for i in (0, 7)]
 E4M3 = cases.DecodeCase((0,) * 4, 32, 8, 128, 16, cache_dtype="float8_e4m3fn")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("case", "sm", "triton"),
     [

@@ -24,8 +24,8 @@ IMPLEMENTATIONS = [*ANY_PAGE_SIZE, CUDA]
 
 def served_cases():
     for case in cases.select("mla_decode", "test"):
-        # The oldest jax has those that touch everything once: all cases are lowered on both.
-        marks = [] if "fast" in case.tags else [pytest.mark.once]
+        # The newest jax has those that touch everything once: all cases are lowered on both.
+        marks = [] if "fast" in case.tags else [pytest.mark.slow]
         yield from (
             pytest.param(case, name, id=f"{case.id}-{name}", marks=marks) for name in ("xla", "interpret")
         )

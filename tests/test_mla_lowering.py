@@ -56,6 +56,7 @@ def lowered_call(
     )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("shape", "sm", "triton"),
     [

@@ -72,7 +72,7 @@ def test_bad_pages_and_lengths_poison_only_their_rows(num_parts, implementation)
             assert np.isnan(lse[seq]).all()
 
 
-@pytest.mark.once
+@pytest.mark.slow
 def test_who_gets_it():
     """The heuristic's 32 rows on sm_90; a caller's config may ask for it, or with eight warps for the other walk."""
 

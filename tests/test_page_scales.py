@@ -105,7 +105,7 @@ def test_a_needle_in_a_page_of_small_values(op, implementation):
     np.testing.assert_allclose(out[0, 0], values[1, 5, 0].astype(np.float32) * 1e-3, rtol=2e-2, atol=1e-6)
 
 
-@pytest.mark.once
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["k_scale", "v_scale"])
 def test_an_ignored_page_scale_is_caught(name):
     case = cases.DecodeCase((77, 40), 4, 2, 32, 16, cache_dtype="int8", scale_per_page=True)
@@ -275,7 +275,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.once
+@pytest.mark.slow
 @pytest.mark.parametrize(("changes", "error", "message"), REFUSED.values(), ids=REFUSED)
 def test_refusals(changes, error, message):
     given = dict(
@@ -286,7 +286,7 @@ def test_refusals(changes, error, message):
         unchecked(page_scales)(**given | changes)
 
 
-@pytest.mark.once
+@pytest.mark.slow
 def test_a_cache_without_quantisation_has_no_scales():
     tables = jnp.zeros((1, 1), jnp.int32)
     sizes = dict(num_layers=1, num_pages=1, page_size=4, num_kv_heads=1, head_dim=16, block_tables=tables)

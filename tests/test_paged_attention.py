@@ -28,8 +28,8 @@ def served_cases() -> Iterator[Any]:
         alike = dataclasses.replace(
             case, num_heads=2, num_kv_heads=1 + (case.group == 1), head_dim=64, config=()
         )
-        # The oldest jax has those that touch everything once: all are lowered on both, and features have tests below.
-        marks = [] if "fast" in case.tags else [pytest.mark.once]
+        # The newest jax has those that touch everything once: all are lowered on both, and features have tests below.
+        marks = [] if "fast" in case.tags else [pytest.mark.slow]
         for implementation in ("xla", "interpret"):
             if implementation == "interpret" or "fast" in case.tags or alike not in seen:
                 yield pytest.param(case, implementation, marks=marks)

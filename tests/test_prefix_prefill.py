@@ -153,7 +153,7 @@ def test_decoded_sequences_are_left_to_others(implementation):
     compare.assert_rows_close(got, expected, dtype="bfloat16", case_id=case.id)
 
 
-@pytest.mark.once
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("dtype", "config"), [("float8_e4m3fn", CUT), ("float8_e5m2", UNCUT)])
 def test_fp8_output(dtype, config, implementation):
@@ -178,7 +178,7 @@ def test_fp8_output(dtype, config, implementation):
     assert (np.abs(np.float32(out)) == largest).any(), "nothing saturated"
 
 
-@pytest.mark.once
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_lengths_that_cannot_be_right_are_nan(implementation):
     case, config = CASES[0]
@@ -236,7 +236,7 @@ BAD = {
 }  # fmt: skip
 
 
-@pytest.mark.once
+@pytest.mark.slow
 @pytest.mark.parametrize(("changes", "error", "message"), BAD.values(), ids=BAD)
 def test_refusals(changes, error, message):
     with pytest.raises(error, match=f"^prefix_prefill: argument {message}"):

@@ -17,7 +17,7 @@ from pallas_attn.testing import cases, compare, inputs
 
 IMPLEMENTATIONS = ["xla", "interpret", *ON_GPU]
 CASES = [
-    case if "fast" in case.tags else pytest.param(case, marks=pytest.mark.once)
+    case if "fast" in case.tags else pytest.param(case, marks=pytest.mark.slow)
     for case in cases.select("ragged_paged_attention", "test")
 ]
 PLAIN = cases.select("ragged_paged_attention", "test", "fast")[0]
@@ -81,7 +81,7 @@ def test_padding_is_empty_and_num_seqs_may_change(implementation):
         check(PLAIN, fewer, out, lse)
 
 
-@pytest.mark.once
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     "boundary", ["first", "page end", "page start", "piece end", "piece start", "own", "window"]
@@ -131,7 +131,7 @@ def test_bad_pages_and_lengths_poison_only_their_sequence(implementation):
     assert not np.float32(out[end:]).any()
 
 
-@pytest.mark.once
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_lengths_that_contradict_each_other_read_nothing_outside(implementation):
     """cu_q_lens that decrease, or lead outside, give something, and no fault."""
@@ -142,7 +142,7 @@ def test_lengths_that_contradict_each_other_read_nothing_outside(implementation)
     assert out.shape == data.query.shape
 
 
-@pytest.mark.once
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_pages_behind_the_window_may_be_anyones(implementation):
     case = cases.RaggedCase(
@@ -157,7 +157,7 @@ def test_pages_behind_the_window_may_be_anyones(implementation):
     check(case, expected, out, lse)
 
 
-@pytest.mark.once
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["xla", *ON_GPU])
 def test_fp8_output(implementation):
     """By two scales: with one it takes half the format's range, with the other some of it saturates. The kernel's is
@@ -192,7 +192,7 @@ def test_a_traced_window_is_the_static_one(implementation):
         check(dataclasses.replace(PLAIN, sliding_window=window), data, out[i], lse[i])
 
 
-@pytest.mark.once
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
 def test_same_inputs_same_bits(implementation):
     data = inputs.make_ragged(PLAIN)

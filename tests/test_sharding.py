@@ -35,7 +35,7 @@ def test_on_eight_devices(pytestconfig):
     of them the same are left out as here, and the same is checked."""
     environment = {
         **os.environ,
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8",
         "JAX_PLATFORMS": "cpu",
         "PYTEST_ADDOPTS": "",
     }

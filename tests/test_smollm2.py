@@ -13,7 +13,7 @@ from models_support import import_torch, smollm2
 
 from pallas_attn.models import Generation, Llama, default_model_path, generate
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.once
 
 
 @pytest.fixture(autouse=True, scope="module")

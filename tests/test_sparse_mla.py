@@ -142,7 +142,7 @@ def test_decode_matches_reference(options, implementation):
     case.check(out, lse)
 
 
-@pytest.mark.once
+@pytest.mark.slow
 def test_decode_in_float32():
     case = Decode(dtype="float32", q_len=2, sinks=True, positions=True, lengths=(48, 0, 5))
     case.check(*case.run("xla"))
@@ -293,7 +293,7 @@ def test_flash_mla_names(implementation):
         np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
-@pytest.mark.once
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_random_cases(seed):
     rng = np.random.default_rng(100 + seed)
@@ -314,7 +314,7 @@ def test_random_cases(seed):
         case.check(*case.run(implementation))
 
 
-@pytest.mark.once
+@pytest.mark.slow
 def test_faults_are_caught():
     case = Decode(q_len=2, sinks=True, lengths=(48, 30, 9))
     expected, _ = case.expected()
@@ -361,6 +361,7 @@ def lowered(
     )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "options",
     [
@@ -396,7 +397,7 @@ def test_pools_beyond_int32():
     assert all("i64" in line for line in pointers)
 
 
-@pytest.mark.once
+@pytest.mark.slow
 def test_numpy_arrays_will_do():
     case = Decode()
     pool = case.pool.reshape(-1, 16, 1, 576)

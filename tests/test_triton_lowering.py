@@ -53,7 +53,7 @@ def facts(kernel: triton_kernels.Written, sm: int, triton: str) -> dict[str, int
 COMPILED = [(name, sm) for name in SHAPES for sm in DEVICES if name in BROAD or sm == 90]
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize(("name", "sm"), COMPILED)
 def test_compiles_to_what_the_table_says(name, sm):
     """`python tests/test_triton_lowering.py` renews triton_kernels.json; a regression shows in its difference."""
@@ -75,7 +75,7 @@ OLDER = [name for name in SHAPES if name not in ("bias", "prefix")]
 SPILLED = {"latent prefill": 592}
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("triton", lowering.TRITONS)
 def test_values_of_bytes_are_not_read_by_bytes(triton):
     """`narrow.settled` holds conversions back by what Triton does with it, so with every Triton."""
@@ -83,7 +83,7 @@ def test_values_of_bytes_are_not_read_by_bytes(triton):
     assert not re.findall(r"ld\.shared\S*\.[bsu]8\b", attend.compile(triton).ptx)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("triton", lowering.TRITON_ENDS[:-1])
 @pytest.mark.parametrize("name", OLDER)
 def test_older_tritons_compile_it(name, triton):
@@ -370,7 +370,7 @@ def test_processes_that_fill_the_cache_at_once_read_whole_files(kept):
 PTX = {80: "8.0", 89: "8.1", 90: "8.0", 100: "8.6", 103: "8.8", 110: "9.0", 120: "8.7", 121: "8.8"}
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("sm", PTX)
 def test_ptx_is_as_old_as_the_gpu_allows(sm):
     """The assembler takes it, too, and float8 where the GPU converts it."""

@@ -166,7 +166,7 @@ LENGTHS = {
 }
 
 
-@pytest.mark.once
+@pytest.mark.slow
 @pytest.mark.parametrize("fixed", [0, 256])
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_every_tile_is_in_one_piece_and_every_piece_in_a_place_of_its_own(lengths, fixed):
@@ -191,7 +191,7 @@ def test_every_tile_is_in_one_piece_and_every_piece_in_a_place_of_its_own(length
         assert len(parts) == 1 or all(begin < end for _, begin, end in parts)
 
 
-@pytest.mark.once
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_what_is_merged_is_what_was_cut(lengths):
     lengths = LENGTHS[lengths]
