@@ -134,7 +134,10 @@ def _forwards(rule: Rule, floats: Floats, pools: Pools, of: Sequences, axes: tup
 
 def _backwards(rule: Rule, floats: Floats, pools: Pools, of: Sequences, result, cotangents, axes):
     (out, lse2), (d_out, d_lse2) = result, cotangents
-    lse2 = jnp.where(jnp.isneginf(lse2), 0.0, lse2)[..., None]
+    empty = jnp.isneginf(lse2)[..., None]
+    lse2 = jnp.where(empty, 0.0, lse2[..., None])
+    # A query that sees nothing may hold anything, and would be added to its keys' gradients as 0 * NaN.
+    floats = {**floats, "rows": jnp.where(empty, 0.0, floats["rows"])}
     # A weight's share of the gradient that is not its own: what all of them together give.
     shared = jnp.sum(d_out * out, axis=-1, keepdims=True)
 

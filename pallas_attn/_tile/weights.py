@@ -50,8 +50,9 @@ def pairs(
     weights = jnp.exp2(factor * logits - lse2)
     d_logits = weights * (d_weights - delta)
     if seen is not None:
-        # Both: what is not seen may be NaN.
+        # All of them: what is not seen may be NaN.
         weights, d_logits = jnp.where(seen, weights, 0.0), jnp.where(seen, d_logits, 0.0)
+        slope = None if slope is None else jnp.where(seen, slope, 0.0)
     return Pairs(weights, d_logits, d_logits if slope is None else d_logits * slope)
 
 

@@ -49,7 +49,6 @@ def blocksparse_attention_xla(
         real = (position >= before) & (position < k_lens[seq]) & ~past_end
         token = jnp.where(real, cu_q[seq] + position - before, tokens)
         q = query.at[token].get(mode="fill", fill_value=0).astype(jnp.float32)
-        keys, values, usable = _keys(arrays, problem, seq, k_start[seq], k_lens[seq])
         key_at = jnp.arange(problem.max_k_len)
         row = jnp.where(first >= 0, first // layout.q_block_size, 0)
         inside = (first < 0) | (row < seen.shape[1])
@@ -57,6 +56,9 @@ def blocksparse_attention_xla(
         blocks = jnp.minimum(key_at // layout.block_size, seen.shape[2] - 1)
         visible = seen[:, row][:, blocks][:, None] & masking.causal(key_at, position[:, None])
         visible = jnp.broadcast_to(visible, (heads, *visible.shape[1:]))
+        # What no head of a group sees counts as absent: 0 * NaN is NaN.
+        looked_at = jnp.any(visible.reshape(problem.pool.num_kv_heads, -1, problem.max_k_len), axis=1)
+        keys, values, usable = _keys(arrays, problem, seq, k_start[seq], k_lens[seq], looked_at)
         q = q.reshape(block_q, problem.pool.num_kv_heads, problem.group, -1)
         products = jnp.einsum("qhgd,khd->hgqk", q, keys, precision="highest")
         products = products.reshape(heads, block_q, -1) * factor(problem)
@@ -90,8 +92,9 @@ def _block_mask(layout: SparseLayout) -> jax.Array:
     return mask.at[head, row, column].set(True, mode="drop")
 
 
-def _keys(arrays: dict[str, Any], problem: Problem, seq, start, k_len):
-    """(keys, values [max_k_len, num_kv_heads, head_dim], the tokens' pages exist) of a sequence; 0 behind its end."""
+def _keys(arrays: dict[str, Any], problem: Problem, seq, start, k_len, looked_at):
+    """(keys, values [max_k_len, num_kv_heads, head_dim], the tokens' pages exist) of a sequence; 0 behind its end and
+    where not `looked_at` [num_kv_heads, max_k_len]."""
     position = jnp.arange(problem.max_k_len)
     held = position < k_len
     pool = problem.pool
@@ -110,6 +113,6 @@ def _keys(arrays: dict[str, Any], problem: Problem, seq, start, k_len):
             tokens = pages[page]
         else:
             tokens = to_nhd(pages, problem.cache_layout, which)[page, offset]
-        return jnp.where((held & usable)[:, None, None], tokens.astype(jnp.float32), 0.0)
+        return jnp.where((held & usable & looked_at).T[..., None], tokens.astype(jnp.float32), 0.0)
 
     return read("key"), read("value"), usable | ~held

@@ -27,7 +27,7 @@ class Chunk(NamedTuple):
     logits: jax.Array
     seen: jax.Array
     slope: jax.Array
-    """The soft cap's derivative, or 1."""
+    """The soft cap's derivative where a key is seen, or 1."""
 
 
 class Chunks:
@@ -61,17 +61,25 @@ class Chunks:
 
     def __getitem__(self, i: jax.Array) -> Chunk:
         rules, operands = self.rules, self.operands
-        key = self._of(i, self.key, 2)
+        seen = self._seen(i)
+        # What no query sees may hold anything: 0 * NaN is NaN.
+        held = jnp.any(seen, axis=(2, 3))[..., None]
+        key, value = (jnp.where(held, self._of(i, array, 2), 0.0) for array in (self.key, self.value))
         logits = dot("bkgqd,bksd->bkgqs", self.query, key) * rules.scale
         slope = jnp.float32(1.0)
         if rules.softcap is not None:
             bent = jnp.tanh(logits / rules.softcap)
-            logits, slope = rules.softcap * bent, 1.0 - bent * bent
+            logits, slope = rules.softcap * bent, jnp.where(seen, 1.0 - bent * bent, 0.0)
         if "bias" in operands:
             logits += self._of(i, self._padded(operands["bias"], 4), 4).astype(jnp.float32)
+        return Chunk(key, value, masking.apply(logits, seen), seen, slope)
+
+    def _seen(self, i: jax.Array) -> jax.Array:
+        """[batch or 1, num_kv_heads or 1, group or 1, q_len, keys of a chunk]"""
+        rules, operands = self.rules, self.operands
         query_at = jnp.arange(self.problem.q_len)[:, None]
         key_at = i * self.size + jnp.arange(self.size)
-        seen = jnp.broadcast_to(key_at < self.problem.kv_len, (1, 1, 1, *logits.shape[-2:]))
+        seen = jnp.broadcast_to(key_at < self.problem.kv_len, (1, 1, 1, self.problem.q_len, self.size))
         for mask in rules.band.visible(query_at, key_at):
             seen &= mask
         if "mask" in operands:
@@ -80,7 +88,7 @@ class Chunks:
             of_keys = self._of(i, self._padded(operands["kv_rank"], 1), 1)
             same = operands["q_rank"][:, :, None] == of_keys[:, None, :]
             seen &= same[:, None, None]
-        return Chunk(key, self._of(i, self.value, 2), masking.apply(logits, seen), seen, slope)
+        return seen
 
     def summed(self, subscripts: str, weights: jax.Array, seen: jax.Array, over: jax.Array) -> jax.Array:
         """A product that sums over tokens. Of several documents, a token's NaN reaches only those that see it."""

@@ -42,7 +42,8 @@ class Tile(NamedTuple):
 
     tokens: jax.Array
     held: jax.Array
-    """Which of them there are and, of several documents, are of the one that is being visited."""
+    """Which of them some token of the block may meet: 0 is read for the others, which may be NaN. Of several documents
+    only those of the one that is being visited."""
     taking_part: jax.Array | None
     """Which tokens of the block are of that document; None where all are."""
     masked: bool
@@ -83,7 +84,8 @@ def walk(
         seen = sees.seen(mine.first, mine.last, other.length)
         by_all = sees.seen_by_all(mine.first, mine.last, other.length)
         edges = sees.left is not None, sees.right is not None or other.length % other.block > 0
-        return _tiles(band.tiles(seen, by_all, other.block), edges, mine, other, None, batch, step, state)
+        visited = band.tiles(seen, by_all, other.block)
+        return _tiles(visited, seen, edges, mine, other, None, batch, step, state)
 
     def document(rank: jax.Array, state: Any) -> Any:
         here, there = (segments.span(side.table_ref, batch, rank) for side in (own, other))
@@ -94,18 +96,20 @@ def walk(
         all_end = jnp.where(whole, jnp.minimum(all_end, there.end), 0)
         seen = jnp.maximum(begin, there.first), jnp.minimum(end, there.end)
         visited = band.tiles(seen, (jnp.maximum(all_begin, there.first), all_end), other.block)
-        return _tiles(visited, (True, True), mine, other, rank, batch, step, state)
+        return _tiles(visited, seen, (True, True), mine, other, rank, batch, step, state)
 
     lowest = jnp.min(jnp.where(mine.real, mine.rank, np.int32(2**31 - 1)))
     return lax.fori_loop(lowest, jnp.max(mine.rank) + 1, document, state)
 
 
 def _tiles(
-    tiles: band.Tiles, edges: tuple[bool, bool], mine: Block, other: Side, rank, batch, step, state
+    tiles: band.Tiles, seen, edges: tuple[bool, bool], mine: Block, other: Side, rank, batch, step, state
 ) -> Any:
+    """`seen`: [begin, end) of the tokens that any of the block's meets."""
+
     def masked(tile, state: Any) -> Any:
         tokens = tile * other.block + jnp.arange(other.block)
-        held, taking_part = tokens < other.length, None
+        held, taking_part = (tokens >= seen[0]) & (tokens < seen[1]), None
         if rank is not None:
             held &= _ranks(other, batch, tokens, held) == rank
             taking_part = mine.rank == rank

@@ -110,6 +110,7 @@ def ragged_attention_xla(
     bad = held != in_pages
     seq_lens = held + jnp.where(blocks.is_padding, 0, blocks.q_len) if new_apart else held
 
+    skipped = (blocks.q_len == 1) & ~blocks.is_padding & skip_decode
     within = blocks.first[:, None] + jnp.arange(per_block)
     """[blocks, tokens]: which of the sequence's query tokens"""
     last = jnp.minimum(within[:, -1], blocks.q_len - 1)
@@ -148,7 +149,7 @@ def ragged_attention_xla(
         """Over `length` tokens of each block's sequence, `before` of which come before its first query token."""
         query_at = before[:, None] + within
         ends = jnp.where(is_tree, length, jnp.clip(before + last + 1, 0, length)) if causal else length
-        ends = jnp.where((blocks.first < blocks.q_len) & ~blocks.is_padding, ends, 0)
+        ends = jnp.where((blocks.first < blocks.q_len) & ~blocks.is_padding & ~skipped, ends, 0)
         others = {"query_at": by_row(query_at), **drafts(before, query_at)}
         if "sliding_window" in lens:
             others["sliding_window"] = lens["sliding_window"][0]
@@ -182,7 +183,7 @@ def ragged_attention_xla(
     out, lse = quantization.saturated(blocks.put(out), out_dtype or query.dtype), blocks.put(lse)
     if kept is None:
         return out, lse
-    skipped = blocks.put((blocks.q_len == 1) & ~blocks.is_padding & skip_decode, by_token=False)[:, None]
+    skipped = blocks.put(skipped, by_token=False)[:, None]
     return jnp.where(skipped[..., None], kept[0], out), jnp.where(skipped, kept[1], lse)
 
 

@@ -88,8 +88,8 @@ def merged(
         total += jnp.where(empty, 0.0, jnp.exp(sinks - highest))
     total = jnp.where(empty, 1.0, total)
     parts = [
-        # A part without keys may hold anything.
-        jnp.where(jnp.isneginf(lse)[..., None], 0.0, (weight / total)[..., None] * out.astype(jnp.float32))
+        # A part without keys may hold anything, and must not meet its weight of 0, whose gradient it would be.
+        (weight / total)[..., None] * jnp.where(jnp.isneginf(lse)[..., None], 0.0, out.astype(jnp.float32))
         for weight, lse, out in zip(weights, lses, outs, strict=True)
     ]
     merged = functools.reduce(jnp.add, parts)

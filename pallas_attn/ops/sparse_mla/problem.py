@@ -28,9 +28,8 @@ def beside_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array | None) -> jax
     """What a further logit of each head, without a value, leaves of the output [num_tokens, num_heads, dim]."""
     if sinks is None:
         return out
-    share = 1 / (1 + jnp.exp(sinks - lse))
-    # Where nothing was seen the output is 0, also beside a sink of -inf.
-    share = jnp.where(jnp.isneginf(lse), 0.0, share)
+    # Where nothing was seen the output is 0, also beside a sink of -inf, and the sink's gradient too.
+    share = jax.nn.sigmoid(jnp.where(jnp.isneginf(lse), -jnp.inf, lse - sinks))
     return (out.astype(jnp.float32) * share[..., None]).astype(out.dtype)
 
 
