@@ -51,7 +51,7 @@ def query_as(query: jax.Array, dtype: Any) -> jax.Array:
     """The query in the compute dtype; what fp16 cannot hold saturates."""
     if dtype == jnp.float16 and query.dtype != jnp.float16:
         largest_fp16 = float(jnp.finfo(jnp.float16).max)
-        query = jnp.clip(query.astype(jnp.float32), -largest_fp16, largest_fp16)
+        query = _within(query.astype(jnp.float32), largest_fp16)
     return query.astype(dtype)
 
 
@@ -70,17 +70,27 @@ def page_scales_apart(extras: dict[str, jax.Array]) -> tuple[dict[Any, jax.Array
 def quantize(values: jax.Array, dtype: Any, scale: jax.Array) -> jax.Array:
     """Rounds to the format, saturating: an fp8 cast alone would turn what is too large into NaN or Inf."""
     scaled = values.astype(jnp.float32) / scale
-    scaled = jnp.clip(scaled, -largest(dtype), largest(dtype))
     if dtype == jnp.int8:
-        scaled = _round(scaled)
-    return scaled.astype(dtype)
+        return _round(jnp.clip(scaled, -largest(dtype), largest(dtype))).astype(dtype)
+    return saturated(scaled, dtype)
+
+
+def magnitudes(values: jax.Array) -> jax.Array:
+    """float32, to find a scale by: 0 for NaN and Inf, which other values that share the scale must not suffer from."""
+    magnitude = jnp.abs(values.astype(jnp.float32))
+    return jnp.where(magnitude < jnp.inf, magnitude, 0.0)
 
 
 def saturated(values: jax.Array, dtype: Any) -> jax.Array:
     """float32 in a dtype; of fp8, whose casts alone would turn what is too large into NaN or Inf, the nearest."""
     if any(dtype == jnp.dtype(d) for d in FP8_DTYPES):
-        values = jnp.clip(values, -largest(dtype), largest(dtype))
+        values = _within(values, largest(dtype))
     return values.astype(dtype)
+
+
+def _within(values: jax.Array, most: float) -> jax.Array:
+    """Clipped; NaN stays NaN, of which Pallas' maximum for GPUs would make `-most`."""
+    return jnp.where(jnp.isnan(values), values, jnp.clip(values, -most, most))
 
 
 def checked_scale(

@@ -11,7 +11,7 @@ from jax import export
 from pallas_attn._call import dispatch
 from pallas_attn._call.checks import ArgumentChecker, fail
 from pallas_attn._tile.layout import LAYOUTS, PoolShape, array_shape, packing, pool_shape
-from pallas_attn._tile.quantization import QUANTIZED_DTYPES, is_quantized, largest
+from pallas_attn._tile.quantization import QUANTIZED_DTYPES, is_quantized, largest, magnitudes
 from pallas_attn._types import BlockTables, KVCache, Layout, SeqLens
 from pallas_attn.ops.kv_cache.addressing import check_layer, every_layer, layer_tables, of_layer, token_slots
 from pallas_attn.ops.kv_cache.api import DTYPES, write
@@ -227,7 +227,7 @@ class PagedKVCache:
         where each page has scales of its own, which `write` sets.
 
         Args:
-            layer, key, value, positions: as in `write`; tokens at negative positions do not count.
+            layer, key, value, positions: as in `write`; tokens at negative positions do not count, nor do NaN and Inf.
             margin: a number above 0; later values beyond it saturate.
 
         Raises:
@@ -243,7 +243,7 @@ class PagedKVCache:
         keeps = jnp.any(self.seq_lens > 0) | (layer < 0)
 
         def fit(scales: jax.Array, new: jax.Array) -> jax.Array:
-            peak = jnp.max(jnp.where(real, jnp.abs(new.astype(jnp.float32)), 0.0), axis=(0, 1, 3))
+            peak = jnp.max(jnp.where(real, magnitudes(new), 0.0), axis=(0, 1, 3))
             fitted = jnp.where(peak > 0, peak * (margin / largest(self.key_cache.dtype)), 1.0)
             at = jnp.maximum(layer, 0)
             return scales.at[at].set(jnp.where(keeps, scales[at], fitted))

@@ -10,7 +10,7 @@ from pallas_attn._tile import triton
 from pallas_attn._tile.layout import PoolShape, Which, token_index
 from pallas_attn._tile.pages import nothing
 from pallas_attn._tile.pieces import ceil_div
-from pallas_attn._tile.quantization import quantize
+from pallas_attn._tile.quantization import magnitudes, quantize
 from pallas_attn.ops.kv_cache.page_scales import grown
 
 # Elements of a page, or slots of tokens, that a program has at once.
@@ -102,8 +102,7 @@ def _grow_kernel(*refs, pool: PoolShape, layout: str):
             places = (tokens[:, None] + tile, head + tile, dims + tile)
             new = (triton.load(ref.at[places], mask=inside, other=0.0) for ref in (key_ref, value_ref))
             return tuple(
-                jnp.maximum(peak, jnp.max(jnp.abs(one.astype(jnp.float32))))
-                for peak, one in zip(found, new, strict=True)
+                jnp.maximum(peak, jnp.max(magnitudes(one))) for peak, one in zip(found, new, strict=True)
             )
 
         return jax.lax.fori_loop(0, (last - token) // at_once + 1, some, (jnp.float32(0), jnp.float32(0)))

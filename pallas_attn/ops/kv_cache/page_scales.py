@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn._call.checks import LEAST_FLOAT32, ArgumentChecker
-from pallas_attn._tile.quantization import QUANTIZED_DTYPES, largest, up_to_power_of_2
+from pallas_attn._tile.quantization import QUANTIZED_DTYPES, largest, magnitudes, up_to_power_of_2
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 MARGIN = 1.5
@@ -35,8 +35,9 @@ def page_scales(
     that call's keys (or values) in the page, times `margin`, is the format's largest; if all of them are 0, it is 1.
     It stays until the page is begun anew: what was stored is not read again, and tokens that come later saturate
     beyond the margin (a `PagedKVCache` does read it, and its scales grow). So a cache that lives long has scales as old
-    as its pages, not as its first prompt; and a page that is freed and given away needs no clearing. Plain jnp, in
-    place where the scales are donated or carried by a loop.
+    as its pages, not as its first prompt; and a page that is freed and given away needs no clearing. NaN and Inf do not
+    count, so that the page's other tokens do not suffer: Inf saturates, NaN is read back as NaN from fp8, as some
+    number from int8. Plain jnp, in place where the scales are donated or carried by a loop.
 
     Args:
         key, value, slot_mapping: as in `write_kv`: [num_tokens, num_kv_heads, head_dim], values of any width, and
@@ -149,7 +150,7 @@ def _peaks(key, value, slot_mapping, num_pages: int, page_size: int) -> _Peaks:
     first = jnp.where(written, first, slots.size)
     begins = slots % page_size == 0
     begun = begins.at[first].max(begins, mode="drop")
-    peaks = jnp.stack([jnp.max(jnp.abs(new.astype(jnp.float32)), axis=-1) for new in (key, value)], axis=1)
+    peaks = jnp.stack([jnp.max(magnitudes(new), axis=-1) for new in (key, value)], axis=1)
     peaks = peaks.at[first].max(peaks, mode="drop")
     pages = jnp.where(first == token, page, num_pages)
     return _Peaks(pages, begun, peaks[:, 0], peaks[:, 1])
