@@ -195,6 +195,34 @@ def test_neighbours_do_not_matter(implementation):
     np.testing.assert_array_equal(out[~own], good[~own])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", ["xla", *ON_GPU])
+def test_blocks_that_no_head_of_a_group_sees_may_hold_anything(implementation):
+    """Block 1 for both KV heads, block 0 for the second alone."""
+    lengths, tokens = jnp.array([0, 48], jnp.int32), np.arange(48)
+    mask = np.tri(3, dtype=bool) & np.array([True, False, True]) & np.ones((4, 1, 1), bool)
+    mask[2:, :, 0] = False
+    layout = builders.from_block_mask(mask, block_size=16)
+    query, key, value, towards = np.random.default_rng(0).standard_normal((4, 48, 4, 16)).astype(np.float32)
+
+    @jax.jit
+    def both(query, key, value, towards):
+        call = functools.partial(pallas_attn.blocksparse_attention, layout=layout, cu_k_lens=lengths,
+                                 cu_q_lens=lengths, softcap=3.0, implementation=implementation)  # fmt: skip
+        out, pull = jax.vjp(call, query, key, value)
+        return out, *pull(towards)
+
+    arrays = [query, key[:, ::2], value[:, ::2], towards]
+    expected = both(*arrays)
+    unseen = np.stack([tokens // 16 == 1, tokens < 32], axis=1)
+    for array, gradient in zip(arrays[1:3], expected[2:], strict=True):
+        assert (np.asarray(gradient)[unseen] == 0).all()
+        assert np.abs(np.asarray(gradient)[~unseen]).max() > 0.1
+        array[unseen] = np.nan
+    for got, wanted in zip(both(*arrays), expected, strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
 def test_gradients_are_those_of_dense_attention_with_a_mask():
     case = BlockSparseCase(((50, 50), (1, 40), (20, 40)), 4, 2, 16, 0.5, 16, 16, dtype="float32")
     data, layout = make(case), layout_of(case)

@@ -149,17 +149,18 @@ def packed(length: int, *documents: int) -> jnp.ndarray:
 def test_documents_do_not_touch_each_other(implementation, causal):
     """Outputs and gradients of a document are the same to the last bit, whatever its neighbours hold: numbers or NaN.
 
-    They meet within tiles, on both sides of the one that is looked at.
+    They meet within tiles, on both sides of the one that is looked at. A soft cap's derivative must not bring NaN back.
     """
     length, begin, end = 150, 37, 101
     ids = packed(length, begin, end - begin)
     rng = np.random.default_rng(0)
     arrays = [rng.standard_normal((1, length, heads, 32)).astype(np.float32) for heads in (4, 2, 2, 4)]
     config = SMALL_TILES if implementation == "interpret" else None
+    softcap = 3.0 if causal else None
 
     @jax.jit
     def both(query, key, value, d_out):
-        call = functools.partial(flash_attention, segment_ids=ids, causal=causal, return_lse=True,
+        call = functools.partial(flash_attention, segment_ids=ids, causal=causal, return_lse=True, softcap=softcap,
                                  implementation=implementation, config=config)  # fmt: skip
         (out, lse), pull = jax.vjp(call, query, key, value)
         return out, lse, *pull((d_out, jnp.ones_like(lse)))
@@ -173,6 +174,33 @@ def test_documents_do_not_touch_each_other(implementation, causal):
         for array in arrays:
             array[:, :begin] = array[:, end:] = other
         for got, wanted in zip(mine(arrays), expected, strict=True):
+            np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_keys_that_no_query_sees_may_hold_anything(implementation):
+    """Before the window of the first query and behind the last query, in tiles of which others are seen."""
+    rng = np.random.default_rng(0)
+    shapes = [(1, length, heads, 32) for length, heads in ((12, 4), (40, 2), (40, 2), (12, 4))]
+    arrays = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+    config = SMALL_TILES if implementation == "interpret" else None
+
+    @jax.jit
+    def both(query, key, value, d_out):
+        call = functools.partial(flash_attention, causal=True, sliding_window=7, q_offset=14, softcap=3.0,
+                                 implementation=implementation, config=config)  # fmt: skip
+        out, pull = jax.vjp(call, query, key, value)
+        return out, *pull(d_out)
+
+    expected = both(*arrays)
+    unseen = np.r_[:8, 26:40]
+    assert np.abs(expected[2][:, 8:26]).min(axis=(2, 3)).all()
+    assert (expected[2][:, unseen] == 0).all()
+    for nothing in (np.nan, np.inf):
+        for array in arrays[1:3]:
+            array[:, unseen] = nothing
+        for got, wanted in zip(both(*arrays), expected, strict=True):
             np.testing.assert_array_equal(got, wanted)
 
 

@@ -192,3 +192,59 @@ def test_backwards_memory_does_not_follow_the_table(op):
         return gradient.lower(*arguments).compile().memory_analysis().temp_size_in_bytes
 
     assert temporary_bytes(4096) < 2 * temporary_bytes(64)
+
+
+def check_unseen(call, arrays: dict[str, jax.Array], unseen: dict[str, np.ndarray]) -> None:
+    """Results and gradients have the same bits whether what is `unseen` holds 0 or NaN; its own gradients are 0."""
+
+    @jax.jit
+    def both(arrays):
+        out, pull = jax.vjp(lambda arrays: call(**arrays), arrays)
+        return out, pull(jnp.cos(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape))[0]
+
+    def filled(number: float) -> dict[str, jax.Array]:
+        masks = {name: mask.reshape(*mask.shape, *[1] * (arrays[name].ndim - mask.ndim))
+                 for name, mask in unseen.items()}  # fmt: skip
+        return arrays | {name: jnp.where(mask, number, arrays[name]) for name, mask in masks.items()}
+
+    out, gradients = both(filled(0.0))
+    assert np.abs(out).max() > 0.1
+    jax.tree.map(np.testing.assert_array_equal, both(filled(np.nan)), (out, gradients))
+    for name, mask in unseen.items():
+        assert np.abs(gradients[name]).max() > 0.1, name
+        assert (np.asarray(gradients[name])[mask] == 0).all(), name
+
+
+@pytest.mark.slow
+def test_a_query_before_its_sequences_start_is_in_no_gradient():
+    """Two of three query tokens of a sequence of one."""
+    rng = np.random.default_rng(0)
+    arrays = {"query": rng.standard_normal((2, 3, 2, 16)), "key": rng.standard_normal((3, 8, 1, 16))}
+    arrays = {name: jnp.asarray(array, jnp.float32) for name, array in arrays.items()}
+    tables, lens = jnp.array([[2, 7], [0, 1]], jnp.int32), jnp.array([1, 12], jnp.int32)
+
+    def call(query, key):
+        return pallas_attn.paged_attention(query, key, key + 1, tables, lens, implementation="xla")
+
+    early = np.array([[True, True, False], [False] * 3])
+    free = np.arange(24).reshape(3, 8)
+    check_unseen(call, arrays, {"query": early, "key": (free > 16) | (free >= 12) & (free < 16)})
+
+
+@pytest.mark.slow
+def test_sequences_left_to_another_kernel_are_in_no_gradient():
+    rng = np.random.default_rng(0)
+    shapes = {"query": (4, 2, 16), "key": (4, 1, 16), "key_cache": (2, 8, 1, 16)}
+    arrays = {name: jnp.asarray(rng.standard_normal(shape), jnp.float32) for name, shape in shapes.items()}
+    tables = jnp.array([[0], [1]], jnp.int32)
+    lens, cu_q_lens = jnp.array([8, 6], jnp.int32), jnp.array([0, 3, 4], jnp.int32)
+
+    def call(query, key, key_cache):
+        return pallas_attn.prefix_prefill(
+            *(query, key, key + 1, key_cache, key_cache + 1, tables, lens, cu_q_lens),
+            skip_decode=True,
+            implementation="xla",
+        )
+
+    last, free = np.arange(4) == 3, np.arange(16).reshape(2, 8)
+    check_unseen(call, arrays, {"query": last, "key": last, "key_cache": free >= 5})

@@ -11,7 +11,7 @@ from support import ON_GPU, unchecked
 
 import pallas_attn
 from pallas_attn import PagedKVCache, page_scales, write_kv
-from pallas_attn._tile import layout
+from pallas_attn._tile import layout, quantization
 from pallas_attn.testing import cases, compare, inputs
 
 IMPLEMENTATIONS = ["xla", "interpret", *ON_GPU]
@@ -55,6 +55,49 @@ def test_the_margin_leaves_room_and_tiny_values_have_a_scale():
     )
     assert float(v_scale[0, 0]) == 2.0
     assert 0 < float(k_scale[0, 0]) < 1e-37
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("grows", [False, True])
+def test_what_is_no_number_leaves_the_tokens_beside_it_alone(implementation, grows):
+    """NaN comes back to those who read it; Inf saturates."""
+    new = np.random.default_rng(0).uniform(1, 2, (1, 4, 2, 16)).astype(np.float32)
+    dtype = jnp.float8_e4m3fn
+
+    @jax.jit
+    def written(new):
+        if grows:
+            cache = small(page_size=4, dtype=dtype)
+            both, positions = jnp.concatenate([new, new]), jnp.array([[0, 1, 2, 3], [-1] * 4], jnp.int32)
+            cache = cache.write(1, both, both, positions, implementation=implementation)
+            return cache.key_cache, cache.k_scale
+        pools, scales, slots = [jnp.zeros((3, 4, 2, 16), dtype)] * 2, [jnp.ones((3, 2))] * 2, jnp.arange(4, 8)
+        scales = page_scales(new[0], new[0], *scales, slots, page_size=4, dtype=dtype)
+        k_scale, v_scale = scales
+        options = dict(k_scale=k_scale, v_scale=v_scale, implementation=implementation)
+        return write_kv(new[0], new[0], *pools, slots, **options)[0], k_scale
+
+    new[0, 1, 0, 3] = new[0, 2, 1, 5] = 1.0
+    pool, scales = (np.asarray(x, np.float32) for x in written(new))
+    [page] = np.flatnonzero((pool != 0).any(axis=(1, 2, 3)))
+    pool[page, 1, 0, 3], pool[page, 2, 1, 5] = np.nan, 448
+    new[0, 1, 0, 3], new[0, 2, 1, 5] = np.nan, np.inf
+    for got, wanted in zip(written(new), (pool, scales), strict=True):
+        np.testing.assert_array_equal(np.asarray(got, np.float32), wanted)
+
+
+@pytest.mark.slow
+def test_nan_stays_nan_where_a_maximum_leaves_it_out(monkeypatch):
+    """As Pallas' does on a GPU: a row that cannot be right must not look right in an 8-bit output."""
+    monkeypatch.setattr(jnp, "clip", lambda x, least, most: jnp.fmin(jnp.fmax(x, least), most))
+    for rounded in (
+        quantization.saturated(jnp.array([np.nan, 1e9]), jnp.float8_e4m3fn),
+        quantization.quantize(jnp.array([np.nan, 1e9]), jnp.float8_e5m2, jnp.float32(1)),
+        quantization.query_as(jnp.array([np.nan, 1e9], jnp.bfloat16), jnp.float16),
+    ):
+        largest = float(jnp.finfo(rounded.dtype).max)
+        np.testing.assert_array_equal(np.asarray(rounded, np.float32), [np.nan, largest])
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -17,6 +17,7 @@ def test_calibration_fits_each_head_of_a_layer():
     sizes = {"num_layers": 2, "num_pages": 2, "page_size": 8, "num_kv_heads": 2, "head_dim": 4}
     cache = PagedKVCache.create(**sizes, block_tables=tables, dtype=jnp.int8)
     key = jnp.zeros((1, 3, 2, 4)).at[0, 0, 0, 0].set(-12.7).at[0, 1, 1, 2].set(254.0).at[0, 2].set(1e6)
+    key = key.at[0, 0, 0, 1].set(jnp.nan).at[0, 1, 1, 0].set(jnp.inf)  # of which none is larger than another
     positions = jnp.array([[0, 1, -1]], jnp.int32)  # the last token is padding
     fitted = cache.calibrate(1, key, jnp.zeros_like(key), positions, margin=1.0)
     np.testing.assert_allclose(fitted.k_scale, [[1, 1], [0.1, 2.0]], rtol=1e-6)

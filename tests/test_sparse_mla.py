@@ -398,6 +398,21 @@ def test_pools_beyond_int32():
 
 
 @pytest.mark.slow
+def test_a_sink_has_a_gradient_beside_a_token_without_ids():
+    query, pool = jnp.ones((2, 1, 2, 576)), jnp.ones((1, 16, 1, 576))
+    ids = jnp.array([[[-1, -1]], [[3, -1]]], jnp.int32)
+
+    @jax.jit
+    @jax.grad
+    def gradient(sinks):
+        return jnp.sum(pallas_attn.sparse_mla_decode(query, pool, ids, sinks=sinks, implementation="xla"))
+
+    # 512 elements of sigmoid(24 - sink), for the token that has an id.
+    share = 1 / (1 + np.exp(np.array([23.0, 24.0]) - 24))
+    np.testing.assert_allclose(gradient(jnp.array([23.0, 24.0])), 512 * share * (share - 1), rtol=1e-4)
+
+
+@pytest.mark.slow
 def test_numpy_arrays_will_do():
     case = Decode()
     pool = case.pool.reshape(-1, 16, 1, 576)
