@@ -95,7 +95,7 @@ def blocksparse_attention(
             the last sequence get 0 and lse -inf.
         key, value: query's dtype, [num_key_tokens, num_kv_heads, head_dim] in rows, sequences end to end; or, with
             `block_tables`, pools of pages as of `paged_attention`. num_heads is a multiple of num_kv_heads. What no
-            sequence holds may be NaN.
+            sequence holds may be NaN, and so may a KV head's elements of blocks that none of its query heads sees.
         layout: a `SparseLayout` of num_heads heads, or of one for all, and of at least the longest sequence.
         cu_q_lens: [num_seqs + 1] int32, where each sequence's queries begin and the last one's end. None where all
             sequences decode (as many queries as sequences) or all prefill (as many queries as keys in rows).

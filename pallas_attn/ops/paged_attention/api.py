@@ -123,7 +123,8 @@ def paged_attention(
             that no query sees may hold anything; None is 1. Pallas multiplies fp8 keys with a bf16 query in fp16, where
             query elements beyond 65504 saturate, but for scales of pages: with these, in query's dtype.
         tree_mask: [num_seqs, q_len, q_len] bool, for drafts that form a tree: newest token i sees newest token j where
-            tree_mask[:, i, j], instead of causally, and all older tokens. None: causal.
+            tree_mask[:, i, j], instead of causally, and all older tokens; one that none sees must be finite all the
+            same. None: causal.
         query_positions: [num_seqs, q_len] int32, with `tree_mask`: where in the text each of the newest tokens is, by
             which windows and ALiBi go, for tokens as queries and as keys; a node at depth n is at
             seq_len - q_len + n. What is not among the positions of the newest slots counts as the nearest of those.

@@ -70,9 +70,9 @@ def ragged_paged_attention(
         sinks: [num_heads]; a logit without a value that joins each head's softmax (and its lse).
         tree_mask: [total_tokens, max_tree] bool, for drafts that form trees: in a sequence of at most max_tree query
             tokens, the token of row r sees the sequence's j-th query token where tree_mask[r, j], instead of causally,
-            and all older tokens. Longer sequences, prompts among them, are causal, and their rows may hold anything.
-            None: all are. (vLLM's and FlashInfer's custom masks have a bit for each key as well; trees differ only in
-            the newest.)
+            and all older tokens. One that none sees must have finite keys and values all the same. Longer sequences,
+            prompts among them, are causal, and their rows may hold anything. None: all are. (vLLM's and FlashInfer's
+            custom masks have a bit for each key as well; trees differ only in the newest.)
         query_positions: [total_tokens] int32, with `tree_mask`: where in the text a tree's query tokens are; windows
             and ALiBi go by it, for tokens as queries and as keys. A node at depth n is at seq_len - q_len + n. What is
             not among the positions of the sequence's newest slots counts as the nearest of those. None: by slot.
