@@ -40,6 +40,12 @@ class Band(NamedTuple):
         """[begin, end) of the keys that each of them sees; the end may lie before the beginning."""
         return self._between(last, first, length)
 
+    def met(self, num_queries: int, length: int) -> tuple[int, int]:
+        """[begin, end) of the keys that any query sees, known before anything runs."""
+        begin = 0 if self.left is None else self.offset - self.left
+        end = length if self.right is None else num_queries + self.offset + self.right
+        return max(begin, 0), min(end, length)
+
     def _between(self, left_of, right_of, length):
         begin = 0 * left_of if self.left is None else left_of + (self.offset - self.left)
         end = 0 * right_of + length if self.right is None else right_of + (self.offset + self.right + 1)

@@ -42,8 +42,8 @@ class Tile(NamedTuple):
 
     tokens: jax.Array
     held: jax.Array
-    """Which of them some token of the block may meet: 0 is read for the others, which may be NaN. Of several documents
-    only those of the one that is being visited."""
+    """Which of them are met by anyone: 0 is read for the others, which may be NaN. Of several documents only those of
+    the one that is being visited, and that the block meets."""
     taking_part: jax.Array | None
     """Which tokens of the block are of that document; None where all are."""
     masked: bool
@@ -84,8 +84,8 @@ def walk(
         seen = sees.seen(mine.first, mine.last, other.length)
         by_all = sees.seen_by_all(mine.first, mine.last, other.length)
         edges = sees.left is not None, sees.right is not None or other.length % other.block > 0
-        visited = band.tiles(seen, by_all, other.block)
-        return _tiles(visited, seen, edges, mine, other, None, batch, step, state)
+        visited, met = band.tiles(seen, by_all, other.block), sees.met(own.length, other.length)
+        return _tiles(visited, met, edges, mine, other, None, batch, step, state)
 
     def document(rank: jax.Array, state: Any) -> Any:
         here, there = (segments.span(side.table_ref, batch, rank) for side in (own, other))
@@ -103,13 +103,15 @@ def walk(
 
 
 def _tiles(
-    tiles: band.Tiles, seen, edges: tuple[bool, bool], mine: Block, other: Side, rank, batch, step, state
+    tiles: band.Tiles, met, edges: tuple[bool, bool], mine: Block, other: Side, rank, batch, step, state
 ) -> Any:
-    """`seen`: [begin, end) of the tokens that any of the block's meets."""
+    """`met`: [begin, end) of the tokens that may be read; the beginning is a number where it is known."""
 
     def masked(tile, state: Any) -> Any:
         tokens = tile * other.block + jnp.arange(other.block)
-        held, taking_part = (tokens >= seen[0]) & (tokens < seen[1]), None
+        held, taking_part = tokens < met[1], None
+        if not (isinstance(met[0], int) and met[0] == 0):
+            held &= tokens >= met[0]
         if rank is not None:
             held &= _ranks(other, batch, tokens, held) == rank
             taking_part = mine.rank == rank
