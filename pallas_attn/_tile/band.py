@@ -34,22 +34,23 @@ class Band(NamedTuple):
 
     def seen(self, first, last, length) -> tuple[jax.Array, jax.Array]:
         """[begin, end) of the keys that any of the queries first ... last sees, of `length` keys."""
-        return self._between(first, last, length)
+        begin, end = self._between(first, last, length)
+        return jnp.clip(begin, 0, length), jnp.clip(end, 0, length)
 
     def seen_by_all(self, first, last, length) -> tuple[jax.Array, jax.Array]:
         """[begin, end) of the keys that each of them sees; the end may lie before the beginning."""
-        return self._between(last, first, length)
+        return self.seen(last, first, length)
 
     def met(self, num_queries: int, length: int) -> tuple[int, int]:
         """[begin, end) of the keys that any query sees, known before anything runs."""
-        begin = 0 if self.left is None else self.offset - self.left
-        end = length if self.right is None else num_queries + self.offset + self.right
+        begin, end = self._between(0, num_queries - 1, length)
         return max(begin, 0), min(end, length)
 
     def _between(self, left_of, right_of, length):
+        """The keys from the one that `left_of` still sees to the one that `right_of` does, were there no ends."""
         begin = 0 * left_of if self.left is None else left_of + (self.offset - self.left)
         end = 0 * right_of + length if self.right is None else right_of + (self.offset + self.right + 1)
-        return jnp.clip(begin, 0, length), jnp.clip(end, 0, length)
+        return begin, end
 
 
 class Tiles(NamedTuple):
