@@ -8,7 +8,7 @@
 What it does, in this order:
     requests      prompts of 16 to 1024 tokens and answers of lognormal length, 8 to 512, given all at once: the engine,
                   and `generate` on batches in order of arrival, each of which runs until its longest answer has ended
-    check         the same in float32; some of the requests, whatever ran beside them, against `generate` one by one
+    check         the same in float32, each request, whatever ran beside it, against a call of `generate` of its own
     batch         prompts of 128 tokens, answers of 128: the engine with 1, 4, 16 and 64 rows
     transformers  the same batches through transformers, if it is installed
 
@@ -168,31 +168,27 @@ def compare_requests(model: Any, load: Workload, options: argparse.Namespace, re
 
 
 def check(model: Any, load: Workload, options: argparse.Namespace, report: Report) -> bool:
-    """Some requests among the others, of prompts that one compiled `generate` serves."""
-    rng = random.Random(2)
-    vocab_size, new = model.config.vocab_size, 48
-    lengths = [rng.randint(193, 208) for _ in range(options.checked)]
-    checked = [[rng.randrange(vocab_size) for _ in range(n)] for n in lengths]
-    mixed = Workload([*load.prompts], [*load.answers])
-    at = [i * len(load.prompts) // len(checked) for i in range(len(checked))]
-    for place, prompt in zip(at, checked, strict=True):
-        mixed.prompts[place], mixed.answers[place] = prompt, new
-    engine = engine_for(model, mixed, options.rows, options)
-    with ThreadPoolExecutor() as pool:
-        jobs = [pool.submit(engine.compile), pool.submit(generate, model, checked[:1], max_new_tokens=new)]
-        for job in jobs:
-            job.result()
-    seconds, answers = serve(engine, mixed)
+    """Requests as they come, whatever runs beside them, against a call of `generate` for each."""
+    count = min(options.checked, len(load.prompts))
+    at = [i * len(load.prompts) // count for i in range(count)]
+    engine = engine_for(model, load, options.rows, options)
+    engine.compile()
+    seconds, answers = serve(engine, load)
+
+    def alone(place: int) -> list[int]:
+        return generate(model, [load.prompts[place]], max_new_tokens=load.answers[place]).row(0)
+
+    with ThreadPoolExecutor() as pool:  # each compiles for lengths of its own
+        expected = dict(zip(at, pool.map(alone, at), strict=True))
     wrong = []
-    for place, prompt in zip(at, checked, strict=True):
-        alone = generate(model, [prompt], max_new_tokens=new).row(0)
-        same = next((i for i, (a, b) in enumerate(zip(alone, answers[place], strict=True)) if a != b), new)
-        if same < new:
-            wrong.append(f"request {place} parts after {same} tokens")
-    kinds = statistics.mean(len(set(answers[place])) for place in at)
-    note = f"{len(checked) - len(wrong)} of {len(checked)} requests have the tokens of one-by-one generation"
-    report.add("check", "engine", "float32", options.rows, mixed, seconds, note)
-    print(f"  {kinds:.0f} different tokens in {new}; {'; '.join(wrong) or 'none parts'}", flush=True)
+    for place, row in expected.items():
+        same = next((i for i, (a, b) in enumerate(zip(row, answers[place], strict=True)) if a != b), len(row))
+        if same < len(row):
+            wrong.append(f"request {place} parts after {same} of {len(row)} tokens")
+    kinds = statistics.mean(len(set(row)) / len(row) for row in expected.values())
+    note = f"{count - len(wrong)} of {count} requests have the tokens of one-by-one generation"
+    report.add("check", "engine", "float32", options.rows, load, seconds, note)
+    print(f"  {kinds:.0%} of an answer's tokens differ; {'; '.join(wrong) or 'none parts'}", flush=True)
     return not wrong
 
 
@@ -268,7 +264,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=64, help="requests that the engine runs at once")
     parser.add_argument("--step-tokens", type=int, default=8192, help="most of a mixed step")
     parser.add_argument("--burst", type=int, default=32, help="tokens of an answer in a step without prompts")
-    parser.add_argument("--checked", type=int, default=8, help="requests to check one by one")
+    parser.add_argument("--checked", type=int, default=64, help="requests to check one by one")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--commit", default="", help="written into the table")
     parser.add_argument("--out", type=Path, help="a CSV file")
