@@ -1,11 +1,13 @@
 """What run.py asks of an op."""
 
 import abc
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from costs import Cost
+from source import timing
 
 
 class Target(NamedTuple):
@@ -32,6 +34,17 @@ class Runner(NamedTuple):
     """Device memory of a call besides its inputs; None where it cannot be told."""
     method: str
     """"loop" or "graph"."""
+
+    @classmethod
+    def looped(cls, run: Callable[[], Any], calls: int, memory: Any, outputs: Any = None) -> "Runner":
+        """Of a jitted loop of so many calls; `memory` as its compiler says; `outputs` if the loop returns others."""
+        return cls(
+            run if outputs is None else outputs,
+            lambda: timing.device_samples(run, 1)[0] / calls,
+            functools.partial(timing.warm_up, run),
+            None if memory is None else memory.temp_size_in_bytes,
+            "loop",
+        )
 
 
 class Workload(abc.ABC):

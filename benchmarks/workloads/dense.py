@@ -77,13 +77,7 @@ class DenseWorkload(Workload):
 
         def runner(inputs: Inputs) -> Runner:
             run = functools.partial(compiled, inputs)
-            return Runner(
-                run,
-                lambda: timing.device_samples(run, 1)[0] / timing.num_calls(rounds, calls_a_round),
-                functools.partial(timing.warm_up, run),
-                None if memory is None else memory.temp_size_in_bytes,
-                "loop",
-            )
+            return Runner.looped(run, timing.num_calls(rounds, calls_a_round), memory)
 
         return runner
 

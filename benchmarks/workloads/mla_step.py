@@ -5,7 +5,6 @@ launches and writes, shows. Cost and bandwidth count attention alone.
 """
 
 import dataclasses
-import functools
 import importlib
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
@@ -14,7 +13,6 @@ import costs
 import jax
 import jax.numpy as jnp
 import numpy as np
-from source import timing
 
 from workloads.base import Runner, Target, Workload
 
@@ -96,14 +94,7 @@ class MLAStep(Workload):
                 out, state[0] = compiled(inputs.weights, state[0], inputs.x)
                 return out
 
-            memory = compiled.memory_analysis()
-            return Runner(
-                lambda: [(run() - inputs.x)[:, 0]],
-                lambda: timing.device_samples(run, 1)[0],
-                functools.partial(timing.warm_up, run),
-                None if memory is None else memory.temp_size_in_bytes,
-                "loop",
-            )
+            return Runner.looped(run, 1, compiled.memory_analysis(), lambda: [(run() - inputs.x)[:, 0]])
 
         return runner
 
