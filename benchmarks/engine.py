@@ -48,6 +48,8 @@ TINY = LlamaConfig(97, 48, 80, 2, 6, 2, 8, context_length=8192)
 WHAT = ("requests", "check", "batch", "transformers")
 ROWS_OF_A_BATCH = 16
 SMALL_BATCHES = (1, 4, 16, 64)
+LONGEST = 2048  # prompt and answer
+ANSWER_MULTIPLE, CHUNK = 256, 128
 COLUMNS = ("device", "jax", "commit", "what", "who", "dtype", "rows", "requests", "tokens", "seconds", "note")
 
 
@@ -176,9 +178,13 @@ def check(model: Any, load: Workload, options: argparse.Namespace, report: Repor
     seconds, answers = serve(engine, load)
 
     def alone(place: int) -> list[int]:
-        return generate(model, [load.prompts[place]], max_new_tokens=load.answers[place]).row(0)
+        prompt, new = load.prompts[place], load.answers[place]
+        # Few lengths, chunks of one, and one page for all: few programs to compile.
+        most = -(-new // ANSWER_MULTIPLE) * ANSWER_MULTIPLE
+        sizes: dict[str, Any] = {"max_new_tokens": most, "prefill_chunk": CHUNK, "page_size": LONGEST}
+        return generate(model, [prompt], **sizes).row(0)[:new]
 
-    with ThreadPoolExecutor() as pool:  # each compiles for lengths of its own
+    with ThreadPoolExecutor() as pool:
         expected = dict(zip(at, pool.map(alone, at), strict=True))
     wrong = []
     for place, row in expected.items():
