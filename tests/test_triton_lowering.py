@@ -95,6 +95,14 @@ def test_older_tritons_compile_it(name, triton):
         assert not hinted or "L1::evict_last" in kernel.compile(triton).ptx
 
 
+@pytest.mark.once
+@pytest.mark.parametrize("triton", lowering.TRITONS)
+def test_loops_over_tables_count_in_32_bits(triton):
+    """LLVM would widen them for the address of an id, and all comparisons with them."""
+    attend, *_ = kernels_of("sparse")
+    assert not re.findall(r"\bsetp\.\w+\.[su]64", attend.compile(triton).ptx)
+
+
 @pytest.mark.parametrize("name", BROAD)
 def test_writes_what_reads_alike_for_every_trace(name):
     """The cache lives by the text: two traces of a kernel must give the same."""

@@ -111,7 +111,7 @@ def _for(kernel: Kernel, start: Value, end: Value, state: Sequence[Value], step)
     defines = f"{results}:{len(state)} = " if state else ""
     bounds = f"{i.name} = {start.name} to {end.name} step {one.name}"
     write.line(f"{defines}scf.for {bounds}{arrow} : {start.type} {{")
-    with write.indented():
+    with write.indented(), kernel.in_a_loop():
         _yield(kernel, step(i, inside))
     write.line("}")
     return [Value(f"{results}#{n}", value.shape, value.dtype) for n, value in enumerate(state)]

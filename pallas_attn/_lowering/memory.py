@@ -26,6 +26,19 @@ def moved(write: Writer, pointer: Value, offset: Value) -> Value:
     return write.define(spelled, pointer.shape, pointer.dtype, is_pointer=True)
 
 
+def _counted_apart(write: Writer, offset: Value) -> Value:
+    """The same number, of which LLVM does not know that it goes with a loop's.
+
+    Triton has LLVM optimize without the machine's costs. So that an offset needs no extension to 64 bits, it makes the
+    loop count in 64 bits instead, and all that goes with the loop: each comparison of a token with a length is then
+    two, and their results are more than there are predicates for. For a tile of keys the offset is worth it, for the
+    number of a page it is not.
+    """
+    how = '"mov.b32 $0, $1;" {constraints = "=r,r", packed_element = 1 : i32, pure = true}'
+    spelled = f"tt.elementwise_inline_asm {how} {offset.name} : {offset.type} -> {offset.type}"
+    return write.define(spelled, offset.shape, offset.dtype)
+
+
 def _pointers(kernel: Kernel, ref: Ref, index: tuple[Value, ...], shape: Shape) -> Value:
     """To each element of a tile. What is the same for all of it moves the pointer before there are many."""
     write, pointer = kernel.write, kernel.pointers[ref.position]
@@ -42,6 +55,8 @@ def _pointers(kernel: Kernel, ref: Ref, index: tuple[Value, ...], shape: Shape) 
             both = jnp.broadcast_shapes(offset.shape, term.shape)
             offset = binary(write, "add", write.broadcast(offset, both), write.broadcast(term, both))
         if offset is not None:
+            if kernel.loops and ref.dtype == wide == jnp.int32:
+                offset = _counted_apart(write, offset)
             tile = shape if offset.shape else ()
             pointer = moved(write, write.broadcast(pointer, tile), write.broadcast(offset, tile))
     return write.broadcast(pointer, shape)

@@ -1,6 +1,7 @@
 """Which rule writes which primitive, and a jaxpr written from top to bottom."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
@@ -28,6 +29,13 @@ class Kernel:
         self, name: str, writer: Writer, pointers: Sequence[Value], program: Sequence[Value]
     ) -> None:
         self.name, self.write, self.pointers, self.program = name, writer, pointers, program
+        self.loops = 0  # around what is being written
+
+    @contextlib.contextmanager
+    def in_a_loop(self) -> Iterator[None]:
+        self.loops += 1
+        yield
+        self.loops -= 1
 
     def run(self, closed: ClosedJaxpr, operands: Sequence[Value]) -> list[Value]:
         """Writes the jaxpr's equations; its results."""
