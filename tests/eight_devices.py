@@ -28,6 +28,13 @@ from pallas_attn._tile.layout import from_nhd
 
 KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["xla", "interpret"])
+
+
+def kinds_and_implementations(test):
+    """Of the four, a third by `--sample`: two, in which each kind of axes and each implementation is."""
+    return pytest.mark.sweep(KINDS(IMPLEMENTATIONS(test)))
+
+
 # What follows from `partition.plan`, whose answers every jax is given in the same two ways.
 OURS_ALONE = pytest.mark.slow
 
@@ -117,8 +124,7 @@ def test_what_moves_is_seen():
     assert moved(gathered.lower(pool).compile()) == [pool.size]
 
 
-@KINDS
-@IMPLEMENTATIONS
+@kinds_and_implementations
 def test_paged_attention(kind, implementation):
     attend = functools.partial(paged_attention, implementation=implementation, return_lse=True)
     arrays = placed(mesh_of(kind), paged(), BOTH)
@@ -156,8 +162,7 @@ def test_optional_arrays_and_layouts(kind, layout):
     assert_equal(lambda o, *a: attend(*a, **o), (options, *arrays), expected, moves=0, out=QUERY)
 
 
-@KINDS
-@IMPLEMENTATIONS
+@kinds_and_implementations
 def test_mla_decode_and_its_schedule(kind, implementation):
     """The latents are whole on every device, the query's heads are not; a schedule is made for each one's share."""
 
@@ -187,8 +192,7 @@ def test_write_kv(kind, implementation, tokens):
     assert_equal(write, arrays, write_kv(*new_tokens(), implementation="xla"), moves=most, out=POOL)
 
 
-@KINDS
-@IMPLEMENTATIONS
+@kinds_and_implementations
 def test_pages_whose_scales_grow(kind, implementation):
     """Each device has the scales of its heads: what it must know of the others' is which pages grow."""
     empty = PagedKVCache.create(
@@ -296,8 +300,7 @@ def test_gradients_are_refused_in_words(kind):
         jax.grad(lambda q: paged_attention(q, *rest, implementation="interpret").sum())(query)
 
 
-@KINDS
-@IMPLEMENTATIONS
+@kinds_and_implementations
 def test_shard_map_over_one_axis_of_two(kind, implementation):
     mesh = mesh_of(kind)
     attend = jax.shard_map(
@@ -371,8 +374,7 @@ def test_the_page_on_sharding():
         exec(compile(code, f"{page}[{number}]", "exec"), {})
 
 
-@KINDS
-@IMPLEMENTATIONS
+@kinds_and_implementations
 def test_ragged_attention(kind, implementation):
     """Over heads; tokens, which belong to sequences of any length, stay whole."""
     heads = P(None, "head")

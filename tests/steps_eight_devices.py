@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from eight_devices import (
-    IMPLEMENTATIONS,
     KINDS,
     POOL,
     QUERY,
     WHOLE,
     assert_equal,
+    kinds_and_implementations,
     latent,
     mesh_of,
     new_tokens,
@@ -25,8 +25,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_attn import PagedKVCache, PagedLatentCache, paged_attention
 
 
-@KINDS
-@IMPLEMENTATIONS
+@kinds_and_implementations
 def test_a_step_with_a_cache(kind, implementation):
     """What a model does in every layer: new tokens into the cache, then attention; and pages are copied."""
     arguments = stepped_from()
