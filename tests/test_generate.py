@@ -56,7 +56,7 @@ def test_prompts_may_be_read_in_chunks(model, chunk):
     np.testing.assert_allclose(chunked.logits, whole.logits, atol=2e-5)
 
 
-@pytest.mark.once
+@pytest.mark.slow
 def test_prompts_read_token_by_token_scale_an_8_bit_cache(model):
     """A single token begins each page, and what follows may be larger."""
     options = dict(max_new_tokens=1, page_size=5, return_logits=True)
@@ -169,26 +169,25 @@ def test_a_temperature_that_float32_cannot_divide_by_is_greedy(model):
         np.testing.assert_array_equal(tiny.tokens, generate(model, PROMPTS, max_new_tokens=6).tokens)
 
 
-@pytest.fixture
-def programs(monkeypatch) -> dict[str, Any]:
+@functools.cache
+def programs(dtype: Any, cache_dtype: str | None) -> dict[str, Any]:
     """{"_prefill" and "_decode": (what `generate` lowered, the arguments, the static arguments)}."""
     module = importlib.import_module("pallas_attn.models.generate")
     seen = {}
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_prefill", "_decode"):
+            program = seen[f"{name} itself"] = getattr(module, name)
 
-    def spy_on(name):
-        program = getattr(module, name)
+            class Spy:
+                def lower(self, *arguments, program=program, name=name, **static):
+                    lowered = program.lower(*arguments, **static)
+                    seen[name] = (lowered, arguments, static)
+                    return lowered
 
-        class Spy:
-            def lower(self, *arguments, **static):
-                lowered = program.lower(*arguments, **static)
-                seen[name] = (lowered, arguments, static)
-                return lowered
-
-        monkeypatch.setattr(module, name, Spy())
-        seen[f"{name} itself"] = program
-
-    spy_on("_prefill")
-    spy_on("_decode")
+            patch.setattr(module, name, Spy())
+        # 23 pages a layer: the pool's shape is no other array's.
+        options = dict(max_new_tokens=9, page_size=4, num_pages=23, cache_dtype=cache_dtype)
+        generate(tiny_llama(dtype), PROMPTS, **options)
     return seen
 
 
@@ -198,13 +197,11 @@ STORED = pytest.mark.parametrize(
 
 
 @STORED
-def test_decoding_is_one_loop_that_updates_the_pool_in_place(dtype, cache_dtype, programs):
-    # 23 pages a layer: the pool's shape is no other array's.
-    options = dict(max_new_tokens=9, page_size=4, num_pages=23, cache_dtype=cache_dtype)
-    generate(tiny_llama(dtype), PROMPTS, **options)
+def test_decoding_is_one_loop_that_updates_the_pool_in_place(dtype, cache_dtype):
+    made_for = programs(dtype, cache_dtype)
     pool = f"[{23 * TINY.num_layers},4,{TINY.num_kv_heads},{TINY.head_dim}]"
     for name in ("_prefill", "_decode"):
-        text = programs[name][0].compile().as_text()
+        text = made_for[name][0].compile().as_text()
         made = re.findall(rf"= \w+{re.escape(pool)}\S* ([\w-]+)\(", text)
         assert "scatter" in made, f"{name}: expected the pool to be written, found {made}"
         # "fusion" and "call" wrap the scatters; what they hold is in the list as well.
@@ -215,18 +212,18 @@ def test_decoding_is_one_loop_that_updates_the_pool_in_place(dtype, cache_dtype,
         aliases = text.split("input_output_alias=", 1)[1].split("entry_computation_layout", 1)[0]
         assert "{0}:" in aliases
         assert "{1}:" in aliases
-    decode = programs["_decode"][0]
+    decode = made_for["_decode"][0]
     assert "callback" not in decode.as_text()
     assert " while(" in decode.compile().as_text().split("ENTRY", 1)[1]
 
 
 @STORED
-def test_the_loop_lowers_for_an_h100_with_our_kernels_inside(dtype, cache_dtype, programs):
-    generate(tiny_llama(dtype), PROMPTS, max_new_tokens=9, page_size=4, cache_dtype=cache_dtype)
-    _, arguments, static = programs["_decode"]
+def test_the_loop_lowers_for_an_h100_with_our_kernels_inside(dtype, cache_dtype):
+    made_for = programs(dtype, cache_dtype)
+    _, arguments, static = made_for["_decode"]
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
     static = {**static, "graph": nnx.graphdef(tiny_llama(dtype, implementation="pallas"))}
-    lowered = lower_for_gpu(functools.partial(programs["_decode itself"], **static), *shapes)
+    lowered = lower_for_gpu(functools.partial(made_for["_decode itself"], **static), *shapes)
     kernels = {name for name, *_ in triton_kernels(lowered)}
     assert {"pallas_attn_write_kv", "pallas_attn_paged_attention"} <= kernels
     assert ("pallas_attn_grow_pages" in kernels) == (cache_dtype is not None)
