@@ -21,6 +21,8 @@ if WITHOUT_PALLAS:
 
 # JAX works out the key of every program in its cache on disk, a tenth of the tests' time or more, cache or not.
 jax.config.update("jax_enable_compilation_cache", False)
+# For each error JAX asks the disk, of each frame, whether it is one of its own.
+jax.config.update("jax_traceback_filtering", "off")
 
 # Of the 65,530 that Linux lets a process have. Every compiled program takes some, until XLA aborts for want of them.
 MOST_MAPS = 30_000
