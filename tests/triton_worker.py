@@ -167,6 +167,7 @@ def main(cache: str) -> None:
     os.environ.setdefault(
         "TRITON_DEFAULT_FP_FUSION", "1"
     )  # 3.9 warns until the choice is made; XLA's Triton fuses
+    os.environ.setdefault("TRITON_DISABLE_LINE_INFO", "1")  # no debugger reads it
     import triton
 
     Path(cache).mkdir(parents=True, exist_ok=True)
