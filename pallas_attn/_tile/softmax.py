@@ -43,7 +43,7 @@ def _finite(maximum: jax.Array) -> jax.Array:
 
 
 def rescale(
-    state: OnlineSoftmax,
+    state: OnlineSoftmax | None,
     logits2: jax.Array,
     factor: jax.Array | float | None = None,
     *,
@@ -53,12 +53,16 @@ def rescale(
     there is one: that costs nothing beside the subtraction of the maximum. `exp2` makes weights of them.
 
     Returns the state with everything but the new tile's values added, and the tile's weights; the caller adds
-    `weights @ values` to `acc`, in whatever way its memory layout wants.
+    `weights @ values` to `acc`, in whatever way its memory layout wants. No state: the tile is the first, and `acc`
+    is None.
     """
     new = jnp.max(logits2, axis=-1)
-    maximum = jnp.maximum(state.maximum, new if factor is None else new * factor)
+    new = new if factor is None else new * factor
+    maximum = new if state is None else jnp.maximum(state.maximum, new)
     scaled = logits2 if factor is None else factor * logits2
     weights = exp2(scaled - _finite(maximum)[..., None])
+    if state is None:
+        return OnlineSoftmax(maximum, jnp.sum(weights, axis=-1), None), weights
     decay = jnp.exp2(state.maximum - _finite(maximum))
     if state.total.ndim == weights.ndim:
         total = state.total * decay[..., None] + weights
