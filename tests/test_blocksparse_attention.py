@@ -69,6 +69,21 @@ def test_a_forgotten_pattern_is_caught(case):
         check(case, data, *reference(case, data, dense=True))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:])
+@pytest.mark.parametrize(
+    ("block_size", "q_block_size", "block_kv", "block_q"),
+    [(16, 64, 16, 64), (16, 64, 16, 16), (64, 16, 64, 16), (64, 64, 16, 32), (64, 64, 64, 16)],
+)
+def test_tiles_of_any_size_beside_blocks_of_any(block_size, q_block_size, block_kv, block_q, implementation):
+    """The keys at the queries' own positions are some tiles of several blocks, or a part of one."""
+    config = (("block_q", block_q), ("block_kv", block_kv))
+    lens = ((70, 70), (1, 90), (33, 140))
+    case = BlockSparseCase(lens, 2, 1, 32, 0.5, block_size, q_block_size, dtype="float32", config=config)
+    data = make(case)
+    check(case, data, *run(case, data, implementation))
+
+
 SMALL = BlockSparseCase(((100, 100), (1, 90), (40, 40)), 4, 2, 32, 0.7, dtype="float32", padding=4)
 
 
@@ -177,6 +192,27 @@ def test_pages_of_blocks_that_no_head_sees_may_be_anyones(implementation):
         for page in range(-(-k_len // 16)):
             if not seen[16 * page : 16 * page + 16].any():
                 data.block_tables[seq, page] = (2147480000, -1)[page % 2]
+    out, lse = run(case, data, implementation)
+    compare.assert_rows_close(out, expected[0], dtype="float32", case_id=case.id)
+    compare.assert_lse_close(lse, expected[1], dtype="float32", case_id=case.id)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:])
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_blocks_that_no_head_sees_may_hold_anything(page_size, implementation):
+    """Those at the queries' own positions too, which kernels load before they know whether they are listed."""
+    case = BlockSparseCase(
+        ((100, 100), (1, 90), (40, 40)), 2, 1, 32, 0.4, dtype="float32", page_size=page_size
+    )
+    data, layout = make(case), layout_of(case)
+    seen = layout.to_block_mask().any(axis=0)
+    assert not seen.diagonal().all()
+    expected = reference(case, data)
+    for which in (data.key, data.value):
+        unseen = np.abs(data.value) > 100  # so `make` marks them
+        which[unseen] = np.nan
+    assert np.isnan(data.key).any()
     out, lse = run(case, data, implementation)
     compare.assert_rows_close(out, expected[0], dtype="float32", case_id=case.id)
     compare.assert_lse_close(lse, expected[1], dtype="float32", case_id=case.id)

@@ -103,20 +103,23 @@ def _query_kernel(query_ref, refs, layout: SparseLayout, d_query_ref, *, problem
         mine = Queries.read(query_ref, refs, problem, head, tile.token, tile.real)
         pool = Keys(problem, refs, tile.seq, tile.k_start, kv_head)
 
-        def step(total: jax.Array, keys: walk.Keys) -> jax.Array:
-            size = problem.config.block_kv
-            k, _ = pool.read("key", keys.first, keys.held, size, query_ref.dtype)
-            v, _ = pool.read("value", keys.first, keys.held, size, query_ref.dtype)
+        def read(keys: walk.Keys) -> list[jax.Array]:
+            where = keys.first, keys.newest, problem.config.block_kv, query_ref.dtype
+            return [pool.read_up_to(which, *where)[0] for which in ("key", "value")]
+
+        def step(total: jax.Array | None, keys: walk.Keys, key_and_value: list[jax.Array]) -> jax.Array:
+            k, v = key_and_value
             given = weights.bent(
                 triton.dot(mine.query, k, trans_b=True), problem.scale, problem.rules.softcap
             )
             given = given._replace(factor=walk.spoiled(given.factor, keys.good))
             d_weights = triton.dot(mine.d_out, v, trans_b=True)
             pairs = weights.pairs(*given, mine.lse2[:, None], mine.delta[:, None], d_weights, keys.seen)
-            return total + triton.dot(pairs.d_products.astype(k.dtype), k)
+            new = triton.dot(pairs.d_products.astype(k.dtype), k)
+            return new if total is None else total + new
 
         zeros = jnp.zeros((tile.real.shape[0], problem.dims[1]), jnp.float32)
-        total, bad = walk.walk(layout, head, tile, problem, step, zeros)
+        total, bad = walk.walk(layout, head, tile, problem, walk.Walker(read, step), zeros)
         total = softmax.poison(total * problem.scale, bad)
         _write(d_query_ref, tile.token, head, tile.real, total, problem)
 

@@ -1,11 +1,13 @@
 """Block-sparse prefill in Pallas: a program serves `block_q` queries of one head, which lie in one row of the layout.
-It goes over the blocks that the row lists and keeps an online softmax in float32.
+It goes over the blocks that the row lists, those at the queries' own positions first, and keeps an online softmax in
+float32.
 
 A step loads its column and from there its keys: Triton's pipeline, at three stages, has keys on their way two steps
 before they are needed. Gradients are in backward.py.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,7 @@ import numpy as np
 from pallas_attn._tile import logits, masking, result, rows, softmax, triton
 from pallas_attn.ops.blocksparse_attention import walk
 from pallas_attn.ops.blocksparse_attention.layout import SparseLayout
-from pallas_attn.ops.blocksparse_attention.problem import Keys, Problem, factor
+from pallas_attn.ops.blocksparse_attention.problem import Keys, Problem, factor, read_rows
 
 
 def prefill(
@@ -62,26 +64,35 @@ def _prefill_kernel(
 
     @triton.when(tile.any)
     def _():
-        q = rows.load(query_ref, mine, (tile.token,), dims)
+        # What is no query's gets another's, and is not written: that costs less than a mask.
+        token = jnp.clip(tile.token, 0, problem.num_tokens - 1)
+        q = read_rows(query_ref, token, head, problem, None)
         pool = Keys(problem, refs, tile.seq, tile.k_start, kv_head)
-        step = functools.partial(_attend, q=q, pool=pool, problem=problem)
+
+        def read(keys: walk.Keys):
+            where = keys.first, keys.newest, problem.config.block_kv, q.dtype
+            return pool.read_up_to("key", *where), pool.read_up_to("value", *where)
+
+        walker = walk.Walker(read, functools.partial(_attend, q=q, problem=problem))
         state = softmax.start(tile.real.shape, dims[1])
-        state, bad = walk.walk(layout, head, tile, problem, step, state)
+        state, bad = walk.walk(layout, head, tile, problem, walker, state)
+        # Sums that are NaN make NaN of what is divided by them, for less than asking each element.
+        state = state._replace(total=softmax.poison(state.total, bad))
         out, lse2 = softmax.finish(state)
-        done = result.Result(mine, (tile.token,), [dims], [out], lse2).poisoned(bad)
+        done = result.Result(mine, (tile.token,), [dims], [out], lse2)
         result.store(done, (out_ref, lse_ref), 0, True)
 
 
-def _attend(state, keys: walk.Keys, *, q: jax.Array, pool: Keys, problem: Problem):
+def _attend(state, keys: walk.Keys, read: Any, *, q: jax.Array, problem: Problem):
     """The state after one more tile of keys."""
-    block_kv = problem.config.block_kv
-    tile_keys, usable = pool.read("key", keys.first, keys.held, block_kv, q.dtype)
-    values, _ = pool.read("value", keys.first, keys.held, block_kv, q.dtype)
+    (tile_keys, usable), (values, _) = read
     products = triton.dot(q, tile_keys, trans_b=True)
     by = walk.spoiled(factor(problem), keys.good)
     if usable is not None:
         # A page that does not exist makes NaN whoever looks at it.
-        wrong = ~usable if keys.held is None else keys.held & ~usable
+        wrong = ~usable
+        if keys.newest is not None:
+            wrong &= keys.first + jnp.arange(wrong.shape[0]) <= keys.newest
         products *= jnp.where(wrong, np.float32(np.nan), np.float32(1.0))[None, :]
     if problem.rules.softcap is not None:
         products = logits.shape(by * products, problem.rules, None, keys.first, keys.first)
@@ -89,4 +100,5 @@ def _attend(state, keys: walk.Keys, *, q: jax.Array, pool: Keys, problem: Proble
     if keys.seen is not None:
         products = masking.apply(products, keys.seen)
     state, weights = softmax.rescale(state, products, by, exp2=triton.exp2)
-    return state._replace(acc=state.acc + triton.dot(weights.astype(values.dtype), values))
+    new = triton.dot(weights.astype(values.dtype), values)
+    return state._replace(acc=new if state.acc is None else state.acc + new)

@@ -79,6 +79,19 @@ class Keys(NamedTuple):
         tile = pages.gather(ref, problem.cache_layout, which, *place, mask & usable, head_dim=head_dim)
         return tile.astype(dtype), usable
 
+    def read_up_to(
+        self, which: Any, first: jax.Array, newest: jax.Array | None, size: int, dtype: Any
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """The same up to position `newest`, None: wherever. What stands for tokens behind it is no other sequence's,
+        and is to be masked."""
+        problem = self.problem
+        position = first + jnp.arange(size)
+        if newest is None or problem.cache_layout is not None:
+            return self.read(which, first, None if newest is None else position <= newest, size, dtype)
+        # The newest again: that costs less than a mask. Clipped, for a sequence may have none.
+        token = jnp.clip(self.start + jnp.minimum(position, newest), 0, problem.pool.num_pages - 1)
+        return read_rows(self.refs[which], token, self.kv_head, problem, None).astype(dtype), None
+
 
 def read_rows(ref: Any, token: jax.Array, kv_head, problem: Problem, mask: jax.Array | None) -> jax.Array:
     """Rows `token` of an array [tokens, kv_heads, head_dim]."""
@@ -120,6 +133,20 @@ class Blocks(NamedTuple):
         diagonal = jnp.maximum(begin, end - layout.most_diagonal)
         return cls(layout, head, safe, begin, diagonal, end, ~good & (row >= 0))
 
+    def near(self) -> "Near":
+        """Those from `diagonal` on, all at once."""
+        layout = self.layout
+        entry = self.diagonal + jnp.arange(layout.most_diagonal)
+        held = entry < self.end
+        column, before = (
+            triton.load(
+                layout.columns.at[self.head + 0 * entry, at], mask=held & (at >= self.begin), other=-1
+            )
+            for at in (entry, entry - 1)
+        )
+        good = (column > before) & (column * layout.block_size < (self.row + 1) * layout.q_block_size)
+        return Near(self, column, _some(held & ~good))
+
     def column(self, entry: jax.Array) -> jax.Array:
         """Of an entry; of one behind the last, that of the last."""
         last = jnp.maximum(self.end - 1, 0)
@@ -128,6 +155,33 @@ class Blocks(NamedTuple):
     def ascends(self, entry: jax.Array, column: jax.Array) -> jax.Array:
         """Whether an entry's column is above that of the entry before it."""
         return (column > self.column(jnp.maximum(entry - 1, self.begin))) | (entry == self.begin)
+
+
+class Near(NamedTuple):
+    """The columns of a row that may reach into its own positions."""
+
+    blocks: Blocks
+    columns: jax.Array
+    """-1: none."""
+    bad: jax.Array
+    """Whether one lies outside or does not ascend."""
+
+    def lists(self, position: jax.Array) -> jax.Array:
+        return _some(self.columns == divided(position, self.blocks.layout.block_size)[0])
+
+    def number_before(self, position: jax.Array) -> jax.Array:
+        """How many blocks the row lists before that of a position, which is not before the row's own."""
+        block = divided(position, self.blocks.layout.block_size)[0]
+        near = _number((self.columns >= 0) & (self.columns < block))
+        return self.blocks.diagonal - self.blocks.begin + near
+
+
+def _number(those: jax.Array) -> jax.Array:
+    return jnp.sum(those.astype(jnp.int32))
+
+
+def _some(those: jax.Array) -> jax.Array:
+    return _number(those) > 0
 
 
 def divided(index: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:

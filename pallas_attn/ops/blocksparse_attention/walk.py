@@ -14,7 +14,7 @@ from jax import lax
 
 from pallas_attn._tile import masking, triton
 from pallas_attn.ops.blocksparse_attention.layout import SparseLayout
-from pallas_attn.ops.blocksparse_attention.problem import Blocks, Problem, divided
+from pallas_attn.ops.blocksparse_attention.problem import Blocks, Near, Problem, divided
 
 
 class Tile(NamedTuple):
@@ -40,24 +40,38 @@ def num_slots(problem: Problem) -> int:
 
 
 def tile_of(problem: Problem, refs: dict[str, Any], slot: jax.Array) -> Tile:
-    """The queries of a slot. Tokens behind the last sequence are those of one more, which has no keys."""
+    """The queries of a slot. Tokens behind the last sequence are those of one more, which has no keys.
+
+    All lengths come at once and the own ones are picked from them: programs wait for one load, not for two in turn.
+    """
     block_q, num_seqs, tokens = problem.config.block_q, problem.num_seqs, problem.num_tokens
-    cu_q_ref = refs["cu_q_lens"]
     seqs = jnp.arange(triton.next_power_of_2(num_seqs))
-    ends = triton.load(cu_q_ref.at[jnp.minimum(seqs + 1, num_seqs)], mask=seqs < num_seqs, other=0)
-    ends = jnp.clip(ends, 0, tokens)
-    seq = jnp.sum(((seqs < num_seqs) & (ends // block_q + 2 * (seqs + 1) <= slot)).astype(jnp.int32))
+    real = seqs < num_seqs
+
+    def lengths(name: str, shift: int) -> jax.Array:
+        ref = refs[name]
+        return triton.load(ref.at[jnp.minimum(seqs + shift, ref.shape[0] - 1)], mask=real, other=0)
+
+    paged = problem.cache_layout is not None
+    q_starts, q_ends = (lengths("cu_q_lens", i) for i in (0, 1))
+    k_starts, k_ends = (
+        (0 * seqs, lengths("seq_lens", 0)) if paged else (lengths("cu_k_lens", i) for i in (0, 1))
+    )
+    filled = jnp.clip(q_ends, 0, tokens) // block_q
+    seq = jnp.sum((real & (filled + 2 * (seqs + 1) <= slot)).astype(jnp.int32))
     padding = seq == num_seqs
     own = jnp.minimum(seq, num_seqs - 1)
-    q_start = jnp.clip(triton.load(cu_q_ref.at[seq]), 0, tokens)
-    q_end = jnp.where(padding, tokens, triton.load(cu_q_ref.at[own + 1]))
+    q_start, q_end, k_start, k_end = (
+        jnp.sum(jnp.where(seqs == own, all_lengths, 0))
+        for all_lengths in (q_starts, q_ends, k_starts, k_ends)
+    )
+    q_start = jnp.clip(jnp.where(padding, q_end, q_start), 0, tokens)
+    q_end = jnp.where(padding, tokens, q_end)
     q_len = jnp.clip(q_end, q_start, tokens) - q_start
-    if problem.cache_layout is None:
-        k_start, k_end = (triton.load(refs["cu_k_lens"].at[own + i]) for i in (np.int32(0), np.int32(1)))
-        bad = (k_start < 0) | (k_end < k_start) | (k_end > problem.pool.num_pages)
-    else:
-        k_start, k_end = 0 * own, triton.load(refs["seq_lens"].at[own])
+    if paged:
         bad = (k_end < 0) | (k_end > problem.max_k_len)
+    else:
+        bad = (k_start < 0) | (k_end < k_start) | (k_end > problem.pool.num_pages)
     bad &= ~padding
     k_len = jnp.where(bad | padding, 0, k_end - k_start)
     before = k_len - q_len  # position of the first query
@@ -77,35 +91,64 @@ class Keys(NamedTuple):
 
     first: jax.Array
     """Position of the first."""
-    held: jax.Array | None
-    """Which of them may be read; None: all."""
+    newest: jax.Array | None
+    """Position of the last that may be read; None: all may."""
     good: jax.Array | None
     """Whether its block lies inside; None where that is said of the whole row, behind the walk."""
     seen: jax.Array | None
     """[queries, keys] who sees whom; None: everyone all."""
 
 
-type Step = Callable[[Any, Keys], Any]
+class Walker(NamedTuple):
+    """What is done with the keys that are visited."""
+
+    read: Callable[[Keys], Any]
+    step: Callable[[Any, Keys, Any], Any]
+    """(state, or None where nothing came before; keys; what was read of them) -> state."""
 
 
 def walk(
-    layout: SparseLayout, head: jax.Array, tile: Tile, problem: Problem, step: Step, state: Any
+    layout: SparseLayout, head: jax.Array, tile: Tile, problem: Problem, walker: Walker, state: Any
 ) -> tuple[Any, jax.Array]:
-    """(`state` after `step(state, keys)` for each tile of keys, in order; whether lengths or row cannot be right).
+    """(`state` after a step for each tile of keys; whether lengths or row cannot be right).
 
-    Blocks that all queries see whole come first, and need no mask; those on the diagonal come last.
+    Keys at the queries' own positions come first. Where they lie is known before any column is, so they are on their
+    way while row and columns are looked up. All others lie in every query's past: one loop without a mask.
     """
     row = jnp.maximum(divided(tile.first, layout.q_block_size)[0], -1)
-    blocks = Blocks.of_row(layout, head, row)
-    state, bad = _full_blocks((state, tile.bad), blocks, problem, step)
-    state, bad = _partial_blocks((state, bad), blocks, tile, problem, step)
-    return state, bad | blocks.bad
+    near = Blocks.of_row(layout, head, row).near()
+    own = jnp.maximum(tile.first, 0) & -problem.config.block_kv
+    state = _own_tiles(state, own, near, tile, problem, walker)
+    state, bad = _past_tiles((state, tile.bad), own, near, problem, walker)
+    return state, bad | near.blocks.bad | near.bad
 
 
-def _full_blocks(carry, blocks: Blocks, problem: Problem, step: Step) -> tuple[Any, jax.Array]:
+def _own_tiles(state: Any, own: jax.Array, near: Near, tile: Tile, problem: Problem, walker: Walker) -> Any:
+    """From position `own` on, those that the row lists."""
+    block_kv = problem.config.block_kv
+    number = max(1, problem.config.block_q // block_kv)
+
+    def one(i: Any, before: Any, otherwise: Any) -> Any:
+        first = own + i * block_kv
+        position = first + jnp.arange(block_kv)
+        keys = Keys(first, tile.newest, None, masking.causal(position[None, :], tile.position[:, None]))
+        # Outside of the branch, so that nothing waits for the columns yet.
+        read = walker.read(keys)
+        wanted = near.lists(first) & (first <= tile.newest)
+        return lax.cond(wanted, lambda: walker.step(before, keys, read), lambda: otherwise)
+
+    if number == 1:
+        return one(0, None, state)
+    return lax.fori_loop(0, number, lambda i, state: one(i, state, state), state)
+
+
+def _past_tiles(
+    carry: Any, own: jax.Array, near: Near, problem: Problem, walker: Walker
+) -> tuple[Any, jax.Array]:
+    """Those before position `own`."""
+    blocks = near.blocks
     size, block_kv = blocks.layout.block_size, problem.config.block_kv
     tiles = size // block_kv
-    end = blocks.row * blocks.layout.q_block_size
 
     def one(i, carry):
         state, bad = carry
@@ -113,38 +156,14 @@ def _full_blocks(carry, blocks: Blocks, problem: Problem, step: Step) -> tuple[A
         entry = blocks.begin + block
         column = blocks.column(entry)
         first = column * size + part * block_kv
-        # The layout may have been traced: what points outside or does not ascend makes its rows NaN.
-        inside = (column >= 0) & (first + block_kv <= end)
-        state = step(state, Keys(jnp.where(inside, first, 0), None, inside, None))
-        return state, bad | ~blocks.ascends(entry, column)
+        # The layout may have been traced: what points outside or does not ascend makes its rows NaN. Asked here, of
+        # columns loaded two steps ahead, it holds up nothing.
+        good = (column >= 0) & (first + block_kv <= own) & blocks.ascends(entry, column)
+        keys = Keys(jnp.where(good, first, 0), None, good, None)
+        return walker.step(state, keys, walker.read(keys)), bad | ~good
 
-    return lax.fori_loop(0, (blocks.diagonal - blocks.begin) * tiles, one, carry)
-
-
-def _partial_blocks(carry, blocks: Blocks, tile: Tile, problem: Problem, step: Step) -> tuple[Any, jax.Array]:
-    """Of the last block, tiles that lie in every query's future are left out."""
-    layout, block_kv = blocks.layout, problem.config.block_kv
-    tiles = layout.block_size // block_kv
-    row_end = (blocks.row + 1) * layout.q_block_size
-
-    def one(i, carry):
-        state, bad = carry
-        block, part = divided(i, tiles)
-        entry = blocks.diagonal + block
-        column = blocks.column(entry)
-        first = column * layout.block_size + part * block_kv
-        position = first + jnp.arange(block_kv)
-        inside = (column >= 0) & (column * layout.block_size < row_end)
-        held = inside & (position <= tile.newest)
-        seen = masking.causal(position[None, :], tile.position[:, None])
-        state = step(state, Keys(jnp.where(inside, first, 0), held, None, seen))
-        return state, bad | ~(inside & blocks.ascends(entry, column))
-
-    number = (blocks.end - blocks.diagonal) * tiles
-    behind = divided(tile.newest, block_kv)[0] + 1 - blocks.column(blocks.end - 1) * tiles
-    # A tile at the least, so that a column that points outside is seen.
-    visited = number - jnp.clip(tiles - behind, 0, tiles - 1)
-    return lax.fori_loop(0, jnp.where(number > 0, visited, 0), one, carry)
+    of_own_block = jnp.where(near.lists(own), divided(divided(own, size)[1], block_kv)[0], 0)
+    return lax.fori_loop(0, near.number_before(own) * tiles + of_own_block, one, carry)
 
 
 def spoiled(factor: float, good: jax.Array | None) -> jax.Array | float:
