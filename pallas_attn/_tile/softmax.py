@@ -48,9 +48,11 @@ def rescale(
     factor: jax.Array | float | None = None,
     *,
     exp2: Callable[[jax.Array], jax.Array] = jnp.exp2,
+    exp2_scaled: Callable[[Any, jax.Array, jax.Array], jax.Array] | None = None,
 ) -> tuple[OnlineSoftmax, jax.Array]:
     """Takes in a tile of logits [..., rows, keys] (-inf where masked), yet to be multiplied by a `factor` above 0 if
-    there is one: that costs nothing beside the subtraction of the maximum. `exp2` makes weights of them.
+    there is one: that costs nothing beside the subtraction of the maximum. `exp2` makes weights of them, or
+    `exp2_scaled(factor, logits, offset)` at once.
 
     Returns the state with everything but the new tile's values added, and the tile's weights; the caller adds
     `weights @ values` to `acc`, in whatever way its memory layout wants. No state: the tile is the first, and `acc`
@@ -59,8 +61,11 @@ def rescale(
     new = jnp.max(logits2, axis=-1)
     new = new if factor is None else new * factor
     maximum = new if state is None else jnp.maximum(state.maximum, new)
-    scaled = logits2 if factor is None else factor * logits2
-    weights = exp2(scaled - _finite(maximum)[..., None])
+    if exp2_scaled is not None:
+        weights = exp2_scaled(1.0 if factor is None else factor, logits2, -_finite(maximum)[..., None])
+    else:
+        scaled = logits2 if factor is None else factor * logits2
+        weights = exp2(scaled - _finite(maximum)[..., None])
     if state is None:
         return OnlineSoftmax(maximum, jnp.sum(weights, axis=-1), None), weights
     decay = jnp.exp2(state.maximum - _finite(maximum))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._tile import softmax
+from pallas_attn._tile import softmax, triton
 
 
 class Bent(NamedTuple):
@@ -47,7 +47,7 @@ def pairs(
     seen: jax.Array | None,
 ) -> Pairs:
     """`lse2` and `delta` broadcast along keys; pairs that are not `seen` count for nothing, None is that all are."""
-    weights = jnp.exp2(factor * logits - lse2)
+    weights = triton.exp2_scaled(factor, logits, -lse2)
     d_logits = weights * (d_weights - delta)
     if seen is not None:
         # All of them: what is not seen may be NaN.

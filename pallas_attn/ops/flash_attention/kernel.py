@@ -78,7 +78,7 @@ def _forward_kernel(refs, out_ref, lse_ref, *, problem: Problem, tiles: FlashAtt
         among = (tile.held[None, :], None if tile.taking_part is None else tile.taking_part[:, None])
         seen = scores.visible(rules.band, query_at, key_at, tile.masked, among)
         shaped = given.logits if seen is None else masking.apply(given.logits, seen)
-        state, weights = softmax.rescale(state, shaped, given.factor)
+        state, weights = softmax.rescale(state, shaped, given.factor, exp2_scaled=triton.exp2_scaled)
         weights = weights.astype(refs["value"].dtype)
         acc = tuple(
             tile.added(sums, triton.dot(weights, part)) for sums, part in zip(state.acc, v, strict=True)
