@@ -155,7 +155,7 @@ FLASH_CASES = [
     FlashCase(33, 81, 2, 2, 80, "float16", causal=True, q_offset=48, bias="bs", softcap=3.0),
     FlashCase(70, 35, 3, 1, 32, layout="BNTH", value_dim=48, causal=True),
     FlashCase(1, 97, 6, 2, 96, "bfloat16", value_dim=64),
-    FlashCase(97, 97, 2, 1, 256, causal=True, sliding_window=20, batch=1),
+    FlashCase(97, 97, 4, 2, 256, causal=True, sliding_window=20, batch=1),
     FlashCase(64, 96, 2, 2, 112, sliding_window=(9, 17), q_offset=16, batch=1),
     FlashCase(50, 60, 4, 2, 32, "bfloat16", softcap=2.0, sinks=True, layout="BNTH"),
     FlashCase(50, 66, 4, 2, 32, bias="hts", mask="bs", causal=True, q_offset=10),

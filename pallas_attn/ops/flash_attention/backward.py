@@ -92,7 +92,7 @@ def _pairs(given: weights.Bent, lse2, delta, d_weights, seen: jax.Array | None) 
 def _query_kernel(refs, d_query_ref, *, problem: Problem, tiles: FlashAttentionTiles):
     rules = problem.rules
     queries, keys = sides(refs, problem, tiles)
-    cell, index = of_program(problem, problem.blocks("query", tiles.block_q))
+    cell, index = of_program(problem, problem.blocks("query", tiles.block_q), 1)
     mine = walk.block(queries, cell.batch, index)
     pool = dense.Stream(rules.layout, cell.batch, (cell.kv_head,))
     rows = _rows(refs, problem, cell, mine.tokens, mine.real)

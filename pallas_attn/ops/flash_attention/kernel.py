@@ -4,6 +4,7 @@ Gradients are in backward.py.
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -29,12 +30,17 @@ def forward(
     """
     problem = Problem.of(operands, rules)
     query = operands["query"]
+    together = heads_together(problem)
     return triton.kernel_call(
         functools.partial(_forward_kernel, problem=problem, tiles=tiles),
         operands,
         name="pallas_attn_flash_attention",
         # The heads of a group run side by side, for they read the same keys; then blocks of the same heads.
-        grid=(problem.group * problem.blocks("query", tiles.block_q), problem.num_kv_heads, problem.batch),
+        grid=(
+            together * problem.group * problem.blocks("query", tiles.block_q),
+            problem.num_kv_heads // together,
+            problem.batch,
+        ),
         out_shape=[
             jax.ShapeDtypeStruct((*query.shape[:-1], problem.value_dim), query.dtype),
             jax.ShapeDtypeStruct(problem.lse_shape, jnp.float32),
@@ -45,11 +51,20 @@ def forward(
     )
 
 
-def of_program(problem: Problem, num_blocks: int) -> tuple[scores.Cell, jax.Array]:
+def heads_together(problem: Problem) -> int:
+    """KV heads whose programs run side by side. Of wide heads some, so that not all programs wait for the same keys;
+    few enough that keys still come out of the L2."""
+    return math.gcd(problem.num_kv_heads, 8) if problem.widest > 128 else 1
+
+
+def of_program(problem: Problem, num_blocks: int, together: int) -> tuple[scores.Cell, jax.Array]:
     """The head that a program serves, and its block: the last first, for causal queries have most to do there."""
     flat, kv_head, batch = (triton.program_id(axis) for axis in range(3))
-    index = num_blocks - 1 - flat // problem.group
-    return scores.Cell(batch, kv_head, flat % problem.group), index
+    heads = together * problem.group
+    index, head = num_blocks - 1 - flat // heads, flat % heads
+    if together > 1:
+        kv_head = kv_head * together + head // problem.group
+    return scores.Cell(batch, kv_head, head % problem.group), index
 
 
 def sides(refs: dict[str, Any], problem: Problem, tiles: FlashAttentionTiles) -> tuple[walk.Side, walk.Side]:
@@ -63,7 +78,7 @@ def sides(refs: dict[str, Any], problem: Problem, tiles: FlashAttentionTiles) ->
 def _forward_kernel(refs, out_ref, lse_ref, *, problem: Problem, tiles: FlashAttentionTiles):
     rules = problem.rules
     queries, keys = sides(refs, problem, tiles)
-    cell, index = of_program(problem, problem.blocks("query", tiles.block_q))
+    cell, index = of_program(problem, problem.blocks("query", tiles.block_q), heads_together(problem))
     mine = walk.block(queries, cell.batch, index)
     stream = dense.Stream(rules.layout, cell.batch, (cell.kv_head, cell.place))
     pool = dense.Stream(rules.layout, cell.batch, (cell.kv_head,))
