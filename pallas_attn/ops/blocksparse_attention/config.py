@@ -8,7 +8,7 @@ from pallas_attn._call.device import Device
 from pallas_attn._tile import triton
 from pallas_attn._tile.pieces import MOST_PIECES
 
-SHORT_ROW = 3072  # tokens that a block of queries sees
+SHORT_ROW = 1024  # tokens that a block of queries sees
 RESERVED_KIB = 2  # of shared memory, for layouts and reductions
 POWERS_OF_TWO = {**configs.POWERS_OF_TWO, "decode_block_kv": 16, "decode_warps": 1, "decode_heads": 1}
 POWERS_OF_TWO |= {f"{kernel}_{size}": 16 for kernel in ("dq", "dkv") for size in ("block_q", "block_kv")}
