@@ -93,8 +93,9 @@ def heuristic(
     `pair_bytes` are what bias and mask have for each query and key, `measured` fields of the config that are known
     better.
 
-    Two warpgroups share a tile of 128 rows, and three buffers keep copies ahead of products. Wide heads take the
-    registers that sums are in, and float32, whose products are not the tensor cores', takes all there are.
+    Two warpgroups share a tile of 128 rows, and three buffers keep copies ahead of products, or four where heads are
+    narrow. Wide heads take the registers that sums are in, and float32, whose products are not the tensor cores', takes
+    all there are.
     """
     if itemsize == 4:
         small = (
@@ -107,7 +108,7 @@ def heuristic(
         )
     elif problem.widest <= 128:
         chosen = dict(
-            forward=FlashAttentionTiles(128, 64, 8, 3),
+            forward=FlashAttentionTiles(128, 64, 8, 4 if problem.widest <= 64 else 3),
             query=FlashAttentionTiles(128, 64, 8, 3),
             key_value=FlashAttentionTiles(64, 128, 8, 3),
         )
