@@ -22,7 +22,7 @@ class OnlineSoftmax(NamedTuple):
     """Running state of some query rows: `acc` is the unnormalised output of the keys seen so far."""
 
     maximum: jax.Array  # [..., rows], base 2
-    total: jax.Array  # [..., rows]; with `late_sum` [..., rows, keys], summed by `finish`
+    total: jax.Array  # [..., rows]; with `late_sum` [..., rows, keys] until `join` or `finish`
     acc: Any  # [..., rows, head_dim], or a tuple of chunks of head_dim
 
 
@@ -86,16 +86,22 @@ def join(state: OnlineSoftmax, logit2: jax.Array) -> OnlineSoftmax:
     Best behind all keys: were it the maximum from the start, keys far below it would have weights that a narrow
     type rounds to zero.
     """
+    state = _summed(state)
     maximum = jnp.maximum(state.maximum, logit2)
     decay = jnp.exp2(state.maximum - _finite(maximum))
     total = state.total * decay + jnp.exp2(logit2 - _finite(maximum))
     return OnlineSoftmax(maximum, total, _scale_rows(state.acc, decay))
 
 
+def _summed(state: OnlineSoftmax) -> OnlineSoftmax:
+    """With late sums taken."""
+    late = state.total.ndim > state.maximum.ndim
+    return state._replace(total=jnp.sum(state.total, axis=-1)) if late else state
+
+
 def finish(state: OnlineSoftmax) -> tuple[Any, jax.Array]:
     """(out [..., rows, head_dim], lse2 [..., rows]), float32."""
-    late_sum = state.total.ndim > state.maximum.ndim
-    total = jnp.sum(state.total, axis=-1) if late_sum else state.total
+    total = _summed(state).total
     empty = total == 0.0
     out = _scale_rows(state.acc, 1.0 / jnp.where(empty, 1.0, total))
     lse2 = jnp.where(empty, -jnp.inf, _finite(state.maximum) + jnp.log2(jnp.where(empty, 1.0, total)))

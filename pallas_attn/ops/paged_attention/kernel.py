@@ -33,6 +33,8 @@ from pallas_attn._tile.pieces import FairPieces, Piece, each, fair
 from pallas_attn.ops.paged_attention.config import PagedAttentionConfig
 from pallas_attn.ops.paged_attention.problem import Problem
 
+LEAN_ROWS = 16  # of a program: sums that come late take as many registers as its weights
+
 
 # jit, so that the layers of a model trace and lower one kernel, not one each.
 @functools.partial(jax.jit, static_argnames=("pool", "scale", "layout", "rules", "config", "lowering"))
@@ -135,7 +137,9 @@ def _serve(
     query_at = seq_len - problem.q_len + mine.token
     tiles = problem.walk(seq_len, mine.kv_head)
     begin, end = piece.tiles(tiles.num_tiles)
-    state = softmax.start(mine.index.shape, dims[1])
+    # Tiles of bytes keep the tensor cores waiting for instructions; few rows leave registers for sums that come late.
+    lean = narrow.deals(value_ref.dtype, q.dtype, problem.layout) and problem.config.block_q == LEAN_ROWS
+    state = softmax.start(mine.index.shape, dims[1], late_sum=problem.config.block_kv if lean else None)
     read = functools.partial(
         _read_tile, key_ref, value_ref, tables_ref, extra_refs, seq, mine.kv_head, problem, q.dtype
     )
@@ -144,7 +148,8 @@ def _serve(
         tree.of_tile, extra_refs, drafts, lambda token: (seq + 0 * token, token), mine
     )
     weigh = functools.partial(_logits2, q, mine, query_at, draft_tree, extra_refs, problem)
-    state = _walk_tiles(state, tiles, begin, end, seq_len, read, weigh)
+    exp2 = triton.exp2 if lean else jnp.exp2
+    state = _walk_tiles(state, tiles, begin, end, seq_len, read, weigh, exp2)
     if "sinks" in extra_refs:
         # A logit without a value that joins the softmax once: with the first piece of a sequence.
         sink = triton.load(extra_refs["sinks"].at[mine.head], mask=mine.real, other=0.0) * softmax.LOG2_E
@@ -159,7 +164,7 @@ def _serve(
     result.store(done, out_refs, piece.place, piece.count == 1)
 
 
-def _walk_tiles(state, tiles: walk.Walk, begin, end, seq_len, read, weigh):
+def _walk_tiles(state, tiles: walk.Walk, begin, end, seq_len, read, weigh, exp2):
     """The state after tiles [begin, end)."""
 
     def step(i, state):
@@ -168,7 +173,8 @@ def _walk_tiles(state, tiles: walk.Walk, begin, end, seq_len, read, weigh):
         logits2 = masking.apply(weigh(keys, key_scale, position), held[None, :])
         # A page id that cannot be right makes its sequence NaN rather than quietly wrong. Marking the logits keeps
         # the ids where the compiler pipelines them; a flag beside the state would load them again, and wait.
-        state, weights = softmax.rescale(state, softmax.poison(logits2, (held & ~usable)[None, :]))
+        logits2 = softmax.poison(logits2, (held & ~usable)[None, :])
+        state, weights = softmax.rescale(state, logits2, exp2=exp2)
         return state._replace(acc=state.acc + triton.dot(weights.astype(values.dtype), values))
 
     return lax.fori_loop(begin, end, step, state)
