@@ -202,3 +202,19 @@ def test_the_faster_kernel_is_chosen_on_hopper(num_heads, num_seqs, page_size, d
     with pallas_attn.record_implementations() as served:
         lowered_call(num_heads, 1, page_size, dtype, True, num_seqs, implementation=None, **options)
     assert served == {"mla_decode": chosen}
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("scheduled", [True, False])
+def test_short_sequences_that_fill_the_device_are_left_whole(scheduled):
+    """One kernel then: nothing to deal and nothing to merge, whatever a schedule would have cut."""
+
+    def names(num_seqs: int, max_pages: int) -> list[str]:
+        lowered = lowered_call(16, 1, 64, jnp.bfloat16, scheduled, num_seqs, max_pages=max_pages)
+        return [name for name, *_ in lowering.triton_kernels(lowered)]
+
+    whole, cut = ["pallas_attn_mla_decode"], ["pallas_attn_mla_decode", "pallas_attn_mla_decode_combine"]
+    assert names(128, 16) == whole
+    assert names(133, 16) == cut, "a second wave, of one"
+    assert names(64, 16) == cut, "half the multiprocessors idle"
+    assert names(128, 32) == cut, "one long sequence might keep the others waiting"

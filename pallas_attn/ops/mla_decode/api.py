@@ -18,7 +18,7 @@ from pallas_attn._tile.pieces import check_invariant
 from pallas_attn._tile.problem import DecodeCall
 from pallas_attn._types import BlockTables, SeqLens
 from pallas_attn.ops.mla_decode import cuda
-from pallas_attn.ops.mla_decode.config import MLADecodeConfig, check_fits, heuristic, invariant
+from pallas_attn.ops.mla_decode.config import MLADecodeConfig, check_fits, heuristic, invariant, whole
 from pallas_attn.ops.mla_decode.fitting import known_not_to_fit
 from pallas_attn.ops.mla_decode.kernel import mla_decode_pallas
 from pallas_attn.ops.mla_decode.reference import mla_decode_xla
@@ -138,7 +138,8 @@ def mla_decode(
             up to 256 sequences, and some 25 beyond, unless XLA finds that another call has made the same. A schedule
             for OTHER lengths leaves tokens out: the output is wrong and shows no NaN. Outside jit that is an error, for
             which the host reads schedule and lengths; inside jit nobody can tell, so make it from the very array that
-            is passed as `seq_lens`.
+            is passed as `seq_lens`. Where tables hold up to 1024 tokens and sequences keep most multiprocessors busy,
+            "pallas" cuts none, and looks at no schedule.
         scale: factor of the logits, a number above 0; None means 576 ** -0.5. Models scale by the dimension of
             their heads before absorption, (128 + 64) ** -0.5 in DeepSeek's.
         causal: query token i sees the first seq_len - (q_len - 1 - i) tokens; otherwise all see all. A query token
@@ -242,11 +243,14 @@ def _attend(
     config: Any,
     batch_invariant: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    if tiled:
-        case = _case(operands, config, batch_invariant)
-        fn = functools.partial(fn, config=_resolve_config(case, config))
     query, latent_cache, block_tables, seq_lens, *schedule = operands.values()
     schedule = MLASchedule(*schedule) if schedule else None
+    if tiled:
+        case = _case(operands, config, batch_invariant)
+        resolved = _resolve_config(case, config)
+        fn = functools.partial(fn, config=resolved)
+        if config is None and resolved.num_splits == 1:
+            schedule = None
     return fn(query, latent_cache, block_tables, seq_lens, schedule, scale=scale, causal=causal)
 
 
@@ -302,6 +306,9 @@ def _resolve_config(case: Case, explicit: MLADecodeConfig | None) -> MLADecodeCo
     some = heuristic(rows=case.rows, page_size=page_size, device=device, fp8=fp8)
     if case.batch_invariant:
         return explicit or invariant(some)
+
+    if whole(some, streams=case.streams, rows=case.rows, max_len=case.max_len, device=device):
+        some = dataclasses.replace(some, num_splits=1)
 
     def guess(**measured: int) -> MLADecodeConfig:
         return dataclasses.replace(some, **measured)

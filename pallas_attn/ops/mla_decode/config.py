@@ -1,6 +1,7 @@
 """Tile sizes of the MLA decode kernel, and the heuristic for devices without a measured file."""
 
 import dataclasses
+import math
 
 from pallas_attn._call.checks import fail
 from pallas_attn._call.configs import SplitKVConfig
@@ -16,6 +17,8 @@ INVARIANT_TOKENS, INVARIANT_SPLITS = 1024, 64
 TOKEN_BYTES = 2 * QUERY_DIM
 TURNED_TILE = 32, 64  # (block_q, block_kv) for which products are transposed
 RESERVED_BYTES = 8192  # of shared memory, for page ids and reductions
+# Sequences as short as this are left whole where they keep this much of the multiprocessors busy, and in one wave.
+WHOLE_TOKENS, MOSTLY_BUSY = 1024, 0.7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +55,13 @@ def heuristic(*, rows: int, page_size: int, device: Device, fp8: bool = False) -
         num_warps=num_warps,
         num_stages=num_stages,
     )
+
+
+def whole(some: MLADecodeConfig, *, streams: int, rows: int, max_len: int, device: Device) -> bool:
+    """Whether nothing is cut: neither is a schedule looked at then, nor is there a kernel for the merge. Those cost
+    more than a few idle multiprocessors, or waiting for the longest sequence."""
+    programs = streams * math.ceil(rows / some.block_q)
+    return max_len <= WHOLE_TOKENS and MOSTLY_BUSY <= programs / device.num_cores <= 1
 
 
 def is_turned(config: SplitKVConfig, *, page_size: int, device: Device, fp8: bool) -> bool:
