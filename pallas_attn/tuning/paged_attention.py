@@ -1,7 +1,6 @@
 """What is tuned of `paged_attention`."""
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -56,17 +55,15 @@ class PagedAttentionPoint(PagedPoint):
             **fields,
         )
 
+    def chosen(self, fields: Fields) -> Fields:
+        """Programs follow from the call: an entry serves numbers of streams that fill other waves."""
+        return {name: value for name, value in super().chosen(fields).items() if name != "target_programs"}
+
     def candidates(self) -> list[Fields]:
         """What came out best somewhere in wider sweeps."""
         cores = current_device().num_cores
-        if self.streams < 2 * cores:
-            # (block_kv, num_warps, num_stages) and programs a multiprocessor. What does not fit there at once makes a
-            # second wave, and a second wave of some costs up to 15%: so numbers on either side of what may fit.
-            tiles = {(128, 4, 3): (1, 2), (128, 8, 3): (2,), (128, 8, 5): (1, 2)}
-            tiles |= {(64, 4, 3): (2, 3), (64, 4, 4): (3,), (32, 4, 5): (2, 4, 5), (32, 4, 7): (2, 4)}
-        else:
-            tiles = dict.fromkeys([(128, 4, 3), (128, 8, 5), (64, 4, 3), (64, 4, 7), (64, 8, 5)], (4,))
-            tiles |= {(32, 4, 5): (4, 8), (32, 4, 7): (4, 8)}
+        # (block_kv, num_warps, num_stages)
+        tiles = [(32, 4, 5), (32, 4, 7), (64, 4, 3), (64, 8, 5), (128, 4, 3), (128, 8, 3), (128, 8, 5)]
         least = [256]
         if self.max_len < 4096:
             least = [64]
@@ -74,12 +71,11 @@ class PagedAttentionPoint(PagedPoint):
             least = [64, 128]  # pieces of 256 tokens would leave half the device without work
         elif self.streams * self.max_len < 256 * cores:
             least = [128, 256]
-        found: list[Fields] = [{}]
-        for (block_kv, num_warps, num_stages), programs in tiles.items():
-            for count, tokens in itertools.product(programs, least):
-                fields = dict(block_kv=block_kv, num_warps=num_warps, num_stages=num_stages)
-                found.append(fields | dict(target_programs=count * cores, min_split_tokens=tokens))
-        return self.distinct(found)
+        names = ("block_kv", "num_warps", "num_stages")
+        tried = [
+            dict(zip(names, tile, strict=True), min_split_tokens=tokens) for tile in tiles for tokens in least
+        ]
+        return self.distinct([{}, *tried])
 
     def operands(self, num_pages: int, seq_lens: jax.Array) -> tuple[jax.Array, ...]:
         case = self.case

@@ -2,16 +2,30 @@
 
 import dataclasses
 import math
-from typing import Any
 
 from pallas_attn._call.configs import SplitKVConfig
 from pallas_attn._call.device import Device
 from pallas_attn._tile import triton
+from pallas_attn._tile.waves import Waves
 
-# What tiles of keys and values may take of a program's shared memory, where there is much and where there is little,
-# and what is left for layouts and reductions.
+# What tiles of keys and values may take of a program's shared memory, where there is much and where there is little;
+# what is left for layouts and reductions, and what these take in fact where they are small.
 TILES_KB, SMALL_TILES_KB = 128, 64
-RESERVED_KB = 12
+RESERVED_KB, LAYOUTS_KB = 12, 2
+# A thread's registers for anything but rows and tiles, and a multiprocessor's for all.
+OTHER_REGISTERS, REGISTERS = 56, 65536
+# Those that dealing takes; not where a warp holds a length in each lane.
+DEALING_REGISTERS, EASILY_DEALT = 26, range(17, 33)
+# (block_kv, num_warps, num_stages), where there is room. On Hopper and with heads of 128, four programs with the small
+# tile share a multiprocessor, and one with the large fills it, with as many bytes under way.
+SMALL_TILE, LARGE_TILE = (32, 4, 5), (128, 4, 3)
+# Narrower tokens are walked over no faster.
+LEAST_TOKEN_KB = 0.25
+# Programs a multiprocessor, at once or one after the other, for lengths that differ: the longest pieces are waited for.
+EVENING = 3
+# Where a batch of sequences as short as this fills the device they are left whole, without a kernel for the merge.
+# Where a table holds more, sequences that differ are the rule, and the longest alone would keep the call waiting.
+WHOLE_TOKENS = 1024
 # Query rows times their width, which their sums take in registers too: more spills.
 ROWS_BYTES = 64 * 256 * 2
 # Pieces of a batch-invariant call: 128 programs for one sequence of 8192 tokens with 8 KV heads. Beyond 32768 tokens
@@ -51,70 +65,126 @@ def heuristic(
     `query_itemsize` one of the query; `max_len` tokens fit in a row of the block table. `measured` are fields of the
     config that are known better.
 
-    From sweeps on an H100 (README.md, benchmarks/results): few programs and short sequences want small tiles, many
-    programs with much to read tiles of 128 tokens. Few want splits enough for two programs a multiprocessor, many
-    only to even out lengths.
+    Sequences are cut into the number of pieces with which waves of programs cost least, were all as long as they may
+    be (`_tile/waves.py`). Lengths that differ are dealt at run time, in as many shares of the batch's work.
     """
-    width = triton.tile_side(head_dim)
-
-    def fits(block_q: int, block_kv: int, num_stages: int) -> bool:
-        needed = _needed_kb(block_q, block_kv, num_stages, width, itemsize, query_itemsize, device)
-        return needed <= device.shared_kib
-
-    block_q = min(64, triton.tile_side(rows))
-    # As many query rows as there is room for: in registers for their sums, and in shared memory beside the smallest
-    # tiles of keys and values.
-    while block_q > 16 and (block_q * width * query_itemsize > ROWS_BYTES or not fits(block_q, 16, 5)):
-        block_q //= 2
-    block_q = measured.get("block_q", block_q)
+    room = _Room(triton.tile_side(head_dim), itemsize, query_itemsize, device)
+    block_q = measured.get("block_q", room.block_q(rows))
     programs = num_seqs * num_kv_heads * math.ceil(rows / block_q)
-    cores = device.num_cores
-    short = max_len < 4096
-    block_kv, num_stages = (32, 5) if short or 2 * programs < cores else (128, 3)
-    tiles_kb = TILES_KB if device.shared_kib > 99 else SMALL_TILES_KB
-    while block_kv > 16 and (
-        4 * block_kv * width * itemsize > tiles_kb * 1024 or not fits(block_q, block_kv, num_stages)
-    ):
-        block_kv //= 2
-    chosen = {
-        "block_q": block_q,
-        "block_kv": block_kv,
-        "min_split_tokens": 64 if short else 256,
-        "target_programs": 2 * cores if programs <= 2 * cores else 4 * cores,
-        "num_warps": 4,
-        "num_stages": num_stages,
-        **measured,
-    }
-    # Neither long sequences nor multiprocessors without work: no second kernel for the merge. Where a table holds more
-    # than this, sequences that differ are the rule, and the longest alone would keep the call waiting.
-    whole = max_len <= 1024 and 2 * programs >= chosen["target_programs"]
-    return PagedAttentionConfig(**{"num_splits": int(whole), **chosen})
+    least_tokens = measured.get("min_split_tokens", 64 if max_len < 4096 else 256)
+    may_be_whole = max_len <= WHOLE_TOKENS
 
+    def plan(tile: tuple[int, int, int], dealt: bool) -> tuple[float, dict[str, int]]:
+        """(cost, fields)"""
+        chosen = room.tile(block_q, *tile) | measured
+        waves = Waves(
+            streams=programs,
+            tokens=max_len,
+            token_kb=max(LEAST_TOKEN_KB, 2 * head_dim * itemsize / 1024),
+            piece_kb=8 * min(rows, block_q) * head_dim / 1024,
+            resident=room.resident(
+                *(block_q, chosen["block_kv"], chosen["num_warps"], chosen["num_stages"]),
+                easily_dealt=not dealt or num_seqs in EASILY_DEALT,
+            ),
+            num_cores=device.num_cores,
+            dealt=dealt,
+        )
+        least_programs = 1 if may_be_whole else EVENING * device.num_cores
+        pieces = waves.pieces(max(least_tokens, chosen["block_kv"]), least_programs) if dealt else 1
+        # Beside very many sequences a long one is cut into shares of what runs at once, not into finer ones.
+        target = programs * pieces if pieces > 1 else min(programs, max(4 * device.num_cores, waves.slots))
+        return waves.cost(pieces), {"target_programs": target, "num_splits": int(not dealt), **chosen}
 
-def invariant(**sizes: Any) -> PagedAttentionConfig:
-    """For calls whose bits must not depend on the batch; `sizes` are those of `heuristic` that do not."""
-    cores = sizes["device"].num_cores
-    some = heuristic(num_seqs=8 * cores, num_kv_heads=1, max_len=2**20, **sizes)
-    # How many programs there are decides when pieces are worked on, but not what is in them.
-    return dataclasses.replace(
-        some, split_tokens=INVARIANT_TOKENS, num_splits=INVARIANT_SPLITS, target_programs=8 * cores
+    # Few programs and short sequences want small tiles, many programs with much to read large ones: from sweeps on an
+    # H100 (README.md, benchmarks/results).
+    usual = SMALL_TILE if max_len < 4096 or 2 * programs < device.num_cores else LARGE_TILE
+    cut = plan(usual, dealt=True)
+    plans = [] if may_be_whole and cut[1]["target_programs"] <= programs else [cut]
+    if may_be_whole:
+        plans.append(plan(usual, dealt=False))
+        if programs <= device.num_cores:
+            # One wave of programs that have a multiprocessor each, with nothing cut to keep it busy.
+            plans.append(plan(LARGE_TILE, dealt=False))
+    _, fields = min(plans, key=lambda found: found[0])
+    if "target_programs" in measured:
+        fields["num_splits"] = int(may_be_whole and 2 * programs >= measured["target_programs"])
+    return PagedAttentionConfig(
+        **{"block_q": block_q, "min_split_tokens": least_tokens, **fields, **measured},
     )
 
 
-def _needed_kb(
-    block_q: int,
-    block_kv: int,
-    num_stages: int,
-    width: int,
-    itemsize: int,
-    query_itemsize: int,
-    device: Device,
-) -> float:
-    """Shared memory of a program, measured on compiled kernels: the queries; two buffers for tiles of keys and values,
-    three in a deep pipeline of asynchronous products, which may still read a tile when the next load is issued; and
-    for a cache narrower than the queries a converted tile of each."""
-    asynchronous = block_q == 64 and query_itemsize == 2 and device.asynchronous_products
-    narrow = itemsize < query_itemsize
-    buffers = 3 if asynchronous and num_stages > 3 and not narrow else 2
-    token = 2 * buffers * itemsize + (2 * query_itemsize if narrow else 0)
-    return (block_q * query_itemsize + block_kv * token) * width / 1024 + RESERVED_KB
+def invariant(
+    *, rows: int, head_dim: int, itemsize: int, query_itemsize: int, device: Device
+) -> PagedAttentionConfig:
+    """For calls whose bits must not depend on the batch: neither does anything that it goes by."""
+    room = _Room(triton.tile_side(head_dim), itemsize, query_itemsize, device)
+    block_q = room.block_q(rows)
+    return PagedAttentionConfig(
+        block_q,
+        **room.tile(block_q, *LARGE_TILE),
+        split_tokens=INVARIANT_TOKENS,
+        num_splits=INVARIANT_SPLITS,
+        # How many programs there are decides when pieces are worked on, but not what is in them.
+        target_programs=8 * device.num_cores,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Room:
+    """What of a device's registers and shared memory a program takes whose heads have `width` elements."""
+
+    width: int
+    itemsize: int
+    query_itemsize: int
+    device: Device
+
+    def block_q(self, rows: int) -> int:
+        """As many query rows as there is room for: in registers for their sums, and in shared memory beside the
+        smallest tiles of keys and values."""
+        block_q = min(64, triton.tile_side(rows))
+        while block_q > 16 and (
+            block_q * self.width * self.query_itemsize > ROWS_BYTES or not self._fits(block_q, 16, 5)
+        ):
+            block_q //= 2
+        return block_q
+
+    def tile(self, block_q: int, block_kv: int, num_warps: int, num_stages: int) -> dict[str, int]:
+        """This one, or as many tokens of it as there is room for."""
+        tiles_kb = TILES_KB if self.device.shared_kib > 99 else SMALL_TILES_KB
+        while block_kv > 16 and (
+            4 * block_kv * self.width * self.itemsize > tiles_kb * 1024
+            or not self._fits(block_q, block_kv, num_stages)
+        ):
+            block_kv //= 2
+        return dict(block_kv=block_kv, num_warps=num_warps, num_stages=num_stages)
+
+    def resident(
+        self, block_q: int, block_kv: int, num_warps: int, num_stages: int, *, easily_dealt: bool = False
+    ) -> int:
+        """Programs that share a multiprocessor, by registers and by shared memory, of which each takes 1 KB more. As
+        compilers have it for an H200, within a tenth."""
+        threads = 32 * num_warps
+        # Every warp holds the queries, as operands of 16 bits; sums and keys are spread over warps.
+        rows, tile = block_q * self.width, block_kv * self.width
+        other = OTHER_REGISTERS - (DEALING_REGISTERS if easily_dealt else 0)
+        registers = other + rows / 64 + (rows + tile / 2) / threads
+        # Where a tile has fewer tokens than the program threads, page ids are copied too, which takes two stages.
+        buffers = num_stages - 1 if block_kv >= threads else (num_stages - 1) // 2
+        needed = self._kb(block_q, block_kv, max(1, buffers), conversions=1) + LAYOUTS_KB
+        by_shared = (self.device.shared_kib + 1) / (needed + 1)
+        return max(1, min(int(REGISTERS / (registers * threads)), int(by_shared)))
+
+    def _fits(self, block_q: int, block_kv: int, num_stages: int) -> bool:
+        """Measured on compiled kernels: two buffers for tiles of keys and values, three in a deep pipeline of
+        asynchronous products, which may still read a tile when the next load is issued."""
+        asynchronous = block_q == 64 and self.query_itemsize == 2 and self.device.asynchronous_products
+        narrow = self.itemsize < self.query_itemsize
+        buffers = 3 if asynchronous and num_stages > 3 and not narrow else 2
+        return self._kb(block_q, block_kv, buffers, conversions=2) + RESERVED_KB <= self.device.shared_kib
+
+    def _kb(self, block_q: int, block_kv: int, buffers: int, conversions: int) -> float:
+        """Shared memory of a program: the queries, buffers for tiles of keys and values, and for a cache narrower than
+        the queries converted tiles."""
+        narrow = self.itemsize < self.query_itemsize
+        token = 2 * buffers * self.itemsize + (conversions * self.query_itemsize if narrow else 0)
+        return (block_q * self.query_itemsize + block_kv * token) * self.width / 1024

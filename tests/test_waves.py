@@ -1,0 +1,184 @@
+"""The heuristic of paged decode: programs fill whole waves of those that run at once, and tiles the room there is."""
+
+import itertools
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from pallas_attn._call.device import Device
+from pallas_attn._tile import pieces
+from pallas_attn._tile.layout import PoolShape
+from pallas_attn._tile.masking import Rules
+from pallas_attn._tile.waves import Waves
+from pallas_attn.ops.paged_attention import config as configs
+from pallas_attn.ops.paged_attention.problem import Problem
+
+pytestmark = pytest.mark.once  # arithmetic
+
+HOPPER = Device("gpu", "a Hopper", 132, 90)
+DEVICES = [HOPPER, Device("gpu", "an A100", 108, 80), Device("gpu", "a card", 170, 120)]
+PAGE = 16
+
+
+def chosen(
+    num_seqs: int, max_len: int, kv_heads=8, group=4, head_dim=128, device=HOPPER, itemsize=2, **measured
+):
+    sizes: dict[str, Any] = dict(
+        rows=group, head_dim=head_dim, itemsize=itemsize, query_itemsize=2, device=device
+    )
+    return configs.heuristic(num_seqs=num_seqs, num_kv_heads=kv_heads, max_len=max_len, **sizes, **measured)
+
+
+def resident(config, num_seqs: int) -> int:
+    sizes = (config.block_q, config.block_kv, config.num_warps, config.num_stages)
+    easily = config.num_splits == 1 or num_seqs in configs.EASILY_DEALT
+    return configs._Room(128, 2, 2, HOPPER).resident(*sizes, easily_dealt=easily)
+
+
+def dealt(config, num_seqs: int, max_len: int, kv_heads=8, group=4) -> int:
+    """Programs that a batch of equal lengths has, as the kernel deals it."""
+    problem = Problem(
+        num_seqs=num_seqs,
+        q_len=1,
+        num_heads=kv_heads * group,
+        max_pages=max_len // PAGE,
+        pool=PoolShape(1, PAGE, kv_heads, 128),
+        scale=1.0,
+        config=config,
+        layout="NHD",
+        rules=Rules(),
+    )
+    cuts = int(jnp.sum(pieces.cuts(jnp.full(num_seqs, max_len), problem))) if problem.most_cuts else 0
+    return (num_seqs + cuts) * problem.programs_per_piece
+
+
+def idle(programs: int, together: int) -> float:
+    """Time that equal programs take over that of the same work in full waves, less 1. A last wave of a part x takes
+    all of a full one's time where a program has a multiprocessor, down to half where four share one."""
+    slots = together * HOPPER.num_cores
+    full, last = divmod(programs, slots)
+    alone = max(1, together / 2)
+    return (full + (last > 0) / (alone - (alone - 1) * last / slots)) * slots / programs - 1
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4, 8, 32])
+@pytest.mark.parametrize("max_len", [8192, 32768])
+def test_no_batch_of_long_sequences_waits_for_the_rest_of_a_wave(kv_heads, max_len):
+    """Where there is enough to do; and hardly more than with the best number of pieces."""
+    tile: dict[str, Any] = dict(block_kv=32, num_warps=4, num_stages=5)
+    for num_seqs in (*range(1, 140), 192, 256, 333):
+        config, streams = chosen(num_seqs, max_len, kv_heads, **tile), num_seqs * kv_heads
+        together = resident(config, num_seqs)
+        if streams * max_len < 528 * config.min_split_tokens:
+            continue
+        lost = idle(max(config.target_programs, streams), together)
+        numbers = range(1, max(1, min(max_len // config.min_split_tokens, 2112 // streams)) + 1)
+        best = min(idle(streams * number, together) for number in numbers)
+        assert lost < 0.17, (num_seqs, config)
+        assert lost < best + 0.08, (num_seqs, config)
+
+
+@pytest.mark.parametrize("tile", [(64, 8, 5), (128, 4, 3)])
+def test_programs_that_share_no_multiprocessor_fill_waves_too(tile):
+    measured: dict[str, Any] = dict(zip(("block_kv", "num_warps", "num_stages"), tile, strict=True))
+    losses = []
+    for num_seqs in range(8, 140):
+        config = chosen(num_seqs, 32768, **measured)
+        losses.append(idle(max(config.target_programs, 8 * num_seqs), resident(config, num_seqs)))
+    assert max(losses) < 0.25
+    assert sum(losses) / len(losses) < 0.1
+
+
+@pytest.mark.parametrize("num_seqs", [1, 3, 12, 24, 40, 67, 96, 128])
+@pytest.mark.parametrize("max_len", [1024, 8192])
+def test_equal_lengths_make_the_programs_that_were_reckoned_with(num_seqs, max_len):
+    config = chosen(num_seqs, max_len)
+    assert dealt(config, num_seqs, max_len) == max(config.target_programs, 8 * num_seqs)
+
+
+def test_a_long_sequence_beside_many_is_cut_by_what_runs_at_once():
+    """Not by how many programs there are."""
+    tiles: list[dict[str, Any]] = [{}, dict(block_kv=32, num_warps=4, num_stages=5)]
+    for tile in tiles:
+        assert chosen(512, 20000, **tile).target_programs == 4 * HOPPER.num_cores
+
+
+def test_what_is_measured_is_kept():
+    """And pieces fit the waves of a measured tile."""
+    config = chosen(40, 8192, block_kv=64, num_warps=8, num_stages=5)
+    assert (config.block_kv, config.num_warps, config.num_stages) == (64, 8, 5)
+    assert config.target_programs != chosen(40, 8192, block_kv=32, num_warps=4, num_stages=5).target_programs
+    assert chosen(40, 8192, target_programs=77).target_programs == 77
+    whole = [chosen(n, 1024, target_programs=264).num_splits for n in (16, 17)]
+    assert whole == [0, 1], "half the programs aimed at are enough for short sequences"
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.kind)
+@pytest.mark.parametrize(("head_dim", "itemsize"), [(64, 2), (128, 1), (128, 2), (256, 2), (512, 2)])
+def test_tiles_fit(head_dim, itemsize, device):
+    for num_seqs, max_len, group in itertools.product((1, 16, 40, 300), (256, 1024, 8192), (1, 24, 128)):
+        config = chosen(num_seqs, max_len, 8, group, head_dim, device, itemsize)
+        room = configs._Room(head_dim, itemsize, 2, device)
+        assert room._fits(config.block_q, config.block_kv, config.num_stages)
+
+
+# Of the kernel as XLA compiles it for an H200: (bytes of shared memory, registers of a thread). "whole": uncut.
+COMPILED = {
+    (128, 2, "whole"): {(32, 4, 5): (38400, 94)},
+    (128, 2): {
+        (32, 4, 5): (38400, 120),
+        (32, 4, 7): (55040, 122),
+        (64, 4, 3): (39424, 146),
+        (64, 8, 5): (72704, 102),
+        (128, 4, 3): (139264, 164),
+        (128, 8, 5): (141312, 128),
+    },
+    (64, 2): {(128, 4, 3): (71680, 118), (128, 8, 5): (73728, 122)},
+    (256, 2): {(64, 4, 3): (76288, 255), (64, 8, 5): (142336, 128)},
+    (128, 1): {(64, 2, 3): (55296, 254)},
+}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tile"), [(sizes, tile) for sizes, tiles in COMPILED.items() for tile in tiles]
+)
+def test_programs_that_share_a_multiprocessor_are_those_of_compiled_kernels(sizes, tile):
+    (head_dim, itemsize, *whole), (shared, registers) = sizes, COMPILED[sizes][tile]
+    in_registers = 65536 // (math.ceil(registers / 8) * 8 * 32 * tile[1])
+    expected = min(in_registers, 228 * 1024 // (shared + 1024))
+    room = configs._Room(head_dim, itemsize, 2, HOPPER)
+    assert room.resident(16, *tile, easily_dealt=bool(whole)) == expected
+
+
+@pytest.mark.parametrize(("together", "lost"), [(1, 1.0), (2, 1.0), (4, 0.5)])
+def test_what_one_program_too_many_costs(together, lost):
+    """Of a wave: a program that fills a multiprocessor is no quicker for being the last."""
+    waves = Waves(1, 8192, 0.5, 2.0, resident=together, num_cores=132)
+    assert waves.taken(waves.slots) == 1
+    assert waves.taken(waves.slots + 1) == pytest.approx(1 + lost, rel=1e-2)
+    times = [waves.taken(programs) for programs in range(1, 3 * waves.slots)]
+    assert times == sorted(times), "never quicker for being more"
+
+
+def test_short_sequences_that_fill_the_device_are_left_whole():
+    assert chosen(16, 1024).num_splits == 1
+    assert chosen(16, 2048).num_splits == 0, "one that is long might keep the others waiting"
+    assert chosen(2, 1024).num_splits == 0, "two would leave most of the device idle"
+
+
+@pytest.mark.parametrize("num_seqs", [24, 33, 40, 64, 128])
+def test_lengths_that_differ_have_programs_to_even_them_out(num_seqs):
+    """However well one wave would do for equal ones."""
+    for page_config in (chosen(num_seqs, 8192), chosen(num_seqs, 8192, kv_heads=4)):
+        assert page_config.target_programs >= configs.EVENING * HOPPER.num_cores
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("head_dim", [64, 128, 512])
+def test_pieces_of_an_invariant_call_are_whole_tiles(rows, head_dim):
+    """Whatever the batch, of which it is told nothing."""
+    config = configs.invariant(rows=rows, head_dim=head_dim, itemsize=2, query_itemsize=2, device=DEVICES[1])
+    assert config.split_tokens >= config.block_kv
+    assert config.split_tokens % config.block_kv == 0
