@@ -35,15 +35,14 @@ class Consumer {
         const bool has_own = own < pages, has_others = own > 0;
         const int own_stage = has_others ? Plan::next_stage(stage_) : stage_;
         if (has_own) compute_scores(own, own_stage);
-        if (has_others) follow_others();
         if (has_others) {
-          rescale_output(other());
-          multiply(other());
+          follow_others();
+          multiply(other(), [] {});
         }
         if (has_own) {
-          publish_probabilities(own, own_stage);
-          rescale_output(at_.owner);
-          multiply(at_.owner);
+          make_probabilities(own, own_stage);
+          announce_probabilities(at_.owner);
+          multiply(at_.owner, [&] { result_.sums.add(held_, at_.lane); });
         }
       }
       result_.complete();
@@ -80,7 +79,7 @@ class Consumer {
     wait_for_page(stage);
     const int tokens_left = run_.seq_len - (run_.page_begin + index) * kPageTokens;
     if (tokens_left < kPageTokens) clear_tail(stage, tokens_left);
-    scales_ = load_scales(smem_.pages[stage], at_);
+    scales_ = load_scales<Scores<Plan::kRows>::kAddsUp>(smem_.pages[stage], smem_.bad_page[stage] != 0, at_);
     multiply_scores(rS_, scales_, smem_, stage, at_);
   }
 
@@ -95,25 +94,26 @@ class Consumer {
     rescale_sums(other());
   }
 
-  __device__ __forceinline__ void publish_probabilities(int index, int stage) {
+  // From the own page's scores. As a rule neither base nor unit has to move.
+  __device__ __forceinline__ void make_probabilities(int index, int stage) {
     const int page = run_.page_begin + index;
     if (PrefixMask::hides_any(params_, run_, page)) hide(page);
-    const bool moves =
-        ptx::named_barrier_any(kWithin + at_.owner, kWarpgroupThreads,
-                               scale_scores(rS_, scales_, smem_.bad_page[stage] != 0, smem_, at_));
-    // The other warpgroup has done with what belongs to the own page before.
-    ptx::mbarrier_wait(&smem_.probabilities_free[at_.owner], own_phase_.empty());
-    own_phase_.advance();
-    if (at_.thread() == 0) smem_.moved[at_.owner] = moves;
-    if (__any_sync(0xffffffff, moves)) {
+    if (at_.thread() == 0) smem_.moved[at_.owner] = false;
+    if (store_probabilities(stage)) {
+      if (at_.thread() == 0) smem_.moved[at_.owner] = true;
       move_base(rS_, scales_, smem_, at_);
       rescale_sums(at_.owner);
+      store_probabilities(stage);
     }
-    store_probabilities(rS_, result_.sums, smem_, at_);
+  }
+
+  // True if any was too large. Behind this they are there for this warpgroup, and for whoever is told.
+  __device__ __forceinline__ bool store_probabilities(int stage) {
+    const bool above = turned::store_probabilities(rS_, scales_, held_, smem_, at_);
     store_token_scales(smem_, stage, at_);
     ptx::fence_async_shared();
-    announce_probabilities(at_.owner);
-    meet_within(at_.owner);
+    // Asked again, so that the compiler knows it to be uniform.
+    return __any_sync(0xffffffff, ptx::named_barrier_any(kWithin + at_.owner, kWarpgroupThreads, above));
   }
 
   // Scores that a row must not see.
@@ -126,7 +126,7 @@ class Consumer {
         const int end = PrefixMask::end_of(params_, run_, row) - page * kPageTokens;
 #pragma unroll
         for (int i = 0; i < kRowsPerThread; ++i) {
-          if (at_.token(i) >= end) rS_[j * 4 + i * 2 + right] = -INFINITY;
+          if (at_.token(i) >= end) rS_.at(j, i, right) = -INFINITY;
         }
       }
     });
@@ -168,13 +168,16 @@ class Consumer {
     });
   }
 
-  // The next page of the run.
-  __device__ __forceinline__ void multiply(int page_owner) {
+  // The next page of the run. What meanwhile() does needs no products.
+  template <typename Meanwhile>
+  __device__ __forceinline__ void multiply(int page_owner, Meanwhile meanwhile) {
+    rescale_output(page_owner);
     // The other's page has long landed; this makes its bytes visible here.
     wait_for_page(stage_);
     multiply_values(result_.rO, smem_, page_owner, stage_, at_,
                     [&] { arrive(&smem_.page_ring.empty[stage_][0]); });
-    if (page_owner != at_.owner) arrive(&smem_.probabilities_free[page_owner]);
+    meanwhile();
+    finish_values(result_.rO);
     phases_.advance(stage_);
     stage_ = Plan::next_stage(stage_);
   }
@@ -193,9 +196,9 @@ class Consumer {
   PageRun run_;
   int stage_ = 0;  // of the page to be multiplied next
   Phases<Plan::kStages> phases_;
-  Phases<1> own_phase_;
   TokenScales scales_;
-  float rS_[RunResult<Plan>::kAccumulators];
+  float held_[SumsOfLane<Plan::kRows>::kHeld];  // sums of the own page's probabilities
+  Scores<Plan::kRows> rS_;
 };
 
 }  // namespace pallas_attn::mla::sm90::turned

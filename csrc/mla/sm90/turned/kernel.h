@@ -11,7 +11,6 @@ namespace pallas_attn::mla::sm90::turned {
 template <typename Plan>
 __device__ __forceinline__ void init_barriers(Plan& smem) {
   smem.page_ring.init(kOwners * kWarpgroupWarps, 1, 1);
-  for (uint64_t& barrier : smem.probabilities_free) ptx::mbarrier_init(&barrier, kWarpgroupWarps);
   ptx::mbarrier_init_fence();
 }
 

@@ -7,7 +7,8 @@
 namespace pallas_attn::mla::sm90::turned {
 
 enum TurnedBarrier {
-  // A page's probabilities, and all that belongs to them, are in shared memory.
+  // A page's probabilities, and all that belongs to them, are in shared memory; and those of the page before,
+  // which the other warpgroup owns, have been multiplied with, so that their places may be used again.
   // Arrives: the page's owner. Waits: the other warpgroup. The two take turns.
   kProbabilitiesReady = 1,  // and 2
   // The run's sums are in shared memory, and nobody needs its query any more. Both arrive and wait.
@@ -17,7 +18,8 @@ enum TurnedBarrier {
   // The run's query is in shared memory, and what runs keep there reset. Both arrive and wait.
   kQueryReady = 8,
 };
-static_assert(kSumsReady<int{kMerging} && kQueryReady> int{kCutsKnown});
+static_assert(int{kSumsReady} < int{kMerging});
+static_assert(int{kQueryReady} > int{kCutsKnown});
 
 __device__ __forceinline__ void announce_probabilities(int owner) {
   ptx::named_barrier_arrive(kProbabilitiesReady + owner, kConsumerThreads);

@@ -10,11 +10,38 @@
 
 namespace pallas_attn::mla::sm90::turned {
 
-// Of a thread's two tokens: a power of two near the largest scale, in which their scores are, and the largest
-// of all.
+// Scores of a thread's two tokens. The sums of a block's bytes are in its scale, so that something has to be
+// done with them between blocks, and other products have to run meanwhile. With few rows the blocks' sums are
+// in two sets in turn, and are added up. With 64 rows there are no registers for a second set: the sums are
+// in two parts of 32 rows, which change their scale in turn.
+template <int kRows>
+struct Scores {
+  static constexpr bool kAddsUp = kRows < 64;
+  static constexpr int kParts = kAddsUp ? 1 : 2, kPartRows = kRows / kParts;
+  static constexpr int kHeld = accumulators(kPartRows);
+  float part[kParts][kHeld];
+
+  // Of token i and row j * 8 + pair * 2 + right.
+  __device__ float& at(int j, int i, int right) {
+    return part[j * 8 / kPartRows][j * 4 % kHeld + i * 2 + right];
+  }
+  __device__ float at(int j, int i, int right) const {
+    return part[j * 8 / kPartRows][j * 4 % kHeld + i * 2 + right];
+  }
+};
+
+// Of a thread's two tokens: by what sums are multiplied behind block `pair`, and the largest scale of all.
+// Each lane of a quad knows one block of the tokens they share.
 struct TokenScales {
-  float unit[kRowsPerThread];
+  float behind_block[kRowsPerThread];
   float peak;
+
+  __device__ __forceinline__ void tell(int block, const Place& at, float (&factor)[kRowsPerThread]) const {
+#pragma unroll
+    for (int i = 0; i < kRowsPerThread; ++i) {
+      factor[i] = __shfl_sync(0xffffffff, behind_block[i], at.lane / 4 * 4 + block);
+    }
+  }
 };
 
 __device__ __forceinline__ __half2 as_halves(uint32_t word) { return reinterpret_cast<__half2&>(word); }
@@ -39,38 +66,46 @@ __device__ __forceinline__ const float* scales_of(const char* page, int token) {
   return reinterpret_cast<const float*>(page + token * kTokenBytes + kScalesAt);
 }
 
-__device__ __forceinline__ TokenScales load_scales(const char* page, const Place& at) {
+// Where sums change their scale, it becomes that of the next block, or behind the last one they become what
+// they are. A scale that is next to nothing beside the token's largest counts as 2^-26 of it then, so that
+// there is something to divide by. Of a page that must not be read comes NaN.
+template <bool kAddsUp>
+__device__ __forceinline__ TokenScales load_scales(const char* page, bool bad_page, const Place& at) {
   TokenScales scales;
   scales.peak = 0.0f;
 #pragma unroll
   for (int i = 0; i < kRowsPerThread; ++i) {
-    const float4 v = *reinterpret_cast<const float4*>(scales_of(page, at.token(i)));
+    const float* given = scales_of(page, at.token(i));
+    const float4 v = *reinterpret_cast<const float4*>(given);
     const float peak = fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
     scales.peak = fmaxf(scales.peak, peak);
-    scales.unit[i] = unit_of(peak);
+    float& factor = scales.behind_block[i];
+    if constexpr (kAddsUp) {
+      factor = given[at.pair];
+    } else {
+      const float least = fminf(fmaxf(peak, kLeastUnit), kMostUnit) * 0x1p-26f;
+      // NaN stays.
+      const auto at_least = [&](float scale) { return fabsf(scale) < least ? least : scale; };
+      const bool last = at.pair == kBlocks - 1;
+      const float own = at_least(given[at.pair]), next = at_least(given[at.pair + !last]);
+      factor = __fdividef(own, last ? 1.0f : next);
+    }
+    factor *= bad_page ? NAN : 1.0f;
   }
   return scales;
 }
 
-// The sums of a block's bytes are in its scale. Those up to block `before` go over to the scale of the next
-// one, or behind the last to the token's unit. A scale that is next to nothing beside the token's largest
-// counts as 2^-26 units, so that there is something to divide by.
-template <int kAccumulators>
-__device__ __forceinline__ void change_scale(float (&rS)[kAccumulators], const char* page, int before,
-                                             const TokenScales& scales, const Place& at) {
+template <int kHeld>
+__device__ __forceinline__ void change_scale(float (&part)[kHeld], const float (&ratio)[kRowsPerThread]) {
 #pragma unroll
-  for (int i = 0; i < kRowsPerThread; ++i) {
-    const float unit = scales.unit[i], least = unit * 0x1p-26f;
-    const float* given = scales_of(page, at.token(i));
-    // NaN stays.
-    const auto scale_of = [&](int block) { return fabsf(given[block]) < least ? least : given[block]; };
-    const float ratio = __fdividef(scale_of(before), before + 1 < kBlocks ? scale_of(before + 1) : unit);
+  for (int r = 0; r < kHeld; ++r) part[r] *= ratio[r / 2 % 2];
+}
+
+template <int kHeld>
+__device__ __forceinline__ void add_block(float (&part)[kHeld], const float (&sums)[kHeld],
+                                          const float (&factor)[kRowsPerThread]) {
 #pragma unroll
-    for (int j = 0; j < kAccumulators; j += 4) {
-      rS[j + i * 2] *= ratio;
-      rS[j + i * 2 + 1] *= ratio;
-    }
-  }
+  for (int r = 0; r < kHeld; ++r) part[r] += sums[r] * factor[r / 2 % 2];
 }
 
 // 16 bytes of each of a thread's two tokens, word by word.
@@ -104,28 +139,16 @@ __device__ __forceinline__ void latent_fragment(const TokenChunks& chunks, int s
   }
 }
 
-// Step `step` of rotary numbers, in the units of the token's latents: exact.
-__device__ __forceinline__ void rope_fragment(const TokenChunks& chunks, int step,
-                                              const float (&unit)[kRowsPerThread], uint32_t (&fragment)[4]) {
-#pragma unroll
-  for (int i = 0; i < kRowsPerThread; ++i) {
-    const __nv_bfloat162 inverse = __float2bfloat162_rn(inverse_power_of_two(unit[i]));
-#pragma unroll
-    for (int upper = 0; upper < 2; ++upper) {
-      const uint32_t word = chunks.word[i][step * 2 + upper];
-      const __nv_bfloat162 v = __hmul2(reinterpret_cast<const __nv_bfloat162&>(word), inverse);
-      fragment[i + upper * 2] = reinterpret_cast<const uint32_t&>(v);
-    }
-  }
-}
-
-// The A operand of step `step` of a page's 36, from the chunks that it lies in.
-__device__ __forceinline__ void score_fragment(const TokenChunks& chunks, int step, const TokenScales& scales,
-                                               uint32_t (&fragment)[4]) {
+// The A operand of step `step` of a page's 36, from the chunks that it lies in: exact.
+__device__ __forceinline__ void score_fragment(const TokenChunks& chunks, int step, uint32_t (&fragment)[4]) {
   if (step < kLatentSteps) {
     latent_fragment(chunks, step % kByteSteps, fragment);
-  } else {
-    rope_fragment(chunks, step % kRopeSteps, scales.unit, fragment);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kRowsPerThread; ++i) {
+    fragment[i] = chunks.word[i][step % kRopeSteps * 2];
+    fragment[i + 2] = chunks.word[i][step % kRopeSteps * 2 + 1];
   }
 }
 
@@ -135,57 +158,108 @@ constexpr int chunks_of_step(int step) {
                              : kLatentSteps / kByteSteps + (step - kLatentSteps) / kRopeSteps;
 }
 
-// rS = K Q^T, each token's row in its own unit. While the products of a chunk's steps run, the next ones'
-// operands are converted.
-template <typename Plan, int kAccumulators>
-__device__ __forceinline__ void multiply_scores(float (&rS)[kAccumulators], const TokenScales& scales,
+// Steps whose operands are converted together.
+constexpr int kAtOnce = kByteSteps;
+static_assert(kQuerySteps % kAtOnce == 0);
+using StepFragments = uint32_t[kAtOnce][4];
+
+// The operands of steps from `first` on. The chunks behind are sent for as soon as there is room.
+__device__ __forceinline__ void convert_steps(StepFragments& fragments, TokenChunks& chunks, int first,
+                                              const char* page, const Place& at) {
+#pragma unroll
+  for (int i = 0; i < kAtOnce; ++i) {
+    const int step = first + i, chunk = chunks_of_step(step);
+    score_fragment(chunks, step, fragments[i]);
+    if (step + 1 < kQuerySteps && chunks_of_step(step + 1) > chunk) {
+      chunks = load_chunks(page, at, (chunk + 1) / 2, (chunk + 1) % 2);
+    }
+  }
+  ptx::wgmma_touch(fragments);
+}
+
+// Their products with some query rows: `query` is those rows' descriptor.
+template <typename Plan, int kHeld>
+__device__ __forceinline__ void send_steps(float (&sums)[kHeld], const StepFragments& fragments, int first,
+                                           uint64_t query, bool fresh) {
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < kAtOnce; ++i) {
+    const int step = first + i;
+    const uint64_t operand = ptx::advance_descriptor(
+        query, step / kStepsPerPiece * sizeof(typename Plan::Piece) + step % kStepsPerPiece * kStepDims * 2);
+    const uint32_t (&fragment)[4] = fragments[i];
+    const bool accumulate = i > 0 || !fresh;
+    if (step < kLatentSteps) {
+      ptx::wgmma_k16<__half, ptx::kKMajor>(sums, fragment, operand, accumulate);
+    } else {
+      ptx::wgmma_k16<__nv_bfloat16, ptx::kKMajor>(sums, fragment, operand, accumulate);
+    }
+  }
+  ptx::wgmma_commit();
+}
+
+// rS = K Q^T. While the products of some steps run, the next ones' operands are converted.
+template <typename Plan>
+__device__ __forceinline__ void multiply_scores(Scores<Plan::kRows>& rS, const TokenScales& scales,
                                                 const Plan& smem, int stage, const Place& at) {
-  constexpr int kAtOnce = kByteSteps;
-  static_assert(kQuerySteps % kAtOnce == 0);
+  using Scores = Scores<Plan::kRows>;
   const char* page = smem.pages[stage];
   const uint64_t query = ptx::wgmma_descriptor(smem.query, 0);
-  uint32_t fragments[2][kAtOnce][4];
-  ptx::wgmma_touch(rS);
+  StepFragments fragments[2];
+  // Where they are added up: of the newest two blocks.
+  float sums[2][Scores::kHeld];
+  float factor[kRowsPerThread];
+  if constexpr (Scores::kAddsUp) {
+#pragma unroll
+    for (float& x : rS.part[0]) x = 0.0f;
+#pragma unroll
+    for (auto& set : sums) ptx::wgmma_touch(set);
+  } else {
+#pragma unroll
+    for (auto& part : rS.part) ptx::wgmma_touch(part);
+  }
   TokenChunks chunks = load_chunks(page, at, 0, 0);
 #pragma unroll
   for (int first = 0; first < kQuerySteps; first += kAtOnce) {
-    uint32_t (&own)[kAtOnce][4] = fragments[first / kAtOnce % 2];
+    StepFragments& own = fragments[first / kAtOnce % 2];
+    convert_steps(own, chunks, first, page, at);
+    const int block = first / kBlockSteps;
+    const bool starts = first % kBlockSteps == 0, ends_another = starts && block > 0;
+    if (ends_another) scales.tell(block - 1, at, factor);
+    if constexpr (Scores::kAddsUp) {
+      send_steps<Plan>(sums[block % 2], own, first, query, starts);
+    } else {
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int step = first + i, chunk = chunks_of_step(step);
-      score_fragment(chunks, step, scales, own[i]);
-      // Sent for as soon as there is room.
-      if (step + 1 < kQuerySteps && chunks_of_step(step + 1) > chunk) {
-        chunks = load_chunks(page, at, (chunk + 1) / 2, (chunk + 1) % 2);
+      for (int p = 0; p < Scores::kParts; ++p) {
+        if (ends_another) {
+          // All but the other part's.
+          ptx::wgmma_wait<Scores::kParts - 1>();
+          ptx::wgmma_touch(rS.part[p]);
+          change_scale(rS.part[p], factor);
+          ptx::wgmma_touch(rS.part[p]);
+        }
+        const uint32_t rows_before = p * Scores::kPartRows * kRowBytes;
+        send_steps<Plan>(rS.part[p], own, first, ptx::advance_descriptor(query, rows_before), first == 0);
       }
     }
-    ptx::wgmma_touch(own);
-    if (first > 0 && first <= kLatentSteps && first % kBlockSteps == 0) {
-      ptx::wgmma_wait<0>();
-      ptx::wgmma_touch(rS);
-      change_scale(rS, page, first / kBlockSteps - 1, scales, at);
-      ptx::wgmma_touch(rS);
-    }
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int step = first + i;
-      const uint64_t operand =
-          ptx::advance_descriptor(query, step / kStepsPerPiece * sizeof(typename Plan::Piece) +
-                                             step % kStepsPerPiece * kStepDims * 2);
-      const uint32_t (&fragment)[4] = own[i];
-      if (step < kLatentSteps) {
-        ptx::wgmma_k16<__half, ptx::kKMajor>(rS, fragment, operand, step > 0);
-      } else {
-        ptx::wgmma_k16<__nv_bfloat16, ptx::kKMajor>(rS, fragment, operand, true);
-      }
-    }
-    ptx::wgmma_commit();
     // The fragments written next are those of the products before these.
-    ptx::wgmma_wait<1>();
+    ptx::wgmma_wait<Scores::kParts>();
+    if constexpr (Scores::kAddsUp) {
+      if (!ends_another) continue;
+      ptx::wgmma_touch(sums[(block - 1) % 2]);
+      add_block(rS.part[0], sums[(block - 1) % 2], factor);
+      ptx::wgmma_touch(sums[(block - 1) % 2]);
+    }
   }
   ptx::wgmma_wait<0>();
-  ptx::wgmma_touch(rS);
+  if constexpr (Scores::kAddsUp) {
+    constexpr float kRopeScale[kRowsPerThread] = {1.0f, 1.0f};
+    ptx::wgmma_touch(sums[kBlocks % 2]);
+    add_block(rS.part[0], sums[kBlocks % 2], kRopeScale);
+  } else {
+#pragma unroll
+    for (auto& part : rS.part) ptx::wgmma_touch(part);
+  }
 }
 
 }  // namespace pallas_attn::mla::sm90::turned

@@ -5,7 +5,7 @@
 //    73728    16384  probabilities of two pages, 64 rows x 64 tokens in halves
 //    90112   125952  three pages as they are in the pool, 64 tokens x 656 bytes
 //   216064     1024  scales of the value's tokens
-//   217088     5376  of every row: factors, maxima, sums
+//   217088     5120  of every row: factors, maxima, sums
 //   and less than 4 KB of flags, barriers and the list of requests that were cut
 //
 // A tile of 32 or 16 rows leaves room for a fourth page.
@@ -53,11 +53,10 @@ struct alignas(1024) TurnedPlan {
   __half token_scale[kOwners][kBlocks][kPageTokens];
 
   // Of a run. A score in base 2 is a product times row_factor; probabilities are relative to 2^base, and base
-  // follows the scores when a product exceeds `limit`. Sums and outputs are multiplied by `rescale` (and
+  // follows the scores when one would be too large. Sums and outputs are multiplied by `rescale` (and
   // outputs by unit_rescale) then: of the newest page of each owner, if `moved`.
   PerRow<kRows> row_factor;
   PerRow<kRows> base;
-  PerRow<kRows> limit;
   PerRow<kRows> rescale[kOwners];
   // On their way from warp to warp.
   PerRow<kRows> warp_peak[kWarpgroupWarps];
@@ -75,8 +74,6 @@ struct alignas(1024) TurnedPlan {
   PageRun run[kOwners];
 
   Ring<kStages, 1, 1> page_ring;
-  // The warpgroup that is not the owner has done with the newest page's probabilities.
-  uint64_t probabilities_free[kOwners];
   int bad_page[kStages];
   CutList cuts;
 };

@@ -2,8 +2,9 @@
 //
 // A warpgroup's thread has two tokens of many query rows, so that a row's maximum is known to nobody. But it
 // is hardly ever needed: probabilities are relative to a base that follows the scores only when one of them
-// would leave the range of halves. Whether any does is one vote of the warpgroup; the rest is a rare branch.
-// The unit of the value's numbers follows the scales in the same way.
+// would leave the range of halves. So they are made and stored first; whether any was too large is told by
+// the vote behind which they are there anyway, and the rest is a rare branch, behind which they are made
+// again. The unit of the value's numbers follows the scales in the same way.
 #pragma once
 
 #include <cmath>
@@ -33,40 +34,16 @@ __device__ __forceinline__ void visit_row_pairs(Visit visit) {
 // Whatever a run keeps in shared memory, before its first page; by that page's owner.
 template <typename Plan>
 __device__ __forceinline__ void reset_run(Plan& smem, int thread) {
-  if (thread < Plan::kRows) {
-    smem.base[thread] = kNoMaximum;
-    smem.limit[thread] = -INFINITY;
-  }
+  if (thread < Plan::kRows) smem.base[thread] = kNoMaximum;
   if (thread == 0) smem.unit = kLeastUnit;
 }
 
-// Scores become what they are but for their row's factor. True if the base or the unit has to move.
-template <typename Plan, int kAccumulators>
-__device__ __forceinline__ bool scale_scores(float (&rS)[kAccumulators], const TokenScales& scales,
-                                             bool bad_page, const Plan& smem, const Place& at) {
-  bool above = scales.peak > kMostUnits * smem.unit;
-  float factor[kRowsPerThread];
-#pragma unroll
-  for (int i = 0; i < kRowsPerThread; ++i) factor[i] = bad_page ? NAN : scales.unit[i];
-  visit_row_pairs<Plan::kRows>([&](int j) {
-    const float2 limit = smem.limit.pair(at.row(j));
-#pragma unroll
-    for (int i = 0; i < kRowsPerThread; ++i) {
-      float &left = rS[j * 4 + i * 2], &right = rS[j * 4 + i * 2 + 1];
-      left *= factor[i];
-      right *= factor[i];
-      above |= left > limit.x || right > limit.y;
-    }
-  });
-  return above;
-}
-
 // Moves base and unit to what this page needs, by its owner.
-template <typename Plan, int kAccumulators>
-__device__ __forceinline__ void move_base(const float (&rS)[kAccumulators], const TokenScales& scales,
+template <typename Plan>
+__device__ __forceinline__ void move_base(const Scores<Plan::kRows>& rS, const TokenScales& scales,
                                           Plan& smem, const Place& at) {
   visit_row_pairs<Plan::kRows>([&](int j) {
-    float2 peak = make_float2(fmaxf(rS[j * 4], rS[j * 4 + 2]), fmaxf(rS[j * 4 + 1], rS[j * 4 + 3]));
+    float2 peak = make_float2(fmaxf(rS.at(j, 0, 0), rS.at(j, 1, 0)), fmaxf(rS.at(j, 0, 1), rS.at(j, 1, 1)));
 #pragma unroll
     for (int distance = 4; distance < 32; distance *= 2) {
       peak.x = fmaxf(peak.x, __shfl_xor_sync(0xffffffff, peak.x, distance));
@@ -88,7 +65,6 @@ __device__ __forceinline__ void move_base(const float (&rS)[kAccumulators], cons
     const float top = peak * smem.row_factor[row], before = smem.base[row];
     const float after = top > before + kMostLog2 ? top - kFreshLog2 : before;
     smem.base[row] = after;
-    smem.limit[row] = (after + kMostLog2) / smem.row_factor[row];
     // Nothing to rescale yet: one.
     smem.rescale[at.owner][row] = before == kNoMaximum ? 1.0f : exp2_fast(before - after);
   }
@@ -137,34 +113,33 @@ struct SumsOfLane {
   }
 };
 
-// Scores become probabilities, added to `sums` and stored in halves where products read them.
-template <typename Plan, int kAccumulators>
-__device__ __forceinline__ void store_probabilities(const float (&rS)[kAccumulators],
-                                                    SumsOfLane<Plan::kRows>& sums, Plan& smem,
+// Scores become probabilities, stored in halves where products read them. What a thread has of each row goes
+// to `held`. True if the base or the unit has to move.
+template <typename Plan>
+__device__ __forceinline__ bool store_probabilities(const Scores<Plan::kRows>& rS, const TokenScales& scales,
+                                                    float (&held)[SumsOfLane<Plan::kRows>::kHeld], Plan& smem,
                                                     const Place& at) {
-  float held[kAccumulators / 2];
-  uint32_t packed[kAccumulators / 4][kRowsPerThread];
+  constexpr float kMost = 1 << static_cast<int>(kMostLog2);
+  bool above = scales.peak > kMostUnits * smem.unit;
+  // Transposed: matrices of eight rows by eight of this warp's sixteen tokens.
+  const int row = at.lane / 16 * 8 + at.lane % 8, chunk = at.warp * 2 + at.lane / 8 % 2;
+  const uint32_t to = ptx::shared_address(smem.probabilities[at.owner][row]) + ((chunk ^ (row & 7)) << 4);
+  uint32_t matrices[4];
   visit_row_pairs<Plan::kRows>([&](int j) {
     const float2 factor = smem.row_factor.pair(at.row(j)), base = smem.base.pair(at.row(j));
     held[j * 2] = held[j * 2 + 1] = 0.0f;
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
-      const float left = exp2_fast(fmaf(rS[j * 4 + i * 2], factor.x, -base.x));
-      const float right = exp2_fast(fmaf(rS[j * 4 + i * 2 + 1], factor.y, -base.y));
+      const float left = exp2_fast(fmaf(rS.at(j, i, 0), factor.x, -base.x));
+      const float right = exp2_fast(fmaf(rS.at(j, i, 1), factor.y, -base.y));
+      above |= left > kMost || right > kMost;
       held[j * 2] += left;
       held[j * 2 + 1] += right;
-      packed[j][i] = ElementTraits<__half>::pack(left, right);
+      matrices[j % 2 * 2 + i] = ElementTraits<__half>::pack(left, right);
     }
+    if (j % 2 == 1) ptx::store_matrix_x4_transposed(to + (j - 1) * 8 * kRowBytes, matrices);
   });
-  // Transposed: matrices of eight rows by eight of this warp's sixteen tokens.
-  const int row = at.lane / 16 * 8 + at.lane % 8, chunk = at.warp * 2 + at.lane / 8 % 2;
-  const uint32_t to = ptx::shared_address(smem.probabilities[at.owner][row]) + ((chunk ^ (row & 7)) << 4);
-#pragma unroll
-  for (int j = 0; j < Plan::kRows / 8; j += 2) {
-    const uint32_t matrices[4] = {packed[j][0], packed[j][1], packed[j + 1][0], packed[j + 1][1]};
-    ptx::store_matrix_x4_transposed(to + j * 8 * kRowBytes, matrices);
-  }
-  sums.add(held, at.lane);
+  return above;
 }
 
 // By what the value's bytes become numbers in the run's unit. The four lanes of a quad have the same tokens

@@ -44,7 +44,8 @@ __device__ __forceinline__ void value_fragments(const ColumnBytes& columns, cons
   }
 }
 
-// rO += V^T P, in the run's unit. Calls read() when the page's bytes are in registers.
+// rO += V^T P, in the run's unit: all products are sent for, and the last ones not waited for. Calls read()
+// when the page's bytes are in registers.
 template <typename Plan, int kAccumulators, typename Read>
 __device__ __forceinline__ void multiply_values(float (&rO)[kColumnTiles][kAccumulators], const Plan& smem,
                                                 int page_owner, int stage, const Place& at, Read read) {
@@ -75,6 +76,10 @@ __device__ __forceinline__ void multiply_values(float (&rO)[kColumnTiles][kAccum
     ptx::wgmma_commit();
     ptx::wgmma_wait<1>();
   }
+}
+
+template <int kAccumulators>
+__device__ __forceinline__ void finish_values(float (&rO)[kColumnTiles][kAccumulators]) {
   ptx::wgmma_wait<0>();
 #pragma unroll
   for (int tile = 0; tile < kColumnTiles; ++tile) ptx::wgmma_touch(rO[tile]);
