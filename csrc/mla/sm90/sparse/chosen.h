@@ -17,21 +17,24 @@ __device__ __forceinline__ const SparseParams& sparse(const DecodeParams& params
   return static_cast<const SparseParams&>(params);
 }
 
-// A query token's list of ids, as the walker sees it. `Registers` is how those are shared out (config.h).
-template <typename Registers, int kClusterCtas = 1>
-struct ChosenIds {
-  using Budget = Registers;
-  // In a fence the writers would wait for all that they have sent for since.
-  static constexpr bool kUnfenced = true;
-  // That have the same tiles, of other heads, and write them for each other.
-  static constexpr int kCtas = kClusterCtas;
-
+// A query token's list of ids, as the walker sees it.
+struct TokenLists {
   static __device__ __forceinline__ int length(const DecodeParams& params, int token) {
     return __ldg(params.seq_lens + token);
   }
   static __device__ __forceinline__ int64_t capacity(const DecodeParams& params) {
     return sparse(params).topk;
   }
+};
+
+// The same for the dense kernel's math warpgroups. `Registers` is how those are shared out (config.h).
+template <typename Registers, int kClusterCtas = 1>
+struct ChosenIds : TokenLists {
+  using Budget = Registers;
+  // In a fence the writers would wait for all that they have sent for since.
+  static constexpr bool kUnfenced = true;
+  // That have the same tiles, of other heads, and write them for each other.
+  static constexpr int kCtas = kClusterCtas;
 };
 
 // In the place of a row: there is none, or there should be one.

@@ -34,7 +34,7 @@ class PairConverter : RowFinder<kTokenBytes> {
                   ptx::shared_address(&smem)) {}
 
   __device__ void work_through(int part) {
-    walk<Ids>(query_map_, part, [&](const PageRun& run) { convert_run(run); });
+    walk(query_map_, part, [&](const PageRun& run) { convert_run(run); });
   }
 
  private:

@@ -22,7 +22,7 @@ class RowConverter : RowFinder<kTokenBytes> {
       : RowFinder(params, smem, warp), query_map_(query_map) {}
 
   __device__ void work_through(int part) {
-    walk<Ids>(query_map_, part, [&](const PageRun& run) { convert_run(run); });
+    walk(query_map_, part, [&](const PageRun& run) { convert_run(run); });
   }
 
  private:

@@ -25,7 +25,7 @@ class RowCopier : RowFinder<kQueryDim * 2> {
       : RowFinder(params, smem, warp), query_map_(query_map) {}
 
   __device__ void work_through(int part) {
-    walk<Ids>(query_map_, part, [&](const PageRun& run) { copy_run(run); });
+    walk(query_map_, part, [&](const PageRun& run) { copy_run(run); });
   }
 
  private:
