@@ -1,6 +1,5 @@
 """The CUDA kernel over tokens of 656 bytes, its own source run on the host (stand_in/device.h). No GPU."""
 
-import shutil
 import struct
 import subprocess
 from pathlib import Path
@@ -9,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import test_mla_decode_fp8 as fp8
-from host_build import ROOT
+from host_build import build_stand_in
 from references.mla_decode_torch import mla_decode as reference
 from references.mla_schedule_model import plain_schedule
 
@@ -23,23 +22,7 @@ LATENT, QUERY = 512, 576
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    nvcc = shutil.which("nvcc")
-    if nvcc is None:
-        pytest.skip("no nvcc, which knows where CUDA's headers are")
-    program = tmp_path_factory.mktemp("stand_in") / "mla_turned"
-    host = ["-Og", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-clobbered"]
-    # What a wide access of the device faults on.
-    host += ["-fsanitize=alignment", "-fsanitize=bounds", "-fno-sanitize-recover=all"]
-    paths = [f"-I{ROOT}/tests/stand_in", f"-I{ROOT}/csrc"]
-    command = [nvcc, "-std=c++20", "-cudart", "none", f"-Xcompiler={','.join(host)}", *paths]
-    done = subprocess.run(
-        [*command, str(ROOT / "tests/stand_in/mla_turned.cc"), "-o", str(program)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return program
+    return build_stand_in(tmp_path_factory.mktemp("stand_in"), "mla_turned")
 
 
 def run(

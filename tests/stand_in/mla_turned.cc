@@ -1,5 +1,7 @@
 // The decode kernel over tokens of 656 bytes, on the host: a call from standard input, which
 // test_mla_bytes_on_host.py writes, its result to standard output.
+#include "arrays.h"
+#include "mla/sm90/turned/all_tokens.h"
 #include "mla/sm90/turned/kernel.h"
 
 namespace pallas_attn::mla::sm90::turned {
@@ -9,33 +11,11 @@ alignas(1024) char shared_memory[stand_in::kSharedBytes];
 namespace {
 
 using namespace pallas_attn;
+using stand_in::Array;
 
 struct Call {
   int batch, query_len, num_kv_heads, group, num_pages, max_blocks, num_sm_parts, causal, merging;
   float scale;
-};
-
-// On a boundary of device memory's allocations.
-template <typename T>
-struct alignas(256) Line {
-  T v[256 / sizeof(T)];
-};
-template <typename T>
-class Array {
- public:
-  explicit Array(size_t count) : lines_(count * sizeof(T) / 256 + 1), count_(count) {
-    std::memset(lines_.data(), 0xFF, lines_.size() * 256);
-  }
-  T* data() { return lines_[0].v; }
-  Array&& read() && {
-    if (std::fread(data(), sizeof(T), count_, stdin) != count_) stand_in::fail("too little input");
-    return std::move(*this);
-  }
-  void write() { std::fwrite(data(), sizeof(T), count_, stdout); }
-
- private:
-  std::vector<Line<T>> lines_;
-  size_t count_;
 };
 
 }  // namespace
@@ -69,9 +49,9 @@ int main() {
   const dim3 grid((params.rows() + 63) / 64, call.num_sm_parts, call.num_kv_heads);
   stand_in::run_grid(grid, mla::sm90::kConsumerThreads, [&] {
     const auto merging = static_cast<mla::Merging>(call.merging);
-    if (params.rows() <= 16) return turned::turned_decode_kernel<16>(params, merging);
-    if (params.rows() <= 32) return turned::turned_decode_kernel<32>(params, merging);
-    turned::turned_decode_kernel<64>(params, merging);
+    if (params.rows() <= 16) return turned::turned_decode_kernel<turned::AllTokens, 16>(params, merging);
+    if (params.rows() <= 32) return turned::turned_decode_kernel<turned::AllTokens, 32>(params, merging);
+    turned::turned_decode_kernel<turned::AllTokens, 64>(params, merging);
   });
   out.write();
   lse.write();

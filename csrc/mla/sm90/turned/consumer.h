@@ -5,14 +5,14 @@
 // While one is in its softmax, or converts, the other one's products keep the tensor cores busy.
 #pragma once
 
-#include "mla/sm90/dense/pages.h"
 #include "mla/sm90/turned/query.h"
 #include "mla/sm90/turned/result.h"
 #include "mla/sm90/turned/values.h"
 
 namespace pallas_attn::mla::sm90::turned {
 
-template <typename Plan>
+// `Tokens` says which there are, and what a row sees (all_tokens.h, chosen_tokens.h).
+template <typename Tokens, typename Plan>
 class Consumer {
  public:
   __device__ Consumer(const DecodeParams& params, Plan& smem, RunResult<Plan>& result, const Place& at)
@@ -22,7 +22,7 @@ class Consumer {
 
   // All runs of a part; the last one's result stays in registers. What becomes of it is up to the kernel.
   __device__ __forceinline__ void work_through(int part) {
-    RunWalker<PageTable> walker(params_, part);
+    RunWalker<typename Tokens::Lengths> walker(params_, part);
     while (!walker.done()) {
       // Its loads travel while the run's result before it is written.
       walker.fetch();
@@ -77,8 +77,10 @@ class Consumer {
 
   __device__ __forceinline__ void compute_scores(int index, int stage) {
     wait_for_page(stage);
-    const int tokens_left = run_.seq_len - (run_.page_begin + index) * kPageTokens;
-    if (tokens_left < kPageTokens) clear_tail(stage, tokens_left);
+    if constexpr (Tokens::kHoldsTail) {
+      const int tokens_left = run_.seq_len - (run_.page_begin + index) * kPageTokens;
+      if (tokens_left < kPageTokens) clear_tail(stage, tokens_left);
+    }
     scales_ = load_scales<Scores<Plan::kRows>::kAddsUp>(smem_.pages[stage], smem_.bad_page[stage] != 0, at_);
     multiply_scores(rS_, scales_, smem_, stage, at_);
   }
@@ -96,8 +98,7 @@ class Consumer {
 
   // From the own page's scores. As a rule neither base nor unit has to move.
   __device__ __forceinline__ void make_probabilities(int index, int stage) {
-    const int page = run_.page_begin + index;
-    if (PrefixMask::hides_any(params_, run_, page)) hide(page);
+    Tokens::hide(rS_, params_, smem_, run_, run_.page_begin + index, stage, at_);
     if (at_.thread() == 0) smem_.moved[at_.owner] = false;
     if (store_probabilities(stage)) {
       if (at_.thread() == 0) smem_.moved[at_.owner] = true;
@@ -114,22 +115,6 @@ class Consumer {
     ptx::fence_async_shared();
     // Asked again, so that the compiler knows it to be uniform.
     return __any_sync(0xffffffff, ptx::named_barrier_any(kWithin + at_.owner, kWarpgroupThreads, above));
-  }
-
-  // Scores that a row must not see.
-  __device__ __forceinline__ void hide(int page) {
-    const int first_row = place_of_block(at_.owner).first_row();
-    visit_row_pairs<Plan::kRows>([&](int j) {
-#pragma unroll
-      for (int right = 0; right < 2; ++right) {
-        const int row = first_row + at_.row(j) + right;
-        const int end = PrefixMask::end_of(params_, run_, row) - page * kPageTokens;
-#pragma unroll
-        for (int i = 0; i < kRowsPerThread; ++i) {
-          if (at_.token(i) >= end) rS_.at(j, i, right) = -INFINITY;
-        }
-      }
-    });
   }
 
   // Slots beyond the sequence's end may hold anything, and zero times NaN is not zero. Each warp clears those

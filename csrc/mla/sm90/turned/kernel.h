@@ -1,27 +1,28 @@
-// The Hopper MLA decode kernel over tokens of 656 bytes. The README beside params.h says why its products are
-// turned.
+// The Hopper MLA decode kernels over tokens of 656 bytes. The README beside params.h says why its products
+// are turned.
 #pragma once
 
 #include "mla/sm90/dense/roles.h"
 #include "mla/sm90/turned/consumer.h"
-#include "mla/sm90/turned/producer.h"
 
 namespace pallas_attn::mla::sm90::turned {
 
 template <typename Plan>
-__device__ __forceinline__ void init_barriers(Plan& smem) {
-  smem.page_ring.init(kOwners * kWarpgroupWarps, 1, 1);
+__device__ __forceinline__ void init_barriers(Plan& smem, int writers) {
+  smem.page_ring.init(kOwners * kWarpgroupWarps, writers, writers);
   ptx::mbarrier_init_fence();
 }
 
-template <int kRows>
+// `Tokens`: all of a request's, or chosen ones.
+template <typename Tokens, int kRows>
 __global__ void __launch_bounds__(kThreads, 1)
-    turned_decode_kernel(const __grid_constant__ DecodeParams params, const Merging merging) {
-  using Plan = TurnedPlan<kRows>;
+    turned_decode_kernel(const __grid_constant__ typename Tokens::Params params, const Merging merging) {
+  using Plan = typename Tokens::template Plan<kRows>;
+  using Feeder = typename Tokens::template Feeder<Plan>;
   extern __shared__ __align__(1024) char shared_memory[];
   Plan& smem = *reinterpret_cast<Plan*>(shared_memory);
   if (threadIdx.x == 0) {
-    init_barriers(smem);
+    init_barriers(smem, Feeder::kWriters);
     // Until there is one, if there ever is.
     for (PageRun& run : smem.run) {
       run = {};
@@ -36,17 +37,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (role == kOwners) {
     ptx::lower_registers<kProducerRegisters>();
     const int warp = __shfl_sync(0xffffffff, threadIdx.x % kWarpgroupThreads / 32, 0);
-    if (warp == 0) {
-      Producer<WholePages, Plan>(params, smem, place_of_block(0), threadIdx.x % 32).work_through(part);
-    } else if (warp == 1 && merging == Merging::kInside) {
-      tell_cuts(params, smem.cuts);
-    }
+    if (warp < Feeder::kWarps) Feeder(params, smem, warp).work_through(part);
+    if (warp == kWarpgroupWarps - 1 && merging == Merging::kInside) tell_cuts(params, smem.cuts);
     return;
   }
   ptx::raise_registers<kMathRegisters>();
   const Place at(role, threadIdx.x % kWarpgroupThreads);
   RunResult<Plan> result(params, smem, at);
-  Consumer<Plan>(params, smem, result, at).work_through(part);
+  Consumer<Tokens, Plan>(params, smem, result, at).work_through(part);
   finish<__nv_bfloat16, true>(params, smem, result, result.run, merging);
   // As in dense/roles.h.
   if (merging == Merging::kKernelFollows) ptx::allow_dependent_launch();

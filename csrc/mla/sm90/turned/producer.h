@@ -3,8 +3,7 @@
 
 #include "mla/sm90/dense/page_table.h"
 #include "mla/sm90/dense/run_walker.h"
-#include "mla/sm90/dense/store.h"
-#include "mla/sm90/turned/smem_plan.h"
+#include "mla/sm90/turned/query.h"
 #include "ptx/cache.h"
 #include "ptx/mbarrier.h"
 #include "ptx/tma.h"
@@ -55,8 +54,14 @@ class WholePages {
 template <typename Source, typename Plan>
 class Producer {
  public:
-  __device__ Producer(const DecodeParams& params, Plan& smem, const OutputPlace& place, int lane)
-      : params_(params), smem_(smem), place_(place), lane_(lane), source_(params, place.kv_head, lane) {}
+  static constexpr int kWarps = 1, kWriters = 1;
+
+  __device__ Producer(const DecodeParams& params, Plan& smem, int)
+      : params_(params),
+        smem_(smem),
+        place_(place_of_block(0)),
+        lane_(threadIdx.x % 32),
+        source_(params, place_.kv_head, lane_) {}
 
   __device__ void work_through(int part) {
     RunWalker<PageTable> walker(params_, part);
@@ -65,7 +70,7 @@ class Producer {
       source_.open(walker.request(), walker.page_begin());
       walker.fetch();
       const PageRun run = walker.run();
-      prefetch_query(run.request);
+      prefetch_query<Plan::kRows>(params_, place_, run.request, lane_);
       for (int page = run.page_begin; page < run.page_end; ++page) {
         ptx::mbarrier_wait(smem_.page_ring.empty[stage], phases_.empty(stage));
         load_page(run, page, stage);
@@ -89,13 +94,6 @@ class Producer {
     }
     __syncwarp();
     if (!bad) source_.copy(page, tokens, smem_.pages[stage], full);
-  }
-
-  // The math warpgroups load it themselves when they come to this run.
-  __device__ __forceinline__ void prefetch_query(int request) {
-    const int rows = min(Plan::kRows, place_.rows_left(params_));
-    const char* tile = static_cast<const char*>(params_.query) + place_.row(params_, request) * kQueryDim * 2;
-    if (lane_ == 0) ptx::bulk_prefetch(tile, rows * kQueryDim * 2);
   }
 
   const DecodeParams& params_;

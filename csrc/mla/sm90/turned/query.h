@@ -6,8 +6,24 @@
 #include "mla/sm90/dense/store.h"
 #include "mla/sm90/turned/layout.h"
 #include "mla/sm90/turned/smem_plan.h"
+#include "ptx/tma.h"
 
 namespace pallas_attn::mla::sm90::turned {
+
+// Where this CTA's rows and results belong.
+__device__ __forceinline__ OutputPlace place_of_block(int owner) {
+  return {ptx::block_z(), ptx::block_x(), static_cast<Half>(owner)};
+}
+
+// Into the L2, by a warp that knows a run before the math warpgroups come to it and load its query
+// themselves.
+template <int kRows>
+__device__ __forceinline__ void prefetch_query(const DecodeParams& params, const OutputPlace& place,
+                                               int request, int lane) {
+  const int rows = min(kRows, place.rows_left(params));
+  const char* tile = static_cast<const char*>(params.query) + place.row(params, request) * kQueryDim * 2;
+  if (lane == 0) ptx::bulk_prefetch(tile, rows * kQueryDim * 2);
+}
 
 // The largest number of a row becomes at least 2^15 and less than 2^16, which halves can hold of what bf16
 // can.

@@ -3,16 +3,11 @@
 // line.
 #pragma once
 
-#include "mla/sm90/dense/store.h"
+#include "mla/sm90/turned/query.h"
 #include "mla/sm90/turned/softmax.h"
 #include "ptx/cache.h"
 
 namespace pallas_attn::mla::sm90::turned {
-
-// Where the results of this CTA belong.
-__device__ __forceinline__ OutputPlace place_of_block(int owner) {
-  return {ptx::block_z(), ptx::block_x(), static_cast<Half>(owner)};
-}
 
 template <typename Plan>
 class RunResult {

@@ -1,10 +1,11 @@
+#include "mla/sm90/turned/all_tokens.h"
 #include "mla/sm90/turned/instantiations/instantiations.h"
 #include "mla/sm90/turned/launch_impl.h"
 
 namespace pallas_attn::mla::sm90::turned {
 
 LaunchStatus launch_rows_32(const DecodeParams& params, cudaStream_t stream) {
-  return launch_instance<32>(params, stream);
+  return launch_instance<AllTokens, 32>(params, stream);
 }
 
 }  // namespace pallas_attn::mla::sm90::turned
