@@ -109,8 +109,13 @@ class RunResult {
     const int row = at_.thread();
     if (row < Plan::kRows) {
       const bool empty = sum_ == 0.0f;  // false for NaN, which must survive
-      smem_.out_factor[at_.owner][row] = empty ? 0.0f : unit_ / sum_;
+      float factor = empty ? 0.0f : unit_ / sum_;
       const float lse2 = empty ? -INFINITY : base_ + log2f(sum_);
+      // What is final makes room for the row's sink.
+      if (params_.sinks != nullptr && run.partial_slot < 0 && row < rows_left()) {
+        factor *= share_beside_sink(lse2, params_.sinks[place().row(params_, 0) + row]);
+      }
+      smem_.out_factor[at_.owner][row] = factor;
       if (at_.owner == 0 && row < rows_left()) {
         if (run.partial_slot < 0) {
           *params_.lse_of(run.request, place().kv_head, place().first_row() + row) = lse2 * kLn2;
