@@ -1,6 +1,6 @@
 // The sparse CUDA MLA kernels on a few tiny batches, without XLA: what the sanitizers run (make sanitize).
 //
-// The batches reach both feeders and their branches: rows of both formats and element types, ids that are
+// The batches reach all feeders and their branches: rows of both formats and element types, ids that are
 // rows and ids that are positions, -1, ids outside, lists of any length, none at all, tokens whole and cut,
 // and the largest logits. Results are compared with double precision.
 #include <cuda_bf16.h>
@@ -60,9 +60,10 @@ void deal(const Case& c, std::vector<int>& schedule, std::vector<int>& num_split
   for (int token = 0; token < tokens; ++token) num_splits[token + 1] = num_splits[token] + pieces[token];
 }
 
-// A pool of random rows as bytes, and as the numbers that the kernel shall take them for.
+// A pool of random rows as bytes, and as the numbers that the kernel shall take them for: of bytes, as they
+// are or `rounded` to elements.
 template <typename Element>
-void make_rows(mla::RowFormat format, std::mt19937& random, std::vector<char>& bytes,
+void make_rows(mla::RowFormat format, bool rounded, std::mt19937& random, std::vector<char>& bytes,
                std::vector<float>& numbers) {
   std::normal_distribution<float> normal;
   numbers.resize(kRows * mla::kQueryDim);
@@ -83,7 +84,8 @@ void make_rows(mla::RowFormat format, std::mt19937& random, std::vector<char>& b
       for (int d = 128 * group; d < 128 * group + 128; ++d) {
         const __nv_fp8_e4m3 small(of[d] / scale);
         to[d] = small.__x;
-        of[d] = float(Element(float(small) * scale));
+        of[d] = float(small) * scale;
+        if (rounded) of[d] = float(Element(of[d]));
       }
     }
     for (int d = 0; d < mla::kRopeDim; ++d) {
@@ -94,13 +96,13 @@ void make_rows(mla::RowFormat format, std::mt19937& random, std::vector<char>& b
 }
 
 template <typename Element>
-void run(const Case& c, mla::RowFormat format = mla::RowFormat::kPlain) {
+void run(const Case& c, mla::RowFormat format, bool wants_peaks) {
   const int tokens = c.lengths.size(), tiles = ceil_div(c.topk, mla::kPageTokens);
   std::mt19937 random(1);
   std::normal_distribution<float> normal;
   std::vector<char> pool;
   std::vector<float> numbers;
-  make_rows<Element>(format, random, pool, numbers);
+  make_rows<Element>(format, wants_peaks, random, pool, numbers);
   std::vector<Element> query(tokens * c.heads * mla::kQueryDim);
   for (Element& x : query) x = Element(normal(random));
 
@@ -151,7 +153,7 @@ void run(const Case& c, mla::RowFormat format = mla::RowFormat::kPlain) {
   Element* out = filled_with_nan<Element>(all_rows * mla::kLatentDim);
   params.out = out;
   params.lse = unwritten<float>(all_rows);
-  params.max_logits = c.whole ? unwritten<float>(all_rows) : nullptr;
+  params.max_logits = wants_peaks ? unwritten<float>(all_rows) : nullptr;
   if (!c.whole) {
     params.partial_out = filled_with_nan<float>(partial_rows * mla::kLatentDim);
     params.partial_lse2 = unwritten<float>(partial_rows);
@@ -176,7 +178,7 @@ void run(const Case& c, mla::RowFormat format = mla::RowFormat::kPlain) {
 
   const auto result = on_host(out, all_rows * mla::kLatentDim);
   const auto lse = on_host(params.lse, all_rows);
-  const auto peaks = c.whole ? on_host(params.max_logits, all_rows) : std::vector<float>(all_rows);
+  const auto peaks = wants_peaks ? on_host(params.max_logits, all_rows) : std::vector<float>(all_rows);
   double worst = 0;
   for (size_t index = 0; index < all_rows; ++index) {
     const int token = index / c.heads;
@@ -207,39 +209,48 @@ void run(const Case& c, mla::RowFormat format = mla::RowFormat::kPlain) {
       return got != want && !(std::fabs(got - want) < 2e-3);
     };
     if (differ(lse[index], std::log(total))) check(cudaErrorUnknown, "wrong log-sum-exp");
-    if (c.whole && differ(peaks[index], peak)) check(cudaErrorUnknown, "wrong largest logit");
+    if (wants_peaks && differ(peaks[index], peak)) check(cudaErrorUnknown, "wrong largest logit");
     worst = std::fmax(worst, std::sqrt(error / (size > 0 ? size : 1)));
   }
-  std::printf("%s: %d pieces more than tokens, worst row %.1e\n", c.name, num_splits.back() - tokens, worst);
+  std::printf("%s%s%s: %d pieces more than tokens, worst row %.1e\n", c.name,
+              format == mla::RowFormat::kFp8 ? ", bytes" : "", wants_peaks ? ", largest logits" : "",
+              num_splits.back() - tokens, worst);
   if (worst > 8e-3) check(cudaErrorUnknown, "wrong result");
 }
 
 }  // namespace
 
 int main() {
-  const auto fp8 = mla::RowFormat::kFp8;
+  const auto plain = mla::RowFormat::kPlain, bytes = mla::RowFormat::kFp8;
   const Case whole = {"whole tokens, lists of any length", {0, 1, 63, 64, 65, 200}, 16, 200, 3, true};
   const Case cut = {"tokens cut", {640, 600, 64, 640}, 70, 640, 11};
   const Case one = {"one token, many pieces, two tiles of heads", {2000}, 128, 2000, 30};
   const Case paged = {"positions", {130, 100, 7}, 5, 130, 3, false, 24};
   const Case bad = {"an id outside", {100, 128, 90}, 64, 128, 2, false, 0, 1};
-  Case pairs = whole, bad_pairs = bad, paged_pairs = paged;
-  pairs.name = "whole tokens, two tiles of heads";
-  bad_pairs.name = "an id outside, two tiles of heads";
-  paged_pairs.name = "positions, two tiles of heads";
-  pairs.heads = bad_pairs.heads = paged_pairs.heads = 128;
   const Case skipped = {"ids outside, skipped", {100, 128, 90}, 64, 128, 2, true, 0, 1, true};
+  Case pairs = whole, skipped_pairs = skipped;
+  pairs.name = "whole tokens, two tiles of heads";
+  skipped_pairs.name = "ids outside, skipped, two tiles of heads";
+  pairs.heads = skipped_pairs.heads = 128;
   Case sinks_whole = whole, sinks_cut = cut, sinks_merged = one;
   sinks_whole.name = "sinks, whole tokens";
   sinks_cut.name = "sinks, cut";
   sinks_merged.name = "sinks, merged";
   sinks_whole.sinks = sinks_cut.sinks = sinks_merged.sinks = true;
-  for (const Case& c : {whole, cut, one, paged, bad, pairs, bad_pairs, paged_pairs, skipped, sinks_whole,
-                        sinks_cut, sinks_merged}) {
-    run<__nv_bfloat16>(c);
-    run<__nv_bfloat16>(c, fp8);
+  // Tokens that are whole tell their largest logits too. Over bytes that is a kernel of its own, as is,
+  // without them, each tile of heads.
+  for (const Case& c : {whole, pairs, skipped, skipped_pairs, sinks_whole}) {
+    run<__nv_bfloat16>(c, plain, true);
+    run<__nv_bfloat16>(c, bytes, true);
   }
-  run<__half>(cut);
-  run<__half>(paged);
+  constexpr int kHeads[] = {5, 16, 30, 64, 128};
+  int turn = 0;
+  for (Case c : {whole, cut, one, paged, bad, skipped, sinks_whole, sinks_cut, sinks_merged}) {
+    if (!c.whole) run<__nv_bfloat16>(c, plain, false);
+    c.heads = kHeads[turn++ % 5];
+    run<__nv_bfloat16>(c, bytes, false);
+  }
+  run<__half>(cut, plain, false);
+  run<__half>(paged, plain, false);
   return 0;
 }

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import itertools
 import os
 import re
 import shutil
@@ -88,9 +89,10 @@ def kernels(build: Path) -> dict[str, str]:
     return dict(re.findall(r"Function : (\S+)\n(.*?)(?=\n\t\tFunction : |\Z)", text, flags=re.DOTALL))
 
 
-def _decode_kernels(kernels: dict[str, str], count: int = 9) -> list[str]:
+def _decode_kernels(kernels: dict[str, str], count: int = 12) -> list[str]:
     found = [sass for name, sass in kernels.items() if re.search("decode_kernel|sparse_kernel", name)]
-    # bfloat16 and float16, dense and sparse; sparse over bytes, also by pairs of CTAs; three tiles of bytes
+    # bfloat16 and float16, dense and sparse; sparse over bytes, also by pairs of CTAs; three tiles of bytes, dense and
+    # sparse
     assert len(found) == count
     return found
 
@@ -122,26 +124,35 @@ def test_decode_uses(kernels: dict[str, str], instruction: str) -> None:
         assert instruction in sass
 
 
+def _turned_kernel(kernels: dict[str, str], tokens: str, rows: int) -> str:
+    pattern = f"turned_decode_kernelIN.*{tokens}ELi{rows}E"
+    [sass] = [sass for name, sass in kernels.items() if re.search(pattern, name)]
+    return sass
+
+
 @pytest.mark.parametrize("rows", [16, 32, 64])
-def test_decode_over_bytes_multiplies_from_registers(kernels: dict[str, str], rows: int) -> None:
+@pytest.mark.parametrize("tokens", ["AllTokens", "ChosenTokens"])
+def test_decode_over_bytes_multiplies_from_registers(kernels: dict[str, str], tokens: str, rows: int) -> None:
     """36 products of a page's scores, of 64 rows in two parts; of its output 16, for the own and the other's page."""
-    [sass] = [sass for name, sass in kernels.items() if f"turned_decode_kernelILi{rows}E" in name]
+    sass = _turned_kernel(kernels, tokens, rows)
     products = re.findall(r"HGMMA\.64x(\d+)x16\.F32(\.BF16)? R\d+, R\d+, gdesc", sass)
     parts = 2 if rows == 64 else 1
     scores = [(str(rows // parts), "")] * (32 * parts) + [(str(rows // parts), ".BF16")] * (4 * parts)
     assert sorted(products) == sorted(scores + [(str(rows), "")] * (2 * 16))
     assert sass.count("HGMMA") == len(products)
-    assert "UBLKCP" in sass
+    # A page, or a row, is one copy of the engine; nothing is copied by threads.
+    assert re.search(r"UBLKCP\.S", sass)
+    assert "LDGSTS" not in sass
 
 
 def test_partial_results_are_discarded_from_the_l2(kernels: dict[str, str]) -> None:
     """By the kernels whose CTAs merge them."""
-    assert sum("CCTL.E.RML2" in sass for sass in _decode_kernels(kernels)) == 7
+    assert sum("CCTL.E.RML2" in sass for sass in _decode_kernels(kernels)) == 10
 
 
 def test_bytes_are_converted_by_the_hardware_and_each_once(kernels: dict[str, str]) -> None:
-    for rows in (16, 32, 64):
-        [sass] = [sass for name, sass in kernels.items() if f"turned_decode_kernelILi{rows}E" in name]
+    for tokens, rows in itertools.product(("AllTokens", "ChosenTokens"), (16, 32, 64)):
+        sass = _turned_kernel(kernels, tokens, rows)
         # 64 tokens x 512 among 128 threads, two at once, for scores; half of them for the output, which stands twice.
         assert sass.count("F2FP.F16.E4M3.UNPACK_B") == 64 * 512 // 128 // 2 + 2 * 64 * 256 // 128 // 2
 
@@ -187,7 +198,7 @@ def test_nothing_is_read_before_the_kernel_before_has_ended(kernels: dict[str, s
     """The launch is a programmatic dependent one, and __ldg is a load that the compiler may move across barriers."""
     for sass in _decode_kernels(kernels):
         before, after = sass.split("ACQBULK", 1)
-        assert not re.search(r"\b(LDG|UTMALDG|UBLKCP)\b", before)
+        assert not re.search(r"\b(LDG|LDGSTS|UTMALDG|UBLKCP)\b", before)
         assert re.search(r"\bLDG\b", after)
 
 

@@ -33,8 +33,8 @@ def inputs(seqs: int, q_len: int, heads: int, rows: int, topk: int, fp8: bool, s
     unnamed = np.setdiff1d(np.arange(len(latents)), ids)
     if fp8:
         pool = np.array(pallas_attn.quantize_latents(jnp.asarray(latents), scales="exact"))
-        floats = dequantized(pool).bfloat16().double().numpy()
-        pool[unnamed] = 0x7F
+        floats = dequantized(pool).numpy()
+        pool[unnamed] = 0xFF
     else:
         pool, floats = latents, latents.astype(np.float64)
         pool[unnamed] = np.nan
@@ -82,11 +82,23 @@ def test_decode_at_scale(seqs, q_len, heads, rows, topk, fp8):
     np.testing.assert_array_equal(np.asarray(again).view(np.uint16), np.asarray(out).view(np.uint16))
 
 
-@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("heads", [16, 30, 64, 128])
+@pytest.mark.parametrize(("seqs", "topk"), [(3, 2000), (140, 700)])
+def test_bytes_by_every_tile(seqs, topk, heads):
+    query, pool, floats, ids = inputs(seqs, 2, heads, 8192, topk, True, seed=5)
+    ids[1, 0, 64:192] = -1
+    sinks = np.linspace(-3, 8, heads, dtype=np.float32)
+    out, lse = attend(query, pool, ids, sinks=jnp.asarray(sinks))
+    check(query, floats, ids, out, lse, np.array([0, 2, seqs * 2 - 1]), f"bytes-{heads}", sinks=sinks)
+    again, _ = attend(query, pool, ids, sinks=jnp.asarray(sinks))
+    np.testing.assert_array_equal(np.asarray(again).view(np.uint16), np.asarray(out).view(np.uint16))
+
+
+@pytest.mark.parametrize(("fp8", "heads"), [(False, 40), (True, 40), (True, 12)])
 @pytest.mark.parametrize("seqs", [5, 140])
-def test_lengths_at_scale(seqs, fp8):
+def test_lengths_at_scale(seqs, fp8, heads):
     """Tokens with fewer ids than the schedule was made for: some pieces are empty, or shorter."""
-    query, pool, floats, ids = inputs(seqs, 1, 40, 4096, 1500, fp8, seed=1)
+    query, pool, floats, ids = inputs(seqs, 1, heads, 4096, 1500, fp8, seed=1)
     lengths = np.random.default_rng(1).integers(0, 1501, seqs).astype(np.int32)
     lengths[:3] = 0, 1500, 64
     out, lse = attend(query, pool, ids, topk_length=jnp.asarray(lengths))
@@ -95,7 +107,7 @@ def test_lengths_at_scale(seqs, fp8):
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize(("seqs", "heads"), [(1, 128), (5, 40), (140, 70)], ids=str)
+@pytest.mark.parametrize(("seqs", "heads"), [(1, 128), (5, 40), (140, 70), (1, 16), (5, 9)], ids=str)
 def test_sinks_at_scale(seqs, heads, fp8):
     """Wherever a token's result is finished: by its CTA alone, by the first of a few, by the merging kernel."""
     query, pool, floats, ids = inputs(seqs, 1, heads, 4096, 1500, fp8, seed=4)
@@ -110,9 +122,9 @@ def test_sinks_at_scale(seqs, heads, fp8):
     assert (np.asarray(out) != np.asarray(without)).any()
 
 
-@pytest.mark.parametrize("fp8", [False, True])
-def test_poison_stays_in_its_row(fp8):
-    query, pool, floats, ids = inputs(140, 1, 70, 4096, 700, fp8, seed=2)
+@pytest.mark.parametrize(("fp8", "heads"), [(False, 70), (True, 70), (True, 16)])
+def test_poison_stays_in_its_row(fp8, heads):
+    query, pool, floats, ids = inputs(140, 1, heads, 4096, 700, fp8, seed=2)
     bad = {3: 4096 + PAGE * 100, 70: -2, 139: 2**31 - 1}
     for seq, row in bad.items():
         ids[seq, 0, 7 * seq % 700] = row
@@ -133,11 +145,15 @@ def test_poison_stays_in_its_row(fp8):
     )
 
 
-def test_prefill_at_scale():
-    query, pool, floats, ids = inputs(600, 1, 128, 3000, 512, False, seed=3)
+@pytest.mark.parametrize(("fp8", "heads"), [(False, 128), (True, 128), (True, 64)])
+def test_prefill_at_scale(fp8, heads):
+    """Over bytes by kernels of its own, for pairs of CTAs and for single ones."""
+    query, pool, floats, ids = inputs(600, 1, heads, 3000, 512, fp8, seed=3)
     ids[0, 0, :9] = 10**6  # skipped
+    if fp8:
+        floats = torch.from_numpy(floats).bfloat16().double().numpy()
     call = jax.jit(functools.partial(pallas_attn.sparse_mla_prefill, implementation="cuda"))
-    out, top, lse = call(*map(jnp.asarray, (query[:, 0], pool.reshape(-1, 1, 576), ids)))
+    out, top, lse = call(*map(jnp.asarray, (query[:, 0], pool.reshape(-1, 1, pool.shape[-1]), ids)))
     tokens = np.array([0, 1, 299, 599])
     listed = [[i for i in row if 0 <= i < len(floats)] for row in ids[:, 0][tokens].tolist()]
     want, want_top, want_lse = reference(query[tokens, 0], floats, listed)

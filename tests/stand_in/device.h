@@ -262,6 +262,7 @@ inline void __syncthreads() {
   stand_in::cta().named[0].wait();
 }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>(uint64_t{a} * b >> 32); }
 template <typename T>
 T __ldg(const T* from) {
   return *from;

@@ -85,7 +85,8 @@ def sparse_mla_decode(
     Args:
         query: [num_seqs, q_len, num_heads, 576], bf16, fp16 or float32; any num_heads and q_len.
         latent_cache: [num_pages, page_size, 1, 576] in query's dtype, or, with a bf16 query, [num_pages, page_size, 1,
-            656] uint8 of `quantize_latents`, whose latents are used as rounded to bf16.
+            656] uint8 of `quantize_latents`, whose latents are used as rounded to bf16 ("cuda": to fp16, relative to
+            the largest scale).
         indices: [num_seqs, q_len, topk] int32, in any order; -1 is skipped, and an id that comes twice counts twice.
             What else names no token makes its query token's rows NaN; nothing out of bounds is read.
         addressing: what ids are: "slots", page * page_size + offset, or "positions" in the sequence, which lead

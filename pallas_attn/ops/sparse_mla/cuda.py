@@ -1,4 +1,4 @@
-"""Sparse MLA on Hopper: the CUDA kernels of csrc/mla/sm90/sparse, called through XLA's FFI."""
+"""Sparse MLA on Hopper: the CUDA kernels of csrc/mla/sm90/{sparse,turned}, called through XLA's FFI."""
 
 from typing import Any
 
@@ -42,6 +42,8 @@ def sparse_mla_cuda(
     How tokens are cut over multiprocessors follows from shapes alone, so that the schedule is a constant and nothing
     has to be computed before the kernel; a token with fewer ids than `topk` leaves some of its pieces short. With
     `max_logits` no token is cut.
+
+    Bytes are used as rounded to float16 relative to the largest scales, or with `max_logits` to bf16.
 
     vmap calls it once for each of the batch, one after the other.
     """

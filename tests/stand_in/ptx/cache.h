@@ -13,6 +13,9 @@ void store_with_policy(void* to, T v, uint64_t) {
   std::memcpy(to, &v, sizeof(T));
 }
 
+inline int load_int(const int* source) { return *source; }
+inline void prefetch_line(const void*) {}
+
 // What was in the line is lost.
 constexpr int kLineBytes = 128;
 inline void discard_line(const void* line) {

@@ -100,7 +100,7 @@ struct HeldTokens {
       const int row = at.row(i);
       if (row >= place.rows_left(params)) continue;
       const float peak2 = fmaxf(peak[kEven][row], peak[kOdd][row]);
-      max_logits[place.row(params, run.request) + row] = isnan(state.sum[i]) ? NAN : peak2 * kLn2;
+      max_logits[place.row(params, run.request) + row] = std::isnan(state.sum[i]) ? NAN : peak2 * kLn2;
     }
   }
 };

@@ -19,6 +19,8 @@ struct AllTokens {
 
   // A request's last page may hold slots that are not its own, with anything in them.
   static constexpr bool kHoldsTail = true;
+  // Nobody asks for them, and they would cost 64 rows a spilled register.
+  static constexpr bool kHasSinks = false;
 
   static bool never_cut(const DecodeParams&) { return false; }
 

@@ -15,7 +15,8 @@ namespace pallas_attn::mla::sm90::turned {
 template <typename Tokens, typename Plan>
 class Consumer {
  public:
-  __device__ Consumer(const DecodeParams& params, Plan& smem, RunResult<Plan>& result, const Place& at)
+  __device__ Consumer(const DecodeParams& params, Plan& smem, RunResult<Tokens, Plan>& result,
+                      const Place& at)
       : params_(params), smem_(smem), result_(result), at_(at) {
     run_.request = -1;
   }
@@ -117,14 +118,11 @@ class Consumer {
     return __any_sync(0xffffffff, ptx::named_barrier_any(kWithin + at_.owner, kWarpgroupThreads, above));
   }
 
-  // Slots beyond the sequence's end may hold anything, and zero times NaN is not zero. Each warp clears those
-  // whose scores it computes; the copy engine has left them out.
+  // Slots beyond the sequence's end may hold anything, and the copy engine has left them out. Each warp
+  // clears those whose scores it computes.
   __device__ __forceinline__ void clear_tail(int stage, int valid_tokens) {
     const int first = max(at_.warp * kWarpRows, valid_tokens), end = (at_.warp + 1) * kWarpRows;
-    auto* chunks = reinterpret_cast<uint4*>(smem_.pages[stage] + first * kTokenBytes);
-    const int count = (end - first) * (kTokenBytes / static_cast<int>(sizeof(uint4)));
-    for (int i = at_.lane; i < count; i += 32) chunks[i] = make_uint4(0, 0, 0, 0);
-    // The copy engine writes here next.
+    clear_tokens(smem_.pages[stage] + first * kTokenBytes, end - first, at_.lane);
     ptx::fence_async_shared();
     __syncwarp();
   }
@@ -175,7 +173,7 @@ class Consumer {
 
   const DecodeParams& params_;
   Plan& smem_;
-  RunResult<Plan>& result_;
+  RunResult<Tokens, Plan>& result_;
   const Place at_;
 
   PageRun run_;

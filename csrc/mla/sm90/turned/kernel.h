@@ -38,12 +38,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::lower_registers<kProducerRegisters>();
     const int warp = __shfl_sync(0xffffffff, threadIdx.x % kWarpgroupThreads / 32, 0);
     if (warp < Feeder::kWarps) Feeder(params, smem, warp).work_through(part);
-    if (warp == kWarpgroupWarps - 1 && merging == Merging::kInside) tell_cuts(params, smem.cuts);
+    // Asked again: kept, it would take a register that the feeder needs.
+    if (threadIdx.x / 32 == kThreads / 32 - 1 && merging == Merging::kInside) tell_cuts(params, smem.cuts);
     return;
   }
   ptx::raise_registers<kMathRegisters>();
   const Place at(role, threadIdx.x % kWarpgroupThreads);
-  RunResult<Plan> result(params, smem, at);
+  RunResult<Tokens, Plan> result(params, smem, at);
   Consumer<Tokens, Plan>(params, smem, result, at).work_through(part);
   finish<__nv_bfloat16, true>(params, smem, result, result.run, merging);
   // As in dense/roles.h.

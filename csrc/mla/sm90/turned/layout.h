@@ -26,4 +26,13 @@ PALLAS_ATTN_HOST_DEVICE constexpr int query_dim(int piece, int chunk, int word) 
                                : kLatentDim + word * 16 + chunk * 2;
 }
 
+// In the place of tokens that are not there, by a warp: 0 times what may lie there could be NaN. Before the
+// copy engine writes there again the warp has to fence.
+__device__ __forceinline__ void clear_tokens(char* first, int count, int lane) {
+  auto* chunks = reinterpret_cast<uint4*>(first);
+  for (int i = lane; i < count * static_cast<int>(kTokenBytes / sizeof(uint4)); i += 32) {
+    chunks[i] = make_uint4(0, 0, 0, 0);
+  }
+}
+
 }  // namespace pallas_attn::mla::sm90::turned

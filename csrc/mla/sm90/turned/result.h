@@ -9,7 +9,8 @@
 
 namespace pallas_attn::mla::sm90::turned {
 
-template <typename Plan>
+// `Tokens` says whether rows may have sinks (all_tokens.h, chosen_tokens.h).
+template <typename Tokens, typename Plan>
 class RunResult {
  public:
   static constexpr int kAccumulators = accumulators(Plan::kRows);
@@ -111,9 +112,11 @@ class RunResult {
       const bool empty = sum_ == 0.0f;  // false for NaN, which must survive
       float factor = empty ? 0.0f : unit_ / sum_;
       const float lse2 = empty ? -INFINITY : base_ + log2f(sum_);
-      // What is final makes room for the row's sink.
-      if (params_.sinks != nullptr && run.partial_slot < 0 && row < rows_left()) {
-        factor *= share_beside_sink(lse2, params_.sinks[place().row(params_, 0) + row]);
+      if constexpr (Tokens::kHasSinks) {
+        // What is final makes room for the row's sink.
+        if (params_.sinks != nullptr && run.partial_slot < 0 && row < rows_left()) {
+          factor *= share_beside_sink(lse2, params_.sinks[place().row(params_, 0) + row]);
+        }
       }
       smem_.out_factor[at_.owner][row] = factor;
       if (at_.owner == 0 && row < rows_left()) {
