@@ -48,6 +48,13 @@ __device__ __forceinline__ int block_z() {
   return index;
 }
 
+// The same of the lane.
+__device__ __forceinline__ int lane() {
+  int index;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(index));
+  return index;
+}
+
 // Moves registers between warpgroups; every warp of the warpgroup must execute it.
 template <int kCount>
 __device__ __forceinline__ void raise_registers() {

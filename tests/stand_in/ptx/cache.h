@@ -14,6 +14,10 @@ void store_with_policy(void* to, T v, uint64_t) {
 }
 
 inline int load_int(const int* source) { return *source; }
+inline uint4 load_16_bytes(const void* source) {
+  stand_in::expect_aligned("a load of 16 bytes", reinterpret_cast<uint64_t>(source), 16);
+  return *static_cast<const uint4*>(source);
+}
 inline void prefetch_line(const void*) {}
 
 // What was in the line is lost.

@@ -17,6 +17,7 @@ inline bool named_barrier_any(int id, int threads, bool flag) {
 }
 inline void named_barrier_arrive(int id, int threads) { named_barrier(id, threads).arrive(); }
 
+inline int lane() { return stand_in::lane(); }
 inline int block_x() { return static_cast<int>(blockIdx.x); }
 inline int block_z() { return static_cast<int>(blockIdx.z); }
 

@@ -6,6 +6,7 @@
 #include "mla/sm90/dense/store.h"
 #include "mla/sm90/turned/layout.h"
 #include "mla/sm90/turned/smem_plan.h"
+#include "ptx/cache.h"
 #include "ptx/tma.h"
 
 namespace pallas_attn::mla::sm90::turned {
@@ -38,32 +39,44 @@ __device__ __forceinline__ uint32_t scaled_pair(uint32_t pair, float factor) {
                                       __uint_as_float(pair & 0xFFFF0000) * factor);
 }
 
-// By the warps of both math warpgroups: four rows a warp at a time, so that what is stored together falls
-// into different banks. What lies behind the last row becomes zero.
+// By the warps of both math warpgroups: four rows a warp at once, so that what is stored together falls into
+// different banks; all that a warp has are loaded before the first is looked at. What lies behind the last
+// row becomes zero.
 template <typename Plan>
 __device__ __forceinline__ void load_query(const DecodeParams& params, Plan& smem, const OutputPlace& place,
                                            int request, float scale_log2, int warp, int lane) {
-  constexpr int kRowsAtOnce = 4;
+  constexpr int kRowsAtOnce = 4, kAllRows = kRowsAtOnce * kOwners * kWarpgroupWarps;
+  constexpr int kRounds = (Plan::kRows + kAllRows - 1) / kAllRows;
+  if (warp * kRowsAtOnce >= Plan::kRows) return;
   const int word = lane % 8 / 2, upper = lane % 2;
-  const int rows_left = place.rows_left(params);
+  const int first = warp * kRowsAtOnce + lane / 8, rows_left = place.rows_left(params);
   const char* tile = static_cast<const char*>(params.query) + place.row(params, request) * kQueryDim * 2;
-#pragma unroll 1
-  for (int first = warp * kRowsAtOnce; first < Plan::kRows;
-       first += kRowsAtOnce * kOwners * kWarpgroupWarps) {
-    const int row = first + lane / 8;
+  uint4 loaded[kRounds][kPieces];
+#pragma unroll
+  for (int round = 0; round < kRounds; ++round) {
+    const int row = first + round * kAllRows;
     const char* from = tile + static_cast<int64_t>(row) * kQueryDim * 2;
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece) {
+      loaded[round][piece] = make_uint4(0, 0, 0, 0);
+      if (row < rows_left) {
+        loaded[round][piece] = ptx::load_16_bytes(from + query_dim(piece, upper * 4, word) * 2);
+      }
+    }
+  }
+#pragma unroll
+  for (int round = 0; round < kRounds; ++round) {
+    const int row = first + round * kAllRows;
     uint32_t pairs[kPieces][4];
     uint32_t peak = 0;
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece) {
-      uint4 v = make_uint4(0, 0, 0, 0);
-      if (row < rows_left) {
-        v = __ldg(reinterpret_cast<const uint4*>(from + query_dim(piece, upper * 4, word) * 2));
-      }
+      const uint4 v = loaded[round][piece];
       pairs[piece][0] = v.x, pairs[piece][1] = v.y, pairs[piece][2] = v.z, pairs[piece][3] = v.w;
 #pragma unroll
-      for (int j = 0; j < 4; ++j)
+      for (int j = 0; j < 4; ++j) {
         peak = max(peak, max(pairs[piece][j] << 17 >> 17, pairs[piece][j] << 1 >> 17));
+      }
     }
 #pragma unroll
     for (int distance = 1; distance < 8; distance *= 2) {

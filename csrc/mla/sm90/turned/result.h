@@ -47,15 +47,12 @@ class RunResult {
     const int64_t first = first_element(final ? run.request : run.partial_slot);
     auto* out = static_cast<__nv_bfloat16*>(params_.out) + first;
     float* partial = params_.partial_out + first;
-    visit_rows([&](int row, const float (&v)[kColumns]) {
-      if (final) {
+    const bool second = ptx::lane() & kNeighbour;
+    visit_rows([&](int row, bool exists, const float (&v)[kColumns]) {
+      if (!final) {
+        store_partial(partial + row * kLatentDim, exists, second, v, policy);
+      } else if (exists) {
         store_out(out + row * kLatentDim, v, policy);
-      } else {
-#pragma unroll
-        for (int i = 0; i < kColumns; i += 4) {
-          ptx::store_with_policy(partial + row * kLatentDim + i, as_words(v[i], v[i + 1], v[i + 2], v[i + 3]),
-                                 policy);
-        }
       }
     });
   }
@@ -103,6 +100,7 @@ class RunResult {
   }
 
  private:
+  static constexpr int kNeighbour = 4;  // as many lanes on, the next columns of the same rows
   static constexpr int kLinesOfWarp = kWarpColumns * sizeof(float) / ptx::kLineBytes;
 
   // What the thread of a row knows becomes what all threads multiply by; the row's log-sum-exp is stored.
@@ -146,7 +144,7 @@ class RunResult {
     return first;
   }
 
-  // visit(row, columns), of rows that there are, counted from this thread's first.
+  // visit(row, whether there is one, columns); rows are counted from this thread's first.
   template <typename Visit>
   __device__ __forceinline__ void visit_rows(Visit visit) {
     const int left = rows_left() - at_.row(0);
@@ -158,7 +156,7 @@ class RunResult {
         float v[kColumns];
 #pragma unroll
         for (int c = 0; c < kColumns; ++c) v[c] = column(c, j, right) * factor;
-        if (j * 8 + right < left) visit(j * 8 + right, v);
+        visit(j * 8 + right, j * 8 + right < left, v);
       }
     });
   }
@@ -174,6 +172,25 @@ class RunResult {
                            make_uint4(Traits::pack(v[0], v[1]), Traits::pack(v[2], v[3]),
                                       Traits::pack(v[4], v[5]), Traits::pack(v[6], v[7])),
                            policy);
+  }
+
+  // Half of a thread's columns at a time would be half of a sector each, and take as long as a whole one. So
+  // two neighbours exchange halves, and both store what the first one had before what the second one had.
+  static __device__ __forceinline__ void store_partial(float* to, bool exists, bool second,
+                                                       const float (&v)[kColumns], uint64_t policy) {
+    constexpr int kHalf = kColumns / 2;
+    static_assert(kHalf == 4);
+    float firsts[kHalf], seconds[kHalf];  // of the first one's columns, and of the second one's
+#pragma unroll
+    for (int i = 0; i < kHalf; ++i) {
+      const float others = __shfl_xor_sync(0xffffffff, second ? v[i] : v[i + kHalf], kNeighbour);
+      firsts[i] = second ? others : v[i];
+      seconds[i] = second ? v[i + kHalf] : others;
+    }
+    if (!exists) return;
+    to += second ? kHalf - kColumns : 0;
+    ptx::store_with_policy(to, as_words(firsts[0], firsts[1], firsts[2], firsts[3]), policy);
+    ptx::store_with_policy(to + kColumns, as_words(seconds[0], seconds[1], seconds[2], seconds[3]), policy);
   }
 
   __device__ __forceinline__ void add_row(const float* from, int j, int right, float own, float others) {
