@@ -283,7 +283,7 @@ def _resolve_config(case: Case, rules: Rules, explicit: Any) -> PagedAttentionCo
         streams=case.streams,
         max_len=max_len,
     )
-    sizes = dict(
+    sizes: dict[str, Any] = dict(
         rows=case.rows,
         head_dim=case.pool.head_dim,
         itemsize=jnp.dtype(case.cache_dtype).itemsize,
