@@ -65,7 +65,8 @@ def test_shard_map_lowers_for_a_gpu(specs):
 
     def attend(*arguments):
         mesh = jax.sharding.get_abstract_mesh()
-        op = functools.partial(pallas_attn.paged_attention, implementation="pallas")
+        config = pallas_attn.PagedAttentionConfig(16, 16, min_split_tokens=32)  # cuts, and merges
+        op = functools.partial(pallas_attn.paged_attention, implementation="pallas", config=config)
         return jax.shard_map(op, mesh=mesh, in_specs=specs, out_specs=out)(*arguments)
 
     lowered = lowering.lower_for_gpu(attend, *arguments(jnp.bfloat16), num_devices=2)
