@@ -91,8 +91,7 @@ def kernels(build: Path) -> dict[str, str]:
 
 def _decode_kernels(kernels: dict[str, str], count: int = 12) -> list[str]:
     found = [sass for name, sass in kernels.items() if re.search("decode_kernel|sparse_kernel", name)]
-    # bfloat16 and float16, dense and sparse; sparse over bytes, also by pairs of CTAs; three tiles of bytes, dense and
-    # sparse
+    # bfloat16 and float16, dense and sparse; sparse over bytes, also by pairs; three tiles of bytes, dense and sparse
     assert len(found) == count
     return found
 
