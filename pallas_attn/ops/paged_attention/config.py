@@ -1,6 +1,7 @@
 """Tile sizes of the paged attention kernel, and the heuristic for devices without a measured file."""
 
 import dataclasses
+import functools
 import math
 
 from pallas_attn._call.configs import SplitKVConfig
@@ -49,6 +50,7 @@ class PagedAttentionConfig(SplitKVConfig):
     """
 
 
+@functools.cache  # of one stream there are thousands of pieces to weigh
 def heuristic(
     *,
     num_seqs: int,
