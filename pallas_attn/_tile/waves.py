@@ -11,6 +11,8 @@ measured on an H200, where that share is 34 KB a microsecond.
 
 import dataclasses
 
+from pallas_attn._tile.pieces import ceil_div
+
 # Of each wave: from its start to its first products, lengths, page ids and keys come one after the other.
 START_KB = 80
 # Of a kernel that deals: every program works out what is cut, slots without a piece come and go, another kernel merges.
@@ -59,7 +61,7 @@ class Waves:
         """Of as many pieces of each walk, in KB a multiprocessor."""
         programs = self.streams * pieces
         walking = self.taken(programs) * self.resident * self.tokens * self.token_kb / pieces
-        starts = -(-programs // self.slots) * START_KB
+        starts = ceil_div(programs, self.slots) * START_KB
         if not self.dealt:
             return walking + starts
         left = programs * self.piece_kb / self.num_cores if pieces > 1 else 0.0
@@ -74,5 +76,5 @@ class Waves:
             more = (self.streams * pieces - 1) // (FEW_PROGRAMS * self.num_cores)
             return self.cost(pieces) * (1 + FINER * more)
 
-        least = -(-least_programs // self.streams)
+        least = ceil_div(least_programs, self.streams)
         return min(range(least if least <= most else 1, most + 1), key=cost)
