@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/element_traits.h"
+#include "common/math.h"
 #include "mla/sm90/dense/store.h"
 #include "mla/sm90/turned/layout.h"
 #include "mla/sm90/turned/smem_plan.h"
@@ -46,7 +47,7 @@ template <typename Plan>
 __device__ __forceinline__ void load_query(const DecodeParams& params, Plan& smem, const OutputPlace& place,
                                            int request, float scale_log2, int warp, int lane) {
   constexpr int kRowsAtOnce = 4, kAllRows = kRowsAtOnce * kOwners * kWarpgroupWarps;
-  constexpr int kRounds = (Plan::kRows + kAllRows - 1) / kAllRows;
+  constexpr int kRounds = ceil_div(Plan::kRows, kAllRows);
   if (warp * kRowsAtOnce >= Plan::kRows) return;
   const int word = lane % 8 / 2, upper = lane % 2;
   const int first = warp * kRowsAtOnce + lane / 8, rows_left = place.rows_left(params);
