@@ -23,6 +23,9 @@ from workloads.decode import PagedWorkload
 from workloads.dense import DenseWorkload
 
 ROUNDS, QUICK_ROUNDS = 7, 3
+# A call of ten microseconds may differ by a tenth from burst to burst, and may not in the next process. Until the
+# middle of everyone's samples is no wider than this share of the median, there are more rounds, for everyone.
+SETTLED, MOST_ROUNDS = 0.02, 11
 MOST_SECONDS = 4.0  # that the samples of one implementation at one case may take; plain jnp gets fewer
 MIB = 1 << 20
 
@@ -167,7 +170,9 @@ def outcomes(
     yield from failed.items()
     if contenders:
         contenders[0].runner.warm_up()
-    for number in range(rounds):
+    for number in range(max(rounds, MOST_ROUNDS)):
+        if number >= rounds and all(map(settled, contenders)):
+            break
         for contender in contenders[:: -1 if number % 2 else 1]:
             if contender.seconds < MOST_SECONDS:
                 start = time.perf_counter()
@@ -179,6 +184,14 @@ def outcomes(
             best = min(own, key=lambda contender: sorted(contender.samples)[len(contender.samples) // 2])
             peak, method = best.runner.peak_bytes, best.runner.method
             yield candidate.name, Outcome(best.samples, best.error, peak, method, best.variant)
+
+
+def settled(contender: Contender) -> bool:
+    """Whether further samples would hardly move the median, or there will be none."""
+    if contender.seconds >= MOST_SECONDS:
+        return True
+    low, median, high = (results.percentile(contender.samples, percent) for percent in (20, 50, 80))
+    return high - low <= SETTLED * median
 
 
 def checked(candidate: Candidate, inputs: Any, expected: list[jax.Array]) -> tuple[list[Contender], Outcome]:

@@ -112,7 +112,9 @@ def parser() -> Parser:
     own.add_argument("--q-len", type=count, metavar="N", help="query tokens a sequence; default: 1")
     how = made.add_argument_group("how")
     how.add_argument(
-        "--quick", action="store_true", help=f"{measure.QUICK_ROUNDS} rounds of bursts, not {measure.ROUNDS}"
+        "--quick",
+        action="store_true",
+        help=f"at least {measure.QUICK_ROUNDS} rounds of bursts, not {measure.ROUNDS}",
     )
     how.add_argument("--fresh", action="store_true", help="measure rows again that the table already has")
     how.add_argument(

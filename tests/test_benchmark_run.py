@@ -266,6 +266,27 @@ def test_implementations_take_turns():
     assert outcomes["a"].samples == [1.0] * 3
 
 
+def test_who_is_not_settled_has_all_go_on():
+    def contender(name, seconds):
+        drawn = iter(seconds)
+        runner = Runner(lambda: [jnp.ones(2)], lambda: next(drawn), lambda: None, None, "loop")
+        done = future(lambda inputs: runner)
+        return measure.Candidate(name, name, 1e-3, {"": done}, future(lambda inputs: [jnp.ones(2)]), None)
+
+    workload = workloads.paged_attention.PagedAttention(pallas_attn, True)
+
+    def samples(*seconds):
+        found = [contender(name, own) for name, own in zip("ab", seconds, strict=True)]
+        return {name: one.samples for name, one in measure.outcomes(workload, workload.tiny()[0], found, 3)}
+
+    steady, new = [1.0] * 20, [1.3, 1.2, 1.1, *[1.0] * 17]
+    ends = samples(steady, new)
+    assert ends["b"] == new[: len(ends["a"])], "in the same rounds"
+    assert sorted(ends["b"])[len(ends["b"]) // 2] == 1.0
+    assert [len(own) for own in samples(steady, [1.0, 1.2] * 10).values()] == [measure.MOST_ROUNDS] * 2
+    assert [len(own) for own in samples(steady, [1.0, 1.01, 1.02]).values()] == [3, 3]
+
+
 def future(value):
     made = measure.Future()
     made.set_result(value)
