@@ -38,8 +38,10 @@ def read(read: Read, dtype: Any, chunks: Sequence[tuple[int, int]]) -> list[jax.
 
 def _latents(read: Read, first: int, size: int) -> jax.Array:
     """Elements `first` to `first + size`, whole groups, in bf16; exact where scales are powers of two."""
-    elements = values(read((first, size)))
+    # Of two loads that meet Triton takes the later one's layout for what follows: by the scales', a thread would have
+    # 128 elements side by side, and eight threads would wait for one another at the same banks of shared memory.
     scales = _numbers(read((SCALES_AT + 4 * (first // GROUP), 4 * (size // GROUP))), jnp.float32)
+    elements = values(read((first, size)))
     latents = elements.reshape(-1, size // GROUP, GROUP) * scales[:, :, None]
     return _settled(latents.astype(jnp.bfloat16), elements.shape)
 
