@@ -103,6 +103,18 @@ def test_loops_over_tables_count_in_32_bits(triton):
     assert not re.findall(r"\bsetp\.\w+\.[su]64", attend.compile(triton).ptx)
 
 
+@pytest.mark.once
+@pytest.mark.parametrize("triton", lowering.TRITON_ENDS)
+def test_threads_read_656_byte_latents_side_by_side(triton):
+    """Where one thread reads 16 bytes behind the other's, those of a warp do not meet at the same banks; a group's 128
+    elements in one thread would."""
+    attend, *_ = kernels_of("sparse of 16 heads")
+    reads = re.findall(r"ld\.shared\.v4\.b32\s[^\[]*\[(%r\d+)(?:\+(\d+))?\]", attend.compile(triton).ptx)
+    assert len(reads) >= 8, "the tile's elements"
+    places = {(register, int(offset or 0)) for register, offset in reads}
+    assert not [place for place in places if (place[0], place[1] + 16) in places]
+
+
 @pytest.mark.parametrize("name", BROAD)
 def test_writes_what_reads_alike_for_every_trace(name):
     """The cache lives by the text: two traces of a kernel must give the same."""

@@ -146,6 +146,7 @@ OTHERS: dict[str, tuple[Callable[..., Any], tuple[int, ...], dict[str, Any]]] = 
     "latents": (latents, (), {}),
     "mla of 32 rows": (lowered_modules.mla, (128, 64, 32, 1, 1, 64), {}),
     "sparse": (sparse, (128,), {}),
+    "sparse of 16 heads": (sparse, (16,), {}),
     "sparse prefill": (sparse_prefill, (576,), {}),
     "sparse prefill fp8": (sparse_prefill, (656,), {}),
     "prefix": (prefix, (), {}),
