@@ -10,15 +10,22 @@ namespace {
 
 using namespace pallas_attn;
 
-template <int kThreads>
-void deal_by(const mla::ScheduleParams& params) {
-  std::vector<int> memory(mla::DealingSpace::bytes(params.batch) / sizeof(int));
-  typename BlockTeam<kThreads>::Scratch scratch;
+template <int kThreads, bool kOnce>
+void deal_by_team(const mla::ScheduleParams& params) {
+  std::vector<int> memory(mla::DealingSpace::bytes(params.batch) / sizeof(int) + 1);
+  using Team = BlockTeam<kThreads, kOnce>;
+  typename Team::Scratch scratch;
   const mla::DealingCounts counts(params, kThreads);
   cuda_on_host::run_block(kThreads, [&] {
-    BlockTeam<kThreads> team(scratch);
+    Team team(scratch);
     mla::deal(team, params, counts, mla::DealingSpace(memory.data(), params.batch));
   });
+}
+
+// As the kernel is launched.
+template <int kThreads>
+void deal_by(const mla::ScheduleParams& params) {
+  params.batch <= kThreads ? deal_by_team<kThreads, true>(params) : deal_by_team<kThreads, false>(params);
 }
 
 }  // namespace

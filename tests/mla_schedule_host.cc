@@ -21,6 +21,11 @@ class LoopTeam {
     for (int i : order) work(i);
   }
 
+  template <typename Work>
+  void each_at_last(int count, Work work) {
+    each(count, work);
+  }
+
   static void lower(int& value, int to) { value = std::min(value, to); }
 
   struct Totals {
@@ -29,10 +34,9 @@ class LoopTeam {
   template <typename Value>
   Totals prefix_sum(int count, Value value, int* sums) {
     Totals all = {0, value(0), value(0)};
-    sums[0] = 0;
     for (int i = 0; i < count; ++i) {
+      sums[i] = all.sum;
       all = {all.sum + value(i), std::min<int>(all.least, value(i)), std::max<int>(all.most, value(i))};
-      sums[i + 1] = all.sum;
     }
     return all;
   }
@@ -47,9 +51,9 @@ class LoopTeam {
       for (int i = first; i < end; ++i) {
         Hop way = hops[i - first];
         uint32_t visited = 1u << (i - first);
-        while (way.request < end) {
-          visited |= 1u << (way.request - first);
-          way = way.then(hops[way.request - first]);
+        while (way.request() < end) {
+          visited |= 1u << (way.request() - first);
+          way = way.then(hops[way.request() - first]);
         }
         store(i, way, visited);
       }
@@ -73,4 +77,8 @@ extern "C" bool deal_on_host(const int* seq_lens, int batch, int num_sm_parts, i
   const ScheduleParams params = {seq_lens, schedule, num_splits, batch, num_sm_parts, overhead_pages, rows};
   deal(team, params, DealingCounts(params, num_workers), DealingSpace(memory.data(), batch));
   return memory.back() == kGuard;
+}
+
+extern "C" unsigned small_quotient(unsigned dividend, unsigned divisor) {
+  return pallas_attn::Divisor::of_small_quotients(divisor).into(dividend);
 }

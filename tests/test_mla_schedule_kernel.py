@@ -90,6 +90,27 @@ def test_equals_the_plain_model(
 
 
 @pytest.mark.once
+@settings(max_examples=500, deadline=None)
+@given(st.integers(1, LARGEST), st.integers(0, 2**14 - 1), st.integers(-1, 1))
+def test_small_quotients(library: ctypes.CDLL, divisor: int, quotient: int, beside: int) -> None:
+    dividend = min(max(0, quotient * divisor + beside), LARGEST)
+    assert library.small_quotient(dividend, divisor) == dividend // divisor
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("stride", [2**14, 2**15, 2**18])
+def test_long_strides(library: ctypes.CDLL, stride: int) -> None:
+    """Every part snaps to the start but one, as far ahead as it can: together they go twice round the circle."""
+    overhead = 1024
+    pairs = 2 * stride // overhead
+    for beside in (0, 1):
+        lengths = [64 * (stride // 2 - overhead), 64 * (stride // 2 - beside)] * pairs
+        rows, pieces, _ = plain_schedule(lengths, pairs + 2, overhead)
+        got = on_host(library, lengths, pairs + 2, overhead)
+        assert_equal(got, (rows, pieces), beside)
+
+
+@pytest.mark.once
 @pytest.mark.parametrize("num_threads", [128, 256])
 @pytest.mark.parametrize("num_seqs", [1, 3, 31, 32, 33, 100, 128, 129, 300])
 def test_the_block_equals_the_plain_model(block: ctypes.CDLL, num_seqs: int, num_threads: int) -> None:
@@ -155,11 +176,11 @@ def test_the_default_overhead_is_asked_for() -> None:
 
 
 def test_the_most_there_may_be(library: ctypes.CDLL) -> None:
-    lengths = np.random.default_rng(0).integers(0, 3000, 16384).tolist()
+    lengths = np.random.default_rng(0).integers(0, 3000, schedule_cuda.MOST_SEQS).tolist()
     for num_parts, overhead in ((4096, 1024), (4096, 1), (132, 5)):
         rows, pieces, _ = plain_schedule(lengths, num_parts, overhead)
         assert_equal(on_host(library, lengths, num_parts, overhead), (rows, pieces), num_parts)
-    on_host(library, [LARGEST] * 16384, 4096, 1024)  # no overflow
+    on_host(library, [LARGEST] * schedule_cuda.MOST_SEQS, 4096, 1024)  # no overflow
     for num_parts in (1, 2, 3):
         rows, pieces, _ = plain_schedule([LARGEST] * 32, num_parts, 1024)
         assert_equal(on_host(library, [LARGEST] * 32, num_parts, 1024), (rows, pieces), num_parts)
@@ -196,7 +217,7 @@ def on_gpu(lengths, num_parts: int, overhead: int | None, rows: int = 1):
 def test_kernel_equals_the_plain_model(num_parts: int, overhead: int) -> None:
     rng = np.random.default_rng(num_parts)
     cases = [[0], [1], [32768], [0, 0, 0], [4096] * 128, [64 * 5] * 8, [100_000] + [1] * 32]
-    cases += [rng.integers(0, most, n).tolist() for n in (2, 31, 200, 1500, 16384) for most in (200, 9000)]
+    cases += [rng.integers(0, most, n).tolist() for n in (2, 31, 200, 1500, 4096) for most in (200, 9000)]
     for lengths in cases:
         rows, pieces, _ = plain_schedule(lengths, num_parts, overhead)
         assert_equal(on_gpu(lengths, num_parts, overhead), (rows, pieces), lengths[:8])
@@ -238,8 +259,8 @@ def test_mla_schedule_is_the_kernels_on_hopper() -> None:
 @pytest.mark.parametrize(
     ("num_seqs", "num_parts", "overhead", "rows", "message"),
     [
-        (16385, 132, 5, 1, "'seq_lens': expected between 1 and 16384, got 16385"),
-        (0, 132, 5, 1, "'seq_lens': expected between 1 and 16384, got 0"),
+        (4097, 132, 5, 1, "'seq_lens': expected between 1 and 4096, got 4097"),
+        (0, 132, 5, 1, "'seq_lens': expected between 1 and 4096, got 0"),
         (3, 0, 5, 1, "'schedule_metadata': expected between 1 and 4096, got 0"),
         (3, 4097, 5, 1, "'schedule_metadata': expected between 1 and 4096, got 4097"),
         (3, 132, 1025, 1, "'overhead_blocks': expected between 0 and 1024, got 1025"),

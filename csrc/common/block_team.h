@@ -9,7 +9,8 @@
 
 namespace pallas_attn {
 
-template <int kThreads>
+// kOnce: never are more workers asked for than there are threads.
+template <int kThreads, bool kOnce>
 class BlockTeam {
  public:
   struct Totals {
@@ -23,21 +24,30 @@ class BlockTeam {
 
   template <typename Work>
   __device__ void each(int count, Work work) const {
-#pragma unroll 1
-    for (int i = threadIdx.x; i < count; i += kThreads) work(i);
+    each_at_last(count, work);
     __syncthreads();
+  }
+  // A step behind which there is none.
+  template <typename Work>
+  __device__ void each_at_last(int count, Work work) const {
+    if constexpr (kOnce) {
+      if (static_cast<int>(threadIdx.x) < count) work(threadIdx.x);
+    } else {
+#pragma unroll 1
+      for (int i = threadIdx.x; i < count; i += kThreads) work(i);
+    }
   }
 
   // Within a step, by any number of workers.
   static __device__ void lower(int& value, int to) { atomicMin(&value, to); }
 
-  // sums[i] becomes the sum of the first i values, for i up to and including `count`. It is there for work(i)
-  // of the next step, not for other work.
+  // sums[i] becomes the sum of the first i values. It is there for work(i) of the next step, not for other
+  // work.
   template <typename Value>
   __device__ Totals prefix_sum(int count, Value value, int* sums) const {
     Totals all = {0, INT_MAX, INT_MIN};
 #pragma unroll 1
-    for (int base = 0; base <= count; base += kThreads) {
+    for (int base = 0; base == 0 || (!kOnce && base < count); base += kThreads) {
       const int i = base + threadIdx.x;
       const int own = i < count ? value(i) : 0;
       int sum = own;
@@ -54,7 +64,7 @@ class BlockTeam {
       const Totals none = {0, INT_MAX, INT_MIN};
       const Totals of_warp = lane() < kWarps ? scratch_.by_warp[lane()] : none;
       const int of_warps_below = __reduce_add_sync(~0u, lane() < warp() ? of_warp.sum : 0);
-      if (i <= count) sums[i] = all.sum + of_warps_below + sum - own;
+      if (i < count) sums[i] = all.sum + of_warps_below + sum - own;
       all.sum += __reduce_add_sync(~0u, of_warp.sum);
       all.least = min(all.least, __reduce_min_sync(~0u, of_warp.least));
       all.most = max(all.most, __reduce_max_sync(~0u, of_warp.most));
@@ -68,16 +78,16 @@ class BlockTeam {
   __device__ void follow_in_chunks(int count, HopOf hop_of, Store store) const {
 #pragma unroll 1
     for (int first = 32 * warp(); first < count; first += kThreads) {
-      const int i = first + lane();
+      const int i = first + lane(), end = min(first + 32, count);
       auto hop = hop_of(min(i, count - 1));
       uint32_t visited = 1u << lane();
-#pragma unroll 1
-      for (int hops = 1; hops < min(32, count); hops *= 2) {
-        // What has been followed so far, and what has been followed from there: twice as far.
-        const bool inside = hop.request < min(first + 32, count);
-        const int from = inside ? hop.request - first : lane();
-        const auto on = shuffle(hop, from);
-        const uint32_t visits = __shfl_sync(~0u, visited, from);
+#pragma unroll
+      for (int hops = 1; hops < 32; hops *= 2) {
+        // What has been followed so far, and what has been followed from there: twice as far. Of a lane's
+        // number only the last five bits count, which are the request's.
+        const bool inside = hop.request() < end;
+        const decltype(hop) on = {__shfl_sync(~0u, hop.word, hop.word)};
+        const uint32_t visits = __shfl_sync(~0u, visited, hop.word);
         if (inside) {
           hop = hop.then(on);
           visited |= visits;
@@ -96,12 +106,6 @@ class BlockTeam {
 
   static __device__ int lane() { return threadIdx.x % 32; }
   static __device__ int warp() { return threadIdx.x / 32; }
-
-  template <typename Word>
-  static __device__ Word shuffle(Word word, int from) {
-    static_assert(sizeof(Word) == sizeof(uint32_t));
-    return __builtin_bit_cast(Word, __shfl_sync(~0u, __builtin_bit_cast(uint32_t, word), from));
-  }
 
   Scratch& scratch_;
 };

@@ -42,8 +42,21 @@ PALLAS_ATTN_HOST_DEVICE inline int highest_bit(uint32_t word) {
 // Divides numbers below 2^31 by the same one again and again: a product and a correction each.
 class Divisor {
  public:
-  PALLAS_ATTN_HOST_DEVICE explicit Divisor(uint32_t divisor)
-      : divisor_(divisor), reciprocal_(0xFFFFFFFFu / divisor) {}
+  PALLAS_ATTN_HOST_DEVICE explicit Divisor(uint32_t divisor) : Divisor(divisor, 0xFFFFFFFFu / divisor) {}
+
+  // The same for quotients below 2^14, made without a division.
+  PALLAS_ATTN_HOST_DEVICE static Divisor of_small_quotients(uint32_t divisor) {
+    // 2^32 less 2^-20 of itself, which is more than is lost by rounding: the reciprocal is never too large,
+    // and the product, less than 2^14 x 2^-19 + 1/2 too small, is so by less than 1.
+    constexpr float kAlmost = 4294963200.0f;
+#ifdef __CUDA_ARCH__
+    float reciprocal;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(static_cast<float>(divisor)));
+#else
+    const float reciprocal = 1.0f / static_cast<float>(divisor);
+#endif
+    return {divisor, static_cast<uint32_t>(kAlmost * reciprocal)};
+  }
 
   PALLAS_ATTN_HOST_DEVICE uint32_t into(uint32_t dividend) const {
     // The reciprocal is less than 2^32 / divisor by at most 1, so the product too small by at most 1/2.
@@ -53,7 +66,12 @@ class Divisor {
   // Rounded up; dividend + divisor, too, must be below 2^31.
   PALLAS_ATTN_HOST_DEVICE uint32_t into_up(uint32_t dividend) const { return into(dividend + divisor_ - 1); }
 
+  PALLAS_ATTN_HOST_DEVICE uint32_t reciprocal() const { return reciprocal_; }
+
  private:
+  PALLAS_ATTN_HOST_DEVICE Divisor(uint32_t divisor, uint32_t reciprocal)
+      : divisor_(divisor), reciprocal_(reciprocal) {}
+
   uint32_t divisor_, reciprocal_;
 };
 

@@ -12,12 +12,13 @@
 //
 //   (start(i) - start(j)) mod stride <= overhead
 //
-// which workers for each j ask the starts behind it, one subtraction and one comparison each. Then the walk
-// from the first start is followed chunk by chunk: for all starts of a chunk at once, where a walk from there
-// leaves it; one step a chunk; and each request finds in its own chunk which parts begin inside it.
+// which workers for each j ask the starts behind it, one subtraction and one comparison each. Then walks are
+// followed chunk by chunk: from all starts of a chunk at once, to where they leave it. Each worker goes along
+// the walk from the first start, one step a chunk, up to its request's, and finds there which parts begin
+// inside the request.
 //
-// One block runs this once, so most of its time goes by waiting: for each barrier, for each instruction that
-// is fetched for the first time. Short code is fast code here.
+// One block runs this once, with a warp or two for each scheduler, so most of its time goes by waiting for
+// the instruction before. What counts is the longest chain of those that need each other.
 #pragma once
 
 #include <cstddef>
@@ -29,8 +30,8 @@
 
 namespace pallas_attn::mla {
 
-// What the 16 bits of a Hop and a block's shared memory hold.
-constexpr int kMostRequests = 16384;
+// What the 16 bits of a Hop hold, and, of requests, half of a block's shared memory.
+constexpr int kMostRequests = 4096;
 constexpr int kMostParts = 4096;
 constexpr int kMostOverheadPages = 1024;
 // Of a batch. A length that no memory holds must not make the sum overflow: other requests' parts hang on it.
@@ -38,52 +39,49 @@ constexpr int kMostPages = 1 << 30;
 
 constexpr int kChunk = 32;   // starts, one for each bit of a word
 constexpr int kAtOnce = 16;  // starts that a worker looks at before it asks whether to go on
-// No start's residue, and far from all of them.
-constexpr uint32_t kNowhere = 1u << 31;
+// Strides from here on are too long for places of 32 bits on a circle.
+constexpr int kLongStride = 1 << 15;
 
 // Over some parts, from the start of one request to that of another; num_requests stands for the line's end.
-struct alignas(4) Hop {
-  uint16_t request;
-  uint16_t parts;
+// One word, taken apart by hand: compilers keep two halves in two registers.
+struct Hop {
+  uint32_t word;
 
-  PALLAS_ATTN_DEVICE Hop then(Hop next) const {
-    return {next.request, static_cast<uint16_t>(parts + next.parts)};
-  }
+  PALLAS_ATTN_DEVICE static Hop over(uint32_t parts, uint32_t request) { return {parts << 16 | request}; }
+  PALLAS_ATTN_DEVICE int request() const { return word & 0xFFFF; }
+  PALLAS_ATTN_DEVICE int parts() const { return word >> 16; }
+  PALLAS_ATTN_DEVICE Hop then(Hop next) const { return {(word & 0xFFFF0000) + next.word}; }
+};
+
+// A walk from a start up to where it leaves the start's chunk.
+struct alignas(8) Way {
+  Hop exit;          // to the first start outside
+  uint32_t visited;  // bit i: it snaps to start i of the chunk, its own included
 };
 
 struct alignas(8) IntPair {
   int first, second;
 };
-
-// The walk from the first start on its way into a chunk. `request` may be behind the chunk.
-struct ChunkEntry {
-  Hop here;     // over the parts before
-  Hop earlier;  // the same of the last chunk that the walk came into
-  int snaps;    // before the chunk
+struct alignas(16) IntQuad {
+  int first, second, third, fourth;
 };
 
 // Memory that the workers share.
 struct DealingSpace {
+  Way* way;    // [num_requests], of the walk from each start
   int* start;  // [num_requests + 1]
-  union {
-    uint32_t* residue;  // [num_requests + kAtOnce]: start modulo stride, then kNowhere
-    uint32_t* visited;  // later: bit i, that a walk from here snaps to start i of its chunk
-  };
-  union {
-    int* snap;  // [num_requests + 1]: the first start that a walk from here can snap to, but for the next one
-    Hop* exit;  // later: to the first one outside its chunk
-  };
-  ChunkEntry* entry;  // [num_chunks]
+  int* snap;   // [num_requests + 1]: the first start that a walk from here can snap to, but for the next one
+  // [num_requests + kAtOnce], of each start on the circle (see Line); the rest may hold anything
+  uint32_t* place;
 
-  static constexpr int num_chunks(int num_requests) { return num_requests / kChunk + 1; }
   static constexpr size_t bytes(int num_requests) {
-    return (3 * num_requests + 2 + kAtOnce) * sizeof(int) + num_chunks(num_requests) * sizeof(ChunkEntry);
+    return num_requests * sizeof(Way) + (3 * num_requests + 2 + kAtOnce) * sizeof(int);
   }
   PALLAS_ATTN_DEVICE DealingSpace(void* memory, int num_requests) {
-    start = static_cast<int*>(memory);
-    residue = reinterpret_cast<uint32_t*>(start + num_requests + 1);
-    snap = start + num_requests + 1 + num_requests + kAtOnce;
-    entry = reinterpret_cast<ChunkEntry*>(snap + num_requests + 1);
+    way = static_cast<Way*>(memory);
+    start = reinterpret_cast<int*>(way + num_requests);
+    snap = start + num_requests + 1;
+    place = reinterpret_cast<uint32_t*>(snap + num_requests + 1);
   }
 };
 
@@ -104,6 +102,7 @@ struct DealingCounts {
   // Requests have places among the workers, a power of two, and each is shared by several if there are
   // enough.
   int places_log2, sharers_log2;
+  int workers;
 
   DealingCounts(const ScheduleParams& params, int num_workers)
       : DealingCounts(params, num_workers, params.batch, params.num_sm_parts,
@@ -127,7 +126,8 @@ struct DealingCounts {
         spare_parts(num_parts + n - slots),
         spare_slots(at_least(1, slots - n)),
         places_log2(highest_bit(2 * n - 1)),
-        sharers_log2(highest_bit(at_least(1, num_workers >> places_log2))) {}
+        sharers_log2(highest_bit(at_least(1, num_workers >> places_log2))),
+        workers(num_workers) {}
 };
 
 // The rule of `default_overhead` in pallas_attn/ops/mla_decode/schedule.py, where its reasons are. Nothing
@@ -150,6 +150,11 @@ struct Line {
   int overhead;
   int stride;
   Divisor by_stride;
+  // A stride is a turn of a circle. If it is short, 2^32 units of a place are a turn and a bit, less than a
+  // page more, so that differences of places need no modulo: an overhead ahead is less than overhead + 1
+  // pages.
+  uint32_t unit;   // of a page
+  uint32_t limit;  // to how far ahead a walk snaps
 
   PALLAS_ATTN_DEVICE Line(const int* start, int num_requests, int total_pages, int overhead, Divisor parts)
       : start(start),
@@ -157,7 +162,13 @@ struct Line {
         end(total_pages + num_requests * overhead),
         overhead(overhead),
         stride(at_least<int>(overhead, parts.into_up(end))),
-        by_stride(stride) {}
+        by_stride(Divisor::of_small_quotients(stride)),  // there are no more than parts
+        unit(stride < kLongStride ? by_stride.reciprocal() : 1),
+        limit(stride < kLongStride ? at_most(overhead + 1, stride) * unit - 1 : overhead) {}
+
+  PALLAS_ATTN_DEVICE uint32_t place_of(int position) const {
+    return (position - by_stride.into(position) * stride) * unit;
+  }
 
   // The fewest parts, at least one, whose last reaches over `distance` from where the first begins.
   PALLAS_ATTN_DEVICE int parts_over(int distance) const {
@@ -171,18 +182,25 @@ struct Line {
 
   // Of `count` starts from `first` on, and perhaps some behind them, the first one that a walk from
   // `request`, two starts before it or more, can snap to; else the end.
-  PALLAS_ATTN_DEVICE int first_snap(const uint32_t* residue, int request, int first, int count) const {
-    const uint32_t own = residue[request], limit = overhead, turn = stride;
+  PALLAS_ATTN_DEVICE int first_snap(const uint32_t* place, int request, int first, int count) const {
+    const uint32_t own = place[request];
     const int last = at_most(num_requests, first + count);
+    if (stride >= kLongStride) {
+      for (; first < last; ++first) {
+        const uint32_t ahead = place[first] - own;
+        // One of the two is below the stride, the other is not.
+        if (at_most(ahead, ahead + stride) <= limit) return first;
+      }
+      return num_requests;
+    }
+    PALLAS_ATTN_KEEP_LOOP
     for (; first < last; first += kAtOnce) {
-      int found = num_requests;
+      int found = kAtOnce;
       PALLAS_ATTN_UNROLL
       for (int i = kAtOnce - 1; i >= 0; --i) {
-        const uint32_t ahead = residue[first + i] - own;
-        // One of the two is below the stride, the other is not.
-        if (at_most(ahead, ahead + turn) <= limit) found = first + i;
+        if (place[first + i] - own <= limit) found = i;
       }
-      if (found < num_requests) return found;
+      if (found < kAtOnce) return first + found;
     }
     return num_requests;
   }
@@ -196,42 +214,53 @@ struct Line {
     const int parts = parts_over(start[snap] - origin);
     // The last one in reach: there may be another an overhead further.
     const bool reaches = snap < num_requests && start[snap + 1] <= origin + parts * stride + overhead;
-    return {static_cast<uint16_t>(snap + reaches), static_cast<uint16_t>(parts)};
+    return Hop::over(parts, snap + reaches);
   }
 };
 
-// Follows the walk from the first start. Then space.entry, visited and exit are filled, and exit[n] is the
-// number of parts that begin before the line's end.
+// Follows the walk from every start through its chunk: space.way.
 template <typename Team>
-PALLAS_ATTN_DEVICE void walk(Team& team, const DealingSpace& space, const Line& line,
-                             const DealingCounts& counts, int* num_splits) {
+PALLAS_ATTN_DEVICE void follow(Team& team, const DealingSpace& space, const Line& line,
+                               const DealingCounts& counts) {
   const int n = line.num_requests;
   team.each(counts.places() << counts.sharers_log2, [&](int worker) {
-    const int request = worker & (counts.places() - 1), share = worker >> counts.places_log2;
+    const int share = worker >> counts.places_log2;
+    // The first requests have most starts behind them: every other share has them in the last warps instead
+    // of the first.
+    const int request = (worker ^ -(share & 1)) & (counts.places() - 1);
     const int count = (n - 2 - request + counts.sharers() - 1) >> counts.sharers_log2;
     if (count <= 0) return;
-    const int found = line.first_snap(space.residue, request, request + 2 + share * count, count);
+    const int found = line.first_snap(space.place, request, request + 2 + share * count, count);
     if (found < n) team.lower(space.snap[request], found);
   });
   team.follow_in_chunks(
       n, [&](int i) { return line.hop(i, space.snap[i]); },
-      [&](int i, Hop exit, uint32_t visited) {
-        space.exit[i] = exit;
-        space.visited[i] = visited;
-      });
-  team.each(1, [&](int) {
-    ChunkEntry at = {{0, 0}, {0, 0}, 0};
-    PALLAS_ATTN_KEEP_LOOP
-    for (int first = 0; first < n; first += kChunk) {
-      space.entry[first / kChunk] = at;
-      const Hop here = at.here;
-      if (here.request >= first + kChunk || here.request == n) continue;
-      at = {here.then(space.exit[here.request]), here, at.snaps + count_bits(space.visited[here.request])};
-    }
-    space.exit[n] = at.here;
-    num_splits[n] = n + at.here.parts - at.snaps;
-  });
+      [&](int i, Hop exit, uint32_t visited) { space.way[i] = {exit, visited}; });
 }
+
+// The walk from the first start, on its way from chunk to chunk.
+struct Passage {
+  Hop here;       // where it comes into a chunk, over the parts before; or the line's end
+  Way way;        // from there on, but from the end
+  int snaps = 0;  // before
+  Hop earlier;    // the same of the chunk that it was in before
+  Way earlier_way;
+
+  PALLAS_ATTN_DEVICE explicit Passage(const Way* ways)
+      : here(Hop::over(0, 0)), way(ways[0]), earlier(here), earlier_way(way) {}
+
+  // To `start` or behind it.
+  PALLAS_ATTN_DEVICE void go_to(int start, const Way* ways, int num_requests) {
+    PALLAS_ATTN_KEEP_LOOP
+    while (here.request() < start) {
+      earlier = here;
+      earlier_way = way;
+      snaps += count_bits(way.visited);
+      here = here.then(way.exit);
+      way = ways[at_most(num_requests - 1, here.request())];
+    }
+  }
+};
 
 // The parts that begin inside a request, on the walk from the last start up to it that the walk snapped to.
 struct Beginnings {
@@ -240,27 +269,29 @@ struct Beginnings {
   int from_start;
   int first, last;  // the parts in question, counted from that start; `last` exclusive
 
-  PALLAS_ATTN_DEVICE Beginnings(const DealingSpace& space, const Line& line, int request) {
-    const ChunkEntry entry = space.entry[request / kChunk];
+  // The passage is in the request's chunk, or has just left it behind.
+  PALLAS_ATTN_DEVICE Beginnings(const Passage& passage, const Way* ways, const Line& line, int request) {
     const uint32_t up_to_here = (2u << request % kChunk) - 1;
+    Hop entered = passage.here;
+    Way way = passage.way;
     const bool came_here =
-        entry.here.request / kChunk == request / kChunk && entry.here.request < line.num_requests;
-    const uint32_t visited_here = came_here ? space.visited[entry.here.request] : 0;
-    uint32_t up_to = visited_here & up_to_here, beyond = visited_here & ~up_to_here;
-    Hop entered = entry.here;
-    const int snaps = entry.snaps + count_bits(up_to);
+        entered.request() / kChunk == request / kChunk && entered.request() < line.num_requests;
+    if (!came_here) way.visited = 0;
+    uint32_t up_to = way.visited & up_to_here, beyond = way.visited & ~up_to_here;
+    const int snaps = passage.snaps + count_bits(up_to);
     if (up_to == 0) {
-      entered = entry.earlier;
-      up_to = space.visited[entered.request];
+      entered = passage.earlier;
+      way = passage.earlier_way;
+      up_to = way.visited;
       beyond = 0;
     }
     // Walks from two starts on the way leave the chunk together, so the difference is what lies between them.
-    const int first_of_chunk = entered.request & ~(kChunk - 1);
-    const int from = first_of_chunk + highest_bit(up_to), exit_parts = space.exit[from].parts;
-    from_parts = entered.parts + space.exit[entered.request].parts - exit_parts;
+    const int first_of_chunk = entered.request() & ~(kChunk - 1);
+    const int from = first_of_chunk + highest_bit(up_to), exit_parts = ways[from].exit.parts();
+    from_parts = entered.parts() + way.exit.parts() - exit_parts;
     from_start = line.start[from];
     int parts = exit_parts;
-    if (beyond != 0) parts -= space.exit[first_of_chunk + highest_bit(beyond & -beyond)].parts;
+    if (beyond != 0) parts -= ways[first_of_chunk + highest_bit(beyond & -beyond)].exit.parts();
     first = at_most(parts, line.parts_before(line.start[request] - from_start));
     last = at_most(parts, line.parts_before(line.start[request + 1] - from_start));
     // One more for each request before it, and for each part that begins inside one of them: for all parts
@@ -278,14 +309,14 @@ PALLAS_ATTN_DEVICE void deal(Team& team, const ScheduleParams& params, const Dea
       team.prefix_sum(n, [&](int i) { return pages_of(params.seq_lens[i], counts.most_pages); }, space.start);
   const int overhead = params.overhead_pages > 0 ? params.overhead_pages : suitable_overhead(counts, pages);
   const Line line(space.start, n, pages.sum, overhead, counts.parts);
-  team.each(n + kAtOnce, [&](int i) {
-    const int start = i <= n ? space.start[i] + i * overhead : 0;
-    space.residue[i] = i < n ? start - line.by_stride.into(start) * line.stride : kNowhere;
-    if (i > n) return;
+  team.each(n, [&](int i) {
+    const int start = space.start[i] + i * overhead;
+    space.place[i] = line.place_of(start);
     space.start[i] = start;
     space.snap[i] = n;
+    if (i == n - 1) space.start[n] = line.end;
   });
-  walk(team, space, line, counts, params.num_splits);
+  follow(team, space, line, counts);
 
   const auto end_part = [&](int part, int request, int token) {
     *reinterpret_cast<IntPair*>(params.schedule + part * kScheduleFields + kEndRequest) = {request, token};
@@ -293,14 +324,17 @@ PALLAS_ATTN_DEVICE void deal(Team& team, const ScheduleParams& params, const Dea
   const auto begin_part = [&](int part, int request, int token, int split) {
     int* row = params.schedule + part * kScheduleFields;
     *reinterpret_cast<IntPair*>(row) = {request, token};
-    *reinterpret_cast<IntPair*>(row + kBeginSplit) = {split, 0};
-    *reinterpret_cast<IntPair*>(row + kBeginSplit + 2) = {0, 0};
+    *reinterpret_cast<IntQuad*>(row + kBeginSplit) = {split, 0, 0, 0};
   };
-  const int num_workers = counts.places() << counts.sharers_log2;
-  team.each(num_workers, [&](int worker) {
-    const int request = worker & (counts.places() - 1), share = worker >> counts.places_log2;
-    if (request < n) {
-      const Beginnings parts(space, line, request);
+  team.each_at_last(counts.workers, [&](int worker) {
+    const int share = worker >> counts.places_log2;
+    const int last_length = params.seq_lens[n - 1];
+    Passage passage(space.way);
+    PALLAS_ATTN_KEEP_LOOP
+    for (int request = worker & (counts.places() - 1); request < n; request += counts.workers) {
+      const int length_before = params.seq_lens[at_least(0, request - 1)];
+      passage.go_to(request & ~(kChunk - 1), space.way, n);
+      const Beginnings parts(passage, space.way, line, request);
       if (share == 0) params.num_splits[request] = parts.num_splits;
       const int to_request = line.start[request] - parts.from_start;
       PALLAS_ATTN_KEEP_LOOP
@@ -313,15 +347,17 @@ PALLAS_ATTN_DEVICE void deal(Team& team, const ScheduleParams& params, const Dea
         if (page > 0) {
           end_part(part - 1, request, page * kPageTokens);
         } else if (request > 0) {
-          end_part(part - 1, request - 1, params.seq_lens[request - 1]);
+          end_part(part - 1, request - 1, length_before);
         }
       }
     }
+    passage.go_to(n, space.way, n);
+    const int used = passage.here.parts();
+    if (worker == 0) params.num_splits[n] = n + used - passage.snaps;
     // The last part with work ends where all work does, and those without begin there.
-    const int used = space.exit[n].parts;
     PALLAS_ATTN_KEEP_LOOP
-    for (int part = used - 1 + worker; part < params.num_sm_parts; part += num_workers) {
-      end_part(part, n - 1, params.seq_lens[n - 1]);
+    for (int part = used - 1 + worker; part < params.num_sm_parts; part += counts.workers) {
+      end_part(part, n - 1, last_length);
       if (part >= used) begin_part(part, n, 0, 0);
     }
   });

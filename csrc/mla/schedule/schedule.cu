@@ -8,15 +8,14 @@
 namespace pallas_attn::mla {
 namespace {
 
-// More threads share the search, but start and meet later: 128 threads are 0.4 us faster than 256 with 64 and
-// 128 requests, 1.4 us slower with 256.
+// One for each request, where there can be so many, so that a step is one round. Not more: fewer start and
+// meet sooner, and with 256 for up to 128 requests nothing is gained where their lengths vary.
 constexpr int kFewThreads = 128, kSomeThreads = 256, kManyThreads = 1024;
-constexpr int kFewRequests = 128, kSomeRequests = 256;
 
-template <int kThreads>
+template <int kThreads, bool kOnce>
 __global__ void __launch_bounds__(kThreads) schedule_kernel(const __grid_constant__ ScheduleParams params,
                                                             const __grid_constant__ DealingCounts counts) {
-  using Team = BlockTeam<kThreads>;
+  using Team = BlockTeam<kThreads, kOnce>;
   extern __shared__ int memory[];
   __shared__ typename Team::Scratch scratch;
   ptx::wait_for_previous_kernel();
@@ -24,10 +23,10 @@ __global__ void __launch_bounds__(kThreads) schedule_kernel(const __grid_constan
   deal(team, params, counts, DealingSpace(memory, params.batch));
 }
 
-template <int kThreads>
+template <int kThreads, bool kOnce>
 LaunchStatus launch(const ScheduleParams& params, cudaStream_t stream) {
-  using Team = BlockTeam<kThreads>;
-  const auto kernel = schedule_kernel<kThreads>;
+  using Team = BlockTeam<kThreads, kOnce>;
+  const auto kernel = schedule_kernel<kThreads, kOnce>;
   const size_t shared_bytes = DealingSpace::bytes(params.batch);
   constexpr size_t kDefaultLimit = 48 * 1024 - sizeof(typename Team::Scratch);
   if (shared_bytes > kDefaultLimit) {
@@ -43,9 +42,9 @@ LaunchStatus launch(const ScheduleParams& params, cudaStream_t stream) {
 }  // namespace
 
 LaunchStatus launch_schedule(const ScheduleParams& params, cudaStream_t stream) {
-  if (params.batch <= kFewRequests) return launch<kFewThreads>(params, stream);
-  if (params.batch <= kSomeRequests) return launch<kSomeThreads>(params, stream);
-  return launch<kManyThreads>(params, stream);
+  if (params.batch <= kFewThreads) return launch<kFewThreads, true>(params, stream);
+  if (params.batch <= kSomeThreads) return launch<kSomeThreads, true>(params, stream);
+  return launch<kManyThreads, false>(params, stream);
 }
 
 }  // namespace pallas_attn::mla

@@ -61,7 +61,7 @@ def mla_schedule(
     overhead_blocks: int | None = None,
 ) -> MLASchedule:
     """The schedule of `mla_decode` for these lengths, on the device and inside jit: on an sm_90 GPU with the CUDA
-    library by one small kernel (for up to 16384 sequences), elsewhere by operations of jnp, with the same result.
+    library by one small kernel (for up to 256 sequences), elsewhere by operations of jnp, with the same result.
 
     Args:
         seq_lens: [num_seqs] int32; negative lengths count as 0.

@@ -7,7 +7,7 @@ import numpy as np
 from pallas_attn._call import ffi
 from pallas_attn._call.device import current_device
 
-MOST_SEQS = 16384
+MOST_SEQS = 4096
 # Measured beside jnp (EXPERIMENTS.md of csrc/mla): about the same at 400, twice as slow at 1024.
 FASTER_UP_TO = 256
 METADATA_SIZE = 8
@@ -25,7 +25,7 @@ def mla_schedule_cuda(
     """[num_parts, 8] and [num_seqs + 1] int32, described in `MLASchedule`: bit for bit what `mla_schedule` gives.
 
     Args:
-        seq_lens: [num_seqs] int32, 1 to 16384 of them.
+        seq_lens: [num_seqs] int32, 1 to 4096 of them.
         num_parts: pieces of equal work, 1 to 4096.
         overhead_blocks: what starting on a sequence costs, in blocks of 64 tokens, 1 to 1024; None for what suits the
             lengths.
