@@ -14,6 +14,7 @@ from references.paged_attention_torch import paged_attention as reference
 from support import COMPILED, ON_GPU, unchecked
 
 import pallas_attn
+from pallas_attn._tile import merge
 from pallas_attn.ops.paged_attention.config import PagedAttentionConfig
 from pallas_attn.testing import cases, compare, inputs
 
@@ -214,6 +215,23 @@ def test_same_inputs_same_bits(implementation):
     first, second = (run(CUT, data, implementation) for _ in range(2))
     for a, b in zip(first, second, strict=True):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+@pytest.mark.once
+def test_few_programs_merge_what_many_would(monkeypatch):
+    """Some of them several sequences, some none."""
+    case = cases.DecodeCase((200, 5, 90, 0, 170, 64, 150), 4, 2, 16, 16, lengths="uneven", spare_pages=0)
+    arguments = inputs.make(case).arguments()
+
+    def merged(at_once: int, num_warps: int):
+        """Warps are nothing in Python, but make it another kernel: what is patched is not part of one."""
+        monkeypatch.setattr(merge, "AT_ONCE", at_once)
+        config = PagedAttentionConfig(16, 16, min_split_tokens=32, target_programs=24, num_warps=num_warps)
+        call = functools.partial(pallas_attn.paged_attention, implementation="interpret", config=config)
+        return call(*arguments, return_lse=True)
+
+    for few, many in zip(merged(at_once=12, num_warps=2), merged(at_once=512, num_warps=4), strict=True):
+        np.testing.assert_array_equal(few, many)
 
 
 def test_inside_scan_and_while_loop():

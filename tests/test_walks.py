@@ -1,5 +1,6 @@
 """What walks and split rules make the GPU do, as numbers: tiles visited, pieces made. Right results do not show it."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -206,7 +207,25 @@ def test_what_is_merged_is_what_was_cut(lengths):
         seq, first, count = map(int, found.cut(jnp.int32(which)))
         if count > 1:
             merged[seq] = list(range(first, first + count))
+    assert int(found.num_cut()) == len(merged)
     assert merged == {seq: sorted(places) for seq, places in stored.items()}
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("num_seqs", [3, 100, 128])
+def test_long_first_pieces_begin_before_short_ones(num_seqs):
+    """All of them, in four classes by a fair share of the work, and in a class by number."""
+    lengths = np.asarray([(37 * i**3) % 4099 for i in range(num_seqs)], np.int32)
+    problem = paged(num_seqs, num_splits=0, min_split_tokens=64, target_programs=num_seqs)
+    tiles = -(-lengths // TILE)
+    share = -(-tiles.sum() // max(1, int(problem.shares)))
+    found = pieces.fair(problem, jnp.asarray(lengths))
+    seqs, index, count, _ = map(np.asarray, jax.vmap(found.at)(jnp.arange(int(found.num()))))
+    first = [(seq, -(-tiles[seq] // n)) for seq, i, n in zip(seqs, index, count, strict=True) if i == 0]
+    begun = [(sum(part * size < share for part in (1, 2, 4)), seq) for seq, size in first]
+    assert begun == sorted(begun)
+    assert sorted(seq for _, seq in begun) == list(range(num_seqs))
+    assert num_seqs == 3 or len({number for number, _ in begun}) > 1
 
 
 def test_room_for_partial_results_does_not_grow_with_the_table():

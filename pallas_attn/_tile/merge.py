@@ -13,17 +13,20 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_attn._tile import rows, softmax, triton
 from pallas_attn._tile.layout import PoolShape
-from pallas_attn._tile.pieces import Cuts, ceil_div
+from pallas_attn._tile.pieces import CountedCuts, Cut, Cuts, ceil_div
 from pallas_attn._tile.result import Result, store_lse, store_out
 
 # With fewer programs than this, more of them are cheaper than more work in each.
 ENOUGH_PROGRAMS = 2048
 # With no more than this, each has a multiprocessor to itself and reads many partial results at once.
 FEW_PROGRAMS = 128
+# So many run at once, by registers. More of them would come in waves, only to see that there is nothing left.
+AT_ONCE = 512
 TILE_ELEMENTS = 64 * 128  # of partial output in flight in a program
 LEAST_DIMS = 32  # 128 bytes of a partial output
 MOST_ROWS = 16
@@ -92,6 +95,7 @@ def merge(
     most_pieces: int,
     lowering: triton.Lowering,
     rows_of: Callable[..., tuple[rows.Rows, tuple[jax.Array, ...]]] | None = None,
+    counted: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """(out, lse) with the rows of sequences that were cut filled in, in place, from the partial results.
 
@@ -99,7 +103,8 @@ def merge(
     and then nothing is left to do. `pieces_of(*refs)` says, from the refs of
     `operands`, which partial results are a sequence's; none has more than `most_pieces`. `rows_of(*refs, sequence,
     rows numbered through all KV heads)` gives these rows and their leading indices in the final arrays, where
-    sequences are not one dimension of them; "sequence" may then be whatever is cut.
+    sequences are not one dimension of them; "sequence" may then be whatever is cut. `counted`: what `pieces_of` gives
+    are `CountedCuts`, so that no more programs need to start than run at once.
     """
     if not problem.num_places:
         out, lse = outputs
@@ -113,12 +118,20 @@ def merge(
         shape = Tiling(rows=1, dims=min(width, 128), pieces=16, most_pieces=64, num_warps=4)
     else:
         shape = tiling(num_cut, num_rows, dim, most_pieces)
+    row_blocks, dim_blocks = ceil_div(num_rows, shape.rows), width // shape.dims
+    num_programs = min(num_cut, max(1, AT_ONCE // (row_blocks * dim_blocks))) if counted else num_cut
     out, lse = triton.kernel_call(
-        functools.partial(_merge_kernel, pieces_of=pieces_of, rows_of=rows_of, tiling=shape),
+        functools.partial(
+            _merge_kernel,
+            pieces_of=pieces_of,
+            rows_of=rows_of,
+            tiling=shape,
+            stride=num_programs if num_programs < num_cut else None,
+        ),
         *outputs,
         *operands,
         name=name,
-        grid=(ceil_div(num_rows, shape.rows), width // shape.dims, num_cut),
+        grid=(row_blocks, dim_blocks, num_programs),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs[:2]],
         input_output_aliases={0: 0, 1: 1},
         num_warps=shape.num_warps,
@@ -130,11 +143,34 @@ def merge(
 
 def _merge_kernel(
     _out_in, _lse_in, partial_out_ref, partial_lse_ref, *refs,
-    pieces_of: Callable[..., Cuts], rows_of: Callable[..., Any], tiling: Tiling,
+    pieces_of: Callable[..., Cuts], rows_of: Callable[..., Any], tiling: Tiling, stride: int | None,
+):  # fmt: skip
+    """Merges one of the sequences that may be cut or, with a `stride`, each so many-th of those that are."""
+    *operands, _, _ = refs
+    row_block, dim_block, program = (triton.program_id(axis) for axis in range(3))
+    cuts = pieces_of(*operands)
+    merge_one = functools.partial(
+        _merge_one, partial_out_ref, partial_lse_ref, *refs,
+        row_block=row_block, dim_block=dim_block, rows_of=rows_of, tiling=tiling,
+    )  # fmt: skip
+    if stride is None:
+        merge_one(cut=cuts.cut(program))
+        return
+    assert isinstance(cuts, CountedCuts)
+
+    def turn(i, carry):
+        merge_one(cut=cuts.cut(program + i * stride))
+        return carry
+
+    lax.fori_loop(0, ceil_div(cuts.num_cut() - program, stride), turn, np.int32(0))
+
+
+def _merge_one(
+    partial_out_ref, partial_lse_ref, *refs,
+    cut: Cut, row_block, dim_block, rows_of: Callable[..., Any], tiling: Tiling,
 ):  # fmt: skip
     *operands, out_ref, lse_ref = refs
-    row_block, dim_block, which = (triton.program_id(axis) for axis in range(3))
-    seq, first, count = pieces_of(*operands).cut(which)
+    seq, first, count = cut
 
     @triton.when(count > 1)
     def _():

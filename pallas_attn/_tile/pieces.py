@@ -8,9 +8,9 @@ A sequence's pieces have `count` neighbouring places from `first` on. A sequence
 once.
 
 A piece is a slot of the grid, and the GPU's own dispatch of programs is the queue that pieces wait in. First come
-those that cuts added, each about a fair share, then every sequence's first piece, which may be short; slots that no
-piece needs come last and leave at once. There are few of either: however lengths are distributed, fair shares add up
-to the programs that the config aims at, and so do cuts (`SplitKVProblem.most_cuts`).
+those that cuts added, each about a fair share, then every sequence's first piece, long ones before short ones; slots
+that no piece needs come last and leave at once. There are few of either: however lengths are distributed, fair shares
+add up to the programs that the config aims at, and so do cuts (`SplitKVProblem.most_cuts`).
 
 `FairPieces` works them out from all lengths, in every program: a few hundred bytes out of L2 and a handful of
 reductions, which is cheaper than a launch to precompute them. `ScheduledPieces` reads them from MLA's schedule, where
@@ -42,6 +42,12 @@ DOWN = 2.0**-10
 # cut into fair shares as it is: finer pieces would only be more to start and to merge.
 UNEVEN = 1.5
 LARGE_PART, LARGE_SHARES = 0.15, 1.1
+
+# First pieces of a share or more begin first, then those of half a share, of a quarter, and all others: what begins
+# last is then waited for least. Only of so many sequences, a length for each thread: more take longer to put in order
+# than they gain.
+MOST_ORDERED = 128
+COUNT_BITS = 10  # for the sequences of a class
 
 # Of a sequence, where the number of pieces is settled before lengths are known.
 MOST_PIECES = 128
@@ -98,6 +104,13 @@ class Cuts(Protocol):
         ...
 
 
+@runtime_checkable
+class CountedCuts(Cuts, Protocol):
+    """Those whose number a kernel can ask for."""
+
+    def num_cut(self) -> jax.Array: ...
+
+
 def each(pieces: Pieces, problem: SplitKVProblem, program: jax.Array, serve: Callable[[Piece], None]) -> None:
     """Serves the piece in slot `program`, and in every slot `num_programs` further on."""
 
@@ -139,6 +152,7 @@ class FairPieces:
         """`lengths` [num_seqs], and any padding of empty sequences."""
         self._num_seqs, self._seqs = problem.num_seqs, jnp.arange(len(lengths))
         self._cuts = cuts(lengths, problem)
+        self._turn = turns(lengths, self._cuts, problem) if in_turn(problem) else self._seqs
 
     @classmethod
     def of_all(cls, problem: SplitKVProblem, lens_ref: Any) -> "FairPieces":
@@ -152,10 +166,14 @@ class FairPieces:
         upto = jnp.cumsum(self._cuts)
         total, before = jnp.sum(self._cuts), upto - self._cuts
         added = (before <= slot) & (slot < upto)
-        mine = jnp.where(slot < total, added, self._seqs == slot - total)
+        mine = jnp.where(slot < total, added, self._turn == slot - total)
         seq, before, own = (jnp.sum(jnp.where(mine, x, 0)) for x in (self._seqs, before, self._cuts))
         index = jnp.where(slot < total, slot - before + 1, 0)
         return Piece(seq, index, own + 1, first_place(before, seq) + index)
+
+    def num_cut(self) -> jax.Array:
+        """Sequences that are cut, of which `cut` knows each."""
+        return jnp.sum((self._cuts > 0).astype(jnp.int32))
 
     def cut(self, which: jax.Array) -> Cut:
         is_cut = self._cuts > 0
@@ -186,6 +204,38 @@ def cuts(lengths: jax.Array, problem: SplitKVProblem) -> jax.Array:
     share = jnp.maximum(share, max(config.min_split_tokens / config.block_kv, 1.0))
     shares = num_tiles.astype(jnp.float32) / share + problem.rounding
     return jnp.clip(shares.astype(jnp.int32) - 1, 0, problem.most_pieces - 1)
+
+
+def in_turn(problem: SplitKVProblem) -> bool:
+    """Whether sequences begin by length, not by number."""
+    return problem.finer > 1 and not problem.fixed_pieces and 2 < problem.num_seqs <= MOST_ORDERED
+
+
+def turns(lengths: jax.Array, cuts: jax.Array, problem: SplitKVProblem) -> jax.Array:
+    """Which of all first pieces a sequence's is, [num_seqs] and any padding: int32, by class and then by number."""
+    num_tiles = problem.num_tiles(jnp.clip(lengths, 0, problem.max_len))
+    first = ceil_div(num_tiles, cuts + 1)
+    share = ceil_div(jnp.sum(num_tiles), max(1, int(problem.shares)))
+
+    def by_class(whole, half, quarter, less):
+        """What is for first pieces of a share or more, of half a share, of a quarter, and for all others."""
+        choice = jnp.where(4 * first >= share, quarter, less)
+        return jnp.where(first >= share, whole, jnp.where(2 * first >= share, half, choice))
+
+    # One scan counts three classes, each in bits of its own; the fourth is what is left.
+    one = by_class(1, 1 << COUNT_BITS, 1 << (2 * COUNT_BITS), 0).astype(jnp.int32)
+    upto, total = jnp.cumsum(one), jnp.sum(one)
+    index = jnp.arange(len(lengths))
+    wholes, halves, quarters = _counts(upto)
+    all_wholes, all_halves, all_quarters = _counts(total)
+    others = index + 1 - wholes - halves - quarters
+    behind_wholes, behind_halves = all_wholes + halves, all_wholes + all_halves + quarters
+    return by_class(wholes, behind_wholes, behind_halves, all_wholes + all_halves + all_quarters + others) - 1
+
+
+def _counts(packed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    mask = (1 << COUNT_BITS) - 1
+    return packed & mask, packed >> COUNT_BITS & mask, packed >> (2 * COUNT_BITS)
 
 
 def first_place(cuts_before, seq):

@@ -96,6 +96,7 @@ def paged_attention_pallas(
         num_cut=problem.most_cut,
         most_pieces=problem.most_pieces,
         lowering=lowering,
+        counted=True,
     )
 
 
