@@ -15,7 +15,7 @@ class Problem(SplitKVProblem):
     rules: masking.Rules
 
     rounding: ClassVar[float] = pieces.TO_NEAREST
-    finer: ClassVar[int] = 2
+    finer: ClassVar[int] = 4
 
     def walk(self, seq_len: jax.Array, kv_head: jax.Array | int = 0) -> walk.Walk:
         pattern = self.rules.block_sparse
