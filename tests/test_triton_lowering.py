@@ -115,6 +115,25 @@ def test_threads_read_656_byte_latents_side_by_side(triton):
     assert not [place for place in places if (place[0], place[1] + 16) in places]
 
 
+@pytest.mark.once
+def test_passes_that_are_left_out_change_nothing(monkeypatch):
+    """But the time: Triton verifies a module behind each pass."""
+    kernel = kernels_of("flash")[-1]
+
+    def compiled():
+        stages._backend.cache_clear()
+        sizes = kernel.sm, kernel.num_warps, kernel.num_stages, compiler.ptx_version(kernel.sm)
+        return stages.to_ptx(kernel.text, *sizes)
+
+    shortened = compiled()
+    monkeypatch.setattr(stages, "IDLE", set())
+    monkeypatch.setattr(stages, "IDLE_BELOW_100", set())
+    assert compiled() == shortened
+    monkeypatch.setattr(stages, "UNWANTED", {"add_coalesce"})  # they are left out
+    assert compiled()["ptx"] != shortened["ptx"]
+    stages._backend.cache_clear()
+
+
 @pytest.mark.parametrize("name", BROAD)
 def test_writes_what_reads_alike_for_every_trace(name):
     """The cache lives by the text: two traces of a kernel must give the same."""

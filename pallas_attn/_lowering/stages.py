@@ -4,18 +4,50 @@ It runs in any process that has Triton, and needs neither JAX nor a GPU: the dri
 XLA loads the kernel. The only importer of Triton.
 """
 
+import functools
 import re
 import tempfile
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
 OLDEST, NEWEST = (3, 6), (3, 9)
 STAGES = ("ttir", "ttgir", "llir", "ptx")
 POLICY = re.compile(r" \{cachePolicy = #tt\.cache_policy<cache_modifier = none, eviction_policy = (\w+)>\}")
-# What debuggers read. It names the file that Triton parsed, which is another each time, and is most of the text.
-DEBUG = re.compile(
-    r"^\t\.(?:loc|file)\t[^\n]*\n|^\t\.section\t\.debug_\w+\s*\{.*?^\t\}\n", re.MULTILINE | re.DOTALL
-)
+
+# Passes that find nothing in our kernels, which have one function, run on one multiprocessor each, and leave it to the
+# pipeline what loads ahead. Behind each pass Triton verifies the whole module again, which is most of what these cost.
+IDLE = {
+    "add_inliner",
+    "add_symbol_dce",
+    "add_rewrite_tensor_pointer",
+    "add_rewrite_tensor_descriptor_to_pointer",
+    "add_optimize_descriptor_encoding",
+    "add_tma_lowering",
+    "add_loop_unroll",
+    "add_f32_dot_tc",
+    "add_plan_cta",
+    "add_assign_cga_layouts",
+    "add_optimize_cta_locality",
+    "add_check_matmul_two_cta",
+    "add_cluster_barrier_mbar_allocator",
+    "add_initialize_ws_cluster_barriers",
+    "add_fuse_nested_loops",
+    "add_hopper_warpspec",
+    "add_warp_specialize_to_llvm",
+}
+# The memory of Blackwell's tensor cores.
+IDLE_BELOW_100 = {
+    "add_optimize_tmem_layouts",
+    "add_tmem_load_reduce",
+    "add_interleave_tmem",
+    "add_hoist_mbarrier_lifecycle",
+    "add_allocate_tensor_memory",
+    "add_tmem_barrier_insertion",
+    "add_tmem_wait_insertion",
+}
+# Lines for debuggers: of a file that Triton parsed, which is another each time.
+UNWANTED = {"add_di_scope"}
 
 
 def release(version: str) -> tuple[int, int]:
@@ -28,14 +60,50 @@ def respell(text: str, triton: tuple[int, int]) -> str:
     return text if triton >= (3, 9) else POLICY.sub(r" evictionPolicy = \1", text)
 
 
+class _Without:
+    """A module of Triton's, in which functions of these names, wherever they stand, do nothing."""
+
+    def __init__(self, module: ModuleType, names: set[str]) -> None:
+        self._module, self._names = module, names
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._names:
+            return lambda *_, **__: None
+        found = getattr(self._module, name)
+        return _Without(found, self._names) if isinstance(found, ModuleType) else found
+
+
+@functools.cache
+def _backend(capability: int) -> Any:
+    """Triton's for this GPU, without the passes that are idle. It is left as it is for whoever else uses it."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import make_backend
+
+    whole: Any = make_backend(GPUTarget("cuda", capability, 32))
+    left_out = IDLE | UNWANTED | (IDLE_BELOW_100 if capability < 100 else set())
+
+    def shortened(stage: Any) -> Any:
+        """The same function, for which Triton's modules of passes are `_Without`."""
+        is_static = isinstance(stage, staticmethod)
+        made = stage.__func__ if is_static else stage
+        reads = {
+            name: _Without(found, left_out) if name in ("passes", "nvidia") else found
+            for name, found in made.__globals__.items()
+        }
+        copy = FunctionType(made.__code__, reads, made.__name__, made.__defaults__, made.__closure__)
+        return staticmethod(copy) if is_static else copy
+
+    stages = {name: shortened(vars(type(whole))[name]) for name in ("make_ttir", "make_ttgir", "make_llir")}
+    return type(type(whole).__name__, (type(whole),), stages)(whole.target)
+
+
 def to_ptx(text: str, capability: int, num_warps: int, num_stages: int, ptx_version: int) -> dict[str, Any]:
     """name, ptx, shared_bytes, num_warps (Triton may add some that only load) and triton, its version."""
     import triton
     from triton._C.libtriton import ir
-    from triton.backends.compiler import GPUTarget, Language
-    from triton.compiler.compiler import make_backend
+    from triton.backends.compiler import Language
 
-    backend: Any = make_backend(GPUTarget("cuda", capability, 32))
+    backend = _backend(capability)
     sizes = {"num_warps": num_warps, "num_stages": num_stages, "ptx_version": ptx_version}
     # Products and sums are fused, as by XLA.
     options = backend.parse_options({**sizes, "enable_fp_fusion": True})
@@ -57,7 +125,7 @@ def to_ptx(text: str, capability: int, num_warps: int, num_stages: int, ptx_vers
             raise RuntimeError(f"Triton wants {facts[scratch]} bytes of memory beside the kernel's own")
     return {
         "name": facts["name"],
-        "ptx": DEBUG.sub("", module),
+        "ptx": module,
         "shared_bytes": facts["shared"],
         "num_warps": facts["num_warps"],
         "triton": triton.__version__,
