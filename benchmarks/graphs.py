@@ -14,15 +14,19 @@ import torch
 
 BURST_SECONDS, PAUSE_SECONDS = 0.012, 0.03
 LEAST_CALLS, LEAST_REPLAYS = 16, 3
+GRAPH_SECONDS = 0.04  # of fewer calls, where they are long
 
 
 class Captured:
-    """At least LEAST_CALLS of call(set), the sets in turn, in a graph of their own."""
+    """At least LEAST_CALLS of call(set), or GRAPH_SECONDS of them, the sets in turn, in a graph of their own."""
 
     def __init__(self, call: Callable[[int], Any], num_sets: int):
         call(0)  # what is built at a first call is built now
         torch.cuda.synchronize()
-        self.num_calls = num_sets * math.ceil(LEAST_CALLS / num_sets)
+        start = time.perf_counter()
+        call(0)
+        torch.cuda.synchronize()
+        self.num_calls = num_sets * math.ceil(least_calls(time.perf_counter() - start) / num_sets)
         self._graph = torch.cuda.CUDAGraph()
         # JAX's threads may use the GPU meanwhile.
         with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
@@ -48,6 +52,11 @@ class Captured:
         torch.cuda.synchronize()
         milliseconds = [before.elapsed_time(after) for before, after in itertools.pairwise(events)]
         return statistics.median(milliseconds) * 1e-3 / self.num_calls
+
+
+def least_calls(seconds: float) -> int:
+    """Of a graph, whose calls take so long, the host's share among it."""
+    return max(1, min(LEAST_CALLS, math.ceil(GRAPH_SECONDS / seconds)))
 
 
 def burst_replays(replay_seconds: float) -> int:

@@ -7,15 +7,16 @@ import types
 import torch
 
 
-def attention(query, keys, values, scale, causal):
-    """[q_len, heads, dim] of one sequence: keys and values [length, kv_heads, dim]."""
+def attention(query, keys, values, scale, causal, left=-1):
+    """[q_len, heads, dim] of one sequence: keys and values [length, kv_heads, dim]; a query sees
+    `left` of them before its own, -1: all."""
     group = query.shape[1] // keys.shape[1]
     keys, values = (part.float().repeat_interleave(group, 1) for part in (keys, values))
     scores = torch.einsum("ihd,thd->iht", query.float(), keys) * scale
     q_len, length = len(query), len(keys)
-    if causal:
-        hidden = torch.arange(length)[None] > length - q_len + torch.arange(q_len)[:, None]
-        scores = scores.masked_fill(hidden[:, None], -torch.inf)
+    behind = torch.arange(length)[None] - (length - q_len + torch.arange(q_len)[:, None])
+    hidden = (behind > 0) & bool(causal) | (behind < -left) & (left >= 0)
+    scores = scores.masked_fill(hidden[:, None], -torch.inf)
     return torch.einsum("iht,thd->ihd", scores.softmax(-1), values).to(query.dtype)
 
 
@@ -158,10 +159,12 @@ class PagedWrapper:
         num_kv_heads,
         head_dim,
         page_size,
+        window_left=-1,
         q_data_type=None,
         kv_data_type=None,
         sm_scale=None,
     ):
+        self.window_left = window_left
         self.indptr, self._paged_kv_indices_buf, self.last_page_len = indptr, indices, last_page_len
         assert {array.dtype for array in (indptr, indices, last_page_len)} == {torch.int32}
         self.heads, self.page_size, self.sm_scale = (
@@ -176,7 +179,7 @@ class PagedWrapper:
             length = int(last - first - 1) * self.page_size + int(self.last_page_len[i])
             pages = self._paged_kv_indices_buf[first:last]
             keys, values = (rows_of(cache, pages, length) for cache in paged_kv_cache)
-            out[i] = attention(q[i : i + 1], keys, values, self.sm_scale, False)[0]
+            out[i] = attention(q[i : i + 1], keys, values, self.sm_scale, False, self.window_left)[0]
         return out
 
 
@@ -198,12 +201,13 @@ class PrefillWrapper:
         page_size,
         causal=False,
         sm_scale=None,
+        window_left=-1,
         q_data_type=None,
         kv_data_type=None,
     ):
         self.starts, self.indptr, self.last = qo_indptr, paged_kv_indptr, paged_kv_last_page_len
         self._paged_kv_indices_buf, self.page_size = paged_kv_indices, page_size
-        self.heads, self.options = (num_qo_heads, num_kv_heads, head_dim_qk), (sm_scale, causal)
+        self.heads, self.options = (num_qo_heads, num_kv_heads, head_dim_qk), (sm_scale, causal, window_left)
 
     def run(self, q, paged_kv_cache, out=None):
         assert (q.shape[1], paged_kv_cache[0].shape[2], q.shape[2]) == self.heads
@@ -240,19 +244,24 @@ class FlashAttention3:
         lengths, max_q, max_k, table = arguments[11:15]
         scale, causal, left, right, softcap, _, metadata, splits = arguments[23:31]
         assert k_new is v_new is out is None
-        assert (left, right, softcap) == (-1, -1, 0.0)
+        assert (right, softcap) == (0 if left >= 0 else -1, 0.0)
         if table is None:
             key_starts = arguments[8]
             bounds = [list(itertools.pairwise(ends)) for ends in (starts, key_starts)]
             assert (max_q, max_k) == tuple(max(e - b for b, e in side) for side in bounds)
             assert lengths is metadata is qv is None
             pairs = zip(*bounds, strict=True)
-            return [torch.cat([attention(q[i:j], k[m:n], v[m:n], scale, causal) for (i, j), (m, n) in pairs])]
+            return [
+                torch.cat(
+                    [attention(q[i:j], k[m:n], v[m:n], scale, causal, left) for (i, j), (m, n) in pairs]
+                )
+            ]
         name, planned = metadata
         assert name == "metadata"
         assert planned[:7] == (len(lengths), max_q, max_k, q.shape[1], k.shape[2], k.shape[3], v.shape[3])
         assert planned[8] is lengths
         assert planned[9] is starts
+        assert planned[17:19] == (left, right)
         assert (planned[14], planned[16], planned[20]) == (k.shape[1], causal, splits)
         query = q if qv is None else torch.cat([qv, q], -1)
         outs = []
@@ -260,7 +269,7 @@ class FlashAttention3:
             keys, values = (rows_of(cache, table[i], length) for cache in (k, v))
             keys = keys if qv is None else torch.cat([values, keys], -1)
             own = query[starts[i] : starts[i + 1]]
-            outs.append(attention(own, keys, values, scale, causal))
+            outs.append(attention(own, keys, values, scale, causal, left))
         return [torch.cat(outs)]
 
 
@@ -288,13 +297,13 @@ def unified_attention(
     softmax_segm_max,
     softmax_segm_expsum,
 ):
-    assert (window_size, softcap, q_descale) == ((-1, -1), 0, None)
+    assert (softcap, q_descale) == (0, None)
     assert softmax_segm_output.shape == (seq_threshold_3D, q.shape[1], num_par_softmax_segments, q.shape[2])
     assert softmax_segm_max.shape == softmax_segm_expsum.shape == softmax_segm_output.shape[:3]
     for i, length in enumerate(seqused_k):
         own = slice(*cu_seqlens_q[i : i + 2])
         keys, values = (rows_of(cache, block_table[i], length) for cache in (k, v))
-        out[own] = attention(q[own], keys, values, softmax_scale, causal)
+        out[own] = attention(q[own], keys, values, softmax_scale, causal, window_size[0])
 
 
 def decode_attention_fwd(

@@ -39,9 +39,11 @@ PAGED = {q_len: cases.DecodeCase((64, 150, 3), 4, 2, 16, 16, q_len=q_len, spare_
 RAGGED = cases.RaggedCase(
     (64, 150, 3), 4, 2, 16, 16, q_lens=(64, 20, 1), padding=0, spare_seqs=0, spare_pages=0
 )
+WINDOWS = [dataclasses.replace(case, sliding_window=30) for case in (PAGED[1], RAGGED)]
 DENSE = [
     FlashCase(24, 24, 4, 2, 16, "bfloat16", causal=True, value_dim=32),
     FlashCase(20, 20, 2, 2, 16, "bfloat16", causal=True, documents=(3, 12, 5)),
+    FlashCase(20, 20, 2, 2, 16, "bfloat16", causal=True, sliding_window=7),
 ]
 
 
@@ -97,6 +99,7 @@ ON_TORCH = [
     ("vllm_triton", PAGED[1]),
     ("vllm_triton", PAGED[2]),
     *((name, RAGGED) for name in ("fa3", "flashinfer", "vllm_triton")),
+    *((name, case) for name in ("fa3", "flashinfer", "vllm_triton") for case in WINDOWS),
     *(("fa3", case) for case in DENSE),
 ]
 
@@ -154,6 +157,8 @@ def test_the_deprecated_kernel_reads_the_pool_in_another_order():
         ("fa3", SPARSE["all tokens"], "bf16 and fp16 caches"),
         ("flashinfer", PAGED[2], "one query token a sequence"),
         ("vllm_triton", MLA[2], "one query token a sequence"),
+        ("flashinfer", dataclasses.replace(RAGGED, value_dim=8), "as wide as its keys"),
+        ("vllm_triton", dataclasses.replace(RAGGED, value_dim=8), "as wide as its keys"),
         ("jax_deprecated", PAGED[2], "one query token a sequence"),
         ("jax_deprecated", cases.served(1, 48, 4, 2, 16, 16), "a table whose pages split evenly"),
         ("fa3", cases.served(1, 64, 4, 2, 16, 16, cache_dtype="int8"), "bf16 and fp16 caches"),
@@ -167,6 +172,23 @@ def test_the_deprecated_kernel_reads_the_pool_in_another_order():
 )
 def test_cases_that_a_peer_cannot_serve(name, case, words):
     assert words in baselines.load(name).supports(case)
+
+
+@pytest.mark.parametrize("compiled", [{True}, set()])
+def test_flashinfer_needs_one_of_its_kernels(monkeypatch, made, compiled):
+    class Wrapper(stand_ins.PagedWrapper):
+        def __init__(self, workspace, layout, use_tensor_cores):
+            if use_tensor_cores not in compiled:
+                raise ValueError("not compiled")
+
+    stand_in(monkeypatch, "flashinfer")
+    monkeypatch.setattr(sys.modules["flashinfer"], "BatchDecodeWithPagedKVCacheWrapper", Wrapper)
+    peer, inputs = baselines.load("flashinfer"), baselines.as_tensors(made(PAGED[1])[0])
+    if compiled:
+        assert list(peer.build(PAGED[1], inputs)) == ["tensor cores"]
+    else:
+        with pytest.raises(ValueError, match="not compiled"):
+            peer.build(PAGED[1], inputs)
 
 
 def test_variants_of_the_deprecated_kernel_fit_the_table():
@@ -263,3 +285,5 @@ def test_bursts_are_as_long_as_one_replay_says(monkeypatch):
     assert [captured.sample() for _ in range(3)] == [10e-6] * 3
     assert asked == [1, *[int(graphs.BURST_SECONDS / (20 * 10e-6))] * 3]
     assert graphs.burst_replays(1.0) == graphs.LEAST_REPLAYS
+    calls = [graphs.least_calls(seconds) for seconds in (1e-5, graphs.GRAPH_SECONDS / 4, 1.0)]
+    assert calls == [graphs.LEAST_CALLS, 4, 1]

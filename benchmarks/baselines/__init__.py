@@ -100,6 +100,19 @@ def q_lens(case: Any) -> tuple[int, ...]:
     return getattr(case, "q_lens", None) or (case.q_len,) * case.num_seqs
 
 
+def other_values(case: Any) -> str | None:
+    """Why a peer whose values are as wide as its keys cannot serve a case."""
+    width = getattr(case, "value_dim", None)
+    return None if width in (None, case.head_dim) else "its values are as wide as its keys"
+
+
+def window(case: Any) -> tuple[int, int]:
+    """Keys that a query sees before its own and behind it, as FlashAttention has them; -1: all."""
+    if not (width := getattr(case, "sliding_window", None)):
+        return -1, -1
+    return width - 1, 0 if getattr(case, "causal", True) else width - 1
+
+
 def query_starts(case: Any, **options: Any) -> Any:
     """Where each sequence's query tokens begin among all, and where the last one's end, as an int32 tensor."""
     torch = importlib.import_module("torch")

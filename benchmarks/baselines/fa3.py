@@ -18,7 +18,6 @@ OPS = ("mla_decode", "paged_attention", "ragged_paged_attention", "flash_attenti
 LIBRARY = "_vllm_fa3_C"
 # Its own choice; and for small batches an upper bound, which vLLM sets under CUDA graphs.
 SPLITS, MORE_SPLITS, FEW_SEQS = 0, 32, 16
-NO_WINDOW = (-1, -1)
 
 
 def available() -> str | None:
@@ -34,7 +33,7 @@ def available() -> str | None:
 def supports(case: Any) -> str | None:
     if case.op == "flash_attention" and case.layout != "BTNH":
         return "is set up for BTNH here"
-    return baselines.plain_only(case, but=("documents",))  # which are sequences to it
+    return baselines.plain_only(case, but=("sliding_window", "documents"))  # sequences to it
 
 
 @functools.cache
@@ -78,6 +77,7 @@ def _dense(case: Any, inputs: Any) -> Callable[[int], Any]:
             key_starts=starts[1],
             longest=tuple(map(max, sides)),
             scale=case.head_dim**-0.5,
+            window=baselines.window(case),
             causal=case.causal,
         )
         return out.view(*query.shape[:-1], values.shape[-1])
@@ -93,6 +93,7 @@ def _attend(
     query_starts: Any,
     longest: tuple[int, int],
     scale: float,
+    window: tuple[int, int],
     causal: bool = True,
     latent_query: Any = None,
     key_starts: Any = None,
@@ -121,7 +122,7 @@ def _attend(
         *after,
         scale,
         causal,
-        *NO_WINDOW,
+        *window,
         0.0,  # soft cap
         True,  # rotary interleaved
         metadata,
@@ -172,7 +173,7 @@ def _call(case: Any, inputs: Any, splits: int) -> Callable[[int], Any]:
         case.page_size,
         0,  # new keys
         True,  # causal
-        *NO_WINDOW,
+        *baselines.window(case),
         False,  # soft cap
         splits,
         None,  # pack_gqa: its choice
@@ -190,6 +191,7 @@ def _call(case: Any, inputs: Any, splits: int) -> Callable[[int], Any]:
             lengths=inputs.lengths,
             table=inputs.tables[index],
             scale=case.head_dim**-0.5,
+            window=baselines.window(case),
             metadata=metadata,
             splits=splits,
         )

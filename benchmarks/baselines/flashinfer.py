@@ -21,18 +21,27 @@ def available() -> str | None:
 def supports(case: Any) -> str | None:
     if case.op == "paged_attention" and case.q_len > 1:
         return "its decode wrapper takes one query token a sequence"
-    return baselines.plain_only(case)
+    return baselines.other_values(case) or baselines.plain_only(case, but=("sliding_window",))
 
 
 def build(case: Any, inputs: Any) -> dict[str, Callable[[int], Any]]:
     package = importlib.import_module("flashinfer")
     plan = _Plan(case, inputs)
-    if case.op == "mla_decode":
-        return {kind: _mla(package, kind, case, inputs, plan) for kind in ("fa3", "fa2")}
-    if case.op == "ragged_paged_attention":
-        return {kind: _ragged(package, kind, case, inputs, plan) for kind in ("fa3", "fa2")}
-    kinds = {"tensor cores": True, "CUDA cores": False}
-    return {kind: _paged(package, tensor_cores, case, inputs, plan) for kind, tensor_cores in kinds.items()}
+    make: Callable[..., Callable[[int], Any]]
+    if case.op == "paged_attention":
+        make, kinds = _paged, {"tensor cores": True, "CUDA cores": False}
+    else:
+        make = _mla if case.op == "mla_decode" else _ragged
+        kinds = {"fa3": "fa3", "fa2": "fa2"}
+    calls, problem = {}, None
+    for variant, kind in kinds.items():
+        try:
+            calls[variant] = make(package, kind, case, inputs, plan)
+        except Exception as error:  # not every kernel has every head size and group, or was compiled for it
+            problem = error
+    if problem and not calls:
+        raise problem
+    return calls
 
 
 class _Plan:
@@ -93,6 +102,7 @@ def _paged(package: Any, tensor_cores: bool, case: Any, inputs: Any, plan: _Plan
         case.num_kv_heads,
         case.head_dim,
         case.page_size,
+        window_left=baselines.window(case)[0],
         q_data_type=inputs.query.dtype,
         kv_data_type=inputs.caches[0].dtype,
         sm_scale=case.head_dim**-0.5,
@@ -121,6 +131,7 @@ def _ragged(package: Any, kind: str, case: Any, inputs: Any, plan: _Plan) -> Cal
         case.head_dim,
         case.page_size,
         causal=True,
+        window_left=baselines.window(case)[0],
         sm_scale=case.head_dim**-0.5,
         q_data_type=inputs.query.dtype,
         kv_data_type=inputs.caches[0].dtype,

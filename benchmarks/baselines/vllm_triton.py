@@ -24,7 +24,7 @@ def available() -> str | None:
 def supports(case: Any) -> str | None:
     if case.op == "mla_decode" and case.q_len > 1:
         return "its MLA kernel takes one query token a sequence"
-    return baselines.plain_only(case)
+    return baselines.other_values(case) or baselines.plain_only(case, but=("sliding_window",))
 
 
 def build(case: Any, inputs: Any) -> dict[str, Callable[[int], Any]]:
@@ -53,7 +53,7 @@ def _paged(case: Any, inputs: Any) -> Callable[[int], Any]:
             max(case.seq_lens),
             case.head_dim**-0.5,
             True,  # causal
-            (-1, -1),  # window
+            baselines.window(case),
             inputs.tables[index],
             0,  # soft cap
             None,  # scales
