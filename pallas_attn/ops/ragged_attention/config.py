@@ -151,7 +151,7 @@ def most_splits(
     max_len: int,
     target_programs: int,
     min_split_tokens: int,
-    rounded: Callable[[float], int] = math.ceil,
+    rounded: Callable[[float], int],
 ) -> int:
     """Pieces to provide for: lengths are not known when a call is compiled, only what the table can hold."""
     wanted = rounded(2 * target_programs / programs) if programs < target_programs else 1
