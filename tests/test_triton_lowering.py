@@ -1,13 +1,11 @@
 """`implementation="triton"`: what is written for each kernel, what Triton makes of it, and how it is called. No GPU."""
 
-import errno
 import functools
 import json
 import os
 import re
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import jax
@@ -21,7 +19,6 @@ from triton_shapes import BROAD, MAIN, SHAPES
 import pallas_attn
 from pallas_attn._call import dispatch
 from pallas_attn._lowering import cache, compiler, private, stages
-from pallas_attn._tile import triton as tile_triton
 
 ROOT = Path(__file__).parents[1]
 DEVICES = {**lowering.DEVICES, 120: ("NVIDIA GeForce RTX 5090", 170)}
@@ -183,18 +180,6 @@ def test_pools_are_updated_in_place_and_not_passed_as_scratch():
     assert call.count("output_operand_alias<") == 2
 
 
-def arguments(*lead: int):
-    lens = jax.ShapeDtypeStruct((*lead, 4), jnp.int32)
-    pool = jax.ShapeDtypeStruct((64, 16, 2, 64), jnp.bfloat16)
-    return (
-        jax.ShapeDtypeStruct((4, 8, 64), jnp.bfloat16),
-        pool,
-        pool,
-        jax.ShapeDtypeStruct((4, 8), jnp.int32),
-        lens,
-    )
-
-
 ATTEND = functools.partial(pallas_attn.paged_attention, implementation="triton")
 
 
@@ -202,11 +187,13 @@ def test_vmap_is_a_larger_grid():
     """Pools stay one; what is mapped has its own part."""
     mapped = jax.vmap(jax.vmap(ATTEND, in_axes=(None,) * 4 + (0,)), in_axes=(None,) * 4 + (0,))
     with triton_kernels.written() as kernels:
-        lowered = lowering.lower_for_gpu(mapped, *arguments(2, 3))
+        lowered = lowering.lower_for_gpu(mapped, *triton_kernels.arguments(2, 3))
     assert lowered.out_info.shape == (2, 3, 4, 8, 64)
     grids = re.findall(r"grid_x = (\d+)", lowered.as_text())
     with triton_kernels.written():
-        single = re.findall(r"grid_x = (\d+)", lowering.lower_for_gpu(ATTEND, *arguments()).as_text())
+        single = re.findall(
+            r"grid_x = (\d+)", lowering.lower_for_gpu(ATTEND, *triton_kernels.arguments()).as_text()
+        )
     assert [int(n) for n in grids] == [6 * int(n) for n in single]
     assert "64x16x2x64xbf16" in lowered.as_text()
     assert "arith.remui" in kernels[0].text
@@ -217,9 +204,11 @@ def test_exported_functions_hold_the_kernel():
     """As the README says: JAX wants the call vouched for."""
     vouched = export.DisabledSafetyCheck.custom_call(private.PTX_CALL)
     with triton_kernels.written() as kernels, lowering.abstract_mesh():
-        exported = export.export(jax.jit(ATTEND), platforms=["cuda"], disabled_checks=[vouched])(*arguments())
+        exported = export.export(jax.jit(ATTEND), platforms=["cuda"], disabled_checks=[vouched])(
+            *triton_kernels.arguments()
+        )
         with pytest.raises(ValueError, match="no compatibility guarantees"):
-            export.export(jax.jit(ATTEND), platforms=["cuda"])(*arguments())
+            export.export(jax.jit(ATTEND), platforms=["cuda"])(*triton_kernels.arguments())
     text = export.deserialize(exported.serialize()).mlir_module()
     assert text.count(private.PTX_CALL) == len({kernel.name for kernel in kernels}) > 0
 
@@ -229,7 +218,7 @@ def test_has_no_gradients():
         return ATTEND(query, *rest).astype(jnp.float32).sum()
 
     with pytest.raises(NotImplementedError, match="has no gradients; implementation 'xla' has"):
-        lowering.lower_for_gpu(jax.grad(loss), *arguments())
+        lowering.lower_for_gpu(jax.grad(loss), *triton_kernels.arguments())
 
 
 def test_without_pallas_triton_none_chooses_it_and_nothing_warns(tmp_path):
@@ -273,84 +262,6 @@ NARROWING = """module {
   }
 }
 """
-KERNEL = "module {\n  tt.func public @nothing(%arg0: !tt.ptr<f32>) {\n    tt.return\n  }\n}\n"
-
-
-@pytest.fixture
-def kept(tmp_path, monkeypatch):
-    monkeypatch.setenv(cache.FOLDER, str(tmp_path / "kernels"))
-    compiler.made.cache_clear()
-    yield tmp_path / "kernels"
-    compiler.made.cache_clear()
-
-
-def test_a_kernel_in_the_cache_needs_no_triton(kept, monkeypatch):
-    compiled = compiler.compile_kernel(KERNEL, 90, 4, 3)
-    assert ".entry nothing" in compiled.ptx
-    assert ".target sm_90a" in compiled.ptx
-    assert [path.suffix for path in kept.iterdir()] == [".json"]
-    compiler.made.cache_clear()
-    monkeypatch.setattr(compiler, "installed", lambda: None)
-    assert compiler.compile_kernel(KERNEL, 90, 4, 3) == compiled
-    with pytest.raises(RuntimeError, match="Triton is not installed: pip install 'pallas-attn"):
-        compiler.compile_kernel(KERNEL, 90, 8, 3)
-
-
-def test_a_kernel_that_a_folder_lacks_is_named_with_both_ways_out(kept, monkeypatch):
-    """As where neither Triton is nor Pallas' lowering, and the folder was filled with other shapes."""
-    cache.keep(cache.Request(KERNEL, 90, 4, 3, 80), cache.Compiled("nothing", "", 0, 4, "3.9.0"))
-    monkeypatch.setattr(compiler, "installed", lambda: None)
-    monkeypatch.setattr(tile_triton, "plgpu", None)
-    attend = functools.partial(pallas_attn.paged_attention, implementation=None)
-    with pytest.raises(RuntimeError) as raised:
-        lowering.lower_for_gpu(attend, *arguments())
-    (line,) = str(raised.value).splitlines()
-    assert line.startswith("pallas_attn_paged_attention of bfloat16[4, 1, 8, 64], bfloat16[64, 16, 2, 64], ")
-    assert f"not among the kernels in {kept}" in line
-    assert "pip install 'pallas-attn[triton]'" in line
-    assert (
-        "make this call where Triton and an sm_90 GPU are, with PALLAS_ATTN_KERNELS naming a folder" in line
-    )
-
-
-def test_a_spoilt_file_of_the_cache_is_compiled_again(kept):
-    compiled = compiler.compile_kernel(KERNEL, 80, 4, 3)
-    (path,) = kept.iterdir()
-    for spoilt in ("", "{", "[]", '{"name": "nothing"}'):
-        path.write_text(spoilt)
-        compiler.made.cache_clear()
-        assert compiler.compile_kernel(KERNEL, 80, 4, 3) == compiled
-
-
-def test_others_may_read_what_one_has_filled(kept):
-    """As when a container is filled by root, and runs as somebody else."""
-    cache.keep(cache.Request(KERNEL, 90, 4, 3, 80), cache.Compiled("nothing", "", 0, 4, "3.9.0"))
-    (path,) = kept.iterdir()
-    assert path.stat().st_mode & 0o777 == 0o644
-
-
-def test_a_full_disk_keeps_nothing(kept, monkeypatch):
-    def dump(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(cache.json, "dump", dump)
-    request = cache.Request(KERNEL, 90, 4, 3, 80)
-    cache.keep(request, cache.Compiled("nothing", "", 0, 4, "3.9.0"))
-    assert list(kept.iterdir()) == []
-    assert cache.find(request, None) is None
-
-
-def test_a_user_without_a_home_has_no_cache(monkeypatch):
-    def home():
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv(cache.FOLDER, raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(cache.Path, "home", home)
-    request = cache.Request(KERNEL, 90, 4, 3, 80)
-    cache.keep(request, cache.Compiled("nothing", "", 0, 4, "3.9.0"))
-    assert not cache.holds_any()
-    assert cache.find(request, None) is None
 
 
 def test_a_folder_called_triton_is_no_triton(tmp_path, monkeypatch):
@@ -359,50 +270,6 @@ def test_a_folder_called_triton_is_no_triton(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "triton", raising=False)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     assert compiler.installed.__wrapped__() is None
-
-
-def test_many_may_fill_the_cache_at_once(kept):
-    made: list[cache.Compiled] = []
-    keepers = [
-        threading.Thread(target=lambda: made.append(compiler.compile_kernel(KERNEL, 90, 4, 3)))
-        for _ in range(4)
-    ]
-    for keeper in keepers:
-        keeper.start()
-    for keeper in keepers:
-        keeper.join()
-    assert len(made) == 4
-    assert len({one.ptx for one in made}) == 1
-    assert len(list(kept.iterdir())) == 1
-
-
-KEEPER = """
-import importlib.util, sys
-spec = importlib.util.spec_from_file_location("cache", sys.argv[1])
-cache = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(cache)
-request, seen = cache.Request("kernel", 90, 4, 3, 80), set()
-for _ in range(100):
-    cache.keep(request, cache.Compiled("kernel", 100_000 * sys.argv[2], 0, 4, "3.9.0"))
-    found = cache.find(request, None)
-    assert len(found.ptx) == 100_000 and len(set(found.ptx)) == 1, "half of a file, or of two"
-    seen.add(found.ptx[0])
-print(*seen)
-"""
-
-
-@pytest.mark.once
-def test_processes_that_fill_the_cache_at_once_read_whole_files(kept):
-    """Each writes another text under one name, and reads what any wrote."""
-    command = [sys.executable, "-S", "-c", KEEPER, cache.__file__]
-    keepers = [
-        subprocess.Popen([*command, letter], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for letter in "abcd"
-    ]
-    ended = [(*keeper.communicate(timeout=60), keeper.returncode) for keeper in keepers]
-    assert not [error for _, error, status in ended if status], ended
-    assert max(len(seen.split()) for seen, _, _ in ended) > 1, "they did not meet"
-    assert len(list(kept.iterdir())) == 1, "nothing is left behind"
 
 
 # The oldest PTX that knows the architecture: with an older one Triton's process ends, a newer one wants newer drivers.
@@ -414,19 +281,10 @@ PTX = {80: "8.0", 89: "8.1", 90: "8.0", 100: "8.6", 103: "8.8", 110: "9.0", 120:
 def test_ptx_is_as_old_as_the_gpu_allows(sm):
     """The assembler takes it, too, and float8 where the GPU converts it."""
     options = dict(num_warps=4, num_stages=3, ptx_version=compiler.ptx_version(sm))
-    text = KERNEL if sm < 89 else NARROWING
+    text = triton_kernels.NOTHING if sm < 89 else NARROWING
     made = lowering.compile_text("a kernel", text, sm, lowering.NEWEST_TRITON, **options)
     suffix = "a" if sm >= 90 else ""
     assert f".version {PTX[sm]}\n.target sm_{sm}{suffix}" in made.ptx
-
-
-def test_the_newest_triton_of_several_serves_without_one(kept):
-    request = cache.Request(KERNEL, 90, 4, 3, 80)
-    for version in ("3.9.0", "3.10.0", "3.6.0"):
-        cache.keep(request, cache.Compiled("nothing", version, 0, 4, version))
-    assert (cache.find(request, "3.6.0") or request).ptx == "3.6.0"
-    assert (cache.find(request, None) or request).ptx == "3.10.0"
-    assert cache.find(request, "3.8.0") is None
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,14 @@ import dataclasses
 from collections.abc import Iterator
 from unittest import mock
 
+import jax
+import jax.numpy as jnp
 import lowering
 
 from pallas_attn._lowering import compiler
 from pallas_attn._lowering.cache import Compiled
+
+NOTHING = "module {\n  tt.func public @nothing(%arg0: !tt.ptr<f32>) {\n    tt.return\n  }\n}\n"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,3 +46,16 @@ def written() -> Iterator[list[Written]]:
 
     with mock.patch.multiple(compiler, compile_kernel=compile_kernel, begin=lambda *_: None):
         yield found
+
+
+def arguments(*lead: int):
+    """Of `paged_attention`; those that differ from step to step with `lead` before their dimensions."""
+    lens = jax.ShapeDtypeStruct((*lead, 4), jnp.int32)
+    pool = jax.ShapeDtypeStruct((64, 16, 2, 64), jnp.bfloat16)
+    return (
+        jax.ShapeDtypeStruct((4, 8, 64), jnp.bfloat16),
+        pool,
+        pool,
+        jax.ShapeDtypeStruct((4, 8), jnp.int32),
+        lens,
+    )
