@@ -99,7 +99,9 @@ GRADIENT_CASES = [
 @pytest.mark.once
 def test_gradients_compile(case, sm):
     made = lowered(case, 4096, case.num_heads, lowering.DEVICES[sm], gradients=True)
-    kernels = lowering.compile_kernels(made, sm, ending=("_dq", "_dkv"))
+    # Triton 3.6 has no room for heads of 256: 504 bytes of dkv's are spilled.
+    triton = lowering.NEWEST_TRITON if case.head_dim == 256 else lowering.USUAL_TRITON
+    kernels = lowering.compile_kernels(made, sm, triton, ending=("_dq", "_dkv"))
     names = [kernel.name.removeprefix("pallas_attn_blocksparse_") for kernel in kernels]
     assert sorted(names) == ["dkv", "dq"]
     for name, kernel in zip(names, kernels, strict=True):

@@ -23,7 +23,7 @@ CASES = [
 ]  # fmt: skip
 
 
-def compiled(case: FlashCase, sm: int, triton: str = lowering.NEWEST_TRITON) -> dict[str, lowering.Compiled]:
+def compiled(case: FlashCase, sm: int, triton: str = lowering.USUAL_TRITON) -> dict[str, lowering.Compiled]:
     """{"", "_dq", ...: kernel} of a call and all of its gradients."""
     dtype, value_dim = jnp.dtype(case.dtype), case.value_dim or case.head_dim
 

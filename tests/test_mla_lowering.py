@@ -60,10 +60,10 @@ def lowered_call(
 @pytest.mark.parametrize(
     ("shape", "sm", "triton"),
     [
-        *((shape, 90, lowering.NEWEST_TRITON) for shape in SHAPES),
-        *((SHAPES[i], 80, lowering.NEWEST_TRITON) for i in (0, 4)),
-        (SHAPES[3], 100, lowering.NEWEST_TRITON),
-        *((SHAPES[4], 90, triton) for triton in lowering.TRITON_ENDS[:-1]),
+        *((shape, 90, lowering.USUAL_TRITON) for shape in SHAPES),
+        *((SHAPES[i], 80, lowering.USUAL_TRITON) for i in (0, 4)),
+        (SHAPES[3], 100, lowering.USUAL_TRITON),
+        *((SHAPES[4], 90, triton) for triton in lowering.TRITON_ENDS[1:]),
     ],
     ids=str,
 )
