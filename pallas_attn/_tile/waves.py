@@ -17,8 +17,9 @@ from pallas_attn._tile.pieces import ceil_div
 START_KB = 80
 # Of a kernel that deals: every program works out what is cut, slots without a piece come and go, another kernel merges.
 DEALING_KB, DEALING = 140, 1.1
-# How many programs on a multiprocessor ask for all of its share.
-ENOUGH = 2
+# How many programs on a multiprocessor ask for all of its share; and how much more than their own share programs take
+# where they are few, at most, where they deal: a fifth program is room for one, not more that each can ask for.
+ENOUGH, MOST_ALONE = 2, 2.0
 # What a program asks for beside that, in shares, where nothing is dealt and no other wave is.
 UNDEALT = 0.5
 # What each `FEW_PROGRAMS` more on a multiprocessor have to gain: where lengths differ, finer pieces fill waves
@@ -54,7 +55,11 @@ class Waves:
         if not more:
             return float(full)
         part = more / self.slots
-        alone = max(1.0, self.resident / ENOUGH) + (0.0 if full or self.dealt else UNDEALT)
+        alone = max(1.0, self.resident / ENOUGH)
+        if self.dealt:
+            alone = min(alone, MOST_ALONE)
+        elif not full:
+            alone += UNDEALT
         return full + max(part, 1 / (alone - (alone - 1) * part))
 
     def cost(self, pieces: int) -> float:
