@@ -21,6 +21,7 @@ class Written:
     sm: int
     num_warps: int
     num_stages: int
+    max_registers: int = 0
 
     @property
     def name(self) -> str:
@@ -29,7 +30,8 @@ class Written:
     def compile(self, triton: str = lowering.NEWEST_TRITON, sm: int | None = None) -> lowering.Compiled:
         """By one of the Tritons beside the environment, in a process of its own."""
         sm = sm or self.sm
-        options = dict(num_warps=self.num_warps, num_stages=self.num_stages)
+        names = ("num_warps", "num_stages", "max_registers")
+        options = {name: getattr(self, name) for name in names}
         return lowering.compile_text(
             self.name, self.text, sm, triton, **options, ptx_version=compiler.ptx_version(sm)
         )
@@ -40,8 +42,8 @@ def written() -> Iterator[list[Written]]:
     """Collects the kernels of what is lowered inside the block, which compiles none."""
     found: list[Written] = []
 
-    def compile_kernel(text: str, capability: int, num_warps: int, num_stages: int) -> Compiled:
-        found.append(Written(text, capability, num_warps, num_stages))
+    def compile_kernel(text: str, capability: int, num_warps: int, *rest: int) -> Compiled:
+        found.append(Written(text, capability, num_warps, *rest))
         return Compiled(found[-1].name, "// not compiled", 0, num_warps, "none")
 
     with mock.patch.multiple(compiler, compile_kernel=compile_kernel, begin=lambda *_: None):

@@ -138,7 +138,9 @@ def answer(request: dict[str, Any], version: str, cache: Path) -> dict[str, Any]
     What was compiled from the same text is read from `cache`.
     """
     sm = request["sm"]
-    options = {name: request[name] for name in ("num_warps", "num_stages")}
+    options = {
+        name: request[name] for name in ("num_warps", "num_stages", "max_registers") if name in request
+    }
     major, minor = (int(part) for part in version.split(".")[:2])
     with tempfile.TemporaryDirectory(dir=cache) as name:
         folder = Path(name)

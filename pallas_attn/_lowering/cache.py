@@ -22,13 +22,14 @@ READABLE = 0o644
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What a kernel is compiled from, beside the compiler."""
+    """What a kernel is compiled from, beside the compiler. `max_registers` of a thread, 0: as many as it takes."""
 
     text: str
     capability: int
     num_warps: int
     num_stages: int
     ptx_version: int
+    max_registers: int = 0
 
     @property
     def digest(self) -> str:

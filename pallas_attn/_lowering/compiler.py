@@ -50,18 +50,22 @@ def ptx_version(capability: int) -> int:
     return next(version for least, version in PTX_VERSIONS if capability >= least)
 
 
-def compile_kernel(text: str, capability: int, num_warps: int, num_stages: int) -> Compiled:
+def compile_kernel(
+    text: str, capability: int, num_warps: int, num_stages: int, max_registers: int = 0
+) -> Compiled:
     """The kernel of a module, compiled unless it ever was.
 
     Raises:
         RuntimeError: it never was, and Triton is missing, or refuses it.
     """
-    return begin(text, capability, num_warps, num_stages).result()
+    return begin(text, capability, num_warps, num_stages, max_registers).result()
 
 
-def begin(text: str, capability: int, num_warps: int, num_stages: int) -> Future[Compiled]:
+def begin(
+    text: str, capability: int, num_warps: int, num_stages: int, max_registers: int = 0
+) -> Future[Compiled]:
     """`compile_kernel` by another thread: one for all who want the same kernel meanwhile."""
-    request = Request(text, capability, num_warps, num_stages, ptx_version(capability))
+    request = Request(text, capability, num_warps, num_stages, ptx_version(capability), max_registers)
     with _lock:
         if found := _begun.get(request):
             return found

@@ -40,6 +40,7 @@ class Launch:
     grid: tuple[int, ...]
     num_warps: int
     num_stages: int
+    max_registers: int
     capability: int | None
     most_shared: int
     aliases: tuple[tuple[int, int], ...]
@@ -66,11 +67,11 @@ class Launch:
         return f"{self.name} of {arrays}"
 
     @property
-    def request(self) -> tuple[str, int, int, int]:
+    def request(self) -> tuple[str, int, int, int, int]:
         """What the compiler is asked for."""
         if self.capability is None:
             raise ValueError(f"{self.name}: the GPU's compute capability is not known")
-        return self.text, self.capability, self.num_warps, self.num_stages
+        return self.text, self.capability, self.num_warps, self.num_stages, self.max_registers
 
     def compiled(self) -> compiler.Compiled:
         request = self.request
@@ -119,17 +120,19 @@ def launch(
     input_output_aliases: Mapping[int, int],
     capability: int | None,
     most_shared: int,
+    max_registers: int = 0,
 ) -> tuple[jax.Array, ...]:
     """Runs `body(*operand_refs, *output_refs)` over `grid`; operands may be pytrees, which aliases count flat.
 
-    `capability` is the GPU's, 90 for sm_90; a program may have `most_shared` bytes of its shared memory.
+    `capability` is the GPU's, 90 for sm_90; a program may have `most_shared` bytes of its shared memory, a thread
+    `max_registers` or, if that is 0, as many as it takes.
     """
     flat, tree = jax.tree.flatten(operands)
     refs = tuple(Ref(i, tuple(x.shape), jnp.dtype(x.dtype)) for i, x in enumerate([*flat, *out_shape]))
     inputs = jax.tree.unflatten(tree, refs[: len(flat)])
     traced = kernel_body.trace(body, (*inputs, *refs[len(flat) :]))
     aliases = tuple(sorted(input_output_aliases.items()))
-    sizes = (tuple(grid), num_warps, num_stages, capability, most_shared)
+    sizes = (tuple(grid), num_warps, num_stages, max_registers, capability, most_shared)
     static = Launch(name, traced, refs, len(out_shape), *sizes, aliases)
     return tuple(launch_p.bind(*flat, static=static))
 

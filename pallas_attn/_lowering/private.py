@@ -1,15 +1,17 @@
-"""The one name of JAX that is not its public interface, and the mechanism of XLA that is not either.
+"""The two names of JAX that are not its public interface, and the mechanism of XLA that is not either.
 
-Seen to work with jax 0.11.2 and 0.12.0.1, and looked at by tests/test_private_names.py. A JAX without the name has no
-implementation "triton", and loses nothing else.
+Seen to work with jax 0.11.2 and 0.12.0.1, and looked at by tests/test_private_names.py. A JAX without the first name
+has no implementation "triton"; without the second, kernels of "pallas" have tiles that need no limit on registers.
 """
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
-from jax.extend.core import Effect
+from jax.extend.core import Effect, Primitive
 
 ALLOWED_EFFECTS = "jax._src.effects.control_flow_allowed_effects"
+PALLAS_RULES = "jax._src.pallas.triton.lowering.register_lowering"
 PTX_CALL = "__gpu$xla.gpu.ptx"
 """XLA's own custom call for a kernel given as PTX (openxla, KernelCall in service/gpu/kernel_call.h)."""
 
@@ -23,6 +25,7 @@ def _found(name: str) -> Any:
 
 
 _allowed_effects = _found(ALLOWED_EFFECTS)
+_pallas_rules = _found(PALLAS_RULES)
 
 
 def missing() -> str | None:
@@ -34,3 +37,14 @@ def allow_in_control_flow(effect: type[Effect]) -> None:
     """Lets loops and branches hold equations with this effect."""
     if _allowed_effects is not None:
         _allowed_effects.add_type(effect)
+
+
+def pallas_takes_rules() -> bool:
+    """Whether Pallas' Triton lowering is there and can be taught primitives."""
+    return _pallas_rules is not None
+
+
+def register_in_pallas(primitive: Primitive, rule: Callable[..., Any]) -> None:
+    """Lets Pallas' Triton lowering lower a primitive by `rule(ctx, *values, **parameters)`."""
+    if _pallas_rules is not None:
+        _pallas_rules(primitive)(rule)

@@ -97,8 +97,11 @@ def _backend(capability: int) -> Any:
     return type(type(whole).__name__, (type(whole),), stages)(whole.target)
 
 
-def to_ptx(text: str, capability: int, num_warps: int, num_stages: int, ptx_version: int) -> dict[str, Any]:
-    """name, ptx, shared_bytes, num_warps (Triton may add some that only load) and triton, its version."""
+def to_ptx(
+    text: str, capability: int, num_warps: int, num_stages: int, ptx_version: int, max_registers: int = 0
+) -> dict[str, Any]:
+    """Of threads that have at most `max_registers`, or if that is 0 as many as they take:
+    name, ptx, shared_bytes, num_warps (Triton may add some that only load) and triton, its version."""
     import triton
     from triton._C.libtriton import ir
     from triton.backends.compiler import Language
@@ -106,7 +109,7 @@ def to_ptx(text: str, capability: int, num_warps: int, num_stages: int, ptx_vers
     backend = _backend(capability)
     sizes = {"num_warps": num_warps, "num_stages": num_stages, "ptx_version": ptx_version}
     # Products and sums are fused, as by XLA.
-    options = backend.parse_options({**sizes, "enable_fp_fusion": True})
+    options = backend.parse_options({**sizes, "maxnreg": max_registers or None, "enable_fp_fusion": True})
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)

@@ -18,6 +18,7 @@ from pallas_attn import _lowering
 from pallas_attn._call import dispatch, gradients
 from pallas_attn._call.device import current_device
 from pallas_attn._lowering import cache, compiler, private
+from pallas_attn._tile import registers
 from pallas_attn._tile.sharding import vary, varying_axes, varying_like
 
 Lowering = Literal["pallas", "triton", "interpret"]
@@ -161,7 +162,14 @@ def exp2_scaled(factor: jax.Array | float, x: jax.Array, offset: jax.Array) -> j
     return result
 
 
-def _marked(kernel: Callable[..., None], *refs: Any) -> None:
+def limits_registers(lowering: str) -> bool:
+    """Whether `kernel_call` can hold a kernel to `max_registers`. Interpreted ones have none to hold."""
+    return lowering != "pallas" or private.pallas_takes_rules()
+
+
+def _marked(kernel: Callable[..., None], max_registers: int, *refs: Any) -> None:
+    if max_registers:
+        registers.limit(max_registers)
     token = _compiling.set(True)
     try:
         kernel(*refs)
@@ -178,10 +186,11 @@ def kernel_call(
     num_warps: int,
     num_stages: int,
     lowering: Lowering,
+    max_registers: int = 0,
     input_output_aliases: Mapping[int, int] | None = None,
 ) -> Any:
-    """Runs `kernel(*operand_refs, *output_refs)` over `grid`; operands may be pytrees, and
-    every ref is a whole array, indexed by the kernel."""
+    """Runs `kernel(*operand_refs, *output_refs)` over `grid`; operands may be pytrees, and every ref is a whole array,
+    indexed by the kernel. A thread has at most `max_registers`, 0: as many as it takes."""
     axes = varying_axes(operands)
     options: dict[str, Any] = dict(
         name=name,
@@ -193,11 +202,16 @@ def kernel_call(
         device = current_device()
         options |= dict(capability=device.compute_capability, most_shared=1024 * device.shared_kib)
         run = functools.partial(
-            _lowering.launch, kernel, num_warps=num_warps, num_stages=num_stages, **options
+            _lowering.launch,
+            kernel,
+            num_warps=num_warps,
+            num_stages=num_stages,
+            max_registers=max_registers,
+            **options,
         )
     else:
         parameters = plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages)
         interpret = lowering == "interpret"
-        body = kernel if interpret else functools.partial(_marked, kernel)
+        body = kernel if interpret else functools.partial(_marked, kernel, max_registers)
         run = pl.pallas_call(body, interpret=interpret, compiler_params=parameters, **options)
     return gradients.refuse(name, run)(*vary(operands, axes))
