@@ -13,7 +13,12 @@ from pallas_attn.testing.blocksparse import BlockSparseCase
 
 
 def lowered(
-    case: BlockSparseCase, num_tokens: int, layout_heads: int, device=lowering.H100, gradients: bool = False
+    case: BlockSparseCase,
+    num_tokens: int,
+    layout_heads: int,
+    device=lowering.H100,
+    gradients: bool = False,
+    **options,
 ):
     """Four sequences, mixed, of a layout for 8192 tokens; or the gradients."""
     struct, dtype = jax.ShapeDtypeStruct, jnp.dtype(case.dtype)
@@ -31,7 +36,9 @@ def lowered(
     else:
         keys = struct((900, case.page_size, case.num_kv_heads, case.head_dim), dtype)
         lengths |= {"block_tables": struct((4, 512), jnp.int32), "seq_lens": struct((4,), jnp.int32)}
-    call = functools.partial(pallas_attn.blocksparse_attention, softcap=case.softcap, return_lse=True)
+    call = functools.partial(
+        pallas_attn.blocksparse_attention, softcap=case.softcap, return_lse=True, **options
+    )
 
     def results(q, k, v, layout, lengths):
         return call(q, k, v, layout, **lengths)
@@ -117,7 +124,8 @@ def test_gradients_compile(case, sm):
 @pytest.mark.parametrize("triton", lowering.TRITON_ENDS)
 def test_keys_are_copied_two_steps_ahead(triton):
     """A column that is loaded asynchronously itself would cost the keys a step (see `walk.spoiled`)."""
-    prefill, *_ = lowering.compile_kernels(lowered(CASES[0], 4096, 32), 90, triton)
+    config = pallas_attn.BlockSparseConfig(128, 128, 8, 3)
+    prefill, *_ = lowering.compile_kernels(lowered(CASES[0], 4096, 32, config=config), 90, triton)
     assert "memdesc<3x" in prefill.ttgir
     assert "memdesc<2x" not in prefill.ttgir
     assert "memdesc<1x1xi32" not in prefill.ttgir

@@ -210,6 +210,7 @@ def keys_and_values(
     return key.astype(np.float64), value.astype(np.float64)
 
 
+PAIRED = (("block_q", 128), ("block_kv", 64), ("num_warps", 8), ("num_stages", 2), ("max_registers", 128))
 STEP, SHARED = LocalStride(32, 2, 4, 1), LocalStride(32, 1, 3)
 MIXED = ((100, 100), (1, 161), (0, 0), (1, 1), (33, 33), (1, 0), (1, 128))
 TEST_CASES = [
@@ -223,5 +224,6 @@ TEST_CASES = [
     BlockSparseCase(
         MIXED, 4, 2, 64, LocalStride(32, 1, 3, -1, tp_rank=1), page_size=24, config=(("num_splits", 2),)
     ),
+    BlockSparseCase(((530, 530), (40, 290)), 2, 1, 128, 0.5, 128, 128, config=PAIRED),
     BlockSparseCase(((70, 70), (1, 90)), 2, 1, 32, SHARED, dtype="float32", page_size=16, cache_layout="PACKED"),
 ]  # fmt: skip

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn._call.device import current_device
+from pallas_attn._tile import triton
 from pallas_attn.ops.blocksparse_attention import BlockSparseConfig, blocksparse_attention
 from pallas_attn.ops.blocksparse_attention.config import TILES, heuristic
 from pallas_attn.testing.blocksparse import BlockSparseCase, layout_of
@@ -17,7 +18,9 @@ from pallas_attn.tuning.points import Fields, Inputs
 
 # Tokens of a sequence, of which a row sees `max_len` on average.
 CONTEXT = 8
-PREFILL = ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 3), (128, 64, 4, 2), (128, 128, 8, 3), (128, 64, 8, 3))
+# Queries, keys, warps, stages, registers.
+PREFILL = ((64, 64, 4, 3, 0), (64, 64, 4, 2, 0), (64, 32, 4, 3, 0), (128, 64, 4, 2, 0), (128, 128, 8, 3, 0))
+PREFILL += ((128, 64, 8, 3, 0), (128, 64, 8, 2, 128))
 DECODE = ((64, 4, 3), (64, 4, 4), (32, 4, 4), (64, 8, 3))
 DQ = ((128, 64, 8, 3), (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 3))
 DKV = ((32, 64, 4, 3), (64, 128, 8, 3), (32, 64, 4, 2), (64, 64, 4, 2))
@@ -89,6 +92,8 @@ class BlockSparsePoint(DensePoint):
             row_blocks=self.max_len / case.block_size,
             streams=self.streams,
             num_heads=case.num_heads,
+            plain=True,
+            limits_registers=triton.limits_registers("pallas"),
             device=current_device(),
             **fields,
         )
@@ -98,14 +103,17 @@ class BlockSparsePoint(DensePoint):
         return {name: config[name] for name in TILES[self.kernel]}
 
     def tiles(self, fields: Fields) -> Tiles:
-        *queries, block_kv, num_warps, num_stages = self.chosen(fields).values()
+        sizes = [size for name, size in self.chosen(fields).items() if name != "max_registers"]
+        *queries, block_kv, num_warps, num_stages = sizes
         # A program of decode has one query.
         return Tiles(queries[0] if queries else 1, block_kv, num_warps, num_stages)
 
     def candidates(self) -> list[Fields]:
-        names = TILES[self.kernel]
-        fitting = [t for t in CHOICES[self.kernel] if max(t[: len(names) - 2]) <= self.case.block_size]
-        return self.distinct([{}, *(dict(zip(names, tiles, strict=True)) for tiles in fitting)])
+        most = self.case.block_size
+        found = (dict(zip(TILES[self.kernel], tiles, strict=True)) for tiles in CHOICES[self.kernel])
+        return self.distinct(
+            [{}, *(tiles for tiles in found if all(tiles[name] <= most for name in tiles if "block" in name))]
+        )
 
     def inputs(self) -> Inputs:
         ends = jnp.array([0, *itertools.accumulate(self.case.seq_lens)], jnp.int32)

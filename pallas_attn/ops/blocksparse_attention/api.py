@@ -184,7 +184,7 @@ def blocksparse_attention(
     name, fn = dispatch.resolve(check.function, problem, implementation)
     if name == "xla" and config is not None:
         check.fail("config", "None for implementation 'xla'", "a config")
-    problem = dataclasses.replace(problem, config=_config(check, problem, layout, query.dtype, config))
+    problem = dataclasses.replace(problem, config=_config(check, problem, layout, query.dtype, config, name))
     operands = {"query": query, **arrays}
     operands |= {n: getattr(layout, n) for n in gradients.LAYOUT_ARRAYS}
     operands = {n: jnp.asarray(array) for n, array in operands.items()}
@@ -201,7 +201,14 @@ def _need(check: ArgumentChecker, arrays: dict[str, Any], absent: tuple[str, ...
             check.fail(name, f"{expected} for {where}", got)
 
 
-def _config(check: ArgumentChecker, problem: Problem, layout: SparseLayout, dtype: Any, explicit: Any) -> Any:
+def _config(
+    check: ArgumentChecker,
+    problem: Problem,
+    layout: SparseLayout,
+    dtype: Any,
+    explicit: Any,
+    implementation: str,
+) -> Any:
     row_blocks = layout.columns.shape[1] / layout.num_row_blocks
     key = dict(
         head_dim=problem.pool.head_dim,
@@ -221,6 +228,8 @@ def _config(check: ArgumentChecker, problem: Problem, layout: SparseLayout, dtyp
         row_blocks=row_blocks,
         streams=problem.num_seqs * problem.num_heads // problem.decode_heads,
         num_heads=problem.num_heads,
+        plain=problem.cache_layout is None and problem.rules.softcap is None,
+        limits_registers=triton.limits_registers(implementation),
         device=current_device(),
     )
     found = {
@@ -234,6 +243,9 @@ def _config(check: ArgumentChecker, problem: Problem, layout: SparseLayout, dtyp
     ):  # fmt: skip
         if getattr(config, name) > most:
             check.fail("config", f"{name} at most the layout's ({most})", str(getattr(config, name)))
+    if config.max_registers and not triton.limits_registers(implementation):
+        reason = f"which implementation {implementation!r} cannot limit with this jax"
+        check.fail("config", f"max_registers 0, {reason}", str(config.max_registers))
     if config.heads_together and problem.num_heads % config.heads_together:
         expected = f"heads_together a divisor of num_heads ({problem.num_heads})"
         check.fail("config", expected, str(config.heads_together))

@@ -118,7 +118,7 @@ def _query_kernel(query_ref, refs, layout: SparseLayout, d_query_ref, *, problem
             new = triton.dot(pairs.d_products.astype(k.dtype), k)
             return new if total is None else total + new
 
-        zeros = jnp.zeros((tile.real.shape[0], problem.dims[1]), jnp.float32)
+        zeros = jnp.zeros((tile.size, problem.dims[1]), jnp.float32)
         total, bad = walk.walk(layout, head, tile, problem, walk.Walker(read, step), zeros)
         total = softmax.poison(total * problem.scale, bad)
         _write(d_query_ref, tile.token, head, tile.real, total, problem)

@@ -9,13 +9,16 @@ from pallas_attn._tile import triton
 from pallas_attn._tile.pieces import MOST_PIECES
 
 SHORT_ROW = 1024  # tokens that a block of queries sees
+PAIRED_ROW = 3072
+# Two programs of 128 queries share a multiprocessor of sm_90, if a thread has at most 128 of its registers.
+PAIRED = {"block_q": 128, "block_kv": 64, "num_warps": 8, "num_stages": 2, "max_registers": 128}
 RESERVED_KIB = 2  # of shared memory, for layouts and reductions
 POWERS_OF_TWO = {**configs.POWERS_OF_TWO, "decode_block_kv": 16, "decode_warps": 1, "decode_heads": 1}
 POWERS_OF_TWO |= {f"{kernel}_{size}": 16 for kernel in ("dq", "dkv") for size in ("block_q", "block_kv")}
 POWERS_OF_TWO |= {"dq_warps": 1, "dkv_warps": 1}
 # What the tiles of each kernel are called in a config: queries where a program has more than one, keys, warps, stages.
 TILES = {
-    "prefill": ("block_q", "block_kv", "num_warps", "num_stages"),
+    "prefill": ("block_q", "block_kv", "num_warps", "num_stages", "max_registers"),
     "decode": ("decode_block_kv", "decode_warps", "decode_stages"),
     "dq": ("dq_block_q", "dq_block_kv", "dq_warps", "dq_stages"),
     "dkv": ("dkv_block_q", "dkv_block_kv", "dkv_warps", "dkv_stages"),
@@ -31,6 +34,7 @@ class BlockSparseConfig:
     heads_together: heads whose programs start together, a divisor of the query heads: few keep the keys that are being
         read in the L2, many even out what the last programs have to do. 0: all.
     num_warps, num_stages: Triton's warps per program and depth of software pipelining.
+    max_registers: of a thread of prefill, for more programs to a multiprocessor; 0: as many as it takes.
     decode_block_kv, decode_warps, decode_stages: the same for sequences with one query.
     decode_heads: heads of a group that a program serves then, a power of two up to 16; what divides the group is taken.
     num_splits: pieces that such a sequence's blocks are cut into.
@@ -44,6 +48,7 @@ class BlockSparseConfig:
     block_kv: int = 128
     num_warps: int = 8
     num_stages: int = 2
+    max_registers: int = 0
     heads_together: int = 0
     decode_block_kv: int = 64
     decode_warps: int = 4
@@ -60,7 +65,7 @@ class BlockSparseConfig:
     dkv_stages: int = 3
 
     def __post_init__(self):
-        configs.check_sizes(self, POWERS_OF_TWO, may_be_zero=("heads_together",))
+        configs.check_sizes(self, POWERS_OF_TWO, may_be_zero=("max_registers", "heads_together"))
         check_int("BlockSparseConfig", "decode_heads", self.decode_heads, most=16)
 
 
@@ -73,14 +78,18 @@ def heuristic(
     row_blocks: float,
     streams: int,
     num_heads: int,
+    plain: bool,
+    limits_registers: bool,
     device: Device,
     **measured: int,
 ) -> BlockSparseConfig:
     """`row_blocks` blocks are listed by a row of the layout on average; `streams` (sequence, KV head) pairs decode.
+    `plain`: keys in rows, and logits as they are, which take fewer registers. `limits_registers`: whether the
+    implementation can (`triton.limits_registers`).
 
-    Tiles of up to 128 queries by 128 tokens, as far as shared memory and registers hold them; of 64 by 64 where rows
-    are short, for two such programs share a multiprocessor, and one computes while the other begins or ends. One
-    query's blocks are cut into enough pieces for eight programs a multiprocessor.
+    Tiles of up to 128 queries by 128 tokens, as far as shared memory and registers hold them. Where rows are short,
+    such that two programs share a multiprocessor, and one computes while the other begins or ends: `PAIRED` tiles, or
+    else those of 64 by 64. One query's blocks are cut into enough pieces for eight programs a multiprocessor.
     """
     width = triton.tile_side(head_dim)
     # Without tensor cores the products of float32 take registers by themselves.
@@ -111,6 +120,16 @@ def heuristic(
         "num_splits": max(1, min(wanted, int(row_blocks) * block_size // 64, MOST_PIECES)),
     }
     chosen |= _backward(width, itemsize, block_size, q_block_size, device)
+    # The largest heads whose sums fit 128 registers. On other GPUs it was not measured.
+    pairs = plain and limits_registers and device.compute_capability == 90 and itemsize == 2 and width == 128
+    pairs = pairs and q_block_size >= PAIRED["block_q"] and block_size >= PAIRED["block_kv"]
+    if pairs and row_blocks * block_size < PAIRED_ROW:
+        chosen |= PAIRED
+    prefill = TILES["prefill"]
+    if any(name in measured for name in prefill):
+        chosen["max_registers"] = 0  # that of another tile
+    if measured.get("max_registers") and not limits_registers:
+        measured = {name: size for name, size in measured.items() if name not in prefill}
     return BlockSparseConfig(**{**chosen, **measured})
 
 

@@ -48,6 +48,7 @@ def prefill(
         ],
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        max_registers=config.max_registers,
         lowering=lowering,
     )
     return out, lse
@@ -59,27 +60,33 @@ def _prefill_kernel(
     head = triton.program_id(2) * together + triton.program_id(0)
     tile = walk.tile_of(problem, refs, num_slots - 1 - triton.program_id(1))
     kv_head = head // problem.group
-    mine = rows.Rows(tile.position, tile.real, kv_head, tile.token, head)
     dims = problem.dims
+    # What a program does that shares its multiprocessor, for it has few registers, and while it waits the other one
+    # computes. For others that was measured to be no better.
+    shares = problem.config.max_registers > 0
 
     @triton.when(tile.any)
     def _():
         # What is no query's gets another's, and is not written: that costs less than a mask.
         token = jnp.clip(tile.token, 0, problem.num_tokens - 1)
-        q = read_rows(query_ref, token, head, problem, None)
+        q = read_rows(
+            query_ref, token, head, problem, None, eviction_policy="evict_first" if shares else None
+        )
         pool = Keys(problem, refs, tile.seq, tile.k_start, kv_head)
 
         def read(keys: walk.Keys):
             where = keys.first, keys.newest, problem.config.block_kv, q.dtype
             return pool.read_up_to("key", *where), pool.read_up_to("value", *where)
 
-        walker = walk.Walker(read, functools.partial(_attend, q=q, problem=problem))
-        state = softmax.start(tile.real.shape, dims[1])
+        walker = walk.Walker(read, functools.partial(_attend, q=q, problem=problem), early=not shares)
+        state = softmax.start((tile.size,), dims[1])
         state, bad = walk.walk(layout, head, tile, problem, walker, state)
         # Sums that are NaN make NaN of what is divided by them, for less than asking each element.
         state = state._replace(total=softmax.poison(state.total, bad))
         out, lse2 = softmax.finish(state)
-        done = result.Result(mine, (tile.token,), [dims], [out], lse2)
+        mine = tile.behind(bad) if shares else tile
+        held = rows.Rows(mine.position, mine.real, kv_head, mine.token, head)
+        done = result.Result(held, (mine.token,), [dims], [out], lse2)
         result.store(done, (out_ref, lse_ref), 0, True)
 
 
@@ -100,7 +107,8 @@ def _attend(state, keys: walk.Keys, read: Any, *, q: jax.Array, problem: Problem
     if keys.seen is not None:
         products = masking.apply(products, keys.seen)
     # Measured: tiles of 64 are quicker with fewer instructions, larger ones are not.
-    fused = triton.exp2_scaled if problem.config.block_q <= 64 else None
+    small = min(problem.config.block_q, problem.config.block_kv) <= 64
+    fused = triton.exp2_scaled if small else None
     state, weights = softmax.rescale(state, products, by, exp2=triton.exp2, exp2_scaled=fused)
     new = triton.dot(weights.astype(values.dtype), values)
     return state._replace(acc=new if state.acc is None else state.acc + new)

@@ -93,7 +93,15 @@ class Keys(NamedTuple):
         return read_rows(self.refs[which], token, self.kv_head, problem, None).astype(dtype), None
 
 
-def read_rows(ref: Any, token: jax.Array, kv_head, problem: Problem, mask: jax.Array | None) -> jax.Array:
+def read_rows(
+    ref: Any,
+    token: jax.Array,
+    kv_head,
+    problem: Problem,
+    mask: jax.Array | None,
+    *,
+    eviction_policy: str | None = None,
+) -> jax.Array:
     """Rows `token` of an array [tokens, kv_heads, head_dim]."""
     dim = jnp.arange(problem.dims[1])[None, :]
     zero = jnp.zeros((token.shape[0], problem.dims[1]), jnp.int32)
@@ -104,8 +112,8 @@ def read_rows(ref: Any, token: jax.Array, kv_head, problem: Problem, mask: jax.A
     if problem.dims[1] > problem.pool.head_dim:
         inside = inside & (dim < problem.pool.head_dim)
     elif mask is None:
-        return triton.load(place)
-    return triton.load(place, mask=inside, other=0.0)
+        return triton.load(place, eviction_policy=eviction_policy)
+    return triton.load(place, mask=inside, other=0.0, eviction_policy=eviction_policy)
 
 
 class Blocks(NamedTuple):

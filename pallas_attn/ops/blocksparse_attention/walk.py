@@ -20,19 +20,40 @@ from pallas_attn.ops.blocksparse_attention.problem import Blocks, Near, Problem,
 class Tile(NamedTuple):
     """Some neighbouring queries of one sequence."""
 
+    size: int
     seq: jax.Array
     first: jax.Array
     """Position of the first, a multiple of block_q; below 0 before the sequence's start, and for padding."""
-    position: jax.Array
-    real: jax.Array
-    any: jax.Array
-    """Whether one of them is real."""
+    oldest: jax.Array
+    """Position of the sequence's first query."""
     newest: jax.Array
-    """Position of the last that is."""
-    token: jax.Array
+    """Position of the last of the tile that is real."""
+    any: jax.Array
+    """Whether one of them is."""
+    shift: jax.Array
+    """From a query's position to its token."""
     k_start: jax.Array
     bad: jax.Array
     """Whether the sequence's lengths cannot be right."""
+
+    @property
+    def position(self) -> jax.Array:
+        return self.first + jnp.arange(self.size)
+
+    @property
+    def real(self) -> jax.Array:
+        position = self.position
+        return (position >= self.oldest) & (position <= self.newest) & self.any
+
+    @property
+    def token(self) -> jax.Array:
+        return self.position + self.shift
+
+    def behind(self, walked: jax.Array) -> "Tile":
+        """The same, but that a compiler cannot know: who computes with it computes anew, where registers are free
+        again, what else would be kept from before the walk. `walked` is a boolean that the walk gives."""
+        never = walked & (self.newest < self.first)
+        return self._replace(first=self.first + never.astype(jnp.int32))
 
 
 def num_slots(problem: Problem) -> int:
@@ -77,13 +98,11 @@ def tile_of(problem: Problem, refs: dict[str, Any], slot: jax.Array) -> Tile:
     before = k_len - q_len  # position of the first query
     index = slot - (q_start // block_q + 2 * seq)
     first = (before & -block_q) + index * block_q
-    position = first + jnp.arange(block_q)
     some = (first < k_len) & (first + block_q > before)
     if problem.kinds == "mixed":
         some &= (q_len != 1) | padding
-    real = (position >= before) & (position < k_len) & some
     newest = jnp.minimum(first + block_q, k_len) - 1
-    return Tile(own, first, position, real, some, newest, q_start + position - before, k_start, bad)
+    return Tile(block_q, own, first, before, newest, some, q_start - before, k_start, bad)
 
 
 class Keys(NamedTuple):
@@ -105,6 +124,9 @@ class Walker(NamedTuple):
     read: Callable[[Keys], Any]
     step: Callable[[Any, Keys, Any], Any]
     """(state, or None where nothing came before; keys; what was read of them) -> state."""
+    early: bool = True
+    """Whether keys at the queries' own positions are read before it is known that the row lists them: nothing waits
+    then, and where it does not list them they were read for nothing."""
 
 
 def walk(
@@ -133,9 +155,11 @@ def _own_tiles(state: Any, own: jax.Array, near: Near, tile: Tile, problem: Prob
         position = first + jnp.arange(block_kv)
         keys = Keys(first, tile.newest, None, masking.causal(position[None, :], tile.position[:, None]))
         # Outside of the branch, so that nothing waits for the columns yet.
-        read = walker.read(keys)
+        read = walker.read(keys) if walker.early else None
         wanted = near.lists(first) & (first <= tile.newest)
-        return lax.cond(wanted, lambda: walker.step(before, keys, read), lambda: otherwise)
+        return lax.cond(
+            wanted, lambda: walker.step(before, keys, read or walker.read(keys)), lambda: otherwise
+        )
 
     if number == 1:
         return one(0, None, state)
