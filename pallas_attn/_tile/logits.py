@@ -12,7 +12,8 @@ from pallas_attn._tile.tree import Tree
 
 
 def products(queries: Sequence[jax.Array], keys: Sequence[jax.Array], factor) -> jax.Array:
-    """factor * (query @ key), [rows, tokens], of queries and keys that are held in chunks of head_dim; None is 1."""
+    """factor * (query @ key), [rows, tokens], of queries and keys that are held in chunks of head_dim; None is 1.
+    The other way round, with rows last, if they change places."""
     parts = [triton.dot(query, key, trans_b=True) for query, key in zip(queries, keys, strict=True)]
     # Added before scaling, each would accumulate onto the one before: in one chain, and in its layout.
     return functools.reduce(jnp.add, parts if factor is None else [part * factor for part in parts])

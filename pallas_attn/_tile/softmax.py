@@ -47,37 +47,45 @@ def rescale(
     logits2: jax.Array,
     factor: jax.Array | float | None = None,
     *,
+    axis: int = -1,
     exp2: Callable[[jax.Array], jax.Array] = jnp.exp2,
     exp2_scaled: Callable[[Any, jax.Array, jax.Array], jax.Array] | None = None,
 ) -> tuple[OnlineSoftmax, jax.Array]:
     """Takes in a tile of logits [..., rows, keys] (-inf where masked), yet to be multiplied by a `factor` above 0 if
     there is one: that costs nothing beside the subtraction of the maximum. `exp2` makes weights of them, or
-    `exp2_scaled(factor, logits, offset)` at once.
+    `exp2_scaled(factor, logits, offset)` at once. `axis` is the keys': -1, or 0 for [keys, rows] and a `turned` state.
 
     Returns the state with everything but the new tile's values added, and the tile's weights; the caller adds
     `weights @ values` to `acc`, in whatever way its memory layout wants. No state: the tile is the first, and `acc`
     is None.
     """
-    new = jnp.max(logits2, axis=-1)
+    new = jnp.max(logits2, axis=axis)
     new = new if factor is None else new * factor
     maximum = new if state is None else jnp.maximum(state.maximum, new)
     if exp2_scaled is not None:
-        weights = exp2_scaled(1.0 if factor is None else factor, logits2, -_finite(maximum)[..., None])
+        weights = exp2_scaled(
+            1.0 if factor is None else factor, logits2, -jnp.expand_dims(_finite(maximum), axis)
+        )
     else:
         scaled = logits2 if factor is None else factor * logits2
-        weights = exp2(scaled - _finite(maximum)[..., None])
+        weights = exp2(scaled - jnp.expand_dims(_finite(maximum), axis))
     if state is None:
-        return OnlineSoftmax(maximum, jnp.sum(weights, axis=-1), None), weights
+        return OnlineSoftmax(maximum, jnp.sum(weights, axis=axis), None), weights
     decay = jnp.exp2(state.maximum - _finite(maximum))
     if state.total.ndim == weights.ndim:
-        total = state.total * decay[..., None] + weights
+        total = state.total * jnp.expand_dims(decay, axis) + weights
     else:
-        total = state.total * decay + jnp.sum(weights, axis=-1)
-    return OnlineSoftmax(maximum, total, _scale_rows(state.acc, decay)), weights
+        total = state.total * decay + jnp.sum(weights, axis=axis)
+    return OnlineSoftmax(maximum, total, _scale_rows(state.acc, decay, axis)), weights
 
 
-def _scale_rows(acc: Any, factor: jax.Array) -> Any:
-    return jax.tree.map(lambda chunk: chunk * factor[..., None], acc)
+def _scale_rows(acc: Any, factor: jax.Array, axis: int = -1) -> Any:
+    return jax.tree.map(lambda chunk: chunk * jnp.expand_dims(factor, axis), acc)
+
+
+def turned(state: OnlineSoftmax) -> OnlineSoftmax:
+    """With rows last, [keys, rows] and [head_dim, rows]; or first, if they are last."""
+    return state._replace(total=state.total.T, acc=state.acc.T)
 
 
 def join(state: OnlineSoftmax, logit2: jax.Array) -> OnlineSoftmax:
