@@ -165,7 +165,7 @@ def test_write_kv_refuses(name):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"block_q": 8}, "argument 'block_q': expected a power of two >= 16, got 8"),
+        ({"block_q": 4}, "argument 'block_q': expected a power of two >= 8, got 4"),
         ({"block_kv": 48}, "argument 'block_kv': expected a power of two >= 16, got 48"),
         ({"num_splits": -1}, "argument 'num_splits': expected at least 0, got -1"),
         ({"split_tokens": -1}, "argument 'split_tokens': expected at least 0, got -1"),

@@ -108,10 +108,11 @@ def test_no_boundary_token_is_lost(boundary, implementation):
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("num_splits", [1, 4])
-def test_bad_pages_and_lengths_poison_only_their_rows(num_splits, implementation):
+@pytest.mark.parametrize(("num_splits", "block_q"), [(1, 16), (4, 16), (4, 8)])
+def test_bad_pages_and_lengths_poison_only_their_rows(num_splits, block_q, implementation):
     # No column is spare: every entry of sequence 4 is a good page, and only its length can tell.
-    case = cases.DecodeCase((608,) * 8, 4, 2, 64, 16, spare_pages=0, config=(("num_splits", num_splits),))
+    config = (("num_splits", num_splits), ("block_q", block_q))
+    case = cases.DecodeCase((608,) * 8, 4, 2, 64, 16, spare_pages=0, config=config)
     data = inputs.make(case)
     num_pages = data.key_cache.shape[0]
     good, good_lse = (np.array(x) for x in run(case, data, implementation))

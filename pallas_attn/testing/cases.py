@@ -71,7 +71,13 @@ def boundary_lengths(page_size: int, split: int = 256) -> tuple[int, ...]:
 
 @functools.cache
 def _all_cases() -> tuple[Case, ...]:
-    tests = [*_shapes_and_dtypes(), *_options_of_paged_attention(), *_mla_tests(), *_ragged_tests()]
+    tests = [
+        *_shapes_and_dtypes(),
+        *_turned_products(),
+        *_options_of_paged_attention(),
+        *_mla_tests(),
+        *_ragged_tests(),
+    ]
     marked = [dataclasses.replace(case, uses=(*case.uses, "test")) for case in tests]
     return (*marked, *_paged_cells(), *_mla_cells(), *_ragged_cells())
 
@@ -177,6 +183,40 @@ def _shapes_and_dtypes() -> list[DecodeCase]:
         # more splits than are merged at once
         DecodeCase(
             (2011, 40), 2, 1, 32, 16, config=(("block_kv", 16), ("num_splits", 128), ("min_split_tokens", 16))
+        ),
+    ]
+
+
+def _turned_products() -> list[DecodeCase]:
+    """Programs of eight rows: of every kind of cache, with options that differ from row to row, and with several
+    programs for a KV head."""
+    lengths, splits, turned = boundary_lengths(16), (("num_splits", 4),), (("block_q", 8),)
+    long = (0, 1, 63, 64, 700, 1029)
+    return [
+        DecodeCase(lengths, 8, 2, 128, 16, cache_dtype="float8_e4m3fn", config=(*turned, *splits), uses=FAST),
+        DecodeCase(lengths, 8, 2, 80, 16, cache_dtype="float8_e5m2", scale_per_head=True, config=turned),
+        DecodeCase(
+            lengths, 8, 2, 64, 32, "float16", "HND", cache_dtype="int8", scale_per_page=True, config=turned
+        ),
+        DecodeCase(long, 4, 2, 64, 16, sinks=True, sliding_window=100, config=(*turned, ("block_kv", 64))),
+        DecodeCase(long, 12, 2, 64, 16, "float32", q_len=3, sliding_window=130, config=(*turned, *splits)),
+        DecodeCase(
+            long, 8, 2, 64, 16, q_len=4, tree="positions", alibi=True, config=(*turned, ("block_kv", 64))
+        ),
+        DecodeCase(
+            long,
+            8,
+            2,
+            64,
+            16,
+            "bfloat16",
+            "PACKED",
+            cache_dtype="float8_e4m3fn",
+            scale_per_head=True,
+            softcap=20.0,
+            alibi=True,
+            block_sparse=LocalStride(64, 2, 3, 1),
+            config=(*turned, *splits),
         ),
     ]
 

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 
+from pallas_attn._call import configs
 from pallas_attn._call.configs import SplitKVConfig
 from pallas_attn._call.device import Device
 from pallas_attn._tile import triton
@@ -33,13 +34,15 @@ ROWS_BYTES = 64 * 256 * 2
 # pieces grow instead, or a wide table would ask for room without end.
 INVARIANT_TOKENS, INVARIANT_SPLITS = 512, 64
 
+POWERS_OF_TWO = {**configs.POWERS_OF_TWO, "block_q": 8}
+
 
 @dataclasses.dataclass(frozen=True)
 class PagedAttentionConfig(SplitKVConfig):
     """How one call of the kernel is cut up.
 
     block_q: query rows (tokens x heads) of one KV head that a program serves, a power of two >= 16, the tensor
-        core's tile.
+        core's tile; or 8, for products that are turned.
     block_kv: tokens a program takes in per step, a power of two >= 16.
     num_splits: most pieces a sequence's tokens are cut into: 1 cuts none, 0 as many as the lengths ask for at run time.
     min_split_tokens: a split shorter than this costs more in merging than it gains in parallelism.
@@ -48,6 +51,9 @@ class PagedAttentionConfig(SplitKVConfig):
         `num_splits`, instead of a share of the batch's work: what is cut where depends on the sequence alone.
     num_warps, num_stages: Triton's warps per program and depth of software pipelining.
     """
+
+    def __post_init__(self):
+        configs.check_sizes(self, POWERS_OF_TWO, may_be_zero=("num_splits", "split_tokens"))
 
 
 @functools.cache  # of one stream there are thousands of pieces to weigh

@@ -4,6 +4,9 @@ One program serves `block_q` query rows of one KV head over one piece of one seq
 `block_kv` tokens, looking each token's page up in the block table, and keeps an online softmax in float32.
 A sequence in one piece is written to the output at once; otherwise the program leaves a float32 partial result for
 the merge.
+
+A program of eight rows takes its products turned: their first sides, of which the tensor core wants 16, are the tile's
+tokens and the columns of its values, and the rows are what it may have 8 of.
 """
 
 import functools
@@ -139,10 +142,11 @@ def _serve(
     tiles = problem.walk(seq_len, mine.kv_head)
     begin, end = piece.tiles(tiles.num_tiles)
     # Tiles of bytes keep the tensor cores waiting for instructions; few rows leave registers for sums that come late.
-    lean = narrow.deals(value_ref.dtype, q.dtype, problem.layout) and problem.config.block_q == LEAN_ROWS
+    lean = narrow.deals(value_ref.dtype, q.dtype, problem.layout) and problem.config.block_q <= LEAN_ROWS
     state = softmax.start(mine.index.shape, dims[1], late_sum=problem.config.block_kv if lean else None)
+    look_up = functools.partial(pages.look_up, tables_ref, seq)
     read = functools.partial(
-        _read_tile, key_ref, value_ref, tables_ref, extra_refs, seq, mine.kv_head, problem, q.dtype
+        _read_tile, key_ref, value_ref, extra_refs, look_up, mine.kv_head, problem, q.dtype
     )
     drafts = tree.Drafts(seq_len, seq_len - problem.q_len, problem.q_len)
     draft_tree = functools.partial(
@@ -150,7 +154,11 @@ def _serve(
     )
     weigh = functools.partial(_logits2, q, mine, query_at, draft_tree, extra_refs, problem)
     exp2 = triton.exp2 if lean else jnp.exp2
-    state = _walk_tiles(state, tiles, begin, end, seq_len, read, weigh, exp2)
+    if problem.turned:
+        ahead = functools.partial(_look_up_tile, look_up, tiles, end, seq_len, problem)
+        state, lost = _walk_turned(state, tiles, begin, end, seq_len, read, ahead, weigh, exp2)
+    else:
+        state, lost = _walk_tiles(state, tiles, begin, end, seq_len, read, weigh, exp2), None
     if "sinks" in extra_refs:
         # A logit without a value that joins the softmax once: with the first piece of a sequence.
         sink = triton.load(extra_refs["sinks"].at[mine.head], mask=mine.real, other=0.0) * softmax.LOG2_E
@@ -161,7 +169,8 @@ def _serve(
     if "v_scale" in extra_refs and not quantization.is_by_page(extra_refs, "v_scale"):
         out *= triton.load(extra_refs["v_scale"].at[mine.kv_head])
     # A length that cannot be right; for a page id see _walk_tiles.
-    done = result.Result(mine, leading, [dims], [out], lse2).poisoned(stored_len != seq_len)
+    bad = stored_len != seq_len if lost is None else (stored_len != seq_len) | lost
+    done = result.Result(mine, leading, [dims], [out], lse2).poisoned(bad)
     result.store(done, out_refs, piece.place, piece.count == 1)
 
 
@@ -181,26 +190,64 @@ def _walk_tiles(state, tiles: walk.Walk, begin, end, seq_len, read, weigh, exp2)
     return lax.fori_loop(begin, end, step, state)
 
 
+def _walk_turned(state, tiles: walk.Walk, begin, end, seq_len, read, ahead, weigh, exp2):
+    """(the state after tiles [begin, end), taken with rows last; whether a page id cannot be right).
+
+    Page ids, `ahead(tile)`, come from the step before: where a step loads its own, Triton copies them beside keys and
+    values, and to wait for them is to wait for all that is under way.
+    """
+
+    def step(i, carry):
+        state, page, lost = carry
+        position, held = tiles.tokens(i, seq_len)
+        keys, key_scale, values, usable = read(tiles.start(i), held, page)
+        logits2 = masking.apply(weigh(keys, key_scale, position), held[:, None])
+        state, weights = softmax.rescale(state, logits2, axis=0, exp2=exp2)
+        state = state._replace(acc=state.acc + triton.dot(values.T, weights.astype(values.dtype)))
+        # Beside the logits ids have another layout, and would go through shared memory to mark them.
+        return state, ahead(i + 1), lost | jnp.where(held & ~usable, 1, 0)
+
+    lost = jnp.zeros(tiles.block_kv, jnp.int32)
+    state, _, lost = lax.fori_loop(begin, end, step, (softmax.turned(state), ahead(begin), lost))
+    return softmax.turned(state), jnp.max(lost) > 0
+
+
+def _look_up_tile(look_up, tiles: walk.Walk, end, seq_len, problem: Problem, i):
+    """The page ids of the tokens of tile `i`, if it is before `end`."""
+    _, held = tiles.tokens(i, seq_len)
+    column, _ = pages.slots(tiles.start(i), held.shape[0], problem.pool.page_size)
+    return look_up(column, mask=held & (i < end), other=0)
+
+
 def _read_tile(
-    key_ref, value_ref, tables_ref, extra_refs, seq, kv_head, problem: Problem, dtype, start, held
+    key_ref, value_ref, extra_refs, look_up, kv_head, problem: Problem, dtype, start, held, page=None
 ):  # fmt: skip
     """(keys [block_kv, dims], their pages' scale or None, values, which tokens' pages exist): in `dtype`, 0 where
     nothing was read; of scales, only a page's of the values is applied. Columns of values are dealt if `narrow.deals`.
 
-    `start` is the tile's first token, `held` says which of its tokens hold something.
+    `start` is the tile's first token, `held` says which of its tokens hold something; `page` has their page ids if
+    these are known.
     """
     pool = problem.pool
     column, offset = pages.slots(start, held.shape[0], pool.page_size)
-    page = pages.look_up(tables_ref, seq, column, mask=held, other=0)
+    known = page is not None
+    if not known:
+        page = look_up(column, mask=held, other=0)
     usable = masking.usable_pages(page, pool.num_pages)
+    if known:
+        # They go through shared memory to where they are needed, and a mask would have to go beside them.
+        page = jnp.where(usable, page, 0)
+
+    def readable() -> jax.Array:
+        return held if known else held & usable
 
     def read(which: Any, ref):
         place = (page, offset, kv_head, (0, triton.tile_side(pool.head_dim)))
-        return pages.gather(ref, problem.layout, which, *place, held & usable, head_dim=pool.head_dim)
+        return pages.gather(ref, problem.layout, which, *place, readable(), head_dim=pool.head_dim)
 
     keys, values = read("key", key_ref), read("value", value_ref)
     key_scale, value_scale = (
-        pages.scale(extra_refs[name], page, kv_head, held & usable)
+        pages.scale(extra_refs[name], page, kv_head, readable())
         if quantization.is_by_page(extra_refs, name)
         else None
         for name in ("k_scale", "v_scale")
@@ -215,21 +262,25 @@ def _read_tile(
 def _logits2(
     q, mine: rows.Rows, query_at, draft_tree, extra_refs, problem: Problem, keys, key_scale, position
 ) -> jax.Array:
-    """Base-2 logits [block_q, block_kv] with every rule applied."""
+    """Base-2 logits [block_q, block_kv] with every rule applied; turned, [block_kv, block_q]."""
     rules, pattern = problem.rules, problem.rules.block_sparse
+    row, key = (np.s_[None, :], np.s_[:, None]) if problem.turned else (np.s_[:, None], np.s_[None, :])
     slope = offset = None
     scale = problem.scale
     if "k_scale" in extra_refs and key_scale is None:
         scale = scale * triton.load(extra_refs["k_scale"].at[mine.kv_head])
     if "alibi_slopes" in extra_refs:
-        slope = triton.load(extra_refs["alibi_slopes"].at[mine.head], mask=mine.real, other=0.0)[:, None]
+        slope = triton.load(extra_refs["alibi_slopes"].at[mine.head], mask=mine.real, other=0.0)[row]
     # One query token with one pattern sees everything that its tiles hold: see walk.py.
     if pattern is not None and (problem.q_len > 1 or pattern.distinct_offsets(problem.group) > 1):
         offset = problem.pattern_offset(mine.head, mine.kv_head)
-        offset = jnp.broadcast_to(offset, mine.head.shape)[:, None]
-    key_at, query_at, drafts = position[None, :], query_at[:, None], draft_tree(position)
+        offset = jnp.broadcast_to(offset, mine.head.shape)[row]
+    key_at, query_at, drafts = position[key], query_at[row], draft_tree(position)
+    if problem.turned and drafts is not None:
+        drafts = tree.Tree(*(x.T for x in drafts))
     factor = logits.factor(rules, scale, slope)
-    scaled = logits.products([q], [keys], factor if key_scale is None else factor * key_scale[None, :])
+    factor = factor if key_scale is None else factor * key_scale[key]
+    scaled = logits.products(*(([keys], [q]) if problem.turned else ([q], [keys])), factor)
     logits2 = logits.shape(scaled, rules, slope, *logits.positions(drafts, key_at, query_at))
     several = problem.q_len > 1
     for mask in logits.visible(rules, key_at, query_at, among_themselves=several, tree=drafts, offset=offset):

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import jax
 
-from pallas_attn._tile import masking, pieces, walk
+from pallas_attn._tile import masking, pieces, triton, walk
 from pallas_attn._tile.problem import SplitKVProblem
 
 
@@ -27,6 +27,12 @@ class Problem(SplitKVProblem):
             distinct=pattern.distinct_offsets(self.group) if pattern else 1,
             first_offset=self.pattern_offset(kv_head * self.group, kv_head) if pattern else 0,
         )
+
+    @property
+    def turned(self) -> bool:
+        """Whether a tile's tokens, and columns of values, are the first side of products, and query rows the second:
+        of the first the tensor core wants 16, of the second 8."""
+        return self.config.block_q < triton.tile_side(1)
 
     @property
     def most_tokens(self) -> int:
