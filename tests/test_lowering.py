@@ -154,6 +154,19 @@ def test_no_tile_of_bytes_is_read_by_bytes(cache_dtype):
     assert 8 not in copied
 
 
+@pytest.mark.parametrize("triton", lowering.TRITON_ENDS)
+def test_turned_products_wait_for_no_page_id(triton):
+    """A program of eight rows has a tile of keys and one of values under way while it works, and copies nothing else:
+    to wait for ids that were copied last would be to wait for everything."""
+    case = cases.DecodeCase((0,) * 64, 32, 8, 128, 16, cache_dtype="float8_e5m2")
+    lowered = paged_attention_lowered(case, max_pages=512, num_pages=9000)
+    (kernel, _) = lowering.compile_kernels(lowered, 90, triton)
+    assert "m16n8k16" in kernel.ptx
+    assert {int(left) for left in re.findall(r"cp\.async\.wait_group\s+(\d+)", kernel.ptx)} == {0, 2}
+    copied = {int(size, 16) for size in re.findall(r"cp\.async\.c[ag]\S* .*?(0x\w+)", kernel.ptx)}
+    assert copied == {16}
+
+
 def test_e4m3_is_refused_where_it_does_not():
     with pytest.warns(UserWarning, match="float8_e4m3fn needs sm_89 or newer, the device is sm_80"):
         paged_attention_lowered(E4M3, max_pages=256, num_pages=9000, device=lowering.DEVICES[80])

@@ -127,7 +127,24 @@ def test_tiles_fit(head_dim, itemsize, device):
         assert room._fits(config.block_q, config.block_kv, config.num_stages)
 
 
-# Of the kernel as XLA compiles it for an H200: (bytes of shared memory, registers of a thread). "whole": uncut.
+@pytest.mark.parametrize("max_len", [256, 8192])
+def test_few_rows_over_bytes_are_turned_on_hopper(max_len):
+    tile = chosen(64, max_len, group=8, itemsize=1)
+    assert (tile.block_q, tile.block_kv, tile.num_warps, tile.num_stages) == (8, 64, 2, 3)
+    others: list[dict[str, Any]] = [
+        dict(itemsize=2),
+        dict(itemsize=1, group=9),
+        dict(itemsize=1, head_dim=32),
+        dict(itemsize=1, head_dim=256),
+        dict(itemsize=1, layout="PACKED"),
+        dict(itemsize=1, device=DEVICES[1]),
+    ]
+    for other in others:
+        assert chosen(64, max_len, **other).block_q == 16
+
+
+# Of the kernel as XLA compiles it for an H200: (bytes of shared memory, registers of a thread). "whole": uncut;
+# "turned": with eight rows.
 COMPILED = {
     (128, 2, "whole"): {(32, 4, 5): (38400, 94)},
     (128, 2): {
@@ -141,6 +158,7 @@ COMPILED = {
     (64, 2): {(128, 4, 3): (71680, 118), (128, 8, 5): (73728, 122)},
     (256, 2): {(64, 4, 3): (76288, 255), (64, 8, 5): (142336, 128)},
     (128, 1): {(64, 2, 3): (55296, 254)},
+    (128, 1, "turned"): {(64, 2, 3): (51264, 186), (64, 4, 3): (51328, 103), (128, 4, 3): (100480, 150)},
 }
 
 
@@ -148,11 +166,11 @@ COMPILED = {
     ("sizes", "tile"), [(sizes, tile) for sizes, tiles in COMPILED.items() for tile in tiles]
 )
 def test_programs_that_share_a_multiprocessor_are_those_of_compiled_kernels(sizes, tile):
-    (head_dim, itemsize, *whole), (shared, registers) = sizes, COMPILED[sizes][tile]
+    (head_dim, itemsize, *how), (shared, registers) = sizes, COMPILED[sizes][tile]
     in_registers = 65536 // (math.ceil(registers / 8) * 8 * 32 * tile[1])
     expected = min(in_registers, 228 * 1024 // (shared + 1024))
     room = configs._Room(head_dim, itemsize, 2, HOPPER)
-    assert room.resident(16, *tile, easily_dealt=bool(whole)) == expected
+    assert room.resident(8 if "turned" in how else 16, *tile, easily_dealt="whole" in how) == expected
 
 
 @pytest.mark.parametrize(("together", "lost"), [(1, 1.0), (2, 1.0), (4, 0.5)])

@@ -56,8 +56,10 @@ class PagedAttentionPoint(PagedPoint):
         )
 
     def chosen(self, fields: Fields) -> Fields:
-        """Programs follow from the call: an entry serves numbers of streams that fill other waves."""
-        return {name: value for name, value in super().chosen(fields).items() if name != "target_programs"}
+        """Programs and rows follow from the call: an entry serves numbers of streams that fill other waves, and of rows
+        that fill other tiles."""
+        follows = ("target_programs", "block_q")
+        return {name: value for name, value in super().chosen(fields).items() if name not in follows}
 
     def candidates(self) -> list[Fields]:
         """What came out best somewhere in wider sweeps."""

@@ -38,6 +38,7 @@ class Case(DecodeCall):
 
     dtype: Any
     cache_dtype: Any
+    layout: Layout
     block_sparse: LocalStride | None
     batch_invariant: bool
 
@@ -239,6 +240,7 @@ def _case(operands: dict[str, jax.Array], layout: Layout, rules: Rules, batch_in
         pool=pool_shape(operands["value_cache"], layout),
         dtype=query.dtype,
         cache_dtype=operands["key_cache"].dtype,
+        layout=layout,
         block_sparse=rules.block_sparse,
         batch_invariant=batch_invariant,
     )
@@ -289,6 +291,7 @@ def _resolve_config(case: Case, rules: Rules, explicit: Any) -> PagedAttentionCo
         itemsize=jnp.dtype(case.cache_dtype).itemsize,
         query_itemsize=jnp.dtype(case.dtype).itemsize,
         device=current_device(),
+        layout=case.layout,
     )
     if case.batch_invariant:
         config = explicit or invariant(**sizes)

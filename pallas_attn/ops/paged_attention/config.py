@@ -21,6 +21,8 @@ DEALING_REGISTERS, EASILY_DEALT = 26, range(17, 33)
 # (block_kv, num_warps, num_stages), where there is room. On Hopper and with heads of 128, four programs with the small
 # tile share a multiprocessor, and one with the large fills it, with as many bytes under way.
 SMALL_TILE, LARGE_TILE = (32, 4, 5), (128, 4, 3)
+# And where products are turned, with so many rows at most and so wide heads: four programs share a multiprocessor.
+TURNED_TILE, TURNED_ROWS, TURNED_WIDTHS = (64, 2, 3), 8, (64, 128)
 # Narrower tokens are walked over no faster.
 LEAST_TOKEN_KB = 0.25
 # Programs a multiprocessor, at once or one after the other, for lengths that differ: the longest pieces are waited for.
@@ -67,6 +69,7 @@ def heuristic(
     query_itemsize: int,
     max_len: int,
     device: Device,
+    layout: str = "NHD",
     **measured: int,
 ) -> PagedAttentionConfig:
     """`rows` query rows (tokens x heads of a group) share a KV head; `itemsize` bytes hold an element of the cache,
@@ -76,7 +79,7 @@ def heuristic(
     Sequences are cut into the number of pieces with which waves of programs cost least, were all as long as they may
     be (`_tile/waves.py`). Lengths that differ are dealt at run time, in as many shares of the batch's work.
     """
-    room = _Room(triton.tile_side(head_dim), itemsize, query_itemsize, device)
+    room = _Room(triton.tile_side(head_dim), itemsize, query_itemsize, device, layout)
     block_q = measured.get("block_q", room.block_q(rows))
     programs = num_seqs * num_kv_heads * math.ceil(rows / block_q)
     least_tokens = measured.get("min_split_tokens", 64 if max_len < 4096 else 256)
@@ -106,6 +109,7 @@ def heuristic(
     # Few programs and short sequences want small tiles, many programs with much to read large ones: from sweeps on an
     # H100 (README.md, benchmarks/results).
     usual = SMALL_TILE if max_len < 4096 or 2 * programs < device.num_cores else LARGE_TILE
+    usual = TURNED_TILE if block_q == TURNED_ROWS else usual
     cut = plan(usual, dealt=True)
     plans = [] if may_be_whole and cut[1]["target_programs"] <= programs else [cut]
     if may_be_whole:
@@ -122,14 +126,14 @@ def heuristic(
 
 
 def invariant(
-    *, rows: int, head_dim: int, itemsize: int, query_itemsize: int, device: Device
+    *, rows: int, head_dim: int, itemsize: int, query_itemsize: int, device: Device, layout: str = "NHD"
 ) -> PagedAttentionConfig:
     """For calls whose bits must not depend on the batch: neither does anything that it goes by."""
-    room = _Room(triton.tile_side(head_dim), itemsize, query_itemsize, device)
+    room = _Room(triton.tile_side(head_dim), itemsize, query_itemsize, device, layout)
     block_q = room.block_q(rows)
     return PagedAttentionConfig(
         block_q,
-        **room.tile(block_q, *LARGE_TILE),
+        **room.tile(block_q, *(TURNED_TILE if block_q == TURNED_ROWS else LARGE_TILE)),
         split_tokens=INVARIANT_TOKENS,
         num_splits=INVARIANT_SPLITS,
         # How many programs there are decides when pieces are worked on, but not what is in them.
@@ -145,16 +149,26 @@ class _Room:
     itemsize: int
     query_itemsize: int
     device: Device
+    layout: str = "NHD"
 
     def block_q(self, rows: int) -> int:
         """As many query rows as there is room for: in registers for their sums, and in shared memory beside the
         smallest tiles of keys and values."""
+        if rows <= TURNED_ROWS and self._turns:
+            return TURNED_ROWS
         block_q = min(64, triton.tile_side(rows))
         while block_q > 16 and (
             block_q * self.width * self.query_itemsize > ROWS_BYTES or not self._fits(block_q, 16, 5)
         ):
             block_q //= 2
         return block_q
+
+    @property
+    def _turns(self) -> bool:
+        """Where few rows are known to gain by products that are turned. Wider heads and PACKED caches spill."""
+        bytes_meet_16_bits = (self.itemsize, self.query_itemsize) == (1, 2)
+        fits = self.width in TURNED_WIDTHS and self.layout != "PACKED"
+        return bytes_meet_16_bits and fits and self.device.compute_capability == 90
 
     def tile(self, block_q: int, block_kv: int, num_warps: int, num_stages: int) -> dict[str, int]:
         """This one, or as many tokens of it as there is room for."""
@@ -176,8 +190,9 @@ class _Room:
         rows, tile = block_q * self.width, block_kv * self.width
         other = OTHER_REGISTERS - (DEALING_REGISTERS if easily_dealt else 0)
         registers = other + rows / 64 + (rows + tile / 2) / threads
-        # Where a tile has fewer tokens than the program threads, page ids are copied too, which takes two stages.
-        buffers = num_stages - 1 if block_kv >= threads else (num_stages - 1) // 2
+        # Where a tile has fewer tokens than the program threads, page ids are copied too, which takes two stages;
+        # not where products are turned.
+        buffers = num_stages - 1 if block_kv >= threads or block_q == TURNED_ROWS else (num_stages - 1) // 2
         needed = self._kb(block_q, block_kv, max(1, buffers), conversions=1) + LAYOUTS_KB
         by_shared = (self.device.shared_kib + 1) / (needed + 1)
         return max(1, min(int(REGISTERS / (registers * threads)), int(by_shared)))
