@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from pallas_attn._lowering.arithmetic import binary
+from pallas_attn._lowering.arithmetic import SHORTER, binary
 from pallas_attn._lowering.rules import Kernel, rule
 from pallas_attn._lowering.text import Value
 
@@ -17,6 +17,9 @@ def _closed(jaxpr: Any) -> ClosedJaxpr:
 
 @rule("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2")
 def _(kernel: Kernel, equation, *operands):
+    shorter = SHORTER.get(equation.params.get("name"))
+    if shorter is not None and (written := shorter(kernel.write, *operands)) is not None:
+        return written
     inner = next(
         equation.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in equation.params
     )
