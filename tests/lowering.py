@@ -122,7 +122,7 @@ def compile_kernels(
 
 
 def compile_text(name: str, triton_ir: str, sm: int, triton: str = USUAL_TRITON, **options: int) -> Compiled:
-    worker = _worker(triton)
+    worker = _worker(triton, sm)
     assert worker.stdin is not None
     assert worker.stdout is not None
     worker.stdin.write(json.dumps({"ir": triton_ir, "sm": sm, **options}) + "\n")
@@ -135,7 +135,8 @@ def compile_text(name: str, triton_ir: str, sm: int, triton: str = USUAL_TRITON,
 
 
 @functools.cache
-def _worker(triton: str) -> subprocess.Popen:
+def _worker(triton: str, sm: int) -> subprocess.Popen:
+    """One for each architecture: Triton 3.6 goes on converting float8 as on the first that a process compiles for."""
     overlay = Path(sys.prefix) / f"triton-{triton}"
     if not overlay.exists():
         pytest.fail(f"Triton {triton} is not installed: run `make .venv/triton-{triton}`")
