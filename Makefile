@@ -37,13 +37,14 @@ demo-check: .venv/.package .venv/.test ## the same, compared with transformers o
 	.venv/bin/pallas-attn generate $(PROMPTS) --max-new-tokens 48 --check
 
 test: environment test-oldest ## everything that needs no GPU, on the newest and the oldest jax
-	$(PYTEST) -m "not slow" --sample
+	$(PYTEST) -m "not slow" --sweeps third
 
 # Most of a test's time goes into compiling for the CPU. XLA's former way of doing it takes a third of the time; the
-# newest jaxlib has it no longer. So the oldest runs what compiles much, all of it, and the newest a part.
-test-oldest: environment ## what depends on jax, and every case of the kernels' numerics, on the oldest
+# newest jaxlib has it no longer. So the oldest runs what compiles much, and two cases of three of each sweep over the
+# kernels' numerics; the newest has the third.
+test-oldest: environment ## what depends on jax, and most of the kernels' numerics, on the oldest
 	PYTHONPATH=$(OLDEST) XLA_FLAGS=--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters \
-		$(PYTEST) -m "not once"
+		$(PYTEST) -m "not once" --sweeps rest
 
 test-latest: .venv/bin/python ## on the newest of everything, jax beyond the supported range included
 	test -e $(LATEST)/bin/python || $(PYTHON) -m venv $(LATEST)

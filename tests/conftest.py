@@ -46,7 +46,12 @@ def pytest_configure() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--sample", action="store_true", help="of tests marked `sweep`, every third case")
+    parser.addoption(
+        "--sweeps",
+        choices=["all", "third", "rest"],
+        default="all",
+        help="of tests marked `sweep`: every case, every third, or those that this leaves and what is `slow`",
+    )
 
 
 def pytest_report_header() -> str:
@@ -71,7 +76,7 @@ def asks_for_pallas(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    """GPU tests are deselected where there is no GPU, and with --sample two cases of three of the others' sweeps."""
+    """GPU tests are deselected where there is no GPU, and what --sweeps leaves to the other end of jax."""
     by_pallas = [item for item in items if asks_for_pallas(item)]
     collected = {item.nodeid for item in items}
     config.stash[UNPAIRED] = [
@@ -83,11 +88,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         deselect(config, items, by_pallas)
     if jax.default_backend() != "gpu":
         deselect(config, items, [item for item in items if item.get_closest_marker("gpu")])
-    yield  # what -m and -k leave is what is sampled
-    if config.getoption("sample"):
-        numbers = collections.defaultdict(itertools.count)
-        sweeps = [item for item in items if item.get_closest_marker("sweep")]
-        deselect(config, items, [item for item in sweeps if next(numbers[item.nodeid.partition("[")[0]]) % 3])
+    # Numbered before -m and -k leave some out, so that both ends agree.
+    numbers = collections.defaultdict(itertools.count)
+    sweeps = [item for item in items if item.get_closest_marker("sweep")]
+    is_third = {item: next(numbers[item.nodeid.partition("[")[0]]) % 3 == 0 for item in sweeps}
+    yield
+    match config.getoption("sweeps"):
+        case "third":
+            deselect(config, items, [item for item in sweeps if not is_third[item]])
+        case "rest":
+            by_the_other = [item for item in sweeps if is_third[item] and not item.get_closest_marker("slow")]
+            deselect(config, items, by_the_other)
 
 
 def deselect(config: pytest.Config, items: list[pytest.Item], unwanted: list[pytest.Item]) -> None:

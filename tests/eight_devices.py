@@ -31,7 +31,7 @@ IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["xla", "interpret"]
 
 
 def kinds_and_implementations(test):
-    """Of the four, a third by `--sample`: two, in which each kind of axes and each implementation is."""
+    """Of the four each end of jax has two, in which each kind of axes and each implementation is."""
     return pytest.mark.sweep(KINDS(IMPLEMENTATIONS(test)))
 
 

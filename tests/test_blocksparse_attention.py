@@ -259,6 +259,7 @@ def test_blocks_that_no_head_of_a_group_sees_may_hold_anything(implementation):
         np.testing.assert_array_equal(got, wanted)
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_dense_attention_with_a_mask():
     case = BlockSparseCase(((50, 50), (1, 40), (20, 40)), 4, 2, 16, 0.5, 16, 16, dtype="float32")
     data, layout = make(case), layout_of(case)

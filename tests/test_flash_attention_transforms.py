@@ -34,6 +34,7 @@ def assert_close(got, expected) -> None:
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-6, rtol=1e-5), got, expected)
 
 
+@pytest.mark.sweep
 @IMPLEMENTATIONS
 def test_scan_over_checkpointed_layers(implementation):
     """Each layer's query is the one before's output; with and without recomputing."""
@@ -60,6 +61,7 @@ def test_scan_over_checkpointed_layers(implementation):
         assert_close(got, expected)
 
 
+@pytest.mark.sweep
 @IMPLEMENTATIONS
 def test_vmap_of_gradients(implementation):
     """Over what is mapped and what is not: the keys are the same for all, and their gradients are not."""
@@ -197,6 +199,7 @@ def test_a_mask_may_be_of_queries_and_keys_alone():
         np.testing.assert_allclose(got, expected, atol=2e-6)
 
 
+@pytest.mark.sweep
 @IMPLEMENTATIONS
 def test_in_the_place_of_jax_nn_in_a_flax_module(implementation, monkeypatch):
     """Flax's own attention module trains the same with either."""

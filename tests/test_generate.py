@@ -34,6 +34,7 @@ def test_a_batch_answers_as_each_prompt_alone(model):
     assert batch.num_prompt_tokens == 11
 
 
+@pytest.mark.slow
 def test_a_row_stops_at_a_stop_token_and_the_rest_goes_on(model):
     free = generate(model, PROMPTS, max_new_tokens=12, page_size=4)
     stop = free.row(0)[4]
@@ -109,6 +110,7 @@ def test_the_host_is_back_within_half_a_second(loop):
         assert steps == pytest.approx(max(1, 0.25 / step_seconds), rel=0.1), "and not much sooner"
 
 
+@pytest.mark.slow
 def test_logits_are_those_the_tokens_were_chosen_from(model):
     answer = generate(model, PROMPTS, max_new_tokens=6, return_logits=True)
     assert answer.logits is not None
@@ -116,6 +118,7 @@ def test_logits_are_those_the_tokens_were_chosen_from(model):
     np.testing.assert_array_equal(answer.logits.argmax(-1), answer.tokens)
 
 
+@pytest.mark.slow
 def test_sampling_repeats_with_its_seed_only(model):
     def draw(seed):
         options = {"temperature": 1.5, "top_p": 0.95, "seed": seed}
@@ -163,6 +166,7 @@ def test_the_smallest_temperatures_take_the_likeliest_token(temperature):
         np.testing.assert_array_equal(sampling.sample(logits, *arguments), sampling.greedy(logits))
 
 
+@pytest.mark.slow
 def test_a_temperature_that_float32_cannot_divide_by_is_greedy(model):
     for temperature in (1e-40, 5e-324):
         tiny = generate(model, PROMPTS, max_new_tokens=6, temperature=temperature)
@@ -196,6 +200,7 @@ STORED = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.sweep
 @STORED
 def test_decoding_is_one_loop_that_updates_the_pool_in_place(dtype, cache_dtype):
     made_for = programs(dtype, cache_dtype)
@@ -321,6 +326,7 @@ def test_wrong_types_are_named(model, changes, message):
         unchecked(generate)(model, **{"prompts": PROMPTS, "max_new_tokens": 8, **changes})
 
 
+@pytest.mark.slow
 def test_prompts_may_be_arrays(model):
     arrays = [np.array(prompt, np.int64) for prompt in PROMPTS[:2]] + [jnp.array(PROMPTS[2])]
     got = unchecked(generate)(model, arrays, max_new_tokens=4)

@@ -63,6 +63,7 @@ def steps_of(kind: str, implementation: str, sizes: tuple[int, int, int], dtype)
     return outs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("served", ["xla", *ON_GPU])
 def test_a_model_gives_the_same_tokens(served):
     """Random weights, SmolLM2's heads, bfloat16: prompts of different lengths, then decoding."""

@@ -144,6 +144,7 @@ def piece_end(case: cases.MLADecodeCase) -> int:
     return int(schedule.tile_scheduler_metadata[0, 3])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_causal_boundary(implementation):
     """Each of the newest four tokens, made to swamp all others, is seen by its own query token and later ones."""
@@ -312,6 +313,7 @@ def test_vmap(num_parts, implementation):
         np.testing.assert_allclose(lse, expected_lse, atol=1e-5)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_flash_mla_names(implementation):
     """The seed's two functions: its shapes, natural lse, +inf for rows that see nothing."""

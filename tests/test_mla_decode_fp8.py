@@ -152,6 +152,7 @@ def test_random_cases(seed):
         check(case, data, *plain.run(case, data, implementation))
 
 
+@pytest.mark.slow
 def test_with_64_bit_types_enabled():
     case = cases.MLADecodeCase((0, 70), 4, page_size=16)
     data = quantized(inputs.make(case))

@@ -33,6 +33,7 @@ def test_no_boundary_token_is_lost(implementation):
         check(case, data, *call(*data.arguments()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_rows_whose_logits_leap_and_a_row_of_nan_leave_others_alone(implementation):
     case = turned_case((500, 260), num_parts=3)
@@ -52,6 +53,7 @@ def test_rows_whose_logits_leap_and_a_row_of_nan_leave_others_alone(implementati
         close(np.float32(got[:, :, others]), np.float32(was[:, :, others]))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("num_parts", [None, 5])
 def test_bad_pages_and_lengths_poison_only_their_rows(num_parts, implementation):

@@ -66,6 +66,7 @@ def test_a_prompt_sees_what_decoding_sees(name, implementation):
         assert np.abs(prompted("plain", "xla") - whole).max() > 1e-2
 
 
+@pytest.mark.slow
 def test_a_prompts_window_may_be_traced():
     """As layers have it that are scanned while their windows alternate; in place of the module's own."""
     new, cache = new_tokens(), small_cache(num_layers=1, block_tables=TABLES)
@@ -335,6 +336,7 @@ def test_traced_layers_out_of_range(name):
             jax.tree.map(np.testing.assert_array_equal, after, cache)
 
 
+@pytest.mark.slow
 def test_absorbed_serves_chunks_and_left_padding():
     """As token by token: a prompt in two chunks in one row, a shorter one padded on the left in the other."""
     module, cache = mla_layer(), latent_cache()

@@ -183,6 +183,7 @@ def test_no_room_for_pieces_that_fill_more_than_two_rounds(num_tokens, pieces):
     assert chosen.long.num_splits == pieces
 
 
+@pytest.mark.slow
 def test_few_programs_are_cut():
     """A chunk of 64 tokens behind 32k: without pieces of the keys, 16 programs on 132 multiprocessors."""
     kernels = lowering.triton_kernels(lowered(served(1, 32, 8, 128), num_tokens=64))

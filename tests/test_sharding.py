@@ -46,9 +46,9 @@ def test_on_eight_devices(pytestconfig):
     ]
     pytest_here = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     checked = f"--jaxtyping-packages={pytestconfig.option.jaxtyping_packages or ''}"
-    sample = ["--sample"] if pytestconfig.option.sample else []
+    sweeps = f"--sweeps={pytestconfig.option.sweeps}"
     run = subprocess.run(
-        [*pytest_here, checked, *sample, "-m", pytestconfig.option.markexpr, *tests],
+        [*pytest_here, checked, sweeps, "-m", pytestconfig.option.markexpr, *tests],
         env=environment,
         cwd=folder.parent,
         capture_output=True,

@@ -92,6 +92,7 @@ def small(monkeypatch):
     monkeypatch.setattr(paged, "BLOCK", 1 << 14)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "point", [paged_point(3, 64, 4, n, head_dim=64) for n in (1, 2, 4)] + [mla_point(3, 64, 4)]
 )
@@ -126,6 +127,7 @@ def tune(*options: str, op: str = "paged_attention", sizes: list[str] = TINY) ->
     return main(["tune", "--op", op, *sizes, "--max-len", "64", "--implementation", "interpret", *options])
 
 
+@pytest.mark.slow
 def test_tune_writes_what_calls_then_read(two_candidates, tmp_path, monkeypatch, capsys):
     path = tmp_path / api.current_device().slug / "paged_attention.json"
     kept = [
