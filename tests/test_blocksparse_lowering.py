@@ -70,7 +70,7 @@ CASES = [
 @pytest.mark.parametrize(
     ("case", "sm"),
     # By "triton" the same bodies are compiled for sm_80 to sm_120 (test_triton_lowering.py).
-    [*((case, 90) for case in CASES[1:]), (CASES[0], 100)],
+    [*((case, 90) for case in CASES), (CASES[0], 100)],
     ids=lambda value: getattr(value, "id", str(value)),
 )
 @pytest.mark.once
@@ -101,7 +101,7 @@ GRADIENT_CASES = [
 
 @pytest.mark.parametrize(
     ("case", "sm"),
-    [*((case, 90) for case in (GRADIENT_CASES[0], *GRADIENT_CASES[2:])), (GRADIENT_CASES[1], 80)],
+    [*((case, 90) for case in GRADIENT_CASES), (GRADIENT_CASES[1], 80)],
     ids=lambda value: getattr(value, "id", str(value)),
 )
 @pytest.mark.once
