@@ -2,7 +2,7 @@
 
 The same bodies go one of three ways, named by `Lowering`: "pallas" is JAX's own lowering to Triton, deprecated in 0.11
 and still shipped in 0.12; "triton" is ours, to Triton's own compiler; "interpret" runs them in Python. This file is the
-only importer of what is deprecated, and works without it.
+only importer of what is deprecated, but for one private name of it in `_lowering/private.py`; both work without it.
 """
 
 import contextvars
