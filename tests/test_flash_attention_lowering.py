@@ -66,6 +66,7 @@ def test_compiles(case, sm):
         assert ("mma" in kernel.ptx) == (case.dtype != "float32"), f"{name}: the tensor cores are not used"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("triton", lowering.TRITON_ENDS)
 def test_the_fast_case_is_pipelined_and_asynchronous(triton):
     """On Hopper: warpgroup products, copies ahead of them, weights from registers, and next to nothing spilled."""
@@ -77,9 +78,9 @@ def test_the_fast_case_is_pipelined_and_asynchronous(triton):
         # The forward kernel's loops, with 32 weights a thread each, spend two instructions on a weight.
         assert name or kernel.ptx.count("fma.rn.ftz.f32 t,") == 64
         assert kernel.ptx.count("cp.async.cg") >= 12, name
-        # dkv keeps 80, by 3.6 192; with weights of six instructions at most 64, and gradients took 1 % longer all the
-        # same, by XLA's Triton too, which is near 3.6.
-        most = 192 if triton == "3.6.0" else 96
+        # dkv keeps 80, by 3.6 224: 192 with differences compared (`Band.visible`), and as fast by XLA's Triton, which
+        # is near it. With weights of six instructions at most 64, and gradients took 1 % longer all the same.
+        most = 224 if triton == "3.6.0" else 96
         assert kernel.stack_bytes <= most, f"{name} keeps {kernel.stack_bytes} bytes on the stack"
 
 

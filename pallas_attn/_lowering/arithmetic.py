@@ -167,13 +167,8 @@ def _is_power_of_2(value: Value) -> bool:
 
 
 def floor_divide(write: Writer, left: Value, right: Value) -> Value | None:
-    """jnp.floor_divide of tiles of signed integers.
-
-    A number's stays as JAX writes it. Of a shorter form LLVM finds out that it is not negative before it asks so of the
-    loop that ends there, and flash attention's dq compares places by 32 subtractions a step.
-    """
-    operands = _signed(write, left, right) if left.shape or right.shape else None
-    if operands is None:
+    """jnp.floor_divide of signed integers."""
+    if (operands := _signed(write, left, right)) is None:
         return None
     left, by = operands
     if _is_power_of_2(right):

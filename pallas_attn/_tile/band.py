@@ -24,12 +24,13 @@ class Band(NamedTuple):
         return Band(self.right, self.left, -self.offset)
 
     def visible(self, query: jax.Array, key: jax.Array) -> list[jax.Array]:
-        """The masks of single tokens, which broadcast."""
+        """The masks of single tokens, which broadcast. Places are compared, not differences: LLVM makes one subtraction
+        of what a thread compares in a step, instead of one for each element."""
         masks = []
         if self.right is not None:
-            masks.append(key - query <= self.offset + self.right)
+            masks.append(key <= query + (self.offset + self.right))
         if self.left is not None:
-            masks.append(query - key <= self.left - self.offset)
+            masks.append(key >= query + (self.offset - self.left))
         return masks
 
     def seen(self, first, last, length) -> tuple[jax.Array, jax.Array]:
