@@ -122,6 +122,7 @@ def test_gradients_compile(case, sm):
             assert kernel.ptx.count("cp.async.cg") >= 12, name
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("triton", lowering.TRITON_ENDS)
 def test_keys_are_copied_two_steps_ahead(triton):
     """A column that is loaded asynchronously itself would cost the keys a step (see `walk.spoiled`)."""

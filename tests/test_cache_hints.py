@@ -64,6 +64,7 @@ def test_hints_of_asynchronous_copies_arrive(triton):
         assert_latents_evicted_first(kernel, "async_copy_global_to_local", "cp.async")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("triton", lowering.TRITONS)
 def test_a_lost_hint_is_noticed(triton):
     plain = re.sub(r" evictionPolicy = \w+| \{cachePolicy = [^}]*\}", "", mla_kernel())

@@ -86,6 +86,7 @@ def test_64_rows_use_asynchronous_products_without_repeating_them():
     assert attend.ptx.count("wgmma.mma_async") == 2 * 36 + 2
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("num_pages", [9000, 2**31 // (64 * 576) + 1])
 def test_32_rows_are_the_narrow_side_of_asynchronous_products(num_pages):
     """36 steps of 16 over 576, and for each of 8 x 64 dims 4 over a tile's tokens; none of it warp by warp. Queries

@@ -82,17 +82,16 @@ CASES = [
 @pytest.mark.once
 @pytest.mark.parametrize(
     ("case", "num_tokens", "new_apart", "sm"),
-    [*((*CASES[i], 90) for i in (0, 1, 2, 4, 6, 7)), (*CASES[5], 80), (*CASES[3], 100)],
+    # The first is compiled below.
+    [*((*CASES[i], 90) for i in (1, 2, 4, 6, 7)), (*CASES[5], 80), (*CASES[3], 100)],
     ids=lambda value: getattr(value, "id", str(value)),
 )
 def test_compiles(case, num_tokens, new_apart, sm):
-    kernels = lowering.compile_kernels(lowered(case, num_tokens=num_tokens, new_apart=new_apart, sm=sm), sm)
-    names = [kernel.name.removeprefix(NAME) for kernel in kernels]
-    assert [name for name in names if "combine" not in name] == ["", "_short"]
+    made = lowered(case, num_tokens=num_tokens, new_apart=new_apart, sm=sm)
+    kernels = lowering.compile_kernels(made, sm, ending=(NAME, "_short"))
+    assert [kernel.name.removeprefix(NAME) for kernel in kernels] == ["", "_short"]
     for kernel in kernels:
         assert kernel.shared_bytes <= lowering.SMEM_LIMIT[sm], kernel.name
-        if "combine" in kernel.name:
-            continue
         if case.dtype != "float32":
             assert "mma" in kernel.ptx, "the tensor cores are not used"
         if case.layout != "PACKED":
@@ -126,6 +125,7 @@ def test_the_hot_loops_are_as_measured(page_size):
         assert copies >= 2, f"{kernel.name}: loads are not pipelined"
 
 
+@pytest.mark.slow
 def test_latents_compile():
     """576 elements of keys, 512 of which are values: one tile of them, for both products."""
     struct, bf16 = jax.ShapeDtypeStruct, jnp.bfloat16

@@ -38,13 +38,13 @@ def prompts() -> list[list[int]]:
     return [tokenizer.encode(chat) for chat in chats]
 
 
-STEPS = 8  # with an 8-bit cache: each reads all of the prompt's, and a CPU takes seconds to emulate e4m3
+STEPS = 4  # with an 8-bit cache: each reads all of the prompt's, and a CPU takes seconds to emulate e4m3
 
 
 @functools.cache
 def ours() -> Generation:
     """No stop tokens: every row runs all steps, past the end of a page."""
-    return generate(smollm2().model, prompts(), max_new_tokens=24, return_logits=True)
+    return generate(smollm2().model, prompts(), max_new_tokens=16, return_logits=True)
 
 
 def test_tokens_and_logits_are_those_of_transformers():
@@ -57,7 +57,7 @@ def test_tokens_and_logits_are_those_of_transformers():
     reference = TransformersModel(default_model_path(), "float32")
     for row in compare(reference, prompts(), ours(), stop_token_ids=()):
         assert row.tokens_equal, row
-        assert row.num_tokens == 24
+        assert row.num_tokens == 16
         assert row.max_logit_difference < 2e-3
 
 
@@ -68,8 +68,8 @@ def test_mla_gives_the_same_tokens():
     skeleton = nnx.eval_shape(lambda: Llama(config, attention="mla", rngs=nnx.Rngs(0)))
     model = nnx.merge(nnx.graphdef(skeleton), weights)
     packed = generate(model, prompts(), max_new_tokens=16, return_logits=True)
-    np.testing.assert_array_equal(packed.tokens, ours().tokens[:, :16])
-    np.testing.assert_allclose(packed.logits, ours().logits[:, :16], atol=2e-3)
+    np.testing.assert_array_equal(packed.tokens, ours().tokens)
+    np.testing.assert_allclose(packed.logits, ours().logits, atol=2e-3)
 
 
 @pytest.mark.parametrize("dtype", MOVES_AT_MOST)
