@@ -36,8 +36,8 @@ from pallas_attn.ops.mla_decode.problem import Problem
 
 # Latents are read once by each block of query rows: what else is in L2 is worth more.
 LATENTS = "evict_first"
-# In base 2: how far a logit may exceed what exponentials are relative to. Weights still fit in fp16.
-BEHIND = np.float32(8)
+# How large a weight may be before what exponentials are relative to follows. It still fits in fp16.
+MOST = np.float32(2**8)
 LOWEST = np.float32(-1e30)  # before the first tile: below any logit, and with a difference to -inf
 
 
@@ -112,18 +112,26 @@ def _take_in(state: softmax.OnlineSoftmax, logits2: jax.Array, values: jax.Array
     """The state with a tile, whose `maximum` is a reference that some earlier maximum set."""
     reference, total, acc = state
     weights = triton.exp2(logits2 - reference[None, :])
-    # Not `logits2 > ...`: NaN in one row must not keep the others from following.
-    near = logits2 <= (reference + BEHIND)[None, :]
 
     def followed():
         maximum = jnp.maximum(reference, jnp.max(logits2, axis=0))
         decay = triton.exp2(reference - maximum)[None, :]
         return maximum, total * decay, acc * decay, triton.exp2(logits2 - maximum[None, :])
 
-    far = jnp.max(jnp.where(near, 0, 1).reshape(-1)) > 0
+    # Not `> MOST`: NaN in one row must not keep the others from following.
+    far = ~(_largest(weights) <= MOST)
     reference, total, acc, weights = lax.cond(far, followed, lambda: (reference, total, acc, weights))
     acc += triton.dot(values.T, weights.astype(values.dtype))
     return softmax.OnlineSoftmax(reference, total + weights, acc)
+
+
+def _largest(tile: jax.Array) -> jax.Array:
+    """The maximum of a product's result, of which a thread has four neighbouring pairs of columns.
+
+    Over those first, then over tokens, and over columns at last: Triton 3.6 reduces all at once to one element that
+    every thread then reads from shared memory, and ptxas has threads store and load registers in the loop around it.
+    """
+    return jnp.max(jnp.max(jnp.max(tile.reshape(tile.shape[0], -1, 8), axis=1), axis=0))
 
 
 def _row_offsets(count: int, stride: int) -> jax.Array:
