@@ -132,11 +132,10 @@ def _turned_kernel(kernels: dict[str, str], tokens: str, rows: int) -> str:
 @pytest.mark.parametrize("rows", [16, 32, 64])
 @pytest.mark.parametrize("tokens", ["AllTokens", "ChosenTokens"])
 def test_decode_over_bytes_multiplies_from_registers(kernels: dict[str, str], tokens: str, rows: int) -> None:
-    """36 products of a page's scores, of 64 rows in two parts; of its output 16, for the own and the other's page."""
+    """36 products of a page's scores, which stand once; of its output 16, for the own and the other's page."""
     sass = _turned_kernel(kernels, tokens, rows)
     products = re.findall(r"HGMMA\.64x(\d+)x16\.F32(\.BF16)? R\d+, R\d+, gdesc", sass)
-    parts = 2 if rows == 64 else 1
-    scores = [(str(rows // parts), "")] * (32 * parts) + [(str(rows // parts), ".BF16")] * (4 * parts)
+    scores = [(str(rows), "")] * 32 + [(str(rows), ".BF16")] * 4
     assert sorted(products) == sorted(scores + [(str(rows), "")] * (2 * 16))
     assert sass.count("HGMMA") == len(products)
     # A page, or a row, is one copy of the engine; nothing is copied by threads.

@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "mla/sm90/dense/config.h"
+#include "ptx/control.h"
 
 namespace pallas_attn::mla::sm90::turned {
 
@@ -44,6 +45,16 @@ struct Place {
         lane(thread % 32),
         line(lane / 4),
         pair(lane % 4) {}
+
+  // The same place, its lane asked for again. To the compiler that is another lane, so it keeps nothing that
+  // follows from it in registers from one step of a page to the next.
+  __device__ Place anew() const {
+    Place place = *this;
+    place.lane = ptx::lane();
+    place.line = place.lane / 4;
+    place.pair = place.lane % 4;
+    return place;
+  }
 
   __device__ int thread() const { return warp * 32 + lane; }
   // Token i (0 or 1) of the page that this thread holds scores of.

@@ -38,12 +38,12 @@ class Consumer {
         if (has_own) compute_scores(own, own_stage);
         if (has_others) {
           follow_others();
-          multiply(other(), [] {});
+          multiply(other());
         }
         if (has_own) {
           make_probabilities(own, own_stage);
           announce_probabilities(at_.owner);
-          multiply(at_.owner, [&] { result_.sums.add(held_, at_.lane); });
+          multiply(at_.owner);
         }
       }
       result_.complete();
@@ -54,11 +54,12 @@ class Consumer {
   __device__ __forceinline__ int other() const { return 1 - at_.owner; }
 
   __device__ __forceinline__ void begin_run() {
+    const Place at = at_.anew();
     meet_within(at_.owner);  // this warpgroup has read what was there
-    if (at_.thread() == 0) smem_.run[at_.owner] = run_;
+    if (at.thread() == 0) smem_.run[at_.owner] = run_;
     if (run_.num_pages() > 0) {
       load_query(params_, smem_, place_of_block(at_.owner), run_.request, params_.scale * kLog2E,
-                 at_.owner * kWarpgroupWarps + at_.warp, at_.lane);
+                 at.owner * kWarpgroupWarps + at.warp, at.lane);
       ptx::fence_async_shared();
     }
 #pragma unroll
@@ -71,19 +72,20 @@ class Consumer {
     ptx::named_barrier_sync(kQueryReady, kConsumerThreads);
     // Behind the barrier, as the other warpgroup may have been at the run before until then.
     if (at_.owner == 0) {
-      reset_run(smem_, at_.thread());
+      reset_run(smem_, at.thread());
       meet_within(at_.owner);
     }
   }
 
   __device__ __forceinline__ void compute_scores(int index, int stage) {
+    const Place at = at_.anew();
     wait_for_page(stage);
     if constexpr (Tokens::kHoldsTail) {
       const int tokens_left = run_.seq_len - (run_.page_begin + index) * kPageTokens;
       if (tokens_left < kPageTokens) clear_tail(stage, tokens_left);
     }
-    scales_ = load_scales<Scores<Plan::kRows>::kAddsUp>(smem_.pages[stage], smem_.bad_page[stage] != 0, at_);
-    multiply_scores(rS_, scales_, smem_, stage, at_);
+    scales_ = load_scales<Scores<Plan::kRows>::kAddsUp>(smem_.pages[stage], smem_.bad_page[stage] != 0, at);
+    multiply_scores(rS_, scales_, smem_, stage, at);
   }
 
   // Until page and stage are there, which this warpgroup may know already.
@@ -99,20 +101,23 @@ class Consumer {
 
   // From the own page's scores. As a rule neither base nor unit has to move.
   __device__ __forceinline__ void make_probabilities(int index, int stage) {
-    Tokens::hide(rS_, params_, smem_, run_, run_.page_begin + index, stage, at_);
-    if (at_.thread() == 0) smem_.moved[at_.owner] = false;
-    if (store_probabilities(stage)) {
-      if (at_.thread() == 0) smem_.moved[at_.owner] = true;
-      move_base(rS_, scales_, smem_, at_);
+    const Place at = at_.anew();
+    Tokens::hide(rS_, params_, smem_, run_, run_.page_begin + index, stage, at);
+    if (at.thread() == 0) smem_.moved[at_.owner] = false;
+    if (store_probabilities(stage, at)) {
+      if (at.thread() == 0) smem_.moved[at_.owner] = true;
+      move_base(rS_, scales_, smem_, at);
       rescale_sums(at_.owner);
-      store_probabilities(stage);
+      store_probabilities(stage, at);
     }
+#pragma unroll
+    for (int i = 0; i < result_.sums.kHeld; ++i) result_.sums.of_row[i] += held_[i];
   }
 
   // True if any was too large. Behind this they are there for this warpgroup, and for whoever is told.
-  __device__ __forceinline__ bool store_probabilities(int stage) {
-    const bool above = turned::store_probabilities(rS_, scales_, held_, smem_, at_);
-    store_token_scales(smem_, stage, at_);
+  __device__ __forceinline__ bool store_probabilities(int stage, const Place& at) {
+    const bool above = turned::store_probabilities(rS_, scales_, held_, smem_, at);
+    store_token_scales(smem_, stage, at);
     ptx::fence_async_shared();
     // Asked again, so that the compiler knows it to be uniform.
     return __any_sync(0xffffffff, ptx::named_barrier_any(kWithin + at_.owner, kWarpgroupThreads, above));
@@ -122,24 +127,27 @@ class Consumer {
   // clears those whose scores it computes.
   __device__ __forceinline__ void clear_tail(int stage, int valid_tokens) {
     const int first = max(at_.warp * kWarpRows, valid_tokens), end = (at_.warp + 1) * kWarpRows;
-    clear_tokens(smem_.pages[stage] + first * kTokenBytes, end - first, at_.lane);
+    clear_tokens(smem_.pages[stage] + first * kTokenBytes, end - first, ptx::lane());
     ptx::fence_async_shared();
     __syncwarp();
   }
 
   __device__ __forceinline__ void rescale_sums(int owner) {
     if (!__any_sync(0xffffffff, smem_.moved[owner])) return;
-#pragma unroll
-    for (int i = 0; i < result_.sums.kSums; ++i) {
-      result_.sums.of_row[i] *= smem_.rescale[owner][result_.sums.row(at_, i)];
-    }
+    const Place at = at_.anew();
+    visit_row_pairs<Plan::kRows>([&](int j) {
+      const float2 factor = smem_.rescale[owner].pair(at.row(j));
+      result_.sums.of_row[j * 2] *= factor.x;
+      result_.sums.of_row[j * 2 + 1] *= factor.y;
+    });
   }
 
   __device__ __forceinline__ void rescale_output(int owner) {
     if (!__any_sync(0xffffffff, smem_.moved[owner])) return;
     const float unit = smem_.unit_rescale[owner];
+    const Place at = at_.anew();
     visit_row_pairs<Plan::kRows>([&](int j) {
-      const float2 factor = smem_.rescale[owner].pair(at_.row(j));
+      const float2 factor = smem_.rescale[owner].pair(at.row(j));
 #pragma unroll
       for (int tile = 0; tile < kColumnTiles; ++tile) {
 #pragma unroll
@@ -151,15 +159,13 @@ class Consumer {
     });
   }
 
-  // The next page of the run. What meanwhile() does needs no products.
-  template <typename Meanwhile>
-  __device__ __forceinline__ void multiply(int page_owner, Meanwhile meanwhile) {
+  // The next page of the run.
+  __device__ __forceinline__ void multiply(int page_owner) {
     rescale_output(page_owner);
     // The other's page has long landed; this makes its bytes visible here.
     wait_for_page(stage_);
-    multiply_values(result_.rO, smem_, page_owner, stage_, at_,
+    multiply_values(result_.rO, smem_, page_owner, stage_, at_.anew(),
                     [&] { arrive(&smem_.page_ring.empty[stage_][0]); });
-    meanwhile();
     finish_values(result_.rO);
     phases_.advance(stage_);
     stage_ = Plan::next_stage(stage_);
@@ -168,7 +174,7 @@ class Consumer {
   // One lane speaks for its warp.
   __device__ __forceinline__ void arrive(uint64_t* barrier) {
     __syncwarp();
-    if (at_.lane == 0) ptx::mbarrier_arrive(barrier);
+    if (ptx::lane() == 0) ptx::mbarrier_arrive(barrier);
   }
 
   const DecodeParams& params_;
@@ -180,7 +186,7 @@ class Consumer {
   int stage_ = 0;  // of the page to be multiplied next
   Phases<Plan::kStages> phases_;
   TokenScales scales_;
-  float held_[SumsOfLane<Plan::kRows>::kHeld];  // sums of the own page's probabilities
+  float held_[RowSums<Plan::kRows>::kHeld];  // sums of the own page's probabilities
   Scores<Plan::kRows> rS_;
 };
 

@@ -26,6 +26,12 @@ PALLAS_ATTN_HOST_DEVICE constexpr int query_dim(int piece, int chunk, int word) 
                                : kLatentDim + word * 16 + chunk * 2;
 }
 
+// Where a token's scale lies among a page's: the four that a thread needs in a step (values.h) side by side,
+// for one load.
+PALLAS_ATTN_HOST_DEVICE constexpr int place_of_scale(int token) {
+  return token / 16 * 16 + token % 8 / 2 * 4 + token / 8 % 2 * 2 + token % 2;
+}
+
 // In the place of tokens that are not there, by a warp: 0 times what may lie there could be NaN. Before the
 // copy engine writes there again the warp has to fence.
 __device__ __forceinline__ void clear_tokens(char* first, int count, int lane) {

@@ -16,7 +16,7 @@ class RunResult {
   static constexpr int kAccumulators = accumulators(Plan::kRows);
 
   PageRun& run;
-  SumsOfLane<Plan::kRows> sums;           // over this warp's tokens
+  RowSums<Plan::kRows> sums;              // of this thread's tokens, until complete()
   float rO[kColumnTiles][kAccumulators];  // in the unit
 
   __device__ RunResult(const DecodeParams& params, Plan& smem, const Place& at)
@@ -24,19 +24,21 @@ class RunResult {
 
   // Behind the last product: sums become those of the run, in both warpgroups the same.
   __device__ __forceinline__ void complete() {
+    const Place at = at_.anew();
+    sums.reduce(at.lane);
 #pragma unroll
     for (int i = 0; i < sums.kSums; ++i) {
-      smem_.warp_sum[at_.owner * kWarpgroupWarps + at_.warp][sums.row(at_, i)] = sums.of_row[i];
+      smem_.warp_sum[at_.owner * kWarpgroupWarps + at_.warp][sums.row(at, i)] = sums.of_row[i];
     }
     ptx::named_barrier_sync(kSumsReady, kConsumerThreads);
     unit_ = smem_.unit;
-    const int row = at_.thread();
-    if (row < Plan::kRows) {
-      base_ = smem_.base[row];
-      sum_ = run.bad_length && run.num_pages() == 0 ? NAN : 0.0f;
+    // Told to all threads, though only the first ones' numbers are those of rows. Else the compiler keeps,
+    // all through a run, what the others had before.
+    const int row = at.thread() % Plan::kRows;
+    base_ = smem_.base[row];
+    sum_ = run.bad_length && run.num_pages() == 0 ? NAN : 0.0f;
 #pragma unroll
-      for (int warp = 0; warp < kOwners * kWarpgroupWarps; ++warp) sum_ += smem_.warp_sum[warp][row];
-    }
+    for (int warp = 0; warp < kOwners * kWarpgroupWarps; ++warp) sum_ += smem_.warp_sum[warp][row];
   }
 
   // Other CTAs may wait for a partial result or not: it is stored in one way.
@@ -59,7 +61,7 @@ class RunResult {
 
   // What a request's first split has come to.
   __device__ __forceinline__ void store_final() {
-    if (at_.thread() == 0) run.partial_slot = -1;
+    if (at_.anew().thread() == 0) run.partial_slot = -1;
     meet_within(at_.owner);
     store(true);
   }
@@ -68,10 +70,9 @@ class RunResult {
   __device__ __forceinline__ void add_partials() {
     for (int split = 1; split < run.kept_splits; ++split) {
       const int slot = min(run.partial_slot + split, params_.num_slots() - 1);
-      const int row = at_.thread();
+      const int row = at_.anew().thread();
       if (row < Plan::kRows) {
-        const float lse2 =
-            row < rows_left() ? params_.partial_lse2[place().row(params_, slot) + row] : -INFINITY;
+        const float lse2 = row < rows_left() ? params_.partial_lse2[row_of_all(slot, row)] : -INFINITY;
         const float top = fmaxf(base_, lse2);
         const float own = exp2_fast(base_ - top), others = exp2_fast(lse2 - top);
         base_ = top;
@@ -79,19 +80,20 @@ class RunResult {
         smem_.out_factor[at_.owner][row] = own * unit_;
         smem_.others_factor[at_.owner][row] = others;
       }
+      const Place at = at_.anew();
       unit_ = 1.0f;  // partial results are in none
       meet_within(at_.owner);
       const float* from = params_.partial_out + first_element(slot);
-      const int left = rows_left() - at_.row(0);
+      const int left = rows_left() - at.row(0);
       visit_row_pairs<Plan::kRows>([&](int j) {
-        const float2 own = smem_.out_factor[at_.owner].pair(at_.row(j));
-        const float2 others = smem_.others_factor[at_.owner].pair(at_.row(j));
+        const float2 own = smem_.out_factor[at_.owner].pair(at.row(j));
+        const float2 others = smem_.others_factor[at_.owner].pair(at.row(j));
         if (j * 8 < left) add_row(from + j * 8 * kLatentDim, j, 0, own.x, others.x);
         if (j * 8 + 1 < left) add_row(from + (j * 8 + 1) * kLatentDim, j, 1, own.y, others.y);
       });
       // This warp has read its 256 bytes of every row; and factors may be written again.
       meet_within(at_.owner);
-      for (int line = at_.lane; line < rows_left() * kLinesOfWarp && line < Plan::kRows * kLinesOfWarp;
+      for (int line = ptx::lane(); line < rows_left() * kLinesOfWarp && line < Plan::kRows * kLinesOfWarp;
            line += 32) {
         const float* part = place().partial_row(params_, slot, line / kLinesOfWarp) + at_.warp * kWarpColumns;
         ptx::discard_line(part + line % kLinesOfWarp * (kWarpColumns / kLinesOfWarp));
@@ -105,7 +107,7 @@ class RunResult {
 
   // What the thread of a row knows becomes what all threads multiply by; the row's log-sum-exp is stored.
   __device__ __forceinline__ void share_factors() {
-    const int row = at_.thread();
+    const int row = at_.anew().thread();
     if (row < Plan::kRows) {
       const bool empty = sum_ == 0.0f;  // false for NaN, which must survive
       float factor = empty ? 0.0f : unit_ / sum_;
@@ -113,7 +115,7 @@ class RunResult {
       if constexpr (Tokens::kHasSinks) {
         // What is final makes room for the row's sink.
         if (params_.sinks != nullptr && run.partial_slot < 0 && row < rows_left()) {
-          factor *= share_beside_sink(lse2, params_.sinks[place().row(params_, 0) + row]);
+          factor *= share_beside_sink(lse2, params_.sinks[row_of_all(0, row)]);
         }
       }
       smem_.out_factor[at_.owner][row] = factor;
@@ -121,7 +123,7 @@ class RunResult {
         if (run.partial_slot < 0) {
           *params_.lse_of(run.request, place().kv_head, place().first_row() + row) = lse2 * kLn2;
         } else {
-          params_.partial_lse2[place().row(params_, run.partial_slot) + row] = lse2;
+          params_.partial_lse2[row_of_all(run.partial_slot, row)] = lse2;
         }
       }
     }
@@ -136,9 +138,16 @@ class RunResult {
   __device__ __forceinline__ OutputPlace place() const { return place_of_block(at_.owner); }
   __device__ __forceinline__ int rows_left() const { return place().rows_left(params_); }
 
+  // Among all rows of the output or of the partial results. The row is unsigned, or the compiler keeps the
+  // upper half of its 64 bits in a register.
+  __device__ __forceinline__ int64_t row_of_all(int request_or_slot, uint32_t row) const {
+    return place().row(params_, request_or_slot) + row;
+  }
+
   // Of the output, or of the partial results: this thread's first column of its first row.
   __device__ __forceinline__ int64_t first_element(int request_or_slot) const {
-    int64_t first = (place().row(params_, request_or_slot) + at_.row(0)) * kLatentDim + at_.column();
+    const Place at = at_.anew();
+    int64_t first = row_of_all(request_or_slot, at.row(0)) * kLatentDim + static_cast<uint32_t>(at.column());
     // Kept, or the compiler works it out again for every row, from what it has spilled.
     asm volatile("" : "+l"(first));
     return first;
@@ -147,9 +156,10 @@ class RunResult {
   // visit(row, whether there is one, columns); rows are counted from this thread's first.
   template <typename Visit>
   __device__ __forceinline__ void visit_rows(Visit visit) {
-    const int left = rows_left() - at_.row(0);
+    const Place at = at_.anew();
+    const int left = rows_left() - at.row(0);
     visit_row_pairs<Plan::kRows>([&](int j) {
-      const float2 factors = smem_.out_factor[at_.owner].pair(at_.row(j));
+      const float2 factors = smem_.out_factor[at_.owner].pair(at.row(j));
 #pragma unroll
       for (int right = 0; right < 2; ++right) {
         const float factor = right == 0 ? factors.x : factors.y;

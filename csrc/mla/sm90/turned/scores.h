@@ -11,23 +11,18 @@
 namespace pallas_attn::mla::sm90::turned {
 
 // Scores of a thread's two tokens. The sums of a block's bytes are in its scale, so that something has to be
-// done with them between blocks, and other products have to run meanwhile. With few rows the blocks' sums are
-// in two sets in turn, and are added up. With 64 rows there are no registers for a second set: the sums are
-// in two parts of 32 rows, which change their scale in turn.
+// done with them between blocks. With few rows the blocks' sums are in two sets in turn, and are added up
+// while the next one's products run. With 64 rows there are no registers for a second set: the sums change
+// their scale between blocks, when all products are done.
 template <int kRows>
 struct Scores {
   static constexpr bool kAddsUp = kRows < 64;
-  static constexpr int kParts = kAddsUp ? 1 : 2, kPartRows = kRows / kParts;
-  static constexpr int kHeld = accumulators(kPartRows);
-  float part[kParts][kHeld];
+  static constexpr int kHeld = accumulators(kRows);
+  float sums[kHeld];
 
   // Of token i and row j * 8 + pair * 2 + right.
-  __device__ float& at(int j, int i, int right) {
-    return part[j * 8 / kPartRows][j * 4 % kHeld + i * 2 + right];
-  }
-  __device__ float at(int j, int i, int right) const {
-    return part[j * 8 / kPartRows][j * 4 % kHeld + i * 2 + right];
-  }
+  __device__ float& at(int j, int i, int right) { return sums[j * 4 + i * 2 + right]; }
+  __device__ float at(int j, int i, int right) const { return sums[j * 4 + i * 2 + right]; }
 };
 
 // Of a thread's two tokens: by what sums are multiplied behind block `pair`, and the largest scale of all.
@@ -96,16 +91,16 @@ __device__ __forceinline__ TokenScales load_scales(const char* page, bool bad_pa
 }
 
 template <int kHeld>
-__device__ __forceinline__ void change_scale(float (&part)[kHeld], const float (&ratio)[kRowsPerThread]) {
+__device__ __forceinline__ void change_scale(float (&sums)[kHeld], const float (&ratio)[kRowsPerThread]) {
 #pragma unroll
-  for (int r = 0; r < kHeld; ++r) part[r] *= ratio[r / 2 % 2];
+  for (int r = 0; r < kHeld; ++r) sums[r] *= ratio[r / 2 % 2];
 }
 
 template <int kHeld>
-__device__ __forceinline__ void add_block(float (&part)[kHeld], const float (&sums)[kHeld],
+__device__ __forceinline__ void add_block(float (&all)[kHeld], const float (&sums)[kHeld],
                                           const float (&factor)[kRowsPerThread]) {
 #pragma unroll
-  for (int r = 0; r < kHeld; ++r) part[r] += sums[r] * factor[r / 2 % 2];
+  for (int r = 0; r < kHeld; ++r) all[r] += sums[r] * factor[r / 2 % 2];
 }
 
 // 16 bytes of each of a thread's two tokens, word by word.
@@ -177,7 +172,7 @@ __device__ __forceinline__ void convert_steps(StepFragments& fragments, TokenChu
   ptx::wgmma_touch(fragments);
 }
 
-// Their products with some query rows: `query` is those rows' descriptor.
+// Their products with the query.
 template <typename Plan, int kHeld>
 __device__ __forceinline__ void send_steps(float (&sums)[kHeld], const StepFragments& fragments, int first,
                                            uint64_t query, bool fresh) {
@@ -198,6 +193,13 @@ __device__ __forceinline__ void send_steps(float (&sums)[kHeld], const StepFragm
   ptx::wgmma_commit();
 }
 
+// Until all products are done, of which `sums` are the last.
+template <int kHeld>
+__device__ __forceinline__ void finish(float (&sums)[kHeld]) {
+  ptx::wgmma_wait<0>();
+  ptx::wgmma_touch(sums);
+}
+
 // rS = K Q^T. While the products of some steps run, the next ones' operands are converted.
 template <typename Plan>
 __device__ __forceinline__ void multiply_scores(Scores<Plan::kRows>& rS, const TokenScales& scales,
@@ -211,12 +213,11 @@ __device__ __forceinline__ void multiply_scores(Scores<Plan::kRows>& rS, const T
   float factor[kRowsPerThread];
   if constexpr (Scores::kAddsUp) {
 #pragma unroll
-    for (float& x : rS.part[0]) x = 0.0f;
+    for (float& x : rS.sums) x = 0.0f;
 #pragma unroll
     for (auto& set : sums) ptx::wgmma_touch(set);
   } else {
-#pragma unroll
-    for (auto& part : rS.part) ptx::wgmma_touch(part);
+    ptx::wgmma_touch(rS.sums);
   }
   TokenChunks chunks = load_chunks(page, at, 0, 0);
 #pragma unroll
@@ -229,36 +230,28 @@ __device__ __forceinline__ void multiply_scores(Scores<Plan::kRows>& rS, const T
     if constexpr (Scores::kAddsUp) {
       send_steps<Plan>(sums[block % 2], own, first, query, starts);
     } else {
-#pragma unroll
-      for (int p = 0; p < Scores::kParts; ++p) {
-        if (ends_another) {
-          // All but the other part's.
-          ptx::wgmma_wait<Scores::kParts - 1>();
-          ptx::wgmma_touch(rS.part[p]);
-          change_scale(rS.part[p], factor);
-          ptx::wgmma_touch(rS.part[p]);
-        }
-        const uint32_t rows_before = p * Scores::kPartRows * kRowBytes;
-        send_steps<Plan>(rS.part[p], own, first, ptx::advance_descriptor(query, rows_before), first == 0);
+      if (ends_another) {
+        finish(rS.sums);
+        change_scale(rS.sums, factor);
+        ptx::wgmma_touch(rS.sums);
       }
+      send_steps<Plan>(rS.sums, own, first, query, first == 0);
     }
     // The fragments written next are those of the products before these.
-    ptx::wgmma_wait<Scores::kParts>();
+    ptx::wgmma_wait<1>();
     if constexpr (Scores::kAddsUp) {
       if (!ends_another) continue;
       ptx::wgmma_touch(sums[(block - 1) % 2]);
-      add_block(rS.part[0], sums[(block - 1) % 2], factor);
+      add_block(rS.sums, sums[(block - 1) % 2], factor);
       ptx::wgmma_touch(sums[(block - 1) % 2]);
     }
   }
-  ptx::wgmma_wait<0>();
   if constexpr (Scores::kAddsUp) {
     constexpr float kRopeScale[kRowsPerThread] = {1.0f, 1.0f};
-    ptx::wgmma_touch(sums[kBlocks % 2]);
-    add_block(rS.part[0], sums[kBlocks % 2], kRopeScale);
+    finish(sums[kBlocks % 2]);
+    add_block(rS.sums, sums[kBlocks % 2], kRopeScale);
   } else {
-#pragma unroll
-    for (auto& part : rS.part) ptx::wgmma_touch(part);
+    finish(rS.sums);
   }
 }
 

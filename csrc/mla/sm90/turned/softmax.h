@@ -16,9 +16,9 @@
 
 namespace pallas_attn::mla::sm90::turned {
 
-// A probability is at most 2^15. When one would be larger, the largest of that page becomes 2^7: below it
-// halves have 31 powers of two.
-constexpr float kMostLog2 = 15.0f, kFreshLog2 = 7.0f;
+// When a probability would be larger than 2^15, the largest of that page becomes 2^7: below it halves have 31
+// powers of two. What is asked is only whether a thread's two tokens have more together than a half can hold.
+constexpr float kMostLog2 = 15.0f, kFreshLog2 = 7.0f, kMostOfTwo = 65504.0f;
 
 // A scale is at most 2^7 units, so that a value, of 448 at most, is a half. When one would be larger, the
 // largest of that page becomes 8 to 16 units.
@@ -79,12 +79,13 @@ __device__ __forceinline__ void move_base(const Scores<Plan::kRows>& rS, const T
   meet_within(at.owner);
 }
 
-// Sums over a warp's tokens, of which each lane keeps those of a few of the rows it holds: kSums of the
-// numbers 2 j + right from first() on.
+// Sums of probabilities. All through a run a thread adds up its own tokens', for every row it holds: row pair
+// j's in the places 2 j and 2 j + 1. At the end reduce() makes them those of the warp's tokens, of which each
+// lane has kSums, the ones that were in the places from first() on.
 template <int kRows>
-struct SumsOfLane {
+struct RowSums {
   static constexpr int kHeld = kRows / 4, kSums = kHeld < 8 ? 1 : kHeld / 8;
-  float of_row[kSums];
+  float of_row[kHeld];
 
   static __device__ __forceinline__ int first(int lane) {
     return (lane & 16 ? kHeld / 2 : 0) + (lane & 8 ? kHeld / 4 : 0) + (lane & 4 ? kHeld / 8 : 0);
@@ -94,32 +95,30 @@ struct SumsOfLane {
     return at.row(held / 2) + held % 2;
   }
 
-  // Adds what the lanes of a column hold of its rows; each step hands half of the rows to a partner.
-  __device__ __forceinline__ void add(float (&held)[kHeld], int lane) {
+  // Adds up what the lanes of a column have. Each step hands half of the rows to a partner.
+  __device__ __forceinline__ void reduce(int lane) {
 #pragma unroll
     for (int step = 0; step < 3; ++step) {
       const int distance = 16 >> step, count = kHeld >> (step + 1);
-      if (count == 0) held[0] += __shfl_xor_sync(0xffffffff, held[0], distance);
+      if (count == 0) of_row[0] += __shfl_xor_sync(0xffffffff, of_row[0], distance);
 #pragma unroll
       for (int i = 0; i < kHeld / 2; ++i) {
         if (i >= count) continue;
         const bool upper = lane & distance;
-        const float given = upper ? held[i] : held[i + count], kept = upper ? held[i + count] : held[i];
-        held[i] = kept + __shfl_xor_sync(0xffffffff, given, distance);
+        const float given = upper ? of_row[i] : of_row[i + count],
+                    kept = upper ? of_row[i + count] : of_row[i];
+        of_row[i] = kept + __shfl_xor_sync(0xffffffff, given, distance);
       }
     }
-#pragma unroll
-    for (int i = 0; i < kSums; ++i) of_row[i] += held[i];
   }
 };
 
-// Scores become probabilities, stored in halves where products read them. What a thread has of each row goes
-// to `held`. True if the base or the unit has to move.
+// Scores become probabilities, stored in halves where products read them. What a thread has of each row is
+// summed up in `held`. True if the base or the unit has to move.
 template <typename Plan>
 __device__ __forceinline__ bool store_probabilities(const Scores<Plan::kRows>& rS, const TokenScales& scales,
-                                                    float (&held)[SumsOfLane<Plan::kRows>::kHeld], Plan& smem,
+                                                    float (&held)[RowSums<Plan::kRows>::kHeld], Plan& smem,
                                                     const Place& at) {
-  constexpr float kMost = 1 << static_cast<int>(kMostLog2);
   bool above = scales.peak > kMostUnits * smem.unit;
   // Transposed: matrices of eight rows by eight of this warp's sixteen tokens.
   const int row = at.lane / 16 * 8 + at.lane % 8, chunk = at.warp * 2 + at.lane / 8 % 2;
@@ -127,16 +126,15 @@ __device__ __forceinline__ bool store_probabilities(const Scores<Plan::kRows>& r
   uint32_t matrices[4];
   visit_row_pairs<Plan::kRows>([&](int j) {
     const float2 factor = smem.row_factor.pair(at.row(j)), base = smem.base.pair(at.row(j));
-    held[j * 2] = held[j * 2 + 1] = 0.0f;
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
       const float left = exp2_fast(fmaf(rS.at(j, i, 0), factor.x, -base.x));
       const float right = exp2_fast(fmaf(rS.at(j, i, 1), factor.y, -base.y));
-      above |= left > kMost || right > kMost;
-      held[j * 2] += left;
-      held[j * 2 + 1] += right;
+      held[j * 2] = i == 0 ? left : held[j * 2] + left;
+      held[j * 2 + 1] = i == 0 ? right : held[j * 2 + 1] + right;
       matrices[j % 2 * 2 + i] = ElementTraits<__half>::pack(left, right);
     }
+    above |= held[j * 2] > kMostOfTwo || held[j * 2 + 1] > kMostOfTwo;
     if (j % 2 == 1) ptx::store_matrix_x4_transposed(to + (j - 1) * 8 * kRowBytes, matrices);
   });
   return above;
@@ -150,7 +148,7 @@ __device__ __forceinline__ void store_token_scales(Plan& smem, int stage, const 
 #pragma unroll
   for (int i = 0; i < kRowsPerThread; ++i) {
     const char* scale = smem.pages[stage] + at.token(i) * kTokenBytes + kScalesAt + at.pair * 4;
-    smem.token_scale[at.owner][at.pair][at.token(i)] =
+    smem.token_scale[at.owner][at.pair][place_of_scale(at.token(i))] =
         __float2half_rn(*reinterpret_cast<const float*>(scale) * inverse);
   }
 }

@@ -27,7 +27,7 @@ __device__ __forceinline__ ColumnBytes load_columns(const char* page, const Plac
 }
 
 // The A operands of a step: tile c has columns 2 c and 2 c + 1 of the thread's eight as its rows.
-__device__ __forceinline__ void value_fragments(const ColumnBytes& columns, const uint32_t (&scales)[2],
+__device__ __forceinline__ void value_fragments(const ColumnBytes& columns, const uint2& scales,
                                                 uint32_t (&fragments)[kColumnTiles][4]) {
 #pragma unroll
   for (int later = 0; later < 2; ++later) {
@@ -37,7 +37,7 @@ __device__ __forceinline__ void value_fragments(const ColumnBytes& columns, cons
       // Two columns, the two tokens of each side by side.
       const FourHalves halves = halves_of(
           __byte_perm(tile < 2 ? even.x : even.y, tile < 2 ? odd.x : odd.y, tile % 2 == 0 ? 0x5140 : 0x7362));
-      const __half2 scale = as_halves(scales[later]);
+      const __half2 scale = as_halves(later == 0 ? scales.x : scales.y);
       fragments[tile][later * 2] = as_word(__hmul2(halves.low, scale));
       fragments[tile][later * 2 + 1] = as_word(__hmul2(halves.high, scale));
     }
@@ -60,8 +60,8 @@ __device__ __forceinline__ void multiply_values(float (&rO)[kColumnTiles][kAccum
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     uint32_t (&own)[kColumnTiles][4] = fragments[step % 2];
-    const uint32_t step_scales[2] = {*reinterpret_cast<const uint32_t*>(scales + token_of_step(step, 0, at)),
-                                     *reinterpret_cast<const uint32_t*>(scales + token_of_step(step, 2, at))};
+    const auto step_scales =
+        *reinterpret_cast<const uint2*>(scales + step * kStepDims + at.pair * kTokensOfStep);
     value_fragments(columns, step_scales, own);
     if (step + 1 < kSteps) columns = load_columns(page, at, step + 1);
     ptx::wgmma_touch(own);
