@@ -20,6 +20,7 @@ from triton_shapes import BROAD, MAIN, SHAPES
 import pallas_attn
 from pallas_attn._call import dispatch
 from pallas_attn._lowering import cache, compiler, private, stages
+from pallas_attn._lowering.launch import RESERVED_BYTES, given
 
 ROOT = Path(__file__).parents[1]
 DEVICES = {**lowering.DEVICES, 120: ("NVIDIA GeForce RTX 5090", 170)}
@@ -157,6 +158,32 @@ def test_writes_what_reads_alike_for_every_trace(name):
 def test_what_a_gpu_runs_by_pallas_it_runs_by_triton_too(unpaired):
     """Of the tests that are collected: all, where the suite runs."""
     assert not unpaired
+
+
+@pytest.mark.parametrize("most_shared", [99 * 1024, 163 * 1024, 227 * 1024])
+@pytest.mark.parametrize("together", [1, 2, 4, 5, 8])
+def test_shared_memory_holds_programs_apart(together, most_shared):
+    """As many as are meant find room beside what each is charged with, and no more."""
+    charged = given(1000, most_shared, together) + RESERVED_BYTES
+    whole = most_shared + RESERVED_BYTES
+    assert together * charged <= whole < (together + 1) * charged
+    assert given(most_shared, most_shared, together) == most_shared
+    assert given(1000, most_shared, 0) == 1000
+
+
+def test_a_planned_call_leaves_no_room_for_more_programs():
+    """By what is written into the call: 528 programs on 132 multiprocessors, four on each, of 38 KB."""
+    lens = jax.ShapeDtypeStruct((16,), jnp.int32)
+    pool = jax.ShapeDtypeStruct((16 * 512, 16, 8, 128), jnp.bfloat16)
+    query, tables = (
+        jax.ShapeDtypeStruct((16, 32, 128), jnp.bfloat16),
+        jax.ShapeDtypeStruct((16, 512), jnp.int32),
+    )
+    with triton_kernels.written():
+        text = lowering.lower_for_gpu(ATTEND, query, pool, pool, tables, lens).as_text()
+    attend, merge = (int(size) for size in re.findall(r"shared_mem_bytes = (\d+)", text))
+    assert attend > 45_000
+    assert merge == 0
 
 
 def write(pages: int, implementation="triton"):

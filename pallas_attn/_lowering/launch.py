@@ -27,6 +27,17 @@ from pallas_attn._lowering.private import PTX_CALL
 
 # Triton's kernels take two more pointers, to memory that ours never ask for.
 UNUSED_POINTERS = 2
+# Of a multiprocessor's shared memory, for each program on it beside its own; what is left is what one may have at most.
+RESERVED_BYTES, SHARED_UNIT = 1024, 128
+
+
+def given(used: int, most_shared: int, most_together: int) -> int:
+    """Bytes of shared memory for a program that uses `used` of them: more than that, where one more program than
+    `most_together` would find room."""
+    if not most_together:
+        return used
+    share = (most_shared + RESERVED_BYTES) // (most_together + 1)
+    return max(used, share // SHARED_UNIT * SHARED_UNIT + SHARED_UNIT - RESERVED_BYTES)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,6 +52,7 @@ class Launch:
     num_warps: int
     num_stages: int
     max_registers: int
+    most_together: int
     capability: int | None
     most_shared: int
     aliases: tuple[tuple[int, int], ...]
@@ -121,19 +133,21 @@ def launch(
     capability: int | None,
     most_shared: int,
     max_registers: int = 0,
+    most_together: int = 0,
 ) -> tuple[jax.Array, ...]:
     """Runs `body(*operand_refs, *output_refs)` over `grid`; operands may be pytrees, which aliases count flat.
 
     `capability` is the GPU's, 90 for sm_90; a program may have `most_shared` bytes of its shared memory, a thread
-    `max_registers` or, if that is 0, as many as it takes.
+    `max_registers` or, if that is 0, as many as it takes. At most `most_together` programs share a multiprocessor at
+    once, if that is 0, as many as fit.
     """
     flat, tree = jax.tree.flatten(operands)
     refs = tuple(Ref(i, tuple(x.shape), jnp.dtype(x.dtype)) for i, x in enumerate([*flat, *out_shape]))
     inputs = jax.tree.unflatten(tree, refs[: len(flat)])
     traced = kernel_body.trace(body, (*inputs, *refs[len(flat) :]))
     aliases = tuple(sorted(input_output_aliases.items()))
-    sizes = (tuple(grid), num_warps, num_stages, max_registers, capability, most_shared)
-    static = Launch(name, traced, refs, len(out_shape), *sizes, aliases)
+    sizes = (tuple(grid), num_warps, num_stages, max_registers, most_together)
+    static = Launch(name, traced, refs, len(out_shape), *sizes, capability, most_shared, aliases)
     return tuple(launch_p.bind(*flat, static=static))
 
 
@@ -187,7 +201,7 @@ def _lower(ctx, *operands, static: Launch):
     results = range(len(operands), len(operands) + static.num_results)
     numbers = dict(zip(("grid_x", "grid_y", "grid_z"), static.programs, strict=True))
     numbers |= {"block_x": 32 * compiled.num_warps, "block_y": 1, "block_z": 1}
-    numbers |= {"shared_mem_bytes": compiled.shared_bytes}
+    numbers |= {"shared_mem_bytes": given(compiled.shared_bytes, static.most_shared, static.most_together)}
     texts = {"name": compiled.name, "kernel_type": "ptx", "kernel_data": compiled.ptx}
     config: dict[str, ir.Attribute] = {key: mlir.i32_attr(number) for key, number in numbers.items()}
     config |= {key: ir.StringAttr.get(text) for key, text in texts.items()}

@@ -187,10 +187,15 @@ def kernel_call(
     num_stages: int,
     lowering: Lowering,
     max_registers: int = 0,
+    most_together: int = 0,
     input_output_aliases: Mapping[int, int] | None = None,
 ) -> Any:
     """Runs `kernel(*operand_refs, *output_refs)` over `grid`; operands may be pytrees, and every ref is a whole array,
-    indexed by the kernel. A thread has at most `max_registers`, 0: as many as it takes."""
+    indexed by the kernel. A thread has at most `max_registers`, 0: as many as it takes.
+
+    `most_together` programs are planned for each multiprocessor, 0: as many as fit. With room for one more, the GPU
+    gives some multiprocessors more than others. "triton" leaves no such room; by Pallas nothing can be done about it.
+    """
     axes = varying_axes(operands)
     options: dict[str, Any] = dict(
         name=name,
@@ -207,6 +212,7 @@ def kernel_call(
             num_warps=num_warps,
             num_stages=num_stages,
             max_registers=max_registers,
+            most_together=most_together,
             **options,
         )
     else:

@@ -88,6 +88,7 @@ def paged_attention_pallas(
         out_shape=result.shapes(problem, head_dim, query.dtype),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        most_together=problem.most_together,
         lowering=lowering,
     )
     return merge.merge(

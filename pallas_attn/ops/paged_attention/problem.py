@@ -1,12 +1,16 @@
 """What the paged attention kernel is compiled for."""
 
 import dataclasses
+import math
 from typing import ClassVar
 
 import jax
 
+from pallas_attn._call.device import current_device
 from pallas_attn._tile import masking, pieces, triton, walk
 from pallas_attn._tile.problem import SplitKVProblem
+
+LEAST_TOGETHER = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +37,16 @@ class Problem(SplitKVProblem):
         """Whether a tile's tokens, and columns of values, are the first side of products, and query rows the second:
         of the first the tensor core wants 16, of the second 8."""
         return self.config.block_q < triton.tile_side(1)
+
+    @property
+    def most_together(self) -> int:
+        """Programs on a multiprocessor, where all are to run at once; 0 where there are more than that.
+
+        Never fewer than hide each other's waits: lengths that differ make more pieces than were planned."""
+        at_once = self.config.target_programs
+        if self.num_seqs * self.programs_per_piece > at_once:
+            return 0
+        return max(LEAST_TOGETHER, math.ceil(at_once / current_device().num_cores))
 
     @property
     def most_tokens(self) -> int:
