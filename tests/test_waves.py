@@ -203,3 +203,27 @@ def test_pieces_of_an_invariant_call_are_whole_tiles(rows, head_dim):
     config = configs.invariant(rows=rows, head_dim=head_dim, itemsize=2, query_itemsize=2, device=DEVICES[1])
     assert config.split_tokens >= config.block_kv
     assert config.split_tokens % config.block_kv == 0
+
+
+@pytest.mark.parametrize(("num_seqs", "max_len"), [(1, 4096), (1, 8192), (2, 8192), (1, 16384)])
+def test_few_walks_are_cut_finely(num_seqs, max_len):
+    """One KV head of 8192 tokens in pieces of 64 takes 7.3 us on an H200, of 256 11.4."""
+    config = chosen(num_seqs, max_len, kv_heads=1, group=8)
+    assert config.min_split_tokens == 64
+    assert config.target_programs == num_seqs * max_len // 64
+    assert chosen(num_seqs, 32768, kv_heads=1, group=8).min_split_tokens == 256
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "target_programs", "together"),
+    [(16, 528, 4), (64, 660, 5), (1, 128, 4), (64, 528, 4), (65, 512, 0)],
+)
+def test_no_more_programs_share_a_multiprocessor_than_are_planned(
+    num_seqs, target_programs, together, monkeypatch
+):
+    monkeypatch.setattr("pallas_attn.ops.paged_attention.problem.current_device", lambda: HOPPER)
+    config = configs.PagedAttentionConfig(16, 32, target_programs=target_programs)
+    sizes: dict[str, Any] = dict(num_heads=32, max_pages=512, scale=1.0, layout="NHD", rules=Rules(), q_len=1)
+    pool = PoolShape(num_seqs * 512, PAGE, 8, 128)
+    problem = Problem(num_seqs=num_seqs, pool=pool, config=config, **sizes)
+    assert problem.most_together == together

@@ -30,6 +30,7 @@ EVENING = 3
 # Where a batch of sequences as short as this fills the device they are left whole, without a kernel for the merge.
 # Where a table holds more, sequences that differ are the rule, and the longest alone would keep the call waiting.
 WHOLE_TOKENS = 1024
+FINE_TOKENS = 64
 # Query rows times their width, which their sums take in registers too: more spills.
 ROWS_BYTES = 64 * 256 * 2
 # Pieces of a batch-invariant call: 128 programs for one sequence of 8192 tokens with 8 KV heads. Beyond 32768 tokens
@@ -82,7 +83,9 @@ def heuristic(
     room = _Room(triton.tile_side(head_dim), itemsize, query_itemsize, device, layout)
     block_q = measured.get("block_q", room.block_q(rows))
     programs = num_seqs * num_kv_heads * math.ceil(rows / block_q)
-    least_tokens = measured.get("min_split_tokens", 64 if max_len < 4096 else 256)
+    # Where pieces of twice as many tokens would leave multiprocessors without any, fine ones cost less than those idle.
+    fine = max_len < 4096 or programs * max_len <= 2 * FINE_TOKENS * device.num_cores
+    least_tokens = measured.get("min_split_tokens", FINE_TOKENS if fine else 256)
     may_be_whole = max_len <= WHOLE_TOKENS
 
     def plan(tile: tuple[int, int, int], dealt: bool) -> tuple[float, dict[str, int]]:
