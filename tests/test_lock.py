@@ -85,6 +85,10 @@ def test_build_requirements_are_fixed():
         assert requirement.specifier.contains(versions[canonicalize_name(requirement.name)]), text
 
 
+def test_the_installer_is_fixed():
+    assert list(locked("uv")) == ["uv"]
+
+
 def test_the_oldest_jax_is_the_lower_bound():
     [path] = LOCK.glob("jax-*.txt")
     oldest = path.stem.removeprefix("jax-")
