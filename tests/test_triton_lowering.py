@@ -104,6 +104,20 @@ def test_loops_over_tables_count_in_32_bits(triton):
 
 @pytest.mark.once
 @pytest.mark.parametrize("triton", lowering.TRITON_ENDS)
+def test_page_ids_of_short_tiles_are_copied_by_page(triton):
+    """Triton 3.6 copied a token's id for each layout of the tokens, 26 times in the kernel."""
+    with triton_kernels.written() as kernels:
+        lowered_modules.paged(1, 512, 32, 8, 128, 16, implementation="triton", device=("NVIDIA H200", 132))
+    attend, *_ = kernels
+    ptx = attend.compile(triton).ptx
+    assert 0 < len(re.findall(r"cp\.async\.ca\S*.*, 0x4,", ptx)) <= 13
+    # One for the maximum; that of the sum is behind the loop.
+    loop = ptx[ptx.index("mma.sync") : ptx.rindex("mma.sync")]
+    assert loop.count("shfl.sync") <= 8
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("triton", lowering.TRITON_ENDS)
 def test_threads_read_656_byte_latents_side_by_side(triton):
     """Where one thread reads 16 bytes behind the other's, those of a warp do not meet at the same banks; a group's 128
     elements in one thread would."""

@@ -142,18 +142,19 @@ def _serve(
     query_at = seq_len - problem.q_len + mine.token
     tiles = problem.walk(seq_len, mine.kv_head)
     begin, end = piece.tiles(tiles.num_tiles)
-    # Tiles of bytes keep the tensor cores waiting for instructions; few rows leave registers for sums that come late.
-    lean = narrow.deals(value_ref.dtype, q.dtype, problem.layout) and problem.config.block_q <= LEAN_ROWS
-    state = softmax.start(mine.index.shape, dims[1], late_sum=problem.config.block_kv if lean else None)
+    # Few rows leave registers for sums that come late, and tokens are spread over warps: a sum is a wait for all.
+    few = problem.config.block_q <= LEAN_ROWS
+    state = softmax.start(mine.index.shape, dims[1], late_sum=problem.config.block_kv if few else None)
     look_up = functools.partial(pages.look_up, tables_ref, seq)
-    read = functools.partial(
-        _read_tile, key_ref, value_ref, extra_refs, look_up, mine.kv_head, problem, q.dtype
-    )
+    ids = functools.partial(_page_ids, look_up, seq_len, problem)
+    read = functools.partial(_read_tile, key_ref, value_ref, extra_refs, ids, mine.kv_head, problem, q.dtype)
     drafts = tree.Drafts(seq_len, seq_len - problem.q_len, problem.q_len)
     draft_tree = functools.partial(
         tree.of_tile, extra_refs, drafts, lambda token: (seq + 0 * token, token), mine
     )
     weigh = functools.partial(_logits2, q, mine, query_at, draft_tree, extra_refs, problem)
+    # Tiles of bytes keep the tensor cores waiting for instructions.
+    lean = few and narrow.deals(value_ref.dtype, q.dtype, problem.layout)
     exp2 = triton.exp2 if lean else jnp.exp2
     if problem.turned:
         ahead = functools.partial(_look_up_tile, look_up, tiles, end, seq_len, problem)
@@ -220,35 +221,44 @@ def _look_up_tile(look_up, tiles: walk.Walk, end, seq_len, problem: Problem, i):
     return look_up(column, mask=held & (i < end), other=0)
 
 
+def _page_ids(look_up, seq_len, problem: Problem, start, held) -> jax.Array:
+    """The page ids of a tile's tokens, the first of which is `start`; any where not `held`."""
+    size, page_size = held.shape[0], problem.pool.page_size
+    column, _ = pages.slots(start, size, page_size)
+    # Ids of fewer tokens than threads Triton copies to shared memory, 3.6 by each layout that uses them: ids of pages
+    # are fewer. Those of more tokens stay in registers; to copy them would take a stage of the pipeline.
+    if not page_size < size < 32 * problem.config.num_warps or size % page_size:
+        return look_up(column, mask=held, other=0)
+    column = start // page_size + jnp.arange(size // page_size)
+    page = look_up(column, mask=column * page_size < seq_len, other=0)
+    return jnp.broadcast_to(page[:, None], (page.shape[0], page_size)).reshape(-1)
+
+
 def _read_tile(
-    key_ref, value_ref, extra_refs, look_up, kv_head, problem: Problem, dtype, start, held, page=None
+    key_ref, value_ref, extra_refs, ids, kv_head, problem: Problem, dtype, start, held, page=None
 ):  # fmt: skip
     """(keys [block_kv, dims], their pages' scale or None, values, which tokens' pages exist): in `dtype`, 0 where
-    nothing was read; of scales, only a page's of the values is applied. Columns of values are dealt if `narrow.deals`.
+    nothing is held; of scales, only a page's of the values is applied. Columns of values are dealt if `narrow.deals`.
 
     `start` is the tile's first token, `held` says which of its tokens hold something; `page` has their page ids if
     these are known.
     """
     pool = problem.pool
-    column, offset = pages.slots(start, held.shape[0], pool.page_size)
-    known = page is not None
-    if not known:
-        page = look_up(column, mask=held, other=0)
+    _, offset = pages.slots(start, held.shape[0], pool.page_size)
+    if page is None:
+        page = ids(start, held)
     usable = masking.usable_pages(page, pool.num_pages)
-    if known:
-        # They go through shared memory to where they are needed, and a mask would have to go beside them.
-        page = jnp.where(usable, page, 0)
-
-    def readable() -> jax.Array:
-        return held if known else held & usable
+    # Ids go through shared memory to where they are needed, and a mask would have to go beside them. What is read
+    # in their place does not matter: the result is NaN.
+    page = jnp.where(usable, page, 0)
 
     def read(which: Any, ref):
         place = (page, offset, kv_head, (0, triton.tile_side(pool.head_dim)))
-        return pages.gather(ref, problem.layout, which, *place, readable(), head_dim=pool.head_dim)
+        return pages.gather(ref, problem.layout, which, *place, held, head_dim=pool.head_dim)
 
     keys, values = read("key", key_ref), read("value", value_ref)
     key_scale, value_scale = (
-        pages.scale(extra_refs[name], page, kv_head, readable())
+        pages.scale(extra_refs[name], page, kv_head, held)
         if quantization.is_by_page(extra_refs, name)
         else None
         for name in ("k_scale", "v_scale")
