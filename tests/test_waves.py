@@ -103,9 +103,26 @@ def test_equal_lengths_make_the_programs_that_were_reckoned_with(num_seqs, max_l
 
 def test_a_long_sequence_beside_many_is_cut_by_what_runs_at_once():
     """Not by how many programs there are."""
-    tiles: list[dict[str, Any]] = [{}, dict(block_kv=32, num_warps=4, num_stages=5)]
-    for tile in tiles:
-        assert chosen(512, 20000, **tile).target_programs == 4 * HOPPER.num_cores
+    tiles: list[tuple[dict[str, Any], int]] = [({}, 4), (dict(block_kv=32, num_warps=4, num_stages=5), 5)]
+    for tile, together in tiles:
+        assert chosen(512, 20000, **tile).target_programs == together * HOPPER.num_cores
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "max_len", "stages"),
+    [(64, 2048, 7), (16, 3072, 7), (40, 2048, 5), (300, 2048, 5), (4, 3000, 5)],
+    ids=["at once", "and cut", "five", "waves", "short pieces"],
+)
+def test_programs_that_run_at_once_are_kept_apart(num_seqs, max_len, stages):
+    """Four on a multiprocessor, where there would be room for five."""
+    config = chosen(num_seqs, max_len)
+    assert (config.block_kv, config.num_warps, config.num_stages, config.num_splits) == (32, 4, stages, 0)
+    if stages == 7:
+        assert resident(config, num_seqs) == 4
+        assert 3 * HOPPER.num_cores < dealt(config, num_seqs, max_len) <= 4 * HOPPER.num_cores
+    # Elsewhere no fifth would fit, or no fourth beside one more buffer.
+    assert chosen(num_seqs, max_len, device=DEVICES[1]).num_stages == 5
+    assert chosen(num_seqs, max_len, device=DEVICES[2]).num_stages == 5
 
 
 def test_what_is_measured_is_kept():
@@ -146,18 +163,18 @@ def test_few_rows_over_bytes_are_turned_on_hopper(max_len):
 # Of the kernel as XLA compiles it for an H200: (bytes of shared memory, registers of a thread). "whole": uncut;
 # "turned": with eight rows.
 COMPILED = {
-    (128, 2, "whole"): {(32, 4, 5): (38400, 94)},
+    (128, 2, "whole"): {(32, 4, 5): (37920, 80)},
     (128, 2): {
-        (32, 4, 5): (38400, 120),
-        (32, 4, 7): (55040, 122),
-        (64, 4, 3): (39424, 146),
-        (64, 8, 5): (72704, 102),
-        (128, 4, 3): (139264, 164),
-        (128, 8, 5): (141312, 128),
+        (32, 4, 5): (37920, 96),
+        (32, 4, 7): (54328, 96),
+        (64, 4, 3): (38944, 144),
+        (64, 8, 5): (71744, 96),
+        (128, 4, 3): (139264, 214),
+        (128, 8, 5): (139392, 114),
     },
-    (64, 2): {(128, 4, 3): (71680, 118), (128, 8, 5): (73728, 122)},
-    (256, 2): {(64, 4, 3): (76288, 255), (64, 8, 5): (142336, 128)},
-    (128, 1): {(64, 2, 3): (55296, 254)},
+    (64, 2): {(128, 4, 3): (71680, 168), (128, 8, 5): (71808, 98)},
+    (256, 2): {(64, 4, 3): (75808, 208), (64, 8, 5): (141376, 128)},
+    (128, 1): {(64, 2, 3): (55296, 255)},
     (128, 1, "turned"): {(64, 2, 3): (51264, 186), (64, 4, 3): (51328, 103), (128, 4, 3): (100480, 150)},
 }
 

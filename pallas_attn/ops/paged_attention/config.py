@@ -16,11 +16,16 @@ TILES_KB, SMALL_TILES_KB = 128, 64
 RESERVED_KB, LAYOUTS_KB = 12, 2
 # A thread's registers for anything but rows and tiles, and a multiprocessor's for all.
 OTHER_REGISTERS, REGISTERS = 56, 65536
+# With so few rows sums come late, and take as many registers as a program's weights.
+LEAN_ROWS = 16
 # Those that dealing takes; not where a warp holds a length in each lane.
 DEALING_REGISTERS, EASILY_DEALT = 26, range(17, 33)
 # (block_kv, num_warps, num_stages), where there is room. On Hopper and with heads of 128, four programs with the small
 # tile share a multiprocessor, and one with the large fills it, with as many bytes under way.
 SMALL_TILE, LARGE_TILE = (32, 4, 5), (128, 4, 3)
+# Small tiles leave room for a fifth program, where four are planned that run at once the GPU deals five and three: with
+# one more buffer four fit. It takes longer to fill: not for pieces of fewer tokens.
+APART_TILE, AT_ONCE, APART_TOKENS = (32, 4, 7), 4, 512
 # And where products are turned, with so many rows at most and so wide heads: four programs share a multiprocessor.
 TURNED_TILE, TURNED_ROWS, TURNED_WIDTHS = (64, 2, 3), 8, (64, 128)
 # Narrower tokens are walked over no faster.
@@ -114,6 +119,12 @@ def heuristic(
     usual = SMALL_TILE if max_len < 4096 or 2 * programs < device.num_cores else LARGE_TILE
     usual = TURNED_TILE if block_q == TURNED_ROWS else usual
     cut = plan(usual, dealt=True)
+    if usual == SMALL_TILE and room.keeps_apart(block_q):
+        apart = plan(APART_TILE, dealt=True)
+        target = apart[1]["target_programs"]
+        least = max(programs, (AT_ONCE - 1) * device.num_cores + 1)
+        if least <= target <= min(AT_ONCE * device.num_cores, programs * max_len // APART_TOKENS):
+            cut = apart
     plans = [] if may_be_whole and cut[1]["target_programs"] <= programs else [cut]
     if may_be_whole:
         plans.append(plan(usual, dealt=False))
@@ -191,14 +202,22 @@ class _Room:
         threads = 32 * num_warps
         # Every warp holds the queries, as operands of 16 bits; sums and keys are spread over warps.
         rows, tile = block_q * self.width, block_kv * self.width
-        other = OTHER_REGISTERS - (DEALING_REGISTERS if easily_dealt else 0)
-        registers = other + rows / 64 + (rows + tile / 2) / threads
+        registers = OTHER_REGISTERS - (DEALING_REGISTERS if easily_dealt else 0)
+        if block_q <= LEAN_ROWS and self.itemsize == self.query_itemsize:
+            registers += 1.25 * tile / threads
+        else:
+            registers += rows / 64 + (rows + tile / 2) / threads
         # Where a tile has fewer tokens than the program threads, page ids are copied too, which takes two stages;
         # not where products are turned.
         buffers = num_stages - 1 if block_kv >= threads or block_q == TURNED_ROWS else (num_stages - 1) // 2
         needed = self._kb(block_q, block_kv, max(1, buffers), conversions=1) + LAYOUTS_KB
         by_shared = (self.device.shared_kib + 1) / (needed + 1)
         return max(1, min(int(REGISTERS / (registers * threads)), int(by_shared)))
+
+    def keeps_apart(self, block_q: int) -> bool:
+        """Whether one more buffer leaves room for those small tiles that are planned, and for no more."""
+        few, more = self.resident(block_q, *APART_TILE), self.resident(block_q, *SMALL_TILE)
+        return few == AT_ONCE < more
 
     def _fits(self, block_q: int, block_kv: int, num_stages: int) -> bool:
         """Measured on compiled kernels: two buffers for tiles of keys and values, three in a deep pipeline of
