@@ -83,7 +83,7 @@ def tiling(num_cut: int, num_rows: int, dim: int, most_pieces: int) -> Tiling:
     # Programs that hold whole rows, and are many, are in each other's way with more than 16 of them in flight.
     in_flight = MOST_ROWS if whole and not few else TILE_ELEMENTS // max(dims, 128)
     pieces, more = min(max(1, in_flight // block), most), min(max(1, TILE_ELEMENTS // (block * dims)), most)
-    alone = whole and block * dims * most <= WARP_ELEMENTS
+    alone = block * dims * most <= WARP_ELEMENTS
     return Tiling(block, dims, pieces, more, num_warps=1 if alone else 4)
 
 
