@@ -44,6 +44,7 @@ def assert_results_evicted_last(kernel: lowering.Compiled) -> None:
     assert any("L1::evict_last" in line for line in stores)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("triton", lowering.TRITONS)
 def test_hints_of_mla_arrive(triton):
     kernel = lowering.compile_text("mla", mla_kernel(), 90, triton, num_warps=4, num_stages=1)
@@ -51,6 +52,7 @@ def test_hints_of_mla_arrive(triton):
     assert_results_evicted_last(kernel)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("triton", lowering.TRITONS)
 def test_hints_of_asynchronous_copies_arrive(triton):
     """Triton before 3.9 has them on the copy and writes the copy without: the compiler's own limit, so noted here."""

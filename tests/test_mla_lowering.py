@@ -79,6 +79,7 @@ def test_mla_decode_compiles(shape, sm, triton):
     assert "mma" in attend, "the tensor cores are not used"
 
 
+@pytest.mark.once
 def test_64_rows_use_asynchronous_products_without_repeating_them():
     """36 steps of 16 over 576, once where a mask is needed and once where not; 2 for a tile's 32 tokens."""
     lowered = lowered_call(64, 1, 64, jnp.bfloat16, True)
