@@ -48,10 +48,11 @@ test: environment test-oldest ## everything that needs no GPU, on the newest and
 
 # Most of a test's time goes into compiling for the CPU. XLA's former way of doing it takes a third of the time; the
 # newest jaxlib has it no longer. So the oldest runs what compiles much, and two cases of three of each sweep over the
-# kernels' numerics; the newest has the third.
+# kernels' numerics; the newest has the third. Whether annotations are kept to does not depend on jax, and is asked by the
+# newest alone: it is an eighth of the time.
 test-oldest: environment ## what depends on jax, and most of the kernels' numerics, on the oldest
 	PYTHONPATH=$(OLDEST) XLA_FLAGS=--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters \
-		$(PYTEST) -m "not once" --sweeps rest
+		$(PYTEST) -m "not once" --sweeps rest --jaxtyping-packages=
 
 test-latest: .venv/bin/python ## on the newest of everything, jax beyond the supported range included
 	test -e $(LATEST)/bin/python || $(PYTHON) -m venv $(LATEST)
