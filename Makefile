@@ -101,7 +101,8 @@ lock: .venv/bin/uv ## renews the exact versions in .ci/lock
 	$(RESOLVE) --extra dev -o $(LOCK)/test.txt pyproject.toml
 	$(RESOLVE) --extra models -c $(LOCK)/test.txt -o $(LOCK)/demo.txt pyproject.toml
 	$(RESOLVE) --extra cuda -c $(LOCK)/test.txt -o $(LOCK)/cuda.txt pyproject.toml
-	PYTHONPATH=.venv/lock .venv/bin/python $(LOCK)/build_requires.py | $(RESOLVE) -o $(LOCK)/build.txt -
+	PYTHONPATH=.venv/lock .venv/bin/python $(LOCK)/build_requires.py > .venv/lock/build.in
+	$(RESOLVE) -o $(LOCK)/build.txt - < .venv/lock/build.in
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist

@@ -1,6 +1,7 @@
 """What `make` installs is fixed to the version, complete, and says nothing of where it came from."""
 
 import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -83,6 +84,18 @@ def test_build_requirements_are_fixed():
     for text in [*PYPROJECT["build-system"]["requires"], "cmake", "ninja", "nvidia-cuda-nvcc==13.0.*"]:
         requirement = Requirement(text)
         assert requirement.specifier.contains(versions[canonicalize_name(requirement.name)]), text
+
+
+def test_what_a_build_asks_for_is_found():
+    """By `make lock`, whose list build.txt is made of."""
+    told = subprocess.run(
+        [sys.executable, str(LOCK / "build_requires.py")], capture_output=True, text=True, check=False
+    )
+    if "No module named 'scikit_build_core'" in told.stderr:
+        pytest.skip("scikit-build-core is not installed")
+    assert told.returncode == 0, told.stderr
+    asked = {canonicalize_name(Requirement(line).name) for line in told.stdout.splitlines()}
+    assert {"scikit-build-core", "jaxlib", "cmake", "nvidia-cuda-nvcc"} <= asked <= set(locked("build"))
 
 
 def test_the_installer_is_fixed():

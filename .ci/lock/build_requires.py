@@ -4,7 +4,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "xla_ffi"))
 
 import build_backend  # noqa: E402  it lies beside its CMakeLists.txt, not in a package
