@@ -35,7 +35,7 @@ PROMPTS := --prompt "What is photosynthesis?" \
 	--prompt "Give three tips for learning to cook." \
 	--prompt "Explain in two sentences why the sky is blue."
 
-.PHONY: environment installed demo demo-check test test-oldest test-latest test-gpu test-gpu-triton sanitize lint format lock clean
+.PHONY: environment installed demo demo-check test test-all test-oldest test-latest test-gpu test-gpu-triton sanitize lint format lock clean
 
 demo: .venv/.package .venv/.demo ## SmolLM2 answers three prompts through paged attention
 	.venv/bin/pallas-attn generate $(PROMPTS) --max-new-tokens 48
@@ -43,8 +43,12 @@ demo: .venv/.package .venv/.demo ## SmolLM2 answers three prompts through paged 
 demo-check: .venv/.package .venv/.test ## the same, compared with transformers on the same weights
 	.venv/bin/pallas-attn generate $(PROMPTS) --max-new-tokens 48 --check
 
-test: environment test-oldest ## everything that needs no GPU, on the newest and the oldest jax
-	$(PYTEST) -m "not slow" --sweeps third
+# A sweep's cases differ little from each other, and are half of the time.
+test: SAMPLE := --sample 3
+test: test-all ## everything that needs no GPU, on the newest and the oldest jax; of each sweep a third of its cases
+
+test-all: environment test-oldest ## the same with all their cases, as in CI
+	$(PYTEST) -m "not slow" --sweeps third $(SAMPLE)
 
 # Most of a test's time goes into compiling for the CPU. XLA's former way of doing it takes a third of the time; the
 # newest jaxlib has it no longer. So the oldest runs what compiles much, and two cases of three of each sweep over the
@@ -52,7 +56,7 @@ test: environment test-oldest ## everything that needs no GPU, on the newest and
 # newest alone: it is an eighth of the time.
 test-oldest: environment ## what depends on jax, and most of the kernels' numerics, on the oldest
 	PYTHONPATH=$(OLDEST) XLA_FLAGS=--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters \
-		$(PYTEST) -m "not once" --sweeps rest --jaxtyping-packages=
+		$(PYTEST) -m "not once" --sweeps rest --jaxtyping-packages= $(SAMPLE)
 
 test-latest: .venv/bin/python ## on the newest of everything, jax beyond the supported range included
 	test -e $(LATEST)/bin/python || $(PYTHON) -m venv $(LATEST)

@@ -3,6 +3,7 @@ import gc
 import itertools
 import os
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,6 +59,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="all",
         help="of tests marked `sweep`: every case, every third, or those that this leaves and what is `slow`",
     )
+    parser.addoption(
+        "--sample",
+        type=int,
+        default=1,
+        metavar="N",
+        help="of the cases of a test marked `sweep` that are left, its first and about one in N of the others",
+    )
 
 
 def pytest_report_header() -> str:
@@ -82,7 +90,8 @@ def asks_for_pallas(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    """GPU tests are deselected where there is no GPU, and what --sweeps leaves to the other end of jax."""
+    """GPU tests are deselected where there is no GPU, what --sweeps leaves to the other end of jax, and what is not of
+    the --sample."""
     by_pallas = [item for item in items if asks_for_pallas(item)]
     collected = {item.nodeid for item in items}
     config.stash[UNPAIRED] = [
@@ -96,15 +105,34 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         deselect(config, items, [item for item in items if item.get_closest_marker("gpu")])
     # Numbered before -m and -k leave some out, so that both ends agree.
     numbers = collections.defaultdict(itertools.count)
-    sweeps = [item for item in items if item.get_closest_marker("sweep")]
-    is_third = {item: next(numbers[item.nodeid.partition("[")[0]]) % 3 == 0 for item in sweeps}
+    dealt = [
+        item for item in items if item.get_closest_marker("sweep") and not item.get_closest_marker("once")
+    ]
+    is_third = {item: next(numbers[test_of(item)]) % 3 == 0 for item in dealt}
     yield
     match config.getoption("sweeps"):
         case "third":
-            deselect(config, items, [item for item in sweeps if not is_third[item]])
+            deselect(config, items, [item for item in dealt if not is_third[item]])
         case "rest":
-            by_the_other = [item for item in sweeps if is_third[item] and not item.get_closest_marker("slow")]
+            by_the_other = [item for item in dealt if is_third[item] and not item.get_closest_marker("slow")]
             deselect(config, items, by_the_other)
+    deselect(config, items, left_out_of(items, config.getoption("sample")))
+
+
+def left_out_of(items: list[pytest.Item], sample: int) -> list[pytest.Item]:
+    """Chosen by its name, a case is in the sample or not whenever it runs; every second one of a product would have but
+    one value of an argument that has two."""
+    first_of = {test_of(item): item for item in reversed(items)}
+    return [
+        item
+        for item in items
+        if item.get_closest_marker("sweep") and item is not first_of[test_of(item)]
+        if zlib.crc32(item.nodeid.encode()) % sample
+    ]
+
+
+def test_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]
 
 
 def deselect(config: pytest.Config, items: list[pytest.Item], unwanted: list[pytest.Item]) -> None:

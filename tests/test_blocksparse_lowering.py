@@ -74,6 +74,7 @@ CASES = [
     ids=lambda value: getattr(value, "id", str(value)),
 )
 @pytest.mark.once
+@pytest.mark.sweep
 def test_kernels_compile(case, sm):
     kernels = lowering.compile_kernels(lowered(case, 4096, case.num_heads, lowering.DEVICES[sm]), sm)
     assert [k.name.removeprefix("pallas_attn_blocksparse_") for k in kernels][:2] == ["prefill", "decode"]
@@ -105,6 +106,7 @@ GRADIENT_CASES = [
     ids=lambda value: getattr(value, "id", str(value)),
 )
 @pytest.mark.once
+@pytest.mark.sweep
 def test_gradients_compile(case, sm):
     made = lowered(case, 4096, case.num_heads, lowering.DEVICES[sm], gradients=True)
     # Triton 3.6 has no room for heads of 256: 504 bytes of dkv's are spilled.

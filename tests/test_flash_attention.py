@@ -19,7 +19,8 @@ from pallas_attn.testing.flash_attention import FLASH_CASES, SMALL_TILES, FlashC
 
 IMPLEMENTATIONS = ["xla", "interpret", *ON_GPU]
 # The newest jax has the case that has everything.
-CASES = [*(pytest.param(case, marks=pytest.mark.slow) for case in FLASH_CASES[:-1]), FLASH_CASES[-1]]
+MARKS = pytest.mark.slow, pytest.mark.sweep
+CASES = [*(pytest.param(case, marks=MARKS) for case in FLASH_CASES[:-1]), FLASH_CASES[-1]]
 # A row's error over the root mean square of its array's rows; ten to twenty times what rounding alone leaves.
 GRADIENT_CAP = {"bfloat16": 2e-2, "float16": 3e-3, "float32": 2e-5}
 

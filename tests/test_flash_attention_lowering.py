@@ -58,6 +58,7 @@ def compiled(case: FlashCase, sm: int, triton: str = lowering.USUAL_TRITON) -> d
     ids=lambda value: getattr(value, "id", str(value)),
 )
 @pytest.mark.once
+@pytest.mark.sweep
 def test_compiles(case, sm):
     kernels = compiled(case, sm)
     assert kernels.keys() == {"", "_dq", "_dkv"} | ({"_dbias"} if case.bias else set())

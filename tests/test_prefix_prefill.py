@@ -35,6 +35,7 @@ def make_case(
     )  # fmt: skip
 
 
+MARKS = pytest.mark.slow, pytest.mark.sweep
 CASES = [
     (make_case(), CUT),
     (make_case(head_dim=80, dtype="float16", layout="HND", sliding_window=40), WHOLE),
@@ -121,7 +122,7 @@ def run(
 @pytest.mark.parametrize(
     ("case", "config"),
     # The oldest jax has the last, with the most features.
-    [*(pytest.param(*both, marks=pytest.mark.slow) for both in CASES[:-1]), CASES[-1]],
+    [*(pytest.param(*both, marks=MARKS) for both in CASES[:-1]), CASES[-1]],
     ids=lambda value: getattr(value, "id", ""),
 )
 def test_matches_reference(case, config, implementation):

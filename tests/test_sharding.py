@@ -46,9 +46,9 @@ def test_on_eight_devices(pytestconfig):
     ]
     pytest_here = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     checked = f"--jaxtyping-packages={pytestconfig.option.jaxtyping_packages or ''}"
-    sweeps = f"--sweeps={pytestconfig.option.sweeps}"
+    cases = f"--sweeps={pytestconfig.option.sweeps}", f"--sample={pytestconfig.option.sample}"
     run = subprocess.run(
-        [*pytest_here, checked, sweeps, "-m", pytestconfig.option.markexpr, *tests],
+        [*pytest_here, checked, *cases, "-m", pytestconfig.option.markexpr, *tests],
         env=environment,
         cwd=folder.parent,
         capture_output=True,
