@@ -13,18 +13,21 @@ from pallas_attn.ops.mla_decode import MLADecodeConfig
 from pallas_attn.ops.mla_decode.config import heuristic, is_turned, shared_bytes
 from pallas_attn.testing import cases, inputs
 
-TURNED = (("block_q", 32), ("block_kv", 64), ("num_stages", 2))
 IMPLEMENTATIONS = ["interpret", *ON_GPU]
+BOTH = pytest.mark.parametrize("rows", [32, 64])
 
 
-def turned_case(seq_lens, num_heads=32, splits=(), **options) -> cases.MLADecodeCase:
-    return cases.MLADecodeCase(seq_lens, num_heads, page_size=64, config=(*TURNED, *splits), **options)
+def turned_case(seq_lens, rows, splits=(), q_len=1, **options) -> cases.MLADecodeCase:
+    turned = (("block_q", rows), ("block_kv", 64), ("num_warps", rows // 8), ("num_stages", 2))
+    heads = rows // q_len
+    return cases.MLADecodeCase(seq_lens, heads, q_len=q_len, page_size=64, config=(*turned, *splits), **options)
 
 
+@BOTH
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_no_boundary_token_is_lost(implementation):
+def test_no_boundary_token_is_lost(implementation, rows):
     """Each sequence hides most of its weight in one token at the end of a tile, of a piece and of itself."""
-    case = turned_case((192, 130, 65), 16, q_len=2, causal=True, num_parts=3)
+    case = turned_case((192, 130, 65), rows, q_len=2, causal=True, num_parts=3)
     call = compiled(case, implementation)
     for place in (63, 64, None):
         data = inputs.make(case)
@@ -34,9 +37,10 @@ def test_no_boundary_token_is_lost(implementation):
 
 
 @pytest.mark.slow
+@BOTH
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_rows_whose_logits_leap_and_a_row_of_nan_leave_others_alone(implementation):
-    case = turned_case((500, 260), num_parts=3)
+def test_rows_whose_logits_leap_and_a_row_of_nan_leave_others_alone(implementation, rows):
+    case = turned_case((500, 260), rows, num_parts=3)
     call, data = compiled(case, implementation), inputs.make(case)
     query = np.array(data.query)
     query[:, :, ::3] *= 40
@@ -46,7 +50,7 @@ def test_rows_whose_logits_leap_and_a_row_of_nan_leave_others_alone(implementati
     spoiled, spoiled_lse = call(*data.copy(query=query).arguments())
     assert np.isnan(np.float32(spoiled[0, 0, 5])).all()
     assert np.isnan(spoiled_lse[0, 0, 5])
-    others = [row for row in range(32) if row != 5]
+    others = [row for row in range(rows) if row != 5]
     for got, was in ((spoiled, out), (spoiled_lse, lse)):
         # Not bit by bit: all rows of a tile follow their maxima where one does.
         close = functools.partial(np.testing.assert_allclose, rtol=1e-2, atol=2e-3)
@@ -55,9 +59,9 @@ def test_rows_whose_logits_leap_and_a_row_of_nan_leave_others_alone(implementati
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("num_parts", [None, 5])
-def test_bad_pages_and_lengths_poison_only_their_rows(num_parts, implementation):
-    case = turned_case((256,) * 7, spare_pages=0, num_parts=num_parts, splits=(("num_splits", 3),))
+@pytest.mark.parametrize(("rows", "num_parts"), [(32, None), (32, 5), (64, 5)])
+def test_bad_pages_and_lengths_poison_only_their_rows(rows, num_parts, implementation):
+    case = turned_case((256,) * 7, rows, spare_pages=0, num_parts=num_parts, splits=(("num_splits", 3),))
     call, data = compiled(case, implementation), inputs.make(case)
     good = np.asarray(call(*data.arguments())[0], np.float32)
     data.block_tables[1, 0] = -1

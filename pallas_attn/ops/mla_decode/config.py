@@ -15,8 +15,9 @@ MIN_SPLIT_TOKENS = 64
 # Pieces of a batch-invariant call. Beyond 65536 tokens they grow, or a wide table would ask for room without end.
 INVARIANT_TOKENS, INVARIANT_SPLITS = 1024, 64
 TOKEN_BYTES = 2 * QUERY_DIM
-TURNED_TILE = 32, 64  # (block_q, block_kv) for which products are transposed
-RESERVED_BYTES = 8192  # of shared memory, for page ids and reductions
+TURNED_TOKENS = 64  # of a tile whose products are transposed
+TURNED_WARPS = {32: 4, 64: 8}  # of programs with so many rows
+RESERVED_BYTES = 8192  # of shared memory, for page ids and reductions; where weights go through it, their room serves
 # Sequences as short as this are left whole where they keep this much of the multiprocessors busy, and in one wave.
 WHOLE_TOKENS, MOSTLY_BUSY = 1024, 0.7
 
@@ -35,8 +36,8 @@ class MLADecodeConfig(SplitKVConfig):
         `num_splits`, instead of a share of the batch's work: what is cut where depends on the sequence alone.
     num_warps, num_stages: Triton's warps per program and depth of software pipelining.
 
-    On sm_90, 32 rows and tiles of 64 tokens inside a page go to four warps, a warpgroup, with products transposed
-    (turned.py); fp8 latents do not.
+    On sm_90, tiles of 64 tokens inside a page go to four warps, a warpgroup, for each 32 rows, with products transposed
+    (turned.py); 16 rows and fp8 latents do not.
     """
 
     target_programs: int = 132
@@ -66,13 +67,13 @@ def whole(some: MLADecodeConfig, *, streams: int, rows: int, max_len: int, devic
 
 def is_turned(config: SplitKVConfig, *, page_size: int, device: Device, fp8: bool) -> bool:
     """Whether the kernel's products are transposed."""
-    one_warpgroup = (config.block_q, config.block_kv, config.num_warps) == (*TURNED_TILE, 4)
-    return one_warpgroup and _may_turn(page_size, device, fp8)
+    turns = config.block_kv == TURNED_TOKENS and config.num_warps == TURNED_WARPS.get(config.block_q)
+    return turns and _may_turn(page_size, device, fp8)
 
 
 def _may_turn(page_size: int, device: Device, fp8: bool) -> bool:
     # Blackwell's asynchronous products are others.
-    return device.compute_capability in (None, 90) and page_size % TURNED_TILE[1] == 0 and not fp8
+    return device.compute_capability in (None, 90) and page_size % TURNED_TOKENS == 0 and not fp8
 
 
 def invariant(some: MLADecodeConfig) -> MLADecodeConfig:
@@ -89,12 +90,12 @@ def _tile(block_q: int, page_size: int, device: Device, fp8: bool) -> tuple[int,
     to bf16, which with four warps spill.
     """
     asynchronous = block_q >= latent_problem.WGMMA_ROWS
+    if block_q in TURNED_WARPS and _may_turn(page_size, device, fp8):
+        return TURNED_TOKENS, TURNED_WARPS[block_q], 2
     if fp8:
         tiles = [(32, 8, 3)] if asynchronous else [(64, 8, 3), (32, 8, 3), (16, 4, 3)]
     elif asynchronous:
         tiles = [(32, 8, 4), (32, 8, 3)]
-    elif block_q == TURNED_TILE[0] and _may_turn(page_size, device, fp8):
-        tiles = [(TURNED_TILE[1], 4, 2)]
     else:
         tiles = [(64, 8 if block_q == 32 else 4, 3), (32, 4, 4), (32, 4, 3), (16, 4, 3)]
 

@@ -1,4 +1,4 @@
-"""The walk over tokens with both products transposed, by one warpgroup, for 32 query rows on Hopper.
+"""The walk over tokens with both products transposed, for 32 query rows by one warpgroup, or 64 by two, on Hopper.
 
     S^T [tokens, rows] = K [tokens, 576] Q^T          O^T [dims, rows] += V^T [dims, tokens] P^T
 
@@ -9,11 +9,16 @@ which 32 will do. A product's operands are read from shared memory once by all f
 What exponentials are relative to follows the maximum only once a logit is 2**8 above it (an idea of FlashAttention-4).
 So a usual tile has no maximum over tokens, which takes shuffles and a barrier, and no rescaling of O: one vote instead.
 
+With two warpgroups each has all of a tile's tokens for half of the rows, and half of the dims of O for all of them.
+
 Some things are as they are for the sake of Triton's compiler:
 
 - The softmax and the second product are in a branch that is always taken. Triton puts the next tile's copies before a
   branch, but behind everything else: with two buffers they would begin when the tile's work is done. Logits are scaled
   before it: Triton 3.6 cannot pipeline a product that is used in the branch alone.
+- With two warpgroups logits are masked, or not, in a branch of their own, and the rotary ones are added scaled. Where
+  Triton sees that one product feeds another, it has all warps along its first side, and of 64 tokens the second
+  warpgroup would only repeat what the first computes.
 - Queries are transposed before the loop. Triton 3.9 writes what a loop's product reads to shared memory where it is
   transposed: in every tile, from registers that the accumulators need.
 - Page ids lose bits that none has, and row offsets come from sums of single bits (`_row_offsets`). So the address of a
@@ -38,6 +43,7 @@ from pallas_attn.ops.mla_decode.problem import Problem
 LATENTS = "evict_first"
 # How large a weight may be before what exponentials are relative to follows. It still fits in fp16.
 MOST = np.float32(2**8)
+WARPGROUP = 4  # warps
 LOWEST = np.float32(-1e30)  # before the first tile: below any logit, and with a difference to -inf
 
 
@@ -86,16 +92,27 @@ def walk_tokens(
         bad |= ~masking.usable_pages(page, pool.num_pages)
         held = masking.within(token, end - first)[:, None]
         keys = read(first, page, held)
-        logits2 = functools.reduce(jnp.add, map(triton.dot, keys, columns)) * (problem.scale * softmax.LOG2_E)
+        products = map(triton.dot, keys, columns)
+        factor = problem.scale * softmax.LOG2_E
 
-        def taken_in() -> softmax.OnlineSoftmax:
+        def masked(logits2: jax.Array) -> jax.Array:
             visible = held
             if row_end is not None:
                 visible &= masking.within((first + token)[:, None], row_end[None, :])
-            return _take_in(state, masking.apply(logits2, visible), keys[0])
+            return masking.apply(logits2, visible)
+
+        if config.num_warps == WARPGROUP:
+            logits2, late_mask = functools.reduce(jnp.add, products) * factor, masked
+        else:
+            logits2, late_mask = functools.reduce(jnp.add, [product * factor for product in products]), None
+            logits2 = lax.cond(first + block_kv <= unmasked_end, lambda x: x, masked, logits2)
+
+        def taken_in() -> softmax.OnlineSoftmax:
+            return _take_in(state, late_mask(logits2) if late_mask else logits2, keys[0])
 
         return lax.cond(first < end, taken_in, lambda: state), bad, next_page
 
+    unmasked_end = end if row_end is None else jnp.minimum(end, jnp.min(row_end))
     # Transposed: rows are the last dimension.
     start = softmax.OnlineSoftmax(
         jnp.full((block_q,), LOWEST, jnp.float32),
@@ -128,9 +145,12 @@ def _take_in(state: softmax.OnlineSoftmax, logits2: jax.Array, values: jax.Array
 def _largest(tile: jax.Array) -> jax.Array:
     """The maximum of a product's result, of which a thread has four neighbouring pairs of columns.
 
-    Over those first, then over tokens, and over columns at last: Triton 3.6 reduces all at once to one element that
-    every thread then reads from shared memory, and ptxas has threads store and load registers in the loop around it.
+    Of one warpgroup's over those first, then over tokens, and over columns at last: Triton 3.6 reduces all at once to
+    one element that every thread then reads from shared memory, and ptxas has threads store and load registers in the
+    loop around it. Two warpgroups share the columns, and would meet three times instead of once.
     """
+    if tile.shape[1] == 64:
+        return jnp.max(tile.reshape(-1))
     return jnp.max(jnp.max(jnp.max(tile.reshape(tile.shape[0], -1, 8), axis=1), axis=0))
 
 
