@@ -1,6 +1,7 @@
 """The MLA kernels lower for an abstract H100, and their Triton IR compiles for three architectures."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -81,22 +82,40 @@ def test_mla_decode_compiles(shape, sm, triton):
 
 @pytest.mark.once
 def test_64_rows_use_asynchronous_products_without_repeating_them():
-    """36 steps of 16 over 576, once where a mask is needed and once where not; 2 for a tile's 32 tokens."""
-    lowered = lowered_call(64, 1, 64, jnp.bfloat16, True)
+    """With pages too short to turn: 36 steps of 16 over 576, once where a mask is needed and once where not; 2 for a
+    tile's 32 tokens."""
+    lowered = lowered_call(64, 1, 32, jnp.bfloat16, True)
     [attend, _] = lowering.compile_kernels(lowered, 90)
     assert attend.ptx.count("wgmma.mma_async") == 2 * 36 + 2
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("num_pages", [9000, 2**31 // (64 * 576) + 1])
-def test_32_rows_are_the_narrow_side_of_asynchronous_products(num_pages):
-    """36 steps of 16 over 576, and for each of 8 x 64 dims 4 over a tile's tokens; none of it warp by warp. Queries
-    lie in shared memory beside two tiles and the weights, and are written there before the loop over tiles."""
-    lowered = lowered_call(32, 1, 64, jnp.bfloat16, True, num_pages=num_pages)
+@pytest.mark.parametrize(("rows", "num_pages"), [(32, 9000), (32, 2**31 // (64 * 576) + 1), (64, 9000)])
+def test_rows_are_the_narrow_side_of_asynchronous_products(rows, num_pages):
+    """36 steps of 16 over 576, and for each of 8 x 64 dims 4 over a tile's tokens; none of it warp by warp. Two
+    warpgroups have half of the rows and half of the dims each. Queries lie in shared memory beside two tiles and the
+    weights, and are written there before the loop over tiles."""
+    lowered = lowered_call(rows, 1, 64, jnp.bfloat16, True, num_pages=num_pages)
     [attend, _] = lowering.compile_kernels(lowered, 90)
-    assert attend.ptx.count("wgmma.mma_async") == 36 + 8 * 4
+    assert attend.ptx.count("wgmma.mma_async") == 36 + 8 * 4 * 32 // rows
+    assert attend.ptx.count("wgmma.mma_async.sync.aligned.m64n32k16") >= 36, (
+        "whose logits are computed twice?"
+    )
     assert "mma.sync" not in attend.ptx
-    assert attend.shared_bytes == shared_bytes(32, 64, 2, fp8=False, turned=True)
+    assert attend.shared_bytes == shared_bytes(rows, 64, 2, fp8=False, turned=True)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("triton", lowering.TRITON_ENDS)
+def test_two_warpgroups_seldom_meet(triton):
+    """Once before the next tile's copies and twice for the vote; not three times as often, as where columns that both
+    have are reduced before the rest."""
+    lowered = lowered_call(64, 1, 64, jnp.bfloat16, True)
+    attend, *_ = lowering.compile_kernels(lowered, 90, triton, ("decode",))
+    behind_logits = attend.ptx[attend.ptx.rindex("m64n32k16") :]
+    copies, mask, vote, *_ = re.split(r"\bbra\b", behind_logits)
+    assert 1 <= vote.count("bar.sync") <= 2
+    assert copies.count("bar.sync") + mask.count("bar.sync") <= 1
 
 
 def test_nothing_else_touches_the_cache():
@@ -134,6 +153,7 @@ def test_heuristic_fits_small_shared_memories(num_heads, page_size, sm):
         ((64, 32, 0, 64, 132, 8, 5), 64, jnp.bfloat16, 258048),
         ((16, 128, 0, 64, 132, 8, 5), 128, jnp.bfloat16, 313344),
         ((32, 64, 0, 64, 132, 4, 3), 64, jnp.bfloat16, 262144),  # products transposed
+        ((64, 64, 0, 64, 132, 8, 3), 64, jnp.bfloat16, 303104),
         ((16, 128, 0, 64, 132, 8, 4), 128, jnp.bfloat16, None),  # a look-up per token: one buffer
         ((64, 64, 0, 64, 132, 8, 3), 64, jnp.uint8, None),
     ],

@@ -20,7 +20,9 @@ BOTH = pytest.mark.parametrize("rows", [32, 64])
 def turned_case(seq_lens, rows, splits=(), q_len=1, **options) -> cases.MLADecodeCase:
     turned = (("block_q", rows), ("block_kv", 64), ("num_warps", rows // 8), ("num_stages", 2))
     heads = rows // q_len
-    return cases.MLADecodeCase(seq_lens, heads, q_len=q_len, page_size=64, config=(*turned, *splits), **options)
+    return cases.MLADecodeCase(
+        seq_lens, heads, q_len=q_len, page_size=64, config=(*turned, *splits), **options
+    )
 
 
 @BOTH
@@ -80,7 +82,8 @@ def test_bad_pages_and_lengths_poison_only_their_rows(rows, num_parts, implement
 
 @pytest.mark.slow
 def test_who_gets_it():
-    """The heuristic's 32 rows on sm_90; a caller's config may ask for it, or with eight warps for the other walk."""
+    """The heuristic's 32 rows and more on sm_90; a caller's config may ask for it, or with warps or tiles of other
+    numbers for the other walk."""
 
     def device(sm: int) -> Device:
         return Device("gpu", "one", 132, sm)
@@ -103,12 +106,21 @@ def test_who_gets_it():
     assert not turned(dataclasses.replace(config, block_kv=32))
     assert not turned(dataclasses.replace(config, num_warps=8))
     assert not chosen(rows=16)
-    assert not chosen(rows=33)
+    wide = heuristic(rows=33, page_size=64, device=device(90))
+    assert (wide.block_q, wide.block_kv, wide.num_warps, wide.num_stages) == (64, 64, 8, 2)
+    assert shared_bytes(64, 64, 2, fp8=False, turned=True) == 229376  # of 232448
+    assert turned(wide)
+    assert chosen(rows=256)
+    assert not turned(dataclasses.replace(wide, num_warps=4))
+    assert not turned(dataclasses.replace(wide, block_kv=32))
     for page_size in (32, 96):
         assert not turned(config, page_size)
         assert not chosen(page_size=page_size)
+        assert not chosen(rows=64, page_size=page_size)
     for sm in (80, 100, 120):
         assert not turned(config, sm=sm)
         assert not chosen(sm=sm)
+        assert not chosen(rows=64, sm=sm)
     assert not turned(config, fp8=True)
     assert not chosen(fp8=True)
+    assert not chosen(rows=64, fp8=True)

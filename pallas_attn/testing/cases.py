@@ -300,7 +300,8 @@ def _options_of_paged_attention() -> list[DecodeCase]:
 def _mla_tests() -> list[MLADecodeCase]:
     """Head counts, q_len, page sizes, dtypes and both ways to cut the work of `mla_decode`, each at least once."""
     splits = (("num_splits", 4), ("min_split_tokens", 128), ("target_programs", 64))
-    turned = (("block_q", 32), ("block_kv", 64), ("num_stages", 2))
+    turned = (("block_q", 32), ("block_kv", 64), ("num_warps", 4), ("num_stages", 2))
+    wide = (("block_q", 64), ("block_kv", 64), ("num_warps", 8), ("num_stages", 2))
     lens = (0, 1, 63, 64, 65, 255, 257, 521)
     return [
         MLADecodeCase(lens, 3, config=(*splits, ("block_kv", 16))),
@@ -316,6 +317,10 @@ def _mla_tests() -> list[MLADecodeCase]:
         MLADecodeCase(lens, 32, num_parts=7, config=turned, uses=FAST),
         MLADecodeCase(
             lens, 30, 2, q_len=2, causal=True, page_size=128, dtype="float16", config=(*splits, *turned)
+        ),
+        MLADecodeCase(lens, 64, num_parts=7, config=wide),
+        MLADecodeCase(
+            lens, 60, 2, q_len=4, causal=True, page_size=128, dtype="float16", config=(*splits, *wide)
         ),
         # tiles larger than a page, and larger than a block of the schedule
         MLADecodeCase(lens, 4, page_size=16, config=(("block_kv", 64),), uses=FAST),

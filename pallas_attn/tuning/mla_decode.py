@@ -46,7 +46,15 @@ class MLADecodePoint(PagedPoint):
     def candidates(self) -> list[Fields]:
         """Tiles on either side of the heuristic's; without a schedule also shorter and more pieces."""
         if self.config().block_q >= 64:
-            tiles = [(64, 32, 8, 2), (64, 32, 8, 3), (64, 32, 8, 4), (64, 16, 8, 4), (32, 32, 4, 3)]
+            # Eight warps turn 64 rows over tiles of 64 tokens (turned.py).
+            tiles = [
+                (64, 64, 8, 2),
+                (64, 32, 8, 2),
+                (64, 32, 8, 3),
+                (64, 32, 8, 4),
+                (64, 16, 8, 4),
+                (32, 32, 4, 3),
+            ]
         else:
             block_q = self.config().block_q
             # Four warps turn 32 rows (turned.py), and then two buffers are all there is room for.

@@ -17,7 +17,7 @@ INVARIANT_TOKENS, INVARIANT_SPLITS = 1024, 64
 TOKEN_BYTES = 2 * QUERY_DIM
 TURNED_TOKENS = 64  # of a tile whose products are transposed
 TURNED_WARPS = {32: 4, 64: 8}  # of programs with so many rows
-RESERVED_BYTES = 8192  # of shared memory, for page ids and reductions; where weights go through it, their room serves
+RESERVED_BYTES = 8192  # of shared memory, for page ids and reductions
 # Sequences as short as this are left whole where they keep this much of the multiprocessors busy, and in one wave.
 WHOLE_TOKENS, MOSTLY_BUSY = 1024, 0.7
 
@@ -91,6 +91,7 @@ def _tile(block_q: int, page_size: int, device: Device, fp8: bool) -> tuple[int,
     """
     asynchronous = block_q >= latent_problem.WGMMA_ROWS
     if block_q in TURNED_WARPS and _may_turn(page_size, device, fp8):
+        # Reductions need no room of their own: they take the weights'.
         return TURNED_TOKENS, TURNED_WARPS[block_q], 2
     if fp8:
         tiles = [(32, 8, 3)] if asynchronous else [(64, 8, 3), (32, 8, 3), (16, 4, 3)]
