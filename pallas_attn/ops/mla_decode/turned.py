@@ -43,8 +43,8 @@ from pallas_attn.ops.mla_decode.problem import Problem
 LATENTS = "evict_first"
 # How large a weight may be before what exponentials are relative to follows. It still fits in fp16.
 MOST = np.float32(2**8)
-WARPGROUP = 4  # warps
 LOWEST = np.float32(-1e30)  # before the first tile: below any logit, and with a difference to -inf
+WARPGROUP = 4  # warps
 
 
 def walk_tokens(
@@ -62,6 +62,7 @@ def walk_tokens(
     inside a page."""
     pool, config = problem.pool, problem.config
     block_q, block_kv, page_size = config.block_q, config.block_kv, pool.page_size
+    one_warpgroup = config.num_warps == WARPGROUP
     token = jnp.arange(block_kv)
     last_column = jnp.maximum(end - 1, 0) // page_size
     columns = [rows.T for rows in query]
@@ -92,8 +93,7 @@ def walk_tokens(
         bad |= ~masking.usable_pages(page, pool.num_pages)
         held = masking.within(token, end - first)[:, None]
         keys = read(first, page, held)
-        products = map(triton.dot, keys, columns)
-        factor = problem.scale * softmax.LOG2_E
+        products, factor = map(triton.dot, keys, columns), problem.scale * softmax.LOG2_E
 
         def masked(logits2: jax.Array) -> jax.Array:
             visible = held
@@ -101,14 +101,14 @@ def walk_tokens(
                 visible &= masking.within((first + token)[:, None], row_end[None, :])
             return masking.apply(logits2, visible)
 
-        if config.num_warps == WARPGROUP:
-            logits2, late_mask = functools.reduce(jnp.add, products) * factor, masked
+        if one_warpgroup:
+            logits2 = functools.reduce(jnp.add, products) * factor
         else:
-            logits2, late_mask = functools.reduce(jnp.add, [product * factor for product in products]), None
+            logits2 = functools.reduce(jnp.add, [product * factor for product in products])
             logits2 = lax.cond(first + block_kv <= unmasked_end, lambda x: x, masked, logits2)
 
         def taken_in() -> softmax.OnlineSoftmax:
-            return _take_in(state, late_mask(logits2) if late_mask else logits2, keys[0])
+            return _take_in(state, masked(logits2) if one_warpgroup else logits2, keys[0])
 
         return lax.cond(first < end, taken_in, lambda: state), bad, next_page
 
@@ -145,9 +145,9 @@ def _take_in(state: softmax.OnlineSoftmax, logits2: jax.Array, values: jax.Array
 def _largest(tile: jax.Array) -> jax.Array:
     """The maximum of a product's result, of which a thread has four neighbouring pairs of columns.
 
-    Of one warpgroup's over those first, then over tokens, and over columns at last: Triton 3.6 reduces all at once to
-    one element that every thread then reads from shared memory, and ptxas has threads store and load registers in the
-    loop around it. Two warpgroups share the columns, and would meet three times instead of once.
+    Of 32 columns over those first, then over tokens, and over columns at last: Triton 3.6 reduces all at once to one
+    element that every thread then reads from shared memory, and ptxas has threads store and load registers in the loop
+    around it. 64 columns are of two warpgroups, which would meet in each of the three steps.
     """
     if tile.shape[1] == 64:
         return jnp.max(tile.reshape(-1))
