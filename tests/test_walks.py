@@ -273,6 +273,7 @@ def test_equal_latents_take_one_program_a_core_at_most(num_seqs, length):
         (1, 32, 128, 66, merge.Tiling(1, 64, 64, 128, 4)),
         (256, 32, 80, 4, merge.Tiling(4, 128, 4, 4, 1)),
         (4, 128, 512, 16, merge.Tiling(1, 128, 16, 16, 1)),
+        (4, 128, 512, 132, merge.Tiling(1, 128, 32, 32, 1)),
         (1, 16, 512, 132, merge.Tiling(1, 64, 64, 128, 4)),
         (128, 16, 512, 132, merge.Tiling(2, 256, 16, 16, 4)),
         (128, 128, 512, 66, merge.Tiling(8, 512, 2, 2, 4)),

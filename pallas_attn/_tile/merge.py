@@ -28,7 +28,7 @@ FEW_PROGRAMS = 128
 # So many run at once, by registers. More of them would come in waves, only to see that there is nothing left.
 AT_ONCE = 512
 TILE_ELEMENTS = 64 * 128  # of partial output in flight in a program
-# So many a warp holds by itself, and waits for no other: by Triton 3.6 that is a tenth of a short call.
+# So many a warp holds by itself, and waits for no other: by Triton 3.6 that is a tenth of a short call and more.
 WARP_ELEMENTS = 32 * 128
 LEAST_DIMS = 32  # 128 bytes of a partial output
 MOST_ROWS = 16
@@ -83,7 +83,10 @@ def tiling(num_cut: int, num_rows: int, dim: int, most_pieces: int) -> Tiling:
     # Programs that hold whole rows, and are many, are in each other's way with more than 16 of them in flight.
     in_flight = MOST_ROWS if whole and not few else TILE_ELEMENTS // max(dims, 128)
     pieces, more = min(max(1, in_flight // block), most), min(max(1, TILE_ELEMENTS // (block * dims)), most)
-    alone = block * dims * most <= WARP_ELEMENTS
+    parts_of_a_row = block == 1 and not whole and not few
+    alone = parts_of_a_row or block * dims * most <= WARP_ELEMENTS
+    if alone:
+        pieces, more = min(pieces, WARP_ELEMENTS // dims), min(more, WARP_ELEMENTS // dims)
     return Tiling(block, dims, pieces, more, num_warps=1 if alone else 4)
 
 
