@@ -83,6 +83,7 @@ def tiling(num_cut: int, num_rows: int, dim: int, most_pieces: int) -> Tiling:
     # Programs that hold whole rows, and are many, are in each other's way with more than 16 of them in flight.
     in_flight = MOST_ROWS if whole and not few else TILE_ELEMENTS // max(dims, 128)
     pieces, more = min(max(1, in_flight // block), most), min(max(1, TILE_ELEMENTS // (block * dims)), most)
+    # Many programs that share rows: four warps would spend a short merge at barriers. A long one takes more steps.
     parts_of_a_row = block == 1 and not whole and not few
     alone = parts_of_a_row or block * dims * most <= WARP_ELEMENTS
     if alone:
