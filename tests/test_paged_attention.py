@@ -226,7 +226,7 @@ def test_few_programs_merge_what_many_would(monkeypatch):
 
     def merged(at_once: int, num_warps: int):
         """Warps are nothing in Python, but make it another kernel: what is patched is not part of one."""
-        monkeypatch.setattr(merge, "AT_ONCE", at_once)
+        monkeypatch.setattr(merge, "AT_ONCE", {1: at_once, 4: at_once})
         config = PagedAttentionConfig(16, 16, min_split_tokens=32, target_programs=24, num_warps=num_warps)
         call = functools.partial(pallas_attn.paged_attention, implementation="interpret", config=config)
         return call(*arguments, return_lse=True)

@@ -146,14 +146,25 @@ def test_shares_are_rounded_as_the_op_says():
     assert made(latent(4, num_splits=8, target_programs=11), lengths) == [2] * 4
 
 
-def test_pieces_are_finer_where_lengths_are_uneven():
-    problem = paged(4, heads=(1, 1), num_splits=0, min_split_tokens=64, target_programs=8)
+def test_shares_are_rounded_up_where_lengths_are_uneven():
+    problem = paged(4, heads=(1, 1), num_splits=0, min_split_tokens=64, target_programs=8, max_pages=4096)
     assert made(problem, [2048] * 4) == [2] * 4
     assert made(problem, [2048, 2048, 2048, 3000]) == [2, 2, 2, 3]  # 1.3 times the mean
-    # 176 tiles, a share of 22: 32 of the tiles would be one piece of 1.45 shares.
-    assert made(problem, [3072, 1024, 1024, 512]) == [17, 6, 6, 3]
-    # Nothing is waited for: the giant is in pieces of a share, and the others are smaller.
+    # 176 tiles, a fair share of 22. Three have one and more, so that 6.5 shares are dealt, of 27.1.
+    assert made(problem, [3072, 1024, 1024, 512]) == [4, 2, 2, 1]
     assert made(problem, [4096, 512, 512, 512]) == [6, 1, 1, 1]
+    # Ten times as long, a piece of 240 tiles where a fair share has 220 is late: 32 shares, to the nearest number.
+    assert made(problem, [30720, 10240, 10240, 5120]) == [17, 6, 6, 3]
+
+
+@pytest.mark.parametrize(("growth", "most_of_a_share"), [(1.08, 1.1), (1.05, 1.1), (1.03, 1.1)])
+def test_no_piece_of_uneven_lengths_is_far_above_a_share(growth, most_of_a_share):
+    lengths = np.array([1000 * growth**i for i in range(64)], np.int32)
+    problem = paged(64, heads=(8, 1), num_splits=0, target_programs=512, max_pages=16384)
+    tiles = np.ceil(lengths / TILE)
+    count = np.asarray(pieces.cuts(jnp.asarray(lengths), problem)) + 1
+    assert abs(sum(count) - 512) < 26
+    assert max(tiles / count) < most_of_a_share * sum(tiles) / 512
 
 
 LENGTHS = {
@@ -281,3 +292,17 @@ def test_equal_latents_take_one_program_a_core_at_most(num_seqs, length):
 )
 def test_what_a_program_merges_at_once(num_cut, num_rows, dim, most, expected):
     assert merge.tiling(num_cut, num_rows, dim, most) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_cut", "num_rows", "dim", "most", "expected"),
+    [
+        (64, 64, 128, 264, merge.Tiling(1, 128, 16, 32, 1)),
+        (64, 64, 128, 4, merge.Tiling(1, 128, 4, 4, 1)),
+        (64, 64, 64, 264, merge.Tiling(1, 64, 16, 32, 1)),
+        (64, 64, 256, 264, merge.Tiling(1, 256, 8, 16, 1)),
+        (64, 32, 128, 264, merge.Tiling(1, 128, 16, 64, 4)),
+    ],
+)
+def test_a_warp_a_row_where_no_more_start_than_run_at_once(num_cut, num_rows, dim, most, expected):
+    assert merge.tiling(num_cut, num_rows, dim, most, counted=True) == expected

@@ -25,8 +25,9 @@ from pallas_attn._tile.result import Result, store_lse, store_out
 ENOUGH_PROGRAMS = 2048
 # With no more than this, each has a multiprocessor to itself and reads many partial results at once.
 FEW_PROGRAMS = 128
-# So many run at once, by registers. More of them would come in waves, only to see that there is nothing left.
-AT_ONCE = 512
+# So many run at once, by registers: of four warps, and of one. More of them would come in waves, only to see that there
+# is nothing left.
+AT_ONCE = {4: 512, 1: 1536}
 TILE_ELEMENTS = 64 * 128  # of partial output in flight in a program
 # So many a warp holds by itself, and waits for no other: by Triton 3.6 that is a tenth of a short call and more.
 WARP_ELEMENTS = 32 * 128
@@ -60,11 +61,11 @@ class Tiling:
     num_warps: int
 
 
-def tiling(num_cut: int, num_rows: int, dim: int, most_pieces: int) -> Tiling:
+def tiling(num_cut: int, num_rows: int, dim: int, most_pieces: int, *, counted: bool = False) -> Tiling:
     """For `num_rows` rows of each sequence, of `dim` elements.
 
     A long sequence has many pieces and wants them loaded together; a big batch has few a sequence, and one program
-    for several rows.
+    for several rows; or, where no more programs start than run at once (`counted`), a warp for each row.
     """
     width = triton.tile_side(dim)
     block, dims = 1, min(width, 128)
@@ -75,6 +76,9 @@ def tiling(num_cut: int, num_rows: int, dim: int, most_pieces: int) -> Tiling:
     while programs() > ENOUGH_PROGRAMS and block < MOST_ROWS:
         block, dims = 2 * block, min(2 * dims, width)
     whole, most = dims == width, triton.next_power_of_2(most_pieces)
+    if counted and whole and block > 1:
+        pieces = WARP_ELEMENTS // max(dims, 128)
+        return Tiling(1, dims, min(pieces // 2, most), min(pieces, most), num_warps=1)
     # Where multiprocessors are left, narrower programs that take more pieces at once: each further step waits for
     # memory once more.
     while 2 * programs() <= FEW_PROGRAMS and block * dims * most > TILE_ELEMENTS and dims > LEAST_DIMS:
@@ -124,9 +128,10 @@ def merge(
         # The same for every batch: what is added to what must not depend on it.
         shape = Tiling(rows=1, dims=min(width, 128), pieces=16, most_pieces=64, num_warps=4)
     else:
-        shape = tiling(num_cut, num_rows, dim, most_pieces)
+        shape = tiling(num_cut, num_rows, dim, most_pieces, counted=counted)
     row_blocks, dim_blocks = ceil_div(num_rows, shape.rows), width // shape.dims
-    num_programs = min(num_cut, max(1, AT_ONCE // (row_blocks * dim_blocks))) if counted else num_cut
+    at_once = max(1, AT_ONCE[shape.num_warps] // (row_blocks * dim_blocks))
+    num_programs = min(num_cut, at_once) if counted else num_cut
     out, lse = triton.kernel_call(
         functools.partial(
             _merge_kernel,

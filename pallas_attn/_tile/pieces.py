@@ -37,11 +37,13 @@ TO_NEAREST = 0.5
 # long. Rounded down, but not for an error in the last bit.
 DOWN = 2.0**-10
 
-# Pieces are finer where the longest sequence has more than UNEVEN times the mean, and more than LARGE_PART of the work
-# is in pieces of more than LARGE_SHARES fair shares, for which the device would wait. One giant beside short ones is
-# cut into fair shares as it is: finer pieces would only be more to start and to merge.
+# Where the longest sequence has more than UNEVEN times the mean, numbers of shares are rounded up, so that no piece is
+# waited for that is far above a share. If the longest still has so many tokens more than a fair share, pieces are finer
+# instead: more waves of them cost as many to begin. They are rounded as ever, for what begins last should be small.
 UNEVEN = 1.5
-LARGE_PART, LARGE_SHARES = 0.15, 1.1
+LATE_TOKENS = 400
+# Of a share: what a quotient in float32 may be off, and more.
+SLACK = 1e-3
 
 # First pieces of a share or more begin first, then those of half a share, of a quarter, and all others: what begins
 # last is then waited for least. Only of so many sequences, a length for each thread: more take longer to put in order
@@ -192,18 +194,29 @@ def cuts(lengths: jax.Array, problem: SplitKVProblem) -> jax.Array:
     # Integer sums, which are the same in whatever order: all kernels of a call must come to the same cuts.
     work = jnp.minimum(num_tiles, MOST_TILES // len(lengths))
     total = jnp.sum(work).astype(jnp.float32)
-    share = total * (problem.programs_per_piece / config.target_programs)
+    fair = total * (problem.programs_per_piece / config.target_programs)
+    least = max(config.min_split_tokens / config.block_kv, 1.0)
+
+    def pieces_of(share: jax.Array) -> jax.Array:
+        """How many a sequence has of this length, to the nearest."""
+        return (num_tiles.astype(jnp.float32) / jnp.maximum(share, least) + problem.rounding).astype(
+            jnp.int32
+        )
+
+    count = pieces_of(fair)
     if problem.finer > 1:
         longest, num = jnp.max(work), jnp.sum((work > 0).astype(jnp.int32))
         uneven = longest.astype(jnp.float32) * num.astype(jnp.float32) > UNEVEN * total
-        whole = (work.astype(jnp.float32) / jnp.maximum(share, 1.0) + problem.rounding).astype(jnp.int32)
-        large = work.astype(jnp.float32) > LARGE_SHARES * share * jnp.maximum(whole, 1).astype(jnp.float32)
-        waited_for = jnp.sum(jnp.where(large, work, 0)).astype(jnp.float32)
-        finer = uneven & (waited_for > LARGE_PART * total)
-        share *= jnp.where(finer, np.float32(1 / problem.finer), np.float32(1))
-    share = jnp.maximum(share, max(config.min_split_tokens / config.block_kv, 1.0))
-    shares = num_tiles.astype(jnp.float32) / share + problem.rounding
-    return jnp.clip(shares.astype(jnp.int32) - 1, 0, problem.most_pieces - 1)
+        # Rounding up adds half a piece to each sequence that is cut: as many fewer shares are dealt.
+        cuttable = jnp.sum((work.astype(jnp.float32) >= fair).astype(jnp.int32)).astype(jnp.float32)
+        dealt = jnp.maximum(problem.shares - 0.5 * jnp.maximum(cuttable, 1.0), 0.5 * problem.shares)
+        share = jnp.maximum((1 + SLACK) * (total / dealt), least)
+        rounded_up = jnp.maximum(jnp.ceil(num_tiles.astype(jnp.float32) / share).astype(jnp.int32), 1)
+        late = (
+            jnp.max(ceil_div(num_tiles, rounded_up)) > fair.astype(jnp.int32) + LATE_TOKENS // config.block_kv
+        )
+        count = jnp.where(uneven, jnp.where(late, pieces_of(fair / problem.finer), rounded_up), count)
+    return jnp.clip(count - 1, 0, problem.most_pieces - 1)
 
 
 def in_turn(problem: SplitKVProblem) -> bool:
