@@ -17,10 +17,13 @@ OTHERWISE := echo "== uv could not, for the reason above: now pip, which takes m
 install = $(BY_UV) $1 || { $(OTHERWISE) $(BY_PIP) $1; }
 # Neighbours share what they compile: each worker takes half of the tests as they stand, and what the other has left.
 PYTEST := .venv/bin/python -m pytest -n auto --dist worksteal
+# uv locks what it installs into, here for as long as it compiles. So that others are not kept waiting, it gets there by
+# another way.
+BESIDE := .venv/package
 # Built with the versions in build.txt: pip up to 26.1 reads the one variable for that, from 25.3 on the other. uv would
 # take a library that it built here before, whatever became of csrc since, so it is told to build.
 BUILD_BY_PIP := PIP_CONSTRAINT=$(CURDIR)/$(LOCK)/build.txt PIP_BUILD_CONSTRAINT=$(CURDIR)/$(LOCK)/build.txt $(BY_PIP)
-BUILD_BY_UV := $(BY_UV) --build-constraints $(LOCK)/build.txt --reinstall-package pallas-attn
+BUILD_BY_UV := $(BY_UV) --prefix $(BESIDE) --build-constraints $(LOCK)/build.txt --reinstall-package pallas-attn
 PACKAGE := --config-settings build-dir=$(CURDIR)/.venv/cuda_build --editable .
 RESOLVE := .venv/bin/uv pip compile --quiet --universal --upgrade --python-version 3.12 --no-emit-index-url \
 	--annotation-style line --custom-compile-command "make lock"
@@ -129,6 +132,7 @@ installed: .venv/.package .venv/.test $(OVERLAYS)
 .venv/.package: pyproject.toml $(LOCK)/build.txt | .venv/bin/uv
 	@echo "== the package, with its CUDA library where a compiler is found: one to three minutes"
 	rm -rf .venv/cuda_build
+	mkdir -p $(BESIDE) && ln -sfn ../bin ../lib $(BESIDE)
 	@$(BUILD_BY_UV) $(PACKAGE) || { $(OTHERWISE) $(BUILD_BY_PIP) $(PACKAGE); }
 	touch $@
 
