@@ -13,11 +13,11 @@ NAN, INF = float("nan"), float("inf")
 
 def zeros(shape: Any, dtype: Any = jnp.float32) -> jax.Array:
     """As jnp's, without a compiled program for each shape: these are made whenever tests are collected."""
-    return jnp.asarray(np.zeros(shape, dtype))
+    return jax.device_put(np.zeros(shape, dtype))
 
 
 def ones(shape: Any, dtype: Any = jnp.float32) -> jax.Array:
-    return jnp.asarray(np.ones(shape, dtype))
+    return jax.device_put(np.ones(shape, dtype))
 
 
 class Kind(NamedTuple):

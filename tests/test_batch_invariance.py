@@ -64,6 +64,7 @@ def rows_of_mine(case, implementation: str, config) -> list[bytes]:
     return [np.asarray(x[seq]).tobytes() for x in (out, lse)]
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("options", OPTIONS)
@@ -83,6 +84,7 @@ def test_paged_attention(options, implementation):
     ]
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_mla_decode(implementation):

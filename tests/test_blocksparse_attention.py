@@ -69,6 +69,7 @@ def test_a_forgotten_pattern_is_caught(case):
         check(case, data, *reference(case, data, dense=True))
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:])
 @pytest.mark.parametrize(

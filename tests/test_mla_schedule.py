@@ -103,6 +103,7 @@ def test_other_overheads(problem, overhead):
     check(lengths, num_parts, overhead)
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_seqs", "num_tokens", "num_parts", "rows", "whole"),
@@ -128,6 +129,7 @@ def test_sequences_of_like_length_stay_whole_where_that_is_faster(
     assert (int(num_splits[-1]) == num_seqs) == whole
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("num_parts", [132, 66])
 @pytest.mark.parametrize("shortest", [1024, 2048, 4096, 8192])

@@ -110,6 +110,7 @@ def test_long_strides(library: ctypes.CDLL, stride: int) -> None:
         assert_equal(got, (rows, pieces), beside)
 
 
+@pytest.mark.sweep
 @pytest.mark.once
 @pytest.mark.parametrize("num_threads", [128, 256])
 @pytest.mark.parametrize("num_seqs", [1, 3, 31, 32, 33, 100, 128, 129, 300])
@@ -156,6 +157,7 @@ CALLS = [
 ]
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_seqs", "num_parts", "rows", "overhead"), CALLS)
 def test_equals_jnp(

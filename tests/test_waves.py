@@ -66,6 +66,7 @@ def idle(programs: int, together: int) -> float:
     return (full + (last > 0) / (alone - (alone - 1) * last / slots)) * slots / programs - 1
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kv_heads", [1, 4, 8, 32])
 @pytest.mark.parametrize("max_len", [8192, 32768])
 def test_no_batch_of_long_sequences_waits_for_the_rest_of_a_wave(kv_heads, max_len):

@@ -40,8 +40,8 @@ DOWN = 2.0**-10
 # Where the longest sequence has more than UNEVEN times the mean, numbers of shares are rounded up, so that no piece is
 # waited for that is far above a share. If the longest still has so many tokens more than a fair share, pieces are finer
 # instead: more waves of them cost as many to begin. They are rounded as ever, for what begins last should be small.
-UNEVEN = 1.5
-LATE_TOKENS = 400
+UNEVEN = 1.25
+LATE_TOKENS = 800
 # Of a share: what a quotient in float32 may be off, and more.
 SLACK = 1e-3
 
