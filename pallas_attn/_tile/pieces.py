@@ -197,11 +197,11 @@ def cuts(lengths: jax.Array, problem: SplitKVProblem) -> jax.Array:
     fair = total * (problem.programs_per_piece / config.target_programs)
     least = max(config.min_split_tokens / config.block_kv, 1.0)
 
+    tiles = num_tiles.astype(jnp.float32)
+
     def pieces_of(share: jax.Array) -> jax.Array:
         """How many a sequence has of this length, to the nearest."""
-        return (num_tiles.astype(jnp.float32) / jnp.maximum(share, least) + problem.rounding).astype(
-            jnp.int32
-        )
+        return (tiles / jnp.maximum(share, least) + problem.rounding).astype(jnp.int32)
 
     count = pieces_of(fair)
     if problem.finer > 1:
@@ -211,10 +211,9 @@ def cuts(lengths: jax.Array, problem: SplitKVProblem) -> jax.Array:
         cuttable = jnp.sum((work.astype(jnp.float32) >= fair).astype(jnp.int32)).astype(jnp.float32)
         dealt = jnp.maximum(problem.shares - 0.5 * jnp.maximum(cuttable, 1.0), 0.5 * problem.shares)
         share = jnp.maximum((1 + SLACK) * (total / dealt), least)
-        rounded_up = jnp.maximum(jnp.ceil(num_tiles.astype(jnp.float32) / share).astype(jnp.int32), 1)
-        late = (
-            jnp.max(ceil_div(num_tiles, rounded_up)) > fair.astype(jnp.int32) + LATE_TOKENS // config.block_kv
-        )
+        rounded_up = jnp.maximum(jnp.ceil(tiles / share).astype(jnp.int32), 1)
+        most_tiles = jnp.max(ceil_div(num_tiles, rounded_up))
+        late = most_tiles > fair.astype(jnp.int32) + LATE_TOKENS // config.block_kv
         count = jnp.where(uneven, jnp.where(late, pieces_of(fair / problem.finer), rounded_up), count)
     return jnp.clip(count - 1, 0, problem.most_pieces - 1)
 
