@@ -64,7 +64,6 @@ def rows_of_mine(case, implementation: str, config) -> list[bytes]:
     return [np.asarray(x[seq]).tobytes() for x in (out, lse)]
 
 
-@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("options", OPTIONS)
@@ -84,7 +83,6 @@ def test_paged_attention(options, implementation):
     ]
 
 
-@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_mla_decode(implementation):

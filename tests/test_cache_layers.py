@@ -21,7 +21,6 @@ def caches(dtype="int8"):
     return paged, latents
 
 
-@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("layer", [2, -1, 2**31 - 1, -(2**31), 2**29])
 def test_a_traced_layer_out_of_range_touches_no_other(layer):

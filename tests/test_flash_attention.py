@@ -82,7 +82,6 @@ def check(case: FlashCase, data: dict[str, np.ndarray], results: dict[str, jax.A
         assert_gradient_close(name, results[name], expected, case)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_matches_reference(case, implementation):
@@ -145,7 +144,6 @@ def packed(length: int, *documents: int) -> jnp.ndarray:
     return jnp.asarray(ids[None], jnp.int32)
 
 
-@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])

@@ -144,7 +144,6 @@ OPTIONS = {
 }
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(
     "option", [name if name == "lengths" else pytest.param(name, marks=pytest.mark.slow) for name in OPTIONS]
 )

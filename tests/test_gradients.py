@@ -64,7 +64,6 @@ def loss(out, lse):
     return jnp.sum(out * weight) + jnp.sum(lse * weight[..., 0])
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(
     "option", [name if name == "logits" else pytest.param(name, marks=pytest.mark.slow) for name in OPTIONS]
 )

@@ -96,7 +96,6 @@ def test_conversion_to_e4m3_by_bits():
     np.testing.assert_array_equal(_e4m3_bits(jnp.asarray(values)), expected)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     ("dtype", "scales"), [("float8", "exact"), ("float8", "power_of_two"), ("bfloat16", "exact")]

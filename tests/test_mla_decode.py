@@ -115,7 +115,6 @@ def cut_case(num_parts: int | None) -> cases.MLADecodeCase:
     return cases.MLADecodeCase((700, 1027, 769), 4, page_size=64, num_parts=num_parts, config=splits)
 
 
-@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("num_parts", [None, 5])

@@ -79,7 +79,6 @@ def small_workspace(monkeypatch):
     monkeypatch.setattr(projected, "WORKSPACE_TOKENS", 128)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("form", "implementation"),
     [
@@ -116,7 +115,6 @@ def test_bf16_is_rounded_once_a_product():
     assert (error <= 8e-3 * np.linalg.norm(right, axis=-1)).all()
 
 
-@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["absorbed", "projected", None])
 def test_bad_pages_and_lengths_poison_only_their_sequence(form, monkeypatch, small_workspace):

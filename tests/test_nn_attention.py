@@ -201,7 +201,6 @@ NEWEST_ROWS = (
 SCATTERED_ROWS = ([0, 1, 2, -1, -1, -1], [0, 1, 3, 4, 5, 6], [0] * 6, [5, 4, 3, 2, 1, 0])
 
 
-@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODULES)
 def test_positions_that_cannot_be_served(name):
@@ -318,7 +317,6 @@ def test_chunks_and_mixed_batches_give_what_one_token_at_a_time_gives(name):
     ragged(cache, [], [5])
 
 
-@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODULES)
 def test_traced_layers_out_of_range(name):

@@ -88,7 +88,6 @@ def test_matches_reference(case, implementation):
 CUT = cases.DecodeCase((700, 1027, 1200, 769), 4, 2, 64, 16, config=(("num_splits", 4),))
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("boundary", ["first", "last", "page end", "page start", "split end", "split start"])
 def test_no_boundary_token_is_lost(boundary, implementation):
@@ -273,7 +272,6 @@ def test_reference_does_not_gather_the_whole_table():
     assert temporary_bytes(4096) < 2 * temporary_bytes(64)
 
 
-@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
@@ -390,7 +388,6 @@ def test_a_traced_window_is_the_static_one(implementation):
         np.testing.assert_array_equal(np.float32(mine), np.float32(static))
 
 
-@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(

@@ -118,7 +118,6 @@ def run(
     return call(query, jnp.asarray(key), jnp.asarray(value), *others, **data.extras, **options)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     ("case", "config"),
@@ -155,7 +154,6 @@ def test_decoded_sequences_are_left_to_others(implementation):
     compare.assert_rows_close(got, expected, dtype="bfloat16", case_id=case.id)
 
 
-@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("dtype", "config"), [("float8_e4m3fn", CUT), ("float8_e5m2", UNCUT)])

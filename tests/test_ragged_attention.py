@@ -82,7 +82,6 @@ def test_padding_is_empty_and_num_seqs_may_change(implementation):
         check(PLAIN, fewer, out, lse)
 
 
-@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(

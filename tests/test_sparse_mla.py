@@ -148,7 +148,6 @@ def test_decode_in_float32():
     case.check(*case.run("xla"))
 
 
-@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("positions", [False, True])
@@ -213,7 +212,6 @@ def test_no_boundary_id_is_lost(implementation):
     assert compare.row_errors(without, case.expected()[0]).min() > 0.5, "the row outweighs nothing"
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("fp8", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_prefill(fp8, implementation):

@@ -178,7 +178,6 @@ LENGTHS = {
 }
 
 
-@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("fixed", [0, 256])
 @pytest.mark.parametrize("lengths", LENGTHS)
@@ -204,7 +203,6 @@ def test_every_tile_is_in_one_piece_and_every_piece_in_a_place_of_its_own(length
         assert len(parts) == 1 or all(begin < end for _, begin, end in parts)
 
 
-@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_what_is_merged_is_what_was_cut(lengths):
