@@ -196,11 +196,10 @@ def cuts(lengths: jax.Array, problem: SplitKVProblem) -> jax.Array:
     total = jnp.sum(work).astype(jnp.float32)
     fair = total * (problem.programs_per_piece / config.target_programs)
     least = max(config.min_split_tokens / config.block_kv, 1.0)
-
     tiles = num_tiles.astype(jnp.float32)
 
     def pieces_of(share: jax.Array) -> jax.Array:
-        """How many a sequence has of this length, to the nearest."""
+        """How many a sequence has of this length, rounded as the op says."""
         return (tiles / jnp.maximum(share, least) + problem.rounding).astype(jnp.int32)
 
     count = pieces_of(fair)

@@ -99,8 +99,8 @@ class SplitKVProblem(DecodeCall):
         """Of all sequences, whatever their lengths: pieces beyond the first of each.
 
         Shares add up to `shares`, and sequences that are cut n times in all have at least n + 1 - rounding of them.
-        (With room for what a quotient in float32 may be off.) Where numbers of shares are rounded up they have more
-        than n, of shares that are half a one fewer at least.
+        (With room for what a quotient in float32 may be off.) Where numbers of shares are rounded up, fewer shares
+        are dealt, and those sequences have more than n of them.
         """
         cuts = self.num_seqs * (self.most_pieces - 1)
         if self.config.split_tokens:
