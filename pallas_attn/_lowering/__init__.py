@@ -6,6 +6,7 @@
     arithmetic  shapes  memory  control    the rules
     module   a whole kernel as the text of a module
     stages  compiler  cache    from that text to PTX, by Triton, once for all processes
+    driver   machine code of it, before XLA asks
     launch   the call that XLA runs
     private  what of this is no public interface of JAX
 

@@ -7,7 +7,7 @@ import importlib.util
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from pallas_attn._lowering import cache, stages
+from pallas_attn._lowering import cache, driver, stages
 from pallas_attn._lowering.cache import Compiled, Request
 
 EXTRA = "pip install 'pallas-attn[triton]'"
@@ -71,7 +71,14 @@ def begin(
             return found
         _begun[request] = future = _workers.submit(made, request)
     future.add_done_callback(lambda _: _begun.pop(request))
+    future.add_done_callback(_make_code)
     return future
+
+
+def _make_code(done: Future[Compiled]) -> None:
+    """By the thread that compiled, while who waited for PTX goes on with it."""
+    if done.exception() is None:
+        driver.make_code(done.result().ptx)
 
 
 @functools.lru_cache(maxsize=1024)
