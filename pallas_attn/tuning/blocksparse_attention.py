@@ -91,7 +91,6 @@ class BlockSparsePoint(DensePoint):
             q_block_size=case.q_block_size,
             row_blocks=self.max_len / case.block_size,
             streams=self.streams,
-            num_heads=case.num_heads,
             plain=True,
             limits_registers=triton.limits_registers("pallas"),
             device=current_device(),

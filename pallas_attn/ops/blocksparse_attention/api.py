@@ -227,7 +227,6 @@ def _config(
         q_block_size=layout.q_block_size,
         row_blocks=row_blocks,
         streams=problem.num_seqs * problem.num_heads // problem.decode_heads,
-        num_heads=problem.num_heads,
         plain=problem.cache_layout is None and problem.rules.softcap is None,
         limits_registers=triton.limits_registers(implementation),
         device=current_device(),

@@ -18,6 +18,8 @@ from pallas_attn.ops.blocksparse_attention import walk
 from pallas_attn.ops.blocksparse_attention.layout import SparseLayout
 from pallas_attn.ops.blocksparse_attention.problem import Keys, Problem, factor, read_rows
 
+MOST_IN_L2 = 40 << 20  # of an A100's 40 MiB or an H100's 50, through which queries and outputs pass besides
+
 
 def prefill(
     query: jax.Array,
@@ -33,7 +35,7 @@ def prefill(
     `refs`: key, value, cu_q_lens, and cu_k_lens or (block_tables, seq_lens).
     """
     config = problem.config
-    together = config.heads_together or problem.num_heads
+    together = heads_together(problem, query.dtype.itemsize)
     num_slots = walk.num_slots(problem)
     out, lse = triton.kernel_call(
         functools.partial(_prefill_kernel, problem=problem, num_slots=num_slots, together=together),
@@ -52,6 +54,15 @@ def prefill(
         lowering=lowering,
     )
     return out, lse
+
+
+def heads_together(problem: Problem, itemsize: int) -> int:
+    """Query heads whose programs start together: all, if the L2 holds a sequence's keys and values of all KV heads;
+    those of one KV head at a time if it does not, so that what rows read at random still comes out of it."""
+    if problem.config.heads_together:
+        return problem.config.heads_together
+    kv_bytes = 2 * problem.max_k_len * problem.pool.num_kv_heads * problem.pool.head_dim * itemsize
+    return problem.num_heads if kv_bytes <= MOST_IN_L2 else problem.group
 
 
 def _prefill_kernel(
