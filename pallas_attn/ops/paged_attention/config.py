@@ -31,7 +31,8 @@ TURNED_TILE, TURNED_ROWS, TURNED_WIDTHS = (64, 2, 3), 8, (64, 128)
 # Narrower tokens are walked over no faster.
 LEAST_TOKEN_KB = 0.25
 # Programs a multiprocessor, at once or one after the other, for lengths that differ: the longest pieces are waited for.
-EVENING = 3
+# Fewer of those that have one to themselves, where nothing else is done while the next one starts.
+EVENING, EVENING_ALONE = 3, 1.5
 # Where a batch of sequences as short as this fills the device they are left whole, without a kernel for the merge.
 # Where a table holds more, sequences that differ are the rule, and the longest alone would keep the call waiting.
 WHOLE_TOKENS = 1024
@@ -108,7 +109,8 @@ def heuristic(
             num_cores=device.num_cores,
             dealt=dealt,
         )
-        least_programs = 1 if may_be_whole else EVENING * device.num_cores
+        evening = EVENING if waves.resident > 1 else EVENING_ALONE
+        least_programs = 1 if may_be_whole else int(evening * device.num_cores)
         pieces = waves.pieces(max(least_tokens, chosen["block_kv"]), least_programs) if dealt else 1
         # Beside very many sequences a long one is cut into shares of what runs at once, not into finer ones.
         target = programs * pieces if pieces > 1 else min(programs, max(4 * device.num_cores, waves.slots))
