@@ -19,6 +19,9 @@ SMALL_BLOCK, SMALL_SETS = (1 << 13) - 1, 2
 MOST_POOL_BYTES = 30 << 30  # where a case holds much more than it reads (windows), fewer sets take turns
 # Rates that calls roughly reach, to choose how many make a burst.
 USUAL_FLOPS, USUAL_BYTES = 4e14, 2.5e12
+# Of so many calls, or of so long, is a round at least, as peers' graphs are: what a round does besides, some five
+# microseconds, is no call's.
+ROUND_CALLS, ROUND_SECONDS = 32, 4e-3
 
 
 class Inputs(NamedTuple):
@@ -72,7 +75,7 @@ class PagedWorkload(Workload):
         return Inputs(
             struct(self.query_shape(case), jnp.dtype(case.dtype)),
             (pool,) * self.num_caches,
-            (table,) * max(num_sets, SMALL_SETS if self.small else timing.LEAST_CALLS),
+            (table,) * max(num_sets, SMALL_SETS if self.small else self._least_calls(case)),
             struct((case.num_seqs,), jnp.int32),
         )
 
@@ -95,6 +98,11 @@ class PagedWorkload(Workload):
         held = self.num_caches * slots * width * dtype.itemsize
         most = SMALL_SETS if self.small else max(1, min(MOST_POOL_BYTES // held, self.most_sets(case)))
         return min(timing.num_sets(min(held, self.cost(case).num_bytes)), most)
+
+    def _least_calls(self, case: Any) -> int:
+        """In a round."""
+        usual = self.cost(case).seconds(USUAL_FLOPS, USUAL_BYTES)
+        return max(timing.LEAST_CALLS, min(ROUND_CALLS, math.ceil(ROUND_SECONDS / usual)))
 
     def most_sets(self, case: Any) -> int:
         """That are of use: calls that products limit need few."""
