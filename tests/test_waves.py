@@ -208,7 +208,9 @@ def test_short_sequences_that_fill_the_device_are_left_whole():
 
 
 @pytest.mark.parametrize("num_seqs", [24, 33, 40, 64, 128])
-@pytest.mark.parametrize(("tile", "least"), [((32, 4, 5), configs.EVENING), ((128, 4, 3), configs.EVENING_ALONE)])
+@pytest.mark.parametrize(
+    ("tile", "least"), [((32, 4, 5), configs.EVENING), ((128, 4, 3), configs.EVENING_ALONE)]
+)
 def test_lengths_that_differ_have_programs_to_even_them_out(num_seqs, tile, least):
     """However well one wave would do for equal ones; fewer of those that share a multiprocessor with no other."""
     sizes = dict(zip(("block_kv", "num_warps", "num_stages"), tile, strict=True))
