@@ -116,10 +116,10 @@ def heuristic(
         target = programs * pieces if pieces > 1 else min(programs, max(4 * device.num_cores, waves.slots))
         return waves.cost(pieces), {"target_programs": target, "num_splits": int(not dealt), **chosen}
 
-    # Few programs and short sequences want small tiles, many programs with much to read large ones: from sweeps on an
-    # H100 (README.md, benchmarks/results).
-    usual = SMALL_TILE if max_len < 4096 or 2 * programs < device.num_cores else LARGE_TILE
-    usual = TURNED_TILE if block_q == TURNED_ROWS else usual
+    # Few programs and short sequences want small tiles. So does what is dealt where four such programs share a
+    # multiprocessor: sequences of one length lose 1% by it at most, others gain up to 40% (EXPERIMENTS.md, row 71).
+    small = max_len < 4096 or 2 * programs < device.num_cores or room.keeps_apart(block_q)
+    usual = TURNED_TILE if block_q == TURNED_ROWS else SMALL_TILE if small else LARGE_TILE
     cut = plan(usual, dealt=True)
     if usual == SMALL_TILE and room.keeps_apart(block_q):
         apart = plan(APART_TILE, dealt=True)
