@@ -170,6 +170,14 @@ def test_writes_what_reads_alike_for_every_trace(name):
     assert all("loc(" not in text and str(ROOT) not in text for text in first)
 
 
+@pytest.mark.parametrize("name", ["paged", "flash", "growing"])
+def test_64_bit_types_change_no_kernel(name):
+    """A user may have them on: indices of 64 bits took a third more registers, and "growing" could not be traced."""
+    with jax.enable_x64(True):
+        texts = [kernel.text for kernel in kernels_of.__wrapped__(name)]
+    assert texts == [kernel.text for kernel in kernels_of(name)]
+
+
 @pytest.mark.once
 def test_what_a_gpu_runs_by_pallas_it_runs_by_triton_too(unpaired):
     """Of the tests that are collected: all, where the suite runs."""

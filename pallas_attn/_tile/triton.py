@@ -167,6 +167,12 @@ def limits_registers(lowering: str) -> bool:
     return lowering != "pallas" or private.pallas_takes_rules()
 
 
+def _narrow(kernel: Callable[..., None], *refs: Any) -> None:
+    """Where a user has 64-bit types on, a kernel's own numbers stay what they are without: 32 bits wide."""
+    with jax.enable_x64(False):
+        kernel(*refs)
+
+
 def _marked(kernel: Callable[..., None], max_registers: int, *refs: Any) -> None:
     if max_registers:
         registers.limit(max_registers)
@@ -197,6 +203,7 @@ def kernel_call(
     gives some multiprocessors more than others. "triton" leaves no such room; by Pallas nothing can be done about it.
     """
     axes = varying_axes(operands)
+    kernel = functools.partial(_narrow, kernel)
     options: dict[str, Any] = dict(
         name=name,
         grid=grid,
