@@ -104,6 +104,23 @@ def test_a_machine_without_a_driver_goes_without(library, monkeypatch):
     assert library.calls == []
 
 
+def test_a_driver_without_one_of_the_functions_is_refused_alike(library, monkeypatch):
+    monkeypatch.setattr(library, "cuThreadExchangeStreamCaptureMode", None, raising=False)
+    driver.make_code("// ptx")
+    assert library.names[-2:] == ["cuCtxPopCurrent_v2", "cuDevicePrimaryCtxRelease_v2"]
+
+
+def test_a_folder_that_cannot_be_one_is_no_error(library, monkeypatch, tmp_path):
+    """It was one of the thread, which then is printed."""
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(driver.os, "access", lambda path, mode: Path(path) != tmp_path)
+    for folder in ("/dev/null", tmp_path / "file", tmp_path / "file" / "below", tmp_path / ("x" * 300)):
+        monkeypatch.setenv("CUDA_CACHE_PATH", str(folder))
+        driver._driver.cache_clear()
+        driver.make_code(f"// {folder}")
+    assert library.calls == []
+
+
 def test_nothing_is_made_that_the_driver_would_not_keep(library, monkeypatch):
     monkeypatch.setenv("CUDA_CACHE_DISABLE", "1")
     driver.make_code("// ptx")

@@ -28,7 +28,8 @@ class _Driver:
         self._library = library
 
     def __getattr__(self, name: str):
-        function = getattr(self._library, name)
+        if (function := getattr(self._library, name, None)) is None:  # an older driver, or a stand-in for one
+            raise _Refused(name)
 
         def call(*arguments) -> None:
             if function(*arguments):
@@ -56,7 +57,9 @@ def _keeps_code() -> bool:
         folder = Path(os.environ.get("CUDA_CACHE_PATH") or Path.home() / ".nv/ComputeCache")
     except RuntimeError:  # nobody's home
         return False
-    return os.access(next(path for path in (folder, *folder.parents) if path.exists()), os.W_OK)
+    # Unlike a Path's own, these tell nothing of what may not be looked at, and raise nothing.
+    there = next((path for path in (folder, *folder.parents) if os.path.exists(path)), folder)
+    return os.path.isdir(there) and os.access(there, os.W_OK)
 
 
 @functools.lru_cache(maxsize=1024)
