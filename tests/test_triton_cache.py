@@ -63,6 +63,22 @@ def test_a_spoilt_file_of_the_cache_is_compiled_again(kept):
         assert compiler.compile_kernel(triton_kernels.NOTHING, 80, 4, 3) == compiled
 
 
+def test_a_kernel_is_found_again_by_the_version_it_is_looked_for_with(kept, monkeypatch):
+    """A package built from source has its commit in it, which Triton's own name for itself has not."""
+    monkeypatch.setattr(compiler, "installed", lambda: "3.9.0+git1a2b3c4d")
+    compiled = compiler.compile_kernel(triton_kernels.NOTHING, 90, 4, 3)
+    compiler.made.cache_clear()
+    monkeypatch.setattr(compiler.stages, "to_ptx", lambda **_: pytest.fail("compiled again"))
+    assert compiler.compile_kernel(triton_kernels.NOTHING, 90, 4, 3) == compiled
+
+
+def test_what_cannot_be_read_hides_nothing_older(kept):
+    request = cache.Request(triton_kernels.NOTHING, 90, 4, 3, 80)
+    cache.keep(request, cache.Compiled("nothing", "", 0, 4, "3.6.0"))
+    (kept / f"{request.digest}-3.9.0.json").mkdir()
+    assert (cache.find(request, None) or request).triton == "3.6.0"
+
+
 def test_others_may_read_what_one_has_filled(kept):
     """As when a container is filled by root, and runs as somebody else."""
     cache.keep(

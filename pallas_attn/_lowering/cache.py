@@ -70,8 +70,8 @@ def find(request: Request, version: str | None) -> Compiled | None:
     with contextlib.suppress(OSError):
         paths = [named] if version else sorted(directory().glob(f"{request.digest}-*.json"), key=_age)
         for path in reversed(paths):
-            # A file that is not one of ours, or cut short on another file system, is as good as none.
-            with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
+            # A file that is not one of ours, or not for us, or cut short on another file system, is as good as none.
+            with contextlib.suppress(OSError, ValueError, TypeError):
                 return Compiled(**json.loads(path.read_text()))
     return None
 

@@ -84,15 +84,16 @@ def _make_code(done: Future[Compiled]) -> None:
 @functools.lru_cache(maxsize=1024)
 def made(request: Request) -> Compiled:
     """By whichever thread: what the cache holds, or else Triton makes."""
-    reason = unavailable()
-    if kept := cache.find(request, None if reason else installed()):
+    reason, version = unavailable(), installed()
+    if kept := cache.find(request, None if reason else version):
         return kept
-    if reason:
+    if reason or version is None:
         raise RuntimeError(
             f"not among the kernels in {cache.directory()}, and cannot be compiled here: {reason}; or make this "
             f"call where Triton and an sm_{request.capability} GPU are, with {cache.FOLDER} naming a folder, and "
             "bring what is in it here"
         )
-    compiled = Compiled(**stages.to_ptx(**dataclasses.asdict(request)))
+    # The version that is looked for. What Triton calls itself, if it was built from source, lacks the commit.
+    compiled = Compiled(**stages.to_ptx(**dataclasses.asdict(request)), triton=version)
     cache.keep(request, compiled)
     return compiled

@@ -101,7 +101,7 @@ def to_ptx(
     text: str, capability: int, num_warps: int, num_stages: int, ptx_version: int, max_registers: int = 0
 ) -> dict[str, Any]:
     """Of threads that have at most `max_registers`, or if that is 0 as many as they take:
-    name, ptx, shared_bytes, num_warps (Triton may add some that only load) and triton, its version."""
+    name, ptx, shared_bytes and num_warps (Triton may add some that only load)."""
     import triton
     from triton._C.libtriton import ir
     from triton.backends.compiler import Language
@@ -131,5 +131,4 @@ def to_ptx(
         "ptx": module,
         "shared_bytes": facts["shared"],
         "num_warps": facts["num_warps"],
-        "triton": triton.__version__,
     }
