@@ -1,6 +1,7 @@
 """`implementation="triton"`: a program's kernels are compiled side by side, each of them once. No GPU, no Triton."""
 
 import functools
+import subprocess
 import sys
 import threading
 from typing import Any
@@ -62,6 +63,43 @@ def test_what_two_ask_for_is_compiled_once(begun):
     assert first.result() is second.result()
     assert other.result().name == "other"
     assert sorted(names) == ["one", "other"]
+
+
+STAND_IN = """
+import atexit, os, signal, sys
+from pallas_attn._lowering import cache, compiler
+compiler.made = lambda request: cache.Compiled("kernel", "", 0, request.num_warps, "none")
+compiler._make_code = lambda _: None
+compiler.compile_kernel("text", 90, 1, 3)
+"""
+FORKED = """
+child = os.fork()
+if child == 0:
+    signal.alarm(20)
+    assert compiler.compile_kernel("text", 90, 2, 3).num_warps == 2
+else:
+    assert os.waitpid(child, 0)[1] == 0
+"""
+AT_EXIT = 'atexit.register(lambda: print("warps:", compiler.compile_kernel("text", 90, 2, 3).num_warps))'
+NO_THREAD = """
+def refused(*_):
+    raise RuntimeError("can't start new thread")
+compiler._workers.submit = refused
+print("warps:", compiler.compile_kernel("text", 90, 2, 3).num_warps)
+"""
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    ("then", "said"),
+    [(FORKED, ""), (AT_EXIT, "warps: 2\n"), (NO_THREAD, "warps: 2\n")],
+    ids=["forked", "at exit", "no thread"],
+)
+def test_where_no_other_thread_compiles(then, said):
+    """The child of a fork waited for its parent's threads for ever; behind the interpreter's last one none begins."""
+    command = [sys.executable, "-W", "ignore", "-c", STAND_IN + then]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, said, "")
 
 
 def test_what_cannot_be_written_spoils_no_other_kernel(begun):

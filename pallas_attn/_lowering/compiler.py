@@ -1,9 +1,11 @@
 """PTX for a kernel's text: from the cache, or by the Triton that is installed (3.6 to 3.9)."""
 
+import contextlib
 import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
+import os
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -16,10 +18,20 @@ EXTRA = "pip install 'pallas-attn[triton]'"
 # sm_89, but not that it converts float8.)
 PTX_VERSIONS = ((121, 88), (120, 87), (110, 90), (103, 88), (100, 86), (90, 80), (89, 81), (80, 80))
 
-# Triton lets go of Python's lock while it compiles.
-_workers = ThreadPoolExecutor(thread_name_prefix="pallas_attn_compiler")
 _begun: dict[Request, Future[Compiled]] = {}
-_lock = threading.Lock()
+
+
+def _start_anew() -> None:
+    """Also in the child of a fork: of its parent's threads it has none, nor what they would let go of or bring."""
+    global _workers, _lock
+    # Triton lets go of Python's lock while it compiles.
+    _workers = ThreadPoolExecutor(thread_name_prefix="pallas_attn_compiler")
+    _lock = threading.Lock()
+    _begun.clear()
+
+
+_start_anew()
+os.register_at_fork(after_in_child=_start_anew)
 
 
 @functools.cache  # a call that nothing compiled asks each time
@@ -69,9 +81,21 @@ def begin(
     with _lock:
         if found := _begun.get(request):
             return found
-        _begun[request] = future = _workers.submit(made, request)
+        _begun[request] = future = _submitted(request)
     future.add_done_callback(lambda _: _begun.pop(request))
     future.add_done_callback(_make_code)
+    return future
+
+
+def _submitted(request: Request) -> Future[Compiled]:
+    with contextlib.suppress(RuntimeError):
+        return _workers.submit(made, request)
+    # No thread can be had: there are too many, or the interpreter is about to end.
+    future: Future[Compiled] = Future()
+    try:
+        future.set_result(made(request))
+    except Exception as error:
+        future.set_exception(error)
     return future
 
 
