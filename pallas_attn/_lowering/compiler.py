@@ -37,7 +37,10 @@ os.register_at_fork(after_in_child=_start_anew)
 @functools.cache  # a call that nothing compiled asks each time
 def installed() -> str | None:
     """The version of Triton, without importing it; None where there is none."""
-    spec = importlib.util.find_spec("triton")
+    try:
+        spec = importlib.util.find_spec("triton")
+    except ValueError:  # a stand-in for it that another package has imported
+        return None
     # A folder that happens to have the name is a package without an origin.
     if spec is None or spec.origin is None:
         return None
