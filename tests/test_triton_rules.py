@@ -67,6 +67,9 @@ OPERATIONS: dict[str, tuple[Callable[..., Any], str, float]] = {
     "bool to numbers": (lambda x: (x > 0).astype(F32) + (x < 0).astype(I32) + x.astype(bool), "f", 0),
     "e5m2": (lambda x: x.astype(E5M2).astype(F16).astype(F32), "f", 0),
     "e4m3": (lambda x: x.astype(E4M3).astype(F32), "f", 0),
+    "e4m3 to e5m2": (lambda x: x.astype(E4M3).astype(E5M2).astype(F32), "f", 0),
+    "narrow constants": (lambda i: i + sum(jnp.full(SHAPE, number, dtype).astype(I8).astype(I32) for number, dtype in
+                         ((300, I32), (-1e9, F32), (jnp.inf, F32), (jnp.nan, F32))), "i", 0),
     "bitcast": (lambda x: lax.bitcast_convert_type(x, I32), "f", 0),
     "sum": (lambda x: x + jnp.sum(x, axis=1)[:, None] + jnp.sum(x), "f", 1e-4),
     "extremes": (lambda x, i: jnp.max(x, 1)[:, None] + jnp.min(x, 0) + jnp.max(i), "f i", 1e-6),
@@ -85,6 +88,10 @@ OPERATIONS: dict[str, tuple[Callable[..., Any], str, float]] = {
     "loop": (lambda x, i: lax.fori_loop(jnp.min(i), jnp.max(i), lambda k, y: y * 0.5 + k, x), "f i", 1e-5),
     "loop of none": (lambda x, i: lax.fori_loop(jnp.max(i), jnp.min(i), lambda k, y: y + k, x), "f i", 0),
     "while": (lambda x: lax.while_loop(lambda y: jnp.max(y) > 0.1, lambda y: y * 0.5, x), "f", 0),
+    "count of floats": (lambda x: lax.while_loop(lambda c: c[0] < c[1], lambda c: (c[0] + 1.5, c[1], c[2] * 0.5),
+                        (F32(0), jnp.max(x), x))[2], "f", 0),
+    "count of unsigned": (lambda x: lax.while_loop(lambda c: c[0] < c[1], lambda c: (c[0] + U32(1), c[1], c[2] * 0.5),
+                          (U32(2**31 - 2), jnp.max(x).astype(U32) + U32(2**31), x))[2], "f", 0),
     "switch": (lambda x, i: sum(lax.switch(jnp.max(i) % 4 + k, [lambda x: x, lambda x: -x, lambda x: x * x], x)
                                 for k in range(-1, 3)), "f i", 1e-6),
     "nested": (lambda x, i: lax.fori_loop(0, jnp.max(i), lambda k, y: lax.cond(k % 2 == 0, lambda z: z + k,
@@ -243,8 +250,14 @@ def test_programs_of_a_long_grid_know_their_place():
         ),
         (
             lambda x: jnp.dot(*[(x + jnp.zeros((8, 1))).astype(jnp.uint8)] * 2)[0] + F32(0),
-            "a product of uint8",
+            "rules: the primitive 'dot_general': a product of uint8",
         ),
+        (lambda x: jnp.dot(*[(x + jnp.zeros((8, 1))).astype(jnp.int16)] * 2)[0] + F32(0), "product of int16"),
+        # Stored as wide as int8, so that the way there and back would have changed nothing.
+        (lambda x: x.astype(I8).astype(jnp.int4).astype(F32), "rules: .* 'convert_element_type': dtype int4"),
+        (lambda x: jnp.real(x + 1j), "rules: the primitive 'convert_element_type': dtype complex64"),
+        (lambda x: jax.jit(jnp.sort)(x), "^rules: no rule writes the primitive 'sort'"),
+        (lambda x: lax.fori_loop(0, 3, lambda _, y: y**7, x), "^rules: the primitive 'integer_pow': a power"),
     ],
 )
 def test_what_no_rule_writes_is_refused_by_name(function, message):

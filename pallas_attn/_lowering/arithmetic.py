@@ -4,13 +4,15 @@ Triton's types are what arrays of JAX are, but two: bfloat16 and float16 are wor
 Triton's own language does, and float8 is only ever converted.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_attn._lowering.rules import Kernel, rule
-from pallas_attn._lowering.text import FLOAT8, Value, Writer
+from pallas_attn._lowering.text import FLOAT8, Value, Writer, element_of
 
 # For each primitive the operation on signed and on unsigned integers, and on floating-point numbers.
 BINARY = {
@@ -65,10 +67,11 @@ def choose(operations: tuple[Any, Any, Any], value: Value) -> str:
 def convert(write: Writer, value: Value, dtype: Any) -> Value:
     """`value` with elements of another dtype, as lax.convert_element_type."""
     dtype = jnp.dtype(dtype)
+    element_of(dtype)  # int4 is as wide as int8 where it is stored
     if value.dtype == dtype:
         return value
     if value.constant is not None:
-        return write.constant(jnp.dtype(value.dtype).type(value.constant), dtype, value.shape)
+        return write.constant(_converted_constant(value, dtype), dtype, value.shape)
     to_float = jnp.issubdtype(dtype, jnp.floating)
     if dtype == jnp.bool_:
         return write.elementwise(
@@ -81,9 +84,20 @@ def convert(write: Writer, value: Value, dtype: Any) -> Value:
             return _float_to_integer(write, value, dtype)
         case False, True:
             operation = "arith.sitofp" if value.is_signed else "arith.uitofp"
-            return convert(write, write.converted(operation, value, jnp.dtype("float32")), dtype)
+            first = dtype if _bits(dtype) >= 32 else jnp.dtype("float32")
+            return convert(write, write.converted(operation, value, first), dtype)
         case _:
             return _between_integers(write, value, dtype)
+
+
+def _converted_constant(value: Value, dtype: Any) -> Any:
+    """As XLA has it, where Triton's compiler has anything: an integer wraps around, and of a floating-point number
+    becomes the nearest that there is, of NaN 0."""
+    number = np.asarray(value.constant).astype(value.dtype)
+    if value.is_float and jnp.issubdtype(dtype, jnp.integer):
+        ends, exact = jnp.iinfo(dtype), float(number)
+        return 0 if math.isnan(exact) else int(min(max(exact, ends.min), ends.max))
+    return number.astype(dtype)[()]
 
 
 def _not_zero(value: Value) -> str:
@@ -115,9 +129,11 @@ def _float_to_integer(write: Writer, value: Value, dtype: Any) -> Value:
 
 def _between_floats(write: Writer, value: Value, dtype: Any) -> Value:
     names = {jnp.dtype(value.dtype).name, jnp.dtype(dtype).name}
-    if names & set(FLOAT8):
+    if len(narrow := names & set(FLOAT8)) == 1:
+        if "float64" in names:
+            raise NotImplementedError(f"{value.dtype} as {dtype}")
         return _to_or_from_float8(write, value, dtype)
-    if names == {"float16", "bfloat16"}:
+    if narrow or names == {"float16", "bfloat16"}:
         return convert(write, convert(write, value, jnp.dtype("float32")), dtype)
     wider = _bits(dtype) > _bits(value.dtype)
     return write.converted("arith.extf" if wider else "arith.truncf", value, dtype)
@@ -289,7 +305,7 @@ def _(kernel: Kernel, equation, value):
 def _(kernel: Kernel, equation, value):
     exponent = equation.params["y"]
     if not 1 <= exponent <= 4:
-        raise NotImplementedError(f"{kernel.name}: a power of {exponent}")
+        raise NotImplementedError(f"a power of {exponent}")
     power = value
     for _ in range(exponent - 1):
         power = binary(kernel.write, "mul", power, value)
@@ -317,7 +333,7 @@ def select(write: Writer, which: Value, yes: Value, no: Value) -> Value:
 @rule("select_n")
 def _(kernel: Kernel, equation, which, *cases):
     if len(cases) != 2 or not which.is_bool:
-        raise NotImplementedError(f"{kernel.name}: a choice among {len(cases)} by {which.dtype}")
+        raise NotImplementedError(f"a choice among {len(cases)} by {which.dtype}")
     shape = equation.outvars[0].aval.shape
     which, no, yes = (kernel.write.broadcast(one, shape) for one in (which, *cases))
     return select(kernel.write, which, yes, no)
@@ -339,7 +355,7 @@ def _(kernel: Kernel, equation, value):
 def _(kernel: Kernel, equation, value):
     dtype = equation.params["new_dtype"]
     if _bits(dtype) != _bits(value.dtype):
-        raise NotImplementedError(f"{kernel.name}: a bitcast of {value.dtype} to {dtype}")
+        raise NotImplementedError(f"a bitcast of {value.dtype} to {dtype}")
     to = Value("", value.shape, dtype)
     if to.type == value.type:
         return Value(value.name, value.shape, dtype)

@@ -69,7 +69,8 @@ def _(kernel: Kernel, equation, *operands):
     num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
     cond_consts, body_consts = operands[:num_cond], operands[num_cond : num_cond + num_body]
     carry, body = operands[num_cond + num_body :], params["body_jaxpr"]
-    if num_cond == 0 and _counts(params["cond_jaxpr"].jaxpr, body.jaxpr, num_body):
+    counts = num_cond == 0 and _counts(params["cond_jaxpr"].jaxpr, body.jaxpr, num_body)
+    if counts and carry[0].is_signed:  # scf.for takes any number for a signed integer
         return _counted(kernel, body, body_consts, carry)
     return _while(kernel, params["cond_jaxpr"], cond_consts, body, body_consts, carry)
 
@@ -146,7 +147,7 @@ def _(kernel: Kernel, equation, *operands):
     body, length = equation.params["jaxpr"], equation.params["length"]
     outside, inside = ([var.aval.shape for var in (*e.invars, *e.outvars)] for e in (equation, body.jaxpr))
     if outside != inside:
-        raise NotImplementedError(f"{kernel.name}: a scan over arrays")
+        raise NotImplementedError("a scan over arrays")
     num_consts = len(operands) - len(equation.outvars)
     consts, carry = operands[:num_consts], operands[num_consts:]
     start, end = (kernel.write.constant(n, jnp.dtype("int32")) for n in (0, length))

@@ -66,13 +66,13 @@ def _policy(kernel: Kernel, name: str | None) -> str:
     if name is None:
         return ""
     if name not in POLICIES:
-        raise NotImplementedError(f"{kernel.name}: an eviction policy {name!r}")
+        raise NotImplementedError(f"an eviction policy {name!r}")
     return f" {{cachePolicy = #tt.cache_policy<cache_modifier = none, eviction_policy = {name}>}}"
 
 
 def _check_stored(kernel: Kernel, ref: Ref) -> None:
     if ref.dtype == jnp.bool_:
-        raise NotImplementedError(f"{kernel.name}: an array of bool, which takes a byte in memory")
+        raise NotImplementedError("an array of bool, which takes a byte in memory")
 
 
 @rule("pallas_attn_load")

@@ -22,6 +22,10 @@ def rule(*primitives: str) -> Callable[[Rule], Rule]:
     return register
 
 
+class Refused(NotImplementedError):
+    """Says of which kernel, and which of its primitives."""
+
+
 class Kernel:
     """A kernel while it is written: its lines, and the pointers and grid indices that stand before them."""
 
@@ -57,14 +61,17 @@ class Kernel:
 
     def number(self, array: Any, dtype: Any = None) -> Value:
         if getattr(array, "shape", ()) != ():
-            raise NotImplementedError(
-                f"{self.name}: an array of constants {list(array.shape)} in a kernel, not a number"
-            )
+            raise Refused(f"{self.name}: an array of constants {list(array.shape)} in a kernel, not a number")
         return self.write.constant(array, array.dtype if dtype is None else dtype)
 
     def _write(self, equation: JaxprEqn, operands: Sequence[Value]) -> Sequence[Value]:
         name = equation.primitive.name
         if name not in _RULES:
-            raise NotImplementedError(f"{self.name}: no rule writes the primitive {name!r} as Triton IR")
-        defined = _RULES[name](self, equation, *operands)
+            raise Refused(f"{self.name}: no rule writes the primitive {name!r} as Triton IR")
+        try:
+            defined = _RULES[name](self, equation, *operands)
+        except Refused:  # what is inside of this one has said it
+            raise
+        except NotImplementedError as error:
+            raise Refused(f"{self.name}: the primitive {name!r}: {error}") from error
         return [defined] if isinstance(defined, Value) else defined

@@ -51,7 +51,7 @@ def _(kernel: Kernel, equation, value, *sizes):
 @rule("reshape", "squeeze", "expand_dims")
 def _(kernel: Kernel, equation, value):
     if equation.params.get("dimensions") is not None and equation.primitive.name == "reshape":
-        raise NotImplementedError(f"{kernel.name}: a reshape that transposes")
+        raise NotImplementedError("a reshape that transposes")
     shape = equation.outvars[0].aval.shape
     added = [axis for axis, side in enumerate(shape) if side == 1]
     if value.shape and tuple(side for side in shape if side != 1) == value.shape:
@@ -96,7 +96,7 @@ def _(kernel: Kernel, equation, value):
 def _(kernel: Kernel, equation, *values):
     shape = equation.outvars[0].aval.shape
     if len(values) != 2 or equation.params["axis"] != len(shape) - 1:
-        raise NotImplementedError(f"{kernel.name}: a stack of other than two, or not along the last axis")
+        raise NotImplementedError("a stack of other than two, or not along the last axis")
     one, other = values
     to = Value("", shape, one.dtype)
     return kernel.write.define(
@@ -141,15 +141,16 @@ def _(kernel: Kernel, equation, left, right):
     write, result = kernel.write, equation.outvars[0].aval
     (contracted_left, contracted_right), batch = equation.params["dimension_numbers"]
     if batch != ((), ()) or len(left.shape) != 2 or len(right.shape) != 2:
-        raise NotImplementedError(f"{kernel.name}: a product of {left.type} and {right.type}")
+        raise NotImplementedError(f"a product of {left.type} and {right.type}")
     if left.dtype != right.dtype:
-        raise NotImplementedError(f"{kernel.name}: a product of {left.dtype} and {right.dtype}")
+        raise NotImplementedError(f"a product of {left.dtype} and {right.dtype}")
     if contracted_left == (0,):
         left = transpose(write, left, (1, 0))
     if contracted_right == (1,):
         right = transpose(write, right, (1, 0))
-    if not (left.is_float or left.is_signed):  # Triton's product takes any integer for a signed one
-        raise NotImplementedError(f"{kernel.name}: a product of {left.dtype}")
+    # Triton's product takes any integer for a signed one, and knows none of these.
+    if not (left.is_float or left.is_signed) or left.dtype in ("int16", "int64", "float64"):
+        raise NotImplementedError(f"a product of {left.dtype}")
     wide = jnp.dtype("float32" if left.is_float else "int32")
     start = write.constant(0, wide, result.shape)
     names = f"{left.name}, {right.name}, {start.name}"
@@ -166,4 +167,4 @@ def _precision(kernel: Kernel, equation) -> str:
         return "ieee"
     if precisions <= {None, lax.Precision.DEFAULT}:
         return "tf32"
-    raise NotImplementedError(f"{kernel.name}: a product with the precision {precision}")
+    raise NotImplementedError(f"a product with the precision {precision}")
