@@ -293,6 +293,23 @@ def test_vmap_twice(kind):
     assert_equal(stacked, (query, *rest), np.stack([attended()[0], twice])[None], moves=0)
 
 
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_vmap_of_every_operand_without_a_mesh(scheduled):
+    """Several devices are enough for a call to be asked how it is cut; `vmap` hands it a dict in another order."""
+    rng = np.random.default_rng(1)
+    query = jnp.asarray(rng.standard_normal((3, 2, 4, 576)), jnp.bfloat16)
+    cache = jnp.asarray(rng.standard_normal((6, 16, 1, 576)), jnp.bfloat16)
+    tables, lens = jnp.arange(6, dtype=jnp.int32).reshape(3, 2), jnp.array([0, 5, 32], jnp.int32)
+
+    def attend(query, tables, lens, implementation="interpret"):
+        made = mla_schedule(lens, num_heads=4, q_len=2) if scheduled else None
+        return mla_decode(query, cache, tables, lens, schedule=made, implementation=implementation)
+
+    of_each = jax.vmap(attend)(query[:, None], tables[:, None], lens[:, None])
+    whole = attend(query, tables, lens, "xla")
+    np.testing.assert_allclose(of_each[:, 0].astype(float), whole.astype(float), atol=2e-2)
+
+
 @KINDS
 def test_gradients_are_refused_in_words(kind):
     query, *rest = placed(mesh_of(kind), paged(), BOTH)

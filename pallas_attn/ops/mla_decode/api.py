@@ -243,8 +243,13 @@ def _attend(
     config: Any,
     batch_invariant: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    query, latent_cache, block_tables, seq_lens, *schedule = operands.values()
-    schedule = MLASchedule(*schedule) if schedule else None
+    # By name: vmap, to which a dict is a pytree, puts them in the order of their names.
+    query, latent_cache, block_tables, seq_lens = (
+        operands[name] for name in ("query", "latent_cache", "block_tables", "seq_lens")
+    )
+    schedule = None
+    if "num_splits" in operands:
+        schedule = MLASchedule(*(operands[name] for name in MLASchedule._fields))
     if tiled:
         case = _case(operands, config, batch_invariant)
         resolved = _resolve_config(case, config)
