@@ -182,6 +182,16 @@ def test_the_cache_writes_layers_and_is_read_by_mla_decode(implementation):
     assert error.max() < 4e-3
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", jnp.float8_e4m3fn, np.dtype(jnp.float8_e4m3fn)])
+def test_fp8_latents_by_any_name_of_the_dtype(dtype):
+    tables = jnp.zeros((1, 1), jnp.int32)
+    cache = pallas_attn.PagedLatentCache.create(
+        num_layers=1, num_pages=1, page_size=2, block_tables=tables, dtype=dtype, index_dim=8
+    )
+    assert (cache.latent_cache.shape, cache.latent_cache.dtype) == ((1, 2, 1, 656), jnp.uint8)
+    assert cache.index_keys.dtype == jnp.bfloat16
+
+
 def test_writing_is_in_place():
     """The kernel's output is its input, and nothing else in the module touches the pool."""
     shape = jax.ShapeDtypeStruct

@@ -75,6 +75,7 @@ class PagedLatentCache:
             check.count(name, size)
         check.array("block_tables", block_tables, ("num_seqs", "max_pages"), [jnp.int32])
         check.dtype("dtype", dtype, (*DTYPES, FP8))
+        dtype = jnp.dtype(dtype)  # a name, too, is then equal to the type
         check.one_of("scales", scales, SCALES)
         if index_dim is not None:
             check.count("index_dim", index_dim)
