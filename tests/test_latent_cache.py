@@ -231,6 +231,13 @@ def test_numpy_arrays_and_no_tokens_will_do():
     assert not np.asarray(same).any()
 
 
+@pytest.mark.parametrize("lead", [(0,), (3, 0, 1)])
+def test_no_tokens_are_converted_to_none(lead):
+    tokens = pallas_attn.quantize_latents(jnp.zeros((*lead, 576)))
+    assert (tokens.shape, tokens.dtype) == ((*lead, 656), jnp.uint8)
+    assert pallas_attn.dequantize_latents(tokens).shape == (*lead, 576)
+
+
 ERRORS = {
     "latents: expected shape .num_tokens, 576., got .1, 512.": dict(latents=jnp.zeros((1, 512))),
     "latents: expected dtype bfloat16 or float16 or float32, got int8": dict(

@@ -61,7 +61,11 @@ def quantized(latents: jax.Array, scales: Scales) -> jax.Array:
     groups = latents[..., :LATENT_DIM].astype(jnp.float32).reshape(*lead, NUM_GROUPS, GROUP)
     scale = group_scale(groups, scales)
     parts = quantize(groups, FP8, scale[..., None]), scale, latents[..., LATENT_DIM:].astype(jnp.bfloat16)
-    as_bytes = [lax.bitcast_convert_type(part, BYTES).reshape(*lead, -1) for part in parts]
+    # No size is left to be inferred: there may be no tokens.
+    as_bytes = [
+        lax.bitcast_convert_type(part, BYTES).reshape(*lead, size)
+        for part, size in zip(parts, (SCALES_AT, ROPE_AT - SCALES_AT, TOKEN_BYTES - ROPE_AT), strict=True)
+    ]
     return jnp.concatenate(as_bytes, axis=-1)
 
 
@@ -78,4 +82,5 @@ def dequantized(tokens: jax.Array) -> jax.Array:
 def _wide(tokens: jax.Array, dtype: Any) -> jax.Array:
     """Bytes as numbers of several bytes."""
     size = jnp.dtype(dtype).itemsize
-    return lax.bitcast_convert_type(tokens.reshape(*tokens.shape[:-1], -1, size), dtype)
+    *lead, width = tokens.shape
+    return lax.bitcast_convert_type(tokens.reshape(*lead, width // size, size), dtype)

@@ -25,7 +25,8 @@ def quantize_latents(latents: jax.Array, *, scales: Scales = "power_of_two") -> 
 
     Bytes 0 to 511 are the latent elements in float8_e4m3fn, 512 to 527 four float32 scales, one for each group of 128
     of them, and 528 to 655 the rotary elements in bf16, all little-endian. An element is off by at most 1/16 of itself,
-    or, where that is more, by 2**-10 of its group's scale, which is at most 1/224 of the group's largest magnitude.
+    or, where that is more, by 2**-10 of its group's scale, which is at most 1/224 of the group's largest magnitude, or
+    2**-100 where that is more.
 
     Args:
         latents: [..., 576] bf16, fp16 or float32, the 512 latent and then the 64 rotary elements: a whole pool
