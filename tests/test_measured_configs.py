@@ -73,10 +73,14 @@ def test_everybody_may_read_what_was_measured(tmp_path):
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "{", "[]", "{}", "\xff", '{"entries": [{}]}'),
+        *("", "{", "[]", "{}", "\xff", '{"entries": [{}]}', '{"entries": 5}', '{"entries": null}'),
         '{"entries": [{"key": {"nonsense": [1, 2]}, "config": {}}]}',
         '{"entries": [{"key": {}, "config": {"foo": 1}}]}',
         '{"entries": [{"key": {}, "config": {"block_kv": 1.5}}]}',
+        '{"entries": [{"key": {}, "config": {"num_warps": 0}}]}',
+        # The heuristic would take it for the call's.
+        '{"entries": [{"key": {}, "config": {"rows": 3}}]}',
+        '{"entries": [{"key": {}, "config": {}, "measured": {"num_seqs": 2}}]}',
     ],
 )
 def test_a_file_that_holds_no_configs_is_named(text, tmp_path, monkeypatch):

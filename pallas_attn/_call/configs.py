@@ -12,6 +12,7 @@ are for the same calls, and no others. What its config leaves out, the heuristic
 
 import dataclasses
 import functools
+import inspect
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,8 @@ from pallas_attn._call.device import current_device
 CONFIGS_VARIABLE = "PALLAS_ATTN_CONFIGS"
 # What Triton asks of a tile and of a program, and the least of each: 16 is the tensor core's.
 POWERS_OF_TWO = {"block_q": 16, "block_kv": 16, "num_warps": 1}
+# What "measured" says of the call.
+SIZES = ("num_seqs", "num_kv_heads", "max_len")
 
 
 def check_sizes(config: Any, powers_of_two: Mapping[str, int], may_be_zero: Sequence[str] = ()) -> None:
@@ -70,8 +73,11 @@ def resolve[C](
     for path, entry in _measured(current_device().slug, op, os.environ.get(CONFIGS_VARIABLE)):
         try:
             if all(_agrees(expected, key.get(name)) for name, expected in entry["key"].items()):
+                # A name that the heuristic takes for a fact of the call would change that in silence.
+                if unknown := entry["config"].keys() - inspect.signature(config_type).parameters.keys():
+                    raise ValueError(f"no fields of {config_type.__name__}: {', '.join(sorted(unknown))}")
                 return heuristic(**entry["config"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise ValueError(f"{op}: {path}: not an entry of measured configs: {entry}: {error!r}") from error
     return heuristic()
 
@@ -96,11 +102,29 @@ def load(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     try:
-        return json.loads(path.read_text())["entries"]
+        entries = json.loads(path.read_text())["entries"]
+        if not isinstance(entries, list):
+            raise TypeError(f"entries of type {type(entries).__name__}")
+        # Before `tune` measures for hours, not when it merges what it has found.
+        for entry in entries:
+            _check_entry(entry)
+        return entries
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path}: expected measured configs as `pallas-attn tune` writes them, got {error!r}; delete or mend it"
         ) from error
+
+
+def _check_entry(entry: Any) -> None:
+    """TypeError for what cannot be an entry. Nothing needs to be said of a measurement."""
+    if not isinstance(entry, dict) or not all(
+        isinstance(entry.get(part), dict) for part in ("key", "config")
+    ):
+        raise TypeError(f"no entry with a key and a config: {entry}")
+    about = entry.get("measured", dict.fromkeys(SIZES, 1))
+    sizes = [about.get(name) for name in SIZES] if isinstance(about, dict) else [None]
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise TypeError(f"an entry whose measured {', '.join(SIZES)} are no sizes: {entry}")
 
 
 def packaged_configs() -> Path:
