@@ -303,7 +303,7 @@ def test_gradients_are_those_of_dense_attention_with_a_mask():
         ({"cu_k_lens": None}, ValueError, "'cu_k_lens': expected an array for keys in rows, got None"),
         ({"cu_q_lens": jnp.zeros(7, jnp.int32)}, ValueError, r"'cu_q_lens': expected shape \[4\], got \[7\]"),
         ({"cu_k_lens": jnp.zeros(4)}, TypeError, "'cu_k_lens': expected dtype int32"),
-        ({"block_tables": jnp.zeros((3, 2), jnp.int32)}, ValueError, "'key_cache': expected shape"),
+        ({"block_tables": jnp.zeros((3, 2), jnp.int32)}, ValueError, "'key': expected shape"),
         ({"layout": 3}, TypeError, "'layout': expected a SparseLayout, got int"),
         ({"layout": builders.local_stride(LocalStride(32, 1, 2, 1), 64, num_heads=2, num_kv_heads=1)},
          ValueError, r"'layout': expected 1 head or 4 \(as query\), got 2 heads"),

@@ -123,7 +123,7 @@ def blocksparse_attention(
 
     Source: the varlen kernel of vLLM's blocksparse_attention (Phi-3-small); MInference (Jiang et al., 2024).
     """
-    check = ArgumentChecker("blocksparse_attention")
+    check = ArgumentChecker("blocksparse_attention", {"key_cache": "key", "value_cache": "value"})
     check.array("query", query, ("num_tokens", "num_heads", "head_dim"), DTYPES)
     check.non_empty("query", query)
     check.one_of("cache_layout", cache_layout, LAYOUTS)
