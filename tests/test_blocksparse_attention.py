@@ -151,6 +151,35 @@ def test_a_traced_layout_that_points_outside_spoils_its_own_rows_alone(implement
 
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("array", "place", "value", "spoilt"),
+    [
+        # Blocks of 16 tokens: the last of row 2, whose first token is beyond int32 and comes out as 0.
+        ("columns", 5, 2**28, [2]),
+        # Row 1 keeps its entries, though row 3 begins at the same one.
+        ("row_pointers", 3, 1, [2, 3]),
+        ("row_pointers", 3, 2**31 - 1, [2, 3]),
+    ],
+)
+def test_whatever_a_traced_layout_holds_other_rows_are_right(array, place, value, spoilt, implementation):
+    case = BlockSparseCase(((80, 80),), 2, 1, 32, "dense", 16, 16, dtype="float32")
+    data, layout = make(case), builders.dense_causal(80, block_size=16)
+    good, _ = (np.array(x) for x in run(case, data, implementation, layout=layout))
+    changed = getattr(layout, array).copy()
+    changed[0, place] = value
+    call = jax.jit(
+        lambda layout: pallas_attn.blocksparse_attention(
+            *data.arguments(), layout, **data.lengths(), implementation=implementation
+        )
+    )
+    out = np.array(call(dataclasses.replace(layout, **{array: changed})))
+    bad = np.isin(np.arange(80) // 16, spoilt)
+    np.testing.assert_array_equal(np.isnan(out).all(axis=(1, 2)), bad)
+    np.testing.assert_allclose(out[~bad], good[~bad], atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_positions_beyond_the_layout_are_nan(implementation):
     data = make(SMALL)
     short = builders.dense_causal(64, block_size=32)

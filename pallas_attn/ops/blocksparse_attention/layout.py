@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from pallas_attn._call.checks import ArgumentChecker, fail, is_traced
 
@@ -133,21 +134,33 @@ class SparseLayout:
 jax.tree_util.register_dataclass(SparseLayout)
 
 
-def bad_rows(layout: SparseLayout) -> jax.Array:
-    """[layout_heads, num_row_blocks]: rows that point outside, or whose blocks do not ascend. In jnp: may be traced."""
-    pointers, columns = jnp.asarray(layout.row_pointers), jnp.asarray(layout.columns)
-    nnz = columns.shape[1]
-    begin, end = pointers[:, :-1], pointers[:, 1:]
-    bad = (begin < 0) | (end > nnz) | (end < begin)
-    entry_row, listed = rows_of_entries(layout)
-    own = jnp.minimum(entry_row, layout.num_row_blocks - 1)
-    outside = (columns < 0) | (columns >= -(-((own + 1) * layout.q_block_size) // layout.block_size))
-    before = jnp.pad(columns[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
-    starts = jnp.arange(nnz) == jnp.take_along_axis(begin, own, axis=1)
-    wrong = listed & (outside | (~starts & (columns <= before)))
-    rows = jnp.zeros(bad.shape, jnp.int32)
-    heads = jnp.arange(columns.shape[0])[:, None]
-    return bad | (rows.at[heads, own].add(wrong.astype(jnp.int32)) > 0)
+def rows_of(layout: SparseLayout) -> tuple[jax.Array, jax.Array]:
+    """([layout_heads, num_row_blocks, blocks of keys] what rows see, [layout_heads, num_row_blocks] those that point
+    outside or whose blocks do not ascend). In jnp: may be traced.
+
+    Each row by its own pointers, for others' may be wrong. It has no more entries than there are blocks, or it would
+    not ascend: so many are looked at, and one more.
+    """
+    nnz, rows = layout.columns.shape[1], jnp.arange(layout.num_row_blocks)
+    blocks = -(-layout.max_len // layout.block_size)
+    last = ((rows + 1) * layout.q_block_size - 1) // layout.block_size
+
+    def of_head(arrays: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        pointers, columns = arrays
+        begin, end = pointers[:-1], pointers[1:]
+        inside = (begin >= 0) & (begin <= end) & (end <= nnz)
+        begin, end = jnp.where(inside, begin, 0), jnp.where(inside, end, 0)
+        entry = begin[:, None] + jnp.arange(blocks + 1)
+        listed = entry < end[:, None]
+        column = columns.at[entry].get(mode="fill", fill_value=-1)
+        before = jnp.pad(column[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+        good = (column > before) & (column <= last[:, None])
+        seen = jnp.zeros((len(rows), blocks), bool)
+        seen = seen.at[rows[:, None], jnp.where(listed & good, column, blocks)].set(True, mode="drop")
+        return seen, ~inside | jnp.any(listed & ~good, axis=1)
+
+    # A head at a time: entries take more than the mask that comes of them.
+    return lax.map(of_head, (jnp.asarray(layout.row_pointers), jnp.asarray(layout.columns)))
 
 
 def rows_of_entries(layout: SparseLayout) -> tuple[jax.Array, jax.Array]:

@@ -152,7 +152,9 @@ class Blocks(NamedTuple):
             )
             for at in (entry, entry - 1)
         )
-        good = (column > before) & (column * layout.block_size < (self.row + 1) * layout.q_block_size)
+        # Blocks are compared, not tokens: of a column that points far outside these would be beyond int32.
+        last, _ = divided((self.row + 1) * layout.q_block_size - 1, layout.block_size)
+        good = (column > before) & (column <= last)
         return Near(self, column, _some(held & ~good))
 
     def column(self, entry: jax.Array) -> jax.Array:

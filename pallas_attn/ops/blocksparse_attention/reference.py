@@ -13,7 +13,7 @@ from jax import lax
 
 from pallas_attn._tile import logits, masking, softmax
 from pallas_attn._tile.layout import to_nhd
-from pallas_attn.ops.blocksparse_attention.layout import SparseLayout, bad_rows, rows_of_entries
+from pallas_attn.ops.blocksparse_attention.layout import SparseLayout, rows_of
 from pallas_attn.ops.blocksparse_attention.problem import Problem, factor
 
 MOST_QUERIES = 64
@@ -35,8 +35,7 @@ def blocksparse_attention_xla(
         k_start, k_end = jnp.zeros(num_seqs, jnp.int32), arrays["seq_lens"]
         bad_lens = (k_end < 0) | (k_end > problem.max_k_len)
     k_lens = jnp.where(bad_lens, 0, k_end - k_start)
-    seen = _block_mask(layout)
-    bad = bad_rows(layout)
+    seen, bad = rows_of(layout)
 
     def attend(slot: jax.Array):
         ends = cu_q[1:] // block_q + 2 * jnp.arange(1, num_seqs + 1)
@@ -79,17 +78,6 @@ def blocksparse_attention_xla(
         jnp.full((tokens, heads), -jnp.inf).at[token].set(lse, mode="drop"),
     )
     return results
-
-
-def _block_mask(layout: SparseLayout) -> jax.Array:
-    """`SparseLayout.to_block_mask` of a layout that may be traced."""
-    columns = jnp.asarray(layout.columns)
-    blocks = -(-layout.max_len // layout.block_size)
-    row, listed = rows_of_entries(layout)
-    column = jnp.where(listed & (columns >= 0), columns, blocks)
-    head = jnp.arange(columns.shape[0])[:, None]
-    mask = jnp.zeros((columns.shape[0], layout.num_row_blocks, blocks), bool)
-    return mask.at[head, row, column].set(True, mode="drop")
 
 
 def _keys(arrays: dict[str, Any], problem: Problem, seq, start, k_len, looked_at):
