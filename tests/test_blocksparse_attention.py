@@ -13,7 +13,10 @@ from support import ON_GPU, unchecked
 
 import pallas_attn
 from pallas_attn import LocalStride
-from pallas_attn.ops.blocksparse_attention import BlockSparseConfig, builders
+from pallas_attn._tile.layout import PoolShape
+from pallas_attn._tile.masking import Rules
+from pallas_attn.ops.blocksparse_attention import BlockSparseConfig, builders, kernel
+from pallas_attn.ops.blocksparse_attention.problem import Problem
 from pallas_attn.testing import compare
 from pallas_attn.testing.blocksparse import TEST_CASES, BlockSparseCase, layout_of, make, visible
 
@@ -86,6 +89,59 @@ def test_tiles_of_any_size_beside_blocks_of_any(block_size, q_block_size, block_
 
 
 SMALL = BlockSparseCase(((100, 100), (1, 90), (40, 40)), 4, 2, 32, 0.7, dtype="float32", padding=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_keys_beyond_the_l2_are_read_a_kv_head_at_a_time(page_size, monkeypatch):
+    case = BlockSparseCase(((70, 70), (33, 90)), 6, 2, 32, 0.5, dtype="float32", page_size=page_size)
+    data, taken = make(case), []
+
+    def heads_together(problem, itemsize):
+        taken.append(rule(problem, itemsize))
+        return taken[-1]
+
+    rule = kernel.heads_together
+    monkeypatch.setattr(kernel, "heads_together", heads_together)
+    monkeypatch.setattr(kernel, "MOST_IN_L2", 1 << 14)
+    # Traced for another limit, a call of the same sizes would not ask again.
+    jax.clear_caches()
+    check(case, data, *run(case, data, "interpret"))
+    assert taken == [3]
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "num_kv_heads", "itemsize", "given", "together"),
+    [
+        # 8 KV heads of 128: 4 KiB of keys and values a token in 16 bits, 40 MiB of 10240 tokens.
+        (10240, 8, 2, 0, 32),
+        (10241, 8, 2, 0, 4),
+        (5121, 8, 4, 0, 4),
+        # With as many KV heads as heads, or with one.
+        (2561, 32, 2, 0, 1),
+        (2560, 32, 2, 0, 32),
+        (131072, 1, 2, 0, 32),
+        # The caller's own.
+        (10241, 8, 2, 16, 16),
+    ],
+)
+def test_the_heads_that_start_together_are_those_whose_keys_the_l2_holds(
+    tokens, num_kv_heads, itemsize, given, together
+):
+    problem = Problem(
+        num_tokens=64,
+        num_seqs=1,
+        num_heads=32,
+        max_k_len=tokens,
+        pool=PoolShape(tokens, 1, num_kv_heads, 128),
+        cache_layout=None,
+        kinds="mixed",
+        scale=1.0,
+        rules=Rules(),
+        config=BlockSparseConfig(heads_together=given),
+    )
+    assert kernel.heads_together(problem, itemsize) == together
 
 
 @pytest.mark.slow
