@@ -15,7 +15,7 @@ import pallas_attn
 from pallas_attn import LocalStride
 from pallas_attn._tile.layout import PoolShape
 from pallas_attn._tile.masking import Rules
-from pallas_attn.ops.blocksparse_attention import BlockSparseConfig, builders, kernel
+from pallas_attn.ops.blocksparse_attention import BlockSparseConfig, builders, kernel, walk
 from pallas_attn.ops.blocksparse_attention.problem import Problem
 from pallas_attn.testing import compare
 from pallas_attn.testing.blocksparse import TEST_CASES, BlockSparseCase, layout_of, make, visible
@@ -212,6 +212,8 @@ def test_a_traced_layout_that_points_outside_spoils_its_own_rows_alone(implement
     [
         # Blocks of 16 tokens: the last of row 2, whose first token is beyond int32 and comes out as 0.
         ("columns", 5, 2**28, [2]),
+        # The second of row 4, whose first token is the least of int32.
+        ("columns", 11, 2**27, [4]),
         # Row 1 keeps its entries, though row 3 begins at the same one.
         ("row_pointers", 3, 1, [2, 3]),
         ("row_pointers", 3, 2**31 - 1, [2, 3]),
@@ -232,6 +234,24 @@ def test_whatever_a_traced_layout_holds_other_rows_are_right(array, place, value
     bad = np.isin(np.arange(80) // 16, spoilt)
     np.testing.assert_array_equal(np.isnan(out).all(axis=(1, 2)), bad)
     np.testing.assert_allclose(out[~bad], good[~bad], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("column", "block_size", "read"),
+    [
+        (0, 16, True),
+        (3, 16, True),
+        (4, 16, False),
+        (-1, 16, False),
+        (2**27, 16, False),  # -2**31
+        (2**27 - 1, 16, False),  # 2**31 - 16, of which the last is beyond
+        (-(2**28) + 1, 16, False),  # 16
+    ],
+)
+def test_no_tile_outside_of_the_past_is_read(column, block_size, read):
+    """Whatever a column's first position comes to in 32 bits."""
+    column = jnp.int32(column)
+    assert bool(walk.in_the_past(column, column * block_size, jnp.int32(64 - block_size))) == read
 
 
 @pytest.mark.slow

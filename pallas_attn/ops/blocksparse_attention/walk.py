@@ -182,12 +182,19 @@ def _past_tiles(
         first = column * size + part * block_kv
         # The layout may have been traced: what points outside or does not ascend makes its rows NaN. Asked here, of
         # columns loaded two steps ahead, it holds up nothing.
-        good = (column >= 0) & (first + block_kv <= own) & blocks.ascends(entry, column)
+        good = in_the_past(column, first, own - block_kv) & blocks.ascends(entry, column)
         keys = Keys(jnp.where(good, first, 0), None, good, None)
         return walker.step(state, keys, walker.read(keys)), bad | ~good
 
     of_own_block = jnp.where(near.lists(own), divided(divided(own, size)[1], block_kv)[0], 0)
     return lax.fori_loop(0, near.number_before(own) * tiles + of_own_block, one, carry)
+
+
+def in_the_past(column: jax.Array, first: jax.Array, newest: jax.Array) -> jax.Array:
+    """Whether a tile of a block `column` that would begin at position `first`, at `newest` at the latest, lies in the
+    sequence. Of a column that points far outside, `first` went beyond int32 and is anything: then it may pass, if it is
+    in the sequence, for the row does not ascend to its end; but nothing outside is read."""
+    return ((column | first) >= 0) & (first <= newest)
 
 
 def spoiled(factor: float, good: jax.Array | None) -> jax.Array | float:
