@@ -126,16 +126,21 @@ def test_indices_exclude_schedules_and_the_naive_form():
     layer, cache = layer_of(), empty_cache()
     x, positions = jnp.zeros((2, 1, 64)), jnp.zeros((2, 1), jnp.int32)
     indices = jnp.zeros((2, 1, 3), jnp.int32)
-    with pytest.raises(ValueError, match="argument 'schedule': expected None with indices"):
-        layer(
-            x, cache, 0, positions, indices=indices, schedule=mla_schedule(positions[:, 0] + 1, num_heads=3)
-        )
+    schedule = mla_schedule(positions[:, 0] + 1, num_heads=3, num_parts=132)
+    with pytest.raises(
+        ValueError, match=r"argument 'schedule': expected None with indices, got MLASchedule$"
+    ):
+        layer(x, cache, 0, positions, indices=indices, schedule=schedule)
     with pytest.raises(ValueError, match="argument 'absorbed': expected None with indices, got False"):
         layer(x, cache, 0, positions, indices=indices, absorbed=False)
     with pytest.raises(
         ValueError, match=r"argument 'indices': expected shape \[num_seqs=2.*, n=1.*, top_k\]"
     ):
         layer(x, cache, 0, positions, indices=indices[:, 0])
+    with pytest.raises(
+        ValueError, match=r"MultiHeadLatentAttention: argument 'indices': expected no empty dimension"
+    ):
+        layer(x, cache, 0, positions, indices=indices[:, :, :0])
     with pytest.raises(ValueError, match="argument 'config': expected a q_lora_rank, got None"):
         traced(lambda: MultiHeadLatentAttention(MLAConfig(64, 3), rngs=nnx.Rngs(0)).compressed_query(x))
 

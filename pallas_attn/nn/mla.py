@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 from pallas_attn import MLASchedule, PagedLatentCache, mla_decode, mla_prefill, sparse_mla_decode
 from pallas_attn._call import dispatch
-from pallas_attn._call.checks import ArgumentChecker
+from pallas_attn._call.checks import ArgumentChecker, shown
 from pallas_attn._call.optional import needs_extra
 from pallas_attn._tile.latents import BYTES, LATENT_DIM, ROPE_DIM
 from pallas_attn.ops.kv_cache.addressing import check_layer
@@ -192,9 +192,10 @@ class MultiHeadLatentAttention(nnx.Module):
             check.flag("absorbed", absorbed)
         if indices is not None:
             check.array("indices", indices, (*leading(positions, cu_q_lens), "top_k"), [jnp.int32])
+            check.non_empty("indices", indices)
             for name, value in (("schedule", schedule), ("absorbed", absorbed)):
                 if value is not None:
-                    check.fail(name, "None with indices", str(value))
+                    check.fail(name, "None with indices", shown(value))
             absorbed = False
         batched = not is_ragged(positions, cu_q_lens)
         absorbed = batched and x.shape[1] == 1 if absorbed is None else bool(absorbed)
