@@ -95,6 +95,7 @@ def test_errors_of_flash_mla_names():
     query, pool, ids = arguments().values()
     for changes, message in (
         (dict(is_fp8_kvcache=False), "'k_cache': expected dtype bfloat16 or float16 or float32, got uint8"),
+        (dict(q=query.astype(jnp.float16)), "'q': expected dtype bfloat16, got float16"),
         (dict(causal=True), "'causal': expected False with indices, got True"),
         (dict(indices=None), "'block_table': expected an array, got NoneType"),
         (dict(indices=None, attn_sink=jnp.zeros(4)), "'attn_sink': expected None without indices"),

@@ -101,7 +101,7 @@ def flash_mla_with_kvcache(
     """`mla_decode`, or with `indices` `sparse_mla_decode`, with FlashMLA's signature.
 
     Args:
-        q: [batch_size, seq_len_q, num_heads_q, 576].
+        q: [batch_size, seq_len_q, num_heads_q, 576]; bf16 with is_fp8_kvcache.
         k_cache: [num_blocks, page_block_size, num_heads_k, 576]; with is_fp8_kvcache [..., 656] uint8.
         block_table: [batch_size, max_num_blocks_per_seq] int32; with indices it is not used.
         cache_seqlens: [batch_size] int32; with indices it is not used.
@@ -131,6 +131,8 @@ def flash_mla_with_kvcache(
     if head_dim_v != LATENT_DIM:
         check.fail("head_dim_v", str(LATENT_DIM), str(head_dim_v))
     check.flag("is_fp8_kvcache", is_fp8_kvcache)
+    if is_fp8_kvcache:
+        check.dtype_among("query", q, [jnp.bfloat16])
     check.dtype_among("latent_cache", k_cache, [BYTES] if is_fp8_kvcache else DTYPES)
     if indices is None:
         for name, value in (("attn_sink", attn_sink), ("topk_length", topk_length)):
