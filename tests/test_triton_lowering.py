@@ -263,6 +263,23 @@ def test_vmap_is_a_larger_grid():
     assert "arith.remui" in kernels[0].text
 
 
+def test_vmap_over_nothing_launches_nothing():
+    """A grid without programs is none that a GPU takes."""
+    call = jax.vmap(jax.vmap(ATTEND, in_axes=(None,) * 4 + (0,)), in_axes=(None,) * 4 + (0,))
+    for lead in ((0, 3), (3, 0)):
+        with triton_kernels.written():
+            lowered = lowering.lower_for_gpu(call, *triton_kernels.arguments(*lead))
+        assert lowered.out_info.shape == (*lead, 4, 8, 64)
+        assert private.PTX_CALL not in lowered.as_text()
+
+
+@pytest.mark.parametrize("platforms", [("cpu",), ("rocm",), ("cuda", "cpu")])
+def test_other_platforms_are_refused_in_our_words(platforms):
+    words = "pallas_attn_paged_attention: implementation 'triton' is for NVIDIA GPUs"
+    with triton_kernels.written(), lowering.abstract_mesh(), pytest.raises(NotImplementedError, match=words):
+        jax.jit(ATTEND).trace(*triton_kernels.arguments()).lower(lowering_platforms=platforms)
+
+
 @pytest.mark.once
 def test_exported_functions_hold_the_kernel():
     """As the README says: JAX wants the call vouched for."""

@@ -174,6 +174,9 @@ def _batched(operands, dims, *, static: Launch):
     """One more part of the grid. What a result takes the place of has to be as large as the result."""
     size = next(x.shape[dim] for x, dim in zip(operands, dims, strict=True) if dim is not None)
     aliased = {operand for operand, _ in static.aliases}
+    if size == 0:  # a GPU takes no grid without programs
+        empty = [jnp.zeros((0, *shape), dtype) for shape, dtype in static.results]
+        return empty, [0] * len(empty)
 
     def in_front(i: int, x: jax.Array, dim: int | None) -> jax.Array:
         if dim is not None:
@@ -211,4 +214,10 @@ def _lower(ctx, *operands, static: Launch):
     return call(ctx, *(operands[i] for i in passed))
 
 
+def _refuse(ctx, *operands, static: Launch):
+    wanted = "implementation 'triton' is for NVIDIA GPUs"
+    raise NotImplementedError(f"{static.name}: {wanted}, and the program is lowered for another platform")
+
+
+mlir.register_lowering(launch_p, _refuse)
 mlir.register_lowering(launch_p, _lower, platform="cuda")
