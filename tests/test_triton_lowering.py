@@ -375,7 +375,13 @@ def test_ptx_is_as_old_as_the_gpu_allows(sm):
 
 
 @pytest.mark.parametrize(
-    ("version", "words"), [("3.5.1", "needs Triton 3.6 to 3.9, 3.5.1"), (None, "not installed")]
+    ("version", "words"),
+    [
+        ("3.5.1", "needs Triton 3.6 to 3.9, 3.5.1"),
+        ("3.10.0", "needs Triton 3.6 to 3.9, 3.10.0"),
+        ("main", "needs Triton 3.6 to 3.9, main"),
+        (None, "not installed"),
+    ],
 )
 def test_why_triton_cannot_serve(version, words, monkeypatch):
     monkeypatch.setattr(compiler, "installed", lambda: version)

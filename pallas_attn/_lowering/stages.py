@@ -51,8 +51,8 @@ UNWANTED = {"add_di_scope"}
 
 
 def release(version: str) -> tuple[int, int]:
-    major, minor = re.findall(r"\d+", version)[:2]
-    return int(major), int(minor)
+    major, minor, *_ = (*map(int, re.findall(r"\d+", version)), 0, 0)
+    return major, minor
 
 
 def respell(text: str, triton: tuple[int, int]) -> str:
