@@ -15,7 +15,7 @@ from pallas_attn._lowering import private
 def test_private_names_are_where_they_were():
     assert private.missing() is None
     assert callable(importlib.import_module("jax._src.effects").control_flow_allowed_effects.add_type)
-    assert private.pallas_takes_rules()
+    assert private.pallas_takes_rules(), private.PALLAS_RULES
 
 
 def test_what_is_public_but_not_promised():
