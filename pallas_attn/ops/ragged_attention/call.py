@@ -51,7 +51,9 @@ def register(function: str) -> None:
     # What such a kernel would take, the README says.
     no_hopper_kernel = dispatch.Implementation(
         ragged_attention_pallas,
-        lambda case: "no Hopper kernel of ragged attention has been written; 'pallas' serves sm_90",
+        lambda case: (
+            "no Hopper kernel of ragged attention has been written; 'pallas' and 'triton' serve sm_90"
+        ),
     )
     dispatch.register(
         function,
