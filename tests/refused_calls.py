@@ -198,7 +198,14 @@ def calls() -> dict[str, Call]:
         "get_mla_metadata": Call(
             pallas_attn.get_mla_metadata,
             dict(cache_seqlens=lens, num_heads_per_head_k=4, num_heads_k=1),
-            dict(cache_seqlens=ARRAY, num_heads_per_head_k=COUNT, num_heads_k=COUNT),
+            dict(
+                cache_seqlens=ARRAY,
+                num_heads_per_head_k=COUNT,
+                num_heads_k=COUNT,
+                num_heads_q=COUNT.or_none(),
+                is_fp8_kvcache=FLAG,
+                topk=COUNT.or_none(),
+            ),
         ),
         "flash_mla_with_kvcache": Call(
             pallas_attn.flash_mla_with_kvcache,

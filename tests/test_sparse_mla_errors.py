@@ -120,3 +120,18 @@ def test_errors_of_flash_mla_names():
         ValueError, match=r"^flash_mla_sparse_fwd: argument 'indices': expected shape \[s_q=2 \(as q\)"
     ):
         pallas_attn.flash_mla_sparse_fwd(query[:, 0], pool.reshape(-1, 1, 656), ids[:1], 1.0)
+
+
+@pytest.mark.once
+def test_metadata_is_made_from_what_flash_mla_is_told():
+    call = unchecked(pallas_attn.get_mla_metadata)
+    lens = jnp.array([70, 300], jnp.int32)
+    for ours, plain in zip(call(lens, 128, 1, 128, True, topk=2048), call(lens, 128, 1), strict=True):
+        assert (ours == plain).all()
+    for changes, message in (
+        (dict(num_heads_q=0), "'num_heads_q': expected at least 1, got 0"),
+        (dict(topk=2.0), "'topk': expected an int, got 2"),
+        (dict(is_fp8_kvcache=1), "'is_fp8_kvcache': expected True or False, got 1"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=f"^get_mla_metadata: argument {message}"):
+            call(lens, 128, 1, **changes)

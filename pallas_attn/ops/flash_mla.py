@@ -54,7 +54,12 @@ SPELLED_SPARSE = {
 
 
 def get_mla_metadata(
-    cache_seqlens: jax.Array, num_heads_per_head_k: int, num_heads_k: int
+    cache_seqlens: jax.Array,
+    num_heads_per_head_k: int,
+    num_heads_k: int,
+    num_heads_q: int | None = None,
+    is_fp8_kvcache: bool = False,
+    topk: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """What `flash_mla_with_kvcache` needs to know of a step's lengths; runs on the device, inside jit.
 
@@ -62,6 +67,8 @@ def get_mla_metadata(
         cache_seqlens: [batch_size] int32.
         num_heads_per_head_k: query rows per KV head, seq_len_q * num_heads_q // num_heads_k.
         num_heads_k: KV heads.
+        num_heads_q, is_fp8_kvcache, topk: of FlashMLA's function since it has sparse attention; nothing hangs on them
+            here, where fp8 latents are scheduled as others, and ids without metadata.
 
     Returns:
         tile_scheduler_metadata [num_sm_parts, 8] int32 and num_splits [batch_size + 1] int32, described in
@@ -77,6 +84,10 @@ def get_mla_metadata(
     check.non_empty("cache_seqlens", cache_seqlens)
     check.count("num_heads_per_head_k", num_heads_per_head_k)
     check.count("num_heads_k", num_heads_k)
+    for name, count in (("num_heads_q", num_heads_q), ("topk", topk)):
+        if count is not None:
+            check.count(name, count)
+    check.flag("is_fp8_kvcache", is_fp8_kvcache)
     parts = num_sm_parts(num_heads_per_head_k, num_heads_k, current_device().num_cores)
     return mla_schedule(cache_seqlens, num_heads=1, num_parts=parts, overhead_blocks=FIXED_OVERHEAD_BLOCKS)
 
