@@ -224,3 +224,11 @@ def test_show_layout_draws_a_picture(tmp_path, capsys):
     assert "4 heads, live fraction 0." in capsys.readouterr().out
     assert main(["show-layout", "--block-size", "20"]) == 2
     assert "'block_size': expected a power of two >= 16, got 20" in capsys.readouterr().err
+
+
+def test_show_layout_writes_a_png_whatever_the_file_is_called(tmp_path, capsys):
+    for name in ("layout", "layout.jpg"):
+        picture = tmp_path / name
+        assert main(["show-layout", "--pattern", "dense", "--max-len", "128", "--output", str(picture)]) == 0
+        assert picture.read_bytes().startswith(b"\x89PNG")
+        assert f"{name}: all heads alike, live fraction 1.000" in capsys.readouterr().out

@@ -1,4 +1,5 @@
-"""The command line: `pallas-attn generate`, `chat`, `tune` and `doctor`, also as `python -m pallas_attn`."""
+"""The command line: `pallas-attn generate`, `chat`, `tune`, `show-layout` and `doctor`, also as
+`python -m pallas_attn`."""
 
 import os
 import sys

@@ -43,7 +43,8 @@ def run_show_layout(options: LayoutOptions) -> int:
     except (ValueError, MissingExtraError, OSError) as error:
         print(f"pallas-attn: error: {error}", file=sys.stderr)
         return 2
-    print(f"{options.output}: {layout.layout_heads} heads, live fraction {layout.live_fraction():.3f}")
+    heads = f"{layout.layout_heads} heads" if layout.layout_heads > 1 else "all heads alike"
+    print(f"{options.output}: {heads}, live fraction {layout.live_fraction():.3f}")
     return 0
 
 
@@ -97,4 +98,5 @@ def draw(layout: SparseLayout, output: Path) -> None:
     blocks = f"blocks of {layout.q_block_size} queries by {layout.block_size} keys"
     shown = "" if heads == len(mask) else f", the first {heads} of {len(mask)} heads"
     figure.suptitle(f"{blocks}{shown}; seen in blue", fontsize=10)
-    figure.savefig(output, dpi=110, bbox_inches="tight")
+    # Whatever the file is called: matplotlib would choose by its name, and call one without a suffix otherwise.
+    figure.savefig(output, format="png", dpi=110, bbox_inches="tight")
