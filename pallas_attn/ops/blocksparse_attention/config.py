@@ -32,7 +32,8 @@ class BlockSparseConfig:
     block_q: queries of a head that a program serves, a power of two >= 16, at most the layout's q_block_size.
     block_kv: tokens it takes in per step, a power of two >= 16, at most the layout's block_size.
     heads_together: heads whose programs start together, a divisor of the query heads: few keep the keys that are being
-        read in the L2, many even out what the last programs have to do. 0: all whose keys the L2 holds.
+        read in the L2, many even out what the last programs have to do. 0: all of them, or those of one KV head where
+        the L2 does not hold the keys of all.
     num_warps, num_stages: Triton's warps per program and depth of software pipelining.
     max_registers: of a thread of prefill, for more programs to a multiprocessor; 0: as many as it takes.
     decode_block_kv, decode_warps, decode_stages: the same for sequences with one query.
