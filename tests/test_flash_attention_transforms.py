@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from support import unchecked
 
 import pallas_attn
 from pallas_attn import flash_attention
@@ -142,6 +143,17 @@ OPTIONS = {
     "mask": {"mask": (2, 1, 24, 24), "is_causal": True},
     "lengths": {"query_seq_lengths": [24, 7], "key_value_seq_lengths": [13, 24]},
 }
+
+
+def test_what_is_no_window_hears_of_both_its_forms():
+    query, key, value = arrays(2)
+    for function, name in (
+        (flash_attention, "sliding_window"),
+        (pallas_attn.dot_product_attention, "local_window_size"),
+    ):
+        expected = f"'{name}': expected an int or a tuple \\(left, right\\), got \\[5, 3\\] of type list"
+        with pytest.raises(TypeError, match=expected):
+            unchecked(function)(query, key, value, **{name: [5, 3]})
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from pallas_attn._call.checks import ArgumentChecker, check_int
+from pallas_attn._call.checks import ArgumentChecker, check_int, shown
 from pallas_attn._tile.band import Band
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
@@ -52,6 +53,8 @@ def band(check: ArgumentChecker, causal: bool, window: Any, offset: int) -> Band
                 check_int(check.function, check.spell("sliding_window"), side, least=0)
         left, right = (None if side is None else min(int(side), LONGEST) for side in window)
     elif window is not None:
+        if not isinstance(window, int | np.integer):
+            check.fail("sliding_window", "an int or a tuple (left, right)", shown(window), TypeError)
         check.count("sliding_window", window)
         left = right = min(int(window), LONGEST) - 1
     return Band(left, 0 if causal else right, offset)

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_attn._call.checks import ArgumentChecker, is_array
 from pallas_attn.ops.flash_attention.api import serve
@@ -70,7 +71,7 @@ def dot_product_attention(
             _padding(check, "key_value_seq_lengths", key_value_seq_lengths, key.shape, -2),
         )
     window = local_window_size
-    if window is not None and not isinstance(window, tuple):
+    if isinstance(window, int | np.integer):
         window = (window, window)
     check.flag("return_lse", return_residual)
     out, lse = serve(
