@@ -232,3 +232,23 @@ def test_show_layout_writes_a_png_whatever_the_file_is_called(tmp_path, capsys):
         assert main(["show-layout", "--pattern", "dense", "--max-len", "128", "--output", str(picture)]) == 0
         assert picture.read_bytes().startswith(b"\x89PNG")
         assert f"{name}: all heads alike, live fraction 1.000" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--pattern", "dense", "--window", "5"],
+            "--window: expected with --pattern window, got --pattern dense",
+        ),
+        (
+            ["--pattern", "window", "--num-heads", "2"],
+            "--num-heads: expected with --pattern local-stride, got --pattern window",
+        ),
+    ],
+)
+def test_show_layout_refuses_what_a_pattern_does_not_take(options, message, tmp_path, capsys):
+    picture = tmp_path / "layout.png"
+    assert main(["show-layout", *options, "--output", str(picture)]) == 2
+    assert message in capsys.readouterr().err
+    assert not picture.exists()

@@ -405,13 +405,24 @@ def show_layout(
     q_block_size: Annotated[
         int | None, typer.Option(help="Tokens of a block of queries.", show_default="as --block-size")
     ] = None,
-    local_blocks: Annotated[int, typer.Option(help="Newest blocks that every query sees.")] = 16,
-    vert_stride: Annotated[int, typer.Option(help="Of older blocks, one in so many.")] = 8,
-    head_sliding_step: Annotated[int, typer.Option(help="Blocks the stride moves by from head to head.")] = 1,
-    window: Annotated[int, typer.Option(help="Tokens that a query sees, for --pattern window.")] = 1024,
-    num_heads: Annotated[int, typer.Option(help="Query heads.")] = 4,
-    num_kv_heads: Annotated[int, typer.Option(help="KV heads.")] = 1,
-    tp_rank: Annotated[int, typer.Option(help="Which slice of the heads, in tensor parallelism.")] = 0,
+    local_blocks: Annotated[
+        int | None, typer.Option(help="Newest blocks that every query sees.", show_default="16")
+    ] = None,
+    vert_stride: Annotated[
+        int | None, typer.Option(help="Of older blocks, one in so many.", show_default="8")
+    ] = None,
+    head_sliding_step: Annotated[
+        int | None, typer.Option(help="Blocks the stride moves by from head to head.", show_default="1")
+    ] = None,
+    window: Annotated[
+        int | None, typer.Option(help="Tokens that a query sees, for --pattern window.", show_default="1024")
+    ] = None,
+    num_heads: Annotated[int | None, typer.Option(help="Query heads.", show_default="4")] = None,
+    num_kv_heads: Annotated[int | None, typer.Option(help="KV heads.", show_default="1")] = None,
+    tp_rank: Annotated[
+        int | None,
+        typer.Option(help="Which slice of the heads, in tensor parallelism.", show_default="0"),
+    ] = None,
     output: Annotated[Path, typer.Option(help="The picture, a PNG.")] = Path("layout.png"),
 ) -> int:
     """Draw which blocks of keys each block of queries sees, head by head, with the live fraction (extra `bench`)."""
@@ -423,13 +434,15 @@ def show_layout(
             max_len=max_len,
             block_size=block_size,
             q_block_size=q_block_size,
-            local_blocks=local_blocks,
-            vert_stride=vert_stride,
-            head_sliding_step=head_sliding_step,
-            window=window,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            tp_rank=tp_rank,
+            own=dict(
+                local_blocks=local_blocks,
+                vert_stride=vert_stride,
+                head_sliding_step=head_sliding_step,
+                window=window,
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                tp_rank=tp_rank,
+            ),
             output=output,
         )
     )

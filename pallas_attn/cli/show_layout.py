@@ -17,21 +17,30 @@ ACROSS = 4
 PAST, SEEN, HIDDEN = (0.93, 0.93, 0.93), (0.13, 0.35, 0.60), (1.0, 1.0, 1.0)
 
 
+# What each pattern takes beside the sizes, and what is taken where nothing is said.
+OWN = {
+    "dense": {},
+    "window": {"window": 1024},
+    "local-stride": {
+        "local_blocks": 16,
+        "vert_stride": 8,
+        "head_sliding_step": 1,
+        "num_heads": 4,
+        "num_kv_heads": 1,
+        "tp_rank": 0,
+    },
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class LayoutOptions:
-    """As the command's options."""
+    """As the command's options; `own` are those of one pattern, None where they were not given."""
 
     pattern: str
     max_len: int
     block_size: int
     q_block_size: int | None
-    local_blocks: int
-    vert_stride: int
-    head_sliding_step: int
-    window: int
-    num_heads: int
-    num_kv_heads: int
-    tp_rank: int
+    own: dict[str, int | None]
     output: Path
 
 
@@ -49,20 +58,24 @@ def run_show_layout(options: LayoutOptions) -> int:
 
 
 def build(options: LayoutOptions) -> SparseLayout:
+    """ValueError for sizes that cannot be, and for what the pattern does not take."""
+    given = {name: size for name, size in options.own.items() if size is not None}
+    for name in given:
+        if name not in OWN[options.pattern]:
+            owner = next(pattern for pattern, takes in OWN.items() if name in takes)
+            raise ValueError(
+                f"--{name.replace('_', '-')}: expected with --pattern {owner}, got --pattern {options.pattern}"
+            )
+    own = OWN[options.pattern] | given
     sizes = {"block_size": options.block_size, "q_block_size": options.q_block_size}
     match options.pattern:
         case "dense":
             return builders.dense_causal(options.max_len, **sizes)
         case "window":
-            return builders.sliding_window(options.window, options.max_len, **sizes)
-    pattern = LocalStride(
-        options.block_size,
-        options.local_blocks,
-        options.vert_stride,
-        options.head_sliding_step,
-        options.tp_rank,
-    )
-    heads = {"num_heads": options.num_heads, "num_kv_heads": options.num_kv_heads}
+            return builders.sliding_window(own["window"], options.max_len, **sizes)
+    names = ("local_blocks", "vert_stride", "head_sliding_step", "tp_rank")
+    pattern = LocalStride(options.block_size, *(own[name] for name in names))
+    heads = {name: own[name] for name in ("num_heads", "num_kv_heads")}
     return builders.local_stride(pattern, options.max_len, **heads, q_block_size=options.q_block_size)
 
 

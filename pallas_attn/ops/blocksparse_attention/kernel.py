@@ -57,8 +57,9 @@ def prefill(
 
 
 def heads_together(problem: Problem, itemsize: int) -> int:
-    """Query heads whose programs start together: all, if the L2 holds a sequence's keys and values of all KV heads;
-    those of one KV head at a time if it does not, so that what rows read at random still comes out of it."""
+    """Query heads whose programs start together: all, if the L2 holds keys and values of all KV heads, of as many
+    tokens as a sequence may have; else those of one KV head at a time, so that what rows read at random still comes
+    out of it."""
     if problem.config.heads_together:
         return problem.config.heads_together
     kv_bytes = 2 * problem.max_k_len * problem.pool.num_kv_heads * problem.pool.head_dim * itemsize
