@@ -27,6 +27,11 @@ class Device:
         return 90 <= (self.compute_capability or 90) < 120
 
     @property
+    def products_in_tensor_memory(self) -> bool:
+        """Whether sums of products have a memory of their own: on the data centre's Blackwell."""
+        return 100 <= (self.compute_capability or 0) < 120
+
+    @property
     def shared_kib(self) -> int:
         """Shared memory that one program may have."""
         return 227 if self.asynchronous_products else {80: 163, 87: 163}.get(self.compute_capability or 0, 99)

@@ -94,8 +94,10 @@ def heuristic(
     def fits(block_q: int, block_kv: int, num_stages: int) -> bool:
         # Tiles of keys and values, one more of a narrow cache's that is converted, and the queries.
         token = num_stages * itemsize + (query_itemsize if narrow else 0)
-        needed = (block_q * query_dims * query_itemsize + block_kv * dims * token) / 1024
-        return needed + RESERVED_KB <= device.shared_kib
+        needed = block_q * query_dims * query_itemsize + block_kv * dims * token
+        if latent and device.products_in_tensor_memory:
+            needed += block_q * value_dim * query_itemsize  # sums on their way out
+        return needed / 1024 + RESERVED_KB <= device.shared_kib
 
     def tiles(
         block_q: int, block_kv: int, num_stages: int, programs: int, a_core: int, warps: int
