@@ -1,7 +1,6 @@
 """A limit on a thread's registers: it reaches both compilers, and who cannot have it gets tiles that need none."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -128,12 +127,11 @@ def test_without_the_private_name_tiles_need_no_limit(monkeypatch):
 
 SIZES = dict(head_dim=128, itemsize=2, block_size=128, q_block_size=128, row_blocks=4.0, streams=32)
 HOPPER = Device("gpu", "", 132, 90)
-choose = functools.partial(heuristic, num_heads=32)
 
 
 def tile(**changes) -> dict[str, int]:
     about = dict(plain=True, limits_registers=True, device=HOPPER)
-    config = dataclasses.asdict(choose(**{**SIZES, **about, **changes}))
+    config = dataclasses.asdict(heuristic(**{**SIZES, **about, **changes}))
     return {name: config[name] for name in TILES["prefill"]}
 
 
