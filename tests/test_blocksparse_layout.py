@@ -239,11 +239,11 @@ def test_show_layout_writes_a_png_whatever_the_file_is_called(tmp_path, capsys):
     [
         (
             ["--pattern", "dense", "--window", "5"],
-            "--window: expected with --pattern window, got --pattern dense",
+            "show-layout: argument '--window': expected none with --pattern dense, got 5",
         ),
         (
             ["--pattern", "window", "--num-heads", "2"],
-            "--num-heads: expected with --pattern local-stride, got --pattern window",
+            "show-layout: argument '--num-heads': expected none with --pattern window, got 2",
         ),
     ],
 )

@@ -116,12 +116,14 @@ def load(path: Path) -> list[dict[str, Any]]:
 
 
 def _check_entry(entry: Any) -> None:
-    """TypeError for what cannot be an entry. Nothing needs to be said of a measurement."""
+    """TypeError for what cannot be an entry."""
     if not isinstance(entry, dict) or not all(
         isinstance(entry.get(part), dict) for part in ("key", "config")
     ):
         raise TypeError(f"no entry with a key and a config: {entry}")
-    about = entry.get("measured", dict.fromkeys(SIZES, 1))
+    if "measured" not in entry:
+        return
+    about = entry["measured"]
     sizes = [about.get(name) for name in SIZES] if isinstance(about, dict) else [None]
     if not all(isinstance(size, int) and size > 0 for size in sizes):
         raise TypeError(f"an entry whose measured {', '.join(SIZES)} are no sizes: {entry}")

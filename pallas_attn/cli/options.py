@@ -1,13 +1,29 @@
 """What several commands can be told, with its help."""
 
 import enum
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+from pallas_attn._call.checks import fail
 from pallas_attn._call.optional import needs_extra
 
 with needs_extra("models", user="the command pallas-attn"):
     import typer
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def taken(command: str, defaults: Mapping[str, Any], given: Mapping[str, Any], by: str) -> dict[str, Any]:
+    """`defaults`, or what is `given` in their place, where None was not. ValueError for any that are not among them,
+    which `by` ("--op mla_decode") does not take."""
+    said = {name: value for name, value in given.items() if value is not None}
+    for name, value in said.items():
+        if name not in defaults:
+            fail(command, flag(name), f"none with {by}", str(value))
+    return {**defaults, **said}
 
 
 class Dtype(enum.StrEnum):

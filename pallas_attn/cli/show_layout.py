@@ -9,6 +9,7 @@ import numpy as np
 
 from pallas_attn._call.optional import MissingExtraError, needs_extra
 from pallas_attn._tile.masking import LocalStride
+from pallas_attn.cli.options import taken
 from pallas_attn.ops.blocksparse_attention import builders
 from pallas_attn.ops.blocksparse_attention.layout import SparseLayout
 
@@ -59,14 +60,7 @@ def run_show_layout(options: LayoutOptions) -> int:
 
 def build(options: LayoutOptions) -> SparseLayout:
     """ValueError for sizes that cannot be, and for what the pattern does not take."""
-    given = {name: size for name, size in options.own.items() if size is not None}
-    for name in given:
-        if name not in OWN[options.pattern]:
-            owner = next(pattern for pattern, takes in OWN.items() if name in takes)
-            raise ValueError(
-                f"--{name.replace('_', '-')}: expected with --pattern {owner}, got --pattern {options.pattern}"
-            )
-    own = OWN[options.pattern] | given
+    own = taken("show-layout", OWN[options.pattern], options.own, f"--pattern {options.pattern}")
     sizes = {"block_size": options.block_size, "q_block_size": options.q_block_size}
     match options.pattern:
         case "dense":

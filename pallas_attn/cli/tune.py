@@ -16,6 +16,7 @@ from rich.table import Table
 from pallas_attn._call import configs
 from pallas_attn._call.checks import fail
 from pallas_attn._call.device import current_device
+from pallas_attn.cli.options import flag, taken
 from pallas_attn.tuning import entries
 from pallas_attn.tuning.points import Point, Timing, measure
 from pallas_attn.tuning.registry import OPS
@@ -73,14 +74,10 @@ def run_tune(options: TuneOptions) -> int:
 
 def _points(options: TuneOptions) -> list[Point]:
     kind = OPS[options.op]
-    given = {name: value for name, value in options.sizes.items() if value is not None}
-    for name, value in given.items():
-        if name not in kind.sizes:
-            fail("tune", _flag(name), f"none with --op {options.op}", str(value))
-    sizes = {**kind.sizes, **given}
+    sizes = taken("tune", kind.sizes, options.sizes, f"--op {options.op}")
     for name, value in dict(sizes, num_seqs=min(options.num_seqs), max_len=min(options.max_len)).items():
         if isinstance(value, int) and value < 1:
-            fail("tune", _flag(name), "at least 1", str(value))
+            fail("tune", flag(name), "at least 1", str(value))
     if sizes["num_heads"] % sizes["num_kv_heads"]:
         expected = f"a multiple of --num-kv-heads ({sizes['num_kv_heads']})"
         fail("tune", "--num-heads", expected, str(sizes["num_heads"]))
@@ -92,10 +89,6 @@ def _points(options: TuneOptions) -> list[Point]:
     ]
     least = min(point.read_bytes for point in points)
     return [point for point in points if point.read_bytes <= max(least, MOST_READ_BYTES)]
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _measured(points: Sequence[Point], implementation: str) -> Best:
