@@ -101,8 +101,11 @@ class PagedWorkload(Workload):
 
     def _least_calls(self, case: Any) -> int:
         """In a round."""
-        usual = self.cost(case).seconds(USUAL_FLOPS, USUAL_BYTES)
-        return max(timing.LEAST_CALLS, min(ROUND_CALLS, math.ceil(ROUND_SECONDS / usual)))
+        return max(timing.LEAST_CALLS, min(ROUND_CALLS, math.ceil(ROUND_SECONDS / self._usual_seconds(case))))
+
+    def _usual_seconds(self, case: Any) -> float:
+        """That a call roughly takes."""
+        return self.cost(case).seconds(USUAL_FLOPS, USUAL_BYTES)
 
     def most_sets(self, case: Any) -> int:
         """That are of use: calls that products limit need few."""
@@ -142,8 +145,7 @@ class PagedWorkload(Workload):
         """`plain`: the call is jnp that XLA compiles, which may be tens of times slower than a kernel."""
         shapes = self.input_shapes(case)
         calls_a_round = len(shapes.tables)
-        usual = self.cost(case).seconds(USUAL_FLOPS, USUAL_BYTES)
-        rounds = 1 if plain else timing.num_rounds(usual, calls_a_round)
+        rounds = 1 if plain else timing.num_rounds(self._usual_seconds(case), calls_a_round)
 
         def loop(inputs: Inputs, made: Any):
             def one(table, lengths):
