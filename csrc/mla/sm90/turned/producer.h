@@ -65,7 +65,7 @@ class Producer {
 
   __device__ void work_through(int part) {
     RunWalker<PageTable> walker(params_, part);
-    int stage = 0;
+    int stage = 0, filled = 0;
     while (!walker.done()) {
       source_.open(walker.request(), walker.page_begin());
       walker.fetch();
@@ -73,6 +73,7 @@ class Producer {
       prefetch_query<Plan::kRows>(params_, place_, run.request, lane_);
       for (int page = run.page_begin; page < run.page_end; ++page) {
         ptx::mbarrier_wait(smem_.page_ring.empty[stage], phases_.empty(stage));
+        pace(filled++);
         load_page(run, page, stage);
         phases_.advance(stage);
         stage = Plan::next_stage(stage);
@@ -81,6 +82,15 @@ class Producer {
   }
 
  private:
+  // Before the page that is number `filled` of this CTA. All CTAs begin together: if each asked for as many
+  // pages as it holds, everybody's first would come among everybody's others. So until the ring has gone
+  // round once, a page is asked for when the second one before it has landed.
+  __device__ __forceinline__ void pace(int filled) {
+    constexpr int kOnTheirWay = 2;
+    if (filled < kOnTheirWay || filled >= Plan::kStages) return;
+    ptx::mbarrier_wait(smem_.page_ring.full[filled - kOnTheirWay], 0);
+  }
+
   // The flag is written before anybody can be told that the page is there. What is not copied is cleared or
   // made NaN by who reads.
   __device__ __forceinline__ void load_page(const PageRun& run, int index, int stage) {
