@@ -19,9 +19,9 @@ SMALL_BLOCK, SMALL_SETS = (1 << 13) - 1, 2
 MOST_POOL_BYTES = 30 << 30  # where a case holds much more than it reads (windows), fewer sets take turns
 # Rates that calls roughly reach, to choose how many make a burst.
 USUAL_FLOPS, USUAL_BYTES = 4e14, 2.5e12
-# Of so many calls, or of so long, is a round at least, as peers' graphs are: what a round does besides, some five
-# microseconds, is no call's.
-ROUND_CALLS, ROUND_SECONDS = 32, 4e-3
+# Of so many calls, or of so long, is a round at least, as peers' graphs are (graphs.py): what a round does besides, a
+# launch and two small kernels, is no call's.
+ROUND_CALLS, ROUND_SECONDS = 32, 0.04
 
 
 class Inputs(NamedTuple):
