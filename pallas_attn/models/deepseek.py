@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from pallas_attn import PagedLatentCache, mla_schedule
 from pallas_attn._call.checks import fail
 from pallas_attn._call.optional import needs_extra
-from pallas_attn._tile.latents import FP8
+from pallas_attn._tile.latents import FP8, Scales
 from pallas_attn.nn._new_tokens import once_for_all_layers
 from pallas_attn.nn.indexer import Indexer, IndexerConfig
 from pallas_attn.nn.layers import PRECISION, RMSNorm, advanced, linear
@@ -310,10 +310,16 @@ class DeepSeek(nnx.Module):
         self.lm_head = nnx.Param(init(rngs.params(), (config.vocab_size, hidden), dtype))
 
     def create_cache(
-        self, *, num_pages: int, page_size: int, block_tables: jax.Array, dtype: Any = None
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        block_tables: jax.Array,
+        dtype: Any = None,
+        scales: Scales = "power_of_two",
     ) -> PagedLatentCache:
-        """An empty cache with `num_pages` pages for each layer, of the model's dtype or (float8_e4m3fn) of fp8 latents;
-        with index keys where the model has indexers."""
+        """An empty cache with `num_pages` pages for each layer, of the model's dtype or (float8_e4m3fn) of fp8 latents,
+        whose `scales` are "power_of_two" or "exact"; with index keys where the model has indexers."""
         dtype = self.dtype if dtype is None else jnp.dtype(dtype)
         if dtype not in (self.dtype, FP8):
             fail("create_cache", "dtype", f"{self.dtype} (the model's) or {jnp.dtype(FP8)}", str(dtype))
@@ -324,6 +330,7 @@ class DeepSeek(nnx.Module):
             page_size=page_size,
             block_tables=block_tables,
             dtype=dtype,
+            scales=scales,
             index_dim=None if indexer is None else indexer.head_dim,
         )
 
