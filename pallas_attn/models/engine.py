@@ -98,16 +98,22 @@ class Engine:
         ArgumentChecker("Engine").flag("prefix_cache", prefix_cache)
         self._stops = checked_tokens("Engine", "stop_token_ids", stop_token_ids)
         self._model, self._most = model, min(max_len, num_pages * page_size + 1)
-        pages = dict(num_pages=num_pages, page_size=page_size)
         self._scheduler = Scheduler(
-            **pages, num_rows=num_rows, step_tokens=step_tokens, burst=burst, prefix_cache=prefix_cache
+            num_pages=num_pages,
+            page_size=page_size,
+            num_rows=num_rows,
+            step_tokens=step_tokens,
+            burst=burst,
+            prefix_cache=prefix_cache,
         )
         few = step_tokens // _FEW
         self._rooms = [few, step_tokens] if few >= max(num_rows, _WORTH_COMPILING) else [step_tokens]
         self._graph, self._weights = nnx.split(model)
         self._tables = np.full((num_rows, pages_each), -1, np.int32)
         tables = jnp.asarray(self._tables)
-        self._cache = model.create_cache(**pages, block_tables=tables, dtype=cache_dtype)
+        self._cache = model.create_cache(
+            num_pages=num_pages, page_size=page_size, block_tables=tables, dtype=cache_dtype
+        )
         self._rows = sampling.Rows.greedy(num_rows)
         self._held: list[tuple[Request, list[int]] | None] = [None] * num_rows
         self._sampling: dict[Request, Sampling] = {}
