@@ -23,4 +23,5 @@ from pallas_attn._lowering.body import is_tracing as is_tracing
 from pallas_attn._lowering.body import load as load
 from pallas_attn._lowering.body import program_id as program_id
 from pallas_attn._lowering.body import store as store
+from pallas_attn._lowering.body import touch as touch
 from pallas_attn._lowering.launch import launch as launch

@@ -82,7 +82,7 @@ def _arrays(index: tuple[Any, ...]) -> Iterator[jax.Array]:
 
 
 class _WritesMemory(Effect):
-    """Keeps JAX from dropping a store, which has no result."""
+    """Keeps JAX from dropping what has no result."""
 
 
 _writes = _WritesMemory()
@@ -92,6 +92,8 @@ program_id_p = Primitive("pallas_attn_program_id")
 load_p = Primitive("pallas_attn_load")
 store_p = Primitive("pallas_attn_store")
 store_p.multiple_results = True
+touch_p = Primitive("pallas_attn_touch")
+touch_p.multiple_results = True
 
 
 def program_id(axis: int) -> jax.Array:
@@ -132,6 +134,12 @@ def store(
     )
 
 
+def touch(place: Place, *, mask: jax.Array) -> None:
+    """Asks for elements at `place`, where `mask`, of which nothing is made."""
+    shape = jnp.broadcast_shapes(*(i.shape for i in place.index))
+    touch_p.bind(*place.index, jnp.broadcast_to(mask, shape), ref=place.ref, shape=shape)
+
+
 @program_id_p.def_abstract_eval
 def _(*, axis):
     return ShapedArray((), jnp.dtype("int32"))
@@ -144,6 +152,11 @@ def _(*_, ref, shape, masked, filled, eviction_policy):
 
 @store_p.def_effectful_abstract_eval
 def _(*_, ref, masked, eviction_policy):
+    return [], {_writes}
+
+
+@touch_p.def_effectful_abstract_eval
+def _(*_, ref, shape):
     return [], {_writes}
 
 

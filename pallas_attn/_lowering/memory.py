@@ -87,6 +87,17 @@ def _(kernel: Kernel, equation, *operands):
     return write.define(f"tt.load {names}{policy} : {pointers.type}", shape, ref.dtype)
 
 
+@rule("pallas_attn_touch")
+def _(kernel: Kernel, equation, *operands):
+    """A load that stays although nobody wants what it gives."""
+    write, params = kernel.write, equation.params
+    *index, mask = operands
+    pointers = _pointers(kernel, params["ref"], tuple(index), params["shape"])
+    spelled = f"tt.load {pointers.name}, {mask.name} {{isVolatile = true}} : {pointers.type}"
+    write.define(spelled, params["shape"], params["ref"].dtype)
+    return []
+
+
 @rule("pallas_attn_store")
 def _(kernel: Kernel, equation, *operands):
     params, rank = equation.params, len(equation.params["ref"].shape)

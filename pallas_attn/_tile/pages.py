@@ -14,6 +14,9 @@ from pallas_attn._tile import triton
 from pallas_attn._tile.layout import Which, token_index
 from pallas_attn._tile.rows import Chunk, reaches_beyond
 
+SECTOR_BYTES = 32  # that memory gives at least
+MOST_TOUCHED = 32  # of them by a program
+
 
 def slots(start: jax.Array, block_kv: int, page_size: int) -> tuple[jax.Array, jax.Array]:
     """(column of the block table, offset in the page) of each token of a tile, whose start is a multiple of block_kv.
@@ -31,6 +34,20 @@ def slots(start: jax.Array, block_kv: int, page_size: int) -> tuple[jax.Array, j
 def look_up(tables_ref: Any, seq, column: jax.Array, **mask: Any) -> jax.Array:
     """Page ids in columns of a sequence's row of the block table; `mask` and `other` as of a load."""
     return triton.load(tables_ref.at[seq + 0 * column, column], **mask)
+
+
+def touch(tables_ref: Any, program, num_programs: int) -> None:
+    """Asks for the part of the block tables that is `program`'s to ask for. Which ids a program needs shows when lengths
+    are known; meanwhile all programs together bring tables into the L2. Not those of which a warp would have more to
+    ask for than it has lanes: they are wider than sequences are long, as a rule.
+    """
+    num_seqs, columns = tables_ref.shape
+    ids = SECTOR_BYTES // tables_ref.dtype.itemsize
+    share = triton.next_power_of_2(-(-num_seqs * columns // (ids * num_programs)))
+    if share > MOST_TOUCHED:
+        return
+    first = (program * share + jnp.arange(share)) * ids
+    triton.touch(tables_ref.at[first // columns, first % columns], mask=first < num_seqs * columns)
 
 
 def gather(

@@ -18,7 +18,7 @@ from pallas_attn import _lowering
 from pallas_attn._call import dispatch, gradients
 from pallas_attn._call.device import current_device
 from pallas_attn._lowering import cache, compiler, private
-from pallas_attn._tile import registers
+from pallas_attn._tile import early, registers
 from pallas_attn._tile.sharding import vary, varying_axes, varying_like
 
 Lowering = Literal["pallas", "triton", "interpret"]
@@ -83,6 +83,14 @@ def store(
     """Writes `value` to `place` where `mask`."""
     write = _lowering.store if isinstance(place, _lowering.Place) else plgpu.store
     write(place, value, mask=mask, eviction_policy=eviction_policy)
+
+
+def touch(place: Any, *, mask: jax.Array) -> None:
+    """Asks for elements at `place`, where `mask`, which are wanted later: by then the L2 has them."""
+    if isinstance(place, _lowering.Place):
+        _lowering.touch(place, mask=mask)
+    elif _compiling.get() and private.pallas_takes_rules():
+        early.touched(plgpu.load(place, mask=mask, other=0, volatile=True))
 
 
 def program_id(axis: int) -> jax.Array:
@@ -167,15 +175,22 @@ def limits_registers(lowering: str) -> bool:
     return lowering != "pallas" or private.pallas_takes_rules()
 
 
+def _early() -> bool:
+    capability = current_device().compute_capability
+    return capability is not None and capability >= early.LEAST_CAPABILITY and private.pallas_takes_rules()
+
+
 def _narrow(kernel: Callable[..., None], *refs: Any) -> None:
     """Where a user has 64-bit types on, a kernel's own numbers stay what they are without: 32 bits wide."""
     with jax.enable_x64(False):
         kernel(*refs)
 
 
-def _marked(kernel: Callable[..., None], max_registers: int, *refs: Any) -> None:
+def _marked(kernel: Callable[..., None], max_registers: int, merged: bool, *refs: Any) -> None:
     if max_registers:
         registers.limit(max_registers)
+    if merged:
+        early.launch_dependents()
     token = _compiling.set(True)
     try:
         kernel(*refs)
@@ -194,6 +209,7 @@ def kernel_call(
     lowering: Lowering,
     max_registers: int = 0,
     most_together: int = 0,
+    merged: bool = False,
     input_output_aliases: Mapping[int, int] | None = None,
 ) -> Any:
     """Runs `kernel(*operand_refs, *output_refs)` over `grid`; operands may be pytrees, and every ref is a whole array,
@@ -201,6 +217,9 @@ def kernel_call(
 
     `most_together` programs are planned for each multiprocessor, 0: as many as fit. With room for one more, the GPU
     gives some multiprocessors more than others. "triton" leaves no such room; by Pallas nothing can be done about it.
+
+    `merged`: nobody reads the results but `merge`, which Pallas then has launched early; XLA's call for "triton"
+    launches nothing early.
     """
     axes = varying_axes(operands)
     kernel = functools.partial(_narrow, kernel)
@@ -225,6 +244,6 @@ def kernel_call(
     else:
         parameters = plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages)
         interpret = lowering == "interpret"
-        body = kernel if interpret else functools.partial(_marked, kernel, max_registers)
+        body = kernel if interpret else functools.partial(_marked, kernel, max_registers, merged and _early())
         run = pl.pallas_call(body, interpret=interpret, compiler_params=parameters, **options)
     return gradients.refuse(name, run)(*vary(operands, axes))

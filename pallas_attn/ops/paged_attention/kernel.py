@@ -87,6 +87,7 @@ def paged_attention_pallas(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         most_together=problem.most_together,
+        merged=problem.num_places > 0,
         lowering=lowering,
     )
     return merge.merge(
@@ -117,6 +118,8 @@ def _attend_kernel(
     query_ref, key_ref, value_ref, tables_ref, lens_ref, extra_refs, *out_refs, problem: Problem
 ):  # fmt: skip
     head_block, program = (triton.program_id(axis) for axis in range(2))
+    per_piece = problem.programs_per_piece
+    pages.touch(tables_ref, program * per_piece + head_block, per_piece * problem.num_programs)
     problem = _with_window(problem, extra_refs)
     refs = (query_ref, key_ref, value_ref, tables_ref, lens_ref, extra_refs, *out_refs)
     serve = functools.partial(_serve, *refs, head_block=head_block, problem=problem)

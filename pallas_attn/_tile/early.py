@@ -1,0 +1,74 @@
+"""What a kernel says or asks for before anyone needs it, where Pallas compiles it.
+
+On Hopper and later XLA launches its Triton kernels early; each begins by waiting for the end of the kernel in front and
+for what that wrote (griddepcontrol.wait). From when on it may be launched the kernel in front says; one that never does
+has said so when it ends. A kernel whose results the merge alone reads says it as soon as it runs: programs of the merge
+then stand ready where a multiprocessor has room for them.
+
+Only such a kernel may: what XLA itself compiles may load what it takes for constant before its wait
+(openxla/xla#43894). The merge's loads stay behind theirs, and whatever reads its results starts when it ends.
+
+How rules for Pallas' lowering are registered is private: `private.PALLAS_RULES`.
+"""
+
+import jax
+from jax.extend.core import Effect, Primitive
+from jax.interpreters import mlir
+
+from pallas_attn._lowering import private
+
+INSTRUCTION = "griddepcontrol.launch_dependents;"
+LEAST_CAPABILITY = 90
+
+
+class _Early(Effect):
+    """Keeps a line of a kernel's that has no result."""
+
+
+private.allow_in_control_flow(_Early)
+
+_launch_p = Primitive("pallas_attn_launch_dependents")
+_launch_p.multiple_results = True
+_touched_p = Primitive("pallas_attn_touched")
+_touched_p.multiple_results = True
+
+
+def launch_dependents() -> None:
+    """Inside a kernel's body: the next kernel may be launched once all programs have come here."""
+    _launch_p.bind()
+
+
+def touched(elements: jax.Array) -> None:
+    """Inside a kernel's body: that these are loaded is all that is wanted of them."""
+    _touched_p.bind(elements)
+
+
+@_launch_p.def_effectful_abstract_eval
+def _():
+    return [], {_Early()}
+
+
+@_touched_p.def_effectful_abstract_eval
+def _(_):
+    return [], {_Early()}
+
+
+def _lower_launch(ctx):
+    ir = mlir.ir
+    # The operation has to have a result.
+    ir.Operation.create(
+        "tt.elementwise_inline_asm",
+        results=[ir.IntegerType.get_signless(32)],
+        operands=[],
+        attributes={
+            "asm_string": ir.StringAttr.get(f"{INSTRUCTION} mov.b32 $0, 0;"),
+            "constraints": ir.StringAttr.get("=r"),
+            "pure": ir.BoolAttr.get(False),
+            "packed_element": mlir.i32_attr(1),
+        },
+    )
+    return []
+
+
+private.register_in_pallas(_launch_p, _lower_launch)
+private.register_in_pallas(_touched_p, lambda ctx, elements: [])
