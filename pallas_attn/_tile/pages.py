@@ -37,9 +37,9 @@ def look_up(tables_ref: Any, seq, column: jax.Array, **mask: Any) -> jax.Array:
 
 
 def touch(tables_ref: Any, program, num_programs: int) -> None:
-    """Asks for the part of the block tables that is `program`'s to ask for. Which ids a program needs shows when lengths
-    are known; meanwhile all programs together bring tables into the L2. Not those of which a warp would have more to
-    ask for than it has lanes: they are wider than sequences are long, as a rule.
+    """Asks for the part of the block tables that is `program`'s to ask for. Which ids a program needs shows when
+    lengths are known; meanwhile all programs together bring tables into the L2. Not those of which a warp would have
+    more to ask for than it has lanes: they are wider than sequences are long, as a rule.
     """
     num_seqs, columns = tables_ref.shape
     ids = SECTOR_BYTES // tables_ref.dtype.itemsize
