@@ -1,7 +1,5 @@
 """What `paged_attention`'s kernel says and asks for early: who is launched before it ends, and the block tables."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import lowering
@@ -110,10 +108,10 @@ def test_programs_together_ask_for_every_sector(monkeypatch, shape, programs):
 
 
 def test_wide_tables_are_left_alone(monkeypatch):
-    asked = itertools.count()
-    monkeypatch.setattr(triton, "touch", lambda *_, **__: next(asked))
+    asked = []
+    monkeypatch.setattr(triton, "touch", lambda place, **_: asked.append(place))
     pages.touch(Tables((4096, 65536)), np.int32(0), 8192)
-    assert next(asked) == 0
+    assert len(asked) == 0
     # The same tables, which so many programs can ask for.
     pages.touch(Tables((4096, 65536)), np.int32(0), 1 << 20)
-    assert next(asked) == 2
+    assert len(asked) == 1

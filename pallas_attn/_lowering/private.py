@@ -45,7 +45,16 @@ def pallas_takes_rules() -> bool:
     return _pallas_rules is not None
 
 
-def register_in_pallas(primitive: Primitive, rule: Callable[..., Any]) -> None:
-    """Lets Pallas' Triton lowering lower a primitive by `rule(ctx, *values, **parameters)`."""
+class _Line(Effect):
+    """Keeps JAX from dropping what has no result."""
+
+
+def line_in_pallas(name: str, rule: Callable[..., Any]) -> Callable[..., Any]:
+    """A line of a kernel's, without a result, which Pallas' Triton lowering writes by `rule(ctx, *values,
+    **parameters)`."""
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_effectful_abstract_eval(lambda *_, **__: ([], {_Line()}))
     if _pallas_rules is not None:
         _pallas_rules(primitive)(rule)
+    return primitive.bind

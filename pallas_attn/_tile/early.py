@@ -12,45 +12,12 @@ How rules for Pallas' lowering are registered is private: `private.PALLAS_RULES`
 """
 
 import jax
-from jax.extend.core import Effect, Primitive
 from jax.interpreters import mlir
 
 from pallas_attn._lowering import private
 
 INSTRUCTION = "griddepcontrol.launch_dependents;"
 LEAST_CAPABILITY = 90
-
-
-class _Early(Effect):
-    """Keeps a line of a kernel's that has no result."""
-
-
-private.allow_in_control_flow(_Early)
-
-_launch_p = Primitive("pallas_attn_launch_dependents")
-_launch_p.multiple_results = True
-_touched_p = Primitive("pallas_attn_touched")
-_touched_p.multiple_results = True
-
-
-def launch_dependents() -> None:
-    """Inside a kernel's body: the next kernel may be launched once all programs have come here."""
-    _launch_p.bind()
-
-
-def touched(elements: jax.Array) -> None:
-    """Inside a kernel's body: that these are loaded is all that is wanted of them."""
-    _touched_p.bind(elements)
-
-
-@_launch_p.def_effectful_abstract_eval
-def _():
-    return [], {_Early()}
-
-
-@_touched_p.def_effectful_abstract_eval
-def _(_):
-    return [], {_Early()}
 
 
 def _lower_launch(ctx):
@@ -70,5 +37,15 @@ def _lower_launch(ctx):
     return []
 
 
-private.register_in_pallas(_launch_p, _lower_launch)
-private.register_in_pallas(_touched_p, lambda ctx, elements: [])
+_launch = private.line_in_pallas("pallas_attn_launch_dependents", _lower_launch)
+_touched = private.line_in_pallas("pallas_attn_touched", lambda ctx, elements: [])
+
+
+def launch_dependents() -> None:
+    """Inside a kernel's body: the next kernel may be launched once all programs have come here."""
+    _launch()
+
+
+def touched(elements: jax.Array) -> None:
+    """Inside a kernel's body: that these are loaded is all that is wanted of them."""
+    _touched(elements)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from pallas_attn._tile import triton
 from pallas_attn._tile.layout import Which, token_index
+from pallas_attn._tile.pieces import ceil_div
 from pallas_attn._tile.rows import Chunk, reaches_beyond
 
 SECTOR_BYTES = 32  # that memory gives at least
@@ -43,7 +44,7 @@ def touch(tables_ref: Any, program, num_programs: int) -> None:
     """
     num_seqs, columns = tables_ref.shape
     ids = SECTOR_BYTES // tables_ref.dtype.itemsize
-    share = triton.next_power_of_2(-(-num_seqs * columns // (ids * num_programs)))
+    share = triton.next_power_of_2(ceil_div(num_seqs * columns, ids * num_programs))
     if share > MOST_TOUCHED:
         return
     first = (program * share + jnp.arange(share)) * ids

@@ -175,9 +175,10 @@ def limits_registers(lowering: str) -> bool:
     return lowering != "pallas" or private.pallas_takes_rules()
 
 
-def _early() -> bool:
-    capability = current_device().compute_capability
-    return capability is not None and capability >= early.LEAST_CAPABILITY and private.pallas_takes_rules()
+def _launches_early() -> bool:
+    """Whether Pallas' kernels can say who may be launched."""
+    capable = (current_device().compute_capability or 0) >= early.LEAST_CAPABILITY
+    return capable and private.pallas_takes_rules()
 
 
 def _narrow(kernel: Callable[..., None], *refs: Any) -> None:
@@ -186,10 +187,10 @@ def _narrow(kernel: Callable[..., None], *refs: Any) -> None:
         kernel(*refs)
 
 
-def _marked(kernel: Callable[..., None], max_registers: int, merged: bool, *refs: Any) -> None:
+def _marked(kernel: Callable[..., None], max_registers: int, lets_start: bool, *refs: Any) -> None:
     if max_registers:
         registers.limit(max_registers)
-    if merged:
+    if lets_start:
         early.launch_dependents()
     token = _compiling.set(True)
     try:
@@ -244,6 +245,7 @@ def kernel_call(
     else:
         parameters = plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages)
         interpret = lowering == "interpret"
-        body = kernel if interpret else functools.partial(_marked, kernel, max_registers, merged and _early())
+        lets_start = merged and not interpret and _launches_early()
+        body = kernel if interpret else functools.partial(_marked, kernel, max_registers, lets_start)
         run = pl.pallas_call(body, interpret=interpret, compiler_params=parameters, **options)
     return gradients.refuse(name, run)(*vary(operands, axes))
