@@ -1,5 +1,7 @@
 """What walks and split rules make the GPU do, as numbers: tiles visited, pieces made. Right results do not show it."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -72,9 +74,17 @@ def made(problem, lengths) -> list[int]:
 
 def dealt(problem, lengths) -> list[pieces.Piece]:
     """The pieces in slots."""
-    found = pieces.fair(problem, jnp.asarray(lengths, jnp.int32))
-    assert int(found.num()) <= problem.num_slots
-    return [found.at(jnp.int32(slot)) for slot in range(int(found.num()))]
+    num, *numbers = _at_all_slots(problem, jnp.asarray(lengths, jnp.int32))
+    assert num <= problem.num_slots
+    return [pieces.Piece(*one) for one in np.stack(numbers, 1)[:num]]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _at_all_slots(problem, lengths):
+    found = pieces.fair(problem, lengths)
+    slots = jnp.arange(problem.num_slots)
+    at = jax.vmap(lambda slot: jax.tree.map(lambda x: x + 0 * slot, found.at(slot)))(slots)
+    return found.num(), *at
 
 
 @pytest.mark.parametrize("length", [0, 1, TILE, TILE + 1, 1000])
@@ -172,6 +182,9 @@ LENGTHS = {
     "last is longest": [64] * 40 + [9000],
     "one": [32768],
     "equal": [4096] * 9,
+    "equal and many": [500] * 130,
+    "equal, of one tile": [3] * 5,
+    "equal in tiles": [TILE * 70 - i for i in range(7)],
     "empty ones": [0, 5000, 0, 0, 3000, 0],
     "all empty": [0, 0, 0],
     "many": [17 * i % 3001 for i in range(200)],
@@ -214,8 +227,9 @@ def test_what_is_merged_is_what_was_cut(lengths):
             stored.setdefault(int(piece.seq), []).append(int(piece.place))
     found = pieces.FairPieces(problem, jnp.asarray(lengths, jnp.int32))
     merged = {}
+    cut_of = jax.jit(found.cut)
     for which in range(problem.most_cut):
-        seq, first, count = map(int, found.cut(jnp.int32(which)))
+        seq, first, count = map(int, cut_of(jnp.int32(which)))
         if count > 1:
             merged[seq] = list(range(first, first + count))
     assert int(found.num_cut()) == len(merged)

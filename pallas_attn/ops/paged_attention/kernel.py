@@ -10,7 +10,8 @@ tokens and the columns of its values, and the rows are what it may have 8 of.
 """
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -121,24 +122,41 @@ def _attend_kernel(
     per_piece = problem.programs_per_piece
     pages.touch(tables_ref, program * per_piece + head_block, per_piece * problem.num_programs)
     problem = _with_window(problem, extra_refs)
-    refs = (query_ref, key_ref, value_ref, tables_ref, lens_ref, extra_refs, *out_refs)
-    serve = functools.partial(_serve, *refs, head_block=head_block, problem=problem)
+    dtype = quantization.compute_dtype(query_ref.dtype, key_ref.dtype, extra_refs)
+    query_of = functools.partial(_query, query_ref, head_block, problem, dtype)
+    if problem.num_seqs == 1:
+        # The only sequence's queries are on their way before its length is there.
+        only = query_of(0 * program)
+        query_of = lambda _: only  # noqa: E731
+    refs = (key_ref, value_ref, tables_ref, lens_ref, extra_refs, *out_refs)
+    serve = functools.partial(_serve, *refs, query_of=query_of, problem=problem)
     each(fair(problem, lens_ref), problem, program, lambda piece: serve(piece=piece))
 
 
+class _Query(NamedTuple):
+    """A block of a sequence's query rows."""
+
+    mine: rows.Rows
+    leading: tuple[jax.Array, ...]
+    elements: jax.Array
+
+
+def _query(query_ref, head_block, problem: Problem, dtype, seq) -> _Query:
+    mine = rows.of_program(problem, head_block)
+    leading = rows.batched(mine, seq)
+    q = rows.load(query_ref, mine, leading, (0, triton.tile_side(problem.pool.head_dim)))
+    return _Query(mine, leading, quantization.query_as(q, dtype))
+
+
 def _serve(
-    query_ref, key_ref, value_ref, tables_ref, lens_ref, extra_refs, *out_refs,
-    head_block, piece: Piece, problem: Problem,
+    key_ref, value_ref, tables_ref, lens_ref, extra_refs, *out_refs,
+    query_of: Callable[[jax.Array], _Query], piece: Piece, problem: Problem,
 ):  # fmt: skip
     """Attends one block of query rows to a piece of a sequence and writes the result."""
     seq, dims = piece.seq, (0, triton.tile_side(problem.pool.head_dim))
     stored_len = triton.load(lens_ref.at[seq])
     # No length is needed to find the query: it comes with the length, not after it and before the first page id.
-    mine = rows.of_program(problem, head_block)
-    leading = rows.batched(mine, seq)
-    q = rows.load(query_ref, mine, leading, dims)
-    q = quantization.query_as(q, quantization.compute_dtype(query_ref.dtype, key_ref.dtype, extra_refs))
-
+    mine, leading, q = query_of(seq)
     seq_len = jnp.clip(stored_len, 0, problem.max_len)
     query_at = seq_len - problem.q_len + mine.token
     tiles = problem.walk(seq_len, mine.kv_head)
