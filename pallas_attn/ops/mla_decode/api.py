@@ -27,8 +27,8 @@ from pallas_attn.ops.mla_decode.schedule import METADATA_SIZE, MLASchedule, mla_
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 # Up to here Pallas is faster on Hopper too; tokens of all sequences, their tables full.
 FEW_ROWS = 16
-FEW_SEQS = range(2, 5)
-FEW_TOKENS = 4 * 16384
+FEW_SEQS = range(1, 5)
+FEW_TOKENS = 4 * 32768
 # What the dimensions of a call's operands are, for `partition`.
 OPERAND_DIMS = {
     "query": "seqs q heads dim",
