@@ -77,7 +77,8 @@ class BlockSparse(DenseWorkload):
             name: jnp.array([0, *itertools.accumulate(lens)], jnp.int32)
             for name, lens in zip(("cu_q_lens", "cu_k_lens"), zip(*case.lens, strict=True), strict=True)
         }
-        if all(q_len == 1 for q_len, _ in case.lens):
+        # Without it a call is known to decode alone, or to prefill alone, and has no kernels for the other.
+        if all(q_len == 1 for q_len, _ in case.lens) or all(q_len == k_len for q_len, k_len in case.lens):
             del ends["cu_q_lens"]
 
         def attend(given: Any) -> tuple[jax.Array, jax.Array]:
