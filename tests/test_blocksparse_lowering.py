@@ -1,6 +1,7 @@
 """The block-sparse kernels lower for an abstract H100, and their Triton IR compiles for three architectures."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -150,3 +151,11 @@ def test_one_launch_where_all_is_pure():
 
     assert names(8192) == ["prefill"]
     assert names(2) in (["decode"], ["decode", "combine"])
+
+
+@pytest.mark.parametrize("implementation", ["pallas", "triton"])
+def test_mixed_calls_are_kernels_of_ours_alone(implementation):
+    """Decoded tokens are written where prefill left room, not copied there behind it by XLA."""
+    text = lowered(CASES[0], 4096, 32, implementation=implementation).as_text()
+    assert len(re.findall(r"custom_call @\S*xla\.gpu\.(?:triton|ptx)", text)) == 3
+    assert not re.findall(r"stablehlo\.(?:scatter|dynamic_update_slice|gather|select)", text)

@@ -41,11 +41,7 @@ def blocksparse_attention_pallas(
         return decode(*operands, problem=problem, lowering=lowering)
     out, lse = prefill(*operands, problem=problem, lowering=lowering)
     if problem.kinds == "mixed":
-        first, end = arrays["cu_q_lens"][:-1], arrays["cu_q_lens"][1:]
-        token = jnp.where((end == first + 1) & (first >= 0), first, problem.num_tokens)
-        decoded, decoded_lse = decode(*operands, problem=problem, lowering=lowering)
-        out = out.at[token].set(decoded, mode="drop")
-        lse = lse.at[token].set(decoded_lse, mode="drop")
+        return decode(*operands, problem=problem, lowering=lowering, into=(out, lse))
     return out, lse
 
 

@@ -48,6 +48,19 @@ class Pieces(SplitKVProblem):
         return Cut(which, which * count, 0 * which + count)
 
 
+class SomeCut(NamedTuple):
+    """The pieces of those sequences that have one query, where others have more; a cut's sequence is its token."""
+
+    stored: Pieces
+    cu_q_lens_ref: Any
+    problem: Problem
+
+    def cut(self, which: jax.Array) -> Cut:
+        token, one = _token(self.problem, self.cu_q_lens_ref, which)
+        seq, first, count = self.stored.cut(which)
+        return Cut(token + 0 * seq, first, jnp.where(one, count, 0))
+
+
 def decode(
     query: jax.Array,
     refs: dict[str, jax.Array],
@@ -55,9 +68,10 @@ def decode(
     *,
     problem: Problem,
     lowering: triton.Lowering,
+    into: tuple[jax.Array, ...] = (),
 ) -> tuple[jax.Array, jax.Array]:
-    """(out [num_seqs, num_heads, head_dim], lse [num_seqs, num_heads]) of the sequences that have one query; others'
-    mean nothing. Operands as of `prefill`."""
+    """(out [num_tokens, num_heads, head_dim], lse [num_tokens, num_heads]) of sequences with one query. Operands as of
+    `prefill`, whose results `into` are in a mixed call: filled in, in place."""
     config = problem.config
     stored = Pieces(
         num_seqs=problem.num_seqs,
@@ -68,29 +82,39 @@ def decode(
         scale=problem.scale,
         config=SplitKVConfig(TILE_ROWS, config.decode_block_kv, config.num_splits),
     )
+    # Tokens are laid end to end, as in a prompt.
+    final = jax.ShapeDtypeStruct(query.shape, query.dtype), jax.ShapeDtypeStruct(query.shape[:2], jnp.float32)
     outputs = triton.kernel_call(
-        functools.partial(_decode_kernel, problem=problem),
+        functools.partial(_decode_kernel, problem=problem, num_given=len(into)),
+        *into,
         query,
         refs,
         layout,
         name="pallas_attn_blocksparse_decode",
         grid=(problem.num_heads // problem.decode_heads, problem.num_seqs, config.num_splits),
-        out_shape=result.shapes(stored, problem.pool.head_dim, query.dtype),
+        out_shape=[*final, *result.shapes(stored, problem.pool.head_dim, query.dtype)[2:]],
+        input_output_aliases={i: i for i in range(len(into))},
         num_warps=config.decode_warps,
         num_stages=config.decode_stages,
         lowering=lowering,
     )
-    out, lse = merge.merge(
+    mixed = problem.kinds == "mixed"
+    return merge.merge(
         outputs,
-        (),
-        lambda: stored,
+        (refs["cu_q_lens"],) if mixed else (),
+        (lambda ref: SomeCut(stored, ref, problem)) if mixed else lambda: stored,
         name="pallas_attn_blocksparse_combine",
         problem=stored,
         num_cut=problem.num_seqs,
         most_pieces=config.num_splits,
+        rows_of=functools.partial(_rows_to_merge, stored),
         lowering=lowering,
     )
-    return out[:, 0], lse[:, 0]
+
+
+def _rows_to_merge(stored: Pieces, *refs_and_token: Any) -> tuple[rows.Rows, tuple[jax.Array, ...]]:
+    *_, token, flat = refs_and_token
+    return rows.across_heads(stored, flat), (token + 0 * flat,)
 
 
 class Listed(NamedTuple):
@@ -106,12 +130,33 @@ class Listed(NamedTuple):
         return self._replace(next=entry, column=jnp.where(entry < self.stop, column, NONE))
 
 
-def _decode_kernel(query_ref, refs, layout: SparseLayout, *out_refs, problem: Problem):
+def _decode_kernel(*all_refs, problem: Problem, num_given: int):
+    """`num_given` of its arrays are outputs too."""
+    query_ref, refs, layout, *out_refs = all_refs[num_given:]
     some_heads, seq, split = (triton.program_id(axis) for axis in range(3))
+    token, one = seq, True
+    if problem.kinds == "mixed":
+        token, one = _token(problem, refs["cu_q_lens"], seq)
+    given = query_ref, refs, layout, *out_refs
+    triton.when(one)(
+        lambda: _serve(*given, some_heads=some_heads, seq=seq, split=split, token=token, problem=problem)
+    )
+
+
+def _token(problem: Problem, cu_q_lens_ref: Any, seq: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(a sequence's token, whether it has that one alone)."""
+    token, end = (triton.load(cu_q_lens_ref.at[seq + i]) for i in (np.int32(0), np.int32(1)))
+    return token, (end == token + 1) & (token >= 0) & (token < problem.num_tokens)
+
+
+def _serve(
+    query_ref, refs, layout: SparseLayout, *out_refs, some_heads, seq, split, token, problem: Problem
+):  # fmt: skip
+    """Attends some heads' queries at `token` to a piece of a sequence and writes the result."""
     config, heads = problem.config, problem.decode_heads
     first_head = some_heads * heads
     kv_head = first_head // problem.group
-    k_start, k_len, token, bad_len = _sequence(problem, refs, seq)
+    k_start, k_len, bad_len = _sequence(problem, refs, seq)
     lane = jnp.arange(TILE_ROWS)
     mine = rows.Rows(first_head % problem.group + lane, lane < heads, kv_head, 0 * lane, first_head + lane)
     dims = problem.dims
@@ -149,7 +194,7 @@ def _decode_kernel(query_ref, refs, layout: SparseLayout, *out_refs, problem: Pr
     out, lse2 = softmax.finish(state)
     bad = bad_len | _by_lane(bad, lane)
     out, lse2 = softmax.poison(out, bad[:, None]), softmax.poison(lse2, bad)
-    done = result.Result(mine, (seq, 0 * lane), [dims], [out], lse2)
+    done = result.Result(mine, (token + 0 * lane,), [dims], [out], lse2)
     result.store(done, out_refs, seq * config.num_splits + split, split < 0)
 
 
@@ -207,18 +252,11 @@ def _wrong(blocks: Blocks, columns: jax.Array, last: jax.Array) -> jax.Array:
 
 
 def _sequence(problem: Problem, refs: dict[str, Any], seq: jax.Array):
-    """(first row of keys, length, the query's token, whether the length cannot be right)."""
-    token = seq
-    one = True
-    if problem.kinds == "mixed":
-        token, token_end = (triton.load(refs["cu_q_lens"].at[seq + i]) for i in (np.int32(0), np.int32(1)))
-        one = (token_end == token + 1) & (token >= 0) & (token < problem.num_tokens)
-        token = jnp.where(one, token, 0)
+    """(first row of keys, length, whether that cannot be right)."""
     if problem.cache_layout is None:
         k_start, k_end = (triton.load(refs["cu_k_lens"].at[seq + i]) for i in (np.int32(0), np.int32(1)))
         bad = (k_start < 0) | (k_end < k_start) | (k_end > problem.pool.num_pages)
     else:
         k_start, k_end = 0 * seq, triton.load(refs["seq_lens"].at[seq])
         bad = (k_end < 0) | (k_end > problem.max_k_len)
-    k_len = jnp.where(bad | (one is not True and ~one), 0, k_end - k_start)
-    return k_start, k_len, token, bad
+    return k_start, jnp.where(bad, 0, k_end - k_start), bad
