@@ -229,7 +229,8 @@ def equal_cuts(num_tiles: jax.Array, problem: SplitKVProblem, room: int) -> jax.
     if problem.config.split_tokens:
         return _fixed_cuts(num_tiles, problem)
     total = problem.num_seqs * jnp.minimum(num_tiles, MOST_TILES // room)
-    return _most(_rounded(num_tiles.astype(jnp.float32), _fair(total, problem), problem) - 1, problem)
+    fair = _fair(total.astype(jnp.float32), problem)
+    return _most(_rounded(num_tiles.astype(jnp.float32), fair, problem) - 1, problem)
 
 
 def cuts(lengths: jax.Array, problem: SplitKVProblem) -> jax.Array:
@@ -240,7 +241,8 @@ def cuts(lengths: jax.Array, problem: SplitKVProblem) -> jax.Array:
         return _fixed_cuts(num_tiles, problem)
     # Integer sums, which are the same in whatever order: all kernels of a call must come to the same cuts.
     work = jnp.minimum(num_tiles, MOST_TILES // len(lengths))
-    fair, total = _fair(jnp.sum(work), problem), jnp.sum(work).astype(jnp.float32)
+    total = jnp.sum(work).astype(jnp.float32)
+    fair = _fair(total, problem)
     tiles = num_tiles.astype(jnp.float32)
     count = _rounded(tiles, fair, problem)
     if problem.finer > 1:
@@ -268,7 +270,7 @@ def _most(cuts: jax.Array, problem: SplitKVProblem) -> jax.Array:
 
 def _fair(total: jax.Array, problem: SplitKVProblem) -> jax.Array:
     """A program's fair share of all tiles."""
-    return total.astype(jnp.float32) * (problem.programs_per_piece / problem.config.target_programs)
+    return total * (problem.programs_per_piece / problem.config.target_programs)
 
 
 def _least(problem: SplitKVProblem) -> float:

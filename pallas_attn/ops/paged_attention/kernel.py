@@ -123,11 +123,13 @@ def _attend_kernel(
     pages.touch(tables_ref, program * per_piece + head_block, per_piece * problem.num_programs)
     problem = _with_window(problem, extra_refs)
     dtype = quantization.compute_dtype(query_ref.dtype, key_ref.dtype, extra_refs)
-    query_of = functools.partial(_query, query_ref, head_block, problem, dtype)
-    if problem.num_seqs == 1:
-        # The only sequence's queries are on their way before its length is there.
-        only = query_of(0 * program)
-        query_of = lambda _: only  # noqa: E731
+    ask = functools.partial(_query, query_ref, head_block, problem, dtype)
+    # The only sequence's queries are on their way before its length is there.
+    only = ask(0 * program) if problem.num_seqs == 1 else None
+
+    def query_of(seq: jax.Array) -> _Query:
+        return ask(seq) if only is None else only
+
     refs = (key_ref, value_ref, tables_ref, lens_ref, extra_refs, *out_refs)
     serve = functools.partial(_serve, *refs, query_of=query_of, problem=problem)
     each(fair(problem, lens_ref), problem, program, lambda piece: serve(piece=piece))
