@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn._tile import quantization, softmax, triton
-from pallas_attn._tile.problem import SplitKVProblem
 from pallas_attn._tile.rows import Chunk, Rows, elements
 
 
@@ -70,9 +69,15 @@ def _store_lse(result: Result, ref: Any, index: tuple[jax.Array, ...], lse: jax.
     triton.store(place, lse, mask=result.rows.real)
 
 
-def shapes(problem: SplitKVProblem, dim: int, dtype: Any) -> list[jax.ShapeDtypeStruct]:
-    """What `store` writes to: (out, lse) and, where sequences may be cut, (partial out, partial lse2)."""
-    final = (problem.num_seqs, problem.q_len, problem.num_heads)
+def shapes(
+    problem: Any, dim: int, dtype: Any, *, final: tuple[int, ...] | None = None
+) -> list[jax.ShapeDtypeStruct]:
+    """What `store` writes to: (out, lse) and, where sequences may be cut, (partial out, partial lse2).
+
+    `final`: the shape of lse, of which [num_seqs, q_len, num_heads] is the usual one, and [num_tokens, num_heads] where
+    tokens are laid end to end.
+    """
+    final = final or (problem.num_seqs, problem.q_len, problem.num_heads)
     outputs = [jax.ShapeDtypeStruct((*final, dim), dtype), jax.ShapeDtypeStruct(final, jnp.float32)]
     if problem.num_places:
         partial = (problem.num_places, problem.pool.num_kv_heads, problem.rows)

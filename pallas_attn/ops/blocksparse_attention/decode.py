@@ -43,22 +43,17 @@ class Pieces(SplitKVProblem):
     def num_places(self) -> int:
         return self.num_seqs * self.config.num_splits if self.config.num_splits > 1 else 0
 
-    def cut(self, which: jax.Array) -> Cut:
-        count = self.config.num_splits
-        return Cut(which, which * count, 0 * which + count)
 
+class OfOneQuery(NamedTuple):
+    """The pieces of sequences with one query; a cut's sequence is its token."""
 
-class SomeCut(NamedTuple):
-    """The pieces of those sequences that have one query, where others have more; a cut's sequence is its token."""
-
-    stored: Pieces
-    cu_q_lens_ref: Any
     problem: Problem
+    ends: dict[str, Any]
 
     def cut(self, which: jax.Array) -> Cut:
-        token, one = _token(self.problem, self.cu_q_lens_ref, which)
-        seq, first, count = self.stored.cut(which)
-        return Cut(token + 0 * seq, first, jnp.where(one, count, 0))
+        token, one = _token(self.problem, self.ends, which)
+        count = 0 * which + self.problem.config.num_splits
+        return Cut(token, which * count, jnp.where(one, count, 0))
 
 
 def decode(
@@ -82,27 +77,26 @@ def decode(
         scale=problem.scale,
         config=SplitKVConfig(TILE_ROWS, config.decode_block_kv, config.num_splits),
     )
-    # Tokens are laid end to end, as in a prompt.
-    final = jax.ShapeDtypeStruct(query.shape, query.dtype), jax.ShapeDtypeStruct(query.shape[:2], jnp.float32)
+    before = len(jax.tree.leaves((query, refs, layout)))
     outputs = triton.kernel_call(
-        functools.partial(_decode_kernel, problem=problem, num_given=len(into)),
-        *into,
+        functools.partial(_decode_kernel, problem=problem),
         query,
         refs,
         layout,
+        into,
         name="pallas_attn_blocksparse_decode",
         grid=(problem.num_heads // problem.decode_heads, problem.num_seqs, config.num_splits),
-        out_shape=[*final, *result.shapes(stored, problem.pool.head_dim, query.dtype)[2:]],
-        input_output_aliases={i: i for i in range(len(into))},
+        # Tokens are laid end to end, as in a prompt.
+        out_shape=result.shapes(stored, problem.pool.head_dim, query.dtype, final=query.shape[:2]),
+        input_output_aliases={before + i: i for i in range(len(into))},
         num_warps=config.decode_warps,
         num_stages=config.decode_stages,
         lowering=lowering,
     )
-    mixed = problem.kinds == "mixed"
     return merge.merge(
         outputs,
-        (refs["cu_q_lens"],) if mixed else (),
-        (lambda ref: SomeCut(stored, ref, problem)) if mixed else lambda: stored,
+        ({name: refs[name] for name in ("cu_q_lens",) if problem.kinds == "mixed"},),
+        functools.partial(OfOneQuery, problem),
         name="pallas_attn_blocksparse_combine",
         problem=stored,
         num_cut=problem.num_seqs,
@@ -112,8 +106,9 @@ def decode(
     )
 
 
-def _rows_to_merge(stored: Pieces, *refs_and_token: Any) -> tuple[rows.Rows, tuple[jax.Array, ...]]:
-    *_, token, flat = refs_and_token
+def _rows_to_merge(
+    stored: Pieces, _ends: dict[str, Any], token: jax.Array, flat: jax.Array
+) -> tuple[rows.Rows, tuple[jax.Array, ...]]:
     return rows.across_heads(stored, flat), (token + 0 * flat,)
 
 
@@ -130,22 +125,20 @@ class Listed(NamedTuple):
         return self._replace(next=entry, column=jnp.where(entry < self.stop, column, NONE))
 
 
-def _decode_kernel(*all_refs, problem: Problem, num_given: int):
-    """`num_given` of its arrays are outputs too."""
-    query_ref, refs, layout, *out_refs = all_refs[num_given:]
+def _decode_kernel(query_ref, refs, layout: SparseLayout, _into, *out_refs, problem: Problem):
     some_heads, seq, split = (triton.program_id(axis) for axis in range(3))
-    token, one = seq, True
-    if problem.kinds == "mixed":
-        token, one = _token(problem, refs["cu_q_lens"], seq)
+    token, one = _token(problem, refs, seq)
     given = query_ref, refs, layout, *out_refs
     triton.when(one)(
         lambda: _serve(*given, some_heads=some_heads, seq=seq, split=split, token=token, problem=problem)
     )
 
 
-def _token(problem: Problem, cu_q_lens_ref: Any, seq: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _token(problem: Problem, refs: dict[str, Any], seq: jax.Array) -> tuple[jax.Array, jax.Array | bool]:
     """(a sequence's token, whether it has that one alone)."""
-    token, end = (triton.load(cu_q_lens_ref.at[seq + i]) for i in (np.int32(0), np.int32(1)))
+    if problem.kinds == "decode":
+        return seq, True
+    token, end = (triton.load(refs["cu_q_lens"].at[seq + i]) for i in (np.int32(0), np.int32(1)))
     return token, (end == token + 1) & (token >= 0) & (token < problem.num_tokens)
 
 

@@ -125,7 +125,9 @@ def _launch(problem: Problem, query, sources, lens, extras, done, out_dtype, low
         # The programs of a KV head start together, and what they read stays in the L2. Pieces that most blocks do not
         # have come last.
         grid=(problem.num_cut, problem.pool.num_kv_heads, problem.config.num_splits),
-        out_shape=_shapes(problem, out_dtype),
+        out_shape=result.shapes(
+            problem, problem.value_dim, out_dtype, final=(problem.num_tokens, problem.num_heads)
+        ),
         num_warps=problem.config.num_warps,
         num_stages=problem.config.num_stages,
         input_output_aliases={} if done is None else {before: 0, before + 1: 1},
@@ -142,19 +144,6 @@ def _launch(problem: Problem, query, sources, lens, extras, done, out_dtype, low
         rows_of=functools.partial(_rows_to_merge, problem),
         lowering=lowering,
     )
-
-
-def _shapes(problem: Problem, dtype: Any) -> list[jax.ShapeDtypeStruct]:
-    final = (problem.num_tokens, problem.num_heads)
-    shapes = [
-        jax.ShapeDtypeStruct((*final, problem.value_dim), dtype),
-        jax.ShapeDtypeStruct(final, jnp.float32),
-    ]
-    if problem.num_places:
-        partial = (problem.num_places, problem.pool.num_kv_heads, problem.rows)
-        shapes.append(jax.ShapeDtypeStruct((*partial, problem.value_dim), jnp.float32))
-        shapes.append(jax.ShapeDtypeStruct(partial, jnp.float32))
-    return shapes
 
 
 def _rows_to_merge(problem: Problem, lens_refs: dict[str, Refs], place, flat: jax.Array):
