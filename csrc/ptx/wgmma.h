@@ -75,6 +75,9 @@ enum Major { kKMajor = 0, kMNMajor = 1 };
   PALLAS_ATTN_1_TO_9(use) use(10) use(11) use(12) use(13) use(14) use(15)
 #define PALLAS_ATTN_1_TO_31(use)                                                                  \
   PALLAS_ATTN_1_TO_9(use) PALLAS_ATTN_TEN(use, 1) PALLAS_ATTN_TEN(use, 2) use(30) use(31)
+#define PALLAS_ATTN_1_TO_63(use)                                                                  \
+  PALLAS_ATTN_1_TO_9(use) PALLAS_ATTN_TEN(use, 1) PALLAS_ATTN_TEN(use, 2) PALLAS_ATTN_TEN(use, 3) \
+  PALLAS_ATTN_TEN(use, 4) PALLAS_ATTN_TEN(use, 5) use(60) use(61) use(62) use(63)
 #define PALLAS_ATTN_1_TO_127(use)                                                                 \
   PALLAS_ATTN_1_TO_9(use) PALLAS_ATTN_TEN(use, 1) PALLAS_ATTN_TEN(use, 2) PALLAS_ATTN_TEN(use, 3) \
   PALLAS_ATTN_TEN(use, 4) PALLAS_ATTN_TEN(use, 5) PALLAS_ATTN_TEN(use, 6) PALLAS_ATTN_TEN(use, 7) \
@@ -112,6 +115,8 @@ enum Major { kKMajor = 0, kMNMajor = 1 };
     PALLAS_ATTN_WGMMA(type, 32, PALLAS_ATTN_1_TO_15, 16, 17, 18, 19, 20, 21, 22)                  \
   } else if constexpr (kColumns == 64) {                                                          \
     PALLAS_ATTN_WGMMA(type, 64, PALLAS_ATTN_1_TO_31, 32, 33, 34, 35, 36, 37, 38)                  \
+  } else if constexpr (kColumns == 128) {                                                         \
+    PALLAS_ATTN_WGMMA(type, 128, PALLAS_ATTN_1_TO_63, 64, 65, 66, 67, 68, 69, 70)                 \
   } else {                                                                                        \
     static_assert(kColumns == 256, "a width without its list of accumulators");                   \
     PALLAS_ATTN_WGMMA(type, 256, PALLAS_ATTN_1_TO_127, 128, 129, 130, 131, 132, 133, 134)         \
@@ -138,6 +143,7 @@ __device__ __forceinline__ void wgmma_k16(float (&d)[kAccumulators], A& a, uint6
 #undef PALLAS_ATTN_OPERAND
 #undef PALLAS_ATTN_TEXT
 #undef PALLAS_ATTN_1_TO_127
+#undef PALLAS_ATTN_1_TO_63
 #undef PALLAS_ATTN_1_TO_31
 #undef PALLAS_ATTN_1_TO_15
 #undef PALLAS_ATTN_1_TO_7

@@ -65,12 +65,11 @@ __device__ __forceinline__ void mask_scores(float (&rS)[kCount], const FragmentP
   }
 }
 
-// Turns scores into probabilities (packed as the A operand of the value product), moves the running maximum
-// and sum, and says by what the rows' earlier results must be multiplied.
-template <typename Element, int kCount>
-__device__ __forceinline__ void softmax_step(float (&rS)[kCount], float scale_log2, RowState& state,
-                                             float (&rescale)[kRowsPerThread],
-                                             uint32_t (&rP)[kCount / 8][4]) {
+// Turns scores into probabilities, moves the running maximum and sum, and says by what the rows' earlier
+// results must be multiplied.
+template <int kCount>
+__device__ __forceinline__ void exponentiate(float (&rS)[kCount], float scale_log2, RowState& state,
+                                             float (&rescale)[kRowsPerThread]) {
 #pragma unroll
   for (int i = 0; i < kRowsPerThread; ++i) {
     float top = -INFINITY;
@@ -95,12 +94,26 @@ __device__ __forceinline__ void softmax_step(float (&rS)[kCount], float scale_lo
     }
     state.sum[i] = fmaf(state.sum[i], rescale[i], sum);
   }
+}
+
+// Probabilities as the A operand of the value product.
+template <typename Element, int kCount>
+__device__ __forceinline__ void pack_probabilities(const float (&rS)[kCount], uint32_t (&rP)[kCount / 8][4]) {
 #pragma unroll
   for (int step = 0; step < kCount / 8; ++step) {
 #pragma unroll
     for (int j = 0; j < 4; ++j)
       rP[step][j] = ElementTraits<Element>::pack(rS[step * 8 + j * 2], rS[step * 8 + j * 2 + 1]);
   }
+}
+
+// Both at once.
+template <typename Element, int kCount>
+__device__ __forceinline__ void softmax_step(float (&rS)[kCount], float scale_log2, RowState& state,
+                                             float (&rescale)[kRowsPerThread],
+                                             uint32_t (&rP)[kCount / 8][4]) {
+  exponentiate(rS, scale_log2, state, rescale);
+  pack_probabilities<Element>(rS, rP);
 }
 
 // Multiplies the output by the rows' factors; almost always they are all one and nothing happens.
