@@ -83,8 +83,9 @@ sanitize: .venv/.demo ## the CUDA kernels under compute-sanitizer; needs an sm_9
 	cmake --build build/sanitize --target smoke
 	build/sanitize/mla_smoke --few-multiprocessors
 	for tool in memcheck synccheck initcheck; do echo "== $$tool"; \
-		compute-sanitizer --tool $$tool --error-exitcode 1 --report-api-errors no build/sanitize/mla_smoke || exit 1; \
-		compute-sanitizer --tool $$tool --error-exitcode 1 --report-api-errors no build/sanitize/sparse_smoke || exit 1; done
+		for program in mla_smoke sparse_smoke blocksparse_smoke; do \
+			compute-sanitizer --tool $$tool --error-exitcode 1 --report-api-errors no build/sanitize/$$program || exit 1; \
+		done; done
 	@echo "== racecheck of the schedule kernel"
 	compute-sanitizer --tool racecheck --error-exitcode 1 build/sanitize/mla_smoke --schedules
 	for program in racecheck_control mla_smoke; do echo "== racecheck of $$program"; \

@@ -1,0 +1,181 @@
+// Block-sparse prefill in CUDA on a few small batches, without XLA: what the sanitizers run (make sanitize).
+//
+// The batches reach all branches: tiles that are partial at either end, tokens of no sequence, sequences of
+// one query that are left out, rows of nothing, of more columns than a warp has lanes and of some that cannot
+// be right, lengths that cannot be right, blocks of several tiles. Results are compared with double
+// precision.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <cmath>
+#include <random>
+#include <utility>
+
+#include "blocksparse/sm90/launch.h"
+#include "smoke.h"
+
+namespace {
+
+using namespace pallas_attn;
+
+struct Case {
+  const char* name;
+  std::vector<std::pair<int, int>> lens;  // queries and keys of each sequence
+  int heads, kv_heads;
+  int block_shift, q_block_shift;
+  double live;
+  int padding = 0;
+  bool skip_single = false;
+  int bad_row = -1;         // of head 0, whose first column lies ahead
+  bool bad_length = false;  // of the last sequence
+};
+
+constexpr int kDim = 128;
+
+template <typename Element>
+std::vector<Element> numbers(size_t count, std::mt19937& random) {
+  std::normal_distribution<float> normal;
+  std::vector<Element> made(count);
+  for (Element& x : made) x = Element(normal(random));
+  return made;
+}
+
+template <typename Element>
+bool run(const Case& c, blocksparse::ElementType type, float tolerance) {
+  std::mt19937 random(1);
+  std::vector<int> cu_q = {0}, cu_k = {0};
+  int longest = 1;
+  for (auto [q_len, k_len] : c.lens) {
+    cu_q.push_back(cu_q.back() + q_len);
+    cu_k.push_back(cu_k.back() + k_len);
+    longest = std::max(longest, k_len);
+  }
+  const int tokens = cu_q.back() + c.padding, keys = std::max(1, cu_k.back());
+  const int rows = ((longest - 1) >> c.q_block_shift) + 1;
+  std::vector<int> pointers, columns;
+  std::vector<std::vector<int>> listed(c.heads * rows);
+  for (int head = 0; head < c.heads; ++head) {
+    for (int row = 0; row < rows; ++row) {
+      const int last = (((row + 1) << c.q_block_shift) - 1) >> c.block_shift;
+      for (int column = 0; column <= last; ++column) {
+        if (random() % 1000 < c.live * 1000) listed[head * rows + row].push_back(column);
+      }
+    }
+  }
+  size_t most = 1;
+  for (int head = 0; head < c.heads; ++head) {
+    size_t count = 0;
+    for (int row = 0; row < rows; ++row) count += listed[head * rows + row].size();
+    most = std::max(most, count);
+  }
+  for (int head = 0; head < c.heads; ++head) {
+    pointers.push_back(0);
+    columns.resize(head * most, -1);
+    for (int row = 0; row < rows; ++row) {
+      const auto& own = listed[head * rows + row];
+      columns.insert(columns.end(), own.begin(), own.end());
+      if (head == 0 && row == c.bad_row && !own.empty()) columns[columns.size() - own.size()] = 1 << 30;
+      pointers.push_back(static_cast<int>(columns.size() - head * most));
+    }
+  }
+  columns.resize(c.heads * most, -1);
+  if (c.bad_length) cu_k.back() += 1000;
+
+  const auto query = numbers<Element>(size_t(tokens) * c.heads * kDim, random);
+  auto key = numbers<Element>(size_t(keys) * c.kv_heads * kDim, random);
+  auto value = numbers<Element>(size_t(keys) * c.kv_heads * kDim, random);
+  blocksparse::PrefillParams params = {};
+  params.query = on_device(query);
+  params.key = on_device(key);
+  params.value = on_device(value);
+  params.cu_q_lens = on_device(cu_q);
+  params.cu_k_lens = on_device(cu_k);
+  params.row_pointers = on_device(pointers);
+  params.columns = on_device(columns);
+  auto* out = unwritten<Element>(query.size());
+  params.out = out;
+  params.lse = unwritten<float>(size_t(tokens) * c.heads);
+  params.taken = unwritten<int>(1);
+  params.num_tokens = tokens;
+  params.num_key_tokens = keys;
+  params.num_seqs = static_cast<int>(c.lens.size());
+  params.num_heads = c.heads;
+  params.num_kv_heads = c.kv_heads;
+  params.layout_heads = c.heads;
+  params.num_rows = rows;
+  params.num_columns = static_cast<int>(most);
+  params.block_shift = c.block_shift;
+  params.q_block_shift = c.q_block_shift;
+  params.heads_together = c.kv_heads;
+  params.skip_single = c.skip_single;
+  params.scale = 0.09f;
+  params.element = type;
+  const cudaStream_t stream = stream_on_all_multiprocessors();
+  check(blocksparse::sm90::launch_prefill(params, stream));
+  check(cudaStreamSynchronize(stream), c.name);
+  const auto got = on_host(out, query.size());
+  const auto got_lse = on_host(params.lse, size_t(tokens) * c.heads);
+
+  double worst = 0;
+  bool right = true;
+  for (int token = 0; token < tokens; ++token) {
+    const int seq = static_cast<int>(std::upper_bound(cu_q.begin(), cu_q.end(), token) - cu_q.begin()) - 1;
+    const bool padding = seq >= params.num_seqs;
+    const auto [q_len, k_len] = padding ? std::pair{0, 0} : c.lens[seq];
+    if (c.skip_single && q_len == 1) continue;
+    const int position = padding ? -1 : k_len - q_len + token - cu_q[seq];
+    const bool bad_length = c.bad_length && seq == params.num_seqs - 1;
+    for (int head = 0; head < c.heads; ++head) {
+      const Element* q = &query[(size_t(token) * c.heads + head) * kDim];
+      const size_t at = size_t(token) * c.heads + head;
+      const int row = position < 0 ? -1 : position >> c.q_block_shift;
+      if (bad_length || (row >= 0 && head == 0 && row == c.bad_row && !listed[row].empty())) {
+        right &= std::isnan(float(got[at * kDim])) && std::isnan(got_lse[at]);
+        continue;
+      }
+      double sum = 0, sums[kDim] = {};
+      for (int column : row < 0 ? std::vector<int>() : listed[head * rows + row]) {
+        const int begin = column << c.block_shift, end = std::min(begin + (1 << c.block_shift), position + 1);
+        for (int k = begin; k < end; ++k) {
+          const size_t first = (size_t(cu_k[seq] + k) * c.kv_heads + head / (c.heads / c.kv_heads)) * kDim;
+          double logit = 0;
+          for (int d = 0; d < kDim; ++d) logit += double(float(q[d])) * double(float(key[first + d]));
+          const double weight = std::exp(logit * params.scale);
+          sum += weight;
+          for (int d = 0; d < kDim; ++d) sums[d] += weight * double(float(value[first + d]));
+        }
+      }
+      if (sum == 0) {
+        right &= got_lse[at] == -INFINITY;
+      } else {
+        worst = std::max(worst, std::abs(got_lse[at] - std::log(sum)));
+      }
+      for (int d = 0; d < kDim; ++d) {
+        worst = std::max(worst, std::abs(float(got[at * kDim + d]) - (sum == 0 ? 0 : sums[d] / sum)));
+      }
+    }
+  }
+  right &= worst < tolerance;  // false for NaN
+  std::printf("%s: %s, worst error %.1e\n", c.name, right ? "right" : "WRONG", worst);
+  return right;
+}
+
+}  // namespace
+
+int main() {
+  const std::vector<Case> cases = {
+      {"one prompt", {{300, 300}}, 4, 2, 7, 7, 0.5},
+      {"mixed", {{130, 300}, {1, 200}, {0, 0}, {5, 3}, {128, 128}, {1, 0}}, 4, 1, 7, 7, 0.6, 150, true},
+      {"large blocks", {{200, 700}, {100, 100}}, 2, 2, 8, 9, 0.6},
+      {"many columns", {{130, 40 * 128}}, 1, 1, 7, 7, 0.95},
+      {"bad row", {{400, 400}}, 2, 2, 7, 7, 0.9, 0, false, 2},
+      {"bad length", {{200, 200}, {50, 50}}, 2, 2, 7, 7, 0.9, 0, false, -1, true},
+  };
+  bool right = true;
+  for (const Case& c : cases) {
+    right &= run<__nv_bfloat16>(c, blocksparse::ElementType::kBfloat16, 2e-2f);
+    right &= run<__half>(c, blocksparse::ElementType::kFloat16, 4e-3f);
+  }
+  return right ? 0 : 1;
+}
