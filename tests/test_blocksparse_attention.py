@@ -418,7 +418,7 @@ def test_gradients_are_those_of_dense_attention_with_a_mask():
         ({"config": BlockSparseConfig()}, ValueError, "'config': expected None for implementation 'xla'"),
         ({"config": BlockSparseConfig(), "implementation": "interpret"}, ValueError,
          r"'config': expected block_q at most the layout's \(32\), got 128"),
-        ({"implementation": "cuda"}, ValueError, "'implementation': expected None or one of 'pallas', 'triton', 'xla'"),
+        ({"implementation": "tpu"}, ValueError, "'implementation': expected None or one of 'cuda', 'pallas', 'trito"),
     ],
     ids=lambda value: str(value)[:40],
 )  # fmt: skip

@@ -1,5 +1,6 @@
 """The block-sparse kernels lower for an abstract H100, and their Triton IR compiles for three architectures."""
 
+import dataclasses
 import functools
 import re
 
@@ -10,6 +11,11 @@ import pytest
 
 import pallas_attn
 from pallas_attn import SparseLayout
+from pallas_attn._call import ffi
+from pallas_attn._tile.layout import PoolShape
+from pallas_attn._tile.masking import Rules
+from pallas_attn.ops.blocksparse_attention import cuda
+from pallas_attn.ops.blocksparse_attention.problem import Problem
 from pallas_attn.testing.blocksparse import BlockSparseCase
 
 
@@ -159,3 +165,55 @@ def test_mixed_calls_are_kernels_of_ours_alone(implementation):
     text = lowered(CASES[0], 4096, 32, implementation=implementation).as_text()
     assert len(re.findall(r"custom_call @\S*xla\.gpu\.(?:triton|ptx)", text)) == 3
     assert not re.findall(r"stablehlo\.(?:scatter|dynamic_update_slice|gather|select)", text)
+
+
+@pytest.fixture
+def with_library(monkeypatch):
+    """As where there is a driver for the CUDA library: calls of it are lowered, and nothing can run them."""
+    monkeypatch.setattr(ffi, "register", lambda: None)
+    monkeypatch.setattr(ffi, "is_available", lambda: (True, None))
+
+
+PREFILL = "custom_call @pallas_attn_blocksparse_prefill_sm90"
+
+
+@pytest.mark.usefixtures("with_library")
+def test_cuda_is_chosen_and_has_the_others_kernels_beside_it():
+    text = lowered(CASES[0], 4096, 32).as_text()
+    assert text.count(PREFILL) == 1
+    assert "skip_single = true" in text
+    assert len(re.findall(r"custom_call @\S*xla\.gpu\.(?:triton|ptx)", text)) == 2
+    assert not re.findall(r"stablehlo\.(?:scatter|dynamic_update_slice|gather|select)", text)
+    made = lowered(CASES[0], 4096, 32, gradients=True)
+    assert made.as_text().count(PREFILL) == 1
+    names = [name.removeprefix("pallas_attn_blocksparse_") for name, *_ in lowering.triton_kernels(made)]
+    assert {"dq", "dkv"} <= set(names)
+    assert "prefill" not in names
+
+
+@pytest.mark.usefixtures("with_library")
+@pytest.mark.parametrize("changes", [{"page_size": 16}, {"softcap": 5.0}, {"dtype": "float32"}, {"head_dim": 64},
+                                     {"block_size": 64}, {"q_block_size": 64}], ids=str)  # fmt: skip
+def test_what_cuda_cannot_serve_others_do(changes):
+    case = dataclasses.replace(CASES[0], **changes)
+    reason = {"page_size": "keys in rows, got pages", "softcap": "has no softcap", "dtype": "float16, got float32",
+                 "head_dim": "head_dim 128, got 64", "block_size": "at least 128 tokens, got 64 by 128",
+                 "q_block_size": "at least 128 tokens, got 128 by 64"}[next(iter(changes))]  # fmt: skip
+    assert PREFILL not in lowered(case, 4096, 32).as_text()
+    with pytest.raises(ValueError, match=f"implementation 'cuda' cannot serve this call: .*{reason}"):
+        lowered(case, 4096, 32, implementation="cuda")
+
+
+@pytest.mark.usefixtures("with_library")
+def test_cuda_takes_neither_a_config_nor_decoding_alone():
+    config = pallas_attn.BlockSparseConfig()
+    with pytest.raises(ValueError, match="'cuda' cannot serve this call: takes no config"):
+        lowered(CASES[0], 4096, 32, implementation="cuda", config=config)
+    assert PREFILL not in lowered(CASES[0], 4096, 32, config=config).as_text()
+    problem = Problem(
+        num_tokens=4, num_seqs=4, num_heads=32, max_k_len=9000, pool=PoolShape(9000, 1, 8, 128), cache_layout=None,
+        kinds="decode", scale=1.0, rules=Rules(), config=pallas_attn.BlockSparseConfig(),
+    )  # fmt: skip
+    assert "one query each" in (cuda.unsupported(problem, (128, 128), jnp.bfloat16) or "")
+    many = dataclasses.replace(problem, kinds="prefill", num_tokens=2**31 - 1, num_heads=128)
+    assert "at most" in (cuda.unsupported(many, (128, 128), jnp.bfloat16) or "")

@@ -18,6 +18,7 @@ class BlockSparse(DenseWorkload):
     op = "blocksparse_attention"
     targets: ClassVar[dict[str, Target]] = {
         "auto": Target("ours", None),
+        "cuda": Target("ours, CUDA", "cuda"),
         "pallas": Target("ours, Pallas", "pallas"),
         "triton": Target("ours, by Triton itself", "triton"),
         "xla": Target("ours, plain jnp", "xla"),

@@ -69,6 +69,11 @@ def implementations(
     }
 
 
+def first_lowering() -> Lowering:
+    """How kernels go that an implementation in CUDA takes beside its own: as an op's would without that."""
+    return "pallas" if _pallas_missing() is None else "triton"
+
+
 def load(
     place: Any, *, mask: jax.Array | None = None, other: Any = None, eviction_policy: str | None = None
 ) -> jax.Array:

@@ -13,7 +13,7 @@ from pallas_attn._call.device import current_device
 from pallas_attn._tile import triton
 from pallas_attn._tile.layout import LAYOUTS, PoolCase, PoolShape, check_pools, reaches
 from pallas_attn._tile.masking import Rules
-from pallas_attn.ops.blocksparse_attention import backward, gradients
+from pallas_attn.ops.blocksparse_attention import backward, cuda, gradients
 from pallas_attn.ops.blocksparse_attention.config import TILES, BlockSparseConfig, heuristic
 from pallas_attn.ops.blocksparse_attention.decode import decode
 from pallas_attn.ops.blocksparse_attention.kernel import prefill
@@ -24,6 +24,17 @@ from pallas_attn.ops.blocksparse_attention.reference import blocksparse_attentio
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 MAX_HEAD_DIM = 256
 BACKWARD = {name: functools.partial(backward.backward, lowering=name) for name in get_args(triton.Lowering)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """The static facts of a call that decide which implementation can serve it."""
+
+    problem: Problem
+    sizes: tuple[int, int]
+    """Of the layout's blocks."""
+    dtype: Any
+    configured: bool
 
 
 @functools.partial(jax.jit, static_argnames=("problem", "lowering"))
@@ -45,15 +56,32 @@ def blocksparse_attention_pallas(
     return out, lse
 
 
-def _supports(problem: Problem, lowering: triton.Lowering) -> str | None:
+def blocksparse_attention_cuda(
+    query: jax.Array, arrays: dict[str, jax.Array], layout: SparseLayout, *, problem: Problem
+) -> tuple[jax.Array, jax.Array]:
+    """The same, prefill by the Hopper kernel. Sequences with one query are the other kernels' all the same."""
+    out, lse = cuda.prefill(query, arrays, layout, problem=problem)
+    if problem.kinds == "mixed":
+        beside = triton.first_lowering()
+        return decode(query, arrays, layout, problem=problem, lowering=beside, into=(out, lse))
+    return out, lse
+
+
+def _supports(case: Case, lowering: triton.Lowering) -> str | None:
+    problem = case.problem
     if problem.pool.head_dim > MAX_HEAD_DIM:
         return f"head_dim is at most {MAX_HEAD_DIM}, got {problem.pool.head_dim}"
     return reaches(PoolCase(problem.pool, jnp.dtype(jnp.bfloat16)), lowering)
 
 
+def _cuda_supports(case: Case) -> str | None:
+    return "takes no config" if case.configured else cuda.unsupported(case.problem, case.sizes, case.dtype)
+
+
 dispatch.register(
     "blocksparse_attention",
     {
+        "cuda": dispatch.Implementation(blocksparse_attention_cuda, _cuda_supports),
         **triton.implementations(blocksparse_attention_pallas, _supports),
         "xla": dispatch.Implementation(blocksparse_attention_xla),
     },
@@ -102,9 +130,11 @@ def blocksparse_attention(
         softcap: logits become softcap * tanh(logits / softcap); a number above 0, or None.
         return_lse: also return the natural log-sum-exp of the logits.
         cache_layout: order of a page's dimensions, "NHD", "HND" or "PACKED".
-        implementation: None (pallas on an NVIDIA GPU, xla elsewhere), "pallas" (sm_80 or newer), "triton" (the same
-            kernels by Triton itself, where Pallas cannot; the extra of that name), "xla" (anywhere) or "interpret"
-            (the Pallas kernels run in Python, slow).
+        implementation: None (cuda or pallas on an NVIDIA GPU, xla elsewhere), "cuda" (sm_90: bf16 and fp16, head_dim
+            128, keys in rows, blocks of at least 128 tokens, no softcap; sequences with one query, and gradients, by
+            the kernels of "pallas" or else "triton"), "pallas" (sm_80 or newer), "triton" (the same kernels by Triton
+            itself, where Pallas cannot; the extra of that name), "xla" (anywhere) or "interpret" (the Pallas kernels
+            run in Python, slow).
         config: tile sizes for "pallas", "triton" and "interpret"; None takes the measured or the heuristic one.
 
     Returns:
@@ -177,14 +207,17 @@ def blocksparse_attention(
         rules=Rules(softcap=None if softcap is None else float(softcap)),
         config=BlockSparseConfig(),
     )
-    name, fn = dispatch.resolve(check.function, problem, implementation)
+    case = Case(problem, layout.sizes, query.dtype, configured=config is not None)
+    name, fn = dispatch.resolve(check.function, case, implementation)
     if name == "xla" and config is not None:
         check.fail("config", "None for implementation 'xla'", "a config")
-    problem = dataclasses.replace(problem, config=_config(check, problem, layout, query.dtype, config, name))
+    # What CUDA has no kernel for.
+    tiled = triton.first_lowering() if name == "cuda" else name
+    problem = dataclasses.replace(problem, config=_config(check, problem, layout, query.dtype, config, tiled))
     operands = {"query": query, **arrays}
     operands |= {n: getattr(layout, n) for n in gradients.LAYOUT_ARRAYS}
     operands = {n: jnp.asarray(array) for n, array in operands.items()}
-    call = gradients.Call(problem, layout.sizes, layout.layout_heads, fn, BACKWARD.get(name), name)
+    call = gradients.Call(problem, layout.sizes, layout.layout_heads, fn, BACKWARD.get(tiled), name)
     out, lse = gradients.attend(call, operands)
     return (out, lse) if return_lse else out
 

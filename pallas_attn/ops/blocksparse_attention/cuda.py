@@ -1,0 +1,79 @@
+"""Block-sparse prefill on Hopper: the CUDA kernel of csrc/blocksparse, called through XLA's FFI."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_attn._call import ffi
+from pallas_attn.ops.blocksparse_attention.kernel import heads_together
+from pallas_attn.ops.blocksparse_attention.layout import SparseLayout
+from pallas_attn.ops.blocksparse_attention.problem import Problem
+
+HEAD_DIM = 128
+TILE = 128
+"""Queries of a head that are served together, and keys that are taken in per step."""
+MOST_TILES = 2**30
+"""Of all heads, which the kernel counts through in 32 bits."""
+
+
+def unsupported(problem: Problem, sizes: tuple[int, int], dtype: Any) -> str | None:
+    """The reason the CUDA kernel cannot serve a call over blocks of `sizes`, or None."""
+    if problem.kinds == "decode":
+        return "serves prefill, and these sequences have one query each"
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"needs bfloat16 or float16, got {jnp.dtype(dtype).name}"
+    if problem.pool.head_dim != HEAD_DIM:
+        return f"needs head_dim {HEAD_DIM}, got {problem.pool.head_dim}"
+    if problem.cache_layout is not None:
+        return "needs keys in rows, got pages"
+    if problem.rules.softcap is not None:
+        return "has no softcap"
+    if min(sizes) < TILE:
+        return (
+            f"needs blocks of at least {TILE} tokens, got {sizes[0]} by {sizes[1]} (block_size, q_block_size)"
+        )
+    if (tiles := _num_tiles(problem)) > MOST_TILES:
+        return f"takes at most {MOST_TILES} tiles of {TILE} queries of all heads, got {tiles}"
+    return None
+
+
+def _num_tiles(problem: Problem) -> int:
+    return (problem.num_tokens // TILE + 2 * problem.num_seqs + 1) * problem.num_heads
+
+
+def prefill(
+    query: jax.Array, refs: dict[str, jax.Array], layout: SparseLayout, *, problem: Problem
+) -> tuple[jax.Array, jax.Array]:
+    """As `kernel.prefill`: (out, lse [num_tokens, num_heads]); of sequences with one query, where the call is mixed,
+    nothing is written.
+
+    vmap calls it once for each of the batch, one after the other. It knows nothing of a mesh: `partition` does.
+    """
+    ffi.register()
+    call = jax.ffi.ffi_call(
+        "pallas_attn_blocksparse_prefill_sm90",
+        (
+            jax.ShapeDtypeStruct(query.shape, query.dtype),
+            jax.ShapeDtypeStruct(query.shape[:2], jnp.float32),
+            # A counter: an output, because a handler that allocates cannot be part of a command buffer.
+            jax.ShapeDtypeStruct((1,), jnp.int32),
+        ),
+        vmap_method="sequential",
+    )
+    out, lse, _ = call(
+        query,
+        refs["key"],
+        refs["value"],
+        refs["cu_q_lens"],
+        refs["cu_k_lens"],
+        layout.row_pointers,
+        layout.columns,
+        scale=np.float32(problem.scale),
+        block_size=np.int64(layout.block_size),
+        q_block_size=np.int64(layout.q_block_size),
+        heads_together=np.int64(heads_together(problem, query.dtype.itemsize)),
+        skip_single=problem.kinds == "mixed",
+    )
+    return out, lse
