@@ -172,5 +172,6 @@ def test_it_is_chosen_where_it_can_serve():
     assert chosen(dataclasses.replace(LARGE, block_size=64)) == "pallas"
     assert chosen(LARGE, softcap=3.0) == "pallas"
     assert chosen(LARGE, config=BlockSparseConfig()) == "pallas"
-    assert chosen(dataclasses.replace(LARGE, lens=((1, 300), (1, 200)))) == "cuda"
+    assert chosen(dataclasses.replace(LARGE, lens=((1, 300), (1, 200)))) == "pallas"
+    assert chosen(dataclasses.replace(LARGE, lens=((64, 64),) * 9)) == "pallas"
     assert chosen(dataclasses.replace(LARGE, page_size=16)) == "pallas"

@@ -205,7 +205,7 @@ def test_what_cuda_cannot_serve_others_do(changes):
 
 
 @pytest.mark.usefixtures("with_library")
-def test_cuda_takes_neither_a_config_nor_decoding_alone():
+def test_cuda_takes_neither_a_config_nor_decoding_and_leaves_short_prompts():
     config = pallas_attn.BlockSparseConfig()
     with pytest.raises(ValueError, match="'cuda' cannot serve this call: takes no config"):
         lowered(CASES[0], 4096, 32, implementation="cuda", config=config)
@@ -215,5 +215,9 @@ def test_cuda_takes_neither_a_config_nor_decoding_alone():
         kinds="decode", scale=1.0, rules=Rules(), config=pallas_attn.BlockSparseConfig(),
     )  # fmt: skip
     assert "one query each" in (cuda.unsupported(problem, (128, 128), jnp.bfloat16) or "")
+    # Four sequences in either call.
+    assert PREFILL in lowered(CASES[0], 4 * 128, 32).as_text()
+    assert PREFILL not in lowered(CASES[0], 4 * 128 - 1, 32).as_text()
+    assert PREFILL in lowered(CASES[0], 4 * 128 - 1, 32, implementation="cuda").as_text()
     many = dataclasses.replace(problem, kinds="prefill", num_tokens=2**31 - 1, num_heads=128)
     assert "at most" in (cuda.unsupported(many, (128, 128), jnp.bfloat16) or "")

@@ -81,7 +81,9 @@ def _cuda_supports(case: Case) -> str | None:
 dispatch.register(
     "blocksparse_attention",
     {
-        "cuda": dispatch.Implementation(blocksparse_attention_cuda, _cuda_supports),
+        "cuda": dispatch.Implementation(
+            blocksparse_attention_cuda, _cuda_supports, lambda case: cuda.is_slower(case.problem)
+        ),
         **triton.implementations(blocksparse_attention_pallas, _supports),
         "xla": dispatch.Implementation(blocksparse_attention_xla),
     },
@@ -130,11 +132,11 @@ def blocksparse_attention(
         softcap: logits become softcap * tanh(logits / softcap); a number above 0, or None.
         return_lse: also return the natural log-sum-exp of the logits.
         cache_layout: order of a page's dimensions, "NHD", "HND" or "PACKED".
-        implementation: None (cuda or pallas on an NVIDIA GPU, xla elsewhere), "cuda" (sm_90: bf16 and fp16, head_dim
-            128, keys in rows, blocks of at least 128 tokens, no softcap; sequences with one query, and gradients, by
-            the kernels of "pallas" or else "triton"), "pallas" (sm_80 or newer), "triton" (the same kernels by Triton
-            itself, where Pallas cannot; the extra of that name), "xla" (anywhere) or "interpret" (the Pallas kernels
-            run in Python, slow).
+        implementation: None (cuda or pallas on an NVIDIA GPU, whichever measured faster; xla elsewhere), "cuda" (sm_90:
+            bf16 and fp16, head_dim 128, keys in rows, blocks of at least 128 tokens, no softcap; sequences with one
+            query, and gradients, by the kernels of "pallas" or else "triton"), "pallas" (sm_80 or newer), "triton"
+            (the same kernels by Triton itself, where Pallas cannot; the extra of that name), "xla" (anywhere) or
+            "interpret" (the Pallas kernels run in Python, slow).
         config: tile sizes for "pallas", "triton" and "interpret"; None takes the measured or the heuristic one.
 
     Returns:

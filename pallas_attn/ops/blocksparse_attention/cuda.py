@@ -39,6 +39,11 @@ def unsupported(problem: Problem, sizes: tuple[int, int], dtype: Any) -> str | N
     return None
 
 
+def is_slower(problem: Problem) -> bool:
+    """Whether Pallas measured faster: where sequences are short, most of a tile's rows are for nothing."""
+    return problem.num_tokens < TILE * problem.num_seqs
+
+
 def _num_tiles(problem: Problem) -> int:
     return (problem.num_tokens // TILE + 2 * problem.num_seqs + 1) * problem.num_heads
 
