@@ -32,29 +32,70 @@ class Span(NamedTuple):
 
 
 def sides(query_ids: jax.Array, key_ids: jax.Array) -> tuple[Side, Side]:
-    """From ids [batch, tokens] of queries and keys, any int32."""
-    ids = jnp.concatenate([query_ids, key_ids], axis=1)
-    order = jnp.argsort(ids, axis=1)
-    ordered = jnp.take_along_axis(ids, order, axis=1)
-    steps = jnp.cumsum(ordered[:, 1:] != ordered[:, :-1], axis=1, dtype=jnp.int32)
-    steps = jnp.pad(steps, ((0, 0), (1, 0)))
-    ranks = jax.vmap(lambda order, steps: jnp.zeros_like(steps).at[order].set(steps))(order, steps)
-    of_queries, of_keys = ranks[:, : query_ids.shape[1]], ranks[:, query_ids.shape[1] :]
-    most = ids.shape[1]
-    return Side(of_queries, _table(of_queries, most)), Side(of_keys, _table(of_keys, most))
+    """From ids [batch, tokens] of queries and keys, any int32. One array for both is looked at once."""
+    if key_ids is query_ids:
+        (side,) = _sides(query_ids, [query_ids.shape[1]])
+        return side, side
+    of_queries, of_keys = _sides(
+        jnp.concatenate([query_ids, key_ids], axis=1), [query_ids.shape[1], key_ids.shape[1]]
+    )
+    return of_queries, of_keys
 
 
-def _table(ranks: jax.Array, most: int) -> jax.Array:
-    tokens = ranks.shape[1]
+def sides_of_lengths(cu_lens: jax.Array, tokens: int) -> tuple[Side, Side]:
+    """The same where sequences lie end to end, sequence i from cu_lens[i] on. Tokens outside of them see nothing: as
+    queries they have another rank than as keys."""
+    num_seqs = cu_lens.shape[0] - 1
     at = jnp.arange(tokens, dtype=jnp.int32)
+    # One kernel, whatever the number of sequences.
+    seq = jnp.searchsorted(cu_lens, at, side="right", method="scan_unrolled").astype(jnp.int32) - 1
+    held = (at >= cu_lens[0]) & (at < cu_lens[-1])
+    inside = jnp.clip(cu_lens, 0, tokens)
+    spans = jnp.stack([inside[:-1], inside[1:], jnp.ones(num_seqs, jnp.int32)], axis=-1)
+    table = jnp.concatenate([spans, jnp.tile(jnp.array([tokens, 0, 0], jnp.int32), (2, 1))])[None]
+    ranks = (jnp.where(held, seq, num_seqs + i)[None] for i in range(2))
+    of_queries, of_keys = (Side(rank, table) for rank in ranks)
+    return of_queries, of_keys
 
-    def one(rank: jax.Array) -> jax.Array:
-        first = jnp.full(most, tokens, jnp.int32).at[rank].min(at)
-        end = jnp.zeros(most, jnp.int32).at[rank].max(at + 1)
-        count = jnp.zeros(most, jnp.int32).at[rank].add(1)
-        return jnp.stack([first, end, (end - first == count).astype(jnp.int32)], axis=-1)
 
-    return jax.vmap(one)(ranks)
+def _sides(ids: jax.Array, parts: list[int]) -> list[Side]:
+    """Of ids [batch, tokens], of which the first parts[0] are one side's, and so on.
+
+    In the order of the ids, each side's tokens of a rank lie together, and ascend: its first and its last are found
+    by looking at neighbours, and written where the table has the rank. No two are written to one place.
+    """
+    most = ids.shape[1]
+    order = jnp.argsort(ids, axis=1, stable=True).astype(jnp.int32)
+    ordered = jnp.take_along_axis(ids, order, axis=1)
+    other = jnp.pad(ordered[:, 1:] != ordered[:, :-1], ((0, 0), (1, 1)), constant_values=True)
+    begins, ends = other[:, :-1], other[:, 1:]
+    rank = jnp.cumsum(begins, axis=1, dtype=jnp.int32) - 1
+    place = jnp.broadcast_to(jnp.arange(most, dtype=jnp.int32), rank.shape)
+
+    @jax.vmap
+    def scattered(empty: jax.Array, at: jax.Array, values: jax.Array) -> jax.Array:
+        return empty.at[at].set(values, mode="drop", unique_indices=True)
+
+    ranks = scattered(jnp.zeros_like(rank), order, rank)
+    found, before = [], 0
+    for tokens in parts:
+        mine = (order >= before) & (order < before + tokens)
+        beside = jnp.pad(mine, ((0, 0), (1, 1)))
+        first = mine & (begins | ~beside[:, :-2])
+        last = mine & (ends | ~beside[:, 2:])
+
+        def bound(those: jax.Array, empty: int, before: int = before) -> jax.Array:
+            """[batch, ranks, 2]: the token, and its place in the order."""
+            nowhere = jnp.full((*rank.shape, 2), empty, jnp.int32)
+            at = jnp.where(those, rank, most + place)
+            return scattered(nowhere, at, jnp.stack([order - before, place], axis=-1))
+
+        begin, end = bound(first, tokens), bound(last, -1)
+        solid = end[..., 0] - begin[..., 0] == end[..., 1] - begin[..., 1]
+        table = jnp.stack([begin[..., 0], end[..., 0] + 1, solid.astype(jnp.int32)], axis=-1)
+        found.append(Side(ranks[:, before : before + tokens], table))
+        before += tokens
+    return found
 
 
 def span(table_ref: Any, batch: jax.Array, rank: jax.Array) -> Span:

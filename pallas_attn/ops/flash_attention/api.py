@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from pallas_attn._call import configs, dispatch
 from pallas_attn._call.checks import ArgumentChecker, check_int
-from pallas_attn._tile import segments, triton
+from pallas_attn._tile import triton
 from pallas_attn._tile.dense import DenseLayout
 from pallas_attn.ops.flash_attention import arguments, backward, kernel, reference
 from pallas_attn.ops.flash_attention.config import FlashAttentionConfig, resolve
@@ -188,9 +188,9 @@ def serve(
         floats["bias"] = arguments.pairwise(check, "bias", bias, arguments.DTYPES, group)
     if mask is not None:
         others["mask"] = arguments.pairwise(check, "mask", mask, (jnp.bool_,), group).astype(jnp.int8)
-    ids = arguments.segment_ids_of(check, segment_ids, cu_q_lens)
-    if ids is not None:
-        (q_rank, q_table), (kv_rank, kv_table) = segments.sides(*ids)
+    sides = arguments.documents(check, segment_ids, cu_q_lens)
+    if sides is not None:
+        (q_rank, q_table), (kv_rank, kv_table) = sides
         others |= {"q_rank": q_rank, "q_table": q_table, "kv_rank": kv_rank, "kv_table": kv_table}
 
     configs.check_type(FUNCTION, FlashAttentionConfig, config)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn._call.checks import ArgumentChecker, check_int, shown
+from pallas_attn._tile import segments
 from pallas_attn._tile.band import Band
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
@@ -60,24 +61,26 @@ def band(check: ArgumentChecker, causal: bool, window: Any, offset: int) -> Band
     return Band(left, 0 if causal else right, offset)
 
 
-def segment_ids_of(
+def documents(
     check: ArgumentChecker, segment_ids: Any, cu_q_lens: Any
-) -> tuple[jax.Array, jax.Array] | None:
+) -> tuple[segments.Side, segments.Side] | None:
+    """Which document each query and each key is of, and where those lie; None: all see all."""
     if segment_ids is None and cu_q_lens is None:
         return None
     if cu_q_lens is not None:
         if segment_ids is not None:
             check.fail("cu_q_lens", "None where there are segment_ids", "both")
-        return _ids_of_lengths(check, cu_q_lens)
+        return _sequences(check, cu_q_lens)
     pair: tuple[Any, ...] = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
     if len(pair) != 2:
         check.fail("segment_ids", "an array or a pair of arrays", f"a tuple of {len(pair)}")
     for ids, tokens in zip(pair, ("q_len", "kv_len"), strict=True):
         check.array("segment_ids", ids, ("batch", tokens), [jnp.int32])
-    return pair[0], pair[1]
+    of_queries = jnp.asarray(pair[0])
+    return segments.sides(of_queries, of_queries if pair[0] is pair[1] else jnp.asarray(pair[1]))
 
 
-def _ids_of_lengths(check: ArgumentChecker, cu_q_lens: Any) -> tuple[jax.Array, jax.Array]:
+def _sequences(check: ArgumentChecker, cu_q_lens: Any) -> tuple[segments.Side, segments.Side]:
     check.array("cu_q_lens", cu_q_lens, ("num_seqs + 1",), [jnp.int32])
     check.non_empty("cu_q_lens", cu_q_lens)
     batch, q_len, kv_len = (check.dims[dim] for dim in ("batch", "q_len", "kv_len"))
@@ -85,8 +88,4 @@ def _ids_of_lengths(check: ArgumentChecker, cu_q_lens: Any) -> tuple[jax.Array, 
         check.fail("query", "a batch of 1 where there are cu_q_lens", str(batch))
     if q_len != kv_len:
         check.fail("key", f"as many tokens as query ({q_len}) where there are cu_q_lens", str(kv_len))
-    at = jnp.arange(q_len, dtype=jnp.int32)
-    ids = jnp.searchsorted(cu_q_lens, at, side="right").astype(jnp.int32)[None]
-    held = (at >= cu_q_lens[0]) & (at < cu_q_lens[-1])
-    # Padding sees nothing: its queries and its keys have different ids.
-    return jnp.where(held, ids, -1), jnp.where(held, ids, -2)
+    return segments.sides_of_lengths(jnp.asarray(cu_q_lens), q_len)

@@ -1,0 +1,79 @@
+"""Tables of documents, against what they say in words."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_attn._tile import segments
+
+
+def spans(rank: np.ndarray) -> dict[int, tuple[int, int, int]]:
+    """{rank: (first token, one behind the last, whether all between are of it)}."""
+    found = {}
+    for number in np.unique(rank).tolist():
+        at = np.flatnonzero(rank == number)
+        first, end = int(at[0]), int(at[-1]) + 1
+        found[number] = first, end, int(end - first == len(at))
+    return found
+
+
+def check(side: segments.Side) -> None:
+    for rank, table in zip(*map(np.array, side), strict=True):
+        expected = spans(rank)
+        assert {i: tuple(table[i].tolist()) for i in expected} == expected
+        others = np.delete(table, list(expected), axis=0)
+        assert (others[:, 0] >= others[:, 1]).all()  # empty
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize(("queries", "keys", "kinds"), [(7, 7, 3), (60, 33, 5), (1, 50, 9), (64, 64, 200)])
+def test_ids_become_ranks_and_spans(queries, keys, kinds, ordered):
+    rng = np.random.default_rng(0)
+    of_queries, of_keys = (
+        rng.integers(-3, kinds, (2, tokens)).astype(np.int32) for tokens in (queries, keys)
+    )
+    if ordered:
+        of_queries.sort(axis=1)
+        of_keys.sort(axis=1)
+    query_ids = jnp.asarray(of_queries)
+    apart, alike = jax.jit(segments.sides)(of_queries, of_keys), segments.sides(query_ids, query_ids)
+    for (q_rank, q_table), (kv_rank, kv_table), key_ids in ((*apart, of_keys), (*alike, of_queries)):
+        check(segments.Side(q_rank, q_table))
+        check(segments.Side(kv_rank, kv_table))
+        ours, theirs = np.array(q_rank)[:, :, None], of_queries[:, :, None]
+        np.testing.assert_array_equal(ours == kv_rank[:, None], theirs == key_ids[:, None])
+        np.testing.assert_array_equal(ours < kv_rank[:, None], theirs < key_ids[:, None])
+
+
+@pytest.mark.parametrize("lens", [(0, 9), (0, 3, 3, 7), (2, 5, 8), (0, 0, 12), (0,), (4, 4)])
+def test_sequences_end_to_end(lens):
+    tokens = 9
+    of_queries, of_keys = segments.sides_of_lengths(jnp.array(lens, jnp.int32), tokens)
+    if len(lens) > 1 and lens[-1] <= tokens:
+        for (rank, table), side in zip((of_queries, of_keys), "qk", strict=True):
+            for number, (first, end, solid) in spans(np.array(rank)[0]).items():
+                expected = (first, end, solid) if number < len(lens) - 1 else (tokens, 0, 0)
+                assert tuple(np.array(table)[0, number].tolist()) == expected, side
+    at = np.arange(tokens)
+    seq = np.searchsorted(lens, at, side="right")
+    held = (at >= lens[0]) & (at < lens[-1])
+    same = (seq[:, None] == seq[None, :]) & held[:, None] & held[None, :]
+    np.testing.assert_array_equal(np.array(of_queries.rank)[0][:, None] == np.array(of_keys.rank)[0], same)
+
+
+@pytest.mark.parametrize("lens", [(5, 2, 9), (-7, 4, 30), (9, 0), (2**31 - 1, -(2**31))])
+def test_lengths_that_cannot_be_right_stay_inside(lens):
+    for rank, table in segments.sides_of_lengths(jnp.array(lens, jnp.int32), 9):
+        assert ((np.array(rank) >= 0) & (np.array(rank) < table.shape[1])).all()
+        assert ((np.array(table)[..., :2] >= 0) & (np.array(table)[..., :2] <= 9)).all()
+
+
+def test_what_is_known_of_lengths_needs_no_sort():
+    def text(function, *arguments):
+        return jax.jit(function).lower(*arguments).as_text()
+
+    ids = jnp.zeros((1, 32), jnp.int32)
+    assert text(lambda ids: segments.sides(ids, ids), ids).count("stablehlo.sort") == 1
+    lengths = text(lambda lens: segments.sides_of_lengths(lens, 32), jnp.zeros(4, jnp.int32))
+    assert not [word for word in ("sort", "scatter", "while") if f"stablehlo.{word}" in lengths]
