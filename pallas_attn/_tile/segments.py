@@ -6,6 +6,7 @@ where its tokens lie. Documents that lie in one piece and in order of their ids,
 twice; any other order is right too.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -59,41 +60,42 @@ def sides_of_lengths(cu_lens: jax.Array, tokens: int) -> tuple[Side, Side]:
 
 
 def _sides(ids: jax.Array, parts: list[int]) -> list[Side]:
-    """Of ids [batch, tokens], of which the first parts[0] are one side's, and so on.
+    """Of ids [batch, tokens], of which the first parts[0] are one side's, and so on."""
+    found = jax.vmap(functools.partial(_sides_of_row, parts=parts))(ids)
+    return [Side(*side) for side in found]
 
-    In the order of the ids, each side's tokens of a rank lie together, and ascend: its first and its last are found
+
+def _sides_of_row(ids: jax.Array, parts: list[int]) -> list[tuple[jax.Array, jax.Array]]:
+    """In the order of the ids, each side's tokens of a rank lie together, and ascend: its first and its last are found
     by looking at neighbours, and written where the table has the rank. No two are written to one place.
     """
-    most = ids.shape[1]
-    order = jnp.argsort(ids, axis=1, stable=True).astype(jnp.int32)
-    ordered = jnp.take_along_axis(ids, order, axis=1)
-    other = jnp.pad(ordered[:, 1:] != ordered[:, :-1], ((0, 0), (1, 1)), constant_values=True)
-    begins, ends = other[:, :-1], other[:, 1:]
-    rank = jnp.cumsum(begins, axis=1, dtype=jnp.int32) - 1
-    place = jnp.broadcast_to(jnp.arange(most, dtype=jnp.int32), rank.shape)
-
-    @jax.vmap
-    def scattered(empty: jax.Array, at: jax.Array, values: jax.Array) -> jax.Array:
-        return empty.at[at].set(values, mode="drop", unique_indices=True)
-
-    ranks = scattered(jnp.zeros_like(rank), order, rank)
+    most = ids.shape[0]
+    order = jnp.argsort(ids, stable=True).astype(jnp.int32)
+    ordered = ids[order]
+    other = jnp.pad(ordered[1:] != ordered[:-1], 1, constant_values=True)
+    begins, ends = other[:-1], other[1:]
+    rank = jnp.cumsum(begins, dtype=jnp.int32) - 1
+    place = jnp.arange(most, dtype=jnp.int32)
+    ranks = jnp.zeros_like(rank).at[order].set(rank, unique_indices=True)
     found, before = [], 0
     for tokens in parts:
         mine = (order >= before) & (order < before + tokens)
-        beside = jnp.pad(mine, ((0, 0), (1, 1)))
-        first = mine & (begins | ~beside[:, :-2])
-        last = mine & (ends | ~beside[:, 2:])
+        beside = jnp.pad(mine, 1)
+        first = mine & (begins | ~beside[:-2])
+        last = mine & (ends | ~beside[2:])
 
-        def bound(those: jax.Array, empty: int, before: int = before) -> jax.Array:
-            """[batch, ranks, 2]: the token, and its place in the order."""
-            nowhere = jnp.full((*rank.shape, 2), empty, jnp.int32)
-            at = jnp.where(those, rank, most + place)
-            return scattered(nowhere, at, jnp.stack([order - before, place], axis=-1))
+        def bound(those: jax.Array, nowhere: int, before: int = before) -> jax.Array:
+            """[ranks, 2]: the token, and its place in the order."""
+            at = jnp.where(those, rank, most + place)  # behind the table: dropped
+            values = jnp.stack([order - before, place], axis=-1)
+            return (
+                jnp.full((most, 2), nowhere, jnp.int32).at[at].set(values, mode="drop", unique_indices=True)
+            )
 
         begin, end = bound(first, tokens), bound(last, -1)
-        solid = end[..., 0] - begin[..., 0] == end[..., 1] - begin[..., 1]
-        table = jnp.stack([begin[..., 0], end[..., 0] + 1, solid.astype(jnp.int32)], axis=-1)
-        found.append(Side(ranks[:, before : before + tokens], table))
+        solid = end[:, 0] - begin[:, 0] == end[:, 1] - begin[:, 1]
+        table = jnp.stack([begin[:, 0], end[:, 0] + 1, solid.astype(jnp.int32)], axis=-1)
+        found.append((ranks[before : before + tokens], table))
         before += tokens
     return found
 
