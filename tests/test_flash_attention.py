@@ -220,7 +220,8 @@ def test_what_lies_behind_cu_q_lens_is_padding(implementation):
     arrays = [data[name] for name in ("query", "key", "value")]
     out, lse = call(*(x.at[:, 40:].set(jnp.nan) for x in arrays), cu_q_lens=lens)
     expected, expected_lse = call(*arrays, segment_ids=packed(50, 17, 23))
-    np.testing.assert_array_equal(out[:, :40], expected[:, :40])
-    np.testing.assert_array_equal(lse[:, :40], expected_lse[:, :40])
+    # Not bit for bit: the tables are made in other ways, and the CPU's compiler fuses that with what is interpreted.
+    np.testing.assert_allclose(out[:, :40], expected[:, :40], rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(lse[:, :40], expected_lse[:, :40], rtol=1e-6, atol=1e-6)
     assert (out[:, 40:] == 0).all()
     assert (lse[:, 40:] == -jnp.inf).all()
