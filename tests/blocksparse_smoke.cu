@@ -42,7 +42,7 @@ std::vector<Element> numbers(size_t count, std::mt19937& random) {
 }
 
 template <typename Element>
-bool run(const Case& c, blocksparse::ElementType type, float tolerance) {
+bool run(const Case& c, ElementType type, float tolerance) {
   std::mt19937 random(1);
   std::vector<int> cu_q = {0}, cu_k = {0};
   int longest = 1;
@@ -178,8 +178,8 @@ int main() {
   };
   bool right = true;
   for (const Case& c : cases) {
-    right &= run<__nv_bfloat16>(c, blocksparse::ElementType::kBfloat16, 2e-2f);
-    right &= run<__half>(c, blocksparse::ElementType::kFloat16, 4e-3f);
+    right &= run<__nv_bfloat16>(c, ElementType::kBfloat16, 2e-2f);
+    right &= run<__half>(c, ElementType::kFloat16, 4e-3f);
   }
   return right ? 0 : 1;
 }

@@ -100,7 +100,7 @@ std::vector<uint8_t> quantized(std::vector<Element>& cache) {
 }
 
 template <typename Element>
-void run(const Case& c, mla::ElementType element) {
+void run(const Case& c, ElementType element) {
   const int batch = c.seq_lens.size();
   const int pages_each = c.pages_each, num_pages = batch * pages_each;
   const int rows = c.query_len * c.group;
@@ -296,22 +296,22 @@ int main(int count, char** arguments) {
                         1,
                         false,
                         16},
-                       mla::ElementType::kBfloat16);
+                       ElementType::kBfloat16);
     return 0;
   }
   // Somebody else's mistake, left on the thread's record, is none of our launches'.
   if (cudaSetDevice(1 << 20) == cudaSuccess) check(cudaErrorUnknown, "a device there cannot be");
   run_schedules();
   run<__nv_bfloat16>({"mixed lengths, heads in one tile", {0, 1, 64, 65, 300}, 1, 1, 16, 4},
-                     mla::ElementType::kBfloat16);
-  run<__half>({"two tokens, two KV heads, two tiles", {130, 200}, 2, 2, 40, 3}, mla::ElementType::kFloat16);
-  run<__nv_bfloat16>({"many splits, few rows", {640}, 1, 1, 2, 10}, mla::ElementType::kBfloat16);
-  run<__nv_bfloat16>({"many splits, two tiles", {640}, 1, 1, 128, 10}, mla::ElementType::kBfloat16);
-  run<__half>({"many splits, many rows", {640, 640, 640, 600}, 1, 1, 128, 44}, mla::ElementType::kFloat16);
+                     ElementType::kBfloat16);
+  run<__half>({"two tokens, two KV heads, two tiles", {130, 200}, 2, 2, 40, 3}, ElementType::kFloat16);
+  run<__nv_bfloat16>({"many splits, few rows", {640}, 1, 1, 2, 10}, ElementType::kBfloat16);
+  run<__nv_bfloat16>({"many splits, two tiles", {640}, 1, 1, 128, 10}, ElementType::kBfloat16);
+  run<__half>({"many splits, many rows", {640, 640, 640, 600}, 1, 1, 128, 44}, ElementType::kFloat16);
   run<__nv_bfloat16>({"more requests than parts", {70, 300, 0, 64, 500, 90}, 1, 1, 64, 4},
-                     mla::ElementType::kBfloat16);
+                     ElementType::kBfloat16);
   run<__half>({"many splits, merged behind", {640, 640, 640, 600}, 1, 1, 128, 44, -1, 12, 1, true},
-              mla::ElementType::kFloat16);
+              ElementType::kFloat16);
   run<__nv_bfloat16>({"an overhead that suits the lengths",
                       {640, 700, 640, 640, 690, 640, 640, 640},
                       1,
@@ -321,17 +321,15 @@ int main(int count, char** arguments) {
                       -1,
                       16,
                       0},
-                     mla::ElementType::kBfloat16);
-  run<__nv_bfloat16>({"a page outside the pool", {200, 150}, 1, 1, 16, 3, 1}, mla::ElementType::kBfloat16);
-  run<__nv_bfloat16>({"dozens of splits, few rows", {4600}, 1, 1, 20, 72, -1, 72},
-                     mla::ElementType::kBfloat16);
-  run<__nv_bfloat16>({"dozens of splits, two tiles", {4600}, 1, 1, 128, 66, -1, 72},
-                     mla::ElementType::kBfloat16);
+                     ElementType::kBfloat16);
+  run<__nv_bfloat16>({"a page outside the pool", {200, 150}, 1, 1, 16, 3, 1}, ElementType::kBfloat16);
+  run<__nv_bfloat16>({"dozens of splits, few rows", {4600}, 1, 1, 20, 72, -1, 72}, ElementType::kBfloat16);
+  run<__nv_bfloat16>({"dozens of splits, two tiles", {4600}, 1, 1, 128, 66, -1, 72}, ElementType::kBfloat16);
   run<__half>({"more parts than multiprocessors", {4600, 200, 0, 640}, 1, 1, 40, 300, -1, 72},
-              mla::ElementType::kFloat16);
+              ElementType::kFloat16);
   const auto run_bytes = [](Case c) {
     c.bytes = true;
-    run<__nv_bfloat16>(c, mla::ElementType::kBfloat16);
+    run<__nv_bfloat16>(c, ElementType::kBfloat16);
   };
   run_bytes({"bytes: mixed lengths", {0, 1, 64, 65, 300}, 1, 1, 16, 4});
   run_bytes({"bytes: two tokens, two KV heads, two tiles", {130, 200}, 2, 2, 40, 3});

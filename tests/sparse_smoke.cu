@@ -164,7 +164,7 @@ void run(const Case& c, mla::RowFormat format, bool wants_peaks) {
   params.max_blocks = tiles;
   params.num_sm_parts = c.parts;
   params.scale = 1.0f / 24.0f;
-  params.element = std::is_same_v<Element, __half> ? mla::ElementType::kFloat16 : mla::ElementType::kBfloat16;
+  params.element = std::is_same_v<Element, __half> ? ElementType::kFloat16 : ElementType::kBfloat16;
   params.topk = c.topk;
   params.set_pool(kRows, c.page_size);
   params.table_columns = columns;

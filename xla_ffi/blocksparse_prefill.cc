@@ -8,6 +8,7 @@
 #include "blocksparse/params.h"
 #include "blocksparse/sm90/launch.h"
 #include "checks.h"
+#include "common/math.h"
 #include "device_guard.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -19,12 +20,6 @@ using ffi::DataType;
 
 constexpr char kName[] = "pallas_attn_blocksparse_prefill_sm90";
 constexpr int64_t kHeadDim = 128, kTile = 128;
-
-int log2_of(int64_t power) {
-  int shift = 0;
-  while (power >> shift > 1) ++shift;
-  return shift;
-}
 
 ffi::Error blocksparse_prefill(cudaStream_t stream, int32_t device, ffi::AnyBuffer query, ffi::AnyBuffer key,
                                ffi::AnyBuffer value, ffi::AnyBuffer cu_q_lens, ffi::AnyBuffer cu_k_lens,
@@ -55,27 +50,22 @@ ffi::Error blocksparse_prefill(cudaStream_t stream, int32_t device, ffi::AnyBuff
 
   const int64_t num_columns = columns.dimensions()[1];
   constexpr int64_t kMaxInt = std::numeric_limits<int>::max();
-  const auto between = [&](const char* argument, const char* what, int64_t least, int64_t most, int64_t got) {
-    check.require(got >= least && got <= most, argument,
-                  "between " + std::to_string(least) + " and " + std::to_string(most) + what,
-                  std::to_string(got));
-  };
-  between("query", " tokens", 1, kMaxInt - kTile, tokens);
-  between("key", " tokens", 1, kMaxInt - kTile, key_tokens);
+  check.between("query", " tokens", 1, kMaxInt - kTile, tokens);
+  check.between("key", " tokens", 1, kMaxInt - kTile, key_tokens);
   check.require(kv_heads > 0 && heads > 0 && heads % kv_heads == 0, "query",
                 "a multiple of " + std::to_string(kv_heads) + " heads", std::to_string(heads));
-  between("cu_q_lens", " sequences", 1, kMaxInt, seqs);
-  between("row_pointers", " rows", 1, kMaxInt - 1, rows);
+  check.between("cu_q_lens", " sequences", 1, kMaxInt, seqs);
+  check.between("row_pointers", " rows", 1, kMaxInt - 1, rows);
   check.require(layout_heads == 1 || layout_heads == heads, "row_pointers",
                 "1 head or " + std::to_string(heads), std::to_string(layout_heads));
-  between("columns", " columns", 0, kMaxInt - kTile, num_columns);
+  check.between("columns", " columns", 0, kMaxInt - kTile, num_columns);
   for (const auto& [name, size] : {std::pair{"block_size", block_size}, {"q_block_size", q_block_size}}) {
-    between(name, "", kTile, int64_t{1} << 30, size);
+    check.between(name, "", kTile, int64_t{1} << 30, size);
     check.require((size & (size - 1)) == 0, name, "a power of two", std::to_string(size));
   }
   check.require(heads_together > 0 && heads % heads_together == 0, "heads_together",
                 "a divisor of " + std::to_string(heads), std::to_string(heads_together));
-  between("query", " tiles of all heads", 1, kMaxInt / 2, (tokens / kTile + 2 * seqs + 1) * heads);
+  check.between("query", " tiles of all heads", 1, kMaxInt / 2, (tokens / kTile + 2 * seqs + 1) * heads);
   check.require(scale > 0.0f && std::isfinite(scale), "scale", "a positive, finite number",
                 std::to_string(scale));
   if (!check.ok()) return check.error();
@@ -99,13 +89,12 @@ ffi::Error blocksparse_prefill(cudaStream_t stream, int32_t device, ffi::AnyBuff
   params.layout_heads = static_cast<int>(layout_heads);
   params.num_rows = static_cast<int>(rows);
   params.num_columns = static_cast<int>(num_columns);
-  params.block_shift = log2_of(block_size);
-  params.q_block_shift = log2_of(q_block_size);
+  params.block_shift = highest_bit(static_cast<uint32_t>(block_size));
+  params.q_block_shift = highest_bit(static_cast<uint32_t>(q_block_size));
   params.heads_together = static_cast<int>(heads_together);
   params.skip_single = skip_single;
   params.scale = scale;
-  params.element =
-      dtype == DataType::BF16 ? blocksparse::ElementType::kBfloat16 : blocksparse::ElementType::kFloat16;
+  params.element = dtype == DataType::BF16 ? ElementType::kBfloat16 : ElementType::kFloat16;
 
   const DeviceGuard guard(device);
   if (!guard.status().ok()) return to_error(kName, guard.status());

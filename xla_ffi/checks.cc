@@ -39,6 +39,12 @@ void ArgumentChecker::require(bool condition, const char* argument, const std::s
   message_ = std::string(function_) + ": argument '" + argument + "': expected " + expected + ", got " + got;
 }
 
+void ArgumentChecker::between(const char* argument, const char* what, int64_t least, int64_t most,
+                              int64_t got) {
+  require(got >= least && got <= most, argument,
+          "between " + std::to_string(least) + " and " + std::to_string(most) + what, std::to_string(got));
+}
+
 void ArgumentChecker::array(const char* argument, ffi::AnyBuffer buffer, const std::vector<int64_t>& shape,
                             const std::vector<ffi::DataType>& dtypes) {
   bool known_dtype = false;

@@ -19,6 +19,8 @@ class ArgumentChecker {
   void array(const char* argument, xla::ffi::AnyBuffer buffer, const std::vector<int64_t>& shape,
              const std::vector<xla::ffi::DataType>& dtypes);
   void require(bool condition, const char* argument, const std::string& expected, const std::string& got);
+  // `what` is counted, with a space before it, or nothing.
+  void between(const char* argument, const char* what, int64_t least, int64_t most, int64_t got);
 
   bool ok() const { return message_.empty(); }
   xla::ffi::Error error() const { return xla::ffi::Error::InvalidArgument(message_); }

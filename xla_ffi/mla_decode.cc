@@ -81,7 +81,7 @@ ffi::Error mla_decode(cudaStream_t stream, int32_t device, ffi::AnyBuffer query,
   params.scale = scale;
   params.causal = causal;
   params.merge_apart = !cooperative;
-  params.element = dtype == DataType::BF16 ? mla::ElementType::kBfloat16 : mla::ElementType::kFloat16;
+  params.element = dtype == DataType::BF16 ? ElementType::kBfloat16 : ElementType::kFloat16;
   params.format = bytes ? mla::LatentFormat::kBytes : mla::LatentFormat::kElements;
 
   check.array("partial_out", *partial_out, {params.num_slots(), rows, mla::kLatentDim}, {DataType::F32});

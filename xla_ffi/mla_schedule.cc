@@ -16,11 +16,6 @@ using ffi::DataType;
 
 constexpr char kName[] = "pallas_attn_mla_schedule_sm90";
 
-void require_between(ArgumentChecker& check, const char* argument, int64_t least, int64_t most, int64_t got) {
-  check.require(got >= least && got <= most, argument,
-                "between " + std::to_string(least) + " and " + std::to_string(most), std::to_string(got));
-}
-
 ffi::Error mla_schedule(cudaStream_t stream, int32_t device, ffi::AnyBuffer seq_lens,
                         ffi::Result<ffi::AnyBuffer> schedule_metadata, ffi::Result<ffi::AnyBuffer> num_splits,
                         int64_t overhead_blocks, int64_t rows) {
@@ -31,10 +26,10 @@ ffi::Error mla_schedule(cudaStream_t stream, int32_t device, ffi::AnyBuffer seq_
   const int64_t batch = seq_lens.dimensions()[0];
   const int64_t num_parts = schedule_metadata->dimensions()[0];
   check.array("num_splits", *num_splits, {batch + 1}, {DataType::S32});
-  require_between(check, "seq_lens", 1, mla::kMostRequests, batch);
-  require_between(check, "schedule_metadata", 1, mla::kMostParts, num_parts);
-  require_between(check, "overhead_blocks", 0, mla::kMostOverheadPages, overhead_blocks);
-  require_between(check, "rows", 1, INT32_MAX, rows);
+  check.between("seq_lens", "", 1, mla::kMostRequests, batch);
+  check.between("schedule_metadata", "", 1, mla::kMostParts, num_parts);
+  check.between("overhead_blocks", "", 0, mla::kMostOverheadPages, overhead_blocks);
+  check.between("rows", "", 1, INT32_MAX, rows);
   if (!check.ok()) return check.error();
 
   mla::ScheduleParams params = {};

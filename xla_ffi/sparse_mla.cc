@@ -57,23 +57,18 @@ ffi::Error sparse_mla(cudaStream_t stream, int32_t device, ffi::AnyBuffer query,
   const int64_t parts = schedule_metadata.dimensions()[0];
   const int64_t slots = partial_out->dimensions()[0];
   const bool wants_max = max_logits->element_count() > 0;
-  const auto between = [&](const char* argument, const char* what, int64_t least, int64_t most, int64_t got) {
-    check.require(got >= least && got <= most, argument,
-                  "between " + std::to_string(least) + " and " + std::to_string(most) + what,
-                  std::to_string(got));
-  };
-  between("pool", " rows", 1, kMaxInt, rows);
-  between("query", " tokens", 1, kMaxInt, tokens);
+  check.between("pool", " rows", 1, kMaxInt, rows);
+  check.between("query", " tokens", 1, kMaxInt, tokens);
   // A tile more is counted through than there is.
-  between("indices", " ids a token", 1, kMaxInt - 4 * mla::kPageTokens, topk);
+  check.between("indices", " ids a token", 1, kMaxInt - 4 * mla::kPageTokens, topk);
   constexpr int64_t kMaxGridY = 65535;
-  between("schedule_metadata", " parts", 1, kMaxGridY, parts);
-  between("page_size", "", 0, kMaxInt, page_size);
+  check.between("schedule_metadata", " parts", 1, kMaxGridY, parts);
+  check.between("page_size", "", 0, kMaxInt, page_size);
   if (page_size > 0) {
     check.require(tables > 0 && columns > 0 && tokens % tables == 0, "block_tables",
                   "a table for every so many of " + std::to_string(tokens) + " tokens",
                   std::to_string(tables) + " of " + std::to_string(columns) + " pages");
-    between("block_tables", " pages a table", 1, kMaxInt, columns);
+    check.between("block_tables", " pages a table", 1, kMaxInt, columns);
   }
   check.require(slots == 0 || slots == 2 * parts, "partial_out",
                 "no slots, or two for each of " + std::to_string(parts) + " parts", std::to_string(slots));
@@ -106,7 +101,7 @@ ffi::Error sparse_mla(cudaStream_t stream, int32_t device, ffi::AnyBuffer query,
   params.num_sm_parts = static_cast<int>(parts);
   params.scale = scale;
   params.merge_apart = !cooperative;
-  params.element = dtype == DataType::BF16 ? mla::ElementType::kBfloat16 : mla::ElementType::kFloat16;
+  params.element = dtype == DataType::BF16 ? ElementType::kBfloat16 : ElementType::kFloat16;
   params.topk = static_cast<int>(topk);
   params.set_pool(static_cast<int>(rows), static_cast<int>(page_size));
   params.table_columns = static_cast<int>(columns);

@@ -6,9 +6,9 @@
 // is causal besides.
 #pragma once
 
-namespace pallas_attn::blocksparse {
+#include "common/element_type.h"
 
-enum class ElementType { kBfloat16, kFloat16 };
+namespace pallas_attn::blocksparse {
 
 struct PrefillParams {
   const void* query;        // [num_tokens, num_heads, 128]

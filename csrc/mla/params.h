@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "common/element_type.h"
 #include "common/host_device.h"
 
 namespace pallas_attn::mla {
@@ -34,7 +35,6 @@ enum ScheduleField {
   kBeginSplit = 4,  // which split of the first request this is
 };
 
-enum class ElementType { kBfloat16, kFloat16 };
 // Of the cache: the query's type, or tokens of 656 bytes under a query of bf16.
 enum class LatentFormat { kElements, kBytes };
 

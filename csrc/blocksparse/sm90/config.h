@@ -1,9 +1,10 @@
 // Tile sizes and thread roles of block-sparse prefill on Hopper, and the words for them:
 //
-//   tile       128 neighbouring queries of one head, which lie in one row of the layout; row i of it is query
-//   i half       64 of its queries, those of one math warpgroup key tile   128 neighbouring keys in one
-//   block, or their values own        at the queries' own positions piece      128 tokens x 64 columns: what
-//   one copy moves
+//   tile       128 neighbouring queries of one head, which lie in one row of the layout
+//   half       64 of its queries, those of one math warpgroup
+//   key tile   128 neighbouring keys in one block, or their values
+//   own        at the queries' own positions
+//   piece      128 tokens x 64 columns: what one copy moves
 #pragma once
 
 #include <cstdint>

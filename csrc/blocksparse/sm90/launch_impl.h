@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "blocksparse/sm90/kernel.h"
+#include "common/multiprocessors.h"
 #include "common/tensor_map.h"
 
 namespace pallas_attn::blocksparse::sm90 {
@@ -22,20 +23,20 @@ template <typename Element>
 LaunchStatus launch_instance(const PrefillParams& params, cudaStream_t stream) {
   const auto kernel = prefill_kernel<Element>;
   // Every time: both answers are those of the current context.
-  int device = 0, num_sms = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
+  int num_sms = 0;
+  LaunchStatus status = count_multiprocessors(&num_sms);
+  if (status.ok()) {
+    status = status_of(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int{sizeof(SmemPlan)}),
+        "raising the prefill kernel's shared memory limit");
   }
-  if (error != cudaSuccess) return status_of(error, "asking for the number of multiprocessors");
-  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int{sizeof(SmemPlan)});
-  if (error != cudaSuccess) return status_of(error, "raising the prefill kernel's shared memory limit");
+  if (!status.ok()) return status;
 
   constexpr CUtensorMapDataType kElement = ElementTraits<Element>::kTensorMapType;
   Maps maps;
   const int tokens = params.num_key_tokens, kv_heads = params.num_kv_heads;
-  LaunchStatus status = encode_tensor_map(tile_of("query", params.query, params.num_tokens, params.num_heads),
-                                          kElement, &maps.query);
+  status = encode_tensor_map(tile_of("query", params.query, params.num_tokens, params.num_heads), kElement,
+                             &maps.query);
   if (status.ok())
     status = encode_tensor_map(tile_of("key", params.key, tokens, kv_heads), kElement, &maps.key);
   if (status.ok()) {

@@ -1,6 +1,6 @@
 // The warp that goes ahead: takes the next tile, finds whose queries it holds and what they see, and tells
-// the others. It is a tile ahead of them, so that nobody waits for the loads that this takes, which depend on
-// each other. What sees nothing it answers itself.
+// the others. It is up to three tiles ahead of them, so that nobody waits for the loads that this takes,
+// which depend on each other. What sees nothing it answers itself.
 //
 // Tiles are taken from a counter, so that no CTA is left with the long ones; a tile's result does not depend
 // on who took it. In the order of the counter: heads that are to go together, later positions before earlier

@@ -1,9 +1,8 @@
 // Shared memory of block-sparse prefill.
 //
 //   offset    bytes  what
-//        0    98304  queries of three tiles, 2 pieces of 128 rows x 128 bytes each; each warpgroup's half
-//        becomes
-//                    its output
+//        0    98304  queries of three tiles, 2 pieces of 128 rows x 128 bytes each; each warpgroup's
+//                    half becomes its output
 //    98304    65536  two key tiles
 //   163840    65536  values of two key tiles
 //   229376      492  what is told of three tiles
@@ -16,6 +15,7 @@
 
 #include "blocksparse/sm90/config.h"
 #include "sm90/ring.h"
+#include "sm90/shared_limit.h"
 
 namespace pallas_attn::blocksparse::sm90 {
 
@@ -51,7 +51,6 @@ struct alignas(1024) SmemPlan {
   Ring<kStages, 1, 1> keys, values;
 };
 
-constexpr size_t kSmemLimit = 227 * 1024;
 static_assert(offsetof(SmemPlan, sK) == 98304 && offsetof(SmemPlan, sV) == 163840);
 static_assert(offsetof(SmemPlan, tiles) == 229376 && offsetof(SmemPlan, told) == 229872);
 static_assert(sizeof(SmemPlan) == 230400 && sizeof(SmemPlan) <= kSmemLimit);

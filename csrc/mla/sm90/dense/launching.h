@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/dependent_launch.h"
+#include "common/multiprocessors.h"
 #include "mla/combine/combine.h"
 #include "mla/sm90/dense/launch_plan.h"
 #include "ptx/cache.h"
@@ -12,14 +13,10 @@ namespace pallas_attn::mla::sm90 {
 // several.
 template <typename Kernel>
 LaunchStatus ask_device(Kernel kernel, const KernelShape& shape, DeviceFacts* facts) {
-  int device = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&facts->num_sms, cudaDevAttrMultiProcessorCount, device);
-  }
-  if (error != cudaSuccess) return status_of(error, "asking for the number of multiprocessors");
-  error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&facts->blocks_per_sm, kernel, shape.threads,
-                                                        shape.shared_bytes);
+  const LaunchStatus status = count_multiprocessors(&facts->num_sms);
+  if (!status.ok()) return status;
+  const cudaError_t error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&facts->blocks_per_sm, kernel,
+                                                                          shape.threads, shape.shared_bytes);
   return status_of(error, "asking how many CTAs of the decode kernel fit on a multiprocessor");
 }
 

@@ -23,6 +23,7 @@
 #include "mla/sm90/dense/config.h"
 #include "sm90/merge.h"
 #include "sm90/ring.h"
+#include "sm90/shared_limit.h"
 
 namespace pallas_attn::mla::sm90 {
 
@@ -59,7 +60,6 @@ struct alignas(1024) SmemPlan {
   CutList cuts;
 };
 
-constexpr size_t kSmemLimit = 227 * 1024;
 static_assert(sizeof(SmemPlan::Scratch) <= sizeof(SmemPlan::sK));
 static_assert(sizeof(PartialStage) <= sizeof(SmemPlan::sK));
 static_assert(offsetof(SmemPlan, sK) == 73728);
