@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn._call import ffi
+from pallas_attn.ops.blocksparse_attention import walk
 from pallas_attn.ops.blocksparse_attention.kernel import heads_together
 from pallas_attn.ops.blocksparse_attention.layout import SparseLayout
 from pallas_attn.ops.blocksparse_attention.problem import Problem
@@ -34,7 +35,7 @@ def unsupported(problem: Problem, sizes: tuple[int, int], dtype: Any) -> str | N
         return (
             f"needs blocks of at least {TILE} tokens, got {sizes[0]} by {sizes[1]} (block_size, q_block_size)"
         )
-    if (tiles := _num_tiles(problem)) > MOST_TILES:
+    if (tiles := walk.num_slots(problem, TILE) * problem.num_heads) > MOST_TILES:
         return f"takes at most {MOST_TILES} tiles of {TILE} queries of all heads, got {tiles}"
     return None
 
@@ -42,10 +43,6 @@ def unsupported(problem: Problem, sizes: tuple[int, int], dtype: Any) -> str | N
 def is_slower(problem: Problem) -> bool:
     """Whether Pallas measured faster: where sequences are short, most of a tile's rows are for nothing."""
     return problem.num_tokens < TILE * problem.num_seqs
-
-
-def _num_tiles(problem: Problem) -> int:
-    return (problem.num_tokens // TILE + 2 * problem.num_seqs + 1) * problem.num_heads
 
 
 def prefill(

@@ -56,8 +56,8 @@ class Tile(NamedTuple):
         return self._replace(first=self.first + never.astype(jnp.int32))
 
 
-def num_slots(problem: Problem) -> int:
-    return problem.num_tokens // problem.config.block_q + 2 * problem.num_seqs + 1
+def num_slots(problem: Problem, block_q: int | None = None) -> int:
+    return problem.num_tokens // (block_q or problem.config.block_q) + 2 * problem.num_seqs + 1
 
 
 def tile_of(problem: Problem, refs: dict[str, Any], slot: jax.Array) -> Tile:
