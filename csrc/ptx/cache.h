@@ -57,6 +57,14 @@ __device__ __forceinline__ int load_int(const int* source) {
   return v;
 }
 
+// Adds one; what was there before. By itself: atomicAdd becomes one for all threads of the warp that call it,
+// and a shuffle that waits for the answer.
+__device__ __forceinline__ int fetch_and_increment(int* counter) {
+  int before;
+  asm volatile("atom.global.inc.u32 %0, [%1], 0x7fffffff;" : "=r"(before) : "l"(counter) : "memory");
+  return before;
+}
+
 // Brings the line of an address into the L2.
 __device__ __forceinline__ void prefetch_line(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));

@@ -29,19 +29,21 @@ constexpr int kConsumerWarps = kConsumerThreads / 32;
 constexpr int kThreads = kConsumerThreads + kWarpgroupThreads;
 
 // Of the third warpgroup, one warp each.
-enum Feeder { kLoader = 0, kScout = 1 };
+enum Feeder { kScout = 0, kKeyLoader = 1, kValueLoader = 2 };
+constexpr int kLoaders = 2;
 
-// Key tiles, and values, that are in shared memory or on their way there.
-constexpr int kStages = 2;
-// Tiles of queries: the one at work, and the next ones.
-constexpr int kSlots = 3;
+// Key tiles, and values of such, that are in shared memory or on their way there: keys are needed a step
+// earlier.
+constexpr int kKeyStages = 3, kValueStages = 2;
+// Tiles of queries: the one at work, and the next one.
+constexpr int kSlots = 2;
 PALLAS_ATTN_HOST_DEVICE constexpr int next_slot(int slot) { return slot + 1 == kSlots ? 0 : slot + 1; }
 
 constexpr int kScoreRegisters = accumulators(kTileKeys);
 constexpr int kOutRegisters = accumulators(kHeadDim);
 
 // A thread's registers, of 3 x 168.
-constexpr int kConsumerRegisters = 232, kFeederRegisters = 40;
+constexpr int kConsumerRegisters = 224, kFeederRegisters = 56;
 static_assert(kHalves * kConsumerRegisters + kFeederRegisters <= 3 * 168);
 
 }  // namespace pallas_attn::blocksparse::sm90

@@ -43,7 +43,7 @@ class Consumer {
       const int last = smem_.tiles[slot].num_keys - 1;
       for (int key = 0; key < last; ++key) {
         issue_scores(slot);
-        issue_values(slot, key);
+        issue_values(key);
         finish_scores<1>();
         exponentiate(rS_, scale_log2_, state_, rescale);
         finish_values();
@@ -51,21 +51,22 @@ class Consumer {
         rescale_rows(rO_, rescale);
       }
       // A tile's last product runs beside the next one's first.
+      const Place place = leave(slot);
       const int next = next_slot(slot);
       if (!open(next)) {
-        issue_values(slot, last);
+        issue_values(last);
         finish_values();
-        store(slot, state_);
+        store(place, state_);
         return;
       }
       issue_scores(next);
-      issue_values(slot, last);
+      issue_values(last);
       finish_scores<1>();
       const RowState before = state_;
       begin(next);
       exponentiate(rS_, scale_log2_, state_, rescale);
       finish_values();
-      store(slot, before);
+      store(place, before);
       pack_probabilities<Element>(rS_, rP_);
       slot = next;
     }
@@ -84,7 +85,8 @@ class Consumer {
   // With the scores of a tile's first key tile.
   __device__ __forceinline__ void begin(int slot) {
     state_.reset();
-    if (smem_.tiles[slot].own_keys == 0) return;
+    own_keys_ = smem_.tiles[slot].own_keys;
+    if (own_keys_ == 0) return;
     // A query sees the keys up to itself.
     const int first = half_ * kFragmentRows + 1;
     mask_scores(rS_, at_, 0, {first + at_.row(0), first + at_.row(1)});
@@ -105,10 +107,10 @@ class Consumer {
     ptx::wgmma_commit();
   }
 
-  // With the values of key tile `key` of the slot's tile.
-  __device__ __forceinline__ void issue_values(int slot, int key) {
+  // With the values of the tile's key tile `key`.
+  __device__ __forceinline__ void issue_values(int key) {
     ptx::mbarrier_wait(&smem_.values.full[value_stage_][0], value_phases_.full(value_stage_));
-    if (key == 0) clear_tail(smem_.tiles[slot].own_keys);
+    if (key == 0) clear_tail(own_keys_);
     const uint64_t value = ptx::wgmma_descriptor(smem_.sV[value_stage_], kPieceBytes);
     ptx::wgmma_touch(rO_);
     ptx::wgmma_touch(rP_);
@@ -152,51 +154,46 @@ class Consumer {
     advance(value_stage_, value_phases_);
   }
 
-  // Where the half's queries were there is room for its output, from where rows leave in whole lines. Each
-  // warp writes its own 16 rows and stores them. The slot is empty before that is done: a fence waits for
-  // stores to memory, too.
-  __device__ __forceinline__ void store(int slot, RowState state) {
+  // Where a tile's result goes.
+  struct Place {
+    int64_t row_0;   // of [tokens x heads]
+    int begin, end;  // of the tile's rows
+  };
+
+  // Once all scores of the slot's tile are there: nobody reads its queries any more, nor what was told of it.
+  __device__ __forceinline__ Place leave(int slot) {
+    const Tile& tile = smem_.tiles[slot];
+    const Place place = {tile.token * int64_t{params_.num_heads} + tile.head, tile.begin, tile.end};
+    release(&smem_.told.empty[slot][0]);
+    return place;
+  }
+
+  // From registers: the four lanes of a quad have a row, and 16 bytes each of 64 neighbouring ones.
+  __device__ __forceinline__ void store(const Place& place, RowState state) {
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
       state.sum[i] = quad_reduce(state.sum[i], [](float a, float b) { return a + b; });
     }
     const RowEnds ends(state);
-    const int lane = thread_ % 32;
-#pragma unroll
-    for (int step = 0; step < kHeadDim / kStepDims; ++step) {
-      uint32_t packed[4];
-      pack_step<Element>(rO_, step, ends.factor, packed);
-      auto& piece = smem_.half_of(slot, step / kStepsPerPiece, half_);
-      ptx::store_matrix_x4(matrix_address(piece, at_.warp, lane, step % kStepsPerPiece), packed);
-    }
-    __syncwarp();
     constexpr int kChunks = kHeadDim * 2 / sizeof(uint4);  // of a row
-    constexpr int kChunksOfPiece = kChunks / kPieces, kRowsAtOnce = 32 / kChunks;
-    const int chunk = lane % kChunks, first_row = at_.warp * kWarpRows + lane / kChunks;
-    uint4 v[kWarpRows / kRowsAtOnce];
-#pragma unroll
-    for (int i = 0; i < kWarpRows / kRowsAtOnce; ++i) {
-      const int row = first_row + i * kRowsAtOnce;
-      const auto& piece = smem_.half_of(slot, chunk / kChunksOfPiece, half_);
-      v[i] = reinterpret_cast<const uint4*>(piece[row])[(chunk % kChunksOfPiece) ^ (row & 7)];
-    }
-    const int begin = smem_.tiles[slot].begin, end = smem_.tiles[slot].end, heads = params_.num_heads;
-    const int64_t row_0 = smem_.tiles[slot].token * int64_t{heads} + smem_.tiles[slot].head;
-    ptx::fence_async_shared();
-    release(&smem_.told.empty[slot][0]);
-
-    const int first = half_ * kFragmentRows;
-    uint4* out = static_cast<uint4*>(params_.out) + chunk;
-#pragma unroll
-    for (int i = 0; i < kWarpRows / kRowsAtOnce; ++i) {
-      const int row = first + first_row + i * kRowsAtOnce;
-      if (row >= begin && row < end) out[(row_0 + row * heads) * kChunks] = v[i];
-    }
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
-      const int row = first + at_.row(i);
-      if (at_.in_quad == 0 && row >= begin && row < end)
-        params_.lse[row_0 + row * heads] = ends.lse2[i] * kLn2;
+      const int row = half_ * kFragmentRows + at_.row(i);
+      const bool answered = row >= place.begin && row < place.end;
+      const int64_t place_of_row = place.row_0 + row * params_.num_heads;
+      uint4* out = static_cast<uint4*>(params_.out) + place_of_row * kChunks + at_.in_quad;
+#pragma unroll
+      for (int chunk = 0; chunk < kChunks; chunk += 4) {
+        uint32_t words[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const int r = (chunk + j) * 4 + i * 2;
+          words[j] = ElementTraits<Element>::pack(rO_[r] * ends.factor[i], rO_[r + 1] * ends.factor[i]);
+        }
+        transpose_in_quad(words, at_.in_quad);
+        if (answered) out[chunk] = make_uint4(words[0], words[1], words[2], words[3]);
+      }
+      if (answered && at_.in_quad == 0) params_.lse[place_of_row] = ends.lse2[i] * kLn2;
     }
   }
 
@@ -204,6 +201,7 @@ class Consumer {
     __syncwarp();
     if (thread_ % 32 == 0) ptx::mbarrier_arrive(empty);
   }
+  template <int kStages>
   __device__ __forceinline__ static void advance(int& stage, Phases<kStages>& phases) {
     phases.advance(stage);
     stage = (stage + 1) % kStages;
@@ -217,10 +215,12 @@ class Consumer {
   const float scale_log2_;
 
   Phases<kSlots> tile_phases_;
-  Phases<kStages> key_phases_, value_phases_;
+  Phases<kKeyStages> key_phases_;
+  Phases<kValueStages> value_phases_;
   int key_stage_ = 0, value_stage_ = 0;
 
   RowState state_;
+  int own_keys_ = 0;  // of the tile that is begun
   float rS_[kScoreRegisters];
   float rO_[kOutRegisters];
   uint32_t rP_[kKeySteps][4];

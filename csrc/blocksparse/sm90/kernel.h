@@ -9,7 +9,7 @@
 namespace pallas_attn::blocksparse::sm90 {
 
 __device__ __forceinline__ void init_barriers(SmemPlan& smem) {
-  smem.told.init(kConsumerWarps + 1, 1, 1);
+  smem.told.init(kConsumerWarps + kLoaders, 1, 1);
   smem.keys.init(kConsumerWarps, 1, 1);
   smem.values.init(kConsumerWarps, 1, 1);
   for (uint64_t& full : smem.query_full) ptx::mbarrier_init(&full, 1);
@@ -38,8 +38,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   } else {
     ptx::lower_registers<kFeederRegisters>();
     const int warp = __shfl_sync(0xffffffff, thread / 32, 0);
-    if (warp == kLoader) Loader(params, maps, smem, thread % 32).work();
-    if (warp == kScout) Scout(params, smem, thread % 32).work();
+    const int lane = thread % 32;
+    if (warp == kScout) Scout(params, maps, smem, lane).work();
+    if (warp == kKeyLoader) Loader<kKeyStages>(params, smem, maps.key, smem.sK, smem.keys, lane).work();
+    if (warp == kValueLoader)
+      Loader<kValueStages>(params, smem, maps.value, smem.sV, smem.values, lane).work();
   }
 }
 

@@ -1,6 +1,6 @@
 // The warp that goes ahead: takes the next tile, finds whose queries it holds and what they see, and tells
-// the others. It is up to three tiles ahead of them, so that nobody waits for the loads that this takes,
-// which depend on each other. What sees nothing it answers itself.
+// the others, and has the tile's queries fetched. It is up to two tiles ahead of them, so that nobody waits
+// for the loads that this takes, which depend on each other. What sees nothing it answers itself.
 //
 // Tiles are taken from a counter, so that no CTA is left with the long ones; a tile's result does not depend
 // on who took it. In the order of the counter: heads that are to go together, later positions before earlier
@@ -12,39 +12,47 @@
 #include <cstdint>
 
 #include "blocksparse/params.h"
-#include "blocksparse/sm90/smem_plan.h"
+#include "blocksparse/sm90/maps.h"
 #include "common/math.h"
+#include "ptx/cache.h"
 #include "ptx/mbarrier.h"
 
 namespace pallas_attn::blocksparse::sm90 {
 
 class Scout {
  public:
-  __device__ Scout(const PrefillParams& params, SmemPlan& smem, int lane)
-      : params_(params), smem_(smem), lane_(lane) {}
+  __device__ Scout(const PrefillParams& params, const Maps& maps, SmemPlan& smem, int lane)
+      : params_(params), maps_(maps), smem_(smem), lane_(lane) {}
 
   __device__ void work() {
     const int slots = num_slots(params_);
     const int total = slots * params_.num_heads;
+    const uint64_t policy = ptx::l2_evict_first_policy();
     Phases<kSlots> phases;
     int slot = 0;
     for (int index = blockIdx.x;;) {
       // On its way while this tile is looked at.
-      int next = 0;
-      if (lane_ == 0) next = gridDim.x + atomicAdd(params_.taken, 1);
+      int taken = 0;
+      if (lane_ == 0) taken = ptx::fetch_and_increment(params_.taken);
       Tile tile;
       tile.head = -1;
       int column = 0;
       if (index >= total || find(index, slots, tile, column)) {
         ptx::mbarrier_wait(&smem_.told.empty[slot][0], phases.empty(slot));
-        tell(tile, column, smem_.tiles[slot]);
+        smem_.columns[slot][lane_] = column;
+        if (lane_ == 0) smem_.tiles[slot] = tile;
         __syncwarp();
-        if (lane_ == 0) ptx::mbarrier_arrive(&smem_.told.full[slot][0]);
+        if (lane_ == 0) {
+          ptx::mbarrier_arrive(&smem_.told.full[slot][0]);
+          if (tile.head >= 0) {
+            load_tile(smem_.sQ[slot], maps_.query, &smem_.query_full[slot], policy, tile.head, tile.token);
+          }
+        }
         phases.advance(slot);
         slot = next_slot(slot);
         if (index >= total) return;
       }
-      index = __shfl_sync(0xffffffff, next, 0);
+      index = gridDim.x + __shfl_sync(0xffffffff, taken, 0);
     }
   }
 
@@ -53,20 +61,6 @@ class Scout {
   }
 
  private:
-  __device__ void tell(const Tile& tile, int column, Tile& to) const {
-    to.columns[lane_] = column;
-    if (lane_ > 0) return;
-    to.head = tile.head;
-    to.token = tile.token;
-    to.begin = tile.begin;
-    to.end = tile.end;
-    to.num_keys = tile.num_keys;
-    to.own_keys = tile.own_keys;
-    to.key_token = tile.key_token;
-    to.entry = tile.entry;
-    to.part = tile.part;
-  }
-
   // Whether the tile has queries that see something; `column`: of the entry that is this lane's.
   __device__ bool find(int index, int slots, Tile& tile, int& column) const {
     const int together = params_.heads_together;
@@ -170,6 +164,7 @@ class Scout {
   }
 
   const PrefillParams& params_;
+  const Maps& maps_;
   SmemPlan& smem_;
   const int lane_;
 };
