@@ -197,6 +197,11 @@ def test_what_cannot_be_a_layout_is_refused(changes, message):
         broken(**changes).check()
     if "size" not in message and "at least one row" not in message:
         assert bool(jnp.any(rows_of(broken(**changes))[1])), "the traced check must see it too"
+    for method in (SparseLayout.to_block_mask, SparseLayout.to_dense_mask, SparseLayout.live_fraction):
+        with pytest.raises(ValueError, match=f"SparseLayout: argument {message}"):
+            method(broken(**changes))
+        with pytest.raises(ValueError, match=r"to_block_mask: argument 'self': .* got traced ones"):
+            jax.eval_shape(lambda layout, method=method: method(layout), broken())
 
 
 def test_builders_refuse():

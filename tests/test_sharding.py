@@ -42,7 +42,12 @@ def test_on_eight_devices(pytestconfig):
     folder = Path(__file__).parent
     tests = [
         str(folder / name)
-        for name in ("eight_devices.py", "steps_eight_devices.py", "flash_eight_devices.py")
+        for name in (
+            "eight_devices.py",
+            "steps_eight_devices.py",
+            "flash_eight_devices.py",
+            "blocksparse_eight_devices.py",
+        )
     ]
     pytest_here = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     checked = f"--jaxtyping-packages={pytestconfig.option.jaxtyping_packages or ''}"

@@ -33,7 +33,13 @@ from pallas_attn._call import gradients
 from pallas_attn._call.checks import fail
 
 SEQS, HEADS, KV_HEADS, BATCH = "seqs", "heads", "kv_heads", "batch"
-PAGES = "pages"  # an operand that has such a dimension is a pool
+# An operand that has such a dimension is a pool: whole on every device, for this reason.
+WHOLE = {
+    "pages": "all pages on every device, for ids count over the whole pool (in jax.shard_map each may have a pool and "
+    "tables of its own)",
+    "key_tokens": "all tokens on every device, for lengths count over all sequences (in jax.shard_map each may have "
+    "sequences of its own)",
+}
 
 Axes = tuple[str, ...]
 Function = Callable[..., tuple[jax.Array, ...]]
@@ -45,7 +51,7 @@ class Call:
 
     function: the public function, for messages.
     dims: (operand, what its dimensions are, in words) for each operand. "seqs", "heads", "kv_heads" and "batch..." may
-        be sharded; any other word will do for the rest, but a pool has "pages".
+        be sharded; any other word will do for the rest, but a pool has one of WHOLE.
     results: what the results' dimensions are.
     static: keyword arguments of `fn`, hashable.
     share: takes the place of `fn` for a device's share of the call, if it is another.
@@ -148,7 +154,7 @@ def plan(call: Call, operands: tuple, sizes: Mapping[str, int]) -> dict[str, Axe
 
     def dimensions(of_pools: bool) -> Iterator[tuple[str, str, int, Axes]]:
         for (name, dims), operand in zip(call.dims, operands, strict=True):
-            if (PAGES in dims.split()) == of_pools:
+            if (not WHOLE.keys().isdisjoint(dims.split())) == of_pools:
                 for kind, size, axes in zip(dims.split(), operand.shape, _axes(operand), strict=True):
                     yield name, kind, size, axes
 
@@ -157,9 +163,8 @@ def plan(call: Call, operands: tuple, sizes: Mapping[str, int]) -> dict[str, Axe
 
     for name, kind, size, axes in dimensions(of_pools=True):
         got = f"sharded over {_spell(axes)}" if axes else "not sharded"
-        if axes and kind == PAGES:
-            expected = "all pages on every device, for ids count over the whole pool (in jax.shard_map each may have a "
-            fail(call.function, name, expected + "pool and tables of its own)", f"pages {got}")
+        if axes and kind in WHOLE:
+            fail(call.function, name, WHOLE[kind], f"{kind} {got}")
         if axes and not (_splittable(kind) and even(size, axes)):
             fail(call.function, name, f"{kind} ({size}) whole, or heads in equal shares", f"{kind} {got}")
         if split.setdefault(kind, axes) != axes:

@@ -74,6 +74,8 @@ class Scout {
     const int own = min(seq, params_.num_seqs - 1), tokens = params_.num_tokens;
     int q_begin = __ldg(params_.cu_q_lens + own), q_end = __ldg(params_.cu_q_lens + own + 1);
     const int k_begin = __ldg(params_.cu_k_lens + own), k_end = __ldg(params_.cu_k_lens + own + 1);
+    // The first sequence begins with the first token, whatever stands there.
+    if (own == 0) q_begin = 0;
     q_begin = min(max(padding ? q_end : q_begin, 0), tokens);
     q_end = min(max(padding ? tokens : q_end, q_begin), tokens);
     const int q_len = q_end - q_begin;

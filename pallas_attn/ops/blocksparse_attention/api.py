@@ -111,10 +111,10 @@ def blocksparse_attention(
 
     Sequences of any lengths are laid end to end. Each brings its newest q_len tokens as queries: all of them (prefill),
     one (decode), or a chunk in between, mixed in one batch. Positions are absolute: a query's row of the layout follows
-    from where it stands in its sequence. Works inside jit, scan and shard_map; lengths and tables are never read by the
-    host. Softmax and accumulation are float32; the same inputs and config give the same bits, gradients too: nothing is
-    summed in an order that may change. Keys in rows have gradients, in reverse mode; keys in pages have them from "xla"
-    alone.
+    from where it stands in its sequence. Works inside jit, vmap, scan, checkpoint and shard_map; lengths and tables
+    are never read by the host. Softmax and accumulation are float32; the same inputs and config give the same bits,
+    gradients too: nothing is summed in an order that may change. Keys in rows have gradients, first ones, in reverse
+    mode; keys in pages have them from "xla" alone, which has second ones, too.
 
     Args:
         query: [num_tokens, num_heads, head_dim]; bf16, fp16 or float32, head_dim up to 256 on the GPU. Tokens behind
@@ -123,8 +123,9 @@ def blocksparse_attention(
             `block_tables`, pools of pages as of `paged_attention`. num_heads is a multiple of num_kv_heads. What no
             sequence holds may be NaN, and so may a KV head's elements of blocks that none of its query heads sees.
         layout: a `SparseLayout` of num_heads heads, or of one for all, and of at least the longest sequence.
-        cu_q_lens: [num_seqs + 1] int32, where each sequence's queries begin and the last one's end. None where all
-            sequences decode (as many queries as sequences) or all prefill (as many queries as keys in rows).
+        cu_q_lens: [num_seqs + 1] int32, where each sequence's queries begin, from 0 (what stands first is taken for
+            0), and the last one's end. None where all sequences decode (as many queries as sequences) or all prefill
+            (as many queries as keys in rows). A sequence's queries beyond its number of keys, the oldest, see nothing.
         cu_k_lens: [num_seqs + 1] int32, the same for keys in rows.
         block_tables, seq_lens: [num_seqs, max_pages] and [num_seqs] int32 for keys in pages, in place of cu_k_lens; the
             lengths count the queries' own tokens. Pages of blocks that no head sees may be anyone's.
@@ -144,6 +145,11 @@ def blocksparse_attention(
         A query that sees no block has out 0 and lse -inf. What cannot be right makes NaN, in its own rows: a row of the
         layout that points outside or whose blocks do not ascend (such a layout is refused where its values are known),
         a position beyond the layout's last row, a page id in use outside the pool, lengths outside of keys or table.
+        So are the gradients of such queries. Of keys and values, those that such a row lists are NaN by kernels, all of
+        a KV head where one of its heads' row pointers do not ascend; "xla" leaves such rows out.
+
+    Sharded over a mesh, outside shard_map, a call is partitioned over KV heads; keys' and values' tokens, or pages, are
+    whole on every device.
 
     Raises:
         TypeError: an argument of the wrong dtype or type.
@@ -191,6 +197,7 @@ def blocksparse_attention(
         check.fail("cu_q_lens", expected, "None")
     check.instance("layout", layout, SparseLayout)
     layout.check()
+    layout = layout.with_room()
     if layout.layout_heads not in (1, query.shape[1]):
         check.fail("layout", f"1 head or {query.shape[1]} (as query)", f"{layout.layout_heads} heads")
     check.positive_float("scale", scale)

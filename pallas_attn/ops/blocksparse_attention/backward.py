@@ -152,7 +152,7 @@ def _key_tile(problem: Problem, refs: dict[str, Any], slot: jax.Array) -> KeyTil
     )
     bad = (k_start < 0) | (k_end < k_start) | (k_end > tokens)
     k_len = jnp.where(bad, 0, k_end - k_start)
-    q_start = jnp.clip(q_start, 0, problem.num_tokens)
+    q_start = jnp.clip(jnp.where(seq == 0, 0, q_start), 0, problem.num_tokens)
     q_len = jnp.clip(q_end, q_start, problem.num_tokens) - q_start
     first = (slot - (k_start // block + seq)) * block
     position = first + jnp.arange(block)
@@ -220,7 +220,9 @@ def _over_queries(seen_by: SparseLayout, head, mine: KeyTile, problem: Problem, 
     inside = block < seen_by.num_row_blocks
     block = jnp.where(inside, block, 0)
     begin, end = (triton.load(seen_by.row_pointers.at[head, block + i]) for i in (np.int32(0), np.int32(1)))
-    end = jnp.where(inside, end, begin)
+    # Below 0: which queries see the keys cannot be known.
+    sums = tuple(softmax.poison(total, begin < 0) for total in sums)
+    begin, end = jnp.maximum(begin, 0), jnp.where(inside, end, begin)
     # Rows of queries ascend: those before the keys or the first query lie in front, those behind the last at the end.
     entry = begin + jnp.arange(triton.next_power_of_2(seen_by.max_len // size + 1))
     listed = triton.load(seen_by.columns.at[head + 0 * entry, entry], mask=entry < end, other=NONE)

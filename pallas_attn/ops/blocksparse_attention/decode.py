@@ -139,6 +139,7 @@ def _token(problem: Problem, refs: dict[str, Any], seq: jax.Array) -> tuple[jax.
     if problem.kinds == "decode":
         return seq, True
     token, end = (triton.load(refs["cu_q_lens"].at[seq + i]) for i in (np.int32(0), np.int32(1)))
+    token = jnp.where(seq == 0, 0, token)
     return token, (end == token + 1) & (token >= 0) & (token < problem.num_tokens)
 
 
@@ -240,7 +241,9 @@ def _columns(blocks: Blocks, skip: int = 0) -> jax.Array:
 def _wrong(blocks: Blocks, columns: jax.Array, last: jax.Array) -> jax.Array:
     """Whether a row points outside, or does not ascend."""
     following = _columns(blocks, 1)
-    wrong = (columns != NONE) & ((columns < 0) | (columns > last) | (following <= columns))
+    # Not by what they hold: a listed column may be NONE, and is wrong.
+    listed = jnp.arange(columns.shape[0]) < blocks.end - blocks.begin
+    wrong = listed & ((columns < 0) | (columns > last) | (following <= columns))
     return jnp.sum(wrong.astype(jnp.int32)) > 0
 
 

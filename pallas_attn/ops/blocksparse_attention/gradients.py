@@ -54,7 +54,7 @@ class Call:
         )
 
 
-KEYS = "pages kv_heads dim"
+KEYS = "key_tokens kv_heads dim"
 
 
 def attend(call: Call, operands: Arrays) -> tuple[jax.Array, jax.Array]:

@@ -25,8 +25,8 @@ class SparseLayout:
 
     row_pointers: [layout_heads, num_row_blocks + 1] int32; row i of a head has the columns from row_pointers[head, i]
         on and before row_pointers[head, i + 1]. layout_heads is the query heads, or 1 if all see the same.
-    columns: [layout_heads, nnz] int32, blocks of keys, ascending within a row. What lies behind a head's last row
-        may hold anything.
+    columns: [layout_heads, nnz] int32, blocks of keys, ascending within a row; nnz may be 0. What lies behind a head's
+        last row may hold anything.
     block_size, q_block_size: tokens of a column and of a row, powers of two >= 16.
 
     A layout serves sequences of up to `max_len` tokens, of any number and lengths. The builders (see builders.py) make
@@ -100,6 +100,20 @@ class SparseLayout:
                 got = f"others for head {head}, row {row[np.argmax(unordered)]}"
                 fail(FUNCTION, "columns", "ascending blocks", got)
 
+    def with_room(self) -> "SparseLayout":
+        """The same with room for an entry, which gathers need, where no row lists anything."""
+        if self.columns.shape[1] > 0:
+            return self
+        return dataclasses.replace(self, columns=np.zeros((self.layout_heads, 1), np.int32))
+
+    def _known(self, method: str) -> None:
+        """Refuses what has no values, or values that cannot be right."""
+        if not self.is_concrete:
+            fail(
+                f"{FUNCTION}.{method}", "self", "a layout whose arrays are known", "traced ones (inside jit)"
+            )
+        self.check()
+
     def _entries(self, head: int) -> tuple[np.ndarray, np.ndarray]:
         """(row, column) of each block that a head lists, in order."""
         # numpy's from the start: inside jit, an operation of JAX on a known array would give a traced one.
@@ -108,7 +122,8 @@ class SparseLayout:
         return row, np.asarray(self.columns, np.int64)[head, pointers[0] : pointers[-1]]
 
     def to_block_mask(self) -> np.ndarray:
-        """[layout_heads, num_row_blocks, blocks of keys] bool; of a layout that is not traced."""
+        """[layout_heads, num_row_blocks, blocks of keys] bool; of a valid layout that is not traced, or ValueError."""
+        self._known("to_block_mask")
         mask = np.zeros(
             (self.layout_heads, self.num_row_blocks, math.ceil(self.max_len / self.block_size)), bool
         )
@@ -118,13 +133,13 @@ class SparseLayout:
         return mask
 
     def to_dense_mask(self) -> np.ndarray:
-        """[layout_heads, max_len, max_len] bool: which key each query sees, causality included."""
+        """[layout_heads, max_len, max_len] bool: which key each query sees, causality included. As `to_block_mask`."""
         mask = np.repeat(self.to_block_mask(), self.q_block_size, axis=1)
         mask = np.repeat(mask, self.block_size, axis=2)[:, :, : self.max_len]
         return mask & np.tri(self.max_len, dtype=bool)
 
     def live_fraction(self) -> float:
-        """Blocks seen, over those that dense causal attention sees, in all heads together."""
+        """Blocks seen, over those that dense causal attention sees, in all heads together. As `to_block_mask`."""
         mask = self.to_block_mask()
         end = (np.arange(mask.shape[1]) + 1) * self.q_block_size
         dense = np.arange(mask.shape[2]) * self.block_size < end[:, None]
@@ -174,7 +189,8 @@ def rows_of_entries(layout: SparseLayout) -> tuple[jax.Array, jax.Array]:
 def transposed(layout: SparseLayout) -> SparseLayout:
     """Which blocks of queries see each block of keys: rows are those of keys, columns ascending blocks of queries.
 
-    In jnp: may be traced. What lies outside is left out. It is no layout for a call, for its columns lie in the future.
+    In jnp: may be traced. Columns outside are left out. Of a head whose row pointers do not ascend nobody knows which
+    row an entry is of: all of its own are -1. It is no layout for a call, for its columns lie in the future.
     """
     row, listed = rows_of_entries(layout)
     columns = jnp.asarray(layout.columns)
@@ -184,4 +200,9 @@ def transposed(layout: SparseLayout) -> SparseLayout:
     ordered, row = (jnp.take_along_axis(x, order, axis=1) for x in (column, row))
     bounds = jnp.arange(blocks + 1, dtype=jnp.int32)
     pointers = jax.vmap(lambda x: jnp.searchsorted(x, bounds, side="left"))(ordered).astype(jnp.int32)
+    given = jnp.asarray(layout.row_pointers)
+    right = (
+        (given >= 0) & (given <= columns.shape[1]) & (jnp.diff(given, axis=1, append=columns.shape[1]) >= 0)
+    )
+    pointers = jnp.where(jnp.all(right, axis=1, keepdims=True), pointers, -1)
     return SparseLayout(pointers, row, layout.q_block_size, layout.block_size)

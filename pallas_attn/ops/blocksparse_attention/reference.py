@@ -27,7 +27,7 @@ def blocksparse_attention_xla(
     block_q = 1 if problem.kinds == "decode" else min(layout.q_block_size, MOST_QUERIES)
     tokens, heads, num_seqs = problem.num_tokens, problem.num_heads, problem.num_seqs
     cu_q = arrays["cu_q_lens"] if problem.kinds != "decode" else jnp.arange(num_seqs + 1)
-    cu_q = jnp.clip(cu_q, 0, tokens)
+    cu_q = jnp.clip(cu_q, 0, tokens).at[0].set(0)
     if problem.cache_layout is None:
         k_start, k_end = arrays["cu_k_lens"][:-1], arrays["cu_k_lens"][1:]
         bad_lens = (k_start < 0) | (k_end < k_start) | (k_end > problem.pool.num_pages)
@@ -58,6 +58,7 @@ def blocksparse_attention_xla(
         # What no head of a group sees counts as absent: 0 * NaN is NaN.
         looked_at = jnp.any(visible.reshape(problem.pool.num_kv_heads, -1, problem.max_k_len), axis=1)
         keys, values, usable = _keys(arrays, problem, seq, k_start[seq], k_lens[seq], looked_at)
+        by_head = jnp.moveaxis(q, 1, 0)
         q = q.reshape(block_q, problem.pool.num_kv_heads, problem.group, -1)
         products = jnp.einsum("qhgd,khd->hgqk", q, keys, precision="highest")
         products = products.reshape(heads, block_q, -1) * factor(problem)
@@ -68,7 +69,10 @@ def blocksparse_attention_xla(
         out, lse2 = softmax.finish(state._replace(acc=acc.reshape(state.acc.shape)))
         wrong = (first >= 0) & bad[:, row]
         wrong = bad_lens[seq] | ~inside | wrong[:, None] | jnp.any(visible & ~usable, axis=2)
-        out, lse = softmax.poison(out, wrong[..., None]), softmax.poison(softmax.natural_lse(lse2), wrong)
+        # The query's gradient is NaN, too; of keys and values, wrong rows have no part.
+        spoiled = jnp.float32(jnp.nan) * jnp.where(wrong[..., None], by_head, 0)
+        out = jnp.where(wrong[..., None], spoiled, out)
+        lse = jnp.where(wrong, spoiled[..., 0], softmax.natural_lse(lse2))
         return token, jnp.moveaxis(out, 0, 1).astype(query.dtype), lse.T
 
     num_slots = tokens // block_q + 2 * num_seqs

@@ -86,6 +86,8 @@ def tile_of(problem: Problem, refs: dict[str, Any], slot: jax.Array) -> Tile:
         jnp.sum(jnp.where(seqs == own, all_lengths, 0))
         for all_lengths in (q_starts, q_ends, k_starts, k_ends)
     )
+    # The first sequence begins with the first token, whatever stands there.
+    q_start = jnp.where(own == 0, 0, q_start)
     q_start = jnp.clip(jnp.where(padding, q_end, q_start), 0, tokens)
     q_end = jnp.where(padding, tokens, q_end)
     q_len = jnp.clip(q_end, q_start, tokens) - q_start
