@@ -196,8 +196,19 @@ def _key_value_kernel(_, query_ref, refs, seen_by: SparseLayout, d_key_ref, d_va
         sums = zeros, zeros
         # One head needs no loop, and inner loops are those that Triton pipelines.
         sums = head(jnp.int32(0), sums) if problem.group == 1 else lax.fori_loop(0, problem.group, head, sums)
+        # Asked here, where registers are free again.
+        unknown = _unknown(seen_by, kv_head, problem)
+        sums = tuple(softmax.poison(total, unknown) for total in sums)
         _write(d_key_ref, mine.token, kv_head, mine.held, sums[0] * problem.scale, problem)
         _write(d_value_ref, mine.token, kv_head, mine.held, sums[1], problem)
+
+
+def _unknown(seen_by: SparseLayout, kv_head: jax.Array, problem: Problem) -> jax.Array:
+    """Whether it cannot be known which queries of one of a KV head's query heads see what (`transposed`)."""
+    group = jnp.arange(triton.next_power_of_2(problem.group))
+    head = kv_head * problem.group + group if seen_by.layout_heads > 1 else 0 * group
+    first = triton.load(seen_by.row_pointers.at[head, 0 * group], mask=group < problem.group, other=0)
+    return jnp.min(first) < 0
 
 
 class QueryTile(NamedTuple):
@@ -220,8 +231,6 @@ def _over_queries(seen_by: SparseLayout, head, mine: KeyTile, problem: Problem, 
     inside = block < seen_by.num_row_blocks
     block = jnp.where(inside, block, 0)
     begin, end = (triton.load(seen_by.row_pointers.at[head, block + i]) for i in (np.int32(0), np.int32(1)))
-    # Below 0: which queries see the keys cannot be known.
-    sums = tuple(softmax.poison(total, begin < 0) for total in sums)
     begin, end = jnp.maximum(begin, 0), jnp.where(inside, end, begin)
     # Rows of queries ascend: those before the keys or the first query lie in front, those behind the last at the end.
     entry = begin + jnp.arange(triton.next_power_of_2(seen_by.max_len // size + 1))
