@@ -2,12 +2,13 @@
 any width."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import ON_GPU
+from support import COMPILED, ON_GPU
 
 import pallas_attn
 from pallas_attn import MLADecodeConfig, PagedAttentionConfig
@@ -29,7 +30,12 @@ OPTIONS = {
     "as the heuristic has it": {"config": ()},
     "several tokens, window": {"q_len": 3, "sliding_window": 500},
     "fp8, block-sparse": {"cache_dtype": "float8_e4m3fn", "block_sparse": pallas_attn.LocalStride(32, 4, 2)},
+    "a tree, sinks": {"q_len": 4, "tree": "positions", "sinks": True},
+    "a tree, ALiBi, soft cap": {"q_len": 4, "tree": "positions", "alibi": True, "softcap": 20.0},
+    "one token, fp8, ALiBi": {"cache_dtype": "float8_e4m3fn", "alibi": True, "config": ()},
 }
+# In interpret mode the CPU's compiler rounds a product that is added to once or twice, as the rest of the batch has it.
+FUSED = [name for name in OPTIONS if "ALiBi" in name]
 
 
 def rows_of_mine(case, implementation: str, config) -> list[bytes]:
@@ -39,7 +45,11 @@ def rows_of_mine(case, implementation: str, config) -> list[bytes]:
     seq = case.seq_lens.index(MINE)
     data.query[seq] = alone.query[0]
     if isinstance(alone, inputs.PagedInputs):
-        data.extras.update(alone.extras)
+        for name, array in alone.extras.items():
+            if name in ("tree_mask", "query_positions"):
+                data.extras[name][seq] = array[0]
+            else:
+                data.extras[name] = array
     own, page = (
         inputs.token_places(x.block_tables[i], MINE, case.page_size) for x, i in ((alone, 0), (data, seq))
     )
@@ -48,7 +58,8 @@ def rows_of_mine(case, implementation: str, config) -> list[bytes]:
         getattr(data, pool)[page] = getattr(alone, pool)[own]
     options = {}
     if case.op == "paged_attention":
-        options = dict(sliding_window=case.sliding_window, block_sparse=case.block_sparse, **data.extras)
+        rules = {name: getattr(case, name) for name in ("sliding_window", "block_sparse", "softcap")}
+        options = rules | {name: jnp.asarray(array) for name, array in data.extras.items()}
     call = getattr(pallas_attn, case.op)
     out, lse = jax.jit(
         lambda *arrays: call(
@@ -65,8 +76,13 @@ def rows_of_mine(case, implementation: str, config) -> list[bytes]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(
+    ("options", "implementation"),
+    [
+        *((name, "interpret") for name in OPTIONS if name not in FUSED),
+        *(pytest.param(*pair, marks=pytest.mark.gpu) for pair in itertools.product(OPTIONS, COMPILED)),
+    ],
+)
 def test_paged_attention(options, implementation):
     chosen = dict(OPTIONS[options])
     config = None
