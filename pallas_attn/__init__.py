@@ -1,4 +1,4 @@
-"""Attention kernels for JAX on NVIDIA GPUs: paged decode attention and multi-head latent attention (MLA)."""
+"""Attention kernels for JAX on NVIDIA GPUs: paged, ragged, block-sparse, flash, MLA and sparse MLA."""
 
 # Before the imports below, which take a second: if this is the program pallas-attn, Ctrl-C shall end it quietly.
 from pallas_attn import _interrupt as _interrupt

@@ -129,7 +129,34 @@ ANY_RANK = Kind(ARRAY.values, lambda right: (zeros(right.shape, t) for t in (np.
 NUM_SEQS = Kind(("2", 1.5, True, [1], {}, -1, 3, ones(()), ones(2, I32), np.ones((), int)), optional=True)
 OUT_SCALE = Kind(("1", [1.0], True, 0.0, -1.0, kinds.NAN, kinds.INF, 1j, ones(1), np.ones(())), optional=True)
 NEAR_ZERO = Kind(("1", [1.0], True, -1.0, kinds.NAN, kinds.INF, 1j, ones(()), np.ones(1)))
+SIGNED = Kind(
+    (
+        "1",
+        [1.0],
+        True,
+        kinds.NAN,
+        kinds.INF,
+        -kinds.INF,
+        1e39,
+        -1e39,
+        10**400,
+        1j,
+        ones(1),
+        np.ones(1),
+        np.full((), kinds.NAN),
+        np.ones((), bool),
+        ones((), bool),
+        {},
+    ),
+    optional=True,
+)
 BIAS = ones((1, 4, 3, 3))
+# jax.nn promotes integers to the logits' float32.
+WRONG_BIAS = Kind(
+    tuple(value for value in ARRAY.values if not isinstance(value, np.float32)),
+    lambda right: (zeros(right.shape, dtype) for dtype in (np.complex64, np.bool_)),
+    optional=True,
+)
 # None among (left, right) is no bound.
 SIDES = Kind(
     ("3", 2.5, True, [1], 0, -1, {}, (1,), (1, -1), (1.5, 0), (1, "x"), ones((), int)), optional=True

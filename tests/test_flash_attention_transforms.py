@@ -189,6 +189,127 @@ def test_dot_product_attention_is_that_of_jax_nn(option):
         jax.tree.map(functools.partial(np.testing.assert_allclose, atol=5e-6, rtol=2e-6), got, expected)
 
 
+def weighed(function, query, key, value, **options):
+    """Of which gradients are taken, and what is compared besides."""
+    out, lse = function(query, key, value, **options, return_residual=True)
+    return jnp.sum(jnp.sin(out.astype(jnp.float32))), (out, lse)
+
+
+def by_both(implementation, given, *, argnums=(0, 1, 2), traced=(), **options):
+    """What jax.nn's makes of a call, gradients included, and what ours does."""
+
+    def gradients(function):
+        def of(query, key, value, *rest):
+            return weighed(function, query, key, value, **dict(zip(traced, rest, strict=True)), **options)
+
+        (_, results), gradients = jax.jit(jax.value_and_grad(of, argnums, has_aux=True))(*given)
+        return results, gradients
+
+    ours = functools.partial(unchecked(pallas_attn.dot_product_attention), implementation=implementation)
+    with jax.default_matmul_precision("highest"):
+        return gradients(jax.nn.dot_product_attention), gradients(ours)
+
+
+SCALES = {
+    "numpy": np.array(0.3),
+    "jax": np.float32(0.3),
+    "bf16": jnp.bfloat16(0.3),
+    "integer": np.array(1),
+    "negative": -0.3,
+    "negative, an array": np.array(-0.3),
+    "zero": 0.0,
+    "less than float32 has": -1e-60,
+}
+PAIRWISE = {
+    "float64 bias": {"bias": np.linspace(-1, 1, 24 * 24).reshape(1, 1, 24, 24)},
+    "integer bias": {"bias": np.arange(24)[None, None, None] % 3},
+    "int8 bias": {"bias": np.arange(24, dtype=np.int8) % 3},
+    "bias without dimensions": {"bias": np.array(0.5, np.float32)},
+    "mask without dimensions": {"mask": np.array(True)},
+}
+TAKEN = {f"scale, {name}": {"scale": scale} for name, scale in SCALES.items()} | PAIRWISE
+
+
+@pytest.mark.sweep
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("name", TAKEN)
+def test_arguments_that_only_jax_nn_has(name, implementation):
+    options = dict(TAKEN[name])
+    if name == "scale, jax":
+        options["scale"] = jnp.asarray(options["scale"])
+    expected, got = by_both(implementation, arrays(2), is_causal=True, **options)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=5e-6, rtol=2e-6), got, expected)
+
+
+@IMPLEMENTATIONS
+def test_a_traced_scale_has_gradients(implementation):
+    for scale in (0.3, -0.3):
+        given = [*arrays(2), jnp.float32(scale)]
+        expected, got = by_both(implementation, given, argnums=(0, 1, 2, 3), traced=("scale",))
+        assert jnp.abs(expected[1][3]) > 1e-3
+        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5, rtol=2e-5), got, expected)
+
+
+def test_a_traced_scale_is_one_number():
+    call = functools.partial(unchecked(pallas_attn.dot_product_attention), *arrays(2))
+    message = "dot_product_attention: argument 'scale': expected a finite number, .*, got an array of dtype"
+    for wrong in (jnp.ones(1), jnp.ones((), bool)):
+        with pytest.raises(TypeError, match=message):
+            jax.eval_shape(lambda scale: call(scale=scale), wrong)
+
+
+@pytest.mark.slow
+def test_a_traced_scale_rounds_a_query_of_16_bits_once():
+    query, key, value = (x.astype(jnp.bfloat16) for x in arrays(2))
+    attend = functools.partial(pallas_attn.dot_product_attention, query, key, value, implementation="xla")
+    # A power of two rounds nothing.
+    np.testing.assert_array_equal(jax.jit(lambda: attend(scale=1 / jnp.sqrt(16.0)))(), attend())
+    got = jax.jit(lambda scale: attend(scale=scale))(0.3)
+    assert got.dtype == jnp.bfloat16
+    rounded = (query.astype(jnp.float32) * 0.3).astype(jnp.bfloat16)
+    expected = pallas_attn.dot_product_attention(rounded, key, value, scale=1.0, implementation="xla")
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_no_gradient_goes_through_the_residual():
+    """Neither jax.nn's nor ours; that of `flash_attention` is there for it."""
+    query, key, value = arrays(2)
+
+    def of_residual(function, query, key, value):
+        return jnp.sum(jnp.sin(function(query, key, value, return_residual=True)[1]))
+
+    for function in (jax.nn.dot_product_attention, pallas_attn.dot_product_attention):
+        gradients = jax.jit(jax.grad(functools.partial(of_residual, function), (0, 1, 2)))(query, key, value)
+        assert all((gradient == 0).all() for gradient in gradients)
+    gradient = jax.grad(lambda q: jnp.sum(jnp.sin(flash_attention(q, key, value, return_lse=True)[1])))(query)
+    assert jnp.abs(gradient).max() > 1e-3
+
+
+@pytest.mark.parametrize("sizes", [(2, 0, 3), (2, 3, 0), (0, 3, 3), (2, 0, 0)], ids=str)
+def test_without_tokens(sizes):
+    batch, q_len, kv_len = sizes
+    query, key, value = jnp.ones((batch, q_len, 4, 16)), *jnp.ones((2, batch, kv_len, 2, 16))
+    lengths = jnp.zeros(batch, jnp.int32)
+    every = dict(is_causal=True, local_window_size=2, query_seq_lengths=lengths, scale=-0.3)
+    pairs = dict(bias=jnp.ones((1, 4, q_len, kv_len)), mask=jnp.ones((batch, 1, 1, kv_len), bool))
+    for options in ({}, every | pairs):
+        expected, got = by_both("xla", (query, key, value), **options)
+        jax.tree.map(np.testing.assert_array_equal, got, expected)
+        assert jax.tree.map(jnp.shape, got) == jax.tree.map(jnp.shape, expected)
+
+
+def test_what_is_empty_but_of_tokens_is_refused():
+    for heads, dim in ((0, 16), (4, 0)):
+        query, key = jnp.ones((2, 0, heads, dim)), jnp.ones((2, 3, 2, dim))
+        with pytest.raises(
+            ValueError, match="dot_product_attention: argument 'query': expected no empty dim"
+        ):
+            pallas_attn.dot_product_attention(query, key, key)
+    query, key = jnp.ones((2, 0, 4, 16)), jnp.ones((2, 3, 2, 16))
+    with pytest.raises(ValueError, match="flash_attention: argument 'query': expected no empty dimension"):
+        flash_attention(query, key, key)
+
+
 @pytest.mark.slow
 def test_dot_product_attention_without_a_batch():
     query, key, value = arrays()

@@ -166,10 +166,14 @@ def serve(
     sinks: Any = None,
     layout: Any = "BTNH",
     config: Any = None,
+    without_tokens: bool = False,
 ) -> Any:
-    """`flash_attention`, for functions that have some of its arguments under other names, which `check` knows."""
+    """`flash_attention`, for functions that have some of its arguments under other names, which `check` knows.
+
+    `without_tokens` also takes, where there are neither documents nor sinks, a batch, queries or keys of none.
+    """
     check.one_of("layout", layout, ("BTNH", "BNTH"))
-    dims = arguments.check_arrays(check, query, key, value, layout)
+    dims = arguments.check_arrays(check, query, key, value, layout, without_tokens)
     check.positive_float("scale", scale)
     check.positive_float("softcap", softcap)
     check.flag("causal", causal)
@@ -203,7 +207,11 @@ def serve(
         None if softcap is None else float(softcap),
         band,
     )
-    out, lse = attend(Call(rules, PASSES[name], config), floats, others)
+    if 0 in (dims["batch"], dims["q_len"], dims["kv_len"]):
+        out = jnp.zeros((*query.shape[:-1], dims["value_dim"]), query.dtype)
+        lse = jnp.full((dims["batch"], dims["num_heads"], dims["q_len"]), -jnp.inf, jnp.float32)
+    else:
+        out, lse = attend(Call(rules, PASSES[name], config), floats, others)
     out = out.reshape(*query.shape[:-1], dims["value_dim"])
     if not return_lse:
         return out

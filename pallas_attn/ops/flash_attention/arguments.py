@@ -14,22 +14,28 @@ DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 LONGEST = 2**30  # tokens; positions are int32
 
 
-def check_arrays(check: ArgumentChecker, query, key, value, layout: str) -> dict[str, int]:
+def check_arrays(
+    check: ArgumentChecker, query, key, value, layout: str, without_tokens: bool
+) -> dict[str, int]:
+    """The sizes; `without_tokens` takes a batch, queries and keys of none."""
+
     def shape(tokens: str, heads: str, dim: str) -> tuple[str, ...]:
         return ("batch", tokens, heads, dim) if layout == "BTNH" else ("batch", heads, tokens, dim)
 
     check.array("query", query, shape("q_len", "num_heads", "head_dim"), DTYPES)
     check.array("key", key, shape("kv_len", "num_kv_heads", "head_dim"), [query.dtype])
     check.array("value", value, shape("kv_len", "num_kv_heads", "value_dim"), [query.dtype])
-    for name, array in (("query", query), ("key", key), ("value", value)):
-        check.non_empty(name, array)
+    kinds = ("num_heads", "num_kv_heads", "head_dim", "value_dim")
+    if not without_tokens or any(check.dims[kind] == 0 for kind in kinds):
+        for name, array in (("query", query), ("key", key), ("value", value)):
+            check.non_empty(name, array)
     check.multiple("query", check.dims["num_heads"], "num_kv_heads", check.dims["num_kv_heads"])
     return check.dims
 
 
 def split_heads(query: jax.Array, layout: str, group: int) -> jax.Array:
     at = 2 if layout == "BTNH" else 1
-    return query.reshape(*query.shape[:at], -1, group, *query.shape[at + 1 :])
+    return query.reshape(*query.shape[:at], query.shape[at] // group, group, *query.shape[at + 1 :])
 
 
 def pairwise(check: ArgumentChecker, name: str, array: Any, dtypes: Any, group: int) -> jax.Array:
