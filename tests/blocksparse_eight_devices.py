@@ -11,15 +11,16 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_attn import SparseLayout, blocksparse_attention
-from pallas_attn.ops.blocksparse_attention import BlockSparseConfig, builders
+from pallas_attn.ops.blocksparse_attention import builders
+from pallas_attn.testing.blocksparse import SMALL_TILES
 
 pytestmark = pytest.mark.slow  # the other ops are sharded on both jax
 KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["xla", "interpret"])
 SIZES = dict(block_size=16, q_block_size=16)
-TILED = "block_q block_kv decode_block_kv dq_block_q dq_block_kv dkv_block_q dkv_block_kv"
-TILES = BlockSparseConfig(**dict.fromkeys(TILED.split(), 16))
+FLOATS, LAYOUT = ("query", "key", "value"), ("row_pointers", "columns")
 HEADS = P(None, "heads")
+BY_HEADS = dict.fromkeys(FLOATS, HEADS) | dict.fromkeys(LAYOUT, P("heads"))
 CU_Q, CU_K = (jnp.array(ends, jnp.int32) for ends in ([0, 40, 41, 70], [0, 40, 90, 130]))
 
 
@@ -34,7 +35,7 @@ def arguments() -> dict[str, jax.Array]:
     shapes = {"query": (70, 8, 16), "key": (130, 4, 16), "value": (130, 4, 16)}
     arrays = {name: jnp.asarray(rng.standard_normal(shape), jnp.float32) for name, shape in shapes.items()}
     layout = builders.from_block_mask(rng.random((8, 4, 4)) < 0.6, **SIZES)
-    return arrays | {n: jnp.asarray(getattr(layout, n)) for n in ("row_pointers", "columns")}
+    return arrays | {n: jnp.asarray(getattr(layout, n)) for n in LAYOUT}
 
 
 def attend(query, key, value, row_pointers, columns, *, implementation: str):
@@ -47,7 +48,7 @@ def attend(query, key, value, row_pointers, columns, *, implementation: str):
         cu_k_lens=CU_K,
         return_lse=True,
         implementation=implementation,
-        config=TILES if implementation == "interpret" else None,
+        config=SMALL_TILES if implementation == "interpret" else None,
     )
 
 
@@ -62,9 +63,7 @@ def gradients(implementation: str):
 
 
 def parted(arrays: dict[str, Any]):
-    return {n: arrays[n] for n in ("query", "key", "value")}, {
-        n: arrays[n] for n in ("row_pointers", "columns")
-    }
+    return tuple({n: arrays[n] for n in names} for names in (FLOATS, LAYOUT))
 
 
 @functools.cache
@@ -86,10 +85,7 @@ def placed(mesh: jax.sharding.Mesh, specs: dict[str, P]) -> dict[str, jax.Array]
 def test_heads(kind, implementation):
     """Each device has some KV heads, their query heads and these heads' rows of the layout."""
     mesh = mesh_of(kind)
-    specs = dict.fromkeys(("query", "key", "value"), HEADS) | dict.fromkeys(
-        ("row_pointers", "columns"), P("heads")
-    )
-    value, got = gradients(implementation)(*parted(placed(mesh, specs)))
+    value, got = gradients(implementation)(*parted(placed(mesh, BY_HEADS)))
     check((value, got))
     for gradient in got.values():
         assert gradient.sharding.is_equivalent_to(NamedSharding(mesh, HEADS), 3)
@@ -97,16 +93,13 @@ def test_heads(kind, implementation):
 
 def test_shard_map():
     mesh = mesh_of(AxisType.Explicit)
-    specs = dict.fromkeys(("query", "key", "value"), HEADS) | dict.fromkeys(
-        ("row_pointers", "columns"), P("heads")
-    )
 
-    @functools.partial(jax.shard_map, mesh=mesh, out_specs=P(), check_vma=False, in_specs=parted(specs))
+    @functools.partial(jax.shard_map, mesh=mesh, out_specs=P(), check_vma=False, in_specs=parted(BY_HEADS))
     def loss(floats, layout):
         out, lse = attend(**floats, **layout, implementation="interpret")
         return jax.lax.psum(jnp.sum(jnp.sin(out)) + jnp.sum(jnp.where(jnp.isneginf(lse), 0.0, lse)), "heads")
 
-    floats, layout = parted(placed(mesh, specs))
+    floats, layout = parted(placed(mesh, BY_HEADS))
     value, _ = expected()
     np.testing.assert_allclose(jax.jit(loss)(floats, layout), value, rtol=1e-5)
 

@@ -10,13 +10,12 @@ import pytest
 from support import ON_GPU
 
 from pallas_attn import SparseLayout, blocksparse_attention
-from pallas_attn.ops.blocksparse_attention import BlockSparseConfig, builders
+from pallas_attn.ops.blocksparse_attention import builders
+from pallas_attn.testing.blocksparse import SMALL_TILES
 
 pytestmark = pytest.mark.slow
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["xla", "interpret", *ON_GPU])
 TOKENS, BLOCK = 80, 16
-SIZES = "block_q block_kv decode_block_kv dq_block_q dq_block_kv dkv_block_q dkv_block_kv"
-TILES = BlockSparseConfig(**dict.fromkeys(SIZES.split(), BLOCK))
 
 
 @functools.cache
@@ -28,7 +27,7 @@ def arrays(queries: int = TOKENS) -> tuple[jax.Array, ...]:
 
 def attend(query, key, value, layout, implementation: str, **lengths):
     lengths = {name: jnp.asarray(ends, jnp.int32) for name, ends in lengths.items()}
-    config = TILES if implementation == "interpret" else None
+    config = SMALL_TILES if implementation == "interpret" else None
     return blocksparse_attention(
         query, key, value, layout, return_lse=True, implementation=implementation, config=config, **lengths
     )

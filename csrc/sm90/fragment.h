@@ -88,5 +88,21 @@ __device__ __forceinline__ void pack_step(const float (&d)[kCount], int step,
   }
 }
 
+// Of row i, times `factor`: a thread's accumulators are two columns out of every eight; after an exchange
+// among the quad it has eight neighbours of columns [32 * group, 32 * (group + 1)), 16 bytes, those that are
+// its number's.
+template <typename Element, int kCount>
+__device__ __forceinline__ uint4 neighbours(const float (&d)[kCount], int i, int group, float factor,
+                                            int in_quad) {
+  uint32_t v[4];
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const int r = (group * 4 + j) * 4 + i * 2;
+    v[j] = ElementTraits<Element>::pack(d[r] * factor, d[r + 1] * factor);
+  }
+  transpose_in_quad(v, in_quad);
+  return make_uint4(v[0], v[1], v[2], v[3]);
+}
+
 }  // namespace sm90
 }  // namespace pallas_attn

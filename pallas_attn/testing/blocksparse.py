@@ -13,12 +13,24 @@ import numpy as np
 
 from pallas_attn._tile.layout import from_nhd
 from pallas_attn._tile.masking import LocalStride
-from pallas_attn.ops.blocksparse_attention import builders
+from pallas_attn.ops.blocksparse_attention import BlockSparseConfig, builders
 from pallas_attn.ops.blocksparse_attention.layout import SparseLayout
 from pallas_attn.testing.inputs import block_tables, token_places
 
 PHI3_SMALL = LocalStride(block_size=64, local_blocks=16, vert_stride=8, head_sliding_step=1)
 """Phi-3-small's pattern: a band of 16 blocks of 64 and every eighth block, another eighth for each head."""
+
+
+SMALL_TILES = BlockSparseConfig(
+    block_q=16,
+    block_kv=16,
+    decode_block_kv=16,
+    dq_block_q=16,
+    dq_block_kv=16,
+    dkv_block_q=16,
+    dkv_block_kv=16,
+)
+"""Of all kernels, the least: for interpret mode."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -168,7 +168,7 @@ class Consumer {
     return place;
   }
 
-  // From registers: the four lanes of a quad have a row, and 16 bytes each of 64 neighbouring ones.
+  // From registers: a quad writes 64 bytes of a row at a time.
   __device__ __forceinline__ void store(const Place& place, RowState state) {
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
@@ -183,15 +183,9 @@ class Consumer {
       const int64_t place_of_row = place.row_0 + row * params_.num_heads;
       uint4* out = static_cast<uint4*>(params_.out) + place_of_row * kChunks + at_.in_quad;
 #pragma unroll
-      for (int chunk = 0; chunk < kChunks; chunk += 4) {
-        uint32_t words[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const int r = (chunk + j) * 4 + i * 2;
-          words[j] = ElementTraits<Element>::pack(rO_[r] * ends.factor[i], rO_[r + 1] * ends.factor[i]);
-        }
-        transpose_in_quad(words, at_.in_quad);
-        if (answered) out[chunk] = make_uint4(words[0], words[1], words[2], words[3]);
+      for (int group = 0; group < kChunks / 4; ++group) {
+        const uint4 v = neighbours<Element>(rO_, i, group, ends.factor[i], at_.in_quad);
+        if (answered) out[group * 4] = v;
       }
       if (answered && at_.in_quad == 0) params_.lse[place_of_row] = ends.lse2[i] * kLn2;
     }

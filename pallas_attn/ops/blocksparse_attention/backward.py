@@ -17,7 +17,7 @@ from jax import lax
 from pallas_attn._tile import masking, rows, softmax, triton, weights
 from pallas_attn.ops.blocksparse_attention import walk
 from pallas_attn.ops.blocksparse_attention.layout import SparseLayout, transposed
-from pallas_attn.ops.blocksparse_attention.problem import Keys, Problem, divided, read_rows
+from pallas_attn.ops.blocksparse_attention.problem import Keys, Problem, divided, first_query, read_rows
 
 NONE = np.int32(2**31 - 1)  # no row
 
@@ -152,7 +152,7 @@ def _key_tile(problem: Problem, refs: dict[str, Any], slot: jax.Array) -> KeyTil
     )
     bad = (k_start < 0) | (k_end < k_start) | (k_end > tokens)
     k_len = jnp.where(bad, 0, k_end - k_start)
-    q_start = jnp.clip(jnp.where(seq == 0, 0, q_start), 0, problem.num_tokens)
+    q_start = jnp.clip(first_query(seq, q_start), 0, problem.num_tokens)
     q_len = jnp.clip(q_end, q_start, problem.num_tokens) - q_start
     first = (slot - (k_start // block + seq)) * block
     position = first + jnp.arange(block)

@@ -23,7 +23,7 @@ from pallas_attn._tile import logits, masking, merge, pieces, result, rows, soft
 from pallas_attn._tile.pieces import Cut, ceil_div
 from pallas_attn._tile.problem import SplitKVProblem
 from pallas_attn.ops.blocksparse_attention.layout import SparseLayout
-from pallas_attn.ops.blocksparse_attention.problem import Blocks, Keys, Problem, divided, factor
+from pallas_attn.ops.blocksparse_attention.problem import Blocks, Keys, Problem, divided, factor, first_query
 
 NONE = np.int32(2**31 - 1)  # no block
 # The tensor core's least, of which one is the query.
@@ -139,7 +139,7 @@ def _token(problem: Problem, refs: dict[str, Any], seq: jax.Array) -> tuple[jax.
     if problem.kinds == "decode":
         return seq, True
     token, end = (triton.load(refs["cu_q_lens"].at[seq + i]) for i in (np.int32(0), np.int32(1)))
-    token = jnp.where(seq == 0, 0, token)
+    token = first_query(seq, token)
     return token, (end == token + 1) & (token >= 0) & (token < problem.num_tokens)
 
 

@@ -82,7 +82,7 @@ class SparseLayout:
     def _check_values(self) -> None:
         pointers, columns = np.asarray(self.row_pointers, np.int64), np.asarray(self.columns, np.int64)
         nnz = columns.shape[1]
-        wrong = (pointers < 0) | (pointers > nnz) | (np.diff(pointers, axis=1, append=nnz) < 0)
+        wrong = _misplaced(pointers, nnz, np)
         if wrong.any():
             head, row = np.argwhere(wrong)[0]
             expected = f"0 <= pointers <= nnz ({nnz}), ascending"
@@ -149,6 +149,11 @@ class SparseLayout:
 jax.tree_util.register_dataclass(SparseLayout)
 
 
+def _misplaced(pointers: Any, nnz: int, xp: Any) -> Any:
+    """Which row pointers [heads, rows + 1] lie outside, or have a lower one behind them; `xp` is numpy, or its like."""
+    return (pointers < 0) | (pointers > nnz) | (xp.diff(pointers, axis=1, append=nnz) < 0)
+
+
 def rows_of(layout: SparseLayout) -> tuple[jax.Array, jax.Array]:
     """([layout_heads, num_row_blocks, blocks of keys] what rows see, [layout_heads, num_row_blocks] those that point
     outside or whose blocks do not ascend). In jnp: may be traced.
@@ -200,9 +205,6 @@ def transposed(layout: SparseLayout) -> SparseLayout:
     ordered, row = (jnp.take_along_axis(x, order, axis=1) for x in (column, row))
     bounds = jnp.arange(blocks + 1, dtype=jnp.int32)
     pointers = jax.vmap(lambda x: jnp.searchsorted(x, bounds, side="left"))(ordered).astype(jnp.int32)
-    given = jnp.asarray(layout.row_pointers)
-    right = (
-        (given >= 0) & (given <= columns.shape[1]) & (jnp.diff(given, axis=1, append=columns.shape[1]) >= 0)
-    )
-    pointers = jnp.where(jnp.all(right, axis=1, keepdims=True), pointers, -1)
+    wrong = _misplaced(jnp.asarray(layout.row_pointers), columns.shape[1], jnp)
+    pointers = jnp.where(jnp.any(wrong, axis=1, keepdims=True), -1, pointers)
     return SparseLayout(pointers, row, layout.q_block_size, layout.block_size)

@@ -194,6 +194,12 @@ def _some(those: jax.Array) -> jax.Array:
     return _number(those) > 0
 
 
+def first_query(seq: jax.Array, stored: jax.Array) -> jax.Array:
+    """The token where a sequence's queries begin, of what cu_q_lens has for it: the first begins with the first
+    token, whatever stands there."""
+    return jnp.where(seq == 0, 0, stored)
+
+
 def divided(index: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
     """(index // size, index % size) for a power of two, below 0 too."""
     return index >> (size.bit_length() - 1), index & (size - 1)

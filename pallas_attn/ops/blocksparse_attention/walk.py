@@ -14,7 +14,7 @@ from jax import lax
 
 from pallas_attn._tile import masking, triton
 from pallas_attn.ops.blocksparse_attention.layout import SparseLayout
-from pallas_attn.ops.blocksparse_attention.problem import Blocks, Near, Problem, divided
+from pallas_attn.ops.blocksparse_attention.problem import Blocks, Near, Problem, divided, first_query
 
 
 class Tile(NamedTuple):
@@ -86,8 +86,7 @@ def tile_of(problem: Problem, refs: dict[str, Any], slot: jax.Array) -> Tile:
         jnp.sum(jnp.where(seqs == own, all_lengths, 0))
         for all_lengths in (q_starts, q_ends, k_starts, k_ends)
     )
-    # The first sequence begins with the first token, whatever stands there.
-    q_start = jnp.where(own == 0, 0, q_start)
+    q_start = first_query(own, q_start)
     q_start = jnp.clip(jnp.where(padding, q_end, q_start), 0, tokens)
     q_end = jnp.where(padding, tokens, q_end)
     q_len = jnp.clip(q_end, q_start, tokens) - q_start

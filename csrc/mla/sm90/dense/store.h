@@ -45,8 +45,7 @@ struct OutputPlace {
   }
 };
 
-// A thread's accumulators are two columns out of every eight; after the exchange it has eight neighbours, one
-// 16-byte store, and a quad writes 64 bytes of a row.
+// Stores of 16 bytes: a quad writes 64 of a row.
 template <typename Element>
 __device__ __forceinline__ void store_final(const float (&rO)[kOutRegisters], const FragmentPosition& at,
                                             const float (&factor)[kRowsPerThread], const DecodeParams& params,
@@ -58,16 +57,9 @@ __device__ __forceinline__ void store_final(const float (&rO)[kOutRegisters], co
     char* row_out = tile_out + static_cast<int64_t>(row) * kLatentDim * 2 + place.half * kHalfDims * 2;
 #pragma unroll
     for (int group = 0; group < kHalfDims / 32; ++group) {
-      uint32_t v[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int r = (group * 4 + j) * 4 + i * 2;
-        v[j] = ElementTraits<Element>::pack(rO[r] * factor[i], rO[r + 1] * factor[i]);
-      }
-      transpose_in_quad(v, at.in_quad);
+      const uint4 v = neighbours<Element>(rO, i, group, factor[i], at.in_quad);
       if (row < place.rows_left(params)) {
-        *reinterpret_cast<uint4*>(row_out + group * 64 + at.in_quad * 16) =
-            make_uint4(v[0], v[1], v[2], v[3]);
+        *reinterpret_cast<uint4*>(row_out + group * 64 + at.in_quad * 16) = v;
       }
     }
   }
