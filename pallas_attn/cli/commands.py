@@ -27,6 +27,7 @@ from .options import (
     SeedOption,
     TemperatureOption,
     TopPOption,
+    TunedDtype,
 )
 
 app = typer.Typer(
@@ -326,7 +327,7 @@ def tune(
         int | None, typer.Option(help="Tokens per page of the cache.", show_default="16; 64 for MLA")
     ] = None,
     dtype: Annotated[
-        Dtype | None,
+        TunedDtype | None,
         typer.Option(help="Of the query, and of the cache unless it is 8-bit.", show_default="bfloat16"),
     ] = None,
     cache_dtype: Annotated[

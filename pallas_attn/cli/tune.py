@@ -23,6 +23,8 @@ from pallas_attn.tuning.registry import OPS
 
 # A point whose calls read more than this is left out: the next smaller one stands for it.
 MOST_READ_BYTES = 5 << 30
+# Lengths are int32.
+LONGEST = 2**31 - 1
 
 type Best = dict[Point, tuple[Timing, Timing]]
 """Of each point, the fastest config's timing and the heuristic's."""
@@ -78,6 +80,8 @@ def _points(options: TuneOptions) -> list[Point]:
     for name, value in dict(sizes, num_seqs=min(options.num_seqs), max_len=min(options.max_len)).items():
         if isinstance(value, int) and value < 1:
             fail("tune", flag(name), "at least 1", str(value))
+    if (longest := max(options.max_len)) > LONGEST:
+        fail("tune", "--max-len", f"at most {LONGEST}", str(longest))
     if sizes["num_heads"] % sizes["num_kv_heads"]:
         expected = f"a multiple of --num-kv-heads ({sizes['num_kv_heads']})"
         fail("tune", "--num-heads", expected, str(sizes["num_heads"]))
