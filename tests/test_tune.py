@@ -142,7 +142,13 @@ def test_tune_writes_what_calls_then_read(two_candidates, tmp_path, monkeypatch,
     assert f" PALLAS_ATTN_CONFIGS={tmp_path} " in printed
     ours, *others = json.loads(path.read_text())["entries"]
     assert others == kept
-    assert ours["key"] == {**KEY, "streams": [1, 8], "max_len": [16, 256]}
+    assert ours["key"] == {
+        **KEY,
+        "query_itemsize": 2,
+        "layout": "NHD",
+        "streams": [1, 8],
+        "max_len": [16, 256],
+    }
     assert ours["measured"]["us"] <= ours["measured"]["heuristic_us"]
     assert 0 < ours["measured"]["error"] < errors.LARGEST_ERROR["bfloat16"]
     monkeypatch.setenv(configs.CONFIGS_VARIABLE, str(tmp_path))

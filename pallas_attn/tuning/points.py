@@ -78,6 +78,10 @@ class Point(abc.ABC):
         kept = dataclasses.asdict(self.tiles(fields))
         return {name: kept[name] for name in kept if name not in ("num_splits", "split_tokens")}
 
+    def fields_of(self, config: dict[str, Any]) -> Fields:
+        """What `config` takes of a whole entry's."""
+        return config
+
     @abc.abstractmethod
     def candidates(self) -> list[Fields]:
         """Fields worth trying, the heuristic's (none) first."""
