@@ -13,6 +13,7 @@ from pallas_attn import LocalStride, mla_decode, paged_attention
 from pallas_attn._call import configs
 from pallas_attn._call.device import Device, current_device
 from pallas_attn.cli import main
+from pallas_attn.cli import tune as tune_command
 from pallas_attn.cli.tune import TuneOptions, run_tune
 from pallas_attn.ops.mla_decode import MLADecodeConfig
 from pallas_attn.ops.mla_decode import api as mla_api
@@ -141,7 +142,13 @@ def test_tune_writes_what_calls_then_read(two_candidates, tmp_path, monkeypatch,
     assert f" PALLAS_ATTN_CONFIGS={tmp_path} " in printed
     ours, *others = json.loads(path.read_text())["entries"]
     assert others == kept
-    assert ours["key"] == {**KEY, "streams": [1, 8], "max_len": [16, 256]}
+    assert ours["key"] == {
+        **KEY,
+        "query_itemsize": 2,
+        "layout": "NHD",
+        "streams": [1, 8],
+        "max_len": [16, 256],
+    }
     assert ours["measured"]["us"] <= ours["measured"]["heuristic_us"]
     assert 0 < ours["measured"]["error"] < errors.LARGEST_ERROR["bfloat16"]
     monkeypatch.setenv(configs.CONFIGS_VARIABLE, str(tmp_path))
@@ -256,6 +263,50 @@ def test_the_time_of_a_candidate_that_fails_does_not_count(failure, small, monke
     assert ("wrong: error" if failure == "wrong" else "a power of two >= 16, got 17") in timing.problem
 
 
+@pytest.mark.parametrize(
+    ("samples", "expected"), [([[0.0], [-1.0], [2.0], [2.0]], 2.0), ([[0.0], [-1.0], [0.0]], math.inf)]
+)
+def test_no_time_is_never_the_fastest(samples, expected, small, monkeypatch):
+    """It is measured again, and fails in words where that does not help."""
+    monkeypatch.setattr(points, "REPEATS", 2)
+    taken = iter(samples)
+    monkeypatch.setattr(timing, "device_samples", lambda run, repeats: next(taken))
+    [found] = points.measure(paged_point(2, 64), [{}], "interpret")
+    calls = timing.num_calls(1, timing.LEAST_CALLS)
+    assert found.microseconds * calls / 1e6 == pytest.approx(expected)
+    assert (found.problem is None) == math.isfinite(expected)
+    assert next(taken, None) is None
+
+
+def test_no_time_in_a_repeat_does_not_count_either(monkeypatch):
+    taken = iter([[1.0, 0.0], [-1.0], [0.0]])
+    monkeypatch.setattr(timing, "device_samples", lambda run, repeats: next(taken))
+    [found] = points._repeated([points._Contender({}, lambda: None, 0.0, [1.0])], 1)
+    assert found.problem == "RuntimeError: no time above 0 in 3 measurements: the host is disturbed"
+    assert found.microseconds == math.inf
+
+
+def test_what_no_memory_holds_is_one_line(tmp_path, monkeypatch, capsys):
+    def inputs(self):
+        raise MemoryError("Unable to allocate 8.00 TiB")
+
+    monkeypatch.setattr(PagedAttentionPoint, "inputs", inputs)
+    assert tune("--output", str(tmp_path)) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.endswith("could be timed, nothing is written: MemoryError: Unable to allocate 8.00 TiB")
+
+
+@pytest.mark.parametrize("op", registry.OPS)
+def test_float16_is_tuned(op, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        tune_command, "measure", lambda point, choices, _: [points.Timing(choices[0], 3.0, 1e-3, None)]
+    )
+    options = ["--dtype", "float16", "--num-seqs", "2", "--num-heads", "8"]
+    assert tune("--output", str(tmp_path), op=op, sizes=options) == 0
+    found = json.loads((tmp_path / current_device().slug / f"{op}.json").read_text())["entries"]
+    assert {entry["key"]["dtype"] for entry in found} == {"float16"}
+
+
 def test_tune_of_which_nothing_came_writes_nothing(small, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(PagedAttentionPoint, "candidates", lambda self: [{"block_kv": 17}])
     path = tmp_path / current_device().slug / "paged_attention.json"
@@ -287,6 +338,11 @@ def test_tune_without_a_gpu_is_one_line(named, capsys):
     ("arguments", "status", "message"),
     [
         (["--num-seqs", "0"], 1, "argument '--num-seqs': expected at least 1, got 0"),
+        (
+            ["--max-len", "99999999999"],
+            1,
+            "argument '--max-len': expected at most 2147483647, got 99999999999",
+        ),
         (["--page-size", "0"], 1, "argument '--page-size': expected at least 1, got 0"),
         (
             ["--num-heads", "3", "--num-kv-heads", "2"],

@@ -72,7 +72,7 @@ def resolve[C](
         return explicit
     for path, entry in _measured(current_device().slug, op, os.environ.get(CONFIGS_VARIABLE)):
         try:
-            if all(_agrees(expected, key.get(name)) for name, expected in entry["key"].items()):
+            if serves(entry, key):
                 # A name that the heuristic takes for a fact of the call would change that in silence.
                 if unknown := entry["config"].keys() - inspect.signature(config_type).parameters.keys():
                     raise ValueError(f"no fields of {config_type.__name__}: {', '.join(sorted(unknown))}")
@@ -80,6 +80,11 @@ def resolve[C](
         except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise ValueError(f"{op}: {path}: not an entry of measured configs: {entry}: {error!r}") from error
     return heuristic()
+
+
+def serves(entry: Mapping[str, Any], key: Mapping[str, Any]) -> bool:
+    """Whether an entry is for calls of this key; what the entry's own key lacks may be anything."""
+    return all(_agrees(expected, key.get(name)) for name, expected in entry["key"].items())
 
 
 def _agrees(expected: Any, value: Any) -> bool:

@@ -27,6 +27,7 @@ from .options import (
     SeedOption,
     TemperatureOption,
     TopPOption,
+    TunedDtype,
 )
 
 app = typer.Typer(
@@ -326,7 +327,7 @@ def tune(
         int | None, typer.Option(help="Tokens per page of the cache.", show_default="16; 64 for MLA")
     ] = None,
     dtype: Annotated[
-        Dtype | None,
+        TunedDtype | None,
         typer.Option(help="Of the query, and of the cache unless it is 8-bit.", show_default="bfloat16"),
     ] = None,
     cache_dtype: Annotated[
@@ -357,9 +358,10 @@ def tune(
 ) -> int:
     """Measure configs of an op on this GPU and keep the fastest for each kind of call.
 
-    Every config is compiled, compared with the reference, and only then timed, with caches larger than L2. The file
-    is replaced whole, at the end; what was measured for other calls stays in it. Where it has nothing for a call, the
-    packaged file of this device is asked.
+    Every config is compiled, compared with the reference, and only then timed, with caches larger than L2; so is what
+    the files give for the call today, which is kept as it is unless another is faster. The file is replaced whole, at
+    the end; what was measured for other calls stays in it. Where it has nothing for a call, the packaged file of this
+    device is asked.
     """
     from pallas_attn.cli.tune import TuneOptions, run_tune
 

@@ -31,6 +31,14 @@ class Dtype(enum.StrEnum):
     bfloat16 = "bfloat16"
 
 
+class TunedDtype(enum.StrEnum):
+    """What the ops serve; models are not for float16."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
 class CacheDtype(enum.StrEnum):
     float8_e4m3fn = "float8_e4m3fn"
     float8_e5m2 = "float8_e5m2"

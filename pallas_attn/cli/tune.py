@@ -18,14 +18,16 @@ from pallas_attn._call.checks import fail
 from pallas_attn._call.device import current_device
 from pallas_attn.cli.options import flag, taken
 from pallas_attn.tuning import entries
-from pallas_attn.tuning.points import Point, Timing, measure
+from pallas_attn.tuning.points import Fields, Point, Timing, measure
 from pallas_attn.tuning.registry import OPS
 
 # A point whose calls read more than this is left out: the next smaller one stands for it.
 MOST_READ_BYTES = 5 << 30
+# Lengths are int32.
+LONGEST = 2**31 - 1
 
-type Best = dict[Point, tuple[Timing, Timing]]
-"""Of each point, the fastest config's timing and the heuristic's."""
+type Best = dict[Point, tuple[Timing, Timing, entries.Entry | None]]
+"""Of each point, the fastest config's timing and the heuristic's, and the entry that had the fastest before."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,9 +62,11 @@ def run_tune(options: TuneOptions) -> int:
     old = configs.load(path)
     others = [] if path == packaged else configs.load(packaged)
 
-    best = _measured(points, options.implementation)
-    new = [entries.entry(point, *timings) for point, timings in best.items()]
-    configs.save(path, entries.merged(old, new, others), device=device.kind, jax=jax.__version__)
+    best = _measured(points, options.implementation, [*old, *others])
+    new = [(entries.entry(point, *found), found[-1]) for point, found in best.items()]
+    kept = [(entry, before) for entry, before in new if before is not None]
+    merged = entries.merged(old, [entry for entry, _ in new], others, kept)
+    configs.save(path, merged, device=device.kind, jax=jax.__version__)
     # In a file or a pipe nothing says how wide a line may be.
     out = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 120)
     out.print(_table(best))
@@ -78,6 +82,8 @@ def _points(options: TuneOptions) -> list[Point]:
     for name, value in dict(sizes, num_seqs=min(options.num_seqs), max_len=min(options.max_len)).items():
         if isinstance(value, int) and value < 1:
             fail("tune", flag(name), "at least 1", str(value))
+    if (longest := max(options.max_len)) > LONGEST:
+        fail("tune", "--max-len", f"at most {LONGEST}", str(longest))
     if sizes["num_heads"] % sizes["num_kv_heads"]:
         expected = f"a multiple of --num-kv-heads ({sizes['num_kv_heads']})"
         fail("tune", "--num-heads", expected, str(sizes["num_heads"]))
@@ -91,16 +97,34 @@ def _points(options: TuneOptions) -> list[Point]:
     return [point for point in points if point.read_bytes <= max(least, MOST_READ_BYTES)]
 
 
-def _measured(points: Sequence[Point], implementation: str) -> Best:
-    """Of the points for which a config could be timed; RuntimeError with the reason if that is none."""
+def _choices(point: Point, before: entries.Entry | None) -> list[Fields]:
+    """The candidates, and last what the call takes today: no entry may give way to a slower config."""
+    choices = point.candidates()
+    if before is None:
+        return choices
+    fields = point.fields_of(before["config"])
+    try:
+        config = point.config(**fields)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"tune: not an entry of measured configs: {before}: {error!r}") from error
+    # Only what makes the same config is the same: an entry may have fields that none of ours has.
+    return [*(choice for choice in choices if choice == {} or point.config(**choice) != config), fields]
+
+
+def _measured(points: Sequence[Point], implementation: str, known: Sequence[entries.Entry]) -> Best:
+    """Of the points for which a config could be timed; RuntimeError with the reason if that is none. `known` entries
+    are those that calls take today."""
     err = Console(stderr=True)
-    work = [(point, point.candidates()) for point in points]
+    work = [
+        (point, before, _choices(point, before))
+        for point, before in ((point, entries.serving(point, known)) for point in points)
+    ]
     best: Best = {}
     problem = "nothing was tried"
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
-        task = bar.add_task("", total=sum(len(choices) for _, choices in work))
-        for point, choices in work:
+        task = bar.add_task("", total=sum(len(choices) for *_, choices in work))
+        for point, before, choices in work:
             about = f"{point.case.num_seqs} x {point.max_len}, {point.kind}"
             bar.update(task, description=about)
             timings = []
@@ -112,7 +136,8 @@ def _measured(points: Sequence[Point], implementation: str) -> Best:
                 bar.advance(task)
             fastest = min(timings, key=lambda timing: timing.microseconds)
             if math.isfinite(fastest.microseconds):
-                best[point] = fastest, timings[0]
+                kept = before is not None and point.config(**fastest.fields) == point.config(**choices[-1])
+                best[point] = fastest, timings[0], before if kept else None
             else:
                 err.print(f"nothing to keep: {about}: every config was left out", markup=False)
     if not best:
@@ -125,7 +150,7 @@ def _measured(points: Sequence[Point], implementation: str) -> Best:
 def _table(best: Best) -> Table:
     columns = ("sequences", "tokens", "kind", "us", "GB/s", "heuristic's us", "block_q", "block_kv", "warps")
     table = Table(*columns, "stages")
-    for point, (fastest, first) in best.items():
+    for point, (fastest, first, _) in best.items():
         tiles = point.tiles(fastest.fields)
         speed = point.read_bytes / fastest.microseconds / 1e3
         figures = (f"{fastest.microseconds:.1f}", f"{speed:.0f}", f"{first.microseconds:.1f}")

@@ -80,7 +80,7 @@ class BlockSparsePoint(DensePoint):
     def key(self) -> dict[str, Any]:
         case = self.case
         sizes = dict(head_dim=case.head_dim, block_size=case.block_size, q_block_size=case.q_block_size)
-        return dict(kernel=self.kernel, **sizes, dtype=case.dtype)
+        return dict(kernel=self.kernel, **sizes, dtype=case.dtype, cache_layout=None)
 
     def config(self, **fields: int) -> BlockSparseConfig:
         case = self.case

@@ -16,6 +16,7 @@ from pallas_attn.testing.flash_attention import FlashCase
 from pallas_attn.tuning.dense import DensePoint
 from pallas_attn.tuning.points import Fields
 
+LAYOUT = "BTNH"
 # (block_q, block_kv, warps, stages); dk and dv walk over queries, and have them the other way round.
 TILES = ((128, 64, 8, 3), (128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 4, 2))
 TILES += ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 3), (64, 64, 8, 2))
@@ -46,11 +47,12 @@ class FlashAttentionPoint(DensePoint):
 
     def key(self) -> dict[str, Any]:
         case = self.case
-        return dict(kernel=self.kernel, head_dim=case.head_dim, value_dim=case.head_dim, dtype=case.dtype)
+        sizes = dict(head_dim=case.head_dim, value_dim=case.head_dim)
+        return dict(kernel=self.kernel, **sizes, dtype=case.dtype, layout=LAYOUT, pair_bytes=0)
 
     def config(self, **fields: int) -> FlashAttentionConfig:
         case = self.case
-        rules = Rules("BTNH", case.head_dim**-0.5, None, Band(None, 0, 0))
+        rules = Rules(LAYOUT, case.head_dim**-0.5, None, Band(None, 0, 0))
         sizes = (case.batch, case.q_len, case.kv_len, case.num_kv_heads, case.group)
         problem = Problem(rules, *sizes, case.head_dim, case.head_dim)
         guess = heuristic(problem, jnp.dtype(case.dtype).itemsize, 0, current_device())
@@ -62,6 +64,9 @@ class FlashAttentionPoint(DensePoint):
 
     def chosen(self, fields: Fields) -> dict[str, Any]:
         return {self.kernel: super().chosen(fields)}
+
+    def fields_of(self, config: dict[str, Any]) -> Fields:
+        return config.get(self.kernel, {})
 
     def candidates(self) -> list[Fields]:
         sides = ("block_kv", "block_q") if self.kernel == "key_value" else ("block_q", "block_kv")

@@ -40,7 +40,9 @@ class PagedAttentionPoint(PagedPoint):
         return 2 * self.streams * self.slots * self.case.head_dim * jnp.dtype(self.stored).itemsize
 
     def key(self) -> dict[str, Any]:
-        return dict(head_dim=self.case.head_dim, page_size=self.case.page_size, dtype=self.stored)
+        case = self.case
+        sizes = dict(head_dim=case.head_dim, page_size=case.page_size, dtype=self.stored)
+        return sizes | dict(query_itemsize=jnp.dtype(case.dtype).itemsize, layout=case.layout)
 
     def config(self, **fields: int) -> PagedAttentionConfig:
         return heuristic(

@@ -19,6 +19,8 @@ from pallas_attn.tuning.errors import LARGEST_ERROR, worst_error
 REPEATS = 3  # enough to rank configs
 # What takes longer than this many times the fastest is timed once: no repeat would make it the fastest.
 CLOSE = 1.05
+# Of a sample of no time or less, which is what a disturbed measurement can come to.
+TRIES = 3
 BYTES_PER_SECOND = 2.5e12  # a guess, for how many calls make a burst
 
 type Fields = dict[str, int]
@@ -76,6 +78,10 @@ class Point(abc.ABC):
         kept = dataclasses.asdict(self.tiles(fields))
         return {name: kept[name] for name in kept if name not in ("num_splits", "split_tokens")}
 
+    def fields_of(self, config: dict[str, Any]) -> Fields:
+        """What `config` takes of a whole entry's."""
+        return config
+
     @abc.abstractmethod
     def candidates(self) -> list[Fields]:
         """Fields worth trying, the heuristic's (none) first."""
@@ -127,7 +133,12 @@ class Timing(NamedTuple):
 def measure(point: Point, choices: Sequence[Fields], implementation: str = "pallas") -> Iterator[Timing]:
     """The timing of each choice of fields, in the order of `choices`; all are compiled before the first is timed,
     because compiling beside a measurement disturbs it, and all are timed once before some are timed again."""
-    inputs = point.inputs()
+    try:
+        inputs = point.inputs()
+    except MemoryError as error:  # numpy's; jax's is a RuntimeError of many lines
+        problem = f"{type(error).__name__}: {_brief(error)}"
+        yield from (Timing(fields, math.inf, math.nan, problem) for fields in choices)
+        return
     calls_a_round = len(inputs.tables)
     rounds, plain = timing.num_rounds(point.usual_seconds, calls_a_round), False
     if implementation == "interpret":  # to try this out: slow, and jnp to the compiler
@@ -157,12 +168,11 @@ def measure(point: Point, choices: Sequence[Fields], implementation: str = "pall
                 warm = True
             error = max(worst_error(*pair) for pair in zip(outs, expected, strict=True))
             if error <= point.error_limit:
-                found.append(_Contender(fields, run, error, timing.device_samples(run, 1)))
+                found.append(_Contender(fields, run, error, _samples(run, 1)))
             else:
                 found.append(Timing(fields, math.inf, error, f"wrong: error {error:.1e}"))
         except Exception as error:  # whatever the compiler or the driver has against this config
-            problem = " ".join(str(error).split())[:200]
-            found.append(Timing(fields, math.inf, math.nan, f"{type(error).__name__}: {problem}"))
+            found.append(Timing(fields, math.inf, math.nan, f"{type(error).__name__}: {_brief(error)}"))
     yield from _repeated(found, timing.num_calls(rounds, calls_a_round))
 
 
@@ -185,8 +195,26 @@ def _repeated(found: Sequence[_Contender | Timing], calls_a_run: int) -> Iterato
             yield one
             continue
         if one.samples[0] <= CLOSE * fastest:
-            one.samples += timing.device_samples(one.run, REPEATS - 1)
+            try:
+                one.samples += _samples(one.run, REPEATS - 1)
+            except RuntimeError as error:
+                yield Timing(one.fields, math.inf, one.error, f"{type(error).__name__}: {_brief(error)}")
+                continue
         yield Timing(one.fields, statistics.median(one.samples) / calls_a_run * 1e6, one.error, None)
+
+
+def _samples(run: Callable[[], Any], repeats: int) -> list[float]:
+    """`timing.device_samples` that are all above 0; RuntimeError where there is no having them."""
+    found: list[float] = []
+    for _ in range(TRIES):
+        found += [sample for sample in timing.device_samples(run, repeats - len(found)) if sample > 0]
+        if len(found) == repeats:
+            return found
+    raise RuntimeError(f"no time above 0 in {TRIES} measurements: the host is disturbed")
+
+
+def _brief(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 def _reference(point: Point, inputs: Inputs) -> list[jax.Array]:

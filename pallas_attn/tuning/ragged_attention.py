@@ -47,9 +47,9 @@ class RaggedAttentionPoint(PagedPoint):
 
     def key(self) -> dict[str, Any]:
         case = self.case
-        return dict(
-            head_dim=case.head_dim, value_dim=case.head_dim, page_size=case.page_size, dtype=case.dtype
-        )
+        sizes = dict(head_dim=case.head_dim, value_dim=case.head_dim, page_size=case.page_size)
+        itemsize = jnp.dtype(case.dtype).itemsize
+        return sizes | dict(dtype=case.dtype, query_itemsize=itemsize, layout=case.layout)
 
     def config(self, **fields: int) -> RaggedAttentionConfig:
         case = self.case

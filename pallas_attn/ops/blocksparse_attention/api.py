@@ -253,6 +253,7 @@ def _config(
         block_size=layout.block_size,
         q_block_size=layout.q_block_size,
         dtype=jnp.dtype(dtype).name,
+        cache_layout=problem.cache_layout,
         rows=problem.num_tokens * problem.group // problem.num_seqs,
         streams=problem.num_seqs * problem.pool.num_kv_heads,
         max_len=int(row_blocks * layout.block_size),

@@ -67,15 +67,17 @@ def resolve(
 ) -> FlashAttentionConfig:
     """The caller's own, or of each kernel measured tiles or the heuristic's."""
     problem, dtype = Problem.of(operands, rules), operands["query"].dtype
+    pairs = sum(operands[name].dtype.itemsize for name in ("bias", "mask") if name in operands)
     key = dict(
         head_dim=problem.head_dim,
         value_dim=problem.value_dim,
         dtype=dtype_name(dtype),
+        layout=rules.layout,
+        pair_bytes=pairs,
         rows=problem.q_len * problem.group,
         streams=problem.batch * problem.num_kv_heads,
         max_len=problem.kv_len,
     )
-    pairs = sum(operands[name].dtype.itemsize for name in ("bias", "mask") if name in operands)
     choose = functools.partial(heuristic, problem, jnp.dtype(dtype).itemsize, pairs, current_device())
 
     def tiles(kernel: str) -> FlashAttentionTiles:

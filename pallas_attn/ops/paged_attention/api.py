@@ -283,6 +283,8 @@ def _resolve_config(case: Case, rules: Rules, explicit: Any) -> PagedAttentionCo
         rows=case.rows,
         page_size=case.pool.page_size,
         dtype=dtype_name(case.cache_dtype),
+        query_itemsize=jnp.dtype(case.dtype).itemsize,
+        layout=case.layout,
         streams=case.streams,
         max_len=max_len,
     )

@@ -258,7 +258,7 @@ def _attend(
     case = _case(operands, layout)
     if tiled:
         page_scales = any(quantization.is_by_page(operands, name) for name in ("k_scale", "v_scale"))
-        static["config"] = _resolve_config(op, case, config, page_scales)
+        static["config"] = _resolve_config(op, case, layout, config, page_scales)
     new = (operands["key"], operands["value"]) if "key" in operands else None
     sources = Sources(operands["key_cache"], operands.get("value_cache"), operands["block_tables"], new)
     lens = {name: operands[name] for name in LENS if name in operands}
@@ -271,7 +271,7 @@ def _attend(
 
 
 def _resolve_config(
-    op: str, case: Case, explicit: RaggedAttentionConfig | None, page_scales: bool
+    op: str, case: Case, layout: str, explicit: RaggedAttentionConfig | None, page_scales: bool
 ) -> RaggedAttentionConfig:
     facts = dict(
         num_tokens=case.num_tokens,
@@ -287,6 +287,8 @@ def _resolve_config(
         **facts,
         "page_size": case.pool.page_size,
         "dtype": dtype_name(case.cache_dtype),
+        "query_itemsize": jnp.dtype(case.dtype).itemsize,
+        "layout": layout,
         "streams": case.streams,
         # Of a sequence on the average; what each one asks for nobody knows when a call is compiled.
         "rows": -(-case.num_tokens // case.num_seqs) * case.group,

@@ -1,0 +1,214 @@
+"""What `pallas-attn tune` keeps of the entries that calls take today, and which calls an entry is for."""
+
+import functools
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_attn._call import configs
+from pallas_attn._call.device import Device, current_device
+from pallas_attn._tile.layout import PoolShape
+from pallas_attn._tile.masking import Rules
+from pallas_attn.cli import main, tune
+from pallas_attn.ops.paged_attention import api
+from pallas_attn.tuning import entries, points
+from pallas_attn.tuning.registry import OPS
+
+TINY = ["--num-heads", "2", "--num-kv-heads", "1", "--head-dim", "16", "--num-seqs", "2"]
+# By hand: for fewer rows and streams than `tune` would say, with a field that it does not write.
+CONFIG = {"block_q": 16, "block_kv": 16, "num_warps": 2, "num_stages": 9, "target_programs": 8}
+SIZES = dict(head_dim=16, page_size=16, dtype="bfloat16")
+BEFORE = {
+    "key": {**SIZES, "rows": [1, 5], "streams": [2, 3], "max_len": [33, 100]},
+    "config": CONFIG,
+    "measured": {"num_seqs": 2, "num_kv_heads": 1, "max_len": 64, "us": 9.0},
+}
+
+
+@pytest.fixture
+def times(monkeypatch):
+    """Microseconds of what has that many stages; all else takes 5."""
+    found: dict[int, float] = {}
+
+    def measure(point, choices, _):
+        for fields in choices:
+            yield points.Timing(fields, found.get(point.tiles(fields).num_stages, 5.0), 1e-3, None)
+
+    monkeypatch.setattr(tune, "measure", measure)
+    return found
+
+
+def tuned(folder, old: list, *options: str) -> list:
+    path = folder / current_device().slug / "paged_attention.json"
+    configs.save(path, old)
+    command = ["tune", *TINY, "--implementation", "interpret", "--output", str(folder)]
+    assert main([*command, *(options or ["--max-len", "64"])]) == 0
+    return json.loads(path.read_text())["entries"]
+
+
+def test_what_calls_take_today_is_kept_whole_where_it_is_the_fastest(times, tmp_path):
+    times[9] = 4.0
+    [ours] = tuned(tmp_path, [BEFORE])
+    assert (ours["key"], ours["config"]) == (BEFORE["key"], CONFIG)
+    assert (ours["measured"]["us"], ours["measured"]["heuristic_us"]) == (4.0, 5.0)
+    assert tuned(tmp_path, [ours]) == [ours], "and again"
+
+
+def test_what_is_slower_gives_way(times, tmp_path):
+    times[9] = 6.0
+    first, *_ = tuned(tmp_path, [BEFORE])
+    assert first["config"]["num_stages"] != 9
+    assert "target_programs" not in first["config"]
+    assert first["key"]["rows"] == [1, 16]
+
+
+def test_a_packaged_config_is_a_candidate_too(times, tmp_path, monkeypatch):
+    packaged = tmp_path / "packaged"
+    configs.save(packaged / current_device().slug / "paged_attention.json", [BEFORE])
+    monkeypatch.setattr(configs, "packaged_configs", lambda: packaged)
+    times[9] = 4.0
+    [ours] = tuned(tmp_path / "own", [])
+    assert ours["config"] == CONFIG
+
+
+def test_a_kept_entry_serves_no_more_calls_and_leaves_new_ones_theirs(tmp_path, monkeypatch):
+    wide = {**BEFORE, "key": {**BEFORE["key"], "max_len": [33, 1000]}}
+
+    def measure(point, choices, _):
+        for fields in choices:
+            fast = point.tiles(fields).num_stages == 9 and point.max_len == 64
+            yield points.Timing(fields, 4.0 if fast else 5.0, 1e-3, None)
+
+    monkeypatch.setattr(tune, "measure", measure)
+    kept, other = tuned(tmp_path, [wide], "--max-len", "64", "--max-len", "256")
+    assert kept["config"] == CONFIG
+    assert (kept["key"]["streams"], kept["key"]["max_len"]) == ([2, 3], [33, 128])
+    assert other["key"]["max_len"] == [129, 1024]
+
+
+def test_an_entry_of_fewer_rows_stays_in_front(times, tmp_path):
+    """Nothing like it was measured: what was, reaches over its calls."""
+    far = {**BEFORE, "key": {**BEFORE["key"], "max_len": [101, 200]}}
+    first, second = tuned(tmp_path, [far])
+    assert first == far
+    assert second["key"]["max_len"] == [16, 256]
+
+
+def test_an_entry_that_is_none_is_named_before_the_work(tmp_path, capsys):
+    path = tmp_path / current_device().slug / "paged_attention.json"
+    configs.save(path, [{**BEFORE, "config": {"block_kv": 17}}])
+    command = ["tune", *TINY, "--max-len", "64", "--implementation", "interpret", "--output", str(tmp_path)]
+    assert main(command) == 1
+    assert "error: tune: not an entry of measured configs: {'key'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_whole_entry_is_what_fields_make(op):
+    """Of every op, `fields_of` undoes `chosen`."""
+    kind = OPS[op]
+    for point in kind.variants(2, 1024, **kind.sizes):
+        fields = point.candidates()[1]
+        again = point.fields_of(point.chosen(fields))
+        assert point.chosen(again) == point.chosen(fields)
+
+
+def test_what_was_measured_before_the_keys_said_more_shares_calls_with_what_is_new():
+    def entry(max_len: int, **key) -> dict:
+        about = dict(num_seqs=1, num_kv_heads=1, max_len=max_len)
+        key = {**SIZES, "rows": [1, 16], "streams": [1, 4], "max_len": [1, None], **key}
+        return {"key": key, "config": {}, "measured": about}
+
+    today = dict(layout="NHD", query_itemsize=2)
+    older, newer = entries.merged([entry(1024)], [entry(4096, **today)])
+    assert [e["key"]["max_len"] for e in (older, newer)] == [[256, 2048], [2049, 16384]]
+    assert "layout" not in older["key"], "it serves what it did"
+    [newer] = entries.merged([entry(1024)], [entry(1024, **today)])
+    assert newer["key"]["layout"] == "NHD"
+    bytes8 = entry(1024, dtype="int8")
+    assert len(entries.merged([bytes8], [entry(1024, dtype="int8", layout="NHD", query_itemsize=4)])) == 2
+
+
+def case(query: str, stored: str, layout: str = "NHD") -> api.Case:
+    pool = PoolShape(page_size=16, num_pages=8192, num_kv_heads=8, head_dim=128)
+    kinds: dict[str, Any] = dict(dtype=jnp.dtype(query), cache_dtype=jnp.dtype(stored), layout=layout)
+    rest: dict[str, Any] = dict(block_sparse=None, batch_invariant=False)
+    return api.Case(num_seqs=64, q_len=1, num_heads=32, max_pages=512, pool=pool, **kinds, **rest)
+
+
+def taken(monkeypatch, *kinds: str) -> str:
+    """The dtype of the packaged entry of an H200 that a call takes."""
+    device = Device("gpu", "NVIDIA H200", 132, 90)
+    for module in (api, configs):
+        monkeypatch.setattr(module, "current_device", lambda: device)
+    seen = ["none"]
+    serves = configs.serves
+
+    def noted(entry, key):
+        found = serves(entry, key)
+        if found:
+            seen.append(entry["key"]["dtype"])
+        return found
+
+    monkeypatch.setattr(configs, "serves", noted)
+    api._resolve_config(case(*kinds), Rules(None, None, None), None)
+    monkeypatch.undo()
+    return seen[-1]
+
+
+def test_packaged_configs_are_for_queries_as_wide_as_were_measured(monkeypatch):
+    for layout in ("NHD", "HND", "PACKED"):
+        assert taken(monkeypatch, "bfloat16", "bfloat16", layout) == "bfloat16"
+        for query in ("bfloat16", "float16"):
+            assert taken(monkeypatch, query, "int8", layout) == "int8", "as it did before keys had layouts"
+    for kinds in (("float32", "int8"), ("float16", "float16")):
+        assert taken(monkeypatch, *kinds) == "none"
+
+
+def test_calls_of_every_op_have_what_their_keys_say(monkeypatch):
+    """What a point writes, its call finds: a field that only one side had would serve nothing."""
+    seen: dict[str, dict] = {}
+
+    def resolve(op, kind, explicit, key, default):
+        seen[f"{op} {key.get('kernel', '')}".strip()] = key
+        return default()
+
+    monkeypatch.setattr(configs, "resolve", resolve)
+    for op, kind in OPS.items():
+        small = dict(
+            num_heads=2, num_kv_heads=1 if "mla" in op else 2, dtype="float32" if op[0] != "m" else "bfloat16"
+        )
+        for point in kind.variants(2, 64, **{**kind.sizes, **small}):
+            monkeypatch.setattr("pallas_attn.tuning.timing.MOST_SETS", 1)
+            inputs = point.inputs()
+            arrays = (inputs.operands, inputs.tables[0], inputs.seq_lens)
+            jax.eval_shape(functools.partial(point.call, *arrays, implementation="interpret"))
+            name = f"{op} {getattr(point, 'kernel', '')}".strip()
+            for field, fact in point.key().items():
+                assert seen[name][field] == fact, (name, field)
+            assert (seen[name]["rows"], seen[name]["streams"]) == (point.case.rows, point.streams), name
+
+
+@pytest.mark.parametrize(("layout", "query_itemsize"), [("NHD", 4), ("PACKED", 2), ("PACKED", 4)])
+def test_what_was_measured_serves_no_other_layout_or_query(layout, query_itemsize):
+    point = OPS["paged_attention"].variants(2, 1024, **OPS["paged_attention"].sizes)[0]
+    written = {"key": point.key()}
+    assert configs.serves(written, point.key())
+    assert not configs.serves(written, point.key() | dict(layout=layout, query_itemsize=query_itemsize))
+
+
+@pytest.mark.parametrize(
+    ("op", "facts"),
+    [
+        ("paged_attention", ("layout", "query_itemsize")),
+        ("ragged_paged_attention", ("layout", "query_itemsize")),
+        ("flash_attention", ("layout", "pair_bytes")),
+        ("blocksparse_attention", ("cache_layout",)),
+    ],
+)
+def test_keys_say_what_decides(op, facts):
+    kind = OPS[op]
+    for point in kind.variants(2, 1024, **kind.sizes):
+        assert set(facts) <= point.key().keys()
