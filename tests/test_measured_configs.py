@@ -136,7 +136,7 @@ def test_an_entry_is_for_the_rows_that_fill_the_same_tile(rows, served):
 
 
 def entry(num_seqs: int, num_kv_heads: int, max_len: int, us: float, **key) -> dict:
-    about = dict(num_seqs=num_seqs, num_kv_heads=num_kv_heads, max_len=max_len, us=us)
+    about = dict(num_seqs=num_seqs, num_kv_heads=num_kv_heads, rows=4, max_len=max_len, us=us)
     return {"key": {**KEY, **key}, "config": {}, "measured": about}
 
 
@@ -148,11 +148,11 @@ def test_what_was_measured_before_stays_unless_measured_anew():
         {"key": KEY, "config": {}},  # written by hand
     ]
     new = [entry(2, 64, 1024, 20.0), entry(1, 1, 1024, 21.0), entry(1, 1, 4096, 22.0)]
-    merged = entries.merged(old, new)
-    assert [e["measured"]["us"] for e in merged[:-1]] == [21.0, 22.0, 10.0, 20.0, 12.0]
-    assert [e["key"]["streams"] for e in merged[:-1]] == [[1, 2], [1, 2], [3, 32], [33, 512], KEY["streams"]]
-    assert [e["key"]["max_len"] for e in merged[:3]] == [[256, 2048], [2049, 16384], [256, 4096]]
-    assert merged[-2:] == old[2:], "of another kind, and by hand"
+    first, *shared, last = entries.merged(old, new)
+    assert (first, last) == (old[2], old[3]), "of another kind, and by hand"
+    assert [e["measured"]["us"] for e in shared] == [21.0, 22.0, 10.0, 20.0]
+    assert [e["key"]["streams"] for e in shared] == [[1, 2], [1, 2], [3, 32], [33, 512]]
+    assert [e["key"]["max_len"] for e in shared[:3]] == [[256, 2048], [2049, 16384], [256, 4096]]
 
 
 def test_a_point_measured_for_a_folder_leaves_the_packaged_ones_their_share():

@@ -51,18 +51,17 @@ def tuned(folder, old: list, *options: str) -> list:
 
 def test_what_calls_take_today_is_kept_whole_where_it_is_the_fastest(times, tmp_path):
     times[9] = 4.0
-    [ours] = tuned(tmp_path, [BEFORE])
-    assert (ours["key"], ours["config"]) == (BEFORE["key"], CONFIG)
+    ours, theirs = tuned(tmp_path, [BEFORE])
+    assert (ours["config"], theirs) == (CONFIG, BEFORE)
     assert (ours["measured"]["us"], ours["measured"]["heuristic_us"]) == (4.0, 5.0)
     assert tuned(tmp_path, [ours]) == [ours], "and again"
 
 
 def test_what_is_slower_gives_way(times, tmp_path):
     times[9] = 6.0
-    first, *_ = tuned(tmp_path, [BEFORE])
-    assert first["config"]["num_stages"] != 9
-    assert "target_programs" not in first["config"]
-    assert first["key"]["rows"] == [1, 16]
+    ours, _ = tuned(tmp_path, [BEFORE])
+    assert ours["config"]["num_stages"] != 9
+    assert "target_programs" not in ours["config"]
 
 
 def test_a_packaged_config_is_a_candidate_too(times, tmp_path, monkeypatch):
@@ -74,7 +73,7 @@ def test_a_packaged_config_is_a_candidate_too(times, tmp_path, monkeypatch):
     assert ours["config"] == CONFIG
 
 
-def test_a_kept_entry_serves_no_more_calls_and_leaves_new_ones_theirs(tmp_path, monkeypatch):
+def test_an_entry_is_kept_where_it_is_the_fastest_and_no_further(tmp_path, monkeypatch):
     wide = {**BEFORE, "key": {**BEFORE["key"], "max_len": [33, 1000]}}
 
     def measure(point, choices, _):
@@ -83,17 +82,18 @@ def test_a_kept_entry_serves_no_more_calls_and_leaves_new_ones_theirs(tmp_path, 
             yield points.Timing(fields, 4.0 if fast else 5.0, 1e-3, None)
 
     monkeypatch.setattr(tune, "measure", measure)
-    kept, other = tuned(tmp_path, [wide], "--max-len", "64", "--max-len", "256")
-    assert kept["config"] == CONFIG
-    assert (kept["key"]["streams"], kept["key"]["max_len"]) == ([2, 3], [33, 128])
+    kept, other, _ = tuned(tmp_path, [wide], "--max-len", "64", "--max-len", "256")
+    assert (kept["config"], kept["key"]["max_len"]) == (CONFIG, [16, 128])
+    assert other["config"] != CONFIG
     assert other["key"]["max_len"] == [129, 1024]
 
 
-def test_an_entry_of_fewer_rows_stays_in_front(times, tmp_path):
-    """Nothing like it was measured: what was, reaches over its calls."""
+def test_entries_by_hand_stay_where_they_serve(times, tmp_path):
+    """In front of what reaches over their calls, if no call that was measured is theirs; else behind it."""
     far = {**BEFORE, "key": {**BEFORE["key"], "max_len": [101, 200]}}
-    first, second = tuned(tmp_path, [far])
-    assert first == far
+    over_all = {"key": {"head_dim": 16}, "config": CONFIG}
+    first, second, third = tuned(tmp_path, [far, over_all])
+    assert (first, third) == (far, over_all)
     assert second["key"]["max_len"] == [16, 256]
 
 
@@ -117,7 +117,7 @@ def test_a_whole_entry_is_what_fields_make(op):
 
 def test_what_was_measured_before_the_keys_said_more_shares_calls_with_what_is_new():
     def entry(max_len: int, **key) -> dict:
-        about = dict(num_seqs=1, num_kv_heads=1, max_len=max_len)
+        about = dict(num_seqs=1, num_kv_heads=1, rows=4, max_len=max_len)
         key = {**SIZES, "rows": [1, 16], "streams": [1, 4], "max_len": [1, None], **key}
         return {"key": key, "config": {}, "measured": about}
 

@@ -41,7 +41,7 @@ class BlockSparse(DenseWorkload):
             *(prefill(tokens, 1 / 32) for tokens in (32768, 131072)),
             *itertools.starmap(decode, itertools.product((16, 64), (8192,), ("dense", 1 / 2, 1 / 8))),
             decode(16, 32768, 1 / 32),
-            decode(1, 131072, 1 / 32),
+            *(decode(number, 131072, 1 / 32) for number in (1, 16)),
         ]
 
     def tiny(self) -> list[Any]:

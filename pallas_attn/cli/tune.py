@@ -63,9 +63,7 @@ def run_tune(options: TuneOptions) -> int:
     others = [] if path == packaged else configs.load(packaged)
 
     best = _measured(points, options.implementation, [*old, *others])
-    new = [(entries.entry(point, *found), found[-1]) for point, found in best.items()]
-    kept = [(entry, before) for entry, before in new if before is not None]
-    merged = entries.merged(old, [entry for entry, _ in new], others, kept)
+    merged = entries.merged(old, [entries.entry(point, *found) for point, found in best.items()], others)
     configs.save(path, merged, device=device.kind, jax=jax.__version__)
     # In a file or a pipe nothing says how wide a line may be.
     out = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 120)
