@@ -96,7 +96,7 @@ def attention(
 ) -> jax.Array:
     """query [tokens, heads, dim], keys and values [tokens, kv_heads, dim] -> float32, some queries at a time.
 
-    `seen(query positions, key positions)` is [heads or 1, queries, keys]. Differentiable.
+    `seen(query positions, key positions)` is [heads or 1, queries, keys]; what sees nothing is 0. Differentiable.
     """
     tokens, heads, dim = query.shape
     product = functools.partial(jnp.einsum, precision="highest", preferred_element_type=jnp.float32)
@@ -110,7 +110,9 @@ def attention(
         grouped = rows.reshape(size, keys.shape[1], -1, dim) * dim**-0.5
         logits = product("qhgd,thd->hgqt", grouped, keys).reshape(heads, size, -1)
         visible = seen(first + jnp.arange(size), jnp.arange(keys.shape[0]))
-        weights = jax.nn.softmax(jnp.where(visible, logits, -jnp.inf), axis=-1)
+        # Of -inf alone the softmax has no gradients.
+        some = jnp.any(visible, axis=-1, keepdims=True)
+        weights = jnp.where(some, jax.nn.softmax(jnp.where(visible | ~some, logits, -jnp.inf), axis=-1), 0.0)
         weights = weights.reshape(keys.shape[1], -1, size, keys.shape[0])
         return product("hgqt,thv->qhgv", weights, values).reshape(size, heads, -1)
 
