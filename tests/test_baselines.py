@@ -287,3 +287,13 @@ def test_bursts_are_as_long_as_one_replay_says(monkeypatch):
     assert graphs.burst_replays(1.0) == graphs.LEAST_REPLAYS
     calls = [graphs.least_calls(seconds) for seconds in (1e-5, graphs.GRAPH_SECONDS / 4, 1.0)]
     assert calls == [graphs.LEAST_CALLS, 4, 1]
+
+
+@pytest.mark.parametrize("documents", [(), DENSE[1].documents], ids=["whole", "documents"])
+def test_outputs_of_jax_mha(made, documents):
+    case = dataclasses.replace(DENSE[1], documents=documents)
+    inputs, expected = made(case)
+    peer = baselines.load("jax_mha")
+    assert peer.supports(case) is None
+    outs = [jax.jit(peer.attend(case))(*inputs.tables[i])[0] for i in (0, -1)]
+    assert reference.worst_error(outs, expected) < 5e-3

@@ -365,3 +365,11 @@ def test_the_other_ops(op, cells):
     (row,) = rows()
     assert row.ok
     assert row.error < row.limit
+
+
+@pytest.mark.parametrize("op", ["flash_attention_gradients", "blocksparse_attention_gradients"])
+def test_references_of_gradients(op):
+    """Of rows that see nothing, too: their softmax has no gradients of its own."""
+    assert tiny("--target", "xla", "--quick", op=op) == 0
+    assert len(rows()) > 1
+    assert all(row.ok and 0 < row.error < row.limit for row in rows())

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 # In the order in which tables and plots have them.
 PEERS = (
@@ -111,6 +112,15 @@ def window(case: Any) -> tuple[int, int]:
     if not (width := getattr(case, "sliding_window", None)):
         return -1, -1
     return width - 1, 0 if getattr(case, "causal", True) else width - 1
+
+
+def segment_ids(case: Any) -> jax.Array | None:
+    """int32 [batch, tokens]: the document that each token is of."""
+    if not case.documents:
+        return None
+    lens = jnp.array(case.documents)
+    ids = jnp.repeat(jnp.arange(len(lens)), lens, total_repeat_length=case.q_len)
+    return jnp.broadcast_to(ids, (case.batch, case.q_len))
 
 
 def query_starts(case: Any, **options: Any) -> Any:

@@ -24,7 +24,7 @@ def supports(case: Any) -> str | None:
         return "takes BTNH, as many KV heads as heads, and values as wide as keys"
     if case.head_dim & (case.head_dim - 1):
         return "takes head sizes that are powers of two"
-    return baselines.plain_only(case)
+    return baselines.plain_only(case, but=("documents",))
 
 
 def attend(case: Any) -> Any:
@@ -42,7 +42,7 @@ def attend(case: Any) -> Any:
             query,
             key,
             value,
-            segment_ids=None,
+            segment_ids=baselines.segment_ids(case),
             sm_scale=case.head_dim**-0.5,
             causal=case.causal,
             block_sizes=sizes,

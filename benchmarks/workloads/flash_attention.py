@@ -3,6 +3,7 @@ all weights in memory, from 4 to 64 thousand tokens (`--options`)."""
 
 from typing import Any, ClassVar
 
+import baselines
 import costs
 import jax
 import jax.numpy as jnp
@@ -89,8 +90,7 @@ class FlashAttention(DenseWorkload):
 
         names = ("layout", "causal", "sliding_window", "q_offset")
         options = {name: getattr(case, name) for name in names}
-        if case.documents:
-            options["segment_ids"] = jnp.broadcast_to(_ids(case), (case.batch, case.q_len))
+        options["segment_ids"] = baselines.segment_ids(case)
 
         def attend(query, key, value):
             return self.library.flash_attention(
@@ -114,7 +114,7 @@ class FlashAttention(DenseWorkload):
             if case.sliding_window:
                 visible &= abs(ahead) < case.sliding_window
             if case.documents:
-                ids = _ids(case)
+                ids = baselines.segment_ids(case)[0]
                 visible &= ids[query_at][:, None] == ids[key_at]
             return visible
 
@@ -150,10 +150,3 @@ class FlashGradients(FlashAttention):
         *floats, d_out = (x.astype(jnp.float32) for x in given)
         _, vjp = jax.vjp(lambda *x: FlashAttention.right(self, case, x), *floats)
         return flat(vjp(d_out))
-
-
-def _ids(case: Any) -> jax.Array:
-    """[tokens]: the document that each is of."""
-    return jnp.repeat(
-        jnp.arange(len(case.documents)), jnp.array(case.documents), total_repeat_length=case.q_len
-    )
