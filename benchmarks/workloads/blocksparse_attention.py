@@ -92,15 +92,10 @@ class BlockSparse(DenseWorkload):
         return attend
 
     def right(self, case: Any, given: Any) -> jax.Array:
-        mask = jnp.asarray(_layout(case).to_block_mask())
+        mask = _layout(case).to_block_mask()
         outs, first_q, first_k = [], 0, 0
         for q_len, k_len in case.lens:
-
-            def seen(query_at: jax.Array, key_at: jax.Array, before: int = k_len - q_len) -> jax.Array:
-                at = query_at + before
-                row = jnp.minimum(at // case.q_block_size, mask.shape[1] - 1)
-                return mask[:, row][:, :, key_at // case.block_size] & (key_at <= at[:, None])
-
+            seen = _seen(case, mask, k_len - q_len)
             query = given["query"][first_q : first_q + q_len]
             key, value = (given[name][first_k : first_k + k_len] for name in ("key", "value"))
             outs.append(attention(query, key, value, seen))
@@ -143,6 +138,19 @@ class BlockSparseGradients(BlockSparse):
         _, vjp = jax.vjp(lambda floats: BlockSparse.right(self, case, given | floats), floats)
         (gradients,) = vjp(given["d_out"].astype(jnp.float32))
         return flat(list(gradients.values()))
+
+
+def _seen(case: Any, mask: Any, before: int) -> Any:
+    """What queries behind `before` tokens see, as `attention` asks for it."""
+    top = before // case.q_block_size
+    rows = jnp.asarray(mask[:, top:])  # of a long sequence's last query one row of thousands
+
+    def seen(query_at: jax.Array, key_at: jax.Array) -> jax.Array:
+        at = query_at + before
+        row = jnp.minimum(at // case.q_block_size - top, rows.shape[1] - 1)
+        return rows[:, row][:, :, key_at // case.block_size] & (key_at <= at[:, None])
+
+    return seen
 
 
 @functools.cache
