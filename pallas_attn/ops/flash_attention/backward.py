@@ -103,20 +103,20 @@ def _query_kernel(refs, d_query_ref, *, problem: Problem, tiles: FlashAttentionT
         query_at, key_at = mine.tokens[:, None], tile.tokens[None, :]
         real = mine.real[:, None] & tile.held[None, :]
         given = scores.scores(rules, refs, cell, logits.products(rows.query, k, None), query_at, key_at, real)
-        among = (tile.held[None, :], None if tile.taking_part is None else tile.taking_part[:, None])
-        seen = scores.visible(rules.band, query_at, key_at, tile.masked, among)
+        seen = scores.visible(rules.band, query_at, key_at, tile.masked, [tile.held[None, :]])
         d_weights = logits.products(rows.d_out, v, None)
         pairs = _pairs(given, rows.lse2[:, None], rows.delta[:, None], d_weights, seen)
         d_products = pairs.d_products.astype(refs["key"].dtype)
-        return tuple(
-            tile.added(total, triton.dot(d_products, part)) for total, part in zip(sums, k, strict=True)
-        )
+        return tuple(total + triton.dot(d_products, part) for total, part in zip(sums, k, strict=True))
 
-    sums = tuple(jnp.zeros((tiles.block_q, size), jnp.float32) for _, size in problem.query_chunks)
-    sums = walk.walk(mine, queries, keys, rules.band, cell.batch, step, sums)
-    stream = dense.Stream(rules.layout, cell.batch, (cell.kv_head, cell.place))
-    scaled = [total * rules.scale for total in sums]
-    stream.write(d_query_ref, mine.tokens, mine.real, problem.query_chunks, scaled)
+    def gradient(part: walk.Part) -> None:
+        sums = tuple(jnp.zeros((tiles.block_q, size), jnp.float32) for _, size in problem.query_chunks)
+        sums = walk.walk(mine, part, queries, keys, rules.band, cell.batch, step, sums)
+        stream = dense.Stream(rules.layout, cell.batch, (cell.kv_head, cell.place))
+        scaled = [total * rules.scale for total in sums]
+        stream.write(d_query_ref, mine.tokens, part.tokens, problem.query_chunks, scaled)
+
+    walk.parts(mine, gradient)
 
 
 def _key_value_kernel(refs, d_key_ref, d_value_ref, *, problem: Problem, tiles: FlashAttentionTiles):
@@ -137,34 +137,37 @@ def _key_value_kernel(refs, d_key_ref, d_value_ref, *, problem: Problem, tiles: 
         query_at, key_at = tile.tokens[None, :], mine.tokens[:, None]
         real = mine.real[:, None] & tile.held[None, :]
         given = scores.scores(rules, refs, cell, logits.products(k, rows.query, None), query_at, key_at, real)
-        among = (tile.held[None, :], None if tile.taking_part is None else tile.taking_part[:, None])
-        seen = scores.visible(rules.band, query_at, key_at, tile.masked, among)
+        seen = scores.visible(rules.band, query_at, key_at, tile.masked, [tile.held[None, :]])
         d_weights = logits.products(v, rows.d_out, None)
         pairs = _pairs(given, rows.lse2[None, :], rows.delta[None, :], d_weights, seen)
         shares, d_products = (x.astype(refs["query"].dtype) for x in (pairs.weights, pairs.d_products))
         d_key, d_value = sums
 
         def added(totals: list[jax.Array], pairs: jax.Array, parts: list[jax.Array]) -> list[jax.Array]:
-            return [
-                tile.added(sums, triton.dot(pairs, part)) for sums, part in zip(totals, parts, strict=True)
-            ]
+            return [sums + triton.dot(pairs, part) for sums, part in zip(totals, parts, strict=True)]
 
         return added(d_key, d_products, rows.query), added(d_value, shares, rows.d_out)
 
-    def head(place: jax.Array, sums: tuple[Any, Any]) -> tuple[Any, Any]:
+    def head(part: walk.Part, place: jax.Array, sums: tuple[Any, Any]) -> tuple[Any, Any]:
         cell = scores.Cell(batch, kv_head, place)
         turned = rules.band.turned()
-        return walk.walk(mine, keys, queries, turned, batch, functools.partial(step, cell), sums)
+        return walk.walk(mine, part, keys, queries, turned, batch, functools.partial(step, cell), sums)
 
     def zeros(chunks: Sequence[Chunk]) -> list[jax.Array]:
         return [jnp.zeros((tiles.block_kv, size), jnp.float32) for _, size in chunks]
 
-    sums = zeros(problem.query_chunks), zeros(problem.value_chunks)
-    # One head needs no loop, and inner loops are those that Triton pipelines.
-    sums = head(jnp.int32(0), sums) if problem.group == 1 else lax.fori_loop(0, problem.group, head, sums)
-    d_key = [total * rules.scale for total in sums[0]]
-    pool.write(d_key_ref, mine.tokens, mine.real, problem.query_chunks, d_key)
-    pool.write(d_value_ref, mine.tokens, mine.real, problem.value_chunks, sums[1])
+    def gradients(part: walk.Part) -> None:
+        sums = zeros(problem.query_chunks), zeros(problem.value_chunks)
+        heads = functools.partial(head, part)
+        # One head needs no loop, and inner loops are those that Triton pipelines.
+        sums = (
+            heads(jnp.int32(0), sums) if problem.group == 1 else lax.fori_loop(0, problem.group, heads, sums)
+        )
+        d_key = [total * rules.scale for total in sums[0]]
+        pool.write(d_key_ref, mine.tokens, part.tokens, problem.query_chunks, d_key)
+        pool.write(d_value_ref, mine.tokens, part.tokens, problem.value_chunks, sums[1])
+
+    walk.parts(mine, gradients)
 
 
 @functools.partial(jax.jit, static_argnames=("rules", "shape", "config", "lowering"))

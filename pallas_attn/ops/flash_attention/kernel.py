@@ -90,21 +90,21 @@ def _forward_kernel(refs, out_ref, lse_ref, *, problem: Problem, tiles: FlashAtt
         query_at, key_at = mine.tokens[:, None], tile.tokens[None, :]
         real = mine.real[:, None] & tile.held[None, :]
         given = scores.scores(rules, refs, cell, logits.products(q, k, None), query_at, key_at, real)
-        among = (tile.held[None, :], None if tile.taking_part is None else tile.taking_part[:, None])
-        seen = scores.visible(rules.band, query_at, key_at, tile.masked, among)
+        seen = scores.visible(rules.band, query_at, key_at, tile.masked, [tile.held[None, :]])
         shaped = given.logits if seen is None else masking.apply(given.logits, seen)
         state, weights = softmax.rescale(state, shaped, given.factor, exp2_scaled=triton.exp2_scaled)
         weights = weights.astype(refs["value"].dtype)
-        acc = tuple(
-            tile.added(sums, triton.dot(weights, part)) for sums, part in zip(state.acc, v, strict=True)
-        )
+        acc = tuple(sums + triton.dot(weights, part) for sums, part in zip(state.acc, v, strict=True))
         return state._replace(acc=acc)
 
-    state = softmax.start((tiles.block_q,), tuple(size for _, size in problem.value_chunks))
-    state = walk.walk(mine, queries, keys, rules.band, cell.batch, step, state)
-    if "sinks" in refs:
-        sink = triton.load(refs["sinks"].at[cell.kv_head, cell.place]) * softmax.LOG2_E
-        state = softmax.join(state, jnp.broadcast_to(sink, (tiles.block_q,)))
-    out, lse2 = softmax.finish(state)
-    stream.write(out_ref, mine.tokens, mine.real, problem.value_chunks, out)
-    triton.store(dense.per_token(lse_ref, cell, mine.tokens), lse2, mask=mine.real)
+    def attend(part: walk.Part) -> None:
+        state = softmax.start((tiles.block_q,), tuple(size for _, size in problem.value_chunks))
+        state = walk.walk(mine, part, queries, keys, rules.band, cell.batch, step, state)
+        if "sinks" in refs:
+            sink = triton.load(refs["sinks"].at[cell.kv_head, cell.place]) * softmax.LOG2_E
+            state = softmax.join(state, jnp.broadcast_to(sink, (tiles.block_q,)))
+        out, lse2 = softmax.finish(state)
+        stream.write(out_ref, mine.tokens, part.tokens, problem.value_chunks, out)
+        triton.store(dense.per_token(lse_ref, cell, mine.tokens), lse2, mask=part.tokens)
+
+    walk.parts(mine, attend)

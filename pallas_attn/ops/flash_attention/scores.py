@@ -51,7 +51,7 @@ def pairs_at(ref: Any, cell: Cell, query: jax.Array, key: jax.Array) -> Any:
     return ref.at[tuple(jnp.broadcast_to(jnp.asarray(i, jnp.int32), shape) for i in index)]
 
 
-def visible(sees: Band, query, key, masked: bool, among: Sequence[jax.Array | None]) -> jax.Array | None:
-    """Which pairs meet, None if all do. `among`: tokens of either side that there are, expanded; None for all."""
-    masks = [*sees.visible(query, key), *(mask for mask in among if mask is not None)] if masked else []
+def visible(sees: Band, query, key, masked: bool, among: Sequence[jax.Array]) -> jax.Array | None:
+    """Which pairs meet, None if all do. `among`: which tokens of either side there are, expanded."""
+    masks = [*sees.visible(query, key), *among] if masked else []
     return functools.reduce(operator.and_, masks) if masks else None

@@ -1,8 +1,11 @@
 """Which tiles of the other side a block of tokens visits: queries go over keys, and keys over queries.
 
-A walk goes through the block's documents, if there are several, and in each through the tiles that every token of the
-block sees whole, and then through those at the edges of what the block sees. Only these are masked, so the middle,
-which is most of it, is a loop without comparisons.
+A walk goes through the tiles that every token of the block sees whole, and then through those at the edges of what
+the block sees. Only these are masked, so the middle, which is most of it, is a loop without comparisons.
+
+Of packed documents a block may hold several. Each is a walk of its own, from nothing to results, which are written for
+its tokens alone: the others' meet its tiles as well, and what becomes of them there, were it NaN, is dropped. (To keep
+their sums instead, each step would have to choose between two, and products could not add to them where they lie.)
 """
 
 from collections.abc import Callable
@@ -37,23 +40,23 @@ class Block(NamedTuple):
     rank: jax.Array | None
 
 
+class Part(NamedTuple):
+    """The tokens of a block that are of one document."""
+
+    tokens: jax.Array
+    """Which they are, of the block's."""
+    rank: jax.Array | None
+    """None: there are no documents, and these are all that are real."""
+
+
 class Tile(NamedTuple):
     """Tokens of the other side."""
 
     tokens: jax.Array
     held: jax.Array
-    """Which of them are met by anyone: 0 is read for the others, which may be NaN. Of several documents only those of
-    the one that is being visited, and that the block meets."""
-    taking_part: jax.Array | None
-    """Which tokens of the block are of that document; None where all are."""
+    """Which of them are met by anyone, of the part's document: 0 is read for the others, which may be NaN."""
     masked: bool
     """Whether the band has to be looked at."""
-
-    def added(self, total: jax.Array, product: jax.Array) -> jax.Array:
-        """The sums of the block's tokens with this tile's: nothing for those that take no part, were it 0 * NaN."""
-        if self.taking_part is None:
-            return total + product
-        return jnp.where(self.taking_part[:, None], total + product, total)
 
 
 def block(side: Side, batch: jax.Array, index: jax.Array) -> Block:
@@ -70,8 +73,21 @@ def _ranks(side: Side, batch: jax.Array, tokens: jax.Array, real: jax.Array) -> 
     return triton.load(place, mask=real, other=-1)
 
 
+def parts(mine: Block, visit: Callable[[Part], None]) -> None:
+    """`visit` for each document of the block."""
+    if mine.rank is None:
+        return visit(Part(mine.real, None))
+
+    def document(rank: jax.Array, nothing: None) -> None:
+        visit(Part(mine.rank == rank, rank))
+
+    lowest = jnp.min(jnp.where(mine.real, mine.rank, np.int32(2**31 - 1)))
+    lax.fori_loop(lowest, jnp.max(mine.rank) + 1, document, None)
+
+
 def walk(
     mine: Block,
+    part: Part,
     own: Side,
     other: Side,
     sees: Band,
@@ -79,47 +95,38 @@ def walk(
     step: Callable[[Any, Tile], Any],
     state: Any,
 ) -> Any:
-    """`step(state, tile)` for each tile that `mine` visits, in order; `sees` is read from `mine`."""
-    if mine.rank is None:
+    """`step(state, tile)` for each tile that the part of `mine` visits, in order; `sees` is read from `mine`."""
+    if part.rank is None:
         seen = sees.seen(mine.first, mine.last, other.length)
         by_all = sees.seen_by_all(mine.first, mine.last, other.length)
         edges = sees.left is not None, sees.right is not None or other.length % other.block > 0
         visited, met = band.tiles(seen, by_all, other.block), sees.met(own.length, other.length)
-        return _tiles(visited, met, edges, mine, other, None, batch, step, state)
-
-    def document(rank: jax.Array, state: Any) -> Any:
-        here, there = (segments.span(side.table_ref, batch, rank) for side in (own, other))
-        first, last = jnp.maximum(mine.first, here.first), jnp.minimum(mine.last, here.end - 1)
-        begin, end = sees.seen(first, last, other.length)
-        all_begin, all_end = sees.seen_by_all(first, last, other.length)
-        whole = (here.first <= mine.first) & (here.end > mine.last) & here.solid & there.solid
-        all_end = jnp.where(whole, jnp.minimum(all_end, there.end), 0)
-        seen = jnp.maximum(begin, there.first), jnp.minimum(end, there.end)
-        visited = band.tiles(seen, (jnp.maximum(all_begin, there.first), all_end), other.block)
-        return _tiles(visited, seen, (True, True), mine, other, rank, batch, step, state)
-
-    lowest = jnp.min(jnp.where(mine.real, mine.rank, np.int32(2**31 - 1)))
-    return lax.fori_loop(lowest, jnp.max(mine.rank) + 1, document, state)
+        return _tiles(visited, met, edges, other, None, batch, step, state)
+    here, there = (segments.span(side.table_ref, batch, part.rank) for side in (own, other))
+    first, last = jnp.maximum(mine.first, here.first), jnp.minimum(mine.last, here.end - 1)
+    begin, end = sees.seen(first, last, other.length)
+    all_begin, all_end = sees.seen_by_all(first, last, other.length)
+    all_end = jnp.where(there.solid, jnp.minimum(all_end, there.end), 0)
+    seen = jnp.maximum(begin, there.first), jnp.minimum(end, there.end)
+    visited = band.tiles(seen, (jnp.maximum(all_begin, there.first), all_end), other.block)
+    return _tiles(visited, seen, (True, True), other, part.rank, batch, step, state)
 
 
-def _tiles(
-    tiles: band.Tiles, met, edges: tuple[bool, bool], mine: Block, other: Side, rank, batch, step, state
-) -> Any:
+def _tiles(tiles: band.Tiles, met, edges: tuple[bool, bool], other: Side, rank, batch, step, state) -> Any:
     """`met`: [begin, end) of the tokens that may be read; the beginning is a number where it is known."""
 
     def masked(tile, state: Any) -> Any:
         tokens = tile * other.block + jnp.arange(other.block)
-        held, taking_part = tokens < met[1], None
+        held = tokens < met[1]
         if not (isinstance(met[0], int) and met[0] == 0):
             held &= tokens >= met[0]
         if rank is not None:
             held &= _ranks(other, batch, tokens, held) == rank
-            taking_part = mine.rank == rank
-        return step(state, Tile(tokens, held, taking_part, True))
+        return step(state, Tile(tokens, held, True))
 
     def clear(tile, state: Any) -> Any:
         tokens = tile * other.block + jnp.arange(other.block)
-        return step(state, Tile(tokens, jnp.ones(other.block, bool), None, False))
+        return step(state, Tile(tokens, jnp.ones(other.block, bool), False))
 
     left, right = edges
     clear_from = tiles.clear if left else tiles.begin
