@@ -1,6 +1,7 @@
 """The loop of calls that tuning and benchmarks time: nothing of it may be hoisted, dropped or kept."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +65,18 @@ def test_calls_without_lengths_stay_too():
     first, last = compiled(sets=sets)
     assert jnp.allclose(first, product(sets[0], None)[0])
     assert jnp.allclose(last, product(sets[-1], None)[0])
+
+
+def test_a_set_is_written_to_where_the_compiler_does_not_know():
+    """For the GPU it copies the whole array else, in every call."""
+    sets = (jnp.ones((1, 5, 2)), jnp.ones(7, jnp.int32))
+    text = jax.jit(timing._touched).lower(sets, jnp.array(False)).compile().as_text() or ""
+    (update,) = [line for line in text.splitlines() if " dynamic-update-slice(" in line]
+    assert re.search(r"\(%[\w.]+, %[\w.]+, %constant[\w.]*, %(?!constant)[\w.]+, %constant", update), update
+    for nothing in (False, True):  # the second is never so
+        found, whole = timing._touched(sets, jnp.array(nothing))
+        assert jnp.sum(found) == 10 + nothing
+        assert whole is sets[1]
 
 
 def test_sets_and_rounds_follow_from_what_a_call_takes():

@@ -204,7 +204,7 @@ def test_what_was_measured_serves_no_other_layout_or_query(layout, query_itemsiz
     [
         ("paged_attention", ("layout", "query_itemsize")),
         ("ragged_paged_attention", ("layout", "query_itemsize")),
-        ("flash_attention", ("layout", "pair_bytes")),
+        ("flash_attention", ("layout", "pair_bytes", "documents")),
         ("blocksparse_attention", ("cache_layout",)),
     ],
 )

@@ -18,7 +18,7 @@ _SHARED = ("streams", "max_len")
 # half as long again as the heuristic's with 24 of them.
 _REACH = 4
 # What keys written before these fields lack: such entries were measured as `tune` measures today.
-_LATER = ("layout", "cache_layout", "pair_bytes", "query_itemsize")
+_LATER = ("layout", "cache_layout", "pair_bytes", "documents", "query_itemsize")
 # Query rows of a KV head up to which a tile of queries grows with them.
 _MOST_ROWS = 64
 

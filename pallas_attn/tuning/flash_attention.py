@@ -48,7 +48,9 @@ class FlashAttentionPoint(DensePoint):
     def key(self) -> dict[str, Any]:
         case = self.case
         sizes = dict(head_dim=case.head_dim, value_dim=case.head_dim)
-        return dict(kernel=self.kernel, **sizes, dtype=case.dtype, layout=LAYOUT, pair_bytes=0)
+        return dict(
+            kernel=self.kernel, **sizes, dtype=case.dtype, layout=LAYOUT, pair_bytes=0, documents=False
+        )
 
     def config(self, **fields: int) -> FlashAttentionConfig:
         case = self.case

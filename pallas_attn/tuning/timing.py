@@ -92,12 +92,16 @@ def looped(
 
 
 def _touched(arrays: Any, nothing: jax.Array) -> Any:
-    """With `nothing` added to the first number of the smallest float array."""
+    """With `nothing` added to the first number of the smallest float array, in place."""
     leaves, structure = jax.tree.flatten(arrays)
     floats = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     least = min(floats, key=lambda i: leaves[i].size)
     leaf = leaves[least]
-    leaves[least] = leaf.at[(0,) * leaf.ndim].add(nothing.astype(leaf.dtype))
+    # At a place that XLA does not know: it copies the whole array for a write to one that it knows.
+    longest = leaf.shape.index(max(leaf.shape))
+    place = [nothing.astype(jnp.int32) if axis == longest else 0 for axis in range(leaf.ndim)]
+    first = jax.lax.dynamic_slice(leaf, place, (1,) * leaf.ndim)
+    leaves[least] = jax.lax.dynamic_update_slice(leaf, first + nothing.astype(leaf.dtype), place)
     return jax.tree.unflatten(structure, leaves)
 
 

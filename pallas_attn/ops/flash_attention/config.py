@@ -68,17 +68,20 @@ def resolve(
     """The caller's own, or of each kernel measured tiles or the heuristic's."""
     problem, dtype = Problem.of(operands, rules), operands["query"].dtype
     pairs = sum(operands[name].dtype.itemsize for name in ("bias", "mask") if name in operands)
+    documents = "q_rank" in operands
     key = dict(
         head_dim=problem.head_dim,
         value_dim=problem.value_dim,
         dtype=dtype_name(dtype),
         layout=rules.layout,
         pair_bytes=pairs,
+        documents=documents,
         rows=problem.q_len * problem.group,
         streams=problem.batch * problem.num_kv_heads,
         max_len=problem.kv_len,
     )
-    choose = functools.partial(heuristic, problem, jnp.dtype(dtype).itemsize, pairs, current_device())
+    itemsize, device = jnp.dtype(dtype).itemsize, current_device()
+    choose = functools.partial(heuristic, problem, itemsize, pairs, device, documents=documents)
 
     def tiles(kernel: str) -> FlashAttentionTiles:
         of_kernel = key | {"kernel": kernel}
@@ -89,15 +92,21 @@ def resolve(
 
 
 def heuristic(
-    problem: Problem, itemsize: int, pair_bytes: int, device: Device, **measured: Any
+    problem: Problem,
+    itemsize: int,
+    pair_bytes: int,
+    device: Device,
+    *,
+    documents: bool = False,
+    **measured: Any,
 ) -> FlashAttentionConfig:
     """For Hopper, from measurements (README.md); elsewhere the same, as far as there is shared memory for it.
     `pair_bytes` are what bias and mask have for each query and key, `measured` fields of the config that are known
     better.
 
     Two warpgroups share a tile of 128 rows, and three buffers keep copies ahead of products, or four where heads are
-    narrow. Wide heads take the registers that sums are in, and float32, whose products are not the tensor cores', takes
-    all there are.
+    narrow; documents, which have more edges, are visited by two programs of one warpgroup beside each other. Wide heads
+    take the registers that sums are in, and float32, whose products are not the tensor cores', takes all there are.
     """
     if itemsize == 4:
         small = (
@@ -114,6 +123,8 @@ def heuristic(
             query=FlashAttentionTiles(128, 64, 8, 3),
             key_value=FlashAttentionTiles(64, 128, 8, 3),
         )
+        if documents and problem.widest == 128:
+            chosen["forward"] = FlashAttentionTiles(64, 64, 4, 3)
     else:
         chosen = dict(
             forward=FlashAttentionTiles(128, 64, 8, 2),
