@@ -113,9 +113,8 @@ class FlashAttention(DenseWorkload):
                 visible &= ahead <= 0
             if case.sliding_window:
                 visible &= abs(ahead) < case.sliding_window
-            if case.documents:
-                ids = baselines.segment_ids(case)[0]
-                visible &= ids[query_at][:, None] == ids[key_at]
+            if (ids := baselines.segment_ids(case)) is not None:
+                visible &= ids[0, query_at][:, None] == ids[0, key_at]
             return visible
 
         out = jax.lax.map(lambda one: attention(one[0], one[1], one[2], seen), (query, key, value))
