@@ -54,6 +54,8 @@ class Compiled:
     shared_bytes: int
     registers: int
     stack_bytes: int
+    remarks: str = ""
+    """The assembler's, of a module as this package writes it."""
 
 
 @contextlib.contextmanager

@@ -63,6 +63,8 @@ def test_compiles_to_what_the_table_says(name, sm):
     for kernel in kernels_of(name, sm):
         made = facts(kernel, sm, triton)
         assert made["shared"] <= SMEM_LIMIT[sm]
+        # It says so where it has one product wait for the other.
+        assert sm != 90 or not kernel.compile(triton, sm).remarks
         was = expected.get(f"{name} {kernel.name} sm_{sm}")
         if triton != "latest":
             assert was is not None, f"{name} {kernel.name} sm_{sm} is not in {TABLE.name}"
@@ -70,8 +72,8 @@ def test_compiles_to_what_the_table_says(name, sm):
             assert abs(made["registers"] - was["registers"]) <= 8
 
 
-# What "bias" and "prefix" have beside "flash" and "ragged", others have.
-OLDER = [name for name in SHAPES if name not in ("bias", "prefix")]
+# What these have beside "flash" and "ragged", others have.
+OLDER = [name for name in SHAPES if name not in ("bias", "documents", "prefix")]
 # Bytes that a thread spills: Triton before 3.9 has no room for the latents' 512 columns of a program's rows.
 SPILLED = {"latent prefill": 592}
 

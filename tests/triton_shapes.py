@@ -18,20 +18,27 @@ LENGTHS = [struct(sizes, jnp.int32) for sizes in ((4, 64), (4,), (5,))]
 
 
 def flash(
-    dim: int, *, implementation: str, device: tuple[str, int], bias: bool = False, **options: Any
+    dim: int,
+    *,
+    implementation: str,
+    device: tuple[str, int],
+    bias: bool = False,
+    documents: bool = False,
+    **options: Any,
 ) -> Any:
     """The kernels of the gradients too."""
 
-    def loss(query, key, value, bias):
+    def loss(query, key, value, bias, ids):
         out = pallas_attn.flash_attention(
-            query, key, value, bias=bias, implementation=implementation, **options
+            query, key, value, bias=bias, segment_ids=ids, implementation=implementation, **options
         )
         return out.astype(jnp.float32).sum()
 
     query, keys = (struct((2, 2048, heads, dim), jnp.bfloat16) for heads in (8, 2))
     added = struct((1, 8, 2048, 2048), jnp.bfloat16) if bias else None
     asked = (0, 1, 3) if bias else (0, 1)
-    return lowering.lower_for_gpu(jax.grad(loss, asked), query, keys, keys, added, device=device)
+    ids = struct((2, 2048), jnp.int32) if documents else None
+    return lowering.lower_for_gpu(jax.grad(loss, asked), query, keys, keys, added, ids, device=device)
 
 
 def ragged(dim: int, tokens: int, *, implementation: str, device: tuple[str, int], **options: Any) -> Any:
@@ -141,6 +148,7 @@ BROAD: dict[str, tuple[Callable[..., Any], tuple[int, ...], dict[str, Any]]] = {
 OTHERS: dict[str, tuple[Callable[..., Any], tuple[int, ...], dict[str, Any]]] = {
     "ragged": (ragged, (64, 1024), {"softcap": 30.0}),
     "bias": (flash, (64,), {"bias": True}),
+    "documents": (flash, (128,), {"causal": True, "documents": True}),
     "blocksparse": (blocksparse, (64, 1024), {}),
     "growing": (growing, (80, "PACKED", "int8"), {}),
     "latents": (latents, (), {}),

@@ -90,7 +90,10 @@ def compile_ours(triton_ir: str, sm: int, ptx_version: int, folder: Path, **opti
     source.write_text(made["ptx"])
     target = re.search(r"\.target (sm_\w+)", made["ptx"])
     assert target is not None
-    subprocess.run([get_ptxas(sm).path, f"--gpu-name={target[1]}", str(source), "-o", str(cubin)], check=True)
+    command = [get_ptxas(sm).path, f"--gpu-name={target[1]}", str(source), "-o", str(cubin)]
+    said = subprocess.run(command, capture_output=True, text=True, check=False)
+    if said.returncode:
+        raise ValueError(said.stderr)
     registers, stack = resources(cubin.read_bytes(), folder)
     return {
         "ttgir": "",
@@ -98,6 +101,7 @@ def compile_ours(triton_ir: str, sm: int, ptx_version: int, folder: Path, **opti
         "shared_bytes": made["shared_bytes"],
         "registers": registers,
         "stack_bytes": stack,
+        "remarks": said.stderr.strip(),
     }
 
 
