@@ -1,5 +1,6 @@
 """What `pallas-attn tune` keeps of the entries that calls take today, and which calls an entry is for."""
 
+import dataclasses
 import functools
 import json
 from typing import Any
@@ -189,6 +190,39 @@ def test_calls_of_every_op_have_what_their_keys_say(monkeypatch):
             for field, fact in point.key().items():
                 assert seen[name][field] == fact, (name, field)
             assert (seen[name]["rows"], seen[name]["streams"]) == (point.case.rows, point.streams), name
+
+
+def holds(config: dict, chosen: dict) -> bool:
+    return all(holds(config[n], v) if isinstance(v, dict) else config[n] == v for n, v in chosen.items())
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_calls_of_every_op_take_what_is_written_for_them(op, tmp_path, monkeypatch):
+    """Whole, whatever of an entry is of one kernel or launch."""
+    found: list[dict] = []
+    resolve = configs.resolve
+
+    def noted(*arguments):
+        config = resolve(*arguments)
+        found.append(dataclasses.asdict(config))
+        return config
+
+    monkeypatch.setattr(configs, "resolve", noted)
+    monkeypatch.setattr("pallas_attn.tuning.timing.MOST_SETS", 1)
+    monkeypatch.setenv(configs.CONFIGS_VARIABLE, str(tmp_path))
+    kind = OPS[op]
+    small = dict(num_heads=2, num_kv_heads=1 if "mla" in op else 2)
+    for point in kind.variants(2, 64, **{**kind.sizes, **small}):
+        chosen = point.chosen(point.candidates()[-1])
+        configs.save(
+            tmp_path / current_device().slug / f"{op}.json", [{"key": point.key(), "config": chosen}]
+        )
+        inputs = point.inputs()
+        arrays = (inputs.operands, inputs.tables[0], inputs.seq_lens)
+        found.clear()
+        jax.eval_shape(functools.partial(point.call, *arrays, implementation="interpret"))
+        assert any(holds(config, chosen) for config in found), chosen
+        assert chosen != point.chosen({}), "another than the heuristic's"
 
 
 @pytest.mark.parametrize(("layout", "query_itemsize"), [("NHD", 4), ("PACKED", 2), ("PACKED", 4)])

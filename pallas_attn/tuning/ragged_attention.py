@@ -67,7 +67,7 @@ class RaggedAttentionPoint(PagedPoint):
             latent=False,
             page_scales=False,
             device=current_device(),
-            **fields,
+            **({self.launch: fields} if fields else {}),
         )
 
     @property
@@ -78,12 +78,16 @@ class RaggedAttentionPoint(PagedPoint):
     def tiles(self, fields: Fields) -> RaggedTiles:
         return getattr(self.config(**fields), self.launch)
 
-    def chosen(self, fields: Fields) -> Fields:
-        return {f"{self.launch}_{name}": value for name, value in super().chosen(fields).items()}
+    def chosen(self, fields: Fields) -> dict[str, Any]:
+        return {self.launch: super().chosen(fields)}
+
+    def fields_of(self, config: dict[str, Any]) -> Fields:
+        return config.get(self.launch, {})
 
     def candidates(self) -> list[Fields]:
         cores = current_device().num_cores
         names = ("block_kv", "num_warps", "num_stages")
+        found: list[Fields]
         if self.case.q_len == 1:
             tiles = itertools.product(
                 [(128, 4, 3), (64, 4, 3), (64, 4, 4), (32, 4, 5), (32, 4, 3)],
@@ -93,8 +97,7 @@ class RaggedAttentionPoint(PagedPoint):
         else:
             shapes = [(128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 8, 4), (64, 64, 4, 3), (64, 128, 8, 3)]
             found = [dict(zip(("block_q", *names), shape, strict=True)) for shape in shapes]
-        named = [{f"{self.launch}_{name}": value for name, value in fields.items()} for fields in found]
-        return self.distinct([{}, *named])
+        return self.distinct([{}, *found])
 
     def operands(self, num_pages: int, seq_lens: jax.Array) -> tuple[jax.Array, ...]:
         case = self.case

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 from pallas_attn._call.checks import fail
 from pallas_attn._call.configs import SplitKVConfig
@@ -79,14 +80,14 @@ def heuristic(
     latent: bool,
     device: Device,
     page_scales: bool = False,
-    **measured: int,
+    **measured: Any,
 ) -> RaggedAttentionConfig:
     """`itemsize` bytes hold an element of the cache, `query_itemsize` one of the query; `max_len` tokens fit in a row
     of the block table. `latent`: keys hold the values. `page_scales`: each page of a narrow cache has its own, with
-    which wide tiles spill. `measured`: fields of tiles that are known, as "long_block_kv" or "short_num_warps"; those
+    which wide tiles spill. `measured`: of each launch, "long" and "short", fields of its tiles that are known; those
     of a launch that the call does not have are left out."""
-    if unknown := [name for name in measured if not name.startswith(("long_", "short_"))]:
-        raise TypeError(f"no field of either launch: {', '.join(unknown)}")
+    if unknown := sorted(measured.keys() - {"long", "short"}):
+        raise TypeError(f"no launch: {', '.join(unknown)}")
     dims = sum(size for dim in ((head_dim,) if latent else (head_dim, value_dim)) for _, size in chunks(dim))
     query_dims = sum(size for _, size in chunks(head_dim))
     narrow = itemsize < query_itemsize
@@ -131,20 +132,16 @@ def heuristic(
     )
     short_q = triton.tile_side(group)
     if short_q >= block_q:
-        return RaggedAttentionConfig(_with(long, "long", measured))
+        return RaggedAttentionConfig(dataclasses.replace(long, **measured.get("long", {})))
     block_kv, stages = next(
         (tokens, stages)
         for tokens, stages in SHORT
         if tokens <= (min(widest, 64) if narrow else widest) and fits(short_q, tokens, stages)
     )
     short = tiles(short_q, block_kv, stages, num_seqs * num_kv_heads, 4, 4)
-    return RaggedAttentionConfig(_with(long, "long", measured), _with(short, "short", measured))
-
-
-def _with(tiles: RaggedTiles, launch: str, measured: dict[str, int]) -> RaggedTiles:
-    own = {name: value for name, value in measured.items() if name.startswith(f"{launch}_")}
-    return dataclasses.replace(
-        tiles, **{name.removeprefix(f"{launch}_"): value for name, value in own.items()}
+    return RaggedAttentionConfig(
+        dataclasses.replace(long, **measured.get("long", {})),
+        dataclasses.replace(short, **measured.get("short", {})),
     )
 
 
