@@ -63,6 +63,7 @@ def test_what_is_slower_gives_way(times, tmp_path):
     ours, _ = tuned(tmp_path, [BEFORE])
     assert ours["config"]["num_stages"] != 9
     assert "target_programs" not in ours["config"]
+    assert ours["key"]["rows"] == [1, 16]
 
 
 def test_a_packaged_config_is_a_candidate_too(times, tmp_path, monkeypatch):

@@ -75,13 +75,13 @@ def merged(old: Sequence[Entry], new: Sequence[Entry], others: Sequence[Entry] =
             "max_len": _range(max_len, {m for k, s, m in known if (k, s) == (kind, streams)}),
         }
         shared.append({**entry, "key": {**entry["key"], **ranges}})
+
+    def was_for_them(entry: Entry) -> bool:
+        return any(_serves(entry, call) for call in calls)
+
     rest = [entry for entry in old if not shares(entry)]
-    behind = [any(_serves(entry, call) for call in calls) for entry in rest]
-    return [
-        *(entry for entry, last in zip(rest, behind, strict=True) if not last),
-        *shared,
-        *(entry for entry, last in zip(rest, behind, strict=True) if last),
-    ]
+    front, behind = ([entry for entry in rest if was_for_them(entry) is last] for last in (False, True))
+    return front + shared + behind
 
 
 def _serves(entry: Entry, call: dict[str, Any]) -> bool:
