@@ -225,3 +225,27 @@ def test_what_lies_behind_cu_q_lens_is_padding(implementation):
     np.testing.assert_allclose(lse[:, :40], expected_lse[:, :40], rtol=1e-6, atol=1e-6)
     assert (out[:, 40:] == 0).all()
     assert (lse[:, 40:] == -jnp.inf).all()
+
+
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+@pytest.mark.parametrize("offset", [2**30, 2**30 - 4, 2**30 - 8, 0, -(2**30)])
+def test_bounds_beyond_all_tokens(offset, implementation):
+    """A query sees every key, however far its window would reach, and has their mean."""
+    query, key = jnp.ones((1, 8, 2, 16)), jnp.ones((1, 8, 1, 16))
+    options = dict(sliding_window=(2**31 - 1, 2**31 - 1), q_offset=offset, implementation=implementation)
+    config = SMALL_TILES if implementation == "interpret" else None
+
+    def total(value):
+        return flash_attention(query, key, value, **options, config=config).sum()
+
+    value = jnp.arange(8.0)[None, :, None, None] * key
+    found, gradient = jax.value_and_grad(total)(value)
+    np.testing.assert_allclose(found, 8 * 2 * 16 * 3.5, rtol=1e-6)
+    np.testing.assert_allclose(gradient, 2.0, rtol=1e-6)
+
+
+def test_ranks_may_not_be_promoted():
+    with jax.numpy_rank_promotion("raise"):
+        query, key = jnp.ones((1, 8, 2, 16)), jnp.ones((1, 8, 1, 16))
+        out = flash_attention(query, key, key, causal=True, implementation="xla")
+    np.testing.assert_allclose(out, 1.0, rtol=1e-6)

@@ -11,9 +11,11 @@ import pytest
 
 from pallas_attn._call import configs
 from pallas_attn._call.device import Device, current_device
+from pallas_attn._tile.band import Band
 from pallas_attn._tile.layout import PoolShape
 from pallas_attn._tile.masking import Rules
 from pallas_attn.cli import main, tune
+from pallas_attn.ops.flash_attention import config as flash
 from pallas_attn.ops.paged_attention import api
 from pallas_attn.tuning import entries, points
 from pallas_attn.tuning.registry import OPS
@@ -105,6 +107,44 @@ def test_an_entry_that_is_none_is_named_before_the_work(tmp_path, capsys):
     command = ["tune", *TINY, "--max-len", "64", "--implementation", "interpret", "--output", str(tmp_path)]
     assert main(command) == 1
     assert "error: tune: not an entry of measured configs: {'key'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("op", "config"),
+    [
+        ("paged_attention", {"bogus": 1}),
+        ("flash_attention", {"bogus": 1}),
+        ("flash_attention", {"forward": {"bogus": 1}}),
+        ("ragged_paged_attention", {"long_block_kv": 16}),
+    ],
+)
+def test_what_calls_refuse_is_named_before_the_work(op, config, tmp_path, capsys):
+    path = tmp_path / current_device().slug / f"{op}.json"
+    configs.save(path, [{"key": {"head_dim": 16}, "config": config}])
+    command = ["tune", "--op", op, *TINY, "--max-len", "64", "--implementation", "interpret"]
+    assert main([*command, "--output", str(tmp_path)]) == 1
+    assert "error: tune: not an entry of measured configs: {'key'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", [{"rows": [1, 2, 3]}, {"rows": ["a", 3]}, {"dtype": "float99"}])
+def test_keys_that_are_none_are_named_with_their_file(key, tmp_path, capsys):
+    path = tmp_path / current_device().slug / "paged_attention.json"
+    configs.save(path, [{**BEFORE, "key": {**BEFORE["key"], **key}}])
+    command = ["tune", *TINY, "--max-len", "64", "--implementation", "interpret", "--output", str(tmp_path)]
+    assert main(command) == 1
+    assert f"error: {path}: expected measured configs" in capsys.readouterr().err
+
+
+def test_calls_of_flash_attention_take_a_part_of_the_tiles(tmp_path, monkeypatch):
+    entry = {"key": {"head_dim": 16}, "config": {"forward": {"num_warps": 2}}}
+    configs.save(tmp_path / current_device().slug / "flash_attention.json", [entry])
+    monkeypatch.setenv(configs.CONFIGS_VARIABLE, str(tmp_path))
+    rules = flash.Rules("BTNH", 0.25, None, Band(None, 0, 0))
+    operands = {name: jnp.zeros((1, 64, 2, 16), jnp.bfloat16) for name in ("query", "key", "value")}
+    found = flash.resolve(operands, rules, None)
+    monkeypatch.delenv(configs.CONFIGS_VARIABLE)
+    expected = flash.resolve(operands, rules, None)
+    assert found == dataclasses.replace(expected, forward=dataclasses.replace(expected.forward, num_warps=2))
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -49,3 +49,18 @@ def test_a_call_takes_what_was_measured_for_its_kind_of_latents(tmp_path, monkey
 
     assert stages(jnp.uint8) == 7
     assert stages(jnp.bfloat16) != 7
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--cache-dtype", "int8"], "argument '--cache-dtype': expected float8_e4m3fn, of latents, got int8"),
+        (
+            ["--cache-dtype", "float8_e4m3fn", "--dtype", "float16"],
+            "argument '--dtype': expected bfloat16 with --cache-dtype, got float16",
+        ),
+    ],
+)
+def test_latents_that_there_are_not_are_refused(options, named, capsys):
+    assert main(["tune", "--op", "sparse_mla_decode", *options, "--implementation", "interpret"]) == 1
+    assert named in capsys.readouterr().err

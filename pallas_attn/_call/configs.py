@@ -20,6 +20,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+
 from pallas_attn._call.checks import brief, check_int, fail
 from pallas_attn._call.device import current_device
 
@@ -73,13 +75,17 @@ def resolve[C](
     for path, entry in _measured(current_device().slug, op, os.environ.get(CONFIGS_VARIABLE)):
         try:
             if serves(entry, key):
-                # A name that the heuristic takes for a fact of the call would change that in silence.
-                if unknown := entry["config"].keys() - inspect.signature(config_type).parameters.keys():
-                    raise ValueError(f"no fields of {config_type.__name__}: {', '.join(sorted(unknown))}")
+                check_names(config_type, entry["config"])
                 return heuristic(**entry["config"])
         except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise ValueError(f"{op}: {path}: not an entry of measured configs: {entry}: {error!r}") from error
     return heuristic()
+
+
+def check_names(config_type: type, config: Mapping[str, Any]) -> None:
+    """A name that a heuristic takes for a fact of the call would change that in silence."""
+    if unknown := config.keys() - inspect.signature(config_type).parameters.keys():
+        raise ValueError(f"no fields of {config_type.__name__}: {', '.join(sorted(unknown))}")
 
 
 def serves(entry: Mapping[str, Any], key: Mapping[str, Any]) -> bool:
@@ -126,12 +132,20 @@ def _check_entry(entry: Any) -> None:
         isinstance(entry.get(part), dict) for part in ("key", "config")
     ):
         raise TypeError(f"no entry with a key and a config: {entry}")
+    for name, fact in entry["key"].items():
+        if isinstance(fact, list) and not _is_range(fact):
+            raise TypeError(f"an entry whose {name} is no range, [least, most or null]: {entry}")
+    jnp.dtype(entry["key"].get("dtype", "int8"))  # TypeError for what is none
     if "measured" not in entry:
         return
     about = entry["measured"]
     sizes = [about.get(name) for name in SIZES] if isinstance(about, dict) else [None]
     if not all(isinstance(size, int) and size > 0 for size in sizes):
         raise TypeError(f"an entry whose measured {', '.join(SIZES)} are no sizes: {entry}")
+
+
+def _is_range(fact: list[Any]) -> bool:
+    return len(fact) == 2 and isinstance(fact[0], int) and isinstance(fact[1], int | None)
 
 
 def packaged_configs() -> Path:

@@ -100,8 +100,9 @@ def _choices(point: Point, before: entries.Entry | None) -> list[Fields]:
     choices = point.candidates()
     if before is None:
         return choices
-    fields = point.fields_of(before["config"])
     try:
+        configs.check_names(type(point.config()), before["config"])
+        fields = point.fields_of(before["config"])
         config = point.config(**fields)
     except (TypeError, ValueError) as error:
         raise ValueError(f"tune: not an entry of measured configs: {before}: {error!r}") from error

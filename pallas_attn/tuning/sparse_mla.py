@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_attn._call.checks import fail
 from pallas_attn._call.device import current_device
 from pallas_attn._tile.latents import BYTES, QUERY_DIM, token_width
 from pallas_attn.ops.latent_cache import quantize_latents
@@ -33,6 +34,11 @@ class SparseMLAPoint(PagedPoint):
 
     @classmethod
     def variants(cls, num_seqs: int, max_len: int, **sizes: Any) -> "Sequence[SparseMLAPoint]":
+        if (stored := sizes["cache_dtype"]) is not None:
+            if stored != "float8_e4m3fn":
+                fail("tune", "--cache-dtype", "float8_e4m3fn, of latents", stored)
+            if sizes["dtype"] != "bfloat16":
+                fail("tune", "--dtype", "bfloat16 with --cache-dtype", sizes["dtype"])
         lengths = (CONTEXT * max_len,) * num_seqs
         case = SparseMLACase(lengths, **sizes, topk=max_len, lengths=f"s{lengths[0]}", spare_pages=0)
         return [cls(case=case)]

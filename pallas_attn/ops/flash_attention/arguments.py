@@ -58,12 +58,15 @@ def band(check: ArgumentChecker, causal: bool, window: Any, offset: int) -> Band
         for side in window:
             if side is not None:
                 check_int(check.function, check.spell("sliding_window"), side, least=0)
-        left, right = (None if side is None else min(int(side), LONGEST) for side in window)
+        left, right = (None if side is None else int(side) for side in window)
     elif window is not None:
         if not isinstance(window, int | np.integer):
             check.fail("sliding_window", "an int or a tuple (left, right)", shown(window), TypeError)
         check.count("sliding_window", window)
-        left = right = min(int(window), LONGEST) - 1
+        left = right = int(window) - 1
+    # A bound that lies beyond all tokens may come nearer: places and bounds are added up in int32.
+    left = None if left is None else min(left, LONGEST + offset)
+    right = None if right is None else min(right, LONGEST - offset)
     return Band(left, 0 if causal else right, offset)
 
 

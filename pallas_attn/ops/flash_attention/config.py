@@ -136,7 +136,7 @@ def heuristic(
     for name, (side, width) in held.items():
         walked = (key + value) * itemsize
         chosen[name] = _fitted(chosen[name], side, width * itemsize, walked, pair_bytes, device)
-    chosen |= {name: FlashAttentionTiles(**fields) for name, fields in measured.items()}
+    chosen |= {name: dataclasses.replace(chosen[name], **fields) for name, fields in measured.items()}
     return FlashAttentionConfig(**chosen)
 
 

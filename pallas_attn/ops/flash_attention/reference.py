@@ -78,10 +78,10 @@ class Chunks:
         """[batch or 1, num_kv_heads or 1, group or 1, q_len, keys of a chunk]"""
         rules, operands = self.rules, self.operands
         query_at = jnp.arange(self.problem.q_len)[:, None]
-        key_at = i * self.size + jnp.arange(self.size)
+        key_at = (i * self.size + jnp.arange(self.size))[None, :]
         seen = jnp.broadcast_to(key_at < self.problem.kv_len, (1, 1, 1, self.problem.q_len, self.size))
         for mask in rules.band.visible(query_at, key_at):
-            seen &= mask
+            seen &= mask[None, None, None]
         if "mask" in operands:
             seen &= self._of(i, self._padded(operands["mask"], 4), 4) != 0
         if "q_rank" in operands:
