@@ -90,7 +90,8 @@ def flash_attention(
         bias: [batch or 1, num_heads or 1, q_len or 1, kv_len or 1], added to the logits after the soft cap; bf16,
             fp16 or float32. It has gradients. Logits are float32, so a row whose biases are all around -1e6 or less
             has lost what tells its keys apart, and its gradients are not to be trusted; below -2.3e38, which
-            finfo(float32).min is, a bias counts as -inf. -inf and `mask` say that a key is not seen; a query that sees none has 0.
+            finfo(float32).min is, a bias counts as -inf. -inf and `mask` say that a key is not
+            seen; a query that sees none has 0.
         mask: bool, of the same shapes; a query sees a key where it is True. Masked keys and values must be finite.
         segment_ids: int32 [batch, tokens], or a pair of such for queries and keys: a query sees the keys of its own
             id. Documents packed one behind the other, each with an id, are then worked on one by one: neither outputs
