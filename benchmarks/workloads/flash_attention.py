@@ -43,7 +43,7 @@ class FlashAttention(DenseWorkload):
             made(16384, 16, 4, 128),
             *(made(tokens, 16, 16, 128) for tokens in (2048, 4096, 8192)),
             made(16384, 16, 16, 128, sliding_window=1024),
-            made(16384, 16, 16, 128, documents=DOCUMENTS),
+            *(made(16384, 16, kv_heads, 128, documents=DOCUMENTS) for kv_heads in (16, 4)),
             made(16384, 16, 16, 128, causal=False),
         ]
 
