@@ -168,6 +168,25 @@ def test_missing_query_lengths_are_inferred_where_all_is_pure(implementation):
         )
 
 
+def test_what_might_be_decoding_or_prompts_is_asked_for():
+    """As many queries as sequences and as keys: two tokens of one sequence beside an empty one, or one of each."""
+    arrays = [jnp.ones((2, 1, 16))] * 3
+    layout = builders.dense_causal(16, block_size=16)
+
+    def call(arrays, lengths):
+        return pallas_attn.blocksparse_attention(*arrays, layout, cu_k_lens=lengths, implementation="xla")
+
+    asked = (
+        "'cu_q_lens': expected an array where there are as many queries as sequences and as keys, got None"
+    )
+    with pytest.raises(ValueError, match=asked):
+        call(arrays, jnp.array([0, 2, 2]))
+    with pytest.raises(ValueError, match=asked):
+        jax.jit(call)(arrays, jnp.array([0, 1, 2]))
+    np.testing.assert_array_equal(call(arrays, jnp.array([0, 1, 2])), 1.0)
+    np.testing.assert_array_equal(jax.jit(call)([x[:1] for x in arrays], jnp.array([0, 1])), 1.0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_traced_layout_that_points_outside_spoils_its_own_rows_alone(implementation):
@@ -412,6 +431,7 @@ def test_gradients_are_those_of_dense_attention_with_a_mask():
         ({"layout": 3}, TypeError, "'layout': expected a SparseLayout, got int"),
         ({"layout": builders.local_stride(LocalStride(32, 1, 2, 1), 64, num_heads=2, num_kv_heads=1)},
          ValueError, r"'layout': expected 1 head or 4 \(as query\), got 2 heads"),
+        ({"cache_layout": "HND"}, ValueError, "'cache_layout': expected NHD for keys in rows, got 'HND'"),
         ({"scale": 0.0}, ValueError, "'scale': expected a finite number above 0"),
         ({"softcap": -1.0}, ValueError, "'softcap': expected a finite number above 0"),
         ({"return_lse": 1}, TypeError, "'return_lse': expected True or False"),

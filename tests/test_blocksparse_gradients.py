@@ -12,7 +12,7 @@ from support import ON_GPU
 
 import pallas_attn
 from pallas_attn import LocalStride
-from pallas_attn.ops.blocksparse_attention import BlockSparseConfig
+from pallas_attn.ops.blocksparse_attention import BlockSparseConfig, builders
 from pallas_attn.testing.blocksparse import BlockSparseCase, layout_of, make
 
 KERNELS = ["interpret", *ON_GPU]
@@ -178,3 +178,29 @@ def test_checkpoint_scan_and_vmap_of_gradients():
     for ours, theirs in zip(got, expected, strict=True):
         assert np.abs(theirs).max() > 0.1
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
+
+
+@pytest.mark.parametrize("implementation", [*KERNELS, "xla"])
+@pytest.mark.parametrize("queries", [24, 1])
+def test_keys_that_no_query_sees_may_hold_anything(queries, implementation):
+    """A tile's end that has no queries stands in a later row, which sees them."""
+    mask = np.zeros((1, 4, 4), bool)
+    mask[0, :, 0] = mask[0, 2, 1] = True
+    layout = builders.from_block_mask(mask, block_size=16)
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal((n, 1, 16)).astype(np.float32) for n in (queries, 32, 32)]
+    lengths = dict(cu_q_lens=jnp.array([0, queries]), cu_k_lens=jnp.array([0, 32]))
+
+    def gradients(*arrays):
+        def loss(*arrays):
+            options = dict(lengths, implementation=implementation)
+            return jnp.sum(jnp.sin(pallas_attn.blocksparse_attention(*arrays, layout, **options)))
+
+        return jax.grad(loss, (0, 1, 2))(*map(jnp.asarray, arrays))
+
+    expected = gradients(*arrays)
+    assert min(float(jnp.abs(x).max()) for x in expected) > 1e-3
+    for array in arrays[1:]:
+        array[16:] = np.nan
+    for got, wanted in zip(gradients(*arrays), expected, strict=True):
+        np.testing.assert_array_equal(got, wanted)

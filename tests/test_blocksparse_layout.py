@@ -172,8 +172,9 @@ def broken(**changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"block_size": 24}, "'block_size': expected a power of two >= 16, got 24"),
-        ({"q_block_size": 8}, "'q_block_size': expected a power of two >= 16, got 8"),
+        ({"block_size": 24}, "'block_size': expected a power of two from 16 to 2\\*\\*30, got 24"),
+        ({"block_size": 2**31}, "'block_size': expected a power of two from 16 to 2\\*\\*30, got 2147483648"),
+        ({"q_block_size": 8}, "'q_block_size': expected a power of two from 16 to 2\\*\\*30, got 8"),
         (
             {"row_pointers": [[0, 1, 4]]},
             r"'row_pointers': expected 0 <= pointers <= nnz \(3\), ascending, got 4",
@@ -228,7 +229,25 @@ def test_show_layout_draws_a_picture(tmp_path, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "4 heads, live fraction 0." in capsys.readouterr().out
     assert main(["show-layout", "--block-size", "20"]) == 2
-    assert "'block_size': expected a power of two >= 16, got 20" in capsys.readouterr().err
+    assert "'block_size': expected a power of two from 16 to 2**30, got 20" in capsys.readouterr().err
+
+
+def test_show_layout_of_more_than_there_is_memory_for_is_one_line(monkeypatch, tmp_path, capsys):
+    def too_much(*_, **__):
+        raise MemoryError("Unable to allocate 364. GiB")
+
+    monkeypatch.setattr(builders, "dense_causal", too_much)
+    picture = tmp_path / "layout.png"
+    assert main(["show-layout", "--pattern", "dense", "--output", str(picture)]) == 2
+    assert capsys.readouterr().err == "pallas-attn: error: Unable to allocate 364. GiB\n"
+    assert not picture.exists()
+
+
+def test_layouts_are_told_apart_by_themselves():
+    """Their arrays are not compared, which may be traced."""
+    layout = builders.dense_causal(70, block_size=16)
+    assert layout == layout
+    assert layout != builders.dense_causal(70, block_size=16)
 
 
 def test_show_layout_writes_a_png_whatever_the_file_is_called(tmp_path, capsys):

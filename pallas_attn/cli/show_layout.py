@@ -46,11 +46,11 @@ class LayoutOptions:
 
 
 def run_show_layout(options: LayoutOptions) -> int:
-    """Writes the picture and says so; wrong sizes are one line on stderr and status 2."""
+    """Writes the picture and says so; wrong sizes, or too large ones, are one line on stderr and status 2."""
     try:
         layout = build(options)
         draw(layout, options.output)
-    except (ValueError, MissingExtraError, OSError) as error:
+    except (ValueError, MissingExtraError, OSError, MemoryError) as error:
         print(f"pallas-attn: error: {error}", file=sys.stderr)
         return 2
     heads = f"{layout.layout_heads} heads" if layout.layout_heads > 1 else "all heads alike"

@@ -6,9 +6,10 @@ from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_attn._call import configs, dispatch
-from pallas_attn._call.checks import ArgumentChecker
+from pallas_attn._call.checks import ArgumentChecker, is_traced
 from pallas_attn._call.device import current_device
 from pallas_attn._tile import triton
 from pallas_attn._tile.layout import LAYOUTS, PoolCase, PoolShape, check_pools, reaches
@@ -125,14 +126,15 @@ def blocksparse_attention(
         layout: a `SparseLayout` of num_heads heads, or of one for all, and of at least the longest sequence.
         cu_q_lens: [num_seqs + 1] int32, where each sequence's queries begin, from 0 (what stands first is taken for
             0), and the last one's end. None where all sequences decode (as many queries as sequences) or all prefill
-            (as many queries as keys in rows). A sequence's queries beyond its number of keys, the oldest, see nothing.
+            (as many queries as keys in rows); where it might be either, it is asked for. A sequence's queries beyond
+            its number of keys, the oldest, see nothing.
         cu_k_lens: [num_seqs + 1] int32, the same for keys in rows.
         block_tables, seq_lens: [num_seqs, max_pages] and [num_seqs] int32 for keys in pages, in place of cu_k_lens; the
             lengths count the queries' own tokens. Pages of blocks that no head sees may be anyone's.
         scale: factor of the logits, a number above 0; None means head_dim ** -0.5.
         softcap: logits become softcap * tanh(logits / softcap); a number above 0, or None.
         return_lse: also return the natural log-sum-exp of the logits.
-        cache_layout: order of a page's dimensions, "NHD", "HND" or "PACKED".
+        cache_layout: order of a page's dimensions, "NHD", "HND" or "PACKED"; of keys in rows always "NHD".
         implementation: None (cuda or pallas on an NVIDIA GPU, whichever measured faster; xla elsewhere), "cuda" (sm_90:
             bf16 and fp16, head_dim 128, keys in rows, blocks of at least 128 tokens, no softcap; sequences with one
             query, and gradients, by the kernels of "pallas" or else "triton"), "pallas" (sm_80 or newer), "triton"
@@ -177,6 +179,8 @@ def blocksparse_attention(
             check.array(name, array, ("num_key_tokens", "num_kv_heads", "head_dim"), [query.dtype])
         check.non_empty("key", key)
         arrays["cu_k_lens"] = cu_k_lens
+        if cache_layout != "NHD":
+            check.fail("cache_layout", "NHD for keys in rows", repr(cache_layout))
         _need(check, arrays)
         check.array("cu_k_lens", cu_k_lens, ("num_seqs_and_1",), [jnp.int32])
         max_k_len, num_seqs = key.shape[0], check.dims["num_seqs_and_1"] - 1
@@ -190,6 +194,10 @@ def blocksparse_attention(
         arrays["cu_q_lens"] = cu_q_lens
     elif query.shape[0] == num_seqs:
         kinds = "decode"
+        if not paged and query.shape[0] == key.shape[0] and not _is_one_each(cu_k_lens):
+            check.fail(
+                "cu_q_lens", "an array where there are as many queries as sequences and as keys", "None"
+            )
     elif not paged and query.shape[0] == key.shape[0]:
         kinds, arrays["cu_q_lens"] = "prefill", cu_k_lens
     else:
@@ -229,6 +237,13 @@ def blocksparse_attention(
     call = gradients.Call(problem, layout.sizes, layout.layout_heads, fn, BACKWARD.get(tiled), name)
     out, lse = gradients.attend(call, operands)
     return (out, lse) if return_lse else out
+
+
+def _is_one_each(cu_k_lens: Any) -> bool:
+    """Sequences of one token, which decode as they prefill; a single one has no more in its only row."""
+    if cu_k_lens.shape[0] == 2:
+        return True
+    return not is_traced(cu_k_lens) and bool((np.diff(np.asarray(cu_k_lens)) == 1).all())
 
 
 def _need(check: ArgumentChecker, arrays: dict[str, Any], absent: tuple[str, ...] = ()) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from pallas_attn._call.checks import ArgumentChecker, is_traced
 from pallas_attn._tile.masking import LocalStride
-from pallas_attn.ops.blocksparse_attention.layout import SparseLayout
+from pallas_attn.ops.blocksparse_attention.layout import SparseLayout, check_sizes
 
 
 def from_block_mask(
@@ -155,10 +155,7 @@ def vertical_slash(
 
 def _sizes(check: ArgumentChecker, block_size: int, q_block_size: int | None) -> int:
     q_block_size = block_size if q_block_size is None else q_block_size
-    for name, size in (("block_size", block_size), ("q_block_size", q_block_size)):
-        check.count(name, size)
-        if size < 16 or size & (size - 1):
-            check.fail(name, "a power of two >= 16", str(size))
+    check_sizes(check, block_size, q_block_size)
     return q_block_size
 
 

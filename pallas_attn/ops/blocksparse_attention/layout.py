@@ -17,9 +17,10 @@ from jax import lax
 from pallas_attn._call.checks import ArgumentChecker, fail, is_traced
 
 FUNCTION = "SparseLayout"
+MOST_TOKENS = 2**30  # of a block: positions are int32
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # arrays are not compared by ==
 class SparseLayout:
     """Blocks of keys that each block of queries sees; a pytree, whose arrays may be traced.
 
@@ -27,7 +28,7 @@ class SparseLayout:
         on and before row_pointers[head, i + 1]. layout_heads is the query heads, or 1 if all see the same.
     columns: [layout_heads, nnz] int32, blocks of keys, ascending within a row; nnz may be 0. What lies behind a head's
         last row may hold anything.
-    block_size, q_block_size: tokens of a column and of a row, powers of two >= 16.
+    block_size, q_block_size: tokens of a column and of a row, powers of two from 16 to 2**30.
 
     A layout serves sequences of up to `max_len` tokens, of any number and lengths. The builders (see builders.py) make
     valid ones; for arrays of other origin `check` says what is wrong.
@@ -67,11 +68,7 @@ class SparseLayout:
     def check(self) -> None:
         """Raises TypeError or ValueError for what cannot be a layout; values are looked at unless they are traced."""
         check = ArgumentChecker(FUNCTION)
-        for name in ("block_size", "q_block_size"):
-            size = getattr(self, name)
-            check.count(name, size)
-            if size < 16 or size & (size - 1):
-                check.fail(name, "a power of two >= 16", str(size))
+        check_sizes(check, *self.sizes)
         check.array("row_pointers", self.row_pointers, ("layout_heads", "rows_and_1"), [np.int32])
         if self.num_row_blocks < 1:
             check.fail("row_pointers", "at least one row", f"shape {list(self.row_pointers.shape)}")
@@ -147,6 +144,13 @@ class SparseLayout:
 
 
 jax.tree_util.register_dataclass(SparseLayout)
+
+
+def check_sizes(check: ArgumentChecker, block_size: Any, q_block_size: Any) -> None:
+    for name, size in (("block_size", block_size), ("q_block_size", q_block_size)):
+        check.count(name, size)
+        if not 16 <= size <= MOST_TOKENS or size & (size - 1):
+            check.fail(name, "a power of two from 16 to 2**30", str(size))
 
 
 def _misplaced(pointers: Any, nnz: int, xp: Any) -> Any:

@@ -54,7 +54,8 @@ def blocksparse_attention_xla(
         row = jnp.minimum(row, seen.shape[1] - 1)
         blocks = jnp.minimum(key_at // layout.block_size, seen.shape[2] - 1)
         visible = seen[:, row][:, blocks][:, None] & masking.causal(key_at, position[:, None])
-        visible = jnp.broadcast_to(visible, (heads, *visible.shape[1:]))
+        # Of a tile's end that no query has, no key is looked at.
+        visible = jnp.broadcast_to(visible & real[:, None], (heads, *visible.shape[1:]))
         # What no head of a group sees counts as absent: 0 * NaN is NaN.
         looked_at = jnp.any(visible.reshape(problem.pool.num_kv_heads, -1, problem.max_k_len), axis=1)
         keys, values, usable = _keys(arrays, problem, seq, k_start[seq], k_lens[seq], looked_at)
