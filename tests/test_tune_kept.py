@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -287,3 +288,36 @@ def test_keys_say_what_decides(op, facts):
     kind = OPS[op]
     for point in kind.variants(2, 1024, **kind.sizes):
         assert set(facts) <= point.key().keys()
+
+
+def test_a_call_takes_what_was_measured_in_a_part_of_its_page(times, tmp_path, monkeypatch):
+    """Calls know of tables, not of lengths."""
+    (entry,) = tuned(tmp_path, [], "--max-len", "10", "--page-size", "64")
+    assert entry["measured"]["max_len"] == 64
+    point = next(
+        iter(
+            OPS["paged_attention"].variants(2, 10, **SIZES | dict(page_size=64, num_heads=2, num_kv_heads=1))
+        )
+    )
+    assert entries.serving(point, [entry]) is entry
+    assert entry["key"]["max_len"] == [16, 256]
+
+
+@pytest.mark.parametrize("why", ["a folder", "not allowed"])
+def test_what_cannot_be_written_is_named_before_the_work(why, tmp_path, monkeypatch, capsys):
+    path = tmp_path / current_device().slug / "paged_attention.json"
+    if why == "a folder":
+        path.mkdir(parents=True)
+    else:
+
+        def refused(self, *_):
+            raise PermissionError(13, "Permission denied", str(self))
+
+        monkeypatch.setattr(Path, "touch", refused)
+    monkeypatch.setattr(tune, "measure", lambda *_: pytest.fail("measured"))
+    command = ["tune", *TINY, "--max-len", "64", "--implementation", "interpret", "--output", str(tmp_path)]
+    assert main(command) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("pallas-attn: error: ") or "error: " in error
+    assert str(path) in error
+    assert not list(path.parent.glob("*.tmp"))

@@ -152,13 +152,27 @@ def packaged_configs() -> Path:
     return Path(str(resources.files("pallas_attn") / "configs"))
 
 
+def check_writable(path: Path) -> None:
+    """OSError where `save` could not write: makes the folder, and a file in it that does not stay."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a directory, expected a file of measured configs")
+    new = _beside(path)
+    new.touch()
+    new.unlink()
+
+
 def save(path: Path, entries: list[dict[str, Any]], **about: Any) -> None:
     """Writes a measured file, one line an entry; whoever reads meanwhile finds the old file or the new, whole."""
     lines = ",\n".join("    " + json.dumps(entry) for entry in entries)
     head = "".join(f"  {json.dumps(name)}: {json.dumps(value)},\n" for name, value in about.items())
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Not tempfile's, which nobody else may read.
-    new = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    new = _beside(path)
     new.write_text(f'{{\n{head}  "entries": [\n{lines}\n  ]\n}}\n')
     new.replace(path)
     _measured.cache_clear()
+
+
+def _beside(path: Path) -> Path:
+    # Not tempfile's, which nobody else may read.
+    return path.with_name(f"{path.name}.{os.getpid()}.tmp")

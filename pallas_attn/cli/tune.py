@@ -58,16 +58,16 @@ def run_tune(options: TuneOptions) -> int:
         folder / device.slug / f"{options.op}.json" for folder in (root, configs.packaged_configs())
     )
     # What cannot be read or written shows before the work, not after.
-    path.parent.mkdir(parents=True, exist_ok=True)
+    configs.check_writable(path)
     old = configs.load(path)
     others = [] if path == packaged else configs.load(packaged)
 
     best = _measured(points, options.implementation, [*old, *others])
     merged = entries.merged(old, [entries.entry(point, *found) for point, found in best.items()], others)
-    configs.save(path, merged, device=device.kind, jax=jax.__version__)
-    # In a file or a pipe nothing says how wide a line may be.
+    # In a file or a pipe nothing says how wide a line may be. The table first: what was measured is not lost then.
     out = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 120)
     out.print(_table(best))
+    configs.save(path, merged, device=device.kind, jax=jax.__version__)
     out.print(f"wrote {path}", soft_wrap=True)
     if root != configs.packaged_configs():
         out.print(f"calls read it while {configs.CONFIGS_VARIABLE}={root} is set", soft_wrap=True)

@@ -22,6 +22,11 @@ class PagedPoint(Point):
         """Tokens that a row of the block table holds."""
         return self.case.max_pages * self.case.page_size
 
+    @property
+    def max_len(self) -> int:
+        """As calls have it, whose keys know no lengths."""
+        return self.slots
+
     @abc.abstractmethod
     def operands(self, num_pages: int, seq_lens: jax.Array) -> Any:
         """The query, pools of `num_pages` pages and whatever else all calls share."""
