@@ -6,6 +6,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 import lowering
+import numpy as np
 import pytest
 from support import unchecked
 
@@ -113,6 +114,15 @@ BAD_ATTENTION = {
         "argument 'config': expected None for implementation 'xla'",
     ),
 }
+
+
+@pytest.mark.parametrize("name", ["scale", "softcap"])
+def test_numbers_of_a_narrow_type_are_looked_at_as_float32(name, recwarn):
+    for wrong in (np.float16(0), np.float16("inf")):
+        with pytest.raises(ValueError, match=f"argument '{name}': expected a finite number above 0"):
+            unchecked(paged_attention)(**attention_arguments(**{name: wrong}))
+    unchecked(paged_attention)(**attention_arguments(**{name: np.float16(0.1)}), implementation="xla")
+    assert not recwarn.list
 
 
 @pytest.mark.parametrize("name", BAD_ATTENTION)

@@ -65,6 +65,12 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
 
 
+def plain(number: Any) -> int | float:
+    """A number of Python's own. One of numpy's would take what it is compared with for its own type, in which float32's
+    bounds may be 0 and inf."""
+    return number if isinstance(number, int) else float(number)
+
+
 class ArgumentChecker:
     """Checks the arguments of one call, binding dimension names to sizes as they are first met.
 
@@ -171,7 +177,7 @@ class ArgumentChecker:
         if not is_number(value):
             self.fail(name, expected, shown(value), TypeError)
         # As float32, which is what kernels compute with.
-        if not LEAST_FLOAT32 <= value <= LARGEST_FLOAT32:
+        if not LEAST_FLOAT32 <= plain(value) <= LARGEST_FLOAT32:
             self.fail(name, expected, brief(value))
 
     def multiple(self, name: str, value: int, of_name: str, of: int) -> None:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn._call.checks import LARGEST_FLOAT32, LEAST_FLOAT32, check_int, fail
+from pallas_attn._call.checks import LARGEST_FLOAT32, LEAST_FLOAT32, check_int, fail, plain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature < LEAST_FLOAT32
+        return plain(self.temperature) < LEAST_FLOAT32
 
 
 class Rows(NamedTuple):
@@ -65,7 +65,7 @@ def check(function: str, temperature: Any, top_p: Any, seed: Any) -> None:
     for name, value in (("temperature", temperature), ("top_p", top_p)):
         if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
             fail(function, name, "a number", f"{value!r:.40} of type {type(value).__name__}", TypeError)
-    if not 0 <= temperature <= LARGEST_FLOAT32:
+    if not 0 <= plain(temperature) <= LARGEST_FLOAT32:
         fail(function, "temperature", "a finite number of at least 0", str(temperature))
     if not 0 < top_p <= 1:
         fail(function, "top_p", "a number in (0, 1]", str(top_p))
