@@ -30,12 +30,13 @@ OPTIONS = {
     "as the heuristic has it": {"config": ()},
     "several tokens, window": {"q_len": 3, "sliding_window": 500},
     "fp8, block-sparse": {"cache_dtype": "float8_e4m3fn", "block_sparse": pallas_attn.LocalStride(32, 4, 2)},
+    "a tree": {"q_len": 4, "tree": "positions"},
     "a tree, sinks": {"q_len": 4, "tree": "positions", "sinks": True},
     "a tree, ALiBi, soft cap": {"q_len": 4, "tree": "positions", "alibi": True, "softcap": 20.0},
     "one token, fp8, ALiBi": {"cache_dtype": "float8_e4m3fn", "alibi": True, "config": ()},
 }
 # In interpret mode the CPU's compiler rounds a product that is added to once or twice, as the rest of the batch has it.
-FUSED = [name for name in OPTIONS if "ALiBi" in name]
+FUSED = [name for name in OPTIONS if "ALiBi" in name or "sinks" in name]
 
 
 def rows_of_mine(case, implementation: str, config) -> list[bytes]:
