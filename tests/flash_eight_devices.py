@@ -97,3 +97,31 @@ def test_shard_map():
 
     placed = {n: jax.device_put(x, NamedSharding(mesh, specs[n])) for n, x in floats.items()}
     check(jax.jit(jax.value_and_grad(loss))(placed, jax.device_put(ids, NamedSharding(mesh, P("data")))))
+
+
+@KINDS
+def test_a_shared_bias_has_a_gradient_that_is_rounded_once(kind):
+    """Devices have parts of it, which are added up in float32; and none makes it for each sequence and head."""
+    mesh = mesh_of(kind)
+    rng = np.random.default_rng(2)
+    query, key, value = (
+        jax.device_put(
+            jnp.asarray(rng.standard_normal((4, 128, 8, 16)), jnp.float32), NamedSharding(mesh, TOKENS)
+        )
+        for _ in range(3)
+    )
+
+    def gradient(implementation):
+        def loss(bias, query, key, value):
+            config = SMALL_TILES if implementation == "interpret" else None
+            out = flash_attention(query, key, value, bias=bias, implementation=implementation, config=config)
+            return jnp.sum(jnp.sin(3 * out))
+
+        return jax.jit(jax.grad(loss))
+
+    bias = jax.device_put(jnp.zeros((1, 1, 128, 128)), NamedSharding(mesh, P()))
+    expected = gradient("xla")(bias, query, key, value)
+    got = gradient("interpret")(bias.astype(jnp.bfloat16), query, key, value)
+    assert got.dtype == jnp.bfloat16
+    assert got.shape == bias.shape
+    np.testing.assert_allclose(got.astype(jnp.float32), expected, rtol=2**-8, atol=1e-6)

@@ -14,6 +14,7 @@ from references.flash_attention_torch import flash_attention as reference
 from support import ON_GPU
 
 from pallas_attn import flash_attention
+from pallas_attn.ops.flash_attention import reference as by_xla
 from pallas_attn.testing import compare
 from pallas_attn.testing.flash_attention import FLASH_CASES, SMALL_TILES, FlashCase, make
 
@@ -249,3 +250,34 @@ def test_ranks_may_not_be_promoted():
         query, key = jnp.ones((1, 8, 2, 16)), jnp.ones((1, 8, 1, 16))
         out = flash_attention(query, key, key, causal=True, implementation="xla")
     np.testing.assert_allclose(out, 1.0, rtol=1e-6)
+
+
+def test_a_call_outside_jit_is_compiled_once(monkeypatch):
+    """By xla too, the derivative's passes included."""
+    made = []
+    chunks = by_xla.Chunks
+    monkeypatch.setattr(by_xla, "Chunks", lambda *args: made.append(args) or chunks(*args))
+    query, bias = jnp.ones((1, 9, 3, 16)), jnp.ones((1, 3, 9, 9))  # a shape of no other test
+    for compiled in (3, 0):
+        made.clear()
+        jax.grad(lambda *x: flash_attention(x[0], x[0], x[0], bias=x[1], implementation="xla").sum(), (0, 1))(
+            query, bias
+        )
+        assert len(made) == compiled
+
+
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+def test_a_bias_of_one_column_has_a_gradient_that_is_rounded_once(implementation):
+    """It moves log-sum-exps alone; what its row of keys adds up to would be off by some roundings."""
+    rng = np.random.default_rng(0)
+    query, key, value = (jnp.asarray(rng.standard_normal((1, 128, 4, 16)), jnp.bfloat16) for _ in range(3))
+    weight = jnp.asarray(rng.standard_normal((1, 128, 4)), jnp.float32)
+    config = SMALL_TILES if implementation == "interpret" else None
+
+    def loss(bias):
+        options = dict(bias=bias, return_lse=True, implementation=implementation, config=config)
+        return jnp.sum(weight * flash_attention(query, key, value, **options)[1])
+
+    found = jax.grad(loss)(jnp.zeros((1, 4, 1, 1), jnp.bfloat16))
+    expected = weight.sum(axis=1).reshape(1, 4, 1, 1)
+    np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=2**-8)

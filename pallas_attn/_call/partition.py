@@ -55,6 +55,8 @@ class Call:
     results: what the results' dimensions are.
     static: keyword arguments of `fn`, hashable.
     share: takes the place of `fn` for a device's share of the call, if it is another.
+    summed: kinds of dimensions that results lack because `fn` sums over them. It is then also given `axes`, those of
+        the mesh that they are split over, and sums over them, too.
     """
 
     function: str
@@ -63,6 +65,7 @@ class Call:
     results: tuple[str, ...]
     static: tuple[tuple[str, Any], ...]
     share: Function | None
+    summed: tuple[str, ...] | None
 
     @property
     def names(self) -> list[str]:
@@ -71,9 +74,12 @@ class Call:
     def runner(self, split: Mapping[str, Axes]) -> Function:
         """What every device runs on the operands it holds."""
         fn = self.share if self.share and any(split.values()) else self.fn
+        static = dict(self.static)
+        if self.summed is not None:
+            static["axes"] = tuple(axis for kind in self.summed for axis in split.get(kind, ()))
 
         def run(*operands: jax.Array) -> tuple[jax.Array, ...]:
-            return tuple(fn(dict(zip(self.names, operands, strict=True)), **dict(self.static)))
+            return tuple(fn(dict(zip(self.names, operands, strict=True)), **static))
 
         return run
 
@@ -95,12 +101,13 @@ def run(
     *,
     static: Mapping[str, Any],
     share: Function | None = None,
+    summed: tuple[str, ...] | None = None,
     implementation: str,
 ) -> tuple[jax.Array, ...]:
     """`fn(operands, **static)`; where the operands are sharded, on each device its part of it.
 
     Args:
-        function, fn, results, static, share: see `Call`.
+        function, fn, results, static, share, summed: see `Call`.
         dims: as there; may name operands that this call does not have.
         implementation: "xla" is plain jnp, which XLA partitions itself; inside "interpret" JAX cannot tell over which
             axes values vary.
@@ -110,7 +117,7 @@ def run(
             by JAX as a JaxRuntimeError that ends in our message, when XLA partitions the compiled function.
     """
     named = tuple((name, dims[name]) for name in operands)
-    call = Call(function, fn, named, results, tuple(sorted(static.items())), share)
+    call = Call(function, fn, named, results, tuple(sorted(static.items())), share, summed)
     arrays = tuple(operands.values())
     mesh = _mesh_of(arrays)
     auto = () if mesh is None else tuple(axis for axis in mesh.auto_axes if mesh.shape[axis] > 1)

@@ -35,10 +35,10 @@ class Span(NamedTuple):
 def sides(query_ids: jax.Array, key_ids: jax.Array) -> tuple[Side, Side]:
     """From ids [batch, tokens] of queries and keys, any int32. One array for both is looked at once."""
     if key_ids is query_ids:
-        (side,) = _sides(query_ids, [query_ids.shape[1]])
+        (side,) = _sides(query_ids, (query_ids.shape[1],))
         return side, side
     of_queries, of_keys = _sides(
-        jnp.concatenate([query_ids, key_ids], axis=1), [query_ids.shape[1], key_ids.shape[1]]
+        jnp.concatenate([query_ids, key_ids], axis=1), (query_ids.shape[1], key_ids.shape[1])
     )
     return of_queries, of_keys
 
@@ -59,13 +59,14 @@ def sides_of_lengths(cu_lens: jax.Array, tokens: int) -> tuple[Side, Side]:
     return of_queries, of_keys
 
 
-def _sides(ids: jax.Array, parts: list[int]) -> list[Side]:
+@functools.partial(jax.jit, static_argnames="parts")
+def _sides(ids: jax.Array, parts: tuple[int, ...]) -> list[Side]:
     """Of ids [batch, tokens], of which the first parts[0] are one side's, and so on."""
     found = jax.vmap(functools.partial(_sides_of_row, parts=parts))(ids)
     return [Side(*side) for side in found]
 
 
-def _sides_of_row(ids: jax.Array, parts: list[int]) -> list[tuple[jax.Array, jax.Array]]:
+def _sides_of_row(ids: jax.Array, parts: tuple[int, ...]) -> list[tuple[jax.Array, jax.Array]]:
     """In the order of the ids, each side's tokens of a rank lie together, and ascend: its first and its last are found
     by looking at neighbours, and written where the table has the rank. No two are written to one place.
     """

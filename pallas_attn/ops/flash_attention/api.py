@@ -76,11 +76,12 @@ def flash_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention of dense queries over dense keys and values, with gradients, in memory that grows with their number.
 
-    Nothing of size q_len x kv_len is made, forward or backward, but what the caller brings (`bias`, `mask`). Softmax
-    and accumulation are float32; the same inputs and config give the same bits, gradients too: nothing is summed in an
-    order that may change. Works inside jit, scan, vmap, checkpoint and shard_map; there are first derivatives in
-    reverse mode. All options combine. Keys and values that `causal` and `sliding_window` hide from every query may hold
-    anything, NaN included; what some query sees must be finite, or its neighbours may get NaN too.
+    Nothing of size q_len x kv_len is made, forward or backward, but what the caller brings (`bias`, `mask`, which are
+    spread over the keys where they have q_len rows of one element). Softmax and accumulation are float32; the same
+    inputs and config give the same bits, gradients too: nothing is summed in an order that may change. Works inside
+    jit, scan, vmap, checkpoint and shard_map; there are first derivatives in reverse mode. All options combine. Keys
+    and values that `causal` and `sliding_window` hide from every query may hold anything, NaN included; what some query
+    sees must be finite, or its neighbours may get NaN too.
 
     Args:
         query, key, value: [batch, q_len, num_heads, head_dim], [batch, kv_len, num_kv_heads, head_dim] and

@@ -45,7 +45,9 @@ def pairwise(check: ArgumentChecker, name: str, array: Any, dtypes: Any, group: 
     if len(array.shape) != 4 or any(n not in (1, most) for n, most in zip(array.shape, full, strict=True)):
         expected = "[batch={} or 1, num_heads={} or 1, q_len={} or 1, kv_len={} or 1]".format(*full)
         check.fail(name, f"shape {expected}", str(list(array.shape)))
-    batch, heads, queries, _ = array.shape
+    batch, heads, queries, keys = array.shape
+    if keys < full[-1] and array.dtype != jnp.bool_:
+        array = array.astype(jnp.float32)  # its gradient is a sum over keys, rounded once
     array = jnp.broadcast_to(array, (batch, heads, queries, full[-1]))
     return array.reshape(batch, *((1, 1) if heads == 1 else (heads // group, group)), queries, full[-1])
 

@@ -170,24 +170,24 @@ def _key_value_kernel(refs, d_key_ref, d_value_ref, *, problem: Problem, tiles: 
     walk.parts(mine, gradients)
 
 
-@functools.partial(jax.jit, static_argnames=("rules", "shape", "config", "lowering"))
+@functools.partial(jax.jit, static_argnames=("rules", "dtype", "config", "lowering"))
 def bias_gradient(
     operands: dict[str, jax.Array],
     *,
     rules: Rules,
-    shape: tuple[int, ...],
+    dtype: Any,
     config: FlashAttentionConfig,
     lowering: triton.Lowering = "pallas",
 ) -> jax.Array:
-    """Gradient of the bias, summed to `shape`: [batch or 1, num_kv_heads or 1, group or 1, q_len or 1, kv_len]."""
-    problem, tiles = Problem.of(operands, rules), config.key_value
+    """Gradient of the bias, of its shape: [batch or 1, num_kv_heads or 1, group or 1, q_len or 1, kv_len]."""
+    problem, tiles, shape = Problem.of(operands, rules), config.key_value, operands["bias"].shape
     q_blocks = problem.blocks("query", tiles.block_q) if shape[3] > 1 else 1
     (d_bias,) = triton.kernel_call(
         functools.partial(_bias_kernel, problem=problem, tiles=tiles, q_blocks=q_blocks, shape=shape),
         operands,
         name="pallas_attn_flash_attention_dbias",
         grid=(problem.blocks("key", tiles.block_kv) * q_blocks, shape[1] * shape[2], shape[0]),
-        out_shape=[jax.ShapeDtypeStruct(shape, operands["bias"].dtype)],
+        out_shape=[jax.ShapeDtypeStruct(shape, dtype)],
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         lowering=lowering,

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_attn._call import partition
 from pallas_attn._tile import derivative, softmax, weights
@@ -42,11 +43,19 @@ class Call:
     config: FlashAttentionConfig | None
     """The caller's own."""
 
-    def run(self, fn: Callable[..., Any], operands: Arrays, results: tuple[str, ...], **static: Any) -> Any:
-        static |= {"rules": self.rules, "passes": self.passes, "config": self.config}
-        dims = {name: self.dims(name, array.shape) for name, array in operands.items()}
-        name = self.passes.name
-        return partition.run(FUNCTION, fn, operands, dims, results, static=static, implementation=name)
+    def run(
+        self, fn: Callable[..., Any], operands: Arrays, results: tuple[str, ...], summed: Any = None
+    ) -> Any:
+        return partition.run(
+            FUNCTION,
+            fn,
+            operands,
+            {name: self.dims(name, array.shape) for name, array in operands.items()},
+            results,
+            static={"rules": self.rules, "passes": self.passes, "config": self.config},
+            summed=summed,
+            implementation=self.passes.name,
+        )
 
     def dims(self, name: str, shape: tuple[int, ...]) -> str:
         """What an operand's dimensions are. KV heads are the heads that may be sharded, the queries' too."""
@@ -95,13 +104,10 @@ def _gradients(call: Call, floats: Arrays, others: Arrays, results, cotangents, 
         of_sinks = jnp.exp(floats["sinks"][None, :, :, None] - jnp.where(lse == -jnp.inf, 0.0, lse))
         gradients["sinks"] = -jnp.sum(of_sinks * delta, axis=(0, 3))
     if "bias" in asked:
-        own = floats["bias"].shape
-        # Devices that share a bias have parts of its gradient each: those are summed here, where all are seen.
-        shape = own if jax.device_count() == 1 else (*lse.shape[:3], *own[3:])
-        (d_bias,) = call.run(_bias_gradient, operands, (call.dims("bias", shape),), own=own)
-        gradients["bias"] = jnp.sum(
-            d_bias, axis=[i for i, n in enumerate(own) if n != shape[i]], keepdims=True
-        ).astype(floats["bias"].dtype)
+        shape = floats["bias"].shape
+        shared = tuple(kind for kind, size in zip(("seqs", "heads"), shape, strict=False) if size == 1)
+        dims = (call.dims("bias", shape),)
+        (gradients["bias"],) = call.run(_bias_gradient, operands, dims, summed=shared)
     return gradients
 
 
@@ -113,7 +119,9 @@ def _backward(operands: Arrays, *, rules: Rules, passes: Passes, config: Any):
     return passes.backward(operands, rules=rules, config=config)
 
 
-def _bias_gradient(operands: Arrays, *, rules: Rules, passes: Passes, config: Any, own: tuple[int, ...]):
-    lead = own[:3] if jax.device_count() == 1 else operands["lse2"].shape[:3]
-    shape = (*lead, *own[3:])
-    return (passes.bias_gradient(operands, rules=rules, config=config, shape=shape),)
+def _bias_gradient(operands: Arrays, *, rules: Rules, passes: Passes, config: Any, axes: tuple[str, ...]):
+    """Devices that share a bias, those along `axes`, have parts of its gradient: what is rounded is their sum."""
+    own = operands["bias"].dtype
+    dtype = jnp.dtype(jnp.float32) if axes else own
+    part = passes.bias_gradient(operands, rules=rules, config=config, dtype=dtype)
+    return ((lax.psum(part, axes) if axes else part).astype(own),)

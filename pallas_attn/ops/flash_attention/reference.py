@@ -5,7 +5,7 @@ take some tens of megabytes.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -104,6 +104,7 @@ def _loop(count: int, step, carry, operands: dict[str, jax.Array]):
     return lax.fori_loop(0, count, step, sharding.vary(carry, sharding.varying_axes(operands)))
 
 
+@functools.partial(jax.jit, static_argnames=("rules", "config"))
 def forward(
     operands: dict[str, jax.Array], *, rules: Rules, config: None = None
 ) -> tuple[jax.Array, jax.Array]:
@@ -125,6 +126,7 @@ def forward(
     return chunks.as_given(out, "query"), lse2
 
 
+@functools.partial(jax.jit, static_argnames=("rules", "config"))
 def backward(
     operands: dict[str, jax.Array], *, rules: Rules, config: None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -168,10 +170,12 @@ def _of_chunk(operands: dict[str, jax.Array], chunk: Chunk, d_out: jax.Array) ->
     return weights, jnp.where(chunk.seen, weights * (d_weights - operands["delta"][..., None]), 0.0)
 
 
+@functools.partial(jax.jit, static_argnames=("rules", "dtype", "config"))
 def bias_gradient(
-    operands: dict[str, jax.Array], *, rules: Rules, shape: tuple[int, ...], config: None = None
+    operands: dict[str, jax.Array], *, rules: Rules, dtype: Any, config: None = None
 ) -> jax.Array:
     """As the kernel's."""
+    shape = operands["bias"].shape
     chunks = Chunks(operands, rules)
     d_out = chunks.by_head(operands["d_out"])
     summed = [axis for axis, size in enumerate(shape[:4]) if size == 1]
@@ -182,4 +186,4 @@ def bias_gradient(
         return lax.dynamic_update_slice_in_dim(whole, part, i * chunks.size, 4)
 
     zeros = jnp.zeros((*shape[:4], chunks.count * chunks.size), jnp.float32)
-    return _loop(chunks.count, step, zeros, operands)[..., : shape[4]].astype(operands["bias"].dtype)
+    return _loop(chunks.count, step, zeros, operands)[..., : shape[4]].astype(dtype)
