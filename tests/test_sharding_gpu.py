@@ -10,7 +10,7 @@ from eight_devices import moved
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_attn import mla_decode, mla_schedule, paged_attention, write_kv
+from pallas_attn import flash_attention, mla_decode, mla_schedule, paged_attention, write_kv
 
 pytestmark = pytest.mark.gpu
 SEQS, PAGES, TABLE = 8, 96, 12
@@ -91,3 +91,26 @@ def test_write_kv_in_place(mesh, implementation):
     text = check(mesh, write, (*arrays, slots), (new, new, POOL, POOL, P()), donate=(2, 3))
     share = f"bf16[24,16,{8 // jax.device_count()},128]"
     assert not [line for line in text.splitlines() if f"= {share}" in line and " copy(" in line]
+
+
+@pytest.mark.parametrize("implementation", ["pallas", "triton"])
+@pytest.mark.parametrize("tokens", [P(None, None, "x"), P("x")], ids=["heads", "seqs"])
+def test_gradients_of_flash_attention(mesh, tokens, implementation):
+    """A bias that all share has a part of its gradient on each device: those are summed, and nothing larger moves."""
+    arrays = [normal(seed, 4, 256, heads, 64) for seed, heads in enumerate((8, 4, 4))]
+    arrays.append(normal(3, 1, 1, 256, 256))
+    weight = normal(4, 4, 256, 8, 64)
+
+    def loss(query, key, value, bias):
+        out = flash_attention(query, key, value, bias=bias, causal=True, implementation=implementation)
+        return jnp.sum((out * weight).astype(jnp.float32))
+
+    gradients = jax.jit(jax.grad(loss, (0, 1, 2, 3)))
+    expected = gradients(*jax.device_put(arrays, jax.devices()[0]))
+    specs = (tokens, tokens, tokens, P())
+    spread = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays, specs, strict=True)]
+    compiled = gradients.lower(*spread).compile()
+    assert max(moved(compiled)) <= 256 * 256
+    for found, wanted in zip(compiled(*spread), expected, strict=True):
+        assert float(jnp.abs(wanted).max()) > 0.1
+        np.testing.assert_allclose(np.float32(found), np.float32(wanted), atol=2e-2, rtol=2e-2)
