@@ -70,7 +70,7 @@ def run_tune(options: TuneOptions) -> int:
     configs.save(path, merged, device=device.kind, jax=jax.__version__)
     out.print(f"wrote {path}", soft_wrap=True)
     if root != configs.packaged_configs():
-        out.print(f"calls read it while {configs.CONFIGS_VARIABLE}={root} is set", soft_wrap=True)
+        out.print(f"calls read it while {configs.CONFIGS_VARIABLE}={root.resolve()} is set", soft_wrap=True)
     return 0
 
 
