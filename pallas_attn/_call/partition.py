@@ -65,7 +65,7 @@ class Call:
     results: tuple[str, ...]
     static: tuple[tuple[str, Any], ...]
     share: Function | None
-    summed: tuple[str, ...] | None
+    summed: tuple[str, ...] | None = None
 
     @property
     def names(self) -> list[str]:
