@@ -168,25 +168,6 @@ def test_missing_query_lengths_are_inferred_where_all_is_pure(implementation):
         )
 
 
-def test_what_might_be_decoding_or_prompts_is_asked_for():
-    """As many queries as sequences and as keys: two tokens of one sequence beside an empty one, or one of each."""
-    arrays = [jnp.ones((2, 1, 16))] * 3
-    layout = builders.dense_causal(16, block_size=16)
-
-    def call(arrays, lengths):
-        return pallas_attn.blocksparse_attention(*arrays, layout, cu_k_lens=lengths, implementation="xla")
-
-    asked = (
-        "'cu_q_lens': expected an array where there are as many queries as sequences and as keys, got None"
-    )
-    with pytest.raises(ValueError, match=asked):
-        call(arrays, jnp.array([0, 2, 2]))
-    with pytest.raises(ValueError, match=asked):
-        jax.jit(call)(arrays, jnp.array([0, 1, 2]))
-    np.testing.assert_array_equal(call(arrays, jnp.array([0, 1, 2])), 1.0)
-    np.testing.assert_array_equal(jax.jit(call)([x[:1] for x in arrays], jnp.array([0, 1])), 1.0)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_traced_layout_that_points_outside_spoils_its_own_rows_alone(implementation):

@@ -116,3 +116,22 @@ def test_no_gradient_of_a_wrong_layout_looks_right(which, implementation):
         known = ~np.isnan(got)
         assert np.abs(expected).max() > 0.1
         np.testing.assert_allclose(got[known], expected[known], atol=2e-5)
+
+
+def test_what_might_be_decoding_or_prompts_is_asked_for():
+    """As many queries as sequences and as keys: two tokens of one sequence beside an empty one, or one of each."""
+    arrays = [jnp.ones((2, 1, 16))] * 3
+    layout = builders.dense_causal(16, block_size=16)
+
+    def call(arrays, lengths):
+        return blocksparse_attention(*arrays, layout, cu_k_lens=lengths, implementation="xla")
+
+    asked = (
+        "'cu_q_lens': expected an array where there are as many queries as sequences and as keys, got None"
+    )
+    with pytest.raises(ValueError, match=asked):
+        call(arrays, jnp.array([0, 2, 2]))
+    with pytest.raises(ValueError, match=asked):
+        jax.jit(call)(arrays, jnp.array([0, 1, 2]))
+    np.testing.assert_array_equal(call(arrays, jnp.array([0, 1, 2])), 1.0)
+    np.testing.assert_array_equal(jax.jit(call)([x[:1] for x in arrays], jnp.array([0, 1])), 1.0)

@@ -290,15 +290,12 @@ def test_keys_say_what_decides(op, facts):
         assert set(facts) <= point.key().keys()
 
 
-def test_a_call_takes_what_was_measured_in_a_part_of_its_page(times, tmp_path, monkeypatch):
+def test_a_call_takes_what_was_measured_in_a_part_of_its_page(times, tmp_path):
     """Calls know of tables, not of lengths."""
     (entry,) = tuned(tmp_path, [], "--max-len", "10", "--page-size", "64")
     assert entry["measured"]["max_len"] == 64
-    point = next(
-        iter(
-            OPS["paged_attention"].variants(2, 10, **SIZES | dict(page_size=64, num_heads=2, num_kv_heads=1))
-        )
-    )
+    sizes = SIZES | dict(page_size=64, num_heads=2, num_kv_heads=1)
+    (point,) = OPS["paged_attention"].variants(2, 10, **sizes)
     assert entries.serving(point, [entry]) is entry
     assert entry["key"]["max_len"] == [16, 256]
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn import PageAllocator, PagedKVCache, PagedLatentCache
-from pallas_attn._call.checks import LEAST_FLOAT32, check_int, fail, plain
+from pallas_attn._call.checks import check_int, fail
 from pallas_attn._call.optional import needs_extra
 
 with needs_extra("models", user="pallas_attn.models.generate"):
@@ -173,7 +173,7 @@ def generate(
     graph, weights = nnx.split(model)
     static: dict[str, Any] = {
         "graph": graph,
-        "greedy": plain(temperature) < LEAST_FLOAT32,
+        "greedy": sampling.is_greedy(temperature),
         "stop_token_ids": checked_tokens("generate", "stop_token_ids", stop_token_ids),
     }
 

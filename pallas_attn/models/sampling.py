@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn._call.checks import LARGEST_FLOAT32, LEAST_FLOAT32, check_int, fail, plain
+from pallas_attn._call.checks import LARGEST_FLOAT32, LEAST_FLOAT32, check_int, fail, is_number, plain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        return plain(self.temperature) < LEAST_FLOAT32
+        return is_greedy(self.temperature)
 
 
 class Rows(NamedTuple):
@@ -61,9 +61,13 @@ class Rows(NamedTuple):
         self.seed[row] = sampling.seed
 
 
+def is_greedy(temperature: Any) -> bool:
+    return plain(temperature) < LEAST_FLOAT32
+
+
 def check(function: str, temperature: Any, top_p: Any, seed: Any) -> None:
     for name, value in (("temperature", temperature), ("top_p", top_p)):
-        if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        if not is_number(value):
             fail(function, name, "a number", f"{value!r:.40} of type {type(value).__name__}", TypeError)
     if not 0 <= plain(temperature) <= LARGEST_FLOAT32:
         fail(function, "temperature", "a finite number of at least 0", str(temperature))
