@@ -72,15 +72,14 @@ class Waves:
         left = programs * self.piece_kb / self.num_cores if pieces > 1 else 0.0
         return walking * DEALING + starts + DEALING_KB + left
 
-    def weighed(self, pieces: int) -> float:
-        """The cost, and what finer pieces have to gain beside it."""
-        more = (self.streams * pieces - 1) // (FEW_PROGRAMS * self.num_cores)
-        return self.cost(pieces) * (1 + FINER * more)
-
     def pieces(self, least_tokens: int, least_programs: int = 1) -> int:
         """Of each walk those that cost least, none shorter than `least_tokens`: as many programs as asked for, where
         that allows."""
         most = max(1, min(self.tokens // least_tokens, MOST_PROGRAMS * self.num_cores // self.streams))
 
+        def cost(pieces: int) -> float:
+            more = (self.streams * pieces - 1) // (FEW_PROGRAMS * self.num_cores)
+            return self.cost(pieces) * (1 + FINER * more)
+
         least = ceil_div(least_programs, self.streams)
-        return min(range(least if least <= most else 1, most + 1), key=self.weighed)
+        return min(range(least if least <= most else 1, most + 1), key=cost)

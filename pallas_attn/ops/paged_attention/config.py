@@ -26,9 +26,9 @@ SMALL_TILE, LARGE_TILE = (32, 4, 5), (128, 4, 3)
 # Small tiles leave room for a fifth program, where four are planned that run at once the GPU deals five and three: with
 # one more buffer four fit. It takes longer to fill: not for pieces of fewer tokens.
 APART_TILE, AT_ONCE, APART_TOKENS = (32, 4, 7), 4, 512
-# Of more walks than run at once a last wave is left, which fewer programs with larger tiles may fill better. By so much
-# of the cost, or small tiles stay; and where there are so many waves as this the last is little.
-MIDDLE_TILE, FILLED, MANY_WAVES = (64, 4, 5), 0.95, 3
+# More walks than run at once leave a last wave that is not full: fewer programs with larger tiles lose less by it, and
+# need no finer pieces, up to so many waves. Unless the tile above fills its waves to this part, which is better still.
+MIDDLE_TILE, MANY_WAVES, FILLED = (64, 4, 5), 3, 0.9
 # And where products are turned, with so many rows at most and so wide heads: four programs share a multiprocessor.
 TURNED_TILE, TURNED_ROWS, TURNED_WIDTHS = (64, 2, 3), 8, (64, 128)
 # Narrower tokens are walked over no faster.
@@ -97,8 +97,8 @@ def heuristic(
     least_tokens = measured.get("min_split_tokens", FINE_TOKENS if fine else 256)
     may_be_whole = max_len <= WHOLE_TOKENS
 
-    def plan(tile: tuple[int, int, int], dealt: bool) -> tuple[float, float, dict[str, int]]:
-        """(cost, cost with what finer pieces have to gain, fields)"""
+    def plan(tile: tuple[int, int, int], dealt: bool, pieces: int = 0) -> tuple[float, dict[str, int]]:
+        """(cost, fields); of so many pieces of each walk, or of those that cost least."""
         chosen = room.tile(block_q, *tile) | measured
         waves = Waves(
             streams=programs,
@@ -114,11 +114,11 @@ def heuristic(
         )
         evening = EVENING if waves.resident > 1 else EVENING_ALONE
         least_programs = 1 if may_be_whole else int(evening * device.num_cores)
-        pieces = waves.pieces(max(least_tokens, chosen["block_kv"]), least_programs) if dealt else 1
+        if not pieces:
+            pieces = waves.pieces(max(least_tokens, chosen["block_kv"]), least_programs) if dealt else 1
         # Beside very many sequences a long one is cut into shares of what runs at once, not into finer ones.
         target = programs * pieces if pieces > 1 else min(programs, max(4 * device.num_cores, waves.slots))
-        fields = {"target_programs": target, "num_splits": int(not dealt), **chosen}
-        return waves.cost(pieces), waves.weighed(pieces), fields
+        return waves.cost(pieces), {"target_programs": target, "num_splits": int(not dealt), **chosen}
 
     # Few programs and short sequences want small tiles. So does what is dealt where four such programs share a
     # multiprocessor: sequences of one length lose 1% by it at most, others gain up to 40% (EXPERIMENTS.md, row 71).
@@ -127,21 +127,20 @@ def heuristic(
     cut = plan(usual, dealt=True)
     if usual == SMALL_TILE and room.keeps_apart(block_q):
         apart = plan(APART_TILE, dealt=True)
-        target = apart[-1]["target_programs"]
+        target = apart[1]["target_programs"]
         least = max(programs, (AT_ONCE - 1) * device.num_cores + 1)
         one_wave = room.resident(block_q, *SMALL_TILE) * device.num_cores
         if least <= target <= min(AT_ONCE * device.num_cores, programs * max_len // APART_TOKENS):
             cut = apart
-        elif one_wave < programs <= MANY_WAVES * one_wave:
-            fewer = min(apart, plan(MIDDLE_TILE, dealt=True), key=lambda found: found[1])
-            cut = fewer if fewer[1] < FILLED * cut[1] else cut
-    plans = [] if may_be_whole and cut[-1]["target_programs"] <= programs else [cut]
+        elif not may_be_whole and "block_kv" not in measured and one_wave < programs <= MANY_WAVES * one_wave:
+            cut = plan(room.filling(block_q, programs), dealt=True, pieces=1)
+    plans = [] if may_be_whole and cut[1]["target_programs"] <= programs else [cut]
     if may_be_whole:
         plans.append(plan(usual, dealt=False))
         if programs <= device.num_cores:
             # One wave of programs that have a multiprocessor each, with nothing cut to keep it busy.
             plans.append(plan(LARGE_TILE, dealt=False))
-    _, _, fields = min(plans, key=lambda found: found[0])
+    _, fields = min(plans, key=lambda found: found[0])
     if "target_programs" in measured:
         fields["num_splits"] = int(may_be_whole and 2 * programs >= measured["target_programs"])
     return PagedAttentionConfig(
@@ -228,6 +227,15 @@ class _Room:
         """Whether one more buffer leaves room for those small tiles that are planned, and for no more."""
         few, more = self.resident(block_q, *APART_TILE), self.resident(block_q, *SMALL_TILE)
         return few == AT_ONCE < more
+
+    def filling(self, block_q: int, programs: int) -> tuple[int, int, int]:
+        """The tile with which so many programs, more than run at once, leave least idle."""
+
+        def filled(tile: tuple[int, int, int]) -> float:
+            waves = programs / (self.resident(block_q, *tile) * self.device.num_cores)
+            return waves / math.ceil(waves)
+
+        return APART_TILE if filled(APART_TILE) > max(FILLED, filled(MIDDLE_TILE)) else MIDDLE_TILE
 
     def _fits(self, block_q: int, block_kv: int, num_stages: int) -> bool:
         """Measured on compiled kernels: two buffers for tiles of keys and values, three in a deep pipeline of
