@@ -27,7 +27,7 @@ SMALL_TILE, LARGE_TILE = (32, 4, 5), (128, 4, 3)
 # one more buffer four fit. It takes longer to fill: not for pieces of fewer tokens.
 APART_TILE, AT_ONCE, APART_TOKENS = (32, 4, 7), 4, 512
 # More walks than run at once leave a last wave that is not full: fewer programs with larger tiles lose less by it, and
-# need no finer pieces, up to so many waves. Unless the tile above fills its waves to this part, which is better still.
+# need no finer pieces, up to so many waves. Unless small tiles fill theirs to this part, which is better still.
 MIDDLE_TILE, MANY_WAVES, FILLED = (64, 4, 5), 3, 0.9
 # And where products are turned, with so many rows at most and so wide heads: four programs share a multiprocessor.
 TURNED_TILE, TURNED_ROWS, TURNED_WIDTHS = (64, 2, 3), 8, (64, 128)
@@ -129,11 +129,15 @@ def heuristic(
         apart = plan(APART_TILE, dealt=True)
         target = apart[1]["target_programs"]
         least = max(programs, (AT_ONCE - 1) * device.num_cores + 1)
-        one_wave = room.resident(block_q, *SMALL_TILE) * device.num_cores
         if least <= target <= min(AT_ONCE * device.num_cores, programs * max_len // APART_TOKENS):
             cut = apart
-        elif not may_be_whole and "block_kv" not in measured and one_wave < programs <= MANY_WAVES * one_wave:
-            cut = plan(room.filling(block_q, programs), dealt=True, pieces=1)
+        elif (
+            max_len > APART_TOKENS
+            and 1 < room.waves(block_q, SMALL_TILE, programs) <= MANY_WAVES
+            and "block_kv" not in measured
+        ):
+            usual = room.filling(block_q, programs, [SMALL_TILE] if may_be_whole else [SMALL_TILE, APART_TILE])
+            cut = plan(usual, dealt=True, pieces=1)
     plans = [] if may_be_whole and cut[1]["target_programs"] <= programs else [cut]
     if may_be_whole:
         plans.append(plan(usual, dealt=False))
@@ -228,14 +232,21 @@ class _Room:
         few, more = self.resident(block_q, *APART_TILE), self.resident(block_q, *SMALL_TILE)
         return few == AT_ONCE < more
 
-    def filling(self, block_q: int, programs: int) -> tuple[int, int, int]:
-        """The tile with which so many programs, more than run at once, leave least idle."""
+    def waves(self, block_q: int, tile: tuple[int, int, int], programs: int) -> float:
+        """In which so many programs run."""
+        return programs / (self.resident(block_q, *tile) * self.device.num_cores)
+
+    def filling(
+        self, block_q: int, programs: int, tiles: list[tuple[int, int, int]]
+    ) -> tuple[int, int, int]:
+        """One of the tiles or the middle one, for more programs than run at once."""
 
         def filled(tile: tuple[int, int, int]) -> float:
-            waves = programs / (self.resident(block_q, *tile) * self.device.num_cores)
+            waves = self.waves(block_q, tile, programs)
             return waves / math.ceil(waves)
 
-        return APART_TILE if filled(APART_TILE) > max(FILLED, filled(MIDDLE_TILE)) else MIDDLE_TILE
+        best = max(tiles, key=filled)
+        return best if filled(best) > max(FILLED, filled(MIDDLE_TILE)) else MIDDLE_TILE
 
     def _fits(self, block_q: int, block_kv: int, num_stages: int) -> bool:
         """Measured on compiled kernels: two buffers for tiles of keys and values, three in a deep pipeline of
