@@ -30,6 +30,9 @@ FEW_DIMS = [(64, 128, 3), *LONG]
 LATENT = [(64, 32, 4), (64, 32, 3), (64, 32, 2), (32, 32, 2), (16, 16, 1)]
 SHORT = [(128, 3), (64, 3), (32, 3), (16, 2), (16, 1)]
 RESERVED_KB = 3  # of shared memory, for page ids and reductions
+# Where tables hold more than this, sequences that are decoded may differ, and are cut as lengths ask for: the longest
+# alone would keep the call waiting.
+WHOLE_TOKENS = 1024
 SUMS = 128 * 256  # elements of output that a program of 8 warps has registers for
 
 
@@ -40,7 +43,7 @@ class RaggedTiles(SplitKVConfig):
     block_q: query rows (tokens x heads) of one sequence and KV head that a program serves, a power of two >= 16.
     block_kv: tokens a program takes in per step, a power of two >= 16.
     num_splits: most pieces the keys of a block of rows are cut into. How many are used follows from the lengths at
-        run time.
+        run time; room is taken for so many of every block, but in a short launch for what lengths can ask for.
     min_split_tokens: a piece shorter than this costs more in merging than it gains in parallelism.
     target_programs: programs, over the whole device, that the run-time cut aims at.
     num_warps, num_stages: Triton's warps per program and depth of software pipelining.
@@ -139,6 +142,8 @@ def heuristic(
         if tokens <= (min(widest, 64) if narrow else widest) and fits(short_q, tokens, stages)
     )
     short = tiles(short_q, block_kv, stages, num_seqs * num_kv_heads, 4, 4)
+    if max_len > WHOLE_TOKENS:
+        short = dataclasses.replace(short, num_splits=max_len // short.min_split_tokens)
     return RaggedAttentionConfig(
         dataclasses.replace(long, **measured.get("long", {})),
         dataclasses.replace(short, **measured.get("short", {})),

@@ -16,9 +16,10 @@ import numpy as np
 
 from pallas_attn._tile import masking, merge, narrow, quantization, result, rows, softmax, triton
 from pallas_attn._tile.layout import PoolShape
+from pallas_attn.ops.ragged_attention import pieces
 from pallas_attn.ops.ragged_attention.blocks import Block, Lens
 from pallas_attn.ops.ragged_attention.config import RaggedAttentionConfig
-from pallas_attn.ops.ragged_attention.pieces import BlockPieces, count
+from pallas_attn.ops.ragged_attention.pieces import Share, count
 from pallas_attn.ops.ragged_attention.problem import Problem
 from pallas_attn.ops.ragged_attention.scores import Scores
 from pallas_attn.ops.ragged_attention.sources import NewTokens, Pages, Sources
@@ -122,9 +123,7 @@ def _launch(problem: Problem, query, sources, lens, extras, done, out_dtype, low
         extras,
         done,
         name=name,
-        # The programs of a KV head start together, and what they read stays in the L2. Pieces that most blocks do not
-        # have come last.
-        grid=(problem.num_cut, problem.pool.num_kv_heads, problem.config.num_splits),
+        grid=problem.grid,
         out_shape=result.shapes(
             problem, problem.value_dim, out_dtype, final=(problem.num_tokens, problem.num_heads)
         ),
@@ -136,11 +135,12 @@ def _launch(problem: Problem, query, sources, lens, extras, done, out_dtype, low
     return merge.merge(
         outputs,
         (lens,),
-        functools.partial(BlockPieces, problem),
+        functools.partial(pieces.decoded if problem.is_short else pieces.BlockPieces, problem),
         name=f"{name}_combine",
         problem=problem,
         num_cut=problem.num_cut,
-        most_pieces=problem.config.num_splits,
+        most_pieces=problem.most_pieces,
+        counted=problem.is_short,
         rows_of=functools.partial(_rows_to_merge, problem),
         lowering=lowering,
     )
@@ -155,31 +155,29 @@ def _rows_to_merge(problem: Problem, lens_refs: dict[str, Refs], place, flat: ja
 
 
 def _attend_kernel(query_ref, source_refs, lens_refs, extra_refs, _done, *out_refs, problem: Problem):
-    place, kv_head, split = (triton.program_id(axis) for axis in range(3))
-    # The last rows of a prompt see the most keys: what takes longest begins first.
-    place = problem.num_cut - 1 - place
+    slot, kv_head, split = (triton.program_id(axis) for axis in range(3))
     problem = problem.with_window(lens_refs)
     lens = Lens(problem.ragged, lens_refs)
-    block, mine = problem.find(lens, place)
 
-    @triton.when(mine)
-    def _():
-        in_pages, seq_len, bad = problem.lengths(lens, block)
-        spans = problem.spans(block, in_pages, seq_len)
-        num_tiles = count(spans)
-        piece_tiles = BlockPieces(problem, lens_refs).tiles(num_tiles)
+    def serve(share: Share):
+        block, mine = problem.find(lens, share.block)
 
-        # The first piece of a block that sees nothing has no tiles but still writes the output.
-        @triton.when((split * piece_tiles < num_tiles) | (split == 0))
+        @triton.when(mine)
         def _():
-            begin = split * piece_tiles
-            share = (begin, jnp.minimum(begin + piece_tiles, num_tiles))
-            done = _attend(
-                problem, block, kv_head, spans, share, seq_len, query_ref, source_refs, extra_refs,
-                with_sink=(split == 0) & (seq_len > 0),
-            )  # fmt: skip
-            piece = place * problem.config.num_splits + split
-            result.store(done.poisoned(bad), out_refs, piece, num_tiles <= piece_tiles)
+            in_pages, seq_len, bad = problem.lengths(lens, block)
+            spans = problem.spans(block, in_pages, seq_len)
+            begin, end, is_all = share.tiles(count(spans))
+
+            # The first piece of a block that sees nothing has no tiles but still writes the output.
+            @triton.when((begin < end) | share.is_first)
+            def _():
+                done = _attend(
+                    problem, block, kv_head, spans, (begin, end), seq_len, query_ref, source_refs, extra_refs,
+                    with_sink=share.is_first & (seq_len > 0),
+                )  # fmt: skip
+                result.store(done.poisoned(bad), out_refs, share.place, is_all)
+
+    pieces.of_launch(problem)(lens_refs).serve(slot, split, serve)
 
 
 def _attend(

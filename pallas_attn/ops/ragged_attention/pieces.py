@@ -1,24 +1,42 @@
 """How the keys of a block of query rows are cut into pieces, so that few blocks with long contexts fill the device.
 
-All pieces of a launch have the same number of tiles, or fewer. Programs run in rounds of as many as the device holds,
-so the length is the one whose rounds take the least time, and of those the longest. Every program derives it from all
-lengths (a few kilobytes out of the L2): cheaper than a launch to precompute it.
+Sequences that are decoded are one block each, and dealt as in every op (`_tile/pieces.py`): shares of the batch's work,
+however lengths are distributed.
+
+Where a sequence has many blocks, all pieces of a launch have the same number of tiles, or fewer. Programs run in rounds
+of as many as the device holds, so the length is the one whose rounds take the least time, and of those the longest.
+Every program derives it from all lengths (a few kilobytes out of the L2): cheaper than a launch to precompute it.
 """
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn._tile import triton
-from pallas_attn._tile.pieces import Cut, ceil_div
+from pallas_attn._tile.pieces import Cut, FairPieces, Pieces, WholePieces, ceil_div
 from pallas_attn.ops.ragged_attention.blocks import Lens
 from pallas_attn.ops.ragged_attention.problem import Problem
 from pallas_attn.ops.ragged_attention.spans import Span
 
 # What merging costs must be gained: more pieces only for so much less time.
 WORTH_CUTTING = np.float32(1.03)
+
+
+class Share(NamedTuple):
+    """What a program serves."""
+
+    block: jax.Array
+    """The place of the block of query rows."""
+    is_first: jax.Array
+    """Of the block's pieces."""
+    place: jax.Array
+    """Of the partial result, if the block has several."""
+    tiles: Callable[[jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
+    """Of the number that the block walks: (begin, end, whether that is all)."""
 
 
 class BlockPieces:
@@ -28,12 +46,14 @@ class BlockPieces:
         self._problem = problem.with_window(lens_refs)
         self._lens = Lens(problem.ragged, lens_refs)
 
-    def tiles(self, num_tiles: jax.Array) -> jax.Array:
-        """Tiles in a piece of a block that walks `num_tiles`, at least 1."""
-        if self._problem.config.num_splits == 1:
-            return jnp.maximum(num_tiles, 1)
-        pieces = jnp.clip(ceil_div(num_tiles, self._longest()), 1, self._problem.config.num_splits)
-        return jnp.maximum(ceil_div(num_tiles, pieces), 1)
+    def serve(self, place: jax.Array, split: jax.Array, served: Callable[[Share], None]) -> None:
+        def tiles(num_tiles: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+            each = self._tiles(num_tiles)
+            return split * each, jnp.minimum((split + 1) * each, num_tiles), num_tiles <= each
+
+        # The last rows of a prompt see the most keys: what takes longest begins first.
+        place = self._problem.num_cut - 1 - place
+        served(Share(place, split == 0, place * self._problem.config.num_splits + split, tiles))
 
     def cut(self, which: jax.Array) -> Cut:
         """As of any `Cuts`; what is cut here is no sequence but the block at a place."""
@@ -41,8 +61,15 @@ class BlockPieces:
         block, mine = problem.find(self._lens, place)
         in_pages, seq_len, _ = problem.lengths(self._lens, block)
         num_tiles = count(problem.spans(block, in_pages, seq_len))
-        pieces = jnp.where(mine, ceil_div(num_tiles, self.tiles(num_tiles)), 0)
+        pieces = jnp.where(mine, ceil_div(num_tiles, self._tiles(num_tiles)), 0)
         return Cut(place, place * problem.config.num_splits, pieces)
+
+    def _tiles(self, num_tiles: jax.Array) -> jax.Array:
+        """Tiles in a piece of a block that walks `num_tiles`, at least 1."""
+        if self._problem.config.num_splits == 1:
+            return jnp.maximum(num_tiles, 1)
+        pieces = jnp.clip(ceil_div(num_tiles, self._longest()), 1, self._problem.config.num_splits)
+        return jnp.maximum(ceil_div(num_tiles, pieces), 1)
 
     def _longest(self) -> jax.Array:
         """Tiles of the longest piece of any block."""
@@ -67,6 +94,37 @@ class BlockPieces:
         rounds = jnp.floor(work / (length * config.target_programs) + np.float32(1 - 2**-10))
         time = jnp.maximum(rounds, 1) * length
         return jnp.max(jnp.where(time <= jnp.min(time) * WORTH_CUTTING, length, 0)).astype(jnp.int32)
+
+
+class DecodedPieces:
+    """Those of sequences in one block each."""
+
+    def __init__(self, problem: Problem, lens_refs: dict[str, Any]):
+        self._pieces = decoded(problem, lens_refs)
+
+    def serve(self, slot: jax.Array, _: jax.Array, served: Callable[[Share], None]) -> None:
+        @triton.when(slot < self._pieces.num())
+        def _():
+            piece = self._pieces.at(slot)
+
+            def tiles(num_tiles: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+                return *piece.tiles(num_tiles), jnp.equal(piece.count, 1)
+
+            served(Share(piece.seq, jnp.equal(piece.index, 0), jnp.asarray(piece.place), tiles))
+
+
+def decoded(problem: Problem, lens_refs: dict[str, Any]) -> Pieces:
+    """How the sequences of a short launch are cut."""
+    if not problem.decoded.most_cuts:
+        return WholePieces(problem.decoded)
+    problem, lens = problem.with_window(lens_refs), Lens(problem.ragged, lens_refs)
+    block, mine = problem.find(lens, jnp.arange(triton.next_power_of_2(problem.num_seqs)))
+    in_pages, seq_len, _ = problem.lengths(lens, block)
+    return FairPieces(problem.decoded, jnp.where(mine, count(problem.spans(block, in_pages, seq_len)), 0))
+
+
+def of_launch(problem: Problem) -> Callable[[dict[str, Any]], BlockPieces | DecodedPieces]:
+    return functools.partial(DecodedPieces if problem.is_short else BlockPieces, problem)
 
 
 def count(spans: list[Span]) -> jax.Array:

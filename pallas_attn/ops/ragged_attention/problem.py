@@ -2,17 +2,29 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn._tile import masking, triton
-from pallas_attn._tile.problem import PagedCall
+from pallas_attn._tile.pieces import TO_NEAREST
+from pallas_attn._tile.problem import PagedCall, SplitKVProblem
 from pallas_attn.ops.ragged_attention.blocks import Block, Lens, Ragged
 from pallas_attn.ops.ragged_attention.config import RaggedTiles
 from pallas_attn.ops.ragged_attention.spans import Span, span
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decoded(SplitKVProblem):
+    """Sequences in one block each, as they are dealt: what is called their lengths are the tiles that they walk."""
+
+    rounding: ClassVar[float] = TO_NEAREST
+    finer: ClassVar[int] = 4
+
+    def num_tiles(self, seq_len: jax.Array) -> jax.Array:
+        return seq_len
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,9 +69,28 @@ class Problem(PagedCall):
         return self.config.block_q
 
     @property
+    def decoded(self) -> Decoded:
+        """The sequences of a short launch."""
+        sizes = {field.name: getattr(self, field.name) for field in dataclasses.fields(PagedCall)}
+        return Decoded(**sizes, q_len=1, scale=self.scale, config=self.config)
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        # The programs of a KV head start together, and what they read stays in the L2. Pieces that most blocks do not
+        # have come last.
+        if self.is_short:
+            return self.decoded.num_slots, self.pool.num_kv_heads, 1
+        return self.num_cut, self.pool.num_kv_heads, self.config.num_splits
+
+    @property
     def num_cut(self) -> int:
-        """Places for blocks: in the short launch, one a sequence."""
-        return self.num_seqs if self.is_short else self.ragged.places(self.rows)
+        """Sequences that may be cut; where they have several blocks, places for these."""
+        return self.decoded.most_cut if self.is_short else self.ragged.places(self.rows)
+
+    @property
+    def most_pieces(self) -> int:
+        """Of one of these."""
+        return self.decoded.most_pieces if self.is_short else self.config.num_splits
 
     @property
     def fixed_pieces(self) -> bool:
@@ -69,6 +100,8 @@ class Problem(PagedCall):
     @property
     def num_places(self) -> int:
         """Partial results there is room for; 0 if no block is ever cut."""
+        if self.is_short:
+            return self.decoded.num_places
         return self.num_cut * self.config.num_splits if self.config.num_splits > 1 else 0
 
     def with_window(self, lens_refs: dict[str, Any]) -> "Problem":
