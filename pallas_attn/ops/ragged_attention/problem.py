@@ -76,10 +76,11 @@ class Problem(PagedCall):
 
     @property
     def grid(self) -> tuple[int, int, int]:
-        # The programs of a KV head start together, and what they read stays in the L2. Pieces that most blocks do not
-        # have come last.
+        """Pieces that few blocks have come last."""
         if self.is_short:
-            return self.decoded.num_slots, self.pool.num_kv_heads, 1
+            # Programs of neighbouring KV heads start together: in the NHD layout they read neighbouring bytes.
+            return self.pool.num_kv_heads, self.decoded.num_slots, 1
+        # The programs of a KV head start together, and what they read stays in the L2.
         return self.num_cut, self.pool.num_kv_heads, self.config.num_splits
 
     @property
