@@ -1,0 +1,103 @@
+"""Decoded sequences of `ragged_paged_attention` are dealt by work, however lengths are distributed."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from references.ragged_attention_torch import ragged_paged_attention as reference
+from support import ON_GPU
+
+import pallas_attn
+from pallas_attn import RaggedAttentionConfig, RaggedTiles
+from pallas_attn._call.device import Device
+from pallas_attn._tile.layout import PoolShape
+from pallas_attn._tile.masking import Rules
+from pallas_attn._tile.pieces import FairPieces
+from pallas_attn.ops.ragged_attention.config import heuristic
+from pallas_attn.ops.ragged_attention.problem import Problem
+from pallas_attn.testing import cases, compare, inputs
+
+H100 = Device("gpu", "NVIDIA H100 80GB HBM3", 132, 90)
+MIB = 1 << 20
+
+
+def short(num_seqs: int, columns: int) -> Problem:
+    """The launch for decoded sequences of 32 over 8 heads of 128, as an H100 takes it."""
+    sizes = dict(num_tokens=num_seqs, num_seqs=num_seqs, value_dim=128)
+    config = heuristic(
+        **sizes,
+        num_kv_heads=8,
+        group=4,
+        head_dim=128,
+        itemsize=2,
+        query_itemsize=2,
+        max_len=16 * columns,
+        latent=False,
+        device=H100,
+    )
+    assert config.short is not None
+    return Problem(
+        **sizes,
+        num_heads=32,
+        max_pages=columns,
+        pool=PoolShape(9000, 16, 8, 128),
+        scale=1.0,
+        layout="NHD",
+        rules=Rules(None, None, None),
+        causal=True,
+        max_tree=0,
+        new_apart=False,
+        skip_decode=False,
+        launches=(config.long, config.short),
+        launch=1,
+    )
+
+
+@pytest.mark.parametrize("giants", [1, 3])
+@pytest.mark.parametrize("num_seqs", [16, 64])
+def test_no_piece_is_far_above_a_fair_share(num_seqs, giants):
+    problem = short(num_seqs, 65536)
+    lengths = np.r_[np.full(giants, 1 << 20), 300 + 7 * np.arange(num_seqs - giants)]
+    tiles = -(-lengths // problem.config.block_kv)
+    pieces = FairPieces(problem.decoded, jnp.asarray(tiles, jnp.int32))
+    seqs, _, count, _ = map(np.asarray, jax.vmap(pieces.at)(jnp.arange(int(pieces.num()))))
+    assert sorted(set(seqs)) == list(range(num_seqs))
+    longest = max(-(-tiles[seq] // n) for seq, n in zip(seqs, count, strict=True))
+    assert longest <= 1.3 * tiles.sum() / problem.decoded.shares
+
+
+@pytest.mark.parametrize("num_seqs", [8, 64, 4096])
+def test_room_for_partial_results_is_for_shares(num_seqs):
+    problem = short(num_seqs, 65536)
+    assert problem.num_places, "a long sequence among them could not be cut"
+    assert problem.num_places * 8 * problem.rows * 128 * 4 < 64 * MIB
+    wider = short(num_seqs, 2 * 65536)
+    assert wider.num_places == problem.num_places
+
+
+def test_short_tables_are_left_whole_where_they_fill_the_device():
+    assert not short(256, 64).num_places
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("implementation", ["interpret", *ON_GPU])
+@pytest.mark.parametrize("window", [None, 200])
+def test_a_giant_beside_short_ones_and_a_prompt(implementation, window):
+    lens, q_lens = (1500, 1, 33, 700, 0, 64, 90), (1, 1, 1, 2, 1, 20, 1)
+    tiles = dict(block_kv=16, min_split_tokens=16, target_programs=24)
+    config = RaggedAttentionConfig(
+        RaggedTiles(block_q=32, num_splits=2, **tiles), RaggedTiles(block_q=16, num_splits=0, **tiles)
+    )
+    case = cases.RaggedCase(lens, 4, 2, 64, 16, q_lens=q_lens, sliding_window=window)
+    data = inputs.make_ragged(case)
+    out, lse = pallas_attn.ragged_paged_attention(
+        *data.arguments(),
+        **data.extras,
+        sliding_window=window,
+        return_lse=True,
+        config=config,
+        implementation=implementation,
+    )
+    expected, expected_lse = reference(case, data)
+    compare.assert_rows_close(out, expected, dtype=case.dtype, case_id=case.id)
+    compare.assert_lse_close(lse, expected_lse, dtype=case.dtype, case_id=case.id)
