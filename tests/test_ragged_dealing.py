@@ -1,5 +1,7 @@
 """Decoded sequences of `ragged_paged_attention` are dealt by work, however lengths are distributed."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -75,6 +77,13 @@ def test_room_for_partial_results_is_for_shares(num_seqs):
     assert wider.num_places == problem.num_places
 
 
+def test_sequences_that_are_decoded_take_no_room_in_the_first_launch():
+    """536 MiB of it, where each had a block's."""
+    long = dataclasses.replace(short(64, 65536), launch=0)
+    assert long.config.num_splits > 1
+    assert long.num_places * 8 * long.rows * 128 * 4 < 128 * MIB
+
+
 def test_short_tables_are_left_whole_where_they_fill_the_device():
     assert not short(256, 64).num_places
 
@@ -82,11 +91,12 @@ def test_short_tables_are_left_whole_where_they_fill_the_device():
 @pytest.mark.sweep
 @pytest.mark.parametrize("implementation", ["interpret", *ON_GPU])
 @pytest.mark.parametrize("window", [None, 200])
-def test_a_giant_beside_short_ones_and_a_prompt(implementation, window):
-    lens, q_lens = (1500, 1, 33, 700, 0, 64, 90), (1, 1, 1, 2, 1, 20, 1)
+@pytest.mark.parametrize("q_lens", [(1, 1, 1, 2, 1, 20, 1), (1, 40, 1, 30, 17, 1, 90)])
+def test_a_giant_beside_short_ones_and_prompts(implementation, q_lens, window):
+    lens = (1500, 300, 33, 700, 17, 64, 90)
     tiles = dict(block_kv=16, min_split_tokens=16, target_programs=24)
     config = RaggedAttentionConfig(
-        RaggedTiles(block_q=32, num_splits=2, **tiles), RaggedTiles(block_q=16, num_splits=0, **tiles)
+        RaggedTiles(block_q=32, num_splits=3, **tiles), RaggedTiles(block_q=16, num_splits=0, **tiles)
     )
     case = cases.RaggedCase(lens, 4, 2, 64, 16, q_lens=q_lens, sliding_window=window)
     data = inputs.make_ragged(case)

@@ -103,7 +103,14 @@ class Problem(PagedCall):
         """Partial results there is room for; 0 if no block is ever cut."""
         if self.is_short:
             return self.decoded.num_places
-        return self.num_cut * self.config.num_splits if self.config.num_splits > 1 else 0
+        return self.most_blocks * self.config.num_splits if self.config.num_splits > 1 else 0
+
+    @property
+    def most_blocks(self) -> int:
+        """That this launch, if not short, serves and that see keys: a sequence has one in part at most."""
+        least_tokens = self.launches[1].block_q // self.group + 1 if len(self.launches) > 1 else 1
+        num_seqs = min(self.num_seqs, self.num_tokens // least_tokens)
+        return self.num_tokens * self.group // self.rows + num_seqs
 
     def with_window(self, lens_refs: dict[str, Any]) -> "Problem":
         """A window that is known at run time only is one of the rules all the same."""
