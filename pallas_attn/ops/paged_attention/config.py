@@ -136,7 +136,8 @@ def heuristic(
             and 1 < room.waves(block_q, SMALL_TILE, programs) <= MANY_WAVES
             and "block_kv" not in measured
         ):
-            usual = room.filling(block_q, programs, [SMALL_TILE] if may_be_whole else [SMALL_TILE, APART_TILE])
+            small_tiles = [SMALL_TILE] if may_be_whole else [SMALL_TILE, APART_TILE]
+            usual = room.filling(block_q, programs, small_tiles)
             cut = plan(usual, dealt=True, pieces=1)
     plans = [] if may_be_whole and cut[1]["target_programs"] <= programs else [cut]
     if may_be_whole:
@@ -236,9 +237,7 @@ class _Room:
         """In which so many programs run."""
         return programs / (self.resident(block_q, *tile) * self.device.num_cores)
 
-    def filling(
-        self, block_q: int, programs: int, tiles: list[tuple[int, int, int]]
-    ) -> tuple[int, int, int]:
+    def filling(self, block_q: int, programs: int, tiles: list[tuple[int, int, int]]) -> tuple[int, int, int]:
         """One of the tiles or the middle one, for more programs than run at once."""
 
         def filled(tile: tuple[int, int, int]) -> float:

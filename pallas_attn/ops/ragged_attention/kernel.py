@@ -155,7 +155,8 @@ def _rows_to_merge(problem: Problem, lens_refs: dict[str, Refs], place, flat: ja
 
 
 def _attend_kernel(query_ref, source_refs, lens_refs, extra_refs, _done, *out_refs, problem: Problem):
-    slot, kv_head, split = (triton.program_id(axis) for axis in ((1, 0, 2) if problem.is_short else (0, 1, 2)))
+    axes = (1, 0, 2) if problem.is_short else (0, 1, 2)  # of Problem.grid
+    slot, kv_head, split = (triton.program_id(axis) for axis in axes)
     problem = problem.with_window(lens_refs)
     lens = Lens(problem.ragged, lens_refs)
 

@@ -119,7 +119,8 @@ class DecodedPieces:
     """Those of sequences in one block each."""
 
     def __init__(self, problem: Problem, lens_refs: dict[str, Any]):
-        self._pieces = decoded(problem, lens_refs)
+        dealt = problem.decoded
+        self._pieces: Pieces = decoded(problem, lens_refs) if dealt.most_cuts else WholePieces(dealt)
 
     def serve(self, slot: jax.Array, _: jax.Array, served: Callable[[Share], None]) -> None:
         @triton.when(slot < self._pieces.num())
@@ -132,10 +133,8 @@ class DecodedPieces:
             served(Share(piece.seq, jnp.equal(piece.index, 0), lambda _: jnp.asarray(piece.place), tiles))
 
 
-def decoded(problem: Problem, lens_refs: dict[str, Any]) -> Pieces:
+def decoded(problem: Problem, lens_refs: dict[str, Any]) -> FairPieces:
     """How the sequences of a short launch are cut."""
-    if not problem.decoded.most_cuts:
-        return WholePieces(problem.decoded)
     problem, lens = problem.with_window(lens_refs), Lens(problem.ragged, lens_refs)
     block, mine = problem.find(lens, jnp.arange(triton.next_power_of_2(problem.num_seqs)))
     in_pages, seq_len, _ = problem.lengths(lens, block)
