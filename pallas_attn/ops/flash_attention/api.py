@@ -10,6 +10,7 @@ from pallas_attn._call import configs, dispatch
 from pallas_attn._call.checks import ArgumentChecker, check_int
 from pallas_attn._tile import triton
 from pallas_attn._tile.dense import DenseLayout
+from pallas_attn._tile.layout import handles
 from pallas_attn.ops.flash_attention import arguments, backward, kernel, reference
 from pallas_attn.ops.flash_attention.config import FlashAttentionConfig, resolve
 from pallas_attn.ops.flash_attention.gradients import FUNCTION, Arrays, Call, Passes, attend
@@ -23,11 +24,14 @@ class Case(NamedTuple):
 
     head_dim: int
     value_dim: int
+    mask_elements: int
 
 
-def _supports(case: Case) -> str | None:
-    largest = max(case)
-    return f"head_dim is at most {MAX_HEAD_DIM}, got {largest}" if largest > MAX_HEAD_DIM else None
+def _supports(case: Case, lowering: triton.Lowering) -> str | None:
+    largest = max(case.head_dim, case.value_dim)
+    if largest > MAX_HEAD_DIM:
+        return f"head_dim is at most {MAX_HEAD_DIM}, got {largest}"
+    return handles("masks", case.mask_elements, jnp.int8, lowering)
 
 
 def _tiled(lowering: triton.Lowering) -> Passes:
@@ -48,7 +52,10 @@ PASSES = {**KERNELS, "xla": Passes("xla", reference.forward, reference.backward,
 dispatch.register(
     FUNCTION,
     {
-        **{name: dispatch.Implementation(passes.forward, _supports) for name, passes in KERNELS.items()},
+        **{
+            name: dispatch.Implementation(passes.forward, functools.partial(_supports, lowering=name))
+            for name, passes in KERNELS.items()
+        },
         "xla": dispatch.Implementation(PASSES["xla"].forward),
     },
 )
@@ -202,7 +209,8 @@ def serve(
         others |= {"q_rank": q_rank, "q_table": q_table, "kv_rank": kv_rank, "kv_table": kv_table}
 
     configs.check_type(FUNCTION, FlashAttentionConfig, config)
-    name, _ = dispatch.resolve(FUNCTION, Case(dims["head_dim"], dims["value_dim"]), implementation)
+    case = Case(dims["head_dim"], dims["value_dim"], others["mask"].size if mask is not None else 0)
+    name, _ = dispatch.resolve(FUNCTION, case, implementation)
     if name == "xla" and config is not None:
         check.fail("config", "None for implementation 'xla'", "a config")
     rules = Rules(

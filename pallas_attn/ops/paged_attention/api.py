@@ -12,7 +12,7 @@ from pallas_attn._call import configs, dispatch, partition
 from pallas_attn._call.checks import ArgumentChecker, dtype_name, fail
 from pallas_attn._call.device import current_device
 from pallas_attn._tile import options, triton, walk
-from pallas_attn._tile.layout import DIMS, PoolCase, check_pools, pool_shape, reaches
+from pallas_attn._tile.layout import DIMS, PoolCase, check_pools, handles, pool_shape, reaches
 from pallas_attn._tile.masking import LocalStride, Rules
 from pallas_attn._tile.options import DTYPES
 from pallas_attn._tile.pieces import check_invariant
@@ -41,12 +41,16 @@ class Case(DecodeCall):
     layout: Layout
     block_sparse: LocalStride | None
     batch_invariant: bool
+    tree_elements: int = 0
+    """Of the mask."""
 
 
 def _supports(case: Case, lowering: triton.Lowering) -> str | None:
     if case.pool.head_dim > MAX_HEAD_DIM:
         return f"head_dim is at most {MAX_HEAD_DIM}, got {case.pool.head_dim}"
-    return reaches(PoolCase(case.pool, case.cache_dtype), lowering)
+    return reaches(PoolCase(case.pool, case.cache_dtype), lowering) or handles(
+        "tree masks", case.tree_elements, jnp.int8, lowering
+    )
 
 
 def _xla_supports(case: Case) -> str | None:
@@ -244,6 +248,7 @@ def _case(operands: dict[str, jax.Array], layout: Layout, rules: Rules, batch_in
         layout=layout,
         block_sparse=rules.block_sparse,
         batch_invariant=batch_invariant,
+        tree_elements=operands["tree_mask"].size if "tree_mask" in operands else 0,
     )
 
 
