@@ -10,6 +10,7 @@ from pallas_attn._call.checks import ArgumentChecker, fail
 from pallas_attn._call.device import current_device
 
 LAYOUTS = ("NHD", "HND", "PACKED")
+MOST_TILE = 2**16  # tokens; none that compiles has more
 Which = Literal["key", "value"]
 
 
@@ -149,6 +150,12 @@ def from_nhd(cache: jax.Array, layout: str, which: Which) -> jax.Array:
             return jnp.moveaxis(split, -4, -2)
         case _:
             return jnp.moveaxis(cache, -3, -1)
+
+
+def table_tokens(columns: int, page_size: int) -> int:
+    """Tokens that a row of a block table can hold, or, if those are fewer, that int32 counts with room behind them to
+    round up to whole tiles and pages."""
+    return min(columns * page_size, 2**31 - max(MOST_TILE, page_size))
 
 
 class PoolCase(NamedTuple):

@@ -12,7 +12,7 @@ from pallas_attn._call import configs, dispatch
 from pallas_attn._call.checks import ArgumentChecker, is_traced
 from pallas_attn._call.device import current_device
 from pallas_attn._tile import triton
-from pallas_attn._tile.layout import LAYOUTS, PoolCase, PoolShape, check_pools, reaches
+from pallas_attn._tile.layout import LAYOUTS, PoolCase, PoolShape, check_pools, reaches, table_tokens
 from pallas_attn._tile.masking import Rules
 from pallas_attn.ops.blocksparse_attention import backward, cuda, gradients
 from pallas_attn.ops.blocksparse_attention.config import TILES, BlockSparseConfig, heuristic
@@ -172,7 +172,7 @@ def blocksparse_attention(
         check.array("block_tables", block_tables, ("num_seqs", "max_pages"), [jnp.int32])
         check.array("seq_lens", seq_lens, ("num_seqs",), [jnp.int32])
         check.non_empty("block_tables", block_tables)
-        max_k_len = check.dims["max_pages"] * pool.page_size
+        max_k_len = table_tokens(check.dims["max_pages"], pool.page_size)
         num_seqs = check.dims["num_seqs"]
     else:
         for name, array in (("key", key), ("value", value)):

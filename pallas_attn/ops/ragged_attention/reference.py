@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn._tile import chunks, logits, masking, quantization, rows, softmax, tree
-from pallas_attn._tile.layout import PoolShape
+from pallas_attn._tile.layout import PoolShape, table_tokens
 from pallas_attn.ops.ragged_attention.blocks import Ragged
 
 MOST_TOKENS = 64  # of a block
@@ -106,7 +106,7 @@ def ragged_attention_xla(
     stored = jnp.where(blocks.is_padding, 0, lens["seq_lens"][seq])
     new_apart = sources.new is not None
     in_pages = jnp.where(blocks.is_padding, 0, stored - blocks.q_len) if new_apart else stored
-    held = jnp.clip(in_pages, 0, tables.shape[1] * pool.page_size)
+    held = jnp.clip(in_pages, 0, table_tokens(tables.shape[1], pool.page_size))
     bad = held != in_pages
     seq_lens = held + jnp.where(blocks.is_padding, 0, blocks.q_len) if new_apart else held
 
