@@ -111,7 +111,8 @@ def paged_attention(
             num_heads is a multiple of num_kv_heads; query head h uses KV head h // (num_heads / num_kv_heads).
             Any page_size; head_dim up to 512 on the GPU. Slots at or beyond a sequence's length may hold anything.
         block_tables: [num_seqs, max_pages] int32, a sequence's pages in order. Entries beyond its last page, and
-            those of pages that no query sees (window, block_sparse), may hold anything.
+            those of pages that no query sees (window, block_sparse), may hold anything. With `query_positions`, all
+            pages count as seen from where the window of slot seq_len - q_len begins, the oldest of the newest.
         seq_lens: [num_seqs] int32, tokens in each sequence's pages, the queries' own included. A length of 0 gives
             out 0 and lse -inf, and so does a query before the sequence's start (q_len > length; with `sinks` its lse
             is the head's sink).
