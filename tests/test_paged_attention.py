@@ -197,6 +197,14 @@ def test_scale(implementation):
     check(case, data, out, lse, scale=0.37)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_the_largest_soft_cap(implementation):
+    """Logits over it are not so small that they become 0."""
+    case = cases.DecodeCase((5, 77), 4, 2, 64, 16, "float32", softcap=1e30)
+    data = inputs.make(case)
+    check(case, data, *run(case, data, implementation))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_flat_fp16_scores_stay_finite(implementation):

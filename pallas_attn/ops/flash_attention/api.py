@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from pallas_attn._call import configs, dispatch
 from pallas_attn._call.checks import ArgumentChecker, check_int
-from pallas_attn._tile import triton
+from pallas_attn._tile import options, triton
 from pallas_attn._tile.dense import DenseLayout
 from pallas_attn._tile.layout import handles
 from pallas_attn.ops.flash_attention import arguments, backward, kernel, reference
@@ -113,7 +113,7 @@ def flash_attention(
             i + q_offset - left to i + q_offset + right.
         q_offset: place of query 0 among the keys; kv_len - q_len makes the last query stand at the last key.
         scale: factor of the logits, a number above 0; None means head_dim ** -0.5.
-        softcap: logits become softcap * tanh(logits / softcap); a number above 0, or None.
+        softcap: logits become softcap * tanh(logits / softcap); a number above 0 and up to 1e30, or None.
         sinks: [num_heads]; a logit without a value that joins each head's softmax (and its lse). It has gradients.
         return_lse: also return the natural log-sum-exp of the logits; it has gradients.
         layout: "BTNH" as jax.nn has it, or "BNTH".
@@ -186,7 +186,7 @@ def serve(
     check.one_of("layout", layout, ("BTNH", "BNTH"))
     dims = arguments.check_arrays(check, query, key, value, layout, without_tokens)
     check.positive_float("scale", scale)
-    check.positive_float("softcap", softcap)
+    softcap = options.softcap(check, softcap)
     check.flag("causal", causal)
     check.flag("return_lse", return_lse)
     check_int(check.function, "q_offset", q_offset, -arguments.LONGEST, arguments.LONGEST)
@@ -216,7 +216,7 @@ def serve(
     rules = Rules(
         layout,
         float(dims["head_dim"] ** -0.5 if scale is None else scale),
-        None if softcap is None else float(softcap),
+        softcap,
         band,
     )
     if 0 in (dims["batch"], dims["q_len"], dims["kv_len"]):

@@ -117,7 +117,7 @@ def paged_attention(
             out 0 and lse -inf, and so does a query before the sequence's start (q_len > length; with `sinks` its lse
             is the head's sink).
         scale: factor of the logits, a number above 0; None means head_dim ** -0.5.
-        softcap: logits become softcap * tanh(logits / softcap); a number above 0, or None.
+        softcap: logits become softcap * tanh(logits / softcap); a number above 0 and up to 1e30, or None.
         sliding_window: each query sees the newest `sliding_window` tokens up to itself; an int >= 1, an int32 scalar
             that may be traced (below 1 it counts as 1), or None. Tokens outside are not read. A traced window is an
             operand, so that a model whose windows alternate can be scanned over its layers.
@@ -178,7 +178,7 @@ def paged_attention(
     num_heads = check.dims["num_heads"]
     check.multiple("query", num_heads, "num_kv_heads", pool.num_kv_heads)
     check.positive_float("scale", scale)
-    check.positive_float("softcap", softcap)
+    softcap = options.softcap(check, softcap)
     extras = options.scales(check, key_cache.dtype, pool, k_scale, v_scale)
     sliding_window, traced_window = options.window(check, sliding_window)
     extras |= traced_window
@@ -203,7 +203,7 @@ def paged_attention(
         "seq_lens": seq_lens,
     }
     operands |= extras
-    rules = Rules(sliding_window, None if softcap is None else float(softcap), block_sparse)
+    rules = Rules(sliding_window, softcap, block_sparse)
     name, fn = dispatch.resolve(
         "paged_attention", _case(operands, layout, rules, batch_invariant), implementation
     )

@@ -64,7 +64,7 @@ def ragged_paged_attention(
         num_seqs: an int, an int32 scalar or an int32 array [1], which may be traced: how many sequences there are;
             rows of the tables and entries of the lengths behind them may hold anything. None: max_seqs.
         scale: factor of the logits, a number above 0; None means head_dim ** -0.5.
-        softcap: logits become softcap * tanh(logits / softcap); a number above 0, or None.
+        softcap: logits become softcap * tanh(logits / softcap); a number above 0 and up to 1e30, or None.
         sliding_window: each query sees keys whose position is more than its own less `sliding_window`; an int >= 1, an
             int32 scalar that may be traced (below 1 it counts as 1), or None. Tiles outside are not read.
         alibi_slopes: [num_heads]; slope * (key position - query position) is added after the soft cap.

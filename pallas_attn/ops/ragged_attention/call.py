@@ -154,7 +154,7 @@ def run(
     """
     function, op = check.function, op or check.function
     check.positive_float("scale", scale)
-    check.positive_float("softcap", softcap)
+    softcap = options.softcap(check, softcap)
     check.flag("causal", causal)
     check.flag("return_lse", return_lse)
     key_cache = operands["key_cache"]
@@ -188,7 +188,7 @@ def run(
             "tiled": name != "xla",
             "scale": float(case.pool.head_dim**-0.5 if scale is None else scale),
             "layout": layout,
-            "rules": Rules(window, None if softcap is None else float(softcap), None),
+            "rules": Rules(window, softcap, None),
             "causal": bool(causal),
             "config": config,
             **static,
