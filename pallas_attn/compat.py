@@ -68,7 +68,7 @@ def paged_attention(
         if scales is not None:
             check.fail(name, "None (scales here are one for a KV head)", "scales")
     _check_mask_value(check, mask_value)
-    check.positive_float("softcap", attn_logits_soft_cap)
+    options.softcap(check, attn_logits_soft_cap)
 
     head = jnp.arange(num_kv_heads, dtype=jnp.int32)[:, None]
     usable = (block_tables >= 0) & (block_tables < num_pages)

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from refusals import ARRAY, COUNT, DTYPE, FLAG, INSTANCE, LAYER, NAME, NUMBER, Kind, ones, zeros
+from refusals import ARRAY, COUNT, DTYPE, FLAG, INSTANCE, LAYER, NAME, NUMBER, SOFTCAP, Kind, ones, zeros
 from refused_values import I32, TABLES, TILES, Call, flash_mla, latent_attention
 
 import pallas_attn
@@ -76,7 +76,8 @@ def sparse_calls() -> dict[str, Call]:
                 **dict.fromkeys(("query", "key", "value"), ARRAY),
                 **dict.fromkeys(("cu_q_lens", "cu_k_lens"), ARRAY.or_none()),
                 "layout": INSTANCE,
-                **dict.fromkeys(("scale", "softcap"), NUMBER.or_none()),
+                "scale": NUMBER.or_none(),
+                "softcap": SOFTCAP,
                 "return_lse": FLAG,
                 "cache_layout": NAME,
                 "implementation": NAME.or_none(),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import refusals as kinds
 from flax import nnx
-from refusals import ARRAY, COUNT, LAYER, NUMBER, Kind, ones, zeros
+from refusals import ARRAY, COUNT, LAYER, SOFTCAP, Kind, ones, zeros
 
 import pallas_attn
 from pallas_attn import nn
@@ -116,7 +116,7 @@ def ragged() -> dict[str, Any]:
 
 SIZES = dict(num_layers=2, num_pages=4, page_size=8)
 COUNTS = dict.fromkeys(SIZES, COUNT)
-MASKS = dict(softcap=NUMBER.or_none(), sliding_window=COUNT.or_none())
+MASKS = dict(softcap=SOFTCAP, sliding_window=COUNT.or_none())
 MLA_CONFIG = dict(hidden_size=8, num_heads=2, q_lora_rank=4)
 FROM_0 = Kind(("3", 2.5, True, [1], np.float32(2), np.ones((), int), ones((), int), -1, {}))
 TILES = dict.fromkeys(("block_q", "block_kv", "num_warps", "num_stages"), COUNT)

@@ -152,6 +152,7 @@ def test_a_page_of_none_is_not_another_heads():
         ({"mask_value": -1e9}, ValueError, r"'mask_value': expected the default \(-2.38"),
         ({"mask_value": "x"}, TypeError, "'mask_value': expected a number, got str"),
         ({"attn_logits_soft_cap": 0.0}, ValueError, "'attn_logits_soft_cap': expected a finite number above 0"),
+        ({"attn_logits_soft_cap": 2.0**126}, ValueError, "'attn_logits_soft_cap': expected at most 1e\\+30, got 8.5"),
     ],
 )  # fmt: skip
 def test_refusals_of_the_gpu_function(changes, error, message):

@@ -258,6 +258,12 @@ def test_pattern_messages(fields, error, message):
         as_users_make(LocalStride, fields)
 
 
+def test_a_pattern_of_narrow_ints_is_one_of_ints():
+    pattern = as_users_make(LocalStride, [np.int8(field) for field in (64, 1, 5, 100, 100)])
+    heads = {"num_heads": 4, "num_kv_heads": 2}
+    assert pattern.offset(3, 1, **heads) == LocalStride(64, 1, 5, 100, 100).offset(3, 1, **heads)
+
+
 def test_config_fields_are_ints():
     with pytest.raises(TypeError, match=r"^PagedAttentionConfig: argument 'num_splits': expected an int"):
         as_users_make(PagedAttentionConfig, (16, 16, 1.5))
@@ -269,3 +275,4 @@ def as_users_make(dataclass, fields):
     for field, given in itertools.zip_longest(dataclasses.fields(dataclass), fields):
         object.__setattr__(made, field.name, field.default if given is None else given)
     made.__post_init__()
+    return made

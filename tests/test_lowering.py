@@ -193,6 +193,36 @@ def test_8_bit_pools_whose_offsets_would_overflow_are_refused_by_pallas():
     )
 
 
+def masked(op: str, **options):
+    """Of a call whose mask has 2**31 elements."""
+    struct = jax.ShapeDtypeStruct
+    heads, most = (2, 16), 2**15
+    if op == "flash_attention":
+        floats = {"query": (1, 2 * most, *heads), "key": (1, most, *heads), "value": (1, most, *heads)}
+        ints, mask = {}, {"mask": (1, 1, 2 * most, most)}
+    else:
+        flat = op == "ragged_paged_attention"
+        floats = {"query": (2 * most, *heads) if flat else (2, most, *heads)}
+        floats |= dict.fromkeys(("key_cache", "value_cache"), (9, 16, *heads))
+        ints = {"block_tables": (2, 4), "seq_lens": (2,)} | ({"cu_q_lens": (3,)} if flat else {})
+        mask = {"tree_mask": (2 * most, most) if flat else (2, most, most)}
+    arrays = {
+        name: struct(shape, dtype)
+        for shapes, dtype in ((floats, jnp.bfloat16), (ints, jnp.int32), (mask, jnp.bool_))
+        for name, shape in shapes.items()
+    }
+    call = functools.partial(getattr(pallas_attn, op), **options)
+    return lowering.lower_for_gpu(lambda arrays: call(**arrays), arrays)
+
+
+@pytest.mark.parametrize("op", ["paged_attention", "ragged_paged_attention", "flash_attention"])
+def test_masks_whose_offsets_would_overflow_are_refused_by_pallas(op):
+    words = "'pallas' cannot serve this call: 8-bit .*masks of .* offsets, got 2147483648 elements"
+    with pytest.raises(ValueError, match=words):
+        masked(op, implementation="pallas")
+    assert not lowering.triton_kernels(masked(op)), "Triton itself or plain jnp"
+
+
 TILE = ("block_q", "block_kv", "num_warps", "num_stages")
 
 

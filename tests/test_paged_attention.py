@@ -197,6 +197,25 @@ def test_scale(implementation):
     check(case, data, out, lse, scale=0.37)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    "step", [{"head_sliding_step": 2**30}, {"head_sliding_step": 7, "tp_rank": 2**29}], ids=str
+)
+def test_steps_of_a_pattern_beyond_int32(step, implementation):
+    pattern = pallas_attn.LocalStride(16, 1, 11, **step)
+    case = cases.DecodeCase((300, 77), 4, 1, 32, 16, "float32", block_sparse=pattern)
+    data = inputs.make(case)
+    check(case, data, *run(case, data, implementation))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_the_largest_soft_cap(implementation):
+    """Logits over it are not so small that they become 0."""
+    case = cases.DecodeCase((5, 77), 4, 2, 64, 16, "float32", softcap=1e30)
+    data = inputs.make(case)
+    check(case, data, *run(case, data, implementation))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_flat_fp16_scores_stay_finite(implementation):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import lowering
 import pytest
+import triton_kernels
 
 import pallas_attn
 from pallas_attn._call.device import Device
@@ -220,3 +221,28 @@ def test_shard_map_lowers_for_a_gpu():
         num_devices=2,
     )
     assert lowering.triton_kernels(made)[0][0] == NAME
+
+
+@pytest.mark.parametrize(("dtype", "element"), [("float8_e4m3fn", "f8E4M3FN"), ("float8_e5m2", "f8E5M2")])
+def test_fp8_outputs_whose_offsets_would_overflow_are_refused_by_pallas(dtype, element):
+    call = functools.partial(lowered, served(4, 32, 8, 128), out_dtype=dtype)
+    count, limit = 600_000, 2**31 // (32 * 128)
+    words = f"cannot serve this call: 8-bit outputs of .* Pallas-Triton's offsets, got {count * 32 * 128} elements"
+    with pytest.raises(ValueError, match=words):
+        call(num_tokens=count, implementation="pallas")
+    for fits in (limit - 1, 2 * limit + 1):
+        assert lowering.triton_kernels(call(num_tokens=fits, implementation="pallas"))
+    with triton_kernels.written() as kernels:
+        call(num_tokens=count, implementation="triton")
+    lines = kernels[0].text.splitlines()
+    pointers = [line for line in lines if "tt.addptr" in line and f"ptr<{element}>" in line]
+    assert pointers
+    assert all("i64" in line for line in pointers)
+    assert not lowering.triton_kernels(call(num_tokens=count, implementation="xla"))
+
+
+def test_e4m3_outputs_are_refused_where_no_instruction_makes_them():
+    call = functools.partial(lowered, served(4, 8, 2, 128), num_tokens=64, sm=80, implementation="pallas")
+    with pytest.raises(ValueError, match="float8_e4m3fn needs sm_89 or newer, the device is sm_80"):
+        call(out_dtype="float8_e4m3fn")
+    assert lowering.triton_kernels(call(out_dtype="float8_e5m2"))

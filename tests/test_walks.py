@@ -124,6 +124,34 @@ def test_a_pattern_that_differs_by_head_is_walked_by_head():
     assert remote[1] == [block * 64 + part for block in (2, 6, 10, 14) for part in (0, TILE)]
 
 
+LARGE_STEPS = [
+    LocalStride(16, 1, 7, 2**30),
+    LocalStride(16, 1, 7, -(2**30), tp_rank=2**30),
+    LocalStride(16, 1, 5, 7, tp_rank=2**29),
+    LocalStride(16, 1, 2**26 - 5, 2**30, tp_rank=2**30),
+    LocalStride(16, 1, 2**26, 2**26 - 1),
+]
+
+
+@pytest.mark.parametrize("pattern", LARGE_STEPS, ids=str)
+def test_a_pattern_moves_by_any_step(pattern):
+    """Of which int32 does not hold the products: only whole strides may be left out."""
+    heads, kv_heads = 64, 32
+    head = np.arange(heads)
+
+    @jax.jit
+    def offset(head):
+        return pattern.offset(head, head // 2, num_heads=heads, num_kv_heads=kv_heads)
+
+    found, step, rank = offset(head), pattern.head_sliding_step, pattern.tp_rank
+    place = rank * heads + head if step >= 0 else rank * kv_heads + head // 2
+    right = [(int(i) * abs(step) + 1) % pattern.vert_stride for i in place]
+    np.testing.assert_array_equal(found % pattern.vert_stride, right)
+    # Nor may the sum with a block's number be too large.
+    assert min(found) >= 0
+    assert max(found) < 2**31 - 2**31 // pattern.block_size
+
+
 def test_a_window_ends_a_block_sparse_walk():
     pattern, window = LocalStride(64, 1, 4), 300  # tokens 700 to 999: blocks 10 to 15
     starts = visited(paged(rules=Rules(window, None, pattern)), 1000)

@@ -10,6 +10,7 @@ from pallas_attn._call.checks import ArgumentChecker, fail
 from pallas_attn._call.device import current_device
 
 LAYOUTS = ("NHD", "HND", "PACKED")
+MOST_TILE = 2**16  # tokens; none that compiles has more
 Which = Literal["key", "value"]
 
 
@@ -151,6 +152,12 @@ def from_nhd(cache: jax.Array, layout: str, which: Which) -> jax.Array:
             return jnp.moveaxis(cache, -3, -1)
 
 
+def table_tokens(columns: int, page_size: int) -> int:
+    """Tokens that a row of a block table can hold, or, if those are fewer, that int32 counts with room behind them to
+    round up to whole tiles and pages."""
+    return min(columns * page_size, 2**31 - max(MOST_TILE, page_size))
+
+
 class PoolCase(NamedTuple):
     """The static facts of a pool that decide which implementation can serve it."""
 
@@ -160,14 +167,18 @@ class PoolCase(NamedTuple):
 
 def reaches(case: PoolCase, lowering: str) -> str | None:
     """Why a kernel of this lowering cannot handle a pool on this device, or None."""
+    return handles("pools", math.prod(case.pool), case.cache_dtype, lowering)
+
+
+def handles(arrays: str, elements: int, dtype: Any, lowering: str) -> str | None:
+    """Why a kernel of this lowering cannot handle arrays of so many elements on this device, or None."""
     if lowering == "interpret":
         return None
-    elements, is_narrow = math.prod(case.pool), jnp.dtype(case.cache_dtype).itemsize == 1
-    if lowering == "pallas" and is_narrow and 2**31 <= elements <= 2**32:
+    if lowering == "pallas" and jnp.dtype(dtype).itemsize == 1 and 2**31 <= elements <= 2**32:
         # Its lowering switches to 64-bit offsets above 2**32 bytes; between, they overflow.
-        return f"8-bit pools of 2**31 to 2**32 elements overflow Pallas-Triton's offsets, got {elements} elements"
+        return f"8-bit {arrays} of 2**31 to 2**32 elements overflow Pallas-Triton's offsets, got {elements} elements"
     capability = current_device().compute_capability
-    if case.cache_dtype == jnp.float8_e4m3fn and capability is not None and capability < 89:
+    if dtype == jnp.float8_e4m3fn and capability is not None and capability < 89:
         return (
             f"float8_e4m3fn needs sm_89 or newer, the device is sm_{capability} (float8_e5m2 and int8 work)"
         )

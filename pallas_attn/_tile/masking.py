@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from pallas_attn._call.checks import check_int, fail
 
 MOST_STRIDE_TOKENS = 2**30  # positions are int32
+MOST_STEPS = 2**29  # and so are sums of blocks and offsets
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +42,8 @@ class LocalStride:
     def __post_init__(self):
         for name in ("block_size", "local_blocks", "vert_stride", "head_sliding_step", "tp_rank"):
             check_int("LocalStride", name, getattr(self, name))
+            # Of numpy's narrow ones products overflow.
+            object.__setattr__(self, name, int(getattr(self, name)))
         size = self.block_size
         if size < 16 or size & (size - 1):
             fail("LocalStride", "block_size", "a power of two >= 16", str(size))
@@ -54,10 +57,19 @@ class LocalStride:
             fail("LocalStride", "vert_stride", f"at most {most} (2**30 tokens)", str(self.vert_stride))
 
     def offset(self, head, kv_head, *, num_heads: int, num_kv_heads: int):
-        """The pattern's offset for a head (traced or not)."""
-        if self.head_sliding_step >= 0:
-            return (self.tp_rank * num_heads + head) * self.head_sliding_step + 1
-        return (self.tp_rank * num_kv_heads + kv_head) * -self.head_sliding_step + 1
+        """The pattern's offset for a head (traced or not), up to whole strides."""
+        mine, heads = (head, num_heads) if self.head_sliding_step >= 0 else (kv_head, num_kv_heads)
+        first = (self.tp_rank * heads * abs(self.head_sliding_step) + 1) % self.vert_stride
+        return self.steps(mine, heads) + first
+
+    def steps(self, number, end: int):
+        """How far the pattern moves over a number of heads below `end` (traced or not), up to whole strides."""
+        step = abs(self.head_sliding_step) % self.vert_stride
+        if end * step <= MOST_STEPS:
+            return number * step
+        # A sum over the number's bits, each of less than a stride.
+        bits = range((end - 1).bit_length())
+        return sum((number >> bit & 1) * ((step << bit) % self.vert_stride) for bit in bits)
 
     def kept(self, position, seq_len, offset):
         """Whether the block of `position` is kept."""

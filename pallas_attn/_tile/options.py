@@ -6,11 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._call.checks import ArgumentChecker
+from pallas_attn._call.checks import ArgumentChecker, brief, plain
 from pallas_attn._tile.layout import PoolShape
 from pallas_attn._tile.quantization import checked_scale
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+# What is below 2**-126 becomes 0 in kernels, also a logit over its cap: with this cap, logits below 1e-8.
+MOST_SOFTCAP = 1e30
 # What the dimensions of the optional arrays are, for `_call.partition`.
 DIMS = {
     "alibi_slopes": "heads",
@@ -50,6 +52,15 @@ def window(check: ArgumentChecker, sliding_window: Any) -> tuple[int | None, dic
     check.count("sliding_window", sliding_window)
     # No table holds more; what is beyond int32 would not fit positions.
     return min(int(sliding_window), 2**31 - 1), {}
+
+
+def softcap(check: ArgumentChecker, softcap: Any) -> float | None:
+    check.positive_float("softcap", softcap)
+    if softcap is None:
+        return None
+    if plain(softcap) > MOST_SOFTCAP:
+        check.fail("softcap", f"at most {MOST_SOFTCAP:g}", brief(softcap))
+    return float(softcap)
 
 
 def by_head(check: ArgumentChecker, **arrays: jax.Array | None) -> dict[str, jax.Array]:

@@ -8,7 +8,7 @@ from typing import ClassVar
 import jax
 
 from pallas_attn._call.configs import SplitKVConfig
-from pallas_attn._tile.layout import PoolShape
+from pallas_attn._tile.layout import PoolShape, table_tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class PagedCall:
     @property
     def max_len(self) -> int:
         """Tokens that a row of the block table can hold."""
-        return self.max_pages * self.pool.page_size
+        return table_tokens(self.max_pages, self.pool.page_size)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ import numpy as np
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
+MOST_SINK = np.float32(2.3e38)  # times LOG2_E it is finite
 
 
 class OnlineSoftmax(NamedTuple):
@@ -88,6 +89,12 @@ def turned(state: OnlineSoftmax) -> OnlineSoftmax:
     return state._replace(total=state.total.T, acc=state.acc.T)
 
 
+def finite_sink(sink: jax.Array) -> jax.Array:
+    """What would be infinite in base 2 as the largest that is not: beside either no key has weight."""
+    # NaN stays NaN, of which Pallas' minimum for GPUs would make MOST_SINK.
+    return jnp.where(sink > MOST_SINK, MOST_SINK, sink)
+
+
 def join(state: OnlineSoftmax, logit2: jax.Array) -> OnlineSoftmax:
     """Takes in a logit without a value for each row, [..., rows]; -inf changes nothing.
 
@@ -97,7 +104,10 @@ def join(state: OnlineSoftmax, logit2: jax.Array) -> OnlineSoftmax:
     state = _summed(state)
     maximum = jnp.maximum(state.maximum, logit2)
     decay = jnp.exp2(state.maximum - _finite(maximum))
-    total = state.total * decay + jnp.exp2(logit2 - _finite(maximum))
+    # Where the logit is the maximum, 0 without subtracting: a compiler may fuse that with the product that the logit
+    # is, which is not rounded then as in the maximum, and of large numbers the difference would be anything.
+    above = jnp.where(logit2 > state.maximum, np.float32(0), logit2 - _finite(maximum))
+    total = state.total * decay + jnp.exp2(above)
     return OnlineSoftmax(maximum, total, _scale_rows(state.acc, decay))
 
 

@@ -58,7 +58,7 @@ class RemoteBlocks(NamedTuple):
         index, part = tile // self.tiles_per_block, tile % self.tiles_per_block
         period = self.first_period + index // self.distinct
         stride = self.pattern.vert_stride
-        offset = self.first_offset + (index % self.distinct) * max(self.pattern.head_sliding_step, 0)
+        offset = self.first_offset + self.pattern.steps(index % self.distinct, self.distinct)
         residue = (stride - offset % stride) % stride
         return (period * stride + residue) * self.pattern.block_size + part * self.block_kv
 

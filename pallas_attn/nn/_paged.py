@@ -12,6 +12,7 @@ import numpy as np
 from pallas_attn import PagedKVCache, paged_attention, prefix_prefill, ragged_paged_attention
 from pallas_attn._call import dispatch
 from pallas_attn._call.checks import ArgumentChecker, is_array, is_number, is_traced, shown
+from pallas_attn._tile import options as tile_options
 from pallas_attn._tile.layout import pool_shape
 from pallas_attn._tile.quantization import is_quantized
 from pallas_attn.ops.kv_cache.addressing import check_layer
@@ -34,7 +35,7 @@ class Options:
     def checked(cls, scale, softcap, sliding_window, alibi_slopes, sinks, implementation) -> "Options":
         check = ArgumentChecker("PagedAttention")
         check.positive_float("scale", scale)
-        check.positive_float("softcap", softcap)
+        softcap = tile_options.softcap(check, softcap)
         if sliding_window is not None:
             check.count("sliding_window", sliding_window)
         check.flag("sinks", sinks)

@@ -27,7 +27,7 @@ class PagedAttention(nnx.Module):
 
     Args:
         scale: factor of the scores before the softmax, above 0; ``None`` means ``head_dim ** -0.5``.
-        softcap: scores become ``softcap * tanh(scores / softcap)``; a number above 0, or ``None``.
+        softcap: scores become ``softcap * tanh(scores / softcap)``; a number above 0 and up to 1e30, or ``None``.
         sliding_window: each query sees the newest `sliding_window` tokens up to itself; an int of at least 1, or
             ``None``.
         alibi_slopes: a number for each query head, times how far the key lies behind the query, is subtracted from the

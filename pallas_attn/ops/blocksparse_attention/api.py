@@ -11,8 +11,8 @@ import numpy as np
 from pallas_attn._call import configs, dispatch
 from pallas_attn._call.checks import ArgumentChecker, is_traced
 from pallas_attn._call.device import current_device
-from pallas_attn._tile import triton
-from pallas_attn._tile.layout import LAYOUTS, PoolCase, PoolShape, check_pools, reaches
+from pallas_attn._tile import options, triton
+from pallas_attn._tile.layout import LAYOUTS, PoolCase, PoolShape, check_pools, reaches, table_tokens
 from pallas_attn._tile.masking import Rules
 from pallas_attn.ops.blocksparse_attention import backward, cuda, gradients
 from pallas_attn.ops.blocksparse_attention.config import TILES, BlockSparseConfig, heuristic
@@ -132,7 +132,7 @@ def blocksparse_attention(
         block_tables, seq_lens: [num_seqs, max_pages] and [num_seqs] int32 for keys in pages, in place of cu_k_lens; the
             lengths count the queries' own tokens. Pages of blocks that no head sees may be anyone's.
         scale: factor of the logits, a number above 0; None means head_dim ** -0.5.
-        softcap: logits become softcap * tanh(logits / softcap); a number above 0, or None.
+        softcap: logits become softcap * tanh(logits / softcap); a number above 0 and up to 1e30, or None.
         return_lse: also return the natural log-sum-exp of the logits.
         cache_layout: order of a page's dimensions, "NHD", "HND" or "PACKED"; of keys in rows always "NHD".
         implementation: None (cuda or pallas on an NVIDIA GPU, whichever measured faster; xla elsewhere), "cuda" (sm_90:
@@ -172,7 +172,7 @@ def blocksparse_attention(
         check.array("block_tables", block_tables, ("num_seqs", "max_pages"), [jnp.int32])
         check.array("seq_lens", seq_lens, ("num_seqs",), [jnp.int32])
         check.non_empty("block_tables", block_tables)
-        max_k_len = check.dims["max_pages"] * pool.page_size
+        max_k_len = table_tokens(check.dims["max_pages"], pool.page_size)
         num_seqs = check.dims["num_seqs"]
     else:
         for name, array in (("key", key), ("value", value)):
@@ -209,7 +209,7 @@ def blocksparse_attention(
     if layout.layout_heads not in (1, query.shape[1]):
         check.fail("layout", f"1 head or {query.shape[1]} (as query)", f"{layout.layout_heads} heads")
     check.positive_float("scale", scale)
-    check.positive_float("softcap", softcap)
+    softcap = options.softcap(check, softcap)
     check.flag("return_lse", return_lse)
 
     problem = Problem(
@@ -221,7 +221,7 @@ def blocksparse_attention(
         cache_layout=cache_layout if paged else None,
         kinds=kinds,
         scale=float(pool.head_dim**-0.5 if scale is None else scale),
-        rules=Rules(softcap=None if softcap is None else float(softcap)),
+        rules=Rules(softcap=softcap),
         config=BlockSparseConfig(),
     )
     case = Case(problem, layout.sizes, query.dtype, configured=config is not None)

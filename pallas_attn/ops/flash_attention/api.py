@@ -8,8 +8,9 @@ import jax.numpy as jnp
 
 from pallas_attn._call import configs, dispatch
 from pallas_attn._call.checks import ArgumentChecker, check_int
-from pallas_attn._tile import triton
+from pallas_attn._tile import options, triton
 from pallas_attn._tile.dense import DenseLayout
+from pallas_attn._tile.layout import handles
 from pallas_attn.ops.flash_attention import arguments, backward, kernel, reference
 from pallas_attn.ops.flash_attention.config import FlashAttentionConfig, resolve
 from pallas_attn.ops.flash_attention.gradients import FUNCTION, Arrays, Call, Passes, attend
@@ -23,11 +24,14 @@ class Case(NamedTuple):
 
     head_dim: int
     value_dim: int
+    mask_elements: int
 
 
-def _supports(case: Case) -> str | None:
-    largest = max(case)
-    return f"head_dim is at most {MAX_HEAD_DIM}, got {largest}" if largest > MAX_HEAD_DIM else None
+def _supports(case: Case, lowering: triton.Lowering) -> str | None:
+    largest = max(case.head_dim, case.value_dim)
+    if largest > MAX_HEAD_DIM:
+        return f"head_dim is at most {MAX_HEAD_DIM}, got {largest}"
+    return handles("masks", case.mask_elements, jnp.int8, lowering)
 
 
 def _tiled(lowering: triton.Lowering) -> Passes:
@@ -48,7 +52,10 @@ PASSES = {**KERNELS, "xla": Passes("xla", reference.forward, reference.backward,
 dispatch.register(
     FUNCTION,
     {
-        **{name: dispatch.Implementation(passes.forward, _supports) for name, passes in KERNELS.items()},
+        **{
+            name: dispatch.Implementation(passes.forward, functools.partial(_supports, lowering=name))
+            for name, passes in KERNELS.items()
+        },
         "xla": dispatch.Implementation(PASSES["xla"].forward),
     },
 )
@@ -106,7 +113,7 @@ def flash_attention(
             i + q_offset - left to i + q_offset + right.
         q_offset: place of query 0 among the keys; kv_len - q_len makes the last query stand at the last key.
         scale: factor of the logits, a number above 0; None means head_dim ** -0.5.
-        softcap: logits become softcap * tanh(logits / softcap); a number above 0, or None.
+        softcap: logits become softcap * tanh(logits / softcap); a number above 0 and up to 1e30, or None.
         sinks: [num_heads]; a logit without a value that joins each head's softmax (and its lse). It has gradients.
         return_lse: also return the natural log-sum-exp of the logits; it has gradients.
         layout: "BTNH" as jax.nn has it, or "BNTH".
@@ -179,7 +186,7 @@ def serve(
     check.one_of("layout", layout, ("BTNH", "BNTH"))
     dims = arguments.check_arrays(check, query, key, value, layout, without_tokens)
     check.positive_float("scale", scale)
-    check.positive_float("softcap", softcap)
+    softcap = options.softcap(check, softcap)
     check.flag("causal", causal)
     check.flag("return_lse", return_lse)
     check_int(check.function, "q_offset", q_offset, -arguments.LONGEST, arguments.LONGEST)
@@ -202,13 +209,14 @@ def serve(
         others |= {"q_rank": q_rank, "q_table": q_table, "kv_rank": kv_rank, "kv_table": kv_table}
 
     configs.check_type(FUNCTION, FlashAttentionConfig, config)
-    name, _ = dispatch.resolve(FUNCTION, Case(dims["head_dim"], dims["value_dim"]), implementation)
+    case = Case(dims["head_dim"], dims["value_dim"], others["mask"].size if mask is not None else 0)
+    name, _ = dispatch.resolve(FUNCTION, case, implementation)
     if name == "xla" and config is not None:
         check.fail("config", "None for implementation 'xla'", "a config")
     rules = Rules(
         layout,
         float(dims["head_dim"] ** -0.5 if scale is None else scale),
-        None if softcap is None else float(softcap),
+        softcap,
         band,
     )
     if 0 in (dims["batch"], dims["q_len"], dims["kv_len"]):

@@ -101,7 +101,9 @@ def _gradients(call: Call, floats: Arrays, others: Arrays, results, cotangents, 
         gradients |= zip(which, call.run(_backward, operands, dims), strict=True)
     if "sinks" in asked:
         # The sink's logit has a weight, like a key's, and no value; of a row that saw nothing, a sink of -inf has none.
-        of_sinks = jnp.exp(floats["sinks"][None, :, :, None] - jnp.where(lse == -jnp.inf, 0.0, lse))
+        sinks = softmax.finite_sink(floats["sinks"])[None, :, :, None]
+        # None has a weight above 1, which rounding makes of a large sink.
+        of_sinks = jnp.exp(jnp.minimum(sinks - jnp.where(lse == -jnp.inf, 0.0, lse), 0.0))
         gradients["sinks"] = -jnp.sum(of_sinks * delta, axis=(0, 3))
     if "bias" in asked:
         shape = floats["bias"].shape

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from pallas_attn._tile import chunks, masking, rows, softmax
 from pallas_attn._tile.latents import BYTES, LATENT_DIM, dequantized
-from pallas_attn._tile.layout import pool_shape
+from pallas_attn._tile.layout import pool_shape, table_tokens
 
 
 class Rule(chunks.Rule):
@@ -29,7 +29,7 @@ def mla_decode_xla(
     del schedule
     _, q_len, num_heads, _ = query.shape
     pool = pool_shape(latent_cache, "NHD")
-    lengths = jnp.clip(seq_lens, 0, block_tables.shape[1] * pool.page_size)
+    lengths = jnp.clip(seq_lens, 0, table_tokens(block_tables.shape[1], pool.page_size))
     # Query token i is the sequence's token length - q_len + i, and with `causal` sees itself and what is before it.
     hidden = q_len - 1 - jnp.arange(q_len) if causal else jnp.zeros(q_len, jnp.int32)
     hidden = jnp.repeat(hidden, num_heads // pool.num_kv_heads)

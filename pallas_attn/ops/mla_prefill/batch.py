@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_attn._tile.layout import table_tokens
 from pallas_attn._tile.masking import usable_pages
 from pallas_attn.ops.ragged_attention.blocks import Ragged
 
@@ -47,7 +48,7 @@ class Batch(NamedTuple):
     @property
     def capacity(self) -> int:
         """Tokens that a row of the block table can name."""
-        return self.operands["block_tables"].shape[1] * self.page_size
+        return table_tokens(self.operands["block_tables"].shape[1], self.page_size)
 
     def by_token(self, by_seq: jax.Array) -> jax.Array:
         """[max_seqs] -> [total_tokens]; False for padding."""

@@ -12,7 +12,7 @@ from pallas_attn._call import configs, dispatch, partition
 from pallas_attn._call.checks import ArgumentChecker, dtype_name, fail
 from pallas_attn._call.device import current_device
 from pallas_attn._tile import options, triton, walk
-from pallas_attn._tile.layout import DIMS, PoolCase, check_pools, pool_shape, reaches
+from pallas_attn._tile.layout import DIMS, PoolCase, check_pools, handles, pool_shape, reaches
 from pallas_attn._tile.masking import LocalStride, Rules
 from pallas_attn._tile.options import DTYPES
 from pallas_attn._tile.pieces import check_invariant
@@ -41,12 +41,16 @@ class Case(DecodeCall):
     layout: Layout
     block_sparse: LocalStride | None
     batch_invariant: bool
+    tree_elements: int = 0
+    """Of the mask."""
 
 
 def _supports(case: Case, lowering: triton.Lowering) -> str | None:
     if case.pool.head_dim > MAX_HEAD_DIM:
         return f"head_dim is at most {MAX_HEAD_DIM}, got {case.pool.head_dim}"
-    return reaches(PoolCase(case.pool, case.cache_dtype), lowering)
+    return reaches(PoolCase(case.pool, case.cache_dtype), lowering) or handles(
+        "tree masks", case.tree_elements, jnp.int8, lowering
+    )
 
 
 def _xla_supports(case: Case) -> str | None:
@@ -107,12 +111,13 @@ def paged_attention(
             num_heads is a multiple of num_kv_heads; query head h uses KV head h // (num_heads / num_kv_heads).
             Any page_size; head_dim up to 512 on the GPU. Slots at or beyond a sequence's length may hold anything.
         block_tables: [num_seqs, max_pages] int32, a sequence's pages in order. Entries beyond its last page, and
-            those of pages that no query sees (window, block_sparse), may hold anything.
+            those of pages that no query sees (window, block_sparse), may hold anything. With `query_positions`, all
+            pages count as seen from where the window of slot seq_len - q_len begins, the oldest of the newest.
         seq_lens: [num_seqs] int32, tokens in each sequence's pages, the queries' own included. A length of 0 gives
             out 0 and lse -inf, and so does a query before the sequence's start (q_len > length; with `sinks` its lse
             is the head's sink).
         scale: factor of the logits, a number above 0; None means head_dim ** -0.5.
-        softcap: logits become softcap * tanh(logits / softcap); a number above 0, or None.
+        softcap: logits become softcap * tanh(logits / softcap); a number above 0 and up to 1e30, or None.
         sliding_window: each query sees the newest `sliding_window` tokens up to itself; an int >= 1, an int32 scalar
             that may be traced (below 1 it counts as 1), or None. Tokens outside are not read. A traced window is an
             operand, so that a model whose windows alternate can be scanned over its layers.
@@ -174,7 +179,7 @@ def paged_attention(
     num_heads = check.dims["num_heads"]
     check.multiple("query", num_heads, "num_kv_heads", pool.num_kv_heads)
     check.positive_float("scale", scale)
-    check.positive_float("softcap", softcap)
+    softcap = options.softcap(check, softcap)
     extras = options.scales(check, key_cache.dtype, pool, k_scale, v_scale)
     sliding_window, traced_window = options.window(check, sliding_window)
     extras |= traced_window
@@ -199,7 +204,7 @@ def paged_attention(
         "seq_lens": seq_lens,
     }
     operands |= extras
-    rules = Rules(sliding_window, None if softcap is None else float(softcap), block_sparse)
+    rules = Rules(sliding_window, softcap, block_sparse)
     name, fn = dispatch.resolve(
         "paged_attention", _case(operands, layout, rules, batch_invariant), implementation
     )
@@ -245,6 +250,7 @@ def _case(operands: dict[str, jax.Array], layout: Layout, rules: Rules, batch_in
         layout=layout,
         block_sparse=rules.block_sparse,
         batch_invariant=batch_invariant,
+        tree_elements=operands["tree_mask"].size if "tree_mask" in operands else 0,
     )
 
 

@@ -184,7 +184,8 @@ def _serve(
         state, lost = _walk_tiles(state, tiles, begin, end, seq_len, read, weigh, exp2), None
     if "sinks" in extra_refs:
         # A logit without a value that joins the softmax once: with the first piece of a sequence.
-        sink = triton.load(extra_refs["sinks"].at[mine.head], mask=mine.real, other=0.0) * softmax.LOG2_E
+        sink = triton.load(extra_refs["sinks"].at[mine.head], mask=mine.real, other=0.0)
+        sink = softmax.finite_sink(sink) * softmax.LOG2_E
         state = softmax.join(state, jnp.where((piece.index == 0) & (seq_len > 0), sink, np.float32(-np.inf)))
     out, lse2 = softmax.finish(state)
     if narrow.deals(value_ref.dtype, q.dtype, problem.layout):

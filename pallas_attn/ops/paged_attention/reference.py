@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn._tile import chunks, logits, masking, quantization, rows, softmax, tree
-from pallas_attn._tile.layout import PoolShape
+from pallas_attn._tile.layout import PoolShape, table_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +85,7 @@ def paged_attention_xla(
     _, q_len, num_heads, _ = query.shape
     page_scales, extras = quantization.page_scales_apart(extras)
     rule = Rule("paged_attention", pool, layout, pool.head_dim, rules, scale, q_len, num_heads)
-    lengths = jnp.clip(seq_lens, 0, block_tables.shape[1] * pool.page_size)
+    lengths = jnp.clip(seq_lens, 0, table_tokens(block_tables.shape[1], pool.page_size))
     token = jnp.repeat(jnp.arange(q_len), num_heads // pool.num_kv_heads)
     # [num_seqs, 1, rows, 1]: the position of each row's query
     others = {"query_at": (lengths[:, None] - q_len + token)[:, None, :, None]}
@@ -101,7 +101,8 @@ def paged_attention_xla(
     out, lse2, bad = chunks.attend(rule, floats, pools, of)
     if "sinks" in extras:
         sinks = jnp.where(lengths[:, None, None] > 0, rule.by_row(extras["sinks"])[..., 0], -jnp.inf)
-        out, lse2 = softmax.finish(softmax.join(softmax.resume(out, lse2), sinks * softmax.LOG2_E))
+        sinks2 = softmax.finite_sink(sinks) * softmax.LOG2_E
+        out, lse2 = softmax.finish(softmax.join(softmax.resume(out, lse2), sinks2))
     if "v_scale" in extras:
         out *= extras["v_scale"][:, None, None]
     out, lse = (rows.unpack(x, q_len) for x in (out, softmax.natural_lse(lse2)))

@@ -54,7 +54,8 @@ def ragged_paged_attention(
             "NHD", "HND" or "PACKED". num_heads is a multiple of num_kv_heads; values may be of another width than
             keys (value_dim), as in latent attention's 192 and 128. head_dim up to 256 on the GPU.
         block_tables: [max_seqs, max_pages] int32, a sequence's pages in order. Entries beyond its last page, and
-            those of pages that no query sees (window), may hold anything.
+            those of pages that no query sees (window), may hold anything. With `query_positions`, all pages of a tree's
+            sequence count as seen from where the window of its oldest query token's slot begins.
         seq_lens: [max_seqs] int32, tokens in each sequence's pages, the new ones included. A causal query before the
             sequence's start (more query tokens than the length) has out 0 and lse -inf (with `sinks`, the head's sink,
             if the length is not 0).
@@ -63,7 +64,7 @@ def ragged_paged_attention(
         num_seqs: an int, an int32 scalar or an int32 array [1], which may be traced: how many sequences there are;
             rows of the tables and entries of the lengths behind them may hold anything. None: max_seqs.
         scale: factor of the logits, a number above 0; None means head_dim ** -0.5.
-        softcap: logits become softcap * tanh(logits / softcap); a number above 0, or None.
+        softcap: logits become softcap * tanh(logits / softcap); a number above 0 and up to 1e30, or None.
         sliding_window: each query sees keys whose position is more than its own less `sliding_window`; an int >= 1, an
             int32 scalar that may be traced (below 1 it counts as 1), or None. Tiles outside are not read.
         alibi_slopes: [num_heads]; slope * (key position - query position) is added after the soft cap.

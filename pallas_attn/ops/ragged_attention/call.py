@@ -12,7 +12,7 @@ from pallas_attn._call.checks import ArgumentChecker, dtype_name, fail, is_array
 from pallas_attn._call.device import current_device
 from pallas_attn._tile import options, quantization, triton
 from pallas_attn._tile.latents import LATENT_DIM
-from pallas_attn._tile.layout import DIMS, PoolCase, PoolShape, check_pools, key_pool_shape, reaches
+from pallas_attn._tile.layout import DIMS, check_pools, handles, key_pool_shape
 from pallas_attn._tile.masking import Rules
 from pallas_attn._tile.problem import PagedCall
 from pallas_attn._tile.quantization import FP8_DTYPES, QUANTIZED_DTYPES
@@ -36,6 +36,10 @@ class Case(PagedCall):
     cache_dtype: Any
     pool_elements: int
     """Of the larger pool."""
+    tree_elements: int = 0
+    """Of the mask."""
+    out_dtype: Any = None
+    """None: as `dtype`."""
     latent: bool = False
     """Keys are latents, whose first elements are values."""
 
@@ -44,7 +48,12 @@ def _supports(case: Case, lowering: triton.Lowering) -> str | None:
     for name, dim in () if case.latent else (("head_dim", case.pool.head_dim), ("value_dim", case.value_dim)):
         if dim > MAX_HEAD_DIM:
             return f"{name} is at most {MAX_HEAD_DIM}, got {dim}"
-    return reaches(PoolCase(PoolShape(case.pool_elements, 1, 1, 1), case.cache_dtype), lowering)
+    out_elements = case.num_tokens * case.num_heads * case.value_dim
+    return (
+        handles("pools", case.pool_elements, case.cache_dtype, lowering)
+        or handles("outputs", out_elements, case.out_dtype or case.dtype, lowering)
+        or handles("tree masks", case.tree_elements, jnp.int8, lowering)
+    )
 
 
 def register(function: str) -> None:
@@ -145,18 +154,19 @@ def run(
     """
     function, op = check.function, op or check.function
     check.positive_float("scale", scale)
-    check.positive_float("softcap", softcap)
+    softcap = options.softcap(check, softcap)
     check.flag("causal", causal)
     check.flag("return_lse", return_lse)
-    case = _case(operands, layout)
+    key_cache = operands["key_cache"]
     window, traced_window = options.window(check, sliding_window)
     operands = {
         **operands,
         **traced_window,
-        **options.scales(check, case.cache_dtype, case.pool, k_scale, v_scale),
+        **options.scales(check, key_cache.dtype, key_pool_shape(key_cache, layout), k_scale, v_scale),
         **options.by_head(check, alibi_slopes=alibi_slopes, sinks=sinks),
         **_tree(check, tree_mask, query_positions, causal),
     }
+    case = _case(operands, layout, static.get("out_dtype"))
     name, fn = dispatch.resolve(op, case, implementation)
     if name == "xla" and config is not None:
         fail(function, "config", "None for implementation 'xla'", "a config")
@@ -178,7 +188,7 @@ def run(
             "tiled": name != "xla",
             "scale": float(case.pool.head_dim**-0.5 if scale is None else scale),
             "layout": layout,
-            "rules": Rules(window, None if softcap is None else float(softcap), None),
+            "rules": Rules(window, softcap, None),
             "causal": bool(causal),
             "config": config,
             **static,
@@ -226,7 +236,7 @@ def _tree(check: ArgumentChecker, mask: Any, positions: Any, causal: Any) -> dic
     return found
 
 
-def _case(operands: dict[str, jax.Array], layout: str) -> Case:
+def _case(operands: dict[str, jax.Array], layout: str, out_dtype: Any = None) -> Case:
     query, tables, values = (operands.get(name) for name in ("query", "block_tables", "value_cache"))
     assert query is not None
     assert tables is not None
@@ -241,6 +251,8 @@ def _case(operands: dict[str, jax.Array], layout: str) -> Case:
         cache_dtype=operands["key_cache"].dtype,
         pool_elements=max(operands["key_cache"].size, 0 if values is None else values.size),
         latent=values is None,
+        tree_elements=operands["tree_mask"].size if "tree_mask" in operands else 0,
+        out_dtype=out_dtype,
     )
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn._tile import chunks, logits, masking, quantization, rows, softmax, tree
-from pallas_attn._tile.layout import PoolShape
+from pallas_attn._tile.layout import PoolShape, table_tokens
 from pallas_attn.ops.ragged_attention.blocks import Ragged
 
 MOST_TOKENS = 64  # of a block
@@ -106,7 +106,7 @@ def ragged_attention_xla(
     stored = jnp.where(blocks.is_padding, 0, lens["seq_lens"][seq])
     new_apart = sources.new is not None
     in_pages = jnp.where(blocks.is_padding, 0, stored - blocks.q_len) if new_apart else stored
-    held = jnp.clip(in_pages, 0, tables.shape[1] * pool.page_size)
+    held = jnp.clip(in_pages, 0, table_tokens(tables.shape[1], pool.page_size))
     bad = held != in_pages
     seq_lens = held + jnp.where(blocks.is_padding, 0, blocks.q_len) if new_apart else held
 
@@ -175,7 +175,8 @@ def ragged_attention_xla(
         out, lse2 = _both((out, lse2), (more, more_lse2))
     if "sinks" in extras:
         sinks = jnp.where(seq_lens[:, None, None] > 0, rule.by_row(extras["sinks"])[..., 0], -jnp.inf)
-        out, lse2 = softmax.finish(softmax.join(softmax.resume(out, lse2), sinks * softmax.LOG2_E))
+        sinks2 = softmax.finite_sink(sinks) * softmax.LOG2_E
+        out, lse2 = softmax.finish(softmax.join(softmax.resume(out, lse2), sinks2))
     if "out_scale" in extras:
         out /= extras["out_scale"]
     out, lse = (rows.unpack(x, per_block) for x in (out, softmax.natural_lse(lse2)))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn._call.checks import ArgumentChecker
-from pallas_attn._tile import options
+from pallas_attn._tile import options, softmax
 
 
 def merge_states(
@@ -79,7 +79,7 @@ def merged(
     highest = functools.reduce(jnp.maximum, lses)
     empty = jnp.isneginf(highest)
     if sinks is not None:
-        sinks = sinks.astype(jnp.float32)
+        sinks = softmax.finite_sink(sinks.astype(jnp.float32))
         highest = jnp.maximum(highest, sinks)
     highest = jax.lax.stop_gradient(jnp.where(empty, 0.0, highest))
     weights = [jnp.exp(lse - highest) for lse in lses]

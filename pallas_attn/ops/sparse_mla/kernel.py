@@ -15,7 +15,7 @@ from jax import lax
 
 from pallas_attn._tile import latent_tile, logits, masking, merge, pages, result, rows, softmax, triton
 from pallas_attn._tile.latents import LATENT_DIM
-from pallas_attn._tile.layout import PoolShape
+from pallas_attn._tile.layout import PoolShape, table_tokens
 from pallas_attn.ops.sparse_mla.config import SparseMLAConfig
 from pallas_attn.ops.sparse_mla.problem import FixedPieces, Ids, Problem, beside_sinks
 
@@ -163,7 +163,7 @@ def _rows_of(
     if ids.page_size is None:
         inside, row = masking.usable_pages(index, num_rows), index
     else:
-        in_table = masking.usable_pages(index, problem.max_pages * ids.page_size)
+        in_table = masking.usable_pages(index, table_tokens(problem.max_pages, ids.page_size))
         position = jnp.where(in_table, index, 0)
         seq, column = token // ids.tokens_a_seq, position // ids.page_size
         page = pages.look_up(tables_ref, seq, column, mask=in_table, other=-1)

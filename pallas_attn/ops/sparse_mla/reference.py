@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from pallas_attn._tile import masking, softmax
 from pallas_attn._tile.latents import BYTES, LATENT_DIM, dequantized
+from pallas_attn._tile.layout import table_tokens
 from pallas_attn.ops.sparse_mla.problem import Ids, beside_sinks
 
 TOKENS_AT_ONCE = 8
@@ -24,7 +25,7 @@ def sparse_mla_xla(
     if ids.page_size is None:
         inside, row = masking.usable_pages(indices, num_rows), indices
     else:
-        in_table = masking.usable_pages(indices, tables.shape[1] * ids.page_size)
+        in_table = masking.usable_pages(indices, table_tokens(tables.shape[1], ids.page_size))
         position = jnp.where(in_table, indices, 0)
         of_token = jnp.repeat(tables, ids.tokens_a_seq, axis=0)
         page = jnp.take_along_axis(of_token, position // ids.page_size, axis=1)
