@@ -134,3 +134,12 @@ def test_tiles_are_checked():
         ValueError, match="RaggedTiles: argument 'block_q': expected a power of two >= 16, got 24"
     ):
         RaggedTiles(24, 16, 1)
+
+
+def test_tiles_whose_pieces_there_is_no_room_for_are_refused():
+    """num_splits 0, which was taken and left outputs unwritten, and a length of pieces, which was ignored."""
+    with pytest.raises(ValueError, match=r"RaggedAttentionConfig: argument 'long': .*num_splits .*, got 0"):
+        RaggedAttentionConfig(RaggedTiles(16, 16))
+    RaggedAttentionConfig(RaggedTiles(16, 16, 1), RaggedTiles(16, 16))
+    with pytest.raises(ValueError, match=r"RaggedTiles: argument 'split_tokens': expected 0 .*, got 64"):
+        RaggedTiles(16, 16, 1, split_tokens=64)

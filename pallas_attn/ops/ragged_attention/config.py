@@ -43,11 +43,18 @@ class RaggedTiles(SplitKVConfig):
     block_q: query rows (tokens x heads) of one sequence and KV head that a program serves, a power of two >= 16.
     block_kv: tokens a program takes in per step, a power of two >= 16.
     num_splits: most pieces the keys of a block of rows are cut into. How many are used follows from the lengths at
-        run time; room is taken for so many of every block, but in a short launch for what lengths can ask for.
+        run time; room is taken for so many of every block, but in a short launch for what lengths can ask for, and
+        there 0 is as many as they ask for.
     min_split_tokens: a piece shorter than this costs more in merging than it gains in parallelism.
     target_programs: programs, over the whole device, that the run-time cut aims at.
     num_warps, num_stages: Triton's warps per program and depth of software pipelining.
+    split_tokens: 0; pieces have no length of their own here.
     """
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.split_tokens:
+            fail("RaggedTiles", "split_tokens", "0 (pieces follow from the batch)", str(self.split_tokens))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +74,9 @@ class RaggedAttentionConfig:
             if not (isinstance(tiles, RaggedTiles) or (optional and tiles is None)):
                 expected = "RaggedTiles or None" if optional else "RaggedTiles"
                 fail("RaggedAttentionConfig", name, expected, type(tiles).__name__, TypeError)
+        if not self.long.num_splits:
+            expected = "tiles with num_splits of at least 1, of which room is taken for each block"
+            fail("RaggedAttentionConfig", "long", expected, "0")
 
 
 def heuristic(
