@@ -95,6 +95,11 @@ def finite_sink(sink: jax.Array) -> jax.Array:
     return jnp.where(sink > MOST_SINK, MOST_SINK, sink)
 
 
+def sink2(sink: jax.Array) -> jax.Array:
+    """A sink as `join` takes it."""
+    return finite_sink(sink) * LOG2_E
+
+
 def join(state: OnlineSoftmax, logit2: jax.Array) -> OnlineSoftmax:
     """Takes in a logit without a value for each row, [..., rows]; -inf changes nothing.
 

@@ -101,8 +101,8 @@ def _forward_kernel(refs, out_ref, lse_ref, *, problem: Problem, tiles: FlashAtt
         state = softmax.start((tiles.block_q,), tuple(size for _, size in problem.value_chunks))
         state = walk.walk(mine, part, queries, keys, rules.band, cell.batch, step, state)
         if "sinks" in refs:
-            sink = softmax.finite_sink(triton.load(refs["sinks"].at[cell.kv_head, cell.place]))
-            state = softmax.join(state, jnp.broadcast_to(sink * softmax.LOG2_E, (tiles.block_q,)))
+            sink = softmax.sink2(triton.load(refs["sinks"].at[cell.kv_head, cell.place]))
+            state = softmax.join(state, jnp.broadcast_to(sink, (tiles.block_q,)))
         out, lse2 = softmax.finish(state)
         stream.write(out_ref, mine.tokens, part.tokens, problem.value_chunks, out)
         triton.store(dense.per_token(lse_ref, cell, mine.tokens), lse2, mask=part.tokens)

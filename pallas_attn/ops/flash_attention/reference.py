@@ -120,7 +120,7 @@ def forward(
 
     state = _loop(chunks.count, step, softmax.start(problem.lse_shape, problem.value_dim), operands)
     if "sinks" in operands:
-        sinks = softmax.finite_sink(operands["sinks"])[None, :, :, None] * softmax.LOG2_E
+        sinks = softmax.sink2(operands["sinks"])[None, :, :, None]
         state = softmax.join(state, jnp.broadcast_to(sinks, problem.lse_shape))
     out, lse2 = softmax.finish(state)
     return chunks.as_given(out, "query"), lse2

@@ -185,7 +185,7 @@ def _serve(
     if "sinks" in extra_refs:
         # A logit without a value that joins the softmax once: with the first piece of a sequence.
         sink = triton.load(extra_refs["sinks"].at[mine.head], mask=mine.real, other=0.0)
-        sink = softmax.finite_sink(sink) * softmax.LOG2_E
+        sink = softmax.sink2(sink)
         state = softmax.join(state, jnp.where((piece.index == 0) & (seq_len > 0), sink, np.float32(-np.inf)))
     out, lse2 = softmax.finish(state)
     if narrow.deals(value_ref.dtype, q.dtype, problem.layout):

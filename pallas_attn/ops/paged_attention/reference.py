@@ -101,8 +101,7 @@ def paged_attention_xla(
     out, lse2, bad = chunks.attend(rule, floats, pools, of)
     if "sinks" in extras:
         sinks = jnp.where(lengths[:, None, None] > 0, rule.by_row(extras["sinks"])[..., 0], -jnp.inf)
-        sinks2 = softmax.finite_sink(sinks) * softmax.LOG2_E
-        out, lse2 = softmax.finish(softmax.join(softmax.resume(out, lse2), sinks2))
+        out, lse2 = softmax.finish(softmax.join(softmax.resume(out, lse2), softmax.sink2(sinks)))
     if "v_scale" in extras:
         out *= extras["v_scale"][:, None, None]
     out, lse = (rows.unpack(x, q_len) for x in (out, softmax.natural_lse(lse2)))

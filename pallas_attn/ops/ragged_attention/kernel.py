@@ -245,7 +245,7 @@ def _attend(
     if "sinks" in extra_refs:
         # A logit without a value that joins the softmax once: with the first piece.
         sink = triton.load(extra_refs["sinks"].at[mine.head], mask=mine.real, other=0.0)
-        sink = softmax.finite_sink(sink) * softmax.LOG2_E
+        sink = softmax.sink2(sink)
         state = softmax.join(state, jnp.where(with_sink, sink, np.float32(-np.inf)))
     out, lse2 = softmax.finish(state)
     if "out_scale" in extra_refs:

@@ -175,8 +175,7 @@ def ragged_attention_xla(
         out, lse2 = _both((out, lse2), (more, more_lse2))
     if "sinks" in extras:
         sinks = jnp.where(seq_lens[:, None, None] > 0, rule.by_row(extras["sinks"])[..., 0], -jnp.inf)
-        sinks2 = softmax.finite_sink(sinks) * softmax.LOG2_E
-        out, lse2 = softmax.finish(softmax.join(softmax.resume(out, lse2), sinks2))
+        out, lse2 = softmax.finish(softmax.join(softmax.resume(out, lse2), softmax.sink2(sinks)))
     if "out_scale" in extras:
         out /= extras["out_scale"]
     out, lse = (rows.unpack(x, per_block) for x in (out, softmax.natural_lse(lse2)))
