@@ -191,8 +191,23 @@ def test_shares_are_rounded_up_where_lengths_are_uneven():
     # 176 tiles, a fair share of 22. Three have one and more, so that 6.5 shares are dealt, of 27.1.
     assert made(problem, [3072, 1024, 1024, 512]) == [4, 2, 2, 1]
     assert made(problem, [4096, 512, 512, 512]) == [6, 1, 1, 1]
-    # Twenty times as long, a piece of 480 tiles where a fair share has 440 is late: 32 shares, to the nearest number.
-    assert made(problem, [61440, 20480, 20480, 10240]) == [17, 6, 6, 3]
+    # Twenty times as long, a piece of 480 tiles where a fair share has 440 is late: 16 shares, to the nearest number.
+    assert made(problem, [61440, 20480, 20480, 10240]) == [9, 3, 3, 1]
+
+
+@pytest.mark.parametrize("target_programs", [8, 64, 200])
+def test_walks_in_short_tables_need_no_slots_for_finer_pieces(target_programs):
+    """None is late, so wide tables, which have such slots, cut the same lengths as often."""
+    config: dict[str, int] = dict(num_splits=0, min_split_tokens=32, target_programs=target_programs)
+    short, wide = (paged(64, heads=(1, 1), max_pages=pages, **config) for pages in (94, 4096))
+    assert short.finest < wide.finest
+    assert short.num_slots < wide.num_slots
+    random = np.random.default_rng(0)
+    for lengths in (random.integers(0, 1505, 64), 1500 * random.random(64) ** 8, [1504] * 40 + [700] * 24):
+        lengths = np.asarray(lengths, np.int32)
+        found = [np.asarray(pieces.cuts(jnp.asarray(lengths), problem)) for problem in (short, wide)]
+        np.testing.assert_array_equal(*found)
+        assert sum(found[0]) <= short.most_cuts
 
 
 @pytest.mark.parametrize("growth", [1.08, 1.05, 1.03])
@@ -265,11 +280,11 @@ def test_what_is_merged_is_what_was_cut(lengths):
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("num_seqs", [3, 100, 128])
-def test_long_first_pieces_begin_before_short_ones(num_seqs):
+@pytest.mark.parametrize(("num_seqs", "shares"), [(3, 2), (100, 50), (128, 64), (200, 200), (512, 520)])
+def test_long_first_pieces_begin_before_short_ones(num_seqs, shares):
     """All of them, in four classes by a fair share of the work, and in a class by number."""
     lengths = np.asarray([(37 * i**3) % 4099 for i in range(num_seqs)], np.int32)
-    problem = paged(num_seqs, num_splits=0, min_split_tokens=64, target_programs=num_seqs)
+    problem = paged(num_seqs, num_splits=0, min_split_tokens=64, target_programs=2 * shares)
     tiles = -(-lengths // TILE)
     share = -(-tiles.sum() // max(1, int(problem.shares)))
     found = pieces.fair(problem, jnp.asarray(lengths))
@@ -281,10 +296,19 @@ def test_long_first_pieces_begin_before_short_ones(num_seqs):
     assert num_seqs == 3 or len({number for number, _ in begun}) > 1
 
 
+@pytest.mark.parametrize(("num_seqs", "shares"), [(129, 128), (513, 600)])
+def test_first_pieces_of_very_many_begin_by_number(num_seqs, shares):
+    """More than run at once, or than are put in order at all."""
+    lengths = np.asarray([(37 * i**3) % 4099 for i in range(num_seqs)], np.int32)
+    found = pieces.fair(paged(num_seqs, num_splits=0, target_programs=2 * shares), jnp.asarray(lengths))
+    seqs, index, *_ = map(np.asarray, jax.vmap(found.at)(jnp.arange(int(found.num()))))
+    assert seqs[index == 0].tolist() == list(range(num_seqs))
+
+
 def test_room_for_partial_results_does_not_grow_with_the_table():
     """It follows from the programs aimed at: however long the longest sequence may be."""
     rooms = {paged(64, num_splits=0, max_pages=pages).num_places for pages in (2**12, 2**16, 2**20)}
-    assert rooms == {4 * 264 - 1 + 64}
+    assert rooms == {2 * 264 - 1 + 64}
 
 
 def test_lengths_that_cannot_be_cut_need_no_merge():

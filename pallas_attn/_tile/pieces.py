@@ -28,7 +28,7 @@ from jax import lax
 from pallas_attn._call.checks import fail
 from pallas_attn._call.configs import SplitKVConfig
 from pallas_attn._tile import triton
-from pallas_attn._tile.problem import SplitKVProblem
+from pallas_attn._tile.problem import LATE_TOKENS, SplitKVProblem
 
 # What is added before a sequence's number of fair shares is rounded down.
 # Where several programs share a multiprocessor, one more than there is room for waits only for the first that ends.
@@ -41,14 +41,14 @@ DOWN = 2.0**-10
 # waited for that is far above a share. If the longest still has so many tokens more than a fair share, pieces are finer
 # instead: more waves of them cost as many to begin. They are rounded as ever, for what begins last should be small.
 UNEVEN = 1.25
-LATE_TOKENS = 800
 # Of a share: what a quotient in float32 may be off, and more.
 SLACK = 1e-3
 
 # First pieces of a share or more begin first, then those of half a share, of a quarter, and all others: what begins
 # last is then waited for least. Only of so many sequences, a length for each thread: more take longer to put in order
-# than they gain.
-MOST_ORDERED = 128
+# than they gain. Up to four times as many where all walks are planned to run at once: with few pieces for each
+# multiprocessor, order is all that evens them out.
+MOST_ORDERED, MOST_ORDERED_AT_ONCE = 128, 512
 COUNT_BITS = 10  # for the sequences of a class
 
 # Of a sequence, where the number of pieces is settled before lengths are known.
@@ -192,13 +192,22 @@ class FairPieces:
         return Piece(seq, index, self._each + 1, first_place(seq * self._each, seq) + index)
 
     def _at_uneven(self, slot: jax.Array) -> Piece:
-        turn = self._seqs
-        if in_turn(self._problem):
-            turn = turns(self._lengths, self._cuts, self._problem)
         upto = jnp.cumsum(self._cuts)
         total, before = jnp.sum(self._cuts), upto - self._cuts
-        added = (before <= slot) & (slot < upto)
-        mine = jnp.where(slot < total, added, turn == slot - total)
+
+        def added():
+            """Of each sequence the slot, if it is one of those that its cuts added."""
+            return jnp.where((before <= slot) & (slot < upto), slot, -1)
+
+        def first():
+            """Of each sequence the slot of its first piece."""
+            return total + turns(self._lengths, self._cuts, self._problem)
+
+        if in_turn(self._problem):
+            # A branch: what begins first, all at once, need not wait for an order.
+            mine = lax.cond(slot < total, added, first) == slot
+        else:
+            mine = jnp.where(slot < total, added(), total + self._seqs) == slot
         seq, before, own = (jnp.sum(jnp.where(mine, x, 0)) for x in (self._seqs, before, self._cuts))
         index = jnp.where(slot < total, slot - before + 1, 0)
         return Piece(seq, index, own + 1, first_place(before, seq) + index)
@@ -253,10 +262,11 @@ def cuts(lengths: jax.Array, problem: SplitKVProblem) -> jax.Array:
         dealt = jnp.maximum(problem.shares - 0.5 * jnp.maximum(cuttable, 1.0), 0.5 * problem.shares)
         share = jnp.maximum((1 + SLACK) * (total / dealt), _least(problem))
         rounded_up = jnp.maximum(jnp.ceil(tiles / share).astype(jnp.int32), 1)
-        most_tiles = jnp.max(ceil_div(num_tiles, rounded_up))
-        late = most_tiles > fair.astype(jnp.int32) + LATE_TOKENS // config.block_kv
-        finer = _rounded(tiles, fair / problem.finer, problem)
-        count = jnp.where(uneven, jnp.where(late, finer, rounded_up), count)
+        if problem.finest > 1:
+            most_tiles = jnp.max(ceil_div(num_tiles, rounded_up))
+            late = most_tiles > fair.astype(jnp.int32) + LATE_TOKENS // config.block_kv
+            rounded_up = jnp.where(late, _rounded(tiles, fair / problem.finest, problem), rounded_up)
+        count = jnp.where(uneven, rounded_up, count)
     return _most(count - 1, problem)
 
 
@@ -285,7 +295,9 @@ def _rounded(tiles: jax.Array, share: jax.Array, problem: SplitKVProblem) -> jax
 
 def in_turn(problem: SplitKVProblem) -> bool:
     """Whether sequences begin by length, not by number."""
-    return problem.finer > 1 and not problem.fixed_pieces and 2 < problem.num_seqs <= MOST_ORDERED
+    at_once = problem.num_seqs <= problem.shares
+    most = MOST_ORDERED_AT_ONCE if at_once else MOST_ORDERED
+    return problem.finer > 1 and not problem.fixed_pieces and 2 < problem.num_seqs <= most
 
 
 def turns(lengths: jax.Array, cuts: jax.Array, problem: SplitKVProblem) -> jax.Array:

@@ -10,6 +10,9 @@ import jax
 from pallas_attn._call.configs import SplitKVConfig
 from pallas_attn._tile.layout import PoolShape, table_tokens
 
+# Above a fair share: pieces that are waited for so long are worth finer ones (pieces.py).
+LATE_TOKENS = 800
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PagedCall:
@@ -57,7 +60,7 @@ class SplitKVProblem(DecodeCall):
     config: SplitKVConfig
 
     finer: ClassVar[int] = 1
-    """How many times finer pieces are where lengths are uneven."""
+    """How many times finer pieces are where lengths are uneven and the longest is late."""
 
     @property
     def q_blocks(self) -> int:
@@ -95,6 +98,12 @@ class SplitKVProblem(DecodeCall):
         return max(1, min(fit, config.num_splits or fit))
 
     @property
+    def finest(self) -> int:
+        """How many times finer pieces may be. A piece has two fair shares at most, and no more than the longest walk:
+        short ones are never late, and need no slots for finer pieces, which take time to find that they are empty."""
+        return self.finer if self.most_tokens > 2 * LATE_TOKENS else 1
+
+    @property
     def most_cuts(self) -> int:
         """Of all sequences, whatever their lengths: pieces beyond the first of each.
 
@@ -105,7 +114,7 @@ class SplitKVProblem(DecodeCall):
         cuts = self.num_seqs * (self.most_pieces - 1)
         if self.config.split_tokens:
             return cuts
-        return min(cuts, max(0, int(self.finer * self.shares * (1 + 1e-5) + self.rounding - 1)))
+        return min(cuts, max(0, int(self.finest * self.shares * (1 + 1e-5) + self.rounding - 1)))
 
     @property
     def most_cut(self) -> int:

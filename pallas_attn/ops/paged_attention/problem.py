@@ -19,7 +19,7 @@ class Problem(SplitKVProblem):
     rules: masking.Rules
 
     rounding: ClassVar[float] = pieces.TO_NEAREST
-    finer: ClassVar[int] = 4
+    finer: ClassVar[int] = 2
 
     def walk(self, seq_len: jax.Array, kv_head: jax.Array | int = 0) -> walk.Walk:
         pattern = self.rules.block_sparse
