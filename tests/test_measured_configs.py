@@ -42,12 +42,17 @@ def test_a_call_takes_the_entry_whose_key_agrees(tmp_path, monkeypatch):
 
 def test_splits_follow_the_call_not_the_file(tmp_path, monkeypatch):
     """Short sequences that give every multiprocessor work are left whole; all others as their lengths ask for."""
-    write(tmp_path, target_programs=8, min_split_tokens=16)
-    monkeypatch.setenv(configs.CONFIGS_VARIABLE, str(tmp_path))
-    assert resolved(monkeypatch, max_pages=64).num_splits == 0
-    write(tmp_path, target_programs=4, min_split_tokens=16)
-    assert resolved(monkeypatch, max_pages=64).num_splits == 1
-    assert resolved(monkeypatch, max_pages=128).num_splits == 0
+
+    def splits(target_programs, max_pages):
+        write(tmp_path, target_programs=target_programs, min_split_tokens=16)
+        monkeypatch.setenv(configs.CONFIGS_VARIABLE, str(tmp_path))
+        config = resolved(monkeypatch, max_pages=max_pages)
+        assert (config.target_programs, config.min_split_tokens) == (target_programs, 16), "the entry's"
+        return config.num_splits
+
+    assert splits(8, 64) == 0
+    assert splits(4, 64) == 1
+    assert splits(4, 128) == 0
 
 
 def test_writing_leaves_no_half_file(tmp_path, monkeypatch):

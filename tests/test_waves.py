@@ -289,6 +289,47 @@ def test_walks_of_some_waves_have_tiles_that_fill_the_last(walks, tile):
     assert (few_tokens.block_kv, few_tokens.num_warps, few_tokens.num_stages) == configs.SMALL_TILE
 
 
+@pytest.mark.parametrize(
+    ("num_seqs", "tile", "target"),
+    [
+        (16, configs.APART_TILE, 4 * 128),
+        (
+            17,
+            configs.MIDDLE_TILE,
+            190,
+        ),  # hardly more walks than multiprocessors: one piece each, or more shares
+        (19, configs.MIDDLE_TILE, 212),
+        (20, configs.APART_TILE, 3 * 160),
+        (22, configs.APART_TILE, 3 * 176),  # all of a wave
+        (24, configs.MIDDLE_TILE, 2 * 192),
+        (26, configs.SMALL_TILE, 3 * 208),
+        (40, configs.SMALL_TILE, 2 * 320),
+        (42, configs.MIDDLE_TILE, 336),  # twice as many would be more than a wave of five
+        (49, configs.MIDDLE_TILE, 392),
+        (50, configs.APART_TILE, 400),
+    ],
+)
+def test_walks_of_less_than_a_wave_have_tiles_that_fill_it(num_seqs, tile, target):
+    """44 x 2048 take 128 us on an H100 by this, 137 in three pieces each."""
+    config = chosen(num_seqs, 8192)
+    assert (config.block_kv, config.num_warps, config.num_stages) == tile
+    assert config.target_programs == target
+    assert dealt(config, num_seqs, 8192) % (8 * num_seqs) == 0, "equal lengths have equal pieces"
+    assert dealt(config, num_seqs, 8192) <= resident(config, num_seqs) * HOPPER.num_cores
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "max_len", "whole"),
+    [(8, 1024, 0), (16, 1024, 1), (17, 1024, 0), (32, 1024, 0), (49, 1024, 0), (50, 1024, 1), (32, 512, 1)],
+)
+def test_short_sequences_are_whole_where_the_longest_keeps_nobody_waiting(num_seqs, max_len, whole):
+    """32 exponential lengths of up to 1024 tokens take 14 us on an H100 where they are dealt, 24 where not."""
+    config = chosen(num_seqs, max_len)
+    assert config.num_splits == whole
+    if num_seqs > 16:
+        assert config.target_programs == 8 * num_seqs, "equal lengths in one piece each"
+
+
 @pytest.mark.parametrize(("walks", "tile"), [(704, configs.MIDDLE_TILE), (1280, configs.SMALL_TILE)])
 def test_short_tables_of_some_waves_are_whole_in_these_tiles(walks, tile):
     config = chosen(walks // 8, 1024)

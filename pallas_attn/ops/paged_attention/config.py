@@ -29,6 +29,12 @@ APART_TILE, AT_ONCE, APART_TOKENS = (32, 4, 7), 4, 512
 # More walks than run at once leave a last wave that is not full: fewer programs with larger tiles lose less by it, and
 # need no finer pieces, up to so many waves. Unless small tiles fill theirs to this part, which is better still.
 MIDDLE_TILE, MANY_WAVES, FILLED = (64, 4, 5), 3, 0.9
+# One or two pieces of each walk may also fill one wave of them to this part, where small tiles fill theirs less.
+ONE_WAVE, MIDDLE_PIECES = 5 / 6, (1, 2)
+# Where walks are hardly more than multiprocessors a larger tile each is best, for it asks for nearly all of a share.
+ONE_EACH = 1.16
+# Shares for each of so few walks that more of them would run at once: equal lengths still have one piece. Long tables.
+ROOMY, LONG = 1.4, 4096
 # And where products are turned, with so many rows at most and so wide heads: four programs share a multiprocessor.
 TURNED_TILE, TURNED_ROWS, TURNED_WIDTHS = (64, 2, 3), 8, (64, 128)
 # Narrower tokens are walked over no faster.
@@ -39,6 +45,9 @@ EVENING, EVENING_ALONE = 3, 1.5
 # Where a batch of sequences as short as this fills the device they are left whole, without a kernel for the merge.
 # Where a table holds more, sequences that differ are the rule, and the longest alone would keep the call waiting.
 WHOLE_TOKENS = 1024
+# And the longer of these only where most multiprocessors have a walk, or each has several: elsewhere a call whose
+# lengths differ waits for the longest up to twice as long, and gains a tenth where they do not.
+SHORT_TOKENS, MOST_BUSY, SEVERAL = 512, 0.5, 3
 FINE_TOKENS = 64
 # Query rows times their width, which their sums take in registers too: more spills.
 ROWS_BYTES = 64 * 256 * 2
@@ -93,9 +102,11 @@ def heuristic(
     block_q = measured.get("block_q", room.block_q(rows))
     programs = num_seqs * num_kv_heads * math.ceil(rows / block_q)
     # Where pieces of twice as many tokens would leave multiprocessors without any, fine ones cost less than those idle.
-    fine = max_len < 4096 or programs * max_len <= 2 * FINE_TOKENS * device.num_cores
+    fine = max_len < LONG or programs * max_len <= 2 * FINE_TOKENS * device.num_cores
     least_tokens = measured.get("min_split_tokens", FINE_TOKENS if fine else 256)
-    may_be_whole = max_len <= WHOLE_TOKENS
+    each = programs / device.num_cores
+    short = max_len <= WHOLE_TOKENS
+    may_be_whole = short and (max_len <= SHORT_TOKENS or MOST_BUSY < each <= 1 or each > SEVERAL)
 
     def plan(tile: tuple[int, int, int], dealt: bool, pieces: int = 0) -> tuple[float, dict[str, int]]:
         """(cost, fields); of so many pieces of each walk, or of those that cost least."""
@@ -113,16 +124,20 @@ def heuristic(
             dealt=dealt,
         )
         evening = EVENING if waves.resident > 1 else EVENING_ALONE
-        least_programs = 1 if may_be_whole else int(evening * device.num_cores)
+        least_programs = 1 if short else int(evening * device.num_cores)
         if not pieces:
             pieces = waves.pieces(max(least_tokens, chosen["block_kv"]), least_programs) if dealt else 1
-        # Beside very many sequences a long one is cut into shares of what runs at once, not into finer ones.
-        target = programs * pieces if pieces > 1 else min(programs, max(4 * device.num_cores, waves.slots))
+        target = programs * pieces
+        if pieces == 1:
+            # Beside very many sequences a long one is cut into shares of what runs at once, not into finer ones.
+            target = min(programs, max(4 * device.num_cores, waves.slots))
+            if dealt and max_len >= LONG and ROOMY * programs <= waves.slots:
+                target = int(ROOMY * programs)
         return waves.cost(pieces), {"target_programs": target, "num_splits": int(not dealt), **chosen}
 
     # Few programs and short sequences want small tiles. So does what is dealt where four such programs share a
     # multiprocessor: sequences of one length lose 1% by it at most, others gain up to 40% (EXPERIMENTS.md, row 71).
-    small = max_len < 4096 or 2 * programs < device.num_cores or room.keeps_apart(block_q)
+    small = max_len < LONG or 2 * programs < device.num_cores or room.keeps_apart(block_q)
     usual = TURNED_TILE if block_q == TURNED_ROWS else SMALL_TILE if small else LARGE_TILE
     cut = plan(usual, dealt=True)
     if usual == SMALL_TILE and room.keeps_apart(block_q):
@@ -131,14 +146,11 @@ def heuristic(
         least = max(programs, (AT_ONCE - 1) * device.num_cores + 1)
         if least <= target <= min(AT_ONCE * device.num_cores, programs * max_len // APART_TOKENS):
             cut = apart
-        elif (
-            max_len > APART_TOKENS
-            and 1 < room.waves(block_q, SMALL_TILE, programs) <= MANY_WAVES
-            and "block_kv" not in measured
-        ):
-            small_tiles = [SMALL_TILE] if may_be_whole else [SMALL_TILE, APART_TILE]
-            usual = room.filling(block_q, programs, small_tiles)
-            cut = plan(usual, dealt=True, pieces=1)
+        if max_len > SHORT_TOKENS and "block_kv" not in measured:
+            filling = room.filling(block_q, programs, cut[1], short=short)
+            if filling:
+                usual, pieces = filling
+                cut = plan(usual, dealt=True, pieces=pieces)
     plans = [] if may_be_whole and cut[1]["target_programs"] <= programs else [cut]
     if may_be_whole:
         plans.append(plan(usual, dealt=False))
@@ -147,7 +159,7 @@ def heuristic(
             plans.append(plan(LARGE_TILE, dealt=False))
     _, fields = min(plans, key=lambda found: found[0])
     if "target_programs" in measured:
-        fields["num_splits"] = int(may_be_whole and 2 * programs >= measured["target_programs"])
+        fields["num_splits"] = int(short and 2 * programs >= measured["target_programs"])
     return PagedAttentionConfig(
         **{"block_q": block_q, "min_split_tokens": least_tokens, **fields, **measured},
     )
@@ -233,19 +245,32 @@ class _Room:
         few, more = self.resident(block_q, *APART_TILE), self.resident(block_q, *SMALL_TILE)
         return few == AT_ONCE < more
 
-    def waves(self, block_q: int, tile: tuple[int, int, int], programs: int) -> float:
-        """In which so many programs run."""
-        return programs / (self.resident(block_q, *tile) * self.device.num_cores)
+    def filling(
+        self, block_q: int, programs: int, small: dict[str, int], *, short: bool
+    ) -> tuple[tuple[int, int, int], int] | None:
+        """(tile, pieces of each walk) that leave less of a wave idle than the plan with small tiles. `short` walks are
+        in one piece each, where there are more of them than multiprocessors."""
 
-    def filling(self, block_q: int, programs: int, tiles: list[tuple[int, int, int]]) -> tuple[int, int, int]:
-        """One of the tiles or the middle one, for more programs than run at once."""
+        def waves(tile: tuple[int, int, int], pieces: int = 1) -> float:
+            return programs * pieces / (self.resident(block_q, *tile) * self.device.num_cores)
 
-        def filled(tile: tuple[int, int, int]) -> float:
-            waves = self.waves(block_q, tile, programs)
+        def filled(waves: float) -> float:
             return waves / math.ceil(waves)
 
-        best = max(tiles, key=filled)
-        return best if filled(best) > max(FILLED, filled(MIDDLE_TILE)) else MIDDLE_TILE
+        if programs <= self.device.num_cores or waves(SMALL_TILE) > MANY_WAVES:
+            return None
+        if programs <= ONE_EACH * self.device.num_cores:
+            return MIDDLE_TILE, 1
+        if waves(SMALL_TILE) > 1:
+            one_each = [SMALL_TILE] if short else [SMALL_TILE, APART_TILE]
+            best = max(one_each, key=lambda tile: filled(waves(tile)))
+            return best if filled(waves(best)) > max(FILLED, filled(waves(MIDDLE_TILE))) else MIDDLE_TILE, 1
+        if short:
+            return MIDDLE_TILE if ONE_WAVE < waves(MIDDLE_TILE) <= 1 else SMALL_TILE, 1
+        planned = waves((small["block_kv"], small["num_warps"], small["num_stages"]))
+        least = max(ONE_WAVE, filled(planned * small["target_programs"] / programs))
+        fits = [pieces for pieces in MIDDLE_PIECES if least < waves(MIDDLE_TILE, pieces) <= 1]
+        return (MIDDLE_TILE, fits[0]) if fits else None
 
     def _fits(self, block_q: int, block_kv: int, num_stages: int) -> bool:
         """Measured on compiled kernels: two buffers for tiles of keys and values, three in a deep pipeline of
