@@ -107,6 +107,8 @@ def heuristic(
     each = programs / device.num_cores
     short = max_len <= WHOLE_TOKENS
     may_be_whole = short and (max_len <= SHORT_TOKENS or MOST_BUSY < each <= 1 or each > SEVERAL)
+    # Equal ones in one piece, others as shares come out.
+    in_one = short and not may_be_whole and each > 1
 
     def plan(tile: tuple[int, int, int], dealt: bool, pieces: int = 0) -> tuple[float, dict[str, int]]:
         """(cost, fields); of so many pieces of each walk, or of those that cost least."""
@@ -139,12 +141,13 @@ def heuristic(
     # multiprocessor: sequences of one length lose 1% by it at most, others gain up to 40% (EXPERIMENTS.md, row 71).
     small = max_len < LONG or 2 * programs < device.num_cores or room.keeps_apart(block_q)
     usual = TURNED_TILE if block_q == TURNED_ROWS else SMALL_TILE if small else LARGE_TILE
-    cut = plan(usual, dealt=True)
+    cut = plan(usual, dealt=True, pieces=int(in_one))
     if usual == SMALL_TILE and room.keeps_apart(block_q):
         apart = plan(APART_TILE, dealt=True)
         target = apart[1]["target_programs"]
         least = max(programs, (AT_ONCE - 1) * device.num_cores + 1)
-        if least <= target <= min(AT_ONCE * device.num_cores, programs * max_len // APART_TOKENS):
+        most = min(AT_ONCE * device.num_cores, programs * max_len // APART_TOKENS)
+        if not in_one and least <= target <= most:
             cut = apart
         if max_len > SHORT_TOKENS and "block_kv" not in measured:
             filling = room.filling(block_q, programs, cut[1], short=short)
@@ -265,11 +268,10 @@ class _Room:
             one_each = [SMALL_TILE] if short else [SMALL_TILE, APART_TILE]
             best = max(one_each, key=lambda tile: filled(waves(tile)))
             return best if filled(waves(best)) > max(FILLED, filled(waves(MIDDLE_TILE))) else MIDDLE_TILE, 1
-        if short:
-            return MIDDLE_TILE if ONE_WAVE < waves(MIDDLE_TILE) <= 1 else SMALL_TILE, 1
         planned = waves((small["block_kv"], small["num_warps"], small["num_stages"]))
         least = max(ONE_WAVE, filled(planned * small["target_programs"] / programs))
-        fits = [pieces for pieces in MIDDLE_PIECES if least < waves(MIDDLE_TILE, pieces) <= 1]
+        some = MIDDLE_PIECES[:1] if short else MIDDLE_PIECES
+        fits = [pieces for pieces in some if least < waves(MIDDLE_TILE, pieces) <= 1]
         return (MIDDLE_TILE, fits[0]) if fits else None
 
     def _fits(self, block_q: int, block_kv: int, num_stages: int) -> bool:
