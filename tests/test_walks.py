@@ -296,6 +296,7 @@ def test_long_first_pieces_begin_before_short_ones(num_seqs, shares):
     assert num_seqs == 3 or len({number for number, _ in begun}) > 1
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(("num_seqs", "shares"), [(129, 128), (513, 600)])
 def test_first_pieces_of_very_many_begin_by_number(num_seqs, shares):
     """More than run at once, or than are put in order at all."""

@@ -293,11 +293,7 @@ def test_walks_of_some_waves_have_tiles_that_fill_the_last(walks, tile):
     ("num_seqs", "tile", "target"),
     [
         (16, configs.APART_TILE, 4 * 128),
-        (
-            17,
-            configs.MIDDLE_TILE,
-            190,
-        ),  # hardly more walks than multiprocessors: one piece each, or more shares
+        (17, configs.MIDDLE_TILE, 190),  # hardly more walks than multiprocessors
         (19, configs.MIDDLE_TILE, 212),
         (20, configs.APART_TILE, 3 * 160),
         (22, configs.APART_TILE, 3 * 176),  # all of a wave

@@ -261,12 +261,12 @@ def cuts(lengths: jax.Array, problem: SplitKVProblem) -> jax.Array:
         cuttable = jnp.sum((work.astype(jnp.float32) >= fair).astype(jnp.int32)).astype(jnp.float32)
         dealt = jnp.maximum(problem.shares - 0.5 * jnp.maximum(cuttable, 1.0), 0.5 * problem.shares)
         share = jnp.maximum((1 + SLACK) * (total / dealt), _least(problem))
-        rounded_up = jnp.maximum(jnp.ceil(tiles / share).astype(jnp.int32), 1)
+        of_uneven = jnp.maximum(jnp.ceil(tiles / share).astype(jnp.int32), 1)
         if problem.finest > 1:
-            most_tiles = jnp.max(ceil_div(num_tiles, rounded_up))
+            most_tiles = jnp.max(ceil_div(num_tiles, of_uneven))
             late = most_tiles > fair.astype(jnp.int32) + LATE_TOKENS // config.block_kv
-            rounded_up = jnp.where(late, _rounded(tiles, fair / problem.finest, problem), rounded_up)
-        count = jnp.where(uneven, rounded_up, count)
+            of_uneven = jnp.where(late, _rounded(tiles, fair / problem.finest, problem), of_uneven)
+        count = jnp.where(uneven, of_uneven, count)
     return _most(count - 1, problem)
 
 

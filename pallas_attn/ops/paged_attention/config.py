@@ -139,7 +139,7 @@ def heuristic(
 
     # Few programs and short sequences want small tiles. So does what is dealt where four such programs share a
     # multiprocessor: sequences of one length lose 1% by it at most, others gain up to 40% (EXPERIMENTS.md, row 71).
-    small = max_len < LONG or 2 * programs < device.num_cores or room.keeps_apart(block_q)
+    small = max_len < LONG or each < MOST_BUSY or room.keeps_apart(block_q)
     usual = TURNED_TILE if block_q == TURNED_ROWS else SMALL_TILE if small else LARGE_TILE
     cut = plan(usual, dealt=True, pieces=int(in_one))
     if usual == SMALL_TILE and room.keeps_apart(block_q):
@@ -254,8 +254,8 @@ class _Room:
         """(tile, pieces of each walk) that leave less of a wave idle than the plan with small tiles. `short` walks are
         in one piece each, where there are more of them than multiprocessors."""
 
-        def waves(tile: tuple[int, int, int], pieces: int = 1) -> float:
-            return programs * pieces / (self.resident(block_q, *tile) * self.device.num_cores)
+        def waves(tile: tuple[int, int, int], programs: int = programs) -> float:
+            return programs / (self.resident(block_q, *tile) * self.device.num_cores)
 
         def filled(waves: float) -> float:
             return waves / math.ceil(waves)
@@ -268,10 +268,12 @@ class _Room:
             one_each = [SMALL_TILE] if short else [SMALL_TILE, APART_TILE]
             best = max(one_each, key=lambda tile: filled(waves(tile)))
             return best if filled(waves(best)) > max(FILLED, filled(waves(MIDDLE_TILE))) else MIDDLE_TILE, 1
-        planned = waves((small["block_kv"], small["num_warps"], small["num_stages"]))
-        least = max(ONE_WAVE, filled(planned * small["target_programs"] / programs))
+        planned = waves(
+            (small["block_kv"], small["num_warps"], small["num_stages"]), small["target_programs"]
+        )
+        least = max(ONE_WAVE, filled(planned))
         some = MIDDLE_PIECES[:1] if short else MIDDLE_PIECES
-        fits = [pieces for pieces in some if least < waves(MIDDLE_TILE, pieces) <= 1]
+        fits = [pieces for pieces in some if least < waves(MIDDLE_TILE, programs * pieces) <= 1]
         return (MIDDLE_TILE, fits[0]) if fits else None
 
     def _fits(self, block_q: int, block_kv: int, num_stages: int) -> bool:
