@@ -154,16 +154,21 @@ class FairPieces:
     and wait for one another, which in short calls is a tenth of the time.
     """
 
-    def __init__(self, problem: SplitKVProblem, lengths: jax.Array):
-        """`lengths` [num_seqs], and any padding of empty sequences."""
+    def __init__(self, problem: SplitKVProblem, lengths: jax.Array, first: jax.Array | None = None):
+        """`lengths` [num_seqs], and any padding of empty sequences; the `first` of them by itself, if it is known:
+        whether all are as long is one reduction, and to find the longest would be another before it."""
         self._problem, self._lengths, self._seqs = problem, lengths, jnp.arange(len(lengths))
         num_tiles = problem.num_tiles(jnp.clip(lengths, 0, problem.max_len))
-        longest = jnp.max(num_tiles)
-        self._each = equal_cuts(longest, problem, len(lengths))
+        if first is None:
+            one = jnp.max(num_tiles)
+        else:
+            one = problem.num_tiles(jnp.clip(first, 0, problem.max_len))
+        self._each = equal_cuts(one, problem, len(lengths))
         if problem.num_seqs == 1:
             self._even: jax.Array | bool = True
         else:
-            self._even = jnp.min(jnp.where(self._seqs < problem.num_seqs, num_tiles, longest)) == longest
+            differ = (self._seqs < problem.num_seqs) & (num_tiles != one)
+            self._even = jnp.max(differ.astype(jnp.int32)) == 0
         # Where lengths are one, nobody looks at them.
         self._cuts = self._of(lambda: self._each + 0 * self._seqs, lambda: cuts(lengths, problem))
 
@@ -173,7 +178,8 @@ class FairPieces:
     @classmethod
     def of_all(cls, problem: SplitKVProblem, lens_ref: Any) -> "FairPieces":
         seqs = jnp.arange(triton.next_power_of_2(problem.num_seqs))
-        return cls(problem, triton.load(lens_ref.at[seqs], mask=seqs < problem.num_seqs, other=0))
+        lengths = triton.load(lens_ref.at[seqs], mask=seqs < problem.num_seqs, other=0)
+        return cls(problem, lengths, triton.load(lens_ref.at[np.int32(0)]))
 
     def num(self) -> jax.Array:
         num_seqs = self._problem.num_seqs
