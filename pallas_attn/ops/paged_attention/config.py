@@ -42,12 +42,14 @@ LEAST_TOKEN_KB = 0.25
 # Programs a multiprocessor, at once or one after the other, for lengths that differ: the longest pieces are waited for.
 # Fewer of those that have one to themselves, where nothing else is done while the next one starts.
 EVENING, EVENING_ALONE = 3, 1.5
-# Where a batch of sequences as short as this fills the device they are left whole, without a kernel for the merge.
+# Where a batch of sequences as short as this fills the device they may be left whole, without a kernel for the merge.
 # Where a table holds more, sequences that differ are the rule, and the longest alone would keep the call waiting.
 WHOLE_TOKENS = 1024
-# And the longer of these only where most multiprocessors have a walk, or each has several: elsewhere a call whose
-# lengths differ waits for the longest up to twice as long, and gains a tenth where they do not.
-SHORT_TOKENS, MOST_BUSY, SEVERAL = 512, 0.5, 3
+# The longer of these only where multiprocessors have many walks each, which come one after the other and even out.
+# Elsewhere a call whose lengths differ would wait for the longest up to twice as long, and gain 5% where they do not.
+SHORT_TOKENS, MANY_EACH = 512, 4
+# With hardly any multiprocessor to spare equal ones have one piece.
+MOST_BUSY = 0.5
 FINE_TOKENS = 64
 # Query rows times their width, which their sums take in registers too: more spills.
 ROWS_BYTES = 64 * 256 * 2
@@ -106,9 +108,9 @@ def heuristic(
     least_tokens = measured.get("min_split_tokens", FINE_TOKENS if fine else 256)
     each = programs / device.num_cores
     short = max_len <= WHOLE_TOKENS
-    may_be_whole = short and (max_len <= SHORT_TOKENS or MOST_BUSY < each <= 1 or each > SEVERAL)
+    may_be_whole = short and (max_len <= SHORT_TOKENS or each > MANY_EACH)
     # Equal ones in one piece, others as shares come out.
-    in_one = short and not may_be_whole and each > 1
+    in_one = short and not may_be_whole and each > MOST_BUSY
 
     def plan(tile: tuple[int, int, int], dealt: bool, pieces: int = 0) -> tuple[float, dict[str, int]]:
         """(cost, fields); of so many pieces of each walk, or of those that cost least."""
@@ -141,6 +143,8 @@ def heuristic(
     # multiprocessor: sequences of one length lose 1% by it at most, others gain up to 40% (EXPERIMENTS.md, row 71).
     small = max_len < LONG or each < MOST_BUSY or room.keeps_apart(block_q)
     usual = TURNED_TILE if block_q == TURNED_ROWS else SMALL_TILE if small else LARGE_TILE
+    if in_one and each <= 1 and usual == SMALL_TILE:
+        usual = MIDDLE_TILE
     cut = plan(usual, dealt=True, pieces=int(in_one))
     if usual == SMALL_TILE and room.keeps_apart(block_q):
         apart = plan(APART_TILE, dealt=True)
