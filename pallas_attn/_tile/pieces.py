@@ -158,11 +158,12 @@ class FairPieces:
         """`lengths` [num_seqs], and any padding of empty sequences; the `first` of them by itself, if it is known:
         whether all are as long is one reduction, and to find the longest would be another before it."""
         self._problem, self._lengths, self._seqs = problem, lengths, jnp.arange(len(lengths))
-        num_tiles = problem.num_tiles(jnp.clip(lengths, 0, problem.max_len))
-        if first is None:
-            one = jnp.max(num_tiles)
-        else:
-            one = problem.num_tiles(jnp.clip(first, 0, problem.max_len))
+
+        def tiles(lengths: jax.Array) -> jax.Array:
+            return problem.num_tiles(jnp.clip(lengths, 0, problem.max_len))
+
+        num_tiles = tiles(lengths)
+        one = jnp.max(num_tiles) if first is None else tiles(first)
         self._each = equal_cuts(one, problem, len(lengths))
         if problem.num_seqs == 1:
             self._even: jax.Array | bool = True
