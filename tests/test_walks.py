@@ -268,8 +268,7 @@ def test_what_is_merged_is_what_was_cut(lengths):
     for piece in dealt(problem, lengths):
         if int(piece.count) > 1:
             stored.setdefault(int(piece.seq), []).append(int(piece.place))
-    # By the first length or by the longest: both are the same pieces.
-    found = pieces.FairPieces(problem, jnp.asarray(lengths, jnp.int32), first=jnp.int32(lengths[0]))
+    found = pieces.FairPieces(problem, jnp.asarray(lengths, jnp.int32))
     merged = {}
     cut_of = jax.jit(found.cut)
     for which in range(problem.most_cut):
