@@ -150,9 +150,10 @@ def torch_runners(peer: Any, case: Any, inputs: Any) -> dict[str, Runner]:
 
 
 def outcomes(
-    workload: Workload, case: Any, found: Sequence[Candidate], rounds: int
+    workload: Workload, case: Any, found: Sequence[Candidate], rounds: int, most_rounds: int | None = None
 ) -> Iterator[tuple[str, Outcome]]:
-    """(name, what became of it) of each candidate, once all were timed; wrong ones before any is timed."""
+    """(name, what became of it) of each candidate, once all were timed; wrong ones before any is timed. There are
+    `rounds` of samples, and up to `most_rounds`, MOST_ROUNDS by default, while they differ."""
     try:
         inputs = workload.inputs(case)
     except Exception as error:
@@ -170,7 +171,7 @@ def outcomes(
     yield from failed.items()
     if contenders:
         contenders[0].runner.warm_up()
-    for number in range(max(rounds, MOST_ROUNDS)):
+    for number in range(max(rounds, most_rounds or MOST_ROUNDS)):
         if number >= rounds and all(map(settled, contenders)):
             break
         for contender in contenders[:: -1 if number % 2 else 1]:

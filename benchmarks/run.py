@@ -64,7 +64,7 @@ class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"run.py: error: {message}\n")
+        self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def count(text: str) -> int:

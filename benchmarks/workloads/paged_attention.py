@@ -73,10 +73,15 @@ class PagedAttention(PagedWorkload):
     def cost(self, case: Any) -> costs.Cost:
         return costs.paged_attention(case)
 
+    def config(self, case: Any, target: str) -> Any:
+        """What a target's call is given; None: nothing."""
+        return None
+
     def call(self, case: Any, target: str) -> Call:
         options: dict[str, Any] = dict(
             sliding_window=case.sliding_window,
             block_sparse=case.block_sparse,
+            config=self.config(case, target),
         )
         if case.cache_dtype:
             scale = cache_scale(cache_dtype(case))
