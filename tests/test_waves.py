@@ -15,6 +15,7 @@ from pallas_attn._tile.masking import Rules
 from pallas_attn._tile.waves import Waves
 from pallas_attn.ops.paged_attention import config as configs
 from pallas_attn.ops.paged_attention.problem import Problem
+from pallas_attn.ops.paged_attention.room import EASILY_DEALT, Room
 
 pytestmark = pytest.mark.once  # arithmetic
 
@@ -34,8 +35,8 @@ def chosen(
 
 def resident(config, num_seqs: int) -> int:
     sizes = (config.block_q, config.block_kv, config.num_warps, config.num_stages)
-    easily = config.num_splits == 1 or num_seqs in configs.EASILY_DEALT
-    return configs._Room(128, 2, 2, HOPPER).resident(*sizes, easily_dealt=easily)
+    easily = config.num_splits == 1 or num_seqs in EASILY_DEALT
+    return Room(128, 2, 2, HOPPER).resident(*sizes, easily_dealt=easily)
 
 
 def dealt(config, num_seqs: int, max_len: int, kv_heads=8, group=4) -> int:
@@ -148,7 +149,7 @@ def test_what_is_measured_is_kept():
 def test_tiles_fit(head_dim, itemsize, device):
     for num_seqs, max_len, group in itertools.product((1, 16, 40, 300), (256, 1024, 8192), (1, 24, 128)):
         config = chosen(num_seqs, max_len, 8, group, head_dim, device, itemsize)
-        room = configs._Room(head_dim, itemsize, 2, device)
+        room = Room(head_dim, itemsize, 2, device)
         assert room._fits(config.block_q, config.block_kv, config.num_stages)
 
 
@@ -194,7 +195,7 @@ def test_programs_that_share_a_multiprocessor_are_those_of_compiled_kernels(size
     (head_dim, itemsize, *how), (shared, registers) = sizes, COMPILED[sizes][tile]
     in_registers = 65536 // (math.ceil(registers / 8) * 8 * 32 * tile[1])
     expected = min(in_registers, 228 * 1024 // (shared + 1024))
-    room = configs._Room(head_dim, itemsize, 2, HOPPER)
+    room = Room(head_dim, itemsize, 2, HOPPER)
     assert room.resident(8 if "turned" in how else 16, *tile, easily_dealt="whole" in how) == expected
 
 

@@ -3,25 +3,20 @@
 import dataclasses
 import functools
 import math
+from typing import NamedTuple
 
 from pallas_attn._call import configs
 from pallas_attn._call.configs import SplitKVConfig
 from pallas_attn._call.device import Device
 from pallas_attn._tile import triton
 from pallas_attn._tile.waves import Waves
+from pallas_attn.ops.paged_attention.room import EASILY_DEALT, TURNED_ROWS, Room
 
-# What tiles of keys and values may take of a program's shared memory, where there is much and where there is little;
-# what is left for layouts and reductions, and what these take in fact where they are small.
-TILES_KB, SMALL_TILES_KB = 128, 64
-RESERVED_KB, LAYOUTS_KB = 12, 2
-# A thread's registers for anything but rows and tiles, and a multiprocessor's for all.
-OTHER_REGISTERS, REGISTERS = 56, 65536
-# With so few rows sums come late, and take as many registers as a program's weights.
-LEAN_ROWS = 16
-# Those that dealing takes; not where a warp holds a length in each lane.
-DEALING_REGISTERS, EASILY_DEALT = 26, range(17, 33)
-# (block_kv, num_warps, num_stages), where there is room. On Hopper and with heads of 128, four programs with the small
-# tile share a multiprocessor, and one with the large fills it, with as many bytes under way.
+type Tile = tuple[int, int, int]
+"""(block_kv, num_warps, num_stages), where there is room."""
+
+# On Hopper and with heads of 128, four programs with the small tile share a multiprocessor, and one with the large
+# fills it, with as many bytes under way.
 SMALL_TILE, LARGE_TILE = (32, 4, 5), (128, 4, 3)
 # Small tiles leave room for a fifth program, where four are planned that run at once the GPU deals five and three: with
 # one more buffer four fit. It takes longer to fill: not for pieces of fewer tokens.
@@ -35,8 +30,8 @@ ONE_WAVE, MIDDLE_PIECES = 5 / 6, (1, 2)
 ONE_EACH = 1.16
 # Shares for each of so few walks that more of them would run at once: equal lengths still have one piece. Long tables.
 ROOMY, LONG = 1.4, 4096
-# And where products are turned, with so many rows at most and so wide heads: four programs share a multiprocessor.
-TURNED_TILE, TURNED_ROWS, TURNED_WIDTHS = (64, 2, 3), 8, (64, 128)
+# Where products are turned: four programs share a multiprocessor.
+TURNED_TILE = (64, 2, 3)
 # Narrower tokens are walked over no faster.
 LEAST_TOKEN_KB = 0.25
 # Programs a multiprocessor, at once or one after the other, for lengths that differ: the longest pieces are waited for.
@@ -51,8 +46,6 @@ SHORT_TOKENS, MANY_EACH = 512, 4
 # With hardly any multiprocessor to spare equal ones have one piece.
 MOST_BUSY = 0.5
 FINE_TOKENS = 64
-# Query rows times their width, which their sums take in registers too: more spills.
-ROWS_BYTES = 64 * 256 * 2
 # Pieces of a batch-invariant call: 128 programs for one sequence of 8192 tokens with 8 KV heads. Beyond 32768 tokens
 # pieces grow instead, or a wide table would ask for room without end.
 INVARIANT_TOKENS, INVARIANT_SPLITS = 512, 64
@@ -100,83 +93,193 @@ def heuristic(
     Sequences are cut into the number of pieces with which waves of programs cost least, were all as long as they may
     be (`_tile/waves.py`). Lengths that differ are dealt at run time, in as many shares of the batch's work.
     """
-    room = _Room(triton.tile_side(head_dim), itemsize, query_itemsize, device, layout)
+    room = Room(triton.tile_side(head_dim), itemsize, query_itemsize, device, layout)
     block_q = measured.get("block_q", room.block_q(rows))
-    programs = num_seqs * num_kv_heads * math.ceil(rows / block_q)
-    # Where pieces of twice as many tokens would leave multiprocessors without any, fine ones cost less than those idle.
-    fine = max_len < LONG or programs * max_len <= 2 * FINE_TOKENS * device.num_cores
-    least_tokens = measured.get("min_split_tokens", FINE_TOKENS if fine else 256)
-    each = programs / device.num_cores
-    short = max_len <= WHOLE_TOKENS
-    may_be_whole = short and (max_len <= SHORT_TOKENS or each > MANY_EACH)
-    # Equal ones in one piece, others as shares come out.
-    in_one = short and not may_be_whole and each > MOST_BUSY
+    walks = num_seqs * num_kv_heads * math.ceil(rows / block_q)
+    call = _Call(
+        room,
+        num_seqs=num_seqs,
+        walks=walks,
+        block_q=block_q,
+        result_bytes=8 * min(rows, block_q) * head_dim,
+        token_bytes=2 * head_dim * itemsize,
+        max_len=max_len,
+        measured=measured,
+    )
+    fields = call.cheapest()
+    if "target_programs" in measured:
+        fields["num_splits"] = int(call.short and 2 * walks >= measured["target_programs"])
+    return PagedAttentionConfig(
+        **{"block_q": block_q, "min_split_tokens": call.least_tokens, **fields, **measured},
+    )
 
-    def plan(tile: tuple[int, int, int], dealt: bool, pieces: int = 0) -> tuple[float, dict[str, int]]:
-        """(cost, fields); of so many pieces of each walk, or of those that cost least."""
-        chosen = room.tile(block_q, *tile) | measured
+
+class _Plan(NamedTuple):
+    cost: float
+    fields: dict[str, int]
+    """Of the config."""
+
+    @property
+    def tile(self) -> Tile:
+        return self.fields["block_kv"], self.fields["num_warps"], self.fields["num_stages"]
+
+    @property
+    def programs(self) -> int:
+        return self.fields["target_programs"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What decides how a call is cut up."""
+
+    room: Room
+    num_seqs: int
+    walks: int
+    """Over a sequence, for a block of a KV head's query rows: the programs if nothing is cut."""
+    block_q: int
+    result_bytes: int
+    """That a piece leaves for the merge."""
+    token_bytes: int
+    """Of a key and a value."""
+    max_len: int
+    measured: dict[str, int]
+
+    @property
+    def each(self) -> float:
+        """Walks a multiprocessor."""
+        return self.walks / self.room.device.num_cores
+
+    @property
+    def least_tokens(self) -> int:
+        """Of a piece."""
+        # Where pieces of twice as many tokens would leave multiprocessors without any, fine ones cost less than those
+        # idle.
+        few = self.walks * self.max_len <= 2 * FINE_TOKENS * self.room.device.num_cores
+        return self.measured.get("min_split_tokens", FINE_TOKENS if self.max_len < LONG or few else 256)
+
+    @property
+    def short(self) -> bool:
+        return self.max_len <= WHOLE_TOKENS
+
+    @property
+    def may_be_whole(self) -> bool:
+        return self.short and (self.max_len <= SHORT_TOKENS or self.each > MANY_EACH)
+
+    @property
+    def in_one(self) -> bool:
+        """Equal lengths in one piece each, others as shares come out."""
+        return self.short and not self.may_be_whole and self.each > MOST_BUSY
+
+    @property
+    def kept_apart(self) -> bool:
+        """Whether one more buffer leaves room for those small tiles that are planned, and for no more."""
+        few, more = (self.room.resident(self.block_q, *tile) for tile in (APART_TILE, SMALL_TILE))
+        return few == AT_ONCE < more
+
+    def cheapest(self) -> dict[str, int]:
+        """Fields of the config."""
+        tile, dealt = self.dealt()
+        if not self.may_be_whole:
+            return dealt.fields
+        plans = [dealt] if dealt.programs > self.walks else []
+        plans.append(self.plan(tile, dealt=False))
+        if self.each <= 1:
+            # One wave of programs that have a multiprocessor each, with nothing cut to keep it busy.
+            plans.append(self.plan(LARGE_TILE, dealt=False))
+        return min(plans, key=lambda plan: plan.cost).fields
+
+    def dealt(self) -> tuple[Tile, _Plan]:
+        """Where lengths decide what is cut; and the tile that it was planned for."""
+        # Few programs and short sequences want small tiles. So does what is dealt where four such programs share a
+        # multiprocessor: sequences of one length lose 1% by it at most, others gain up to 40% (EXPERIMENTS.md, row 71).
+        small = self.max_len < LONG or self.each < MOST_BUSY or self.kept_apart
+        if self.block_q == TURNED_ROWS:
+            return TURNED_TILE, self.plan(TURNED_TILE, dealt=True, pieces=int(self.in_one))
+        if not small:
+            return LARGE_TILE, self.plan(LARGE_TILE, dealt=True)
+        if self.in_one and self.each <= 1:
+            return MIDDLE_TILE, self.plan(MIDDLE_TILE, dealt=True, pieces=1)
+        best = self.plan(SMALL_TILE, dealt=True, pieces=int(self.in_one))
+        if not self.kept_apart:
+            return SMALL_TILE, best
+        if not self.in_one and self.plans_apart(apart := self.plan(APART_TILE, dealt=True)):
+            best = apart
+        if (
+            self.max_len > SHORT_TOKENS
+            and "block_kv" not in self.measured
+            and (filling := self.filling(best))
+        ):
+            tile, pieces = filling
+            return tile, self.plan(tile, dealt=True, pieces=pieces)
+        return SMALL_TILE, best
+
+    def plans_apart(self, apart: _Plan) -> bool:
+        """Whether a plan has programs that are to be kept apart, in pieces that are long enough."""
+        num_cores = self.room.device.num_cores
+        least = max(self.walks, (AT_ONCE - 1) * num_cores + 1)
+        most = min(AT_ONCE * num_cores, self.walks * self.max_len // APART_TOKENS)
+        return least <= apart.programs <= most
+
+    def filling(self, small: _Plan) -> tuple[Tile, int] | None:
+        """(tile, pieces of each walk) that leave less of a wave idle than the plan with small tiles. Short walks are in
+        one piece each, where there are more of them than multiprocessors."""
+
+        def waves(tile: Tile, programs: int) -> float:
+            return programs / (self.room.resident(self.block_q, *tile) * self.room.device.num_cores)
+
+        def filled(waves: float) -> float:
+            return waves / math.ceil(waves)
+
+        if self.each <= 1 or waves(SMALL_TILE, self.walks) > MANY_WAVES:
+            return None
+        if self.each <= ONE_EACH:
+            return MIDDLE_TILE, 1
+        if waves(SMALL_TILE, self.walks) > 1:
+            one_each = [SMALL_TILE] if self.short else [SMALL_TILE, APART_TILE]
+            part = {tile: filled(waves(tile, self.walks)) for tile in (*one_each, MIDDLE_TILE)}
+            best = max(one_each, key=part.__getitem__)
+            return best if part[best] > max(FILLED, part[MIDDLE_TILE]) else MIDDLE_TILE, 1
+        least = max(ONE_WAVE, filled(waves(small.tile, small.programs)))
+        some = MIDDLE_PIECES[:1] if self.short else MIDDLE_PIECES
+        fits = [pieces for pieces in some if least < waves(MIDDLE_TILE, self.walks * pieces) <= 1]
+        return (MIDDLE_TILE, fits[0]) if fits else None
+
+    def plan(self, tile: Tile, *, dealt: bool, pieces: int = 0) -> _Plan:
+        """Of so many pieces of each walk, or, with 0, of those that cost least."""
+        chosen = self.room.tile(self.block_q, *tile) | self.measured
+        num_cores = self.room.device.num_cores
         waves = Waves(
-            streams=programs,
-            tokens=max_len,
-            token_kb=max(LEAST_TOKEN_KB, 2 * head_dim * itemsize / 1024),
-            piece_kb=8 * min(rows, block_q) * head_dim / 1024,
-            resident=room.resident(
-                *(block_q, chosen["block_kv"], chosen["num_warps"], chosen["num_stages"]),
-                easily_dealt=not dealt or num_seqs in EASILY_DEALT,
+            streams=self.walks,
+            tokens=self.max_len,
+            token_kb=max(LEAST_TOKEN_KB, self.token_bytes / 1024),
+            piece_kb=self.result_bytes / 1024,
+            resident=self.room.resident(
+                *(self.block_q, chosen["block_kv"], chosen["num_warps"], chosen["num_stages"]),
+                easily_dealt=not dealt or self.num_seqs in EASILY_DEALT,
             ),
-            num_cores=device.num_cores,
+            num_cores=num_cores,
             dealt=dealt,
         )
-        evening = EVENING if waves.resident > 1 else EVENING_ALONE
-        least_programs = 1 if short else int(evening * device.num_cores)
-        if not pieces:
-            pieces = waves.pieces(max(least_tokens, chosen["block_kv"]), least_programs) if dealt else 1
-        target = programs * pieces
+        if not dealt:
+            pieces = 1
+        elif not pieces:
+            evening = EVENING if waves.resident > 1 else EVENING_ALONE
+            least_programs = 1 if self.short else int(evening * num_cores)
+            pieces = waves.pieces(max(self.least_tokens, chosen["block_kv"]), least_programs)
+        target = self.walks * pieces
         if pieces == 1:
             # Beside very many sequences a long one is cut into shares of what runs at once, not into finer ones.
-            target = min(programs, max(4 * device.num_cores, waves.slots))
-            if dealt and max_len >= LONG and ROOMY * programs <= waves.slots:
-                target = int(ROOMY * programs)
-        return waves.cost(pieces), {"target_programs": target, "num_splits": int(not dealt), **chosen}
-
-    # Few programs and short sequences want small tiles. So does what is dealt where four such programs share a
-    # multiprocessor: sequences of one length lose 1% by it at most, others gain up to 40% (EXPERIMENTS.md, row 71).
-    small = max_len < LONG or each < MOST_BUSY or room.keeps_apart(block_q)
-    usual = TURNED_TILE if block_q == TURNED_ROWS else SMALL_TILE if small else LARGE_TILE
-    if in_one and each <= 1 and usual == SMALL_TILE:
-        usual = MIDDLE_TILE
-    cut = plan(usual, dealt=True, pieces=int(in_one))
-    if usual == SMALL_TILE and room.keeps_apart(block_q):
-        apart = plan(APART_TILE, dealt=True)
-        target = apart[1]["target_programs"]
-        least = max(programs, (AT_ONCE - 1) * device.num_cores + 1)
-        most = min(AT_ONCE * device.num_cores, programs * max_len // APART_TOKENS)
-        if not in_one and least <= target <= most:
-            cut = apart
-        if max_len > SHORT_TOKENS and "block_kv" not in measured:
-            filling = room.filling(block_q, programs, cut[1], short=short)
-            if filling:
-                usual, pieces = filling
-                cut = plan(usual, dealt=True, pieces=pieces)
-    plans = [] if may_be_whole and cut[1]["target_programs"] <= programs else [cut]
-    if may_be_whole:
-        plans.append(plan(usual, dealt=False))
-        if programs <= device.num_cores:
-            # One wave of programs that have a multiprocessor each, with nothing cut to keep it busy.
-            plans.append(plan(LARGE_TILE, dealt=False))
-    _, fields = min(plans, key=lambda found: found[0])
-    if "target_programs" in measured:
-        fields["num_splits"] = int(short and 2 * programs >= measured["target_programs"])
-    return PagedAttentionConfig(
-        **{"block_q": block_q, "min_split_tokens": least_tokens, **fields, **measured},
-    )
+            target = min(self.walks, max(4 * num_cores, waves.slots))
+            if dealt and self.max_len >= LONG and ROOMY * self.walks <= waves.slots:
+                target = int(ROOMY * self.walks)
+        return _Plan(waves.cost(pieces), {"target_programs": target, "num_splits": int(not dealt), **chosen})
 
 
 def invariant(
     *, rows: int, head_dim: int, itemsize: int, query_itemsize: int, device: Device, layout: str = "NHD"
 ) -> PagedAttentionConfig:
     """For calls whose bits must not depend on the batch: neither does anything that it goes by."""
-    room = _Room(triton.tile_side(head_dim), itemsize, query_itemsize, device, layout)
+    room = Room(triton.tile_side(head_dim), itemsize, query_itemsize, device, layout)
     block_q = room.block_q(rows)
     return PagedAttentionConfig(
         block_q,
@@ -186,111 +289,3 @@ def invariant(
         # How many programs there are decides when pieces are worked on, but not what is in them.
         target_programs=8 * device.num_cores,
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Room:
-    """What of a device's registers and shared memory a program takes whose heads have `width` elements."""
-
-    width: int
-    itemsize: int
-    query_itemsize: int
-    device: Device
-    layout: str = "NHD"
-
-    def block_q(self, rows: int) -> int:
-        """As many query rows as there is room for: in registers for their sums, and in shared memory beside the
-        smallest tiles of keys and values."""
-        if rows <= TURNED_ROWS and self._turns:
-            return TURNED_ROWS
-        block_q = min(64, triton.tile_side(rows))
-        while block_q > 16 and (
-            block_q * self.width * self.query_itemsize > ROWS_BYTES or not self._fits(block_q, 16, 5)
-        ):
-            block_q //= 2
-        return block_q
-
-    @property
-    def _turns(self) -> bool:
-        """Where few rows are known to gain by products that are turned. Wider heads and PACKED caches spill."""
-        bytes_meet_16_bits = (self.itemsize, self.query_itemsize) == (1, 2)
-        fits = self.width in TURNED_WIDTHS and self.layout != "PACKED"
-        return bytes_meet_16_bits and fits and self.device.compute_capability == 90
-
-    def tile(self, block_q: int, block_kv: int, num_warps: int, num_stages: int) -> dict[str, int]:
-        """This one, or as many tokens of it as there is room for."""
-        tiles_kb = TILES_KB if self.device.shared_kib > 99 else SMALL_TILES_KB
-        while block_kv > 16 and (
-            4 * block_kv * self.width * self.itemsize > tiles_kb * 1024
-            or not self._fits(block_q, block_kv, num_stages)
-        ):
-            block_kv //= 2
-        return dict(block_kv=block_kv, num_warps=num_warps, num_stages=num_stages)
-
-    def resident(
-        self, block_q: int, block_kv: int, num_warps: int, num_stages: int, *, easily_dealt: bool = False
-    ) -> int:
-        """Programs that share a multiprocessor, by registers and by shared memory, of which each takes 1 KB more. As
-        compilers have it for an H200, within a tenth."""
-        threads = 32 * num_warps
-        # Every warp holds the queries, as operands of 16 bits; sums and keys are spread over warps.
-        rows, tile = block_q * self.width, block_kv * self.width
-        registers = OTHER_REGISTERS - (DEALING_REGISTERS if easily_dealt else 0)
-        if block_q <= LEAN_ROWS and self.itemsize == self.query_itemsize:
-            registers += 1.25 * tile / threads
-        else:
-            registers += rows / 64 + (rows + tile / 2) / threads
-        # Where a tile has fewer tokens than the program threads, page ids are copied too, which takes two stages;
-        # not where products are turned.
-        buffers = num_stages - 1 if block_kv >= threads or block_q == TURNED_ROWS else (num_stages - 1) // 2
-        needed = self._kb(block_q, block_kv, max(1, buffers), conversions=1) + LAYOUTS_KB
-        by_shared = (self.device.shared_kib + 1) / (needed + 1)
-        return max(1, min(int(REGISTERS / (registers * threads)), int(by_shared)))
-
-    def keeps_apart(self, block_q: int) -> bool:
-        """Whether one more buffer leaves room for those small tiles that are planned, and for no more."""
-        few, more = self.resident(block_q, *APART_TILE), self.resident(block_q, *SMALL_TILE)
-        return few == AT_ONCE < more
-
-    def filling(
-        self, block_q: int, programs: int, small: dict[str, int], *, short: bool
-    ) -> tuple[tuple[int, int, int], int] | None:
-        """(tile, pieces of each walk) that leave less of a wave idle than the plan with small tiles. `short` walks are
-        in one piece each, where there are more of them than multiprocessors."""
-
-        def waves(tile: tuple[int, int, int], programs: int = programs) -> float:
-            return programs / (self.resident(block_q, *tile) * self.device.num_cores)
-
-        def filled(waves: float) -> float:
-            return waves / math.ceil(waves)
-
-        if programs <= self.device.num_cores or waves(SMALL_TILE) > MANY_WAVES:
-            return None
-        if programs <= ONE_EACH * self.device.num_cores:
-            return MIDDLE_TILE, 1
-        if waves(SMALL_TILE) > 1:
-            one_each = [SMALL_TILE] if short else [SMALL_TILE, APART_TILE]
-            best = max(one_each, key=lambda tile: filled(waves(tile)))
-            return best if filled(waves(best)) > max(FILLED, filled(waves(MIDDLE_TILE))) else MIDDLE_TILE, 1
-        planned = waves(
-            (small["block_kv"], small["num_warps"], small["num_stages"]), small["target_programs"]
-        )
-        least = max(ONE_WAVE, filled(planned))
-        some = MIDDLE_PIECES[:1] if short else MIDDLE_PIECES
-        fits = [pieces for pieces in some if least < waves(MIDDLE_TILE, programs * pieces) <= 1]
-        return (MIDDLE_TILE, fits[0]) if fits else None
-
-    def _fits(self, block_q: int, block_kv: int, num_stages: int) -> bool:
-        """Measured on compiled kernels: two buffers for tiles of keys and values, three in a deep pipeline of
-        asynchronous products, which may still read a tile when the next load is issued."""
-        asynchronous = block_q == 64 and self.query_itemsize == 2 and self.device.asynchronous_products
-        narrow = self.itemsize < self.query_itemsize
-        buffers = 3 if asynchronous and num_stages > 3 and not narrow else 2
-        return self._kb(block_q, block_kv, buffers, conversions=2) + RESERVED_KB <= self.device.shared_kib
-
-    def _kb(self, block_q: int, block_kv: int, buffers: int, conversions: int) -> float:
-        """Shared memory of a program: the queries, buffers for tiles of keys and values, and for a cache narrower than
-        the queries converted tiles."""
-        narrow = self.itemsize < self.query_itemsize
-        token = 2 * buffers * self.itemsize + (conversions * self.query_itemsize if narrow else 0)
-        return (block_q * self.query_itemsize + block_kv * token) * self.width / 1024

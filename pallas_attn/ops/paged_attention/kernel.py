@@ -34,8 +34,9 @@ from pallas_attn._tile import (
 )
 from pallas_attn._tile.layout import PoolShape
 from pallas_attn._tile.pieces import FairPieces, Piece, each, fair
-from pallas_attn.ops.paged_attention.config import LEAN_ROWS, PagedAttentionConfig
+from pallas_attn.ops.paged_attention.config import PagedAttentionConfig
 from pallas_attn.ops.paged_attention.problem import Problem
+from pallas_attn.ops.paged_attention.room import LEAN_ROWS
 
 
 # jit, so that the layers of a model trace and lower one kernel, not one each.
