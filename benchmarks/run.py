@@ -136,6 +136,11 @@ def parser() -> Parser:
     return made
 
 
+def check_heads(heads: int, kv_heads: int) -> None:
+    if heads % kv_heads:
+        raise ValueError(f"--heads: expected a multiple of --kv-heads, {kv_heads}; got {heads}")
+
+
 def cases_of(workload: Workload, arguments: argparse.Namespace) -> list[Any]:
     """ValueError where nothing is meant, or something that there is not."""
     own = ("batch", "seqlens", "heads", "kv_heads", "q_len")
@@ -149,10 +154,7 @@ def cases_of(workload: Workload, arguments: argparse.Namespace) -> list[Any]:
         if arguments.seqlens is None:
             raise ValueError(f"expected --seqlens with --{given[0].replace('_', '-')}")
         for heads in arguments.heads or [128]:
-            if heads % (arguments.kv_heads or 1):
-                raise ValueError(
-                    f"--heads: expected a multiple of --kv-heads, {arguments.kv_heads}; got {heads}"
-                )
+            check_heads(heads, arguments.kv_heads or 1)
         sizes = itertools.product(arguments.batch or [128], arguments.heads or [128], arguments.seqlens)
         found = [
             workload.made(batch, seqlen, heads, arguments.kv_heads, arguments.q_len or 1)
@@ -289,8 +291,9 @@ def measured(
     rounds: int,
     late: Callable[[], bool],
     say: Callable[[str], None],
+    most_rounds: int | None = None,
 ) -> Iterator[tuple[Any, str, Outcome]]:
-    """(case, implementation, what became of it), as they come."""
+    """(case, implementation, what became of it), as they come: a case after the other."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for batch in batches(todo):
             if late():
@@ -304,7 +307,7 @@ def measured(
                 if late():
                     return
                 yield from ((case, name, outcome) for name, outcome in refused.items())
-                for name, outcome in measure.outcomes(workload, case, found, rounds):
+                for name, outcome in measure.outcomes(workload, case, found, rounds, most_rounds):
                     yield case, name, outcome
 
 

@@ -20,11 +20,9 @@ is. Exit status: 0; 1 when a result was wrong; 2 when nothing could begin.
 
 import argparse
 import itertools
-import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
 import baselines
@@ -34,7 +32,7 @@ import measure
 import progress
 import results
 from measure import Outcome
-from run import Parser, count
+from run import Parser, check_heads, count, measured
 from workloads.base import Target
 from workloads.paged_attention import PagedAttention
 
@@ -121,10 +119,7 @@ def planned(arguments: argparse.Namespace) -> Plan:
     baselines.search_folders()
     defaults = TINY_SIZES if arguments.tiny else SIZES
     sizes = {name: getattr(arguments, name) or size for name, size in defaults.items()}
-    if sizes["heads"] % sizes["kv_heads"]:
-        raise ValueError(
-            f"--heads: expected a multiple of --kv-heads, {sizes['kv_heads']}; got {sizes['heads']}"
-        )
+    check_heads(sizes["heads"], sizes["kv_heads"])
     cells = arguments.cells or (TINY["cells"] if arguments.tiny else [])
     if not cells:
         raise ValueError("expected --cells, such as 16x1024")
@@ -143,18 +138,14 @@ def planned(arguments: argparse.Namespace) -> Plan:
     return Plan(workload, cases, names, arguments.rounds)
 
 
-def timed(plan: Plan) -> Iterator[tuple[DecodeCase, dict[str, Outcome]]]:
-    """What became of each name, a case after the other; all are compiled before any is timed."""
+def timed(plan: Plan, say: Callable[[str], None]) -> Iterator[tuple[DecodeCase, dict[str, Outcome]]]:
+    """What became of each name, a case after the other."""
     workload, cases, names, rounds = plan
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        compiling = [measure.candidates(workload, case, names, pool) for case in cases]
-        for found, _ in compiling:
-            for candidate in found:
-                for future in (*candidate.compiled.values(), candidate.expected):
-                    future.exception()  # waits; what failed is told where it is used
-        for case, (found, refused) in zip(cases, compiling, strict=True):
-            outcomes = dict(measure.outcomes(workload, case, found, rounds, most_rounds=rounds))
-            yield case, {name: (refused | outcomes)[name] for name in names}
+    todo = [(case, names) for case in cases]
+    found = measured(workload, todo, rounds, lambda: False, say, most_rounds=rounds)
+    for case, of_case in itertools.groupby(found, key=lambda one: one[0]):
+        outcomes = {name: outcome for _, name, outcome in of_case}
+        yield case, {name: outcomes[name] for name in names}
 
 
 def described(case: DecodeCase, outcomes: dict[str, Outcome]) -> str:
@@ -175,16 +166,14 @@ def median(outcome: Outcome) -> float | None:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    arguments = parser().parse_args(words)
+    arguments = (options := parser()).parse_args(words)
     try:
         plan = planned(arguments)
-    except ValueError as error:
-        print(f"tiles.py: error: {error}", file=sys.stderr)
-        return 2
+    except (ValueError, OSError) as error:
+        options.error(" ".join(str(error).split()))
     wrong = False
     with progress.shown(len(plan.cases)) as (advance, say):
-        say(f"compiling for {len(plan.cases)} cells")
-        for case, outcomes in timed(plan):
+        for case, outcomes in timed(plan, say):
             advance(described(case, outcomes))
             wrong |= any(outcome.wrong for outcome in outcomes.values())
     return int(wrong)

@@ -77,8 +77,11 @@ def test_cells_are_read():
     ],
 )
 def test_what_cannot_begin_is_said_in_a_line(words, message, capsys):
-    assert tiles.main(words) == 2
+    with pytest.raises(SystemExit) as stopped:
+        tiles.main(words)
+    assert stopped.value.code == 2
     said = capsys.readouterr().err
+    assert said.startswith("tiles.py: error: ")
     assert said.count("\n") == 1
     assert re.search(message, said), said
 

@@ -158,12 +158,8 @@ class FairPieces:
         """`lengths` [num_seqs], and any padding of empty sequences; the `first` of them by itself, if it is known:
         whether all are as long is one reduction, and to find the longest would be another before it."""
         self._problem, self._lengths, self._seqs = problem, lengths, jnp.arange(len(lengths))
-
-        def tiles(lengths: jax.Array) -> jax.Array:
-            return problem.num_tiles(jnp.clip(lengths, 0, problem.max_len))
-
-        num_tiles = tiles(lengths)
-        one = jnp.max(num_tiles) if first is None else tiles(first)
+        num_tiles = _tiles(lengths, problem)
+        one = jnp.max(num_tiles) if first is None else _tiles(first, problem)
         self._each = equal_cuts(one, problem, len(lengths))
         if problem.num_seqs == 1:
             self._even: jax.Array | bool = True
@@ -251,7 +247,7 @@ def equal_cuts(num_tiles: jax.Array, problem: SplitKVProblem, room: int) -> jax.
 
 def cuts(lengths: jax.Array, problem: SplitKVProblem) -> jax.Array:
     """How often each sequence of the batch, [num_seqs] and any padding of length 0, is cut: int32."""
-    num_tiles = problem.num_tiles(jnp.clip(lengths, 0, problem.max_len))
+    num_tiles = _tiles(lengths, problem)
     config = problem.config
     if config.split_tokens:
         return _fixed_cuts(num_tiles, problem)
@@ -275,6 +271,11 @@ def cuts(lengths: jax.Array, problem: SplitKVProblem) -> jax.Array:
             of_uneven = jnp.where(late, _rounded(tiles, fair / problem.finest, problem), of_uneven)
         count = jnp.where(uneven, of_uneven, count)
     return _most(count - 1, problem)
+
+
+def _tiles(lengths: jax.Array, problem: SplitKVProblem) -> jax.Array:
+    """Of the walks over sequences of these lengths, or as long as a table allows."""
+    return problem.num_tiles(jnp.clip(lengths, 0, problem.max_len))
 
 
 def _fixed_cuts(num_tiles: jax.Array, problem: SplitKVProblem) -> jax.Array:
@@ -309,7 +310,7 @@ def in_turn(problem: SplitKVProblem) -> bool:
 
 def turns(lengths: jax.Array, cuts: jax.Array, problem: SplitKVProblem) -> jax.Array:
     """Which of all first pieces a sequence's is, [num_seqs] and any padding: int32, by class and then by number."""
-    num_tiles = problem.num_tiles(jnp.clip(lengths, 0, problem.max_len))
+    num_tiles = _tiles(lengths, problem)
     first = ceil_div(num_tiles, cuts + 1)
     share = ceil_div(jnp.sum(num_tiles), max(1, int(problem.shares)))
 
