@@ -280,11 +280,24 @@ def test_what_is_merged_is_what_was_cut(lengths):
 
 
 @pytest.mark.once
-@pytest.mark.parametrize(("num_seqs", "shares"), [(3, 2), (100, 50), (128, 64), (200, 200), (512, 520)])
-def test_long_first_pieces_begin_before_short_ones(num_seqs, shares):
-    """All of them, in four classes by a fair share of the work, and in a class by number."""
-    lengths = np.asarray([(37 * i**3) % 4099 for i in range(num_seqs)], np.int32)
-    problem = paged(num_seqs, num_splits=0, min_split_tokens=64, target_programs=2 * shares)
+@pytest.mark.parametrize(
+    ("num_seqs", "shares", "max_pages"),
+    [
+        (3, 2, 256),
+        (100, 50, 200),
+        (128, 64, 200),
+        (200, 200, 200),
+        (512, 520, 200),
+        (129, 64, 256),
+        (512, 90, 256),
+    ],
+)
+def test_long_first_pieces_begin_before_short_ones(num_seqs, shares, max_pages):
+    """All of them, in four classes by a fair share of the work, and in a class by number: of more than run at once in
+    long tables alone."""
+    lengths = np.asarray([(37 * i**3) % 3203 for i in range(num_seqs)], np.int32).clip(0, PAGE * max_pages)
+    config = dict(num_splits=0, min_split_tokens=64, target_programs=2 * shares)
+    problem = paged(num_seqs, max_pages=max_pages, **config)
     tiles = -(-lengths // TILE)
     share = -(-tiles.sum() // max(1, int(problem.shares)))
     found = pieces.fair(problem, jnp.asarray(lengths))
@@ -297,11 +310,16 @@ def test_long_first_pieces_begin_before_short_ones(num_seqs, shares):
 
 
 @pytest.mark.once
-@pytest.mark.parametrize(("num_seqs", "shares"), [(129, 128), (513, 600)])
-def test_first_pieces_of_very_many_begin_by_number(num_seqs, shares):
-    """More than run at once, or than are put in order at all."""
-    lengths = np.asarray([(37 * i**3) % 4099 for i in range(num_seqs)], np.int32)
-    found = pieces.fair(paged(num_seqs, num_splits=0, target_programs=2 * shares), jnp.asarray(lengths))
+@pytest.mark.parametrize(
+    ("num_seqs", "shares", "max_pages", "window"),
+    [(129, 128, 200, None), (129, 128, 256, 1000), (513, 600, 256, None)],
+)
+def test_first_pieces_of_very_many_begin_by_number(num_seqs, shares, max_pages, window):
+    """More than run at once in short tables, or in what a window shows of long ones; or than are ever put in order."""
+    lengths = np.asarray([(37 * i**3) % 3203 for i in range(num_seqs)], np.int32)
+    rules = Rules(sliding_window=window)
+    problem = paged(num_seqs, num_splits=0, max_pages=max_pages, rules=rules, target_programs=2 * shares)
+    found = pieces.fair(problem, jnp.asarray(lengths))
     seqs, index, *_ = map(np.asarray, jax.vmap(found.at)(jnp.arange(int(found.num()))))
     assert seqs[index == 0].tolist() == list(range(num_seqs))
 

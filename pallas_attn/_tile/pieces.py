@@ -46,9 +46,9 @@ SLACK = 1e-3
 
 # First pieces of a share or more begin first, then those of half a share, of a quarter, and all others: what begins
 # last is then waited for least. Only of so many sequences, a length for each thread: more take longer to put in order
-# than they gain. Up to four times as many where all walks are planned to run at once: with few pieces for each
-# multiprocessor, order is all that evens them out.
-MOST_ORDERED, MOST_ORDERED_AT_ONCE = 128, 512
+# than they gain. Up to four times as many where all walks are planned to run at once, for with few pieces for each
+# multiprocessor order is all that evens them out, and in long tables, where one piece is waited for much longer.
+MOST_ORDERED, MANY_ORDERED, LONG_TOKENS = 128, 512, 4096
 COUNT_BITS = 10  # for the sequences of a class
 
 # Of a sequence, where the number of pieces is settled before lengths are known.
@@ -304,7 +304,8 @@ def _rounded(tiles: jax.Array, share: jax.Array, problem: SplitKVProblem) -> jax
 def in_turn(problem: SplitKVProblem) -> bool:
     """Whether sequences begin by length, not by number."""
     at_once = problem.num_seqs <= problem.shares
-    most = MOST_ORDERED_AT_ONCE if at_once else MOST_ORDERED
+    long = problem.most_tokens >= LONG_TOKENS
+    most = MANY_ORDERED if at_once or long else MOST_ORDERED
     return problem.finer > 1 and not problem.fixed_pieces and 2 < problem.num_seqs <= most
 
 

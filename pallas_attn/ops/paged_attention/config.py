@@ -28,6 +28,8 @@ MIDDLE_TILE, MANY_WAVES, FILLED = (64, 4, 5), 3, 0.9
 ONE_WAVE, MIDDLE_PIECES = 5 / 6, (1, 2)
 # Where walks are hardly more than multiprocessors a larger tile each is best, for it asks for nearly all of a share.
 ONE_EACH = 1.16
+# With more waves of walks so many times more shares than run at once: what begins last is then small.
+MANY_SHARES = 2
 # Shares for each of so few walks that more of them would run at once: equal lengths still have one piece. Long tables.
 ROOMY, LONG = 1.4, 4096
 # Where products are turned: four programs share a multiprocessor.
@@ -149,6 +151,14 @@ class _Call:
         """Walks a multiprocessor."""
         return self.walks / self.room.device.num_cores
 
+    def waves(self, tile: Tile, programs: int) -> float:
+        return programs / (self.room.resident(self.block_q, *tile) * self.room.device.num_cores)
+
+    @property
+    def many(self) -> bool:
+        """Whether walks make more waves of small tiles than a last one matters to."""
+        return self.waves(SMALL_TILE, self.walks) > MANY_WAVES
+
     @property
     def least_tokens(self) -> int:
         """Of a piece."""
@@ -224,24 +234,21 @@ class _Call:
         """(tile, pieces of each walk) that leave less of a wave idle than the plan with small tiles. Short walks are in
         one piece each, where there are more of them than multiprocessors."""
 
-        def waves(tile: Tile, programs: int) -> float:
-            return programs / (self.room.resident(self.block_q, *tile) * self.room.device.num_cores)
-
         def filled(waves: float) -> float:
             return waves / math.ceil(waves)
 
-        if self.each <= 1 or waves(SMALL_TILE, self.walks) > MANY_WAVES:
+        if self.each <= 1 or self.many:
             return None
         if self.each <= ONE_EACH:
             return MIDDLE_TILE, 1
-        if waves(SMALL_TILE, self.walks) > 1:
+        if self.waves(SMALL_TILE, self.walks) > 1:
             one_each = [SMALL_TILE] if self.short else [SMALL_TILE, APART_TILE]
-            part = {tile: filled(waves(tile, self.walks)) for tile in (*one_each, MIDDLE_TILE)}
+            part = {tile: filled(self.waves(tile, self.walks)) for tile in (*one_each, MIDDLE_TILE)}
             best = max(one_each, key=part.__getitem__)
             return best if part[best] > max(FILLED, part[MIDDLE_TILE]) else MIDDLE_TILE, 1
-        least = max(ONE_WAVE, filled(waves(small.tile, small.programs)))
+        least = max(ONE_WAVE, filled(self.waves(small.tile, small.programs)))
         some = MIDDLE_PIECES[:1] if self.short else MIDDLE_PIECES
-        fits = [pieces for pieces in some if least < waves(MIDDLE_TILE, self.walks * pieces) <= 1]
+        fits = [pieces for pieces in some if least < self.waves(MIDDLE_TILE, self.walks * pieces) <= 1]
         return (MIDDLE_TILE, fits[0]) if fits else None
 
     def plan(self, tile: Tile, *, dealt: bool, pieces: int = 0) -> _Plan:
@@ -268,8 +275,9 @@ class _Call:
             pieces = waves.pieces(max(self.least_tokens, chosen["block_kv"]), least_programs)
         target = self.walks * pieces
         if pieces == 1:
-            # Beside very many sequences a long one is cut into shares of what runs at once, not into finer ones.
-            target = min(self.walks, max(4 * num_cores, waves.slots))
+            # Beside very many sequences a long one is cut into shares of what runs at once, or halves of them: not into
+            # finer ones.
+            target = min(self.walks, max(4 * num_cores, (MANY_SHARES if self.many else 1) * waves.slots))
             if dealt and self.max_len >= LONG and ROOMY * self.walks <= waves.slots:
                 target = int(ROOMY * self.walks)
         return _Plan(waves.cost(pieces), {"target_programs": target, "num_splits": int(not dealt), **chosen})
