@@ -300,9 +300,7 @@ def test_long_first_pieces_begin_before_short_ones(num_seqs, shares, max_pages):
     problem = paged(num_seqs, max_pages=max_pages, **config)
     tiles = -(-lengths // TILE)
     share = -(-tiles.sum() // max(1, int(problem.shares)))
-    found = pieces.fair(problem, jnp.asarray(lengths))
-    seqs, index, count, _ = map(np.asarray, jax.vmap(found.at)(jnp.arange(int(found.num()))))
-    first = [(seq, -(-tiles[seq] // n)) for seq, i, n in zip(seqs, index, count, strict=True) if i == 0]
+    first = [(one.seq, -(-tiles[one.seq] // one.count)) for one in dealt(problem, lengths) if one.index == 0]
     begun = [(sum(part * size < share for part in (1, 2, 4)), seq) for seq, size in first]
     assert begun == sorted(begun)
     assert sorted(seq for _, seq in begun) == list(range(num_seqs))
@@ -319,9 +317,7 @@ def test_first_pieces_of_very_many_begin_by_number(num_seqs, shares, max_pages, 
     lengths = np.asarray([(37 * i**3) % 3203 for i in range(num_seqs)], np.int32)
     rules = Rules(sliding_window=window)
     problem = paged(num_seqs, num_splits=0, max_pages=max_pages, rules=rules, target_programs=2 * shares)
-    found = pieces.fair(problem, jnp.asarray(lengths))
-    seqs, index, *_ = map(np.asarray, jax.vmap(found.at)(jnp.arange(int(found.num()))))
-    assert seqs[index == 0].tolist() == list(range(num_seqs))
+    assert [one.seq for one in dealt(problem, lengths) if one.index == 0] == list(range(num_seqs))
 
 
 def test_room_for_partial_results_does_not_grow_with_the_table():

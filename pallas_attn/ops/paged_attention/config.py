@@ -26,10 +26,11 @@ APART_TILE, AT_ONCE, APART_TOKENS = (32, 4, 7), 4, 512
 MIDDLE_TILE, MANY_WAVES, FILLED = (64, 4, 5), 3, 0.9
 # One or two pieces of each walk may also fill one wave of them to this part, where small tiles fill theirs less.
 ONE_WAVE, MIDDLE_PIECES = 5 / 6, (1, 2)
+# Where walks are more than MANY_WAVES waves there are so many shares for each program that runs at once: what begins
+# last is then small.
+MANY_SHARES = 2
 # Where walks are hardly more than multiprocessors a larger tile each is best, for it asks for nearly all of a share.
 ONE_EACH = 1.16
-# With more waves of walks so many times more shares than run at once: what begins last is then small.
-MANY_SHARES = 2
 # Shares for each of so few walks that more of them would run at once: equal lengths still have one piece. Long tables.
 ROOMY, LONG = 1.4, 4096
 # Where products are turned: four programs share a multiprocessor.
@@ -152,11 +153,12 @@ class _Call:
         return self.walks / self.room.device.num_cores
 
     def waves(self, tile: Tile, programs: int) -> float:
+        """Of so many programs, a part of one at the end."""
         return programs / (self.room.resident(self.block_q, *tile) * self.room.device.num_cores)
 
     @property
     def many(self) -> bool:
-        """Whether walks make more waves of small tiles than a last one matters to."""
+        """Whether walks are so many waves of small tiles that what is idle in the last one is little."""
         return self.waves(SMALL_TILE, self.walks) > MANY_WAVES
 
     @property
