@@ -43,16 +43,17 @@ def paged(num_seqs=1, q_len=1, heads=(4, 2), *, max_pages=256, rules=None, **con
     )
 
 
-def latent(num_seqs: int, **config) -> MLAProblem:
+def latent(num_seqs: int, *, num_heads=16, max_pages=512, **config) -> MLAProblem:
+    block_q = min(64, num_heads)
     sizes = {"num_splits": 128, "min_split_tokens": 64, "target_programs": 132, **config}
     return MLAProblem(
         num_seqs=num_seqs,
         q_len=1,
-        num_heads=16,
-        max_pages=512,
+        num_heads=num_heads,
+        max_pages=max_pages,
         pool=PoolShape(1, 64, 1, QUERY_DIM),
         scale=1.0,
-        config=MLADecodeConfig(16, 64, **sizes),
+        config=MLADecodeConfig(block_q, 64, **sizes),
         causal=False,
         num_parts=None,
     )
@@ -234,12 +235,21 @@ LENGTHS = {
 }
 
 
+CUT = {
+    "paged": lambda num: paged(num, target_programs=100, num_splits=0, max_pages=4096),
+    "paged, fixed": lambda num: paged(
+        num, target_programs=100, num_splits=0, max_pages=4096, split_tokens=256
+    ),
+    "latents": lambda num: latent(num, num_splits=0, target_programs=100, max_pages=1024),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("fixed", [0, 256])
+@pytest.mark.parametrize("kind", CUT)
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_every_tile_is_in_one_piece_and_every_piece_in_a_place_of_its_own(lengths, fixed):
+def test_every_tile_is_in_one_piece_and_every_piece_in_a_place_of_its_own(lengths, kind):
     lengths = LENGTHS[lengths]
-    problem = paged(len(lengths), target_programs=100, num_splits=0, max_pages=4096, split_tokens=fixed)
+    problem = CUT[kind](len(lengths))
     served = {seq: [] for seq in range(len(lengths))}
     places = []
     for piece in dealt(problem, lengths):
@@ -255,15 +265,16 @@ def test_every_tile_is_in_one_piece_and_every_piece_in_a_place_of_its_own(length
         assert [index for index, _, _ in parts] == list(range(len(parts)))
         ends = [0, *(end for _, _, end in parts)]
         assert [begin for _, begin, _ in parts] == ends[:-1]
-        assert ends[-1] == -(-length // TILE)
+        assert ends[-1] == -(-length // problem.config.block_kv)
         assert len(parts) == 1 or all(begin < end for _, begin, end in parts)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["paged", "latents"])
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_what_is_merged_is_what_was_cut(lengths):
+def test_what_is_merged_is_what_was_cut(lengths, kind):
     lengths = LENGTHS[lengths]
-    problem = paged(len(lengths), target_programs=100, num_splits=0, max_pages=4096)
+    problem = CUT[kind](len(lengths))
     stored: dict[int, list[int]] = {}
     for piece in dealt(problem, lengths):
         if int(piece.count) > 1:
@@ -339,6 +350,36 @@ def test_a_foreign_schedule_stays_in_its_room():
         first, count = (int(x) for x in cut.of(jnp.int32(seq)))
         assert 0 <= first <= first + count <= 12
     assert [int(cut.slot(jnp.int32(piece))) for piece in (least, 5, most)] == [0, 5, 11]
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("num_heads", [16, 128])
+@pytest.mark.parametrize(("num_seqs", "sigma"), [(5, 1.0), (16, 0.2), (16, 1.0), (50, 0.5), (50, 2.0)])
+def test_uneven_latents_begin_at_once_where_there_is_room(num_seqs, sigma, num_heads):
+    """In pieces of 1.5 shares at most, and of fewer where these too begin at once: to the nearest share else."""
+    random = np.random.default_rng(num_seqs)
+    for _ in range(20):
+        lengths = np.asarray(4096 * random.lognormal(0, sigma, num_seqs), np.int32).clip(0, 512 * 64)
+        problem = latent(num_seqs, num_splits=0, num_heads=num_heads)
+        count = np.asarray(pieces.cuts(jnp.asarray(lengths), problem)) + 1
+        tiles = np.float32(-(-lengths // 64))
+        share = np.float32(tiles.sum() / problem.shares)
+        begun = [np.ceil(tiles / np.float32(most * share)) for most in (1.0625, 1.125, 1.25, 1.5)]
+        fitting = [some for some in begun if some.sum() <= problem.shares]
+        expected = fitting[0] if fitting else np.maximum(np.floor(tiles / share + 0.5), 1)
+        assert max(abs(count - expected)) <= 1
+        assert np.mean(count != expected) <= 1 / 16  # at a boundary a quotient in float32 may be off
+        assert np.max(tiles / count) / share <= 1.5 + 1e-3
+        assert sum(count - 1) <= problem.most_cuts
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("num_heads", [16, 128])
+def test_long_latents_begin_before_short_ones_where_registers_allow(num_heads):
+    lengths = np.asarray([(37 * i**3) % 3203 for i in range(100)], np.int32)
+    problem = latent(100, num_splits=0, num_heads=num_heads)
+    first = [one.seq for one in dealt(problem, lengths) if one.index == 0]
+    assert (first == sorted(first)) == (num_heads > 16)
 
 
 @pytest.mark.sweep

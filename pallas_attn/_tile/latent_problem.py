@@ -34,7 +34,7 @@ def block_q(rows: int, fp8: bool, device: Device) -> int:
 class LatentProblem(SplitKVProblem):
     """An op's own problem adds how its tokens are found."""
 
-    rounding: ClassVar[float] = pieces.DOWN
+    alone: ClassVar[bool] = True
 
     def num_tiles(self, seq_len: jax.Array) -> jax.Array:
         return pieces.ceil_div(seq_len, self.config.block_kv)
@@ -43,6 +43,11 @@ class LatentProblem(SplitKVProblem):
     def asynchronous(self) -> bool:
         """Whether the kernel is written for asynchronous matrix instructions."""
         return self.config.block_q >= WGMMA_ROWS
+
+    @property
+    def ordered(self) -> bool:
+        # Beside the accumulators of more rows there are no registers left for it.
+        return not self.asynchronous
 
     @property
     def latent_chunks(self) -> list[tuple[int, int]]:

@@ -28,18 +28,16 @@ from jax import lax
 from pallas_attn._call.checks import fail
 from pallas_attn._call.configs import SplitKVConfig
 from pallas_attn._tile import triton
-from pallas_attn._tile.problem import LATE_TOKENS, SplitKVProblem
+from pallas_attn._tile.problem import LATE_TOKENS, TO_NEAREST, SplitKVProblem
 
-# What is added before a sequence's number of fair shares is rounded down.
-# Where several programs share a multiprocessor, one more than there is room for waits only for the first that ends.
-TO_NEAREST = 0.5
-# Where a program fills a multiprocessor, one more than there are multiprocessors would make the batch take twice as
-# long. Rounded down, but not for an error in the last bit.
-DOWN = 2.0**-10
+# Where a program fills a multiprocessor, pieces of lengths that differ have at most so many fair shares: the fewest
+# with which all of them begin at once, so that none waits for another. If none of these does, to the nearest number.
+FITTING = (1.5, 1.25, 1.125, 1.0625)
 
-# Where the longest sequence has more than UNEVEN times the mean, numbers of shares are rounded up, so that no piece is
-# waited for that is far above a share. If the longest still has so many tokens more than a fair share, pieces are finer
-# instead: more waves of them cost as many to begin. They are rounded as ever, for what begins last should be small.
+# Where several programs share one: if the longest sequence has more than UNEVEN times the mean, numbers of shares are
+# rounded up, so that no piece is waited for that is far above a share. If the longest still has so many tokens more
+# than a fair share, pieces are finer instead: more waves of them cost as many to begin. They are rounded as ever, for
+# what begins last should be small.
 UNEVEN = 1.25
 # Of a share: what a quotient in float32 may be off, and more.
 SLACK = 1e-3
@@ -242,35 +240,50 @@ def equal_cuts(num_tiles: jax.Array, problem: SplitKVProblem, room: int) -> jax.
         return _fixed_cuts(num_tiles, problem)
     total = problem.num_seqs * jnp.minimum(num_tiles, MOST_TILES // room)
     fair = _fair(total.astype(jnp.float32), problem)
-    return _most(_rounded(num_tiles.astype(jnp.float32), fair, problem) - 1, problem)
+    return _most(_rounded(num_tiles.astype(jnp.float32), fair, problem, problem.rounding) - 1, problem)
 
 
 def cuts(lengths: jax.Array, problem: SplitKVProblem) -> jax.Array:
     """How often each sequence of the batch, [num_seqs] and any padding of length 0, is cut: int32."""
     num_tiles = _tiles(lengths, problem)
-    config = problem.config
-    if config.split_tokens:
+    if problem.config.split_tokens:
         return _fixed_cuts(num_tiles, problem)
     # Integer sums, which are the same in whatever order: all kernels of a call must come to the same cuts.
     work = jnp.minimum(num_tiles, MOST_TILES // len(lengths))
     total = jnp.sum(work).astype(jnp.float32)
-    fair = _fair(total, problem)
-    tiles = num_tiles.astype(jnp.float32)
-    count = _rounded(tiles, fair, problem)
+    count = (_fitting if problem.alone else _balanced)(num_tiles, work, total, problem)
+    return _most(count - 1, problem)
+
+
+def _fitting(num_tiles: jax.Array, work: jax.Array, total: jax.Array, problem: SplitKVProblem) -> jax.Array:
+    """How many pieces each sequence has where a program fills a multiprocessor."""
+    tiles, fair = num_tiles.astype(jnp.float32), _fair(total, problem)
+    count = _rounded(tiles, fair, problem, TO_NEAREST)
+    for most in FITTING:
+        finer = _rounded_up(tiles, most * fair, problem)
+        begun = jnp.sum(jnp.where(work > 0, finer, 0))
+        count = jnp.where(begun <= int(problem.shares), finer, count)
+    return count
+
+
+def _balanced(num_tiles: jax.Array, work: jax.Array, total: jax.Array, problem: SplitKVProblem) -> jax.Array:
+    """And where several share one."""
+    tiles, fair = num_tiles.astype(jnp.float32), _fair(total, problem)
+    count = _rounded(tiles, fair, problem, TO_NEAREST)
     if problem.finer > 1:
         longest, num = jnp.max(work), jnp.sum((work > 0).astype(jnp.int32))
         uneven = longest.astype(jnp.float32) * num.astype(jnp.float32) > UNEVEN * total
         # Rounding up adds half a piece to each sequence that is cut: as many fewer shares are dealt.
         cuttable = jnp.sum((work.astype(jnp.float32) >= fair).astype(jnp.int32)).astype(jnp.float32)
         dealt = jnp.maximum(problem.shares - 0.5 * jnp.maximum(cuttable, 1.0), 0.5 * problem.shares)
-        share = jnp.maximum((1 + SLACK) * (total / dealt), _least(problem))
-        of_uneven = jnp.maximum(jnp.ceil(tiles / share).astype(jnp.int32), 1)
+        of_uneven = jnp.maximum(_rounded_up(tiles, (1 + SLACK) * (total / dealt), problem), 1)
         if problem.finest > 1:
             most_tiles = jnp.max(ceil_div(num_tiles, of_uneven))
-            late = most_tiles > fair.astype(jnp.int32) + LATE_TOKENS // config.block_kv
-            of_uneven = jnp.where(late, _rounded(tiles, fair / problem.finest, problem), of_uneven)
+            late = most_tiles > fair.astype(jnp.int32) + LATE_TOKENS // problem.config.block_kv
+            finest = _rounded(tiles, fair / problem.finest, problem, TO_NEAREST)
+            of_uneven = jnp.where(late, finest, of_uneven)
         count = jnp.where(uneven, of_uneven, count)
-    return _most(count - 1, problem)
+    return count
 
 
 def _tiles(lengths: jax.Array, problem: SplitKVProblem) -> jax.Array:
@@ -296,9 +309,13 @@ def _least(problem: SplitKVProblem) -> float:
     return max(problem.config.min_split_tokens / problem.config.block_kv, 1.0)
 
 
-def _rounded(tiles: jax.Array, share: jax.Array, problem: SplitKVProblem) -> jax.Array:
-    """How many pieces a sequence of so many tiles has, rounded as the op says."""
-    return (tiles / jnp.maximum(share, _least(problem)) + problem.rounding).astype(jnp.int32)
+def _rounded(tiles: jax.Array, share: jax.Array, problem: SplitKVProblem, rounding: float) -> jax.Array:
+    """How many shares a sequence of so many tiles has."""
+    return (tiles / jnp.maximum(share, _least(problem)) + rounding).astype(jnp.int32)
+
+
+def _rounded_up(tiles: jax.Array, share: jax.Array, problem: SplitKVProblem) -> jax.Array:
+    return jnp.ceil(tiles / jnp.maximum(share, _least(problem))).astype(jnp.int32)
 
 
 def in_turn(problem: SplitKVProblem) -> bool:
@@ -306,7 +323,7 @@ def in_turn(problem: SplitKVProblem) -> bool:
     at_once = problem.num_seqs <= problem.shares
     long = problem.most_tokens >= LONG_TOKENS
     most = MANY_ORDERED if at_once or long else MOST_ORDERED
-    return problem.finer > 1 and not problem.fixed_pieces and 2 < problem.num_seqs <= most
+    return problem.ordered and not problem.fixed_pieces and 2 < problem.num_seqs <= most
 
 
 def turns(lengths: jax.Array, cuts: jax.Array, problem: SplitKVProblem) -> jax.Array:

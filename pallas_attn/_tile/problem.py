@@ -13,6 +13,13 @@ from pallas_attn._tile.layout import PoolShape, table_tokens
 # Above a fair share: pieces that are waited for so long are worth finer ones (pieces.py).
 LATE_TOKENS = 800
 
+# What is added before a sequence's number of fair shares is rounded down.
+# Where several programs share a multiprocessor, one more than there is room for waits only for the first that ends.
+TO_NEAREST = 0.5
+# Where a program fills a multiprocessor, one more than there are multiprocessors would make a batch of equal lengths
+# take twice as long. Rounded down, but not for an error in the last bit.
+DOWN = 2.0**-10
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PagedCall:
@@ -59,6 +66,8 @@ class SplitKVProblem(DecodeCall):
     scale: float
     config: SplitKVConfig
 
+    alone: ClassVar[bool] = False
+    """Whether a program fills a multiprocessor."""
     finer: ClassVar[int] = 1
     """How many times finer pieces are where lengths are uneven and the longest is late."""
 
@@ -107,14 +116,14 @@ class SplitKVProblem(DecodeCall):
     def most_cuts(self) -> int:
         """Of all sequences, whatever their lengths: pieces beyond the first of each.
 
-        Shares add up to `shares`, and sequences that are cut n times in all have at least n + 1 - rounding of them.
-        (With room for what a quotient in float32 may be off.) Where numbers of shares are rounded up, fewer shares
-        are dealt, and those sequences have more than n of them.
+        Shares add up to `shares`, and sequences that are cut n times in all have at least n + 0.5 of them, as numbers
+        are rounded to the nearest at most. (With room for what a quotient in float32 may be off.) Where they are
+        rounded up, fewer shares are dealt, and those sequences have more than n of them, or pieces are counted.
         """
         cuts = self.num_seqs * (self.most_pieces - 1)
         if self.config.split_tokens:
             return cuts
-        return min(cuts, max(0, int(self.finest * self.shares * (1 + 1e-5) + self.rounding - 1)))
+        return min(cuts, max(0, int(self.finest * self.shares * (1 + 1e-5) + TO_NEAREST - 1)))
 
     @property
     def most_cut(self) -> int:
@@ -143,9 +152,14 @@ class SplitKVProblem(DecodeCall):
         return self.most_cuts + self.most_cut
 
     @property
-    @abstractmethod
     def rounding(self) -> float:
-        """How a sequence's number of fair shares is rounded: see pieces.py."""
+        """How the number of fair shares of equal lengths is rounded."""
+        return DOWN if self.alone else TO_NEAREST
+
+    @property
+    def ordered(self) -> bool:
+        """Whether the kernel has the registers to put sequences in order."""
+        return self.finer > 1
 
     @property
     def most_tokens(self) -> int:

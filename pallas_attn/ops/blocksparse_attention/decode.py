@@ -11,7 +11,7 @@ than the range is wide. The loop runs as often as that says: behind the last blo
 
 import dataclasses
 import functools
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from pallas_attn._call.configs import SplitKVConfig
-from pallas_attn._tile import logits, masking, merge, pieces, result, rows, softmax, triton
+from pallas_attn._tile import logits, masking, merge, result, rows, softmax, triton
 from pallas_attn._tile.pieces import Cut, ceil_div
 from pallas_attn._tile.problem import SplitKVProblem
 from pallas_attn.ops.blocksparse_attention.layout import SparseLayout
@@ -33,8 +33,6 @@ TILE_ROWS = 16
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pieces(SplitKVProblem):
     """How results are stored: every sequence in as many pieces, of which some may be empty."""
-
-    rounding: ClassVar[float] = pieces.TO_NEAREST
 
     def num_tiles(self, seq_len: jax.Array) -> jax.Array:
         return 0 * seq_len + self.config.num_splits

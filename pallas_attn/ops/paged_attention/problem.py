@@ -7,7 +7,7 @@ from typing import ClassVar
 import jax
 
 from pallas_attn._call.device import current_device
-from pallas_attn._tile import masking, pieces, triton, walk
+from pallas_attn._tile import masking, triton, walk
 from pallas_attn._tile.problem import SplitKVProblem
 
 LEAST_TOGETHER = 4
@@ -18,7 +18,6 @@ class Problem(SplitKVProblem):
     layout: str
     rules: masking.Rules
 
-    rounding: ClassVar[float] = pieces.TO_NEAREST
     finer: ClassVar[int] = 2
 
     def walk(self, seq_len: jax.Array, kv_head: jax.Array | int = 0) -> walk.Walk:

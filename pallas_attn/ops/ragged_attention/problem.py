@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn._tile import masking, triton
-from pallas_attn._tile.pieces import TO_NEAREST
 from pallas_attn._tile.problem import PagedCall, SplitKVProblem
 from pallas_attn.ops.ragged_attention.blocks import Block, Lens, Ragged
 from pallas_attn.ops.ragged_attention.config import RaggedTiles
@@ -20,7 +19,6 @@ from pallas_attn.ops.ragged_attention.spans import Span, span
 class Decoded(SplitKVProblem):
     """Sequences in one block each, as they are dealt: what is called their lengths are the tiles that they walk."""
 
-    rounding: ClassVar[float] = TO_NEAREST
     finer: ClassVar[int] = 4
 
     def num_tiles(self, seq_len: jax.Array) -> jax.Array:
