@@ -76,6 +76,10 @@ struct DecodeParams {
   PALLAS_ATTN_HOST_DEVICE int rows() const { return query_len * group; }
   PALLAS_ATTN_HOST_DEVICE int all_rows() const { return num_kv_heads * rows(); }
 
+  PALLAS_ATTN_HOST_DEVICE int64_t query_bytes() const {
+    return int64_t{batch} * all_rows() * (kQueryDim * 2);  // bf16 or fp16
+  }
+
   // Partial results there is room for.
   PALLAS_ATTN_HOST_DEVICE int num_slots() const { return 2 * num_sm_parts; }
 

@@ -8,6 +8,10 @@
 
 namespace pallas_attn::mla::sm90 {
 
+// Of a call's queries: so many stay in the L2, where whoever made them left them. More would take the room of
+// outputs, partial results and pages that a second tile of rows reads.
+constexpr int64_t kMostKeptBytes = 10 << 20;
+
 class QueryLoader {
  public:
   __device__ QueryLoader(const DecodeParams& params, const CUtensorMap& map, SmemPlan& smem, int kv_head,
@@ -19,7 +23,8 @@ class QueryLoader {
     phase_.advance();
     if (lane_ == 0) {
       // Asked for every time: it would take two registers in between.
-      const uint64_t policy = ptx::l2_evict_first_policy();
+      const uint64_t policy = params_.query_bytes() <= kMostKeptBytes ? ptx::l2_evict_unchanged_policy()
+                                                                      : ptx::l2_evict_first_policy();
       ptx::mbarrier_arrive_expect_bytes(smem_.query.full[0], kTileBytes);
 #pragma unroll 1
       for (int piece = 0; piece < kPieces; ++piece) {
