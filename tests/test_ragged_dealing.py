@@ -12,9 +12,11 @@ from support import ON_GPU
 import pallas_attn
 from pallas_attn import RaggedAttentionConfig, RaggedTiles
 from pallas_attn._call.device import Device
+from pallas_attn._tile import triton
 from pallas_attn._tile.layout import PoolShape
 from pallas_attn._tile.masking import Rules
 from pallas_attn._tile.pieces import FairPieces
+from pallas_attn.ops.ragged_attention.blocks import Lens
 from pallas_attn.ops.ragged_attention.config import heuristic
 from pallas_attn.ops.ragged_attention.problem import Problem
 from pallas_attn.testing import cases, compare, inputs
@@ -77,11 +79,62 @@ def test_room_for_partial_results_is_for_shares(num_seqs):
     assert wider.num_places == problem.num_places
 
 
-def test_sequences_that_are_decoded_take_no_room_in_the_first_launch():
-    """536 MiB of it, where each had a block's."""
+def test_sequences_that_are_decoded_take_neither_room_nor_programs_in_the_first_launch():
+    """536 MiB of it, and 67 places for blocks, where each had a block's."""
     long = dataclasses.replace(short(64, 65536), launch=0)
     assert long.config.num_splits > 1
     assert long.num_places * 8 * long.rows * 128 * 4 < 128 * MIB
+    assert long.grid[0] <= 16
+
+
+@pytest.fixture
+def refs_are_arrays(monkeypatch):
+    """So that a kernel's rules can be asked outside of a kernel."""
+
+    def load(ref, mask=True, other=0):
+        return jnp.where(mask, ref.get(mode="clip"), other)
+
+    monkeypatch.setattr(triton, "load", load)
+
+
+def blocks_of(problem: Problem, q_lens, *, num_seqs: int) -> list[tuple[int, int] | None]:
+    """(sequence, first row) of the block at each place of the first launch, None where there is none."""
+    bounds = np.cumsum([0, *q_lens])
+    refs = dict(num_seqs=[num_seqs], cu_q_lens=bounds, seq_lens=np.full(len(q_lens), 4096))
+    lens = Lens(problem.ragged, {name: jnp.asarray(value, jnp.int32) for name, value in refs.items()})
+    block, found = jax.vmap(lambda place: problem.find(lens, place))(jnp.arange(problem.num_cut))
+    every = zip(np.asarray(block.seq), np.asarray(block.first_row), np.asarray(found), strict=True)
+    return [(int(seq), int(row)) if mine else None for seq, row, mine in every]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("skip_decode", [False, True])
+def test_each_block_has_one_place_and_late_rows_come_first(seed, skip_decode, refs_are_arrays):
+    random = np.random.default_rng(seed)
+    q_lens = random.choice([0, 1, 2, 4, 5, 17, 32, 33, 300], 40)
+    num_seqs = int(random.integers(20, 41))
+    padding = int(random.integers(0, 90))
+    problem = dataclasses.replace(
+        short(40, 512), num_tokens=int(q_lens.sum()) + padding, launch=0, skip_decode=skip_decode
+    )
+    rows, least = problem.rows, problem.launches[1].block_q // problem.group + 1
+    # What is behind the last sequence is padding.
+    tail = int(q_lens[num_seqs:].sum()) + padding
+    served = [(seq, q_len) for seq, q_len in enumerate(q_lens[:num_seqs]) if q_len >= least]
+    expected = [
+        (seq, first)
+        for seq, q_len in [*served, (num_seqs, tail)]
+        for first in range(0, int(q_len) * problem.group, rows)
+    ]
+    found = blocks_of(problem, q_lens, num_seqs=num_seqs)
+    assert found[: len(expected)] == expected[::-1]
+    assert not any(found[len(expected) :])
+
+
+def test_bounds_that_descend_lead_to_no_place_that_there_is_not(refs_are_arrays):
+    problem = dataclasses.replace(short(6, 512), num_tokens=300, launch=0)
+    for block in blocks_of(problem, [200, -150, 200, -(10**6), 2**30, 7], num_seqs=6):
+        assert block is None or (0 <= block[0] <= 6 and 0 <= block[1] < 300 * problem.group)
 
 
 def test_short_tables_are_left_whole_where_they_fill_the_device():

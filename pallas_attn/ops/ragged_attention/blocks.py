@@ -1,16 +1,19 @@
 """How the query rows of sequences that lie end to end are dealt to programs, found inside the kernel.
 
-A block is up to `block_q` rows (tokens x heads of a group) of one sequence, so all of it sees the same pages. Where a
-sequence's blocks begin must be known to every program without a pass over the sequences before it, and a bound on
-their number when the call is compiled. Both follow from giving sequence i the blocks from
+A block is up to `block_q` rows (tokens x heads of a group) of one sequence, so all of it sees the same pages. Blocks
+are numbered from the last on, and only those that a launch serves: every program sums up the numbers of all sequences'
+blocks, compares its own with the sums and knows its sequence. Of blocks that no launch has there are few, then, and
+they come last. Tokens behind the last sequence, which are padding, are one more sequence, of length 0.
+
+Plain jnp, which has no programs, gives sequence i the blocks from
 
     cu_q_lens[i] * group // block_q + i
 
 on: between two neighbours there is always room for the ceil(q_len * group / block_q) blocks that the first needs, and
-at most one too many. A program compares its number with all of these and knows its sequence. Tokens behind the last
-sequence, which are padding, are one more sequence, of length 0.
+at most one too many.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -90,11 +93,16 @@ class Lens:
         first, end = self.bound(seq), self.bound(seq + 1)
         return Block(seq, seq >= self.num_seqs, first, jnp.maximum(end - first, 0), 0 * first)
 
-    def block_at(self, place, block_q: int) -> Block:
-        """The block at a place; where there is none, its rows are beyond its sequence's last."""
-        index = jnp.arange(triton.next_power_of_2(self._ragged.num_seqs + 1))
-        first_place = self._ragged.first_place(index, self.bound(index), block_q)
-        begun = (first_place <= place) & (index <= self.num_seqs)
-        block = self.first_block(jnp.sum(begun.astype(jnp.int32)) - 1)
-        number = place - self._ragged.first_place(block.seq, block.first_token, block_q)
-        return block._replace(first_row=number * block_q)
+    def block_at(
+        self, place: jax.Array, block_q: int, num_blocks: Callable[[Block], jax.Array]
+    ) -> tuple[Block, jax.Array]:
+        """The block at a place, and whether there is one. The last rows of a prompt see the most keys, and what takes
+        longest begins first: so the last block of the last sequence is at place 0."""
+        first = self.first_block(jnp.arange(triton.next_power_of_2(self._ragged.num_seqs + 1)))
+        blocks = num_blocks(first)
+        total = jnp.sum(blocks)
+        end = total - jnp.cumsum(blocks) + blocks
+        mine = (end - blocks <= place) & (place < end)
+        seq, end = (jnp.sum(jnp.where(mine, x, 0)) for x in (first.seq, end))
+        block = self.first_block(seq)
+        return block._replace(first_row=(end - 1 - place) * block_q), place < total

@@ -176,7 +176,7 @@ def _attend_kernel(query_ref, source_refs, lens_refs, extra_refs, _done, *out_re
                     problem, block, kv_head, spans, (begin, end), seq_len, query_ref, source_refs, extra_refs,
                     with_sink=share.is_first & (seq_len > 0),
                 )  # fmt: skip
-                result.store(done.poisoned(bad), out_refs, share.place_of(block), is_all)
+                result.store(done.poisoned(bad), out_refs, share.place, is_all)
 
     pieces.of_launch(problem)(lens_refs).serve(slot, split, serve)
 

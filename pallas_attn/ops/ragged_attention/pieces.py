@@ -18,7 +18,7 @@ import numpy as np
 
 from pallas_attn._tile import triton
 from pallas_attn._tile.pieces import Cut, FairPieces, Pieces, WholePieces, ceil_div
-from pallas_attn.ops.ragged_attention.blocks import Block, Lens
+from pallas_attn.ops.ragged_attention.blocks import Lens
 from pallas_attn.ops.ragged_attention.problem import Problem
 from pallas_attn.ops.ragged_attention.spans import Span
 
@@ -33,15 +33,14 @@ class Share(NamedTuple):
     """The place of the block of query rows."""
     is_first: jax.Array
     """Of the block's pieces."""
-    place_of: Callable[[Block], jax.Array]
+    place: jax.Array
     """Of the partial result, if the block has several."""
     tiles: Callable[[jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
     """Of the number that the block walks: (begin, end, whether that is all)."""
 
 
 class BlockPieces:
-    """Those of the i-th block that a launch serves start at i * num_splits: sequences that it does not serve, of which
-    there may be many, have places in the grid but none for partial results."""
+    """Those of the i-th block that a launch serves start at i * num_splits."""
 
     def __init__(self, problem: Problem, lens_refs: dict[str, Any]):
         self._problem = problem.with_window(lens_refs)
@@ -52,9 +51,7 @@ class BlockPieces:
             each = self._tiles(num_tiles)
             return split * each, jnp.minimum((split + 1) * each, num_tiles), num_tiles <= each
 
-        # The last rows of a prompt see the most keys: what takes longest begins first.
-        place = self._problem.num_cut - 1 - place
-        served(Share(place, split == 0, lambda block: self._first(block) + split, tiles))
+        served(Share(place, split == 0, place * self._problem.config.num_splits + split, tiles))
 
     def cut(self, which: jax.Array) -> Cut:
         """As of any `Cuts`; what is cut here is no sequence but the block at a place."""
@@ -63,26 +60,7 @@ class BlockPieces:
         in_pages, seq_len, _ = problem.lengths(self._lens, block)
         num_tiles = count(problem.spans(block, in_pages, seq_len))
         pieces = jnp.where(mine, ceil_div(num_tiles, self._tiles(num_tiles)), 0)
-        return Cut(place, self._first(block), pieces)
-
-    def _first(self, block: Block) -> jax.Array:
-        """Where a block's partial results begin."""
-        problem = self._problem
-        if not problem.num_places:
-            return 0 * block.seq
-        first, served = self._sequences()
-        before = jnp.sum(jnp.where(first.seq < block.seq, self._num_blocks(first, served), 0))
-        # Whatever cu_q_lens says, they lie in the room.
-        number = jnp.clip(before + block.first_row // problem.rows, 0, problem.most_blocks - 1)
-        return number * problem.config.num_splits
-
-    def _sequences(self) -> tuple[Block, jax.Array]:
-        """(the first block of each, whether this launch serves it)"""
-        first = self._lens.first_block(jnp.arange(triton.next_power_of_2(self._problem.num_seqs)))
-        return first, self._problem.serves(first.q_len) & ~first.is_padding
-
-    def _num_blocks(self, first: Block, served: jax.Array) -> jax.Array:
-        return jnp.where(served, ceil_div(first.q_len * self._problem.group, self._problem.rows), 0)
+        return Cut(place, place * problem.config.num_splits, pieces)
 
     def _tiles(self, num_tiles: jax.Array) -> jax.Array:
         """Tiles in a piece of a block that walks `num_tiles`, at least 1."""
@@ -94,8 +72,9 @@ class BlockPieces:
     def _longest(self) -> jax.Array:
         """Tiles of the longest piece of any block."""
         problem, config = self._problem, self._problem.config
-        first, served = self._sequences()
-        num_blocks = self._num_blocks(first, served)
+        first = self._lens.first_block(jnp.arange(triton.next_power_of_2(problem.num_seqs)))
+        served = problem.serves(first.q_len) & ~first.is_padding
+        num_blocks = jnp.where(served, problem.num_blocks(first), 0)
         in_pages, seq_len, _ = problem.lengths(self._lens, first)
 
         def tiles(number: jax.Array) -> jax.Array:
@@ -130,7 +109,7 @@ class DecodedPieces:
             def tiles(num_tiles: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
                 return *piece.tiles(num_tiles), jnp.equal(piece.count, 1)
 
-            served(Share(piece.seq, jnp.equal(piece.index, 0), lambda _: jnp.asarray(piece.place), tiles))
+            served(Share(piece.seq, jnp.equal(piece.index, 0), jnp.asarray(piece.place), tiles))
 
 
 def decoded(problem: Problem, lens_refs: dict[str, Any]) -> FairPieces:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn._tile import masking, triton
+from pallas_attn._tile.pieces import ceil_div
 from pallas_attn._tile.problem import PagedCall, SplitKVProblem
 from pallas_attn.ops.ragged_attention.blocks import Block, Lens, Ragged
 from pallas_attn.ops.ragged_attention.config import RaggedTiles
@@ -84,7 +85,7 @@ class Problem(PagedCall):
     @property
     def num_cut(self) -> int:
         """Sequences that may be cut; where they have several blocks, places for these."""
-        return self.decoded.most_cut if self.is_short else self.ragged.places(self.rows)
+        return self.decoded.most_cut if self.is_short else self.most_blocks
 
     @property
     def most_pieces(self) -> int:
@@ -105,10 +106,10 @@ class Problem(PagedCall):
 
     @property
     def most_blocks(self) -> int:
-        """That this launch, if not short, serves and that see keys: a sequence has one in part at most."""
+        """That this launch, if not short, serves: a sequence has one in part at most, and so has the padding."""
         least_tokens = self.launches[1].block_q // self.group + 1 if len(self.launches) > 1 else 1
         num_seqs = min(self.num_seqs, self.num_tokens // least_tokens)
-        return self.num_tokens * self.group // self.rows + num_seqs
+        return self.num_tokens * self.group // self.rows + num_seqs + 1
 
     def with_window(self, lens_refs: dict[str, Any]) -> "Problem":
         """A window that is known at run time only is one of the rules all the same."""
@@ -118,13 +119,16 @@ class Problem(PagedCall):
         return dataclasses.replace(self, rules=self.rules._replace(sliding_window=window))
 
     def find(self, lens: Lens, place: jax.Array) -> tuple[Block, jax.Array]:
-        """The block at a place, and whether this launch serves it."""
+        """The block at a place, and whether there is one that this launch serves."""
         if self.is_short:
             block = lens.first_block(place)
             return block, ~block.is_padding & self.serves(block.q_len)
-        block = lens.block_at(place, self.rows)
-        has_rows = block.first_row < block.q_len * self.group
-        return block, has_rows & (block.is_padding | self.serves(block.q_len))
+        return lens.block_at(place, self.rows, self.num_blocks)
+
+    def num_blocks(self, first: Block) -> jax.Array:
+        """That this launch, if not short, serves of sequences whose first ones are given."""
+        served = first.is_padding | self.serves(first.q_len)
+        return jnp.where(served, ceil_div(first.q_len * self.group, self.rows), 0)
 
     def serves(self, q_len: jax.Array) -> jax.Array:
         """Whether sequences of `q_len` query tokens are this launch's."""
