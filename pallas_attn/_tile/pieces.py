@@ -235,7 +235,7 @@ class FairPieces:
 
 
 def equal_cuts(num_tiles: jax.Array, problem: SplitKVProblem, room: int) -> jax.Array:
-    """How often each sequence is cut where all have `num_tiles`: what `cuts` says of `room` lengths."""
+    """How often each sequence is cut where all have `num_tiles`; `cuts` would sum up `room` lengths."""
     if problem.config.split_tokens:
         return _fixed_cuts(num_tiles, problem)
     total = problem.num_seqs * jnp.minimum(num_tiles, MOST_TILES // room)
