@@ -12,7 +12,6 @@ from support import ON_GPU
 import pallas_attn
 from pallas_attn import RaggedAttentionConfig, RaggedTiles
 from pallas_attn._call.device import Device
-from pallas_attn._tile import triton
 from pallas_attn._tile.layout import PoolShape
 from pallas_attn._tile.masking import Rules
 from pallas_attn._tile.pieces import FairPieces
@@ -85,16 +84,6 @@ def test_sequences_that_are_decoded_take_neither_room_nor_programs_in_the_first_
     assert long.config.num_splits > 1
     assert long.num_places * 8 * long.rows * 128 * 4 < 128 * MIB
     assert long.grid[0] <= 16
-
-
-@pytest.fixture
-def refs_are_arrays(monkeypatch):
-    """So that a kernel's rules can be asked outside of a kernel."""
-
-    def load(ref, mask=True, other=0):
-        return jnp.where(mask, ref.get(mode="clip"), other)
-
-    monkeypatch.setattr(triton, "load", load)
 
 
 def blocks_of(problem: Problem, q_lens, *, num_seqs: int) -> list[tuple[int, int] | None]:

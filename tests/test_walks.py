@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_attn import LocalStride, MLADecodeConfig, PagedAttentionConfig
-from pallas_attn._tile import merge, pieces, triton
+from pallas_attn._tile import merge, pieces
 from pallas_attn._tile.latents import QUERY_DIM
 from pallas_attn._tile.layout import PoolShape
 from pallas_attn._tile.masking import Rules
@@ -17,15 +17,7 @@ from pallas_attn.ops.paged_attention.problem import Problem as PagedProblem
 
 PAGE, TILE = 16, 32
 
-
-@pytest.fixture(autouse=True)
-def refs_are_arrays(monkeypatch):
-    """So that a kernel's rules can be asked outside of a kernel."""
-
-    def load(ref, mask=True, other=0):
-        return jnp.where(mask, ref.get(mode="clip"), other)
-
-    monkeypatch.setattr(triton, "load", load)
+pytestmark = pytest.mark.usefixtures("refs_are_arrays")
 
 
 def paged(num_seqs=1, q_len=1, heads=(4, 2), *, max_pages=256, rules=None, **config) -> PagedProblem:

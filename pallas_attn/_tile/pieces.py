@@ -251,18 +251,18 @@ def cuts(lengths: jax.Array, problem: SplitKVProblem) -> jax.Array:
     # Integer sums, which are the same in whatever order: all kernels of a call must come to the same cuts.
     work = jnp.minimum(num_tiles, MOST_TILES // len(lengths))
     total = jnp.sum(work).astype(jnp.float32)
-    count = (_fitting if problem.alone else _balanced)(num_tiles, work, total, problem)
+    alone = problem.alone
+    count = _fitting(num_tiles, total, problem) if alone else _balanced(num_tiles, work, total, problem)
     return _most(count - 1, problem)
 
 
-def _fitting(num_tiles: jax.Array, work: jax.Array, total: jax.Array, problem: SplitKVProblem) -> jax.Array:
+def _fitting(num_tiles: jax.Array, total: jax.Array, problem: SplitKVProblem) -> jax.Array:
     """How many pieces each sequence has where a program fills a multiprocessor."""
     tiles, fair = num_tiles.astype(jnp.float32), _fair(total, problem)
     count = _rounded(tiles, fair, problem, TO_NEAREST)
     for most in FITTING:
         finer = _rounded_up(tiles, most * fair, problem)
-        begun = jnp.sum(jnp.where(work > 0, finer, 0))
-        count = jnp.where(begun <= int(problem.shares), finer, count)
+        count = jnp.where(jnp.sum(finer) <= int(problem.shares), finer, count)
     return count
 
 

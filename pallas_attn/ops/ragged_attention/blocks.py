@@ -2,8 +2,8 @@
 
 A block is up to `block_q` rows (tokens x heads of a group) of one sequence, so all of it sees the same pages. Blocks
 are numbered from the last on, and only those that a launch serves: every program sums up the numbers of all sequences'
-blocks, compares its own with the sums and knows its sequence. Of blocks that no launch has there are few, then, and
-they come last. Tokens behind the last sequence, which are padding, are one more sequence, of length 0.
+blocks, compares its own with the sums and knows its sequence. Places without a block are few, then, and come last.
+Tokens behind the last sequence, which are padding, are one more sequence, of length 0.
 
 Plain jnp, which has no programs, gives sequence i the blocks from
 
