@@ -15,7 +15,8 @@ from pallas_attn._call.device import Device
 from pallas_attn._tile.layout import PoolShape
 from pallas_attn._tile.masking import Rules
 from pallas_attn._tile.pieces import FairPieces
-from pallas_attn.ops.ragged_attention.blocks import Lens
+from pallas_attn.ops.ragged_attention import pieces
+from pallas_attn.ops.ragged_attention.blocks import CUTS, TOTAL, Lens
 from pallas_attn.ops.ragged_attention.config import heuristic
 from pallas_attn.ops.ragged_attention.problem import Problem
 from pallas_attn.testing import cases, compare, inputs
@@ -62,8 +63,8 @@ def test_no_piece_is_far_above_a_fair_share(num_seqs, giants):
     problem = short(num_seqs, 65536)
     lengths = np.r_[np.full(giants, 1 << 20), 300 + 7 * np.arange(num_seqs - giants)]
     tiles = -(-lengths // problem.config.block_kv)
-    pieces = FairPieces(problem.decoded, jnp.asarray(tiles, jnp.int32))
-    seqs, _, count, _ = map(np.asarray, jax.vmap(pieces.at)(jnp.arange(int(pieces.num()))))
+    fair = FairPieces(problem.decoded, jnp.asarray(tiles, jnp.int32))
+    seqs, _, count, _ = map(np.asarray, jax.vmap(fair.at)(jnp.arange(int(fair.num()))))
     assert sorted(set(seqs)) == list(range(num_seqs))
     longest = max(-(-tiles[seq] // n) for seq, n in zip(seqs, count, strict=True))
     assert longest <= 1.3 * tiles.sum() / problem.decoded.shares
@@ -79,11 +80,12 @@ def test_room_for_partial_results_is_for_shares(num_seqs):
 
 
 def test_sequences_that_are_decoded_take_neither_room_nor_programs_in_the_first_launch():
-    """536 MiB of it, and 67 places for blocks, where each had a block's."""
+    """536 MiB of it, and 8576 programs, where each had a block's."""
     long = dataclasses.replace(short(64, 65536), launch=0)
     assert long.config.num_splits > 1
     assert long.num_places * 8 * long.rows * 128 * 4 < 128 * MIB
-    assert long.grid[0] <= 16
+    assert long.most_blocks <= 16
+    assert np.prod(long.grid) <= 4 * 132
 
 
 def blocks_of(problem: Problem, q_lens, *, num_seqs: int) -> list[tuple[int, int] | None]:
@@ -120,6 +122,80 @@ def test_each_block_has_one_place_and_late_rows_come_first(seed, skip_decode, re
     assert not any(found[len(expected) :])
 
 
+def noted(problem: Problem, q_lens) -> dict[str, jax.Array]:
+    """The lengths of a batch and, beside them, how many blocks a short launch counts for the next one."""
+    bounds = np.cumsum([0, *q_lens])
+    refs = dict(num_seqs=[len(q_lens)], cu_q_lens=bounds, seq_lens=np.full(len(q_lens), 60_000))
+    refs = {name: jnp.asarray(value, jnp.int32) for name, value in refs.items()}
+    count = Lens(problem.ragged, refs).count(problem.launched(0).num_blocks)
+    return {**refs, TOTAL: jnp.reshape(count, 1)}
+
+
+@pytest.mark.parametrize("q_lens", [(), (1,), (40,), (0, 5, 300, 4, 1, 17)], ids=str)
+@pytest.mark.parametrize("num_seqs", [40, 1500])
+def test_the_short_launch_counts_the_blocks_of_the_next(num_seqs, q_lens, refs_are_arrays):
+    q_lens = (*q_lens, *(1 for _ in range(num_seqs - len(q_lens))))
+    problem = dataclasses.replace(short(num_seqs, 512), num_tokens=sum(q_lens))
+    assert problem.notes == {TOTAL: 1}
+    blocks = blocks_of(problem.launched(0), q_lens, num_seqs=num_seqs)
+    assert noted(problem, q_lens)[TOTAL] == sum(block is not None for block in blocks)
+
+
+def shares_of(problem: Problem, refs, monkeypatch) -> list[tuple[pieces.Share, tuple[int, ...]]]:
+    """What each program of the first launch for KV head 3 serves, and the pieces of 100 tiles."""
+    shares = []
+    monkeypatch.setattr("pallas_attn._tile.triton.when", lambda where: lambda body: body() if where else None)
+    for slot in range(problem.grid[0]):
+        monkeypatch.setattr(
+            "pallas_attn._tile.triton.program_id", lambda axis, slot=slot: jnp.int32((slot, 3)[axis])
+        )
+        served = []
+        pieces.BlockPieces(problem, refs).serve(served.append)
+        shares += [(share, tuple(int(x) for x in share.tiles(jnp.int32(100)))) for share in served]
+    return shares
+
+
+@pytest.mark.parametrize("long", [0, 1, 3, 12])
+def test_few_blocks_share_the_slots_of_many(long, refs_are_arrays, monkeypatch):
+    """64 sequences, of which none, one or more have five query tokens: the fewer, the more pieces each may have."""
+    q_lens = [5] * long + [1] * (64 - long)
+    problem = dataclasses.replace(short(64, 65536), num_tokens=sum(q_lens)).launched(0)
+    assert problem.is_counted
+    shares = shares_of(problem, noted(problem.launched(1), q_lens), monkeypatch)
+    most = min(problem.num_slots // max(long, 1), problem.config.num_splits)
+    assert {int(share.kv_head) for share, _ in shares} <= {3}
+    found = sorted((int(share.block), begin, int(share.place)) for share, (begin, *_) in shares)
+    assert len(found) == long * most
+    assert len({place for *_, place in found}) == len(found)
+    assert all(0 <= place < problem.num_places for *_, place in found)
+    for block in range(long):
+        mine = [(begin, end, count) for share, (begin, end, count) in shares if share.block == block]
+        mine = sorted((begin, end, count) for begin, end, count in mine if begin < end)
+        assert [begin for begin, *_ in mine] == [0, *(end for _, end, _ in mine)][:-1]
+        assert mine[-1][1] == 100
+        assert {count for *_, count in mine} == {len(mine)}
+        places = sorted(
+            int(share.place) for share, (begin, end, _) in shares if share.block == block and begin < end
+        )
+        assert places == list(range(block * most, block * most + len(mine)))
+    assert long != 1 or most > 8
+
+
+def test_more_blocks_than_bounds_in_order_can_have_find_room(refs_are_arrays, monkeypatch):
+    """As many pieces are noted down as there may be blocks; nothing is written behind them."""
+    problem = dataclasses.replace(short(64, 65536), num_tokens=70).launched(0)
+    refs = {**noted(problem.launched(1), [1] * 64), TOTAL: jnp.int32([10**6])}
+    blocks = {int(share.block) for share, _ in shares_of(problem, refs, monkeypatch)}
+    assert blocks == set(range(problem.most_blocks))
+    assert problem.notes == {CUTS: problem.most_blocks}
+
+
+def test_prompts_wait_for_no_count():
+    problem = dataclasses.replace(short(8, 512), num_tokens=8 * 512)
+    assert not problem.notes
+    assert not problem.launched(0).is_counted
+
+
 def test_bounds_that_descend_lead_to_no_place_that_there_is_not(refs_are_arrays):
     problem = dataclasses.replace(short(6, 512), num_tokens=300, launch=0)
     for block in blocks_of(problem, [200, -150, 200, -(10**6), 2**30, 7], num_seqs=6):
@@ -153,3 +229,10 @@ def test_a_giant_beside_short_ones_and_prompts(implementation, q_lens, window):
     expected, expected_lse = reference(case, data)
     compare.assert_rows_close(out, expected, dtype=case.dtype, case_id=case.id)
     compare.assert_lse_close(lse, expected_lse, dtype=case.dtype, case_id=case.id)
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "columns", "block_kv"), [(64, 64, 32), (64, 65, 128), (384, 512, 128), (512, 512, 32)]
+)
+def test_short_tables_and_many_sequences_have_small_tiles(num_seqs, columns, block_kv):
+    assert short(num_seqs, columns).config.block_kv == block_kv

@@ -91,7 +91,7 @@ CASES = [
 def test_compiles(case, num_tokens, new_apart, sm):
     made = lowered(case, num_tokens=num_tokens, new_apart=new_apart, sm=sm)
     kernels = lowering.compile_kernels(made, sm, ending=(NAME, "_short"))
-    assert [kernel.name.removeprefix(NAME) for kernel in kernels] == ["", "_short"]
+    assert [kernel.name.removeprefix(NAME) for kernel in kernels] == ["_short", ""]
     for kernel in kernels:
         assert kernel.shared_bytes <= lowering.SMEM_LIMIT[sm], kernel.name
         if case.dtype != "float32":
@@ -110,7 +110,7 @@ def hot_loop(kernel: lowering.Compiled) -> str:
 def test_the_hot_loops_are_as_measured(page_size):
     """Hopper's asynchronous products on 128 rows; keys and values copied ahead, in both launches. Tokens' offsets in
     their pages are the same in every tile with pages of 16, and not with 24, nor in pages larger than a tile."""
-    long, short = (
+    short, long = (
         kernel
         for kernel in lowering.compile_kernels(
             lowered(served(66, 32, 8, 128, page_size), num_tokens=16384), 90
@@ -121,7 +121,7 @@ def test_the_hot_loops_are_as_measured(page_size):
     assert "mma.sync" not in long.ptx
     # A few words of addresses around the loops; a tile would be kilobytes.
     assert long.stack_bytes <= 64
-    for kernel in (long, short):
+    for kernel in (short, long):
         assert "ex2.approx.ftz" in kernel.ptx
         copies = hot_loop(kernel).count("async_copy_global_to_local")
         assert copies >= 2, f"{kernel.name}: loads are not pipelined"
@@ -220,7 +220,7 @@ def test_shard_map_lowers_for_a_gpu():
         struct((5,), jnp.int32),
         num_devices=2,
     )
-    assert lowering.triton_kernels(made)[0][0] == NAME
+    assert NAME in [name for name, *_ in lowering.triton_kernels(made)]
 
 
 @pytest.mark.parametrize(("dtype", "element"), [("float8_e4m3fn", "f8E4M3FN"), ("float8_e5m2", "f8E5M2")])

@@ -1,9 +1,10 @@
 """How the query rows of sequences that lie end to end are dealt to programs, found inside the kernel.
 
 A block is up to `block_q` rows (tokens x heads of a group) of one sequence, so all of it sees the same pages. Blocks
-are numbered from the last on, and only those that a launch serves: every program sums up the numbers of all sequences'
-blocks, compares its own with the sums and knows its sequence. Places without a block are few, then, and come last.
-Tokens behind the last sequence, which are padding, are one more sequence, of length 0.
+are numbered from the last on, and only those that a launch serves: a program sums up the numbers of all sequences'
+blocks, compares its own with the sums and knows its sequence. Places without a block come last; where there may be many
+of them, the launch before has counted the blocks, and programs without one leave before they sum up anything. Tokens
+behind the last sequence, which are padding, are one more sequence, of length 0.
 
 Plain jnp, which has no programs, gives sequence i the blocks from
 
@@ -19,8 +20,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from pallas_attn._tile import rows, triton
+
+# What a launch notes down for later ones, beside the lengths: how many blocks of query rows the next one serves, [1];
+# into how many pieces each of its own is cut, [most_blocks]. Both int32.
+TOTAL, CUTS = "num_blocks", "cuts"
+AT_A_TIME = 1024  # sequences that a program counts the blocks of
 
 
 class Ragged(NamedTuple):
@@ -92,6 +99,20 @@ class Lens:
         """A sequence's first block."""
         first, end = self.bound(seq), self.bound(seq + 1)
         return Block(seq, seq >= self.num_seqs, first, jnp.maximum(end - first, 0), 0 * first)
+
+    def count(self, num_blocks: Callable[[Block], jax.Array]) -> jax.Array:
+        """Blocks of all sequences and of the padding, by a program that has few registers to spare."""
+        sequences = self._ragged.num_seqs + 1
+        size = min(triton.next_power_of_2(sequences), AT_A_TIME)
+
+        def add(i, total):
+            return total + jnp.sum(num_blocks(self.first_block(i * size + jnp.arange(size))))
+
+        return lax.fori_loop(0, -(-sequences // size), add, np.int32(0))
+
+    def counted(self) -> jax.Array:
+        """What the launch before has counted."""
+        return triton.load(self._refs[TOTAL].at[np.int32(0)])
 
     def block_at(
         self, place: jax.Array, block_q: int, num_blocks: Callable[[Block], jax.Array]

@@ -33,6 +33,10 @@ RESERVED_KB = 3  # of shared memory, for page ids and reductions
 # Where tables hold more than this, sequences that are decoded may differ, and are cut as lengths ask for: the longest
 # alone would keep the call waiting.
 WHOLE_TOKENS = 1024
+# A tile of decoded sequences in tables that hold no more, or that are so many for each multiprocessor, times KV heads,
+# that most must be short: programs that share one begin while others wait for memory, and copy less behind a sequence's
+# end.
+SMALL_TILE_BYTES, MANY_EACH = 16 * 1024, 24
 SUMS = 128 * 256  # elements of output that a program of 8 warps has registers for
 
 
@@ -43,8 +47,8 @@ class RaggedTiles(SplitKVConfig):
     block_q: query rows (tokens x heads) of one sequence and KV head that a program serves, a power of two >= 16.
     block_kv: tokens a program takes in per step, a power of two >= 16.
     num_splits: most pieces the keys of a block of rows are cut into. How many are used follows from the lengths at
-        run time; room is taken for so many of every block, but in a short launch for what lengths can ask for, and
-        there 0 is as many as they ask for.
+        run time; room is taken for so many of every block or, if few sequences may have such blocks, for what fills
+        the device. In a short launch it is taken for what lengths can ask for, and there 0 is as many as they ask for.
     min_split_tokens: a piece shorter than this costs more in merging than it gains in parallelism.
     target_programs: programs, over the whole device, that the run-time cut aims at.
     num_warps, num_stages: Triton's warps per program and depth of software pipelining.
@@ -146,10 +150,12 @@ def heuristic(
     short_q = triton.tile_side(group)
     if short_q >= block_q:
         return RaggedAttentionConfig(dataclasses.replace(long, **measured.get("long", {})))
+    widest = min(widest, 64) if narrow else widest
+    many = num_seqs * num_kv_heads >= MANY_EACH * device.num_cores
+    if (many or max_len <= WHOLE_TOKENS) and not latent:
+        widest = min(widest, max(16, SMALL_TILE_BYTES // (dims * itemsize)))
     block_kv, stages = next(
-        (tokens, stages)
-        for tokens, stages in SHORT
-        if tokens <= (min(widest, 64) if narrow else widest) and fits(short_q, tokens, stages)
+        (tokens, stages) for tokens, stages in SHORT if tokens <= widest and fits(short_q, tokens, stages)
     )
     short = tiles(short_q, block_kv, stages, num_seqs * num_kv_heads, 4, 4)
     if max_len > WHOLE_TOKENS:

@@ -17,7 +17,7 @@ import numpy as np
 from pallas_attn._tile import masking, merge, narrow, quantization, result, rows, softmax, triton
 from pallas_attn._tile.layout import PoolShape
 from pallas_attn.ops.ragged_attention import pieces
-from pallas_attn.ops.ragged_attention.blocks import Block, Lens
+from pallas_attn.ops.ragged_attention.blocks import CUTS, TOTAL, Block, Lens
 from pallas_attn.ops.ragged_attention.config import RaggedAttentionConfig
 from pallas_attn.ops.ragged_attention.pieces import Share, count
 from pallas_attn.ops.ragged_attention.problem import Problem
@@ -86,7 +86,7 @@ def ragged_attention_pallas(
     done = kept
     for one in problem.each():
         mine = _dealt(query) if _deals_keys(one, sources, query.dtype) else query
-        done = _launch(one, mine, sources, lens, extras, done, out_dtype, lowering)
+        done, lens = _launch(one, mine, sources, lens, extras, done, out_dtype, lowering)
     assert done is not None
     return done
 
@@ -112,9 +112,14 @@ def _dealt(query: jax.Array) -> jax.Array:
 
 
 def _launch(problem: Problem, query, sources, lens, extras, done, out_dtype, lowering: triton.Lowering):
-    """(out, lse) with the rows of this launch's sequences filled in; `done` has those of others, or is None."""
+    """((out, lse) with the rows of this launch's sequences filled in, lens and what was noted down beside them). `done`
+    has the rows of others, or is None."""
     name = f"pallas_attn_ragged_attention{'_short' if problem.is_short else ''}"
     before = len(jax.tree.leaves((query, sources, lens, extras)))
+    out_shape = result.shapes(
+        problem, problem.value_dim, out_dtype, final=(problem.num_tokens, problem.num_heads)
+    )
+    notes = [jax.ShapeDtypeStruct((size,), jnp.int32) for size in problem.notes.values()]
     outputs = triton.kernel_call(
         functools.partial(_attend_kernel, problem=problem),
         query,
@@ -124,18 +129,17 @@ def _launch(problem: Problem, query, sources, lens, extras, done, out_dtype, low
         done,
         name=name,
         grid=problem.grid,
-        out_shape=result.shapes(
-            problem, problem.value_dim, out_dtype, final=(problem.num_tokens, problem.num_heads)
-        ),
+        out_shape=[*out_shape, *notes],
         num_warps=problem.config.num_warps,
         num_stages=problem.config.num_stages,
         input_output_aliases={} if done is None else {before: 0, before + 1: 1},
         lowering=lowering,
     )
-    return merge.merge(
-        outputs,
+    lens = {**lens, **dict(zip(problem.notes, outputs[len(out_shape) :], strict=True))}
+    merged = merge.merge(
+        outputs[: len(out_shape)],
         (lens,),
-        functools.partial(pieces.decoded if problem.is_short else pieces.BlockPieces, problem),
+        functools.partial(pieces.decoded if problem.is_short else pieces.RecordedCuts, problem),
         name=f"{name}_combine",
         problem=problem,
         num_cut=problem.num_cut,
@@ -144,6 +148,7 @@ def _launch(problem: Problem, query, sources, lens, extras, done, out_dtype, low
         rows_of=functools.partial(_rows_to_merge, problem),
         lowering=lowering,
     )
+    return merged, lens
 
 
 def _rows_to_merge(problem: Problem, lens_refs: dict[str, Refs], place, flat: jax.Array):
@@ -155,30 +160,49 @@ def _rows_to_merge(problem: Problem, lens_refs: dict[str, Refs], place, flat: ja
 
 
 def _attend_kernel(query_ref, source_refs, lens_refs, extra_refs, _done, *out_refs, problem: Problem):
-    axes = (1, 0, 2) if problem.is_short else (0, 1, 2)  # of Problem.grid
-    slot, kv_head, split = (triton.program_id(axis) for axis in axes)
     problem = problem.with_window(lens_refs)
     lens = Lens(problem.ragged, lens_refs)
+    num_results = len(out_refs) - len(problem.notes)
+    notes = dict(zip(problem.notes, out_refs[num_results:], strict=True))
+    if TOTAL in notes:
+        _count(problem, lens, notes[TOTAL])
 
     def serve(share: Share):
         block, mine = problem.find(lens, share.block)
+
+        def note_pieces(where, number):
+            if CUTS in notes:
+                noted = where & share.is_first & jnp.equal(share.kv_head, 0)
+                triton.when(noted)(lambda: triton.store(notes[CUTS].at[share.block], number))
+
+        note_pieces(~mine, jnp.int32(0))
 
         @triton.when(mine)
         def _():
             in_pages, seq_len, bad = problem.lengths(lens, block)
             spans = problem.spans(block, in_pages, seq_len)
-            begin, end, is_all = share.tiles(count(spans))
+            begin, end, num_pieces = share.tiles(count(spans))
+            note_pieces(True, num_pieces)
 
             # The first piece of a block that sees nothing has no tiles but still writes the output.
             @triton.when((begin < end) | share.is_first)
             def _():
                 done = _attend(
-                    problem, block, kv_head, spans, (begin, end), seq_len, query_ref, source_refs, extra_refs,
+                    problem, block, share.kv_head, spans, (begin, end), seq_len, query_ref, source_refs, extra_refs,
                     with_sink=share.is_first & (seq_len > 0),
                 )  # fmt: skip
-                result.store(done.poisoned(bad), out_refs, share.place, is_all)
+                result.store(done.poisoned(bad), out_refs[:num_results], share.place, num_pieces <= 1)
 
-    pieces.of_launch(problem)(lens_refs).serve(slot, split, serve)
+    pieces.of_launch(problem)(lens_refs).serve(serve)
+
+
+def _count(problem: Problem, lens: Lens, total_ref) -> None:
+    """The last program, which has the least to do, counts the blocks of the launch that comes next."""
+    last = [jnp.equal(triton.program_id(axis), size - 1) for axis, size in enumerate(problem.grid)]
+
+    @triton.when(functools.reduce(jnp.logical_and, last))
+    def _():
+        triton.store(total_ref.at[np.int32(0)], lens.count(problem.launched(0).num_blocks))
 
 
 def _attend(

@@ -18,7 +18,7 @@ import numpy as np
 
 from pallas_attn._tile import triton
 from pallas_attn._tile.pieces import Cut, FairPieces, Pieces, WholePieces, ceil_div
-from pallas_attn.ops.ragged_attention.blocks import Lens
+from pallas_attn.ops.ragged_attention.blocks import CUTS, Lens
 from pallas_attn.ops.ragged_attention.problem import Problem
 from pallas_attn.ops.ragged_attention.spans import Span
 
@@ -29,6 +29,7 @@ WORTH_CUTTING = np.float32(1.03)
 class Share(NamedTuple):
     """What a program serves."""
 
+    kv_head: jax.Array
     block: jax.Array
     """The place of the block of query rows."""
     is_first: jax.Array
@@ -36,37 +37,68 @@ class Share(NamedTuple):
     place: jax.Array
     """Of the partial result, if the block has several."""
     tiles: Callable[[jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
-    """Of the number that the block walks: (begin, end, whether that is all)."""
+    """Of the number that the block walks: (begin, end, how many pieces there are)."""
+
+
+class Room(NamedTuple):
+    """For the pieces of blocks. Those of the i-th that a launch serves start at i * most."""
+
+    blocks: jax.Array | int
+    most: jax.Array | int
+    """Pieces of a block."""
+
+    @classmethod
+    def of(cls, problem: Problem, lens: Lens) -> "Room":
+        most = problem.config.num_splits
+        if not problem.is_counted:
+            return cls(problem.most_blocks, most)
+        blocks = jnp.clip(lens.counted(), 0, problem.most_blocks)  # whatever the bounds
+        if most > 1:
+            most = jnp.clip(problem.num_slots // jnp.maximum(blocks, 1), 1, most)
+        return cls(blocks, most)
+
+
+class RecordedCuts:
+    """What the programs of a block's first pieces have written down, for the merge."""
+
+    def __init__(self, problem: Problem, lens_refs: dict[str, Any]):
+        self._room, self._counts = Room.of(problem, Lens(problem.ragged, lens_refs)), lens_refs[CUTS]
+
+    def cut(self, which: jax.Array) -> Cut:
+        """As of any `Cuts`; what is cut here is no sequence but the block at a place."""
+        count = triton.load(self._counts.at[which])
+        return Cut(which, which * self._room.most, jnp.where(which < self._room.blocks, count, 0))
 
 
 class BlockPieces:
-    """Those of the i-th block that a launch serves start at i * num_splits."""
+    """Of a launch that is not short."""
 
     def __init__(self, problem: Problem, lens_refs: dict[str, Any]):
         self._problem = problem.with_window(lens_refs)
         self._lens = Lens(problem.ragged, lens_refs)
+        self._room = Room.of(problem, self._lens)
 
-    def serve(self, place: jax.Array, split: jax.Array, served: Callable[[Share], None]) -> None:
-        def tiles(num_tiles: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-            each = self._tiles(num_tiles)
-            return split * each, jnp.minimum((split + 1) * each, num_tiles), num_tiles <= each
+    def serve(self, served: Callable[[Share], None]) -> None:
+        """What a KV head's programs read stays in the L2. Those of few blocks, and without any, come last."""
+        slot, kv_head = (triton.program_id(axis) for axis in range(2))
+        total, most = self._room
 
-        served(Share(place, split == 0, place * self._problem.config.num_splits + split, tiles))
+        # Nothing waits for a number of blocks that is hardly below the room for them.
+        @triton.when(slot < total * most if self._problem.is_counted else True)
+        def _():
+            split, place = (slot // total, slot % total) if self._problem.num_places else (0, slot)
 
-    def cut(self, which: jax.Array) -> Cut:
-        """As of any `Cuts`; what is cut here is no sequence but the block at a place."""
-        problem, place = self._problem, which
-        block, mine = problem.find(self._lens, place)
-        in_pages, seq_len, _ = problem.lengths(self._lens, block)
-        num_tiles = count(problem.spans(block, in_pages, seq_len))
-        pieces = jnp.where(mine, ceil_div(num_tiles, self._tiles(num_tiles)), 0)
-        return Cut(place, place * problem.config.num_splits, pieces)
+            def tiles(num_tiles: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+                each = self._tiles(num_tiles)
+                return split * each, jnp.minimum((split + 1) * each, num_tiles), ceil_div(num_tiles, each)
+
+            served(Share(kv_head, place, jnp.equal(split, 0), place * most + split, tiles))
 
     def _tiles(self, num_tiles: jax.Array) -> jax.Array:
         """Tiles in a piece of a block that walks `num_tiles`, at least 1."""
-        if self._problem.config.num_splits == 1:
+        if not self._problem.num_places:
             return jnp.maximum(num_tiles, 1)
-        pieces = jnp.clip(ceil_div(num_tiles, self._longest()), 1, self._problem.config.num_splits)
+        pieces = jnp.clip(ceil_div(num_tiles, self._longest()), 1, self._room.most)
         return jnp.maximum(ceil_div(num_tiles, pieces), 1)
 
     def _longest(self) -> jax.Array:
@@ -85,7 +117,7 @@ class BlockPieces:
         work = jnp.sum((num_blocks * tiles(num_blocks // 2)).astype(jnp.float32)) * problem.pool.num_kv_heads
         longest = jnp.maximum(jnp.max(tiles(num_blocks - 1)), jnp.max(tiles(0 * num_blocks)))
         pieces = 1 + jnp.arange(triton.next_power_of_2(config.num_splits))
-        pieces = jnp.minimum(pieces, config.num_splits)
+        pieces = jnp.minimum(pieces, self._room.most)
         length = ceil_div(jnp.maximum(longest, 1), pieces)
         least = -(-config.min_split_tokens // config.block_kv)
         length = jnp.where(pieces > 1, jnp.maximum(length, least), length).astype(jnp.float32)
@@ -101,15 +133,17 @@ class DecodedPieces:
         dealt = problem.decoded
         self._pieces: Pieces = decoded(problem, lens_refs) if dealt.most_cuts else WholePieces(dealt)
 
-    def serve(self, slot: jax.Array, _: jax.Array, served: Callable[[Share], None]) -> None:
+    def serve(self, served: Callable[[Share], None]) -> None:
+        kv_head, slot = (triton.program_id(axis) for axis in range(2))
+
         @triton.when(slot < self._pieces.num())
         def _():
             piece = self._pieces.at(slot)
 
             def tiles(num_tiles: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-                return *piece.tiles(num_tiles), jnp.equal(piece.count, 1)
+                return *piece.tiles(num_tiles), jnp.asarray(piece.count)
 
-            served(Share(piece.seq, jnp.equal(piece.index, 0), jnp.asarray(piece.place), tiles))
+            served(Share(kv_head, piece.seq, jnp.equal(piece.index, 0), jnp.asarray(piece.place), tiles))
 
 
 def decoded(problem: Problem, lens_refs: dict[str, Any]) -> FairPieces:

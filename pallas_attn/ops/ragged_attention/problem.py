@@ -11,9 +11,14 @@ import numpy as np
 from pallas_attn._tile import masking, triton
 from pallas_attn._tile.pieces import ceil_div
 from pallas_attn._tile.problem import PagedCall, SplitKVProblem
-from pallas_attn.ops.ragged_attention.blocks import Block, Lens, Ragged
+from pallas_attn.ops.ragged_attention.blocks import CUTS, TOTAL, Block, Lens, Ragged
 from pallas_attn.ops.ragged_attention.config import RaggedTiles
 from pallas_attn.ops.ragged_attention.spans import Span, span
+
+# Rounds of programs that there are slots for where blocks may be cut: more only begin, to find nothing to do.
+MOST_ROUNDS = 4
+# Of the blocks that there may be, those that all tokens make if they are of few sequences.
+COUNTED = 0.75
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +53,11 @@ class Problem(PagedCall):
     """Which of them this is."""
 
     def each(self) -> Iterator["Problem"]:
-        return (dataclasses.replace(self, launch=i) for i in range(len(self.launches)))
+        """The launches, in order: the short one counts what the other has to do."""
+        return (self.launched(i) for i in reversed(range(len(self.launches))))
+
+    def launched(self, launch: int) -> "Problem":
+        return dataclasses.replace(self, launch=launch)
 
     @property
     def config(self) -> RaggedTiles:
@@ -74,13 +83,29 @@ class Problem(PagedCall):
         return Decoded(**sizes, q_len=1, scale=self.scale, config=self.config)
 
     @property
-    def grid(self) -> tuple[int, int, int]:
-        """Pieces that few blocks have come last."""
+    def grid(self) -> tuple[int, int]:
         if self.is_short:
             # Programs of neighbouring KV heads start together: in the NHD layout they read neighbouring bytes.
-            return self.pool.num_kv_heads, self.decoded.num_slots, 1
-        # The programs of a KV head start together, and what they read stays in the L2.
-        return self.num_cut, self.pool.num_kv_heads, self.config.num_splits
+            return self.pool.num_kv_heads, self.decoded.num_slots
+        return self.num_slots, self.pool.num_kv_heads
+
+    @property
+    def num_slots(self) -> int:
+        """Of a launch that is not short, for a KV head: for all pieces of the blocks that it may serve or, where these
+        are counted, for as many as are worth a program."""
+        slots = self.most_blocks * self.config.num_splits
+        if not self.is_counted:
+            return slots
+        enough = MOST_ROUNDS * self.config.target_programs // self.pool.num_kv_heads
+        return max(self.most_blocks, min(slots, enough))
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether the blocks of a launch that is not short are counted by the short one: if there may be far fewer than
+        it has room for, by sequences that are decoded. To know costs a program a microsecond."""
+        if self.is_short or len(self.launches) == 1:
+            return False
+        return self.num_tokens * self.group // self.rows < COUNTED * self.most_blocks
 
     @property
     def num_cut(self) -> int:
@@ -102,7 +127,7 @@ class Problem(PagedCall):
         """Partial results there is room for; 0 if no block is ever cut."""
         if self.is_short:
             return self.decoded.num_places
-        return self.most_blocks * self.config.num_splits if self.config.num_splits > 1 else 0
+        return self.num_slots if self.config.num_splits > 1 else 0
 
     @property
     def most_blocks(self) -> int:
@@ -110,6 +135,13 @@ class Problem(PagedCall):
         least_tokens = self.launches[1].block_q // self.group + 1 if len(self.launches) > 1 else 1
         num_seqs = min(self.num_seqs, self.num_tokens // least_tokens)
         return self.num_tokens * self.group // self.rows + num_seqs + 1
+
+    @property
+    def notes(self) -> dict[str, int]:
+        """Names and sizes of what this launch notes down for later ones."""
+        if self.is_short:
+            return {TOTAL: 1} if self.launched(0).is_counted else {}
+        return {CUTS: self.most_blocks} if self.num_places else {}
 
     def with_window(self, lens_refs: dict[str, Any]) -> "Problem":
         """A window that is known at run time only is one of the rules all the same."""
