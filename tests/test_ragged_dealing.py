@@ -79,20 +79,24 @@ def test_room_for_partial_results_is_for_shares(num_seqs):
     assert wider.num_places == problem.num_places
 
 
-def test_sequences_that_are_decoded_take_neither_room_nor_programs_in_the_first_launch():
+def test_sequences_that_are_decoded_take_neither_room_nor_programs_in_the_launch_for_prompts():
     """536 MiB of it, and 8576 programs, where each had a block's."""
-    long = dataclasses.replace(short(64, 65536), launch=0)
+    long = short(64, 65536).launched(0)
     assert long.config.num_splits > 1
     assert long.num_places * 8 * long.rows * 128 * 4 < 128 * MIB
     assert long.most_blocks <= 16
     assert np.prod(long.grid) <= 4 * 132
 
 
+def lens_refs(q_lens, *, num_seqs: int) -> dict[str, jax.Array]:
+    """What a kernel is told of sequences of 60,000 tokens."""
+    refs = dict(num_seqs=[num_seqs], cu_q_lens=np.cumsum([0, *q_lens]), seq_lens=np.full(len(q_lens), 60_000))
+    return {name: jnp.asarray(value, jnp.int32) for name, value in refs.items()}
+
+
 def blocks_of(problem: Problem, q_lens, *, num_seqs: int) -> list[tuple[int, int] | None]:
-    """(sequence, first row) of the block at each place of the first launch, None where there is none."""
-    bounds = np.cumsum([0, *q_lens])
-    refs = dict(num_seqs=[num_seqs], cu_q_lens=bounds, seq_lens=np.full(len(q_lens), 4096))
-    lens = Lens(problem.ragged, {name: jnp.asarray(value, jnp.int32) for name, value in refs.items()})
+    """(sequence, first row) of the block at each place of the launch for prompts, None where there is none."""
+    lens = Lens(problem.ragged, lens_refs(q_lens, num_seqs=num_seqs))
     block, found = jax.vmap(lambda place: problem.find(lens, place))(jnp.arange(problem.num_cut))
     every = zip(np.asarray(block.seq), np.asarray(block.first_row), np.asarray(found), strict=True)
     return [(int(seq), int(row)) if mine else None for seq, row, mine in every]
@@ -124,10 +128,8 @@ def test_each_block_has_one_place_and_late_rows_come_first(seed, skip_decode, re
 
 def noted(problem: Problem, q_lens) -> dict[str, jax.Array]:
     """The lengths of a batch and, beside them, how many blocks a short launch counts for the next one."""
-    bounds = np.cumsum([0, *q_lens])
-    refs = dict(num_seqs=[len(q_lens)], cu_q_lens=bounds, seq_lens=np.full(len(q_lens), 60_000))
-    refs = {name: jnp.asarray(value, jnp.int32) for name, value in refs.items()}
-    count = Lens(problem.ragged, refs).count(problem.launched(0).num_blocks)
+    refs = lens_refs(q_lens, num_seqs=len(q_lens))
+    count = problem.launched(0).count_blocks(Lens(problem.ragged, refs))
     return {**refs, TOTAL: jnp.reshape(count, 1)}
 
 
@@ -142,7 +144,7 @@ def test_the_short_launch_counts_the_blocks_of_the_next(num_seqs, q_lens, refs_a
 
 
 def shares_of(problem: Problem, refs, monkeypatch) -> list[tuple[pieces.Share, tuple[int, ...]]]:
-    """What each program of the first launch for KV head 3 serves, and the pieces of 100 tiles."""
+    """What each program of the launch for prompts serves of KV head 3, and the pieces of 100 tiles."""
     shares = []
     monkeypatch.setattr("pallas_attn._tile.triton.when", lambda where: lambda body: body() if where else None)
     for slot in range(problem.grid[0]):
@@ -169,22 +171,21 @@ def test_few_blocks_share_the_slots_of_many(long, refs_are_arrays, monkeypatch):
     assert len({place for *_, place in found}) == len(found)
     assert all(0 <= place < problem.num_places for *_, place in found)
     for block in range(long):
-        mine = [(begin, end, count) for share, (begin, end, count) in shares if share.block == block]
-        mine = sorted((begin, end, count) for begin, end, count in mine if begin < end)
-        assert [begin for begin, *_ in mine] == [0, *(end for _, end, _ in mine)][:-1]
-        assert mine[-1][1] == 100
-        assert {count for *_, count in mine} == {len(mine)}
-        places = sorted(
-            int(share.place) for share, (begin, end, _) in shares if share.block == block and begin < end
-        )
-        assert places == list(range(block * most, block * most + len(mine)))
+        mine = sorted((*tiles, int(share.place)) for share, tiles in shares if share.block == block)
+        begins, ends, counts, places = zip(*(piece for piece in mine if piece[0] < piece[1]), strict=True)
+        assert begins == (0, *ends[:-1])
+        assert ends[-1] == 100
+        assert set(counts) == {len(begins)}
+        assert places == tuple(range(block * most, block * most + len(begins)))
     assert long != 1 or most > 8
 
 
 def test_more_blocks_than_bounds_in_order_can_have_find_room(refs_are_arrays, monkeypatch):
     """As many pieces are noted down as there may be blocks; nothing is written behind them."""
     problem = dataclasses.replace(short(64, 65536), num_tokens=70).launched(0)
-    refs = {**noted(problem.launched(1), [1] * 64), TOTAL: jnp.int32([10**6])}
+    q_lens = [70, -70] * 32
+    assert Lens(problem.ragged, lens_refs(q_lens, num_seqs=64)).count(problem.num_blocks) > problem.num_slots
+    refs = noted(problem.launched(1), q_lens)
     blocks = {int(share.block) for share, _ in shares_of(problem, refs, monkeypatch)}
     assert blocks == set(range(problem.most_blocks))
     assert problem.notes == {CUTS: problem.most_blocks}

@@ -198,11 +198,11 @@ def _attend_kernel(query_ref, source_refs, lens_refs, extra_refs, _done, *out_re
 
 def _count(problem: Problem, lens: Lens, total_ref) -> None:
     """The last program, which has the least to do, counts the blocks of the launch that comes next."""
-    last = [jnp.equal(triton.program_id(axis), size - 1) for axis, size in enumerate(problem.grid)]
+    at_end = [jnp.equal(triton.program_id(axis), size - 1) for axis, size in enumerate(problem.grid)]
 
-    @triton.when(functools.reduce(jnp.logical_and, last))
+    @triton.when(at_end[0] & at_end[1])
     def _():
-        triton.store(total_ref.at[np.int32(0)], lens.count(problem.launched(0).num_blocks))
+        triton.store(total_ref.at[np.int32(0)], problem.launched(0).count_blocks(lens))
 
 
 def _attend(

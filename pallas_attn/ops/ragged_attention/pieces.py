@@ -52,7 +52,7 @@ class Room(NamedTuple):
         most = problem.config.num_splits
         if not problem.is_counted:
             return cls(problem.most_blocks, most)
-        blocks = jnp.clip(lens.counted(), 0, problem.most_blocks)  # whatever the bounds
+        blocks = lens.counted()
         if most > 1:
             most = jnp.clip(problem.num_slots // jnp.maximum(blocks, 1), 1, most)
         return cls(blocks, most)
@@ -105,13 +105,12 @@ class BlockPieces:
         """Tiles of the longest piece of any block."""
         problem, config = self._problem, self._problem.config
         first = self._lens.first_block(jnp.arange(triton.next_power_of_2(problem.num_seqs)))
-        served = problem.serves(first.q_len) & ~first.is_padding
-        num_blocks = jnp.where(served, problem.num_blocks(first), 0)
+        num_blocks = jnp.where(first.is_padding, 0, problem.num_blocks(first))
         in_pages, seq_len, _ = problem.lengths(self._lens, first)
 
         def tiles(number: jax.Array) -> jax.Array:
             block = first._replace(first_row=jnp.maximum(number, 0) * problem.rows)
-            return jnp.where(served, count(problem.spans(block, in_pages, seq_len)), 0)
+            return jnp.where(num_blocks > 0, count(problem.spans(block, in_pages, seq_len)), 0)
 
         # Blocks of a sequence see more and more of it: the one in the middle tells for all.
         work = jnp.sum((num_blocks * tiles(num_blocks // 2)).astype(jnp.float32)) * problem.pool.num_kv_heads

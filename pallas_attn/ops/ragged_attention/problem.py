@@ -162,6 +162,10 @@ class Problem(PagedCall):
         served = first.is_padding | self.serves(first.q_len)
         return jnp.where(served, ceil_div(first.q_len * self.group, self.rows), 0)
 
+    def count_blocks(self, lens: Lens) -> jax.Array:
+        """Blocks that this launch, if not short, serves; whatever the bounds, no more than it has room for."""
+        return jnp.clip(lens.count(self.num_blocks), 0, self.most_blocks)
+
     def serves(self, q_len: jax.Array) -> jax.Array:
         """Whether sequences of `q_len` query tokens are this launch's."""
         served = q_len > (1 if self.skip_decode else 0)
