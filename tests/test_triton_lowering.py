@@ -284,7 +284,7 @@ def test_other_platforms_are_refused_in_our_words(platforms):
 
 @pytest.mark.once
 def test_exported_functions_hold_the_kernel():
-    """As the README says: JAX wants the call vouched for."""
+    """As _lowering/README.md says: JAX wants the call vouched for."""
     vouched = export.DisabledSafetyCheck.custom_call(private.PTX_CALL)
     with triton_kernels.written() as kernels, lowering.abstract_mesh():
         exported = export.export(jax.jit(ATTEND), platforms=["cuda"], disabled_checks=[vouched])(
