@@ -30,6 +30,7 @@ EXAMPLES = {
 
 
 README = (ROOT / "README.md").read_text()
+LEARNT = sorted(page for place in ("pallas_attn", "csrc") for page in (ROOT / place).rglob("EXPERIMENTS.md"))
 FOLDERS = {"H100": "nvidia-h100-80gb-hbm3", "H200": "nvidia-h200"}
 
 
@@ -55,6 +56,13 @@ def test_links_lead_somewhere(page):
 @pytest.mark.once
 def test_the_first_page_is_short():
     assert len(README.split()) <= 1000
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("page", LEARNT, ids=lambda page: page.parent.name)
+def test_what_was_learnt_is_short(page):
+    """A page of conclusions that a reader finishes."""
+    assert len(page.read_text().split()) <= 600
 
 
 @pytest.mark.once
