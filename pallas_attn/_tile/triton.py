@@ -177,6 +177,13 @@ def exp2_below(
     return exp2(difference if isinstance(factor, float) and factor == 1 else factor * difference)
 
 
+def below(x: jax.Array, top: jax.Array) -> jax.Array:
+    """x - top, at most 0, of products x that are worked out again, the largest of which was `top`."""
+    if _compiling.get() or _lowering.is_tracing():
+        return x - top  # tensor cores sum the same products up in one order, whichever factor comes first
+    return jnp.minimum(x - top, 0.0)
+
+
 def exp2_below_fused(factor: jax.Array | float, x: jax.Array, top: jax.Array) -> jax.Array:
     """As `exp2_below`, by three instructions, of which XLA makes six where a kernel is compiled for a GPU."""
     if not _compiling.get() or x.dtype != jnp.float32:
@@ -184,15 +191,6 @@ def exp2_below_fused(factor: jax.Array | float, x: jax.Array, top: jax.Array) ->
     return _inline(
         "{ .reg .f32 t; sub.rn.ftz.f32 t, $2, $3; mul.rn.ftz.f32 t, $1, t; ex2.approx.ftz.f32 $0, t; }",
         *(factor, x, top),
-    )
-
-
-def exp2_scaled(factor: jax.Array | float, x: jax.Array, offset: jax.Array) -> jax.Array:
-    """exp2(factor * x + offset) by two instructions, of which XLA makes six where a kernel is compiled for a GPU."""
-    if not _compiling.get() or x.dtype != jnp.float32:
-        return jnp.exp2(factor * x + offset)
-    return _inline(
-        "{ .reg .f32 t; fma.rn.ftz.f32 t, $1, $2, $3; ex2.approx.ftz.f32 $0, t; }", *(factor, x, offset)
     )
 
 

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_attn._tile import softmax, triton
 
@@ -52,9 +51,7 @@ def pairs(
 ) -> Pairs:
     """`lse`, with a finite maximum of the logits, and `delta` broadcast along keys; pairs that are not `seen` count for
     nothing, None is that all are."""
-    # Products that are summed in another order than forward may be above the maximum, and of large ones far above.
-    below = jnp.minimum(given.logits - lse.maximum, np.float32(0))
-    weights = triton.exp2_scaled(given.factor, below, -lse.rest)
+    weights = triton.exp2(given.factor * triton.below(given.logits, lse.maximum) - lse.rest)
     slope = given.slope
     d_logits = weights * (d_weights - delta)
     if seen is not None:

@@ -32,7 +32,7 @@ def backward(
     lowering: triton.Lowering = "pallas",
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of query, key and value. `refs`: as forward's for keys in rows, and d_out of query's shape, the
-    parts "maximum" and "rest" of its lse and delta [num_heads, num_tokens]."""
+    parts "maximum", finite, and "rest" of its lse and delta [num_heads, num_tokens]."""
     if problem.kinds == "decode":
         refs = refs | {"cu_q_lens": jnp.arange(problem.num_seqs + 1, dtype=jnp.int32)}
     config = problem.config
@@ -92,7 +92,7 @@ class Queries(NamedTuple):
             for name, other in (("maximum", 0), ("rest", np.inf), ("delta", 0))
         )
         # Who sees nothing, or is no query, has weights of 0 everywhere.
-        lse = softmax.Lse(softmax.finite(maximum), jnp.where(rest == -jnp.inf, jnp.inf, rest))
+        lse = softmax.Lse(maximum, jnp.where(rest == -jnp.inf, jnp.inf, rest))
         return cls(query, d_out, lse, delta)
 
     def pairs(

@@ -32,7 +32,7 @@ def backward(
     lowering: triton.Lowering = "pallas",
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of query, key and value, each as its array. `operands`: as forward's, and "d_out" of out's shape,
-    "maximum" and "rest", the parts of its lse, and "delta" [batch, num_kv_heads, group, q_len]."""
+    "maximum" and "rest", the parts of its lse, both finite, and "delta" [batch, num_kv_heads, group, q_len]."""
     problem = Problem.of(operands, rules)
     query, key, value = (
         jax.ShapeDtypeStruct(operands[name].shape, operands[name].dtype) for name in ("query", "key", "value")
@@ -79,8 +79,7 @@ def _rows(refs: dict[str, Any], problem: Problem, cell: scores.Cell, tokens, rea
     return Rows(
         stream.read(refs["query"], tokens, real, problem.query_chunks),
         stream.read(refs["d_out"], tokens, real, problem.value_chunks),
-        # A query that sees nothing has logits of -inf alone.
-        softmax.Lse(softmax.finite(maximum), softmax.finite(rest)),
+        softmax.Lse(maximum, rest),
         delta,
     )
 

@@ -96,7 +96,9 @@ def _gradients(call: Call, floats: Arrays, others: Arrays, results, cotangents, 
         delta = jnp.moveaxis(weights.delta(out, d_out, jnp.moveaxis(d_lse, -1, 1)), 1, -1)
     else:
         delta = weights.delta(out, d_out, d_lse)
-    operands = floats | others | {"d_out": d_out, "maximum": lse.maximum, "rest": lse.rest, "delta": delta}
+    # A query that sees nothing has logits of -inf alone, and weights of 0 whatever is taken off.
+    maximum, rest = map(softmax.finite, lse)
+    operands = floats | others | {"d_out": d_out, "maximum": maximum, "rest": rest, "delta": delta}
     gradients: dict[str, Any] = dict.fromkeys(floats)
     which = ("query", "key", "value")
     if asked.keys() & set(which):
