@@ -86,11 +86,8 @@ def _gradients(
     (out, _, maximum, rest), (d_out, d_lse, *_) = results, cotangents
     delta = weights.delta(out, d_out, d_lse)
     # Neighbouring queries' side by side, as kernels read them.
-    operands = (
-        floats
-        | others
-        | {"d_out": d_out, "maximum": softmax.finite(maximum).T, "rest": rest.T, "delta": delta.T}
-    )
+    by_row = {"maximum": softmax.finite(maximum).T, "rest": rest.T, "delta": delta.T}
+    operands = floats | others | {"d_out": d_out} | by_row
     # A single KV head's gradient sums over all query heads: no device may have some of them only.
     heads = "heads" if call.problem.pool.num_kv_heads > 1 else "all_heads"
     found = call.run(backward, operands, (f"tokens {heads} dim", KEYS, KEYS), heads)
