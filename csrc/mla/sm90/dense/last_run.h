@@ -22,25 +22,10 @@ class LastRun {
         at_(thread),
         lane_(thread % 32),
         rows_left_(place.rows_left(params)),
-        result_(result),
-        scale_log2_(params.scale * kLog2E) {}
+        result_(result) {}
 
   // `awaited`: other CTAs wait for a partial result.
-  __device__ __forceinline__ void store(bool awaited) const {
-    const PageRun& run = result_.run;
-    const RowEnds ends = ends_of(params_, place_, run, at_, result_.state, scale_log2_);
-    if (first_row_of_warp() >= rows_left_) return;
-    if (run.partial_slot < 0) {
-      stage_final(ends.factor);
-    } else if (awaited) {
-      stage_partial(ends.factor);
-    } else {
-      // Few rows, read at once by the merging kernel: the L2's policy would cost more than it gains.
-      store_partial(result_.rO, at_, ends.factor, params_, place_, run.partial_slot,
-                    [](float* to, float2 v) { *reinterpret_cast<float2*>(to) = v; });
-    }
-    store_lse(params_, place_, run, at_, ends.lse);
-  }
+  __device__ __forceinline__ void store(bool awaited) const { store(awaited, params_.scale * kLog2E); }
 
   // Adds the other splits' partial results to that of a request's first one.
   __device__ __forceinline__ void add_partials() {
@@ -76,10 +61,27 @@ class LastRun {
   // What a request's first split has come to.
   __device__ __forceinline__ void store_final() {
     result_.run.partial_slot = -1;
-    store(true);
+    store(true, 1.0f);
   }
 
  private:
+  // `scale_log2`: what makes base 2 of the state's maxima.
+  __device__ __forceinline__ void store(bool awaited, float scale_log2) const {
+    const PageRun& run = result_.run;
+    const RowEnds ends = ends_of(params_, place_, run, at_, result_.state, scale_log2);
+    if (first_row_of_warp() >= rows_left_) return;
+    if (run.partial_slot < 0) {
+      stage_final(ends.factor);
+    } else if (awaited) {
+      stage_partial(ends.factor);
+    } else {
+      // Few rows, read at once by the merging kernel: the L2's policy would cost more than it gains.
+      store_partial(result_.rO, at_, ends.factor, params_, place_, run.partial_slot,
+                    [](float* to, float2 v) { *reinterpret_cast<float2*>(to) = v; });
+    }
+    store_lse(params_, place_, run, at_, ends.lse);
+  }
+
   __device__ int first_row_of_warp() const { return at_.warp * kWarpRows; }
 
   // Through shared memory and the copy engine, a quarter of the instructions of store_final. Each warp stages
@@ -137,12 +139,11 @@ class LastRun {
     float left[kRowsPerThread];
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
-      const RowLse lse = in_base_2(state.maximum[i], state.sum[i], scale_log2_, left[i]);
+      const RowLse lse = in_base_2(state.maximum[i], state.sum[i], params_.scale * kLog2E, left[i]);
       state.maximum[i] = lse.maximum;
       state.sum[i] = lse.total;
     }
     rescale_rows(result_.rO, left);
-    scale_log2_ = 1.0f;
   }
 
   // One split, whose rows are on their way into the stage.
@@ -181,7 +182,6 @@ class LastRun {
   const int lane_;
   const int rows_left_;
   RunResult& result_;
-  float scale_log2_;  // of the state's maxima
 };
 
 }  // namespace pallas_attn::mla::sm90
