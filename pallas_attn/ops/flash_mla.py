@@ -130,7 +130,8 @@ def flash_mla_with_kvcache(
 
     Returns:
         out [batch_size, seq_len_q, num_heads_q, 512] in q's dtype, softmax_lse [batch_size, num_heads_q, seq_len_q]
-        float32 (natural logarithm). A row that sees no token has out 0 and lse +inf, as in the original.
+        float32 (natural logarithm). A row that sees no token has out 0 and lse +inf, as in the original; `merge_states`
+        takes it, with its last two dimensions swapped, as [batch_size, seq_len_q, num_heads_q].
 
     Raises:
         TypeError, ValueError: as in `mla_decode`, or `sparse_mla_decode`.
@@ -211,7 +212,7 @@ def flash_mla_sparse_fwd(
 
     Returns:
         (out [s_q, h_q, 512] in q's dtype, max_logits [s_q, h_q], lse [s_q, h_q] float32), as `sparse_mla_prefill`; a
-        row that sees no token has lse +inf and max_logits -inf.
+        row that sees no token has lse +inf and max_logits -inf; out and lse are what `merge_states` takes.
 
     Raises:
         TypeError, ValueError: as in `sparse_mla_prefill`.

@@ -96,9 +96,9 @@ def flash_attention(
             fp16 or float32 (whose products are not rounded to TF32). num_heads is a multiple of num_kv_heads; query
             head h uses KV head h // (num_heads / num_kv_heads). head_dim and value_dim are each up to 256 on the GPU.
         bias: [batch or 1, num_heads or 1, q_len or 1, kv_len or 1], added to the logits after the soft cap; bf16,
-            fp16 or float32. It has gradients. Logits are float32, so a row whose biases are all around -1e6 or less
-            has lost what tells its keys apart, and its gradients are not to be trusted; below -2.3e38, which
-            finfo(float32).min is, a bias counts as -inf. -inf and `mask` say that a key is not
+            fp16 or float32. It has gradients. Logits are float32, so in a row whose biases are all around -1e6 or less
+            they have lost what tells its keys apart: softmax and gradients are those of the rounded logits, as in
+            jax.nn, where finfo(float32).min everywhere makes all keys equal. -inf and `mask` say that a key is not
             seen; a query that sees none has 0.
         mask: bool, of the same shapes; a query sees a key where it is True. Masked keys and values must be finite.
         segment_ids: int32 [batch, tokens], or a pair of such for queries and keys: a query sees the keys of its own

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn._call.checks import ArgumentChecker, shown
+from pallas_attn._tile.layout import moved
 from pallas_attn._tile.masking import usable_pages
 from pallas_attn._types import KVCache
 from pallas_attn.ops.kv_cache.addressing import page_ids
@@ -54,4 +55,8 @@ def copy_rows(cache: KVCache, source_pages: jax.Array, target_pages: jax.Array) 
     usable = usable_pages(source_pages, num_pages) & usable_pages(target_pages, num_pages)
     # Negative indices count from the end in jnp: skipped pairs go beyond it instead, where they are dropped.
     target = jnp.where(usable, target_pages, num_pages)
-    return cache.at[target].set(cache.at[source_pages].get(mode="clip"), mode="drop")
+
+    def copied(cache: jax.Array) -> jax.Array:
+        return cache.at[target].set(cache.at[source_pages].get(mode="clip"), mode="drop")
+
+    return moved(copied, cache)

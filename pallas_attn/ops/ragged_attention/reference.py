@@ -51,23 +51,22 @@ class Rule(chunks.Rule):
             key_at = jnp.where(new, jnp.take_along_axis(of.others["draft_at"], index, axis=1), position)
         return tree.Tree(seen, key_at[:, None, None], of.others["rule_at"])
 
-    def logits2(self, floats, of: chunks.Sequences, keys, position, seen) -> jax.Array:
+    def logits(self, floats, of: chunks.Sequences, keys, position, seen) -> jax.Array:
         rules = self.rules._replace(sliding_window=of.others.get("sliding_window", self.rules.sliding_window))
         k_scale = floats.get("k_scale", jnp.ones(self.pool.num_kv_heads, jnp.float32))
         slope = self.by_row(floats["alibi_slopes"]) if "alibi_slopes" in floats else None
         products = jnp.einsum("bhrd,bhkd->bhrk", floats["rows"], keys, precision="highest")
-        scaled = products * logits.factor(rules, self.scale * k_scale[:, None, None], slope)
         query_at, drafts = of.others["query_at"], self.drafts(of, position)
         at = logits.positions(drafts, position, query_at)
-        logits2 = logits.shape(scaled, rules, slope, *at)
-        visible = jnp.broadcast_to(seen[:, None, None, :], logits2.shape)
+        tile, scale = logits.shape(products, rules, self.scale * k_scale[:, None, None], slope, *at)
+        visible = jnp.broadcast_to(seen[:, None, None, :], tile.shape)
         if drafts is not None:
             visible &= drafts.seen
         elif self.causal:
             visible &= masking.causal(position, query_at)
         if rules.sliding_window is not None:
             visible &= masking.in_window(*at, rules.sliding_window)
-        return masking.apply(logits2, visible)
+        return masking.apply(tile * scale, visible)
 
 
 @functools.partial(
@@ -161,7 +160,7 @@ def ragged_attention_xla(
     pools: chunks.Pools = {"key": sources.key_cache, **page_scales}
     if sources.value_cache is not None:
         pools["value"] = sources.value_cache
-    out, lse2, lost = attend(rule, floats, pools, tables[seq], held, seq_lens - blocks.q_len)
+    out, lse, lost = attend(rule, floats, pools, tables[seq], held, seq_lens - blocks.q_len)
     bad |= lost
     if "v_scale" in extras:
         out *= extras["v_scale"][:, None, None]
@@ -171,14 +170,14 @@ def ragged_attention_xla(
         pools = {"key": sources.new[0][:, None], "value": sources.new[1][:, None]}
         floats = {name: floats[name] for name in floats if name != "k_scale"}
         tokens = blocks.begins[:, None] + jnp.arange(num_tokens)
-        more, more_lse2, _ = attend(beside, floats, pools, tokens, blocks.q_len, 0 * blocks.q_len)
-        out, lse2 = _both((out, lse2), (more, more_lse2))
+        more, more_lse, _ = attend(beside, floats, pools, tokens, blocks.q_len, 0 * blocks.q_len)
+        out, lse = _both((out, lse), (more, more_lse))
     if "sinks" in extras:
         sinks = jnp.where(seq_lens[:, None, None] > 0, rule.by_row(extras["sinks"])[..., 0], -jnp.inf)
-        out, lse2 = softmax.finish(softmax.join(softmax.resume(out, lse2), softmax.sink2(sinks)))
+        out, lse = softmax.finish(softmax.join(softmax.resume(out, lse), sinks))
     if "out_scale" in extras:
         out /= extras["out_scale"]
-    out, lse = (rows.unpack(x, per_block) for x in (out, softmax.natural_lse(lse2)))
+    out, lse = (rows.unpack(x, per_block) for x in (out, lse.natural()))
     out, lse = softmax.poison(out, bad[:, None, None, None]), softmax.poison(lse, bad[:, None, None])
     out, lse = quantization.saturated(blocks.put(out), out_dtype or query.dtype), blocks.put(lse)
     if kept is None:
@@ -187,11 +186,14 @@ def ragged_attention_xla(
     return jnp.where(skipped[..., None], kept[0], out), jnp.where(skipped, kept[1], lse)
 
 
-def _both(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """(out, lse2) of the keys of both."""
+def _both(
+    a: tuple[jax.Array, softmax.Lse], b: tuple[jax.Array, softmax.Lse]
+) -> tuple[jax.Array, softmax.Lse]:
+    """(out, lse) of the keys of both."""
     state = softmax.resume(*a)
-    state, weights = softmax.rescale(state, b[1][..., None])
-    return softmax.finish(state._replace(acc=state.acc + weights * b[0]))
+    more, lse = b
+    state, weights = softmax.rescale(state, lse.maximum[..., None], rest=lse.rest[..., None])
+    return softmax.finish(state._replace(acc=state.acc + weights * more))
 
 
 class _Blocks:
