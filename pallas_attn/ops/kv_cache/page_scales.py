@@ -100,8 +100,10 @@ def growing_scales(
     A page that is begun takes the scale that its tokens need, without a margin. One that was begun earlier keeps its
     own while that is enough, and else grows by the least power of two that is. What it holds is then rounded again. But
     each growth at least doubles the steps, so the errors of all roundings of a token are together less than a step of
-    the scale that the page ends with, which is less than twice what the page needs; of fp8, whose exponents move by a
-    power of two, only the smallest values are rounded at all.
+    the scale that the page ends with, which is less than twice what the page needs.
+
+    Scales of fp8 are powers of two, by which its exponents move: so only the smallest values are rounded again, and a
+    page is the same whether its tokens came at once or one by one. In int8 that would cost up to a bit of seven.
     """
     peaks = _peaks(key, value, slot_mapping, k_scale.shape[0], page_size)
     begun = peaks.begun[:, None]
@@ -119,6 +121,7 @@ def growing_scales(
 def grown(was: jax.Array, peak: jax.Array, begun: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """(the scale, what it was multiplied by) of a page to which values up to `peak` come; of a begun one 1."""
     needed = jnp.maximum(peak / largest(dtype), _LEAST)
+    needed = needed if jnp.dtype(dtype) == jnp.int8 else up_to_power_of_2(needed)
     factor = up_to_power_of_2(jnp.minimum(needed / was, _MOST_GROWTH))
     factor = jnp.where(~begun & (needed > was), factor, 1.0)
     return jnp.where(begun, needed, was * factor), factor
