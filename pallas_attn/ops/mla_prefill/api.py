@@ -94,6 +94,8 @@ def mla_prefill(
         TypeError: an argument of the wrong type or dtype.
         ValueError: a wrong shape or value, or a form or implementation that cannot serve.
 
+    Sharded over a mesh, outside shard_map, a call is partitioned over heads, of the query and of both up-projections.
+
     Memory: projected, keys and values of total_tokens and of 4096 more, each num_heads x (nope_dim + 64 + value_dim)
     elements, and two float32 outputs.
 
@@ -140,7 +142,7 @@ def _attend(
 ) -> tuple[jax.Array, jax.Array]:
     """A call, or one device's heads of it."""
     check = ArgumentChecker("mla_prefill")
-    fixed = dict(
+    fixed: dict[str, Any] = dict(
         key_up=operands["key_up"], value_up=operands["value_up"], scale=scale, implementation=implementation
     )
     latent_cache = operands["latent_cache"]
