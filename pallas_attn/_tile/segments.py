@@ -84,8 +84,9 @@ def _of_lengths(lengths: dict[str, jax.Array], tokens: int) -> tuple[jax.Array, 
 @jax.jit
 def _of_ids(ids: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
     """Ranks and table of each side."""
-    parts = tuple(side.shape[1] for side in ids.values())
-    rows = jnp.concatenate(list(ids.values()), axis=1)
+    sides = [ids[name] for name in ("query_ids", "key_ids") if name in ids]
+    parts = tuple(side.shape[1] for side in sides)
+    rows = jnp.concatenate(sides, axis=1)
     found = jax.vmap(functools.partial(_sides_of_row, parts=parts))(rows)
     return tuple(array for side in found for array in side)
 

@@ -56,7 +56,7 @@ def copy_pages(cache: KVCache, source_pages: PageIds, target_pages: PageIds) -> 
 
 
 def _copied(operands: dict[str, jax.Array]) -> tuple[jax.Array]:
-    return (copy_rows(*operands.values()),)
+    return (copy_rows(operands["cache"], operands["source_pages"], operands["target_pages"]),)
 
 
 def copied_pages(check: ArgumentChecker, source_pages, target_pages) -> tuple[jax.Array, jax.Array]:
