@@ -32,7 +32,6 @@ def run(*arguments: str, code: str | None = None) -> subprocess.CompletedProcess
         [sys.executable, *command],
         capture_output=True,
         text=True,
-        timeout=120,
         check=False,
         # Rich folds tables at the width it believes in.
         env={**os.environ, "COLUMNS": "160", "NO_COLOR": "1"},

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_attn._call import symbolic
 from pallas_attn._tile import masking, sharding, softmax, triton
 from pallas_attn._tile.layout import PoolShape, Which, to_nhd
 from pallas_attn._tile.pieces import ceil_div
@@ -178,7 +179,8 @@ def _backwards(rule: Rule, floats: Floats, pools: Pools, of: Sequences, result, 
 
 
 def _pages_per_chunk(rule: Rule, of: Sequences) -> int:
-    return min(of.tables.shape[1], max(1, CHUNK_TOKENS // rule.pool.page_size))
+    most, columns = max(1, CHUNK_TOKENS // rule.pool.page_size), of.tables.shape[1]
+    return most if symbolic.is_open(columns) else min(columns, most)
 
 
 def _bounds(rule: Rule, of: Sequences) -> tuple[jax.Array, jax.Array]:

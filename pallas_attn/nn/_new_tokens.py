@@ -56,7 +56,7 @@ class NewTokens:
         if cu_q_lens is None:
             real = positions.reshape(-1) >= 0
             counts = (positions >= 0).sum(axis=1, dtype=np.int32)
-            column = np.arange(positions.shape[1], dtype=np.int32)
+            column = xp.arange(positions.shape[1], dtype=np.int32)
             fresh = ((positions == column) | (column >= counts[:, None])).all()
             cu_q_lens = xp.concatenate([np.zeros(1, np.int32), counts.cumsum(dtype=np.int32)])
             order = xp.argsort(~real, stable=True)  # padding goes behind, and nothing else moves

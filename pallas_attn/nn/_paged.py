@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn import PagedKVCache, paged_attention, prefix_prefill, ragged_paged_attention
+from pallas_attn import PagedKVCache, paged_attention, ragged_paged_attention
 from pallas_attn._call import dispatch
 from pallas_attn._call.checks import ArgumentChecker, is_array, is_number, is_traced, shown
 from pallas_attn._tile import options as tile_options
@@ -148,14 +148,19 @@ def write_and_attend(
     paged = paged.calibrate(layer, *written)
     paged = paged.write(layer, *written, implementation=options.implementation)
     cache = paged.replace(block_tables=cache.block_tables)
-    places = (cache.key_cache, cache.value_cache, cache.layer_tables(layer), new.seq_lens, new.cu_q_lens)
-    options_of_both: dict[str, Any] = dict(layout=cache.layout, **rules, **cache.scales(layer))
-    if is_quantized(stored):
-        # New tokens see each other as they are, and what came before as it is stored.
-        keys, values = keys.astype(query.dtype), values.astype(query.dtype)
-        out = prefix_prefill(new.pack(query), keys, values, *places, **options_of_both)
-    else:
-        out = ragged_paged_attention(new.pack(query), *places, **options_of_both)
+    # A quantised cache's new tokens, too, see each other as they are stored: what a token sees then depends neither on
+    # the chunks that it came in nor on whether others had stored its beginning.
+    out: Any = ragged_paged_attention(
+        new.pack(query),
+        cache.key_cache,
+        cache.value_cache,
+        cache.layer_tables(layer),
+        new.seq_lens,
+        new.cu_q_lens,
+        layout=cache.layout,
+        **rules,
+        **cache.scales(layer),
+    )
     return new.unpack(out, layer), cache
 
 

@@ -225,12 +225,15 @@ def blocksparse_attention(
         config=BlockSparseConfig(),
     )
     case = Case(problem, layout.sizes, query.dtype, configured=config is not None)
-    name, fn = dispatch.resolve(check.function, case, implementation)
+    name, fn = dispatch.resolve(check.function, case, implementation, {"query": query, **arrays})
     if name == "xla" and config is not None:
         check.fail("config", "None for implementation 'xla'", "a config")
     # What CUDA has no kernel for.
     tiled = triton.first_lowering() if name == "cuda" else name
-    problem = dataclasses.replace(problem, config=_config(check, problem, layout, query.dtype, config, tiled))
+    if name != "xla":
+        problem = dataclasses.replace(
+            problem, config=_config(check, problem, layout, query.dtype, config, tiled)
+        )
     operands = {"query": query, **arrays}
     operands |= {n: getattr(layout, n) for n in gradients.LAYOUT_ARRAYS}
     operands = {n: jnp.asarray(array) for n, array in operands.items()}

@@ -210,7 +210,7 @@ def serve(
 
     configs.check_type(FUNCTION, FlashAttentionConfig, config)
     case = Case(dims["head_dim"], dims["value_dim"], others["mask"].size if mask is not None else 0)
-    name, _ = dispatch.resolve(FUNCTION, case, implementation)
+    name, _ = dispatch.resolve(FUNCTION, case, implementation, floats | others)
     if name == "xla" and config is not None:
         check.fail("config", "None for implementation 'xla'", "a config")
     rules = Rules(

@@ -11,12 +11,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_attn._call import symbolic
 from pallas_attn._tile import masking, sharding, softmax, weights
 from pallas_attn.ops.flash_attention.problem import Problem, Rules
 from pallas_attn.ops.flash_attention.scores import natural_scale
 
 LOGITS = 2**24  # of a chunk, for all queries and heads
 LEAST_CHUNK = 16
+OPEN_CHUNK = 128  # where sizes are symbolic
 dot = functools.partial(jnp.einsum, precision="highest", preferred_element_type=jnp.float32)
 
 
@@ -38,10 +40,16 @@ class Chunks:
     def __init__(self, operands: dict[str, jax.Array], rules: Rules):
         self.problem, self.rules, self.operands = Problem.of(operands, rules), rules, operands
         self.query = self.by_head(operands["query"])
-        queries = max(1, self.query.size // self.query.shape[-1])
-        self.size = min(self.problem.kv_len, max(LEAST_CHUNK, LOGITS // queries))
+        self.size = self._chunk()
         self.count = -(-self.problem.kv_len // self.size)
         self.key, self.value = (self._padded(self.by_head(operands[name]), 2) for name in ("key", "value"))
+
+    def _chunk(self) -> int:
+        kv_len = self.problem.kv_len
+        if symbolic.is_open(*self.query.shape, kv_len):
+            return OPEN_CHUNK if symbolic.is_open(kv_len) else min(kv_len, OPEN_CHUNK)
+        queries = max(1, self.query.size // self.query.shape[-1])
+        return min(kv_len, max(LEAST_CHUNK, LOGITS // queries))
 
     def by_head(self, array: jax.Array) -> jax.Array:
         """[batch, heads..., tokens, dim] in float32."""

@@ -93,7 +93,11 @@ def write(
     check.array("value", value, ("num_tokens", "num_kv_heads", "head_dim"), [key.dtype])
     check.array("slot_mapping", slot_mapping, ("num_tokens",), [jnp.int32])
     scales = options.scales(check, key_cache.dtype, pool, k_scale, v_scale)
-    name, fn = dispatch.resolve("write_kv", PoolCase(pool, key_cache.dtype), implementation)
+    new = {"key": key, "value": value, "slot_mapping": slot_mapping}
+    pools = {"key_cache": key_cache, "value_cache": value_cache}
+    name, fn = dispatch.resolve(
+        "write_kv", PoolCase(pool, key_cache.dtype), implementation, {**new, **pools, **scales}
+    )
     # Outside jit they may be numpy's.
     key, value, key_cache, value_cache, slot_mapping = map(
         jnp.asarray, (key, value, key_cache, value_cache, slot_mapping)

@@ -62,7 +62,12 @@ def write_latents(
     # Outside jit they may be numpy's.
     latents, latent_cache, slot_mapping = map(jnp.asarray, (latents, latent_cache, slot_mapping))
     case = PoolCase(pool_shape(latent_cache, "NHD"), latent_cache.dtype)
-    name, fn = dispatch.resolve("write_latents", case, implementation)
+    name, fn = dispatch.resolve(
+        "write_latents",
+        case,
+        implementation,
+        {"latents": latents, "latent_cache": latent_cache, "slot_mapping": slot_mapping},
+    )
     if latents.shape[0] == 0:
         return latent_cache
     pool = DIMS["NHD"]["key"]

@@ -191,7 +191,9 @@ def mla_decode(
         "seq_lens": seq_lens,
         **({} if schedule is None else schedule._asdict()),
     }
-    name, fn = dispatch.resolve("mla_decode", _case(operands, config, batch_invariant), implementation)
+    name, fn = dispatch.resolve(
+        "mla_decode", _case(operands, config, batch_invariant), implementation, operands
+    )
     tiled = name not in ("cuda", "xla")
     if not tiled and config is not None:
         fail("mla_decode", "config", f"None for implementation {name!r}", "a config")

@@ -206,7 +206,7 @@ def paged_attention(
     operands |= extras
     rules = Rules(sliding_window, softcap, block_sparse)
     name, fn = dispatch.resolve(
-        "paged_attention", _case(operands, layout, rules, batch_invariant), implementation
+        "paged_attention", _case(operands, layout, rules, batch_invariant), implementation, operands
     )
     if name == "xla" and config is not None:
         fail(check.function, "config", "None for implementation 'xla'", "a config")

@@ -167,7 +167,7 @@ def run(
         **_tree(check, tree_mask, query_positions, causal),
     }
     case = _case(operands, layout, static.get("out_dtype"))
-    name, fn = dispatch.resolve(op, case, implementation)
+    name, fn = dispatch.resolve(op, case, implementation, operands)
     if name == "xla" and config is not None:
         fail(function, "config", "None for implementation 'xla'", "a config")
     configs.check_type(function, RaggedAttentionConfig, config)

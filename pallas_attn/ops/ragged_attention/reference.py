@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_attn._call import symbolic
 from pallas_attn._tile import chunks, logits, masking, quantization, rows, softmax, tree
 from pallas_attn._tile.layout import PoolShape, table_tokens
 from pallas_attn.ops.ragged_attention.blocks import Ragged
@@ -97,7 +98,9 @@ def ragged_attention_xla(
     page_scales, extras = quantization.page_scales_apart(extras)
     tables = sources.block_tables
     room = tables.shape[0]
-    per_block = min(MOST_TOKENS, 1 << (max(num_tokens // room, 1) - 1).bit_length())
+    per_block = MOST_TOKENS // 4
+    if not symbolic.is_open(num_tokens, room):
+        per_block = min(MOST_TOKENS, 1 << (max(num_tokens // room, 1) - 1).bit_length())
     blocks = _Blocks(
         Ragged(num_tokens, room, 1), lens["cu_q_lens"], jnp.clip(lens["num_seqs"][0], 0, room), per_block
     )
@@ -206,14 +209,14 @@ class _Blocks:
         first_place = ragged.first_place(index, bounds, per_block)[:-1]
         first_place = jnp.where(index[:-1] <= num_seqs, first_place, jnp.iinfo(jnp.int32).max)
         block = jnp.arange(ragged.places(per_block))
-        self.seq = jnp.searchsorted(first_place, block, side="right") - 1
+        self.seq = symbolic.searchsorted(first_place, block, side="right") - 1
         self.is_padding = self.seq >= num_seqs
         self.begins = bounds[self.seq]
         self.q_len = jnp.maximum(bounds[self.seq + 1] - self.begins, 0)
         self.first = (block - first_place[self.seq]) * per_block
         """Of the block's query tokens, among the sequence's."""
         token = jnp.arange(ragged.num_tokens)
-        of_token = jnp.minimum(jnp.searchsorted(bounds[1:], token, side="right"), num_seqs)
+        of_token = jnp.minimum(symbolic.searchsorted(bounds[1:], token, side="right"), num_seqs)
         within = token - bounds[of_token]
         self._place = (first_place[of_token] + within // per_block, within % per_block)
 

@@ -280,7 +280,7 @@ def _call(
     max_logits: bool,
 ) -> tuple[jax.Array, ...]:
     case = dataclasses.replace(case, configured=config is not None)
-    name, fn = dispatch.resolve(function, case, implementation)
+    name, fn = dispatch.resolve(function, case, implementation, operands)
     tiled = name not in ("cuda", "xla")
     if not tiled and config is not None:
         fail(function, "config", f"None for implementation {name!r}", "a config")

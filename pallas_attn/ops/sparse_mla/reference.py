@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from pallas_attn._call import symbolic
 from pallas_attn._tile import masking, softmax
 from pallas_attn._tile.latents import BYTES, LATENT_DIM, dequantized
 from pallas_attn._tile.layout import table_tokens
@@ -49,7 +50,7 @@ def sparse_mla_xla(
         return out, lse, state.maximum
 
     rows = jnp.where(held, row, 0)
-    batch = min(TOKENS_AT_ONCE, num_tokens)
+    batch = None if symbolic.is_open(num_tokens) else min(TOKENS_AT_ONCE, num_tokens)
     out, lse, maximum = jax.lax.map(attend, (query, rows, held), batch_size=batch)
     out = softmax.poison(out, bad[:, None, None]).astype(query.dtype)
     lse, maximum = (softmax.poison(x, bad[:, None]) for x in (lse.natural(), maximum))
