@@ -110,7 +110,7 @@ def rotated(x: jax.Array, position: jax.Array) -> jax.Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
-def loss(weights: dict[str, Any], batch: Batch, *, sizes: Sizes, implementation: str) -> jax.Array:
+def loss(weights: dict[str, Any], batch: Batch, *, sizes: Sizes, implementation: Any) -> jax.Array:
     """Of the next byte of the same document, in nats."""
 
     def layer(x: jax.Array, w: dict[str, jax.Array]) -> tuple[jax.Array, None]:
@@ -120,7 +120,7 @@ def loss(weights: dict[str, Any], batch: Batch, *, sizes: Sizes, implementation:
         q, k, v = (part.reshape(*x.shape[:2], -1, sizes.head_dim) for part in parts)
         q, k = (rotated(part, batch.position) for part in (q, k))
         q, k, v = (part.astype(jnp.bfloat16) for part in (q, k, v))
-        attended: Any = pallas_attn.flash_attention(
+        attended = pallas_attn.flash_attention(
             q, k, v, segment_ids=batch.document, causal=True, implementation=implementation
         )
         x = x + attended.reshape(*x.shape[:2], inner).astype(x.dtype) @ w["out"]

@@ -16,6 +16,7 @@ from pallas_attn._call import dispatch
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._call.optional import needs_extra
 from pallas_attn._tile.latents import LATENT_DIM, QUERY_DIM
+from pallas_attn._types import ImplementationOrCuda
 from pallas_attn.ops.kv_cache.addressing import check_layer
 
 with needs_extra("models", user="pallas_attn.nn"):
@@ -59,11 +60,11 @@ class LatentGQA(nnx.Module):
         implementation: which implementation of `mla_decode` to force; ``None`` picks the best available.
     """
 
-    def __init__(self, *, scale: float | None = None, implementation: str | None = None):
+    def __init__(self, *, scale: float | None = None, implementation: ImplementationOrCuda | None = None):
         ArgumentChecker("LatentGQA").positive_float("scale", scale)
         dispatch.check_name("LatentGQA", "mla_decode", implementation)
         self.scale = scale
-        self.implementation = implementation
+        self.implementation: ImplementationOrCuda | None = implementation
 
     def __call__(
         self,

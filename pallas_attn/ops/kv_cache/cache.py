@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,16 @@ from pallas_attn._call import dispatch
 from pallas_attn._call.checks import ArgumentChecker, fail
 from pallas_attn._tile.layout import LAYOUTS, PoolShape, array_shape, packing, pool_shape
 from pallas_attn._tile.quantization import QUANTIZED_DTYPES, is_quantized, largest, magnitudes
-from pallas_attn._types import BlockTables, KVCache, Layout, SeqLens
+from pallas_attn._types import (
+    BlockTables,
+    Dtype,
+    FloatName,
+    Fp8Name,
+    Implementation,
+    KVCache,
+    Layout,
+    SeqLens,
+)
 from pallas_attn.ops.kv_cache.addressing import check_layer, every_layer, layer_tables, of_layer, token_slots
 from pallas_attn.ops.kv_cache.api import DTYPES, write
 from pallas_attn.ops.kv_cache.copying import PageIds, copied_pages, copy_rows
@@ -101,7 +110,7 @@ class PagedKVCache:
         head_dim: int,
         block_tables: BlockTables,
         seq_lens: SeqLens | None = None,
-        dtype: Any = jnp.bfloat16,
+        dtype: Dtype | FloatName | Fp8Name | Literal["int8"] = jnp.bfloat16,
         layout: Layout = "NHD",
         scale_per_page: bool = False,
     ) -> "PagedKVCache":
@@ -287,7 +296,7 @@ class PagedKVCache:
         value: jax.Array,
         positions: jax.Array,
         *,
-        implementation: str | None = None,
+        implementation: Implementation | None = None,
     ) -> "PagedKVCache":
         """Writes new tokens' keys and values into one layer's pages; in place under donation or in a loop's carry.
 

@@ -1,7 +1,7 @@
 """`PagedLatentCache`: the latents of a whole model as one pytree."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from pallas_attn._call import dispatch
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._tile.latents import BYTES, FP8, QUERY_DIM, SCALES, Scales, token_width
-from pallas_attn._types import BlockTables, SeqLens
+from pallas_attn._types import BlockTables, Dtype, FloatName, Implementation, SeqLens
 from pallas_attn.ops.kv_cache.addressing import check_layer, every_layer, layer_tables, token_slots
 from pallas_attn.ops.kv_cache.api import DTYPES
 from pallas_attn.ops.kv_cache.cache import exportable, replaced
@@ -53,7 +53,7 @@ class PagedLatentCache:
         num_pages: int,
         page_size: int,
         block_tables: BlockTables,
-        dtype: Any = jnp.bfloat16,
+        dtype: Dtype | FloatName | Literal["float8_e4m3fn"] = jnp.bfloat16,
         scales: Scales = "power_of_two",
         index_dim: int | None = None,
     ) -> "PagedLatentCache":
@@ -107,7 +107,7 @@ class PagedLatentCache:
         latents: jax.Array,
         positions: jax.Array,
         *,
-        implementation: str | None = None,
+        implementation: Implementation | None = None,
     ) -> "PagedLatentCache":
         """Writes new tokens' latents into one layer's pages; in place under donation or in a loop's carry.
 
