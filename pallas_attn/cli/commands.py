@@ -10,7 +10,7 @@ from pallas_attn._call.optional import needs_extra
 from pallas_attn._interrupt import INTERRUPTED
 from pallas_attn.tuning.registry import OPS
 
-with needs_extra("models", user="the command pallas-attn"):
+with needs_extra("models", user="every command of pallas-attn but doctor"):
     import typer
 
 from .help import PlainCommand, PlainGroup
