@@ -1,4 +1,4 @@
-"""Flax's own attention modules with `nn.attention_fn`: the same numbers and gradients, and nothing dropped in silence."""
+"""Flax's own modules with `nn.attention_fn`: the same numbers and gradients, and nothing dropped in silence."""
 
 import functools
 import inspect

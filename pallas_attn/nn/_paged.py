@@ -114,7 +114,7 @@ def write_and_attend(
     check.instance("cache", cache, PagedKVCache)
     layer = check_layer(check, layer, cache.num_layers)
     pool = pool_shape(cache.value_cache, cache.layout)
-    num_seqs = cache.block_tables.shape[0]
+    num_seqs = cache.shared_tables.shape[0]
     check.bind("cache", num_seqs=num_seqs, num_kv_heads=pool.num_kv_heads, head_dim=pool.head_dim)
     stored = cache.key_cache.dtype
     check_new_tokens(
@@ -148,7 +148,7 @@ def write_and_attend(
     # them set.
     paged = paged.calibrate(layer, *written)
     paged = paged.write(layer, *written, implementation=options.implementation)
-    cache = paged.replace(block_tables=cache.block_tables)
+    cache = paged.replace(block_tables=cache.shared_tables)
     places = (cache.key_cache, cache.value_cache, cache.layer_tables(layer), new.seq_lens, new.cu_q_lens)
     options_of_both: dict[str, Any] = dict(layout=cache.layout, **rules, **cache.scales(layer))
     if is_quantized(stored):

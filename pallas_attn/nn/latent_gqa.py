@@ -102,7 +102,7 @@ class LatentGQA(nnx.Module):
         check = ArgumentChecker("LatentGQA")
         check.instance("cache", cache, PagedLatentCache)
         layer = check_layer(check, layer, cache.num_layers)
-        check.bind("cache", num_seqs=cache.block_tables.shape[0])
+        check.bind("cache", num_seqs=cache.shared_tables.shape[0])
         dtypes = [cache.latent_cache.dtype]
         check_new_tokens(
             check, query, key, value, positions, cu_q_lens, query_dtypes=dtypes, key_dtypes=dtypes
@@ -133,7 +133,7 @@ class LatentGQA(nnx.Module):
         new = positions if isinstance(positions, NewTokens) else NewTokens.of(check, positions, cu_q_lens)
         paged, within = new.pages(cache)
         paged = paged.write(layer, new.pack(latents)[:, None], within)
-        cache = paged.replace(block_tables=cache.block_tables)
+        cache = paged.replace(block_tables=cache.shared_tables)
 
         def from_pages() -> jax.Array:
             out = attend(new.by_token(cache), new.pack(query)[:, None], new.positions)

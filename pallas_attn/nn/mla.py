@@ -185,7 +185,7 @@ class MultiHeadLatentAttention(nnx.Module):
         check = ArgumentChecker("MultiHeadLatentAttention")
         check.instance("cache", cache, PagedLatentCache)
         layer = check_layer(check, layer, cache.num_layers)
-        check.bind("cache", num_seqs=cache.block_tables.shape[0])
+        check.bind("cache", num_seqs=cache.shared_tables.shape[0])
         check.array("x", x, (*leading(positions, cu_q_lens), config.hidden_size), DTYPES)
         check_positions(check, positions, cu_q_lens)
         check.non_empty("x", x)
@@ -229,7 +229,7 @@ class MultiHeadLatentAttention(nnx.Module):
         else:
             paged, within = new.pages(cache)
             paged = paged.write(layer, new.pack(latents)[:, None], within)
-            cache = paged.replace(block_tables=cache.block_tables)
+            cache = paged.replace(block_tables=cache.shared_tables)
             if indices is None:
                 out = self._prefill(new.pack(q_nope), new.pack(q_rope), cache, layer, new)
             else:

@@ -70,6 +70,9 @@ def dot_product_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`jax.nn.dot_product_attention` with the arguments of jax 0.11 and 0.12, served by `flash_attention`.
 
+    The `attention_fn` of Flax's modules is `pallas_attn.nn.attention_fn`: in its place Linen would drop its dropout
+    with this one in silence.
+
     Args:
         query, key, value: [batch, q_len, num_heads, head_dim] and [batch, kv_len, num_kv_heads, head_dim], or without
             the batch; bf16, fp16 or float32.

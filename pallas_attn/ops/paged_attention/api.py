@@ -134,7 +134,8 @@ def paged_attention(
     caches are never copied. Softmax and accumulation are float32; the same inputs and config give the same bits. All
     options combine. There are no gradients, but for "xla"'s.
 
-    One call serves prompts, chunks of prompts and decoding: see `PagedKVCache`, with an example.
+    One call serves prompts, chunks of prompts and decoding: see `PagedKVCache`, with an example. Code written for
+    `jax.experimental.pallas.ops.gpu.paged_attention` has it with its own arguments in `pallas_attn.compat`.
 
     Args:
         query: [num_seqs, num_heads, head_dim], one token per sequence, or [num_seqs, q_len, num_heads, head_dim], the

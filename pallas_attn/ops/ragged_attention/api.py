@@ -84,7 +84,8 @@ def ragged_paged_attention(
     all sequences lie end to end. Shapes are static, what they hold is not: how many sequences there are, and how many
     tokens each has, may change from call to call of one compiled function. Nothing is read by the host. Softmax and
     accumulation are float32; the same inputs and config give the same bits. All options combine. There are no
-    gradients, but for "xla"'s.
+    gradients, but for "xla"'s. Code written for `jax.experimental.pallas.ops.tpu.ragged_paged_attention` has it with
+    its own arguments in `pallas_attn.compat`.
 
     Args:
         query: [total_tokens, num_heads, head_dim], bf16, fp16 or float32; sequence i's newest tokens are
