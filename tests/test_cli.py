@@ -170,6 +170,21 @@ def test_a_bar_shows_tokens_a_second():
     assert re.search("generating.*1/4.*prompts.*87 tokens/s", console.file.getvalue())
 
 
+def test_a_model_may_be_told_something_first(tmp_path, capsys):
+    """In the chat template, as `chat` does: the answer is that to the text which the template makes."""
+    template = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}"
+    model = str(write_tiny(tmp_path / "chat.gguf", template=template))
+
+    def answer(*given: str) -> list[str]:
+        assert main(["generate", "--model", model, "--max-new-tokens", "6", *given]) == 0
+        _, *printed = capsys.readouterr().out.split("\n> ")
+        return [text.split("\n", 1)[1].split("\nprefill")[0] for text in printed]
+
+    told = answer("--system", "xyz", "--prompt", "abc", "--prompt", "hello")
+    assert told == answer("--raw", "--prompt", "sxyzuabc", "--prompt", "sxyzuhello")
+    assert told != answer("--prompt", "abc", "--prompt", "hello")
+
+
 def test_prompts_may_come_from_standard_input(tiny, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("abc\n\n  xyß\u2028z\n".encode()), "ascii"))
     assert main(["generate", "--model", tiny, "--raw", "--prompts-file", "-", "--max-new-tokens", "2"]) == 0
@@ -236,6 +251,10 @@ def test_check_agrees_with_transformers(tiny, capsys):
             "argument 'text': expected text that is Unicode, got half a character, at 0",
         ),
         (["--prompt", "a", "--implementation", "none"], "argument 'implementation': expected None or one of"),
+        (
+            ["--prompt", "a", "--system", "b"],
+            "'--system': expected none with --raw, which has no chat, got 'b'",
+        ),
         (["--prompt", "a", "--check", "--temperature", "1"], "'--check': expected greedy decoding"),
         (
             ["--prompt", "a", "--num-rows", "2"],
