@@ -197,7 +197,8 @@ def test_percent_of_the_roof_beside_the_peers():
     ("case", "words"),
     [
         ("b8-t2048s2048-q16kv16-d128-bf16-causal", "8 x 2048 tokens, 32 heads over 8, dim 128, causal"),
-        ("b1-2048on30720-q32kv8-d64-p16-bf16-t2048-kve4m3", "2048 new tokens on 30720, 32 heads over 8, dim 64, e4m3 cache"),
+        ("b1-2048on30720-q32kv8-d64-p16-bf16-t2048-kve4m3", 
+         "2048 new tokens on 30720, 32 heads over 8, dim 64, e4m3 cache"),
         ("b66-64decodes2prompts-q32kv8-d128-p16-bf16-t4160", "64 decodes and 2 prompts, 32 heads over 8, dim 128"),
         ("b4-s1024-q32kv8-d128-p16-bf16-w512", "4 x 1024 tokens, 32 heads over 8, dim 128, window 512"),
         ("b2-unheard-of-q32kv8", "unheard, 32 heads over 8, of"),
