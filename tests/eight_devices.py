@@ -2,6 +2,7 @@
 
 import functools
 import math
+import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -387,6 +388,9 @@ def test_on_one_device_nothing_changes():
 
 def test_the_page_on_sharding():
     page = Path(pallas_attn.__file__).parent / "SHARDING.md"
+    # As here, on the devices that the page tells to ask for.
+    (flags,) = re.findall(r"^XLA_FLAGS=(\S+) JAX_PLATFORMS=cpu python", page.read_text(), re.MULTILINE)
+    assert flags in os.environ["XLA_FLAGS"].split()
     for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)):
         exec(compile(code, f"{page}[{number}]", "exec"), {})
 

@@ -9,6 +9,7 @@ from pallas_attn._call import dispatch
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._call.device import current_device
 from pallas_attn._tile.latents import BYTES, LATENT_DIM
+from pallas_attn._types import ImplementationOrCuda
 from pallas_attn.ops.mla_decode.api import DTYPES, check_call, mla_decode
 from pallas_attn.ops.mla_decode.schedule import (
     FIXED_OVERHEAD_BLOCKS,
@@ -107,7 +108,7 @@ def flash_mla_with_kvcache(
     attn_sink: jax.Array | None = None,
     *,
     topk_length: jax.Array | None = None,
-    implementation: str | None = None,
+    implementation: ImplementationOrCuda | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`mla_decode`, or with `indices` `sparse_mla_decode`, with FlashMLA's signature.
 
@@ -196,7 +197,7 @@ def flash_mla_sparse_fwd(
     attn_sink: jax.Array | None = None,
     topk_length: jax.Array | None = None,
     *,
-    implementation: str | None = None,
+    implementation: ImplementationOrCuda | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`sparse_mla_prefill` with FlashMLA's signature.
 

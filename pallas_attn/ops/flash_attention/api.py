@@ -1,7 +1,7 @@
 """`flash_attention`: signature, checks, dispatch."""
 
 import functools
-from typing import Any, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args, overload
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from pallas_attn._call.checks import ArgumentChecker, check_int
 from pallas_attn._tile import options, triton
 from pallas_attn._tile.dense import DenseLayout
 from pallas_attn._tile.layout import handles
+from pallas_attn._types import Implementation
 from pallas_attn.ops.flash_attention import arguments, backward, kernel, reference
 from pallas_attn.ops.flash_attention.config import FlashAttentionConfig, resolve
 from pallas_attn.ops.flash_attention.gradients import FUNCTION, Arrays, Call, Passes, attend
@@ -61,6 +62,40 @@ dispatch.register(
 )
 
 
+@overload
+def flash_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, *, bias: jax.Array | None = None,
+    mask: jax.Array | None = None, segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+    cu_q_lens: jax.Array | None = None, causal: bool = False,
+    sliding_window: int | tuple[int | None, int | None] | None = None, q_offset: int = 0,
+    scale: float | None = None, softcap: float | None = None, sinks: jax.Array | None = None,
+    return_lse: Literal[False] = False, layout: DenseLayout = "BTNH",
+    implementation: Implementation | None = None, config: FlashAttentionConfig | None = None,
+) -> jax.Array: ...  # fmt: skip
+
+
+@overload
+def flash_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, *, bias: jax.Array | None = None,
+    mask: jax.Array | None = None, segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+    cu_q_lens: jax.Array | None = None, causal: bool = False,
+    sliding_window: int | tuple[int | None, int | None] | None = None, q_offset: int = 0,
+    scale: float | None = None, softcap: float | None = None, sinks: jax.Array | None = None,
+    return_lse: Literal[True], layout: DenseLayout = "BTNH", implementation: Implementation | None = None,
+    config: FlashAttentionConfig | None = None,
+) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
+
+
+@overload
+def flash_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, *, bias: jax.Array | None = None,
+    mask: jax.Array | None = None, segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+    cu_q_lens: jax.Array | None = None, causal: bool = False,
+    sliding_window: int | tuple[int | None, int | None] | None = None, q_offset: int = 0,
+    scale: float | None = None, softcap: float | None = None, sinks: jax.Array | None = None,
+    return_lse: bool = False, layout: DenseLayout = "BTNH", implementation: Implementation | None = None,
+    config: FlashAttentionConfig | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
 def flash_attention(
     query: jax.Array,
     key: jax.Array,
@@ -78,7 +113,7 @@ def flash_attention(
     sinks: jax.Array | None = None,
     return_lse: bool = False,
     layout: DenseLayout = "BTNH",
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
     config: FlashAttentionConfig | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention of dense queries over dense keys and values, with gradients, in memory that grows with their number.

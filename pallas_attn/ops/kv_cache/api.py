@@ -10,7 +10,7 @@ from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._tile import options, triton
 from pallas_attn._tile.layout import DIMS, PoolCase, check_pools, pool_shape, reaches
 from pallas_attn._tile.quantization import QUANTIZED_DTYPES
-from pallas_attn._types import KVCache, Layout, NewKV, SlotMapping
+from pallas_attn._types import Implementation, KVCache, Layout, NewKV, SlotMapping
 from pallas_attn.ops.kv_cache.kernel import write_kv_pallas
 from pallas_attn.ops.kv_cache.reference import write_kv_xla
 
@@ -35,7 +35,7 @@ def write_kv(
     k_scale: jax.typing.ArrayLike | None = None,
     v_scale: jax.typing.ArrayLike | None = None,
     layout: Layout = "NHD",
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> tuple[KVCache, KVCache]:
     """Writes new tokens' keys and values into their slots of a paged cache (vLLM's `reshape_and_cache`).
 
@@ -82,7 +82,7 @@ def write(
     v_scale: Any = None,
     *,
     layout: Layout,
-    implementation: str | None,
+    implementation: Implementation | None,
     grows: bool = False,
 ) -> tuple[jax.Array, ...]:
     """`write_kv`; if `grows`, the scales are those of pages, which first become what `growing_scales` says, with what

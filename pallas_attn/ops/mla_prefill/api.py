@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, overload
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from pallas_attn._call import partition, symbolic
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._tile import options
 from pallas_attn._tile.latents import BYTES, LATENT_DIM, QUERY_DIM, ROPE_DIM, token_width
+from pallas_attn._types import Implementation
 from pallas_attn.ops.mla_prefill import absorbed, projected
 from pallas_attn.ops.mla_prefill.batch import Batch
 from pallas_attn.ops.ragged_attention import call
@@ -35,6 +36,31 @@ DIMS = {
 }
 
 
+@overload
+def mla_prefill(
+    query: jax.Array, latent_cache: jax.Array, block_tables: jax.Array, seq_lens: jax.Array,
+    cu_q_lens: jax.Array, num_seqs: jax.typing.ArrayLike | None = None, *, key_up: jax.Array,
+    value_up: jax.Array, scale: float | None = None, form: Form | None = None,
+    return_lse: Literal[False] = False, implementation: Implementation | None = None,
+) -> jax.Array: ...  # fmt: skip
+
+
+@overload
+def mla_prefill(
+    query: jax.Array, latent_cache: jax.Array, block_tables: jax.Array, seq_lens: jax.Array,
+    cu_q_lens: jax.Array, num_seqs: jax.typing.ArrayLike | None = None, *, key_up: jax.Array,
+    value_up: jax.Array, scale: float | None = None, form: Form | None = None, return_lse: Literal[True],
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
+
+
+@overload
+def mla_prefill(
+    query: jax.Array, latent_cache: jax.Array, block_tables: jax.Array, seq_lens: jax.Array,
+    cu_q_lens: jax.Array, num_seqs: jax.typing.ArrayLike | None = None, *, key_up: jax.Array,
+    value_up: jax.Array, scale: float | None = None, form: Form | None = None, return_lse: bool = False,
+    implementation: Implementation | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
 def mla_prefill(
     query: jax.Array,
     latent_cache: jax.Array,
@@ -48,7 +74,7 @@ def mla_prefill(
     scale: float | None = None,
     form: Form | None = None,
     return_lse: bool = False,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Multi-head latent attention of each sequence's newest tokens, as many as each one has, over its paged latents.
 
