@@ -59,6 +59,11 @@ def sides_of_lengths(cu_lens: jax.Array, tokens: int) -> tuple[Side, Side]:
     return of_queries, of_keys
 
 
+def padding(queries: Side) -> jax.Array:
+    """[batch, tokens]: which are no sequence's, of queries of `sides_of_lengths`."""
+    return queries.rank == queries.table.shape[1] - 2
+
+
 @functools.partial(jax.jit, static_argnames="parts")
 def _sides(ids: jax.Array, parts: tuple[int, ...]) -> list[Side]:
     """Of ids [batch, tokens], of which the first parts[0] are one side's, and so on."""

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from pallas_attn._call import configs, dispatch
 from pallas_attn._call.checks import ArgumentChecker, check_int
-from pallas_attn._tile import options, triton
+from pallas_attn._tile import options, segments, triton
 from pallas_attn._tile.dense import DenseLayout
 from pallas_attn._tile.layout import handles
 from pallas_attn.ops.flash_attention import arguments, backward, kernel, reference
@@ -35,9 +35,9 @@ def _supports(case: Case, lowering: triton.Lowering) -> str | None:
 
 
 def _tiled(lowering: triton.Lowering) -> Passes:
-    def forward(operands: Arrays, *, rules: Rules, config: Any):
+    def forward(operands: Arrays, *, rules: Rules, config: Any, keep: bool):
         tiles = resolve(operands, rules, config).forward
-        return kernel.forward(operands, rules=rules, tiles=tiles, lowering=lowering)
+        return kernel.forward(operands, rules=rules, tiles=tiles, keep=keep, lowering=lowering)
 
     def gradients(of: Any, operands: Arrays, *, rules: Rules, config: Any, **static: Any):
         config = resolve(operands, rules, config)
@@ -80,6 +80,7 @@ def flash_attention(
     layout: DenseLayout = "BTNH",
     implementation: str | None = None,
     config: FlashAttentionConfig | None = None,
+    residual_checkpoint_name: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention of dense queries over dense keys and values, with gradients, in memory that grows with their number.
 
@@ -154,6 +155,7 @@ def flash_attention(
         layout=layout,
         implementation=implementation,
         config=config,
+        residual_checkpoint_name=residual_checkpoint_name,
     )
 
 
@@ -177,6 +179,7 @@ def serve(
     sinks: Any = None,
     layout: Any = "BTNH",
     config: Any = None,
+    residual_checkpoint_name: Any = None,
     without_tokens: bool = False,
 ) -> Any:
     """`flash_attention`, for functions that have some of its arguments under other names, which `check` knows.
@@ -191,6 +194,7 @@ def serve(
     check.flag("return_lse", return_lse)
     check_int(check.function, "q_offset", q_offset, -arguments.LONGEST, arguments.LONGEST)
     dispatch.check_name(check.function, FUNCTION, implementation)
+    check.instance("residual_checkpoint_name", residual_checkpoint_name, str, optional=True)
     band = arguments.band(check, causal, sliding_window, int(q_offset))
     group = dims["num_heads"] // dims["num_kv_heads"]
 
@@ -204,7 +208,10 @@ def serve(
     if mask is not None:
         others["mask"] = arguments.pairwise(check, "mask", mask, (jnp.bool_,), group).astype(jnp.int8)
     sides = arguments.documents(check, segment_ids, cu_q_lens)
+    padding = None
     if sides is not None:
+        if cu_q_lens is not None and sinks is not None:
+            padding = segments.padding(sides[0])
         (q_rank, q_table), (kv_rank, kv_table) = sides
         others |= {"q_rank": q_rank, "q_table": q_table, "kv_rank": kv_rank, "kv_table": kv_table}
 
@@ -223,7 +230,8 @@ def serve(
         out = jnp.zeros((*query.shape[:-1], dims["value_dim"]), query.dtype)
         lse = jnp.full((dims["batch"], dims["num_heads"], dims["q_len"]), -jnp.inf, jnp.float32)
     else:
-        out, lse = attend(Call(rules, PASSES[name], config), floats, others)
+        call = Call(rules, PASSES[name], config, residual_checkpoint_name)
+        out, lse = attend(call, floats, others, padding)
     out = out.reshape(*query.shape[:-1], dims["value_dim"])
     if not return_lse:
         return out

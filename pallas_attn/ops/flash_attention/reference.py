@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._tile import masking, sharding, softmax
+from pallas_attn._tile import low_bits, masking, sharding, softmax
 from pallas_attn.ops.flash_attention.problem import Problem, Rules
 
 LOGITS = 2**24  # of a chunk, for all queries and heads
@@ -104,11 +104,11 @@ def _loop(count: int, step, carry, operands: dict[str, jax.Array]):
     return lax.fori_loop(0, count, step, sharding.vary(carry, sharding.varying_axes(operands)))
 
 
-@functools.partial(jax.jit, static_argnames=("rules", "config"))
+@functools.partial(jax.jit, static_argnames=("rules", "config", "keep"))
 def forward(
-    operands: dict[str, jax.Array], *, rules: Rules, config: None = None
-) -> tuple[jax.Array, jax.Array]:
-    """As the kernel's."""
+    operands: dict[str, jax.Array], *, rules: Rules, config: None = None, keep: bool = False
+) -> tuple[jax.Array, ...]:
+    """As the kernel's, but that all of out's lower bits are kept."""
     chunks = Chunks(operands, rules)
     problem = chunks.problem
 
@@ -123,7 +123,11 @@ def forward(
         sinks = softmax.sink2(operands["sinks"])[None, :, :, None]
         state = softmax.join(state, jnp.broadcast_to(sinks, problem.lse_shape))
     out, lse2 = softmax.finish(state)
-    return chunks.as_given(out, "query"), lse2
+    rounded = chunks.as_given(out, "query")
+    if not (keep and low_bits.are_lost(rounded.dtype)):
+        return rounded, lse2
+    out = jnp.moveaxis(out, -2, 1) if rules.layout == "BTNH" else out
+    return rounded, lse2, low_bits.of(out, rounded, jnp.int16)
 
 
 @functools.partial(jax.jit, static_argnames=("rules", "config"))
