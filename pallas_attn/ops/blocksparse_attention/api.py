@@ -38,17 +38,21 @@ class Case:
     configured: bool
 
 
-@functools.partial(jax.jit, static_argnames=("problem", "lowering"))
+@functools.partial(jax.jit, static_argnames=("problem", "keep", "lowering"))
 def blocksparse_attention_pallas(
     query: jax.Array,
     arrays: dict[str, jax.Array],
     layout: SparseLayout,
     *,
     problem: Problem,
+    keep: bool = False,
     lowering: triton.Lowering = "pallas",
-) -> tuple[jax.Array, jax.Array]:
-    """query [num_tokens, num_heads, head_dim] -> (out in query's dtype, lse float32 [num_tokens, num_heads])."""
+) -> tuple[jax.Array, ...]:
+    """query [num_tokens, num_heads, head_dim] -> (out in query's dtype, lse float32 [num_tokens, num_heads]) and, with
+    `keep`, a byte of out's lower bits."""
     operands = query, arrays, layout
+    if keep:
+        return prefill(*operands, problem=problem, keep=True, lowering=lowering)
     if problem.kinds == "decode":
         return decode(*operands, problem=problem, lowering=lowering)
     out, lse = prefill(*operands, problem=problem, lowering=lowering)
@@ -58,9 +62,16 @@ def blocksparse_attention_pallas(
 
 
 def blocksparse_attention_cuda(
-    query: jax.Array, arrays: dict[str, jax.Array], layout: SparseLayout, *, problem: Problem
-) -> tuple[jax.Array, jax.Array]:
+    query: jax.Array,
+    arrays: dict[str, jax.Array],
+    layout: SparseLayout,
+    *,
+    problem: Problem,
+    keep: bool = False,
+) -> tuple[jax.Array, ...]:
     """The same, prefill by the Hopper kernel. Sequences with one query are the other kernels' all the same."""
+    if keep:
+        return cuda.prefill(query, arrays, layout, problem=problem, keep=True)
     out, lse = cuda.prefill(query, arrays, layout, problem=problem)
     if problem.kinds == "mixed":
         beside = triton.first_lowering()
@@ -107,6 +118,7 @@ def blocksparse_attention(
     cache_layout: str = "NHD",
     implementation: str | None = None,
     config: BlockSparseConfig | None = None,
+    residual_checkpoint_name: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Causal attention over the blocks of keys that `layout` lists for each head and each block of queries.
 
@@ -211,6 +223,7 @@ def blocksparse_attention(
     check.positive_float("scale", scale)
     softcap = options.softcap(check, softcap)
     check.flag("return_lse", return_lse)
+    check.instance("residual_checkpoint_name", residual_checkpoint_name, str, optional=True)
 
     problem = Problem(
         num_tokens=query.shape[0],
@@ -234,7 +247,15 @@ def blocksparse_attention(
     operands = {"query": query, **arrays}
     operands |= {n: getattr(layout, n) for n in gradients.LAYOUT_ARRAYS}
     operands = {n: jnp.asarray(array) for n, array in operands.items()}
-    call = gradients.Call(problem, layout.sizes, layout.layout_heads, fn, BACKWARD.get(tiled), name)
+    call = gradients.Call(
+        problem,
+        layout.sizes,
+        layout.layout_heads,
+        fn,
+        BACKWARD.get(tiled),
+        name,
+        residual_checkpoint_name,
+    )
     out, lse = gradients.attend(call, operands)
     return (out, lse) if return_lse else out
 

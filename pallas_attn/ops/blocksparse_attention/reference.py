@@ -68,6 +68,8 @@ def blocksparse_attention_xla(
         by_kv_head = weights.reshape(problem.pool.num_kv_heads, problem.group, block_q, -1)
         acc = jnp.einsum("hgqk,khd->hgqd", by_kv_head, values, precision="highest")
         out, lse2 = softmax.finish(state._replace(acc=acc.reshape(state.acc.shape)))
+        # Of a query that sees nothing no gradient comes back, were its cotangent NaN.
+        out = jnp.where(lse2[..., None] == -jnp.inf, 0.0, out)
         wrong = (first >= 0) & bad[:, row]
         wrong = bad_lens[seq] | ~inside | wrong[:, None] | jnp.any(visible & ~usable, axis=2)
         # The query's gradient is NaN, too; of keys and values, wrong rows have no part.
