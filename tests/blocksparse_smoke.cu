@@ -97,6 +97,7 @@ bool run(const Case& c, ElementType type, float tolerance) {
   auto* out = filled_with_nan<Element>(query.size());
   params.out = out;
   params.lse = filled_with_nan<float>(size_t(tokens) * c.heads);
+  params.low = unwritten<int8_t>(query.size());
   params.taken = unwritten<int>(1);
   params.num_tokens = tokens;
   params.num_key_tokens = keys;

@@ -21,6 +21,8 @@ struct PrefillParams {
 
   void* out;   // [num_tokens, num_heads, 128]
   float* lse;  // [num_tokens, num_heads], natural logarithm
+  void*
+      low;  // [num_tokens, num_heads, 128], a byte each of out's lower bits, where a query sees keys; or null
   // How many tiles have been taken; zeroed by the launch.
   int* taken;
 
