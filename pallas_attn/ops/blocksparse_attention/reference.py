@@ -29,6 +29,8 @@ def blocksparse_attention_xla(
     cu_q = arrays["cu_q_lens"] if problem.kinds != "decode" else jnp.arange(num_seqs + 1)
     cu_q = jnp.clip(cu_q, 0, tokens).at[0].set(0)
     if problem.cache_layout is None:
+        # Gradients of keys and values are sums over all slots, rounded once.
+        arrays = arrays | {name: arrays[name].astype(jnp.float32) for name in ("key", "value")}
         k_start, k_end = arrays["cu_k_lens"][:-1], arrays["cu_k_lens"][1:]
         bad_lens = (k_start < 0) | (k_end < k_start) | (k_end > problem.pool.num_pages)
     else:
