@@ -39,7 +39,15 @@ def differentiable(rule: Rule, floats: Arrays, others: Arrays) -> Results:
     # Here, so that gradients of what is the same everywhere are summed over the axes.
     floats, others = sharding.vary((floats, others), axes)
 
-    return _with_rule(rule, False)(floats, others)[0]
+    try:
+        return _with_rule(rule, False)(floats, others)[0]
+    except TypeError as error:
+        if "custom_vjp" not in str(error):
+            raise
+        raise NotImplementedError(
+            f"{rule.function}: has derivatives in reverse mode alone (jax.grad, jax.vjp, jax.jacrev), not by jax.jvp, "
+            "jax.jacfwd or jax.hessian; second ones in reverse mode, too, by implementation 'xla'"
+        ) from error
 
 
 def _with_rule(rule: Rule, keep: bool) -> Callable[[Arrays, Arrays], tuple[Results, Any]]:

@@ -153,6 +153,7 @@ def blocksparse_attention(
             (the same kernels by Triton itself, where Pallas cannot; the extra of that name), "xla" (anywhere) or
             "interpret" (the Pallas kernels run in Python, slow).
         config: tile sizes for "pallas", "triton" and "interpret"; None takes the measured or the heuristic one.
+        residual_checkpoint_name: as of `flash_attention`, for implementations other than "xla".
 
     Returns:
         out in query's shape and dtype; with return_lse, also lse [num_tokens, num_heads], float32.

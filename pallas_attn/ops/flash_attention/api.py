@@ -86,8 +86,10 @@ def flash_attention(
 
     Nothing of size q_len x kv_len is made, forward or backward, but what the caller brings (`bias`, `mask`, which are
     spread over the keys where they have q_len rows of one element). Softmax and accumulation are float32; the same
-    inputs and config give the same bits, gradients too: nothing is summed in an order that may change. Works inside
-    jit, scan, vmap, checkpoint and shard_map; there are first derivatives in reverse mode. All options combine. Keys
+    inputs and config give the same bits, gradients too: nothing is summed in an order that may change. 16-bit gradients
+    of keys or values that share an offset are as exact as of others. Works inside jit, scan, vmap, checkpoint and
+    shard_map; there are first derivatives in reverse mode (jax.grad, jax.vjp), by "xla" second ones too, and none in
+    forward mode (jax.jvp, jax.hessian, jax.linear_transpose). All options combine. Keys
     and values that `causal` and `sliding_window` hide from every query may hold anything, NaN included; what some query
     sees must be finite, or its neighbours may get NaN too.
 
@@ -107,7 +109,8 @@ def flash_attention(
             nor gradients of one change in a single bit when another's contents do, be it to NaN; and what lies between
             other documents costs no time. Any order of ids is right, ascending ones in one piece each are fast.
         cu_q_lens: [num_seqs + 1] int32, instead of segment_ids: batch is 1, and document i has tokens
-            [cu_q_lens[i], cu_q_lens[i + 1]). Tokens beyond the last are padding: out 0, lse -inf, gradients 0.
+            [cu_q_lens[i], cu_q_lens[i + 1]). Tokens beyond the last are padding: out 0, lse -inf, with sinks too, and
+            no gradient from or to them, whatever they hold.
         causal: query i sees keys up to i + q_offset.
         sliding_window: an int w >= 1: query i sees the keys less than w away from i + q_offset, on both sides; with
             `causal`, the newest w up to itself. Or (left, right), each >= 0 or None for no bound: keys from
@@ -122,11 +125,14 @@ def flash_attention(
             kernels by Triton itself, where Pallas cannot; the extra of that name), "xla" (anywhere) or "interpret"
             (the Pallas kernels run in Python, slow).
         config: tile sizes for "pallas", "triton" and "interpret"; None takes the measured or the heuristic ones.
+        residual_checkpoint_name: under which jax.checkpoint's policies know what the backward pass needs of the forward
+            pass: with `jax.checkpoint_policies.save_only_these_names(name)` the forward kernel runs once, and out, lse
+            and a byte for each element of a 16-bit out are kept. None: a policy knows nothing of them.
 
     Returns:
         out, of query's shape with value_dim, in query's dtype; with return_lse, also lse, of query's shape without
-        head_dim, float32. A query that sees no key has out 0 and lse -inf (with `sinks`, the head's sink), and passes
-        no gradient on.
+        head_dim, float32. A query that sees no key has out 0 and lse -inf, and passes no gradient on, were its cotangent
+        NaN; with `sinks` its lse is the head's sink, which has a gradient through it.
 
     Raises:
         TypeError: an argument of the wrong dtype or a config of the wrong type.
