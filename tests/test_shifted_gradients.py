@@ -179,7 +179,7 @@ def test_what_is_not_looked_at_is_caught(lost, monkeypatch):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("kept", [jnp.int8, jnp.int16])
 def test_lower_bits(dtype, kept):
-    """Numbers come back with so many bits more; what is not finite, or too small for the dtype, no worse than it was."""
+    """Numbers come back with so many bits more; what is not finite, or too small, no worse than it was."""
     rng = np.random.default_rng(0)
     numbers = rng.standard_normal(2000) * np.exp2(rng.integers(-12, 12, 2000))
     edge = [0.0, -0.0, 1.0, -2.0, 1e-30, -1e-7, 3e-5, 6e4, 1e30, np.inf, -np.inf, np.nan]

@@ -131,8 +131,8 @@ def flash_attention(
 
     Returns:
         out, of query's shape with value_dim, in query's dtype; with return_lse, also lse, of query's shape without
-        head_dim, float32. A query that sees no key has out 0 and lse -inf, and passes no gradient on, were its cotangent
-        NaN; with `sinks` its lse is the head's sink, which has a gradient through it.
+        head_dim, float32. A query that sees no key has out 0 and lse -inf, and passes no gradient on, were its
+        cotangent NaN; with `sinks` its lse is the head's sink, which has a gradient through it.
 
     Raises:
         TypeError: an argument of the wrong dtype or a config of the wrong type.
