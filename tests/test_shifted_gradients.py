@@ -192,4 +192,6 @@ def test_lower_bits(dtype, kept):
     found, true, before = found[finite], true[finite], before[finite]
     assert (np.abs(found - true) <= np.abs(before - true)).all()
     most = 2.0 ** -(jnp.finfo(dtype).nmant + 1 + 7) if kept == jnp.int8 else 2.0**-23
-    np.testing.assert_allclose(found[:2000], true[:2000], rtol=most)
+    normal = np.abs(true[:2000]) >= float(jnp.finfo(dtype).smallest_normal)
+    assert normal.sum() > 1900
+    np.testing.assert_allclose(found[:2000][normal], true[:2000][normal], rtol=most)
