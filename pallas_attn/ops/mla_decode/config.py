@@ -110,15 +110,18 @@ def _tile(block_q: int, page_size: int, device: Device, fp8: bool) -> tuple[int,
 
 def check_fits(config: MLADecodeConfig, *, page_size: int, device: Device, fp8: bool) -> None:
     """Of a caller's config: ValueError for tiles that no program has the shared memory for."""
-    needed = latent_problem.needs(
+    turned = is_turned(config, page_size=page_size, device=device, fp8=fp8)
+    tile = latent_problem.needs(
         config.block_q,
         config.block_kv,
         config.num_warps,
         config.num_stages,
         fp8=fp8,
-        turned=is_turned(config, page_size=page_size, device=device, fp8=fp8),
+        turned=turned,
         looks_up=config.block_kv > BLOCK_TOKENS or page_size % config.block_kv > 0,
-    ).shared_bytes(device)
+    )
+    # What is refused must not be what a compiler may find a place for.
+    needed = tile.shared_bytes(device) if turned else tile.operand_bytes(device)
     if needed > device.shared_bytes:
         sizes = f"block_q={config.block_q}, block_kv={config.block_kv}, num_stages={config.num_stages}"
         limit = f"tiles that fit in {device.shared_bytes} bytes of shared memory"
