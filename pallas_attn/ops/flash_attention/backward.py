@@ -15,10 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_attn._call.device import current_device
 from pallas_attn._tile import dense, logits, low_bits, softmax, triton, weights
 from pallas_attn._tile.rows import Chunk
 from pallas_attn.ops.flash_attention import scores, walk
-from pallas_attn.ops.flash_attention.config import FlashAttentionConfig, FlashAttentionTiles
+from pallas_attn.ops.flash_attention.config import (
+    FlashAttentionConfig,
+    FlashAttentionTiles,
+    fitted,
+    pair_bytes,
+)
 from pallas_attn.ops.flash_attention.kernel import of_program, sides
 from pallas_attn.ops.flash_attention.problem import Problem, Rules
 
@@ -197,7 +203,10 @@ def bias_gradient(
     lowering: triton.Lowering = "pallas",
 ) -> jax.Array:
     """Gradient of the bias, of its shape: [batch or 1, num_kv_heads or 1, group or 1, q_len or 1, kv_len]."""
-    problem, tiles, shape = Problem.of(operands, rules), config.key_value, operands["bias"].shape
+    problem, shape = Problem.of(operands, rules), operands["bias"].shape
+    itemsize, device = operands["query"].dtype.itemsize, current_device()
+    # No side stays where it is: both take buffers.
+    tiles = fitted(config.key_value, "bias", problem, itemsize, pair_bytes(operands), device)
     q_blocks = problem.blocks("query", tiles.block_q) if shape[3] > 1 else 1
     (d_bias,) = triton.kernel_call(
         functools.partial(_bias_kernel, problem=problem, tiles=tiles, q_blocks=q_blocks, shape=shape),
