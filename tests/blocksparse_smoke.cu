@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "blocksparse/sm90/launch.h"
+#include "common/math.h"
 #include "smoke.h"
 
 namespace {
@@ -97,6 +98,7 @@ bool run(const Case& c, ElementType type, float tolerance) {
   auto* out = filled_with_nan<Element>(query.size());
   params.out = out;
   params.lse = reinterpret_cast<float2*>(filled_with_nan<float>(size_t(tokens) * c.heads * 2));
+  params.low = unwritten<int8_t>(query.size());
   params.taken = unwritten<int>(1);
   params.num_tokens = tokens;
   params.num_key_tokens = keys;

@@ -24,9 +24,14 @@ from jax._src.lib.mlir import ir
 
 ROOT = Path(__file__).parents[1]
 # What a CPU test asks for when it wants "a GPU of this architecture".
-DEVICES = {80: ("NVIDIA A100-SXM4-80GB", 108), 90: ("NVIDIA H100 80GB HBM3", 132), 100: ("NVIDIA B200", 148)}
+DEVICES = {
+    80: ("NVIDIA A100-SXM4-80GB", 108),
+    90: ("NVIDIA H100 80GB HBM3", 132),
+    100: ("NVIDIA B200", 148),
+    120: ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 188),
+}
 H100 = DEVICES[90]
-SMEM_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+SMEM_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 
 
 def _tritons() -> list[str]:
@@ -110,20 +115,22 @@ def triton_text(bytecode: bytes) -> str:
 
 
 def compile_kernels(
-    lowered: Any, sm: int, triton: str = USUAL_TRITON, ending: tuple[str, ...] = ("",)
+    lowered: Any, sm: int, triton: str = USUAL_TRITON, ending: tuple[str, ...] = ("",), **options: Any
 ) -> list[Compiled]:
-    """Compiles the Pallas kernels of a lowered module whose names end so, for one architecture (80, 90, 100).
+    """Compiles the Pallas kernels of a lowered module whose names end so, for one architecture (80, 90, 100, 120).
 
     A cache hint that does not reach Triton is an error.
     """
     return [
-        compile_text(name, triton_text(bytecode), sm, triton, num_warps=num_warps, num_stages=num_stages)
+        compile_text(
+            name, triton_text(bytecode), sm, triton, num_warps=num_warps, num_stages=num_stages, **options
+        )
         for name, bytecode, num_warps, num_stages in triton_kernels(lowered)
         if name.endswith(ending)
     ]
 
 
-def compile_text(name: str, triton_ir: str, sm: int, triton: str = USUAL_TRITON, **options: int) -> Compiled:
+def compile_text(name: str, triton_ir: str, sm: int, triton: str = USUAL_TRITON, **options: Any) -> Compiled:
     worker = _worker(triton, sm)
     assert worker.stdin is not None
     assert worker.stdout is not None

@@ -9,8 +9,9 @@ from support import ON_GPU
 from test_mla_decode import check, compiled
 
 from pallas_attn._call.device import Device
+from pallas_attn._tile import latent_problem
 from pallas_attn.ops.mla_decode import MLADecodeConfig
-from pallas_attn.ops.mla_decode.config import heuristic, is_turned, shared_bytes
+from pallas_attn.ops.mla_decode.config import heuristic, is_turned
 from pallas_attn.testing import cases, inputs
 
 IMPLEMENTATIONS = ["interpret", *ON_GPU]
@@ -99,7 +100,7 @@ def test_who_gets_it():
     assert config == MLADecodeConfig(
         32, 64, min_split_tokens=64, target_programs=132, num_warps=4, num_stages=2
     )
-    assert shared_bytes(32, 64, 2, fp8=False, turned=True) == 188416
+    assert latent_problem.needs(32, 64, 4, 2, fp8=False, turned=True).shared_bytes(device(90)) == 188416
     assert turned(config)
     assert chosen(rows=17, page_size=128)
     assert not turned(dataclasses.replace(config, block_q=16))
@@ -108,7 +109,9 @@ def test_who_gets_it():
     assert not chosen(rows=16)
     wide = heuristic(rows=33, page_size=64, device=device(90))
     assert (wide.block_q, wide.block_kv, wide.num_warps, wide.num_stages) == (64, 64, 8, 2)
-    assert shared_bytes(64, 64, 2, fp8=False, turned=True) == 229376  # of 232448
+    assert (
+        latent_problem.needs(64, 64, 8, 2, fp8=False, turned=True).shared_bytes(device(90)) == 229376
+    )  # of 232448
     assert turned(wide)
     assert chosen(rows=256)
     assert not turned(dataclasses.replace(wide, num_warps=4))

@@ -25,8 +25,9 @@ ffi::Error blocksparse_prefill(cudaStream_t stream, int32_t device, ffi::AnyBuff
                                ffi::AnyBuffer value, ffi::AnyBuffer cu_q_lens, ffi::AnyBuffer cu_k_lens,
                                ffi::AnyBuffer row_pointers, ffi::AnyBuffer columns,
                                ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> lse,
-                               ffi::Result<ffi::AnyBuffer> taken, float scale, int64_t block_size,
-                               int64_t q_block_size, int64_t heads_together, bool skip_single) {
+                               ffi::Result<ffi::AnyBuffer> low, ffi::Result<ffi::AnyBuffer> taken,
+                               float scale, int64_t block_size, int64_t q_block_size, int64_t heads_together,
+                               bool skip_single) {
   ArgumentChecker check(kName);
   check.array("query", query, {-1, -1, kHeadDim}, {DataType::BF16, DataType::F16});
   if (!check.ok()) return check.error();
@@ -45,6 +46,9 @@ ffi::Error blocksparse_prefill(cudaStream_t stream, int32_t device, ffi::AnyBuff
   check.array("columns", columns, {layout_heads, -1}, {DataType::S32});
   check.array("out", *out, {tokens, heads, kHeadDim}, {dtype});
   check.array("lse", *lse, {tokens, heads, 2}, {DataType::F32});
+  // Of no tokens where they are not asked for.
+  const bool keeps = low->element_count() > 0;
+  check.array("low", *low, {keeps ? tokens : 0, heads, kHeadDim}, {DataType::S8});
   check.array("taken", *taken, {1}, {DataType::S32});
   if (!check.ok()) return check.error();
 
@@ -80,6 +84,7 @@ ffi::Error blocksparse_prefill(cudaStream_t stream, int32_t device, ffi::AnyBuff
   params.columns = columns.typed_data<int32_t>();
   params.out = out->untyped_data();
   params.lse = reinterpret_cast<float2*>(lse->typed_data<float>());
+  params.low = keeps ? low->untyped_data() : nullptr;
   params.taken = taken->typed_data<int32_t>();
   params.num_tokens = static_cast<int>(tokens);
   params.num_key_tokens = static_cast<int>(key_tokens);
@@ -117,6 +122,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(pallas_attn_blocksparse_prefill_sm90, pallas_attn:
                                   .Arg<xla::ffi::AnyBuffer>()  // columns
                                   .Ret<xla::ffi::AnyBuffer>()  // out
                                   .Ret<xla::ffi::AnyBuffer>()  // lse
+                                  .Ret<xla::ffi::AnyBuffer>()  // low
                                   .Ret<xla::ffi::AnyBuffer>()  // taken
                                   .Attr<float>("scale")
                                   .Attr<int64_t>("block_size")

@@ -23,6 +23,8 @@ struct PrefillParams {
 
   void* out;    // [num_tokens, num_heads, 128]
   float2* lse;  // [num_tokens, num_heads]: maximum of scores, not scaled, and log2 of the sum relative to it
+  // [num_tokens, num_heads, 128], a byte each of out's lower bits, where a query sees keys; or null
+  void* low;
   // How many tiles have been taken; zeroed by the launch.
   int* taken;
 

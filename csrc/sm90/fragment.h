@@ -104,5 +104,30 @@ __device__ __forceinline__ uint4 neighbours(const float (&d)[kCount], int i, int
   return make_uint4(v[0], v[1], v[2], v[3]);
 }
 
+// What rounding to an element takes from a float: its next eight bits, signed
+// (pallas_attn/_tile/low_bits.py).
+template <typename Element>
+__device__ __forceinline__ uint32_t lower_bits(float exact, float rounded) {
+  constexpr int kShift = 23 - ElementTraits<Element>::kMantissaBits - 8;
+  const int lost = (__float_as_int(exact) - __float_as_int(rounded) + (1 << (kShift - 1))) >> kShift;
+  return min(max(lost, -127), 127) & 0xff;
+}
+
+// Those of the eight elements that `neighbours` has, a byte each.
+template <typename Element, int kCount>
+__device__ __forceinline__ uint2 lower_neighbours(const float (&d)[kCount], int i, int group, float factor,
+                                                  int in_quad) {
+  uint32_t v[4];
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const int r = (group * 4 + j) * 4 + i * 2;
+    const float left = d[r] * factor, right = d[r + 1] * factor;
+    const float2 rounded = ElementTraits<Element>::unpack(ElementTraits<Element>::pack(left, right));
+    v[j] = lower_bits<Element>(left, rounded.x) | lower_bits<Element>(right, rounded.y) << 8;
+  }
+  transpose_in_quad(v, in_quad);
+  return make_uint2(v[0] | v[1] << 16, v[2] | v[3] << 16);
+}
+
 }  // namespace sm90
 }  // namespace pallas_attn

@@ -32,20 +32,54 @@ class Device:
         return 100 <= (self.compute_capability or 0) < 120
 
     @property
-    def shared_kib(self) -> int:
+    def shared_bytes(self) -> int:
         """Shared memory that one program may have."""
-        return 227 if self.asynchronous_products else {80: 163, 87: 163}.get(self.compute_capability or 0, 99)
+        return 1024 * _shared_kib(self.compute_capability)
 
 
-# An abstract device carries no compute capability, so its name has to tell.
+# A program's shared memory by compute capability, in KiB: a multiprocessor's, less one (CUDA's programming guide).
+SHARED_KIB = {
+    70: 96,
+    75: 64,
+    80: 163,
+    86: 99,
+    87: 163,
+    89: 99,
+    90: 227,
+    100: 227,
+    103: 227,
+    110: 227,
+    120: 99,
+    121: 99,
+}
+
+
+def _shared_kib(capability: int | None) -> int:
+    """Of a GPU that is not in the table, what the newest that is older has; where a name tells nothing, Hopper's, as
+    `asynchronous_products` has it."""
+    if capability is None:
+        return SHARED_KIB[90]
+    older = [known for known in SHARED_KIB if known <= capability]
+    return SHARED_KIB[max(older, default=75)]
+
+
+# An abstract device carries no compute capability, so its name has to tell; the first of these that is in it.
 _CAPABILITY_OF_NAME = {
-    "RTX 5090": 120,
+    "RTX PRO": 120,
+    "RTX 50": 120,
+    "GB10": 121,
+    "Thor": 110,
+    "B300": 103,
     "B200": 100,
     "B100": 100,
     "H200": 90,
     "H100": 90,
     "L40": 89,
+    "L4": 89,
+    "RTX 40": 89,
     "A100": 80,
+    "A30": 80,
+    "A10": 86,
     "T4": 75,
     "V100": 70,
 }

@@ -1,10 +1,11 @@
 """A function with a derivative of its own, in reverse mode: what is kept, what is asked for, over which devices."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 
 from pallas_attn._tile import sharding
@@ -13,15 +14,24 @@ type Arrays = dict[str, jax.Array]
 type Results = tuple[jax.Array, ...]
 
 
-def differentiable(
-    function: Callable[[Arrays, Arrays], Results],
-    gradients: Callable[[Arrays, Arrays, Results, Results, dict[str, None]], dict[str, Any]],
-    floats: Arrays,
-    others: Arrays,
-) -> Results:
-    """`function(floats, others)`, of which `floats` have gradients.
+class Rule(NamedTuple):
+    """
+    function: for messages.
+    forward: (floats, others, keep) -> (results, what gradients need besides; None unless `keep`).
+    gradients: (floats, others, results, kept, cotangents, asked) -> gradients by name, at least of the `asked`; None
+        is 0.
+    checkpoint_name: under which policies of jax.checkpoint know the results and what is kept; None for none.
+    """
 
-    `gradients(floats, others, results, cotangents, asked)` gives those by name, at least of the `asked`; None is 0.
+    function: str
+    forward: Callable[[Arrays, Arrays, bool], tuple[Results, Any]]
+    gradients: Callable[[Arrays, Arrays, Results, Any, Results, dict[str, None]], dict[str, Any]]
+    checkpoint_name: str | None = None
+
+
+def differentiable(rule: Rule, floats: Arrays, others: Arrays) -> Results:
+    """The results of `rule.forward(floats, others)`, of which `floats` have gradients.
+
     The rule stands around `partition.run`, forward and backward alike, so that each device works on its own heads and
     sequences in both, and the partitioner never has to differentiate.
     """
@@ -29,24 +39,42 @@ def differentiable(
     # Here, so that gradients of what is the same everywhere are summed over the axes.
     floats, others = sharding.vary((floats, others), axes)
 
+    try:
+        return _with_rule(rule, False)(floats, others)[0]
+    except TypeError as error:
+        if "custom_vjp" not in str(error):
+            raise
+        raise NotImplementedError(
+            f"{rule.function}: has derivatives in reverse mode alone (jax.grad, jax.vjp, jax.jacrev), not by jax.jvp, "
+            "jax.jacfwd or jax.hessian; second ones in reverse mode, too, by implementation 'xla'"
+        ) from error
+
+
+def _with_rule(rule: Rule, keep: bool) -> Callable[[Arrays, Arrays], tuple[Results, Any]]:
     @jax.custom_vjp
-    def attended(floats: Arrays, others: Arrays) -> Results:
-        return function(floats, others)
+    def attended(floats: Arrays, others: Arrays) -> tuple[Results, Any]:
+        return rule.forward(floats, others, keep)
 
     def forwards(floats: Any, others: Any):
         # With symbolic zeros every leaf says whether its gradient is asked for.
         asked = [name for name, leaf in floats.items() if leaf.perturbed]
         floats, others = jax.tree.map(lambda leaf: leaf.value, (floats, others), is_leaf=_is_primal)
-        results = attended(floats, others)
-        return results, (floats, others, results, dict.fromkeys(asked))
+        # With the rule again, for second derivatives.
+        results, kept = _with_rule(rule, True)(floats, others)
+        if rule.checkpoint_name is not None:
+            # Here, where the results are also what gradients need: to keep them is to run the kernel once.
+            results, kept = checkpoint_name((results, kept), rule.checkpoint_name)
+        saved = (floats, others, results, kept, dict.fromkeys(asked))
+        return (results, kept if keep else None), saved
 
     def backwards(saved: Any, cotangents: Any):
-        floats, others, results, asked = saved
-        found = gradients(floats, others, results, tuple(_array(x) for x in cotangents), asked)
+        floats, others, results, kept, asked = saved
+        of_results = tuple(_array(x) for x in cotangents[0])
+        found = rule.gradients(floats, others, results, kept, of_results, asked)
         return {name: _placed(gradient, floats[name]) for name, gradient in found.items()}, None
 
     attended.defvjp(forwards, backwards, symbolic_zeros=True)
-    return attended(floats, others)
+    return attended
 
 
 def _is_primal(leaf: Any) -> bool:

@@ -5,9 +5,10 @@ from typing import ClassVar
 
 import jax
 
+from pallas_attn._call import budget
 from pallas_attn._call.device import Device
 from pallas_attn._tile import pieces, triton
-from pallas_attn._tile.latents import LATENT_DIM, ROPE_DIM, TOKEN_BYTES
+from pallas_attn._tile.latents import LATENT_DIM, QUERY_DIM, ROPE_DIM, TOKEN_BYTES
 from pallas_attn._tile.problem import SplitKVProblem
 
 # From this many query rows on, kernels are written for the data centre's asynchronous matrix instructions.
@@ -28,6 +29,33 @@ def block_q(rows: int, fp8: bool, device: Device) -> int:
         most = WGMMA_ROWS
         return most if fp8 and rows > 16 else min(most, triton.tile_side(rows))
     return min(16 if fp8 else 32, triton.tile_side(rows))
+
+
+def needs(
+    block_q: int,
+    block_kv: int,
+    num_warps: int,
+    num_stages: int,
+    *,
+    fp8: bool,
+    turned: bool = False,
+    looks_up: bool = False,
+) -> budget.Tile:
+    """What a program takes. `turned` products read their weights from shared memory, too."""
+    return budget.Tile(
+        rows=block_q,
+        tokens=block_kv,
+        held=(QUERY_DIM,),
+        walked=(QUERY_DIM,),
+        itemsize=2,
+        stored=1 if fp8 else 2,
+        # Scales, and the rotary part, which is as wide as in products.
+        token_bytes=TOKEN_BYTES - QUERY_DIM if fp8 else 0,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        looks_up=looks_up,
+        transposed=turned,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,8 @@
 """How sequences are cut into pieces, as kernels see it: who serves which piece, and where its result lies.
 
-A partial result is a normalised output and its base-2 lse, both float32:
+A partial result is a normalised output and the parts of its lse (`softmax.Lse`), both float32:
 
-    out [num_places, num_kv_heads, rows, dim], lse2 [num_places, num_kv_heads, rows]
+    out [num_places, num_kv_heads, rows, dim], lse [num_places, num_kv_heads, rows, 2]
 
 A sequence's pieces have `count` neighbouring places from `first` on. A sequence in one piece has none: it is final at
 once.

@@ -81,6 +81,11 @@ def _of_lengths(lengths: dict[str, jax.Array], tokens: int) -> tuple[jax.Array, 
     return of_queries, of_keys, table
 
 
+def padding(queries: Side) -> jax.Array:
+    """[batch, tokens]: which are no sequence's, of queries of `sides_of_lengths`."""
+    return queries.rank == queries.table.shape[1] - 2
+
+
 @jax.jit
 def _of_ids(ids: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
     """Ranks and table of each side."""

@@ -10,6 +10,7 @@ The empty-row rule: a row that saw no key has out 0 and lse -inf. Its running ma
 subtraction of a maximum goes through `_finite`, because (-inf) - (-inf) would be NaN.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -39,6 +40,13 @@ class Lse(NamedTuple):
 
     def natural(self, scale: float = 1.0) -> jax.Array:
         return finite(self.maximum) * scale + self.rest * LN_2
+
+    def following(self, natural: jax.Array) -> "Lse":
+        """Itself, with the derivative of `natural`, as which it is known to functions that are differentiated."""
+        known = finite(natural)
+        moved = (known - jax.lax.stop_gradient(known)) * LOG2_E
+        maximum, rest = map(jax.lax.stop_gradient, self)
+        return Lse(maximum, rest + jnp.where(jnp.isfinite(natural), moved, 0.0))
 
 
 def start(
@@ -161,11 +169,19 @@ def resume(out: jax.Array, lse: Lse) -> OnlineSoftmax:
     return OnlineSoftmax(lse.maximum, total, _scale_rows(out, total))
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def weights_again(logits: jax.Array, factor: float, lse: Lse) -> jax.Array:
     """Of logits [..., rows, keys] whose `lse` is known, in jnp: what kernels do in `weights.pairs`."""
     maximum, rest = (jnp.where(lse.rest == -jnp.inf, 0.0, part)[..., None] for part in lse)
     below = jnp.where(logits == maximum, 0.0, jnp.minimum(logits - maximum, 0.0))
     return jnp.exp2(factor * below - rest)
+
+
+@weights_again.defjvp
+def _moved_weights(factor: float, given: tuple[jax.Array, Lse], moved: tuple[jax.Array, Lse]):
+    """The largest logit's has a derivative, too, though nothing is left of it."""
+    weights, (logits, lse) = weights_again(given[0], factor, given[1]), moved
+    return weights, weights * LN_2 * (factor * (logits - lse.maximum[..., None]) - lse.rest[..., None])
 
 
 def poison(result: jax.Array, bad: jax.Array) -> jax.Array:

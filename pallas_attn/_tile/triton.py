@@ -273,7 +273,7 @@ def kernel_call(
     )
     if lowering == "triton":
         device = current_device()
-        options |= dict(capability=device.compute_capability, most_shared=1024 * device.shared_kib)
+        options |= dict(capability=device.compute_capability, most_shared=device.shared_bytes)
         run = functools.partial(
             _lowering.launch,
             kernel,

@@ -2,6 +2,11 @@
 
 With p the weights and dp the products of d_out and values, the gradient of a logit is ds = p * (dp - delta), where
 delta, one number a query, is the sum of d_out * out less the gradient of the log-sum-exp.
+
+A query's gradient is the sum of ds times keys. What its keys have in common counts times the sum of its ds, which
+softmax makes 0, or little: large terms cancel. They no longer do where delta comes of an `out` that was rounded to 16
+bits, nor where each ds is rounded. So delta is worked out from `out` with its lower bits (`low_bits`), and the sum of
+what was rounded is compared with what it should be: the difference, times a mean of the keys, is taken back.
 """
 
 from typing import NamedTuple
@@ -9,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._tile import softmax, triton
+from pallas_attn._tile import low_bits, softmax, triton
 
 
 class Bent(NamedTuple):
@@ -61,6 +66,66 @@ def pairs(
     return Pairs(weights, d_logits, d_logits if slope is None else d_logits * slope)
 
 
-def delta(out: jax.Array, d_out: jax.Array, d_lse: jax.Array) -> jax.Array:
-    """[...] from [..., head_dim] and [...]; a query whose lse is -inf has delta of no consequence."""
-    return jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - d_lse
+def rounded(given: Pairs, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, jax.Array]:
+    """(gradients of products as the next product takes them, what stands for those of logits in their sum)."""
+    d_products = given.d_products.astype(dtype)
+    counted = d_products.astype(jnp.float32)
+    return d_products, counted if given.d_products is given.d_logits else counted + (
+        given.d_logits - given.d_products
+    )
+
+
+def settled(total: jax.Array, excess: jax.Array, keys: jax.Array, number: jax.Array) -> jax.Array:
+    """A sum of d_products times keys [queries, dim] less what the `excess` [queries] of d_products brought in: that
+    times the mean of a `number` of keys, of which there are [some, dim], 0 where not among them."""
+    mean = jnp.sum(keys.astype(jnp.float32), axis=0) * (1.0 / jnp.maximum(number, 1).astype(jnp.float32))
+    return total - excess[:, None] * mean[None, :]
+
+
+class Kept(NamedTuple):
+    """What gradients need of the forward pass besides its results."""
+
+    lse: softmax.Lse
+    low: jax.Array | None
+    """Lower bits of out, where rounding loses any."""
+
+
+class OfQueries(NamedTuple):
+    """What gradients need of each query, [...] of one shape."""
+
+    delta: jax.Array
+    total: jax.Array
+    """The sum over keys of its logits' gradients."""
+    d_sink: jax.Array
+    """Of its sink's logit."""
+    blind: jax.Array
+    """It sees no key, and passes nothing on to queries, keys and values, were its cotangents NaN."""
+
+
+def of_queries(
+    product: jax.Array,
+    lse: softmax.Lse,
+    d_lse: jax.Array,
+    sink: jax.Array | None = None,
+    scale: float = 1.0,
+) -> OfQueries:
+    """`product`: d_out times `out`, summed; `d_lse`: of the natural one. A `sink`, natural, broadcasts; `scale` is that
+    of the maximum, which is -inf of a query that saw no key, were there a sink."""
+    nothing = lse.rest == -jnp.inf
+    if sink is None:
+        of_sink, blind = jnp.zeros_like(lse.rest), nothing
+    else:
+        # None has a weight above 1, which rounding makes of a large sink; of a row that saw nothing it has none.
+        above = (sink - softmax.finite(lse.maximum) * scale) * softmax.LOG2_E - softmax.finite(lse.rest)
+        of_sink = jnp.where(nothing, 0.0, jnp.exp2(jnp.minimum(above, 0.0)))
+        blind = lse.maximum == -jnp.inf
+    product, d_lse = jnp.where(blind, 0.0, product), jnp.where(nothing, 0.0, d_lse)
+    delta = product - d_lse
+    d_sink = jnp.where(nothing, 0.0, -of_sink * delta)
+    total = product * of_sink + d_lse * (1.0 - of_sink)
+    return OfQueries(jnp.where(blind, 0.0, delta), jnp.where(blind, 0.0, total), d_sink, blind)
+
+
+def product(out: jax.Array, low: jax.Array | None, d_out: jax.Array) -> jax.Array:
+    """[...] from [..., head_dim]; `low`: lower bits of `out`."""
+    return jnp.sum(d_out.astype(jnp.float32) * low_bits.joined(out, low), axis=-1)

@@ -187,6 +187,14 @@ class Consumer {
         const uint4 v = neighbours<Element>(rO_, i, group, ends.factor[i], at_.in_quad);
         if (answered) out[group * 4] = v;
       }
+      if (params_.low != nullptr) {
+        uint2* low = static_cast<uint2*>(params_.low) + place_of_row * kChunks + at_.in_quad;
+#pragma unroll
+        for (int group = 0; group < kChunks / 4; ++group) {
+          const uint2 v = lower_neighbours<Element>(rO_, i, group, ends.factor[i], at_.in_quad);
+          if (answered) low[group * 4] = v;
+        }
+      }
       if (answered && at_.in_quad == 0) {
         // Apart, for a backward pass to work out the same exponentials.
         const bool empty = state.sum[i] == 0.0f;

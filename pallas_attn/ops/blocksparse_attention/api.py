@@ -39,17 +39,21 @@ class Case:
     configured: bool
 
 
-@functools.partial(jax.jit, static_argnames=("problem", "lowering"))
+@functools.partial(jax.jit, static_argnames=("problem", "keep", "lowering"))
 def blocksparse_attention_pallas(
     query: jax.Array,
     arrays: dict[str, jax.Array],
     layout: SparseLayout,
     *,
     problem: Problem,
+    keep: bool = False,
     lowering: triton.Lowering = "pallas",
-) -> tuple[jax.Array, jax.Array]:
-    """query [num_tokens, num_heads, head_dim] -> (out in query's dtype, lse float32 [num_tokens, num_heads])."""
+) -> tuple[jax.Array, ...]:
+    """query [num_tokens, num_heads, head_dim] -> (out in query's dtype, lse float32 [num_tokens, num_heads]) and, with
+    `keep`, a byte of out's lower bits."""
     operands = query, arrays, layout
+    if keep:
+        return prefill(*operands, problem=problem, keep=True, lowering=lowering)
     if problem.kinds == "decode":
         return decode(*operands, problem=problem, lowering=lowering)
     out, lse = prefill(*operands, problem=problem, lowering=lowering)
@@ -59,9 +63,16 @@ def blocksparse_attention_pallas(
 
 
 def blocksparse_attention_cuda(
-    query: jax.Array, arrays: dict[str, jax.Array], layout: SparseLayout, *, problem: Problem
-) -> tuple[jax.Array, jax.Array]:
+    query: jax.Array,
+    arrays: dict[str, jax.Array],
+    layout: SparseLayout,
+    *,
+    problem: Problem,
+    keep: bool = False,
+) -> tuple[jax.Array, ...]:
     """The same, prefill by the Hopper kernel. Sequences with one query are the other kernels' all the same."""
+    if keep:
+        return cuda.prefill(query, arrays, layout, problem=problem, keep=True)
     out, lse = cuda.prefill(query, arrays, layout, problem=problem)
     if problem.kinds == "mixed":
         beside = triton.first_lowering()
@@ -99,6 +110,7 @@ def blocksparse_attention(
     block_tables: jax.Array | None = None, seq_lens: jax.Array | None = None, scale: float | None = None,
     softcap: float | None = None, return_lse: Literal[False] = False, cache_layout: Layout = "NHD",
     implementation: ImplementationOrCuda | None = None, config: BlockSparseConfig | None = None,
+    residual_checkpoint_name: str | None = None,
 ) -> jax.Array: ...  # fmt: skip
 
 
@@ -109,6 +121,7 @@ def blocksparse_attention(
     block_tables: jax.Array | None = None, seq_lens: jax.Array | None = None, scale: float | None = None,
     softcap: float | None = None, return_lse: Literal[True], cache_layout: Layout = "NHD",
     implementation: ImplementationOrCuda | None = None, config: BlockSparseConfig | None = None,
+    residual_checkpoint_name: str | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
 
 
@@ -119,6 +132,7 @@ def blocksparse_attention(
     block_tables: jax.Array | None = None, seq_lens: jax.Array | None = None, scale: float | None = None,
     softcap: float | None = None, return_lse: bool = False, cache_layout: Layout = "NHD",
     implementation: ImplementationOrCuda | None = None, config: BlockSparseConfig | None = None,
+    residual_checkpoint_name: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
 def blocksparse_attention(
     query: jax.Array,
@@ -136,6 +150,7 @@ def blocksparse_attention(
     cache_layout: Layout = "NHD",
     implementation: ImplementationOrCuda | None = None,
     config: BlockSparseConfig | None = None,
+    residual_checkpoint_name: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Causal attention over the blocks of keys that `layout` lists for each head and each block of queries.
 
@@ -170,6 +185,7 @@ def blocksparse_attention(
             (the same kernels by Triton itself, where Pallas cannot; the extra of that name), "xla" (anywhere) or
             "interpret" (the Pallas kernels run in Python, slow).
         config: tile sizes for "pallas", "triton" and "interpret"; None takes the measured or the heuristic one.
+        residual_checkpoint_name: as of `flash_attention`, for implementations other than "xla".
 
     Returns:
         out in query's shape and dtype; with return_lse, also lse [num_tokens, num_heads], float32.
@@ -240,6 +256,7 @@ def blocksparse_attention(
     check.positive_float("scale", scale)
     softcap = options.softcap(check, softcap)
     check.flag("return_lse", return_lse)
+    check.instance("residual_checkpoint_name", residual_checkpoint_name, str, optional=True)
 
     problem = Problem(
         num_tokens=query.shape[0],
@@ -266,7 +283,15 @@ def blocksparse_attention(
     operands = {"query": query, **arrays}
     operands |= {n: getattr(layout, n) for n in gradients.LAYOUT_ARRAYS}
     operands = {n: jnp.asarray(array) for n, array in operands.items()}
-    call = gradients.Call(problem, layout.sizes, layout.layout_heads, fn, BACKWARD.get(tiled), name)
+    call = gradients.Call(
+        problem,
+        layout.sizes,
+        layout.layout_heads,
+        fn,
+        BACKWARD.get(tiled),
+        name,
+        residual_checkpoint_name,
+    )
     out, lse = gradients.attend(call, operands)
     return (out, lse) if return_lse else out
 

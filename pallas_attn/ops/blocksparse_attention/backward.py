@@ -14,12 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_attn._tile import masking, rows, softmax, triton, weights
+from pallas_attn._tile import low_bits, masking, rows, softmax, triton, weights
 from pallas_attn.ops.blocksparse_attention import walk
 from pallas_attn.ops.blocksparse_attention.layout import SparseLayout, transposed
 from pallas_attn.ops.blocksparse_attention.problem import Keys, Problem, divided, first_query, read_rows
 
 NONE = np.int32(2**31 - 1)  # no row
+SAMPLE = 16  # keys whose mean stands for what all have in common
 
 
 @functools.partial(jax.jit, static_argnames=("problem", "lowering"))
@@ -32,7 +33,7 @@ def backward(
     lowering: triton.Lowering = "pallas",
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of query, key and value. `refs`: as forward's for keys in rows, and d_out of query's shape, the
-    parts "maximum", finite, and "rest" of its lse and delta [num_heads, num_tokens]."""
+    parts "maximum", finite, and "rest" of its lse, delta and total (`weights.OfQueries`) [num_heads, num_tokens]."""
     if problem.kinds == "decode":
         refs = refs | {"cu_q_lens": jnp.arange(problem.num_seqs + 1, dtype=jnp.int32)}
     config = problem.config
@@ -118,18 +119,31 @@ def _query_kernel(query_ref, refs, layout: SparseLayout, d_query_ref, *, problem
             where = keys.first, keys.newest, problem.config.block_kv, query_ref.dtype
             return [pool.read_up_to(which, *where)[0] for which in ("key", "value")]
 
-        def step(total: jax.Array | None, keys: walk.Keys, key_and_value: list[jax.Array]) -> jax.Array:
+        rounds = low_bits.are_lost(query_ref.dtype)
+
+        def step(
+            state: tuple[jax.Array, jax.Array] | None, keys: walk.Keys, key_and_value: list[jax.Array]
+        ) -> tuple[jax.Array, jax.Array]:
             k, v = key_and_value
             given = weights.bent(
                 triton.dot(mine.query, k, trans_b=True), problem.scale, problem.rules.softcap
             )
             d_weights = triton.dot(mine.d_out, v, trans_b=True)
             pairs = mine.pairs(given, np.s_[:, None], d_weights, keys.good, keys.seen)
-            new = triton.dot(pairs.d_products.astype(k.dtype), k)
-            return new if total is None else total + new
+            d_products, counts = weights.rounded(pairs, k.dtype)
+            new = triton.dot(d_products, k)
+            total, counted = (None, mine.delta * 0.0) if state is None else state
+            counted = counted + jnp.sum(counts, axis=1) if rounds else counted
+            return new if total is None else total + new, counted
 
-        zeros = jnp.zeros((tile.size, problem.dims[1]), jnp.float32)
-        total, bad = walk.walk(layout, head, tile, problem, walk.Walker(read, step), zeros)
+        zeros = jnp.zeros((tile.size, problem.dims[1]), jnp.float32), jnp.zeros(tile.size, jnp.float32)
+        (total, counted), bad = walk.walk(layout, head, tile, problem, walk.Walker(read, step), zeros)
+        if rounds:
+            position, held = walk.sample(layout, head, tile, SAMPLE)
+            some = read_rows(refs["key"], tile.k_start + position, kv_head, problem, held)
+            place = head + 0 * tile.token, tile.token
+            excess = counted - triton.load(refs["total"].at[place], mask=tile.real, other=0.0)
+            total = weights.settled(total, excess, some, jnp.sum(held.astype(jnp.int32)))
         total = softmax.poison(total * problem.scale, bad)
         _write(d_query_ref, tile.token, head, tile.real, total, problem)
 
@@ -178,7 +192,8 @@ def _key_value_kernel(_, query_ref, refs, seen_by: SparseLayout, d_key_ref, d_va
     kv_head = triton.program_id(0)
     mine = _key_tile(problem, refs, triton.program_id(1))
 
-    @triton.when((mine.first >= 0) & (mine.first < mine.k_len))
+    # Keys of a sequence without queries may hold anything, and have no gradient.
+    @triton.when((mine.first >= 0) & (mine.first < mine.k_len) & (mine.before < mine.k_len))
     def _():
         k, v = (read_rows(refs[name], mine.token, kv_head, problem, mine.held) for name in ("key", "value"))
 

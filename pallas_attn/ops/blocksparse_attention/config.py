@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from pallas_attn._call import configs
+from pallas_attn._call import budget, configs
 from pallas_attn._call.checks import check_int
 from pallas_attn._call.device import Device
 from pallas_attn._tile import triton
@@ -12,7 +12,8 @@ SHORT_ROW = 1024  # tokens that a block of queries sees
 PAIRED_ROW = 3072
 # Two programs of 128 queries share a multiprocessor of sm_90, if a thread has at most 128 of its registers.
 PAIRED = {"block_q": 128, "block_kv": 64, "num_warps": 8, "num_stages": 2, "max_registers": 128}
-RESERVED_KIB = 2  # of shared memory, for layouts and reductions
+PER_QUERY_BYTES = 8  # of a gradient's log-sum-exps and deltas
+DECODE_ROWS = 16  # of which one is a query: the tensor core's least
 POWERS_OF_TWO = {**configs.POWERS_OF_TWO, "decode_block_kv": 16, "decode_warps": 1, "decode_heads": 1}
 POWERS_OF_TWO |= {f"{kernel}_{size}": 16 for kernel in ("dq", "dkv") for size in ("block_q", "block_kv")}
 POWERS_OF_TWO |= {"dq_warps": 1, "dkv_warps": 1}
@@ -99,8 +100,20 @@ def heuristic(
     block_q, block_kv, num_stages = min(most_q, q_block_size), min(most_q, block_size), 3
 
     def fits() -> bool:
-        needed = (block_q + 2 * num_stages * block_kv) * width * itemsize
-        return needed <= (device.shared_kib - RESERVED_KIB) * 1024
+        tile = budget.Tile(
+            rows=block_q,
+            tokens=block_kv,
+            held=(width,),
+            walked=(width, width),
+            itemsize=itemsize,
+            num_warps=warps(),
+            num_stages=num_stages,
+            spare=True,
+        )
+        return tile.fits(device)
+
+    def warps() -> int:
+        return 8 if block_q * max(width, block_kv) > 64 * 128 else 4
 
     while not fits() and num_stages > 2:
         num_stages -= 1
@@ -108,15 +121,27 @@ def heuristic(
         block_kv //= 2
     while (not fits() or block_q * width > most_sums) and block_q > 16:
         block_q //= 2
-    num_warps = 8 if block_q * max(width, block_kv) > 64 * 128 else 4
-    decode_block_kv = min(64, block_size, max(16, 16384 // (width * itemsize)))
+    while not fits() and block_kv > 16:
+        block_kv //= 2
+    decode = budget.Tile(
+        rows=DECODE_ROWS,
+        tokens=min(64, block_size, max(16, 16384 // (width * itemsize))),
+        held=(width,),
+        walked=(width, width),
+        itemsize=itemsize,
+        num_warps=4,
+        num_stages=3,
+    )
+    decode = budget.fitted(decode, device)
     wanted = 8 * device.num_cores // streams
     chosen = {
         "block_q": block_q,
         "block_kv": block_kv,
-        "num_warps": num_warps,
+        "num_warps": warps(),
         "num_stages": num_stages,
-        "decode_block_kv": decode_block_kv,
+        "decode_block_kv": decode.tokens,
+        "decode_warps": decode.num_warps,
+        "decode_stages": decode.num_stages,
         "num_splits": max(1, min(wanted, int(row_blocks) * block_size // 64, MOST_PIECES)),
     }
     chosen |= _backward(width, itemsize, block_size, q_block_size, device)
@@ -149,10 +174,23 @@ def _backward(
     for name, (block_q, block_kv, warps, stages) in tiles.items():
         block_q, block_kv = min(block_q, q_block_size), min(block_kv, block_size)
         held, walked = (block_q, block_kv)[:: 1 if name == "dq" else -1]
-        rows = (device.shared_kib - RESERVED_KIB) * 1024 // (2 * width * itemsize)
-        stages = max(1, min(stages, (rows - held) // walked))
         if width <= 128:
             warps = min(warps, max(4, held // 16))  # each has 16 rows of what a program holds, at the least
+        tile = budget.Tile(
+            rows=held,
+            tokens=walked,
+            held=(width, width),
+            walked=(width, width),
+            itemsize=itemsize,
+            num_warps=warps,
+            num_stages=stages,
+            spare=True,
+            token_bytes=PER_QUERY_BYTES if name == "dkv" else 0,
+            pair_tiles=2 if name == "dkv" else 1,
+            rereads=True,
+        )
+        tile = budget.fitted(tile, device)
+        block_q, block_kv = (tile.rows, tile.tokens)[:: 1 if name == "dq" else -1]
         chosen |= {f"{name}_block_q": block_q, f"{name}_block_kv": block_kv}
-        chosen |= {f"{name}_warps": warps, f"{name}_stages": stages}
+        chosen |= {f"{name}_warps": warps, f"{name}_stages": tile.num_stages}
     return chosen

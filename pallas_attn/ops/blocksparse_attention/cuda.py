@@ -46,10 +46,15 @@ def is_slower(problem: Problem) -> bool:
 
 
 def prefill(
-    query: jax.Array, refs: dict[str, jax.Array], layout: SparseLayout, *, problem: Problem
-) -> tuple[jax.Array, jax.Array]:
-    """As `kernel.prefill`: (out, lse [num_tokens, num_heads, 2]); of sequences with one query, where the call is mixed,
-    nothing is written.
+    query: jax.Array,
+    refs: dict[str, jax.Array],
+    layout: SparseLayout,
+    *,
+    problem: Problem,
+    keep: bool = False,
+) -> tuple[jax.Array, ...]:
+    """As `kernel.prefill`: (out, lse [num_tokens, num_heads, 2]) and, with `keep`, a byte of out's lower bits; of
+    sequences with one query, where the call is mixed, nothing is written.
 
     vmap calls it once for each of the batch, one after the other. It knows nothing of a mesh: `partition` does.
     """
@@ -59,12 +64,14 @@ def prefill(
         (
             jax.ShapeDtypeStruct(query.shape, query.dtype),
             jax.ShapeDtypeStruct((*query.shape[:2], 2), jnp.float32),
+            # Without `keep` nothing is written.
+            jax.ShapeDtypeStruct(query.shape if keep else (0, *query.shape[1:]), jnp.int8),
             # A counter: an output, because a handler that allocates cannot be part of a command buffer.
             jax.ShapeDtypeStruct((1,), jnp.int32),
         ),
         vmap_method="sequential",
     )
-    out, lse, _ = call(
+    out, lse, low, _ = call(
         query,
         refs["key"],
         refs["value"],
@@ -78,4 +85,4 @@ def prefill(
         heads_together=np.int64(heads_together(problem, query.dtype.itemsize)),
         skip_single=problem.kinds == "mixed",
     )
-    return out, lse
+    return (out, lse, low) if keep else (out, lse)

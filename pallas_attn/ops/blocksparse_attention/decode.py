@@ -22,6 +22,7 @@ from pallas_attn._call.configs import SplitKVConfig
 from pallas_attn._tile import logits, masking, merge, result, rows, softmax, triton
 from pallas_attn._tile.pieces import Cut, ceil_div
 from pallas_attn._tile.problem import SplitKVProblem
+from pallas_attn.ops.blocksparse_attention.config import DECODE_ROWS
 from pallas_attn.ops.blocksparse_attention.layout import SparseLayout
 from pallas_attn.ops.blocksparse_attention.problem import (
     Blocks,
@@ -33,8 +34,6 @@ from pallas_attn.ops.blocksparse_attention.problem import (
 )
 
 NONE = np.int32(2**31 - 1)  # no block
-# The tensor core's least, of which one is the query.
-TILE_ROWS = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,7 +79,7 @@ def decode(
         max_pages=1,
         pool=problem.pool,
         scale=problem.scale,
-        config=SplitKVConfig(TILE_ROWS, config.decode_block_kv, config.num_splits),
+        config=SplitKVConfig(DECODE_ROWS, config.decode_block_kv, config.num_splits),
     )
     before = len(jax.tree.leaves((query, refs, layout)))
     outputs = triton.kernel_call(
@@ -159,7 +158,7 @@ def _serve(
     first_head = some_heads * heads
     kv_head = first_head // problem.group
     k_start, k_len, bad_len = _sequence(problem, refs, seq)
-    lane = jnp.arange(TILE_ROWS)
+    lane = jnp.arange(DECODE_ROWS)
     mine = rows.Rows(first_head % problem.group + lane, lane < heads, kv_head, 0 * lane, first_head + lane)
     dims = problem.dims
     q = rows.load(query_ref, mine, (token,), dims)
@@ -192,7 +191,7 @@ def _serve(
         return state, [one.at(one.next + moves * h) for one, h in zip(listed, has, strict=True)]
 
     number = jnp.minimum(functools.reduce(jnp.add, [one.stop - one.next for one in listed]), width)
-    start = softmax.start((TILE_ROWS,), dims[1]), listed
+    start = softmax.start((DECODE_ROWS,), dims[1]), listed
     state, _ = lax.fori_loop(0, number * tiles, step, start)
     out, lse = softmax.finish(state)
     bad = bad_len | _by_lane(bad, lane)

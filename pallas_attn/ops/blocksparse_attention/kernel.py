@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn._tile import logits, masking, result, rows, softmax, triton
+from pallas_attn._tile import logits, low_bits, masking, result, rows, softmax, triton
 from pallas_attn.ops.blocksparse_attention import walk
 from pallas_attn.ops.blocksparse_attention.layout import SparseLayout
 from pallas_attn.ops.blocksparse_attention.problem import Keys, Problem, read_rows
@@ -27,33 +27,38 @@ def prefill(
     layout: SparseLayout,
     *,
     problem: Problem,
+    keep: bool = False,
     lowering: triton.Lowering,
-) -> tuple[jax.Array, jax.Array]:
-    """query [num_tokens, num_heads, head_dim] -> (out, lse [num_tokens, num_heads, 2] in its parts, of products); of
-    sequences with one query, where the call is mixed, nothing is written.
+) -> tuple[jax.Array, ...]:
+    """query [num_tokens, num_heads, head_dim] -> (out, lse [num_tokens, num_heads, 2] in its parts, of products) and,
+    with `keep`, of 16 bits, a byte of out's lower bits, as out; of sequences with one query, where the call is mixed,
+    nothing is written.
 
     `refs`: key, value, cu_q_lens, and cu_k_lens or (block_tables, seq_lens).
     """
     config = problem.config
     together = heads_together(problem, query.dtype.itemsize)
     num_slots = walk.num_slots(problem)
-    out, lse = triton.kernel_call(
-        functools.partial(_prefill_kernel, problem=problem, num_slots=num_slots, together=together),
-        query,
-        refs,
-        layout,
-        name="pallas_attn_blocksparse_prefill",
-        grid=(together, num_slots, problem.num_heads // together),
-        out_shape=[
-            jax.ShapeDtypeStruct(query.shape, query.dtype),
-            jax.ShapeDtypeStruct((*query.shape[:2], 2), jnp.float32),
-        ],
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        max_registers=config.max_registers,
-        lowering=lowering,
+    lower = [jax.ShapeDtypeStruct(query.shape, jnp.int8)] if keep and low_bits.are_lost(query.dtype) else []
+    return tuple(
+        triton.kernel_call(
+            functools.partial(_prefill_kernel, problem=problem, num_slots=num_slots, together=together),
+            query,
+            refs,
+            layout,
+            name="pallas_attn_blocksparse_prefill",
+            grid=(together, num_slots, problem.num_heads // together),
+            out_shape=[
+                jax.ShapeDtypeStruct(query.shape, query.dtype),
+                jax.ShapeDtypeStruct((*query.shape[:2], 2), jnp.float32),
+                *lower,
+            ],
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            max_registers=config.max_registers,
+            lowering=lowering,
+        )
     )
-    return out, lse
 
 
 def heads_together(problem: Problem, itemsize: int) -> int:
@@ -67,8 +72,16 @@ def heads_together(problem: Problem, itemsize: int) -> int:
 
 
 def _prefill_kernel(
-    query_ref, refs, layout: SparseLayout, out_ref, lse_ref, *, problem: Problem, num_slots: int, together: int
-):  # fmt: skip
+    query_ref,
+    refs,
+    layout: SparseLayout,
+    out_ref,
+    lse_ref,
+    *low_refs,
+    problem: Problem,
+    num_slots: int,
+    together: int,
+):
     head = triton.program_id(2) * together + triton.program_id(0)
     tile = walk.tile_of(problem, refs, num_slots - 1 - triton.program_id(1))
     kv_head = head // problem.group
@@ -100,6 +113,10 @@ def _prefill_kernel(
         held = rows.Rows(mine.position, mine.real, kv_head, mine.token, head)
         done = result.Result(held, (mine.token,), [dims], [out], lse)
         result.store(done, (out_ref, lse_ref), 0, True)
+        for ref in low_refs:
+            result.store_out(
+                done._replace(out=[low_bits.of(out, out.astype(query_ref.dtype), ref.dtype)]), ref
+            )
 
 
 def _attend(state, keys: walk.Keys, read: Any, *, q: jax.Array, problem: Problem):

@@ -29,6 +29,8 @@ def blocksparse_attention_xla(
     cu_q = arrays["cu_q_lens"] if problem.kinds != "decode" else jnp.arange(num_seqs + 1)
     cu_q = jnp.clip(cu_q, 0, tokens).at[0].set(0)
     if problem.cache_layout is None:
+        # Gradients of keys and values are sums over all slots, rounded once.
+        arrays = arrays | {name: arrays[name].astype(jnp.float32) for name in ("key", "value")}
         k_start, k_end = arrays["cu_k_lens"][:-1], arrays["cu_k_lens"][1:]
         bad_lens = (k_start < 0) | (k_end < k_start) | (k_end > problem.pool.num_pages)
     else:
@@ -69,6 +71,8 @@ def blocksparse_attention_xla(
         by_kv_head = weights.reshape(problem.pool.num_kv_heads, problem.group, block_q, -1)
         acc = jnp.einsum("hgqk,khd->hgqd", by_kv_head, values, precision="highest")
         out, lse = softmax.finish(state._replace(acc=acc.reshape(state.acc.shape)))
+        # Of a query that sees nothing no gradient comes back, were its cotangent NaN.
+        out = jnp.where(lse.rest[..., None] == -jnp.inf, 0.0, out)
         wrong = (first >= 0) & bad[:, row]
         wrong = bad_lens[seq] | ~inside | wrong[:, None] | jnp.any(visible & ~usable, axis=2)
         # The query's gradient is NaN, too; of keys and values, wrong rows have no part.

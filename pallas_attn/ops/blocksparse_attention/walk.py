@@ -146,6 +146,21 @@ def walk(
     return state, bad | near.blocks.bad | near.bad
 
 
+def sample(layout: SparseLayout, head: jax.Array, tile: Tile, size: int) -> tuple[jax.Array, jax.Array]:
+    """([size] positions, which of them there are) evenly spread over the newest block that queries of the tile see."""
+    row = jnp.maximum(divided(tile.first, layout.q_block_size)[0], -1)
+    near = Blocks.of_row(layout, head, row).near()
+    blocks, newest = near.blocks, divided(tile.newest, layout.block_size)[0]
+    older = jnp.where(blocks.diagonal > blocks.begin, blocks.column(blocks.diagonal - 1), -1)
+    column = jnp.max(jnp.where(near.columns <= newest, near.columns, -1))
+    column = jnp.maximum(column, jnp.where(older <= newest, older, -1))
+    first = jnp.maximum(column, 0) * layout.block_size
+    end = jnp.where(column < 0, 0, jnp.minimum(first + layout.block_size, tile.newest + 1))
+    apart = jnp.maximum((end - first) // size, 1)
+    position = first + apart // 2 + apart * jnp.arange(size)
+    return position, position < end
+
+
 def _own_tiles(state: Any, own: jax.Array, near: Near, tile: Tile, problem: Problem, walker: Walker) -> Any:
     """From position `own` on, those that the row lists."""
     block_kv = problem.config.block_kv

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from pallas_attn._call import configs, dispatch
 from pallas_attn._call.checks import ArgumentChecker, check_int
-from pallas_attn._tile import options, triton
+from pallas_attn._tile import options, segments, triton
 from pallas_attn._tile.dense import DenseLayout
 from pallas_attn._tile.layout import handles
 from pallas_attn._types import Implementation
@@ -36,9 +36,9 @@ def _supports(case: Case, lowering: triton.Lowering) -> str | None:
 
 
 def _tiled(lowering: triton.Lowering) -> Passes:
-    def forward(operands: Arrays, *, rules: Rules, config: Any):
+    def forward(operands: Arrays, *, rules: Rules, config: Any, keep: bool):
         tiles = resolve(operands, rules, config).forward
-        return kernel.forward(operands, rules=rules, tiles=tiles, lowering=lowering)
+        return kernel.forward(operands, rules=rules, tiles=tiles, keep=keep, lowering=lowering)
 
     def gradients(of: Any, operands: Arrays, *, rules: Rules, config: Any, **static: Any):
         config = resolve(operands, rules, config)
@@ -71,6 +71,7 @@ def flash_attention(
     scale: float | None = None, softcap: float | None = None, sinks: jax.Array | None = None,
     return_lse: Literal[False] = False, layout: DenseLayout = "BTNH",
     implementation: Implementation | None = None, config: FlashAttentionConfig | None = None,
+    residual_checkpoint_name: str | None = None,
 ) -> jax.Array: ...  # fmt: skip
 
 
@@ -82,7 +83,7 @@ def flash_attention(
     sliding_window: int | tuple[int | None, int | None] | None = None, q_offset: int = 0,
     scale: float | None = None, softcap: float | None = None, sinks: jax.Array | None = None,
     return_lse: Literal[True], layout: DenseLayout = "BTNH", implementation: Implementation | None = None,
-    config: FlashAttentionConfig | None = None,
+    config: FlashAttentionConfig | None = None, residual_checkpoint_name: str | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
 
 
@@ -94,7 +95,7 @@ def flash_attention(
     sliding_window: int | tuple[int | None, int | None] | None = None, q_offset: int = 0,
     scale: float | None = None, softcap: float | None = None, sinks: jax.Array | None = None,
     return_lse: bool = False, layout: DenseLayout = "BTNH", implementation: Implementation | None = None,
-    config: FlashAttentionConfig | None = None,
+    config: FlashAttentionConfig | None = None, residual_checkpoint_name: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
 def flash_attention(
     query: jax.Array,
@@ -115,13 +116,16 @@ def flash_attention(
     layout: DenseLayout = "BTNH",
     implementation: Implementation | None = None,
     config: FlashAttentionConfig | None = None,
+    residual_checkpoint_name: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention of dense queries over dense keys and values, with gradients, in memory that grows with their number.
 
     Nothing of size q_len x kv_len is made, forward or backward, but what the caller brings (`bias`, `mask`, which are
     spread over the keys where they have q_len rows of one element). Softmax and accumulation are float32; the same
-    inputs and config give the same bits, gradients too: nothing is summed in an order that may change. Works inside
-    jit, scan, vmap, checkpoint and shard_map; there are first derivatives in reverse mode. All options combine. Keys
+    inputs and config give the same bits, gradients too: nothing is summed in an order that may change. 16-bit gradients
+    of keys or values that share an offset are as exact as of others. Works inside jit, scan, vmap, checkpoint and
+    shard_map; there are first derivatives in reverse mode (jax.grad, jax.vjp), by "xla" second ones too, and none in
+    forward mode (jax.jvp, jax.hessian, jax.linear_transpose). All options combine. Keys
     and values that `causal` and `sliding_window` hide from every query may hold anything, NaN included; what some query
     sees must be finite, or its neighbours may get NaN too.
 
@@ -141,7 +145,8 @@ def flash_attention(
             nor gradients of one change in a single bit when another's contents do, be it to NaN; and what lies between
             other documents costs no time. Any order of ids is right, ascending ones in one piece each are fast.
         cu_q_lens: [num_seqs + 1] int32, instead of segment_ids: batch is 1, and document i has tokens
-            [cu_q_lens[i], cu_q_lens[i + 1]). Tokens beyond the last are padding: out 0, lse -inf, gradients 0.
+            [cu_q_lens[i], cu_q_lens[i + 1]). Tokens beyond the last are padding: out 0, lse -inf, with sinks too, and
+            no gradient from or to them, whatever they hold.
         causal: query i sees keys up to i + q_offset.
         sliding_window: an int w >= 1: query i sees the keys less than w away from i + q_offset, on both sides; with
             `causal`, the newest w up to itself. Or (left, right), each >= 0 or None for no bound: keys from
@@ -156,11 +161,14 @@ def flash_attention(
             kernels by Triton itself, where Pallas cannot; the extra of that name), "xla" (anywhere) or "interpret"
             (the Pallas kernels run in Python, slow).
         config: tile sizes for "pallas", "triton" and "interpret"; None takes the measured or the heuristic ones.
+        residual_checkpoint_name: under which jax.checkpoint's policies know what the backward pass needs of the forward
+            pass: with `jax.checkpoint_policies.save_only_these_names(name)` the forward kernel runs once, and out, lse
+            and a byte for each element of a 16-bit out are kept. None: a policy knows nothing of them.
 
     Returns:
         out, of query's shape with value_dim, in query's dtype; with return_lse, also lse, of query's shape without
-        head_dim, float32. A query that sees no key has out 0 and lse -inf (with `sinks`, the head's sink), and passes
-        no gradient on.
+        head_dim, float32. A query that sees no key has out 0 and lse -inf, and passes no gradient on, were its
+        cotangent NaN; with `sinks` its lse is the head's sink, which has a gradient through it.
 
     Raises:
         TypeError: an argument of the wrong dtype or a config of the wrong type.
@@ -189,6 +197,7 @@ def flash_attention(
         layout=layout,
         implementation=implementation,
         config=config,
+        residual_checkpoint_name=residual_checkpoint_name,
     )
 
 
@@ -212,6 +221,7 @@ def serve(
     sinks: Any = None,
     layout: Any = "BTNH",
     config: Any = None,
+    residual_checkpoint_name: Any = None,
     without_tokens: bool = False,
 ) -> Any:
     """`flash_attention`, for functions that have some of its arguments under other names, which `check` knows.
@@ -226,6 +236,7 @@ def serve(
     check.flag("return_lse", return_lse)
     check_int(check.function, "q_offset", q_offset, -arguments.LONGEST, arguments.LONGEST)
     dispatch.check_name(check.function, FUNCTION, implementation)
+    check.instance("residual_checkpoint_name", residual_checkpoint_name, str, optional=True)
     band = arguments.band(check, causal, sliding_window, int(q_offset))
     group = dims["num_heads"] // dims["num_kv_heads"]
 
@@ -239,7 +250,10 @@ def serve(
     if mask is not None:
         others["mask"] = arguments.pairwise(check, "mask", mask, (jnp.bool_,), group).astype(jnp.int8)
     sides = arguments.documents(check, segment_ids, cu_q_lens)
+    padding = None
     if sides is not None:
+        if cu_q_lens is not None and sinks is not None:
+            padding = segments.padding(sides[0])
         (q_rank, q_table), (kv_rank, kv_table) = sides
         others |= {"q_rank": q_rank, "q_table": q_table, "kv_rank": kv_rank, "kv_table": kv_table}
 
@@ -258,7 +272,8 @@ def serve(
         out = jnp.zeros((*query.shape[:-1], dims["value_dim"]), query.dtype)
         lse = jnp.full((dims["batch"], dims["num_heads"], dims["q_len"]), -jnp.inf, jnp.float32)
     else:
-        out, lse = attend(Call(rules, PASSES[name], config), floats, others)
+        call = Call(rules, PASSES[name], config, residual_checkpoint_name)
+        out, lse = attend(call, floats, others, padding)
     out = out.reshape(*query.shape[:-1], dims["value_dim"])
     if not return_lse:
         return out

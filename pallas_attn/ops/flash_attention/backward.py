@@ -15,12 +15,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_attn._tile import dense, logits, softmax, triton, weights
+from pallas_attn._call.device import current_device
+from pallas_attn._tile import dense, logits, low_bits, softmax, triton, weights
 from pallas_attn._tile.rows import Chunk
 from pallas_attn.ops.flash_attention import scores, walk
-from pallas_attn.ops.flash_attention.config import FlashAttentionConfig, FlashAttentionTiles
+from pallas_attn.ops.flash_attention.config import (
+    FlashAttentionConfig,
+    FlashAttentionTiles,
+    fitted,
+    pair_bytes,
+)
 from pallas_attn.ops.flash_attention.kernel import of_program, sides
 from pallas_attn.ops.flash_attention.problem import Problem, Rules
+
+SAMPLE = 16  # keys whose mean stands for what all have in common
 
 
 @functools.partial(jax.jit, static_argnames=("rules", "config", "lowering"))
@@ -32,7 +40,8 @@ def backward(
     lowering: triton.Lowering = "pallas",
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of query, key and value, each as its array. `operands`: as forward's, and "d_out" of out's shape,
-    "maximum" and "rest", the parts of its lse, both finite, and "delta" [batch, num_kv_heads, group, q_len]."""
+    "maximum" and "rest", the parts of its lse, both finite, and "delta" and "total" (`weights.OfQueries`) [batch,
+    num_kv_heads, group, q_len]."""
     problem = Problem.of(operands, rules)
     query, key, value = (
         jax.ShapeDtypeStruct(operands[name].shape, operands[name].dtype) for name in ("query", "key", "value")
@@ -97,8 +106,10 @@ def _query_kernel(refs, d_query_ref, *, problem: Problem, tiles: FlashAttentionT
     mine = walk.block(queries, cell.batch, index)
     pool = dense.Stream(rules.layout, cell.batch, (cell.kv_head,))
     rows = _rows(refs, problem, cell, mine.tokens, mine.real)
+    rounds = low_bits.are_lost(refs["key"].dtype)
 
-    def step(sums: tuple[jax.Array, ...], tile: walk.Tile) -> tuple[jax.Array, ...]:
+    def step(state: tuple[Any, jax.Array], tile: walk.Tile) -> tuple[Any, jax.Array]:
+        sums, counted = state
         k = pool.read(refs["key"], tile.tokens, tile.held, problem.query_chunks)
         v = pool.read(refs["value"], tile.tokens, tile.held, problem.value_chunks)
         query_at, key_at = mine.tokens[:, None], tile.tokens[None, :]
@@ -107,12 +118,23 @@ def _query_kernel(refs, d_query_ref, *, problem: Problem, tiles: FlashAttentionT
         seen = scores.visible(rules.band, query_at, key_at, tile.masked, [tile.held[None, :]])
         d_weights = logits.products(rows.d_out, v, None)
         pairs = _pairs(given, rows, np.s_[:, None], d_weights, seen)
-        d_products = pairs.d_products.astype(refs["key"].dtype)
-        return tuple(total + triton.dot(d_products, part) for total, part in zip(sums, k, strict=True))
+        d_products, counts = weights.rounded(pairs, refs["key"].dtype)
+        if rounds:
+            counted = counted + jnp.sum(counts, axis=1)
+        added = tuple(total + triton.dot(d_products, part) for total, part in zip(sums, k, strict=True))
+        return added, counted
 
     def gradient(part: walk.Part) -> None:
         sums = tuple(jnp.zeros((tiles.block_q, size), jnp.float32) for _, size in problem.query_chunks)
-        sums = walk.walk(mine, part, queries, keys, rules.band, cell.batch, step, sums)
+        state = sums, jnp.zeros(tiles.block_q, jnp.float32)
+        sums, counted = walk.walk(mine, part, queries, keys, rules.band, cell.batch, step, state)
+        if rounds:
+            tokens, held = walk.sample(mine, part, queries, keys, rules.band, cell.batch, SAMPLE)
+            some = pool.read(refs["key"], tokens, held, problem.query_chunks)
+            place = dense.per_token(refs["total"], cell, mine.tokens)
+            excess = counted - triton.load(place, mask=mine.real, other=0.0)
+            number = jnp.sum(held.astype(jnp.int32))
+            sums = [weights.settled(x, excess, k, number) for x, k in zip(sums, some, strict=True)]
         stream = dense.Stream(rules.layout, cell.batch, (cell.kv_head, cell.place))
         scaled = [total * rules.scale for total in sums]
         stream.write(d_query_ref, mine.tokens, part.tokens, problem.query_chunks, scaled)
@@ -181,7 +203,10 @@ def bias_gradient(
     lowering: triton.Lowering = "pallas",
 ) -> jax.Array:
     """Gradient of the bias, of its shape: [batch or 1, num_kv_heads or 1, group or 1, q_len or 1, kv_len]."""
-    problem, tiles, shape = Problem.of(operands, rules), config.key_value, operands["bias"].shape
+    problem, shape = Problem.of(operands, rules), operands["bias"].shape
+    itemsize, device = operands["query"].dtype.itemsize, current_device()
+    # No side stays where it is: both take buffers.
+    tiles = fitted(config.key_value, "bias", problem, itemsize, pair_bytes(operands), device)
     q_blocks = problem.blocks("query", tiles.block_q) if shape[3] > 1 else 1
     (d_bias,) = triton.kernel_call(
         functools.partial(_bias_kernel, problem=problem, tiles=tiles, q_blocks=q_blocks, shape=shape),

@@ -7,12 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._call import configs
+from pallas_attn._call import budget, configs
 from pallas_attn._call.checks import dtype_name, fail
 from pallas_attn._call.device import Device, current_device
 from pallas_attn.ops.flash_attention.problem import Problem, Rules
 
-RESERVED_KIB = 4  # for log-sum-exps and reductions
+PER_QUERY_BYTES = 8  # of a gradient's log-sum-exps and deltas
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ def resolve(
 ) -> FlashAttentionConfig:
     """The caller's own, or of each kernel measured tiles or the heuristic's."""
     problem, dtype = Problem.of(operands, rules), operands["query"].dtype
-    pairs = sum(operands[name].dtype.itemsize for name in ("bias", "mask") if name in operands)
+    pairs = pair_bytes(operands)
     documents = "q_rank" in operands
     key = dict(
         head_dim=problem.head_dim,
@@ -89,6 +89,11 @@ def resolve(
         return getattr(found, kernel)
 
     return FlashAttentionConfig(*map(tiles, KERNELS))
+
+
+def pair_bytes(operands: dict[str, jax.Array]) -> int:
+    """What is read for each query and key."""
+    return sum(operands[name].dtype.itemsize for name in ("bias", "mask") if name in operands)
 
 
 def heuristic(
@@ -131,37 +136,43 @@ def heuristic(
             query=FlashAttentionTiles(64, 32, 4, 2),
             key_value=FlashAttentionTiles(32, 64, 8, 2),
         )
-    key, value = (sum(size for _, size in chunks) for chunks in (problem.query_chunks, problem.value_chunks))
-    held = dict(forward=("q", key), query=("q", key + value), key_value=("kv", key + value))
-    for name, (side, width) in held.items():
-        walked = (key + value) * itemsize
-        chosen[name] = _fitted(chosen[name], side, width * itemsize, walked, pair_bytes, device)
+    for name in KERNELS:
+        chosen[name] = fitted(chosen[name], name, problem, itemsize, pair_bytes, device)
     chosen |= {name: dataclasses.replace(chosen[name], **fields) for name, fields in measured.items()}
     return FlashAttentionConfig(**chosen)
 
 
-def _fitted(
-    tiles: FlashAttentionTiles,
-    held: str,
-    held_bytes: int,
-    walked_bytes: int,
-    pair_bytes: int,
-    device: Device,
+def needs(
+    tiles: FlashAttentionTiles, kernel: str, problem: Problem, itemsize: int, pair_bytes: int
+) -> budget.Tile:
+    """What a program of a kernel, or of that for the gradient of a bias ("bias"), takes. Of queries a gradient needs
+    what they were and their outputs' gradients."""
+    key, value = (sum(size for _, size in chunks) for chunks in (problem.query_chunks, problem.value_chunks))
+    holds_keys = kernel == "key_value"
+    rows, tokens = (tiles.block_q, tiles.block_kv)[:: -1 if holds_keys else 1]
+    return budget.Tile(
+        rows=rows,
+        tokens=tokens,
+        held=(key,) if kernel == "forward" else (key, value),
+        walked=(key, value),
+        itemsize=itemsize,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        spare=True,
+        token_bytes=PER_QUERY_BYTES if holds_keys else 0,
+        pair_bytes=pair_bytes,
+        pair_tiles=2 if holds_keys else 1,
+        exchanges_pairs=pair_bytes > 0,
+        rereads=kernel in ("query", "key_value"),
+        walks_rows=kernel == "bias",
+    )
+
+
+def fitted(
+    tiles: FlashAttentionTiles, kernel: str, problem: Problem, itemsize: int, pair_bytes: int, device: Device
 ) -> FlashAttentionTiles:
-    """With fewer stages or smaller tiles, until a program's tokens are in shared memory: those it holds, and those it
-    walks over in a buffer for each stage."""
-
-    def needed(tiles: FlashAttentionTiles) -> int:
-        mine, theirs = (tiles.block_q, tiles.block_kv)[:: 1 if held == "q" else -1]
-        return mine * held_bytes + theirs * (walked_bytes + mine * pair_bytes) * tiles.num_stages
-
-    while needed(tiles) > (device.shared_kib - RESERVED_KIB) * 1024:
-        if tiles.num_stages > 2:
-            tiles = dataclasses.replace(tiles, num_stages=tiles.num_stages - 1)
-        elif max(tiles.block_q, tiles.block_kv) == 16:
-            break
-        elif tiles.block_q >= tiles.block_kv:
-            tiles = dataclasses.replace(tiles, block_q=tiles.block_q // 2)
-        else:
-            tiles = dataclasses.replace(tiles, block_kv=tiles.block_kv // 2)
-    return tiles
+    """With fewer stages or smaller tiles, until they fit."""
+    least = min(2, tiles.num_stages)
+    tile = budget.fitted(needs(tiles, kernel, problem, itemsize, pair_bytes), device, least_stages=least)
+    block_q, block_kv = (tile.rows, tile.tokens)[:: -1 if kernel == "key_value" else 1]
+    return FlashAttentionTiles(block_q, block_kv, tile.num_warps, tile.num_stages)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._call import partition
-from pallas_attn._tile import derivative, softmax, weights
+from pallas_attn._tile import derivative, low_bits, softmax, weights
 from pallas_attn.ops.flash_attention.config import FlashAttentionConfig
 from pallas_attn.ops.flash_attention.problem import Rules
 from pallas_attn.ops.flash_attention.scores import natural_scale
@@ -22,6 +22,7 @@ OTHERS = {
     "q_table": "seqs ranks span",
     "kv_table": "seqs ranks span",
 }
+PADDING = "padding"
 
 type Arrays = derivative.Arrays
 
@@ -30,7 +31,7 @@ class Passes(NamedTuple):
     """An implementation: (operands, *, rules, config) -> results, as kernel.py and backward.py have them."""
 
     name: str
-    forward: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
+    forward: Callable[..., tuple[jax.Array, ...]]
     backward: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
     bias_gradient: Callable[..., jax.Array]
 
@@ -43,9 +44,15 @@ class Call:
     passes: Passes
     config: FlashAttentionConfig | None
     """The caller's own."""
+    checkpoint_name: str | None = None
 
     def run(
-        self, fn: Callable[..., Any], operands: Arrays, results: tuple[str, ...], summed: Any = None
+        self,
+        fn: Callable[..., Any],
+        operands: Arrays,
+        results: tuple[str, ...],
+        summed: Any = None,
+        **static: Any,
     ) -> Any:
         return partition.run(
             FUNCTION,
@@ -53,7 +60,7 @@ class Call:
             operands,
             {name: self.dims(name, array.shape) for name, array in operands.items()},
             results,
-            static={"rules": self.rules, "passes": self.passes, "config": self.config},
+            static={"rules": self.rules, "passes": self.passes, "config": self.config, **static},
             summed=summed,
             implementation=self.passes.name,
         )
@@ -65,10 +72,9 @@ class Call:
             return " ".join("one" if size == 1 else kind for kind, size in zip(kinds, shape, strict=True))
         named = {
             **OTHERS,
+            PADDING: "seqs q",
             "sinks": "heads group",
-            "maximum": "seqs heads group q",
-            "rest": "seqs heads group q",
-            "delta": "seqs heads group q",
+            **dict.fromkeys(("maximum", "rest", "delta", "total"), "seqs heads group q"),
         }
         if name in named:
             return named[name]
@@ -76,41 +82,60 @@ class Call:
         return f"seqs {tokens} {heads} dim" if self.rules.layout == "BTNH" else f"seqs {heads} {tokens} dim"
 
 
-def attend(call: Call, floats: Arrays, others: Arrays) -> tuple[jax.Array, jax.Array]:
+def attend(
+    call: Call, floats: Arrays, others: Arrays, padding: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
     """(out as query, lse [batch, num_kv_heads, group, q_len]). Gradients flow to `floats`: query, key, value, sinks,
-    bias."""
+    bias. `padding` [batch, q_len]: queries whose lse is -inf, even where there are sinks."""
+    if padding is not None:
+        others = others | {PADDING: padding}
 
-    def attended(floats: Arrays, others: Arrays) -> derivative.Results:
-        results = (call.dims("query", ()), *["seqs heads group q"] * 2)
-        out, *parts = call.run(_forward, floats | others, results)
-        return out, softmax.Lse(*parts).natural(natural_scale(call.rules, floats)), *parts
+    def forward(floats: Arrays, others: Arrays, keep: bool) -> tuple[derivative.Results, Any]:
+        loses = keep and low_bits.are_lost(floats["query"].dtype)
+        query = call.dims("query", ())
+        results = (query, *["seqs heads group q"] * 2, *([query] if loses else []))
+        out, maximum, rest, *low = call.run(_forward, floats | others, results, keep=loses)
+        lse = softmax.Lse(maximum, rest)
+        natural = lse.natural(natural_scale(call.rules, floats))
+        return (out, natural), (weights.Kept(lse, low[0] if low else None) if keep else None)
 
-    out, lse, *_ = derivative.differentiable(attended, functools.partial(_gradients, call), floats, others)
+    rule = derivative.Rule(FUNCTION, forward, functools.partial(_gradients, call), call.checkpoint_name)
+    out, lse = derivative.differentiable(rule, floats, others)
     return out, lse
 
 
-def _gradients(call: Call, floats: Arrays, others: Arrays, results, cotangents, asked) -> dict[str, Any]:
-    (out, _, *parts), (d_out, d_lse, *_) = results, cotangents
-    lse = softmax.Lse(*parts)
-    if call.rules.layout == "BTNH":
-        delta = jnp.moveaxis(weights.delta(out, d_out, jnp.moveaxis(d_lse, -1, 1)), 1, -1)
+def _gradients(
+    call: Call, floats: Arrays, others: Arrays, results, kept: weights.Kept, cotangents, asked
+) -> dict[str, Any]:
+    (out, natural), (d_out, d_lse) = results, cotangents
+    lse = kept.lse.following(natural)
+
+    def by_head(x: jax.Array) -> jax.Array:
+        """[batch, num_kv_heads, group, q_len] of numbers that stand as out's rows."""
+        return jnp.moveaxis(x, 1, -1) if call.rules.layout == "BTNH" else x
+
+    product = by_head(weights.product(out, kept.low, d_out))
+    if "sinks" in floats:
+        sinks = softmax.finite_sink(floats["sinks"])[None, :, :, None]
+        found = weights.of_queries(product, lse, d_lse, sinks, natural_scale(call.rules, floats))
     else:
-        delta = weights.delta(out, d_out, d_lse)
+        found = weights.of_queries(product, lse, d_lse)
+    if call.passes.name == "xla" or "mask" in others or "bias" in floats:
+        # Elsewhere kernels never read, of whole tiles, what sees no key.
+        blind = jnp.moveaxis(found.blind, -1, 1) if call.rules.layout == "BTNH" else found.blind
+        d_out = jnp.where(blind[..., None], 0, d_out)
+    operands = floats | {name: array for name, array in others.items() if name != PADDING}
     # A query that sees nothing has logits of -inf alone, and weights of 0 whatever is taken off.
     maximum, rest = map(softmax.finite, lse)
-    operands = floats | others | {"d_out": d_out, "maximum": maximum, "rest": rest, "delta": delta}
+    operands |= {"d_out": d_out, "maximum": maximum, "rest": rest, "delta": found.delta, "total": found.total}
     gradients: dict[str, Any] = dict.fromkeys(floats)
     which = ("query", "key", "value")
     if asked.keys() & set(which):
         dims = tuple(call.dims(name, ()) for name in which)
         gradients |= zip(which, call.run(_backward, operands, dims), strict=True)
     if "sinks" in asked:
-        # The sink's logit has a weight, like a key's, and no value; of a row that saw nothing, a sink of -inf has none.
-        sinks = softmax.finite_sink(floats["sinks"])[None, :, :, None]
-        # None has a weight above 1, which rounding makes of a large sink.
-        above = (sinks - softmax.finite(lse.maximum) * natural_scale(call.rules, floats)) * softmax.LOG2_E
-        of_sinks = jnp.exp2(jnp.minimum(above - softmax.finite(lse.rest), 0.0))
-        gradients["sinks"] = -jnp.sum(of_sinks * delta, axis=(0, 3))
+        # The sink's logit has a weight, like a key's, and no value.
+        gradients["sinks"] = jnp.sum(found.d_sink, axis=(0, 3))
     if "bias" in asked:
         shape = floats["bias"].shape
         shared = tuple(kind for kind, size in zip(("seqs", "heads"), shape, strict=False) if size == 1)
@@ -119,8 +144,12 @@ def _gradients(call: Call, floats: Arrays, others: Arrays, results, cotangents, 
     return gradients
 
 
-def _forward(operands: Arrays, *, rules: Rules, passes: Passes, config: Any):
-    return passes.forward(operands, rules=rules, config=config)
+def _forward(operands: Arrays, *, rules: Rules, passes: Passes, config: Any, keep: bool):
+    given = {name: array for name, array in operands.items() if name != PADDING}
+    out, maximum, rest, *low = passes.forward(given, rules=rules, config=config, keep=keep)
+    if PADDING in operands:
+        rest = jnp.where(operands[PADDING][:, None, None], -jnp.inf, rest)
+    return out, maximum, rest, *low
 
 
 def _backward(operands: Arrays, *, rules: Rules, passes: Passes, config: Any):

@@ -31,7 +31,7 @@ def dot_product_attention(
     mask: AnyArray | None = None, *, scale: float | AnyArray | None = None, is_causal: bool = False,
     query_seq_lengths: jax.Array | None = None, key_value_seq_lengths: jax.Array | None = None,
     local_window_size: int | tuple[int, int] | None = None, implementation: Implementation | None = None,
-    return_residual: Literal[False] = False,
+    return_residual: Literal[False] = False, residual_checkpoint_name: str | None = None,
 ) -> jax.Array: ...  # fmt: skip
 
 
@@ -41,7 +41,7 @@ def dot_product_attention(
     mask: AnyArray | None = None, *, scale: float | AnyArray | None = None, is_causal: bool = False,
     query_seq_lengths: jax.Array | None = None, key_value_seq_lengths: jax.Array | None = None,
     local_window_size: int | tuple[int, int] | None = None, implementation: Implementation | None = None,
-    return_residual: Literal[True],
+    return_residual: Literal[True], residual_checkpoint_name: str | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
 
 
@@ -51,7 +51,7 @@ def dot_product_attention(
     mask: AnyArray | None = None, *, scale: float | AnyArray | None = None, is_causal: bool = False,
     query_seq_lengths: jax.Array | None = None, key_value_seq_lengths: jax.Array | None = None,
     local_window_size: int | tuple[int, int] | None = None, implementation: Implementation | None = None,
-    return_residual: bool = False,
+    return_residual: bool = False, residual_checkpoint_name: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
 def dot_product_attention(
     query: jax.Array,
@@ -67,6 +67,7 @@ def dot_product_attention(
     local_window_size: int | tuple[int, int] | None = None,
     implementation: Implementation | None = None,
     return_residual: bool = False,
+    residual_checkpoint_name: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`jax.nn.dot_product_attention` with the arguments of jax 0.11 and 0.12, served by `flash_attention`.
 
@@ -87,6 +88,7 @@ def dot_product_attention(
         implementation: of `flash_attention`: None, "pallas", "triton", "xla" or "interpret".
         return_residual: also return the log-sum-exp, [batch, q_len, num_heads], through which no gradients go, as in
             jax.nn; that of `flash_attention` has gradients.
+        residual_checkpoint_name: as of `flash_attention`, for jax.checkpoint's policies; jax.nn has no such argument.
 
     Returns:
         What jax.nn's returns, but for a query that sees no key: out is 0 and the residual -inf here. The residual is
@@ -141,6 +143,7 @@ def dot_product_attention(
         scale=scale,
         return_lse=True,
         implementation=implementation,
+        residual_checkpoint_name=residual_checkpoint_name,
         without_tokens=True,
     )
     lse = jax.lax.stop_gradient(lse)

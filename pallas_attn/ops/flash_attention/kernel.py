@@ -10,27 +10,30 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._tile import dense, logits, masking, softmax, triton
+from pallas_attn._tile import dense, logits, low_bits, masking, softmax, triton
 from pallas_attn.ops.flash_attention import scores, walk
 from pallas_attn.ops.flash_attention.config import FlashAttentionTiles
 from pallas_attn.ops.flash_attention.problem import Problem, Rules
 
 
-@functools.partial(jax.jit, static_argnames=("rules", "tiles", "lowering"))
+@functools.partial(jax.jit, static_argnames=("rules", "tiles", "keep", "lowering"))
 def forward(
     operands: dict[str, jax.Array],
     *,
     rules: Rules,
     tiles: FlashAttentionTiles,
+    keep: bool = False,
     lowering: triton.Lowering = "pallas",
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """(out in query's dtype, of query's shape with the values' width; the parts of its lse, of `scores`, each [batch,
-    num_kv_heads, group, q_len]).
+    num_kv_heads, group, q_len]); with `keep`, of 16 bits, also a byte of out's lower bits, as out.
 
     `operands`: query, key, value and, as far as there are any, sinks, bias, mask, q_rank, q_table, kv_rank, kv_table.
     """
     problem = Problem.of(operands, rules)
     query = operands["query"]
+    out = jax.ShapeDtypeStruct((*query.shape[:-1], problem.value_dim), query.dtype)
+    lower = [jax.ShapeDtypeStruct(out.shape, jnp.int8)] if keep and low_bits.are_lost(out.dtype) else []
     together = heads_together(problem)
     return triton.kernel_call(
         functools.partial(_forward_kernel, problem=problem, tiles=tiles),
@@ -43,8 +46,9 @@ def forward(
             problem.batch,
         ),
         out_shape=[
-            jax.ShapeDtypeStruct((*query.shape[:-1], problem.value_dim), query.dtype),
+            out,
             *[jax.ShapeDtypeStruct(problem.lse_shape, jnp.float32)] * 2,
+            *lower,
         ],
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
@@ -76,7 +80,9 @@ def sides(refs: dict[str, Any], problem: Problem, tiles: FlashAttentionTiles) ->
     )
 
 
-def _forward_kernel(refs, out_ref, maximum_ref, rest_ref, *, problem: Problem, tiles: FlashAttentionTiles):
+def _forward_kernel(
+    refs, out_ref, maximum_ref, rest_ref, *low_refs, problem: Problem, tiles: FlashAttentionTiles
+):
     rules = problem.rules
     queries, keys = sides(refs, problem, tiles)
     cell, index = of_program(problem, problem.blocks("query", tiles.block_q), heads_together(problem))
@@ -110,5 +116,8 @@ def _forward_kernel(refs, out_ref, maximum_ref, rest_ref, *, problem: Problem, t
         stream.write(out_ref, mine.tokens, part.tokens, problem.value_chunks, out)
         for ref, values in zip((maximum_ref, rest_ref), lse, strict=True):
             triton.store(dense.per_token(ref, cell, mine.tokens), values, mask=part.tokens)
+        for ref in low_refs:
+            lower = [low_bits.of(x, x.astype(out_ref.dtype), ref.dtype) for x in out]
+            stream.write(ref, mine.tokens, part.tokens, problem.value_chunks, lower)
 
     walk.parts(mine, attend)

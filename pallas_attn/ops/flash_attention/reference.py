@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._call import symbolic
-from pallas_attn._tile import masking, sharding, softmax, weights
+from pallas_attn._tile import low_bits, masking, sharding, softmax, weights
 from pallas_attn.ops.flash_attention.problem import Problem, Rules
 from pallas_attn.ops.flash_attention.scores import natural_scale
 
@@ -114,11 +114,11 @@ def _loop(count: int, step, carry, operands: dict[str, jax.Array]):
     return lax.fori_loop(0, count, step, sharding.vary(carry, sharding.varying_axes(operands)))
 
 
-@functools.partial(jax.jit, static_argnames=("rules", "config"))
+@functools.partial(jax.jit, static_argnames=("rules", "config", "keep"))
 def forward(
-    operands: dict[str, jax.Array], *, rules: Rules, config: None = None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """As the kernel's."""
+    operands: dict[str, jax.Array], *, rules: Rules, config: None = None, keep: bool = False
+) -> tuple[jax.Array, ...]:
+    """As the kernel's, but that all of out's lower bits are kept."""
     chunks = Chunks(operands, rules)
     problem, scale = chunks.problem, natural_scale(rules, operands)
 
@@ -134,7 +134,11 @@ def forward(
         out, lse = softmax.finish_beside(state, scale, sinks)
     else:
         out, lse = softmax.finish(state)
-    return chunks.as_given(out, "query"), lse.maximum, lse.rest
+    rounded = chunks.as_given(out, "query")
+    if not (keep and low_bits.are_lost(rounded.dtype)):
+        return rounded, *lse
+    out = jnp.moveaxis(out, -2, 1) if rules.layout == "BTNH" else out
+    return rounded, *lse, low_bits.of(out, rounded, jnp.int16)
 
 
 @functools.partial(jax.jit, static_argnames=("rules", "config"))

@@ -49,6 +49,13 @@ class Part(NamedTuple):
     """None: there are no documents, and these are all that are real."""
 
 
+class Span(NamedTuple):
+    """Tokens [begin, end) of the other side, and those that every token sees."""
+
+    seen: tuple[jax.Array, jax.Array]
+    by_all: tuple[jax.Array, jax.Array]
+
+
 class Tile(NamedTuple):
     """Tokens of the other side."""
 
@@ -96,20 +103,39 @@ def walk(
     state: Any,
 ) -> Any:
     """`step(state, tile)` for each tile that the part of `mine` visits, in order; `sees` is read from `mine`."""
+    span = _span(mine, part, own, other, sees, batch)
+    visited = band.tiles(*span, other.block)
     if part.rank is None:
-        seen = sees.seen(mine.first, mine.last, other.length)
-        by_all = sees.seen_by_all(mine.first, mine.last, other.length)
         edges = sees.left is not None, sees.right is not None or other.length % other.block > 0
-        visited, met = band.tiles(seen, by_all, other.block), sees.met(own.length, other.length)
+        met = sees.met(own.length, other.length)
         return _tiles(visited, met, edges, other, None, batch, step, state)
+    return _tiles(visited, span.seen, (True, True), other, part.rank, batch, step, state)
+
+
+def sample(
+    mine: Block, part: Part, own: Side, other: Side, sees: Band, batch: jax.Array, size: int
+) -> tuple[jax.Array, jax.Array]:
+    """([size] tokens, which of them there are) of those that the part of `mine` sees, evenly spread."""
+    begin, end = _span(mine, part, own, other, sees, batch).seen
+    apart = jnp.maximum((end - begin) // size, 1)
+    tokens = begin + apart // 2 + apart * jnp.arange(size)
+    held = tokens < end
+    if part.rank is not None:
+        held &= _ranks(other, batch, tokens, held) == part.rank
+    return tokens, held
+
+
+def _span(mine: Block, part: Part, own: Side, other: Side, sees: Band, batch: jax.Array) -> Span:
+    if part.rank is None:
+        of_block = mine.first, mine.last, other.length
+        return Span(sees.seen(*of_block), sees.seen_by_all(*of_block))
     here, there = (segments.span(side.table_ref, batch, part.rank) for side in (own, other))
     first, last = jnp.maximum(mine.first, here.first), jnp.minimum(mine.last, here.end - 1)
     begin, end = sees.seen(first, last, other.length)
     all_begin, all_end = sees.seen_by_all(first, last, other.length)
     all_end = jnp.where(there.solid, jnp.minimum(all_end, there.end), 0)
     seen = jnp.maximum(begin, there.first), jnp.minimum(end, there.end)
-    visited = band.tiles(seen, (jnp.maximum(all_begin, there.first), all_end), other.block)
-    return _tiles(visited, seen, (True, True), other, part.rank, batch, step, state)
+    return Span(seen, (jnp.maximum(all_begin, there.first), all_end))
 
 
 def _tiles(tiles: band.Tiles, met, edges: tuple[bool, bool], other: Side, rank, batch, step, state) -> Any:

@@ -7,17 +7,13 @@ from pallas_attn._call.checks import fail
 from pallas_attn._call.configs import SplitKVConfig
 from pallas_attn._call.device import Device
 from pallas_attn._tile import latent_problem
-from pallas_attn._tile.latents import QUERY_DIM
-from pallas_attn._tile.latents import TOKEN_BYTES as FP8_TOKEN_BYTES
 from pallas_attn.ops.mla_decode.schedule import BLOCK_TOKENS
 
 MIN_SPLIT_TOKENS = 64
 # Pieces of a batch-invariant call. Beyond 65536 tokens they grow, or a wide table would ask for room without end.
 INVARIANT_TOKENS, INVARIANT_SPLITS = 1024, 64
-TOKEN_BYTES = 2 * QUERY_DIM
 TURNED_TOKENS = 64  # of a tile whose products are transposed
 TURNED_WARPS = {32: 4, 64: 8}  # of programs with so many rows
-RESERVED_BYTES = 8192  # of shared memory, for page ids and reductions
 # Sequences as short as this are left whole where they keep this much of the multiprocessors busy, and in one wave.
 WHOLE_TOKENS, MOSTLY_BUSY = 1024, 0.7
 
@@ -100,12 +96,9 @@ def _tile(block_q: int, page_size: int, device: Device, fp8: bool) -> tuple[int,
     else:
         tiles = [(64, 8 if block_q == 32 else 4, 3), (32, 4, 4), (32, 4, 3), (16, 4, 3)]
 
-    def fits(tile: tuple[int, int, int]) -> bool:
-        block_kv, _, num_stages = tile
-        needed = shared_bytes(block_q, block_kv, num_stages, fp8=fp8)
-        return needed + RESERVED_BYTES <= device.shared_kib * 1024
-
-    fitting = [tile for tile in tiles if fits(tile)] or [(16, 4, 2)]
+    fitting = [tile for tile in tiles if latent_problem.needs(block_q, *tile, fp8=fp8).fits(device)] or [
+        (16, 4, 2)
+    ]
     # Tiles inside a page need one look-up each; smaller ones than 32 tokens are not worth that.
     for tile in fitting:
         if tile[0] >= 32 and page_size % tile[0] == 0:
@@ -115,26 +108,21 @@ def _tile(block_q: int, page_size: int, device: Device, fp8: bool) -> tuple[int,
     return block_kv, num_warps, num_stages if page_size % block_kv == 0 else 2 * num_stages - 1
 
 
-def shared_bytes(block_q: int, block_kv: int, num_stages: int, *, fp8: bool, turned: bool = False) -> int:
-    """That a program's queries and tiles take where a tile needs one look-up."""
-    if fp8:  # beside the one buffer in bf16
-        return (block_q + block_kv) * TOKEN_BYTES + (num_stages - 1) * block_kv * FP8_TOKEN_BYTES
-    # Asynchronous products may still read a tile when the next load is issued: one more buffer.
-    more = 0 if turned or block_q >= latent_problem.WGMMA_ROWS else -1
-    weights = 2 * block_q * block_kv if turned else 0
-    return (block_q + max(1, num_stages + more) * block_kv) * TOKEN_BYTES + weights
-
-
 def check_fits(config: MLADecodeConfig, *, page_size: int, device: Device, fp8: bool) -> None:
     """Of a caller's config: ValueError for tiles that no program has the shared memory for."""
-    block_q, block_kv, num_stages = config.block_q, config.block_kv, config.num_stages
-    # A look-up per token takes every other stage.
-    if block_kv > BLOCK_TOKENS or page_size % block_kv:
-        num_stages = max(min(num_stages, 2), (num_stages + 1) // 2)
     turned = is_turned(config, page_size=page_size, device=device, fp8=fp8)
-    needed = shared_bytes(block_q, block_kv, num_stages, fp8=fp8, turned=turned)
-    most = device.shared_kib * 1024
-    if needed > most:
-        sizes = f"block_q={block_q}, block_kv={block_kv}, num_stages={config.num_stages}"
-        limit = f"tiles that fit in {most} bytes of shared memory"
+    tile = latent_problem.needs(
+        config.block_q,
+        config.block_kv,
+        config.num_warps,
+        config.num_stages,
+        fp8=fp8,
+        turned=turned,
+        looks_up=config.block_kv > BLOCK_TOKENS or page_size % config.block_kv > 0,
+    )
+    # What is refused must not be what a compiler may find a place for.
+    needed = tile.shared_bytes(device) if turned else tile.operand_bytes(device)
+    if needed > device.shared_bytes:
+        sizes = f"block_q={config.block_q}, block_kv={config.block_kv}, num_stages={config.num_stages}"
+        limit = f"tiles that fit in {device.shared_bytes} bytes of shared memory"
         fail("mla_decode", "config", limit, f"{needed} bytes for {sizes}")

@@ -2,15 +2,14 @@
 
 import dataclasses
 
+from pallas_attn._call import budget
 from pallas_attn._call.device import Device
 from pallas_attn._tile import triton
 
 # What tiles of keys and values may take of a program's shared memory, where there is much and where there is little;
 # what is left for layouts and reductions, and what these take in fact where they are small.
 TILES_KB, SMALL_TILES_KB = 128, 64
-RESERVED_KB, LAYOUTS_KB = 12, 2
-# A thread's registers for anything but rows and tiles, and a multiprocessor's for all.
-OTHER_REGISTERS, REGISTERS = 56, 65536
+RESERVED_BYTES, LAYOUTS_BYTES = 12 * 1024, 2 * 1024
 # With so few rows sums come late, and take as many registers as a program's weights.
 LEAN_ROWS = 16
 # Those that dealing takes; not where a warp holds a length in each lane.
@@ -38,7 +37,7 @@ class Room:
             return TURNED_ROWS
         block_q = min(64, triton.tile_side(rows))
         while block_q > 16 and (
-            block_q * self.width * self.query_itemsize > ROWS_BYTES or not self._fits(block_q, 16, 5)
+            block_q * self.width * self.query_itemsize > ROWS_BYTES or not self._fits(block_q, 16, 4, 5)
         ):
             block_q //= 2
         return block_q
@@ -52,12 +51,14 @@ class Room:
 
     def tile(self, block_q: int, block_kv: int, num_warps: int, num_stages: int) -> dict[str, int]:
         """This one, or as many tokens of it as there is room for."""
-        tiles_kb = TILES_KB if self.device.shared_kib > 99 else SMALL_TILES_KB
+        tiles_kb = TILES_KB if self.device.shared_bytes > 99 * 1024 else SMALL_TILES_KB
         while block_kv > 16 and (
             4 * block_kv * self.width * self.itemsize > tiles_kb * 1024
-            or not self._fits(block_q, block_kv, num_stages)
+            or not self._fits(block_q, block_kv, num_warps, num_stages)
         ):
             block_kv //= 2
+        while num_stages > 1 and not self.needs(block_q, block_kv, num_warps, num_stages).fits(self.device):
+            num_stages -= 1
         return dict(block_kv=block_kv, num_warps=num_warps, num_stages=num_stages)
 
     def resident(
@@ -65,32 +66,35 @@ class Room:
     ) -> int:
         """Programs that share a multiprocessor, by registers and by shared memory, of which each takes 1 KB more. As
         compilers have it for an H200, within a tenth."""
-        threads = 32 * num_warps
-        # Every warp holds the queries, as operands of 16 bits; sums and keys are spread over warps.
-        rows, tile = block_q * self.width, block_kv * self.width
-        registers = OTHER_REGISTERS - (DEALING_REGISTERS if easily_dealt else 0)
+        tile = self.needs(block_q, block_kv, num_warps, num_stages)
+        other = budget.OTHER_REGISTERS - (DEALING_REGISTERS if easily_dealt else 0)
         if block_q <= LEAN_ROWS and self.itemsize == self.query_itemsize:
-            registers += 1.25 * tile / threads
+            registers = other + 1.25 * block_kv * self.width / tile.threads
         else:
-            registers += rows / 64 + (rows + tile / 2) / threads
-        # Where a tile has fewer tokens than the program threads, page ids are copied too, which takes two stages;
-        # not where products are turned.
-        buffers = num_stages - 1 if block_kv >= threads or block_q == TURNED_ROWS else (num_stages - 1) // 2
-        needed = self._kb(block_q, block_kv, max(1, buffers), conversions=1) + LAYOUTS_KB
-        by_shared = (self.device.shared_kib + 1) / (needed + 1)
-        return max(1, min(int(REGISTERS / (registers * threads)), int(by_shared)))
+            registers = tile.registers(other)
+        # Of a narrow cache's tiles one is converted at a time.
+        shared = tile.operand_bytes(self.device) - tile.converted_bytes / 2 + LAYOUTS_BYTES
+        return budget.resident(self.device, shared, registers * tile.threads)
 
-    def _fits(self, block_q: int, block_kv: int, num_stages: int) -> bool:
-        """Measured on compiled kernels: two buffers for tiles of keys and values, three in a deep pipeline of
-        asynchronous products, which may still read a tile when the next load is issued."""
-        asynchronous = block_q == 64 and self.query_itemsize == 2 and self.device.asynchronous_products
-        narrow = self.itemsize < self.query_itemsize
-        buffers = 3 if asynchronous and num_stages > 3 and not narrow else 2
-        return self._kb(block_q, block_kv, buffers, conversions=2) + RESERVED_KB <= self.device.shared_kib
+    def needs(self, block_q: int, block_kv: int, num_warps: int, num_stages: int) -> budget.Tile:
+        """What a program takes of shared memory."""
+        tile = budget.Tile(
+            rows=block_q,
+            tokens=block_kv,
+            held=(self.width,),
+            walked=(self.width, self.width),
+            itemsize=self.query_itemsize,
+            stored=self.itemsize,
+            num_warps=num_warps,
+            num_stages=num_stages,
+        )
+        # Page ids are copied too where a tile has fewer tokens than the program threads; and wait, as do ids that stay
+        # in registers, where products are asynchronous. Those of turned products come from the step before.
+        waits = block_kv < tile.threads or tile.is_asynchronous(self.device)
+        return dataclasses.replace(tile, looks_up=waits and block_q != TURNED_ROWS)
 
-    def _kb(self, block_q: int, block_kv: int, buffers: int, conversions: int) -> float:
-        """Shared memory of a program: the queries, buffers for tiles of keys and values, and for a cache narrower than
-        the queries converted tiles."""
-        narrow = self.itemsize < self.query_itemsize
-        token = 2 * buffers * self.itemsize + (conversions * self.query_itemsize if narrow else 0)
-        return (block_q * self.query_itemsize + block_kv * token) * self.width / 1024
+    def _fits(self, block_q: int, block_kv: int, num_warps: int, num_stages: int) -> bool:
+        tile = self.needs(block_q, block_kv, num_warps, num_stages)
+        # With two buffers, which more stages would give it.
+        more = max(0, 2 - tile.buffers(self.device)) * tile.loaded_bytes
+        return tile.fits(self.device, RESERVED_BYTES + more)

@@ -261,8 +261,12 @@ def _attend(
     """(out, lse) of the operands at hand: of the whole call, or of one device's share of the heads."""
     case = _case(operands, layout)
     if tiled:
-        page_scales = any(quantization.is_by_page(operands, name) for name in ("k_scale", "v_scale"))
-        static["config"] = _resolve_config(op, case, layout, config, page_scales)
+        facts = {
+            "page_scales": any(quantization.is_by_page(operands, name) for name in ("k_scale", "v_scale")),
+            "tree": "tree_mask" in operands,
+            "new_apart": "key" in operands,
+        }
+        static["config"] = _resolve_config(op, case, layout, config, **facts)
     new = (operands["key"], operands["value"]) if "key" in operands else None
     sources = Sources(operands["key_cache"], operands.get("value_cache"), operands["block_tables"], new)
     lens = {name: operands[name] for name in LENS if name in operands}
@@ -275,7 +279,7 @@ def _attend(
 
 
 def _resolve_config(
-    op: str, case: Case, layout: str, explicit: RaggedAttentionConfig | None, page_scales: bool
+    op: str, case: Case, layout: str, explicit: RaggedAttentionConfig | None, **more: bool
 ) -> RaggedAttentionConfig:
     facts = dict(
         num_tokens=case.num_tokens,
@@ -308,6 +312,6 @@ def _resolve_config(
             itemsize=jnp.dtype(case.cache_dtype).itemsize,
             query_itemsize=jnp.dtype(case.dtype).itemsize,
             device=current_device(),
-            page_scales=page_scales,
+            **more,
         ),
     )

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from pallas_attn._call import budget
 from pallas_attn._call.checks import fail
 from pallas_attn._call.configs import SplitKVConfig
 from pallas_attn._call.device import Device
@@ -29,7 +30,6 @@ FEW_DIMS = [(64, 128, 3), *LONG]
 # Of latents, whose 512 values are among the 576 elements of a key: as `mla_decode` has them.
 LATENT = [(64, 32, 4), (64, 32, 3), (64, 32, 2), (32, 32, 2), (16, 16, 1)]
 SHORT = [(128, 3), (64, 3), (32, 3), (16, 2), (16, 1)]
-RESERVED_KB = 3  # of shared memory, for page ids and reductions
 # Where tables hold more than this, sequences that are decoded may differ, and are cut as lengths ask for: the longest
 # alone would keep the call waiting.
 WHOLE_TOKENS = 1024
@@ -97,25 +97,37 @@ def heuristic(
     latent: bool,
     device: Device,
     page_scales: bool = False,
+    tree: bool = False,
+    new_apart: bool = False,
     **measured: Any,
 ) -> RaggedAttentionConfig:
     """`itemsize` bytes hold an element of the cache, `query_itemsize` one of the query; `max_len` tokens fit in a row
     of the block table. `latent`: keys hold the values. `page_scales`: each page of a narrow cache has its own, with
-    which wide tiles spill. `measured`: of each launch, "long" and "short", fields of its tiles that are known; those
-    of a launch that the call does not have are left out."""
+    which wide tiles spill. `tree`: there is a mask of which tokens see which. `new_apart`: new tokens' keys and values
+    are walked too, in the query's dtype. `measured`: of each launch, "long" and "short", fields of its tiles that are
+    known; those of a launch that the call does not have are left out."""
     if unknown := sorted(measured.keys() - {"long", "short"}):
         raise TypeError(f"no launch: {', '.join(unknown)}")
-    dims = sum(size for dim in ((head_dim,) if latent else (head_dim, value_dim)) for _, size in chunks(dim))
-    query_dims = sum(size for _, size in chunks(head_dim))
+    query_dims, value_dims = (tuple(size for _, size in chunks(dim)) for dim in (head_dim, value_dim))
+    walked = query_dims if latent else query_dims + value_dims
     narrow = itemsize < query_itemsize
 
-    def fits(block_q: int, block_kv: int, num_stages: int) -> bool:
-        # Tiles of keys and values, one more of a narrow cache's that is converted, and the queries.
-        token = num_stages * itemsize + (query_itemsize if narrow else 0)
-        needed = block_q * query_dims * query_itemsize + block_kv * dims * token
-        if latent and device.products_in_tensor_memory:
-            needed += block_q * value_dim * query_itemsize  # sums on their way out
-        return needed / 1024 + RESERVED_KB <= device.shared_kib
+    def fits(block_q: int, block_kv: int, num_stages: int, num_warps: int) -> bool:
+        tile = budget.Tile(
+            rows=block_q,
+            tokens=block_kv,
+            held=query_dims,
+            walked=walked,
+            itemsize=query_itemsize,
+            stored=itemsize,
+            num_warps=num_warps,
+            num_stages=num_stages,
+            spare=True,
+            sums=value_dim if latent else 0,
+            exchanges_pairs=tree,
+        )
+        new = dataclasses.replace(tile, stored=query_itemsize if new_apart else itemsize)
+        return tile.fits(device) and new.fits(device)
 
     def tiles(
         block_q: int, block_kv: int, num_stages: int, programs: int, a_core: int, warps: int
@@ -135,27 +147,30 @@ def heuristic(
             num_stages=num_stages,
         )
 
+    def warps(block_q: int) -> int:
+        return 8 if block_q == 128 or block_q * value_dim == SUMS else 4
+
     most_rows = triton.tile_side(num_tokens * group)
     widest = 32 if query_itemsize == 4 else 64 if page_scales else 128
     few_dims = max(head_dim, value_dim) <= 64 and not narrow
     block_q, block_kv, stages = next(
         (min(rows, most_rows), tokens, stages)
         for rows, tokens, stages in (LATENT if latent else FEW_DIMS if few_dims else LONG)
-        if tokens <= widest and rows * value_dim <= SUMS and fits(min(rows, most_rows), tokens, stages)
+        if tokens <= widest
+        and rows * value_dim <= SUMS
+        and fits(min(rows, most_rows), tokens, stages, warps(min(rows, most_rows)))
     )
     programs = math.ceil(num_tokens * group / block_q) * num_kv_heads
-    long = tiles(
-        block_q, block_kv, stages, programs, 1, 8 if block_q == 128 or block_q * value_dim == SUMS else 4
-    )
+    long = tiles(block_q, block_kv, stages, programs, 1, warps(block_q))
     short_q = triton.tile_side(group)
     if short_q >= block_q:
         return RaggedAttentionConfig(dataclasses.replace(long, **measured.get("long", {})))
     widest = min(widest, 64) if narrow else widest
     many = num_seqs * num_kv_heads >= MANY_EACH * device.num_cores
     if (many or max_len <= WHOLE_TOKENS) and not latent:
-        widest = min(widest, max(16, SMALL_TILE_BYTES // (dims * itemsize)))
+        widest = min(widest, max(16, SMALL_TILE_BYTES // (sum(walked) * itemsize)))
     block_kv, stages = next(
-        (tokens, stages) for tokens, stages in SHORT if tokens <= widest and fits(short_q, tokens, stages)
+        (tokens, stages) for tokens, stages in SHORT if tokens <= widest and fits(short_q, tokens, stages, 4)
     )
     short = tiles(short_q, block_kv, stages, num_seqs * num_kv_heads, 4, 4)
     if max_len > WHOLE_TOKENS:

@@ -58,6 +58,9 @@ def _tile(block_q: int, fp8: bool, device: Device) -> tuple[int, int, int]:
     if block_q >= latent_problem.WGMMA_ROWS:
         return (64, 8, 3) if fp8 else (32, 8, 5)
     if fp8:  # converted in registers, which with four warps spill
-        return (64, 8, 5) if device.shared_kib >= 227 else (32, 8, 3)
-    num_warps = 8 if block_q == 32 else 4
-    return (64, num_warps, 5) if device.shared_kib >= 227 else (16, num_warps, 3)
+        large, small = (64, 8, 5), (32, 8, 3)
+    else:
+        num_warps = 8 if block_q == 32 else 4
+        large, small = (64, num_warps, 5), (16, num_warps, 3)
+    needed = latent_problem.needs(block_q, *large, fp8=fp8, looks_up=True)
+    return large if needed.fits(device) else small

@@ -1,0 +1,172 @@
+"""What of a multiprocessor a tile takes: shared memory and registers. Every heuristic asks here, and nowhere else,
+whether a tile fits and how many programs run beside each other.
+
+    tile = budget.Tile(rows=128, tokens=64, held=(128,), walked=(128, 128), itemsize=2, num_warps=8, num_stages=3)
+    tile.fits(device)             # whether a program has the memory for it
+    tile.resident(device)         # programs that share a multiprocessor
+    budget.fitted(tile, device)   # the same with fewer stages, or as much of it as there is room for
+
+In bytes it is what Triton's compiler does, read off compiled kernels of every op for sm_80, sm_90 and sm_120: never
+less, and where memory is nearly full hardly more. `python tests/measured_budget.py --all` compares them over as many
+calls as one likes. XLA's Triton takes the same bytes as pip's, wherever both were asked.
+
+    held        rows of queries: one copy in shared memory, from which asynchronous products read them
+    walked      tiles of keys and values: a buffer for each stage that a load is ahead, and one more where asynchronous
+                products may still read a tile when the next load is issued. A load that waits for a load of the same
+                loop, as of page ids, is ahead by every other stage
+    converted   tiles of a cache that is narrower than products, once more in the type of these
+    exchanged   what threads hand each other: weights on their way into warps' own products, logits that meet a mask
+    OTHER_BYTES page ids, sums of rows, and what places are rounded up by
+"""
+
+import dataclasses
+
+from pallas_attn._call.device import Device
+
+OTHER_BYTES = 3 * 1024
+# Of shared memory, for each program beside its own.
+PROGRAM_BYTES = 1024
+# A multiprocessor's registers, and a thread's for anything but rows and tiles.
+REGISTERS, OTHER_REGISTERS = 65536, 56
+LOGIT_BYTES = 4
+# From so many rows on, of 16 bits, a warpgroup's products may be asynchronous.
+ASYNCHRONOUS_ROWS, WARPGROUP = 64, 4
+LEAST_SIDE = 16  # of a tile
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tile:
+    """What a program has at once: rows that it holds, and tokens that each step of its loop brings. (Where a program
+    holds keys and goes over queries, its keys are the rows.)"""
+
+    rows: int
+    tokens: int
+    held: tuple[int, ...]
+    """Elements of a row of each operand that stays: a query, the gradient of an output."""
+    walked: tuple[int, ...]
+    """Elements of a token of each operand that a step loads: a key, a value."""
+    itemsize: int
+    """Bytes of an element in products."""
+    stored: int = 0
+    """Bytes of an element in memory; 0: as in products."""
+    num_warps: int
+    num_stages: int
+    looks_up: bool = False
+    """Whether the loop itself loads where its tokens are."""
+    token_bytes: int = 0
+    """What else a step loads of each token: a log-sum-exp."""
+    pair_bytes: int = 0
+    """Loaded for each row and token: a bias, a mask."""
+    pair_tiles: int = 1
+    """Tiles of rows and tokens that products read: weights, and in some gradients those of logits."""
+    rereads: bool = False
+    """Whether a second product reads what a first one has read, in its own layout."""
+    walks_rows: bool = False
+    """Whether rows, too, are loaded anew in each step."""
+    spare: bool = False
+    """Whether there is to be a buffer for every stage, also where products can do with one less: tiles were measured
+    that leave it free."""
+    sums: int = 0
+    """Elements of a row that come out of Blackwell's tensor memory while the buffers are still there."""
+    transposed: bool = False
+    """Whether products are, so that tokens and sums are their first sides, and weights are read from shared memory."""
+    exchanges_pairs: bool = False
+    """Whether logits change their layout, to meet what was loaded for them."""
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.num_warps
+
+    @property
+    def is_narrow(self) -> bool:
+        return 0 < self.stored < self.itemsize
+
+    def is_asynchronous(self, device: Device) -> bool:
+        """Whether its products run beside the program, out of shared memory."""
+        large = self.transposed or self.rows >= ASYNCHRONOUS_ROWS
+        by_warpgroups = self.num_warps % WARPGROUP == 0 and self.itemsize == 2
+        return large and by_warpgroups and device.asynchronous_products
+
+    def buffers(self, device: Device) -> int:
+        """Of each tile that the loop loads."""
+        ahead = (self.num_stages - 1) // 2 if self.looks_up else self.num_stages - 1
+        # Asynchronous products may still read a tile when the next load is issued.
+        more = self.is_asynchronous(device) and not self.is_narrow
+        return max(1, ahead + more)
+
+    @property
+    def _rows_bytes(self) -> int:
+        return self.rows * sum(self.held) * self.itemsize
+
+    @property
+    def held_bytes(self) -> int:
+        return 0 if self.walks_rows else self._rows_bytes
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Of one buffer of all that a step loads, but for pairs."""
+        stored = self.stored or self.itemsize
+        of_tokens = self.tokens * (sum(self.walked) * stored + self.token_bytes)
+        return of_tokens + (self._rows_bytes if self.walks_rows else 0)
+
+    @property
+    def converted_bytes(self) -> int:
+        return self.tokens * sum(self.walked) * self.itemsize if self.is_narrow else 0
+
+    def exchanged_bytes(self, device: Device) -> int:
+        """Of what a step makes: tiles of pairs, and operands in a second layout."""
+        # Asynchronous products take weights from the registers that they are in.
+        stay = self.is_asynchronous(device) and not self.transposed
+        weights = 0 if stay else self.pair_tiles * self.itemsize
+        # Pairs that are copied ahead meet logits in the layout of these; for others logits change theirs.
+        copied = self.pair_bytes * max(1, self.num_stages - 1)
+        spared = self.pair_bytes * self.num_stages if self.spare else 0
+        exchanged = LOGIT_BYTES if self.exchanges_pairs else 0
+        reread = self.rereads and self.itemsize == 2 and not stay
+        again = self.tokens * max(self.walked) * self.itemsize if reread else 0
+        return self.rows * self.tokens * max(copied + weights, exchanged, spared) + again
+
+    def operand_bytes(self, device: Device) -> int:
+        """Of all that is there throughout a step."""
+        loaded = self.buffers(device) * self.loaded_bytes
+        sums = self.rows * self.sums * self.itemsize if device.products_in_tensor_memory else 0
+        return self.held_bytes + loaded + self.converted_bytes + sums
+
+    def shared_bytes(self, device: Device) -> int:
+        """At most, but for OTHER_BYTES."""
+        return self.operand_bytes(device) + self.exchanged_bytes(device)
+
+    def fits(self, device: Device, beside: int = 0) -> bool:
+        """And leaves so many bytes beside operands."""
+        unused = self.num_stages - self.buffers(device) if self.spare else 0
+        more = max(self.exchanged_bytes(device), unused * self.loaded_bytes) + OTHER_BYTES
+        return self.operand_bytes(device) + max(more, beside) <= device.shared_bytes
+
+    def registers(self, other: int = OTHER_REGISTERS) -> float:
+        """Of a thread, about: every warp holds the queries, as operands of 16 bits; sums and keys are spread over
+        warps. `other`: for what is neither."""
+        sums, tile = self.rows * self.held[0], self.tokens * self.walked[0]
+        return other + sums / 64 + (sums + tile / 2) / self.threads
+
+    def resident(self, device: Device) -> int:
+        return resident(device, self.shared_bytes(device) + OTHER_BYTES, self.registers() * self.threads)
+
+
+def resident(device: Device, shared_bytes: int | float, registers: int | float) -> int:
+    """Programs that share a multiprocessor, each of which takes so many bytes and registers."""
+    by_shared = (device.shared_bytes + PROGRAM_BYTES) / (shared_bytes + PROGRAM_BYTES)
+    return max(1, min(int(REGISTERS / registers), int(by_shared)))
+
+
+def fitted(tile: Tile, device: Device, *, least_stages: int = 1) -> Tile:
+    """With fewer stages, then with half of its larger side and so on, until it fits."""
+    while not tile.fits(device):
+        if tile.num_stages > least_stages:
+            tile = dataclasses.replace(tile, num_stages=tile.num_stages - 1)
+        elif max(tile.rows, tile.tokens) <= LEAST_SIDE:
+            break
+        elif tile.rows >= tile.tokens:
+            tile = dataclasses.replace(tile, rows=tile.rows // 2)
+        else:
+            tile = dataclasses.replace(tile, tokens=tile.tokens // 2)
+    return tile
