@@ -145,7 +145,7 @@ class Chat:
         """The conversation's tokens, without its oldest turns if there would be no room for an answer."""
         fixed = 0 if self._options.system is None else 1
         while True:
-            prompt = self._tokenizer.encode(self._tokenizer.apply_chat_template(self.messages))
+            prompt = self._tokenizer.encode_chat(self.messages)
             room = self._most - len(prompt)
             if room >= min(self._options.max_new_tokens, self._most // 4) or len(self.messages) <= fixed + 1:
                 return prompt

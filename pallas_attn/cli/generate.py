@@ -84,7 +84,7 @@ def run_generate(options: GenerateOptions) -> int:
     out, err = Console(highlight=False, markup=False, soft_wrap=True), Console(stderr=True)
     loaded = load(err, options.model, options.dtype, options.attention, options.implementation)
     tokenizer = loaded.tokenizer
-    prompts = [tokenizer.encode(text if options.raw else _as_chat(loaded, text)) for text in texts]
+    prompts = [tokenizer.encode(text) if options.raw else _as_chat(loaded, text) for text in texts]
 
     generation = None
     with record_implementations() as served:
@@ -164,8 +164,8 @@ def _read_text(path: Path) -> str:
         fail("generate", "--prompts-file", "UTF-8 text", f"{name}, which is not at byte {error.start}")
 
 
-def _as_chat(loaded: LoadedModel, text: str) -> str:
-    return loaded.tokenizer.apply_chat_template([{"role": "user", "content": text}])
+def _as_chat(loaded: LoadedModel, text: str) -> list[int]:
+    return loaded.tokenizer.encode_chat([{"role": "user", "content": text}])
 
 
 def _generate(loaded: LoadedModel, prompts: list[list[int]], options: GenerateOptions, **more) -> Generation:

@@ -17,12 +17,14 @@ with needs_extra("models", user="pallas_attn.models.checkpoint"):
     import tokenizers
     from flax import nnx
 
-from .deepseek import DEEPSEEK_LIKE, DeepSeek, DeepSeekConfig
+from .chat_template import Templates
+from .deepseek import DeepSeek
+from .deepseek_config import DEEPSEEK_LIKE, DeepSeekConfig
 from .deepseek_weights import load_transformers_weights
+from .families import FAMILIES, llama_config
 from .gguf_loader import LoadedModel
-from .llama import Attending, Llama
-from .llama_config import LLAMA_LIKE, llama_config
-from .llama_weights import assemble
+from .llama import Attending
+from .llama_weights import from_transformers
 from .tokenizer import Tokenizer
 
 
@@ -37,8 +39,8 @@ def load_checkpoint(
     """Loads a model from a folder as `save_pretrained` writes it and the Hugging Face hub holds it.
 
     Args:
-        path: the folder. Its `model_type` is one of llama, mistral, qwen2, qwen3 (a `Llama`), deepseek_v2, deepseek_v3,
-            deepseek_v32, kimi_k2 (a `DeepSeek`).
+        path: the folder. Its `model_type` is llama or of a relative (`pallas_attn.models.families` lists them), for a
+            `Llama`; or deepseek_v2, deepseek_v3, deepseek_v32, kimi_k2, for a `DeepSeek`.
         dtype: of the weights in memory, float32 or bfloat16.
         attention: which op a `Llama` decodes with; a `DeepSeek` has one.
         implementation: which implementation of the attention ops the model is to force.
@@ -54,15 +56,15 @@ def load_checkpoint(
         fail("load_checkpoint", "path", "an existing folder", repr(str(path)), FileNotFoundError)
     settings = _json(folder, "config.json")
     kind = settings.get("model_type")
-    if kind not in (*LLAMA_LIKE, *DEEPSEEK_LIKE):
-        known = ", ".join((*LLAMA_LIKE, *DEEPSEEK_LIKE))
+    if kind not in (*FAMILIES, *DEEPSEEK_LIKE):
+        known = ", ".join((*FAMILIES, *DEEPSEEK_LIKE))
         fail("load_checkpoint", "path", f"a config.json with a model_type of {known}", repr(kind))
     tokenizer = load_tokenizer(folder)
     weights = Weights(folder, progress)
-    if kind in LLAMA_LIKE:
+    if kind in FAMILIES:
         config = llama_config(settings)
         options: Any = dict(dtype=dtype, attention=attention, implementation=implementation)
-        model = _llama(config, weights, options)
+        model = from_transformers(config, FAMILIES[kind].norms, weights, options)
     else:
         if attention != "gqa":
             fail("load_checkpoint", "attention", "'gqa' for a model with latents of its own", repr(attention))
@@ -129,9 +131,11 @@ def load_tokenizer(folder: pathlib.Path) -> Tokenizer:
     generation = _json(folder, "generation_config.json", {})
     config = _json(folder, "config.json", {})
 
+    def text_of(token: Any) -> Any:
+        return token.get("content") if isinstance(token, dict) else token
+
     def token_id(name: str) -> int | None:
-        token = settings.get(f"{name}_token")
-        text = token.get("content") if isinstance(token, dict) else token
+        text = text_of(settings.get(f"{name}_token"))
         if text is None:
             found = config.get(f"{name}_token_id")
             return found[0] if isinstance(found, list) else found
@@ -141,7 +145,8 @@ def load_tokenizer(folder: pathlib.Path) -> Tokenizer:
 
     eos = token_id("eos")
     stops = generation.get("eos_token_id", config.get("eos_token_id"))
-    template = folder / "chat_template.jinja"
+    names = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
+    special = {name: text for name in names if isinstance(text := text_of(settings.get(name)), str)}
     # Only the tokenizer's own rules know whether a beginning-of-sequence token belongs in front.
     bos = token_id("bos")
     begins = tokenizer.encode("", add_special_tokens=True).ids[:1]
@@ -151,8 +156,23 @@ def load_tokenizer(folder: pathlib.Path) -> Tokenizer:
         eos_token_id=eos,
         stop_token_ids=[i for i in (eos, *(stops if isinstance(stops, list) else [stops])) if i is not None],
         add_bos=bos is not None and begins == [bos],
-        chat_template=template.read_text() if template.is_file() else settings.get("chat_template"),
+        chat_template=_chat_templates(folder, settings.get("chat_template")),
+        special_tokens=special,
     )
+
+
+def _chat_templates(folder: pathlib.Path, said: Any) -> Templates:
+    """Of files of their own, which count for more, or of tokenizer_config.json."""
+    files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    if (usual := folder / "chat_template.jinja").is_file():
+        files["default"] = usual
+    if files:
+        templates = {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+    elif isinstance(said, list):
+        templates = {of["name"]: of["template"] for of in said}
+    else:
+        return said
+    return templates["default"] if list(templates) == ["default"] else templates
 
 
 def _json(folder: pathlib.Path, name: str, default: Any = None) -> dict[str, Any]:
@@ -168,69 +188,3 @@ def _json(folder: pathlib.Path, name: str, default: Any = None) -> dict[str, Any
     if not isinstance(found, dict):
         fail("load_checkpoint", "path", f"a {name} that holds an object", type(found).__name__)
     return found
-
-
-def _llama(config, weights: Weights, options: dict[str, Any]) -> Llama:
-    hidden, mlp = config.hidden_size, config.intermediate_size
-    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    shapes = {
-        "input_layernorm.weight": (hidden,),
-        "self_attn.q_proj.weight": (q_size, hidden),
-        "self_attn.k_proj.weight": (kv_size, hidden),
-        "self_attn.v_proj.weight": (kv_size, hidden),
-        "self_attn.o_proj.weight": (hidden, q_size),
-        "post_attention_layernorm.weight": (hidden,),
-        "mlp.gate_proj.weight": (mlp, hidden),
-        "mlp.up_proj.weight": (mlp, hidden),
-        "mlp.down_proj.weight": (hidden, mlp),
-    }
-    if config.qkv_bias:
-        sizes = {"q": q_size, "k": kv_size, "v": kv_size}
-        shapes |= {f"self_attn.{part}_proj.bias": (size,) for part, size in sizes.items()}
-    if config.qk_norm:
-        shapes |= {f"self_attn.{part}_norm.weight": (config.head_dim,) for part in "qk"}
-    top = {"model.embed_tokens.weight": (config.vocab_size, hidden), "model.norm.weight": (hidden,)}
-    if not config.tie_word_embeddings:
-        top["lm_head.weight"] = (config.vocab_size, hidden)
-    layers = [f"model.layers.{index}." for index in range(config.num_layers)]
-    wanted = {**top, **{layer + name: shape for layer in layers for name, shape in shapes.items()}}
-    # A tied output projection is the embedding once more; frequencies follow from the config.
-    spare = {"lm_head.weight"} | {f"{layer}self_attn.rotary_emb.inv_freq" for layer in layers}
-    for name in wanted:
-        if name not in weights:
-            fail("load_checkpoint", "path", f"a tensor {name}", "none")
-    for name in weights:
-        if name not in wanted and name not in spare:
-            fail("load_checkpoint", "path", "only tensors that the model uses", repr(name))
-
-    def read(name: str) -> np.ndarray:
-        array = weights[name]
-        if array.shape != wanted[name]:
-            fail("load_checkpoint", name, f"shape {list(wanted[name])}", str(list(array.shape)))
-        return array
-
-    def layer(index: int) -> dict[str, np.ndarray]:
-        of = {name: read(layers[index] + name) for name in shapes}
-
-        def joined(parts: str, what: str) -> np.ndarray:
-            return np.concatenate([of[f"{part}.{what}"] for part in parts.split()])
-
-        qkv = "self_attn.q_proj self_attn.k_proj self_attn.v_proj"
-        found = {
-            "attention_norm.weight": of["input_layernorm.weight"],
-            "attention.qkv_proj.kernel": joined(qkv, "weight").T,
-            "attention.o_proj.kernel": of["self_attn.o_proj.weight"].T,
-            "mlp_norm.weight": of["post_attention_layernorm.weight"],
-            "mlp.gate_up_proj.kernel": joined("mlp.gate_proj mlp.up_proj", "weight").T,
-            "mlp.down_proj.kernel": of["mlp.down_proj.weight"].T,
-        }
-        if config.qkv_bias:
-            found["attention.qkv_proj.bias"] = joined(qkv, "bias")
-        if config.qk_norm:
-            found |= {f"attention.{part}_norm.weight": of[f"self_attn.{part}_norm.weight"] for part in "qk"}
-        return found
-
-    names = {"embedding": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
-    if not config.tie_word_embeddings:
-        names["lm_head"] = "lm_head.weight"
-    return assemble(config, layer, {ours: read(theirs) for ours, theirs in names.items()}, **options)
