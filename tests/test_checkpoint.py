@@ -84,8 +84,8 @@ def test_logits_are_those_of_transformers(saved, answered, family):
     import torch
 
     folder, reference = saved(family)
-    prompt, got = answered(family)
-    for got in (got, generate(load_checkpoint(folder).model, [prompt], **ANSWER, prefill_chunk=8)):
+    prompt, whole = answered(family)
+    for got in (whole, generate(load_checkpoint(folder).model, [prompt], **ANSWER, prefill_chunk=8)):
         assert got.logits is not None
         tokens = torch.tensor([[*prompt, *got.row(0)[:-1]]])
         with torch.no_grad():

@@ -212,10 +212,12 @@ def test_settings_without_an_equivalent_are_refused():
     for setting, value in (("mlp_bias", True), ("tie_word_embeddings", True), ("hidden_act", "gelu")):
         with pytest.raises(ValueError, match=f"'{setting}': expected .*, got {value!r}"):
             DeepSeekConfig.from_transformers(dict(base, **{setting: value}))
-    yarn = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
-    for setting, value in (("attention_factor", 1.7), ("truncate", False)):
-        with pytest.raises(ValueError, match=f"'{setting}': expected .*, got {value!r}"):
-            DeepSeekConfig.from_transformers(dict(base, rope_parameters=yarn | {setting: value}))
+    yarn = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64, attention_factor=1.7)
+    config = DeepSeekConfig.from_transformers(dict(base, rope_parameters=yarn | {"truncate": False}))
+    assert (config.attention.yarn.rotary_scale, config.attention.yarn.truncate) == (1.7, False)
+    linear = dict(rope_type="linear", factor=2.0)
+    with pytest.raises(ValueError, match="'rope_type': expected 'default' or 'yarn', got 'linear'"):
+        DeepSeekConfig.from_transformers(dict(base, rope_parameters=linear))
     with pytest.raises(ValueError, match="'factor': expected a value with rope type 'linear'"):
         DeepSeekConfig.from_transformers(dict(base, rope_parameters=dict(rope_type="linear")))
     with pytest.raises(ValueError, match="MLAConfig: argument 'kv_lora_rank': expected 512"):
