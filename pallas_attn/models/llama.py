@@ -5,6 +5,7 @@ that Llama has not is an option of `LlamaConfig`, each a line or two here. The l
 one layer is compiled instead of thirty, and the scan carries the one KV pool of all layers in place.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -363,3 +364,13 @@ def for_a_loop[Model: nnx.Module](model: Model) -> Model | Callable[..., Any]:
     if sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(stacked)) > _HELD_TWICE:
         return model
     return functools.partial(model, unstacked=model.unstacked())
+
+
+def for_lengths[Model: nnx.Module](model: Model, most: int) -> Model:
+    """The model as it serves texts of up to `most` tokens: where rotary frequencies depend on the length, with those of
+    that length in all of them, since keys are shared and read in chunks."""
+    if not isinstance(model, Llama) or not isinstance(model.config.rope_stretch, ByLength):
+        return model
+    pinned = nnx.merge(*nnx.split(model))
+    pinned.config = dataclasses.replace(model.config, rope_length=most)
+    return pinned
