@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import ml_dtypes  # noqa: F401  makes bfloat16 known to numpy, as safetensors wants it
+import ml_dtypes  # makes bfloat16 known to numpy, as safetensors wants it
 import numpy as np
 from jax.typing import DTypeLike
 
@@ -21,10 +21,12 @@ from .chat_template import Templates
 from .deepseek import DeepSeek
 from .deepseek_config import DEEPSEEK_LIKE, DeepSeekConfig
 from .deepseek_weights import load_transformers_weights
+from .dequantize import dequantized
 from .families import FAMILIES, llama_config
 from .gguf_loader import LoadedModel
 from .llama import Attending
 from .llama_weights import from_transformers
+from .sampling import Sampling
 from .tokenizer import Tokenizer
 
 
@@ -60,7 +62,7 @@ def load_checkpoint(
         known = ", ".join((*FAMILIES, *DEEPSEEK_LIKE))
         fail("load_checkpoint", "path", f"a config.json with a model_type of {known}", repr(kind))
     tokenizer = load_tokenizer(folder)
-    weights = Weights(folder, progress)
+    weights = dequantized(Weights(folder, progress), settings.get("quantization_config"))
     if kind in FAMILIES:
         config = llama_config(settings)
         options: Any = dict(dtype=dtype, attention=attention, implementation=implementation)
@@ -73,24 +75,28 @@ def load_checkpoint(
             lambda: DeepSeek(config, dtype=dtype, implementation=implementation, rngs=nnx.Rngs(0))
         )
         load_transformers_weights(model, weights)
-    return LoadedModel(model, tokenizer, folder.resolve().name)
+    asked = Sampling.from_generation_config(_json(folder, "generation_config.json", {}))
+    return LoadedModel(model, tokenizer, folder.resolve().name, asked)
 
 
 class Weights(Mapping[str, np.ndarray]):
     """The tensors of a folder's safetensors files, each read when it is asked for."""
 
     def __init__(self, folder: pathlib.Path, progress: Callable[[int, int], None] | None = None):
-        self._files: dict[str, Any] = {}
+        self._files: dict[str, tuple[pathlib.Path, Any]] = {}
         self._progress, self._read = progress, set()
         for path in _weight_files(folder):
             try:
                 file = safetensors.safe_open(path, "numpy")
             except safetensors.SafetensorError as error:
                 fail("load_checkpoint", "path", "complete safetensors files", f"{path.name!r} ({error})")
-            self._files |= dict.fromkeys(file.keys(), file)
+            self._files |= dict.fromkeys(file.keys(), (path, file))
 
     def __getitem__(self, name: str) -> np.ndarray:
-        array = self._files[name].get_tensor(name)
+        path, file = self._files[name]
+        # numpy has no fp8 of its own, which safetensors would ask it for.
+        is_fp8 = file.get_slice(name).get_dtype() == "F8_E4M3"
+        array = _fp8(path, name) if is_fp8 else file.get_tensor(name)
         self._read.add(name)
         if self._progress is not None:
             self._progress(len(self._read), len(self))
@@ -104,6 +110,16 @@ class Weights(Mapping[str, np.ndarray]):
 
     def __contains__(self, name: object) -> bool:
         return name in self._files
+
+
+def _fp8(path: pathlib.Path, name: str) -> np.ndarray:
+    """A tensor where the header says it lies: its length in 8 bytes, JSON, then the tensors' bytes."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        about = json.loads(file.read(size))[name]
+        first, end = about["data_offsets"]
+        file.seek(8 + size + first)
+        return np.frombuffer(file.read(end - first), ml_dtypes.float8_e4m3fn).reshape(about["shape"])
 
 
 def _weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
