@@ -84,7 +84,6 @@ def test_published_files_are_read(name):
         (dict(model_type="phi3", lm_head_bias=True), "'lm_head_bias': expected False, got True"),
         (dict(model_type="llama", layer_types=["full_attention"]), "'layer_types': expected no setting"),
         (dict(model_type="llama", clip_qkv=8.0), "'clip_qkv': expected no setting that"),
-        (dict(model_type="gemma2", sliding_window="wide"), "'sliding_window': expected an int"),
         (
             dict(model_type="gemma3_text", rope_parameters={"sliding_attention": {"rope_type": "linear"}}),
             "'rope_type': expected 'default' in layers with a window, got 'linear'",

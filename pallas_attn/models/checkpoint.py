@@ -129,6 +129,8 @@ def _weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
     else:
         names = ["model.safetensors"]
     for name in names or ["model.safetensors"]:
+        if name != pathlib.PurePath(name).name:
+            fail("load_checkpoint", "path", "weights in the folder itself", repr(name))
         if not (folder / name).is_file():
             fail("load_checkpoint", "path", f"a folder with {name}", repr(str(folder)), FileNotFoundError)
     return [folder / name for name in names]

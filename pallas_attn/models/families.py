@@ -8,13 +8,15 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pallas_attn._call.checks import fail
+from pallas_attn._call.checks import check_int, fail
 
 from .family_defaults import DEFAULTS
 from .llama_config import Experts, LlamaConfig
 from .settings import ANYTHING, Settings, rope_settings, rope_stretch
 
 type Options = dict[str, Any]
+
+_MOST_LAYERS = 100_000
 
 
 def _biases(settings: Settings) -> Options:
@@ -232,7 +234,12 @@ def llama_config(given: Mapping[str, Any]) -> LlamaConfig:
         fail("load_checkpoint", "model_type", " or ".join(map(repr, FAMILIES)), repr(kind))
     family = FAMILIES[kind]
     settings = Settings(given, DEFAULTS[kind], family.fixed)
-    size, num_heads = settings.size, settings.size("num_attention_heads")
+    size = settings.size
+    for name in ("num_attention_heads", "hidden_size", "num_hidden_layers", "max_position_embeddings"):
+        check_int("load_checkpoint", name, size(name), least=1)
+    # Lists are made of them before a weight is looked at.
+    check_int("load_checkpoint", "num_hidden_layers", size("num_hidden_layers"), most=_MOST_LAYERS)
+    num_heads = size("num_attention_heads")
     head_dim = settings["head_dim"] or max(1, size("hidden_size") // num_heads)
     # Older files of Gemma have both, and the second is the one that counts.
     second = "hidden_activation" in settings and settings["hidden_activation"] is not None
