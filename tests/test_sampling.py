@@ -319,6 +319,15 @@ def test_settings_are_checked(settings, error, message):
         Sampling(**settings)
 
 
+def test_the_command_line_changes_what_a_model_asks_for():
+    from pallas_attn.cli.generate import sampling_of
+
+    asked = Sampling(0.7, 20, repetition_penalty=1.1)
+    said = dict(temperature=None, top_k=5, min_p=0.0, stop=["x"], seed=3, n=2)
+    expected = Sampling(0.7, 5, seed=3, repetition_penalty=1.1, stop=["x"], n=2)
+    assert sampling_of(asked, said) == expected
+
+
 def test_engines_refuse_stop_ids_that_are_none(model):
     message = r"Engine: argument 'stop_token_ids': expected token ids in \[0, 2\*\*31\), got 2147483648"
     with pytest.raises(ValueError, match=message):

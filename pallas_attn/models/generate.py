@@ -87,8 +87,8 @@ class _State:
     lengths: jax.Array | Any  # [num_seqs] int32
     done: jax.Array | Any  # [num_seqs] bool
     step: jax.Array | Any  # int32: column that the next token goes to
-    rows: Rows
-    seen: choosing.Seen | None
+    rows: Rows | Any
+    seen: choosing.Seen | Any  # or None
     logits: Any  # None or [num_seqs, n, vocab_size] float32
     logprobs: Any  # None or `choosing.Logprobs` of [num_seqs, n, ...]
 
