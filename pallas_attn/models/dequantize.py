@@ -14,7 +14,7 @@ _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -
 _BIAS = 127
 
 
-def dequantized(weights: Mapping[str, np.ndarray], config: Any) -> Mapping[str, np.ndarray]:
+def dequantized(weights: Mapping[str, Any], config: Any) -> Mapping[str, Any]:
     """The tensors as if they had never been quantised.
 
     config: `quantization_config` of config.json; None for tensors that are not. ValueError for another kind.
@@ -35,7 +35,7 @@ def dequantized(weights: Mapping[str, np.ndarray], config: Any) -> Mapping[str, 
 class _Fp8(Mapping[str, np.ndarray]):
     """A matrix's tiles of block[0] x block[1] have a factor each."""
 
-    def __init__(self, weights: Mapping[str, np.ndarray], block: tuple[int, int]):
+    def __init__(self, weights: Mapping[str, Any], block: tuple[int, int]):
         self._weights, self._block = weights, block
 
     def __getitem__(self, name: str) -> np.ndarray:
@@ -68,7 +68,7 @@ class _Mxfp4(Mapping[str, np.ndarray]):
     """Experts [experts, out, in] in blocks of 32 along `in`, two elements a byte, the lower four bits first; here they
     are [experts, in, out], as GPT-OSS has them."""
 
-    def __init__(self, weights: Mapping[str, np.ndarray]):
+    def __init__(self, weights: Mapping[str, Any]):
         self._weights = weights
 
     def __getitem__(self, name: str) -> np.ndarray:

@@ -70,7 +70,7 @@ class Place(NamedTuple):
 
 
 def from_transformers(
-    config: LlamaConfig, norms: Mapping[str, str], weights: Mapping[str, np.ndarray], options: dict[str, Any]
+    config: LlamaConfig, norms: Mapping[str, str], weights: Mapping[str, Any], options: dict[str, Any]
 ) -> Llama:
     """A Llama of a file's tensors. ValueError, before any is read, for one that is missing or has no place.
 
