@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from models_support import import_torch, write_tokenizer
 
-from pallas_attn.models import Llama, generate, load_checkpoint
+from pallas_attn.models import Engine, Llama, generate, load_checkpoint
 
 # Files, models of both other frameworks, and programs of XLA's.
 pytestmark = pytest.mark.slow
@@ -270,3 +270,22 @@ def test_what_a_family_has_of_its_own_would_show(folders, case, what):
     model = load_checkpoint(folders(case)).model
     leave_out(model, what)
     assert np.abs(logits_of(model, tokens) - expected).max() > 0.05 * expected.std()
+
+
+def test_an_engine_has_one_rotary_embedding_for_all_lengths(folders):
+    """Of the long factors if a text may be long, whatever is read in which chunks: prefixes are shared."""
+    model = load_checkpoint(folders("phi-4-mini")).model
+    long = dataclasses.replace(model.config, rope_length=40)
+    short = dataclasses.replace(model.config, rope_length=30)
+    answers = []
+    for most in (40, 30):
+        engine = Engine(model, max_len=most, num_rows=2, page_size=4, step_tokens=8)
+        requests = [engine.submit(PROMPT[:n], max_new_tokens=8) for n in (20, 9)]
+        while engine.busy:
+            engine.step()
+        answers.append([request.answer for request in requests])
+    for config, answered in zip((long, short), answers, strict=True):
+        model.config = config
+        got = generate(model, [PROMPT[:20], PROMPT[:9]], max_new_tokens=8, page_size=4)
+        assert [got.row(0), got.row(1)] == answered
+    assert answers[0] != answers[1]

@@ -30,7 +30,7 @@ from pallas_attn.models import (
     load_checkpoint,
     load_gguf,
 )
-from pallas_attn.models.hub import found
+from pallas_attn.models.hub import found, is_name
 
 from .bar import Bar
 
@@ -126,8 +126,13 @@ def load(
     path = _path(model)
     with Bar(err, "loading", "tensors") as report:
         load_from = load_checkpoint if path.is_dir() else load_gguf
+        of_the_hub = model is not None and is_name(model)
         return load_from(
-            path, dtype=dtype, attention=attention, implementation=implementation, progress=report
+            str(model) if of_the_hub else path,
+            dtype=dtype,
+            attention=attention,
+            implementation=implementation,
+            progress=report,
         )
 
 

@@ -24,6 +24,7 @@ from .deepseek_weights import load_transformers_weights
 from .dequantize import dequantized
 from .families import FAMILIES, llama_config
 from .gguf_loader import LoadedModel
+from .hub import found, is_name
 from .llama import Attending
 from .llama_weights import from_transformers
 from .sampling import Sampling
@@ -41,8 +42,9 @@ def load_checkpoint(
     """Loads a model from a folder as `save_pretrained` writes it and the Hugging Face hub holds it.
 
     Args:
-        path: the folder. Its `model_type` is llama or of a relative (`pallas_attn.models.families` lists them), for a
-            `Llama`; or deepseek_v2, deepseek_v3, deepseek_v32, kimi_k2, for a `DeepSeek`.
+        path: the folder, or ORG/NAME of the hub where that lies in its local cache. Its `model_type` is llama or of a
+            relative (`pallas_attn.models.families` lists them), for a `Llama`; or deepseek_v2, deepseek_v3,
+            deepseek_v32, kimi_k2, for a `DeepSeek`.
         dtype: of the weights in memory, float32 or bfloat16.
         attention: which op a `Llama` decodes with; a `DeepSeek` has one.
         implementation: which implementation of the attention ops the model is to force.
@@ -53,7 +55,7 @@ def load_checkpoint(
         ValueError: a setting, a tensor or a kind of tokenizer that the model has no place for, by its name; settings
             and names are looked at before any weight is read.
     """
-    folder = pathlib.Path(path)
+    folder = found(path) if is_name(path) else pathlib.Path(path)
     if not folder.is_dir():
         fail("load_checkpoint", "path", "an existing folder", repr(str(path)), FileNotFoundError)
     settings = _json(folder, "config.json")
@@ -76,7 +78,7 @@ def load_checkpoint(
         )
         load_transformers_weights(model, weights)
     asked = Sampling.from_generation_config(_json(folder, "generation_config.json", {}))
-    return LoadedModel(model, tokenizer, folder.resolve().name, asked)
+    return LoadedModel(model, tokenizer, str(path) if is_name(path) else folder.resolve().name, asked)
 
 
 class Weights(Mapping[str, np.ndarray]):

@@ -9,6 +9,13 @@ from pallas_attn._call.checks import fail
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
+def is_name(model: str | Path) -> bool:
+    """Whether it is no path and could be ORG/NAME."""
+    name = str(model)
+    no_file = not name.endswith((".gguf", ".safetensors"))
+    return not Path(model).exists() and no_file and _NAME.fullmatch(name) is not None
+
+
 def found(model: str | Path) -> Path:
     """The path itself, or the folder in the cache of the repository ORG/NAME.
 
@@ -18,7 +25,7 @@ def found(model: str | Path) -> Path:
     path, name = Path(model), str(model)
     if path.exists():
         return path
-    if not _NAME.fullmatch(name) or name.endswith((".gguf", ".safetensors")):
+    if not is_name(model):
         expected = "an existing GGUF file, an existing folder or ORG/NAME of the hub"
         fail("load", "model", expected, repr(name), FileNotFoundError)
     run = f"hf download {name}"
