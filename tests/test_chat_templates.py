@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
+from models_support import write_tokenizer
 
 from pallas_attn.models import Tokenizer, chat_template
+from pallas_attn.models.checkpoint import load_tokenizer
 
 pytestmark = pytest.mark.once  # nothing of it is JAX's
 
@@ -171,6 +173,28 @@ def tokenizer(templates: Any, **options: Any) -> Tokenizer:
 def test_truncation_and_padding_of_a_file_do_not_touch_prompts():
     assert tokenizer(None).encode("a a a a a") == [0, 2, 2, 2, 2, 2]
     assert tokenizer(None).encode("a") == [0, 2]
+
+
+def test_nor_do_they_hide_what_begins_a_text(tmp_path):
+    write_tokenizer(tmp_path, 97)
+    path = str(tmp_path / "tokenizer.json")
+    inner = tokenizers.Tokenizer.from_file(path)
+    inner.enable_truncation(1)
+    inner.enable_padding(direction="left", length=4, pad_id=5, pad_token="!")
+    inner.save(path)
+    assert load_tokenizer(tmp_path).encode("abcab") == [0, 3, 2]
+
+
+def test_templates_of_files_of_their_own_come_first(tmp_path):
+    named = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}]
+    write_tokenizer(tmp_path, 97, chat_template=named)
+    assert load_tokenizer(tmp_path).apply_chat_template(QUESTION) == "d"
+    assert load_tokenizer(tmp_path).apply_chat_template(QUESTION, tools=[WEATHER]) == "t"
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}{{ pad_token is defined }}")
+    assert load_tokenizer(tmp_path).apply_chat_template(QUESTION, tools=[WEATHER]) == "<s>False"
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates/rag.jinja").write_text("r")
+    assert load_tokenizer(tmp_path).apply_chat_template(QUESTION, chat_template="rag") == "r"
 
 
 def test_a_chat_has_what_its_template_writes_and_no_more():

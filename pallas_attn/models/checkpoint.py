@@ -147,6 +147,9 @@ def load_tokenizer(folder: pathlib.Path) -> Tokenizer:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower
         fail("load_checkpoint", "path", "a tokenizer.json that can be read", f"{error}")
+    # Else what begins a text would be what fills it up.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     settings = _json(folder, "tokenizer_config.json", {})
     generation = _json(folder, "generation_config.json", {})
     config = _json(folder, "config.json", {})

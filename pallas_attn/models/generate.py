@@ -128,7 +128,8 @@ def generate(
             store each page's KV heads with scales of their own, which grow with what the page holds; a `DeepSeek` takes
             ``float8_e4m3fn`` alone, for latents of 656 bytes a token.
         prefill_chunk: prompts are read so many tokens at a time, which bounds the memory that activations take;
-            ``None`` reads them whole.
+            ``None`` reads them whole. Where rotary frequencies depend on the length, chunks have those of the longest
+            prompt and answer.
         return_logits: also return the scores, ``4 * vocab_size`` bytes per token.
         progress: called with (steps done, steps at most) after the prefill, which is the first, and each call of the
             loop.
