@@ -92,3 +92,31 @@ def test_a_folder_of_fp8_loads(tmp_path):
     )
     value = expected["model.layers.0.self_attn.v_proj.weight"].T
     np.testing.assert_array_equal(layers.attention.qkv_proj.kernel[0][:, -8:], value)
+
+
+def test_a_folder_of_mxfp4_loads(tmp_path):
+    """GPT-OSS as it is published: gate and up of an expert take turns."""
+    import_torch()
+    import transformers
+
+    sizes = dict(vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=1, head_dim=8)
+    sizes |= dict(num_attention_heads=2, num_key_value_heads=1, num_local_experts=2, num_experts_per_tok=1)
+    config = transformers.GptOssConfig(**sizes, bos_token_id=0, eos_token_id=1, pad_token_id=1)
+    model = transformers.GptOssForCausalLM(config)
+    tensors = {name: tensor.detach().numpy() for name, tensor in model.state_dict().items()}
+    prefix, packed = "model.layers.0.mlp.experts.", {}
+    for name, shape in (("gate_up_proj", (2, 128, 1)), ("down_proj", (2, 32, 2))):
+        del tensors[prefix + name]
+        packed[f"{name}_blocks"] = RNG.integers(0, 256, (*shape, 16), dtype=np.uint8)
+        packed[f"{name}_scales"] = RNG.integers(120, 130, shape, dtype=np.uint8)
+    save_file(
+        tensors | {prefix + name: array for name, array in packed.items()}, tmp_path / "model.safetensors"
+    )
+    settings = json.loads(config.to_json_string()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    write_tokenizer(tmp_path, 97)
+    mlp = load_checkpoint(tmp_path).model.layers.mlp
+    plain = dequantized(packed, {"quant_method": "mxfp4"})
+    np.testing.assert_array_equal(mlp.gate_up[0][..., :64], plain["gate_up_proj"][..., ::2])
+    np.testing.assert_array_equal(mlp.gate_up[0][..., 64:], plain["gate_up_proj"][..., 1::2])
+    np.testing.assert_array_equal(mlp.down[0], plain["down_proj"])
