@@ -83,6 +83,13 @@ def test_published_files_are_read(name):
         (dict(model_type="cohere2", use_parallel_block=False), "'use_parallel_block': expected True"),
         (dict(model_type="phi3", lm_head_bias=True), "'lm_head_bias': expected False, got True"),
         (dict(model_type="llama", layer_types=["full_attention"]), "'layer_types': expected no setting"),
+        (dict(model_type="llama", hidden_act=["silu"]), "'hidden_act': expected 'silu' or"),
+        (dict(model_type="llama", rope_scaling="long"), "'rope_scaling': expected an object, got 'long'"),
+        (dict(model_type="llama", rope_scaling={"type": ["yarn"]}), "'rope_type': expected 'default' or"),
+        (
+            dict(model_type="llama", rope_scaling={"type": "linear", "factor": "2"}),
+            "'factor': expected a number, got '2'",
+        ),
         (dict(model_type="llama", clip_qkv=8.0), "'clip_qkv': expected no setting that"),
         (
             dict(model_type="gemma3_text", rope_parameters={"sliding_attention": {"rope_type": "linear"}}),

@@ -158,7 +158,7 @@ class Settings:
         return float(found)
 
     def among(self, name: str, values: Mapping[str, Any]) -> Any:
-        if (found := self[name]) not in values:
+        if not isinstance(found := self[name], str) or found not in values:
             self.refuse(name, " or ".join(map(repr, values)), found)
         return values[found]
 
@@ -178,6 +178,9 @@ class Settings:
 def rope_settings(settings: Settings) -> dict[str, Any]:
     """Newer configs say rope_parameters, older ones rope_scaling beside rope_theta."""
     scaling, parameters = settings["rope_scaling"] or {}, settings.given.get("rope_parameters") or {}
+    for name, said in (("rope_scaling", scaling), ("rope_parameters", parameters)):
+        if not isinstance(said, Mapping):
+            settings.refuse(name, "an object", said)
     return dict(scaling) | dict(parameters) or dict(settings["rope_parameters"] or {})
 
 
@@ -186,7 +189,7 @@ def rope_stretch(
 ) -> tuple[float | None, Stretch | None, int]:
     """(the base, if `rope` says it, the stretching, the context with it) of a model made for `context` tokens."""
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in _ROPE_TYPES:
+    if not isinstance(kind, str) or kind not in _ROPE_TYPES:
         settings.refuse("rope_type", " or ".join(map(repr, _ROPE_TYPES)), kind)
     own, needed = _ROPE_TYPES[kind]
     for name, value in rope.items():
@@ -195,6 +198,10 @@ def rope_stretch(
     for name in needed:
         if rope.get(name) is None:
             settings.refuse(name, f"a value with rope type {kind!r}", None)
+    for name in ("rope_theta", *own):
+        value, lists = rope.get(name), name in ("short_factor", "long_factor")
+        if value is not None and not lists and not isinstance(value, int | float):
+            settings.refuse(name, "a number", value)
     theta = None if rope.get("rope_theta") is None else float(rope["rope_theta"])
     original = int(rope.get(_ORIGINAL) or context)
     if kind == "default":
@@ -219,7 +226,7 @@ def rope_stretch(
 
 def _long_rope(settings: Settings, rope: Mapping[str, Any], original: int, context: int) -> LongRope:
     for name in ("short_factor", "long_factor"):
-        if not isinstance(rope[name], list):
+        if not isinstance(rope[name], list) or not all(isinstance(x, int | float) for x in rope[name]):
             settings.refuse(name, "a list of numbers", rope[name])
     scale = rope.get("attention_factor")
     if scale is None:
