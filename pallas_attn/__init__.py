@@ -1,8 +1,8 @@
 """Attention kernels for JAX on NVIDIA GPUs: paged, ragged, block-sparse, flash, MLA and sparse MLA.
 
 Functions under other libraries' names and with their arguments: `compat` (JAX's `paged_attention` and
-`ragged_paged_attention`), `dot_product_attention` (jax.nn's), `flash_mla_with_kvcache`, `flash_mla_sparse_fwd` and
-`get_mla_metadata` (FlashMLA's).
+`ragged_paged_attention`, tpu-inference's `ragged_paged_attention_v3`), `dot_product_attention` (jax.nn's),
+`flash_mla_with_kvcache`, `flash_mla_sparse_fwd` and `get_mla_metadata` (FlashMLA's).
 """
 
 # Before the imports below, which take a second: if this is the program pallas-attn, Ctrl-C shall end it quietly.

@@ -1,6 +1,7 @@
 """Models for tests: a tiny random Llama, in memory or as a GGUF file, and SmolLM2 loaded once per process."""
 
 import functools
+import json
 import os
 from typing import Any
 
@@ -9,7 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 from flax import nnx
+from tokenizers import decoders, pre_tokenizers, processors
+from tokenizers import models as bpe_models
 
 from pallas_attn.models import Llama, LlamaConfig, LoadedModel, default_model_path, load_gguf
 
@@ -149,3 +153,17 @@ def write_tiny(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def write_tokenizer(folder, vocab_size: int, **settings):
+    """tokenizer.json and tokenizer_config.json of a byte-level BPE with hardly any merges."""
+    letters = [chr(ord("!") + index) for index in range(vocab_size - 4)]
+    vocabulary = {token: index for index, token in enumerate(["<s>", "</s>", "ab", "abc", *letters])}
+    tokenizer = tokenizers.Tokenizer(bpe_models.BPE(vocabulary, [("a", "b"), ("ab", "c")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, **settings}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))

@@ -1,4 +1,4 @@
-"""Decoders of other families as plain JAX forwards whose attention is ours: what their options mean to a whole model.
+"""Decoders as plain JAX forwards whose attention is ours, by its ops alone: what their options mean to a whole model.
 
 A forward (weights, config, tokens, positions, attend) gives logits [num_tokens, vocab] float32 of tokens that lie one
 after the other. weights: a transformers state dict as arrays, and "windows", each layer's, or, for ALiBi, "slopes".
@@ -41,42 +41,6 @@ def windows_of(config) -> np.ndarray:
     """[num_layers] int32."""
     kinds = getattr(config, "layer_types", None) or ()
     return np.array([config.sliding_window if "sliding" in kind else NO_WINDOW for kind in kinds], np.int32)
-
-
-def gemma(weights, config, tokens, positions, attend) -> jax.Array:
-    """Gemma-2 and Gemma-3: norms before and behind each half of a layer, windows in some layers; Gemma-2 caps logits,
-    Gemma-3 normalises queries and keys and has rotary bases of its own in layers with a window."""
-
-    def norm(name: str, x: jax.Array) -> jax.Array:
-        return rms_norm(x, 1 + weights[f"{name}.weight"], config.rms_norm_eps)
-
-    x = weights["model.embed_tokens.weight"][tokens] * config.hidden_size**0.5
-    for layer in range(config.num_hidden_layers):
-        name = f"model.layers.{layer}"
-        query, key, value = heads_of(weights, f"{name}.self_attn", norm(f"{name}.input_layernorm", x), config)
-        if f"{name}.self_attn.q_norm.weight" in weights:
-            query, key = norm(f"{name}.self_attn.q_norm", query), norm(f"{name}.self_attn.k_norm", key)
-        rope = config.rope_parameters
-        rope = rope.get(config.layer_types[layer], rope)
-        angles = rotary_angles(positions, rotary_frequencies(config.head_dim, rope["rope_theta"]))
-        out = attend(
-            layer,
-            apply_rotary(query, *angles),
-            apply_rotary(key, *angles),
-            value,
-            scale=config.query_pre_attn_scalar**-0.5,
-            softcap=config.attn_logit_softcapping,
-            sliding_window=weights["windows"][layer],
-        )
-        out = dense(weights, f"{name}.self_attn.o_proj", out.reshape(len(x), -1))
-        x = x + norm(f"{name}.post_attention_layernorm", out)
-        y = norm(f"{name}.pre_feedforward_layernorm", x)
-        gate, up = (dense(weights, f"{name}.mlp.{part}_proj", y) for part in ("gate", "up"))
-        y = dense(weights, f"{name}.mlp.down_proj", jax.nn.gelu(gate, approximate=True) * up)
-        x = x + norm(f"{name}.post_feedforward_layernorm", y)
-    logits = dense(weights, "lm_head", norm("model.norm", x))
-    cap = config.final_logit_softcapping
-    return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 def gpt_oss(weights, config, tokens, positions, attend) -> jax.Array:

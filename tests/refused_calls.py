@@ -401,6 +401,8 @@ def calls() -> dict[str, Call]:
                 beta_slow=NUMBER,
                 mscale=NEAR_ZERO,
                 mscale_all_dim=NEAR_ZERO,
+                attention_factor=NUMBER.or_none(),
+                truncate=FLAG,
             ),
         ),
     }

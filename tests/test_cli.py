@@ -238,7 +238,12 @@ def test_check_agrees_with_transformers(tiny, capsys):
             ["--prompts-file", "/absent"],
             "argument '--prompts-file': expected an existing file, got '/absent'",
         ),
-        (["--prompt", "a", "--model", "/absent"], "'path': expected an existing GGUF file, got '/absent'"),
+        (
+            ["--prompt", "a", "--model", "/absent"],
+            "'model': expected an existing GGUF file, an existing folder or ORG/NAME of the hub, got '/absent'",
+        ),
+        (["--prompt", "a", "--min-p", "2"], "argument 'min_p': expected a number in [0, 1], got 2.0"),
+        (["--prompt", "a", "--check", "--stop", "x"], "'--check': expected greedy decoding"),
         (["--prompt", "a", "--num-pages", "1", "--prompt", "b"], "expected at least one page for each of 2"),
         (["--prompt", "a" * 60], "expected prompt and max_new_tokens of together at most 64 tokens"),
         (["--prompt", "a", "--top-p", "2"], "argument 'top_p': expected a number in (0, 1], got 2.0"),

@@ -1,7 +1,9 @@
 """`pallas_attn.compat` against what it stands for: JAX's own references of the functions' meaning."""
 
+import ast
 import functools
 import importlib
+import importlib.util
 import inspect
 import warnings
 from pathlib import Path
@@ -181,6 +183,147 @@ def test_refusals_of_the_tpu_function(changes, error, message):
         unchecked(compat.ragged_paged_attention)(**ragged_arguments() | changes)
 
 
+def v3_arguments(dtype=F32, kv_heads=2, head_dim=40, cache_dtype=None):
+    """Three sequences of 17, 9 and 30 tokens, of which 5, 1 and 11 are new; a fourth that is none."""
+    cache_dtype = dtype if cache_dtype is None else cache_dtype
+    packing = 4 // jnp.dtype(cache_dtype).itemsize
+    cache = RNG.standard_normal((12, 8, -(-2 * kv_heads // packing), packing, 128))
+    key, value = RNG.standard_normal((2, 20, kv_heads, head_dim))
+    return {
+        "queries": jnp.asarray(RNG.standard_normal((20, 2 * kv_heads, head_dim)), dtype),
+        "keys": jnp.asarray(key, cache_dtype),
+        "values": jnp.asarray(value, cache_dtype),
+        "kv_cache": jnp.asarray(cache, cache_dtype),
+        "kv_lens": jnp.array([17, 9, 30, 77], I32),
+        "page_indices": jnp.asarray(np.append(RNG.permutation(12), [2**30] * 4), I32),
+        "cu_q_lens": jnp.array([0, 5, 6, 17, 99], I32),
+        "distribution": jnp.array([0, 1, 3], I32),
+    }
+
+
+def v3_meant(
+    arguments, sm_scale=1.0, sliding_window=None, soft_cap=None, k_scale=1.0, v_scale=1.0, causal=True
+):
+    """In float64, sequence by sequence: (out, pages by their number and slot [kv_heads, 2, head_dim])."""
+    q, k, v = (np.asarray(arguments[name], np.float64) for name in ("queries", "keys", "values"))
+    kv_heads, dim = k.shape[1:]
+    cache = np.array(arguments["kv_cache"], np.float64).reshape(12, 8, -1, 128)
+    tables = np.asarray(arguments["page_indices"]).reshape(4, 4)
+    out = np.zeros(q.shape)
+    for seq in range(3):
+        first, end = np.asarray(arguments["cu_q_lens"])[seq : seq + 2]
+        length = int(arguments["kv_lens"][seq])
+        for token in range(first, end):
+            at = length - (end - token)
+            both = cache[tables[seq, at // 8], at % 8]
+            both[:] = 0
+            both[: 2 * kv_heads : 2, :dim], both[1 : 2 * kv_heads : 2, :dim] = k[token], v[token]
+        rows = cache[tables[seq, : -(-length // 8)]].reshape(-1, cache.shape[2], 128)[:length]
+        for token in range(first, end):
+            at, seen = length - (end - token), np.arange(length)
+            for head in range(q.shape[1]):
+                kv = head // (q.shape[1] // kv_heads)
+                logits = rows[:, 2 * kv, :dim] @ q[token, head] * sm_scale * k_scale
+                logits = logits if soft_cap is None else soft_cap * np.tanh(logits / soft_cap)
+                if causal:
+                    visible = (seen <= at) & (seen > at - (sliding_window or length + 1))
+                    logits = np.where(visible, logits, -np.inf)
+                weights = np.exp(logits - logits.max())
+                out[token, head] = weights / weights.sum() @ rows[:, 2 * kv + 1, :dim] * v_scale
+    return out, cache
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ({}, {"sm_scale": 0.3}),
+        ({"head_dim": 128, "kv_heads": 1}, {"sm_scale": 0.1, "sliding_window": 6, "soft_cap": 2.0}),
+        ({"dtype": jnp.bfloat16, "kv_heads": 3}, {"sm_scale": 0.3}),
+        (
+            {"cache_dtype": jnp.float8_e4m3fn, "kv_heads": 1},
+            {"sm_scale": 0.3, "k_scale": 0.5, "v_scale": 2.0},
+        ),
+        ({}, {"sm_scale": 0.3, "use_causal_mask": False, "sliding_window": 3}),
+    ],
+    ids=str,
+)
+def test_the_tpu_function_that_writes(sizes, options):
+    arguments = v3_arguments(**sizes)
+    meant = dict(options)
+    expected, pages = v3_meant(arguments, causal=meant.pop("use_causal_mask", True), **meant)
+    call = jax.jit(functools.partial(compat.ragged_paged_attention_v3, **options), donate_argnames="kv_cache")
+    shape, dtype = arguments["kv_cache"].shape, arguments["queries"].dtype
+    text = call.lower(**arguments).as_text()
+    out, cache = call(**arguments)
+    assert (out.dtype, cache.shape) == (dtype, shape)
+    tolerance = 2e-5 if dtype == F32 else 3e-2
+    np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=tolerance, atol=tolerance)
+    assert not out[17:].any()
+    np.testing.assert_array_equal(np.asarray(cache, np.float64).reshape(pages.shape), pages)
+    assert "tf.aliasing_output = 1" in text, "the pool is updated in place"
+
+
+def test_a_shared_cache_is_read_and_not_written():
+    arguments = v3_arguments()
+    out, cache = compat.ragged_paged_attention_v3(**arguments, sm_scale=0.3)
+    again = dict(arguments, kv_cache=cache, keys=arguments["keys"] * jnp.nan)
+    shared, same = compat.ragged_paged_attention_v3(**again, sm_scale=0.3, update_kv_cache=False)
+    np.testing.assert_array_equal(shared, out)
+    np.testing.assert_array_equal(same, cache)
+
+
+def test_the_signature_is_that_of_tpu_inference():
+    """Names, order and defaults, but for what sizes another kernel's tiles and what debugs it. Their file is read, not
+    run: it wants a TPU's packages."""
+    spec = importlib.util.find_spec("tpu_inference")
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    if not folders:
+        pytest.skip("no tpu-inference")
+    path = Path(folders[0]) / "kernels/ragged_paged_attention/v3/kernel.py"
+    functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
+    (theirs,) = (node.args for node in functions if node.name == "ragged_paged_attention")
+    defaults = {
+        arg.arg: ast.literal_eval(default)
+        for arg, default in zip(theirs.kwonlyargs, theirs.kw_defaults, strict=True)
+        if default is not None
+    }
+    sizes = {"chunk_prefill_size", "d_block_sizes", "p_block_sizes", "m_block_sizes", "vmem_limit_bytes"}
+    sizes |= {"debug_mode", "disable_bounds_checks", "disable_semaphore_checks"}
+    assert sizes <= defaults.keys()
+    ours = inspect.signature(compat.ragged_paged_attention_v3).parameters.values()
+    positional = [p.name for p in ours if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    assert positional == [arg.arg for arg in theirs.args]
+    keywords = {p.name: p.default for p in ours if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    assert keywords == {name: value for name, value in defaults.items() if name not in sizes}
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        (
+            {"q_scale": 2.0},
+            ValueError,
+            r"'q_scale': expected None \(queries are not quantised here\), got 2.0",
+        ),
+        ({"skip_kv_mask": True}, ValueError, "'skip_kv_mask': expected False, got True"),
+        ({"sm_scale": 0.0}, ValueError, "'sm_scale': expected"),
+        ({"distribution": jnp.zeros(2, I32)}, ValueError, "'distribution': expected"),
+        ({"page_indices": jnp.zeros(15, I32)}, ValueError, "'page_indices': expected"),
+        ({"keys": jnp.zeros((20, 2, 40), jnp.bfloat16)}, TypeError, "'keys': expected"),
+        (
+            {"kv_cache": jnp.zeros((12, 8, 4, 1, 64))},
+            ValueError,
+            r"'kv_cache': expected pages of shape \[page_size, 4, 1, 128\], got \[12, 8, 4, 1, 64\]",
+        ),
+    ],
+)
+def test_refusals_of_the_tpu_function_that_writes(changes, error, message):
+    with pytest.raises(error, match=f"compat.ragged_paged_attention_v3: argument {message}"):
+        unchecked(compat.ragged_paged_attention_v3)(**{**v3_arguments(), **changes})
+
+
 def test_it_is_found_where_people_look():
     """As an attribute, and from the functions and the page that they come to first."""
     assert pallas_attn.compat is compat
@@ -188,3 +331,4 @@ def test_it_is_found_where_people_look():
     for name in ("paged_attention", "ragged_paged_attention"):
         assert "`pallas_attn.compat`" in (getattr(pallas_attn, name).__doc__ or "")
         assert f"pallas_attn.compat.{name}" in page
+    assert "pallas_attn.compat.ragged_paged_attention_v3" in page

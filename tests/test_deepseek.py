@@ -212,11 +212,13 @@ def test_settings_without_an_equivalent_are_refused():
     for setting, value in (("mlp_bias", True), ("tie_word_embeddings", True), ("hidden_act", "gelu")):
         with pytest.raises(ValueError, match=f"'{setting}': expected .*, got {value!r}"):
             DeepSeekConfig.from_transformers(dict(base, **{setting: value}))
-    yarn = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
-    for setting, value in (("attention_factor", 1.7), ("truncate", False)):
-        with pytest.raises(ValueError, match=f"'{setting}': expected .*, got {value!r}"):
-            DeepSeekConfig.from_transformers(dict(base, rope_parameters=yarn | {setting: value}))
-    with pytest.raises(ValueError, match="'rope_type': expected 'default' or 'yarn'"):
+    yarn = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64, attention_factor=1.7)
+    config = DeepSeekConfig.from_transformers(dict(base, rope_parameters=yarn | {"truncate": False}))
+    assert (config.attention.yarn.rotary_scale, config.attention.yarn.truncate) == (1.7, False)
+    linear = dict(rope_type="linear", factor=2.0)
+    with pytest.raises(ValueError, match="'rope_type': expected 'default' or 'yarn', got 'linear'"):
+        DeepSeekConfig.from_transformers(dict(base, rope_parameters=linear))
+    with pytest.raises(ValueError, match="'factor': expected a value with rope type 'linear'"):
         DeepSeekConfig.from_transformers(dict(base, rope_parameters=dict(rope_type="linear")))
     with pytest.raises(ValueError, match="MLAConfig: argument 'kv_lora_rank': expected 512"):
         DeepSeekConfig.from_transformers(dict(base, kv_lora_rank=256))
@@ -234,22 +236,37 @@ def test_what_is_no_config_is_refused_and_yarn_needs_its_factor():
     ):
         from_transformers(5)
     base = theirs("v3-yarn").config.to_dict()
-    for setting in ("factor", "original_max_position_embeddings"):
-        rope = {name: value for name, value in base["rope_parameters"].items() if name != setting}
-        message = f"argument 'rope_parameters.{setting}': expected a value with rope type 'yarn', got none"
-        with pytest.raises(ValueError, match=re.escape(message)):
-            from_transformers(base | dict(rope_parameters=rope))
+    rope = {name: value for name, value in base["rope_parameters"].items() if name != "factor"}
+    message = "argument 'factor': expected a value with rope type 'yarn', got none"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        from_transformers(base | dict(rope_parameters=rope))
+
+
+def test_what_a_file_does_not_say_is_what_transformers_takes():
+    import transformers
+
+    for version in ("V2", "V3", "V32"):
+        usual = getattr(transformers, f"Deepseek{version}Config")().to_dict()
+        usual |= dict(kv_lora_rank=512, num_experts_per_tok=6)
+        for name in ("n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor", "q_lora_rank"):
+            rest = {key: value for key, value in usual.items() if key != name}
+            assert DeepSeekConfig.from_transformers(rest) == DeepSeekConfig.from_transformers(usual), name
 
 
 def test_settings_of_routing_and_quantisation_without_an_equivalent_are_refused():
-    v3, v2 = (theirs(name).config.to_dict() for name in ("v3", "v2-yarn"))
+    v3, v2, v32 = (theirs(name).config.to_dict() for name in ("v3", "v2-yarn", "v3.2-yarn"))
     for base, setting, value in (
         (v3, "scoring_func", "softmax"),
         (v3, "topk_method", "greedy"),
         (v3, "moe_layer_freq", 2),
         (v3, "mlp_layer_types", ["sparse"] * v3["num_hidden_layers"]),
-        (v3, "quantization_config", {"quant_method": "fp8", "weight_block_size": [128, 128]}),
         (v3, "n_routed_experts", None),
+        (v3, "partial_rotary_factor", 0.5),
+        (v3, "layer_types", ["sliding_attention"] * 3),
+        (v3, "new_trick", 3),
+        (v32, "indexer_rope_interleave", True),
+        (v32, "index_topk_freq", 2),
+        (v32, "layer_types", ["full_attention"] * 3),
         (v2, "scoring_func", "sigmoid"),
         (v2, "topk_method", "noaux_tc"),
         (v2, "norm_topk_prob", True),

@@ -11,8 +11,7 @@ import pytest
 from flax import nnx
 from models_support import TINY, tiny_llama
 
-from pallas_attn.models import DeepSeek, DeepSeekConfig, Engine, Sampling, generate, sampling
-from pallas_attn.models.sampling import Rows
+from pallas_attn.models import DeepSeek, DeepSeekConfig, Engine, Sampling, generate
 from pallas_attn.nn import MLAConfig
 
 pytestmark = pytest.mark.slow  # what it is made of is tested on both
@@ -446,21 +445,3 @@ def test_requests_that_cannot_be_served_are_refused(model, options, prompt, chan
     with pytest.raises(error, match=f"^Engine.submit: {re.escape(message)}"):
         engine.submit(prompt, **changes)
     assert not engine.busy
-
-
-def test_settings_of_sampling_are_checked():
-    with pytest.raises(ValueError, match="Sampling: argument 'top_p': expected a number in"):
-        Sampling(top_p=0.0)
-    with pytest.raises(ValueError, match="generate: argument 'temperature': expected a finite number"):
-        sampling.check("generate", np.float16("inf"), 1.0, 0)
-    with pytest.raises(ValueError, match="Sampling: argument 'top_k': expected at least 1, got 0"):
-        Sampling(top_k=0)
-    with pytest.raises(ValueError, match="Sampling: argument 'seed': expected at most"):
-        Sampling(seed=2**32)
-
-
-def test_more_than_any_vocabulary_is_all_of_it():
-    rows = Rows.greedy(2)
-    for row, top_k in enumerate((None, 2**40)):
-        rows.fill(row, Sampling(temperature=1.0, top_k=top_k))
-    assert rows.top_k[0] == rows.top_k[1] == 2**31 - 1

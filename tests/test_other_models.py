@@ -1,5 +1,5 @@
-"""Whole models of families that the package has no decoder for, through its ops, against transformers: soft caps,
-windows in some layers, scales, normalised queries and keys, sinks, ALiBi. Forwards: other_models.py."""
+"""Whole models written out over the ops, against transformers: windows in some layers, sinks, ALiBi, by the kernels as
+well. Forwards: other_models.py. What the package's own decoder serves: test_families.py."""
 
 import functools
 from typing import Any, NamedTuple
@@ -32,14 +32,6 @@ YARN = dict(
     original_max_position_embeddings=32,
 )  # fmt: skip
 FAMILIES: dict[str, tuple[str, Any, dict[str, Any]]] = {
-    "gemma-2": (
-        "Gemma2",
-        other_models.gemma,
-        dict(
-            SIZES, **WINDOWS, query_pre_attn_scalar=7, attn_logit_softcapping=1.5, final_logit_softcapping=9.0
-        ),
-    ),
-    "gemma-3": ("Gemma3", other_models.gemma, dict(SIZES, **WINDOWS, query_pre_attn_scalar=24)),
     "gpt-oss": (
         "GptOss",
         other_models.gpt_oss,
@@ -53,10 +45,6 @@ FAMILIES: dict[str, tuple[str, Any, dict[str, Any]]] = {
 }
 # What must show when it is left out: what `attend` calls it, or the weights that say the same as nothing.
 OPTIONS: list[tuple[str, str, Any]] = [
-    ("gemma-2", "softcap", None),
-    ("gemma-2", "scale", None),
-    ("gemma-2", "windows", other_models.NO_WINDOW),
-    ("gemma-3", "windows", other_models.NO_WINDOW),
     ("gpt-oss", "windows", other_models.NO_WINDOW),
     ("gpt-oss", "sinks", -jnp.inf),
     ("bloom", "slopes", 0),
@@ -84,7 +72,7 @@ def model_of(family: str) -> Model:
 
     name, _, sizes = FAMILIES[family]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}TextConfig" if name == "Gemma3" else f"{name}Config")(**sizes)
+    config = getattr(transformers, f"{name}Config")(**sizes)
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{name}ForCausalLM")(config).float().eval()
     with torch.no_grad():

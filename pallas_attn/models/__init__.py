@@ -13,6 +13,7 @@ from .gguf_loader import load_gguf as load_gguf
 from .llama import Llama as Llama
 from .llama import LlamaConfig as LlamaConfig
 from .sampling import Sampling as Sampling
+from .sampling import TokenLogprobs as TokenLogprobs
 from .scheduler import Request as Request
 from .tokenizer import Tokenizer as Tokenizer
 
@@ -26,6 +27,7 @@ __all__ = [
     "LoadedModel",
     "Request",
     "Sampling",
+    "TokenLogprobs",
     "Tokenizer",
     "default_model_path",
     "generate",

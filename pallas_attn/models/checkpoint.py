@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import ml_dtypes  # noqa: F401  makes bfloat16 known to numpy, as safetensors wants it
+import ml_dtypes  # makes bfloat16 known to numpy, as safetensors wants it
 import numpy as np
 from jax.typing import DTypeLike
 
@@ -17,12 +17,17 @@ with needs_extra("models", user="pallas_attn.models.checkpoint"):
     import tokenizers
     from flax import nnx
 
-from .deepseek import DEEPSEEK_LIKE, DeepSeek, DeepSeekConfig
+from .chat_template import Templates
+from .deepseek import DeepSeek
+from .deepseek_config import DEEPSEEK_LIKE, DeepSeekConfig
 from .deepseek_weights import load_transformers_weights
+from .dequantize import dequantized
+from .families import FAMILIES, llama_config
 from .gguf_loader import LoadedModel
-from .llama import Attending, Llama
-from .llama_config import LLAMA_LIKE, llama_config
-from .llama_weights import assemble
+from .hub import found, is_name
+from .llama import Attending
+from .llama_weights import from_transformers
+from .sampling import Sampling
 from .tokenizer import Tokenizer
 
 
@@ -37,8 +42,9 @@ def load_checkpoint(
     """Loads a model from a folder as `save_pretrained` writes it and the Hugging Face hub holds it.
 
     Args:
-        path: the folder. Its `model_type` is one of llama, mistral, qwen2, qwen3 (a `Llama`), deepseek_v2, deepseek_v3,
-            deepseek_v32, kimi_k2 (a `DeepSeek`).
+        path: the folder, or ORG/NAME of the hub where that lies in its local cache. Its `model_type` is llama or of a
+            relative (`pallas_attn.models.families` lists them), for a `Llama`; or deepseek_v2, deepseek_v3,
+            deepseek_v32, kimi_k2, for a `DeepSeek`.
         dtype: of the weights in memory, float32 or bfloat16.
         attention: which op a `Llama` decodes with; a `DeepSeek` has one.
         implementation: which implementation of the attention ops the model is to force.
@@ -49,20 +55,20 @@ def load_checkpoint(
         ValueError: a setting, a tensor or a kind of tokenizer that the model has no place for, by its name; settings
             and names are looked at before any weight is read.
     """
-    folder = pathlib.Path(path)
+    folder = found(path) if is_name(path) else pathlib.Path(path)
     if not folder.is_dir():
         fail("load_checkpoint", "path", "an existing folder", repr(str(path)), FileNotFoundError)
     settings = _json(folder, "config.json")
     kind = settings.get("model_type")
-    if kind not in (*LLAMA_LIKE, *DEEPSEEK_LIKE):
-        known = ", ".join((*LLAMA_LIKE, *DEEPSEEK_LIKE))
+    if kind not in (*FAMILIES, *DEEPSEEK_LIKE):
+        known = ", ".join((*FAMILIES, *DEEPSEEK_LIKE))
         fail("load_checkpoint", "path", f"a config.json with a model_type of {known}", repr(kind))
     tokenizer = load_tokenizer(folder)
-    weights = Weights(folder, progress)
-    if kind in LLAMA_LIKE:
+    weights = dequantized(Weights(folder, progress), settings.get("quantization_config"))
+    if kind in FAMILIES:
         config = llama_config(settings)
         options: Any = dict(dtype=dtype, attention=attention, implementation=implementation)
-        model = _llama(config, weights, options)
+        model = from_transformers(config, FAMILIES[kind].norms, weights, options)
     else:
         if attention != "gqa":
             fail("load_checkpoint", "attention", "'gqa' for a model with latents of its own", repr(attention))
@@ -71,24 +77,28 @@ def load_checkpoint(
             lambda: DeepSeek(config, dtype=dtype, implementation=implementation, rngs=nnx.Rngs(0))
         )
         load_transformers_weights(model, weights)
-    return LoadedModel(model, tokenizer, folder.resolve().name)
+    asked = Sampling.from_generation_config(_json(folder, "generation_config.json", {}))
+    return LoadedModel(model, tokenizer, str(path) if is_name(path) else folder.resolve().name, asked)
 
 
 class Weights(Mapping[str, np.ndarray]):
     """The tensors of a folder's safetensors files, each read when it is asked for."""
 
     def __init__(self, folder: pathlib.Path, progress: Callable[[int, int], None] | None = None):
-        self._files: dict[str, Any] = {}
+        self._files: dict[str, tuple[pathlib.Path, Any]] = {}
         self._progress, self._read = progress, set()
         for path in _weight_files(folder):
             try:
                 file = safetensors.safe_open(path, "numpy")
             except safetensors.SafetensorError as error:
                 fail("load_checkpoint", "path", "complete safetensors files", f"{path.name!r} ({error})")
-            self._files |= dict.fromkeys(file.keys(), file)
+            self._files |= dict.fromkeys(file.keys(), (path, file))
 
     def __getitem__(self, name: str) -> np.ndarray:
-        array = self._files[name].get_tensor(name)
+        path, file = self._files[name]
+        # numpy has no fp8 of its own, which safetensors would ask it for.
+        is_fp8 = file.get_slice(name).get_dtype() == "F8_E4M3"
+        array = _fp8(path, name) if is_fp8 else file.get_tensor(name)
         self._read.add(name)
         if self._progress is not None:
             self._progress(len(self._read), len(self))
@@ -104,6 +114,16 @@ class Weights(Mapping[str, np.ndarray]):
         return name in self._files
 
 
+def _fp8(path: pathlib.Path, name: str) -> np.ndarray:
+    """A tensor where the header says it lies: its length in 8 bytes, JSON, then the tensors' bytes."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        about = json.loads(file.read(size))[name]
+        first, end = about["data_offsets"]
+        file.seek(8 + size + first)
+        return np.frombuffer(file.read(end - first), ml_dtypes.float8_e4m3fn).reshape(about["shape"])
+
+
 def _weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
     if (folder / "model.safetensors.index.json").is_file():
         index = _json(folder, "model.safetensors.index.json")
@@ -111,6 +131,8 @@ def _weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
     else:
         names = ["model.safetensors"]
     for name in names or ["model.safetensors"]:
+        if name != pathlib.PurePath(name).name:
+            fail("load_checkpoint", "path", "weights in the folder itself", repr(name))
         if not (folder / name).is_file():
             fail("load_checkpoint", "path", f"a folder with {name}", repr(str(folder)), FileNotFoundError)
     return [folder / name for name in names]
@@ -125,13 +147,18 @@ def load_tokenizer(folder: pathlib.Path) -> Tokenizer:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower
         fail("load_checkpoint", "path", "a tokenizer.json that can be read", f"{error}")
+    # Else what begins a text would be what fills it up.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     settings = _json(folder, "tokenizer_config.json", {})
     generation = _json(folder, "generation_config.json", {})
     config = _json(folder, "config.json", {})
 
+    def text_of(token: Any) -> Any:
+        return token.get("content") if isinstance(token, dict) else token
+
     def token_id(name: str) -> int | None:
-        token = settings.get(f"{name}_token")
-        text = token.get("content") if isinstance(token, dict) else token
+        text = text_of(settings.get(f"{name}_token"))
         if text is None:
             found = config.get(f"{name}_token_id")
             return found[0] if isinstance(found, list) else found
@@ -141,7 +168,8 @@ def load_tokenizer(folder: pathlib.Path) -> Tokenizer:
 
     eos = token_id("eos")
     stops = generation.get("eos_token_id", config.get("eos_token_id"))
-    template = folder / "chat_template.jinja"
+    names = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
+    special = {name: text for name in names if isinstance(text := text_of(settings.get(name)), str)}
     # Only the tokenizer's own rules know whether a beginning-of-sequence token belongs in front.
     bos = token_id("bos")
     begins = tokenizer.encode("", add_special_tokens=True).ids[:1]
@@ -151,8 +179,23 @@ def load_tokenizer(folder: pathlib.Path) -> Tokenizer:
         eos_token_id=eos,
         stop_token_ids=[i for i in (eos, *(stops if isinstance(stops, list) else [stops])) if i is not None],
         add_bos=bos is not None and begins == [bos],
-        chat_template=template.read_text() if template.is_file() else settings.get("chat_template"),
+        chat_template=_chat_templates(folder, settings.get("chat_template")),
+        special_tokens=special,
     )
+
+
+def _chat_templates(folder: pathlib.Path, said: Any) -> Templates:
+    """Of files of their own, which count for more, or of tokenizer_config.json."""
+    files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    if (usual := folder / "chat_template.jinja").is_file():
+        files["default"] = usual
+    if files:
+        templates = {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+    elif isinstance(said, list):
+        templates = {of["name"]: of["template"] for of in said}
+    else:
+        return said
+    return templates["default"] if list(templates) == ["default"] else templates
 
 
 def _json(folder: pathlib.Path, name: str, default: Any = None) -> dict[str, Any]:
@@ -168,69 +211,3 @@ def _json(folder: pathlib.Path, name: str, default: Any = None) -> dict[str, Any
     if not isinstance(found, dict):
         fail("load_checkpoint", "path", f"a {name} that holds an object", type(found).__name__)
     return found
-
-
-def _llama(config, weights: Weights, options: dict[str, Any]) -> Llama:
-    hidden, mlp = config.hidden_size, config.intermediate_size
-    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    shapes = {
-        "input_layernorm.weight": (hidden,),
-        "self_attn.q_proj.weight": (q_size, hidden),
-        "self_attn.k_proj.weight": (kv_size, hidden),
-        "self_attn.v_proj.weight": (kv_size, hidden),
-        "self_attn.o_proj.weight": (hidden, q_size),
-        "post_attention_layernorm.weight": (hidden,),
-        "mlp.gate_proj.weight": (mlp, hidden),
-        "mlp.up_proj.weight": (mlp, hidden),
-        "mlp.down_proj.weight": (hidden, mlp),
-    }
-    if config.qkv_bias:
-        sizes = {"q": q_size, "k": kv_size, "v": kv_size}
-        shapes |= {f"self_attn.{part}_proj.bias": (size,) for part, size in sizes.items()}
-    if config.qk_norm:
-        shapes |= {f"self_attn.{part}_norm.weight": (config.head_dim,) for part in "qk"}
-    top = {"model.embed_tokens.weight": (config.vocab_size, hidden), "model.norm.weight": (hidden,)}
-    if not config.tie_word_embeddings:
-        top["lm_head.weight"] = (config.vocab_size, hidden)
-    layers = [f"model.layers.{index}." for index in range(config.num_layers)]
-    wanted = {**top, **{layer + name: shape for layer in layers for name, shape in shapes.items()}}
-    # A tied output projection is the embedding once more; frequencies follow from the config.
-    spare = {"lm_head.weight"} | {f"{layer}self_attn.rotary_emb.inv_freq" for layer in layers}
-    for name in wanted:
-        if name not in weights:
-            fail("load_checkpoint", "path", f"a tensor {name}", "none")
-    for name in weights:
-        if name not in wanted and name not in spare:
-            fail("load_checkpoint", "path", "only tensors that the model uses", repr(name))
-
-    def read(name: str) -> np.ndarray:
-        array = weights[name]
-        if array.shape != wanted[name]:
-            fail("load_checkpoint", name, f"shape {list(wanted[name])}", str(list(array.shape)))
-        return array
-
-    def layer(index: int) -> dict[str, np.ndarray]:
-        of = {name: read(layers[index] + name) for name in shapes}
-
-        def joined(parts: str, what: str) -> np.ndarray:
-            return np.concatenate([of[f"{part}.{what}"] for part in parts.split()])
-
-        qkv = "self_attn.q_proj self_attn.k_proj self_attn.v_proj"
-        found = {
-            "attention_norm.weight": of["input_layernorm.weight"],
-            "attention.qkv_proj.kernel": joined(qkv, "weight").T,
-            "attention.o_proj.kernel": of["self_attn.o_proj.weight"].T,
-            "mlp_norm.weight": of["post_attention_layernorm.weight"],
-            "mlp.gate_up_proj.kernel": joined("mlp.gate_proj mlp.up_proj", "weight").T,
-            "mlp.down_proj.kernel": of["mlp.down_proj.weight"].T,
-        }
-        if config.qkv_bias:
-            found["attention.qkv_proj.bias"] = joined(qkv, "bias")
-        if config.qk_norm:
-            found |= {f"attention.{part}_norm.weight": of[f"self_attn.{part}_norm.weight"] for part in "qk"}
-        return found
-
-    names = {"embedding": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
-    if not config.tie_word_embeddings:
-        names["lm_head"] = "lm_head.weight"
-    return assemble(config, layer, {ours: read(theirs) for ours, theirs in names.items()}, **options)

@@ -22,11 +22,13 @@ from pallas_attn._call.optional import needs_extra
 with needs_extra("models", user="pallas_attn.models.engine"):
     from flax import nnx
 
-from . import sampling, steps
-from .arguments import check_model, checked_prompt, checked_tokens
-from .sampling import Sampling
+from . import steps
+from .arguments import check_model, checked_prompt
+from .llama import for_lengths
+from .sampling import How, Rows, Sampling, checked_stops, token_logprobs
 from .scheduler import Request, Scheduler, Step
 from .steps import Decoder
+from .stopping import first_stop
 
 # A step whose tokens fit in this part of `step_tokens` is padded to that and no further, unless it is too small to be
 # worth a program of its own: a turn of a chat takes no longer than it must.
@@ -46,9 +48,8 @@ class Engine:
     or, for one of them while the others go on, `for token in engine.stream(request)`.
 
     Greedy answers are those of `generate`. Equal prefixes of requests share full pages, also with requests that have
-    ended.
-    When pages run out, the newest request goes back into the queue and loses nothing (see `Scheduler`). Not for several
-    threads at once.
+    ended. When pages run out, the newest request goes back into the queue and loses nothing (see `Scheduler`). Not for
+    several threads at once.
 
     Args:
         model: a `Llama` or a `DeepSeek`; of `load_gguf` and `load_checkpoint` their ``.model``.
@@ -62,6 +63,7 @@ class Engine:
         cache_dtype: of the cache, as in `generate`; None: the model's. An 8-bit cache has scales of each page, which
             grow with what it holds: what a request finds does not depend on those that were served before.
         stop_token_ids: tokens that end an answer.
+        tokenizer: of the model, for requests with stop texts; anything with `decode`.
 
     Attributes:
         steps: made so far.
@@ -85,6 +87,7 @@ class Engine:
         prefix_cache: bool = True,
         cache_dtype: Any = None,
         stop_token_ids: Sequence[int] = (),
+        tokenizer: Any = None,
     ):
         check_model("Engine", model)
         context = model.config.context_length
@@ -97,7 +100,8 @@ class Engine:
         num_pages = num_rows * pages_each if num_pages is None else num_pages
         check_int("Engine", "num_pages", num_pages, least=1)
         ArgumentChecker("Engine").flag("prefix_cache", prefix_cache)
-        self._stops = checked_tokens("Engine", "stop_token_ids", stop_token_ids)
+        self._stops, self._tokenizer = checked_stops("Engine", stop_token_ids), tokenizer
+        model = for_lengths(model, max_len)
         self._model, self._most = model, min(max_len, num_pages * page_size + 1)
         self._scheduler = Scheduler(
             num_pages=num_pages,
@@ -115,7 +119,9 @@ class Engine:
         self._cache = model.create_cache(
             num_pages=num_pages, page_size=page_size, block_tables=tables, dtype=cache_dtype
         )
-        self._rows = sampling.Rows.greedy(num_rows)
+        self._rows = Rows.greedy(num_rows)
+        lengths = np.zeros(num_rows, np.int32)
+        self._texts = steps.Texts(np.full((num_rows, max_len), -1, np.int32), lengths)
         self._held: list[tuple[Request, list[int]] | None] = [None] * num_rows
         self._sampling: dict[Request, Sampling] = {}
         self._programs: dict[Any, Callable[..., Any]] = {}
@@ -139,7 +145,8 @@ class Engine:
         Args:
             prompt: token ids in ``[0, vocab_size)``, at least one: a list or an integer array.
             max_new_tokens: most new tokens, at least 1.
-            sampling: how they are chosen; None takes the most likely ones.
+            sampling: how they are chosen, and what else ends them; None takes the most likely ones. For several answers
+                see `submit_all`.
 
         Raises:
             TypeError: an argument of another type. ValueError: one out of its range, or a request longer than a row of
@@ -148,13 +155,26 @@ class Engine:
         check_int("Engine.submit", "max_new_tokens", max_new_tokens, least=1)
         if not isinstance(sampling, Sampling | None):
             fail("Engine.submit", "sampling", "a Sampling or None", type(sampling).__name__, TypeError)
+        sampling = sampling or Sampling()
+        if sampling.n > 1:
+            fail("Engine.submit", "sampling.n", "1 (submit_all gives several answers)", str(sampling.n))
+        if sampling.stop and self._tokenizer is None:
+            fail("Engine.submit", "sampling.stop", "none in an Engine without tokenizer", str(sampling.stop))
         prompt = checked_prompt("Engine.submit", "prompt", prompt, self._model.config.vocab_size)
         if len(prompt) + max_new_tokens > self._most:
             expected = f"with max_new_tokens together at most {self._most} tokens (a row of the block table)"
             fail("Engine.submit", "prompt", expected, f"{len(prompt)} + {max_new_tokens}")
-        request = self._scheduler.submit(prompt, max_new_tokens, self._stops)
-        self._sampling[request] = sampling or Sampling()
+        stops = (*self._stops, *sampling.stop_token_ids)
+        request = self._scheduler.submit(prompt, max_new_tokens, stops)
+        self._sampling[request] = sampling
         return request
+
+    def submit_all(
+        self, prompt: Sequence[int], *, max_new_tokens: int = 64, sampling: Sampling | None = None
+    ) -> list[Request]:
+        """`submit` for each of the `sampling.n` answers, with a seed of its own; they share the prompt's pages."""
+        answers = (sampling or Sampling()).answers()
+        return [self.submit(prompt, max_new_tokens=max_new_tokens, sampling=each) for each in answers]
 
     def cancel(self, request: Request) -> None:
         """Ends a request, whatever it is about; its answer so far stays. One that has ended stays as it is."""
@@ -172,19 +192,38 @@ class Engine:
         self.steps += 1
         for chunk in step.chunks:
             self._fill_row(chunk.row, chunk.request)
-        chosen = self._mixed(step) if step.reads_prompts else self._decode(step)
+        chosen, logs = self._mixed(step) if step.reads_prompts else self._decode(step)
         # The device is not waited for before there is nothing else to do.
         self._scheduler.begin(step)
-        by_row = np.asarray(chosen).T.tolist()
-        tokens = {
-            chunk.request: [token for token in by_row[chunk.row] if token >= 0]
-            for chunk in step.chunks
-            if chunk.answers
-        }
+        by_row, logs = np.asarray(chosen).T.tolist(), jax.tree.map(np.asarray, logs)
+        tokens, by_text = {}, []
+        for chunk in step.chunks:
+            if chunk.answers:
+                new = [token for token in by_row[chunk.row] if token >= 0]
+                tokens[chunk.request] = self._to_stop_text(chunk.request, new, by_text)
+        rows = {chunk.request: chunk.row for chunk in step.chunks}
         for request in self._scheduler.complete(step, tokens):
+            self._keep_logprobs(request, len(tokens[request]), logs, rows[request])
+            if request in by_text:
+                self._scheduler.cancel(request)
             if request.done:
                 del self._sampling[request]
         return tokens
+
+    def _to_stop_text(self, request: Request, new: list[int], ended: list[Request]) -> list[int]:
+        """The new tokens up to the one that completes a stop text; the request is then one of `ended`."""
+        sampling = self._sampling.get(request)
+        if sampling is None or not sampling.stop:
+            return new
+        count = first_stop(self._tokenizer.decode, request.answer, new, sampling.stop)
+        if count is None:
+            return new
+        ended.append(request)
+        return new[:count]
+
+    def _keep_logprobs(self, request: Request, count: int, logs: Any, row: int) -> None:
+        if (most := self._sampling[request].logprobs) is not None:
+            request.logprobs += [token_logprobs(logs, (index, row), most) for index in range(count)]
 
     def stream(self, request: Request, stop: Callable[[], bool] = lambda: False) -> Iterator[int]:
         """The tokens of a request's answer, as they come; other requests go on meanwhile. Leaving the loop early
@@ -205,7 +244,7 @@ class Engine:
             (steps.decode, self._no_rows()),
             *((steps.mixed, self._no_tokens(room)) for room in self._rooms),
         ]
-        self._compile(programs, sampling is not None and not sampling.greedy)
+        self._compile(programs, How.of([] if sampling is None else [sampling]))
 
     def _fill_row(self, row: int, request: Request) -> None:
         """A row changes when another request takes it, and when its request gets other pages."""
@@ -213,6 +252,10 @@ class Engine:
             self._tables[row, : len(request.pages)] = request.pages
             self._rows.fill(row, self._sampling[request])
             self._held[row] = request, list(request.pages)
+        if self._sampling[request].penalised:
+            self._texts.tokens[row] = -1
+            self._texts.tokens[row, : request.length] = request.tokens
+            self._texts.prompt_lengths[row] = len(request.prompt)
 
     def _no_tokens(self, room: int) -> tuple[np.ndarray, ...]:
         """Tokens, positions and bounds of a mixed step without any."""
@@ -224,7 +267,7 @@ class Engine:
         rows = len(self._tables)
         return np.zeros(rows, np.int32), np.full(rows, -1, np.int32), np.zeros(rows, np.int32)
 
-    def _mixed(self, step: Step) -> jax.Array:
+    def _mixed(self, step: Step) -> tuple[jax.Array, Any]:
         count, at = sum(chunk.count for chunk in step.chunks), 0
         tokens, positions, bounds = self._no_tokens(next(room for room in self._rooms if count <= room))
         for chunk in sorted(step.chunks, key=lambda chunk: chunk.row):
@@ -235,31 +278,32 @@ class Engine:
             bounds[chunk.row + 1] = chunk.count
         return self._run(steps.mixed, step, tokens, positions, bounds.cumsum(dtype=np.int32))
 
-    def _decode(self, step: Step) -> jax.Array:
+    def _decode(self, step: Step) -> tuple[jax.Array, Any]:
         tokens, positions, left = self._no_rows()
         for chunk in step.chunks:
             (tokens[chunk.row],) = chunk.request.between(chunk.start, chunk.start + 1)
             positions[chunk.row], left[chunk.row] = chunk.start, 1 + chunk.ahead
         return self._run(steps.decode, step, tokens, positions, left)
 
-    def _run(self, program: Callable[..., Any], step: Step, *tokens: np.ndarray) -> jax.Array:
-        """Tokens chosen, [at most so many a row, rows]; -1 where none was."""
-        sampled = not all(self._sampling[chunk.request].greedy for chunk in step.chunks)
-        key = program, len(tokens[0]), sampled
+    def _run(self, program: Callable[..., Any], step: Step, *tokens: np.ndarray) -> tuple[jax.Array, Any]:
+        """Tokens chosen, [at most so many a row, rows], -1 where none was; and their log-probabilities or None."""
+        how = How.of(self._sampling[chunk.request] for chunk in step.chunks)
+        key = program, len(tokens[0]), how
         if key not in self._programs:
-            self._compile([(program, tokens)], sampled)
-        chosen, self._cache = self._programs[key](
-            self._weights, self._cache, self._tables, self._rows, *tokens
-        )
-        return chosen
+            self._compile([(program, tokens)], how)
+        # The host's, which travel with each call.
+        state = self._cache, self._tables, self._rows, self._texts if how.penalised else None
+        chosen, logs, self._cache = self._programs[key](self._weights, *state, *tokens)
+        return chosen, logs
 
-    def _compile(self, programs: Sequence[tuple[Any, tuple[np.ndarray, ...]]], sampled: bool) -> None:
+    def _compile(self, programs: Sequence[tuple[Any, tuple[np.ndarray, ...]]], how: How) -> None:
         """Of each program the tokens are an example."""
         started = time.perf_counter()
-        static = dict(graph=self._graph, sampled=sampled, stops=self._stops, burst=self._scheduler.burst)
-        state = self._weights, self._cache, self._tables, self._rows
+        static = dict(graph=self._graph, how=how, stops=self._stops, burst=self._scheduler.burst)
+        texts = self._texts if how.penalised else None
+        state = self._weights, self._cache, self._tables, self._rows, texts
         lowered = {
-            (program, len(tokens[0]), sampled): program.lower(*state, *tokens, **static)
+            (program, len(tokens[0]), how): program.lower(*state, *tokens, **static)
             for program, tokens in programs
         }
         with ThreadPoolExecutor() as pool:  # compiling leaves cores idle

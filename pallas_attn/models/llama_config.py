@@ -1,139 +1,177 @@
-"""Sizes of a `Llama` out of a config.json of transformers: Llama, Mistral, Qwen 2 and Qwen 3.
+"""What a decoder of the Llama family is like: its sizes, and where it differs from Llama itself.
 
-A setting that this decoder does not know may change what is computed, so it is refused by its name.
+A family (families.py) is a choice of these; llama.py computes them.
 """
 
-from collections.abc import Mapping
-from typing import Any, NoReturn
+import dataclasses
+from typing import Any, Literal, get_args
 
-from pallas_attn._call.checks import fail
-from pallas_attn.nn.rotary import Llama3Scaling, Stretch, Yarn
+import numpy as np
 
-from .llama import LlamaConfig
+from pallas_attn._call.checks import ArgumentChecker, check_int, fail
+from pallas_attn.nn.rotary import Stretch
 
-LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
-
-_SERVED = {
-    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
-    *("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps"),
-    *("tie_word_embeddings", "rope_theta", "rope_scaling", "rope_parameters", "attention_bias"),
-    *("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
-}
-# What says nothing about how a trained model computes.
-_NEUTRAL = {
-    *("architectures", "transformers_version", "torch_dtype", "dtype", "use_cache", "initializer_range"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "_name_or_path", "attention_dropout", "id2label"),
-    *(
-        "label2id",
-        "output_attentions",
-        "output_hidden_states",
-        "return_dict",
-        "problem_type",
-        "unsloth_version",
-    ),
-    *("chunk_size_feed_forward", "is_encoder_decoder", "_attn_implementation", "auto_map"),
-}
-# What others may say, where a value is this decoder's.
-_FIXED: dict[str, Any] = {
-    "hidden_act": "silu",
-    "mlp_bias": False,
-    "pretraining_tp": 1,
-    "quantization_config": None,
-    "rope_interleaved": False,
-    "partial_rotary_factor": 1.0,
-}
-_ROPE = {"rope_type", "type", "rope_theta"}
+type Norm = Literal["rms", "rms_around_one", "layer"]
+type Activation = Literal["silu", "gelu", "clipped_swiglu"]
 
 
-def llama_config(settings: Mapping[str, Any]) -> LlamaConfig:
-    """Raises ValueError for a setting that is missing, or not one that the decoder can follow."""
-    kind = settings.get("model_type")
-    if kind not in LLAMA_LIKE:
-        _refuse("model_type", " or ".join(map(repr, LLAMA_LIKE)), kind)
-    for name, value in settings.items():
-        if name in _FIXED and value is not None and value != _FIXED[name]:
-            _refuse(name, repr(_FIXED[name]), value)
-        if name not in {*_SERVED, *_NEUTRAL, *_FIXED}:
-            _refuse(name, "no setting that this decoder does not know", value)
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in place of the MLP.
 
-    def size(name: str, default: int | None = None) -> Any:
-        found = settings.get(name)
-        found = default if found is None else found
-        if found is None:
-            _refuse(name, "a value", None)
-        return found
+    Attributes:
+        count, per_token: experts, and how many a token goes to: those of its largest router scores.
+        width: of an expert.
+        normalize: whether a token's weights, a softmax over all experts' scores, are made to sum to 1.
+        biases: whether the router and the experts' projections have biases.
 
-    num_heads, num_layers = size("num_attention_heads"), size("num_hidden_layers")
-    # Qwen 2 has these biases and no setting for them; with the setting, others have one on the output as well.
-    if settings.get("attention_bias"):
-        _refuse("attention_bias", "False", True)
-    theta, stretch = _rope(settings)
-    window, full = _windows(settings, kind, num_layers)
-    return LlamaConfig(
-        vocab_size=size("vocab_size"),
-        hidden_size=size("hidden_size"),
-        intermediate_size=size("intermediate_size"),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=size("num_key_value_heads", num_heads),
-        head_dim=size("head_dim", max(1, size("hidden_size") // num_heads)),
-        context_length=size("max_position_embeddings"),
-        rope_theta=theta,
-        rms_norm_eps=float(size("rms_norm_eps")),
-        tie_word_embeddings=bool(settings.get("tie_word_embeddings", False)),
-        qkv_bias=kind == "qwen2",
-        qk_norm=kind == "qwen3",
-        sliding_window=window,
-        full_layers=full,
-        rope_stretch=stretch,
-    )
+    Raises:
+        TypeError, ValueError: a size that is no int of at least 1, or more experts a token than there are.
+    """
+
+    count: int
+    per_token: int
+    width: int
+    normalize: bool = True
+    biases: bool = False
+
+    def __post_init__(self):
+        for name in ("count", "per_token", "width"):
+            check_int("Experts", name, getattr(self, name), least=1)
+        check_int("Experts", "per_token", self.per_token, least=1, most=self.count)
 
 
-def _windows(settings: Mapping[str, Any], kind: str, num_layers: int) -> tuple[int | None, tuple[int, ...]]:
-    """The window, and the layers without it."""
-    window = settings.get("sliding_window")
-    if kind == "llama" and window is not None:
-        _refuse("sliding_window", "None for a llama", window)
-    if window is None or (kind != "mistral" and not settings.get("use_sliding_window", False)):
-        return None, ()
-    if (types := settings.get("layer_types")) is not None:
-        known = ("full_attention", "sliding_attention")
-        if len(types) != num_layers or not set(types) <= set(known):
-            _refuse("layer_types", f"{num_layers} of {' or '.join(map(repr, known))}", types)
-        full = tuple(layer for layer, of in enumerate(types) if of == "full_attention")
-    else:
-        before = settings.get("max_window_layers", 0) if kind != "mistral" else 0
-        full = tuple(range(min(before, num_layers)))
-    return (None, ()) if len(full) == num_layers else (window, full)
+@dataclasses.dataclass(frozen=True)
+class LlamaConfig:
+    """Sizes of a Llama-family decoder, and what it has that Llama has not.
 
+    Attributes:
+        vocab_size: rows of the embedding.
+        hidden_size: width of the residual stream.
+        intermediate_size: width of the gated MLP.
+        num_layers: decoder layers.
+        num_heads: query heads; a multiple of `num_kv_heads`.
+        num_kv_heads: key and value heads.
+        head_dim: width of one head; even, since rotary embeddings turn pairs.
+        context_length: most tokens, prompt and answer together, that the model was trained on.
+        rope_theta: base of the rotary frequencies.
+        rms_norm_eps: of every norm, added to the mean square, or the variance, before its root is taken.
+        tie_word_embeddings: whether the embedding is also the output projection.
+        qkv_bias: whether the projections of query, key and value have biases (Qwen 2).
+        qk_norm: whether each head of query and key is normalised before the rotary embedding (Qwen 3); "each" with
+            weights of its own (Cohere), "all" for all heads as one vector (OLMo 2).
+        sliding_window: tokens that a query sees, itself included, in the layers that have a window; None for all.
+        full_layers: layers that see everything all the same.
+        rope_stretch: how the rotary frequencies are stretched for a context longer than trained, if they are.
+        output_bias, mlp_bias: whether the projection behind attention, and those of the MLP, have biases.
+        norm: "rms"; "rms_around_one" scales by 1 + the weight (Gemma), "layer" takes the mean away first (Cohere).
+        norm_before, norm_behind: where attention and MLP are normalised: what they take (most), what they give
+            (OLMo 2), or both (Gemma 2, GLM-4).
+        parallel: whether attention and MLP take the same input, and one norm serves both (Cohere).
+        activation: of the MLP's gate: "silu", "gelu" (by tanh), or "clipped_swiglu" (GPT-OSS).
+        experts: in place of the MLP, if any.
+        scale: factor of the attention scores; None means ``head_dim ** -0.5``.
+        softcap: attention scores become ``softcap * tanh(scores / softcap)``; None leaves them.
+        sinks: whether each head has a score without a value that joins its softmax (GPT-OSS).
+        rotary_dim: elements of a head, its first, that are rotated; None for all.
+        rope_interleaved: whether neighbours are pairs, rather than halves of the head.
+        window_rope_theta: base in layers that have a window, where nothing is stretched; None: as in the others.
+        unrotated_layers: layers without a rotary embedding.
+        rope_length: the sequence length that frequencies are for, where they depend on it; None for what a sequence has
+            with the tokens of the call.
+        embedding_scale, residual_scale, logit_scale: factors of embeddings, of what a layer adds, and of the logits.
+        logit_softcap: as `softcap`, of the logits.
+        swiglu_limit, swiglu_alpha: of "clipped_swiglu": where gate and up are clipped, and the gate's steepness.
 
-def _rope(settings: Mapping[str, Any]) -> tuple[float, Stretch | None]:
-    """Base and stretching. Newer configs say rope_parameters, older ones rope_scaling beside rope_theta."""
-    rope = dict(settings.get("rope_scaling") or {}) | dict(settings.get("rope_parameters") or {})
-    theta = float(rope.get("rope_theta", settings.get("rope_theta") or 10000.0))
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    own = {
-        "default": (),
-        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-        "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
-    }
-    if kind not in own:
-        _refuse("rope_type", " or ".join(map(repr, own)), kind)
-    for name, value in rope.items():
-        if name not in _ROPE and name not in own[kind] and value is not None:
-            _refuse(name, f"no setting that rope type {kind!r} does not have", value)
-    if kind == "default":
-        return theta, None
-    for name in own[kind][: 2 if kind == "yarn" else None]:
-        if rope.get(name) is None:
-            _refuse(name, f"a value with rope type {kind!r}", None)
-    original = int(rope["original_max_position_embeddings"])
-    if kind == "llama3":
-        factors = {name: float(rope[name]) for name in own[kind][:3]}
-        return theta, Llama3Scaling(**factors, original_context=original)
-    beta = {name: float(rope[name]) for name in ("beta_fast", "beta_slow") if rope.get(name) is not None}
-    return theta, Yarn(factor=float(rope["factor"]), original_context=original, **beta)
+    Raises:
+        TypeError: a size that is no int.
+        ValueError: a size below 1, `num_heads` is no multiple of `num_kv_heads`, or `head_dim` is odd.
+    """
 
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    context_length: int = 2048
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = True
+    qkv_bias: bool = False
+    qk_norm: bool | Literal["each", "all"] = False
+    sliding_window: int | None = None
+    full_layers: tuple[int, ...] = ()
+    rope_stretch: Stretch | None = None
+    output_bias: bool = False
+    mlp_bias: bool = False
+    norm: Norm = "rms"
+    norm_before: bool = True
+    norm_behind: bool = False
+    parallel: bool = False
+    activation: Activation = "silu"
+    experts: Experts | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    rotary_dim: int | None = None
+    rope_interleaved: bool = False
+    window_rope_theta: float | None = None
+    unrotated_layers: tuple[int, ...] = ()
+    rope_length: int | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    swiglu_limit: float = 7.0
+    swiglu_alpha: float = 1.702
 
-def _refuse(name: str, expected: str, got: Any) -> NoReturn:
-    fail("load_checkpoint", name, expected, "none" if got is None else f"{got!r:.60}")
+    def __post_init__(self):
+        check = ArgumentChecker("LlamaConfig")
+        for field in dataclasses.fields(self):
+            if field.type is int:
+                check_int("LlamaConfig", field.name, getattr(self, field.name), least=1)
+        if self.num_heads % self.num_kv_heads:
+            expected = f"a multiple of num_kv_heads ({self.num_kv_heads})"
+            fail("LlamaConfig", "num_heads", expected, str(self.num_heads))
+        if self.head_dim % 2:
+            fail("LlamaConfig", "head_dim", "an even number", str(self.head_dim))
+        for name in ("sliding_window", "rotary_dim", "rope_length"):
+            if getattr(self, name) is not None:
+                check_int("LlamaConfig", name, getattr(self, name), least=1)
+        if self.rotary_dim is not None and (self.rotary_dim % 2 or self.rotary_dim > self.head_dim):
+            expected = f"an even number up to head_dim ({self.head_dim})"
+            fail("LlamaConfig", "rotary_dim", expected, str(self.rotary_dim))
+        for name in ("full_layers", "unrotated_layers"):
+            for layer in getattr(self, name):
+                check_int("LlamaConfig", name, layer, least=0, most=self.num_layers - 1)
+        for name, alias in (("norm", Norm), ("activation", Activation)):
+            if getattr(self, name) not in (known := get_args(alias.__value__)):
+                fail("LlamaConfig", name, " or ".join(map(repr, known)), repr(getattr(self, name)))
+        if not self.norm_before and (not self.norm_behind or self.parallel):
+            fail("LlamaConfig", "norm_before", "True without norm_behind, or with parallel", "False")
+        for name in ("embedding_scale", "residual_scale", "logit_scale", "swiglu_limit", "swiglu_alpha"):
+            check.positive_float(name, getattr(self, name), optional=False)
+
+    @property
+    def layer_windows(self) -> tuple[int, ...] | None:
+        """Of each layer, all tokens where it has none; None if one window, or none, serves all layers."""
+        if self.sliding_window is None or not self.full_layers:
+            return None
+        every = int(np.iinfo(np.int32).max)
+        return tuple(
+            every if layer in self.full_layers else self.sliding_window for layer in range(self.num_layers)
+        )
+
+    @property
+    def layer_rotations(self) -> tuple[int, ...] | None:
+        """Of each layer: 0 for `rope_theta` and `rope_stretch`, 1 for `window_rope_theta`, 2 for none; None if all are
+        0."""
+        rotations: list[Any] = [0] * self.num_layers
+        for layer in range(self.num_layers):
+            if layer in self.unrotated_layers:
+                rotations[layer] = 2
+            elif self.window_rope_theta is not None and self.sliding_window and layer not in self.full_layers:
+                rotations[layer] = 1
+        return tuple(rotations) if any(rotations) else None

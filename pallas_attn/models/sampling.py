@@ -1,25 +1,44 @@
-"""Choosing the next token from logits."""
+"""How a request's tokens are chosen: the settings, and those of many rows for the device (choosing.py)."""
 
 import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn._call.checks import LARGEST_FLOAT32, LEAST_FLOAT32, check_int, fail, is_number, plain
 
+from .arguments import checked_tokens, described
+
+MOST_STOPS = 16
+"""Ids of a request's own that end it; the device looks at so many for each row."""
+MOST_LOGPROBS = 20
+_EVERY = int(np.iinfo(np.int32).max)  # no vocabulary has more
+
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How a request's tokens are chosen.
+    """How a request's tokens are chosen, and what ends it. `generate`, `Engine` and the command line take the same.
+
+    Penalties come first, then the temperature, then what cuts tokens off.
 
     Attributes:
         temperature: 0 takes the most likely token; above 0 the logits are divided by it and sampled. What is too small
             to divide by in float32 (below 1.2e-38) is 0.
-        top_k: sample among so many of the most likely tokens (and what is as likely as the last of them); None: all.
+        top_k: sample among so many of the most likely tokens; None: all. Of equal ones the lower id counts as likelier,
+            here and below.
         top_p: in (0, 1]: sample among the fewest tokens whose probabilities together reach it.
         seed: in ``[0, 2**32)``. What is drawn depends on it and on the place in the text alone.
+        min_p: in [0, 1]: leave out what is less probable than the likeliest token by this factor.
+        repetition_penalty: above 0; positive logits of tokens of the prompt and the answer are divided by it, negative
+            ones multiplied.
+        presence_penalty, frequency_penalty: subtracted from the logits of the answer's tokens: once, and as often as
+            they are there.
+        stop: texts that end the answer, and are no part of it; they need a tokenizer.
+        stop_token_ids: up to 16 tokens that end this answer, besides those that end every one.
+        logprobs: None, or how many of the likeliest tokens (up to 20) to report with each token: log-probabilities by
+            the model, before penalties, temperature and cuts.
+        n: answers to the prompt; the seed of each is one more than that before.
 
     Raises:
         TypeError, ValueError: a field of another type or out of its range.
@@ -29,121 +48,160 @@ class Sampling:
     top_k: int | None = None
     top_p: float = 1.0
     seed: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    logprobs: int | None = None
+    n: int = 1
 
     def __post_init__(self):
-        check("Sampling", self.temperature, self.top_p, self.seed)
+        numbers = {"temperature": "a finite number of at least 0", "top_p": "a number in (0, 1]"}
+        numbers |= {"min_p": "a number in [0, 1]", "repetition_penalty": "a finite number above 0"}
+        numbers |= dict.fromkeys(("presence_penalty", "frequency_penalty"), "a finite number")
+        for name, expected in numbers.items():
+            if not is_number(value := getattr(self, name)):
+                fail("Sampling", name, "a number", described(value), TypeError)
+            value = plain(value)
+            fits = {
+                "temperature": 0 <= value <= LARGEST_FLOAT32,
+                "top_p": 0 < value <= 1,
+                "min_p": 0 <= value <= 1,
+                "repetition_penalty": LEAST_FLOAT32 <= value <= LARGEST_FLOAT32,
+            }.get(name, -LARGEST_FLOAT32 <= value <= LARGEST_FLOAT32)
+            if not fits:
+                fail("Sampling", name, expected, str(getattr(self, name)))
+        # Of larger ones JAX would take the lower 32 bits.
+        check_int("Sampling", "seed", self.seed, least=0, most=2**32 - 1)
         if self.top_k is not None:
             check_int("Sampling", "top_k", self.top_k, least=1)
+        if self.logprobs is not None:
+            check_int("Sampling", "logprobs", self.logprobs, least=0, most=MOST_LOGPROBS)
+        check_int("Sampling", "n", self.n, least=1)
+        stops = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(stops, Sequence) or not all(isinstance(text, str) for text in stops):
+            fail("Sampling", "stop", "strings", described(self.stop), TypeError)
+        if "" in stops:
+            fail("Sampling", "stop", "strings with at least one character", "''")
+        ids = checked_stops("Sampling", self.stop_token_ids)
+        if len(ids) > MOST_STOPS:
+            fail("Sampling", "stop_token_ids", f"at most {MOST_STOPS} of them", str(len(ids)))
+        # Of lists as well, so that a Sampling can be compared and kept.
+        object.__setattr__(self, "stop", tuple(stops))
+        object.__setattr__(self, "stop_token_ids", ids)
 
     @property
     def greedy(self) -> bool:
-        return is_greedy(self.temperature)
+        return plain(self.temperature) < LEAST_FLOAT32
+
+    @property
+    def penalised(self) -> bool:
+        penalties = (self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty)
+        return any(penalties)
+
+    def answers(self) -> list["Sampling"]:
+        """Of each of the `n` answers."""
+        return [self.shifted(index) for index in range(self.n)]
+
+    def shifted(self, by: int) -> "Sampling":
+        """The same for one answer, with another seed."""
+        return dataclasses.replace(self, seed=(self.seed + by) % 2**32, n=1)
+
+    def cut(self, text: str) -> str:
+        """An answer's text without the first stop text and what follows it."""
+        ends = [found for stop in self.stop if (found := text.find(stop)) >= 0]
+        return text[: min(ends)] if ends else text
+
+    @classmethod
+    def from_generation_config(cls, settings: Mapping[str, Any]) -> "Sampling":
+        """What a model's generation_config.json asks for, with transformers' defaults."""
+        options: dict[str, Any] = {}
+        if (penalty := settings.get("repetition_penalty")) is not None:
+            options["repetition_penalty"] = float(penalty)
+        if settings.get("do_sample"):
+            usual = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
+            given = {name: settings[name] for name in usual if settings.get(name) is not None}
+            options |= usual | given
+            options["top_k"] = options["top_k"] or None
+        return cls(**options)
+
+
+def checked_stops(function: str, tokens: Any) -> tuple[int, ...]:
+    """Ids that a token may have; more than a vocabulary's is never chosen."""
+    ids = checked_tokens(function, "stop_token_ids", tokens)
+    for token in ids:
+        if not 0 <= token <= _EVERY:
+            fail(function, "stop_token_ids", "token ids in [0, 2**31)", str(token))
+    return ids
 
 
 class Rows(NamedTuple):
-    """`Sampling` of many rows, each field [num_rows]; a temperature of 0 is greedy."""
+    """`Sampling` of many rows, each field [num_rows], stops [num_rows, 16]; a temperature of 0 is greedy."""
 
     temperature: Any
     top_k: Any
     top_p: Any
+    min_p: Any
+    repetition_penalty: Any
+    presence_penalty: Any
+    frequency_penalty: Any
     seed: Any
+    stops: Any
 
     @classmethod
     def greedy(cls, num_rows: int) -> "Rows":
         """On the host, to be filled in."""
-        fields = (np.float32, 0.0), (np.int32, 0), (np.float32, 1.0), (np.uint32, 0)
-        return cls(*(np.full(num_rows, value, dtype) for dtype, value in fields))
+        usual = (0.0, _EVERY, 1.0, 0.0, 1.0, 0.0, 0.0, 0)
+        dtypes = (np.float32, np.int32, *[np.float32] * 5, np.uint32)
+        fields = [np.full(num_rows, value, dtype) for value, dtype in zip(usual, dtypes, strict=True)]
+        return cls._make([*fields, np.full((num_rows, MOST_STOPS), -1, np.int32)])
+
+    @classmethod
+    def of(cls, samplings: Sequence[Sampling]) -> "Rows":
+        rows = cls.greedy(len(samplings))
+        for row, sampling in enumerate(samplings):
+            rows.fill(row, sampling)
+        return rows
 
     def fill(self, row: int, sampling: Sampling) -> None:
         self.temperature[row] = 0.0 if sampling.greedy else sampling.temperature
-        every = np.iinfo(np.int32).max  # no vocabulary has more
-        self.top_k[row], self.top_p[row] = min(sampling.top_k or every, every), sampling.top_p
-        self.seed[row] = sampling.seed
+        self.top_k[row] = min(sampling.top_k or _EVERY, _EVERY)
+        for name in ("top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed"):
+            getattr(self, name)[row] = getattr(sampling, name)
+        self.stops[row] = -1
+        self.stops[row, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
 
 
-def is_greedy(temperature: Any) -> bool:
-    return plain(temperature) < LEAST_FLOAT32
+class How(NamedTuple):
+    """What a program can do for its rows; what none of them wants is not compiled into it."""
+
+    sampled: bool = False
+    cut: bool = False
+    penalised: bool = False
+    logprobs: bool = False
+
+    @classmethod
+    def of(cls, samplings: Iterable[Sampling]) -> "How":
+        samplings = list(samplings)
+        drawn = [each for each in samplings if not each.greedy]
+        return cls(
+            sampled=bool(drawn),
+            cut=any(each.top_k is not None or each.top_p < 1 or each.min_p > 0 for each in drawn),
+            penalised=any(each.penalised for each in samplings),
+            logprobs=any(each.logprobs is not None for each in samplings),
+        )
 
 
-def check(function: str, temperature: Any, top_p: Any, seed: Any) -> None:
-    for name, value in (("temperature", temperature), ("top_p", top_p)):
-        if not is_number(value):
-            fail(function, name, "a number", f"{value!r:.40} of type {type(value).__name__}", TypeError)
-    if not 0 <= plain(temperature) <= LARGEST_FLOAT32:
-        fail(function, "temperature", "a finite number of at least 0", str(temperature))
-    if not 0 < top_p <= 1:
-        fail(function, "top_p", "a number in (0, 1]", str(top_p))
-    # Of larger ones JAX would take the lower 32 bits.
-    check_int(function, "seed", seed, least=0, most=2**32 - 1)
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities by the model, of the token that was chosen and of the likeliest ones, likeliest first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
 
 
-def greedy(logits: jax.Array) -> jax.Array:
-    """The most likely token of each row; the lowest id wins a tie.
-
-    Args:
-        logits: ``[num_seqs, vocab_size]`` float32.
-
-    Returns:
-        ``[num_seqs]`` int32.
-    """
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-
-
-def sample(logits: jax.Array, key: jax.Array, temperature: jax.Array, top_p: jax.Array) -> jax.Array:
-    """Draws one token per row from the nucleus: the fewest most likely tokens that together reach `top_p`.
-
-    Args:
-        logits: ``[num_seqs, vocab_size]`` float32.
-        key: a JAX random key. Each row draws from its own fold of it, so that what a sequence draws depends
-            on its row and not on how many others share the batch.
-        temperature: scalar above 0, a normal float32; the logits are divided by it.
-        top_p: scalar in (0, 1]. The most likely token always stays.
-
-    Returns:
-        ``[num_seqs]`` int32.
-    """
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(logits.shape[0]))
-    return _draw(keys, _nucleus(logits, temperature, top_p, None))
-
-
-def sample_rows(logits: jax.Array, places: jax.Array, rows: Rows) -> jax.Array:
-    """Draws one token per row, each by its own settings.
-
-    Args:
-        logits: ``[num_rows, vocab_size]`` float32.
-        places: ``[num_rows]`` int32, of the token in its text: with the row's seed it decides what is drawn, whatever
-            else is in the batch and however often the request was sent back.
-        rows: the settings.
-
-    Returns:
-        ``[num_rows]`` int32.
-    """
-    keys = jax.vmap(lambda seed, place: jax.random.fold_in(jax.random.key(seed), place))(rows.seed, places)
-    cold = rows.temperature == 0
-    temperature = jnp.where(cold, 1.0, rows.temperature)[:, None]
-    drawn = _draw(keys, _nucleus(logits, temperature, rows.top_p[:, None], rows.top_k[:, None]))
-    return jnp.where(cold, greedy(logits), drawn)
-
-
-def _draw(keys: jax.Array, logits: jax.Array) -> jax.Array:
-    return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
-
-
-def _nucleus(
-    logits: jax.Array, temperature: jax.Array, top_p: jax.Array, top_k: jax.Array | None
-) -> jax.Array:
-    """The logits over the temperature, -inf where a token is none of those to draw from."""
-    # The likeliest token's is 0, so that no quotient overflows to +inf, however small the temperature.
-    scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
-    descending = -jnp.sort(-scaled, axis=-1)
-    rank = jnp.arange(logits.shape[-1])
-    if top_k is not None:
-        descending = jnp.where(rank < top_k, descending, -jnp.inf)
-    probabilities = jax.nn.softmax(descending, axis=-1)
-    before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    # Rounding must not empty the nucleus nor, at top_p = 1, cut its tail.
-    inside = (before < top_p) | (top_p >= 1.0) | (rank == 0)
-    if top_k is not None:
-        inside &= rank < top_k
-    smallest = jnp.min(jnp.where(inside, descending, jnp.inf), axis=-1, keepdims=True)
-    return jnp.where(scaled >= smallest, scaled, -jnp.inf)
+def token_logprobs(logs: Any, index: Any, most: int) -> TokenLogprobs:
+    """Of a place in `choosing.Logprobs` on the host."""
+    top = zip(logs.ids[index][:most].tolist(), logs.top[index][:most].tolist(), strict=True)
+    return TokenLogprobs(float(logs.chosen[index]), tuple(top))

@@ -14,6 +14,7 @@ import bisect
 import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from pallas_attn import PageAllocator
 from pallas_attn._call.checks import check_int, fail
@@ -34,6 +35,7 @@ class Request:
     reused: how many of these were found when it last joined: full pages of an equal prefix of others.
     row: its row of the block table while it runs, else None.
     preempted: how often it was sent back.
+    logprobs: of each token of the answer, where its `Sampling` asks for them.
     """
 
     number: int
@@ -47,6 +49,7 @@ class Request:
     row: int | None = None
     done: bool = False
     preempted: int = 0
+    logprobs: list[Any] = dataclasses.field(default_factory=list)
 
     @property
     def tokens(self) -> tuple[int, ...]:

@@ -4,6 +4,7 @@
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,31 +14,39 @@ from pallas_attn._call.optional import needs_extra
 with needs_extra("models", user="pallas_attn.models.steps"):
     from flax import nnx
 
-from . import sampling
+from . import choosing
 from .deepseek import DeepSeek
 from .llama import Cache, Llama, for_a_loop
 
 type Decoder = Llama | DeepSeek
 
-_program = functools.partial(
-    jax.jit, static_argnames=("graph", "sampled", "stops", "burst"), donate_argnums=1
-)
+_program = functools.partial(jax.jit, static_argnames=("graph", "how", "stops", "burst"), donate_argnums=1)
+
+
+class Texts(NamedTuple):
+    """The rows' tokens, for penalties: tokens [num_rows, n] int32, -1 behind the end; prompt_lengths [num_rows]."""
+
+    tokens: Any
+    prompt_lengths: Any
 
 
 @_program
-def mixed(weights, cache: Cache, tables, rows, tokens, positions, bounds, *, graph, sampled, stops, burst):
-    """(the next token of each row that has tokens here, [1, rows], the cache)."""
+def mixed(weights, cache: Cache, tables, rows, texts, tokens, positions, bounds, *, graph, how, stops, burst):
+    """(the next token of each row that has tokens here, [1, rows], its log-probabilities or None, the cache)."""
     model: Decoder = nnx.merge(graph, weights)
     cache = cache.replace(block_tables=tables)
     hidden, cache = model(tokens, positions, cache, cu_q_lens=bounds)
     last = jnp.maximum(bounds[1:] - 1, 0)
-    chosen = _choose(model.logits(hidden[last]), positions[last] + 1, rows, sampled)
-    return jnp.where(bounds[1:] > bounds[:-1], chosen, -1)[None], cache
+    logits = model.logits(hidden[last])
+    chosen = choosing.choose(logits, positions[last] + 1, rows, how, _seen(texts, logits))
+    logs = jax.tree.map(lambda x: x[None], choosing.logprobs(logits, chosen)) if how.logprobs else None
+    return jnp.where(bounds[1:] > bounds[:-1], chosen, -1)[None], logs, cache
 
 
 @_program
-def decode(weights, cache: Cache, tables, rows, tokens, positions, left, *, graph, sampled, stops, burst):
-    """(up to `left` next tokens of each row, [burst, rows], the cache); rows stop at a stop token."""
+def decode(weights, cache: Cache, tables, rows, texts, tokens, positions, left, *, graph, how, stops, burst):
+    """(up to `left` next tokens of each row, [burst, rows], their log-probabilities or None, the cache); rows stop at a
+    stop token."""
     model: Decoder = nnx.merge(graph, weights)
     forward = for_a_loop(model)
 
@@ -46,19 +55,39 @@ def decode(weights, cache: Cache, tables, rows, tokens, positions, left, *, grap
         return (index < burst) & jnp.any(positions >= 0)
 
     def one_token(carry):
-        index, tokens, positions, chosen, cache = carry
+        index, tokens, positions, chosen, logs, seen, cache = carry
         hidden, cache = forward(tokens[:, None], positions[:, None], cache)
-        tokens = _choose(model.logits(hidden[:, 0]), positions + 1, rows, sampled)
-        chosen = chosen.at[index].set(jnp.where(positions >= 0, tokens, -1))
-        ends = jnp.isin(tokens, jnp.array(stops, jnp.int32)) | (index + 1 >= left)
+        logits = model.logits(hidden[:, 0])
+        tokens = choosing.choose(logits, positions + 1, rows, how, seen)
+        new = jnp.where(positions >= 0, tokens, -1)
+        chosen = chosen.at[index].set(new)
+        if logs is not None:
+            logs = jax.tree.map(
+                lambda all, one: all.at[index].set(one), logs, choosing.logprobs(logits, tokens)
+            )
+        seen = seen and seen.plus(new)
+        ends = jnp.isin(tokens, jnp.array(stops, jnp.int32)) | (tokens[:, None] == rows.stops).any(axis=1)
+        ends |= index + 1 >= left
         # A row that has ended attends to nothing and writes nothing.
-        return index + 1, tokens, jnp.where(ends | (positions < 0), -1, positions + 1), chosen, cache
+        return (
+            index + 1,
+            tokens,
+            jnp.where(ends | (positions < 0), -1, positions + 1),
+            chosen,
+            logs,
+            seen,
+            cache,
+        )
 
+    cache = cache.replace(block_tables=tables)
     chosen = jnp.full((burst, len(tokens)), -1, jnp.int32)
-    start = jnp.int32(0), tokens, positions, chosen, cache.replace(block_tables=tables)
-    *_, chosen, cache = jax.lax.while_loop(go_on, one_token, start)
-    return chosen, cache
+    scores = jax.ShapeDtypeStruct((len(tokens), model.config.vocab_size), jnp.float32)
+    logs = jax.eval_shape(choosing.logprobs, scores, tokens) if how.logprobs else None
+    logs = jax.tree.map(lambda x: jnp.zeros((burst, *x.shape), x.dtype), logs)
+    start = jnp.int32(0), tokens, positions, chosen, logs, _seen(texts, scores), cache
+    *_, chosen, logs, _, cache = jax.lax.while_loop(go_on, one_token, start)
+    return chosen, logs, cache
 
 
-def _choose(logits: jax.Array, places: jax.Array, rows: sampling.Rows, sampled: bool) -> jax.Array:
-    return sampling.sample_rows(logits, places, rows) if sampled else sampling.greedy(logits)
+def _seen(texts: Texts | None, logits: Any) -> choosing.Seen | None:
+    return None if texts is None else choosing.Seen.of(*texts, logits.shape[-1])

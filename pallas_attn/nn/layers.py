@@ -14,16 +14,32 @@ PRECISION = jax.lax.Precision.HIGHEST
 
 
 class RMSNorm(nnx.Module):
-    """Divides by the root mean square over the last axis, in float32, and scales."""
+    """Divides by the root mean square over the last axis, in float32, and scales: by the weight, or, `around_one`, by
+    1 + the weight, before rounding (Gemma's)."""
 
-    def __init__(self, size: int, eps: float, dtype: DTypeLike):
-        self.weight = nnx.Param(jnp.ones(size, dtype))
-        self.eps = eps
+    def __init__(self, size: int, eps: float, dtype: DTypeLike, *, around_one: bool = False):
+        self.weight = nnx.Param((jnp.zeros if around_one else jnp.ones)(size, dtype))
+        self.eps, self.around_one = eps, around_one
 
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
         normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        if self.around_one:
+            return (normed * (1 + self.weight[...].astype(jnp.float32))).astype(x.dtype)
         return normed.astype(x.dtype) * self.weight[...]
+
+
+class LayerNorm(nnx.Module):
+    """Mean 0 and variance 1 over the last axis, in float32, and scaled; no bias. The weight may have axes in front of
+    that one: those of heads, each with its own."""
+
+    def __init__(self, shape: int | tuple[int, ...], eps: float, dtype: DTypeLike):
+        self.weight = nnx.Param(jnp.ones(shape, dtype))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        normed = jax.nn.standardize(x.astype(jnp.float32), epsilon=self.eps)
+        return (normed * self.weight[...].astype(jnp.float32)).astype(x.dtype)
 
 
 def linear(

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn._call.checks import LARGEST_FLOAT32, ArgumentChecker, is_number, shown
+from pallas_attn._call.checks import LARGEST_FLOAT32, ArgumentChecker, fail, is_number, shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +21,8 @@ class Yarn:
             which it is divided by `factor`; in between the two are blended.
         mscale, mscale_all_dim: how the rotated elements, and all logits, are scaled up to make up for it;
             see `rotary_scale` and `logit_scale`.
+        attention_factor: `rotary_scale` itself, where a model says it; None follows from the other fields.
+        truncate: whether the pairs between which frequencies are blended are rounded to whole ones.
 
     Raises:
         TypeError, ValueError: a field that is no number, or out of its range.
@@ -34,11 +36,15 @@ class Yarn:
     beta_slow: float = 1.0
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
+    attention_factor: float | None = None
+    truncate: bool = True
 
     def __post_init__(self):
         check = ArgumentChecker("Yarn")
         for name in ("factor", "beta_fast", "beta_slow"):
             check.positive_float(name, getattr(self, name), optional=False)
+        check.positive_float("attention_factor", self.attention_factor)
+        check.flag("truncate", self.truncate)
         check.count("original_context", self.original_context)
         for name in ("mscale", "mscale_all_dim"):
             value = getattr(self, name)
@@ -53,6 +59,8 @@ class Yarn:
     @property
     def rotary_scale(self) -> float:
         """Factor of cosines and sines."""
+        if self.attention_factor is not None:
+            return self.attention_factor
         if self.mscale and self.mscale_all_dim:
             return self._temperature(self.mscale) / self._temperature(self.mscale_all_dim)
         return self._temperature(1.0)
@@ -61,6 +69,21 @@ class Yarn:
     def logit_scale(self) -> float:
         """Factor of all logits."""
         return self._temperature(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+
+    def stretched(self, plain: np.ndarray, theta: float) -> np.ndarray:
+        dim = 2 * plain.size
+
+        def pair_with(turns: float) -> float:
+            """The (fractional) pair that makes `turns` turns over the original context."""
+            return dim * math.log(self.original_context / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+        first, last = pair_with(self.beta_fast), pair_with(self.beta_slow)
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, dim - 1)
+        # Without a distance between the two, one frequency is kept and the next one slowed.
+        slowed = np.clip((np.arange(dim // 2) - first) / ((last - first) or 0.001), 0, 1)
+        return plain * (1 - slowed) + plain / self.factor * slowed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,38 +121,135 @@ class Llama3Scaling:
         """Factor of cosines and sines."""
         return 1.0
 
-    def stretched(self, plain: np.ndarray) -> np.ndarray:
+    def stretched(self, plain: np.ndarray, theta: float) -> np.ndarray:
         turns = self.original_context * plain / (2 * math.pi)
         fast = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         fast = np.clip(fast, 0, 1)
         return plain * fast + plain / self.factor * (1 - fast)
 
 
-type Stretch = Yarn | Llama3Scaling
+@dataclasses.dataclass(frozen=True)
+class LinearScaling:
+    """Positions, and so all frequencies, divided by `factor`, a number above 0.
+
+    Source: kaiokendev, "Things I'm learning while training SuperHOT" (2023); Chen et al. (2023).
+    """
+
+    factor: float
+
+    def __post_init__(self):
+        ArgumentChecker("LinearScaling").positive_float("factor", self.factor, optional=False)
+
+    @property
+    def rotary_scale(self) -> float:
+        """Factor of cosines and sines."""
+        return 1.0
+
+    def stretched(self, plain: np.ndarray, theta: float) -> np.ndarray:
+        return plain / self.factor
 
 
-def rotary_frequencies(dim: int, theta: float, stretch: Stretch | None = None) -> np.ndarray:
-    """[dim // 2] float32 radians a position, fastest first."""
+@dataclasses.dataclass(frozen=True)
+class DynamicScaling:
+    """A larger base for a longer sequence (dynamic NTK): frequencies depend on a sequence's length.
+
+    Attributes:
+        factor: how fast the base grows; 1 or more.
+        original_context: tokens up to which frequencies are the plain ones.
+
+    Raises:
+        TypeError, ValueError: a field that is no number, or out of its range.
+
+    Source: emozilla, bloc97 (2023), as transformers has it.
+    """
+
+    factor: float
+    original_context: int
+
+    def __post_init__(self):
+        check = ArgumentChecker("DynamicScaling")
+        check.positive_float("factor", self.factor, optional=False)
+        check.count("original_context", self.original_context)
+
+    @property
+    def rotary_scale(self) -> float:
+        """Factor of cosines and sines."""
+        return 1.0
+
+    def at_lengths(self, plain: np.ndarray, theta: float, lengths: jax.Array) -> jax.Array:
+        dim = 2 * plain.size
+        longer = jnp.maximum(lengths / self.original_context, 1.0)
+        growth = (self.factor * longer - (self.factor - 1)) ** (dim / max(dim - 2, 1))
+        # theta is in `plain`: what its growth does to each frequency.
+        exponents = jnp.arange(plain.size, dtype=jnp.float32) * (-2 / dim)
+        return jnp.asarray(plain) * growth[..., None] ** exponents
+
+
+@dataclasses.dataclass(frozen=True)
+class LongRope:
+    """LongRoPE: every frequency divided by a factor of its own, of which there are two sets: for sequences within the
+    original context, and for longer ones.
+
+    Attributes:
+        short_factors, long_factors: [rotated elements of a head // 2] numbers above 0.
+        original_context: tokens of the longest sequence that the short ones are for.
+        attention_factor: factor of cosines and sines, in sequences of any length.
+
+    Raises:
+        TypeError, ValueError: a field that is no number, or out of its range.
+
+    Source: Ding et al., "LongRoPE: Extending LLM Context Window Beyond 2 Million Tokens" (2024).
+    """
+
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    original_context: int
+    attention_factor: float
+
+    def __post_init__(self):
+        check = ArgumentChecker("LongRope")
+        for name in ("short_factors", "long_factors"):
+            for factor in getattr(self, name):
+                check.positive_float(name, factor, optional=False)
+        if len(self.short_factors) != len(self.long_factors):
+            check.fail("long_factors", f"{len(self.short_factors)} numbers", str(len(self.long_factors)))
+        check.count("original_context", self.original_context)
+        check.positive_float("attention_factor", self.attention_factor, optional=False)
+
+    @property
+    def rotary_scale(self) -> float:
+        """Factor of cosines and sines."""
+        return self.attention_factor
+
+    def at_lengths(self, plain: np.ndarray, theta: float, lengths: jax.Array) -> jax.Array:
+        if plain.size != len(self.short_factors):
+            fail("LongRope", "short_factors", f"{plain.size} numbers", str(len(self.short_factors)))
+        short, long = (
+            (plain / np.array(factors)).astype(np.float32)
+            for factors in (self.short_factors, self.long_factors)
+        )
+        return jnp.where((lengths > self.original_context)[..., None], long, short)
+
+
+ByLength = DynamicScaling | LongRope
+"""What stretches a sequence by its length."""
+type Stretch = Yarn | Llama3Scaling | LinearScaling | ByLength
+
+
+def rotary_frequencies(
+    dim: int, theta: float, stretch: Stretch | None = None, lengths: jax.Array | None = None
+) -> np.ndarray | jax.Array:
+    """[dim // 2] float32 radians a position, fastest first; where they depend on a sequence's length,
+    [..., 1, dim // 2] of `lengths` [...] (1 stands for heads)."""
     plain = theta ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
-    if isinstance(stretch, Llama3Scaling):
-        return stretch.stretched(plain).astype(np.float32)
-    return (plain if stretch is None else _with_yarn(plain, dim, theta, stretch)).astype(np.float32)
-
-
-def _with_yarn(plain: np.ndarray, dim: int, theta: float, yarn: Yarn) -> np.ndarray:
-
-    def pair_with(turns: float) -> float:
-        """The (fractional) pair that makes `turns` turns over the original context."""
-        return dim * math.log(yarn.original_context / (turns * 2 * math.pi)) / (2 * math.log(theta))
-
-    first = max(math.floor(pair_with(yarn.beta_fast)), 0)
-    last = min(math.ceil(pair_with(yarn.beta_slow)), dim - 1)
-    slowed = np.clip((np.arange(dim // 2) - first) / max(last - first, 0.001), 0, 1)
-    return plain * (1 - slowed) + plain / yarn.factor * slowed
+    if isinstance(stretch, ByLength):
+        assert lengths is not None
+        return stretch.at_lengths(plain.astype(np.float32), theta, lengths)[..., None, :]
+    return (plain if stretch is None else stretch.stretched(plain, theta)).astype(np.float32)
 
 
 def rotary_angles(
-    positions: jax.Array, frequencies: np.ndarray, scale: float = 1.0
+    positions: jax.Array, frequencies: np.ndarray | jax.Array, scale: float = 1.0
 ) -> tuple[jax.Array, jax.Array]:
     """Scaled cosines and sines [..., 1, dim // 2] float32 of integer `positions` [...]; the 1 stands for heads."""
     angles = positions[..., None, None].astype(jnp.float32) * frequencies
@@ -139,8 +259,12 @@ def rotary_angles(
 def apply_rotary(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool = False) -> jax.Array:
     """Turns pairs of elements of `x` [..., heads, dim]: neighbours if `interleaved`, else i and i + dim // 2.
 
-    The result holds all first elements, then all second ones, in either case: queries and keys agree on it.
+    The result holds all first elements, then all second ones, in either case: queries and keys agree on it. Elements
+    beyond those that the cosines are for stay as they are.
     """
+    if (rotated := 2 * cos.shape[-1]) < x.shape[-1]:
+        turned = apply_rotary(x[..., :rotated], cos, sin, interleaved=interleaved)
+        return jnp.concatenate([turned, x[..., rotated:]], axis=-1)
     wide = x.astype(jnp.float32)
     first, second = (wide[..., ::2], wide[..., 1::2]) if interleaved else jnp.split(wide, 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

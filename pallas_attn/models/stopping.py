@@ -1,0 +1,52 @@
+"""Texts that end an answer: looked for as its tokens come."""
+
+from collections.abc import Callable, Sequence
+
+# Bytes that a character has at most, each of which may be a token.
+_TOKENS_PER_CHARACTER = 4
+
+
+def first_stop(
+    decode: Callable[[Sequence[int]], str], before: Sequence[int], new: Sequence[int], stops: Sequence[str]
+) -> int | None:
+    """How many of the `new` tokens there are up to the first that completes a stop text; None if none does."""
+    if not stops:
+        return None
+    window = _TOKENS_PER_CHARACTER * max(map(len, stops)) + 1
+    tokens = [*before[-window:], *new]
+    start = len(tokens) - len(new)
+    for count in range(1, len(new) + 1):
+        text = decode(tokens[max(0, start + count - window) : start + count])
+        if any(stop in text for stop in stops):
+            return count
+    return None
+
+
+class Held:
+    """Pieces of text, of which is held back what may be the beginning of a stop text."""
+
+    def __init__(self, stops: Sequence[str]):
+        self._stops, self._text = stops, ""
+        self.ended = False
+
+    def shown(self, piece: str) -> str:
+        """What of the text so far can be shown; nothing behind a stop text."""
+        if self.ended:
+            return ""
+        self._text += piece
+        ends = [found for stop in self._stops if (found := self._text.find(stop)) >= 0]
+        if ends:
+            self.ended, count = True, min(ends)
+        else:
+            count = len(self._text) - max((self._beginning(stop) for stop in self._stops), default=0)
+        shown, self._text = self._text[:count], self._text[count:]
+        return shown
+
+    def rest(self) -> str:
+        """What is left at the end."""
+        return "" if self.ended else self._text
+
+    def _beginning(self, stop: str) -> int:
+        """Characters at the end of the text that begin `stop`."""
+        most = min(len(stop) - 1, len(self._text))
+        return next((n for n in range(most, 0, -1) if self._text.endswith(stop[:n])), 0)
