@@ -56,9 +56,11 @@ ffi::Error attention_forward(cudaStream_t stream, int32_t device, ffi::AnyBuffer
                              ffi::AnyBuffer window, ffi::AnyBuffer scale, ffi::AnyBuffer sinks,
                              ffi::AnyBuffer alibi, ffi::Result<ffi::AnyBuffer> out,
                              ffi::Result<ffi::AnyBuffer> lse, ffi::Result<ffi::AnyBuffer> counters,
-                             ffi::Result<ffi::AnyBuffer> items, bool query_heads_first, bool key_heads_first,
+                             ffi::Result<ffi::AnyBuffer> items, ffi::Result<ffi::AnyBuffer> split_tiles,
+                             ffi::Result<ffi::AnyBuffer> partial_out, ffi::Result<ffi::AnyBuffer> partial_lse2,
+                             bool query_heads_first, bool key_heads_first,
                              bool lse_heads_first, bool base2_lse, bool ends_aligned, int64_t q_offset,
-                             int64_t bounds_step, int64_t seqs, int64_t skip_rows, int64_t heads_together,
+                             int64_t bounds_step, int64_t seqs, int64_t skip_rows, int64_t heads_in_l2,
                              float softcap) {
   ArgumentChecker check(kName);
   check.array("query", query, {-1, -1, -1, -1}, {DataType::BF16, DataType::F16});
@@ -81,6 +83,7 @@ ffi::Error attention_forward(cudaStream_t stream, int32_t device, ffi::AnyBuffer
   check.array("scale", scale, {1}, {DataType::F32});
   check.array("counters", *counters, {4}, {DataType::S32});
   check.array("items", *items, {-1, 8}, {DataType::S32});
+  check.array("split_tiles", *split_tiles, {-1, 8}, {DataType::S32});
   for (const auto& [name, array] : {std::pair{"sinks", sinks}, {"alibi", alibi}}) {
     check.array(name, array, {array.element_count() == 0 ? 0 : queries.heads}, {DataType::F32});
   }
@@ -119,12 +122,15 @@ ffi::Error attention_forward(cudaStream_t stream, int32_t device, ffi::AnyBuffer
   check.require(tile_rows > 0, "query", "heads of at most 256 elements", std::to_string(queries.dim));
   check.require(group <= tile_rows, "query", "at most " + std::to_string(tile_rows) + " heads for a KV head",
                 std::to_string(group));
-  check.require(heads_together > 0 && keys.heads % heads_together == 0, "heads_together",
-                "a divisor of " + std::to_string(keys.heads), std::to_string(heads_together));
+  check.require(heads_in_l2 > 0 && keys.heads % heads_in_l2 == 0, "heads_in_l2",
+                "a divisor of " + std::to_string(keys.heads), std::to_string(heads_in_l2));
   if (!check.ok()) return check.error();
   const int64_t most_items = items->dimensions()[0];
-  const int64_t needed = queries.batch * (queries.tokens / (tile_rows / group) + 1) +
+  const int64_t slots = split_tiles->dimensions()[0];
+  const int64_t needed = slots + queries.batch * (queries.tokens / (tile_rows / group) + 1) +
                          (q_bounds.element_count() > 0 ? seqs + 2 : 0);
+  check.array("partial_out", *partial_out, {slots, keys.heads, tile_rows, values.dim}, {DataType::F32});
+  check.array("partial_lse2", *partial_lse2, {slots, keys.heads, tile_rows}, {DataType::F32});
   check.between("items", " work items", needed, kMaxInt / 2 / keys.heads, most_items);
   if (!check.ok()) return check.error();
 
@@ -150,6 +156,11 @@ ffi::Error attention_forward(cudaStream_t stream, int32_t device, ffi::AnyBuffer
   params.lse = lse->typed_data<float>();
   params.counters = static_cast<attention::Counters*>(counters->untyped_data());
   params.items = static_cast<attention::WorkItem*>(items->untyped_data());
+  params.split_tiles =
+      slots > 0 ? static_cast<attention::SplitTile*>(split_tiles->untyped_data()) : nullptr;
+  params.partial_out = partial_out->typed_data<float>();
+  params.partial_lse2 = partial_lse2->typed_data<float>();
+  params.max_slots = static_cast<int>(slots);
   params.max_items = static_cast<int>(most_items);
   params.batch = static_cast<int>(queries.batch);
   params.q_len = static_cast<int>(queries.tokens);
@@ -166,7 +177,7 @@ ffi::Error attention_forward(cudaStream_t stream, int32_t device, ffi::AnyBuffer
   params.ends_aligned = ends_aligned;
   params.q_offset = static_cast<int>(q_offset);
   params.skip_rows = static_cast<int>(skip_rows);
-  params.heads_together = static_cast<int>(heads_together);
+  params.heads_in_l2 = static_cast<int>(heads_in_l2);
   params.softcap = softcap;
   params.base2_lse = base2_lse;
   params.element = dtype == DataType::BF16 ? ElementType::kBfloat16 : ElementType::kFloat16;
@@ -199,6 +210,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(pallas_attn_attention_forward_sm90, pallas_attn::a
                                   .Ret<xla::ffi::AnyBuffer>()  // lse
                                   .Ret<xla::ffi::AnyBuffer>()  // counters
                                   .Ret<xla::ffi::AnyBuffer>()  // items
+                                  .Ret<xla::ffi::AnyBuffer>()  // split_tiles
+                                  .Ret<xla::ffi::AnyBuffer>()  // partial_out
+                                  .Ret<xla::ffi::AnyBuffer>()  // partial_lse2
                                   .Attr<bool>("query_heads_first")
                                   .Attr<bool>("key_heads_first")
                                   .Attr<bool>("lse_heads_first")
@@ -208,6 +222,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(pallas_attn_attention_forward_sm90, pallas_attn::a
                                   .Attr<int64_t>("bounds_step")
                                   .Attr<int64_t>("seqs")
                                   .Attr<int64_t>("skip_rows")
-                                  .Attr<int64_t>("heads_together")
+                                  .Attr<int64_t>("heads_in_l2")
                                   .Attr<float>("softcap"),
                               {xla::ffi::Traits::kCmdBufferCompatible});

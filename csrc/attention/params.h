@@ -31,17 +31,21 @@ struct alignas(32) WorkItem {
   int slot;  // of the partial result; negative: the tile's keys are not split
 };
 
-// A tile whose keys are split, to be merged.
-struct alignas(16) SplitTile {
-  int seq, token, first_slot, splits;
+// A tile whose keys are split, to be merged: its parts are in neighbouring slots.
+struct alignas(32) SplitTile {
+  int seq, token, tokens;  // as in WorkItem
+  int first_slot, splits;
 };
 
+// What the kernels in a row tell each other.
 struct Counters {
   int taken;  // work items that CTAs have asked for
   int items;  // work items of one KV head
   int split_tiles;
-  int slots;
+  int heads_together;  // KV heads whose tiles are taken side by side, a divisor of num_kv_heads
 };
+
+constexpr int kMostSplits = 32;  // of a tile
 
 struct ForwardParams {
   const void* query;  // head_dim elements a head
@@ -65,7 +69,7 @@ struct ForwardParams {
   // Scratch.
   Counters* counters;
   WorkItem* items;       // [max_items]
-  SplitTile* split_tiles;  // [max_slots]
+  SplitTile* split_tiles;  // [max_slots]; null: nothing may be split
   float* partial_out;    // [max_slots, num_kv_heads, tile rows, value_dim]
   float* partial_lse2;   // [max_slots, num_kv_heads, tile rows]
   int max_items, max_slots;
@@ -82,8 +86,8 @@ struct ForwardParams {
   // Sequences with at most so many rows (queries times heads of a KV head) are another kernel's: nothing of
   // theirs is written.
   int skip_rows;
-  // KV heads whose tiles are taken together, a divisor of num_kv_heads.
-  int heads_together;
+  // KV heads of whose keys and values the L2 holds all that a sequence may have, a divisor of num_kv_heads.
+  int heads_in_l2;
   float softcap;  // 0: none
   bool base2_lse;
   ElementType element;

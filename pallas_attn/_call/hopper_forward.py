@@ -15,6 +15,8 @@ MAX_HEAD_DIM = 256
 TILE_ROWS = 128
 """Rows of a tile, queries times heads of a KV head: at least so many, whatever the head_dim."""
 MOST_SEQS = 8192
+FEW_TILES, MOST_PARTS = 264, 528
+"""Tiles of all KV heads, twice as many as a Hopper GPU has multiprocessors (132); and parts of tiles that are split."""
 L2_BYTES = 40 * 2**20
 """Of keys and values, what heads that run side by side may read again and again: the L2 has 50 MB, some for others."""
 
@@ -94,6 +96,9 @@ def forward(
     max_items = batch * (tokens // tile_tokens + 1)
     if sequences.q_bounds is not None:
         max_items += num_seqs + 2
+    # Where tiles may be fewer than multiprocessors, their keys are split: in so many parts at most.
+    split = sequences.block_tables is not None or max_items * kv_heads < FEW_TILES
+    slots = -(-MOST_PARTS // kv_heads) if split else 0
     nothing = jnp.zeros(0, jnp.int32)
     if sequences.block_tables is not None:
         kv_tokens *= sequences.block_tables.shape[1]
@@ -106,7 +111,10 @@ def forward(
             ),
             # Scratch: outputs, because a handler that allocates cannot be part of a command buffer.
             jax.ShapeDtypeStruct((4,), jnp.int32),
-            jax.ShapeDtypeStruct((max_items, 8), jnp.int32),
+            jax.ShapeDtypeStruct((max_items + slots, 8), jnp.int32),
+            jax.ShapeDtypeStruct((slots, 8), jnp.int32),
+            jax.ShapeDtypeStruct((slots, kv_heads, TILE_ROWS, value.shape[-1]), jnp.float32),
+            jax.ShapeDtypeStruct((slots, kv_heads, TILE_ROWS), jnp.float32),
         ),
         vmap_method="sequential",
     )
@@ -114,7 +122,7 @@ def forward(
     def or_nothing(array: jax.Array | None, empty: jax.Array = nothing) -> jax.Array:
         return empty if array is None else array
 
-    out, lse, _, _ = call(
+    out, lse, *_ = call(
         query,
         key,
         value,
@@ -136,14 +144,14 @@ def forward(
         bounds_step=np.int64(1),
         seqs=np.int64(num_seqs),
         skip_rows=np.int64(skip_rows),
-        heads_together=np.int64(
-            heads_together(kv_heads, kv_tokens * (key.shape[-1] + value.shape[-1]) * key.dtype.itemsize)
+        heads_in_l2=np.int64(
+            heads_in_l2(kv_heads, kv_tokens * (key.shape[-1] + value.shape[-1]) * key.dtype.itemsize)
         ),
         softcap=np.float32(softcap or 0.0),
     )
     return out, lse
 
 
-def heads_together(kv_heads: int, bytes_of_head: int) -> int:
-    """KV heads whose tiles are taken side by side: as many as the L2 holds keys and values of."""
+def heads_in_l2(kv_heads: int, bytes_of_head: int) -> int:
+    """KV heads of which the L2 holds keys and values: those may be worked on side by side, and read again and again."""
     return math.gcd(kv_heads, 2 ** max(0, int(math.log2(max(1, L2_BYTES // max(1, bytes_of_head))))))

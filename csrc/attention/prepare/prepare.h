@@ -10,7 +10,13 @@ namespace pallas_attn::attention {
 
 constexpr int kMostPreparedSeqs = 8192;  // whose tiles are counted in shared memory
 
-// `tile_tokens`: queries of a tile; `tile_keys`: keys of a key tile.
-LaunchStatus launch_prepare(const ForwardParams& params, int tile_tokens, int tile_keys, cudaStream_t stream);
+// How the forward kernel cuts its work up.
+struct Tiling {
+  int tokens;  // queries of a tile
+  int keys;    // of a key tile
+  int ctas;    // that run at once
+};
+
+LaunchStatus launch_prepare(const ForwardParams& params, const Tiling& tiling, cudaStream_t stream);
 
 }  // namespace pallas_attn::attention

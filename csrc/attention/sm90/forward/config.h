@@ -44,7 +44,7 @@ using Shape96 = ShapeOf<96, 96, 128, 2, 2, 3, 2>;
 using Shape128 = ShapeOf<128, 128, 128, 2, 2, 3, 2>;
 using Shape192x128 = ShapeOf<192, 128, 128, 2, 1, 2, 2>;
 using Shape192 = ShapeOf<192, 192, 112, 2, 1, 2, 2>;
-using Shape256 = ShapeOf<256, 256, 80, 2, 1, 2, 2>;
+using Shape256 = ShapeOf<256, 256, 64, 2, 1, 2, 2>;
 
 // Of the last warpgroup, one warp each.
 enum Feeder { kScout = 0, kKeyLoader = 1, kValueLoader = 2 };

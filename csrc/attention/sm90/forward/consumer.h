@@ -101,7 +101,6 @@ class Consumer {
     }
   }
 
- private:
   static constexpr int kKeys = Shape::kKeys;
   static constexpr int kKeySteps = kKeys / kStepDims;
 
@@ -154,6 +153,7 @@ class Consumer {
     ptx::wgmma_commit();
   }
 
+  // With the values of the key tile at work.
   __device__ __forceinline__ void issue_values(const Tile& tile, bool first) {
     ptx::mbarrier_wait(&smem_.values.full[value_stage_][0], value_phases_.full(value_stage_));
     if (gathered_) ptx::fence_async_shared();
@@ -210,7 +210,12 @@ class Consumer {
     for (int i = 0; i < kRowsPerThread; ++i) {
       state.sum[i] = quad_reduce(state.sum[i], [](float a, float b) { return a + b; });
     }
-    store_rows<Element>(params_, tile, rO_, state, group_, warpgroup_ * kFragmentRows, at_);
+    const int first_row = warpgroup_ * kFragmentRows;
+    if (tile.slot >= 0) {
+      store_partial<Shape>(params_, tile, rO_, state, first_row, at_);
+    } else {
+      store_rows<Element>(params_, tile, rO_, state, group_, first_row, at_);
+    }
   }
 
   __device__ __forceinline__ void release(uint64_t* empty) {

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "attention/merge/merge.h"
 #include "attention/prepare/prepare.h"
 #include "attention/sm90/forward/kernel.h"
 #include "common/dependent_launch.h"
@@ -71,11 +72,14 @@ LaunchStatus launch_instance(const ForwardParams& params, cudaStream_t stream) {
   const Boxes boxes = boxes_of<Shape>(params);
   Maps maps;
   status = encode_maps<Element, Shape>(params, boxes, &maps);
-  if (status.ok()) status = launch_prepare(params, Shape::kRows / params.group(), Shape::kKeys, stream);
+  const Tiling tiling = {Shape::kRows / params.group(), Shape::kKeys, num_sms};
+  if (status.ok()) status = launch_prepare(params, tiling, stream);
   if (!status.ok()) return status;
   const int blocks = static_cast<int>(std::min<int64_t>(num_sms, int64_t{params.max_items} * params.num_kv_heads));
-  return launch_dependent(kernel, dim3(blocks), Shape::kThreads, kSmemBytes, stream, Blocks::kIndependent,
-                          "launching the forward kernel", params, maps, boxes);
+  status = launch_dependent(kernel, dim3(blocks), Shape::kThreads, kSmemBytes, stream, Blocks::kIndependent,
+                            "launching the forward kernel", params, maps, boxes);
+  if (!status.ok() || params.split_tiles == nullptr) return status;
+  return launch_merge(params, Shape::kRows, num_sms, stream);
 }
 
 }  // namespace pallas_attn::attention::sm90

@@ -106,7 +106,7 @@ class Loader {
       const bool bad = paged_ && copies && page == kBadPage;
       const int bad_boxes = __popc(__ballot_sync(0xffffffff, bad));
       if (kOfKeys && bad_boxes > 0) {
-        if (bad) fill_with_nan(own);
+        if (bad) fill_with_nan(own, box_rows_);
         __syncwarp();
       }
       if (lane_ == 0) {
@@ -127,61 +127,90 @@ class Loader {
   }
 
   // Scores with the keys of a page that is not there are NaN: so is the result of whoever sees it.
-  __device__ void fill_with_nan(int first) {
+  __device__ void fill_with_nan(int first, int count) {
     for (int piece = 0; piece < kPieces; ++piece) {
       uint4* rows = reinterpret_cast<uint4*>(buffer()[piece][first]);
-      const int chunks = box_rows_ * (kRowBytes / 16);
+      const int chunks = count * (kRowBytes / 16);
       for (int i = 0; i < chunks; ++i) rows[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
     }
     ptx::fence_async_shared();
   }
 
-  // Each lane finds the pages of some tokens; eight of them copy a piece's row.
+  // Where a token of the tile's sequence lies in the pool, in chunks of 16 bytes: 64 GB are enough for any.
+  static constexpr uint32_t kNowhere = ~0u, kOfBadPage = ~1u;
+  __device__ __forceinline__ uint32_t place_of(const Tile& tile, const Strides& strides, int key) const {
+    const int page = page_of(tile, key);
+    if (page == kBadPage) return kOfBadPage;
+    if (page == params_.num_pages) return kNowhere;
+    return static_cast<uint32_t>((page * strides.batch + key % params_.page_size * strides.token) / 8);
+  }
+
+  // Each lane finds some tokens; eight of them copy a piece's row.
   __device__ void gather(const Tile& tile) {
-    constexpr int kRowLanes = kRowBytes / 16, kRowsAtOnce = 32 / kRowLanes;
+    constexpr int kRowLanes = kRowBytes / 16, kRowsAtOnce = 32 / kRowLanes, kTurns = 32 / kRowsAtOnce;
     constexpr int kHeld = (kKeys + 31) / 32;  // tokens of a lane
-    const Strides& strides = kOfKeys ? params_.key_strides : params_.value_strides;
-    const auto* pool = static_cast<const uint16_t*>(kOfKeys ? params_.key : params_.value);
-    const int dim = kOfKeys ? params_.head_dim : params_.value_dim;
+    const Strides strides = kOfKeys ? params_.key_strides : params_.value_strides;
     const int chunk = lane_ % kRowLanes, of_rows = lane_ / kRowLanes;
+    const uint4* pool = static_cast<const uint4*>(kOfKeys ? params_.key : params_.value) +
+                        tile.kv_head * strides.head / 8 + chunk;
+    const int dim = (kOfKeys ? params_.head_dim : params_.value_dim) - chunk * 8;
+    uint32_t next[kHeld];
+    const auto find = [&](int first) {
+#pragma unroll
+      for (int j = 0; j < kHeld; ++j) next[j] = place_of(tile, strides, first + j * 32 + lane_);
+    };
+    find((tile.first_key + tile.num_keys - 1) * kKeys);
 #pragma unroll 1
     for (int i = tile.num_keys - 1; i >= 0; --i) {
-      const int first = (tile.first_key + i) * kKeys;
-      int pages[kHeld], slots[kHeld];
+      uint32_t now[kHeld];
 #pragma unroll
-      for (int j = 0; j < kHeld; ++j) {
-        const int key = first + j * 32 + lane_;
-        pages[j] = page_of(tile, key);
-        slots[j] = key % params_.page_size;
-      }
+      for (int j = 0; j < kHeld; ++j) now[j] = next[j];
+      if (i > 0) find((tile.first_key + i - 1) * kKeys);
       wait_until_empty();
+      // A row's number modulo 8 swizzles its chunks: rows of one lane are 4 apart.
+      const uint32_t base = ptx::shared_address(buffer()[0]) + of_rows * kRowBytes;
 #pragma unroll
       for (int j = 0; j < kHeld; ++j) {
-#pragma unroll 1
-        for (int row = 0; row < 32 && j * 32 + row < kKeys; row += kRowsAtOnce) {
-          const int page = __shfl_sync(0xffffffff, pages[j], row + of_rows);
-          const int slot = __shfl_sync(0xffffffff, slots[j], row + of_rows);
-          const bool exists = page >= 0 && page < params_.num_pages;
-          const uint16_t* from = pool + (exists ? page * strides.batch + slot * strides.token : 0) +
-                                 tile.kv_head * strides.head;
-          const int to_row = j * 32 + row + of_rows;
+        // All at once, for a copy keeps what follows it from being moved in front of it.
+        uint32_t from[kTurns];
+#pragma unroll
+        for (int turn = 0; turn < kTurns; ++turn) {
+          from[turn] = __shfl_sync(0xffffffff, now[j], turn * kRowsAtOnce + of_rows);
+        }
+#pragma unroll
+        for (int turn = 0; turn < kTurns; ++turn) {
+          const int row = j * 32 + turn * kRowsAtOnce;
+          if (row >= kKeys) break;
+          const uint32_t to = base + row * kRowBytes + ((chunk ^ ((row + of_rows) & 7)) << 4);
+          const bool exists = from[turn] < kOfBadPage;
+          const uint4* source = pool + (exists ? from[turn] : 0);
 #pragma unroll
           for (int piece = 0; piece < kPieces; ++piece) {
-            const int element = piece * kPieceDims + chunk * 8;
-            const uint32_t to = ptx::shared_address(buffer()[piece][to_row]) + ((chunk ^ (to_row & 7)) << 4);
-            if (kOfKeys && page == kBadPage) {
-              ptx::store_16_bytes(to, make_uint4(~0u, ~0u, ~0u, ~0u));
-            } else {
-              const bool copied = exists && element < dim;
-              ptx::copy_async(to, from + (copied ? element : 0), copied);
-            }
+            const bool copied = exists && piece * kPieceDims < dim;
+            ptx::copy_async(to + piece * (kKeys * kRowBytes), copied ? source + piece * kRowLanes : pool, copied);
           }
         }
       }
+      if constexpr (kOfKeys) fill_bad_rows(now);
       ptx::arrive_behind_copies(full());
       __syncwarp();
       if (lane_ == 0) ptx::mbarrier_arrive(full());
       advance();
+    }
+  }
+
+  // Rows of pages that are not there, over the zeros that were copied instead.
+  template <int kHeld>
+  __device__ __forceinline__ void fill_bad_rows(const uint32_t (&places)[kHeld]) {
+    bool bad = false;
+#pragma unroll
+    for (int j = 0; j < kHeld; ++j) bad |= places[j] == kOfBadPage;
+    if (!__any_sync(0xffffffff, bad)) return;
+    ptx::wait_for_copies();
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < kHeld; ++j) {
+      if (places[j] == kOfBadPage) fill_with_nan(j * 32 + lane_, 1);
     }
   }
 

@@ -36,6 +36,7 @@ class Scout {
     ptx::wait_for_previous_kernel();
     // Written by the kernel in front, so not through the cache for constants.
     const int items = __ldcg(&params_.counters->items);
+    const int together = __ldcg(&params_.counters->heads_together);
     const int total = items * params_.num_kv_heads;
     const int num_seqs = num_seqs_now(params_);
     const Window window(params_);
@@ -48,7 +49,7 @@ class Scout {
       if (lane_ == 0) taken = ptx::fetch_and_increment(&params_.counters->taken);
       Tile tile;
       tile.kv_head = -1;
-      if (index >= total || find(index, items, num_seqs, window, tile)) {
+      if (index >= total || find(index, items, together, num_seqs, window, tile)) {
         ptx::mbarrier_wait(&smem_.told.empty[told][0], told_phases.empty(told));
         if (lane_ == 0) {
           smem_.tiles[told] = tile;
@@ -56,7 +57,10 @@ class Scout {
         }
         told_phases.advance(told);
         told = next_told(told);
-        if (index >= total) return;
+        if (index >= total) {
+          ptx::allow_dependent_launch();
+          return;
+        }
         ptx::mbarrier_wait(&smem_.queries.empty[slot][0], query_phases.empty(slot));
         if (lane_ == 0) load_query(tile, slot);
         query_phases.advance(slot);
@@ -68,8 +72,8 @@ class Scout {
 
  private:
   // Whether there is something to compute.
-  __device__ bool find(int index, int items, int num_seqs, const Window& window, Tile& tile) const {
-    const int together = params_.heads_together;
+  __device__ bool find(int index, int items, int together, int num_seqs, const Window& window,
+                       Tile& tile) const {
     const int turn = index / together;
     const WorkItem item = load_item(params_.items + turn % items);
     tile.kv_head = turn / items * together + index % together;

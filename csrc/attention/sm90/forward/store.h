@@ -10,6 +10,27 @@
 
 namespace pallas_attn::attention::sm90 {
 
+// Part of a tile's keys: float32, for the merge.
+template <typename Shape, int kCount>
+__device__ __forceinline__ void store_partial(const ForwardParams& params, const Tile& tile,
+                                              const float (&rO)[kCount], const RowState& state, int first_row,
+                                              const FragmentPosition& at) {
+  const RowEnds ends(state);
+  const int64_t tile_row = (int64_t{tile.slot} * params.num_kv_heads + tile.kv_head) * Shape::kRows;
+#pragma unroll
+  for (int i = 0; i < kRowsPerThread; ++i) {
+    const int64_t row = tile_row + first_row + at.row(i);
+    float* out = params.partial_out + row * params.value_dim;
+    visit_pairs(rO, i, [&](int column, float left, float right) {
+      column += at.in_quad * 2;
+      if (column < params.value_dim) {
+        *reinterpret_cast<float2*>(out + column) = make_float2(left * ends.factor[i], right * ends.factor[i]);
+      }
+    });
+    if (at.in_quad == 0) params.partial_lse2[row] = ends.lse2[i];
+  }
+}
+
 // A quad writes 64 bytes of a row at a time. `state` with the sums of all four threads of a quad.
 template <typename Element, int kCount>
 __device__ __forceinline__ void store_rows(const ForwardParams& params, const Tile& tile,
