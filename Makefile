@@ -76,8 +76,8 @@ test-gpu: .venv/.package .venv/.test ## what needs a GPU
 test-gpu-triton: .venv/.package .venv/.test ## the same as if JAX had removed Pallas' Triton lowering: all by implementation "triton"
 	WITHOUT_PALLAS=1 XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTEST) -m gpu
 
-# racecheck's reports on the decode kernel are for reading, beside those on correct synchronisation: csrc/mla/EXPERIMENTS.md
-# says what it reports.
+# racecheck reports named barriers of correct code too, so its reports on the decode kernel are for reading beside
+# racecheck_control's (csrc/mla/EXPERIMENTS.md).
 sanitize: .venv/.demo ## the CUDA kernels under compute-sanitizer; needs an sm_90 GPU and a CUDA toolkit
 	cmake -S xla_ffi -B build/sanitize -DPython3_EXECUTABLE=$(CURDIR)/.venv/bin/python
 	cmake --build build/sanitize --target smoke

@@ -2,10 +2,11 @@
 
     python benchmarks/plot.py results.csv                    # results-mla_decode-bandwidth.png, ...-ratio.png
     python benchmarks/plot.py results.csv --cells '^b128-' --out pictures --format svg
+    python benchmarks/plot.py paged.csv ragged.csv flash.csv mla.csv    # all in one: paged-roof.png
 
 *-bandwidth: GB/s over the sequences' length, a line an implementation, a panel a batch and head count, under the roof
 that the same run measured. *-ratio: the best peer's time over ours for each cell; where we lose, the cell is
-framed.
+framed. *-roof: percent of the roof for each cell, a mark an implementation.
 """
 
 import argparse
@@ -17,29 +18,15 @@ from typing import NamedTuple
 
 import results
 import roofline
+from looks import OURS, in_order, is_ours, looks, op_title, shown
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure  # without pyplot: files only, no window, no state
 from matplotlib.patches import Rectangle
 from results import Row
+from roof_chart import Table, roof_chart
 
-OURS = "ours"
 # The part of a case's id that says how long its sequences are, where they are about as long.
 LENGTH = re.compile(r"-(s|from)\d+(?=-|$)")
-# Implementations keep their look from picture to picture; what is not here gets what is left.
-LOOKS = {
-    "ours": ("#b2182b", "o"),
-    "ours, CUDA": ("#b2182b", "o"),
-    "ours, Pallas": ("#ef8a62", "s"),
-    "ours, Pallas without a schedule": ("#f4b393", "v"),
-    "ours, CUDA without a schedule": ("#d6604d", "^"),
-    "ours, CUDA in a graph": ("#67001f", "p"),
-    "ours, plain jnp": ("#999999", "x"),
-    "FlashMLA": ("#2166ac", "D"),
-    "FA3 (vLLM)": ("#1b7837", "P"),
-    "FlashInfer": ("#762a83", "X"),
-    "vLLM's Triton": ("#8c510a", "<"),
-    "jax's deprecated kernel": ("#35978f", ">"),
-}
 _INITIALS = {
     "FlashMLA": "FM",
     "FA3 (vLLM)": "FA3",
@@ -49,8 +36,7 @@ _INITIALS = {
     "jax.nn, pages gathered": "nn",
     "torch SDPA, pages gathered": "SDPA",
 }
-SPARE_LOOKS = (("#4d4d4d", "h"), ("#878787", "*"), ("#dfc27d", "d"))
-TITLES = {"mla_decode": "MLA decode", "paged_attention": "Paged attention", "mla_step": "MLA decode step"}
+ROOF = "roof: memory or tensor cores, measured (roofline.py)"
 WIDEST_RATIO = 1.5  # beyond it, colours differ no more
 STRONG_RATIO = 1.23  # beyond it they are dark
 LOSING = 0.995  # what is printed as 1.00 is level
@@ -77,17 +63,6 @@ def panel_of(row: Row) -> Panel:
     return Panel((row.batch, row.q_len, rest), (row.kv_heads, row.heads))
 
 
-def looks(names: Sequence[str]) -> dict[str, tuple[str, str]]:
-    spare = iter(SPARE_LOOKS * len(names))
-    return {name: LOOKS.get(name) or next(spare) for name in names}
-
-
-def in_order(names: set[str]) -> list[str]:
-    """Ours first, then as in LOOKS."""
-    known = list(LOOKS)
-    return sorted(names, key=lambda name: (known.index(name) if name in known else len(known), name))
-
-
 def bandwidth(rows: Sequence[Row]) -> Figure | None:
     """None where no cells differ by length."""
     panels: dict[Panel, list[Row]] = {}
@@ -98,7 +73,7 @@ def bandwidth(rows: Sequence[Row]) -> Figure | None:
     if not panels:
         return None
     lines, columns = (sorted(set(places)) for places in zip(*panels, strict=True))
-    size = max(3.6 * len(columns), 6) + 0.4, 2.9 * len(lines) + 1.1
+    size = max(3.6 * len(columns), 6.6) + 0.4, 2.9 * len(lines) + 1.6
     drawn = Figure(figsize=size, layout="constrained")
     all_axes = drawn.subplots(len(lines), len(columns), sharey=True, squeeze=False)
     for axes in all_axes.flat:
@@ -109,12 +84,16 @@ def bandwidth(rows: Sequence[Row]) -> Figure | None:
         axes.set_axis_on()
         _draw_panel(axes, panel, own, names, styles)
     handles = {line.get_label(): line for axes in all_axes.flat for line in axes.get_lines()}
-    roof = [label for label in handles if label == roofline.IMPLEMENTATION]
-    labels = [*(name for name in names if name in handles), *roof]
+    roof = [label for label in handles if label == ROOF]
+    labels = [*(shown(name) for name in names if shown(name) in handles), *roof]
     drawn.legend(
-        [handles[label] for label in labels], labels, loc="outside lower center", ncols=min(4, len(labels))
+        [handles[label] for label in labels],
+        labels,
+        loc="outside lower center",
+        ncols=min(len(labels), 1 + len(columns)),
+        fontsize=9,
     )
-    drawn.suptitle(f"{_op_title(rows)}: bandwidth over sequence length, {rows[0].device}")
+    drawn.suptitle(f"{op_title(rows)}\nbandwidth over sequence length")
     return drawn
 
 
@@ -122,8 +101,7 @@ def _draw_panel(axes, panel: Panel, own: Sequence[Row], names: Sequence[str], st
     roofs = {row.seqlen: row.gbs * 100 / row.roof_percent for row in own if row.gbs and row.roof_percent}
     if roofs:
         lengths = sorted(roofs)
-        label = roofline.IMPLEMENTATION
-        axes.plot(lengths, [roofs[n] for n in lengths], color="black", ls="--", lw=1, label=label)
+        axes.plot(lengths, [roofs[n] for n in lengths], color="black", ls="--", lw=1, label=ROOF)
     for name in names:
         line = [(row.seqlen, row.gbs) for row in own if row.implementation == name]
         if line:
@@ -136,7 +114,7 @@ def _draw_panel(axes, panel: Panel, own: Sequence[Row], names: Sequence[str], st
                 marker=marker,
                 ms=5,
                 lw=1.5,
-                label=name,
+                label=shown(name),
                 zorder=3 - names.index(name) / 99,
             )
     lengths = sorted({row.seqlen for row in own})
@@ -190,7 +168,7 @@ def ratio(rows: Sequence[Row], ours: str | None = None) -> Figure | None:
     axes.tick_params(which="both", length=0)
     axes.set_ylabel("sequences x tokens each")
     losing = sum(cell.ratio < LOSING for cell in cells)
-    title = f"{_op_title(rows)}, {rows[0].device}\nbest peer's time / ours; framed: we lose ({losing} of {len(cells)})"
+    title = f"{op_title(rows)}\nbest peer's time / ours; framed: we lose ({losing} of {len(cells)})"
     axes.set_title(title, fontsize=10)
     peers = in_order({cell.peer.implementation for cell in cells})
     drawn.supxlabel("best peer:  " + ",  ".join(f"{_abbreviated(p)} = {p}" for p in peers), fontsize=8)
@@ -216,17 +194,13 @@ def ratios(rows: Sequence[Row], ours: str | None = None) -> list[Compared]:
         by_case.setdefault(row.case, []).append(row)
     found = []
     for own in by_case.values():
-        mine = [row for row in own if (row.implementation == ours if ours else _is_ours(row))]
+        mine = [row for row in own if (row.implementation == ours if ours else is_ours(row))]
         # What a call takes by itself is the honest figure, though another of ours were faster.
         mine = [row for row in mine if row.implementation == OURS] or mine
-        peers = [row for row in own if not _is_ours(row)]
+        peers = [row for row in own if not is_ours(row)]
         if mine and peers:
             found.append(Compared(min(mine, key=_time), min(peers, key=_time)))
     return found
-
-
-def _is_ours(row: Row) -> bool:
-    return row.implementation == OURS or row.implementation.startswith(f"{OURS}, ")
 
 
 def _time(row: Row) -> float:
@@ -260,30 +234,31 @@ def _abbreviated(name: str) -> str:
     return _INITIALS.get(name) or name[:4]
 
 
-def _op_title(rows: Sequence[Row]) -> str:
-    return TITLES.get(rows[0].op, rows[0].op)
-
-
 def _short(length: int) -> str:
     """1024 -> 1k, where it is that."""
     return f"{length // 1024}k" if length % 1024 == 0 else str(length)
 
 
-def drawn(rows: Sequence[Row], ours: str | None) -> dict[str, Figure]:
+def drawn(rows: Sequence[Row], roofs: Sequence[Row], ours: str | None) -> dict[str, Figure]:
     """{what the file's name ends in: picture}."""
     found: dict[str, Figure | None] = {}
-    for op in dict.fromkeys(row.op for row in rows):
-        own = [row for row in rows if row.op == op]
+    for own in by_op(rows):
+        op = own[0].op
         found[f"{op}-bandwidth"] = bandwidth(own)
         found[f"{op}-ratio"] = ratio(own, ours)
+        found[f"{op}-roof"] = roof_chart([Table(own, roofs)])
     return {name: figure for name, figure in found.items() if figure is not None}
+
+
+def by_op(rows: Sequence[Row]) -> list[list[Row]]:
+    return [[row for row in rows if row.op == op] for op in dict.fromkeys(row.op for row in rows)]
 
 
 def main(command_line: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="plot.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("table", type=Path, metavar="TABLE.csv")
+    parser.add_argument("tables", type=Path, nargs="+", metavar="TABLE.csv")
     parser.add_argument("--cells", default="", metavar="REGEX", help="those whose id it finds")
     parser.add_argument(
         "--ours", metavar="NAME", help='what stands for us in *-ratio, such as "ours, Pallas"'
@@ -292,16 +267,22 @@ def main(command_line: Sequence[str] | None = None) -> int:
     parser.add_argument("--format", choices=("png", "svg"), default="png")
     arguments = parser.parse_args(command_line)
     try:
-        rows = [row for row in results.read(arguments.table) if row.ok and row.op != roofline.OP]
-        rows = [row for row in rows if re.search(arguments.cells, row.case)]
-        pictures = drawn(rows, arguments.ours)
+        found: list[Table] = []
+        for path in arguments.tables:
+            right = [row for row in results.read(path) if row.ok]
+            rows = [row for row in right if row.op != roofline.OP and re.search(arguments.cells, row.case)]
+            found.append(Table(rows, [row for row in right if row.op == roofline.OP]))
+        table = arguments.tables[0]
+        if len(found) == 1:
+            pictures = drawn(*found[0], arguments.ours)
+        else:
+            picture = roof_chart([Table(own, roofs) for rows, roofs in found for own in by_op(rows)])
+            pictures = {} if picture is None else {"roof": picture}
         if not pictures:
-            raise ValueError(
-                f"{arguments.table}: expected right figures of cells that can be drawn, found none"
-            )
+            raise ValueError(f"{table}: expected right figures of cells that can be drawn, found none")
         for name, figure in pictures.items():
-            folder = arguments.out or arguments.table.parent
-            path = folder / f"{arguments.table.stem}-{name}.{arguments.format}"
+            folder = arguments.out or table.parent
+            path = folder / f"{table.stem}-{name}.{arguments.format}"
             figure.savefig(path, dpi=150)
             print(f"drawn in {path}")
     except (ValueError, OSError, re.error) as error:

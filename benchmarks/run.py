@@ -1,6 +1,6 @@
 """Times attention ops, ours and other projects', on the same cells, each figure checked before it counts.
 
-    python benchmarks/run.py --op paged_attention                     # ours, at the cells of the README's table
+    python benchmarks/run.py --op paged_attention                     # ours, at the cells of the op's README
     python benchmarks/run.py --op mla_decode --compare --baseline flash_mla --target cuda
     python benchmarks/run.py --op mla_decode --all --quick            # everything that can run here
     python benchmarks/run.py --op mla_decode --list                   # what there is: implementations and cells

@@ -110,7 +110,7 @@ def rotated(x: jax.Array, position: jax.Array) -> jax.Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
-def loss(weights: dict[str, Any], batch: Batch, *, sizes: Sizes, implementation: str) -> jax.Array:
+def loss(weights: dict[str, Any], batch: Batch, *, sizes: Sizes, implementation: Any) -> jax.Array:
     """Of the next byte of the same document, in nats."""
 
     def layer(x: jax.Array, w: dict[str, jax.Array]) -> tuple[jax.Array, None]:
@@ -120,7 +120,7 @@ def loss(weights: dict[str, Any], batch: Batch, *, sizes: Sizes, implementation:
         q, k, v = (part.reshape(*x.shape[:2], -1, sizes.head_dim) for part in parts)
         q, k = (rotated(part, batch.position) for part in (q, k))
         q, k, v = (part.astype(jnp.bfloat16) for part in (q, k, v))
-        attended: Any = pallas_attn.flash_attention(
+        attended = pallas_attn.flash_attention(
             q, k, v, segment_ids=batch.document, causal=True, implementation=implementation
         )
         x = x + attended.reshape(*x.shape[:2], inner).astype(x.dtype) @ w["out"]
@@ -169,25 +169,39 @@ def compared(curves: dict[tuple[str, int], np.ndarray]) -> tuple[float, float]:
     return max(same_seed, default=0.0), max(same_kind, default=0.0)
 
 
-def draw(path: Path, curves: dict[tuple[str, int], np.ndarray]) -> None:
+def draw(path: Path, curves: dict[tuple[str, int], np.ndarray], about: str) -> None:
+    """The losses, which lie on each other, and below them how far the others are from the first implementation's."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    for number, ((implementation, seed), curve) in enumerate(curves.items()):
-        style = "-" if implementation == "xla" else "--"
-        axes.plot(
-            curve,
-            style,
-            linewidth=1,
-            color=f"C{seed % 10}",
-            zorder=number,
-            label=f"{implementation}, seed {seed}",
-        )
-    axes.set(xlabel="step", ylabel="loss of the next byte, nats", title="Flash attention, packed documents")
-    axes.legend(frameon=False)
+    figure, (losses, apart) = pyplot.subplots(
+        2, 1, figsize=(7, 6), layout="constrained", sharex=True, height_ratios=(3, 2)
+    )
+    first = next(iter(curves))[0]
+    for (implementation, seed), curve in curves.items():
+        plain = implementation == first
+        style = dict(color=f"C{seed % 10}", linewidth=1.2 if plain else 0.8, linestyle="-" if plain else "--")
+        losses.plot(curve, **style, label=f"{implementation}, seed {seed}")
+        if not plain and (first, seed) in curves:
+            label = f"{implementation} and {first}, seed {seed}"
+            apart.plot(np.abs(curve - curves[first, seed]), color=style["color"], linewidth=0.8, label=label)
+    seeds = [seed for implementation, seed in curves if implementation == first]
+    for seed in seeds[1:]:
+        between = np.abs(curves[first, seed] - curves[first, seeds[0]])
+        label = f"{first}, seeds {seed} and {seeds[0]}"
+        apart.plot(between, color="0.75", linewidth=0.8, zorder=1, label=label)
+    losses.set(
+        ylabel="loss of the next byte, nats",
+        title=f"Training by flash_attention in bf16, packed documents\n{about}",
+    )
+    # Seeds differ a hundred times as much as implementations. Losses are kept to five digits.
+    apart.set(xlabel="step", ylabel="how far apart, nats", yscale="log", ylim=(1e-5, None))
+    for axes in (losses, apart):
+        axes.grid(alpha=0.3)
+        if axes.get_lines():
+            axes.legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
 
@@ -204,9 +218,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     sizes = TINY if options.tiny else Sizes()
     count = sum(x.size for x in jax.tree.leaves(jax.eval_shape(lambda: weights(sizes, 0))))
-    print(
-        f"{count / 1e6:.2f} million weights, {sizes.rows * sizes.length} bytes a step, {jax.devices()[0].device_kind}"
-    )
+    kind = jax.devices()[0].device_kind
+    about = f"{count / 1e6:.2f} million weights, {sizes.rows * sizes.length} bytes a step, {kind}"
+    print(about)
     curves: dict[tuple[str, int], np.ndarray] = {}
     with options.out.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
@@ -216,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             curves[implementation, seed] = curve
             writer.writerows([implementation, seed, step, f"{value:.5f}"] for step, value in enumerate(curve))
             file.flush()
-            draw(options.out.with_suffix(".png"), curves)  # what there is, should this be stopped
+            draw(options.out.with_suffix(".png"), curves, about)  # what there is, should this be stopped
             last = np.mean(curve[-AVERAGED:])
             print(
                 f"{implementation:10} seed {seed}: loss {curve[0]:.4f} -> {last:.4f}, "

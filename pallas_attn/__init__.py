@@ -1,9 +1,15 @@
-"""Attention kernels for JAX on NVIDIA GPUs: paged, ragged, block-sparse, flash, MLA and sparse MLA."""
+"""Attention kernels for JAX on NVIDIA GPUs: paged, ragged, block-sparse, flash, MLA and sparse MLA.
+
+Functions under other libraries' names and with their arguments: `compat` (JAX's `paged_attention` and
+`ragged_paged_attention`), `dot_product_attention` (jax.nn's), `flash_mla_with_kvcache`, `flash_mla_sparse_fwd` and
+`get_mla_metadata` (FlashMLA's).
+"""
 
 # Before the imports below, which take a second: if this is the program pallas-attn, Ctrl-C shall end it quietly.
 from pallas_attn import _interrupt as _interrupt
 
 # isort: split
+from pallas_attn import compat
 from pallas_attn._call.dispatch import available_implementations, record_implementations
 from pallas_attn._call.ffi import register as register_ffi_targets
 from pallas_attn._tile.masking import LocalStride
@@ -61,6 +67,7 @@ __all__ = [
     "SparseMLAConfig",
     "available_implementations",
     "blocksparse_attention",
+    "compat",
     "convert_layout",
     "copy_pages",
     "dequantize_latents",

@@ -18,16 +18,33 @@ The annotations are jaxtyping's. They are enforced in tests only, so jaxtyping i
 without it they fall back to plain `jax.Array`.
 """
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import jax
+import numpy as np
 
 Layout = Literal["NHD", "HND", "PACKED"]
 """A page's dimensions: "NHD" [page_size, num_kv_heads, head_dim], "HND" [num_kv_heads, page_size, head_dim], or
 "PACKED" (vLLM's x-packed cache, x = 16 bytes of elements): keys [num_kv_heads, head_dim/x, page_size, x] and values
 [num_kv_heads, head_dim, page_size]."""
 
+Implementation = Literal["pallas", "triton", "xla", "interpret"]
+"""The names that every op's `implementation` takes, beside None, which chooses."""
+
+ImplementationOrCuda = Literal["cuda", Implementation]
+"""The same for ops that also have a CUDA kernel."""
+
+FloatName = Literal["bfloat16", "float16", "float32"]
+Fp8Name = Literal["float8_e4m3fn", "float8_e5m2"]
+
 if TYPE_CHECKING:
+
+    class _HasDtype(Protocol):
+        @property
+        def dtype(self) -> np.dtype: ...
+
+    type Dtype = type[Any] | np.dtype[Any] | _HasDtype
+    """`jnp.bfloat16` or `jnp.dtype("bfloat16")`; beside it, functions take the names that they serve."""
     type Query = jax.Array
     type NewKV = jax.Array
     type KVCache = jax.Array
@@ -36,6 +53,7 @@ if TYPE_CHECKING:
     type SlotMapping = jax.Array
     type Lse = jax.Array
 else:
+    Dtype = Any
     try:
         from jaxtyping import Float, Int, Num
 

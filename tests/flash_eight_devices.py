@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_attn import flash_attention
+from pallas_attn import dot_product_attention, flash_attention
 from pallas_attn.testing.flash_attention import SMALL_TILES
 
 pytestmark = pytest.mark.slow  # the other ops are sharded on both jax
@@ -74,6 +74,34 @@ def test_what_is_sharded_otherwise_is_brought_together(kind):
     specs = {"query": P(None, "data"), "key": P(None, None, "model"), "value": P("data")}
     floats = {n: jax.device_put(x, NamedSharding(mesh, specs.get(n, P()))) for n, x in arguments().items()}
     check(gradients("interpret")(floats, floats.pop("segment_ids")))
+
+
+@pytest.mark.parametrize("ids", [P("data"), P()], ids=["sharded", "whole"])
+@pytest.mark.parametrize("form", ["segment_ids", "pair", "lengths", "of keys"])
+def test_documents_in_a_mesh_that_is_set(form, ids):
+    """Ids and lengths are looked into before a kernel runs, by each device where they lie."""
+    of_tokens, lengths = arguments()["segment_ids"], jnp.array([40, 3, 0, 17], jnp.int32)
+    given = lengths if form in ("lengths", "of keys") else of_tokens
+
+    def loss(dense, given):
+        match form:
+            case "segment_ids":
+                out = flash_attention(*dense, segment_ids=given)
+            case "pair":
+                out = flash_attention(*dense, segment_ids=(given, given[:, ::-1]))
+            case "lengths":
+                out = dot_product_attention(*dense, query_seq_lengths=given, key_value_seq_lengths=given)
+            case "of keys":
+                out = dot_product_attention(*dense, key_value_seq_lengths=given)
+        return jnp.sum(jnp.sin(out))
+
+    dense = [arguments()[name] for name in ("query", "key", "value")]
+    expected = jax.jit(jax.grad(loss))(dense, given)
+    mesh = mesh_of(AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(x, NamedSharding(mesh, TOKENS)) for x in dense]
+        got = jax.grad(loss)(placed, jax.device_put(given, NamedSharding(mesh, ids)))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5, rtol=1e-5), got, expected)
 
 
 def test_shard_map():

@@ -143,7 +143,7 @@ void run(const Case& c, ElementType element) {
   params.out = out;
   params.lse = unwritten<float>(all_rows);
   params.partial_out = filled_with_nan<float>(partial_rows * mla::kLatentDim);
-  params.partial_lse2 = unwritten<float>(partial_rows);
+  params.partial_lse = unwritten<RowLse>(partial_rows);
   params.schedule = schedule;
   params.num_splits = num_splits;
   params.batch = batch;

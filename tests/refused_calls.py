@@ -264,6 +264,19 @@ def calls() -> dict[str, Call]:
                 "implementation": NAME.or_none(),
             },
         ),
+        "attention_fn": Call(
+            nn.attention_fn,
+            dense_attention(),
+            dict(
+                mask=Kind((1.5, "x", [True], {}), optional=True),
+                dtype=DTYPE.or_none(),
+                dropout_rate=Kind(("x", 0.1, 1, True, kinds.NAN, [0.0])),
+                deterministic=FLAG,
+                module=Kind((1, "x"), optional=True),
+                qk_attn_weights_einsum=Kind((jnp.einsum,), optional=True),
+                attn_weights_value_einsum=Kind((jnp.einsum,), optional=True),
+            ),
+        ),
         "FlashAttentionTiles": Call(
             pallas_attn.FlashAttentionTiles,
             dict(block_q=16, block_kv=16),

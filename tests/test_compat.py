@@ -4,6 +4,7 @@ import functools
 import importlib
 import inspect
 import warnings
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import pytest
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as tpu
 from support import unchecked
 
+import pallas_attn
 from pallas_attn import compat
 
 RNG = np.random.default_rng(0)
@@ -177,3 +179,12 @@ def test_refusals_of_the_gpu_function(changes, error, message):
 def test_refusals_of_the_tpu_function(changes, error, message):
     with pytest.raises(error, match=f"^compat.ragged_paged_attention: argument {message}"):
         unchecked(compat.ragged_paged_attention)(**ragged_arguments() | changes)
+
+
+def test_it_is_found_where_people_look():
+    """As an attribute, and from the functions and the page that they come to first."""
+    assert pallas_attn.compat is compat
+    page = (Path(pallas_attn.__file__).parent / "SERVING.md").read_text()
+    for name in ("paged_attention", "ragged_paged_attention"):
+        assert "`pallas_attn.compat`" in (getattr(pallas_attn, name).__doc__ or "")
+        assert f"pallas_attn.compat.{name}" in page

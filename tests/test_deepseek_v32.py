@@ -44,7 +44,7 @@ def test_chunks_and_decoding_equal_transformers(reference, decoder):
     """Two chunks of prompts of different length, then 16 steps; 8 of up to 37 tokens are attended to."""
     tokens = prompts()
     graph, weights = nnx.split(decoder)
-    cache = decoder.create_cache(num_pages=10, page_size=16, block_tables=empty_cache(3, 2).block_tables)
+    cache = decoder.create_cache(num_pages=10, page_size=16, block_tables=empty_cache(3, 2).shared_tables)
     with torch.no_grad():
         expected = [
             reference(torch.as_tensor(row[None, : n + 16])).logits[0].numpy()
@@ -69,7 +69,7 @@ def test_chunks_and_decoding_equal_transformers(reference, decoder):
 def first_chunk(model, **options) -> jax.Array:
     """Logits [2, 12, vocab] of prompts, by the function that the test above has compiled."""
     graph, weights = nnx.split(model)
-    tables = empty_cache(3, 2).block_tables
+    tables = empty_cache(3, 2).shared_tables
     cache = model.create_cache(num_pages=10, page_size=16, block_tables=tables, **options)
     return step(graph, weights, jnp.asarray(prompts()[:, :12], jnp.int32), columns(0, 12), cache)[0]
 

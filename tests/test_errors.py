@@ -211,9 +211,7 @@ def test_without_a_compiler_the_slow_path_says_what_to_install(monkeypatch):
     monkeypatch.setitem(dispatch.installed, "pallas", lambda: "jax 1.0 has no Pallas-Triton lowering")
     monkeypatch.setattr(compiler, "installed", lambda: None)
     monkeypatch.setenv(cache.FOLDER, "/nonexistent")
-    message = (
-        r"pallas: jax 1.0 has no .*; triton: Triton is not installed: pip install 'pallas-attn\[triton\]'"
-    )
+    message = r"pallas: jax 1.0 has no .*; triton: Triton is not installed: pip install 'triton>=3.6,<3.10'"
     with pytest.warns(UserWarning, match=message):
         lowering.lower_for_gpu(paged_attention, *attention_arguments().values())
 

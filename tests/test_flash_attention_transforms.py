@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from support import unchecked
 
 import pallas_attn
@@ -330,28 +329,3 @@ def test_a_mask_may_be_of_queries_and_keys_alone():
             for attention in (jax.nn.dot_product_attention, pallas_attn.dot_product_attention)
         )
         np.testing.assert_allclose(got, expected, atol=2e-6)
-
-
-@pytest.mark.sweep
-@IMPLEMENTATIONS
-def test_in_the_place_of_jax_nn_in_a_flax_module(implementation, monkeypatch):
-    """Flax's own attention module trains the same with either."""
-    module = nnx.MultiHeadAttention(2, 16, decode=False, rngs=nnx.Rngs(0))
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 24, 16)), jnp.float32)
-    mask = nnx.make_causal_mask(x[..., 0])
-
-    def step(attention):
-        def attend(query, key, value, *, mask=None, **_):
-            return attention(query, key, value, mask=mask.astype(bool))
-
-        def of_module(module):
-            module.attention_fn = attend
-            return jnp.sum(jnp.sin(module(x, mask=mask)))
-
-        return nnx.value_and_grad(of_module)(module)
-
-    ours = functools.partial(pallas_attn.dot_product_attention, implementation=implementation)
-    with jax.default_matmul_precision("highest"):
-        (got, got_grads), (expected, grads) = step(ours), step(jax.nn.dot_product_attention)
-    np.testing.assert_allclose(got, expected, rtol=1e-5)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=5e-6, rtol=1e-5), got_grads, grads)

@@ -213,7 +213,7 @@ def test_kernels_serve_the_decoder(indexer, cache_dtype):
     for implementation in (None, "xla"):
         model = DeepSeek(config, dtype=jnp.bfloat16, implementation=implementation, rngs=nnx.Rngs(0))
         cache = model.create_cache(
-            num_pages=10, page_size=16, block_tables=empty_cache().block_tables, dtype=cache_dtype
+            num_pages=10, page_size=16, block_tables=empty_cache().shared_tables, dtype=cache_dtype
         )
         hidden, cache = nnx.jit(lambda m, *rest: m(*rest))(model, tokens[:, :40], positions[:, :40], cache)
         last, _ = nnx.jit(lambda m, *rest: m(*rest))(model, tokens[:, 40:], positions[:, 40:], cache)

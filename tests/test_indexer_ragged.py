@@ -23,7 +23,7 @@ def test_ragged_and_batched_choose_and_attend_alike(dtype):
 
     def new_cache():
         return model.create_cache(
-            num_pages=10, page_size=16, block_tables=empty_cache().block_tables, dtype=dtype
+            num_pages=10, page_size=16, block_tables=empty_cache().shared_tables, dtype=dtype
         )
 
     run = nnx.jit(lambda model, *rest, **more: model(*rest, **more))

@@ -120,6 +120,27 @@ def test_convert_layout_refuses():
         unchecked(convert_layout)(odd, odd, source="NHD", target="DHN")
 
 
+def of_any_bits(rng, shape: tuple[int, ...], dtype) -> jax.Array:
+    """NaNs with every payload among them."""
+    size = jnp.dtype(dtype).itemsize
+    return jnp.asarray(rng.integers(0, 256, (*shape[:-1], shape[-1] * size), np.uint8).view(dtype))
+
+
+@pytest.mark.parametrize("implementation", ["xla", *ON_GPU])
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("dtype", ["float8_e5m2", "float8_e4m3fn", "bfloat16"])
+def test_what_is_not_written_keeps_its_bits(implementation, jit, dtype):
+    rng = np.random.default_rng(0)
+    caches = [of_any_bits(rng, (4, 8, 2, 16), dtype) for _ in range(2)]
+    new = jnp.ones((2, 2, 16), jnp.bfloat16)
+    write = functools.partial(write_kv, implementation=implementation)
+    after = (jax.jit(write) if jit else write)(new, new, *caches, jnp.array([11, -1], jnp.int32))
+    for cache, got in zip(caches, after, strict=True):
+        expected = np.array(cache)
+        expected[1, 3] = 1
+        assert np.asarray(got).tobytes() == expected.tobytes()
+
+
 @pytest.mark.parametrize("implementation", ["xla", *ON_GPU])
 def test_donated_pool_is_aliased_not_copied(implementation):
     rng = np.random.default_rng(0)
@@ -296,13 +317,13 @@ class TestPageAllocator:
 
 @pytest.mark.parametrize("where", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("layout", ["NHD", "HND", "PACKED"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e4m3fn", "int8"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "int8"])
 def test_copying_pages(where, layout, dtype):
     del where  # the process has one or the other
     pool = PoolShape(6, 16, 2, 32)
     rng = np.random.default_rng(0)
     for which in ("key", "value"):
-        cache = jnp.asarray(rng.integers(-9, 9, array_shape(pool, layout, which, dtype)), dtype)
+        cache = of_any_bits(rng, array_shape(pool, layout, which, dtype), dtype)
         source = jnp.asarray([0, 3, 5, -1, 2, 6, 4], jnp.int32)
         target = jnp.asarray(
             [3, 1, 5, 0, -1, 2, 2147480000], jnp.int32

@@ -101,7 +101,7 @@ def test_a_finished_row_writes_nothing():
     cache = make_cache(model, 2, 8)
     tokens, positions = jnp.zeros((2, 1), jnp.int32), jnp.array([[-1], [0]], jnp.int32)
     _, after = model(tokens, positions, cache)
-    owned = np.asarray(cache.block_tables[0])
+    owned = np.asarray(cache.shared_tables[0])
     pool = np.asarray(after.key_cache).reshape(TINY.num_layers, cache.num_pages, -1)
     assert not pool[:, owned].any()
     assert pool.any()

@@ -49,6 +49,46 @@ def test_parts_are_the_whole(count, sinks):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("sinks", [None, np.array([1.5, -2.0])], ids=["plain", "sinks"])
+def test_plus_infinity_is_no_keys_too(sinks):
+    """As FlashMLA says it; NaN stays NaN."""
+    logits, values = parts()
+    states = [attend(*part) for part in zip(logits, values, strict=True)]
+    sinks = None if sinks is None else jnp.asarray(sinks, jnp.float32)
+    usual = merge_states(*(jnp.asarray(x, jnp.float32) for state in states for x in state), sinks=sinks)
+    for out, lse in states:
+        out[np.isneginf(lse)], lse[np.isneginf(lse)] = np.nan, np.inf
+    flat = [jnp.asarray(x, jnp.float32) for state in states for x in state]
+    for got, expected in zip(merge_states(*flat, sinks=sinks), usual, strict=True):
+        np.testing.assert_array_equal(got, expected)
+    _, pull = jax.vjp(functools.partial(merge_states, sinks=sinks), *flat)
+    d_out, d_lse = pull(tuple(map(jnp.ones_like, usual)))[:2]
+    assert np.isfinite(d_out).all()
+    assert np.isfinite(d_lse).all()
+    flat[1] = flat[1].at[0].set(jnp.nan)
+    out, lse = merge_states(*flat, sinks=sinks)
+    assert np.isnan(out[0]).all()
+    assert np.isnan(lse[0]).all()
+    assert not np.isnan(lse[1:]).any()
+
+
+def test_parts_by_the_functions_of_flash_mla():
+    """Of a token's ids some are in one part, some in the other; of the last token all are in one."""
+    rng = np.random.default_rng(0)
+    query, pool = (jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for s in ((3, 4, 576), (20, 1, 576)))
+    ids = rng.permuted(np.tile(np.arange(20, dtype=np.int32), (3, 1)), axis=1)[:, :8]
+    both, first, second = (ids[:, None], ids[:, None, :5].copy(), ids[:, None, 5:].copy())
+    second[2], both[2, :, 5:] = -1, -1
+    attended = functools.partial(
+        pallas_attn.flash_mla_sparse_fwd, query, pool, sm_scale=0.1, implementation="xla"
+    )
+    (out, _, lse), *states = (attended(jnp.asarray(x)) for x in (both, first, second))
+    assert np.isposinf(states[1][2][2]).all()
+    merged, merged_lse = merge_states(*(x for part in states for x in (part[0], part[2])))
+    np.testing.assert_allclose(np.float32(merged), np.float32(out), rtol=0.02, atol=0.02)
+    np.testing.assert_allclose(merged_lse, lse, rtol=1e-5)
+
+
 def test_order_does_not_matter_and_neither_does_magnitude():
     logits, values = parts()
     logits[0] += 80.0

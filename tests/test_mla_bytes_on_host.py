@@ -85,16 +85,22 @@ def test_scales_and_scores_that_grow(program):
     fp8.check(case, data, *run(program, case, data, 2))
 
 
-def test_bad_pages_and_lengths_poison_only_their_rows(program):
-    case = MLADecodeCase((100,) * 5, 4)
+@pytest.mark.parametrize(
+    ("length", "heads", "q_len"), [(100, 4, 1), (1, 4, 2), (65, 3, 2), (1, 17, 2)], ids=str
+)
+def test_bad_pages_and_lengths_poison_only_their_rows(program, length, heads, q_len):
+    """Also the rows that see none of a page: query tokens that are not in the sequence, or before it."""
+    case = MLADecodeCase((length,) * 6, heads, q_len=q_len, causal=q_len > 1)
     data = fp8.quantized(inputs.make(case))
-    data.block_tables[1, 1] = -1
+    data.block_tables[1, (length - 1) // 64] = -1
     data.block_tables[2, 0] = data.latent_cache.shape[0]
+    data.block_tables[5, 0] = 2**31 - 1
     data.seq_lens[3] = data.block_tables.shape[1] * 64 + 1
     out, lse = run(program, case, data, 3)
     good = [0, 4]
-    expected, expected_lse = reference(fp8.read(fp8.inputs_of(data, good)), causal=False)
+    expected, expected_lse = reference(fp8.read(fp8.inputs_of(data, good)), causal=case.causal)
     compare.assert_rows_close(out[good], expected, dtype="bfloat16", case_id="good rows")
     compare.assert_lse_close(lse[good], expected_lse, dtype="bfloat16", case_id="good rows")
-    assert np.isnan(np.float32(out[1:4])).all()
-    assert np.isnan(lse[1:4]).all()
+    bad = [1, 2, 3, 5]
+    assert np.isnan(np.float32(out[bad])).all()
+    assert np.isnan(lse[bad]).all()

@@ -1,9 +1,18 @@
-"""The pages' Python examples run; those of SHARDING.md in test_sharding.py, on the devices that they need."""
+"""The pages' Python examples run; those of SHARDING.md in test_sharding.py, on the devices that they need.
 
+The first page is a package index's too: short, without links, and its figures are measured ones.
+"""
+
+import csv
+import functools
 import re
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+
+import pallas_attn
 
 ROOT = Path(__file__).parents[1]
 PAGES = (
@@ -20,8 +29,15 @@ EXAMPLES = {
 }
 
 
+README = (ROOT / "README.md").read_text()
+LEARNT = sorted(page for place in ("pallas_attn", "csrc") for page in (ROOT / place).rglob("EXPERIMENTS.md"))
+FOLDERS = {"H100": "nvidia-h100-80gb-hbm3", "H200": "nvidia-h200"}
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_example_runs(name):
+def test_example_runs(name, monkeypatch):
+    if name.startswith("README.md"):  # what is installed without extras must do
+        monkeypatch.setitem(sys.modules, "flax", None)
     exec(compile(EXAMPLES[name], name, "exec"), {})
 
 
@@ -35,3 +51,74 @@ def test_each_page_has_examples():
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
         assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+@pytest.mark.once
+def test_the_first_page_is_short():
+    assert len(README.split()) <= 1000
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("page", LEARNT, ids=lambda page: page.parent.name)
+def test_what_was_learnt_is_short(page):
+    """A page of conclusions that a reader finishes."""
+    assert len(page.read_text().split()) <= 600
+
+
+@pytest.mark.once
+def test_the_first_page_has_no_links():
+    """A package index shows it without the repository; the project's addresses are in pyproject.toml alone."""
+    assert not re.findall(r"\]\(|\]\[|^\[[^]]+\]:|<a |<img |https?:|www\.", README, re.MULTILINE)
+    files = re.findall(r"`((?:pallas_attn|csrc|benchmarks)/[\w./]+|[A-Z]+\.md)`", README)
+    assert len(files) > 5
+    assert all((ROOT / file).exists() for file in files), files
+
+
+def test_the_first_page_tells_which_versions_serve():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f"Python {project['requires-python'].removeprefix('>=')} " in README
+    jax = next(wanted for wanted in project["dependencies"] if wanted.startswith("jax>"))
+    assert f"`{jax}`" in README
+
+
+@pytest.mark.once
+def test_one_version():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    cited = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert version == pallas_attn.__version__ == (cited and cited[1])
+
+
+@functools.cache
+def measured(card: str, date: str) -> list[dict[str, str]]:
+    tables = (ROOT / "benchmarks/results" / FOLDERS[card]).glob(f"{date}-*.csv")
+    rows = [row for table in sorted(tables) for row in csv.DictReader(table.read_text().splitlines())]
+    return [row for row in rows if row.get("median_us")]
+
+
+def rounded(row: dict[str, str], figure: str) -> bool:
+    decimals = len(figure.partition(".")[2])
+    return float(figure) == round(float(row["median_us"]), decimals)
+
+
+SPEEDS = re.findall(r"^\| (.+) \| (H\d00), (\d{4}-\d\d-\d\d) \| ([\d.]+) \| (.+) \|$", README, re.MULTILINE)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(("call", "card", "date", "ours", "others"), SPEEDS)
+def test_a_figure_of_the_first_page_was_measured(call, card, date, ours, others):
+    """Ours and the others' are of one case in one kept table of that card and day."""
+    found = [row for row in measured(card, date) if row["implementation"].startswith("ours")]
+    cases = {(row["op"], row["case"]) for row in found if rounded(row, ours)}
+    for other in others.split(", "):
+        peer, figure = other.split()
+        cases &= {
+            (row["op"], row["case"])
+            for row in measured(card, date)
+            if row["implementation"].startswith(peer) and rounded(row, figure)
+        }
+    assert len(cases) == 1, cases
+
+
+@pytest.mark.once
+def test_the_first_page_has_a_table_of_speed():
+    assert len(SPEEDS) > 5

@@ -41,9 +41,6 @@ class Device:
     def run(self, step, complete=True):
         size, pool = self.scheduler.page_size, self.pool
         self.scheduler.begin(step)
-        before = {target: list(pool[source]) for source, target in step.copies}
-        for target, tokens in before.items():
-            pool[target] = tokens
         written = set()
         for chunk in step.chunks:
             assert chunk.count > 0, "an answer follows from a token that is computed"
@@ -133,8 +130,7 @@ class Histories(RuleBasedStateMachine):
             return
         scheduler = self.scheduler
         remembered = scheduler.prefixes.pages if scheduler.prefixes else []
-        to_copy = [source for source, _ in scheduler._copies]
-        holders = [page for r in self.requests for page in r.pages] + remembered + to_copy
+        holders = [page for r in self.requests for page in r.pages] + remembered
         for page in range(scheduler.allocator.num_pages):
             assert scheduler.allocator.references(page) == holders.count(page)
         rows = [request.row for request in scheduler.running]
@@ -189,11 +185,9 @@ def test_an_equal_prefix_is_neither_computed_nor_stored_twice():
     assert first.done
     second = scheduler.submit([*prompt[:-1], 6, 6], 1)
     step = scheduler.next_step()
-    # Two full pages are shared, one token of the third is copied.
-    assert [(chunk.start, chunk.count) for chunk in step.chunks] == [(9, 2)]
-    assert len(step.copies) == 1
-    assert scheduler.allocator.references(second.pages[0]) == 2
-    assert step.copies[0][1] == second.pages[2]
+    # Two full pages are shared, no part of the third.
+    assert [(chunk.start, chunk.count) for chunk in step.chunks] == [(8, 3)]
+    assert [scheduler.allocator.references(page) for page in second.pages] == [2, 2, 1]
 
 
 def test_the_newest_is_sent_back_and_loses_nothing():
@@ -230,20 +224,6 @@ def test_a_step_that_is_given_up_may_be_followed_by_another():
     assert first.answer == whole_answer([1], 9, stops=False)
 
 
-def test_copies_of_a_step_that_is_given_up_are_made_by_the_next():
-    scheduler, device = scheduler_of(step_tokens=32, num_rows=3, num_pages=16)
-    device.run((scheduler.submit([1, 2, 3, 4, 5, 6], 1), scheduler.next_step())[1])
-    second, third = (scheduler.submit([1, 2, 3, 4, 5, last], 1) for last in (1, 2))
-    first_try = scheduler.next_step()
-    assert len(first_try.copies) == 2
-    scheduler.cancel(third)
-    step = scheduler.next_step()
-    assert step.copies == first_try.copies[:1], "and not into a page that is nobody's"
-    device.run(step)
-    assert second.answer == whole_answer(second.prompt, 1)
-    assert not scheduler.next_step().copies
-
-
 def test_tokens_that_never_came_are_asked_for_again():
     scheduler, device = scheduler_of(burst=4)
     request = scheduler.submit([1], 9)
@@ -261,10 +241,10 @@ def test_what_was_used_last_is_evicted_last():
         (page,) = allocator.allocate(1)
         prefixes.insert(tokens, [page])
         allocator.free([page])
-    allocator.free(prefixes.match([1, 1]).pages)
+    allocator.free(prefixes.match([1, 1]))
     assert prefixes.evict(2) == 2
-    assert prefixes.match([1, 1]).shared
-    assert not prefixes.match([2, 2]).shared
+    assert prefixes.match([1, 1])
+    assert not prefixes.match([2, 2])
     assert prefixes.evict(1) == 0, "someone holds it"
 
 

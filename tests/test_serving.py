@@ -41,14 +41,14 @@ class Serving:
         pages = self.allocator.allocate(-(-tokens // PAGE))
         table = jnp.asarray(pages + [-1] * (TABLE - len(pages)), jnp.int32)
         self.cache = self.cache.replace(
-            block_tables=self.cache.block_tables.at[row].set(table),
+            block_tables=self.cache.shared_tables.at[row].set(table),
             seq_lens=self.cache.seq_lens.at[row].set(0),
         )
         shape = (0, 576) if self.latent else (0, 2, KV_HEADS, DIM)
         self.held[row] = np.zeros(shape, np.float32)
 
     def leave(self, row: int) -> None:
-        self.allocator.free([int(page) for page in self.cache.block_tables[row] if page >= 0])
+        self.allocator.free([int(page) for page in self.cache.shared_tables[row] if page >= 0])
         self.held[row] = None
 
     def step(self, q_len: int, new: list[int]) -> None:

@@ -58,7 +58,6 @@ def test_on_eight_devices(pytestconfig):
         cwd=folder.parent,
         capture_output=True,
         text=True,
-        timeout=550,
     )
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
 

@@ -284,7 +284,7 @@ def test_other_platforms_are_refused_in_our_words(platforms):
 
 @pytest.mark.once
 def test_exported_functions_hold_the_kernel():
-    """As the README says: JAX wants the call vouched for."""
+    """As _lowering/README.md says: JAX wants the call vouched for."""
     vouched = export.DisabledSafetyCheck.custom_call(private.PTX_CALL)
     with triton_kernels.written() as kernels, lowering.abstract_mesh():
         exported = export.export(jax.jit(ATTEND), platforms=["cuda"], disabled_checks=[vouched])(
@@ -388,7 +388,7 @@ def test_ptx_is_as_old_as_the_gpu_allows(sm):
 def test_why_triton_cannot_serve(version, words, monkeypatch):
     monkeypatch.setattr(compiler, "installed", lambda: version)
     assert words in str(compiler.unavailable())
-    assert "pip install 'pallas-attn[triton]'" in str(compiler.unavailable())
+    assert "pip install 'triton>=3.6,<3.10'" in str(compiler.unavailable())
 
 
 def test_where_triton_serves_no_folder_is_searched(monkeypatch):

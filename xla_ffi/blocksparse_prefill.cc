@@ -44,7 +44,7 @@ ffi::Error blocksparse_prefill(cudaStream_t stream, int32_t device, ffi::AnyBuff
   check.array("cu_k_lens", cu_k_lens, {seqs + 1}, {DataType::S32});
   check.array("columns", columns, {layout_heads, -1}, {DataType::S32});
   check.array("out", *out, {tokens, heads, kHeadDim}, {dtype});
-  check.array("lse", *lse, {tokens, heads}, {DataType::F32});
+  check.array("lse", *lse, {tokens, heads, 2}, {DataType::F32});
   check.array("taken", *taken, {1}, {DataType::S32});
   if (!check.ok()) return check.error();
 
@@ -79,7 +79,7 @@ ffi::Error blocksparse_prefill(cudaStream_t stream, int32_t device, ffi::AnyBuff
   params.row_pointers = row_pointers.typed_data<int32_t>();
   params.columns = columns.typed_data<int32_t>();
   params.out = out->untyped_data();
-  params.lse = lse->typed_data<float>();
+  params.lse = reinterpret_cast<float2*>(lse->typed_data<float>());
   params.taken = taken->typed_data<int32_t>();
   params.num_tokens = static_cast<int>(tokens);
   params.num_key_tokens = static_cast<int>(key_tokens);

@@ -70,7 +70,7 @@ ffi::Error mla_decode(cudaStream_t stream, int32_t device, ffi::AnyBuffer query,
   params.out = out->untyped_data();
   params.lse = lse->typed_data<float>();
   params.partial_out = partial_out->typed_data<float>();
-  params.partial_lse2 = partial_lse->typed_data<float>();
+  params.partial_lse = reinterpret_cast<RowLse*>(partial_lse->typed_data<float>());
   params.batch = static_cast<int>(batch);
   params.query_len = static_cast<int>(query_len);
   params.num_kv_heads = static_cast<int>(num_kv_heads);
@@ -85,7 +85,7 @@ ffi::Error mla_decode(cudaStream_t stream, int32_t device, ffi::AnyBuffer query,
   params.format = bytes ? mla::LatentFormat::kBytes : mla::LatentFormat::kElements;
 
   check.array("partial_out", *partial_out, {params.num_slots(), rows, mla::kLatentDim}, {DataType::F32});
-  check.array("partial_lse", *partial_lse, {params.num_slots(), rows}, {DataType::F32});
+  check.array("partial_lse", *partial_lse, {params.num_slots(), rows, 2}, {DataType::F32});
   if (!check.ok()) return check.error();
 
   const DeviceGuard guard(device);

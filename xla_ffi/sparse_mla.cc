@@ -73,7 +73,7 @@ ffi::Error sparse_mla(cudaStream_t stream, int32_t device, ffi::AnyBuffer query,
   check.require(slots == 0 || slots == 2 * parts, "partial_out",
                 "no slots, or two for each of " + std::to_string(parts) + " parts", std::to_string(slots));
   check.require(!wants_max || slots == 0, "max_logits", "none where tokens may be cut", "some");
-  check.array("partial_lse", *partial_lse, {slots, heads}, {DataType::F32});
+  check.array("partial_lse", *partial_lse, {slots, heads, 2}, {DataType::F32});
   check.array("out", *out, {tokens, heads, mla::kLatentDim}, {dtype});
   check.array("lse", *lse, {tokens, heads}, {DataType::F32});
   if (wants_max) check.array("max_logits", *max_logits, {tokens, heads}, {DataType::F32});
@@ -92,7 +92,7 @@ ffi::Error sparse_mla(cudaStream_t stream, int32_t device, ffi::AnyBuffer query,
   params.lse = lse->typed_data<float>();
   params.max_logits = wants_max ? max_logits->typed_data<float>() : nullptr;
   params.partial_out = slots > 0 ? partial_out->typed_data<float>() : nullptr;
-  params.partial_lse2 = slots > 0 ? partial_lse->typed_data<float>() : nullptr;
+  params.partial_lse = slots > 0 ? reinterpret_cast<RowLse*>(partial_lse->typed_data<float>()) : nullptr;
   params.batch = static_cast<int>(tokens);
   params.query_len = 1;
   params.num_kv_heads = 1;

@@ -65,7 +65,7 @@ class Workload(abc.ABC):
 
     @abc.abstractmethod
     def cells(self) -> list[Any]:
-        """The cases of the README's tables."""
+        """The cases of the tables in the op's README."""
 
     def options(self) -> list[Any]:
         """Cases that show what an op's options cost or save."""

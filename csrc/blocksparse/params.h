@@ -6,6 +6,8 @@
 // is causal besides.
 #pragma once
 
+#include <vector_types.h>
+
 #include "common/element_type.h"
 
 namespace pallas_attn::blocksparse {
@@ -19,8 +21,8 @@ struct PrefillParams {
   const int* row_pointers;  // [layout_heads, num_rows + 1]
   const int* columns;       // [layout_heads, num_columns]
 
-  void* out;   // [num_tokens, num_heads, 128]
-  float* lse;  // [num_tokens, num_heads], natural logarithm
+  void* out;    // [num_tokens, num_heads, 128]
+  float2* lse;  // [num_tokens, num_heads]: maximum of scores, not scaled, and log2 of the sum relative to it
   // How many tiles have been taken; zeroed by the launch.
   int* taken;
 

@@ -10,6 +10,7 @@
 
 #include "common/element_type.h"
 #include "common/host_device.h"
+#include "common/row_lse.h"
 
 namespace pallas_attn::mla {
 
@@ -56,7 +57,7 @@ struct DecodeParams {
   // num_splits[i] - i cuts come before request i, and a request that is cut c times has c + 1 <= 2 c pieces:
   // slots never collide, and the last of num_sm_parts - 1 cuts leaves them below 2 * (num_sm_parts - 1).
   float* partial_out;   // [2 * num_sm_parts, h_kv, s_q, group, 512]
-  float* partial_lse2;  // [2 * num_sm_parts, h_kv, s_q, group], base 2
+  RowLse* partial_lse;  // [2 * num_sm_parts, h_kv, s_q, group]
 
   int batch;
   int query_len;

@@ -1,4 +1,4 @@
-// out = sum_i 2^(lse_i - lse) out_i over the splits i of a request, lse = log2 sum_i 2^lse_i: device code for
+// out = sum_i w_i out_i / sum_i w_i over the splits i of a request, w_i = 2^maximum_i total_i: device code for
 // when all partial results are in memory.
 //
 // The work is nothing but latency, so what matters is how many loads are in flight at once. Two ways:
@@ -29,7 +29,7 @@ constexpr int kMergeColumns = 32 * kMergeVector;  // that a warp loads at once
 // of its group]; those of `lse` in the order [token, KV head, head of its group].
 struct MergeView {
   const float* partial_out;   // [slots, rows, dim]
-  const float* partial_lse2;  // [slots, rows], base 2
+  const RowLse* partial_lse;  // [slots, rows]
   const float* sinks;         // [rows], or null
   void* out;                  // [requests, rows, dim]
   float* lse;                 // [requests, rows], natural logarithm
@@ -69,7 +69,7 @@ __device__ __forceinline__ float finite_or_zero(float maximum) {
 // The vectors of several splits of a row that one lane adds up, loaded together.
 template <int kSplits, int kVectors>
 struct SplitBatch {
-  float lse2[kSplits];
+  RowLse lse[kSplits];
   float4 v[kSplits][kVectors];
 
   // Splits first, first + step, ...; what is past the end has weight zero.
@@ -78,13 +78,13 @@ struct SplitBatch {
                                        int first, int step) {
     const int64_t rows = view.rows;
     const int64_t row_at = cut.first_slot * rows + row;
-    const float* from_lse2 = view.partial_lse2 + row_at;
+    const RowLse* from_lse = view.partial_lse + row_at;
     const float* from = view.partial_out + row_at * kDim + column;
 #pragma unroll
     for (int j = 0; j < kSplits; ++j) {
       const int split = first + j * step;
       const bool real = split < cut.splits;
-      lse2[j] = real ? from_lse2[split * rows] : -INFINITY;
+      lse[j] = real ? from_lse[split * rows] : RowLse{-INFINITY, 0.0f};
 #pragma unroll
       for (int c = 0; c < kVectors; ++c) {
         const auto* vector = reinterpret_cast<const float4*>(from + split * rows * kDim + c * kMergeColumns);
@@ -105,9 +105,9 @@ struct SplitSum {
   __device__ __forceinline__ void add(const SplitBatch<kSplits, kVectors>& batch) {
     float top = maximum;
 #pragma unroll
-    for (int j = 0; j < kSplits; ++j) top = fmaxf(top, batch.lse2[j]);
+    for (int j = 0; j < kSplits; ++j) top = fmaxf(top, batch.lse[j].maximum);
     const float base = finite_or_zero(top);
-    const float rescale = exp2_fast(finite_or_zero(maximum) - base);
+    const float rescale = exp2_fast(maximum - base);
     maximum = top;
     weight *= rescale;
 #pragma unroll
@@ -119,7 +119,7 @@ struct SplitSum {
     }
 #pragma unroll
     for (int j = 0; j < kSplits; ++j) {
-      const float share = exp2_fast(batch.lse2[j] - base);
+      const float share = exp2_fast(batch.lse[j].maximum - base) * batch.lse[j].total;
       weight += share;
 #pragma unroll
       for (int c = 0; c < kVectors; ++c) {
@@ -132,14 +132,10 @@ struct SplitSum {
   }
 };
 
-__device__ __forceinline__ float merged_lse2(float maximum, float weight) {
-  return weight == 0.0f ? -INFINITY : finite_or_zero(maximum) + log2f(weight);
-}
-
 __device__ __forceinline__ float merged_factor(const MergeView& view, int row, float maximum, float weight) {
   const float factor = weight == 0.0f ? 0.0f : 1.0f / weight;
   if (view.sinks == nullptr) return factor;
-  return factor * share_beside_sink(merged_lse2(maximum, weight), view.sinks[row]);
+  return factor * share_beside_sink({maximum, weight}, view.sinks[row]);
 }
 
 template <typename Element, int kDim>
@@ -191,7 +187,7 @@ __device__ __forceinline__ void merge_row_by_block(const MergeView& view, const 
   const float factor = merged_factor(view, row, maximum, weight);
   *reinterpret_cast<uint32_t*>(merged_row<Element, kDim>(view, cut.request, row) + first_column + column) =
       ElementTraits<Element>::pack(x * factor, y * factor);
-  if (thread == 0 && first_column == 0) *view.lse_of(cut.request, row) = merged_lse2(maximum, weight) * kLn2;
+  if (thread == 0 && first_column == 0) *view.lse_of(cut.request, row) = log2_of({maximum, weight}) * kLn2;
 }
 
 // This warp has added a row's splits up and nobody else reads them. Where whole blocks merge there are few
@@ -245,7 +241,7 @@ __device__ __forceinline__ void merge_rows_by_warp(const MergeView& view, int un
           make_uint2(ElementTraits<Element>::pack(v.x * factor, v.y * factor),
                      ElementTraits<Element>::pack(v.z * factor, v.w * factor));
     }
-    if (lane == 0) *view.lse_of(cut.request, row) = merged_lse2(sum.maximum, sum.weight) * kLn2;
+    if (lane == 0) *view.lse_of(cut.request, row) = log2_of({sum.maximum, sum.weight}) * kLn2;
     discard_splits<kDim>(view, cut, row, lane);
   }
 }

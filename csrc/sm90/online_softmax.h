@@ -1,11 +1,14 @@
-// Online softmax on a fragment. Scores are kept in base 2: s2 = s * scale * log2(e).
+// Online softmax on a fragment. Exponentials are of (score - maximum) * scale * log2(e): subtracted before anything is
+// scaled, so that the maximum's own is 1 whatever its size.
 #pragma once
 
+#include <cfloat>
 #include <cmath>
 #include <cstdint>
 
 #include "common/element_traits.h"
 #include "common/math.h"
+#include "common/row_lse.h"
 #include "sm90/fragment.h"
 
 namespace pallas_attn {
@@ -15,12 +18,12 @@ inline namespace sm90 {
 // stay below 2^8, exact enough in bf16 and far from fp16's limit, and the output is almost never rescaled.
 constexpr float kRescaleSlack = 8.0f;
 
-// Below every real score, yet finite, so that differences of maxima are never NaN.
-constexpr float kNoMaximum = -1e30f;
+// Below no real score, yet finite, so that differences of maxima are never NaN.
+constexpr float kNoMaximum = -FLT_MAX;
 
 // What one warpgroup knows of a thread's two rows.
 struct RowState {
-  float maximum[kRowsPerThread];  // in base 2, scaled
+  float maximum[kRowsPerThread];  // of scores, not scaled
   float sum[kRowsPerThread];      // of this thread's columns of this warpgroup's pages
   float peak[kRowsPerThread];     // what `maximum` follows, of this warpgroup's pages; free where nobody asks
 
@@ -34,25 +37,42 @@ struct RowState {
   }
 };
 
-// What complete sums and maxima come to. Rows that saw nothing give 0 and -inf.
+// What the product with a factor loses to rounding goes into the sum, in which it is `left` powers of two. Where that
+// would be very many, scores next to each other are further apart.
+__device__ __forceinline__ RowLse in_base_2(float maximum, float total, float factor, float& left) {
+  constexpr float kMost = 64.0f;
+  const float rounded = fmaxf(__fmul_rn(maximum, factor), kNoMaximum);
+  left = exp2_fast(fminf(fmaxf(fmaf(maximum, factor, -rounded), -kMost), kMost));
+  return {rounded, total * left};
+}
+
+__device__ __forceinline__ float log2_of(const RowLse& lse) {
+  return lse.total == 0.0f ? -INFINITY : lse.maximum + log2f(lse.total);
+}
+
+// What complete sums and maxima come to, of scores that `scale_log2` makes base 2. Rows that saw nothing give 0 and
+// -inf.
 struct RowEnds {
   float factor[kRowsPerThread];
-  float lse2[kRowsPerThread];
+  RowLse lse[kRowsPerThread];
 
-  __device__ explicit RowEnds(const RowState& state) {
+  __device__ RowEnds(const RowState& state, float scale_log2) {
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
       const bool empty = state.sum[i] == 0.0f;  // false for NaN, which must survive
       factor[i] = empty ? 0.0f : 1.0f / state.sum[i];
-      lse2[i] = empty ? -INFINITY : state.maximum[i] + log2f(state.sum[i]);
+      float left;
+      lse[i] = in_base_2(state.maximum[i], state.sum[i], scale_log2, left);
+      if (empty) lse[i].maximum = -INFINITY;
     }
   }
 };
 
 // What a further logit without a value leaves of a row's probability; `sink` in natural units.
-__device__ __forceinline__ float share_beside_sink(float lse2, float sink) {
+__device__ __forceinline__ float share_beside_sink(const RowLse& lse, float sink) {
   // Where nothing was seen there is nothing to share, also beside a sink of -inf.
-  return lse2 == -INFINITY ? 0.0f : 1.0f / (1.0f + exp2f(sink * kLog2E - lse2));
+  if (lse.total == 0.0f) return 0.0f;
+  return 1.0f / (1.0f + exp2f(sink * kLog2E - lse.maximum) / lse.total);
 }
 
 // Keys a row may see: [0, visible[i]); the fragment's first column is key `first_key`.
@@ -77,18 +97,18 @@ __device__ __forceinline__ void exponentiate(float (&rS)[kCount], float scale_lo
     for (int r = 0; r < kCount; ++r) {
       if (FragmentPosition::row_of(r) == i) top = fmaxf(top, rS[r]);
     }
-    top = quad_reduce(top, [](float a, float b) { return fmaxf(a, b); }) * scale_log2;
+    top = quad_reduce(top, [](float a, float b) { return fmaxf(a, b); });
     state.peak[i] = fmaxf(state.peak[i], top);
     const float before = state.maximum[i];
-    const float after = top > before + kRescaleSlack ? top : before;
+    const float after = (top - before) * scale_log2 > kRescaleSlack ? top : before;
     state.maximum[i] = after;
     // Nothing to rescale yet: one, so that nobody does.
-    rescale[i] = before == kNoMaximum ? 1.0f : exp2_fast(before - after);
+    rescale[i] = before == kNoMaximum ? 1.0f : exp2_fast((before - after) * scale_log2);
     float sum = 0.0f;
 #pragma unroll
     for (int r = 0; r < kCount; ++r) {
       if (FragmentPosition::row_of(r) == i) {
-        rS[r] = exp2_fast(fmaf(rS[r], scale_log2, -after));
+        rS[r] = exp2_fast((rS[r] - after) * scale_log2);
         sum += rS[r];
       }
     }

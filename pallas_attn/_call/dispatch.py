@@ -7,11 +7,11 @@ reason.
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pallas_attn._call import ffi
+from pallas_attn._call import ffi, symbolic
 from pallas_attn._call.checks import fail, shown
 from pallas_attn._call.device import Device, current_device
 
@@ -94,12 +94,16 @@ def check_name(function: str, op: str, requested: Any) -> None:
         fail(function, "implementation", expected, repr(requested))
 
 
-def resolve(op: str, case: Any, requested: str | None) -> tuple[str, Callable[..., Any]]:
+def resolve(
+    op: str, case: Any, requested: str | None, operands: Mapping[str, Any]
+) -> tuple[str, Callable[..., Any]]:
     """The implementation's name and function. ValueError for an unknown name, or one that cannot serve."""
     known, device = _OPS[op], current_device()
+    unknown_sizes = symbolic.reason(operands)
 
     def refusal(name: str) -> Reason:
-        return _DEVICES[name](device) or known[name].supports(case) or _missing(name)
+        unknown = None if name == "xla" else unknown_sizes
+        return _DEVICES[name](device) or unknown or known[name].supports(case) or _missing(name)
 
     if requested is not None:
         check_name(op, op, requested)

@@ -1,6 +1,9 @@
 """One sentence instead of a traceback when a package of an optional extra is missing."""
 
 import contextlib
+import importlib.metadata
+import re
+import shlex
 from collections.abc import Iterator
 
 
@@ -10,7 +13,7 @@ class MissingExtraError(ImportError):
 
 @contextlib.contextmanager
 def needs_extra(extra: str, *, user: str) -> Iterator[None]:
-    """Turns a failed import inside the block into a one-line hint that names the extra.
+    """Turns a failed import inside the block into a one-line hint of what to install.
 
     Args:
         extra: the extra of `pyproject.toml` that brings the package, e.g. ``"models"``.
@@ -22,8 +25,23 @@ def needs_extra(extra: str, *, user: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        if error.name is not None and error.name.split(".")[0] == "pallas_attn":
+        package = (error.name or "").split(".")[0]
+        if package in ("", "pallas_attn"):
             raise  # our own mistake, not a missing package
-        raise MissingExtraError(
-            f"{user} needs the package {error.name!r}: pip install 'pallas-attn[{extra}]'"
-        ) from error
+        brought = requirements(extra) or [package]
+        raise MissingExtraError(f"{user} needs the package {error.name!r}: {pip_install(brought)}") from error
+
+
+def pip_install(requirements: list[str]) -> str:
+    return " ".join(["pip install", *map(shlex.quote, requirements)])
+
+
+def requirements(extra: str) -> list[str]:
+    """What an extra brings, such as "flax>=0.12": names that any index has, whether this package came from an index, a
+    wheel or a checkout. None without the metadata of an installation."""
+    try:
+        declared = importlib.metadata.requires("pallas-attn") or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    wanted = re.compile(rf"""extra == ["']{extra}["']""")
+    return [entry.split(";")[0].strip() for entry in declared if wanted.search(entry)]

@@ -139,6 +139,29 @@ def run(
     return call.runner({})(*arrays)
 
 
+def divide(
+    function: str,
+    fn: Function,
+    operands: Mapping[str, jax.Array],
+    dims: Mapping[str, str],
+    results: tuple[str, ...],
+    *,
+    static: Mapping[str, Any],
+) -> tuple[jax.Array, ...]:
+    """`fn(operands, **static)`, plain jnp around calls of ops; arguments as in `run`.
+
+    Under Explicit axes each device does its part, since jnp refuses what it cannot tell the sharding of, and the calls
+    inside are its own. Elsewhere nothing is done: XLA sees to what is plain, and the calls see to themselves.
+    """
+    named = tuple((name, dims[name]) for name in operands)
+    call = Call(function, fn, named, results, tuple(sorted(static.items())), None)
+    arrays = tuple(operands.values())
+    mesh = _mesh_of(arrays)
+    if mesh is not None and AxisType.Explicit in mesh.axis_types:
+        return _explicit(arrays, call=call, mesh=mesh, check_vma=False)
+    return call.runner({})(*arrays)
+
+
 def _mesh_of(operands: tuple[jax.Array, ...]) -> Any:
     """The mesh in the operands' types, one with Explicit axes if there are several, or else the context's, or None."""
     meshes = [jax.typeof(operand).sharding.mesh for operand in operands]

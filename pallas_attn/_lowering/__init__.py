@@ -10,7 +10,7 @@
     launch   the call that XLA runs
     private  what of this is no public interface of JAX
 
-What was tried, and what came of it, is in EXPERIMENTS.md.
+What was learnt on the way is in EXPERIMENTS.md.
 
 The IR is the Triton dialect of triton-lang.org ("MLIR dialects" of its documentation); Triton is Tillet, Kung and Cox,
 "Triton: an intermediate language and compiler for tiled neural network computations" (2019).

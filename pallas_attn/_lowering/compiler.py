@@ -12,7 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pallas_attn._lowering import cache, driver, stages
 from pallas_attn._lowering.cache import Compiled, Request
 
-EXTRA = "pip install 'pallas-attn[triton]'"
+(_, _oldest), (_major, _newest) = stages.OLDEST, stages.NEWEST
+INSTALL = f"pip install 'triton>={_major}.{_oldest},<{_major}.{_newest + 1}'"
 # For each compute capability from which on it holds, the oldest PTX that has its instructions: any driver for the GPU
 # takes it. What Triton would write by default, its own assembler takes, and drivers only if they are as new. (8.0 knows
 # sm_89, but not that it converts float8.)
@@ -54,10 +55,10 @@ def unavailable() -> str | None:
     """Why kernels cannot be compiled here, or None. Those that are in the cache need no compiler."""
     version = installed()
     if version is None:
-        return f"Triton is not installed: {EXTRA}"
+        return f"Triton is not installed: {INSTALL}"
     if not stages.OLDEST <= stages.release(version) <= stages.NEWEST:
         oldest, newest = (".".join(map(str, ends)) for ends in (stages.OLDEST, stages.NEWEST))
-        return f"needs Triton {oldest} to {newest}, {version} is installed: {EXTRA}"
+        return f"needs Triton {oldest} to {newest}, {version} is installed: {INSTALL}"
     return None
 
 

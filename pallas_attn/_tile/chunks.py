@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._tile import masking, sharding, softmax
+from pallas_attn._call import symbolic
+from pallas_attn._tile import masking, sharding, softmax, triton
 from pallas_attn._tile.layout import PoolShape, Which, to_nhd
 from pallas_attn._tile.pieces import ceil_div
 from pallas_attn._tile.quantization import is_quantized
@@ -58,14 +59,16 @@ class Rule(ABC):
         return held
 
     @abstractmethod
-    def logits2(
+    def logits(
         self, floats: Floats, of: Sequences, keys: jax.Array, position: jax.Array, seen: jax.Array
     ) -> jax.Array:
-        """Base-2 logits [num_seqs, num_kv_heads, rows, chunk], -inf where a query does not see a key."""
+        """Natural logits [num_seqs, num_kv_heads, rows, chunk], -inf where a query does not see a key."""
 
 
-def attend(rule: Rule, floats: Floats, pools: Pools, of: Sequences) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(out [num_seqs, num_kv_heads, rows, value_dim], lse2 [num_seqs, num_kv_heads, rows], bad [num_seqs]): float32,
+def attend(
+    rule: Rule, floats: Floats, pools: Pools, of: Sequences
+) -> tuple[jax.Array, softmax.Lse, jax.Array]:
+    """(out [num_seqs, num_kv_heads, rows, value_dim], lse [num_seqs, num_kv_heads, rows], bad [num_seqs]): float32,
     and whether a page id in use was none. Gradients flow to `floats` and, unless it is quantised, to the pools."""
     axes = sharding.varying_axes(floats, pools, of)
     # Here, so that gradients of what is the same everywhere are summed over the axes.
@@ -84,13 +87,15 @@ def attend(rule: Rule, floats: Floats, pools: Pools, of: Sequences) -> tuple[jax
                     f"gradients of, got {pool.value.dtype.name}"
                 )
         floats, pools, of = jax.tree.map(lambda leaf: leaf.value, (floats, pools, of), is_leaf=_is_primal)
-        out, lse2, bad = _forwards(rule, floats, pools, of, axes)
-        return (out, lse2, bad), (floats, pools, of, out, lse2)
+        out, lse, bad = _forwards(rule, floats, pools, of, axes)
+        return (out, lse, bad), (floats, pools, of, out, lse)
 
     def backwards(saved, cotangents):
-        floats, pools, of, out, lse2 = saved
-        d_out, d_lse2, _ = (_array(x) for x in cotangents)
-        return *_backwards(rule, floats, pools, of, (out, lse2), (d_out, d_lse2), axes), None
+        floats, pools, of, out, lse = saved
+        d_out, d_lse, _ = cotangents
+        # Nothing hangs on the maximum but what hangs on the sum that is relative to it.
+        d_lse = _array(d_lse.rest) * softmax.LOG2_E
+        return *_backwards(rule, floats, pools, of, (out, lse), (_array(d_out), d_lse), axes), None
 
     attended.defvjp(forwards, backwards, symbolic_zeros=True)
     return attended(floats, pools, of)
@@ -122,8 +127,8 @@ def _forwards(rule: Rule, floats: Floats, pools: Pools, of: Sequences, axes: tup
         state, bad = carry
         chunk = _chunk(rule, of, i)
         tiles: Pools = {which: pool[chunk.pages] for which, pool in pools.items()}
-        logits2, values = _logits_and_values(rule, floats, tiles, of, chunk)
-        state, weights = softmax.rescale(state, logits2)
+        logits, values = _logits_and_values(rule, floats, tiles, of, chunk)
+        state, weights = softmax.rescale(state, logits, exp2_below=triton.exp2_below)
         acc = state.acc + jnp.einsum("bhrk,bhkd->bhrd", weights, values, precision="highest")
         return state._replace(acc=acc), bad | chunk.bad
 
@@ -133,9 +138,8 @@ def _forwards(rule: Rule, floats: Floats, pools: Pools, of: Sequences, axes: tup
 
 
 def _backwards(rule: Rule, floats: Floats, pools: Pools, of: Sequences, result, cotangents, axes):
-    (out, lse2), (d_out, d_lse2) = result, cotangents
-    empty = jnp.isneginf(lse2)[..., None]
-    lse2 = jnp.where(empty, 0.0, lse2[..., None])
+    (out, lse), (d_out, d_lse) = result, cotangents
+    empty = jnp.isneginf(lse.rest)[..., None]
     # A query that sees nothing may hold anything, and would be added to its keys' gradients as 0 * NaN.
     floats = {**floats, "rows": jnp.where(empty, 0.0, floats["rows"])}
     # A weight's share of the gradient that is not its own: what all of them together give.
@@ -144,14 +148,14 @@ def _backwards(rule: Rule, floats: Floats, pools: Pools, of: Sequences, result, 
     def step(i, sums):
         chunk = _chunk(rule, of, i)
         tiles: Pools = {which: pool[chunk.pages] for which, pool in pools.items()}
-        (logits2, values), pull = jax.vjp(
+        (logits, values), pull = jax.vjp(
             lambda floats, tiles: _logits_and_values(rule, floats, tiles, of, chunk), floats, tiles
         )
-        weights = jnp.exp2(logits2 - lse2)
+        weights = softmax.weights_again(logits, softmax.LOG2_E, lse)
         d_weights = jnp.einsum("bhrd,bhkd->bhrk", d_out, values, precision="highest")
-        d_logits2 = weights * (softmax.LN_2 * (d_weights - shared) + d_lse2[..., None])
+        d_logits = weights * (d_weights - shared + d_lse[..., None])
         d_values = jnp.einsum("bhrk,bhrd->bhkd", weights, d_out, precision="highest")
-        d_floats, d_tiles = pull((d_logits2, d_values))
+        d_floats, d_tiles = pull((d_logits, d_values))
         sum_floats, sum_pools = sums
         for which in sum_pools:
             tile = d_tiles[which].astype(jnp.float32)
@@ -175,7 +179,8 @@ def _backwards(rule: Rule, floats: Floats, pools: Pools, of: Sequences, result, 
 
 
 def _pages_per_chunk(rule: Rule, of: Sequences) -> int:
-    return min(of.tables.shape[1], max(1, CHUNK_TOKENS // rule.pool.page_size))
+    most, columns = max(1, CHUNK_TOKENS // rule.pool.page_size), of.tables.shape[1]
+    return most if symbolic.is_open(columns) else min(columns, most)
 
 
 def _bounds(rule: Rule, of: Sequences) -> tuple[jax.Array, jax.Array]:
@@ -215,4 +220,4 @@ def _logits_and_values(rule: Rule, floats: Floats, tiles: Pools, of: Sequences, 
 
     keys = tokens("key")
     values = tokens("value") if "value" in tiles else keys[..., : rule.value_dim]
-    return rule.logits2(floats, of, keys, chunk.position, chunk.seen), values
+    return rule.logits(floats, of, keys, chunk.position, chunk.seen), values

@@ -63,7 +63,7 @@ def quantized(latents: jax.Array, scales: Scales) -> jax.Array:
     parts = quantize(groups, FP8, scale[..., None]), scale, latents[..., LATENT_DIM:].astype(jnp.bfloat16)
     # No size is left to be inferred: there may be no tokens.
     as_bytes = [
-        lax.bitcast_convert_type(part, BYTES).reshape(*lead, size)
+        _bytes(part).reshape(*lead, size)
         for part, size in zip(parts, (SCALES_AT, ROPE_AT - SCALES_AT, TOKEN_BYTES - ROPE_AT), strict=True)
     ]
     return jnp.concatenate(as_bytes, axis=-1)
@@ -79,8 +79,19 @@ def dequantized(tokens: jax.Array) -> jax.Array:
     return jnp.concatenate([latents.reshape(*lead, LATENT_DIM), rope.astype(jnp.float32)], axis=-1)
 
 
+def _bytes(numbers: jax.Array) -> jax.Array:
+    """Numbers as bytes, lowest first. By shifts: XLA cannot cast to another width where sizes are symbolic."""
+    bits = lax.bitcast_convert_type(numbers, f"uint{8 * numbers.dtype.itemsize}")
+    return (bits[..., None] >> _shifts(bits.dtype)).astype(BYTES)
+
+
 def _wide(tokens: jax.Array, dtype: Any) -> jax.Array:
     """Bytes as numbers of several bytes."""
     size = jnp.dtype(dtype).itemsize
     *lead, width = tokens.shape
-    return lax.bitcast_convert_type(tokens.reshape(*lead, width // size, size), dtype)
+    bits = tokens.reshape(*lead, width // size, size).astype(f"uint{8 * size}")
+    return lax.bitcast_convert_type(jnp.sum(bits << _shifts(bits.dtype), axis=-1, dtype=bits.dtype), dtype)
+
+
+def _shifts(dtype: Any) -> jax.Array:
+    return 8 * jnp.arange(dtype.itemsize, dtype=dtype)

@@ -1,6 +1,7 @@
 """Where a token lies in a pool of pages, for each cache layout, and which pools Triton can reach."""
 
 import math
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -150,6 +151,21 @@ def from_nhd(cache: jax.Array, layout: str, which: Which) -> jax.Array:
             return jnp.moveaxis(split, -4, -2)
         case _:
             return jnp.moveaxis(cache, -3, -1)
+
+
+def moved(move: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+    """`move(*arrays)`, which takes elements of arrays of one dtype from place to place, bit for bit."""
+    dtype = arrays[0].dtype
+    if dtype != jnp.float8_e5m2:
+        return move(*arrays)
+
+    def in_bits(*arrays: jax.Array) -> jax.Array:
+        bits = (jax.lax.bitcast_convert_type(array, jnp.uint8) for array in arrays)
+        return jax.lax.bitcast_convert_type(move(*bits), dtype)
+
+    # A CPU scatters them as wider numbers, all of the array, and NaNs come back as another one. A GPU does not, and is
+    # spared the views, which might be copies.
+    return jax.lax.platform_dependent(*arrays, cpu=in_bits, default=move)
 
 
 def table_tokens(columns: int, page_size: int) -> int:

@@ -1,7 +1,8 @@
-"""From queries and keys to base-2 logits with every rule applied, in this order: scale, soft cap, ALiBi, masks."""
+"""From queries and keys to logits with every rule applied, in this order: scale, soft cap, ALiBi, masks."""
 
 import functools
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,21 +20,35 @@ def products(queries: Sequence[jax.Array], keys: Sequence[jax.Array], factor) ->
     return functools.reduce(jnp.add, parts if factor is None else [part * factor for part in parts])
 
 
-def factor(rules: Rules, scale, slope: jax.Array | None):
-    """What products are multiplied by before `shape` takes them: logits that it leaves as they are become base 2."""
-    return scale if rules.softcap is not None or slope is not None else scale * softmax.LOG2_E
+class Shaped(NamedTuple):
+    """`logits` times `scale` are natural logits."""
+
+    logits: jax.Array
+    scale: jax.Array | float
+
+    @property
+    def factor(self) -> jax.Array | float:
+        """What makes their differences base 2."""
+        return self.scale * softmax.LOG2_E
 
 
 def shape(
-    scaled: jax.Array, rules: Rules, slope: jax.Array | None, key_at: jax.Array, query_at: jax.Array
-) -> jax.Array:
-    """Base-2 logits from products times `factor`; positions and the heads' ALiBi `slope` broadcast."""
-    if rules.softcap is None and slope is None:
-        return scaled
-    logits = masking.cap(scaled, rules.softcap)
+    products: jax.Array, rules: Rules, scale, slope: jax.Array | None, key_at: jax.Array, query_at: jax.Array
+) -> Shaped:
+    """Of products of queries and keys; positions and the heads' ALiBi `slope` broadcast. The result's scale depends on
+    the rules and on `scale`, not on the products."""
     if slope is not None:
-        logits += masking.alibi(slope, key_at, query_at)
-    return logits * softmax.LOG2_E
+        return Shaped(
+            masking.cap(products * scale, rules.softcap) + masking.alibi(slope, key_at, query_at), 1.0
+        )
+    if rules.softcap is not None:
+        return Shaped(jnp.tanh(products * (scale / rules.softcap)), rules.softcap)
+    return Shaped(products, scale)
+
+
+def natural_scale(rules: Rules, scale, slope: Any):
+    """That of what `shape` gives."""
+    return 1.0 if slope is not None else scale if rules.softcap is None else rules.softcap
 
 
 def positions(tree: Tree | None, key_at: jax.Array, query_at: jax.Array) -> tuple[jax.Array, jax.Array]:

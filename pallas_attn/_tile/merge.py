@@ -1,6 +1,7 @@
 """Merging the pieces of a sequence, for every op: out = sum_s w_s out_s with w_s = exp(lse_s - lse).
 
-This is the online softmax once more, with pieces for keys: their lse are the logits, their outputs the values. A
+This is the online softmax once more, with pieces for keys: their maxima are the logits, each of as many keys as its sum
+says, their outputs the values. A
 kernel of its own rather than XLA reductions: it reads only the pieces a sequence really has, in a fixed order (same
 bits every run), and leaves a sequence in one piece, which is already final, untouched in the aliased output.
 """
@@ -107,15 +108,17 @@ def merge(
     lowering: triton.Lowering,
     rows_of: Callable[..., tuple[rows.Rows, tuple[jax.Array, ...]]] | None = None,
     counted: bool = False,
+    scale: float = 1.0,
 ) -> tuple[jax.Array, jax.Array]:
     """(out, lse) with the rows of sequences that were cut filled in, in place, from the partial results.
 
-    `outputs` are the kernel's: (out, lse, partial out, partial lse2), or (out, lse) alone if no sequence is ever cut,
+    `outputs` are the kernel's: (out, lse, partial out, partial lse), or (out, lse) alone if no sequence is ever cut,
     and then nothing is left to do. `pieces_of(*refs)` says, from the refs of
     `operands`, which partial results are a sequence's; none has more than `most_pieces`. `rows_of(*refs, sequence,
     rows numbered through all KV heads)` gives these rows and their leading indices in the final arrays, where
     sequences are not one dimension of them; "sequence" may then be whatever is cut. `counted`: what `pieces_of` gives
-    are `CountedCuts`, so that no more programs need to start than run at once.
+    are `CountedCuts`, so that no more programs need to start than run at once. `scale`: what makes natural
+    logits of what pieces have the maximum of.
     """
     if not problem.num_places:
         out, lse = outputs
@@ -138,6 +141,7 @@ def merge(
             pieces_of=pieces_of,
             rows_of=rows_of,
             tiling=shape,
+            factor=scale * softmax.LOG2_E,
             stride=num_programs if num_programs < num_cut else None,
         ),
         *outputs,
@@ -155,7 +159,7 @@ def merge(
 
 def _merge_kernel(
     _out_in, _lse_in, partial_out_ref, partial_lse_ref, *refs,
-    pieces_of: Callable[..., Cuts], rows_of: Callable[..., Any], tiling: Tiling, stride: int | None,
+    pieces_of: Callable[..., Cuts], rows_of: Callable[..., Any], tiling: Tiling, factor: float, stride: int | None,
 ):  # fmt: skip
     """Merges one of the sequences that may be cut or, with a `stride`, each so many-th of those that are."""
     *operands, _, _ = refs
@@ -163,7 +167,7 @@ def _merge_kernel(
     cuts = pieces_of(*operands)
     merge_one = functools.partial(
         _merge_one, partial_out_ref, partial_lse_ref, *refs,
-        row_block=row_block, dim_block=dim_block, rows_of=rows_of, tiling=tiling,
+        row_block=row_block, dim_block=dim_block, rows_of=rows_of, tiling=tiling, factor=factor,
     )  # fmt: skip
     if stride is None:
         merge_one(cut=cuts.cut(program))
@@ -179,7 +183,7 @@ def _merge_kernel(
 
 def _merge_one(
     partial_out_ref, partial_lse_ref, *refs,
-    cut: Cut, row_block, dim_block, rows_of: Callable[..., Any], tiling: Tiling,
+    cut: Cut, row_block, dim_block, rows_of: Callable[..., Any], tiling: Tiling, factor: float,
 ):  # fmt: skip
     *operands, out_ref, lse_ref = refs
     seq, first, count = cut
@@ -193,14 +197,18 @@ def _merge_one(
             index = i * at_once + jnp.arange(at_once)
             present = mine.real[:, None] & (index < count)[None, :]
             place = _place(first + index, mine, present.shape)
-            lse2 = triton.load(partial_lse_ref.at[place], mask=present, other=-jnp.inf)
+            parts = (jnp.full(present.shape, part, jnp.int32) for part in range(len(softmax.Lse._fields)))
+            maximum, rest = (
+                triton.load(partial_lse_ref.at[(*place, part)], mask=present, other=-jnp.inf)
+                for part in parts
+            )
             inside = jnp.broadcast_to(present[:, :, None], (*present.shape, tiling.dims))
             if out_ref.shape[-1] % tiling.dims:
                 inside &= dim < out_ref.shape[-1]
             place = (*_place(first + index, mine, inside.shape), jnp.broadcast_to(dim, inside.shape))
             # Requested before the weights are worked out, which takes as long as the load.
             part = triton.load(partial_out_ref.at[place], mask=inside, other=0.0)
-            state, weights = softmax.rescale(state, lse2)
+            state, weights = softmax.rescale(state, maximum, factor, rest=rest)
             return state._replace(acc=state.acc + jnp.sum(weights[:, :, None] * part, axis=1))
 
         start = softmax.start((tiling.rows,), tiling.dims)
@@ -212,11 +220,11 @@ def _merge_one(
         # A sequence in very many pieces wants more of them under way at once, which would be waste for others.
         few, many = tiling.pieces, tiling.most_pieces
         if many > few:
-            out, lse2 = lax.cond(count > few, lambda: merged(many), lambda: merged(few))
+            out, lse = lax.cond(count > few, lambda: merged(many), lambda: merged(few))
         else:
-            out, lse2 = merged(few)
+            out, lse = merged(few)
         chunk = (dim_block * tiling.dims, tiling.dims)
-        result = Result(mine, leading, [chunk], [out], lse2)
+        result = Result(mine, leading, [chunk], [out], lse)
         store_out(result, out_ref)
         triton.when(dim_block == 0)(lambda: store_lse(result, lse_ref))
 

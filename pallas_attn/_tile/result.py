@@ -1,7 +1,8 @@
 """What a program does with the sums of some query rows: the final result if it saw all of a sequence, else a piece.
 
-`out` is a tuple of chunks of head_dim, float32 and normalised; `lse2` base 2. Both are NaN where `bad`: a length or a
-page id that cannot be right makes its sequence NaN rather than quietly wrong.
+`out` is a tuple of chunks of head_dim, float32 and normalised; `lse` in natural units, unless its
+parts are asked for. Both are NaN where `bad`: a
+length or a page id that cannot be right makes its sequence NaN rather than quietly wrong.
 """
 
 from collections.abc import Sequence
@@ -20,17 +21,17 @@ class Result(NamedTuple):
     """Indices before the head's in the final arrays."""
     chunks: Sequence[Chunk]
     out: Sequence[jax.Array]
-    lse2: jax.Array
+    lse: softmax.Lse
 
     def poisoned(self, bad: jax.Array) -> "Result":
         out = tuple(softmax.poison(chunk, bad) for chunk in self.out)
-        return self._replace(out=out, lse2=softmax.poison(self.lse2, bad))
+        return self._replace(out=out, lse=self.lse._replace(rest=softmax.poison(self.lse.rest, bad)))
 
 
 def store(
     result: Result, refs: Sequence[Any], place, one_piece, *, eviction_policy: str | None = None
 ) -> None:
-    """Into (out, lse) or, where a sequence is not in one piece, `place` of (partial out, partial lse2)."""
+    """Into (out, lse) or, where a sequence is not in one piece, `place` of (partial out, partial lse)."""
 
     def final():
         store_out(result, refs[0], eviction_policy=eviction_policy)
@@ -45,7 +46,7 @@ def store(
     def _():
         index = (place, result.rows.kv_head, result.rows.index)
         _store_out(result, refs[2], index, eviction_policy)
-        _store_lse(result, refs[3], index, result.lse2)
+        _store_parts(result, refs[3], index)
 
 
 def store_out(result: Result, out_ref: Any, *, eviction_policy: str | None = None) -> None:
@@ -53,7 +54,17 @@ def store_out(result: Result, out_ref: Any, *, eviction_policy: str | None = Non
 
 
 def store_lse(result: Result, lse_ref: Any) -> None:
-    _store_lse(result, lse_ref, (*result.leading, result.rows.head), softmax.natural_lse(result.lse2))
+    """Its natural value or, if the array has a dimension for them, its parts."""
+    index = (*result.leading, result.rows.head)
+    if len(lse_ref.shape) == len(index):
+        store_row(result, lse_ref, result.lse.natural())
+    else:
+        _store_parts(result, lse_ref, index)
+
+
+def store_row(result: Result, ref: Any, values: jax.Array) -> None:
+    """A number of each row, where its lse would be."""
+    _store_row(result, ref, (*result.leading, result.rows.head), values)
 
 
 def _store_out(result: Result, ref: Any, index: tuple[jax.Array, ...], eviction_policy: str | None) -> None:
@@ -64,23 +75,30 @@ def _store_out(result: Result, ref: Any, index: tuple[jax.Array, ...], eviction_
         )
 
 
-def _store_lse(result: Result, ref: Any, index: tuple[jax.Array, ...], lse: jax.Array) -> None:
-    place = ref.at[tuple(jnp.broadcast_to(i, lse.shape) for i in index)]
-    triton.store(place, lse, mask=result.rows.real)
+def _store_parts(result: Result, ref: Any, index: tuple[jax.Array, ...]) -> None:
+    for part, values in enumerate(result.lse):
+        _store_row(result, ref, (*index, part), values)
+
+
+def _store_row(result: Result, ref: Any, index: tuple[Any, ...], values: jax.Array) -> None:
+    place = ref.at[tuple(jnp.broadcast_to(jnp.asarray(i, jnp.int32), values.shape) for i in index)]
+    triton.store(place, values, mask=result.rows.real)
 
 
 def shapes(
-    problem: Any, dim: int, dtype: Any, *, final: tuple[int, ...] | None = None
+    problem: Any, dim: int, dtype: Any, *, final: tuple[int, ...] | None = None, parts: bool = False
 ) -> list[jax.ShapeDtypeStruct]:
-    """What `store` writes to: (out, lse) and, where sequences may be cut, (partial out, partial lse2).
+    """What `store` writes to: (out, lse) and, where sequences may be cut, (partial out, partial lse, whose
+    last dimension are the parts of `Lse`).
 
     `final`: the shape of lse, of which [num_seqs, q_len, num_heads] is the usual one, and [num_tokens, num_heads] where
-    tokens are laid end to end.
+    tokens are laid end to end. `parts`: it, too, has a last dimension for them.
     """
     final = final or (problem.num_seqs, problem.q_len, problem.num_heads)
-    outputs = [jax.ShapeDtypeStruct((*final, dim), dtype), jax.ShapeDtypeStruct(final, jnp.float32)]
+    lse = (*final, 2) if parts else final
+    outputs = [jax.ShapeDtypeStruct((*final, dim), dtype), jax.ShapeDtypeStruct(lse, jnp.float32)]
     if problem.num_places:
         partial = (problem.num_places, problem.pool.num_kv_heads, problem.rows)
         outputs.append(jax.ShapeDtypeStruct((*partial, dim), jnp.float32))
-        outputs.append(jax.ShapeDtypeStruct(partial, jnp.float32))
+        outputs.append(jax.ShapeDtypeStruct((*partial, 2), jnp.float32))
     return outputs

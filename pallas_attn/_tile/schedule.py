@@ -20,6 +20,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_attn._call import symbolic
 from pallas_attn._tile.pieces import ceil_div
 
 
@@ -77,7 +78,8 @@ def _part_begins(
     hop_node = jnp.where(at_end, num_seqs, num_seqs - key % (num_seqs + 1))
 
     hops = [(hop_node, hop_parts)]
-    for _ in range(min(num_seqs, num_parts).bit_length() - 1):
+    most = num_parts if symbolic.is_open(num_seqs) else min(num_seqs, num_parts)
+    for _ in range(most.bit_length() - 1):
         to, count = hops[-1]
         hops.append((to[to], count + count[to]))
     at = jnp.zeros(num_parts + 1, jnp.int32)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_attn._call import partition, symbolic
 from pallas_attn._tile import triton
 
 
@@ -33,37 +34,61 @@ class Span(NamedTuple):
 
 
 def sides(query_ids: jax.Array, key_ids: jax.Array) -> tuple[Side, Side]:
-    """From ids [batch, tokens] of queries and keys, any int32. One array for both is looked at once."""
-    if key_ids is query_ids:
-        (side,) = _sides(query_ids, (query_ids.shape[1],))
-        return side, side
-    of_queries, of_keys = _sides(
-        jnp.concatenate([query_ids, key_ids], axis=1), (query_ids.shape[1], key_ids.shape[1])
+    """From ids [batch, tokens] of queries and keys, any int32. One array for both is looked at once. Each device looks
+    at those that it holds: neither sorting nor scattering has a rule for operands sharded over Explicit axes."""
+    ids, dims = {"query_ids": query_ids}, {"query_ids": "batch tokens", "key_ids": "batch tokens"}
+    if key_ids is not query_ids:
+        ids["key_ids"] = key_ids
+    found = partition.run(
+        "flash_attention",
+        _of_ids,
+        ids,
+        dims,
+        ("batch tokens", "batch ranks bounds") * len(ids),
+        static={},
+        implementation="xla",
     )
+    of_queries, of_keys = Side(*found[:2]), Side(*found[-2:])
     return of_queries, of_keys
 
 
 def sides_of_lengths(cu_lens: jax.Array, tokens: int) -> tuple[Side, Side]:
     """The same where sequences lie end to end, sequence i from cu_lens[i] on. Tokens outside of them see nothing: as
     queries they have another rank than as keys."""
+    of_queries, of_keys, table = partition.run(
+        "flash_attention",
+        _of_lengths,
+        {"cu_q_lens": cu_lens},
+        {"cu_q_lens": "bounds"},  # all of them on every device
+        ("one tokens", "one tokens", "one ranks bounds"),
+        static={"tokens": tokens},
+        implementation="xla",
+    )
+    return Side(of_queries, table), Side(of_keys, table)
+
+
+def _of_lengths(lengths: dict[str, jax.Array], tokens: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    (cu_lens,) = lengths.values()
     num_seqs = cu_lens.shape[0] - 1
     at = jnp.arange(tokens, dtype=jnp.int32)
     # One kernel, whatever the number of sequences.
-    seq = jnp.searchsorted(cu_lens, at, side="right", method="scan_unrolled").astype(jnp.int32) - 1
+    seq = symbolic.searchsorted(cu_lens, at, side="right", method="scan_unrolled").astype(jnp.int32) - 1
     held = (at >= cu_lens[0]) & (at < cu_lens[-1])
     inside = jnp.clip(cu_lens, 0, tokens)
     spans = jnp.stack([inside[:-1], inside[1:], jnp.ones(num_seqs, jnp.int32)], axis=-1)
     table = jnp.concatenate([spans, jnp.tile(jnp.array([tokens, 0, 0], jnp.int32), (2, 1))])[None]
-    ranks = (jnp.where(held, seq, num_seqs + i)[None] for i in range(2))
-    of_queries, of_keys = (Side(rank, table) for rank in ranks)
-    return of_queries, of_keys
+    of_queries, of_keys = (jnp.where(held, seq, num_seqs + i)[None] for i in range(2))
+    return of_queries, of_keys, table
 
 
-@functools.partial(jax.jit, static_argnames="parts")
-def _sides(ids: jax.Array, parts: tuple[int, ...]) -> list[Side]:
-    """Of ids [batch, tokens], of which the first parts[0] are one side's, and so on."""
-    found = jax.vmap(functools.partial(_sides_of_row, parts=parts))(ids)
-    return [Side(*side) for side in found]
+@jax.jit
+def _of_ids(ids: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+    """Ranks and table of each side."""
+    sides = [ids[name] for name in ("query_ids", "key_ids") if name in ids]
+    parts = tuple(side.shape[1] for side in sides)
+    rows = jnp.concatenate(sides, axis=1)
+    found = jax.vmap(functools.partial(_sides_of_row, parts=parts))(rows)
+    return tuple(array for side in found for array in side)
 
 
 def _sides_of_row(ids: jax.Array, parts: tuple[int, ...]) -> list[tuple[jax.Array, jax.Array]]:

@@ -1,7 +1,10 @@
 """Online softmax in base 2, the merging of split results, and the rule for rows with no visible key.
 
-Kernels and references share these pure functions. Logits are scaled by log2(e) beforehand, so that exp2, which is
-one instruction on the GPU, serves; `lse2` is base 2, and only `natural_lse` turns it into what users see.
+Kernels and references share these pure functions. A row's weights are exp2(factor * (logit - maximum)): the maximum is
+taken off before anything is scaled, so that its own weight is 1 whatever its size. The other way round, what is taken
+off is a rounded product, and a fused multiply-add leaves the rounding: of logits of 1e10 some hundred powers of two.
+exp2 serves because it is one instruction on the GPU. What is kept of a row is its maximum and, apart from it, the sum
+of its weights: in one number, the log-sum-exp, a large maximum would leave no digits for the sum.
 
 The empty-row rule: a row that saw no key has out 0 and lse -inf. Its running maximum stays -inf, and every
 subtraction of a maximum goes through `_finite`, because (-inf) - (-inf) would be NaN.
@@ -22,9 +25,20 @@ MOST_SINK = np.float32(2.3e38)  # times LOG2_E it is finite
 class OnlineSoftmax(NamedTuple):
     """Running state of some query rows: `acc` is the unnormalised output of the keys seen so far."""
 
-    maximum: jax.Array  # [..., rows], base 2
+    maximum: jax.Array  # [..., rows], in the logits' units: of products, or whatever was taken in
     total: jax.Array  # [..., rows]; with `late_sum` [..., rows, keys] until `join` or `finish`
     acc: Any  # [..., rows, head_dim], or a tuple of chunks of head_dim
+
+
+class Lse(NamedTuple):
+    """A log-sum-exp in two parts: scale * maximum + LN_2 * rest, with the scale that makes natural logits of what the
+    maximum is of. Both are -inf where nothing was seen."""
+
+    maximum: jax.Array
+    rest: jax.Array
+
+    def natural(self, scale: float = 1.0) -> jax.Array:
+        return finite(self.maximum) * scale + self.rest * LN_2
 
 
 def start(
@@ -39,45 +53,46 @@ def start(
     )
 
 
-def _finite(maximum: jax.Array) -> jax.Array:
+def finite(maximum: jax.Array) -> jax.Array:
+    """A maximum to subtract."""
     return jnp.where(maximum == -jnp.inf, 0.0, maximum)
 
 
 def rescale(
     state: OnlineSoftmax | None,
-    logits2: jax.Array,
-    factor: jax.Array | float | None = None,
+    logits: jax.Array,
+    factor: jax.Array | float = LOG2_E,
     *,
+    rest: jax.Array | None = None,
     axis: int = -1,
-    exp2: Callable[[jax.Array], jax.Array] = jnp.exp2,
-    exp2_scaled: Callable[[Any, jax.Array, jax.Array], jax.Array] | None = None,
+    exp2_below: Callable[[Any, jax.Array, jax.Array], jax.Array] | None = None,
 ) -> tuple[OnlineSoftmax, jax.Array]:
-    """Takes in a tile of logits [..., rows, keys] (-inf where masked), yet to be multiplied by a `factor` above 0 if
-    there is one: that costs nothing beside the subtraction of the maximum. `exp2` makes weights of them, or
-    `exp2_scaled(factor, logits, offset)` at once. `axis` is the keys': -1, or 0 for [keys, rows] and a `turned` state.
+    """Takes in a tile of logits [..., rows, keys], -inf where masked. Their differences times `factor`, above 0, are
+    base 2; it is the same for all tiles, unless it is NaN. `exp2_below` makes weights of (factor, logits, maximum);
+    None serves for logits that are no products (`triton.exp2_below`). `axis` is the keys': -1, or 0 for [keys, rows]
+    and a `turned` state. With a `rest`, base 2, each stands for several keys: their maximum and their `Lse.rest`.
 
     Returns the state with everything but the new tile's values added, and the tile's weights; the caller adds
     `weights @ values` to `acc`, in whatever way its memory layout wants. No state: the tile is the first, and `acc`
     is None.
     """
-    new = jnp.max(logits2, axis=axis)
-    new = new if factor is None else new * factor
+    new = jnp.max(logits, axis=axis)
     maximum = new if state is None else jnp.maximum(state.maximum, new)
-    if exp2_scaled is not None:
-        weights = exp2_scaled(
-            1.0 if factor is None else factor, logits2, -jnp.expand_dims(_finite(maximum), axis)
-        )
-    else:
-        scaled = logits2 if factor is None else factor * logits2
-        weights = exp2(scaled - jnp.expand_dims(_finite(maximum), axis))
+    top = finite(maximum)
+    weights = (exp2_below or _exp2_below)(factor, logits, jnp.expand_dims(top, axis))
+    weights = weights if rest is None else weights * jnp.exp2(rest)
     if state is None:
         return OnlineSoftmax(maximum, jnp.sum(weights, axis=axis), None), weights
-    decay = jnp.exp2(state.maximum - _finite(maximum))
+    decay = jnp.exp2(factor * (state.maximum - top))
     if state.total.ndim == weights.ndim:
         total = state.total * jnp.expand_dims(decay, axis) + weights
     else:
         total = state.total * decay + jnp.sum(weights, axis=axis)
     return OnlineSoftmax(maximum, total, _scale_rows(state.acc, decay, axis)), weights
+
+
+def _exp2_below(factor: Any, logits: jax.Array, top: jax.Array) -> jax.Array:
+    return jnp.exp2(factor * (logits - top))
 
 
 def _scale_rows(acc: Any, factor: jax.Array, axis: int = -1) -> Any:
@@ -95,25 +110,25 @@ def finite_sink(sink: jax.Array) -> jax.Array:
     return jnp.where(sink > MOST_SINK, MOST_SINK, sink)
 
 
-def sink2(sink: jax.Array) -> jax.Array:
-    """A sink as `join` takes it."""
-    return finite_sink(sink) * LOG2_E
+def natural(state: OnlineSoftmax, scale: jax.Array | float) -> OnlineSoftmax:
+    """In natural units. What is rounded here is all of a row's logits alike, within what float32 has of them."""
+    # With the 0 that is added this product is nothing to fuse a subtraction with.
+    return state._replace(maximum=state.maximum * scale + np.float32(0))
 
 
-def join(state: OnlineSoftmax, logit2: jax.Array) -> OnlineSoftmax:
-    """Takes in a logit without a value for each row, [..., rows]; -inf changes nothing.
+def join(state: OnlineSoftmax, logit: jax.Array) -> OnlineSoftmax:
+    """Takes in a logit without a value for each row, [..., rows], into a state in natural units; -inf changes nothing.
 
     Best behind all keys: were it the maximum from the start, keys far below it would have weights that a narrow
     type rounds to zero.
     """
-    state = _summed(state)
-    maximum = jnp.maximum(state.maximum, logit2)
-    decay = jnp.exp2(state.maximum - _finite(maximum))
-    # Where the logit is the maximum, 0 without subtracting: a compiler may fuse that with the product that the logit
-    # is, which is not rounded then as in the maximum, and of large numbers the difference would be anything.
-    above = jnp.where(logit2 > state.maximum, np.float32(0), logit2 - _finite(maximum))
-    total = state.total * decay + jnp.exp2(above)
-    return OnlineSoftmax(maximum, total, _scale_rows(state.acc, decay))
+    state, logit = _summed(state), finite_sink(logit)
+    difference = logit - finite(state.maximum)
+    above = logit > state.maximum
+    decay = jnp.exp2(jnp.where(above, state.maximum - logit, np.float32(0)) * LOG2_E)
+    own = jnp.exp2(jnp.where(difference > 0, np.float32(0), difference) * LOG2_E)
+    maximum = jnp.where(above, logit, state.maximum)
+    return OnlineSoftmax(maximum, state.total * decay + own, _scale_rows(state.acc, decay))
 
 
 def _summed(state: OnlineSoftmax) -> OnlineSoftmax:
@@ -122,25 +137,38 @@ def _summed(state: OnlineSoftmax) -> OnlineSoftmax:
     return state._replace(total=jnp.sum(state.total, axis=-1)) if late else state
 
 
-def finish(state: OnlineSoftmax) -> tuple[Any, jax.Array]:
-    """(out [..., rows, head_dim], lse2 [..., rows]), float32."""
+def finish(state: OnlineSoftmax) -> tuple[Any, Lse]:
+    """(out [..., rows, head_dim], lse [..., rows]), float32, the maximum in the state's units."""
     total = _summed(state).total
     empty = total == 0.0
     out = _scale_rows(state.acc, 1.0 / jnp.where(empty, 1.0, total))
-    lse2 = jnp.where(empty, -jnp.inf, _finite(state.maximum) + jnp.log2(jnp.where(empty, 1.0, total)))
-    return out, lse2
+    rest = jnp.where(empty, -jnp.inf, jnp.log2(jnp.where(empty, 1.0, total)))
+    return out, Lse(jnp.where(empty, -jnp.inf, state.maximum), rest)
 
 
-def resume(out: jax.Array, lse2: jax.Array) -> OnlineSoftmax:
-    """The state that `finish` gives (out, lse2) for."""
-    return OnlineSoftmax(lse2, jnp.where(lse2 == -jnp.inf, 0.0, 1.0), out)
+def finish_beside(state: OnlineSoftmax, scale: float, logit: jax.Array) -> tuple[Any, Lse]:
+    """As `finish`, with a natural logit that has no value beside the keys. The maximum stays one of the keys, in the
+    state's units, so that their weights are worked out from it again as they were."""
+    keys = natural(_summed(state), scale)
+    out, lse = finish(join(keys, logit))
+    more = jnp.where(lse.maximum > keys.maximum, lse.maximum - finite(keys.maximum), np.float32(0)) * LOG2_E
+    return out, Lse(state.maximum, lse.rest + more)
+
+
+def resume(out: jax.Array, lse: Lse) -> OnlineSoftmax:
+    """The state that `finish` gives (out, lse) for."""
+    total = jnp.exp2(lse.rest)
+    return OnlineSoftmax(lse.maximum, total, _scale_rows(out, total))
+
+
+def weights_again(logits: jax.Array, factor: float, lse: Lse) -> jax.Array:
+    """Of logits [..., rows, keys] whose `lse` is known, in jnp: what kernels do in `weights.pairs`."""
+    maximum, rest = (jnp.where(lse.rest == -jnp.inf, 0.0, part)[..., None] for part in lse)
+    below = jnp.where(logits == maximum, 0.0, jnp.minimum(logits - maximum, 0.0))
+    return jnp.exp2(factor * below - rest)
 
 
 def poison(result: jax.Array, bad: jax.Array) -> jax.Array:
     """NaN where `bad`: a call that cannot be right must not look right."""
     # float32 rather than a Python float: the Triton lowering gives weakly typed scalars the predicate's dtype.
     return jnp.where(bad, np.float32(np.nan), result)
-
-
-def natural_lse(lse2: jax.Array) -> jax.Array:
-    return lse2 * LN_2

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_attn import _lowering
@@ -158,21 +159,56 @@ def exp2(x: jax.Array) -> jax.Array:
     return result
 
 
-def exp2_scaled(factor: jax.Array | float, x: jax.Array, offset: jax.Array) -> jax.Array:
-    """exp2(factor * x + offset) by two instructions, of which XLA makes six where a kernel is compiled for a GPU.
+def exp2_below(
+    factor: jax.Array | float,
+    x: jax.Array,
+    top: jax.Array,
+    *,
+    exp2: Callable[[jax.Array], jax.Array] = jnp.exp2,
+) -> jax.Array:
+    """exp2(factor * (x - top)), 1 where x is `top`. In a kernel that is compiled, x must be no product (`rounded`).
 
-    `factor` is the instruction's first operand, as in `factor * x`: Triton's pipeline goes by operands' order.
+    `factor` is the product's first operand: Triton's pipeline goes by operands' order.
     """
+    difference = x - top
+    if not _compiling.get() and not _lowering.is_tracing():
+        # XLA takes a 0 that is added away, and may fuse the subtraction with a product whose rounding is left then.
+        difference = jnp.where(x == top, 0.0, difference)
+    return exp2(difference if isinstance(factor, float) and factor == 1 else factor * difference)
+
+
+def below(x: jax.Array, top: jax.Array) -> jax.Array:
+    """x - top, at most 0, of products x that are worked out again, the largest of which was `top`."""
+    if _compiling.get() or _lowering.is_tracing():
+        return x - top  # tensor cores sum the same products up in one order, whichever factor comes first
+    return jnp.minimum(x - top, 0.0)
+
+
+def exp2_below_fused(factor: jax.Array | float, x: jax.Array, top: jax.Array) -> jax.Array:
+    """As `exp2_below`, by three instructions, of which XLA makes six where a kernel is compiled for a GPU."""
     if not _compiling.get() or x.dtype != jnp.float32:
-        return jnp.exp2(factor * x + offset)
+        return exp2_below(factor, x, top, exp2=exp2)
+    return _inline(
+        "{ .reg .f32 t; sub.rn.ftz.f32 t, $2, $3; mul.rn.ftz.f32 t, $1, t; ex2.approx.ftz.f32 $0, t; }",
+        *(factor, x, top),
+    )
+
+
+def _inline(assembly: str, factor: jax.Array | float, x: jax.Array, other: jax.Array) -> jax.Array:
+    """An element of the result, $0, from one of each array."""
     (result,) = plgpu.elementwise_inline_asm(
-        "{ .reg .f32 t; fma.rn.ftz.f32 t, $1, $2, $3; ex2.approx.ftz.f32 $0, t; }",
-        args=[jnp.broadcast_to(jnp.asarray(factor, x.dtype), x.shape), x, jnp.broadcast_to(offset, x.shape)],
+        assembly,
+        args=[jnp.broadcast_to(jnp.asarray(factor, x.dtype), x.shape), x, jnp.broadcast_to(other, x.shape)],
         constraints="=r,r,r,r",
         pack=1,
         result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
     )
     return result
+
+
+def rounded(product: jax.Array) -> jax.Array:
+    """A product that nothing taken off it is fused with: it is fused with a 0 that is added, at no cost."""
+    return product + np.float32(0)
 
 
 def limits_registers(lowering: str) -> bool:

@@ -13,20 +13,25 @@ from pallas_attn._tile import softmax, triton
 
 
 class Bent(NamedTuple):
-    """`logits` times `factor` are base-2 logits."""
+    """`logits` times `scale` are natural logits."""
 
     logits: jax.Array
-    factor: float
+    scale: jax.Array | float
     slope: jax.Array | None
     """The soft cap's derivative; None is 1."""
+
+    @property
+    def factor(self) -> jax.Array | float:
+        """What makes their differences base 2."""
+        return self.scale * softmax.LOG2_E
 
 
 def bent(products: jax.Array, scale: float, softcap: float | None) -> Bent:
     """Scale and soft cap of products of queries and keys."""
     if softcap is None:
-        return Bent(products, scale * softmax.LOG2_E, None)
+        return Bent(products, scale, None)
     within = jnp.tanh(products * (scale / softcap))
-    return Bent(within, softcap * softmax.LOG2_E, 1.0 - within * within)
+    return Bent(within, softcap, 1.0 - within * within)
 
 
 class Pairs(NamedTuple):
@@ -38,16 +43,16 @@ class Pairs(NamedTuple):
 
 
 def pairs(
-    logits: jax.Array,
-    factor: jax.Array | float,
-    slope: jax.Array | None,
-    lse2: jax.Array,
+    given: Bent,
+    lse: softmax.Lse,
     delta: jax.Array,
     d_weights: jax.Array,
     seen: jax.Array | None,
 ) -> Pairs:
-    """`lse2` and `delta` broadcast along keys; pairs that are not `seen` count for nothing, None is that all are."""
-    weights = triton.exp2_scaled(factor, logits, -lse2)
+    """`lse`, with a finite maximum of the logits, and `delta` broadcast along keys; pairs that are not `seen` count for
+    nothing, None is that all are."""
+    weights = triton.exp2(given.factor * triton.below(given.logits, lse.maximum) - lse.rest)
+    slope = given.slope
     d_logits = weights * (d_weights - delta)
     if seen is not None:
         # All of them: what is not seen may be NaN.

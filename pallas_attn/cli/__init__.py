@@ -16,10 +16,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: without the program's name; ``None`` takes the process's.
     """
+    given = sys.argv[1:] if arguments is None else list(arguments)
     try:
+        if given == ["doctor"]:  # says what is missing, so it must not miss what the other commands need
+            from pallas_attn.cli.doctor import run_doctor
+
+            return run_doctor()
         from pallas_attn.cli import commands
 
-        return commands.run(sys.argv[1:] if arguments is None else list(arguments))
+        return commands.run(given)
     except KeyboardInterrupt:
         return INTERRUPTED
     except (ValueError, TypeError, OverflowError, OSError, ImportError, RuntimeError) as error:

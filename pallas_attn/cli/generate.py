@@ -47,6 +47,7 @@ class GenerateOptions:
     prompts: list[str]
     prompts_file: Path | None
     model: Path | None
+    system: str | None
     raw: bool
     max_new_tokens: int
     temperature: float
@@ -76,6 +77,8 @@ def run_generate(options: GenerateOptions) -> int:
     by_engine = options.prompts_file is not None and not options.check
     if options.num_rows is not None and not by_engine:
         fail("generate", "--num-rows", "--prompts-file, and no --check, with it", "one batch of all prompts")
+    if options.system is not None and options.raw:
+        fail("generate", "--system", "none with --raw, which has no chat", repr(options.system))
     if options.check:
         if options.temperature > 0:
             fail("generate", "--check", "greedy decoding (--temperature 0)", str(options.temperature))
@@ -84,7 +87,9 @@ def run_generate(options: GenerateOptions) -> int:
     out, err = Console(highlight=False, markup=False, soft_wrap=True), Console(stderr=True)
     loaded = load(err, options.model, options.dtype, options.attention, options.implementation)
     tokenizer = loaded.tokenizer
-    prompts = [tokenizer.encode(text if options.raw else _as_chat(loaded, text)) for text in texts]
+    prompts = [
+        tokenizer.encode(text if options.raw else _as_chat(loaded, text, options.system)) for text in texts
+    ]
 
     generation = None
     with record_implementations() as served:
@@ -164,8 +169,9 @@ def _read_text(path: Path) -> str:
         fail("generate", "--prompts-file", "UTF-8 text", f"{name}, which is not at byte {error.start}")
 
 
-def _as_chat(loaded: LoadedModel, text: str) -> str:
-    return loaded.tokenizer.apply_chat_template([{"role": "user", "content": text}])
+def _as_chat(loaded: LoadedModel, text: str, system: str | None) -> str:
+    told = [] if system is None else [{"role": "system", "content": system}]
+    return loaded.tokenizer.apply_chat_template([*told, {"role": "user", "content": text}])
 
 
 def _generate(loaded: LoadedModel, prompts: list[list[int]], options: GenerateOptions, **more) -> Generation:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pallas_attn._call.checks import fail
 from pallas_attn._call.optional import needs_extra
 
-with needs_extra("models", user="the command pallas-attn"):
+with needs_extra("models", user="every command of pallas-attn but doctor"):
     import typer
 
 

@@ -15,7 +15,7 @@ from pallas_attn.ops.blocksparse_attention.layout import SparseLayout
 
 MOST_SHOWN = 16  # heads
 ACROSS = 4
-PAST, SEEN, HIDDEN = (0.93, 0.93, 0.93), (0.13, 0.35, 0.60), (1.0, 1.0, 1.0)
+AHEAD, SEEN, HIDDEN = (0.93, 0.93, 0.93), (0.13, 0.35, 0.60), (1.0, 1.0, 1.0)
 
 
 # What each pattern takes beside the sizes, and what is taken where nothing is said.
@@ -74,10 +74,11 @@ def build(options: LayoutOptions) -> SparseLayout:
 
 
 def draw(layout: SparseLayout, output: Path) -> None:
-    """A panel a head: blocks of queries downwards, blocks of keys to the right; what lies ahead is grey."""
+    """A panel a head: blocks of queries downwards, blocks of keys to the right."""
     with needs_extra("bench", user="pallas-attn show-layout"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
     mask = layout.to_block_mask()
     heads = min(len(mask), MOST_SHOWN)
     across = min(heads, ACROSS)
@@ -91,12 +92,12 @@ def draw(layout: SparseLayout, output: Path) -> None:
         if head >= heads:
             panel.set_axis_off()
             continue
-        picture = np.where(mask[head, :, :, None], SEEN, np.where(ahead[:, :, None], PAST, HIDDEN))
+        picture = np.where(mask[head, :, :, None], SEEN, np.where(ahead[:, :, None], AHEAD, HIDDEN))
         extent = (0, mask.shape[2] * layout.block_size, layout.max_len, 0)
         panel.imshow(picture, extent=extent, interpolation="nearest", aspect="equal")
         live = mask[head].sum() / (~ahead).sum()
         name = f"head {head}" if len(mask) > 1 else "all heads"
-        panel.set_title(f"{name}: {live:.0%} of blocks", fontsize=9)
+        panel.set_title(f"{name}: {live:.0%} of causal blocks seen", fontsize=9)
         panel.tick_params(labelsize=7)
     for panel in panels[:, 0]:
         panel.set_ylabel("query position", fontsize=8)
@@ -104,6 +105,9 @@ def draw(layout: SparseLayout, output: Path) -> None:
         panel.set_xlabel("key position", fontsize=8)
     blocks = f"blocks of {layout.q_block_size} queries by {layout.block_size} keys"
     shown = "" if heads == len(mask) else f", the first {heads} of {len(mask)} heads"
-    figure.suptitle(f"{blocks}{shown}; seen in blue", fontsize=10)
+    figure.suptitle(f"{blocks}{shown}", fontsize=10)
+    meanings = ((SEEN, "seen"), (HIDDEN, "left out by the layout"), (AHEAD, "ahead of the queries (causal)"))
+    legend = [Patch(facecolor=color, edgecolor="0.4", label=meaning) for color, meaning in meanings]
+    figure.legend(handles=legend, loc="outside lower center", ncols=3 if across > 1 else 1, fontsize=8)
     # Whatever the file is called: matplotlib would choose by its name, and call one without a suffix otherwise.
     figure.savefig(output, format="png", dpi=110, bbox_inches="tight")

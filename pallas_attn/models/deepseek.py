@@ -257,7 +257,7 @@ class DecoderLayer(nnx.Module):
         config: DeepSeekConfig,
         dense: bool,
         dtype: DTypeLike,
-        implementation: str | None,
+        implementation: Any,
         rngs: nnx.Rngs,
     ):
         hidden, eps = config.attention.hidden_size, config.rms_norm_eps

@@ -45,7 +45,8 @@ class Engine:
 
     or, for one of them while the others go on, `for token in engine.stream(request)`.
 
-    Greedy answers are those of `generate`. Equal prefixes of requests share pages, also with requests that have ended.
+    Greedy answers are those of `generate`. Equal prefixes of requests share full pages, also with requests that have
+    ended.
     When pages run out, the newest request goes back into the queue and loses nothing (see `Scheduler`). Not for several
     threads at once.
 
@@ -57,7 +58,7 @@ class Engine:
         page_size: tokens per page.
         step_tokens: most tokens of a mixed step, at least `num_rows`: a long prompt takes several steps.
         burst: most tokens of an answer in a step in which no prompt is read.
-        prefix_cache: whether equal prefixes share pages.
+        prefix_cache: whether equal prefixes share full pages.
         cache_dtype: of the cache, as in `generate`; None: the model's. An 8-bit cache has scales of each page, which
             grow with what it holds: what a request finds does not depend on those that were served before.
         stop_token_ids: tokens that end an answer.
@@ -171,8 +172,6 @@ class Engine:
         self.steps += 1
         for chunk in step.chunks:
             self._fill_row(chunk.row, chunk.request)
-        if step.copies:
-            self._copy(step.copies)
         chosen = self._mixed(step) if step.reads_prompts else self._decode(step)
         # The device is not waited for before there is nothing else to do.
         self._scheduler.begin(step)
@@ -268,9 +267,3 @@ class Engine:
                 lowered, pool.map(jax.stages.Lowered.compile, lowered.values()), strict=True
             )
         self.compile_seconds += time.perf_counter() - started
-
-    def _copy(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Always as many pairs, so that nothing is compiled again; -1 is skipped."""
-        pairs = np.full((len(self._tables), 2), -1, np.int32)
-        pairs[: len(copies)] = copies
-        self._cache = steps.copy_pages(self._cache, pairs)

@@ -112,7 +112,7 @@ class Attention(nnx.Module):
         config: LlamaConfig,
         dtype: DTypeLike,
         attention: Attending,
-        implementation: str | None,
+        implementation: Any,
         rngs: nnx.Rngs,
     ):
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads

@@ -2,7 +2,11 @@
 
 A tree. A node is a page, its edge the page's tokens, so a path from the root is a prefix; equal tokens after another
 prefix are another node, since keys and values depend on everything before them. Tokens themselves are the keys, not a
-hash of them: what is found is equal. A page that is not full is a leaf: others copy it and go on in their copy.
+hash of them: what is found is equal.
+
+Only full pages are remembered, and only whole ones are found. The tokens that a page has in common with a request could
+be copied from it; but in an 8-bit cache they were rounded by a scale that the page's other tokens made, and what a
+request reads would depend on who was there before it.
 
 The tree holds one reference to each of its pages. Pages that nobody else holds are given back when the allocator runs
 out, least recently used first, leaves before what they hang on.
@@ -23,22 +27,6 @@ class _Node:
     children: dict[tuple[int, ...], "_Node"] = dataclasses.field(default_factory=dict)
 
 
-@dataclasses.dataclass(frozen=True)
-class Match:
-    """What is known of a sequence's beginning; the holder has a reference to each of the pages.
-
-    shared: full pages, to be read and never written.
-    partial: a page to be copied before the sequence goes on in the copy, and how many of its tokens are the sequence's.
-    """
-
-    shared: list[int]
-    partial: tuple[int, int] | None
-
-    @property
-    def pages(self) -> list[int]:
-        return [*self.shared, *([self.partial[0]] if self.partial else [])]
-
-
 class PrefixCache:
     """The tree, over the pages of one allocator."""
 
@@ -53,29 +41,21 @@ class PrefixCache:
         """All that are remembered."""
         return [node.page for node in self._nodes]
 
-    def match(self, tokens: Sequence[int]) -> Match:
-        """The longest known beginning of `tokens`."""
-        size, node, shared, first = self._page_size, self._root, [], 0
-        while (child := node.children.get(tuple(tokens[first : first + size]))) and len(child.tokens) == size:
-            node, first = child, first + size
-            shared.append(node.page)
-        best, common = None, 0
-        for child in node.children.values():
-            equal = _common(child.tokens, tokens[first : first + size])
-            if equal > common:
-                best, common = child, equal
-        self._touch(best or node)
-        match = Match(shared, (best.page, common) if best else None)
-        self._allocator.share(match.pages)
-        return match
+    def match(self, tokens: Sequence[int]) -> list[int]:
+        """Pages of the longest known beginning of `tokens`, to be read and never written; the caller has a reference to
+        each of them."""
+        size, node, pages = self._page_size, self._root, []
+        while child := node.children.get(tuple(tokens[len(pages) * size : (len(pages) + 1) * size])):
+            node = child
+            pages.append(node.page)
+        self._touch(node)
+        return self._allocator.share(pages)
 
     def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
-        """`pages` hold `tokens`, as far as there are tokens. What is known already stays as it is."""
+        """`pages` hold `tokens`, as far as these fill them. What is known already stays as it is."""
         size, node, new = self._page_size, self._root, []
-        for index, page in enumerate(pages):
+        for index, page in enumerate(pages[: len(tokens) // size]):
             held = tuple(tokens[index * size : (index + 1) * size])
-            if not held:
-                break
             if held not in node.children:
                 node.children[held] = _Node(held, page, node)
                 new.append(page)
@@ -112,12 +92,3 @@ class PrefixCache:
             self._nodes[node] = None
             self._nodes.move_to_end(node)
             node = node.parent
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    equal = 0
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            break
-        equal += 1
-    return equal

@@ -19,7 +19,7 @@ from pallas_attn import PageAllocator
 from pallas_attn._call.checks import check_int, fail
 from pallas_attn.ops.kv_cache.allocator import OutOfPagesError
 
-from .prefix_cache import Match, PrefixCache
+from .prefix_cache import PrefixCache
 
 # Of all pages such a part is given back at a time, when the prefix cache has to give back any.
 _EVICTIONS = 64
@@ -31,7 +31,7 @@ class Request:
 
     number: of submission; a lower one is older.
     computed: how many of its tokens have keys and values in `pages`.
-    reused: how many of these were found when it last joined: an equal prefix of others.
+    reused: how many of these were found when it last joined: full pages of an equal prefix of others.
     row: its row of the block table while it runs, else None.
     preempted: how often it was sent back.
     """
@@ -91,11 +91,9 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What to compute: first copy pages, then write and attend."""
+    """What to compute."""
 
     chunks: list[Chunk]
-    copies: list[tuple[int, int]]
-    """(source, target) pages."""
 
     @property
     def reads_prompts(self) -> bool:
@@ -111,7 +109,7 @@ class Scheduler:
         num_rows: requests that may run at once: rows of the block table.
         step_tokens: tokens in a step, at least `num_rows`, so that everything that decodes goes on in every step.
         burst: most tokens of an answer in a step in which no request reads its prompt.
-        prefix_cache: whether equal prefixes share pages.
+        prefix_cache: whether equal prefixes share full pages.
 
     Raises:
         TypeError, ValueError: a size that is no int or below 1; `step_tokens` below `num_rows`.
@@ -138,8 +136,7 @@ class Scheduler:
         self.waiting: list[Request] = []  # oldest first
         self._rows = list(range(num_rows - 1, -1, -1))
         self._numbers = itertools.count()
-        # What a step that was given up leaves to the next one: planned and not begun, begun and not completed.
-        self._copies: list[tuple[int, int]] = []
+        # Of a step that was given up: begun and not completed.
         self._unanswered: Sequence[Chunk] = ()
 
     @property
@@ -173,8 +170,8 @@ class Scheduler:
     def next_step(self) -> Step:
         """What to compute next; its chunks are none only if nothing is left to do.
 
-        A step that was given up, by an exception wherever it had got, is made up for: copies that never began are part
-        of this one, and so are tokens whose answers never came.
+        A step that was given up, by an exception wherever it had got, is made up for: tokens whose answers never came
+        are part of this one.
         """
         for chunk in self._unanswered:
             if chunk.answers and not chunk.request.done:
@@ -188,14 +185,12 @@ class Scheduler:
             if request.row is not None and count and self._grow(request, request.computed + count):
                 chunks.append(Chunk(request, request.computed, count))
                 left -= count
-        while left and self.waiting and self._rows and (joined := self._join(self.waiting[0], left)):
-            request, copied = self.waiting.pop(0), joined.partial
+        while left and self.waiting and self._rows and self._join(self.waiting[0], left):
+            request = self.waiting.pop(0)
             self.running.append(request)
-            if copied:
-                self._copies.append((copied[0], request.pages[len(joined.shared)]))
             chunks.append(Chunk(request, request.computed, min(request.missing, left)))
             left -= chunks[-1].count
-        step = Step(chunks, list(self._copies))
+        step = Step(chunks)
         if not step.reads_prompts:
             step.chunks[:] = [dataclasses.replace(chunk, ahead=self._ahead(chunk)) for chunk in chunks]
         return step
@@ -203,16 +198,14 @@ class Scheduler:
     def begin(self, step: Step) -> None:
         """As soon as a step is on its way to the device, which computes steps in their order: what it computes is there
         for those that follow it. So the host remembers prompts while the device reads them."""
-        self.allocator.free([source for source, _ in self._copies])
-        self._copies.clear()
         self._unanswered = step.chunks
         for chunk in step.chunks:
             request = chunk.request
             request.computed += chunk.count
-            # Of answers all is remembered when they end.
+            # Answers are remembered when they end.
             filled = request.computed // self.page_size > chunk.start // self.page_size
             if filled and chunk.start < len(request.prompt):
-                self._remember(request, full_only=True)
+                self._remember(request)
 
     def complete(self, step: Step, tokens: Mapping[Request, Sequence[int]]) -> list[Request]:
         """After a step that has begun: `tokens` has the next tokens of each request whose chunk answers, at least one,
@@ -229,30 +222,27 @@ class Scheduler:
             answered.append(request)
             full = len(request.answer) == request.max_new_tokens
             if full or request.answer[-1] in request.stop_token_ids:
-                self._remember(request, full_only=False)
+                self._remember(request)
                 self._leave(request)
                 request.done = True
         self._unanswered = ()
         return answered
 
-    def _join(self, request: Request, left: int) -> Match | None:
-        """Gives a waiting request a row, and pages for what the prefix cache knows and a first chunk. None, and
+    def _join(self, request: Request, left: int) -> bool:
+        """Gives a waiting request a row, and pages for what the prefix cache knows and a first chunk. False, and
         nothing has changed, if there are not enough; nobody is sent back for one who waits."""
-        nothing = Match([], None)
         # The last token is computed in any case: what follows it is asked for.
-        known = self.prefixes.match(request.tokens[:-1]) if self.prefixes else nothing
-        for match in (known, Match(known.shared, None), nothing):
-            computed = len(match.shared) * self.page_size + (match.partial[1] if match.partial else 0)
-            needed = self._pages_for(min(computed + left, request.length)) - len(match.shared)
+        known = self.prefixes.match(request.tokens[:-1]) if self.prefixes else []
+        for shared in (known, []):
+            computed = len(shared) * self.page_size
+            needed = self._pages_for(min(computed + left, request.length)) - len(shared)
             # What only the cache holds may go, but not what was just found; without the latter there may be room.
-            self.allocator.share(match.pages)
-            self.allocator.free(known.pages)
-            known = match
             if (own := self._allocate(needed)) is not None:
-                request.pages, request.row = [*match.shared, *own], self._rows.pop()
+                request.pages, request.row = [*shared, *own], self._rows.pop()
                 request.computed = request.reused = computed
-                return match
-        return None
+                return True
+            self.allocator.free(shared)
+        return False
 
     def _grow(self, request: Request, tokens: int) -> bool:
         """Pages for `tokens` tokens; sends newer requests back for them, and the request itself if there is none."""
@@ -285,7 +275,7 @@ class Scheduler:
             return None
 
     def _send_back(self, request: Request) -> None:
-        self._remember(request, full_only=True)
+        self._remember(request)
         self._leave(request)
         request.preempted += 1
         bisect.insort(self.waiting, request, key=lambda request: request.number)
@@ -294,15 +284,12 @@ class Scheduler:
         assert request.row is not None
         self.running.remove(request)
         self._rows.append(request.row)
-        of_nobody = [copy for copy in self._copies if copy[1] in request.pages]
-        self._copies = [copy for copy in self._copies if copy not in of_nobody]
-        self.allocator.free([*request.pages, *(source for source, _ in of_nobody)])
+        self.allocator.free(request.pages)
         request.pages, request.computed, request.row = [], 0, None
 
-    def _remember(self, request: Request, *, full_only: bool) -> None:
+    def _remember(self, request: Request) -> None:
         if self.prefixes:
-            tokens = request.computed // self.page_size * self.page_size if full_only else request.computed
-            self.prefixes.insert(request.tokens[:tokens], request.pages[: self._pages_for(tokens)])
+            self.prefixes.insert(request.tokens[: request.computed], request.pages)
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)

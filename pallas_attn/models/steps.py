@@ -62,8 +62,3 @@ def decode(weights, cache: Cache, tables, rows, tokens, positions, left, *, grap
 
 def _choose(logits: jax.Array, places: jax.Array, rows: sampling.Rows, sampled: bool) -> jax.Array:
     return sampling.sample_rows(logits, places, rows) if sampled else sampling.greedy(logits)
-
-
-@functools.partial(jax.jit, donate_argnames="cache")
-def copy_pages(cache: Cache, pairs: jax.Array) -> Cache:
-    return cache.copy_pages(pairs[:, 0], pairs[:, 1])

@@ -1,6 +1,8 @@
-"""Flax modules over the ops: NNX here, their Linen twins in `pallas_attn.nn.linen`."""
+"""Flax modules over the ops: NNX here, their Linen twins in `pallas_attn.nn.linen`; `attention_fn` is for Flax's own
+modules, of both."""
 
 from .alibi import alibi_slopes as alibi_slopes
+from .attention_fn import attention_fn as attention_fn
 from .indexer import Indexer as Indexer
 from .indexer import IndexerConfig as IndexerConfig
 from .latent_gqa import LatentGQA as LatentGQA
@@ -18,4 +20,5 @@ __all__ = [
     "PagedAttention",
     "Yarn",
     "alibi_slopes",
+    "attention_fn",
 ]

@@ -56,7 +56,7 @@ class NewTokens:
         if cu_q_lens is None:
             real = positions.reshape(-1) >= 0
             counts = (positions >= 0).sum(axis=1, dtype=np.int32)
-            column = np.arange(positions.shape[1], dtype=np.int32)
+            column = xp.arange(positions.shape[1], dtype=np.int32)
             fresh = ((positions == column) | (column >= counts[:, None])).all()
             cu_q_lens = xp.concatenate([np.zeros(1, np.int32), counts.cumsum(dtype=np.int32)])
             order = xp.argsort(~real, stable=True)  # padding goes behind, and nothing else moves
@@ -102,13 +102,13 @@ class NewTokens:
 
     def by_token[Cache: Any](self, cache: Cache) -> Cache:
         """The cache as if each token were a sequence of its own."""
-        return cache.replace(block_tables=cache.block_tables[self.rows])
+        return cache.replace(block_tables=cache.shared_tables[self.rows])
 
     def pages[Cache: Any](self, cache: Cache) -> tuple[Cache, jax.Array]:
         """To write: the cache as if each token had a page of its own, and its position in it [total_tokens, 1]."""
         column = self.positions // cache.page_size
-        held = (self.positions >= 0) & (column < cache.block_tables.shape[1])
-        page = jnp.where(held, cache.block_tables[self.rows, jnp.where(held, column, 0)], -1)
+        held = (self.positions >= 0) & (column < cache.shared_tables.shape[1])
+        page = jnp.where(held, cache.shared_tables[self.rows, jnp.where(held, column, 0)], -1)
         within = jnp.where(held, self.positions % cache.page_size, -1)
         return cache.replace(block_tables=page[:, None]), within[:, None]
 

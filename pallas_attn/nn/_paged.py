@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn import PagedKVCache, paged_attention, prefix_prefill, ragged_paged_attention
+from pallas_attn import PagedKVCache, paged_attention, ragged_paged_attention
 from pallas_attn._call import dispatch
 from pallas_attn._call.checks import ArgumentChecker, is_array, is_number, is_traced, shown
 from pallas_attn._tile import options as tile_options
 from pallas_attn._tile.layout import pool_shape
 from pallas_attn._tile.quantization import is_quantized
+from pallas_attn._types import Implementation
 from pallas_attn.ops.kv_cache.addressing import check_layer
 from pallas_attn.ops.kv_cache.api import DTYPES
 
@@ -29,7 +30,7 @@ class Options:
     softcap: float | None = None
     sliding_window: int | None = None
     alibi_slopes: tuple[float, ...] | None = None
-    implementation: str | None = None
+    implementation: Implementation | None = None
 
     @classmethod
     def checked(cls, scale, softcap, sliding_window, alibi_slopes, sinks, implementation) -> "Options":
@@ -113,7 +114,7 @@ def write_and_attend(
     check.instance("cache", cache, PagedKVCache)
     layer = check_layer(check, layer, cache.num_layers)
     pool = pool_shape(cache.value_cache, cache.layout)
-    num_seqs = cache.block_tables.shape[0]
+    num_seqs = cache.shared_tables.shape[0]
     check.bind("cache", num_seqs=num_seqs, num_kv_heads=pool.num_kv_heads, head_dim=pool.head_dim)
     stored = cache.key_cache.dtype
     check_new_tokens(
@@ -128,7 +129,7 @@ def write_and_attend(
         positions = jnp.asarray(positions)
         cache = cache.write(layer, key, value, positions, implementation=options.implementation)
         # A row whose position is negative has length 0: it reads no page and gets zeros.
-        out: Any = paged_attention(
+        out = paged_attention(
             query[:, 0],
             cache.key_cache,
             cache.value_cache,
@@ -147,15 +148,20 @@ def write_and_attend(
     # them set.
     paged = paged.calibrate(layer, *written)
     paged = paged.write(layer, *written, implementation=options.implementation)
-    cache = paged.replace(block_tables=cache.block_tables)
-    places = (cache.key_cache, cache.value_cache, cache.layer_tables(layer), new.seq_lens, new.cu_q_lens)
-    options_of_both: dict[str, Any] = dict(layout=cache.layout, **rules, **cache.scales(layer))
-    if is_quantized(stored):
-        # New tokens see each other as they are, and what came before as it is stored.
-        keys, values = keys.astype(query.dtype), values.astype(query.dtype)
-        out = prefix_prefill(new.pack(query), keys, values, *places, **options_of_both)
-    else:
-        out = ragged_paged_attention(new.pack(query), *places, **options_of_both)
+    cache = paged.replace(block_tables=cache.shared_tables)
+    # A quantised cache's new tokens, too, see each other as they are stored: what a token sees then depends neither on
+    # the chunks that it came in nor on whether others had stored its beginning.
+    out: Any = ragged_paged_attention(
+        new.pack(query),
+        cache.key_cache,
+        cache.value_cache,
+        cache.layer_tables(layer),
+        new.seq_lens,
+        new.cu_q_lens,
+        layout=cache.layout,
+        **rules,
+        **cache.scales(layer),
+    )
     return new.unpack(out, layer), cache
 
 

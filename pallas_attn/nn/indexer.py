@@ -131,7 +131,7 @@ class Indexer(nnx.Module):
         check = ArgumentChecker("Indexer")
         check.instance("cache", cache, PagedLatentCache)
         layer = check_layer(check, layer, cache.num_layers)
-        check.bind("cache", num_seqs=cache.block_tables.shape[0])
+        check.bind("cache", num_seqs=cache.shared_tables.shape[0])
         lead = leading(positions, cu_q_lens)
         check.array("x", x, (*lead, self.attention.hidden_size), DTYPES)
         check.array("compressed_query", compressed_query, (*lead, self.q_proj.in_features), DTYPES)
@@ -145,7 +145,7 @@ class Indexer(nnx.Module):
             chosen, written = self(
                 x[:, None], compressed_query[:, None], by_token, layer, new.positions[:, None]
             )
-            return chosen[:, 0], written.replace(block_tables=cache.block_tables)
+            return chosen[:, 0], written.replace(block_tables=cache.shared_tables)
         positions = jnp.asarray(new.came if new else positions)
 
         queries = self.q_proj(compressed_query).reshape(*positions.shape, config.num_heads, config.head_dim)

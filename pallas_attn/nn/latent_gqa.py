@@ -16,6 +16,7 @@ from pallas_attn._call import dispatch
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._call.optional import needs_extra
 from pallas_attn._tile.latents import LATENT_DIM, QUERY_DIM
+from pallas_attn._types import ImplementationOrCuda
 from pallas_attn.ops.kv_cache.addressing import check_layer
 
 with needs_extra("models", user="pallas_attn.nn"):
@@ -59,11 +60,11 @@ class LatentGQA(nnx.Module):
         implementation: which implementation of `mla_decode` to force; ``None`` picks the best available.
     """
 
-    def __init__(self, *, scale: float | None = None, implementation: str | None = None):
+    def __init__(self, *, scale: float | None = None, implementation: ImplementationOrCuda | None = None):
         ArgumentChecker("LatentGQA").positive_float("scale", scale)
         dispatch.check_name("LatentGQA", "mla_decode", implementation)
         self.scale = scale
-        self.implementation = implementation
+        self.implementation: ImplementationOrCuda | None = implementation
 
     def __call__(
         self,
@@ -101,7 +102,7 @@ class LatentGQA(nnx.Module):
         check = ArgumentChecker("LatentGQA")
         check.instance("cache", cache, PagedLatentCache)
         layer = check_layer(check, layer, cache.num_layers)
-        check.bind("cache", num_seqs=cache.block_tables.shape[0])
+        check.bind("cache", num_seqs=cache.shared_tables.shape[0])
         dtypes = [cache.latent_cache.dtype]
         check_new_tokens(
             check, query, key, value, positions, cu_q_lens, query_dtypes=dtypes, key_dtypes=dtypes
@@ -132,7 +133,7 @@ class LatentGQA(nnx.Module):
         new = positions if isinstance(positions, NewTokens) else NewTokens.of(check, positions, cu_q_lens)
         paged, within = new.pages(cache)
         paged = paged.write(layer, new.pack(latents)[:, None], within)
-        cache = paged.replace(block_tables=cache.block_tables)
+        cache = paged.replace(block_tables=cache.shared_tables)
 
         def from_pages() -> jax.Array:
             out = attend(new.by_token(cache), new.pack(query)[:, None], new.positions)

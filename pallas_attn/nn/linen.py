@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from pallas_attn import PagedKVCache
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._call.optional import needs_extra
+from pallas_attn._types import Implementation
 
 with needs_extra("models", user="pallas_attn.nn.linen"):
     from flax import linen
@@ -28,7 +29,7 @@ class PagedAttention(linen.Module):
     """
 
     scale: float | None = None
-    implementation: str | None = None
+    implementation: Implementation | None = None
     softcap: float | None = None
     sliding_window: int | None = None
     alibi_slopes: Sequence[float] | None = None

@@ -12,6 +12,7 @@ from pallas_attn._call import dispatch
 from pallas_attn._call.checks import ArgumentChecker, shown
 from pallas_attn._call.optional import needs_extra
 from pallas_attn._tile.latents import BYTES, LATENT_DIM, ROPE_DIM
+from pallas_attn._types import ImplementationOrCuda
 from pallas_attn.ops.kv_cache.addressing import check_layer
 from pallas_attn.ops.kv_cache.api import DTYPES
 
@@ -110,7 +111,7 @@ class MultiHeadLatentAttention(nnx.Module):
         config: MLAConfig,
         *,
         dtype: DTypeLike = jnp.float32,
-        implementation: str | None = None,
+        implementation: ImplementationOrCuda | None = None,
         rngs: nnx.Rngs,
     ):
         check = ArgumentChecker("MultiHeadLatentAttention")
@@ -118,7 +119,8 @@ class MultiHeadLatentAttention(nnx.Module):
         check.dtype("dtype", dtype, DTYPES)
         dispatch.check_name(check.function, "mla_decode", implementation)
         check.instance("rngs", rngs, nnx.Rngs)
-        self.config, self.implementation, self.dtype = config, implementation, jnp.dtype(dtype)
+        self.config, self.dtype = config, jnp.dtype(dtype)
+        self.implementation: ImplementationOrCuda | None = implementation
         heads, nope, rope = config.num_heads, config.qk_nope_head_dim, config.qk_rope_head_dim
         latent, value = config.kv_lora_rank, config.v_head_dim
         if config.q_lora_rank is None:
@@ -183,7 +185,7 @@ class MultiHeadLatentAttention(nnx.Module):
         check = ArgumentChecker("MultiHeadLatentAttention")
         check.instance("cache", cache, PagedLatentCache)
         layer = check_layer(check, layer, cache.num_layers)
-        check.bind("cache", num_seqs=cache.block_tables.shape[0])
+        check.bind("cache", num_seqs=cache.shared_tables.shape[0])
         check.array("x", x, (*leading(positions, cu_q_lens), config.hidden_size), DTYPES)
         check_positions(check, positions, cu_q_lens)
         check.non_empty("x", x)
@@ -227,7 +229,7 @@ class MultiHeadLatentAttention(nnx.Module):
         else:
             paged, within = new.pages(cache)
             paged = paged.write(layer, new.pack(latents)[:, None], within)
-            cache = paged.replace(block_tables=cache.block_tables)
+            cache = paged.replace(block_tables=cache.shared_tables)
             if indices is None:
                 out = self._prefill(new.pack(q_nope), new.pack(q_rope), cache, layer, new)
             else:
@@ -264,7 +266,7 @@ class MultiHeadLatentAttention(nnx.Module):
         options: dict[str, Any] = dict(scale=self.config.scale, implementation=self.implementation)
         if indices is None:
             options |= dict(schedule=schedule, causal=True)
-            out: Any = mla_decode(query, cache.latent_cache, tables, seq_lens, **options)
+            out = mla_decode(query, cache.latent_cache, tables, seq_lens, **options)
         else:
             options |= dict(addressing="positions", block_tables=tables)
             indices = jnp.where(seq_lens[:, None, None] > 0, indices, -1)
@@ -275,7 +277,7 @@ class MultiHeadLatentAttention(nnx.Module):
     def _prefill(self, q_nope, q_rope, cache: PagedLatentCache, layer, new: NewTokens) -> jax.Array:
         # Over fp8 latents the op takes bf16.
         dtype = jnp.bfloat16 if cache.latent_cache.dtype == BYTES else self.dtype
-        out: Any = mla_prefill(
+        out = mla_prefill(
             jnp.concatenate([q_nope, q_rope], axis=-1).astype(dtype),
             cache.latent_cache,
             cache.layer_tables(layer),

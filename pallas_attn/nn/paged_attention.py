@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from pallas_attn import PagedKVCache
 from pallas_attn._call.checks import check_int, fail
 from pallas_attn._call.optional import needs_extra
+from pallas_attn._types import Implementation
 
 with needs_extra("models", user="pallas_attn.nn"):
     from flax import nnx
@@ -52,7 +53,7 @@ class PagedAttention(nnx.Module):
         alibi_slopes: Sequence[float] | jax.Array | None = None,
         sinks: bool = False,
         num_heads: int | None = None,
-        implementation: str | None = None,
+        implementation: Implementation | None = None,
     ):
         self.options = Options.checked(scale, softcap, sliding_window, alibi_slopes, sinks, implementation)
         if sinks:

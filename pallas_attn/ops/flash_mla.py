@@ -9,6 +9,7 @@ from pallas_attn._call import dispatch
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._call.device import current_device
 from pallas_attn._tile.latents import BYTES, LATENT_DIM
+from pallas_attn._types import ImplementationOrCuda
 from pallas_attn.ops.mla_decode.api import DTYPES, check_call, mla_decode
 from pallas_attn.ops.mla_decode.schedule import (
     FIXED_OVERHEAD_BLOCKS,
@@ -107,7 +108,7 @@ def flash_mla_with_kvcache(
     attn_sink: jax.Array | None = None,
     *,
     topk_length: jax.Array | None = None,
-    implementation: str | None = None,
+    implementation: ImplementationOrCuda | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`mla_decode`, or with `indices` `sparse_mla_decode`, with FlashMLA's signature.
 
@@ -130,7 +131,8 @@ def flash_mla_with_kvcache(
 
     Returns:
         out [batch_size, seq_len_q, num_heads_q, 512] in q's dtype, softmax_lse [batch_size, num_heads_q, seq_len_q]
-        float32 (natural logarithm). A row that sees no token has out 0 and lse +inf, as in the original.
+        float32 (natural logarithm). A row that sees no token has out 0 and lse +inf, as in the original; `merge_states`
+        takes it, with its last two dimensions swapped, as [batch_size, seq_len_q, num_heads_q].
 
     Raises:
         TypeError, ValueError: as in `mla_decode`, or `sparse_mla_decode`.
@@ -195,7 +197,7 @@ def flash_mla_sparse_fwd(
     attn_sink: jax.Array | None = None,
     topk_length: jax.Array | None = None,
     *,
-    implementation: str | None = None,
+    implementation: ImplementationOrCuda | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`sparse_mla_prefill` with FlashMLA's signature.
 
@@ -211,7 +213,7 @@ def flash_mla_sparse_fwd(
 
     Returns:
         (out [s_q, h_q, 512] in q's dtype, max_logits [s_q, h_q], lse [s_q, h_q] float32), as `sparse_mla_prefill`; a
-        row that sees no token has lse +inf and max_logits -inf.
+        row that sees no token has lse +inf and max_logits -inf; out and lse are what `merge_states` takes.
 
     Raises:
         TypeError, ValueError: as in `sparse_mla_prefill`.

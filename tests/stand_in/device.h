@@ -268,6 +268,7 @@ T __ldg(const T* from) {
   return *from;
 }
 inline float __fdividef(float a, float b) { return a / b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __uint_as_float(uint32_t x) {
   float v;
   std::memcpy(&v, &x, 4);

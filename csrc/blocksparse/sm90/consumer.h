@@ -174,7 +174,7 @@ class Consumer {
     for (int i = 0; i < kRowsPerThread; ++i) {
       state.sum[i] = quad_reduce(state.sum[i], [](float a, float b) { return a + b; });
     }
-    const RowEnds ends(state);
+    const RowEnds ends(state, scale_log2_);
     constexpr int kChunks = kHeadDim * 2 / sizeof(uint4);  // of a row
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
@@ -187,7 +187,12 @@ class Consumer {
         const uint4 v = neighbours<Element>(rO_, i, group, ends.factor[i], at_.in_quad);
         if (answered) out[group * 4] = v;
       }
-      if (answered && at_.in_quad == 0) params_.lse[place_of_row] = ends.lse2[i] * kLn2;
+      if (answered && at_.in_quad == 0) {
+        // Apart, for a backward pass to work out the same exponentials.
+        const bool empty = state.sum[i] == 0.0f;
+        params_.lse[place_of_row] =
+            make_float2(empty ? -INFINITY : state.maximum[i], empty ? -INFINITY : log2f(state.sum[i]));
+      }
     }
   }
 

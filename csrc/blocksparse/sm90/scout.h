@@ -159,9 +159,10 @@ class Scout {
       out[(token * params_.num_heads + tile.head) * kChunks + i % kChunks] =
           make_uint4(word, word, word, word);
     }
+    const float sum = bad ? NAN : -INFINITY;
     for (int row = tile.begin + lane_; row < tile.end; row += 32) {
       params_.lse[static_cast<int64_t>(tile.token + row) * params_.num_heads + tile.head] =
-          bad ? NAN : -INFINITY;
+          make_float2(-INFINITY, sum);
     }
   }
 

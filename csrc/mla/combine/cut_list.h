@@ -24,8 +24,8 @@ struct CutList {
 };
 
 __device__ inline MergeView merge_view(const DecodeParams& params) {
-  return {params.partial_out, params.partial_lse2, params.sinks,        params.out,
-          params.lse,         params.all_rows(),   params.num_kv_heads, params.group};
+  return {params.partial_out, params.partial_lse, params.sinks,        params.out,
+          params.lse,         params.all_rows(),  params.num_kv_heads, params.group};
 }
 
 // Whatever the schedule says, the partial results read are ones there is room for.

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any, get_args
+from typing import Any, Literal, get_args, overload
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from pallas_attn._call.device import current_device
 from pallas_attn._tile import options, triton
 from pallas_attn._tile.layout import LAYOUTS, PoolCase, PoolShape, check_pools, reaches, table_tokens
 from pallas_attn._tile.masking import Rules
+from pallas_attn._types import ImplementationOrCuda, Layout
 from pallas_attn.ops.blocksparse_attention import backward, cuda, gradients
 from pallas_attn.ops.blocksparse_attention.config import TILES, BlockSparseConfig, heuristic
 from pallas_attn.ops.blocksparse_attention.decode import decode
@@ -91,6 +92,34 @@ dispatch.register(
 )
 
 
+@overload
+def blocksparse_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, layout: SparseLayout, *,
+    cu_q_lens: jax.Array | None = None, cu_k_lens: jax.Array | None = None,
+    block_tables: jax.Array | None = None, seq_lens: jax.Array | None = None, scale: float | None = None,
+    softcap: float | None = None, return_lse: Literal[False] = False, cache_layout: Layout = "NHD",
+    implementation: ImplementationOrCuda | None = None, config: BlockSparseConfig | None = None,
+) -> jax.Array: ...  # fmt: skip
+
+
+@overload
+def blocksparse_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, layout: SparseLayout, *,
+    cu_q_lens: jax.Array | None = None, cu_k_lens: jax.Array | None = None,
+    block_tables: jax.Array | None = None, seq_lens: jax.Array | None = None, scale: float | None = None,
+    softcap: float | None = None, return_lse: Literal[True], cache_layout: Layout = "NHD",
+    implementation: ImplementationOrCuda | None = None, config: BlockSparseConfig | None = None,
+) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
+
+
+@overload
+def blocksparse_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, layout: SparseLayout, *,
+    cu_q_lens: jax.Array | None = None, cu_k_lens: jax.Array | None = None,
+    block_tables: jax.Array | None = None, seq_lens: jax.Array | None = None, scale: float | None = None,
+    softcap: float | None = None, return_lse: bool = False, cache_layout: Layout = "NHD",
+    implementation: ImplementationOrCuda | None = None, config: BlockSparseConfig | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
 def blocksparse_attention(
     query: jax.Array,
     key: jax.Array,
@@ -104,8 +133,8 @@ def blocksparse_attention(
     scale: float | None = None,
     softcap: float | None = None,
     return_lse: bool = False,
-    cache_layout: str = "NHD",
-    implementation: str | None = None,
+    cache_layout: Layout = "NHD",
+    implementation: ImplementationOrCuda | None = None,
     config: BlockSparseConfig | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Causal attention over the blocks of keys that `layout` lists for each head and each block of queries.
@@ -225,12 +254,15 @@ def blocksparse_attention(
         config=BlockSparseConfig(),
     )
     case = Case(problem, layout.sizes, query.dtype, configured=config is not None)
-    name, fn = dispatch.resolve(check.function, case, implementation)
+    name, fn = dispatch.resolve(check.function, case, implementation, {"query": query, **arrays})
     if name == "xla" and config is not None:
         check.fail("config", "None for implementation 'xla'", "a config")
     # What CUDA has no kernel for.
     tiled = triton.first_lowering() if name == "cuda" else name
-    problem = dataclasses.replace(problem, config=_config(check, problem, layout, query.dtype, config, tiled))
+    if name != "xla":
+        problem = dataclasses.replace(
+            problem, config=_config(check, problem, layout, query.dtype, config, tiled)
+        )
     operands = {"query": query, **arrays}
     operands |= {n: getattr(layout, n) for n in gradients.LAYOUT_ARRAYS}
     operands = {n: jnp.asarray(array) for n, array in operands.items()}

@@ -31,8 +31,8 @@ def backward(
     problem: Problem,
     lowering: triton.Lowering = "pallas",
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of query, key and value. `refs`: as forward's for keys in rows, and d_out of query's shape, lse2 and
-    delta [num_heads, num_tokens]."""
+    """Gradients of query, key and value. `refs`: as forward's for keys in rows, and d_out of query's shape, the
+    parts "maximum", finite, and "rest" of its lse and delta [num_heads, num_tokens]."""
     if problem.kinds == "decode":
         refs = refs | {"cu_q_lens": jnp.arange(problem.num_seqs + 1, dtype=jnp.int32)}
     config = problem.config
@@ -80,17 +80,28 @@ class Queries(NamedTuple):
 
     query: jax.Array
     d_out: jax.Array
-    lse2: jax.Array
+    lse: softmax.Lse
     delta: jax.Array
 
     @classmethod
     def read(cls, query_ref: Any, refs: dict[str, Any], problem: Problem, head, token, real) -> "Queries":
         query, d_out = (read_rows(ref, token, head, problem, real) for ref in (query_ref, refs["d_out"]))
         place = head + 0 * token, token
-        lse2 = triton.load(refs["lse2"].at[place], mask=real, other=np.float32(np.inf))
-        delta = triton.load(refs["delta"].at[place], mask=real, other=0.0)
+        maximum, rest, delta = (
+            triton.load(refs[name].at[place], mask=real, other=np.float32(other))
+            for name, other in (("maximum", 0), ("rest", np.inf), ("delta", 0))
+        )
         # Who sees nothing, or is no query, has weights of 0 everywhere.
-        return cls(query, d_out, jnp.where(lse2 == -jnp.inf, jnp.inf, lse2), delta)
+        lse = softmax.Lse(maximum, jnp.where(rest == -jnp.inf, jnp.inf, rest))
+        return cls(query, d_out, lse, delta)
+
+    def pairs(
+        self, given: weights.Bent, by_row: Any, d_weights, good, seen: jax.Array | None
+    ) -> weights.Pairs:
+        """`by_row`: an index that makes numbers of queries broadcast along keys; `good` as in `walk.spoiled`."""
+        given = given._replace(scale=walk.spoiled(given.scale, good))
+        lse = softmax.Lse(*(part[by_row] for part in self.lse))
+        return weights.pairs(given, lse, self.delta[by_row], d_weights, seen)
 
 
 def _query_kernel(query_ref, refs, layout: SparseLayout, d_query_ref, *, problem: Problem):
@@ -112,9 +123,8 @@ def _query_kernel(query_ref, refs, layout: SparseLayout, d_query_ref, *, problem
             given = weights.bent(
                 triton.dot(mine.query, k, trans_b=True), problem.scale, problem.rules.softcap
             )
-            given = given._replace(factor=walk.spoiled(given.factor, keys.good))
             d_weights = triton.dot(mine.d_out, v, trans_b=True)
-            pairs = weights.pairs(*given, mine.lse2[:, None], mine.delta[:, None], d_weights, keys.seen)
+            pairs = mine.pairs(given, np.s_[:, None], d_weights, keys.good, keys.seen)
             new = triton.dot(pairs.d_products.astype(k.dtype), k)
             return new if total is None else total + new
 
@@ -177,11 +187,8 @@ def _key_value_kernel(_, query_ref, refs, seen_by: SparseLayout, d_key_ref, d_va
             given = weights.bent(
                 triton.dot(k, theirs.query, trans_b=True), problem.scale, problem.rules.softcap
             )
-            given = given._replace(factor=walk.spoiled(given.factor, queries.good))
             d_weights = triton.dot(v, theirs.d_out, trans_b=True)
-            pairs = weights.pairs(
-                *given, theirs.lse2[None, :], theirs.delta[None, :], d_weights, queries.seen
-            )
+            pairs = theirs.pairs(given, np.s_[None, :], d_weights, queries.good, queries.seen)
             shares, d_products = (x.astype(k.dtype) for x in (pairs.weights, pairs.d_products))
             d_key, d_value = sums
             return d_key + triton.dot(d_products, theirs.query), d_value + triton.dot(shares, theirs.d_out)

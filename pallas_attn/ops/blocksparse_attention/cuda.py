@@ -48,7 +48,7 @@ def is_slower(problem: Problem) -> bool:
 def prefill(
     query: jax.Array, refs: dict[str, jax.Array], layout: SparseLayout, *, problem: Problem
 ) -> tuple[jax.Array, jax.Array]:
-    """As `kernel.prefill`: (out, lse [num_tokens, num_heads]); of sequences with one query, where the call is mixed,
+    """As `kernel.prefill`: (out, lse [num_tokens, num_heads, 2]); of sequences with one query, where the call is mixed,
     nothing is written.
 
     vmap calls it once for each of the batch, one after the other. It knows nothing of a mesh: `partition` does.
@@ -58,7 +58,7 @@ def prefill(
         "pallas_attn_blocksparse_prefill_sm90",
         (
             jax.ShapeDtypeStruct(query.shape, query.dtype),
-            jax.ShapeDtypeStruct(query.shape[:2], jnp.float32),
+            jax.ShapeDtypeStruct((*query.shape[:2], 2), jnp.float32),
             # A counter: an output, because a handler that allocates cannot be part of a command buffer.
             jax.ShapeDtypeStruct((1,), jnp.int32),
         ),

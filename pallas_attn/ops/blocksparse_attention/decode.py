@@ -23,7 +23,14 @@ from pallas_attn._tile import logits, masking, merge, result, rows, softmax, tri
 from pallas_attn._tile.pieces import Cut, ceil_div
 from pallas_attn._tile.problem import SplitKVProblem
 from pallas_attn.ops.blocksparse_attention.layout import SparseLayout
-from pallas_attn.ops.blocksparse_attention.problem import Blocks, Keys, Problem, divided, factor, first_query
+from pallas_attn.ops.blocksparse_attention.problem import (
+    Blocks,
+    Keys,
+    Problem,
+    divided,
+    first_query,
+    natural_scale,
+)
 
 NONE = np.int32(2**31 - 1)  # no block
 # The tensor core's least, of which one is the query.
@@ -63,8 +70,8 @@ def decode(
     lowering: triton.Lowering,
     into: tuple[jax.Array, ...] = (),
 ) -> tuple[jax.Array, jax.Array]:
-    """(out [num_tokens, num_heads, head_dim], lse [num_tokens, num_heads]) of sequences with one query. Operands as of
-    `prefill`, whose results `into` are in a mixed call: filled in, in place."""
+    """As `prefill`, (out, lse), of sequences with one query. In a mixed call `into` are its results: filled in, in
+    place."""
     config = problem.config
     stored = Pieces(
         num_seqs=problem.num_seqs,
@@ -85,7 +92,9 @@ def decode(
         name="pallas_attn_blocksparse_decode",
         grid=(problem.num_heads // problem.decode_heads, problem.num_seqs, config.num_splits),
         # Tokens are laid end to end, as in a prompt.
-        out_shape=result.shapes(stored, problem.pool.head_dim, query.dtype, final=query.shape[:2]),
+        out_shape=result.shapes(
+            stored, problem.pool.head_dim, query.dtype, final=query.shape[:2], parts=True
+        ),
         input_output_aliases={before + i: i for i in range(len(into))},
         num_warps=config.decode_warps,
         num_stages=config.decode_stages,
@@ -101,6 +110,7 @@ def decode(
         most_pieces=config.num_splits,
         rows_of=functools.partial(_rows_to_merge, stored),
         lowering=lowering,
+        scale=natural_scale(problem),
     )
 
 
@@ -169,13 +179,14 @@ def _serve(
         held = (position < k_len) & (column != NONE)
         tile_keys, usable = keys.read("key", first, held, block_kv, q.dtype)
         values, _ = keys.read("value", first, held, block_kv, q.dtype)
-        products = triton.dot(q, tile_keys, trans_b=True) * factor(problem)
+        products = triton.dot(q, tile_keys, trans_b=True)
         if usable is not None:
             products = softmax.poison(products, (held & ~usable)[None, :])
-        products = logits.shape(products, problem.rules, None, position, position)
+        products, scale = logits.shape(products, problem.rules, problem.scale, None, position, position)
         products = masking.apply(products, _by_lane(has, lane)[:, None])
         products = masking.apply(products, held[None, :])
-        state, weights = softmax.rescale(state, products, exp2=triton.exp2)
+        exp2_below = functools.partial(triton.exp2_below, exp2=triton.exp2)
+        state, weights = softmax.rescale(state, products, scale * softmax.LOG2_E, exp2_below=exp2_below)
         state = state._replace(acc=state.acc + triton.dot(weights.astype(values.dtype), values))
         moves = (part == tiles - 1).astype(jnp.int32)
         return state, [one.at(one.next + moves * h) for one, h in zip(listed, has, strict=True)]
@@ -183,10 +194,11 @@ def _serve(
     number = jnp.minimum(functools.reduce(jnp.add, [one.stop - one.next for one in listed]), width)
     start = softmax.start((TILE_ROWS,), dims[1]), listed
     state, _ = lax.fori_loop(0, number * tiles, step, start)
-    out, lse2 = softmax.finish(state)
+    out, lse = softmax.finish(state)
     bad = bad_len | _by_lane(bad, lane)
-    out, lse2 = softmax.poison(out, bad[:, None]), softmax.poison(lse2, bad)
-    done = result.Result(mine, (token + 0 * lane,), [dims], [out], lse2)
+    # By row, where a result is `poisoned` as a whole.
+    out, lse = softmax.poison(out, bad[:, None]), lse._replace(rest=softmax.poison(lse.rest, bad))
+    done = result.Result(mine, (token + 0 * lane,), [dims], [out], lse)
     result.store(done, out_refs, seq * config.num_splits + split, split < 0)
 
 

@@ -12,7 +12,7 @@ from pallas_attn._call.gradients import refuse
 from pallas_attn._tile import derivative, softmax, weights
 from pallas_attn._tile.layout import DIMS
 from pallas_attn.ops.blocksparse_attention.layout import SparseLayout
-from pallas_attn.ops.blocksparse_attention.problem import Problem
+from pallas_attn.ops.blocksparse_attention.problem import Problem, natural_scale
 
 LAYOUT_ARRAYS = ("row_pointers", "columns")
 FLOATS = ("query", "key", "value")
@@ -29,6 +29,7 @@ class Call:
     """Of the layout's blocks."""
     layout_heads: int
     forward: Callable[..., tuple[jax.Array, jax.Array]]
+    """Of the lse, [num_tokens, num_heads, 2], the parts, the maximum of products as the rules have them."""
     backward: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] | None
     """None of an implementation that JAX differentiates itself."""
     implementation: str
@@ -38,10 +39,10 @@ class Call:
         problem = self.problem
         layout = f"{heads if self.layout_heads > 1 else 'all'} entries"
         keys = DIMS[problem.cache_layout] if problem.cache_layout else dict.fromkeys(FLOATS[1:], KEYS)
-        per_token = f"{heads} tokens"
+        per_token = dict.fromkeys(("maximum", "rest", "delta"), f"{heads} tokens")
         dims = {"query": f"tokens {heads} dim", **keys, **dict.fromkeys(LAYOUT_ARRAYS, layout),
                 "cu_q_lens": "ends", "cu_k_lens": "ends", "block_tables": "tables columns", "seq_lens": "tables",
-                "d_out": f"tokens {heads} dim", "lse2": per_token, "delta": per_token}  # fmt: skip
+                "d_out": f"tokens {heads} dim", **per_token}  # fmt: skip
         static = {"fn": fn, "problem": problem, "sizes": self.sizes}
         return partition.run(
             "blocksparse_attention",
@@ -60,28 +61,33 @@ KEYS = "key_tokens kv_heads dim"
 def attend(call: Call, operands: Arrays) -> tuple[jax.Array, jax.Array]:
     """(out as query, lse [num_tokens, num_heads])."""
 
-    def attended(floats: Arrays, others: Arrays) -> tuple[jax.Array, jax.Array]:
-        results = ("tokens heads dim", "tokens heads")
-        return call.run(call.forward, floats | others, results, "heads")
+    def attended(floats: Arrays, others: Arrays) -> derivative.Results:
+        results = ("tokens heads dim", "tokens heads parts")
+        out, parts = call.run(call.forward, floats | others, results, "heads")
+        lse = softmax.Lse(parts[..., 0], parts[..., 1])
+        return out, lse.natural(natural_scale(call.problem)), *lse
 
     floats = {name: operands[name] for name in FLOATS}
     others = {name: array for name, array in operands.items() if name not in FLOATS}
     if call.backward is None:
-        return attended(floats, others)
+        out, lse, *_ = attended(floats, others)
+        return out, lse
     if call.problem.cache_layout is not None:
-        return refuse("blocksparse_attention with keys in pages", attended)(floats, others)
+        out, lse, *_ = refuse("blocksparse_attention with keys in pages", attended)(floats, others)
+        return out, lse
     rule = functools.partial(_gradients, call, call.backward)
-    out, lse = derivative.differentiable(attended, rule, floats, others)
+    out, lse, *_ = derivative.differentiable(attended, rule, floats, others)
     return out, lse
 
 
 def _gradients(
     call: Call, backward: Any, floats: Arrays, others: Arrays, results, cotangents, asked
 ) -> dict[str, Any]:
-    (out, lse), (d_out, d_lse) = results, cotangents
+    (out, _, maximum, rest), (d_out, d_lse, *_) = results, cotangents
     delta = weights.delta(out, d_out, d_lse)
     # Neighbouring queries' side by side, as kernels read them.
-    operands = floats | others | {"d_out": d_out, "lse2": lse.T * softmax.LOG2_E, "delta": delta.T}
+    by_row = {"maximum": softmax.finite(maximum).T, "rest": rest.T, "delta": delta.T}
+    operands = floats | others | {"d_out": d_out} | by_row
     # A single KV head's gradient sums over all query heads: no device may have some of them only.
     heads = "heads" if call.problem.pool.num_kv_heads > 1 else "all_heads"
     found = call.run(backward, operands, (f"tokens {heads} dim", KEYS, KEYS), heads)

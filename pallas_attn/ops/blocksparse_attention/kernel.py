@@ -16,7 +16,7 @@ import numpy as np
 from pallas_attn._tile import logits, masking, result, rows, softmax, triton
 from pallas_attn.ops.blocksparse_attention import walk
 from pallas_attn.ops.blocksparse_attention.layout import SparseLayout
-from pallas_attn.ops.blocksparse_attention.problem import Keys, Problem, factor, read_rows
+from pallas_attn.ops.blocksparse_attention.problem import Keys, Problem, read_rows
 
 MOST_IN_L2 = 40 << 20  # of an A100's 40 MiB or an H100's 50, through which queries and outputs pass besides
 
@@ -29,8 +29,8 @@ def prefill(
     problem: Problem,
     lowering: triton.Lowering,
 ) -> tuple[jax.Array, jax.Array]:
-    """query [num_tokens, num_heads, head_dim] -> (out, lse [num_tokens, num_heads]); of sequences with one query,
-    where the call is mixed, nothing is written.
+    """query [num_tokens, num_heads, head_dim] -> (out, lse [num_tokens, num_heads, 2] in its parts, of products); of
+    sequences with one query, where the call is mixed, nothing is written.
 
     `refs`: key, value, cu_q_lens, and cu_k_lens or (block_tables, seq_lens).
     """
@@ -46,7 +46,7 @@ def prefill(
         grid=(together, num_slots, problem.num_heads // together),
         out_shape=[
             jax.ShapeDtypeStruct(query.shape, query.dtype),
-            jax.ShapeDtypeStruct(query.shape[:2], jnp.float32),
+            jax.ShapeDtypeStruct((*query.shape[:2], 2), jnp.float32),
         ],
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -95,10 +95,10 @@ def _prefill_kernel(
         state, bad = walk.walk(layout, head, tile, problem, walker, state)
         # Sums that are NaN make NaN of what is divided by them, for less than asking each element.
         state = state._replace(total=softmax.poison(state.total, bad))
-        out, lse2 = softmax.finish(state)
+        out, lse = softmax.finish(state)
         mine = tile.behind(bad) if shares else tile
         held = rows.Rows(mine.position, mine.real, kv_head, mine.token, head)
-        done = result.Result(held, (mine.token,), [dims], [out], lse2)
+        done = result.Result(held, (mine.token,), [dims], [out], lse)
         result.store(done, (out_ref, lse_ref), 0, True)
 
 
@@ -106,21 +106,18 @@ def _attend(state, keys: walk.Keys, read: Any, *, q: jax.Array, problem: Problem
     """The state after one more tile of keys."""
     (tile_keys, usable), (values, _) = read
     products = triton.dot(q, tile_keys, trans_b=True)
-    by = walk.spoiled(factor(problem), keys.good)
     if usable is not None:
         # A page that does not exist makes NaN whoever looks at it.
         wrong = ~usable
         if keys.newest is not None:
             wrong &= keys.first + jnp.arange(wrong.shape[0]) <= keys.newest
         products *= jnp.where(wrong, np.float32(np.nan), np.float32(1.0))[None, :]
-    if problem.rules.softcap is not None:
-        products = logits.shape(by * products, problem.rules, None, keys.first, keys.first)
-        by = None
-    if keys.seen is not None:
-        products = masking.apply(products, keys.seen)
+    given = logits.shape(products, problem.rules, problem.scale, None, keys.first, keys.first)
+    by = walk.spoiled(given.factor, keys.good)
+    tile = given.logits if keys.seen is None else masking.apply(given.logits, keys.seen)
     # Measured: tiles of 64 are quicker with fewer instructions, larger ones are not.
     small = min(problem.config.block_q, problem.config.block_kv) <= 64
-    fused = triton.exp2_scaled if small else None
-    state, weights = softmax.rescale(state, products, by, exp2=triton.exp2, exp2_scaled=fused)
+    apart = functools.partial(triton.exp2_below, exp2=triton.exp2)
+    state, weights = softmax.rescale(state, tile, by, exp2_below=triton.exp2_below_fused if small else apart)
     new = triton.dot(weights.astype(values.dtype), values)
     return state._replace(acc=new if state.acc is None else state.acc + new)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn._tile import masking, pages, softmax, triton
+from pallas_attn._tile import logits, masking, pages, triton
 from pallas_attn._tile.layout import PoolShape
 from pallas_attn._tile.masking import Rules
 from pallas_attn.ops.blocksparse_attention.config import BlockSparseConfig
@@ -205,6 +205,6 @@ def divided(index: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
     return index >> (size.bit_length() - 1), index & (size - 1)
 
 
-def factor(problem: Problem) -> float:
-    """What products are multiplied by before `logits.shape` takes them."""
-    return problem.scale if problem.rules.softcap is not None else problem.scale * softmax.LOG2_E
+def natural_scale(problem: Problem) -> float:
+    """What makes natural logits of products as the rules have them."""
+    return logits.natural_scale(problem.rules, problem.scale, None)

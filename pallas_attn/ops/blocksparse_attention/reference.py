@@ -14,7 +14,7 @@ from jax import lax
 from pallas_attn._tile import logits, masking, softmax
 from pallas_attn._tile.layout import to_nhd
 from pallas_attn.ops.blocksparse_attention.layout import SparseLayout, rows_of
-from pallas_attn.ops.blocksparse_attention.problem import Problem, factor
+from pallas_attn.ops.blocksparse_attention.problem import Problem
 
 MOST_QUERIES = 64
 
@@ -62,25 +62,26 @@ def blocksparse_attention_xla(
         by_head = jnp.moveaxis(q, 1, 0)
         q = q.reshape(block_q, problem.pool.num_kv_heads, problem.group, -1)
         products = jnp.einsum("qhgd,khd->hgqk", q, keys, precision="highest")
-        products = products.reshape(heads, block_q, -1) * factor(problem)
-        logits2 = masking.apply(logits.shape(products, problem.rules, None, key_at, key_at), visible)
-        state, weights = softmax.rescale(softmax.start((heads, block_q), values.shape[2]), logits2)
+        products = products.reshape(heads, block_q, -1)
+        given = logits.shape(products, problem.rules, problem.scale, None, key_at, key_at)
+        start = softmax.start((heads, block_q), values.shape[2])
+        state, weights = softmax.rescale(start, masking.apply(given.logits, visible), given.factor)
         by_kv_head = weights.reshape(problem.pool.num_kv_heads, problem.group, block_q, -1)
         acc = jnp.einsum("hgqk,khd->hgqd", by_kv_head, values, precision="highest")
-        out, lse2 = softmax.finish(state._replace(acc=acc.reshape(state.acc.shape)))
+        out, lse = softmax.finish(state._replace(acc=acc.reshape(state.acc.shape)))
         wrong = (first >= 0) & bad[:, row]
         wrong = bad_lens[seq] | ~inside | wrong[:, None] | jnp.any(visible & ~usable, axis=2)
         # The query's gradient is NaN, too; of keys and values, wrong rows have no part.
         spoiled = jnp.float32(jnp.nan) * jnp.where(wrong[..., None], by_head, 0)
         out = jnp.where(wrong[..., None], spoiled, out)
-        lse = jnp.where(wrong, spoiled[..., 0], softmax.natural_lse(lse2))
-        return token, jnp.moveaxis(out, 0, 1).astype(query.dtype), lse.T
+        lse = jnp.stack([lse.maximum, jnp.where(wrong, spoiled[..., 0], lse.rest)], axis=-1)
+        return token, jnp.moveaxis(out, 0, 1).astype(query.dtype), jnp.swapaxes(lse, 0, 1)
 
     num_slots = tokens // block_q + 2 * num_seqs
     token, out, lse = lax.map(jax.checkpoint(attend), jnp.arange(num_slots))
     results = (
         jnp.zeros(query.shape, query.dtype).at[token].set(out, mode="drop"),
-        jnp.full((tokens, heads), -jnp.inf).at[token].set(lse, mode="drop"),
+        jnp.full((tokens, heads, 2), -jnp.inf).at[token].set(lse, mode="drop"),
     )
     return results
 

@@ -198,7 +198,7 @@ def in_the_past(column: jax.Array, first: jax.Array, newest: jax.Array) -> jax.A
     return ((column | first) >= 0) & (first <= newest)
 
 
-def spoiled(factor: float, good: jax.Array | None) -> jax.Array | float:
+def spoiled(factor: Any, good: jax.Array | None) -> jax.Array | float:
     """`factor` of logits; NaN where a block is not `good`.
 
     Not for NaN alone, since the whole row is spoiled in the end. Triton's pipeline gives a load that only leads to

@@ -1,7 +1,7 @@
 """`flash_attention`: signature, checks, dispatch."""
 
 import functools
-from typing import Any, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args, overload
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from pallas_attn._call.checks import ArgumentChecker, check_int
 from pallas_attn._tile import options, triton
 from pallas_attn._tile.dense import DenseLayout
 from pallas_attn._tile.layout import handles
+from pallas_attn._types import Implementation
 from pallas_attn.ops.flash_attention import arguments, backward, kernel, reference
 from pallas_attn.ops.flash_attention.config import FlashAttentionConfig, resolve
 from pallas_attn.ops.flash_attention.gradients import FUNCTION, Arrays, Call, Passes, attend
@@ -61,6 +62,40 @@ dispatch.register(
 )
 
 
+@overload
+def flash_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, *, bias: jax.Array | None = None,
+    mask: jax.Array | None = None, segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+    cu_q_lens: jax.Array | None = None, causal: bool = False,
+    sliding_window: int | tuple[int | None, int | None] | None = None, q_offset: int = 0,
+    scale: float | None = None, softcap: float | None = None, sinks: jax.Array | None = None,
+    return_lse: Literal[False] = False, layout: DenseLayout = "BTNH",
+    implementation: Implementation | None = None, config: FlashAttentionConfig | None = None,
+) -> jax.Array: ...  # fmt: skip
+
+
+@overload
+def flash_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, *, bias: jax.Array | None = None,
+    mask: jax.Array | None = None, segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+    cu_q_lens: jax.Array | None = None, causal: bool = False,
+    sliding_window: int | tuple[int | None, int | None] | None = None, q_offset: int = 0,
+    scale: float | None = None, softcap: float | None = None, sinks: jax.Array | None = None,
+    return_lse: Literal[True], layout: DenseLayout = "BTNH", implementation: Implementation | None = None,
+    config: FlashAttentionConfig | None = None,
+) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
+
+
+@overload
+def flash_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, *, bias: jax.Array | None = None,
+    mask: jax.Array | None = None, segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+    cu_q_lens: jax.Array | None = None, causal: bool = False,
+    sliding_window: int | tuple[int | None, int | None] | None = None, q_offset: int = 0,
+    scale: float | None = None, softcap: float | None = None, sinks: jax.Array | None = None,
+    return_lse: bool = False, layout: DenseLayout = "BTNH", implementation: Implementation | None = None,
+    config: FlashAttentionConfig | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
 def flash_attention(
     query: jax.Array,
     key: jax.Array,
@@ -78,7 +113,7 @@ def flash_attention(
     sinks: jax.Array | None = None,
     return_lse: bool = False,
     layout: DenseLayout = "BTNH",
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
     config: FlashAttentionConfig | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention of dense queries over dense keys and values, with gradients, in memory that grows with their number.
@@ -96,9 +131,9 @@ def flash_attention(
             fp16 or float32 (whose products are not rounded to TF32). num_heads is a multiple of num_kv_heads; query
             head h uses KV head h // (num_heads / num_kv_heads). head_dim and value_dim are each up to 256 on the GPU.
         bias: [batch or 1, num_heads or 1, q_len or 1, kv_len or 1], added to the logits after the soft cap; bf16,
-            fp16 or float32. It has gradients. Logits are float32, so a row whose biases are all around -1e6 or less
-            has lost what tells its keys apart, and its gradients are not to be trusted; below -2.3e38, which
-            finfo(float32).min is, a bias counts as -inf. -inf and `mask` say that a key is not
+            fp16 or float32. It has gradients. Logits are float32, so in a row whose biases are all around -1e6 or less
+            they have lost what tells its keys apart: softmax and gradients are those of the rounded logits, as in
+            jax.nn, where finfo(float32).min everywhere makes all keys equal. -inf and `mask` say that a key is not
             seen; a query that sees none has 0.
         mask: bool, of the same shapes; a query sees a key where it is True. Masked keys and values must be finite.
         segment_ids: int32 [batch, tokens], or a pair of such for queries and keys: a query sees the keys of its own
@@ -210,7 +245,7 @@ def serve(
 
     configs.check_type(FUNCTION, FlashAttentionConfig, config)
     case = Case(dims["head_dim"], dims["value_dim"], others["mask"].size if mask is not None else 0)
-    name, _ = dispatch.resolve(FUNCTION, case, implementation)
+    name, _ = dispatch.resolve(FUNCTION, case, implementation, floats | others)
     if name == "xla" and config is not None:
         check.fail("config", "None for implementation 'xla'", "a config")
     rules = Rules(

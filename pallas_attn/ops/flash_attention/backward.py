@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_attn._tile import dense, logits, triton, weights
+from pallas_attn._tile import dense, logits, softmax, triton, weights
 from pallas_attn._tile.rows import Chunk
 from pallas_attn.ops.flash_attention import scores, walk
 from pallas_attn.ops.flash_attention.config import FlashAttentionConfig, FlashAttentionTiles
@@ -32,7 +32,7 @@ def backward(
     lowering: triton.Lowering = "pallas",
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of query, key and value, each as its array. `operands`: as forward's, and "d_out" of out's shape,
-    "lse2" and "delta" [batch, num_kv_heads, group, q_len]."""
+    "maximum" and "rest", the parts of its lse, both finite, and "delta" [batch, num_kv_heads, group, q_len]."""
     problem = Problem.of(operands, rules)
     query, key, value = (
         jax.ShapeDtypeStruct(operands[name].shape, operands[name].dtype) for name in ("query", "key", "value")
@@ -66,27 +66,28 @@ class Rows(NamedTuple):
 
     query: list[jax.Array]
     d_out: list[jax.Array]
-    lse2: jax.Array
+    lse: softmax.Lse
     delta: jax.Array
 
 
 def _rows(refs: dict[str, Any], problem: Problem, cell: scores.Cell, tokens, real) -> Rows:
     stream = dense.Stream(problem.rules.layout, cell.batch, (cell.kv_head, cell.place))
-    lse2, delta = (
+    maximum, rest, delta = (
         triton.load(dense.per_token(refs[name], cell, tokens), mask=real, other=0.0)
-        for name in ("lse2", "delta")
+        for name in ("maximum", "rest", "delta")
     )
     return Rows(
         stream.read(refs["query"], tokens, real, problem.query_chunks),
         stream.read(refs["d_out"], tokens, real, problem.value_chunks),
-        # A query that sees nothing has logits of -inf alone.
-        jnp.where(lse2 == -jnp.inf, 0.0, lse2),
+        softmax.Lse(maximum, rest),
         delta,
     )
 
 
-def _pairs(given: weights.Bent, lse2, delta, d_weights, seen: jax.Array | None) -> weights.Pairs:
-    return weights.pairs(*given, lse2, delta, d_weights, seen)
+def _pairs(given: weights.Bent, rows: Rows, by_row: Any, d_weights, seen: jax.Array | None) -> weights.Pairs:
+    """`by_row`: an index that makes numbers of rows broadcast along keys."""
+    lse = softmax.Lse(*(part[by_row] for part in rows.lse))
+    return weights.pairs(given, lse, rows.delta[by_row], d_weights, seen)
 
 
 def _query_kernel(refs, d_query_ref, *, problem: Problem, tiles: FlashAttentionTiles):
@@ -105,7 +106,7 @@ def _query_kernel(refs, d_query_ref, *, problem: Problem, tiles: FlashAttentionT
         given = scores.scores(rules, refs, cell, logits.products(rows.query, k, None), query_at, key_at, real)
         seen = scores.visible(rules.band, query_at, key_at, tile.masked, [tile.held[None, :]])
         d_weights = logits.products(rows.d_out, v, None)
-        pairs = _pairs(given, rows.lse2[:, None], rows.delta[:, None], d_weights, seen)
+        pairs = _pairs(given, rows, np.s_[:, None], d_weights, seen)
         d_products = pairs.d_products.astype(refs["key"].dtype)
         return tuple(total + triton.dot(d_products, part) for total, part in zip(sums, k, strict=True))
 
@@ -139,7 +140,7 @@ def _key_value_kernel(refs, d_key_ref, d_value_ref, *, problem: Problem, tiles: 
         given = scores.scores(rules, refs, cell, logits.products(k, rows.query, None), query_at, key_at, real)
         seen = scores.visible(rules.band, query_at, key_at, tile.masked, [tile.held[None, :]])
         d_weights = logits.products(v, rows.d_out, None)
-        pairs = _pairs(given, rows.lse2[None, :], rows.delta[None, :], d_weights, seen)
+        pairs = _pairs(given, rows, np.s_[None, :], d_weights, seen)
         shares, d_products = (x.astype(refs["query"].dtype) for x in (pairs.weights, pairs.d_products))
         d_key, d_value = sums
 
@@ -229,7 +230,7 @@ def _bias_kernel(
             among.append(asked.rank[:, None] == given.rank[None, :])
         seen = scores.visible(rules.band, query_at, key_at, True, among)
         d_weights = logits.products(rows.d_out, v, None)
-        pairs = _pairs(shaped, rows.lse2[:, None], rows.delta[:, None], d_weights, seen)
+        pairs = _pairs(shaped, rows, np.s_[:, None], d_weights, seen)
         return total + pairs.d_logits
 
     zeros = jnp.zeros((tiles.block_q, tiles.block_kv), jnp.float32)

@@ -13,6 +13,7 @@ from pallas_attn._call import partition
 from pallas_attn._tile import derivative, softmax, weights
 from pallas_attn.ops.flash_attention.config import FlashAttentionConfig
 from pallas_attn.ops.flash_attention.problem import Rules
+from pallas_attn.ops.flash_attention.scores import natural_scale
 
 FUNCTION = "flash_attention"
 OTHERS = {
@@ -29,7 +30,7 @@ class Passes(NamedTuple):
     """An implementation: (operands, *, rules, config) -> results, as kernel.py and backward.py have them."""
 
     name: str
-    forward: Callable[..., tuple[jax.Array, jax.Array]]
+    forward: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
     backward: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
     bias_gradient: Callable[..., jax.Array]
 
@@ -65,7 +66,8 @@ class Call:
         named = {
             **OTHERS,
             "sinks": "heads group",
-            "lse2": "seqs heads group q",
+            "maximum": "seqs heads group q",
+            "rest": "seqs heads group q",
             "delta": "seqs heads group q",
         }
         if name in named:
@@ -78,22 +80,25 @@ def attend(call: Call, floats: Arrays, others: Arrays) -> tuple[jax.Array, jax.A
     """(out as query, lse [batch, num_kv_heads, group, q_len]). Gradients flow to `floats`: query, key, value, sinks,
     bias."""
 
-    def attended(floats: Arrays, others: Arrays) -> tuple[jax.Array, jax.Array]:
-        results = (call.dims("query", ()), "seqs heads group q")
-        out, lse2 = call.run(_forward, floats | others, results)
-        return out, softmax.natural_lse(lse2)
+    def attended(floats: Arrays, others: Arrays) -> derivative.Results:
+        results = (call.dims("query", ()), *["seqs heads group q"] * 2)
+        out, *parts = call.run(_forward, floats | others, results)
+        return out, softmax.Lse(*parts).natural(natural_scale(call.rules, floats)), *parts
 
-    out, lse = derivative.differentiable(attended, functools.partial(_gradients, call), floats, others)
+    out, lse, *_ = derivative.differentiable(attended, functools.partial(_gradients, call), floats, others)
     return out, lse
 
 
 def _gradients(call: Call, floats: Arrays, others: Arrays, results, cotangents, asked) -> dict[str, Any]:
-    (out, lse), (d_out, d_lse) = results, cotangents
+    (out, _, *parts), (d_out, d_lse, *_) = results, cotangents
+    lse = softmax.Lse(*parts)
     if call.rules.layout == "BTNH":
         delta = jnp.moveaxis(weights.delta(out, d_out, jnp.moveaxis(d_lse, -1, 1)), 1, -1)
     else:
         delta = weights.delta(out, d_out, d_lse)
-    operands = floats | others | {"d_out": d_out, "lse2": lse * softmax.LOG2_E, "delta": delta}
+    # A query that sees nothing has logits of -inf alone, and weights of 0 whatever is taken off.
+    maximum, rest = map(softmax.finite, lse)
+    operands = floats | others | {"d_out": d_out, "maximum": maximum, "rest": rest, "delta": delta}
     gradients: dict[str, Any] = dict.fromkeys(floats)
     which = ("query", "key", "value")
     if asked.keys() & set(which):
@@ -103,7 +108,8 @@ def _gradients(call: Call, floats: Arrays, others: Arrays, results, cotangents, 
         # The sink's logit has a weight, like a key's, and no value; of a row that saw nothing, a sink of -inf has none.
         sinks = softmax.finite_sink(floats["sinks"])[None, :, :, None]
         # None has a weight above 1, which rounding makes of a large sink.
-        of_sinks = jnp.exp(jnp.minimum(sinks - jnp.where(lse == -jnp.inf, 0.0, lse), 0.0))
+        above = (sinks - softmax.finite(lse.maximum) * natural_scale(call.rules, floats)) * softmax.LOG2_E
+        of_sinks = jnp.exp2(jnp.minimum(above - softmax.finite(lse.rest), 0.0))
         gradients["sinks"] = -jnp.sum(of_sinks * delta, axis=(0, 3))
     if "bias" in asked:
         shape = floats["bias"].shape

@@ -1,6 +1,6 @@
 """`jax.nn.dot_product_attention` by flash attention: the same arguments, to be put in its place."""
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from pallas_attn._call.checks import (
     is_traced,
     shown,
 )
+from pallas_attn._types import Implementation
 from pallas_attn.ops.flash_attention import arguments
 from pallas_attn.ops.flash_attention.api import serve
 
@@ -24,6 +25,34 @@ SPELLED = {"causal": "is_causal", "sliding_window": "local_window_size", "return
 type AnyArray = jax.Array | np.ndarray | np.generic
 
 
+@overload
+def dot_product_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, bias: AnyArray | None = None,
+    mask: AnyArray | None = None, *, scale: float | AnyArray | None = None, is_causal: bool = False,
+    query_seq_lengths: jax.Array | None = None, key_value_seq_lengths: jax.Array | None = None,
+    local_window_size: int | tuple[int, int] | None = None, implementation: Implementation | None = None,
+    return_residual: Literal[False] = False,
+) -> jax.Array: ...  # fmt: skip
+
+
+@overload
+def dot_product_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, bias: AnyArray | None = None,
+    mask: AnyArray | None = None, *, scale: float | AnyArray | None = None, is_causal: bool = False,
+    query_seq_lengths: jax.Array | None = None, key_value_seq_lengths: jax.Array | None = None,
+    local_window_size: int | tuple[int, int] | None = None, implementation: Implementation | None = None,
+    return_residual: Literal[True],
+) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
+
+
+@overload
+def dot_product_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, bias: AnyArray | None = None,
+    mask: AnyArray | None = None, *, scale: float | AnyArray | None = None, is_causal: bool = False,
+    query_seq_lengths: jax.Array | None = None, key_value_seq_lengths: jax.Array | None = None,
+    local_window_size: int | tuple[int, int] | None = None, implementation: Implementation | None = None,
+    return_residual: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
 def dot_product_attention(
     query: jax.Array,
     key: jax.Array,
@@ -36,10 +65,13 @@ def dot_product_attention(
     query_seq_lengths: jax.Array | None = None,
     key_value_seq_lengths: jax.Array | None = None,
     local_window_size: int | tuple[int, int] | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
     return_residual: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`jax.nn.dot_product_attention` with the arguments of jax 0.11 and 0.12, served by `flash_attention`.
+
+    The `attention_fn` of Flax's modules is `pallas_attn.nn.attention_fn`: in its place Linen would drop its dropout
+    with this one in silence.
 
     Args:
         query, key, value: [batch, q_len, num_heads, head_dim] and [batch, kv_len, num_kv_heads, head_dim], or without

@@ -23,8 +23,9 @@ def forward(
     rules: Rules,
     tiles: FlashAttentionTiles,
     lowering: triton.Lowering = "pallas",
-) -> tuple[jax.Array, jax.Array]:
-    """(out in query's dtype, of query's shape with the values' width; lse2 [batch, num_kv_heads, group, q_len]).
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(out in query's dtype, of query's shape with the values' width; the parts of its lse, of `scores`, each [batch,
+    num_kv_heads, group, q_len]).
 
     `operands`: query, key, value and, as far as there are any, sinks, bias, mask, q_rank, q_table, kv_rank, kv_table.
     """
@@ -43,7 +44,7 @@ def forward(
         ),
         out_shape=[
             jax.ShapeDtypeStruct((*query.shape[:-1], problem.value_dim), query.dtype),
-            jax.ShapeDtypeStruct(problem.lse_shape, jnp.float32),
+            *[jax.ShapeDtypeStruct(problem.lse_shape, jnp.float32)] * 2,
         ],
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
@@ -75,7 +76,7 @@ def sides(refs: dict[str, Any], problem: Problem, tiles: FlashAttentionTiles) ->
     )
 
 
-def _forward_kernel(refs, out_ref, lse_ref, *, problem: Problem, tiles: FlashAttentionTiles):
+def _forward_kernel(refs, out_ref, maximum_ref, rest_ref, *, problem: Problem, tiles: FlashAttentionTiles):
     rules = problem.rules
     queries, keys = sides(refs, problem, tiles)
     cell, index = of_program(problem, problem.blocks("query", tiles.block_q), heads_together(problem))
@@ -92,7 +93,7 @@ def _forward_kernel(refs, out_ref, lse_ref, *, problem: Problem, tiles: FlashAtt
         given = scores.scores(rules, refs, cell, logits.products(q, k, None), query_at, key_at, real)
         seen = scores.visible(rules.band, query_at, key_at, tile.masked, [tile.held[None, :]])
         shaped = given.logits if seen is None else masking.apply(given.logits, seen)
-        state, weights = softmax.rescale(state, shaped, given.factor, exp2_scaled=triton.exp2_scaled)
+        state, weights = softmax.rescale(state, shaped, given.factor, exp2_below=triton.exp2_below_fused)
         weights = weights.astype(refs["value"].dtype)
         acc = tuple(sums + triton.dot(weights, part) for sums, part in zip(state.acc, v, strict=True))
         return state._replace(acc=acc)
@@ -101,10 +102,13 @@ def _forward_kernel(refs, out_ref, lse_ref, *, problem: Problem, tiles: FlashAtt
         state = softmax.start((tiles.block_q,), tuple(size for _, size in problem.value_chunks))
         state = walk.walk(mine, part, queries, keys, rules.band, cell.batch, step, state)
         if "sinks" in refs:
-            sink = softmax.sink2(triton.load(refs["sinks"].at[cell.kv_head, cell.place]))
-            state = softmax.join(state, jnp.broadcast_to(sink, (tiles.block_q,)))
-        out, lse2 = softmax.finish(state)
+            sink = triton.load(refs["sinks"].at[cell.kv_head, cell.place])
+            scale = scores.natural_scale(rules, refs)
+            out, lse = softmax.finish_beside(state, scale, jnp.broadcast_to(sink, (tiles.block_q,)))
+        else:
+            out, lse = softmax.finish(state)
         stream.write(out_ref, mine.tokens, part.tokens, problem.value_chunks, out)
-        triton.store(dense.per_token(lse_ref, cell, mine.tokens), lse2, mask=part.tokens)
+        for ref, values in zip((maximum_ref, rest_ref), lse, strict=True):
+            triton.store(dense.per_token(ref, cell, mine.tokens), values, mask=part.tokens)
 
     walk.parts(mine, attend)

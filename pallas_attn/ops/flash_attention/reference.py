@@ -11,11 +11,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._tile import masking, sharding, softmax
+from pallas_attn._call import symbolic
+from pallas_attn._tile import masking, sharding, softmax, weights
 from pallas_attn.ops.flash_attention.problem import Problem, Rules
+from pallas_attn.ops.flash_attention.scores import natural_scale
 
 LOGITS = 2**24  # of a chunk, for all queries and heads
 LEAST_CHUNK = 16
+OPEN_CHUNK = 128  # where sizes are symbolic
 dot = functools.partial(jnp.einsum, precision="highest", preferred_element_type=jnp.float32)
 
 
@@ -25,6 +28,7 @@ class Chunk(NamedTuple):
     key: jax.Array
     value: jax.Array
     logits: jax.Array
+    """Times `scores.natural_scale` they are natural."""
     seen: jax.Array
     slope: jax.Array
     """The soft cap's derivative where a key is seen, or 1."""
@@ -36,10 +40,16 @@ class Chunks:
     def __init__(self, operands: dict[str, jax.Array], rules: Rules):
         self.problem, self.rules, self.operands = Problem.of(operands, rules), rules, operands
         self.query = self.by_head(operands["query"])
-        queries = max(1, self.query.size // self.query.shape[-1])
-        self.size = min(self.problem.kv_len, max(LEAST_CHUNK, LOGITS // queries))
+        self.size = self._chunk()
         self.count = -(-self.problem.kv_len // self.size)
         self.key, self.value = (self._padded(self.by_head(operands[name]), 2) for name in ("key", "value"))
+
+    def _chunk(self) -> int:
+        kv_len = self.problem.kv_len
+        if symbolic.is_open(*self.query.shape, kv_len):
+            return OPEN_CHUNK if symbolic.is_open(kv_len) else min(kv_len, OPEN_CHUNK)
+        queries = max(1, self.query.size // self.query.shape[-1])
+        return min(kv_len, max(LEAST_CHUNK, LOGITS // queries))
 
     def by_head(self, array: jax.Array) -> jax.Array:
         """[batch, heads..., tokens, dim] in float32."""
@@ -65,13 +75,13 @@ class Chunks:
         # What no query sees may hold anything: 0 * NaN is NaN.
         held = jnp.any(seen, axis=(2, 3))[..., None]
         key, value = (jnp.where(held, self._of(i, array, 2), 0.0) for array in (self.key, self.value))
-        logits = dot("bkgqd,bksd->bkgqs", self.query, key) * rules.scale
-        slope = jnp.float32(1.0)
-        if rules.softcap is not None:
-            bent = jnp.tanh(logits / rules.softcap)
-            logits, slope = rules.softcap * bent, jnp.where(seen, 1.0 - bent * bent, 0.0)
+        logits, scale, bent = weights.bent(
+            dot("bkgqd,bksd->bkgqs", self.query, key), rules.scale, rules.softcap
+        )
+        slope = jnp.float32(1.0) if bent is None else jnp.where(seen, bent, 0.0)
         if "bias" in operands:
-            logits += self._of(i, self._padded(operands["bias"], 4), 4).astype(jnp.float32)
+            bias = self._of(i, self._padded(operands["bias"], 4), 4).astype(jnp.float32)
+            logits = logits * scale + bias
         return Chunk(key, value, masking.apply(logits, seen), seen, slope)
 
     def _seen(self, i: jax.Array) -> jax.Array:
@@ -107,23 +117,24 @@ def _loop(count: int, step, carry, operands: dict[str, jax.Array]):
 @functools.partial(jax.jit, static_argnames=("rules", "config"))
 def forward(
     operands: dict[str, jax.Array], *, rules: Rules, config: None = None
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """As the kernel's."""
     chunks = Chunks(operands, rules)
-    problem = chunks.problem
+    problem, scale = chunks.problem, natural_scale(rules, operands)
 
     def step(i, state):
         chunk = chunks[i]
-        state, weights = softmax.rescale(state, chunk.logits, softmax.LOG2_E)
+        state, weights = softmax.rescale(state, chunk.logits, scale * softmax.LOG2_E)
         acc = state.acc + chunks.summed("bkgqs,bksd->bkgqd", weights, chunk.seen, chunk.value)
         return state._replace(acc=acc)
 
     state = _loop(chunks.count, step, softmax.start(problem.lse_shape, problem.value_dim), operands)
     if "sinks" in operands:
-        sinks = softmax.sink2(operands["sinks"])[None, :, :, None]
-        state = softmax.join(state, jnp.broadcast_to(sinks, problem.lse_shape))
-    out, lse2 = softmax.finish(state)
-    return chunks.as_given(out, "query"), lse2
+        sinks = jnp.broadcast_to(operands["sinks"][None, :, :, None], problem.lse_shape)
+        out, lse = softmax.finish_beside(state, scale, sinks)
+    else:
+        out, lse = softmax.finish(state)
+    return chunks.as_given(out, "query"), lse.maximum, lse.rest
 
 
 @functools.partial(jax.jit, static_argnames=("rules", "config"))
@@ -136,7 +147,7 @@ def backward(
 
     def step(i, sums):
         chunk = chunks[i]
-        weights, d_logits = _of_chunk(operands, chunk, d_out)
+        weights, d_logits = _of_chunk(operands, rules, chunk, d_out)
         d_products = d_logits * chunk.slope * rules.scale
         d_query, d_key, d_value = sums
         d_query += chunks.summed("bkgqs,bksd->bkgqd", d_products, chunk.seen, chunk.key)
@@ -161,11 +172,15 @@ def backward(
     )
 
 
-def _of_chunk(operands: dict[str, jax.Array], chunk: Chunk, d_out: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _of_chunk(
+    operands: dict[str, jax.Array], rules: Rules, chunk: Chunk, d_out: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Weights, and gradients of logits."""
-    lse2 = operands["lse2"][..., None]
-    lse2 = jnp.where(lse2 == -jnp.inf, 0.0, lse2)
-    weights = jnp.where(chunk.seen, jnp.exp2(chunk.logits * softmax.LOG2_E - lse2), 0.0)
+    lse, factor = (
+        softmax.Lse(operands["maximum"], operands["rest"]),
+        natural_scale(rules, operands) * softmax.LOG2_E,
+    )
+    weights = jnp.where(chunk.seen, softmax.weights_again(chunk.logits, factor, lse), 0.0)
     d_weights = dot("bkgqd,bksd->bkgqs", d_out, chunk.value)
     return weights, jnp.where(chunk.seen, weights * (d_weights - operands["delta"][..., None]), 0.0)
 
@@ -181,7 +196,7 @@ def bias_gradient(
     summed = [axis for axis, size in enumerate(shape[:4]) if size == 1]
 
     def step(i, whole):
-        _, d_logits = _of_chunk(operands, chunks[i], d_out)
+        _, d_logits = _of_chunk(operands, rules, chunks[i], d_out)
         part = jnp.sum(d_logits, axis=summed, keepdims=True)
         return lax.dynamic_update_slice_in_dim(whole, part, i * chunks.size, 4)
 

@@ -1,4 +1,4 @@
-"""From products of queries and keys to base-2 logits with every rule applied: what forward and backward share.
+"""From products of queries and keys to logits with every rule applied: what forward and backward share.
 
 The order is scale, soft cap, bias, masks. A tile is [queries, keys], or [keys, queries] where gradients of keys want it
 so: token numbers come with the dimension that they belong to, and everything else follows by broadcasting.
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._tile import masking, softmax, triton, weights
+from pallas_attn._tile import masking, triton, weights
 from pallas_attn._tile.band import Band
 from pallas_attn.ops.flash_attention.problem import Rules
 
@@ -28,13 +28,18 @@ class Cell(NamedTuple):
 
 def scores(rules: Rules, arrays: dict[str, Any], cell: Cell, products, query, key, real) -> weights.Bent:
     """`arrays` may hold "bias" and "mask", [batch or 1, num_kv_heads or 1, group or 1, q_len or 1, kv_len]."""
-    logits, factor, slope = weights.bent(products, rules.scale, rules.softcap)
+    logits, scale, slope = weights.bent(products, rules.scale, rules.softcap)
     if "bias" in arrays:
         bias = pairs(arrays["bias"], cell, query, key, real).astype(jnp.float32)
-        logits, factor = logits * factor + bias * softmax.LOG2_E, 1.0
+        logits, scale = logits * scale + bias, 1.0
     if "mask" in arrays:
         logits = masking.apply(logits, pairs(arrays["mask"], cell, query, key, real) != 0)
-    return weights.Bent(logits, factor, slope)
+    return weights.Bent(logits, scale, slope)
+
+
+def natural_scale(rules: Rules, arrays: dict[str, Any]) -> float:
+    """What makes natural logits of those of `scores`."""
+    return 1.0 if "bias" in arrays else rules.scale if rules.softcap is None else rules.softcap
 
 
 def pairs(ref: Any, cell: Cell, query: jax.Array, key: jax.Array, real: jax.Array) -> jax.Array:

@@ -10,7 +10,7 @@ from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._tile import options, triton
 from pallas_attn._tile.layout import DIMS, PoolCase, check_pools, pool_shape, reaches
 from pallas_attn._tile.quantization import QUANTIZED_DTYPES
-from pallas_attn._types import KVCache, Layout, NewKV, SlotMapping
+from pallas_attn._types import Implementation, KVCache, Layout, NewKV, SlotMapping
 from pallas_attn.ops.kv_cache.kernel import write_kv_pallas
 from pallas_attn.ops.kv_cache.reference import write_kv_xla
 
@@ -35,7 +35,7 @@ def write_kv(
     k_scale: jax.typing.ArrayLike | None = None,
     v_scale: jax.typing.ArrayLike | None = None,
     layout: Layout = "NHD",
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> tuple[KVCache, KVCache]:
     """Writes new tokens' keys and values into their slots of a paged cache (vLLM's `reshape_and_cache`).
 
@@ -82,7 +82,7 @@ def write(
     v_scale: Any = None,
     *,
     layout: Layout,
-    implementation: str | None,
+    implementation: Implementation | None,
     grows: bool = False,
 ) -> tuple[jax.Array, ...]:
     """`write_kv`; if `grows`, the scales are those of pages, which first become what `growing_scales` says, with what
@@ -93,7 +93,11 @@ def write(
     check.array("value", value, ("num_tokens", "num_kv_heads", "head_dim"), [key.dtype])
     check.array("slot_mapping", slot_mapping, ("num_tokens",), [jnp.int32])
     scales = options.scales(check, key_cache.dtype, pool, k_scale, v_scale)
-    name, fn = dispatch.resolve("write_kv", PoolCase(pool, key_cache.dtype), implementation)
+    new = {"key": key, "value": value, "slot_mapping": slot_mapping}
+    pools = {"key_cache": key_cache, "value_cache": value_cache}
+    name, fn = dispatch.resolve(
+        "write_kv", PoolCase(pool, key_cache.dtype), implementation, {**new, **pools, **scales}
+    )
     # Outside jit they may be numpy's.
     key, value, key_cache, value_cache, slot_mapping = map(
         jnp.asarray, (key, value, key_cache, value_cache, slot_mapping)

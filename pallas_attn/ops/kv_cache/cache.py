@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,24 @@ from pallas_attn._call import dispatch
 from pallas_attn._call.checks import ArgumentChecker, fail
 from pallas_attn._tile.layout import LAYOUTS, PoolShape, array_shape, packing, pool_shape
 from pallas_attn._tile.quantization import QUANTIZED_DTYPES, is_quantized, largest, magnitudes
-from pallas_attn._types import BlockTables, KVCache, Layout, SeqLens
-from pallas_attn.ops.kv_cache.addressing import check_layer, every_layer, layer_tables, of_layer, token_slots
+from pallas_attn._types import (
+    BlockTables,
+    Dtype,
+    FloatName,
+    Fp8Name,
+    Implementation,
+    KVCache,
+    Layout,
+    SeqLens,
+)
+from pallas_attn.ops.kv_cache.addressing import (
+    check_layer,
+    every_layer,
+    layer_tables,
+    of_layer,
+    only_layers_tables,
+    token_slots,
+)
 from pallas_attn.ops.kv_cache.api import DTYPES, write
 from pallas_attn.ops.kv_cache.copying import PageIds, copied_pages, copy_rows
 
@@ -24,8 +40,9 @@ class PagedKVCache:
     """Keys and values of all layers in one pair of pools, with the tables that say whose page is whose.
 
     Layer `l` owns pages [l * num_pages, (l + 1) * num_pages) of the pools, and every layer uses the same
-    `block_tables`. One pool for all layers lets a scan over layers carry it in place: stacked per-layer pools
-    would be sliced out and written back, a copy of the whole cache at every step.
+    `shared_tables`: `layer_tables(l)` are the block tables that ops want. One pool for all layers lets a scan over
+    layers carry it in place: stacked per-layer pools would be sliced out and written back, a copy of the whole cache at
+    every step.
 
     A pytree, for jit, scan and jax.export alike. Every method returns a new cache, whose pools are the old one's when
     it was donated or is a loop's carry.
@@ -72,7 +89,9 @@ class PagedKVCache:
 
     Fields:
         key_cache, value_cache: pools of num_layers * num_pages pages, in `layout`.
-        block_tables: [num_seqs, max_pages] int32, ids in [0, num_pages).
+        shared_tables: [num_seqs, max_pages] int32, ids in [0, num_pages) of every layer's pages. `create` and `replace`
+            take them as `block_tables`; reading them by that name, by which ops want a layer's, is an AttributeError
+            where there are several layers.
         seq_lens: [num_seqs] int32, tokens each sequence holds.
         k_scale, v_scale: [num_layers, num_kv_heads] float32 for a quantised dtype (value = stored * scale), else None;
             with `scale_per_page`, of all layers' pages, [num_layers * num_pages, num_kv_heads].
@@ -82,7 +101,7 @@ class PagedKVCache:
     # A pytree's leaves may be anything a transformation puts there (shapes, shardings), hence `| Any`.
     key_cache: KVCache | Any
     value_cache: KVCache | Any
-    block_tables: BlockTables | Any
+    shared_tables: BlockTables | Any
     seq_lens: SeqLens | Any
     num_layers: int = dataclasses.field(metadata={"static": True})
     layout: Layout = dataclasses.field(default="NHD", metadata={"static": True})
@@ -101,7 +120,7 @@ class PagedKVCache:
         head_dim: int,
         block_tables: BlockTables,
         seq_lens: SeqLens | None = None,
-        dtype: Any = jnp.bfloat16,
+        dtype: Dtype | FloatName | Fp8Name | Literal["int8"] = jnp.bfloat16,
         layout: Layout = "NHD",
         scale_per_page: bool = False,
     ) -> "PagedKVCache":
@@ -165,6 +184,11 @@ class PagedKVCache:
         )
 
     @property
+    def block_tables(self) -> BlockTables:
+        """Of a cache of one layer, `shared_tables`."""
+        return only_layers_tables(self)
+
+    @property
     def num_pages(self) -> int:
         """Pages of one layer."""
         return self.key_cache.shape[0] // self.num_layers
@@ -176,7 +200,7 @@ class PagedKVCache:
     @property
     def max_seq_len(self) -> int:
         """Tokens that a row of the block tables can address."""
-        return self.block_tables.shape[1] * self.page_size
+        return self.shared_tables.shape[1] * self.page_size
 
     def layer_tables(self, layer: int | jax.Array) -> BlockTables:
         """The block tables [num_seqs, max_pages] as `paged_attention` wants them for one layer.
@@ -187,7 +211,7 @@ class PagedKVCache:
         return self._layer_tables(check_layer(check, layer, self.num_layers))
 
     def _layer_tables(self, layer: int | jax.Array) -> BlockTables:
-        return layer_tables(self.block_tables, self.num_pages, layer)
+        return layer_tables(self.shared_tables, self.num_pages, layer)
 
     def slots(self, layer: int | jax.Array, positions: jax.Array) -> jax.Array:
         """Slots, in one layer's pages, of tokens at `positions` [num_seqs, n] int32 of each sequence.
@@ -197,7 +221,7 @@ class PagedKVCache:
         """
         check = ArgumentChecker("PagedKVCache.slots")
         layer = check_layer(check, layer, self.num_layers)
-        check.bind("cache", num_seqs=self.block_tables.shape[0])
+        check.bind("cache", num_seqs=self.shared_tables.shape[0])
         check.array("positions", positions, ("num_seqs", "n"), [jnp.int32])
         return token_slots(self._layer_tables(layer), self.page_size, jnp.asarray(positions))
 
@@ -287,7 +311,7 @@ class PagedKVCache:
         value: jax.Array,
         positions: jax.Array,
         *,
-        implementation: str | None = None,
+        implementation: Implementation | None = None,
     ) -> "PagedKVCache":
         """Writes new tokens' keys and values into one layer's pages; in place under donation or in a loop's carry.
 
@@ -325,7 +349,7 @@ class PagedKVCache:
         pool = pool_shape(self.value_cache, self.layout)
         check.bind(
             "cache",
-            num_seqs=self.block_tables.shape[0],
+            num_seqs=self.shared_tables.shape[0],
             num_kv_heads=pool.num_kv_heads,
             head_dim=pool.head_dim,
         )
@@ -349,7 +373,10 @@ class PagedKVCache:
 
 
 def replaced(cache: Any, changes: dict[str, Any]) -> Any:
-    """The one mistake that `dataclasses.replace` would report in its own words."""
+    """The one mistake that `dataclasses.replace` would report in its own words; `shared_tables` by either name."""
+    if "block_tables" in changes:
+        changes = {**changes, "shared_tables": changes["block_tables"]}
+        del changes["block_tables"]
     fields = [field.name for field in dataclasses.fields(cache)]
     for name in changes:
         ArgumentChecker(f"{type(cache).__name__}.replace").one_of(name, name, fields)

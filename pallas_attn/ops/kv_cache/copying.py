@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_attn._call import partition
 from pallas_attn._call.checks import ArgumentChecker, shown
+from pallas_attn._tile.layout import moved
 from pallas_attn._tile.masking import usable_pages
 from pallas_attn._types import KVCache
 from pallas_attn.ops.kv_cache.addressing import page_ids
@@ -40,7 +42,22 @@ def copy_pages(cache: KVCache, source_pages: PageIds, target_pages: PageIds) -> 
         check.fail("cache", "shape [num_pages, ...] of a pool", shown(cache))
     check.non_empty("cache", cache)
     source_pages, target_pages = copied_pages(check, source_pages, target_pages)
-    return copy_rows(jnp.asarray(cache), source_pages, target_pages)  # outside jit it may be numpy's
+    pool = " ".join(["pages", *(f"{partition.BATCH}{i}" for i in range(1, len(cache.shape)))])
+    (copied,) = partition.run(
+        check.function,
+        _copied,
+        # Outside jit it may be numpy's.
+        {"cache": jnp.asarray(cache), "source_pages": source_pages, "target_pages": target_pages},
+        {"cache": pool, "source_pages": "copies", "target_pages": "copies"},
+        (pool,),
+        static={},
+        implementation="xla",
+    )
+    return copied
+
+
+def _copied(operands: dict[str, jax.Array]) -> tuple[jax.Array]:
+    return (copy_rows(operands["cache"], operands["source_pages"], operands["target_pages"]),)
 
 
 def copied_pages(check: ArgumentChecker, source_pages, target_pages) -> tuple[jax.Array, jax.Array]:
@@ -54,4 +71,8 @@ def copy_rows(cache: KVCache, source_pages: jax.Array, target_pages: jax.Array) 
     usable = usable_pages(source_pages, num_pages) & usable_pages(target_pages, num_pages)
     # Negative indices count from the end in jnp: skipped pairs go beyond it instead, where they are dropped.
     target = jnp.where(usable, target_pages, num_pages)
-    return cache.at[target].set(cache.at[source_pages].get(mode="clip"), mode="drop")
+
+    def copied(cache: jax.Array) -> jax.Array:
+        return cache.at[target].set(cache.at[source_pages].get(mode="clip"), mode="drop")
+
+    return moved(copied, cache)

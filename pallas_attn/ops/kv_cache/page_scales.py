@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_attn._call import partition, symbolic
 from pallas_attn._call.checks import LEAST_FLOAT32, ArgumentChecker
 from pallas_attn._tile.quantization import QUANTIZED_DTYPES, largest, magnitudes, up_to_power_of_2
 
@@ -62,13 +63,39 @@ def page_scales(
     check.count("page_size", page_size)
     check.dtype("dtype", dtype, QUANTIZED_DTYPES)
     check.positive_float("margin", margin, optional=False)
-    peaks = _peaks(key, value, slot_mapping, k_scale.shape[0], page_size)
+    arrays = {
+        "key": key,
+        "value": value,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "slot_mapping": slot_mapping,
+    }
+    k_scale, v_scale = partition.run(
+        check.function,
+        _begun_scales,
+        {name: jnp.asarray(array) for name, array in arrays.items()},
+        {
+            **dict.fromkeys(("key", "value"), "tokens kv_heads dim"),
+            **dict.fromkeys(("k_scale", "v_scale"), "pages kv_heads"),
+            "slot_mapping": "tokens",
+        },
+        ("pages kv_heads",) * 2,
+        static={"page_size": page_size, "most": margin / largest(dtype)},
+        implementation="xla",
+    )
+    return k_scale, v_scale
+
+
+def _begun_scales(
+    arrays: dict[str, jax.Array], *, page_size: int, most: float
+) -> tuple[jax.Array, jax.Array]:
+    k_scale, v_scale = arrays["k_scale"], arrays["v_scale"]
+    peaks = _peaks(arrays["key"], arrays["value"], arrays["slot_mapping"], k_scale.shape[0], page_size)
 
     def updated(scales: jax.Array, peak: jax.Array) -> jax.Array:
-        fitted = jnp.maximum(peak * (margin / largest(dtype)), LEAST_FLOAT32)
-        fitted = jnp.where(peak > 0, fitted, 1.0)
+        fitted = jnp.where(peak > 0, jnp.maximum(peak * most, LEAST_FLOAT32), 1.0)
         begun = jnp.where(peaks.begun, peaks.pages, scales.shape[0])
-        return jnp.asarray(scales).at[begun].set(fitted, mode="drop")
+        return scales.at[begun].set(fitted, mode="drop")
 
     return updated(k_scale, peaks.key), updated(v_scale, peaks.value)
 
@@ -100,8 +127,10 @@ def growing_scales(
     A page that is begun takes the scale that its tokens need, without a margin. One that was begun earlier keeps its
     own while that is enough, and else grows by the least power of two that is. What it holds is then rounded again. But
     each growth at least doubles the steps, so the errors of all roundings of a token are together less than a step of
-    the scale that the page ends with, which is less than twice what the page needs; of fp8, whose exponents move by a
-    power of two, only the smallest values are rounded at all.
+    the scale that the page ends with, which is less than twice what the page needs.
+
+    Scales of fp8 are powers of two, by which its exponents move: so only the smallest values are rounded again, and a
+    page is the same whether its tokens came at once or one by one. In int8 that would cost up to a bit of seven.
     """
     peaks = _peaks(key, value, slot_mapping, k_scale.shape[0], page_size)
     begun = peaks.begun[:, None]
@@ -119,6 +148,7 @@ def growing_scales(
 def grown(was: jax.Array, peak: jax.Array, begun: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """(the scale, what it was multiplied by) of a page to which values up to `peak` come; of a begun one 1."""
     needed = jnp.maximum(peak / largest(dtype), _LEAST)
+    needed = needed if jnp.dtype(dtype) == jnp.int8 else up_to_power_of_2(needed)
     factor = up_to_power_of_2(jnp.minimum(needed / was, _MOST_GROWTH))
     factor = jnp.where(~begun & (needed > was), factor, 1.0)
     return jnp.where(begun, needed, was * factor), factor
@@ -146,7 +176,7 @@ def _peaks(key, value, slot_mapping, num_pages: int, page_size: int) -> _Peaks:
     page = jnp.where(written, page, num_pages)
     # Each page's first token, by what grows with the call and not with the pool.
     order = jnp.argsort(page, stable=True).astype(jnp.int32)
-    first = order[jnp.searchsorted(page[order], page, method="scan_unrolled")]
+    first = order[symbolic.searchsorted(page[order], page, method="scan_unrolled")]
     first = jnp.where(written, first, slots.size)
     begins = slots % page_size == 0
     begun = begins.at[first].max(begins, mode="drop")

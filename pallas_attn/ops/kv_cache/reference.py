@@ -1,9 +1,11 @@
 """`write_kv` in plain jnp: a scatter that drops the slots it must skip; before it, scales of pages grow."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._tile.layout import DIMS, PoolShape, Which, token_index
+from pallas_attn._tile.layout import DIMS, PoolShape, Which, moved, token_index
 from pallas_attn._tile.quantization import is_quantized, quantize
 from pallas_attn.ops.kv_cache.page_scales import growing_scales
 
@@ -46,7 +48,7 @@ def write_kv_xla(
             index = (page[:, 0, 0], offset[:, 0, 0])
         elif layout == "HND":
             index = (page[..., 0], heads[..., 0], offset[..., 0])
-        return cache.at[index].set(new.astype(cache.dtype), mode="drop")
+        return moved(lambda cache, new: cache.at[index].set(new, mode="drop"), cache, new.astype(cache.dtype))
 
     pools = scatter(key_cache, key, k_scale, "key"), scatter(value_cache, value, v_scale, "value")
     return (*pools, k_scale, v_scale) if grows else pools
@@ -61,6 +63,7 @@ def _rescaled(cache: jax.Array, pages: jax.Array, factors: jax.Array, layout: st
         at = order[index]
         page = jax.lax.dynamic_index_in_dim(cache, pages[at])
         page = quantize(page, cache.dtype, factors[at].reshape(of_page))
-        return jax.lax.dynamic_update_index_in_dim(cache, page, pages[at], axis=0)
+        put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=pages[at], axis=0)
+        return moved(put, cache, page)
 
     return jax.lax.fori_loop(0, jnp.sum(pages >= 0), one, cache)

@@ -8,7 +8,7 @@ from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._tile import triton
 from pallas_attn._tile.latents import QUERY_DIM, SCALES, Scales
 from pallas_attn._tile.layout import DIMS, PoolCase, pool_shape, reaches
-from pallas_attn._types import KVCache, SlotMapping
+from pallas_attn._types import Implementation, KVCache, SlotMapping
 from pallas_attn.ops.latent_cache.convert import DTYPES, check_pool
 from pallas_attn.ops.latent_cache.kernel import write_latents_pallas
 from pallas_attn.ops.latent_cache.reference import write_latents_xla
@@ -28,7 +28,7 @@ def write_latents(
     slot_mapping: SlotMapping,
     *,
     scales: Scales = "power_of_two",
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> KVCache:
     """Writes new tokens' latents into their slots of an MLA cache (vLLM's `concat_and_cache_mla`).
 
@@ -62,7 +62,12 @@ def write_latents(
     # Outside jit they may be numpy's.
     latents, latent_cache, slot_mapping = map(jnp.asarray, (latents, latent_cache, slot_mapping))
     case = PoolCase(pool_shape(latent_cache, "NHD"), latent_cache.dtype)
-    name, fn = dispatch.resolve("write_latents", case, implementation)
+    name, fn = dispatch.resolve(
+        "write_latents",
+        case,
+        implementation,
+        {"latents": latents, "latent_cache": latent_cache, "slot_mapping": slot_mapping},
+    )
     if latents.shape[0] == 0:
         return latent_cache
     pool = DIMS["NHD"]["key"]

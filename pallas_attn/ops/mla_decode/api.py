@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from pallas_attn._tile.latents import BYTES, QUERY_DIM, token_width
 from pallas_attn._tile.layout import DIMS, PoolCase, pool_shape, reaches
 from pallas_attn._tile.pieces import check_invariant
 from pallas_attn._tile.problem import DecodeCall
-from pallas_attn._types import BlockTables, SeqLens
+from pallas_attn._types import BlockTables, ImplementationOrCuda, SeqLens
 from pallas_attn.ops.mla_decode import cuda
 from pallas_attn.ops.mla_decode.config import MLADecodeConfig, check_fits, heuristic, invariant, whole
 from pallas_attn.ops.mla_decode.fitting import known_not_to_fit
@@ -99,6 +99,31 @@ dispatch.register(
 )
 
 
+@overload
+def mla_decode(
+    query: jax.Array, latent_cache: jax.Array, block_tables: BlockTables, seq_lens: SeqLens, *,
+    schedule: MLASchedule | None = None, scale: float | None = None, causal: bool = False,
+    return_lse: Literal[False] = False, batch_invariant: bool = False,
+    implementation: ImplementationOrCuda | None = None, config: MLADecodeConfig | None = None,
+) -> jax.Array: ...  # fmt: skip
+
+
+@overload
+def mla_decode(
+    query: jax.Array, latent_cache: jax.Array, block_tables: BlockTables, seq_lens: SeqLens, *,
+    schedule: MLASchedule | None = None, scale: float | None = None, causal: bool = False,
+    return_lse: Literal[True], batch_invariant: bool = False,
+    implementation: ImplementationOrCuda | None = None, config: MLADecodeConfig | None = None,
+) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
+
+
+@overload
+def mla_decode(
+    query: jax.Array, latent_cache: jax.Array, block_tables: BlockTables, seq_lens: SeqLens, *,
+    schedule: MLASchedule | None = None, scale: float | None = None, causal: bool = False,
+    return_lse: bool = False, batch_invariant: bool = False,
+    implementation: ImplementationOrCuda | None = None, config: MLADecodeConfig | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
 def mla_decode(
     query: jax.Array,
     latent_cache: jax.Array,
@@ -110,7 +135,7 @@ def mla_decode(
     causal: bool = False,
     return_lse: bool = False,
     batch_invariant: bool = False,
-    implementation: str | None = None,
+    implementation: ImplementationOrCuda | None = None,
     config: MLADecodeConfig | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Multi-head latent attention of a few new tokens per sequence over the sequence's paged latents.
@@ -191,7 +216,9 @@ def mla_decode(
         "seq_lens": seq_lens,
         **({} if schedule is None else schedule._asdict()),
     }
-    name, fn = dispatch.resolve("mla_decode", _case(operands, config, batch_invariant), implementation)
+    name, fn = dispatch.resolve(
+        "mla_decode", _case(operands, config, batch_invariant), implementation, operands
+    )
     tiled = name not in ("cuda", "xla")
     if not tiled and config is not None:
         fail("mla_decode", "config", f"None for implementation {name!r}", "a config")

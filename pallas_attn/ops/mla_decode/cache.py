@@ -1,7 +1,7 @@
 """`PagedLatentCache`: the latents of a whole model as one pytree."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +9,14 @@ import jax.numpy as jnp
 from pallas_attn._call import dispatch
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._tile.latents import BYTES, FP8, QUERY_DIM, SCALES, Scales, token_width
-from pallas_attn._types import BlockTables, SeqLens
-from pallas_attn.ops.kv_cache.addressing import check_layer, every_layer, layer_tables, token_slots
+from pallas_attn._types import BlockTables, Dtype, FloatName, Implementation, SeqLens
+from pallas_attn.ops.kv_cache.addressing import (
+    check_layer,
+    every_layer,
+    layer_tables,
+    only_layers_tables,
+    token_slots,
+)
 from pallas_attn.ops.kv_cache.api import DTYPES
 from pallas_attn.ops.kv_cache.cache import exportable, replaced
 from pallas_attn.ops.kv_cache.copying import PageIds, copied_pages, copy_rows
@@ -24,13 +30,16 @@ class PagedLatentCache:
     """What `PagedKVCache` is to keys and values, for the one pool of `mla_decode`.
 
     Layer `l` owns pages [l * num_pages, (l + 1) * num_pages) of the pool, and every layer uses the same
-    `block_tables`. How prompts, chunks of them and decoding go one way (here by `mla_decode` with ``causal=True``), how
-    sequences join and leave, and what a `layer` may be, stands there.
+    `shared_tables`: `layer_tables(l)` are the block tables that ops want. How prompts, chunks of them and decoding go
+    one way (here by `mla_decode` with ``causal=True``), how sequences join and leave, and what a `layer` may be, stands
+    there.
 
     Fields:
         latent_cache: [num_layers * num_pages, page_size, 1, 576]: 512 latent, then 64 rotary elements a token; or
             [..., 656] uint8, the same in fp8 (see `quantize_latents`).
-        block_tables: [num_seqs, max_pages] int32, ids in [0, num_pages).
+        shared_tables: [num_seqs, max_pages] int32, ids in [0, num_pages) of every layer's pages. `create` and `replace`
+            take them as `block_tables`; reading them by that name, by which ops want a layer's, is an AttributeError
+            where there are several layers.
         seq_lens: [num_seqs] int32, tokens each sequence holds.
         index_keys: [num_layers * num_pages, page_size, 1, index_dim], what an indexer (`nn.Indexer`) keeps of a token,
             in the same slots; None in models without one.
@@ -38,7 +47,7 @@ class PagedLatentCache:
 
     # A pytree's leaves may be anything a transformation puts there (shapes, shardings), hence `| Any`.
     latent_cache: jax.Array | Any
-    block_tables: BlockTables | Any
+    shared_tables: BlockTables | Any
     seq_lens: SeqLens | Any
     num_layers: int = dataclasses.field(metadata={"static": True})
     scales: Scales = dataclasses.field(default="power_of_two", metadata={"static": True})
@@ -53,7 +62,7 @@ class PagedLatentCache:
         num_pages: int,
         page_size: int,
         block_tables: BlockTables,
-        dtype: Any = jnp.bfloat16,
+        dtype: Dtype | FloatName | Literal["float8_e4m3fn"] = jnp.bfloat16,
         scales: Scales = "power_of_two",
         index_dim: int | None = None,
     ) -> "PagedLatentCache":
@@ -88,6 +97,11 @@ class PagedLatentCache:
         return cls(pool, tables, seq_lens, num_layers, scales, index_keys)
 
     @property
+    def block_tables(self) -> BlockTables:
+        """Of a cache of one layer, `shared_tables`."""
+        return only_layers_tables(self)
+
+    @property
     def num_pages(self) -> int:
         """Pages of one layer."""
         return self.latent_cache.shape[0] // self.num_layers
@@ -99,7 +113,7 @@ class PagedLatentCache:
     def layer_tables(self, layer: int | jax.Array) -> BlockTables:
         """The block tables [num_seqs, max_pages] as `mla_decode` wants them for one layer; -1 where out of range."""
         check = ArgumentChecker("PagedLatentCache.layer_tables")
-        return layer_tables(self.block_tables, self.num_pages, check_layer(check, layer, self.num_layers))
+        return layer_tables(self.shared_tables, self.num_pages, check_layer(check, layer, self.num_layers))
 
     def write(
         self,
@@ -107,7 +121,7 @@ class PagedLatentCache:
         latents: jax.Array,
         positions: jax.Array,
         *,
-        implementation: str | None = None,
+        implementation: Implementation | None = None,
     ) -> "PagedLatentCache":
         """Writes new tokens' latents into one layer's pages; in place under donation or in a loop's carry.
 
@@ -156,9 +170,9 @@ class PagedLatentCache:
     def _slots(self, check: ArgumentChecker, layer: int | jax.Array, positions: jax.Array) -> jax.Array:
         """[num_seqs * n] slots of new tokens in one layer's pages."""
         layer = check_layer(check, layer, self.num_layers)
-        check.bind("cache", num_seqs=self.block_tables.shape[0])
+        check.bind("cache", num_seqs=self.shared_tables.shape[0])
         check.array("positions", positions, ("num_seqs", "n"), [jnp.int32])
-        tables = layer_tables(self.block_tables, self.num_pages, layer)
+        tables = layer_tables(self.shared_tables, self.num_pages, layer)
         return token_slots(tables, self.page_size, jnp.asarray(positions))
 
     def copy_pages(self, source_pages: PageIds, target_pages: PageIds) -> "PagedLatentCache":

@@ -73,7 +73,7 @@ def mla_decode_cuda(
             # Results of requests cut into several splits, before they are merged: outputs, because a handler
             # that allocates cannot be part of a command buffer.
             jax.ShapeDtypeStruct((slots, q_len * num_heads, LATENT_DIM), jnp.float32),
-            jax.ShapeDtypeStruct((slots, q_len * num_heads), jnp.float32),
+            jax.ShapeDtypeStruct((slots, q_len * num_heads, 2), jnp.float32),
         ),
         vmap_method="sequential",
     )

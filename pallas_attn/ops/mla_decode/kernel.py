@@ -150,8 +150,8 @@ def _serve(
     row_end = jnp.minimum(end, seq_len - (problem.q_len - 1) + mine.token) if problem.causal else None
     walk = turned.walk_tokens if problem.turned else _walk_tokens
     state, bad = walk(query, cache_ref, tables_ref, seq, mine.kv_head, begin, end, row_end, problem)
-    out, lse2 = softmax.finish(state)
-    done = result.Result(mine, leading, problem.latent_chunks, out, lse2).poisoned(
+    out, lse = softmax.finish(softmax.natural(state, softmax.LN_2))
+    done = result.Result(mine, leading, problem.latent_chunks, out, lse).poisoned(
         bad | (stored_len != seq_len)
     )
     result.store(done, out_refs, place, one_piece, eviction_policy=RESULTS)
@@ -211,7 +211,7 @@ def _walk_tokens(
             tile_logits2 = lax.cond(
                 (first + block_kv <= unmasked_end) & ~bad, lambda: logits2(keys), masked_logits2
             )
-        state, weights = softmax.rescale(state, tile_logits2)
+        state, weights = softmax.rescale(state, tile_logits2, 1.0)
         weights = weights.astype(keys[0].dtype)
         values = keys[:-1]  # all but the rotary chunk
         acc = tuple(acc + triton.dot(weights, chunk) for acc, chunk in zip(state.acc, values, strict=True))

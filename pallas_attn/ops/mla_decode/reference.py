@@ -15,10 +15,10 @@ class Rule(chunks.Rule):
         # As the kernels have them: rounded to bf16, which changes nothing where scales are powers of two.
         return super().floats(dequantized(tile).astype(jnp.bfloat16) if tile.dtype == BYTES else tile)
 
-    def logits2(self, floats, of: chunks.Sequences, keys, position, seen) -> jax.Array:
-        logits2 = jnp.einsum("bhrd,bhkd->bhrk", floats["rows"], keys, precision="highest")
+    def logits(self, floats, of: chunks.Sequences, keys, position, seen) -> jax.Array:
+        logits = jnp.einsum("bhrd,bhkd->bhrk", floats["rows"], keys, precision="highest")
         visible = seen[:, None, None, :] & masking.within(position, of.others["row_end"])
-        return masking.apply(logits2, visible)
+        return masking.apply(logits, visible)
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "causal"))
@@ -34,13 +34,13 @@ def mla_decode_xla(
     hidden = q_len - 1 - jnp.arange(q_len) if causal else jnp.zeros(q_len, jnp.int32)
     hidden = jnp.repeat(hidden, num_heads // pool.num_kv_heads)
     others = {"row_end": (lengths[:, None] - hidden)[:, None, :, None]}
-    scaled = query.astype(jnp.float32) * (scale * softmax.LOG2_E)
-    out, lse2, bad = chunks.attend(
+    scaled = query.astype(jnp.float32) * scale
+    out, lse, bad = chunks.attend(
         Rule("mla_decode", pool, "NHD", LATENT_DIM),
         {"rows": rows.pack(scaled, pool.num_kv_heads)},
         {"key": latent_cache},
         chunks.Sequences(block_tables, lengths, jnp.zeros_like(lengths), others),
     )
-    out, lse = (rows.unpack(x, q_len) for x in (out, softmax.natural_lse(lse2)))
+    out, lse = (rows.unpack(x, q_len) for x in (out, lse.natural()))
     bad = (bad | (seq_lens != lengths))[:, None, None]
     return softmax.poison(out, bad[..., None]).astype(query.dtype), softmax.poison(lse, bad)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import export
 
-from pallas_attn._call import partition
+from pallas_attn._call import partition, symbolic
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._call.device import current_device
 from pallas_attn._tile import schedule
@@ -133,6 +133,8 @@ def default_overhead(seq_lens: jax.Array, num_parts: int, rows: int) -> int | ja
     cost as much as `dear` blocks.
     """
     num_seqs = seq_lens.shape[0]
+    if symbolic.is_open(num_seqs):
+        return FIXED_OVERHEAD_BLOCKS
     low = FIXED_OVERHEAD_BLOCKS if num_seqs > num_parts else 2 if 16 * num_seqs > num_parts else 1
     share = -(-num_seqs // num_parts)
     slots = share * num_parts

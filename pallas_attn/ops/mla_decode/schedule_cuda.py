@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn._call import ffi
+from pallas_attn._call import ffi, symbolic
 from pallas_attn._call.device import current_device
 
 MOST_SEQS = 4096
@@ -16,7 +16,13 @@ METADATA_SIZE = 8
 def serves(num_seqs: int) -> bool:
     """Whether the kernel makes the schedules of `num_seqs` lengths on the device a call is traced for: where it can,
     and is faster than jnp."""
-    return num_seqs <= FASTER_UP_TO and current_device().compute_capability == 90 and ffi.is_available()[0]
+    known = not symbolic.is_open(num_seqs)
+    return (
+        known
+        and num_seqs <= FASTER_UP_TO
+        and current_device().compute_capability == 90
+        and ffi.is_available()[0]
+    )
 
 
 def mla_schedule_cuda(

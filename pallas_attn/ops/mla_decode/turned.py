@@ -43,7 +43,7 @@ from pallas_attn.ops.mla_decode.problem import Problem
 LATENTS = "evict_first"
 # How large a weight may be before what exponentials are relative to follows. It still fits in fp16.
 MOST = np.float32(2**8)
-LOWEST = np.float32(-1e30)  # before the first tile: below any logit, and with a difference to -inf
+LOWEST = np.finfo(np.float32).min  # before the first tile: below no logit, and with a difference to -inf
 WARPGROUP = 4  # warps
 
 
@@ -102,7 +102,7 @@ def walk_tokens(
             return masking.apply(logits2, visible)
 
         if one_warpgroup:
-            logits2 = functools.reduce(jnp.add, products) * factor
+            logits2 = triton.rounded(functools.reduce(jnp.add, products) * factor)
         else:
             logits2 = functools.reduce(jnp.add, [product * factor for product in products])
             logits2 = lax.cond(first + block_kv <= unmasked_end, lambda x: x, masked, logits2)

@@ -2,14 +2,16 @@
 
 import functools
 import math
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, overload
 
 import jax
 import jax.numpy as jnp
 
+from pallas_attn._call import partition, symbolic
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._tile import options
 from pallas_attn._tile.latents import BYTES, LATENT_DIM, QUERY_DIM, ROPE_DIM, token_width
+from pallas_attn._types import Implementation
 from pallas_attn.ops.mla_prefill import absorbed, projected
 from pallas_attn.ops.mla_prefill.batch import Batch
 from pallas_attn.ops.ragged_attention import call
@@ -20,8 +22,45 @@ type Form = Literal["absorbed", "projected"]
 FORMS = get_args(Form.__value__)
 # Of a product over the latents, against one over keys and values of 192 and 128: measured on an H200 (README).
 ABSORBED_COST = 1.75
+BATCH = ("query", "block_tables", "seq_lens", "cu_q_lens", "num_seqs")
+# What the operands' dimensions are; see `_call/partition.py`.
+DIMS = {
+    "query": "tokens heads dim",
+    "latent_cache": "pages slot kv_heads dim",
+    "block_tables": "sequences columns",
+    "seq_lens": "sequences",
+    "cu_q_lens": "bounds",
+    "num_seqs": "one",
+    "key_up": "heads nope_dim latent",
+    "value_up": "heads value_dim latent",
+}
 
 
+@overload
+def mla_prefill(
+    query: jax.Array, latent_cache: jax.Array, block_tables: jax.Array, seq_lens: jax.Array,
+    cu_q_lens: jax.Array, num_seqs: jax.typing.ArrayLike | None = None, *, key_up: jax.Array,
+    value_up: jax.Array, scale: float | None = None, form: Form | None = None,
+    return_lse: Literal[False] = False, implementation: Implementation | None = None,
+) -> jax.Array: ...  # fmt: skip
+
+
+@overload
+def mla_prefill(
+    query: jax.Array, latent_cache: jax.Array, block_tables: jax.Array, seq_lens: jax.Array,
+    cu_q_lens: jax.Array, num_seqs: jax.typing.ArrayLike | None = None, *, key_up: jax.Array,
+    value_up: jax.Array, scale: float | None = None, form: Form | None = None, return_lse: Literal[True],
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
+
+
+@overload
+def mla_prefill(
+    query: jax.Array, latent_cache: jax.Array, block_tables: jax.Array, seq_lens: jax.Array,
+    cu_q_lens: jax.Array, num_seqs: jax.typing.ArrayLike | None = None, *, key_up: jax.Array,
+    value_up: jax.Array, scale: float | None = None, form: Form | None = None, return_lse: bool = False,
+    implementation: Implementation | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
 def mla_prefill(
     query: jax.Array,
     latent_cache: jax.Array,
@@ -35,7 +74,7 @@ def mla_prefill(
     scale: float | None = None,
     form: Form | None = None,
     return_lse: bool = False,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Multi-head latent attention of each sequence's newest tokens, as many as each one has, over its paged latents.
 
@@ -81,6 +120,8 @@ def mla_prefill(
         TypeError: an argument of the wrong type or dtype.
         ValueError: a wrong shape or value, or a form or implementation that cannot serve.
 
+    Sharded over a mesh, outside shard_map, a call is partitioned over heads, of the query and of both up-projections.
+
     Memory: projected, keys and values of total_tokens and of 4096 more, each num_heads x (nope_dim + 64 + value_dim)
     elements, and two float32 outputs.
 
@@ -106,20 +147,37 @@ def mla_prefill(
     if form == "absorbed" and latent_cache.dtype == BYTES:
         check.fail("form", "'projected' or None for latents of 656 bytes", "'absorbed'")
 
-    latent_cache, key_up, value_up = map(jnp.asarray, (latent_cache, key_up, value_up))
-    batch = Batch.of(operands, latent_cache.shape[1])
-    if latent_cache.dtype == BYTES:
-        form = "projected"
-    least = least_projected(nope_dim, check.dims["value_dim"])
-    fixed = dict(
-        key_up=key_up,
-        value_up=value_up,
-        scale=float((nope_dim + ROPE_DIM) ** -0.5 if scale is None else scale),
-        implementation=implementation,
+    more = {"latent_cache": latent_cache, "key_up": key_up, "value_up": value_up}
+    out, lse = partition.divide(
+        check.function,
+        _attend,
+        operands | {name: jnp.asarray(array) for name, array in more.items()},
+        DIMS,
+        ("tokens heads value_dim", "tokens heads"),
+        static={
+            "scale": float((nope_dim + ROPE_DIM) ** -0.5 if scale is None else scale),
+            "form": form if latent_cache.dtype != BYTES else "projected",
+            "implementation": implementation,
+        },
     )
+    return (out, lse) if return_lse else out
+
+
+def _attend(
+    operands: dict[str, jax.Array], *, scale: float, form: Form | None, implementation: str | None
+) -> tuple[jax.Array, jax.Array]:
+    """A call, or one device's heads of it."""
+    check = ArgumentChecker("mla_prefill")
+    fixed: dict[str, Any] = dict(
+        key_up=operands["key_up"], value_up=operands["value_up"], scale=scale, implementation=implementation
+    )
+    latent_cache = operands["latent_cache"]
+    batch = Batch.of({name: operands[name] for name in BATCH}, latent_cache.shape[1])
+    least = least_projected(fixed["key_up"].shape[1], fixed["value_up"].shape[1])
     in_latents = functools.partial(absorbed.attend, check, batch, latent_cache, **fixed)
     in_heads = functools.partial(projected.attend, check, batch, latent_cache, **fixed)
-    if form == "absorbed" or (form is None and (least is None or batch.num_tokens < least)):
+    none_is_long = least is None or (not symbolic.is_open(batch.num_tokens) and batch.num_tokens < least)
+    if form == "absorbed" or (form is None and none_is_long):
         out, lse = in_latents(batch.holds_some)
     elif form == "projected" or least is None:
         out, lse = in_heads(batch.holds_some)
@@ -136,7 +194,7 @@ def mla_prefill(
         out, lse = (
             jnp.where(by_token.reshape(-1, *[1] * (a.ndim - 1)), b, a) for a, b in zip(*parts, strict=True)
         )
-    return (out, lse) if return_lse else out
+    return out, lse
 
 
 def least_projected(nope_dim: int, value_dim: int) -> int | None:

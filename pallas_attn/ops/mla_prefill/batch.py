@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_attn._call import symbolic
 from pallas_attn._tile.layout import table_tokens
 from pallas_attn._tile.masking import usable_pages
 from pallas_attn.ops.ragged_attention.blocks import Ragged
@@ -34,7 +35,7 @@ class Batch(NamedTuple):
         counts = jnp.arange(max_seqs) < num_seqs
         q_lens = jnp.where(counts, jnp.maximum(bounds[1:] - bounds[:-1], 0), 0)
         token = jnp.arange(num_tokens)
-        seq = jnp.searchsorted(jnp.where(counts, bounds[1:], num_tokens), token, side="right")
+        seq = symbolic.searchsorted(jnp.where(counts, bounds[1:], num_tokens), token, side="right")
         is_real = seq < num_seqs
         seq = jnp.minimum(seq, max_seqs - 1)
         position = operands["seq_lens"][seq] - bounds[seq + 1] + token

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_attn._call import symbolic
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._tile.latents import BYTES, LATENT_DIM, dequantized
 from pallas_attn._tile.pieces import ceil_div
@@ -77,7 +78,9 @@ def attend(
     )
     own_lse = jnp.where(is_mine, own_lse, -jnp.inf)
 
-    num_pages = max(1, min(WORKSPACE_TOKENS, batch.capacity * mine.shape[0]) // PAGE)
+    tokens = batch.capacity * mine.shape[0]
+    tokens = WORKSPACE_TOKENS if symbolic.is_open(tokens) else min(WORKSPACE_TOKENS, tokens)
+    num_pages = max(1, tokens // PAGE)
     contexts = jnp.where(mine, jnp.clip(lens - batch.q_lens, 0, batch.capacity), 0)
     ends = jnp.cumsum(ceil_div(contexts, PAGE))
     begins = ends - ceil_div(contexts, PAGE)
@@ -85,7 +88,7 @@ def attend(
     def turn(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         first = i * num_pages
         page = first + jnp.arange(num_pages)
-        seq = jnp.minimum(jnp.searchsorted(ends, page, side="right"), len(ends) - 1)[:, None]
+        seq = jnp.minimum(symbolic.searchsorted(ends, page, side="right"), ends.shape[0] - 1)[:, None]
         position = (page[:, None] - begins[seq]) * PAGE + jnp.arange(PAGE)
         keys, values = made(seq, position, (position >= 0) & (position < contexts[seq]))
         # The part of each sequence's context that the workspace holds: its pages lie side by side.

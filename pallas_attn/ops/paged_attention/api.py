@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from pallas_attn._tile.options import DTYPES
 from pallas_attn._tile.pieces import check_invariant
 from pallas_attn._tile.problem import DecodeCall
 from pallas_attn._tile.quantization import QUANTIZED_DTYPES
-from pallas_attn._types import BlockTables, KVCache, Layout, Lse, Query, SeqLens
+from pallas_attn._types import BlockTables, Implementation, KVCache, Layout, Lse, Query, SeqLens
 from pallas_attn.ops.paged_attention.config import PagedAttentionConfig, heuristic, invariant
 from pallas_attn.ops.paged_attention.kernel import paged_attention_pallas
 from pallas_attn.ops.paged_attention.reference import paged_attention_xla
@@ -68,6 +68,43 @@ dispatch.register(
 )
 
 
+@overload
+def paged_attention(
+    query: Query, key_cache: KVCache, value_cache: KVCache, block_tables: BlockTables, seq_lens: SeqLens, *,
+    scale: float | None = None, softcap: float | None = None, sliding_window: int | jax.Array | None = None,
+    block_sparse: LocalStride | None = None, alibi_slopes: jax.Array | None = None,
+    sinks: jax.Array | None = None, k_scale: jax.typing.ArrayLike | None = None,
+    v_scale: jax.typing.ArrayLike | None = None, tree_mask: jax.Array | None = None,
+    query_positions: jax.Array | None = None, return_lse: Literal[False] = False,
+    batch_invariant: bool = False, layout: Layout = "NHD", implementation: Implementation | None = None,
+    config: PagedAttentionConfig | None = None,
+) -> Query: ...  # fmt: skip
+
+
+@overload
+def paged_attention(
+    query: Query, key_cache: KVCache, value_cache: KVCache, block_tables: BlockTables, seq_lens: SeqLens, *,
+    scale: float | None = None, softcap: float | None = None, sliding_window: int | jax.Array | None = None,
+    block_sparse: LocalStride | None = None, alibi_slopes: jax.Array | None = None,
+    sinks: jax.Array | None = None, k_scale: jax.typing.ArrayLike | None = None,
+    v_scale: jax.typing.ArrayLike | None = None, tree_mask: jax.Array | None = None,
+    query_positions: jax.Array | None = None, return_lse: Literal[True], batch_invariant: bool = False,
+    layout: Layout = "NHD", implementation: Implementation | None = None,
+    config: PagedAttentionConfig | None = None,
+) -> tuple[Query, Lse]: ...  # fmt: skip
+
+
+@overload
+def paged_attention(
+    query: Query, key_cache: KVCache, value_cache: KVCache, block_tables: BlockTables, seq_lens: SeqLens, *,
+    scale: float | None = None, softcap: float | None = None, sliding_window: int | jax.Array | None = None,
+    block_sparse: LocalStride | None = None, alibi_slopes: jax.Array | None = None,
+    sinks: jax.Array | None = None, k_scale: jax.typing.ArrayLike | None = None,
+    v_scale: jax.typing.ArrayLike | None = None, tree_mask: jax.Array | None = None,
+    query_positions: jax.Array | None = None, return_lse: bool = False, batch_invariant: bool = False,
+    layout: Layout = "NHD", implementation: Implementation | None = None,
+    config: PagedAttentionConfig | None = None,
+) -> Query | tuple[Query, Lse]: ...  # fmt: skip
 def paged_attention(
     query: Query,
     key_cache: KVCache,
@@ -88,7 +125,7 @@ def paged_attention(
     return_lse: bool = False,
     batch_invariant: bool = False,
     layout: Layout = "NHD",
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
     config: PagedAttentionConfig | None = None,
 ) -> Query | tuple[Query, Lse]:
     """Attention of each sequence's newest tokens over the sequence's paged keys and values.
@@ -97,7 +134,8 @@ def paged_attention(
     caches are never copied. Softmax and accumulation are float32; the same inputs and config give the same bits. All
     options combine. There are no gradients, but for "xla"'s.
 
-    One call serves prompts, chunks of prompts and decoding: see `PagedKVCache`, with an example.
+    One call serves prompts, chunks of prompts and decoding: see `PagedKVCache`, with an example. Code written for
+    `jax.experimental.pallas.ops.gpu.paged_attention` has it with its own arguments in `pallas_attn.compat`.
 
     Args:
         query: [num_seqs, num_heads, head_dim], one token per sequence, or [num_seqs, q_len, num_heads, head_dim], the
@@ -206,7 +244,7 @@ def paged_attention(
     operands |= extras
     rules = Rules(sliding_window, softcap, block_sparse)
     name, fn = dispatch.resolve(
-        "paged_attention", _case(operands, layout, rules, batch_invariant), implementation
+        "paged_attention", _case(operands, layout, rules, batch_invariant), implementation, operands
     )
     if name == "xla" and config is not None:
         fail(check.function, "config", "None for implementation 'xla'", "a config")

@@ -203,7 +203,7 @@ class _Call:
     def dealt(self) -> tuple[Tile, _Plan]:
         """Where lengths decide what is cut; and the tile that it was planned for."""
         # Few programs and short sequences want small tiles. So does what is dealt where four such programs share a
-        # multiprocessor: sequences of one length lose 1% by it at most, others gain up to 40% (EXPERIMENTS.md, row 71).
+        # multiprocessor: sequences of one length lose 1% by it at most, others gain up to 40% (EXPERIMENTS.md).
         small = self.max_len < LONG or self.each < MOST_BUSY or self.kept_apart
         if self.block_q == TURNED_ROWS:
             return TURNED_TILE, self.plan(TURNED_TILE, dealt=True, pieces=int(self.in_one))

@@ -174,48 +174,50 @@ def _serve(
     draft_tree = functools.partial(
         tree.of_tile, extra_refs, drafts, lambda token: (seq + 0 * token, token), mine
     )
-    weigh = functools.partial(_logits2, q, mine, query_at, draft_tree, extra_refs, problem)
+    weigh = functools.partial(_logits, q, mine, query_at, draft_tree, extra_refs, problem)
     # Tiles of bytes keep the tensor cores waiting for instructions.
     lean = few and narrow.deals(value_ref.dtype, q.dtype, problem.layout)
-    exp2 = triton.exp2 if lean else jnp.exp2
+    exp2_below = functools.partial(triton.exp2_below, exp2=triton.exp2 if lean else jnp.exp2)
     if problem.turned:
         ahead = functools.partial(_look_up_tile, look_up, tiles, end, seq_len, problem)
-        state, lost = _walk_turned(state, tiles, begin, end, seq_len, read, ahead, weigh, exp2)
+        state, lost = _walk_turned(state, tiles, begin, end, seq_len, read, ahead, weigh, exp2_below)
     else:
-        state, lost = _walk_tiles(state, tiles, begin, end, seq_len, read, weigh, exp2), None
+        state, lost = _walk_tiles(state, tiles, begin, end, seq_len, read, weigh, exp2_below), None
+    scale = _scale(problem, extra_refs, mine.kv_head)
+    state = softmax.natural(state, logits.natural_scale(problem.rules, scale, extra_refs.get("alibi_slopes")))
     if "sinks" in extra_refs:
         # A logit without a value that joins the softmax once: with the first piece of a sequence.
         sink = triton.load(extra_refs["sinks"].at[mine.head], mask=mine.real, other=0.0)
-        sink = softmax.sink2(sink)
         state = softmax.join(state, jnp.where((piece.index == 0) & (seq_len > 0), sink, np.float32(-np.inf)))
-    out, lse2 = softmax.finish(state)
+    out, lse = softmax.finish(state)
     if narrow.deals(value_ref.dtype, q.dtype, problem.layout):
         out = narrow.in_order(out)
     if "v_scale" in extra_refs and not quantization.is_by_page(extra_refs, "v_scale"):
         out *= triton.load(extra_refs["v_scale"].at[mine.kv_head])
     # A length that cannot be right; for a page id see _walk_tiles.
     bad = stored_len != seq_len if lost is None else (stored_len != seq_len) | lost
-    done = result.Result(mine, leading, [dims], [out], lse2).poisoned(bad)
+    done = result.Result(mine, leading, [dims], [out], lse).poisoned(bad)
     result.store(done, out_refs, piece.place, piece.count == 1)
 
 
-def _walk_tiles(state, tiles: walk.Walk, begin, end, seq_len, read, weigh, exp2):
+def _walk_tiles(state, tiles: walk.Walk, begin, end, seq_len, read, weigh, exp2_below):
     """The state after tiles [begin, end)."""
 
     def step(i, state):
         position, held = tiles.tokens(i, seq_len)
         keys, key_scale, values, usable = read(tiles.start(i), held)
-        logits2 = masking.apply(weigh(keys, key_scale, position), held[None, :])
+        given = weigh(keys, key_scale, position)
+        tile = masking.apply(given.logits, held[None, :])
         # A page id that cannot be right makes its sequence NaN rather than quietly wrong. Marking the logits keeps
         # the ids where the compiler pipelines them; a flag beside the state would load them again, and wait.
-        logits2 = softmax.poison(logits2, (held & ~usable)[None, :])
-        state, weights = softmax.rescale(state, logits2, exp2=exp2)
+        tile = softmax.poison(tile, (held & ~usable)[None, :])
+        state, weights = softmax.rescale(state, tile, given.factor, exp2_below=exp2_below)
         return state._replace(acc=state.acc + triton.dot(weights.astype(values.dtype), values))
 
     return lax.fori_loop(begin, end, step, state)
 
 
-def _walk_turned(state, tiles: walk.Walk, begin, end, seq_len, read, ahead, weigh, exp2):
+def _walk_turned(state, tiles: walk.Walk, begin, end, seq_len, read, ahead, weigh, exp2_below):
     """(the state after tiles [begin, end), taken with rows last; whether a page id cannot be right).
 
     Page ids, `ahead(tile)`, come from the step before: where a step loads its own, Triton copies them beside keys and
@@ -226,8 +228,9 @@ def _walk_turned(state, tiles: walk.Walk, begin, end, seq_len, read, ahead, weig
         state, page, lost = carry
         position, held = tiles.tokens(i, seq_len)
         keys, key_scale, values, usable = read(tiles.start(i), held, page)
-        logits2 = masking.apply(weigh(keys, key_scale, position), held[:, None])
-        state, weights = softmax.rescale(state, logits2, axis=0, exp2=exp2)
+        given = weigh(keys, key_scale, position)
+        tile = masking.apply(given.logits, held[:, None])
+        state, weights = softmax.rescale(state, tile, given.factor, axis=0, exp2_below=exp2_below)
         state = state._replace(acc=state.acc + triton.dot(values.T, weights.astype(values.dtype)))
         # Beside the logits ids have another layout, and would go through shared memory to mark them.
         return state, ahead(i + 1), lost | jnp.where(held & ~usable, 1, 0)
@@ -293,16 +296,14 @@ def _read_tile(
     return keys.astype(dtype), key_scale, values, usable
 
 
-def _logits2(
+def _logits(
     q, mine: rows.Rows, query_at, draft_tree, extra_refs, problem: Problem, keys, key_scale, position
-) -> jax.Array:
-    """Base-2 logits [block_q, block_kv] with every rule applied; turned, [block_kv, block_q]."""
+) -> logits.Shaped:
+    """Logits [block_q, block_kv] with every rule applied; turned, [block_kv, block_q]."""
     rules, pattern = problem.rules, problem.rules.block_sparse
     row, key = (np.s_[None, :], np.s_[:, None]) if problem.turned else (np.s_[:, None], np.s_[None, :])
     slope = offset = None
-    scale = problem.scale
-    if "k_scale" in extra_refs and key_scale is None:
-        scale = scale * triton.load(extra_refs["k_scale"].at[mine.kv_head])
+    scale = _scale(problem, extra_refs, mine.kv_head)
     if "alibi_slopes" in extra_refs:
         slope = triton.load(extra_refs["alibi_slopes"].at[mine.head], mask=mine.real, other=0.0)[row]
     # One query token with one pattern sees everything that its tiles hold: see walk.py.
@@ -312,11 +313,17 @@ def _logits2(
     key_at, query_at, drafts = position[key], query_at[row], draft_tree(position)
     if problem.turned and drafts is not None:
         drafts = tree.Tree(*(x.T for x in drafts))
-    factor = logits.factor(rules, scale, slope)
-    factor = factor if key_scale is None else factor * key_scale[key]
-    scaled = logits.products(*(([keys], [q]) if problem.turned else ([q], [keys])), factor)
-    logits2 = logits.shape(scaled, rules, slope, *logits.positions(drafts, key_at, query_at))
+    products = logits.products(*(([keys], [q]) if problem.turned else ([q], [keys])), None)
+    products = products if key_scale is None else triton.rounded(products * key_scale[key])
+    tile, scale = logits.shape(products, rules, scale, slope, *logits.positions(drafts, key_at, query_at))
     several = problem.q_len > 1
     for mask in logits.visible(rules, key_at, query_at, among_themselves=several, tree=drafts, offset=offset):
-        logits2 = masking.apply(logits2, mask)
-    return logits2
+        tile = masking.apply(tile, mask)
+    return logits.Shaped(tile, scale)
+
+
+def _scale(problem: Problem, extra_refs, kv_head):
+    """Of logits, all but a page's."""
+    if "k_scale" not in extra_refs or quantization.is_by_page(extra_refs, "k_scale"):
+        return problem.scale
+    return problem.scale * triton.load(extra_refs["k_scale"].at[kv_head])

@@ -28,17 +28,14 @@ class Rule(chunks.Rule):
         # What no head keeps counts as absent: its pages may be anyone's.
         return held & self._visible(of, position, held).any(axis=(1, 2))
 
-    def logits2(self, floats, of: chunks.Sequences, keys, position, seen) -> jax.Array:
+    def logits(self, floats, of: chunks.Sequences, keys, position, seen) -> jax.Array:
         rules = self._rules(of)
-        factor = (
-            self.scale * floats.get("k_scale", jnp.ones(self.pool.num_kv_heads, jnp.float32))[:, None, None]
-        )
+        scale = self.scale * floats.get("k_scale", jnp.ones(self.pool.num_kv_heads, jnp.float32))
         slope = self.by_row(floats["alibi_slopes"]) if "alibi_slopes" in floats else None
         products = jnp.einsum("bhrd,bhkd->bhrk", floats["rows"], keys, precision="highest")
-        scaled = products * logits.factor(rules, factor, slope)
         at = logits.positions(self._tree(of, position), position, of.others["query_at"])
-        logits2 = logits.shape(scaled, rules, slope, *at)
-        return masking.apply(logits2, self._visible(of, position, seen))
+        tile, scale = logits.shape(products, rules, scale[:, None, None], slope, *at)
+        return masking.apply(tile * scale, self._visible(of, position, seen))
 
     def _rules(self, of: chunks.Sequences) -> masking.Rules:
         """A window that is known at run time only is one of the rules all the same."""
@@ -98,12 +95,12 @@ def paged_attention_xla(
     floats["rows"] = rows.pack(query.astype(jnp.float32), pool.num_kv_heads)
     pools: chunks.Pools = {"key": key_cache, "value": value_cache, **page_scales}
     of = chunks.Sequences(block_tables, lengths, seen_from, others)
-    out, lse2, bad = chunks.attend(rule, floats, pools, of)
+    out, lse, bad = chunks.attend(rule, floats, pools, of)
     if "sinks" in extras:
         sinks = jnp.where(lengths[:, None, None] > 0, rule.by_row(extras["sinks"])[..., 0], -jnp.inf)
-        out, lse2 = softmax.finish(softmax.join(softmax.resume(out, lse2), softmax.sink2(sinks)))
+        out, lse = softmax.finish(softmax.join(softmax.resume(out, lse), sinks))
     if "v_scale" in extras:
         out *= extras["v_scale"][:, None, None]
-    out, lse = (rows.unpack(x, q_len) for x in (out, softmax.natural_lse(lse2)))
+    out, lse = (rows.unpack(x, q_len) for x in (out, lse.natural()))
     bad = (bad | (seq_lens != lengths))[:, None, None]
     return softmax.poison(out, bad[..., None]).astype(query.dtype), softmax.poison(lse, bad)

@@ -1,17 +1,57 @@
 """`ragged_paged_attention`: signature and documentation; see call.py for the rest."""
 
-from typing import Any
+from typing import Literal, overload
 
 import jax
 
 from pallas_attn._call.checks import ArgumentChecker
-from pallas_attn._types import KVCache, Layout
+from pallas_attn._types import Dtype, FloatName, Fp8Name, Implementation, KVCache, Layout
 from pallas_attn.ops.ragged_attention import call
 from pallas_attn.ops.ragged_attention.config import RaggedAttentionConfig
 
 call.register("ragged_paged_attention")
 
 
+@overload
+def ragged_paged_attention(
+    query: jax.Array, key_cache: KVCache, value_cache: KVCache, block_tables: jax.Array, seq_lens: jax.Array,
+    cu_q_lens: jax.Array, num_seqs: jax.typing.ArrayLike | None = None, *, scale: float | None = None,
+    softcap: float | None = None, sliding_window: int | jax.Array | None = None,
+    alibi_slopes: jax.Array | None = None, sinks: jax.Array | None = None, tree_mask: jax.Array | None = None,
+    query_positions: jax.Array | None = None, k_scale: jax.typing.ArrayLike | None = None,
+    v_scale: jax.typing.ArrayLike | None = None, causal: bool = True,
+    out_scale: jax.typing.ArrayLike | None = None, out_dtype: Dtype | FloatName | Fp8Name | None = None,
+    return_lse: Literal[False] = False, layout: Layout = "NHD", implementation: Implementation | None = None,
+    config: RaggedAttentionConfig | None = None,
+) -> jax.Array: ...  # fmt: skip
+
+
+@overload
+def ragged_paged_attention(
+    query: jax.Array, key_cache: KVCache, value_cache: KVCache, block_tables: jax.Array, seq_lens: jax.Array,
+    cu_q_lens: jax.Array, num_seqs: jax.typing.ArrayLike | None = None, *, scale: float | None = None,
+    softcap: float | None = None, sliding_window: int | jax.Array | None = None,
+    alibi_slopes: jax.Array | None = None, sinks: jax.Array | None = None, tree_mask: jax.Array | None = None,
+    query_positions: jax.Array | None = None, k_scale: jax.typing.ArrayLike | None = None,
+    v_scale: jax.typing.ArrayLike | None = None, causal: bool = True,
+    out_scale: jax.typing.ArrayLike | None = None, out_dtype: Dtype | FloatName | Fp8Name | None = None,
+    return_lse: Literal[True], layout: Layout = "NHD", implementation: Implementation | None = None,
+    config: RaggedAttentionConfig | None = None,
+) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
+
+
+@overload
+def ragged_paged_attention(
+    query: jax.Array, key_cache: KVCache, value_cache: KVCache, block_tables: jax.Array, seq_lens: jax.Array,
+    cu_q_lens: jax.Array, num_seqs: jax.typing.ArrayLike | None = None, *, scale: float | None = None,
+    softcap: float | None = None, sliding_window: int | jax.Array | None = None,
+    alibi_slopes: jax.Array | None = None, sinks: jax.Array | None = None, tree_mask: jax.Array | None = None,
+    query_positions: jax.Array | None = None, k_scale: jax.typing.ArrayLike | None = None,
+    v_scale: jax.typing.ArrayLike | None = None, causal: bool = True,
+    out_scale: jax.typing.ArrayLike | None = None, out_dtype: Dtype | FloatName | Fp8Name | None = None,
+    return_lse: bool = False, layout: Layout = "NHD", implementation: Implementation | None = None,
+    config: RaggedAttentionConfig | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
 def ragged_paged_attention(
     query: jax.Array,
     key_cache: KVCache,
@@ -32,10 +72,10 @@ def ragged_paged_attention(
     v_scale: jax.typing.ArrayLike | None = None,
     causal: bool = True,
     out_scale: jax.typing.ArrayLike | None = None,
-    out_dtype: Any = None,
+    out_dtype: Dtype | FloatName | Fp8Name | None = None,
     return_lse: bool = False,
     layout: Layout = "NHD",
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
     config: RaggedAttentionConfig | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention of each sequence's newest tokens, as many as each one has, over its paged keys and values.
@@ -44,7 +84,8 @@ def ragged_paged_attention(
     all sequences lie end to end. Shapes are static, what they hold is not: how many sequences there are, and how many
     tokens each has, may change from call to call of one compiled function. Nothing is read by the host. Softmax and
     accumulation are float32; the same inputs and config give the same bits. All options combine. There are no
-    gradients, but for "xla"'s.
+    gradients, but for "xla"'s. Code written for `jax.experimental.pallas.ops.tpu.ragged_paged_attention` has it with
+    its own arguments in `pallas_attn.compat`.
 
     Args:
         query: [total_tokens, num_heads, head_dim], bf16, fp16 or float32; sequence i's newest tokens are

@@ -57,17 +57,9 @@ def _supports(case: Case, lowering: triton.Lowering) -> str | None:
 
 
 def register(function: str) -> None:
-    # What such a kernel would take, the README says.
-    no_hopper_kernel = dispatch.Implementation(
-        ragged_attention_pallas,
-        lambda case: (
-            "no Hopper kernel of ragged attention has been written; 'pallas' and 'triton' serve sm_90"
-        ),
-    )
     dispatch.register(
         function,
         {
-            "cuda": no_hopper_kernel,
             **triton.implementations(ragged_attention_pallas, _supports),
             "xla": dispatch.Implementation(functools.partial(ragged_attention_xla, function=function)),
         },
@@ -167,7 +159,7 @@ def run(
         **_tree(check, tree_mask, query_positions, causal),
     }
     case = _case(operands, layout, static.get("out_dtype"))
-    name, fn = dispatch.resolve(op, case, implementation)
+    name, fn = dispatch.resolve(op, case, implementation, operands)
     if name == "xla" and config is not None:
         fail(function, "config", "None for implementation 'xla'", "a config")
     configs.check_type(function, RaggedAttentionConfig, config)

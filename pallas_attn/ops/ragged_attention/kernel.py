@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn._tile import masking, merge, narrow, quantization, result, rows, softmax, triton
+from pallas_attn._tile import logits, masking, merge, narrow, quantization, result, rows, softmax, triton
 from pallas_attn._tile.layout import PoolShape
 from pallas_attn.ops.ragged_attention import pieces
 from pallas_attn.ops.ragged_attention.blocks import CUTS, TOTAL, Block, Lens
@@ -218,6 +218,7 @@ def _attend(
     deals_keys = _deals_keys(problem, source_refs, dtype)
     scores = Scores(problem, block, seq_len, mine, extra_refs)
     state = softmax.start((problem.rows,), tuple(size for _, size in value_chunks))
+    exp2_below = functools.partial(triton.exp2_below, exp2=triton.exp2)
 
     def walk(state, span: Span, before, source: Any, scale, operand):
         def step(tile, state, ready):
@@ -226,8 +227,8 @@ def _attend(
             keys_of, key_scale, values_of = source.read(span.start(tile), position, ready, held)
             keys = [keys_of(chunk) for chunk in key_chunks]
             keys = [(narrow.dealt(key) if deals_keys else key).astype(dtype) for key in keys]
-            tile_logits, factor = scores(queries, keys, key_scale, position, held, scale)
-            state, weights = softmax.rescale(state, tile_logits, factor, exp2=triton.exp2)
+            given = scores(queries, keys, key_scale, position, held, scale)
+            state, weights = softmax.rescale(state, given.logits, given.factor, exp2_below=exp2_below)
             weights = weights.astype(dtype)
             # Latents are keys and, but for their rotary elements, values.
             values = keys if values_of is None else [operand(values_of(chunk)) for chunk in value_chunks]
@@ -252,6 +253,9 @@ def _attend(
     if "k_scale" in extra_refs and not quantization.is_by_page(extra_refs, "k_scale"):
         scale = scale * triton.load(extra_refs["k_scale"].at[kv_head])
 
+    slopes = extra_refs.get("alibi_slopes")
+    natural_scale = logits.natural_scale(problem.rules, scale, slopes)
+
     def plain(values):
         return values.astype(dtype)
 
@@ -264,15 +268,19 @@ def _attend(
         v_scale = triton.load(extra_refs["v_scale"].at[kv_head])
         state = state._replace(acc=tuple(chunk * v_scale for chunk in state.acc))
     if problem.new_apart:
+        # A new token's logits have another scale than a quantised one's, unless both are scaled already.
+        new_scale = logits.natural_scale(problem.rules, problem.scale, slopes)
+        state = softmax.natural(state, natural_scale / new_scale)
+        natural_scale = new_scale
         beside = NewTokens(block.first_token - spans[1].origin, kv_head, source_refs.new)
         state = walk(state, spans[1], spans[0].count, beside, problem.scale, plain)
+    state = softmax.natural(state, natural_scale)
     if "sinks" in extra_refs:
         # A logit without a value that joins the softmax once: with the first piece.
         sink = triton.load(extra_refs["sinks"].at[mine.head], mask=mine.real, other=0.0)
-        sink = softmax.sink2(sink)
         state = softmax.join(state, jnp.where(with_sink, sink, np.float32(-np.inf)))
-    out, lse2 = softmax.finish(state)
+    out, lse = softmax.finish(state)
     if "out_scale" in extra_refs:
         per_unit = 1.0 / triton.load(extra_refs["out_scale"].at[np.int32(0)])
         out = tuple(chunk * per_unit for chunk in out)
-    return result.Result(mine, leading, value_chunks, out, lse2).poisoned(bad)
+    return result.Result(mine, leading, value_chunks, out, lse).poisoned(bad)

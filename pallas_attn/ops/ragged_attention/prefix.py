@@ -1,19 +1,63 @@
 """`prefix_prefill`: signature and documentation; see call.py for the rest."""
 
-from typing import Any
+from typing import Literal, overload
 
 import jax
 import jax.numpy as jnp
 
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._tile.quantization import FP8_DTYPES
-from pallas_attn._types import KVCache, Layout
+from pallas_attn._types import Dtype, FloatName, Fp8Name, Implementation, KVCache, Layout
 from pallas_attn.ops.ragged_attention import call
 from pallas_attn.ops.ragged_attention.config import RaggedAttentionConfig
 
 call.register("prefix_prefill")
 
 
+@overload
+def prefix_prefill(
+    query: jax.Array, key: jax.Array, value: jax.Array, key_cache: KVCache, value_cache: KVCache,
+    block_tables: jax.Array, seq_lens: jax.Array, cu_q_lens: jax.Array,
+    num_seqs: jax.typing.ArrayLike | None = None, *, scale: float | None = None, softcap: float | None = None,
+    sliding_window: int | jax.Array | None = None, alibi_slopes: jax.Array | None = None,
+    sinks: jax.Array | None = None, tree_mask: jax.Array | None = None,
+    query_positions: jax.Array | None = None, k_scale: jax.typing.ArrayLike | None = None,
+    v_scale: jax.typing.ArrayLike | None = None, causal: bool = True, skip_decode: bool = False,
+    out: jax.Array | None = None, out_scale: jax.typing.ArrayLike | None = None,
+    out_dtype: Dtype | FloatName | Fp8Name | None = None, return_lse: Literal[False] = False,
+    layout: Layout = "NHD", implementation: Implementation | None = None,
+    config: RaggedAttentionConfig | None = None,
+) -> jax.Array: ...  # fmt: skip
+
+
+@overload
+def prefix_prefill(
+    query: jax.Array, key: jax.Array, value: jax.Array, key_cache: KVCache, value_cache: KVCache,
+    block_tables: jax.Array, seq_lens: jax.Array, cu_q_lens: jax.Array,
+    num_seqs: jax.typing.ArrayLike | None = None, *, scale: float | None = None, softcap: float | None = None,
+    sliding_window: int | jax.Array | None = None, alibi_slopes: jax.Array | None = None,
+    sinks: jax.Array | None = None, tree_mask: jax.Array | None = None,
+    query_positions: jax.Array | None = None, k_scale: jax.typing.ArrayLike | None = None,
+    v_scale: jax.typing.ArrayLike | None = None, causal: bool = True, skip_decode: bool = False,
+    out: jax.Array | None = None, out_scale: jax.typing.ArrayLike | None = None,
+    out_dtype: Dtype | FloatName | Fp8Name | None = None, return_lse: Literal[True], layout: Layout = "NHD",
+    implementation: Implementation | None = None, config: RaggedAttentionConfig | None = None,
+) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
+
+
+@overload
+def prefix_prefill(
+    query: jax.Array, key: jax.Array, value: jax.Array, key_cache: KVCache, value_cache: KVCache,
+    block_tables: jax.Array, seq_lens: jax.Array, cu_q_lens: jax.Array,
+    num_seqs: jax.typing.ArrayLike | None = None, *, scale: float | None = None, softcap: float | None = None,
+    sliding_window: int | jax.Array | None = None, alibi_slopes: jax.Array | None = None,
+    sinks: jax.Array | None = None, tree_mask: jax.Array | None = None,
+    query_positions: jax.Array | None = None, k_scale: jax.typing.ArrayLike | None = None,
+    v_scale: jax.typing.ArrayLike | None = None, causal: bool = True, skip_decode: bool = False,
+    out: jax.Array | None = None, out_scale: jax.typing.ArrayLike | None = None,
+    out_dtype: Dtype | FloatName | Fp8Name | None = None, return_lse: bool = False, layout: Layout = "NHD",
+    implementation: Implementation | None = None, config: RaggedAttentionConfig | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
 def prefix_prefill(
     query: jax.Array,
     key: jax.Array,
@@ -38,10 +82,10 @@ def prefix_prefill(
     skip_decode: bool = False,
     out: jax.Array | None = None,
     out_scale: jax.typing.ArrayLike | None = None,
-    out_dtype: Any = None,
+    out_dtype: Dtype | FloatName | Fp8Name | None = None,
     return_lse: bool = False,
     layout: Layout = "NHD",
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
     config: RaggedAttentionConfig | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention of new tokens over a context in pages and over themselves, before they are in any page.

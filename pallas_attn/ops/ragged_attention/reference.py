@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_attn._call import symbolic
 from pallas_attn._tile import chunks, logits, masking, quantization, rows, softmax, tree
 from pallas_attn._tile.layout import PoolShape, table_tokens
 from pallas_attn.ops.ragged_attention.blocks import Ragged
@@ -51,23 +52,22 @@ class Rule(chunks.Rule):
             key_at = jnp.where(new, jnp.take_along_axis(of.others["draft_at"], index, axis=1), position)
         return tree.Tree(seen, key_at[:, None, None], of.others["rule_at"])
 
-    def logits2(self, floats, of: chunks.Sequences, keys, position, seen) -> jax.Array:
+    def logits(self, floats, of: chunks.Sequences, keys, position, seen) -> jax.Array:
         rules = self.rules._replace(sliding_window=of.others.get("sliding_window", self.rules.sliding_window))
         k_scale = floats.get("k_scale", jnp.ones(self.pool.num_kv_heads, jnp.float32))
         slope = self.by_row(floats["alibi_slopes"]) if "alibi_slopes" in floats else None
         products = jnp.einsum("bhrd,bhkd->bhrk", floats["rows"], keys, precision="highest")
-        scaled = products * logits.factor(rules, self.scale * k_scale[:, None, None], slope)
         query_at, drafts = of.others["query_at"], self.drafts(of, position)
         at = logits.positions(drafts, position, query_at)
-        logits2 = logits.shape(scaled, rules, slope, *at)
-        visible = jnp.broadcast_to(seen[:, None, None, :], logits2.shape)
+        tile, scale = logits.shape(products, rules, self.scale * k_scale[:, None, None], slope, *at)
+        visible = jnp.broadcast_to(seen[:, None, None, :], tile.shape)
         if drafts is not None:
             visible &= drafts.seen
         elif self.causal:
             visible &= masking.causal(position, query_at)
         if rules.sliding_window is not None:
             visible &= masking.in_window(*at, rules.sliding_window)
-        return masking.apply(logits2, visible)
+        return masking.apply(tile * scale, visible)
 
 
 @functools.partial(
@@ -98,7 +98,9 @@ def ragged_attention_xla(
     page_scales, extras = quantization.page_scales_apart(extras)
     tables = sources.block_tables
     room = tables.shape[0]
-    per_block = min(MOST_TOKENS, 1 << (max(num_tokens // room, 1) - 1).bit_length())
+    per_block = MOST_TOKENS // 4
+    if not symbolic.is_open(num_tokens, room):
+        per_block = min(MOST_TOKENS, 1 << (max(num_tokens // room, 1) - 1).bit_length())
     blocks = _Blocks(
         Ragged(num_tokens, room, 1), lens["cu_q_lens"], jnp.clip(lens["num_seqs"][0], 0, room), per_block
     )
@@ -161,7 +163,7 @@ def ragged_attention_xla(
     pools: chunks.Pools = {"key": sources.key_cache, **page_scales}
     if sources.value_cache is not None:
         pools["value"] = sources.value_cache
-    out, lse2, lost = attend(rule, floats, pools, tables[seq], held, seq_lens - blocks.q_len)
+    out, lse, lost = attend(rule, floats, pools, tables[seq], held, seq_lens - blocks.q_len)
     bad |= lost
     if "v_scale" in extras:
         out *= extras["v_scale"][:, None, None]
@@ -171,14 +173,14 @@ def ragged_attention_xla(
         pools = {"key": sources.new[0][:, None], "value": sources.new[1][:, None]}
         floats = {name: floats[name] for name in floats if name != "k_scale"}
         tokens = blocks.begins[:, None] + jnp.arange(num_tokens)
-        more, more_lse2, _ = attend(beside, floats, pools, tokens, blocks.q_len, 0 * blocks.q_len)
-        out, lse2 = _both((out, lse2), (more, more_lse2))
+        more, more_lse, _ = attend(beside, floats, pools, tokens, blocks.q_len, 0 * blocks.q_len)
+        out, lse = _both((out, lse), (more, more_lse))
     if "sinks" in extras:
         sinks = jnp.where(seq_lens[:, None, None] > 0, rule.by_row(extras["sinks"])[..., 0], -jnp.inf)
-        out, lse2 = softmax.finish(softmax.join(softmax.resume(out, lse2), softmax.sink2(sinks)))
+        out, lse = softmax.finish(softmax.join(softmax.resume(out, lse), sinks))
     if "out_scale" in extras:
         out /= extras["out_scale"]
-    out, lse = (rows.unpack(x, per_block) for x in (out, softmax.natural_lse(lse2)))
+    out, lse = (rows.unpack(x, per_block) for x in (out, lse.natural()))
     out, lse = softmax.poison(out, bad[:, None, None, None]), softmax.poison(lse, bad[:, None, None])
     out, lse = quantization.saturated(blocks.put(out), out_dtype or query.dtype), blocks.put(lse)
     if kept is None:
@@ -187,11 +189,14 @@ def ragged_attention_xla(
     return jnp.where(skipped[..., None], kept[0], out), jnp.where(skipped, kept[1], lse)
 
 
-def _both(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """(out, lse2) of the keys of both."""
+def _both(
+    a: tuple[jax.Array, softmax.Lse], b: tuple[jax.Array, softmax.Lse]
+) -> tuple[jax.Array, softmax.Lse]:
+    """(out, lse) of the keys of both."""
     state = softmax.resume(*a)
-    state, weights = softmax.rescale(state, b[1][..., None])
-    return softmax.finish(state._replace(acc=state.acc + weights * b[0]))
+    more, lse = b
+    state, weights = softmax.rescale(state, lse.maximum[..., None], rest=lse.rest[..., None])
+    return softmax.finish(state._replace(acc=state.acc + weights * more))
 
 
 class _Blocks:
@@ -204,14 +209,14 @@ class _Blocks:
         first_place = ragged.first_place(index, bounds, per_block)[:-1]
         first_place = jnp.where(index[:-1] <= num_seqs, first_place, jnp.iinfo(jnp.int32).max)
         block = jnp.arange(ragged.places(per_block))
-        self.seq = jnp.searchsorted(first_place, block, side="right") - 1
+        self.seq = symbolic.searchsorted(first_place, block, side="right") - 1
         self.is_padding = self.seq >= num_seqs
         self.begins = bounds[self.seq]
         self.q_len = jnp.maximum(bounds[self.seq + 1] - self.begins, 0)
         self.first = (block - first_place[self.seq]) * per_block
         """Of the block's query tokens, among the sequence's."""
         token = jnp.arange(ragged.num_tokens)
-        of_token = jnp.minimum(jnp.searchsorted(bounds[1:], token, side="right"), num_seqs)
+        of_token = jnp.minimum(symbolic.searchsorted(bounds[1:], token, side="right"), num_seqs)
         within = token - bounds[of_token]
         self._place = (first_place[of_token] + within // per_block, within % per_block)
 

@@ -21,28 +21,27 @@ class Scores:
         self._drafts = tree.Drafts(seq_len, first, jnp.where(self._is_tree, block.q_len, 0))
         self._first_token = block.first_token
 
-    def __call__(self, queries, keys, key_scale, position, held, scale) -> tuple[jax.Array, Any]:
-        """(logits [block_q, block_kv] with every rule applied, what makes them base 2: a factor, or None if they are);
-        without `held` every row sees every key. `key_scale` is of each key, if they have scales of their own."""
+    def __call__(self, queries, keys, key_scale, position, held, scale) -> logits.Shaped:
+        """Logits [block_q, block_kv] with every rule applied; without `held` every row sees every key. `key_scale` is
+        of each key, if they have scales of their own."""
         rules, slope, key_at = self._problem.rules, None, position[None, :]
         if "alibi_slopes" in self._refs:
             slope = triton.load(
                 self._refs["alibi_slopes"].at[self._mine.head], mask=self._mine.real, other=0.0
             )
             slope = slope[:, None]
-        factor = logits.factor(rules, scale, slope)
         tile = logits.products(queries, keys, None)
         if key_scale is not None:
-            tile *= key_scale[None, :]
+            tile = triton.rounded(tile * key_scale[None, :])
         drafts = None
         if held is not None:
             drafts = tree.of_tile(self._refs, self._drafts, self._among_tokens, self._mine, position)
         if rules.softcap is not None or slope is not None:
             # Keys that all rows see come before all drafts: their slots are their positions.
             query_at = tree.queries_at(self._refs, self._drafts, self._among_tokens, self._mine)[:, None]
-            tile = logits.shape(tile * factor, rules, slope, drafts.key_at if drafts else key_at, query_at)
-            factor = None
-        return (tile if held is None else self._masked(tile, position, held, drafts)), factor
+            key_at = drafts.key_at if drafts else key_at
+            tile, scale = logits.shape(tile, rules, scale, slope, key_at, query_at)
+        return logits.Shaped(tile if held is None else self._masked(tile, position, held, drafts), scale)
 
     def _masked(self, tile: jax.Array, position, held, drafts: tree.Tree | None) -> jax.Array:
         key_at, query_at = position[None, :], self._query_at[:, None]

@@ -39,8 +39,8 @@ def merge_states(
 
     Args:
         out_a, out_b: [..., num_heads, head_dim], the parts' outputs: bf16, fp16 or float32, all of one dtype.
-        lse_a, lse_b: [..., num_heads] float32, their natural log-sum-exp; -inf where a part had no key, and then its
-            out is not looked at.
+        lse_a, lse_b: [..., num_heads] float32, their natural log-sum-exp; -inf where a part had no key, or +inf, as
+            `flash_mla_with_kvcache` and `flash_mla_sparse_fwd` say it, and then its out is not looked at.
         others: out and lse of further parts, one after the other.
         sinks: [num_heads]; a logit without a value that joins each head's softmax once. A row without keys in any part
             stays empty.
@@ -76,6 +76,7 @@ def merged(
     outs: tuple[jax.Array, ...], lses: tuple[jax.Array, ...], sinks: Any = None
 ) -> tuple[jax.Array, jax.Array]:
     """`merge_states` of what has been checked; out in the first one's dtype."""
+    lses = tuple(jnp.where(jnp.isposinf(lse), -jnp.inf, lse) for lse in lses)
     highest = functools.reduce(jnp.maximum, lses)
     empty = jnp.isneginf(highest)
     if sinks is not None:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from pallas_attn._call.device import current_device
 from pallas_attn._tile import triton
 from pallas_attn._tile.latents import BYTES, QUERY_DIM, token_width
 from pallas_attn._tile.layout import DIMS, PoolCase, PoolShape, reaches
-from pallas_attn._types import BlockTables
+from pallas_attn._types import BlockTables, ImplementationOrCuda
 from pallas_attn.ops.sparse_mla import cuda
 from pallas_attn.ops.sparse_mla.config import SparseMLAConfig, heuristic
 from pallas_attn.ops.sparse_mla.kernel import sparse_mla_pallas
@@ -62,6 +62,31 @@ for _op in ("sparse_mla_decode", "sparse_mla_prefill"):
     )
 
 
+@overload
+def sparse_mla_decode(
+    query: jax.Array, latent_cache: jax.Array, indices: jax.Array, *, addressing: Addressing = "slots",
+    block_tables: BlockTables | None = None, topk_length: jax.Array | None = None,
+    sinks: jax.Array | None = None, scale: float | None = None, return_lse: Literal[False] = False,
+    implementation: ImplementationOrCuda | None = None, config: SparseMLAConfig | None = None,
+) -> jax.Array: ...  # fmt: skip
+
+
+@overload
+def sparse_mla_decode(
+    query: jax.Array, latent_cache: jax.Array, indices: jax.Array, *, addressing: Addressing = "slots",
+    block_tables: BlockTables | None = None, topk_length: jax.Array | None = None,
+    sinks: jax.Array | None = None, scale: float | None = None, return_lse: Literal[True],
+    implementation: ImplementationOrCuda | None = None, config: SparseMLAConfig | None = None,
+) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
+
+
+@overload
+def sparse_mla_decode(
+    query: jax.Array, latent_cache: jax.Array, indices: jax.Array, *, addressing: Addressing = "slots",
+    block_tables: BlockTables | None = None, topk_length: jax.Array | None = None,
+    sinks: jax.Array | None = None, scale: float | None = None, return_lse: bool = False,
+    implementation: ImplementationOrCuda | None = None, config: SparseMLAConfig | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
 def sparse_mla_decode(
     query: jax.Array,
     latent_cache: jax.Array,
@@ -73,7 +98,7 @@ def sparse_mla_decode(
     sinks: jax.Array | None = None,
     scale: float | None = None,
     return_lse: bool = False,
-    implementation: str | None = None,
+    implementation: ImplementationOrCuda | None = None,
     config: SparseMLAConfig | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Multi-head latent attention of query tokens that each name the cached tokens they attend to.
@@ -159,7 +184,7 @@ def sparse_mla_prefill(
     topk_length: jax.Array | None = None,
     sinks: jax.Array | None = None,
     scale: float | None = None,
-    implementation: str | None = None,
+    implementation: ImplementationOrCuda | None = None,
     config: SparseMLAConfig | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Sparse multi-head latent attention of many query tokens over latents that lie side by side.
@@ -272,7 +297,7 @@ def _call(
     dims: dict[str, str],
     results: tuple[str, ...],
     case: Case,
-    implementation: str | None,
+    implementation: ImplementationOrCuda | None,
     config: Any,
     *,
     ids: Ids,
@@ -280,7 +305,7 @@ def _call(
     max_logits: bool,
 ) -> tuple[jax.Array, ...]:
     case = dataclasses.replace(case, configured=config is not None)
-    name, fn = dispatch.resolve(function, case, implementation)
+    name, fn = dispatch.resolve(function, case, implementation, operands)
     tiled = name not in ("cuda", "xla")
     if not tiled and config is not None:
         fail(function, "config", f"None for implementation {name!r}", "a config")

@@ -63,7 +63,7 @@ def sparse_mla_cuda(
             # Pieces before they are merged: outputs, because a handler that allocates cannot be part of a command
             # buffer.
             jax.ShapeDtypeStruct((slots, num_heads, LATENT_DIM), jnp.float32),
-            jax.ShapeDtypeStruct((slots, num_heads), jnp.float32),
+            jax.ShapeDtypeStruct((slots, num_heads, 2), jnp.float32),
         ),
         vmap_method="sequential",
     )

@@ -103,12 +103,13 @@ def _kernel(query_ref, pool_ref, indices_ref, lens_ref, *refs, problem: Problem,
         leading = rows.batched(mine, token)
         query = [rows.load(query_ref, mine, leading, chunk) for chunk in problem.query_chunks]
         state, bad = _walk_ids(query, pool_ref, indices_ref, tables_ref, token, begin, end, problem)
-        out, lse2 = softmax.finish(state)
+        state = softmax.natural(state, softmax.LN_2)
+        out, lse = softmax.finish(state)
         bad |= stored != length
-        done = result.Result(mine, leading, problem.latent_chunks, out, lse2).poisoned(bad)
+        done = result.Result(mine, leading, problem.latent_chunks, out, lse).poisoned(bad)
         if max_logits:
             *out_refs_, max_ref = out_refs
-            result.store_lse(done._replace(lse2=softmax.poison(state.maximum, bad)), max_ref)
+            result.store_row(done, max_ref, softmax.poison(state.maximum, bad))
         else:
             out_refs_ = out_refs
         result.store(done, out_refs_, token * problem.config.num_splits + split, cut.count(length) <= 1)
@@ -143,7 +144,7 @@ def _walk_ids(query, pool_ref, indices_ref, tables_ref, token, begin, end, probl
             # The branch is for Triton's choice of layouts: see mla_decode's kernel.
             whole = jnp.min(held.astype(jnp.int32)) > 0
             tile_logits2 = lax.cond(whole, lambda: logits2(keys), masked_logits2)
-        state, weights = softmax.rescale(state, tile_logits2)
+        state, weights = softmax.rescale(state, tile_logits2, 1.0)
         weights = weights.astype(keys[0].dtype)
         values = keys[:-1]  # all but the rotary chunk
         acc = tuple(acc + triton.dot(weights, chunk) for acc, chunk in zip(state.acc, values, strict=True))

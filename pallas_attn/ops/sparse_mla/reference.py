@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from pallas_attn._call import symbolic
 from pallas_attn._tile import masking, softmax
 from pallas_attn._tile.latents import BYTES, LATENT_DIM, dequantized
 from pallas_attn._tile.layout import table_tokens
@@ -35,22 +36,23 @@ def sparse_mla_xla(
     bad = jnp.any(unusable, axis=1) | (lengths != usable_lengths)
     held = listed & inside
 
-    def attend(one: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def attend(one: tuple[jax.Array, ...]) -> tuple[jax.Array, softmax.Lse, jax.Array]:
         query, row, held = one
         keys = pool[row]
         if pool.dtype == BYTES:
             keys = dequantized(keys).astype(jnp.bfloat16)  # as the kernels have them
         keys = jnp.where(held[:, None], keys.astype(jnp.float32), 0.0)
-        scaled = query.astype(jnp.float32) * (scale * softmax.LOG2_E)
-        logits2 = masking.apply(jnp.einsum("hd,kd->hk", scaled, keys, precision="highest"), held[None, :])
-        state, weights = softmax.rescale(softmax.start((query.shape[0],), LATENT_DIM), logits2)
+        scaled = query.astype(jnp.float32) * scale
+        logits = masking.apply(jnp.einsum("hd,kd->hk", scaled, keys, precision="highest"), held[None, :])
+        state, weights = softmax.rescale(softmax.start((query.shape[0],), LATENT_DIM), logits)
         acc = jnp.einsum("hk,kd->hd", weights, keys[:, :LATENT_DIM], precision="highest")
-        return *softmax.finish(state._replace(acc=acc)), state.maximum
+        out, lse = softmax.finish(state._replace(acc=acc))
+        return out, lse, state.maximum
 
     rows = jnp.where(held, row, 0)
-    batch = min(TOKENS_AT_ONCE, num_tokens)
-    out, lse2, maximum = jax.lax.map(attend, (query, rows, held), batch_size=batch)
+    batch = None if symbolic.is_open(num_tokens) else min(TOKENS_AT_ONCE, num_tokens)
+    out, lse, maximum = jax.lax.map(attend, (query, rows, held), batch_size=batch)
     out = softmax.poison(out, bad[:, None, None]).astype(query.dtype)
-    lse, maximum = (softmax.poison(softmax.natural_lse(x), bad[:, None]) for x in (lse2, maximum))
+    lse, maximum = (softmax.poison(x, bad[:, None]) for x in (lse.natural(), maximum))
     out = beside_sinks(out, lse, sinks)
     return (out, lse, maximum) if max_logits else (out, lse)

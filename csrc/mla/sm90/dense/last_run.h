@@ -25,27 +25,14 @@ class LastRun {
         result_(result) {}
 
   // `awaited`: other CTAs wait for a partial result.
-  __device__ __forceinline__ void store(bool awaited) const {
-    const PageRun& run = result_.run;
-    const RowEnds ends = ends_of(params_, place_, run, at_, result_.state);
-    if (first_row_of_warp() >= rows_left_) return;
-    if (run.partial_slot < 0) {
-      stage_final(ends.factor);
-    } else if (awaited) {
-      stage_partial(ends.factor);
-    } else {
-      // Few rows, read at once by the merging kernel: the L2's policy would cost more than it gains.
-      store_partial(result_.rO, at_, ends.factor, params_, place_, run.partial_slot,
-                    [](float* to, float2 v) { *reinterpret_cast<float2*>(to) = v; });
-    }
-    store_lse(params_, place_, run, at_, ends.lse2);
-  }
+  __device__ __forceinline__ void store(bool awaited) const { store(awaited, params_.scale * kLog2E); }
 
   // Adds the other splits' partial results to that of a request's first one.
   __device__ __forceinline__ void add_partials() {
     PartialStage& stage = smem_.partial_stage();
     const int rows = min(rows_left_ - first_row_of_warp(), kWarpRows);
     if (rows > 0) {
+      to_base_2();
       uint64_t* full = &smem_.partial_full[place_.half][at_.warp];
       ptx::fence_async_global();
       for (int split = 1; split < result_.run.kept_splits; ++split) {
@@ -74,10 +61,27 @@ class LastRun {
   // What a request's first split has come to.
   __device__ __forceinline__ void store_final() {
     result_.run.partial_slot = -1;
-    store(true);
+    store(true, 1.0f);
   }
 
  private:
+  // `scale_log2`: what makes base 2 of the state's maxima.
+  __device__ __forceinline__ void store(bool awaited, float scale_log2) const {
+    const PageRun& run = result_.run;
+    const RowEnds ends = ends_of(params_, place_, run, at_, result_.state, scale_log2);
+    if (first_row_of_warp() >= rows_left_) return;
+    if (run.partial_slot < 0) {
+      stage_final(ends.factor);
+    } else if (awaited) {
+      stage_partial(ends.factor);
+    } else {
+      // Few rows, read at once by the merging kernel: the L2's policy would cost more than it gains.
+      store_partial(result_.rO, at_, ends.factor, params_, place_, run.partial_slot,
+                    [](float* to, float2 v) { *reinterpret_cast<float2*>(to) = v; });
+    }
+    store_lse(params_, place_, run, at_, ends.lse);
+  }
+
   __device__ int first_row_of_warp() const { return at_.warp * kWarpRows; }
 
   // Through shared memory and the copy engine, a quarter of the instructions of store_final. Each warp stages
@@ -129,22 +133,36 @@ class LastRun {
     ptx::wait_until_stores_are_done();
   }
 
+  // The own split's state as the others' are.
+  __device__ __forceinline__ void to_base_2() {
+    RowState& state = result_.state;
+    float left[kRowsPerThread];
+#pragma unroll
+    for (int i = 0; i < kRowsPerThread; ++i) {
+      const RowLse lse = in_base_2(state.maximum[i], state.sum[i], params_.scale * kLog2E, left[i]);
+      state.maximum[i] = lse.maximum;
+      state.sum[i] = lse.total;
+    }
+    rescale_rows(result_.rO, left);
+  }
+
   // One split, whose rows are on their way into the stage.
   __device__ __forceinline__ void add_split(int slot, uint64_t* full, uint32_t parity) {
     PartialStage& stage = smem_.partial_stage();
     RowState& state = result_.state;
-    float lse2[kRowsPerThread];
+    RowLse lse[kRowsPerThread];
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
       // Rows that do not exist add something that is never stored.
       const int row = at_.row(i);
-      lse2[i] = row < rows_left_ ? params_.partial_lse2[place_.row(params_, slot) + row] : -INFINITY;
+      lse[i] = row < rows_left_ ? params_.partial_lse[place_.row(params_, slot) + row] : RowLse{-INFINITY, 0.0f};
     }
     ptx::mbarrier_wait(full, parity);
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
-      const float top = fmaxf(state.maximum[i], lse2[i]);
-      const float own = exp2_fast(state.maximum[i] - top), others = exp2_fast(lse2[i] - top);
+      const float top = fmaxf(state.maximum[i], lse[i].maximum);
+      const float own = exp2_fast(state.maximum[i] - top);
+      const float others = exp2_fast(lse[i].maximum - top) * lse[i].total;
       state.maximum[i] = top;
       state.sum[i] = state.sum[i] * own + others;
       const float* row = &stage.rows[place_.half][at_.row(i)][at_.in_quad * 2];

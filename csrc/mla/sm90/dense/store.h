@@ -86,31 +86,31 @@ __device__ __forceinline__ void store_partial(const float (&rO)[kOutRegisters], 
 // Of a final result or a partial one; by one lane for each row, of one warpgroup.
 __device__ __forceinline__ void store_lse(const DecodeParams& params, const OutputPlace& place,
                                           const PageRun& run, const FragmentPosition& at,
-                                          const float (&lse2)[kRowsPerThread]) {
+                                          const RowLse (&lse)[kRowsPerThread]) {
   if (place.half != kLow || at.in_quad != 0) return;
 #pragma unroll
   for (int i = 0; i < kRowsPerThread; ++i) {
     const int row = at.row(i);
     if (row >= place.rows_left(params)) continue;
     if (run.partial_slot < 0) {
-      *params.lse_of(run.request, place.kv_head, place.first_row() + row) = lse2[i] * kLn2;
+      *params.lse_of(run.request, place.kv_head, place.first_row() + row) = log2_of(lse[i]) * kLn2;
     } else {
-      params.partial_lse2[place.row(params, run.partial_slot) + row] = lse2[i];
+      params.partial_lse[place.row(params, run.partial_slot) + row] = lse[i];
     }
   }
 }
 
-// How a run ends. What is final makes room for the rows' sinks.
+// How a run ends, of scores that `scale_log2` makes base 2. What is final makes room for the rows' sinks.
 __device__ __forceinline__ RowEnds ends_of(const DecodeParams& params, const OutputPlace& place,
                                            const PageRun& run, const FragmentPosition& at,
-                                           const RowState& state) {
-  RowEnds ends(state);
+                                           const RowState& state, float scale_log2) {
+  RowEnds ends(state, scale_log2);
   if (params.sinks == nullptr || run.partial_slot >= 0) return ends;
 #pragma unroll
   for (int i = 0; i < kRowsPerThread; ++i) {
     const int row = at.row(i);
     if (row >= place.rows_left(params)) continue;
-    ends.factor[i] *= share_beside_sink(ends.lse2[i], params.sinks[place.row(params, 0) + row]);
+    ends.factor[i] *= share_beside_sink(ends.lse[i], params.sinks[place.row(params, 0) + row]);
   }
   return ends;
 }
@@ -120,7 +120,7 @@ template <typename Element>
 __device__ __forceinline__ void store_run(const DecodeParams& params, const OutputPlace& place,
                                           const PageRun& run, const FragmentPosition& at,
                                           const RowState& state, const float (&rO)[kOutRegisters]) {
-  const RowEnds ends = ends_of(params, place, run, at, state);
+  const RowEnds ends = ends_of(params, place, run, at, state, params.scale * kLog2E);
   if (run.partial_slot < 0) {
     store_final<Element>(rO, at, ends.factor, params, place, run.request);
   } else {
@@ -130,7 +130,7 @@ __device__ __forceinline__ void store_run(const DecodeParams& params, const Outp
     store_partial(rO, at, ends.factor, params, place, run.partial_slot,
                   [=](float* to, float2 v) { ptx::store_with_policy(to, v, policy); });
   }
-  store_lse(params, place, run, at, ends.lse2);
+  store_lse(params, place, run, at, ends.lse);
 }
 
 }  // namespace pallas_attn::mla::sm90

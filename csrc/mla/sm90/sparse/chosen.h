@@ -99,8 +99,8 @@ struct HeldTokens {
     for (int i = 0; i < kRowsPerThread; ++i) {
       const int row = at.row(i);
       if (row >= place.rows_left(params)) continue;
-      const float peak2 = fmaxf(peak[kEven][row], peak[kOdd][row]);
-      max_logits[place.row(params, run.request) + row] = std::isnan(state.sum[i]) ? NAN : peak2 * kLn2;
+      const float highest = fmaxf(peak[kEven][row], peak[kOdd][row]);
+      max_logits[place.row(params, run.request) + row] = std::isnan(state.sum[i]) ? NAN : highest * params.scale;
     }
   }
 };

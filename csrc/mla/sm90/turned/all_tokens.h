@@ -26,9 +26,11 @@ struct AllTokens {
 
   // Scores of a page that a row must not see.
   template <typename Scores, typename Plan>
-  static __device__ __forceinline__ void hide(Scores& rS, const DecodeParams& params, const Plan&,
-                                              const PageRun& run, int page, int, const Place& at) {
+  static __device__ __forceinline__ void hide(Scores& rS, const DecodeParams& params, const Plan& smem,
+                                              const PageRun& run, int page, int stage, const Place& at) {
     if (!PrefixMask::hides_any(params, run, page)) return;
+    // NaN must stay, also for rows that see none of the page: all of the request's are.
+    if (__any_sync(0xffffffff, smem.bad_page[stage] != 0)) return;
     const int first_row = place_of_block(at.owner).first_row();
     visit_row_pairs<Plan::kRows>([&](int j) {
 #pragma unroll

@@ -30,15 +30,17 @@ class RunResult {
     for (int i = 0; i < sums.kSums; ++i) {
       smem_.warp_sum[at_.owner * kWarpgroupWarps + at_.warp][sums.row(at, i)] = sums.of_row[i];
     }
-    ptx::named_barrier_sync(kSumsReady, kConsumerThreads);
-    unit_ = smem_.unit;
     // Told to all threads, though only the first ones' numbers are those of rows. Else the compiler keeps,
     // all through a run, what the others had before.
     const int row = at.thread() % Plan::kRows;
-    base_ = smem_.base[row];
+    // Behind the barrier the other warpgroup may load the next run's query.
+    const float factor = smem_.row_factor[row];
+    ptx::named_barrier_sync(kSumsReady, kConsumerThreads);
+    unit_ = smem_.unit;
     sum_ = run.bad_length && run.num_pages() == 0 ? NAN : 0.0f;
 #pragma unroll
     for (int warp = 0; warp < kOwners * kWarpgroupWarps; ++warp) sum_ += smem_.warp_sum[warp][row];
+    base_ = in_base_2(smem_.base[row], sum_, factor, left_).maximum;
   }
 
   // Other CTAs may wait for a partial result or not: it is stored in one way.
@@ -72,10 +74,12 @@ class RunResult {
       const int slot = min(run.partial_slot + split, params_.num_slots() - 1);
       const int row = at_.anew().thread();
       if (row < Plan::kRows) {
-        const float lse2 = row < rows_left() ? params_.partial_lse2[row_of_all(slot, row)] : -INFINITY;
-        const float top = fmaxf(base_, lse2);
-        const float own = exp2_fast(base_ - top), others = exp2_fast(lse2 - top);
+        const RowLse lse =
+            row < rows_left() ? params_.partial_lse[row_of_all(slot, row)] : RowLse{-INFINITY, 0.0f};
+        const float top = fmaxf(base_, lse.maximum);
+        const float own = exp2_fast(base_ - top) * left_, others = exp2_fast(lse.maximum - top) * lse.total;
         base_ = top;
+        left_ = 1.0f;
         sum_ = sum_ * own + others;
         smem_.out_factor[at_.owner][row] = own * unit_;
         smem_.others_factor[at_.owner][row] = others;
@@ -111,19 +115,19 @@ class RunResult {
     if (row < Plan::kRows) {
       const bool empty = sum_ == 0.0f;  // false for NaN, which must survive
       float factor = empty ? 0.0f : unit_ / sum_;
-      const float lse2 = empty ? -INFINITY : base_ + log2f(sum_);
+      const RowLse lse = {empty ? -INFINITY : base_, sum_ * left_};
       if constexpr (Tokens::kHasSinks) {
         // What is final makes room for the row's sink.
         if (params_.sinks != nullptr && run.partial_slot < 0 && row < rows_left()) {
-          factor *= share_beside_sink(lse2, params_.sinks[row_of_all(0, row)]);
+          factor *= share_beside_sink(lse, params_.sinks[row_of_all(0, row)]);
         }
       }
       smem_.out_factor[at_.owner][row] = factor;
       if (at_.owner == 0 && row < rows_left()) {
         if (run.partial_slot < 0) {
-          *params_.lse_of(run.request, place().kv_head, place().first_row() + row) = lse2 * kLn2;
+          *params_.lse_of(run.request, place().kv_head, place().first_row() + row) = log2_of(lse) * kLn2;
         } else {
-          params_.partial_lse2[row_of_all(run.partial_slot, row)] = lse2;
+          params_.partial_lse[row_of_all(run.partial_slot, row)] = lse;
         }
       }
     }
@@ -218,7 +222,8 @@ class RunResult {
   Plan& smem_;
   const Place at_;
   float unit_;
-  float base_, sum_;  // of the row with this thread's number
+  // Of the row with this thread's number: the base in base 2, the sum, and by what it is multiplied then (in_base_2).
+  float base_, sum_, left_;
 };
 
 }  // namespace pallas_attn::mla::sm90::turned

@@ -62,11 +62,13 @@ __device__ __forceinline__ void move_base(const Scores<Plan::kRows>& rS, const T
   if (row < Plan::kRows) {
     float peak = -INFINITY;
     for (int warp = 0; warp < kWarpgroupWarps; ++warp) peak = fmaxf(peak, smem.warp_peak[warp][row]);
-    const float top = peak * smem.row_factor[row], before = smem.base[row];
-    const float after = top > before + kMostLog2 ? top - kFreshLog2 : before;
+    const float factor = smem.row_factor[row], before = smem.base[row];
+    // Where scores are so large that less than that is between neighbours, the base is the largest itself.
+    const float fresh = fmaxf(peak - kFreshLog2 / factor, kNoMaximum);
+    const float after = (peak - before) * factor > kMostLog2 ? fresh : before;
     smem.base[row] = after;
-    // Nothing to rescale yet: one.
-    smem.rescale[at.owner][row] = before == kNoMaximum ? 1.0f : exp2_fast(before - after);
+    // With nothing to rescale yet, by 0.
+    smem.rescale[at.owner][row] = exp2_fast((before - after) * factor);
   }
   if (row == 0) {
     float peak = 0.0f;
@@ -128,8 +130,8 @@ __device__ __forceinline__ bool store_probabilities(const Scores<Plan::kRows>& r
     const float2 factor = smem.row_factor.pair(at.row(j)), base = smem.base.pair(at.row(j));
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
-      const float left = exp2_fast(fmaf(rS.at(j, i, 0), factor.x, -base.x));
-      const float right = exp2_fast(fmaf(rS.at(j, i, 1), factor.y, -base.y));
+      const float left = exp2_fast((rS.at(j, i, 0) - base.x) * factor.x);
+      const float right = exp2_fast((rS.at(j, i, 1) - base.y) * factor.y);
       held[j * 2] = i == 0 ? left : held[j * 2] + left;
       held[j * 2 + 1] = i == 0 ? right : held[j * 2 + 1] + right;
       matrices[j % 2 * 2 + i] = ElementTraits<__half>::pack(left, right);

@@ -1,0 +1,39 @@
+"""Sizes that an exported function leaves open (`jax.export.symbolic_shape`).
+
+Plain jnp serves them. A kernel does not: its tiles, its grid and its config follow from sizes.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.export import is_symbolic_dim
+
+
+def is_open(*sizes: Any) -> bool:
+    """Whether any of these sizes is symbolic, so that Python can neither count by it nor compare it."""
+    return any(map(is_symbolic_dim, sizes))
+
+
+def reason(operands: Mapping[str, Any]) -> str | None:
+    """Why no kernel serves these operands; None if all sizes are known."""
+    for name, array in operands.items():
+        for size in getattr(array, "shape", ()):
+            if is_open(size):
+                shape = ", ".join(map(str, array.shape))
+                return (
+                    f"argument {name!r} has the symbolic dimension {size} in [{shape}], and kernels are compiled for "
+                    "sizes (export with implementation='xla', or with concrete sizes)"
+                )
+    return None
+
+
+def searchsorted(
+    ordered: jax.Array, values: jax.Array, side: str = "left", method: str = "scan"
+) -> jax.Array:
+    """`jnp.searchsorted` of vectors, which must know how many steps it takes; here all are compared instead."""
+    if not is_open(*ordered.shape, *values.shape):
+        return jnp.searchsorted(ordered, values, side=side, method=method)
+    before = ordered <= values[:, None] if side == "right" else ordered < values[:, None]
+    return jnp.sum(before, axis=1, dtype=jnp.int32)
