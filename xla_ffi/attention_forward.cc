@@ -57,7 +57,7 @@ ffi::Error attention_forward(cudaStream_t stream, int32_t device, ffi::AnyBuffer
                              ffi::AnyBuffer alibi, ffi::Result<ffi::AnyBuffer> out,
                              ffi::Result<ffi::AnyBuffer> lse, ffi::Result<ffi::AnyBuffer> counters,
                              ffi::Result<ffi::AnyBuffer> items, ffi::Result<ffi::AnyBuffer> split_tiles,
-                             ffi::Result<ffi::AnyBuffer> partial_out, ffi::Result<ffi::AnyBuffer> partial_lse2,
+                             ffi::Result<ffi::AnyBuffer> partial_out, ffi::Result<ffi::AnyBuffer> partial_lse,
                              bool query_heads_first, bool key_heads_first,
                              bool lse_heads_first, bool base2_lse, bool ends_aligned, int64_t q_offset,
                              int64_t bounds_step, int64_t seqs, int64_t skip_rows, int64_t heads_in_l2,
@@ -130,7 +130,7 @@ ffi::Error attention_forward(cudaStream_t stream, int32_t device, ffi::AnyBuffer
   const int64_t needed = slots + queries.batch * (queries.tokens / (tile_rows / group) + 1) +
                          (q_bounds.element_count() > 0 ? seqs + 2 : 0);
   check.array("partial_out", *partial_out, {slots, keys.heads, tile_rows, values.dim}, {DataType::F32});
-  check.array("partial_lse2", *partial_lse2, {slots, keys.heads, tile_rows}, {DataType::F32});
+  check.array("partial_lse", *partial_lse, {slots, keys.heads, tile_rows, 2}, {DataType::F32});
   check.between("items", " work items", needed, kMaxInt / 2 / keys.heads, most_items);
   if (!check.ok()) return check.error();
 
@@ -159,7 +159,7 @@ ffi::Error attention_forward(cudaStream_t stream, int32_t device, ffi::AnyBuffer
   params.split_tiles =
       slots > 0 ? static_cast<attention::SplitTile*>(split_tiles->untyped_data()) : nullptr;
   params.partial_out = partial_out->typed_data<float>();
-  params.partial_lse2 = partial_lse2->typed_data<float>();
+  params.partial_lse = static_cast<RowLse*>(partial_lse->untyped_data());
   params.max_slots = static_cast<int>(slots);
   params.max_items = static_cast<int>(most_items);
   params.batch = static_cast<int>(queries.batch);
@@ -212,7 +212,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(pallas_attn_attention_forward_sm90, pallas_attn::a
                                   .Ret<xla::ffi::AnyBuffer>()  // items
                                   .Ret<xla::ffi::AnyBuffer>()  // split_tiles
                                   .Ret<xla::ffi::AnyBuffer>()  // partial_out
-                                  .Ret<xla::ffi::AnyBuffer>()  // partial_lse2
+                                  .Ret<xla::ffi::AnyBuffer>()  // partial_lse
                                   .Attr<bool>("query_heads_first")
                                   .Attr<bool>("key_heads_first")
                                   .Attr<bool>("lse_heads_first")

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "common/element_type.h"
+#include "common/row_lse.h"
 
 namespace pallas_attn::attention {
 
@@ -68,10 +69,10 @@ struct ForwardParams {
 
   // Scratch.
   Counters* counters;
-  WorkItem* items;       // [max_items]
+  WorkItem* items;         // [max_items]
   SplitTile* split_tiles;  // [max_slots]; null: nothing may be split
-  float* partial_out;    // [max_slots, num_kv_heads, tile rows, value_dim]
-  float* partial_lse2;   // [max_slots, num_kv_heads, tile rows]
+  float* partial_out;      // [max_slots, num_kv_heads, tile rows, value_dim]
+  RowLse* partial_lse;     // [max_slots, num_kv_heads, tile rows]
   int max_items, max_slots;
 
   int batch, q_len, kv_len;  // of the arrays of rows

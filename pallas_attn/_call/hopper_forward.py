@@ -114,7 +114,7 @@ def forward(
             jax.ShapeDtypeStruct((max_items + slots, 8), jnp.int32),
             jax.ShapeDtypeStruct((slots, 8), jnp.int32),
             jax.ShapeDtypeStruct((slots, kv_heads, TILE_ROWS, value.shape[-1]), jnp.float32),
-            jax.ShapeDtypeStruct((slots, kv_heads, TILE_ROWS), jnp.float32),
+            jax.ShapeDtypeStruct((slots, kv_heads, TILE_ROWS, 2), jnp.float32),
         ),
         vmap_method="sequential",
     )

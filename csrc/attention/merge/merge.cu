@@ -1,4 +1,4 @@
-// out = sum_i 2^(lse_i - lse) out_i over the parts i of a row, lse = log2 sum_i 2^lse_i; a sink joins the sum
+// out = sum_i w_i out_i / sum_i w_i over the parts i of a row, w_i = 2^maximum_i total_i; a sink joins the sum
 // without a value. One warp a row; a sum has one order.
 #include "attention/merge/merge.h"
 
@@ -23,15 +23,19 @@ __device__ void merge_row(const ForwardParams& params, const SplitTile& tile, in
   const auto row_of = [&](int part) {
     return ((tile.first_slot + int64_t{part}) * params.num_kv_heads + kv_head) * tile_rows + row;
   };
-  const float lse2 = lane < tile.splits ? __ldcg(params.partial_lse2 + row_of(lane)) : -INFINITY;
-  float top = lse2;
+  RowLse lse = {-INFINITY, 0.0f};
+  if (lane < tile.splits) {
+    const float2 loaded = __ldcg(reinterpret_cast<const float2*>(params.partial_lse + row_of(lane)));
+    lse = {loaded.x, loaded.y};
+  }
+  float top = lse.maximum;
   for (int distance = 16; distance > 0; distance /= 2) {
     top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
   }
   const float sink2 = params.sinks == nullptr ? -INFINITY : __ldg(params.sinks + head) * kLog2E;
   top = fmaxf(top, sink2);
   const float base = top == -INFINITY ? 0.0f : top;
-  const float weight = exp2f(lse2 - base);
+  const float weight = exp2f(lse.maximum - base) * lse.total;
   float sum = weight;
   for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
   sum += exp2f(sink2 - base);

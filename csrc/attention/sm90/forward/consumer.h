@@ -210,11 +210,12 @@ class Consumer {
     for (int i = 0; i < kRowsPerThread; ++i) {
       state.sum[i] = quad_reduce(state.sum[i], [](float a, float b) { return a + b; });
     }
+    const RowEnds ends(state, factor_);
     const int first_row = warpgroup_ * kFragmentRows;
     if (tile.slot >= 0) {
-      store_partial<Shape>(params_, tile, rO_, state, first_row, at_);
+      store_partial<Shape>(params_, tile, rO_, ends, first_row, at_);
     } else {
-      store_rows<Element>(params_, tile, rO_, state, group_, first_row, at_);
+      store_rows<Element>(params_, tile, rO_, ends, group_, first_row, at_);
     }
   }
 

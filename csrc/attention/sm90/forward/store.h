@@ -13,9 +13,8 @@ namespace pallas_attn::attention::sm90 {
 // Part of a tile's keys: float32, for the merge.
 template <typename Shape, int kCount>
 __device__ __forceinline__ void store_partial(const ForwardParams& params, const Tile& tile,
-                                              const float (&rO)[kCount], const RowState& state, int first_row,
+                                              const float (&rO)[kCount], const RowEnds& ends, int first_row,
                                               const FragmentPosition& at) {
-  const RowEnds ends(state);
   const int64_t tile_row = (int64_t{tile.slot} * params.num_kv_heads + tile.kv_head) * Shape::kRows;
 #pragma unroll
   for (int i = 0; i < kRowsPerThread; ++i) {
@@ -27,16 +26,15 @@ __device__ __forceinline__ void store_partial(const ForwardParams& params, const
         *reinterpret_cast<float2*>(out + column) = make_float2(left * ends.factor[i], right * ends.factor[i]);
       }
     });
-    if (at.in_quad == 0) params.partial_lse2[row] = ends.lse2[i];
+    if (at.in_quad == 0) params.partial_lse[row] = ends.lse[i];
   }
 }
 
-// A quad writes 64 bytes of a row at a time. `state` with the sums of all four threads of a quad.
+// A quad writes 64 bytes of a row at a time.
 template <typename Element, int kCount>
 __device__ __forceinline__ void store_rows(const ForwardParams& params, const Tile& tile,
-                                           const float (&rO)[kCount], const RowState& state, int group,
+                                           const float (&rO)[kCount], const RowEnds& ends, int group,
                                            int first_row, const FragmentPosition& at) {
-  const RowEnds ends(state);
   const int chunks = params.value_dim / 8;  // of a row, 16 bytes each
   const int first_head = tile.kv_head * group;
   auto* const tile_out = static_cast<uint16_t*>(params.out) + tile.batch * params.out_strides.batch +
@@ -49,12 +47,11 @@ __device__ __forceinline__ void store_rows(const ForwardParams& params, const Ti
     const bool answered = row < tile.tokens * group;
     const int query = row / group, head = row - query * group;
     float factor = ends.factor[i];
-    float lse2 = ends.lse2[i];
+    RowLse row_lse = ends.lse[i];
     if (params.sinks != nullptr) {
       const float sink = __ldg(params.sinks + first_head + head);
-      factor *= share_beside_sink(lse2, sink);
-      const float sink2 = sink * kLog2E, top = fmaxf(lse2, sink2);
-      lse2 = top == -INFINITY ? top : top + log2f(exp2f(lse2 - top) + exp2f(sink2 - top));
+      factor *= share_beside_sink(row_lse, sink);
+      row_lse = beside_sink(row_lse, sink);
     }
     uint4* out = reinterpret_cast<uint4*>(tile_out + query * params.out_strides.token +
                                           head * params.out_strides.head);
@@ -66,7 +63,7 @@ __device__ __forceinline__ void store_rows(const ForwardParams& params, const Ti
     }
     if (answered && at.in_quad == 0) {
       tile_lse[query * params.lse_strides.token + head * params.lse_strides.head] =
-          params.base2_lse ? lse2 : lse2 * kLn2;
+          params.base2_lse ? log2_of(row_lse) : log2_of(row_lse) * kLn2;
     }
   }
 }
