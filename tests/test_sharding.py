@@ -44,6 +44,7 @@ def test_on_eight_devices(pytestconfig):
         str(folder / name)
         for name in (
             "eight_devices.py",
+            "plain_eight_devices.py",
             "steps_eight_devices.py",
             "flash_eight_devices.py",
             "blocksparse_eight_devices.py",
