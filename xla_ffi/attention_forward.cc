@@ -172,6 +172,7 @@ ffi::Error attention_forward(cudaStream_t stream, int32_t device, ffi::AnyBuffer
   params.seqs_per_batch = static_cast<int>(seqs / queries.batch);
   params.num_heads = static_cast<int>(queries.heads);
   params.num_kv_heads = static_cast<int>(keys.heads);
+  params.group = static_cast<int>(group);
   params.head_dim = static_cast<int>(queries.dim);
   params.value_dim = static_cast<int>(values.dim);
   params.ends_aligned = ends_aligned;

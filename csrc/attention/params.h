@@ -79,6 +79,7 @@ struct ForwardParams {
   int num_pages, page_size, max_pages;
   int num_seqs, seqs_per_batch;
   int num_heads, num_kv_heads;
+  int group;  // query heads of a KV head
   int head_dim, value_dim;
   // A sequence's query i stands at key i + its number of keys less that of its queries; or else at its own
   // place in the array plus q_offset.
@@ -92,8 +93,6 @@ struct ForwardParams {
   float softcap;  // 0: none
   bool base2_lse;
   ElementType element;
-
-  int group() const { return num_heads / num_kv_heads; }
 };
 
 }  // namespace pallas_attn::attention

@@ -18,7 +18,7 @@ constexpr int kPairs = 256 / 64;  // of columns, that a lane adds up
 template <typename Element>
 __device__ void merge_row(const ForwardParams& params, const SplitTile& tile, int num_seqs, int tile_rows,
                           int kv_head, int row, int lane) {
-  const int group = params.num_heads / params.num_kv_heads;
+  const int group = params.group;
   const int head = kv_head * group + row % group;
   const auto row_of = [&](int part) {
     return ((tile.first_slot + int64_t{part}) * params.num_kv_heads + kv_head) * tile_rows + row;
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kThreads)
     merge_kernel(const __grid_constant__ ForwardParams params, int tile_rows) {
   ptx::wait_for_previous_kernel();
   const int num_seqs = num_seqs_now(params);
-  const int group = params.num_heads / params.num_kv_heads;
+  const int group = params.group;
   const int units = __ldcg(&params.counters->split_tiles) * params.num_kv_heads * tile_rows;
   for (int unit = blockIdx.x * kWarps + threadIdx.x / 32; unit < units; unit += gridDim.x * kWarps) {
     const int row = unit % tile_rows, of_heads = unit / tile_rows;

@@ -52,7 +52,7 @@ struct Batch {
 
   __device__ int tiles_of(int seq) const {
     const Sequence sequence(params, seq, num_seqs);
-    const int rows = sequence.q_len * (params.num_heads / params.num_kv_heads);
+    const int rows = sequence.q_len * params.group;
     if (!sequence.padding && rows <= params.skip_rows) return 0;
     return ceil_div(sequence.q_len, tiling.tokens);
   }
@@ -102,7 +102,7 @@ __device__ int heads_together(const ForwardParams& params, int64_t work, int lon
   return together;
 }
 
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 1)
     prepare_kernel(const __grid_constant__ ForwardParams params, const Tiling tiling) {
   ptx::allow_dependent_launch();
   extern __shared__ char shared_memory[];

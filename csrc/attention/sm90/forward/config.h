@@ -33,7 +33,7 @@ struct ShapeOf {
   static constexpr int kThreads = kConsumerThreads + kWarpgroupThreads;
   // A thread's registers: those of the whole CTA are dealt anew between the roles.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-  static constexpr int kFeederRegisters = 56;
+  static constexpr int kFeederRegisters = kValueDim > 192 ? 56 : 72;
   static constexpr int kConsumerRegisters =
       ((kMath + 1) * kLaunchRegisters - kFeederRegisters) / kMath / 8 * 8;
 };
@@ -43,7 +43,7 @@ using Shape64 = ShapeOf<64, 64, 128, 2, 2, 4, 4>;
 using Shape96 = ShapeOf<96, 96, 128, 2, 2, 3, 2>;
 using Shape128 = ShapeOf<128, 128, 128, 2, 2, 3, 2>;
 using Shape192x128 = ShapeOf<192, 128, 128, 2, 1, 2, 2>;
-using Shape192 = ShapeOf<192, 192, 112, 2, 1, 2, 2>;
+using Shape192 = ShapeOf<192, 192, 96, 2, 1, 2, 2>;
 using Shape256 = ShapeOf<256, 256, 64, 2, 1, 2, 2>;
 
 // Of the last warpgroup, one warp each.

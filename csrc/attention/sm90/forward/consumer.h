@@ -29,7 +29,7 @@ class Consumer {
         smem_(smem),
         gathered_(gathered),
         shaped_(params.softcap > 0.0f || params.alibi != nullptr),
-        group_(params.num_heads / params.num_kv_heads),
+        group_(params.group),
         warpgroup_(warpgroup),
         thread_(thread),
         at_(thread),

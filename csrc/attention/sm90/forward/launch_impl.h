@@ -28,8 +28,8 @@ inline TensorTile<4> tile_of(const char* name, const void* array, const Strides&
 
 template <typename Shape>
 Boxes boxes_of(const ForwardParams& params) {
-  const int tokens = Shape::kRows / params.group();
-  const int query_bytes = Shape::kPieces * tokens * params.group() * kRowBytes;
+  const int tokens = Shape::kRows / params.group;
+  const int query_bytes = Shape::kPieces * tokens * params.group * kRowBytes;
   if (params.block_tables == nullptr) return {Shape::kKeys, query_bytes};
   const int rows = std::gcd(Shape::kKeys, params.page_size);
   return {rows % kLeastBoxRows == 0 ? rows : 0, query_bytes};
@@ -44,7 +44,7 @@ LaunchStatus encode_maps(const ForwardParams& params, const Boxes& boxes, Maps* 
   const int rows = boxes.rows > 0 ? boxes.rows : 1;  // unused where threads copy
   LaunchStatus status = encode_tensor_map(
       tile_of("query", params.query, params.query_strides, params.head_dim, params.num_heads, params.q_len,
-              params.batch, params.group(), Shape::kRows / params.group()),
+              params.batch, params.group, Shape::kRows / params.group),
       kElement, &maps->query);
   if (!status.ok()) return status;
   status = encode_tensor_map(tile_of("key", params.key, params.key_strides, params.head_dim,
@@ -72,7 +72,7 @@ LaunchStatus launch_instance(const ForwardParams& params, cudaStream_t stream) {
   const Boxes boxes = boxes_of<Shape>(params);
   Maps maps;
   status = encode_maps<Element, Shape>(params, boxes, &maps);
-  const Tiling tiling = {Shape::kRows / params.group(), Shape::kKeys, num_sms};
+  const Tiling tiling = {Shape::kRows / params.group, Shape::kKeys, num_sms};
   if (status.ok()) status = launch_prepare(params, tiling, stream);
   if (!status.ok()) return status;
   const int blocks = static_cast<int>(std::min<int64_t>(num_sms, int64_t{params.max_items} * params.num_kv_heads));

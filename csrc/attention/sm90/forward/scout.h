@@ -29,8 +29,7 @@ class Scout {
         maps_(maps),
         boxes_(boxes),
         smem_(smem),
-        lane_(lane),
-        group_(params.num_heads / params.num_kv_heads) {}
+        lane_(lane) {}
 
   __device__ void work() {
     ptx::wait_for_previous_kernel();
@@ -112,7 +111,7 @@ class Scout {
     uint64_t* full = &smem_.queries.full[slot][0];
     ptx::mbarrier_arrive_expect_bytes(full, boxes_.query_bytes);
     for (int piece = 0; piece < Shape::kPieces; ++piece) {
-      ptx::tma_load_4d(smem_.sQ[slot][piece], &maps_.query, full, piece * kPieceDims, tile.kv_head * group_,
+      ptx::tma_load_4d(smem_.sQ[slot][piece], &maps_.query, full, piece * kPieceDims, tile.kv_head * params_.group,
                        tile.token, tile.batch);
     }
   }
@@ -123,8 +122,8 @@ class Scout {
     const int chunks = params_.value_dim / 8;
     auto* out = static_cast<uint16_t*>(params_.out) + tile.batch * params_.out_strides.batch;
     float* lse = params_.lse + tile.batch * params_.lse_strides.batch;
-    for (int row = 0; row < tile.tokens * group_; ++row) {
-      const int64_t token = tile.token + row / group_, head = tile.kv_head * group_ + row % group_;
+    for (int row = 0; row < tile.tokens * params_.group; ++row) {
+      const int64_t token = tile.token + row / params_.group, head = tile.kv_head * params_.group + row % params_.group;
       uint16_t* to = out + token * params_.out_strides.token + head * params_.out_strides.head;
       for (int i = lane_; i < chunks; i += 32) {
         reinterpret_cast<uint4*>(to)[i] = make_uint4(word, word, word, word);
@@ -144,7 +143,6 @@ class Scout {
   const Boxes& boxes_;
   Plan& smem_;
   const int lane_;
-  const int group_;
 };
 
 }  // namespace pallas_attn::attention::sm90
