@@ -25,7 +25,7 @@ struct Plan {
   Tile tiles[3];
 };
 
-Tile plain(const TensorTile& tile) {
+Tile plain(const TensorTile<3>& tile) {
   Tile result = {};
   std::strncpy(result.name, tile.name, sizeof(result.name) - 1);
   result.base = reinterpret_cast<uint64_t>(tile.base);

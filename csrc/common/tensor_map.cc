@@ -21,22 +21,26 @@ EncodeTiled find_encoder() {
 
 }  // namespace
 
-LaunchStatus encode_tensor_map(const TensorTile& tile, CUtensorMapDataType dtype, CUtensorMap* map) {
+template <int kRank>
+LaunchStatus encode_tensor_map(const TensorTile<kRank>& tile, CUtensorMapDataType dtype, CUtensorMap* map) {
   static const EncodeTiled encode = find_encoder();
   if (encode == nullptr) {
     return status_of(cudaErrorSymbolNotFound, "looking up cuTensorMapEncodeTiled in the driver");
   }
-  const uint32_t element_strides[3] = {1, 1, 1};
+  const uint32_t element_strides[4] = {1, 1, 1, 1};
   // What a tile's row is. Asked for 256 bytes, which fetches a neighbour's row too, an H200 streams pages of
   // MLA up to 6% more slowly.
   constexpr CUtensorMapL2promotion kFetchedAtOnce = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
   const CUresult result =
-      encode(map, dtype, /*rank=*/3, const_cast<void*>(tile.base), tile.extent, tile.strides_bytes, tile.box,
+      encode(map, dtype, kRank, const_cast<void*>(tile.base), tile.extent, tile.strides_bytes, tile.box,
              element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, kFetchedAtOnce,
              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   // The driver's results and the runtime's errors share their numbers.
   return status_of(static_cast<cudaError_t>(result), std::string("encoding the tensor map of '") + tile.name +
                                                          "' (CUresult " + std::to_string(result) + ")");
 }
+
+template LaunchStatus encode_tensor_map(const TensorTile<3>&, CUtensorMapDataType, CUtensorMap*);
+template LaunchStatus encode_tensor_map(const TensorTile<4>&, CUtensorMapDataType, CUtensorMap*);
 
 }  // namespace pallas_attn

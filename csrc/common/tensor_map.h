@@ -11,7 +11,8 @@
 
 namespace pallas_attn {
 
-// Three-dimensional tiles with the 128-byte swizzle; out-of-range elements read as zero.
-LaunchStatus encode_tensor_map(const TensorTile& tile, CUtensorMapDataType dtype, CUtensorMap* map);
+// Tiles of three or four dimensions with the 128-byte swizzle; out-of-range elements read as zero.
+template <int kRank>
+LaunchStatus encode_tensor_map(const TensorTile<kRank>& tile, CUtensorMapDataType dtype, CUtensorMap* map);
 
 }  // namespace pallas_attn

@@ -6,13 +6,14 @@
 
 namespace pallas_attn {
 
+template <int kRank>
 struct TensorTile {
   const char* name;  // for messages
   const void* base;
   // Innermost dimension first. strides_bytes[i] is the distance between neighbours in dimension i + 1.
-  uint64_t extent[3];
-  uint64_t strides_bytes[2];
-  uint32_t box[3];
+  uint64_t extent[kRank];
+  uint64_t strides_bytes[kRank - 1];
+  uint32_t box[kRank];
 };
 
 }  // namespace pallas_attn

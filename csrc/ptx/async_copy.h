@@ -22,4 +22,7 @@ __device__ __forceinline__ void arrive_behind_copies(uint64_t* barrier) {
                : "memory");
 }
 
+// Until all copies that the thread has begun are done.
+__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 }  // namespace pallas_attn::ptx

@@ -75,9 +75,20 @@ enum Major { kKMajor = 0, kMNMajor = 1 };
   PALLAS_ATTN_1_TO_9(use) use(10) use(11) use(12) use(13) use(14) use(15)
 #define PALLAS_ATTN_1_TO_31(use)                                                                  \
   PALLAS_ATTN_1_TO_9(use) PALLAS_ATTN_TEN(use, 1) PALLAS_ATTN_TEN(use, 2) use(30) use(31)
+#define PALLAS_ATTN_1_TO_39(use)                                                                  \
+  PALLAS_ATTN_1_TO_9(use) PALLAS_ATTN_TEN(use, 1) PALLAS_ATTN_TEN(use, 2) PALLAS_ATTN_TEN(use, 3)
+#define PALLAS_ATTN_1_TO_47(use)                                                                  \
+  PALLAS_ATTN_1_TO_39(use)                                                                        \
+  use(40) use(41) use(42) use(43) use(44) use(45) use(46) use(47)
+#define PALLAS_ATTN_1_TO_55(use)                                                                  \
+  PALLAS_ATTN_1_TO_39(use) PALLAS_ATTN_TEN(use, 4)                                                \
+  use(50) use(51) use(52) use(53) use(54) use(55)
 #define PALLAS_ATTN_1_TO_63(use)                                                                  \
   PALLAS_ATTN_1_TO_9(use) PALLAS_ATTN_TEN(use, 1) PALLAS_ATTN_TEN(use, 2) PALLAS_ATTN_TEN(use, 3) \
   PALLAS_ATTN_TEN(use, 4) PALLAS_ATTN_TEN(use, 5) use(60) use(61) use(62) use(63)
+#define PALLAS_ATTN_1_TO_95(use)                                                                  \
+  PALLAS_ATTN_1_TO_39(use) PALLAS_ATTN_TEN(use, 4) PALLAS_ATTN_TEN(use, 5) PALLAS_ATTN_TEN(use, 6) \
+  PALLAS_ATTN_TEN(use, 7) PALLAS_ATTN_TEN(use, 8) use(90) use(91) use(92) use(93) use(94) use(95)
 #define PALLAS_ATTN_1_TO_127(use)                                                                 \
   PALLAS_ATTN_1_TO_9(use) PALLAS_ATTN_TEN(use, 1) PALLAS_ATTN_TEN(use, 2) PALLAS_ATTN_TEN(use, 3) \
   PALLAS_ATTN_TEN(use, 4) PALLAS_ATTN_TEN(use, 5) PALLAS_ATTN_TEN(use, 6) PALLAS_ATTN_TEN(use, 7) \
@@ -115,6 +126,14 @@ enum Major { kKMajor = 0, kMNMajor = 1 };
     PALLAS_ATTN_WGMMA(type, 32, PALLAS_ATTN_1_TO_15, 16, 17, 18, 19, 20, 21, 22)                  \
   } else if constexpr (kColumns == 64) {                                                          \
     PALLAS_ATTN_WGMMA(type, 64, PALLAS_ATTN_1_TO_31, 32, 33, 34, 35, 36, 37, 38)                  \
+  } else if constexpr (kColumns == 80) {                                                          \
+    PALLAS_ATTN_WGMMA(type, 80, PALLAS_ATTN_1_TO_39, 40, 41, 42, 43, 44, 45, 46)                  \
+  } else if constexpr (kColumns == 96) {                                                          \
+    PALLAS_ATTN_WGMMA(type, 96, PALLAS_ATTN_1_TO_47, 48, 49, 50, 51, 52, 53, 54)                  \
+  } else if constexpr (kColumns == 112) {                                                         \
+    PALLAS_ATTN_WGMMA(type, 112, PALLAS_ATTN_1_TO_55, 56, 57, 58, 59, 60, 61, 62)                 \
+  } else if constexpr (kColumns == 192) {                                                         \
+    PALLAS_ATTN_WGMMA(type, 192, PALLAS_ATTN_1_TO_95, 96, 97, 98, 99, 100, 101, 102)              \
   } else if constexpr (kColumns == 128) {                                                         \
     PALLAS_ATTN_WGMMA(type, 128, PALLAS_ATTN_1_TO_63, 64, 65, 66, 67, 68, 69, 70)                 \
   } else {                                                                                        \
@@ -143,7 +162,11 @@ __device__ __forceinline__ void wgmma_k16(float (&d)[kAccumulators], A& a, uint6
 #undef PALLAS_ATTN_OPERAND
 #undef PALLAS_ATTN_TEXT
 #undef PALLAS_ATTN_1_TO_127
+#undef PALLAS_ATTN_1_TO_95
 #undef PALLAS_ATTN_1_TO_63
+#undef PALLAS_ATTN_1_TO_55
+#undef PALLAS_ATTN_1_TO_47
+#undef PALLAS_ATTN_1_TO_39
 #undef PALLAS_ATTN_1_TO_31
 #undef PALLAS_ATTN_1_TO_15
 #undef PALLAS_ATTN_1_TO_7

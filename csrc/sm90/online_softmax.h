@@ -75,6 +75,14 @@ __device__ __forceinline__ float share_beside_sink(const RowLse& lse, float sink
   return 1.0f / (1.0f + exp2f(sink * kLog2E - lse.maximum) / lse.total);
 }
 
+// The log-sum-exp that it joins.
+__device__ __forceinline__ RowLse beside_sink(const RowLse& lse, float sink) {
+  const float sink2 = fmaxf(sink * kLog2E, kNoMaximum);
+  if (lse.total == 0.0f) return {sink2, sink == -INFINITY ? 0.0f : 1.0f};
+  const float top = fmaxf(lse.maximum, sink2);
+  return {top, lse.total * exp2f(lse.maximum - top) + exp2f(sink2 - top)};
+}
+
 // Keys a row may see: [0, visible[i]); the fragment's first column is key `first_key`.
 template <int kCount>
 __device__ __forceinline__ void mask_scores(float (&rS)[kCount], const FragmentPosition& at, int first_key,

@@ -10,7 +10,7 @@
 namespace pallas_attn::blocksparse::sm90 {
 
 // Tiles of one head's tokens in an array [tokens, heads, 128].
-inline TensorTile tile_of(const char* name, const void* array, int tokens, int heads) {
+inline TensorTile<3> tile_of(const char* name, const void* array, int tokens, int heads) {
   constexpr uint64_t kRow = kHeadDim * sizeof(uint16_t);
   return {name,
           array,

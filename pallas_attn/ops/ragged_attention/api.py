@@ -5,11 +5,11 @@ from typing import Literal, overload
 import jax
 
 from pallas_attn._call.checks import ArgumentChecker
-from pallas_attn._types import Dtype, FloatName, Fp8Name, Implementation, KVCache, Layout
+from pallas_attn._types import Dtype, FloatName, Fp8Name, ImplementationOrCuda, KVCache, Layout
 from pallas_attn.ops.ragged_attention import call
 from pallas_attn.ops.ragged_attention.config import RaggedAttentionConfig
 
-call.register("ragged_paged_attention")
+call.register("ragged_paged_attention", with_cuda=True)
 
 
 @overload
@@ -21,7 +21,7 @@ def ragged_paged_attention(
     query_positions: jax.Array | None = None, k_scale: jax.typing.ArrayLike | None = None,
     v_scale: jax.typing.ArrayLike | None = None, causal: bool = True,
     out_scale: jax.typing.ArrayLike | None = None, out_dtype: Dtype | FloatName | Fp8Name | None = None,
-    return_lse: Literal[False] = False, layout: Layout = "NHD", implementation: Implementation | None = None,
+    return_lse: Literal[False] = False, layout: Layout = "NHD", implementation: ImplementationOrCuda | None = None,
     config: RaggedAttentionConfig | None = None,
 ) -> jax.Array: ...  # fmt: skip
 
@@ -35,7 +35,7 @@ def ragged_paged_attention(
     query_positions: jax.Array | None = None, k_scale: jax.typing.ArrayLike | None = None,
     v_scale: jax.typing.ArrayLike | None = None, causal: bool = True,
     out_scale: jax.typing.ArrayLike | None = None, out_dtype: Dtype | FloatName | Fp8Name | None = None,
-    return_lse: Literal[True], layout: Layout = "NHD", implementation: Implementation | None = None,
+    return_lse: Literal[True], layout: Layout = "NHD", implementation: ImplementationOrCuda | None = None,
     config: RaggedAttentionConfig | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
 
@@ -49,7 +49,7 @@ def ragged_paged_attention(
     query_positions: jax.Array | None = None, k_scale: jax.typing.ArrayLike | None = None,
     v_scale: jax.typing.ArrayLike | None = None, causal: bool = True,
     out_scale: jax.typing.ArrayLike | None = None, out_dtype: Dtype | FloatName | Fp8Name | None = None,
-    return_lse: bool = False, layout: Layout = "NHD", implementation: Implementation | None = None,
+    return_lse: bool = False, layout: Layout = "NHD", implementation: ImplementationOrCuda | None = None,
     config: RaggedAttentionConfig | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
 def ragged_paged_attention(
@@ -75,7 +75,7 @@ def ragged_paged_attention(
     out_dtype: Dtype | FloatName | Fp8Name | None = None,
     return_lse: bool = False,
     layout: Layout = "NHD",
-    implementation: Implementation | None = None,
+    implementation: ImplementationOrCuda | None = None,
     config: RaggedAttentionConfig | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention of each sequence's newest tokens, as many as each one has, over its paged keys and values.

@@ -16,6 +16,7 @@ from pallas_attn._tile.layout import DIMS, check_pools, handles, key_pool_shape
 from pallas_attn._tile.masking import Rules
 from pallas_attn._tile.problem import PagedCall
 from pallas_attn._tile.quantization import FP8_DTYPES, QUANTIZED_DTYPES
+from pallas_attn.ops.ragged_attention import cuda
 from pallas_attn.ops.ragged_attention.config import RaggedAttentionConfig, heuristic
 from pallas_attn.ops.ragged_attention.kernel import ragged_attention_pallas
 from pallas_attn.ops.ragged_attention.reference import ragged_attention_xla
@@ -30,6 +31,7 @@ ARRAYS = ("query", "key", "value", "key_cache", "value_cache", "block_tables", "
 class Case(PagedCall):
     """What decides which implementation and which config can serve a call; `pool` is the keys'."""
 
+    layout: str
     num_tokens: int
     value_dim: int
     dtype: Any
@@ -56,10 +58,12 @@ def _supports(case: Case, lowering: triton.Lowering) -> str | None:
     )
 
 
-def register(function: str) -> None:
+def register(function: str, *, with_cuda: bool = False) -> None:
+    hopper = dispatch.Implementation(cuda.ragged_attention_cuda, cuda.unsupported, cuda.is_slower)
     dispatch.register(
         function,
         {
+            **({"cuda": hopper} if with_cuda else {}),
             **triton.implementations(ragged_attention_pallas, _supports),
             "xla": dispatch.Implementation(functools.partial(ragged_attention_xla, function=function)),
         },
@@ -233,6 +237,7 @@ def _case(operands: dict[str, jax.Array], layout: str, out_dtype: Any = None) ->
     assert query is not None
     assert tables is not None
     return Case(
+        layout=layout,
         num_tokens=query.shape[0],
         num_seqs=tables.shape[0],
         num_heads=query.shape[1],

@@ -32,7 +32,8 @@ type Refs = Any
 @functools.partial(
     jax.jit,
     static_argnames=(
-        "pool", "value_dim", "scale", "layout", "rules", "causal", "skip_decode", "out_dtype", "config", "lowering",
+        "pool", "value_dim", "scale", "layout", "rules", "causal", "skip_decode", "only_short",
+        "out_dtype", "config", "lowering",
     ),
 )  # fmt: skip
 def ragged_attention_pallas(
@@ -50,6 +51,7 @@ def ragged_attention_pallas(
     causal: bool,
     config: RaggedAttentionConfig,
     skip_decode: bool = False,
+    only_short: bool = False,
     out_dtype: Any = None,
     lowering: triton.Lowering = "pallas",
 ) -> tuple[jax.Array, jax.Array]:
@@ -59,6 +61,7 @@ def ragged_attention_pallas(
     extras: alibi_slopes, sinks [num_heads]; k_scale, v_scale [num_kv_heads] or [num_pages, num_kv_heads]; out_scale
     [1]; all float32. tree_mask, int8 [total_tokens, max_tree]; query_positions, int32 [total_tokens].
     kept: (out, lse) that are written to in place, as far as there is something to write.
+    only_short: the launch for sequences of few query rows alone; `kept` has the rows of the others.
     """
     problem = Problem(
         num_tokens=query.shape[0],
@@ -84,7 +87,7 @@ def ragged_attention_pallas(
         as_cached = quantization.compute_dtype(query.dtype, sources.key_cache.dtype, extras)
         query = quantization.query_as(query, as_cached)
     done = kept
-    for one in problem.each():
+    for one in [problem.launched(1)] if only_short else problem.each():
         mine = _dealt(query) if _deals_keys(one, sources, query.dtype) else query
         done, lens = _launch(one, mine, sources, lens, extras, done, out_dtype, lowering)
     assert done is not None

@@ -37,7 +37,7 @@ struct LaunchPlan {
   int threads;
   size_t shared_bytes;
   Merging merging;
-  TensorTile query, latent_cache, out;
+  TensorTile<3> query, latent_cache, out;
 
   // The CTAs wait for each other, so all of them must run at once.
   bool cooperative() const { return merging == Merging::kInside; }

@@ -1,0 +1,98 @@
+// Arguments of attention over dense, packed or paged keys, filled by whoever launches it. All lengths and
+// sizes are in tokens, all strides in elements.
+#pragma once
+
+#include <cstdint>
+
+#include "common/element_type.h"
+#include "common/row_lse.h"
+
+namespace pallas_attn::attention {
+
+// Where an array's heads, tokens and batches lie. The elements of a head are neighbours.
+struct Strides {
+  int64_t head, token, batch;
+};
+
+// Where sequence i's tokens lie: [bounds[i * step], bounds[i * step + 1]) of its batch; null: all of the
+// batch. Lengths that lie end to end have step 1, ranges that may lie anywhere 2.
+struct Spans {
+  const int* bounds;
+  int step;
+};
+
+// What one CTA does at a time: a tile of a sequence's queries, all heads of one KV head, against a run of key
+// tiles. 32 bytes, so that it is loaded at once.
+struct alignas(32) WorkItem {
+  int seq;        // num_seqs and above: tokens that are no sequence's
+  int token;      // first query, counted from the sequence's first
+  int tokens;     // queries
+  int first_key;  // key tiles [first_key, first_key + num_keys)
+  int num_keys;
+  int slot;  // of the partial result; negative: the tile's keys are not split
+};
+
+// A tile whose keys are split, to be merged: its parts are in neighbouring slots.
+struct alignas(32) SplitTile {
+  int seq, token, tokens;  // as in WorkItem
+  int first_slot, splits;
+};
+
+// What the kernels in a row tell each other.
+struct Counters {
+  int taken;  // work items that CTAs have asked for
+  int items;  // work items of one KV head
+  int split_tiles;
+  int heads_together;  // KV heads whose tiles are taken side by side, a divisor of num_kv_heads
+};
+
+constexpr int kMostSplits = 32;  // of a tile
+
+struct ForwardParams {
+  const void* query;  // head_dim elements a head
+  const void* key;
+  const void* value;  // value_dim elements a head
+  Strides query_strides, key_strides, value_strides, out_strides, lse_strides;
+
+  Spans q_spans;
+  Spans k_spans;            // keys in rows
+  const int* block_tables;  // keys in pages: [num_seqs, max_pages]; null: in rows
+  const int* seq_lens;      // keys in pages: [num_seqs]
+  const int* num_seqs_now;  // how many sequences there are; null: num_seqs
+  const int* window;        // [2]: how many keys left and right of a query's place it sees; negative: all
+  const float* scale;       // [1], of the logits
+  const float* sinks;       // [num_heads], or null
+  const float* alibi;       // [num_heads], or null
+
+  void* out;
+  float* lse;
+
+  // Scratch.
+  Counters* counters;
+  WorkItem* items;         // [max_items]
+  SplitTile* split_tiles;  // [max_slots]; null: nothing may be split
+  float* partial_out;      // [max_slots, num_kv_heads, tile rows, value_dim]
+  RowLse* partial_lse;     // [max_slots, num_kv_heads, tile rows]
+  int max_items, max_slots;
+
+  int batch, q_len, kv_len;  // of the arrays of rows
+  int num_pages, page_size, max_pages;
+  int num_seqs, seqs_per_batch;
+  int num_heads, num_kv_heads;
+  int group;  // query heads of a KV head
+  int head_dim, value_dim;
+  // A sequence's query i stands at key i + its number of keys less that of its queries; or else at its own
+  // place in the array plus q_offset.
+  bool ends_aligned;
+  int q_offset;
+  // Sequences with at most so many rows (queries times heads of a KV head) are another kernel's: nothing of
+  // theirs is written.
+  int skip_rows;
+  // KV heads of whose keys and values the L2 holds all that a sequence may have, a divisor of num_kv_heads.
+  int heads_in_l2;
+  float softcap;  // 0: none
+  bool base2_lse;
+  ElementType element;
+};
+
+}  // namespace pallas_attn::attention

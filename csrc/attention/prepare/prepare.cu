@@ -1,0 +1,199 @@
+#include "attention/prepare/prepare.h"
+
+#include "attention/rules.h"
+#include "common/block_team.h"
+#include "ptx/control.h"
+
+namespace pallas_attn::attention {
+namespace {
+
+constexpr int kThreads = 1024;
+using Team = BlockTeam<kThreads, false>;
+
+// Work items are sorted by how many key tiles they have, up to kExact of them to the tile, beyond that
+// roughly: begun early they all are.
+constexpr int kBuckets = kThreads, kExact = 512, kRough = 16;
+
+// What a work item costs beside its key tiles, and what merging costs a call, in key tiles: 1.5 and 3 us of
+// 1.56 us on an H100.
+constexpr int kItemCost = 1, kMergeCost = 2;
+
+// How the tiles' keys are split: the longest is in so many parts, and no part of another is longer.
+constexpr int kCandidates = kThreads / 32;
+static_assert(kCandidates == kMostSplits);
+
+struct Scratch {
+  Team::Scratch team;
+  int counts[kBuckets], starts[kBuckets];
+  int costs[kCandidates];
+  int slots, split_tiles;
+  int first_tile[];  // [sequences + 1]: tiles in front of each
+};
+
+// The longest first.
+__device__ int bucket_of(int keys) {
+  return kBuckets - 1 - (keys < kExact ? keys : min(kExact + (keys - kExact) / kRough, kBuckets - 1));
+}
+// The most keys that a bucket's tiles have, but for the first, which may have any number.
+__device__ int keys_of(int bucket) {
+  const int rank = kBuckets - 1 - bucket;
+  return rank < kExact ? rank : kExact + (rank - kExact + 1) * kRough - 1;
+}
+
+// Of a tile: no more than is reckoned with below, however long it is.
+__device__ int parts_of(int keys, int longest) {
+  return max(ceil_div(min(keys, keys_of(0)), longest), 1);
+}
+
+struct Batch {
+  const ForwardParams& params;
+  const Tiling tiling;
+  const int num_seqs;
+
+  __device__ int tiles_of(int seq) const {
+    const Sequence sequence(params, seq, num_seqs);
+    const int rows = sequence.q_len * params.group;
+    if (!sequence.padding && rows <= params.skip_rows) return 0;
+    return ceil_div(sequence.q_len, tiling.tokens);
+  }
+
+  __device__ WorkItem item(const Window& window, int seq, int tile) const {
+    const Sequence sequence(params, seq, num_seqs);
+    WorkItem item = {seq, tile * tiling.tokens, 0, 0, 0, -1};
+    item.tokens = min(tiling.tokens, sequence.q_len - item.token);
+    const int place = item.token + sequence.offset;
+    const int begin = window.begin(place), end = window.end(place + item.tokens - 1, sequence.k_len);
+    if (begin < end) {
+      item.first_key = begin / tiling.keys;
+      item.num_keys = ceil_div(end, tiling.keys) - item.first_key;
+    }
+    return item;
+  }
+};
+
+// How long the call takes if no part has more than `longest` key tiles, by one warp: CTAs share the work
+// evenly, unless parts are so long that two of them make the longest run.
+__device__ int cost_of(const ForwardParams& params, const int* counts, int longest, int ctas, int lane) {
+  int work = 0, long_parts = 0, slots = 0;
+  for (int bucket = lane; bucket < kBuckets; bucket += 32) {
+    const int tiles = counts[bucket], keys = keys_of(bucket);
+    if (tiles == 0) continue;
+    const int parts = parts_of(keys, longest), part = ceil_div(keys, parts) + kItemCost;
+    work += tiles * parts * part;
+    if (2 * part > longest + kItemCost) long_parts += tiles * parts;
+    if (parts > 1) slots += tiles * parts;
+  }
+  const int heads = params.num_kv_heads;
+  work = __reduce_add_sync(~0u, work);
+  long_parts = __reduce_add_sync(~0u, long_parts);
+  slots = __reduce_add_sync(~0u, slots);
+  if (slots > params.max_slots) return INT_MAX;
+  const auto even = static_cast<int>(min(int64_t{work} * heads / ctas, int64_t{INT_MAX / 2}));
+  return max(even, ceil_div(long_parts * heads, ctas) * (longest + kItemCost)) + (slots > 0 ? kMergeCost : 0);
+}
+
+// All KV heads side by side balance best; some at a time read keys from the L2, where the call is long enough
+// for the last of them to be begun in time.
+__device__ int heads_together(const ForwardParams& params, int64_t work, int longest, int ctas) {
+  int together = params.heads_in_l2;
+  while (together < params.num_kv_heads && work * together < int64_t{2} * longest * ctas) {
+    together = params.num_kv_heads % (2 * together) == 0 ? 2 * together : params.num_kv_heads;
+  }
+  return together;
+}
+
+__global__ void __launch_bounds__(kThreads, 1)
+    prepare_kernel(const __grid_constant__ ForwardParams params, const Tiling tiling) {
+  ptx::allow_dependent_launch();
+  extern __shared__ char shared_memory[];
+  auto& scratch = *reinterpret_cast<Scratch*>(shared_memory);
+  const Team team(scratch.team);
+  const Batch batch = {params, tiling, num_seqs_now(params)};
+  const Window window(params);
+  const int seqs = batch.num_seqs + padding_seqs(params);
+
+  // Lengths that lie end to end add up to what there is room for; what else may come does not get through.
+  const int tiles = min(
+      team.prefix_sum(seqs, [&](int seq) { return batch.tiles_of(seq); }, scratch.first_tile).sum,
+      params.max_items - params.max_slots);
+  scratch.counts[threadIdx.x] = 0;
+  if (threadIdx.x == 0) scratch.slots = scratch.split_tiles = 0;
+  __syncthreads();
+  const auto item_of = [&](int tile) {
+    int low = 0, high = seqs;  // the last sequence that has no more tiles in front of it
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      (scratch.first_tile[middle] <= tile ? low : high) = middle;
+    }
+    return batch.item(window, low, tile - scratch.first_tile[low]);
+  };
+  team.each(tiles, [&](int tile) { atomicAdd(&scratch.counts[bucket_of(item_of(tile).num_keys)], 1); });
+  const auto load_of = [&](int bucket) { return scratch.counts[bucket] * keys_of(bucket); };
+  const int work = team.prefix_sum(kBuckets, load_of, scratch.starts).sum;
+  const auto length_of = [&](int bucket) { return scratch.counts[bucket] > 0 ? keys_of(bucket) : 0; };
+  int longest = max(team.prefix_sum(kBuckets, length_of, scratch.starts).most, 1);
+  const int together = heads_together(params, work, longest, tiling.ctas);
+
+  bool splits = false;
+  if (params.max_slots > 0) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int cost = cost_of(params, scratch.counts, ceil_div(longest, warp + 1), tiling.ctas, lane);
+    if (lane == 0) scratch.costs[warp] = cost;
+    __syncthreads();
+    int best = 0;
+    for (int i = 1; i < kCandidates; ++i) {
+      if (scratch.costs[i] < scratch.costs[best]) best = i;
+    }
+    longest = ceil_div(longest, best + 1);
+    splits = best > 0;
+  }
+  if (splits) {
+    __syncthreads();
+    scratch.counts[threadIdx.x] = 0;
+    __syncthreads();
+    team.each(tiles, [&](int tile) {
+      const int keys = item_of(tile).num_keys, parts = parts_of(keys, longest);
+      for (int part = 0; part < parts; ++part) {
+        atomicAdd(&scratch.counts[bucket_of((part + 1) * keys / parts - part * keys / parts)], 1);
+      }
+    });
+  }
+  const int items =
+      team.prefix_sum(kBuckets, [&](int bucket) { return scratch.counts[bucket]; }, scratch.starts).sum;
+  __syncthreads();
+  team.each(tiles, [&](int tile) {
+    const WorkItem whole = item_of(tile);
+    const int keys = whole.num_keys;
+    const int parts = splits ? parts_of(keys, longest) : 1;
+    int slot = -1;
+    if (parts > 1) {
+      slot = atomicAdd(&scratch.slots, parts);
+      params.split_tiles[atomicAdd(&scratch.split_tiles, 1)] = {whole.seq, whole.token, whole.tokens, slot,
+                                                                parts};
+    }
+    for (int part = 0; part < parts; ++part) {
+      WorkItem item = whole;
+      item.first_key += part * keys / parts;
+      item.num_keys = (part + 1) * keys / parts - part * keys / parts;
+      item.slot = parts > 1 ? slot + part : -1;
+      params.items[atomicAdd(&scratch.starts[bucket_of(item.num_keys)], 1)] = item;
+    }
+  });
+  if (threadIdx.x == 0) *params.counters = {0, items, scratch.split_tiles, together};
+}
+
+}  // namespace
+
+LaunchStatus launch_prepare(const ForwardParams& params, const Tiling& tiling, cudaStream_t stream) {
+  const size_t bytes = sizeof(Scratch) + (params.num_seqs + padding_seqs(params) + 1) * sizeof(int);
+  if (bytes > 48 * 1024) {
+    const LaunchStatus status = status_of(
+        cudaFuncSetAttribute(prepare_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
+        "raising the prepare kernel's shared memory limit");
+    if (!status.ok()) return status;
+  }
+  prepare_kernel<<<1, kThreads, bytes, stream>>>(params, tiling);
+  return status_of(cudaGetLastError(), "launching the prepare kernel");
+}
+
+}  // namespace pallas_attn::attention

@@ -1,0 +1,83 @@
+// Which keys a query sees, and where sequences lie: what preparing and computing must agree on.
+#pragma once
+
+#include "attention/params.h"
+#include "common/host_device.h"
+#include "common/load.h"
+#include "common/math.h"
+
+namespace pallas_attn::attention {
+
+// Of one sequence, from its arrays, whatever they hold: bounds lie within the arrays. Behind the last
+// sequence stand two that have no keys: tokens behind all sequences, and before them.
+struct Sequence {
+  int batch;
+  int q_begin, q_len;  // of its batch
+  int k_begin, k_len;  // k_begin: of its batch; 0 where keys are in pages
+  int offset;          // query i stands at key i + offset
+  bool bad;            // lengths that cannot be right
+  bool padding;
+
+  PALLAS_ATTN_HOST_DEVICE Sequence(const ForwardParams& params, int seq, int num_seqs) {
+    bad = false;
+    padding = seq >= num_seqs;
+    batch = padding ? 0 : seq / params.seqs_per_batch;
+    const Spans& q = params.q_spans;
+    int begin = 0, end = params.q_len;
+    if (q.bounds != nullptr && !padding) {
+      begin = load_constant(q.bounds + seq * q.step);
+      end = load_constant(q.bounds + seq * q.step + 1);
+    } else if (padding) {
+      const bool behind = seq == num_seqs;
+      if (behind) begin = load_constant(q.bounds + num_seqs * q.step);
+      if (!behind) end = load_constant(q.bounds);
+    }
+    q_begin = at_most(params.q_len, at_least(0, begin));
+    q_len = at_most(params.q_len, at_least(q_begin, end)) - q_begin;
+    k_begin = k_len = offset = 0;
+    if (padding) return;
+
+    if (params.block_tables != nullptr) {
+      k_len = load_constant(params.seq_lens + seq);
+      bad = k_len < 0 || k_len > int64_t{params.max_pages} * params.page_size;
+    } else if (params.k_spans.bounds != nullptr) {
+      const int* bounds = params.k_spans.bounds + seq * params.k_spans.step;
+      k_begin = load_constant(bounds);
+      k_len = load_constant(bounds + 1) - k_begin;
+      // A document without keys may have any bounds.
+      if (k_len <= 0) k_begin = k_len = 0;
+      bad = k_begin < 0 || k_begin + k_len > params.kv_len;
+    } else {
+      k_len = params.kv_len;
+    }
+    if (bad) k_begin = k_len = 0;
+    offset = params.ends_aligned ? k_len - q_len : q_begin - k_begin + params.q_offset;
+  }
+};
+
+// How far a query sees from its place; negative: all.
+struct Window {
+  int left, right;
+
+  PALLAS_ATTN_HOST_DEVICE explicit Window(const ForwardParams& params)
+      : left(load_constant(params.window)), right(load_constant(params.window + 1)) {}
+
+  // Keys [begin, end) that a query at `place` sees, of a sequence of k_len.
+  PALLAS_ATTN_HOST_DEVICE int begin(int place) const { return left < 0 || left >= place ? 0 : place - left; }
+  PALLAS_ATTN_HOST_DEVICE int end(int place, int k_len) const {
+    if (right < 0 || place >= k_len) return k_len;
+    return at_least(0, place + 1 + at_most(k_len - place - 1, right));
+  }
+};
+
+PALLAS_ATTN_HOST_DEVICE inline int num_seqs_now(const ForwardParams& params) {
+  if (params.num_seqs_now == nullptr) return params.num_seqs;
+  return at_most(params.num_seqs, at_least(0, load_constant(params.num_seqs_now)));
+}
+
+// Tokens may be no sequence's where those lie end to end.
+PALLAS_ATTN_HOST_DEVICE inline int padding_seqs(const ForwardParams& params) {
+  return params.q_spans.bounds != nullptr && params.q_spans.step == 1 ? 2 : 0;
+}
+
+}  // namespace pallas_attn::attention

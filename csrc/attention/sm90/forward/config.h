@@ -1,0 +1,61 @@
+// Tile sizes and thread roles of the forward kernel on Hopper, and the words for them:
+//
+//   tile       queries of one sequence, each with all heads of one KV head: kRows rows, token by token
+//   fragment   64 of its rows, those of one math warpgroup
+//   key tile   kKeys neighbouring keys of a sequence, or their values
+//   piece      any number of rows x 64 columns: what one copy writes
+#pragma once
+
+#include <cstdint>
+
+#include "common/host_device.h"
+#include "sm90/fragment.h"
+#include "sm90/swizzle.h"
+
+namespace pallas_attn::attention::sm90 {
+
+using namespace pallas_attn::sm90;
+
+// Heads of up to kDim elements, values of up to kValueDim: shorter ones are filled up with zeros on their way
+// to shared memory.
+template <int kDim_, int kValueDim_, int kKeys_, int kMath_, int kQuerySlots_, int kKeyStages_,
+          int kValueStages_>
+struct ShapeOf {
+  static constexpr int kDim = kDim_, kValueDim = kValueDim_, kKeys = kKeys_;
+  static constexpr int kMath = kMath_;  // math warpgroups
+  static constexpr int kRows = kMath * kFragmentRows;
+  static constexpr int kQuerySlots = kQuerySlots_, kKeyStages = kKeyStages_, kValueStages = kValueStages_;
+  static constexpr int kPieces = (kDim + kPieceDims - 1) / kPieceDims;
+  static constexpr int kValuePieces = (kValueDim + kPieceDims - 1) / kPieceDims;
+
+  static constexpr int kConsumerThreads = kMath * kWarpgroupThreads;
+  static constexpr int kConsumerWarps = kConsumerThreads / 32;
+  static constexpr int kThreads = kConsumerThreads + kWarpgroupThreads;
+  // A thread's registers: those of the whole CTA are dealt anew between the roles.
+  static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+  static constexpr int kFeederRegisters = kValueDim > 192 ? 56 : 72;
+  static constexpr int kConsumerRegisters =
+      ((kMath + 1) * kLaunchRegisters - kFeederRegisters) / kMath / 8 * 8;
+};
+
+// What was tried beside these is on the kernel's page.
+using Shape64 = ShapeOf<64, 64, 128, 2, 2, 4, 4>;
+using Shape96 = ShapeOf<96, 96, 128, 2, 2, 3, 2>;
+using Shape128 = ShapeOf<128, 128, 128, 2, 2, 3, 2>;
+using Shape192x128 = ShapeOf<192, 128, 128, 2, 1, 2, 2>;
+using Shape192 = ShapeOf<192, 192, 96, 2, 1, 2, 2>;
+using Shape256 = ShapeOf<256, 256, 64, 2, 1, 2, 2>;
+
+// Of the last warpgroup, one warp each.
+enum Feeder { kScout = 0, kKeyLoader = 1, kValueLoader = 2 };
+constexpr int kLoaders = 2;
+
+// Tiles that are told of at a time: the one whose result is being stored, the one at work, and the next one.
+constexpr int kToldTiles = 3;
+PALLAS_ATTN_HOST_DEVICE constexpr int next_told(int told) { return told + 1 == kToldTiles ? 0 : told + 1; }
+
+// The feeding side's copies are of 16 bytes where pages are too short for the copy engine, whose boxes have
+// at least so many rows: the swizzle repeats after eight.
+constexpr int kLeastBoxRows = 8;
+
+}  // namespace pallas_attn::attention::sm90

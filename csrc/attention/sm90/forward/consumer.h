@@ -1,0 +1,256 @@
+// A math warpgroup: its 64 rows of every tile against the key tiles that they see. The product with one key
+// tile's values runs beside the softmax of the next one's scores, also from one tile of queries to the next.
+#pragma once
+
+#include "attention/rules.h"
+#include "attention/sm90/forward/logits.h"
+#include "attention/sm90/forward/smem_plan.h"
+#include "attention/sm90/forward/store.h"
+#include "ptx/control.h"
+#include "ptx/mbarrier.h"
+#include "ptx/wgmma.h"
+#include "sm90/online_softmax.h"
+
+namespace pallas_attn::attention::sm90 {
+
+// Barrier 0 is __syncthreads.
+enum NamedBarrier {
+  // Values that nobody sees are zero. All math warpgroups arrive and wait.
+  kUnseenCleared = 1,
+};
+
+template <typename Element, typename Shape>
+class Consumer {
+ public:
+  using Plan = SmemPlan<Shape>;
+
+  __device__ Consumer(const ForwardParams& params, bool gathered, Plan& smem, int warpgroup, int thread)
+      : params_(params),
+        smem_(smem),
+        gathered_(gathered),
+        shaped_(params.softcap > 0.0f || params.alibi != nullptr),
+        group_(params.group),
+        warpgroup_(warpgroup),
+        thread_(thread),
+        at_(thread),
+        window_(params),
+        scale_(__ldg(params.scale)),
+        factor_(shaped_ ? 1.0f : scale_ * kLog2E) {}
+
+  __device__ void work() {
+    if (!open(told_)) return;
+    issue_scores();
+    finish_scores<0>();
+    begin(smem_.tiles[told_]);
+    float rescale[kRowsPerThread];
+    softmax(smem_.tiles[told_], rescale);
+    pack_probabilities<Element>(rS_, rP_);
+    while (true) {
+      const Tile& tile = smem_.tiles[told_];
+      bool first = true;
+      for (; key_ > last_key_; first = false) {
+        issue_scores();
+        issue_values(tile, first);
+        finish_scores<1>();
+        --key_;
+        softmax(tile, rescale);
+        finish_values();
+        pack_probabilities<Element>(rS_, rP_);
+        rescale_rows(rO_, rescale);
+      }
+      // All scores of the tile are there: nobody reads its queries any more.
+      release(&smem_.queries.empty[slot_][0]);
+      advance(slot_, query_phases_);
+      const int next = next_told(told_);
+      const Tile& next_tile = smem_.tiles[next];
+      if constexpr (Shape::kQuerySlots > 1) {
+        // The tile's last product runs beside the next one's first softmax.
+        if (!open(next)) {
+          issue_values(tile, first);
+          finish_values();
+          store(tile, state_);
+          return;
+        }
+        issue_scores();
+        issue_values(tile, first);
+        finish_scores<1>();
+        const RowState ended = state_;
+        begin(next_tile);
+        softmax(next_tile, rescale);
+        finish_values();
+        store(tile, ended);
+      } else {
+        // The next tile's queries come once this one's scores are done with theirs: that is waited for beside
+        // the last product, and the next tile's first runs beside the store.
+        issue_values(tile, first);
+        const bool more = open(next);
+        finish_values();
+        if (!more) {
+          store(tile, state_);
+          return;
+        }
+        issue_scores();
+        store(tile, state_);
+        finish_scores<0>();
+        begin(next_tile);
+        softmax(next_tile, rescale);
+      }
+      pack_probabilities<Element>(rS_, rP_);
+      release(&smem_.told.empty[told_][0]);
+      told_ = next;
+    }
+  }
+
+  static constexpr int kKeys = Shape::kKeys;
+  static constexpr int kKeySteps = kKeys / kStepDims;
+
+  // Waits for a tile and its queries; false if there are no more.
+  __device__ __forceinline__ bool open(int told) {
+    ptx::mbarrier_wait(&smem_.told.full[told][0], told_phases_.full(told));
+    if (smem_.tiles[told].kv_head < 0) return false;
+    told_phases_.advance(told);
+    ptx::mbarrier_wait(&smem_.queries.full[slot_][0], query_phases_.full(slot_));
+    return true;
+  }
+
+  // With the scores of a tile's first key tile, which is its last.
+  __device__ __forceinline__ void begin(const Tile& tile) {
+    state_.reset();
+    last_key_ = tile.first_key;
+    key_ = tile.first_key + tile.num_keys - 1;
+    open_begin_ = tile.open_begin;
+    open_end_ = tile.open_end;
+  }
+
+  // Whether all of the tile's queries see all of the key tile.
+  __device__ __forceinline__ bool is_open() const { return key_ >= open_begin_ && key_ < open_end_; }
+
+  __device__ __forceinline__ void softmax(const Tile& tile, float (&rescale)[kRowsPerThread]) {
+    if (shaped_ || !is_open()) {
+      const Rows rows(params_, tile, window_, group_, warpgroup_ * kFragmentRows, at_);
+      if (shaped_) shape_logits(rS_, params_, scale_, at_, key_ * kKeys, rows);
+      if (!is_open()) mask_outside(rS_, at_, key_ * kKeys, rows);
+    }
+    exponentiate(rS_, factor_, state_, rescale);
+  }
+
+  __device__ __forceinline__ void issue_scores() {
+    ptx::mbarrier_wait(&smem_.keys.full[key_stage_][0], key_phases_.full(key_stage_));
+    if (gathered_) ptx::fence_async_shared();
+    const uint64_t query = ptx::wgmma_descriptor(smem_.fragment_of(slot_, 0, warpgroup_), 0);
+    const uint64_t key = ptx::wgmma_descriptor(smem_.sK[key_stage_], 0);
+    ptx::wgmma_touch(rS_);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < Shape::kDim / kStepDims; ++step) {
+      const uint32_t within = step % kStepsPerPiece * kStepDims * 2;
+      const uint32_t piece = step / kStepsPerPiece;
+      const uint64_t step_query =
+          ptx::advance_descriptor(query, piece * (Shape::kRows * kRowBytes) + within);
+      const uint64_t step_key = ptx::advance_descriptor(key, piece * (kKeys * kRowBytes) + within);
+      ptx::wgmma_k16<Element, ptx::kKMajor>(rS_, step_query, step_key, step > 0);
+    }
+    ptx::wgmma_commit();
+  }
+
+  // With the values of the key tile at work.
+  __device__ __forceinline__ void issue_values(const Tile& tile, bool first) {
+    ptx::mbarrier_wait(&smem_.values.full[value_stage_][0], value_phases_.full(value_stage_));
+    if (gathered_) ptx::fence_async_shared();
+    if (!is_open()) clear_unseen(tile);
+    const uint64_t value = ptx::wgmma_descriptor(smem_.sV[value_stage_], kKeys * kRowBytes);
+    ptx::wgmma_touch(rO_);
+    ptx::wgmma_touch(rP_);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kKeySteps; ++step) {
+      ptx::wgmma_k16<Element, ptx::kMNMajor>(rO_, static_cast<const uint32_t (&)[4]>(rP_[step]),
+                                             ptx::advance_descriptor(value, step * kStepDims * kRowBytes),
+                                             !first || step > 0);
+    }
+    ptx::wgmma_commit();
+  }
+
+  // Values of keys that no query sees: their probabilities are zero, but zero times NaN is not.
+  __device__ __forceinline__ void clear_unseen(const Tile& tile) {
+    const int low = tile.seen_begin - key_ * kKeys, high = tile.seen_end - key_ * kKeys;
+    if (low <= 0 && high >= kKeys) return;
+    constexpr int kChunks = kRowBytes / sizeof(uint4);
+    for (int piece = 0; piece < Shape::kValuePieces; ++piece) {
+      uint4* rows = reinterpret_cast<uint4*>(smem_.sV[value_stage_][piece]);
+#pragma unroll 1
+      for (int i = warpgroup_ * kWarpgroupThreads + thread_; i < kKeys * kChunks;
+           i += Shape::kConsumerThreads) {
+        const int row = i / kChunks;
+        if (row < low || row >= high) rows[i] = make_uint4(0, 0, 0, 0);
+      }
+    }
+    ptx::fence_async_shared();
+    ptx::named_barrier_sync_unaligned(kUnseenCleared, Shape::kConsumerThreads);
+  }
+
+  // Until at most `kPending` products issued later are unfinished.
+  template <int kPending>
+  __device__ __forceinline__ void finish_scores() {
+    ptx::wgmma_wait<kPending>();
+    ptx::wgmma_touch(rS_);
+    release(&smem_.keys.empty[key_stage_][0]);
+    advance(key_stage_, key_phases_);
+  }
+  __device__ __forceinline__ void finish_values() {
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_touch(rO_);
+    ptx::wgmma_touch(rP_);
+    release(&smem_.values.empty[value_stage_][0]);
+    advance(value_stage_, value_phases_);
+  }
+
+  __device__ __forceinline__ void store(const Tile& tile, RowState state) {
+#pragma unroll
+    for (int i = 0; i < kRowsPerThread; ++i) {
+      state.sum[i] = quad_reduce(state.sum[i], [](float a, float b) { return a + b; });
+    }
+    const RowEnds ends(state, factor_);
+    const int first_row = warpgroup_ * kFragmentRows;
+    if (tile.slot >= 0) {
+      store_partial<Shape>(params_, tile, rO_, ends, first_row, at_);
+    } else {
+      store_rows<Element>(params_, tile, rO_, ends, group_, first_row, at_);
+    }
+  }
+
+  __device__ __forceinline__ void release(uint64_t* empty) {
+    __syncwarp();
+    if (thread_ % 32 == 0) ptx::mbarrier_arrive(empty);
+  }
+  template <int kStages>
+  __device__ __forceinline__ static void advance(int& stage, Phases<kStages>& phases) {
+    phases.advance(stage);
+    stage = (stage + 1) % kStages;
+  }
+
+  const ForwardParams& params_;
+  Plan& smem_;
+  const bool gathered_, shaped_;
+  const int group_;
+  const int warpgroup_;
+  const int thread_;
+  const FragmentPosition at_;
+  const Window window_;
+  const float scale_, factor_;
+
+  Phases<kToldTiles> told_phases_;
+  Phases<Shape::kQuerySlots> query_phases_;
+  Phases<Shape::kKeyStages> key_phases_;
+  Phases<Shape::kValueStages> value_phases_;
+  int told_ = 0, slot_ = 0, key_stage_ = 0, value_stage_ = 0;
+
+  // Of the tile that is begun: the key tile at work, the one that comes last, and those seen whole.
+  int key_, last_key_, open_begin_, open_end_;
+  RowState state_;
+  float rS_[accumulators(kKeys)];
+  float rO_[accumulators(Shape::kValueDim)];
+  uint32_t rP_[kKeySteps][4];
+};
+
+}  // namespace pallas_attn::attention::sm90

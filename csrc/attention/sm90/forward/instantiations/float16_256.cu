@@ -1,0 +1,11 @@
+#include "attention/sm90/forward/instantiations/instantiations.h"
+#include "attention/sm90/forward/launch_impl.h"
+
+namespace pallas_attn::attention::sm90 {
+
+template <>
+LaunchStatus launch_float16<Shape256>(const ForwardParams& params, cudaStream_t stream) {
+  return launch_instance<__half, Shape256>(params, stream);
+}
+
+}  // namespace pallas_attn::attention::sm90

@@ -1,0 +1,21 @@
+#include "attention/sm90/forward/launch.h"
+
+#include "attention/sm90/forward/instantiations/instantiations.h"
+#include "attention/sm90/forward/shapes.h"
+
+namespace pallas_attn::attention::sm90 {
+
+int tile_rows(int head_dim, int value_dim) {
+  return with_shape(head_dim, value_dim, 0, [](auto shape) { return decltype(shape)::kRows; });
+}
+
+LaunchStatus launch_forward(const ForwardParams& params, cudaStream_t stream) {
+  const LaunchStatus none = {cudaErrorInvalidValue, "no kernel has heads of this size"};
+  return with_shape(params.head_dim, params.value_dim, none, [&](auto shape) {
+    using Shape = decltype(shape);
+    return params.element == ElementType::kBfloat16 ? launch_bfloat16<Shape>(params, stream)
+                                                    : launch_float16<Shape>(params, stream);
+  });
+}
+
+}  // namespace pallas_attn::attention::sm90

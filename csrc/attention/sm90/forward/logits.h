@@ -1,0 +1,81 @@
+// From scores to logits, and which of them count: on a fragment of scores.
+#pragma once
+
+#include <cmath>
+
+#include "attention/params.h"
+#include "attention/rules.h"
+#include "attention/sm90/forward/smem_plan.h"
+#include "common/math.h"
+#include "sm90/fragment.h"
+
+namespace pallas_attn::attention::sm90 {
+
+// What the thread's two rows stand for in the tile at work.
+struct Rows {
+  int place[kRowsPerThread];      // among the keys
+  int begin[kRowsPerThread];      // keys [begin, end) are seen
+  int end[kRowsPerThread];
+  float slope2[kRowsPerThread];   // ALiBi's, base 2
+
+  __device__ __forceinline__ Rows(const ForwardParams& params, const Tile& tile, const Window& window,
+                                  int group, int first_row, const FragmentPosition& at) {
+#pragma unroll
+    for (int i = 0; i < kRowsPerThread; ++i) {
+      const int row = first_row + at.row(i);
+      // Rows behind the tile's last are as good as its last: nobody asks for what comes of them.
+      const int query = min(row / group, tile.tokens - 1);
+      place[i] = tile.place + query;
+      begin[i] = window.begin(place[i]);
+      end[i] = window.end(place[i], tile.k_len);
+      if (params.alibi != nullptr) slope2[i] = __ldg(params.alibi + tile.kv_head * group + row % group) * kLog2E;
+    }
+  }
+};
+
+// Of the keys from `first_key` on.
+template <int kCount>
+__device__ __forceinline__ void mask_outside(float (&rS)[kCount], const FragmentPosition& at, int first_key,
+                                             const Rows& rows) {
+  uint32_t seen[kRowsPerThread];
+  int before[kRowsPerThread];
+#pragma unroll
+  for (int i = 0; i < kRowsPerThread; ++i) {
+    before[i] = first_key - rows.begin[i];
+    seen[i] = max(rows.end[i] - rows.begin[i], 0);
+  }
+#pragma unroll
+  for (int r = 0; r < kCount; ++r) {
+    const int i = FragmentPosition::row_of(r);
+    if (static_cast<uint32_t>(before[i] + at.column(r)) >= seen[i]) rS[r] = -INFINITY;
+  }
+}
+
+// softcap * tanh(x / softcap), by exponentials: the hardware's tanh is exact to 2^-11 only.
+__device__ __forceinline__ float cap(float x, float by, float inverse2) {
+  const float e = exp2_fast(fminf(x * inverse2, 126.0f));  // e^(2 x / by)
+  return by - __fdividef(2.0f * by, e + 1.0f);
+}
+
+// Scores become logits in base 2.
+template <int kCount>
+__device__ __forceinline__ void shape_logits(float (&rS)[kCount], const ForwardParams& params, float scale,
+                                             const FragmentPosition& at, int first_key, const Rows& rows) {
+  if (params.softcap > 0.0f) {
+    const float inverse2 = 2.0f * kLog2E * scale / params.softcap, by = params.softcap * kLog2E;
+#pragma unroll
+    for (int r = 0; r < kCount; ++r) rS[r] = cap(rS[r], by, inverse2);
+  } else {
+#pragma unroll
+    for (int r = 0; r < kCount; ++r) rS[r] *= scale * kLog2E;
+  }
+  if (params.alibi != nullptr) {
+#pragma unroll
+    for (int r = 0; r < kCount; ++r) {
+      const int i = FragmentPosition::row_of(r);
+      rS[r] = fmaf(rows.slope2[i], static_cast<float>(first_key + at.column(r) - rows.place[i]), rS[r]);
+    }
+  }
+}
+
+}  // namespace pallas_attn::attention::sm90

@@ -1,0 +1,20 @@
+// What the copy engine is told of queries, keys and values.
+#pragma once
+
+#include <cuda.h>
+
+namespace pallas_attn::attention::sm90 {
+
+// Dimensions, innermost first: element, head, token (of a page), batch (or page). What lies outside reads as
+// zero.
+struct Maps {
+  CUtensorMap query, key, value;
+};
+
+// How a key tile is copied: in boxes of neighbouring tokens, one lane each.
+struct Boxes {
+  int rows;  // 0: pages are too short for boxes, and threads copy
+  int query_bytes;
+};
+
+}  // namespace pallas_attn::attention::sm90

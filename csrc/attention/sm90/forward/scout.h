@@ -1,0 +1,148 @@
+// The warp that goes ahead: takes the next work item, finds where its queries and keys lie, tells the others,
+// and has the queries fetched. It is a tile ahead of them, so that nobody waits for its loads, which depend on
+// each other. What sees nothing it answers itself.
+//
+// Work items are taken from a counter, so that no CTA is left with the long ones; what a tile's result is
+// does not depend on who took it.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "attention/rules.h"
+#include "attention/sm90/forward/maps.h"
+#include "attention/sm90/forward/smem_plan.h"
+#include "ptx/cache.h"
+#include "ptx/control.h"
+#include "ptx/mbarrier.h"
+#include "ptx/tma.h"
+
+namespace pallas_attn::attention::sm90 {
+
+template <typename Shape>
+class Scout {
+ public:
+  using Plan = SmemPlan<Shape>;
+
+  __device__ Scout(const ForwardParams& params, const Maps& maps, const Boxes& boxes, Plan& smem, int lane)
+      : params_(params),
+        maps_(maps),
+        boxes_(boxes),
+        smem_(smem),
+        lane_(lane) {}
+
+  __device__ void work() {
+    ptx::wait_for_previous_kernel();
+    // Written by the kernel in front, so not through the cache for constants.
+    const int items = __ldcg(&params_.counters->items);
+    const int together = __ldcg(&params_.counters->heads_together);
+    const int total = items * params_.num_kv_heads;
+    const int num_seqs = num_seqs_now(params_);
+    const Window window(params_);
+    Phases<kToldTiles> told_phases;
+    Phases<Shape::kQuerySlots> query_phases;
+    int told = 0, slot = 0;
+    for (int index = blockIdx.x;;) {
+      // On its way while this tile is looked at.
+      int taken = 0;
+      if (lane_ == 0) taken = ptx::fetch_and_increment(&params_.counters->taken);
+      Tile tile;
+      tile.kv_head = -1;
+      if (index >= total || find(index, items, together, num_seqs, window, tile)) {
+        ptx::mbarrier_wait(&smem_.told.empty[told][0], told_phases.empty(told));
+        if (lane_ == 0) {
+          smem_.tiles[told] = tile;
+          ptx::mbarrier_arrive(&smem_.told.full[told][0]);
+        }
+        told_phases.advance(told);
+        told = next_told(told);
+        if (index >= total) {
+          ptx::allow_dependent_launch();
+          return;
+        }
+        ptx::mbarrier_wait(&smem_.queries.empty[slot][0], query_phases.empty(slot));
+        if (lane_ == 0) load_query(tile, slot);
+        query_phases.advance(slot);
+        slot = (slot + 1) % Shape::kQuerySlots;
+      }
+      index = gridDim.x + __shfl_sync(0xffffffff, taken, 0);
+    }
+  }
+
+ private:
+  // Whether there is something to compute.
+  __device__ bool find(int index, int items, int together, int num_seqs, const Window& window,
+                       Tile& tile) const {
+    const int turn = index / together;
+    const WorkItem item = load_item(params_.items + turn % items);
+    tile.kv_head = turn / items * together + index % together;
+    const Sequence seq(params_, item.seq, num_seqs);
+    tile.batch = seq.batch;
+    tile.token = seq.q_begin + item.token;
+    tile.tokens = item.tokens;
+    tile.place = item.token + seq.offset;
+    tile.seq = item.seq;
+    tile.k_batch = seq.batch;
+    tile.k_begin = seq.k_begin;
+    tile.k_len = seq.k_len;
+    tile.first_key = item.first_key;
+    tile.num_keys = item.num_keys;
+    tile.slot = item.slot;
+    if (item.num_keys == 0) {
+      answer_nothing(tile, seq);
+      return false;
+    }
+    constexpr int kKeys = Shape::kKeys;
+    const int last_place = tile.place + item.tokens - 1;
+    tile.open_begin = ceil_div(window.begin(last_place), kKeys);
+    tile.open_end = window.end(tile.place, seq.k_len) / kKeys;
+    tile.seen_begin = window.begin(seq.offset);
+    tile.seen_end = window.end(seq.offset + seq.q_len - 1, seq.k_len);
+    return true;
+  }
+
+  static __device__ __forceinline__ WorkItem load_item(const WorkItem* from) {
+    const int4* words = reinterpret_cast<const int4*>(from);
+    const int4 low = __ldcg(words), high = __ldcg(words + 1);
+    return {low.x, low.y, low.z, low.w, high.x, high.y};
+  }
+
+  __device__ void load_query(const Tile& tile, int slot) const {
+    uint64_t* full = &smem_.queries.full[slot][0];
+    ptx::mbarrier_arrive_expect_bytes(full, boxes_.query_bytes);
+    for (int piece = 0; piece < Shape::kPieces; ++piece) {
+      ptx::tma_load_4d(smem_.sQ[slot][piece], &maps_.query, full, piece * kPieceDims, tile.kv_head * params_.group,
+                       tile.token, tile.batch);
+    }
+  }
+
+  __device__ void answer_nothing(const Tile& tile, const Sequence& seq) const {
+    // NaN in bf16 and in fp16.
+    const uint32_t word = seq.bad ? 0xffffffff : 0;
+    const int chunks = params_.value_dim / 8;
+    auto* out = static_cast<uint16_t*>(params_.out) + tile.batch * params_.out_strides.batch;
+    float* lse = params_.lse + tile.batch * params_.lse_strides.batch;
+    for (int row = 0; row < tile.tokens * params_.group; ++row) {
+      const int64_t token = tile.token + row / params_.group, head = tile.kv_head * params_.group + row % params_.group;
+      uint16_t* to = out + token * params_.out_strides.token + head * params_.out_strides.head;
+      for (int i = lane_; i < chunks; i += 32) {
+        reinterpret_cast<uint4*>(to)[i] = make_uint4(word, word, word, word);
+      }
+      if (lane_ == 0) {
+        // A sequence's query that sees no key still sees the sink.
+        const bool sees_sink = params_.sinks != nullptr && seq.k_len > 0 && !seq.padding;
+        const float sink = sees_sink ? __ldg(params_.sinks + head) * (params_.base2_lse ? kLog2E : 1.0f) : 0;
+        lse[token * params_.lse_strides.token + head * params_.lse_strides.head] =
+            seq.bad ? NAN : sees_sink ? sink : -INFINITY;
+      }
+    }
+  }
+
+  const ForwardParams& params_;
+  const Maps& maps_;
+  const Boxes& boxes_;
+  Plan& smem_;
+  const int lane_;
+};
+
+}  // namespace pallas_attn::attention::sm90

@@ -1,0 +1,21 @@
+// Which shape serves which heads.
+#pragma once
+
+#include "attention/sm90/forward/config.h"
+
+namespace pallas_attn::attention::sm90 {
+
+// visit(Shape{}) with the smallest shape that holds both; `none` if there is none.
+template <typename Visit, typename Result>
+Result with_shape(int head_dim, int value_dim, Result none, Visit visit) {
+  const int widest = head_dim > value_dim ? head_dim : value_dim;
+  if (widest <= 64) return visit(Shape64{});
+  if (widest <= 96) return visit(Shape96{});
+  if (widest <= 128) return visit(Shape128{});
+  if (head_dim <= 192 && value_dim <= 128) return visit(Shape192x128{});
+  if (widest <= 192) return visit(Shape192{});
+  if (widest <= 256) return visit(Shape256{});
+  return none;
+}
+
+}  // namespace pallas_attn::attention::sm90

@@ -1,0 +1,59 @@
+// Shared memory of the forward kernel: what a CTA holds of one shape, in bytes,
+//
+//   head_dim   queries   keys       values     sum, with what is told and the mbarriers
+//         64   2 x 16K   4 x 16K    4 x 16K    161 KB
+//         96   2 x 32K   3 x 32K    2 x 32K    225
+//        128   2 x 32K   3 x 32K    2 x 32K    225
+//    192/128   1 x 48K   2 x 48K    2 x 32K    209
+//        192   1 x 48K   2 x 36K    2 x 36K    193
+//        256   1 x 64K   2 x 40K    2 x 40K    225
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "attention/sm90/forward/config.h"
+#include "sm90/ring.h"
+#include "sm90/shared_limit.h"
+
+namespace pallas_attn::attention::sm90 {
+
+// What there is to do about a tile. Its key tiles are taken in turn from the last one on.
+struct Tile {
+  int kv_head;              // negative: there are no more tiles
+  int batch, token;         // of its first query
+  int tokens;               // queries
+  int place;                // of its first query among the keys
+  int seq;                  // of num_seqs
+  int k_batch, k_begin;     // keys in rows: where the sequence's begin
+  int k_len;                // keys of the sequence
+  int first_key, num_keys;  // key tiles, at least one
+  // Key tiles [open_begin, open_end) are seen whole by all of its queries.
+  int open_begin, open_end;
+  // Of the sequence's keys [seen_begin, seen_end) are seen by some query; others may hold NaN.
+  int seen_begin, seen_end;
+  int slot;  // of the partial result; negative: the result is final
+};
+
+template <typename Shape>
+struct alignas(1024) SmemPlan {
+  using QueryPiece = SwizzledPiece<Shape::kRows>;
+  using KeyPiece = SwizzledPiece<Shape::kKeys>;
+
+  QueryPiece sQ[Shape::kQuerySlots][Shape::kPieces];
+  KeyPiece sK[Shape::kKeyStages][Shape::kPieces];
+  KeyPiece sV[Shape::kValueStages][Shape::kValuePieces];
+
+  // A math warpgroup's rows of the queries.
+  __device__ auto& fragment_of(int slot, int piece, int warpgroup) {
+    return reinterpret_cast<SwizzledPiece<kFragmentRows>&>(sQ[slot][piece][warpgroup * kFragmentRows]);
+  }
+
+  Tile tiles[kToldTiles];
+  Ring<kToldTiles, 1, 1> told;
+  Ring<Shape::kQuerySlots, 1, 1> queries;
+  Ring<Shape::kKeyStages, 1, 1> keys;
+  Ring<Shape::kValueStages, 1, 1> values;
+};
+
+}  // namespace pallas_attn::attention::sm90

@@ -1,0 +1,157 @@
+"""The CUDA kernel of csrc/attention, called through XLA's FFI: attention over dense, packed or paged keys on Hopper."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_attn._call import ffi
+
+TARGET = "pallas_attn_attention_forward_sm90"
+DTYPES = (jnp.bfloat16, jnp.float16)
+MAX_HEAD_DIM = 256
+TILE_ROWS = 128
+"""Rows of a tile, queries times heads of a KV head: at least so many, whatever the head_dim."""
+MOST_SEQS = 8192
+FEW_TILES, MOST_PARTS = 264, 528
+"""Tiles of all KV heads, twice as many as a Hopper GPU has multiprocessors (132); and parts of tiles that are split."""
+L2_BYTES = 40 * 2**20
+"""Of keys and values, what heads that run side by side may read again and again: the L2 has 50 MB, some for others."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequences:
+    """Where the queries and keys of each sequence lie.
+
+    q_bounds, k_bounds: [num_seqs + 1], sequences end to end; None: each has all of its batch.
+    block_tables, seq_lens: [num_seqs, max_pages] and [num_seqs] where keys lie in pages.
+    num_seqs: [1], how many of them there are; None: all.
+    """
+
+    q_bounds: jax.Array | None = None
+    k_bounds: jax.Array | None = None
+    block_tables: jax.Array | None = None
+    seq_lens: jax.Array | None = None
+    num_seqs: jax.Array | None = None
+
+    def count(self, batch: int) -> int:
+        if self.block_tables is not None:
+            return self.block_tables.shape[0]
+        return batch if self.q_bounds is None else self.q_bounds.shape[0] - 1
+
+
+def unsupported(dtype, head_dim: int, value_dim: int, group: int, num_seqs: int) -> str | None:
+    """The reason the kernel cannot serve such heads and sequences, or None."""
+    if dtype not in DTYPES:
+        return f"needs bfloat16 or float16, got {jnp.dtype(dtype).name}"
+    for name, dim in (("head_dim", head_dim), ("value_dim", value_dim)):
+        if dim > MAX_HEAD_DIM or dim % 8:
+            return f"needs a {name} of at most {MAX_HEAD_DIM}, a multiple of 8, got {dim}"
+    if group > TILE_ROWS:
+        return f"needs at most {TILE_ROWS} query heads for a KV head, got {group}"
+    if num_seqs > MOST_SEQS:
+        return f"takes at most {MOST_SEQS} sequences, got {num_seqs}"
+    return None
+
+
+def forward(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    sequences: Sequences,
+    *,
+    window: jax.Array,
+    scale: jax.Array,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+    alibi_slopes: jax.Array | None = None,
+    ends_aligned: bool = False,
+    q_offset: int = 0,
+    query_heads_first: bool = False,
+    key_heads_first: bool = False,
+    lse_heads_first: bool = False,
+    base2_lse: bool = False,
+    skip_rows: int = 0,
+) -> tuple[jax.Array, jax.Array]:
+    """(out, lse).
+
+    Args:
+        query: [batch, tokens, heads, dim], or heads before tokens; key, value: likewise, or pools of pages.
+        window: int32 [2], how many keys to the left and to the right of its place a query sees; negative: all.
+        scale: float32 [1].
+        ends_aligned: the last query of a sequence stands at its last key; else query i at key i + q_offset.
+        lse_heads_first: lse is [batch, heads, tokens], else [batch, tokens, heads]; base2_lse: in base 2.
+        skip_rows: of sequences with at most so many queries times heads of a KV head nothing is written.
+
+    vmap calls it once for each of the batch, one after the other.
+    """
+    ffi.register()
+    batch = query.shape[0]
+    tokens, heads = (query.shape[2], query.shape[1]) if query_heads_first else query.shape[1:3]
+    kv_tokens, kv_heads = (key.shape[2], key.shape[1]) if key_heads_first else key.shape[1:3]
+    num_seqs = sequences.count(batch)
+    tile_tokens = TILE_ROWS // (heads // kv_heads)
+    max_items = batch * (tokens // tile_tokens + 1)
+    if sequences.q_bounds is not None:
+        max_items += num_seqs + 2
+    # Where tiles may be fewer than multiprocessors, their keys are split: in so many parts at most.
+    split = sequences.block_tables is not None or max_items * kv_heads < FEW_TILES
+    slots = -(-MOST_PARTS // kv_heads) if split else 0
+    nothing = jnp.zeros(0, jnp.int32)
+    if sequences.block_tables is not None:
+        kv_tokens *= sequences.block_tables.shape[1]
+    call = jax.ffi.ffi_call(
+        TARGET,
+        (
+            jax.ShapeDtypeStruct((*query.shape[:-1], value.shape[-1]), query.dtype),
+            jax.ShapeDtypeStruct(
+                (batch, heads, tokens) if lse_heads_first else (batch, tokens, heads), jnp.float32
+            ),
+            # Scratch: outputs, because a handler that allocates cannot be part of a command buffer.
+            jax.ShapeDtypeStruct((4,), jnp.int32),
+            jax.ShapeDtypeStruct((max_items + slots, 8), jnp.int32),
+            jax.ShapeDtypeStruct((slots, 8), jnp.int32),
+            jax.ShapeDtypeStruct((slots, kv_heads, TILE_ROWS, value.shape[-1]), jnp.float32),
+            jax.ShapeDtypeStruct((slots, kv_heads, TILE_ROWS, 2), jnp.float32),
+        ),
+        vmap_method="sequential",
+    )
+
+    def or_nothing(array: jax.Array | None, empty: jax.Array = nothing) -> jax.Array:
+        return empty if array is None else array
+
+    out, lse, *_ = call(
+        query,
+        key,
+        value,
+        or_nothing(sequences.q_bounds),
+        or_nothing(sequences.k_bounds),
+        or_nothing(sequences.block_tables, nothing.reshape(0, 0)),
+        or_nothing(sequences.seq_lens),
+        or_nothing(sequences.num_seqs),
+        window,
+        scale,
+        or_nothing(sinks, jnp.zeros(0, jnp.float32)),
+        or_nothing(alibi_slopes, jnp.zeros(0, jnp.float32)),
+        query_heads_first=query_heads_first,
+        key_heads_first=key_heads_first,
+        lse_heads_first=lse_heads_first,
+        base2_lse=base2_lse,
+        ends_aligned=ends_aligned,
+        q_offset=np.int64(q_offset),
+        bounds_step=np.int64(1),
+        seqs=np.int64(num_seqs),
+        skip_rows=np.int64(skip_rows),
+        heads_in_l2=np.int64(
+            heads_in_l2(kv_heads, kv_tokens * (key.shape[-1] + value.shape[-1]) * key.dtype.itemsize)
+        ),
+        softcap=np.float32(softcap or 0.0),
+    )
+    return out, lse
+
+
+def heads_in_l2(kv_heads: int, bytes_of_head: int) -> int:
+    """KV heads of which the L2 holds keys and values: those may be worked on side by side, and read again and again."""
+    return math.gcd(kv_heads, 2 ** max(0, int(math.log2(max(1, L2_BYTES // max(1, bytes_of_head))))))

@@ -1,0 +1,95 @@
+"""Prompts over pages on Hopper: the CUDA kernel of csrc/attention for sequences of many query rows, beside the Pallas
+kernel's launch for those that are decoded."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_attn._call import hopper_forward
+from pallas_attn._tile import masking, triton
+from pallas_attn._tile.layout import PoolShape
+from pallas_attn.ops.ragged_attention import kernel
+from pallas_attn.ops.ragged_attention.config import RaggedAttentionConfig
+from pallas_attn.ops.ragged_attention.sources import Sources
+
+NARROW_HEADS = 64
+"""Of heads so wide or narrower, exponentials take as long as products, and Pallas' kernel is as fast."""
+
+
+def unsupported(case: Any) -> str | None:
+    """The reason the CUDA kernel cannot serve a call, or None."""
+    if case.latent:
+        return "serves keys and values of their own, and these are latents"
+    if case.tree_elements:
+        return "has no tree_mask"
+    if case.layout == "PACKED":
+        return "needs layout 'NHD' or 'HND', got 'PACKED'"
+    for name, dtype in (("caches", case.cache_dtype), ("outputs", case.out_dtype or case.dtype)):
+        if jnp.dtype(dtype) != case.dtype:
+            return f"needs {name} of query's dtype, {jnp.dtype(case.dtype).name}, got {jnp.dtype(dtype).name}"
+    return hopper_forward.unsupported(
+        case.dtype, case.pool.head_dim, case.value_dim, case.group, case.num_seqs
+    )
+
+
+def is_slower(case: Any) -> bool:
+    """Whether Pallas is known to be as fast: where heads are narrow, and where all sequences are decoded."""
+    return max(case.pool.head_dim, case.value_dim) <= NARROW_HEADS or case.num_tokens <= case.num_seqs
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("pool", "value_dim", "scale", "layout", "rules", "causal", "out_dtype", "config"),
+)
+def ragged_attention_cuda(
+    query: jax.Array,
+    sources: Sources,
+    lens: dict[str, jax.Array],
+    extras: dict[str, jax.Array],
+    _kept: None = None,
+    *,
+    pool: PoolShape,
+    value_dim: int,
+    scale: float,
+    layout: str,
+    rules: masking.Rules,
+    causal: bool,
+    config: RaggedAttentionConfig,
+    out_dtype: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """As `kernel.ragged_attention_pallas`, of what `unsupported` leaves."""
+    everywhere = jnp.full(1, -1, jnp.int32)
+    left = everywhere
+    if "sliding_window" in lens:
+        left = lens["sliding_window"] - 1
+    elif rules.sliding_window is not None:
+        left = jnp.full(1, rules.sliding_window - 1, jnp.int32)
+    assert sources.value_cache is not None
+    out, lse = hopper_forward.forward(
+        query[None],
+        sources.key_cache,
+        sources.value_cache,
+        hopper_forward.Sequences(
+            q_bounds=lens["cu_q_lens"],
+            block_tables=sources.block_tables,
+            seq_lens=lens["seq_lens"],
+            num_seqs=lens["num_seqs"],
+        ),
+        window=jnp.concatenate([left, jnp.zeros(1, jnp.int32) if causal else everywhere]),
+        scale=jnp.full(1, scale, jnp.float32),
+        softcap=rules.softcap,
+        sinks=extras.get("sinks"),
+        alibi_slopes=extras.get("alibi_slopes"),
+        ends_aligned=True,
+        key_heads_first=layout == "HND",
+        skip_rows=config.short.block_q if config.short else 0,
+    )
+    done = out[0], lse[0]
+    if config.short is None:
+        return done
+    return kernel.ragged_attention_pallas(
+        query, sources, lens, extras, done, pool=pool, value_dim=value_dim, scale=scale, layout=layout, rules=rules,
+        causal=causal, config=config, only_short=True, lowering=triton.first_lowering(),
+    )  # fmt: skip

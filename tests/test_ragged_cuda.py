@@ -1,0 +1,167 @@
+"""`ragged_paged_attention` by the CUDA kernel of csrc/attention: against float64 on the GPU, and what it refuses."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_ragged_attention as ragged
+from lowering import lower_for_gpu
+
+import pallas_attn
+from pallas_attn._call import dispatch
+from pallas_attn.ops.ragged_attention import call as ragged_call
+from pallas_attn.testing import inputs
+from pallas_attn.testing.cases import RaggedCase
+
+gpu = pytest.mark.gpu
+# Chunks of prompts, no query, decoding, whole prompts, queries before the start.
+LENS, Q_LENS = (300, 40, 1, 700, 3, 1290, 65), (17, 0, 1, 260, 7, 130, 33)
+MANY = (("block_q", 32),)
+CASES = [
+    RaggedCase(LENS, 8, 2, 128, 16, q_lens=Q_LENS),
+    RaggedCase(LENS, 8, 2, 128, 1, q_lens=Q_LENS, short=False),
+    RaggedCase(LENS, 4, 4, 128, 4, "float16", "HND", q_lens=Q_LENS),
+    RaggedCase(LENS, 6, 2, 120, 5, q_lens=Q_LENS, sliding_window=70, config=MANY),
+    RaggedCase(LENS, 7, 1, 64, 8, q_lens=Q_LENS, softcap=9.0, sinks=True),
+    RaggedCase(LENS, 8, 1, 80, 24, "float16", "HND", q_lens=Q_LENS, alibi=True, padding=300),
+    RaggedCase(LENS, 16, 1, 96, 3, q_lens=Q_LENS, causal=False, sliding_window=50, sinks=True),
+    RaggedCase(LENS, 3, 1, 192, 64, q_lens=Q_LENS, value_dim=128, padding=0, spare_seqs=0),
+    RaggedCase(LENS, 4, 2, 192, 32, q_lens=Q_LENS, softcap=20.0, alibi=True, sinks=True, sliding_window=200),
+    RaggedCase(LENS, 4, 1, 256, 16, "float16", q_lens=Q_LENS),
+    RaggedCase(LENS, 4, 2, 256, 2, "bfloat16", "HND", q_lens=Q_LENS, sliding_window=90),
+    RaggedCase(LENS, 4, 2, 128, 256, q_lens=Q_LENS),
+    # Long contexts under few queries: their keys are split.
+    RaggedCase((9000, 20, 5000), 8, 1, 128, 16, q_lens=(40, 20, 3)),
+    RaggedCase((9000, 20, 5000), 4, 2, 256, 7, "float16", q_lens=(17, 20, 100), sinks=True),
+    # Many sequences, most of them short.
+    RaggedCase((5, 130, 64, 1, 300) * 60, 4, 2, 128, 16, q_lens=(5, 130, 1, 1, 20) * 60),
+]  # fmt: skip
+
+
+@gpu
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_matches_reference(case):
+    data = inputs.make_ragged(case)
+    out, lse = ragged.run(case, data, "cuda")
+    assert out.dtype == jnp.dtype(case.dtype)
+    ragged.check(case, data, out, lse)
+    again = ragged.run(case, data, "cuda")
+    for first, second in zip((out, lse), again, strict=True):
+        assert np.asarray(first).tobytes() == np.asarray(second).tobytes()
+
+
+@gpu
+@pytest.mark.parametrize("page_size", [16, 5])
+def test_a_dropped_feature_is_caught(page_size):
+    """The comparison notices what a kernel that ignores an option would make."""
+    case = RaggedCase(LENS, 8, 2, 128, page_size, q_lens=Q_LENS, softcap=5.0, sinks=True, sliding_window=100)
+    data = inputs.make_ragged(case)
+    for change in ({"softcap": None}, {"sliding_window": None}, {"sliding_window": 101}, {"causal": False}):
+        other = dataclasses.replace(case, **change)
+        out, lse = ragged.run(other, data, "cuda")
+        with pytest.raises(AssertionError):
+            ragged.check(case, data, out, lse)
+
+
+@gpu
+@pytest.mark.parametrize(
+    "boundary", ["first", "page end", "page start", "piece end", "piece start", "own", "window"]
+)
+def test_no_boundary_token_is_lost(boundary):
+    ragged.test_no_boundary_token_is_lost(boundary, "cuda")
+
+
+@gpu
+@pytest.mark.parametrize(
+    "test",
+    [
+        ragged.test_padding_is_empty_and_num_seqs_may_change,
+        ragged.test_bad_pages_and_lengths_poison_only_their_sequence,
+        ragged.test_lengths_that_contradict_each_other_read_nothing_outside,
+        ragged.test_pages_behind_the_window_may_be_anyones,
+        ragged.test_a_traced_window_is_the_static_one,
+    ],
+    ids=lambda test: test.__name__,
+)
+def test_promises(test):
+    test("cuda")
+
+
+@gpu
+@pytest.mark.parametrize("page_size", [16, 3])
+def test_a_bad_page_spoils_rows_that_see_it_and_no_others(page_size):
+    """Queries in front of the page do not see it; scores are NaN for those behind it."""
+    case = RaggedCase((300, 300), 4, 2, 128, page_size, q_lens=(300, 300), short=False)
+    data = inputs.make_ragged(case)
+    data.block_tables[0, 100 // page_size] = -5
+    out, lse = ragged.run(case, data, "cuda")
+    first = 100 // page_size * page_size
+    rows = np.float32(out)
+    assert np.isfinite(rows[:first]).all()
+    assert np.isfinite(rows[300:600]).all()
+    assert np.isnan(rows[first:300]).all()
+    assert np.isnan(lse[first:300]).all()
+
+
+@gpu
+def test_scan_and_vmap():
+    case = CASES[0]
+    data = inputs.make_ragged(case)
+    query, *others = data.arguments()
+    call = ragged.compiled(case, "cuda").__wrapped__
+    alone, _ = jax.jit(call)(query, *others, **data.extras)
+    both, _ = jax.jit(jax.vmap(lambda q: call(q, *others, **data.extras)))(jnp.stack([query, query]))
+    _, (layers, _) = jax.jit(
+        lambda q: jax.lax.scan(lambda c, _: (c, call(c, *others, **data.extras)), q, None, length=2)
+    )(query)
+    for out in (*both, *layers):
+        np.testing.assert_array_equal(np.float32(out), np.float32(alone))
+
+
+def lowered(monkeypatch, case: RaggedCase, **options):
+    monkeypatch.setitem(dispatch.installed, "cuda", lambda: None)
+    monkeypatch.setattr("pallas_attn._call.ffi.register", lambda: None)
+    data = inputs.make_ragged(case)
+    return lower_for_gpu(
+        lambda *operands: pallas_attn.ragged_paged_attention(*operands, layout=case.layout, **options),
+        *data.arguments(),
+    ).as_text()
+
+
+def test_a_hopper_gpu_takes_it_by_itself(monkeypatch):
+    text = lowered(monkeypatch, CASES[0])
+    assert "pallas_attn_attention_forward_sm90" in text
+    # Sequences that are decoded are the other kernel's.
+    assert "pallas_attn_ragged_attention_short" in text
+
+
+@pytest.mark.parametrize(
+    "case", [CASES[4], RaggedCase((9, 9), 8, 2, 128, 16, q_lens=(1, 1), padding=0)], ids=lambda case: case.id
+)
+def test_what_pallas_is_as_fast_at_is_left_to_it(monkeypatch, case):
+    assert "attention_forward_sm90" not in lowered(monkeypatch, case)
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        (RaggedCase(LENS, 8, 2, 128, 16, q_lens=Q_LENS, cache_dtype="int8"), "caches of query's dtype"),
+        (RaggedCase(LENS, 8, 2, 128, 16, "float32", q_lens=Q_LENS), "bfloat16 or float16"),
+        (RaggedCase(LENS, 8, 2, 128, 16, "bfloat16", "PACKED", q_lens=Q_LENS), "'PACKED'"),
+        (RaggedCase(LENS, 8, 2, 100, 16, q_lens=Q_LENS), "multiple of 8"),
+        (RaggedCase(LENS, 8, 2, 128, 16, q_lens=Q_LENS, tree="slots", max_tree=17), "tree_mask"),
+        (RaggedCase((9,), 200, 1, 64, 16, q_lens=(3,)), "at most 128 query heads"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.id,
+)
+def test_what_it_does_not_serve_it_says(case, reason):
+    data = inputs.make_ragged(case)
+    query, key_cache, value_cache, tables, *_ = map(jnp.asarray, data.arguments())
+    operands = {"query": query, "key_cache": key_cache, "value_cache": value_cache, "block_tables": tables}
+    operands |= {name: jnp.asarray(array) for name, array in data.extras.items()}
+    found = ragged_call._case(operands, case.layout)
+    refusal = ragged_call.cuda.unsupported(found)
+    assert refusal is not None
+    assert reason in refusal

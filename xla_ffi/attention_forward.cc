@@ -1,0 +1,228 @@
+// FFI handler of attention's forward pass for sm_90: unpack, check, fill the parameters, launch.
+#include <cuda_runtime.h>
+
+#include <limits>
+#include <vector>
+
+#include "attention/params.h"
+#include "attention/prepare/prepare.h"
+#include "attention/sm90/forward/launch.h"
+#include "checks.h"
+#include "common/math.h"
+#include "device_guard.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace pallas_attn {
+namespace {
+
+namespace ffi = xla::ffi;
+using attention::ForwardParams;
+using attention::Strides;
+using ffi::DataType;
+
+constexpr char kName[] = "pallas_attn_attention_forward_sm90";
+constexpr int64_t kMaxInt = std::numeric_limits<int>::max();
+constexpr int64_t kMostTokens = int64_t{1} << 30;
+
+// An array of heads, [batch, tokens, heads, dim] or [batch, heads, tokens, dim], or the same without `dim`.
+struct Heads {
+  int64_t batch, tokens, heads, dim;
+  bool heads_first;
+
+  static Heads of(ffi::AnyBuffer buffer, bool heads_first) {
+    const auto dims = buffer.dimensions();
+    return {dims[0], dims[heads_first ? 2 : 1], dims[heads_first ? 1 : 2], dims[3], heads_first};
+  }
+  std::vector<int64_t> shape() const {
+    std::vector<int64_t> sizes = {batch, heads_first ? heads : tokens, heads_first ? tokens : heads};
+    if (dim > 0) sizes.push_back(dim);
+    return sizes;
+  }
+  Strides strides() const {
+    const int64_t element = dim > 0 ? dim : 1;
+    if (heads_first) return {tokens * element, element, heads * tokens * element};
+    return {element, heads * element, tokens * heads * element};
+  }
+};
+
+template <typename T>
+const T* optional(ffi::AnyBuffer buffer) {
+  return buffer.element_count() == 0 ? nullptr : static_cast<const T*>(buffer.untyped_data());
+}
+
+ffi::Error attention_forward(cudaStream_t stream, int32_t device, ffi::AnyBuffer query, ffi::AnyBuffer key,
+                             ffi::AnyBuffer value, ffi::AnyBuffer q_bounds, ffi::AnyBuffer k_bounds,
+                             ffi::AnyBuffer block_tables, ffi::AnyBuffer seq_lens, ffi::AnyBuffer num_seqs,
+                             ffi::AnyBuffer window, ffi::AnyBuffer scale, ffi::AnyBuffer sinks,
+                             ffi::AnyBuffer alibi, ffi::Result<ffi::AnyBuffer> out,
+                             ffi::Result<ffi::AnyBuffer> lse, ffi::Result<ffi::AnyBuffer> counters,
+                             ffi::Result<ffi::AnyBuffer> items, ffi::Result<ffi::AnyBuffer> split_tiles,
+                             ffi::Result<ffi::AnyBuffer> partial_out, ffi::Result<ffi::AnyBuffer> partial_lse,
+                             bool query_heads_first, bool key_heads_first,
+                             bool lse_heads_first, bool base2_lse, bool ends_aligned, int64_t q_offset,
+                             int64_t bounds_step, int64_t seqs, int64_t skip_rows, int64_t heads_in_l2,
+                             float softcap) {
+  ArgumentChecker check(kName);
+  check.array("query", query, {-1, -1, -1, -1}, {DataType::BF16, DataType::F16});
+  if (!check.ok()) return check.error();
+  const DataType dtype = query.element_type();
+  check.array("key", key, {-1, -1, -1, -1}, {dtype});
+  check.array("value", value, {-1, -1, -1, -1}, {dtype});
+  if (!check.ok()) return check.error();
+  const Heads queries = Heads::of(query, query_heads_first), keys = Heads::of(key, key_heads_first);
+  Heads values = keys;
+  values.dim = value.dimensions()[3];
+  check.array("value", value, values.shape(), {dtype});
+  Heads outs = queries;
+  outs.dim = values.dim;
+  Heads lses = {queries.batch, queries.tokens, queries.heads, 0, lse_heads_first};
+  check.array("key", key, {-1, -1, -1, queries.dim}, {dtype});
+  check.array("out", *out, outs.shape(), {dtype});
+  check.array("lse", *lse, lses.shape(), {DataType::F32});
+  check.array("window", window, {2}, {DataType::S32});
+  check.array("scale", scale, {1}, {DataType::F32});
+  check.array("counters", *counters, {4}, {DataType::S32});
+  check.array("items", *items, {-1, 8}, {DataType::S32});
+  check.array("split_tiles", *split_tiles, {-1, 8}, {DataType::S32});
+  for (const auto& [name, array] : {std::pair{"sinks", sinks}, {"alibi", alibi}}) {
+    check.array(name, array, {array.element_count() == 0 ? 0 : queries.heads}, {DataType::F32});
+  }
+  check.array("block_tables", block_tables, {-1, -1}, {DataType::S32});
+  if (!check.ok()) return check.error();
+  const bool paged = block_tables.element_count() > 0;
+  check.between("bounds_step", "", 1, 2, bounds_step);
+  check.between("seqs", "", 1, attention::kMostPreparedSeqs, seqs);
+  const int64_t bounds = bounds_step == 1 ? seqs + 1 : 2 * seqs;
+  for (const auto& [name, array] : {std::pair{"q_bounds", q_bounds}, {"k_bounds", k_bounds}}) {
+    check.array(name, array, {array.element_count() == 0 ? 0 : bounds}, {DataType::S32});
+  }
+  check.array("seq_lens", seq_lens, {paged ? seqs : 0}, {DataType::S32});
+  check.array("num_seqs", num_seqs, {num_seqs.element_count() == 0 ? 0 : 1}, {DataType::S32});
+  if (paged) check.require(block_tables.dimensions()[0] == seqs, "block_tables", std::to_string(seqs) + " rows",
+                           std::to_string(block_tables.dimensions()[0]));
+  if (!paged) {
+    check.require(keys.batch == queries.batch, "key", "a batch of " + std::to_string(queries.batch),
+                  std::to_string(keys.batch));
+  }
+  check.require(seqs % queries.batch == 0, "seqs", "a multiple of the batch", std::to_string(seqs));
+  check.require(q_bounds.element_count() > 0 || seqs == queries.batch, "q_bounds", "bounds of the sequences",
+                "none");
+  check.require(bounds_step == 2 || q_bounds.element_count() == 0 || queries.batch == 1, "query",
+                "a batch of 1 beside lengths end to end", std::to_string(queries.batch));
+  check.require(keys.heads > 0 && queries.heads > 0 && queries.heads % keys.heads == 0, "query",
+                "a multiple of " + std::to_string(keys.heads) + " heads", std::to_string(queries.heads));
+  check.between("query", " tokens", 1, kMostTokens, queries.tokens);
+  check.between("key", " tokens or pages", 1, kMostTokens, paged ? keys.batch : keys.tokens);
+  for (const auto& [name, dim] : {std::pair{"query", queries.dim}, {"value", values.dim}}) {
+    check.require(dim > 0 && dim % 8 == 0, name, "heads of a multiple of 8 elements", std::to_string(dim));
+  }
+  if (!check.ok()) return check.error();
+  const int tile_rows = attention::sm90::tile_rows(static_cast<int>(queries.dim), static_cast<int>(values.dim));
+  const int64_t group = queries.heads / keys.heads;
+  check.require(tile_rows > 0, "query", "heads of at most 256 elements", std::to_string(queries.dim));
+  check.require(group <= tile_rows, "query", "at most " + std::to_string(tile_rows) + " heads for a KV head",
+                std::to_string(group));
+  check.require(heads_in_l2 > 0 && keys.heads % heads_in_l2 == 0, "heads_in_l2",
+                "a divisor of " + std::to_string(keys.heads), std::to_string(heads_in_l2));
+  if (!check.ok()) return check.error();
+  const int64_t most_items = items->dimensions()[0];
+  const int64_t slots = split_tiles->dimensions()[0];
+  const int64_t needed = slots + queries.batch * (queries.tokens / (tile_rows / group) + 1) +
+                         (q_bounds.element_count() > 0 ? seqs + 2 : 0);
+  check.array("partial_out", *partial_out, {slots, keys.heads, tile_rows, values.dim}, {DataType::F32});
+  check.array("partial_lse", *partial_lse, {slots, keys.heads, tile_rows, 2}, {DataType::F32});
+  check.between("items", " work items", needed, kMaxInt / 2 / keys.heads, most_items);
+  if (!check.ok()) return check.error();
+
+  ForwardParams params = {};
+  params.query = query.untyped_data();
+  params.key = key.untyped_data();
+  params.value = value.untyped_data();
+  params.query_strides = queries.strides();
+  params.key_strides = keys.strides();
+  params.value_strides = values.strides();
+  params.out_strides = outs.strides();
+  params.lse_strides = lses.strides();
+  params.q_spans = {optional<int>(q_bounds), static_cast<int>(bounds_step)};
+  params.k_spans = {optional<int>(k_bounds), static_cast<int>(bounds_step)};
+  params.block_tables = optional<int>(block_tables);
+  params.seq_lens = optional<int>(seq_lens);
+  params.num_seqs_now = optional<int>(num_seqs);
+  params.window = optional<int>(window);
+  params.scale = optional<float>(scale);
+  params.sinks = optional<float>(sinks);
+  params.alibi = optional<float>(alibi);
+  params.out = out->untyped_data();
+  params.lse = lse->typed_data<float>();
+  params.counters = static_cast<attention::Counters*>(counters->untyped_data());
+  params.items = static_cast<attention::WorkItem*>(items->untyped_data());
+  params.split_tiles =
+      slots > 0 ? static_cast<attention::SplitTile*>(split_tiles->untyped_data()) : nullptr;
+  params.partial_out = partial_out->typed_data<float>();
+  params.partial_lse = static_cast<RowLse*>(partial_lse->untyped_data());
+  params.max_slots = static_cast<int>(slots);
+  params.max_items = static_cast<int>(most_items);
+  params.batch = static_cast<int>(queries.batch);
+  params.q_len = static_cast<int>(queries.tokens);
+  params.kv_len = static_cast<int>(keys.tokens);
+  params.num_pages = paged ? static_cast<int>(keys.batch) : 0;
+  params.page_size = paged ? static_cast<int>(keys.tokens) : 0;
+  params.max_pages = paged ? static_cast<int>(block_tables.dimensions()[1]) : 0;
+  params.num_seqs = static_cast<int>(seqs);
+  params.seqs_per_batch = static_cast<int>(seqs / queries.batch);
+  params.num_heads = static_cast<int>(queries.heads);
+  params.num_kv_heads = static_cast<int>(keys.heads);
+  params.group = static_cast<int>(group);
+  params.head_dim = static_cast<int>(queries.dim);
+  params.value_dim = static_cast<int>(values.dim);
+  params.ends_aligned = ends_aligned;
+  params.q_offset = static_cast<int>(q_offset);
+  params.skip_rows = static_cast<int>(skip_rows);
+  params.heads_in_l2 = static_cast<int>(heads_in_l2);
+  params.softcap = softcap;
+  params.base2_lse = base2_lse;
+  params.element = dtype == DataType::BF16 ? ElementType::kBfloat16 : ElementType::kFloat16;
+
+  const DeviceGuard guard(device);
+  if (!guard.status().ok()) return to_error(kName, guard.status());
+  return to_error(kName, attention::sm90::launch_forward(params, stream));
+}
+
+}  // namespace
+}  // namespace pallas_attn
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(pallas_attn_attention_forward_sm90, pallas_attn::attention_forward,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                                  .Ctx<xla::ffi::DeviceOrdinal>()
+                                  .Arg<xla::ffi::AnyBuffer>()  // query
+                                  .Arg<xla::ffi::AnyBuffer>()  // key
+                                  .Arg<xla::ffi::AnyBuffer>()  // value
+                                  .Arg<xla::ffi::AnyBuffer>()  // q_bounds
+                                  .Arg<xla::ffi::AnyBuffer>()  // k_bounds
+                                  .Arg<xla::ffi::AnyBuffer>()  // block_tables
+                                  .Arg<xla::ffi::AnyBuffer>()  // seq_lens
+                                  .Arg<xla::ffi::AnyBuffer>()  // num_seqs
+                                  .Arg<xla::ffi::AnyBuffer>()  // window
+                                  .Arg<xla::ffi::AnyBuffer>()  // scale
+                                  .Arg<xla::ffi::AnyBuffer>()  // sinks
+                                  .Arg<xla::ffi::AnyBuffer>()  // alibi
+                                  .Ret<xla::ffi::AnyBuffer>()  // out
+                                  .Ret<xla::ffi::AnyBuffer>()  // lse
+                                  .Ret<xla::ffi::AnyBuffer>()  // counters
+                                  .Ret<xla::ffi::AnyBuffer>()  // items
+                                  .Ret<xla::ffi::AnyBuffer>()  // split_tiles
+                                  .Ret<xla::ffi::AnyBuffer>()  // partial_out
+                                  .Ret<xla::ffi::AnyBuffer>()  // partial_lse
+                                  .Attr<bool>("query_heads_first")
+                                  .Attr<bool>("key_heads_first")
+                                  .Attr<bool>("lse_heads_first")
+                                  .Attr<bool>("base2_lse")
+                                  .Attr<bool>("ends_aligned")
+                                  .Attr<int64_t>("q_offset")
+                                  .Attr<int64_t>("bounds_step")
+                                  .Attr<int64_t>("seqs")
+                                  .Attr<int64_t>("skip_rows")
+                                  .Attr<int64_t>("heads_in_l2")
+                                  .Attr<float>("softcap"),
+                              {xla::ffi::Traits::kCmdBufferCompatible});
