@@ -129,6 +129,12 @@ class ArgumentChecker:
                 words.append(self.spell(dim) if isinstance(dim, str) else str(dim))
         return f"[{', '.join(words)}]"
 
+    def not_descending(self, name: str, bounds: Any) -> None:
+        """Of an array of numpy's; to look at one on a device would wait for it."""
+        if isinstance(bounds, np.ndarray) and (bounds[1:] < bounds[:-1]).any():
+            at = int(np.argmax(bounds[1:] < bounds[:-1]))
+            self.fail(name, "bounds that do not descend", f"{bounds[at + 1]} behind {bounds[at]}")
+
     def instance(self, name: str, value: Any, kind: type, *, optional: bool = False) -> None:
         if not (isinstance(value, kind) or (optional and value is None)):
             article = "an" if kind.__name__[0] in "AEIMOU" else "a"

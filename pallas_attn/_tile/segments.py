@@ -73,7 +73,8 @@ def _of_lengths(lengths: dict[str, jax.Array], tokens: int) -> tuple[jax.Array, 
     at = jnp.arange(tokens, dtype=jnp.int32)
     # One kernel, whatever the number of sequences.
     seq = symbolic.searchsorted(cu_lens, at, side="right", method="scan_unrolled").astype(jnp.int32) - 1
-    held = (at >= cu_lens[0]) & (at < cu_lens[-1])
+    # Lengths below 0 cannot be right: then no token is held.
+    held = (at >= cu_lens[0]) & (at < cu_lens[-1]) & jnp.all(cu_lens[1:] >= cu_lens[:-1])
     inside = jnp.clip(cu_lens, 0, tokens)
     spans = jnp.stack([inside[:-1], inside[1:], jnp.ones(num_seqs, jnp.int32)], axis=-1)
     table = jnp.concatenate([spans, jnp.tile(jnp.array([tokens, 0, 0], jnp.int32), (2, 1))])[None]

@@ -171,7 +171,8 @@ def blocksparse_attention(
         cu_q_lens: [num_seqs + 1] int32, where each sequence's queries begin, from 0 (what stands first is taken for
             0), and the last one's end. None where all sequences decode (as many queries as sequences) or all prefill
             (as many queries as keys in rows); where it might be either, it is asked for. A sequence's queries beyond
-            its number of keys, the oldest, see nothing.
+            its number of keys, the oldest, see nothing. Where a traced array descends, nothing out of bounds is read,
+            and what results is not said; one of numpy's that does is refused.
         cu_k_lens: [num_seqs + 1] int32, the same for keys in rows.
         block_tables, seq_lens: [num_seqs, max_pages] and [num_seqs] int32 for keys in pages, in place of cu_k_lens; the
             lengths count the queries' own tokens. Pages of blocks that no head sees may be anyone's.
@@ -236,6 +237,7 @@ def blocksparse_attention(
     kinds = "mixed"
     if cu_q_lens is not None:
         check.array("cu_q_lens", cu_q_lens, (num_seqs + 1,), [jnp.int32])
+        check.not_descending("cu_q_lens", cu_q_lens)
         arrays["cu_q_lens"] = cu_q_lens
     elif query.shape[0] == num_seqs:
         kinds = "decode"

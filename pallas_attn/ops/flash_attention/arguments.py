@@ -94,6 +94,7 @@ def documents(
 def _sequences(check: ArgumentChecker, cu_q_lens: Any) -> tuple[segments.Side, segments.Side]:
     check.array("cu_q_lens", cu_q_lens, ("num_seqs + 1",), [jnp.int32])
     check.non_empty("cu_q_lens", cu_q_lens)
+    check.not_descending("cu_q_lens", cu_q_lens)
     batch, q_len, kv_len = (check.dims[dim] for dim in ("batch", "q_len", "kv_len"))
     if batch != 1:
         check.fail("query", "a batch of 1 where there are cu_q_lens", str(batch))

@@ -101,7 +101,8 @@ def ragged_paged_attention(
             sequence's start (more query tokens than the length) has out 0 and lse -inf (with `sinks`, the head's sink,
             if the length is not 0).
         cu_q_lens: [max_seqs + 1] int32: where each sequence's query tokens begin, from 0, and where the last one's
-            end; not decreasing, at most total_tokens. A sequence may have none.
+            end; not decreasing, at most total_tokens. A sequence may have none. Where a traced array descends, nothing
+            out of bounds is read, and what results is not said; one of numpy's that does is refused.
         num_seqs: an int, an int32 scalar or an int32 array [1], which may be traced: how many sequences there are;
             rows of the tables and entries of the lengths behind them may hold anything. None: max_seqs.
         scale: factor of the logits, a number above 0; None means head_dim ** -0.5.
@@ -128,10 +129,13 @@ def ragged_paged_attention(
         out_dtype: None (query's), float8_e4m3fn or float8_e5m2.
         return_lse: also return the natural log-sum-exp of the logits, to merge with other parts (`merge_states`).
         layout: order of a page's dimensions.
-        implementation: None (pallas on an NVIDIA GPU, xla elsewhere), "pallas" (sm_80 or newer; e4m3 from sm_89),
-            "triton" (the same kernel by Triton itself, where Pallas cannot; the extra of that name), "xla" (anywhere,
-            for debugging and CPUs) or "interpret" (the Pallas kernel run in Python, slow).
-        config: tile sizes for "pallas", "triton" and "interpret"; None takes the measured or the heuristic one.
+        implementation: None (cuda on Hopper for prompts of heads wider than 64, else pallas on an NVIDIA GPU; xla
+            elsewhere), "cuda" (sm_90: bf16 and fp16, caches of query's dtype in NHD or HND, head_dim and value_dim
+            multiples of 8, no tree_mask; sequences that are decoded by the Pallas kernel beside it), "pallas" (sm_80
+            or newer; e4m3 from sm_89), "triton" (the same kernel by Triton itself, where Pallas cannot; the extra of
+            that name), "xla" (anywhere, for debugging and CPUs) or "interpret" (the Pallas kernel run in Python, slow).
+        config: tile sizes for "pallas", "triton" and "interpret", of which "cuda" takes `short`; None takes the
+            measured or the heuristic ones.
 
     Returns:
         out [total_tokens, num_heads, value_dim] in query's dtype or `out_dtype`; with return_lse, also lse
