@@ -12,6 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import pytest
 
 # Tracing makes millions of objects that live long, and each collection walks them all.
@@ -86,6 +87,14 @@ def refs_are_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
         return jnp.where(mask, ref.get(mode="clip"), other)
 
     monkeypatch.setattr("pallas_attn._tile.triton.load", load)
+
+
+@pytest.fixture
+def as_users_have_it() -> Iterator[None]:
+    """Without the checks of types that jaxtyping adds in tests."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture

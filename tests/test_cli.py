@@ -171,7 +171,7 @@ def test_a_bar_shows_tokens_a_second():
 
 def test_a_model_may_be_told_something_first(tmp_path, capsys):
     """In the chat template, as `chat` does: the answer is that to the text which the template makes."""
-    template = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}"
+    template = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}{{ mood }}{{ 'w' if loud }}"
     model = str(write_tiny(tmp_path / "chat.gguf", template=template))
 
     def answer(*given: str) -> list[str]:
@@ -182,6 +182,9 @@ def test_a_model_may_be_told_something_first(tmp_path, capsys):
     told = answer("--system", "xyz", "--prompt", "abc", "--prompt", "hello")
     assert told == answer("--raw", "--prompt", "sxyzuabc", "--prompt", "sxyzuhello")
     assert told != answer("--prompt", "abc", "--prompt", "hello")
+    assert answer("--template", "mood=xyz", "--template", "loud=false", "--prompt", "abc") == answer(
+        "--raw", "--prompt", "uabcxyz"
+    )
 
 
 def test_prompts_may_come_from_standard_input(tiny, capsys, monkeypatch):
@@ -259,6 +262,14 @@ def test_check_agrees_with_transformers(tiny, capsys):
             ["--prompt", "a", "--system", "b"],
             "'--system': expected none with --raw, which has no chat, got 'b'",
         ),
+        (
+            ["--prompt", "a", "--template", "b=1"],
+            "'--template': expected none with --raw, which has no chat, got b",
+        ),
+        (
+            ["--prompt", "a", "--template", "b"],
+            "'--template': expected NAME=VALUE of a template's variable, got 'b'",
+        ),
         (["--prompt", "a", "--check", "--temperature", "1"], "'--check': expected greedy decoding"),
         (
             ["--prompt", "a", "--num-rows", "2"],
@@ -267,6 +278,7 @@ def test_check_agrees_with_transformers(tiny, capsys):
     ],
     ids=lambda value: "-".join(value)[:30] if isinstance(value, list) else "",
 )
+@pytest.mark.usefixtures("as_users_have_it")
 def test_user_errors_are_one_line(arguments, message, tiny, capsys):
     model = [] if "--model" in arguments else ["--model", tiny]
     length = [] if "--max-new-tokens" in arguments else ["--max-new-tokens", "8"]

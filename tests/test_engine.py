@@ -5,7 +5,6 @@ import re
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 from flax import nnx
@@ -36,14 +35,6 @@ def alone(model) -> list[tuple[list[int], list[int]]]:
     # One batch, which answers as each prompt alone (test_generate.py).
     answers = generate(model, prompts, max_new_tokens=max(news), page_size=4)
     return [(prompt, answers.row(i)[:new]) for i, (prompt, new) in enumerate(zip(prompts, news, strict=True))]
-
-
-@pytest.fixture
-def as_users_have_it():
-    """Without the checks of types that jaxtyping adds in tests."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def run(engine: Engine) -> None:

@@ -31,6 +31,7 @@ class ChatOptions:
 
     model: Path | None
     system: str | None
+    template: dict[str, Any]
     max_new_tokens: int
     max_len: int
     sampling: dict[str, Any]
@@ -57,7 +58,7 @@ def run_chat(options: ChatOptions) -> int:
     sampling_of(Sampling(), options.sampling)  # what is out of its range is said before the model is read
     loaded = load(err, options.model, options.dtype, options.attention, options.implementation)
     # A model without a chat template is refused now, not after the first question.
-    loaded.tokenizer.apply_chat_template([{"role": "user", "content": "?"}])
+    loaded.tokenizer.apply_chat_template([{"role": "user", "content": "?"}], **options.template)
     engine = Engine(
         loaded.model,
         max_len=min(options.max_len, loaded.model.config.context_length),
@@ -148,7 +149,7 @@ class Chat:
         """The conversation's tokens, without its oldest turns if there would be no room for an answer."""
         fixed = 0 if self._options.system is None else 1
         while True:
-            prompt = self._tokenizer.encode_chat(self.messages)
+            prompt = self._tokenizer.encode_chat(self.messages, **self._options.template)
             room = self._most - len(prompt)
             if room >= min(self._options.max_new_tokens, self._most // 4) or len(self.messages) <= fixed + 1:
                 return prompt

@@ -32,8 +32,10 @@ from .options import (
     SeedOption,
     StopOption,
     TemperatureOption,
+    TemplateOption,
     TopKOption,
     TopPOption,
+    template_variables,
 )
 
 app = typer.Typer(
@@ -130,6 +132,7 @@ def generate(
     ] = None,
     model: ModelOption = None,
     system: Annotated[str | None, typer.Option(help="What the model is told before each prompt.")] = None,
+    template: TemplateOption = None,
     raw: Annotated[
         bool,
         typer.Option(
@@ -183,6 +186,7 @@ def generate(
             prompts_file=prompts_file,
             model=model,
             system=system,
+            template=template_variables("generate", template),
             raw=raw,
             max_new_tokens=max_new_tokens,
             sampling=dict(
@@ -233,6 +237,7 @@ def chat(
     system: Annotated[
         str | None, typer.Option(help="What the model is told before the conversation.")
     ] = None,
+    template: TemplateOption = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 512,
     max_len: Annotated[
         int,
@@ -268,6 +273,7 @@ def chat(
         ChatOptions(
             model=model,
             system=system,
+            template=template_variables("chat", template),
             max_new_tokens=max_new_tokens,
             max_len=max_len,
             sampling=dict(

@@ -49,6 +49,7 @@ class GenerateOptions:
     prompts_file: Path | None
     model: Path | None
     system: str | None
+    template: dict[str, Any]
     raw: bool
     max_new_tokens: int
     sampling: dict[str, Any]
@@ -78,6 +79,8 @@ def run_generate(options: GenerateOptions) -> int:
         fail("generate", "--num-rows", "--prompts-file, and no --check, with it", "one batch of all prompts")
     if options.system is not None and options.raw:
         fail("generate", "--system", "none with --raw, which has no chat", repr(options.system))
+    if options.template and options.raw:
+        fail("generate", "--template", "none with --raw, which has no chat", ", ".join(options.template))
     given = sampling_of(Sampling(), options.sampling)
     if options.check:
         if (
@@ -92,9 +95,7 @@ def run_generate(options: GenerateOptions) -> int:
     loaded = load(err, options.model, options.dtype, options.attention, options.implementation)
     tokenizer = loaded.tokenizer
     sampling = given if options.check else sampling_of(loaded.sampling, options.sampling)
-    prompts = [
-        tokenizer.encode(text) if options.raw else _as_chat(loaded, text, options.system) for text in texts
-    ]
+    prompts = [tokenizer.encode(text) if options.raw else _as_chat(loaded, text, options) for text in texts]
 
     generation = None
     with record_implementations() as served:
@@ -194,9 +195,9 @@ def _read_text(path: Path) -> str:
         fail("generate", "--prompts-file", "UTF-8 text", f"{name}, which is not at byte {error.start}")
 
 
-def _as_chat(loaded: LoadedModel, text: str, system: str | None) -> list[int]:
-    told = [] if system is None else [{"role": "system", "content": system}]
-    return loaded.tokenizer.encode_chat([*told, {"role": "user", "content": text}])
+def _as_chat(loaded: LoadedModel, text: str, options: GenerateOptions) -> list[int]:
+    told = [] if options.system is None else [{"role": "system", "content": options.system}]
+    return loaded.tokenizer.encode_chat([*told, {"role": "user", "content": text}], **options.template)
 
 
 def _generate(loaded: LoadedModel, prompts: list[list[int]], options: GenerateOptions, **more) -> Generation:

@@ -1,7 +1,8 @@
 """What several commands can be told, with its help."""
 
 import enum
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,6 +25,19 @@ def taken(command: str, defaults: Mapping[str, Any], given: Mapping[str, Any], b
         if name not in defaults:
             fail(command, flag(name), f"none with {by}", str(value))
     return {**defaults, **said}
+
+
+def template_variables(command: str, given: Sequence[str] | None) -> dict[str, Any]:
+    variables = {}
+    for entry in given or ():
+        name, equals, value = entry.partition("=")
+        if not equals or not name.isidentifier() or name == "messages":
+            fail(command, "--template", "NAME=VALUE of a template's variable", repr(entry))
+        try:
+            variables[name] = json.loads(value)
+        except ValueError:
+            variables[name] = value
+    return variables
 
 
 class Dtype(enum.StrEnum):
@@ -104,6 +118,15 @@ SeedOption = Annotated[int, typer.Option(help="Seed of the sampling, from 0 to 2
 StopOption = Annotated[
     list[str] | None,
     typer.Option(help="A text that ends an answer, and is no part of it. Repeat it.", show_default="none"),
+]
+TemplateOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=VALUE",
+        help="A variable that the model's chat template reads, such as enable_thinking=false: JSON, else text. "
+        "Repeat it.",
+        show_default="none",
+    ),
 ]
 DtypeOption = Annotated[
     Dtype, typer.Option(help="Of weights, activations and (unless --cache-dtype says otherwise) KV cache.")
