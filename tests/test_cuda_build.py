@@ -112,10 +112,7 @@ def test_links_neither_driver_nor_runtime(library: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "instruction",
-    [
-        *("HGMMA.64x64x16", "HGMMA.64x256x16", "UTMALDG.3D", "UTMASTG.3D", "USETMAXREG"),
-    ],
+    "instruction", ["HGMMA.64x64x16", "HGMMA.64x256x16", "UTMALDG.3D", "UTMASTG.3D", "USETMAXREG"]
 )
 def test_decode_uses(kernels: dict[str, str], instruction: str) -> None:
     over_elements = {name: sass for name, sass in kernels.items() if "turned_decode_kernel" not in name}

@@ -58,10 +58,9 @@ ffi::Error attention_forward(cudaStream_t stream, int32_t device, ffi::AnyBuffer
                              ffi::Result<ffi::AnyBuffer> lse, ffi::Result<ffi::AnyBuffer> counters,
                              ffi::Result<ffi::AnyBuffer> items, ffi::Result<ffi::AnyBuffer> split_tiles,
                              ffi::Result<ffi::AnyBuffer> partial_out, ffi::Result<ffi::AnyBuffer> partial_lse,
-                             bool query_heads_first, bool key_heads_first,
-                             bool lse_heads_first, bool base2_lse, bool ends_aligned, int64_t q_offset,
-                             int64_t bounds_step, int64_t seqs, int64_t skip_rows, int64_t heads_in_l2,
-                             float softcap) {
+                             bool query_heads_first, bool key_heads_first, bool lse_heads_first,
+                             bool base2_lse, bool ends_aligned, int64_t q_offset, int64_t bounds_step,
+                             int64_t seqs, int64_t skip_rows, int64_t heads_in_l2, float softcap) {
   ArgumentChecker check(kName);
   check.array("query", query, {-1, -1, -1, -1}, {DataType::BF16, DataType::F16});
   if (!check.ok()) return check.error();
@@ -98,8 +97,9 @@ ffi::Error attention_forward(cudaStream_t stream, int32_t device, ffi::AnyBuffer
   }
   check.array("seq_lens", seq_lens, {paged ? seqs : 0}, {DataType::S32});
   check.array("num_seqs", num_seqs, {num_seqs.element_count() == 0 ? 0 : 1}, {DataType::S32});
-  if (paged) check.require(block_tables.dimensions()[0] == seqs, "block_tables", std::to_string(seqs) + " rows",
-                           std::to_string(block_tables.dimensions()[0]));
+  if (paged)
+    check.require(block_tables.dimensions()[0] == seqs, "block_tables", std::to_string(seqs) + " rows",
+                  std::to_string(block_tables.dimensions()[0]));
   if (!paged) {
     check.require(keys.batch == queries.batch, "key", "a batch of " + std::to_string(queries.batch),
                   std::to_string(keys.batch));
@@ -117,7 +117,8 @@ ffi::Error attention_forward(cudaStream_t stream, int32_t device, ffi::AnyBuffer
     check.require(dim > 0 && dim % 8 == 0, name, "heads of a multiple of 8 elements", std::to_string(dim));
   }
   if (!check.ok()) return check.error();
-  const int tile_rows = attention::sm90::tile_rows(static_cast<int>(queries.dim), static_cast<int>(values.dim));
+  const int tile_rows =
+      attention::sm90::tile_rows(static_cast<int>(queries.dim), static_cast<int>(values.dim));
   const int64_t group = queries.heads / keys.heads;
   check.require(tile_rows > 0, "query", "heads of at most 256 elements", std::to_string(queries.dim));
   check.require(group <= tile_rows, "query", "at most " + std::to_string(tile_rows) + " heads for a KV head",
@@ -156,8 +157,7 @@ ffi::Error attention_forward(cudaStream_t stream, int32_t device, ffi::AnyBuffer
   params.lse = lse->typed_data<float>();
   params.counters = static_cast<attention::Counters*>(counters->untyped_data());
   params.items = static_cast<attention::WorkItem*>(items->untyped_data());
-  params.split_tiles =
-      slots > 0 ? static_cast<attention::SplitTile*>(split_tiles->untyped_data()) : nullptr;
+  params.split_tiles = slots > 0 ? static_cast<attention::SplitTile*>(split_tiles->untyped_data()) : nullptr;
   params.partial_out = partial_out->typed_data<float>();
   params.partial_lse = static_cast<RowLse*>(partial_lse->untyped_data());
   params.max_slots = static_cast<int>(slots);

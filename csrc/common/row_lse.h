@@ -3,8 +3,8 @@
 
 namespace pallas_attn {
 
-// 2^maximum * total is the sum of exponentials; total is 0 where nothing was seen, and NaN for a row that cannot be
-// right.
+// 2^maximum * total is the sum of exponentials; total is 0 where nothing was seen, and NaN for a row that
+// cannot be right.
 struct alignas(8) RowLse {
   float maximum;  // in base 2
   float total;

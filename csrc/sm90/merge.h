@@ -1,5 +1,5 @@
-// out = sum_i w_i out_i / sum_i w_i over the splits i of a request, w_i = 2^maximum_i total_i: device code for
-// when all partial results are in memory.
+// out = sum_i w_i out_i / sum_i w_i over the splits i of a request, w_i = 2^maximum_i total_i: device code
+// for when all partial results are in memory.
 //
 // The work is nothing but latency, so what matters is how many loads are in flight at once. Two ways:
 //   few splits   every warp has rows to itself, the next row's loads under way while it adds up the last one;

@@ -1,5 +1,5 @@
-// Online softmax on a fragment. Exponentials are of (score - maximum) * scale * log2(e): subtracted before anything is
-// scaled, so that the maximum's own is 1 whatever its size.
+// Online softmax on a fragment. Exponentials are of (score - maximum) * scale * log2(e): subtracted before
+// anything is scaled, so that the maximum's own is 1 whatever its size.
 #pragma once
 
 #include <cfloat>
@@ -37,8 +37,8 @@ struct RowState {
   }
 };
 
-// What the product with a factor loses to rounding goes into the sum, in which it is `left` powers of two. Where that
-// would be very many, scores next to each other are further apart.
+// What the product with a factor loses to rounding goes into the sum, in which it is `left` powers of two.
+// Where that would be very many, scores next to each other are further apart.
 __device__ __forceinline__ RowLse in_base_2(float maximum, float total, float factor, float& left) {
   constexpr float kMost = 64.0f;
   const float rounded = fmaxf(__fmul_rn(maximum, factor), kNoMaximum);
@@ -50,8 +50,8 @@ __device__ __forceinline__ float log2_of(const RowLse& lse) {
   return lse.total == 0.0f ? -INFINITY : lse.maximum + log2f(lse.total);
 }
 
-// What complete sums and maxima come to, of scores that `scale_log2` makes base 2. Rows that saw nothing give 0 and
-// -inf.
+// What complete sums and maxima come to, of scores that `scale_log2` makes base 2. Rows that saw nothing give
+// 0 and -inf.
 struct RowEnds {
   float factor[kRowsPerThread];
   RowLse lse[kRowsPerThread];

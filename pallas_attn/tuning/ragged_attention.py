@@ -66,6 +66,8 @@ class RaggedAttentionPoint(PagedPoint):
             max_len=self.slots,
             latent=False,
             page_scales=False,
+            tree=False,
+            new_apart=False,
             device=current_device(),
             **({self.launch: fields} if fields else {}),
         )

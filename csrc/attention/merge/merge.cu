@@ -1,9 +1,8 @@
-// out = sum_i w_i out_i / sum_i w_i over the parts i of a row, w_i = 2^maximum_i total_i; a sink joins the sum
-// without a value. One warp a row; a sum has one order.
-#include "attention/merge/merge.h"
-
+// out = sum_i w_i out_i / sum_i w_i over the parts i of a row, w_i = 2^maximum_i total_i; a sink joins the
+// sum without a value. One warp a row; a sum has one order.
 #include <cmath>
 
+#include "attention/merge/merge.h"
 #include "attention/rules.h"
 #include "common/dependent_launch.h"
 #include "common/element_traits.h"
@@ -93,8 +92,8 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 LaunchStatus launch_merge(const ForwardParams& params, int tile_rows, int ctas, cudaStream_t stream) {
-  const auto kernel = params.element == ElementType::kBfloat16 ? merge_kernel<__nv_bfloat16>
-                                                               : merge_kernel<__half>;
+  const auto kernel =
+      params.element == ElementType::kBfloat16 ? merge_kernel<__nv_bfloat16> : merge_kernel<__half>;
   return launch_dependent(kernel, dim3(2 * ctas), kThreads, 0, stream, Blocks::kIndependent,
                           "launching the merge", params, tile_rows);
 }

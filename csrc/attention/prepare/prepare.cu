@@ -1,5 +1,4 @@
 #include "attention/prepare/prepare.h"
-
 #include "attention/rules.h"
 #include "common/block_team.h"
 #include "ptx/control.h"
@@ -41,9 +40,7 @@ __device__ int keys_of(int bucket) {
 }
 
 // Of a tile: no more than is reckoned with below, however long it is.
-__device__ int parts_of(int keys, int longest) {
-  return max(ceil_div(min(keys, keys_of(0)), longest), 1);
-}
+__device__ int parts_of(int keys, int longest) { return max(ceil_div(min(keys, keys_of(0)), longest), 1); }
 
 struct Batch {
   const ForwardParams& params;
@@ -113,9 +110,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int seqs = batch.num_seqs + padding_seqs(params);
 
   // Lengths that lie end to end add up to what there is room for; what else may come does not get through.
-  const int tiles = min(
-      team.prefix_sum(seqs, [&](int seq) { return batch.tiles_of(seq); }, scratch.first_tile).sum,
-      params.max_items - params.max_slots);
+  const int tiles = min(team.prefix_sum(
+                                seqs, [&](int seq) { return batch.tiles_of(seq); }, scratch.first_tile)
+                            .sum,
+                        params.max_items - params.max_slots);
   scratch.counts[threadIdx.x] = 0;
   if (threadIdx.x == 0) scratch.slots = scratch.split_tiles = 0;
   __syncthreads();
@@ -187,9 +185,10 @@ __global__ void __launch_bounds__(kThreads, 1)
 LaunchStatus launch_prepare(const ForwardParams& params, const Tiling& tiling, cudaStream_t stream) {
   const size_t bytes = sizeof(Scratch) + (params.num_seqs + padding_seqs(params) + 1) * sizeof(int);
   if (bytes > 48 * 1024) {
-    const LaunchStatus status = status_of(
-        cudaFuncSetAttribute(prepare_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
-        "raising the prepare kernel's shared memory limit");
+    const LaunchStatus status =
+        status_of(cudaFuncSetAttribute(prepare_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                       static_cast<int>(bytes)),
+                  "raising the prepare kernel's shared memory limit");
     if (!status.ok()) return status;
   }
   prepare_kernel<<<1, kThreads, bytes, stream>>>(params, tiling);

@@ -145,8 +145,7 @@ class Consumer {
     for (int step = 0; step < Shape::kDim / kStepDims; ++step) {
       const uint32_t within = step % kStepsPerPiece * kStepDims * 2;
       const uint32_t piece = step / kStepsPerPiece;
-      const uint64_t step_query =
-          ptx::advance_descriptor(query, piece * (Shape::kRows * kRowBytes) + within);
+      const uint64_t step_query = ptx::advance_descriptor(query, piece * (Shape::kRows * kRowBytes) + within);
       const uint64_t step_key = ptx::advance_descriptor(key, piece * (kKeys * kRowBytes) + within);
       ptx::wgmma_k16<Element, ptx::kKMajor>(rS_, step_query, step_key, step > 0);
     }

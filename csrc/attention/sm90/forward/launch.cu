@@ -1,6 +1,5 @@
-#include "attention/sm90/forward/launch.h"
-
 #include "attention/sm90/forward/instantiations/instantiations.h"
+#include "attention/sm90/forward/launch.h"
 #include "attention/sm90/forward/shapes.h"
 
 namespace pallas_attn::attention::sm90 {

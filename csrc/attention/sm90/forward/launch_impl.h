@@ -14,7 +14,8 @@
 
 namespace pallas_attn::attention::sm90 {
 
-// An array of `batch` times `tokens` tokens, in boxes of `rows` tokens of `box_heads` heads, 64 elements each.
+// An array of `batch` times `tokens` tokens, in boxes of `rows` tokens of `box_heads` heads, 64 elements
+// each.
 inline TensorTile<4> tile_of(const char* name, const void* array, const Strides& strides, int dim, int heads,
                              int tokens, int batch, int box_heads, int rows) {
   const auto bytes = [](int64_t elements) { return static_cast<uint64_t>(elements) * sizeof(uint16_t); };
@@ -75,7 +76,8 @@ LaunchStatus launch_instance(const ForwardParams& params, cudaStream_t stream) {
   const Tiling tiling = {Shape::kRows / params.group, Shape::kKeys, num_sms};
   if (status.ok()) status = launch_prepare(params, tiling, stream);
   if (!status.ok()) return status;
-  const int blocks = static_cast<int>(std::min<int64_t>(num_sms, int64_t{params.max_items} * params.num_kv_heads));
+  const int blocks =
+      static_cast<int>(std::min<int64_t>(num_sms, int64_t{params.max_items} * params.num_kv_heads));
   status = launch_dependent(kernel, dim3(blocks), Shape::kThreads, kSmemBytes, stream, Blocks::kIndependent,
                             "launching the forward kernel", params, maps, boxes);
   if (!status.ok() || params.split_tiles == nullptr) return status;

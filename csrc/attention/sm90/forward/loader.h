@@ -118,7 +118,8 @@ class Loader {
         const int token = paged_ ? key % params_.page_size : tile.k_begin + key;
         const int batch = paged_ ? page : tile.k_batch;
         for (int piece = 0; piece < kPieces; ++piece) {
-          ptx::tma_load_4d(buffer()[piece][own], &map_, full(), piece * kPieceDims, tile.kv_head, token, batch);
+          ptx::tma_load_4d(buffer()[piece][own], &map_, full(), piece * kPieceDims, tile.kv_head, token,
+                           batch);
         }
       }
       advance();
@@ -187,7 +188,8 @@ class Loader {
 #pragma unroll
           for (int piece = 0; piece < kPieces; ++piece) {
             const bool copied = exists && piece * kPieceDims < dim;
-            ptx::copy_async(to + piece * (kKeys * kRowBytes), copied ? source + piece * kRowLanes : pool, copied);
+            ptx::copy_async(to + piece * (kKeys * kRowBytes), copied ? source + piece * kRowLanes : pool,
+                            copied);
           }
         }
       }

@@ -13,10 +13,10 @@ namespace pallas_attn::attention::sm90 {
 
 // What the thread's two rows stand for in the tile at work.
 struct Rows {
-  int place[kRowsPerThread];      // among the keys
-  int begin[kRowsPerThread];      // keys [begin, end) are seen
+  int place[kRowsPerThread];  // among the keys
+  int begin[kRowsPerThread];  // keys [begin, end) are seen
   int end[kRowsPerThread];
-  float slope2[kRowsPerThread];   // ALiBi's, base 2
+  float slope2[kRowsPerThread];  // ALiBi's, base 2
 
   __device__ __forceinline__ Rows(const ForwardParams& params, const Tile& tile, const Window& window,
                                   int group, int first_row, const FragmentPosition& at) {
@@ -28,7 +28,8 @@ struct Rows {
       place[i] = tile.place + query;
       begin[i] = window.begin(place[i]);
       end[i] = window.end(place[i], tile.k_len);
-      if (params.alibi != nullptr) slope2[i] = __ldg(params.alibi + tile.kv_head * group + row % group) * kLog2E;
+      if (params.alibi != nullptr)
+        slope2[i] = __ldg(params.alibi + tile.kv_head * group + row % group) * kLog2E;
     }
   }
 };

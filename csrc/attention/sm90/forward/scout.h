@@ -1,6 +1,6 @@
 // The warp that goes ahead: takes the next work item, finds where its queries and keys lie, tells the others,
-// and has the queries fetched. It is a tile ahead of them, so that nobody waits for its loads, which depend on
-// each other. What sees nothing it answers itself.
+// and has the queries fetched. It is a tile ahead of them, so that nobody waits for its loads, which depend
+// on each other. What sees nothing it answers itself.
 //
 // Work items are taken from a counter, so that no CTA is left with the long ones; what a tile's result is
 // does not depend on who took it.
@@ -25,11 +25,7 @@ class Scout {
   using Plan = SmemPlan<Shape>;
 
   __device__ Scout(const ForwardParams& params, const Maps& maps, const Boxes& boxes, Plan& smem, int lane)
-      : params_(params),
-        maps_(maps),
-        boxes_(boxes),
-        smem_(smem),
-        lane_(lane) {}
+      : params_(params), maps_(maps), boxes_(boxes), smem_(smem), lane_(lane) {}
 
   __device__ void work() {
     ptx::wait_for_previous_kernel();
@@ -111,8 +107,8 @@ class Scout {
     uint64_t* full = &smem_.queries.full[slot][0];
     ptx::mbarrier_arrive_expect_bytes(full, boxes_.query_bytes);
     for (int piece = 0; piece < Shape::kPieces; ++piece) {
-      ptx::tma_load_4d(smem_.sQ[slot][piece], &maps_.query, full, piece * kPieceDims, tile.kv_head * params_.group,
-                       tile.token, tile.batch);
+      ptx::tma_load_4d(smem_.sQ[slot][piece], &maps_.query, full, piece * kPieceDims,
+                       tile.kv_head * params_.group, tile.token, tile.batch);
     }
   }
 
@@ -123,7 +119,8 @@ class Scout {
     auto* out = static_cast<uint16_t*>(params_.out) + tile.batch * params_.out_strides.batch;
     float* lse = params_.lse + tile.batch * params_.lse_strides.batch;
     for (int row = 0; row < tile.tokens * params_.group; ++row) {
-      const int64_t token = tile.token + row / params_.group, head = tile.kv_head * params_.group + row % params_.group;
+      const int64_t token = tile.token + row / params_.group,
+                    head = tile.kv_head * params_.group + row % params_.group;
       uint16_t* to = out + token * params_.out_strides.token + head * params_.out_strides.head;
       for (int i = lane_; i < chunks; i += 32) {
         reinterpret_cast<uint4*>(to)[i] = make_uint4(word, word, word, word);
@@ -132,8 +129,9 @@ class Scout {
         // A sequence's query that sees no key still sees the sink.
         const bool sees_sink = params_.sinks != nullptr && seq.k_len > 0 && !seq.padding;
         const float sink = sees_sink ? __ldg(params_.sinks + head) * (params_.base2_lse ? kLog2E : 1.0f) : 0;
-        lse[token * params_.lse_strides.token + head * params_.lse_strides.head] =
-            seq.bad ? NAN : sees_sink ? sink : -INFINITY;
+        lse[token * params_.lse_strides.token + head * params_.lse_strides.head] = seq.bad     ? NAN
+                                                                                   : sees_sink ? sink
+                                                                                               : -INFINITY;
       }
     }
   }

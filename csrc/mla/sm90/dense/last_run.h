@@ -155,7 +155,8 @@ class LastRun {
     for (int i = 0; i < kRowsPerThread; ++i) {
       // Rows that do not exist add something that is never stored.
       const int row = at_.row(i);
-      lse[i] = row < rows_left_ ? params_.partial_lse[place_.row(params_, slot) + row] : RowLse{-INFINITY, 0.0f};
+      lse[i] =
+          row < rows_left_ ? params_.partial_lse[place_.row(params_, slot) + row] : RowLse{-INFINITY, 0.0f};
     }
     ptx::mbarrier_wait(full, parity);
 #pragma unroll

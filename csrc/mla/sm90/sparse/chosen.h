@@ -100,7 +100,8 @@ struct HeldTokens {
       const int row = at.row(i);
       if (row >= place.rows_left(params)) continue;
       const float highest = fmaxf(peak[kEven][row], peak[kOdd][row]);
-      max_logits[place.row(params, run.request) + row] = std::isnan(state.sum[i]) ? NAN : highest * params.scale;
+      max_logits[place.row(params, run.request) + row] =
+          std::isnan(state.sum[i]) ? NAN : highest * params.scale;
     }
   }
 };

@@ -222,7 +222,8 @@ class RunResult {
   Plan& smem_;
   const Place at_;
   float unit_;
-  // Of the row with this thread's number: the base in base 2, the sum, and by what it is multiplied then (in_base_2).
+  // Of the row with this thread's number: the base in base 2, the sum, and by what it is multiplied then
+  // (in_base_2).
   float base_, sum_, left_;
 };
 

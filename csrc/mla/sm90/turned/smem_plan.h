@@ -52,8 +52,8 @@ struct alignas(1024) TurnedPlan {
   // By the page's owner: by what its bytes become values, in units of `unit`.
   __half token_scale[kOwners][kBlocks][kPageTokens];
 
-  // Of a run. A score in base 2 is a product times row_factor; probabilities are relative to base, a product, which
-  // follows the scores when one would be too large. Sums and outputs are multiplied by `rescale` (and
+  // Of a run. A score in base 2 is a product times row_factor; probabilities are relative to base, a product,
+  // which follows the scores when one would be too large. Sums and outputs are multiplied by `rescale` (and
   // outputs by unit_rescale) then: of the newest page of each owner, if `moved`.
   PerRow<kRows> row_factor;
   PerRow<kRows> base;
