@@ -63,7 +63,9 @@ def test_the_kernel_reads_keys_and_values_that_take_turns(monkeypatch):
     arguments = ragged_arguments()
     expected = compat.ragged_paged_attention(**arguments)
     real = call.dispatch.resolve
-    monkeypatch.setattr(call.dispatch, "resolve", lambda op, case, _: real(op, case, "interpret"))
+    monkeypatch.setattr(
+        call.dispatch, "resolve", lambda op, case, _, *more: real(op, case, "interpret", *more)
+    )
     np.testing.assert_allclose(compat.ragged_paged_attention(**arguments), expected, rtol=2e-5, atol=2e-5)
 
 

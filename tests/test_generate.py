@@ -59,16 +59,16 @@ def test_prompts_may_be_read_in_chunks(model, chunk):
 
 
 @pytest.mark.slow
-def test_prompts_read_token_by_token_scale_an_8_bit_cache(model):
-    """A single token begins each page, and what follows may be larger."""
+def test_prompts_see_an_8_bit_cache_as_it_is_stored(model):
+    """Whole or token by token: a single token begins each page then, and what follows may be larger."""
     options = dict(max_new_tokens=1, page_size=5, return_logits=True)
     plain, whole, single = (
         generate(model, PROMPTS, **options, **more).logits
         for more in ({}, {"cache_dtype": "int8"}, {"cache_dtype": "int8", "prefill_chunk": 1})
     )
-    np.testing.assert_allclose(whole, plain, atol=2e-5, err_msg="a whole prompt sees itself as it is")
-    off = np.linalg.norm(single - plain) / np.linalg.norm(plain)
-    assert 1e-3 < off < 0.05
+    for quantised in (whole, single):
+        off = np.linalg.norm(quantised - plain) / np.linalg.norm(plain)
+        assert 1e-3 < off < 0.05
 
 
 @pytest.mark.slow

@@ -314,6 +314,7 @@ def test_what_a_model_asks_for(settings, expected):
         (dict(n=0), ValueError, "'n': expected at least 1, got 0"),
     ],
 )  # fmt: skip
+@pytest.mark.usefixtures("as_users_have_it")
 def test_settings_are_checked(settings, error, message):
     with pytest.raises(error, match=f"^Sampling: argument {re.escape(message)}"):
         Sampling(**settings)
