@@ -76,8 +76,8 @@ def test_the_fast_case_is_pipelined_and_asynchronous(triton):
         assert kernel.shared_bytes <= lowering.SMEM_LIMIT[90], name
         assert kernel.ptx.count("wgmma.mma_async") >= 24, name
         assert "mma.sync" not in kernel.ptx, name
-        # The forward kernel's loops, with 32 weights a thread each, spend two instructions on a weight.
-        assert name or kernel.ptx.count("fma.rn.ftz.f32 t,") == 64
+        # The forward kernel's loops, with 32 weights a thread each, spend three instructions on a weight.
+        assert name or all(kernel.ptx.count(f"{op}.rn.ftz.f32 t,") == 64 for op in ("sub", "mul"))
         assert kernel.ptx.count("cp.async.cg") >= 12, name
         # dkv keeps 80, by 3.6 224: 192 with differences compared (`Band.visible`), and as fast by XLA's Triton, which
         # is near it. With weights of six instructions at most 64, and gradients took 1 % longer all the same.

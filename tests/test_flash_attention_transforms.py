@@ -112,12 +112,6 @@ def test_gradient_of_a_bias_of_a_single_key():
 
 
 @pytest.mark.slow
-def test_forward_mode_is_refused():
-    query, key, value = arrays(1)
-    with pytest.raises(TypeError, match="custom_vjp"):
-        jax.jvp(lambda q: flash_attention(q, key, value), (query,), (query,))
-
-
 @pytest.mark.slow
 def test_nothing_grows_with_the_square_of_the_length():
     """The reference's largest array, forward and backward, at twice the length: twice as large at most."""
