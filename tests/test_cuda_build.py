@@ -169,7 +169,10 @@ def test_pairs_of_ctas_tell_each_other_without_a_fence(kernels: dict[str, str]) 
 
 # Kernels that keep a few words of a thread on the stack, most bytes that they store there: heads of 256 take 224
 # registers for products alone, and over chosen rows a part's results are stored behind the loop.
-SPILLS = {r"attention.sm90.forward.instantiations\..*_256": 12, r"mla.sm90.sparse.instantiations.b?float16": 4}
+SPILLS = {
+    r"attention.sm90.forward.instantiations\..*_256": 12,
+    r"mla.sm90.sparse.instantiations.b?float16": 4,
+}
 
 
 def test_nothing_spills_but_a_few_words(build: Path) -> None:

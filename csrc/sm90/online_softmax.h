@@ -93,11 +93,17 @@ __device__ __forceinline__ void mask_scores(float (&rS)[kCount], const FragmentP
   }
 }
 
+// Below this, in base 2, a maximum and its product with the scale differ by 2^-12 at most, and exponentials
+// may be of one fused product with what it is rounded to.
+constexpr float kFusedBelow = 4096.0f;
+
 // Turns scores into probabilities, moves the running maximum and sum, and says by what the rows' earlier
 // results must be multiplied.
 template <int kCount>
 __device__ __forceinline__ void exponentiate(float (&rS)[kCount], float scale_log2, RowState& state,
                                              float (&rescale)[kRowsPerThread]) {
+  float offset[kRowsPerThread];
+  bool large = false;
 #pragma unroll
   for (int i = 0; i < kRowsPerThread; ++i) {
     float top = -INFINITY;
@@ -112,16 +118,29 @@ __device__ __forceinline__ void exponentiate(float (&rS)[kCount], float scale_lo
     state.maximum[i] = after;
     // Nothing to rescale yet: one, so that nobody does.
     rescale[i] = before == kNoMaximum ? 1.0f : exp2_fast((before - after) * scale_log2);
-    float sum = 0.0f;
+    offset[i] = after == kNoMaximum ? 0.0f : after * scale_log2;
+    large |= !(fabsf(offset[i]) < kFusedBelow);
+  }
+  // Rarely: the maximum is subtracted first, and costs an instruction more.
+  const bool fused = !__any_sync(0xffffffff, large);
+  float sum[kRowsPerThread] = {};
+  if (fused) {
 #pragma unroll
     for (int r = 0; r < kCount; ++r) {
-      if (FragmentPosition::row_of(r) == i) {
-        rS[r] = exp2_fast((rS[r] - after) * scale_log2);
-        sum += rS[r];
-      }
+      const int i = FragmentPosition::row_of(r);
+      rS[r] = exp2_fast(fmaf(rS[r], scale_log2, -offset[i]));
+      sum[i] += rS[r];
     }
-    state.sum[i] = fmaf(state.sum[i], rescale[i], sum);
+  } else {
+#pragma unroll
+    for (int r = 0; r < kCount; ++r) {
+      const int i = FragmentPosition::row_of(r);
+      rS[r] = exp2_fast((rS[r] - state.maximum[i]) * scale_log2);
+      sum[i] += rS[r];
+    }
   }
+#pragma unroll
+  for (int i = 0; i < kRowsPerThread; ++i) state.sum[i] = fmaf(state.sum[i], rescale[i], sum[i]);
 }
 
 // Probabilities as the A operand of the value product.

@@ -66,13 +66,22 @@ def pairs(
     return Pairs(weights, d_logits, d_logits if slope is None else d_logits * slope)
 
 
-def rounded(given: Pairs, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """(gradients of products as the next product takes them, what stands for those of logits in their sum)."""
-    d_products = given.d_products.astype(dtype)
-    counted = d_products.astype(jnp.float32)
-    return d_products, counted if given.d_products is given.d_logits else counted + (
-        given.d_logits - given.d_products
-    )
+SUMS = 16
+"""Columns of ones by which rows of a tile are summed: the least that a product has, and as many equal sums."""
+
+
+def counted(given: Pairs, d_products: jax.Array) -> jax.Array:
+    """[queries, SUMS], each the sum over keys of what stands for gradients of logits: `d_products` as the next product
+    takes them, rounded. By a product too, which costs less than a sum across a tile's threads."""
+    sums = triton.dot(d_products, jnp.ones((d_products.shape[1], SUMS), d_products.dtype))
+    if given.d_products is given.d_logits:
+        return sums
+    return sums + jnp.sum(given.d_logits - given.d_products, axis=1)[:, None]
+
+
+def excess(counted: jax.Array, total: jax.Array) -> jax.Array:
+    """Of such sums over all tiles: what rounding made of the true `total`."""
+    return jnp.sum(counted, axis=1) * (1 / SUMS) - total
 
 
 def settled(total: jax.Array, excess: jax.Array, keys: jax.Array, number: jax.Array) -> jax.Array:

@@ -130,19 +130,21 @@ def _query_kernel(query_ref, refs, layout: SparseLayout, d_query_ref, *, problem
             )
             d_weights = triton.dot(mine.d_out, v, trans_b=True)
             pairs = mine.pairs(given, np.s_[:, None], d_weights, keys.good, keys.seen)
-            d_products, counts = weights.rounded(pairs, k.dtype)
+            d_products = pairs.d_products.astype(k.dtype)
             new = triton.dot(d_products, k)
-            total, counted = (None, mine.delta * 0.0) if state is None else state
-            counted = counted + jnp.sum(counts, axis=1) if rounds else counted
-            return new if total is None else total + new, counted
+            counted = weights.counted(pairs, d_products) if rounds else jnp.zeros_like(mine.delta)
+            if state is None:
+                return new, counted
+            return state[0] + new, state[1] + counted
 
-        zeros = jnp.zeros((tile.size, problem.dims[1]), jnp.float32), jnp.zeros(tile.size, jnp.float32)
+        sums = (tile.size, weights.SUMS) if rounds else (tile.size,)
+        zeros = jnp.zeros((tile.size, problem.dims[1]), jnp.float32), jnp.zeros(sums, jnp.float32)
         (total, counted), bad = walk.walk(layout, head, tile, problem, walk.Walker(read, step), zeros)
         if rounds:
             position, held = walk.sample(layout, head, tile, SAMPLE)
             some = read_rows(refs["key"], tile.k_start + position, kv_head, problem, held)
             place = head + 0 * tile.token, tile.token
-            excess = counted - triton.load(refs["total"].at[place], mask=tile.real, other=0.0)
+            excess = weights.excess(counted, triton.load(refs["total"].at[place], mask=tile.real, other=0.0))
             total = weights.settled(total, excess, some, jnp.sum(held.astype(jnp.int32)))
         total = softmax.poison(total * problem.scale, bad)
         _write(d_query_ref, tile.token, head, tile.real, total, problem)

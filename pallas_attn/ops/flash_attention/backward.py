@@ -118,21 +118,21 @@ def _query_kernel(refs, d_query_ref, *, problem: Problem, tiles: FlashAttentionT
         seen = scores.visible(rules.band, query_at, key_at, tile.masked, [tile.held[None, :]])
         d_weights = logits.products(rows.d_out, v, None)
         pairs = _pairs(given, rows, np.s_[:, None], d_weights, seen)
-        d_products, counts = weights.rounded(pairs, refs["key"].dtype)
+        d_products = pairs.d_products.astype(refs["key"].dtype)
         if rounds:
-            counted = counted + jnp.sum(counts, axis=1)
+            counted = counted + weights.counted(pairs, d_products)
         added = tuple(total + triton.dot(d_products, part) for total, part in zip(sums, k, strict=True))
         return added, counted
 
     def gradient(part: walk.Part) -> None:
         sums = tuple(jnp.zeros((tiles.block_q, size), jnp.float32) for _, size in problem.query_chunks)
-        state = sums, jnp.zeros(tiles.block_q, jnp.float32)
+        state = sums, jnp.zeros((tiles.block_q, weights.SUMS), jnp.float32)
         sums, counted = walk.walk(mine, part, queries, keys, rules.band, cell.batch, step, state)
         if rounds:
             tokens, held = walk.sample(mine, part, queries, keys, rules.band, cell.batch, SAMPLE)
             some = pool.read(refs["key"], tokens, held, problem.query_chunks)
             place = dense.per_token(refs["total"], cell, mine.tokens)
-            excess = counted - triton.load(place, mask=mine.real, other=0.0)
+            excess = weights.excess(counted, triton.load(place, mask=mine.real, other=0.0))
             number = jnp.sum(held.astype(jnp.int32))
             sums = [weights.settled(x, excess, k, number) for x, k in zip(sums, some, strict=True)]
         stream = dense.Stream(rules.layout, cell.batch, (cell.kv_head, cell.place))
