@@ -58,10 +58,10 @@ class LastRun {
     }
   }
 
-  // What a request's first split has come to.
-  __device__ __forceinline__ void store_final() {
+  // What a request's first split has come to. `merging`: others were added, if there were any.
+  __device__ __forceinline__ void store_final(bool merging) {
     result_.run.partial_slot = -1;
-    store(true, 1.0f);
+    store(true, merging ? 1.0f : params_.scale * kLog2E);
   }
 
  private:

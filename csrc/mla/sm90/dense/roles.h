@@ -61,7 +61,7 @@ __device__ __forceinline__ void finish(const DecodeParams& params, Plan& smem, L
     meet_all_blocks();
     if (kept) last.add_partials();
   }
-  if (kept) last.store_final();
+  if (kept) last.store_final(smem.cuts.any);
   if (smem.cuts.few + smem.cuts.many > 0) {
     // Shared memory may still be read above.
     ptx::named_barrier_sync(kMerging, kConsumerThreads);

@@ -61,8 +61,8 @@ class RunResult {
     });
   }
 
-  // What a request's first split has come to.
-  __device__ __forceinline__ void store_final() {
+  // What a request's first split has come to, whether or not others were added.
+  __device__ __forceinline__ void store_final(bool) {
     if (at_.anew().thread() == 0) run.partial_slot = -1;
     meet_within(at_.owner);
     store(true);
