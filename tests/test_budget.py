@@ -7,12 +7,16 @@ from typing import Any
 import drawn_shapes
 import jax
 import jax.numpy as jnp
+import lowering
 import measured_budget
 import pytest
+import test_mla_lowering
 
 import pallas_attn
 from pallas_attn._call import budget
 from pallas_attn._call.device import SHARED_KIB, Device
+from pallas_attn._tile import latent_problem
+from pallas_attn.ops.mla_decode.config import MLADecodeConfig
 
 struct = jax.ShapeDtypeStruct
 H100 = Device("gpu", "NVIDIA H100 80GB HBM3", 132, 90)
@@ -104,6 +108,24 @@ def test_knows_what_compilers_make_of_it():
     # Ids that a loop loads leave keys every other stage.
     assert dataclasses.replace(few, looks_up=True).buffers(H100) == 1
     assert dataclasses.replace(few, looks_up=True, num_stages=5).buffers(H100) == 2
+
+
+@pytest.mark.once
+@pytest.mark.sweep
+def test_a_single_stage_converts_in_registers():
+    """Over bytes of MLA: figures of Triton, which has no room for as much in a second stage."""
+    tile = latent_problem.needs(16, 128, 8, 1, fp8=True)
+    assert tile.operand_bytes(H100) == 165888
+    assert not dataclasses.replace(tile, num_stages=2).fits(H100)
+    [kernel, *_] = lowering.compile_kernels(
+        test_mla_lowering.lowered_call(
+            *(1, 1, 128, jnp.bfloat16, False),
+            cache_dtype=jnp.uint8,
+            config=MLADecodeConfig(16, 128, num_splits=1, num_stages=1),
+        ),
+        90,
+    )
+    assert 165888 <= kernel.shared_bytes <= tile.shared_bytes(H100) + budget.OTHER_BYTES
 
 
 @pytest.mark.parametrize("device", [A100, H100, RTX])

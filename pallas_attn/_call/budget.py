@@ -14,7 +14,8 @@ calls as one likes. XLA's Triton takes the same bytes as pip's, wherever both we
     walked      tiles of keys and values: a buffer for each stage that a load is ahead, and one more where asynchronous
                 products may still read a tile when the next load is issued. A load that waits for a load of the same
                 loop, as of page ids, is ahead by every other stage
-    converted   tiles of a cache that is narrower than products, once more in the type of these
+    converted   tiles of a cache that is narrower than products, once more in the type of these: of a single stage the
+                only ones
     exchanged   what threads hand each other: weights on their way into warps' own products, logits that meet a mask
     OTHER_BYTES page ids, sums of rows, and what places are rounded up by
 """
@@ -89,6 +90,8 @@ class Tile:
 
     def buffers(self, device: Device) -> int:
         """Of each tile that the loop loads."""
+        if self.is_narrow and self.num_stages == 1:
+            return 0  # It is converted on its way through registers.
         ahead = (self.num_stages - 1) // 2 if self.looks_up else self.num_stages - 1
         # Asynchronous products may still read a tile when the next load is issued.
         more = self.is_asynchronous(device) and not self.is_narrow
