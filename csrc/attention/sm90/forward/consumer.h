@@ -101,6 +101,7 @@ class Consumer {
     }
   }
 
+ private:
   static constexpr int kKeys = Shape::kKeys;
   static constexpr int kKeySteps = kKeys / kStepDims;
 
