@@ -110,7 +110,7 @@ def test_lowers_to_one_call_with_python_names() -> None:
     assert text.count("custom_call @pallas_attn_mla_decode_sm90") == 1
     assert "causal = true, cooperative = true, scale = 1.250000e-01 : f32" in text
     # Scratch: two slots for each of 132 parts.
-    assert "tensor<264x32x512xf32>, tensor<264x32xf32>)" in text
+    assert "tensor<264x32x512xf32>, tensor<264x32x2xf32>)" in text
     out, lse = jax.eval_shape(call, *_arguments(q_len=2))
     assert (out.shape, out.dtype) == ((2, 2, 16, 512), jnp.bfloat16)
     assert (lse.shape, lse.dtype) == ((2, 2, 16), jnp.float32)

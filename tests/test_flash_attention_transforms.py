@@ -260,8 +260,14 @@ def test_a_traced_scale_rounds_a_query_of_16_bits_once():
     got = jax.jit(lambda scale: attend(scale=scale))(0.3)
     assert got.dtype == jnp.bfloat16
     rounded = (query.astype(jnp.float32) * 0.3).astype(jnp.bfloat16)
-    expected = pallas_attn.dot_product_attention(rounded, key, value, scale=1.0, implementation="xla")
-    np.testing.assert_array_equal(got, expected)
+
+    def off(query: jax.Array) -> float:
+        expected = pallas_attn.dot_product_attention(query, key, value, scale=1.0, implementation="xla")
+        return float(np.mean(np.asarray(got != expected)))
+
+    # Two programs may add up in two orders, which moves an element in a thousand; another rounding moves many.
+    assert off(rounded) < 0.01
+    assert off(query * jnp.bfloat16(0.3)) > 0.1
 
 
 def test_no_gradient_goes_through_the_residual():

@@ -110,6 +110,9 @@ class _Traced(threading.local):
     def add(self, launch: Launch) -> None:
         self._launches.add(launch)
 
+    def drop(self, launch: Launch) -> None:
+        self._launches.discard(launch)
+
     def take(self) -> list[Launch]:
         launches, self._launches = list(self._launches), weakref.WeakSet[Launch]()
         return launches
@@ -172,6 +175,7 @@ def _(*operands, static: Launch):
 
 def _batched(operands, dims, *, static: Launch):
     """One more part of the grid. What a result takes the place of has to be as large as the result."""
+    _traced.drop(static)
     size = next(x.shape[dim] for x, dim in zip(operands, dims, strict=True) if dim is not None)
     aliased = {operand for operand, _ in static.aliases}
     if size == 0:  # a GPU takes no grid without programs
