@@ -123,9 +123,10 @@ def test_gradients_compile(case, sm):
     assert sorted(names) == ["dkv", "dq"]
     for name, kernel in zip(names, kernels, strict=True):
         assert kernel.shared_bytes <= lowering.SMEM_LIMIT[sm]
-        # Sums of two arrays at once; a spilled tile would be kilobytes. Nothing is tuned for sm_80, where sums that
-        # correct rounding take another 200 bytes.
-        most = 512 if sm == 80 else 256
+        # Sums of two arrays at once; a spilled tile would be kilobytes. dq's sums that correct rounding take more where
+        # nothing is tuned (sm_80), where logits are capped, and with heads of 256.
+        corrects = case.dtype != "float32" and (sm == 80 or case.softcap or case.head_dim == 256)
+        most = 600 if name == "dq" and corrects else 256
         assert kernel.stack_bytes <= most, f"{name} keeps {kernel.stack_bytes} bytes on the stack"
         assert ("mma" in kernel.ptx) == (case.dtype != "float32"), f"{name}: the tensor cores are not used"
         if case is GRADIENT_CASES[0] and sm == 90:

@@ -167,12 +167,9 @@ def test_pairs_of_ctas_tell_each_other_without_a_fence(kernels: dict[str, str]) 
     assert sass.count("MEMBAR.ALL.GPU") == sass.count("UCGABAR_ARV") > 0
 
 
-# Kernels that keep a few words of a thread on the stack, most bytes that they store there: heads of 256 take 224
+# Kernels that keep a few words of a thread on the stack, most bytes that they store there: wide heads take most
 # registers for products alone, and over chosen rows a part's results are stored behind the loop.
-SPILLS = {
-    r"attention.sm90.forward.instantiations\..*_256": 12,
-    r"mla.sm90.sparse.instantiations.b?float16": 4,
-}
+SPILLS = {r"forward.instantiations\..*_(192x128|256)": 16, r"sparse.instantiations.b?float16": 4}
 
 
 def test_nothing_spills_but_a_few_words(build: Path) -> None:
@@ -426,7 +423,7 @@ def test_registers_with_xla(library: Path) -> None:
     done = _register("library", library)
     assert done.returncode == 0, done.stderr
     targets = re.findall(r"^PALLAS_ATTN_TARGET\((\w+)\)", (ROOT / "xla_ffi/targets.def").read_text(), re.M)
-    assert len(targets) == 4
+    assert len(targets) == 5
     assert done.stdout.split() == targets
 
 
@@ -439,8 +436,10 @@ def test_xla_refuses_what_is_no_handler() -> None:
 
 def test_every_call_from_python_is_a_target() -> None:
     targets = re.findall(r"^PALLAS_ATTN_TARGET\((\w+)\)", (ROOT / "xla_ffi/targets.def").read_text(), re.M)
-    sources = [path.read_text() for path in (ROOT / "pallas_attn/ops").rglob("*.py")]
-    called = {name for text in sources for name in re.findall(r'ffi_call\(\s*"(\w+)"', text)}
+    sources = [path.read_text() for path in (ROOT / "pallas_attn").rglob("*.py")]
+    called = {
+        name for text in sources for name in re.findall(r'(?:ffi_call\(\s*|^TARGET = )"(\w+)"', text, re.M)
+    }
     assert called == set(targets)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
-from test_checkpoint import write_tokenizer
+from models_support import write_tokenizer
 from test_deepseek import empty_cache, ours, step, theirs
 
 from pallas_attn.models import DeepSeekConfig, generate, load_checkpoint
@@ -104,7 +104,7 @@ def test_the_scales_of_fp8_latents_are_chosen(decoder):
 
 def test_a_folder_of_v32_loads(reference, decoder, tmp_path):
     reference.save_pretrained(tmp_path)
-    write_tokenizer(tmp_path)
+    write_tokenizer(tmp_path, 97)
     np.testing.assert_array_equal(first_chunk(load_checkpoint(tmp_path).model), first_chunk(decoder))
     settings = json.loads((tmp_path / "config.json").read_text())
     with pytest.raises(ValueError, match="argument 'index_topk': expected a value, got none"):

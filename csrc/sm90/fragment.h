@@ -109,7 +109,8 @@ __device__ __forceinline__ uint4 neighbours(const float (&d)[kCount], int i, int
 template <typename Element>
 __device__ __forceinline__ uint32_t lower_bits(float exact, float rounded) {
   constexpr int kShift = 23 - ElementTraits<Element>::kMantissaBits - 8;
-  const int lost = (__float_as_int(exact) - __float_as_int(rounded) + (1 << (kShift - 1))) >> kShift;
+  const int lost =
+      (static_cast<int>(__float_as_uint(exact) - __float_as_uint(rounded)) + (1 << (kShift - 1))) >> kShift;
   return min(max(lost, -127), 127) & 0xff;
 }
 
