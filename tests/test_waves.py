@@ -153,7 +153,7 @@ def test_tiles_fit(head_dim, itemsize, device):
     for num_seqs, max_len, group in itertools.product((1, 16, 40, 300), (256, 1024, 8192), (1, 24, 128)):
         config = chosen(num_seqs, max_len, 8, group, head_dim, device, itemsize)
         room = Room(head_dim, itemsize, 2, device)
-        assert room._fits(config.block_q, config.block_kv, config.num_stages)
+        assert room._fits(config.block_q, config.block_kv, config.num_warps, config.num_stages)
 
 
 @pytest.mark.parametrize("max_len", [256, 8192])
