@@ -74,11 +74,13 @@ def rescale(
     rest: jax.Array | None = None,
     axis: int = -1,
     exp2_below: Callable[[Any, jax.Array, jax.Array], jax.Array] | None = None,
+    counted: Callable[[jax.Array], jax.Array] | None = None,
 ) -> tuple[OnlineSoftmax, jax.Array]:
     """Takes in a tile of logits [..., rows, keys], -inf where masked. Their differences times `factor`, above 0, are
     base 2; it is the same for all tiles, unless it is NaN. `exp2_below` makes weights of (factor, logits, maximum);
     None serves for logits that are no products (`triton.exp2_below`). `axis` is the keys': -1, or 0 for [keys, rows]
     and a `turned` state. With a `rest`, base 2, each stands for several keys: their maximum and their `Lse.rest`.
+    `counted` makes of weights what a late sum adds up; None is themselves.
 
     Returns the state with everything but the new tile's values added, and the tile's weights; the caller adds
     `weights @ values` to `acc`, in whatever way its memory layout wants. No state: the tile is the first, and `acc`
@@ -93,7 +95,7 @@ def rescale(
         return OnlineSoftmax(maximum, jnp.sum(weights, axis=axis), None), weights
     decay = jnp.exp2(factor * (state.maximum - top))
     if state.total.ndim == weights.ndim:
-        total = state.total * jnp.expand_dims(decay, axis) + weights
+        total = state.total * jnp.expand_dims(decay, axis) + (counted or (lambda w: w))(weights)
     else:
         total = state.total * decay + jnp.sum(weights, axis=axis)
     return OnlineSoftmax(maximum, total, _scale_rows(state.acc, decay, axis)), weights

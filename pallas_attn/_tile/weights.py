@@ -9,6 +9,7 @@ bits, nor where each ds is rounded. So delta is worked out from `out` with its l
 what was rounded is compared with what it should be: the difference, times a mean of the keys, is taken back.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -68,6 +69,17 @@ def pairs(
 
 SUMS = 16
 """Columns of ones by which rows of a tile are summed: the least that a product has, and as many equal sums."""
+
+
+def summed_as(dtype: jax.typing.DTypeLike) -> Callable[[jax.Array], jax.Array]:
+    """Of weights [queries, keys], rounded to `dtype` as the next product takes them: [queries, SUMS] numbers that add
+    up to their sum."""
+
+    def counted(weights: jax.Array) -> jax.Array:
+        ones = jnp.full((weights.shape[1], SUMS), 1 / SUMS, dtype)
+        return triton.dot(weights.astype(dtype), ones)
+
+    return counted
 
 
 def counted(given: Pairs, d_products: jax.Array) -> jax.Array:

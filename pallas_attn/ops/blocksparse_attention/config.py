@@ -167,7 +167,7 @@ def _backward(
         if width > 128:
             tiles = {"dq": (32, 16, 8, 1), "dkv": (16, 32, 8, 1)}
     elif width <= 128:
-        tiles = {"dq": (128, 64, 8, 3), "dkv": (32, 64, 4, 3)}
+        tiles = {"dq": (64, 64, 4, 2), "dkv": (32, 64, 4, 3)}
     else:
         tiles = {"dq": (64, 32, 4, 2), "dkv": (32, 64, 8, 2)}
     chosen = {}

@@ -109,9 +109,10 @@ def heuristic(
     `pair_bytes` are what bias and mask have for each query and key, `measured` fields of the config that are known
     better.
 
-    Two warpgroups share a tile of 128 rows, and three buffers keep copies ahead of products, or four where heads are
-    narrow; documents, which have more edges, are visited by two programs of one warpgroup beside each other. Wide heads
-    take the registers that sums are in, and float32, whose products are not the tensor cores', takes all there are.
+    Two warpgroups share a tile of 128 rows, and three buffers keep copies ahead of products. Gradients keep more in
+    registers: where tiles of 64 by 64 leave room for two programs of one warpgroup beside each other, those are faster,
+    and so they are for documents, which have more edges. Wide heads take the registers that sums are in, and float32,
+    whose products are not the tensor cores', takes all there are.
     """
     if itemsize == 4:
         small = (
@@ -123,18 +124,19 @@ def heuristic(
             key_value=FlashAttentionTiles(small.block_kv, small.block_q, small.num_warps, 1),
         )
     elif problem.widest <= 128:
+        narrow = problem.widest <= 64
         chosen = dict(
-            forward=FlashAttentionTiles(128, 64, 8, 4 if problem.widest <= 64 else 3),
-            query=FlashAttentionTiles(128, 64, 8, 3),
-            key_value=FlashAttentionTiles(64, 128, 8, 3),
+            forward=FlashAttentionTiles(128, 64, 8, 3),
+            query=FlashAttentionTiles(64, 64, 4, 3) if narrow else FlashAttentionTiles(128, 64, 8, 3),
+            key_value=FlashAttentionTiles(64, 64, 4, 3 if narrow else 2),
         )
         if documents and problem.widest == 128:
             chosen["forward"] = FlashAttentionTiles(64, 64, 4, 3)
     else:
         chosen = dict(
             forward=FlashAttentionTiles(128, 64, 8, 2),
-            query=FlashAttentionTiles(64, 32, 4, 2),
-            key_value=FlashAttentionTiles(32, 64, 8, 2),
+            query=FlashAttentionTiles(64, 32, 4, 3),
+            key_value=FlashAttentionTiles(64, 64, 8, 2),
         )
     for name in KERNELS:
         chosen[name] = fitted(chosen[name], name, problem, itemsize, pair_bytes, device)

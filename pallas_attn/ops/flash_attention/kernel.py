@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._tile import dense, logits, low_bits, masking, softmax, triton
+from pallas_attn._tile import dense, logits, low_bits, masking, softmax, triton, weights
 from pallas_attn.ops.flash_attention import scores, walk
 from pallas_attn.ops.flash_attention.config import FlashAttentionTiles
 from pallas_attn.ops.flash_attention.problem import Problem, Rules
@@ -90,6 +90,11 @@ def _forward_kernel(
     stream = dense.Stream(rules.layout, cell.batch, (cell.kv_head, cell.place))
     pool = dense.Stream(rules.layout, cell.batch, (cell.kv_head,))
     q = stream.read(refs["query"], mine.tokens, mine.real, problem.query_chunks)
+    counted = None
+    if low_refs and refs["value"].dtype == jnp.float16:
+        # What values have in common is off by as much as rounded weights are from adding up to 1. Gradients of fp16
+        # have the digits to show it, so here the rounded ones are summed.
+        counted = weights.summed_as(jnp.float16)
 
     def step(state: softmax.OnlineSoftmax, tile: walk.Tile) -> softmax.OnlineSoftmax:
         k = pool.read(refs["key"], tile.tokens, tile.held, problem.query_chunks)
@@ -99,13 +104,16 @@ def _forward_kernel(
         given = scores.scores(rules, refs, cell, logits.products(q, k, None), query_at, key_at, real)
         seen = scores.visible(rules.band, query_at, key_at, tile.masked, [tile.held[None, :]])
         shaped = given.logits if seen is None else masking.apply(given.logits, seen)
-        state, weights = softmax.rescale(state, shaped, given.factor, exp2_below=triton.exp2_below_fused)
-        weights = weights.astype(refs["value"].dtype)
-        acc = tuple(sums + triton.dot(weights, part) for sums, part in zip(state.acc, v, strict=True))
+        state, shares = softmax.rescale(
+            state, shaped, given.factor, exp2_below=triton.exp2_below_fused, counted=counted
+        )
+        shares = shares.astype(refs["value"].dtype)
+        acc = tuple(sums + triton.dot(shares, part) for sums, part in zip(state.acc, v, strict=True))
         return state._replace(acc=acc)
 
     def attend(part: walk.Part) -> None:
-        state = softmax.start((tiles.block_q,), tuple(size for _, size in problem.value_chunks))
+        sizes = tuple(size for _, size in problem.value_chunks)
+        state = softmax.start((tiles.block_q,), sizes, late_sum=None if counted is None else weights.SUMS)
         state = walk.walk(mine, part, queries, keys, rules.band, cell.batch, step, state)
         if "sinks" in refs:
             sink = triton.load(refs["sinks"].at[cell.kv_head, cell.place])
