@@ -259,18 +259,16 @@ class Engine:
         self._create_rows()
         try:
             jax.block_until_ready(self._cache)
-            lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(self._cache))
-        except Exception:  # of what computed it
-            lost = True
-        if lost:
-            # In this order: there is no cache but a lost one until nobody relies on it.
+        except Exception:  # given to a program that failed, or never said what became of it
+            # In this order: there is no cache but the lost one until nobody relies on it.
             self._scheduler.forget()
             self._cache = self._create_cache()
         self._scheduler.restore()
 
     def _failed(self, error: Exception) -> None:
         self._failures += 1
-        if self._failures >= _TRIES:
+        if self._failures == _TRIES:
+            self._failures = 0
             for request in self._scheduler.running or self._scheduler.waiting:
                 request.end("error", _one_line(error))
 
@@ -393,5 +391,4 @@ class Engine:
 
 
 def _one_line(error: Exception) -> str:
-    words = " ".join(str(error).split())
-    return f"{type(error).__name__}: {words:.200}"
+    return f"{type(error).__name__}: {' '.join(str(error).split()):.200}".removesuffix(": ")
