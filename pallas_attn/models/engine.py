@@ -57,7 +57,8 @@ class Engine:
     ended. When pages run out, the newest request goes back into the queue and loses nothing (see `Scheduler`).
 
     Any thread may use it. `submit`, `cancel`, `stats` and `busy` never wait for a step: what comes while one is made is
-    heeded by the next. Steps are made one at a time: `step` and `stream` wait for one that another thread is making.
+    heeded by the next. Steps are made one at a time: `step` and `stream` wait for one that another thread is making, in
+    no order. Where tokens must not come in lumps, let one thread make all the steps.
 
     An exception may come out of a step at any line, Ctrl-C for one. No page and no request is lost: the next step makes
     up for what that one did not do. (Tokens that it had chosen already may stand in `answer` alone, and not in what the
