@@ -118,19 +118,10 @@ class Engine:
         self._tokenizer = tokenizer
         model = for_lengths(model, max_len)
         self._model, self._most = model, min(max_len, num_pages * page_size + 1)
-        self._scheduler = Scheduler(
-            num_pages=num_pages,
-            page_size=page_size,
-            num_rows=num_rows,
-            step_tokens=step_tokens,
-            burst=burst,
-            prefix_cache=prefix_cache,
-            stopped=self._text_stops,
-        )
         few = step_tokens // _FEW
         self._rooms = [few, step_tokens] if few >= max(num_rows, _WORTH_COMPILING) else [step_tokens]
         self._graph, self._weights = nnx.split(model)
-        self._max_len, self._pages_each = max_len, pages_each
+        self._num_rows, self._max_len, self._pages_each = num_rows, max_len, pages_each
         self._create_rows()
         tables = jnp.asarray(self._tables)
         self._create_cache = functools.partial(
@@ -141,6 +132,15 @@ class Engine:
             dtype=cache_dtype,
         )
         self._cache = self._create_cache()
+        self._scheduler = Scheduler(
+            num_pages=num_pages,
+            page_size=page_size,
+            num_rows=num_rows,
+            step_tokens=step_tokens,
+            burst=burst,
+            prefix_cache=prefix_cache,
+            stopped=self._text_stops,
+        )
         self._programs: dict[Any, Callable[..., Any]] = {}
         self._one_at_a_time = threading.RLock()
         # Whether a step is being made, or was given up and not yet made up for.
@@ -319,7 +319,7 @@ class Engine:
 
     def _create_rows(self) -> None:
         """The host's record of what the device is to know of each row, in which nothing stands yet."""
-        num_rows = self._scheduler.num_rows
+        num_rows = self._num_rows
         self._tables = np.full((num_rows, self._pages_each), -1, np.int32)
         self._rows = Rows.greedy(num_rows)
         lengths = np.zeros(num_rows, np.int32)
