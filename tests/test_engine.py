@@ -1,12 +1,15 @@
 """The engine: whatever runs beside a request, its tokens are those it gets alone."""
 
+import contextlib
 import dataclasses
+import random
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from engine_support import HOST, Interrupts, check_pages
 from flax import nnx
 from models_support import TINY, tiny_llama
 
@@ -78,7 +81,9 @@ def test_equal_prefixes_take_no_pages_twice(model, alone):
     assert engine.free_pages == 24 - 7
     second, third = (engine.submit([*prompt[:29], last], max_new_tokens=4) for last in (prompt[29], 96))
     engine.step()
-    assert (second.reused, third.reused) == (28, 28)
+    assert (second.reused, third.cached_tokens) == (28, 28)
+    stats = engine.stats()
+    assert (stats.prompt_tokens, stats.cached_tokens, stats.cached_pages) == (90, 56, 7)
     # Seven pages are shared, which is all that is remembered; each has an eighth of its own.
     assert engine.free_pages == 24 - 7 - 2
     run(engine)
@@ -104,6 +109,11 @@ def test_a_request_may_be_cancelled_at_any_time(model, alone):
     assert had == alone[0][1][: len(had)]
     assert not waiting.answer
     assert len(other.answer) == 30
+    assert [request.finish_reason for request in (running, other, waiting)] == [
+        "cancelled",
+        "length",
+        "cancelled",
+    ]
     assert engine.free_pages == free
 
 
@@ -133,6 +143,7 @@ def test_a_stop_token_ends_an_answer_in_the_middle_of_a_burst(model, alone):
     request = engine.submit(prompt, max_new_tokens=30)
     run(engine)
     assert request.answer == answer[: answer.index(stop) + 1]
+    assert request.finish_reason == "stop"
 
 
 def test_what_is_drawn_depends_on_the_seed_and_the_place_alone(model, alone):
@@ -372,6 +383,53 @@ def test_after_an_exception_the_next_step_makes_up_for_it(model, alone, where, m
     assert [request.answer for request in requests] == [answer, other[1]]
     engine._scheduler.prefixes.clear()
     assert engine.free_pages == engine._scheduler.allocator.num_pages
+
+
+def test_a_cache_that_was_given_away_and_lost_is_made_anew(model, alone):
+    """An interrupt behind a program, before its results have a name."""
+    engine = Engine(model, **SIZES)
+    engine.compile()
+    requests = [engine.submit(prompt, max_new_tokens=len(right)) for prompt, right in alone]
+    working, calls = engine._programs, []
+
+    def losing(program):
+        def call(*arguments):
+            results = program(*arguments)
+            calls.append(results[0])
+            if len(calls) % 5 == 0:
+                raise KeyboardInterrupt
+            return results
+
+        return call
+
+    engine._programs = {key: losing(program) for key, program in working.items()}
+    lost = 0
+    while engine.busy:
+        cache = engine._cache
+        try:
+            engine.step()
+        except KeyboardInterrupt:
+            lost += any(leaf.is_deleted() for leaf in jax.tree.leaves(cache))
+    assert lost > 2
+    assert [request.answer for request in requests] == [answer for _, answer in alone]
+    check_pages(engine)
+
+
+@pytest.mark.usefixtures("as_users_have_it")
+def test_interrupts_at_lines_drawn_at_random(model, alone):
+    """Many more of them, without a model, in test_interrupted_steps.py."""
+    engine, rng = Engine(model, **{**SIZES, "num_pages": 24}), random.Random(0)
+    engine.compile()
+    with Interrupts(HOST) as interrupts:
+        while interrupts.total < 50:
+            requests = [engine.submit(prompt, max_new_tokens=len(right)) for prompt, right in alone]
+            while engine.busy:
+                interrupts.arm(after=rng.randrange(2000))
+                with contextlib.suppress(KeyboardInterrupt):
+                    engine.step()
+                interrupts.disarm()
+            assert [request.answer for request in requests] == [answer for _, answer in alone]
+            check_pages(engine)
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,17 @@ def first_stop(
         return None
     window = _TOKENS_PER_CHARACTER * max(map(len, stops)) + 1
     tokens = [*before[-window:], *new]
+    if not _any_in(stops, decode(tokens)):  # as nearly always
+        return None
     start = len(tokens) - len(new)
     for count in range(1, len(new) + 1):
-        text = decode(tokens[max(0, start + count - window) : start + count])
-        if any(stop in text for stop in stops):
+        if _any_in(stops, decode(tokens[max(0, start + count - window) : start + count])):
             return count
     return None
+
+
+def _any_in(stops: Sequence[str], text: str) -> bool:
+    return any(stop in text for stop in stops)
 
 
 class Held:
