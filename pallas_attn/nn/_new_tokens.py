@@ -5,7 +5,8 @@ positions [total_tokens] and cu_q_lens, padding behind. Either becomes the ragge
 chunk that goes on with one and a token of an answer are the same thing: consecutive positions, of which the last says
 how long the sequence now is.
 
-Positions that are not consecutive are refused where they are known and give NaN where they are traced.
+Positions that are not consecutive are refused where they are known and give NaN where they are traced; bounds that
+descend are refused, or make all tokens padding.
 """
 
 import dataclasses
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn._call.checks import ArgumentChecker, is_traced
+from pallas_attn._tile.masking import ascending
 
 CONSECUTIVE = "consecutive ones in each sequence, and negative ones for padding"
 NEWEST = (
@@ -61,6 +63,10 @@ class NewTokens:
             cu_q_lens = xp.concatenate([np.zeros(1, np.int32), counts.cumsum(dtype=np.int32)])
             order = xp.argsort(~real, stable=True)  # padding goes behind, and nothing else moves
             positions = positions.reshape(-1)[order]
+        elif known:
+            check.not_descending("cu_q_lens", cu_q_lens)
+        else:
+            cu_q_lens = ascending(jnp.asarray(cu_q_lens))
         cu_q_lens = xp.asarray(cu_q_lens)
         token, first, end = xp.arange(positions.size, dtype=np.int32), cu_q_lens[:-1], cu_q_lens[1:]
         # As many as end at or before the token: one fused comparison, where a search would be a loop in each layer.
