@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_attn import PagedKVCache
 from pallas_attn._call.checks import ArgumentChecker, check_int, fail
 from pallas_attn._call.optional import needs_extra
 
@@ -57,11 +58,14 @@ class Engine:
         num_rows: requests that run at once.
         num_pages: pages of the cache per layer; None: enough for `num_rows` requests of `max_len` tokens.
         page_size: tokens per page.
-        step_tokens: most tokens of a mixed step, at least `num_rows`: a long prompt takes several steps.
+        step_tokens: most tokens of a mixed step, at least `num_rows`, and `page_size` with an 8-bit cache: a long
+            prompt takes several steps.
         burst: most tokens of an answer in a step in which no prompt is read.
         prefix_cache: whether equal prefixes share full pages.
         cache_dtype: of the cache, as in `generate`; None: the model's. An 8-bit cache has scales of each page, which
-            grow with what it holds: what a request finds does not depend on those that were served before.
+            grow with what it holds. There prompts are read by whole pages, answers are shared with nobody, and those
+            of a request that was sent back are computed again token by token: so answers do not depend on what is
+            served beside a request, or was before.
         stop_token_ids: tokens that end an answer.
         tokenizer: of the model, for requests with stop texts; anything with `decode`.
 
@@ -103,14 +107,6 @@ class Engine:
         self._stops, self._tokenizer = checked_stops("Engine", stop_token_ids), tokenizer
         model = for_lengths(model, max_len)
         self._model, self._most = model, min(max_len, num_pages * page_size + 1)
-        self._scheduler = Scheduler(
-            num_pages=num_pages,
-            page_size=page_size,
-            num_rows=num_rows,
-            step_tokens=step_tokens,
-            burst=burst,
-            prefix_cache=prefix_cache,
-        )
         few = step_tokens // _FEW
         self._rooms = [few, step_tokens] if few >= max(num_rows, _WORTH_COMPILING) else [step_tokens]
         self._graph, self._weights = nnx.split(model)
@@ -118,6 +114,18 @@ class Engine:
         tables = jnp.asarray(self._tables)
         self._cache = model.create_cache(
             num_pages=num_pages, page_size=page_size, block_tables=tables, dtype=cache_dtype
+        )
+        whole_pages = isinstance(self._cache, PagedKVCache) and self._cache.scale_per_page
+        if whole_pages:
+            check_int("Engine", "step_tokens", step_tokens, least=page_size)
+        self._scheduler = Scheduler(
+            num_pages=num_pages,
+            page_size=page_size,
+            num_rows=num_rows,
+            step_tokens=step_tokens,
+            burst=burst,
+            prefix_cache=prefix_cache,
+            whole_pages=whole_pages,
         )
         self._rows = Rows.greedy(num_rows)
         lengths = np.zeros(num_rows, np.int32)

@@ -8,6 +8,10 @@ A request holds pages for the tokens it has, not for those it may come to have. 
 prefix cache remembers are taken first. Then the newest request goes back into the queue: its pages are freed, its
 tokens, answered ones too, are kept, and become its prompt when its turn comes again. The oldest is never sent back, so
 everything ends.
+
+In a cache whose pages have scales, what a page holds depends on which of its tokens came together. There whole pages of
+a prompt are computed together, and tokens of an answer one by one, also those of a request that was sent back; and of
+answers no page is shared. So what a request reads does not depend on what runs beside it or ran before.
 """
 
 import bisect
@@ -113,9 +117,11 @@ class Scheduler:
         step_tokens: tokens in a step, at least `num_rows`, so that everything that decodes goes on in every step.
         burst: most tokens of an answer in a step in which no request reads its prompt.
         prefix_cache: whether equal prefixes share full pages.
+        whole_pages: whether a page of a prompt is computed at once, and pages of answers token by token, always.
 
     Raises:
-        TypeError, ValueError: a size that is no int or below 1; `step_tokens` below `num_rows`.
+        TypeError, ValueError: a size that is no int or below 1; `step_tokens` below `num_rows`, or, with `whole_pages`,
+        below `page_size`.
     """
 
     def __init__(
@@ -127,11 +133,13 @@ class Scheduler:
         step_tokens: int,
         burst: int = 1,
         prefix_cache: bool = True,
+        whole_pages: bool = False,
     ):
         sizes = {"page_size": page_size, "num_rows": num_rows, "num_pages": num_pages, "burst": burst}
         for name, size in sizes.items():
             check_int("Scheduler", name, size, least=1)
-        check_int("Scheduler", "step_tokens", step_tokens, least=num_rows)
+        check_int("Scheduler", "step_tokens", step_tokens, least=max(num_rows, page_size if whole_pages else 1))
+        self.whole_pages = whole_pages
         self.page_size, self.step_tokens, self.burst = page_size, step_tokens, burst
         self.allocator = PageAllocator(num_pages)
         self.prefixes = PrefixCache(self.allocator, page_size) if prefix_cache else None
@@ -184,14 +192,16 @@ class Scheduler:
         # Requests join in the order of their numbers, and one at a time takes what is left of a step. So only the
         # newest may have more than one token to compute, and it comes last.
         for request in list(self.running):
-            count = min(request.missing, left)
+            count = self._count(request, request.computed, left)
             if request.row is not None and count and self._grow(request, request.computed + count):
                 chunks.append(Chunk(request, request.computed, count))
                 left -= count
-        while left and self.waiting and self._rows and self._join(self.waiting[0], left):
+        while not self._reads_on(chunks) and left and self.waiting and self._rows:
+            if not self._join(self.waiting[0], left):
+                break
             request = self.waiting.pop(0)
             self.running.append(request)
-            chunks.append(Chunk(request, request.computed, min(request.missing, left)))
+            chunks.append(Chunk(request, request.computed, self._count(request, request.computed, left)))
             left -= chunks[-1].count
         step = Step(chunks)
         if not step.reads_prompts:
@@ -231,16 +241,38 @@ class Scheduler:
         self._unanswered = ()
         return answered
 
+    def _count(self, request: Request, computed: int, left: int) -> int:
+        """How many tokens of a request, of which some are computed, a step computes that has room for so many more."""
+        count, of_prompt = min(request.length - computed, left), len(request.prompt) - computed
+        if not self.whole_pages:
+            return count
+        if of_prompt <= 0:
+            return min(count, 1)
+        return of_prompt if count >= of_prompt else count // self.page_size * self.page_size
+
+    def _reads_on(self, chunks: Sequence[Chunk]) -> bool:
+        """Whether the newest request has more of its prompt to read behind these chunks: nobody joins before that."""
+        if not self.running:
+            return False
+        newest = self.running[-1]
+        planned = sum(chunk.count for chunk in chunks if chunk.request is newest)
+        return newest.computed + planned < len(newest.prompt)
+
+    def _shared(self, request: Request, tokens: int) -> Sequence[int]:
+        """What others may share, or this request with others, of its first `tokens` tokens."""
+        return request.between(0, min(tokens, len(request.prompt)) if self.whole_pages else tokens)
+
     def _join(self, request: Request, left: int) -> bool:
         """Gives a waiting request a row, and pages for what the prefix cache knows and a first chunk. False, and
         nothing has changed, if there are not enough; nobody is sent back for one who waits."""
         # The last token is computed in any case: what follows it is asked for.
-        known = self.prefixes.match(request.tokens[:-1]) if self.prefixes else []
+        known = self.prefixes.match(self._shared(request, request.length - 1)) if self.prefixes else []
         for shared in (known, []):
             computed = len(shared) * self.page_size
-            needed = self._pages_for(min(computed + left, request.length)) - len(shared)
+            count = self._count(request, computed, left)
+            needed = self._pages_for(computed + count) - len(shared)
             # What only the cache holds may go, but not what was just found; without the latter there may be room.
-            if (own := self._allocate(needed)) is not None:
+            if count and (own := self._allocate(needed)) is not None:
                 request.pages, request.row = [*shared, *own], self._rows.pop()
                 request.computed = request.reused = computed
                 return True
@@ -292,7 +324,7 @@ class Scheduler:
 
     def _remember(self, request: Request) -> None:
         if self.prefixes:
-            self.prefixes.insert(request.tokens[: request.computed], request.pages)
+            self.prefixes.insert(self._shared(request, request.computed), request.pages)
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
