@@ -288,7 +288,8 @@ def blocksparse_attention(
     operands |= {n: getattr(layout, n) for n in gradients.LAYOUT_ARRAYS}
     operands = {n: jnp.asarray(array) for n, array in operands.items()}
     if "cu_q_lens" in operands:
-        operands["cu_q_lens"] = ascending(operands["cu_q_lens"].at[0].set(0))
+        from_0 = jnp.concatenate([jnp.zeros(1, jnp.int32), operands["cu_q_lens"][1:]])
+        operands["cu_q_lens"] = ascending(from_0)
     call = gradients.Call(
         problem,
         layout.sizes,
