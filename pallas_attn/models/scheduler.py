@@ -138,7 +138,9 @@ class Scheduler:
         sizes = {"page_size": page_size, "num_rows": num_rows, "num_pages": num_pages, "burst": burst}
         for name, size in sizes.items():
             check_int("Scheduler", name, size, least=1)
-        check_int("Scheduler", "step_tokens", step_tokens, least=max(num_rows, page_size if whole_pages else 1))
+        check_int(
+            "Scheduler", "step_tokens", step_tokens, least=max(num_rows, page_size if whole_pages else 1)
+        )
         self.whole_pages = whole_pages
         self.page_size, self.step_tokens, self.burst = page_size, step_tokens, burst
         self.allocator = PageAllocator(num_pages)
