@@ -89,15 +89,10 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("case", CALLS)
-def test_nothing_passes_through_the_unseen(case):
-    call, arguments = CALLS[case]
-
+def assert_nothing_passes(call, arguments) -> None:
     @jax.jit
     def both(*arguments):
-        (out, lse), pull = jax.vjp(
-            lambda *given: call(*given, return_lse=True, implementation="xla"), *arguments
-        )
+        (out, lse), pull = jax.vjp(call, *arguments)
         blind = (lse == -jnp.inf) | (lse == jnp.inf)
         by_token = jnp.moveaxis(blind, 1, 2) if blind.shape != out.shape[:-1] else blind
         of_out = jnp.where(by_token[..., None], jnp.nan, jnp.ones_like(out))
@@ -110,6 +105,38 @@ def test_nothing_passes_through_the_unseen(case):
         assert (gradient[np.isnan(given)] == 0).all()
         assert (gradient[~np.isnan(given)] != 0).any()
     np.testing.assert_array_equal(np.asarray(gradients[0])[np.asarray(blind)], 0)
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_nothing_passes_through_the_unseen(case):
+    call, arguments = CALLS[case]
+    assert_nothing_passes(lambda *given: call(*given, return_lse=True, implementation="xla"), arguments)
+
+
+@pytest.mark.parametrize("clean", ["slots", "cotangents"])
+def test_plain_attention_is_caught(clean):
+    """Negative control: 0 * NaN is NaN, of a slot that nobody sees and of what comes back to a row without keys."""
+    query, keys, values = (
+        normal(3, 4, 16),
+        *(pages[TABLES.clip(0, 5)].reshape(3, 24, 2, 16) for pages in PAGES),
+    )
+
+    def attend(query, keys, values):
+        if clean == "slots":
+            keys, values = (jnp.where(jnp.isnan(x), 0, x) for x in (keys, values))
+        keys, values = (jnp.repeat(x, 2, axis=2) for x in (keys, values))
+        seen = (jnp.arange(24) < LENS[:, None])[:, None]
+        logits = jnp.where(seen, jnp.einsum("shd,skhd->shk", query, keys), -jnp.inf)
+        top = jnp.where(jnp.isneginf(logits.max(-1)), 0, logits.max(-1))[..., None]
+        total = jnp.exp(logits - top).sum(-1)
+        weights = jnp.exp(logits - top) / jnp.maximum(total, 1e-30)[..., None]
+        out = jnp.einsum("shk,skhd->shd", weights, values)
+        if clean == "cotangents":
+            out = jnp.where(total[..., None] > 0, out, 0)
+        return out, jnp.where(total > 0, jnp.log(total) + top[..., 0], -jnp.inf)
+
+    with pytest.raises(AssertionError):
+        assert_nothing_passes(attend, (query, keys, values))
 
 
 def test_nothing_passes_through_parts_without_keys():
