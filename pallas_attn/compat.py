@@ -9,11 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_attn._call import partition
 from pallas_attn._call.checks import ArgumentChecker, brief, is_number
 from pallas_attn._tile import options
+from pallas_attn._tile.layout import moved
 from pallas_attn._tile.quantization import QUANTIZED_DTYPES
 from pallas_attn.ops.paged_attention import paged_attention as _paged_attention
 from pallas_attn.ops.ragged_attention import call
+from pallas_attn.ops.ragged_attention.blocks import Ragged
 
 DEFAULT_MASK_VALUE = -0.7 * float(jnp.finfo(jnp.float32).max)
 
@@ -58,11 +61,9 @@ def paged_attention(
     check.array("block_tables", block_tables, ("batch_size", "pages_per_sequence"), [jnp.int32])
     for name, array in (("q", q), ("k_pages", k_pages), ("block_tables", block_tables)):
         check.non_empty(name, array)
-    num_kv_heads, num_pages, page_size, head_dim = k_pages.shape
-    batch_size, num_heads, _ = q.shape
-    check.multiple("q", num_heads, "num_kv_heads", num_kv_heads)
+    check.multiple("q", q.shape[1], "num_kv_heads", k_pages.shape[0])
     if lengths is None:
-        lengths = jnp.full(batch_size, block_tables.shape[1] * page_size, jnp.int32)
+        lengths = jnp.full(q.shape[0], block_tables.shape[1] * k_pages.shape[2], jnp.int32)
     check.array("lengths", lengths, ("batch_size",), [jnp.int32])
     for name, scales in (("k_scales_pages", k_scales_pages), ("v_scales_pages", v_scales_pages)):
         if scales is not None:
@@ -70,21 +71,52 @@ def paged_attention(
     _check_mask_value(check, mask_value)
     options.softcap(check, attn_logits_soft_cap)
 
+    operands = {
+        "query": q,
+        "key_cache": k_pages,
+        "value_cache": v_pages,
+        "block_tables": block_tables,
+        "seq_lens": lengths,
+    }
+    pool_dims = "kv_heads pages slot dim"
+    dims = {
+        "query": "seqs heads dim",
+        "key_cache": pool_dims,
+        "value_cache": pool_dims,
+        "block_tables": "seqs columns",
+        "seq_lens": "seqs",
+    }
+    (out,) = partition.divide(
+        check.function,
+        _attend_by_head,
+        {name: jnp.asarray(array) for name, array in operands.items()},
+        dims,
+        (dims["query"],),
+        static={"softcap": attn_logits_soft_cap},
+    )
+    return out
+
+
+def _attend_by_head(operands: dict[str, jax.Array], *, softcap: float | None) -> tuple[jax.Array]:
+    """A pool that has its heads in front, as one of as many sequences for each of them."""
+    query, key, value, block_tables, lens = operands.values()
+    num_kv_heads, num_pages, page_size, head_dim = key.shape
+    batch_size, num_heads, _ = query.shape
     head = jnp.arange(num_kv_heads, dtype=jnp.int32)[:, None]
     usable = (block_tables >= 0) & (block_tables < num_pages)
     # [batch_size, num_kv_heads, pages_per_sequence]; what is no page of this head is no page at all
     tables = jnp.where(usable[:, None], block_tables[:, None] + head * num_pages, -1)
     pool = (num_kv_heads * num_pages, page_size, 1, head_dim)
     out = _paged_attention(
-        q.reshape(batch_size * num_kv_heads, num_heads // num_kv_heads, head_dim),
-        k_pages.reshape(pool),
-        v_pages.reshape(pool),
+        query.reshape(batch_size * num_kv_heads, num_heads // num_kv_heads, head_dim),
+        key.reshape(pool),
+        value.reshape(pool),
         tables.reshape(batch_size * num_kv_heads, -1),
-        jnp.repeat(lengths, num_kv_heads),
+        jnp.repeat(lens, num_kv_heads),
         scale=1.0,
-        softcap=attn_logits_soft_cap,
+        softcap=softcap,
     )
-    return out.reshape(q.shape)
+    return (out.reshape(query.shape),)
 
 
 def ragged_paged_attention(
@@ -133,6 +165,7 @@ def ragged_paged_attention(
     check.array("seq_lens", kv_lens, ("max_num_seqs",), [jnp.int32])
     check.array("cu_q_lens", cu_q_lens, (check.dims["max_num_seqs"] + 1,), [jnp.int32])
     check.array("num_seqs", num_seqs, (1,), [jnp.int32])
+    check.not_descending("cu_q_lens", cu_q_lens, num_seqs)
     for name, array in (("query", q), ("key_cache", kv_pages), ("block_tables", page_indices)):
         check.non_empty(name, array)
     combined = check.dims["num_combined_kv_heads"]
@@ -231,6 +264,7 @@ def ragged_paged_attention_v3(
     check.array("page_indices", page_indices, ("max_num_seqs * pages_per_seq",), [jnp.int32])
     check.array("cu_q_lens", cu_q_lens, (check.dims["max_num_seqs"] + 1,), [jnp.int32])
     check.array("distribution", distribution, (3,), [jnp.int32])
+    check.not_descending("cu_q_lens", cu_q_lens, distribution[2])
     for name, array in (("query", queries), ("key_cache", kv_cache), ("page_indices", page_indices)):
         check.non_empty(name, array)
     for name, value in (("use_causal_mask", use_causal_mask), ("update_kv_cache", update_kv_cache)):
@@ -259,7 +293,8 @@ def ragged_paged_attention_v3(
     tables = page_indices.reshape(num_seqs, -1)
     pool = kv_cache.reshape(num_pages, page_size, combined, padded)
     if update_kv_cache:
-        pool = _with_new(pool, keys, values, kv_lens, tables, cu_q_lens, distribution[2])
+        counted = Ragged(queries.shape[0], num_seqs, 1).num_of(jnp.asarray(cu_q_lens), distribution[2:])
+        pool = _with_new(pool, keys, values, kv_lens, tables, cu_q_lens, counted)
     # Heads that only fill up a word have queries of their own, which nobody looks at.
     group, pad = num_heads // num_kv_heads, combined // 2 - num_kv_heads
     out = call.run(
@@ -302,7 +337,8 @@ def _with_new(pool, keys, values, kv_lens, tables, cu_q_lens, num_seqs) -> jax.A
     owned = (token < cu_q_lens[num_seqs]) & (position >= 0) & (column < tables.shape[1])
     owned &= (page >= 0) & (page < num_pages)
     page = jnp.where(owned, page, num_pages)  # beyond the pool, which drops it
-    return pool.at[page, position % page_size].set(both, mode="drop")
+    at = page, position % page_size
+    return moved(lambda pool, new: pool.at[at].set(new, mode="drop"), pool, both)
 
 
 def _check_mask_value(check: ArgumentChecker, value: Any) -> None:

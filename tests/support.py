@@ -2,7 +2,9 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pallas_attn import PagedKVCache
@@ -29,3 +31,9 @@ def small_cache(**changes) -> PagedKVCache:
         dtype="float32",
     )
     return PagedKVCache.create(**{**defaults, **changes})
+
+
+def of_any_bits(rng, shape: tuple[int, ...], dtype) -> jax.Array:
+    """NaNs with every payload among them."""
+    size = jnp.dtype(dtype).itemsize
+    return jnp.asarray(rng.integers(0, 256, (*shape[:-1], shape[-1] * size), np.uint8).view(dtype))

@@ -1,54 +1,168 @@
-"""Bounds of sequences that descend: refused where their values are known, and never plausible where they are not."""
+"""Bounds of sequences that descend: refused where their values are known; where they are traced no token is anyone's,
+by every op and implementation alike."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import unchecked
+from support import small_cache, unchecked
 
 import pallas_attn
+from pallas_attn import nn
+from pallas_attn.nn.layers import advanced
 from pallas_attn.ops.blocksparse_attention import builders
 
 BOUNDS = np.array([0, 9, 5, 16], np.int32)
+RIGHT = np.array([0, 9, 9, 16], np.int32)
+OFTEN = np.array([0, 16, 1, 16], np.int32)  # two claim nearly all tokens
 TOKENS = 16
+DESCENDS = r"argument 'cu_q_lens': expected bounds that do not descend, got 5 behind 9"
 
 
-def rows(seed: int, heads: int = 2) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), (TOKENS, heads, 16))
+def rows(seed: int, heads: int = 2, width: int = 16) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), (TOKENS, heads, width))
 
 
-def flash(bounds):
+def pages(bounds) -> tuple[jax.Array, jax.Array]:
+    """A page of sixteen tokens for each sequence, and their lengths."""
+    num_seqs = len(bounds) - 1
+    return jnp.arange(num_seqs, dtype=jnp.int32)[:, None], jnp.full(num_seqs, 16, jnp.int32)
+
+
+def flash(bounds, **options):
     query, key, value = (rows(seed)[None] for seed in range(3))
     call = unchecked(pallas_attn.flash_attention)
-    return call(query, key, value, cu_q_lens=bounds, return_lse=True, implementation="xla")
+    return call(query, key, value, cu_q_lens=bounds, sinks=jnp.ones(2), return_lse=True, **options)
 
 
-def ragged(bounds):
-    pool = jnp.ones((4, 8, 2, 16))
-    tables, lens = jnp.zeros((3, 2), jnp.int32), jnp.full(3, 9, jnp.int32)
+def ragged(bounds, **options):
+    pool = jnp.ones((len(bounds) - 1, 16, 2, 16))
     call = unchecked(pallas_attn.ragged_paged_attention)
-    return call(rows(0), pool, pool, tables, lens, bounds, implementation="xla")
+    return call(rows(0), pool, pool, *pages(bounds), bounds, sinks=jnp.ones(2), return_lse=True, **options)
 
 
-def blocksparse(bounds):
-    pool = rows(1)
+def prefix(bounds, **options):
+    pool = jnp.ones((len(bounds) - 1, 16, 2, 16))
+    call = unchecked(pallas_attn.prefix_prefill)
+    return call(rows(0), rows(1), rows(2), pool, pool, *pages(bounds), bounds, return_lse=True, **options)
+
+
+def latent(bounds, **options):
+    pool = jnp.ones((len(bounds) - 1, 16, 1, 576))
+    ups = dict(key_up=jnp.ones((2, 32, 512)), value_up=jnp.ones((2, 32, 512)))
+    call = unchecked(pallas_attn.mla_prefill)
+    return call(rows(0, width=96), pool, *pages(bounds), bounds, **ups, return_lse=True, **options)
+
+
+def blocksparse(bounds, **options):
+    pool = jnp.ones((TOKENS * 2, 2, 16))
+    dense = builders.dense_causal(32, block_size=16, q_block_size=16)
+    ends = jnp.array([0, 9, 20, 32], jnp.int32)
+    call = unchecked(pallas_attn.blocksparse_attention)
+    return call(rows(0), pool, pool, dense, cu_q_lens=bounds, cu_k_lens=ends, return_lse=True, **options)
+
+
+def blocksparse_pages(bounds, **options):
+    pool = jnp.ones((len(bounds) - 1, 16, 2, 16))
+    tables, lens = pages(bounds)
     dense = builders.dense_causal(16, block_size=16, q_block_size=16)
     call = unchecked(pallas_attn.blocksparse_attention)
-    ends = jnp.array([0, 9, 9, 16], jnp.int32)
-    return call(rows(0), pool, pool, dense, cu_q_lens=bounds, cu_k_lens=ends, implementation="xla")
+    places = dict(block_tables=tables, seq_lens=lens, cu_q_lens=bounds)
+    return call(rows(0), pool, pool, dense, **places, return_lse=True, **options)
 
 
-@pytest.mark.parametrize("call", [flash, ragged, blocksparse])
-def test_known_ones_are_refused(call):
-    with pytest.raises(
-        ValueError, match=r"argument 'cu_q_lens': expected bounds that do not descend, got 5 behind 9"
-    ):
-        call(BOUNDS)
+def prompts(bounds, **options):
+    """Whose queries are all their keys."""
+    dense = builders.dense_causal(16, block_size=16, q_block_size=16)
+    call = unchecked(pallas_attn.blocksparse_attention)
+    return call(rows(0), rows(1), rows(2), dense, cu_k_lens=bounds, return_lse=True, **options)
 
 
-def test_traced_ones_leave_documents_without_tokens():
-    for bounds in (jnp.asarray(BOUNDS), jnp.array([0, 9, 9, 16], jnp.int32)):
-        out, lse = jax.jit(flash)(bounds)
-        descends = bool((bounds[1:] < bounds[:-1]).any())
-        assert (not np.asarray(out).any()) == descends
-        assert np.isneginf(lse).all() == descends
+OPS = [flash, ragged, prefix, latent, blocksparse, blocksparse_pages, prompts]
+
+
+@pytest.mark.parametrize("array", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
+@pytest.mark.parametrize("call", OPS)
+def test_known_ones_are_refused(call, array):
+    message = DESCENDS.replace("cu_q_lens", "cu_k_lens") if call is prompts else DESCENDS
+    with pytest.raises(ValueError, match=message):
+        call(array(BOUNDS), implementation="xla")
+
+
+def test_what_stands_behind_the_last_sequence_is_not_looked_at():
+    bounds = np.array([0, 4, 16, 3], np.int32)
+    for num_seqs in (2, jnp.int32(2)):
+        ragged(bounds, num_seqs=num_seqs, implementation="xla")
+    for implementation in ("xla", "interpret"):
+        out, _ = jax.jit(functools.partial(ragged, num_seqs=2, implementation=implementation))(bounds)
+        assert np.asarray(out).any(axis=(1, 2)).all()
+
+
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+@pytest.mark.parametrize("call", OPS)
+def test_traced_ones_leave_sequences_without_tokens(call, implementation):
+    attend = jax.jit(functools.partial(call, implementation=implementation))
+    out, lse = attend(RIGHT)
+    assert np.isfinite(np.asarray(out)).all()
+    assert np.asarray(out).any(axis=-1).all(), "of bounds that ascend every row has some"
+    for bounds in (BOUNDS, OFTEN):
+        out, lse = attend(bounds)
+        assert not np.asarray(out).any()
+        assert np.isneginf(lse).all()
+
+
+@pytest.mark.parametrize("call", [flash, blocksparse, prompts])
+def test_gradients_of_traced_ones_are_0(call):
+    def total(query, bounds):
+        by_bounds = functools.partial(call, implementation="xla")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(globals(), "rows", lambda *_: query)
+            return sum(jnp.sum(jnp.where(jnp.isfinite(x), x, 0)) for x in by_bounds(bounds))
+
+    gradient = jax.jit(jax.grad(total))
+    assert np.asarray(gradient(rows(0), RIGHT)).any()
+    assert not np.asarray(gradient(rows(0), BOUNDS)).any()
+
+
+def test_keys_that_end_before_they_begin_spoil_their_own_rows_alone():
+    pool, dense = rows(1), builders.dense_causal(16, block_size=16, q_block_size=16)
+    call = functools.partial(unchecked(pallas_attn.blocksparse_attention), cu_q_lens=jnp.asarray(RIGHT))
+    for implementation in ("xla", "interpret"):
+        attend = jax.jit(functools.partial(call, implementation=implementation))
+        right = attend(rows(0), pool, pool, dense, cu_k_lens=jnp.array([0, 9, 9, 16], jnp.int32))
+        out = attend(rows(0), pool, pool, dense, cu_k_lens=jnp.array([0, 9, 16, 4], jnp.int32))
+        np.testing.assert_array_equal(out[:9], right[:9])
+        assert np.isnan(out[9:]).all()
+
+
+@pytest.mark.parametrize("batched_cache", [False, True], ids=["paged", "latent"])
+def test_modules_write_nothing(batched_cache):
+    """Whose pages a token would go to, nobody knows either."""
+    tables = jnp.arange(3, dtype=jnp.int32)[:, None]
+    if batched_cache:
+        module = nn.LatentGQA(implementation="xla")
+        cache = pallas_attn.PagedLatentCache.create(
+            num_layers=1, num_pages=3, page_size=16, block_tables=tables, dtype="float32"
+        )
+    else:
+        module = nn.PagedAttention(implementation="xla")
+        cache = small_cache(num_layers=1, num_pages=3, page_size=16, block_tables=tables)
+    positions = jnp.concatenate([jnp.arange(9), jnp.arange(7)]).astype(jnp.int32)
+    call = unchecked(type(module).__call__)
+
+    def step(cache, bounds):
+        out, cache = call(module, rows(0), rows(1), rows(2), cache, 0, positions, cu_q_lens=bounds)
+        return out, cache, advanced(cache.seq_lens, positions, bounds)
+
+    step = jax.jit(step)
+    _, written, lens = step(cache, RIGHT)
+    assert np.asarray(lens).tolist() == [9, 0, 7]
+    assert any(np.asarray(pool).any() for pool in jax.tree.leaves(written) if pool.ndim == 4)
+    out, written, lens = step(cache, BOUNDS)
+    assert not np.asarray(out).any()
+    assert not np.asarray(lens).any()
+    assert not any(np.asarray(pool).any() for pool in jax.tree.leaves(written) if pool.ndim == 4)
+    with pytest.raises(ValueError, match=DESCENDS):
+        call(module, rows(0), rows(1), rows(2), cache, 0, positions, cu_q_lens=jnp.asarray(BOUNDS))

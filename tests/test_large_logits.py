@@ -182,3 +182,19 @@ def test_latents(op, implementation, dtype, size):
     )
     keys = jnp.broadcast_to(key, (TOKENS, 16, 576))
     check((out[0, 0], lse[0, 0]), (x[0] for x in plain(query, keys, keys[..., :512], scale=0.1)), dtype)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("float16", 3e4), ("bfloat16", 1e8)])
+def test_an_exponent_whose_maximum_is_rounded_apart_is_caught(dtype, size):
+    """Negative control: exp2(factor * x - rounded(factor * maximum)), of which a compiler fuses the first half."""
+    query, key, value = aligned(dtype, size)
+    expected = plain(query, key, value)
+    logits = np.einsum("qhd,khd->hqk", *(np.asarray(x, np.float32) for x in (query, key)))
+    factor = np.float32(DIM**-0.5 * np.log2(np.e))
+    fused = np.float64(factor) * logits - np.float64(factor * logits.max(-1, keepdims=True))
+    with np.errstate(over="ignore", invalid="ignore"):
+        weights = np.exp2(fused.astype(np.float32))
+        out = np.einsum("hqk,khd->qhd", weights, np.asarray(value, np.float32)) / weights.sum(-1).T[..., None]
+        lse = (logits.max(-1) * DIM**-0.5 + np.log(weights.sum(-1))).T
+        with pytest.raises(AssertionError):
+            check((out, lse), expected, dtype)

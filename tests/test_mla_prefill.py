@@ -201,3 +201,18 @@ def test_a_form_or_implementation_that_cannot_serve():
         ValueError, match="mla_prefill: implementation 'pallas' cannot serve this call: needs an"
     ):
         run(arguments, up, "pallas")
+
+
+@pytest.mark.parametrize("form", FORMS[:2])
+def test_derivatives_are_refused_in_words(form):
+    arguments, up = make()
+    call = functools.partial(run, up=up, form=form, implementation="xla")
+
+    def total(query):
+        return call([query, *arguments[1:]])[0].sum()
+
+    for derivative in (jax.grad, jax.jacfwd):
+        with pytest.raises(
+            NotImplementedError, match=r"^mla_prefill: there are no gradients; flash_attention over"
+        ):
+            jax.eval_shape(derivative(total), jnp.asarray(arguments[0]))

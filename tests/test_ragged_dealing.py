@@ -180,14 +180,17 @@ def test_few_blocks_share_the_slots_of_many(long, refs_are_arrays, monkeypatch):
     assert long != 1 or most > 8
 
 
-def test_more_blocks_than_bounds_in_order_can_have_find_room(refs_are_arrays, monkeypatch):
-    """As many pieces are noted down as there may be blocks; nothing is written behind them."""
+def test_bounds_that_descend_have_the_paddings_blocks_alone(refs_are_arrays, monkeypatch):
+    """Claims of all tokens by 32 sequences would be more blocks than there is room for."""
     problem = dataclasses.replace(short(64, 65536), num_tokens=70).launched(0)
     q_lens = [70, -70] * 32
-    assert Lens(problem.ragged, lens_refs(q_lens, num_seqs=64)).count(problem.num_blocks) > problem.num_slots
+    lens = Lens(problem.ragged, lens_refs(q_lens, num_seqs=64))
+    assert int(lens.num_seqs) == 0
+    of_padding = -(-70 * problem.group // problem.rows)
+    assert lens.count(problem.num_blocks) == of_padding
     refs = noted(problem.launched(1), q_lens)
     blocks = {int(share.block) for share, _ in shares_of(problem, refs, monkeypatch)}
-    assert blocks == set(range(problem.most_blocks))
+    assert blocks == set(range(of_padding))
     assert problem.notes == {CUTS: problem.most_blocks}
 
 

@@ -38,12 +38,26 @@ class Device:
         self.scheduler = scheduler
         self.pool = [[None] * scheduler.page_size for _ in range(scheduler.allocator.num_pages)]
 
+    def check_pages(self, chunk) -> None:
+        """Whole pages of a prompt, tokens of answers one by one, and nothing shared of these."""
+        size, prompt, end = self.scheduler.page_size, len(chunk.request.prompt), chunk.start + chunk.count
+        if chunk.start < prompt:
+            again = chunk.start == prompt - 1 and chunk.answers  # of a step that was given up
+            assert chunk.start % size == 0 or again
+            assert end == prompt or (end % size == 0 and end < prompt)
+        else:
+            assert chunk.count == 1
+        for at, page in enumerate(chunk.request.pages):
+            assert (at + 1) * size <= prompt or self.scheduler.allocator.references(page) == 1
+
     def run(self, step, complete=True):
         size, pool = self.scheduler.page_size, self.pool
         self.scheduler.begin(step)
         written = set()
         for chunk in step.chunks:
             assert chunk.count > 0, "an answer follows from a token that is computed"
+            if self.scheduler.whole_pages:
+                self.check_pages(chunk)
             for at in range(chunk.start, chunk.start + chunk.count):
                 place = chunk.request.pages[at // size], at % size
                 assert place not in written, "two requests write one slot"
@@ -78,10 +92,13 @@ class Histories(RuleBasedStateMachine):
         more=st.integers(0, 9),
         burst=st.integers(1, 4),
         prefix_cache=st.booleans(),
+        whole_pages=st.booleans(),
     )
-    def start(self, num_pages, page_size, num_rows, more, burst, prefix_cache):
+    def start(self, num_pages, page_size, num_rows, more, burst, prefix_cache, whole_pages):
         sizes = dict(num_pages=num_pages, page_size=page_size, num_rows=num_rows, burst=burst)
-        self.scheduler = Scheduler(**sizes, step_tokens=num_rows + more, prefix_cache=prefix_cache)
+        least = max(num_rows, page_size if whole_pages else 1)
+        options = dict(prefix_cache=prefix_cache, whole_pages=whole_pages)
+        self.scheduler = Scheduler(**sizes, step_tokens=least + more, **options)
         self.device = Device(self.scheduler)
         self.room = num_pages * page_size
         self.requests, self.cancelled = [], set()
@@ -117,7 +134,9 @@ class Histories(RuleBasedStateMachine):
             assert sum(stats.finished.values()) == sum(request.done for request in self.requests)
             assert sum(chunk.count for chunk in step.chunks) <= self.scheduler.step_tokens
             oldest = min((r.number for r in self.requests if not r.done), default=None)
-            assert oldest is None or oldest in [chunk.request.number for chunk in step.chunks]
+            served = [chunk.request for chunk in step.chunks]
+            assert oldest is None or oldest in [request.number for request in served]
+            assert all(r in served for r in self.scheduler.running if r.missing == 1), "answers go on"
             self.device.run(step)
 
     @rule(begins=st.booleans())

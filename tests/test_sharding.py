@@ -47,6 +47,7 @@ def test_on_eight_devices(pytestconfig):
             "plain_eight_devices.py",
             "steps_eight_devices.py",
             "flash_eight_devices.py",
+            "modules_eight_devices.py",
             "blocksparse_eight_devices.py",
         )
     ]

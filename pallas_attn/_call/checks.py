@@ -129,11 +129,17 @@ class ArgumentChecker:
                 words.append(self.spell(dim) if isinstance(dim, str) else str(dim))
         return f"[{', '.join(words)}]"
 
-    def not_descending(self, name: str, bounds: Any) -> None:
-        """Of an array of numpy's; to look at one on a device would wait for it."""
-        if isinstance(bounds, np.ndarray) and (bounds[1:] < bounds[:-1]).any():
-            at = int(np.argmax(bounds[1:] < bounds[:-1]))
-            self.fail(name, "bounds that do not descend", f"{bounds[at + 1]} behind {bounds[at]}")
+    def not_descending(self, name: str, bounds: Any, num_seqs: Any = None) -> None:
+        """Of bounds whose values are known, and of those of `num_seqs` sequences, where that is."""
+        if is_traced(bounds) or is_traced(num_seqs) or not getattr(bounds, "is_fully_addressable", True):
+            return
+        known = np.asarray(bounds)
+        if num_seqs is not None:
+            known = known[: int(np.asarray(num_seqs).reshape(())) + 1]
+        descends = known[1:] < known[:-1]
+        if descends.any():
+            at = int(np.argmax(descends))
+            self.fail(name, "bounds that do not descend", f"{known[at + 1]} behind {known[at]}")
 
     def instance(self, name: str, value: Any, kind: type, *, optional: bool = False) -> None:
         if not (isinstance(value, kind) or (optional and value is None)):

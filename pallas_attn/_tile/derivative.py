@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType
 
 from pallas_attn._tile import sharding
 
@@ -71,7 +70,11 @@ def _with_rule(rule: Rule, keep: bool) -> Callable[[Arrays, Arrays], tuple[Resul
         floats, others, results, kept, asked = saved
         of_results = tuple(_array(x) for x in cotangents[0])
         found = rule.gradients(floats, others, results, kept, of_results, asked)
-        return {name: _placed(gradient, floats[name]) for name, gradient in found.items()}, None
+        placed = {
+            name: None if gradient is None else sharding.placed_like(gradient, floats[name])
+            for name, gradient in found.items()
+        }
+        return placed, None
 
     attended.defvjp(forwards, backwards, symbolic_zeros=True)
     return attended
@@ -85,11 +88,3 @@ def _array(cotangent: Any) -> jax.Array:
     shape, dtype = cotangent.shape, cotangent.dtype
     is_zero = isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
     return jnp.zeros(shape, dtype) if is_zero else cotangent
-
-
-def _placed(gradient: jax.Array | None, like: jax.Array) -> jax.Array | None:
-    """Where axes are Explicit, a gradient's type says that it is sharded as its argument is."""
-    sharding = jax.typeof(like).sharding
-    if gradient is None or sharding.mesh.empty or AxisType.Explicit not in sharding.mesh.axis_types:
-        return gradient
-    return jax.sharding.reshard(gradient, sharding)

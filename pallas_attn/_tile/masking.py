@@ -130,5 +130,11 @@ def usable_pages(pages: jax.Array, num_pages: int) -> jax.Array:
     return (pages >= 0) & (pages < num_pages)
 
 
+def ascending(bounds: jax.Array) -> jax.Array:
+    """Bounds of sequences [num_seqs + 1], as they are or, where they descend, those of sequences without tokens: nobody
+    knows then whose a token is."""
+    return jnp.where(jnp.all(bounds[1:] >= bounds[:-1]), bounds, 0)
+
+
 def apply(logits: jax.Array, visible: jax.Array) -> jax.Array:
     return jnp.where(visible, logits, -jnp.inf)

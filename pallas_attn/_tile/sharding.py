@@ -1,9 +1,11 @@
-"""Inside `jax.shard_map` every value has a type that says over which mesh axes it varies; results must say so too."""
+"""What types say of meshes. Inside `jax.shard_map` every value's says over which axes it varies, and where axes are
+Explicit, how it is sharded. Results must say so too."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 
 def varying_axes(*trees: Any) -> tuple[str, ...]:
@@ -30,3 +32,23 @@ def varying_like(struct: jax.ShapeDtypeStruct, axes: tuple[str, ...]) -> jax.Sha
         return struct
     axis_type = jax.typeof(vary(jnp.zeros(()), axes)).manual_axis_type
     return jax.ShapeDtypeStruct(struct.shape, struct.dtype, manual_axis_type=axis_type)
+
+
+def placed_like(array: jax.Array, like: jax.Array) -> jax.Array:
+    """Where axes are Explicit, sharded as `like`, an array of as many dimensions."""
+    sharding = jax.typeof(like).sharding
+    return jax.sharding.reshard(array, sharding) if _is_explicit(sharding) else array
+
+
+def whole(array: jax.Array, dimensions: int) -> jax.Array:
+    """Where axes are Explicit, not sharded along its first dimensions: jnp refuses what it cannot tell the sharding of,
+    such as sums and gathers along them."""
+    sharding = jax.typeof(array).sharding
+    if not _is_explicit(sharding):
+        return array
+    spec = PartitionSpec(*(None,) * dimensions, *sharding.spec[dimensions:])
+    return jax.sharding.reshard(array, NamedSharding(sharding.mesh, spec))
+
+
+def _is_explicit(sharding: Any) -> bool:
+    return not sharding.mesh.empty and AxisType.Explicit in sharding.mesh.axis_types

@@ -19,7 +19,7 @@ from pallas_attn import _lowering
 from pallas_attn._call import dispatch, gradients
 from pallas_attn._call.device import current_device
 from pallas_attn._lowering import cache, compiler, private
-from pallas_attn._tile import early, registers
+from pallas_attn._tile import early, in_bits, registers
 from pallas_attn._tile.sharding import vary, varying_axes, varying_like
 
 Lowering = Literal["pallas", "triton", "interpret"]
@@ -79,6 +79,8 @@ def load(
     place: Any, *, mask: jax.Array | None = None, other: Any = None, eviction_policy: str | None = None
 ) -> jax.Array:
     """Elements at `place`, a part `ref.at[...]` of an array; where not `mask`, `other`, and memory is not touched."""
+    if isinstance(place, in_bits.Place):
+        return place.load(plgpu.load, mask=mask, other=other)
     read = _lowering.load if isinstance(place, _lowering.Place) else plgpu.load
     return read(place, mask=mask, other=other, eviction_policy=eviction_policy)
 
@@ -87,6 +89,8 @@ def store(
     place: Any, value: jax.Array, *, mask: jax.Array | None = None, eviction_policy: str | None = None
 ) -> None:
     """Writes `value` to `place` where `mask`."""
+    if isinstance(place, in_bits.Place):
+        place, value = place.place, in_bits.as_bytes(value)
     write = _lowering.store if isinstance(place, _lowering.Place) else plgpu.store
     write(place, value, mask=mask, eviction_policy=eviction_policy)
 
@@ -284,9 +288,10 @@ def kernel_call(
             **options,
         )
     else:
-        parameters = plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages)
-        interpret = lowering == "interpret"
-        lets_start = merged and not interpret and _launches_early()
-        body = kernel if interpret else functools.partial(_marked, kernel, max_registers, lets_start)
-        run = pl.pallas_call(body, interpret=interpret, compiler_params=parameters, **options)
+        options["compiler_params"] = plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages)
+        if lowering == "interpret":
+            run = in_bits.call(functools.partial(pl.pallas_call, interpret=True), kernel, **options)
+        else:
+            body = functools.partial(_marked, kernel, max_registers, merged and _launches_early())
+            run = pl.pallas_call(body, **options)
     return gradients.refuse(name, run)(*vary(operands, axes))

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_attn import PagedKVCache
 from pallas_attn._call.checks import ArgumentChecker, check_int, fail
 from pallas_attn._call.optional import needs_extra
 
@@ -71,11 +72,14 @@ class Engine:
         num_rows: requests that run at once.
         num_pages: pages of the cache per layer; None: enough for `num_rows` requests of `max_len` tokens.
         page_size: tokens per page.
-        step_tokens: most tokens of a mixed step, at least `num_rows`: a long prompt takes several steps.
+        step_tokens: most tokens of a mixed step, at least `num_rows`, and `page_size` with an 8-bit cache: a long
+            prompt takes several steps.
         burst: most tokens of an answer in a step in which no prompt is read.
         prefix_cache: whether equal prefixes share full pages.
         cache_dtype: of the cache, as in `generate`; None: the model's. An 8-bit cache has scales of each page, which
-            grow with what it holds: what a request finds does not depend on those that were served before.
+            grow with what it holds. There prompts are read by whole pages, answers are shared with nobody, and those
+            of a request that was sent back are computed again token by token: so answers do not depend on what is
+            served beside a request, or was before.
         stop_token_ids: tokens that end an answer.
         tokenizer: of the model, for requests with stop texts; anything with `decode`.
 
@@ -132,6 +136,9 @@ class Engine:
             dtype=cache_dtype,
         )
         self._cache = self._create_cache()
+        whole_pages = isinstance(self._cache, PagedKVCache) and self._cache.scale_per_page
+        if whole_pages:
+            check_int("Engine", "step_tokens", step_tokens, least=page_size)
         self._scheduler = Scheduler(
             num_pages=num_pages,
             page_size=page_size,
@@ -139,6 +146,7 @@ class Engine:
             step_tokens=step_tokens,
             burst=burst,
             prefix_cache=prefix_cache,
+            whole_pages=whole_pages,
             stopped=self._text_stops,
         )
         self._programs: dict[Any, Callable[..., Any]] = {}

@@ -9,6 +9,10 @@ prefix cache remembers are taken first. Then the newest request goes back into t
 tokens, answered ones too, are kept, and become its prompt when its turn comes again. The oldest is never sent back, so
 everything ends.
 
+In a cache whose pages have scales, what a page holds depends on which of its tokens came together. There whole pages of
+a prompt are computed together, and tokens of an answer one by one, also those of a request that was sent back; and of
+answers no page is shared. So what a request reads does not depend on what runs beside it or ran before.
+
 An exception may come at any line, Ctrl-C for one, and `restore` puts right what it left. What is true stands in three
 places, each of which changes at one stroke: the fields of a request (requests.py), the book of those that are served,
 and the tree of the prefix cache. Who runs, free rows, free pages and their references follow from these.
@@ -82,10 +86,12 @@ class Scheduler:
         step_tokens: tokens in a step, at least `num_rows`, so that everything that decodes goes on in every step.
         burst: most tokens of an answer in a step in which no request reads its prompt.
         prefix_cache: whether equal prefixes share full pages.
+        whole_pages: whether a page of a prompt is computed at once, and pages of answers token by token, always.
         stopped: whether the last token of a request's answer ends it, besides its stop tokens.
 
     Raises:
-        TypeError, ValueError: a size that is no int or below 1; `step_tokens` below `num_rows`.
+        TypeError, ValueError: a size that is no int or below 1; `step_tokens` below `num_rows`, or, with `whole_pages`,
+        below `page_size`.
     """
 
     def __init__(
@@ -97,12 +103,16 @@ class Scheduler:
         step_tokens: int,
         burst: int = 1,
         prefix_cache: bool = True,
+        whole_pages: bool = False,
         stopped: Callable[[Request], bool] = lambda request: False,
     ):
         sizes = {"page_size": page_size, "num_rows": num_rows, "num_pages": num_pages, "burst": burst}
         for name, size in sizes.items():
             check_int("Scheduler", name, size, least=1)
-        check_int("Scheduler", "step_tokens", step_tokens, least=num_rows)
+        check_int(
+            "Scheduler", "step_tokens", step_tokens, least=max(num_rows, page_size if whole_pages else 1)
+        )
+        self.whole_pages = whole_pages
         self.page_size, self.num_rows, self.step_tokens, self.burst = page_size, num_rows, step_tokens, burst
         self.allocator = PageAllocator(num_pages)
         self.prefixes = PrefixCache(self.allocator, page_size) if prefix_cache else None
@@ -174,16 +184,19 @@ class Scheduler:
         running = self.running
         for request in list(running):
             start = request.computed
-            count = min(request.length - start, left)
+            count = self._count(request, start, left)
             if request.row is not None and count and self._grow(request, start + count, running):
                 chunks.append(Chunk(request, start, count))
                 left -= count
         rows = sorted(set(range(self.num_rows)) - {request.row for request in running}, reverse=True)
         for request in [request for request in self._book.served if request.row is None]:
-            if not left or not rows or not self._join(request, rows[-1], left):
+            if not left or not rows or self._reads_on(running, chunks):
+                break
+            if not self._join(request, rows[-1], left):
                 break
             rows.pop()
-            chunks.append(Chunk(request, request.computed, min(request.missing, left)))
+            running.append(request)
+            chunks.append(Chunk(request, request.computed, self._count(request, request.computed, left)))
             left -= chunks[-1].count
         step = Step(chunks)
         if not step.reads_prompts:
@@ -277,16 +290,38 @@ class Scheduler:
         self._remember(request)
         request.end(reason)
 
+    def _count(self, request: Request, computed: int, left: int) -> int:
+        """How many tokens of a request, of which some are computed, a step computes that has room for so many more."""
+        count, of_prompt = min(request.length - computed, left), len(request.prompt) - computed
+        if not self.whole_pages:
+            return count
+        if of_prompt <= 0:
+            return min(count, 1)
+        return of_prompt if count >= of_prompt else count // self.page_size * self.page_size
+
+    def _reads_on(self, running: Sequence[Request], chunks: Sequence[Chunk]) -> bool:
+        """Whether the newest request has more of its prompt to read behind these chunks: nobody joins before that."""
+        if not running:
+            return False
+        newest = running[-1]
+        planned = sum(chunk.count for chunk in chunks if chunk.request is newest)
+        return newest.computed + planned < len(newest.prompt)
+
+    def _shared(self, request: Request, tokens: int) -> Sequence[int]:
+        """What others may share, or this request with others, of its first `tokens` tokens."""
+        return request.between(0, min(tokens, len(request.prompt)) if self.whole_pages else tokens)
+
     def _join(self, request: Request, row: int, left: int) -> bool:
         """Gives a waiting request a row, and pages for what the prefix cache knows and a first chunk. False, and
         nothing has changed, if there are not enough; nobody is sent back for one who waits."""
         # The last token is computed in any case: what follows it is asked for.
-        known = self.prefixes.match(request.tokens[:-1]) if self.prefixes else []
+        known = self.prefixes.match(self._shared(request, request.length - 1)) if self.prefixes else []
         for shared in (known, []):
             computed = len(shared) * self.page_size
-            needed = self._pages_for(min(computed + left, request.length)) - len(shared)
+            count = self._count(request, computed, left)
+            needed = self._pages_for(computed + count) - len(shared)
             # What only the cache holds may go, but not what was just found; without the latter there may be room.
-            if (own := self._allocate(needed)) is not None:
+            if count and (own := self._allocate(needed)) is not None:
                 place = request.place
                 cached = computed if place.cached_tokens is None else place.cached_tokens
                 request.place = Place(row, (*shared, *own), computed, computed, cached, place.preempted)
@@ -336,7 +371,7 @@ class Scheduler:
 
     def _remember(self, request: Request) -> None:
         if self.prefixes:
-            self.prefixes.insert(request.tokens[: request.place.computed], request.pages)
+            self.prefixes.insert(self._shared(request, request.place.computed), request.pages)
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)

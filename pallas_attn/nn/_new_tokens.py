@@ -5,7 +5,8 @@ positions [total_tokens] and cu_q_lens, padding behind. Either becomes the ragge
 chunk that goes on with one and a token of an answer are the same thing: consecutive positions, of which the last says
 how long the sequence now is.
 
-Positions that are not consecutive are refused where they are known and give NaN where they are traced.
+Positions that are not consecutive are refused where they are known and give NaN where they are traced; bounds that
+descend are refused, or make all tokens padding.
 """
 
 import dataclasses
@@ -16,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn._call.checks import ArgumentChecker, is_traced
+from pallas_attn._tile.masking import ascending
+from pallas_attn._tile.sharding import placed_like, whole
 
 CONSECUTIVE = "consecutive ones in each sequence, and negative ones for padding"
 NEWEST = (
@@ -33,6 +36,7 @@ class NewTokens:
     seq_lens: [num_seqs] int32, tokens of each sequence, these included; 0 for one that has none of these.
     served: [total_tokens] bool: the positions of the token's sequence are consecutive.
     order: [total_tokens], where each token lies in the batched form, flattened; None if it came in the ragged one.
+    places: [total_tokens], the inverse of `order`.
     came: the positions as they came.
     """
 
@@ -42,6 +46,7 @@ class NewTokens:
     seq_lens: jax.Array
     served: jax.Array
     order: jax.Array | None
+    places: jax.Array | None
     came: jax.Array
     fresh: jax.Array
     """bool: all are batched prompts from their beginning, padded on the right."""
@@ -52,7 +57,10 @@ class NewTokens:
         known = not is_traced(positions) and not is_traced(cu_q_lens)
         xp: Any = np if known else jnp
         came = positions = xp.asarray(positions)
-        order, fresh = None, False
+        order = places = None
+        fresh = False
+        if not known:
+            positions = whole(positions, positions.ndim)
         if cu_q_lens is None:
             real = positions.reshape(-1) >= 0
             counts = (positions >= 0).sum(axis=1, dtype=np.int32)
@@ -60,7 +68,13 @@ class NewTokens:
             fresh = ((positions == column) | (column >= counts[:, None])).all()
             cu_q_lens = xp.concatenate([np.zeros(1, np.int32), counts.cumsum(dtype=np.int32)])
             order = xp.argsort(~real, stable=True)  # padding goes behind, and nothing else moves
+            before = real.cumsum(dtype=np.int32)
+            places = xp.where(real, before - 1, before[-1] + xp.arange(real.size, dtype=np.int32) - before)
             positions = positions.reshape(-1)[order]
+        elif known:
+            check.not_descending("cu_q_lens", cu_q_lens)
+        else:
+            cu_q_lens = ascending(whole(jnp.asarray(cu_q_lens), 1))
         cu_q_lens = xp.asarray(cu_q_lens)
         token, first, end = xp.arange(positions.size, dtype=np.int32), cu_q_lens[:-1], cu_q_lens[1:]
         # As many as end at or before the token: one fused comparison, where a search would be a loop in each layer.
@@ -82,33 +96,36 @@ class NewTokens:
             seq_lens=jnp.asarray(seq_lens),
             served=jnp.asarray(served[rows] | ~real),
             order=None if order is None else jnp.asarray(order),
+            places=None if places is None else jnp.asarray(places),
             came=jnp.asarray(came),
             fresh=jnp.asarray(fresh),
         )
 
     def pack(self, x: jax.Array) -> jax.Array:
-        """Of an array with these tokens in its leading dimensions: [total_tokens, ...]."""
+        """Of an array with these tokens in its leading dimensions: [total_tokens, ...], all of them on every device, as
+        ops over pages want them."""
+        x = whole(x, self.came.ndim)
         flat = x.reshape(-1, *x.shape[self.came.ndim :])
         return flat if self.order is None else flat[self.order]
 
-    def unpack(self, x: jax.Array, layer: int | jax.Array) -> jax.Array:
-        """[total_tokens, ...], back where the tokens came from; NaN for those that were not served. A traced layer out
-        of range, which is -1, serves none: what it wrote went nowhere."""
+    def unpack(self, x: jax.Array, layer: int | jax.Array, like: jax.Array) -> jax.Array:
+        """[total_tokens, ...], back where the tokens came from, and sharded as `like`; NaN for those that were not
+        served. A traced layer out of range, which is -1, serves none: what it wrote went nowhere."""
         served = (self.served & (layer >= 0)).reshape(-1, *[1] * (x.ndim - 1))
         x = jnp.where(served, x, jnp.nan)
-        if self.order is not None:
-            x = jnp.zeros_like(x).at[self.order].set(x, unique_indices=True)
-        return x.reshape(*self.came.shape, *x.shape[1:])
+        if self.places is not None:
+            x = x[self.places]
+        return placed_like(x.reshape(*self.came.shape, *x.shape[1:]), like)
 
     def by_token[Cache: Any](self, cache: Cache) -> Cache:
         """The cache as if each token were a sequence of its own."""
-        return cache.replace(block_tables=cache.shared_tables[self.rows])
+        return cache.replace(block_tables=whole(cache.shared_tables, 2)[self.rows])
 
     def pages[Cache: Any](self, cache: Cache) -> tuple[Cache, jax.Array]:
         """To write: the cache as if each token had a page of its own, and its position in it [total_tokens, 1]."""
-        column = self.positions // cache.page_size
-        held = (self.positions >= 0) & (column < cache.shared_tables.shape[1])
-        page = jnp.where(held, cache.shared_tables[self.rows, jnp.where(held, column, 0)], -1)
+        column, tables = self.positions // cache.page_size, whole(cache.shared_tables, 2)
+        held = (self.positions >= 0) & (column < tables.shape[1])
+        page = jnp.where(held, tables[self.rows, jnp.where(held, column, 0)], -1)
         within = jnp.where(held, self.positions % cache.page_size, -1)
         return cache.replace(block_tables=page[:, None]), within[:, None]
 

@@ -162,7 +162,7 @@ def write_and_attend(
         **rules,
         **cache.scales(layer),
     )
-    return new.unpack(out, layer), cache
+    return new.unpack(out, layer, query), cache
 
 
 def _rules(

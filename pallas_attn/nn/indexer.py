@@ -8,9 +8,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_attn import PagedLatentCache
+from pallas_attn._call import partition
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._call.optional import needs_extra
 from pallas_attn._tile.masking import usable_pages
+from pallas_attn._tile.sharding import placed_like
 from pallas_attn.ops.kv_cache.addressing import check_layer
 from pallas_attn.ops.kv_cache.api import DTYPES
 
@@ -142,10 +144,9 @@ class Indexer(nnx.Module):
         if is_ragged(positions, cu_q_lens):  # each token as a sequence of its own
             new = new or NewTokens.of(check, positions, cu_q_lens)
             by_token = new.by_token(cache)
-            chosen, written = self(
-                x[:, None], compressed_query[:, None], by_token, layer, new.positions[:, None]
-            )
-            return chosen[:, 0], written.replace(block_tables=cache.shared_tables)
+            tokens = new.pack(x)[:, None], new.pack(compressed_query)[:, None]
+            chosen, written = self(*tokens, by_token, layer, new.positions[:, None])
+            return placed_like(chosen[:, 0], x), written.replace(block_tables=cache.shared_tables)
         positions = jnp.asarray(new.came if new else positions)
 
         queries = self.q_proj(compressed_query).reshape(*positions.shape, config.num_heads, config.head_dim)
@@ -183,6 +184,31 @@ def best_tokens(
         index_keys: [num_pages, page_size, 1, head_dim]; slots behind a query's position may hold anything.
         tables: [num_seqs, max_pages] int32. positions: [num_seqs, n] int32.
     """
+    operands = {
+        "queries": queries,
+        "weights": weights,
+        "index_keys": index_keys,
+        "tables": tables,
+        "positions": positions,
+    }
+    (chosen,) = partition.divide(
+        "Indexer", _best_tokens, operands, DIMS, ("seqs n top",), static={"top_k": top_k}
+    )
+    return chosen
+
+
+# Scores are sums over all heads of an indexer.
+DIMS = {
+    "queries": "seqs n all_heads dim",
+    "weights": "seqs n all_heads",
+    "index_keys": "pages slot one dim",
+    "tables": "seqs columns",
+    "positions": "seqs n",
+}
+
+
+def _best_tokens(operands: dict[str, jax.Array], *, top_k: int) -> tuple[jax.Array]:
+    queries, weights, index_keys, tables, positions = (operands[name] for name in DIMS)
     num_seqs, n, num_heads, head_dim = queries.shape
     num_pages, page_size = index_keys.shape[:2]
     slots = tables.shape[1] * page_size
@@ -208,4 +234,4 @@ def best_tokens(
         choose = functools.partial(of_token, keys, usable)
         return jax.lax.map(choose, (queries, weights, positions), batch_size=tokens_at_once)
 
-    return jax.lax.map(of_sequence, (queries, weights, positions, tables), batch_size=seqs_at_once)
+    return (jax.lax.map(of_sequence, (queries, weights, positions, tables), batch_size=seqs_at_once),)

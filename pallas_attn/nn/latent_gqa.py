@@ -137,7 +137,7 @@ class LatentGQA(nnx.Module):
 
         def from_pages() -> jax.Array:
             out = attend(new.by_token(cache), new.pack(query)[:, None], new.positions)
-            return new.unpack(out[:, 0], layer)
+            return new.unpack(out[:, 0], layer, query)
 
         if new.order is None:
             return from_pages(), cache

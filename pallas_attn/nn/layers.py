@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_attn._call.optional import needs_extra
+from pallas_attn._tile.masking import ascending
 
 with needs_extra("models", user="pallas_attn.nn"):
     from flax import nnx
@@ -56,5 +57,6 @@ def advanced(seq_lens: jax.Array, positions: jax.Array, cu_q_lens: jax.Array | N
     them."""
     if cu_q_lens is None:
         return jnp.maximum(seq_lens, jnp.max(positions, axis=1) + 1)
+    cu_q_lens = ascending(cu_q_lens)
     last = positions[jnp.clip(cu_q_lens[1:] - 1, 0, positions.shape[0] - 1)]
     return jnp.where(cu_q_lens[1:] > cu_q_lens[:-1], jnp.maximum(seq_lens, last + 1), seq_lens)

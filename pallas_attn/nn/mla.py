@@ -212,7 +212,8 @@ class MultiHeadLatentAttention(nnx.Module):
             new = None if absorbed else NewTokens.of(check, positions, cu_q_lens)
         x, positions = jnp.asarray(x), jnp.asarray(positions)
 
-        q_nope, q_rope = jnp.split(self._queries(x), [config.qk_nope_head_dim], axis=-1)
+        queries = self._queries(x)
+        q_nope, q_rope = jnp.split(queries, [config.qk_nope_head_dim], axis=-1)
         latent, k_rope = jnp.split(self.kv_a_proj(x), [config.kv_lora_rank], axis=-1)
         latent = self.kv_a_norm(latent)
         frequencies = rotary_frequencies(config.qk_rope_head_dim, config.rope_theta, config.yarn)
@@ -238,7 +239,7 @@ class MultiHeadLatentAttention(nnx.Module):
                 )
                 places, lens = new.by_token(cache), new.positions + 1
                 out = self._absorbed(q_nope, q_rope, places, layer, lens, None, chosen)[:, 0]
-            out = new.unpack(out, layer)
+            out = new.unpack(out, layer, queries)
         return self.o_proj(out.reshape(*x.shape[:-1], -1)), cache
 
     def compressed_query(self, x: jax.Array) -> jax.Array:

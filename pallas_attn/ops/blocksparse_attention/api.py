@@ -13,7 +13,7 @@ from pallas_attn._call.checks import ArgumentChecker, is_traced
 from pallas_attn._call.device import current_device
 from pallas_attn._tile import options, triton
 from pallas_attn._tile.layout import LAYOUTS, PoolCase, PoolShape, check_pools, reaches, table_tokens
-from pallas_attn._tile.masking import Rules
+from pallas_attn._tile.masking import Rules, ascending
 from pallas_attn._types import ImplementationOrCuda, Layout
 from pallas_attn.ops.blocksparse_attention import backward, cuda, gradients
 from pallas_attn.ops.blocksparse_attention.config import TILES, BlockSparseConfig, heuristic
@@ -171,9 +171,10 @@ def blocksparse_attention(
         cu_q_lens: [num_seqs + 1] int32, where each sequence's queries begin, from 0 (what stands first is taken for
             0), and the last one's end. None where all sequences decode (as many queries as sequences) or all prefill
             (as many queries as keys in rows); where it might be either, it is asked for. A sequence's queries beyond
-            its number of keys, the oldest, see nothing. Where a traced array descends, nothing out of bounds is read,
-            and what results is not said; one of numpy's that does is refused.
-        cu_k_lens: [num_seqs + 1] int32, the same for keys in rows.
+            its number of keys, the oldest, see nothing. Where a traced array descends, no token is anyone's: out is 0
+            and lse -inf; one whose values are known is refused.
+        cu_k_lens: [num_seqs + 1] int32, the same for keys in rows; where a traced one descends, rows of the sequences
+            whose keys would end before they begin are NaN.
         block_tables, seq_lens: [num_seqs, max_pages] and [num_seqs] int32 for keys in pages, in place of cu_k_lens; the
             lengths count the queries' own tokens. Pages of blocks that no head sees may be anyone's.
         scale: factor of the logits, a number above 0; None means head_dim ** -0.5.
@@ -229,6 +230,7 @@ def blocksparse_attention(
             check.fail("cache_layout", "NHD for keys in rows", repr(cache_layout))
         _need(check, arrays)
         check.array("cu_k_lens", cu_k_lens, ("num_seqs_and_1",), [jnp.int32])
+        check.not_descending("cu_k_lens", cu_k_lens)
         max_k_len, num_seqs = key.shape[0], check.dims["num_seqs_and_1"] - 1
         if num_seqs < 1:
             check.fail("cu_k_lens", "at least 2 elements", str(num_seqs + 1))
@@ -285,6 +287,9 @@ def blocksparse_attention(
     operands = {"query": query, **arrays}
     operands |= {n: getattr(layout, n) for n in gradients.LAYOUT_ARRAYS}
     operands = {n: jnp.asarray(array) for n, array in operands.items()}
+    if "cu_q_lens" in operands:
+        from_0 = jnp.concatenate([jnp.zeros(1, jnp.int32), operands["cu_q_lens"][1:]])
+        operands["cu_q_lens"] = ascending(from_0)
     call = gradients.Call(
         problem,
         layout.sizes,

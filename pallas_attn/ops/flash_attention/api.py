@@ -146,8 +146,8 @@ def flash_attention(
             other documents costs no time. Any order of ids is right, ascending ones in one piece each are fast.
         cu_q_lens: [num_seqs + 1] int32, instead of segment_ids: batch is 1, and document i has tokens
             [cu_q_lens[i], cu_q_lens[i + 1]). Tokens beyond the last are padding: out 0, lse -inf, with sinks too, and
-            no gradient from or to them, whatever they hold. So are all tokens if a traced array descends; one of
-            numpy's that does is refused.
+            no gradient from or to them, whatever they hold. So are all tokens if a traced array descends; one whose
+            values are known is refused.
         causal: query i sees keys up to i + q_offset.
         sliding_window: an int w >= 1: query i sees the keys less than w away from i + q_offset, on both sides; with
             `causal`, the newest w up to itself. Or (left, right), each >= 0 or None for no bound: keys from

@@ -129,8 +129,8 @@ def growing_scales(
     each growth at least doubles the steps, so the errors of all roundings of a token are together less than a step of
     the scale that the page ends with, which is less than twice what the page needs.
 
-    Scales of fp8 are powers of two, by which its exponents move: so only the smallest values are rounded again, and a
-    page is the same whether its tokens came at once or one by one. In int8 that would cost up to a bit of seven.
+    Scales of fp8 are powers of two, by which its exponents move: so only the smallest values are rounded again. In int8
+    that would cost up to a bit of seven.
     """
     peaks = _peaks(key, value, slot_mapping, k_scale.shape[0], page_size)
     begun = peaks.begun[:, None]

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from pallas_attn._call import dispatch
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._tile.latents import BYTES, FP8, QUERY_DIM, SCALES, Scales, token_width
+from pallas_attn._tile.sharding import whole
 from pallas_attn._types import BlockTables, Dtype, FloatName, Implementation, SeqLens
 from pallas_attn.ops.kv_cache.addressing import (
     check_layer,
@@ -164,8 +165,8 @@ class PagedLatentCache:
             check.fail("cache", "one with index keys (create's index_dim)", "one without")
         slots = self._slots(check, layer, positions)
         check.array("keys", keys, ("num_seqs", "n", self.index_keys.shape[-1]), DTYPES)
-        rows = jnp.asarray(keys).reshape(slots.size, -1)
-        return self.replace(index_keys=write_rows(rows, self.index_keys, slots))
+        rows = whole(jnp.asarray(keys), 2).reshape(slots.size, -1)
+        return self.replace(index_keys=write_rows(rows, self.index_keys, whole(slots, 1)))
 
     def _slots(self, check: ArgumentChecker, layer: int | jax.Array, positions: jax.Array) -> jax.Array:
         """[num_seqs * n] slots of new tokens in one layer's pages."""

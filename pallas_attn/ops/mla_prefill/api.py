@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args, overload
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._call import partition, symbolic
+from pallas_attn._call import gradients, partition, symbolic
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._tile import options
 from pallas_attn._tile.latents import BYTES, LATENT_DIM, QUERY_DIM, ROPE_DIM, token_width
@@ -150,7 +150,7 @@ def mla_prefill(
     more = {"latent_cache": latent_cache, "key_up": key_up, "value_up": value_up}
     out, lse = partition.divide(
         check.function,
-        _attend,
+        _without_gradients,
         operands | {name: jnp.asarray(array) for name, array in more.items()},
         DIMS,
         ("tokens heads value_dim", "tokens heads"),
@@ -161,6 +161,12 @@ def mla_prefill(
         },
     )
     return (out, lse) if return_lse else out
+
+
+def _without_gradients(operands: dict[str, jax.Array], **static: Any) -> tuple[jax.Array, jax.Array]:
+    """Of the two forms one alone would have some, and those of plain loops."""
+    reason = "there are no gradients; flash_attention over keys and values projected from latents has"
+    return gradients.refuse("mla_prefill", functools.partial(_attend, **static), reason)(operands)
 
 
 def _attend(

@@ -29,9 +29,10 @@ class Batch(NamedTuple):
     @classmethod
     def of(cls, operands: dict[str, jax.Array], page_size: int) -> "Batch":
         num_tokens, max_seqs = operands["query"].shape[0], operands["block_tables"].shape[0]
-        num_seqs = jnp.clip(operands["num_seqs"][0], 0, max_seqs)
+        ragged = Ragged(num_tokens, max_seqs, 1)
+        num_seqs = ragged.num_of(operands["cu_q_lens"], operands["num_seqs"])
         index = jnp.arange(max_seqs + 1)
-        bounds = Ragged(num_tokens, max_seqs, 1).bound(index, operands["cu_q_lens"], num_seqs)
+        bounds = ragged.bound(index, operands["cu_q_lens"], num_seqs)
         counts = jnp.arange(max_seqs) < num_seqs
         q_lens = jnp.where(counts, jnp.maximum(bounds[1:] - bounds[:-1], 0), 0)
         token = jnp.arange(num_tokens)

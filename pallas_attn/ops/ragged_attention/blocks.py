@@ -49,6 +49,17 @@ class Ragged(NamedTuple):
         inside = jnp.clip(stored, 0, self.num_tokens)
         return jnp.where(index > num_seqs, self.num_tokens, jnp.where(index > 0, inside, 0))
 
+    def num_now(self, num_seqs: jax.Array, index: jax.Array, first: jax.Array, end: jax.Array) -> jax.Array:
+        """How many sequences there are, of the bounds [first, end) that sequences `index` have as stored. None where
+        these descend, for nobody knows then whose a token is; what stands first is not looked at."""
+        num_seqs = jnp.clip(num_seqs, 0, self.num_seqs)
+        descends = (index > 0) & (index < num_seqs) & (end < first)
+        return jnp.where(jnp.sum(descends.astype(jnp.int32)) > 0, 0, num_seqs)
+
+    def num_of(self, cu_q_lens: jax.Array, num_seqs: jax.Array) -> jax.Array:
+        """The same outside of a kernel, of num_seqs [1]."""
+        return self.num_now(num_seqs[0], jnp.arange(self.num_seqs), cu_q_lens[:-1], cu_q_lens[1:])
+
     def first_place(self, index: Any, bound: jax.Array, block_q: int) -> jax.Array:
         return bound * self.group // block_q + index
 
@@ -84,11 +95,15 @@ class Lens:
 
     def __init__(self, ragged: Ragged, refs: dict[str, Any]):
         self._ragged, self._refs = ragged, refs
-        self.num_seqs = jnp.clip(triton.load(refs["num_seqs"].at[np.int32(0)]), 0, ragged.num_seqs)
+        index = jnp.arange(triton.next_power_of_2(ragged.num_seqs + 1))
+        stored = self._bound_stored(index), self._bound_stored(index + 1)
+        self.num_seqs = ragged.num_now(triton.load(refs["num_seqs"].at[np.int32(0)]), index, *stored)
+
+    def _bound_stored(self, index: jax.Array) -> jax.Array:
+        return triton.load(self._refs["cu_q_lens"].at[jnp.minimum(index, self._ragged.num_seqs)])
 
     def bound(self, index: jax.Array) -> jax.Array:
-        stored = triton.load(self._refs["cu_q_lens"].at[jnp.minimum(index, self._ragged.num_seqs)])
-        return self._ragged.bound(index, stored, self.num_seqs)
+        return self._ragged.bound(index, self._bound_stored(index), self.num_seqs)
 
     def stored(self, seq: jax.Array) -> jax.Array:
         """seq_lens as stored; 0 for padding."""

@@ -98,17 +98,17 @@ def check_batch(
     check.array("block_tables", block_tables, ("max_seqs", "max_pages"), [jnp.int32])
     check.array("seq_lens", seq_lens, ("max_seqs",), [jnp.int32])
     check.array("cu_q_lens", cu_q_lens, (check.dims["max_seqs"] + 1,), [jnp.int32])
-    if num_seqs is None:
-        check.not_descending("cu_q_lens", cu_q_lens)
     for name, array in (("query", query), ("block_tables", block_tables)):
         check.non_empty(name, array)
+    counted = _num_seqs(check, num_seqs)
+    check.not_descending("cu_q_lens", cu_q_lens, num_seqs)
     # Outside jit they may be numpy's.
     return {
         "query": jnp.asarray(query),
         "block_tables": jnp.asarray(block_tables),
         "seq_lens": jnp.asarray(seq_lens),
         "cu_q_lens": jnp.asarray(cu_q_lens),
-        "num_seqs": _num_seqs(check, num_seqs),
+        "num_seqs": counted,
     }
 
 

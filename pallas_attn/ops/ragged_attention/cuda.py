@@ -11,6 +11,7 @@ from pallas_attn._call import hopper_forward
 from pallas_attn._tile import masking, triton
 from pallas_attn._tile.layout import PoolShape
 from pallas_attn.ops.ragged_attention import kernel
+from pallas_attn.ops.ragged_attention.blocks import Ragged
 from pallas_attn.ops.ragged_attention.config import RaggedAttentionConfig
 from pallas_attn.ops.ragged_attention.sources import Sources
 
@@ -66,6 +67,8 @@ def ragged_attention_cuda(
         left = lens["sliding_window"] - 1
     elif rules.sliding_window is not None:
         left = jnp.full(1, rules.sliding_window - 1, jnp.int32)
+    ragged = Ragged(query.shape[0], sources.block_tables.shape[0], 1)
+    lens = {**lens, "num_seqs": ragged.num_of(lens["cu_q_lens"], lens["num_seqs"])[None]}
     assert sources.value_cache is not None
     out, lse = hopper_forward.forward(
         query[None],

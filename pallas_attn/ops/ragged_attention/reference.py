@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from pallas_attn._call import symbolic
 from pallas_attn._tile import chunks, logits, masking, quantization, rows, softmax, tree
-from pallas_attn._tile.layout import PoolShape, table_tokens
+from pallas_attn._tile.layout import PoolShape, moved, table_tokens
 from pallas_attn.ops.ragged_attention.blocks import Ragged
 
 MOST_TOKENS = 64  # of a block
@@ -101,9 +101,7 @@ def ragged_attention_xla(
     per_block = MOST_TOKENS // 4
     if not symbolic.is_open(num_tokens, room):
         per_block = min(MOST_TOKENS, 1 << (max(num_tokens // room, 1) - 1).bit_length())
-    blocks = _Blocks(
-        Ragged(num_tokens, room, 1), lens["cu_q_lens"], jnp.clip(lens["num_seqs"][0], 0, room), per_block
-    )
+    blocks = _Blocks(Ragged(num_tokens, room, 1), lens["cu_q_lens"], lens["num_seqs"], per_block)
     seq = jnp.minimum(blocks.seq, room - 1)
     stored = jnp.where(blocks.is_padding, 0, lens["seq_lens"][seq])
     new_apart = sources.new is not None
@@ -186,7 +184,8 @@ def ragged_attention_xla(
     if kept is None:
         return out, lse
     skipped = blocks.put(skipped, by_token=False)[:, None]
-    return jnp.where(skipped[..., None], kept[0], out), jnp.where(skipped, kept[1], lse)
+    out = moved(lambda kept, out: jnp.where(skipped[..., None], kept, out), kept[0], out)
+    return out, jnp.where(skipped, kept[1], lse)
 
 
 def _both(
@@ -204,6 +203,7 @@ class _Blocks:
 
     def __init__(self, ragged: Ragged, cu_q_lens: jax.Array, num_seqs: jax.Array, per_block: int):
         self._per_block = per_block
+        num_seqs = ragged.num_of(cu_q_lens, num_seqs)
         index = jnp.arange(ragged.num_seqs + 2)
         bounds = ragged.bound(index, cu_q_lens[jnp.minimum(index, ragged.num_seqs)], num_seqs)
         first_place = ragged.first_place(index, bounds, per_block)[:-1]

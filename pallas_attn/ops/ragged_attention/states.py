@@ -83,7 +83,11 @@ def merged(
         sinks = softmax.finite_sink(sinks.astype(jnp.float32))
         highest = jnp.maximum(highest, sinks)
     highest = jax.lax.stop_gradient(jnp.where(empty, 0.0, highest))
-    weights = [jnp.exp(lse - highest) for lse in lses]
+    # Nothing passes through a part without keys, were what comes back NaN.
+    weights = [
+        jnp.where(jnp.isneginf(lse), 0.0, jnp.exp(jnp.where(jnp.isneginf(lse), 0.0, lse) - highest))
+        for lse in lses
+    ]
     total = sum(weights)
     if sinks is not None:
         total += jnp.where(empty, 0.0, jnp.exp(sinks - highest))
