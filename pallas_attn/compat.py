@@ -230,7 +230,7 @@ def ragged_paged_attention_v3(
             it lies; donate it to the surrounding ``jax.jit``, or the write copies it.
         kv_lens: [max_num_seqs] int32, these tokens included.
         page_indices: [max_num_seqs * pages_per_seq] int32, row after row.
-        cu_q_lens: [max_num_seqs + 1] int32.
+        cu_q_lens: [max_num_seqs + 1] int32; where a traced one descends no token is anyone's, and nothing is written.
         distribution: [3] int32, of which the last is the number of sequences; the kernel here needs no more.
         use_causal_mask: False: every query sees all of its sequence, window or not.
         update_kv_cache: False: the pages hold these tokens already; `keys` and `values` are not looked at.

@@ -56,6 +56,15 @@ def latent(bounds, **options):
     return call(rows(0, width=96), pool, *pages(bounds), bounds, **ups, return_lse=True, **options)
 
 
+def v3(bounds, **options):
+    """Which writes the new tokens first."""
+    del options  # it has one way
+    pool = jnp.zeros((3, 16, 4, 1, 128))
+    tables, lens = pages(bounds)
+    call = unchecked(pallas_attn.compat.ragged_paged_attention_v3)
+    return call(rows(0), rows(1), rows(2), pool, lens, tables[:, 0], bounds, jnp.array([0, 0, 3], jnp.int32))
+
+
 def blocksparse(bounds, **options):
     pool = jnp.ones((TOKENS * 2, 2, 16))
     dense = builders.dense_causal(32, block_size=16, q_block_size=16)
@@ -124,6 +133,14 @@ def test_gradients_of_traced_ones_are_0(call):
     gradient = jax.jit(jax.grad(total))
     assert np.asarray(gradient(rows(0), RIGHT)).any()
     assert not np.asarray(gradient(rows(0), BOUNDS)).any()
+
+
+def test_nothing_is_written_by_v3():
+    attend = jax.jit(v3)
+    assert all(np.asarray(x).any() for x in attend(RIGHT))
+    assert not any(np.asarray(x).any() for x in attend(BOUNDS))
+    with pytest.raises(ValueError, match=DESCENDS):
+        v3(BOUNDS)
 
 
 def test_keys_that_end_before_they_begin_spoil_their_own_rows_alone():

@@ -88,7 +88,7 @@ class LatentGQA(nnx.Module):
             positions: [num_seqs, n] or [total_tokens] int32; those of a sequence follow each other. Negative for
                 padding or a finished sequence, whose output is not meaningful. Rows that do not follow this get NaN, or
                 are an error where positions are known.
-            cu_q_lens: [num_seqs + 1] int32, for the ragged form.
+            cu_q_lens: [num_seqs + 1] int32, for the ragged form; where a traced one descends all tokens are padding.
 
         Returns:
             The output in the query's shape and dtype, and the cache with the new tokens in it; its `seq_lens` are left

@@ -162,7 +162,7 @@ class MultiHeadLatentAttention(nnx.Module):
                 `o_proj` is zeros. Other positions give NaN in the tokens of their sequence if they are traced; known
                 ones are checked, which outside jit reads them from the device.
             cu_q_lens: [num_seqs + 1] int32, for the ragged form: where each sequence's tokens begin, from 0, and where
-                the last one's end; tokens behind are padding.
+                the last one's end; tokens behind are padding, and all are where a traced array descends.
             schedule: from `mla_schedule` for `num_heads` heads, `q_len = n` and the lengths after this step; for
                 `absorbed` alone. Make it once for all layers.
             absorbed: None is True for one token of each sequence, else False. True takes `mla_decode`, for a few tokens

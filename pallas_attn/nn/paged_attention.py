@@ -103,7 +103,8 @@ class PagedAttention(nnx.Module):
                 and the output is zeros. Positions of a sequence that do not follow each other give NaN in its tokens if
                 they are traced; known ones are checked, which outside jit reads them from the device.
             cu_q_lens: ``[num_seqs + 1]`` int32, for the ragged form: where each sequence's tokens begin, from 0, and
-                where the last one's end; not decreasing. A sequence may have none; tokens behind are padding.
+                where the last one's end; not decreasing. A sequence may have none; tokens behind are padding, and
+                all are where a traced array descends (a known one is refused).
             sliding_window: this layer's, in place of the module's: an int of at least 1, or an int32 scalar that may
                 be traced (below 1 it counts as 1), where `paged_attention` takes one; for layers that are scanned
                 while their windows alternate.

@@ -92,7 +92,7 @@ def mla_prefill(
     context takes less time than it saves: `least_projected`, 83 at DeepSeek's 128 and 128, whatever the context. What
     no sequence of a call asks for is not computed.
 
-    Works inside jit, scan and while_loop; nothing is read by the host. There are no gradients.
+    Works inside jit, scan and while_loop, where the host reads nothing. There are no gradients.
 
     Args:
         query: [total_tokens, num_heads, nope_dim + 64], bf16, fp16 or float32, as projected: not absorbed, and its last
