@@ -98,49 +98,75 @@ __device__ __forceinline__ void mask_scores(float (&rS)[kCount], const FragmentP
 constexpr float kFusedBelow = 4096.0f;
 
 // Turns scores into probabilities, moves the running maximum and sum, and says by what the rows' earlier
-// results must be multiplied.
+// results must be multiplied; false if that is 1 for all rows of the warp.
 template <int kCount>
-__device__ __forceinline__ void exponentiate(float (&rS)[kCount], float scale_log2, RowState& state,
+__device__ __forceinline__ bool exponentiate(float (&rS)[kCount], float scale_log2, RowState& state,
                                              float (&rescale)[kRowsPerThread]) {
-  float offset[kRowsPerThread];
-  bool large = false;
+  // Even and odd columns apart: four chains hide an instruction's latency.
+  float even[kRowsPerThread], odd[kRowsPerThread];
+#pragma unroll
+  for (int i = 0; i < kRowsPerThread; ++i) even[i] = odd[i] = -INFINITY;
+#pragma unroll
+  for (int r = 0; r < kCount; r += 2) {
+    const int i = FragmentPosition::row_of(r);
+    even[i] = fmaxf(even[i], rS[r]);
+    odd[i] = fmaxf(odd[i], rS[r + 1]);
+  }
+  float top[kRowsPerThread];
+  bool usual = true;
 #pragma unroll
   for (int i = 0; i < kRowsPerThread; ++i) {
-    float top = -INFINITY;
-#pragma unroll
-    for (int r = 0; r < kCount; ++r) {
-      if (FragmentPosition::row_of(r) == i) top = fmaxf(top, rS[r]);
-    }
-    top = quad_reduce(top, [](float a, float b) { return fmaxf(a, b); });
-    state.peak[i] = fmaxf(state.peak[i], top);
-    const float before = state.maximum[i];
-    const float after = (top - before) * scale_log2 > kRescaleSlack ? top : before;
-    state.maximum[i] = after;
-    // Nothing to rescale yet: one, so that nobody does.
-    rescale[i] = before == kNoMaximum ? 1.0f : exp2_fast((before - after) * scale_log2);
-    offset[i] = after == kNoMaximum ? 0.0f : after * scale_log2;
-    large |= !(fabsf(offset[i]) < kFusedBelow);
+    top[i] = quad_reduce(fmaxf(even[i], odd[i]), [](float a, float b) { return fmaxf(a, b); });
+    state.peak[i] = fmaxf(state.peak[i], top[i]);
+    rescale[i] = 1.0f;
+    usual &= (top[i] - state.maximum[i]) * scale_log2 <= kRescaleSlack &&
+             fabsf(state.maximum[i] * scale_log2) < kFusedBelow;
   }
-  // Rarely: the maximum is subtracted first, and costs an instruction more.
-  const bool fused = !__any_sync(0xffffffff, large);
-  float sum[kRowsPerThread] = {};
+  // After the first key tiles almost never otherwise.
+  bool fused = true, moved = false;
+  if (!__all_sync(0xffffffff, usual)) {
+    bool large = false;
+#pragma unroll
+    for (int i = 0; i < kRowsPerThread; ++i) {
+      const float before = state.maximum[i];
+      if ((top[i] - before) * scale_log2 > kRescaleSlack) state.maximum[i] = top[i];
+      // Nothing to rescale yet: one, so that nobody does.
+      if (before != kNoMaximum) rescale[i] = exp2_fast((before - state.maximum[i]) * scale_log2);
+      moved |= rescale[i] != 1.0f;
+      large |= state.maximum[i] != kNoMaximum && !(fabsf(state.maximum[i] * scale_log2) < kFusedBelow);
+    }
+    moved = __any_sync(0xffffffff, moved);
+    // Rarely: the maximum is subtracted first, and costs an instruction more.
+    fused = !__any_sync(0xffffffff, large);
+  }
   if (fused) {
+    float offset[kRowsPerThread];
+#pragma unroll
+    for (int i = 0; i < kRowsPerThread; ++i) {
+      offset[i] = state.maximum[i] == kNoMaximum ? 0.0f : state.maximum[i] * scale_log2;
+    }
 #pragma unroll
     for (int r = 0; r < kCount; ++r) {
-      const int i = FragmentPosition::row_of(r);
-      rS[r] = exp2_fast(fmaf(rS[r], scale_log2, -offset[i]));
-      sum[i] += rS[r];
+      rS[r] = exp2_fast(fmaf(rS[r], scale_log2, -offset[FragmentPosition::row_of(r)]));
     }
   } else {
 #pragma unroll
     for (int r = 0; r < kCount; ++r) {
-      const int i = FragmentPosition::row_of(r);
-      rS[r] = exp2_fast((rS[r] - state.maximum[i]) * scale_log2);
-      sum[i] += rS[r];
+      rS[r] = exp2_fast((rS[r] - state.maximum[FragmentPosition::row_of(r)]) * scale_log2);
     }
   }
+  // Behind all exponentials: among them each sum would wait for one.
 #pragma unroll
-  for (int i = 0; i < kRowsPerThread; ++i) state.sum[i] = fmaf(state.sum[i], rescale[i], sum[i]);
+  for (int i = 0; i < kRowsPerThread; ++i) even[i] = odd[i] = 0.0f;
+#pragma unroll
+  for (int r = 0; r < kCount; r += 2) {
+    const int i = FragmentPosition::row_of(r);
+    even[i] += rS[r];
+    odd[i] += rS[r + 1];
+  }
+#pragma unroll
+  for (int i = 0; i < kRowsPerThread; ++i) state.sum[i] = fmaf(state.sum[i], rescale[i], even[i] + odd[i]);
+  return moved;
 }
 
 // Probabilities as the A operand of the value product.
@@ -163,13 +189,16 @@ __device__ __forceinline__ void softmax_step(float (&rS)[kCount], float scale_lo
   pack_probabilities<Element>(rS, rP);
 }
 
-// Multiplies the output by the rows' factors; almost always they are all one and nothing happens.
+template <int kCount>
+__device__ __forceinline__ void multiply_rows(float (&rO)[kCount], const float (&factor)[kRowsPerThread]) {
+#pragma unroll
+  for (int r = 0; r < kCount; ++r) rO[r] *= factor[FragmentPosition::row_of(r)];
+}
+
+// The same where factors are almost always one, and then nothing happens.
 template <int kCount>
 __device__ __forceinline__ void rescale_rows(float (&rO)[kCount], const float (&rescale)[kRowsPerThread]) {
-  if (__any_sync(0xffffffff, rescale[0] != 1.0f || rescale[1] != 1.0f)) {
-#pragma unroll
-    for (int r = 0; r < kCount; ++r) rO[r] *= rescale[FragmentPosition::row_of(r)];
-  }
+  if (__any_sync(0xffffffff, rescale[0] != 1.0f || rescale[1] != 1.0f)) multiply_rows(rO, rescale);
 }
 
 }  // namespace sm90

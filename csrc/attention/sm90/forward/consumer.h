@@ -53,10 +53,10 @@ class Consumer {
         issue_values(tile, first);
         finish_scores<1>();
         --key_;
-        softmax(tile, rescale);
+        const bool moved = softmax(tile, rescale);
         finish_values();
         pack_probabilities<Element>(rS_, rP_);
-        rescale_rows(rO_, rescale);
+        if (moved) multiply_rows(rO_, rescale);
       }
       // All scores of the tile are there: nobody reads its queries any more.
       release(&smem_.queries.empty[slot_][0]);
@@ -105,10 +105,14 @@ class Consumer {
   static constexpr int kKeys = Shape::kKeys;
   static constexpr int kKeySteps = kKeys / kStepDims;
 
+  // Through a shuffle the compiler knows that a value is the warp's, and so is what hangs on it: loops, stages
+  // and descriptors then live in uniform registers.
+  __device__ __forceinline__ static int uniform(int x) { return __shfl_sync(0xffffffff, x, 0); }
+
   // Waits for a tile and its queries; false if there are no more.
   __device__ __forceinline__ bool open(int told) {
     ptx::mbarrier_wait(&smem_.told.full[told][0], told_phases_.full(told));
-    if (smem_.tiles[told].kv_head < 0) return false;
+    if (uniform(smem_.tiles[told].kv_head) < 0) return false;
     told_phases_.advance(told);
     ptx::mbarrier_wait(&smem_.queries.full[slot_][0], query_phases_.full(slot_));
     return true;
@@ -117,29 +121,30 @@ class Consumer {
   // With the scores of a tile's first key tile, which is its last.
   __device__ __forceinline__ void begin(const Tile& tile) {
     state_.reset();
-    last_key_ = tile.first_key;
-    key_ = tile.first_key + tile.num_keys - 1;
-    open_begin_ = tile.open_begin;
-    open_end_ = tile.open_end;
+    last_key_ = uniform(tile.first_key);
+    key_ = last_key_ + uniform(tile.num_keys) - 1;
+    open_begin_ = uniform(tile.open_begin);
+    open_end_ = uniform(tile.open_end);
   }
 
   // Whether all of the tile's queries see all of the key tile.
   __device__ __forceinline__ bool is_open() const { return key_ >= open_begin_ && key_ < open_end_; }
 
-  __device__ __forceinline__ void softmax(const Tile& tile, float (&rescale)[kRowsPerThread]) {
+  __device__ __forceinline__ bool softmax(const Tile& tile, float (&rescale)[kRowsPerThread]) {
     if (shaped_ || !is_open()) {
       const Rows rows(params_, tile, window_, group_, warpgroup_ * kFragmentRows, at_);
       if (shaped_) shape_logits(rS_, params_, scale_, at_, key_ * kKeys, rows);
       if (!is_open()) mask_outside(rS_, at_, key_ * kKeys, rows);
     }
-    exponentiate(rS_, factor_, state_, rescale);
+    return exponentiate(rS_, factor_, state_, rescale);
   }
 
   __device__ __forceinline__ void issue_scores() {
     ptx::mbarrier_wait(&smem_.keys.full[key_stage_][0], key_phases_.full(key_stage_));
     if (gathered_) ptx::fence_async_shared();
-    const uint64_t query = ptx::wgmma_descriptor(smem_.fragment_of(slot_, 0, warpgroup_), 0);
-    const uint64_t key = ptx::wgmma_descriptor(smem_.sK[key_stage_], 0);
+    const uint64_t query =
+        ptx::uniform_descriptor(ptx::wgmma_descriptor(smem_.fragment_of(slot_, 0, warpgroup_), 0));
+    const uint64_t key = ptx::uniform_descriptor(ptx::wgmma_descriptor(smem_.sK[key_stage_], 0));
     ptx::wgmma_touch(rS_);
     ptx::wgmma_fence();
 #pragma unroll
@@ -158,7 +163,8 @@ class Consumer {
     ptx::mbarrier_wait(&smem_.values.full[value_stage_][0], value_phases_.full(value_stage_));
     if (gathered_) ptx::fence_async_shared();
     if (!is_open()) clear_unseen(tile);
-    const uint64_t value = ptx::wgmma_descriptor(smem_.sV[value_stage_], kKeys * kRowBytes);
+    const uint64_t value =
+        ptx::uniform_descriptor(ptx::wgmma_descriptor(smem_.sV[value_stage_], kKeys * kRowBytes));
     ptx::wgmma_touch(rO_);
     ptx::wgmma_touch(rP_);
     ptx::wgmma_fence();
