@@ -60,7 +60,7 @@ struct RowEnds {
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
       const bool empty = state.sum[i] == 0.0f;  // false for NaN, which must survive
-      factor[i] = empty ? 0.0f : 1.0f / state.sum[i];
+      factor[i] = empty ? 0.0f : __fdividef(1.0f, state.sum[i]);
       float left;
       lse[i] = in_base_2(state.maximum[i], state.sum[i], scale_log2, left);
       if (empty) lse[i].maximum = -INFINITY;
@@ -139,6 +139,7 @@ __device__ __forceinline__ bool exponentiate(float (&rS)[kCount], float scale_lo
     // Rarely: the maximum is subtracted first, and costs an instruction more.
     fused = !__any_sync(0xffffffff, large);
   }
+  float sum[kRowsPerThread] = {};
   if (fused) {
     float offset[kRowsPerThread];
 #pragma unroll
@@ -147,25 +148,20 @@ __device__ __forceinline__ bool exponentiate(float (&rS)[kCount], float scale_lo
     }
 #pragma unroll
     for (int r = 0; r < kCount; ++r) {
-      rS[r] = exp2_fast(fmaf(rS[r], scale_log2, -offset[FragmentPosition::row_of(r)]));
+      const int i = FragmentPosition::row_of(r);
+      rS[r] = exp2_fast(fmaf(rS[r], scale_log2, -offset[i]));
+      sum[i] += rS[r];
     }
   } else {
 #pragma unroll
     for (int r = 0; r < kCount; ++r) {
-      rS[r] = exp2_fast((rS[r] - state.maximum[FragmentPosition::row_of(r)]) * scale_log2);
+      const int i = FragmentPosition::row_of(r);
+      rS[r] = exp2_fast((rS[r] - state.maximum[i]) * scale_log2);
+      sum[i] += rS[r];
     }
   }
-  // Behind all exponentials: among them each sum would wait for one.
 #pragma unroll
-  for (int i = 0; i < kRowsPerThread; ++i) even[i] = odd[i] = 0.0f;
-#pragma unroll
-  for (int r = 0; r < kCount; r += 2) {
-    const int i = FragmentPosition::row_of(r);
-    even[i] += rS[r];
-    odd[i] += rS[r + 1];
-  }
-#pragma unroll
-  for (int i = 0; i < kRowsPerThread; ++i) state.sum[i] = fmaf(state.sum[i], rescale[i], even[i] + odd[i]);
+  for (int i = 0; i < kRowsPerThread; ++i) state.sum[i] = fmaf(state.sum[i], rescale[i], sum[i]);
   return moved;
 }
 

@@ -51,7 +51,7 @@ enum Feeder { kScout = 0, kKeyLoader = 1, kValueLoader = 2 };
 constexpr int kLoaders = 2;
 
 // Tiles that are told of at a time: the one whose result is being stored, the one at work, and the next one.
-constexpr int kToldTiles = 3;
+constexpr int kToldTiles = 6;
 PALLAS_ATTN_HOST_DEVICE constexpr int next_told(int told) { return told + 1 == kToldTiles ? 0 : told + 1; }
 
 // The feeding side's copies are of 16 bytes where pages are too short for the copy engine, whose boxes have

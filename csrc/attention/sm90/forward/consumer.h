@@ -17,6 +17,7 @@ namespace pallas_attn::attention::sm90 {
 enum NamedBarrier {
   // Values that nobody sees are zero. All math warpgroups arrive and wait.
   kUnseenCleared = 1,
+  kTurn = 2,  // and one more of the second warpgroup
 };
 
 template <typename Element, typename Shape>
@@ -38,19 +39,92 @@ class Consumer {
         factor_(shaped_ ? 1.0f : scale_ * kLog2E) {}
 
   __device__ void work() {
+    if (kTurns && warpgroup_ == 1) ptx::named_barrier_arrive(kTurn, Shape::kConsumerThreads);
     if (!open(told_)) return;
+    take_turn();
     issue_scores();
+    pass_turn();
     finish_scores<0>();
     begin(smem_.tiles[told_]);
     float rescale[kRowsPerThread];
     softmax(smem_.tiles[told_], rescale);
     pack_probabilities<Element>(rS_, rP_);
+    if constexpr (Shape::kQuerySlots > 1) {
+      walk_ahead(rescale);
+    } else {
+      walk(rescale);
+    }
+  }
+
+ private:
+  static constexpr int kKeys = Shape::kKeys;
+  // Worth it where a tile's queries are not there before the last one's are done with.
+  static constexpr bool kTurns = Shape::kQuerySlots == 1;
+  static constexpr int kKeySteps = kKeys / kStepDims;
+
+  // One loop over all key tiles of all tiles, so that its code is there once: short tiles are many, and what is not in
+  // the instruction cache takes longer than their products. A tile's last product, too, runs beside the softmax of
+  // the next one's first scores.
+  __device__ __forceinline__ void walk_ahead(float (&rescale)[kRowsPerThread]) {
+    bool first = true;  // of the tile's products with values
+    while (true) {
+      const Tile& tile = smem_.tiles[told_];
+      const bool leaves = key_ == last_key_;
+      int scored = told_;
+      if (leaves) {
+        // All scores of the tile are there: nobody reads its queries any more.
+        release(&smem_.queries.empty[slot_][0]);
+        advance(slot_, query_phases_);
+        scored = next_told(told_);
+        if (!open(scored)) break;
+      }
+      prepare_values(tile);
+      take_turn();
+      issue_scores();
+      issue_values(tile, first);
+      pass_turn();
+      finish_scores<1>();
+      const RowState ended = state_;
+      if (leaves) {
+        begin(smem_.tiles[scored]);
+      } else {
+        --key_;
+      }
+      const bool moved = softmax(smem_.tiles[scored], rescale);
+      finish_values();
+      if (leaves) {
+        store(tile, ended);
+        release(&smem_.told.empty[told_][0]);
+        told_ = scored;
+      }
+      pack_probabilities<Element>(rS_, rP_);
+      if (moved) multiply_rows(rO_, rescale);
+      first = leaves;
+    }
+    finish(smem_.tiles[told_], first);
+  }
+
+  __device__ __forceinline__ void finish(const Tile& tile, bool first) {
+    prepare_values(tile);
+    take_turn();
+    issue_values(tile, first);
+    pass_turn();
+    finish_values();
+    store(tile, state_);
+  }
+
+  // With one tile's queries at a time: the next tile's come once this one's scores are done with theirs. That is
+  // waited for beside the last product, and the next tile's first runs beside the store.
+  __device__ __forceinline__ void walk(float (&rescale)[kRowsPerThread]) {
     while (true) {
       const Tile& tile = smem_.tiles[told_];
       bool first = true;
       for (; key_ > last_key_; first = false) {
+        prepare_values(tile);
+        take_turn();
         issue_scores();
         issue_values(tile, first);
+        pass_turn();
         finish_scores<1>();
         --key_;
         const bool moved = softmax(tile, rescale);
@@ -58,52 +132,31 @@ class Consumer {
         pack_probabilities<Element>(rS_, rP_);
         if (moved) multiply_rows(rO_, rescale);
       }
-      // All scores of the tile are there: nobody reads its queries any more.
       release(&smem_.queries.empty[slot_][0]);
       advance(slot_, query_phases_);
       const int next = next_told(told_);
-      const Tile& next_tile = smem_.tiles[next];
-      if constexpr (Shape::kQuerySlots > 1) {
-        // The tile's last product runs beside the next one's first softmax.
-        if (!open(next)) {
-          issue_values(tile, first);
-          finish_values();
-          store(tile, state_);
-          return;
-        }
-        issue_scores();
-        issue_values(tile, first);
-        finish_scores<1>();
-        const RowState ended = state_;
-        begin(next_tile);
-        softmax(next_tile, rescale);
-        finish_values();
-        store(tile, ended);
-      } else {
-        // The next tile's queries come once this one's scores are done with theirs: that is waited for beside
-        // the last product, and the next tile's first runs beside the store.
-        issue_values(tile, first);
-        const bool more = open(next);
-        finish_values();
-        if (!more) {
-          store(tile, state_);
-          return;
-        }
-        issue_scores();
+      prepare_values(tile);
+      take_turn();
+      issue_values(tile, first);
+      pass_turn();
+      const bool more = open(next);
+      finish_values();
+      if (!more) {
         store(tile, state_);
-        finish_scores<0>();
-        begin(next_tile);
-        softmax(next_tile, rescale);
+        return;
       }
+      take_turn();
+      issue_scores();
+      pass_turn();
+      store(tile, state_);
+      finish_scores<0>();
+      begin(smem_.tiles[next]);
+      softmax(smem_.tiles[next], rescale);
       pack_probabilities<Element>(rS_, rP_);
       release(&smem_.told.empty[told_][0]);
       told_ = next;
     }
   }
-
- private:
-  static constexpr int kKeys = Shape::kKeys;
-  static constexpr int kKeySteps = kKeys / kStepDims;
 
   // Through a shuffle the compiler knows that a value is the warp's, and so is what hangs on it: loops, stages
   // and descriptors then live in uniform registers.
@@ -128,10 +181,10 @@ class Consumer {
   }
 
   // Whether all of the tile's queries see all of the key tile.
-  __device__ __forceinline__ bool is_open() const { return key_ >= open_begin_ && key_ < open_end_; }
+  __device__ __forceinline__ bool is_open() const { return __builtin_expect(key_ >= open_begin_ && key_ < open_end_, true); }
 
   __device__ __forceinline__ bool softmax(const Tile& tile, float (&rescale)[kRowsPerThread]) {
-    if (shaped_ || !is_open()) {
+    if (__builtin_expect(shaped_ || !is_open(), false)) {
       const Rows rows(params_, tile, window_, group_, warpgroup_ * kFragmentRows, at_);
       if (shaped_) shape_logits(rS_, params_, scale_, at_, key_ * kKeys, rows);
       if (!is_open()) mask_outside(rS_, at_, key_ * kKeys, rows);
@@ -158,11 +211,24 @@ class Consumer {
     ptx::wgmma_commit();
   }
 
+  __device__ __forceinline__ void take_turn() {
+    if (kTurns) ptx::named_barrier_sync(kTurn + warpgroup_, Shape::kConsumerThreads);
+  }
+  __device__ __forceinline__ void pass_turn() {
+    if (kTurns) ptx::named_barrier_arrive(kTurn + 1 - warpgroup_, Shape::kConsumerThreads);
+  }
+
+  __device__ __forceinline__ void prepare_values(const Tile& tile) {
+    if (is_open()) return;
+    ptx::mbarrier_wait(&smem_.values.full[value_stage_][0], value_phases_.full(value_stage_));
+    if (gathered_) ptx::fence_async_shared();
+    clear_unseen(tile);
+  }
+
   // With the values of the key tile at work.
   __device__ __forceinline__ void issue_values(const Tile& tile, bool first) {
     ptx::mbarrier_wait(&smem_.values.full[value_stage_][0], value_phases_.full(value_stage_));
     if (gathered_) ptx::fence_async_shared();
-    if (!is_open()) clear_unseen(tile);
     const uint64_t value =
         ptx::uniform_descriptor(ptx::wgmma_descriptor(smem_.sV[value_stage_], kKeys * kRowBytes));
     ptx::wgmma_touch(rO_);
