@@ -114,12 +114,14 @@ __device__ __forceinline__ void exponentiate(float (&rS)[kCount], float scale_lo
     top = quad_reduce(top, [](float a, float b) { return fmaxf(a, b); });
     state.peak[i] = fmaxf(state.peak[i], top);
     const float before = state.maximum[i];
-    const float after = (top - before) * scale_log2 > kRescaleSlack ? top : before;
+    const bool moves = (top - before) * scale_log2 > kRescaleSlack;
+    const float after = moves ? top : before;
     state.maximum[i] = after;
     // Nothing to rescale yet: one, so that nobody does.
-    rescale[i] = before == kNoMaximum ? 1.0f : exp2_fast((before - after) * scale_log2);
+    rescale[i] = moves && before != kNoMaximum ? exp2_fast((before - after) * scale_log2) : 1.0f;
     offset[i] = after == kNoMaximum ? 0.0f : after * scale_log2;
-    large |= !(fabsf(offset[i]) < kFusedBelow);
+    // A row whose maximum is NaN, and stays so, has no say.
+    large |= fabsf(offset[i]) >= kFusedBelow;
   }
   // Rarely: the maximum is subtracted first, and costs an instruction more.
   const bool fused = !__any_sync(0xffffffff, large);

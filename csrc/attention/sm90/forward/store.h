@@ -4,6 +4,8 @@
 #include <cstdint>
 
 #include "attention/params.h"
+#include "attention/row_result.h"
+#include "attention/sm90/forward/documents.h"
 #include "attention/sm90/forward/smem_plan.h"
 #include "sm90/fragment.h"
 #include "sm90/online_softmax.h"
@@ -31,39 +33,52 @@ __device__ __forceinline__ void store_partial(const ForwardParams& params, const
 }
 
 // A quad writes 64 bytes of a row at a time.
-template <typename Element, int kCount>
+template <typename Element, Form kForm, int kCount>
 __device__ __forceinline__ void store_rows(const ForwardParams& params, const Tile& tile,
                                            const float (&rO)[kCount], const RowEnds& ends, int group,
                                            int first_row, const FragmentPosition& at) {
   const int chunks = params.value_dim / 8;  // of a row, 16 bytes each
   const int first_head = tile.kv_head * group;
-  auto* const tile_out = static_cast<uint16_t*>(params.out) + tile.batch * params.out_strides.batch +
-                         tile.token * params.out_strides.token + first_head * params.out_strides.head;
-  float* const tile_lse = params.lse + tile.batch * params.lse_strides.batch +
-                          tile.token * params.lse_strides.token + first_head * params.lse_strides.head;
+  const int64_t tile_place = tile.batch * params.out_strides.batch +
+                             tile.token * params.out_strides.token + first_head * params.out_strides.head;
+  auto* const tile_out = static_cast<uint16_t*>(params.out) + tile_place;
+  const int64_t tile_lse = tile.batch * params.lse_strides.batch + tile.token * params.lse_strides.token +
+                           first_head * params.lse_strides.head;
 #pragma unroll
   for (int i = 0; i < kRowsPerThread; ++i) {
     const int row = first_row + at.row(i);
-    const bool answered = row < tile.tokens * group;
+    const bool answered = is_answered<kForm>(params, tile, group, row);
     const int query = row / group, head = row - query * group;
     float factor = ends.factor[i];
-    RowLse row_lse = ends.lse[i];
+    RowLse lse = ends.lse[i];
     if (params.sinks != nullptr) {
       const float sink = __ldg(params.sinks + first_head + head);
-      factor *= share_beside_sink(row_lse, sink);
-      row_lse = beside_sink(row_lse, sink);
+      factor *= share_beside_sink(lse, sink);
+      lse = beside_sink(lse, sink);
     }
-    uint4* out = reinterpret_cast<uint4*>(tile_out + query * params.out_strides.token +
-                                          head * params.out_strides.head);
+    const int64_t place = query * params.out_strides.token + head * params.out_strides.head;
+    uint4* out = reinterpret_cast<uint4*>(tile_out + place);
 #pragma unroll
     for (int part = 0; part < kCount / 16; ++part) {
-      const uint4 v = neighbours<Element>(rO, i, part, factor, at.in_quad);
       const int chunk = part * 4 + at.in_quad;
-      if (answered && chunk < chunks) out[chunk] = v;
+      const bool stored = answered && chunk < chunks;
+      const uint4 v = neighbours<Element>(rO, i, part, factor, at.in_quad);
+      if (stored) out[chunk] = v;
+      // Beside it, so that products with the factor do not wait in registers.
+      if (kForm == Form::kFull && params.low != nullptr) {
+        auto* low = static_cast<uint8_t*>(params.low) + tile_place + place;
+        const uint2 bits = lower_neighbours<Element>(rO, i, part, factor, at.in_quad);
+        if (stored) reinterpret_cast<uint2*>(low)[chunk] = bits;
+      }
     }
     if (answered && at.in_quad == 0) {
-      tile_lse[query * params.lse_strides.token + head * params.lse_strides.head] =
-          params.base2_lse ? log2_of(row_lse) : log2_of(row_lse) * kLn2;
+      const int64_t lse_place =
+          tile_lse + query * params.lse_strides.token + head * params.lse_strides.head;
+      if (kForm == Form::kFull && params.rest != nullptr) {
+        store_parts(params, ends.lse[i].maximum, lse, lse_place);
+      } else {
+        params.lse[lse_place] = log_sum_exp(params, lse);
+      }
     }
   }
 }
