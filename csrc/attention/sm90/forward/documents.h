@@ -42,10 +42,12 @@ struct OwnKeys {
   template <int kCount>
   __device__ __forceinline__ void mask_others(float (&rS)[kCount], const FragmentPosition& at) const {
 #pragma unroll
-    for (int r = 0; r < kCount; ++r) {
-      // A register's columns are eight neighbours at most, of one word.
-      const int first = r / 4 * 8;
-      if ((words[first / 32] >> (first % 32 + at.in_quad * 2 + r % 2) & 1) == 0) rS[r] = -INFINITY;
+    for (int i = 0; i < kKeys / 32; ++i) {
+      const uint32_t own = words[i] >> (at.in_quad * 2);
+#pragma unroll
+      for (int r = i * 16; r < i * 16 + 16; ++r) {
+        if ((own & 1u << (r / 4 * 8 % 32 + r % 2)) == 0) rS[r] = -INFINITY;
+      }
     }
   }
 };

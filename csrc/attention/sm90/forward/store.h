@@ -60,15 +60,16 @@ __device__ __forceinline__ void store_rows(const ForwardParams& params, const Ti
     uint4* out = reinterpret_cast<uint4*>(tile_out + place);
 #pragma unroll
     for (int part = 0; part < kCount / 16; ++part) {
-      const int chunk = part * 4 + at.in_quad;
-      const bool stored = answered && chunk < chunks;
       const uint4 v = neighbours<Element>(rO, i, part, factor, at.in_quad);
-      if (stored) out[chunk] = v;
-      // Beside it, so that products with the factor do not wait in registers.
+      const int chunk = part * 4 + at.in_quad;
+      if (answered && chunk < chunks) out[chunk] = v;
       if (kForm == Form::kFull && params.low != nullptr) {
-        auto* low = static_cast<uint8_t*>(params.low) + tile_place + place;
-        const uint2 bits = lower_neighbours<Element>(rO, i, part, factor, at.in_quad);
-        if (stored) reinterpret_cast<uint2*>(low)[chunk] = bits;
+        // Another factor for all the compiler knows: products with it are made again, and take no registers.
+        float again = factor;
+        asm volatile("" : "+f"(again));
+        const uint2 bits = lower_neighbours<Element>(rO, i, part, again, at.in_quad);
+        auto* low = reinterpret_cast<uint2*>(static_cast<uint8_t*>(params.low) + tile_place + place);
+        if (answered && chunk < chunks) low[chunk] = bits;
       }
     }
     if (answered && at.in_quad == 0) {
