@@ -59,7 +59,7 @@ struct ForwardParams {
   Spans q_spans;
   Spans k_spans;            // keys in rows
   const int* q_ranks;       // documents: [batch, q_len], the number among its batch's of the one that a
-  const int* k_ranks;       // token is of; [batch, kv_len]
+  const int* k_ranks;       // token is of; [batch, kv_len]; null: all lie in one piece
   const int* block_tables;  // keys in pages: [num_seqs, max_pages]; null: in rows
   const int* seq_lens;      // keys in pages: [num_seqs]
   const int* num_seqs_now;  // how many sequences there are, documents: in each batch; null: num_seqs

@@ -33,7 +33,7 @@ struct Sequence {
     if (q.bounds != nullptr && !padding) {
       begin = load_constant(q.bounds + row * q.step);
       end = load_constant(q.bounds + row * q.step + 1);
-      if (documents) q_mixed = load_constant(q.bounds + row * q.step + 2) == 0;
+      if (params.q_ranks != nullptr) q_mixed = load_constant(q.bounds + row * q.step + 2) == 0;
     } else if (padding) {
       const bool behind = seq == num_seqs;
       if (behind) begin = load_constant(q.bounds + num_seqs * q.step);
@@ -51,7 +51,7 @@ struct Sequence {
       const int* bounds = params.k_spans.bounds + row * params.k_spans.step;
       k_begin = load_constant(bounds);
       k_len = load_constant(bounds + 1) - k_begin;
-      if (documents) k_mixed = load_constant(bounds + 2) == 0;
+      if (params.k_ranks != nullptr) k_mixed = load_constant(bounds + 2) == 0;
       // A document without keys may have any bounds.
       if (k_len <= 0) k_begin = k_len = 0;
       bad = k_begin < 0 || k_begin + k_len > params.kv_len;
