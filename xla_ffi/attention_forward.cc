@@ -53,17 +53,18 @@ const T* optional(ffi::AnyBuffer buffer) {
 
 ffi::Error attention_forward(cudaStream_t stream, int32_t device, ffi::AnyBuffer query, ffi::AnyBuffer key,
                              ffi::AnyBuffer value, ffi::AnyBuffer q_bounds, ffi::AnyBuffer k_bounds,
-                             ffi::AnyBuffer q_ranks, ffi::AnyBuffer k_ranks, ffi::AnyBuffer block_tables, ffi::AnyBuffer seq_lens, ffi::AnyBuffer num_seqs,
-                             ffi::AnyBuffer window, ffi::AnyBuffer scale, ffi::AnyBuffer sinks,
-                             ffi::AnyBuffer alibi, ffi::Result<ffi::AnyBuffer> out,
-                             ffi::Result<ffi::AnyBuffer> lse, ffi::Result<ffi::AnyBuffer> rest,
-                             ffi::Result<ffi::AnyBuffer> low, ffi::Result<ffi::AnyBuffer> counters,
-                             ffi::Result<ffi::AnyBuffer> items, ffi::Result<ffi::AnyBuffer> split_tiles,
-                             ffi::Result<ffi::AnyBuffer> first_tile, ffi::Result<ffi::AnyBuffer> partial_out,
-                             ffi::Result<ffi::AnyBuffer> partial_lse, bool query_heads_first,
-                             bool key_heads_first, bool lse_heads_first, bool base2_lse, bool ends_aligned,
-                             bool sinks_without_keys, int64_t q_offset, int64_t bounds_step,
-                             int64_t seqs, int64_t skip_rows, int64_t heads_in_l2, float softcap) {
+                             ffi::AnyBuffer q_ranks, ffi::AnyBuffer k_ranks, ffi::AnyBuffer block_tables,
+                             ffi::AnyBuffer seq_lens, ffi::AnyBuffer num_seqs, ffi::AnyBuffer window,
+                             ffi::AnyBuffer scale, ffi::AnyBuffer sinks, ffi::AnyBuffer alibi,
+                             ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> lse,
+                             ffi::Result<ffi::AnyBuffer> rest, ffi::Result<ffi::AnyBuffer> low,
+                             ffi::Result<ffi::AnyBuffer> counters, ffi::Result<ffi::AnyBuffer> items,
+                             ffi::Result<ffi::AnyBuffer> split_tiles, ffi::Result<ffi::AnyBuffer> first_tile,
+                             ffi::Result<ffi::AnyBuffer> partial_out, ffi::Result<ffi::AnyBuffer> partial_lse,
+                             bool query_heads_first, bool key_heads_first, bool lse_heads_first,
+                             bool base2_lse, bool ends_aligned, bool sinks_without_keys, int64_t q_offset,
+                             int64_t bounds_step, int64_t seqs, int64_t skip_rows, int64_t heads_in_l2,
+                             float softcap) {
   ArgumentChecker check(kName);
   check.array("query", query, {-1, -1, -1, -1}, {DataType::BF16, DataType::F16});
   if (!check.ok()) return check.error();

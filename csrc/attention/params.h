@@ -70,8 +70,9 @@ struct ForwardParams {
 
   void* out;
   float* lse;
-  float* rest;  // null: `lse` is whole; else it has the maxima, and the log-sum-exp is theirs and this, base 2
-  void* low;    // a byte of out's lower bits for each element, in its place; or null
+  float*
+      rest;   // null: `lse` is whole; else it has the maxima, and the log-sum-exp is theirs and this, base 2
+  void* low;  // a byte of out's lower bits for each element, in its place; or null
 
   // Scratch.
   Counters* counters;

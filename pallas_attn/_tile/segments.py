@@ -98,9 +98,7 @@ def _of_lengths(lengths: dict[str, jax.Array], tokens: int) -> tuple[jax.Array, 
 SIZES = "query_seq_lengths", "key_value_seq_lengths"
 
 
-def sides_of_sizes(
-    lengths: dict[str, jax.Array], tokens: dict[str, int]
-) -> tuple[Side, Side]:
+def sides_of_sizes(lengths: dict[str, jax.Array], tokens: dict[str, int]) -> tuple[Side, Side]:
     """The same where each of the batch has some tokens and then padding. `lengths`: [batch] under the names of SIZES,
     as far as not all tokens count. Padding sees nothing: as queries it has another rank than as keys."""
     found = partition.run(
@@ -115,9 +113,7 @@ def sides_of_sizes(
     return Side(*found[:2]), Side(*found[2:])
 
 
-def _of_sizes(
-    lengths: dict[str, jax.Array], tokens: tuple[int, int]
-) -> tuple[jax.Array, ...]:
+def _of_sizes(lengths: dict[str, jax.Array], tokens: tuple[int, int]) -> tuple[jax.Array, ...]:
     batch = next(iter(lengths.values())).shape[0]  # of those at hand
     found: list[jax.Array] = []
     for place, (name, most) in enumerate(zip(SIZES, tokens, strict=True)):

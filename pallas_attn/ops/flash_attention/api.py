@@ -225,7 +225,8 @@ def serve(
 ) -> Any:
     """`flash_attention`, for functions that have some of its arguments under other names, which `check` knows.
 
-    `lengths`: of `dot_product_attention`, as far as there are any. `without_tokens` also takes, where there are neither documents nor sinks, a batch, queries or keys of none.
+    `lengths`: those of `dot_product_attention` that are not None, by name. `without_tokens` also takes, where there are
+    neither documents nor sinks, a batch, queries or keys of none.
     """
     check.one_of("layout", layout, ("BTNH", "BNTH"))
     dims = arguments.check_arrays(check, query, key, value, layout, without_tokens)

@@ -46,8 +46,9 @@ using Shape192x128 = ShapeOf<192, 128, 128, 2, 1, 2, 2>;
 using Shape192 = ShapeOf<192, 192, 96, 2, 1, 2, 2>;
 using Shape256 = ShapeOf<256, 256, 64, 2, 1, 2, 2>;
 
-// Two kernels of each shape. What few calls ask for costs registers, so the usual one lacks it: documents that
-// do not lie in one piece, and what gradients need, which is the log-sum-exp in parts and out's lower bits.
+// Two kernels of each shape. What few calls ask for costs registers, so the usual one lacks it: documents
+// that do not lie in one piece, and what gradients need, which is the log-sum-exp in parts and out's lower
+// bits.
 enum class Form { kUsual, kFull };
 
 // Of the last warpgroup, one warp each.

@@ -197,7 +197,8 @@ class Consumer {
            i += Shape::kConsumerThreads) {
         const int row = i / kChunks;
         const bool seen = row >= low && row < high;
-        if (!seen || (mixed && !is_own_key(params_, tile, key_ * kKeys + row))) rows[i] = make_uint4(0, 0, 0, 0);
+        if (!seen || (mixed && !is_own_key(params_, tile, key_ * kKeys + row)))
+          rows[i] = make_uint4(0, 0, 0, 0);
       }
     }
     ptx::fence_async_shared();

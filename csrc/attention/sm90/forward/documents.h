@@ -12,7 +12,8 @@ namespace pallas_attn::attention::sm90 {
 
 // Whether the tile's row is a query to answer.
 template <Form kForm>
-__device__ __forceinline__ bool is_answered(const ForwardParams& params, const Tile& tile, int group, int row) {
+__device__ __forceinline__ bool is_answered(const ForwardParams& params, const Tile& tile, int group,
+                                            int row) {
   if (row >= tile.tokens * group) return false;
   if (kForm == Form::kUsual || tile.q_rank < 0) return true;
   const int64_t token = int64_t{tile.batch} * params.q_len + tile.token + row / group;

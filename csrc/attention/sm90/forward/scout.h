@@ -135,8 +135,8 @@ class Scout {
         const int64_t place = tile.batch * params_.lse_strides.batch + token * params_.lse_strides.token +
                               head * params_.lse_strides.head;
         // A sequence's query that sees no key still sees the sink.
-        const bool sees_sink = params_.sinks != nullptr && !seq.padding &&
-                               (seq.k_len > 0 || params_.sinks_without_keys);
+        const bool sees_sink =
+            params_.sinks != nullptr && !seq.padding && (seq.k_len > 0 || params_.sinks_without_keys);
         const float sink = sees_sink ? __ldg(params_.sinks + head) : -INFINITY;
         const bool base2 = params_.base2_lse || params_.rest != nullptr;
         const float lse = seq.bad ? NAN : sink * (base2 ? kLog2E : 1.0f);

@@ -39,8 +39,8 @@ __device__ __forceinline__ void store_rows(const ForwardParams& params, const Ti
                                            int first_row, const FragmentPosition& at) {
   const int chunks = params.value_dim / 8;  // of a row, 16 bytes each
   const int first_head = tile.kv_head * group;
-  const int64_t tile_place = tile.batch * params.out_strides.batch +
-                             tile.token * params.out_strides.token + first_head * params.out_strides.head;
+  const int64_t tile_place = tile.batch * params.out_strides.batch + tile.token * params.out_strides.token +
+                             first_head * params.out_strides.head;
   auto* const tile_out = static_cast<uint16_t*>(params.out) + tile_place;
   const int64_t tile_lse = tile.batch * params.lse_strides.batch + tile.token * params.lse_strides.token +
                            first_head * params.lse_strides.head;
@@ -73,8 +73,7 @@ __device__ __forceinline__ void store_rows(const ForwardParams& params, const Ti
       }
     }
     if (answered && at.in_quad == 0) {
-      const int64_t lse_place =
-          tile_lse + query * params.lse_strides.token + head * params.lse_strides.head;
+      const int64_t lse_place = tile_lse + query * params.lse_strides.token + head * params.lse_strides.head;
       if (kForm == Form::kFull && params.rest != nullptr) {
         store_parts(params, ends.lse[i].maximum, lse, lse_place);
       } else {
