@@ -155,9 +155,10 @@ def flash_attention(
         sinks: [num_heads]; a logit without a value that joins each head's softmax (and its lse). It has gradients.
         return_lse: also return the natural log-sum-exp of the logits; it has gradients.
         layout: "BTNH" as jax.nn has it, or "BNTH".
-        implementation: None (pallas on an NVIDIA GPU, xla elsewhere), "pallas" (sm_80 or newer), "triton" (the same
-            kernels by Triton itself, where Pallas cannot; the extra of that name), "xla" (anywhere) or "interpret"
-            (the Pallas kernels run in Python, slow).
+        implementation: None (on an NVIDIA GPU pallas, or cuda where that is faster, xla elsewhere), "cuda" (sm_90; a
+            forward pass of 16 bits without bias, mask or config, whose gradients are the Pallas kernels'), "pallas"
+            (sm_80 or newer), "triton" (the same kernels by Triton itself, where Pallas cannot; the extra of that
+            name), "xla" (anywhere) or "interpret" (the Pallas kernels run in Python, slow).
         config: tile sizes for "pallas", "triton" and "interpret"; None takes the measured or the heuristic ones.
         residual_checkpoint_name: under which jax.checkpoint's policies know what the backward pass needs of the forward
             pass: with `jax.checkpoint_policies.save_only_these_names(name)` the forward kernel runs once, and out, lse

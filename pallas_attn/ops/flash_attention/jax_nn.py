@@ -85,7 +85,7 @@ def dot_product_attention(
         is_causal: query i sees keys up to i.
         query_seq_lengths, key_value_seq_lengths: [batch] int32; tokens from there on are padding, whatever they hold.
         local_window_size: (left, right), or one int for both: query i sees keys from i - left to i + right.
-        implementation: of `flash_attention`: None, "pallas", "triton", "xla" or "interpret".
+        implementation: of `flash_attention`: None, "cuda", "pallas", "triton", "xla" or "interpret".
         return_residual: also return the log-sum-exp, [batch, q_len, num_heads], through which no gradients go, as in
             jax.nn; that of `flash_attention` has gradients.
         residual_checkpoint_name: as of `flash_attention`, for jax.checkpoint's policies; jax.nn has no such argument.
