@@ -102,6 +102,7 @@ constexpr float kFusedBelow = 4096.0f;
 template <int kCount>
 __device__ __forceinline__ bool exponentiate(float (&rS)[kCount], float scale_log2, RowState& state,
                                              float (&rescale)[kRowsPerThread]) {
+  const auto is_large = [&](float maximum) { return fabsf(maximum * scale_log2) >= kFusedBelow; };
   // Even and odd columns apart: four chains hide an instruction's latency.
   float even[kRowsPerThread], odd[kRowsPerThread];
 #pragma unroll
@@ -119,8 +120,8 @@ __device__ __forceinline__ bool exponentiate(float (&rS)[kCount], float scale_lo
     top[i] = quad_reduce(fmaxf(even[i], odd[i]), [](float a, float b) { return fmaxf(a, b); });
     state.peak[i] = fmaxf(state.peak[i], top[i]);
     rescale[i] = 1.0f;
-    usual &= (top[i] - state.maximum[i]) * scale_log2 <= kRescaleSlack &&
-             fabsf(state.maximum[i] * scale_log2) < kFusedBelow;
+    // A row whose maximum is NaN, and stays so, has no say.
+    usual &= !((top[i] - state.maximum[i]) * scale_log2 > kRescaleSlack) && !is_large(state.maximum[i]);
   }
   // After the first key tiles almost never otherwise.
   bool fused = true, moved = false;
@@ -129,11 +130,13 @@ __device__ __forceinline__ bool exponentiate(float (&rS)[kCount], float scale_lo
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
       const float before = state.maximum[i];
-      if ((top[i] - before) * scale_log2 > kRescaleSlack) state.maximum[i] = top[i];
-      // Nothing to rescale yet: one, so that nobody does.
-      if (before != kNoMaximum) rescale[i] = exp2_fast((before - state.maximum[i]) * scale_log2);
+      if ((top[i] - before) * scale_log2 > kRescaleSlack) {
+        state.maximum[i] = top[i];
+        // Nothing to rescale yet: one, so that nobody does.
+        if (before != kNoMaximum) rescale[i] = exp2_fast((before - top[i]) * scale_log2);
+      }
       moved |= rescale[i] != 1.0f;
-      large |= state.maximum[i] != kNoMaximum && !(fabsf(state.maximum[i] * scale_log2) < kFusedBelow);
+      large |= state.maximum[i] != kNoMaximum && is_large(state.maximum[i]);
     }
     moved = __any_sync(0xffffffff, moved);
     // Rarely: the maximum is subtracted first, and costs an instruction more.

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention/rules.h"
+#include "attention/sm90/forward/documents.h"
 #include "attention/sm90/forward/logits.h"
 #include "attention/sm90/forward/smem_plan.h"
 #include "attention/sm90/forward/store.h"
@@ -20,7 +21,7 @@ enum NamedBarrier {
   kTurn = 2,  // and one more of the second warpgroup
 };
 
-template <typename Element, typename Shape>
+template <typename Element, typename Shape, Form kForm>
 class Consumer {
  public:
   using Plan = SmemPlan<Shape>;
@@ -178,6 +179,17 @@ class Consumer {
     key_ = last_key_ + uniform(tile.num_keys) - 1;
     open_begin_ = uniform(tile.open_begin);
     open_end_ = uniform(tile.open_end);
+    // Other rows do not say how exponentials are worked out: what they hold is another document's.
+#pragma unroll
+    for (int i = 0; i < kRowsPerThread; ++i) {
+      const int row = warpgroup_ * kFragmentRows + at_.row(i);
+      if (!is_answered<kForm>(params_, tile, group_, row)) state_.maximum[i] = NAN;
+    }
+  }
+
+  // Whether other documents' keys lie between the tile's.
+  static __device__ __forceinline__ bool is_mixed(const Tile& tile) {
+    return kForm == Form::kFull && tile.k_rank >= 0;
   }
 
   // Whether all of the tile's queries see all of the key tile.
@@ -188,6 +200,7 @@ class Consumer {
       const Rows rows(params_, tile, window_, group_, warpgroup_ * kFragmentRows, at_);
       if (shaped_) shape_logits(rS_, params_, scale_, at_, key_ * kKeys, rows);
       if (!is_open()) mask_outside(rS_, at_, key_ * kKeys, rows);
+      if (is_mixed(tile)) own_keys(tile).mask_others(rS_, at_);
     }
     return exponentiate(rS_, factor_, state_, rescale);
   }
@@ -246,7 +259,8 @@ class Consumer {
   // Values of keys that no query sees: their probabilities are zero, but zero times NaN is not.
   __device__ __forceinline__ void clear_unseen(const Tile& tile) {
     const int low = tile.seen_begin - key_ * kKeys, high = tile.seen_end - key_ * kKeys;
-    if (low <= 0 && high >= kKeys) return;
+    const bool mixed = is_mixed(tile);
+    if (low <= 0 && high >= kKeys && !mixed) return;
     constexpr int kChunks = kRowBytes / sizeof(uint4);
     for (int piece = 0; piece < Shape::kValuePieces; ++piece) {
       uint4* rows = reinterpret_cast<uint4*>(smem_.sV[value_stage_][piece]);
@@ -254,11 +268,17 @@ class Consumer {
       for (int i = warpgroup_ * kWarpgroupThreads + thread_; i < kKeys * kChunks;
            i += Shape::kConsumerThreads) {
         const int row = i / kChunks;
-        if (row < low || row >= high) rows[i] = make_uint4(0, 0, 0, 0);
+        const bool seen = row >= low && row < high;
+        if (!seen || (mixed && !is_own_key(params_, tile, key_ * kKeys + row)))
+          rows[i] = make_uint4(0, 0, 0, 0);
       }
     }
     ptx::fence_async_shared();
     ptx::named_barrier_sync_unaligned(kUnseenCleared, Shape::kConsumerThreads);
+  }
+
+  __device__ __forceinline__ OwnKeys<kKeys> own_keys(const Tile& tile) const {
+    return OwnKeys<kKeys>(params_, tile, key_ * kKeys, thread_ % 32);
   }
 
   // Until at most `kPending` products issued later are unfinished.
@@ -287,7 +307,7 @@ class Consumer {
     if (tile.slot >= 0) {
       store_partial<Shape>(params_, tile, rO_, ends, first_row, at_);
     } else {
-      store_rows<Element>(params_, tile, rO_, ends, group_, first_row, at_);
+      store_rows<Element, kForm>(params_, tile, rO_, ends, group_, first_row, at_);
     }
   }
 
@@ -304,7 +324,7 @@ class Consumer {
   const ForwardParams& params_;
   Plan& smem_;
   const bool gathered_, shaped_;
-  const int group_;
+  const Group group_;
   const int warpgroup_;
   const int thread_;
   const FragmentPosition at_;
