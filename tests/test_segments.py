@@ -63,6 +63,21 @@ def test_sequences_end_to_end(lens):
     np.testing.assert_array_equal(np.array(of_queries.rank)[0][:, None] == np.array(of_keys.rank)[0], same)
 
 
+@pytest.mark.parametrize("names", [segments.SIZES[:1], segments.SIZES[1:], segments.SIZES])
+def test_lengths_in_front_of_padding(names):
+    tokens = dict(zip(segments.SIZES, (9, 7), strict=True))
+    lens = {name: np.array([0, 3, tokens[name], 99, -2], np.int32) for name in names}
+    sides = segments.sides_of_sizes({name: jnp.asarray(lens[name]) for name in names}, tokens)
+    held = []
+    for side, (name, most) in zip(sides, tokens.items(), strict=True):
+        check(side)
+        held.append(np.arange(most) < lens.get(name, np.full(5, most))[:, None])
+    same = held[0][:, :, None] & held[1][:, None, :]
+    np.testing.assert_array_equal(
+        np.array(sides[0].rank)[:, :, None] == np.array(sides[1].rank)[:, None], same
+    )
+
+
 @pytest.mark.parametrize("lens", [(5, 2, 9), (-7, 4, 30), (9, 0), (2**31 - 1, -(2**31))])
 def test_lengths_that_cannot_be_right_stay_inside(lens):
     for rank, table in segments.sides_of_lengths(jnp.array(lens, jnp.int32), 9):
