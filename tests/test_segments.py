@@ -54,7 +54,7 @@ def test_sequences_end_to_end(lens):
         for (rank, table), side in zip((of_queries, of_keys), "qk", strict=True):
             for number, (first, end, solid) in spans(np.array(rank)[0]).items():
                 # Padding has no keys; as queries it lies in front of the sequences or behind them, each a rank.
-                expected = (first, end, solid) if side == "q" or number < len(lens) - 1 else (tokens, 0, 0)
+                expected = (first, end, solid) if side == "q" or number < len(lens) - 1 else (tokens, 0, 1)
                 assert tuple(np.array(table)[0, number].tolist()) == expected, side
     at = np.arange(tokens)
     seq = np.searchsorted(lens, at, side="right")
