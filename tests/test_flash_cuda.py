@@ -2,11 +2,13 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_command_buffer as command_buffer
 import test_flash_attention as flash
 import test_shifted_gradients as shifted
 from jax import export
@@ -60,7 +62,7 @@ def test_matches_reference(case):
 @gpu
 @pytest.mark.parametrize("case", [CASES[0], CASES[9], CASES[12]], ids=lambda case: case.id)
 def test_out_is_the_same_without_gradients(case):
-    data = {name: jnp.asarray(array) for name, array in make(case).items()}
+    data: dict[str, Any] = {name: jnp.asarray(array) for name, array in make(case).items()}
     if "q_ids" in data:
         data["segment_ids"] = data.pop("q_ids"), data.pop("kv_ids")
     floats = [data.pop(name) for name in ("query", "key", "value")]
@@ -107,9 +109,11 @@ def test_documents_do_not_touch_each_other(causal, kind):
     length = 700
     at = np.arange(length)
     ids = np.searchsorted([137, 500], at, side="right") if kind == "pieces" else at // 37 % 3
-    mine = ids == 1
+    mine: np.ndarray = ids == 1
     rng = np.random.default_rng(0)
-    arrays = [rng.standard_normal((1, length, heads, 128)).astype(jnp.bfloat16) for heads in (4, 2, 2, 4)]
+    arrays = [
+        rng.standard_normal((1, length, heads, 128)).astype(jnp.dtype("bfloat16")) for heads in (4, 2, 2, 4)
+    ]
 
     @jax.jit
     def both(query, key, value, d_out):
@@ -120,20 +124,20 @@ def test_documents_do_not_touch_each_other(causal, kind):
         (out, lse), pull = jax.vjp(call, query, key, value)
         return out, lse, *pull((d_out, jnp.ones_like(lse)))
 
-    expected = [np.float32(x)[:, mine] for x in both(*arrays)]
+    expected = [np.asarray(x, np.float32)[:, mine] for x in both(*arrays)]
     assert all(np.isfinite(x).all() and np.abs(x).max() > 0.1 for x in expected)
     for other in (7.0, 3e4, np.nan, np.inf):
         for array in arrays:
             array[:, ~mine] = other
         for got, wanted in zip(both(*arrays), expected, strict=True):
-            np.testing.assert_array_equal(np.float32(got)[:, mine], wanted)
+            np.testing.assert_array_equal(np.asarray(got, np.float32)[:, mine], wanted)
 
 
 @gpu
 def test_keys_that_no_query_sees_may_hold_anything():
     rng = np.random.default_rng(0)
     shapes = [(1, length, heads, 128) for length, heads in ((120, 4), (400, 2), (400, 2), (120, 4))]
-    arrays = [rng.standard_normal(shape).astype(jnp.bfloat16) for shape in shapes]
+    arrays = [rng.standard_normal(shape).astype(jnp.dtype("bfloat16")) for shape in shapes]
 
     @jax.jit
     def both(query, key, value, d_out):
@@ -205,7 +209,9 @@ def test_lengths_of_dot_product_attention(names):
     most = {"query_seq_lengths": 300, "key_value_seq_lengths": 260}
     lens = {name: np.array([n, 0, 130, n + 5], np.int32) for name, n in most.items()}
     lens = {name: jnp.asarray(lens[name]) for i, name in enumerate(lens) if i in names}
-    held = [np.arange(n) < np.asarray(lens.get(name, np.full(4, n)))[:, None] for name, n in most.items()]
+    held: list[np.ndarray] = [
+        np.arange(n) < np.asarray(lens.get(name, np.full(4, n)))[:, None] for name, n in most.items()
+    ]
     given = data | {"q_ids": np.where(held[0], 0, -1), "kv_ids": np.where(held[1], 0, -2)}
     expected = flash.reference(dataclasses.replace(case, segments="packed"), given)
     for name, place in (("query", 0), ("key", 1), ("value", 1)):
@@ -224,7 +230,7 @@ def test_lengths_of_dot_product_attention(names):
     compare.assert_lse_close(lse, expected["lse"], dtype="bfloat16", case_id="lengths")
     for gradient, place in zip(gradients, (0, 1, 1), strict=True):
         assert np.isfinite(np.float32(gradient)).all()
-        assert (np.float32(gradient)[~held[place]] == 0).all()
+        assert (np.asarray(gradient, np.float32)[~held[place]] == 0).all()
 
 
 @gpu
@@ -248,6 +254,31 @@ def test_scan_and_vmap():
     )
     np.testing.assert_array_equal(np.float32(layers[0]), np.float32(call(query, key, value)))
     np.testing.assert_array_equal(np.float32(layers[1]), np.float32(layers[0]))
+
+
+@gpu
+def test_layers_are_launched_as_one_graph(tmp_path):
+    """Forward and backward, with the same bits."""
+    query, key, value = (jnp.asarray(make(CASES[0])[name]) for name in ("query", "key", "value"))
+
+    def layers(query, key, value):
+        for _ in range(3):
+            query += jax.grad(functools.partial(loss, causal=True, implementation="cuda"))(query, key, value)
+        return query
+
+    def results(options):
+        compiled = jax.jit(layers).lower(query, key, value).compile(compiler_options=options)
+        return command_buffer.traced(compiled, (query, key, value), tmp_path / str(len(options)))
+
+    launched, host, _ = results(command_buffer.LAUNCHED)
+    assert command_buffer.count(host, "cuGraphLaunch") == 0
+    captured, host, device = results(command_buffer.CAPTURED)
+    assert command_buffer.count(host, "cuGraphLaunch") == 1
+    assert (command_buffer.count(host, "forward_kernel"), command_buffer.count(device, "forward_kernel")) == (
+        0,
+        3,
+    )
+    np.testing.assert_array_equal(captured, launched)
 
 
 @pytest.fixture

@@ -70,8 +70,9 @@ struct ForwardParams {
 
   void* out;
   float* lse;
-  float*
-      rest;   // null: `lse` is whole; else it has the maxima, and the log-sum-exp is theirs and this, base 2
+  // What gradients need, or null: then `lse` is whole; else it has the maxima of rows, of what a backward
+  // pass scales, and `rest` what is left of the log-sum-exp, base 2.
+  float* rest;
   void* low;  // a byte of out's lower bits for each element, in its place; or null
 
   // Scratch.
