@@ -97,9 +97,20 @@ __device__ __forceinline__ void mask_scores(float (&rS)[kCount], const FragmentP
 // may be of one fused product with what it is rounded to.
 constexpr float kFusedBelow = 4096.0f;
 
+// Two probabilities of a row as its sum takes them: as they are, or as the value product does.
+struct Exact {
+  static __device__ __forceinline__ float2 of(float left, float right) { return make_float2(left, right); }
+};
+template <typename Element>
+struct Rounded {
+  static __device__ __forceinline__ float2 of(float left, float right) {
+    return ElementTraits<Element>::unpack(ElementTraits<Element>::pack(left, right));
+  }
+};
+
 // Turns scores into probabilities, moves the running maximum and sum, and says by what the rows' earlier
 // results must be multiplied; false if that is 1 for all rows of the warp.
-template <int kCount>
+template <typename Summed = Exact, int kCount>
 __device__ __forceinline__ bool exponentiate(float (&rS)[kCount], float scale_log2, RowState& state,
                                              float (&rescale)[kRowsPerThread]) {
   const auto is_large = [&](float maximum) { return fabsf(maximum * scale_log2) >= kFusedBelow; };
@@ -143,6 +154,11 @@ __device__ __forceinline__ bool exponentiate(float (&rS)[kCount], float scale_lo
     fused = !__any_sync(0xffffffff, large);
   }
   float sum[kRowsPerThread] = {};
+  const auto add_up = [&](int r) {
+    const float2 pair = Summed::of(rS[r], rS[r + 1]);
+    sum[FragmentPosition::row_of(r)] += pair.x;
+    sum[FragmentPosition::row_of(r)] += pair.y;
+  };
   if (fused) {
     float offset[kRowsPerThread];
 #pragma unroll
@@ -151,16 +167,14 @@ __device__ __forceinline__ bool exponentiate(float (&rS)[kCount], float scale_lo
     }
 #pragma unroll
     for (int r = 0; r < kCount; ++r) {
-      const int i = FragmentPosition::row_of(r);
-      rS[r] = exp2_fast(fmaf(rS[r], scale_log2, -offset[i]));
-      sum[i] += rS[r];
+      rS[r] = exp2_fast(fmaf(rS[r], scale_log2, -offset[FragmentPosition::row_of(r)]));
+      if (r % 2 == 1) add_up(r - 1);
     }
   } else {
 #pragma unroll
     for (int r = 0; r < kCount; ++r) {
-      const int i = FragmentPosition::row_of(r);
-      rS[r] = exp2_fast((rS[r] - state.maximum[i]) * scale_log2);
-      sum[i] += rS[r];
+      rS[r] = exp2_fast((rS[r] - state.maximum[FragmentPosition::row_of(r)]) * scale_log2);
+      if (r % 2 == 1) add_up(r - 1);
     }
   }
 #pragma unroll

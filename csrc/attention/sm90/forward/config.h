@@ -46,8 +46,8 @@ using Shape192x128 = ShapeOf<192, 128, 128, 2, 1, 2, 2>;
 using Shape192 = ShapeOf<192, 192, 96, 2, 1, 2, 2>;
 using Shape256 = ShapeOf<256, 256, 64, 2, 1, 2, 2>;
 
-// Query heads of a KV head, and which of a tile's queries a row is of: a division by multiplication, exact for
-// the rows of a tile.
+// Query heads of a KV head, and which of a tile's queries a row is of: a division by multiplication, exact
+// for the rows of a tile.
 struct Group {
   int size;
   uint32_t inverse;

@@ -2,6 +2,10 @@
 // tile's values runs beside the softmax of the next one's scores, also from one tile of queries to the next.
 #pragma once
 
+#include <cuda_fp16.h>
+
+#include <type_traits>
+
 #include "attention/rules.h"
 #include "attention/sm90/forward/documents.h"
 #include "attention/sm90/forward/logits.h"
@@ -59,13 +63,17 @@ class Consumer {
 
  private:
   static constexpr int kKeys = Shape::kKeys;
+  // What values have in common is off by as much as rounded probabilities are from adding up to 1. Gradients
+  // of fp16 have the digits to show it.
+  using Summed =
+      std::conditional_t<kForm == Form::kFull && std::is_same_v<Element, __half>, Rounded<Element>, Exact>;
   // Worth it where a tile's queries are not there before the last one's are done with.
   static constexpr bool kTurns = Shape::kQuerySlots == 1;
   static constexpr int kKeySteps = kKeys / kStepDims;
 
-  // One loop over all key tiles of all tiles, so that its code is there once: short tiles are many, and what is not in
-  // the instruction cache takes longer than their products. A tile's last product, too, runs beside the softmax of
-  // the next one's first scores.
+  // One loop over all key tiles of all tiles, so that its code is there once: short tiles are many, and what
+  // is not in the instruction cache takes longer than their products. A tile's last product, too, runs beside
+  // the softmax of the next one's first scores.
   __device__ __forceinline__ void walk_ahead(float (&rescale)[kRowsPerThread]) {
     bool first = true;  // of the tile's products with values
     while (true) {
@@ -114,8 +122,8 @@ class Consumer {
     store(tile, state_);
   }
 
-  // With one tile's queries at a time: the next tile's come once this one's scores are done with theirs. That is
-  // waited for beside the last product, and the next tile's first runs beside the store.
+  // With one tile's queries at a time: the next tile's come once this one's scores are done with theirs. That
+  // is waited for beside the last product, and the next tile's first runs beside the store.
   __device__ __forceinline__ void walk(float (&rescale)[kRowsPerThread]) {
     while (true) {
       const Tile& tile = smem_.tiles[told_];
@@ -159,8 +167,8 @@ class Consumer {
     }
   }
 
-  // Through a shuffle the compiler knows that a value is the warp's, and so is what hangs on it: loops, stages
-  // and descriptors then live in uniform registers.
+  // Through a shuffle the compiler knows that a value is the warp's, and so is what hangs on it: loops,
+  // stages and descriptors then live in uniform registers.
   __device__ __forceinline__ static int uniform(int x) { return __shfl_sync(0xffffffff, x, 0); }
 
   // Waits for a tile and its queries; false if there are no more.
@@ -193,7 +201,9 @@ class Consumer {
   }
 
   // Whether all of the tile's queries see all of the key tile.
-  __device__ __forceinline__ bool is_open() const { return __builtin_expect(key_ >= open_begin_ && key_ < open_end_, true); }
+  __device__ __forceinline__ bool is_open() const {
+    return __builtin_expect(key_ >= open_begin_ && key_ < open_end_, true);
+  }
 
   __device__ __forceinline__ bool softmax(const Tile& tile, float (&rescale)[kRowsPerThread]) {
     if (__builtin_expect(shaped_ || !is_open(), false)) {
@@ -202,7 +212,7 @@ class Consumer {
       if (!is_open()) mask_outside(rS_, at_, key_ * kKeys, rows);
       if (is_mixed(tile)) own_keys(tile).mask_others(rS_, at_);
     }
-    return exponentiate(rS_, factor_, state_, rescale);
+    return exponentiate<Summed>(rS_, factor_, state_, rescale);
   }
 
   __device__ __forceinline__ void issue_scores() {

@@ -32,9 +32,9 @@ __device__ __forceinline__ void store_partial(const ForwardParams& params, const
   }
 }
 
-// Of row i, columns [16 * step, 16 * (step + 1)), packed in pairs: `packed(left, right)` of the thread's own two
-// pairs, of which it sends one to the lane beside it. An even lane then has four neighbours of the first eight
-// columns, an odd one of the last.
+// Of row i, columns [16 * step, 16 * (step + 1)), packed in pairs: `packed(left, right)` of the thread's own
+// two pairs, of which it sends one to the lane beside it. An even lane then has four neighbours of the first
+// eight columns, an odd one of the last.
 template <int kCount, typename Pack>
 __device__ __forceinline__ uint2 four_neighbours(const float (&d)[kCount], int i, int step, bool odd,
                                                  Pack packed) {
@@ -44,8 +44,8 @@ __device__ __forceinline__ uint2 four_neighbours(const float (&d)[kCount], int i
   return make_uint2(odd ? got : first, odd ? second : got);
 }
 
-// A quad writes 32 bytes of a row at a time: with one exchange, little code and few steps that wait for each other.
-// Short tiles are stored as often as they are computed.
+// A quad writes 32 bytes of a row at a time: with one exchange, little code and few steps that wait for each
+// other. Short tiles are stored as often as they are computed.
 template <typename Element, Form kForm, int kCount>
 __device__ __forceinline__ void store_rows(const ForwardParams& params, const Tile& tile,
                                            const float (&rO)[kCount], const RowEnds& ends, const Group& group,
