@@ -53,13 +53,29 @@ def test_sequences_end_to_end(lens):
     if len(lens) > 1 and lens[-1] <= tokens:
         for (rank, table), side in zip((of_queries, of_keys), "qk", strict=True):
             for number, (first, end, solid) in spans(np.array(rank)[0]).items():
-                expected = (first, end, solid) if number < len(lens) - 1 else (tokens, 0, 0)
+                # Padding has no keys; as queries it lies in front of the sequences or behind them, each a rank.
+                expected = (first, end, solid) if side == "q" or number < len(lens) - 1 else (tokens, 0, 1)
                 assert tuple(np.array(table)[0, number].tolist()) == expected, side
     at = np.arange(tokens)
     seq = np.searchsorted(lens, at, side="right")
     held = (at >= lens[0]) & (at < lens[-1])
     same = (seq[:, None] == seq[None, :]) & held[:, None] & held[None, :]
     np.testing.assert_array_equal(np.array(of_queries.rank)[0][:, None] == np.array(of_keys.rank)[0], same)
+
+
+@pytest.mark.parametrize("names", [segments.SIZES[:1], segments.SIZES[1:], segments.SIZES])
+def test_lengths_in_front_of_padding(names):
+    tokens = dict(zip(segments.SIZES, (9, 7), strict=True))
+    lens = {name: np.array([0, 3, tokens[name], 99, -2], np.int32) for name in names}
+    sides = segments.sides_of_sizes({name: jnp.asarray(lens[name]) for name in names}, tokens)
+    held = []
+    for side, (name, most) in zip(sides, tokens.items(), strict=True):
+        check(side)
+        held.append(np.arange(most) < lens.get(name, np.full(5, most))[:, None])
+    same = held[0][:, :, None] & held[1][:, None, :]
+    np.testing.assert_array_equal(
+        np.array(sides[0].rank)[:, :, None] == np.array(sides[1].rank)[:, None], same
+    )
 
 
 @pytest.mark.parametrize("lens", [(5, 2, 9), (-7, 4, 30), (9, 0), (2**31 - 1, -(2**31))])

@@ -93,6 +93,20 @@ def test_write_kv_in_place(mesh, implementation):
     assert not [line for line in text.splitlines() if f"= {share}" in line and " copy(" in line]
 
 
+@pytest.mark.parametrize("tokens", [P(None, None, "x"), P("x")], ids=["heads", "seqs"])
+def test_flash_attention_by_cuda(mesh, tokens):
+    """Gradients too, over documents, whose table each device makes of the ids it has."""
+    arrays = [normal(seed, 4, 256, heads, 64) for seed, heads in enumerate((8, 4, 4))]
+    ids = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 3, (4, 256))), jnp.int32)
+
+    def attend(query, key, value, ids):
+        call = functools.partial(flash_attention, segment_ids=ids, causal=True, implementation="cuda")
+        out, pull = jax.vjp(call, query, key, value)
+        return out, *pull(out)
+
+    check(mesh, attend, (*arrays, ids), (*[tokens] * 3, P(*tokens[:1])))
+
+
 @pytest.mark.parametrize("implementation", ["pallas", "triton"])
 @pytest.mark.parametrize("tokens", [P(None, None, "x"), P("x")], ids=["heads", "seqs"])
 def test_gradients_of_flash_attention(mesh, tokens, implementation):

@@ -1,6 +1,7 @@
 // FFI handler of attention's forward pass for sm_90: unpack, check, fill the parameters, launch.
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <limits>
 #include <vector>
 
@@ -52,15 +53,18 @@ const T* optional(ffi::AnyBuffer buffer) {
 
 ffi::Error attention_forward(cudaStream_t stream, int32_t device, ffi::AnyBuffer query, ffi::AnyBuffer key,
                              ffi::AnyBuffer value, ffi::AnyBuffer q_bounds, ffi::AnyBuffer k_bounds,
-                             ffi::AnyBuffer block_tables, ffi::AnyBuffer seq_lens, ffi::AnyBuffer num_seqs,
-                             ffi::AnyBuffer window, ffi::AnyBuffer scale, ffi::AnyBuffer sinks,
-                             ffi::AnyBuffer alibi, ffi::Result<ffi::AnyBuffer> out,
-                             ffi::Result<ffi::AnyBuffer> lse, ffi::Result<ffi::AnyBuffer> counters,
-                             ffi::Result<ffi::AnyBuffer> items, ffi::Result<ffi::AnyBuffer> split_tiles,
+                             ffi::AnyBuffer q_ranks, ffi::AnyBuffer k_ranks, ffi::AnyBuffer block_tables,
+                             ffi::AnyBuffer seq_lens, ffi::AnyBuffer num_seqs, ffi::AnyBuffer window,
+                             ffi::AnyBuffer scale, ffi::AnyBuffer sinks, ffi::AnyBuffer alibi,
+                             ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> lse,
+                             ffi::Result<ffi::AnyBuffer> rest, ffi::Result<ffi::AnyBuffer> low,
+                             ffi::Result<ffi::AnyBuffer> counters, ffi::Result<ffi::AnyBuffer> items,
+                             ffi::Result<ffi::AnyBuffer> split_tiles, ffi::Result<ffi::AnyBuffer> first_tile,
                              ffi::Result<ffi::AnyBuffer> partial_out, ffi::Result<ffi::AnyBuffer> partial_lse,
                              bool query_heads_first, bool key_heads_first, bool lse_heads_first,
-                             bool base2_lse, bool ends_aligned, int64_t q_offset, int64_t bounds_step,
-                             int64_t seqs, int64_t skip_rows, int64_t heads_in_l2, float softcap) {
+                             bool base2_lse, bool ends_aligned, bool sinks_without_keys, int64_t q_offset,
+                             int64_t bounds_step, int64_t seqs, int64_t skip_rows, int64_t heads_in_l2,
+                             float softcap) {
   ArgumentChecker check(kName);
   check.array("query", query, {-1, -1, -1, -1}, {DataType::BF16, DataType::F16});
   if (!check.ok()) return check.error();
@@ -78,6 +82,9 @@ ffi::Error attention_forward(cudaStream_t stream, int32_t device, ffi::AnyBuffer
   check.array("key", key, {-1, -1, -1, queries.dim}, {dtype});
   check.array("out", *out, outs.shape(), {dtype});
   check.array("lse", *lse, lses.shape(), {DataType::F32});
+  const std::vector<int64_t> none = {0};
+  check.array("rest", *rest, rest->element_count() == 0 ? none : lses.shape(), {DataType::F32});
+  check.array("low", *low, low->element_count() == 0 ? none : outs.shape(), {DataType::S8});
   check.array("window", window, {2}, {DataType::S32});
   check.array("scale", scale, {1}, {DataType::F32});
   check.array("counters", *counters, {4}, {DataType::S32});
@@ -89,12 +96,19 @@ ffi::Error attention_forward(cudaStream_t stream, int32_t device, ffi::AnyBuffer
   check.array("block_tables", block_tables, {-1, -1}, {DataType::S32});
   if (!check.ok()) return check.error();
   const bool paged = block_tables.element_count() > 0;
-  check.between("bounds_step", "", 1, 2, bounds_step);
-  check.between("seqs", "", 1, attention::kMostPreparedSeqs, seqs);
-  const int64_t bounds = bounds_step == 1 ? seqs + 1 : 2 * seqs;
+  const bool documents = bounds_step == attention::kDocumentStep;
+  check.require(documents || bounds_step == 1, "bounds_step", "1 or 3", std::to_string(bounds_step));
+  const bool many = first_tile->element_count() > 0;
+  check.between("seqs", "", 1, many ? kMostTokens : attention::kMostPreparedSeqs, seqs);
+  check.array("first_tile", *first_tile, {many ? seqs + 3 : 0}, {DataType::S32});
+  const int64_t bounds = documents ? 3 * seqs : seqs + 1;
   for (const auto& [name, array] : {std::pair{"q_bounds", q_bounds}, {"k_bounds", k_bounds}}) {
     check.array(name, array, {array.element_count() == 0 ? 0 : bounds}, {DataType::S32});
   }
+  const bool ranked = q_ranks.element_count() > 0;
+  check.require(!ranked || documents, "q_ranks", "none but of documents", "some");
+  check.array("q_ranks", q_ranks, {ranked ? queries.batch * queries.tokens : 0}, {DataType::S32});
+  check.array("k_ranks", k_ranks, {ranked ? keys.batch * keys.tokens : 0}, {DataType::S32});
   check.array("seq_lens", seq_lens, {paged ? seqs : 0}, {DataType::S32});
   check.array("num_seqs", num_seqs, {num_seqs.element_count() == 0 ? 0 : 1}, {DataType::S32});
   if (paged)
@@ -107,7 +121,9 @@ ffi::Error attention_forward(cudaStream_t stream, int32_t device, ffi::AnyBuffer
   check.require(seqs % queries.batch == 0, "seqs", "a multiple of the batch", std::to_string(seqs));
   check.require(q_bounds.element_count() > 0 || seqs == queries.batch, "q_bounds", "bounds of the sequences",
                 "none");
-  check.require(bounds_step == 2 || q_bounds.element_count() == 0 || queries.batch == 1, "query",
+  check.require(!documents || (q_bounds.element_count() > 0 && k_bounds.element_count() > 0), "q_bounds",
+                "bounds of queries and keys", "none");
+  check.require(documents || q_bounds.element_count() == 0 || queries.batch == 1, "query",
                 "a batch of 1 beside lengths end to end", std::to_string(queries.batch));
   check.require(keys.heads > 0 && queries.heads > 0 && queries.heads % keys.heads == 0, "query",
                 "a multiple of " + std::to_string(keys.heads) + " heads", std::to_string(queries.heads));
@@ -128,8 +144,10 @@ ffi::Error attention_forward(cudaStream_t stream, int32_t device, ffi::AnyBuffer
   if (!check.ok()) return check.error();
   const int64_t most_items = items->dimensions()[0];
   const int64_t slots = split_tiles->dimensions()[0];
-  const int64_t needed = slots + queries.batch * (queries.tokens / (tile_rows / group) + 1) +
-                         (q_bounds.element_count() > 0 ? seqs + 2 : 0);
+  int64_t needed = slots + queries.batch * (queries.tokens / (tile_rows / group) + 1) +
+                   (q_bounds.element_count() > 0 ? seqs + 2 : 0);
+  // None without a query of its document's.
+  if (documents) needed = std::min(needed, slots + queries.batch * queries.tokens);
   check.array("partial_out", *partial_out, {slots, keys.heads, tile_rows, values.dim}, {DataType::F32});
   check.array("partial_lse", *partial_lse, {slots, keys.heads, tile_rows, 2}, {DataType::F32});
   check.between("items", " work items", needed, kMaxInt / 2 / keys.heads, most_items);
@@ -146,6 +164,8 @@ ffi::Error attention_forward(cudaStream_t stream, int32_t device, ffi::AnyBuffer
   params.lse_strides = lses.strides();
   params.q_spans = {optional<int>(q_bounds), static_cast<int>(bounds_step)};
   params.k_spans = {optional<int>(k_bounds), static_cast<int>(bounds_step)};
+  params.q_ranks = optional<int>(q_ranks);
+  params.k_ranks = optional<int>(k_ranks);
   params.block_tables = optional<int>(block_tables);
   params.seq_lens = optional<int>(seq_lens);
   params.num_seqs_now = optional<int>(num_seqs);
@@ -155,9 +175,12 @@ ffi::Error attention_forward(cudaStream_t stream, int32_t device, ffi::AnyBuffer
   params.alibi = optional<float>(alibi);
   params.out = out->untyped_data();
   params.lse = lse->typed_data<float>();
+  params.rest = rest->element_count() > 0 ? rest->typed_data<float>() : nullptr;
+  params.low = low->element_count() > 0 ? low->untyped_data() : nullptr;
   params.counters = static_cast<attention::Counters*>(counters->untyped_data());
   params.items = static_cast<attention::WorkItem*>(items->untyped_data());
   params.split_tiles = slots > 0 ? static_cast<attention::SplitTile*>(split_tiles->untyped_data()) : nullptr;
+  params.first_tile = many ? first_tile->typed_data<int>() : nullptr;
   params.partial_out = partial_out->typed_data<float>();
   params.partial_lse = static_cast<RowLse*>(partial_lse->untyped_data());
   params.max_slots = static_cast<int>(slots);
@@ -176,6 +199,7 @@ ffi::Error attention_forward(cudaStream_t stream, int32_t device, ffi::AnyBuffer
   params.head_dim = static_cast<int>(queries.dim);
   params.value_dim = static_cast<int>(values.dim);
   params.ends_aligned = ends_aligned;
+  params.sinks_without_keys = sinks_without_keys;
   params.q_offset = static_cast<int>(q_offset);
   params.skip_rows = static_cast<int>(skip_rows);
   params.heads_in_l2 = static_cast<int>(heads_in_l2);
@@ -200,6 +224,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(pallas_attn_attention_forward_sm90, pallas_attn::a
                                   .Arg<xla::ffi::AnyBuffer>()  // value
                                   .Arg<xla::ffi::AnyBuffer>()  // q_bounds
                                   .Arg<xla::ffi::AnyBuffer>()  // k_bounds
+                                  .Arg<xla::ffi::AnyBuffer>()  // q_ranks
+                                  .Arg<xla::ffi::AnyBuffer>()  // k_ranks
                                   .Arg<xla::ffi::AnyBuffer>()  // block_tables
                                   .Arg<xla::ffi::AnyBuffer>()  // seq_lens
                                   .Arg<xla::ffi::AnyBuffer>()  // num_seqs
@@ -209,9 +235,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(pallas_attn_attention_forward_sm90, pallas_attn::a
                                   .Arg<xla::ffi::AnyBuffer>()  // alibi
                                   .Ret<xla::ffi::AnyBuffer>()  // out
                                   .Ret<xla::ffi::AnyBuffer>()  // lse
+                                  .Ret<xla::ffi::AnyBuffer>()  // rest
+                                  .Ret<xla::ffi::AnyBuffer>()  // low
                                   .Ret<xla::ffi::AnyBuffer>()  // counters
                                   .Ret<xla::ffi::AnyBuffer>()  // items
                                   .Ret<xla::ffi::AnyBuffer>()  // split_tiles
+                                  .Ret<xla::ffi::AnyBuffer>()  // first_tile
                                   .Ret<xla::ffi::AnyBuffer>()  // partial_out
                                   .Ret<xla::ffi::AnyBuffer>()  // partial_lse
                                   .Attr<bool>("query_heads_first")
@@ -219,6 +248,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(pallas_attn_attention_forward_sm90, pallas_attn::a
                                   .Attr<bool>("lse_heads_first")
                                   .Attr<bool>("base2_lse")
                                   .Attr<bool>("ends_aligned")
+                                  .Attr<bool>("sinks_without_keys")
                                   .Attr<int64_t>("q_offset")
                                   .Attr<int64_t>("bounds_step")
                                   .Attr<int64_t>("seqs")

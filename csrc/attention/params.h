@@ -15,11 +15,13 @@ struct Strides {
 };
 
 // Where sequence i's tokens lie: [bounds[i * step], bounds[i * step + 1]) of its batch; null: all of the
-// batch. Lengths that lie end to end have step 1, ranges that may lie anywhere 2.
+// batch. Lengths that lie end to end have step 1. Documents have step 3 and may lie anywhere: the third word
+// says whether all tokens between are the document's, or else those whose rank is its number.
 struct Spans {
   const int* bounds;
   int step;
 };
+constexpr int kDocumentStep = 3;
 
 // What one CTA does at a time: a tile of a sequence's queries, all heads of one KV head, against a run of key
 // tiles. 32 bytes, so that it is loaded at once.
@@ -56,9 +58,11 @@ struct ForwardParams {
 
   Spans q_spans;
   Spans k_spans;            // keys in rows
+  const int* q_ranks;       // documents: [batch, q_len], the number among its batch's of the one that a
+  const int* k_ranks;       // token is of; [batch, kv_len]; null: all lie in one piece
   const int* block_tables;  // keys in pages: [num_seqs, max_pages]; null: in rows
   const int* seq_lens;      // keys in pages: [num_seqs]
-  const int* num_seqs_now;  // how many sequences there are; null: num_seqs
+  const int* num_seqs_now;  // how many sequences there are, documents: in each batch; null: num_seqs
   const int* window;        // [2]: how many keys left and right of a query's place it sees; negative: all
   const float* scale;       // [1], of the logits
   const float* sinks;       // [num_heads], or null
@@ -66,11 +70,16 @@ struct ForwardParams {
 
   void* out;
   float* lse;
+  // What gradients need, or null: then `lse` is whole; else it has the maxima of rows, of what a backward
+  // pass scales, and `rest` what is left of the log-sum-exp, base 2.
+  float* rest;
+  void* low;  // a byte of out's lower bits for each element, in its place; or null
 
   // Scratch.
   Counters* counters;
   WorkItem* items;         // [max_items]
   SplitTile* split_tiles;  // [max_slots]; null: nothing may be split
+  int* first_tile;         // [sequences + 1], where those are more than shared memory has room for
   float* partial_out;      // [max_slots, num_kv_heads, tile rows, value_dim]
   RowLse* partial_lse;     // [max_slots, num_kv_heads, tile rows]
   int max_items, max_slots;
@@ -84,6 +93,7 @@ struct ForwardParams {
   // A sequence's query i stands at key i + its number of keys less that of its queries; or else at its own
   // place in the array plus q_offset.
   bool ends_aligned;
+  bool sinks_without_keys;  // a query of a sequence that has no keys sees the sink
   int q_offset;
   // Sequences with at most so many rows (queries times heads of a KV head) are another kernel's: nothing of
   // theirs is written.

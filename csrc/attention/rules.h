@@ -15,18 +15,25 @@ struct Sequence {
   int q_begin, q_len;  // of its batch
   int k_begin, k_len;  // k_begin: of its batch; 0 where keys are in pages
   int offset;          // query i stands at key i + offset
+  int rank;            // documents: its number among its batch's
   bool bad;            // lengths that cannot be right
   bool padding;
+  bool q_mixed, k_mixed;  // other documents' tokens lie between its own
 
   PALLAS_ATTN_HOST_DEVICE Sequence(const ForwardParams& params, int seq, int num_seqs) {
-    bad = false;
+    bad = q_mixed = k_mixed = false;
     padding = seq >= num_seqs;
-    batch = padding ? 0 : seq / params.seqs_per_batch;
     const Spans& q = params.q_spans;
+    const bool documents = q.step == kDocumentStep;
+    const int of_batch = documents ? num_seqs / params.batch : params.seqs_per_batch;
+    batch = padding ? 0 : seq / of_batch;
+    rank = seq - batch * of_batch;
+    const int row = documents ? batch * params.seqs_per_batch + rank : seq;
     int begin = 0, end = params.q_len;
     if (q.bounds != nullptr && !padding) {
-      begin = load_constant(q.bounds + seq * q.step);
-      end = load_constant(q.bounds + seq * q.step + 1);
+      begin = load_constant(q.bounds + row * q.step);
+      end = load_constant(q.bounds + row * q.step + 1);
+      if (params.q_ranks != nullptr) q_mixed = load_constant(q.bounds + row * q.step + 2) == 0;
     } else if (padding) {
       const bool behind = seq == num_seqs;
       if (behind) begin = load_constant(q.bounds + num_seqs * q.step);
@@ -41,9 +48,10 @@ struct Sequence {
       k_len = load_constant(params.seq_lens + seq);
       bad = k_len < 0 || k_len > int64_t{params.max_pages} * params.page_size;
     } else if (params.k_spans.bounds != nullptr) {
-      const int* bounds = params.k_spans.bounds + seq * params.k_spans.step;
+      const int* bounds = params.k_spans.bounds + row * params.k_spans.step;
       k_begin = load_constant(bounds);
       k_len = load_constant(bounds + 1) - k_begin;
+      if (params.k_ranks != nullptr) k_mixed = load_constant(bounds + 2) == 0;
       // A document without keys may have any bounds.
       if (k_len <= 0) k_begin = k_len = 0;
       bad = k_begin < 0 || k_begin + k_len > params.kv_len;
@@ -72,7 +80,11 @@ struct Window {
 
 PALLAS_ATTN_HOST_DEVICE inline int num_seqs_now(const ForwardParams& params) {
   if (params.num_seqs_now == nullptr) return params.num_seqs;
-  return at_most(params.num_seqs, at_least(0, load_constant(params.num_seqs_now)));
+  const int now = load_constant(params.num_seqs_now);
+  if (params.q_spans.step == kDocumentStep) {
+    return params.batch * at_most(params.seqs_per_batch, at_least(1, now));
+  }
+  return at_most(params.num_seqs, at_least(0, now));
 }
 
 // Tokens may be no sequence's where those lie end to end.

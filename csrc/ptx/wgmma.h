@@ -27,9 +27,14 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(const void* tile, uint32_t 
          static_cast<uint64_t>(kSwizzleAtomBytes >> 4) << 32 | kSwizzle128 << 62;
 }
 
-// The start address is the descriptor's lowest field, in units of 16 bytes.
+// The start address is the descriptor's lowest field, in units of 16 bytes, and never overflows into others.
 __device__ __forceinline__ uint64_t advance_descriptor(uint64_t descriptor, uint32_t bytes) {
-  return descriptor + (bytes >> 4);
+  return (descriptor & 0xFFFFFFFF00000000) | (static_cast<uint32_t>(descriptor) + (bytes >> 4));
+}
+
+// The same for all threads of a warp: through a shuffle the compiler knows, and adds to it once a warp.
+__device__ __forceinline__ uint64_t uniform_descriptor(uint64_t descriptor) {
+  return (descriptor & 0xFFFFFFFF00000000) | __shfl_sync(0xffffffff, static_cast<uint32_t>(descriptor), 0);
 }
 
 // Orders earlier register writes (accumulators, A fragments) before the matrix products that follow.
@@ -86,6 +91,9 @@ enum Major { kKMajor = 0, kMNMajor = 1 };
 #define PALLAS_ATTN_1_TO_63(use)                                                                  \
   PALLAS_ATTN_1_TO_9(use) PALLAS_ATTN_TEN(use, 1) PALLAS_ATTN_TEN(use, 2) PALLAS_ATTN_TEN(use, 3) \
   PALLAS_ATTN_TEN(use, 4) PALLAS_ATTN_TEN(use, 5) use(60) use(61) use(62) use(63)
+#define PALLAS_ATTN_1_TO_79(use)                                                                  \
+  PALLAS_ATTN_1_TO_39(use) PALLAS_ATTN_TEN(use, 4) PALLAS_ATTN_TEN(use, 5) PALLAS_ATTN_TEN(use, 6) \
+  PALLAS_ATTN_TEN(use, 7)
 #define PALLAS_ATTN_1_TO_95(use)                                                                  \
   PALLAS_ATTN_1_TO_39(use) PALLAS_ATTN_TEN(use, 4) PALLAS_ATTN_TEN(use, 5) PALLAS_ATTN_TEN(use, 6) \
   PALLAS_ATTN_TEN(use, 7) PALLAS_ATTN_TEN(use, 8) use(90) use(91) use(92) use(93) use(94) use(95)
@@ -132,6 +140,8 @@ enum Major { kKMajor = 0, kMNMajor = 1 };
     PALLAS_ATTN_WGMMA(type, 96, PALLAS_ATTN_1_TO_47, 48, 49, 50, 51, 52, 53, 54)                  \
   } else if constexpr (kColumns == 112) {                                                         \
     PALLAS_ATTN_WGMMA(type, 112, PALLAS_ATTN_1_TO_55, 56, 57, 58, 59, 60, 61, 62)                 \
+  } else if constexpr (kColumns == 160) {                                                         \
+    PALLAS_ATTN_WGMMA(type, 160, PALLAS_ATTN_1_TO_79, 80, 81, 82, 83, 84, 85, 86)                 \
   } else if constexpr (kColumns == 192) {                                                         \
     PALLAS_ATTN_WGMMA(type, 192, PALLAS_ATTN_1_TO_95, 96, 97, 98, 99, 100, 101, 102)              \
   } else if constexpr (kColumns == 128) {                                                         \

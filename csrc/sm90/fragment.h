@@ -114,6 +114,13 @@ __device__ __forceinline__ uint32_t lower_bits(float exact, float rounded) {
   return min(max(lost, -127), 127) & 0xff;
 }
 
+// Of two neighbours, a byte each.
+template <typename Element>
+__device__ __forceinline__ uint32_t lower_pair(float left, float right) {
+  const float2 rounded = ElementTraits<Element>::unpack(ElementTraits<Element>::pack(left, right));
+  return lower_bits<Element>(left, rounded.x) | lower_bits<Element>(right, rounded.y) << 8;
+}
+
 // Those of the eight elements that `neighbours` has, a byte each.
 template <typename Element, int kCount>
 __device__ __forceinline__ uint2 lower_neighbours(const float (&d)[kCount], int i, int group, float factor,
@@ -122,9 +129,7 @@ __device__ __forceinline__ uint2 lower_neighbours(const float (&d)[kCount], int 
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     const int r = (group * 4 + j) * 4 + i * 2;
-    const float left = d[r] * factor, right = d[r + 1] * factor;
-    const float2 rounded = ElementTraits<Element>::unpack(ElementTraits<Element>::pack(left, right));
-    v[j] = lower_bits<Element>(left, rounded.x) | lower_bits<Element>(right, rounded.y) << 8;
+    v[j] = lower_pair<Element>(d[r] * factor, d[r + 1] * factor);
   }
   transpose_in_quad(v, in_quad);
   return make_uint2(v[0] | v[1] << 16, v[2] | v[3] << 16);

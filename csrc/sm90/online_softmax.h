@@ -60,7 +60,7 @@ struct RowEnds {
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
       const bool empty = state.sum[i] == 0.0f;  // false for NaN, which must survive
-      factor[i] = empty ? 0.0f : 1.0f / state.sum[i];
+      factor[i] = empty ? 0.0f : __fdividef(1.0f, state.sum[i]);
       float left;
       lse[i] = in_base_2(state.maximum[i], state.sum[i], scale_log2, left);
       if (empty) lse[i].maximum = -INFINITY;
@@ -97,50 +97,89 @@ __device__ __forceinline__ void mask_scores(float (&rS)[kCount], const FragmentP
 // may be of one fused product with what it is rounded to.
 constexpr float kFusedBelow = 4096.0f;
 
+// Two probabilities of a row as its sum takes them: as they are, or as the value product does.
+struct Exact {
+  static __device__ __forceinline__ float2 of(float left, float right) { return make_float2(left, right); }
+};
+template <typename Element>
+struct Rounded {
+  static __device__ __forceinline__ float2 of(float left, float right) {
+    return ElementTraits<Element>::unpack(ElementTraits<Element>::pack(left, right));
+  }
+};
+
 // Turns scores into probabilities, moves the running maximum and sum, and says by what the rows' earlier
-// results must be multiplied.
-template <int kCount>
-__device__ __forceinline__ void exponentiate(float (&rS)[kCount], float scale_log2, RowState& state,
+// results must be multiplied; false if that is 1 for all rows of the warp.
+template <typename Summed = Exact, int kCount>
+__device__ __forceinline__ bool exponentiate(float (&rS)[kCount], float scale_log2, RowState& state,
                                              float (&rescale)[kRowsPerThread]) {
-  float offset[kRowsPerThread];
-  bool large = false;
+  const auto is_large = [&](float maximum) { return fabsf(maximum * scale_log2) >= kFusedBelow; };
+  // Even and odd columns apart: four chains hide an instruction's latency.
+  float even[kRowsPerThread], odd[kRowsPerThread];
+#pragma unroll
+  for (int i = 0; i < kRowsPerThread; ++i) even[i] = odd[i] = -INFINITY;
+#pragma unroll
+  for (int r = 0; r < kCount; r += 2) {
+    const int i = FragmentPosition::row_of(r);
+    even[i] = fmaxf(even[i], rS[r]);
+    odd[i] = fmaxf(odd[i], rS[r + 1]);
+  }
+  float top[kRowsPerThread];
+  bool usual = true;
 #pragma unroll
   for (int i = 0; i < kRowsPerThread; ++i) {
-    float top = -INFINITY;
-#pragma unroll
-    for (int r = 0; r < kCount; ++r) {
-      if (FragmentPosition::row_of(r) == i) top = fmaxf(top, rS[r]);
-    }
-    top = quad_reduce(top, [](float a, float b) { return fmaxf(a, b); });
-    state.peak[i] = fmaxf(state.peak[i], top);
-    const float before = state.maximum[i];
-    const float after = (top - before) * scale_log2 > kRescaleSlack ? top : before;
-    state.maximum[i] = after;
-    // Nothing to rescale yet: one, so that nobody does.
-    rescale[i] = before == kNoMaximum ? 1.0f : exp2_fast((before - after) * scale_log2);
-    offset[i] = after == kNoMaximum ? 0.0f : after * scale_log2;
-    large |= !(fabsf(offset[i]) < kFusedBelow);
+    top[i] = quad_reduce(fmaxf(even[i], odd[i]), [](float a, float b) { return fmaxf(a, b); });
+    state.peak[i] = fmaxf(state.peak[i], top[i]);
+    rescale[i] = 1.0f;
+    // A row whose maximum is NaN, and stays so, has no say.
+    usual &= !((top[i] - state.maximum[i]) * scale_log2 > kRescaleSlack) && !is_large(state.maximum[i]);
   }
-  // Rarely: the maximum is subtracted first, and costs an instruction more.
-  const bool fused = !__any_sync(0xffffffff, large);
+  // After the first key tiles almost never otherwise.
+  bool fused = true, moved = false;
+  if (!__all_sync(0xffffffff, usual)) {
+    bool large = false;
+#pragma unroll
+    for (int i = 0; i < kRowsPerThread; ++i) {
+      const float before = state.maximum[i];
+      if ((top[i] - before) * scale_log2 > kRescaleSlack) {
+        state.maximum[i] = top[i];
+        // Nothing to rescale yet: one, so that nobody does.
+        if (before != kNoMaximum) rescale[i] = exp2_fast((before - top[i]) * scale_log2);
+      }
+      moved |= rescale[i] != 1.0f;
+      large |= state.maximum[i] != kNoMaximum && is_large(state.maximum[i]);
+    }
+    moved = __any_sync(0xffffffff, moved);
+    // Rarely: the maximum is subtracted first, and costs an instruction more.
+    fused = !__any_sync(0xffffffff, large);
+  }
   float sum[kRowsPerThread] = {};
+  const auto add_up = [&](int r) {
+    const float2 pair = Summed::of(rS[r], rS[r + 1]);
+    sum[FragmentPosition::row_of(r)] += pair.x;
+    sum[FragmentPosition::row_of(r)] += pair.y;
+  };
   if (fused) {
+    float offset[kRowsPerThread];
+#pragma unroll
+    for (int i = 0; i < kRowsPerThread; ++i) {
+      offset[i] = state.maximum[i] == kNoMaximum ? 0.0f : state.maximum[i] * scale_log2;
+    }
 #pragma unroll
     for (int r = 0; r < kCount; ++r) {
-      const int i = FragmentPosition::row_of(r);
-      rS[r] = exp2_fast(fmaf(rS[r], scale_log2, -offset[i]));
-      sum[i] += rS[r];
+      rS[r] = exp2_fast(fmaf(rS[r], scale_log2, -offset[FragmentPosition::row_of(r)]));
+      if (r % 2 == 1) add_up(r - 1);
     }
   } else {
 #pragma unroll
     for (int r = 0; r < kCount; ++r) {
-      const int i = FragmentPosition::row_of(r);
-      rS[r] = exp2_fast((rS[r] - state.maximum[i]) * scale_log2);
-      sum[i] += rS[r];
+      rS[r] = exp2_fast((rS[r] - state.maximum[FragmentPosition::row_of(r)]) * scale_log2);
+      if (r % 2 == 1) add_up(r - 1);
     }
   }
 #pragma unroll
   for (int i = 0; i < kRowsPerThread; ++i) state.sum[i] = fmaf(state.sum[i], rescale[i], sum[i]);
+  return moved;
 }
 
 // Probabilities as the A operand of the value product.
@@ -163,13 +202,16 @@ __device__ __forceinline__ void softmax_step(float (&rS)[kCount], float scale_lo
   pack_probabilities<Element>(rS, rP);
 }
 
-// Multiplies the output by the rows' factors; almost always they are all one and nothing happens.
+template <int kCount>
+__device__ __forceinline__ void multiply_rows(float (&rO)[kCount], const float (&factor)[kRowsPerThread]) {
+#pragma unroll
+  for (int r = 0; r < kCount; ++r) rO[r] *= factor[FragmentPosition::row_of(r)];
+}
+
+// The same where factors are almost always one, and then nothing happens.
 template <int kCount>
 __device__ __forceinline__ void rescale_rows(float (&rO)[kCount], const float (&rescale)[kRowsPerThread]) {
-  if (__any_sync(0xffffffff, rescale[0] != 1.0f || rescale[1] != 1.0f)) {
-#pragma unroll
-    for (int r = 0; r < kCount; ++r) rO[r] *= rescale[FragmentPosition::row_of(r)];
-  }
+  if (__any_sync(0xffffffff, rescale[0] != 1.0f || rescale[1] != 1.0f)) multiply_rows(rO, rescale);
 }
 
 }  // namespace sm90

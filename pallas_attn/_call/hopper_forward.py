@@ -27,16 +27,24 @@ class Sequences:
 
     q_bounds, k_bounds: [num_seqs + 1], sequences end to end; None: each has all of its batch.
     block_tables, seq_lens: [num_seqs, max_pages] and [num_seqs] where keys lie in pages.
-    num_seqs: [1], how many of them there are; None: all.
+    q_table, k_table: [batch, documents, 3] (`segments.Side.table`), documents whose tokens may lie anywhere in their
+        batch; q_ranks, k_ranks: [batch, tokens], of which of them a token is.
+    num_seqs: [1], how many of them there are, documents: at most in a batch; None: all.
     """
 
     q_bounds: jax.Array | None = None
     k_bounds: jax.Array | None = None
     block_tables: jax.Array | None = None
     seq_lens: jax.Array | None = None
+    q_table: jax.Array | None = None
+    k_table: jax.Array | None = None
+    q_ranks: jax.Array | None = None
+    k_ranks: jax.Array | None = None
     num_seqs: jax.Array | None = None
 
     def count(self, batch: int) -> int:
+        if self.q_table is not None:
+            return batch * self.q_table.shape[1]
         if self.block_tables is not None:
             return self.block_tables.shape[0]
         return batch if self.q_bounds is None else self.q_bounds.shape[0] - 1
@@ -74,8 +82,10 @@ def forward(
     lse_heads_first: bool = False,
     base2_lse: bool = False,
     skip_rows: int = 0,
-) -> tuple[jax.Array, jax.Array]:
-    """(out, lse).
+    sinks_without_keys: bool = False,
+    keep: bool = False,
+) -> tuple[jax.Array, ...]:
+    """(out, lse), or with `keep` (out, the parts of lse, of `softmax.Lse`, a byte of out's lower bits).
 
     Args:
         query: [batch, tokens, heads, dim], or heads before tokens; key, value: likewise, or pools of pages.
@@ -84,6 +94,7 @@ def forward(
         ends_aligned: the last query of a sequence stands at its last key; else query i at key i + q_offset.
         lse_heads_first: lse is [batch, heads, tokens], else [batch, tokens, heads]; base2_lse: in base 2.
         skip_rows: of sequences with at most so many queries times heads of a KV head nothing is written.
+        sinks_without_keys: queries of sequences that have no keys see the sink, too.
 
     vmap calls it once for each of the batch, one after the other.
     """
@@ -94,25 +105,31 @@ def forward(
     num_seqs = sequences.count(batch)
     tile_tokens = TILE_ROWS // (heads // kv_heads)
     max_items = batch * (tokens // tile_tokens + 1)
-    if sequences.q_bounds is not None:
+    documents = sequences.q_table is not None
+    if sequences.q_bounds is not None or documents:
         max_items += num_seqs + 2
+    if documents:
+        max_items = min(max_items, batch * tokens)  # each has a query of its document
     # Where tiles may be fewer than multiprocessors, their keys are split: in so many parts at most.
     split = sequences.block_tables is not None or max_items * kv_heads < FEW_TILES
     slots = -(-MOST_PARTS // kv_heads) if split else 0
     nothing = jnp.zeros(0, jnp.int32)
     if sequences.block_tables is not None:
         kv_tokens *= sequences.block_tables.shape[1]
+    out_shape = (*query.shape[:-1], value.shape[-1])
+    lse_shape = (batch, heads, tokens) if lse_heads_first else (batch, tokens, heads)
     call = jax.ffi.ffi_call(
         TARGET,
         (
-            jax.ShapeDtypeStruct((*query.shape[:-1], value.shape[-1]), query.dtype),
-            jax.ShapeDtypeStruct(
-                (batch, heads, tokens) if lse_heads_first else (batch, tokens, heads), jnp.float32
-            ),
+            jax.ShapeDtypeStruct(out_shape, query.dtype),
+            jax.ShapeDtypeStruct(lse_shape, jnp.float32),
+            jax.ShapeDtypeStruct(lse_shape if keep else (0,), jnp.float32),
+            jax.ShapeDtypeStruct(out_shape if keep else (0,), jnp.int8),
             # Scratch: outputs, because a handler that allocates cannot be part of a command buffer.
             jax.ShapeDtypeStruct((4,), jnp.int32),
             jax.ShapeDtypeStruct((max_items + slots, 8), jnp.int32),
             jax.ShapeDtypeStruct((slots, 8), jnp.int32),
+            jax.ShapeDtypeStruct((num_seqs + 3 if num_seqs > MOST_SEQS else 0,), jnp.int32),
             jax.ShapeDtypeStruct((slots, kv_heads, TILE_ROWS, value.shape[-1]), jnp.float32),
             jax.ShapeDtypeStruct((slots, kv_heads, TILE_ROWS, 2), jnp.float32),
         ),
@@ -122,12 +139,17 @@ def forward(
     def or_nothing(array: jax.Array | None, empty: jax.Array = nothing) -> jax.Array:
         return empty if array is None else array
 
-    out, lse, *_ = call(
+    def flat(array: jax.Array | None) -> jax.Array:
+        return or_nothing(array).reshape(-1)
+
+    out, lse, rest, low, *_ = call(
         query,
         key,
         value,
-        or_nothing(sequences.q_bounds),
-        or_nothing(sequences.k_bounds),
+        flat(sequences.q_table if documents else sequences.q_bounds),
+        flat(sequences.k_table if documents else sequences.k_bounds),
+        flat(sequences.q_ranks),
+        flat(sequences.k_ranks),
         or_nothing(sequences.block_tables, nothing.reshape(0, 0)),
         or_nothing(sequences.seq_lens),
         or_nothing(sequences.num_seqs),
@@ -140,8 +162,9 @@ def forward(
         lse_heads_first=lse_heads_first,
         base2_lse=base2_lse,
         ends_aligned=ends_aligned,
+        sinks_without_keys=sinks_without_keys,
         q_offset=np.int64(q_offset),
-        bounds_step=np.int64(1),
+        bounds_step=np.int64(3 if documents else 1),
         seqs=np.int64(num_seqs),
         skip_rows=np.int64(skip_rows),
         heads_in_l2=np.int64(
@@ -149,7 +172,7 @@ def forward(
         ),
         softcap=np.float32(softcap or 0.0),
     )
-    return out, lse
+    return (out, lse, rest, low) if keep else (out, lse)
 
 
 def heads_in_l2(kv_heads: int, bytes_of_head: int) -> int:

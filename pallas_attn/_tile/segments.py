@@ -55,36 +55,85 @@ def sides(query_ids: jax.Array, key_ids: jax.Array) -> tuple[Side, Side]:
 def sides_of_lengths(cu_lens: jax.Array, tokens: int) -> tuple[Side, Side]:
     """The same where sequences lie end to end, sequence i from cu_lens[i] on. Tokens outside of them see nothing: as
     queries they have another rank than as keys."""
-    of_queries, of_keys, table = partition.run(
+    found = partition.run(
         "flash_attention",
         _of_lengths,
         {"cu_q_lens": cu_lens},
         {"cu_q_lens": "bounds"},  # all of them on every device
-        ("one tokens", "one tokens", "one ranks bounds"),
+        ("one tokens", "one ranks bounds") * 2,
         static={"tokens": tokens},
         implementation="xla",
     )
-    return Side(of_queries, table), Side(of_keys, table)
+    return Side(*found[:2]), Side(*found[2:])
 
 
-def _of_lengths(lengths: dict[str, jax.Array], tokens: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+PADDING = 3
+"""Ranks behind the sequences': of queries in front of them, of queries behind them, and of keys."""
+
+
+def _of_lengths(lengths: dict[str, jax.Array], tokens: int) -> tuple[jax.Array, ...]:
     (cu_lens,) = lengths.values()
     num_seqs = cu_lens.shape[0] - 1
     at = jnp.arange(tokens, dtype=jnp.int32)
     # One kernel, whatever the number of sequences.
     seq = symbolic.searchsorted(cu_lens, at, side="right", method="scan_unrolled").astype(jnp.int32) - 1
     # Lengths below 0 cannot be right: then no token is held.
-    held = (at >= cu_lens[0]) & (at < cu_lens[-1]) & jnp.all(cu_lens[1:] >= cu_lens[:-1])
-    inside = jnp.clip(cu_lens, 0, tokens)
-    spans = jnp.stack([inside[:-1], inside[1:], jnp.ones(num_seqs, jnp.int32)], axis=-1)
-    table = jnp.concatenate([spans, jnp.tile(jnp.array([tokens, 0, 0], jnp.int32), (2, 1))])[None]
-    of_queries, of_keys = (jnp.where(held, seq, num_seqs + i)[None] for i in range(2))
-    return of_queries, of_keys, table
+    inside = jnp.where(jnp.all(cu_lens[1:] >= cu_lens[:-1]), jnp.clip(cu_lens, 0, tokens), tokens)
+    first, last = inside[:1], inside[-1:]
+    held = (at >= first) & (at < last)
+
+    def table(begins: list[jax.Array], ends: list[jax.Array]) -> jax.Array:
+        begin, end = (jnp.concatenate([bounds, *more]) for bounds, more in
+                      ((inside[:-1], begins), (inside[1:], ends)))  # fmt: skip
+        return jnp.stack([begin, end, jnp.ones_like(begin)], axis=-1)[None]
+
+    start, end = jnp.zeros(1, jnp.int32), jnp.full(1, tokens, jnp.int32)
+    of_queries = jnp.where(held, seq, jnp.where(at < first, num_seqs, num_seqs + 1))
+    of_keys = jnp.where(held, seq, num_seqs + 2)
+    queries = table([start, last, end], [first, end, start])
+    keys = table([end] * PADDING, [start] * PADDING)
+    return of_queries[None], queries, of_keys[None], keys
+
+
+SIZES = "query_seq_lengths", "key_value_seq_lengths"
+
+
+def sides_of_sizes(lengths: dict[str, jax.Array], tokens: dict[str, int]) -> tuple[Side, Side]:
+    """The same where each of the batch has some tokens and then padding. `lengths`: [batch] under the names of SIZES,
+    as far as not all tokens count. Padding sees nothing: as queries it has another rank than as keys."""
+    found = partition.run(
+        "flash_attention",
+        _of_sizes,
+        {name: jnp.asarray(given) for name, given in lengths.items()},
+        dict.fromkeys(SIZES, "batch"),
+        ("batch tokens", "batch ranks bounds") * 2,
+        static={"tokens": tuple(tokens[name] for name in SIZES)},
+        implementation="xla",
+    )
+    return Side(*found[:2]), Side(*found[2:])
+
+
+def _of_sizes(lengths: dict[str, jax.Array], tokens: tuple[int, int]) -> tuple[jax.Array, ...]:
+    batch = next(iter(lengths.values())).shape[0]  # of those at hand
+    found: list[jax.Array] = []
+    for place, (name, most) in enumerate(zip(SIZES, tokens, strict=True)):
+        own = lengths[name] if name in lengths else jnp.full(batch, most, jnp.int32)
+        held = jnp.clip(own, 0, most)[:, None]
+        start, end = jnp.zeros_like(held), jnp.full_like(held, most)
+        begins, ends = [start, end, end], [held, start, start]
+        begins[1 + place], ends[1 + place] = held, end
+        bounds = [jnp.concatenate(parts, axis=1) for parts in (begins, ends)]
+        at = jnp.arange(most, dtype=jnp.int32)[None]
+        found += [
+            jnp.where(at < held, 0, 1 + place).astype(jnp.int32),
+            jnp.stack([*bounds, jnp.ones_like(bounds[0])], axis=-1),
+        ]
+    return tuple(found)
 
 
 def padding(queries: Side) -> jax.Array:
     """[batch, tokens]: which are no sequence's, of queries of `sides_of_lengths`."""
-    return queries.rank == queries.table.shape[1] - 2
+    return queries.rank >= queries.table.shape[1] - PADDING
 
 
 @jax.jit

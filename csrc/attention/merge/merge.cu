@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "attention/merge/merge.h"
+#include "attention/row_result.h"
 #include "attention/rules.h"
 #include "common/dependent_launch.h"
 #include "common/element_traits.h"
@@ -15,8 +16,8 @@ constexpr int kWarps = 8, kThreads = kWarps * 32;
 constexpr int kPairs = 256 / 64;  // of columns, that a lane adds up
 
 template <typename Element>
-__device__ void merge_row(const ForwardParams& params, const SplitTile& tile, int num_seqs, int tile_rows,
-                          int kv_head, int row, int lane) {
+__device__ void merge_row(const ForwardParams& params, const SplitTile& tile, const Sequence& seq,
+                          int tile_rows, int kv_head, int row, int lane) {
   const int group = params.group;
   const int head = kv_head * group + row % group;
   const auto row_of = [&](int part) {
@@ -32,6 +33,7 @@ __device__ void merge_row(const ForwardParams& params, const SplitTile& tile, in
     top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
   }
   const float sink2 = params.sinks == nullptr ? -INFINITY : __ldg(params.sinks + head) * kLog2E;
+  const float keys = top;
   top = fmaxf(top, sink2);
   const float base = top == -INFINITY ? 0.0f : top;
   const float weight = exp2f(lse.maximum - base) * lse.total;
@@ -52,22 +54,34 @@ __device__ void merge_row(const ForwardParams& params, const SplitTile& tile, in
       v[i].y = fmaf(share, pair.y, v[i].y);
     }
   }
-  const Sequence seq(params, tile.seq, num_seqs);
-  const int token = seq.q_begin + tile.token + row / group;
+  const int64_t token = seq.q_begin + tile.token + row / group;
   const float factor = sum == 0.0f ? 0.0f : 1.0f / sum;
-  auto* out = static_cast<uint16_t*>(params.out) + seq.batch * params.out_strides.batch +
-              token * params.out_strides.token + head * params.out_strides.head;
+  const int64_t place = seq.batch * params.out_strides.batch + token * params.out_strides.token +
+                        head * params.out_strides.head;
+  auto* out = static_cast<uint16_t*>(params.out) + place;
+  auto* low = static_cast<uint8_t*>(params.low);
 #pragma unroll
   for (int i = 0; i < kPairs; ++i) {
     const int column = i * 64 + lane * 2;
     if (column >= params.value_dim) continue;
-    *reinterpret_cast<uint32_t*>(out + column) =
-        ElementTraits<Element>::pack(v[i].x * factor, v[i].y * factor);
+    const float left = v[i].x * factor, right = v[i].y * factor;
+    const uint32_t packed = ElementTraits<Element>::pack(left, right);
+    *reinterpret_cast<uint32_t*>(out + column) = packed;
+    if (low != nullptr) {
+      const float2 rounded = ElementTraits<Element>::unpack(packed);
+      *reinterpret_cast<uint16_t*>(low + place + column) = static_cast<uint16_t>(
+          lower_bits<Element>(left, rounded.x) | lower_bits<Element>(right, rounded.y) << 8);
+    }
   }
   if (lane == 0) {
-    const float merged2 = sum == 0.0f ? -INFINITY : base + log2f(sum);
-    params.lse[seq.batch * params.lse_strides.batch + token * params.lse_strides.token +
-               head * params.lse_strides.head] = params.base2_lse ? merged2 : merged2 * kLn2;
+    const int64_t lse_place = seq.batch * params.lse_strides.batch + token * params.lse_strides.token +
+                              head * params.lse_strides.head;
+    const RowLse all = {base, sum};
+    if (params.rest != nullptr) {
+      store_parts(params, keys, all, lse_place);
+    } else {
+      params.lse[lse_place] = log_sum_exp(params, all);
+    }
   }
 }
 
@@ -84,8 +98,10 @@ __global__ void __launch_bounds__(kThreads)
     const int4 low = __ldcg(reinterpret_cast<const int4*>(&from));
     const SplitTile tile = {low.x, low.y, low.z, low.w, __ldcg(&from.splits)};
     if (row >= tile.tokens * group) continue;
-    merge_row<Element>(params, tile, num_seqs, tile_rows, of_heads % params.num_kv_heads, row,
-                       threadIdx.x % 32);
+    const Sequence seq(params, tile.seq, num_seqs);
+    const int64_t token = int64_t{seq.batch} * params.q_len + seq.q_begin + tile.token + row / group;
+    if (seq.q_mixed && __ldg(params.q_ranks + token) != seq.rank) continue;
+    merge_row<Element>(params, tile, seq, tile_rows, of_heads % params.num_kv_heads, row, threadIdx.x % 32);
   }
 }
 

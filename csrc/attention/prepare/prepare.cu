@@ -64,7 +64,18 @@ struct Batch {
       item.first_key = begin / tiling.keys;
       item.num_keys = ceil_div(end, tiling.keys) - item.first_key;
     }
+    if (sequence.q_mixed && !holds(sequence, item)) item.tokens = 0;
     return item;
+  }
+
+  // Whether some of the item's queries are its document's.
+  __device__ bool holds(const Sequence& sequence, const WorkItem& item) const {
+    const int* ranks =
+        params.q_ranks + int64_t{sequence.batch} * params.q_len + sequence.q_begin + item.token;
+    for (int i = 0; i < item.tokens; ++i) {
+      if (__ldg(ranks + i) == sequence.rank) return true;
+    }
+    return false;
   }
 };
 
@@ -109,11 +120,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Window window(params);
   const int seqs = batch.num_seqs + padding_seqs(params);
 
+  int* const first_tile = params.first_tile != nullptr ? params.first_tile : scratch.first_tile;
+  int tiles = team.prefix_sum(seqs, [&](int seq) { return batch.tiles_of(seq); }, first_tile).sum;
   // Lengths that lie end to end add up to what there is room for; what else may come does not get through.
-  const int tiles = min(team.prefix_sum(
-                                seqs, [&](int seq) { return batch.tiles_of(seq); }, scratch.first_tile)
-                            .sum,
-                        params.max_items - params.max_slots);
+  // Documents are many, with tiles that overlap, of which those that hold some of their queries count.
+  if (params.q_spans.step != kDocumentStep) tiles = min(tiles, params.max_items - params.max_slots);
   scratch.counts[threadIdx.x] = 0;
   if (threadIdx.x == 0) scratch.slots = scratch.split_tiles = 0;
   __syncthreads();
@@ -121,11 +132,14 @@ __global__ void __launch_bounds__(kThreads, 1)
     int low = 0, high = seqs;  // the last sequence that has no more tiles in front of it
     while (high - low > 1) {
       const int middle = (low + high) / 2;
-      (scratch.first_tile[middle] <= tile ? low : high) = middle;
+      (first_tile[middle] <= tile ? low : high) = middle;
     }
-    return batch.item(window, low, tile - scratch.first_tile[low]);
+    return batch.item(window, low, tile - first_tile[low]);
   };
-  team.each(tiles, [&](int tile) { atomicAdd(&scratch.counts[bucket_of(item_of(tile).num_keys)], 1); });
+  team.each(tiles, [&](int tile) {
+    const WorkItem item = item_of(tile);
+    if (item.tokens > 0) atomicAdd(&scratch.counts[bucket_of(item.num_keys)], 1);
+  });
   const auto load_of = [&](int bucket) { return scratch.counts[bucket] * keys_of(bucket); };
   const int work = team.prefix_sum(kBuckets, load_of, scratch.starts).sum;
   const auto length_of = [&](int bucket) { return scratch.counts[bucket] > 0 ? keys_of(bucket) : 0; };
@@ -150,7 +164,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     scratch.counts[threadIdx.x] = 0;
     __syncthreads();
     team.each(tiles, [&](int tile) {
-      const int keys = item_of(tile).num_keys, parts = parts_of(keys, longest);
+      const WorkItem item = item_of(tile);
+      if (item.tokens == 0) return;
+      const int keys = item.num_keys, parts = parts_of(keys, longest);
       for (int part = 0; part < parts; ++part) {
         atomicAdd(&scratch.counts[bucket_of((part + 1) * keys / parts - part * keys / parts)], 1);
       }
@@ -161,6 +177,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   team.each(tiles, [&](int tile) {
     const WorkItem whole = item_of(tile);
+    if (whole.tokens == 0) return;
     const int keys = whole.num_keys;
     const int parts = splits ? parts_of(keys, longest) : 1;
     int slot = -1;
@@ -183,7 +200,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 }  // namespace
 
 LaunchStatus launch_prepare(const ForwardParams& params, const Tiling& tiling, cudaStream_t stream) {
-  const size_t bytes = sizeof(Scratch) + (params.num_seqs + padding_seqs(params) + 1) * sizeof(int);
+  const int seqs = params.first_tile != nullptr ? 0 : params.num_seqs + padding_seqs(params) + 1;
+  const size_t bytes = sizeof(Scratch) + seqs * sizeof(int);
   if (bytes > 48 * 1024) {
     const LaunchStatus status =
         status_of(cudaFuncSetAttribute(prepare_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,

@@ -1,7 +1,7 @@
 """`flash_attention`: signature, checks, dispatch."""
 
 import functools
-from typing import Any, Literal, NamedTuple, get_args, overload
+from typing import Any, Literal, get_args, overload
 
 import jax
 import jax.numpy as jnp
@@ -11,21 +11,13 @@ from pallas_attn._call.checks import ArgumentChecker, check_int
 from pallas_attn._tile import options, segments, triton
 from pallas_attn._tile.dense import DenseLayout
 from pallas_attn._tile.layout import handles
-from pallas_attn._types import Implementation
-from pallas_attn.ops.flash_attention import arguments, backward, kernel, reference
+from pallas_attn._types import ImplementationOrCuda
+from pallas_attn.ops.flash_attention import arguments, backward, cuda, kernel, reference
 from pallas_attn.ops.flash_attention.config import FlashAttentionConfig, resolve
 from pallas_attn.ops.flash_attention.gradients import FUNCTION, Arrays, Call, Passes, attend
-from pallas_attn.ops.flash_attention.problem import Rules
+from pallas_attn.ops.flash_attention.problem import Case, Rules
 
 MAX_HEAD_DIM = 256
-
-
-class Case(NamedTuple):
-    """The static facts that decide which implementation can serve."""
-
-    head_dim: int
-    value_dim: int
-    mask_elements: int
 
 
 def _supports(case: Case, lowering: triton.Lowering) -> str | None:
@@ -49,7 +41,11 @@ def _tiled(lowering: triton.Lowering) -> Passes:
 
 
 KERNELS = {lowering: _tiled(lowering) for lowering in get_args(triton.Lowering)}
-PASSES = {**KERNELS, "xla": Passes("xla", reference.forward, reference.backward, reference.bias_gradient)}
+PASSES = {
+    **KERNELS,
+    "xla": Passes("xla", reference.forward, reference.backward, reference.bias_gradient),
+    "cuda": KERNELS[triton.first_lowering()]._replace(name="cuda", forward=cuda.forward),
+}
 dispatch.register(
     FUNCTION,
     {
@@ -57,6 +53,7 @@ dispatch.register(
             name: dispatch.Implementation(passes.forward, functools.partial(_supports, lowering=name))
             for name, passes in KERNELS.items()
         },
+        "cuda": dispatch.Implementation(cuda.forward, cuda.unsupported, cuda.is_slower),
         "xla": dispatch.Implementation(PASSES["xla"].forward),
     },
 )
@@ -70,7 +67,7 @@ def flash_attention(
     sliding_window: int | tuple[int | None, int | None] | None = None, q_offset: int = 0,
     scale: float | None = None, softcap: float | None = None, sinks: jax.Array | None = None,
     return_lse: Literal[False] = False, layout: DenseLayout = "BTNH",
-    implementation: Implementation | None = None, config: FlashAttentionConfig | None = None,
+    implementation: ImplementationOrCuda | None = None, config: FlashAttentionConfig | None = None,
     residual_checkpoint_name: str | None = None,
 ) -> jax.Array: ...  # fmt: skip
 
@@ -82,7 +79,7 @@ def flash_attention(
     cu_q_lens: jax.Array | None = None, causal: bool = False,
     sliding_window: int | tuple[int | None, int | None] | None = None, q_offset: int = 0,
     scale: float | None = None, softcap: float | None = None, sinks: jax.Array | None = None,
-    return_lse: Literal[True], layout: DenseLayout = "BTNH", implementation: Implementation | None = None,
+    return_lse: Literal[True], layout: DenseLayout = "BTNH", implementation: ImplementationOrCuda | None = None,
     config: FlashAttentionConfig | None = None, residual_checkpoint_name: str | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
 
@@ -94,7 +91,7 @@ def flash_attention(
     cu_q_lens: jax.Array | None = None, causal: bool = False,
     sliding_window: int | tuple[int | None, int | None] | None = None, q_offset: int = 0,
     scale: float | None = None, softcap: float | None = None, sinks: jax.Array | None = None,
-    return_lse: bool = False, layout: DenseLayout = "BTNH", implementation: Implementation | None = None,
+    return_lse: bool = False, layout: DenseLayout = "BTNH", implementation: ImplementationOrCuda | None = None,
     config: FlashAttentionConfig | None = None, residual_checkpoint_name: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
 def flash_attention(
@@ -114,7 +111,7 @@ def flash_attention(
     sinks: jax.Array | None = None,
     return_lse: bool = False,
     layout: DenseLayout = "BTNH",
-    implementation: Implementation | None = None,
+    implementation: ImplementationOrCuda | None = None,
     config: FlashAttentionConfig | None = None,
     residual_checkpoint_name: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -158,9 +155,10 @@ def flash_attention(
         sinks: [num_heads]; a logit without a value that joins each head's softmax (and its lse). It has gradients.
         return_lse: also return the natural log-sum-exp of the logits; it has gradients.
         layout: "BTNH" as jax.nn has it, or "BNTH".
-        implementation: None (pallas on an NVIDIA GPU, xla elsewhere), "pallas" (sm_80 or newer), "triton" (the same
-            kernels by Triton itself, where Pallas cannot; the extra of that name), "xla" (anywhere) or "interpret"
-            (the Pallas kernels run in Python, slow).
+        implementation: None (on an NVIDIA GPU pallas, or cuda where that is faster, xla elsewhere), "cuda" (sm_90; a
+            forward pass of 16 bits without bias, mask or config, whose gradients are the Pallas kernels'), "pallas"
+            (sm_80 or newer), "triton" (the same kernels by Triton itself, where Pallas cannot; the extra of that
+            name), "xla" (anywhere) or "interpret" (the Pallas kernels run in Python, slow).
         config: tile sizes for "pallas", "triton" and "interpret"; None takes the measured or the heuristic ones.
         residual_checkpoint_name: under which jax.checkpoint's policies know what the backward pass needs of the forward
             pass: with `jax.checkpoint_policies.save_only_these_names(name)` the forward kernel runs once, and out, lse
@@ -217,6 +215,7 @@ def serve(
     return_lse: Any,
     implementation: Any,
     cu_q_lens: Any = None,
+    lengths: Any = None,
     q_offset: Any = 0,
     softcap: Any = None,
     sinks: Any = None,
@@ -227,7 +226,8 @@ def serve(
 ) -> Any:
     """`flash_attention`, for functions that have some of its arguments under other names, which `check` knows.
 
-    `without_tokens` also takes, where there are neither documents nor sinks, a batch, queries or keys of none.
+    `lengths`: those of `dot_product_attention` that are not None, by name. `without_tokens` also takes, where there are
+    neither documents nor sinks, a batch, queries or keys of none.
     """
     check.one_of("layout", layout, ("BTNH", "BNTH"))
     dims = arguments.check_arrays(check, query, key, value, layout, without_tokens)
@@ -250,7 +250,7 @@ def serve(
         floats["bias"] = arguments.pairwise(check, "bias", bias, arguments.DTYPES, group)
     if mask is not None:
         others["mask"] = arguments.pairwise(check, "mask", mask, (jnp.bool_,), group).astype(jnp.int8)
-    sides = arguments.documents(check, segment_ids, cu_q_lens)
+    sides = arguments.documents(check, segment_ids, cu_q_lens, lengths or {})
     padding = None
     if sides is not None:
         if cu_q_lens is not None and sinks is not None:
@@ -259,7 +259,20 @@ def serve(
         others |= {"q_rank": q_rank, "q_table": q_table, "kv_rank": kv_rank, "kv_table": kv_table}
 
     configs.check_type(FUNCTION, FlashAttentionConfig, config)
-    case = Case(dims["head_dim"], dims["value_dim"], others["mask"].size if mask is not None else 0)
+    case = Case(
+        dtype=query.dtype,
+        batch=dims["batch"],
+        q_len=dims["q_len"],
+        kv_len=dims["kv_len"],
+        num_kv_heads=dims["num_kv_heads"],
+        group=group,
+        head_dim=dims["head_dim"],
+        value_dim=dims["value_dim"],
+        mask_elements=others["mask"].size if mask is not None else 0,
+        has_bias=bias is not None,
+        has_documents=sides is not None,
+        has_config=config is not None,
+    )
     name, _ = dispatch.resolve(FUNCTION, case, implementation, floats | others)
     if name == "xla" and config is not None:
         check.fail("config", "None for implementation 'xla'", "a config")

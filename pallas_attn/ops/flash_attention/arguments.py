@@ -73,9 +73,15 @@ def band(check: ArgumentChecker, causal: bool, window: Any, offset: int) -> Band
 
 
 def documents(
-    check: ArgumentChecker, segment_ids: Any, cu_q_lens: Any
+    check: ArgumentChecker, segment_ids: Any, cu_q_lens: Any, lengths: dict[str, Any]
 ) -> tuple[segments.Side, segments.Side] | None:
-    """Which document each query and each key is of, and where those lie; None: all see all."""
+    """Which document each query and each key is of, and where those lie; None: all see all. `lengths`:
+    of queries, of keys, as far as padding follows them."""
+    if lengths:
+        batch, *tokens = (check.dims[dim] for dim in ("batch", "q_len", "kv_len"))
+        if 0 in (batch, *tokens):
+            return None  # there are no pairs to tell apart
+        return segments.sides_of_sizes(lengths, dict(zip(segments.SIZES, tokens, strict=True)))
     if segment_ids is None and cu_q_lens is None:
         return None
     if cu_q_lens is not None:

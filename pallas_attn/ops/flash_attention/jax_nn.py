@@ -16,7 +16,7 @@ from pallas_attn._call.checks import (
     is_traced,
     shown,
 )
-from pallas_attn._types import Implementation
+from pallas_attn._types import ImplementationOrCuda
 from pallas_attn.ops.flash_attention import arguments
 from pallas_attn.ops.flash_attention.api import serve
 
@@ -30,7 +30,7 @@ def dot_product_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, bias: AnyArray | None = None,
     mask: AnyArray | None = None, *, scale: float | AnyArray | None = None, is_causal: bool = False,
     query_seq_lengths: jax.Array | None = None, key_value_seq_lengths: jax.Array | None = None,
-    local_window_size: int | tuple[int, int] | None = None, implementation: Implementation | None = None,
+    local_window_size: int | tuple[int, int] | None = None, implementation: ImplementationOrCuda | None = None,
     return_residual: Literal[False] = False, residual_checkpoint_name: str | None = None,
 ) -> jax.Array: ...  # fmt: skip
 
@@ -40,7 +40,7 @@ def dot_product_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, bias: AnyArray | None = None,
     mask: AnyArray | None = None, *, scale: float | AnyArray | None = None, is_causal: bool = False,
     query_seq_lengths: jax.Array | None = None, key_value_seq_lengths: jax.Array | None = None,
-    local_window_size: int | tuple[int, int] | None = None, implementation: Implementation | None = None,
+    local_window_size: int | tuple[int, int] | None = None, implementation: ImplementationOrCuda | None = None,
     return_residual: Literal[True], residual_checkpoint_name: str | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
 
@@ -50,7 +50,7 @@ def dot_product_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, bias: AnyArray | None = None,
     mask: AnyArray | None = None, *, scale: float | AnyArray | None = None, is_causal: bool = False,
     query_seq_lengths: jax.Array | None = None, key_value_seq_lengths: jax.Array | None = None,
-    local_window_size: int | tuple[int, int] | None = None, implementation: Implementation | None = None,
+    local_window_size: int | tuple[int, int] | None = None, implementation: ImplementationOrCuda | None = None,
     return_residual: bool = False, residual_checkpoint_name: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
 def dot_product_attention(
@@ -65,7 +65,7 @@ def dot_product_attention(
     query_seq_lengths: jax.Array | None = None,
     key_value_seq_lengths: jax.Array | None = None,
     local_window_size: int | tuple[int, int] | None = None,
-    implementation: Implementation | None = None,
+    implementation: ImplementationOrCuda | None = None,
     return_residual: bool = False,
     residual_checkpoint_name: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -85,7 +85,7 @@ def dot_product_attention(
         is_causal: query i sees keys up to i.
         query_seq_lengths, key_value_seq_lengths: [batch] int32; tokens from there on are padding, whatever they hold.
         local_window_size: (left, right), or one int for both: query i sees keys from i - left to i + right.
-        implementation: of `flash_attention`: None, "pallas", "triton", "xla" or "interpret".
+        implementation: of `flash_attention`: None, "cuda", "pallas", "triton", "xla" or "interpret".
         return_residual: also return the log-sum-exp, [batch, q_len, num_heads], through which no gradients go, as in
             jax.nn; that of `flash_attention` has gradients.
         residual_checkpoint_name: as of `flash_attention`, for jax.checkpoint's policies; jax.nn has no such argument.
@@ -117,14 +117,10 @@ def dot_product_attention(
         return array[(None,) * (4 - len(array.shape))] if few else array
 
     query, key, value, bias, mask = map(in_four_dimensions, (query, key, value, bias, mask))
-    segment_ids = None
-    if query_seq_lengths is not None or key_value_seq_lengths is not None:
-        segment_ids = (
-            _padding(check, "query_seq_lengths", query_seq_lengths, query.shape, -1),
-            _padding(check, "key_value_seq_lengths", key_value_seq_lengths, key.shape, -2),
-        )
-        if 0 in (*query.shape[:2], key.shape[1]):
-            segment_ids = None  # there are no pairs to tell apart
+    lengths = {"query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths}
+    lengths = {name: given for name, given in lengths.items() if given is not None}
+    for name, given in lengths.items():
+        check.array(name, given, (query.shape[0],), [jnp.int32])
     query, scale = _scaled(check, query, scale)
     window = local_window_size
     if isinstance(window, int | np.integer):
@@ -137,7 +133,8 @@ def dot_product_attention(
         value,
         bias=_promoted(bias),
         mask=mask,
-        segment_ids=segment_ids,
+        segment_ids=None,
+        lengths=lengths,
         causal=is_causal,
         sliding_window=window,
         scale=scale,
@@ -178,12 +175,3 @@ def _scaled(check: ArgumentChecker, query: Any, scale: Any) -> tuple[Any, float 
     if size < LEAST_FLOAT32:
         return query * 0, 1.0
     return (query if number > 0 else -query), float(size)
-
-
-def _padding(check: ArgumentChecker, name: str, lengths, shape: tuple[int, ...], other: int) -> jax.Array:
-    """Segment ids: 0 for what there is, and `other`, which the other side does not have, for padding."""
-    batch, tokens = shape[:2]
-    if lengths is None:
-        return jnp.zeros((batch, tokens), jnp.int32)
-    check.array(name, lengths, (batch,), [jnp.int32])
-    return jnp.where(jnp.arange(tokens) < lengths[:, None], 0, other).astype(jnp.int32)

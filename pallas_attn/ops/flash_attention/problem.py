@@ -2,8 +2,10 @@
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from pallas_attn._tile import dense
 from pallas_attn._tile.band import Band
@@ -17,6 +19,23 @@ class Rules:
     scale: float
     softcap: float | None
     band: Band
+
+
+class Case(NamedTuple):
+    """The static facts that decide which implementation can serve."""
+
+    dtype: jnp.dtype
+    batch: int
+    q_len: int
+    kv_len: int
+    num_kv_heads: int
+    group: int
+    head_dim: int
+    value_dim: int
+    mask_elements: int
+    has_bias: bool
+    has_documents: bool
+    has_config: bool
 
 
 @dataclasses.dataclass(frozen=True)

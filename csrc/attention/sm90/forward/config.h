@@ -46,6 +46,21 @@ using Shape192x128 = ShapeOf<192, 128, 128, 2, 1, 2, 2>;
 using Shape192 = ShapeOf<192, 192, 96, 2, 1, 2, 2>;
 using Shape256 = ShapeOf<256, 256, 64, 2, 1, 2, 2>;
 
+// Query heads of a KV head, and which of a tile's queries a row is of: a division by multiplication, exact
+// for the rows of a tile.
+struct Group {
+  int size;
+  uint32_t inverse;
+
+  __device__ explicit Group(int heads) : size(heads), inverse(65536 / heads + 1) {}
+  __device__ __forceinline__ int query_of(int row) const { return static_cast<int>(row * inverse >> 16); }
+};
+
+// Two kernels of each shape. What few calls ask for costs registers, so the usual one lacks it: documents
+// that do not lie in one piece, and what gradients need, which is the log-sum-exp in parts and out's lower
+// bits.
+enum class Form { kUsual, kFull };
+
 // Of the last warpgroup, one warp each.
 enum Feeder { kScout = 0, kKeyLoader = 1, kValueLoader = 2 };
 constexpr int kLoaders = 2;

@@ -2,7 +2,12 @@
 // tile's values runs beside the softmax of the next one's scores, also from one tile of queries to the next.
 #pragma once
 
+#include <cuda_fp16.h>
+
+#include <type_traits>
+
 #include "attention/rules.h"
+#include "attention/sm90/forward/documents.h"
 #include "attention/sm90/forward/logits.h"
 #include "attention/sm90/forward/smem_plan.h"
 #include "attention/sm90/forward/store.h"
@@ -17,9 +22,10 @@ namespace pallas_attn::attention::sm90 {
 enum NamedBarrier {
   // Values that nobody sees are zero. All math warpgroups arrive and wait.
   kUnseenCleared = 1,
+  kTurn = 2,  // and one more of the second warpgroup
 };
 
-template <typename Element, typename Shape>
+template <typename Element, typename Shape, Form kForm>
 class Consumer {
  public:
   using Plan = SmemPlan<Shape>;
@@ -38,77 +44,137 @@ class Consumer {
         factor_(shaped_ ? 1.0f : scale_ * kLog2E) {}
 
   __device__ void work() {
+    if (kTurns && warpgroup_ == 1) ptx::named_barrier_arrive(kTurn, Shape::kConsumerThreads);
     if (!open(told_)) return;
+    take_turn();
     issue_scores();
+    pass_turn();
     finish_scores<0>();
     begin(smem_.tiles[told_]);
     float rescale[kRowsPerThread];
     softmax(smem_.tiles[told_], rescale);
     pack_probabilities<Element>(rS_, rP_);
+    if constexpr (Shape::kQuerySlots > 1) {
+      walk_ahead(rescale);
+    } else {
+      walk(rescale);
+    }
+  }
+
+ private:
+  static constexpr int kKeys = Shape::kKeys;
+  // What values have in common is off by as much as rounded probabilities are from adding up to 1. Gradients
+  // of fp16 have the digits to show it.
+  using Summed =
+      std::conditional_t<kForm == Form::kFull && std::is_same_v<Element, __half>, Rounded<Element>, Exact>;
+  // Worth it where a tile's queries are not there before the last one's are done with.
+  static constexpr bool kTurns = Shape::kQuerySlots == 1;
+  static constexpr int kKeySteps = kKeys / kStepDims;
+
+  // One loop over all key tiles of all tiles, so that its code is there once: short tiles are many, and what
+  // is not in the instruction cache takes longer than their products. A tile's last product, too, runs beside
+  // the softmax of the next one's first scores.
+  __device__ __forceinline__ void walk_ahead(float (&rescale)[kRowsPerThread]) {
+    bool first = true;  // of the tile's products with values
+    while (true) {
+      const Tile& tile = smem_.tiles[told_];
+      const bool leaves = key_ == last_key_;
+      int scored = told_;
+      if (leaves) {
+        // All scores of the tile are there: nobody reads its queries any more.
+        release(&smem_.queries.empty[slot_][0]);
+        advance(slot_, query_phases_);
+        scored = next_told(told_);
+        if (!open(scored)) break;
+      }
+      prepare_values(tile);
+      take_turn();
+      issue_scores();
+      issue_values(tile, first);
+      pass_turn();
+      finish_scores<1>();
+      const RowState ended = state_;
+      if (leaves) {
+        begin(smem_.tiles[scored]);
+      } else {
+        --key_;
+      }
+      const bool moved = softmax(smem_.tiles[scored], rescale);
+      finish_values();
+      if (leaves) {
+        store(tile, ended);
+        release(&smem_.told.empty[told_][0]);
+        told_ = scored;
+      }
+      pack_probabilities<Element>(rS_, rP_);
+      if (moved) multiply_rows(rO_, rescale);
+      first = leaves;
+    }
+    finish(smem_.tiles[told_], first);
+  }
+
+  __device__ __forceinline__ void finish(const Tile& tile, bool first) {
+    prepare_values(tile);
+    take_turn();
+    issue_values(tile, first);
+    pass_turn();
+    finish_values();
+    store(tile, state_);
+  }
+
+  // With one tile's queries at a time: the next tile's come once this one's scores are done with theirs. That
+  // is waited for beside the last product, and the next tile's first runs beside the store.
+  __device__ __forceinline__ void walk(float (&rescale)[kRowsPerThread]) {
     while (true) {
       const Tile& tile = smem_.tiles[told_];
       bool first = true;
       for (; key_ > last_key_; first = false) {
+        prepare_values(tile);
+        take_turn();
         issue_scores();
         issue_values(tile, first);
+        pass_turn();
         finish_scores<1>();
         --key_;
-        softmax(tile, rescale);
+        const bool moved = softmax(tile, rescale);
         finish_values();
         pack_probabilities<Element>(rS_, rP_);
-        rescale_rows(rO_, rescale);
+        if (moved) multiply_rows(rO_, rescale);
       }
-      // All scores of the tile are there: nobody reads its queries any more.
       release(&smem_.queries.empty[slot_][0]);
       advance(slot_, query_phases_);
       const int next = next_told(told_);
-      const Tile& next_tile = smem_.tiles[next];
-      if constexpr (Shape::kQuerySlots > 1) {
-        // The tile's last product runs beside the next one's first softmax.
-        if (!open(next)) {
-          issue_values(tile, first);
-          finish_values();
-          store(tile, state_);
-          return;
-        }
-        issue_scores();
-        issue_values(tile, first);
-        finish_scores<1>();
-        const RowState ended = state_;
-        begin(next_tile);
-        softmax(next_tile, rescale);
-        finish_values();
-        store(tile, ended);
-      } else {
-        // The next tile's queries come once this one's scores are done with theirs: that is waited for beside
-        // the last product, and the next tile's first runs beside the store.
-        issue_values(tile, first);
-        const bool more = open(next);
-        finish_values();
-        if (!more) {
-          store(tile, state_);
-          return;
-        }
-        issue_scores();
+      prepare_values(tile);
+      take_turn();
+      issue_values(tile, first);
+      pass_turn();
+      const bool more = open(next);
+      finish_values();
+      if (!more) {
         store(tile, state_);
-        finish_scores<0>();
-        begin(next_tile);
-        softmax(next_tile, rescale);
+        return;
       }
+      take_turn();
+      issue_scores();
+      pass_turn();
+      store(tile, state_);
+      finish_scores<0>();
+      begin(smem_.tiles[next]);
+      softmax(smem_.tiles[next], rescale);
       pack_probabilities<Element>(rS_, rP_);
       release(&smem_.told.empty[told_][0]);
       told_ = next;
     }
   }
 
- private:
-  static constexpr int kKeys = Shape::kKeys;
-  static constexpr int kKeySteps = kKeys / kStepDims;
+  // Through a shuffle the compiler knows that a value is the warp's, and so is what hangs on it: loops,
+  // stages and descriptors then live in uniform registers.
+  __device__ __forceinline__ static int uniform(int x) { return __shfl_sync(0xffffffff, x, 0); }
 
   // Waits for a tile and its queries; false if there are no more.
   __device__ __forceinline__ bool open(int told) {
     ptx::mbarrier_wait(&smem_.told.full[told][0], told_phases_.full(told));
-    if (smem_.tiles[told].kv_head < 0) return false;
+    if (uniform(smem_.tiles[told].kv_head) < 0) return false;
     told_phases_.advance(told);
     ptx::mbarrier_wait(&smem_.queries.full[slot_][0], query_phases_.full(slot_));
     return true;
@@ -117,29 +183,44 @@ class Consumer {
   // With the scores of a tile's first key tile, which is its last.
   __device__ __forceinline__ void begin(const Tile& tile) {
     state_.reset();
-    last_key_ = tile.first_key;
-    key_ = tile.first_key + tile.num_keys - 1;
-    open_begin_ = tile.open_begin;
-    open_end_ = tile.open_end;
+    last_key_ = uniform(tile.first_key);
+    key_ = last_key_ + uniform(tile.num_keys) - 1;
+    open_begin_ = uniform(tile.open_begin);
+    open_end_ = uniform(tile.open_end);
+    // Other rows do not say how exponentials are worked out: what they hold is another document's.
+#pragma unroll
+    for (int i = 0; i < kRowsPerThread; ++i) {
+      const int row = warpgroup_ * kFragmentRows + at_.row(i);
+      if (!is_answered<kForm>(params_, tile, group_, row)) state_.maximum[i] = NAN;
+    }
+  }
+
+  // Whether other documents' keys lie between the tile's.
+  static __device__ __forceinline__ bool is_mixed(const Tile& tile) {
+    return kForm == Form::kFull && tile.k_rank >= 0;
   }
 
   // Whether all of the tile's queries see all of the key tile.
-  __device__ __forceinline__ bool is_open() const { return key_ >= open_begin_ && key_ < open_end_; }
+  __device__ __forceinline__ bool is_open() const {
+    return __builtin_expect(key_ >= open_begin_ && key_ < open_end_, true);
+  }
 
-  __device__ __forceinline__ void softmax(const Tile& tile, float (&rescale)[kRowsPerThread]) {
-    if (shaped_ || !is_open()) {
+  __device__ __forceinline__ bool softmax(const Tile& tile, float (&rescale)[kRowsPerThread]) {
+    if (__builtin_expect(shaped_ || !is_open(), false)) {
       const Rows rows(params_, tile, window_, group_, warpgroup_ * kFragmentRows, at_);
       if (shaped_) shape_logits(rS_, params_, scale_, at_, key_ * kKeys, rows);
       if (!is_open()) mask_outside(rS_, at_, key_ * kKeys, rows);
+      if (is_mixed(tile)) own_keys(tile).mask_others(rS_, at_);
     }
-    exponentiate(rS_, factor_, state_, rescale);
+    return exponentiate<Summed>(rS_, factor_, state_, rescale);
   }
 
   __device__ __forceinline__ void issue_scores() {
     ptx::mbarrier_wait(&smem_.keys.full[key_stage_][0], key_phases_.full(key_stage_));
     if (gathered_) ptx::fence_async_shared();
-    const uint64_t query = ptx::wgmma_descriptor(smem_.fragment_of(slot_, 0, warpgroup_), 0);
-    const uint64_t key = ptx::wgmma_descriptor(smem_.sK[key_stage_], 0);
+    const uint64_t query =
+        ptx::uniform_descriptor(ptx::wgmma_descriptor(smem_.fragment_of(slot_, 0, warpgroup_), 0));
+    const uint64_t key = ptx::uniform_descriptor(ptx::wgmma_descriptor(smem_.sK[key_stage_], 0));
     ptx::wgmma_touch(rS_);
     ptx::wgmma_fence();
 #pragma unroll
@@ -153,12 +234,26 @@ class Consumer {
     ptx::wgmma_commit();
   }
 
+  __device__ __forceinline__ void take_turn() {
+    if (kTurns) ptx::named_barrier_sync(kTurn + warpgroup_, Shape::kConsumerThreads);
+  }
+  __device__ __forceinline__ void pass_turn() {
+    if (kTurns) ptx::named_barrier_arrive(kTurn + 1 - warpgroup_, Shape::kConsumerThreads);
+  }
+
+  __device__ __forceinline__ void prepare_values(const Tile& tile) {
+    if (is_open()) return;
+    ptx::mbarrier_wait(&smem_.values.full[value_stage_][0], value_phases_.full(value_stage_));
+    if (gathered_) ptx::fence_async_shared();
+    clear_unseen(tile);
+  }
+
   // With the values of the key tile at work.
   __device__ __forceinline__ void issue_values(const Tile& tile, bool first) {
     ptx::mbarrier_wait(&smem_.values.full[value_stage_][0], value_phases_.full(value_stage_));
     if (gathered_) ptx::fence_async_shared();
-    if (!is_open()) clear_unseen(tile);
-    const uint64_t value = ptx::wgmma_descriptor(smem_.sV[value_stage_], kKeys * kRowBytes);
+    const uint64_t value =
+        ptx::uniform_descriptor(ptx::wgmma_descriptor(smem_.sV[value_stage_], kKeys * kRowBytes));
     ptx::wgmma_touch(rO_);
     ptx::wgmma_touch(rP_);
     ptx::wgmma_fence();
@@ -174,7 +269,8 @@ class Consumer {
   // Values of keys that no query sees: their probabilities are zero, but zero times NaN is not.
   __device__ __forceinline__ void clear_unseen(const Tile& tile) {
     const int low = tile.seen_begin - key_ * kKeys, high = tile.seen_end - key_ * kKeys;
-    if (low <= 0 && high >= kKeys) return;
+    const bool mixed = is_mixed(tile);
+    if (low <= 0 && high >= kKeys && !mixed) return;
     constexpr int kChunks = kRowBytes / sizeof(uint4);
     for (int piece = 0; piece < Shape::kValuePieces; ++piece) {
       uint4* rows = reinterpret_cast<uint4*>(smem_.sV[value_stage_][piece]);
@@ -182,11 +278,17 @@ class Consumer {
       for (int i = warpgroup_ * kWarpgroupThreads + thread_; i < kKeys * kChunks;
            i += Shape::kConsumerThreads) {
         const int row = i / kChunks;
-        if (row < low || row >= high) rows[i] = make_uint4(0, 0, 0, 0);
+        const bool seen = row >= low && row < high;
+        if (!seen || (mixed && !is_own_key(params_, tile, key_ * kKeys + row)))
+          rows[i] = make_uint4(0, 0, 0, 0);
       }
     }
     ptx::fence_async_shared();
     ptx::named_barrier_sync_unaligned(kUnseenCleared, Shape::kConsumerThreads);
+  }
+
+  __device__ __forceinline__ OwnKeys<kKeys> own_keys(const Tile& tile) const {
+    return OwnKeys<kKeys>(params_, tile, key_ * kKeys, thread_ % 32);
   }
 
   // Until at most `kPending` products issued later are unfinished.
@@ -215,7 +317,7 @@ class Consumer {
     if (tile.slot >= 0) {
       store_partial<Shape>(params_, tile, rO_, ends, first_row, at_);
     } else {
-      store_rows<Element>(params_, tile, rO_, ends, group_, first_row, at_);
+      store_rows<Element, kForm>(params_, tile, rO_, ends, group_, first_row, at_);
     }
   }
 
@@ -232,7 +334,7 @@ class Consumer {
   const ForwardParams& params_;
   Plan& smem_;
   const bool gathered_, shaped_;
-  const int group_;
+  const Group group_;
   const int warpgroup_;
   const int thread_;
   const FragmentPosition at_;

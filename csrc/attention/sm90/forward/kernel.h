@@ -18,7 +18,7 @@ __device__ __forceinline__ void init_barriers(SmemPlan<Shape>& smem, const Boxes
   ptx::mbarrier_init_fence();
 }
 
-template <typename Element, typename Shape>
+template <typename Element, typename Shape, Form kForm>
 __global__ void __launch_bounds__(Shape::kThreads, 1)
     forward_kernel(const __grid_constant__ ForwardParams params, const __grid_constant__ Maps maps,
                    const __grid_constant__ Boxes boxes) {
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   const int thread = threadIdx.x % kWarpgroupThreads;
   if (role < Shape::kMath) {
     ptx::raise_registers<Shape::kConsumerRegisters>();
-    Consumer<Element, Shape>(params, boxes.rows == 0, smem, role, thread).work();
+    Consumer<Element, Shape, kForm>(params, boxes.rows == 0, smem, role, thread).work();
   } else {
     ptx::lower_registers<Shape::kFeederRegisters>();
     const int warp = __shfl_sync(0xffffffff, thread / 32, 0);

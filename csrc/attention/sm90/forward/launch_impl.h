@@ -59,7 +59,9 @@ LaunchStatus encode_maps(const ForwardParams& params, const Boxes& boxes, Maps* 
 
 template <typename Element, typename Shape>
 LaunchStatus launch_instance(const ForwardParams& params, cudaStream_t stream) {
-  const auto kernel = forward_kernel<Element, Shape>;
+  const bool full = params.rest != nullptr || params.q_ranks != nullptr;
+  const auto kernel =
+      full ? forward_kernel<Element, Shape, Form::kFull> : forward_kernel<Element, Shape, Form::kUsual>;
   constexpr int kSmemBytes = sizeof(SmemPlan<Shape>);
   static_assert(kSmemBytes <= kSmemLimit);
   // Every time: both answers are those of the current context.

@@ -19,17 +19,18 @@ struct Rows {
   float slope2[kRowsPerThread];  // ALiBi's, base 2
 
   __device__ __forceinline__ Rows(const ForwardParams& params, const Tile& tile, const Window& window,
-                                  int group, int first_row, const FragmentPosition& at) {
+                                  const Group& group, int first_row, const FragmentPosition& at) {
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
       const int row = first_row + at.row(i);
       // Rows behind the tile's last are as good as its last: nobody asks for what comes of them.
-      const int query = min(row / group, tile.tokens - 1);
+      const int query = min(group.query_of(row), tile.tokens - 1);
       place[i] = tile.place + query;
       begin[i] = window.begin(place[i]);
       end[i] = window.end(place[i], tile.k_len);
       if (params.alibi != nullptr)
-        slope2[i] = __ldg(params.alibi + tile.kv_head * group + row % group) * kLog2E;
+        slope2[i] =
+            __ldg(params.alibi + tile.kv_head * group.size + row - group.query_of(row) * group.size) * kLog2E;
     }
   }
 };

@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "attention/rules.h"
+#include "attention/sm90/forward/documents.h"
 #include "attention/sm90/forward/maps.h"
 #include "attention/sm90/forward/smem_plan.h"
 #include "ptx/cache.h"
@@ -84,6 +85,8 @@ class Scout {
     tile.first_key = item.first_key;
     tile.num_keys = item.num_keys;
     tile.slot = item.slot;
+    tile.q_rank = seq.q_mixed ? seq.rank : -1;
+    tile.k_rank = seq.k_mixed ? seq.rank : -1;
     if (item.num_keys == 0) {
       answer_nothing(tile, seq);
       return false;
@@ -91,7 +94,7 @@ class Scout {
     constexpr int kKeys = Shape::kKeys;
     const int last_place = tile.place + item.tokens - 1;
     tile.open_begin = ceil_div(window.begin(last_place), kKeys);
-    tile.open_end = window.end(tile.place, seq.k_len) / kKeys;
+    tile.open_end = seq.k_mixed ? 0 : window.end(tile.place, seq.k_len) / kKeys;
     tile.seen_begin = window.begin(seq.offset);
     tile.seen_end = window.end(seq.offset + seq.q_len - 1, seq.k_len);
     return true;
@@ -117,21 +120,29 @@ class Scout {
     const uint32_t word = seq.bad ? 0xffffffff : 0;
     const int chunks = params_.value_dim / 8;
     auto* out = static_cast<uint16_t*>(params_.out) + tile.batch * params_.out_strides.batch;
-    float* lse = params_.lse + tile.batch * params_.lse_strides.batch;
-    for (int row = 0; row < tile.tokens * params_.group; ++row) {
-      const int64_t token = tile.token + row / params_.group,
-                    head = tile.kv_head * params_.group + row % params_.group;
-      uint16_t* to = out + token * params_.out_strides.token + head * params_.out_strides.head;
+    auto* low = static_cast<uint8_t*>(params_.low);
+    if (low != nullptr) low += tile.batch * params_.out_strides.batch;
+    const Group group(params_.group);
+    for (int row = 0; row < tile.tokens * group.size; ++row) {
+      if (!is_answered<Form::kFull>(params_, tile, group, row)) continue;
+      const int64_t token = tile.token + row / group.size,
+                    head = tile.kv_head * group.size + row % group.size;
+      const int64_t place = token * params_.out_strides.token + head * params_.out_strides.head;
       for (int i = lane_; i < chunks; i += 32) {
-        reinterpret_cast<uint4*>(to)[i] = make_uint4(word, word, word, word);
+        reinterpret_cast<uint4*>(out + place)[i] = make_uint4(word, word, word, word);
+        if (low != nullptr) reinterpret_cast<uint2*>(low + place)[i] = make_uint2(0, 0);
       }
       if (lane_ == 0) {
+        const int64_t place = tile.batch * params_.lse_strides.batch + token * params_.lse_strides.token +
+                              head * params_.lse_strides.head;
         // A sequence's query that sees no key still sees the sink.
-        const bool sees_sink = params_.sinks != nullptr && seq.k_len > 0 && !seq.padding;
-        const float sink = sees_sink ? __ldg(params_.sinks + head) * (params_.base2_lse ? kLog2E : 1.0f) : 0;
-        lse[token * params_.lse_strides.token + head * params_.lse_strides.head] = seq.bad     ? NAN
-                                                                                   : sees_sink ? sink
-                                                                                               : -INFINITY;
+        const bool sees_sink =
+            params_.sinks != nullptr && !seq.padding && (seq.k_len > 0 || params_.sinks_without_keys);
+        const float sink = sees_sink ? __ldg(params_.sinks + head) : -INFINITY;
+        const bool base2 = params_.base2_lse || params_.rest != nullptr;
+        const float lse = seq.bad ? NAN : sink * (base2 ? kLog2E : 1.0f);
+        params_.lse[place] = params_.rest == nullptr ? lse : -INFINITY;
+        if (params_.rest != nullptr) params_.rest[place] = lse;
       }
     }
   }

@@ -33,6 +33,9 @@ struct Tile {
   // Of the sequence's keys [seen_begin, seen_end) are seen by some query; others may hold NaN.
   int seen_begin, seen_end;
   int slot;  // of the partial result; negative: the result is final
+  // Where not all queries (keys) between its first and last are the document's: the rank of those that are;
+  // else negative.
+  int q_rank, k_rank;
 };
 
 template <typename Shape>

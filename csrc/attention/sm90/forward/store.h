@@ -4,6 +4,8 @@
 #include <cstdint>
 
 #include "attention/params.h"
+#include "attention/row_result.h"
+#include "attention/sm90/forward/documents.h"
 #include "attention/sm90/forward/smem_plan.h"
 #include "sm90/fragment.h"
 #include "sm90/online_softmax.h"
@@ -30,40 +32,71 @@ __device__ __forceinline__ void store_partial(const ForwardParams& params, const
   }
 }
 
-// A quad writes 64 bytes of a row at a time.
-template <typename Element, int kCount>
+// Of row i, columns [16 * step, 16 * (step + 1)), packed in pairs: `packed(left, right)` of the thread's own
+// two pairs, of which it sends one to the lane beside it. An even lane then has four neighbours of the first
+// eight columns, an odd one of the last.
+template <int kCount, typename Pack>
+__device__ __forceinline__ uint2 four_neighbours(const float (&d)[kCount], int i, int step, bool odd,
+                                                 Pack packed) {
+  const int r = step * 8 + i * 2;
+  const uint32_t first = packed(d[r], d[r + 1]), second = packed(d[r + 4], d[r + 5]);
+  const uint32_t got = __shfl_xor_sync(0xffffffff, odd ? first : second, 1);
+  return make_uint2(odd ? got : first, odd ? second : got);
+}
+
+// A quad writes 32 bytes of a row at a time: with one exchange, little code and few steps that wait for each
+// other. Short tiles are stored as often as they are computed.
+template <typename Element, Form kForm, int kCount>
 __device__ __forceinline__ void store_rows(const ForwardParams& params, const Tile& tile,
-                                           const float (&rO)[kCount], const RowEnds& ends, int group,
+                                           const float (&rO)[kCount], const RowEnds& ends, const Group& group,
                                            int first_row, const FragmentPosition& at) {
-  const int chunks = params.value_dim / 8;  // of a row, 16 bytes each
-  const int first_head = tile.kv_head * group;
-  auto* const tile_out = static_cast<uint16_t*>(params.out) + tile.batch * params.out_strides.batch +
-                         tile.token * params.out_strides.token + first_head * params.out_strides.head;
-  float* const tile_lse = params.lse + tile.batch * params.lse_strides.batch +
-                          tile.token * params.lse_strides.token + first_head * params.lse_strides.head;
+  using Traits = ElementTraits<Element>;
+  const bool odd = at.in_quad & 1;
+  const int column = at.in_quad * 2 + (odd ? 6 : 0);
+  const int first_head = tile.kv_head * group.size;
+  const int64_t tile_place = tile.batch * params.out_strides.batch + tile.token * params.out_strides.token +
+                             first_head * params.out_strides.head + column;
+  const int64_t tile_lse = tile.batch * params.lse_strides.batch + tile.token * params.lse_strides.token +
+                           first_head * params.lse_strides.head;
 #pragma unroll
   for (int i = 0; i < kRowsPerThread; ++i) {
     const int row = first_row + at.row(i);
-    const bool answered = row < tile.tokens * group;
-    const int query = row / group, head = row - query * group;
+    const bool answered = is_answered<kForm>(params, tile, group, row);
+    const int query = group.query_of(row), head = row - query * group.size;
     float factor = ends.factor[i];
-    RowLse row_lse = ends.lse[i];
+    RowLse lse = ends.lse[i];
     if (params.sinks != nullptr) {
       const float sink = __ldg(params.sinks + first_head + head);
-      factor *= share_beside_sink(row_lse, sink);
-      row_lse = beside_sink(row_lse, sink);
+      factor *= share_beside_sink(lse, sink);
+      lse = beside_sink(lse, sink);
     }
-    uint4* out = reinterpret_cast<uint4*>(tile_out + query * params.out_strides.token +
-                                          head * params.out_strides.head);
+    const int64_t place = tile_place + query * params.out_strides.token + head * params.out_strides.head;
+    auto* const out = static_cast<uint16_t*>(params.out) + place;
+    const int columns = answered ? params.value_dim - column : 0;  // from the thread's first on
 #pragma unroll
-    for (int part = 0; part < kCount / 16; ++part) {
-      const uint4 v = neighbours<Element>(rO, i, part, factor, at.in_quad);
-      const int chunk = part * 4 + at.in_quad;
-      if (answered && chunk < chunks) out[chunk] = v;
+    for (int step = 0; step < kCount / 8; ++step) {
+      const uint2 v = four_neighbours(rO, i, step, odd, [&](float left, float right) {
+        return Traits::pack(left * factor, right * factor);
+      });
+      if (step * 16 < columns) *reinterpret_cast<uint2*>(out + step * 16) = v;
+      if (kForm == Form::kFull && params.low != nullptr) {
+        // Another factor for all the compiler knows: products with it are made again, and take no registers.
+        float again = factor;
+        asm volatile("" : "+f"(again));
+        const uint2 bits = four_neighbours(rO, i, step, odd, [&](float left, float right) {
+          return lower_pair<Element>(left * again, right * again);
+        });
+        auto* const low = static_cast<uint8_t*>(params.low) + place;
+        if (step * 16 < columns) *reinterpret_cast<uint32_t*>(low + step * 16) = bits.x | bits.y << 16;
+      }
     }
     if (answered && at.in_quad == 0) {
-      tile_lse[query * params.lse_strides.token + head * params.lse_strides.head] =
-          params.base2_lse ? log2_of(row_lse) : log2_of(row_lse) * kLn2;
+      const int64_t lse_place = tile_lse + query * params.lse_strides.token + head * params.lse_strides.head;
+      if (kForm == Form::kFull && params.rest != nullptr) {
+        store_parts(params, ends.lse[i].maximum, lse, lse_place);
+      } else {
+        params.lse[lse_place] = log_sum_exp(params, lse);
+      }
     }
   }
 }
