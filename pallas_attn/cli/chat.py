@@ -41,6 +41,7 @@ class ChatOptions:
     prefill_chunk: int
     attention: Any
     implementation: str | None
+    batch_invariant: bool
 
 
 def run_chat(options: ChatOptions) -> int:
@@ -56,7 +57,14 @@ def run_chat(options: ChatOptions) -> int:
         Console(highlight=False, markup=False, soft_wrap=True, stderr=stderr) for stderr in (False, True)
     )
     sampling_of(Sampling(), options.sampling)  # what is out of its range is said before the model is read
-    loaded = load(err, options.model, options.dtype, options.attention, options.implementation)
+    loaded = load(
+        err,
+        options.model,
+        options.dtype,
+        options.attention,
+        options.implementation,
+        options.batch_invariant,
+    )
     # A model without a chat template is refused now, not after the first question.
     loaded.tokenizer.apply_chat_template([{"role": "user", "content": "?"}], **options.template)
     engine = Engine(

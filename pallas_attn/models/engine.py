@@ -66,8 +66,8 @@ class Engine:
         tokenizer: of the model, for requests with stop texts; anything with `decode`.
         batch_invariant: the scores that a request's tokens are chosen from, and so its tokens, have the same bits
             whatever runs beside it, in whichever row and chunks it runs, however often it is sent back, and whether or
-            not it finds pages of an equal prefix; also in another engine of the same sizes in the same process. What
-            a model made with it has is not to be asked for again. For that, one program of `step_tokens` tokens
+            not it finds pages of an equal prefix; also in another engine of the same sizes in the same process. A
+            model that was made with it is served so anyway. For that, one program of `step_tokens` tokens
             computes every step, however few there are; there is no `burst`; attention of prompts reads keys and values
             for each of their tokens (`PagedAttention`); and the scales of an fp8 cache are 1. A `step_tokens` no larger
             than the GPU computes in the time that it takes to read the weights, 64 to 256, costs decoding least. With

@@ -265,7 +265,12 @@ class Llama(nnx.Module):
             return PagedLatentCache.create(**sizes)
         heads = dict(num_kv_heads=config.num_kv_heads, head_dim=config.head_dim)
         if self.batch_invariant and jnp.dtype(sizes["dtype"]) == jnp.int8:
-            fail("create_cache", "dtype", "a floating-point one with batch_invariant (its scales are 1)", "int8")
+            fail(
+                "create_cache",
+                "dtype",
+                "a floating-point one with batch_invariant (its scales are 1)",
+                "int8",
+            )
         by_page = is_quantized(sizes["dtype"]) and not self.batch_invariant
         return PagedKVCache.create(**heads, **sizes, scale_per_page=by_page)
 
@@ -378,7 +383,12 @@ def for_a_loop[Model: nnx.Module](model: Model) -> Model | Callable[..., Any]:
 def invariant[Model: nnx.Module](function: str, model: Model) -> Model:
     """The same weights, with attention whose bits do not depend on the batch."""
     if not hasattr(model, "batch_invariant"):
-        fail(function, "batch_invariant", f"False for a {type(model).__name__}, which has no such option", "True")
+        fail(
+            function,
+            "batch_invariant",
+            f"False for a {type(model).__name__}, which has no such option",
+            "True",
+        )
     if getattr(model.config, "indexer", None) is not None:
         fail(function, "batch_invariant", "False for a model with indexers", "True")
     model = nnx.merge(*nnx.split(model))

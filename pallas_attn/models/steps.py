@@ -15,9 +15,9 @@ with needs_extra("models", user="pallas_attn.models.steps"):
     from flax import nnx
 
 from . import choosing
-from .sampling import How
 from .deepseek import DeepSeek
 from .llama import Cache, Llama, for_a_loop
+from .sampling import How
 
 type Decoder = Llama | DeepSeek
 

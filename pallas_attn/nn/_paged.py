@@ -126,7 +126,9 @@ def write_and_attend(
     )
     if batch_invariant and cache.scale_per_page:
         # A page's scales follow from which of its tokens came at once.
-        check.fail("cache", "one without scale_per_page, with batch_invariant", "one with scales of each page")
+        check.fail(
+            "cache", "one without scale_per_page, with batch_invariant", "one with scales of each page"
+        )
     rules = _rules(check, options, query.shape[-2], sliding_window, sinks)
     query, key, value = map(jnp.asarray, (query, key, value))
 

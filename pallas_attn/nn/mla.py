@@ -248,7 +248,9 @@ class MultiHeadLatentAttention(nnx.Module):
             else:  # each token as a sequence of its own
                 chosen = None if indices is None else new.pack(jnp.asarray(indices))[:, None]
                 places, lens = new.by_token(cache), new.positions + 1
-                out = self._absorbed(q_nope[:, None], q_rope[:, None], places, layer, lens, None, chosen)[:, 0]
+                out = self._absorbed(q_nope[:, None], q_rope[:, None], places, layer, lens, None, chosen)[
+                    :, 0
+                ]
             out = new.unpack(out, layer)
         return self.o_proj(out.reshape(*x.shape[:-1], -1)), cache
 
