@@ -2,6 +2,7 @@
 runs beside it, wherever it runs, in whichever chunks it came and whatever of it was found in the cache."""
 
 import dataclasses
+import functools
 import itertools
 import types
 from typing import Any
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from lowering import lower_for_gpu, triton_kernels
 from models_support import TINY, tiny_llama
 
 from pallas_attn.models import DeepSeek, DeepSeekConfig, Engine, Llama, Sampling, generate, steps
@@ -320,6 +322,18 @@ def test_a_decoder_of_others_without_it_is_refused(as_users_have_it):
         Engine(other, batch_invariant=True)
 
 
+@pytest.mark.parametrize(("kind", "op"), [("dense", "paged_attention"), ("latents", "mla_decode")])
+def test_on_an_h100_all_attention_is_by_the_op_that_is_invariant(kind, op):
+    engine = Engine(made(kind, "bfloat16", None), **SIZES, batch_invariant=True)
+    state = engine._weights, engine._cache, engine._tables, engine._rows, None
+    arguments = *state, *engine._no_tokens(*engine._rooms)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
+    static = dict(graph=engine._graph, how=How(), stops=(), burst=1)
+    lowered = lower_for_gpu(functools.partial(steps.scores, **static), *shapes)
+    kernels = {name for name, *_ in triton_kernels(lowered)} - {"pallas_attn_write_kv"}
+    assert kernels == {f"pallas_attn_{op}"}
+
+
 # What a GPU runs by default.
 LARGE = dataclasses.replace(
     TINY,
@@ -351,7 +365,8 @@ def large(kind: str, implementation: str | None) -> Any:
         "latents": dataclasses.replace(LARGE, num_heads=8, head_dim=64),
     }
     attention = "mla" if kind == "latents" else "gqa"
-    return tiny_llama(dtype, implementation, config=configs[kind], attention=attention)
+    options: Any = dict(dtype=dtype, implementation=implementation, attention=attention)
+    return Llama(configs[kind], **options, rngs=nnx.Rngs(0))
 
 
 @pytest.mark.gpu
@@ -380,6 +395,16 @@ def test_on_a_gpu(kind, cache_dtype, implementation, monkeypatch):
     request, _ = served(other, [others[0], mine, others[3]], 1)
     found["in another engine"] = bits(other, request)
     assert [name for name, scores in found.items() if scores != found["alone"]] == []
+
+
+@pytest.mark.gpu
+def test_without_it_bits_depend_on_the_batch_on_a_gpu():
+    """So that the test above could fail."""
+    rng = np.random.default_rng(0)
+    mine, other = (rng.integers(0, LARGE.vocab_size, length).tolist() for length in (700, 1500))
+    engine = Engine(large("dense", None), **LARGE_SIZES, prefix_cache=False)
+    alone, beside = (logs(engine, batch, 0) for batch in ([mine], [mine, other]))
+    assert alone != beside
 
 
 @pytest.mark.gpu

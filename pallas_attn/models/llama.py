@@ -380,7 +380,7 @@ def for_a_loop[Model: nnx.Module](model: Model) -> Model | Callable[..., Any]:
     return functools.partial(model, unstacked=model.unstacked())
 
 
-def invariant[Model: nnx.Module](function: str, model: Model) -> Model:
+def invariant(function: str, model: Any) -> Any:
     """The same weights, with attention whose bits do not depend on the batch."""
     if not hasattr(model, "batch_invariant"):
         fail(
