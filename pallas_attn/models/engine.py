@@ -73,8 +73,8 @@ class Engine:
             than the GPU computes in the time that it takes to read the weights, 64 to 256, costs decoding least. With
             implementations "pallas", "triton" and "interpret" in any dtype that they serve, of a `Llama` and of a
             `DeepSeek` without indexers. It builds on one thing that is XLA's to keep: that a compiled program rounds a
-            row alike wherever among the others it stands. Tests look at it on GPUs. On CPUs ("interpret", to debug) some
-            products round the last of their rows otherwise, and nothing is promised.
+            row alike wherever among the others it stands. Tests look at it on GPUs. On CPUs ("interpret", to debug)
+            some products round the last of their rows otherwise, and nothing is promised.
 
     Attributes:
         steps: made so far.
