@@ -110,7 +110,9 @@ def test_a_setting_that_were_ignored_would_show(saved, answered, tmp_path):
 def test_tokenizer_weights_and_progress(saved):
     folder, reference = saved("qwen2")
     reports = []
-    loaded = load_checkpoint(folder, dtype="bfloat16", progress=lambda *report: reports.append(report))
+    options = dict(dtype="bfloat16", batch_invariant=True)
+    loaded = load_checkpoint(folder, **options, progress=lambda *report: reports.append(report))
+    assert loaded.model.layers.attention.attend.batch_invariant
     count = len(reference.state_dict())
     assert sorted(set(reports)) == [(i, count) for i in range(1, count + 1)]
     assert reports == sorted(reports)

@@ -51,7 +51,7 @@ def test_help_teaches():
 
 def test_flags_have_no_type():
     done = run("generate", "--help")
-    for flag in ("--check", "--raw", "--help"):
+    for flag in ("--check", "--raw", "--batch-invariant", "--help"):
         (line,) = [line for line in done.stdout.splitlines() if f"│ {flag} " in line]
         assert re.match(rf"│ {flag} +[A-Z]", line)
     assert "bool" not in done.stdout + run("--help").stdout
@@ -162,6 +162,25 @@ def test_prompts_of_a_file_go_through_the_engine(tiny, capsys, tmp_path):
     assert "generate: argument 'prefill_chunk': expected at least 1, got 0" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_batch_invariant_answers(tiny, capsys, tmp_path):
+    """By themselves, in a batch and from a file."""
+    options = ["--model", tiny, "--raw", "--max-new-tokens", "4", "--page-size", "4", "--prefill-chunk", "16"]
+    command = ["generate", *options, "--implementation", "interpret", "--batch-invariant"]
+    (prompts := tmp_path / "prompts.txt").write_text("abc\nhello")
+    found = []
+    for more in (
+        ["--prompt", "hello"],
+        ["--prompt", "xyz", "--prompt", "hello"],
+        ["--prompts-file", str(prompts)],
+    ):
+        assert main([*command, *more]) == 0
+        out = capsys.readouterr().out
+        assert "served by  paged_attention: interpret, write_kv: interpret\n" in out
+        found.append(re.split(r"\nprefill|\nengine", out)[0].split("> hello\n")[1])
+    assert len(set(found)) == 1
+
+
 def test_a_bar_shows_tokens_a_second():
     console = rich.console.Console(file=io.StringIO(), force_terminal=True, width=100)
     with Bar(console, "generating", "prompts") as report:
@@ -256,6 +275,10 @@ def test_check_agrees_with_transformers(tiny, capsys):
         (
             ["--prompt", "\udcff"],
             "argument 'text': expected text that is Unicode, got half a character, at 0",
+        ),
+        (
+            ["--prompt", "a", "--batch-invariant"],
+            "paged_attention: no implementation can serve this call: xla: is not batch_invariant",
         ),
         (["--prompt", "a", "--implementation", "none"], "argument 'implementation': expected None or one of"),
         (

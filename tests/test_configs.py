@@ -39,6 +39,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         model_type="qwen3_moe", decoder_sparse_step=1, mlp_only_layers=[], norm_topk_prob=True, num_experts=128,
         max_window_layers=48, use_sliding_window=False, sliding_window=None, rope_scaling=None, head_dim=128,
     ),
+    "gemma": dict(model_type="gemma", hidden_act="gelu", hidden_activation=None),
     "gemma-2": dict(
         model_type="gemma2", cache_implementation="hybrid", hidden_act="gelu_pytorch_tanh", sliding_window_size=4096,
         hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=224,
@@ -63,7 +64,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "cohere-2": dict(
         model_type="cohere2", order_of_interleaved_layers="local_attn_first", position_embedding_type="rope_gptj",
         rotary_pct=1.0, use_embedding_sharing=True, use_gated_activation=True, use_parallel_block=True,
-        use_parallel_embedding=False, sliding_window_pattern=4,
+        use_parallel_embedding=True, sliding_window_pattern=4, layer_switch=4,
     ),
     "granite": dict(model_type="granite", attention_multiplier=0.0078125, residual_multiplier=0.22),
 }  # fmt: skip
@@ -83,6 +84,10 @@ def test_published_files_are_read(name):
         (dict(model_type="cohere2", use_parallel_block=False), "'use_parallel_block': expected True"),
         (dict(model_type="phi3", lm_head_bias=True), "'lm_head_bias': expected False, got True"),
         (dict(model_type="llama", layer_types=["full_attention"]), "'layer_types': expected no setting"),
+        (
+            dict(model_type="gemma2", hidden_activation="gelu"),
+            "expected 'silu' or 'gelu_pytorch_tanh', got 'gelu'",
+        ),
         (dict(model_type="llama", hidden_act=["silu"]), "'hidden_act': expected 'silu' or"),
         (dict(model_type="llama", rope_scaling="long"), "'rope_scaling': expected an object, got 'long'"),
         (dict(model_type="llama", rope_scaling={"type": ["yarn"]}), "'rope_type': expected 'default' or"),

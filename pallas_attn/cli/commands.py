@@ -19,6 +19,7 @@ from .kernel_commands import kernels
 from .options import (
     Attending,
     AttentionOption,
+    BatchInvariantOption,
     CacheDtypeOption,
     Dtype,
     DtypeOption,
@@ -168,6 +169,7 @@ def generate(
     ] = None,
     attention: AttentionOption = Attending.gqa,
     implementation: ImplementationOption = None,
+    batch_invariant: BatchInvariantOption = False,
     check: Annotated[
         bool,
         typer.Option(
@@ -209,6 +211,7 @@ def generate(
             prefill_chunk=prefill_chunk,
             attention=attention.value,
             implementation=implementation,
+            batch_invariant=batch_invariant,
             check=check,
         )
     )
@@ -261,6 +264,7 @@ def chat(
     prefill_chunk: Annotated[int, typer.Option(min=1, help="Read so many tokens at a time.")] = 64,
     attention: AttentionOption = Attending.gqa,
     implementation: ImplementationOption = None,
+    batch_invariant: BatchInvariantOption = False,
 ) -> int:
     """Talk with a model in the terminal: answers appear token by token, earlier turns stay in the cache.
 
@@ -293,6 +297,7 @@ def chat(
             prefill_chunk=prefill_chunk,
             attention=attention.value,
             implementation=implementation,
+            batch_invariant=batch_invariant,
         )
     )
 

@@ -61,6 +61,7 @@ class GenerateOptions:
     prefill_chunk: int | None
     attention: Literal["gqa", "mla"]
     implementation: str | None
+    batch_invariant: bool
     check: bool
 
 
@@ -92,7 +93,14 @@ def run_generate(options: GenerateOptions) -> int:
         from pallas_attn.models import compare  # noqa: F401  a missing package shows before the work, not after
 
     out, err = Console(highlight=False, markup=False, soft_wrap=True), Console(stderr=True)
-    loaded = load(err, options.model, options.dtype, options.attention, options.implementation)
+    loaded = load(
+        err,
+        options.model,
+        options.dtype,
+        options.attention,
+        options.implementation,
+        options.batch_invariant,
+    )
     tokenizer = loaded.tokenizer
     sampling = given if options.check else sampling_of(loaded.sampling, options.sampling)
     prompts = [tokenizer.encode(text) if options.raw else _as_chat(loaded, text, options) for text in texts]
@@ -127,6 +135,7 @@ def load(
     dtype: str,
     attention: Literal["gqa", "mla"],
     implementation: str | None,
+    batch_invariant: bool,
 ) -> LoadedModel:
     """The model of a file, a folder or the wheel, with a progress bar."""
     path = _path(model)
@@ -138,6 +147,7 @@ def load(
             dtype=dtype,
             attention=attention,
             implementation=implementation,
+            batch_invariant=batch_invariant,
             progress=report,
         )
 
@@ -218,8 +228,12 @@ def _generate(loaded: LoadedModel, prompts: list[list[int]], options: GenerateOp
 def _engine(loaded: LoadedModel, prompts: list[list[int]], options: GenerateOptions) -> Engine:
     if options.prefill_chunk is not None:
         check_int("generate", "prefill_chunk", options.prefill_chunk, least=1)
-    rows = min(_NUM_ROWS if options.num_rows is None else options.num_rows, len(prompts))
+    rows = _NUM_ROWS if options.num_rows is None else options.num_rows
     longest = max(map(len, prompts)) + options.max_new_tokens
+    if options.batch_invariant:  # of sizes that do not follow from the prompts
+        longest = loaded.model.config.context_length
+    else:
+        rows = min(rows, len(prompts))
     return Engine(
         loaded.model,
         # One that does not fit in the context is refused by name when it is submitted.

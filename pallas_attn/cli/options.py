@@ -143,6 +143,15 @@ PageSizeOption = Annotated[int, typer.Option(help="Tokens per page of the KV cac
 AttentionOption = Annotated[
     Attending, typer.Option(help="Decode by `paged_attention`, or pack keys and values for `mla_decode`.")
 ]
+BatchInvariantOption = Annotated[
+    bool,
+    typer.Option(
+        "--batch-invariant",
+        metavar="",
+        help="Answers whose bits do not depend on what else is answered: slower, one program of a fixed size for every "
+        "step (`pallas_attn.models.Engine` says more). Not on a CPU, but for --implementation interpret.",
+    ),
+]
 ImplementationOption = Annotated[
     str | None,
     typer.Option(

@@ -37,6 +37,7 @@ def load_checkpoint(
     dtype: DTypeLike = "float32",
     attention: Attending = "gqa",
     implementation: str | None = None,
+    batch_invariant: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> LoadedModel:
     """Loads a model from a folder as `save_pretrained` writes it and the Hugging Face hub holds it.
@@ -48,6 +49,8 @@ def load_checkpoint(
         dtype: of the weights in memory, float32 or bfloat16.
         attention: which op a `Llama` decodes with; a `DeepSeek` has one.
         implementation: which implementation of the attention ops the model is to force.
+        batch_invariant: whether what is computed of a request is to have the same bits whatever it is computed with,
+            as in `Llama` and `DeepSeek`.
         progress: called with (tensors read, tensors in all) after each tensor.
 
     Raises:
@@ -65,17 +68,18 @@ def load_checkpoint(
         fail("load_checkpoint", "path", f"a config.json with a model_type of {known}", repr(kind))
     tokenizer = load_tokenizer(folder)
     weights = dequantized(Weights(folder, progress), settings.get("quantization_config"))
+    options: dict[str, Any] = dict(
+        dtype=dtype, implementation=implementation, batch_invariant=batch_invariant
+    )
     if kind in FAMILIES:
         config = llama_config(settings)
-        options: Any = dict(dtype=dtype, attention=attention, implementation=implementation)
+        options["attention"] = attention
         model = from_transformers(config, FAMILIES[kind].norms, weights, options)
     else:
         if attention != "gqa":
             fail("load_checkpoint", "attention", "'gqa' for a model with latents of its own", repr(attention))
         config = DeepSeekConfig.from_transformers(settings)
-        model = nnx.eval_shape(
-            lambda: DeepSeek(config, dtype=dtype, implementation=implementation, rngs=nnx.Rngs(0))
-        )
+        model = nnx.eval_shape(lambda: DeepSeek(config, **options, rngs=nnx.Rngs(0)))
         load_transformers_weights(model, weights)
     asked = Sampling.from_generation_config(_json(folder, "generation_config.json", {}))
     return LoadedModel(model, tokenizer, str(path) if is_name(path) else folder.resolve().name, asked)

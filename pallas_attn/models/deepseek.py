@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_attn import PagedLatentCache, mla_schedule
-from pallas_attn._call.checks import fail
+from pallas_attn._call.checks import ArgumentChecker, fail
 from pallas_attn._call.optional import needs_extra
 from pallas_attn._tile.latents import FP8, Scales
 from pallas_attn.nn._new_tokens import once_for_all_layers
@@ -102,14 +102,12 @@ class DecoderLayer(nnx.Module):
         config: DeepSeekConfig,
         dense: bool,
         dtype: DTypeLike,
-        implementation: Any,
+        options: dict[str, Any],
         rngs: nnx.Rngs,
     ):
         hidden, eps = config.attention.hidden_size, config.rms_norm_eps
         self.attention_norm = RMSNorm(hidden, eps, dtype)
-        self.attention = MultiHeadLatentAttention(
-            config.attention, dtype=dtype, implementation=implementation, rngs=rngs
-        )
+        self.attention = MultiHeadLatentAttention(config.attention, dtype=dtype, **options, rngs=rngs)
         if config.indexer is not None:
             self.indexer = Indexer(config.indexer, config.attention, dtype=dtype, rngs=rngs)
         self.mlp_norm = RMSNorm(hidden, eps, dtype)
@@ -132,6 +130,7 @@ class DeepSeek(nnx.Module):
         config: sizes.
         dtype: of weights and activations; norms, softmax, routing and logits are float32.
         implementation: which implementation of `mla_decode`, or `sparse_mla_decode`, to force; None picks the best.
+        batch_invariant: as of a `Llama`; not for a model with indexers, whose choice of tokens is not.
         rngs: random weights are drawn from it; `load_transformers_weights` replaces them.
     """
 
@@ -141,14 +140,20 @@ class DeepSeek(nnx.Module):
         *,
         dtype: DTypeLike = jnp.float32,
         implementation: str | None = None,
+        batch_invariant: bool = False,
         rngs: nnx.Rngs,
     ):
+        ArgumentChecker("DeepSeek").flag("batch_invariant", batch_invariant)
+        if batch_invariant and config.indexer is not None:
+            fail("DeepSeek", "batch_invariant", "False for a model with indexers", "True")
+        self.batch_invariant = bool(batch_invariant)
+        options = dict(implementation=implementation, batch_invariant=batch_invariant)
         self.config, self.dtype = config, jnp.dtype(dtype)
         hidden = config.attention.hidden_size
         init = jax.nn.initializers.normal(0.02)
         self.embedding = nnx.Param(init(rngs.params(), (config.vocab_size, hidden), dtype))
         self.layers = nnx.List(
-            DecoderLayer(config, layer < config.num_dense_layers, dtype, implementation, rngs)
+            DecoderLayer(config, layer < config.num_dense_layers, dtype, options, rngs)
             for layer in range(config.num_layers)
         )
         self.norm = RMSNorm(hidden, config.rms_norm_eps, dtype)
@@ -202,7 +207,8 @@ class DeepSeek(nnx.Module):
             `seq_lens` advanced to the last of them.
         """
         whose: dict[str, Any] = {"positions": once_for_all_layers("DeepSeek", positions, cu_q_lens)}
-        if cu_q_lens is None and tokens.shape[1] == 1 and self.config.indexer is None:
+        scheduled = self.config.indexer is None and not self.batch_invariant
+        if cu_q_lens is None and tokens.shape[1] == 1 and scheduled:
             num_heads = self.config.attention.num_heads
             whose["schedule"] = mla_schedule(positions[:, 0] + 1, num_heads=num_heads)
         x = self.embedding[...][tokens]

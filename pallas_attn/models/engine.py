@@ -27,7 +27,7 @@ with needs_extra("models", user="pallas_attn.models.engine"):
 
 from . import steps
 from .arguments import check_model, checked_prompt
-from .llama import for_lengths
+from .llama import for_lengths, invariant
 from .requests import Request
 from .sampling import How, Rows, Sampling, checked_stops, token_logprobs
 from .scheduler import Scheduler, Step
@@ -82,10 +82,23 @@ class Engine:
             served beside a request, or was before.
         stop_token_ids: tokens that end an answer.
         tokenizer: of the model, for requests with stop texts; anything with `decode`.
+        batch_invariant: the scores that a request's tokens are chosen from, and so its tokens, have the same bits
+            whatever runs beside it, in whichever row and chunks it runs, however often it is sent back, and whether or
+            not it finds pages of an equal prefix; also in another engine of the same sizes in the same process. A
+            model that was made with it is served so anyway. For that, one program of `step_tokens` tokens
+            computes every step, however few there are; there is no `burst`; attention of prompts reads keys and values
+            for each of their tokens (`PagedAttention`); and the scales of an fp8 cache are 1. A `step_tokens` no larger
+            than the GPU computes in the time that it takes to read the weights, 64 to 256, costs decoding least. With
+            implementations "pallas", "triton" and "interpret" in any dtype that they serve, of a `Llama` and of a
+            `DeepSeek` without indexers. It builds on one thing that is XLA's to keep: that a compiled program rounds a
+            row alike wherever among the others it stands. Tests look at it on GPUs. On CPUs ("interpret", to debug)
+            some products round the last of their rows otherwise, and nothing is promised.
 
     Attributes:
         steps: made so far.
         compile_seconds: spent compiling so far.
+        scores: None; with `batch_invariant`, of a dict that is put here each request gets a list of what its tokens
+            were chosen from, [vocab_size] float32 each, before penalties.
 
     Raises:
         TypeError: the model is none that this can run, or an argument of another type than said above.
@@ -106,6 +119,7 @@ class Engine:
         cache_dtype: Any = None,
         stop_token_ids: Sequence[int] = (),
         tokenizer: Any = None,
+        batch_invariant: bool = False,
     ):
         check_model("Engine", model)
         context = model.config.context_length
@@ -117,13 +131,17 @@ class Engine:
         pages_each = -(-max_len // page_size)
         num_pages = num_rows * pages_each if num_pages is None else num_pages
         check_int("Engine", "num_pages", num_pages, least=1)
-        ArgumentChecker("Engine").flag("prefix_cache", prefix_cache)
+        for name, flag in (("prefix_cache", prefix_cache), ("batch_invariant", batch_invariant)):
+            ArgumentChecker("Engine").flag(name, flag)
+        self._invariant = bool(batch_invariant or getattr(model, "batch_invariant", False))
+        model = invariant("Engine", model) if self._invariant else model
         self._stops = checked_stops("Engine", stop_token_ids, model.config.vocab_size)
         self._tokenizer = tokenizer
         model = for_lengths(model, max_len)
         self._model, self._most = model, min(max_len, num_pages * page_size + 1)
         few = step_tokens // _FEW
-        self._rooms = [few, step_tokens] if few >= max(num_rows, _WORTH_COMPILING) else [step_tokens]
+        few_as_well = few >= max(num_rows, _WORTH_COMPILING) and not self._invariant
+        self._rooms = [few, step_tokens] if few_as_well else [step_tokens]
         self._graph, self._weights = nnx.split(model)
         self._num_rows, self._max_len, self._pages_each = num_rows, max_len, pages_each
         self._create_rows()
@@ -144,12 +162,15 @@ class Engine:
             page_size=page_size,
             num_rows=num_rows,
             step_tokens=step_tokens,
-            burst=burst,
+            burst=1 if self._invariant else burst,
             prefix_cache=prefix_cache,
             whole_pages=whole_pages,
             stopped=self._text_stops,
         )
         self._programs: dict[Any, Callable[..., Any]] = {}
+        self.scores: dict[Request, list[np.ndarray]] | None = None
+        self._logits: Any = None  # of the last step
+        self._choices: set[How] = set()  # that are compiled
         self._one_at_a_time = threading.RLock()
         # Whether a step is being made, or was given up and not yet made up for.
         self._under_way = False
@@ -246,7 +267,8 @@ class Engine:
             return {}
         for chunk in step.chunks:
             self._fill_row(chunk.row, chunk.request)
-        chosen, logs = self._mixed(step) if step.reads_prompts else self._decode(step)
+        as_prompts = step.reads_prompts or self._invariant
+        chosen, logs = self._mixed(step) if as_prompts else self._decode(step)
         # The device is not waited for before there is nothing else to do.
         self._scheduler.begin(step)
         by_row, logs = np.asarray(chosen).T.tolist(), jax.tree.map(np.asarray, logs)
@@ -260,8 +282,19 @@ class Engine:
                     places = [(index, chunk.row) for index in range(len(tokens[request]))]
                     logprobs[request] = [token_logprobs(logs, place, most) for place in places]
         answered = self._scheduler.complete(step, tokens, logprobs)
+        self._keep_scores(step, tokens)
         self.steps += 1
         return {request: tokens[request] for request in answered}
+
+    def _keep_scores(self, step: Step, tokens: dict[Request, list[int]]) -> None:
+        if self.scores is None:
+            return
+        for chunk in step.chunks:
+            if tokens.get(chunk.request):
+                kept = self.scores.setdefault(chunk.request, [])
+                # One for each token, also behind a step that was given up.
+                del kept[len(chunk.request.answer) - 1 :]
+                kept.append(np.asarray(self._logits[chunk.row]))
 
     def _restore(self) -> None:
         """After a step that was given up: the host's state follows from what the scheduler knows to be true, and the
@@ -318,12 +351,19 @@ class Engine:
 
     def compile(self, sampling: Sampling | None = None) -> None:
         """Compiles all programs now, side by side, rather than when requests of such a sampling need them."""
-        programs = [
-            (steps.decode, self._no_rows()),
-            *((steps.mixed, self._no_tokens(room)) for room in self._rooms),
-        ]
+        how = How.of([] if sampling is None else [sampling])
         with self._one_at_a_time:
-            self._compile(programs, How.of([] if sampling is None else [sampling]))
+            if self._invariant:
+                tokens = self._no_tokens(*self._rooms)
+                self._compile([(steps.scores, tokens)], How())
+                scores = jnp.zeros((len(self._tables), self._model.config.vocab_size), jnp.float32)
+                self._choose(how, scores, *tokens[1:])
+                return
+            programs = [
+                (steps.decode, self._no_rows()),
+                *((steps.mixed, self._no_tokens(room)) for room in self._rooms),
+            ]
+            self._compile(programs, how)
 
     def _create_rows(self) -> None:
         """The host's record of what the device is to know of each row, in which nothing stands yet."""
@@ -364,18 +404,47 @@ class Engine:
             positions[at : at + chunk.count] = range(chunk.start, end)
             at += chunk.count
             bounds[chunk.row + 1] = chunk.count
-        return self._run(steps.mixed, step, tokens, positions, bounds.cumsum(dtype=np.int32))
+        bounds = bounds.cumsum(dtype=np.int32)
+        if not self._invariant:
+            return self._run(steps.mixed, self._how(step), tokens, positions, bounds)
+        self._logits, _ = self._run(steps.scores, How(), tokens, positions, bounds)
+        return self._apart(step, positions, bounds)
+
+    def _apart(self, step: Step, *places: np.ndarray) -> tuple[jax.Array, Any]:
+        """Each row's token by the program for its own sampling: what else a program can do may round it otherwise."""
+        hows: list[How | None] = [None] * len(self._tables)
+        for chunk in step.chunks:
+            if chunk.answers:
+                hows[chunk.row] = self._how(Step([chunk]))
+        chosen, logs = np.full((1, len(hows)), -1, np.int32), None
+        for how in dict.fromkeys(one for one in hows if one is not None):
+            mine = np.array([one == how for one in hows])
+            new, new_logs = self._choose(how, self._logits, *places)
+            chosen = jnp.where(mine, new, chosen)
+            if how.logprobs:
+                logs = new_logs if logs is None else steps.of_rows(mine, new_logs, logs)
+        return jnp.asarray(chosen), logs
+
+    def _choose(self, how: How, logits: jax.Array, *places: np.ndarray) -> tuple[jax.Array, Any]:
+        started, texts = time.perf_counter(), self._texts if how.penalised else None
+        found = steps.choose(logits, self._rows, texts, *places, how=how)
+        if how not in self._choices:
+            self._choices.add(how)
+            self.compile_seconds += time.perf_counter() - started
+        return found
 
     def _decode(self, step: Step) -> tuple[jax.Array, Any]:
         tokens, positions, left = self._no_rows()
         for chunk in step.chunks:
             (tokens[chunk.row],) = chunk.request.between(chunk.start, chunk.start + 1)
             positions[chunk.row], left[chunk.row] = chunk.start, 1 + chunk.ahead
-        return self._run(steps.decode, step, tokens, positions, left)
+        return self._run(steps.decode, self._how(step), tokens, positions, left)
 
-    def _run(self, program: Callable[..., Any], step: Step, *tokens: np.ndarray) -> tuple[jax.Array, Any]:
+    def _how(self, step: Step) -> How:
+        return How.of(chunk.request.sampling for chunk in step.chunks)
+
+    def _run(self, program: Callable[..., Any], how: How, *tokens: np.ndarray) -> tuple[jax.Array, Any]:
         """Tokens chosen, [at most so many a row, rows], -1 where none was; and their log-probabilities or None."""
-        how = How.of(chunk.request.sampling for chunk in step.chunks)
         key = program, len(tokens[0]), how
         if key not in self._programs:
             self._compile([(program, tokens)], how)

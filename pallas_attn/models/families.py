@@ -199,7 +199,11 @@ _COHERE_2_FIXED = {
     "rotary_pct": (1.0,),
     "position_embedding_type": ("rope_gptj",),
     "order_of_interleaved_layers": ("local_attn_first",),
+    # Another name of sliding_window_pattern, and how training laid out the embedding.
+    "layer_switch": ANYTHING,
+    "use_parallel_embedding": ANYTHING,
 }
+_ACTIVATIONS: dict[str, Any] = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
 FAMILIES: dict[str, Family] = {
     "llama": Family(_llama),
     "mistral": Family(_windows),
@@ -255,7 +259,10 @@ def llama_config(given: Mapping[str, Any]) -> LlamaConfig:
             "head_dim": head_dim,
             "rms_norm_eps": settings.number("rms_norm_eps"),
             "tie_word_embeddings": bool(settings["tie_word_embeddings"]),
-            "activation": settings.among(activation, {"silu": "silu", "gelu_pytorch_tanh": "gelu"}),
+            # Gemma's first files say "gelu" and mean its approximation.
+            "activation": settings.among(
+                activation, {**_ACTIVATIONS, "gelu": "gelu"} if kind == "gemma" else _ACTIVATIONS
+            ),
             **_rope(settings, family, head_dim),
             **family.options(settings),
         }

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn import PageAllocator, PagedKVCache, PagedLatentCache
-from pallas_attn._call.checks import check_int, fail
+from pallas_attn._call.checks import ArgumentChecker, check_int, fail
 from pallas_attn._call.optional import needs_extra
 
 with needs_extra("models", user="pallas_attn.models.generate"):
@@ -20,6 +20,7 @@ with needs_extra("models", user="pallas_attn.models.generate"):
 from . import choosing
 from .arguments import check_model, checked_prompt, described
 from .deepseek import DeepSeek
+from .invariant import through_engine
 from .llama import Llama, for_a_loop, for_lengths
 from .sampling import How, Rows, Sampling, TokenLogprobs, checked_stops, token_logprobs
 from .stopping import first_stop
@@ -106,6 +107,7 @@ def generate(
     cache_dtype: Any = None,
     prefill_chunk: int | None = None,
     return_logits: bool = False,
+    batch_invariant: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Generation:
     """Continues a batch of prompts of different lengths.
@@ -131,6 +133,10 @@ def generate(
             ``None`` reads them whole. Where rotary frequencies depend on the length, chunks have those of the longest
             prompt and answer.
         return_logits: also return the scores, ``4 * vocab_size`` bytes per token.
+        batch_invariant: each row's scores and tokens have the same bits whatever the other prompts are, and however
+            many: all go through an `Engine` with that option (see there what it costs), of 16 rows and steps of 256
+            tokens, or of `prefill_chunk`, of whose size the bits are. So has a model that was made with it. Rotary
+            frequencies that depend on the length are those of the model's whole context.
         progress: called with (steps done, steps at most) after the prefill, which is the first, and each call of the
             loop.
 
@@ -159,9 +165,17 @@ def generate(
     for one in each_row:
         checked_stops("generate", one.stop_token_ids, model.config.vocab_size, "sampling.stop_token_ids")
     how, num_read = How.of(each_row), sum(map(len, prompts))
+    ArgumentChecker("generate").flag("batch_invariant", batch_invariant)
+    block_tables, num_pages = _plan_pages(model, prompts, max_new_tokens, page_size, num_pages)
+    report = progress or (lambda done, most: None)
+    if batch_invariant or getattr(model, "batch_invariant", False):
+        options = dict(num_pages=num_pages, page_size=page_size, cache_dtype=cache_dtype)
+        options |= dict(stop_token_ids=stop_token_ids, tokenizer=tokenizer)
+        how_many = dict(max_new_tokens=max_new_tokens, prefill_chunk=prefill_chunk)
+        more: dict[str, Any] = options | how_many | dict(return_logits=return_logits, report=report)
+        return Generation(**through_engine(model, prompts, each_row, **more))
     if prefill_chunk is not None:
         model = for_lengths(model, max(map(len, prompts)) + max_new_tokens)
-    block_tables, num_pages = _plan_pages(model, prompts, max_new_tokens, page_size, num_pages)
 
     config, num_seqs = model.config, len(prompts)
     state = _State(
@@ -196,7 +210,6 @@ def generate(
     compiled = time.perf_counter()
     state = jax.block_until_ready(prefill(weights, tokens, positions, state))
     prefilled = time.perf_counter()
-    report = progress or (lambda done, most: None)
     done, steps = 1, 1  # the prefill gave the first token
     report(done, max_new_tokens)
     while done < max_new_tokens and not np.asarray(state.done).all():

@@ -75,6 +75,7 @@ def load_gguf(
     dtype: DTypeLike = jnp.float32,
     attention: Attending = "gqa",
     implementation: str | None = None,
+    batch_invariant: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> LoadedModel:
     """Loads a Llama-family model from a GGUF file, dequantising its weights.
@@ -84,6 +85,8 @@ def load_gguf(
         dtype: of the weights in memory, float32 or bfloat16.
         attention: which op the model decodes with, as in `Llama`.
         implementation: which implementation of the attention ops the model is to force.
+        batch_invariant: whether what is computed of a request is to have the same bits whatever it is computed with,
+            as in `Llama`.
         progress: called with (tensors read, tensors in all) after each tensor.
 
     Raises:
@@ -126,7 +129,8 @@ def load_gguf(
     _refuse_other_tensors(tensors, config)
     tokenizer = gguf_tokenizer(metadata)
     weights = _Weights(tensors, progress)
-    model = _build(config, weights, dtype, attention, implementation)
+    options: dict[str, Any] = dict(dtype=dtype, attention=attention, implementation=implementation)
+    model = _build(config, weights, {**options, "batch_invariant": batch_invariant})
     return LoadedModel(model, tokenizer, metadata("general.name") or path.stem)
 
 
@@ -227,9 +231,7 @@ def rotary_halves(rows: np.ndarray, num_heads: int) -> np.ndarray:
     return rows.reshape(num_heads, -1, 2, size).swapaxes(1, 2).reshape(-1, size)
 
 
-def _build(
-    config: LlamaConfig, read: _Weights, dtype: DTypeLike, attention: Attending, implementation: str | None
-) -> Llama:
+def _build(config: LlamaConfig, read: _Weights, options: dict[str, Any]) -> Llama:
     """The decoder with the file's weights."""
     hidden, mlp = config.hidden_size, config.intermediate_size
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -256,4 +258,4 @@ def _build(
     }
     if not config.tie_word_embeddings:
         others["lm_head"] = read("output", config.vocab_size, hidden)
-    return assemble(config, layer, others, dtype=dtype, attention=attention, implementation=implementation)
+    return assemble(config, layer, others, options)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_attn import PagedKVCache, PagedLatentCache
-from pallas_attn._call.checks import fail
+from pallas_attn._call.checks import ArgumentChecker, fail
 from pallas_attn._call.device import current_device
 from pallas_attn._call.optional import needs_extra
 from pallas_attn._tile.quantization import is_quantized
@@ -52,7 +52,7 @@ class Attention(nnx.Module):
         config: LlamaConfig,
         dtype: DTypeLike,
         attention: Attending,
-        implementation: Any,
+        options: dict[str, Any],
         rngs: nnx.Rngs,
     ):
         self.config = config
@@ -69,7 +69,7 @@ class Attention(nnx.Module):
         )
         self.o_proj = linear(num_heads * head_dim, config.hidden_size, dtype, rngs, bias=config.output_bias)
         if attention == "mla":
-            self.attend = LatentGQA(scale=config.scale, implementation=implementation)
+            self.attend = LatentGQA(scale=config.scale, **options)
         else:
             self.attend = PagedAttention(
                 scale=config.scale,
@@ -77,7 +77,7 @@ class Attention(nnx.Module):
                 sliding_window=config.sliding_window,
                 sinks=config.sinks,
                 num_heads=num_heads if config.sinks else None,
-                implementation=implementation,
+                **options,
             )
 
     def __call__(self, x, rotary, cache: Cache, layer, tokens, window) -> tuple[jax.Array, Cache]:
@@ -162,7 +162,7 @@ class DecoderLayer(nnx.Module):
         config: LlamaConfig,
         dtype: DTypeLike,
         attention: Attending,
-        implementation: str | None,
+        options: dict[str, Any],
         rngs: nnx.Rngs,
     ):
         self.config = config
@@ -171,7 +171,7 @@ class DecoderLayer(nnx.Module):
             return _norm(config, config.hidden_size, dtype) if wanted else None
 
         self.attention_norm = norm(config.norm_before)
-        self.attention = Attention(config, dtype, attention, implementation, rngs)
+        self.attention = Attention(config, dtype, attention, options, rngs)
         self.attention_output_norm = norm(config.norm_behind)
         self.mlp_norm = norm(config.norm_before and not config.parallel)
         self.mlp = (MLP if config.experts is None else MoE)(config, dtype, rngs)
@@ -198,6 +198,9 @@ class Llama(nnx.Module):
         attention: "gqa" decodes by `paged_attention` over a `PagedKVCache`; "mla" by `mla_decode` over a
             `PagedLatentCache`, which computes the same (see `pallas_attn.nn.LatentGQA`).
         implementation: which implementation of the attention ops to force; ``None`` picks the best.
+        batch_invariant: attention whose bits do not depend on the batch (see `PagedAttention`), and an `Engine` and
+            `generate` whose answers do not; a call of the model alone still has products of as many tokens as it is
+            given, which XLA may round otherwise for another number.
         rngs: random weights are drawn from it. To load real ones see `pallas_attn.models.load_gguf`.
     """
 
@@ -208,8 +211,10 @@ class Llama(nnx.Module):
         dtype: DTypeLike = jnp.float32,
         attention: Attending = "gqa",
         implementation: str | None = None,
+        batch_invariant: bool = False,
         rngs: nnx.Rngs,
     ):
+        ArgumentChecker("Llama").flag("batch_invariant", batch_invariant)
         if attention not in ("gqa", "mla"):
             fail("Llama", "attention", "'gqa' or 'mla'", repr(attention))
         if attention == "mla" and 2 * config.num_kv_heads * config.head_dim > 512:
@@ -222,14 +227,15 @@ class Llama(nnx.Module):
         self.config = config
         self.attention: Attending = attention
         self.dtype = jnp.dtype(dtype)
-        self.implementation = implementation
+        self.implementation, self.batch_invariant = implementation, bool(batch_invariant)
+        options = dict(implementation=implementation, batch_invariant=batch_invariant)
         init = jax.nn.initializers.normal(0.02)
         self.embedding = nnx.Param(init(rngs.params(), (config.vocab_size, config.hidden_size), dtype))
 
         @nnx.split_rngs(splits=config.num_layers)
         @nnx.vmap(in_axes=0, out_axes=0)
         def stack_of_layers(rngs: nnx.Rngs) -> DecoderLayer:
-            return DecoderLayer(config, dtype, attention, implementation, rngs)
+            return DecoderLayer(config, dtype, attention, options, rngs)
 
         # One module whose parameters have a leading axis [num_layers, ...].
         self.layers = stack_of_layers(rngs)
@@ -243,7 +249,7 @@ class Llama(nnx.Module):
         """An empty cache of the kind this model's attention wants, with `num_pages` pages for each layer.
 
         dtype: of the cache; None means the model's. Latent caches have no other. In an 8-bit one each page has scales
-            of its own (see `PagedKVCache`).
+            of its own (see `PagedKVCache`); with `batch_invariant` all scales are 1, and int8 is refused.
         """
         config = self.config
         sizes: dict[str, Any] = dict(
@@ -258,7 +264,15 @@ class Llama(nnx.Module):
                 fail("create_cache", "dtype", f"{self.dtype} (the model's) with attention='mla'", str(dtype))
             return PagedLatentCache.create(**sizes)
         heads = dict(num_kv_heads=config.num_kv_heads, head_dim=config.head_dim)
-        return PagedKVCache.create(**heads, **sizes, scale_per_page=is_quantized(sizes["dtype"]))
+        if self.batch_invariant and jnp.dtype(sizes["dtype"]) == jnp.int8:
+            fail(
+                "create_cache",
+                "dtype",
+                "a floating-point one with batch_invariant (its scales are 1)",
+                "int8",
+            )
+        by_page = is_quantized(sizes["dtype"]) and not self.batch_invariant
+        return PagedKVCache.create(**heads, **sizes, scale_per_page=by_page)
 
     def __call__(
         self,
@@ -364,6 +378,22 @@ def for_a_loop[Model: nnx.Module](model: Model) -> Model | Callable[..., Any]:
     if sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(stacked)) > _HELD_TWICE:
         return model
     return functools.partial(model, unstacked=model.unstacked())
+
+
+def invariant(function: str, model: Any) -> Any:
+    """The same weights, with attention whose bits do not depend on the batch."""
+    if not hasattr(model, "batch_invariant"):
+        fail(
+            function,
+            "batch_invariant",
+            f"False for a {type(model).__name__}, which has no such option",
+            "True",
+        )
+    if getattr(model.config, "indexer", None) is not None:
+        fail(function, "batch_invariant", "False for a model with indexers", "True")
+    model = nnx.merge(*nnx.split(model))
+    model.set_attributes(batch_invariant=True)
+    return model
 
 
 def for_lengths[Model: nnx.Module](model: Model, most: int) -> Model:

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from pallas_attn._call.checks import fail
 from pallas_attn._call.optional import needs_extra
@@ -14,29 +13,21 @@ from pallas_attn._call.optional import needs_extra
 with needs_extra("models", user="pallas_attn.models.llama_weights"):
     from flax import nnx
 
-from .llama import Attending, Llama, LlamaConfig
+from .llama import Llama, LlamaConfig
 
 
 def assemble(
     config: LlamaConfig,
     layer: Callable[[int], Mapping[str, np.ndarray]],
     others: Mapping[str, np.ndarray],
-    *,
-    dtype: DTypeLike,
-    attention: Attending,
-    implementation: str | None,
+    options: dict[str, Any],
 ) -> Llama:
     """Fills an abstract `Llama`, without ever drawing random weights.
 
     `layer(index)` and `others` name parameters by their dotted paths in a `DecoderLayer` and in the `Llama`;
-    kernels are [in, out].
+    kernels are [in, out]. `options` are the model's.
     """
-
-    def skeleton() -> Llama:
-        rngs = nnx.Rngs(0)
-        return Llama(config, dtype=dtype, attention=attention, implementation=implementation, rngs=rngs)
-
-    graph, state = nnx.split(nnx.eval_shape(skeleton))
+    graph, state = nnx.split(nnx.eval_shape(lambda: Llama(config, **options, rngs=nnx.Rngs(0))))
     # Of routers and sinks it is float32, whatever the others have.
     dtypes = {".".join(map(str, path)): leaf.dtype for path, leaf in nnx.to_flat_state(state)}
     stacked: dict[str, np.ndarray] = {}
@@ -106,7 +97,7 @@ def from_transformers(
     def of(places: Sequence[Place]) -> dict[str, np.ndarray]:
         return {place.ours: place.make(*map(read, place.theirs)) for place in places}
 
-    return assemble(config, lambda index: of(layers[index]), of(top), **options)
+    return assemble(config, lambda index: of(layers[index]), of(top), options)
 
 
 def _columns(*rows: np.ndarray) -> np.ndarray:

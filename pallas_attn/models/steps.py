@@ -17,6 +17,7 @@ with needs_extra("models", user="pallas_attn.models.steps"):
 from . import choosing
 from .deepseek import DeepSeek
 from .llama import Cache, Llama, for_a_loop
+from .sampling import How
 
 type Decoder = Llama | DeepSeek
 
@@ -33,14 +34,45 @@ class Texts(NamedTuple):
 @_program
 def mixed(weights, cache: Cache, tables, rows, texts, tokens, positions, bounds, *, graph, how, stops, burst):
     """(the next token of each row that has tokens here, [1, rows], its log-probabilities or None, the cache)."""
+    logits, cache = _forward(graph, weights, cache, tables, tokens, positions, bounds)
+    return *_choose(logits, rows, texts, positions, bounds, how), cache
+
+
+@_program
+def scores(
+    weights, cache: Cache, tables, rows, texts, tokens, positions, bounds, *, graph, how, stops, burst
+):
+    """`mixed` without its choice: (scores [rows, vocab_size], None, the cache)."""
+    logits, cache = _forward(graph, weights, cache, tables, tokens, positions, bounds)
+    return logits, None, cache
+
+
+@functools.partial(jax.jit, static_argnames="how")
+def choose(logits, rows, texts, positions, bounds, *, how):
+    """`mixed`'s choice: (the next token of each row that has tokens here, [1, rows], log-probabilities or None)."""
+    return _choose(logits, rows, texts, positions, bounds, how)
+
+
+def of_rows[Rows: Any](rows: Any, new: Rows, old: Rows) -> Rows:
+    """Arrays [1, rows, ...]: `new` where `rows` [rows] bool says so."""
+    return jax.tree.map(lambda a, b: jnp.where(rows.reshape(1, -1, *[1] * (a.ndim - 2)), a, b), new, old)
+
+
+def _forward(graph, weights, cache: Cache, tables, tokens, positions, bounds) -> tuple[jax.Array, Cache]:
     model: Decoder = nnx.merge(graph, weights)
     cache = cache.replace(block_tables=tables)
     hidden, cache = model(tokens, positions, cache, cu_q_lens=bounds)
-    last = jnp.maximum(bounds[1:] - 1, 0)
-    logits = model.logits(hidden[last])
-    chosen = choosing.choose(logits, positions[last] + 1, rows, how, _seen(texts, logits))
+    return model.logits(hidden[_last(bounds)]), cache
+
+
+def _last(bounds: jax.Array) -> jax.Array:
+    return jnp.maximum(bounds[1:] - 1, 0)
+
+
+def _choose(logits, rows, texts, positions, bounds, how: How) -> tuple[jax.Array, Any]:
+    chosen = choosing.choose(logits, positions[_last(bounds)] + 1, rows, how, _seen(texts, logits))
     logs = jax.tree.map(lambda x: x[None], choosing.logprobs(logits, chosen)) if how.logprobs else None
-    return jnp.where(bounds[1:] > bounds[:-1], chosen, -1)[None], logs, cache
+    return jnp.where(bounds[1:] > bounds[:-1], chosen, -1)[None], logs
 
 
 @_program

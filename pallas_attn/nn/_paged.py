@@ -108,6 +108,7 @@ def write_and_attend(
     cu_q_lens: jax.Array | None,
     sliding_window: int | jax.Array | None,
     sinks: jax.Array | None,
+    batch_invariant: bool,
 ) -> tuple[jax.Array, PagedKVCache]:
     """See `pallas_attn.nn.PagedAttention.__call__`."""
     check = ArgumentChecker("PagedAttention")
@@ -123,32 +124,46 @@ def write_and_attend(
         query_dtypes=DTYPES if is_quantized(stored) else [stored],
         key_dtypes=DTYPES,
     )
+    if batch_invariant and cache.scale_per_page:
+        # A page's scales follow from which of its tokens came at once.
+        check.fail(
+            "cache", "one without scale_per_page, with batch_invariant", "one with scales of each page"
+        )
     rules = _rules(check, options, query.shape[-2], sliding_window, sinks)
     query, key, value = map(jnp.asarray, (query, key, value))
-    if not is_ragged(positions, cu_q_lens) and query.shape[1] == 1:
-        positions = jnp.asarray(positions)
-        cache = cache.write(layer, key, value, positions, implementation=options.implementation)
-        # A row whose position is negative has length 0: it reads no page and gets zeros.
-        out = paged_attention(
-            query[:, 0],
+
+    def one_token_each(query: jax.Array, cache: PagedKVCache, positions: jax.Array) -> jax.Array:
+        """Of each of the cache's sequences. One whose position is negative has length 0: it reads no page and gets
+        zeros."""
+        out: Any = paged_attention(
+            query,
             cache.key_cache,
             cache.value_cache,
             cache.layer_tables(layer),
-            positions[:, 0] + 1,
+            positions + 1,
             layout=cache.layout,
+            batch_invariant=batch_invariant,
             **rules,
             **cache.scales(layer),
         )
-        return out[:, None], cache
+        return out
+
+    if not is_ragged(positions, cu_q_lens) and query.shape[1] == 1:
+        positions = jnp.asarray(positions)
+        cache = cache.write(layer, key, value, positions, implementation=options.implementation)
+        return one_token_each(query[:, 0], cache, positions[:, 0])[:, None], cache
     new = positions if isinstance(positions, NewTokens) else NewTokens.of(check, positions, cu_q_lens)
     paged, within = new.pages(cache)
     keys, values = new.pack(key), new.pack(value)
     written = (keys[:, None], values[:, None], within)
     # The first keys and values that this layer's quantised cache holds set its scales. Prompts that join others find
     # them set.
-    paged = paged.calibrate(layer, *written)
+    paged = paged if batch_invariant else paged.calibrate(layer, *written)
     paged = paged.write(layer, *written, implementation=options.implementation)
     cache = paged.replace(block_tables=cache.shared_tables)
+    if batch_invariant:
+        # What a token sees is cut up by its own length alone, whatever it came with.
+        return new.unpack(one_token_each(new.pack(query), new.by_token(cache), new.positions), layer), cache
     # A quantised cache's new tokens, too, see each other as they are stored: what a token sees then depends neither on
     # the chunks that it came in nor on whether others had stored its beginning.
     out: Any = ragged_paged_attention(

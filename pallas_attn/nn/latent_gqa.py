@@ -58,12 +58,23 @@ class LatentGQA(nnx.Module):
     Args:
         scale: factor of the scores before the softmax, above 0; ``None`` means ``head_dim ** -0.5``.
         implementation: which implementation of `mla_decode` to force; ``None`` picks the best available.
+        batch_invariant: a token's output has the same bits, given the same query and latents, whatever else is in the
+            batch, and in whichever form and chunks its sequence came: `mla_decode(batch_invariant=True)` serves each
+            token by itself, those of fresh prompts too. Neither with "cuda" nor with "xla".
     """
 
-    def __init__(self, *, scale: float | None = None, implementation: ImplementationOrCuda | None = None):
-        ArgumentChecker("LatentGQA").positive_float("scale", scale)
+    def __init__(
+        self,
+        *,
+        scale: float | None = None,
+        implementation: ImplementationOrCuda | None = None,
+        batch_invariant: bool = False,
+    ):
+        check = ArgumentChecker("LatentGQA")
+        check.positive_float("scale", scale)
+        check.flag("batch_invariant", batch_invariant)
         dispatch.check_name("LatentGQA", "mla_decode", implementation)
-        self.scale = scale
+        self.scale, self.batch_invariant = scale, bool(batch_invariant)
         self.implementation: ImplementationOrCuda | None = implementation
 
     def __call__(
@@ -122,6 +133,7 @@ class LatentGQA(nnx.Module):
                 positions + 1,
                 scale=head_dim**-0.5 if self.scale is None else self.scale,
                 implementation=self.implementation,
+                batch_invariant=self.batch_invariant,
             )
             return unpack_outputs(out, num_kv_heads, head_dim)
 
@@ -139,7 +151,7 @@ class LatentGQA(nnx.Module):
             out = attend(new.by_token(cache), new.pack(query)[:, None], new.positions)
             return new.unpack(out[:, 0], layer, query)
 
-        if new.order is None:
+        if new.order is None or self.batch_invariant:
             return from_pages(), cache
         out = jax.lax.cond(
             new.fresh & (layer >= 0),

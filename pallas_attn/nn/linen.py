@@ -23,7 +23,7 @@ class PagedAttention(linen.Module):
     Its only variable is ``params/sinks`` ``[num_heads]`` float32, with ``sinks=True``.
 
     Args:
-        scale, softcap, sliding_window, implementation: as there.
+        scale, softcap, sliding_window, implementation, batch_invariant: as there.
         alibi_slopes: as there; a tuple of numbers.
         sinks: whether each head has a learned score without a value that joins its softmax.
     """
@@ -34,6 +34,7 @@ class PagedAttention(linen.Module):
     sliding_window: int | None = None
     alibi_slopes: Sequence[float] | None = None
     sinks: bool = False
+    batch_invariant: bool = False
 
     @linen.compact
     def __call__(
@@ -69,13 +70,15 @@ class PagedAttention(linen.Module):
         options = Options.checked(
             self.scale, self.softcap, self.sliding_window, self.alibi_slopes, self.sinks, self.implementation
         )
-        sinks = None
+        check, sinks = ArgumentChecker("PagedAttention"), None
+        check.flag("batch_invariant", self.batch_invariant)
         if self.sinks:
-            ArgumentChecker("PagedAttention").is_array("query", query)
+            check.is_array("query", query)
             sinks = self.param("sinks", linen.initializers.zeros, query.shape[-2:-1], jnp.float32)
         return write_and_attend(
             *(options, query, key, value, cache, layer, positions),
             cu_q_lens=cu_q_lens,
             sliding_window=sliding_window,
             sinks=sinks,
+            batch_invariant=bool(self.batch_invariant),
         )

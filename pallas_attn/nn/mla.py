@@ -100,6 +100,10 @@ class MultiHeadLatentAttention(nnx.Module):
         dtype: of weights and activations, bfloat16, float16 or float32: the cache's, unless that is fp8.
         implementation: which implementation of `mla_decode`, `mla_prefill` and `sparse_mla_decode` to force; None picks
             the best. "cuda", which `mla_prefill` has not, is None to it.
+        batch_invariant: a token's attention has the same bits, given the same query and latents, whatever else is in
+            the batch, and in whichever form and chunks its sequence came: `mla_decode(batch_invariant=True)` serves
+            each token by itself, in the absorbed form. Neither with "cuda" nor with "xla", nor with indices. The
+            projections are XLA's products, whose bits may depend on how many tokens there are.
         rngs: random weights are drawn from it.
 
     Raises:
@@ -112,14 +116,16 @@ class MultiHeadLatentAttention(nnx.Module):
         *,
         dtype: DTypeLike = jnp.float32,
         implementation: ImplementationOrCuda | None = None,
+        batch_invariant: bool = False,
         rngs: nnx.Rngs,
     ):
         check = ArgumentChecker("MultiHeadLatentAttention")
         check.instance("config", config, MLAConfig)
         check.dtype("dtype", dtype, DTYPES)
         dispatch.check_name(check.function, "mla_decode", implementation)
+        check.flag("batch_invariant", batch_invariant)
         check.instance("rngs", rngs, nnx.Rngs)
-        self.config, self.dtype = config, jnp.dtype(dtype)
+        self.config, self.dtype, self.batch_invariant = config, jnp.dtype(dtype), bool(batch_invariant)
         self.implementation: ImplementationOrCuda | None = implementation
         heads, nope, rope = config.num_heads, config.qk_nope_head_dim, config.qk_rope_head_dim
         latent, value = config.kv_lora_rank, config.v_head_dim
@@ -198,13 +204,19 @@ class MultiHeadLatentAttention(nnx.Module):
             for name, value in (("schedule", schedule), ("absorbed", absorbed)):
                 if value is not None:
                     check.fail(name, "None with indices", shown(value))
+            if self.batch_invariant:
+                check.fail("indices", "None with batch_invariant", "an array")
             absorbed = False
         batched = not is_ragged(positions, cu_q_lens)
         absorbed = batched and x.shape[1] == 1 if absorbed is None else bool(absorbed)
         if schedule is not None and not absorbed:
             check.fail("schedule", "None without absorbed", "an MLASchedule")
+        if schedule is not None and self.batch_invariant:
+            check.fail("schedule", "None with batch_invariant", "an MLASchedule")
         if absorbed and not batched:
             check.fail("absorbed", "False or None with cu_q_lens", "True")
+        # Several tokens of a sequence at once would be cut up as such.
+        absorbed = absorbed and not (self.batch_invariant and x.shape[1] > 1)
         check.dtype_among("cache.latent_cache", cache.latent_cache, [self.dtype, BYTES])
         if isinstance(positions, NewTokens):
             new, positions = positions, positions.came
@@ -231,14 +243,14 @@ class MultiHeadLatentAttention(nnx.Module):
             paged, within = new.pages(cache)
             paged = paged.write(layer, new.pack(latents)[:, None], within)
             cache = paged.replace(block_tables=cache.shared_tables)
-            if indices is None:
-                out = self._prefill(new.pack(q_nope), new.pack(q_rope), cache, layer, new)
-            else:
-                q_nope, q_rope, chosen = (
-                    new.pack(x)[:, None] for x in (q_nope, q_rope, jnp.asarray(indices))
-                )
+            q_nope, q_rope = new.pack(q_nope), new.pack(q_rope)
+            if indices is None and not self.batch_invariant:
+                out = self._prefill(q_nope, q_rope, cache, layer, new)
+            else:  # each token as a sequence of its own
+                chosen = None if indices is None else new.pack(jnp.asarray(indices))[:, None]
                 places, lens = new.by_token(cache), new.positions + 1
-                out = self._absorbed(q_nope, q_rope, places, layer, lens, None, chosen)[:, 0]
+                out = self._absorbed(q_nope[:, None], q_rope[:, None], places, layer, lens, None, chosen)
+                out = out[:, 0]
             out = new.unpack(out, layer, queries)
         return self.o_proj(out.reshape(*x.shape[:-1], -1)), cache
 
@@ -266,7 +278,7 @@ class MultiHeadLatentAttention(nnx.Module):
         tables = cache.layer_tables(layer)
         options: dict[str, Any] = dict(scale=self.config.scale, implementation=self.implementation)
         if indices is None:
-            options |= dict(schedule=schedule, causal=True)
+            options |= dict(schedule=schedule, causal=True, batch_invariant=self.batch_invariant)
             out = mla_decode(query, cache.latent_cache, tables, seq_lens, **options)
         else:
             options |= dict(addressing="positions", block_tables=tables)

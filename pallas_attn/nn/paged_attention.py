@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn import PagedKVCache
-from pallas_attn._call.checks import check_int, fail
+from pallas_attn._call.checks import ArgumentChecker, check_int, fail
 from pallas_attn._call.optional import needs_extra
 from pallas_attn._types import Implementation
 
@@ -39,6 +39,11 @@ class PagedAttention(nnx.Module):
         implementation: which implementation of these ops to force: "pallas" (NVIDIA GPUs from sm_80; an e4m3 cache
             from sm_89), "triton" (the same by Triton itself), "xla" (anywhere) or "interpret" (the Pallas kernels in
             Python, slow); ``None`` takes pallas on a GPU that can, else xla.
+        batch_invariant: a token's output has the same bits, given the same query, keys and values, whatever else is in
+            the batch, in whichever form and chunks its sequence came, and however wide the table. Each token is then
+            served as a sequence of its own by `paged_attention(batch_invariant=True)`: prompts read keys and values as
+            often as they have tokens. A quantised cache keeps the scales that it has (1 at first, or by `replace`):
+            none is calibrated, and pages have none of their own. Not with "xla".
 
     Raises:
         TypeError: an option of the wrong type. ValueError: one out of its range, or `num_heads` missing or in excess.
@@ -54,8 +59,11 @@ class PagedAttention(nnx.Module):
         sinks: bool = False,
         num_heads: int | None = None,
         implementation: Implementation | None = None,
+        batch_invariant: bool = False,
     ):
         self.options = Options.checked(scale, softcap, sliding_window, alibi_slopes, sinks, implementation)
+        ArgumentChecker("PagedAttention").flag("batch_invariant", batch_invariant)
+        self.batch_invariant = bool(batch_invariant)
         if sinks:
             check_int("PagedAttention", "num_heads", num_heads, least=1)
             self.sinks = nnx.Param(jnp.zeros(num_heads, jnp.float32))
@@ -125,4 +133,5 @@ class PagedAttention(nnx.Module):
             cu_q_lens=cu_q_lens,
             sliding_window=sliding_window,
             sinks=sinks,
+            batch_invariant=self.batch_invariant,
         )
