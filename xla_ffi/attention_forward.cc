@@ -2,6 +2,7 @@
 #include <cuda_runtime.h>
 
 #include <limits>
+#include <tuple>
 #include <vector>
 
 #include "attention/params.h"
@@ -54,13 +55,15 @@ ffi::Error attention_forward(cudaStream_t stream, int32_t device, ffi::AnyBuffer
                              ffi::AnyBuffer value, ffi::AnyBuffer q_bounds, ffi::AnyBuffer k_bounds,
                              ffi::AnyBuffer block_tables, ffi::AnyBuffer seq_lens, ffi::AnyBuffer num_seqs,
                              ffi::AnyBuffer window, ffi::AnyBuffer scale, ffi::AnyBuffer sinks,
-                             ffi::AnyBuffer alibi, ffi::Result<ffi::AnyBuffer> out,
-                             ffi::Result<ffi::AnyBuffer> lse, ffi::Result<ffi::AnyBuffer> counters,
-                             ffi::Result<ffi::AnyBuffer> items, ffi::Result<ffi::AnyBuffer> split_tiles,
-                             ffi::Result<ffi::AnyBuffer> partial_out, ffi::Result<ffi::AnyBuffer> partial_lse,
-                             bool query_heads_first, bool key_heads_first, bool lse_heads_first,
-                             bool base2_lse, bool ends_aligned, int64_t q_offset, int64_t bounds_step,
-                             int64_t seqs, int64_t skip_rows, int64_t heads_in_l2, float softcap) {
+                             ffi::AnyBuffer alibi, ffi::AnyBuffer new_key, ffi::AnyBuffer new_value,
+                             ffi::AnyBuffer kept_out, ffi::AnyBuffer kept_lse,
+                             ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> lse,
+                             ffi::Result<ffi::AnyBuffer> counters, ffi::Result<ffi::AnyBuffer> items,
+                             ffi::Result<ffi::AnyBuffer> split_tiles, ffi::Result<ffi::AnyBuffer> partial_out,
+                             ffi::Result<ffi::AnyBuffer> partial_lse, bool query_heads_first,
+                             bool key_heads_first, bool lse_heads_first, bool base2_lse, bool ends_aligned,
+                             int64_t q_offset, int64_t bounds_step, int64_t seqs, int64_t skip_rows,
+                             int64_t heads_in_l2, float softcap) {
   ArgumentChecker check(kName);
   check.array("query", query, {-1, -1, -1, -1}, {DataType::BF16, DataType::F16});
   if (!check.ok()) return check.error();
@@ -89,6 +92,20 @@ ffi::Error attention_forward(cudaStream_t stream, int32_t device, ffi::AnyBuffer
   check.array("block_tables", block_tables, {-1, -1}, {DataType::S32});
   if (!check.ok()) return check.error();
   const bool paged = block_tables.element_count() > 0;
+  const bool apart = new_key.element_count() > 0;
+  if (apart) {
+    Heads new_keys = {queries.batch, queries.tokens, keys.heads, queries.dim, query_heads_first};
+    check.array("new_key", new_key, new_keys.shape(), {dtype});
+    new_keys.dim = values.dim;
+    check.array("new_value", new_value, new_keys.shape(), {dtype});
+    check.require(paged, "new_key", "nothing beside keys in rows", "an array");
+    check.require(ends_aligned, "ends_aligned", "true beside new keys", "false");
+  }
+  // What is kept is written over in place: XLA has given both the same memory.
+  for (const auto& [name, kept, result] : {std::tuple{"kept_out", kept_out, out}, {"kept_lse", kept_lse, lse}}) {
+    check.require(kept.element_count() == 0 || kept.untyped_data() == result->untyped_data(), name,
+                  "the memory of the result", "another");
+  }
   check.between("bounds_step", "", 1, 2, bounds_step);
   check.between("seqs", "", 1, attention::kMostPreparedSeqs, seqs);
   const int64_t bounds = bounds_step == 1 ? seqs + 1 : 2 * seqs;
@@ -139,9 +156,17 @@ ffi::Error attention_forward(cudaStream_t stream, int32_t device, ffi::AnyBuffer
   params.query = query.untyped_data();
   params.key = key.untyped_data();
   params.value = value.untyped_data();
+  params.new_key = optional<void>(new_key);
+  params.new_value = optional<void>(new_value);
   params.query_strides = queries.strides();
   params.key_strides = keys.strides();
   params.value_strides = values.strides();
+  if (apart) {
+    Heads new_keys = {queries.batch, queries.tokens, keys.heads, queries.dim, query_heads_first};
+    params.new_key_strides = new_keys.strides();
+    new_keys.dim = values.dim;
+    params.new_value_strides = new_keys.strides();
+  }
   params.out_strides = outs.strides();
   params.lse_strides = lses.strides();
   params.q_spans = {optional<int>(q_bounds), static_cast<int>(bounds_step)};
@@ -207,6 +232,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(pallas_attn_attention_forward_sm90, pallas_attn::a
                                   .Arg<xla::ffi::AnyBuffer>()  // scale
                                   .Arg<xla::ffi::AnyBuffer>()  // sinks
                                   .Arg<xla::ffi::AnyBuffer>()  // alibi
+                                  .Arg<xla::ffi::AnyBuffer>()  // new_key
+                                  .Arg<xla::ffi::AnyBuffer>()  // new_value
+                                  .Arg<xla::ffi::AnyBuffer>()  // kept_out
+                                  .Arg<xla::ffi::AnyBuffer>()  // kept_lse
                                   .Ret<xla::ffi::AnyBuffer>()  // out
                                   .Ret<xla::ffi::AnyBuffer>()  // lse
                                   .Ret<xla::ffi::AnyBuffer>()  // counters

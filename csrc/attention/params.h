@@ -52,12 +52,16 @@ struct ForwardParams {
   const void* query;  // head_dim elements a head
   const void* key;
   const void* value;  // value_dim elements a head
-  Strides query_strides, key_strides, value_strides, out_strides, lse_strides;
+  // Beside keys in pages: those of the newest tokens in rows, the queries' own; null: pages hold them too.
+  const void* new_key;
+  const void* new_value;
+  Strides query_strides, key_strides, value_strides, new_key_strides, new_value_strides;
+  Strides out_strides, lse_strides;
 
   Spans q_spans;
   Spans k_spans;            // keys in rows
   const int* block_tables;  // keys in pages: [num_seqs, max_pages]; null: in rows
-  const int* seq_lens;      // keys in pages: [num_seqs]
+  const int* seq_lens;      // keys in pages: [num_seqs], new ones included
   const int* num_seqs_now;  // how many sequences there are; null: num_seqs
   const int* window;        // [2]: how many keys left and right of a query's place it sees; negative: all
   const float* scale;       // [1], of the logits

@@ -28,6 +28,7 @@ class Sequences:
     q_bounds, k_bounds: [num_seqs + 1], sequences end to end; None: each has all of its batch.
     block_tables, seq_lens: [num_seqs, max_pages] and [num_seqs] where keys lie in pages.
     num_seqs: [1], how many of them there are; None: all.
+    new: (key, value) of the queries' own tokens, in rows like these, where pages hold those before them alone.
     """
 
     q_bounds: jax.Array | None = None
@@ -35,6 +36,7 @@ class Sequences:
     block_tables: jax.Array | None = None
     seq_lens: jax.Array | None = None
     num_seqs: jax.Array | None = None
+    new: tuple[jax.Array, jax.Array] | None = None
 
     def count(self, batch: int) -> int:
         if self.block_tables is not None:
@@ -74,6 +76,7 @@ def forward(
     lse_heads_first: bool = False,
     base2_lse: bool = False,
     skip_rows: int = 0,
+    kept: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(out, lse).
 
@@ -84,6 +87,7 @@ def forward(
         ends_aligned: the last query of a sequence stands at its last key; else query i at key i + q_offset.
         lse_heads_first: lse is [batch, heads, tokens], else [batch, tokens, heads]; base2_lse: in base 2.
         skip_rows: of sequences with at most so many queries times heads of a KV head nothing is written.
+        kept: (out, lse) that are written to in place.
 
     vmap calls it once for each of the batch, one after the other.
     """
@@ -102,6 +106,7 @@ def forward(
     nothing = jnp.zeros(0, jnp.int32)
     if sequences.block_tables is not None:
         kv_tokens *= sequences.block_tables.shape[1]
+    before_kept = 14
     call = jax.ffi.ffi_call(
         TARGET,
         (
@@ -117,12 +122,15 @@ def forward(
             jax.ShapeDtypeStruct((slots, kv_heads, TILE_ROWS, 2), jnp.float32),
         ),
         vmap_method="sequential",
+        input_output_aliases=None if kept is None else {before_kept: 0, before_kept + 1: 1},
     )
 
     def or_nothing(array: jax.Array | None, empty: jax.Array = nothing) -> jax.Array:
         return empty if array is None else array
 
-    out, lse, *_ = call(
+    new_key, new_value = sequences.new or (None, None)
+    kept_out, kept_lse = kept or (None, None)
+    operands = (
         query,
         key,
         value,
@@ -135,6 +143,14 @@ def forward(
         scale,
         or_nothing(sinks, jnp.zeros(0, jnp.float32)),
         or_nothing(alibi_slopes, jnp.zeros(0, jnp.float32)),
+        or_nothing(new_key),
+        or_nothing(new_value),
+        or_nothing(kept_out),
+        or_nothing(kept_lse),
+    )
+    assert kept is None or operands[before_kept] is kept_out
+    out, lse, *_ = call(
+        *operands,
         query_heads_first=query_heads_first,
         key_heads_first=key_heads_first,
         lse_heads_first=lse_heads_first,

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/sm90/forward/consumer.h"
+#include "attention/sm90/forward/gatherer.h"
 #include "attention/sm90/forward/loader.h"
 #include "attention/sm90/forward/scout.h"
 #include "ptx/control.h"
@@ -10,12 +11,22 @@ namespace pallas_attn::attention::sm90 {
 
 template <typename Shape>
 __device__ __forceinline__ void init_barriers(SmemPlan<Shape>& smem, const Boxes& boxes) {
-  const int writers = Loader<Shape, Role::kKeys>::writers(boxes);
+  const int writers = boxes.rows > 0 ? 1 : Gatherer<Shape, Role::kKeys, 1>::kWriters;
   smem.told.init(Shape::kConsumerWarps + kLoaders, 1, 1);
   smem.queries.init(Shape::kConsumerWarps, 1, 1);
   smem.keys.init(Shape::kConsumerWarps, writers, writers);
   smem.values.init(Shape::kConsumerWarps, writers, writers);
   ptx::mbarrier_init_fence();
+}
+
+template <typename Shape, Role kRole>
+__device__ __forceinline__ void load(const ForwardParams& params, const Maps& maps, const Boxes& boxes,
+                                     SmemPlan<Shape>& smem, int lane) {
+  if (boxes.rows > 0) {
+    Loader<Shape, kRole>(params, maps, boxes, smem, lane).work();
+  } else {
+    Gatherer<Shape, kRole, 1>(params, smem, 0, lane).work();
+  }
 }
 
 template <typename Element, typename Shape>
@@ -43,8 +54,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     const int warp = __shfl_sync(0xffffffff, thread / 32, 0);
     const int lane = thread % 32;
     if (warp == kScout) Scout<Shape>(params, maps, boxes, smem, lane).work();
-    if (warp == kKeyLoader) Loader<Shape, Role::kKeys>(params, maps, boxes, smem, lane).work();
-    if (warp == kValueLoader) Loader<Shape, Role::kValues>(params, maps, boxes, smem, lane).work();
+    if (warp == kKeyLoader) load<Shape, Role::kKeys>(params, maps, boxes, smem, lane);
+    if (warp == kValueLoader) load<Shape, Role::kValues>(params, maps, boxes, smem, lane);
   }
 }
 

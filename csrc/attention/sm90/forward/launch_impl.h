@@ -27,12 +27,16 @@ inline TensorTile<4> tile_of(const char* name, const void* array, const Strides&
           {kPieceDims, static_cast<uint32_t>(box_heads), static_cast<uint32_t>(rows), 1}};
 }
 
+// Where pages are beside rows, both are in one box where they meet, and threads copy it: it is kept small.
+constexpr int kMostJoinedRows = 16;
+
 template <typename Shape>
 Boxes boxes_of(const ForwardParams& params) {
   const int tokens = Shape::kRows / params.group;
   const int query_bytes = Shape::kPieces * tokens * params.group * kRowBytes;
   if (params.block_tables == nullptr) return {Shape::kKeys, query_bytes};
-  const int rows = std::gcd(Shape::kKeys, params.page_size);
+  const int most = params.new_key == nullptr ? Shape::kKeys : kMostJoinedRows;
+  const int rows = std::gcd(most, params.page_size);
   return {rows % kLeastBoxRows == 0 ? rows : 0, query_bytes};
 }
 
@@ -52,9 +56,17 @@ LaunchStatus encode_maps(const ForwardParams& params, const Boxes& boxes, Maps* 
                                      params.num_kv_heads, tokens, batch, 1, rows),
                              kElement, &maps->key);
   if (!status.ok()) return status;
-  return encode_tensor_map(tile_of("value", params.value, params.value_strides, params.value_dim,
-                                   params.num_kv_heads, tokens, batch, 1, rows),
-                           kElement, &maps->value);
+  status = encode_tensor_map(tile_of("value", params.value, params.value_strides, params.value_dim,
+                                     params.num_kv_heads, tokens, batch, 1, rows),
+                             kElement, &maps->value);
+  if (!status.ok() || params.new_key == nullptr) return status;
+  status = encode_tensor_map(tile_of("new key", params.new_key, params.new_key_strides, params.head_dim,
+                                     params.num_kv_heads, params.q_len, params.batch, 1, rows),
+                             kElement, &maps->new_key);
+  if (!status.ok()) return status;
+  return encode_tensor_map(tile_of("new value", params.new_value, params.new_value_strides, params.value_dim,
+                                   params.num_kv_heads, params.q_len, params.batch, 1, rows),
+                           kElement, &maps->new_value);
 }
 
 template <typename Element, typename Shape>

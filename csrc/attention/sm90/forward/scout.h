@@ -78,9 +78,9 @@ class Scout {
     tile.tokens = item.tokens;
     tile.place = item.token + seq.offset;
     tile.seq = item.seq;
-    tile.k_batch = seq.batch;
-    tile.k_begin = seq.k_begin;
     tile.k_len = seq.k_len;
+    tile.in_pages = seq.in_pages;
+    tile.k_begin = seq.k_begin;
     tile.first_key = item.first_key;
     tile.num_keys = item.num_keys;
     tile.slot = item.slot;

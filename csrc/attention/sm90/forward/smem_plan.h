@@ -25,8 +25,9 @@ struct Tile {
   int tokens;               // queries
   int place;                // of its first query among the keys
   int seq;                  // of num_seqs
-  int k_batch, k_begin;     // keys in rows: where the sequence's begin
   int k_len;                // keys of the sequence
+  int in_pages;             // that many in pages, the others in rows
+  int k_begin;              // of its batch, where those begin
   int first_key, num_keys;  // key tiles, at least one
   // Key tiles [open_begin, open_end) are seen whole by all of its queries.
   int open_begin, open_end;

@@ -1,0 +1,100 @@
+"""The CUDA kernel of attention's forward pass, its own source run on the host (stand_in/device.h). No GPU."""
+
+import struct
+import subprocess
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import test_prefix_prefill as prefix
+import torch
+from host_build import build_stand_in
+from references.ragged_attention_torch import ragged_paged_attention as reference
+
+from pallas_attn.testing import compare, inputs
+from pallas_attn.testing.cases import RaggedCase
+
+pytestmark = pytest.mark.once
+# Chunks behind contexts, no query, decoding, whole prompts, a query before the start.
+LENS, Q_LENS = (300, 40, 1, 140, 3, 65), (17, 0, 1, 140, 3, 33)
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_stand_in(tmp_path_factory.mktemp("stand_in"), "attention_forward")
+
+
+def run(
+    program: Path, case: RaggedCase, data: inputs.RaggedInputs, *new: np.ndarray, skip_rows: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """(out, lse), in the dtypes and shapes of `ragged_paged_attention`."""
+    num_seqs = int(data.num_seqs)
+    sinks, alibi = (data.extras.get(name) for name in ("sinks", "alibi_slopes"))
+    left = -1 if case.sliding_window is None else case.sliding_window - 1
+    call = struct.pack(
+        "17i2f",
+        *(case.dtype == "float16", data.query.shape[0], case.num_heads, case.num_kv_heads, case.head_dim),
+        *(data.value_cache.shape[-1], data.key_cache.shape[0], case.page_size, data.block_tables.shape[1]),
+        *(num_seqs, case.layout == "HND", bool(new), skip_rows, 2),
+        *(case.softcap is not None, sinks is not None, alibi is not None),
+        *(case.head_dim**-0.5, case.softcap or 0),
+    )
+    arrays = [
+        data.query, data.key_cache, data.value_cache, *new,
+        *(np.asarray(array[:num_seqs], np.int32) for array in (data.block_tables, data.seq_lens)),
+        np.asarray(data.cu_q_lens[: num_seqs + 1], np.int32), np.asarray([left, 0 if case.causal else -1], np.int32),
+        *(np.asarray(array, np.float32) for array in (sinks, alibi) if array is not None),
+    ]  # fmt: skip
+    done = subprocess.run(
+        [program], input=call + b"".join(a.tobytes() for a in arrays), capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    rows = data.query.shape[0] * case.num_heads
+    dtype, width = getattr(ml_dtypes, case.dtype, None) or np.dtype(case.dtype), data.value_cache.shape[-1]
+    out = np.frombuffer(done.stdout, dtype, rows * width).reshape(-1, case.num_heads, width)
+    return out, np.frombuffer(done.stdout, np.float32, rows, rows * width * 2).reshape(-1, case.num_heads)
+
+
+def check(case, data, out, lse):
+    expected, expected_lse = reference(case, data)
+    rounded, _ = reference(case, data, rounding=getattr(torch, case.dtype))
+    compare.assert_rows_close(out, expected, dtype=case.dtype, case_id=case.id, rounded_reference=rounded)
+    compare.assert_lse_close(lse, expected_lse, dtype=case.dtype, case_id=case.id)
+
+
+def made(*sizes, **options) -> RaggedCase:
+    return RaggedCase(LENS, *sizes, q_lens=Q_LENS, **options)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        made(4, 2, 64, 16),
+        made(4, 2, 64, 5, "float16", "HND", sliding_window=40, sinks=True),
+        made(2, 1, 128, 24, "bfloat16", "HND", softcap=9.0, alibi=True),
+        made(2, 1, 120, 1, causal=False),
+    ],
+    ids=lambda case: case.id,
+)
+def test_pages(program, case):
+    data = inputs.make_ragged(case)
+    check(case, data, *run(program, case, data))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        made(4, 2, 64, 16),
+        made(4, 2, 64, 8, "float16", "HND", sliding_window=40, sinks=True),
+        made(2, 1, 64, 3, sliding_window=90),
+        made(2, 1, 128, 256, "bfloat16", "HND", softcap=9.0, alibi=True),
+        made(2, 1, 192, 64, value_dim=128),
+        made(2, 1, 96, 1, causal=False),
+    ],
+    ids=lambda case: case.id,
+)
+def test_new_tokens_beside_pages(program, case):
+    data, key, value, whole = prefix.make_apart(case)
+    out, lse = run(program, case, data, key, value)
+    check(case, whole, out, lse)
