@@ -15,6 +15,7 @@ from references.ragged_attention_torch import ragged_paged_attention as referenc
 from pallas_attn.testing import compare, inputs
 from pallas_attn.testing.cases import RaggedCase
 
+CACHES = (None, "float8_e4m3fn", "int8")
 pytestmark = pytest.mark.once
 # Chunks behind contexts, no query, decoding, whole prompts, a query before the start.
 LENS, Q_LENS = (300, 40, 1, 140, 3, 65), (17, 0, 1, 140, 3, 33)
@@ -33,15 +34,19 @@ def run(
     sinks, alibi = (data.extras.get(name) for name in ("sinks", "alibi_slopes"))
     left = -1 if case.sliding_window is None else case.sliding_window - 1
     call = struct.pack(
-        "17i2f",
+        "19i2f",
         *(case.dtype == "float16", data.query.shape[0], case.num_heads, case.num_kv_heads, case.head_dim),
         *(data.value_cache.shape[-1], data.key_cache.shape[0], case.page_size, data.block_tables.shape[1]),
         *(num_seqs, case.layout == "HND", bool(new), skip_rows, 2),
         *(case.softcap is not None, sinks is not None, alibi is not None),
+        *(CACHES.index(case.cache_dtype), case.scale_per_page),
         *(case.head_dim**-0.5, case.softcap or 0),
     )
+    by_head = np.ones(case.num_kv_heads, np.float32)  # or also by page
+    scales = [data.extras[name] * by_head for name in ("k_scale", "v_scale") if case.cache_dtype]
     arrays = [
-        data.query, data.key_cache, data.value_cache, *new,
+        data.query, data.key_cache, data.value_cache,
+        *scales, *new,
         *(np.asarray(array[:num_seqs], np.int32) for array in (data.block_tables, data.seq_lens)),
         np.asarray(data.cu_q_lens[: num_seqs + 1], np.int32), np.asarray([left, 0 if case.causal else -1], np.int32),
         *(np.asarray(array, np.float32) for array in (sinks, alibi) if array is not None),
@@ -98,3 +103,33 @@ def test_new_tokens_beside_pages(program, case):
     data, key, value, whole = prefix.make_apart(case)
     out, lse = run(program, case, data, key, value)
     check(case, whole, out, lse)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        made(4, 2, 64, 16, cache_dtype="float8_e4m3fn", scale_per_head=True),
+        made(2, 1, 128, 5, "float16", "HND", cache_dtype="int8", scale_per_head=True, sinks=True),
+        made(2, 1, 96, 8, cache_dtype="int8", softcap=9.0, sliding_window=50),
+        made(2, 2, 128, 16, "float16", cache_dtype="float8_e4m3fn", scale_per_page=True),
+        made(2, 1, 192, 3, cache_dtype="int8", scale_per_page=True, value_dim=128, causal=False),
+    ],
+    ids=lambda case: case.id,
+)
+def test_caches_of_bytes(program, case):
+    data = inputs.make_ragged(case)
+    check(case, data, *run(program, case, data))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        made(4, 2, 64, 16, cache_dtype="float8_e4m3fn", scale_per_head=True),
+        made(2, 1, 128, 5, "float16", "HND", cache_dtype="int8", scale_per_page=True),
+        made(2, 1, 192, 64, cache_dtype="int8", value_dim=128, sliding_window=90, scale_per_head=True),
+    ],
+    ids=lambda case: case.id,
+)
+def test_new_tokens_beside_caches_of_bytes(program, case):
+    data, key, value, whole = prefix.make_apart(case)
+    check(case, whole, *run(program, case, data, key, value))

@@ -46,6 +46,9 @@ struct Counters {
   int heads_together;  // KV heads whose tiles are taken side by side, a divisor of num_kv_heads
 };
 
+// What keys and values in pages are.
+enum class CacheType { kElement, kE4m3, kInt8 };
+
 constexpr int kMostSplits = 32;  // of a tile
 
 struct ForwardParams {
@@ -67,6 +70,10 @@ struct ForwardParams {
   const float* scale;       // [1], of the logits
   const float* sinks;       // [num_heads], or null
   const float* alibi;       // [num_heads], or null
+  // Of caches of bytes: [num_kv_heads], or [num_pages, num_kv_heads].
+  const float* key_scale;
+  const float* value_scale;
+  bool key_scale_by_page, value_scale_by_page;
 
   void* out;
   float* lse;
@@ -97,6 +104,7 @@ struct ForwardParams {
   float softcap;  // 0: none
   bool base2_lse;
   ElementType element;
+  CacheType cache;
 };
 
 }  // namespace pallas_attn::attention

@@ -15,11 +15,24 @@ __device__ __forceinline__ void copy_async(uint32_t shared_destination, const vo
                : "memory");
 }
 
+// Four bytes, through the L1.
+__device__ __forceinline__ void copy_word_async(uint32_t shared_destination, const void* source) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_destination), "l"(source) : "memory");
+}
+
 // The thread arrives at an mbarrier when all copies that it has begun so far are done. What it wrote itself
 // is not told by this.
 __device__ __forceinline__ void arrive_behind_copies(uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
                : "memory");
+}
+
+// Copies that the thread has begun since it last closed a group are one; until all groups but the last kGroups
+// are done.
+__device__ __forceinline__ void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kGroups>
+__device__ __forceinline__ void wait_for_copies_but() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
 }
 
 // Until all copies that the thread has begun are done.

@@ -31,6 +31,7 @@ struct Call {
   int fp16, tokens, heads, kv_heads, head_dim, value_dim;
   int num_pages, page_size, max_pages, num_seqs, heads_first, apart, skip_rows, ctas;
   int softcap, sinks, alibi;  // whether there are such
+  int cache, by_page;         // a CacheType; whether its scales are
   float scale, cap;
 };
 
@@ -77,8 +78,12 @@ int main() {
   ForwardParams params = {};
   const size_t tokens = call.tokens, slots = size_t{1} * call.num_pages * call.page_size * call.kv_heads;
   auto query = Array<uint16_t>(tokens * call.heads * call.head_dim).read();
-  auto key = Array<uint16_t>(slots * call.head_dim).read();
-  auto value = Array<uint16_t>(slots * call.value_dim).read();
+  const size_t element_bytes = call.cache == 0 ? 2 : 1;
+  auto key = Array<char>(slots * call.head_dim * element_bytes).read();
+  auto value = Array<char>(slots * call.value_dim * element_bytes).read();
+  const size_t scales = call.cache == 0 ? 0 : call.by_page ? call.num_pages * call.kv_heads : call.kv_heads;
+  auto key_scale = Array<float>(scales).read();
+  auto value_scale = Array<float>(scales).read();
   const size_t rows = call.apart ? tokens * call.kv_heads : 0;
   auto new_key = Array<uint16_t>(rows * call.head_dim).read();
   auto new_value = Array<uint16_t>(rows * call.value_dim).read();
@@ -93,6 +98,9 @@ int main() {
 
   params.query = query.data(), params.key = key.data(), params.value = value.data();
   if (call.apart) params.new_key = new_key.data(), params.new_value = new_value.data();
+  params.cache = static_cast<CacheType>(call.cache);
+  params.key_scale_by_page = params.value_scale_by_page = call.by_page;
+  if (call.cache != 0) params.key_scale = key_scale.data(), params.value_scale = value_scale.data();
   params.query_strides = shape(call.tokens, call.heads, call.head_dim, false);
   params.key_strides = shape(call.page_size, call.kv_heads, call.head_dim, call.heads_first);
   params.value_strides = shape(call.page_size, call.kv_heads, call.value_dim, call.heads_first);
@@ -116,8 +124,10 @@ int main() {
   params.ends_aligned = true;
   params.skip_rows = call.skip_rows;
   attention::sm90::with_shape(call.head_dim, call.value_dim, 0, [&](auto shape) {
-    if (call.fp16) run<__half, decltype(shape)>(params, call);
-    if (!call.fp16) run<__nv_bfloat16, decltype(shape)>(params, call);
+    attention::sm90::with_feed<decltype(shape)>(params, [&](auto fed) {
+      if (call.fp16) run<__half, decltype(fed)>(params, call);
+      if (!call.fp16) run<__nv_bfloat16, decltype(fed)>(params, call);
+    });
     return 0;
   });
   out.write();

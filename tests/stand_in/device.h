@@ -62,6 +62,8 @@ inline void expect_aligned(const char* what, uint64_t address, uint64_t multiple
   if (address % multiple) fail(what, static_cast<long>(address));
 }
 
+using Group = std::vector<std::function<void()>>;
+
 struct Fiber;
 void let_others_run();
 
@@ -104,7 +106,7 @@ struct Fiber {
   ucontext_t context;
   std::vector<char> stack = std::vector<char>(48 << 10);
   int thread;
-  std::vector<std::function<void()>> copies;  // of 16 bytes, that have begun
+  std::vector<Group> copies = std::vector<Group>(1);  // by itself, that have begun
   Cta* cta;
   bool done = false;
 };

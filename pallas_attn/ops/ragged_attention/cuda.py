@@ -26,11 +26,11 @@ def unsupported(case: Any) -> str | None:
         return "has no tree_mask"
     if case.layout == "PACKED":
         return "needs layout 'NHD' or 'HND', got 'PACKED'"
-    for name, dtype in (("caches", case.cache_dtype), ("outputs", case.out_dtype or case.dtype)):
-        if jnp.dtype(dtype) != case.dtype:
-            return f"needs {name} of query's dtype, {jnp.dtype(case.dtype).name}, got {jnp.dtype(dtype).name}"
+    out_dtype = jnp.dtype(case.out_dtype or case.dtype)
+    if out_dtype != case.dtype:
+        return f"needs outputs of query's dtype, {jnp.dtype(case.dtype).name}, got {out_dtype.name}"
     return hopper_forward.unsupported(
-        case.dtype, case.pool.head_dim, case.value_dim, case.group, case.num_seqs
+        case.dtype, case.pool.head_dim, case.value_dim, case.group, case.num_seqs, case.cache_dtype
     )
 
 
@@ -87,6 +87,8 @@ def ragged_attention_cuda(
         softcap=rules.softcap,
         sinks=extras.get("sinks"),
         alibi_slopes=extras.get("alibi_slopes"),
+        key_scale=extras.get("k_scale"),
+        value_scale=extras.get("v_scale"),
         ends_aligned=True,
         key_heads_first=layout == "HND",
         skip_rows=max(config.short.block_q if config.short else 0, group if skip_decode else 0),

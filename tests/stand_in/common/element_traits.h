@@ -22,6 +22,9 @@ struct ElementTraits<__nv_bfloat16> {
     return static_cast<__nv_bfloat16_raw>(__float2bfloat16_rn(low)).x |
            static_cast<uint32_t>(static_cast<__nv_bfloat16_raw>(__float2bfloat16_rn(high)).x) << 16;
   }
+  static float2 unpack(uint32_t packed) {
+    return {__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000)};
+  }
 };
 
 template <>
@@ -31,6 +34,10 @@ struct ElementTraits<__half> {
   static uint32_t pack(float low, float high) {
     return static_cast<__half_raw>(__float2half_rn(low)).x |
            static_cast<uint32_t>(static_cast<__half_raw>(__float2half_rn(high)).x) << 16;
+  }
+  static float2 unpack(uint32_t packed) {
+    const __half_raw low = {static_cast<uint16_t>(packed)}, high = {static_cast<uint16_t>(packed >> 16)};
+    return {__half2float(__half(low)), __half2float(__half(high))};
   }
 };
 

@@ -24,7 +24,7 @@ inline void store_16_bytes(uint32_t address, uint4 v) {
   stand_in::expect_aligned("16 bytes at", address, 16);
   std::memcpy(stand_in::shared + address, &v, 16);
 }
-inline uint4 load_16_bytes_shared(uint32_t address) {
+inline uint4 load_shared_16_bytes(uint32_t address) {
   stand_in::expect_aligned("16 bytes at", address, 16);
   uint4 v;
   std::memcpy(&v, stand_in::shared + address, 16);

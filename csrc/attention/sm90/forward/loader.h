@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "attention/params.h"
+#include "attention/sm90/forward/filling.h"
 #include "attention/sm90/forward/maps.h"
 #include "attention/sm90/forward/smem_plan.h"
 #include "attention/sm90/forward/sources.h"
@@ -13,43 +14,6 @@
 #include "ptx/tma.h"
 
 namespace pallas_attn::attention::sm90 {
-
-// The buffers of keys, or of values, from the side that fills them.
-template <typename Shape, Role kRole>
-class Filling {
- public:
-  static constexpr bool kOfKeys = kRole == Role::kKeys;
-  static constexpr int kStages = kOfKeys ? Shape::kKeyStages : Shape::kValueStages;
-
-  __device__ explicit Filling(SmemPlan<Shape>& smem) : smem_(smem) {}
-
-  __device__ auto& buffer() {
-    if constexpr (kOfKeys) {
-      return smem_.sK[stage_];
-    } else {
-      return smem_.sV[stage_];
-    }
-  }
-  __device__ uint64_t* full() { return &ring().full[stage_][0]; }
-  __device__ void wait_until_empty() { ptx::mbarrier_wait(&ring().empty[stage_][0], phases_.empty(stage_)); }
-  __device__ void advance() {
-    phases_.advance(stage_);
-    stage_ = (stage_ + 1) % kStages;
-  }
-
- private:
-  __device__ auto& ring() {
-    if constexpr (kOfKeys) {
-      return smem_.keys;
-    } else {
-      return smem_.values;
-    }
-  }
-
-  SmemPlan<Shape>& smem_;
-  Phases<kStages> phases_;
-  int stage_ = 0;
-};
 
 template <typename Shape, Role kRole>
 class Loader {
@@ -64,24 +28,9 @@ class Loader {
         map_(kOfKeys ? maps.key : maps.value),
         rows_map_(params.new_key == nullptr ? map_ : kOfKeys ? maps.new_key : maps.new_value),
         box_rows_(boxes.rows),
-        smem_(smem),
         filling_(smem),
         lane_(lane) {}
 
-  __device__ void work() {
-    Phases<kToldTiles> tile_phases;
-    for (int told = 0;; told = next_told(told)) {
-      ptx::mbarrier_wait(&smem_.told.full[told][0], tile_phases.full(told));
-      tile_phases.advance(told);
-      const Tile& tile = smem_.tiles[told];
-      if (tile.kv_head < 0) return;
-      load(tile);
-      __syncwarp();
-      if (lane_ == 0) ptx::mbarrier_arrive(&smem_.told.empty[told][0]);
-    }
-  }
-
- private:
   // Each lane has a box of neighbouring tokens, of one page or of rows.
   __device__ void load(const Tile& tile) {
     const int boxes = kKeys / box_rows_;
@@ -127,24 +76,24 @@ class Loader {
     }
   }
 
+ private:
   // The box of rows [first, first + box_rows_), keys from `key` on, by all lanes: some are in `page`, the others in
   // rows.
   __device__ void join(const Tile& tile, int first, int key, int page) {
     constexpr int kRowChunks = kPieces * (kRowBytes / 16);
-    const int dim = source_.dim();
+    const Places places(source_, tile, sizeof(uint16_t), 0, 0);
     auto& buffer = filling_.buffer();
     for (int i = lane_; i < box_rows_ * kRowChunks; i += 32) {
       const int row = i / kRowChunks, chunk = i % kRowChunks, piece = chunk / 8;
       const int at = key + row, to_row = first + row;
       const uint32_t to = ptx::shared_address(buffer[piece][to_row]) + (((chunk ^ to_row) & 7) << 4);
-      const bool in_pages = at < tile.in_pages;
-      if (kOfKeys && in_pages && page == kBadPage) {
+      const bool bad = places.leads_nowhere(at, page);
+      if (kOfKeys && bad) {
         ptx::store_16_bytes(to, make_uint4(~0u, ~0u, ~0u, ~0u));
         continue;
       }
-      const bool exists = chunk * 8 < dim && at < tile.k_len && !(in_pages && page == kBadPage);
-      const char* from = in_pages && exists ? source_.of_page(tile, page, at, 2) : source_.of_row(tile, tile.in_pages);
-      if (!in_pages && exists) from = source_.of_row(tile, at);
+      const bool exists = chunk * 8 < source_.dim() && places.holds(at) && !bad;
+      const char* from = exists ? places.address(at, page) : places.anywhere();
       ptx::copy_async(to, from + (exists ? chunk * 16 : 0), exists);
     }
     ptx::wait_for_copies();
@@ -166,7 +115,6 @@ class Loader {
   const CUtensorMap& map_;
   const CUtensorMap& rows_map_;
   const int box_rows_;
-  Plan& smem_;
   Filling<Shape, kRole> filling_;
   const int lane_;
 };

@@ -15,7 +15,7 @@ struct Maps {
 
 // How a key tile is copied: in boxes of neighbouring tokens, one lane each.
 struct Boxes {
-  int rows;  // 0: pages are too short for boxes, and threads copy
+  int rows;
   int query_bytes;
 };
 

@@ -31,9 +31,26 @@ struct Tile {
   int first_key, num_keys;  // key tiles, at least one
   // Key tiles [open_begin, open_end) are seen whole by all of its queries.
   int open_begin, open_end;
+  float scale;                // of its logits
+  float value_scale;          // of its results
   // Of the sequence's keys [seen_begin, seen_end) are seen by some query; others may hold NaN.
   int seen_begin, seen_end;
   int slot;  // of the partial result; negative: the result is final
+};
+
+// What threads have copied of keys in a cache of bytes, or of values, before they convert it: two batches of turns.
+template <int kKeys, int kPieces>
+struct RawOf {
+  uint4 bytes[2 * TurnsOf<kKeys, kPieces>::kBatch][kHandWarps * 32];
+  float scales[kKeys];
+};
+template <typename Shape, Feed kFeed>
+struct RawKeysAndValues {};
+template <typename Shape>
+struct RawKeysAndValues<Shape, Feed::kConverted> {
+  RawOf<Shape::kKeys, Shape::kPieces> keys;
+  RawOf<Shape::kKeys, Shape::kValuePieces> values;
+  float key_scales[Shape::kKeyStages][Shape::kKeys];  // of converted keys, where they differ in a tile
 };
 
 template <typename Shape>
@@ -49,6 +66,8 @@ struct alignas(1024) SmemPlan {
   __device__ auto& fragment_of(int slot, int piece, int warpgroup) {
     return reinterpret_cast<SwizzledPiece<kFragmentRows>&>(sQ[slot][piece][warpgroup * kFragmentRows]);
   }
+
+  RawKeysAndValues<Shape, Shape::kFeed> raw;
 
   Tile tiles[kToldTiles];
   Ring<kToldTiles, 1, 1> told;

@@ -10,55 +10,99 @@
 
 namespace pallas_attn::attention::sm90 {
 
-enum class Role { kKeys, kValues };
-
 // A page id that cannot be right becomes this; one behind the sequence's end becomes num_pages, which the
 // copy engine fills with zeros.
 constexpr int kBadPage = -1;
 
 template <Role kRole>
-class Source {
- public:
+struct Source {
   static constexpr bool kOfKeys = kRole == Role::kKeys;
 
   __device__ explicit Source(const ForwardParams& params)
-      : params_(params), page_size_(params.block_tables == nullptr ? 1 : params.page_size) {}
+      : params(params), page_size(params.block_tables == nullptr ? 1 : params.page_size) {}
 
-  __device__ int dim() const { return kOfKeys ? params_.head_dim : params_.value_dim; }
-
-  // The table's entry for a key that is in pages; what it holds is not looked at.
-  __device__ __forceinline__ int entry_of(const Tile& tile, int key) const {
-    return __ldg(params_.block_tables + static_cast<int64_t>(tile.seq) * params_.max_pages +
-                 page_size_.into(key));
+  __device__ int dim() const { return kOfKeys ? params.head_dim : params.value_dim; }
+  __device__ const Strides& strides() const { return kOfKeys ? params.key_strides : params.value_strides; }
+  __device__ const Strides& row_strides() const {
+    return kOfKeys ? params.new_key_strides : params.new_value_strides;
   }
-  __device__ __forceinline__ int checked(int page) const {
-    return page < 0 || page >= params_.num_pages ? kBadPage : page;
+
+  // The row of the table.
+  __device__ const int* table_of(const Tile& tile) const {
+    return params.block_tables + static_cast<int64_t>(tile.seq) * params.max_pages;
   }
   __device__ __forceinline__ int page_of(const Tile& tile, int key) const {
-    return key >= tile.k_len ? params_.num_pages : checked(entry_of(tile, key));
+    if (key >= tile.k_len) return params.num_pages;
+    const int page = __ldg(table_of(tile) + page_size.into(key));
+    return page < 0 || page >= params.num_pages ? kBadPage : page;
   }
-  __device__ __forceinline__ int in_page(int key) const { return key - page_size_.into(key) * params_.page_size; }
+  // A key's place in its page, or among the rows.
+  __device__ __forceinline__ int in_page(int key) const {
+    return key - page_size.into(key) * params.page_size;
+  }
   static __device__ __forceinline__ int row_of(const Tile& tile, int key) {
     return tile.k_begin + key - tile.in_pages;
   }
 
-  // Elements of a key: of a page that exists, or of a row.
-  __device__ __forceinline__ const char* of_page(const Tile& tile, int page, int key, int element_bytes) const {
-    const Strides& strides = kOfKeys ? params_.key_strides : params_.value_strides;
-    const auto* pool = static_cast<const char*>(kOfKeys ? params_.key : params_.value);
-    return pool + (page * strides.batch + in_page(key) * strides.token + tile.kv_head * strides.head) *
-                      element_bytes;
-  }
-  __device__ __forceinline__ const char* of_row(const Tile& tile, int key) const {
-    const Strides& strides = kOfKeys ? params_.new_key_strides : params_.new_value_strides;
-    const auto* rows = static_cast<const uint16_t*>(kOfKeys ? params_.new_key : params_.new_value);
-    return reinterpret_cast<const char*>(rows + row_of(tile, key) * strides.token +
-                                         tile.kv_head * strides.head);
+  const ForwardParams& params;
+  const Divisor page_size;
+};
+
+// The same for threads that copy by themselves, 16 bytes of each key.
+template <Role kRole>
+class Places {
+ public:
+  // The bytes are as far into a key's elements; cached ones have `element_bytes`.
+  __device__ Places(const Source<kRole>& source, const Tile& tile, int element_bytes, int offset, int row_offset)
+      : source_(source), table_(source.table_of(tile)), k_len_(tile.k_len), in_pages_(min(tile.in_pages, tile.k_len)) {
+    const ForwardParams& params = source.params;
+    const auto* pool = static_cast<const char*>(source.kOfKeys ? params.key : params.value);
+    const Strides& strides = source.strides();
+    pool_ = pool + tile.kv_head * strides.head * element_bytes + offset;
+    page_bytes_ = static_cast<uint32_t>(strides.batch * element_bytes);
+    token_bytes_ = static_cast<uint32_t>(strides.token * element_bytes);
+    const auto* rows = static_cast<const uint16_t*>(source.kOfKeys ? params.new_key : params.new_value);
+    if (rows != nullptr) {
+      const Strides& row_strides = source.row_strides();
+      rows += source.row_of(tile, 0) * row_strides.token + tile.kv_head * row_strides.head;
+      rows_ = reinterpret_cast<const char*>(rows) + row_offset;
+      row_bytes_ = static_cast<uint32_t>(row_strides.token * sizeof(uint16_t));
+    }
   }
 
+  __device__ __forceinline__ bool holds(int key) const { return key < k_len_; }
+  // Also of a key before all others, which is not.
+  __device__ __forceinline__ bool is_paged(int key) const {
+    return static_cast<uint32_t>(key) < static_cast<uint32_t>(in_pages_);
+  }
+
+  // The table's entry for a key, if it is in pages.
+  __device__ __forceinline__ int entry_of(int key) const {
+    return is_paged(key) ? __ldg(table_ + source_.page_size.into(key)) : 0;
+  }
+  __device__ __forceinline__ bool leads_nowhere(int key, int page) const {
+    return is_paged(key) && static_cast<uint32_t>(page) >= static_cast<uint32_t>(source_.params.num_pages);
+  }
+  // Of a key that is there, in a page that is.
+  __device__ __forceinline__ const char* in_pool(int key, int page) const {
+    return pool_ + static_cast<uint64_t>(static_cast<uint32_t>(page)) * page_bytes_ +
+           static_cast<uint32_t>(source_.in_page(key)) * token_bytes_;
+  }
+  __device__ __forceinline__ const char* in_row(int key) const {
+    return rows_ + static_cast<uint64_t>(static_cast<uint32_t>(key)) * row_bytes_;
+  }
+  __device__ __forceinline__ const char* address(int key, int page) const {
+    return is_paged(key) ? in_pool(key, page) : in_row(key);
+  }
+  __device__ __forceinline__ const char* anywhere() const { return pool_; }
+
  private:
-  const ForwardParams& params_;
-  const Divisor page_size_;
+  const Source<kRole>& source_;
+  const int* table_;
+  const char* pool_;
+  const char* rows_ = nullptr;
+  uint32_t page_bytes_, token_bytes_, row_bytes_ = 0;
+  int k_len_, in_pages_;
 };
 
 }  // namespace pallas_attn::attention::sm90
