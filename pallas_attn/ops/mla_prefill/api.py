@@ -16,7 +16,7 @@ from pallas_attn.ops.mla_prefill import absorbed, projected
 from pallas_attn.ops.mla_prefill.batch import Batch
 from pallas_attn.ops.ragged_attention import call
 
-call.register("mla_prefill", with_cuda=True)
+call.register("mla_prefill")
 
 type Form = Literal["absorbed", "projected"]
 FORMS = get_args(Form.__value__)

@@ -11,7 +11,7 @@ from pallas_attn._types import Dtype, FloatName, Fp8Name, ImplementationOrCuda, 
 from pallas_attn.ops.ragged_attention import call
 from pallas_attn.ops.ragged_attention.config import RaggedAttentionConfig
 
-call.register("prefix_prefill", with_cuda=True)
+call.register("prefix_prefill")
 
 
 @overload
@@ -92,7 +92,8 @@ def prefix_prefill(
 
     As `ragged_paged_attention`, whose arguments these are where nothing is said; but the new tokens' keys and values
     are arrays of their own, in the query's dtype also beside a quantised cache, whose rounding they are then spared.
-    They see all of their context (or what the window leaves of it) and themselves causally.
+    They see all of their context (or what the window leaves of it) and themselves causally. Beside a cache of 8 bits
+    "cuda" rounds its values, times their scale, to the query's dtype.
 
     Args:
         key: [total_tokens, num_kv_heads, head_dim], of the tokens of `query` and in its dtype.
