@@ -168,15 +168,23 @@ def test_pairs_of_ctas_tell_each_other_without_a_fence(kernels: dict[str, str]) 
 
 
 # Kernels that keep a few words of a thread on the stack, most bytes that they store there: wide heads take most
-# registers for products alone, and over chosen rows a part's results are stored behind the loop.
-SPILLS = {r"forward.instantiations\..*_(192x128|256)": 16, r"sparse.instantiations.b?float16": 4}
+# registers for products alone, and over chosen rows a part's results are stored behind the loop. Beside threads that
+# copy or convert keys (Feed 1, 2), the forward kernel's scout has 32 registers and a tile's time to find the next one.
+SPILLS = {
+    r"forward.instantiations\..*_256\..*FeedE[12]": 160,
+    r"forward.instantiations\..*FeedE[12]": 100,
+    r"forward.instantiations\..*_(192x128|256)\.": 16,
+    r"sparse.instantiations.b?float16": 4,
+}
 
 
 def test_nothing_spills_but_a_few_words(build: Path) -> None:
     for log in build.glob("*.log"):
-        allowed = next((most for pattern, most in SPILLS.items() if re.search(pattern, log.name)), 0)
-        for stores in re.findall(r"(\d+) bytes spill stores", log.read_text()):
-            assert int(stores) <= allowed, log.name
+        kernels = re.findall(r"entry function '(\w+)'.*?(\d+) bytes spill stores", log.read_text(), re.DOTALL)
+        for kernel, stores in kernels:
+            name = f"{log.name} {kernel}"
+            allowed = next((most for pattern, most in SPILLS.items() if re.search(pattern, name)), 0)
+            assert int(stores) <= allowed, name
 
 
 def test_products_stay_asynchronous(build: Path) -> None:

@@ -1,5 +1,4 @@
-"""`prefix_prefill` and `mla_prefill` by the CUDA kernel of csrc/attention: against float64 on the GPU, and what they lower
-to."""
+"""`prefix_prefill` and `mla_prefill` by the CUDA kernel of csrc/attention: on the GPU against float64, and lowered."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -56,14 +56,14 @@ ffi::Error attention_forward(cudaStream_t stream, int32_t device, ffi::AnyBuffer
                              ffi::AnyBuffer block_tables, ffi::AnyBuffer seq_lens, ffi::AnyBuffer num_seqs,
                              ffi::AnyBuffer window, ffi::AnyBuffer scale, ffi::AnyBuffer sinks,
                              ffi::AnyBuffer alibi, ffi::AnyBuffer key_scale, ffi::AnyBuffer value_scale,
-                             ffi::AnyBuffer new_key, ffi::AnyBuffer new_value, ffi::AnyBuffer kept_out, ffi::AnyBuffer kept_lse,
-                             ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> lse,
-                             ffi::Result<ffi::AnyBuffer> counters, ffi::Result<ffi::AnyBuffer> items,
-                             ffi::Result<ffi::AnyBuffer> split_tiles, ffi::Result<ffi::AnyBuffer> partial_out,
-                             ffi::Result<ffi::AnyBuffer> partial_lse, bool query_heads_first,
-                             bool key_heads_first, bool lse_heads_first, bool base2_lse, bool ends_aligned,
-                             int64_t q_offset, int64_t bounds_step, int64_t seqs, int64_t skip_rows,
-                             int64_t heads_in_l2, float softcap) {
+                             ffi::AnyBuffer new_key, ffi::AnyBuffer new_value, ffi::AnyBuffer kept_out,
+                             ffi::AnyBuffer kept_lse, ffi::Result<ffi::AnyBuffer> out,
+                             ffi::Result<ffi::AnyBuffer> lse, ffi::Result<ffi::AnyBuffer> counters,
+                             ffi::Result<ffi::AnyBuffer> items, ffi::Result<ffi::AnyBuffer> split_tiles,
+                             ffi::Result<ffi::AnyBuffer> partial_out, ffi::Result<ffi::AnyBuffer> partial_lse,
+                             bool query_heads_first, bool key_heads_first, bool lse_heads_first,
+                             bool base2_lse, bool ends_aligned, int64_t q_offset, int64_t bounds_step,
+                             int64_t seqs, int64_t skip_rows, int64_t heads_in_l2, float softcap) {
   ArgumentChecker check(kName);
   check.array("query", query, {-1, -1, -1, -1}, {DataType::BF16, DataType::F16});
   if (!check.ok()) return check.error();
@@ -112,7 +112,8 @@ ffi::Error attention_forward(cudaStream_t stream, int32_t device, ffi::AnyBuffer
     check.require(ends_aligned, "ends_aligned", "true beside new keys", "false");
   }
   // What is kept is written over in place: XLA has given both the same memory.
-  for (const auto& [name, kept, result] : {std::tuple{"kept_out", kept_out, out}, {"kept_lse", kept_lse, lse}}) {
+  for (const auto& [name, kept, result] :
+       {std::tuple{"kept_out", kept_out, out}, {"kept_lse", kept_lse, lse}}) {
     check.require(kept.element_count() == 0 || kept.untyped_data() == result->untyped_data(), name,
                   "the memory of the result", "another");
   }
@@ -168,7 +169,7 @@ ffi::Error attention_forward(cudaStream_t stream, int32_t device, ffi::AnyBuffer
   params.query = query.untyped_data();
   params.key = key.untyped_data();
   params.value = value.untyped_data();
-  params.cache = !of_bytes ? attention::CacheType::kElement
+  params.cache = !of_bytes                ? attention::CacheType::kElement
                  : stored == DataType::S8 ? attention::CacheType::kInt8
                                           : attention::CacheType::kE4m3;
   params.key_scale = optional<float>(key_scale);

@@ -18,8 +18,8 @@ struct Sequence {
   int k_len;
   // Keys [0, in_pages) lie in pages, the others in rows of its batch, from k_begin on.
   int in_pages, k_begin;
-  int offset;          // query i stands at key i + offset
-  bool bad;            // lengths that cannot be right
+  int offset;  // query i stands at key i + offset
+  bool bad;    // lengths that cannot be right
   bool padding;
 
   PALLAS_ATTN_HOST_DEVICE Sequence(const ForwardParams& params, int seq, int num_seqs) {

@@ -27,8 +27,8 @@ __device__ __forceinline__ void arrive_behind_copies(uint64_t* barrier) {
                : "memory");
 }
 
-// Copies that the thread has begun since it last closed a group are one; until all groups but the last kGroups
-// are done.
+// Copies that the thread has begun since it last closed a group are one; until all groups but the last
+// kGroups are done.
 __device__ __forceinline__ void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kGroups>
 __device__ __forceinline__ void wait_for_copies_but() {

@@ -30,8 +30,9 @@ __device__ __forceinline__ uint4 eight_of_e4m3(uint32_t low, uint32_t high) {
                     pair_of_halves<Element>(second.low), pair_of_halves<Element>(second.high));
 }
 
-// Bytes 0 and 1, or 2 and 3. A byte becomes mantissa bits of a number whose last bit is 1: in fp16 of 1024 and the
-// byte, its sign turned; in bf16, whose mantissa has seven bits, of 128 and those, and the sign's 128 goes by another.
+// Bytes 0 and 1, or 2 and 3. A byte becomes mantissa bits of a number whose last bit is 1: in fp16 of 1024
+// and the byte, its sign turned; in bf16, whose mantissa has seven bits, of 128 and those, and the sign's 128
+// goes by another.
 template <typename Element>
 __device__ __forceinline__ uint32_t pair_of_int8(uint32_t bytes, bool upper) {
   const uint32_t selector = upper ? 0x4342 : 0x4140;

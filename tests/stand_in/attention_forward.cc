@@ -1,5 +1,5 @@
-// Attention's forward kernel on the host, for test_attention_on_host.py: a call from standard input, its result to
-// standard output.
+// Attention's forward kernel on the host, for test_attention_on_host.py: a call from standard input, its
+// result to standard output.
 #include "arrays.h"
 #include "attention/sm90/forward/launch_impl.h"
 #include "attention/sm90/forward/shapes.h"

@@ -20,8 +20,8 @@ enum class Role { kKeys, kValues };
 
 constexpr int kManyThreads = 512;  // with which each begins with 128 registers
 
-// Who brings keys and values to shared memory: the copy engine; threads, where pages are too short for its boxes; or
-// threads that convert them.
+// Who brings keys and values to shared memory: the copy engine; threads, where pages are too short for its
+// boxes; or threads that convert them.
 enum class Feed { kEngine, kGathered, kConverted };
 constexpr int kHandWarps = 2;  // of threads that do so, for keys, and as many for values
 

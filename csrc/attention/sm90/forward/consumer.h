@@ -178,9 +178,10 @@ class Consumer {
       if constexpr (Shape::kThreads == kManyThreads && Shape::kValueDim == 256) {
         // An instruction has no more registers than a thread begins with, here 128.
         constexpr int kHalf = accumulators(Shape::kValueDim) / 2;
-        const uint64_t other = ptx::advance_descriptor(step_value, Shape::kValuePieces / 2 * kKeys * kRowBytes);
-        auto& left = reinterpret_cast<float(&)[kHalf]>(rO_[0]);
-        auto& right = reinterpret_cast<float(&)[kHalf]>(rO_[kHalf]);
+        const uint64_t other =
+            ptx::advance_descriptor(step_value, Shape::kValuePieces / 2 * kKeys * kRowBytes);
+        auto& left = reinterpret_cast<float (&)[kHalf]>(rO_[0]);
+        auto& right = reinterpret_cast<float (&)[kHalf]>(rO_[kHalf]);
         ptx::wgmma_k16<Element, ptx::kMNMajor>(left, weights, step_value, !first || step > 0);
         ptx::wgmma_k16<Element, ptx::kMNMajor>(right, weights, other, !first || step > 0);
       } else {

@@ -1,6 +1,6 @@
-// Warps that make the query's own 16-bit numbers of keys in a cache of bytes, or of values: e4m3 and int8, which bf16
-// and fp16 hold exactly. Each thread has 16 bytes copied to a place of its own in shared memory, a batch of turns
-// ahead, so that who waits for them is who asked.
+// Warps that make the query's own 16-bit numbers of keys in a cache of bytes, or of values: e4m3 and int8,
+// which bf16 and fp16 hold exactly. Each thread has 16 bytes copied to a place of its own in shared memory, a
+// batch of turns ahead, so that who waits for them is who asked.
 #pragma once
 
 #include <cstdint>
@@ -109,8 +109,8 @@ class Converter {
       if (warp_ == 0) {
         ptx::mbarrier_arrive_expect_bytes(filling_.full(), kPieces * kKeys * kRowBytes);
         for (int piece = 0; piece < kPieces; ++piece) {
-          ptx::tma_load_4d(filling_.buffer()[piece], &rows_map_, filling_.full(), piece * kPieceDims, tile.kv_head,
-                           source_.row_of(tile, key), tile.batch);
+          ptx::tma_load_4d(filling_.buffer()[piece], &rows_map_, filling_.full(), piece * kPieceDims,
+                           tile.kv_head, source_.row_of(tile, key), tile.batch);
         }
       } else {
         ptx::mbarrier_arrive(filling_.full());
@@ -129,12 +129,13 @@ class Converter {
   __device__ __forceinline__ void look_up_next(const Places<kRole>& places, int key, int batch, int last,
                                                int (&ids)[Turns::kBatch]) const {
     const bool ends_tile = batch + 1 == Turns::kBatches;
-    if (!ends_tile || key > last) look_up(places, ends_tile ? key - kKeys : key, ends_tile ? 0 : batch + 1, ids);
+    if (!ends_tile || key > last)
+      look_up(places, ends_tile ? key - kKeys : key, ends_tile ? 0 : batch + 1, ids);
   }
 
   // Has a batch copied; which of the lane's turns lead to pages that are not there.
-  __device__ __forceinline__ uint32_t begin(const Places<kRole>& places, const Tile& tile, int key, int batch, int half,
-                                            const int (&ids)[Turns::kBatch]) {
+  __device__ __forceinline__ uint32_t begin(const Places<kRole>& places, const Tile& tile, int key, int batch,
+                                            int half, const int (&ids)[Turns::kBatch]) {
     const uint32_t to = raw_ + half * Turns::kBatch * (kHandWarps * 32 * 16);
     uint32_t bad = 0;
 #pragma unroll
@@ -147,15 +148,16 @@ class Converter {
       const char* from = exists ? places.in_pool(at, ids[j]) : places.anywhere();
       ptx::copy_async(to + j * (kHandWarps * 32 * 16), from + (copied ? chunk * 16 : 0), copied);
       if (by_page_ && chunk == 0) {
-        const auto scale = static_cast<int64_t>(exists ? ids[j] : 0) * source_.params.num_kv_heads + tile.kv_head;
+        const auto scale =
+            static_cast<int64_t>(exists ? ids[j] : 0) * source_.params.num_kv_heads + tile.kv_head;
         ptx::copy_word_async(ptx::shared_address(row_scales_ + first_row_ + row), scales_ + scale);
       }
     }
     return bad;
   }
 
-  __device__ __forceinline__ void convert(const Places<kRole>& places, int key, int batch, int half, uint32_t bad, bool scaled,
-                                          float head_scale) {
+  __device__ __forceinline__ void convert(const Places<kRole>& places, int key, int batch, int half,
+                                          uint32_t bad, bool scaled, float head_scale) {
     const uint32_t from = raw_ + half * Turns::kBatch * (kHandWarps * 32 * 16);
 #pragma unroll 2
     for (int j = 0; j < Turns::kBatch; ++j) {

@@ -24,11 +24,11 @@ class Filling {
     }
   }
   // Of a cache of bytes: the keys' own.
-  __device__ float (&scales())[Shape::kKeys] { return smem_.raw.key_scales[stage_]; }
-  __device__ uint64_t* full() { return &ring().full[stage_][0]; }
-  __device__ void wait_until_empty() {
-    ptx::mbarrier_wait(&ring().empty[stage_][0], phases_.empty(stage_));
+  __device__ float (&scales())
+      [Shape::kKeys] { return smem_.raw.key_scales[stage_]; } __device__ uint64_t* full() {
+    return &ring().full[stage_][0];
   }
+  __device__ void wait_until_empty() { ptx::mbarrier_wait(&ring().empty[stage_][0], phases_.empty(stage_)); }
   __device__ void advance() {
     phases_.advance(stage_);
     stage_ = (stage_ + 1) % kStages;

@@ -1,5 +1,5 @@
-// Warps that have the keys of one tile after the other copied by their threads, or the values, 16 bytes each: where
-// pages are too short for the copy engine.
+// Warps that have the keys of one tile after the other copied by their threads, or the values, 16 bytes each:
+// where pages are too short for the copy engine.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,8 @@
 
 namespace pallas_attn::attention::sm90 {
 
-// One of kHandWarps. Eight lanes copy a row of all pieces, and a warp four rows at a time, as do its neighbours.
+// One of kHandWarps. Eight lanes copy a row of all pieces, and a warp four rows at a time, as do its
+// neighbours.
 template <typename Shape, Role kRole>
 class Gatherer {
  public:

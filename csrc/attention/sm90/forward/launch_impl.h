@@ -115,8 +115,8 @@ auto with_feed(const ForwardParams& params, Visit visit) {
 
 template <typename Element, typename Shape>
 LaunchStatus launch_instance(const ForwardParams& params, cudaStream_t stream) {
-  return with_feed<Shape>(
-      params, [&](auto shape) { return launch_fed<Element, decltype(shape)>(params, stream); });
+  return with_feed<Shape>(params,
+                          [&](auto shape) { return launch_fed<Element, decltype(shape)>(params, stream); });
 }
 
 }  // namespace pallas_attn::attention::sm90

@@ -1,5 +1,5 @@
-// A warp that has the keys of one tile after the other fetched by the copy engine, or the values: from rows, or
-// from pages of a multiple of 8 tokens.
+// A warp that has the keys of one tile after the other fetched by the copy engine, or the values: from rows,
+// or from pages of a multiple of 8 tokens.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +26,9 @@ class Loader {
   __device__ Loader(const ForwardParams& params, const Maps& maps, const Boxes& boxes, Plan& smem, int lane)
       : source_(params),
         map_(kOfKeys ? maps.key : maps.value),
-        rows_map_(params.new_key == nullptr ? map_ : kOfKeys ? maps.new_key : maps.new_value),
+        rows_map_(params.new_key == nullptr ? map_
+                  : kOfKeys                 ? maps.new_key
+                                            : maps.new_value),
         box_rows_(boxes.rows),
         filling_(smem),
         lane_(lane) {}
@@ -38,7 +40,9 @@ class Loader {
     const bool copies = lane_ < boxes;
     const int own = lane_ * box_rows_;
     int key = (tile.first_key + tile.num_keys - 1) * kKeys + own;
-    const auto find = [&](int at) { return copies && at >= 0 && at < tile.in_pages ? source_.page_of(tile, at) : 0; };
+    const auto find = [&](int at) {
+      return copies && at >= 0 && at < tile.in_pages ? source_.page_of(tile, at) : 0;
+    };
     int page = find(key);
 #pragma unroll 1
     for (int i = 0; i < tile.num_keys; ++i, key -= kKeys) {
@@ -59,8 +63,8 @@ class Loader {
         const CUtensorMap* map = in_pages ? &map_ : &rows_map_;
         const int batch = in_pages ? page : tile.batch;
         for (int piece = 0; piece < kPieces; ++piece) {
-          ptx::tma_load_4d(filling_.buffer()[piece][own], map, filling_.full(), piece * kPieceDims, tile.kv_head,
-                           token, batch);
+          ptx::tma_load_4d(filling_.buffer()[piece][own], map, filling_.full(), piece * kPieceDims,
+                           tile.kv_head, token, batch);
         }
       }
       const uint32_t joining = __ballot_sync(0xffffffff, joins);
@@ -77,8 +81,8 @@ class Loader {
   }
 
  private:
-  // The box of rows [first, first + box_rows_), keys from `key` on, by all lanes: some are in `page`, the others in
-  // rows.
+  // The box of rows [first, first + box_rows_), keys from `key` on, by all lanes: some are in `page`, the
+  // others in rows.
   __device__ void join(const Tile& tile, int first, int key, int page) {
     constexpr int kRowChunks = kPieces * (kRowBytes / 16);
     const Places places(source_, tile, sizeof(uint16_t), 0, 0);

@@ -54,7 +54,8 @@ __device__ __forceinline__ void mask_outside(float (&rS)[kCount], const Fragment
 
 // Times what each key's score is multiplied by.
 template <int kCount>
-__device__ __forceinline__ void scale_keys(float (&rS)[kCount], const float* scales, const FragmentPosition& at) {
+__device__ __forceinline__ void scale_keys(float (&rS)[kCount], const float* scales,
+                                           const FragmentPosition& at) {
 #pragma unroll
   for (int r = 0; r < kCount; r += 4) {
     const float2 two = *reinterpret_cast<const float2*>(scales + at.column(r));

@@ -86,7 +86,8 @@ class Scout {
     tile.slot = item.slot;
     // Scales that differ from key to key, keys and values have already.
     const bool apart = params_.new_key != nullptr;
-    tile.scale = __ldg(params_.scale) * head_scale(params_.key_scale, params_.key_scale_by_page || apart, tile);
+    tile.scale =
+        __ldg(params_.scale) * head_scale(params_.key_scale, params_.key_scale_by_page || apart, tile);
     tile.value_scale = head_scale(params_.value_scale, params_.value_scale_by_page || apart, tile);
     if (item.num_keys == 0) {
       answer_nothing(tile, seq);

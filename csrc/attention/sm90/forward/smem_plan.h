@@ -31,14 +31,15 @@ struct Tile {
   int first_key, num_keys;  // key tiles, at least one
   // Key tiles [open_begin, open_end) are seen whole by all of its queries.
   int open_begin, open_end;
-  float scale;                // of its logits
-  float value_scale;          // of its results
+  float scale;        // of its logits
+  float value_scale;  // of its results
   // Of the sequence's keys [seen_begin, seen_end) are seen by some query; others may hold NaN.
   int seen_begin, seen_end;
   int slot;  // of the partial result; negative: the result is final
 };
 
-// What threads have copied of keys in a cache of bytes, or of values, before they convert it: two batches of turns.
+// What threads have copied of keys in a cache of bytes, or of values, before they convert it: two batches of
+// turns.
 template <int kKeys, int kPieces>
 struct RawOf {
   uint4 bytes[2 * TurnsOf<kKeys, kPieces>::kBatch][kHandWarps * 32];

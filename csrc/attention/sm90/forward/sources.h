@@ -53,8 +53,12 @@ template <Role kRole>
 class Places {
  public:
   // The bytes are as far into a key's elements; cached ones have `element_bytes`.
-  __device__ Places(const Source<kRole>& source, const Tile& tile, int element_bytes, int offset, int row_offset)
-      : source_(source), table_(source.table_of(tile)), k_len_(tile.k_len), in_pages_(min(tile.in_pages, tile.k_len)) {
+  __device__ Places(const Source<kRole>& source, const Tile& tile, int element_bytes, int offset,
+                    int row_offset)
+      : source_(source),
+        table_(source.table_of(tile)),
+        k_len_(tile.k_len),
+        in_pages_(min(tile.in_pages, tile.k_len)) {
     const ForwardParams& params = source.params;
     const auto* pool = static_cast<const char*>(source.kOfKeys ? params.key : params.value);
     const Strides& strides = source.strides();
