@@ -96,7 +96,7 @@ struct Copy {
 struct Cta {
   dim3 block;
   Meeting warp[kWarps], warpgroup[kWarpgroups], named[16];
-  uint32_t exchanged[kWarps][32];
+  uint64_t exchanged[kWarps][32];
   uint32_t fragment[kWarpgroups][128][4];  // the A operand of a product
   std::vector<Copy> copies;
   std::vector<char> memory = std::vector<char>(kSharedBytes, '\xFF');
@@ -124,12 +124,12 @@ inline int warp() { return self->thread / 32; }
 
 template <typename T>
 T exchange(T v, int from) {
-  static_assert(sizeof(T) == 4);
-  uint32_t (&words)[32] = cta().exchanged[warp()];
-  std::memcpy(&words[lane()], &v, 4);
+  static_assert(sizeof(T) <= 8);
+  uint64_t (&words)[32] = cta().exchanged[warp()];
+  std::memcpy(&words[lane()], &v, sizeof(T));
   cta().warp[warp()].wait();
   T other;
-  std::memcpy(&other, &words[from], 4);
+  std::memcpy(&other, &words[from], sizeof(T));
   cta().warp[warp()].wait();
   return other;
 }

@@ -51,31 +51,36 @@ class Converter {
     const bool scaled = by_page_ || source_.params.new_key != nullptr;
     int key = i * kKeys + first_row_, half = 0;
     const int last = tile.first_key * kKeys + first_row_;
-    int ids[Turns::kBatch];
-    look_up(places, key, 0, ids);
-    uint32_t next_bad = begin(places, tile, key, 0, half, ids);
+    Held held(places, lane_);
+    held.look_up(key);
+    uint32_t next_bad = held.template settle<false>(key);
+    held.look_up(key - kKeys);
+    begin(held, places, tile, 0, half);
     ptx::close_copies();
-    look_up_next(places, key, 0, last, ids);
 #pragma unroll 1
     for (; key >= last; key -= kKeys) {
       const bool joins = tile.in_pages < key - first_row_ + kKeys;
+      const uint32_t bad = next_bad;
 #pragma unroll 1
       for (int batch = 0; batch < Turns::kBatches; ++batch) {
-        const uint32_t bad = next_bad;
         const bool ends_tile = batch + 1 == Turns::kBatches;
-        if (!ends_tile || key > last) {
-          const int next_key = ends_tile ? key - kKeys : key, next = ends_tile ? 0 : batch + 1;
-          next_bad = begin(places, tile, next_key, next, half ^ 1, ids);
-          look_up_next(places, next_key, next, last, ids);
+        if (ends_tile && key > last) {
+          next_bad = held.template settle<false>(key - kKeys);
+          held.look_up(key - 2 * kKeys);
         }
+        if (!ends_tile || key > last) begin(held, places, tile, ends_tile ? 0 : batch + 1, half ^ 1);
         ptx::close_copies();
         ptx::wait_for_copies_but<1>();
         __syncwarp();
         if (batch == 0) filling_.wait_until_empty();
-        convert(places, key, batch, half, bad, scaled, head_scale);
+        convert(places, key, batch, half, scaled, head_scale);
         half ^= 1;
       }
       if (joins) ptx::wait_for_copies();
+      if (kOfKeys && __any_sync(0xffffffff, bad != 0)) {
+        __syncwarp();
+        fill_with_nan(filling_.buffer(), first_row_, bad, lane_);
+      }
       ptx::fence_async_shared();
       __syncwarp();
       if (lane_ == 0) ptx::mbarrier_arrive(filling_.full());
@@ -85,6 +90,7 @@ class Converter {
 
  private:
   using Turns = TurnsOf<kKeys, kPieces>;
+  using Held = HeldPlaces<kRole, Turns::kRows>;
 
   template <typename Raw>
   static __device__ auto& raw_of(Raw& raw) {
@@ -120,44 +126,30 @@ class Converter {
     filling_.advance();
   }
 
-  __device__ __forceinline__ void look_up(const Places<kRole>& places, int key, int batch,
-                                          int (&ids)[Turns::kBatch]) const {
-#pragma unroll
-    for (int j = 0; j < Turns::kBatch; ++j) ids[j] = places.entry_of(key + row_of(batch * Turns::kBatch + j));
-  }
-  // For the batch behind the one that is told.
-  __device__ __forceinline__ void look_up_next(const Places<kRole>& places, int key, int batch, int last,
-                                               int (&ids)[Turns::kBatch]) const {
-    const bool ends_tile = batch + 1 == Turns::kBatches;
-    if (!ends_tile || key > last)
-      look_up(places, ends_tile ? key - kKeys : key, ends_tile ? 0 : batch + 1, ids);
-  }
-
-  // Has a batch copied; which of the lane's turns lead to pages that are not there.
-  __device__ __forceinline__ uint32_t begin(const Places<kRole>& places, const Tile& tile, int key, int batch,
-                                            int half, const int (&ids)[Turns::kBatch]) {
+  // Has a batch of the turns copied.
+  __device__ __forceinline__ void begin(const Held& held, const Places<kRole>& places, const Tile& tile,
+                                        int batch, int half) {
     const uint32_t to = raw_ + half * Turns::kBatch * (kHandWarps * 32 * 16);
-    uint32_t bad = 0;
 #pragma unroll
     for (int j = 0; j < Turns::kBatch; ++j) {
-      const int turn = batch * Turns::kBatch + j, row = row_of(turn), chunk = chunk_of(turn), at = key + row;
-      const bool leads_nowhere = places.leads_nowhere(at, ids[j]);
-      bad |= static_cast<uint32_t>(leads_nowhere) << j;
-      const bool exists = places.is_paged(at) && !leads_nowhere;
-      const bool copied = exists && chunk * 16 < source_.dim();
-      const char* from = exists ? places.in_pool(at, ids[j]) : places.anywhere();
-      ptx::copy_async(to + j * (kHandWarps * 32 * 16), from + (copied ? chunk * 16 : 0), copied);
-      if (by_page_ && chunk == 0) {
-        const auto scale =
-            static_cast<int64_t>(exists ? ids[j] : 0) * source_.params.num_kv_heads + tile.kv_head;
-        ptx::copy_word_async(ptx::shared_address(row_scales_ + first_row_ + row), scales_ + scale);
+      const int turn = batch * Turns::kBatch + j, row = row_of(turn), chunk = chunk_of(turn);
+      const char* from = held.of(row);
+      const bool copied = from != nullptr && chunk * 16 < source_.dim();
+      ptx::copy_async(to + j * (kHandWarps * 32 * 16), copied ? from + chunk * 16 : places.anywhere(),
+                      copied);
+      if (by_page_) {
+        const int page = held.page_of(row);
+        if (chunk == 0) {
+          const auto scale = static_cast<int64_t>(from != nullptr ? page : 0) * source_.params.num_kv_heads;
+          ptx::copy_word_async(ptx::shared_address(row_scales_ + first_row_ + row),
+                               scales_ + scale + tile.kv_head);
+        }
       }
     }
-    return bad;
   }
 
   __device__ __forceinline__ void convert(const Places<kRole>& places, int key, int batch, int half,
-                                          uint32_t bad, bool scaled, float head_scale) {
+                                          bool scaled, float head_scale) {
     const uint32_t from = raw_ + half * Turns::kBatch * (kHandWarps * 32 * 16);
 #pragma unroll 2
     for (int j = 0; j < Turns::kBatch; ++j) {
@@ -180,23 +172,18 @@ class Converter {
         continue;
       }
       uint4 low, high;
-      if (kOfKeys && (bad >> j & 1) != 0) {
-        // Scores with the keys of a page that is not there are NaN: so is the result of whoever sees it.
-        low = high = make_uint4(~0u, ~0u, ~0u, ~0u);
+      const uint4 bytes = ptx::load_shared_16_bytes(from + j * (kHandWarps * 32 * 16));
+      if (source_.params.cache == CacheType::kE4m3) {
+        low = eight_of_e4m3<Element>(bytes.x, bytes.y);
+        high = eight_of_e4m3<Element>(bytes.z, bytes.w);
       } else {
-        const uint4 bytes = ptx::load_shared_16_bytes(from + j * (kHandWarps * 32 * 16));
-        if (source_.params.cache == CacheType::kE4m3) {
-          low = eight_of_e4m3<Element>(bytes.x, bytes.y);
-          high = eight_of_e4m3<Element>(bytes.z, bytes.w);
-        } else {
-          low = eight_of_int8<Element>(bytes.x, bytes.y);
-          high = eight_of_int8<Element>(bytes.z, bytes.w);
-        }
-        if (!kOfKeys && scaled) {
-          const float scale = by_page_ ? row_scales_[to_row] : head_scale;
-          scale_eight<Element>(low, scale);
-          scale_eight<Element>(high, scale);
-        }
+        low = eight_of_int8<Element>(bytes.x, bytes.y);
+        high = eight_of_int8<Element>(bytes.z, bytes.w);
+      }
+      if (!kOfKeys && scaled) {
+        const float scale = by_page_ ? row_scales_[to_row] : head_scale;
+        scale_eight<Element>(low, scale);
+        scale_eight<Element>(high, scale);
       }
       ptx::store_16_bytes(one, piece % 2 ? high : low);
       ptx::store_16_bytes(other, piece % 2 ? low : high);

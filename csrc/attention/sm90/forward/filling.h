@@ -48,6 +48,20 @@ class Filling {
   int stage_ = 0;
 };
 
+// Scores with the keys of a page that is not there are NaN, so is the result of whoever sees it. Of the rows
+// from `first` on, those that `bad` names, a bit for every 32nd from the lane's own: over what was written
+// instead.
+template <typename Buffer>
+__device__ __forceinline__ void fill_with_nan(Buffer& buffer, int first, uint32_t bad, int lane) {
+  for (; bad != 0; bad &= bad - 1) {
+    const int row = first + (__ffs(bad) - 1) * 32 + lane;
+    for (auto& piece : buffer) {
+      uint4* chunks = reinterpret_cast<uint4*>(piece[row]);
+      for (uint32_t i = 0; i < kRowBytes / 16; ++i) chunks[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
+    }
+  }
+}
+
 // A warp's way through the tiles that it is told of: loader.load(tile) for each.
 template <typename Plan, typename Loader>
 __device__ __forceinline__ void load_tiles(Plan& smem, int lane, Loader&& loader) {

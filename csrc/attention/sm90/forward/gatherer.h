@@ -27,32 +27,24 @@ class Gatherer {
   static constexpr int kWriters = 33 * kHandWarps;
 
   __device__ Gatherer(const ForwardParams& params, const Maps&, Plan& smem, int warp, int lane)
-      : source_(params),
-        num_pages_(params.num_pages),
-        smem_(smem),
-        filling_(smem),
-        of_rows_(warp * kRowsAtOnce + lane / kRowLanes),
-        chunk_(lane % kRowLanes),
-        lane_(lane) {}
+      : source_(params), smem_(smem), filling_(smem), warp_(warp), lane_(lane) {}
 
   __device__ void load(const Tile& tile) {
-    const Places places(source_, tile, sizeof(uint16_t), chunk_ * 16, chunk_ * 16);
-    const int first = tile.first_key * kKeys + of_rows_;  // of the lane's
+    const Places places(source_, tile, sizeof(uint16_t), 0, 0);
+    HeldPlaces<kRole, kRows> held(places, lane_);
+    const int first = tile.first_key * kKeys + warp_ * kRows;  // of the warp's
     int key = first + (tile.num_keys - 1) * kKeys;
-    int pages[kLookedUp];
-#pragma unroll
-    for (int j = 0; j < kLookedUp; ++j) pages[j] = places.entry_of(key + j * kTurnRows);
+    held.look_up(key);
 #pragma unroll 1
     for (; key >= first; key -= kKeys) {
+      const uint32_t bad = held.template settle<true>(key);
+      held.look_up(key - kKeys);
       filling_.wait_until_empty();
-#pragma unroll 1
-      for (int turn = 0; turn < kTurns; turn += kLookedUp) {
-        const int ahead = turn + kLookedUp < kTurns ? key + (turn + kLookedUp) * kTurnRows : key - kKeys;
-#pragma unroll
-        for (int j = 0; j < kLookedUp; ++j) {
-          copy(places, key + (turn + j) * kTurnRows, of_rows_ + (turn + j) * kTurnRows, pages[j]);
-          pages[j] = places.entry_of(ahead + j * kTurnRows);
-        }
+      copy(held, places.anywhere());
+      if (kOfKeys && __any_sync(0xffffffff, bad != 0)) {
+        ptx::wait_for_copies();
+        __syncwarp();
+        fill_with_nan(filling_.buffer(), warp_ * kRows, bad, lane_);
       }
       ptx::arrive_behind_copies(filling_.full());
       __syncwarp();
@@ -63,40 +55,42 @@ class Gatherer {
 
  private:
   static constexpr int kRowLanes = kRowBytes / 16, kRowsAtOnce = 32 / kRowLanes;
-  static constexpr int kTurnRows = kRowsAtOnce * kHandWarps, kTurns = kKeys / kTurnRows;
-  static_assert(kKeys % kTurnRows == 0);
-  // Table entries that are looked up at a time, ahead of the copies that need them.
-  static constexpr int kLookedUp = 4;
-  static_assert(kTurns % kLookedUp == 0);
+  static constexpr int kRows = kKeys / kHandWarps, kTurns = kRows / kRowsAtOnce;
+  static_assert(kKeys % kHandWarps == 0 && kRows % kRowsAtOnce == 0);
+  static constexpr int kAtOnce = 4;  // turns whose places are asked for before the first is copied
+  static_assert(kTurns % kAtOnce == 0);
 
-  // Of a key's row the lane's chunk of each piece.
-  __device__ __forceinline__ void copy(const Places<kRole>& places, int key, int row, int page) {
-    const uint32_t to = ptx::shared_address(filling_.buffer()[0][row]) + ((chunk_ ^ (row & 7)) << 4);
-    const bool bad = places.leads_nowhere(key, page);
-    if (kOfKeys && bad) {
-      // Scores with the keys of a page that is not there are NaN: so is the result of whoever sees it.
+  // Of the warp's rows the lane's chunk of each piece.
+  __device__ __forceinline__ void copy(const HeldPlaces<kRole, kRows>& held, const char* anywhere) {
+    const int chunk = lane_ % kRowLanes, left = source_.dim() - chunk * 8;
+    // Rows of turns are 4 apart: a row's number modulo 8 swizzles its chunks in one of two ways.
+    const int first_row = warp_ * kRows + lane_ / kRowLanes;
+    const uint32_t base = ptx::shared_address(filling_.buffer()[0][first_row]);
+#pragma unroll 1
+    for (int turn = 0; turn < kTurns; turn += kAtOnce) {
+      const char* from[kAtOnce];
 #pragma unroll
-      for (int piece = 0; piece < kPieces; ++piece) {
-        ptx::store_16_bytes(to + piece * (kKeys * kRowBytes), make_uint4(~0u, ~0u, ~0u, ~0u));
+      for (int j = 0; j < kAtOnce; ++j) from[j] = held.of((turn + j) * kRowsAtOnce + lane_ / kRowLanes);
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        const int row = (turn + j) * kRowsAtOnce;
+        const uint32_t to = base + row * kRowBytes + ((chunk ^ ((first_row + row) & 7)) << 4);
+        const bool exists = from[j] != nullptr;
+        const char* source = exists ? from[j] + chunk * 16 : anywhere;
+#pragma unroll
+        for (int piece = 0; piece < kPieces; ++piece) {
+          const bool copied = exists && piece * kPieceDims < left;
+          ptx::copy_async(to + piece * (kKeys * kRowBytes), copied ? source + piece * kRowBytes : anywhere,
+                          copied);
+        }
       }
-      return;
-    }
-    const bool exists = places.holds(key) && !bad;
-    // Any address will do where nothing is copied.
-    const char* from = exists ? places.address(key, page) : places.anywhere();
-    const int left = source_.dim() - chunk_ * 8;
-#pragma unroll
-    for (int piece = 0; piece < kPieces; ++piece) {
-      const bool copied = exists && piece * kPieceDims < left;
-      ptx::copy_async(to + piece * (kKeys * kRowBytes), from + (copied ? piece * kRowBytes : 0), copied);
     }
   }
 
   const Source<kRole> source_;
-  const int num_pages_;
   Plan& smem_;
   Filling<Shape, kRole> filling_;
-  const int of_rows_, chunk_, lane_;
+  const int warp_, lane_;
 };
 
 }  // namespace pallas_attn::attention::sm90

@@ -109,4 +109,66 @@ class Places {
   int k_len_, in_pages_;
 };
 
+// Where kRows neighbouring keys lie, those of a warp: each lane finds some of them, and all ask the lane that
+// has.
+template <Role kRole, int kRows>
+class HeldPlaces {
+ public:
+  static constexpr int kHeld = (kRows + 31) / 32;
+
+  __device__ HeldPlaces(const Places<kRole>& places, int lane) : places_(places), lane_(lane) {}
+
+  // What the table says of the keys from `first` on; on its way until it is asked for.
+  __device__ __forceinline__ void look_up(int first) {
+#pragma unroll
+    for (int j = 0; j < kHeld; ++j) entries_[j] = places_.entry_of(first + j * 32 + lane_);
+  }
+  // Takes these for the keys that are copied next, those in rows too or not. Which of the lane's own, a bit
+  // each, lead to pages that are not there.
+  template <bool kRowsToo>
+  __device__ __forceinline__ uint32_t settle(int first) {
+    uint32_t bad = 0;
+#pragma unroll
+    for (int j = 0; j < kHeld; ++j) {
+      const int key = first + j * 32 + lane_;
+      const bool leads_nowhere = places_.leads_nowhere(key, entries_[j]);
+      const bool copied = kRowsToo ? places_.holds(key) : places_.is_paged(key);
+      pages_[j] = entries_[j];
+      from_[j] = 0;
+      if (copied && !leads_nowhere) {
+        const char* from = kRowsToo ? places_.address(key, pages_[j]) : places_.in_pool(key, pages_[j]);
+        from_[j] = reinterpret_cast<uint64_t>(from);
+      }
+      if (leads_nowhere && j * 32 + lane_ < kRows) bad |= 1u << j;
+    }
+    return bad;
+  }
+  // Of one of the keys, its number among them: null where there is nothing to copy.
+  __device__ __forceinline__ const char* of(int row) const {
+    uint64_t from = __shfl_sync(0xffffffff, from_[0], row % 32);
+#pragma unroll
+    for (int j = 1; j < kHeld; ++j) {
+      const uint64_t other = __shfl_sync(0xffffffff, from_[j], row % 32);
+      if (row / 32 == j) from = other;
+    }
+    return reinterpret_cast<const char*>(from);
+  }
+  // The page of a key that is copied from one.
+  __device__ __forceinline__ int page_of(int row) const {
+    int page = __shfl_sync(0xffffffff, pages_[0], row % 32);
+#pragma unroll
+    for (int j = 1; j < kHeld; ++j) {
+      const int other = __shfl_sync(0xffffffff, pages_[j], row % 32);
+      if (row / 32 == j) page = other;
+    }
+    return page;
+  }
+
+ private:
+  const Places<kRole>& places_;
+  const int lane_;
+  int entries_[kHeld], pages_[kHeld];
+  uint64_t from_[kHeld];
+};
+
 }  // namespace pallas_attn::attention::sm90
