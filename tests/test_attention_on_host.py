@@ -133,3 +133,37 @@ def test_caches_of_bytes(program, case):
 def test_new_tokens_beside_caches_of_bytes(program, case):
     data, key, value, whole = prefix.make_apart(case)
     check(case, whole, *run(program, case, data, key, value))
+
+
+@pytest.mark.parametrize("cache_dtype", CACHES, ids=str)
+@pytest.mark.parametrize("page_size", [16, 5])
+def test_a_bad_page_spoils_rows_that_see_it_and_no_others(program, page_size, cache_dtype):
+    options = {"scale_per_head": True, "cache_dtype": cache_dtype} if cache_dtype else {}
+    case = RaggedCase((150, 150), 2, 1, 64, page_size, q_lens=(150, 150), **options)
+    data = inputs.make_ragged(case)
+    first = 100 // page_size * page_size
+    data.block_tables[0, 100 // page_size] = -5
+    out, lse = run(program, case, data)
+    rows = np.float32(out)
+    assert np.isfinite(rows[:first]).all()
+    assert np.isfinite(rows[150:300]).all()
+    assert np.isnan(rows[first:150]).all()
+    assert np.isnan(lse[first:150]).all()
+
+
+@pytest.mark.parametrize("page_size", [16, 3])
+def test_lengths_that_cannot_be_right_beside_new_tokens(program, page_size):
+    case = made(2, 1, 64, page_size)
+    data, key, value, _ = prefix.make_apart(case)
+    good, _ = run(program, case, data, key, value)
+    data.seq_lens[0] = Q_LENS[0] - 1
+    data.seq_lens[3] = 2**31 - 1
+    data.block_tables[5, 0] = -1
+    out, lse = run(program, case, data, key, value)
+    for seq in range(case.num_seqs):
+        mine = slice(data.cu_q_lens[seq], data.cu_q_lens[seq + 1])
+        if seq in (0, 3, 5):
+            assert np.isnan(np.float32(out[mine])).all()
+            assert np.isnan(lse[mine]).all()
+        else:
+            np.testing.assert_array_equal(np.float32(out[mine]), np.float32(good[mine]))

@@ -8,7 +8,7 @@
 
 namespace pallas_attn::ptx {
 
-// Zeros where the source does not exist; the address must be a valid one all the same.
+// Zeros where the source does not exist: its address may be any multiple of 16.
 __device__ __forceinline__ void copy_async(uint32_t shared_destination, const void* source, bool exists) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_destination), "l"(source),
                "r"(exists ? 16 : 0)

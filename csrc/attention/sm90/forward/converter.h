@@ -55,7 +55,7 @@ class Converter {
     held.look_up(key);
     uint32_t next_bad = held.template settle<false>(key);
     held.look_up(key - kKeys);
-    begin(held, places, tile, 0, half);
+    begin(held, tile, 0, half);
     ptx::close_copies();
 #pragma unroll 1
     for (; key >= last; key -= kKeys) {
@@ -68,7 +68,7 @@ class Converter {
           next_bad = held.template settle<false>(key - kKeys);
           held.look_up(key - 2 * kKeys);
         }
-        if (!ends_tile || key > last) begin(held, places, tile, ends_tile ? 0 : batch + 1, half ^ 1);
+        if (!ends_tile || key > last) begin(held, tile, ends_tile ? 0 : batch + 1, half ^ 1);
         ptx::close_copies();
         ptx::wait_for_copies_but<1>();
         __syncwarp();
@@ -127,16 +127,15 @@ class Converter {
   }
 
   // Has a batch of the turns copied.
-  __device__ __forceinline__ void begin(const Held& held, const Places<kRole>& places, const Tile& tile,
-                                        int batch, int half) {
+  __device__ __forceinline__ void begin(const Held& held, const Tile& tile, int batch, int half) {
     const uint32_t to = raw_ + half * Turns::kBatch * (kHandWarps * 32 * 16);
 #pragma unroll
     for (int j = 0; j < Turns::kBatch; ++j) {
       const int turn = batch * Turns::kBatch + j, row = row_of(turn), chunk = chunk_of(turn);
-      const char* from = held.of(row);
+      // The rows of a batch are a block's where they are 32.
+      const char* from = Turns::kBatch == Turns::kRowChunks ? held.of(row, batch) : held.of(row);
       const bool copied = from != nullptr && chunk * 16 < source_.dim();
-      ptx::copy_async(to + j * (kHandWarps * 32 * 16), copied ? from + chunk * 16 : places.anywhere(),
-                      copied);
+      ptx::copy_async(to + j * (kHandWarps * 32 * 16), from + chunk * 16, copied);
       if (by_page_) {
         const int page = held.page_of(row);
         if (chunk == 0) {

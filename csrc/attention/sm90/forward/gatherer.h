@@ -40,7 +40,7 @@ class Gatherer {
       const uint32_t bad = held.template settle<true>(key);
       held.look_up(key - kKeys);
       filling_.wait_until_empty();
-      copy(held, places.anywhere());
+      copy(held);
       if (kOfKeys && __any_sync(0xffffffff, bad != 0)) {
         ptx::wait_for_copies();
         __syncwarp();
@@ -57,31 +57,35 @@ class Gatherer {
   static constexpr int kRowLanes = kRowBytes / 16, kRowsAtOnce = 32 / kRowLanes;
   static constexpr int kRows = kKeys / kHandWarps, kTurns = kRows / kRowsAtOnce;
   static_assert(kKeys % kHandWarps == 0 && kRows % kRowsAtOnce == 0);
+  static constexpr int kBlockTurns = 32 / kRowsAtOnce;
   static constexpr int kAtOnce = 4;  // turns whose places are asked for before the first is copied
   static_assert(kTurns % kAtOnce == 0);
 
   // Of the warp's rows the lane's chunk of each piece.
-  __device__ __forceinline__ void copy(const HeldPlaces<kRole, kRows>& held, const char* anywhere) {
+  __device__ __forceinline__ void copy(const HeldPlaces<kRole, kRows>& held) {
     const int chunk = lane_ % kRowLanes, left = source_.dim() - chunk * 8;
     // Rows of turns are 4 apart: a row's number modulo 8 swizzles its chunks in one of two ways.
     const int first_row = warp_ * kRows + lane_ / kRowLanes;
     const uint32_t base = ptx::shared_address(filling_.buffer()[0][first_row]);
+#pragma unroll
+    for (int block = 0; block < HeldPlaces<kRole, kRows>::kHeld; ++block) {
 #pragma unroll 1
-    for (int turn = 0; turn < kTurns; turn += kAtOnce) {
-      const char* from[kAtOnce];
+      for (int turn = block * kBlockTurns; turn < min((block + 1) * kBlockTurns, kTurns); turn += kAtOnce) {
+        const char* from[kAtOnce];
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) from[j] = held.of((turn + j) * kRowsAtOnce + lane_ / kRowLanes);
+        for (int j = 0; j < kAtOnce; ++j) {
+          from[j] = held.of((turn + j) * kRowsAtOnce + lane_ / kRowLanes, block);
+        }
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        const int row = (turn + j) * kRowsAtOnce;
-        const uint32_t to = base + row * kRowBytes + ((chunk ^ ((first_row + row) & 7)) << 4);
-        const bool exists = from[j] != nullptr;
-        const char* source = exists ? from[j] + chunk * 16 : anywhere;
+        for (int j = 0; j < kAtOnce; ++j) {
+          const int row = (turn + j) * kRowsAtOnce;
+          const uint32_t to = base + row * kRowBytes + ((chunk ^ ((first_row + row) & 7)) << 4);
 #pragma unroll
-        for (int piece = 0; piece < kPieces; ++piece) {
-          const bool copied = exists && piece * kPieceDims < left;
-          ptx::copy_async(to + piece * (kKeys * kRowBytes), copied ? source + piece * kRowBytes : anywhere,
-                          copied);
+          for (int piece = 0; piece < kPieces; ++piece) {
+            const bool copied = from[j] != nullptr && piece * kPieceDims < left;
+            ptx::copy_async(to + piece * (kKeys * kRowBytes), from[j] + chunk * 16 + piece * kRowBytes,
+                            copied);
+          }
         }
       }
     }

@@ -143,28 +143,35 @@ class HeldPlaces {
     }
     return bad;
   }
-  // Of one of the keys, its number among them: null where there is nothing to copy.
+  // Where one of the keys lies, by its number among them: null where there is nothing to copy. Of what a
+  // block of 32 asks for, `block` says which, or all lanes ask for any.
+  __device__ __forceinline__ const char* of(int row, int block) const {
+    return reinterpret_cast<const char*>(__shfl_sync(0xffffffff, held(from_, block), row & 31));
+  }
   __device__ __forceinline__ const char* of(int row) const {
-    uint64_t from = __shfl_sync(0xffffffff, from_[0], row % 32);
-#pragma unroll
-    for (int j = 1; j < kHeld; ++j) {
-      const uint64_t other = __shfl_sync(0xffffffff, from_[j], row % 32);
-      if (row / 32 == j) from = other;
-    }
-    return reinterpret_cast<const char*>(from);
+    return reinterpret_cast<const char*>(ask(from_, row));
   }
   // The page of a key that is copied from one.
-  __device__ __forceinline__ int page_of(int row) const {
-    int page = __shfl_sync(0xffffffff, pages_[0], row % 32);
-#pragma unroll
-    for (int j = 1; j < kHeld; ++j) {
-      const int other = __shfl_sync(0xffffffff, pages_[j], row % 32);
-      if (row / 32 == j) page = other;
-    }
-    return page;
-  }
+  __device__ __forceinline__ int page_of(int row) const { return ask(pages_, row); }
 
  private:
+  template <typename T>
+  static __device__ __forceinline__ T held(const T (&all)[kHeld], int block) {
+    T one = all[0];
+#pragma unroll
+    for (int j = 1; j < kHeld; ++j) {
+      if (block == j) one = all[j];
+    }
+    return one;
+  }
+  template <typename T>
+  static __device__ __forceinline__ T ask(const T (&all)[kHeld], int row) {
+    T asked[kHeld];
+#pragma unroll
+    for (int j = 0; j < kHeld; ++j) asked[j] = __shfl_sync(0xffffffff, all[j], row & 31);
+    return held(asked, row >> 5);
+  }
+
   const Places<kRole>& places_;
   const int lane_;
   int entries_[kHeld], pages_[kHeld];
