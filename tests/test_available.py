@@ -39,7 +39,7 @@ CALLS = {
         (
             "mla_prefill",
             [tokens(256, 4, 192), LATENTS, *BATCH, ints(3)],
-            dict(key_up=tokens(4, 128, 512), value_up=tokens(4, 128, 512)),
+            dict(form="projected", key_up=tokens(4, 128, 512), value_up=tokens(4, 128, 512)),
         ),
         ("sparse_mla_decode", [tokens(2, 1, 128, 576), LATENTS, ints(2, 1, 64)], {}),
         ("sparse_mla_prefill", [tokens(256, 128, 576), tokens(512, 1, 576), ints(256, 1, 64)], {}),

@@ -169,20 +169,21 @@ def test_pairs_of_ctas_tell_each_other_without_a_fence(kernels: dict[str, str]) 
 
 # Kernels that keep a few words of a thread on the stack, most bytes that they store there: wide heads take most
 # registers for products alone, over chosen rows a part's results are stored behind the loop, and what the forward
-# kernel's full form has beside the usual one is done once a tile.
+# kernel's full form has beside the usual one is done once a tile. Beside threads that copy or convert keys (Feed 1, 2),
+# its scout has 32 registers and a tile's time to find the next one.
 SPILLS = {
-    r"forward.instantiations\..*_(192x128|256)\..*FormE0": 16,
-    r"forward.instantiations\..*_(128|192|192x128)\..*FormE1": 32,
-    r"forward.instantiations\..*_256\..*FormE1": 192,
+    r"forward.instantiations\..*_(192|192x128|256)\..*FeedE[12]": 190,
+    r"forward.instantiations\..*FeedE[12]": 120,
+    r"forward.instantiations\..*_(192|192x128|256)\..*FormE0": 20,
+    r"forward.instantiations\..*FormE1": 32,
     r"sparse.instantiations.b?float16": 4,
 }
 
 
 def test_nothing_spills_but_a_few_words(build: Path) -> None:
     for log in build.glob("*.log"):
-        for kernel, stores in re.findall(
-            r"Compiling entry function '(\S+)'.*?(\d+) bytes spill stores", log.read_text(), flags=re.DOTALL
-        ):
+        kernels = re.findall(r"entry function '(\w+)'.*?(\d+) bytes spill stores", log.read_text(), re.DOTALL)
+        for kernel, stores in kernels:
             name = f"{log.name} {kernel}"
             allowed = next((most for pattern, most in SPILLS.items() if re.search(pattern, name)), 0)
             assert int(stores) <= allowed, name

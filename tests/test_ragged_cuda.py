@@ -35,6 +35,16 @@ CASES = [
     # Long contexts under few queries: their keys are split.
     RaggedCase((9000, 20, 5000), 8, 1, 128, 16, q_lens=(40, 20, 3)),
     RaggedCase((9000, 20, 5000), 4, 2, 256, 7, "float16", q_lens=(17, 20, 100), sinks=True),
+    # Caches of bytes: by tensor, head and page, and with pages that are copied token by token.
+    RaggedCase(LENS, 8, 2, 128, 16, q_lens=Q_LENS, cache_dtype="float8_e4m3fn"),
+    RaggedCase(LENS, 8, 2, 128, 16, q_lens=Q_LENS, cache_dtype="int8", scale_per_head=True, softcap=9.0),
+    RaggedCase(LENS, 4, 2, 128, 1, "float16", q_lens=Q_LENS, cache_dtype="float8_e4m3fn", scale_per_head=True),
+    RaggedCase(LENS, 4, 2, 64, 5, "float16", "HND", q_lens=Q_LENS, cache_dtype="int8", scale_per_page=True),
+    RaggedCase(LENS, 4, 1, 96, 16, q_lens=Q_LENS, cache_dtype="float8_e4m3fn", scale_per_page=True, causal=False),
+    RaggedCase(LENS, 3, 1, 192, 32, q_lens=Q_LENS, cache_dtype="int8", value_dim=128, scale_per_head=True),
+    RaggedCase(LENS, 4, 2, 192, 16, q_lens=Q_LENS, cache_dtype="float8_e4m3fn", scale_per_head=True, sinks=True),
+    RaggedCase(LENS, 4, 1, 256, 16, q_lens=Q_LENS, cache_dtype="int8", scale_per_head=True, sliding_window=90),
+    RaggedCase((9000, 20, 5000), 8, 1, 128, 16, q_lens=(40, 20, 3), cache_dtype="int8", scale_per_head=True),
     # Many sequences, most of them short.
     RaggedCase((5, 130, 64, 1, 300) * 60, 4, 2, 128, 16, q_lens=(5, 130, 1, 1, 20) * 60),
 ]  # fmt: skip
@@ -90,10 +100,14 @@ def test_promises(test):
 
 
 @gpu
+@pytest.mark.parametrize("cache_dtype", [None, "float8_e4m3fn", "int8"])
 @pytest.mark.parametrize("page_size", [16, 3])
-def test_a_bad_page_spoils_rows_that_see_it_and_no_others(page_size):
+def test_a_bad_page_spoils_rows_that_see_it_and_no_others(page_size, cache_dtype):
     """Queries in front of the page do not see it; scores are NaN for those behind it."""
-    case = RaggedCase((300, 300), 4, 2, 128, page_size, q_lens=(300, 300), short=False)
+    case = RaggedCase(
+        (300, 300), 4, 2, 128, page_size, q_lens=(300, 300), short=False, cache_dtype=cache_dtype,
+        scale_per_head=cache_dtype is not None,
+    )  # fmt: skip
     data = inputs.make_ragged(case)
     data.block_tables[0, 100 // page_size] = -5
     out, lse = ragged.run(case, data, "cuda")
@@ -147,7 +161,14 @@ def test_what_pallas_is_as_fast_at_is_left_to_it(monkeypatch, case):
 @pytest.mark.parametrize(
     ("case", "reason"),
     [
-        (RaggedCase(LENS, 8, 2, 128, 16, q_lens=Q_LENS, cache_dtype="int8"), "caches of query's dtype"),
+        (
+            RaggedCase(LENS, 8, 2, 128, 16, q_lens=Q_LENS, cache_dtype="float8_e5m2"),
+            "a cache of one of bfloat16, float8_e4m3fn, int8, got float8_e5m2",
+        ),
+        (
+            RaggedCase(LENS, 8, 2, 120, 16, q_lens=Q_LENS, cache_dtype="int8"),
+            "a head_dim of at most 256, a multiple of 16, got 120",
+        ),
         (RaggedCase(LENS, 8, 2, 128, 16, "float32", q_lens=Q_LENS), "bfloat16 or float16"),
         (RaggedCase(LENS, 8, 2, 128, 16, "bfloat16", "PACKED", q_lens=Q_LENS), "'PACKED'"),
         (RaggedCase(LENS, 8, 2, 100, 16, q_lens=Q_LENS), "multiple of 8"),

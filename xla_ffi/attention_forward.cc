@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <tuple>
 #include <vector>
 
 #include "attention/params.h"
@@ -51,35 +52,36 @@ const T* optional(ffi::AnyBuffer buffer) {
   return buffer.element_count() == 0 ? nullptr : static_cast<const T*>(buffer.untyped_data());
 }
 
-ffi::Error attention_forward(cudaStream_t stream, int32_t device, ffi::AnyBuffer query, ffi::AnyBuffer key,
-                             ffi::AnyBuffer value, ffi::AnyBuffer q_bounds, ffi::AnyBuffer k_bounds,
-                             ffi::AnyBuffer q_ranks, ffi::AnyBuffer k_ranks, ffi::AnyBuffer block_tables,
-                             ffi::AnyBuffer seq_lens, ffi::AnyBuffer num_seqs, ffi::AnyBuffer window,
-                             ffi::AnyBuffer scale, ffi::AnyBuffer sinks, ffi::AnyBuffer alibi,
-                             ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> lse,
-                             ffi::Result<ffi::AnyBuffer> rest, ffi::Result<ffi::AnyBuffer> low,
-                             ffi::Result<ffi::AnyBuffer> counters, ffi::Result<ffi::AnyBuffer> items,
-                             ffi::Result<ffi::AnyBuffer> split_tiles, ffi::Result<ffi::AnyBuffer> first_tile,
-                             ffi::Result<ffi::AnyBuffer> partial_out, ffi::Result<ffi::AnyBuffer> partial_lse,
-                             bool query_heads_first, bool key_heads_first, bool lse_heads_first,
-                             bool base2_lse, bool ends_aligned, bool sinks_without_keys, int64_t q_offset,
-                             int64_t bounds_step, int64_t seqs, int64_t skip_rows, int64_t heads_in_l2,
-                             float softcap) {
+ffi::Error attention_forward(
+    cudaStream_t stream, int32_t device, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi::AnyBuffer value,
+    ffi::AnyBuffer q_bounds, ffi::AnyBuffer k_bounds, ffi::AnyBuffer q_ranks, ffi::AnyBuffer k_ranks,
+    ffi::AnyBuffer block_tables, ffi::AnyBuffer seq_lens, ffi::AnyBuffer num_seqs, ffi::AnyBuffer window,
+    ffi::AnyBuffer scale, ffi::AnyBuffer sinks, ffi::AnyBuffer alibi, ffi::AnyBuffer key_scale,
+    ffi::AnyBuffer value_scale, ffi::AnyBuffer new_key, ffi::AnyBuffer new_value, ffi::AnyBuffer kept_out,
+    ffi::AnyBuffer kept_lse, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> lse,
+    ffi::Result<ffi::AnyBuffer> rest, ffi::Result<ffi::AnyBuffer> low, ffi::Result<ffi::AnyBuffer> counters,
+    ffi::Result<ffi::AnyBuffer> items, ffi::Result<ffi::AnyBuffer> split_tiles,
+    ffi::Result<ffi::AnyBuffer> first_tile, ffi::Result<ffi::AnyBuffer> partial_out,
+    ffi::Result<ffi::AnyBuffer> partial_lse, bool query_heads_first, bool key_heads_first,
+    bool lse_heads_first, bool base2_lse, bool ends_aligned, bool sinks_without_keys, int64_t q_offset,
+    int64_t bounds_step, int64_t seqs, int64_t skip_rows, int64_t heads_in_l2, float softcap) {
   ArgumentChecker check(kName);
   check.array("query", query, {-1, -1, -1, -1}, {DataType::BF16, DataType::F16});
   if (!check.ok()) return check.error();
   const DataType dtype = query.element_type();
-  check.array("key", key, {-1, -1, -1, -1}, {dtype});
-  check.array("value", value, {-1, -1, -1, -1}, {dtype});
+  check.array("key", key, {-1, -1, -1, -1}, {dtype, DataType::F8E4M3FN, DataType::S8});
+  if (!check.ok()) return check.error();
+  const DataType stored = key.element_type();
+  check.array("value", value, {-1, -1, -1, -1}, {stored});
   if (!check.ok()) return check.error();
   const Heads queries = Heads::of(query, query_heads_first), keys = Heads::of(key, key_heads_first);
   Heads values = keys;
   values.dim = value.dimensions()[3];
-  check.array("value", value, values.shape(), {dtype});
+  check.array("value", value, values.shape(), {stored});
   Heads outs = queries;
   outs.dim = values.dim;
   Heads lses = {queries.batch, queries.tokens, queries.heads, 0, lse_heads_first};
-  check.array("key", key, {-1, -1, -1, queries.dim}, {dtype});
+  check.array("key", key, {-1, -1, -1, queries.dim}, {stored});
   check.array("out", *out, outs.shape(), {dtype});
   check.array("lse", *lse, lses.shape(), {DataType::F32});
   const std::vector<int64_t> none = {0};
@@ -96,6 +98,29 @@ ffi::Error attention_forward(cudaStream_t stream, int32_t device, ffi::AnyBuffer
   check.array("block_tables", block_tables, {-1, -1}, {DataType::S32});
   if (!check.ok()) return check.error();
   const bool paged = block_tables.element_count() > 0;
+  const bool of_bytes = stored != dtype;
+  check.require(paged || !of_bytes, "key", "a cache in pages of one byte a number", "rows");
+  for (const auto& [name, scales] : {std::pair{"key_scale", key_scale}, {"value_scale", value_scale}}) {
+    const bool by_page = scales.dimensions().size() == 2;
+    const std::vector<int64_t> shape = by_page ? std::vector<int64_t>{keys.batch, keys.heads}
+                                               : std::vector<int64_t>{of_bytes ? keys.heads : 0};
+    check.array(name, scales, shape, {DataType::F32});
+  }
+  const bool apart = new_key.element_count() > 0;
+  if (apart) {
+    Heads new_keys = {queries.batch, queries.tokens, keys.heads, queries.dim, query_heads_first};
+    check.array("new_key", new_key, new_keys.shape(), {dtype});
+    new_keys.dim = values.dim;
+    check.array("new_value", new_value, new_keys.shape(), {dtype});
+    check.require(paged, "new_key", "nothing beside keys in rows", "an array");
+    check.require(ends_aligned, "ends_aligned", "true beside new keys", "false");
+  }
+  // What is kept is written over in place: XLA has given both the same memory.
+  for (const auto& [name, kept, result] :
+       {std::tuple{"kept_out", kept_out, out}, {"kept_lse", kept_lse, lse}}) {
+    check.require(kept.element_count() == 0 || kept.untyped_data() == result->untyped_data(), name,
+                  "the memory of the result", "another");
+  }
   const bool documents = bounds_step == attention::kDocumentStep;
   check.require(documents || bounds_step == 1, "bounds_step", "1 or 3", std::to_string(bounds_step));
   const bool many = first_tile->element_count() > 0;
@@ -130,7 +155,9 @@ ffi::Error attention_forward(cudaStream_t stream, int32_t device, ffi::AnyBuffer
   check.between("query", " tokens", 1, kMostTokens, queries.tokens);
   check.between("key", " tokens or pages", 1, kMostTokens, paged ? keys.batch : keys.tokens);
   for (const auto& [name, dim] : {std::pair{"query", queries.dim}, {"value", values.dim}}) {
-    check.require(dim > 0 && dim % 8 == 0, name, "heads of a multiple of 8 elements", std::to_string(dim));
+    const int multiple = of_bytes ? 16 : 8;
+    check.require(dim > 0 && dim % multiple == 0, name,
+                  "heads of a multiple of " + std::to_string(multiple) + " elements", std::to_string(dim));
   }
   if (!check.ok()) return check.error();
   const int tile_rows =
@@ -157,9 +184,24 @@ ffi::Error attention_forward(cudaStream_t stream, int32_t device, ffi::AnyBuffer
   params.query = query.untyped_data();
   params.key = key.untyped_data();
   params.value = value.untyped_data();
+  params.cache = !of_bytes                ? attention::CacheType::kElement
+                 : stored == DataType::S8 ? attention::CacheType::kInt8
+                                          : attention::CacheType::kE4m3;
+  params.key_scale = optional<float>(key_scale);
+  params.value_scale = optional<float>(value_scale);
+  params.key_scale_by_page = key_scale.dimensions().size() == 2;
+  params.value_scale_by_page = value_scale.dimensions().size() == 2;
+  params.new_key = optional<void>(new_key);
+  params.new_value = optional<void>(new_value);
   params.query_strides = queries.strides();
   params.key_strides = keys.strides();
   params.value_strides = values.strides();
+  if (apart) {
+    Heads new_keys = {queries.batch, queries.tokens, keys.heads, queries.dim, query_heads_first};
+    params.new_key_strides = new_keys.strides();
+    new_keys.dim = values.dim;
+    params.new_value_strides = new_keys.strides();
+  }
   params.out_strides = outs.strides();
   params.lse_strides = lses.strides();
   params.q_spans = {optional<int>(q_bounds), static_cast<int>(bounds_step)};
@@ -233,6 +275,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(pallas_attn_attention_forward_sm90, pallas_attn::a
                                   .Arg<xla::ffi::AnyBuffer>()  // scale
                                   .Arg<xla::ffi::AnyBuffer>()  // sinks
                                   .Arg<xla::ffi::AnyBuffer>()  // alibi
+                                  .Arg<xla::ffi::AnyBuffer>()  // key_scale
+                                  .Arg<xla::ffi::AnyBuffer>()  // value_scale
+                                  .Arg<xla::ffi::AnyBuffer>()  // new_key
+                                  .Arg<xla::ffi::AnyBuffer>()  // new_value
+                                  .Arg<xla::ffi::AnyBuffer>()  // kept_out
+                                  .Arg<xla::ffi::AnyBuffer>()  // kept_lse
                                   .Ret<xla::ffi::AnyBuffer>()  // out
                                   .Ret<xla::ffi::AnyBuffer>()  // lse
                                   .Ret<xla::ffi::AnyBuffer>()  // rest

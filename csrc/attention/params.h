@@ -48,25 +48,36 @@ struct Counters {
   int heads_together;  // KV heads whose tiles are taken side by side, a divisor of num_kv_heads
 };
 
+// What keys and values in pages are.
+enum class CacheType { kElement, kE4m3, kInt8 };
+
 constexpr int kMostSplits = 32;  // of a tile
 
 struct ForwardParams {
   const void* query;  // head_dim elements a head
   const void* key;
   const void* value;  // value_dim elements a head
-  Strides query_strides, key_strides, value_strides, out_strides, lse_strides;
+  // Beside keys in pages: those of the newest tokens in rows, the queries' own; null: pages hold them too.
+  const void* new_key;
+  const void* new_value;
+  Strides query_strides, key_strides, value_strides, new_key_strides, new_value_strides;
+  Strides out_strides, lse_strides;
 
   Spans q_spans;
   Spans k_spans;            // keys in rows
   const int* q_ranks;       // documents: [batch, q_len], the number among its batch's of the one that a
   const int* k_ranks;       // token is of; [batch, kv_len]; null: all lie in one piece
   const int* block_tables;  // keys in pages: [num_seqs, max_pages]; null: in rows
-  const int* seq_lens;      // keys in pages: [num_seqs]
+  const int* seq_lens;      // keys in pages: [num_seqs], new ones included
   const int* num_seqs_now;  // how many sequences there are, documents: in each batch; null: num_seqs
   const int* window;        // [2]: how many keys left and right of a query's place it sees; negative: all
   const float* scale;       // [1], of the logits
   const float* sinks;       // [num_heads], or null
   const float* alibi;       // [num_heads], or null
+  // Of caches of bytes: [num_kv_heads], or [num_pages, num_kv_heads].
+  const float* key_scale;
+  const float* value_scale;
+  bool key_scale_by_page, value_scale_by_page;
 
   void* out;
   float* lse;
@@ -103,6 +114,7 @@ struct ForwardParams {
   float softcap;  // 0: none
   bool base2_lse;
   ElementType element;
+  CacheType cache;
 };
 
 }  // namespace pallas_attn::attention

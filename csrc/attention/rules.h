@@ -1,6 +1,8 @@
 // Which keys a query sees, and where sequences lie: what preparing and computing must agree on.
 #pragma once
 
+#include <climits>
+
 #include "attention/params.h"
 #include "common/host_device.h"
 #include "common/load.h"
@@ -13,10 +15,12 @@ namespace pallas_attn::attention {
 struct Sequence {
   int batch;
   int q_begin, q_len;  // of its batch
-  int k_begin, k_len;  // k_begin: of its batch; 0 where keys are in pages
-  int offset;          // query i stands at key i + offset
-  int rank;            // documents: its number among its batch's
-  bool bad;            // lengths that cannot be right
+  int k_len;
+  // Keys [0, in_pages) lie in pages, the others in rows of its batch, from k_begin on.
+  int in_pages, k_begin;
+  int offset;  // query i stands at key i + offset
+  int rank;    // documents: its number among its batch's
+  bool bad;    // lengths that cannot be right
   bool padding;
   bool q_mixed, k_mixed;  // other documents' tokens lie between its own
 
@@ -41,12 +45,16 @@ struct Sequence {
     }
     q_begin = at_most(params.q_len, at_least(0, begin));
     q_len = at_most(params.q_len, at_least(q_begin, end)) - q_begin;
-    k_begin = k_len = offset = 0;
+    in_pages = k_begin = k_len = offset = 0;
     if (padding) return;
 
     if (params.block_tables != nullptr) {
       k_len = load_constant(params.seq_lens + seq);
-      bad = k_len < 0 || k_len > int64_t{params.max_pages} * params.page_size;
+      const bool apart = params.new_key != nullptr;
+      const int in_rows = apart ? q_len : 0;
+      bad = k_len < in_rows || k_len - in_rows > int64_t{params.max_pages} * params.page_size;
+      in_pages = apart ? k_len - in_rows : INT_MAX;
+      k_begin = q_begin;
     } else if (params.k_spans.bounds != nullptr) {
       const int* bounds = params.k_spans.bounds + row * params.k_spans.step;
       k_begin = load_constant(bounds);

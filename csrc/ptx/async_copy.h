@@ -8,11 +8,16 @@
 
 namespace pallas_attn::ptx {
 
-// Zeros where the source does not exist; the address must be a valid one all the same.
+// Zeros where the source does not exist: its address may be any multiple of 16.
 __device__ __forceinline__ void copy_async(uint32_t shared_destination, const void* source, bool exists) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_destination), "l"(source),
                "r"(exists ? 16 : 0)
                : "memory");
+}
+
+// Four bytes, through the L1.
+__device__ __forceinline__ void copy_word_async(uint32_t shared_destination, const void* source) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_destination), "l"(source) : "memory");
 }
 
 // The thread arrives at an mbarrier when all copies that it has begun so far are done. What it wrote itself
@@ -20,6 +25,14 @@ __device__ __forceinline__ void copy_async(uint32_t shared_destination, const vo
 __device__ __forceinline__ void arrive_behind_copies(uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
                : "memory");
+}
+
+// Copies that the thread has begun since it last closed a group are one; until all groups but the last
+// kGroups are done.
+__device__ __forceinline__ void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kGroups>
+__device__ __forceinline__ void wait_for_copies_but() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
 }
 
 // Until all copies that the thread has begun are done.

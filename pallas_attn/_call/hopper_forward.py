@@ -11,6 +11,8 @@ from pallas_attn._call import ffi
 
 TARGET = "pallas_attn_attention_forward_sm90"
 DTYPES = (jnp.bfloat16, jnp.float16)
+CACHE_DTYPES = (jnp.float8_e4m3fn, jnp.int8)
+"""Of pages, beside the query's own."""
 MAX_HEAD_DIM = 256
 TILE_ROWS = 128
 """Rows of a tile, queries times heads of a KV head: at least so many, whatever the head_dim."""
@@ -30,6 +32,7 @@ class Sequences:
     q_table, k_table: [batch, documents, 3] (`segments.Side.table`), documents whose tokens may lie anywhere in their
         batch; q_ranks, k_ranks: [batch, tokens], of which of them a token is.
     num_seqs: [1], how many of them there are, documents: at most in a batch; None: all.
+    new: (key, value) of the queries' own tokens, in rows like these, where pages hold those before them alone.
     """
 
     q_bounds: jax.Array | None = None
@@ -41,6 +44,7 @@ class Sequences:
     q_ranks: jax.Array | None = None
     k_ranks: jax.Array | None = None
     num_seqs: jax.Array | None = None
+    new: tuple[jax.Array, jax.Array] | None = None
 
     def count(self, batch: int) -> int:
         if self.q_table is not None:
@@ -50,13 +54,20 @@ class Sequences:
         return batch if self.q_bounds is None else self.q_bounds.shape[0] - 1
 
 
-def unsupported(dtype, head_dim: int, value_dim: int, group: int, num_seqs: int) -> str | None:
-    """The reason the kernel cannot serve such heads and sequences, or None."""
+def unsupported(
+    dtype, head_dim: int, value_dim: int, group: int, num_seqs: int, cache_dtype=None
+) -> str | None:
+    """The reason the kernel cannot serve such heads and sequences, or None; cache_dtype: None is the query's."""
     if dtype not in DTYPES:
         return f"needs bfloat16 or float16, got {jnp.dtype(dtype).name}"
+    own = cache_dtype is None or cache_dtype == dtype
+    if not own and not any(cache_dtype == jnp.dtype(d) for d in CACHE_DTYPES):
+        named = ", ".join(jnp.dtype(d).name for d in (dtype, *CACHE_DTYPES))
+        return f"needs a cache of one of {named}, got {jnp.dtype(cache_dtype).name}"
+    copied = 8 if own else 16  # elements of 16 bytes
     for name, dim in (("head_dim", head_dim), ("value_dim", value_dim)):
-        if dim > MAX_HEAD_DIM or dim % 8:
-            return f"needs a {name} of at most {MAX_HEAD_DIM}, a multiple of 8, got {dim}"
+        if dim > MAX_HEAD_DIM or dim % copied:
+            return f"needs a {name} of at most {MAX_HEAD_DIM}, a multiple of {copied}, got {dim}"
     if group > TILE_ROWS:
         return f"needs at most {TILE_ROWS} query heads for a KV head, got {group}"
     if num_seqs > MOST_SEQS:
@@ -75,6 +86,8 @@ def forward(
     softcap: float | None = None,
     sinks: jax.Array | None = None,
     alibi_slopes: jax.Array | None = None,
+    key_scale: jax.Array | None = None,
+    value_scale: jax.Array | None = None,
     ends_aligned: bool = False,
     q_offset: int = 0,
     query_heads_first: bool = False,
@@ -84,6 +97,7 @@ def forward(
     skip_rows: int = 0,
     sinks_without_keys: bool = False,
     keep: bool = False,
+    kept: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, ...]:
     """(out, lse), or with `keep` (out, the parts of lse, of `softmax.Lse`, a byte of out's lower bits).
 
@@ -91,10 +105,12 @@ def forward(
         query: [batch, tokens, heads, dim], or heads before tokens; key, value: likewise, or pools of pages.
         window: int32 [2], how many keys to the left and to the right of its place a query sees; negative: all.
         scale: float32 [1].
+        key_scale, value_scale: of pools of CACHE_DTYPES, float32 [kv_heads] or [num_pages, kv_heads].
         ends_aligned: the last query of a sequence stands at its last key; else query i at key i + q_offset.
         lse_heads_first: lse is [batch, heads, tokens], else [batch, tokens, heads]; base2_lse: in base 2.
         skip_rows: of sequences with at most so many queries times heads of a KV head nothing is written.
         sinks_without_keys: queries of sequences that have no keys see the sink, too.
+        kept: (out, lse) that are written to in place.
 
     vmap calls it once for each of the batch, one after the other.
     """
@@ -118,6 +134,7 @@ def forward(
         kv_tokens *= sequences.block_tables.shape[1]
     out_shape = (*query.shape[:-1], value.shape[-1])
     lse_shape = (batch, heads, tokens) if lse_heads_first else (batch, tokens, heads)
+    before_kept = 18
     call = jax.ffi.ffi_call(
         TARGET,
         (
@@ -134,6 +151,7 @@ def forward(
             jax.ShapeDtypeStruct((slots, kv_heads, TILE_ROWS, 2), jnp.float32),
         ),
         vmap_method="sequential",
+        input_output_aliases=None if kept is None else {before_kept: 0, before_kept + 1: 1},
     )
 
     def or_nothing(array: jax.Array | None, empty: jax.Array = nothing) -> jax.Array:
@@ -142,7 +160,9 @@ def forward(
     def flat(array: jax.Array | None) -> jax.Array:
         return or_nothing(array).reshape(-1)
 
-    out, lse, rest, low, *_ = call(
+    new_key, new_value = sequences.new or (None, None)
+    kept_out, kept_lse = kept or (None, None)
+    operands = (
         query,
         key,
         value,
@@ -157,6 +177,16 @@ def forward(
         scale,
         or_nothing(sinks, jnp.zeros(0, jnp.float32)),
         or_nothing(alibi_slopes, jnp.zeros(0, jnp.float32)),
+        or_nothing(key_scale, jnp.zeros(0, jnp.float32)),
+        or_nothing(value_scale, jnp.zeros(0, jnp.float32)),
+        or_nothing(new_key),
+        or_nothing(new_value),
+        or_nothing(kept_out),
+        or_nothing(kept_lse),
+    )
+    assert kept is None or operands[before_kept] is kept_out
+    out, lse, rest, low, *_ = call(
+        *operands,
         query_heads_first=query_heads_first,
         key_heads_first=key_heads_first,
         lse_heads_first=lse_heads_first,

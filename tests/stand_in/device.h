@@ -45,7 +45,8 @@ using std::min;
 
 namespace stand_in {
 
-constexpr int kThreads = 384, kWarps = kThreads / 32, kWarpgroups = kThreads / 128;
+constexpr int kMostThreads = 512, kWarps = kMostThreads / 32, kWarpgroups = kMostThreads / 128;
+inline int threads = 384;  // of a CTA
 constexpr size_t kSharedBytes = 232448;
 inline char* shared;  // memory of the CTA whose turn it is
 
@@ -60,6 +61,8 @@ inline std::mt19937 random(1);
 inline void expect_aligned(const char* what, uint64_t address, uint64_t multiple) {
   if (address % multiple) fail(what, static_cast<long>(address));
 }
+
+using Group = std::vector<std::function<void()>>;
 
 struct Fiber;
 void let_others_run();
@@ -85,17 +88,15 @@ struct Meeting {
   }
 };
 
+// By the copy engine, or by threads, who arrive behind theirs.
 struct Copy {
-  void* to;
-  const void* from;
-  uint32_t bytes;
-  uint64_t* barrier;
+  std::function<void()> land;
 };
 
 struct Cta {
   dim3 block;
   Meeting warp[kWarps], warpgroup[kWarpgroups], named[16];
-  uint32_t exchanged[kWarps][32];
+  uint64_t exchanged[kWarps][32];
   uint32_t fragment[kWarpgroups][128][4];  // the A operand of a product
   std::vector<Copy> copies;
   std::vector<char> memory = std::vector<char>(kSharedBytes, '\xFF');
@@ -105,6 +106,7 @@ struct Fiber {
   ucontext_t context;
   std::vector<char> stack = std::vector<char>(48 << 10);
   int thread;
+  std::vector<Group> copies = std::vector<Group>(1);  // by itself, that have begun
   Cta* cta;
   bool done = false;
 };
@@ -122,12 +124,12 @@ inline int warp() { return self->thread / 32; }
 
 template <typename T>
 T exchange(T v, int from) {
-  static_assert(sizeof(T) == 4);
-  uint32_t (&words)[32] = cta().exchanged[warp()];
-  std::memcpy(&words[lane()], &v, 4);
+  static_assert(sizeof(T) <= 8);
+  uint64_t (&words)[32] = cta().exchanged[warp()];
+  std::memcpy(&words[lane()], &v, sizeof(T));
   cta().warp[warp()].wait();
   T other;
-  std::memcpy(&other, &words[from], 4);
+  std::memcpy(&other, &words[from], sizeof(T));
   cta().warp[warp()].wait();
   return other;
 }
@@ -156,11 +158,21 @@ inline Barrier& barrier_at(uint64_t* address) {
 }
 
 inline void land(const Copy& copy) {
-  std::memcpy(copy.to, copy.from, copy.bytes);
-  Barrier& barrier = barrier_at(copy.barrier);
-  barrier.bytes -= static_cast<int>(copy.bytes);
-  barrier.settle();
+  copy.land();
   ++events;
+}
+// At once, or some time later.
+inline void begin(Copy copy) {
+  if (random() % 2) {
+    land(copy);
+  } else {
+    cta().copies.push_back(std::move(copy));
+  }
+}
+inline void count_landed(uint64_t* at, uint32_t bytes) {
+  Barrier& barrier = barrier_at(at);
+  barrier.bytes -= static_cast<int>(bytes);
+  barrier.settle();
 }
 inline void land_some(Cta& cta, bool all) {
   for (size_t i = 0; i < cta.copies.size();) {
@@ -194,8 +206,8 @@ inline void run_grid(dim3 size, int waiting, std::function<void()> body) {
     cta.block = dim3(i % size.x, i / size.x % size.y, i / size.x / size.y);
     for (Meeting& warp : cta.warp) warp.size = 32;
     for (Meeting& warpgroup : cta.warpgroup) warpgroup.size = 128;
-    fibers[i] = std::vector<Fiber>(kThreads);
-    for (int thread = 0; thread < kThreads; ++thread) {
+    fibers[i] = std::vector<Fiber>(threads);
+    for (int thread = 0; thread < threads; ++thread) {
       Fiber& fiber = fibers[i][thread];
       fiber.thread = thread;
       fiber.cta = &cta;
@@ -206,16 +218,16 @@ inline void run_grid(dim3 size, int waiting, std::function<void()> body) {
       makecontext(&fiber.context, start_fiber, 0);
     }
   }
-  int alive = num_ctas * kThreads, idle = 0;
+  int alive = num_ctas * threads, idle = 0;
   for (int turn = 0; alive > 0; turn = (turn + 1) % num_ctas) {
     Cta& cta = ctas[turn];
     std::memcpy(shared, cta.memory.data(), kSharedBytes);
     const long before_turn = events;
     for (int stuck = 0; stuck < 3;) {
       const long before = events;
-      const int first = static_cast<int>(random() % kWarps) * 32;
-      for (int i = 0; i < kThreads; ++i) {
-        Fiber& fiber = fibers[turn][(first + i) % kThreads];
+      const int first = static_cast<int>(random() % (threads / 32)) * 32;
+      for (int i = 0; i < threads; ++i) {
+        Fiber& fiber = fibers[turn][(first + i) % threads];
         if (fiber.done) continue;
         self = &fiber;
         swapcontext(&scheduler, &fiber.context);
@@ -258,14 +270,20 @@ inline unsigned __ballot_sync(unsigned, bool flag) {
 inline int __any_sync(unsigned lanes, int flag) { return __ballot_sync(lanes, flag != 0) != 0; }
 inline void __syncwarp() { stand_in::cta().warp[stand_in::warp()].wait(); }
 inline void __syncthreads() {
-  stand_in::cta().named[0].size = stand_in::kThreads;
+  stand_in::cta().named[0].size = stand_in::threads;
   stand_in::cta().named[0].wait();
 }
+inline int __ffs(unsigned x) { return __builtin_ffs(static_cast<int>(x)); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>(uint64_t{a} * b >> 32); }
 template <typename T>
 T __ldg(const T* from) {
+  stand_in::expect_aligned("a load of", reinterpret_cast<uint64_t>(from), sizeof(T));
   return *from;
+}
+template <typename T>
+T __ldcg(const T* from) {
+  return __ldg(from);
 }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __fmul_rn(float a, float b) { return a * b; }

@@ -11,7 +11,7 @@ from pallas_attn._call import gradients, partition, symbolic
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._tile import options
 from pallas_attn._tile.latents import BYTES, LATENT_DIM, QUERY_DIM, ROPE_DIM, token_width
-from pallas_attn._types import Implementation
+from pallas_attn._types import ImplementationOrCuda
 from pallas_attn.ops.mla_prefill import absorbed, projected
 from pallas_attn.ops.mla_prefill.batch import Batch
 from pallas_attn.ops.ragged_attention import call
@@ -41,7 +41,7 @@ def mla_prefill(
     query: jax.Array, latent_cache: jax.Array, block_tables: jax.Array, seq_lens: jax.Array,
     cu_q_lens: jax.Array, num_seqs: jax.typing.ArrayLike | None = None, *, key_up: jax.Array,
     value_up: jax.Array, scale: float | None = None, form: Form | None = None,
-    return_lse: Literal[False] = False, implementation: Implementation | None = None,
+    return_lse: Literal[False] = False, implementation: ImplementationOrCuda | None = None,
 ) -> jax.Array: ...  # fmt: skip
 
 
@@ -50,7 +50,7 @@ def mla_prefill(
     query: jax.Array, latent_cache: jax.Array, block_tables: jax.Array, seq_lens: jax.Array,
     cu_q_lens: jax.Array, num_seqs: jax.typing.ArrayLike | None = None, *, key_up: jax.Array,
     value_up: jax.Array, scale: float | None = None, form: Form | None = None, return_lse: Literal[True],
-    implementation: Implementation | None = None,
+    implementation: ImplementationOrCuda | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def mla_prefill(
     query: jax.Array, latent_cache: jax.Array, block_tables: jax.Array, seq_lens: jax.Array,
     cu_q_lens: jax.Array, num_seqs: jax.typing.ArrayLike | None = None, *, key_up: jax.Array,
     value_up: jax.Array, scale: float | None = None, form: Form | None = None, return_lse: bool = False,
-    implementation: Implementation | None = None,
+    implementation: ImplementationOrCuda | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
 def mla_prefill(
     query: jax.Array,
@@ -74,7 +74,7 @@ def mla_prefill(
     scale: float | None = None,
     form: Form | None = None,
     return_lse: bool = False,
-    implementation: Implementation | None = None,
+    implementation: ImplementationOrCuda | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Multi-head latent attention of each sequence's newest tokens, as many as each one has, over its paged latents.
 
@@ -108,8 +108,9 @@ def mla_prefill(
         scale: factor of the logits, a number above 0; None means (nope_dim + 64) ** -0.5.
         form: "absorbed" or "projected" for all sequences; None as above.
         return_lse: also return the natural log-sum-exp of the logits.
-        implementation: of the attention in either form: None, "pallas", "triton", "xla" or "interpret", as of
-            `ragged_paged_attention`. Projections and merging are XLA's.
+        implementation: of the attention in either form: None, "cuda", "pallas", "triton", "xla" or "interpret", as of
+            `ragged_paged_attention`. "cuda" is of the projected form, beside which latents are left to what None takes;
+            there it serves nope_dim + 64 and value_dim up to 256, multiples of 8. Projections and merging are XLA's.
 
     Returns:
         out [total_tokens, num_heads, value_dim] in query's dtype; with return_lse, also lse [total_tokens, num_heads],

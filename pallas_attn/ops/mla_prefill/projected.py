@@ -20,6 +20,7 @@ from pallas_attn.ops.ragged_attention import call
 from pallas_attn.ops.ragged_attention.states import merged
 
 PAGE = 64  # tokens of a page of the workspace
+NO_PAGE = 16  # tokens of a page where there is no context: as many as any kernel likes
 WORKSPACE_TOKENS = 4096
 
 
@@ -63,7 +64,7 @@ def attend(
     is_mine = batch.by_token(mine)[:, None]
     keys, values = made(batch.seq_of_token, batch.position, is_mine[:, 0])
     nothing = {
-        f"{which}_cache": jnp.zeros((1, 1, *x.shape[1:]), x.dtype)
+        f"{which}_cache": jnp.zeros((1, NO_PAGE, *x.shape[1:]), x.dtype)
         for which, x in (("key", keys), ("value", values))
     }
     own, own_lse = run(

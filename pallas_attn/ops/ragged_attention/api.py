@@ -9,7 +9,7 @@ from pallas_attn._types import Dtype, FloatName, Fp8Name, ImplementationOrCuda, 
 from pallas_attn.ops.ragged_attention import call
 from pallas_attn.ops.ragged_attention.config import RaggedAttentionConfig
 
-call.register("ragged_paged_attention", with_cuda=True)
+call.register("ragged_paged_attention")
 
 
 @overload
@@ -121,8 +121,9 @@ def ragged_paged_attention(
             not among the positions of the sequence's newest slots counts as the nearest of those. None: by slot.
         k_scale, v_scale: for quantised caches, float32 above 0: value = stored * scale. A scalar, [num_kv_heads], or
             [num_pages, num_kv_heads], one for each page and head (`page_scales` makes them), of which those of pages
-            that no query sees may hold anything; None is 1. Pallas multiplies fp8 keys with a bf16 query in fp16, where
-            query elements beyond 65504 saturate, but for scales of pages: with these, in query's dtype.
+            that no query sees may hold anything; None is 1. Products are in query's dtype, with which "cuda" multiplies
+            what is stored, and values of pages that have scales, rounded after these; but Pallas multiplies fp8 keys
+            with a bf16 query in fp16, where query elements beyond 65504 saturate, if pages have no scales.
         causal: whether a query sees no key behind its own position; False lets it see the whole sequence.
         out_scale: with an fp8 output, a number above 0 or a float32 scalar that may be traced: stored = out /
             out_scale, saturating. None is 1.
@@ -130,10 +131,11 @@ def ragged_paged_attention(
         return_lse: also return the natural log-sum-exp of the logits, to merge with other parts (`merge_states`).
         layout: order of a page's dimensions.
         implementation: None (cuda on Hopper for prompts of heads wider than 64, else pallas on an NVIDIA GPU; xla
-            elsewhere), "cuda" (sm_90: bf16 and fp16, caches of query's dtype in NHD or HND, head_dim and value_dim
-            multiples of 8, no tree_mask; sequences that are decoded by the Pallas kernel beside it), "pallas" (sm_80
-            or newer; e4m3 from sm_89), "triton" (the same kernel by Triton itself, where Pallas cannot; the extra of
-            that name), "xla" (anywhere, for debugging and CPUs) or "interpret" (the Pallas kernel run in Python, slow).
+            elsewhere), "cuda" (sm_90: bf16 and fp16; caches of query's dtype, e4m3 or int8 in NHD or HND; head_dim and
+            value_dim multiples of 8, of 16 beside 8-bit caches; outputs of query's dtype; no tree_mask; sequences that
+            are decoded by the Pallas kernel beside it), "pallas" (sm_80 or newer; e4m3 from sm_89), "triton" (the same
+            kernel by Triton itself, where Pallas cannot; the extra of that name), "xla" (anywhere, for debugging and
+            CPUs) or "interpret" (the Pallas kernel run in Python, slow).
         config: tile sizes for "pallas", "triton" and "interpret", of which "cuda" takes `short`; None takes the
             measured or the heuristic ones.
 

@@ -58,12 +58,12 @@ def _supports(case: Case, lowering: triton.Lowering) -> str | None:
     )
 
 
-def register(function: str, *, with_cuda: bool = False) -> None:
+def register(function: str) -> None:
     hopper = dispatch.Implementation(cuda.ragged_attention_cuda, cuda.unsupported, cuda.is_slower)
     dispatch.register(
         function,
         {
-            **({"cuda": hopper} if with_cuda else {}),
+            "cuda": hopper,
             **triton.implementations(ragged_attention_pallas, _supports),
             "xla": dispatch.Implementation(functools.partial(ragged_attention_xla, function=function)),
         },

@@ -27,11 +27,11 @@ def unsupported(case: Any) -> str | None:
         return "has no tree_mask"
     if case.layout == "PACKED":
         return "needs layout 'NHD' or 'HND', got 'PACKED'"
-    for name, dtype in (("caches", case.cache_dtype), ("outputs", case.out_dtype or case.dtype)):
-        if jnp.dtype(dtype) != case.dtype:
-            return f"needs {name} of query's dtype, {jnp.dtype(case.dtype).name}, got {jnp.dtype(dtype).name}"
+    out_dtype = jnp.dtype(case.out_dtype or case.dtype)
+    if out_dtype != case.dtype:
+        return f"needs outputs of query's dtype, {jnp.dtype(case.dtype).name}, got {out_dtype.name}"
     return hopper_forward.unsupported(
-        case.dtype, case.pool.head_dim, case.value_dim, case.group, case.num_seqs
+        case.dtype, case.pool.head_dim, case.value_dim, case.group, case.num_seqs, case.cache_dtype
     )
 
 
@@ -42,14 +42,16 @@ def is_slower(case: Any) -> bool:
 
 @functools.partial(
     jax.jit,
-    static_argnames=("pool", "value_dim", "scale", "layout", "rules", "causal", "out_dtype", "config"),
-)
+    static_argnames=(
+        "pool", "value_dim", "scale", "layout", "rules", "causal", "skip_decode", "out_dtype", "config",
+    ),
+)  # fmt: skip
 def ragged_attention_cuda(
     query: jax.Array,
     sources: Sources,
     lens: dict[str, jax.Array],
     extras: dict[str, jax.Array],
-    _kept: None = None,
+    kept: tuple[jax.Array, jax.Array] | None = None,
     *,
     pool: PoolShape,
     value_dim: int,
@@ -58,6 +60,7 @@ def ragged_attention_cuda(
     rules: masking.Rules,
     causal: bool,
     config: RaggedAttentionConfig,
+    skip_decode: bool = False,
     out_dtype: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """As `kernel.ragged_attention_pallas`, of what `unsupported` leaves."""
@@ -70,6 +73,7 @@ def ragged_attention_cuda(
     ragged = Ragged(query.shape[0], sources.block_tables.shape[0], 1)
     lens = {**lens, "num_seqs": ragged.num_of(lens["cu_q_lens"], lens["num_seqs"])[None]}
     assert sources.value_cache is not None
+    group = query.shape[1] // pool.num_kv_heads
     out, lse = hopper_forward.forward(
         query[None],
         sources.key_cache,
@@ -79,20 +83,26 @@ def ragged_attention_cuda(
             block_tables=sources.block_tables,
             seq_lens=lens["seq_lens"],
             num_seqs=lens["num_seqs"],
+            new=sources.new and (sources.new[0][None], sources.new[1][None]),
         ),
         window=jnp.concatenate([left, jnp.zeros(1, jnp.int32) if causal else everywhere]),
         scale=jnp.full(1, scale, jnp.float32),
         softcap=rules.softcap,
         sinks=extras.get("sinks"),
         alibi_slopes=extras.get("alibi_slopes"),
+        key_scale=extras.get("k_scale"),
+        value_scale=extras.get("v_scale"),
         ends_aligned=True,
         key_heads_first=layout == "HND",
-        skip_rows=config.short.block_q if config.short else 0,
+        skip_rows=max(config.short.block_q if config.short else 0, group if skip_decode else 0),
+        kept=kept and (kept[0][None], kept[1][None]),
     )
     done = out[0], lse[0]
-    if config.short is None:
+    # What is decoded is one query; drafts are more.
+    none_is_short = config.short is None or (skip_decode and config.short.block_q < 2 * group)
+    if none_is_short:
         return done
     return kernel.ragged_attention_pallas(
         query, sources, lens, extras, done, pool=pool, value_dim=value_dim, scale=scale, layout=layout, rules=rules,
-        causal=causal, config=config, only_short=True, lowering=triton.first_lowering(),
+        causal=causal, config=config, skip_decode=skip_decode, only_short=True, lowering=triton.first_lowering(),
     )  # fmt: skip

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._tile.quantization import FP8_DTYPES
-from pallas_attn._types import Dtype, FloatName, Fp8Name, Implementation, KVCache, Layout
+from pallas_attn._types import Dtype, FloatName, Fp8Name, ImplementationOrCuda, KVCache, Layout
 from pallas_attn.ops.ragged_attention import call
 from pallas_attn.ops.ragged_attention.config import RaggedAttentionConfig
 
@@ -25,7 +25,7 @@ def prefix_prefill(
     v_scale: jax.typing.ArrayLike | None = None, causal: bool = True, skip_decode: bool = False,
     out: jax.Array | None = None, out_scale: jax.typing.ArrayLike | None = None,
     out_dtype: Dtype | FloatName | Fp8Name | None = None, return_lse: Literal[False] = False,
-    layout: Layout = "NHD", implementation: Implementation | None = None,
+    layout: Layout = "NHD", implementation: ImplementationOrCuda | None = None,
     config: RaggedAttentionConfig | None = None,
 ) -> jax.Array: ...  # fmt: skip
 
@@ -41,7 +41,7 @@ def prefix_prefill(
     v_scale: jax.typing.ArrayLike | None = None, causal: bool = True, skip_decode: bool = False,
     out: jax.Array | None = None, out_scale: jax.typing.ArrayLike | None = None,
     out_dtype: Dtype | FloatName | Fp8Name | None = None, return_lse: Literal[True], layout: Layout = "NHD",
-    implementation: Implementation | None = None, config: RaggedAttentionConfig | None = None,
+    implementation: ImplementationOrCuda | None = None, config: RaggedAttentionConfig | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
 
 
@@ -56,7 +56,7 @@ def prefix_prefill(
     v_scale: jax.typing.ArrayLike | None = None, causal: bool = True, skip_decode: bool = False,
     out: jax.Array | None = None, out_scale: jax.typing.ArrayLike | None = None,
     out_dtype: Dtype | FloatName | Fp8Name | None = None, return_lse: bool = False, layout: Layout = "NHD",
-    implementation: Implementation | None = None, config: RaggedAttentionConfig | None = None,
+    implementation: ImplementationOrCuda | None = None, config: RaggedAttentionConfig | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
 def prefix_prefill(
     query: jax.Array,
@@ -85,14 +85,15 @@ def prefix_prefill(
     out_dtype: Dtype | FloatName | Fp8Name | None = None,
     return_lse: bool = False,
     layout: Layout = "NHD",
-    implementation: Implementation | None = None,
+    implementation: ImplementationOrCuda | None = None,
     config: RaggedAttentionConfig | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention of new tokens over a context in pages and over themselves, before they are in any page.
 
     As `ragged_paged_attention`, whose arguments these are where nothing is said; but the new tokens' keys and values
     are arrays of their own, in the query's dtype also beside a quantised cache, whose rounding they are then spared.
-    They see all of their context (or what the window leaves of it) and themselves causally.
+    They see all of their context (or what the window leaves of it) and themselves causally. Beside a cache of 8 bits
+    "cuda" rounds its values, times their scale, to the query's dtype.
 
     Args:
         key: [total_tokens, num_kv_heads, head_dim], of the tokens of `query` and in its dtype.

@@ -20,6 +20,17 @@ inline void store_word(uint32_t address, uint32_t v) {
   std::memcpy(stand_in::shared + address, &v, 4);
 }
 
+inline void store_16_bytes(uint32_t address, uint4 v) {
+  stand_in::expect_aligned("16 bytes at", address, 16);
+  std::memcpy(stand_in::shared + address, &v, 16);
+}
+inline uint4 load_shared_16_bytes(uint32_t address) {
+  stand_in::expect_aligned("16 bytes at", address, 16);
+  uint4 v;
+  std::memcpy(&v, stand_in::shared + address, 16);
+  return v;
+}
+
 inline void store_matrix_x4_transposed(uint32_t address, const uint32_t (&r)[4]) {
   stand_in::expect_aligned("a matrix's row at", address, 16);
   uint32_t addresses[32];

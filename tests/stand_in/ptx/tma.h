@@ -2,6 +2,7 @@
 
 #include <cuda.h>
 
+#include "common/tensor_tile.h"
 #include "ptx/mbarrier.h"
 
 namespace pallas_attn::ptx {
@@ -11,12 +12,51 @@ inline void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* barr
   stand_in::expect_aligned("a copy to", shared_address(to), 16);
   stand_in::expect_aligned("a copy from", reinterpret_cast<uint64_t>(from), 16);
   stand_in::expect_aligned("a copy's bytes", bytes, 16);
-  const stand_in::Copy copy = {to, from, bytes, barrier};
-  if (stand_in::random() % 2) {
-    stand_in::land(copy);
-  } else {
-    stand_in::cta().copies.push_back(copy);
-  }
+  stand_in::begin({[=] {
+    std::memcpy(to, from, bytes);
+    stand_in::count_landed(barrier, bytes);
+  }});
+}
+
+// What stands in for a tensor map, in its memory.
+struct Map {
+  TensorTile<4> tile;
+  uint32_t element_bytes, swizzled;
+};
+static_assert(sizeof(Map) <= sizeof(CUtensorMap));
+
+inline void tma_prefetch_descriptor(const CUtensorMap*) {}
+
+inline void tma_load_4d(void* to, const CUtensorMap* map, uint64_t* barrier, int c0, int c1, int c2, int c3) {
+  Map box;
+  std::memcpy(&box, map, sizeof(box));
+  const TensorTile<4>& tile = box.tile;
+  stand_in::expect_aligned("a box at", shared_address(to), box.swizzled ? 1024 : 128);
+  stand_in::begin({[=] {
+    const int first[4] = {c0, c1, c2, c3};
+    const uint32_t row_bytes = tile.box[0] * box.element_bytes;
+    uint32_t at = shared_address(to), i[4];
+    for (i[3] = 0; i[3] < tile.box[3]; ++i[3]) {
+      for (i[2] = 0; i[2] < tile.box[2]; ++i[2]) {
+        for (i[1] = 0; i[1] < tile.box[1]; ++i[1], at += row_bytes) {
+          for (i[0] = 0; i[0] < tile.box[0]; ++i[0]) {
+            const char* from = static_cast<const char*>(tile.base);
+            bool inside = true;
+            for (int d = 0; d < 4; ++d) {
+              const int64_t index = int64_t{first[d]} + i[d];
+              inside &= index >= 0 && static_cast<uint64_t>(index) < tile.extent[d];
+              from += index * static_cast<int64_t>(d == 0 ? box.element_bytes : tile.strides_bytes[d - 1]);
+            }
+            uint32_t byte = at + i[0] * box.element_bytes;
+            if (box.swizzled) byte ^= (byte >> 7 & 7) << 4;
+            if (inside) std::memcpy(stand_in::shared + byte, from, box.element_bytes);
+            if (!inside) std::memset(stand_in::shared + byte, 0, box.element_bytes);
+          }
+        }
+      }
+    }
+    stand_in::count_landed(barrier, row_bytes * tile.box[1] * tile.box[2] * tile.box[3]);
+  }});
 }
 
 inline void bulk_prefetch(const void* source, uint32_t bytes) {

@@ -1,4 +1,4 @@
-// Products with A in registers and B K-major in shared memory, at once.
+// Products at once.
 #pragma once
 
 #include <type_traits>
@@ -7,9 +7,20 @@
 
 namespace pallas_attn::ptx {
 
-inline uint64_t wgmma_descriptor(const void* tile, uint32_t) {
+inline uint64_t wgmma_descriptor(const void* tile, uint32_t leading_bytes) {
   stand_in::expect_aligned("an operand at", shared_address(tile), 1024);
-  return shared_address(tile) >> 4;
+  return shared_address(tile) >> 4 | leading_bytes >> 4 << 16;
+}
+
+// An element of an operand: `outer` rows of 128 bytes down, `inner` elements along them.
+inline uint16_t element_at(uint64_t descriptor, int outer, int inner) {
+  const uint32_t leading = static_cast<uint32_t>(descriptor >> 16) << 4;
+  uint32_t at = static_cast<uint32_t>(descriptor & 0xFFFF) << 4;
+  at += inner / 64 * leading + outer / 8 * 1024 + outer % 8 * 128 + inner % 64 * 2;
+  at ^= (at >> 7 & 7) << 4;
+  uint16_t bits;
+  std::memcpy(&bits, stand_in::shared + at, 2);
+  return bits;
 }
 inline uint64_t advance_descriptor(uint64_t descriptor, uint32_t bytes) { return descriptor + (bytes >> 4); }
 
@@ -38,17 +49,25 @@ float number(uint16_t bits) {
   }
 }
 
+inline uint64_t descriptor_of(uint64_t operand) { return operand; }
+inline uint64_t descriptor_of(const uint32_t (&)[4]) { return 0; }
+
 template <typename Element, Major kMajorB, int kAccumulators, typename A>
 void wgmma_k16(float (&d)[kAccumulators], A& a, uint64_t b, bool accumulate) {
-  static_assert(kMajorB == kKMajor && std::is_same_v<A, const uint32_t[4]>);
+  constexpr bool kFromRegisters = std::is_same_v<A, const uint32_t[4]>;
+  static_assert(kFromRegisters || std::is_same_v<A, const uint64_t>);
   const int group = stand_in::self->thread / 128, thread = stand_in::self->thread % 128;
   auto& fragment = stand_in::cta().fragment[group];
   stand_in::Meeting& meeting = stand_in::cta().warpgroup[group];
-  std::memcpy(fragment[thread], a, 16);
+  if constexpr (kFromRegisters) std::memcpy(fragment[thread], a, 16);
   meeting.wait();
   // The thread's two rows of A.
   float rows[2][16];
-  for (int pair = 0; pair < 4; ++pair) {
+  for (int i = 0; !kFromRegisters && i < 2; ++i) {
+    const int row = thread / 32 * 16 + i * 8 + thread % 32 / 4;
+    for (int k = 0; k < 16; ++k) rows[i][k] = number<Element>(element_at(descriptor_of(a), row, k));
+  }
+  for (int pair = 0; kFromRegisters && pair < 4; ++pair) {
     for (int r = 0; r < 4; ++r) {
       for (int right = 0; right < 2; ++right) {
         const uint32_t word = fragment[thread / 4 * 4 + pair][r];
@@ -57,15 +76,11 @@ void wgmma_k16(float (&d)[kAccumulators], A& a, uint64_t b, bool accumulate) {
       }
     }
   }
-  const uint32_t start = static_cast<uint32_t>(b) << 4;
   for (int i = 0; i < kAccumulators; ++i) {
     const int column = i / 4 * 8 + thread % 4 * 2 + i % 2;
     float sum = 0;
     for (int k = 0; k < 16; ++k) {
-      uint32_t at = start + column / 8 * 1024 + column % 8 * 128 + k * 2;
-      at ^= (at >> 7 & 7) << 4;
-      uint16_t bits;
-      std::memcpy(&bits, stand_in::shared + at, 2);
+      const uint16_t bits = kMajorB == kKMajor ? element_at(b, column, k) : element_at(b, k, column);
       sum += rows[i / 2 % 2][k] * number<Element>(bits);
     }
     d[i] = accumulate ? d[i] + sum : sum;

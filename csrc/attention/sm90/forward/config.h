@@ -16,11 +16,34 @@ namespace pallas_attn::attention::sm90 {
 
 using namespace pallas_attn::sm90;
 
+enum class Role { kKeys, kValues };
+
+constexpr int kManyThreads = 512;  // with which each begins with 128 registers
+
+// Who brings keys and values to shared memory: the copy engine; threads, where pages are too short for its
+// boxes; or threads that convert them.
+enum class Feed { kEngine, kGathered, kConverted };
+constexpr int kHandWarps = 2;  // of threads that do so, for keys, and as many for values
+
+// How a warp of these goes about its rows of a key tile in a cache of bytes: 16 at a time.
+template <int kKeys, int kPieces>
+struct TurnsOf {
+  static constexpr int kRows = kKeys / kHandWarps;
+  static constexpr int kRowChunks = kPieces * kPieceDims / 16;
+  static constexpr int kTurns = kRows * kRowChunks / 32;
+  static constexpr int kBatch = kTurns % 16 == 0 ? 8 : kTurns % 6 == 0 ? 6 : 4;
+  static constexpr int kBatches = kTurns / kBatch;
+  static_assert(kRows * kRowChunks % 32 == 0 && kTurns % kBatch == 0);
+  // A row's scale stays until all of the row is converted.
+  static_assert(kBatches > (32 % kRowChunks == 0 ? 1 : 2));
+};
+
 // Heads of up to kDim elements, values of up to kValueDim: shorter ones are filled up with zeros on their way
 // to shared memory.
 template <int kDim_, int kValueDim_, int kKeys_, int kMath_, int kQuerySlots_, int kKeyStages_,
-          int kValueStages_>
+          int kValueStages_, Feed kFeed_ = Feed::kEngine>
 struct ShapeOf {
+  static constexpr Feed kFeed = kFeed_;
   static constexpr int kDim = kDim_, kValueDim = kValueDim_, kKeys = kKeys_;
   static constexpr int kMath = kMath_;  // math warpgroups
   static constexpr int kRows = kMath * kFragmentRows;
@@ -30,12 +53,21 @@ struct ShapeOf {
 
   static constexpr int kConsumerThreads = kMath * kWarpgroupThreads;
   static constexpr int kConsumerWarps = kConsumerThreads / 32;
-  static constexpr int kThreads = kConsumerThreads + kWarpgroupThreads;
+  // One that scouts and has the copy engine load; beside it one of threads that load.
+  static constexpr int kFeeders = kFeed == Feed::kEngine ? 1 : 2;
+  static constexpr int kThreads = kConsumerThreads + kFeeders * kWarpgroupThreads;
   // A thread's registers: those of the whole CTA are dealt anew between the roles.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-  static constexpr int kFeederRegisters = kValueDim > 192 ? 56 : 72;
+  static constexpr int kFeederRegisters = kFeed != Feed::kEngine ? 32 : kValueDim > 192 ? 56 : 72;
+  static constexpr int kHandRegisters = kFeed == Feed::kEngine ? 0 : 48;
   static constexpr int kConsumerRegisters =
-      ((kMath + 1) * kLaunchRegisters - kFeederRegisters) / kMath / 8 * 8;
+      ((kMath + kFeeders) * kLaunchRegisters - kFeederRegisters - kHandRegisters) / kMath / 8 * 8;
+
+  // The same for keys in short pages, and for a cache of bytes, of which some is in shared memory too.
+  using Gathered =
+      ShapeOf<kDim, kValueDim, kKeys, kMath, kQuerySlots, kKeyStages, kValueStages, Feed::kGathered>;
+  using Converted = ShapeOf<kDim, kValueDim, kDim == 192 ? 96 : kKeys, kMath, kQuerySlots,
+                            kDim == 64 ? kKeyStages : 2, kValueStages, Feed::kConverted>;
 };
 
 // What was tried beside these is on the kernel's page.

@@ -30,10 +30,9 @@ class Consumer {
  public:
   using Plan = SmemPlan<Shape>;
 
-  __device__ Consumer(const ForwardParams& params, bool gathered, Plan& smem, int warpgroup, int thread)
+  __device__ Consumer(const ForwardParams& params, Plan& smem, int warpgroup, int thread)
       : params_(params),
         smem_(smem),
-        gathered_(gathered),
         shaped_(params.softcap > 0.0f || params.alibi != nullptr),
         group_(params.group),
         warpgroup_(warpgroup),
@@ -193,6 +192,16 @@ class Consumer {
       const int row = warpgroup_ * kFragmentRows + at_.row(i);
       if (!is_answered<kForm>(params_, tile, group_, row)) state_.maximum[i] = NAN;
     }
+    if constexpr (kScaledTiles) factor_ = factor_of(tile);
+  }
+
+  // The scale of logits; and what makes logits in base 2 of scores, or of what they were shaped to.
+  __device__ __forceinline__ float scale_of(const Tile& tile) const {
+    return kScaledTiles ? tile.scale : scale_;
+  }
+  __device__ __forceinline__ float factor_of(const Tile& tile) const {
+    if constexpr (!kScaledTiles) return factor_;
+    return shaped_ ? 1.0f : tile.scale * kLog2E;
   }
 
   // Whether other documents' keys lie between the tile's.
@@ -208,7 +217,7 @@ class Consumer {
   __device__ __forceinline__ bool softmax(const Tile& tile, float (&rescale)[kRowsPerThread]) {
     if (__builtin_expect(shaped_ || !is_open(), false)) {
       const Rows rows(params_, tile, window_, group_, warpgroup_ * kFragmentRows, at_);
-      if (shaped_) shape_logits(rS_, params_, scale_, at_, key_ * kKeys, rows);
+      if (shaped_) shape_logits(rS_, params_, scale_of(tile), at_, key_ * kKeys, rows);
       if (!is_open()) mask_outside(rS_, at_, key_ * kKeys, rows);
       if (is_mixed(tile)) own_keys(tile).mask_others(rS_, at_);
     }
@@ -217,7 +226,7 @@ class Consumer {
 
   __device__ __forceinline__ void issue_scores() {
     ptx::mbarrier_wait(&smem_.keys.full[key_stage_][0], key_phases_.full(key_stage_));
-    if (gathered_) ptx::fence_async_shared();
+    if (kGathered) ptx::fence_async_shared();
     const uint64_t query =
         ptx::uniform_descriptor(ptx::wgmma_descriptor(smem_.fragment_of(slot_, 0, warpgroup_), 0));
     const uint64_t key = ptx::uniform_descriptor(ptx::wgmma_descriptor(smem_.sK[key_stage_], 0));
@@ -244,14 +253,14 @@ class Consumer {
   __device__ __forceinline__ void prepare_values(const Tile& tile) {
     if (is_open()) return;
     ptx::mbarrier_wait(&smem_.values.full[value_stage_][0], value_phases_.full(value_stage_));
-    if (gathered_) ptx::fence_async_shared();
+    if (kGathered) ptx::fence_async_shared();
     clear_unseen(tile);
   }
 
   // With the values of the key tile at work.
   __device__ __forceinline__ void issue_values(const Tile& tile, bool first) {
     ptx::mbarrier_wait(&smem_.values.full[value_stage_][0], value_phases_.full(value_stage_));
-    if (gathered_) ptx::fence_async_shared();
+    if (kGathered) ptx::fence_async_shared();
     const uint64_t value =
         ptx::uniform_descriptor(ptx::wgmma_descriptor(smem_.sV[value_stage_], kKeys * kRowBytes));
     ptx::wgmma_touch(rO_);
@@ -259,9 +268,20 @@ class Consumer {
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kKeySteps; ++step) {
-      ptx::wgmma_k16<Element, ptx::kMNMajor>(rO_, static_cast<const uint32_t (&)[4]>(rP_[step]),
-                                             ptx::advance_descriptor(value, step * kStepDims * kRowBytes),
-                                             !first || step > 0);
+      const auto& weights = static_cast<const uint32_t (&)[4]>(rP_[step]);
+      const uint64_t step_value = ptx::advance_descriptor(value, step * kStepDims * kRowBytes);
+      if constexpr (Shape::kThreads == kManyThreads && Shape::kValueDim == 256) {
+        // An instruction has no more registers than a thread begins with, here 128.
+        constexpr int kHalf = accumulators(Shape::kValueDim) / 2;
+        const uint64_t other =
+            ptx::advance_descriptor(step_value, Shape::kValuePieces / 2 * kKeys * kRowBytes);
+        auto& left = reinterpret_cast<float (&)[kHalf]>(rO_[0]);
+        auto& right = reinterpret_cast<float (&)[kHalf]>(rO_[kHalf]);
+        ptx::wgmma_k16<Element, ptx::kMNMajor>(left, weights, step_value, !first || step > 0);
+        ptx::wgmma_k16<Element, ptx::kMNMajor>(right, weights, other, !first || step > 0);
+      } else {
+        ptx::wgmma_k16<Element, ptx::kMNMajor>(rO_, weights, step_value, !first || step > 0);
+      }
     }
     ptx::wgmma_commit();
   }
@@ -296,6 +316,11 @@ class Consumer {
   __device__ __forceinline__ void finish_scores() {
     ptx::wgmma_wait<kPending>();
     ptx::wgmma_touch(rS_);
+    if constexpr (kScaledTiles) {
+      if (params_.key_scale_by_page || params_.new_key != nullptr) {
+        scale_keys(rS_, smem_.raw.key_scales[key_stage_], at_);
+      }
+    }
     release(&smem_.keys.empty[key_stage_][0]);
     advance(key_stage_, key_phases_);
   }
@@ -312,7 +337,10 @@ class Consumer {
     for (int i = 0; i < kRowsPerThread; ++i) {
       state.sum[i] = quad_reduce(state.sum[i], [](float a, float b) { return a + b; });
     }
-    const RowEnds ends(state, factor_);
+    RowEnds ends(state, factor_of(tile));
+    if constexpr (kScaledTiles) {
+      for (float& factor : ends.factor) factor *= tile.value_scale;
+    }
     const int first_row = warpgroup_ * kFragmentRows;
     if (tile.slot >= 0) {
       store_partial<Shape>(params_, tile, rO_, ends, first_row, at_);
@@ -333,13 +361,16 @@ class Consumer {
 
   const ForwardParams& params_;
   Plan& smem_;
-  const bool gathered_, shaped_;
+  // Whether keys and values of a head may have scales of their own; whether threads copy, and do not tell the
+  // asynchronous units.
+  static constexpr bool kScaledTiles = Shape::kFeed == Feed::kConverted;
+  static constexpr bool kGathered = Shape::kFeed == Feed::kGathered;
+  const bool shaped_;
   const Group group_;
   const int warpgroup_;
   const int thread_;
   const FragmentPosition at_;
   const Window window_;
-  const float scale_, factor_;
 
   Phases<kToldTiles> told_phases_;
   Phases<Shape::kQuerySlots> query_phases_;
@@ -349,6 +380,7 @@ class Consumer {
 
   // Of the tile that is begun: the key tile at work, the one that comes last, and those seen whole.
   int key_, last_key_, open_begin_, open_end_;
+  float scale_, factor_;
   RowState state_;
   float rS_[accumulators(kKeys)];
   float rO_[accumulators(Shape::kValueDim)];

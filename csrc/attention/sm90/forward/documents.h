@@ -23,7 +23,7 @@ __device__ __forceinline__ bool is_answered(const ForwardParams& params, const T
 // Of a sequence's keys; those behind the last are nobody's.
 __device__ __forceinline__ bool is_own_key(const ForwardParams& params, const Tile& tile, int key) {
   if (key >= tile.k_len) return false;
-  return __ldg(params.k_ranks + int64_t{tile.k_batch} * params.kv_len + tile.k_begin + key) == tile.k_rank;
+  return __ldg(params.k_ranks + int64_t{tile.batch} * params.kv_len + tile.k_begin + key) == tile.k_rank;
 }
 
 // A bit for each of a key tile's keys, found by a warp together.

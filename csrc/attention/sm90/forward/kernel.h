@@ -1,17 +1,38 @@
 // Attention's forward pass on Hopper: CTAs that stay, math warpgroups each and one more that feeds them.
 #pragma once
 
+#include <type_traits>
+
 #include "attention/sm90/forward/consumer.h"
+#include "attention/sm90/forward/converter.h"
+#include "attention/sm90/forward/gatherer.h"
 #include "attention/sm90/forward/loader.h"
 #include "attention/sm90/forward/scout.h"
 #include "ptx/control.h"
 
 namespace pallas_attn::attention::sm90 {
 
-template <typename Shape>
-__device__ __forceinline__ void init_barriers(SmemPlan<Shape>& smem, const Boxes& boxes) {
-  const int writers = Loader<Shape, Role::kKeys>::writers(boxes);
-  smem.told.init(Shape::kConsumerWarps + kLoaders, 1, 1);
+// Who fills the buffers of keys, or of values.
+template <typename Element, typename Shape, Role kRole>
+struct FillersOf {
+  static constexpr int kWarps = Shape::kFeed == Feed::kEngine ? 1 : kHandWarps;
+  using Hand = std::conditional_t<Shape::kFeed == Feed::kGathered, Gatherer<Shape, kRole>,
+                                  Converter<Element, Shape, kRole>>;
+
+  static __host__ __device__ constexpr int writers() {
+    if constexpr (Shape::kFeed == Feed::kEngine) {
+      return 1;
+    } else {
+      return Hand::kWriters;
+    }
+  }
+};
+
+template <typename Element, typename Shape>
+__device__ __forceinline__ void init_barriers(SmemPlan<Shape>& smem) {
+  using Keys = FillersOf<Element, Shape, Role::kKeys>;
+  constexpr int writers = Keys::writers();
+  smem.told.init(Shape::kConsumerWarps + 2 * Keys::kWarps, 1, 1);
   smem.queries.init(Shape::kConsumerWarps, 1, 1);
   smem.keys.init(Shape::kConsumerWarps, writers, writers);
   smem.values.init(Shape::kConsumerWarps, writers, writers);
@@ -25,10 +46,12 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   extern __shared__ __align__(1024) char shared_memory[];
   auto& smem = *reinterpret_cast<SmemPlan<Shape>*>(shared_memory);
   if (threadIdx.x == 0) {
-    init_barriers(smem, boxes);
+    init_barriers<Element, Shape>(smem);
     ptx::tma_prefetch_descriptor(&maps.query);
-    ptx::tma_prefetch_descriptor(&maps.key);
-    ptx::tma_prefetch_descriptor(&maps.value);
+    if constexpr (Shape::kFeed == Feed::kEngine) {
+      ptx::tma_prefetch_descriptor(&maps.key);
+      ptx::tma_prefetch_descriptor(&maps.value);
+    }
   }
   __syncthreads();
   // Through a shuffle, so that the compiler knows the roles' branch to be uniform in a warp: it serialises
@@ -37,14 +60,27 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   const int thread = threadIdx.x % kWarpgroupThreads;
   if (role < Shape::kMath) {
     ptx::raise_registers<Shape::kConsumerRegisters>();
-    Consumer<Element, Shape, kForm>(params, boxes.rows == 0, smem, role, thread).work();
-  } else {
+    Consumer<Element, Shape, kForm>(params, smem, role, thread).work();
+    return;
+  }
+  const int warp = __shfl_sync(0xffffffff, thread / 32, 0);
+  const int lane = thread % 32;
+  if (role == Shape::kMath) {
     ptx::lower_registers<Shape::kFeederRegisters>();
-    const int warp = __shfl_sync(0xffffffff, thread / 32, 0);
-    const int lane = thread % 32;
     if (warp == kScout) Scout<Shape>(params, maps, boxes, smem, lane).work();
-    if (warp == kKeyLoader) Loader<Shape, Role::kKeys>(params, maps, boxes, smem, lane).work();
-    if (warp == kValueLoader) Loader<Shape, Role::kValues>(params, maps, boxes, smem, lane).work();
+    if constexpr (Shape::kFeed == Feed::kEngine) {
+      using Keys = Loader<Shape, Role::kKeys>;
+      using Values = Loader<Shape, Role::kValues>;
+      if (warp == kKeyLoader) load_tiles(smem, lane, Keys(params, maps, boxes, smem, lane));
+      if (warp == kValueLoader) load_tiles(smem, lane, Values(params, maps, boxes, smem, lane));
+    }
+  } else if constexpr (Shape::kFeed != Feed::kEngine) {
+    ptx::lower_registers<Shape::kHandRegisters>();
+    using Keys = typename FillersOf<Element, Shape, Role::kKeys>::Hand;
+    using Values = typename FillersOf<Element, Shape, Role::kValues>::Hand;
+    const int of_role = warp % kHandWarps;
+    if (warp < kHandWarps) load_tiles(smem, lane, Keys(params, maps, smem, of_role, lane));
+    if (warp >= kHandWarps) load_tiles(smem, lane, Values(params, maps, smem, of_role, lane));
   }
 }
 

@@ -27,13 +27,32 @@ inline TensorTile<4> tile_of(const char* name, const void* array, const Strides&
           {kPieceDims, static_cast<uint32_t>(box_heads), static_cast<uint32_t>(rows), 1}};
 }
 
+// Where pages are beside rows, both are in one box where they meet, and threads copy it: it is kept small.
+constexpr int kMostJoinedRows = 16;
+
 template <typename Shape>
 Boxes boxes_of(const ForwardParams& params) {
   const int tokens = Shape::kRows / params.group;
   const int query_bytes = Shape::kPieces * tokens * params.group * kRowBytes;
-  if (params.block_tables == nullptr) return {Shape::kKeys, query_bytes};
-  const int rows = std::gcd(Shape::kKeys, params.page_size);
-  return {rows % kLeastBoxRows == 0 ? rows : 0, query_bytes};
+  if (Shape::kFeed == Feed::kGathered) return {0, query_bytes};
+  if (params.block_tables == nullptr || Shape::kFeed == Feed::kConverted) return {Shape::kKeys, query_bytes};
+  const int most = params.new_key == nullptr ? Shape::kKeys : kMostJoinedRows;
+  return {std::gcd(most, params.page_size), query_bytes};
+}
+
+// Of new tokens beside pages.
+template <typename Element>
+LaunchStatus encode_row_maps(const ForwardParams& params, int rows, Maps* maps) {
+  constexpr CUtensorMapDataType kElement = ElementTraits<Element>::kTensorMapType;
+  if (params.new_key == nullptr) return {};
+  const LaunchStatus status =
+      encode_tensor_map(tile_of("new key", params.new_key, params.new_key_strides, params.head_dim,
+                                params.num_kv_heads, params.q_len, params.batch, 1, rows),
+                        kElement, &maps->new_key);
+  if (!status.ok()) return status;
+  return encode_tensor_map(tile_of("new value", params.new_value, params.new_value_strides, params.value_dim,
+                                   params.num_kv_heads, params.q_len, params.batch, 1, rows),
+                           kElement, &maps->new_value);
 }
 
 template <typename Element, typename Shape>
@@ -42,26 +61,26 @@ LaunchStatus encode_maps(const ForwardParams& params, const Boxes& boxes, Maps* 
   const bool paged = params.block_tables != nullptr;
   const int tokens = paged ? params.page_size : params.kv_len;
   const int batch = paged ? params.num_pages : params.batch;
-  const int rows = boxes.rows > 0 ? boxes.rows : 1;  // unused where threads copy
+  const int rows = boxes.rows;
   LaunchStatus status = encode_tensor_map(
       tile_of("query", params.query, params.query_strides, params.head_dim, params.num_heads, params.q_len,
               params.batch, params.group, Shape::kRows / params.group),
       kElement, &maps->query);
-  if (!status.ok()) return status;
+  if (!status.ok() || Shape::kFeed == Feed::kGathered) return status;
+  if (Shape::kFeed == Feed::kConverted) return encode_row_maps<Element>(params, rows, maps);
   status = encode_tensor_map(tile_of("key", params.key, params.key_strides, params.head_dim,
                                      params.num_kv_heads, tokens, batch, 1, rows),
                              kElement, &maps->key);
   if (!status.ok()) return status;
-  return encode_tensor_map(tile_of("value", params.value, params.value_strides, params.value_dim,
-                                   params.num_kv_heads, tokens, batch, 1, rows),
-                           kElement, &maps->value);
+  status = encode_tensor_map(tile_of("value", params.value, params.value_strides, params.value_dim,
+                                     params.num_kv_heads, tokens, batch, 1, rows),
+                             kElement, &maps->value);
+  return status.ok() ? encode_row_maps<Element>(params, rows, maps) : status;
 }
 
-template <typename Element, typename Shape>
-LaunchStatus launch_instance(const ForwardParams& params, cudaStream_t stream) {
-  const bool full = params.rest != nullptr || params.q_ranks != nullptr;
-  const auto kernel =
-      full ? forward_kernel<Element, Shape, Form::kFull> : forward_kernel<Element, Shape, Form::kUsual>;
+template <typename Element, typename Shape, Form kForm>
+LaunchStatus launch_fed(const ForwardParams& params, cudaStream_t stream) {
+  const auto kernel = forward_kernel<Element, Shape, kForm>;
   constexpr int kSmemBytes = sizeof(SmemPlan<Shape>);
   static_assert(kSmemBytes <= kSmemLimit);
   // Every time: both answers are those of the current context.
@@ -84,6 +103,23 @@ LaunchStatus launch_instance(const ForwardParams& params, cudaStream_t stream) {
                             "launching the forward kernel", params, maps, boxes);
   if (!status.ok() || params.split_tiles == nullptr) return status;
   return launch_merge(params, Shape::kRows, num_sms, stream);
+}
+
+// visit(Shape{}) with the form of the shape that the keys ask for.
+template <typename Shape, typename Visit>
+auto with_feed(const ForwardParams& params, Visit visit) {
+  if (params.cache != CacheType::kElement) return visit(typename Shape::Converted{});
+  const bool short_pages = params.block_tables != nullptr && params.page_size % kLeastBoxRows != 0;
+  return short_pages ? visit(typename Shape::Gathered{}) : visit(Shape{});
+}
+
+template <typename Element, typename Shape>
+LaunchStatus launch_instance(const ForwardParams& params, cudaStream_t stream) {
+  // Documents, and calls with gradients, have their keys in rows.
+  const bool full = params.rest != nullptr || params.q_ranks != nullptr;
+  if (full) return launch_fed<Element, Shape, Form::kFull>(params, stream);
+  return with_feed<Shape>(
+      params, [&](auto shape) { return launch_fed<Element, decltype(shape), Form::kUsual>(params, stream); });
 }
 
 }  // namespace pallas_attn::attention::sm90

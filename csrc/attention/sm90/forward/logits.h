@@ -53,6 +53,17 @@ __device__ __forceinline__ void mask_outside(float (&rS)[kCount], const Fragment
   }
 }
 
+// Times what each key's score is multiplied by.
+template <int kCount>
+__device__ __forceinline__ void scale_keys(float (&rS)[kCount], const float* scales,
+                                           const FragmentPosition& at) {
+#pragma unroll
+  for (int r = 0; r < kCount; r += 4) {
+    const float2 two = *reinterpret_cast<const float2*>(scales + at.column(r));
+    rS[r] *= two.x, rS[r + 1] *= two.y, rS[r + 2] *= two.x, rS[r + 3] *= two.y;
+  }
+}
+
 // softcap * tanh(x / softcap), by exponentials: the hardware's tanh is exact to 2^-11 only.
 __device__ __forceinline__ float cap(float x, float by, float inverse2) {
   const float e = exp2_fast(fminf(x * inverse2, 126.0f));  // e^(2 x / by)

@@ -8,12 +8,14 @@ namespace pallas_attn::attention::sm90 {
 // Dimensions, innermost first: element, head, token (of a page), batch (or page). What lies outside reads as
 // zero.
 struct Maps {
-  CUtensorMap query, key, value;
+  CUtensorMap query;
+  CUtensorMap key, value;          // in pages, or all of them in rows
+  CUtensorMap new_key, new_value;  // in rows beside pages
 };
 
 // How a key tile is copied: in boxes of neighbouring tokens, one lane each.
 struct Boxes {
-  int rows;  // 0: pages are too short for boxes, and threads copy
+  int rows;
   int query_bytes;
 };
 

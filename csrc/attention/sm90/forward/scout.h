@@ -79,14 +79,19 @@ class Scout {
     tile.tokens = item.tokens;
     tile.place = item.token + seq.offset;
     tile.seq = item.seq;
-    tile.k_batch = seq.batch;
-    tile.k_begin = seq.k_begin;
     tile.k_len = seq.k_len;
+    tile.in_pages = seq.in_pages;
+    tile.k_begin = seq.k_begin;
     tile.first_key = item.first_key;
     tile.num_keys = item.num_keys;
     tile.slot = item.slot;
     tile.q_rank = seq.q_mixed ? seq.rank : -1;
     tile.k_rank = seq.k_mixed ? seq.rank : -1;
+    // Scales that differ from key to key, keys and values have already.
+    const bool apart = params_.new_key != nullptr;
+    tile.scale =
+        __ldg(params_.scale) * head_scale(params_.key_scale, params_.key_scale_by_page || apart, tile);
+    tile.value_scale = head_scale(params_.value_scale, params_.value_scale_by_page || apart, tile);
     if (item.num_keys == 0) {
       answer_nothing(tile, seq);
       return false;
@@ -98,6 +103,10 @@ class Scout {
     tile.seen_begin = window.begin(seq.offset);
     tile.seen_end = window.end(seq.offset + seq.q_len - 1, seq.k_len);
     return true;
+  }
+
+  static __device__ float head_scale(const float* scales, bool of_keys, const Tile& tile) {
+    return scales == nullptr || of_keys ? 1.0f : __ldg(scales + tile.kv_head);
   }
 
   static __device__ __forceinline__ WorkItem load_item(const WorkItem* from) {

@@ -25,17 +25,36 @@ struct Tile {
   int tokens;               // queries
   int place;                // of its first query among the keys
   int seq;                  // of num_seqs
-  int k_batch, k_begin;     // keys in rows: where the sequence's begin
   int k_len;                // keys of the sequence
+  int in_pages;             // that many in pages, the others in rows
+  int k_begin;              // of its batch, where those begin
   int first_key, num_keys;  // key tiles, at least one
   // Key tiles [open_begin, open_end) are seen whole by all of its queries.
   int open_begin, open_end;
+  float scale;        // of its logits
+  float value_scale;  // of its results
   // Of the sequence's keys [seen_begin, seen_end) are seen by some query; others may hold NaN.
   int seen_begin, seen_end;
   int slot;  // of the partial result; negative: the result is final
   // Where not all queries (keys) between its first and last are the document's: the rank of those that are;
   // else negative.
   int q_rank, k_rank;
+};
+
+// What threads have copied of keys in a cache of bytes, or of values, before they convert it: two batches of
+// turns.
+template <int kKeys, int kPieces>
+struct RawOf {
+  uint4 bytes[2 * TurnsOf<kKeys, kPieces>::kBatch][kHandWarps * 32];
+  float scales[kKeys];
+};
+template <typename Shape, Feed kFeed>
+struct RawKeysAndValues {};
+template <typename Shape>
+struct RawKeysAndValues<Shape, Feed::kConverted> {
+  RawOf<Shape::kKeys, Shape::kPieces> keys;
+  RawOf<Shape::kKeys, Shape::kValuePieces> values;
+  float key_scales[Shape::kKeyStages][Shape::kKeys];  // of converted keys, where they differ in a tile
 };
 
 template <typename Shape>
@@ -51,6 +70,8 @@ struct alignas(1024) SmemPlan {
   __device__ auto& fragment_of(int slot, int piece, int warpgroup) {
     return reinterpret_cast<SwizzledPiece<kFragmentRows>&>(sQ[slot][piece][warpgroup * kFragmentRows]);
   }
+
+  RawKeysAndValues<Shape, Shape::kFeed> raw;
 
   Tile tiles[kToldTiles];
   Ring<kToldTiles, 1, 1> told;

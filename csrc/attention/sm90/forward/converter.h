@@ -1,0 +1,202 @@
+// Warps that make the query's own 16-bit numbers of keys in a cache of bytes, or of values: e4m3 and int8,
+// which bf16 and fp16 hold exactly. Each thread has 16 bytes copied to a place of its own in shared memory, a
+// batch of turns ahead, so that who waits for them is who asked.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/params.h"
+#include "attention/sm90/forward/filling.h"
+#include "attention/sm90/forward/maps.h"
+#include "attention/sm90/forward/smem_plan.h"
+#include "attention/sm90/forward/sources.h"
+#include "ptx/async_copy.h"
+#include "ptx/mbarrier.h"
+#include "ptx/tma.h"
+#include "sm90/from_bytes.h"
+
+namespace pallas_attn::attention::sm90 {
+
+// One of kHandWarps, each with rows of its own.
+template <typename Element, typename Shape, Role kRole>
+class Converter {
+ public:
+  using Plan = SmemPlan<Shape>;
+  static constexpr bool kOfKeys = kRole == Role::kKeys;
+  static constexpr int kPieces = kOfKeys ? Shape::kPieces : Shape::kValuePieces;
+  static constexpr int kKeys = Shape::kKeys;
+
+  // Who arrives when a buffer is full: lane 0 of each warp.
+  static constexpr int kWriters = kHandWarps;
+
+  __device__ Converter(const ForwardParams& params, const Maps& maps, Plan& smem, int warp, int lane)
+      : source_(params),
+        rows_map_(kOfKeys ? maps.new_key : maps.new_value),
+        scales_(kOfKeys ? params.key_scale : params.value_scale),
+        by_page_(kOfKeys ? params.key_scale_by_page : params.value_scale_by_page),
+        filling_(smem),
+        warp_(warp),
+        lane_(lane),
+        first_row_(warp * Turns::kRows),
+        raw_(ptx::shared_address(raw_of(smem.raw).bytes[0]) + (warp * 32 + lane) * 16),
+        row_scales_(raw_of(smem.raw).scales) {}
+
+  __device__ void load(const Tile& tile) {
+    int i = tile.first_key + tile.num_keys - 1;
+    // Keys in rows are there as they should be.
+    for (; i >= tile.first_key && i * kKeys >= tile.in_pages; --i) load_rows(tile, i * kKeys);
+    if (i < tile.first_key) return;
+    const Places places(source_, tile, 1, 0, 0);
+    const float head_scale = by_page_ ? 1.0f : __ldg(scales_ + tile.kv_head);
+    const bool scaled = by_page_ || source_.params.new_key != nullptr;
+    int key = i * kKeys + first_row_, half = 0;
+    const int last = tile.first_key * kKeys + first_row_;
+    Held held(places, lane_);
+    held.look_up(key);
+    uint32_t next_bad = held.template settle<false>(key);
+    held.look_up(key - kKeys);
+    begin(held, tile, 0, half);
+    ptx::close_copies();
+#pragma unroll 1
+    for (; key >= last; key -= kKeys) {
+      const bool joins = tile.in_pages < key - first_row_ + kKeys;
+      const uint32_t bad = next_bad;
+#pragma unroll 1
+      for (int batch = 0; batch < Turns::kBatches; ++batch) {
+        const bool ends_tile = batch + 1 == Turns::kBatches;
+        if (ends_tile && key > last) {
+          next_bad = held.template settle<false>(key - kKeys);
+          held.look_up(key - 2 * kKeys);
+        }
+        if (!ends_tile || key > last) begin(held, tile, ends_tile ? 0 : batch + 1, half ^ 1);
+        ptx::close_copies();
+        ptx::wait_for_copies_but<1>();
+        __syncwarp();
+        if (batch == 0) filling_.wait_until_empty();
+        convert(places, key, batch, half, scaled, head_scale);
+        half ^= 1;
+      }
+      if (joins) ptx::wait_for_copies();
+      if (kOfKeys && __any_sync(0xffffffff, bad != 0)) {
+        __syncwarp();
+        fill_with_nan(filling_.buffer(), first_row_, bad, lane_);
+      }
+      ptx::fence_async_shared();
+      __syncwarp();
+      if (lane_ == 0) ptx::mbarrier_arrive(filling_.full());
+      filling_.advance();
+    }
+  }
+
+ private:
+  using Turns = TurnsOf<kKeys, kPieces>;
+  using Held = HeldPlaces<kRole, Turns::kRows>;
+
+  template <typename Raw>
+  static __device__ auto& raw_of(Raw& raw) {
+    if constexpr (kOfKeys) {
+      return raw.keys;
+    } else {
+      return raw.values;
+    }
+  }
+
+  // Of the warp's rows and their 16-byte chunks, those of one turn: a lane's.
+  __device__ int row_of(int turn) const { return (turn * 32 + lane_) / Turns::kRowChunks; }
+  __device__ int chunk_of(int turn) const { return (turn * 32 + lane_) % Turns::kRowChunks; }
+
+  __device__ __forceinline__ void load_rows(const Tile& tile, int key) {
+    filling_.wait_until_empty();
+    if constexpr (kOfKeys) {
+      for (int row = lane_; row < Turns::kRows; row += 32) filling_.scales()[first_row_ + row] = 1.0f;
+      __syncwarp();
+    }
+    if (lane_ == 0) {
+      if (warp_ == 0) {
+        ptx::mbarrier_arrive_expect_bytes(filling_.full(), kPieces * kKeys * kRowBytes);
+        for (int piece = 0; piece < kPieces; ++piece) {
+          ptx::tma_load_4d(filling_.buffer()[piece], &rows_map_, filling_.full(), piece * kPieceDims,
+                           tile.kv_head, source_.row_of(tile, key), tile.batch);
+        }
+      } else {
+        ptx::mbarrier_arrive(filling_.full());
+      }
+    }
+    __syncwarp();
+    filling_.advance();
+  }
+
+  // Has a batch of the turns copied.
+  __device__ __forceinline__ void begin(const Held& held, const Tile& tile, int batch, int half) {
+    const uint32_t to = raw_ + half * Turns::kBatch * (kHandWarps * 32 * 16);
+#pragma unroll
+    for (int j = 0; j < Turns::kBatch; ++j) {
+      const int turn = batch * Turns::kBatch + j, row = row_of(turn), chunk = chunk_of(turn);
+      // The rows of a batch are a block's where they are 32.
+      const char* from = Turns::kBatch == Turns::kRowChunks ? held.of(row, batch) : held.of(row);
+      const bool copied = from != nullptr && chunk * 16 < source_.dim();
+      ptx::copy_async(to + j * (kHandWarps * 32 * 16), from + chunk * 16, copied);
+      if (by_page_) {
+        const int page = held.page_of(row);
+        if (chunk == 0) {
+          const auto scale = static_cast<int64_t>(from != nullptr ? page : 0) * source_.params.num_kv_heads;
+          ptx::copy_word_async(ptx::shared_address(row_scales_ + first_row_ + row),
+                               scales_ + scale + tile.kv_head);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void convert(const Places<kRole>& places, int key, int batch, int half,
+                                          bool scaled, float head_scale) {
+    const uint32_t from = raw_ + half * Turns::kBatch * (kHandWarps * 32 * 16);
+#pragma unroll 2
+    for (int j = 0; j < Turns::kBatch; ++j) {
+      const int turn = batch * Turns::kBatch + j, row = row_of(turn), chunk = chunk_of(turn), at = key + row;
+      const int to_row = first_row_ + row, piece = chunk / 4;
+      const uint32_t to = ptx::shared_address(filling_.buffer()[piece][to_row]);
+      // Neighbouring quads write halves of their 32 bytes in turns, so that eight lanes meet all banks.
+      const int first = chunk % 4 * 2 + piece % 2;
+      const uint32_t one = to + ((first ^ (to_row & 7)) << 4), other = to + ((first ^ 1 ^ (to_row & 7)) << 4);
+      const bool in_row = places.holds(at) && !places.is_paged(at);
+      if (kOfKeys && scaled && chunk == 0) {
+        filling_.scales()[to_row] = in_row ? 1.0f : by_page_ ? row_scales_[to_row] : head_scale;
+      }
+      if (in_row) {
+        const char* row_from = places.in_row(at) + chunk * 32;
+        const bool exists = chunk * 16 < source_.dim();
+        const int swapped = piece % 2 * 16;
+        ptx::copy_async(one, exists ? row_from + swapped : places.anywhere(), exists);
+        ptx::copy_async(other, exists ? row_from + (16 - swapped) : places.anywhere(), exists);
+        continue;
+      }
+      uint4 low, high;
+      const uint4 bytes = ptx::load_shared_16_bytes(from + j * (kHandWarps * 32 * 16));
+      if (source_.params.cache == CacheType::kE4m3) {
+        low = eight_of_e4m3<Element>(bytes.x, bytes.y);
+        high = eight_of_e4m3<Element>(bytes.z, bytes.w);
+      } else {
+        low = eight_of_int8<Element>(bytes.x, bytes.y);
+        high = eight_of_int8<Element>(bytes.z, bytes.w);
+      }
+      if (!kOfKeys && scaled) {
+        const float scale = by_page_ ? row_scales_[to_row] : head_scale;
+        scale_eight<Element>(low, scale);
+        scale_eight<Element>(high, scale);
+      }
+      ptx::store_16_bytes(one, piece % 2 ? high : low);
+      ptx::store_16_bytes(other, piece % 2 ? low : high);
+    }
+  }
+
+  const Source<kRole> source_;
+  const CUtensorMap& rows_map_;
+  const float* scales_;
+  const bool by_page_;
+  Filling<Shape, kRole> filling_;
+  const int warp_, lane_, first_row_;
+  const uint32_t raw_;
+  float* row_scales_;
+};
+
+}  // namespace pallas_attn::attention::sm90

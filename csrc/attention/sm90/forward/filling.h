@@ -1,0 +1,80 @@
+// The buffers of keys, or of values, from the side that fills them.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/sm90/forward/smem_plan.h"
+#include "ptx/mbarrier.h"
+
+namespace pallas_attn::attention::sm90 {
+
+template <typename Shape, Role kRole>
+class Filling {
+ public:
+  static constexpr bool kOfKeys = kRole == Role::kKeys;
+  static constexpr int kStages = kOfKeys ? Shape::kKeyStages : Shape::kValueStages;
+
+  __device__ explicit Filling(SmemPlan<Shape>& smem) : smem_(smem) {}
+
+  __device__ auto& buffer() {
+    if constexpr (kOfKeys) {
+      return smem_.sK[stage_];
+    } else {
+      return smem_.sV[stage_];
+    }
+  }
+  // Of a cache of bytes: the keys' own.
+  __device__ float (&scales())
+      [Shape::kKeys] { return smem_.raw.key_scales[stage_]; } __device__ uint64_t* full() {
+    return &ring().full[stage_][0];
+  }
+  __device__ void wait_until_empty() { ptx::mbarrier_wait(&ring().empty[stage_][0], phases_.empty(stage_)); }
+  __device__ void advance() {
+    phases_.advance(stage_);
+    stage_ = (stage_ + 1) % kStages;
+  }
+
+ private:
+  __device__ auto& ring() {
+    if constexpr (kOfKeys) {
+      return smem_.keys;
+    } else {
+      return smem_.values;
+    }
+  }
+
+  SmemPlan<Shape>& smem_;
+  Phases<kStages> phases_;
+  int stage_ = 0;
+};
+
+// Scores with the keys of a page that is not there are NaN, so is the result of whoever sees it. Of the rows
+// from `first` on, those that `bad` names, a bit for every 32nd from the lane's own: over what was written
+// instead.
+template <typename Buffer>
+__device__ __forceinline__ void fill_with_nan(Buffer& buffer, int first, uint32_t bad, int lane) {
+  for (; bad != 0; bad &= bad - 1) {
+    const int row = first + (__ffs(bad) - 1) * 32 + lane;
+    for (auto& piece : buffer) {
+      uint4* chunks = reinterpret_cast<uint4*>(piece[row]);
+      for (uint32_t i = 0; i < kRowBytes / 16; ++i) chunks[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
+    }
+  }
+}
+
+// A warp's way through the tiles that it is told of: loader.load(tile) for each.
+template <typename Plan, typename Loader>
+__device__ __forceinline__ void load_tiles(Plan& smem, int lane, Loader&& loader) {
+  Phases<kToldTiles> phases;
+  for (int told = 0;; told = next_told(told)) {
+    ptx::mbarrier_wait(&smem.told.full[told][0], phases.full(told));
+    phases.advance(told);
+    const Tile& tile = smem.tiles[told];
+    if (tile.kv_head < 0) return;
+    loader.load(tile);
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(&smem.told.empty[told][0]);
+  }
+}
+
+}  // namespace pallas_attn::attention::sm90
