@@ -37,6 +37,7 @@ from .options import (
     TopPOption,
     template_variables,
 )
+from .serve_command import serving
 
 app = typer.Typer(
     cls=PlainGroup,
@@ -305,4 +306,5 @@ def doctor() -> int:
     return run_doctor()
 
 
+app.add_typer(serving)
 app.add_typer(kernels)

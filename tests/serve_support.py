@@ -1,0 +1,126 @@
+"""A server for tests: a tiny random model that writes any bytes, behind a real socket of this machine."""
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import tokenizers
+from models_support import tiny_llama
+from tokenizers import decoders, models, pre_tokenizers
+
+from pallas_attn.models import Engine, LlamaConfig, Tokenizer
+from pallas_attn.serve import App, Limits, Served, Server, bound
+
+END, START = 0, 1
+TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{{ greeting | default('') }}"
+    "{% for m in messages %}<|start|>{{ m.role }}:{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.name }}{{ call.function.arguments | tojson }}{% endfor %}"
+    "<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant:{% endif %}"
+)
+NUM_ROWS = 8
+
+
+@functools.cache
+def byte_tokenizer(template: str | None = TEMPLATE) -> Tokenizer:
+    """A token for each byte, so that a character may be four tokens, and two words."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {
+        token: index for index, token in enumerate(["<|end|>", "<|start|>", *alphabet, "ab", "abc"])
+    }
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, [("a", "b"), ("ab", "c")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>", "<|start|>"])
+    return Tokenizer(
+        tokenizer,
+        bos_token_id=None,
+        eos_token_id=END,
+        stop_token_ids=[END],
+        add_bos=False,
+        chat_template=template,
+    )
+
+
+CONFIG = LlamaConfig(
+    vocab_size=260,
+    hidden_size=48,
+    intermediate_size=80,
+    num_layers=2,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=8,
+    context_length=512,
+)
+
+
+@functools.cache
+def model():
+    return tiny_llama(config=CONFIG)
+
+
+@functools.cache
+def engine() -> Engine:
+    """Compiled once for all tests of a process; one server has it at a time."""
+    return Engine(
+        model(),
+        max_len=256,
+        num_rows=NUM_ROWS,
+        page_size=8,
+        step_tokens=64,
+        burst=4,
+        stop_token_ids=[END],
+        tokenizer=byte_tokenizer(),
+    )
+
+
+def served(tokenizer: Tokenizer | None = None, **options: Any) -> Served:
+    return Served("tiny", engine(), tokenizer or byte_tokenizer(), 256, **options)
+
+
+@dataclasses.dataclass
+class Running:
+    url: str
+    server: Server
+    app: App
+
+    @property
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+    def raw(self, timeout: float = 120) -> socket.socket:
+        host, port = self.url.removeprefix("http://").split(":")
+        return socket.create_connection((host, int(port)), timeout)
+
+
+@contextlib.contextmanager
+def running(
+    limits: Limits | None = None, served_: Served | None = None, api_key: str | None = None
+) -> Iterator[Running]:
+    limits = limits or Limits()
+    app = App(served_ or served(), limits, num_rows=NUM_ROWS, api_key=api_key)
+    server = Server(app, limits, bound("127.0.0.1", 0))
+    ready = threading.Event()
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(ready.set)))
+    thread.start()
+    ready.wait()
+    try:
+        yield Running(server.url, server, app)
+    finally:
+        server.stop()
+        thread.join()
+
+
+def post(path: str, body: Any, **headers: str) -> bytes:
+    """A request as bytes; a body that is not bytes is JSON."""
+    body = body if isinstance(body, bytes) else json.dumps(body).encode()
+    usual = {"host": "tiny", "content-type": "application/json", "content-length": str(len(body))}
+    lines = [f"{name}: {value}" for name, value in (usual | headers).items() if value is not None]
+    return "\r\n".join([f"POST {path} HTTP/1.1", *lines, "", ""]).encode() + body
