@@ -7,15 +7,17 @@ import functools
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import openai
 import tokenizers
 from models_support import tiny_llama
+from pallas_attn.models.stats import EngineStats
 from tokenizers import decoders, models, pre_tokenizers
 
-from pallas_attn.models import Engine, LlamaConfig, Tokenizer
+from pallas_attn.models import Engine, LlamaConfig, Request, Tokenizer
 from pallas_attn.serve import App, Limits, Served, Server, bound
 
 END, START = 0, 1
@@ -79,6 +81,65 @@ def engine() -> Engine:
         stop_token_ids=[END],
         tokenizer=byte_tokenizer(),
     )
+
+
+class Scripted(Engine):
+    """Says what it is told to, whatever it is asked, `burst` tokens a step, and steps last as long as they are told.
+
+    Attributes:
+        submitted: requests so far.
+        held: while it is set, steps give nothing.
+    """
+
+    def __init__(self, says: str = "", *, burst: int = 3, seconds: float = 0.0, ends: bool = True):
+        self.says = [*byte_tokenizer().encode(says), *([END] if ends else [])]
+        self.burst, self.seconds = burst, seconds
+        self.submitted: list[Request] = []
+        self.held, self.fails = threading.Event(), 0
+        self.steps, self.compile_seconds = 0, 0.0
+
+    @property
+    def busy(self) -> bool:
+        return not all(request.done for request in self.submitted)
+
+    def submit(self, prompt, *, max_new_tokens=64, sampling=None) -> Request:
+        if 7 in prompt:
+            raise ValueError("Engine.submit: argument 'prompt': expected no 7, got 7")
+        request = Request(len(self.submitted), tuple(prompt), max_new_tokens, frozenset([END]))
+        self.submitted.append(request)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        if not request.done:
+            request.end("cancelled")
+
+    def step(self) -> dict[Request, list[int]]:
+        time.sleep(self.seconds)
+        self.steps += 1
+        if self.fails:
+            self.fails -= 1
+            raise RuntimeError("no device")
+        if self.held.is_set():
+            time.sleep(0.001)
+            return {}
+        new = {}
+        for request in [request for request in self.submitted if not request.done][:NUM_ROWS]:
+            start, room = len(request.answer), request.max_new_tokens - len(request.answer)
+            new[request] = self.says[start : start + min(self.burst, room)]
+            request.grow(new[request])
+            if request.answer[-1:] == [END]:
+                request.end("stop")
+            elif len(request.answer) in (request.max_new_tokens, len(self.says)):
+                request.end("length")
+        return new
+
+    def stats(self) -> EngineStats:
+        running = sum(not request.done for request in self.submitted)
+        return EngineStats(0, running, 9, 8, 1, 3, 2, 1, {"stop": 4}, 0, self.steps, 0.5)
+
+
+def scripted(*args: Any, tokenizer: Tokenizer | None = None, **options: Any) -> Served:
+    return Served("tiny", Scripted(*args, **options), tokenizer or byte_tokenizer(), 256)
 
 
 def served(tokenizer: Tokenizer | None = None, **options: Any) -> Served:

@@ -88,6 +88,6 @@ def run_serve(options: ServeOptions) -> int:
 
 def _ready(url: str, name: str, options: ServeOptions) -> str:
     key = "" if options.api_key is None else ' -H "Authorization: Bearer $PALLAS_ATTN_API_KEY"'
-    body = f'{{"messages": [{{"role": "user", "content": "Hello!"}}], "stream": true}}'
+    body = '{"messages": [{"role": "user", "content": "Hello!"}], "stream": true}'
     return f"""ready: {url}/v1 serves {name}; Ctrl-C stops. For example:
     curl -N {url}/v1/chat/completions{key} -H "Content-Type: application/json" -d '{body}'"""

@@ -36,31 +36,28 @@ class ToolCalls:
             self._started = True
         shown = ""
         while True:
-            if self._behind_call:  # lines between calls are no text
+            if self._behind_call:
                 self._text = self._text.lstrip()
                 self._behind_call = not self._text
             before, opening, behind = self._text.partition(_OPENING)
             if not opening:
-                free = len(self._text) - beginning(self._text, _OPENING)
-                shown, self._text = shown + self._text[:free], self._text[free:]
-                return shown
+                before = before[: len(before) - beginning(before, _OPENING)]
             inside, closing, rest = behind.partition(_CLOSING)
             if not closing:
-                shown, self._text = shown + before, opening + behind
-                return shown
-            self._text = rest
-            if self._take(inside, "arguments"):
-                self._behind_call = True
-                shown += before if before.strip() else ""
-            else:
-                shown += before + opening + inside + closing
+                # Spaces around a call are none of the text.
+                free = before.rstrip()
+                self._text = self._text[len(free) :]
+                return shown + free
+            self._text, self._behind_call = rest, self._take(inside, "arguments")
+            shown += before.rstrip() if self._behind_call else before + opening + inside + closing
 
     def rest(self) -> str:
         """At the end of the answer: what was held back and is no call after all."""
         text, self._text = self._text, ""
         whole = not self._started and self._take(text, "parameters")
         # Some models end with the object, and leave the closing out.
-        unclosed = text.startswith(_OPENING) and self._take(text[len(_OPENING) :], "arguments")
+        _, opening, inside = text.partition(_OPENING)
+        unclosed = bool(opening) and self._take(inside, "arguments")
         return "" if whole or unclosed else text
 
     def _take(self, spelled: str, arguments: str) -> bool:
