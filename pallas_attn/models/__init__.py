@@ -12,15 +12,19 @@ from .gguf_loader import default_model_path as default_model_path
 from .gguf_loader import load_gguf as load_gguf
 from .llama import Llama as Llama
 from .llama import LlamaConfig as LlamaConfig
+from .requests import FinishReason as FinishReason
+from .requests import Request as Request
 from .sampling import Sampling as Sampling
 from .sampling import TokenLogprobs as TokenLogprobs
-from .scheduler import Request as Request
+from .stats import EngineStats as EngineStats
 from .tokenizer import Tokenizer as Tokenizer
 
 __all__ = [
     "DeepSeek",
     "DeepSeekConfig",
     "Engine",
+    "EngineStats",
+    "FinishReason",
     "Generation",
     "Llama",
     "LlamaConfig",

@@ -7,6 +7,8 @@ with few tokens; the last, when no prompt is read, goes on for up to `burst` tok
 device. The host reads what was chosen once a step; keys and values stay where they are.
 """
 
+import functools
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,8 +27,10 @@ with needs_extra("models", user="pallas_attn.models.engine"):
 from . import steps
 from .arguments import check_model, checked_prompt
 from .llama import for_lengths
+from .requests import Request
 from .sampling import How, Rows, Sampling, checked_stops, token_logprobs
-from .scheduler import Request, Scheduler, Step
+from .scheduler import Scheduler, Step
+from .stats import EngineStats
 from .steps import Decoder
 from .stopping import first_stop
 
@@ -34,6 +38,8 @@ from .stopping import first_stop
 # worth a program of its own: a turn of a chat takes no longer than it must.
 _FEW = 8
 _WORTH_COMPILING = 32
+# What makes a step fail so many times in a row will not go away.
+_TRIES = 3
 
 
 class Engine:
@@ -48,8 +54,15 @@ class Engine:
     or, for one of them while the others go on, `for token in engine.stream(request)`.
 
     Greedy answers are those of `generate`. Equal prefixes of requests share full pages, also with requests that have
-    ended. When pages run out, the newest request goes back into the queue and loses nothing (see `Scheduler`). Not for
-    several threads at once.
+    ended. When pages run out, the newest request goes back into the queue and loses nothing (see `Scheduler`).
+
+    Any thread may use it. `submit`, `cancel`, `stats` and `busy` never wait for a step: what comes while one is made is
+    heeded by the next. Steps are made one at a time: `step` and `stream` wait for one that another thread is making.
+
+    An exception may come out of a step at any line, Ctrl-C for one. No page and no request is lost: the next step makes
+    up for what that one did not do. (Tokens that it had chosen already may stand in `answer` alone, and not in what the
+    next one returns.) When steps fail three times in a row, other than by an interrupt, the requests that run end with
+    `finish_reason` "error".
 
     Args:
         model: a `Llama` or a `DeepSeek`; of `load_gguf` and `load_checkpoint` their ``.model``.
@@ -110,32 +123,52 @@ class Engine:
             step_tokens=step_tokens,
             burst=burst,
             prefix_cache=prefix_cache,
+            stopped=self._text_stops,
         )
         few = step_tokens // _FEW
         self._rooms = [few, step_tokens] if few >= max(num_rows, _WORTH_COMPILING) else [step_tokens]
         self._graph, self._weights = nnx.split(model)
-        self._tables = np.full((num_rows, pages_each), -1, np.int32)
+        self._max_len, self._pages_each = max_len, pages_each
+        self._create_rows()
         tables = jnp.asarray(self._tables)
-        self._cache = model.create_cache(
-            num_pages=num_pages, page_size=page_size, block_tables=tables, dtype=cache_dtype
+        self._create_cache = functools.partial(
+            model.create_cache,
+            num_pages=num_pages,
+            page_size=page_size,
+            block_tables=tables,
+            dtype=cache_dtype,
         )
-        self._rows = Rows.greedy(num_rows)
-        lengths = np.zeros(num_rows, np.int32)
-        self._texts = steps.Texts(np.full((num_rows, max_len), -1, np.int32), lengths)
-        self._held: list[tuple[Request, list[int]] | None] = [None] * num_rows
-        self._sampling: dict[Request, Sampling] = {}
+        self._cache = self._create_cache()
         self._programs: dict[Any, Callable[..., Any]] = {}
+        self._one_at_a_time = threading.RLock()
+        # Whether a step is being made, or was given up and not yet made up for.
+        self._under_way = False
+        self._failures = 0
         self.steps, self.compile_seconds = 0, 0.0
 
     @property
     def busy(self) -> bool:
-        """Whether a request runs or waits."""
-        return self._scheduler.busy
+        """Whether a request runs or waits, or a step was given up: whether a step has something to do."""
+        return self._under_way or self._scheduler.busy
 
     @property
     def free_pages(self) -> int:
         """Pages that neither a request nor the prefix cache holds."""
-        return self._scheduler.allocator.num_free
+        return self._scheduler.free_pages
+
+    def stats(self) -> EngineStats:
+        """Where it stands: while a step is made, somewhere between before and after."""
+        scheduler, totals = self._scheduler, self._scheduler.totals
+        return EngineStats(
+            waiting=len(scheduler.waiting),
+            running=len(scheduler.running),
+            pages=scheduler.allocator.num_pages,
+            free_pages=scheduler.free_pages,
+            cached_pages=0 if scheduler.prefixes is None else scheduler.prefixes.num_pages,
+            steps=self.steps,
+            compile_seconds=self.compile_seconds,
+            **totals._asdict(),
+        )
 
     def submit(
         self, prompt: Sequence[int], *, max_new_tokens: int = 64, sampling: Sampling | None = None
@@ -165,9 +198,7 @@ class Engine:
             expected = f"with max_new_tokens together at most {self._most} tokens (a row of the block table)"
             fail("Engine.submit", "prompt", expected, f"{len(prompt)} + {max_new_tokens}")
         stops = (*self._stops, *sampling.stop_token_ids)
-        request = self._scheduler.submit(prompt, max_new_tokens, stops)
-        self._sampling[request] = sampling
-        return request
+        return self._scheduler.submit(prompt, max_new_tokens, stops, sampling)
 
     def submit_all(
         self, prompt: Sequence[int], *, max_new_tokens: int = 64, sampling: Sampling | None = None
@@ -177,62 +208,100 @@ class Engine:
         return [self.submit(prompt, max_new_tokens=max_new_tokens, sampling=each) for each in answers]
 
     def cancel(self, request: Request) -> None:
-        """Ends a request, whatever it is about; its answer so far stays. One that has ended stays as it is."""
+        """Ends a request, whatever it is about; its answer so far stays. One that has ended stays as it is. If another
+        thread makes a step just now, the answer may still get what that has chosen."""
         self._scheduler.cancel(request)
-        self._sampling.pop(request, None)
 
     def step(self) -> dict[Request, list[int]]:
         """Computes one step. The new tokens of each request that got some; nothing happens if none is left.
 
         After an exception in it, Ctrl-C for one, the next step makes up for what this one did not do.
         """
+        with self._one_at_a_time:
+            try:
+                if self._under_way:
+                    self._restore()
+                self._under_way = True
+                tokens = self._step()
+                self._failures, self._under_way = 0, False
+                return tokens
+            except Exception as error:
+                self._failed(error)
+                raise
+
+    def _step(self) -> dict[Request, list[int]]:
         step = self._scheduler.next_step()
         if not step.chunks:
             return {}
-        self.steps += 1
         for chunk in step.chunks:
             self._fill_row(chunk.row, chunk.request)
         chosen, logs = self._mixed(step) if step.reads_prompts else self._decode(step)
         # The device is not waited for before there is nothing else to do.
         self._scheduler.begin(step)
         by_row, logs = np.asarray(chosen).T.tolist(), jax.tree.map(np.asarray, logs)
-        tokens, by_text = {}, []
+        tokens, logprobs = {}, {}
         for chunk in step.chunks:
             if chunk.answers:
+                request = chunk.request
                 new = [token for token in by_row[chunk.row] if token >= 0]
-                tokens[chunk.request] = self._to_stop_text(chunk.request, new, by_text)
-        rows = {chunk.request: chunk.row for chunk in step.chunks}
-        for request in self._scheduler.complete(step, tokens):
-            self._keep_logprobs(request, len(tokens[request]), logs, rows[request])
-            if request in by_text:
-                self._scheduler.cancel(request)
-            if request.done:
-                del self._sampling[request]
-        return tokens
+                tokens[request] = new[: self._stop_among(request, request.answer, new)]
+                if (most := request.sampling.logprobs) is not None:
+                    places = [(index, chunk.row) for index in range(len(tokens[request]))]
+                    logprobs[request] = [token_logprobs(logs, place, most) for place in places]
+        answered = self._scheduler.complete(step, tokens, logprobs)
+        self.steps += 1
+        return {request: tokens[request] for request in answered}
 
-    def _to_stop_text(self, request: Request, new: list[int], ended: list[Request]) -> list[int]:
-        """The new tokens up to the one that completes a stop text; the request is then one of `ended`."""
-        sampling = self._sampling.get(request)
-        if sampling is None or not sampling.stop:
-            return new
-        count = first_stop(self._tokenizer.decode, request.answer, new, sampling.stop)
-        if count is None:
-            return new
-        ended.append(request)
-        return new[:count]
+    def _restore(self) -> None:
+        """After a step that was given up: the host's state follows from what the scheduler knows to be true, and the
+        device's is as far as the step had got, or is lost."""
+        # New arrays: the device may still be reading the old ones.
+        self._create_rows()
+        try:
+            jax.block_until_ready(self._cache)
+            lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(self._cache))
+        except Exception:  # of what computed it
+            lost = True
+        if lost:
+            # In this order: there is no cache but a lost one until nobody relies on it.
+            self._scheduler.forget()
+            self._cache = self._create_cache()
+        self._scheduler.restore()
 
-    def _keep_logprobs(self, request: Request, count: int, logs: Any, row: int) -> None:
-        if (most := self._sampling[request].logprobs) is not None:
-            request.logprobs += [token_logprobs(logs, (index, row), most) for index in range(count)]
+    def _failed(self, error: Exception) -> None:
+        self._failures += 1
+        if self._failures >= _TRIES:
+            for request in self._scheduler.running or self._scheduler.waiting:
+                request.end("error", _one_line(error))
+
+    def _stop_among(self, request: Request, before: Sequence[int], new: Sequence[int]) -> int | None:
+        """How many of the new tokens there are up to the one that completes a stop text; None if none does. A request
+        whose tokens are no text ends."""
+        if not request.sampling.stop:
+            return None
+        try:
+            return first_stop(self._tokenizer.decode, before, new, request.sampling.stop)
+        except Exception as error:
+            request.end("error", _one_line(error))
+            return None
+
+    def _text_stops(self, request: Request) -> bool:
+        return self._stop_among(request, request.answer[:-1], request.answer[-1:]) is not None
 
     def stream(self, request: Request, stop: Callable[[], bool] = lambda: False) -> Iterator[int]:
         """The tokens of a request's answer, as they come; other requests go on meanwhile. Leaving the loop early
-        cancels the request, and so does `stop`, which is asked before each step, when it returns true."""
+        cancels the request, and so does `stop`, which is asked before each step, when it returns true.
+
+        Raises RuntimeError when the request ends with an error.
+        """
         given = 0
         try:
             while True:
+                done = request.done  # asked first: another thread may make steps
                 yield from request.answer[given : (given := len(request.answer))]
-                if request.done or stop():
+                if request.finish_reason == "error":
+                    raise RuntimeError(f"Engine.stream: {request.error}")
+                if done or stop():
                     return
                 self.step()
         finally:
@@ -244,15 +313,25 @@ class Engine:
             (steps.decode, self._no_rows()),
             *((steps.mixed, self._no_tokens(room)) for room in self._rooms),
         ]
-        self._compile(programs, How.of([] if sampling is None else [sampling]))
+        with self._one_at_a_time:
+            self._compile(programs, How.of([] if sampling is None else [sampling]))
+
+    def _create_rows(self) -> None:
+        """The host's record of what the device is to know of each row, in which nothing stands yet."""
+        num_rows = self._scheduler.num_rows
+        self._tables = np.full((num_rows, self._pages_each), -1, np.int32)
+        self._rows = Rows.greedy(num_rows)
+        lengths = np.zeros(num_rows, np.int32)
+        self._texts = steps.Texts(np.full((num_rows, self._max_len), -1, np.int32), lengths)
+        self._held: list[tuple[Request, tuple[int, ...]] | None] = [None] * num_rows
 
     def _fill_row(self, row: int, request: Request) -> None:
         """A row changes when another request takes it, and when its request gets other pages."""
         if self._held[row] != (request, request.pages):
             self._tables[row, : len(request.pages)] = request.pages
-            self._rows.fill(row, self._sampling[request])
-            self._held[row] = request, list(request.pages)
-        if self._sampling[request].penalised:
+            self._rows.fill(row, request.sampling)
+            self._held[row] = request, request.pages
+        if request.sampling.penalised:
             self._texts.tokens[row] = -1
             self._texts.tokens[row, : request.length] = request.tokens
             self._texts.prompt_lengths[row] = len(request.prompt)
@@ -287,7 +366,7 @@ class Engine:
 
     def _run(self, program: Callable[..., Any], step: Step, *tokens: np.ndarray) -> tuple[jax.Array, Any]:
         """Tokens chosen, [at most so many a row, rows], -1 where none was; and their log-probabilities or None."""
-        how = How.of(self._sampling[chunk.request] for chunk in step.chunks)
+        how = How.of(chunk.request.sampling for chunk in step.chunks)
         key = program, len(tokens[0]), how
         if key not in self._programs:
             self._compile([(program, tokens)], how)
@@ -311,3 +390,8 @@ class Engine:
                 lowered, pool.map(jax.stages.Lowered.compile, lowered.values()), strict=True
             )
         self.compile_seconds += time.perf_counter() - started
+
+
+def _one_line(error: Exception) -> str:
+    words = " ".join(str(error).split())
+    return f"{type(error).__name__}: {words:.200}"

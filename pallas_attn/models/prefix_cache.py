@@ -10,6 +10,9 @@ request reads would depend on who was there before it.
 
 The tree holds one reference to each of its pages. Pages that nobody else holds are given back when the allocator runs
 out, least recently used first, leaves before what they hang on.
+
+What is remembered is what the tree says: a node joins and leaves it at one stroke. The order of use and the references
+follow, and are made anew after an interrupt (`restore`).
 """
 
 import dataclasses
@@ -35,6 +38,10 @@ class PrefixCache:
         self._root = _Node((), -1, None)
         # Every node, least recently used first.
         self._nodes: OrderedDict[_Node, None] = OrderedDict()
+
+    @property
+    def num_pages(self) -> int:
+        return len(self._nodes)
 
     @property
     def pages(self) -> list[int]:
@@ -79,6 +86,21 @@ class PrefixCache:
     def clear(self) -> None:
         """Forgets everything."""
         self._forget(list(self._nodes))
+
+    def forget(self) -> None:
+        """Forgets everything, and leaves references to `PageAllocator.restore`."""
+        self._root = _Node((), -1, None)
+        self._nodes = OrderedDict()
+
+    def restore(self) -> None:
+        """After an interrupt: the order of use is that of the nodes that there are, as far as it is known."""
+        nodes, found = {}, [self._root]
+        while found:
+            children = found.pop().children.values()
+            nodes |= dict.fromkeys(children)
+            found += children
+        known = [node for node in self._nodes if node in nodes]
+        self._nodes = OrderedDict.fromkeys([*known, *nodes])
 
     def _forget(self, nodes: Sequence[_Node]) -> None:
         for node in nodes:

@@ -8,67 +8,28 @@ A request holds pages for the tokens it has, not for those it may come to have. 
 prefix cache remembers are taken first. Then the newest request goes back into the queue: its pages are freed, its
 tokens, answered ones too, are kept, and become its prompt when its turn comes again. The oldest is never sent back, so
 everything ends.
+
+An exception may come at any line, Ctrl-C for one, and `restore` puts right what it left. What is true stands in three
+places, each of which changes at one stroke: the fields of a request (requests.py), the book of those that are served,
+and the tree of the prefix cache. Who runs, free rows, free pages and their references follow from these.
 """
 
-import bisect
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from pallas_attn import PageAllocator
 from pallas_attn._call.checks import check_int, fail
 from pallas_attn.ops.kv_cache.allocator import OutOfPagesError
 
 from .prefix_cache import PrefixCache
+from .requests import Place, Request
+from .stats import Totals
 
 # Of all pages such a part is given back at a time, when the prefix cache has to give back any.
 _EVICTIONS = 64
-
-
-@dataclasses.dataclass(eq=False)
-class Request:
-    """A prompt and what was answered so far.
-
-    number: of submission; a lower one is older.
-    computed: how many of its tokens have keys and values in `pages`.
-    reused: how many of these were found when it last joined: full pages of an equal prefix of others.
-    row: its row of the block table while it runs, else None.
-    preempted: how often it was sent back.
-    logprobs: of each token of the answer, where its `Sampling` asks for them.
-    """
-
-    number: int
-    prompt: tuple[int, ...]
-    max_new_tokens: int
-    stop_token_ids: frozenset[int]
-    answer: list[int] = dataclasses.field(default_factory=list)
-    pages: list[int] = dataclasses.field(default_factory=list)
-    computed: int = 0
-    reused: int = 0
-    row: int | None = None
-    done: bool = False
-    preempted: int = 0
-    logprobs: list[Any] = dataclasses.field(default_factory=list)
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        return (*self.prompt, *self.answer)
-
-    @property
-    def length(self) -> int:
-        return len(self.prompt) + len(self.answer)
-
-    @property
-    def missing(self) -> int:
-        """Tokens without keys and values."""
-        return self.length - self.computed
-
-    def between(self, start: int, end: int) -> Sequence[int]:
-        """Tokens [start, end)."""
-        if start < len(self.prompt):
-            return self.prompt[start:end] if end <= len(self.prompt) else self.tokens[start:end]
-        return self.answer[start - len(self.prompt) : end - len(self.prompt)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,8 +65,16 @@ class Step:
         return not all(chunk.answers and chunk.count == 1 for chunk in self.chunks)
 
 
+class _Book(NamedTuple):
+    """Requests that are served, oldest first, and sums over those before them."""
+
+    served: tuple[Request, ...] = ()
+    past: Totals = Totals()
+
+
 class Scheduler:
-    """Deals out pages and steps.
+    """Deals out pages and steps. `submit`, `cancel` and the properties may be used by any thread at any time, the other
+    methods by one at a time.
 
     Args:
         num_pages, page_size: of the pool.
@@ -113,6 +82,7 @@ class Scheduler:
         step_tokens: tokens in a step, at least `num_rows`, so that everything that decodes goes on in every step.
         burst: most tokens of an answer in a step in which no request reads its prompt.
         prefix_cache: whether equal prefixes share full pages.
+        stopped: whether the last token of a request's answer ends it, besides its stop tokens.
 
     Raises:
         TypeError, ValueError: a size that is no int or below 1; `step_tokens` below `num_rows`.
@@ -127,27 +97,53 @@ class Scheduler:
         step_tokens: int,
         burst: int = 1,
         prefix_cache: bool = True,
+        stopped: Callable[[Request], bool] = lambda request: False,
     ):
         sizes = {"page_size": page_size, "num_rows": num_rows, "num_pages": num_pages, "burst": burst}
         for name, size in sizes.items():
             check_int("Scheduler", name, size, least=1)
         check_int("Scheduler", "step_tokens", step_tokens, least=num_rows)
-        self.page_size, self.step_tokens, self.burst = page_size, step_tokens, burst
+        self.page_size, self.num_rows, self.step_tokens, self.burst = page_size, num_rows, step_tokens, burst
         self.allocator = PageAllocator(num_pages)
         self.prefixes = PrefixCache(self.allocator, page_size) if prefix_cache else None
-        self.running: list[Request] = []  # oldest first
-        self.waiting: list[Request] = []  # oldest first
-        self._rows = list(range(num_rows - 1, -1, -1))
+        self._stopped = stopped
         self._numbers = itertools.count()
-        # Of a step that was given up: begun and not completed.
-        self._unanswered: Sequence[Chunk] = ()
+        # Any thread appends to it; the next step takes them into the book.
+        self._arrivals: list[Request] = []
+        self._book = _Book()
 
     @property
     def busy(self) -> bool:
-        return bool(self.running or self.waiting)
+        return not all(request.done for request in self._known()[1])
+
+    @property
+    def running(self) -> list[Request]:
+        """Oldest first."""
+        return [request for request in self._book.served if request.row is not None and not request.done]
+
+    @property
+    def waiting(self) -> list[Request]:
+        """Oldest first."""
+        return [request for request in self._known()[1] if request.row is None and not request.done]
+
+    @property
+    def free_pages(self) -> int:
+        """What requests that have ended still hold will be free when the next step begins, and counts."""
+        ended = Counter(page for request in self._book.served if request.done for page in request.pages)
+        theirs = sum(self.allocator.references(page) == times for page, times in ended.items())
+        return self.allocator.num_free + theirs
+
+    @property
+    def totals(self) -> Totals:
+        past, requests = self._known()
+        return past.plus(requests)
 
     def submit(
-        self, prompt: Sequence[int], max_new_tokens: int, stop_token_ids: Iterable[int] = ()
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        stop_token_ids: Iterable[int] = (),
+        sampling: Any = None,
     ) -> Request:
         """A request, which waits for its turn. Raises ValueError for one that could never be served."""
         check_int("Scheduler.submit", "max_new_tokens", max_new_tokens, least=1)
@@ -158,39 +154,34 @@ class Scheduler:
         if len(prompt) + max_new_tokens - 1 > room:
             expected = f"with max_new_tokens at most {room + 1} tokens ({self.allocator.num_pages} pages)"
             fail("Scheduler.submit", "prompt", expected, f"{len(prompt)} + {max_new_tokens}")
-        request = Request(next(self._numbers), tuple(prompt), max_new_tokens, frozenset(stop_token_ids))
-        self.waiting.append(request)
+        stops = frozenset(stop_token_ids)
+        request = Request(next(self._numbers), tuple(prompt), max_new_tokens, stops, sampling)
+        self._arrivals.append(request)
         return request
 
     def cancel(self, request: Request) -> None:
-        """Ends a request, whatever it is about; its pages are free at once. One that has ended stays as it is."""
-        if request in self.waiting:
-            self.waiting.remove(request)
-        elif not request.done:
-            self._leave(request)
-        request.done = True
+        """Ends a request, whatever it is about. One that has ended stays as it is."""
+        request.end("cancelled")
 
     def next_step(self) -> Step:
-        """What to compute next; its chunks are none only if nothing is left to do.
-
-        A step that was given up, by an exception wherever it had got, is made up for: tokens whose answers never came
-        are part of this one.
-        """
-        for chunk in self._unanswered:
-            if chunk.answers and not chunk.request.done:
-                chunk.request.computed -= 1
-        self._unanswered = ()
+        """What to compute next; its chunks are none only if nothing is left to do. A step that was given up is made up
+        for: tokens whose answers never came are part of this one."""
+        self._arrive()
+        self._depart()
         chunks, left = [], self.step_tokens
-        # Requests join in the order of their numbers, and one at a time takes what is left of a step. So only the
-        # newest may have more than one token to compute, and it comes last.
-        for request in list(self.running):
+        # Requests join in the order of their age, and one at a time takes what is left of a step. So only the newest
+        # has more than one token to compute, and comes last; but for those of a step that was given up.
+        running = self.running
+        for request in list(running):
             count = min(request.missing, left)
-            if request.row is not None and count and self._grow(request, request.computed + count):
+            if request.row is not None and count and self._grow(request, request.computed + count, running):
                 chunks.append(Chunk(request, request.computed, count))
                 left -= count
-        while left and self.waiting and self._rows and self._join(self.waiting[0], left):
-            request = self.waiting.pop(0)
-            self.running.append(request)
+        rows = sorted(set(range(self.num_rows)) - {request.row for request in running}, reverse=True)
+        for request in [request for request in self._book.served if request.row is None]:
+            if not left or not rows or not self._join(request, rows[-1], left):
+                break
+            rows.pop()
             chunks.append(Chunk(request, request.computed, min(request.missing, left)))
             left -= chunks[-1].count
         step = Step(chunks)
@@ -201,16 +192,21 @@ class Scheduler:
     def begin(self, step: Step) -> None:
         """As soon as a step is on its way to the device, which computes steps in their order: what it computes is there
         for those that follow it. So the host remembers prompts while the device reads them."""
-        self._unanswered = step.chunks
         for chunk in step.chunks:
             request = chunk.request
-            request.computed += chunk.count
+            computed = chunk.start + chunk.count
+            request.place = request.place._replace(computed=computed)
             # Answers are remembered when they end.
-            filled = request.computed // self.page_size > chunk.start // self.page_size
+            filled = computed // self.page_size > chunk.start // self.page_size
             if filled and chunk.start < len(request.prompt):
                 self._remember(request)
 
-    def complete(self, step: Step, tokens: Mapping[Request, Sequence[int]]) -> list[Request]:
+    def complete(
+        self,
+        step: Step,
+        tokens: Mapping[Request, Sequence[int]],
+        logprobs: Mapping[Request, Sequence[Any]] | None = None,
+    ) -> list[Request]:
         """After a step that has begun: `tokens` has the next tokens of each request whose chunk answers, at least one,
         up to one that ends it and no more than 1 + `ahead`. The requests that got some."""
         answered = []
@@ -218,20 +214,69 @@ class Scheduler:
             request = chunk.request
             if request.done or not chunk.answers:  # cancelled meanwhile
                 continue
-            new = tokens[request]
+            request.grow(tokens[request], (logprobs or {}).get(request, ()))
             # The last one chosen is not computed yet.
-            request.computed += len(new) - 1
-            request.answer += new
+            request.place = request.place._replace(computed=request.length - 1)
             answered.append(request)
-            full = len(request.answer) == request.max_new_tokens
-            if full or request.answer[-1] in request.stop_token_ids:
-                self._remember(request)
-                self._leave(request)
-                request.done = True
-        self._unanswered = ()
+            self._end_if_whole(request)
+        self._depart()
         return answered
 
-    def _join(self, request: Request, left: int) -> bool:
+    def restore(self) -> None:
+        """After an exception in any of the other methods, or in this one: what follows from what is true, made anew."""
+        held = [page for request in self._book.served for page in request.pages]
+        if self.prefixes:
+            self.prefixes.restore()
+            held += self.prefixes.pages
+        self.allocator.restore(held)
+        for request in self._book.served:
+            self._end_if_whole(request)
+
+    def forget(self) -> None:
+        """The device has lost what pages held: every request computes its tokens anew. To be followed by `restore`."""
+        if self.prefixes:
+            self.prefixes.forget()
+        for request in self._book.served:
+            request.place = request.place.left()
+
+    def _known(self) -> tuple[Totals, list[Request]]:
+        """Sums over requests of the past, and all others."""
+        while True:
+            book = self._book
+            requests = list(dict.fromkeys((*book.served, *self._arrivals)))
+            if book is self._book:  # else a request may have been in neither of them, or in the past as well
+                return book.past, requests
+
+    def _arrive(self) -> None:
+        arrivals = self._arrivals[:]
+        if arrivals:
+            served = tuple(dict.fromkeys((*self._book.served, *arrivals)))
+            self._book = self._book._replace(served=served)
+        # Only then, so that none is in neither; and none departs before, or it would arrive again.
+        del self._arrivals[: len(arrivals)]
+
+    def _depart(self) -> None:
+        """Those that have ended leave the book, and their pages are free."""
+        if ended := [request for request in self._book.served if request.done]:
+            for request in ended:
+                self._leave(request)
+            gone = set(ended)
+            served = tuple(request for request in self._book.served if request not in gone)
+            self._book = _Book(served, self._book.past.plus(ended))
+
+    def _end_if_whole(self, request: Request) -> None:
+        if not request.answer or request.done:
+            return
+        if request.answer[-1] in request.stop_token_ids or self._stopped(request):
+            reason = "stop"
+        elif len(request.answer) == request.max_new_tokens:
+            reason = "length"
+        else:
+            return
+        self._remember(request)
+        request.end(reason)
+
+    def _join(self, request: Request, row: int, left: int) -> bool:
         """Gives a waiting request a row, and pages for what the prefix cache knows and a first chunk. False, and
         nothing has changed, if there are not enough; nobody is sent back for one who waits."""
         # The last token is computed in any case: what follows it is asked for.
@@ -241,22 +286,23 @@ class Scheduler:
             needed = self._pages_for(min(computed + left, request.length)) - len(shared)
             # What only the cache holds may go, but not what was just found; without the latter there may be room.
             if (own := self._allocate(needed)) is not None:
-                request.pages, request.row = [*shared, *own], self._rows.pop()
-                request.computed = request.reused = computed
+                place = request.place
+                cached = computed if place.cached_tokens is None else place.cached_tokens
+                request.place = Place(row, (*shared, *own), computed, computed, cached, place.preempted)
                 return True
             self.allocator.free(shared)
         return False
 
-    def _grow(self, request: Request, tokens: int) -> bool:
+    def _grow(self, request: Request, tokens: int, running: list[Request]) -> bool:
         """Pages for `tokens` tokens; sends newer requests back for them, and the request itself if there is none."""
         # A step that was given up, or got no further than its first token, leaves pages that it took ahead.
         needed = max(self._pages_for(tokens) - len(request.pages), 0)
         while (own := self._allocate(needed)) is None:
-            newest = self.running[-1]
+            newest = running.pop()
             self._send_back(newest)
             if newest is request:
                 return False
-        request.pages += own
+        self._add_pages(request, own)
         return True
 
     def _ahead(self, chunk: Chunk) -> int:
@@ -264,7 +310,7 @@ class Scheduler:
         request = chunk.request
         most = min(self.burst, request.max_new_tokens - len(request.answer))
         while len(request.pages) < self._pages_for(request.length + most - 1) and (own := self._allocate(1)):
-            request.pages += own
+            self._add_pages(request, own)
         return min(most, len(request.pages) * self.page_size - request.computed) - 1
 
     def _allocate(self, count: int) -> list[int] | None:
@@ -277,22 +323,22 @@ class Scheduler:
         except OutOfPagesError:
             return None
 
+    def _add_pages(self, request: Request, own: Sequence[int]) -> None:
+        if own:
+            request.place = request.place._replace(pages=(*request.pages, *own))
+
     def _send_back(self, request: Request) -> None:
         self._remember(request)
-        self._leave(request)
-        request.preempted += 1
-        bisect.insort(self.waiting, request, key=lambda request: request.number)
+        self._leave(request, preempted=1)
 
-    def _leave(self, request: Request) -> None:
-        assert request.row is not None
-        self.running.remove(request)
-        self._rows.append(request.row)
-        self.allocator.free(request.pages)
-        request.pages, request.computed, request.row = [], 0, None
+    def _leave(self, request: Request, preempted: int = 0) -> None:
+        pages = request.pages
+        request.place = request.place.left(preempted)
+        self.allocator.free(pages)
 
     def _remember(self, request: Request) -> None:
         if self.prefixes:
-            self.prefixes.insert(request.tokens[: request.computed], request.pages)
+            self.prefixes.insert(request.tokens[: request.place.computed], request.pages)
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)

@@ -61,6 +61,17 @@ class PageAllocator:
             if self._references[page] == 0:
                 self._free.append(page)
 
+    def restore(self, held: Iterable[int]) -> None:
+        """Each page has one reference for each time that `held` names it, whatever was before.
+
+        For hosts that know who holds which pages, after an interrupt that came in the middle of another method.
+        """
+        held = list(held)
+        self._check_ids("restore", held)
+        times = Counter(held)
+        self._references = [times[page] for page in range(self.num_pages)]
+        self._free = [page for page in range(self.num_pages - 1, -1, -1) if not times[page]]
+
     def _check_ids(self, method: str, pages: list[Any]) -> None:
         for page in pages:
             check_int(f"PageAllocator.{method}", "pages", page)
