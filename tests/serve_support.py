@@ -14,10 +14,10 @@ from typing import Any
 import openai
 import tokenizers
 from models_support import tiny_llama
-from pallas_attn.models.stats import EngineStats
 from tokenizers import decoders, models, pre_tokenizers
 
 from pallas_attn.models import Engine, LlamaConfig, Request, Tokenizer
+from pallas_attn.models.stats import EngineStats
 from pallas_attn.serve import App, Limits, Served, Server, bound
 
 END, START = 0, 1
@@ -89,7 +89,10 @@ class Scripted(Engine):
     Attributes:
         submitted: requests so far.
         held: while it is set, steps give nothing.
+        fails: so many steps are to fail.
     """
+
+    max_len = 256  # type: ignore[assignment]
 
     def __init__(self, says: str = "", *, burst: int = 3, seconds: float = 0.0, ends: bool = True):
         self.says = [*byte_tokenizer().encode(says), *([END] if ends else [])]
@@ -118,6 +121,9 @@ class Scripted(Engine):
         self.steps += 1
         if self.fails:
             self.fails -= 1
+            if not self.fails:
+                for request in self.submitted:
+                    request.end("error", "RuntimeError: no device")
             raise RuntimeError("no device")
         if self.held.is_set():
             time.sleep(0.001)
@@ -139,11 +145,11 @@ class Scripted(Engine):
 
 
 def scripted(*args: Any, tokenizer: Tokenizer | None = None, **options: Any) -> Served:
-    return Served("tiny", Scripted(*args, **options), tokenizer or byte_tokenizer(), 256)
+    return Served("tiny", Scripted(*args, **options), tokenizer or byte_tokenizer())
 
 
 def served(tokenizer: Tokenizer | None = None, **options: Any) -> Served:
-    return Served("tiny", engine(), tokenizer or byte_tokenizer(), 256, **options)
+    return Served("tiny", engine(), tokenizer or byte_tokenizer(), **options)
 
 
 @dataclasses.dataclass

@@ -176,6 +176,7 @@ MALFORMED = [
 ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("as_users_have_it")
 def test_malformed_requests_are_refused_in_words(server):
     assert len(MALFORMED) >= 30
     wrong = []
@@ -354,10 +355,6 @@ def test_who_goes_away_is_not_worked_for(stream):
 def test_an_engine_that_fails():
     with running(served_=scripted(TEXT)) as server:
         engine = server.app.worker.engine
-        engine.fails = 2  # it goes on by itself
-        assert (
-            server.client.completions.create(model="tiny", prompt="x", max_tokens=64).choices[0].text == TEXT
-        )
         engine.fails = 3
         with pytest.raises(openai.InternalServerError, match="the engine failed"):
             server.client.completions.create(model="tiny", prompt="x")

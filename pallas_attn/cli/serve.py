@@ -52,10 +52,9 @@ def run_serve(options: ServeOptions) -> int:
         err.print(f"warning: whoever reaches {options.host} may use the model: --api-key asks them for a key")
     err.print("loading the model")
     loaded = load(err, options.model, options.dtype, options.attention, options.implementation)
-    max_len = min(options.max_len, loaded.model.config.context_length)
     engine = Engine(
         loaded.model,
-        max_len=max_len,
+        max_len=min(options.max_len, loaded.model.config.context_length),
         num_rows=options.num_rows,
         num_pages=options.num_pages,
         page_size=options.page_size,
@@ -72,7 +71,6 @@ def run_serve(options: ServeOptions) -> int:
         options.served_name or loaded.name,
         engine,
         loaded.tokenizer,
-        engine.max_len,
         loaded.sampling,
         options.template,
     )

@@ -119,7 +119,7 @@ class App:
             "object": "model",
             "created": self._created,
             "owned_by": "pallas-attn",
-            "max_model_len": self._served.max_len,
+            "max_model_len": self._served.engine.max_len,
         }
 
     async def _health(self, request: Request) -> Response:

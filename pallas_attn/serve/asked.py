@@ -31,13 +31,11 @@ class Served:
 
     sampling: what the model asks for; a request's fields go before it.
     template: variables of the chat template; a request's `chat_template_kwargs` go before them.
-    max_len: most tokens of a prompt and its answer.
     """
 
     name: str
     engine: Engine
     tokenizer: Tokenizer
-    max_len: int
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     template: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -214,9 +212,9 @@ def _room(
         refuse(limit, "at least 1", wanted)
     if wanted is not None and limits.max_tokens is not None and wanted > limits.max_tokens:
         refuse(limit, f"at most {limits.max_tokens}", wanted)
-    left = served.max_len - len(prompt)
+    left = served.engine.max_len - len(prompt)
     if left < (wanted or 1):
-        expected = f"with {limit} together at most {served.max_len} tokens"
+        expected = f"with {limit} together at most {served.engine.max_len} tokens"
         message = f"{param}: expected {expected}, got {len(prompt)} + {wanted or 1}"
         raise ApiError(400, message, param=param, code="context_length_exceeded")
     return wanted or min(left, limits.max_tokens or left)

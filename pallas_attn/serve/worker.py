@@ -20,8 +20,8 @@ from .asked import refusal
 from .errors import ApiError
 
 _log = logging.getLogger(__name__)
-# A step that fails so often in a row will not do better: what is asked is given up.
-_MOST_FAILURES = 3
+# Seconds after a step that failed.
+_PAUSE = 0.05
 
 
 class Job:
@@ -81,7 +81,6 @@ class Worker:
         self._open: set[Job] = set()
         # The engine's thread's.
         self._jobs: dict[Request, Job] = {}
-        self._failures = 0
 
     def start(self) -> None:
         """In the event loop that jobs are waited for in."""
@@ -134,10 +133,10 @@ class Worker:
         while self._obeyed():
             try:
                 new = self.engine.step()
-            except Exception as error:
-                self._failed(error)
+            except Exception:
+                self._failed()
             else:
-                self.failing, self._failures = False, 0
+                self.failing = False
                 self._tell(new)
 
     def _obeyed(self) -> bool:
@@ -175,17 +174,13 @@ class Worker:
         if news:
             self._in_loop(self._hear, news)
 
-    def _failed(self, error: Exception) -> None:
-        _log.exception("a step failed")
-        self.failing, self._failures = True, self._failures + 1
-        if self._failures < _MOST_FAILURES:
-            self._tell({})  # the engine may have given some up
-            return
-        for request in self._jobs:
-            self.engine.cancel(request)
-        failed = ApiError(500, "the engine failed; the server's log says how", code="engine_failed")
-        self._in_loop(self._hear, [(job, job.count, True, failed) for job in self._jobs.values()])
-        self._jobs.clear()
+    def _failed(self) -> None:
+        """The engine makes up for it in the next step, and after some that failed gives requests up by itself."""
+        if not self.failing:
+            _log.exception("a step failed")
+        self.failing = True
+        self._tell({})
+        time.sleep(_PAUSE)
 
     def _in_loop(self, function: Callable[..., None], *arguments: Any) -> None:
         assert self._loop is not None
@@ -205,4 +200,4 @@ class Worker:
 def _error_of(request: Request) -> ApiError | None:
     if request.finish_reason != "error":
         return None
-    return ApiError(500, f"the engine gave the answer up: {request.error}", code="engine_failed")
+    return ApiError(500, "the engine failed; the server's log says how", code="engine_failed")
