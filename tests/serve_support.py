@@ -75,6 +75,7 @@ def engine() -> Engine:
         model(),
         max_len=256,
         num_rows=NUM_ROWS,
+        num_pages=36,  # fewer than all rows fill: some are sent back
         page_size=8,
         step_tokens=64,
         burst=4,
@@ -162,18 +163,31 @@ class Running:
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
 
-    def raw(self, timeout: float = 120) -> socket.socket:
+    @property
+    def address(self) -> tuple[str, int]:
         host, port = self.url.removeprefix("http://").split(":")
-        return socket.create_connection((host, int(port)), timeout)
+        return host, int(port)
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        return self.server._loop
+
+    def raw(self, timeout: float = 120) -> socket.socket:
+        return socket.create_connection(self.address, timeout)
 
 
 @contextlib.contextmanager
 def running(
-    limits: Limits | None = None, served_: Served | None = None, api_key: str | None = None
+    limits: Limits | None = None,
+    served_: Served | None = None,
+    api_key: str | None = None,
+    send_buffer: int | None = None,
 ) -> Iterator[Running]:
-    limits = limits or Limits()
+    limits, listener = limits or Limits(), bound("127.0.0.1", 0)
+    if send_buffer is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     app = App(served_ or served(), limits, num_rows=NUM_ROWS, api_key=api_key)
-    server = Server(app, limits, bound("127.0.0.1", 0))
+    server = Server(app, limits, listener)
     ready = threading.Event()
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(ready.set)))
     thread.start()

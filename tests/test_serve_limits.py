@@ -1,12 +1,12 @@
 """Clients that want too much, or take too long, over a scripted engine: a clear answer each, and others unharmed."""
 
+import asyncio
 import contextlib
 import http.client
 import json
 import resource
 import socket
 import threading
-import time
 
 import pytest
 from serve_support import Running, post, running, scripted
@@ -114,23 +114,16 @@ def test_a_client_that_sends_byte_by_byte(sent, code):
 
 def test_a_client_that_does_not_read():
     """Its answer is given up, not kept for it, and everybody else's goes on."""
-    says = "\0" * 200  # each six characters of JSON, in an event of its own
-    with running(Limits(write_timeout=0.3), scripted(says, burst=1)) as server:
-        engine = server.app.worker.engine
-        with socket.socket() as connection:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            host, port = server.url.removeprefix("http://").split(":")
-            connection.connect((host, int(port)))
-            ask = {"prompt": "x", "stream": True, "max_tokens": 200, "n": 16}
-            for _ in range(40):  # until nothing more fits into what lies between
-                connection.sendall(post(COMPLETION, ask))
-            while not any(request.finish_reason == "cancelled" for request in engine.submitted):
-                time.sleep(0.01)
-                if not engine.busy:
-                    break
-            said = server.client.completions.create(model="tiny", prompt="x", max_tokens=5)
-            assert said.usage.completion_tokens == 5
-            assert closed(connection)
+    limits, says = Limits(write_timeout=0.3), scripted("x" * 200, burst=1)
+    with running(limits, says, send_buffer=4096) as server, socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(server.address)
+        connection.sendall(post(COMPLETION, {"prompt": "x", "stream": True, "max_tokens": 200, "n": 16}))
+        said = server.client.completions.create(model="tiny", prompt="x", max_tokens=5)
+        assert said.usage.completion_tokens == 5
+        inside = server.app.gate.emptied()
+        asyncio.run_coroutine_threadsafe(inside, server.loop).result()
+        assert closed(connection)
 
 
 def test_a_thousand_idle_connections():

@@ -6,7 +6,7 @@ Fields that are served are taken; those that are not may say what asks for nothi
 import dataclasses
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pallas_attn.models import Engine, Sampling, Tokenizer
@@ -60,6 +60,12 @@ class Asked:
     def count(self) -> int:
         """How many answers."""
         return len(self.prompts) * self.sampling.n
+
+    def each(self) -> Iterator[tuple[list[int], int, Sampling]]:
+        """(prompt, most new tokens, sampling) of every answer, with seeds of their own, as `generate` deals them."""
+        for place in range(self.count):
+            prompt = place // self.sampling.n
+            yield self.prompts[prompt], self.max_new_tokens[prompt], self.sampling.shifted(place)
 
 
 def completion_asked(body: bytes, served: Served, limits: Limits) -> Asked:

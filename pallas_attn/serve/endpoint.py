@@ -52,11 +52,7 @@ class Endpoint:
             asked = await run_in_threadpool(self._asked, body, self._served, self._limits)
             take(asked.count)
             changed = asyncio.Event()
-            jobs = [
-                Job(prompt, room, sampling, asked.stream, changed)
-                for prompt, room in zip(asked.prompts, asked.max_new_tokens, strict=True)
-                for sampling in asked.sampling.answers()
-            ]
+            jobs = [Job(*each, asked.stream, changed) for each in asked.each()]
             choices = [
                 Choice(index, job, AnswerText(self._served.tokenizer, job.sampling), asked.tools)
                 for index, job in enumerate(jobs)

@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 from .errors import ApiError
 
-_NAMES = {
+_NAMES: dict[type, str] = {
     bool: "a boolean",
     int: "an integer",
     float: "a number",
@@ -79,6 +79,11 @@ class Fields:
         wanted = {*kinds, int} if float in kinds else {*kinds}
         if type(value) not in wanted:
             refuse(self.path(name), " or ".join(_NAMES[kind] for kind in kinds), value)
+        if float in kinds:
+            try:
+                return float(value)
+            except OverflowError:
+                refuse(self.path(name), "a number of reasonable size", value)
         return value
 
     def need(self, name: str, *kinds: type) -> Any:
