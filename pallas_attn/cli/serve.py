@@ -2,12 +2,14 @@
 
 import dataclasses
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
 
-from pallas_attn.models import Engine
+from pallas_attn.models import Engine, default_model_path
+from pallas_attn.models.hub import is_name
 from pallas_attn.serve import App, Limits, Served, Server, bound
 from pallas_attn.serve.server import is_local
 
@@ -64,24 +66,35 @@ def run_serve(options: ServeOptions) -> int:
         stop_token_ids=loaded.tokenizer.stop_token_ids,
         tokenizer=loaded.tokenizer,
     )
-    err.print("compiling")
-    # Greedy answers, and those that say nothing; what else a request needs is compiled when one comes.
-    engine.compile()
     served = Served(
-        options.served_name or loaded.name,
+        options.served_name or _name(options.model),
         engine,
         loaded.tokenizer,
         loaded.sampling,
         options.template,
     )
-    engine.compile(served.usual)
+    err.print("compiling")
+    # For greedy requests, and for those that say nothing; what else one needs is compiled when it comes.
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(engine.compile, (None, served.usual)))
     app = App(served, options.limits, num_rows=options.num_rows, api_key=options.api_key)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING)
     if options.access_log:
         logging.getLogger("uvicorn.access").setLevel(logging.INFO)
     server = Server(app, options.limits, listener, access_log=options.access_log)
-    server.run(lambda: err.print(_ready(server.url, served.name, options)))
+    server.run(
+        lambda: err.print(_ready(server.url, served.name, options)),
+        lambda left: err.print(f"stopping: {left} answers are finished first; a second signal ends at once"),
+    )
     return 0
+
+
+def _name(model: Path | None) -> str:
+    """The repository's, the folder's or the file's."""
+    if model is not None and is_name(model):
+        return str(model)
+    path = (model or default_model_path()).resolve()
+    return path.name if path.is_dir() else path.stem
 
 
 def _ready(url: str, name: str, options: ServeOptions) -> str:

@@ -60,7 +60,7 @@ def serve(
     model: ModelOption = None,
     served_name: Annotated[
         str | None,
-        typer.Option(help="What requests call the model.", show_default="the model's own name"),
+        typer.Option(help="What requests call the model.", show_default="its file, its folder or ORG/NAME"),
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all of them.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes one that is free.")] = 8000,

@@ -1,6 +1,7 @@
 """The server's paths, and who may use them."""
 
 import contextlib
+import dataclasses
 import hmac
 import time
 from collections.abc import AsyncIterator
@@ -50,7 +51,10 @@ class App:
 
     def __init__(self, served: Served, limits: Limits, *, num_rows: int, api_key: str | None = None):
         self._served, self._key = served, api_key
-        self.gate, self.worker = Gate(num_rows + limits.max_waiting), Worker(served.engine)
+        most = num_rows + limits.max_waiting
+        # More than ever fit need not be tried again.
+        limits = dataclasses.replace(limits, max_choices=min(limits.max_choices, most))
+        self.gate, self.worker = Gate(most), Worker(served.engine)
         self._metrics = Metrics(self.worker)
         self.worker.on_end = self._metrics.ended
         self._created = int(time.time())

@@ -14,20 +14,21 @@ class Gate:
 
     Args:
         most: answers at once.
+
+    Attributes:
+        inside: answers now.
+        closed: whether nobody comes in any more.
     """
 
     def __init__(self, most: int):
-        self._most, self._inside, self._closed = most, 0, False
+        self._most = most
+        self.inside, self.closed = 0, False
         self._empty = asyncio.Event()
         self._empty.set()
 
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
     def close(self) -> None:
         """Nobody comes in any more."""
-        self._closed = True
+        self.closed = True
 
     async def emptied(self) -> None:
         """Waits for those inside."""
@@ -37,16 +38,16 @@ class Gate:
     def entered(self) -> Iterator[Callable[[int], None]]:
         """While the body runs, one answer is counted, or as many as its value is called with. Raises ApiError (503)
         for more than there is room for."""
-        if self._closed:
+        if self.closed:
             raise ApiError(503, "the server is stopping", code="stopping", headers=_RETRY)
         taken = 0
 
         def take(count: int) -> None:
             nonlocal taken
-            if self._inside - taken + count > self._most:
-                message = f"{self._inside} answers are being made or waited for, and no more fit: try again"
+            if self.inside - taken + count > self._most:
+                message = f"{self.inside} answers are being made or waited for, and no more fit: try again"
                 raise ApiError(503, message, code="queue_full", headers=_RETRY)
-            self._inside += count - taken
+            self.inside += count - taken
             taken = count
             self._empty.clear()
 
@@ -54,6 +55,6 @@ class Gate:
         try:
             yield take
         finally:
-            self._inside -= taken
-            if not self._inside:
+            self.inside -= taken
+            if not self.inside:
                 self._empty.set()

@@ -65,9 +65,14 @@ class Server:
             )
         )
 
-    def run(self, ready: Callable[[], None]) -> None:
+    def run(self, ready: Callable[[], None], stopping: Callable[[int], None]) -> None:
         """Until SIGTERM or Ctrl-C, after which accepted requests are finished; a second one ends the process at once.
-        In the main thread."""
+        In the main thread.
+
+        Args:
+            ready: called when it listens.
+            stopping: called with the number of answers that are still to be finished.
+        """
 
         heard = False
 
@@ -81,11 +86,13 @@ class Server:
         before = signal.signal(signal.SIGTERM, hear)
         try:
             with _interrupt.raised(hear):
-                asyncio.run(self.serve(ready))
+                asyncio.run(self.serve(ready, stopping))
         finally:
             signal.signal(signal.SIGTERM, before)
 
-    async def serve(self, ready: Callable[[], None]) -> None:
+    async def serve(
+        self, ready: Callable[[], None], stopping: Callable[[int], None] = lambda left: None
+    ) -> None:
         """The same in a loop that is there already, until `stop`."""
         self._loop = asyncio.get_running_loop()
         serving = asyncio.create_task(self._uvicorn.serve(sockets=[self._listener]))
@@ -95,6 +102,7 @@ class Server:
         stopped = asyncio.create_task(self._stopping.wait())
         await asyncio.wait((serving, stopped), return_when=asyncio.FIRST_COMPLETED)
         self._app.gate.close()
+        stopping(self._app.gate.inside)
         try:
             async with asyncio.timeout(self._limits.stop_timeout):
                 await self._app.gate.emptied()
