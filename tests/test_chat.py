@@ -11,11 +11,13 @@ import threading
 
 import pytest
 from models_support import write_tiny
+from rich.console import Console
 
 from pallas_attn import _interrupt
 from pallas_attn.cli import main
-from pallas_attn.cli.chat import pieces
-from pallas_attn.models import Engine, generate, load_gguf
+from pallas_attn.cli.chat import Chat, ChatOptions, pieces
+from pallas_attn.cli.wrap import Wrapped
+from pallas_attn.models import Engine, Sampling, generate, load_gguf
 
 pytestmark = pytest.mark.once
 
@@ -67,6 +69,61 @@ def test_the_oldest_turns_are_forgotten_when_nothing_fits(tiny, monkeypatch, cap
     answers, err = chat(tiny, ["z" * 200, "b"], monkeypatch, capsys)
     assert "too long: 203 tokens, of at most 159 (--max-len)" in err
     assert len(answers) == 1, "the question that was too long is not part of the conversation"
+
+
+def test_commands_are_no_questions(tiny, monkeypatch, capsys):
+    answers, err = chat(tiny, ["/help", "/hlep", "/new", "/no command"], monkeypatch, capsys)
+    assert len(answers) == 1, "what only begins like a command is a question"
+    assert err.count("Ctrl-C stops an answer") == 3, "at the beginning, and twice when asked"
+    assert "There is no /hlep. Ctrl-C" in err
+
+
+@pytest.mark.parametrize(
+    ("width", "text", "lines"),
+    [
+        (12, "one two three four", ["one two", "three four"]),
+        (8, "a word ends", ["a word", "ends"]),  # which fits to the last column
+        (9, "if x:\n    do it\n\n  end", ["if x:", "    do it", "", "  end"]),
+        (8, "a abcdefghijk b", ["a", "abcdefghijk b"]),  # in two lines of the terminal
+        (6, "ab 中文字 c", ["ab 中", "文字 c"]),
+        (16, "a\tbcd efghi", ["a\tbcd", "efghi"]),
+        (40, "nothing  to do ", ["nothing  to do"]),
+    ],
+)
+def test_lines_end_between_words(width, text, lines):
+    """In whatever pieces it comes."""
+    for size in (1, 2, 5, 99):
+        wrapped = Wrapped(lambda: width)
+        shown = [wrapped.shown(text[at : at + size]) for at in range(0, len(text), size)]
+        assert "".join([*shown, wrapped.rest()]).split("\n") == lines
+
+
+def test_a_word_is_shown_as_soon_as_it_ends():
+    wrapped = Wrapped(lambda: 20)
+    assert [wrapped.shown(piece) for piece in ("wo", "rd", " an", "d 中", "文")] == [
+        "",
+        "",
+        "word",
+        " and 中",
+        "文",
+    ]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_answers_are_wrapped_on_a_terminal_alone(tiny, terminal, monkeypatch):
+    out = Console(file=io.StringIO(), force_terminal=terminal, width=14, soft_wrap=True, color_system=None)
+    err = Console(file=io.StringIO())
+    text = "They are words of a sentence."
+    options = ChatOptions(None, None, {}, NEW, 160, {}, "float32", None, 4, 16, "gqa", None)
+    loaded = load_gguf(tiny)
+    monkeypatch.setattr(loaded.tokenizer, "decode", lambda tokens: bytes(tokens).decode())
+    engine = Engine(loaded.model, max_len=160, num_rows=1)
+    monkeypatch.setattr(engine, "stream", lambda *_: iter(text.encode()))
+    talk = Chat(loaded, engine, options, Sampling(), out, err)
+    talk._answer("hello")
+    shown = "They are words\nof a sentence.\n" if terminal else f"{text}\n"
+    assert out.file.getvalue() == shown
+    assert talk.messages[-1] == {"role": "assistant", "content": text}
 
 
 def test_a_model_without_a_template_is_refused_before_the_first_question(tmp_path, capsys):

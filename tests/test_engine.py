@@ -1,12 +1,15 @@
 """The engine: whatever runs beside a request, its tokens are those it gets alone."""
 
+import contextlib
 import dataclasses
+import random
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from engine_support import HOST, Interrupts, check_pages
 from flax import nnx
 from models_support import TINY, tiny_llama
 
@@ -372,6 +375,53 @@ def test_after_an_exception_the_next_step_makes_up_for_it(model, alone, where, m
     assert [request.answer for request in requests] == [answer, other[1]]
     engine._scheduler.prefixes.clear()
     assert engine.free_pages == engine._scheduler.allocator.num_pages
+
+
+def test_a_cache_that_was_given_away_and_lost_is_made_anew(model, alone):
+    """An interrupt behind a program, before its results have a name."""
+    engine = Engine(model, **SIZES)
+    engine.compile()
+    requests = [engine.submit(prompt, max_new_tokens=len(right)) for prompt, right in alone]
+    working, calls = engine._programs, []
+
+    def losing(program):
+        def call(*arguments):
+            results = program(*arguments)
+            calls.append(results[0])
+            if len(calls) % 5 == 0:
+                raise KeyboardInterrupt
+            return results
+
+        return call
+
+    engine._programs = {key: losing(program) for key, program in working.items()}
+    lost = 0
+    while engine.busy:
+        cache = engine._cache
+        try:
+            engine.step()
+        except KeyboardInterrupt:
+            lost += any(leaf.is_deleted() for leaf in jax.tree.leaves(cache))
+    assert lost > 2
+    assert [request.answer for request in requests] == [answer for _, answer in alone]
+    check_pages(engine)
+
+
+@pytest.mark.usefixtures("as_users_have_it")
+def test_interrupts_at_lines_drawn_at_random(model, alone):
+    """Many more of them, without a model, in test_interrupted_steps.py."""
+    engine, rng = Engine(model, **{**SIZES, "num_pages": 24}), random.Random(0)
+    engine.compile()
+    with Interrupts(HOST) as interrupts:
+        while interrupts.total < 50:
+            requests = [engine.submit(prompt, max_new_tokens=len(right)) for prompt, right in alone]
+            while engine.busy:
+                interrupts.arm(after=rng.randrange(2000))
+                with contextlib.suppress(KeyboardInterrupt):
+                    engine.step()
+                interrupts.disarm()
+            assert [request.answer for request in requests] == [answer for _, answer in alone]
+            check_pages(engine)
 
 
 @pytest.mark.parametrize(

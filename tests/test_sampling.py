@@ -329,10 +329,20 @@ def test_the_command_line_changes_what_a_model_asks_for():
     assert sampling_of(asked, said) == expected
 
 
-def test_engines_refuse_stop_ids_that_are_none(model):
-    message = r"Engine: argument 'stop_token_ids': expected token ids in \[0, 2\*\*31\), got 2147483648"
-    with pytest.raises(ValueError, match=message):
-        Engine(model, num_rows=1, max_len=24, stop_token_ids=[2**31])
+@pytest.mark.parametrize("stop", [-1, VOCAB, 2**31 - 1, 2**31])
+def test_stop_ids_that_are_no_tokens_are_refused_where_they_are_given(model, stop):
+    expected = rf"argument '%s': expected token ids in \[0, {VOCAB}\), got {stop}$"
+    with pytest.raises(ValueError, match="^Engine: " + expected % "stop_token_ids"):
+        Engine(model, num_rows=1, max_len=24, stop_token_ids=[3, stop])
+    with pytest.raises(ValueError, match="^generate: " + expected % "stop_token_ids"):
+        generate(model, PROMPTS, stop_token_ids=[3, stop])
+    if 0 <= stop < 2**31:  # a Sampling by itself does not know the vocabulary
+        sampling, engine = Sampling(stop_token_ids=[3, stop]), Engine(model, num_rows=1, max_len=24)
+        with pytest.raises(ValueError, match=r"^Engine.submit: " + expected % "sampling.stop_token_ids"):
+            engine.submit(PROMPTS[0], max_new_tokens=2, sampling=sampling)
+        with pytest.raises(ValueError, match="^generate: " + expected % "sampling.stop_token_ids"):
+            generate(model, PROMPTS, sampling=sampling)
+        assert not engine.busy
 
 
 def test_a_sampling_can_be_compared_and_kept():

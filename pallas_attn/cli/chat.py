@@ -5,6 +5,8 @@ tokens (prefix_cache.py), so only what is new is computed.
 """
 
 import dataclasses
+import re
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -19,10 +21,14 @@ from pallas_attn.models import Engine, LoadedModel, Sampling
 from pallas_attn.models.stopping import Held
 
 from .generate import load, sampling_of
+from .wrap import Wrapped
 
 # A terminal wants tokens one by one, a GPU several at a time.
 _BURST = 4
-_HELP = "Ctrl-C stops an answer; between answers it leaves, as Ctrl-D does. /new starts over."
+_HELP = (
+    "Ctrl-C stops an answer; between answers it leaves, as Ctrl-D does. /new starts over, /help says this."
+)
+_COMMAND = re.compile(r"/[a-z]+")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +59,8 @@ def run_chat(options: ChatOptions) -> int:
         ValueError, OSError, ImportError: what the user has to change, in one line.
     """
     out, err = (
-        Console(highlight=False, markup=False, soft_wrap=True, stderr=stderr) for stderr in (False, True)
+        Console(highlight=False, markup=False, soft_wrap=not file.isatty(), stderr=file is sys.stderr)
+        for file in (sys.stdout, sys.stderr)
     )
     sampling_of(Sampling(), options.sampling)  # what is out of its range is said before the model is read
     loaded = load(err, options.model, options.dtype, options.attention, options.implementation)
@@ -110,6 +117,10 @@ class Chat:
                 return INTERRUPTED
             if line == "/new":
                 self._start_over()
+            elif line == "/help":
+                self._err.print(_HELP)
+            elif _COMMAND.fullmatch(line):
+                self._err.print(f"There is no {line}. {_HELP}")
             elif line:
                 self._answer(line)
 
@@ -127,23 +138,33 @@ class Chat:
             return
         request = self._engine.submit(prompt, max_new_tokens=room, sampling=self._sampling)
         started, text = time.perf_counter(), ""
+        wrapped = Wrapped(lambda: self._out.width)
+
+        def show(piece: str) -> None:
+            nonlocal text
+            text += piece
+            self._print(wrapped.shown(piece) if self._out.is_terminal else piece)
+
         with _interrupt.heard() as stopped:
             tokens = self._engine.stream(request, stopped.is_set)
             held = Held(self._sampling.stop)
             for piece in pieces(self._tokenizer.decode, tokens):
-                text += (shown := held.shown(piece))
-                self._out.print(shown, end="")
-            text += (shown := held.rest())
-            self._out.print(shown, end="")
+                show(held.shown(piece))
+            show(held.rest())
+            self._print(wrapped.rest())
         seconds = time.perf_counter() - started
         self._out.print()
         self.messages.append({"role": "assistant", "content": text})
         count, ended = len(request.answer), ", stopped" if stopped.is_set() else ""
         self._err.print(
             f"[{count} tokens, {count / seconds:.1f} a second; of {len(prompt)} before them "
-            f"{request.reused} were in the cache{ended}]",
+            f"{request.cached_tokens} were in the cache{ended}]",
             style="dim",
         )
+
+    def _print(self, text: str) -> None:
+        """Part of an answer, whose lines end where they are to end."""
+        self._out.print(text, end="", soft_wrap=True)
 
     def _fitting_prompt(self) -> list[int]:
         """The conversation's tokens, without its oldest turns if there would be no room for an answer."""

@@ -265,8 +265,8 @@ def chat(
 ) -> int:
     """Talk with a model in the terminal: answers appear token by token, earlier turns stay in the cache.
 
-    Ctrl-C stops an answer; between answers it leaves, as Ctrl-D does. /new starts over. When the conversation no longer
-    fits, its oldest turns are forgotten.
+    Ctrl-C stops an answer; between answers it leaves, as Ctrl-D does. /new starts over, /help says so. When the
+    conversation no longer fits, its oldest turns are forgotten.
     """
     from pallas_attn.cli.chat import ChatOptions, run_chat
 

@@ -113,7 +113,8 @@ class Engine:
         num_pages = num_rows * pages_each if num_pages is None else num_pages
         check_int("Engine", "num_pages", num_pages, least=1)
         ArgumentChecker("Engine").flag("prefix_cache", prefix_cache)
-        self._stops, self._tokenizer = checked_stops("Engine", stop_token_ids), tokenizer
+        self._stops = checked_stops("Engine", stop_token_ids, model.config.vocab_size)
+        self._tokenizer = tokenizer
         model = for_lengths(model, max_len)
         self._model, self._most = model, min(max_len, num_pages * page_size + 1)
         self._scheduler = Scheduler(
@@ -198,12 +199,13 @@ class Engine:
             fail("Engine.submit", "sampling.n", "1 (submit_all gives several answers)", str(sampling.n))
         if sampling.stop and self._tokenizer is None:
             fail("Engine.submit", "sampling.stop", "none in an Engine without tokenizer", str(sampling.stop))
-        prompt = checked_prompt("Engine.submit", "prompt", prompt, self._model.config.vocab_size)
+        vocab_size = self._model.config.vocab_size
+        own = checked_stops("Engine.submit", sampling.stop_token_ids, vocab_size, "sampling.stop_token_ids")
+        prompt = checked_prompt("Engine.submit", "prompt", prompt, vocab_size)
         if len(prompt) + max_new_tokens > self._most:
             expected = f"with max_new_tokens together at most {self._most} tokens (a row of the block table)"
             fail("Engine.submit", "prompt", expected, f"{len(prompt)} + {max_new_tokens}")
-        stops = (*self._stops, *sampling.stop_token_ids)
-        return self._scheduler.submit(prompt, max_new_tokens, stops, sampling)
+        return self._scheduler.submit(prompt, max_new_tokens, (*self._stops, *own), sampling)
 
     def submit_all(
         self, prompt: Sequence[int], *, max_new_tokens: int = 64, sampling: Sampling | None = None
@@ -264,18 +266,16 @@ class Engine:
         self._create_rows()
         try:
             jax.block_until_ready(self._cache)
-            lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(self._cache))
-        except Exception:  # of what computed it
-            lost = True
-        if lost:
-            # In this order: there is no cache but a lost one until nobody relies on it.
+        except Exception:  # given to a program that failed, or never said what became of it
+            # In this order: there is no cache but the lost one until nobody relies on it.
             self._scheduler.forget()
             self._cache = self._create_cache()
         self._scheduler.restore()
 
     def _failed(self, error: Exception) -> None:
         self._failures += 1
-        if self._failures >= _TRIES:
+        if self._failures == _TRIES:
+            self._failures = 0
             for request in self._scheduler.running or self._scheduler.waiting:
                 request.end("error", _one_line(error))
 
@@ -398,5 +398,4 @@ class Engine:
 
 
 def _one_line(error: Exception) -> str:
-    words = " ".join(str(error).split())
-    return f"{type(error).__name__}: {words:.200}"
+    return f"{type(error).__name__}: {' '.join(str(error).split()):.200}".removesuffix(": ")

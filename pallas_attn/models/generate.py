@@ -155,6 +155,9 @@ def generate(
     each_row = [one for each in samplings for one in each]
     if tokenizer is None and any(one.stop for one in each_row):
         fail("generate", "tokenizer", "one, for texts that end an answer", "none")
+    stops = checked_stops("generate", stop_token_ids, model.config.vocab_size)
+    for one in each_row:
+        checked_stops("generate", one.stop_token_ids, model.config.vocab_size, "sampling.stop_token_ids")
     how, num_read = How.of(each_row), sum(map(len, prompts))
     if prefill_chunk is not None:
         model = for_lengths(model, max(map(len, prompts)) + max_new_tokens)
@@ -184,7 +187,7 @@ def generate(
     static: dict[str, Any] = {
         "graph": graph,
         "how": how,
-        "stop_token_ids": checked_stops("generate", stop_token_ids),
+        "stop_token_ids": stops,
     }
 
     started = time.perf_counter()

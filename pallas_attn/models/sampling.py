@@ -128,12 +128,14 @@ class Sampling:
         return cls(**options)
 
 
-def checked_stops(function: str, tokens: Any) -> tuple[int, ...]:
-    """Ids that a token may have; more than a vocabulary's is never chosen."""
-    ids = checked_tokens(function, "stop_token_ids", tokens)
+def checked_stops(
+    function: str, tokens: Any, vocab_size: int | None = None, name: str = "stop_token_ids"
+) -> tuple[int, ...]:
+    """Ids that a token of the vocabulary may have; None: of any."""
+    ids = checked_tokens(function, name, tokens)
     for token in ids:
-        if not 0 <= token <= _EVERY:
-            fail(function, "stop_token_ids", "token ids in [0, 2**31)", str(token))
+        if not 0 <= token < (vocab_size or 2**31):
+            fail(function, name, f"token ids in [0, {vocab_size or '2**31'})", str(token))
     return ids
 
 

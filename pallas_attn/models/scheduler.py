@@ -173,9 +173,10 @@ class Scheduler:
         # has more than one token to compute, and comes last; but for those of a step that was given up.
         running = self.running
         for request in list(running):
-            count = min(request.missing, left)
-            if request.row is not None and count and self._grow(request, request.computed + count, running):
-                chunks.append(Chunk(request, request.computed, count))
+            start = request.computed
+            count = min(request.length - start, left)
+            if request.row is not None and count and self._grow(request, start + count, running):
+                chunks.append(Chunk(request, start, count))
                 left -= count
         rows = sorted(set(range(self.num_rows)) - {request.row for request in running}, reverse=True)
         for request in [request for request in self._book.served if request.row is None]:
@@ -195,7 +196,7 @@ class Scheduler:
         for chunk in step.chunks:
             request = chunk.request
             computed = chunk.start + chunk.count
-            request.place = request.place._replace(computed=computed)
+            request.place = request.place.with_computed(computed)
             # Answers are remembered when they end.
             filled = computed // self.page_size > chunk.start // self.page_size
             if filled and chunk.start < len(request.prompt):
@@ -216,7 +217,7 @@ class Scheduler:
                 continue
             request.grow(tokens[request], (logprobs or {}).get(request, ()))
             # The last one chosen is not computed yet.
-            request.place = request.place._replace(computed=request.length - 1)
+            request.place = request.place.with_computed(request.length - 1)
             answered.append(request)
             self._end_if_whole(request)
         self._depart()
@@ -295,14 +296,15 @@ class Scheduler:
 
     def _grow(self, request: Request, tokens: int, running: list[Request]) -> bool:
         """Pages for `tokens` tokens; sends newer requests back for them, and the request itself if there is none."""
-        # A step that was given up, or got no further than its first token, leaves pages that it took ahead.
-        needed = max(self._pages_for(tokens) - len(request.pages), 0)
+        needed = self._pages_for(tokens) - len(request.pages)
+        if needed <= 0:  # also where a step was given up, or got no further than its first token
+            return True
         while (own := self._allocate(needed)) is None:
             newest = running.pop()
             self._send_back(newest)
             if newest is request:
                 return False
-        self._add_pages(request, own)
+        request.place = request.place.with_pages(own)
         return True
 
     def _ahead(self, chunk: Chunk) -> int:
@@ -310,7 +312,7 @@ class Scheduler:
         request = chunk.request
         most = min(self.burst, request.max_new_tokens - len(request.answer))
         while len(request.pages) < self._pages_for(request.length + most - 1) and (own := self._allocate(1)):
-            self._add_pages(request, own)
+            request.place = request.place.with_pages(own)
         return min(most, len(request.pages) * self.page_size - request.computed) - 1
 
     def _allocate(self, count: int) -> list[int] | None:
@@ -322,10 +324,6 @@ class Scheduler:
             return self.allocator.allocate(count)
         except OutOfPagesError:
             return None
-
-    def _add_pages(self, request: Request, own: Sequence[int]) -> None:
-        if own:
-            request.place = request.place._replace(pages=(*request.pages, *own))
 
     def _send_back(self, request: Request) -> None:
         self._remember(request)
