@@ -28,14 +28,15 @@ LINES = re.search(r"```sh\n(.*?)```", (ROOT / "pallas_attn/serve/README.md").rea
 # Long enough for a signal in the middle of an answer.
 CONTEXT = 20_000
 SMALL = ("--max-len", CONTEXT, "--page-size", 64, "--num-rows", 1, "--step-tokens", 16)
+# Compiling is most of it, here as in other tests.
+ENVIRONMENT = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "no_proxy": "*", "NO_PROXY": "*"}
 
 
 @contextlib.contextmanager
 def process(*options: object) -> Iterator[tuple[subprocess.Popen, str]]:
     """A server that listens, and its URL."""
     command = [sys.executable, "-m", "pallas_attn", "serve", "--port", "0", *map(str, options)]
-    environment = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # compiling is most of it
-    started = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+    started = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
     try:
         said = []
         for line in started.stderr:
@@ -131,11 +132,10 @@ def test_three_lines_from_install_to_a_streamed_answer(tmp_path):
     small = f"--port {port} --max-len 128 --num-rows 2 --step-tokens 16"
     serve_line = serve_line.replace("pallas-attn serve", f"exec {program} serve {small}")
     shell = f"({serve_line.removesuffix(' &')}) &\necho $! > {tmp_path}/pid\n{ask.replace('8000', str(port))}"
-    environment = {**os.environ, "no_proxy": "localhost", "NO_PROXY": "localhost"}
     try:
         # A file, not a pipe: the server has it too, and goes on.
         with (tmp_path / "out").open("w") as out:
-            subprocess.run(["bash", "-c", shell], cwd=ROOT, env=environment, stdout=out, check=True)
+            subprocess.run(["bash", "-c", shell], cwd=ROOT, env=ENVIRONMENT, stdout=out, check=True)
         lines = (tmp_path / "out").read_text().split("\n")
         *events, last = [line.removeprefix("data: ") for line in lines if line]
         assert last == "[DONE]"

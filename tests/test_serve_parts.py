@@ -7,9 +7,10 @@ import pytest
 from serve_support import END, byte_tokenizer
 
 from pallas_attn.models import Sampling, TokenLogprobs
+from pallas_attn.models.detokenizer import Detokenizer
 from pallas_attn.serve.errors import ApiError, json_bytes
 from pallas_attn.serve.fields import Fields, parsed
-from pallas_attn.serve.text import AnswerText, Detokenizer
+from pallas_attn.serve.text import AnswerText
 from pallas_attn.serve.tool_calls import ToolCalls
 
 pytestmark = pytest.mark.once

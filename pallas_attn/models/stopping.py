@@ -38,7 +38,7 @@ class Held:
         if ends:
             self.ended, count = True, min(ends)
         else:
-            count = len(self._text) - max((self._beginning(stop) for stop in self._stops), default=0)
+            count = len(self._text) - max((beginning(self._text, stop) for stop in self._stops), default=0)
         shown, self._text = self._text[:count], self._text[count:]
         return shown
 
@@ -46,7 +46,8 @@ class Held:
         """What is left at the end."""
         return "" if self.ended else self._text
 
-    def _beginning(self, stop: str) -> int:
-        """Characters at the end of the text that begin `stop`."""
-        most = min(len(stop) - 1, len(self._text))
-        return next((n for n in range(most, 0, -1) if self._text.endswith(stop[:n])), 0)
+
+def beginning(text: str, of: str) -> int:
+    """Characters at the end of `text` that begin `of`."""
+    most = min(len(of) - 1, len(text))
+    return next((n for n in range(most, 0, -1) if text.endswith(of[:n])), 0)

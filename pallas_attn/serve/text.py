@@ -1,14 +1,11 @@
 """The text of an answer, from its tokens as they come."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from pallas_attn.models import Sampling, Tokenizer, TokenLogprobs
+from pallas_attn.models.detokenizer import UNKNOWN, Detokenizer
 from pallas_attn.models.stopping import Held
-
-_UNKNOWN = "\ufffd"
-# So many tokens of bytes that are no text are waited for.
-_MOST_HELD = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,39 +27,6 @@ class TokenText:
 class Piece:
     text: str = ""
     tokens: tuple[TokenText, ...] = ()
-
-
-class Detokenizer:
-    """Tokens to text, held back while a character is incomplete.
-
-    A piece is decoded behind the piece before it: decoders may drop a space at the beginning of what they are given.
-    """
-
-    def __init__(self, decode: Callable[[Sequence[int]], str]):
-        self._decode = decode
-        self._before: list[int] = []
-        self._piece: list[int] = []
-
-    def add(self, tokens: Sequence[int]) -> str:
-        text = self._behind([*self._piece, *tokens])
-        # A replacement character at the end may be one whose other bytes are still to come.
-        incomplete = text.endswith(_UNKNOWN)
-        if incomplete and len(tokens) > 1:
-            return "".join([self.add([token]) for token in tokens])
-        self._piece += tokens
-        if incomplete and len(self._piece) < _MOST_HELD:
-            return ""
-        # What has no text is no neighbour: a space behind it would be dropped as if it were the first.
-        self._before = self._piece if text else [*self._before, *self._piece]
-        self._piece = []
-        return text
-
-    def rest(self) -> str:
-        """What is held back, as it stands."""
-        return self._behind(self._piece)
-
-    def _behind(self, tokens: list[int]) -> str:
-        return self._decode([*self._before, *tokens])[len(self._decode(self._before)) :]
 
 
 class AnswerText:
@@ -114,6 +78,6 @@ class AnswerText:
     def _text_of(self, token: int) -> str:
         decode = self._tokenizer.decode
         before = decode(self._before) if self._before else ""
-        if not before or before.endswith(_UNKNOWN):
+        if not before or before.endswith(UNKNOWN):
             return decode([token], skip_special_tokens=False)
         return decode([*self._before, token], skip_special_tokens=False)[len(before) :]

@@ -10,6 +10,8 @@ import uuid
 from collections.abc import Set
 from typing import Any
 
+from pallas_attn.models.stopping import beginning
+
 _OPENING, _CLOSING = "<tool_call>", "</tool_call>"
 
 
@@ -72,9 +74,3 @@ class ToolCalls:
         function = {"name": name, "arguments": json.dumps(given, ensure_ascii=False)}
         self.calls.append({"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function})
         return True
-
-
-def beginning(text: str, of: str) -> int:
-    """Characters at the end of `text` that begin `of`."""
-    most = min(len(of) - 1, len(text))
-    return next((n for n in range(most, 0, -1) if text.endswith(of[:n])), 0)
