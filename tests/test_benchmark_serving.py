@@ -53,6 +53,6 @@ def test_a_soak_notices(monkeypatch, tmp_path, capsys, text, free, right):
     options = argparse.Namespace(**{**vars(OPTIONS), "out": tmp_path / "out.csv"})
     report = bench.Report(options, Process.about)
     assert bench.soak(Process(), options, report) == right
-    (row,) = csv.DictReader((tmp_path / "out.csv").open())
+    (row,) = csv.DictReader((tmp_path / "out.csv").read_text().splitlines())
     assert (row["what"], row["size"], row["commit"], row["requests"]) == ("soak", "tiny", "abc", "20")
     assert ("0 wrong" in row["note"]) == (text == "x")

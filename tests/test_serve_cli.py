@@ -17,6 +17,7 @@ import openai
 import pytest
 from models_support import smollm2, write_tiny
 
+from pallas_attn._call.optional import requirements
 from pallas_attn.cli.serve import ServeOptions
 from pallas_attn.cli.serve_command import serve
 from pallas_attn.models import generate
@@ -102,6 +103,18 @@ def test_help_has_every_limit_with_its_default():
     for field in dataclasses.fields(Limits):
         assert defaults[field.name] == field.default
     assert {field.name for field in dataclasses.fields(ServeOptions)} - {"limits"} <= {*defaults}
+
+
+@pytest.mark.once
+def test_a_missing_package_is_named_with_all_that_the_extra_brings(monkeypatch):
+    """Not the package itself, which no index has."""
+    declared = [
+        'flax>=0.12; extra == "models"',
+        'pallas-attn[models]; extra == "serve"',
+        'uvicorn; extra == "serve"',
+    ]
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: declared)
+    assert requirements("serve") == ["flax>=0.12", "uvicorn"]
 
 
 @pytest.mark.once

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
+from .detokenizer import UNKNOWN
+
 # Bytes that a character has at most, each of which may be a token.
 _TOKENS_PER_CHARACTER = 4
 
@@ -14,12 +16,21 @@ def first_stop(
         return None
     window = _TOKENS_PER_CHARACTER * max(map(len, stops)) + 1
     tokens = [*before[-window:], *new]
+    # Mostly there is none, which one look at all of them tells, unless they break off within a character: some decoders
+    # then show none of those before it.
+    text = decode(tokens)
+    if UNKNOWN not in text and not _any_in(text, stops):
+        return None
     start = len(tokens) - len(new)
     for count in range(1, len(new) + 1):
         text = decode(tokens[max(0, start + count - window) : start + count])
-        if any(stop in text for stop in stops):
+        if _any_in(text, stops):
             return count
     return None
+
+
+def _any_in(text: str, stops: Sequence[str]) -> bool:
+    return any(stop in text for stop in stops)
 
 
 class Held:
