@@ -57,7 +57,8 @@ class Engine:
     ended. When pages run out, the newest request goes back into the queue and loses nothing (see `Scheduler`).
 
     Any thread may use it. `submit`, `cancel`, `stats` and `busy` never wait for a step: what comes while one is made is
-    heeded by the next. Steps are made one at a time: `step` and `stream` wait for one that another thread is making.
+    heeded by the next. Steps are made one at a time: `step` and `stream` wait for one that another thread is making, in
+    no order. Where tokens must not come in lumps, let one thread make all the steps.
 
     An exception may come out of a step at any line, Ctrl-C for one. No page and no request is lost: the next step makes
     up for what that one did not do. (Tokens that it had chosen already may stand in `answer` alone, and not in what the
@@ -117,19 +118,10 @@ class Engine:
         self._tokenizer = tokenizer
         model = for_lengths(model, max_len)
         self._model, self._most = model, min(max_len, num_pages * page_size + 1)
-        self._scheduler = Scheduler(
-            num_pages=num_pages,
-            page_size=page_size,
-            num_rows=num_rows,
-            step_tokens=step_tokens,
-            burst=burst,
-            prefix_cache=prefix_cache,
-            stopped=self._text_stops,
-        )
         few = step_tokens // _FEW
         self._rooms = [few, step_tokens] if few >= max(num_rows, _WORTH_COMPILING) else [step_tokens]
         self._graph, self._weights = nnx.split(model)
-        self._max_len, self._pages_each = max_len, pages_each
+        self._num_rows, self._max_len, self._pages_each = num_rows, max_len, pages_each
         self._create_rows()
         tables = jnp.asarray(self._tables)
         self._create_cache = functools.partial(
@@ -140,6 +132,15 @@ class Engine:
             dtype=cache_dtype,
         )
         self._cache = self._create_cache()
+        self._scheduler = Scheduler(
+            num_pages=num_pages,
+            page_size=page_size,
+            num_rows=num_rows,
+            step_tokens=step_tokens,
+            burst=burst,
+            prefix_cache=prefix_cache,
+            stopped=self._text_stops,
+        )
         self._programs: dict[Any, Callable[..., Any]] = {}
         self._one_at_a_time = threading.RLock()
         # Whether a step is being made, or was given up and not yet made up for.
@@ -323,7 +324,7 @@ class Engine:
 
     def _create_rows(self) -> None:
         """The host's record of what the device is to know of each row, in which nothing stands yet."""
-        num_rows = self._scheduler.num_rows
+        num_rows = self._num_rows
         self._tables = np.full((num_rows, self._pages_each), -1, np.int32)
         self._rows = Rows.greedy(num_rows)
         lengths = np.zeros(num_rows, np.int32)

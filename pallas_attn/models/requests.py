@@ -48,7 +48,6 @@ class Request:
 
     number: of submission.
     sampling: how its tokens are chosen; the scheduler does not look at it.
-    logprobs: of each token of the answer, where its `Sampling` asks for them.
     place: where it lies.
     """
 
@@ -58,8 +57,8 @@ class Request:
     stop_token_ids: frozenset[int]
     sampling: Any = None
     answer: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[Any] = dataclasses.field(default_factory=list)
     place: Place = dataclasses.field(default=Place(), repr=False)
+    _logprobs: list[Any] = dataclasses.field(default_factory=list, repr=False)
     # The first counts. Several threads may end a request at the same time: appending to a list needs no lock.
     _ends: list[End] = dataclasses.field(default_factory=list, repr=False)
 
@@ -78,6 +77,11 @@ class Request:
     def done(self) -> bool:
         """Whether it has ended, for whatever reason."""
         return bool(self._ends)
+
+    @property
+    def logprobs(self) -> list[Any]:
+        """Of each token of the answer, where its `Sampling` asks for them."""
+        return self._logprobs[: len(self.answer)]
 
     @property
     def cached_tokens(self) -> int:
@@ -129,9 +133,9 @@ class Request:
         return self.answer[start - len(self.prompt) : end - len(self.prompt)]
 
     def grow(self, tokens: Sequence[int], logprobs: Sequence[Any] = ()) -> None:
-        """Goes on with its answer. The answer itself comes last and at one stroke; what an interrupt has left before it
-        is written over by the next attempt."""
-        self.logprobs[len(self.answer) :] = logprobs
+        """Goes on with its answer, which itself comes last and at one stroke. What an interrupt has left of the rest
+        counts for nothing, and the next attempt writes over it."""
+        self._logprobs[len(self.answer) :] = logprobs
         self.answer.extend(tokens)
 
     def end(self, reason: FinishReason, error: str | None = None) -> None:
