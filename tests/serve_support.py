@@ -8,7 +8,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import openai
@@ -91,6 +91,7 @@ class Scripted(Engine):
         submitted: requests so far.
         held: while it is set, steps give nothing.
         fails: so many steps are to fail.
+        refuses: whether submitting is to fail.
     """
 
     max_len = 256  # type: ignore[assignment]
@@ -99,7 +100,7 @@ class Scripted(Engine):
         self.says = [*byte_tokenizer().encode(says), *([END] if ends else [])]
         self.burst, self.seconds = burst, seconds
         self.submitted: list[Request] = []
-        self.held, self.fails = threading.Event(), 0
+        self.held, self.fails, self.refuses = threading.Event(), 0, False
         self.steps, self.compile_seconds = 0, 0.0
 
     @property
@@ -107,6 +108,8 @@ class Scripted(Engine):
         return not all(request.done for request in self.submitted)
 
     def submit(self, prompt, *, max_new_tokens=64, sampling=None) -> Request:
+        if self.refuses:
+            raise RuntimeError("no host")
         if 7 in prompt:
             raise ValueError("Engine.submit: argument 'prompt': expected no 7, got 7")
         request = Request(len(self.submitted), tuple(prompt), max_new_tokens, frozenset([END]))
@@ -172,6 +175,11 @@ class Running:
     def loop(self) -> asyncio.AbstractEventLoop:
         return self.server._loop
 
+    @property
+    def clients(self) -> set[tuple[str, int]]:
+        """Of connections that are open."""
+        return {each.client for each in list(self.server._uvicorn.server_state.connections)}
+
     def raw(self, timeout: float = 120) -> socket.socket:
         return socket.create_connection(self.address, timeout)
 
@@ -205,3 +213,8 @@ def post(path: str, body: Any, **headers: str) -> bytes:
     usual = {"host": "tiny", "content-type": "application/json", "content-length": str(len(body))}
     lines = [f"{name}: {value}" for name, value in (usual | headers).items() if value is not None]
     return "\r\n".join([f"POST {path} HTTP/1.1", *lines, "", ""]).encode() + body
+
+
+def waited(condition: Callable[[], Any]) -> None:
+    while not condition():
+        time.sleep(0.005)

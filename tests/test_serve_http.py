@@ -4,11 +4,10 @@ import contextlib
 import http.client
 import json
 import threading
-import time
 
 import openai
 import pytest
-from serve_support import NUM_ROWS, byte_tokenizer, post, running, scripted
+from serve_support import NUM_ROWS, byte_tokenizer, post, running, scripted, waited
 
 from pallas_attn.serve import Limits
 
@@ -289,11 +288,6 @@ def held(limits=None, **options):
             engine.held.clear()
 
 
-def waited(condition) -> None:
-    while not condition():
-        time.sleep(0.005)
-
-
 def test_more_than_can_wait_is_refused():
     with held(Limits(max_waiting=2)) as (server, engine):
         results = []
@@ -368,6 +362,10 @@ def test_an_engine_that_fails():
             server.client.completions.create(model="tiny", prompt="x")
         answer, body = exchanged(server, b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
         assert (answer.status, json.loads(body)["status"]) == (503, "failing")
+        engine.refuses = True
+        with pytest.raises(openai.InternalServerError, match="the engine failed"):
+            server.client.completions.create(model="tiny", prompt="x")
+        engine.refuses = False
         assert (
             server.client.completions.create(model="tiny", prompt="x", max_tokens=64).choices[0].text == TEXT
         )

@@ -9,7 +9,7 @@ import socket
 import threading
 
 import pytest
-from serve_support import Running, post, running, scripted
+from serve_support import Running, post, running, scripted, waited
 
 from pallas_attn.serve import Limits
 from pallas_attn.serve.server import allow_files
@@ -113,18 +113,21 @@ def test_a_client_that_sends_byte_by_byte(sent, code):
         assert closed(connection)
 
 
-def test_a_client_that_does_not_read():
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_does_not_read(stream):
     """Its answer is given up, not kept for it, and everybody else's goes on."""
-    limits, says = Limits(write_timeout=0.3), scripted("x" * 200, burst=1)
+    limits, says = Limits(write_timeout=0.3), scripted("\0" * 200, burst=1)
+    ask = {"prompt": "x", "stream": stream, "max_tokens": 200, "n": 16}
     with running(limits, says, send_buffer=4096) as server, socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(server.address)
-        connection.sendall(post(COMPLETION, {"prompt": "x", "stream": True, "max_tokens": 200, "n": 16}))
+        # Whole, it fits into what the server keeps for a connection that it is about to close.
+        connection.sendall(post(COMPLETION, ask, connection="keep-alive" if stream else "close"))
         said = server.client.completions.create(model="tiny", prompt="x", max_tokens=5)
         assert said.usage.completion_tokens == 5
         inside = server.app.gate.emptied()
         asyncio.run_coroutine_threadsafe(inside, server.loop).result()
-        assert closed(connection)
+        waited(lambda: connection.getsockname() not in server.clients)
 
 
 def test_a_thousand_idle_connections():

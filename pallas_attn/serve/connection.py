@@ -51,7 +51,7 @@ class Connection(H11Protocol):
         """Sets the clock where something else is awaited than before: who sends byte by byte gains no time."""
         state = self.conn.their_state
         if self.transport.is_closing():
-            awaited = ""
+            awaited = "flush"
         elif state is h11.IDLE:
             awaited = "headers" if self.conn.trailing_data[0] else "request"
         elif state is h11.SEND_BODY and self.conn.our_state is h11.DONE:
@@ -68,6 +68,8 @@ class Connection(H11Protocol):
                 "headers": (limits.header_timeout, self._too_slow),
                 "request": (limits.idle_timeout, close),
                 "rest": (_LINGER, close),
+                # What does not fill the buffer is written without anybody waiting for it.
+                "flush": (limits.write_timeout, self.transport.abort),
             }
             if awaited:
                 self._clock = self.loop.call_later(*clocks[awaited])
@@ -75,6 +77,7 @@ class Connection(H11Protocol):
     def _too_slow(self) -> None:
         message = f"the headers were not there within {self._limits.header_timeout:g} s"
         self._refuse(ApiError(408, message, code="header_timeout"))
+        self._watch()
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -53,7 +53,7 @@ class Metrics:
     def ended(self, job: Job) -> None:
         if job.first is not None:
             self._first.observe(job.first - job.submitted)
-        if job.ended is not None and job.error is None:
+        if job.ended is not None and job.finish_reason in ("stop", "length"):
             self._whole.observe(job.ended - job.submitted)
 
     def text(self) -> bytes:

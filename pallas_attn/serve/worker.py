@@ -130,14 +130,17 @@ class Worker:
     # What follows runs in the engine's thread.
 
     def _run(self) -> None:
-        while self._obeyed():
-            try:
-                new = self.engine.step()
-            except Exception:
-                self._failed()
-            else:
-                self.failing = False
-                self._tell(new)
+        try:
+            while self._obeyed():
+                try:
+                    new = self.engine.step()
+                except Exception:
+                    self._failed()
+                else:
+                    self.failing = False
+                    self._tell(new)
+        finally:
+            self.failing = True  # without this thread nothing goes on
 
     def _obeyed(self) -> bool:
         """Waits for a command where there is nothing else to do. False once the thread is to end."""
@@ -154,6 +157,9 @@ class Worker:
             request = self.engine.submit(job.prompt, max_new_tokens=job.max_new_tokens, sampling=job.sampling)
         except (ValueError, TypeError) as error:
             self._in_loop(self._hear, [(job, 0, True, refusal(error))])
+        except Exception:
+            _log.exception("a request could not be submitted")
+            self._in_loop(self._hear, [(job, 0, True, _engine_failed())])
         else:
             self._jobs[request] = job
             job.request = request
@@ -198,6 +204,8 @@ class Worker:
 
 
 def _error_of(request: Request) -> ApiError | None:
-    if request.finish_reason != "error":
-        return None
+    return _engine_failed() if request.finish_reason == "error" else None
+
+
+def _engine_failed() -> ApiError:
     return ApiError(500, "the engine failed; the server's log says how", code="engine_failed")
