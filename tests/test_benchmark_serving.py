@@ -11,7 +11,8 @@ from serve_support import running, scripted
 pytestmark = pytest.mark.once
 
 OPTIONS = argparse.Namespace(max_prompt=100, max_answer=50, out=None, commit="abc", size="tiny", dtype="float32",
-                             clients=4, processes=1, duration=0.1, seed=0)  # fmt: skip
+                             clients=4, processes=1, duration=0.1, seed=0,
+                             batch_invariant=False)  # fmt: skip
 
 
 def test_turns_have_equal_lengths_and_other_tokens():
