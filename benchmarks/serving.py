@@ -423,6 +423,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     about = server.about
     print(f"{about['device']}, jax {about['jax']}; compiled in {about['compiled']:.1f} s", flush=True)
     report = Report(options, about)
+    load(server, drawn(2, about["vocab_size"], options, 0), 1, 1)  # what is there once is no figure
     right = True
     try:
         parts: dict[str, Callable[..., Any]] = {"speed": speed, "first": first, "soak": soak}

@@ -11,6 +11,7 @@ from pallas_attn._call.optional import needs_extra
 
 with needs_extra("serve", user="pallas_attn.serve"):
     from starlette.applications import Starlette
+    from starlette.concurrency import run_in_threadpool
     from starlette.exceptions import HTTPException
     from starlette.requests import Request
     from starlette.responses import Response
@@ -81,6 +82,7 @@ class App:
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         self.worker.start()
+        await run_in_threadpool(int)  # what is imported for it takes longer than a request
         yield
         await self.worker.stop()
 
