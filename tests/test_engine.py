@@ -81,7 +81,9 @@ def test_equal_prefixes_take_no_pages_twice(model, alone):
     assert engine.free_pages == 24 - 7
     second, third = (engine.submit([*prompt[:29], last], max_new_tokens=4) for last in (prompt[29], 96))
     engine.step()
-    assert (second.reused, third.reused) == (28, 28)
+    assert (second.reused, third.cached_tokens) == (28, 28)
+    stats = engine.stats()
+    assert (stats.prompt_tokens, stats.cached_tokens, stats.cached_pages) == (90, 56, 7)
     # Seven pages are shared, which is all that is remembered; each has an eighth of its own.
     assert engine.free_pages == 24 - 7 - 2
     run(engine)
@@ -107,6 +109,11 @@ def test_a_request_may_be_cancelled_at_any_time(model, alone):
     assert had == alone[0][1][: len(had)]
     assert not waiting.answer
     assert len(other.answer) == 30
+    assert [request.finish_reason for request in (running, other, waiting)] == [
+        "cancelled",
+        "length",
+        "cancelled",
+    ]
     assert engine.free_pages == free
 
 
@@ -136,6 +143,7 @@ def test_a_stop_token_ends_an_answer_in_the_middle_of_a_burst(model, alone):
     request = engine.submit(prompt, max_new_tokens=30)
     run(engine)
     assert request.answer == answer[: answer.index(stop) + 1]
+    assert request.finish_reason == "stop"
 
 
 def test_what_is_drawn_depends_on_the_seed_and_the_place_alone(model, alone):

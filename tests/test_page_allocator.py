@@ -24,3 +24,16 @@ def test_pages_that_are_none_are_refused_and_nothing_changes(method, pages, erro
     with pytest.raises(error, match=re.escape(f"PageAllocator.{method}: argument 'pages': {message}")):
         unchecked(getattr(PageAllocator, method))(allocator, pages)
     assert [allocator.references(page) for page in range(4)] == [1, 0, 0, 0]
+
+
+def test_references_are_made_anew_from_what_is_held():
+    allocator = PageAllocator(4)
+    allocator.allocate(3)
+    allocator.restore([2, 0, 2])
+    assert [allocator.references(page) for page in range(4)] == [1, 0, 2, 0]
+    assert sorted(allocator.allocate(2)) == [1, 3]
+    with pytest.raises(
+        ValueError, match=r"PageAllocator.restore: argument 'pages': expected ids in \[0, 4\)"
+    ):
+        allocator.restore([4])
+    assert allocator.num_free == 0

@@ -112,6 +112,9 @@ class Histories(RuleBasedStateMachine):
         for _ in range(times):
             step = self.scheduler.next_step()
             assert bool(step.chunks) == self.scheduler.busy, "something is left to do, and nothing is done"
+            stats = self.scheduler.totals
+            assert stats.generated_tokens == sum(len(request.answer) for request in self.requests)
+            assert sum(stats.finished.values()) == sum(request.done for request in self.requests)
             assert sum(chunk.count for chunk in step.chunks) <= self.scheduler.step_tokens
             oldest = min((r.number for r in self.requests if not r.done), default=None)
             assert oldest is None or oldest in [chunk.request.number for chunk in step.chunks]
@@ -133,6 +136,8 @@ class Histories(RuleBasedStateMachine):
         holders = [page for r in self.requests for page in r.pages] + remembered
         for page in range(scheduler.allocator.num_pages):
             assert scheduler.allocator.references(page) == holders.count(page)
+        held = {page for request in self.requests if not request.done for page in request.pages}
+        assert scheduler.free_pages == scheduler.allocator.num_pages - len(held.union(remembered))
         rows = [request.row for request in scheduler.running]
         assert len(set(rows)) == len(rows)
 
@@ -152,6 +157,8 @@ class Histories(RuleBasedStateMachine):
                 assert request.answer == whole
         if self.scheduler.prefixes:
             self.scheduler.prefixes.clear()
+        assert self.scheduler.free_pages == self.scheduler.allocator.num_pages
+        assert not self.scheduler.next_step().chunks
         assert self.scheduler.allocator.num_free == self.scheduler.allocator.num_pages
 
 
