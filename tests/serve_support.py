@@ -75,7 +75,7 @@ def engine() -> Engine:
         model(),
         max_len=256,
         num_rows=NUM_ROWS,
-        num_pages=36,  # fewer than all rows fill: some are sent back
+        num_pages=24,  # far fewer than all rows fill: some are sent back
         page_size=8,
         step_tokens=64,
         burst=4,
