@@ -107,7 +107,7 @@ lock: .venv/bin/uv ## renews the exact versions in .ci/lock
 	.venv/bin/python $(PIP) --quiet --upgrade --target .venv/lock scikit-build-core
 	echo uv | $(RESOLVE) -o $(LOCK)/uv.txt -
 	$(RESOLVE) --extra dev -o $(LOCK)/test.txt pyproject.toml
-	$(RESOLVE) --extra models -c $(LOCK)/test.txt -o $(LOCK)/demo.txt pyproject.toml
+	$(RESOLVE) --extra serve -c $(LOCK)/test.txt -o $(LOCK)/demo.txt pyproject.toml
 	$(RESOLVE) --extra cuda -c $(LOCK)/test.txt -o $(LOCK)/cuda.txt pyproject.toml
 	PYTHONPATH=.venv/lock .venv/bin/python $(LOCK)/build_requires.py > .venv/lock/build.in
 	$(RESOLVE) -o $(LOCK)/build.txt - < .venv/lock/build.in

@@ -86,9 +86,11 @@ class Report:
                 writer.writerows(self.rows)
 
 
-def random_model(config: LlamaConfig, dtype: Any, seed: int = 0) -> Llama:
+def random_model(config: LlamaConfig, dtype: Any, seed: int = 0, **options: Any) -> Llama:
     """Enlarged, or the logits would hardly depend on the attention."""
-    graph, weights = nnx.split(nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=nnx.Rngs(0))))
+    graph, weights = nnx.split(
+        nnx.eval_shape(lambda: Llama(config, dtype=dtype, **options, rngs=nnx.Rngs(0)))
+    )
     leaves, tree = jax.tree.flatten(weights)
 
     @jax.jit

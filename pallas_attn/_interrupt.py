@@ -11,7 +11,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 INTERRUPTED = 130  # what shells say of a program that SIGINT ended
 _SHOW_CURSOR = b"\x1b[?25h\n"  # a progress bar hides it
@@ -36,13 +37,13 @@ def heard() -> Iterator[threading.Event]:
 
 
 @contextlib.contextmanager
-def raised() -> Iterator[None]:
+def raised(handler: Callable[..., Any] = signal.default_int_handler) -> Iterator[None]:
     """While the body runs, Ctrl-C is a KeyboardInterrupt: for reading a line, which leaves the terminal as it was only
-    if it ends by itself."""
+    if it ends by itself. Or it is what another `handler` makes of it: a server has more to end than itself."""
     global _left_to_python
     before = signal.getsignal(signal.SIGINT)
     _left_to_python = True
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, handler)
     try:
         yield
     finally:

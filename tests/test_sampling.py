@@ -265,6 +265,19 @@ def test_texts_are_found_as_tokens_come():
     decode = Letters().decode
     assert first_stop(decode, [1, 2], [3, 4, 5], [decode([2, 3, 4])]) == 2
     assert first_stop(decode, [1, 2], [3, 4, 5], [decode([9])]) is None
+    looks = []
+    assert first_stop(lambda ids: looks.append(ids) or decode(ids), [], [3, 4, 5], [decode([9])]) is None
+    assert len(looks) == 1
+    # Some decoders show nothing of bytes that end within a character, and the text was there all the same.
+    broken = [*"aé".encode(), 0xE2]
+
+    def strict(ids):
+        try:
+            return bytes(ids).decode()
+        except UnicodeDecodeError:
+            return "\ufffd" * len(ids)
+
+    assert first_stop(strict, [], broken, ["é"]) == 3
     held = Held(["end", "ne"])
     assert [held.shown(piece) for piece in ("a e", "x", " en", "d b")] == ["a ", "ex", " ", ""]
     assert (held.ended, held.rest()) == (True, "")

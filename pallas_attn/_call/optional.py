@@ -44,4 +44,9 @@ def requirements(extra: str) -> list[str]:
     except importlib.metadata.PackageNotFoundError:
         return []
     wanted = re.compile(rf"""extra == ["']{extra}["']""")
-    return [entry.split(";")[0].strip() for entry in declared if wanted.search(entry)]
+    brought = [entry.split(";")[0].strip() for entry in declared if wanted.search(entry)]
+    found: list[str] = []
+    for entry in brought:
+        own = re.fullmatch(r"pallas-attn\[(\w+)\]", entry)
+        found += requirements(own[1]) if own else [entry]
+    return found

@@ -1,4 +1,4 @@
-"""The command line: `pallas-attn generate`, `chat`, `tune`, `show-layout` and `doctor`, also as
+"""The command line: `pallas-attn generate`, `chat`, `serve`, `tune`, `show-layout` and `doctor`, also as
 `python -m pallas_attn`."""
 
 import os

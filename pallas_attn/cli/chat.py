@@ -8,7 +8,7 @@ import dataclasses
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from pallas_attn import _interrupt
 from pallas_attn._call.checks import fail
 from pallas_attn._interrupt import INTERRUPTED
 from pallas_attn.models import Engine, LoadedModel, Sampling
+from pallas_attn.models.detokenizer import Detokenizer
 from pallas_attn.models.stopping import Held
 
 from .generate import load, sampling_of
@@ -186,21 +187,10 @@ class Chat:
             self._err.print("[the oldest turn no longer fits and is forgotten]", style="dim")
 
 
-def pieces(decode: Callable[[list[int]], str], tokens: Iterable[int]) -> Iterator[str]:
-    """The text of tokens as they come, held back ("") while a character is incomplete.
-
-    A piece is decoded behind the piece before it: decoders may drop a space at the beginning of what they are given.
-    """
-    before: list[int] = []
-    piece: list[int] = []
+def pieces(decode: Callable[[Sequence[int]], str], tokens: Iterable[int]) -> Iterator[str]:
+    """The text of tokens as they come, held back ("") while a character is incomplete."""
+    detokenizer = Detokenizer(decode)
     for token in tokens:
-        piece.append(token)
-        text = decode([*before, *piece])
-        # A replacement character at the end may be one whose other bytes are still to come.
-        if text.endswith("\ufffd"):
-            yield ""
-        else:
-            yield text[len(decode(before)) :]
-            before, piece = piece, []
-    if piece:
-        yield decode([*before, *piece])[len(decode(before)) :]
+        yield detokenizer.add([token])
+    if rest := detokenizer.rest():
+        yield rest

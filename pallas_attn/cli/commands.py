@@ -38,6 +38,7 @@ from .options import (
     TopPOption,
     template_variables,
 )
+from .serve_command import serving
 
 app = typer.Typer(
     cls=PlainGroup,
@@ -310,4 +311,5 @@ def doctor() -> int:
     return run_doctor()
 
 
+app.add_typer(serving)
 app.add_typer(kernels)

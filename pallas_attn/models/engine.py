@@ -183,6 +183,11 @@ class Engine:
         return self._under_way or self._scheduler.busy
 
     @property
+    def max_len(self) -> int:
+        """Most tokens of a request, prompt and answer together."""
+        return self._most
+
+    @property
     def free_pages(self) -> int:
         """Pages that neither a request nor the prefix cache holds."""
         return self._scheduler.free_pages

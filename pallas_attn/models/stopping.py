@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
+from .detokenizer import UNKNOWN
+
 # Bytes that a character has at most, each of which may be a token.
 _TOKENS_PER_CHARACTER = 4
 
@@ -14,16 +16,20 @@ def first_stop(
         return None
     window = _TOKENS_PER_CHARACTER * max(map(len, stops)) + 1
     tokens = [*before[-window:], *new]
-    if not _any_in(stops, decode(tokens)):  # as nearly always
+    # Mostly there is none, which one look at all of them tells, unless they break off within a character: some decoders
+    # then show none of those before it.
+    text = decode(tokens)
+    if UNKNOWN not in text and not _any_in(text, stops):
         return None
     start = len(tokens) - len(new)
     for count in range(1, len(new) + 1):
-        if _any_in(stops, decode(tokens[max(0, start + count - window) : start + count])):
+        text = decode(tokens[max(0, start + count - window) : start + count])
+        if _any_in(text, stops):
             return count
     return None
 
 
-def _any_in(stops: Sequence[str], text: str) -> bool:
+def _any_in(text: str, stops: Sequence[str]) -> bool:
     return any(stop in text for stop in stops)
 
 
@@ -43,7 +49,7 @@ class Held:
         if ends:
             self.ended, count = True, min(ends)
         else:
-            count = len(self._text) - max((self._beginning(stop) for stop in self._stops), default=0)
+            count = len(self._text) - max((beginning(self._text, stop) for stop in self._stops), default=0)
         shown, self._text = self._text[:count], self._text[count:]
         return shown
 
@@ -51,7 +57,8 @@ class Held:
         """What is left at the end."""
         return "" if self.ended else self._text
 
-    def _beginning(self, stop: str) -> int:
-        """Characters at the end of the text that begin `stop`."""
-        most = min(len(stop) - 1, len(self._text))
-        return next((n for n in range(most, 0, -1) if self._text.endswith(stop[:n])), 0)
+
+def beginning(text: str, of: str) -> int:
+    """Characters at the end of `text` that begin `of`."""
+    most = min(len(of) - 1, len(text))
+    return next((n for n in range(most, 0, -1) if text.endswith(of[:n])), 0)

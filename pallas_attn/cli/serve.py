@@ -1,0 +1,104 @@
+"""`pallas-attn serve`: load, compile, listen."""
+
+import dataclasses
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+
+from pallas_attn.models import Engine, default_model_path
+from pallas_attn.models.hub import is_name
+from pallas_attn.serve import App, Limits, Served, Server, bound
+from pallas_attn.serve.server import is_local
+
+from .generate import load
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeOptions:
+    """The command's options, by their names on the command line."""
+
+    model: Path | None
+    served_name: str | None
+    host: str
+    port: int
+    api_key: str | None
+    template: dict[str, Any]
+    max_len: int
+    num_rows: int
+    num_pages: int | None
+    page_size: int
+    step_tokens: int
+    burst: int
+    dtype: str
+    cache_dtype: str | None
+    attention: Literal["gqa", "mla"]
+    implementation: str | None
+    limits: Limits
+    access_log: bool
+
+
+def run_serve(options: ServeOptions) -> int:
+    """Runs the command until it is told to stop; all that it says goes to stderr.
+
+    Raises:
+        ValueError, OSError, ImportError: what the user has to change, in one line.
+    """
+    err = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    listener = bound(
+        options.host, options.port
+    )  # nobody shall wait for the model to hear that the port is taken
+    if not is_local(listener) and options.api_key is None:
+        err.print(f"warning: whoever reaches {options.host} may use the model: --api-key asks them for a key")
+    err.print("loading the model")
+    loaded = load(err, options.model, options.dtype, options.attention, options.implementation)
+    engine = Engine(
+        loaded.model,
+        max_len=min(options.max_len, loaded.model.config.context_length),
+        num_rows=options.num_rows,
+        num_pages=options.num_pages,
+        page_size=options.page_size,
+        step_tokens=max(options.step_tokens, options.num_rows),
+        burst=options.burst,
+        cache_dtype=options.cache_dtype,
+        stop_token_ids=loaded.tokenizer.stop_token_ids,
+        tokenizer=loaded.tokenizer,
+    )
+    served = Served(
+        options.served_name or _name(options.model),
+        engine,
+        loaded.tokenizer,
+        loaded.sampling,
+        options.template,
+    )
+    err.print("compiling")
+    # For greedy requests, and for those that say nothing; what else one needs is compiled when it comes.
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(engine.compile, (None, served.usual)))
+    app = App(served, options.limits, num_rows=options.num_rows, api_key=options.api_key)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING)
+    if options.access_log:
+        logging.getLogger("uvicorn.access").setLevel(logging.INFO)
+    server = Server(app, options.limits, listener, access_log=options.access_log)
+    server.run(
+        lambda: err.print(_ready(server.url, served.name, options)),
+        lambda left: err.print(f"stopping: {left} answers are finished first; a second signal ends at once"),
+    )
+    return 0
+
+
+def _name(model: Path | None) -> str:
+    """The repository's, the folder's or the file's."""
+    if model is not None and is_name(model):
+        return str(model)
+    path = (model or default_model_path()).resolve()
+    return path.name if path.is_dir() else path.stem
+
+
+def _ready(url: str, name: str, options: ServeOptions) -> str:
+    key = "" if options.api_key is None else ' -H "Authorization: Bearer $PALLAS_ATTN_API_KEY"'
+    body = '{"messages": [{"role": "user", "content": "Hello!"}], "stream": true}'
+    return f"""ready: {url}/v1 serves {name}; Ctrl-C stops. For example:
+    curl -N {url}/v1/chat/completions{key} -H "Content-Type: application/json" -d '{body}'"""
