@@ -36,6 +36,7 @@ class ServeOptions:
     cache_dtype: str | None
     attention: Literal["gqa", "mla"]
     implementation: str | None
+    batch_invariant: bool
     limits: Limits
     access_log: bool
 
@@ -47,13 +48,19 @@ def run_serve(options: ServeOptions) -> int:
         ValueError, OSError, ImportError: what the user has to change, in one line.
     """
     err = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-    listener = bound(
-        options.host, options.port
-    )  # nobody shall wait for the model to hear that the port is taken
+    # First: nobody shall wait for the model to hear that the port is taken.
+    listener = bound(options.host, options.port)
     if not is_local(listener) and options.api_key is None:
         err.print(f"warning: whoever reaches {options.host} may use the model: --api-key asks them for a key")
     err.print("loading the model")
-    loaded = load(err, options.model, options.dtype, options.attention, options.implementation)
+    loaded = load(
+        err,
+        options.model,
+        options.dtype,
+        options.attention,
+        options.implementation,
+        options.batch_invariant,
+    )
     engine = Engine(
         loaded.model,
         max_len=min(options.max_len, loaded.model.config.context_length),

@@ -15,6 +15,7 @@ from .help import PlainCommand
 from .options import (
     Attending,
     AttentionOption,
+    BatchInvariantOption,
     CacheDtypeOption,
     Dtype,
     DtypeOption,
@@ -103,6 +104,7 @@ def serve(
     cache_dtype: CacheDtypeOption = None,
     attention: AttentionOption = Attending.gqa,
     implementation: ImplementationOption = None,
+    batch_invariant: BatchInvariantOption = False,
     access_log: Annotated[bool, typer.Option("--access-log", metavar="", help="Log each request.")] = False,
     max_waiting: Annotated[
         int, _limit("Answers that wait while all rows are taken; more are refused (503).", min=0)
@@ -153,6 +155,7 @@ def serve(
             cache_dtype=cache_dtype.value if cache_dtype else None,
             attention=attention.value,
             implementation=implementation,
+            batch_invariant=batch_invariant,
             limits=Limits(
                 max_waiting=max_waiting,
                 max_choices=max_choices,
