@@ -18,7 +18,8 @@ from jax._src.lib.mlir import ir
 
 from pallas_attn._lowering.private import PTX_CALL
 
-ARGUMENT = re.compile(r"%arg\d+")
+ARGUMENT, NUMBERED, VALUE = (re.compile(one) for one in (r"%arg\d+", r"%\d+\b", r"%\w+"))
+ZERO = "(0 : i32)"
 
 
 def texts(lowered: Any, written: list[triton_kernels.Written]) -> dict[str, str]:
@@ -38,7 +39,26 @@ def texts(lowered: Any, written: list[triton_kernels.Written]) -> dict[str, str]
 def _plain(bytecode: bytes) -> str:
     with ir.Context() as context:
         triton_lib.dialect.register_dialect(context)
-        return ir.Module.parse(bytecode).operation.get_asm(enable_debug_info=False)
+        text = ir.Module.parse(bytecode).operation.get_asm(enable_debug_info=False)
+    return _without_places(text)
+
+
+def _without_places(text: str) -> str:
+    """Pallas begins a kernel with the place of its block in each operand, in their order: all of them 0, by which it
+    then counts. Here constants stand where they are used, and a product with 0 is one."""
+    stands_for: dict[str, str] = {}
+    lines: list[str] = []
+    for line in text.splitlines():
+        line = VALUE.sub(lambda match: stands_for.get(match[0], match[0]), line)
+        name, _, made = line.strip().partition(" = ")
+        if made.startswith("arith.constant "):
+            stands_for[name] = f"({made.removeprefix('arith.constant ')})"
+        elif made.startswith(f"arith.muli {ZERO}, "):
+            stands_for[name] = ZERO
+        else:
+            lines.append(line)
+    numbers: dict[str, str] = {}
+    return NUMBERED.sub(lambda match: numbers.setdefault(match[0], f"%{len(numbers)}"), "\n".join(lines))
 
 
 def in_order(text: str) -> tuple[str, list[int]]:
