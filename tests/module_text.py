@@ -126,7 +126,7 @@ class _Expression:
         results = self._results(
             _Scope(block, [f"given{i}" for i in range(len(block.arguments))], None, lines)
         )
-        return [*lines, f"return {', '.join(results)}"]
+        return [*sorted(lines), f"return {', '.join(results)}"]
 
     def _results(self, scope: _Scope) -> list[str]:
         operations = list(scope.block.operations)
@@ -148,6 +148,9 @@ class _Expression:
         attributes = {name: str(op.attributes[name]) for name in self._attributes(op)}
         operands = self._operands(op, attributes)
         given = [self._name(value, scope) for value in operands]
+        # What a kernel is given and does not look at has no order.
+        used = int(attributes.pop("used", len(given)))
+        given = [*given[:used], *sorted(given[used:])]
         regions = [line for region in op.regions for line in self._region(region, scope)]
         kinds = ", ".join(str(result.type) for result in op.results)
         shown = " ".join(f"{name}={text}" for name, text in sorted(attributes.items()))
@@ -175,6 +178,9 @@ class _Expression:
         else:
             return operands
         text, order = self._kernels[number]
+        body = text.partition(") {\n")[2] or text.partition(") attributes")[2]
+        used = {int(one[4:]) for one in ARGUMENT.findall(body)}
+        attributes["used"] = str(sum(i in used and n < len(operands) for i, n in enumerate(order)))
         order = [n for n in order if n < len(operands)]
         attributes["kernel"] = hashlib.sha256(text.encode()).hexdigest()[:16]
         attributes.pop("operand_layouts", None)
@@ -194,5 +200,5 @@ class _Expression:
             depth, outer = depth + 1, outer.outer
         arguments = [f"block{depth}.{i}" for i in range(len(block.arguments))]
         results = self._results(_Scope(block, arguments, scope, lines))
-        split = [part for line in lines for part in line.split("\n")]
+        split = [part for line in sorted(lines) for part in line.split("\n")]
         return ["{", *split, f"yield {', '.join(results)}", "}"]

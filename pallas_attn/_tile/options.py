@@ -14,6 +14,13 @@ DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 MOST_SOFTCAP = 1e30
 
 
+def xla_supports(operands: Any) -> str | None:
+    """Of references: why one cannot serve a call, or None."""
+    if operands.batch_invariant:
+        return "is not batch_invariant: its sums are those of one product over the whole batch"
+    return None
+
+
 def scales(
     check: ArgumentChecker, cache_dtype: Any, pool: PoolShape, k_scale: Any, v_scale: Any
 ) -> tuple[jax.Array | None, jax.Array | None]:

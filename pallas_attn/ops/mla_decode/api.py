@@ -10,7 +10,7 @@ from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._call.dispatch import Implementation
 from pallas_attn._call.op import Op
 from pallas_attn._call.operands import ready
-from pallas_attn._tile import triton
+from pallas_attn._tile import options, triton
 from pallas_attn._tile.latents import BYTES, QUERY_DIM, token_width
 from pallas_attn._tile.layout import PoolCase, reaches
 from pallas_attn._types import BlockTables, ImplementationOrCuda, SeqLens
@@ -50,12 +50,6 @@ def _cuda_yields(operands: Operands) -> bool:
     return sizes.rows <= FEW_ROWS and sizes.num_seqs in FEW_SEQS and few_tokens
 
 
-def _xla_supports(operands: Operands) -> str | None:
-    if operands.batch_invariant:
-        return "is not batch_invariant: its sums are those of one product over the whole batch"
-    return None
-
-
 def _scheduled(operands: Operands) -> Operands:
     """With a schedule of the operands' own."""
     sizes = operands.sizes
@@ -91,7 +85,7 @@ OP = Op(
     implementations={
         "cuda": Implementation(_mla_decode_cuda, _cuda_supports, _cuda_yields, takes_config=False),
         **triton.implementations(mla_decode_pallas, _supports),
-        "xla": Implementation(mla_decode_xla, _xla_supports, takes_config=False),
+        "xla": Implementation(mla_decode_xla, options.xla_supports, takes_config=False),
     },
     results=("seqs q heads dim", "seqs q heads"),
     config=MLADecodeConfig,

@@ -24,11 +24,4 @@ class Operands:
 
     @property
     def sizes(self) -> DecodeCall:
-        num_seqs, q_len, num_heads, _ = self.query.shape
-        return DecodeCall(
-            num_seqs=num_seqs,
-            q_len=q_len,
-            num_heads=num_heads,
-            max_pages=self.block_tables.shape[1],
-            pool=self.pool,
-        )
+        return DecodeCall.of(self.query, self.block_tables, self.pool)

@@ -31,12 +31,6 @@ def _supports(operands: Operands, lowering: triton.Lowering) -> str | None:
     return reaches(pool, lowering) or handles("tree masks", tree_elements, jnp.int8, lowering)
 
 
-def _xla_supports(operands: Operands) -> str | None:
-    if operands.batch_invariant:
-        return "is not batch_invariant: its sums are those of one product over the whole batch"
-    return None
-
-
 def _share(operands: Operands) -> Operands:
     pattern = operands.rules.block_sparse
     if pattern is not None and pattern.head_sliding_step and operands.sizes.num_heads != operands.num_heads:
@@ -51,7 +45,7 @@ OP = Op(
     name="paged_attention",
     implementations={
         **triton.implementations(paged_attention_pallas, _supports),
-        "xla": Served(paged_attention_xla, _xla_supports, takes_config=False),
+        "xla": Served(paged_attention_xla, options.xla_supports, takes_config=False),
     },
     results=("seqs q heads dim", "seqs q heads"),
     config=PagedAttentionConfig,
