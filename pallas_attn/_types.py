@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
     type Dtype = type[Any] | np.dtype[Any] | _HasDtype
     """`jnp.bfloat16` or `jnp.dtype("bfloat16")`; beside it, functions take the names that they serve."""
+    type Array = jax.Array
+    """Of an op's operands; inside a kernel, the ref to it."""
     type Query = jax.Array
     type NewKV = jax.Array
     type KVCache = jax.Array
@@ -53,7 +55,7 @@ if TYPE_CHECKING:
     type SlotMapping = jax.Array
     type Lse = jax.Array
 else:
-    Dtype = Any
+    Dtype = Array = Any
     try:
         from jaxtyping import Float, Int, Num
 

@@ -3,20 +3,20 @@
 import jax.numpy as jnp
 
 from pallas_attn import paged_attention
-from pallas_attn.ops.paged_attention import PagedAttentionConfig, api
+from pallas_attn._call import dispatch
+from pallas_attn.ops.paged_attention import PagedAttentionConfig
+from pallas_attn.ops.paged_attention.api import OP
 
 
 def resolved(monkeypatch, num_seqs: int = 2, max_pages: int = 8) -> PagedAttentionConfig:
     """The config that a call of 2 query heads over 1 KV head takes."""
     taken = []
-    monkeypatch.setattr(
-        api.dispatch,
-        "resolve",
-        lambda *_: (
-            "interpret",
-            lambda query, *_, config, **__: (taken.append(config), (query, query[..., 0]))[1],
-        ),
-    )
+
+    def attend(operands, *, config):
+        taken.append(config)
+        return operands.query, operands.query[..., 0]
+
+    monkeypatch.setitem(OP.implementations, "xla", dispatch.Implementation(attend))
     pool = jnp.zeros((4, 16, 1, 16), jnp.bfloat16)
     query = jnp.zeros((num_seqs, 2, 16), jnp.bfloat16)
     paged_attention(

@@ -4,8 +4,9 @@
     python tests/lowered_modules.py --against before.json        # exit 1, and the differences, if a module changed
     python tests/lowered_modules.py --compile 90 --only serving  # registers, shared memory, instructions
 
-Each call is lowered for an abstract H100. Its kernels' Triton IR and the StableHLO around them are printed without
-source locations. The shapes are data and the calls public, so that checkouts of different ages can be compared.
+Each call is lowered for an abstract H100, by Pallas and by this package's own lowering, and compared without what may
+differ between two ways of writing it (module_text.py). The shapes are data and the calls public, so that checkouts of
+different ages can be compared.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import difflib
 import functools
 import hashlib
 import inspect
+import itertools
 import json
 import re
 import sys
@@ -23,9 +25,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import lowered_calls
 import lowering
-from jax._src.lib import triton as triton_lib
-from jax._src.lib.mlir import ir
+import module_text
+import triton_kernels
 
 import pallas_attn
 
@@ -254,12 +257,13 @@ WRITES = [
     for stored in ("bfloat16", "float8_e5m2", "int8", "float8_e4m3fn")
 ]
 NUM_PAGES = 900
+IMPLEMENTATIONS = ("pallas", "triton")
 
 shape = jax.ShapeDtypeStruct
 
 
-def calls() -> Iterator[tuple[str, str, Callable[[], Any]]]:
-    """(name, tag, what lowers it) of every module."""
+def calls() -> Iterator[tuple[str, str, Callable[..., Any]]]:
+    """(name, tag, what lowers it by an implementation) of every module."""
     for op, rows, lower in (("paged", PAGED, paged), ("mla", MLA, mla), ("write", WRITES, write)):
         for *sizes, options in rows:
             options = dict(options)
@@ -268,6 +272,7 @@ def calls() -> Iterator[tuple[str, str, Callable[[], Any]]]:
                 continue  # the kernel refuses it
             name = " ".join([op, *map(str, sizes), *(f"{k}={v}" for k, v in options.items())])
             yield name, tag, functools.partial(lower, *sizes, **options)
+    yield from lowered_calls.calls()
 
 
 def pools(layout, sizes, stored):
@@ -370,19 +375,6 @@ def write(
     return lowering.lower_for_gpu(call, new, new, *pools(layout, sizes, cache_dtype), slots, device=device)
 
 
-def texts(lowered: Any) -> dict[str, str]:
-    """Each kernel's Triton IR and the module around them, without source locations."""
-    found = {}
-    for name, bytecode, num_warps, num_stages in lowering.triton_kernels(lowered):
-        with ir.Context() as context:
-            triton_lib.dialect.register_dialect(context)
-            text = ir.Module.parse(bytecode).operation.get_asm(enable_debug_info=False)
-        found[name] = f"warps {num_warps}, stages {num_stages}\n{text}"
-    # The kernels stand in the module as escaped bytes, locations and all.
-    found["module"] = re.sub(r'\bir = "[^"]*"', "ir = ...", lowered.as_text())
-    return found
-
-
 def compiled(lowered: Any, sm: int) -> Iterator[str]:
     for kernel in lowering.compile_kernels(lowered, sm):
         counts = {
@@ -410,18 +402,24 @@ def main() -> int:
     )
     parser.add_argument("--only", default="", help="modules with this tag, or this in their name")
     parser.add_argument("--lines", type=int, default=12, help="lines shown of each difference")
+    parser.add_argument("--implementation", choices=IMPLEMENTATIONS, action="append", help="all by default")
     chosen = parser.parse_args()
     warnings.simplefilter("ignore", DeprecationWarning)  # of Pallas' Triton lowering
+    sys.setrecursionlimit(100_000)
     old = json.loads(chosen.against.read_text()) if chosen.against else {}
     new, different = {}, []
-    for name, tag, lower in calls():
+    for (name, tag, lower), implementation in itertools.product(
+        calls(), chosen.implementation or IMPLEMENTATIONS
+    ):
         if chosen.only not in (tag, name) and chosen.only not in name:
             continue
-        lowered = lower()
-        new[name] = texts(lowered)
         if chosen.compile:
-            print(name, *compiled(lowered, chosen.compile), sep="\n", flush=True)
+            print(name, *compiled(lower(implementation="pallas"), chosen.compile), sep="\n", flush=True)
             continue
+        name = f"{name}, {implementation}"
+        with triton_kernels.written() as written:
+            lowered = lower(implementation=implementation)
+        new[name] = module_text.texts(lowered, written)
         if not chosen.against:
             digest = hashlib.sha256(json.dumps(new[name]).encode()).hexdigest()
             print(digest[:16], name, flush=True)
@@ -436,6 +434,7 @@ def main() -> int:
             print(
                 *list(difflib.unified_diff(was, now, "before", "now", n=0, lineterm=""))[: chosen.lines],
                 sep="\n",
+                flush=True,
             )
     if chosen.save:
         chosen.save.write_text(json.dumps(new))

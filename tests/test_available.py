@@ -60,8 +60,8 @@ def _h100(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setitem(dispatch.installed, name, lambda: None)
     resolve = dispatch.resolve
 
-    def resolved(*arguments):  # who serves is known: the kernel itself is not wanted
-        raise Served(resolve(*arguments)[0])
+    def resolved(*arguments, **more):  # who serves is known: the kernel itself is not wanted
+        raise Served(resolve(*arguments, **more)[0])
 
     monkeypatch.setattr(dispatch, "resolve", resolved)
     with lowering.abstract_mesh():

@@ -11,7 +11,7 @@ from configs_support import resolved
 
 from pallas_attn._call import configs
 from pallas_attn._call.device import current_device
-from pallas_attn.ops.paged_attention import PagedAttentionConfig, api
+from pallas_attn.ops.paged_attention import PagedAttentionConfig
 from pallas_attn.tuning import entries
 
 KEY = dict(head_dim=16, page_size=16, dtype="bfloat16", rows=[1, 16], streams=[1, 8], max_len=[65, None])
@@ -19,7 +19,7 @@ TINY = ["--num-heads", "2", "--num-kv-heads", "1", "--head-dim", "16", "--num-se
 
 
 def write(folder, **config) -> Path:
-    path = folder / api.current_device().slug / "paged_attention.json"
+    path = folder / current_device().slug / "paged_attention.json"
     configs.save(path, [{"key": KEY, "config": config}])
     return path
 

@@ -1,7 +1,5 @@
 """How the CUDA kernels of sparse MLA deal query tokens to multiprocessors; and which calls they refuse."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,10 +7,9 @@ import pytest
 
 from pallas_attn._call import ffi
 from pallas_attn._call.device import Device
-from pallas_attn._tile.layout import PoolShape
-from pallas_attn.ops.sparse_mla import api, cuda
+from pallas_attn.ops.sparse_mla import cuda
 from pallas_attn.ops.sparse_mla.dealing import TILE_IDS, dealt
-from pallas_attn.ops.sparse_mla.problem import Ids
+from pallas_attn.ops.sparse_mla.operands import Ids, Operands
 
 pytestmark = pytest.mark.once
 
@@ -65,11 +62,6 @@ def test_few_tokens_are_cut_and_many_are_not() -> None:
 
 
 def test_refusals() -> None:
-    pool = PoolShape(64, 1, 1, 576)
-    case = api.Case(1, 8, 64, pool, jnp.bfloat16, jnp.bfloat16)
-    assert api._cuda_supports(case) is None
-    configured = dataclasses.replace(case, configured=True)
-    assert api._cuda_supports(configured) == "takes no config"
     assert cuda.unsupported(jnp.float32, 64) == "needs bfloat16 or float16, got float32"
     assert cuda.unsupported(jnp.float16, 2**31 - 1) == "takes at most 2147483391 ids, got 2147483647"
 
@@ -80,10 +72,17 @@ def test_lowers_to_one_call_with_python_names(max_logits: bool, monkeypatch: pyt
     monkeypatch.setattr(cuda, "current_device", lambda: Device("gpu", "NVIDIA H200", 132, 90))
 
     def call(query, pool, ids, lengths, tables):
-        how = Ids(page_size=16, tokens_a_seq=2)
-        return cuda.sparse_mla_cuda(
-            query, pool, ids, lengths, tables, ids=how, scale=0.1, max_logits=max_logits
+        operands = Operands(
+            query=query,
+            latent_cache=pool,
+            indices=ids,
+            block_tables=tables,
+            topk_length=lengths,
+            ids=Ids(page_size=16, tokens_a_seq=2),
+            scale=0.1,
+            max_logits=max_logits,
         )
+        return cuda.sparse_mla_cuda(operands)
 
     shapes = [(4, 128, 576), (64, 656), (4, 640), (4,), (2, 7)]
     dtypes = [jnp.bfloat16, jnp.uint8, *[jnp.int32] * 3]

@@ -10,14 +10,15 @@ import pytest
 from configs_support import resolved
 
 from pallas_attn import LocalStride, mla_decode, paged_attention
-from pallas_attn._call import configs
+from pallas_attn._call import configs, dispatch
 from pallas_attn._call.device import Device, current_device
 from pallas_attn.cli import main
 from pallas_attn.cli import tune as tune_command
 from pallas_attn.cli.tune import TuneOptions, run_tune
 from pallas_attn.ops.mla_decode import MLADecodeConfig
 from pallas_attn.ops.mla_decode import api as mla_api
-from pallas_attn.ops.paged_attention import api
+from pallas_attn.ops.mla_decode import config as mla_config
+from pallas_attn.ops.paged_attention import config as paged_config
 from pallas_attn.testing import cases
 from pallas_attn.tuning import errors, paged, points, registry, timing
 from pallas_attn.tuning import mla_decode as tuned_mla_decode
@@ -45,7 +46,7 @@ def mla_point(num_seqs: int, max_len: int, num_heads: int = 2, scheduled: bool =
 @pytest.fixture
 def h100(monkeypatch):
     device = Device("gpu", "one", 132, 90)
-    for module in (tuned_paged_attention, tuned_mla_decode, tuned_ragged_attention):
+    for module in (tuned_paged_attention, tuned_mla_decode, tuned_ragged_attention, paged_config, mla_config):
         monkeypatch.setattr(module, "current_device", lambda: device)
 
 
@@ -130,7 +131,7 @@ def tune(*options: str, op: str = "paged_attention", sizes: list[str] = TINY) ->
 
 @pytest.mark.slow
 def test_tune_writes_what_calls_then_read(two_candidates, tmp_path, monkeypatch, capsys):
-    path = tmp_path / api.current_device().slug / "paged_attention.json"
+    path = tmp_path / current_device().slug / "paged_attention.json"
     kept = [
         {"key": {**KEY, "dtype": "int8"}, "config": {"block_kv": 32}},
         {"key": {**KEY, "max_len": [33, None]}, "config": {"block_kv": 128}},
@@ -229,11 +230,11 @@ def test_calls_of_mla_decode_read_measured_configs(num_seqs, tmp_path, monkeypat
     monkeypatch.setenv(configs.CONFIGS_VARIABLE, str(tmp_path))
     taken = []
 
-    def kernel(query, *_, config: MLADecodeConfig, **__):
+    def kernel(operands, *, config: MLADecodeConfig):
         taken.append(config)
-        return query[..., :512], query[..., 0]
+        return operands.query[..., :512], operands.query[..., 0]
 
-    monkeypatch.setattr(mla_api.dispatch, "resolve", lambda *_: ("interpret", kernel))
+    monkeypatch.setitem(mla_api.OP.implementations, "xla", dispatch.Implementation(kernel))
     query, pool = jnp.zeros((num_seqs, 1, 2, 576), jnp.bfloat16), jnp.zeros((1, 64, 1, 576), jnp.bfloat16)
     mla_decode(query, pool, jnp.zeros((num_seqs, 1), jnp.int32), jnp.zeros(num_seqs, jnp.int32))
     assert (taken[0].num_stages == 9) == (num_seqs == 2), "9 sequences are beyond streams"

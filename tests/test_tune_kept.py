@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import json
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +12,13 @@ import pytest
 from pallas_attn._call import configs
 from pallas_attn._call.device import Device, current_device
 from pallas_attn._tile.band import Band
-from pallas_attn._tile.layout import PoolShape
+from pallas_attn._tile.layout import PoolShape, array_shape
 from pallas_attn._tile.masking import Rules
 from pallas_attn.cli import main, tune
 from pallas_attn.ops.flash_attention import config as flash
-from pallas_attn.ops.paged_attention import api
+from pallas_attn.ops.paged_attention import config
+from pallas_attn.ops.paged_attention.api import OP
+from pallas_attn.ops.paged_attention.operands import Operands
 from pallas_attn.tuning import entries, points
 from pallas_attn.tuning.registry import OPS
 
@@ -174,17 +175,27 @@ def test_what_was_measured_before_the_keys_said_more_shares_calls_with_what_is_n
     assert len(entries.merged([bytes8], [entry(1024, dtype="int8", layout="NHD", query_itemsize=4)])) == 2
 
 
-def case(query: str, stored: str, layout: str = "NHD") -> api.Case:
-    pool = PoolShape(page_size=16, num_pages=8192, num_kv_heads=8, head_dim=128)
-    kinds: dict[str, Any] = dict(dtype=jnp.dtype(query), cache_dtype=jnp.dtype(stored), layout=layout)
-    rest: dict[str, Any] = dict(block_sparse=None, batch_invariant=False)
-    return api.Case(num_seqs=64, q_len=1, num_heads=32, max_pages=512, pool=pool, **kinds, **rest)
+def operands(query: str, stored: str, layout: str = "NHD") -> Operands:
+    pool = PoolShape(num_pages=8192, page_size=16, num_kv_heads=8, head_dim=128)
+    struct = jax.ShapeDtypeStruct
+    return Operands(
+        query=struct((64, 1, 32, 128), jnp.dtype(query)),
+        key_cache=struct(array_shape(pool, layout, "key", stored), jnp.dtype(stored)),
+        value_cache=struct(array_shape(pool, layout, "value", stored), jnp.dtype(stored)),
+        block_tables=struct((64, 512), jnp.int32),
+        seq_lens=struct((64,), jnp.int32),
+        layout=layout,
+        scale=1.0,
+        rules=Rules(),
+        batch_invariant=False,
+        num_heads=32,
+    )
 
 
 def taken(monkeypatch, *kinds: str) -> str:
     """The dtype of the packaged entry of an H200 that a call takes."""
     device = Device("gpu", "NVIDIA H200", 132, 90)
-    for module in (api, configs):
+    for module in (config, configs):
         monkeypatch.setattr(module, "current_device", lambda: device)
     seen = ["none"]
     serves = configs.serves
@@ -196,7 +207,7 @@ def taken(monkeypatch, *kinds: str) -> str:
         return found
 
     monkeypatch.setattr(configs, "serves", noted)
-    api._resolve_config(case(*kinds), Rules(None, None, None), None)
+    OP.tiles(operands(*kinds))
     monkeypatch.undo()
     return seen[-1]
 

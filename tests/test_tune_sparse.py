@@ -2,15 +2,17 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 from pallas_attn._call import configs
 from pallas_attn._call.device import Device, current_device
-from pallas_attn._tile.layout import PoolShape
 from pallas_attn.cli import main
-from pallas_attn.ops.sparse_mla import api
-from pallas_attn.tuning import errors, points, sparse_mla, timing
+from pallas_attn.ops.sparse_mla import config
+from pallas_attn.ops.sparse_mla.api import DECODE
+from pallas_attn.ops.sparse_mla.operands import Ids, Operands
+from pallas_attn.tuning import errors, points, timing
 from pallas_attn.tuning.sparse_mla import SparseMLAPoint
 
 FP8 = "float8_e4m3fn"
@@ -19,7 +21,7 @@ FP8 = "float8_e4m3fn"
 @pytest.mark.parametrize("num_heads", [8, 128])
 @pytest.mark.parametrize("cache_dtype", [None, FP8])
 def test_candidates_are_distinct_and_begin_with_the_heuristic(num_heads, cache_dtype, monkeypatch):
-    monkeypatch.setattr(sparse_mla, "current_device", lambda: Device("gpu", "one", 132, 90))
+    monkeypatch.setattr(config, "current_device", lambda: Device("gpu", "one", 132, 90))
     sizes = dict(SparseMLAPoint.sizes, num_heads=num_heads, cache_dtype=cache_dtype)
     [point] = SparseMLAPoint.variants(2, 2048, **sizes)
     found = [point.config(**fields) for fields in point.candidates()]
@@ -44,8 +46,16 @@ def test_a_call_takes_what_was_measured_for_its_kind_of_latents(tmp_path, monkey
     monkeypatch.setenv(configs.CONFIGS_VARIABLE, str(tmp_path))
 
     def stages(cache_dtype) -> int:
-        case = api.Case(2, 3, 40, PoolShape(64, 1, 1, 656), jnp.dtype(jnp.bfloat16), jnp.dtype(cache_dtype))
-        return api._resolve_config("sparse_mla_decode", case, None, False).num_stages
+        struct = jax.ShapeDtypeStruct
+        operands = Operands(
+            query=struct((2, 3, 576), jnp.bfloat16),
+            latent_cache=struct((64, 656), cache_dtype),
+            indices=struct((2, 40), jnp.int32),
+            ids=Ids(),
+            scale=1.0,
+            max_logits=False,
+        )
+        return DECODE.tiles(operands).num_stages
 
     assert stages(jnp.uint8) == 7
     assert stages(jnp.bfloat16) != 7

@@ -44,7 +44,7 @@ def written() -> Iterator[list[Written]]:
 
     def compile_kernel(text: str, capability: int, num_warps: int, *rest: int) -> Compiled:
         found.append(Written(text, capability, num_warps, *rest))
-        return Compiled(found[-1].name, "// not compiled", 0, num_warps, "none")
+        return Compiled(found[-1].name, f"// not compiled: kernel {len(found) - 1}", 0, num_warps, "none")
 
     with mock.patch.multiple(compiler, compile_kernel=compile_kernel, begin=lambda *_: None):
         yield found

@@ -66,12 +66,12 @@ def check_type(op: str, config_type: type, explicit: Any) -> None:
 
 
 def resolve[C](
-    op: str, config_type: type[C], explicit: C | None, key: dict[str, Any], heuristic: Callable[..., C]
+    op: str, config_type: type[C], explicit: C | None, key: dict[str, Any] | None, heuristic: Callable[..., C]
 ) -> C:
-    """`heuristic(**measured)` fills in what a measured entry, if there is one, does not say."""
+    """`heuristic(**measured)` fills in what a measured entry, if there is one, does not say; with no `key` none is."""
     check_type(op, config_type, explicit)
-    if explicit is not None:
-        return explicit
+    if explicit is not None or key is None:
+        return explicit or heuristic()
     for path, entry in _measured(current_device().slug, op, os.environ.get(CONFIGS_VARIABLE)):
         try:
             if serves(entry, key):

@@ -66,14 +66,16 @@ def _missing(name: str) -> Reason:
 
 @dataclass(frozen=True)
 class Implementation:
-    """`supports(case)` gives the reason this function cannot serve the op's case, or None.
+    """`supports(operands)` gives the reason this function cannot serve them, or None.
 
-    `yields(case)` says that a later implementation in the order of preference, if it can serve, is the faster one.
+    `yields(operands)` says that a later implementation in the order of preference, if it can serve, is the faster one.
+    `takes_config`: whether it has tiles that a config names.
     """
 
     fn: Callable[..., Any]
     supports: Callable[[Any], Reason] = _always
-    yields: Callable[[Any], bool] = lambda case: False
+    yields: Callable[[Any], bool] = lambda operands: False
+    takes_config: bool = True
 
 
 _OPS: dict[str, dict[str, Implementation]] = {}
@@ -95,15 +97,20 @@ def check_name(function: str, op: str, requested: Any) -> None:
 
 
 def resolve(
-    op: str, case: Any, requested: str | None, operands: Mapping[str, Any]
+    op: str, case: Any, requested: str | None, operands: Mapping[str, Any], *, configured: bool = False
 ) -> tuple[str, Callable[..., Any]]:
-    """The implementation's name and function. ValueError for an unknown name, or one that cannot serve."""
+    """The implementation's name and function. ValueError for an unknown name, or one that cannot serve.
+
+    configured: the caller gave a config, for which one that takes none gives way; "xla", the last, is told apart.
+    """
     known, device = _OPS[op], current_device()
     unknown_sizes = symbolic.reason(operands)
 
     def refusal(name: str) -> Reason:
-        unknown = None if name == "xla" else unknown_sizes
-        return _DEVICES[name](device) or unknown or known[name].supports(case) or _missing(name)
+        if name == "xla":
+            return known[name].supports(case)
+        idle = "takes no config" if configured and not known[name].takes_config else None
+        return _DEVICES[name](device) or unknown_sizes or idle or known[name].supports(case) or _missing(name)
 
     if requested is not None:
         check_name(op, op, requested)

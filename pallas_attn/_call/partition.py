@@ -31,6 +31,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_attn._call import gradients
 from pallas_attn._call.checks import fail
+from pallas_attn._call.operands import dims_of
 
 SEQS, HEADS, KV_HEADS, BATCH = "seqs", "heads", "kv_heads", "batch"
 # An operand that has such a dimension is a pool: whole on every device, for this reason.
@@ -47,14 +48,16 @@ Function = Callable[..., tuple[jax.Array, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """`fn(operands by name, **static)` returns a tuple of arrays.
+    """`fn(operands, **static)` returns a tuple of arrays.
 
     function: the public function, for messages.
-    dims: (operand, what its dimensions are, in words) for each operand. "seqs", "heads", "kv_heads" and "batch..." may
-        be sharded; any other word will do for the rest, but a pool has one of WHOLE.
+    dims: (name, what its dimensions are, in words) of each array among the operands. "seqs", "heads", "kv_heads" and
+        "batch..." may be sharded; any other word will do for the rest, but a pool has one of WHOLE.
     results: what the results' dimensions are.
     static: keyword arguments of `fn`, hashable.
     share: takes the place of `fn` for a device's share of the call, if it is another.
+    structure: of the pytree that the operands are; None for a dict by name.
+    mapped: for each `vmap` around the call, the innermost first, the arrays that it maps over.
     summed: kinds of dimensions that results lack because `fn` sums over them. It is then also given `axes`, those of
         the mesh that they are split over, and sums over them, too.
     """
@@ -65,11 +68,18 @@ class Call:
     results: tuple[str, ...]
     static: tuple[tuple[str, Any], ...]
     share: Function | None
+    structure: Any = None
+    mapped: tuple[frozenset[int], ...] = ()
     summed: tuple[str, ...] | None = None
 
     @property
     def names(self) -> list[str]:
         return [name for name, _ in self.dims]
+
+    def operands(self, arrays: tuple[jax.Array, ...]) -> Any:
+        if self.structure is None:
+            return dict(zip(self.names, arrays, strict=True))
+        return jax.tree.unflatten(self.structure, arrays)
 
     def runner(self, split: Mapping[str, Axes]) -> Function:
         """What every device runs on the operands it holds."""
@@ -78,9 +88,11 @@ class Call:
         if self.summed is not None:
             static["axes"] = tuple(axis for kind in self.summed for axis in split.get(kind, ()))
 
-        def run(*operands: jax.Array) -> tuple[jax.Array, ...]:
-            return tuple(fn(dict(zip(self.names, operands, strict=True)), **static))
+        def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+            return tuple(fn(self.operands(arrays), **static))
 
+        for mapped in self.mapped:
+            run = jax.vmap(run, in_axes=tuple(0 if i in mapped else None for i in range(len(self.dims))))
         return run
 
     def specs(self, split: Mapping[str, Axes]) -> tuple[tuple[PartitionSpec, ...], tuple[PartitionSpec, ...]]:
@@ -95,8 +107,8 @@ class Call:
 def run(
     function: str,
     fn: Function,
-    operands: Mapping[str, jax.Array],
-    dims: Mapping[str, str],
+    operands: Any,
+    dims: Mapping[str, str] | None,
     results: tuple[str, ...],
     *,
     static: Mapping[str, Any],
@@ -108,7 +120,8 @@ def run(
 
     Args:
         function, fn, results, static, share, summed: see `Call`.
-        dims: as there; may name operands that this call does not have.
+        operands: of an `operands` class, whose own dimensions count; or a dict of arrays by name, of which `dims` says
+            them.
         implementation: "xla" is plain jnp, which XLA partitions itself; inside "interpret" JAX cannot tell over which
             axes values vary.
 
@@ -116,9 +129,8 @@ def run(
         ValueError: a pool is sharded in a way that cannot be served. Under Auto axes this comes to light, and is raised
             by JAX as a JaxRuntimeError that ends in our message, when XLA partitions the compiled function.
     """
-    named = tuple((name, dims[name]) for name in operands)
-    call = Call(function, fn, named, results, tuple(sorted(static.items())), share, summed)
-    arrays = tuple(operands.values())
+    arrays, call = _call(function, fn, operands, results, dims, static)
+    call = dataclasses.replace(call, share=share, summed=summed)
     mesh = _mesh_of(arrays)
     auto = () if mesh is None else tuple(axis for axis in mesh.auto_axes if mesh.shape[axis] > 1)
     opaque, checkable = implementation != "xla", implementation != "interpret"
@@ -131,7 +143,9 @@ def run(
         )
     if opaque and mesh is not None and auto and not mesh.are_all_axes_auto:
         got = f"Auto {_spell(auto)} beside Manual or Explicit axes (in shard_map, name it in axis_names too)"
-        fail(function, named[0][0], "a mesh without axes over which XLA would gather the pools unasked", got)
+        fail(
+            function, call.names[0], "a mesh without axes over which XLA would gather the pools unasked", got
+        )
     if mesh is not None and AxisType.Explicit in mesh.axis_types:
         return _explicit(arrays, call=call, mesh=mesh, check_vma=checkable)
     if opaque and (auto or (mesh is None and jax.device_count() > 1)):
@@ -142,8 +156,8 @@ def run(
 def divide(
     function: str,
     fn: Function,
-    operands: Mapping[str, jax.Array],
-    dims: Mapping[str, str],
+    operands: Any,
+    dims: Mapping[str, str] | None,
     results: tuple[str, ...],
     *,
     static: Mapping[str, Any],
@@ -153,13 +167,25 @@ def divide(
     Under Explicit axes each device does its part, since jnp refuses what it cannot tell the sharding of, and the calls
     inside are its own. Elsewhere nothing is done: XLA sees to what is plain, and the calls see to themselves.
     """
-    named = tuple((name, dims[name]) for name in operands)
-    call = Call(function, fn, named, results, tuple(sorted(static.items())), None)
-    arrays = tuple(operands.values())
+    arrays, call = _call(function, fn, operands, results, dims, static)
     mesh = _mesh_of(arrays)
     if mesh is not None and AxisType.Explicit in mesh.axis_types:
         return _explicit(arrays, call=call, mesh=mesh, check_vma=False)
     return call.runner({})(*arrays)
+
+
+def _call(
+    function: str, fn: Function, operands: Any, results: tuple[str, ...], dims: Any, static: Mapping[str, Any]
+) -> tuple[tuple[jax.Array, ...], Call]:
+    """The arrays, and the call of them."""
+    if isinstance(operands, Mapping):
+        arrays, structure = operands.values(), None
+        said = tuple((name, dims[name]) for name in operands)
+    else:
+        arrays, structure = jax.tree.flatten(operands)
+        said = dims_of(operands)
+    call = Call(function, fn, said, results, tuple(sorted(static.items())), None, structure)
+    return tuple(arrays), call
 
 
 def _mesh_of(operands: tuple[jax.Array, ...]) -> Any:
@@ -262,33 +288,18 @@ def _auto(operands: tuple[jax.Array, ...], *, call: Call):
 
     @partitioned.def_vmap
     def _(_, in_batched, *operands):
-        batched = frozenset(
-            name for name, is_batched in zip(call.names, in_batched, strict=True) if is_batched
-        )
-        return _auto(operands, call=_vmapped(call, batched)), (True,) * len(call.results)
+        mapped = frozenset(i for i, is_mapped in enumerate(in_batched) if is_mapped)
+        return _auto(operands, call=_vmapped(call, mapped)), (True,) * len(call.results)
 
     return gradients.refuse(call.function, partitioned)(*operands)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Vmapped:
-    """`fn` over a leading dimension of the operands named in `batched`."""
-
-    fn: Function
-    batched: frozenset[str]
-
-    def __call__(self, operands: dict[str, jax.Array], **static: Any) -> tuple[jax.Array, ...]:
-        axes = {name: 0 if name in self.batched else None for name in operands}
-        return jax.vmap(functools.partial(self.fn, **static), in_axes=(axes,))(operands)
-
-
-def _vmapped(call: Call, batched: frozenset[str]) -> Call:
-    lead = f"{BATCH}{call.results[0].count(BATCH)} "  # vmaps may be nested
+def _vmapped(call: Call, mapped: frozenset[int]) -> Call:
+    lead = f"{BATCH}{len(call.mapped)} "
     return dataclasses.replace(
         call,
-        fn=_Vmapped(call.fn, batched),
-        share=None if call.share is None else _Vmapped(call.share, batched),
-        dims=tuple((name, (lead if name in batched else "") + dims) for name, dims in call.dims),
+        mapped=(*call.mapped, mapped),
+        dims=tuple((name, (lead if i in mapped else "") + dims) for i, (name, dims) in enumerate(call.dims)),
         results=tuple(lead + dims for dims in call.results),
     )
 

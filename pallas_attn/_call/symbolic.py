@@ -18,8 +18,10 @@ def is_open(*sizes: Any) -> bool:
 
 def reason(operands: Mapping[str, Any]) -> str | None:
     """Why no kernel serves these operands; None if all sizes are known."""
-    for name, array in operands.items():
-        for size in getattr(array, "shape", ()):
+    for name, given in operands.items():
+        for array, size in (
+            (one, size) for one in jax.tree.leaves(given) for size in getattr(one, "shape", ())
+        ):
             if is_open(size):
                 shape = ", ".join(map(str, array.shape))
                 return (

@@ -8,8 +8,9 @@ does (Dao et al., 2022).
 """
 
 import dataclasses
+import functools
 from abc import ABC, abstractmethod
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +24,25 @@ from pallas_attn._tile.quantization import is_quantized
 
 CHUNK_TOKENS = 256
 
-type Floats = dict[str, jax.Array]
-"""What has gradients: "rows" [num_seqs, num_kv_heads, rows, dim], and whatever else an op's logits depend on."""
-type Pools = dict[Which | Literal["key_scale", "value_scale"], jax.Array]
-"""The caches; without one for values, they are the first `value_dim` elements of the keys. And, where each page has
-scales of its own, [num_pages, num_kv_heads]."""
+
+class Floats(NamedTuple):
+    """What has gradients, beside the caches."""
+
+    rows: jax.Array
+    """[num_seqs, num_kv_heads, rows, dim] of queries."""
+    k_scale: jax.Array | None = None
+    """[num_kv_heads]"""
+    alibi_slopes: jax.Array | None = None
+
+
+class Pools(NamedTuple):
+    """The caches; without one for values, they are the first `value_dim` elements of the keys. And, where each page has
+    scales of its own, [num_pages, num_kv_heads]."""
+
+    key: jax.Array
+    value: jax.Array | None = None
+    key_scale: jax.Array | None = None
+    value_scale: jax.Array | None = None
 
 
 class Sequences(NamedTuple):
@@ -38,7 +53,8 @@ class Sequences(NamedTuple):
     """Clamped to what the table holds."""
     seen_from: jax.Array
     """[num_seqs]: first token that any query sees."""
-    others: dict[str, jax.Array]
+    others: Any
+    """A pytree of an op's own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,8 +96,8 @@ def attend(
 
     def forwards(floats: Any, pools: Any, of: Any):
         # With symbolic zeros every leaf says whether its gradient is asked for.
-        for which, pool in pools.items():
-            if pool.perturbed and is_quantized(pool.value.dtype):
+        for which, pool in zip(pools._fields, pools, strict=True):
+            if pool is not None and pool.perturbed and is_quantized(pool.value.dtype):
                 raise NotImplementedError(
                     f"{rule.function}: argument '{which}_cache': expected a cache that is not quantised to take "
                     f"gradients of, got {pool.value.dtype.name}"
@@ -121,12 +137,12 @@ class Chunk(NamedTuple):
 
 
 def _forwards(rule: Rule, floats: Floats, pools: Pools, of: Sequences, axes: tuple[str, ...]):
-    num_seqs, heads, rows, _ = floats["rows"].shape
+    num_seqs, heads, rows, _ = floats.rows.shape
 
     def step(i, carry):
         state, bad = carry
         chunk = _chunk(rule, of, i)
-        tiles: Pools = {which: pool[chunk.pages] for which, pool in pools.items()}
+        tiles = jax.tree.map(lambda pool: pool[chunk.pages], pools)
         logits, values = _logits_and_values(rule, floats, tiles, of, chunk)
         state, weights = softmax.rescale(state, logits, exp2_below=triton.exp2_below)
         acc = state.acc + jnp.einsum("bhrk,bhkd->bhrd", weights, values, precision="highest")
@@ -141,13 +157,13 @@ def _backwards(rule: Rule, floats: Floats, pools: Pools, of: Sequences, result, 
     (out, lse), (d_out, d_lse) = result, cotangents
     empty = jnp.isneginf(lse.rest)[..., None]
     # A query that sees nothing may hold anything, and would be added to its keys' gradients as 0 * NaN.
-    floats = {**floats, "rows": jnp.where(empty, 0.0, floats["rows"])}
+    floats = floats._replace(rows=jnp.where(empty, 0.0, floats.rows))
     # A weight's share of the gradient that is not its own: what all of them together give.
     shared = jnp.sum(d_out * out, axis=-1, keepdims=True)
 
     def step(i, sums):
         chunk = _chunk(rule, of, i)
-        tiles: Pools = {which: pool[chunk.pages] for which, pool in pools.items()}
+        tiles = jax.tree.map(lambda pool: pool[chunk.pages], pools)
         (logits, values), pull = jax.vjp(
             lambda floats, tiles: _logits_and_values(rule, floats, tiles, of, chunk), floats, tiles
         )
@@ -157,25 +173,26 @@ def _backwards(rule: Rule, floats: Floats, pools: Pools, of: Sequences, result, 
         d_values = jnp.einsum("bhrk,bhrd->bhkd", weights, d_out, precision="highest")
         d_floats, d_tiles = pull((d_logits, d_values))
         sum_floats, sum_pools = sums
-        for which in sum_pools:
-            tile = d_tiles[which].astype(jnp.float32)
-            sum_pools = {**sum_pools, which: sum_pools[which].at[chunk.pages].add(tile)}
+        sum_pools = tuple(map(functools.partial(_added, chunk.pages), sum_pools, d_tiles))
         return jax.tree.map(jnp.add, sum_floats, d_floats), sum_pools
 
-    differentiable = {
-        which: pool
-        for which, pool in pools.items()
-        if jnp.issubdtype(pool.dtype, jnp.floating) and not is_quantized(pool.dtype)
-    }
-    zeros = (
-        jax.tree.map(jnp.zeros_like, floats),
-        {which: jnp.zeros(pool.shape, jnp.float32) for which, pool in differentiable.items()},
-    )
+    zeros = jax.tree.map(jnp.zeros_like, floats), tuple(map(_zeros, pools))
     d_floats, d_pools = lax.fori_loop(*_bounds(rule, of), step, sharding.vary(zeros, axes))
-    return d_floats, {
-        which: d_pools[which].astype(pool.dtype) if which in d_pools else None
-        for which, pool in pools.items()
-    }
+    of_pools = [
+        None if d is None or x is None else d.astype(x.dtype) for d, x in zip(d_pools, pools, strict=True)
+    ]
+    return d_floats, Pools._make(of_pools)
+
+
+def _zeros(pool: jax.Array | None) -> jax.Array | None:
+    """float32, of a pool that has gradients."""
+    if pool is None or not jnp.issubdtype(pool.dtype, jnp.floating) or is_quantized(pool.dtype):
+        return None
+    return jnp.zeros(pool.shape, jnp.float32)
+
+
+def _added(pages: jax.Array, total: jax.Array | None, tiles: jax.Array | None) -> jax.Array | None:
+    return None if total is None or tiles is None else total.at[pages].add(tiles.astype(jnp.float32))
 
 
 def _pages_per_chunk(rule: Rule, of: Sequences) -> int:
@@ -206,18 +223,20 @@ def _chunk(rule: Rule, of: Sequences, i: jax.Array) -> Chunk:
 def _logits_and_values(rule: Rule, floats: Floats, tiles: Pools, of: Sequences, chunk: Chunk):
     """Of a chunk, from its pages as they are stored: [num_seqs, num_kv_heads, rows, tokens] and [.., tokens, dim]."""
 
-    def tokens(which: Which) -> jax.Array:
-        tile = rule.floats(to_nhd(tiles[which], rule.layout, which))
+    def tokens(which: Which, stored: jax.Array, scale: jax.Array | None) -> jax.Array:
+        tile = rule.floats(to_nhd(stored, rule.layout, which))
         num_seqs, pages, page_size, heads, dim = tile.shape
         tile = jnp.moveaxis(tile.reshape(num_seqs, pages * page_size, heads, dim), 2, 1)
         # Slots that hold nothing are 0, whatever is stored.
         seen = chunk.seen[:, None, :, None]
         tile = jnp.where(seen, tile, 0.0)
-        if (name := f"{which}_scale") in tiles:
-            by_token = jnp.repeat(jnp.swapaxes(tiles[name], 1, 2), page_size, axis=2)
+        if scale is not None:
+            by_token = jnp.repeat(jnp.swapaxes(scale, 1, 2), page_size, axis=2)
             tile *= jnp.where(seen, by_token[..., None], 0.0)
         return tile
 
-    keys = tokens("key")
-    values = tokens("value") if "value" in tiles else keys[..., : rule.value_dim]
+    keys = tokens("key", tiles.key, tiles.key_scale)
+    if tiles.value is None:
+        return rule.logits(floats, of, keys, chunk.position, chunk.seen), keys[..., : rule.value_dim]
+    values = tokens("value", tiles.value, tiles.value_scale)
     return rule.logits(floats, of, keys, chunk.position, chunk.seen), values

@@ -15,7 +15,7 @@ type Results = tuple[jax.Array, ...]
 
 class Rule(NamedTuple):
     """
-    function: for messages.
+    function: for messages. `others` may be any pytree.
     forward: (floats, others, keep) -> (results, what gradients need besides; None unless `keep`).
     gradients: (floats, others, results, kept, cotangents, asked) -> gradients by name, at least of the `asked`; None
         is 0.
@@ -23,12 +23,12 @@ class Rule(NamedTuple):
     """
 
     function: str
-    forward: Callable[[Arrays, Arrays, bool], tuple[Results, Any]]
-    gradients: Callable[[Arrays, Arrays, Results, Any, Results, dict[str, None]], dict[str, Any]]
+    forward: Callable[[Arrays, Any, bool], tuple[Results, Any]]
+    gradients: Callable[[Arrays, Any, Results, Any, Results, dict[str, None]], dict[str, Any]]
     checkpoint_name: str | None = None
 
 
-def differentiable(rule: Rule, floats: Arrays, others: Arrays) -> Results:
+def differentiable(rule: Rule, floats: Arrays, others: Any) -> Results:
     """The results of `rule.forward(floats, others)`, of which `floats` have gradients.
 
     The rule stands around `partition.run`, forward and backward alike, so that each device works on its own heads and
@@ -49,9 +49,9 @@ def differentiable(rule: Rule, floats: Arrays, others: Arrays) -> Results:
         ) from error
 
 
-def _with_rule(rule: Rule, keep: bool) -> Callable[[Arrays, Arrays], tuple[Results, Any]]:
+def _with_rule(rule: Rule, keep: bool) -> Callable[[Arrays, Any], tuple[Results, Any]]:
     @jax.custom_vjp
-    def attended(floats: Arrays, others: Arrays) -> tuple[Results, Any]:
+    def attended(floats: Arrays, others: Any) -> tuple[Results, Any]:
         return rule.forward(floats, others, keep)
 
     def forwards(floats: Any, others: Any):

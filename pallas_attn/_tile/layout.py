@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from pallas_attn._call.checks import ArgumentChecker, fail
 from pallas_attn._call.device import current_device
+from pallas_attn._types import Array
 
 LAYOUTS = ("NHD", "HND", "PACKED")
 MOST_TILE = 2**16  # tokens; none that compiles has more
@@ -23,6 +24,8 @@ DIMS: dict[str, dict[Which, str]] = {
     # One pool for both, of which keys are the heads of even number: of `compat` alone.
     "COMBINED": dict.fromkeys(("key", "value"), "pages slot kv_heads dim"),
 }
+# What the dimensions of scales are. Their pages are counted over the whole pool, but are no pool's.
+SCALE_DIMS = ("kv_heads", "scaled_pages kv_heads")
 
 
 class PoolShape(NamedTuple):
@@ -83,7 +86,7 @@ def array_shape(
             return (pages, heads, head_dim, page_size)
 
 
-def pool_shape(value_cache: jax.Array, layout: str) -> PoolShape:
+def pool_shape(value_cache: Array, layout: str) -> PoolShape:
     """From the value pool: PACKED keys split head_dim in two."""
     a, b, c, d = value_cache.shape
     match layout:
@@ -95,7 +98,7 @@ def pool_shape(value_cache: jax.Array, layout: str) -> PoolShape:
             return PoolShape(a, d, b, c)
 
 
-def key_pool_shape(key_cache: jax.Array, layout: str) -> PoolShape:
+def key_pool_shape(key_cache: Array, layout: str) -> PoolShape:
     """From the key pool, where values may be of another width."""
     if layout == "PACKED":
         pages, heads, parts, page_size, x = key_cache.shape

@@ -9,6 +9,7 @@ import jax
 
 from pallas_attn._call.configs import SplitKVConfig
 from pallas_attn._tile.layout import PoolShape, table_tokens
+from pallas_attn._types import Array
 
 # Above a fair share: pieces that are waited for so long are worth finer ones (pieces.py).
 LATE_TOKENS = 800
@@ -52,6 +53,12 @@ class DecodeCall(PagedCall):
     """With as many query tokens of each sequence."""
 
     q_len: int
+
+    @classmethod
+    def of(cls, query: Array, block_tables: Array, pool: PoolShape) -> "DecodeCall":
+        num_seqs, q_len, num_heads, _ = query.shape
+        sizes = dict(num_seqs=num_seqs, q_len=q_len, num_heads=num_heads)
+        return DecodeCall(**sizes, max_pages=block_tables.shape[1], pool=pool)
 
     @property
     def rows(self) -> int:

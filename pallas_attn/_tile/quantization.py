@@ -6,7 +6,6 @@ logits' scale, v_scale into the output, both once a row instead of once an eleme
 logits of its tokens, which are float32, and its `v_scale` their values: weights of a narrow type would lose small ones.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -35,13 +34,13 @@ def largest(dtype: Any) -> float:
     return 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
 
 
-def compute_dtype(query_dtype: Any, cache_dtype: Any, scales: Mapping[str, Any]) -> Any:
+def compute_dtype(query_dtype: Any, cache_dtype: Any, *scales: Any) -> Any:
     """What keys and values become in a tile, and the query beside them.
 
     fp8 values are exact in fp16, and the hardware converts them to fp16 in one instruction, to bf16 in three: a bf16
     query therefore meets them in fp16. But not where a scale of each page says which of fp16's few exponents they need.
     """
-    if any(is_by_page(scales, name) for name in ("k_scale", "v_scale")):
+    if any(map(is_by_page, scales)):
         return query_dtype
     fp8 = any(cache_dtype == jnp.dtype(d) for d in FP8_DTYPES)
     return jnp.float16 if fp8 and query_dtype == jnp.bfloat16 else query_dtype
@@ -55,16 +54,14 @@ def query_as(query: jax.Array, dtype: Any) -> jax.Array:
     return query.astype(dtype)
 
 
-def is_by_page(scales: Mapping[str, Any], name: str) -> bool:
-    """Whether there is such a scale, of arrays or refs, and it is [num_pages, num_kv_heads]."""
-    return name in scales and len(scales[name].shape) == 2
+def is_by_page(scale: Any) -> bool:
+    """Whether there is a scale, an array or a ref, and it is [num_pages, num_kv_heads]."""
+    return scale is not None and len(scale.shape) == 2
 
 
-def page_scales_apart(extras: dict[str, jax.Array]) -> tuple[dict[Any, jax.Array], dict[str, jax.Array]]:
-    """(scales of pages, as `chunks` takes them beside the pools; what else there is)."""
-    names = {"k_scale": "key_scale", "v_scale": "value_scale"}
-    apart = {which: extras[name] for name, which in names.items() if is_by_page(extras, name)}
-    return apart, {name: x for name, x in extras.items() if names.get(name) not in apart}
+def apart(scale: Any) -> tuple[Any, Any]:
+    """A scale as (one of heads, one of pages), of which one or neither is there."""
+    return (None, scale) if is_by_page(scale) else (scale, None)
 
 
 def quantize(values: jax.Array, dtype: Any, scale: jax.Array) -> jax.Array:

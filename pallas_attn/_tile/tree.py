@@ -5,8 +5,8 @@ other; each sees its ancestors and every older token. Two drafts of one place in
 what counts distances, windows and ALiBi, goes by positions of their own where the caller gives them.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,15 @@ import jax.numpy as jnp
 from pallas_attn._tile import triton
 from pallas_attn._tile.rows import Rows
 
-NAMES = ("tree_mask", "query_positions")
+
+@runtime_checkable
+class Drafted(Protocol):
+    """Operands that may have a tree: arrays or refs."""
+
+    @property
+    def tree_mask(self) -> Any: ...
+    @property
+    def query_positions(self) -> Any: ...
 
 
 class Tree(NamedTuple):
@@ -45,42 +53,39 @@ class Drafts(NamedTuple):
 
 
 type Leading = Callable[[jax.Array], tuple[jax.Array, ...]]
-"""Indices of a sequence's query tokens in the arrays of NAMES."""
+"""Indices of a sequence's query tokens in the arrays of `Drafted`."""
 
 
-def queries_at(refs: Mapping[str, Any], drafts: Drafts, leading: Leading, mine: Rows) -> jax.Array:
+def queries_at(refs: Drafted, drafts: Drafts, leading: Leading, mine: Rows) -> jax.Array:
     """In a kernel: where rules take a program's rows to be."""
     slot = drafts.first + mine.token
-    if "query_positions" not in refs:
+    if refs.query_positions is None:
         return slot
     asked = mine.real & (mine.token < drafts.count)
-    given = triton.load(refs["query_positions"].at[leading(mine.token)], mask=asked, other=0)
+    given = triton.load(refs.query_positions.at[leading(mine.token)], mask=asked, other=0)
     return jnp.where(asked, drafts.position(given), slot)
 
 
-def of_tile(
-    refs: Mapping[str, Any], drafts: Drafts, leading: Leading, mine: Rows, slot: jax.Array
-) -> Tree | None:
+def of_tile(refs: Drafted, drafts: Drafts, leading: Leading, mine: Rows, slot: jax.Array) -> Tree | None:
     """In a kernel: of a program's rows and the keys in slots `slot` [block_kv]; None without a tree."""
-    if "tree_mask" not in refs:
+    if refs.tree_mask is None:
         return None
     index, new = drafts.index(slot)
     key, query = (0 * mine.token[:, None] + index[None, :]), mine.token[:, None] + 0 * index[None, :]
     asked = mine.real[:, None] & new[None, :]
-    seen = triton.load(refs["tree_mask"].at[(*leading(query), key)], mask=asked, other=1) != 0
+    seen = triton.load(refs.tree_mask.at[(*leading(query), key)], mask=asked, other=1) != 0
     seen &= (drafts.first + mine.token >= 0)[:, None]
     key_at = slot
-    if "query_positions" in refs:
-        given = triton.load(refs["query_positions"].at[leading(index)], mask=new, other=0)
+    if refs.query_positions is not None:
+        given = triton.load(refs.query_positions.at[leading(index)], mask=new, other=0)
         key_at = jnp.where(new, drafts.position(given), slot)
     return Tree(seen, key_at[None, :], queries_at(refs, drafts, leading, mine)[:, None])
 
 
-def of_chunk(arrays: Mapping[str, jax.Array], lengths: jax.Array, group: int, slot: jax.Array) -> Tree | None:
+def of_chunk(arrays: Drafted, lengths: jax.Array, group: int, slot: jax.Array) -> Tree | None:
     """In a reference: of all rows [num_seqs, 1, rows, 1] and the keys in slots `slot` [chunk] of every sequence."""
-    if "tree_mask" not in arrays:
+    if (mask := arrays.tree_mask) is None:
         return None
-    mask = arrays["tree_mask"]
     drafts = Drafts(lengths[:, None], lengths[:, None] - mask.shape[1], mask.shape[1])
     index, new = drafts.index(slot)
     within = jnp.clip(index, 0, mask.shape[1] - 1)
@@ -88,8 +93,8 @@ def of_chunk(arrays: Mapping[str, jax.Array], lengths: jax.Array, group: int, sl
     query_at = drafts.first + jnp.arange(mask.shape[1])
     seen &= (query_at >= 0)[:, :, None]
     key_at = jnp.broadcast_to(slot, index.shape)
-    if "query_positions" in arrays:
-        query_at = drafts.position(arrays["query_positions"])
+    if arrays.query_positions is not None:
+        query_at = drafts.position(arrays.query_positions)
         key_at = jnp.where(new, jnp.take_along_axis(query_at, within, axis=1), slot)
 
     def by_row(x: jax.Array) -> jax.Array:

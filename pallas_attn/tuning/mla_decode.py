@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn._call.device import current_device
-from pallas_attn.ops.mla_decode import MLADecodeConfig, mla_decode, mla_schedule
-from pallas_attn.ops.mla_decode.config import heuristic
+from pallas_attn.ops.mla_decode import mla_decode, mla_schedule
+from pallas_attn.ops.mla_decode.api import OP
+from pallas_attn.ops.mla_decode.operands import Operands
+from pallas_attn.ops.mla_decode.schedule import METADATA_SIZE, MLASchedule
 from pallas_attn.testing.cases import MLADecodeCase
 from pallas_attn.tuning.paged import PagedPoint, random_pool, random_query
 from pallas_attn.tuning.points import Fields
@@ -18,6 +20,7 @@ from pallas_attn.tuning.points import Fields
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MLADecodePoint(PagedPoint):
+    op: ClassVar = OP
     sizes: ClassVar = dict(num_heads=128, num_kv_heads=1, page_size=64, dtype="bfloat16")
 
     case: MLADecodeCase
@@ -36,12 +39,19 @@ class MLADecodePoint(PagedPoint):
     def read_bytes(self) -> int:
         return self.streams * self.slots * self.case.head_dim * jnp.dtype(self.case.dtype).itemsize
 
-    def key(self) -> dict[str, Any]:
-        return dict(page_size=self.case.page_size, dtype=self.case.dtype, scheduled=self.scheduled)
-
-    def config(self, **fields: int) -> MLADecodeConfig:
-        guess = heuristic(rows=self.case.rows, page_size=self.case.page_size, device=current_device())
-        return dataclasses.replace(guess, **fields)
+    def abstract(self) -> Operands:
+        case, struct = self.case, self.struct
+        schedule = MLASchedule(struct((1, METADATA_SIZE)), struct((case.num_seqs + 1,)))
+        return Operands(
+            query=struct((case.num_seqs, case.q_len, case.num_heads, case.head_dim), case.dtype),
+            latent_cache=struct((1, case.page_size, case.num_kv_heads, case.head_dim), case.dtype),
+            block_tables=struct((case.num_seqs, case.max_pages)),
+            seq_lens=struct((case.num_seqs,)),
+            schedule=schedule if self.scheduled else None,
+            scale=1.0,
+            causal=False,
+            batch_invariant=False,
+        )
 
     def candidates(self) -> list[Fields]:
         """Tiles on either side of the heuristic's; without a schedule also shorter and more pieces."""

@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn._call.device import current_device
-from pallas_attn.ops.paged_attention import PagedAttentionConfig, paged_attention
-from pallas_attn.ops.paged_attention.config import heuristic
+from pallas_attn._tile.masking import Rules
+from pallas_attn.ops.paged_attention import paged_attention
+from pallas_attn.ops.paged_attention.api import OP
+from pallas_attn.ops.paged_attention.operands import Operands
 from pallas_attn.testing.cases import DecodeCase, served
 from pallas_attn.tuning.paged import PagedPoint, random_pool, random_query
 from pallas_attn.tuning.points import Fields
@@ -17,6 +19,7 @@ from pallas_attn.tuning.points import Fields
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PagedAttentionPoint(PagedPoint):
+    op: ClassVar = OP
     sizes: ClassVar = dict(
         num_heads=32, num_kv_heads=8, head_dim=128, page_size=16, dtype="bfloat16", cache_dtype=None
     )
@@ -39,22 +42,20 @@ class PagedAttentionPoint(PagedPoint):
     def read_bytes(self) -> int:
         return 2 * self.streams * self.slots * self.case.head_dim * jnp.dtype(self.stored).itemsize
 
-    def key(self) -> dict[str, Any]:
+    def abstract(self) -> Operands:
         case = self.case
-        sizes = dict(head_dim=case.head_dim, page_size=case.page_size, dtype=self.stored)
-        return sizes | dict(query_itemsize=jnp.dtype(case.dtype).itemsize, layout=case.layout)
-
-    def config(self, **fields: int) -> PagedAttentionConfig:
-        return heuristic(
-            num_seqs=self.case.num_seqs,
-            num_kv_heads=self.case.num_kv_heads,
-            rows=self.case.rows,
-            head_dim=self.case.head_dim,
-            itemsize=jnp.dtype(self.stored).itemsize,
-            query_itemsize=jnp.dtype(self.case.dtype).itemsize,
-            max_len=self.slots,
-            device=current_device(),
-            **fields,
+        pool = self.struct((1, case.page_size, case.num_kv_heads, case.head_dim), self.stored)
+        return Operands(
+            query=self.struct((case.num_seqs, 1, case.num_heads, case.head_dim), case.dtype),
+            key_cache=pool,
+            value_cache=pool,
+            block_tables=self.struct((case.num_seqs, case.max_pages)),
+            seq_lens=self.struct((case.num_seqs,)),
+            layout=case.layout,
+            scale=1.0,
+            rules=Rules(),
+            batch_invariant=False,
+            num_heads=case.num_heads,
         )
 
     def chosen(self, fields: Fields) -> Fields:

@@ -11,7 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
+from pallas_attn._call.op import Op
 from pallas_attn.testing.cases import Case
 from pallas_attn.tuning import timing
 from pallas_attn.tuning.errors import LARGEST_ERROR, worst_error
@@ -23,6 +25,9 @@ CLOSE = 1.05
 TRIES = 3
 BYTES_PER_SECOND = 2.5e12  # a guess, for how many calls make a burst
 
+# What entries have ranges of.
+RANGES = ("rows", "streams", "max_len")
+
 type Fields = dict[str, int]
 """Of a config: what differs from the heuristic's."""
 
@@ -32,6 +37,7 @@ class Point(abc.ABC):
     """One kind of call of an op: a case all of whose sequences are as long as the block table allows. An op's own
     point says how such a case is called; registry.py lists them."""
 
+    op: ClassVar[Op]
     sizes: ClassVar[Mapping[str, Any]]
     """What the command line may set beside num_seqs and max_len, with defaults."""
 
@@ -61,13 +67,23 @@ class Point(abc.ABC):
     def read_bytes(self) -> int:
         """Of the caches, by one call."""
 
-    @abc.abstractmethod
+    def abstract(self) -> Any:
+        """The op's operands, as the point's call has them; of shapes alone."""
+        raise NotImplementedError
+
+    def struct(self, shape: Sequence[int], dtype: Any = "int32") -> Any:
+        """An array of theirs."""
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
     def key(self) -> dict[str, Any]:
         """What an entry's key says of this point, beside its ranges."""
+        return {
+            name: fact for name, fact in (self.op.key(self.abstract()) or {}).items() if name not in RANGES
+        }
 
-    @abc.abstractmethod
     def config(self, **fields: int) -> Any:
         """What a call takes that finds `fields` measured."""
+        return self.op.heuristic(self.abstract(), **fields)
 
     def tiles(self, fields: Fields) -> Any:
         """Of the config, what the point's calls are cut up by."""

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn._call.checks import fail
-from pallas_attn._call.device import current_device
 from pallas_attn._tile.latents import BYTES, QUERY_DIM, token_width
 from pallas_attn.ops.latent_cache import quantize_latents
-from pallas_attn.ops.sparse_mla import SparseMLAConfig, sparse_mla_decode
-from pallas_attn.ops.sparse_mla.config import heuristic
+from pallas_attn.ops.sparse_mla import sparse_mla_decode
+from pallas_attn.ops.sparse_mla.api import DECODE
+from pallas_attn.ops.sparse_mla.operands import Ids, Operands
 from pallas_attn.testing.cases import SparseMLACase
 from pallas_attn.tuning import timing
 from pallas_attn.tuning.paged import PagedPoint, random_pool, random_query
@@ -28,6 +28,7 @@ FP8_TOKENS = 6397  # that a pool of fp8 latents repeats; a prime, so that no two
 class SparseMLAPoint(PagedPoint):
     """`max_len` are here the ids of a query token, and `streams` the query tokens: a walk is a list of ids."""
 
+    op: ClassVar = DECODE
     sizes: ClassVar = dict(num_heads=128, num_kv_heads=1, page_size=64, dtype="bfloat16", cache_dtype=None)
 
     case: SparseMLACase
@@ -59,18 +60,16 @@ class SparseMLAPoint(PagedPoint):
     def read_bytes(self) -> int:
         return self.streams * self.max_len * token_width(self.stored) * self.stored.itemsize
 
-    def key(self) -> dict[str, Any]:
-        return dict(dtype=self.stored.name)
-
-    def config(self, **fields: int) -> SparseMLAConfig:
-        guess = heuristic(
-            num_tokens=self.streams,
-            num_heads=self.case.num_heads,
-            topk=self.max_len,
-            fp8=self.stored == BYTES,
-            device=current_device(),
+    def abstract(self) -> Operands:
+        case, struct = self.case, self.struct
+        return Operands(
+            query=struct((case.num_seqs, 1, case.num_heads, case.head_dim), case.dtype),
+            latent_cache=struct((1, case.page_size, 1, token_width(self.stored)), self.stored),
+            indices=struct((case.num_seqs, 1, case.topk)),
+            ids=Ids(),
+            scale=1.0,
+            max_logits=False,
         )
-        return dataclasses.replace(guess, **fields)
 
     def candidates(self) -> list[Fields]:
         """Tiles on either side of the heuristic's."""

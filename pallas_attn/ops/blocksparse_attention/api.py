@@ -11,6 +11,7 @@ import numpy as np
 from pallas_attn._call import configs, dispatch
 from pallas_attn._call.checks import ArgumentChecker, is_traced
 from pallas_attn._call.device import current_device
+from pallas_attn._call.operands import ready
 from pallas_attn._tile import options, triton
 from pallas_attn._tile.layout import LAYOUTS, PoolCase, PoolShape, check_pools, reaches, table_tokens
 from pallas_attn._tile.masking import Rules, ascending
@@ -20,6 +21,7 @@ from pallas_attn.ops.blocksparse_attention.config import TILES, BlockSparseConfi
 from pallas_attn.ops.blocksparse_attention.decode import decode
 from pallas_attn.ops.blocksparse_attention.kernel import prefill
 from pallas_attn.ops.blocksparse_attention.layout import SparseLayout
+from pallas_attn.ops.blocksparse_attention.operands import Operands
 from pallas_attn.ops.blocksparse_attention.problem import Problem
 from pallas_attn.ops.blocksparse_attention.reference import blocksparse_attention_xla
 
@@ -41,42 +43,30 @@ class Case:
 
 @functools.partial(jax.jit, static_argnames=("problem", "keep", "lowering"))
 def blocksparse_attention_pallas(
-    query: jax.Array,
-    arrays: dict[str, jax.Array],
-    layout: SparseLayout,
-    *,
-    problem: Problem,
-    keep: bool = False,
-    lowering: triton.Lowering = "pallas",
+    operands: Operands, *, problem: Problem, keep: bool = False, lowering: triton.Lowering = "pallas"
 ) -> tuple[jax.Array, ...]:
     """query [num_tokens, num_heads, head_dim] -> (out in query's dtype, lse float32 [num_tokens, num_heads]) and, with
     `keep`, a byte of out's lower bits."""
-    operands = query, arrays, layout
     if keep:
-        return prefill(*operands, problem=problem, keep=True, lowering=lowering)
+        return prefill(operands, problem=problem, keep=True, lowering=lowering)
     if problem.kinds == "decode":
-        return decode(*operands, problem=problem, lowering=lowering)
-    out, lse = prefill(*operands, problem=problem, lowering=lowering)
+        return decode(operands, problem=problem, lowering=lowering)
+    out, lse = prefill(operands, problem=problem, lowering=lowering)
     if problem.kinds == "mixed":
-        return decode(*operands, problem=problem, lowering=lowering, into=(out, lse))
+        return decode(operands, problem=problem, lowering=lowering, into=(out, lse))
     return out, lse
 
 
 def blocksparse_attention_cuda(
-    query: jax.Array,
-    arrays: dict[str, jax.Array],
-    layout: SparseLayout,
-    *,
-    problem: Problem,
-    keep: bool = False,
+    operands: Operands, *, problem: Problem, keep: bool = False
 ) -> tuple[jax.Array, ...]:
     """The same, prefill by the Hopper kernel. Sequences with one query are the other kernels' all the same."""
     if keep:
-        return cuda.prefill(query, arrays, layout, problem=problem, keep=True)
-    out, lse = cuda.prefill(query, arrays, layout, problem=problem)
+        return cuda.prefill(operands, problem=problem, keep=True)
+    out, lse = cuda.prefill(operands, problem=problem)
     if problem.kinds == "mixed":
         beside = triton.first_lowering()
-        return decode(query, arrays, layout, problem=problem, lowering=beside, into=(out, lse))
+        return decode(operands, problem=problem, lowering=beside, into=(out, lse))
     return out, lse
 
 
@@ -284,22 +274,18 @@ def blocksparse_attention(
         problem = dataclasses.replace(
             problem, config=_config(check, problem, layout, query.dtype, config, tiled)
         )
-    operands = {"query": query, **arrays}
-    operands |= {n: getattr(layout, n) for n in gradients.LAYOUT_ARRAYS}
-    operands = {n: jnp.asarray(array) for n, array in operands.items()}
-    if "cu_q_lens" in operands:
-        from_0 = jnp.concatenate([jnp.zeros(1, jnp.int32), operands["cu_q_lens"][1:]])
-        operands["cu_q_lens"] = ascending(from_0)
+    if "cu_q_lens" in arrays:
+        from_0 = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.asarray(arrays["cu_q_lens"])[1:]])
+        arrays |= {"cu_q_lens": ascending(from_0)}
+    operands = Operands(query=query, layout=layout, **arrays, cache_layout=problem.cache_layout)
     call = gradients.Call(
         problem,
-        layout.sizes,
-        layout.layout_heads,
         fn,
         BACKWARD.get(tiled),
         name,
         residual_checkpoint_name,
     )
-    out, lse = gradients.attend(call, operands)
+    out, lse = gradients.attend(call, ready(operands))
     return (out, lse) if return_lse else out
 
 

@@ -17,6 +17,7 @@ from jax import lax
 from pallas_attn._tile import low_bits, masking, rows, softmax, triton, weights
 from pallas_attn.ops.blocksparse_attention import walk
 from pallas_attn.ops.blocksparse_attention.layout import SparseLayout, transposed
+from pallas_attn.ops.blocksparse_attention.operands import BackwardOperands
 from pallas_attn.ops.blocksparse_attention.problem import Keys, Problem, divided, first_query, read_rows
 
 NONE = np.int32(2**31 - 1)  # no row
@@ -25,25 +26,18 @@ SAMPLE = 16  # keys whose mean stands for what all have in common
 
 @functools.partial(jax.jit, static_argnames=("problem", "lowering"))
 def backward(
-    query: jax.Array,
-    refs: dict[str, jax.Array],
-    layout: SparseLayout,
-    *,
-    problem: Problem,
-    lowering: triton.Lowering = "pallas",
+    operands: BackwardOperands, *, problem: Problem, lowering: triton.Lowering = "pallas"
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of query, key and value. `refs`: as forward's for keys in rows, and d_out of query's shape, the
-    parts "maximum", finite, and "rest" of its lse, delta and total (`weights.OfQueries`) [num_heads, num_tokens]."""
+    """Gradients of query, key and value, for keys in rows."""
     if problem.kinds == "decode":
-        refs = refs | {"cu_q_lens": jnp.arange(problem.num_seqs + 1, dtype=jnp.int32)}
-    config = problem.config
+        ends = jnp.arange(problem.num_seqs + 1, dtype=jnp.int32)
+        operands = dataclasses.replace(operands, cu_q_lens=ends)
+    query, key, layout, config = operands.query, operands.key, operands.layout, problem.config
     by_query = _tiled(problem, layout, config.dq_block_q, config.dq_block_kv)
     by_key = _tiled(problem, layout, config.dkv_block_q, config.dkv_block_kv)
     (d_query,) = triton.kernel_call(
         functools.partial(_query_kernel, problem=by_query),
-        query,
-        refs,
-        layout,
+        operands,
         name="pallas_attn_blocksparse_dq",
         grid=(problem.num_heads, walk.num_slots(by_query)),
         out_shape=[jax.ShapeDtypeStruct(query.shape, query.dtype)],
@@ -51,15 +45,12 @@ def backward(
         num_stages=config.dq_stages,
         lowering=lowering,
     )
-    key = refs["key"]
     num_slots = key.shape[0] // by_key.config.block_kv + problem.num_seqs
     d_key, d_value = triton.kernel_call(
         functools.partial(_key_value_kernel, problem=by_key),
         # Tokens that no sequence holds are no program's.
         (jnp.zeros_like(key), jnp.zeros_like(key)),
-        query,
-        refs,
-        transposed(layout),
+        dataclasses.replace(operands, layout=transposed(layout)),
         name="pallas_attn_blocksparse_dkv",
         grid=(problem.pool.num_kv_heads, num_slots),
         out_shape=[jax.ShapeDtypeStruct(key.shape, key.dtype)] * 2,
@@ -85,12 +76,12 @@ class Queries(NamedTuple):
     delta: jax.Array
 
     @classmethod
-    def read(cls, query_ref: Any, refs: dict[str, Any], problem: Problem, head, token, real) -> "Queries":
-        query, d_out = (read_rows(ref, token, head, problem, real) for ref in (query_ref, refs["d_out"]))
+    def read(cls, refs: BackwardOperands, problem: Problem, head, token, real) -> "Queries":
+        query, d_out = (read_rows(ref, token, head, problem, real) for ref in (refs.query, refs.d_out))
         place = head + 0 * token, token
         maximum, rest, delta = (
-            triton.load(refs[name].at[place], mask=real, other=np.float32(other))
-            for name, other in (("maximum", 0), ("rest", np.inf), ("delta", 0))
+            triton.load(ref.at[place], mask=real, other=np.float32(other))
+            for ref, other in ((refs.maximum, 0), (refs.rest, np.inf), (refs.delta, 0))
         )
         # Who sees nothing, or is no query, has weights of 0 everywhere.
         lse = softmax.Lse(maximum, jnp.where(rest == -jnp.inf, jnp.inf, rest))
@@ -105,21 +96,21 @@ class Queries(NamedTuple):
         return weights.pairs(given, lse, self.delta[by_row], d_weights, seen)
 
 
-def _query_kernel(query_ref, refs, layout: SparseLayout, d_query_ref, *, problem: Problem):
+def _query_kernel(refs: BackwardOperands, d_query_ref, *, problem: Problem):
     head = triton.program_id(0)
     tile = walk.tile_of(problem, refs, walk.num_slots(problem) - 1 - triton.program_id(1))
     kv_head = head // problem.group
 
     @triton.when(tile.any)
     def _():
-        mine = Queries.read(query_ref, refs, problem, head, tile.token, tile.real)
+        mine = Queries.read(refs, problem, head, tile.token, tile.real)
         pool = Keys(problem, refs, tile.seq, tile.k_start, kv_head)
 
         def read(keys: walk.Keys) -> list[jax.Array]:
-            where = keys.first, keys.newest, problem.config.block_kv, query_ref.dtype
+            where = keys.first, keys.newest, problem.config.block_kv, refs.query.dtype
             return [pool.read_up_to(which, *where)[0] for which in ("key", "value")]
 
-        rounds = low_bits.are_lost(query_ref.dtype)
+        rounds = low_bits.are_lost(refs.query.dtype)
 
         def step(
             state: tuple[jax.Array, jax.Array] | None, keys: walk.Keys, key_and_value: list[jax.Array]
@@ -139,12 +130,12 @@ def _query_kernel(query_ref, refs, layout: SparseLayout, d_query_ref, *, problem
 
         sums = (tile.size, weights.SUMS) if rounds else (tile.size,)
         zeros = jnp.zeros((tile.size, problem.dims[1]), jnp.float32), jnp.zeros(sums, jnp.float32)
-        (total, counted), bad = walk.walk(layout, head, tile, problem, walk.Walker(read, step), zeros)
+        (total, counted), bad = walk.walk(refs.layout, head, tile, problem, walk.Walker(read, step), zeros)
         if rounds:
-            position, held = walk.sample(layout, head, tile, SAMPLE)
-            some = read_rows(refs["key"], tile.k_start + position, kv_head, problem, held)
+            position, held = walk.sample(refs.layout, head, tile, SAMPLE)
+            some = read_rows(refs.key, tile.k_start + position, kv_head, problem, held)
             place = head + 0 * tile.token, tile.token
-            excess = weights.excess(counted, triton.load(refs["total"].at[place], mask=tile.real, other=0.0))
+            excess = weights.excess(counted, triton.load(refs.total.at[place], mask=tile.real, other=0.0))
             total = weights.settled(total, excess, some, jnp.sum(held.astype(jnp.int32)))
         total = softmax.poison(total * problem.scale, bad)
         _write(d_query_ref, tile.token, head, tile.real, total, problem)
@@ -164,17 +155,19 @@ class KeyTile(NamedTuple):
     q_start: jax.Array
 
 
-def _key_tile(problem: Problem, refs: dict[str, Any], slot: jax.Array) -> KeyTile:
+def _key_tile(problem: Problem, refs: BackwardOperands, slot: jax.Array) -> KeyTile:
     """The keys of a slot: sequence i has the slots from cu_k_lens[i] // block_kv + i on, one more than may be full."""
     block, num_seqs, tokens = problem.config.block_kv, problem.num_seqs, problem.pool.num_pages
     seqs = jnp.arange(triton.next_power_of_2(num_seqs))
-    ends = triton.load(refs["cu_k_lens"].at[jnp.minimum(seqs + 1, num_seqs)], mask=seqs < num_seqs, other=0)
+    assert refs.cu_q_lens is not None
+    assert refs.cu_k_lens is not None
+    ends = triton.load(refs.cu_k_lens.at[jnp.minimum(seqs + 1, num_seqs)], mask=seqs < num_seqs, other=0)
     ends = jnp.clip(ends, 0, tokens)
     seq = jnp.sum(((seqs < num_seqs) & (ends // block + seqs + 1 <= slot)).astype(jnp.int32))
     seq = jnp.minimum(seq, num_seqs - 1)
     (q_start, q_end), (k_start, k_end) = (
-        [triton.load(refs[name].at[seq + i]) for i in (np.int32(0), np.int32(1))]
-        for name in ("cu_q_lens", "cu_k_lens")
+        [triton.load(ends.at[seq + i]) for i in (np.int32(0), np.int32(1))]
+        for ends in (refs.cu_q_lens, refs.cu_k_lens)
     )
     bad = (k_start < 0) | (k_end < k_start) | (k_end > tokens)
     k_len = jnp.where(bad, 0, k_end - k_start)
@@ -186,7 +179,7 @@ def _key_tile(problem: Problem, refs: dict[str, Any], slot: jax.Array) -> KeyTil
     return KeyTile(seq, first, position, held, k_start + position, k_len, k_len - q_len, q_start)
 
 
-def _key_value_kernel(_, query_ref, refs, seen_by: SparseLayout, d_key_ref, d_value_ref, *, problem: Problem):
+def _key_value_kernel(_, refs: BackwardOperands, d_key_ref, d_value_ref, *, problem: Problem):
     """Tiles are [keys, queries], so that weights and gradients of logits meet queries as they are, from registers.
 
     The first keys come first: the queries that may see them are the most.
@@ -197,10 +190,10 @@ def _key_value_kernel(_, query_ref, refs, seen_by: SparseLayout, d_key_ref, d_va
     # Keys of a sequence without queries may hold anything, and have no gradient.
     @triton.when((mine.first >= 0) & (mine.first < mine.k_len) & (mine.before < mine.k_len))
     def _():
-        k, v = (read_rows(refs[name], mine.token, kv_head, problem, mine.held) for name in ("key", "value"))
+        k, v = (read_rows(ref, mine.token, kv_head, problem, mine.held) for ref in (refs.key, refs.value))
 
         def step(head: jax.Array, sums: Any, queries: "QueryTile") -> Any:
-            theirs = Queries.read(query_ref, refs, problem, head, queries.token, queries.real)
+            theirs = Queries.read(refs, problem, head, queries.token, queries.real)
             given = weights.bent(
                 triton.dot(k, theirs.query, trans_b=True), problem.scale, problem.rules.softcap
             )
@@ -213,7 +206,7 @@ def _key_value_kernel(_, query_ref, refs, seen_by: SparseLayout, d_key_ref, d_va
         def head(place: jax.Array, sums: Any) -> Any:
             query_head = kv_head * problem.group + place
             return _over_queries(
-                seen_by, query_head, mine, problem, functools.partial(step, query_head), sums
+                refs.layout, query_head, mine, problem, functools.partial(step, query_head), sums
             )
 
         zeros = jnp.zeros((mine.held.shape[0], problem.dims[1]), jnp.float32)
@@ -221,7 +214,7 @@ def _key_value_kernel(_, query_ref, refs, seen_by: SparseLayout, d_key_ref, d_va
         # One head needs no loop, and inner loops are those that Triton pipelines.
         sums = head(jnp.int32(0), sums) if problem.group == 1 else lax.fori_loop(0, problem.group, head, sums)
         # Asked here, where registers are free again.
-        unknown = _unknown(seen_by, kv_head, problem)
+        unknown = _unknown(refs.layout, kv_head, problem)
         sums = tuple(softmax.poison(total, unknown) for total in sums)
         _write(d_key_ref, mine.token, kv_head, mine.held, sums[0] * problem.scale, problem)
         _write(d_value_ref, mine.token, kv_head, mine.held, sums[1], problem)

@@ -9,7 +9,7 @@ import numpy as np
 from pallas_attn._call import ffi
 from pallas_attn.ops.blocksparse_attention import walk
 from pallas_attn.ops.blocksparse_attention.kernel import heads_together
-from pallas_attn.ops.blocksparse_attention.layout import SparseLayout
+from pallas_attn.ops.blocksparse_attention.operands import Operands
 from pallas_attn.ops.blocksparse_attention.problem import Problem
 
 HEAD_DIM = 128
@@ -45,20 +45,14 @@ def is_slower(problem: Problem) -> bool:
     return problem.num_tokens < TILE * problem.num_seqs
 
 
-def prefill(
-    query: jax.Array,
-    refs: dict[str, jax.Array],
-    layout: SparseLayout,
-    *,
-    problem: Problem,
-    keep: bool = False,
-) -> tuple[jax.Array, ...]:
+def prefill(operands: Operands, *, problem: Problem, keep: bool = False) -> tuple[jax.Array, ...]:
     """As `kernel.prefill`: (out, lse [num_tokens, num_heads, 2]) and, with `keep`, a byte of out's lower bits; of
     sequences with one query, where the call is mixed, nothing is written.
 
     vmap calls it once for each of the batch, one after the other. It knows nothing of a mesh: `partition` does.
     """
     ffi.register()
+    query, layout = operands.query, operands.layout
     call = jax.ffi.ffi_call(
         "pallas_attn_blocksparse_prefill_sm90",
         (
@@ -73,10 +67,10 @@ def prefill(
     )
     out, lse, low, _ = call(
         query,
-        refs["key"],
-        refs["value"],
-        refs["cu_q_lens"],
-        refs["cu_k_lens"],
+        operands.key,
+        operands.value,
+        operands.cu_q_lens,
+        operands.cu_k_lens,
         layout.row_pointers,
         layout.columns,
         scale=np.float32(problem.scale),

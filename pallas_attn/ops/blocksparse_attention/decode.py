@@ -24,6 +24,7 @@ from pallas_attn._tile.pieces import Cut, ceil_div
 from pallas_attn._tile.problem import SplitKVProblem
 from pallas_attn.ops.blocksparse_attention.config import DECODE_ROWS
 from pallas_attn.ops.blocksparse_attention.layout import SparseLayout
+from pallas_attn.ops.blocksparse_attention.operands import Operands
 from pallas_attn.ops.blocksparse_attention.problem import (
     Blocks,
     Keys,
@@ -52,7 +53,8 @@ class OfOneQuery(NamedTuple):
     """The pieces of sequences with one query; a cut's sequence is its token."""
 
     problem: Problem
-    ends: dict[str, Any]
+    ends: Any
+    """Ref to cu_q_lens, where the call is mixed."""
 
     def cut(self, which: jax.Array) -> Cut:
         token, one = _token(self.problem, self.ends, which)
@@ -61,9 +63,7 @@ class OfOneQuery(NamedTuple):
 
 
 def decode(
-    query: jax.Array,
-    refs: dict[str, jax.Array],
-    layout: SparseLayout,
+    operands: Operands,
     *,
     problem: Problem,
     lowering: triton.Lowering,
@@ -81,12 +81,10 @@ def decode(
         scale=problem.scale,
         config=SplitKVConfig(DECODE_ROWS, config.decode_block_kv, config.num_splits),
     )
-    before = len(jax.tree.leaves((query, refs, layout)))
+    query, before = operands.query, len(jax.tree.leaves(operands))
     outputs = triton.kernel_call(
         functools.partial(_decode_kernel, problem=problem),
-        query,
-        refs,
-        layout,
+        operands,
         into,
         name="pallas_attn_blocksparse_decode",
         grid=(problem.num_heads // problem.decode_heads, problem.num_seqs, config.num_splits),
@@ -101,7 +99,7 @@ def decode(
     )
     return merge.merge(
         outputs,
-        ({name: refs[name] for name in ("cu_q_lens",) if problem.kinds == "mixed"},),
+        (operands.cu_q_lens if problem.kinds == "mixed" else None,),
         functools.partial(OfOneQuery, problem),
         name="pallas_attn_blocksparse_combine",
         problem=stored,
@@ -114,7 +112,7 @@ def decode(
 
 
 def _rows_to_merge(
-    stored: Pieces, _ends: dict[str, Any], token: jax.Array, flat: jax.Array
+    stored: Pieces, _ends: Any, token: jax.Array, flat: jax.Array
 ) -> tuple[rows.Rows, tuple[jax.Array, ...]]:
     return rows.across_heads(stored, flat), (token + 0 * flat,)
 
@@ -132,26 +130,27 @@ class Listed(NamedTuple):
         return self._replace(next=entry, column=jnp.where(entry < self.stop, column, NONE))
 
 
-def _decode_kernel(query_ref, refs, layout: SparseLayout, _into, *out_refs, problem: Problem):
+def _decode_kernel(refs: Operands, _into, *out_refs, problem: Problem):
     some_heads, seq, split = (triton.program_id(axis) for axis in range(3))
-    token, one = _token(problem, refs, seq)
-    given = query_ref, refs, layout, *out_refs
+    token, one = _token(problem, refs.cu_q_lens, seq)
     triton.when(one)(
-        lambda: _serve(*given, some_heads=some_heads, seq=seq, split=split, token=token, problem=problem)
+        lambda: _serve(
+            refs, *out_refs, some_heads=some_heads, seq=seq, split=split, token=token, problem=problem
+        )
     )
 
 
-def _token(problem: Problem, refs: dict[str, Any], seq: jax.Array) -> tuple[jax.Array, jax.Array | bool]:
+def _token(problem: Problem, ends: Any, seq: jax.Array) -> tuple[jax.Array, jax.Array | bool]:
     """(a sequence's token, whether it has that one alone)."""
     if problem.kinds == "decode":
         return seq, True
-    token, end = (triton.load(refs["cu_q_lens"].at[seq + i]) for i in (np.int32(0), np.int32(1)))
+    token, end = (triton.load(ends.at[seq + i]) for i in (np.int32(0), np.int32(1)))
     token = first_query(seq, token)
     return token, (end == token + 1) & (token >= 0) & (token < problem.num_tokens)
 
 
 def _serve(
-    query_ref, refs, layout: SparseLayout, *out_refs, some_heads, seq, split, token, problem: Problem
+    refs: Operands, *out_refs, some_heads, seq, split, token, problem: Problem
 ):  # fmt: skip
     """Attends some heads' queries at `token` to a piece of a sequence and writes the result."""
     config, heads = problem.config, problem.decode_heads
@@ -161,19 +160,19 @@ def _serve(
     lane = jnp.arange(DECODE_ROWS)
     mine = rows.Rows(first_head % problem.group + lane, lane < heads, kv_head, 0 * lane, first_head + lane)
     dims = problem.dims
-    q = rows.load(query_ref, mine, (token,), dims)
+    q = rows.load(refs.query, mine, (token,), dims)
 
-    listed, width, bad = _listed(layout, first_head, k_len, split, problem)
+    listed, width, bad = _listed(refs.layout, first_head, k_len, split, problem)
     keys = Keys(problem, refs, seq, k_start, kv_head)
     block_kv = config.decode_block_kv
-    tiles = layout.block_size // block_kv
+    tiles = refs.layout.block_size // block_kv
 
     def step(i, carry):
         state, listed = carry
         part = divided(i, tiles)[1]
         column = functools.reduce(jnp.minimum, [one.column for one in listed])
         has = [one.column == column for one in listed]
-        first = jnp.where(column == NONE, 0, column * layout.block_size + part * block_kv)
+        first = jnp.where(column == NONE, 0, column * refs.layout.block_size + part * block_kv)
         position = first + jnp.arange(block_kv)
         held = (position < k_len) & (column != NONE)
         tile_keys, usable = keys.read("key", first, held, block_kv, q.dtype)
@@ -256,12 +255,13 @@ def _wrong(blocks: Blocks, columns: jax.Array, last: jax.Array) -> jax.Array:
     return jnp.sum(wrong.astype(jnp.int32)) > 0
 
 
-def _sequence(problem: Problem, refs: dict[str, Any], seq: jax.Array):
+def _sequence(problem: Problem, refs: Operands, seq: jax.Array):
     """(first row of keys, length, whether that cannot be right)."""
-    if problem.cache_layout is None:
-        k_start, k_end = (triton.load(refs["cu_k_lens"].at[seq + i]) for i in (np.int32(0), np.int32(1)))
+    if refs.seq_lens is None:
+        assert refs.cu_k_lens is not None
+        k_start, k_end = (triton.load(refs.cu_k_lens.at[seq + i]) for i in (np.int32(0), np.int32(1)))
         bad = (k_start < 0) | (k_end < k_start) | (k_end > problem.pool.num_pages)
     else:
-        k_start, k_end = 0 * seq, triton.load(refs["seq_lens"].at[seq])
+        k_start, k_end = 0 * seq, triton.load(refs.seq_lens.at[seq])
         bad = (k_end < 0) | (k_end > problem.max_k_len)
     return k_start, jnp.where(bad, 0, k_end - k_start), bad

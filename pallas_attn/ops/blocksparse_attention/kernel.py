@@ -15,37 +15,27 @@ import numpy as np
 
 from pallas_attn._tile import logits, low_bits, masking, result, rows, softmax, triton
 from pallas_attn.ops.blocksparse_attention import walk
-from pallas_attn.ops.blocksparse_attention.layout import SparseLayout
+from pallas_attn.ops.blocksparse_attention.operands import Operands
 from pallas_attn.ops.blocksparse_attention.problem import Keys, Problem, read_rows
 
 MOST_IN_L2 = 40 << 20  # of an A100's 40 MiB or an H100's 50, through which queries and outputs pass besides
 
 
 def prefill(
-    query: jax.Array,
-    refs: dict[str, jax.Array],
-    layout: SparseLayout,
-    *,
-    problem: Problem,
-    keep: bool = False,
-    lowering: triton.Lowering,
+    operands: Operands, *, problem: Problem, keep: bool = False, lowering: triton.Lowering
 ) -> tuple[jax.Array, ...]:
     """query [num_tokens, num_heads, head_dim] -> (out, lse [num_tokens, num_heads, 2] in its parts, of products) and,
     with `keep`, of 16 bits, a byte of out's lower bits, as out; of sequences with one query, where the call is mixed,
     nothing is written.
-
-    `refs`: key, value, cu_q_lens, and cu_k_lens or (block_tables, seq_lens).
     """
-    config = problem.config
+    query, config = operands.query, problem.config
     together = heads_together(problem, query.dtype.itemsize)
     num_slots = walk.num_slots(problem)
     lower = [jax.ShapeDtypeStruct(query.shape, jnp.int8)] if keep and low_bits.are_lost(query.dtype) else []
     return tuple(
         triton.kernel_call(
             functools.partial(_prefill_kernel, problem=problem, num_slots=num_slots, together=together),
-            query,
-            refs,
-            layout,
+            operands,
             name="pallas_attn_blocksparse_prefill",
             grid=(together, num_slots, problem.num_heads // together),
             out_shape=[
@@ -72,9 +62,7 @@ def heads_together(problem: Problem, itemsize: int) -> int:
 
 
 def _prefill_kernel(
-    query_ref,
-    refs,
-    layout: SparseLayout,
+    refs: Operands,
     out_ref,
     lse_ref,
     *low_refs,
@@ -95,7 +83,7 @@ def _prefill_kernel(
         # What is no query's gets another's, and is not written: that costs less than a mask.
         token = jnp.clip(tile.token, 0, problem.num_tokens - 1)
         q = read_rows(
-            query_ref, token, head, problem, None, eviction_policy="evict_first" if shares else None
+            refs.query, token, head, problem, None, eviction_policy="evict_first" if shares else None
         )
         pool = Keys(problem, refs, tile.seq, tile.k_start, kv_head)
 
@@ -105,7 +93,7 @@ def _prefill_kernel(
 
         walker = walk.Walker(read, functools.partial(_attend, q=q, problem=problem), early=not shares)
         state = softmax.start((tile.size,), dims[1])
-        state, bad = walk.walk(layout, head, tile, problem, walker, state)
+        state, bad = walk.walk(refs.layout, head, tile, problem, walker, state)
         # Sums that are NaN make NaN of what is divided by them, for less than asking each element.
         state = state._replace(total=softmax.poison(state.total, bad))
         out, lse = softmax.finish(state)
@@ -115,7 +103,7 @@ def _prefill_kernel(
         result.store(done, (out_ref, lse_ref), 0, True)
         for ref in low_refs:
             result.store_out(
-                done._replace(out=[low_bits.of(out, out.astype(query_ref.dtype), ref.dtype)]), ref
+                done._replace(out=[low_bits.of(out, out.astype(refs.query.dtype), ref.dtype)]), ref
             )
 
 

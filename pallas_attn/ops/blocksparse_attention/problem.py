@@ -13,6 +13,7 @@ from pallas_attn._tile.layout import PoolShape
 from pallas_attn._tile.masking import Rules
 from pallas_attn.ops.blocksparse_attention.config import BlockSparseConfig
 from pallas_attn.ops.blocksparse_attention.layout import SparseLayout
+from pallas_attn.ops.blocksparse_attention.operands import Operands
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,7 @@ class Keys(NamedTuple):
     """A sequence's keys and values, wherever they lie."""
 
     problem: Problem
-    refs: dict[str, Any]
+    refs: Operands
     seq: jax.Array
     start: jax.Array
     """First row of the sequence, where keys lie in rows."""
@@ -66,13 +67,13 @@ class Keys(NamedTuple):
     ) -> tuple[jax.Array, jax.Array | None]:
         """(keys or values [size, dims], whether the tokens' pages exist) from position `first` on; 0 where not `held`,
         which None says they all are. In rows there are no pages: None."""
-        problem, ref = self.problem, self.refs[which]
+        problem, ref = self.problem, getattr(self.refs, which)
         if problem.cache_layout is None:
             token = self.start + first + jnp.arange(size)
             return read_rows(ref, token, self.kv_head, problem, held).astype(dtype), None
         mask = jnp.ones(size, bool) if held is None else held
         column, offset = pages.slots(first, size, problem.pool.page_size)
-        page = pages.look_up(self.refs["block_tables"], self.seq, column, mask=mask, other=0)
+        page = pages.look_up(self.refs.block_tables, self.seq, column, mask=mask, other=0)
         usable = masking.usable_pages(page, problem.pool.num_pages)
         place = (page, offset, self.kv_head, problem.dims)
         head_dim = problem.pool.head_dim
@@ -90,7 +91,7 @@ class Keys(NamedTuple):
             return self.read(which, first, None if newest is None else position <= newest, size, dtype)
         # The newest again: that costs less than a mask. Clipped, for a sequence may have none.
         token = jnp.clip(self.start + jnp.minimum(position, newest), 0, problem.pool.num_pages - 1)
-        return read_rows(self.refs[which], token, self.kv_head, problem, None).astype(dtype), None
+        return read_rows(getattr(self.refs, which), token, self.kv_head, problem, None).astype(dtype), None
 
 
 def read_rows(

@@ -4,6 +4,7 @@ Some queries of one sequence at a time, against all that the sequence may hold: 
 not with its square.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -13,28 +14,31 @@ from jax import lax
 
 from pallas_attn._tile import logits, masking, softmax
 from pallas_attn._tile.layout import to_nhd
-from pallas_attn.ops.blocksparse_attention.layout import SparseLayout, rows_of
+from pallas_attn.ops.blocksparse_attention.layout import rows_of
+from pallas_attn.ops.blocksparse_attention.operands import Operands
 from pallas_attn.ops.blocksparse_attention.problem import Problem
 
 MOST_QUERIES = 64
 
 
 @functools.partial(jax.jit, static_argnames="problem")
-def blocksparse_attention_xla(
-    query: jax.Array, arrays: dict[str, jax.Array], layout: SparseLayout, *, problem: Problem
-) -> tuple[jax.Array, jax.Array]:
-    """The same signature as the kernels'."""
+def blocksparse_attention_xla(operands: Operands, *, problem: Problem) -> tuple[jax.Array, jax.Array]:
+    """As the kernels."""
+    query, layout = operands.query, operands.layout
     block_q = 1 if problem.kinds == "decode" else min(layout.q_block_size, MOST_QUERIES)
     tokens, heads, num_seqs = problem.num_tokens, problem.num_heads, problem.num_seqs
-    cu_q = arrays["cu_q_lens"] if problem.kinds != "decode" else jnp.arange(num_seqs + 1)
+    cu_q = operands.cu_q_lens if problem.kinds != "decode" else jnp.arange(num_seqs + 1)
     cu_q = jnp.clip(cu_q, 0, tokens).at[0].set(0)
     if problem.cache_layout is None:
         # Gradients of keys and values are sums over all slots, rounded once.
-        arrays = arrays | {name: arrays[name].astype(jnp.float32) for name in ("key", "value")}
-        k_start, k_end = arrays["cu_k_lens"][:-1], arrays["cu_k_lens"][1:]
+        in_float32 = {name: getattr(operands, name).astype(jnp.float32) for name in ("key", "value")}
+        operands, ends = dataclasses.replace(operands, **in_float32), operands.cu_k_lens
+        assert ends is not None
+        k_start, k_end = ends[:-1], ends[1:]
         bad_lens = (k_start < 0) | (k_end < k_start) | (k_end > problem.pool.num_pages)
     else:
-        k_start, k_end = jnp.zeros(num_seqs, jnp.int32), arrays["seq_lens"]
+        k_start, k_end = jnp.zeros(num_seqs, jnp.int32), operands.seq_lens
+        assert k_end is not None
         bad_lens = (k_end < 0) | (k_end > problem.max_k_len)
     k_lens = jnp.where(bad_lens, 0, k_end - k_start)
     seen, bad = rows_of(layout)
@@ -60,7 +64,7 @@ def blocksparse_attention_xla(
         visible = jnp.broadcast_to(visible & real[:, None], (heads, *visible.shape[1:]))
         # What no head of a group sees counts as absent: 0 * NaN is NaN.
         looked_at = jnp.any(visible.reshape(problem.pool.num_kv_heads, -1, problem.max_k_len), axis=1)
-        keys, values, usable = _keys(arrays, problem, seq, k_start[seq], k_lens[seq], looked_at)
+        keys, values, usable = _keys(operands, problem, seq, k_start[seq], k_lens[seq], looked_at)
         by_head = jnp.moveaxis(q, 1, 0)
         q = q.reshape(block_q, problem.pool.num_kv_heads, problem.group, -1)
         products = jnp.einsum("qhgd,khd->hgqk", q, keys, precision="highest")
@@ -90,23 +94,23 @@ def blocksparse_attention_xla(
     return results
 
 
-def _keys(arrays: dict[str, Any], problem: Problem, seq, start, k_len, looked_at):
+def _keys(operands: Operands, problem: Problem, seq, start, k_len, looked_at):
     """(keys, values [max_k_len, num_kv_heads, head_dim], the tokens' pages exist) of a sequence; 0 behind its end and
     where not `looked_at` [num_kv_heads, max_k_len]."""
     position = jnp.arange(problem.max_k_len)
     held = position < k_len
     pool = problem.pool
-    if problem.cache_layout is None:
+    if operands.block_tables is None:
         page, offset = start + position, 0
         usable = jnp.ones(problem.max_k_len, bool)
     else:
-        page = arrays["block_tables"][seq][position // pool.page_size]
+        page = operands.block_tables[seq][position // pool.page_size]
         offset = position % pool.page_size
         usable = masking.usable_pages(page, pool.num_pages)
     page = jnp.clip(page, 0, pool.num_pages - 1)
 
     def read(which: Any) -> jax.Array:
-        pages = arrays[which]
+        pages = getattr(operands, which)
         if problem.cache_layout is None:
             tokens = pages[page]
         else:

@@ -14,6 +14,7 @@ from jax import lax
 
 from pallas_attn._tile import masking, triton
 from pallas_attn.ops.blocksparse_attention.layout import SparseLayout
+from pallas_attn.ops.blocksparse_attention.operands import Operands
 from pallas_attn.ops.blocksparse_attention.problem import Blocks, Near, Problem, divided, first_query
 
 
@@ -60,7 +61,7 @@ def num_slots(problem: Problem, block_q: int | None = None) -> int:
     return problem.num_tokens // (block_q or problem.config.block_q) + 2 * problem.num_seqs + 1
 
 
-def tile_of(problem: Problem, refs: dict[str, Any], slot: jax.Array) -> Tile:
+def tile_of(problem: Problem, refs: Operands, slot: jax.Array) -> Tile:
     """The queries of a slot. Tokens behind the last sequence are those of one more, which has no keys.
 
     All lengths come at once and the own ones are picked from them: programs wait for one load, not for two in turn.
@@ -69,14 +70,13 @@ def tile_of(problem: Problem, refs: dict[str, Any], slot: jax.Array) -> Tile:
     seqs = jnp.arange(triton.next_power_of_2(num_seqs))
     real = seqs < num_seqs
 
-    def lengths(name: str, shift: int) -> jax.Array:
-        ref = refs[name]
+    def lengths(ref: Any, shift: int) -> jax.Array:
         return triton.load(ref.at[jnp.minimum(seqs + shift, ref.shape[0] - 1)], mask=real, other=0)
 
     paged = problem.cache_layout is not None
-    q_starts, q_ends = (lengths("cu_q_lens", i) for i in (0, 1))
+    q_starts, q_ends = (lengths(refs.cu_q_lens, i) for i in (0, 1))
     k_starts, k_ends = (
-        (0 * seqs, lengths("seq_lens", 0)) if paged else (lengths("cu_k_lens", i) for i in (0, 1))
+        (0 * seqs, lengths(refs.seq_lens, 0)) if paged else (lengths(refs.cu_k_lens, i) for i in (0, 1))
     )
     filled = jnp.clip(q_ends, 0, tokens) // block_q
     seq = jnp.sum((real & (filled + 2 * (seqs + 1) <= slot)).astype(jnp.int32))

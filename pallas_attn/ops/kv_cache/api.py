@@ -7,14 +7,28 @@ import jax.numpy as jnp
 
 from pallas_attn._call import dispatch, partition
 from pallas_attn._call.checks import ArgumentChecker
+from pallas_attn._call.operands import dims, dims_of, named, operands, ready
 from pallas_attn._tile import options, triton
-from pallas_attn._tile.layout import DIMS, PoolCase, check_pools, pool_shape, reaches
+from pallas_attn._tile.layout import DIMS, SCALE_DIMS, PoolCase, check_pools, pool_shape, reaches
 from pallas_attn._tile.quantization import QUANTIZED_DTYPES
-from pallas_attn._types import Implementation, KVCache, Layout, NewKV, SlotMapping
+from pallas_attn._types import Array, Implementation, KVCache, Layout, NewKV, SlotMapping
 from pallas_attn.ops.kv_cache.kernel import write_kv_pallas
 from pallas_attn.ops.kv_cache.reference import write_kv_xla
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+
+
+@operands
+class Operands:
+    key: Array = dims("tokens kv_heads dim")  # all of them on every device that holds their heads
+    value: Array = dims("tokens kv_heads dim")
+    key_cache: Array = dims(lambda self: DIMS[self.layout]["key"])
+    value_cache: Array = dims(lambda self: DIMS[self.layout]["value"])
+    slot_mapping: Array = dims("tokens")
+    k_scale: Array | None = dims(*SCALE_DIMS, default=None)
+    v_scale: Array | None = dims(*SCALE_DIMS, default=None)
+    layout: Layout
+
 
 dispatch.register(
     "write_kv",
@@ -92,42 +106,36 @@ def write(
     check.array("key", key, ("num_tokens", "num_kv_heads", "head_dim"), DTYPES)
     check.array("value", value, ("num_tokens", "num_kv_heads", "head_dim"), [key.dtype])
     check.array("slot_mapping", slot_mapping, ("num_tokens",), [jnp.int32])
-    scales = options.scales(check, key_cache.dtype, pool, k_scale, v_scale)
-    new = {"key": key, "value": value, "slot_mapping": slot_mapping}
-    pools = {"key_cache": key_cache, "value_cache": value_cache}
-    name, fn = dispatch.resolve(
-        "write_kv", PoolCase(pool, key_cache.dtype), implementation, {**new, **pools, **scales}
+    k_scale, v_scale = options.scales(check, key_cache.dtype, pool, k_scale, v_scale)
+    given = Operands(
+        key=key,
+        value=value,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        slot_mapping=slot_mapping,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        layout=layout,
     )
-    # Outside jit they may be numpy's.
-    key, value, key_cache, value_cache, slot_mapping = map(
-        jnp.asarray, (key, value, key_cache, value_cache, slot_mapping)
-    )
+    name, fn = dispatch.resolve("write_kv", PoolCase(pool, key_cache.dtype), implementation, named(given))
+    given = ready(given)
+    written = ("key_cache", "value_cache", *(("k_scale", "v_scale") if grows else ()))
     if key.shape[0] == 0:
-        return key_cache, value_cache, *(scales.values() if grows else ())
-    operands = {
-        "key": key,
-        "value": value,
-        "key_cache": key_cache,
-        "value_cache": value_cache,
-        "slot_mapping": slot_mapping,
-        **scales,
-    }
-    dims = {f"{which}_cache": dims for which, dims in DIMS[layout].items()}
-    dims_of_scales = options.scale_dims(operands)
-    new = "tokens kv_heads dim"  # all of them on every device that holds their heads
+        return tuple(getattr(given, name) for name in written)
+    said = dict(dims_of(given))
     return partition.run(
         "write_kv",
         _write,
-        operands,
-        {**dims, "key": new, "value": new, "slot_mapping": "tokens", **dims_of_scales},
-        (*dims.values(), *(dims_of_scales.values() if grows else ())),
-        static={"fn": fn, "layout": layout, "grows": grows},
+        given,
+        None,
+        tuple(said[name] for name in written),
+        static={"fn": fn, "grows": grows},
         implementation=name,
     )
 
 
-def _write(operands: dict[str, jax.Array], *, fn, layout: Layout, grows: bool) -> tuple[jax.Array, ...]:
+def _write(operands: Operands, *, fn, grows: bool) -> tuple[jax.Array, ...]:
     """The pools at hand updated: whole, or one device's heads of them."""
-    names = ("key", "value", "key_cache", "value_cache", "slot_mapping", "k_scale", "v_scale")
-    pool = pool_shape(operands["value_cache"], layout)
-    return fn(*map(operands.get, names), pool=pool, layout=layout, grows=grows)
+    pool = pool_shape(operands.value_cache, operands.layout)
+    new = (operands.key, operands.value, operands.key_cache, operands.value_cache, operands.slot_mapping)
+    return fn(*new, operands.k_scale, operands.v_scale, pool=pool, layout=operands.layout, grows=grows)

@@ -1,7 +1,7 @@
 """Copying pages inside a pool, for sequences that part ways after sharing a prefix."""
 
 from collections.abc import Sequence
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +9,10 @@ import numpy as np
 
 from pallas_attn._call import partition
 from pallas_attn._call.checks import ArgumentChecker, shown
+from pallas_attn._call.operands import dims, operands, ready
 from pallas_attn._tile.layout import moved
 from pallas_attn._tile.masking import usable_pages
-from pallas_attn._types import KVCache
+from pallas_attn._types import Array, KVCache
 from pallas_attn.ops.kv_cache.addressing import page_ids
 
 type PageIds = jax.Array | np.ndarray | Sequence[SupportsIndex]
@@ -42,22 +43,26 @@ def copy_pages(cache: KVCache, source_pages: PageIds, target_pages: PageIds) -> 
         check.fail("cache", "shape [num_pages, ...] of a pool", shown(cache))
     check.non_empty("cache", cache)
     source_pages, target_pages = copied_pages(check, source_pages, target_pages)
-    pool = " ".join(["pages", *(f"{partition.BATCH}{i}" for i in range(1, len(cache.shape)))])
+    given = ready(_Operands(cache=cache, source_pages=source_pages, target_pages=target_pages))
     (copied,) = partition.run(
-        check.function,
-        _copied,
-        # Outside jit it may be numpy's.
-        {"cache": jnp.asarray(cache), "source_pages": source_pages, "target_pages": target_pages},
-        {"cache": pool, "source_pages": "copies", "target_pages": "copies"},
-        (pool,),
-        static={},
-        implementation="xla",
+        check.function, _copied, given, None, (_pool(given),), static={}, implementation="xla"
     )
     return copied
 
 
-def _copied(operands: dict[str, jax.Array]) -> tuple[jax.Array]:
-    return (copy_rows(operands["cache"], operands["source_pages"], operands["target_pages"]),)
+def _pool(self: Any) -> str:
+    return " ".join(["pages", *(f"{partition.BATCH}{i}" for i in range(1, self.cache.ndim))])
+
+
+@operands
+class _Operands:
+    cache: Array = dims(_pool)
+    source_pages: Array = dims("copies")
+    target_pages: Array = dims("copies")
+
+
+def _copied(operands: _Operands) -> tuple[jax.Array]:
+    return (copy_rows(operands.cache, operands.source_pages, operands.target_pages),)
 
 
 def copied_pages(check: ArgumentChecker, source_pages, target_pages) -> tuple[jax.Array, jax.Array]:

@@ -11,7 +11,9 @@ import jax.numpy as jnp
 
 from pallas_attn._call import partition, symbolic
 from pallas_attn._call.checks import LEAST_FLOAT32, ArgumentChecker
+from pallas_attn._call.operands import dims, operands, ready
 from pallas_attn._tile.quantization import QUANTIZED_DTYPES, largest, magnitudes, up_to_power_of_2
+from pallas_attn._types import Array
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 MARGIN = 1.5
@@ -63,22 +65,12 @@ def page_scales(
     check.count("page_size", page_size)
     check.dtype("dtype", dtype, QUANTIZED_DTYPES)
     check.positive_float("margin", margin, optional=False)
-    arrays = {
-        "key": key,
-        "value": value,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-        "slot_mapping": slot_mapping,
-    }
+    given = _Operands(key=key, value=value, k_scale=k_scale, v_scale=v_scale, slot_mapping=slot_mapping)
     k_scale, v_scale = partition.run(
         check.function,
         _begun_scales,
-        {name: jnp.asarray(array) for name, array in arrays.items()},
-        {
-            **dict.fromkeys(("key", "value"), "tokens kv_heads dim"),
-            **dict.fromkeys(("k_scale", "v_scale"), "pages kv_heads"),
-            "slot_mapping": "tokens",
-        },
+        ready(given),
+        None,
         ("pages kv_heads",) * 2,
         static={"page_size": page_size, "most": margin / largest(dtype)},
         implementation="xla",
@@ -86,11 +78,18 @@ def page_scales(
     return k_scale, v_scale
 
 
-def _begun_scales(
-    arrays: dict[str, jax.Array], *, page_size: int, most: float
-) -> tuple[jax.Array, jax.Array]:
-    k_scale, v_scale = arrays["k_scale"], arrays["v_scale"]
-    peaks = _peaks(arrays["key"], arrays["value"], arrays["slot_mapping"], k_scale.shape[0], page_size)
+@operands
+class _Operands:
+    key: Array = dims("tokens kv_heads dim")
+    value: Array = dims("tokens kv_heads dim")
+    k_scale: Array = dims("pages kv_heads")
+    v_scale: Array = dims("pages kv_heads")
+    slot_mapping: Array = dims("tokens")
+
+
+def _begun_scales(given: _Operands, *, page_size: int, most: float) -> tuple[jax.Array, jax.Array]:
+    k_scale, v_scale = given.k_scale, given.v_scale
+    peaks = _peaks(given.key, given.value, given.slot_mapping, k_scale.shape[0], page_size)
 
     def updated(scales: jax.Array, peak: jax.Array) -> jax.Array:
         fitted = jnp.where(peak > 0, jnp.maximum(peak * most, LEAST_FLOAT32), 1.0)

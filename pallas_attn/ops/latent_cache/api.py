@@ -5,13 +5,25 @@ import jax.numpy as jnp
 
 from pallas_attn._call import dispatch, partition
 from pallas_attn._call.checks import ArgumentChecker
+from pallas_attn._call.operands import dims, named, operands, ready
 from pallas_attn._tile import triton
 from pallas_attn._tile.latents import QUERY_DIM, SCALES, Scales
 from pallas_attn._tile.layout import DIMS, PoolCase, pool_shape, reaches
-from pallas_attn._types import Implementation, KVCache, SlotMapping
+from pallas_attn._types import Array, Implementation, KVCache, SlotMapping
 from pallas_attn.ops.latent_cache.convert import DTYPES, check_pool
 from pallas_attn.ops.latent_cache.kernel import write_latents_pallas
 from pallas_attn.ops.latent_cache.reference import write_latents_xla
+
+POOL = DIMS["NHD"]["key"]
+
+
+@operands
+class Operands:
+    latent_cache: Array = dims(POOL)
+    latents: Array = dims("tokens latent")
+    slot_mapping: Array = dims("tokens")
+    scales: Scales
+
 
 dispatch.register(
     "write_latents",
@@ -59,29 +71,24 @@ def write_latents(
     check.array("slot_mapping", slot_mapping, ("num_tokens",), [jnp.int32])
     check.non_empty("latent_cache", latent_cache)
     check.one_of("scales", scales, SCALES)
-    # Outside jit they may be numpy's.
-    latents, latent_cache, slot_mapping = map(jnp.asarray, (latents, latent_cache, slot_mapping))
-    case = PoolCase(pool_shape(latent_cache, "NHD"), latent_cache.dtype)
-    name, fn = dispatch.resolve(
-        "write_latents",
-        case,
-        implementation,
-        {"latents": latents, "latent_cache": latent_cache, "slot_mapping": slot_mapping},
-    )
+    given = Operands(latents=latents, latent_cache=latent_cache, slot_mapping=slot_mapping, scales=scales)
+    case = PoolCase(pool_shape(given.latent_cache, "NHD"), latent_cache.dtype)
+    name, fn = dispatch.resolve("write_latents", case, implementation, named(given))
+    given = ready(given)
     if latents.shape[0] == 0:
-        return latent_cache
-    pool = DIMS["NHD"]["key"]
+        return given.latent_cache
     [updated] = partition.run(
         "write_latents",
         _write,
-        {"latent_cache": latent_cache, "latents": latents, "slot_mapping": slot_mapping},
-        {"latent_cache": pool, "latents": "tokens latent", "slot_mapping": "tokens"},
-        (pool,),
-        static={"fn": fn, "scales": scales},
+        given,
+        None,
+        (POOL,),
+        static={"fn": fn},
         implementation=name,
     )
     return updated
 
 
-def _write(operands: dict[str, jax.Array], *, fn, scales: Scales) -> tuple[KVCache]:
-    return (fn(operands["latents"], operands["latent_cache"], operands["slot_mapping"], scales=scales),)
+def _write(operands: Operands, *, fn) -> tuple[KVCache]:
+    arrays = (operands.latents, operands.latent_cache, operands.slot_mapping)
+    return (fn(*arrays, scales=operands.scales),)

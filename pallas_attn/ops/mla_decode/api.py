@@ -1,26 +1,25 @@
 """`mla_decode`: signature, checks, dispatch."""
 
 import dataclasses
-import functools
-from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._call import configs, dispatch, partition
-from pallas_attn._call.checks import ArgumentChecker, dtype_name, fail
-from pallas_attn._call.device import current_device
-from pallas_attn._tile import triton
+from pallas_attn._call.checks import ArgumentChecker
+from pallas_attn._call.dispatch import Implementation
+from pallas_attn._call.op import Op
+from pallas_attn._call.operands import ready
+from pallas_attn._tile import options, triton
 from pallas_attn._tile.latents import BYTES, QUERY_DIM, token_width
-from pallas_attn._tile.layout import DIMS, PoolCase, pool_shape, reaches
-from pallas_attn._tile.pieces import check_invariant
-from pallas_attn._tile.problem import DecodeCall
+from pallas_attn._tile.layout import PoolCase, reaches
 from pallas_attn._types import BlockTables, ImplementationOrCuda, SeqLens
+from pallas_attn.ops.mla_decode import config as tiles
 from pallas_attn.ops.mla_decode import cuda
-from pallas_attn.ops.mla_decode.config import MLADecodeConfig, check_fits, heuristic, invariant, whole
+from pallas_attn.ops.mla_decode.config import MLADecodeConfig
 from pallas_attn.ops.mla_decode.fitting import known_not_to_fit
 from pallas_attn.ops.mla_decode.kernel import mla_decode_pallas
+from pallas_attn.ops.mla_decode.operands import Operands
 from pallas_attn.ops.mla_decode.reference import mla_decode_xla
 from pallas_attn.ops.mla_decode.schedule import METADATA_SIZE, MLASchedule, mla_schedule
 
@@ -29,73 +28,72 @@ DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 FEW_ROWS = 16
 FEW_SEQS = range(1, 5)
 FEW_TOKENS = 4 * 32768
-# What the dimensions of a call's operands are, for `partition`.
-OPERAND_DIMS = {
-    "query": "seqs q heads dim",
-    "latent_cache": DIMS["NHD"]["key"],
-    "block_tables": "seqs columns",
-    "seq_lens": "seqs",
-    "tile_scheduler_metadata": "parts columns",
-    "num_splits": "sums",
-}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case(DecodeCall):
-    """What decides which implementation and which config can serve a call."""
-
-    dtype: Any
-    cache_dtype: Any
-    scheduled: bool
-    configured: bool
-    """The caller gave a config, which is one of the Pallas kernel."""
-    batch_invariant: bool
-
-
-def _supports(case: Case, lowering: triton.Lowering) -> str | None:
-    if case.dtype == jnp.float32 and lowering != "interpret":
+def _supports(operands: Operands, lowering: triton.Lowering) -> str | None:
+    if operands.query.dtype == jnp.float32 and lowering != "interpret":
         return "float32 tiles of 576 do not fit the kernel; bf16 and fp16 do"
-    return reaches(PoolCase(case.pool, case.cache_dtype), lowering)
+    return reaches(PoolCase(operands.pool, operands.latent_cache.dtype), lowering)
 
 
-def _cuda_supports(case: Case) -> str | None:
-    if case.batch_invariant:
+def _cuda_supports(operands: Operands) -> str | None:
+    if operands.batch_invariant:
         return "is not batch_invariant: its schedule cuts sequences where the batch's work says"
-    return "takes no config" if case.configured else cuda.unsupported(case.cache_dtype, case.pool)
+    return cuda.unsupported(operands.latent_cache.dtype, operands.pool)
 
 
-def _cuda_yields(case: Case) -> bool:
+def _cuda_yields(operands: Operands) -> bool:
     """Few rows leave the Hopper kernel's tiles of 64 rows mostly empty: over few tokens of a few sequences Pallas
     measured faster (README)."""
-    few_tokens = case.num_seqs * case.max_len <= FEW_TOKENS
-    return case.rows <= FEW_ROWS and case.num_seqs in FEW_SEQS and few_tokens
+    sizes = operands.sizes
+    few_tokens = sizes.num_seqs * sizes.max_len <= FEW_TOKENS
+    return sizes.rows <= FEW_ROWS and sizes.num_seqs in FEW_SEQS and few_tokens
 
 
-def _xla_supports(case: Case) -> str | None:
-    if case.batch_invariant:
-        return "is not batch_invariant: its sums are those of one product over the whole batch"
-    return None
-
-
-def _mla_decode_cuda(query, latent_cache, block_tables, seq_lens, schedule, *, scale, causal):
-    """The Hopper kernel always follows a schedule; without one from the caller it makes its own, each call."""
-    if schedule is None:
-        _, q_len, num_heads, _ = query.shape
-        schedule = mla_schedule(
-            seq_lens, num_heads=num_heads, num_kv_heads=latent_cache.shape[2], q_len=q_len
-        )
-    return cuda.mla_decode_cuda(
-        query, latent_cache, block_tables, seq_lens, *schedule, scale=scale, causal=causal
+def _scheduled(operands: Operands) -> Operands:
+    """With a schedule of the operands' own."""
+    sizes = operands.sizes
+    own = mla_schedule(
+        operands.seq_lens,
+        num_heads=sizes.num_heads,
+        num_kv_heads=sizes.pool.num_kv_heads,
+        q_len=sizes.q_len,
     )
+    return dataclasses.replace(operands, schedule=own)
 
 
-dispatch.register(
-    "mla_decode",
-    {
-        "cuda": dispatch.Implementation(_mla_decode_cuda, _cuda_supports, _cuda_yields),
+def _share(operands: Operands) -> Operands:
+    """A schedule of the whole batch says nothing of one device's sequences and heads."""
+    return operands if operands.schedule is None else _scheduled(operands)
+
+
+def _settle(operands: Operands, config: MLADecodeConfig) -> Operands:
+    """Where nothing is cut no schedule is looked at."""
+    return dataclasses.replace(operands, schedule=None) if config.num_splits == 1 else operands
+
+
+def _mla_decode_cuda(operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """The Hopper kernel always follows a schedule; without one from the caller it makes its own, each call."""
+    operands = _scheduled(operands) if operands.schedule is None else operands
+    assert operands.schedule is not None
+    caches = (operands.query, operands.latent_cache, operands.block_tables, operands.seq_lens)
+    return cuda.mla_decode_cuda(*caches, *operands.schedule, scale=operands.scale, causal=operands.causal)
+
+
+OP = Op(
+    name="mla_decode",
+    implementations={
+        "cuda": Implementation(_mla_decode_cuda, _cuda_supports, _cuda_yields, takes_config=False),
         **triton.implementations(mla_decode_pallas, _supports),
-        "xla": dispatch.Implementation(mla_decode_xla, _xla_supports),
+        "xla": Implementation(mla_decode_xla, options.xla_supports, takes_config=False),
     },
+    results=("seqs q heads dim", "seqs q heads"),
+    config=MLADecodeConfig,
+    key=tiles.key,
+    heuristic=tiles.default,
+    check_config=tiles.check,
+    share=_share,
+    settle=_settle,
 )
 
 
@@ -205,96 +203,18 @@ def mla_decode(
     if batch_invariant and schedule is not None:
         check.fail("schedule", "None with batch_invariant", "a schedule, which follows from the whole batch")
 
-    # Outside jit they may be numpy's.
-    query, latent_cache, block_tables, seq_lens = map(
-        jnp.asarray, (query, latent_cache, block_tables, seq_lens)
+    operands = Operands(
+        query=query,
+        latent_cache=latent_cache,
+        block_tables=block_tables,
+        seq_lens=seq_lens,
+        schedule=schedule,
+        scale=float(QUERY_DIM**-0.5 if scale is None else scale),
+        causal=bool(causal),
+        batch_invariant=bool(batch_invariant),
     )
-    operands = {
-        "query": query,
-        "latent_cache": latent_cache,
-        "block_tables": block_tables,
-        "seq_lens": seq_lens,
-        **({} if schedule is None else schedule._asdict()),
-    }
-    name, fn = dispatch.resolve(
-        "mla_decode", _case(operands, config, batch_invariant), implementation, operands
-    )
-    tiled = name not in ("cuda", "xla")
-    if not tiled and config is not None:
-        fail("mla_decode", "config", f"None for implementation {name!r}", "a config")
-    configs.check_type("mla_decode", MLADecodeConfig, config)
-    check_invariant("mla_decode", config, batch_invariant)
-    out, lse = partition.run(
-        "mla_decode",
-        _attend,
-        operands,
-        OPERAND_DIMS,
-        ("seqs q heads dim", "seqs q heads"),
-        static={
-            "fn": fn,
-            "tiled": tiled,
-            "scale": float(QUERY_DIM**-0.5 if scale is None else scale),
-            "causal": bool(causal),
-            "config": config,
-            "batch_invariant": bool(batch_invariant),
-        },
-        share=_attend_share,
-        implementation=name,
-    )
+    out, lse = OP.serve(ready(operands), implementation=implementation, config=config)
     return (out, lse) if return_lse else out
-
-
-def _case(operands: dict[str, jax.Array], config: Any, batch_invariant: bool) -> Case:
-    query = operands["query"]
-    num_seqs, q_len, num_heads, _ = query.shape
-    return Case(
-        num_seqs=num_seqs,
-        q_len=q_len,
-        num_heads=num_heads,
-        max_pages=operands["block_tables"].shape[1],
-        pool=pool_shape(operands["latent_cache"], "NHD"),
-        dtype=query.dtype,
-        cache_dtype=operands["latent_cache"].dtype,
-        scheduled="num_splits" in operands,
-        configured=config is not None,
-        batch_invariant=batch_invariant,
-    )
-
-
-def _attend(
-    operands: dict[str, jax.Array],
-    *,
-    fn,
-    tiled: bool,
-    scale: float,
-    causal: bool,
-    config: Any,
-    batch_invariant: bool,
-) -> tuple[jax.Array, jax.Array]:
-    # By name: vmap, to which a dict is a pytree, puts them in the order of their names.
-    query, latent_cache, block_tables, seq_lens = (
-        operands[name] for name in ("query", "latent_cache", "block_tables", "seq_lens")
-    )
-    schedule = None
-    if "num_splits" in operands:
-        schedule = MLASchedule(*(operands[name] for name in MLASchedule._fields))
-    if tiled:
-        case = _case(operands, config, batch_invariant)
-        resolved = _resolve_config(case, config)
-        fn = functools.partial(fn, config=resolved)
-        if config is None and resolved.num_splits == 1:
-            schedule = None
-    return fn(query, latent_cache, block_tables, seq_lens, schedule, scale=scale, causal=causal)
-
-
-def _attend_share(operands: dict[str, jax.Array], **static) -> tuple[jax.Array, jax.Array]:
-    """One device's sequences and heads. A schedule of the whole batch says nothing of them: they get their own."""
-    if "num_splits" in operands:
-        _, q_len, num_heads, _ = operands["query"].shape
-        num_kv_heads = operands["latent_cache"].shape[2]
-        own = mla_schedule(operands["seq_lens"], num_heads=num_heads, num_kv_heads=num_kv_heads, q_len=q_len)
-        operands = operands | own._asdict()
-    return _attend(operands, **static)
 
 
 def check_call(
@@ -322,28 +242,3 @@ def check_call(
     check.non_empty("schedule.tile_scheduler_metadata", schedule.tile_scheduler_metadata)
     if known_not_to_fit(schedule, seq_lens):
         check.fail("schedule", f"one made for these {check.spell('seq_lens')}", "one for other lengths")
-
-
-def _resolve_config(case: Case, explicit: MLADecodeConfig | None) -> MLADecodeConfig:
-    key = dict(
-        rows=case.rows,
-        page_size=case.pool.page_size,
-        dtype=dtype_name(case.cache_dtype),
-        scheduled=case.scheduled,
-        streams=case.streams,
-        max_len=case.max_len,
-    )
-    page_size, fp8, device = case.pool.page_size, case.cache_dtype == BYTES, current_device()
-    if explicit is not None and device.platform == "gpu":
-        check_fits(explicit, page_size=page_size, device=device, fp8=fp8)
-    some = heuristic(rows=case.rows, page_size=page_size, device=device, fp8=fp8)
-    if case.batch_invariant:
-        return explicit or invariant(some)
-
-    if whole(some, streams=case.streams, rows=case.rows, max_len=case.max_len, device=device):
-        some = dataclasses.replace(some, num_splits=1)
-
-    def guess(**measured: int) -> MLADecodeConfig:
-        return dataclasses.replace(some, **measured)
-
-    return configs.resolve("mla_decode", MLADecodeConfig, explicit, key, guess)

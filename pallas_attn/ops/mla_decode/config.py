@@ -2,11 +2,15 @@
 
 import dataclasses
 import math
+from typing import Any
 
-from pallas_attn._call.checks import fail
+from pallas_attn._call.checks import dtype_name, fail
 from pallas_attn._call.configs import SplitKVConfig
-from pallas_attn._call.device import Device
+from pallas_attn._call.device import Device, current_device
 from pallas_attn._tile import latent_problem
+from pallas_attn._tile.latents import BYTES
+from pallas_attn._tile.pieces import check_invariant
+from pallas_attn.ops.mla_decode.operands import Operands
 from pallas_attn.ops.mla_decode.schedule import BLOCK_TOKENS
 
 MIN_SPLIT_TOKENS = 64
@@ -126,3 +130,36 @@ def check_fits(config: MLADecodeConfig, *, page_size: int, device: Device, fp8: 
         sizes = f"block_q={config.block_q}, block_kv={config.block_kv}, num_stages={config.num_stages}"
         limit = f"tiles that fit in {device.shared_bytes} bytes of shared memory"
         fail("mla_decode", "config", limit, f"{needed} bytes for {sizes}")
+
+
+def key(operands: Operands) -> dict[str, Any] | None:
+    """What measured files go by."""
+    if operands.batch_invariant:
+        return None
+    return dict(
+        rows=operands.sizes.rows,
+        page_size=operands.pool.page_size,
+        dtype=dtype_name(operands.latent_cache.dtype),
+        scheduled=operands.schedule is not None,
+        streams=operands.sizes.streams,
+        max_len=operands.sizes.max_len,
+    )
+
+
+def default(operands: Operands, **measured: int) -> MLADecodeConfig:
+    """As the heuristic has it for a call at hand."""
+    sizes, device, fp8 = operands.sizes, current_device(), operands.latent_cache.dtype == BYTES
+    some = heuristic(rows=sizes.rows, page_size=sizes.pool.page_size, device=device, fp8=fp8)
+    if operands.batch_invariant:
+        return invariant(some)
+    if whole(some, streams=sizes.streams, rows=sizes.rows, max_len=sizes.max_len, device=device):
+        some = dataclasses.replace(some, num_splits=1)
+    return dataclasses.replace(some, **measured)
+
+
+def check(operands: Operands, config: MLADecodeConfig) -> None:
+    """Refuses a caller's config."""
+    check_invariant("mla_decode", config, operands.batch_invariant)
+    device, fp8 = current_device(), operands.latent_cache.dtype == BYTES
+    if device.platform == "gpu":
+        check_fits(config, page_size=operands.pool.page_size, device=device, fp8=fp8)

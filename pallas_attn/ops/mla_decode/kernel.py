@@ -10,6 +10,7 @@ A sequence in one piece is written to the output at once; otherwise a program le
 merge.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -19,12 +20,11 @@ from jax import lax
 
 from pallas_attn._tile import latent_tile, logits, masking, merge, pages, result, rows, softmax, triton
 from pallas_attn._tile.latents import LATENT_DIM
-from pallas_attn._tile.layout import pool_shape
 from pallas_attn._tile.pieces import FairPieces, Piece, ScheduledPieces, each, fair
 from pallas_attn.ops.mla_decode import turned
 from pallas_attn.ops.mla_decode.config import MLADecodeConfig
+from pallas_attn.ops.mla_decode.operands import Operands
 from pallas_attn.ops.mla_decode.problem import Problem
-from pallas_attn.ops.mla_decode.schedule import MLASchedule
 from pallas_attn.ops.mla_decode.turned import LATENTS
 
 # With this many the weights' sum over a tile, which takes shuffles and barriers, is left for the end. Elsewhere that
@@ -36,49 +36,37 @@ RESULTS = "evict_last"
 
 
 # jit, so that the layers of a model trace and lower one kernel, not one each.
-@functools.partial(jax.jit, static_argnames=("scale", "causal", "config", "lowering"))
+@functools.partial(jax.jit, static_argnames=("config", "lowering"))
 def mla_decode_pallas(
-    query,
-    latent_cache,
-    block_tables,
-    seq_lens,
-    schedule: MLASchedule | None,
-    *,
-    scale: float,
-    causal: bool,
-    config: MLADecodeConfig,
-    lowering: triton.Lowering = "pallas",
+    operands: Operands, *, config: MLADecodeConfig, lowering: triton.Lowering = "pallas"
 ) -> tuple[jax.Array, jax.Array]:
     """(out [num_seqs, q_len, num_heads, 512] in query's dtype, lse [num_seqs, q_len, num_heads] float32)."""
-    num_seqs, q_len, num_heads, _ = query.shape
+    sizes, schedule = operands.sizes, operands.schedule
     num_parts = None if schedule is None else schedule.tile_scheduler_metadata.shape[0]
     problem = Problem(
-        num_seqs=num_seqs,
-        q_len=q_len,
-        num_heads=num_heads,
-        max_pages=block_tables.shape[1],
-        pool=pool_shape(latent_cache, "NHD"),
-        scale=scale,
+        **vars(sizes),
+        scale=operands.scale,
         config=config,
-        causal=causal and q_len > 1,
+        causal=operands.causal and sizes.q_len > 1,
         num_parts=num_parts,
     )
     if problem.turned:
-        latent_cache = latent_cache.reshape(latent_cache.shape[0], -1)
+        pages_in_rows = operands.latent_cache.reshape(sizes.pool.num_pages, -1)
+        operands = dataclasses.replace(operands, latent_cache=pages_in_rows)
     body = _sliced_kernel if num_parts is None else _scheduled_kernel
     outputs = triton.kernel_call(
         functools.partial(body, problem=problem),
-        *(query, latent_cache, block_tables, seq_lens, *(schedule or ())),
+        operands,
         name="pallas_attn_mla_decode",
         # Row blocks and KV heads vary fastest: programs that read the same or neighbouring bytes run together.
         grid=(problem.programs_per_piece, num_parts or problem.num_programs),
-        out_shape=result.shapes(problem, LATENT_DIM, query.dtype),
+        out_shape=result.shapes(problem, LATENT_DIM, operands.query.dtype),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         lowering=lowering,
     )
     if schedule is None or num_parts is None:
-        cut, pieces_of = seq_lens, functools.partial(FairPieces.of_all, problem)
+        cut, pieces_of = operands.seq_lens, functools.partial(FairPieces.of_all, problem)
     else:
         cut, pieces_of = schedule.num_splits, functools.partial(ScheduledPieces, num_parts)
     return merge.merge(
@@ -87,30 +75,29 @@ def mla_decode_pallas(
         pieces_of,
         name="pallas_attn_mla_decode_combine",
         problem=problem,
-        num_cut=num_seqs if num_parts else problem.most_cut,
+        num_cut=sizes.num_seqs if num_parts else problem.most_cut,
         most_pieces=num_parts or problem.most_pieces,
         lowering=lowering,
     )
 
 
-def _sliced_kernel(query_ref, cache_ref, tables_ref, lens_ref, *out_refs, problem: Problem):
+def _sliced_kernel(refs: Operands, *out_refs, problem: Problem):
     head_block, program = triton.program_id(0), triton.program_id(1)
 
     def serve(piece: Piece) -> None:
-        seq_len = jnp.clip(triton.load(lens_ref.at[piece.seq]), 0, problem.max_len)
+        seq_len = jnp.clip(triton.load(refs.seq_lens.at[piece.seq]), 0, problem.max_len)
         begin, end = (tile * problem.config.block_kv for tile in piece.tiles(problem.num_tiles(seq_len)))
-        refs = (query_ref, cache_ref, tables_ref, lens_ref, *out_refs)
-        _serve(*refs, seq=piece.seq, head_block=head_block, begin=begin, end=jnp.minimum(end, seq_len),
+        _serve(refs, *out_refs, seq=piece.seq, head_block=head_block, begin=begin, end=jnp.minimum(end, seq_len),
                place=piece.place, one_piece=piece.count == 1, problem=problem)  # fmt: skip
 
-    each(fair(problem, lens_ref), problem, program, serve)
+    each(fair(problem, refs.seq_lens), problem, program, serve)
 
 
-def _scheduled_kernel(
-    query_ref, cache_ref, tables_ref, lens_ref, metadata_ref, splits_ref, *out_refs, problem: Problem
-):
+def _scheduled_kernel(refs: Operands, *out_refs, problem: Problem):
     head_block, part = triton.program_id(0), triton.program_id(1)
     assert problem.num_parts is not None
+    assert refs.schedule is not None
+    metadata_ref, splits_ref = refs.schedule
     dealt = ScheduledPieces(problem.num_parts, splits_ref)
     begin_idx, begin_seqlen, end_idx, end_seqlen, begin_split = (
         triton.load(metadata_ref.at[part, jnp.int32(column)]) for column in range(5)
@@ -121,13 +108,12 @@ def _scheduled_kernel(
     last_seq = jnp.minimum(end_idx, problem.num_seqs - 1)
 
     def serve(seq, carry):
-        seq_len = jnp.clip(triton.load(lens_ref.at[seq]), 0, problem.max_len)
+        seq_len = jnp.clip(triton.load(refs.seq_lens.at[seq]), 0, problem.max_len)
         begin = jnp.where(seq == begin_idx, jnp.maximum(begin_seqlen, 0), 0)
         end = jnp.minimum(jnp.where(seq == end_idx, end_seqlen, seq_len), seq_len)
         first, count = dealt.of(seq)
         place = dealt.slot(first + jnp.where(seq == begin_idx, begin_split, 0))
-        refs = (query_ref, cache_ref, tables_ref, lens_ref, *out_refs)
-        _serve(*refs, seq=seq, head_block=head_block, begin=begin, end=end, place=place,
+        _serve(refs, *out_refs, seq=seq, head_block=head_block, begin=begin, end=end, place=place,
                one_piece=count <= 1, problem=problem)  # fmt: skip
         return carry
 
@@ -135,21 +121,20 @@ def _scheduled_kernel(
 
 
 def _serve(
-    query_ref, cache_ref, tables_ref, lens_ref, *out_refs,
-    seq, head_block, begin, end, place, one_piece, problem: Problem,
+    refs: Operands, *out_refs, seq, head_block, begin, end, place, one_piece, problem: Problem
 ):  # fmt: skip
     """Attends one block of query rows to tokens [begin, end) of a sequence and writes the result."""
     mine = rows.of_program(problem, head_block)
     leading = rows.batched(mine, seq)
     # The latents before the rotary part: what comes first is needed first.
-    query = [rows.load(query_ref, mine, leading, chunk) for chunk in problem.query_chunks]
+    query = [rows.load(refs.query, mine, leading, chunk) for chunk in problem.query_chunks]
 
-    stored_len = triton.load(lens_ref.at[seq])
+    stored_len = triton.load(refs.seq_lens.at[seq])
     seq_len = jnp.clip(stored_len, 0, problem.max_len)
     # Query token i of q_len is the sequence's token seq_len - q_len + i, and sees itself and what is before it.
     row_end = jnp.minimum(end, seq_len - (problem.q_len - 1) + mine.token) if problem.causal else None
     walk = turned.walk_tokens if problem.turned else _walk_tokens
-    state, bad = walk(query, cache_ref, tables_ref, seq, mine.kv_head, begin, end, row_end, problem)
+    state, bad = walk(query, refs, seq, mine.kv_head, begin, end, row_end, problem)
     out, lse = softmax.finish(softmax.natural(state, softmax.LN_2))
     done = result.Result(mine, leading, problem.latent_chunks, out, lse).poisoned(
         bad | (stored_len != seq_len)
@@ -158,7 +143,7 @@ def _serve(
 
 
 def _walk_tokens(
-    query, cache_ref, tables_ref, seq, kv_head, begin, end, row_end, problem: Problem
+    query, refs: Operands, seq, kv_head, begin, end, row_end, problem: Problem
 ):  # fmt: skip
     """Online softmax of queries [block_q, 512 + 64], in chunks, over tokens [begin, end) of a sequence; also whether
     any token's page id was unusable. `row_end` [block_q] is where what a row may see ends, or None: at `end` for all
@@ -168,14 +153,16 @@ def _walk_tokens(
     last_column = jnp.maximum(end - 1, 0) // page_size
 
     def page_of(column, last) -> jax.Array:
-        return pages.look_up(tables_ref, seq, jnp.minimum(column, last))
+        return pages.look_up(refs.block_tables, seq, jnp.minimum(column, last))
 
     def elements(first, page, held, chunk) -> jax.Array:
         if problem.page_per_tile:
             where = (page, first % page_size, kv_head, chunk, held)
-            return pages.run(cache_ref, *where, eviction_policy=LATENTS)
+            return pages.run(refs.latent_cache, *where, eviction_policy=LATENTS)
         where = (page, (first + jnp.arange(block_kv)) % page_size, kv_head, chunk, held)
-        return pages.gather(cache_ref, "NHD", "key", *where, head_dim=pool.head_dim, eviction_policy=LATENTS)
+        return pages.gather(
+            refs.latent_cache, "NHD", "key", *where, head_dim=pool.head_dim, eviction_policy=LATENTS
+        )
 
     def logits2(keys) -> jax.Array:
         return logits.products(query, keys, problem.scale * softmax.LOG2_E)
@@ -194,7 +181,7 @@ def _walk_tokens(
         bad |= ~usable if problem.page_per_tile else jnp.min(usable.astype(jnp.int32)) == 0
         page = jnp.where(usable, entry, 0)
         read = functools.partial(elements, first, page, held)
-        keys = latent_tile.read(read, cache_ref.dtype, problem.latent_chunks)
+        keys = latent_tile.read(read, refs.latent_cache.dtype, problem.latent_chunks)
 
         def masked_logits2() -> jax.Array:
             visible = held[None, :]

@@ -1,13 +1,12 @@
 """`mla_decode` in plain jnp: works anywhere, in float32, with gradients."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
 from pallas_attn._tile import chunks, masking, rows, softmax
 from pallas_attn._tile.latents import BYTES, LATENT_DIM, dequantized
-from pallas_attn._tile.layout import pool_shape, table_tokens
+from pallas_attn._tile.layout import table_tokens
+from pallas_attn.ops.mla_decode.operands import Operands
 
 
 class Rule(chunks.Rule):
@@ -16,30 +15,27 @@ class Rule(chunks.Rule):
         return super().floats(dequantized(tile).astype(jnp.bfloat16) if tile.dtype == BYTES else tile)
 
     def logits(self, floats, of: chunks.Sequences, keys, position, seen) -> jax.Array:
-        logits = jnp.einsum("bhrd,bhkd->bhrk", floats["rows"], keys, precision="highest")
+        logits = jnp.einsum("bhrd,bhkd->bhrk", floats.rows, keys, precision="highest")
         visible = seen[:, None, None, :] & masking.within(position, of.others["row_end"])
         return masking.apply(logits, visible)
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "causal"))
-def mla_decode_xla(
-    query, latent_cache, block_tables, seq_lens, schedule=None, *, scale: float, causal: bool
-) -> tuple[jax.Array, jax.Array]:
+@jax.jit
+def mla_decode_xla(operands: Operands) -> tuple[jax.Array, jax.Array]:
     """(out in query's dtype, lse float32). A schedule says who does the work, not what it is: it is ignored here."""
-    del schedule
+    query, seq_lens, pool = operands.query, operands.seq_lens, operands.pool
     _, q_len, num_heads, _ = query.shape
-    pool = pool_shape(latent_cache, "NHD")
-    lengths = jnp.clip(seq_lens, 0, table_tokens(block_tables.shape[1], pool.page_size))
+    lengths = jnp.clip(seq_lens, 0, table_tokens(operands.block_tables.shape[1], pool.page_size))
     # Query token i is the sequence's token length - q_len + i, and with `causal` sees itself and what is before it.
-    hidden = q_len - 1 - jnp.arange(q_len) if causal else jnp.zeros(q_len, jnp.int32)
+    hidden = q_len - 1 - jnp.arange(q_len) if operands.causal else jnp.zeros(q_len, jnp.int32)
     hidden = jnp.repeat(hidden, num_heads // pool.num_kv_heads)
     others = {"row_end": (lengths[:, None] - hidden)[:, None, :, None]}
-    scaled = query.astype(jnp.float32) * scale
+    scaled = query.astype(jnp.float32) * operands.scale
     out, lse, bad = chunks.attend(
         Rule("mla_decode", pool, "NHD", LATENT_DIM),
-        {"rows": rows.pack(scaled, pool.num_kv_heads)},
-        {"key": latent_cache},
-        chunks.Sequences(block_tables, lengths, jnp.zeros_like(lengths), others),
+        chunks.Floats(rows.pack(scaled, pool.num_kv_heads)),
+        chunks.Pools(operands.latent_cache),
+        chunks.Sequences(operands.block_tables, lengths, jnp.zeros_like(lengths), others),
     )
     out, lse = (rows.unpack(x, q_len) for x in (out, lse.natural()))
     bad = (bad | (seq_lens != lengths))[:, None, None]

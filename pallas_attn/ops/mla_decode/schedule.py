@@ -17,8 +17,9 @@ from jax import export
 from pallas_attn._call import partition, symbolic
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._call.device import current_device
+from pallas_attn._call.operands import dims, operands
 from pallas_attn._tile import schedule
-from pallas_attn._types import SeqLens
+from pallas_attn._types import Array, SeqLens
 from pallas_attn.ops.mla_decode import schedule_cuda
 from pallas_attn.ops.mla_decode.schedule_cuda import METADATA_SIZE
 
@@ -99,8 +100,8 @@ def mla_schedule(
         *partition.run(
             "mla_schedule",
             _schedule,
-            {"seq_lens": seq_lens},
-            {"seq_lens": "lengths"},  # all of them on every device
+            _Operands(seq_lens=seq_lens),
+            None,
             ("parts columns", "sums"),
             static={
                 "num_parts": num_parts,
@@ -113,10 +114,15 @@ def mla_schedule(
     )
 
 
+@operands
+class _Operands:
+    seq_lens: Array = dims("lengths")  # all of them on every device
+
+
 def _schedule(
-    operands: dict[str, jax.Array], *, num_parts: int, overhead: int | None, rows: int, by_kernel: bool
+    operands: _Operands, *, num_parts: int, overhead: int | None, rows: int, by_kernel: bool
 ) -> MLASchedule:
-    seq_lens = operands["seq_lens"]
+    seq_lens = operands.seq_lens
     if by_kernel:
         return MLASchedule(*schedule_cuda.mla_schedule_cuda(seq_lens, num_parts, overhead, rows))
     if overhead is None:

@@ -28,7 +28,6 @@ Some things are as they are for the sake of Triton's compiler:
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +36,7 @@ from jax import lax
 
 from pallas_attn._tile import masking, pages, softmax, triton
 from pallas_attn._tile.latents import LATENT_DIM, ROPE_DIM
+from pallas_attn.ops.mla_decode.operands import Operands
 from pallas_attn.ops.mla_decode.problem import Problem
 
 # Latents are read once by each block of query rows: what else is in L2 is worth more.
@@ -49,8 +49,7 @@ WARPGROUP = 4  # warps
 
 def walk_tokens(
     query: Sequence[jax.Array],
-    pool_ref: Any,
-    tables_ref: Any,
+    refs: Operands,
     seq,
     kv_head,
     begin,
@@ -68,7 +67,7 @@ def walk_tokens(
     columns = [rows.T for rows in query]
 
     def page_of(first, last) -> jax.Array:
-        return pages.look_up(tables_ref, seq, jnp.minimum(first // page_size, last))
+        return pages.look_up(refs.block_tables, seq, jnp.minimum(first // page_size, last))
 
     def read(first, page, held) -> list[jax.Array]:
         # All but the lowest bits are 0 anyway. Now the compiler knows that offsets are not negative.
@@ -81,7 +80,7 @@ def walk_tokens(
         def elements(first_dim: int, size: int) -> jax.Array:
             place = (_row_offsets(block_kv, width)[:, None] + (first_dim + jnp.arange(size)[None, :])) + start
             mask = jnp.broadcast_to(held, place.shape)
-            where = pool_ref.at[jnp.broadcast_to(page, place.shape), place]
+            where = refs.latent_cache.at[jnp.broadcast_to(page, place.shape), place]
             return triton.load(where, mask=mask, other=0.0, eviction_policy=LATENTS)
 
         return [elements(0, LATENT_DIM), elements(LATENT_DIM, ROPE_DIM)]

@@ -1,70 +1,58 @@
 """`paged_attention`: signature, checks, dispatch."""
 
-import dataclasses
-import functools
-from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._call import configs, dispatch, partition
-from pallas_attn._call.checks import ArgumentChecker, dtype_name, fail
-from pallas_attn._call.device import current_device
-from pallas_attn._tile import options, triton, walk
-from pallas_attn._tile.layout import DIMS, PoolCase, check_pools, handles, pool_shape, reaches
+from pallas_attn._call.checks import ArgumentChecker, fail
+from pallas_attn._call.dispatch import Implementation as Served
+from pallas_attn._call.op import Op
+from pallas_attn._tile import options, triton
+from pallas_attn._tile.layout import PoolCase, check_pools, handles, reaches
 from pallas_attn._tile.masking import LocalStride, Rules
 from pallas_attn._tile.options import DTYPES
-from pallas_attn._tile.pieces import check_invariant
-from pallas_attn._tile.problem import DecodeCall
 from pallas_attn._tile.quantization import QUANTIZED_DTYPES
 from pallas_attn._types import BlockTables, Implementation, KVCache, Layout, Lse, Query, SeqLens
-from pallas_attn.ops.paged_attention.config import PagedAttentionConfig, heuristic, invariant
+from pallas_attn.ops.paged_attention import config as tiles
+from pallas_attn.ops.paged_attention.config import PagedAttentionConfig
 from pallas_attn.ops.paged_attention.kernel import paged_attention_pallas
+from pallas_attn.ops.paged_attention.operands import Operands
 from pallas_attn.ops.paged_attention.reference import paged_attention_xla
 
 MAX_HEAD_DIM = 512
-# What the dimensions of the optional arrays are, for `partition`.
-EXTRA_DIMS = {
-    **options.DIMS,
-    "tree_mask": "seqs q newest",
-    "query_positions": "seqs q",
-}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case(DecodeCall):
-    """What decides which implementation and which config can serve a call."""
-
-    dtype: Any
-    cache_dtype: Any
-    layout: Layout
-    block_sparse: LocalStride | None
-    batch_invariant: bool
-    tree_elements: int = 0
-    """Of the mask."""
+def _supports(operands: Operands, lowering: triton.Lowering) -> str | None:
+    if operands.pool.head_dim > MAX_HEAD_DIM:
+        return f"head_dim is at most {MAX_HEAD_DIM}, got {operands.pool.head_dim}"
+    pool = PoolCase(operands.pool, operands.key_cache.dtype)
+    tree_elements = 0 if operands.tree_mask is None else operands.tree_mask.size
+    return reaches(pool, lowering) or handles("tree masks", tree_elements, jnp.int8, lowering)
 
 
-def _supports(case: Case, lowering: triton.Lowering) -> str | None:
-    if case.pool.head_dim > MAX_HEAD_DIM:
-        return f"head_dim is at most {MAX_HEAD_DIM}, got {case.pool.head_dim}"
-    return reaches(PoolCase(case.pool, case.cache_dtype), lowering) or handles(
-        "tree masks", case.tree_elements, jnp.int8, lowering
-    )
+def _share(operands: Operands) -> Operands:
+    pattern = operands.rules.block_sparse
+    if pattern is not None and pattern.head_sliding_step and operands.sizes.num_heads != operands.num_heads:
+        expected = (
+            "head_sliding_step 0 where heads are sharded (tp_rank is one number, the same on every device)"
+        )
+        fail("paged_attention", "block_sparse", expected, str(pattern.head_sliding_step))
+    return operands
 
 
-def _xla_supports(case: Case) -> str | None:
-    if case.batch_invariant:
-        return "is not batch_invariant: its sums are those of one product over the whole batch"
-    return None
-
-
-dispatch.register(
-    "paged_attention",
-    {
+OP = Op(
+    name="paged_attention",
+    implementations={
         **triton.implementations(paged_attention_pallas, _supports),
-        "xla": dispatch.Implementation(paged_attention_xla, _xla_supports),
+        "xla": Served(paged_attention_xla, options.xla_supports, takes_config=False),
     },
+    results=("seqs q heads dim", "seqs q heads"),
+    config=PagedAttentionConfig,
+    key=tiles.key,
+    heuristic=tiles.default,
+    check_config=tiles.check,
+    share=_share,
 )
 
 
@@ -218,144 +206,38 @@ def paged_attention(
     check.multiple("query", num_heads, "num_kv_heads", pool.num_kv_heads)
     check.positive_float("scale", scale)
     softcap = options.softcap(check, softcap)
-    extras = options.scales(check, key_cache.dtype, pool, k_scale, v_scale)
+    k_scale, v_scale = options.scales(check, key_cache.dtype, pool, k_scale, v_scale)
     sliding_window, traced_window = options.window(check, sliding_window)
-    extras |= traced_window
     check.instance("block_sparse", block_sparse, LocalStride, optional=True)
     check.flag("return_lse", return_lse)
     check.flag("batch_invariant", batch_invariant)
     if tree_mask is not None:
         check.array("tree_mask", tree_mask, ("num_seqs", *2 * (q_len or (1,))), [jnp.bool_])
-        extras["tree_mask"] = tree_mask.astype(jnp.int8)
+        tree_mask = tree_mask.astype(jnp.int8)
     if query_positions is not None:
         check.array("query_positions", query_positions, ("num_seqs", *(q_len or (1,))), [jnp.int32])
         if tree_mask is None:
             check.fail("query_positions", "None without 'tree_mask'", "an array")
-        extras["query_positions"] = query_positions
-    extras |= options.by_head(check, alibi_slopes=alibi_slopes, sinks=sinks)
 
-    operands = {
-        "query": query if query.ndim == 4 else query[:, None],
-        "key_cache": key_cache,
-        "value_cache": value_cache,
-        "block_tables": block_tables,
-        "seq_lens": seq_lens,
-    }
-    operands |= extras
-    rules = Rules(sliding_window, softcap, block_sparse)
-    name, fn = dispatch.resolve(
-        "paged_attention", _case(operands, layout, rules, batch_invariant), implementation, operands
+    operands = Operands(
+        query=query if query.ndim == 4 else query[:, None],
+        key_cache=key_cache,
+        value_cache=value_cache,
+        block_tables=block_tables,
+        seq_lens=seq_lens,
+        sliding_window=traced_window,
+        alibi_slopes=options.by_head(check, "alibi_slopes", alibi_slopes),
+        sinks=options.by_head(check, "sinks", sinks),
+        k_scale=k_scale,
+        v_scale=v_scale,
+        tree_mask=tree_mask,
+        query_positions=query_positions,
+        layout=layout,
+        scale=float(pool.head_dim**-0.5 if scale is None else scale),
+        rules=Rules(sliding_window, softcap, block_sparse),
+        batch_invariant=bool(batch_invariant),
+        num_heads=num_heads,
     )
-    if name == "xla" and config is not None:
-        fail(check.function, "config", "None for implementation 'xla'", "a config")
-    configs.check_type("paged_attention", PagedAttentionConfig, config)
-    check_invariant(check.function, config, batch_invariant)
-    static = {
-        "fn": fn,
-        "tiled": name != "xla",
-        "scale": float(pool.head_dim**-0.5 if scale is None else scale),
-        "layout": layout,
-        "rules": rules,
-        "config": config,
-        "batch_invariant": bool(batch_invariant),
-        "num_heads": num_heads,
-    }
-    out, lse = partition.run(
-        "paged_attention",
-        _attend,
-        operands,
-        {"query": "seqs q heads dim", **{f"{which}_cache": dims for which, dims in DIMS[layout].items()},
-         "block_tables": "seqs columns", "seq_lens": "seqs", **EXTRA_DIMS, **options.scale_dims(operands)},
-        ("seqs q heads dim", "seqs q heads"),
-        static=static,
-        implementation=name,
-    )  # fmt: skip
+    out, lse = OP.serve(operands, implementation=implementation, config=config)
     out, lse = out.reshape(query.shape), lse.reshape(query.shape[:-1])
     return (out, lse) if return_lse else out
-
-
-def _case(operands: dict[str, jax.Array], layout: Layout, rules: Rules, batch_invariant: bool) -> Case:
-    query = operands["query"]
-    num_seqs, q_len, num_heads, _ = query.shape
-    return Case(
-        num_seqs=num_seqs,
-        q_len=q_len,
-        num_heads=num_heads,
-        max_pages=operands["block_tables"].shape[1],
-        pool=pool_shape(operands["value_cache"], layout),
-        dtype=query.dtype,
-        cache_dtype=operands["key_cache"].dtype,
-        layout=layout,
-        block_sparse=rules.block_sparse,
-        batch_invariant=batch_invariant,
-        tree_elements=operands["tree_mask"].size if "tree_mask" in operands else 0,
-    )
-
-
-def _attend(
-    operands: dict[str, jax.Array],
-    *,
-    fn,
-    tiled: bool,
-    scale: float,
-    layout: Layout,
-    rules: Rules,
-    config: Any,
-    batch_invariant: bool,
-    num_heads: int,
-) -> tuple[jax.Array, jax.Array]:
-    """(out, lse) of the operands at hand: of the whole call, which has `num_heads`, or of one device's share of it."""
-    pattern = rules.block_sparse
-    if pattern is not None and pattern.head_sliding_step and operands["query"].shape[2] != num_heads:
-        expected = (
-            "head_sliding_step 0 where heads are sharded (tp_rank is one number, the same on every device)"
-        )
-        fail("paged_attention", "block_sparse", expected, str(pattern.head_sliding_step))
-    case = _case(operands, layout, rules, batch_invariant)
-    if tiled:
-        fn = functools.partial(fn, config=_resolve_config(case, rules, config))
-    names = ("query", "key_cache", "value_cache", "block_tables", "seq_lens")
-    extras = {name: array for name, array in operands.items() if name not in names}
-    arrays = (operands[name] for name in names)
-    return fn(*arrays, extras, pool=case.pool, scale=scale, layout=layout, rules=rules)
-
-
-def _resolve_config(case: Case, rules: Rules, explicit: Any) -> PagedAttentionConfig:
-    # What is walked over decides, not what is held.
-    max_len = walk.most_tokens(case.max_len, q_len=case.q_len, group=case.group, rules=rules)
-    key = dict(
-        head_dim=case.pool.head_dim,
-        rows=case.rows,
-        page_size=case.pool.page_size,
-        dtype=dtype_name(case.cache_dtype),
-        query_itemsize=jnp.dtype(case.dtype).itemsize,
-        layout=case.layout,
-        streams=case.streams,
-        max_len=max_len,
-    )
-    sizes: dict[str, Any] = dict(
-        rows=case.rows,
-        head_dim=case.pool.head_dim,
-        itemsize=jnp.dtype(case.cache_dtype).itemsize,
-        query_itemsize=jnp.dtype(case.dtype).itemsize,
-        device=current_device(),
-        layout=case.layout,
-    )
-    if case.batch_invariant:
-        config = explicit or invariant(**sizes)
-    else:
-        batch = dict(num_seqs=case.num_seqs, num_kv_heads=case.pool.num_kv_heads, max_len=max_len)
-        guess = functools.partial(heuristic, **batch, **sizes)
-        config = configs.resolve("paged_attention", PagedAttentionConfig, explicit, key, guess)
-    if case.block_sparse is not None and config.block_kv > case.block_sparse.block_size:
-        # A tile lies within one block of the pattern.
-        if explicit is not None:
-            size = case.block_sparse.block_size
-            fail(
-                "paged_attention",
-                "config",
-                f"block_kv at most block_sparse.block_size ({size})",
-                str(config.block_kv),
-            )
-        config = dataclasses.replace(config, block_kv=case.block_sparse.block_size)
-    return config

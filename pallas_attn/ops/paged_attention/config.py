@@ -3,13 +3,16 @@
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pallas_attn._call import configs
+from pallas_attn._call.checks import dtype_name, fail
 from pallas_attn._call.configs import SplitKVConfig
-from pallas_attn._call.device import Device
-from pallas_attn._tile import triton
+from pallas_attn._call.device import Device, current_device
+from pallas_attn._tile import triton, walk
+from pallas_attn._tile.pieces import check_invariant
 from pallas_attn._tile.waves import Waves
+from pallas_attn.ops.paged_attention.operands import Operands
 from pallas_attn.ops.paged_attention.room import EASILY_DEALT, TURNED_ROWS, Room
 
 type Tile = tuple[int, int, int]
@@ -299,3 +302,57 @@ def invariant(
         # How many programs there are decides when pieces are worked on, but not what is in them.
         target_programs=8 * device.num_cores,
     )
+
+
+def max_len(operands: Operands) -> int:
+    """Tokens that are walked over, whatever is held."""
+    sizes = operands.sizes
+    return walk.most_tokens(sizes.max_len, q_len=sizes.q_len, group=sizes.group, rules=operands.rules)
+
+
+def key(operands: Operands) -> dict[str, Any] | None:
+    """What measured files go by."""
+    if operands.batch_invariant:
+        return None
+    return dict(
+        head_dim=operands.pool.head_dim,
+        rows=operands.sizes.rows,
+        page_size=operands.pool.page_size,
+        dtype=dtype_name(operands.key_cache.dtype),
+        query_itemsize=operands.query.dtype.itemsize,
+        layout=operands.layout,
+        streams=operands.sizes.streams,
+        max_len=max_len(operands),
+    )
+
+
+def default(operands: Operands, **measured: int) -> PagedAttentionConfig:
+    """As the heuristic has it for a call at hand."""
+    kind: dict[str, Any] = dict(
+        rows=operands.sizes.rows,
+        head_dim=operands.pool.head_dim,
+        itemsize=operands.key_cache.dtype.itemsize,
+        query_itemsize=operands.query.dtype.itemsize,
+        device=current_device(),
+        layout=operands.layout,
+    )
+    if operands.batch_invariant:
+        made = invariant(**kind)
+    else:
+        batch = dict(num_seqs=operands.sizes.num_seqs, num_kv_heads=operands.pool.num_kv_heads)
+        made = heuristic(**batch, max_len=max_len(operands), **kind, **measured)
+    # A tile lies within one block of the pattern.
+    return dataclasses.replace(made, block_kv=min(made.block_kv, _most_block_kv(operands) or made.block_kv))
+
+
+def check(operands: Operands, config: PagedAttentionConfig) -> None:
+    """Refuses a caller's config."""
+    check_invariant("paged_attention", config, operands.batch_invariant)
+    if (most := _most_block_kv(operands)) is not None and config.block_kv > most:
+        expected = f"block_kv at most block_sparse.block_size ({most})"
+        fail("paged_attention", "config", expected, str(config.block_kv))
+
+
+def _most_block_kv(operands: Operands) -> int | None:
+    pattern = operands.rules.block_sparse
+    return None if pattern is None else pattern.block_size

@@ -32,60 +32,33 @@ from pallas_attn._tile import (
     triton,
     walk,
 )
-from pallas_attn._tile.layout import PoolShape
 from pallas_attn._tile.pieces import FairPieces, Piece, each, fair
 from pallas_attn.ops.paged_attention.config import PagedAttentionConfig
+from pallas_attn.ops.paged_attention.operands import Operands
 from pallas_attn.ops.paged_attention.problem import Problem
 from pallas_attn.ops.paged_attention.room import LEAN_ROWS
 
 
 # jit, so that the layers of a model trace and lower one kernel, not one each.
-@functools.partial(jax.jit, static_argnames=("pool", "scale", "layout", "rules", "config", "lowering"))
+@functools.partial(jax.jit, static_argnames=("config", "lowering"))
 def paged_attention_pallas(
-    query,
-    key_cache,
-    value_cache,
-    block_tables,
-    seq_lens,
-    extras: dict[str, jax.Array],
-    *,
-    pool: PoolShape,
-    scale: float,
-    layout: str,
-    rules: masking.Rules,
-    config: PagedAttentionConfig,
-    lowering: triton.Lowering = "pallas",
+    operands: Operands, *, config: PagedAttentionConfig, lowering: triton.Lowering = "pallas"
 ) -> tuple[jax.Array, jax.Array]:
-    """query [num_seqs, q_len, num_heads, head_dim] -> (out in query's dtype, lse float32).
-
-    `extras` holds the arrays of the optional rules: alibi_slopes, sinks [num_heads]; k_scale, v_scale [num_kv_heads] or
-    [num_pages, num_kv_heads]; all float32; sliding_window, int32 [1], where it is not one of `rules`; tree_mask, int8
-    [num_seqs, q_len, q_len]; query_positions, int32 [num_seqs, q_len].
-    """
-    num_seqs, q_len, num_heads, head_dim = query.shape
+    """(out in query's dtype, lse float32)"""
     problem = Problem(
-        num_seqs=num_seqs,
-        q_len=q_len,
-        num_heads=num_heads,
-        max_pages=block_tables.shape[1],
-        pool=pool,
-        scale=scale,
+        **vars(operands.sizes),
+        scale=operands.scale,
         config=config,
-        layout=layout,
-        rules=rules,
+        layout=operands.layout,
+        rules=operands.rules,
     )
     outputs = triton.kernel_call(
         functools.partial(_attend_kernel, problem=problem),
-        query,
-        key_cache,
-        value_cache,
-        block_tables,
-        seq_lens,
-        extras,
+        operands,
         name="pallas_attn_paged_attention",
         # Programs of neighbouring KV heads start together: in the NHD layout they read neighbouring bytes.
         grid=(problem.programs_per_piece, problem.num_programs),
-        out_shape=result.shapes(problem, head_dim, query.dtype),
+        out_shape=result.shapes(problem, problem.pool.head_dim, operands.query.dtype),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         most_together=problem.most_together,
@@ -94,8 +67,8 @@ def paged_attention_pallas(
     )
     return merge.merge(
         outputs,
-        (seq_lens, _window(extras)),
-        lambda lens_ref, window_ref: FairPieces.of_all(_with_window(problem, window_ref), lens_ref),
+        (operands.seq_lens, operands.sliding_window),
+        lambda lens_ref, window_ref: FairPieces.of_all(problem.with_window(window_ref), lens_ref),
         name="pallas_attn_paged_attention_combine",
         problem=problem,
         num_cut=problem.most_cut,
@@ -105,35 +78,21 @@ def paged_attention_pallas(
     )
 
 
-def _window(extras: dict[str, Any]) -> dict[str, Any]:
-    return {name: array for name, array in extras.items() if name == "sliding_window"}
-
-
-def _with_window(problem: Problem, extra_refs: dict[str, Any]) -> Problem:
-    """A window that is known at run time only is one of the rules all the same."""
-    if "sliding_window" not in extra_refs:
-        return problem
-    return problem.with_window(triton.load(extra_refs["sliding_window"].at[np.int32(0)]))
-
-
-def _attend_kernel(
-    query_ref, key_ref, value_ref, tables_ref, lens_ref, extra_refs, *out_refs, problem: Problem
-):  # fmt: skip
+def _attend_kernel(refs: Operands, *out_refs, problem: Problem):
     head_block, program = (triton.program_id(axis) for axis in range(2))
     per_piece = problem.programs_per_piece
-    pages.touch(tables_ref, program * per_piece + head_block, per_piece * problem.num_programs)
-    problem = _with_window(problem, extra_refs)
-    dtype = quantization.compute_dtype(query_ref.dtype, key_ref.dtype, extra_refs)
-    ask = functools.partial(_query, query_ref, head_block, problem, dtype)
+    pages.touch(refs.block_tables, program * per_piece + head_block, per_piece * problem.num_programs)
+    problem = problem.with_window(refs.sliding_window)
+    dtype = quantization.compute_dtype(refs.query.dtype, refs.key_cache.dtype, refs.k_scale, refs.v_scale)
+    ask = functools.partial(_query, refs.query, head_block, problem, dtype)
     # The only sequence's queries are on their way before its length is there.
     only = ask(0 * program) if problem.num_seqs == 1 else None
 
     def query_of(seq: jax.Array) -> _Query:
         return ask(seq) if only is None else only
 
-    refs = (key_ref, value_ref, tables_ref, lens_ref, extra_refs, *out_refs)
-    serve = functools.partial(_serve, *refs, query_of=query_of, problem=problem)
-    each(fair(problem, lens_ref), problem, program, lambda piece: serve(piece=piece))
+    serve = functools.partial(_serve, refs, *out_refs, query_of=query_of, problem=problem)
+    each(fair(problem, refs.seq_lens), problem, program, lambda piece: serve(piece=piece))
 
 
 class _Query(NamedTuple):
@@ -152,12 +111,11 @@ def _query(query_ref, head_block, problem: Problem, dtype, seq) -> _Query:
 
 
 def _serve(
-    key_ref, value_ref, tables_ref, lens_ref, extra_refs, *out_refs,
-    query_of: Callable[[jax.Array], _Query], piece: Piece, problem: Problem,
-):  # fmt: skip
+    refs: Operands, *out_refs, query_of: Callable[[jax.Array], _Query], piece: Piece, problem: Problem
+):
     """Attends one block of query rows to a piece of a sequence and writes the result."""
     seq, dims = piece.seq, (0, triton.tile_side(problem.pool.head_dim))
-    stored_len = triton.load(lens_ref.at[seq])
+    stored_len = triton.load(refs.seq_lens.at[seq])
     # No length is needed to find the query: it comes with the length, not after it and before the first page id.
     mine, leading, q = query_of(seq)
     seq_len = jnp.clip(stored_len, 0, problem.max_len)
@@ -167,33 +125,31 @@ def _serve(
     # Few rows leave registers for sums that come late, and tokens are spread over warps: a sum is a wait for all.
     few = problem.config.block_q <= LEAN_ROWS
     state = softmax.start(mine.index.shape, dims[1], late_sum=problem.config.block_kv if few else None)
-    look_up = functools.partial(pages.look_up, tables_ref, seq)
+    look_up = functools.partial(pages.look_up, refs.block_tables, seq)
     ids = functools.partial(_page_ids, look_up, seq_len, problem)
-    read = functools.partial(_read_tile, key_ref, value_ref, extra_refs, ids, mine.kv_head, problem, q.dtype)
+    read = functools.partial(_read_tile, refs, ids, mine.kv_head, problem, q.dtype)
     drafts = tree.Drafts(seq_len, seq_len - problem.q_len, problem.q_len)
-    draft_tree = functools.partial(
-        tree.of_tile, extra_refs, drafts, lambda token: (seq + 0 * token, token), mine
-    )
-    weigh = functools.partial(_logits, q, mine, query_at, draft_tree, extra_refs, problem)
+    draft_tree = functools.partial(tree.of_tile, refs, drafts, lambda token: (seq + 0 * token, token), mine)
+    weigh = functools.partial(_logits, q, mine, query_at, draft_tree, refs, problem)
     # Tiles of bytes keep the tensor cores waiting for instructions.
-    lean = few and narrow.deals(value_ref.dtype, q.dtype, problem.layout)
+    lean = few and narrow.deals(refs.value_cache.dtype, q.dtype, problem.layout)
     exp2_below = functools.partial(triton.exp2_below, exp2=triton.exp2 if lean else jnp.exp2)
     if problem.turned:
         ahead = functools.partial(_look_up_tile, look_up, tiles, end, seq_len, problem)
         state, lost = _walk_turned(state, tiles, begin, end, seq_len, read, ahead, weigh, exp2_below)
     else:
         state, lost = _walk_tiles(state, tiles, begin, end, seq_len, read, weigh, exp2_below), None
-    scale = _scale(problem, extra_refs, mine.kv_head)
-    state = softmax.natural(state, logits.natural_scale(problem.rules, scale, extra_refs.get("alibi_slopes")))
-    if "sinks" in extra_refs:
+    scale = _scale(problem, refs.k_scale, mine.kv_head)
+    state = softmax.natural(state, logits.natural_scale(problem.rules, scale, refs.alibi_slopes))
+    if refs.sinks is not None:
         # A logit without a value that joins the softmax once: with the first piece of a sequence.
-        sink = triton.load(extra_refs["sinks"].at[mine.head], mask=mine.real, other=0.0)
+        sink = triton.load(refs.sinks.at[mine.head], mask=mine.real, other=0.0)
         state = softmax.join(state, jnp.where((piece.index == 0) & (seq_len > 0), sink, np.float32(-np.inf)))
     out, lse = softmax.finish(state)
-    if narrow.deals(value_ref.dtype, q.dtype, problem.layout):
+    if narrow.deals(refs.value_cache.dtype, q.dtype, problem.layout):
         out = narrow.in_order(out)
-    if "v_scale" in extra_refs and not quantization.is_by_page(extra_refs, "v_scale"):
-        out *= triton.load(extra_refs["v_scale"].at[mine.kv_head])
+    if refs.v_scale is not None and not quantization.is_by_page(refs.v_scale):
+        out *= triton.load(refs.v_scale.at[mine.kv_head])
     # A length that cannot be right; for a page id see _walk_tiles.
     bad = stored_len != seq_len if lost is None else (stored_len != seq_len) | lost
     done = result.Result(mine, leading, [dims], [out], lse).poisoned(bad)
@@ -260,9 +216,7 @@ def _page_ids(look_up, seq_len, problem: Problem, start, held) -> jax.Array:
     return jnp.broadcast_to(page[:, None], (page.shape[0], page_size)).reshape(-1)
 
 
-def _read_tile(
-    key_ref, value_ref, extra_refs, ids, kv_head, problem: Problem, dtype, start, held, page=None
-):  # fmt: skip
+def _read_tile(refs: Operands, ids, kv_head, problem: Problem, dtype, start, held, page=None):
     """(keys [block_kv, dims], their pages' scale or None, values, which tokens' pages exist): in `dtype`, 0 where
     nothing is held; of scales, only a page's of the values is applied. Columns of values are dealt if `narrow.deals`.
 
@@ -282,30 +236,28 @@ def _read_tile(
         place = (page, offset, kv_head, (0, triton.tile_side(pool.head_dim)))
         return pages.gather(ref, problem.layout, which, *place, held, head_dim=pool.head_dim)
 
-    keys, values = read("key", key_ref), read("value", value_ref)
+    keys, values = read("key", refs.key_cache), read("value", refs.value_cache)
     key_scale, value_scale = (
-        pages.scale(extra_refs[name], page, kv_head, held)
-        if quantization.is_by_page(extra_refs, name)
-        else None
-        for name in ("k_scale", "v_scale")
+        pages.scale(scale, page, kv_head, held) if quantization.is_by_page(scale) else None
+        for scale in (refs.k_scale, refs.v_scale)
     )
     if value_scale is not None:
         values = values.astype(jnp.float32) * value_scale[:, None]
-    deals = narrow.deals(value_ref.dtype, dtype, problem.layout)
+    deals = narrow.deals(refs.value_cache.dtype, dtype, problem.layout)
     values = narrow.operand(values, dtype) if deals else values.astype(dtype)
     return keys.astype(dtype), key_scale, values, usable
 
 
 def _logits(
-    q, mine: rows.Rows, query_at, draft_tree, extra_refs, problem: Problem, keys, key_scale, position
+    q, mine: rows.Rows, query_at, draft_tree, refs: Operands, problem: Problem, keys, key_scale, position
 ) -> logits.Shaped:
     """Logits [block_q, block_kv] with every rule applied; turned, [block_kv, block_q]."""
     rules, pattern = problem.rules, problem.rules.block_sparse
     row, key = (np.s_[None, :], np.s_[:, None]) if problem.turned else (np.s_[:, None], np.s_[None, :])
     slope = offset = None
-    scale = _scale(problem, extra_refs, mine.kv_head)
-    if "alibi_slopes" in extra_refs:
-        slope = triton.load(extra_refs["alibi_slopes"].at[mine.head], mask=mine.real, other=0.0)[row]
+    scale = _scale(problem, refs.k_scale, mine.kv_head)
+    if refs.alibi_slopes is not None:
+        slope = triton.load(refs.alibi_slopes.at[mine.head], mask=mine.real, other=0.0)[row]
     # One query token with one pattern sees everything that its tiles hold: see walk.py.
     if pattern is not None and (problem.q_len > 1 or pattern.distinct_offsets(problem.group) > 1):
         offset = problem.pattern_offset(mine.head, mine.kv_head)
@@ -322,8 +274,8 @@ def _logits(
     return logits.Shaped(tile, scale)
 
 
-def _scale(problem: Problem, extra_refs, kv_head):
+def _scale(problem: Problem, k_scale_ref: Any, kv_head):
     """Of logits, all but a page's."""
-    if "k_scale" not in extra_refs or quantization.is_by_page(extra_refs, "k_scale"):
+    if k_scale_ref is None or quantization.is_by_page(k_scale_ref):
         return problem.scale
-    return problem.scale * triton.load(extra_refs["k_scale"].at[kv_head])
+    return problem.scale * triton.load(k_scale_ref.at[kv_head])

@@ -2,9 +2,10 @@
 
 import dataclasses
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
+import numpy as np
 
 from pallas_attn._call.device import current_device
 from pallas_attn._tile import masking, triton, walk
@@ -64,6 +65,9 @@ class Problem(SplitKVProblem):
         heads = {"num_heads": self.num_heads, "num_kv_heads": self.pool.num_kv_heads}
         return self.rules.block_sparse.offset(head, kv_head, **heads)
 
-    def with_window(self, window: jax.Array) -> "Problem":
-        """With a window that is known at run time only."""
+    def with_window(self, window_ref: Any) -> "Problem":
+        """A window that is known at run time only is one of the rules all the same."""
+        if window_ref is None:
+            return self
+        window = triton.load(window_ref.at[np.int32(0)])
         return dataclasses.replace(self, rules=self.rules._replace(sliding_window=window))

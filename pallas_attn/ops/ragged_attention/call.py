@@ -12,7 +12,7 @@ from pallas_attn._call.checks import ArgumentChecker, dtype_name, fail, is_array
 from pallas_attn._call.device import current_device
 from pallas_attn._tile import options, quantization, triton
 from pallas_attn._tile.latents import LATENT_DIM
-from pallas_attn._tile.layout import DIMS, check_pools, handles, key_pool_shape
+from pallas_attn._tile.layout import DIMS, SCALE_DIMS, check_pools, handles, key_pool_shape
 from pallas_attn._tile.masking import Rules
 from pallas_attn._tile.problem import PagedCall
 from pallas_attn._tile.quantization import FP8_DTYPES, QUANTIZED_DTYPES
@@ -157,13 +157,18 @@ def run(
     check.flag("return_lse", return_lse)
     key_cache = operands["key_cache"]
     window, traced_window = options.window(check, sliding_window)
-    operands = {
-        **operands,
-        **traced_window,
-        **options.scales(check, key_cache.dtype, key_pool_shape(key_cache, layout), k_scale, v_scale),
-        **options.by_head(check, alibi_slopes=alibi_slopes, sinks=sinks),
+    k_scale, v_scale = options.scales(
+        check, key_cache.dtype, key_pool_shape(key_cache, layout), k_scale, v_scale
+    )
+    options_given = {
+        "sliding_window": traced_window,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "alibi_slopes": options.by_head(check, "alibi_slopes", alibi_slopes),
+        "sinks": options.by_head(check, "sinks", sinks),
         **_tree(check, tree_mask, query_positions, causal),
     }
+    operands = operands | {name: array for name, array in options_given.items() if array is not None}
     case = _case(operands, layout, static.get("out_dtype"))
     name, fn = dispatch.resolve(op, case, implementation, operands)
     if name == "xla" and config is not None:
@@ -178,7 +183,8 @@ def run(
          "lse": "tokens heads", **{f"{which}_cache": dims for which, dims in DIMS[layout].items()},
          "block_tables": "rows columns", "seq_lens": "rows", "cu_q_lens": "bounds", "num_seqs": "one",
          "out_scale": "one", "tree_mask": "tokens newest", "query_positions": "tokens",
-         **options.DIMS, **options.scale_dims(operands)},
+         "alibi_slopes": "heads", "sinks": "heads", "sliding_window": "one",
+         **{name: SCALE_DIMS[operands[name].ndim - 1] for name in ("k_scale", "v_scale") if name in operands}},
         ("tokens heads dim", "tokens heads"),
         static={
             "op": op,
@@ -269,7 +275,9 @@ def _attend(
     case = _case(operands, layout)
     if tiled:
         facts = {
-            "page_scales": any(quantization.is_by_page(operands, name) for name in ("k_scale", "v_scale")),
+            "page_scales": any(
+                quantization.is_by_page(operands.get(name)) for name in ("k_scale", "v_scale")
+            ),
             "tree": "tree_mask" in operands,
             "new_apart": "key" in operands,
         }

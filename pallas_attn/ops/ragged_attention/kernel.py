@@ -84,7 +84,9 @@ def ragged_attention_pallas(
         # Here and not in the kernel: what is computed there reaches an asynchronous product through registers, read
         # anew for every tile of keys; what is only loaded stays in shared memory. New tokens beside a quantised cache
         # are not quantised, and both meet the same queries.
-        as_cached = quantization.compute_dtype(query.dtype, sources.key_cache.dtype, extras)
+        as_cached = quantization.compute_dtype(
+            query.dtype, sources.key_cache.dtype, extras.get("k_scale"), extras.get("v_scale")
+        )
         query = quantization.query_as(query, as_cached)
     done = kept
     for one in [problem.launched(1)] if only_short else problem.each():
@@ -253,7 +255,7 @@ def _attend(
         nothing = jnp.where(bad, 0, context.count)
         context = context._replace(whole_end=jnp.where(bad, 0, context.whole_end), count=nothing)
     scale = problem.scale
-    if "k_scale" in extra_refs and not quantization.is_by_page(extra_refs, "k_scale"):
+    if "k_scale" in extra_refs and not quantization.is_by_page(extra_refs["k_scale"]):
         scale = scale * triton.load(extra_refs["k_scale"].at[kv_head])
 
     slopes = extra_refs.get("alibi_slopes")
@@ -267,7 +269,7 @@ def _attend(
         state = state._replace(acc=tuple(narrow.in_order(chunk) for chunk in state.acc))
     else:
         state = walk(state, context, 0, cached, scale, plain)
-    if "v_scale" in extra_refs and not quantization.is_by_page(extra_refs, "v_scale"):
+    if "v_scale" in extra_refs and not quantization.is_by_page(extra_refs["v_scale"]):
         v_scale = triton.load(extra_refs["v_scale"].at[kv_head])
         state = state._replace(acc=tuple(chunk * v_scale for chunk in state.acc))
     if problem.new_apart:

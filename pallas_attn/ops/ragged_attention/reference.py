@@ -54,9 +54,9 @@ class Rule(chunks.Rule):
 
     def logits(self, floats, of: chunks.Sequences, keys, position, seen) -> jax.Array:
         rules = self.rules._replace(sliding_window=of.others.get("sliding_window", self.rules.sliding_window))
-        k_scale = floats.get("k_scale", jnp.ones(self.pool.num_kv_heads, jnp.float32))
-        slope = self.by_row(floats["alibi_slopes"]) if "alibi_slopes" in floats else None
-        products = jnp.einsum("bhrd,bhkd->bhrk", floats["rows"], keys, precision="highest")
+        k_scale = jnp.ones(self.pool.num_kv_heads, jnp.float32) if floats.k_scale is None else floats.k_scale
+        slope = None if floats.alibi_slopes is None else self.by_row(floats.alibi_slopes)
+        products = jnp.einsum("bhrd,bhkd->bhrk", floats.rows, keys, precision="highest")
         query_at, drafts = of.others["query_at"], self.drafts(of, position)
         at = logits.positions(drafts, position, query_at)
         tile, scale = logits.shape(products, rules, self.scale * k_scale[:, None, None], slope, *at)
@@ -95,7 +95,8 @@ def ragged_attention_xla(
 ) -> tuple[jax.Array, jax.Array]:
     """The same signature as the kernel's, without a config."""
     num_tokens, num_heads, _ = query.shape
-    page_scales, extras = quantization.page_scales_apart(extras)
+    k_scale, key_scale = quantization.apart(extras.get("k_scale"))
+    v_scale, value_scale = quantization.apart(extras.get("v_scale"))
     tables = sources.block_tables
     room = tables.shape[0]
     per_block = MOST_TOKENS // 4
@@ -116,8 +117,8 @@ def ragged_attention_xla(
     last = jnp.minimum(within[:, -1], blocks.q_len - 1)
     group = num_heads // pool.num_kv_heads
     window = lens["sliding_window"][0] if "sliding_window" in lens else rules.sliding_window
-    floats = {name: extras[name] for name in ("k_scale", "alibi_slopes") if name in extras}
-    floats["rows"] = rows.pack(blocks.take(query.astype(jnp.float32)), pool.num_kv_heads)
+    packed = rows.pack(blocks.take(query.astype(jnp.float32)), pool.num_kv_heads)
+    floats = chunks.Floats(packed, k_scale, extras.get("alibi_slopes"))
 
     def by_row(by_token: jax.Array) -> jax.Array:
         """[blocks, tokens] -> [blocks, 1, rows, 1]"""
@@ -158,18 +159,16 @@ def ragged_attention_xla(
         return chunks.attend(rule, floats, pools, chunks.Sequences(tables, ends, seen_from, others))
 
     rule = Rule(function, pool, layout, value_dim, rules, scale, per_block, num_heads, causal)
-    pools: chunks.Pools = {"key": sources.key_cache, **page_scales}
-    if sources.value_cache is not None:
-        pools["value"] = sources.value_cache
+    pools = chunks.Pools(sources.key_cache, sources.value_cache, key_scale, value_scale)
     out, lse, lost = attend(rule, floats, pools, tables[seq], held, seq_lens - blocks.q_len)
     bad |= lost
-    if "v_scale" in extras:
-        out *= extras["v_scale"][:, None, None]
+    if v_scale is not None:
+        out *= v_scale[:, None, None]
     if new_apart:
         one_token = pool._replace(num_pages=num_tokens, page_size=1)
         beside = dataclasses.replace(rule, pool=one_token, layout="NHD")
-        pools = {"key": sources.new[0][:, None], "value": sources.new[1][:, None]}
-        floats = {name: floats[name] for name in floats if name != "k_scale"}
+        pools = chunks.Pools(sources.new[0][:, None], sources.new[1][:, None])
+        floats = floats._replace(k_scale=None)
         tokens = blocks.begins[:, None] + jnp.arange(num_tokens)
         more, more_lse, _ = attend(beside, floats, pools, tokens, blocks.q_len, 0 * blocks.q_len)
         out, lse = _both((out, lse), (more, more_lse))

@@ -1,6 +1,6 @@
 """Logits of a block of query rows: scale, soft cap, ALiBi, and which keys each row sees."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +10,17 @@ from pallas_attn.ops.ragged_attention.blocks import Block
 from pallas_attn.ops.ragged_attention.problem import Problem
 
 
+class _Drafted(NamedTuple):
+    tree_mask: Any
+    query_positions: Any
+
+
 class Scores:
     """Of the rows `mine` of a block, whose sequence has `seq_len` tokens."""
 
     def __init__(self, problem: Problem, block: Block, seq_len, mine: rows.Rows, extra_refs: dict[str, Any]):
         self._problem, self._mine, self._refs = problem, mine, extra_refs
+        self._tree = _Drafted(extra_refs.get("tree_mask"), extra_refs.get("query_positions"))
         self._is_tree = problem.is_tree(block)
         first = seq_len - block.q_len
         self._query_at = first + mine.token
@@ -35,10 +41,10 @@ class Scores:
             tile = triton.rounded(tile * key_scale[None, :])
         drafts = None
         if held is not None:
-            drafts = tree.of_tile(self._refs, self._drafts, self._among_tokens, self._mine, position)
+            drafts = tree.of_tile(self._tree, self._drafts, self._among_tokens, self._mine, position)
         if rules.softcap is not None or slope is not None:
             # Keys that all rows see come before all drafts: their slots are their positions.
-            query_at = tree.queries_at(self._refs, self._drafts, self._among_tokens, self._mine)[:, None]
+            query_at = tree.queries_at(self._tree, self._drafts, self._among_tokens, self._mine)[:, None]
             key_at = drafts.key_at if drafts else key_at
             tile, scale = logits.shape(tile, rules, scale, slope, key_at, query_at)
         return logits.Shaped(tile if held is None else self._masked(tile, position, held, drafts), scale)

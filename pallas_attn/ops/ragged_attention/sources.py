@@ -99,7 +99,7 @@ class Pages:
 
     def _scale(self, name: str, page: jax.Array, held) -> jax.Array | None:
         """[block_kv] where each page has its own."""
-        if not quantization.is_by_page(self._scale_refs, name):
+        if not quantization.is_by_page(self._scale_refs.get(name)):
             return None
         return pages.scale(self._scale_refs[name], page, self._kv_head, held)
 

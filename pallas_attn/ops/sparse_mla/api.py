@@ -1,24 +1,25 @@
 """`sparse_mla_decode` and `sparse_mla_prefill`: signatures, checks, dispatch."""
 
-import dataclasses
 import functools
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._call import configs, dispatch, partition
-from pallas_attn._call.checks import ArgumentChecker, dtype_name, fail
-from pallas_attn._call.device import current_device
+from pallas_attn._call.checks import ArgumentChecker
+from pallas_attn._call.dispatch import Implementation
+from pallas_attn._call.op import Op
+from pallas_attn._call.operands import ready
 from pallas_attn._tile import triton
 from pallas_attn._tile.latents import BYTES, QUERY_DIM, token_width
-from pallas_attn._tile.layout import DIMS, PoolCase, PoolShape, reaches
+from pallas_attn._tile.layout import PoolCase, reaches
 from pallas_attn._types import BlockTables, ImplementationOrCuda
+from pallas_attn.ops.sparse_mla import config as tiles
 from pallas_attn.ops.sparse_mla import cuda
-from pallas_attn.ops.sparse_mla.config import SparseMLAConfig, heuristic
+from pallas_attn.ops.sparse_mla.config import SparseMLAConfig
 from pallas_attn.ops.sparse_mla.kernel import sparse_mla_pallas
-from pallas_attn.ops.sparse_mla.problem import Ids
+from pallas_attn.ops.sparse_mla.operands import Ids, Operands
 from pallas_attn.ops.sparse_mla.reference import sparse_mla_xla
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
@@ -26,40 +27,40 @@ ADDRESSING = ("slots", "positions")
 type Addressing = Literal["slots", "positions"]
 
 
-@dataclass(frozen=True)
-class Case:
-    """The static facts of a call that decide which implementation can serve it."""
-
-    num_tokens: int
-    num_heads: int
-    topk: int
-    pool: PoolShape
-    dtype: Any
-    cache_dtype: Any
-    configured: bool = False
+def _cuda_supports(operands: Operands) -> str | None:
+    return cuda.unsupported(operands.query.dtype, operands.topk)
 
 
-def _cuda_supports(case: Case) -> str | None:
-    return "takes no config" if case.configured else cuda.unsupported(case.dtype, case.topk)
-
-
-def _supports(case: Case, lowering: triton.Lowering) -> str | None:
-    if case.dtype == jnp.float32 and lowering != "interpret":
+def _supports(operands: Operands, lowering: triton.Lowering) -> str | None:
+    if operands.query.dtype == jnp.float32 and lowering != "interpret":
         return "float32 tiles of 576 do not fit the kernel; bf16 and fp16 do"
-    return reaches(PoolCase(case.pool, case.cache_dtype), lowering)
+    return reaches(PoolCase(operands.pool, operands.latent_cache.dtype), lowering)
 
 
-for _op in ("sparse_mla_decode", "sparse_mla_prefill"):
-    dispatch.register(
-        _op,
-        {
-            "cuda": dispatch.Implementation(
-                functools.partial(cuda.sparse_mla_cuda, function=_op), _cuda_supports
-            ),
-            **triton.implementations(sparse_mla_pallas, _supports),
-            "xla": dispatch.Implementation(sparse_mla_xla),
+def _by_token(fn: Callable[..., tuple[jax.Array, ...]], operands: Operands, **options: Any):
+    """`fn` of query tokens one after the other."""
+    lead = operands.query.shape[:-2]
+    return tuple(one.reshape(*lead, *one.shape[1:]) for one in fn(operands.by_token(), **options))
+
+
+def _op(name: str, results: tuple[str, ...]) -> Op[Operands, SparseMLAConfig]:
+    hopper = functools.partial(cuda.sparse_mla_cuda, function=name)
+    return Op(
+        name=name,
+        implementations={
+            "cuda": Implementation(functools.partial(_by_token, hopper), _cuda_supports, takes_config=False),
+            **triton.implementations(functools.partial(_by_token, sparse_mla_pallas), _supports),
+            "xla": Implementation(functools.partial(_by_token, sparse_mla_xla), takes_config=False),
         },
+        results=results,
+        config=SparseMLAConfig,
+        key=tiles.key,
+        heuristic=tiles.default,
     )
+
+
+DECODE = _op("sparse_mla_decode", ("seqs q heads dim", "seqs q heads"))
+PREFILL = _op("sparse_mla_prefill", ("seqs heads dim", "seqs heads", "seqs heads"))
 
 
 @overload
@@ -142,37 +143,19 @@ def sparse_mla_decode(
     check = ArgumentChecker("sparse_mla_decode")
     check_decode(check, query, latent_cache, indices, addressing, block_tables, topk_length, sinks, scale)
     check.flag("return_lse", return_lse)
-    num_seqs, q_len, num_heads, _ = query.shape
     positions = addressing == "positions"
-    ids = Ids(latent_cache.shape[1], q_len) if positions else Ids()
-    operands = {
-        "query": query,
-        "latent_cache": latent_cache,
-        "indices": indices,
-        "block_tables": block_tables,
-        "topk_length": topk_length,
-        "sinks": sinks,
-    }
-    dims = {
-        "query": "seqs q heads dim",
-        "latent_cache": DIMS["NHD"]["key"],
-        "indices": "seqs q ids",
-        "block_tables": "seqs columns",
-        "topk_length": "seqs",
-        "sinks": "heads",
-    }
-    out, lse = _call(
-        check.function,
-        operands,
-        dims,
-        ("seqs q heads dim", "seqs q heads"),
-        Case(num_seqs * q_len, num_heads, indices.shape[2], *_pool_of(latent_cache, query)),
-        implementation,
-        config,
-        ids=ids,
-        scale=scale,
+    operands = Operands(
+        query=query,
+        latent_cache=latent_cache,
+        indices=indices,
+        block_tables=block_tables,
+        topk_length=topk_length,
+        sinks=sinks,
+        ids=Ids(latent_cache.shape[1], query.shape[1]) if positions else Ids(),
+        scale=float(QUERY_DIM**-0.5 if scale is None else scale),
         max_logits=False,
     )
+    out, lse = DECODE.serve(ready(operands), implementation=implementation, config=config)
     return (out, lse) if return_lse else out
 
 
@@ -213,33 +196,17 @@ def sparse_mla_prefill(
     check_prefill(check, query, latents, indices, topk_length, sinks, scale)
     if isinstance(config, SparseMLAConfig) and config.num_splits != 1:
         check.fail("config", "num_splits 1", f"num_splits {config.num_splits}")
-    num_tokens, num_heads, _ = query.shape
-    operands = {
-        "query": query,
-        "latent_cache": latents,
-        "indices": indices,
-        "topk_length": topk_length,
-        "sinks": sinks,
-    }
-    dims = {
-        "query": "seqs heads dim",
-        "latent_cache": "pages kv_heads dim",
-        "indices": "seqs kv_heads ids",
-        "topk_length": "seqs",
-        "sinks": "heads",
-    }
-    out, lse, max_logits = _call(
-        check.function,
-        operands,
-        dims,
-        ("seqs heads dim", "seqs heads", "seqs heads"),
-        Case(num_tokens, num_heads, indices.shape[2], *_pool_of(latents, query)),
-        implementation,
-        config,
+    operands = Operands(
+        query=query,
+        latent_cache=latents,
+        indices=indices,
+        topk_length=topk_length,
+        sinks=sinks,
         ids=Ids(skip_all_outside=True),
-        scale=scale,
+        scale=float(QUERY_DIM**-0.5 if scale is None else scale),
         max_logits=True,
     )
+    out, lse, max_logits = PREFILL.serve(ready(operands), implementation=implementation, config=config)
     return out, max_logits, lse
 
 
@@ -284,108 +251,3 @@ def _check_rest(check: ArgumentChecker, query, indices, topk_length, per: tuple[
     if sinks is not None:
         check.array("sinks", sinks, ("num_heads",), [jnp.float32])
     check.positive_float("scale", scale)
-
-
-def _pool_of(pool: Any, query: Any) -> tuple[PoolShape, Any, Any]:
-    width = pool.shape[-1]
-    return PoolShape(pool.size // width, 1, 1, width), query.dtype, pool.dtype
-
-
-def _call(
-    function: str,
-    operands: dict[str, Any],
-    dims: dict[str, str],
-    results: tuple[str, ...],
-    case: Case,
-    implementation: ImplementationOrCuda | None,
-    config: Any,
-    *,
-    ids: Ids,
-    scale: float | None,
-    max_logits: bool,
-) -> tuple[jax.Array, ...]:
-    case = dataclasses.replace(case, configured=config is not None)
-    name, fn = dispatch.resolve(function, case, implementation, operands)
-    tiled = name not in ("cuda", "xla")
-    if not tiled and config is not None:
-        fail(function, "config", f"None for implementation {name!r}", "a config")
-    configs.check_type(function, SparseMLAConfig, config)
-    return partition.run(
-        function,
-        _attend,
-        # Outside jit they may be numpy's.
-        {name: jnp.asarray(array) for name, array in operands.items() if array is not None},
-        dims,
-        results,
-        static={
-            "function": function,
-            "fn": fn,
-            "tiled": tiled,
-            "ids": ids,
-            "scale": float(QUERY_DIM**-0.5 if scale is None else scale),
-            "config": config,
-            "max_logits": max_logits,
-        },
-        implementation=name,
-    )
-
-
-def _attend(
-    operands: dict[str, jax.Array],
-    *,
-    function: str,
-    fn: Any,
-    tiled: bool,
-    ids: Ids,
-    scale: float,
-    config: SparseMLAConfig | None,
-    max_logits: bool,
-) -> tuple[jax.Array, ...]:
-    """A call, or one device's sequences and heads of it, as query tokens one after the other."""
-    query, pool, indices = (operands[name] for name in ("query", "latent_cache", "indices"))
-    *lead, num_heads, _ = query.shape
-    topk = indices.shape[-1]
-    indices = indices.reshape(-1, topk)
-    num_tokens = indices.shape[0]
-    lengths = operands.get("topk_length", jnp.full((1,), topk, jnp.int32))
-    lengths = jnp.broadcast_to(lengths[:, None], (lengths.shape[0], num_tokens // lengths.shape[0])).reshape(
-        -1
-    )
-    if tiled:
-        case = Case(num_tokens, num_heads, topk, *_pool_of(pool, query))
-        fn = functools.partial(fn, config=_resolve_config(function, case, config, max_logits))
-    arrays = fn(
-        query.reshape(num_tokens, num_heads, QUERY_DIM),
-        pool.reshape(-1, pool.shape[-1]),
-        indices,
-        lengths,
-        operands.get("block_tables"),
-        ids=ids,
-        scale=scale,
-        sinks=operands.get("sinks"),
-        max_logits=max_logits,
-    )
-    return tuple(array.reshape(*lead, *array.shape[1:]) for array in arrays)
-
-
-def _resolve_config(
-    function: str, case: Case, explicit: SparseMLAConfig | None, whole: bool
-) -> SparseMLAConfig:
-    fp8 = case.cache_dtype == BYTES
-    # In the words that all ops' entries have: a walk over a cache is here a query token's ids.
-    key = dict(
-        rows=case.num_heads, dtype=dtype_name(case.cache_dtype), streams=case.num_tokens, max_len=case.topk
-    )
-
-    def guess(**measured: Any) -> SparseMLAConfig:
-        made = heuristic(
-            num_tokens=case.num_tokens,
-            num_heads=case.num_heads,
-            topk=case.topk,
-            fp8=fp8,
-            device=current_device(),
-        )
-        # With the maxima there is no merging.
-        return dataclasses.replace(made, **({"num_splits": 1} if whole else {}), **measured)
-
-    return configs.resolve(function, SparseMLAConfig, explicit, key, guess)

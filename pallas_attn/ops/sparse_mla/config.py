@@ -2,11 +2,14 @@
 
 import dataclasses
 import math
+from typing import Any
 
-from pallas_attn._call.checks import check_int, fail
+from pallas_attn._call.checks import check_int, dtype_name, fail
 from pallas_attn._call.configs import SplitKVConfig
-from pallas_attn._call.device import Device
+from pallas_attn._call.device import Device, current_device
 from pallas_attn._tile import latent_problem, pieces
+from pallas_attn._tile.latents import BYTES
+from pallas_attn.ops.sparse_mla.operands import Operands
 
 MIN_SPLIT_IDS = 128
 
@@ -51,6 +54,29 @@ def heuristic(*, num_tokens: int, num_heads: int, topk: int, fp8: bool, device: 
         num_warps=num_warps,
         num_stages=num_stages,
     )
+
+
+def key(operands: Operands) -> dict[str, Any]:
+    """What measured files go by, in the words of all ops: a walk over a cache is here a query token's ids."""
+    return dict(
+        rows=operands.num_heads,
+        dtype=dtype_name(operands.latent_cache.dtype),
+        streams=operands.num_tokens,
+        max_len=operands.topk,
+    )
+
+
+def default(operands: Operands, **measured: int) -> SparseMLAConfig:
+    """As the heuristic has it for a call at hand."""
+    made = heuristic(
+        num_tokens=operands.num_tokens,
+        num_heads=operands.num_heads,
+        topk=operands.topk,
+        fp8=operands.latent_cache.dtype == BYTES,
+        device=current_device(),
+    )
+    # With the maxima there is no merging.
+    return dataclasses.replace(made, **({"num_splits": 1} if operands.max_logits else {}), **measured)
 
 
 def _tile(block_q: int, fp8: bool, device: Device) -> tuple[int, int, int]:

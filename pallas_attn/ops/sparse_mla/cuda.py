@@ -11,7 +11,7 @@ from pallas_attn._call.device import current_device
 from pallas_attn._tile.latents import LATENT_DIM
 from pallas_attn._tile.pieces import scheduled_room
 from pallas_attn.ops.sparse_mla.dealing import TILE_IDS, Deal, dealt
-from pallas_attn.ops.sparse_mla.problem import Ids
+from pallas_attn.ops.sparse_mla.operands import Operands
 
 TILE_HEADS = 64
 MOST_IDS = 2**31 - 1 - 4 * TILE_IDS
@@ -24,19 +24,7 @@ def unsupported(dtype: Any, topk: int) -> str | None:
     return f"takes at most {MOST_IDS} ids, got {topk}" if topk > MOST_IDS else None
 
 
-def sparse_mla_cuda(
-    query,
-    pool,
-    indices,
-    lengths,
-    tables,
-    *,
-    ids: Ids,
-    scale: float,
-    sinks=None,
-    max_logits: bool = False,
-    function: str = "sparse_mla_decode",
-) -> tuple[jax.Array, ...]:
+def sparse_mla_cuda(operands: Operands, *, function: str = "sparse_mla_decode") -> tuple[jax.Array, ...]:
     """As `sparse_mla_pallas`, without a config; for `function`, in messages.
 
     How tokens are cut over multiprocessors follows from shapes alone, so that the schedule is a constant and nothing
@@ -48,10 +36,10 @@ def sparse_mla_cuda(
     vmap calls it once for each of the batch, one after the other.
     """
     ffi.register()
+    query, ids, max_logits = operands.query, operands.ids, operands.max_logits
     num_tokens, num_heads, _ = query.shape
-    topk = indices.shape[1]
     num_parts = max(1, current_device().num_cores // -(-num_heads // TILE_HEADS))
-    deal: Deal = dealt(num_tokens, topk, num_parts, num_heads, whole=max_logits)
+    deal: Deal = dealt(num_tokens, operands.topk, num_parts, num_heads, whole=max_logits)
     slots = scheduled_room(len(deal.parts)) if deal.cuts else 0
     peaks = (num_tokens, num_heads) if max_logits else (0, 0)
     call = jax.ffi.ffi_call(
@@ -69,14 +57,14 @@ def sparse_mla_cuda(
     )
     out, lse, maximum, _, _ = call(
         query,
-        pool,
-        indices,
-        lengths,
-        jnp.zeros((1, 1), jnp.int32) if tables is None else tables,
+        operands.latent_cache,
+        operands.indices,
+        operands.topk_length,
+        jnp.zeros((1, 1), jnp.int32) if operands.block_tables is None else operands.block_tables,
         jnp.asarray(deal.parts),
         jnp.asarray(deal.num_splits),
-        jnp.zeros((0,), jnp.float32) if sinks is None else sinks,
-        scale=np.float32(scale),
+        jnp.zeros((0,), jnp.float32) if operands.sinks is None else operands.sinks,
+        scale=np.float32(operands.scale),
         page_size=np.int64(ids.page_size or 0),
         skip_all_outside=bool(ids.skip_all_outside),
         cooperative=ffi.cooperates(function),

@@ -5,6 +5,7 @@ a tile is what it is to `mla_decode`. Ids of -1, and those behind the token's nu
 there: read as 0, and masked.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -15,58 +16,43 @@ from jax import lax
 
 from pallas_attn._tile import latent_tile, logits, masking, merge, pages, result, rows, softmax, triton
 from pallas_attn._tile.latents import LATENT_DIM
-from pallas_attn._tile.layout import PoolShape, table_tokens
+from pallas_attn._tile.layout import table_tokens
 from pallas_attn.ops.sparse_mla.config import SparseMLAConfig
-from pallas_attn.ops.sparse_mla.problem import FixedPieces, Ids, Problem, beside_sinks
+from pallas_attn.ops.sparse_mla.operands import Operands
+from pallas_attn.ops.sparse_mla.problem import FixedPieces, Problem, beside_sinks
 
 
-@functools.partial(jax.jit, static_argnames=("ids", "scale", "config", "max_logits", "lowering"))
+@functools.partial(jax.jit, static_argnames=("config", "lowering"))
 def sparse_mla_pallas(
-    query,
-    pool,
-    indices,
-    lengths,
-    tables,
-    *,
-    ids: Ids,
-    scale: float,
-    config: SparseMLAConfig,
-    sinks=None,
-    max_logits: bool = False,
-    lowering: triton.Lowering = "pallas",
+    operands: Operands, *, config: SparseMLAConfig, lowering: triton.Lowering = "pallas"
 ) -> tuple[jax.Array, ...]:
-    """(out [num_tokens, num_heads, 512] in query's dtype, lse [num_tokens, num_heads] float32), and with `max_logits`
-    the maxima [num_tokens, num_heads] float32, for which `config.num_splits` must be 1.
-
-    Args:
-        query: [num_tokens, num_heads, 576].
-        pool: [num_rows, width].
-        indices: [num_tokens, topk] int32.
-        lengths: [num_tokens] int32, how many of the ids count.
-        tables: [num_seqs, max_pages] int32, or None, as `ids` says.
-        sinks: [num_heads] float32, or None.
-    """
-    num_tokens, num_heads, _ = query.shape
-    num_rows, width = pool.shape
+    """(out [num_tokens, num_heads, 512] in query's dtype, lse [num_tokens, num_heads] float32) of operands by token,
+    and with `max_logits` the maxima [num_tokens, num_heads] float32, for which `config.num_splits` must be 1."""
+    num_tokens, num_heads, max_logits = operands.num_tokens, operands.num_heads, operands.max_logits
     problem = Problem(
         num_seqs=num_tokens,
         q_len=1,
         num_heads=num_heads,
-        max_pages=1 if tables is None else tables.shape[1],
-        pool=PoolShape(num_rows, 1, 1, width),
-        scale=scale,
+        max_pages=1 if operands.block_tables is None else operands.block_tables.shape[1],
+        pool=operands.pool,
+        scale=operands.scale,
         config=config,
-        topk=indices.shape[1],
-        ids=ids,
+        topk=operands.topk,
+        ids=operands.ids,
     )
     outputs = triton.kernel_call(
-        functools.partial(_kernel, problem=problem, max_logits=max_logits),
-        *(query[:, None], pool[:, None, None], indices, lengths, *(() if tables is None else (tables,))),
+        functools.partial(_kernel, problem=problem),
+        dataclasses.replace(
+            operands,
+            query=operands.query[:, None],
+            latent_cache=operands.latent_cache[:, None, None],
+            sinks=None,
+        ),
         name="pallas_attn_sparse_mla",
         # Head blocks vary fastest: they read the same rows.
         grid=(problem.q_blocks, config.num_splits, num_tokens),
         out_shape=[
-            *result.shapes(problem, LATENT_DIM, query.dtype),
+            *result.shapes(problem, LATENT_DIM, operands.query.dtype),
             *([jax.ShapeDtypeStruct((num_tokens, 1, num_heads), jnp.float32)] if max_logits else []),
         ],
         num_warps=config.num_warps,
@@ -76,7 +62,7 @@ def sparse_mla_pallas(
     if not max_logits:
         outputs = merge.merge(
             outputs,
-            (lengths,),
+            (operands.topk_length,),
             functools.partial(FixedPieces, problem),
             name="pallas_attn_sparse_mla_combine",
             problem=problem,
@@ -85,13 +71,12 @@ def sparse_mla_pallas(
             lowering=lowering,
         )
     out, lse, *maximum = (array[:, 0] for array in outputs)
-    return beside_sinks(out, lse, sinks), lse, *maximum
+    return beside_sinks(out, lse, operands.sinks), lse, *maximum
 
 
-def _kernel(query_ref, pool_ref, indices_ref, lens_ref, *refs, problem: Problem, max_logits: bool):
+def _kernel(refs: Operands, *out_refs, problem: Problem):
     head_block, split, token = (triton.program_id(axis) for axis in range(3))
-    tables_ref, out_refs = (None, refs) if problem.ids.page_size is None else (refs[0], refs[1:])
-    cut = FixedPieces(problem, lens_ref)
+    cut = FixedPieces(problem, refs.topk_length)
     stored, length = cut.length(token)
     begin = split * problem.piece_ids
 
@@ -101,13 +86,13 @@ def _kernel(query_ref, pool_ref, indices_ref, lens_ref, *refs, problem: Problem,
         end = jnp.minimum(begin + problem.piece_ids, length)
         mine = rows.of_program(problem, head_block)
         leading = rows.batched(mine, token)
-        query = [rows.load(query_ref, mine, leading, chunk) for chunk in problem.query_chunks]
-        state, bad = _walk_ids(query, pool_ref, indices_ref, tables_ref, token, begin, end, problem)
+        query = [rows.load(refs.query, mine, leading, chunk) for chunk in problem.query_chunks]
+        state, bad = _walk_ids(query, refs, token, begin, end, problem)
         state = softmax.natural(state, softmax.LN_2)
         out, lse = softmax.finish(state)
         bad |= stored != length
         done = result.Result(mine, leading, problem.latent_chunks, out, lse).poisoned(bad)
-        if max_logits:
+        if refs.max_logits:
             *out_refs_, max_ref = out_refs
             result.store_row(done, max_ref, softmax.poison(state.maximum, bad))
         else:
@@ -115,7 +100,7 @@ def _kernel(query_ref, pool_ref, indices_ref, lens_ref, *refs, problem: Problem,
         result.store(done, out_refs_, token * problem.config.num_splits + split, cut.count(length) <= 1)
 
 
-def _walk_ids(query, pool_ref, indices_ref, tables_ref, token, begin, end, problem: Problem):
+def _walk_ids(query, refs: Operands, token, begin, end, problem: Problem):
     """Online softmax of a token's query rows over its ids [begin, end); also whether any id was unusable."""
     pool, config = problem.pool, problem.config
 
@@ -126,14 +111,16 @@ def _walk_ids(query, pool_ref, indices_ref, tables_ref, token, begin, end, probl
         state, bad = carry
         position = begin + i * config.block_kv + jnp.arange(config.block_kv)
         listed = masking.within(position, end)
-        index = triton.load(indices_ref.at[token + 0 * position, position], mask=listed, other=-1)
-        row, held, unusable = _rows_of(index, tables_ref, token, problem)
+        index = triton.load(refs.indices.at[token + 0 * position, position], mask=listed, other=-1)
+        row, held, unusable = _rows_of(index, refs.block_tables, token, problem)
         bad |= jnp.max(unusable.astype(jnp.int32)) > 0
 
         def read(chunk) -> jax.Array:
-            return pages.gather(pool_ref, "NHD", "key", row, 0 * row, 0, chunk, held, head_dim=pool.head_dim)
+            return pages.gather(
+                refs.latent_cache, "NHD", "key", row, 0 * row, 0, chunk, held, head_dim=pool.head_dim
+            )
 
-        keys = latent_tile.read(read, pool_ref.dtype, problem.latent_chunks)
+        keys = latent_tile.read(read, refs.latent_cache.dtype, problem.latent_chunks)
 
         def masked_logits2() -> jax.Array:
             return masking.apply(logits2(keys), held[None, :])

@@ -8,20 +8,7 @@ import jax.numpy as jnp
 
 from pallas_attn._tile import pieces, triton
 from pallas_attn._tile.latent_problem import LatentProblem
-
-
-@dataclasses.dataclass(frozen=True)
-class Ids:
-    """How an id leads to a row of the pool, whose pages are laid end to end.
-
-    page_size: of logical positions, that go through a row of the block table; None where ids are rows.
-    tokens_a_seq: query tokens that share a row of the table.
-    skip_all_outside: whether any id outside is skipped, not -1 alone.
-    """
-
-    page_size: int | None = None
-    tokens_a_seq: int = 1
-    skip_all_outside: bool = False
+from pallas_attn.ops.sparse_mla.operands import Ids
 
 
 def beside_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array | None) -> jax.Array:

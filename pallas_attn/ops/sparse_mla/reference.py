@@ -1,7 +1,5 @@
 """Sparse MLA in plain jnp: some query tokens at a time, whose rows are gathered whole."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -9,21 +7,25 @@ from pallas_attn._call import symbolic
 from pallas_attn._tile import masking, softmax
 from pallas_attn._tile.latents import BYTES, LATENT_DIM, dequantized
 from pallas_attn._tile.layout import table_tokens
-from pallas_attn.ops.sparse_mla.problem import Ids, beside_sinks
+from pallas_attn.ops.sparse_mla.operands import Operands
+from pallas_attn.ops.sparse_mla.problem import beside_sinks
 
 TOKENS_AT_ONCE = 8
 
 
-@functools.partial(jax.jit, static_argnames=("ids", "scale", "max_logits"))
-def sparse_mla_xla(
-    query, pool, indices, lengths, tables, *, ids: Ids, scale: float, sinks=None, max_logits: bool = False
-) -> tuple[jax.Array, ...]:
+@jax.jit
+def sparse_mla_xla(operands: Operands) -> tuple[jax.Array, ...]:
     """As `sparse_mla_pallas`."""
+    query, pool, indices, tables = (
+        operands.query, operands.latent_cache, operands.indices, operands.block_tables
+    )  # fmt: skip
+    ids, scale, lengths = operands.ids, operands.scale, operands.topk_length
+    assert lengths is not None
     num_tokens, _, _ = query.shape
     topk, num_rows = indices.shape[1], pool.shape[0]
     usable_lengths = jnp.clip(lengths, 0, topk)
     listed = masking.within(jnp.arange(topk), usable_lengths[:, None])
-    if ids.page_size is None:
+    if ids.page_size is None or tables is None:
         inside, row = masking.usable_pages(indices, num_rows), indices
     else:
         in_table = masking.usable_pages(indices, table_tokens(tables.shape[1], ids.page_size))
@@ -54,5 +56,5 @@ def sparse_mla_xla(
     out, lse, maximum = jax.lax.map(attend, (query, rows, held), batch_size=batch)
     out = softmax.poison(out, bad[:, None, None]).astype(query.dtype)
     lse, maximum = (softmax.poison(x, bad[:, None]) for x in (lse.natural(), maximum))
-    out = beside_sinks(out, lse, sinks)
-    return (out, lse, maximum) if max_logits else (out, lse)
+    out = beside_sinks(out, lse, operands.sinks)
+    return (out, lse, maximum) if operands.max_logits else (out, lse)

@@ -1,0 +1,72 @@
+"""What an op works on, from its public function to its kernel: one frozen pytree, under the public names.
+
+    @operands
+    class Operands:
+        query: Array = dims("seqs q heads dim")
+        sinks: Array | None = dims("heads", default=None)
+        scale: float
+
+A field with `dims` holds an array that the caller gave, later a tracer, in `vmap` and `shard_map` a part of the array,
+and inside a kernel the ref to it; None where it is optional and was not given. What its dimensions are is said in
+words, from which follows how a call is partitioned (partition.py). A field without is compiled in.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, dataclass_transform
+
+import jax
+
+_DIMS = "dims"
+
+
+def dims(*words: Any, default: Any = dataclasses.MISSING) -> Any:
+    """A field that holds an array, and its dimensions in words; or a pytree of arrays, and of words.
+
+    Several `words` are for arrays of as many dimensions as each has. A function says them of the operands, where they
+    hang on what is compiled in. With `default` None the field is optional.
+    """
+    return dataclasses.field(default=default, metadata={_DIMS: words})
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, eq_default=False, field_specifiers=(dims,))
+def operands[T](cls: type[T]) -> type[T]:
+    """Makes a class of an op's operands of one that has annotations."""
+    made: Any = dataclasses.dataclass(frozen=True, kw_only=True, eq=False)(cls)
+    fields = dataclasses.fields(made)
+    arrays = [field.name for field in fields if _DIMS in field.metadata]
+    static = [field.name for field in fields if _DIMS not in field.metadata]
+    return jax.tree_util.register_dataclass(made, data_fields=arrays, meta_fields=static)
+
+
+def _fields(operands: Any) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+    """(name, value, words) of the fields that hold arrays."""
+    for field in dataclasses.fields(operands):
+        if (value := getattr(operands, field.name)) is not None and _DIMS in field.metadata:
+            yield field.name, value, field.metadata[_DIMS]
+
+
+def named(operands: Any) -> dict[str, Any]:
+    """The arrays that were given, or the pytrees of them."""
+    return {name: value for name, value, _ in _fields(operands)}
+
+
+def dims_of(operands: Any) -> tuple[tuple[str, str], ...]:
+    """(name, dimensions in words) of each array, as `jax.tree.leaves` has them."""
+    return tuple(
+        (name, said)
+        for name, value, words in _fields(operands)
+        for said in jax.tree.leaves(_said(operands, value, words))
+    )
+
+
+def _said(operands: Any, value: Any, words: Sequence[Any]) -> Any:
+    if len(words) > 1:
+        return next(one for one in words if len(one.split()) == len(value.shape))
+    (said,) = words
+    return said(operands) if callable(said) else said
+
+
+def ready(operands: Any) -> Any:
+    """With arrays of JAX's own: outside jit they may be numpy's."""
+    return jax.tree.map(jax.numpy.asarray, operands)

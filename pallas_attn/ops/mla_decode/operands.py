@@ -1,0 +1,27 @@
+"""What `mla_decode` works on."""
+
+from pallas_attn._call.operands import dims, operands
+from pallas_attn._tile.layout import DIMS, PoolShape, pool_shape
+from pallas_attn._tile.problem import DecodeCall
+from pallas_attn._types import Array
+from pallas_attn.ops.mla_decode.schedule import MLASchedule
+
+
+@operands
+class Operands:
+    query: Array = dims("seqs q heads dim")
+    latent_cache: Array = dims(DIMS["NHD"]["key"])
+    block_tables: Array = dims("seqs columns")
+    seq_lens: Array = dims("seqs")
+    schedule: MLASchedule | None = dims(("parts columns", "sums"), default=None)
+    scale: float
+    causal: bool
+    batch_invariant: bool
+
+    @property
+    def pool(self) -> PoolShape:
+        return pool_shape(self.latent_cache, "NHD")
+
+    @property
+    def sizes(self) -> DecodeCall:
+        return DecodeCall.of(self.query, self.block_tables, self.pool)
