@@ -136,7 +136,7 @@ def heuristic(
         chosen = dict(
             forward=FlashAttentionTiles(128, 64, 8, 2),
             query=FlashAttentionTiles(64, 32, 4, 3),
-            key_value=FlashAttentionTiles(64, 64, 8, 2),
+            key_value=FlashAttentionTiles(32, 64, 8, 2),
         )
     for name in KERNELS:
         chosen[name] = fitted(chosen[name], name, problem, itemsize, pair_bytes, device)
