@@ -327,10 +327,11 @@ def test_a_decoder_of_others_without_it_is_refused(as_users_have_it):
 @pytest.mark.parametrize(("kind", "op"), [("dense", "paged_attention"), ("latents", "mla_decode")])
 def test_on_an_h100_all_attention_is_by_the_op_that_is_invariant(kind, op):
     engine = Engine(made(kind, "bfloat16", None), **SIZES, batch_invariant=True)
-    state = engine._weights, engine._cache, engine._tables, engine._rows, None
-    arguments = *state, *engine._no_tokens(*engine._rooms)
+    runner = engine._runner
+    state = runner._weights, runner.cache, runner._tables, runner._rows, None
+    arguments = *state, *runner._no_tokens(*runner._rooms)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
-    static = dict(graph=engine._graph, how=How(), stops=(), burst=1)
+    static = dict(graph=runner._graph, how=How(), stops=(), burst=1)
     lowered = lower_for_gpu(functools.partial(steps.scores, **static), *shapes)
     kernels = {name for name, *_ in triton_kernels(lowered)} - {"pallas_attn_write_kv"}
     assert kernels == {f"pallas_attn_{op}"}
