@@ -108,7 +108,7 @@ def forget(engine: Engine) -> None:
     engine._scheduler.prefixes.clear()
 
 
-def everywhere(engine: Engine, mine, others, fewer: int, in_chunks: bool = True) -> dict[str, bytes]:
+def everywhere(engine: Engine, mine, others, fewer: int) -> dict[str, bytes]:
     """The request's scores alone, beside others, in other rows and chunks, found in the cache and sent back. `fewer`
     pages than the last batch's prompts take bring that about."""
     alone, whole = served(engine, [mine], 0)
@@ -121,7 +121,7 @@ def everywhere(engine: Engine, mine, others, fewer: int, in_chunks: bool = True)
     forget(engine)
     request, chunks = served(engine, [*others[:3], mine, *others[3:]], 3)
     assert not request.reused
-    assert chunks != whole or not in_chunks
+    assert chunks != whole
     found["fourth of eight"] = bits(engine, request)
 
     # It is the newest, and goes back when the others need pages.
@@ -131,8 +131,8 @@ def everywhere(engine: Engine, mine, others, fewer: int, in_chunks: bool = True)
     taken = engine._scheduler.allocator.allocate(engine.free_pages - pages)
     request, _ = served(engine, batch, 3)
     engine._scheduler.allocator.free(taken)
-    assert request.preempted or not in_chunks
-    assert request.reused or not in_chunks, "pages of the one that begins as it does"
+    assert request.preempted
+    assert request.reused, "pages of the one that begins as it does"
     found["last of four that have few pages"] = bits(engine, request)
     return found
 
@@ -150,14 +150,13 @@ def everywhere(engine: Engine, mine, others, fewer: int, in_chunks: bool = True)
         ("windows, sinks, experts with biases", "float32", "float8_e4m3fn"),
         ("latents", "float32", None),
         ("deepseek", "float32", None),
-        ("deepseek", "bfloat16", "float8_e4m3fn"),
     ],
 )
 def test_scores_are_those_of_the_request_alone(kind, dtype, cache_dtype, prompts, short_splits):
-    # A product of 32 rows on a CPU may round its last 8 otherwise; of 64, these stay among the first.
-    sizes = SIZES | ({"step_tokens": 64} if (kind, dtype) == ("deepseek", "bfloat16") else {})
-    engine = Engine(made(kind, dtype), **sizes, batch_invariant=True, cache_dtype=cache_dtype)
-    found = everywhere(engine, *prompts, fewer=2, in_chunks=sizes == SIZES)
+    """Of what a CPU computes nothing is promised, since its products may round the last of their rows otherwise. In
+    these cases none does, so that whatever else depended on the batch would show; the rest is for `test_on_a_gpu`."""
+    engine = Engine(made(kind, dtype), **SIZES, batch_invariant=True, cache_dtype=cache_dtype)
+    found = everywhere(engine, *prompts, fewer=2)
     assert [name for name, scores in found.items() if scores != found["alone"]] == []
 
 

@@ -163,7 +163,8 @@ def write_and_attend(
     cache = paged.replace(block_tables=cache.shared_tables)
     if batch_invariant:
         # What a token sees is cut up by its own length alone, whatever it came with.
-        return new.unpack(one_token_each(new.pack(query), new.by_token(cache), new.positions), layer), cache
+        out = one_token_each(new.pack(query), new.by_token(cache), new.positions)
+        return new.unpack(out, layer, query), cache
     # A quantised cache's new tokens, too, see each other as they are stored: what a token sees then depends neither on
     # the chunks that it came in nor on whether others had stored its beginning.
     out: Any = ragged_paged_attention(
