@@ -40,6 +40,8 @@ class History:
         self._failed = False
 
     def _device(self) -> str | None:
+        if self.rng.random() < 0.02:  # while the step is made
+            self._cancel()
         if not self.device_fails or self.rng.random() > 0.05:
             return None
         return self.rng.choice(["before", "after", ""])
@@ -52,6 +54,14 @@ class History:
         sampling = Sampling(stop="55" if rng.random() < 0.3 else (), logprobs=rng.choice([None, 1]))
         request = self.engine.submit(prompt, max_new_tokens=rng.randint(1, 14), sampling=sampling)
         self.requests.append(request)
+
+    def _cancel(self) -> None:
+        request = self.rng.choice(self.requests)
+        try:
+            self.engine.cancel(request)
+        finally:
+            if request.finish_reason == "cancelled":
+                self.cancelled.add(request)
 
     def _step(self) -> None:
         interrupts, rng = self.interrupts, self.rng
@@ -77,10 +87,7 @@ class History:
             if rng.random() < 0.4:
                 self._submit()
             elif rng.random() < 0.1 and self.requests:
-                request = rng.choice(self.requests)
-                if not request.done:
-                    self.cancelled.add(request)
-                self.engine.cancel(request)
+                self._cancel()
             self._step()
         for _ in range(3000):
             if not self.engine.busy:
