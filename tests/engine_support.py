@@ -10,17 +10,18 @@ import sys
 import time
 import types
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from flax import nnx
 
-from pallas_attn.models import Engine, choosing, prefix_cache, requests, scheduler, stats, steps
+from pallas_attn.models import Engine, choosing, prefix_cache, requests, runner, scheduler, stats, steps
 from pallas_attn.models import engine as engine_module
 from pallas_attn.ops.kv_cache import allocator
 
 STOP, VOCABULARY = 0, 7
-HOST = {module.__file__ for module in (engine_module, scheduler, prefix_cache, requests, stats, allocator)}
+_MODULES = (engine_module, runner, scheduler, prefix_cache, requests, stats, allocator)
+HOST = {module.__file__ for module in _MODULES}
 """Files whose lines a step runs, without the device's."""
 
 
@@ -30,6 +31,12 @@ def answer_to(tokens: Sequence[int]) -> int:
 
 def logprob_of(tokens: Sequence[int]) -> float:
     return float(zlib.adler32(bytes(tokens)) % 1000)
+
+
+def scores_of(tokens: Sequence[int]) -> np.ndarray:
+    scores = np.zeros(VOCABULARY, np.float32)
+    scores[answer_to(tokens)] = 1 + logprob_of(tokens)
+    return scores
 
 
 def whole_answer(prompt, max_new_tokens, stops=True, text: str = "") -> list[int]:
@@ -75,6 +82,7 @@ class Unmade:
 class Model(nnx.Module):
     def __init__(self):
         self.config = types.SimpleNamespace(vocab_size=VOCABULARY, context_length=4096)
+        self.batch_invariant = False
 
     def logits(self, _):
         raise NotImplementedError
@@ -99,7 +107,7 @@ class Device:
 
     def __getitem__(self, key):
         program, _, how = key
-        run = {steps.mixed: self._mixed, steps.decode: self._decode}[program]
+        run = {steps.mixed: self._mixed, steps.decode: self._decode, steps.scores: self._scores}[program]
 
         def call(weights, cache: Cache, tables, rows, texts, *arguments):
             how_it_fails = self.fails()
@@ -118,10 +126,7 @@ class Device:
                 new.pool[:] = -1
                 return chosen, None, new
             chosen, chances = run(new.pool, tables, *arguments)
-            logs = None
-            if how.logprobs:
-                logs = choosing.Logprobs(chances, chances[..., None], chosen[..., None])
-            return chosen, logs, new
+            return chosen, self._logs(how, chosen, chances), new
 
         return call
 
@@ -134,16 +139,35 @@ class Device:
         page = table[at // pool.shape[1]]
         pool[page, at % pool.shape[1]] = token
 
+    def choose(self, how, scores, positions, bounds):
+        """In place of an engine's choice from scores."""
+        scores = np.asarray(scores)
+        chosen = np.where(np.diff(bounds) > 0, scores.argmax(axis=1), -1)[None]
+        return chosen, self._logs(how, chosen, scores.max(axis=1)[None] - 1)
+
+    def _logs(self, how, chosen, chances):
+        return choosing.Logprobs(chances, chances[..., None], chosen[..., None]) if how.logprobs else None
+
+    def _scores(self, pool, tables, tokens, positions, bounds):
+        scores = np.zeros((len(tables), VOCABULARY), np.float32)
+        for row, seen in self._read(pool, tables, tokens, positions, bounds):
+            scores[row] = scores_of(seen)
+        return scores, None
+
     def _mixed(self, pool, tables, tokens, positions, bounds):
         chosen, chances = np.full((1, len(tables)), -1, np.int32), np.zeros((1, len(tables)))
+        for row, seen in self._read(pool, tables, tokens, positions, bounds):
+            chosen[0, row], chances[0, row] = answer_to(seen), logprob_of(seen)
+        return chosen, chances
+
+    def _read(self, pool, tables, tokens, positions, bounds) -> Iterator[tuple[int, list[int]]]:
+        """Each row that has tokens here, and all that it sees."""
         for row, table in enumerate(tables):
             for at in range(bounds[row], bounds[row + 1]):
                 self._write(pool, table, positions[at], tokens[at])
         for row, table in enumerate(tables):
             if bounds[row] < bounds[row + 1]:
-                seen = self._seen(pool, table, positions[bounds[row + 1] - 1] + 1)
-                chosen[0, row], chances[0, row] = answer_to(seen), logprob_of(seen)
-        return chosen, chances
+                yield row, self._seen(pool, table, positions[bounds[row + 1] - 1] + 1)
 
     def _decode(self, pool, tables, tokens, positions, left):
         burst = self.engine._scheduler.burst
@@ -163,7 +187,9 @@ class Device:
 def engine_of(fails=lambda: None, seconds: float = 0.0, **sizes) -> Engine:
     sizes = {"max_len": 48, "num_rows": 3, "page_size": 3, "step_tokens": 8, "burst": 3, **sizes}
     engine = Engine(Model(), stop_token_ids=[STOP], tokenizer=Digits(), **sizes)  # pyright: ignore
-    engine._programs = Device(engine, fails, seconds)  # pyright: ignore
+    runner = engine._runner
+    runner.programs = device = Device(engine, fails, seconds)  # pyright: ignore
+    runner._choose = device.choose
     return engine
 
 

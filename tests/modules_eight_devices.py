@@ -68,7 +68,14 @@ FORMS = {
     "ragged, by token": (RAGGED, BOUNDS, (8,), SEQS, SEQS),
 }
 """Positions, bounds, what tokens lie in, how query, key and value are sharded, and how positions are."""
-CACHES = {"pages": pages(), "pages of bytes": pages("int8", scale_per_page=True), "latents": latents()}
+INVARIANT: Any = dict(batch_invariant=True, implementation="interpret")
+ATTENTION = {
+    "pages": (nn.PagedAttention(), pages()),
+    "pages of bytes": (nn.PagedAttention(), pages("int8", scale_per_page=True)),
+    "latents": (nn.LatentGQA(), latents()),
+    "pages, batch-invariant": (nn.PagedAttention(**INVARIANT), pages()),
+    "latents, batch-invariant": (nn.LatentGQA(**INVARIANT), latents()),
+}
 
 
 def assert_same(function, arguments, specs, like: int | None = None) -> None:
@@ -88,10 +95,10 @@ def assert_same(function, arguments, specs, like: int | None = None) -> None:
 @OURS_ALONE
 @pytest.mark.sweep
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("cache", CACHES)
-def test_attention_over(cache, form):
+@pytest.mark.parametrize("kind", ATTENTION)
+def test_attention_over(kind, form):
     positions, bounds, lead, spec, rows = FORMS[form]
-    module = nn.LatentGQA() if cache == "latents" else nn.PagedAttention()
+    module, cache = ATTENTION[kind]
 
     def call(query, key, value, cache, positions):
         return module(query, key, value, cache, 0, positions, cu_q_lens=bounds)
@@ -99,9 +106,8 @@ def test_attention_over(cache, form):
     query, key = normal(*lead, 8, 32), normal(*lead, 4, 32)
     by_sequence = bounds is None and "seq" in spec
     pool = POOL if "head" in str(spec) else WHOLE
-    places = specs_of(CACHES[cache], pool, SEQS if by_sequence else WHOLE)
-    arguments = (query, key, key + 1, CACHES[cache], positions)
-    assert_same(call, arguments, (spec, spec, spec, places, rows), like=0)
+    places = specs_of(cache, pool, SEQS if by_sequence else WHOLE)
+    assert_same(call, (query, key, key + 1, cache, positions), (spec, spec, spec, places, rows), like=0)
 
 
 @OURS_ALONE

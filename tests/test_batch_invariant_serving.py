@@ -108,7 +108,7 @@ def forget(engine: Engine) -> None:
     engine._scheduler.prefixes.clear()
 
 
-def everywhere(engine: Engine, mine, others, fewer: int, in_chunks: bool = True) -> dict[str, bytes]:
+def everywhere(engine: Engine, mine, others, fewer: int) -> dict[str, bytes]:
     """The request's scores alone, beside others, in other rows and chunks, found in the cache and sent back. `fewer`
     pages than the last batch's prompts take bring that about."""
     alone, whole = served(engine, [mine], 0)
@@ -121,7 +121,7 @@ def everywhere(engine: Engine, mine, others, fewer: int, in_chunks: bool = True)
     forget(engine)
     request, chunks = served(engine, [*others[:3], mine, *others[3:]], 3)
     assert not request.reused
-    assert chunks != whole or not in_chunks
+    assert chunks != whole
     found["fourth of eight"] = bits(engine, request)
 
     # It is the newest, and goes back when the others need pages.
@@ -131,8 +131,8 @@ def everywhere(engine: Engine, mine, others, fewer: int, in_chunks: bool = True)
     taken = engine._scheduler.allocator.allocate(engine.free_pages - pages)
     request, _ = served(engine, batch, 3)
     engine._scheduler.allocator.free(taken)
-    assert request.preempted or not in_chunks
-    assert request.reused or not in_chunks, "pages of the one that begins as it does"
+    assert request.preempted
+    assert request.reused, "pages of the one that begins as it does"
     found["last of four that have few pages"] = bits(engine, request)
     return found
 
@@ -150,14 +150,13 @@ def everywhere(engine: Engine, mine, others, fewer: int, in_chunks: bool = True)
         ("windows, sinks, experts with biases", "float32", "float8_e4m3fn"),
         ("latents", "float32", None),
         ("deepseek", "float32", None),
-        ("deepseek", "bfloat16", "float8_e4m3fn"),
     ],
 )
 def test_scores_are_those_of_the_request_alone(kind, dtype, cache_dtype, prompts, short_splits):
-    # A product of 32 rows on a CPU may round its last 8 otherwise; of 64, these stay among the first.
-    sizes = SIZES | ({"step_tokens": 64} if (kind, dtype) == ("deepseek", "bfloat16") else {})
-    engine = Engine(made(kind, dtype), **sizes, batch_invariant=True, cache_dtype=cache_dtype)
-    found = everywhere(engine, *prompts, fewer=2, in_chunks=sizes == SIZES)
+    """Of what a CPU computes nothing is promised, since its products may round the last of their rows otherwise. In
+    these cases none does, so that whatever else depended on the batch would show; the rest is for `test_on_a_gpu`."""
+    engine = Engine(made(kind, dtype), **SIZES, batch_invariant=True, cache_dtype=cache_dtype)
+    found = everywhere(engine, *prompts, fewer=2)
     assert [name for name, scores in found.items() if scores != found["alone"]] == []
 
 
@@ -235,10 +234,10 @@ def test_generate_answers_as_to_each_prompt_alone(prompts):
     assert alone.tokens.shape == (1, NEW)
     assert np.isfinite(alone.logits).all()
     assert len(np.unique(alone.logits)) > 300
-    for batch in ([others[0], mine], [*others, mine, *more]):  # of more than there are rows
-        found, at = answers(*batch), batch.index(mine)
-        assert found.row(at) == alone.row(0)
-        assert found.logits[at].tobytes() == alone.logits[0].tobytes()
+    batch = [*others, mine, *more]  # of more than there are rows
+    found, at = answers(*batch), batch.index(mine)
+    assert found.row(at) == alone.row(0)
+    assert found.logits[at].tobytes() == alone.logits[0].tobytes()
     assert found.num_prompt_tokens == sum(map(len, batch))
     assert min(found.compile_seconds, found.prefill_seconds, found.decode_seconds) > 0
     # As many as a stop token leaves, padded as without it.
@@ -327,10 +326,11 @@ def test_a_decoder_of_others_without_it_is_refused(as_users_have_it):
 @pytest.mark.parametrize(("kind", "op"), [("dense", "paged_attention"), ("latents", "mla_decode")])
 def test_on_an_h100_all_attention_is_by_the_op_that_is_invariant(kind, op):
     engine = Engine(made(kind, "bfloat16", None), **SIZES, batch_invariant=True)
-    state = engine._weights, engine._cache, engine._tables, engine._rows, None
-    arguments = *state, *engine._no_tokens(*engine._rooms)
+    runner = engine._runner
+    state = runner._weights, runner.cache, runner._tables, runner._rows, None
+    arguments = *state, *runner._no_tokens(*runner._rooms)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
-    static = dict(graph=engine._graph, how=How(), stops=(), burst=1)
+    static = dict(graph=runner._graph, how=How(), stops=(), burst=1)
     lowered = lower_for_gpu(functools.partial(steps.scores, **static), *shapes)
     kernels = {name for name, *_ in triton_kernels(lowered)} - {"pallas_attn_write_kv"}
     assert kernels == {f"pallas_attn_{op}"}

@@ -114,7 +114,7 @@ def test_answers_are_wrapped_on_a_terminal_alone(tiny, terminal, monkeypatch):
     out = Console(file=io.StringIO(), force_terminal=terminal, width=14, soft_wrap=True, color_system=None)
     err = Console(file=io.StringIO())
     text = "They are words of a sentence."
-    options = ChatOptions(None, None, {}, NEW, 160, {}, "float32", None, 4, 16, "gqa", None)
+    options = ChatOptions(None, None, {}, NEW, 160, {}, "float32", None, 4, 16, "gqa", None, False)
     loaded = load_gguf(tiny)
     monkeypatch.setattr(loaded.tokenizer, "decode", lambda tokens: bytes(tokens).decode())
     engine = Engine(loaded.model, max_len=160, num_rows=1)

@@ -70,7 +70,7 @@ def test_tokens_are_those_of_each_request_alone(model, alone, options, preempts,
     assert any(request.preempted for request in requests) == preempts
     assert any(request.reused for request in requests) == reuses
     rooms = {256, 32} if "step_tokens" in options else {SIZES["step_tokens"]}
-    assert {room for _, room, _ in engine._programs} == {SIZES["num_rows"], *rooms}
+    assert {room for _, room, _ in engine._runner.programs} == {SIZES["num_rows"], *rooms}
 
 
 def test_equal_prefixes_take_no_pages_twice(model, alone):
@@ -248,7 +248,7 @@ def exact(uneven):
 
 def worst(engine: Engine, request, exact) -> float:
     """The largest error of what a request has stored, in parts of the largest number of its page and head."""
-    cache, pages, right = engine._cache, np.array(request.pages), exact(request)
+    cache, pages, right = engine._runner.cache, np.array(request.pages), exact(request)
     stored = []
     for pool, scale in ((cache.key_cache, cache.k_scale), (cache.value_cache, cache.v_scale)):
         of_pages = np.asarray(scale)[pages if cache.scale_per_page else 0 * pages]
@@ -269,7 +269,7 @@ def test_an_8_bit_cache_is_not_bound_to_its_first_request(uneven, exact):
         engine = Engine(uneven, **SIZES, cache_dtype=jnp.int8)
         if not scale_per_page:
             scales = {name: jnp.full((1, TINY.num_kv_heads), 1.0) for name in ("k_scale", "v_scale")}
-            engine._cache = engine._cache.replace(**scales, scale_per_page=False)
+            engine._runner.cache = engine._runner.cache.replace(**scales, scale_per_page=False)
         for tokens in before:
             engine.submit(tokens, max_new_tokens=1)
             run(engine)
@@ -303,7 +303,7 @@ def test_answers_do_not_depend_on_what_was_served_before(cache_dtype):
             engine.step()
         at, table = len(prompt) + 8, np.full((1, 16), -1, np.int32)
         table[0, : len(request.pages)] = request.pages
-        cache = engine._cache.replace(block_tables=jnp.asarray(table))
+        cache = engine._runner.cache.replace(block_tables=jnp.asarray(table))
         hidden, _ = model(jnp.array([[request.tokens[at]]]), jnp.array([[at]], jnp.int32), cache)
         answer = request.answer[:10]
         engine.cancel(request)
@@ -361,10 +361,12 @@ def test_after_an_exception_the_next_step_makes_up_for_it(model, alone, where, m
     run(engine)
     requests = [engine.submit(tokens, max_new_tokens=len(right)) for tokens, right in (alone[3], other)]
     owner, name = (
-        (engine._scheduler, where) if where == "complete" else (engine, where.replace("compile", "_compile"))
+        (engine._scheduler, where)
+        if where == "complete"
+        else (engine._runner, where.replace("compile", "_compile"))
     )
     if where == "compile":
-        engine._programs.clear()
+        engine._runner.programs.clear()
     working, failed = getattr(owner, name), []
 
     def failing(*arguments, **more):
@@ -390,7 +392,7 @@ def test_a_cache_that_was_given_away_and_lost_is_made_anew(model, alone):
     engine = Engine(model, **SIZES)
     engine.compile()
     requests = [engine.submit(prompt, max_new_tokens=len(right)) for prompt, right in alone]
-    working, calls = engine._programs, []
+    working, calls = engine._runner.programs, []
 
     def losing(program):
         def call(*arguments):
@@ -402,10 +404,10 @@ def test_a_cache_that_was_given_away_and_lost_is_made_anew(model, alone):
 
         return call
 
-    engine._programs = {key: losing(program) for key, program in working.items()}
+    engine._runner.programs = {key: losing(program) for key, program in working.items()}
     lost = 0
     while engine.busy:
-        cache = engine._cache
+        cache = engine._runner.cache
         try:
             engine.step()
         except KeyboardInterrupt:

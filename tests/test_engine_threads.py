@@ -74,7 +74,7 @@ def test_nothing_waits_for_a_step():
         inside.set()
         assert go_on.wait(60)
 
-    engine._programs.fails = device
+    engine._runner.programs.fails = device
     first = engine.submit([1, 2], max_new_tokens=4)
     second = engine.submit([2, 1], max_new_tokens=4)
     (stepping,) = started([engine.step])

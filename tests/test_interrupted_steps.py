@@ -6,10 +6,11 @@ import itertools
 import random
 
 import pytest
-from engine_support import HOST, STOP, Interrupts, check_pages, engine_of, logprob_of, whole_answer
+from engine_support import HOST, STOP, Interrupts, check_pages, engine_of, logprob_of, scores_of, whole_answer
 
 from pallas_attn.models import Engine, Sampling
 from pallas_attn.models.prefix_cache import PrefixCache
+from pallas_attn.models.requests import Request
 from pallas_attn.models.scheduler import Scheduler
 from pallas_attn.ops.kv_cache.allocator import PageAllocator
 
@@ -21,6 +22,7 @@ SIZES = [
     dict(num_pages=17, page_size=4, burst=1),
     dict(num_pages=16, prefix_cache=False),
     dict(num_rows=2, step_tokens=32, burst=8),
+    dict(num_pages=16, batch_invariant=True),
 ]
 
 
@@ -31,12 +33,15 @@ class History:
         self.rng = rng = random.Random(seed)
         self.interrupts, self.device_fails = interrupts, device_fails
         self.engine = engine_of(self._device, **SIZES[seed % len(SIZES)])
+        self.engine.scores = {}
         self.requests, self.cancelled = [], set()
         self.texts = {}
         self._rate = rng.choice([0.3, 0.7, 0.95])
         self._failed = False
 
     def _device(self) -> str | None:
+        if self.rng.random() < 0.02:  # while the step is made
+            self._cancel()
         if not self.device_fails or self.rng.random() > 0.05:
             return None
         return self.rng.choice(["before", "after", ""])
@@ -49,6 +54,14 @@ class History:
         sampling = Sampling(stop="55" if rng.random() < 0.3 else (), logprobs=rng.choice([None, 1]))
         request = self.engine.submit(prompt, max_new_tokens=rng.randint(1, 14), sampling=sampling)
         self.requests.append(request)
+
+    def _cancel(self) -> None:
+        request = self.rng.choice(self.requests)
+        try:
+            self.engine.cancel(request)
+        finally:
+            if request.finish_reason == "cancelled":
+                self.cancelled.add(request)
 
     def _step(self) -> None:
         interrupts, rng = self.interrupts, self.rng
@@ -74,10 +87,7 @@ class History:
             if rng.random() < 0.4:
                 self._submit()
             elif rng.random() < 0.1 and self.requests:
-                request = rng.choice(self.requests)
-                if not request.done:
-                    self.cancelled.add(request)
-                self.engine.cancel(request)
+                self._cancel()
             self._step()
         for _ in range(3000):
             if not self.engine.busy:
@@ -106,6 +116,7 @@ class History:
             if request.sampling.logprobs is None:
                 logprobs = []
             assert [each.logprob for each in request.logprobs] == logprobs
+            self.check_scores(request)
         check_pages(self.engine)
         stats = self.engine.stats()
         assert (stats.waiting, stats.running) == (0, 0)
@@ -117,6 +128,16 @@ class History:
         assert stats.prompt_tokens == sum(len(request.prompt) for request in joined)
         assert stats.cached_tokens == sum(request.cached_tokens for request in joined)
         assert stats.preemptions == sum(request.preempted for request in joined)
+
+    def check_scores(self, request: Request) -> None:
+        """One for each token of an answer; of a step that was given up, before the request was, there may be more."""
+        kept, tokens = self.engine.scores.get(request, []), request.answer
+        if self.engine._invariant:
+            assert 0 <= len(kept) - len(tokens) <= (request.finish_reason in ("cancelled", "error"))
+        else:
+            assert not kept
+        for at, scores in enumerate(kept[: len(tokens)]):
+            assert scores.tolist() == scores_of([*request.prompt, *tokens[:at]]).tolist()
 
 
 @pytest.mark.parametrize(
@@ -208,7 +229,7 @@ def test_what_fails_again_and_again_ends():
             failures += 1
     assert [request.finish_reason for request in requests] == ["error"] * 5
     assert failures == 3 + 3, "three requests run at a time"
-    engine._programs.fails = lambda: None
+    engine._runner.programs.fails = lambda: None
     last = engine.submit([1, 2], max_new_tokens=9)
     while engine.busy:
         engine.step()

@@ -1,44 +1,31 @@
 """Continuous batching: requests join and leave a running batch at any step.
 
 The scheduler (scheduler.py) says on the host which tokens of which requests a step computes and in which pages they
-lie. A step is a program of static shape, compiled once: the mixed one computes up to `step_tokens` tokens, chunks of
-prompts among tokens of answers, in the ragged form of the attention modules; a smaller one does the same for steps
-with few tokens; the last, when no prompt is read, goes on for up to `burst` tokens of every answer, each chosen on the
-device. The host reads what was chosen once a step; keys and values stay where they are.
+lie, and the runner (runner.py) has the device compute it: chunks of prompts among tokens of answers, or, when no prompt
+is read, up to `burst` tokens of every answer. The host reads what was chosen once a step. What an engine adds: one step
+at a time, whatever threads there are; requests that end as they should; and steps that failed, which it makes up for.
 """
 
-import functools
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn import PagedKVCache
 from pallas_attn._call.checks import ArgumentChecker, check_int, fail
-from pallas_attn._call.optional import needs_extra
 
-with needs_extra("models", user="pallas_attn.models.engine"):
-    from flax import nnx
-
-from . import steps
 from .arguments import check_model, checked_prompt
 from .llama import for_lengths, invariant
 from .requests import Request
-from .sampling import How, Rows, Sampling, checked_stops, token_logprobs
+from .runner import Runner
+from .sampling import How, Sampling, checked_stops, token_logprobs
 from .scheduler import Scheduler, Step
 from .stats import EngineStats
 from .steps import Decoder
 from .stopping import first_stop
 
-# A step whose tokens fit in this part of `step_tokens` is padded to that and no further, unless it is too small to be
-# worth a program of its own: a turn of a chat takes no longer than it must.
-_FEW = 8
-_WORTH_COMPILING = 32
 # What makes a step fail so many times in a row will not go away.
 _TRIES = 3
 
@@ -96,9 +83,9 @@ class Engine:
 
     Attributes:
         steps: made so far.
-        compile_seconds: spent compiling so far.
         scores: None; with `batch_invariant`, of a dict that is put here each request gets a list of what its tokens
-            were chosen from, [vocab_size] float32 each, before penalties.
+            were chosen from, [vocab_size] float32 each, before penalties. One that was cancelled may have one more
+            than tokens.
 
     Raises:
         TypeError: the model is none that this can run, or an argument of another type than said above.
@@ -128,8 +115,7 @@ class Engine:
         for name, size in (("num_rows", num_rows), ("page_size", page_size), ("burst", burst)):
             check_int("Engine", name, size, least=1)
         check_int("Engine", "step_tokens", step_tokens, least=num_rows)
-        pages_each = -(-max_len // page_size)
-        num_pages = num_rows * pages_each if num_pages is None else num_pages
+        num_pages = num_rows * -(-max_len // page_size) if num_pages is None else num_pages
         check_int("Engine", "num_pages", num_pages, least=1)
         for name, flag in (("prefix_cache", prefix_cache), ("batch_invariant", batch_invariant)):
             ArgumentChecker("Engine").flag(name, flag)
@@ -139,22 +125,21 @@ class Engine:
         self._tokenizer = tokenizer
         model = for_lengths(model, max_len)
         self._model, self._most = model, min(max_len, num_pages * page_size + 1)
-        few = step_tokens // _FEW
-        few_as_well = few >= max(num_rows, _WORTH_COMPILING) and not self._invariant
-        self._rooms = [few, step_tokens] if few_as_well else [step_tokens]
-        self._graph, self._weights = nnx.split(model)
-        self._num_rows, self._max_len, self._pages_each = num_rows, max_len, pages_each
-        self._create_rows()
-        tables = jnp.asarray(self._tables)
-        self._create_cache = functools.partial(
-            model.create_cache,
+        burst = 1 if self._invariant else burst
+        self._runner = Runner(
+            model,
+            num_rows=num_rows,
+            max_len=max_len,
             num_pages=num_pages,
             page_size=page_size,
-            block_tables=tables,
-            dtype=cache_dtype,
+            step_tokens=step_tokens,
+            burst=burst,
+            stops=self._stops,
+            batch_invariant=self._invariant,
+            cache_dtype=cache_dtype,
         )
-        self._cache = self._create_cache()
-        whole_pages = isinstance(self._cache, PagedKVCache) and self._cache.scale_per_page
+        cache = self._runner.cache
+        whole_pages = isinstance(cache, PagedKVCache) and cache.scale_per_page
         if whole_pages:
             check_int("Engine", "step_tokens", step_tokens, least=page_size)
         self._scheduler = Scheduler(
@@ -162,20 +147,22 @@ class Engine:
             page_size=page_size,
             num_rows=num_rows,
             step_tokens=step_tokens,
-            burst=1 if self._invariant else burst,
+            burst=burst,
             prefix_cache=prefix_cache,
             whole_pages=whole_pages,
             stopped=self._text_stops,
         )
-        self._programs: dict[Any, Callable[..., Any]] = {}
         self.scores: dict[Request, list[np.ndarray]] | None = None
-        self._logits: Any = None  # of the last step
-        self._choices: set[How] = set()  # that are compiled
         self._one_at_a_time = threading.RLock()
         # Whether a step is being made, or was given up and not yet made up for.
         self._under_way = False
         self._failures = 0
-        self.steps, self.compile_seconds = 0, 0.0
+        self.steps = 0
+
+    @property
+    def compile_seconds(self) -> float:
+        """Spent compiling so far."""
+        return self._runner.compile_seconds
 
     @property
     def busy(self) -> bool:
@@ -270,13 +257,10 @@ class Engine:
         step = self._scheduler.next_step()
         if not step.chunks:
             return {}
-        for chunk in step.chunks:
-            self._fill_row(chunk.row, chunk.request)
-        as_prompts = step.reads_prompts or self._invariant
-        chosen, logs = self._mixed(step) if as_prompts else self._decode(step)
+        results = self._runner.run(step)
         # The device is not waited for before there is nothing else to do.
         self._scheduler.begin(step)
-        by_row, logs = np.asarray(chosen).T.tolist(), jax.tree.map(np.asarray, logs)
+        by_row, logs = np.asarray(results.tokens).T.tolist(), jax.tree.map(np.asarray, results.logprobs)
         tokens, logprobs = {}, {}
         for chunk in step.chunks:
             if chunk.answers:
@@ -286,32 +270,29 @@ class Engine:
                 if (most := request.sampling.logprobs) is not None:
                     places = [(index, chunk.row) for index in range(len(tokens[request]))]
                     logprobs[request] = [token_logprobs(logs, place, most) for place in places]
+        self._keep_scores(step, results.scores)
         answered = self._scheduler.complete(step, tokens, logprobs)
-        self._keep_scores(step, tokens)
         self.steps += 1
         return {request: tokens[request] for request in answered}
 
-    def _keep_scores(self, step: Step, tokens: dict[Request, list[int]]) -> None:
-        if self.scores is None:
+    def _keep_scores(self, step: Step, scores: Any) -> None:
+        """Before the answers grow: where the step is given up, the next one writes over what does not belong to any."""
+        if self.scores is None or scores is None:
             return
+        scores = np.asarray(scores)
         for chunk in step.chunks:
-            if tokens.get(chunk.request):
+            if chunk.answers:
                 kept = self.scores.setdefault(chunk.request, [])
-                # One for each token, also behind a step that was given up.
-                del kept[len(chunk.request.answer) - 1 :]
-                kept.append(np.asarray(self._logits[chunk.row]))
+                kept[len(chunk.request.answer) :] = [scores[chunk.row].copy()]
 
     def _restore(self) -> None:
         """After a step that was given up: the host's state follows from what the scheduler knows to be true, and the
         device's is as far as the step had got, or is lost."""
-        # New arrays: the device may still be reading the old ones.
-        self._create_rows()
-        try:
-            jax.block_until_ready(self._cache)
-        except Exception:  # given to a program that failed, or never said what became of it
+        self._runner.create_rows()
+        if self._runner.lost_cache():
             # In this order: there is no cache but the lost one until nobody relies on it.
             self._scheduler.forget()
-            self._cache = self._create_cache()
+            self._runner.create_cache()
         self._scheduler.restore()
 
     def _failed(self, error: Exception) -> None:
@@ -358,121 +339,7 @@ class Engine:
         """Compiles all programs now, side by side, rather than when requests of such a sampling need them."""
         how = How.of([] if sampling is None else [sampling])
         with self._one_at_a_time:
-            if self._invariant:
-                tokens = self._no_tokens(*self._rooms)
-                self._compile([(steps.scores, tokens)], How())
-                scores = jnp.zeros((len(self._tables), self._model.config.vocab_size), jnp.float32)
-                self._choose(how, scores, *tokens[1:])
-                return
-            programs = [
-                (steps.decode, self._no_rows()),
-                *((steps.mixed, self._no_tokens(room)) for room in self._rooms),
-            ]
-            self._compile(programs, how)
-
-    def _create_rows(self) -> None:
-        """The host's record of what the device is to know of each row, in which nothing stands yet."""
-        num_rows = self._num_rows
-        self._tables = np.full((num_rows, self._pages_each), -1, np.int32)
-        self._rows = Rows.greedy(num_rows)
-        lengths = np.zeros(num_rows, np.int32)
-        self._texts = steps.Texts(np.full((num_rows, self._max_len), -1, np.int32), lengths)
-        self._held: list[tuple[Request, tuple[int, ...]] | None] = [None] * num_rows
-
-    def _fill_row(self, row: int, request: Request) -> None:
-        """A row changes when another request takes it, and when its request gets other pages."""
-        if self._held[row] != (request, request.pages):
-            self._tables[row, : len(request.pages)] = request.pages
-            self._rows.fill(row, request.sampling)
-            self._held[row] = request, request.pages
-        if request.sampling.penalised:
-            self._texts.tokens[row] = -1
-            self._texts.tokens[row, : request.length] = request.tokens
-            self._texts.prompt_lengths[row] = len(request.prompt)
-
-    def _no_tokens(self, room: int) -> tuple[np.ndarray, ...]:
-        """Tokens, positions and bounds of a mixed step without any."""
-        bounds = np.zeros(len(self._tables) + 1, np.int32)
-        return np.zeros(room, np.int32), np.full(room, -1, np.int32), bounds
-
-    def _no_rows(self) -> tuple[np.ndarray, ...]:
-        """Tokens, positions and how many to choose, of a step of answers without any."""
-        rows = len(self._tables)
-        return np.zeros(rows, np.int32), np.full(rows, -1, np.int32), np.zeros(rows, np.int32)
-
-    def _mixed(self, step: Step) -> tuple[jax.Array, Any]:
-        count, at = sum(chunk.count for chunk in step.chunks), 0
-        tokens, positions, bounds = self._no_tokens(next(room for room in self._rooms if count <= room))
-        for chunk in sorted(step.chunks, key=lambda chunk: chunk.row):
-            end = chunk.start + chunk.count
-            tokens[at : at + chunk.count] = chunk.request.between(chunk.start, end)
-            positions[at : at + chunk.count] = range(chunk.start, end)
-            at += chunk.count
-            bounds[chunk.row + 1] = chunk.count
-        bounds = bounds.cumsum(dtype=np.int32)
-        if not self._invariant:
-            return self._run(steps.mixed, self._how(step), tokens, positions, bounds)
-        self._logits, _ = self._run(steps.scores, How(), tokens, positions, bounds)
-        return self._apart(step, positions, bounds)
-
-    def _apart(self, step: Step, *places: np.ndarray) -> tuple[jax.Array, Any]:
-        """Each row's token by the program for its own sampling: what else a program can do may round it otherwise."""
-        hows: list[How | None] = [None] * len(self._tables)
-        for chunk in step.chunks:
-            if chunk.answers:
-                hows[chunk.row] = self._how(Step([chunk]))
-        chosen, logs = np.full((1, len(hows)), -1, np.int32), None
-        for how in dict.fromkeys(one for one in hows if one is not None):
-            mine = np.array([one == how for one in hows])
-            new, new_logs = self._choose(how, self._logits, *places)
-            chosen = jnp.where(mine, new, chosen)
-            if how.logprobs:
-                logs = new_logs if logs is None else steps.of_rows(mine, new_logs, logs)
-        return jnp.asarray(chosen), logs
-
-    def _choose(self, how: How, logits: jax.Array, *places: np.ndarray) -> tuple[jax.Array, Any]:
-        started, texts = time.perf_counter(), self._texts if how.penalised else None
-        found = steps.choose(logits, self._rows, texts, *places, how=how)
-        if how not in self._choices:
-            self._choices.add(how)
-            self.compile_seconds += time.perf_counter() - started
-        return found
-
-    def _decode(self, step: Step) -> tuple[jax.Array, Any]:
-        tokens, positions, left = self._no_rows()
-        for chunk in step.chunks:
-            (tokens[chunk.row],) = chunk.request.between(chunk.start, chunk.start + 1)
-            positions[chunk.row], left[chunk.row] = chunk.start, 1 + chunk.ahead
-        return self._run(steps.decode, self._how(step), tokens, positions, left)
-
-    def _how(self, step: Step) -> How:
-        return How.of(chunk.request.sampling for chunk in step.chunks)
-
-    def _run(self, program: Callable[..., Any], how: How, *tokens: np.ndarray) -> tuple[jax.Array, Any]:
-        """Tokens chosen, [at most so many a row, rows], -1 where none was; and their log-probabilities or None."""
-        key = program, len(tokens[0]), how
-        if key not in self._programs:
-            self._compile([(program, tokens)], how)
-        # The host's, which travel with each call.
-        state = self._cache, self._tables, self._rows, self._texts if how.penalised else None
-        chosen, logs, self._cache = self._programs[key](self._weights, *state, *tokens)
-        return chosen, logs
-
-    def _compile(self, programs: Sequence[tuple[Any, tuple[np.ndarray, ...]]], how: How) -> None:
-        """Of each program the tokens are an example."""
-        started = time.perf_counter()
-        static = dict(graph=self._graph, how=how, stops=self._stops, burst=self._scheduler.burst)
-        texts = self._texts if how.penalised else None
-        state = self._weights, self._cache, self._tables, self._rows, texts
-        lowered = {
-            (program, len(tokens[0]), how): program.lower(*state, *tokens, **static)
-            for program, tokens in programs
-        }
-        with ThreadPoolExecutor() as pool:  # compiling leaves cores idle
-            self._programs |= zip(
-                lowered, pool.map(jax.stages.Lowered.compile, lowered.values()), strict=True
-            )
-        self.compile_seconds += time.perf_counter() - started
+            self._runner.compile(how)
 
 
 def _one_line(error: Exception) -> str:
