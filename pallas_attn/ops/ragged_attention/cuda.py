@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from pallas_attn._call import hopper_forward
 from pallas_attn._tile import masking, triton
 from pallas_attn._tile.layout import PoolShape
+from pallas_attn._tile.quantization import is_quantized
 from pallas_attn.ops.ragged_attention import kernel
 from pallas_attn.ops.ragged_attention.blocks import Ragged
 from pallas_attn.ops.ragged_attention.config import RaggedAttentionConfig
@@ -36,8 +37,10 @@ def unsupported(case: Any) -> str | None:
 
 
 def is_slower(case: Any) -> bool:
-    """Whether Pallas is known to be as fast: where heads are narrow, and where all sequences are decoded."""
-    return max(case.pool.head_dim, case.value_dim) <= NARROW_HEADS or case.num_tokens <= case.num_seqs
+    """Whether Pallas is known to be as fast: where heads are narrow, where caches are of 8 bits, which are converted on
+    their way, and where all sequences are decoded."""
+    narrow = max(case.pool.head_dim, case.value_dim) <= NARROW_HEADS
+    return narrow or is_quantized(case.cache_dtype) or case.num_tokens <= case.num_seqs
 
 
 @functools.partial(

@@ -1,5 +1,5 @@
 // A warp that has the keys of one tile after the other fetched by the copy engine, or the values: from rows,
-// or from pages of a multiple of 8 tokens.
+// or from pages of a multiple of 16 tokens.
 #pragma once
 
 #include <cstdint>
