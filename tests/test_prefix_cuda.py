@@ -91,7 +91,7 @@ def operands_of(case):
     ("case", "taken"),
     [
         (made(head_dim=128), True),
-        (made(head_dim=128, cache_dtype="int8", scale_per_head=True), True),
+        (made(head_dim=128, cache_dtype="int8", scale_per_head=True), False),
         (made(head_dim=64), False),
         (made(head_dim=128, cache_dtype="float8_e5m2", scale_per_head=True), False),
     ],
