@@ -95,13 +95,14 @@ class Scripted(Engine):
     """
 
     max_len = 256  # type: ignore[assignment]
+    compile_seconds = 0.0  # type: ignore[assignment]
 
     def __init__(self, says: str = "", *, burst: int = 3, seconds: float = 0.0, ends: bool = True):
         self.says = [*byte_tokenizer().encode(says), *([END] if ends else [])]
         self.burst, self.seconds = burst, seconds
         self.submitted: list[Request] = []
         self.held, self.fails, self.refuses = threading.Event(), 0, False
-        self.steps, self.compile_seconds = 0, 0.0
+        self.steps = 0
 
     @property
     def busy(self) -> bool:

@@ -63,7 +63,8 @@ void run(ForwardParams& params, const Call& call) {
   encode_maps<Element, Shape>(params, boxes, &maps);
   stand_in::shared = shared_memory;
   stand_in::threads = Shape::kThreads;
-  stand_in::run_grid(dim3(call.ctas), 1, [&] { forward_kernel<Element, Shape>(params, maps, boxes); });
+  stand_in::run_grid(dim3(call.ctas), 1,
+                     [&] { forward_kernel<Element, Shape, Form::kUsual>(params, maps, boxes); });
 }
 
 }  // namespace

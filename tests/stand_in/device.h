@@ -268,6 +268,7 @@ inline unsigned __ballot_sync(unsigned, bool flag) {
   return lanes;
 }
 inline int __any_sync(unsigned lanes, int flag) { return __ballot_sync(lanes, flag != 0) != 0; }
+inline int __all_sync(unsigned lanes, int flag) { return __ballot_sync(lanes, flag == 0) == 0; }
 inline void __syncwarp() { stand_in::cta().warp[stand_in::warp()].wait(); }
 inline void __syncthreads() {
   stand_in::cta().named[0].size = stand_in::threads;

@@ -23,6 +23,12 @@ inline uint16_t element_at(uint64_t descriptor, int outer, int inner) {
   return bits;
 }
 inline uint64_t advance_descriptor(uint64_t descriptor, uint32_t bytes) { return descriptor + (bytes >> 4); }
+inline uint64_t uniform_descriptor(uint64_t descriptor) {
+  if (stand_in::exchange(static_cast<uint32_t>(descriptor), 0) != static_cast<uint32_t>(descriptor)) {
+    stand_in::fail("descriptors that differ within a warp", stand_in::warp());
+  }
+  return descriptor;
+}
 
 inline void wgmma_fence() {}
 inline void wgmma_commit() {}

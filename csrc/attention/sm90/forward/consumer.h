@@ -89,7 +89,7 @@ class Consumer {
       prepare_values(tile);
       take_turn();
       issue_scores();
-      issue_values(tile, first);
+      issue_values(first);
       pass_turn();
       finish_scores<1>();
       const RowState ended = state_;
@@ -115,7 +115,7 @@ class Consumer {
   __device__ __forceinline__ void finish(const Tile& tile, bool first) {
     prepare_values(tile);
     take_turn();
-    issue_values(tile, first);
+    issue_values(first);
     pass_turn();
     finish_values();
     store(tile, state_);
@@ -131,7 +131,7 @@ class Consumer {
         prepare_values(tile);
         take_turn();
         issue_scores();
-        issue_values(tile, first);
+        issue_values(first);
         pass_turn();
         finish_scores<1>();
         --key_;
@@ -145,7 +145,7 @@ class Consumer {
       const int next = next_told(told_);
       prepare_values(tile);
       take_turn();
-      issue_values(tile, first);
+      issue_values(first);
       pass_turn();
       const bool more = open(next);
       finish_values();
@@ -258,7 +258,7 @@ class Consumer {
   }
 
   // With the values of the key tile at work.
-  __device__ __forceinline__ void issue_values(const Tile& tile, bool first) {
+  __device__ __forceinline__ void issue_values(bool first) {
     ptx::mbarrier_wait(&smem_.values.full[value_stage_][0], value_phases_.full(value_stage_));
     if (kGathered) ptx::fence_async_shared();
     const uint64_t value =
