@@ -79,9 +79,10 @@ def test_the_fast_case_is_pipelined_and_asynchronous(triton):
         # The forward kernel's loops, with 32 weights a thread each, spend three instructions on a weight.
         assert name or all(kernel.ptx.count(f"{op}.rn.ftz.f32 t,") == 64 for op in ("sub", "mul"))
         assert kernel.ptx.count("cp.async.cg") >= 12, name
-        # dkv keeps 144, by 3.6 272: a row's maximum is apart from the rest of its log-sum-exp, so that weights of large
-        # logits are right. With one number for both it keeps 80 and 224, and gradients took 1 % less on an H200.
-        most = 272 if triton == "3.6.0" else 144
+        # dkv, two programs of one warpgroup, keeps 376: it takes 14 % less on an H200 than a tile of two warpgroups,
+        # which keeps 144. A row's maximum is apart from the rest of its log-sum-exp, so that weights of large logits
+        # are right.
+        most = 376 if name == "_dkv" else 0
         assert kernel.stack_bytes <= most, f"{name} keeps {kernel.stack_bytes} bytes on the stack"
 
 
