@@ -65,12 +65,10 @@ __device__ void merge_row(const ForwardParams& params, const SplitTile& tile, co
     const int column = i * 64 + lane * 2;
     if (column >= params.value_dim) continue;
     const float left = v[i].x * factor, right = v[i].y * factor;
-    const uint32_t packed = ElementTraits<Element>::pack(left, right);
-    *reinterpret_cast<uint32_t*>(out + column) = packed;
+    *reinterpret_cast<uint32_t*>(out + column) = ElementTraits<Element>::pack(left, right);
     if (low != nullptr) {
-      const float2 rounded = ElementTraits<Element>::unpack(packed);
-      *reinterpret_cast<uint16_t*>(low + place + column) = static_cast<uint16_t>(
-          lower_bits<Element>(left, rounded.x) | lower_bits<Element>(right, rounded.y) << 8);
+      *reinterpret_cast<uint16_t*>(low + place + column) =
+          static_cast<uint16_t>(lower_pair<Element>(left, right));
     }
   }
   if (lane == 0) {

@@ -87,10 +87,8 @@ class Consumer {
         if (!open(scored)) break;
       }
       prepare_values(tile);
-      take_turn();
       issue_scores();
       issue_values(first);
-      pass_turn();
       finish_scores<1>();
       const RowState ended = state_;
       if (leaves) {
@@ -109,14 +107,9 @@ class Consumer {
       if (moved) multiply_rows(rO_, rescale);
       first = leaves;
     }
-    finish(smem_.tiles[told_], first);
-  }
-
-  __device__ __forceinline__ void finish(const Tile& tile, bool first) {
+    const Tile& tile = smem_.tiles[told_];
     prepare_values(tile);
-    take_turn();
     issue_values(first);
-    pass_turn();
     finish_values();
     store(tile, state_);
   }
@@ -250,6 +243,7 @@ class Consumer {
     if (kTurns) ptx::named_barrier_arrive(kTurn + 1 - warpgroup_, Shape::kConsumerThreads);
   }
 
+  // In front of a turn: both math warpgroups meet in it.
   __device__ __forceinline__ void prepare_values(const Tile& tile) {
     if (is_open()) return;
     ptx::mbarrier_wait(&smem_.values.full[value_stage_][0], value_phases_.full(value_stage_));
