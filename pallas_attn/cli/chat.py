@@ -65,14 +65,7 @@ def run_chat(options: ChatOptions) -> int:
         for file in (sys.stdout, sys.stderr)
     )
     sampling_of(Sampling(), options.sampling)  # what is out of its range is said before the model is read
-    loaded = load(
-        err,
-        options.model,
-        options.dtype,
-        options.attention,
-        options.implementation,
-        options.batch_invariant,
-    )
+    loaded = load(err, options)
     # A model without a chat template is refused now, not after the first question.
     loaded.tokenizer.apply_chat_template([{"role": "user", "content": "?"}], **options.template)
     engine = Engine(

