@@ -1,7 +1,7 @@
 """Brings the pages that lie beside what they tell of, without a copy: the nav names them by their paths.
 
-A link is written as it is right in the repository. Here it leads to the same page on the site; what the site has no page
-for, such as source files, is shown by its path.
+A link is written as it is right in the repository. Here it leads to the same page on the site; what has no page, such as a
+source file, is shown by its path.
 """
 
 import os
@@ -16,7 +16,9 @@ PAGES = ROOT / "docs/pages"
 LINK = re.compile(r"(!?)\[([^]\n]*)\]\(([^)#:\s]*)(#[^)\s]*)?\)")
 CODE = re.compile(r"(```.*?```|`[^`\n]*`)", re.DOTALL)
 # What a browser would fetch by itself from somewhere else.
-FETCHED = re.compile(r'<(?:script|img|iframe)[^>]+src="?(?:https?:)?//|<link[^>]+rel="?(?:style|icon|pre)[^>]+href="?(?:https?:)?//')
+FETCHED = re.compile(
+    r'<(?:script|img|iframe)[^>]+src="?(?:https?:)?//|<link[^>]+rel="?(?:style|icon|pre)[^>]+href="?(?:https?:)?//'
+)
 
 
 def _paths(nav) -> list[str]:
