@@ -1,7 +1,7 @@
 """Brings the pages that lie beside what they tell of, without a copy: the nav names them by their paths.
 
-A link is written as it is right in the repository. Here it leads to the same page on the site; what has no page, such as a
-source file, is shown by its path.
+A link is written as it is right in the repository. Here it leads to the same page on the site; what has no page,
+such as a source file, is shown by its path.
 """
 
 import os
