@@ -52,7 +52,13 @@ def _picture(width: float, height: float, title: str, parts: Sequence[str]) -> s
     return f'<svg xmlns="http://www.w3.org/2000/svg" {box} {letters}>\n{body}\n</svg>\n'
 
 
-def schedule(title: str, lanes: Sequence[tuple[str, Sequence[Block]]], arrows: Sequence[tuple] = ()) -> str:
+def schedule(
+    title: str,
+    lanes: Sequence[tuple[str, Sequence[Block]]],
+    arrows: Sequence[tuple] = (),
+    over: str = "time",
+    legend: bool = True,
+) -> str:
     """`arrows`: (lane, time, lane, time), from a lane's lower edge to another's upper one, or the other way round."""
     width = LEFT + UNIT * max(block[1] for _, blocks in lanes for block in blocks) + 12
     top = [TOP + number * (ROW + GAP) for number in range(len(lanes))]
@@ -68,15 +74,16 @@ def schedule(title: str, lanes: Sequence[tuple[str, Sequence[Block]]], arrows: S
         parts.append(_arrow(LEFT + UNIT * at, top[lane] + edge, LEFT + UNIT * then, top[other] + ROW - edge))
     y = top[-1] + ROW + 24
     x = LEFT
-    for kind, words in (
+    keys = (
         ("copy", "copy"),
         ("product", "tensor cores"),
         ("softmax", "softmax"),
         ("store", "store"),
-    ):
+    )
+    for kind, words in keys if legend else ():
         parts += [_box(x, y - 10, 14, 12, COLORS[kind]), _text(x + 19, y, words, "start", 10)]
         x += 34 + 6 * len(words)
-    parts.append(_text(width - 12, y, "time →", "end", 10))
+    parts.append(_text(width - 12, y, f"{over} →", "end", 10))
     return _picture(width, y + 14, title, parts)
 
 
@@ -249,8 +256,83 @@ def blocksparse() -> str:
     return schedule("Block-sparse prefill: the end of a tile and the next (')", lanes)
 
 
+def paged() -> str:
+    def tile(at: float, name: str) -> list[Block]:
+        steps = (
+            ("wait", "wait", 1.0),
+            ("product", f"S {name}", 1.2),
+            ("softmax", "softmax", 1.4),
+            ("product", "O += P V", 1.4),
+        )
+        blocks = []
+        for kind, label, long in steps:
+            blocks.append((at, at + long, kind, label))
+            at += long
+        return blocks
+
+    lanes = (
+        (
+            "once",
+            [(0, 1.2, "look", "length"), (1.2, 2.4, "look", "page ids"), (2.4, 3.6, "copy", "first K, V")],
+        ),
+        ("tile i", [*tile(3.6, "i"), *tile(8.6, "i + 1")]),
+        (
+            "loads",
+            [(3.6, 7.2, "copy", "K, V of tiles ahead"), (7.2, 8.6, "copy", "of i + 3")],
+        ),
+        ("page ids", [(7.2, 8.6, "look", "of i + 4")]),
+        ("at last", [(13.6, 15.4, "store", "out, or a split")]),
+    )
+    return schedule("Paged attention in Pallas: one program", lanes)
+
+
+def ragged() -> str:
+    def tile(at: float, name: str) -> list[Block]:
+        return [
+            (at, at + 1.2, "product", f"S {name}"),
+            (at + 1.2, at + 2.6, "softmax", "softmax"),
+            (at + 2.6, at + 4, "product", "O += P V"),
+        ]
+
+    lanes = (
+        (
+            "once",
+            [(0, 1.2, "look", "sequence"), (1.2, 2.4, "look", "page ids"), (2.4, 3.6, "copy", "first K, V")],
+        ),
+        ("whole tiles", [*tile(3.6, "i"), *tile(7.6, "i + 1")]),
+        ("edges, masked", tile(11.6, "n")),
+        ("loads", [(6.2, 7.6, "copy", "of i + 2"), (10.2, 11.6, "copy", "of i + 3")]),
+        ("page ids", [(6.2, 7.6, "look", "of i + 3"), (10.2, 11.6, "look", "of i + 4")]),
+    )
+    return schedule("Ragged attention in Pallas: 128 rows of a sequence and a KV head", lanes)
+
+
+def parts() -> str:
+    sequences = [
+        (0, 3.5, "copy", "0"),
+        (3.5, 4.6, "product", "1"),
+        (4.6, 5.6, "softmax", "2"),
+        (5.6, 12, "store", "3"),
+    ]
+    dealt = [(2.4 * i, 2.4 * i + 2.4, "look", f"part {i}") for i in range(5)]
+    splits = [
+        (0, 2.4, "copy", "0.0"),
+        (2.4, 3.5, "copy", "0.1"),
+        (3.5, 4.6, "product", "1.0"),
+        (4.6, 5.6, "softmax", "2.0"),
+        (5.6, 7.2, "store", "3.0"),
+        (7.2, 9.6, "store", "3.1"),
+        (9.6, 12, "store", "3.2"),
+    ]
+    lanes = (("sequences", sequences), ("multiprocessors", dealt), ("splits", splits))
+    return schedule("A schedule: equal parts of all tokens", lanes, over="tokens", legend=False)
+
+
 PICTURES = {
     "way": way,
+    "paged": paged,
+    "ragged": ragged,
+    "parts": parts,
     "attention": attention,
     "mla": mla,
     "mla_bytes": mla_bytes,
