@@ -124,7 +124,8 @@ def attention() -> str:
         (8.2, 9.2, "copy", "K6'"),
     ]
     values = [(i + 1, i + 2, "copy", f"V{5 - i}") for i in range(6)] + [(8.2, 9.2, "copy", "V7'")]
-    products, softmax = [(1.2, 2, "product", "S5")], [(2, 3, "softmax", "P5")]
+    products: list[Block] = [(1.2, 2, "product", "S5")]
+    softmax: list[Block] = [(2, 3, "softmax", "P5")]
     for i in range(5):
         at = 3 + 1.6 * i
         products += [(at, at + 0.7, "product", f"S{4 - i}"), (at + 0.7, at + 1.5, "product", f"O{5 - i}")]
