@@ -38,7 +38,7 @@ PROMPTS := --prompt "What is photosynthesis?" \
 	--prompt "Give three tips for learning to cook." \
 	--prompt "Explain in two sentences why the sky is blue."
 
-.PHONY: environment installed demo demo-check test test-all test-oldest test-latest test-gpu test-gpu-triton sanitize lint site format lock clean
+.PHONY: environment installed demo demo-check test test-all test-oldest test-latest test-gpu test-gpu-triton sanitize lint format lock clean
 
 demo: .venv/.package .venv/.demo ## SmolLM2 answers three prompts through paged attention
 	.venv/bin/pallas-attn generate $(PROMPTS) --max-new-tokens 48
@@ -98,6 +98,7 @@ lint: environment ## ruff, pyright, import-linter, clang-format
 	.venv/bin/lint-imports --no-logo
 	git ls-files '*.cu' '*.cuh' '*.h' '*.cc' | xargs -r .venv/bin/clang-format --dry-run --Werror
 
+.PHONY: site
 site: environment ## the pages in docs/ and beside the code, with the reference from docstrings, in build/site
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --quiet --strict --config-file docs/mkdocs.yml
 
