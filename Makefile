@@ -98,6 +98,11 @@ lint: environment ## ruff, pyright, import-linter, clang-format
 	.venv/bin/lint-imports --no-logo
 	git ls-files '*.cu' '*.cuh' '*.h' '*.cc' | xargs -r .venv/bin/clang-format --dry-run --Werror
 
+# Not --quiet, which keeps warnings from --strict, too.
+.PHONY: site
+site: environment ## the pages in docs/ and beside the code, with the reference from docstrings, in build/site
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --config-file docs/mkdocs.yml
+
 format: .venv/.package .venv/.test
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .

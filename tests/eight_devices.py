@@ -387,7 +387,7 @@ def test_on_one_device_nothing_changes():
 
 
 def test_the_page_on_sharding():
-    page = Path(pallas_attn.__file__).parent / "SHARDING.md"
+    page = Path(__file__).parents[1] / "docs/pages/devices.md"
     # As here, on the devices that the page tells to ask for.
     (flags,) = re.findall(r"^XLA_FLAGS=(\S+) JAX_PLATFORMS=cpu python", page.read_text(), re.MULTILINE)
     assert flags in os.environ["XLA_FLAGS"].split()

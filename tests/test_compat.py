@@ -329,7 +329,7 @@ def test_refusals_of_the_tpu_function_that_writes(changes, error, message):
 def test_it_is_found_where_people_look():
     """As an attribute, and from the functions and the page that they come to first."""
     assert pallas_attn.compat is compat
-    page = (Path(pallas_attn.__file__).parent / "SERVING.md").read_text()
+    page = (Path(__file__).parents[1] / "docs/pages/coming.md").read_text()
     for name in ("paged_attention", "ragged_paged_attention"):
         assert "`pallas_attn.compat`" in (getattr(pallas_attn, name).__doc__ or "")
         assert f"pallas_attn.compat.{name}" in page

@@ -76,8 +76,8 @@ def write_kv(
         (key_cache, value_cache), updated.
 
     Raises:
-        TypeError: an argument of the wrong dtype. ValueError: a wrong shape or scale, or an implementation that
-        cannot serve.
+        TypeError: an argument of the wrong dtype.
+        ValueError: a wrong shape or scale, or an implementation that cannot serve.
     """
     pools = key_cache, value_cache
     updated = write(

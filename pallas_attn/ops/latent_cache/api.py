@@ -62,8 +62,8 @@ def write_latents(
         latent_cache, updated.
 
     Raises:
-        TypeError: an argument of the wrong type or dtype. ValueError: a wrong shape, unknown scales, or an
-        implementation that cannot serve.
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: a wrong shape, unknown scales, or an implementation that cannot serve.
     """
     check = ArgumentChecker("write_latents")
     check_pool(check, "latent_cache", latent_cache, DTYPES)

@@ -191,7 +191,7 @@ def mla_decode(
         ValueError: a wrong shape or value, or an implementation that cannot serve, with its reason.
 
     Sharded over a mesh, outside shard_map, a call is partitioned over heads and sequences. A pool that would have to
-    move is a ValueError; under Auto axes, a JaxRuntimeError of XLA's partitioner that ends in our words (SHARDING.md).
+    move is a ValueError; under Auto axes, a JaxRuntimeError of XLA's partitioner that ends in our words.
 
     Source: DeepSeek-AI, "DeepSeek-V2" (2024), section 2.1; FlashMLA (DeepSeek, 2025); split-KV after Dao et al.,
     "Flash-Decoding" (2023).

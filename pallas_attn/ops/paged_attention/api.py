@@ -185,7 +185,7 @@ def paged_attention(
         ValueError: a wrong shape or value, or an implementation that cannot serve, with its reason.
 
     Sharded over a mesh, outside shard_map, a call is partitioned over heads and sequences. A pool that would have to
-    move is a ValueError; under Auto axes, a JaxRuntimeError of XLA's partitioner that ends in our words (SHARDING.md).
+    move is a ValueError; under Auto axes, a JaxRuntimeError of XLA's partitioner that ends in our words.
 
     Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention" (2023);
     split-KV after Dao et al., "Flash-Decoding" (2023); LocalStride and PACKED as in vLLM's CUDA kernels.
