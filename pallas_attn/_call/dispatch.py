@@ -72,6 +72,7 @@ class Implementation:
 
     `yields(operands)` says that a later implementation in the order of preference, if it can serve, is the faster one.
     `takes_config`: whether it has tiles that a config names.
+    `prepare(operands)`: with what this implementation adds to them: what it can.
     `steps`: what else there is to do by it, by name: gradients, of which each says for itself whether it has tiles.
     """
 
@@ -79,6 +80,7 @@ class Implementation:
     supports: Callable[[Any], Reason] = _always
     yields: Callable[[Any], bool] = lambda operands: False
     takes_config: bool = True
+    prepare: Callable[[Any], Any] = lambda operands: operands
     steps: Mapping[str, "Implementation"] = field(default_factory=dict)
 
 

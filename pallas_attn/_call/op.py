@@ -65,6 +65,7 @@ class Op[O, C]:
         if given and not self.implementations[name].takes_config:
             fail(self.name, "config", f"None for implementation {name!r}", "a config")
         configs.check_type(self.name, self.config, config)
+        operands = self.implementations[name].prepare(operands)
         if given:
             self.check_config(operands, config)
         call = Call(self, name, config)
