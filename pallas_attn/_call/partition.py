@@ -22,6 +22,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -55,8 +56,8 @@ class Call:
         "batch..." may be sharded; any other word will do for the rest, but a pool has one of WHOLE.
     results: what the results' dimensions are.
     static: keyword arguments of `fn`, hashable.
+    structure: of the pytree that the operands are.
     share: takes the place of `fn` for a device's share of the call, if it is another.
-    structure: of the pytree that the operands are; None for a dict by name.
     mapped: for each `vmap` around the call, the innermost first, the arrays that it maps over.
     summed: kinds of dimensions that results lack because `fn` sums over them. It is then also given `axes`, those of
         the mesh that they are split over, and sums over them, too.
@@ -67,19 +68,14 @@ class Call:
     dims: tuple[tuple[str, str], ...]
     results: tuple[str, ...]
     static: tuple[tuple[str, Any], ...]
-    share: Function | None
-    structure: Any = None
+    structure: Any
+    share: Function | None = None
     mapped: tuple[frozenset[int], ...] = ()
     summed: tuple[str, ...] | None = None
 
     @property
     def names(self) -> list[str]:
         return [name for name, _ in self.dims]
-
-    def operands(self, arrays: tuple[jax.Array, ...]) -> Any:
-        if self.structure is None:
-            return dict(zip(self.names, arrays, strict=True))
-        return jax.tree.unflatten(self.structure, arrays)
 
     def runner(self, split: Mapping[str, Axes]) -> Function:
         """What every device runs on the operands it holds."""
@@ -89,7 +85,7 @@ class Call:
             static["axes"] = tuple(axis for kind in self.summed for axis in split.get(kind, ()))
 
         def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-            return tuple(fn(self.operands(arrays), **static))
+            return tuple(fn(jax.tree.unflatten(self.structure, arrays), **static))
 
         for mapped in self.mapped:
             run = jax.vmap(run, in_axes=tuple(0 if i in mapped else None for i in range(len(self.dims))))
@@ -108,10 +104,9 @@ def run(
     function: str,
     fn: Function,
     operands: Any,
-    dims: Mapping[str, str] | None,
     results: tuple[str, ...],
     *,
-    static: Mapping[str, Any],
+    static: Mapping[str, Any] = MappingProxyType({}),
     share: Function | None = None,
     summed: tuple[str, ...] | None = None,
     implementation: str,
@@ -120,8 +115,7 @@ def run(
 
     Args:
         function, fn, results, static, share, summed: see `Call`.
-        operands: of an `operands` class, whose own dimensions count; or a dict of arrays by name, of which `dims` says
-            them.
+        operands: of an `operands` class, whose own dimensions count.
         implementation: "xla" is plain jnp, which XLA partitions itself; inside "interpret" JAX cannot tell over which
             axes values vary.
 
@@ -129,7 +123,7 @@ def run(
         ValueError: a pool is sharded in a way that cannot be served. Under Auto axes this comes to light, and is raised
             by JAX as a JaxRuntimeError that ends in our message, when XLA partitions the compiled function.
     """
-    arrays, call = _call(function, fn, operands, results, dims, static)
+    arrays, call = _call(function, fn, operands, results, static)
     call = dataclasses.replace(call, share=share, summed=summed)
     mesh = _mesh_of(arrays)
     auto = () if mesh is None else tuple(axis for axis in mesh.auto_axes if mesh.shape[axis] > 1)
@@ -157,17 +151,16 @@ def divide(
     function: str,
     fn: Function,
     operands: Any,
-    dims: Mapping[str, str] | None,
     results: tuple[str, ...],
     *,
-    static: Mapping[str, Any],
+    static: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[jax.Array, ...]:
     """`fn(operands, **static)`, plain jnp around calls of ops; arguments as in `run`.
 
     Under Explicit axes each device does its part, since jnp refuses what it cannot tell the sharding of, and the calls
     inside are its own. Elsewhere nothing is done: XLA sees to what is plain, and the calls see to themselves.
     """
-    arrays, call = _call(function, fn, operands, results, dims, static)
+    arrays, call = _call(function, fn, operands, results, static)
     mesh = _mesh_of(arrays)
     if mesh is not None and AxisType.Explicit in mesh.axis_types:
         return _explicit(arrays, call=call, mesh=mesh, check_vma=False)
@@ -175,17 +168,12 @@ def divide(
 
 
 def _call(
-    function: str, fn: Function, operands: Any, results: tuple[str, ...], dims: Any, static: Mapping[str, Any]
+    function: str, fn: Function, operands: Any, results: tuple[str, ...], static: Mapping[str, Any]
 ) -> tuple[tuple[jax.Array, ...], Call]:
     """The arrays, and the call of them."""
-    if isinstance(operands, Mapping):
-        arrays, structure = operands.values(), None
-        said = tuple((name, dims[name]) for name in operands)
-    else:
-        arrays, structure = jax.tree.flatten(operands)
-        said = dims_of(operands)
-    call = Call(function, fn, said, results, tuple(sorted(static.items())), None, structure)
-    return tuple(arrays), call
+    arrays, structure = jax.tree.flatten(operands)
+    options = tuple(sorted(static.items()))
+    return tuple(arrays), Call(function, fn, dims_of(operands), results, options, structure)
 
 
 def _mesh_of(operands: tuple[jax.Array, ...]) -> Any:

@@ -31,7 +31,6 @@ from pallas_attn.ops.blocksparse_attention.problem import (
     Problem,
     divided,
     first_query,
-    natural_scale,
 )
 
 NONE = np.int32(2**31 - 1)  # no block
@@ -107,7 +106,7 @@ def decode(
         most_pieces=config.num_splits,
         rows_of=functools.partial(_rows_to_merge, stored),
         lowering=lowering,
-        scale=natural_scale(problem),
+        scale=logits.natural_scale(problem.rules, problem.scale, None),
     )
 
 
