@@ -236,6 +236,7 @@ CUT = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", CUT)
 @pytest.mark.parametrize("lengths", LENGTHS)
@@ -261,6 +262,7 @@ def test_every_tile_is_in_one_piece_and_every_piece_in_a_place_of_its_own(length
         assert len(parts) == 1 or all(begin < end for _, begin, end in parts)
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["paged", "latents"])
 @pytest.mark.parametrize("lengths", LENGTHS)
