@@ -1,19 +1,18 @@
 """Which cases of a sweep `--sample` takes: as few as have every value of every argument.
 
-Of a case of `testing/case.py` that is every size, and every option beside each implementation. A sweep may say what of
-an argument's values is to be there: `sweep(case=options_of)`, and `sweep(seed=None)` where any value will do.
+Of an op's case (`pallas_attn/testing`) that is every size but lengths, and every option beside each implementation. A
+sweep may say what of an argument's values is to be there: `sweep(case=options_of)`, `sweep(seed=None)` for any of them.
 """
 
 import collections
 import dataclasses
 from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
 
 import pytest
 
-from pallas_attn.testing.case import Case
-
-# Every case has lengths and pages of its own.
-OWN = {"seq_lens", "lengths", "spare_pages", "uses"}
+# Every case has lengths of its own.
+LENGTHS = {"seq_lens", "lens", "kv_len", "lengths", "spare_pages", "uses"}
 
 
 def left_out_of(items: Sequence[pytest.Item]) -> list[pytest.Item]:
@@ -47,19 +46,23 @@ def _contents(item: pytest.Item) -> Iterator[Hashable]:
     for name, value in arguments.items():
         if name in by:
             yield from ((name, part) for part in by[name](value)) if by[name] else ()
-        elif isinstance(value, Case):
+        elif is_case(value):
             yield from sizes_and_options(value, arguments.get("implementation"))
         else:
             yield name, repr(value)
 
 
-def sizes_and_options(case: Case, implementation: str | None) -> Iterator[Hashable]:
-    yield from ((tag, implementation) for tag in case.tags)
+def is_case(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type) and hasattr(value, "op")
+
+
+def sizes_and_options(case: Any, implementation: str | None) -> Iterator[Hashable]:
+    yield from ((tag, implementation) for tag in getattr(case, "tags", ()))
     for field in dataclasses.fields(case):
-        value = getattr(case, field.name)
-        if field.name in OWN:
+        value, has_default = getattr(case, field.name), field.default is not dataclasses.MISSING
+        if field.name in LENGTHS:
             continue
-        if field.default is dataclasses.MISSING or isinstance(value, str):
-            yield field.name, value
-        if field.default is not dataclasses.MISSING:
+        if has_default:
             yield field.name, value != field.default, implementation
+        if isinstance(value, str) or not has_default:
+            yield field.name, repr(value)

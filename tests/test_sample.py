@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import sample
 
-from pallas_attn.testing.case import Case
-
 pytestmark = pytest.mark.once
 
 
@@ -65,13 +63,14 @@ def options(items: list[Any]) -> set[tuple[str, str | None, str]]:
     found = set()
     for item in items:
         implementation = arguments(item).get("implementation")
-        for case in arguments(item).values():
-            if isinstance(case, Case):
-                found |= {(case.op, implementation, option) for option in given(case) | case.tags}
+        for case in filter(sample.is_case, arguments(item).values()):
+            found |= {
+                (case.op, implementation, option) for option in given(case) | getattr(case, "tags", set())
+            }
     return found
 
 
-def given(case: Case) -> set[str]:
+def given(case: Any) -> set[str]:
     defaults = {field.name: field.default for field in dataclasses.fields(case)}
     return {
         name
@@ -86,7 +85,7 @@ def values(items: list[Any]) -> set[tuple[str, str, str]]:
         (function_of(item), name, repr(value))
         for item in items
         for name, value in arguments(item).items()
-        if name not in item.get_closest_marker("sweep").kwargs and not isinstance(value, Case)
+        if name not in item.get_closest_marker("sweep").kwargs and not sample.is_case(value)
     }
 
 
