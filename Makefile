@@ -55,7 +55,7 @@ test: environment ## what needs no GPU, on the oldest jax; of sweeps over many c
 
 test-all: environment ## all cases on the oldest jax, and on the newest a sample of what depends on jax; as in CI
 	$(ON_OLDEST) $(PYTEST)
-	$(PYTEST) -m "not once and not slow" --sample
+	$(PYTEST) -m "not once" --sample
 
 test-latest: .venv/bin/python ## on the newest of everything, jax beyond the supported range included
 	test -e $(LATEST)/bin/python || $(PYTHON) -m venv $(LATEST)

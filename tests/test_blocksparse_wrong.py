@@ -13,7 +13,7 @@ from pallas_attn import SparseLayout, blocksparse_attention
 from pallas_attn.ops.blocksparse_attention import builders
 from pallas_attn.testing.blocksparse import SMALL_TILES
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.once
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["xla", "interpret", *ON_GPU])
 TOKENS, BLOCK = 80, 16
 

@@ -15,7 +15,7 @@ from models_support import import_torch, write_tokenizer
 from pallas_attn.models import Engine, Llama, generate, load_checkpoint
 
 # Files, models of both other frameworks, and programs of XLA's.
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.once
 
 SIZES: dict[str, Any] = dict(
     vocab_size=97,

@@ -237,7 +237,7 @@ CUT = {
 
 
 @pytest.mark.sweep
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("kind", CUT)
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_every_tile_is_in_one_piece_and_every_piece_in_a_place_of_its_own(lengths, kind):
@@ -263,7 +263,7 @@ def test_every_tile_is_in_one_piece_and_every_piece_in_a_place_of_its_own(length
 
 
 @pytest.mark.sweep
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("kind", ["paged", "latents"])
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_what_is_merged_is_what_was_cut(lengths, kind):
