@@ -14,7 +14,7 @@ from pallas_attn import SparseLayout, blocksparse_attention
 from pallas_attn.ops.blocksparse_attention import builders
 from pallas_attn.testing.blocksparse import SMALL_TILES
 
-pytestmark = pytest.mark.slow  # the other ops are sharded on both jax
+pytestmark = pytest.mark.once  # the other ops are sharded on both jax
 KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["xla", "interpret"])
 SIZES = dict(block_size=16, q_block_size=16)

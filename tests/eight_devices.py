@@ -32,12 +32,12 @@ IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["xla", "interpret"]
 
 
 def kinds_and_implementations(test):
-    """Of the four each end of jax has two, in which each kind of axes and each implementation is."""
+    """Of the four a sample has two, in which each kind of axes and each implementation is."""
     return pytest.mark.sweep(KINDS(IMPLEMENTATIONS(test)))
 
 
 # What follows from `partition.plan`, whose answers every jax is given in the same two ways.
-OURS_ALONE = pytest.mark.slow
+OURS_ALONE = pytest.mark.once
 
 QUERY, WHOLE = P("seq", "head"), P()
 POOL = P(None, None, "head")

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_attn import dot_product_attention, flash_attention
 from pallas_attn.testing.flash_attention import SMALL_TILES
 
-pytestmark = pytest.mark.slow  # the other ops are sharded on both jax
+pytestmark = pytest.mark.once  # the other ops are sharded on both jax
 KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["xla", "interpret"])
 TOKENS = P("data", None, "model")

@@ -106,7 +106,7 @@ def test_forward_mode_is_refused_in_words(function, derivative):
         jax.jvp(total, (x,), (x,)) if derivative == "jvp" else getattr(jax, derivative)(total)(x)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_second_derivatives_in_reverse_mode_by_xla():
     """As those of differences of gradients."""
     x, towards = jnp.asarray(np.random.default_rng(0).standard_normal((2, 1, 8, 2, 16)), jnp.float32)

@@ -56,7 +56,7 @@ def test_the_tpu_function_with_scales():
     np.testing.assert_allclose(out[:17], expected, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_the_kernel_reads_keys_and_values_that_take_turns(monkeypatch):
     """As a GPU does it, in interpret mode."""
     arguments = ragged_arguments()

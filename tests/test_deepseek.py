@@ -16,7 +16,7 @@ from pallas_attn.models import DeepSeek, DeepSeekConfig, load_transformers_weigh
 from pallas_attn.models.deepseek import route
 from pallas_attn.nn.mla import MLAConfig, MultiHeadLatentAttention
 
-pytestmark = pytest.mark.slow  # its attention is tested on both, V3.2 on the newest
+pytestmark = pytest.mark.once  # its attention is tested on both
 
 ATTENTION = dict(kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128)
 SMALL = dict(

@@ -16,7 +16,7 @@ from models_support import TINY, tiny_llama
 from pallas_attn.models import DeepSeek, DeepSeekConfig, Engine, Sampling, generate
 from pallas_attn.nn import MLAConfig
 
-pytestmark = pytest.mark.slow  # what it is made of is tested on both
+pytestmark = pytest.mark.once  # what it is made of is tested on both
 
 LENGTHS = {3: 20, 17: 5, 1: 30, 30: 10, 9: 30, 22: 20}
 """Tokens of each prompt: tokens of its answer."""

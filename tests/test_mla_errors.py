@@ -156,7 +156,7 @@ def test_scales_that_float32_does_not_hold_are_refused(scale):
         jax.eval_shape(lambda a: decode(**a, scale=scale), arguments())
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_gradients_are_refused_where_there_are_none():
     query, *rest = (jnp.ones(x.shape, x.dtype) for x in arguments().values())
 

@@ -39,7 +39,7 @@ def test_no_boundary_token_is_lost(implementation, rows):
         check(case, data, *call(*data.arguments()))
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @BOTH
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_rows_whose_logits_leap_and_a_row_of_nan_leave_others_alone(implementation, rows):
@@ -81,7 +81,7 @@ def test_bad_pages_and_lengths_poison_only_their_rows(rows, num_parts, implement
             assert np.isnan(lse[seq]).all()
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_who_gets_it():
     """The heuristic's 32 rows and more on sm_90; a caller's config may ask for it, or with warps or tiles of other
     numbers for the other walk."""

@@ -183,7 +183,7 @@ SERVED: dict[str, tuple[Sampling, Sampling]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("name", SERVED)
 def test_generate_and_engine_serve_the_same(model, name):
     samplings = SERVED[name]
@@ -205,7 +205,7 @@ def test_generate_and_engine_serve_the_same(model, name):
         assert answers[1] == alone[0], "the second answer has the next seed"
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_logprobs_are_the_models(model):
     got = generate(
         model, PROMPTS, max_new_tokens=6, page_size=4, return_logits=True,
@@ -221,7 +221,7 @@ def test_logprobs_are_the_models(model):
             np.testing.assert_allclose([value for _, value in one.top], logs[row, column, best], atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_what_ends_an_answer(model):
     """A token of the request's own, and a text, which may lie across tokens."""
     (answer, other), _ = by_generate(model, Sampling())
@@ -248,7 +248,7 @@ def test_what_ends_an_answer(model):
         engine.submit(PROMPTS[0], sampling=Sampling(n=2))
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_penalties_survive_being_sent_back(model):
     """Two requests and pages for hardly more than one: what was said before counts on."""
     samplings = (Sampling(repetition_penalty=1.4, frequency_penalty=0.4),) * 2

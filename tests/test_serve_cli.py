@@ -132,7 +132,7 @@ def test_addresses():
         assert not is_local(listener)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_three_lines_from_install_to_a_streamed_answer(tmp_path):
     """As they stand, but for the installation, where the program is, and a port that is free."""
     loaded = smollm2()

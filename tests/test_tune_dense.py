@@ -26,7 +26,7 @@ KERNELS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("op", KERNELS)
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_candidates_differ_in_the_kernel_that_is_measured(op, head_dim, monkeypatch):
@@ -63,7 +63,7 @@ def test_each_kernel_has_an_entry(op, few, tmp_path, monkeypatch):
     assert all(entry["config"] for entry in found)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("limit", ["LARGEST_ERROR", "LARGEST_GRADIENT_ERROR"])
 def test_a_wrong_result_does_not_count(limit, few, monkeypatch):
     monkeypatch.setitem(getattr(errors, limit), "bfloat16", 1e-9)
@@ -77,7 +77,7 @@ def test_a_wrong_result_does_not_count(limit, few, monkeypatch):
     assert "wrong: error" in found.problem
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_gradients_over_random_layouts_are_measured(few):
     [*_, point, _] = OPS["blocksparse_attention"].variants(
         1, 48, num_heads=2, num_kv_heads=1, head_dim=16, dtype="float32"

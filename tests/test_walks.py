@@ -236,7 +236,8 @@ CUT = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
+@pytest.mark.once
 @pytest.mark.parametrize("kind", CUT)
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_every_tile_is_in_one_piece_and_every_piece_in_a_place_of_its_own(lengths, kind):
@@ -261,7 +262,8 @@ def test_every_tile_is_in_one_piece_and_every_piece_in_a_place_of_its_own(length
         assert len(parts) == 1 or all(begin < end for _, begin, end in parts)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
+@pytest.mark.once
 @pytest.mark.parametrize("kind", ["paged", "latents"])
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_what_is_merged_is_what_was_cut(lengths, kind):
