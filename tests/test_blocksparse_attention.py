@@ -205,6 +205,15 @@ def test_a_traced_layout_that_points_outside_spoils_its_own_rows_alone(implement
     np.testing.assert_allclose(lse[~bad], good_lse[~bad], atol=1e-5)
 
 
+@functools.cache
+def by_traced_layout(implementation: str):
+    data = make(BlockSparseCase(((80, 80),), 2, 1, 32, "dense", 16, 16, dtype="float32"))
+    call = functools.partial(
+        pallas_attn.blocksparse_attention, *data.arguments(), **data.lengths(), implementation=implementation
+    )
+    return jax.jit(lambda layout: call(layout=layout))
+
+
 @pytest.mark.once
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
@@ -220,17 +229,10 @@ def test_a_traced_layout_that_points_outside_spoils_its_own_rows_alone(implement
     ],
 )
 def test_whatever_a_traced_layout_holds_other_rows_are_right(array, place, value, spoilt, implementation):
-    case = BlockSparseCase(((80, 80),), 2, 1, 32, "dense", 16, 16, dtype="float32")
-    data, layout = make(case), builders.dense_causal(80, block_size=16)
-    good, _ = (np.array(x) for x in run(case, data, implementation, layout=layout))
+    layout, call = builders.dense_causal(80, block_size=16), by_traced_layout(implementation)
     changed = getattr(layout, array).copy()
     changed[0, place] = value
-    call = jax.jit(
-        lambda layout: pallas_attn.blocksparse_attention(
-            *data.arguments(), layout, **data.lengths(), implementation=implementation
-        )
-    )
-    out = np.array(call(dataclasses.replace(layout, **{array: changed})))
+    out, good = (np.array(call(x)) for x in (dataclasses.replace(layout, **{array: changed}), layout))
     bad = np.isin(np.arange(80) // 16, spoilt)
     np.testing.assert_array_equal(np.isnan(out).all(axis=(1, 2)), bad)
     np.testing.assert_allclose(out[~bad], good[~bad], atol=1e-6)

@@ -145,6 +145,7 @@ def packed(length: int, *documents: int) -> jnp.ndarray:
     return jnp.asarray(ids[None], jnp.int32)
 
 
+@pytest.mark.sweep
 @pytest.mark.once
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
@@ -228,6 +229,7 @@ def test_what_lies_behind_cu_q_lens_is_padding(implementation):
     assert (lse[:, 40:] == -jnp.inf).all()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
 @pytest.mark.parametrize("offset", [2**30, 2**30 - 4, 2**30 - 8, 0, -(2**30)])
 def test_bounds_beyond_all_tokens(offset, implementation):

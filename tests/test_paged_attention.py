@@ -407,6 +407,7 @@ def test_a_traced_window_is_the_static_one(implementation):
         np.testing.assert_array_equal(np.float32(mine), np.float32(static))
 
 
+@pytest.mark.sweep
 @pytest.mark.once
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(

@@ -154,6 +154,7 @@ def test_decoded_sequences_are_left_to_others(implementation):
     compare.assert_rows_close(got, expected, dtype="bfloat16", case_id=case.id)
 
 
+@pytest.mark.sweep
 @pytest.mark.once
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("dtype", "config"), [("float8_e4m3fn", CUT), ("float8_e5m2", UNCUT)])

@@ -212,6 +212,7 @@ def test_no_boundary_id_is_lost(implementation):
     assert compare.row_errors(without, case.expected()[0]).min() > 0.5, "the row outweighs nothing"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("fp8", [pytest.param(False, marks=pytest.mark.once), True])
 def test_prefill(fp8, implementation):
