@@ -40,7 +40,7 @@ def attend(op: Op, batch: Batch, mine: jax.Array) -> tuple[jax.Array, jax.Array]
             out_dtype=query.dtype,
             **parts,
         )
-        return op.serve(operands, implementation=given.implementation, config=None)
+        return op.serve(operands, implementation=given.implementation)
 
     def made(seq: jax.Array, position: jax.Array, held: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Keys and values [..., num_heads, dim] of tokens; NaN where a page is none, 0 where nothing is `held`."""
