@@ -129,6 +129,10 @@ def next_power_of_2(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
 
 
+def ceil_div(a, b):
+    return (a + (b - 1)) // b
+
+
 def tile_side(size: int) -> int:
     """Side of a tile that holds `size` rows or columns of a matrix product: a power of two, at least the tensor
     core's 16. The excess is masked."""

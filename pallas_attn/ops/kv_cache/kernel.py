@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from pallas_attn._tile import triton
 from pallas_attn._tile.layout import PoolShape, Which, token_index
 from pallas_attn._tile.pages import nothing
-from pallas_attn._tile.pieces import ceil_div
 from pallas_attn._tile.quantization import magnitudes, quantize
+from pallas_attn._tile.triton import ceil_div
 from pallas_attn.ops.kv_cache.operands import Operands
 from pallas_attn.ops.kv_cache.page_scales import grown
 
