@@ -186,7 +186,7 @@ def ragged_paged_attention(
         out_dtype=q.dtype,
         layout="COMBINED",
     )
-    out, _ = RAGGED.serve(made, implementation=None, config=None)
+    out, _ = RAGGED.serve(made, implementation=None)
     return out
 
 
@@ -307,7 +307,7 @@ def ragged_paged_attention_v3(
         out_dtype=queries.dtype,
         layout="COMBINED",
     )
-    out, _ = RAGGED.serve(made, implementation=None, config=None)
+    out, _ = RAGGED.serve(made, implementation=None)
     if out_dtype is None:
         out_dtype = jnp.float32 if queries.dtype == jnp.float32 else jnp.bfloat16
     out = out[:, :num_heads, :head_dim].astype(out_dtype)

@@ -15,7 +15,7 @@ import test_mla_lowering
 import pallas_attn
 from pallas_attn._call import budget
 from pallas_attn._call.device import SHARED_KIB, Device
-from pallas_attn._tile import latent_problem
+from pallas_attn._split import latent_problem
 from pallas_attn.ops.mla_decode.config import MLADecodeConfig
 
 struct = jax.ShapeDtypeStruct

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from references.mla_schedule_model import BLOCK, OVERHEAD, plain_schedule
 from support import unchecked
 
-from pallas_attn._tile import pieces
+from pallas_attn._split import pieces
 from pallas_attn.ops.mla_decode import schedule as sched
 
 # Few shapes, so that few programs are compiled; lengths and parts are what the property is about.

@@ -9,7 +9,7 @@ from support import ON_GPU
 from test_mla_decode import check, compiled
 
 from pallas_attn._call.device import Device
-from pallas_attn._tile import latent_problem
+from pallas_attn._split import latent_problem
 from pallas_attn.ops.mla_decode import MLADecodeConfig
 from pallas_attn.ops.mla_decode.config import heuristic, is_turned
 from pallas_attn.testing import cases, inputs

@@ -14,7 +14,7 @@ from references.paged_attention_torch import paged_attention as reference
 from support import COMPILED, ON_GPU, unchecked
 
 import pallas_attn
-from pallas_attn._tile import merge
+from pallas_attn._split import merge
 from pallas_attn.ops.paged_attention.config import PagedAttentionConfig
 from pallas_attn.testing import cases, compare, inputs
 

@@ -13,9 +13,9 @@ from support import ON_GPU
 import pallas_attn
 from pallas_attn import RaggedAttentionConfig, RaggedTiles
 from pallas_attn._call.device import Device
+from pallas_attn._split.pieces import FairPieces
 from pallas_attn._tile.layout import PoolShape
 from pallas_attn._tile.masking import Rules
-from pallas_attn._tile.pieces import FairPieces
 from pallas_attn.ops.ragged_attention import pieces
 from pallas_attn.ops.ragged_attention.blocks import CUTS, TOTAL, Lens
 from pallas_attn.ops.ragged_attention.config import heuristic

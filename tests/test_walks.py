@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_attn import LocalStride, MLADecodeConfig, PagedAttentionConfig
-from pallas_attn._tile import merge, pieces
+from pallas_attn._split import merge, pieces
 from pallas_attn._tile.latents import QUERY_DIM
 from pallas_attn._tile.layout import PoolShape
 from pallas_attn._tile.masking import Rules

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from pallas_attn._call.device import Device
-from pallas_attn._tile import pieces
+from pallas_attn._split import pieces
+from pallas_attn._split.waves import Waves
 from pallas_attn._tile.layout import PoolShape
 from pallas_attn._tile.masking import Rules
-from pallas_attn._tile.waves import Waves
 from pallas_attn.ops.paged_attention import config as configs
 from pallas_attn.ops.paged_attention.problem import Problem
 from pallas_attn.ops.paged_attention.room import EASILY_DEALT, Room

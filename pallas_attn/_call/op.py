@@ -7,7 +7,7 @@ behind that, `tune` too, sees an op by its record alone.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -16,7 +16,7 @@ from pallas_attn._call.checks import fail
 from pallas_attn._call.operands import named
 
 
-def _nothing(operands: Any, config: Any) -> None:
+def _nothing(operands: Any, *_: Any, **measured: Any) -> Any:
     pass
 
 
@@ -30,8 +30,8 @@ class Op[O, C]:
 
     name: of the public function, in messages, in measured files and to `available_implementations`.
     implementations: each `fn(operands)`, or, where it takes one, `fn(operands, config=)`, gives the results.
-    results: what their dimensions are, in words.
-    config: the class of tile sizes.
+    results: what their dimensions are, in words, or a function of the operands that says it.
+    config: the class of tile sizes; None, and then neither key nor heuristic, where no implementation takes one.
     key: the facts of a call that measured files go by; None for calls that none is for.
     heuristic: (operands, **measured) -> config; `measured` are fields that are known better.
     check_config: refuses a config of the caller's.
@@ -45,10 +45,10 @@ class Op[O, C]:
 
     name: str
     implementations: Mapping[str, dispatch.Implementation]
-    results: tuple[str, ...]
-    config: type[C]
-    key: Callable[[O], dict[str, Any] | None]
-    heuristic: Callable[..., C]
+    results: tuple[str, ...] | Callable[[O], tuple[str, ...]] = ()
+    config: type[C] | None = None
+    key: Callable[[O], dict[str, Any] | None] = _nothing
+    heuristic: Callable[..., C] = _nothing
     check_config: Callable[[O, C], None] = _nothing
     share: Callable[[O], O] = _same
     settle: Callable[[O, C], O] = _same
@@ -58,21 +58,22 @@ class Op[O, C]:
     def __post_init__(self):
         dispatch.register(self.name, dict(self.implementations))
 
-    def serve(self, operands: O, *, implementation: str | None, config: Any) -> tuple[jax.Array, ...]:
+    def serve(self, operands: O, *, implementation: str | None, config: Any = None) -> tuple[jax.Array, ...]:
         """The results, of the whole call or, where operands are sharded, on each device of its part."""
         given = config is not None
         name = dispatch.resolve(self.name, operands, implementation, named(operands), configured=given)[0]
         if given and not self.implementations[name].takes_config:
             fail(self.name, "config", f"None for implementation {name!r}", "a config")
-        configs.check_type(self.name, self.config, config)
         operands = self.implementations[name].prepare(operands)
         if given:
+            configs.check_type(self.name, cast(type[C], self.config), config)
             self.check_config(operands, config)
         call = Call(self, name, config)
         return call.run(operands) if self.derivative is None else self.derivative(call, operands)
 
     def tiles(self, operands: O, explicit: C | None = None) -> C:
         """What the operands at hand are cut up by: the caller's config, a measured one, or the heuristic's."""
+        assert self.config is not None
         key, guess = self.key(operands), functools.partial(self.heuristic, operands)
         resolve = functools.partial(configs.resolve, self.name, self.config, explicit)
         if key is None or not self.kernels:
@@ -102,11 +103,12 @@ class Call[O, C]:
         """What the implementation makes of the operands or, where these are sharded, each device of its part. A `step`
         is one of the implementation's others; `results` are those dimensions that differ from the op's, `summed` is as
         in `partition.run`, and `static` goes to the function as it is."""
+        said = self.op.results(operands) if callable(self.op.results) else self.op.results
         return partition.run(
             self.op.name,
             self._attend,
             operands,
-            self.op.results if results is None else results,
+            said if results is None else results,
             static={"step": step, **static},
             share=self._attend_share,
             summed=summed,

@@ -13,7 +13,7 @@ from pallas_attn._call.dispatch import Implementation
 from pallas_attn._call.op import Op
 from pallas_attn._call.operands import ready
 from pallas_attn._tile import options, triton
-from pallas_attn._tile.layout import LAYOUTS, PoolCase, check_pools, reaches
+from pallas_attn._tile.layout import LAYOUTS, check_pools, reaches
 from pallas_attn._tile.masking import Rules, ascending
 from pallas_attn._types import ImplementationOrCuda, Layout
 from pallas_attn.ops.blocksparse_attention import backward as tiled
@@ -67,7 +67,7 @@ def blocksparse_attention_cuda(operands: Operands, *, keep: bool = False) -> tup
 def _supports(operands: Operands, lowering: triton.Lowering) -> str | None:
     if operands.pool.head_dim > MAX_HEAD_DIM:
         return f"head_dim is at most {MAX_HEAD_DIM}, got {operands.pool.head_dim}"
-    return reaches(PoolCase(operands.pool, jnp.dtype(jnp.bfloat16)), lowering)
+    return reaches(operands.pool, jnp.bfloat16, lowering)
 
 
 def _prepared(operands: Operands, lowering: triton.Lowering) -> Operands:

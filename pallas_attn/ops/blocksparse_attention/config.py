@@ -7,8 +7,8 @@ from typing import Any
 from pallas_attn._call import budget, configs
 from pallas_attn._call.checks import check_int, dtype_name, fail
 from pallas_attn._call.device import Device, current_device
+from pallas_attn._split.pieces import MOST_PIECES
 from pallas_attn._tile import triton
-from pallas_attn._tile.pieces import MOST_PIECES
 from pallas_attn.ops.blocksparse_attention.operands import Operands
 
 SHORT_ROW = 1024  # tokens that a block of queries sees

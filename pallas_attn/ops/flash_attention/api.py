@@ -66,7 +66,6 @@ OP = Op(
             steps=_steps(reference.backward, reference.bias_gradient, False),
         ),
     },
-    results=(),
     config=FlashAttentionConfig,
     key=tiles.key,
     heuristic=tiles.default,

@@ -30,7 +30,7 @@ def attend(op: Op, batch: Batch, mine: jax.Array) -> tuple[jax.Array, jax.Array]
     )
     # No CUDA kernel attends to latents in prompts; who asks for it means the other form.
     implementation = None if given.implementation == "cuda" else given.implementation
-    out, lse = op.serve(in_latents, implementation=implementation, config=None)
+    out, lse = op.serve(in_latents, implementation=implementation)
     return _by_head("thc,hvc->thv", out, given.value_up), lse
 
 

@@ -14,7 +14,7 @@ from pallas_attn._call import symbolic
 from pallas_attn._call.op import Op
 from pallas_attn._tile.latents import BYTES, LATENT_DIM, dequantized
 from pallas_attn._tile.masking import Rules
-from pallas_attn._tile.pieces import ceil_div
+from pallas_attn._tile.triton import ceil_div
 from pallas_attn.ops.mla_prefill.batch import Batch
 from pallas_attn.ops.ragged_attention.operands import Operands
 from pallas_attn.ops.ragged_attention.states import merged
@@ -40,7 +40,7 @@ def attend(op: Op, batch: Batch, mine: jax.Array) -> tuple[jax.Array, jax.Array]
             out_dtype=query.dtype,
             **parts,
         )
-        return op.serve(operands, implementation=given.implementation, config=None)
+        return op.serve(operands, implementation=given.implementation)
 
     def made(seq: jax.Array, position: jax.Array, held: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Keys and values [..., num_heads, dim] of tokens; NaN where a page is none, 0 where nothing is `held`."""

@@ -9,9 +9,9 @@ from pallas_attn._call import configs
 from pallas_attn._call.checks import dtype_name, fail
 from pallas_attn._call.configs import SplitKVConfig
 from pallas_attn._call.device import Device, current_device
+from pallas_attn._split.pieces import check_invariant
+from pallas_attn._split.waves import Waves
 from pallas_attn._tile import triton, walk
-from pallas_attn._tile.pieces import check_invariant
-from pallas_attn._tile.waves import Waves
 from pallas_attn.ops.paged_attention.operands import Operands
 from pallas_attn.ops.paged_attention.room import EASILY_DEALT, TURNED_ROWS, Room
 
@@ -97,7 +97,7 @@ def heuristic(
     config that are known better.
 
     Sequences are cut into the number of pieces with which waves of programs cost least, were all as long as they may
-    be (`_tile/waves.py`). Lengths that differ are dealt at run time, in as many shares of the batch's work.
+    be (`_split/waves.py`). Lengths that differ are dealt at run time, in as many shares of the batch's work.
     """
     room = Room(triton.tile_side(head_dim), itemsize, query_itemsize, device, layout)
     block_q = measured.get("block_q", room.block_q(rows))

@@ -9,8 +9,8 @@ from pallas_attn._call import budget
 from pallas_attn._call.checks import dtype_name, fail
 from pallas_attn._call.configs import SplitKVConfig
 from pallas_attn._call.device import Device, current_device
+from pallas_attn._split.pieces import MOST_PIECES
 from pallas_attn._tile import quantization, triton
-from pallas_attn._tile.pieces import MOST_PIECES
 from pallas_attn._tile.rows import chunks
 from pallas_attn.ops.ragged_attention.operands import Operands
 

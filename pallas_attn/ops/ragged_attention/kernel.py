@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn._call.operands import aliases, only
-from pallas_attn._tile import logits, merge, narrow, quantization, result, rows, softmax, triton
+from pallas_attn._split import merge, result
+from pallas_attn._tile import logits, narrow, quantization, rows, softmax, triton
 from pallas_attn.ops.ragged_attention import pieces
 from pallas_attn.ops.ragged_attention.blocks import CUTS, TOTAL, Block, Lens
 from pallas_attn.ops.ragged_attention.config import RaggedAttentionConfig

@@ -1,7 +1,7 @@
 """How the keys of a block of query rows are cut into pieces, so that few blocks with long contexts fill the device.
 
-Sequences that are decoded are one block each, and dealt as in every op (`_tile/pieces.py`): shares of the batch's work,
-however lengths are distributed.
+Sequences that are decoded are one block each, and dealt as in every op (`_split/pieces.py`): shares of the batch's
+work, however lengths are distributed.
 
 Where a sequence has many blocks, all pieces of a launch have the same number of tiles, or fewer. Programs run in rounds
 of as many as the device holds, so the length is the one whose rounds take the least time, and of those the longest.
@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_attn._split.pieces import Cut, FairPieces, Pieces, WholePieces
 from pallas_attn._tile import triton
-from pallas_attn._tile.pieces import Cut, FairPieces, Pieces, WholePieces, ceil_div
+from pallas_attn._tile.triton import ceil_div
 from pallas_attn.ops.ragged_attention.blocks import Lens
 from pallas_attn.ops.ragged_attention.operands import Operands
 from pallas_attn.ops.ragged_attention.problem import Problem

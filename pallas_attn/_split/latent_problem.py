@@ -7,9 +7,10 @@ import jax
 
 from pallas_attn._call import budget
 from pallas_attn._call.device import Device
-from pallas_attn._tile import pieces, triton
+from pallas_attn._split import pieces
+from pallas_attn._split.problem import SplitKVProblem
+from pallas_attn._tile import triton
 from pallas_attn._tile.latents import LATENT_DIM, QUERY_DIM, ROPE_DIM, TOKEN_BYTES
-from pallas_attn._tile.problem import SplitKVProblem
 
 # From this many query rows on, kernels are written for the data centre's asynchronous matrix instructions.
 WGMMA_ROWS = 64

@@ -11,7 +11,7 @@ measured on an H200, where that share is 34 KB a microsecond.
 
 import dataclasses
 
-from pallas_attn._tile.pieces import ceil_div
+from pallas_attn._tile.triton import ceil_div
 
 # Of each wave: from its start to its first products, lengths, page ids and keys come one after the other.
 START_KB = 80

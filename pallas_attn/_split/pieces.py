@@ -27,8 +27,9 @@ from jax import lax
 
 from pallas_attn._call.checks import fail
 from pallas_attn._call.configs import SplitKVConfig
+from pallas_attn._split.problem import LATE_TOKENS, TO_NEAREST, SplitKVProblem
 from pallas_attn._tile import triton
-from pallas_attn._tile.problem import LATE_TOKENS, TO_NEAREST, SplitKVProblem
+from pallas_attn._tile.triton import ceil_div
 
 # Where a program fills a multiprocessor, pieces of lengths that differ have at most so many fair shares: the fewest
 # with which all of them begin at once, so that none waits for another. If none of these does, to the nearest number.
@@ -394,7 +395,3 @@ def scheduled_room(num_parts: int) -> int:
 def check_invariant(function: str, config: SplitKVConfig | None, batch_invariant: bool) -> None:
     if batch_invariant and config is not None and not config.split_tokens:
         fail(function, "config", "split_tokens above 0 with batch_invariant", "0")
-
-
-def ceil_div(a, b):
-    return (a + (b - 1)) // b

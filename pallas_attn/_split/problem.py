@@ -8,6 +8,7 @@ from typing import ClassVar
 import jax
 
 from pallas_attn._call.configs import SplitKVConfig
+from pallas_attn._tile import rows
 from pallas_attn._tile.layout import PoolShape, table_tokens
 from pallas_attn._types import Array
 
@@ -82,6 +83,15 @@ class SplitKVProblem(DecodeCall):
     def q_blocks(self) -> int:
         """Programs that the query rows of a KV head are spread over."""
         return math.ceil(self.rows / self.config.block_q)
+
+    def rows_of(self, head_block: jax.Array) -> rows.Rows:
+        """Of program `head_block` of num_kv_heads x q_blocks."""
+        return rows.of_program(head_block, block_q=self.config.block_q, num_rows=self.rows, group=self.group)
+
+    def rows_across_heads(self, flat: jax.Array) -> rows.Rows:
+        """Of their numbers through all KV heads."""
+        sizes = dict(num_kv_heads=self.pool.num_kv_heads, num_rows=self.rows, group=self.group)
+        return rows.across_heads(flat, **sizes)
 
     @property
     def programs_per_piece(self) -> int:

@@ -17,10 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_attn._split.pieces import CountedCuts, Cut, Cuts
+from pallas_attn._split.result import Result, store_lse, store_out
 from pallas_attn._tile import rows, softmax, triton
 from pallas_attn._tile.layout import PoolShape
-from pallas_attn._tile.pieces import CountedCuts, Cut, Cuts, ceil_div
-from pallas_attn._tile.result import Result, store_lse, store_out
+from pallas_attn._tile.triton import ceil_div
 
 # With fewer programs than this, more of them are cheaper than more work in each.
 ENOUGH_PROGRAMS = 2048
@@ -231,7 +232,7 @@ def _merge_one(
 
 def _batched(problem: Any, *refs_and_seq: Any) -> tuple[rows.Rows, tuple[jax.Array, ...]]:
     *_, seq, flat = refs_and_seq
-    mine = rows.across_heads(problem, flat)
+    mine = problem.rows_across_heads(flat)
     return mine, rows.batched(mine, seq)
 
 
