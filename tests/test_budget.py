@@ -98,6 +98,15 @@ def test_what_did_not_fit(name):
         assert kernel.wrong is None, str(kernel)
 
 
+@pytest.mark.once
+def test_what_is_forgotten_of_a_tile_is_caught(monkeypatch):
+    """Negative control, in pages of one token: logits change their layout, and no bytes were left for that."""
+    monkeypatch.setattr(budget.Tile, "exchanged_bytes", lambda tile, device: 0)
+    jax.clear_caches()
+    drawn, sm = FORMERLY["mask of drafts"]
+    assert any(kernel.wrong for kernel in measured_budget.measured(drawn, sm))
+
+
 def test_knows_what_compilers_make_of_it():
     """Figures of XLA's Triton and of pip's, which agreed."""
     assert TILE.shared_bytes(H100) == 229376

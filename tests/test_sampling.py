@@ -119,6 +119,16 @@ def test_penalties_are_what_they_say(choose):
     assert chosen(asked, repetition_penalty=ratio * 0.99) == best
 
 
+def test_what_is_infinitely_likely_is_drawn(choose):
+    """By its logits, or by a penalty, there is nothing that the others could be drawn for."""
+    row = logits_of(2)
+    row[0, 7] = np.inf
+    drawn = dict(temperature=1.0, top_p=0.9)
+    assert choose(row, [Sampling(**drawn)])[0] == 7
+    for penalty in (dict(frequency_penalty=-3e38), dict(presence_penalty=-3e38, frequency_penalty=-3e38)):
+        assert choose(logits_of(2), [Sampling(**drawn, **penalty)], [((), (9, 9))])[0] == 9
+
+
 EACH: list[dict[str, Any]] = [
     {},
     dict(temperature=1.0),
@@ -301,6 +311,31 @@ def test_texts_are_found_as_tokens_come():
 )
 def test_what_a_model_asks_for(settings, expected):
     assert Sampling.from_generation_config(settings) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "usual"),
+    [
+        ("num_beams", 4, 1),
+        ("typical_p", 0.9, 1.0),
+        ("no_repeat_ngram_size", 3, 0),
+        ("suppress_tokens", [1, 2], []),
+    ],
+)
+def test_what_a_model_asks_for_in_vain_is_said(name, value, usual):
+    asked = Sampling.from_generation_config({name: usual, "max_new_tokens": 9})
+    with pytest.warns(
+        UserWarning, match=rf"generation_config.json: {name} = {re.escape(str(value))} is not served"
+    ):
+        assert Sampling.from_generation_config({name: value}) == asked
+
+
+@pytest.mark.usefixtures("as_users_have_it")
+def test_what_a_model_asks_for_is_checked():
+    with pytest.raises(
+        TypeError, match=r"^Sampling: argument 'repetition_penalty': expected a number, got 'high'"
+    ):
+        Sampling.from_generation_config({"repetition_penalty": "high"})
 
 
 @pytest.mark.parametrize(

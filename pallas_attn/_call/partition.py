@@ -140,11 +140,15 @@ def run(
         fail(
             function, call.names[0], "a mesh without axes over which XLA would gather the pools unasked", got
         )
+    serve = call.runner({})
     if mesh is not None and AxisType.Explicit in mesh.axis_types:
-        return _explicit(arrays, call=call, mesh=mesh, check_vma=checkable)
-    if opaque and (auto or (mesh is None and jax.device_count() > 1)):
-        return _auto(arrays, call=call)
-    return call.runner({})(*arrays)
+        serve = functools.partial(_explicit, call=call, mesh=mesh, check_vma=checkable)
+    elif opaque and (auto or (mesh is None and jax.device_count() > 1)):
+        serve = functools.partial(_auto, call=call)
+    if opaque:
+        return gradients.refuse(function, serve)(*arrays)
+    with gradients.in_reverse_mode(function, "first ones, by implementation 'xla'"):
+        return serve(*arrays)
 
 
 def divide(
@@ -163,7 +167,7 @@ def divide(
     arrays, call = _call(function, fn, operands, results, static)
     mesh = _mesh_of(arrays)
     if mesh is not None and AxisType.Explicit in mesh.axis_types:
-        return _explicit(arrays, call=call, mesh=mesh, check_vma=False)
+        return _explicit(*arrays, call=call, mesh=mesh, check_vma=False)
     return call.runner({})(*arrays)
 
 
@@ -245,7 +249,7 @@ def _spell(axes: Axes) -> str:
 
 
 @functools.partial(jax.jit, static_argnames=("call", "mesh", "check_vma"))
-def _explicit(operands: tuple[jax.Array, ...], *, call: Call, mesh: Any, check_vma: bool):
+def _explicit(*operands: jax.Array, call: Call, mesh: Any, check_vma: bool):
     split = plan(call, tuple(map(jax.typeof, operands)), mesh.shape)
     in_specs, out_specs = call.specs(split)
     placed = [
@@ -265,8 +269,8 @@ def _explicit(operands: tuple[jax.Array, ...], *, call: Call, mesh: Any, check_v
 
 
 @functools.partial(jax.jit, static_argnames="call")
-def _auto(operands: tuple[jax.Array, ...], *, call: Call):
-    """custom_partitioning has rules neither for vmap nor for derivatives: these are given here."""
+def _auto(*operands: jax.Array, call: Call):
+    """custom_partitioning has no rule for vmap, which is given here."""
 
     @custom_vmap
     def partitioned(*operands):
@@ -277,9 +281,9 @@ def _auto(operands: tuple[jax.Array, ...], *, call: Call):
     @partitioned.def_vmap
     def _(_, in_batched, *operands):
         mapped = frozenset(i for i, is_mapped in enumerate(in_batched) if is_mapped)
-        return _auto(operands, call=_vmapped(call, mapped)), (True,) * len(call.results)
+        return _auto(*operands, call=_vmapped(call, mapped)), (True,) * len(call.results)
 
-    return gradients.refuse(call.function, partitioned)(*operands)
+    return partitioned(*operands)
 
 
 def _vmapped(call: Call, mapped: frozenset[int]) -> Call:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from pallas_attn._call import gradients
 from pallas_attn._tile import sharding
 
 type Arrays = dict[str, jax.Array]
@@ -42,15 +43,10 @@ def differentiable(rule: Rule, operands: Any) -> Results:
     floats = {name: array for name, array in given.items() if array is not None}
     others = dataclasses.replace(operands, **dict.fromkeys(floats))
 
-    try:
+    with gradients.in_reverse_mode(
+        rule.function, "second ones in reverse mode, too, by implementation 'xla'"
+    ):
         return _with_rule(rule, False)(floats, others)[0]
-    except TypeError as error:
-        if "custom_vjp" not in str(error):
-            raise
-        raise NotImplementedError(
-            f"{rule.function}: has derivatives in reverse mode alone (jax.grad, jax.vjp, jax.jacrev), not by jax.jvp, "
-            "jax.jacfwd or jax.hessian; second ones in reverse mode, too, by implementation 'xla'"
-        ) from error
 
 
 def _with_rule(rule: Rule, keep: bool) -> Callable[[Arrays, Any], tuple[Results, Any]]:

@@ -137,9 +137,9 @@ def flash_attention(
     inputs and config give the same bits, gradients too: nothing is summed in an order that may change. 16-bit gradients
     of keys or values that share an offset are as exact as of others. Works inside jit, scan, vmap, checkpoint and
     shard_map; there are first derivatives in reverse mode (jax.grad, jax.vjp), by "xla" second ones too, and none in
-    forward mode (jax.jvp, jax.hessian, jax.linear_transpose). All options combine. Keys
-    and values that `causal` and `sliding_window` hide from every query may hold anything, NaN included; what some query
-    sees must be finite, or its neighbours may get NaN too.
+    forward mode (jax.jvp, jax.hessian, jax.linear_transpose): under jit, and of linear_transpose always, it is JAX that
+    says so, of a custom_vjp function. All options combine. Keys and values that `causal` and `sliding_window` hide from
+    every query may hold anything, NaN included; what some query sees must be finite, or its neighbours may get NaN too.
 
     Args:
         query, key, value: [batch, q_len, num_heads, head_dim], [batch, kv_len, num_kv_heads, head_dim] and

@@ -101,9 +101,9 @@ def ragged_paged_attention(
         seq_lens: [max_seqs] int32, tokens in each sequence's pages, the new ones included. A causal query before the
             sequence's start (more query tokens than the length) has out 0 and lse -inf (with `sinks`, the head's sink,
             if the length is not 0).
-        cu_q_lens: [max_seqs + 1] int32: where each sequence's query tokens begin, from 0, and where the last one's
-            end; not decreasing, at most total_tokens. A sequence may have none. Where a traced array descends, no
-            token is anyone's: out is 0 and lse -inf; one whose values are known is refused.
+        cu_q_lens: [max_seqs + 1] int32: where each sequence's query tokens begin, from 0 (what stands first is taken
+            for 0), and where the last one's end; not decreasing, at most total_tokens. A sequence may have none. Where
+            a traced array descends, no token is anyone's: out is 0 and lse -inf; one whose values are known is refused.
         num_seqs: an int, an int32 scalar or an int32 array [1], which may be traced: how many sequences there are;
             rows of the tables and entries of the lengths behind them may hold anything. None: max_seqs.
         scale: factor of the logits, a number above 0; None means head_dim ** -0.5.
