@@ -73,7 +73,13 @@ class Converter {
         ptx::wait_for_copies_but<1>();
         __syncwarp();
         if (batch == 0) filling_.wait_until_empty();
-        convert(places, key, batch, half, scaled, head_scale);
+        if (joins) {
+          convert_or_copy(places, key, batch, half, scaled, head_scale);
+        } else if (source_.params.cache == CacheType::kE4m3) {
+          convert<true>(batch, half, scaled, head_scale);
+        } else {
+          convert<false>(batch, half, scaled, head_scale);
+        }
         half ^= 1;
       }
       if (joins) ptx::wait_for_copies();
@@ -102,8 +108,16 @@ class Converter {
   }
 
   // Of the warp's rows and their 16-byte chunks, those of one turn: a lane's.
-  __device__ int row_of(int turn) const { return (turn * 32 + lane_) / Turns::kRowChunks; }
-  __device__ int chunk_of(int turn) const { return (turn * 32 + lane_) % Turns::kRowChunks; }
+  __device__ __forceinline__ int row_of(int turn) const {
+    if constexpr (32 % Turns::kRowChunks == 0) {
+      return turn * (32 / Turns::kRowChunks) + lane_ / Turns::kRowChunks;
+    } else {
+      return (turn * 32 + lane_) / Turns::kRowChunks;
+    }
+  }
+  __device__ __forceinline__ int chunk_of(int turn) const {
+    return (32 % Turns::kRowChunks == 0 ? lane_ : turn * 32 + lane_) % Turns::kRowChunks;
+  }
 
   __device__ __forceinline__ void load_rows(const Tile& tile, int key) {
     filling_.wait_until_empty();
@@ -147,45 +161,109 @@ class Converter {
     }
   }
 
-  __device__ __forceinline__ void convert(const Places<kRole>& places, int key, int batch, int half,
-                                          bool scaled, float head_scale) {
+  // Where a lane's 32 bytes of a turn go. Neighbouring quads write halves of them in turns, so that eight lanes
+  // meet all banks.
+  struct Place {
+    int row;
+    bool swapped;
+    uint32_t one, other;
+
+    __device__ __forceinline__ Place(uint32_t buffer, int to_row, int chunk) : row(to_row) {
+      const int piece = chunk / 4, first = chunk % 4 * 2 + piece % 2;
+      const uint32_t to = buffer + piece * (kKeys * kRowBytes) + to_row * kRowBytes;
+      swapped = piece % 2;
+      one = to + ((first ^ (to_row & 7)) << 4);
+      other = to + ((first ^ 1 ^ (to_row & 7)) << 4);
+    }
+    __device__ __forceinline__ void store(uint4 low, uint4 high) const {
+      ptx::store_16_bytes(one, swapped ? high : low);
+      ptx::store_16_bytes(other, swapped ? low : high);
+    }
+  };
+
+  // Of 16 bytes.
+  template <bool kE4m3>
+  __device__ __forceinline__ void to_elements(uint4 bytes, uint4& low, uint4& high) const {
+    if constexpr (kE4m3) {
+      low = eight_of_e4m3<Element>(bytes.x, bytes.y);
+      high = eight_of_e4m3<Element>(bytes.z, bytes.w);
+    } else {
+      low = eight_of_int8<Element>(bytes.x, bytes.y);
+      high = eight_of_int8<Element>(bytes.z, bytes.w);
+    }
+  }
+
+  // A batch of the turns. Nothing branches, so that several are on their way.
+  template <bool kE4m3>
+  __device__ __forceinline__ void convert(int batch, int half, bool scaled, float head_scale) {
+    constexpr int kAtOnce = 2;
     const uint32_t from = raw_ + half * Turns::kBatch * (kHandWarps * 32 * 16);
-#pragma unroll 2
-    for (int j = 0; j < Turns::kBatch; ++j) {
-      const int turn = batch * Turns::kBatch + j, row = row_of(turn), chunk = chunk_of(turn), at = key + row;
-      const int to_row = first_row_ + row, piece = chunk / 4;
-      const uint32_t to = ptx::shared_address(filling_.buffer()[piece][to_row]);
-      // Neighbouring quads write halves of their 32 bytes in turns, so that eight lanes meet all banks.
-      const int first = chunk % 4 * 2 + piece % 2;
-      const uint32_t one = to + ((first ^ (to_row & 7)) << 4), other = to + ((first ^ 1 ^ (to_row & 7)) << 4);
-      const bool in_row = places.holds(at) && !places.is_paged(at);
-      if (kOfKeys && scaled && chunk == 0) {
-        filling_.scales()[to_row] = in_row ? 1.0f : by_page_ ? row_scales_[to_row] : head_scale;
+    const uint32_t buffer = ptx::shared_address(filling_.buffer()[0]);
+#pragma unroll
+    for (int j = 0; j < Turns::kBatch; j += kAtOnce) {
+      uint4 bytes[kAtOnce];
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        bytes[k] = ptx::load_shared_16_bytes(from + (j + k) * (kHandWarps * 32 * 16));
       }
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        const int turn = batch * Turns::kBatch + j + k;
+        const Place place(buffer, first_row_ + row_of(turn), chunk_of(turn));
+        uint4 low, high;
+        to_elements<kE4m3>(bytes[k], low, high);
+        if (!kOfKeys && scaled) {
+          const float scale = by_page_ ? row_scales_[place.row] : head_scale;
+          scale_eight<Element>(low, scale);
+          scale_eight<Element>(high, scale);
+        }
+        place.store(low, high);
+      }
+    }
+    if (kOfKeys && scaled) store_scales(batch, head_scale);
+  }
+
+  // What each key's score is multiplied by.
+  __device__ __forceinline__ void store_scales(int batch, float head_scale) {
+#pragma unroll 1
+    for (int j = 0; j < Turns::kBatch; ++j) {
+      const int turn = batch * Turns::kBatch + j, row = first_row_ + row_of(turn);
+      if (chunk_of(turn) == 0) filling_.scales()[row] = by_page_ ? row_scales_[row] : head_scale;
+    }
+  }
+
+  // The same where some of the tile's keys are in rows.
+  __device__ __forceinline__ void convert_or_copy(const Places<kRole>& places, int key, int batch, int half,
+                                                  bool scaled, float head_scale) {
+    const uint32_t from = raw_ + half * Turns::kBatch * (kHandWarps * 32 * 16);
+    const uint32_t buffer = ptx::shared_address(filling_.buffer()[0]);
+#pragma unroll 1
+    for (int j = 0; j < Turns::kBatch; ++j) {
+      const int turn = batch * Turns::kBatch + j, chunk = chunk_of(turn), at = key + row_of(turn);
+      const Place place(buffer, first_row_ + row_of(turn), chunk);
+      const bool in_row = places.holds(at) && !places.is_paged(at);
+      const float scale = in_row ? 1.0f : by_page_ ? row_scales_[place.row] : head_scale;
+      if (kOfKeys && scaled && chunk == 0) filling_.scales()[place.row] = scale;
       if (in_row) {
-        const char* row_from = places.in_row(at) + chunk * 32;
         const bool exists = chunk * 16 < source_.dim();
-        const int swapped = piece % 2 * 16;
-        ptx::copy_async(one, exists ? row_from + swapped : places.anywhere(), exists);
-        ptx::copy_async(other, exists ? row_from + (16 - swapped) : places.anywhere(), exists);
+        const char* row_from = exists ? places.in_row(at) + chunk * 32 : places.anywhere();
+        const int swapped = exists && place.swapped ? 16 : 0;
+        ptx::copy_async(place.one, row_from + swapped, exists);
+        ptx::copy_async(place.other, row_from + (exists ? 16 - swapped : 0), exists);
         continue;
       }
       uint4 low, high;
       const uint4 bytes = ptx::load_shared_16_bytes(from + j * (kHandWarps * 32 * 16));
       if (source_.params.cache == CacheType::kE4m3) {
-        low = eight_of_e4m3<Element>(bytes.x, bytes.y);
-        high = eight_of_e4m3<Element>(bytes.z, bytes.w);
+        to_elements<true>(bytes, low, high);
       } else {
-        low = eight_of_int8<Element>(bytes.x, bytes.y);
-        high = eight_of_int8<Element>(bytes.z, bytes.w);
+        to_elements<false>(bytes, low, high);
       }
       if (!kOfKeys && scaled) {
-        const float scale = by_page_ ? row_scales_[to_row] : head_scale;
         scale_eight<Element>(low, scale);
         scale_eight<Element>(high, scale);
       }
-      ptx::store_16_bytes(one, piece % 2 ? high : low);
-      ptx::store_16_bytes(other, piece % 2 ? low : high);
+      place.store(low, high);
     }
   }
 
