@@ -242,8 +242,8 @@ class Consumer {
     ptx::wgmma_commit();
   }
 
-  // A warpgroup is held while it issues the product of probabilities in registers, as long as that takes: taking
-  // turns at it, the other one's exponentials run beside. Else both do the same at the same time.
+  // A warpgroup is held while it issues the product of probabilities in registers, as long as that takes:
+  // taking turns at it, the other one's exponentials run beside. Else both do the same at the same time.
   __device__ __forceinline__ void take_turn() {
     ptx::named_barrier_sync(kTurn + warpgroup_, Shape::kConsumerThreads);
   }

@@ -97,6 +97,7 @@ class Converter {
  private:
   using Turns = TurnsOf<kKeys, kPieces>;
   using Held = HeldPlaces<kRole, Turns::kRows>;
+  static constexpr uint32_t kTurnBytes = kHandWarps * 32 * 16;
 
   template <typename Raw>
   static __device__ auto& raw_of(Raw& raw) {
@@ -140,85 +141,77 @@ class Converter {
     filling_.advance();
   }
 
-  // Has a batch of the turns copied.
+  // Has a batch of the turns copied. Loops are short here, and not unrolled: each of these warps is alone
+  // with its code, and what is not in the instruction cache takes five times as long.
   __device__ __forceinline__ void begin(const Held& held, const Tile& tile, int batch, int half) {
-    const uint32_t to = raw_ + half * Turns::kBatch * (kHandWarps * 32 * 16);
-#pragma unroll
-    for (int j = 0; j < Turns::kBatch; ++j) {
-      const int turn = batch * Turns::kBatch + j, row = row_of(turn), chunk = chunk_of(turn);
+    uint32_t to = raw_ + half * Turns::kBatch * kTurnBytes;
+    const int first = batch * Turns::kBatch;
+#pragma unroll 2
+    for (int turn = first; turn < first + Turns::kBatch; ++turn, to += kTurnBytes) {
+      const int row = row_of(turn), chunk = chunk_of(turn);
       // The rows of a batch are a block's where they are 32.
       const char* from = Turns::kBatch == Turns::kRowChunks ? held.of(row, batch) : held.of(row);
       const bool copied = from != nullptr && chunk * 16 < source_.dim();
-      ptx::copy_async(to + j * (kHandWarps * 32 * 16), from + chunk * 16, copied);
-      if (by_page_) {
-        const int page = held.page_of(row);
-        if (chunk == 0) {
-          const auto scale = static_cast<int64_t>(from != nullptr ? page : 0) * source_.params.num_kv_heads;
-          ptx::copy_word_async(ptx::shared_address(row_scales_ + first_row_ + row),
-                               scales_ + scale + tile.kv_head);
-        }
+      ptx::copy_async(to, from + chunk * 16, copied);
+    }
+    if (!by_page_) return;
+#pragma unroll 1
+    for (int turn = first; turn < first + Turns::kBatch; ++turn) {
+      const int row = row_of(turn), page = held.page_of(row);
+      const bool copied = held.of(row) != nullptr;
+      if (chunk_of(turn) == 0) {
+        const auto scale = static_cast<int64_t>(copied ? page : 0) * source_.params.num_kv_heads;
+        ptx::copy_word_async(ptx::shared_address(row_scales_ + first_row_ + row),
+                             scales_ + scale + tile.kv_head);
       }
     }
   }
 
-  // Where a lane's 32 bytes of a turn go. Neighbouring quads write halves of them in turns, so that eight lanes
-  // meet all banks.
+  // Where a lane's 32 bytes of a turn go, 16 at a time: neighbouring quads write halves in turns, so that
+  // eight lanes meet all banks. `swapped`: the second half first.
   struct Place {
     int row;
     bool swapped;
-    uint32_t one, other;
+    uint32_t first, other;
 
     __device__ __forceinline__ Place(uint32_t buffer, int to_row, int chunk) : row(to_row) {
-      const int piece = chunk / 4, first = chunk % 4 * 2 + piece % 2;
-      const uint32_t to = buffer + piece * (kKeys * kRowBytes) + to_row * kRowBytes;
+      const int piece = chunk / 4;
       swapped = piece % 2;
-      one = to + ((first ^ (to_row & 7)) << 4);
-      other = to + ((first ^ 1 ^ (to_row & 7)) << 4);
-    }
-    __device__ __forceinline__ void store(uint4 low, uint4 high) const {
-      ptx::store_16_bytes(one, swapped ? high : low);
-      ptx::store_16_bytes(other, swapped ? low : high);
+      const uint32_t within = ((chunk % 4 * 2 + swapped) ^ (to_row & 7)) << 4;
+      first = buffer + piece * (kKeys * kRowBytes) + to_row * kRowBytes + within;
+      other = first ^ 16;
     }
   };
 
-  // Of 16 bytes.
   template <bool kE4m3>
-  __device__ __forceinline__ void to_elements(uint4 bytes, uint4& low, uint4& high) const {
-    if constexpr (kE4m3) {
-      low = eight_of_e4m3<Element>(bytes.x, bytes.y);
-      high = eight_of_e4m3<Element>(bytes.z, bytes.w);
-    } else {
-      low = eight_of_int8<Element>(bytes.x, bytes.y);
-      high = eight_of_int8<Element>(bytes.z, bytes.w);
-    }
+  static __device__ __forceinline__ uint4 to_elements(uint2 bytes) {
+    return kE4m3 ? eight_of_e4m3<Element>(bytes.x, bytes.y) : eight_of_int8<Element>(bytes.x, bytes.y);
   }
 
-  // A batch of the turns. Nothing branches, so that several are on their way.
+  // Of one turn, from what was copied.
+  template <bool kE4m3>
+  __device__ __forceinline__ void convert_turn(uint32_t from, const Place& place, bool scaled, float scale) {
+    uint4 first = to_elements<kE4m3>(ptx::load_shared_8_bytes(from + (place.swapped ? 8 : 0)));
+    uint4 other = to_elements<kE4m3>(ptx::load_shared_8_bytes(from + (place.swapped ? 0 : 8)));
+    if (!kOfKeys && scaled) {
+      scale_eight<Element>(first, scale);
+      scale_eight<Element>(other, scale);
+    }
+    ptx::store_16_bytes(place.first, first);
+    ptx::store_16_bytes(place.other, other);
+  }
+
+  // A batch of the turns.
   template <bool kE4m3>
   __device__ __forceinline__ void convert(int batch, int half, bool scaled, float head_scale) {
-    constexpr int kAtOnce = 2;
-    const uint32_t from = raw_ + half * Turns::kBatch * (kHandWarps * 32 * 16);
+    uint32_t from = raw_ + half * Turns::kBatch * kTurnBytes;
     const uint32_t buffer = ptx::shared_address(filling_.buffer()[0]);
-#pragma unroll
-    for (int j = 0; j < Turns::kBatch; j += kAtOnce) {
-      uint4 bytes[kAtOnce];
-#pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {
-        bytes[k] = ptx::load_shared_16_bytes(from + (j + k) * (kHandWarps * 32 * 16));
-      }
-#pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {
-        const int turn = batch * Turns::kBatch + j + k;
-        const Place place(buffer, first_row_ + row_of(turn), chunk_of(turn));
-        uint4 low, high;
-        to_elements<kE4m3>(bytes[k], low, high);
-        if (!kOfKeys && scaled) {
-          const float scale = by_page_ ? row_scales_[place.row] : head_scale;
-          scale_eight<Element>(low, scale);
-          scale_eight<Element>(high, scale);
-        }
-        place.store(low, high);
-      }
+    const int first = batch * Turns::kBatch;
+#pragma unroll 2
+    for (int turn = first; turn < first + Turns::kBatch; ++turn, from += kTurnBytes) {
+      const Place place(buffer, first_row_ + row_of(turn), chunk_of(turn));
+      const float scale = !kOfKeys && by_page_ ? row_scales_[place.row] : head_scale;
+      convert_turn<kE4m3>(from, place, scaled, scale);
     }
     if (kOfKeys && scaled) store_scales(batch, head_scale);
   }
@@ -235,7 +228,7 @@ class Converter {
   // The same where some of the tile's keys are in rows.
   __device__ __forceinline__ void convert_or_copy(const Places<kRole>& places, int key, int batch, int half,
                                                   bool scaled, float head_scale) {
-    const uint32_t from = raw_ + half * Turns::kBatch * (kHandWarps * 32 * 16);
+    const uint32_t from = raw_ + half * Turns::kBatch * kTurnBytes;
     const uint32_t buffer = ptx::shared_address(filling_.buffer()[0]);
 #pragma unroll 1
     for (int j = 0; j < Turns::kBatch; ++j) {
@@ -248,22 +241,13 @@ class Converter {
         const bool exists = chunk * 16 < source_.dim();
         const char* row_from = exists ? places.in_row(at) + chunk * 32 : places.anywhere();
         const int swapped = exists && place.swapped ? 16 : 0;
-        ptx::copy_async(place.one, row_from + swapped, exists);
+        ptx::copy_async(place.first, row_from + swapped, exists);
         ptx::copy_async(place.other, row_from + (exists ? 16 - swapped : 0), exists);
-        continue;
-      }
-      uint4 low, high;
-      const uint4 bytes = ptx::load_shared_16_bytes(from + j * (kHandWarps * 32 * 16));
-      if (source_.params.cache == CacheType::kE4m3) {
-        to_elements<true>(bytes, low, high);
+      } else if (source_.params.cache == CacheType::kE4m3) {
+        convert_turn<true>(from + j * kTurnBytes, place, scaled, scale);
       } else {
-        to_elements<false>(bytes, low, high);
+        convert_turn<false>(from + j * kTurnBytes, place, scaled, scale);
       }
-      if (!kOfKeys && scaled) {
-        scale_eight<Element>(low, scale);
-        scale_eight<Element>(high, scale);
-      }
-      place.store(low, high);
     }
   }
 

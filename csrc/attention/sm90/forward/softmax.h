@@ -1,6 +1,6 @@
 // A key tile's scores become probabilities, without a look at their maxima: those are found in the first key
-// tile that a row sees, and again only if probabilities come out too large, which their sum tells. Scores stay
-// as they are until then. Looking took a sixth of a step.
+// tile that a row sees, and again only if probabilities come out too large, which their sum tells. Scores
+// stay as they are until then. Looking took a sixth of a step.
 #pragma once
 
 #include <cmath>
@@ -22,8 +22,8 @@ constexpr float kMostOfShare = 16384.0f;
 // rounding their product with the factor would count, scores become that difference here.
 template <int kCount>
 __device__ __forceinline__ bool follow_maxima(float (&rS)[kCount], float& factor,
-                                              float (&offset)[kRowsPerThread], RowState& state,
-                                              bool& settled, float (&rescale)[kRowsPerThread]) {
+                                              float (&offset)[kRowsPerThread], RowState& state, bool& settled,
+                                              float (&rescale)[kRowsPerThread]) {
   bool moved = false, missing = false, large = false;
 #pragma unroll
   for (int i = 0; i < kRowsPerThread; ++i) {
@@ -62,8 +62,8 @@ __device__ __forceinline__ bool follow_maxima(float (&rS)[kCount], float& factor
 }
 
 // Scores become probabilities, the A operand of the value product. Moves the running maximum and sum; what
-// earlier results must be multiplied by, false if that is 1 for all rows of the warp. `settled`: all rows that
-// have a say have a maximum, none of which is large.
+// earlier results must be multiplied by, false if that is 1 for all rows of the warp. `settled`: all rows
+// that have a say have a maximum, none of which is large.
 template <typename Element, typename Summed, int kCount>
 __device__ __forceinline__ bool to_probabilities(float (&rS)[kCount], float factor, RowState& state,
                                                  bool& settled, float (&rescale)[kRowsPerThread],
