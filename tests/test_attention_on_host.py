@@ -135,9 +135,7 @@ def test_new_tokens_beside_caches_of_bytes(program, case):
     check(case, whole, *run(program, case, data, key, value))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "growth"), [("bfloat16", 50), ("bfloat16", 20000), ("float16", 50)]
-)
+@pytest.mark.parametrize(("dtype", "growth"), [("bfloat16", 50), ("bfloat16", 20000), ("float16", 50)])
 def test_scores_that_outgrow_the_first_maximum(program, dtype, growth):
     """Keys are taken from the last one on. Against the last ones' maximum, earlier ones would overflow."""
     case = RaggedCase((300, 400), 2, 1, 64, 16, dtype, q_lens=(300, 20))

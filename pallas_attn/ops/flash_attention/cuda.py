@@ -11,11 +11,10 @@ from pallas_attn._call import hopper_forward
 from pallas_attn._tile import low_bits, softmax
 from pallas_attn.ops.flash_attention.problem import Case, Problem, Rules
 
-WIDE_HEADS = 128
-"""Of narrower heads, exponentials take as long as products, and the tiled kernel is as fast."""
-FEW_PAIRS = 2**25
+FEW_PAIRS, FEW_NARROW_PAIRS = 2**25, 2**29
 """Of queries and keys, of all heads: with fewer, what comes before the kernel, the order of its tiles, takes longer
-than it gains."""
+than it gains. Of heads narrower than WIDE_HEADS it gains less."""
+WIDE_HEADS = 128
 FEW_DOCUMENTS = 1024
 """Whose bounds are looked at whether they exist or not."""
 MOST_TILES = 2**31
@@ -36,7 +35,8 @@ def unsupported(case: Case) -> str | None:
 def is_slower(case: Case) -> bool:
     """Whether the tiled kernel is as fast, or nothing is known."""
     pairs = case.batch * case.num_kv_heads * case.group * case.q_len * case.kv_len
-    return max(case.head_dim, case.value_dim) < WIDE_HEADS or pairs < FEW_PAIRS
+    wide = max(case.head_dim, case.value_dim) >= WIDE_HEADS
+    return pairs < (FEW_PAIRS if wide else FEW_NARROW_PAIRS)
 
 
 @functools.partial(jax.jit, static_argnames=("rules", "config", "keep"))

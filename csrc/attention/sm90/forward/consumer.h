@@ -229,7 +229,7 @@ class Consumer {
     const uint64_t query =
         ptx::uniform_descriptor(ptx::wgmma_descriptor(smem_.fragment_of(slot_, 0, warpgroup_), 0));
     const uint64_t key = ptx::uniform_descriptor(ptx::wgmma_descriptor(smem_.sK[key_stage_], 0));
-    ptx::wgmma_touch(rS_);
+    ptx::wgmma_claim(rS_);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Shape::kDim / kStepDims; ++step) {

@@ -146,7 +146,7 @@ class Converter {
   __device__ __forceinline__ void begin(const Held& held, const Tile& tile, int batch, int half) {
     uint32_t to = raw_ + half * Turns::kBatch * kTurnBytes;
     const int first = batch * Turns::kBatch;
-#pragma unroll 2
+#pragma unroll 4
     for (int turn = first; turn < first + Turns::kBatch; ++turn, to += kTurnBytes) {
       const int row = row_of(turn), chunk = chunk_of(turn);
       // The rows of a batch are a block's where they are 32.
@@ -207,7 +207,7 @@ class Converter {
     uint32_t from = raw_ + half * Turns::kBatch * kTurnBytes;
     const uint32_t buffer = ptx::shared_address(filling_.buffer()[0]);
     const int first = batch * Turns::kBatch;
-#pragma unroll 2
+#pragma unroll 4
     for (int turn = first; turn < first + Turns::kBatch; ++turn, from += kTurnBytes) {
       const Place place(buffer, first_row_ + row_of(turn), chunk_of(turn));
       const float scale = !kOfKeys && by_page_ ? row_scales_[place.row] : head_scale;
