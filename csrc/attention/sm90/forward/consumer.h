@@ -1,5 +1,6 @@
 // A math warpgroup: its 64 rows of every tile against the key tiles that they see. The product with one key
-// tile's values runs beside the softmax of the next one's scores, also from one tile of queries to the next.
+// tile's values follows that of the next one's scores, also from one tile of queries to the next, and both
+// run beside the other warpgroup's exponentials.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -23,7 +24,7 @@ namespace pallas_attn::attention::sm90 {
 enum NamedBarrier {
   // Values that nobody sees are zero. All math warpgroups arrive and wait.
   kUnseenCleared = 1,
-  kTurn = 2,  // and one more of the second warpgroup
+  kTurn = 2,  // to issue products, of the first warpgroup, and one more of the second
 };
 
 template <typename Element, typename Shape, Form kForm>
