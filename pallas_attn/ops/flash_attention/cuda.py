@@ -11,7 +11,7 @@ from pallas_attn._call import hopper_forward
 from pallas_attn._tile import low_bits, softmax
 from pallas_attn.ops.flash_attention.problem import Case, Problem, Rules
 
-FEW_PAIRS, FEW_NARROW_PAIRS = 2**25, 2**29
+FEW_PAIRS, FEW_NARROW_PAIRS = 2**25, 2**28
 """Of queries and keys, of all heads: with fewer, what comes before the kernel, the order of its tiles, takes longer
 than it gains. Of heads narrower than WIDE_HEADS it gains less."""
 WIDE_HEADS = 128

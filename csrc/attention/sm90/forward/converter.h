@@ -188,11 +188,18 @@ class Converter {
     return kE4m3 ? eight_of_e4m3<Element>(bytes.x, bytes.y) : eight_of_int8<Element>(bytes.x, bytes.y);
   }
 
-  // Of one turn, from what was copied.
+  // The lane's 16 bytes of a turn, in the order in which they are stored.
+  struct Raw {
+    uint2 first, other;
+
+    __device__ Raw() {}
+    __device__ __forceinline__ Raw(uint32_t from, bool swapped)
+        : first(ptx::load_shared_8_bytes(from + (swapped ? 8 : 0))),
+          other(ptx::load_shared_8_bytes(from + (swapped ? 0 : 8))) {}
+  };
   template <bool kE4m3>
-  __device__ __forceinline__ void convert_turn(uint32_t from, const Place& place, bool scaled, float scale) {
-    uint4 first = to_elements<kE4m3>(ptx::load_shared_8_bytes(from + (place.swapped ? 8 : 0)));
-    uint4 other = to_elements<kE4m3>(ptx::load_shared_8_bytes(from + (place.swapped ? 0 : 8)));
+  __device__ __forceinline__ void convert_turn(const Raw& raw, const Place& place, bool scaled, float scale) {
+    uint4 first = to_elements<kE4m3>(raw.first), other = to_elements<kE4m3>(raw.other);
     if (!kOfKeys && scaled) {
       scale_eight<Element>(first, scale);
       scale_eight<Element>(other, scale);
@@ -201,17 +208,25 @@ class Converter {
     ptx::store_16_bytes(place.other, other);
   }
 
-  // A batch of the turns.
+  // A batch of the turns, some of which are loaded before the first is converted.
   template <bool kE4m3>
   __device__ __forceinline__ void convert(int batch, int half, bool scaled, float head_scale) {
+    constexpr int kAtOnce = Turns::kBatch % 4 == 0 ? 4 : 2;
     uint32_t from = raw_ + half * Turns::kBatch * kTurnBytes;
     const uint32_t buffer = ptx::shared_address(filling_.buffer()[0]);
     const int first = batch * Turns::kBatch;
-#pragma unroll 4
-    for (int turn = first; turn < first + Turns::kBatch; ++turn, from += kTurnBytes) {
-      const Place place(buffer, first_row_ + row_of(turn), chunk_of(turn));
-      const float scale = !kOfKeys && by_page_ ? row_scales_[place.row] : head_scale;
-      convert_turn<kE4m3>(from, place, scaled, scale);
+    const auto place_of = [&](int turn) { return Place(buffer, first_row_ + row_of(turn), chunk_of(turn)); };
+#pragma unroll 1
+    for (int turn = first; turn < first + Turns::kBatch; turn += kAtOnce, from += kAtOnce * kTurnBytes) {
+      Raw raw[kAtOnce];
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) raw[k] = Raw(from + k * kTurnBytes, place_of(turn + k).swapped);
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        const Place place = place_of(turn + k);
+        const float scale = !kOfKeys && by_page_ ? row_scales_[place.row] : head_scale;
+        convert_turn<kE4m3>(raw[k], place, scaled, scale);
+      }
     }
     if (kOfKeys && scaled) store_scales(batch, head_scale);
   }
@@ -244,9 +259,9 @@ class Converter {
         ptx::copy_async(place.first, row_from + swapped, exists);
         ptx::copy_async(place.other, row_from + (exists ? 16 - swapped : 0), exists);
       } else if (source_.params.cache == CacheType::kE4m3) {
-        convert_turn<true>(from + j * kTurnBytes, place, scaled, scale);
+        convert_turn<true>(Raw(from + j * kTurnBytes, place.swapped), place, scaled, scale);
       } else {
-        convert_turn<false>(from + j * kTurnBytes, place, scaled, scale);
+        convert_turn<false>(Raw(from + j * kTurnBytes, place.swapped), place, scaled, scale);
       }
     }
   }
