@@ -58,6 +58,13 @@ __device__ __forceinline__ void wgmma_touch(float (&registers)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
 
+// The same of registers that a product is about to write: what they hold is kept no longer.
+template <int kCount>
+__device__ __forceinline__ void wgmma_claim(float (&registers)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "=f"(registers[i])::"memory");
+}
+
 template <int kSteps>
 __device__ __forceinline__ void wgmma_touch(uint32_t (&registers)[kSteps][4]) {
 #pragma unroll

@@ -12,11 +12,10 @@ from pallas_attn._tile import low_bits, softmax
 from pallas_attn.ops.flash_attention.operands import Operands
 from pallas_attn.ops.flash_attention.problem import Problem
 
-WIDE_HEADS = 128
-"""Of narrower heads, exponentials take as long as products, and the tiled kernel is as fast."""
-FEW_PAIRS = 2**25
+FEW_PAIRS, FEW_NARROW_PAIRS = 2**25, 2**28
 """Of queries and keys, of all heads: with fewer, what comes before the kernel, the order of its tiles, takes longer
-than it gains."""
+than it gains. Of heads narrower than WIDE_HEADS it gains less."""
+WIDE_HEADS = 128
 FEW_DOCUMENTS = 1024
 """Whose bounds are looked at whether they exist or not."""
 MOST_TILES = 2**31
@@ -40,7 +39,7 @@ def is_slower(operands: Operands) -> bool:
     """Whether the tiled kernel is as fast, or nothing is known."""
     problem = Problem.of(operands)
     pairs = math.prod(problem.lse_shape) * problem.kv_len
-    return problem.widest < WIDE_HEADS or pairs < FEW_PAIRS
+    return pairs < (FEW_PAIRS if problem.widest >= WIDE_HEADS else FEW_NARROW_PAIRS)
 
 
 @functools.partial(jax.jit, static_argnames="keep")
