@@ -1,0 +1,52 @@
+// Tile sizes and thread roles of the backward kernel on Hopper, and the words for them:
+//
+//   key tile    kKeys neighbouring keys of a sequence; a CTA has one at a time, a math warpgroup half of it
+//   query tile  kQueries neighbouring queries of one head, of those which see the key tile
+//   step        one query tile: a key tile's steps are those of all heads of its KV head
+//   slot        what is summed up of a query tile, in memory
+#pragma once
+
+#include <cstdint>
+
+#include "sm90/fragment.h"
+#include "sm90/swizzle.h"
+
+namespace pallas_attn::attention::sm90::backward {
+
+using namespace pallas_attn::sm90;
+
+// Heads of up to kDim elements, values of up to kValueDim: shorter ones are filled up with zeros on their way
+// to shared memory.
+template <int kDim_, int kValueDim_, int kQueries_>
+struct ShapeOf {
+  static constexpr int kDim = kDim_, kValueDim = kValueDim_;
+  static constexpr int kQueries = kQueries_;
+  static constexpr int kMath = 2;  // math warpgroups
+  static constexpr int kKeys = kMath * kFragmentRows;
+  static constexpr int kPieces = (kDim + kPieceDims - 1) / kPieceDims;
+  static constexpr int kValuePieces = (kValueDim + kPieceDims - 1) / kPieceDims;
+
+  // A query tile's gradient is one product, of which each math warpgroup has some rows or some columns.
+  static constexpr bool kSplitRows = kQueries == kMath * kFragmentRows;
+  static constexpr int kOwnDims = kSplitRows ? kDim : kDim / kMath;
+  static_assert(kSplitRows || (kQueries == kFragmentRows && kOwnDims % 32 == 0));
+
+  static constexpr int kConsumerThreads = kMath * kWarpgroupThreads;
+  static constexpr int kConsumerWarps = kConsumerThreads / 32;
+  static constexpr int kThreads = kConsumerThreads + kWarpgroupThreads;
+  static constexpr int kConsumerRegisters = 240, kFeederRegisters = 32;
+};
+
+using Shape64 = ShapeOf<64, 64, 64>;
+using Shape128 = ShapeOf<128, 128, 64>;
+
+// Of the last warpgroup, one warp each.
+enum Feeder { kLoader = 0, kRowLoader = 1, kOrder = 2 };
+
+// Buffers of everything: what is at work, and what comes next.
+constexpr int kStages = 2;
+
+// Keys of a tile whose mean stands for what all have in common.
+constexpr int kSample = 16;
+
+}  // namespace pallas_attn::attention::sm90::backward

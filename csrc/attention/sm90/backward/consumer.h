@@ -1,0 +1,387 @@
+// A math warpgroup: its 64 keys of every key tile against the queries that see them. Scores are [keys,
+// queries], so that weights and their gradients meet queries from registers; for the gradient of queries both
+// math warpgroups put theirs into shared memory, and each works out one half of it.
+//
+// The next step's scores are begun before this one's last products, and its weights worked out beside them;
+// from one key tile to the next one, too.
+#pragma once
+
+#include "attention/backward_params.h"
+#include "attention/sm90/backward/seen.h"
+#include "attention/sm90/backward/smem_plan.h"
+#include "attention/sm90/backward/store.h"
+#include "common/math.h"
+#include "ptx/control.h"
+#include "ptx/mbarrier.h"
+#include "ptx/wgmma.h"
+
+namespace pallas_attn::attention::sm90::backward {
+
+// Barrier 0 is __syncthreads.
+enum NamedBarrier {
+  kWritten = 1,  // gradients of scores, by both math warpgroups
+  kRead = 2,     // by the first one, and one more, by the second
+  kCounted = 4,
+};
+
+template <typename Element, typename Shape>
+class Consumer {
+ public:
+  using Plan = SmemPlan<Shape>;
+
+  __device__ Consumer(const BackwardParams& params, Plan& smem, int warpgroup, int thread)
+      : params_(params),
+        smem_(smem),
+        warpgroup_(warpgroup),
+        thread_(thread),
+        at_(thread),
+        factor_(params.scale * kLog2E) {}
+
+  __device__ __forceinline__ void work() {
+    if (!open()) return;
+    float rdK[accumulators(Shape::kDim)], rdV[accumulators(Shape::kValueDim)];
+    float rS[kPairs];
+    uint32_t rA[kQuerySteps][4];  // weights, then gradients of scores: what meets queries
+    wait_for_queries();
+    issue_scores(rS);
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_touch(rS);
+    weigh(rS);
+    pass_read();
+    bool first = true;
+    while (true) {
+      const int stage = steps_.stage(), tile_stage = tiles_.stage();
+      float rdP[kPairs];
+      issue_d_weights(rdP);
+      pack(rS, rA);
+      issue_d_values(rdV, rA, first);
+      ptx::wgmma_wait<1>();
+      ptx::wgmma_touch(rdP);
+      differentiate(rS, rdP);
+      const bool leaves = !step_.advance(smem_.tiles[tile_stage], params_.group);
+      ++steps_.count;
+      bool more = true;
+      if (leaves) {
+        ++tiles_.count;
+        more = open();
+      }
+      if (more) wait_for_queries();
+      // Of whatever is there, if there are no more.
+      issue_scores(rS);
+      ptx::wgmma_wait<1>();
+      ptx::wgmma_touch(rdV);
+      ptx::wgmma_touch(rA);
+      release(&smem_.outs.empty[stage][0]);
+      pack(rdP, rA);
+      write_d_scores(rA);
+      issue_d_keys(rdK, rA, stage, first);
+      ptx::named_barrier_sync(kWritten, Shape::kConsumerThreads);
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_touch(rS);
+      ptx::wgmma_touch(rdK);
+      ptx::wgmma_touch(rA);
+      float rdQ[kOwn], rC[4];
+      issue_d_queries(rdQ, rC, tile_stage);
+      if (more) weigh(rS);
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_touch(rdQ);
+      ptx::wgmma_touch(rC);
+      release(&smem_.queries.empty[stage][0]);
+      if (more) pass_read();
+      add(tile_stage, rdQ, rC);
+      first = leaves;
+      if (leaves) {
+        release(&smem_.keys.empty[tile_stage][0]);
+        store(smem_.tiles[tile_stage], rdK, rdV);
+        release(&smem_.told.empty[tile_stage][0]);
+      }
+      if (!more) return;
+    }
+  }
+
+ private:
+  static constexpr int kQueries = Shape::kQueries;
+  static constexpr int kPairs = accumulators(kQueries);  // of scores
+  static constexpr int kQuerySteps = kQueries / kStepDims;
+  static constexpr int kOwn = accumulators(Shape::kOwnDims);  // of a query tile's gradient
+  static constexpr uint32_t kKeyPieceBytes = Shape::kKeys * kRowBytes;
+  static constexpr uint32_t kQueryPieceBytes = kQueries * kRowBytes;
+  static constexpr uint32_t kStepRowBytes = kStepDims * kRowBytes;
+
+  // Waits for a key tile; false if there are no more.
+  __device__ __forceinline__ bool open() {
+    ptx::mbarrier_wait(&smem_.told.full[tiles_.stage()][0], tiles_.full());
+    const Tile& tile = smem_.tiles[tiles_.stage()];
+    if (uniform(tile.kv_head) < 0) return false;
+    step_ = Step(tile);
+    step_.query = uniform(step_.query);
+    ptx::mbarrier_wait(&smem_.keys.full[tiles_.stage()][0], tiles_.full());
+    return true;
+  }
+  __device__ __forceinline__ void wait_for_queries() {
+    ptx::mbarrier_wait(&smem_.queries.full[steps_.stage()][0], steps_.full());
+  }
+
+  // Through a shuffle the compiler knows that a value is the warp's.
+  __device__ __forceinline__ static int uniform(int x) { return __shfl_sync(0xffffffff, x, 0); }
+  __device__ __forceinline__ static uint64_t descriptor(const void* tile, uint32_t leading_bytes) {
+    return ptx::uniform_descriptor(ptx::wgmma_descriptor(tile, leading_bytes));
+  }
+
+  // d = rows of a times rows of b, over kDims.
+  template <int kDims, uint32_t kPieceBytesA, uint32_t kPieceBytesB, int kCount>
+  __device__ __forceinline__ static void multiply_rows(float (&d)[kCount], const void* a, const void* b) {
+    const uint64_t left = descriptor(a, 0), right = descriptor(b, 0);
+    ptx::wgmma_touch(d);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kDims / kStepDims; ++step) {
+      const uint32_t piece = step / kStepsPerPiece, within = step % kStepsPerPiece * kStepDims * 2;
+      const uint64_t step_left = ptx::advance_descriptor(left, piece * kPieceBytesA + within);
+      const uint64_t step_right = ptx::advance_descriptor(right, piece * kPieceBytesB + within);
+      ptx::wgmma_k16<Element, ptx::kKMajor>(d, step_left, step_right, step > 0);
+    }
+    ptx::wgmma_commit();
+  }
+
+  // d += a times b, over queries.
+  template <int kCount>
+  __device__ __forceinline__ static void add_product(float (&d)[kCount], uint32_t (&a)[kQuerySteps][4],
+                                                     const void* b, bool first) {
+    const uint64_t right = descriptor(b, kQueryPieceBytes);
+    ptx::wgmma_touch(d);
+    ptx::wgmma_touch(a);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kQuerySteps; ++step) {
+      const auto& weights = static_cast<const uint32_t (&)[4]>(a[step]);
+      const uint64_t step_right = ptx::advance_descriptor(right, step * kStepRowBytes);
+      ptx::wgmma_k16<Element, ptx::kMNMajor>(d, weights, step_right, !first || step > 0);
+    }
+    ptx::wgmma_commit();
+  }
+
+  __device__ __forceinline__ void issue_scores(float (&rS)[kPairs]) {
+    multiply_rows<Shape::kDim, kKeyPieceBytes, kQueryPieceBytes>(
+        rS, smem_.sK[tiles_.stage()][0][warpgroup_ * kFragmentRows], smem_.sQ[steps_.stage()][0]);
+  }
+  __device__ __forceinline__ void issue_d_weights(float (&rdP)[kPairs]) {
+    ptx::mbarrier_wait(&smem_.outs.full[steps_.stage()][0], steps_.full());
+    multiply_rows<Shape::kValueDim, kKeyPieceBytes, kQueryPieceBytes>(
+        rdP, smem_.sV[tiles_.stage()][0][warpgroup_ * kFragmentRows], smem_.sdO[steps_.stage()][0]);
+  }
+  __device__ __forceinline__ void issue_d_values(float (&rdV)[accumulators(Shape::kValueDim)],
+                                                 uint32_t (&rP)[kQuerySteps][4], bool first) {
+    add_product(rdV, rP, smem_.sdO[steps_.stage()][0], first);
+  }
+  __device__ __forceinline__ void issue_d_keys(float (&rdK)[accumulators(Shape::kDim)],
+                                               uint32_t (&rdS)[kQuerySteps][4], int stage, bool first) {
+    add_product(rdK, rdS, smem_.sQ[stage][0], first);
+  }
+
+  // The warpgroup's rows or columns of the step's gradient of queries; and of its rows, or of one half of the
+  // keys, the sums of what is multiplied with keys.
+  __device__ __forceinline__ void issue_d_queries(float (&rdQ)[kOwn], float (&rC)[4], int stage) {
+    const int own = Shape::kSplitRows ? 0 : warpgroup_;
+    const uint64_t left =
+        descriptor(smem_.sdS[0][Shape::kSplitRows ? warpgroup_ * kFragmentRows : 0], 0);
+    const uint64_t right = ptx::advance_descriptor(
+        descriptor(smem_.sK[stage][own * Shape::kOwnDims / kPieceDims], kKeyPieceBytes),
+        own * Shape::kOwnDims % kPieceDims * sizeof(uint16_t));
+    const uint64_t ones = descriptor(smem_.ones, 0);
+    ptx::wgmma_touch(rdQ);
+    ptx::wgmma_touch(rC);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < Shape::kKeys / kStepDims; ++step) {
+      const uint32_t piece = step / kStepsPerPiece, within = step % kStepsPerPiece * kStepDims * 2;
+      const uint64_t step_left = ptx::advance_descriptor(left, piece * kQueryPieceBytes + within);
+      const uint64_t step_right = ptx::advance_descriptor(right, step * kStepRowBytes);
+      ptx::wgmma_k16<Element, ptx::kMNMajor>(rdQ, step_left, step_right, step > 0);
+    }
+    constexpr int kCounted = (Shape::kSplitRows ? Shape::kKeys : kFragmentRows) / kStepDims;
+#pragma unroll
+    for (int step = 0; step < kCounted; ++step) {
+      const uint32_t piece = step / kStepsPerPiece + own, within = step % kStepsPerPiece * kStepDims * 2;
+      const uint64_t step_left = ptx::advance_descriptor(left, piece * kQueryPieceBytes + within);
+      ptx::wgmma_k16<Element, ptx::kKMajor>(rC, step_left, ones, step > 0);
+    }
+    ptx::wgmma_commit();
+  }
+
+  __device__ __forceinline__ bool is_open(const Tile& tile) const {
+    return __builtin_expect(step_.query >= tile.open.begin && step_.query < tile.open.end, true);
+  }
+  __device__ __forceinline__ Seen seen(const Tile& tile, int query) const {
+    return Seen(tile, query * kQueries, warpgroup_ * kFragmentRows, at_, tile.number * Shape::kKeys);
+  }
+
+  // Weights of the step's scores.
+  __device__ __forceinline__ void weigh(float (&rS)[kPairs]) const {
+    const Tile& tile = smem_.tiles[tiles_.stage()];
+    const auto& rows = smem_.rows[steps_.stage()];
+#pragma unroll
+    for (int r = 0; r < kPairs; r += 4) {
+      const float2 maximum = pair_of(rows.maximum, r), rest = pair_of(rows.rest, r);
+#pragma unroll
+      for (int j = r; j < r + 4; j += 2) {
+        rS[j] = exp2_fast(fmaf(factor_, rS[j] - maximum.x, -rest.x));
+        rS[j + 1] = exp2_fast(fmaf(factor_, rS[j + 1] - maximum.y, -rest.y));
+      }
+    }
+    if (!is_open(tile)) {
+      const Seen counts = seen(tile, step_.query);
+#pragma unroll
+      for (int r = 0; r < kPairs; ++r) rS[r] = counts(r) ? rS[r] : 0.0f;
+    }
+  }
+
+  // Of gradients of the step's weights, those of its scores.
+  __device__ __forceinline__ void differentiate(const float (&rS)[kPairs], float (&rdP)[kPairs]) const {
+    const Tile& tile = smem_.tiles[tiles_.stage()];
+    const auto& rows = smem_.rows[steps_.stage()];
+#pragma unroll
+    for (int r = 0; r < kPairs; r += 4) {
+      const float2 delta = pair_of(rows.delta, r);
+#pragma unroll
+      for (int j = r; j < r + 4; j += 2) {
+        rdP[j] = rS[j] * (rdP[j] - delta.x);
+        rdP[j + 1] = rS[j + 1] * (rdP[j + 1] - delta.y);
+      }
+    }
+    if (!is_open(tile)) {
+      const Seen counts = seen(tile, step_.query);
+#pragma unroll
+      for (int r = 0; r < kPairs; ++r) rdP[r] = counts(r) ? rdP[r] : 0.0f;
+    }
+  }
+
+  // Those of the two queries of registers r and r + 1.
+  __device__ __forceinline__ float2 pair_of(const float (&of_rows)[kQueries], int r) const {
+    return *reinterpret_cast<const float2*>(of_rows + r / 4 * 8 + at_.in_quad * 2);
+  }
+  __device__ __forceinline__ static void pack(const float (&d)[kPairs], uint32_t (&packed)[kQuerySteps][4]) {
+#pragma unroll
+    for (int step = 0; step < kQuerySteps; ++step) {
+      constexpr float kOne[kRowsPerThread] = {1.0f, 1.0f};
+      pack_step<Element>(d, step, kOne, packed[step]);
+    }
+  }
+
+  // Turned to [queries, keys]: lane l addresses what becomes row l % 8 of matrix l / 8; matrices 0 and 1 are
+  // the first eight queries of a step of 16 by the warp's keys, 2 and 3 the others.
+  __device__ __forceinline__ void write_d_scores(const uint32_t (&rdS)[kQuerySteps][4]) {
+    ptx::named_barrier_sync(kRead + 1 - warpgroup_, Shape::kConsumerThreads);
+    const int lane = thread_ % 32, row = lane % 8 + lane / 16 * 8;
+    const int chunk = at_.warp * 2 + lane / 8 % 2;
+    const uint32_t to = ptx::shared_address(smem_.sdS[warpgroup_][row]) + ((chunk ^ lane % 8) << 4);
+#pragma unroll
+    for (int step = 0; step < kQuerySteps; ++step) {
+      ptx::store_matrix_x4_transposed(to + step * kStepRowBytes, rdS[step]);
+    }
+    ptx::fence_async_shared();
+  }
+  // The other math warpgroup may write its gradients of scores again.
+  __device__ __forceinline__ void pass_read() {
+    ptx::named_barrier_arrive(kRead + warpgroup_, Shape::kConsumerThreads);
+  }
+
+  // To what is there of the query tile's gradient; the last one stores it.
+  __device__ __forceinline__ void add(int stage, float (&rdQ)[kOwn], float (&rC)[4]) {
+    // The turn of the step behind which the next one has begun.
+    ptx::mbarrier_wait(&smem_.turns.full[0][0], (steps_.count + 1) % 2);
+    const int slot = uniform(smem_.turn.slot);
+    const bool first = uniform(smem_.turn.first), last = uniform(smem_.turn.last);
+    const SlotSums<Shape, kOwn> sums(params_.sums, slot, warpgroup_ * kWarpgroupThreads + thread_);
+    float* const counts = params_.counts + (int64_t{slot} * Shape::kMath + warpgroup_) * kFragmentRows;
+    const bool counts_rows = at_.in_quad == 0;
+    if (last) {
+      if (!first) {
+        sums.take(rdQ);
+#pragma unroll
+        for (int i = 0; i < kRowsPerThread; ++i) rC[i * 2] += __ldcg(counts + at_.row(i));
+      }
+      settle(smem_.tiles[stage], stage, rdQ, rC);
+    } else if (first) {
+      sums.put(rdQ);
+#pragma unroll
+      for (int i = 0; i < kRowsPerThread; ++i) {
+        if (counts_rows) counts[at_.row(i)] = rC[i * 2];
+      }
+    } else {
+      sums.add(rdQ);
+#pragma unroll
+      for (int i = 0; i < kRowsPerThread; ++i) {
+        if (counts_rows) ptx::add_in_memory(counts + at_.row(i), rC[i * 2]);
+      }
+    }
+    release(&smem_.turns.empty[0][0]);
+  }
+
+  // What rounding made of the sum over keys of gradients of scores, times what keys have in common, is taken
+  // back (pallas_attn/_tile/weights.py).
+  __device__ __forceinline__ void settle(const Tile& tile, int stage, float (&rdQ)[kOwn],
+                                         float (&rC)[4]) {
+    const int head = tile.kv_head * params_.group + smem_.turn.head;
+    const int first_row = Shape::kSplitRows ? warpgroup_ * kFragmentRows : 0;
+    const int first_column = Shape::kSplitRows ? 0 : warpgroup_ * Shape::kOwnDims;
+    const int first_query = smem_.turn.query * kQueries + first_row, rows = tile.band.q_len - first_query;
+    if (!Shape::kSplitRows) {
+#pragma unroll
+      for (int i = 0; i < kRowsPerThread; ++i) {
+        if (at_.in_quad == 0) smem_.counts[warpgroup_][at_.row(i)] = rC[i * 2];
+      }
+      ptx::named_barrier_sync(kCounted, Shape::kConsumerThreads);
+#pragma unroll
+      for (int i = 0; i < kRowsPerThread; ++i) rC[i * 2] += smem_.counts[1 - warpgroup_][at_.row(i)];
+    }
+    const float* const total = params_.total +
+                               (int64_t{tile.batch} * params_.num_heads + head) * params_.q_len + tile.query +
+                               first_query;
+    float excess[kRowsPerThread];
+#pragma unroll
+    for (int i = 0; i < kRowsPerThread; ++i) {
+      excess[i] = at_.row(i) < rows ? rC[i * 2] - __ldg(total + at_.row(i)) : 0.0f;
+    }
+#pragma unroll
+    for (int r = 0; r < kOwn; ++r) {
+      const float mean = smem_.mean[stage][first_column + at_.column(r)];
+      rdQ[r] = fmaf(-excess[FragmentPosition::row_of(r)], mean, rdQ[r]);
+    }
+    const int64_t place = tile.batch * params_.query_strides.batch + head * params_.query_strides.head +
+                          (tile.query + first_query) * params_.query_strides.token + first_column;
+    store_rows<Element>(params_.d_query, place, params_.query_strides.token, rows,
+                        params_.head_dim - first_column, rdQ, params_.scale, at_);
+  }
+
+  __device__ __forceinline__ void store(const Tile& tile, const float (&rdK)[accumulators(Shape::kDim)],
+                                        const float (&rdV)[accumulators(Shape::kValueDim)]) const {
+    const int first_row = warpgroup_ * kFragmentRows, rows = tile.keys - first_row;
+    const auto place = [&](const Strides& strides) {
+      return tile.batch * strides.batch + tile.kv_head * strides.head +
+             (tile.key + first_row) * strides.token;
+    };
+    store_rows<Element>(params_.d_key, place(params_.key_strides), params_.key_strides.token, rows,
+                        params_.head_dim, rdK, params_.scale, at_);
+    store_rows<Element>(params_.d_value, place(params_.value_strides), params_.value_strides.token, rows,
+                        params_.value_dim, rdV, 1.0f, at_);
+  }
+
+  __device__ __forceinline__ void release(uint64_t* empty) {
+    __syncwarp();
+    if (thread_ % 32 == 0) ptx::mbarrier_arrive(empty);
+  }
+
+  const BackwardParams& params_;
+  Plan& smem_;
+  const int warpgroup_;
+  const int thread_;
+  const FragmentPosition at_;
+  const float factor_;
+
+  Place tiles_, steps_;
+  // Whose weights come next.
+  Step step_;
+};
+
+}  // namespace pallas_attn::attention::sm90::backward

@@ -1,0 +1,80 @@
+// A warp that keeps the order in which key tiles add to a query tile's gradient: it waits for the one before,
+// tells the math warpgroups, and once they have added theirs, the one behind.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/backward_params.h"
+#include "attention/sm90/backward/smem_plan.h"
+#include "ptx/control.h"
+#include "ptx/mbarrier.h"
+#include "ptx/ordered.h"
+
+namespace pallas_attn::attention::sm90::backward {
+
+template <typename Element, typename Shape>
+class Order {
+ public:
+  using Plan = SmemPlan<Shape>;
+
+  __device__ Order(const BackwardParams& params, Plan& smem, int lane)
+      : params_(params), smem_(smem), lane_(lane) {}
+
+  __device__ void work() {
+    ptx::wait_for_previous_kernel();
+    each_tile(smem_, lane_, [&](const Tile& tile, const Place& tiles) {
+      ptx::mbarrier_wait(&smem_.keys.full[tiles.stage()][0], tiles.full());
+      take_mean(tile, tiles.stage());
+      __syncwarp();
+      if (lane_ == 0) keep(tile);
+    });
+  }
+
+ private:
+  // Of the first keys.
+  __device__ void take_mean(const Tile& tile, int stage) const {
+    const int some = min(kSample, tile.keys);
+    const float share = 1.0f / static_cast<float>(some);
+#pragma unroll 1
+    for (int column = lane_ * 2; column < Shape::kPieces * kPieceDims; column += 64) {
+      const int chunk = column % kPieceDims / 8;
+      float left = 0.0f, right = 0.0f;
+#pragma unroll 1
+      for (int row = 0; row < some; ++row) {
+        const uint16_t* at = smem_.sK[stage][column / kPieceDims][row] + ((chunk ^ row % 8) * 8);
+        const float2 pair =
+            ElementTraits<Element>::unpack(*reinterpret_cast<const uint32_t*>(at + column % 8));
+        left += pair.x, right += pair.y;
+      }
+      float* const mean = smem_.mean[stage] + column;
+      mean[0] = left * share, mean[1] = right * share;
+    }
+  }
+
+  __device__ void keep(const Tile& tile) {
+    Step step(tile);
+    do {
+      const int first_query = step.query * Shape::kQueries;
+      const int last_query = min(first_query + Shape::kQueries, tile.band.q_len) - 1;
+      const Span keys = tile.band.keys_of(first_query, last_query);
+      const int before = tile.number - keys.begin / Shape::kKeys;
+      const int slot = tile.slot + step.head * tile.slots_of_head + step.query;
+      const bool last = (keys.end - 1) / Shape::kKeys == tile.number;
+      int* const turn = params_.turns + slot;
+      while (before > 0 && ptx::load_acquire(turn) != before) {
+      }
+      smem_.turn = {slot, step.head, step.query, before == 0, last};
+      ptx::mbarrier_arrive(&smem_.turns.full[0][0]);
+      ptx::mbarrier_wait(&smem_.turns.empty[0][0], turn_);
+      turn_ ^= 1;
+      if (!last) ptx::store_release(turn, before + 1);
+    } while (step.advance(tile, params_.group));
+  }
+
+  const BackwardParams& params_;
+  Plan& smem_;
+  const int lane_;
+  uint32_t turn_ = 0;
+};
+
+}  // namespace pallas_attn::attention::sm90::backward

@@ -1,0 +1,148 @@
+"""The CUDA kernel of attention's backward pass, its own source run on the host (stand_in/device.h). No GPU."""
+
+import dataclasses
+import struct
+import subprocess
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from host_build import build_stand_in
+
+pytestmark = pytest.mark.once
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_stand_in(tmp_path_factory.mktemp("stand_in"), "attention_backward")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    q_len: int
+    kv_len: int
+    heads: int = 1
+    kv_heads: int = 1
+    head_dim: int = 64
+    value_dim: int = 0
+    batch: int = 1
+    dtype: str = "bfloat16"
+    heads_first: bool = False
+    left: int = -1
+    right: int = -1
+    offset: int = 0
+    together: int = 1
+    ctas: int = 2
+    shift: float = 0.0
+    seed: int = 0
+
+    def __str__(self) -> str:
+        default = {field.name: field.default for field in dataclasses.fields(self)}
+        return "-".join(f"{k}={v}" for k, v in dataclasses.asdict(self).items() if v != default[k])
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+
+def drawn(case: Case) -> list[np.ndarray]:
+    """query, key, value, d_out [batch, tokens, heads, dim]."""
+    rng = np.random.default_rng(case.seed)
+    value_dim = case.value_dim or case.head_dim
+    shapes = [
+        (case.q_len, case.heads, case.head_dim),
+        (case.kv_len, case.kv_heads, case.head_dim),
+        (case.kv_len, case.kv_heads, value_dim),
+        (case.q_len, case.heads, value_dim),
+    ]
+    arrays = [rng.standard_normal((case.batch, *shape)) for shape in shapes]
+    arrays[1] += case.shift
+    arrays[2] += case.shift
+    return [a.astype(np.float32).astype(_dtype(case)) for a in arrays]
+
+
+def _dtype(case: Case) -> np.dtype:
+    return np.dtype(getattr(ml_dtypes, case.dtype, None) or case.dtype)
+
+
+def seen(case: Case) -> np.ndarray:
+    place = np.arange(case.q_len)[:, None] + case.offset
+    key = np.arange(case.kv_len)[None, :]
+    left = case.left < 0 or key >= place - case.left
+    right = case.right < 0 or key <= place + case.right
+    return np.broadcast_to(left & right, (case.q_len, case.kv_len))
+
+
+def exact(case: Case, query, key, value, d_out):
+    """Gradients in float64, and what the kernel asks of rows: maximum, rest, delta, total [batch, heads, q_len]."""
+    q, k, v, do = (np.nan_to_num(np.float64(a)).swapaxes(1, 2) for a in (query, key, value, d_out))
+    group = case.heads // case.kv_heads
+    k, v = (np.repeat(a, group, axis=1) for a in (k, v))
+    mask = seen(case)
+    raw = np.where(mask, q @ k.swapaxes(2, 3), -np.inf)
+    maximum = raw.max(axis=-1)
+    maximum = np.where(np.isfinite(maximum), maximum, 0.0)
+    p = np.where(mask, np.exp((raw - maximum[..., None]) * case.scale), 0.0)
+    total = p.sum(axis=-1)
+    rest = np.log2(total, where=total > 0, out=np.zeros_like(total))
+    p /= np.where(total > 0, total, 1.0)[..., None]
+    dp = do @ v.swapaxes(2, 3)
+    delta = np.sum(p * dp, axis=-1)
+    ds = p * (dp - delta[..., None])
+
+    def of_group(a):
+        return a.reshape(a.shape[0], case.kv_heads, group, *a.shape[2:]).sum(axis=2)
+
+    d_query = ds @ k * case.scale
+    d_key, d_value = of_group(ds.swapaxes(2, 3) @ q * case.scale), of_group(p.swapaxes(2, 3) @ do)
+    gradients = [a.swapaxes(1, 2) for a in (d_query, d_key, d_value)]
+    return gradients, [maximum, rest, delta, np.zeros_like(delta)]
+
+
+def run(program: Path, case: Case, arrays, rows) -> list[np.ndarray]:
+    query, key, value, d_out = arrays
+    call = struct.pack(
+        "14i2f",
+        *(case.dtype == "float16", case.batch, case.q_len, case.kv_len, case.heads, case.kv_heads),
+        *(query.shape[-1], value.shape[-1], case.heads_first, case.left, case.right, case.offset),
+        *(case.together, case.ctas, case.scale, 0.0),
+    )
+    place = (lambda a: a.swapaxes(1, 2)) if case.heads_first else (lambda a: a)
+    given = [np.ascontiguousarray(place(a)) for a in arrays] + [np.float32(r) for r in rows]
+    done = subprocess.run(
+        [program], input=call + b"".join(a.tobytes() for a in given), capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    found, at = [], 0
+    for like in (query, key, value):
+        shape = place(like).shape
+        array = np.frombuffer(done.stdout, like.dtype, like.size, at).reshape(shape)
+        found.append(np.float64(place(array)))
+        at += like.size * 2
+    assert at == len(done.stdout)
+    return found
+
+
+def check(case: Case, found, right, most: float) -> None:
+    for name, ours, true in zip(("query", "key", "value"), found, right, strict=True):
+        error = np.linalg.norm(ours - true) / max(np.linalg.norm(true), 1e-30)
+        assert error < most, (str(case), name, error)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(200, 300, heads=2, kv_heads=1, ctas=3),
+        Case(260, 260, right=0, batch=2, together=2, heads_first=True),
+        Case(130, 390, head_dim=128, right=0, offset=260, dtype="float16", ctas=1),
+        Case(300, 300, left=70, right=0, heads=2, kv_heads=2, together=2, ctas=4, dtype="float16"),
+        Case(200, 140, left=5, right=9, offset=-40, head_dim=56),
+        Case(1, 129, heads=3, kv_heads=1, head_dim=120),
+    ],
+    ids=str,
+)
+def test_gradients(program, case):
+    arrays = drawn(case)
+    right, rows = exact(case, *arrays)
+    check(case, run(program, case, arrays, rows), right, {"bfloat16": 6e-3, "float16": 8e-4}[case.dtype])
