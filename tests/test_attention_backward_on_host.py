@@ -101,7 +101,7 @@ def exact(case: Case, query, key, value, d_out):
 
 
 def run(program: Path, case: Case, arrays, rows) -> list[np.ndarray]:
-    query, key, value, d_out = arrays
+    query, key, value, _ = arrays
     call = struct.pack(
         "14i2f",
         *(case.dtype == "float16", case.batch, case.q_len, case.kv_len, case.heads, case.kv_heads),

@@ -1,4 +1,4 @@
-"""Flash attention's forward pass on Hopper: the CUDA kernel of csrc/attention. Gradients are the tiled kernels'."""
+"""Flash attention on Hopper: the CUDA kernels of csrc/attention."""
 
 import functools
 from typing import Any
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn._call import hopper_forward
+from pallas_attn._call import hopper_backward, hopper_forward
 from pallas_attn._tile import low_bits, softmax
 from pallas_attn.ops.flash_attention.problem import Case, Problem, Rules
 
@@ -79,6 +79,47 @@ def forward(
         return split(out), jnp.where(lse == -jnp.inf, -np.inf, np.float32(0)), lse
     rest, low = kept
     return split(out), lse, rest.reshape(problem.lse_shape), split(low)
+
+
+@functools.partial(jax.jit, static_argnames=("rules",))
+def backward(operands: dict[str, jax.Array], *, rules: Rules) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """As `backward.backward`, of what `lacks_backward` leaves."""
+    problem = Problem.of(operands, rules)
+    heads_first = rules.layout == "BNTH"
+    at = 1 if heads_first else 2
+
+    def whole(name: str) -> jax.Array:
+        array = operands[name]
+        return array.reshape(*array.shape[:at], -1, *array.shape[at + 2 :])
+
+    rows = tuple(
+        operands[name].reshape(problem.batch, -1, problem.q_len)
+        for name in ("maximum", "rest", "delta", "total")
+    )
+    d_query, d_key, d_value = hopper_backward.backward(
+        whole("query"),
+        operands["key"],
+        operands["value"],
+        whole("d_out"),
+        rows,
+        scale=rules.scale,
+        left=rules.band.left,
+        right=rules.band.right,
+        offset=rules.band.offset,
+        softcap=rules.softcap,
+        heads_first=heads_first,
+    )
+    return d_query.reshape(operands["query"].shape), d_key, d_value
+
+
+def lacks_backward(operands: dict[str, jax.Array], rules: Rules) -> str | None:
+    """The reason the CUDA kernel has no gradients of a call, which then are the tiled kernels'."""
+    if "q_rank" in operands:
+        return "has no documents"
+    if rules.softcap is not None:
+        return "has no softcap"
+    query, value = operands["query"], operands["value"]
+    return hopper_backward.unsupported(query.dtype, query.shape[-1], value.shape[-1])
 
 
 def _sequences(operands: dict[str, Any]) -> hopper_forward.Sequences:

@@ -1,0 +1,105 @@
+"""The CUDA kernel of csrc/attention/sm90/backward, called through XLA's FFI."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_attn._call import ffi
+from pallas_attn._call.hopper_forward import DTYPES
+
+TARGET = "pallas_attn_attention_backward_sm90"
+BLOCK_Q, BLOCK_KV = 64, 128
+DIMS = (64, 128)
+"""Widths of heads that the kernel works with; others are filled up."""
+MULTIPROCESSORS = 132
+L2_BYTES = 32 * 2**20
+"""Of what side by side heads of KV heads read and write again and again."""
+
+
+def unsupported(dtype, head_dim: int, value_dim: int) -> str | None:
+    """The reason the kernel cannot serve such heads, or None."""
+    if dtype not in DTYPES:
+        return f"needs bfloat16 or float16, got {jnp.dtype(dtype).name}"
+    for name, dim in (("head_dim", head_dim), ("value_dim", value_dim)):
+        if dim > DIMS[-1] or dim % 8:
+            return f"needs a {name} of at most {DIMS[-1]}, a multiple of 8, got {dim}"
+    return None
+
+
+def backward(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    d_out: jax.Array,
+    rows: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
+    *,
+    scale: float,
+    left: int | None = None,
+    right: int | None = None,
+    offset: int = 0,
+    softcap: float | None = None,
+    heads_first: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of query, key and value.
+
+    Args:
+        query, d_out: [batch, tokens, heads, dim], or heads before tokens; key, value: likewise.
+        rows: maximum, rest, delta, total [batch, heads, tokens], as the tiled kernels take them.
+        left, right, offset: query i sees keys from i + offset - left to i + offset + right; None is no bound.
+
+    vmap calls it once for each of the batch, one after the other.
+    """
+    ffi.register()
+    batch, head_dim = query.shape[0], query.shape[-1]
+    tokens, heads = (query.shape[2], query.shape[1]) if heads_first else query.shape[1:3]
+    kv_tokens, kv_heads = (key.shape[2], key.shape[1]) if heads_first else key.shape[1:3]
+    width = next(dim for dim in DIMS if max(head_dim, value.shape[-1]) <= dim)
+    slots = batch * heads * -(-tokens // BLOCK_Q)
+    turns = jnp.zeros(slots + 1, jnp.int32)
+    before_turns = 8
+    call = jax.ffi.ffi_call(
+        TARGET,
+        (
+            *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (query, key, value)),
+            # Scratch: outputs, because a handler that allocates cannot be part of a command buffer.
+            jax.ShapeDtypeStruct(turns.shape, turns.dtype),
+            jax.ShapeDtypeStruct((slots, BLOCK_Q, width), jnp.float32),
+            jax.ShapeDtypeStruct((slots, 2 * BLOCK_Q), jnp.float32),
+        ),
+        vmap_method="sequential",
+        input_output_aliases={before_turns: 3},
+    )
+
+    def bound(tokens: int | None) -> np.int64:
+        return np.int64(-1 if tokens is None else min(tokens, 2**30))
+
+    d_query, d_key, d_value, *_ = call(
+        query,
+        key,
+        value,
+        d_out,
+        *rows,
+        turns,
+        heads_first=heads_first,
+        left=bound(left),
+        right=bound(right),
+        offset=np.int64(offset),
+        together=np.int64(
+            together(
+                batch * kv_heads,
+                math.ceil(kv_tokens / BLOCK_KV),
+                tokens * (heads // kv_heads) * (2 * (head_dim + value.shape[-1]) + 4 * width),
+            )
+        ),
+        scale=np.float32(scale),
+        softcap=np.float32(softcap or 0.0),
+    )
+    return d_query, d_key, d_value
+
+
+def together(streams: int, tiles: int, stream_bytes: int) -> int:
+    """KV heads of sequences whose tiles are taken side by side: as many as the L2 holds, and enough to keep all
+    multiprocessors busy."""
+    return min(streams, max(math.ceil(MULTIPROCESSORS / tiles), L2_BYTES // stream_bytes))
