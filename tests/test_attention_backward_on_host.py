@@ -5,10 +5,13 @@ import struct
 import subprocess
 from pathlib import Path
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 from host_build import build_stand_in
+
+from pallas_attn._tile import segments
 
 pytestmark = pytest.mark.once
 
@@ -35,6 +38,8 @@ class Case:
     together: int = 1
     ctas: int = 2
     shift: float = 0.0
+    documents: str = ""
+    """Ids of queries and keys: each of "packed" or "mixed"."""
     seed: int = 0
 
     def __str__(self) -> str:
@@ -66,12 +71,25 @@ def _dtype(case: Case) -> np.dtype:
     return np.dtype(getattr(ml_dtypes, case.dtype, None) or case.dtype)
 
 
+def ids(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """Of queries and of keys [batch, tokens]. Some have queries alone, some keys alone."""
+    rng = np.random.default_rng(7)
+    q = np.sort(rng.integers(0, 5, (case.batch, case.q_len)), axis=1)
+    k = q if case.q_len == case.kv_len else np.sort(rng.integers(1, 7, (case.batch, case.kv_len)), axis=1)
+    return (q, k) if case.documents == "packed" else (rng.permuted(q, axis=1), rng.permuted(k, axis=1))
+
+
 def seen(case: Case) -> np.ndarray:
+    """[batch, 1, queries, keys]"""
     place = np.arange(case.q_len)[:, None] + case.offset
     key = np.arange(case.kv_len)[None, :]
     left = case.left < 0 or key >= place - case.left
     right = case.right < 0 or key <= place + case.right
-    return np.broadcast_to(left & right, (case.q_len, case.kv_len))
+    within = np.broadcast_to(left & right, (case.batch, 1, case.q_len, case.kv_len))
+    if not case.documents:
+        return within
+    q, k = ids(case)
+    return within & (q[:, None, :, None] == k[:, None, None, :])
 
 
 def exact(case: Case, query, key, value, d_out):
@@ -102,16 +120,21 @@ def exact(case: Case, query, key, value, d_out):
 
 def run(program: Path, case: Case, arrays, rows) -> list[np.ndarray]:
     query, key, value, _ = arrays
+    sides = segments.sides(*(jnp.asarray(x, jnp.int32) for x in ids(case))) if case.documents else ()
     call = struct.pack(
-        "14i2f",
+        "15i2f",
         *(case.dtype == "float16", case.batch, case.q_len, case.kv_len, case.heads, case.kv_heads),
         *(query.shape[-1], value.shape[-1], case.heads_first, case.left, case.right, case.offset),
-        *(case.together, case.ctas, case.scale, 0.0),
+        *(case.together, case.ctas, sides[0].table.shape[1] if sides else 0, case.scale, 0.0),
     )
     place = (lambda a: a.swapaxes(1, 2)) if case.heads_first else (lambda a: a)
     given = [np.ascontiguousarray(place(a)) for a in arrays] + [np.float32(r) for r in rows]
+    given += [side.table for side in sides] + [side.rank for side in sides]
     done = subprocess.run(
-        [program], input=call + b"".join(a.tobytes() for a in given), capture_output=True, check=False
+        [program],
+        input=call + b"".join(np.asarray(a).tobytes() for a in given),
+        capture_output=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr.decode()
     found, at = [], 0
@@ -139,6 +162,9 @@ def check(case: Case, found, right, most: float) -> None:
         Case(300, 300, left=70, right=0, heads=2, kv_heads=2, together=2, ctas=4, dtype="float16"),
         Case(200, 140, left=5, right=9, offset=-40, head_dim=56),
         Case(1, 129, heads=3, kv_heads=1, head_dim=120),
+        Case(300, 300, right=0, documents="packed", ctas=3),
+        Case(170, 200, batch=2, heads=2, kv_heads=1, documents="packed", dtype="float16", together=1),
+        Case(140, 150, left=60, right=60, documents="mixed", heads_first=True),
     ],
     ids=str,
 )
@@ -146,3 +172,57 @@ def test_gradients(program, case):
     arrays = drawn(case)
     right, rows = exact(case, *arrays)
     check(case, run(program, case, arrays, rows), right, {"bfloat16": 6e-3, "float16": 8e-4}[case.dtype])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(300, 300, right=0, documents="packed"),
+        Case(130, 150, documents="mixed", dtype="float16"),
+    ],
+    ids=str,
+)
+def test_what_neighbours_hold_does_not_matter(program, case):
+    arrays = drawn(case)
+    _, rows = exact(case, *arrays)
+    found = run(program, case, arrays, rows)
+    q, k = ids(case)
+    for chosen in (1, 3):
+        spoilt = [np.where((side == chosen)[..., None, None], a, np.nan).astype(a.dtype)
+                  for side, a in zip((q, k, k, q), arrays, strict=True)]  # fmt: skip
+        spoilt_rows = [np.where((q == chosen)[:, None], r, np.nan) for r in rows]
+        again = run(program, case, spoilt, spoilt_rows)
+        for side, ours, before in zip((q, k, k), again, found, strict=True):
+            np.testing.assert_array_equal(ours[side == chosen], before[side == chosen])
+
+
+def test_the_order_of_sums_is_one(program):
+    """However many CTAs take the tiles, and whoever comes first."""
+    case = Case(260, 400, heads=2, kv_heads=1)
+    arrays = drawn(case)
+    _, rows = exact(case, *arrays)
+    first = run(program, case, arrays, rows)
+    for ctas in (1, 3):
+        again = run(program, dataclasses.replace(case, ctas=ctas), arrays, rows)
+        for x, y in zip(first, again, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+def test_what_keys_share_is_taken_back(program):
+    case = Case(200, 200, right=0, shift=8.0)
+    arrays = drawn(case)
+    right, rows = exact(case, *arrays)
+    check(case, run(program, case, arrays, rows), right, 8e-3)
+
+
+def test_what_is_not_seen_may_hold_anything(program):
+    """Queries that see no key, and keys that no query sees."""
+    case = Case(200, 140, left=5, right=0, offset=-40)
+    arrays = drawn(case)
+    right, rows = exact(case, *arrays)
+    pairs = seen(case)[0, 0]
+    for array, of_tokens in zip(
+        arrays, (pairs.any(1), pairs.any(0), pairs.any(0), pairs.any(1)), strict=True
+    ):
+        array[:, ~of_tokens] = np.nan
+    check(case, run(program, case, arrays, rows), right, 6e-3)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn._call import ffi
-from pallas_attn._call.hopper_forward import DTYPES
+from pallas_attn._call.hopper_forward import DTYPES, Sequences
 
 TARGET = "pallas_attn_attention_backward_sm90"
 BLOCK_Q, BLOCK_KV = 64, 128
@@ -34,6 +34,7 @@ def backward(
     value: jax.Array,
     d_out: jax.Array,
     rows: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
+    sequences: Sequences,
     *,
     scale: float,
     left: int | None = None,
@@ -47,6 +48,7 @@ def backward(
     Args:
         query, d_out: [batch, tokens, heads, dim], or heads before tokens; key, value: likewise.
         rows: maximum, rest, delta, total [batch, heads, tokens], as the tiled kernels take them.
+        sequences: documents, or none: each has all of its batch.
         left, right, offset: query i sees keys from i + offset - left to i + offset + right; None is no bound.
 
     vmap calls it once for each of the batch, one after the other.
@@ -56,21 +58,29 @@ def backward(
     tokens, heads = (query.shape[2], query.shape[1]) if heads_first else query.shape[1:3]
     kv_tokens, kv_heads = (key.shape[2], key.shape[1]) if heads_first else key.shape[1:3]
     width = next(dim for dim in DIMS if max(head_dim, value.shape[-1]) <= dim)
-    slots = batch * heads * -(-tokens // BLOCK_Q)
-    turns = jnp.zeros(slots + 1, jnp.int32)
-    before_turns = 8
+    documents = sequences.q_table is not None
+    seqs = sequences.q_table.shape[1] if sequences.q_table is not None else 1
+    # Of each batch: whole tiles, and a part of one of each document.
+    max_turns = batch * (tokens // BLOCK_Q + (min(seqs, tokens) if documents else 1))
+    max_tiles = batch * (kv_tokens // BLOCK_KV + (min(seqs, tokens + kv_tokens) if documents else 1))
+    rows_of_heads = (batch, heads, tokens)
     call = jax.ffi.ffi_call(
         TARGET,
         (
             *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (query, key, value)),
             # Scratch: outputs, because a handler that allocates cannot be part of a command buffer.
-            jax.ShapeDtypeStruct(turns.shape, turns.dtype),
-            jax.ShapeDtypeStruct((slots, BLOCK_Q, width), jnp.float32),
-            jax.ShapeDtypeStruct((slots, 2 * BLOCK_Q), jnp.float32),
+            jax.ShapeDtypeStruct((2,), jnp.int32),
+            jax.ShapeDtypeStruct((max_tiles, 4), jnp.int32),
+            jax.ShapeDtypeStruct((max_turns, heads), jnp.int32),
+            jax.ShapeDtypeStruct((*rows_of_heads, width), jnp.float32),
+            jax.ShapeDtypeStruct((*rows_of_heads, 2), jnp.float32),
         ),
         vmap_method="sequential",
-        input_output_aliases={before_turns: 3},
     )
+    nothing = jnp.zeros(0, jnp.int32)
+
+    def or_nothing(array: jax.Array | None) -> jax.Array:
+        return nothing if array is None else array
 
     def bound(tokens: int | None) -> np.int64:
         return np.int64(-1 if tokens is None else min(tokens, 2**30))
@@ -81,15 +91,19 @@ def backward(
         value,
         d_out,
         *rows,
-        turns,
+        or_nothing(sequences.q_table),
+        or_nothing(sequences.k_table),
+        or_nothing(sequences.q_ranks),
+        or_nothing(sequences.k_ranks),
+        or_nothing(sequences.num_seqs),
         heads_first=heads_first,
         left=bound(left),
         right=bound(right),
         offset=np.int64(offset),
-        together=np.int64(
-            together(
-                batch * kv_heads,
-                math.ceil(kv_tokens / BLOCK_KV),
+        heads_together=np.int64(
+            heads_together(
+                kv_heads,
+                batch * math.ceil(kv_tokens / BLOCK_KV),
                 tokens * (heads // kv_heads) * (2 * (head_dim + value.shape[-1]) + 4 * width),
             )
         ),
@@ -99,7 +113,7 @@ def backward(
     return d_query, d_key, d_value
 
 
-def together(streams: int, tiles: int, stream_bytes: int) -> int:
-    """KV heads of sequences whose tiles are taken side by side: as many as the L2 holds, and enough to keep all
-    multiprocessors busy."""
-    return min(streams, max(math.ceil(MULTIPROCESSORS / tiles), L2_BYTES // stream_bytes))
+def heads_together(kv_heads: int, tiles: int, bytes_of_head: int) -> int:
+    """KV heads whose tiles are taken side by side: as many as the L2 holds, and enough to keep all multiprocessors
+    busy. `tiles` and bytes are those of one."""
+    return min(kv_heads, max(math.ceil(MULTIPROCESSORS / tiles), L2_BYTES // bytes_of_head))

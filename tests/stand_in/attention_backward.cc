@@ -2,6 +2,7 @@
 // input, its results to standard output.
 #include "arrays.h"
 #include "attention/sm90/backward/launch_impl.h"
+#include "attention/sm90/backward/prepare/kernel.h"
 #include "attention/sm90/backward/shapes.h"
 #include "ptx/tma.h"
 
@@ -29,22 +30,27 @@ using stand_in::Array;
 struct Call {
   int fp16, batch, q_len, kv_len, heads, kv_heads, head_dim, value_dim;
   int heads_first, left, right, offset, together, ctas;
+  int documents;  // rows of their tables; 0: none
   float scale, cap;
 };
 
 template <typename Element, typename Shape>
 void run(BackwardParams& params, const Call& call) {
   using namespace attention::sm90::backward;
-  const size_t slots = size_t{1} * call.batch * call.heads * ceil_div(call.q_len, Shape::kQueries);
-  Array<float> sums(slots * Shape::kQueries * Shape::kDim), counts(slots * Shape::kMath * kFragmentRows);
-  Array<int> turns(slots), taken(1);
-  std::fill_n(turns.data(), slots, 0);
-  *taken.data() = 0;
+  const size_t rows = size_t{1} * call.batch * call.heads * call.q_len;
+  params.max_tiles = params.max_turns = call.batch * (call.q_len + call.kv_len + 1);
+  Array<float> sums(rows * Shape::kDim), counts(rows * Shape::kMath);
+  Array<int> turns(size_t{1} * params.max_turns * call.heads);
+  Array<KeyTile> tiles(params.max_tiles);
+  BackwardCounters counters;
   params.sums = sums.data(), params.counts = counts.data();
-  params.turns = turns.data(), params.taken = taken.data();
+  params.turns = turns.data(), params.tiles = tiles.data(), params.counters = &counters;
+  PrepareScratch scratch;
+  stand_in::shared = shared_memory;
+  stand_in::threads = kPrepareThreads;
+  stand_in::run_grid(dim3(1), 1, [&] { prepare(params, {Shape::kQueries, Shape::kKeys}, scratch); });
   Maps maps;
   encode_maps<Element, Shape>(params, &maps);
-  stand_in::shared = shared_memory;
   stand_in::threads = Shape::kThreads;
   stand_in::run_grid(dim3(call.ctas), 1, [&] { backward_kernel<Element, Shape>(params, maps); });
 }
@@ -70,6 +76,11 @@ int main() {
   auto rest = Array<float>(queries).read();
   auto delta = Array<float>(queries).read();
   auto total = Array<float>(queries).read();
+  const size_t table = size_t{1} * call.batch * call.documents * kDocumentStep;
+  auto q_table = Array<int>(table).read();
+  auto k_table = Array<int>(table).read();
+  auto q_ranks = Array<int>(table == 0 ? 0 : call.batch * call.q_len).read();
+  auto k_ranks = Array<int>(table == 0 ? 0 : call.batch * call.kv_len).read();
   Array<uint16_t> d_query(queries * call.head_dim), d_key(keys * call.head_dim),
       d_value(keys * call.value_dim);
   params.query = query.data(), params.key = key.data(), params.value = value.data();
@@ -86,7 +97,13 @@ int main() {
   params.group = call.heads / call.kv_heads;
   params.head_dim = call.head_dim, params.value_dim = call.value_dim;
   params.left = call.left, params.right = call.right, params.offset = call.offset;
-  params.together = call.together;
+  params.heads_together = call.together;
+  params.seqs_per_batch = 1;
+  if (table > 0) {
+    params.q_spans = {q_table.data(), kDocumentStep}, params.k_spans = {k_table.data(), kDocumentStep};
+    params.q_ranks = q_ranks.data(), params.k_ranks = k_ranks.data();
+    params.seqs_per_batch = call.documents;
+  }
   params.scale = call.scale, params.softcap = call.cap;
   attention::sm90::backward::with_shape(call.head_dim, call.value_dim, 0, [&](auto shape) {
     if (call.fp16) run<__half, decltype(shape)>(params, call);

@@ -102,6 +102,7 @@ def backward(operands: dict[str, jax.Array], *, rules: Rules) -> tuple[jax.Array
         operands["value"],
         whole("d_out"),
         rows,
+        _sequences(operands),
         scale=rules.scale,
         left=rules.band.left,
         right=rules.band.right,
@@ -114,8 +115,6 @@ def backward(operands: dict[str, jax.Array], *, rules: Rules) -> tuple[jax.Array
 
 def lacks_backward(operands: dict[str, jax.Array], rules: Rules) -> str | None:
     """The reason the CUDA kernel has no gradients of a call, which then are the tiled kernels'."""
-    if "q_rank" in operands:
-        return "has no documents"
     if rules.softcap is not None:
         return "has no softcap"
     query, value = operands["query"], operands["value"]

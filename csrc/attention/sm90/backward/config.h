@@ -3,7 +3,6 @@
 //   key tile    kKeys neighbouring keys of a sequence; a CTA has one at a time, a math warpgroup half of it
 //   query tile  kQueries neighbouring queries of one head, of those which see the key tile
 //   step        one query tile: a key tile's steps are those of all heads of its KV head
-//   slot        what is summed up of a query tile, in memory
 #pragma once
 
 #include <cstdint>
@@ -26,10 +25,9 @@ struct ShapeOf {
   static constexpr int kPieces = (kDim + kPieceDims - 1) / kPieceDims;
   static constexpr int kValuePieces = (kValueDim + kPieceDims - 1) / kPieceDims;
 
-  // A query tile's gradient is one product, of which each math warpgroup has some rows or some columns.
-  static constexpr bool kSplitRows = kQueries == kMath * kFragmentRows;
-  static constexpr int kOwnDims = kSplitRows ? kDim : kDim / kMath;
-  static_assert(kSplitRows || (kQueries == kFragmentRows && kOwnDims % 32 == 0));
+  // Each math warpgroup works out as many columns of a query tile's gradient.
+  static constexpr int kOwnDims = kDim / kMath;
+  static_assert(kQueries == kFragmentRows && kOwnDims % 32 == 0);
 
   static constexpr int kConsumerThreads = kMath * kWarpgroupThreads;
   static constexpr int kConsumerWarps = kConsumerThreads / 32;

@@ -22,6 +22,7 @@ enum NamedBarrier {
   kWritten = 1,  // gradients of scores, by both math warpgroups
   kRead = 2,     // by the first one, and one more, by the second
   kCounted = 4,
+  kCleared = 5,  // what nobody may see, by both
 };
 
 template <typename Element, typename Shape>
@@ -116,10 +117,39 @@ class Consumer {
     step_ = Step(tile);
     step_.query = uniform(step_.query);
     ptx::mbarrier_wait(&smem_.keys.full[tiles_.stage()][0], tiles_.full());
+    if (__builtin_expect(has_others(tile.held_keys, tile.first, Shape::kKeys, tile.key, params_.kv_len,
+                                    tile.k_rank),
+                         false)) {
+      clear(smem_.sK[tiles_.stage()], [&](int row) { return tile.holds_key(params_, tile.first + row); });
+    }
     return true;
   }
   __device__ __forceinline__ void wait_for_queries() {
     ptx::mbarrier_wait(&smem_.queries.full[steps_.stage()][0], steps_.full());
+    clear_others(smem_.sQ[steps_.stage()]);
+  }
+
+  // Of a step's queries, or of their gradients of out.
+  template <typename Pieces>
+  __device__ __forceinline__ void clear_others(Pieces& pieces) {
+    const Tile& tile = smem_.tiles[tiles_.stage()];
+    const int first = step_.query * kQueries;
+    if (is_open(tile)) return;
+    if (!has_others(tile.held_queries, first, kQueries, tile.query, params_.q_len, tile.q_rank)) return;
+    clear(pieces, [&](int row) { return tile.holds_query(params_, first + row); });
+  }
+  // Rows that are not held: zero times NaN is NaN.
+  template <typename Pieces, typename Holds>
+  __device__ __forceinline__ void clear(Pieces& pieces, Holds holds) {
+    constexpr int kChunks = kRowBytes / sizeof(uint4), kRows = sizeof(pieces[0]) / kRowBytes;
+#pragma unroll 1
+    for (int i = warpgroup_ * kWarpgroupThreads + thread_; i < kRows * kChunks; i += Shape::kConsumerThreads) {
+      if (holds(i / kChunks)) continue;
+#pragma unroll 1
+      for (auto& piece : pieces) reinterpret_cast<uint4*>(piece)[i] = make_uint4(0, 0, 0, 0);
+    }
+    ptx::fence_async_shared();
+    ptx::named_barrier_sync_unaligned(kCleared, Shape::kConsumerThreads);
   }
 
   // Through a shuffle the compiler knows that a value is the warp's.
@@ -167,6 +197,7 @@ class Consumer {
   }
   __device__ __forceinline__ void issue_d_weights(float (&rdP)[kPairs]) {
     ptx::mbarrier_wait(&smem_.outs.full[steps_.stage()][0], steps_.full());
+    clear_others(smem_.sdO[steps_.stage()]);
     multiply_rows<Shape::kValueDim, kKeyPieceBytes, kQueryPieceBytes>(
         rdP, smem_.sV[tiles_.stage()][0][warpgroup_ * kFragmentRows], smem_.sdO[steps_.stage()][0]);
   }
@@ -179,15 +210,13 @@ class Consumer {
     add_product(rdK, rdS, smem_.sQ[stage][0], first);
   }
 
-  // The warpgroup's rows or columns of the step's gradient of queries; and of its rows, or of one half of the
-  // keys, the sums of what is multiplied with keys.
+  // The warpgroup's columns of the step's gradient of queries; and of its keys the sums of what is multiplied
+  // with them.
   __device__ __forceinline__ void issue_d_queries(float (&rdQ)[kOwn], float (&rC)[4], int stage) {
-    const int own = Shape::kSplitRows ? 0 : warpgroup_;
-    const uint64_t left =
-        descriptor(smem_.sdS[0][Shape::kSplitRows ? warpgroup_ * kFragmentRows : 0], 0);
+    const uint64_t left = descriptor(smem_.sdS[0], 0);
     const uint64_t right = ptx::advance_descriptor(
-        descriptor(smem_.sK[stage][own * Shape::kOwnDims / kPieceDims], kKeyPieceBytes),
-        own * Shape::kOwnDims % kPieceDims * sizeof(uint16_t));
+        descriptor(smem_.sK[stage][warpgroup_ * Shape::kOwnDims / kPieceDims], kKeyPieceBytes),
+        warpgroup_ * Shape::kOwnDims % kPieceDims * sizeof(uint16_t));
     const uint64_t ones = descriptor(smem_.ones, 0);
     ptx::wgmma_touch(rdQ);
     ptx::wgmma_touch(rC);
@@ -199,11 +228,10 @@ class Consumer {
       const uint64_t step_right = ptx::advance_descriptor(right, step * kStepRowBytes);
       ptx::wgmma_k16<Element, ptx::kMNMajor>(rdQ, step_left, step_right, step > 0);
     }
-    constexpr int kCounted = (Shape::kSplitRows ? Shape::kKeys : kFragmentRows) / kStepDims;
 #pragma unroll
-    for (int step = 0; step < kCounted; ++step) {
-      const uint32_t piece = step / kStepsPerPiece + own, within = step % kStepsPerPiece * kStepDims * 2;
-      const uint64_t step_left = ptx::advance_descriptor(left, piece * kQueryPieceBytes + within);
+    for (int step = 0; step < kFragmentRows / kStepDims; ++step) {
+      const uint64_t step_left =
+          ptx::advance_descriptor(left, warpgroup_ * kQueryPieceBytes + step * kStepDims * 2);
       ptx::wgmma_k16<Element, ptx::kKMajor>(rC, step_left, ones, step > 0);
     }
     ptx::wgmma_commit();
@@ -212,8 +240,12 @@ class Consumer {
   __device__ __forceinline__ bool is_open(const Tile& tile) const {
     return __builtin_expect(step_.query >= tile.open.begin && step_.query < tile.open.end, true);
   }
-  __device__ __forceinline__ Seen seen(const Tile& tile, int query) const {
-    return Seen(tile, query * kQueries, warpgroup_ * kFragmentRows, at_, tile.number * Shape::kKeys);
+  // Where not all pairs of a step count.
+  __device__ __forceinline__ void mask(const Tile& tile, float (&d)[kPairs]) const {
+    if (is_open(tile)) return;
+    const int first = step_.query * kQueries;
+    Seen(params_, tile, first, warpgroup_ * kFragmentRows, at_).mask(d);
+    if (tile.q_rank >= 0) mask_others(d, params_, tile, first, thread_ % 32, at_.in_quad);
   }
 
   // Weights of the step's scores.
@@ -229,11 +261,7 @@ class Consumer {
         rS[j + 1] = exp2_fast(fmaf(factor_, rS[j + 1] - maximum.y, -rest.y));
       }
     }
-    if (!is_open(tile)) {
-      const Seen counts = seen(tile, step_.query);
-#pragma unroll
-      for (int r = 0; r < kPairs; ++r) rS[r] = counts(r) ? rS[r] : 0.0f;
-    }
+    mask(tile, rS);
   }
 
   // Of gradients of the step's weights, those of its scores.
@@ -249,11 +277,7 @@ class Consumer {
         rdP[j + 1] = rS[j + 1] * (rdP[j + 1] - delta.y);
       }
     }
-    if (!is_open(tile)) {
-      const Seen counts = seen(tile, step_.query);
-#pragma unroll
-      for (int r = 0; r < kPairs; ++r) rdP[r] = counts(r) ? rdP[r] : 0.0f;
-    }
+    mask(tile, rdP);
   }
 
   // Those of the two queries of registers r and r + 1.
@@ -290,81 +314,63 @@ class Consumer {
   __device__ __forceinline__ void add(int stage, float (&rdQ)[kOwn], float (&rC)[4]) {
     // The turn of the step behind which the next one has begun.
     ptx::mbarrier_wait(&smem_.turns.full[0][0], (steps_.count + 1) % 2);
-    const int slot = uniform(smem_.turn.slot);
+    const Tile& tile = smem_.tiles[stage];
+    const int head = uniform(smem_.turn.head), first_query = uniform(smem_.turn.query) * kQueries;
     const bool first = uniform(smem_.turn.first), last = uniform(smem_.turn.last);
-    const SlotSums<Shape, kOwn> sums(params_.sums, slot, warpgroup_ * kWarpgroupThreads + thread_);
-    float* const counts = params_.counts + (int64_t{slot} * Shape::kMath + warpgroup_) * kFragmentRows;
-    const bool counts_rows = at_.in_quad == 0;
+    const auto has = [&](int row) { return tile.has_query(params_, first_query + row); };
+    const int64_t row = (int64_t{tile.batch} * params_.num_heads + head) * params_.q_len + tile.query +
+                        first_query;
+    const Sums<Shape> sums(params_, row, warpgroup_, at_, has);
     if (last) {
-      if (!first) {
-        sums.take(rdQ);
-#pragma unroll
-        for (int i = 0; i < kRowsPerThread; ++i) rC[i * 2] += __ldcg(counts + at_.row(i));
-      }
-      settle(smem_.tiles[stage], stage, rdQ, rC);
+      if (!first) sums.take(rdQ, rC);
+      settle(stage, row, rdQ, rC, has);
+      const int64_t place = tile.batch * params_.query_strides.batch + head * params_.query_strides.head +
+                            (tile.query + first_query) * params_.query_strides.token +
+                            warpgroup_ * Shape::kOwnDims;
+      store_rows<Element>(params_.d_query, place, params_.query_strides.token,
+                          params_.head_dim - warpgroup_ * Shape::kOwnDims, rdQ, params_.scale, at_, has);
     } else if (first) {
-      sums.put(rdQ);
-#pragma unroll
-      for (int i = 0; i < kRowsPerThread; ++i) {
-        if (counts_rows) counts[at_.row(i)] = rC[i * 2];
-      }
+      sums.put(rdQ, rC);
     } else {
-      sums.add(rdQ);
-#pragma unroll
-      for (int i = 0; i < kRowsPerThread; ++i) {
-        if (counts_rows) ptx::add_in_memory(counts + at_.row(i), rC[i * 2]);
-      }
+      sums.add(rdQ, rC);
     }
     release(&smem_.turns.empty[0][0]);
   }
 
   // What rounding made of the sum over keys of gradients of scores, times what keys have in common, is taken
   // back (pallas_attn/_tile/weights.py).
-  __device__ __forceinline__ void settle(const Tile& tile, int stage, float (&rdQ)[kOwn],
-                                         float (&rC)[4]) {
-    const int head = tile.kv_head * params_.group + smem_.turn.head;
-    const int first_row = Shape::kSplitRows ? warpgroup_ * kFragmentRows : 0;
-    const int first_column = Shape::kSplitRows ? 0 : warpgroup_ * Shape::kOwnDims;
-    const int first_query = smem_.turn.query * kQueries + first_row, rows = tile.band.q_len - first_query;
-    if (!Shape::kSplitRows) {
+  template <typename Has>
+  __device__ __forceinline__ void settle(int stage, int64_t row, float (&rdQ)[kOwn], float (&rC)[4],
+                                         Has has) {
 #pragma unroll
-      for (int i = 0; i < kRowsPerThread; ++i) {
-        if (at_.in_quad == 0) smem_.counts[warpgroup_][at_.row(i)] = rC[i * 2];
-      }
-      ptx::named_barrier_sync(kCounted, Shape::kConsumerThreads);
-#pragma unroll
-      for (int i = 0; i < kRowsPerThread; ++i) rC[i * 2] += smem_.counts[1 - warpgroup_][at_.row(i)];
+    for (int i = 0; i < kRowsPerThread; ++i) {
+      if (at_.in_quad == 0) smem_.counts[warpgroup_][at_.row(i)] = rC[i * 2];
     }
-    const float* const total = params_.total +
-                               (int64_t{tile.batch} * params_.num_heads + head) * params_.q_len + tile.query +
-                               first_query;
+    ptx::named_barrier_sync(kCounted, Shape::kConsumerThreads);
     float excess[kRowsPerThread];
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
-      excess[i] = at_.row(i) < rows ? rC[i * 2] - __ldg(total + at_.row(i)) : 0.0f;
+      const float counted = rC[i * 2] + smem_.counts[1 - warpgroup_][at_.row(i)];
+      excess[i] = has(at_.row(i)) ? counted - __ldg(params_.total + row + at_.row(i)) : 0.0f;
     }
 #pragma unroll
     for (int r = 0; r < kOwn; ++r) {
-      const float mean = smem_.mean[stage][first_column + at_.column(r)];
+      const float mean = smem_.mean[stage][warpgroup_ * Shape::kOwnDims + at_.column(r)];
       rdQ[r] = fmaf(-excess[FragmentPosition::row_of(r)], mean, rdQ[r]);
     }
-    const int64_t place = tile.batch * params_.query_strides.batch + head * params_.query_strides.head +
-                          (tile.query + first_query) * params_.query_strides.token + first_column;
-    store_rows<Element>(params_.d_query, place, params_.query_strides.token, rows,
-                        params_.head_dim - first_column, rdQ, params_.scale, at_);
   }
 
   __device__ __forceinline__ void store(const Tile& tile, const float (&rdK)[accumulators(Shape::kDim)],
                                         const float (&rdV)[accumulators(Shape::kValueDim)]) const {
-    const int first_row = warpgroup_ * kFragmentRows, rows = tile.keys - first_row;
+    const int first = tile.first + warpgroup_ * kFragmentRows;
+    const auto has = [&](int row) { return tile.has_key(params_, first + row); };
     const auto place = [&](const Strides& strides) {
-      return tile.batch * strides.batch + tile.kv_head * strides.head +
-             (tile.key + first_row) * strides.token;
+      return tile.batch * strides.batch + tile.kv_head * strides.head + (tile.key + first) * strides.token;
     };
-    store_rows<Element>(params_.d_key, place(params_.key_strides), params_.key_strides.token, rows,
-                        params_.head_dim, rdK, params_.scale, at_);
-    store_rows<Element>(params_.d_value, place(params_.value_strides), params_.value_strides.token, rows,
-                        params_.value_dim, rdV, 1.0f, at_);
+    store_rows<Element>(params_.d_key, place(params_.key_strides), params_.key_strides.token,
+                        params_.head_dim, rdK, params_.scale, at_, has);
+    store_rows<Element>(params_.d_value, place(params_.value_strides), params_.value_strides.token,
+                        params_.value_dim, rdV, 1.0f, at_, has);
   }
 
   __device__ __forceinline__ void release(uint64_t* empty) {

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "attention/sm90/backward/kernel.h"
+#include "attention/sm90/backward/prepare/prepare.h"
 #include "common/dependent_launch.h"
 #include "common/element_traits.h"
 #include "common/multiprocessors.h"
@@ -62,8 +63,9 @@ LaunchStatus launch_instance(const BackwardParams& params, cudaStream_t stream) 
   Maps maps;
   if (status.ok()) status = encode_maps<Element, Shape>(params, &maps);
   if (!status.ok()) return status;
-  const int64_t tiles =
-      int64_t{params.batch} * params.num_kv_heads * ceil_div(params.kv_len, Shape::kKeys);
+  status = launch_prepare(params, {Shape::kQueries, Shape::kKeys}, stream);
+  if (!status.ok()) return status;
+  const int64_t tiles = int64_t{params.max_tiles} * params.num_kv_heads;
   return launch_dependent(kernel, dim3(static_cast<unsigned>(std::min<int64_t>(num_sms, tiles))),
                           Shape::kThreads, kSmemBytes, stream, Blocks::kIndependent,
                           "launching the backward kernel", params, maps);

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "attention/backward_params.h"
+#include "attention/sm90/backward/document.h"
 #include "attention/sm90/backward/maps.h"
 #include "attention/sm90/backward/smem_plan.h"
 #include "ptx/cache.h"
@@ -24,6 +25,9 @@ class Loader {
 
   __device__ void work() {
     ptx::wait_for_previous_kernel();
+    // Written by the kernel in front, so not through the cache for constants.
+    num_tiles_ = __ldcg(&params_.counters->tiles);
+    num_seqs_ = num_seqs(params_);
     Place tiles;
     int index = take();
     while (true) {
@@ -34,7 +38,9 @@ class Loader {
       const bool more = tile.kv_head >= 0;
       if (more) index = take();
       if (more) answer_unseen(tile);
-      if (more && tile.queries.begin == tile.queries.end) continue;
+      const bool skips = more && tile.queries.begin == tile.queries.end;
+      __syncwarp();  // lane 0 may write the next tile over it
+      if (skips) continue;
       if (lane_ == 0) ptx::mbarrier_arrive(&smem_.told.full[tiles.stage()][0]);
       if (!more) break;
       if (lane_ == 0) load(tile, tiles);
@@ -47,38 +53,46 @@ class Loader {
  private:
   __device__ int take() const {
     int taken = 0;
-    if (lane_ == 0) taken = ptx::fetch_and_increment(params_.taken);
+    if (lane_ == 0) taken = ptx::fetch_and_increment(&params_.counters->taken);
     return __shfl_sync(0xffffffff, taken, 0);
   }
 
-  // Sequences and KV heads in groups, whose tiles are dealt side by side, the first keys first.
+  // KV heads in groups, whose tiles are dealt side by side.
   __device__ void find(int index, Tile& tile) const {
     constexpr int kKeys = Shape::kKeys, kQueries = Shape::kQueries;
-    const int streams = params_.batch * params_.num_kv_heads, tiles = ceil_div(params_.kv_len, kKeys);
-    const int group = index / (params_.together * tiles), first = group * params_.together;
     tile.kv_head = -1;
-    if (first >= streams) return;
-    const int side_by_side = min(params_.together, streams - first);
-    const int within = index - first * tiles, stream = first + within % side_by_side;
-    const int number = within / side_by_side, batch = stream / params_.num_kv_heads;
-    const int kv_head = stream - batch * params_.num_kv_heads;
-    tile.batch = batch;
-    tile.kv_head = kv_head;
-    tile.number = number;
-    const Band band = {params_.left, params_.right, params_.offset, params_.q_len, params_.kv_len};
+    if (num_tiles_ == 0) return;
+    const int group = index / (params_.heads_together * num_tiles_), first = group * params_.heads_together;
+    if (first >= params_.num_kv_heads) return;
+    const int side_by_side = min(params_.heads_together, params_.num_kv_heads - first);
+    const int within = index - first * num_tiles_, place = within / side_by_side;
+    if (place >= num_tiles_) return;
+    tile.kv_head = first + within - place * side_by_side;
+    const int4 words = __ldcg(reinterpret_cast<const int4*>(params_.tiles + place));
+    const KeyTile item = {words.x, words.y, words.z};
+    const Document document(params_, item.seq, num_seqs_);
+    tile.batch = document.batch;
+    tile.number = item.number;
+    tile.first_turn = item.first_turn;
+    tile.query = document.query;
+    tile.key = document.key;
+    tile.q_rank = document.q_mixed ? document.rank : -1;
+    tile.k_rank = document.k_mixed ? document.rank : -1;
+    const Band band = {params_.left, params_.right, params_.offset + document.query - document.key,
+                       document.q_len, document.k_len};
     tile.band = band;
-    tile.query = 0;
-    const int key = number * kKeys, keys = min(kKeys, params_.kv_len - key);
-    tile.key = key;
+    const int key = item.number * kKeys, keys = min(kKeys, document.k_len - key);
+    tile.first = key;
     tile.keys = keys;
-    const int slots = ceil_div(params_.q_len, kQueries);
-    tile.slots_of_head = slots;
-    tile.slot = (batch * params_.num_heads + kv_head * params_.group) * slots;
+    tile.queries = tile.open = tile.held_queries = tile.held_keys = {0, 0};
+    if (document.q_len == 0 || document.k_len == 0) return;
+    tile.held_queries = band.queries_of(0, document.k_len - 1);
+    tile.held_keys = band.keys_of(0, document.q_len - 1);
     const Span seen = band.queries_of(key, key + keys - 1);
-    const bool none = seen.begin == seen.end;
-    tile.queries = {none ? 0 : seen.begin / kQueries, none ? 0 : ceil_div(seen.end, kQueries)};
+    if (seen.begin < seen.end) tile.queries = {seen.begin / kQueries, ceil_div(seen.end, kQueries)};
+    if (keys < kKeys || document.q_mixed || document.k_mixed) return;
     const Span open = band.queries_of_all(key, key + keys - 1);
-    tile.open = {ceil_div(open.begin, kQueries), keys < kKeys ? 0 : open.end / kQueries};
+    tile.open = {ceil_div(open.begin, kQueries), open.end / kQueries};
   }
 
   __device__ void load(const Tile& tile, const Place& tiles) {
@@ -89,12 +103,12 @@ class Loader {
 #pragma unroll 1
     for (int piece = 0; piece < Shape::kPieces; ++piece) {
       ptx::tma_load_4d(smem_.sK[tiles.stage()][piece], &maps_.key, full, piece * kPieceDims, tile.kv_head,
-                       tile.key, tile.batch);
+                       tile.key + tile.first, tile.batch);
     }
 #pragma unroll 1
     for (int piece = 0; piece < Shape::kValuePieces; ++piece) {
       ptx::tma_load_4d(smem_.sV[tiles.stage()][piece], &maps_.value, full, piece * kPieceDims, tile.kv_head,
-                       tile.key, tile.batch);
+                       tile.key + tile.first, tile.batch);
     }
     Step step(tile);
     do {
@@ -119,38 +133,44 @@ class Loader {
   }
 
   // Of keys that no query sees, and of queries that see no key, which lie before the first key tile's or
-  // behind the last one's.
+  // behind the last one's. Query tiles that are met are stored whole.
   __device__ void answer_unseen(const Tile& tile) const {
     const Band& band = tile.band;
     if (tile.queries.begin == tile.queries.end) {
-      clear(params_.d_key, params_.key_strides, tile.batch, tile.kv_head, tile.key, tile.keys,
-            params_.head_dim);
-      clear(params_.d_value, params_.value_strides, tile.batch, tile.kv_head, tile.key, tile.keys,
-            params_.value_dim);
+      const auto has = [&](int key) { return tile.has_key(params_, key); };
+      const Span keys = {tile.first, tile.first + tile.keys};
+      clear(params_.d_key, params_.key_strides, tile.batch, tile.kv_head, tile.key, keys, params_.head_dim,
+            has);
+      clear(params_.d_value, params_.value_strides, tile.batch, tile.kv_head, tile.key, keys,
+            params_.value_dim, has);
     }
-    const bool last = (tile.number + 1) * Shape::kKeys >= band.k_len;
+    const bool last = tile.first + Shape::kKeys >= band.k_len;
     if (tile.number > 0 && !last) return;
-    const Span seen = band.queries_of(0, band.k_len - 1);
-    // Query tiles that are met are stored whole.
-    const int begin = seen.begin == seen.end ? band.q_len : seen.begin / Shape::kQueries * Shape::kQueries;
-    const int end = min(ceil_div(seen.end, Shape::kQueries) * Shape::kQueries, band.q_len);
+    const Span seen = tile.held_queries;
+    const bool none = seen.begin == seen.end;
+    const int begin = none ? band.q_len : seen.begin / Shape::kQueries * Shape::kQueries;
+    const int end = none ? band.q_len : min(ceil_div(seen.end, Shape::kQueries) * Shape::kQueries, band.q_len);
+    const auto has = [&](int query) { return tile.has_query(params_, query); };
     for (int head = tile.kv_head * params_.group; head < (tile.kv_head + 1) * params_.group; ++head) {
       if (tile.number == 0) {
-        clear(params_.d_query, params_.query_strides, tile.batch, head, tile.query, begin, params_.head_dim);
+        clear(params_.d_query, params_.query_strides, tile.batch, head, tile.query, {0, begin},
+              params_.head_dim, has);
       }
-      if (last && seen.begin < seen.end) {
-        clear(params_.d_query, params_.query_strides, tile.batch, head, tile.query + end, band.q_len - end,
-              params_.head_dim);
+      if (last) {
+        clear(params_.d_query, params_.query_strides, tile.batch, head, tile.query, {end, band.q_len},
+              params_.head_dim, has);
       }
     }
   }
 
-  __device__ void clear(void* array, const Strides& strides, int batch, int head, int token, int tokens,
-                        int dim) const {
+  template <typename Has>
+  __device__ void clear(void* array, const Strides& strides, int batch, int head, int token,
+                        const Span& tokens, int dim, Has has) const {
     auto* to = static_cast<uint16_t*>(array) + batch * strides.batch + head * strides.head;
-    for (int i = token; i < token + tokens; ++i) {
+    for (int i = tokens.begin; i < tokens.end; ++i) {
+      if (!has(i)) continue;
       for (int chunk = lane_; chunk < dim / 8; chunk += 32) {
-        reinterpret_cast<uint4*>(to + i * strides.token)[chunk] = make_uint4(0, 0, 0, 0);
+        reinterpret_cast<uint4*>(to + (token + i) * strides.token)[chunk] = make_uint4(0, 0, 0, 0);
       }
     }
   }
@@ -159,6 +179,7 @@ class Loader {
   const Maps& maps_;
   Plan& smem_;
   const int lane_;
+  int num_tiles_, num_seqs_;
   Place steps_;
 };
 

@@ -31,22 +31,24 @@ class Order {
   }
 
  private:
-  // Of the first keys.
+  // Of the first keys that are held.
   __device__ void take_mean(const Tile& tile, int stage) const {
-    const int some = min(kSample, tile.keys);
-    const float share = 1.0f / static_cast<float>(some);
+    const int first = max(tile.held_keys.begin - tile.first, 0);
+    const int end = min(min(first + kSample, tile.keys), tile.held_keys.end - tile.first);
 #pragma unroll 1
     for (int column = lane_ * 2; column < Shape::kPieces * kPieceDims; column += 64) {
       const int chunk = column % kPieceDims / 8;
-      float left = 0.0f, right = 0.0f;
+      float left = 0.0f, right = 0.0f, some = 0.0f;
 #pragma unroll 1
-      for (int row = 0; row < some; ++row) {
+      for (int row = first; row < end; ++row) {
+        if (!tile.holds_key(params_, tile.first + row)) continue;
         const uint16_t* at = smem_.sK[stage][column / kPieceDims][row] + ((chunk ^ row % 8) * 8);
         const float2 pair =
             ElementTraits<Element>::unpack(*reinterpret_cast<const uint32_t*>(at + column % 8));
-        left += pair.x, right += pair.y;
+        left += pair.x, right += pair.y, some += 1.0f;
       }
       float* const mean = smem_.mean[stage] + column;
+      const float share = some > 0.0f ? 1.0f / some : 0.0f;
       mean[0] = left * share, mean[1] = right * share;
     }
   }
@@ -58,12 +60,12 @@ class Order {
       const int last_query = min(first_query + Shape::kQueries, tile.band.q_len) - 1;
       const Span keys = tile.band.keys_of(first_query, last_query);
       const int before = tile.number - keys.begin / Shape::kKeys;
-      const int slot = tile.slot + step.head * tile.slots_of_head + step.query;
       const bool last = (keys.end - 1) / Shape::kKeys == tile.number;
-      int* const turn = params_.turns + slot;
+      const int head = tile.kv_head * params_.group + step.head;
+      int* const turn = params_.turns + int64_t{tile.first_turn + step.query} * params_.num_heads + head;
       while (before > 0 && ptx::load_acquire(turn) != before) {
       }
-      smem_.turn = {slot, step.head, step.query, before == 0, last};
+      smem_.turn = {head, step.query, before == 0, last};
       ptx::mbarrier_arrive(&smem_.turns.full[0][0]);
       ptx::mbarrier_wait(&smem_.turns.empty[0][0], turn_);
       turn_ ^= 1;

@@ -8,24 +8,28 @@
 
 namespace pallas_attn::attention::sm90::backward {
 
-// Queries that each of a thread's two keys is seen by, in the step's query tile.
+// Queries that each of a thread's two keys is seen by, in a step's query tile.
 class Seen {
  public:
-  __device__ __forceinline__ Seen(const Tile& tile, int first_query, int first_row,
-                                  const FragmentPosition& at, int first_key) {
+  __device__ __forceinline__ Seen(const BackwardParams& params, const Tile& tile, int first_query,
+                                  int first_row, const FragmentPosition& at) {
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
-      const int row = first_row + at.row(i), key = first_key + row;
+      const int key = tile.first + first_row + at.row(i);
       const Span queries = tile.band.queries_of(key, key);
       before_[i] = first_query + at.in_quad * 2 - queries.begin;
-      count_[i] = row < tile.keys ? queries.end - queries.begin : 0;
+      count_[i] = tile.has_key(params, key) ? queries.end - queries.begin : 0;
     }
   }
 
-  // The pair of register r.
-  __device__ __forceinline__ bool operator()(int r) const {
-    const int i = FragmentPosition::row_of(r);
-    return static_cast<uint32_t>(before_[i] + r / 4 * 8 + r % 2) < count_[i];
+  // What is not seen, whatever it is, becomes zero.
+  template <int kCount>
+  __device__ __forceinline__ void mask(float (&d)[kCount]) const {
+#pragma unroll
+    for (int r = 0; r < kCount; ++r) {
+      const int i = FragmentPosition::row_of(r);
+      if (static_cast<uint32_t>(before_[i] + r / 4 * 8 + r % 2) >= count_[i]) d[r] = 0.0f;
+    }
   }
 
  private:
@@ -33,9 +37,19 @@ class Seen {
   uint32_t count_[kRowsPerThread];
 };
 
-// All of them.
-struct AllSeen {
-  __device__ __forceinline__ bool operator()(int) const { return true; }
-};
+// The same where other documents' queries lie between: columns that are not the document's.
+template <int kCount>
+__device__ __forceinline__ void mask_others(float (&d)[kCount], const BackwardParams& params,
+                                            const Tile& tile, int first_query, int lane, int in_quad) {
+#pragma unroll
+  for (int word = 0; word < kCount / 16; ++word) {
+    const int query = first_query + word * 32 + lane;
+    const uint32_t own = __ballot_sync(0xffffffff, tile.has_query(params, query)) >> (in_quad * 2);
+#pragma unroll
+    for (int r = word * 16; r < word * 16 + 16; ++r) {
+      if ((own & 1u << (r / 4 * 8 % 32 + r % 2)) == 0) d[r] = 0.0f;
+    }
+  }
+}
 
 }  // namespace pallas_attn::attention::sm90::backward

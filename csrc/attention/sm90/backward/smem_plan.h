@@ -18,7 +18,7 @@ struct Rows {
 
 // Where a step's gradient of queries is added, and whether it is the first there, or the last.
 struct Turn {
-  int slot, head, query;
+  int head, query;
   int first, last;
 };
 

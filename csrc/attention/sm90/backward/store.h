@@ -10,65 +10,92 @@
 
 namespace pallas_attn::attention::sm90::backward {
 
-// 64 rows of an array of heads, each times its factor; those from `rows` on are not there, nor are columns
+// 64 rows of an array of heads, each times `factor`; those that are not there are left out, and so are columns
 // from `dim` on.
-template <typename Element, int kCount>
-__device__ __forceinline__ void store_rows(void* array, int64_t place, int64_t token_stride, int rows,
-                                           int dim, const float (&d)[kCount], float factor,
-                                           const FragmentPosition& at) {
+template <typename Element, int kCount, typename Has>
+__device__ __forceinline__ void store_rows(void* array, int64_t place, int64_t token_stride, int dim,
+                                           const float (&d)[kCount], float factor,
+                                           const FragmentPosition& at, Has has) {
   const int column = at.in_quad * 8;
   auto* const to = static_cast<uint16_t*>(array) + place + column;
 #pragma unroll
   for (int i = 0; i < kRowsPerThread; ++i) {
-    const int row = at.row(i);
+    const int row = at.row(i), columns = has(row) ? dim - column : 0;
 #pragma unroll
     for (int group = 0; group < kCount / 16; ++group) {
       const uint4 eight = neighbours<Element>(d, i, group, factor, at.in_quad);
-      if (row < rows && group * 32 + column < dim) {
-        *reinterpret_cast<uint4*>(to + row * token_stride + group * 32) = eight;
-      }
+      if (group * 32 < columns) *reinterpret_cast<uint4*>(to + row * token_stride + group * 32) = eight;
     }
   }
 }
 
-// What a thread has of a query tile's gradient, in a slot: whoever adds to it has the same of it, so each
-// thread's numbers lie as they do in its registers, four at a time, those of a warp side by side.
-template <typename Shape, int kCount>
-class SlotSums {
+// What a thread has of a query tile's gradient, in memory, and of what is counted of its rows. Rows that are
+// not the sequence's, behind its last or between its own, are another one's.
+template <typename Shape>
+class Sums {
  public:
-  static constexpr int kFloats = Shape::kQueries * Shape::kDim;
-  static_assert(kFloats == kCount * Shape::kConsumerThreads);
+  static constexpr int kCount = accumulators(Shape::kOwnDims);
 
-  __device__ __forceinline__ SlotSums(float* sums, int slot, int thread)
-      : own_(reinterpret_cast<float4*>(sums + int64_t{slot} * kFloats) + thread) {}
-
-  __device__ __forceinline__ void put(const float (&d)[kCount]) const {
+  // `row`: the tile's first, among all rows of all heads.
+  template <typename Has>
+  __device__ __forceinline__ Sums(const BackwardParams& params, int64_t row, int warpgroup,
+                                  const FragmentPosition& at, Has has)
+      : counts_(params.counts + row * Shape::kMath + warpgroup),
+        sums_(params.sums + row * Shape::kDim + warpgroup * Shape::kOwnDims + at.in_quad * 2),
+        at_(at) {
 #pragma unroll
-    for (int j = 0; j < kCount / 4; ++j) own_[j * Shape::kConsumerThreads] = four(d, j);
+    for (int i = 0; i < kRowsPerThread; ++i) has_[i] = has(at.row(i));
   }
-  __device__ __forceinline__ void add(const float (&d)[kCount]) const {
+
+  __device__ __forceinline__ void put(const float (&d)[kCount], const float (&counted)[4]) const {
+    visit(d, [](float2* to, float2 v) { *to = v; });
 #pragma unroll
-    for (int j = 0; j < kCount / 4; ++j) {
-      ptx::add_in_memory(own_ + j * Shape::kConsumerThreads, four(d, j));
+    for (int i = 0; i < kRowsPerThread; ++i) {
+      if (has_[i] && at_.in_quad == 0) *count(i) = counted[i * 2];
     }
   }
-  // Adds what is there to d.
-  __device__ __forceinline__ void take(float (&d)[kCount]) const {
+  __device__ __forceinline__ void add(const float (&d)[kCount], const float (&counted)[4]) const {
+    visit(d, [](float2* to, float2 v) { ptx::add_in_memory(to, v); });
 #pragma unroll
-    for (int j = 0; j < kCount / 4; ++j) {
-      const float4 v = __ldcg(own_ + j * Shape::kConsumerThreads);
-      d[j * 4] += v.x, d[j * 4 + 1] += v.y, d[j * 4 + 2] += v.z, d[j * 4 + 3] += v.w;
-      // Two loads in flight: there are no registers for more.
-      if (j % 2 == 1) __syncwarp();
+    for (int i = 0; i < kRowsPerThread; ++i) {
+      if (has_[i] && at_.in_quad == 0) ptx::add_in_memory(count(i), counted[i * 2]);
+    }
+  }
+  // Adds what is there.
+  __device__ __forceinline__ void take(float (&d)[kCount], float (&counted)[4]) const {
+#pragma unroll
+    for (int i = 0; i < kRowsPerThread; ++i) {
+      if (!has_[i]) continue;
+      counted[i * 2] += __ldcg(count(i));
+#pragma unroll
+      for (int group = 0; group < kCount / 4; ++group) {
+        const float2 v = __ldcg(pair(i, group));
+        d[group * 4 + i * 2] += v.x, d[group * 4 + i * 2 + 1] += v.y;
+      }
     }
   }
 
  private:
-  static __device__ __forceinline__ float4 four(const float (&d)[kCount], int j) {
-    return make_float4(d[j * 4], d[j * 4 + 1], d[j * 4 + 2], d[j * 4 + 3]);
+  __device__ __forceinline__ float2* pair(int i, int group) const {
+    return reinterpret_cast<float2*>(sums_ + at_.row(i) * Shape::kDim + group * 8);
+  }
+  __device__ __forceinline__ float* count(int i) const { return counts_ + at_.row(i) * Shape::kMath; }
+  template <typename Visit>
+  __device__ __forceinline__ void visit(const float (&d)[kCount], Visit visit) const {
+#pragma unroll
+    for (int i = 0; i < kRowsPerThread; ++i) {
+      if (!has_[i]) continue;
+#pragma unroll
+      for (int group = 0; group < kCount / 4; ++group) {
+        visit(pair(i, group), make_float2(d[group * 4 + i * 2], d[group * 4 + i * 2 + 1]));
+      }
+    }
   }
 
-  float4* own_;
+  float* const counts_;
+  float* const sums_;
+  const FragmentPosition& at_;
+  bool has_[kRowsPerThread];
 };
 
 }  // namespace pallas_attn::attention::sm90::backward

@@ -43,19 +43,49 @@ struct Band {
   }
 };
 
-// A key tile, as its roles are told of it.
+// A key tile, as its roles are told of it. Queries and keys are counted from the sequence's first.
 struct Tile {
   int batch;
-  int kv_head;           // negative: there are no more tiles
-  int number;            // of the sequence's key tiles
-  int key, keys;         // its first key in the batch, and how many there are
-  int query;             // the sequence's first query in the batch
+  int kv_head;         // negative: there are no more tiles
+  int number;          // of the sequence's key tiles
+  int first, keys;     // its first key, and how many there are
+  int query, key;      // the sequence's first query and key in the batch
   Band band;
-  Span queries;          // query tiles it meets
-  Span open;             // of those, the ones in which all queries see all keys
-  int slot;              // of the first head's first query tile
-  int slots_of_head;
+  Span queries;        // query tiles it meets
+  Span open;           // of those, the ones in which all queries see all keys
+  Span held_queries;   // that see some key of the sequence; others may hold NaN
+  Span held_keys;      // that some query sees
+  int first_turn;      // of the sequence's first query tile
+  // Where not all queries (keys) between its first and last are the document's: the rank of those that are;
+  // else negative.
+  int q_rank, k_rank;
+
+  __device__ __forceinline__ bool holds_query(const BackwardParams& params, int i) const {
+    return i >= held_queries.begin && i < held_queries.end &&
+           is_own(params.q_ranks, q_rank, batch * int64_t{params.q_len} + query + i);
+  }
+  __device__ __forceinline__ bool holds_key(const BackwardParams& params, int i) const {
+    return i >= held_keys.begin && i < held_keys.end &&
+           is_own(params.k_ranks, k_rank, batch * int64_t{params.kv_len} + key + i);
+  }
+  __device__ __forceinline__ bool has_query(const BackwardParams& params, int i) const {
+    return i < band.q_len && is_own(params.q_ranks, q_rank, batch * int64_t{params.q_len} + query + i);
+  }
+  __device__ __forceinline__ bool has_key(const BackwardParams& params, int i) const {
+    return i < band.k_len && is_own(params.k_ranks, k_rank, batch * int64_t{params.kv_len} + key + i);
+  }
+
+ private:
+  static __device__ __forceinline__ bool is_own(const int* ranks, int rank, int64_t place) {
+    return rank < 0 || __ldg(ranks + place) == rank;
+  }
 };
+
+// Whether a tile of [first, first + count) has what must be cleared; what lies behind an array's end is zero.
+__device__ __forceinline__ bool has_others(const Span& held, int first, int count, int from, int length,
+                                           int rank) {
+  return rank >= 0 || first < held.begin || (first + count > held.end && from + held.end < length);
+}
 
 // Its steps: head by head, the last query tile first. Under a causal mask all key tiles meet that one, and
 // follow each other.
