@@ -38,6 +38,7 @@ class Case:
     together: int = 1
     ctas: int = 2
     shift: float = 0.0
+    softcap: float = 0.0
     documents: str = ""
     """Ids of queries and keys: each of "packed" or "mixed"."""
     seed: int = 0
@@ -98,16 +99,20 @@ def exact(case: Case, query, key, value, d_out):
     group = case.heads // case.kv_heads
     k, v = (np.repeat(a, group, axis=1) for a in (k, v))
     mask = seen(case)
-    raw = np.where(mask, q @ k.swapaxes(2, 3), -np.inf)
+    raw, scale, slope = q @ k.swapaxes(2, 3), case.scale, 1.0
+    if case.softcap:
+        raw, scale = np.tanh(raw * scale / case.softcap), case.softcap
+        slope = 1.0 - raw * raw
+    raw = np.where(mask, raw, -np.inf)
     maximum = raw.max(axis=-1)
     maximum = np.where(np.isfinite(maximum), maximum, 0.0)
-    p = np.where(mask, np.exp((raw - maximum[..., None]) * case.scale), 0.0)
+    p = np.where(mask, np.exp((raw - maximum[..., None]) * scale), 0.0)
     total = p.sum(axis=-1)
     rest = np.log2(total, where=total > 0, out=np.zeros_like(total))
     p /= np.where(total > 0, total, 1.0)[..., None]
     dp = do @ v.swapaxes(2, 3)
     delta = np.sum(p * dp, axis=-1)
-    ds = p * (dp - delta[..., None])
+    ds = p * (dp - delta[..., None]) * slope
 
     def of_group(a):
         return a.reshape(a.shape[0], case.kv_heads, group, *a.shape[2:]).sum(axis=2)
@@ -125,7 +130,7 @@ def run(program: Path, case: Case, arrays, rows) -> list[np.ndarray]:
         "15i2f",
         *(case.dtype == "float16", case.batch, case.q_len, case.kv_len, case.heads, case.kv_heads),
         *(query.shape[-1], value.shape[-1], case.heads_first, case.left, case.right, case.offset),
-        *(case.together, case.ctas, sides[0].table.shape[1] if sides else 0, case.scale, 0.0),
+        *(case.together, case.ctas, sides[0].table.shape[1] if sides else 0, case.scale, case.softcap),
     )
     place = (lambda a: a.swapaxes(1, 2)) if case.heads_first else (lambda a: a)
     given = [np.ascontiguousarray(place(a)) for a in arrays] + [np.float32(r) for r in rows]
@@ -162,6 +167,7 @@ def check(case: Case, found, right, most: float) -> None:
         Case(300, 300, left=70, right=0, heads=2, kv_heads=2, together=2, ctas=4, dtype="float16"),
         Case(200, 140, left=5, right=9, offset=-40, head_dim=56),
         Case(1, 129, heads=3, kv_heads=1, head_dim=120),
+        Case(200, 200, right=0, softcap=1.5),
         Case(300, 300, right=0, documents="packed", ctas=3),
         Case(170, 200, batch=2, heads=2, kv_heads=1, documents="packed", dtype="float16", together=1),
         Case(140, 150, left=60, right=60, documents="mixed", heads_first=True),

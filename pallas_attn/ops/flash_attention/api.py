@@ -44,7 +44,7 @@ KERNELS = {lowering: _tiled(lowering) for lowering in get_args(triton.Lowering)}
 
 
 def _cuda_backward(operands: Arrays, *, rules: Rules, config: None) -> tuple[jax.Array, jax.Array, jax.Array]:
-    if cuda.lacks_backward(operands, rules) is None:
+    if cuda.lacks_backward(operands) is None:
         return cuda.backward(operands, rules=rules)
     return KERNELS[triton.first_lowering()].backward(operands, rules=rules, config=config)
 

@@ -113,10 +113,8 @@ def backward(operands: dict[str, jax.Array], *, rules: Rules) -> tuple[jax.Array
     return d_query.reshape(operands["query"].shape), d_key, d_value
 
 
-def lacks_backward(operands: dict[str, jax.Array], rules: Rules) -> str | None:
+def lacks_backward(operands: dict[str, jax.Array]) -> str | None:
     """The reason the CUDA kernel has no gradients of a call, which then are the tiled kernels'."""
-    if rules.softcap is not None:
-        return "has no softcap"
     query, value = operands["query"], operands["value"]
     return hopper_backward.unsupported(query.dtype, query.shape[-1], value.shape[-1])
 

@@ -36,7 +36,7 @@ class Consumer {
         warpgroup_(warpgroup),
         thread_(thread),
         at_(thread),
-        factor_(params.scale * kLog2E) {}
+        factor_((capped() ? params.softcap : params.scale) * kLog2E) {}
 
   __device__ __forceinline__ void work() {
     if (!open()) return;
@@ -252,6 +252,7 @@ class Consumer {
   __device__ __forceinline__ void weigh(float (&rS)[kPairs]) const {
     const Tile& tile = smem_.tiles[tiles_.stage()];
     const auto& rows = smem_.rows[steps_.stage()];
+    if (capped()) cap(rS, 2.0f * kLog2E * params_.scale / params_.softcap);
 #pragma unroll
     for (int r = 0; r < kPairs; r += 4) {
       const float2 maximum = pair_of(rows.maximum, r), rest = pair_of(rows.rest, r);
@@ -277,7 +278,28 @@ class Consumer {
         rdP[j + 1] = rS[j + 1] * (rdP[j + 1] - delta.y);
       }
     }
+    if (capped()) bend(rS, rdP, rows);
     mask(tile, rdP);
+  }
+
+  __device__ __forceinline__ bool capped() const { return params_.softcap > 0.0f; }
+  // Scores become the hyperbolic tangent of what the soft cap makes of them, by exponentials: the hardware's
+  // is exact to 2^-11 only. `twice2` makes twice the argument, base 2.
+  __device__ __forceinline__ static void cap(float (&rS)[kPairs], float twice2) {
+#pragma unroll
+    for (float& x : rS) x = 1.0f - __fdividef(2.0f, exp2_fast(fminf(x * twice2, 126.0f)) + 1.0f);
+  }
+  // Gradients of capped scores become those of scores: times one less the square of what was capped, which is
+  // found again from its weight.
+  __device__ __forceinline__ void bend(const float (&rS)[kPairs], float (&rdP)[kPairs],
+                                       const Rows<kQueries>& rows) const {
+    const float inverse = 1.0f / factor_;
+#pragma unroll
+    for (int r = 0; r < kPairs; ++r) {
+      const int query = r / 4 * 8 + at_.in_quad * 2 + r % 2;
+      const float capped = fmaf(log2_fast(rS[r]) + rows.rest[query], inverse, rows.maximum[query]);
+      rdP[r] = rS[r] == 0.0f ? 0.0f : rdP[r] * fmaf(-capped, capped, 1.0f);
+    }
   }
 
   // Those of the two queries of registers r and r + 1.
@@ -338,7 +360,7 @@ class Consumer {
   }
 
   // What rounding made of the sum over keys of gradients of scores, times what keys have in common, is taken
-  // back (pallas_attn/_tile/weights.py).
+  // back (pallas_attn/_tile/weights.py). Not of capped scores, whose sum is not known.
   template <typename Has>
   __device__ __forceinline__ void settle(int stage, int64_t row, float (&rdQ)[kOwn], float (&rC)[4],
                                          Has has) {
@@ -351,7 +373,7 @@ class Consumer {
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
       const float counted = rC[i * 2] + smem_.counts[1 - warpgroup_][at_.row(i)];
-      excess[i] = has(at_.row(i)) ? counted - __ldg(params_.total + row + at_.row(i)) : 0.0f;
+      excess[i] = has(at_.row(i)) && !capped() ? counted - __ldg(params_.total + row + at_.row(i)) : 0.0f;
     }
 #pragma unroll
     for (int r = 0; r < kOwn; ++r) {
