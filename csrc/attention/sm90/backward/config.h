@@ -32,7 +32,10 @@ struct ShapeOf {
   static constexpr int kConsumerThreads = kMath * kWarpgroupThreads;
   static constexpr int kConsumerWarps = kConsumerThreads / 32;
   static constexpr int kThreads = kConsumerThreads + kWarpgroupThreads;
-  static constexpr int kConsumerRegisters = 240, kFeederRegisters = 32;
+  // A thread's registers: those the CTA began with are dealt anew between the roles.
+  static constexpr int kConsumerRegisters = 240, kFeederRegisters = 24;
+  static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+  static_assert(kMath * kConsumerRegisters + kFeederRegisters <= (kMath + 1) * kLaunchRegisters);
 };
 
 using Shape64 = ShapeOf<64, 64, 64>;
