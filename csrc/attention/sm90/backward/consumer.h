@@ -51,7 +51,7 @@ class Consumer {
     pass_read();
     bool first = true;
     while (true) {
-      const int stage = steps_.stage(), tile_stage = tiles_.stage();
+      const int step = steps_, tile_stage = told().stage();
       float rdP[kPairs];
       issue_d_weights(rdP);
       pack(rS, rA);
@@ -60,10 +60,11 @@ class Consumer {
       ptx::wgmma_touch(rdP);
       differentiate(rS, rdP);
       const bool leaves = !step_.advance(smem_.tiles[tile_stage], params_.group);
-      ++steps_.count;
+      ++steps_;
       bool more = true;
       if (leaves) {
-        ++tiles_.count;
+        release(&smem_.values.empty[0][0]);
+        ++tiles_;
         more = open();
       }
       if (more) wait_for_queries();
@@ -72,10 +73,10 @@ class Consumer {
       ptx::wgmma_wait<1>();
       ptx::wgmma_touch(rdV);
       ptx::wgmma_touch(rA);
-      release(&smem_.outs.empty[stage][0]);
+      release(&smem_.outs.empty[step % kOutStages][0]);
       pack(rdP, rA);
       write_d_scores(rA);
-      issue_d_keys(rdK, rA, stage, first);
+      issue_d_keys(rdK, rA, step % kQueryStages, first);
       ptx::named_barrier_sync(kWritten, Shape::kConsumerThreads);
       ptx::wgmma_wait<0>();
       ptx::wgmma_touch(rS);
@@ -87,7 +88,7 @@ class Consumer {
       ptx::wgmma_wait<0>();
       ptx::wgmma_touch(rdQ);
       ptx::wgmma_touch(rC);
-      release(&smem_.queries.empty[stage][0]);
+      release(&smem_.queries.empty[step % kQueryStages][0]);
       if (more) pass_read();
       add(tile_stage, rdQ, rC);
       first = leaves;
@@ -109,30 +110,35 @@ class Consumer {
   static constexpr uint32_t kQueryPieceBytes = kQueries * kRowBytes;
   static constexpr uint32_t kStepRowBytes = kStepDims * kRowBytes;
 
+  __device__ __forceinline__ Place<kToldTiles> told() const { return {tiles_}; }
+  __device__ __forceinline__ Place<kKeyStages> keys() const { return {tiles_}; }
+  __device__ __forceinline__ Place<kQueryStages> queries() const { return {steps_}; }
+  __device__ __forceinline__ Place<kOutStages> outs() const { return {steps_}; }
+
   // Waits for a key tile; false if there are no more.
   __device__ __forceinline__ bool open() {
-    ptx::mbarrier_wait(&smem_.told.full[tiles_.stage()][0], tiles_.full());
-    const Tile& tile = smem_.tiles[tiles_.stage()];
+    ptx::mbarrier_wait(&smem_.told.full[told().stage()][0], told().full());
+    const Tile& tile = smem_.tiles[told().stage()];
     if (uniform(tile.kv_head) < 0) return false;
     step_ = Step(tile);
     step_.query = uniform(step_.query);
-    ptx::mbarrier_wait(&smem_.keys.full[tiles_.stage()][0], tiles_.full());
+    ptx::mbarrier_wait(&smem_.keys.full[keys().stage()][0], keys().full());
     if (__builtin_expect(has_others(tile.held_keys, tile.first, Shape::kKeys, tile.key, params_.kv_len,
                                     tile.k_rank),
                          false)) {
-      clear(smem_.sK[tiles_.stage()], [&](int row) { return tile.holds_key(params_, tile.first + row); });
+      clear(smem_.sK[keys().stage()], [&](int row) { return tile.holds_key(params_, tile.first + row); });
     }
     return true;
   }
   __device__ __forceinline__ void wait_for_queries() {
-    ptx::mbarrier_wait(&smem_.queries.full[steps_.stage()][0], steps_.full());
-    clear_others(smem_.sQ[steps_.stage()]);
+    ptx::mbarrier_wait(&smem_.queries.full[queries().stage()][0], queries().full());
+    clear_others(smem_.sQ[queries().stage()]);
   }
 
   // Of a step's queries, or of their gradients of out.
   template <typename Pieces>
   __device__ __forceinline__ void clear_others(Pieces& pieces) {
-    const Tile& tile = smem_.tiles[tiles_.stage()];
+    const Tile& tile = smem_.tiles[told().stage()];
     const int first = step_.query * kQueries;
     if (is_open(tile)) return;
     if (!has_others(tile.held_queries, first, kQueries, tile.query, params_.q_len, tile.q_rank)) return;
@@ -193,17 +199,18 @@ class Consumer {
 
   __device__ __forceinline__ void issue_scores(float (&rS)[kPairs]) {
     multiply_rows<Shape::kDim, kKeyPieceBytes, kQueryPieceBytes>(
-        rS, smem_.sK[tiles_.stage()][0][warpgroup_ * kFragmentRows], smem_.sQ[steps_.stage()][0]);
+        rS, smem_.sK[keys().stage()][0][warpgroup_ * kFragmentRows], smem_.sQ[queries().stage()][0]);
   }
   __device__ __forceinline__ void issue_d_weights(float (&rdP)[kPairs]) {
-    ptx::mbarrier_wait(&smem_.outs.full[steps_.stage()][0], steps_.full());
-    clear_others(smem_.sdO[steps_.stage()]);
+    ptx::mbarrier_wait(&smem_.values.full[0][0], tiles_ & 1);
+    ptx::mbarrier_wait(&smem_.outs.full[outs().stage()][0], outs().full());
+    clear_others(smem_.sdO[outs().stage()]);
     multiply_rows<Shape::kValueDim, kKeyPieceBytes, kQueryPieceBytes>(
-        rdP, smem_.sV[tiles_.stage()][0][warpgroup_ * kFragmentRows], smem_.sdO[steps_.stage()][0]);
+        rdP, smem_.sV[0][warpgroup_ * kFragmentRows], smem_.sdO[outs().stage()][0]);
   }
   __device__ __forceinline__ void issue_d_values(float (&rdV)[accumulators(Shape::kValueDim)],
                                                  uint32_t (&rP)[kQuerySteps][4], bool first) {
-    add_product(rdV, rP, smem_.sdO[steps_.stage()][0], first);
+    add_product(rdV, rP, smem_.sdO[outs().stage()][0], first);
   }
   __device__ __forceinline__ void issue_d_keys(float (&rdK)[accumulators(Shape::kDim)],
                                                uint32_t (&rdS)[kQuerySteps][4], int stage, bool first) {
@@ -250,8 +257,8 @@ class Consumer {
 
   // Weights of the step's scores.
   __device__ __forceinline__ void weigh(float (&rS)[kPairs]) const {
-    const Tile& tile = smem_.tiles[tiles_.stage()];
-    const auto& rows = smem_.rows[steps_.stage()];
+    const Tile& tile = smem_.tiles[told().stage()];
+    const auto& rows = smem_.rows[queries().stage()];
     if (capped()) cap(rS, 2.0f * kLog2E * params_.scale / params_.softcap);
 #pragma unroll
     for (int r = 0; r < kPairs; r += 4) {
@@ -267,8 +274,8 @@ class Consumer {
 
   // Of gradients of the step's weights, those of its scores.
   __device__ __forceinline__ void differentiate(const float (&rS)[kPairs], float (&rdP)[kPairs]) const {
-    const Tile& tile = smem_.tiles[tiles_.stage()];
-    const auto& rows = smem_.rows[steps_.stage()];
+    const Tile& tile = smem_.tiles[told().stage()];
+    const auto& rows = smem_.rows[queries().stage()];
 #pragma unroll
     for (int r = 0; r < kPairs; r += 4) {
       const float2 delta = pair_of(rows.delta, r);
@@ -335,10 +342,12 @@ class Consumer {
   // To what is there of the query tile's gradient; the last one stores it.
   __device__ __forceinline__ void add(int stage, float (&rdQ)[kOwn], float (&rC)[4]) {
     // The turn of the step behind which the next one has begun.
-    ptx::mbarrier_wait(&smem_.turns.full[0][0], (steps_.count + 1) % 2);
+    const Place<kTurnStages> turns = {steps_ - 1};
+    ptx::mbarrier_wait(&smem_.turns.full[turns.stage()][0], turns.full());
+    const Turn& turn = smem_.turn[turns.stage()];
     const Tile& tile = smem_.tiles[stage];
-    const int head = uniform(smem_.turn.head), first_query = uniform(smem_.turn.query) * kQueries;
-    const bool first = uniform(smem_.turn.first), last = uniform(smem_.turn.last);
+    const int head = uniform(turn.head), first_query = uniform(turn.query) * kQueries;
+    const bool first = uniform(turn.first), last = uniform(turn.last);
     const auto has = [&](int row) { return tile.has_query(params_, first_query + row); };
     const int64_t row = (int64_t{tile.batch} * params_.num_heads + head) * params_.q_len + tile.query +
                         first_query;
@@ -356,7 +365,7 @@ class Consumer {
     } else {
       sums.add(rdQ, rC);
     }
-    release(&smem_.turns.empty[0][0]);
+    release(&smem_.turns.empty[turns.stage()][0]);
   }
 
   // What rounding made of the sum over keys of gradients of scores, times what keys have in common, is taken
@@ -407,7 +416,7 @@ class Consumer {
   const FragmentPosition at_;
   const float factor_;
 
-  Place tiles_, steps_;
+  int tiles_ = 0, steps_ = 0;  // that have been opened, and whose weights are worked out, less one
   // Whose weights come next.
   Step step_;
 };

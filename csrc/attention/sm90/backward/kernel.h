@@ -44,6 +44,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   if (warp == kLoader) Loader<Shape>(params, maps, smem, lane).work();
   if (warp == kRowLoader) load_rows<Shape>(params, smem, lane);
   if (warp == kOrder) Order<Element, Shape>(params, smem, lane).work();
+  if (warp == kRelease) Order<Element, Shape>(params, smem, lane).release();
 }
 
 }  // namespace pallas_attn::attention::sm90::backward

@@ -28,9 +28,9 @@ class Loader {
     // Written by the kernel in front, so not through the cache for constants.
     num_tiles_ = __ldcg(&params_.counters->tiles);
     num_seqs_ = num_seqs(params_);
-    Place tiles;
-    int index = take();
+    int index = take(), count = 0;
     while (true) {
+      const Place<kToldTiles> tiles = {count};
       ptx::mbarrier_wait(&smem_.told.empty[tiles.stage()][0], tiles.empty());
       Tile& tile = smem_.tiles[tiles.stage()];
       if (lane_ == 0) find(index, tile);
@@ -43,9 +43,9 @@ class Loader {
       if (skips) continue;
       if (lane_ == 0) ptx::mbarrier_arrive(&smem_.told.full[tiles.stage()][0]);
       if (!more) break;
-      if (lane_ == 0) load(tile, tiles);
+      if (lane_ == 0) load(tile, count);
       __syncwarp();
-      ++tiles.count;
+      ++count;
     }
     ptx::allow_dependent_launch();
   }
@@ -95,40 +95,37 @@ class Loader {
     tile.open = {ceil_div(open.begin, kQueries), open.end / kQueries};
   }
 
-  __device__ void load(const Tile& tile, const Place& tiles) {
-    constexpr uint32_t kKeyBytes = (Shape::kPieces + Shape::kValuePieces) * Shape::kKeys * kRowBytes;
-    ptx::mbarrier_wait(&smem_.keys.empty[tiles.stage()][0], tiles.empty());
-    uint64_t* full = &smem_.keys.full[tiles.stage()][0];
-    ptx::mbarrier_arrive_expect_bytes(full, kKeyBytes);
-#pragma unroll 1
-    for (int piece = 0; piece < Shape::kPieces; ++piece) {
-      ptx::tma_load_4d(smem_.sK[tiles.stage()][piece], &maps_.key, full, piece * kPieceDims, tile.kv_head,
-                       tile.key + tile.first, tile.batch);
-    }
-#pragma unroll 1
-    for (int piece = 0; piece < Shape::kValuePieces; ++piece) {
-      ptx::tma_load_4d(smem_.sV[tiles.stage()][piece], &maps_.value, full, piece * kPieceDims, tile.kv_head,
-                       tile.key + tile.first, tile.batch);
-    }
+  __device__ void load(const Tile& tile, int count) {
+    const Place<kKeyStages> keys = {count};
+    fetch(smem_.keys, keys, smem_.sK[keys.stage()], maps_.key, tile.kv_head, tile.key + tile.first,
+          tile.batch);
     Step step(tile);
+    bool first = true;
     do {
       const int head = tile.kv_head * params_.group + step.head;
       const int token = tile.query + step.query * Shape::kQueries;
-      load_rows(smem_.queries, smem_.sQ, maps_.query, head, token, tile.batch);
-      load_rows(smem_.outs, smem_.sdO, maps_.d_out, head, token, tile.batch);
-      ++steps_.count;
+      const Place<kQueryStages> queries = {steps_};
+      fetch(smem_.queries, queries, smem_.sQ[queries.stage()], maps_.query, head, token, tile.batch);
+      if (first) {
+        fetch(smem_.values, Place<1>{count}, smem_.sV, maps_.value, tile.kv_head, tile.key + tile.first,
+              tile.batch);
+      }
+      first = false;
+      const Place<kOutStages> outs = {steps_};
+      fetch(smem_.outs, outs, smem_.sdO[outs.stage()], maps_.d_out, head, token, tile.batch);
+      ++steps_;
     } while (step.advance(tile, params_.group));
   }
 
-  template <typename Buffers, typename Pieces>
-  __device__ __forceinline__ void load_rows(Buffers& ring, Pieces& pieces, const CUtensorMap& map, int head,
-                                            int token, int batch) {
-    ptx::mbarrier_wait(&ring.empty[steps_.stage()][0], steps_.empty());
-    uint64_t* full = &ring.full[steps_.stage()][0];
-    ptx::mbarrier_arrive_expect_bytes(full, sizeof(pieces[0]));
+  template <typename Buffers, typename At, typename Pieces>
+  __device__ __forceinline__ void fetch(Buffers& ring, const At& at, Pieces& pieces, const CUtensorMap& map,
+                                        int head, int token, int batch) {
+    ptx::mbarrier_wait(&ring.empty[at.stage()][0], at.empty());
+    uint64_t* full = &ring.full[at.stage()][0];
+    ptx::mbarrier_arrive_expect_bytes(full, sizeof(pieces));
 #pragma unroll 1
-    for (uint32_t piece = 0; piece < sizeof(pieces[0]) / sizeof(pieces[0][0]); ++piece) {
-      ptx::tma_load_4d(pieces[steps_.stage()][piece], &map, full, piece * kPieceDims, head, token, batch);
+    for (uint32_t piece = 0; piece < sizeof(pieces) / sizeof(pieces[0]); ++piece) {
+      ptx::tma_load_4d(pieces[piece], &map, full, piece * kPieceDims, head, token, batch);
     }
   }
 
@@ -180,7 +177,7 @@ class Loader {
   Plan& smem_;
   const int lane_;
   int num_tiles_, num_seqs_;
-  Place steps_;
+  int steps_ = 0;
 };
 
 }  // namespace pallas_attn::attention::sm90::backward

@@ -1,5 +1,5 @@
-// A warp that keeps the order in which key tiles add to a query tile's gradient: it waits for the one before,
-// tells the math warpgroups, and once they have added theirs, the one behind.
+// Two warps that keep the order in which key tiles add to a query tile's gradient. One waits for the one before
+// and tells the math warpgroups; once they have added theirs, the other tells the one behind.
 #pragma once
 
 #include <cstdint>
@@ -22,11 +22,17 @@ class Order {
 
   __device__ void work() {
     ptx::wait_for_previous_kernel();
-    each_tile(smem_, lane_, [&](const Tile& tile, const Place& tiles) {
-      ptx::mbarrier_wait(&smem_.keys.full[tiles.stage()][0], tiles.full());
-      take_mean(tile, tiles.stage());
+    each_tile(smem_, lane_, [&](const Tile& tile, int count) {
+      const Place<kKeyStages> keys = {count};
+      ptx::mbarrier_wait(&smem_.keys.full[keys.stage()][0], keys.full());
+      take_mean(tile, keys.stage());
       __syncwarp();
-      if (lane_ == 0) keep(tile);
+      if (lane_ == 0) each_turn(tile, [&](const Turn& turn, int before, int* place) { wait(turn, before, place); });
+    });
+  }
+  __device__ void release() {
+    each_tile(smem_, lane_, [&](const Tile& tile, int) {
+      if (lane_ == 0) each_turn(tile, [&](const Turn& turn, int before, int* place) { pass(turn, before, place); });
     });
   }
 
@@ -53,7 +59,9 @@ class Order {
     }
   }
 
-  __device__ void keep(const Tile& tile) {
+  // visit(turn, how many key tiles come before, where their number is) for each step of a tile.
+  template <typename Visit>
+  __device__ __forceinline__ void each_turn(const Tile& tile, Visit visit) {
     Step step(tile);
     do {
       const int first_query = step.query * Shape::kQueries;
@@ -62,21 +70,31 @@ class Order {
       const int before = tile.number - keys.begin / Shape::kKeys;
       const bool last = (keys.end - 1) / Shape::kKeys == tile.number;
       const int head = tile.kv_head * params_.group + step.head;
-      int* const turn = params_.turns + int64_t{tile.first_turn + step.query} * params_.num_heads + head;
-      while (before > 0 && ptx::load_acquire(turn) != before) {
-      }
-      smem_.turn = {head, step.query, before == 0, last};
-      ptx::mbarrier_arrive(&smem_.turns.full[0][0]);
-      ptx::mbarrier_wait(&smem_.turns.empty[0][0], turn_);
-      turn_ ^= 1;
-      if (!last) ptx::store_release(turn, before + 1);
+      int* const place = params_.turns + int64_t{tile.first_turn + step.query} * params_.num_heads + head;
+      visit(Turn{head, step.query, before == 0, last}, before, place);
+      ++steps_;
     } while (step.advance(tile, params_.group));
+  }
+
+  __device__ __forceinline__ void wait(const Turn& turn, int before, int* place) {
+    const Place<kTurnStages> at = {steps_};
+    ptx::mbarrier_wait(&smem_.added.full[at.stage()][0], at.empty());
+    while (before > 0 && ptx::load_acquire(place) != before) {
+    }
+    smem_.turn[at.stage()] = turn;
+    ptx::mbarrier_arrive(&smem_.turns.full[at.stage()][0]);
+  }
+  __device__ __forceinline__ void pass(const Turn& turn, int before, int* place) {
+    const Place<kTurnStages> at = {steps_};
+    ptx::mbarrier_wait(&smem_.turns.empty[at.stage()][0], at.full());
+    ptx::mbarrier_arrive(&smem_.added.full[at.stage()][0]);
+    if (!turn.last) ptx::store_release(place, before + 1);
   }
 
   const BackwardParams& params_;
   Plan& smem_;
   const int lane_;
-  uint32_t turn_ = 0;
+  int steps_ = 0;
 };
 
 }  // namespace pallas_attn::attention::sm90::backward

@@ -14,10 +14,11 @@ namespace pallas_attn::attention::sm90::backward {
 template <typename Shape>
 __device__ __forceinline__ void load_rows(const BackwardParams& params, SmemPlan<Shape>& smem, int lane) {
   ptx::wait_for_previous_kernel();
-  Place steps;
-  each_tile(smem, lane, [&](const Tile& tile, const Place&) {
+  int count = 0;
+  each_tile(smem, lane, [&](const Tile& tile, int) {
     Step step(tile);
     do {
+      const Place<kQueryStages> steps = {count++};
       ptx::mbarrier_wait(&smem.queries.empty[steps.stage()][0], steps.empty());
       auto& rows = smem.rows[steps.stage()];
       const int64_t head = int64_t{tile.batch} * params.num_heads + tile.kv_head * params.group + step.head;
@@ -31,7 +32,6 @@ __device__ __forceinline__ void load_rows(const BackwardParams& params, SmemPlan
         ptx::copy_word_async(ptx::shared_address(rows.delta + i), params.delta + at);
       }
       ptx::arrive_behind_copies(&smem.queries.full[steps.stage()][0]);
-      ++steps.count;
     } while (step.advance(tile, params.group));
   });
 }

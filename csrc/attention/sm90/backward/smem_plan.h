@@ -27,38 +27,43 @@ struct alignas(1024) SmemPlan {
   using KeyPiece = SwizzledPiece<Shape::kKeys>;
   using QueryPiece = SwizzledPiece<Shape::kQueries>;
 
-  KeyPiece sK[kStages][Shape::kPieces];
-  KeyPiece sV[kStages][Shape::kValuePieces];
-  QueryPiece sQ[kStages][Shape::kPieces];
-  QueryPiece sdO[kStages][Shape::kValuePieces];
+  KeyPiece sK[kKeyStages][Shape::kPieces];
+  KeyPiece sV[Shape::kValuePieces];
+  QueryPiece sQ[kQueryStages][Shape::kPieces];
+  QueryPiece sdO[kOutStages][Shape::kValuePieces];
   QueryPiece sdS[Shape::kMath];  // gradients of scores: queries by the keys of a math warpgroup
   SwizzledPiece<8> ones;
 
-  alignas(16) Rows<Shape::kQueries> rows[kStages];
-  alignas(16) float mean[kStages][Shape::kPieces * kPieceDims];  // of some keys
+  alignas(16) Rows<Shape::kQueries> rows[kQueryStages];
+  alignas(16) float mean[kKeyStages][Shape::kPieces * kPieceDims];  // of some keys
   float counts[Shape::kMath][kFragmentRows];
-  Turn turn;
+  Turn turn[kTurnStages];
 
-  Tile tiles[kStages];
-  Ring<kStages, 1, 1> told;
-  Ring<kStages, 1, 1> keys;       // and values
-  Ring<kStages, 1, 1> queries;  // and numbers of rows
-  Ring<kStages, 1, 1> outs;
-  Ring<1, 1, 1> turns;  // full: it is this step's turn; empty: its gradient has been added
+  Tile tiles[kToldTiles];
+  Ring<kToldTiles, 1, 1> told;
+  Ring<kKeyStages, 1, 1> keys;
+  Ring<1, 1, 1> values;
+  Ring<kQueryStages, 1, 1> queries;  // and numbers of rows
+  Ring<kOutStages, 1, 1> outs;
+  Ring<kTurnStages, 1, 1> turns;  // full: it is a step's turn; empty: its gradient has been added
+  Ring<kTurnStages, 1, 1> added;  // full: that has been noticed
 
   // Who fills it: the copy engine is one, the lanes that load rows are 32 more.
   __device__ void init() {
-    told.init(Shape::kConsumerWarps + 2, 1, 1);
+    told.init(Shape::kConsumerWarps + 3, 1, 1);
     keys.init(Shape::kConsumerWarps, 1, 1);
+    values.init(Shape::kConsumerWarps, 1, 1);
     queries.init(Shape::kConsumerWarps, 33, 33);
     outs.init(Shape::kConsumerWarps, 1, 1);
     turns.init(Shape::kConsumerWarps, 1, 1);
+    added.init(1, 1, 1);
   }
 };
 
-// Where a role is in rings: how many buffers it has been through.
+// Where a role is in a ring of so many buffers, of which it has been through some.
+template <int kStages>
 struct Place {
-  int count = 0;
+  int count;
 
   __device__ __forceinline__ int stage() const { return count % kStages; }
   // What to wait for before reading, and before overwriting.
@@ -66,16 +71,17 @@ struct Place {
   __device__ __forceinline__ uint32_t empty() const { return full() ^ 1; }
 };
 
-// One role's way through the tiles that it is told of: visit(tile, place) for each. For a whole warp.
+// One role's way through the tiles that it is told of: visit(tile, count) for each. For a whole warp.
 template <typename Plan, typename Visit>
 __device__ __forceinline__ void each_tile(Plan& smem, int lane, Visit visit) {
-  for (Place tiles;; ++tiles.count) {
-    ptx::mbarrier_wait(&smem.told.full[tiles.stage()][0], tiles.full());
-    const Tile& tile = smem.tiles[tiles.stage()];
+  for (int count = 0;; ++count) {
+    const Place<kToldTiles> place = {count};
+    ptx::mbarrier_wait(&smem.told.full[place.stage()][0], place.full());
+    const Tile& tile = smem.tiles[place.stage()];
     if (tile.kv_head < 0) return;
-    visit(tile, tiles);
+    visit(tile, count);
     __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(&smem.told.empty[tiles.stage()][0]);
+    if (lane == 0) ptx::mbarrier_arrive(&smem.told.empty[place.stage()][0]);
   }
 }
 
