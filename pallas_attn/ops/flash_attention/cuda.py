@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn._call import hopper_backward, hopper_forward
-from pallas_attn._tile import low_bits, softmax
+from pallas_attn._tile import low_bits, sharding, softmax
 from pallas_attn.ops.flash_attention.problem import Case, Problem, Rules
 
 WIDE_HEADS = 128
@@ -110,7 +110,8 @@ def backward(operands: dict[str, jax.Array], *, rules: Rules) -> tuple[jax.Array
         softcap=rules.softcap,
         heads_first=heads_first,
     )
-    return d_query.reshape(operands["query"].shape), d_key, d_value
+    gradients = d_query.reshape(operands["query"].shape), d_key, d_value
+    return sharding.vary(gradients, sharding.varying_axes(operands))
 
 
 def lacks_backward(operands: dict[str, jax.Array]) -> str | None:

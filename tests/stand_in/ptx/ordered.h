@@ -19,4 +19,9 @@ inline void add_in_memory(float2* to, float2 v) {
   to->x += v.x, to->y += v.y;
 }
 
+inline void add_in_memory(float4* to, float4 v) {
+  stand_in::expect_aligned("four numbers at", reinterpret_cast<uint64_t>(to), 16);
+  to->x += v.x, to->y += v.y, to->z += v.z, to->w += v.w;
+}
+
 }  // namespace pallas_attn::ptx

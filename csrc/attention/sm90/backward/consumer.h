@@ -351,7 +351,8 @@ class Consumer {
     const auto has = [&](int row) { return tile.has_query(params_, first_query + row); };
     const int64_t row = (int64_t{tile.batch} * params_.num_heads + head) * params_.q_len + tile.query +
                         first_query;
-    const Sums<Shape> sums(params_, row, warpgroup_, at_, has);
+    const bool whole = first_query + kQueries <= tile.band.q_len && tile.q_rank < 0;
+    const Sums<Shape> sums(params_, row, whole, warpgroup_, thread_, at_, has);
     if (last) {
       if (!first) sums.take(rdQ, rC);
       settle(stage, row, rdQ, rC, has);
