@@ -90,8 +90,8 @@ ffi::Error attention_backward(cudaStream_t stream, int32_t device, ffi::AnyBuffe
     check.require(dim > 0 && dim % 8 == 0, name, "heads of a multiple of 8 elements", std::to_string(dim));
   }
   if (!check.ok()) return check.error();
-  const auto sizes = attention::sm90::backward::tile_sizes(static_cast<int>(queries.dim),
-                                                           static_cast<int>(values.dim));
+  const auto sizes =
+      attention::sm90::backward::tile_sizes(static_cast<int>(queries.dim), static_cast<int>(values.dim));
   check.require(sizes.queries > 0, "query", "heads of a size there is a kernel for",
                 std::to_string(queries.dim));
   if (!check.ok()) return check.error();

@@ -33,7 +33,7 @@ def backward(
     key: jax.Array,
     value: jax.Array,
     d_out: jax.Array,
-    rows: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
+    rows: tuple[jax.Array, ...],
     sequences: Sequences,
     *,
     scale: float,

@@ -44,9 +44,9 @@ using Shape128 = ShapeOf<128, 128, 64>;
 // Of the last warpgroup, one warp each.
 enum Feeder { kLoader = 0, kRowLoader = 1, kOrder = 2, kRelease = 3 };
 
-// Buffers. Values are done with when a tile's last step begins, keys when it ends. The next step's queries are
-// asked for in the middle of a step and stay to the end of their own: with two buffers there would be half a
-// step to fetch them.
+// Buffers. Values are done with when a tile's last step begins, keys when it ends. The next step's queries
+// are asked for in the middle of a step and stay to the end of their own: with two buffers there would be
+// half a step to fetch them.
 constexpr int kKeyStages = 2, kQueryStages = 4, kOutStages = 2, kTurnStages = 2;
 constexpr int kToldTiles = 2;
 

@@ -123,9 +123,9 @@ class Consumer {
     step_ = Step(tile);
     step_.query = uniform(step_.query);
     ptx::mbarrier_wait(&smem_.keys.full[keys().stage()][0], keys().full());
-    if (__builtin_expect(has_others(tile.held_keys, tile.first, Shape::kKeys, tile.key, params_.kv_len,
-                                    tile.k_rank),
-                         false)) {
+    if (__builtin_expect(
+            has_others(tile.held_keys, tile.first, Shape::kKeys, tile.key, params_.kv_len, tile.k_rank),
+            false)) {
       clear(smem_.sK[keys().stage()], [&](int row) { return tile.holds_key(params_, tile.first + row); });
     }
     return true;
@@ -149,7 +149,8 @@ class Consumer {
   __device__ __forceinline__ void clear(Pieces& pieces, Holds holds) {
     constexpr int kChunks = kRowBytes / sizeof(uint4), kRows = sizeof(pieces[0]) / kRowBytes;
 #pragma unroll 1
-    for (int i = warpgroup_ * kWarpgroupThreads + thread_; i < kRows * kChunks; i += Shape::kConsumerThreads) {
+    for (int i = warpgroup_ * kWarpgroupThreads + thread_; i < kRows * kChunks;
+         i += Shape::kConsumerThreads) {
       if (holds(i / kChunks)) continue;
 #pragma unroll 1
       for (auto& piece : pieces) reinterpret_cast<uint4*>(piece)[i] = make_uint4(0, 0, 0, 0);
@@ -349,8 +350,8 @@ class Consumer {
     const int head = uniform(turn.head), first_query = uniform(turn.query) * kQueries;
     const bool first = uniform(turn.first), last = uniform(turn.last);
     const auto has = [&](int row) { return tile.has_query(params_, first_query + row); };
-    const int64_t row = (int64_t{tile.batch} * params_.num_heads + head) * params_.q_len + tile.query +
-                        first_query;
+    const int64_t row =
+        (int64_t{tile.batch} * params_.num_heads + head) * params_.q_len + tile.query + first_query;
     const bool whole = first_query + kQueries <= tile.band.q_len && tile.q_rank < 0;
     const Sums<Shape> sums(params_, row, whole, warpgroup_, thread_, at_, has);
     if (last) {

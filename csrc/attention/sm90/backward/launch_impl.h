@@ -37,8 +37,8 @@ LaunchStatus encode_maps(const BackwardParams& params, Maps* maps) {
                              params.q_len, params.batch, Shape::kQueries, &maps->d_out);
   }
   if (status.ok()) {
-    status = encode_rows<Element>("key", params.key, params.key_strides, params.head_dim,
-                                  params.num_kv_heads, params.kv_len, params.batch, Shape::kKeys, &maps->key);
+    status = encode_rows<Element>("key", params.key, params.key_strides, params.head_dim, params.num_kv_heads,
+                                  params.kv_len, params.batch, Shape::kKeys, &maps->key);
   }
   if (status.ok()) {
     status =

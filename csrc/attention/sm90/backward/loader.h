@@ -146,7 +146,8 @@ class Loader {
     const Span seen = tile.held_queries;
     const bool none = seen.begin == seen.end;
     const int begin = none ? band.q_len : seen.begin / Shape::kQueries * Shape::kQueries;
-    const int end = none ? band.q_len : min(ceil_div(seen.end, Shape::kQueries) * Shape::kQueries, band.q_len);
+    const int end =
+        none ? band.q_len : min(ceil_div(seen.end, Shape::kQueries) * Shape::kQueries, band.q_len);
     const auto has = [&](int query) { return tile.has_query(params_, query); };
     for (int head = tile.kv_head * params_.group; head < (tile.kv_head + 1) * params_.group; ++head) {
       if (tile.number == 0) {

@@ -1,5 +1,5 @@
-// Two warps that keep the order in which key tiles add to a query tile's gradient. One waits for the one before
-// and tells the math warpgroups; once they have added theirs, the other tells the one behind.
+// Two warps that keep the order in which key tiles add to a query tile's gradient. One waits for the one
+// before and tells the math warpgroups; once they have added theirs, the other tells the one behind.
 #pragma once
 
 #include <cstdint>
@@ -27,12 +27,14 @@ class Order {
       ptx::mbarrier_wait(&smem_.keys.full[keys.stage()][0], keys.full());
       take_mean(tile, keys.stage());
       __syncwarp();
-      if (lane_ == 0) each_turn(tile, [&](const Turn& turn, int before, int* place) { wait(turn, before, place); });
+      if (lane_ == 0)
+        each_turn(tile, [&](const Turn& turn, int before, int* place) { wait(turn, before, place); });
     });
   }
   __device__ void release() {
     each_tile(smem_, lane_, [&](const Tile& tile, int) {
-      if (lane_ == 0) each_turn(tile, [&](const Turn& turn, int before, int* place) { pass(turn, before, place); });
+      if (lane_ == 0)
+        each_turn(tile, [&](const Turn& turn, int before, int* place) { pass(turn, before, place); });
     });
   }
 

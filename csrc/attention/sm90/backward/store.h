@@ -10,12 +10,12 @@
 
 namespace pallas_attn::attention::sm90::backward {
 
-// 64 rows of an array of heads, each times `factor`; those that are not there are left out, and so are columns
-// from `dim` on.
+// 64 rows of an array of heads, each times `factor`; those that are not there are left out, and so are
+// columns from `dim` on.
 template <typename Element, int kCount, typename Has>
 __device__ __forceinline__ void store_rows(void* array, int64_t place, int64_t token_stride, int dim,
-                                           const float (&d)[kCount], float factor,
-                                           const FragmentPosition& at, Has has) {
+                                           const float (&d)[kCount], float factor, const FragmentPosition& at,
+                                           Has has) {
   const int column = at.in_quad * 8;
   auto* const to = static_cast<uint16_t*>(array) + place + column;
 #pragma unroll
@@ -31,9 +31,9 @@ __device__ __forceinline__ void store_rows(void* array, int64_t place, int64_t t
 
 // What a thread has of a query tile's gradient, in memory, and of what is counted of its rows.
 //
-// Whoever adds to a tile has the same of it. So where all of its rows are the sequence's, each thread's numbers
-// lie as they do in its registers, four at a time, those of a warp side by side. Else rows lie apart: some
-// are another sequence's.
+// Whoever adds to a tile has the same of it. So where all of its rows are the sequence's, each thread's
+// numbers lie as they do in its registers, four at a time, those of a warp side by side. Else rows lie apart:
+// some are another sequence's.
 template <typename Shape>
 class Sums {
  public:

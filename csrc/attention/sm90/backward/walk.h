@@ -46,16 +46,16 @@ struct Band {
 // A key tile, as its roles are told of it. Queries and keys are counted from the sequence's first.
 struct Tile {
   int batch;
-  int kv_head;         // negative: there are no more tiles
-  int number;          // of the sequence's key tiles
-  int first, keys;     // its first key, and how many there are
-  int query, key;      // the sequence's first query and key in the batch
+  int kv_head;      // negative: there are no more tiles
+  int number;       // of the sequence's key tiles
+  int first, keys;  // its first key, and how many there are
+  int query, key;   // the sequence's first query and key in the batch
   Band band;
-  Span queries;        // query tiles it meets
-  Span open;           // of those, the ones in which all queries see all keys
-  Span held_queries;   // that see some key of the sequence; others may hold NaN
-  Span held_keys;      // that some query sees
-  int first_turn;      // of the sequence's first query tile
+  Span queries;       // query tiles it meets
+  Span open;          // of those, the ones in which all queries see all keys
+  Span held_queries;  // that see some key of the sequence; others may hold NaN
+  Span held_keys;     // that some query sees
+  int first_turn;     // of the sequence's first query tile
   // Where not all queries (keys) between its first and last are the document's: the rank of those that are;
   // else negative.
   int q_rank, k_rank;
