@@ -95,7 +95,7 @@ def seen(case: Case) -> np.ndarray:
 
 def exact(case: Case, query, key, value, d_out):
     """Gradients in float64, and what the kernel asks of rows: maximum, rest, delta, total [batch, heads, q_len]."""
-    q, k, v, do = (np.nan_to_num(np.float64(a)).swapaxes(1, 2) for a in (query, key, value, d_out))
+    q, k, v, do = (np.nan_to_num(a.astype(np.float64)).swapaxes(1, 2) for a in (query, key, value, d_out))
     group = case.heads // case.kv_heads
     k, v = (np.repeat(a, group, axis=1) for a in (k, v))
     mask = seen(case)

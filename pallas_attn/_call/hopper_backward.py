@@ -1,31 +1,19 @@
 """The CUDA kernel of csrc/attention/sm90/backward, called through XLA's FFI."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn._call import ffi
-from pallas_attn._call.hopper_forward import DTYPES, Sequences
+from pallas_attn._call.hopper_forward import Sequences
 
 TARGET = "pallas_attn_attention_backward_sm90"
 BLOCK_Q, BLOCK_KV = 64, 128
 DIMS = (64, 128)
 """Widths of heads that the kernel works with; others are filled up."""
-MULTIPROCESSORS = 132
-L2_BYTES = 32 * 2**20
-"""Of what side by side heads of KV heads read and write again and again."""
-
-
-def unsupported(dtype, head_dim: int, value_dim: int) -> str | None:
-    """The reason the kernel cannot serve such heads, or None."""
-    if dtype not in DTYPES:
-        return f"needs bfloat16 or float16, got {jnp.dtype(dtype).name}"
-    for name, dim in (("head_dim", head_dim), ("value_dim", value_dim)):
-        if dim > DIMS[-1] or dim % 8:
-            return f"needs a {name} of at most {DIMS[-1]}, a multiple of 8, got {dim}"
-    return None
+HEADS_TOGETHER = 16
+"""KV heads whose key tiles are taken side by side. Those of one head wait for each other: the fewer of them begin at
+once, the better, though the L2 holds less of many heads."""
 
 
 def backward(
@@ -100,20 +88,8 @@ def backward(
         left=bound(left),
         right=bound(right),
         offset=np.int64(offset),
-        heads_together=np.int64(
-            heads_together(
-                kv_heads,
-                batch * math.ceil(kv_tokens / BLOCK_KV),
-                tokens * (heads // kv_heads) * (2 * (head_dim + value.shape[-1]) + 4 * width),
-            )
-        ),
+        heads_together=np.int64(min(kv_heads, HEADS_TOGETHER)),
         scale=np.float32(scale),
         softcap=np.float32(softcap or 0.0),
     )
     return d_query, d_key, d_value
-
-
-def heads_together(kv_heads: int, tiles: int, bytes_of_head: int) -> int:
-    """KV heads whose tiles are taken side by side: as many as the L2 holds, and enough to keep all multiprocessors
-    busy. `tiles` and bytes are those of one."""
-    return min(kv_heads, max(math.ceil(MULTIPROCESSORS / tiles), L2_BYTES // bytes_of_head))

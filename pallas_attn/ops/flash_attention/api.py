@@ -43,18 +43,10 @@ def _tiled(lowering: triton.Lowering) -> Passes:
 KERNELS = {lowering: _tiled(lowering) for lowering in get_args(triton.Lowering)}
 
 
-def _cuda_backward(operands: Arrays, *, rules: Rules, config: None) -> tuple[jax.Array, jax.Array, jax.Array]:
-    if cuda.lacks_backward(operands) is None:
-        return cuda.backward(operands, rules=rules)
-    return KERNELS[triton.first_lowering()].backward(operands, rules=rules, config=config)
-
-
 PASSES = {
     **KERNELS,
     "xla": Passes("xla", reference.forward, reference.backward, reference.bias_gradient),
-    "cuda": KERNELS[triton.first_lowering()]._replace(
-        name="cuda", forward=cuda.forward, backward=_cuda_backward
-    ),
+    "cuda": KERNELS[triton.first_lowering()]._replace(name="cuda", forward=cuda.forward),
 }
 dispatch.register(
     FUNCTION,

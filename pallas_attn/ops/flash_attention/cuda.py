@@ -1,4 +1,5 @@
-"""Flash attention on Hopper: the CUDA kernels of csrc/attention."""
+"""Flash attention on Hopper: the CUDA kernels of csrc/attention. Gradients that a caller gets are the tiled kernels':
+the CUDA backward pass is right, and slower yet."""
 
 import functools
 from typing import Any
@@ -83,7 +84,7 @@ def forward(
 
 @functools.partial(jax.jit, static_argnames=("rules",))
 def backward(operands: dict[str, jax.Array], *, rules: Rules) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """As `backward.backward`, of what `lacks_backward` leaves."""
+    """As `backward.backward`, of what `unsupported` leaves, without sinks or with, for heads of up to 128."""
     problem = Problem.of(operands, rules)
     heads_first = rules.layout == "BNTH"
     at = 1 if heads_first else 2
@@ -112,12 +113,6 @@ def backward(operands: dict[str, jax.Array], *, rules: Rules) -> tuple[jax.Array
     )
     gradients = d_query.reshape(operands["query"].shape), d_key, d_value
     return sharding.vary(gradients, sharding.varying_axes(operands))
-
-
-def lacks_backward(operands: dict[str, jax.Array]) -> str | None:
-    """The reason the CUDA kernel has no gradients of a call, which then are the tiled kernels'."""
-    query, value = operands["query"], operands["value"]
-    return hopper_backward.unsupported(query.dtype, query.shape[-1], value.shape[-1])
 
 
 def _sequences(operands: dict[str, Any]) -> hopper_forward.Sequences:
