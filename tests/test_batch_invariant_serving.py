@@ -181,7 +181,7 @@ def test_one_program_without_attention_that_is_invariant_is_not_enough(prompts, 
     """Splits follow from the batch."""
     mine, others = prompts
     tiles = RaggedTiles(16, 16, num_splits=4, min_split_tokens=16, target_programs=32, num_stages=1)
-    heuristic = "pallas_attn.ops.ragged_attention.call.heuristic"
+    heuristic = "pallas_attn.ops.ragged_attention.config.heuristic"
     monkeypatch.setattr(heuristic, lambda **_: RaggedAttentionConfig(tiles))
     monkeypatch.setattr("pallas_attn.models.engine.invariant", lambda function, model: model)
     jax.clear_caches()

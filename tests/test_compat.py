@@ -17,6 +17,7 @@ from support import unchecked
 
 import pallas_attn
 from pallas_attn import compat
+from pallas_attn._call import dispatch
 
 RNG = np.random.default_rng(0)
 F32, I32 = jnp.float32, jnp.int32
@@ -58,13 +59,11 @@ def test_the_tpu_function_with_scales():
 @pytest.mark.slow
 def test_the_kernel_reads_keys_and_values_that_take_turns(monkeypatch):
     """As a GPU does it, in interpret mode."""
-    from pallas_attn.ops.ragged_attention import call
-
     arguments = ragged_arguments()
     expected = compat.ragged_paged_attention(**arguments)
-    real = call.dispatch.resolve
+    real = dispatch.resolve
     monkeypatch.setattr(
-        call.dispatch, "resolve", lambda op, case, _, *more: real(op, case, "interpret", *more)
+        dispatch, "resolve", lambda op, case, _, *more, **given: real(op, case, "interpret", *more, **given)
     )
     np.testing.assert_allclose(compat.ragged_paged_attention(**arguments), expected, rtol=2e-5, atol=2e-5)
 

@@ -9,12 +9,14 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pallas_attn._call import ffi, symbolic
 from pallas_attn._call.checks import fail, shown
 from pallas_attn._call.device import Device, current_device
 
+PACKAGE = str(Path(__file__).parents[1])
 Reason = str | None
 """Why an implementation cannot serve; None when it can."""
 
@@ -130,7 +132,8 @@ def resolve(
     # Of what this device could run: nothing is to be done about another.
     if name == "xla" and (refused := [n for n in candidates if reasons[n] and not _DEVICES[n](device)]):
         because = "; ".join(f"{n}: {reasons[n]}" for n in refused)
-        warnings.warn(f"{op}: served by the slow 'xla' implementation because {because}", stacklevel=4)
+        text = f"{op}: served by the slow 'xla' implementation because {because}"
+        warnings.warn(text, skip_file_prefixes=(PACKAGE,))
     return _record(op, name), known[name].fn
 
 

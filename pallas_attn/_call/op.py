@@ -65,7 +65,6 @@ class Op[O, C]:
             self.name,
             self._attend,
             operands,
-            None,
             self.results,
             static={"implementation": name, "config": config},
             share=self._attend_share,

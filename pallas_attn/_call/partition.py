@@ -22,6 +22,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -108,13 +109,13 @@ def run(
     function: str,
     fn: Function,
     operands: Any,
-    dims: Mapping[str, str] | None,
     results: tuple[str, ...],
     *,
-    static: Mapping[str, Any],
+    static: Mapping[str, Any] = MappingProxyType({}),
     share: Function | None = None,
     summed: tuple[str, ...] | None = None,
     implementation: str,
+    dims: Mapping[str, str] | None = None,
 ) -> tuple[jax.Array, ...]:
     """`fn(operands, **static)`; where the operands are sharded, on each device its part of it.
 
@@ -157,17 +158,16 @@ def divide(
     function: str,
     fn: Function,
     operands: Any,
-    dims: Mapping[str, str] | None,
     results: tuple[str, ...],
     *,
-    static: Mapping[str, Any],
+    static: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[jax.Array, ...]:
     """`fn(operands, **static)`, plain jnp around calls of ops; arguments as in `run`.
 
     Under Explicit axes each device does its part, since jnp refuses what it cannot tell the sharding of, and the calls
     inside are its own. Elsewhere nothing is done: XLA sees to what is plain, and the calls see to themselves.
     """
-    arrays, call = _call(function, fn, operands, results, dims, static)
+    arrays, call = _call(function, fn, operands, results, None, static)
     mesh = _mesh_of(arrays)
     if mesh is not None and AxisType.Explicit in mesh.axis_types:
         return _explicit(arrays, call=call, mesh=mesh, check_vma=False)

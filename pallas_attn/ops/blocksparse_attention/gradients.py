@@ -36,7 +36,6 @@ class Call:
             "blocksparse_attention",
             _share,
             operands,
-            None,
             results,
             static={"fn": fn, "problem": self.problem, **static},
             implementation=self.implementation,

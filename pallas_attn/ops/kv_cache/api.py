@@ -127,7 +127,6 @@ def write(
         "write_kv",
         _write,
         given,
-        None,
         tuple(said[name] for name in written),
         static={"fn": fn, "grows": grows},
         implementation=name,

@@ -70,7 +70,6 @@ def page_scales(
         check.function,
         _begun_scales,
         ready(given),
-        None,
         ("pages kv_heads",) * 2,
         static={"page_size": page_size, "most": margin / largest(dtype)},
         implementation="xla",

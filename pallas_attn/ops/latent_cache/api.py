@@ -81,7 +81,6 @@ def write_latents(
         "write_latents",
         _write,
         given,
-        None,
         (POOL,),
         static={"fn": fn},
         implementation=name,

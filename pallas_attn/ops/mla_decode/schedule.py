@@ -101,7 +101,6 @@ def mla_schedule(
             "mla_schedule",
             _schedule,
             _Operands(seq_lens=seq_lens),
-            None,
             ("parts columns", "sums"),
             static={
                 "num_parts": num_parts,

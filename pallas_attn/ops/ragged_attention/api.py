@@ -1,4 +1,4 @@
-"""`ragged_paged_attention`: signature and documentation; see call.py for the rest."""
+"""`ragged_paged_attention`: signature and documentation; see arguments.py for the checks."""
 
 from typing import Literal, overload
 
@@ -6,10 +6,11 @@ import jax
 
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._types import Dtype, FloatName, Fp8Name, ImplementationOrCuda, KVCache, Layout
-from pallas_attn.ops.ragged_attention import call
+from pallas_attn.ops.ragged_attention import arguments
 from pallas_attn.ops.ragged_attention.config import RaggedAttentionConfig
+from pallas_attn.ops.ragged_attention.record import record
 
-call.register("ragged_paged_attention")
+OP = record("ragged_paged_attention")
 
 
 @overload
@@ -156,14 +157,18 @@ def ragged_paged_attention(
     chunked prefill as in vLLM's Triton prefix_prefill; Dao, "FlashAttention-2" (2023).
     """
     check = ArgumentChecker("ragged_paged_attention")
-    operands = call.check_arrays(
+    num_seqs = arguments.check_arrays(
         check, query, key_cache, value_cache, block_tables, seq_lens, cu_q_lens, num_seqs, layout
     )
-    dtype = call.output_dtype(check, query.dtype, out_dtype)
-    operands |= call.output_scale(check, out_scale, dtype)
-    return call.run(
+    operands = arguments.made(
         check,
-        operands,
+        query=query,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        block_tables=block_tables,
+        seq_lens=seq_lens,
+        cu_q_lens=cu_q_lens,
+        num_seqs=num_seqs,
         scale=scale,
         softcap=softcap,
         sliding_window=sliding_window,
@@ -174,9 +179,10 @@ def ragged_paged_attention(
         k_scale=k_scale,
         v_scale=v_scale,
         causal=causal,
+        out_scale=out_scale,
+        out_dtype=arguments.output_dtype(check, query.dtype, out_dtype),
         return_lse=return_lse,
         layout=layout,
-        implementation=implementation,
-        config=config,
-        out_dtype=dtype,
     )
+    out, lse = OP.serve(operands, implementation=implementation, config=config)
+    return (out, lse) if return_lse else out
