@@ -30,7 +30,7 @@ KERNELS = {
 @pytest.mark.parametrize("op", KERNELS)
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_candidates_differ_in_the_kernel_that_is_measured(op, head_dim, monkeypatch):
-    for module in (tuned_flash, tuned_blocksparse):
+    for module in (flash_api.tiles, tuned_blocksparse):
         monkeypatch.setattr(module, "current_device", lambda: Device("gpu", "one", 132, 90))
     kind = OPS[op]
     for point in kind.variants(2, 1024, **{**kind.sizes, "head_dim": head_dim}):
@@ -104,7 +104,7 @@ def test_flash_attention_takes_each_kernels_own_entry(tmp_path, monkeypatch):
         query = jnp.zeros((1, tokens, 2, 2, 16), jnp.bfloat16)
         key = jnp.zeros((1, tokens, 2, 16), jnp.bfloat16)
         rules = flash_api.Rules("BTNH", 0.25, None, Band(None, 0, 0))
-        return flash_api.resolve({"query": query, "key": key, "value": key}, rules, None)
+        return flash_api.OP.tiles(flash_api.Operands(query=query, key=key, value=key, rules=rules))
 
     near, far = config(40), config(41)
     assert near.query == tuned_flash.FlashAttentionTiles(**sizes) != far.query

@@ -8,7 +8,7 @@ reason.
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +72,14 @@ class Implementation:
 
     `yields(operands)` says that a later implementation in the order of preference, if it can serve, is the faster one.
     `takes_config`: whether it has tiles that a config names.
+    `steps`: what else there is to do by it, by name: gradients, of which each says for itself whether it has tiles.
     """
 
     fn: Callable[..., Any]
     supports: Callable[[Any], Reason] = _always
     yields: Callable[[Any], bool] = lambda operands: False
     takes_config: bool = True
+    steps: Mapping[str, "Implementation"] = field(default_factory=dict)
 
 
 _OPS: dict[str, dict[str, Implementation]] = {}

@@ -7,7 +7,7 @@ twice; any other order is right too.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,9 @@ from pallas_attn._types import Array
 class Side(NamedTuple):
     """Of the queries, or of the keys."""
 
-    rank: jax.Array
+    rank: Array
     """[batch, tokens] int32."""
-    table: jax.Array
+    table: Array
     """[batch, ranks, 3] int32: first token of the rank, one behind its last, and whether all between are of it."""
 
 
@@ -192,6 +192,8 @@ def _sides_of_row(ids: jax.Array, parts: tuple[int, ...]) -> list[tuple[jax.Arra
     return found
 
 
-def span(table_ref: Any, batch: jax.Array, rank: jax.Array) -> Span:
-    first, end, solid = (triton.load(table_ref.at[batch, rank, jnp.int32(i)]) for i in range(3))
+def span(side: Side | None, batch: jax.Array, rank: jax.Array) -> Span:
+    """In a kernel, of refs."""
+    assert side is not None
+    first, end, solid = (triton.load(side.table.at[batch, rank, jnp.int32(i)]) for i in range(3))
     return Span(first, end, solid > 0)

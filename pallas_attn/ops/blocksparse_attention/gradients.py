@@ -16,8 +16,6 @@ from pallas_attn.ops.blocksparse_attention.problem import Problem, natural_scale
 
 FLOATS = ("query", "key", "value")
 
-type Arrays = derivative.Arrays
-
 
 @dataclasses.dataclass(frozen=True)
 class Call:
@@ -45,9 +43,8 @@ class Call:
 def attend(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """(out as query, lse [num_tokens, num_heads])."""
 
-    def forward(floats: Arrays, others: Any, keep: bool) -> tuple[derivative.Results, Any]:
+    def forward(operands: Operands, keep: bool) -> tuple[derivative.Results, Any]:
         results, whole = ("tokens heads dim", "tokens heads parts"), call
-        operands = dataclasses.replace(others, **floats)
         if keep and low_bits.are_lost(operands.query.dtype):
             # Sequences of one query, too, by the kernel that knows of lower bits.
             like_prompts, operands = as_prefill(call.problem, operands)
@@ -58,19 +55,17 @@ def attend(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
         lse = softmax.Lse(parts[..., 0], parts[..., 1])
         return (out, lse.natural(natural_scale(call.problem))), (weights.Kept(lse, low) if keep else None)
 
-    def attended(floats: Arrays, others: Any) -> derivative.Results:
-        return forward(floats, others, False)[0]
+    def attended(operands: Operands) -> derivative.Results:
+        return forward(operands, False)[0]
 
-    floats = {name: getattr(operands, name) for name in FLOATS}
-    others = dataclasses.replace(operands, **dict.fromkeys(FLOATS))
     if call.backward is None:
-        out, lse = attended(floats, others)
+        out, lse = attended(operands)
     elif call.problem.cache_layout is not None:
-        out, lse = refuse("blocksparse_attention with keys in pages", attended)(floats, others)
+        out, lse = refuse("blocksparse_attention with keys in pages", attended)(operands)
     else:
         gradients = functools.partial(_gradients, call, call.backward)
-        rule = derivative.Rule("blocksparse_attention", forward, gradients, call.checkpoint_name)
-        out, lse = derivative.differentiable(rule, floats, others)
+        rule = derivative.Rule("blocksparse_attention", FLOATS, forward, gradients, call.checkpoint_name)
+        out, lse = derivative.differentiable(rule, operands)
     return out, lse
 
 
@@ -83,19 +78,19 @@ def as_prefill(problem: Problem, operands: Operands) -> tuple[Problem, Operands]
 
 
 def _gradients(
-    call: Call, backward: Any, floats: Arrays, others: Any, results, kept: weights.Kept, cotangents, asked
+    call: Call, backward: Any, operands: Operands, results, kept: weights.Kept, cotangents, asked
 ) -> dict[str, Any]:
     (out, _), (d_out, d_lse) = results, cotangents
     lse = kept.lse
     found = weights.of_queries(weights.product(out, kept.low, d_out), lse, d_lse)
-    block_size, q_block_size = others.layout.sizes
+    block_size, q_block_size = operands.layout.sizes
     if q_block_size > block_size:
         # A row may list the later blocks of its own positions alone, and its first queries see none.
         d_out = jnp.where(found.blind[..., None], 0, d_out)
     # A single KV head's gradient sums over all query heads: no device may have some of them only.
     heads = "heads" if call.problem.pool.num_kv_heads > 1 else "all_heads"
     operands = BackwardOperands(
-        **(vars(others) | floats | {"heads": heads}),
+        **vars(dataclasses.replace(operands, heads=heads)),
         d_out=d_out,
         maximum=softmax.finite(lse.maximum).T,
         rest=lse.rest.T,
