@@ -32,9 +32,9 @@ TOGETHER = 2**20
 class Lists(NamedTuple):
     """Of each block of one side, the blocks of the other: the full ones, then the partial, then the rest."""
 
-    order: jax.Array
+    order: Any
     """[batch or 1, heads or 1, own blocks, other blocks]"""
-    ends: jax.Array
+    ends: Any
     """[batch or 1, heads or 1, own blocks, 2]: of the full ones and of the partial."""
 
 
@@ -50,7 +50,7 @@ class BlockMask:
 
     of_queries: Lists
     of_keys: Lists
-    arrays: tuple[jax.Array, ...]
+    arrays: tuple[Any, ...]
     program: Program
     q_len: int
     kv_len: int

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn._tile import triton
 from pallas_attn.mods.program import (
     KEY,
     QUERY,
@@ -31,7 +30,7 @@ type Spread = Callable[[Any, frozenset[int], frozenset[int]], Any]
 """(value, the arguments that it hangs on, those that it meets) -> a value that broadcasts."""
 
 
-def _as_it_is(value: Any, own: frozenset[int], among: frozenset[int]) -> Any:
+def as_it_is(value: Any, own: frozenset[int], among: frozenset[int]) -> Any:
     return value
 
 
@@ -39,7 +38,7 @@ class Values:
     """What is known of a program's slots so far."""
 
     def __init__(
-        self, program: Program, read: Read, spread: Spread = _as_it_is, known: Mapping[int, Any] | None = None
+        self, program: Program, read: Read, spread: Spread = as_it_is, known: Mapping[int, Any] | None = None
     ):
         self.program, self._read, self._spread = program, read, spread
         self._known = dict(known or {})
@@ -81,18 +80,10 @@ class Values:
 def from_arrays(arrays: Sequence[jax.Array]) -> Read:
     def read(number: int, index: list[Any]) -> jax.Array:
         array = arrays[number]
-        return array.at[tuple(index)].get(mode="promise_in_bounds") if index else array
-
-    return read
-
-
-def from_refs(refs: Sequence[Any]) -> Read:
-    """In a kernel; what is captured has one dimension at least (`stored`)."""
-
-    def read(number: int, index: list[Any]) -> jax.Array:
-        index = index or [jnp.int32(0)]
+        if not index:
+            return array.reshape(())  # as it is, or `stored`
         shape = jnp.broadcast_shapes(*(jnp.shape(i) for i in index))
-        return triton.load(refs[number].at[tuple(jnp.broadcast_to(i, shape) for i in index)])
+        return array.at[tuple(jnp.broadcast_to(i, shape) for i in index)].get(mode="clip")
 
     return read
 

@@ -101,10 +101,10 @@ def trace(function: str, argument: str, mod: Any) -> Traced:
     if len(leaves) != 1 or leaves[0].shape != () or leaves[0].dtype != wanted:
         got = " and ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves) or "nothing"
         fail(function, argument, f"a function that returns a {wanted} scalar", got, TypeError)
-    return _Tracer(function, argument, closed.jaxpr).run(closed, VARIABLES[-len(names) :])
+    return Tracer(function, argument, closed.jaxpr).run(closed, VARIABLES[-len(names) :])
 
 
-class _Tracer:
+class Tracer:
     def __init__(self, function: str, argument: str, jaxpr: Any):
         self.function, self.argument, self.jaxpr = function, argument, jaxpr
         self.build = Builder()
@@ -251,7 +251,7 @@ def _rule(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 @_rule("convert_element_type", "bitcast_convert_type")
-def _(tracer: _Tracer, equation, value):
+def _(tracer: Tracer, equation, value):
     name = "convert" if equation.primitive.name == "convert_element_type" else "bitcast"
     if isinstance(value, _Vector):
         dtype = equation.params["new_dtype"]
@@ -265,7 +265,7 @@ def _(tracer: _Tracer, equation, value):
 
 
 @_rule("select_n")
-def _(tracer: _Tracer, equation, which, *cases):
+def _(tracer: Tracer, equation, which, *cases):
     which, found, dtype = tracer.scalar(which), tracer.scalar(cases[0]), equation.outvars[0].aval.dtype
     step = tracer.build.step
     kind = tracer.build.dtype(which)
@@ -276,7 +276,7 @@ def _(tracer: _Tracer, equation, which, *cases):
 
 
 @_rule("clamp")
-def _(tracer: _Tracer, equation, least, value, most):
+def _(tracer: Tracer, equation, least, value, most):
     dtype, step = equation.outvars[0].aval.dtype, tracer.build.step
     return step(
         "min", step("max", *map(tracer.scalar, (value, least)), dtype=dtype), tracer.scalar(most), dtype=dtype
@@ -284,23 +284,23 @@ def _(tracer: _Tracer, equation, least, value, most):
 
 
 @_rule("add_any")
-def _(tracer: _Tracer, equation, left, right):
+def _(tracer: Tracer, equation, left, right):
     return tracer._step("add", equation, [left, right])
 
 
 @_rule("square")
-def _(tracer: _Tracer, equation, value):
+def _(tracer: Tracer, equation, value):
     return tracer._step("mul", equation, [value, value])
 
 
 @_rule("one_minus_square")
-def _(tracer: _Tracer, equation, value):
+def _(tracer: Tracer, equation, value):
     dtype = equation.outvars[0].aval.dtype
     return tracer._step("sub", equation, [Number.of(1, dtype), tracer._step("mul", equation, [value, value])])
 
 
 @_rule("integer_pow")
-def _(tracer: _Tracer, equation, value):
+def _(tracer: Tracer, equation, value):
     exponent, dtype = equation.params["y"], equation.outvars[0].aval.dtype
     if abs(exponent) > MOST_POWER:
         tracer.refuse(f"powers of at most {MOST_POWER}", str(exponent))
@@ -311,7 +311,7 @@ def _(tracer: _Tracer, equation, value):
 
 
 @_rule("pow")
-def _(tracer: _Tracer, equation, base, exponent):
+def _(tracer: Tracer, equation, base, exponent):
     if isinstance(exponent, Number) and exponent.value == 0.5:
         return tracer._step("sqrt", equation, [base])
     if not (isinstance(base, Number) and base.value > 0 and not tracer._is_integer(equation.invars[1])):
@@ -321,14 +321,14 @@ def _(tracer: _Tracer, equation, base, exponent):
 
 
 @_rule("is_finite")
-def _(tracer: _Tracer, equation, value):
+def _(tracer: Tracer, equation, value):
     dtype = tracer.build.dtype(tracer.scalar(value))
     size = tracer.build.step("abs", tracer.scalar(value), dtype=dtype)
     return tracer._step("lt", equation, [size, Number.of(np.inf, dtype)])
 
 
 @_rule("cond")
-def _(tracer: _Tracer, equation, which, *operands):
+def _(tracer: Tracer, equation, which, *operands):
     """Both branches, and a choice: they are elementwise."""
     branches = equation.params["branches"]
     if len(equation.outvars) != 1:
@@ -338,7 +338,7 @@ def _(tracer: _Tracer, equation, which, *operands):
 
 
 @_rule("broadcast_in_dim", "reshape", "expand_dims")
-def _(tracer: _Tracer, equation, value, *_):
+def _(tracer: Tracer, equation, value, *_):
     shape = equation.outvars[0].aval.shape
     if isinstance(value, _Vector) and shape == (len(value.elements),):
         return value
@@ -351,11 +351,11 @@ def _(tracer: _Tracer, equation, value, *_):
 
 
 @_rule("concatenate")
-def _(tracer: _Tracer, equation, *parts):
+def _(tracer: Tracer, equation, *parts):
     return _Vector(tuple(one for part in parts for one in _elements(tracer, part)))
 
 
-def _elements(tracer: _Tracer, value: Any) -> tuple[Operand, ...]:
+def _elements(tracer: Tracer, value: Any) -> tuple[Operand, ...]:
     if isinstance(value, _Vector):
         return value.elements
     if isinstance(value, _Array) and np.ndim(value.array) == 1:
@@ -366,7 +366,7 @@ def _elements(tracer: _Tracer, value: Any) -> tuple[Operand, ...]:
 
 
 @_rule("squeeze")
-def _(tracer: _Tracer, equation, value):
+def _(tracer: Tracer, equation, value):
     gone = equation.params["dimensions"]
     if isinstance(value, _Vector):
         return tracer.scalar(value)
@@ -381,13 +381,13 @@ def _(tracer: _Tracer, equation, value):
 
 
 @_rule("dynamic_slice")
-def _(tracer: _Tracer, equation, value, *starts):
+def _(tracer: Tracer, equation, value, *starts):
     sizes = equation.params["slice_sizes"]
     return _placed(tracer, value, {i: tracer.scalar(start) for i, start in enumerate(starts)}, sizes)
 
 
 @_rule("gather")
-def _(tracer: _Tracer, equation, value, places):
+def _(tracer: Tracer, equation, value, places):
     params = equation.params
     numbers = params["dimension_numbers"]
     if numbers.operand_batching_dims or isinstance(value, int | Number | _Vector):
@@ -425,7 +425,7 @@ def _fill(given: Any, dtype: Any) -> Any:
     return jnp.iinfo(dtype).min if jnp.issubdtype(dtype, jnp.signedinteger) else jnp.iinfo(dtype).max
 
 
-def _placed(tracer: _Tracer, value: Any, starts: dict[int, Operand], sizes: Sequence[int]) -> _View:
+def _placed(tracer: Tracer, value: Any, starts: dict[int, Operand], sizes: Sequence[int]) -> _View:
     if isinstance(value, int | Number | _Vector):
         tracer.refuse("single elements of captured arrays", "a slice of positions")
     value = _view(value) if isinstance(value, _Array) else value

@@ -12,9 +12,13 @@ from pallas_attn._call.dispatch import Implementation
 from pallas_attn._call.op import Op
 from pallas_attn._call.operands import ready
 from pallas_attn._tile import options, segments, triton
+from pallas_attn._tile.band import Band
 from pallas_attn._tile.dense import DenseLayout
 from pallas_attn._tile.layout import handles
 from pallas_attn._types import ImplementationOrCuda
+from pallas_attn.mods.blocks import BlockMask
+from pallas_attn.mods.call import Sizes, of_call
+from pallas_attn.mods.ready import MaskMod, ScoreMod
 from pallas_attn.ops.flash_attention import arguments, cuda, gradients, kernel, reference
 from pallas_attn.ops.flash_attention import backward as tiled
 from pallas_attn.ops.flash_attention import config as tiles
@@ -78,7 +82,8 @@ OP = Op(
 @overload
 def flash_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, *, bias: jax.Array | None = None,
-    mask: jax.Array | None = None, segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+    mask: jax.Array | None = None, score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
+    block_mask: BlockMask | None = None, segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
     cu_q_lens: jax.Array | None = None, causal: bool = False,
     sliding_window: int | tuple[int | None, int | None] | None = None, q_offset: int = 0,
     scale: float | None = None, softcap: float | None = None, sinks: jax.Array | None = None,
@@ -91,7 +96,8 @@ def flash_attention(
 @overload
 def flash_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, *, bias: jax.Array | None = None,
-    mask: jax.Array | None = None, segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+    mask: jax.Array | None = None, score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
+    block_mask: BlockMask | None = None, segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
     cu_q_lens: jax.Array | None = None, causal: bool = False,
     sliding_window: int | tuple[int | None, int | None] | None = None, q_offset: int = 0,
     scale: float | None = None, softcap: float | None = None, sinks: jax.Array | None = None,
@@ -103,7 +109,8 @@ def flash_attention(
 @overload
 def flash_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, *, bias: jax.Array | None = None,
-    mask: jax.Array | None = None, segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+    mask: jax.Array | None = None, score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
+    block_mask: BlockMask | None = None, segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
     cu_q_lens: jax.Array | None = None, causal: bool = False,
     sliding_window: int | tuple[int | None, int | None] | None = None, q_offset: int = 0,
     scale: float | None = None, softcap: float | None = None, sinks: jax.Array | None = None,
@@ -117,6 +124,9 @@ def flash_attention(
     *,
     bias: jax.Array | None = None,
     mask: jax.Array | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    block_mask: BlockMask | None = None,
     segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
     cu_q_lens: jax.Array | None = None,
     causal: bool = False,
@@ -200,6 +210,9 @@ def flash_attention(
         value,
         bias=bias,
         mask=mask,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        block_mask=block_mask,
         segment_ids=segment_ids,
         cu_q_lens=cu_q_lens,
         causal=causal,
@@ -230,6 +243,9 @@ def serve(
     scale: Any,
     return_lse: Any,
     implementation: Any,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    block_mask: Any = None,
     cu_q_lens: Any = None,
     lengths: Any = None,
     q_offset: Any = 0,
@@ -265,6 +281,13 @@ def serve(
     if mask is not None:
         mask = arguments.pairwise(check, "mask", mask, (jnp.bool_,), group).astype(jnp.int8)
     queries, keys = arguments.documents(check, segment_ids, cu_q_lens, lengths or {}) or (None, None)
+    given = ("mask_mod", mask_mod), ("block_mask", block_mask)
+    if queries is not None and (name := next((name for name, mod in given if mod is not None), None)):
+        check.fail(name, "None beside documents (they may be part of it: mods.documents)", "both")
+    sizes = Sizes(dims["batch"], dims["num_kv_heads"], group, dims["q_len"], dims["kv_len"])
+    mods, captured = of_call(check, sizes, score_mod, mask_mod, block_mask, arguments.mod_of(band))
+    if mods is not None and mods.mask is not None:
+        band = Band()  # which is in the mask
     operands = Operands(
         query=arguments.split_heads(query, layout, group),
         key=key,
@@ -274,6 +297,8 @@ def serve(
         mask=mask,
         q_documents=queries,
         kv_documents=keys,
+        captured=captured,
+        mods=mods,
         padding=segments.padding(queries)
         if queries and cu_q_lens is not None and sinks is not None
         else None,

@@ -118,9 +118,9 @@ def _query_kernel(refs: BackwardOperands, d_query_ref, *, problem: Problem, tile
     def gradient(part: walk.Part) -> None:
         sums = tuple(jnp.zeros((tiles.block_q, size), jnp.float32) for _, size in problem.query_chunks)
         state = sums, jnp.zeros((tiles.block_q, weights.SUMS), jnp.float32)
-        sums, counted = walk.walk(mine, part, queries, keys, rules.band, cell.batch, step, state)
+        sums, counted = walk.walk(mine, part, queries, keys, rules.band, cell, step, state)
         if rounds:
-            tokens, held = walk.sample(mine, part, queries, keys, rules.band, cell.batch, SAMPLE)
+            tokens, held = walk.sample(mine, part, queries, keys, rules.band, cell, SAMPLE)
             some = pool.read(refs.key, tokens, held, problem.query_chunks)
             place = dense.per_token(refs.total, cell, mine.tokens)
             excess = weights.excess(counted, triton.load(place, mask=mine.real, other=0.0))
@@ -167,7 +167,7 @@ def _key_value_kernel(
     def head(part: walk.Part, place: jax.Array, sums: tuple[Any, Any]) -> tuple[Any, Any]:
         cell = scores.Cell(batch, kv_head, place)
         turned = rules.band.turned()
-        return walk.walk(mine, part, keys, queries, turned, batch, functools.partial(step, cell), sums)
+        return walk.walk(mine, part, keys, queries, turned, cell, functools.partial(step, cell), sums)
 
     def zeros(chunks: Sequence[Chunk]) -> list[jax.Array]:
         return [jnp.zeros((tiles.block_kv, size), jnp.float32) for _, size in chunks]

@@ -55,7 +55,9 @@ def _gradients(
         found = weights.of_queries(product, lse, d_lse, sinks, natural_scale(operands))
     else:
         found = weights.of_queries(product, lse, d_lse)
-    if call.implementation == "xla" or operands.mask is not None or operands.bias is not None:
+    if call.implementation == "xla" or any(
+        given is not None for given in (operands.mask, operands.bias, operands.mods)
+    ):
         # Elsewhere kernels never read, of whole tiles, what sees no key.
         blind = jnp.moveaxis(found.blind, -1, 1) if layout == "BTNH" else found.blind
         d_out = jnp.where(blind[..., None], 0, d_out)

@@ -18,6 +18,8 @@ from jax import lax
 
 from pallas_attn._tile import band, segments, triton
 from pallas_attn._tile.band import Band
+from pallas_attn.mods.blocks import Lists
+from pallas_attn.ops.flash_attention.scores import Cell
 
 
 class Side(NamedTuple):
@@ -26,7 +28,9 @@ class Side(NamedTuple):
     length: int
     block: int
     documents: segments.Side | None = None
-    """Of refs."""
+    """Of refs, as are `lists`: of a block_mask, for each of this side's blocks of `listed` tokens."""
+    lists: Lists | None = None
+    listed: int = 0
 
 
 class Block(NamedTuple):
@@ -99,11 +103,14 @@ def walk(
     own: Side,
     other: Side,
     sees: Band,
-    batch: jax.Array,
+    cell: Cell,
     step: Callable[[Any, Tile], Any],
     state: Any,
 ) -> Any:
     """`step(state, tile)` for each tile that the part of `mine` visits, in order; `sees` is read from `mine`."""
+    batch = cell.batch
+    if own.lists is not None:
+        return _listed(_Listed.of(mine, own, other, cell), other, step, state)
     span = _span(mine, part, own, other, sees, batch)
     visited = band.tiles(*span, other.block)
     if part.rank is None:
@@ -114,9 +121,14 @@ def walk(
 
 
 def sample(
-    mine: Block, part: Part, own: Side, other: Side, sees: Band, batch: jax.Array, size: int
+    mine: Block, part: Part, own: Side, other: Side, sees: Band, cell: Cell, size: int
 ) -> tuple[jax.Array, jax.Array]:
     """([size] tokens, which of them there are) of those that the part of `mine` sees, evenly spread."""
+    batch = cell.batch
+    if own.lists is not None:
+        listed = _Listed.of(mine, own, other, cell)
+        tokens = listed.tile(jnp.arange(size) * listed.ends[1] // size) * other.block + other.block // 2
+        return tokens, (tokens < other.length) & (listed.ends[1] > 0)
     begin, end = _span(mine, part, own, other, sees, batch).seen
     apart = jnp.maximum((end - begin) // size, 1)
     tokens = begin + apart // 2 + apart * jnp.arange(size)
@@ -168,3 +180,41 @@ def _tiles(tiles: band.Tiles, met, edges: tuple[bool, bool], other: Side, rank, 
         return masked(jnp.where(i < before, tiles.begin + i, clear_to + i - before), state)
 
     return lax.fori_loop(0, before + tiles.end - clear_to, either, state)
+
+
+class _Listed(NamedTuple):
+    """The tiles that a block_mask lists for a block."""
+
+    order_ref: Any
+    place: tuple[jax.Array, ...]
+    ends: tuple[jax.Array, jax.Array]
+    """Of the tiles that are seen whole, which come first, and of all."""
+    tiles: int
+    """Of each block in the list."""
+
+    @classmethod
+    def of(cls, mine: Block, own: Side, other: Side, cell: Cell) -> "_Listed":
+        assert own.lists is not None
+        lead = (jnp.int32(0) if size == 1 else i for size, i in zip(own.lists.ends.shape, cell, strict=False))
+        place = (*lead, mine.first // own.listed)
+        tiles = other.listed // other.block
+        full, partial = (triton.load(own.lists.ends.at[*place, jnp.int32(i)]) * tiles for i in range(2))
+        return cls(own.lists.order, place, (full, partial), tiles)
+
+    def tile(self, i: jax.Array) -> jax.Array:
+        """The number of the tile that comes at place `i`, or of several."""
+        index = (jnp.broadcast_to(one, i.shape) for one in (*self.place, i // self.tiles))
+        return triton.load(self.order_ref.at[tuple(index)]) * self.tiles + i % self.tiles
+
+
+def _listed(listed: _Listed, other: Side, step, state) -> Any:
+    def clear(i, state: Any) -> Any:
+        tokens = listed.tile(i) * other.block + jnp.arange(other.block)
+        return step(state, Tile(tokens, jnp.ones(other.block, bool), False))
+
+    def masked(i, state: Any) -> Any:
+        tokens = listed.tile(i) * other.block + jnp.arange(other.block)
+        return step(state, Tile(tokens, tokens < other.length, True))
+
+    state = lax.fori_loop(0, listed.ends[0], clear, state)
+    return lax.fori_loop(*listed.ends, masked, state)

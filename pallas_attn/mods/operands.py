@@ -1,0 +1,150 @@
+"""What an op's operands hold of a call's mods, and what its kernels make of them."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_attn._tile import triton
+from pallas_attn.mods.blocks import Lists
+from pallas_attn.mods.evaluate import Read, Spread, Values, spread_tile
+from pallas_attn.mods.program import BATCH, HEAD, KEY, QUERY, SCORE, Program
+
+PAIRS = {QUERY, KEY}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Mods:
+    """A pytree: in a kernel it holds refs. Every array has a dimension at least, and bools are int8 (`stored`).
+
+    fixed: what the score_mod captures, but for what has gradients, `captured`, an operand of its own.
+    of_mask: what the mask_mod captures.
+    heads, sequences: [num_kv_heads, group] and [batch], the numbers that they have in the whole call, of which a device
+        may have a share; None where no mod asks.
+    of_queries, of_keys: where there is a mask; heads are two dimensions, as the call's.
+    score, mask, block: static; what there is, and how many queries and keys are in a block of the lists.
+    """
+
+    fixed: tuple[Any, ...]
+    of_mask: tuple[Any, ...]
+    heads: Any
+    sequences: Any
+    of_queries: Lists | None
+    of_keys: Lists | None
+    score: Program | None
+    mask: Program | None
+    block: tuple[int, int]
+
+    def dims(self) -> list[str]:
+        """Of the arrays, in words. Captured ones are whole on every device."""
+        words = [captured_dims(array) for array in (*self.fixed, *self.of_mask)]
+        words += ["heads group"] if self.heads is not None else []
+        words += ["seqs"] if self.sequences is not None else []
+        for lists in (self.of_queries, self.of_keys):
+            if lists is not None:
+                words += [_list_dims(array) for array in lists]
+        return words
+
+    @property
+    def pair_bytes(self) -> int:
+        """What is read of captured arrays for each query and key."""
+        programs = [one for one in (self.score, self.mask) if one is not None]
+        return sum(
+            jnp.dtype(step.dtype).itemsize
+            for program in programs
+            for slot, step in enumerate(program.steps, SCORE + 5)
+            if step.capture is not None and program.variables[slot] >= PAIRS
+        )
+
+    def of_score(self, captured: Sequence[Any]) -> list[Any]:
+        """All that the score_mod captures, in order."""
+        assert self.score is not None
+        floats, others = iter(captured), iter(self.fixed)
+        return [next(floats if is_float(one.dtype) else others) for one in self.score.captures]
+
+
+jax.tree_util.register_dataclass(
+    Mods,
+    data_fields=["fixed", "of_mask", "heads", "sequences", "of_queries", "of_keys"],
+    meta_fields=["score", "mask", "block"],
+)
+
+
+def is_float(dtype: Any) -> bool:
+    return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+
+
+def captured_dims(array: Any) -> str:
+    return " ".join(f"captured{i}" for i in range(len(array.shape)))
+
+
+def _list_dims(array: Any) -> str:
+    kinds = ("seqs", "heads", "group")
+    lead = ("one" if size == 1 else kind for size, kind in zip(array.shape[:3], kinds, strict=True))
+    return " ".join((*lead, "blocks", "listed"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """The mods over a tile, as far as its places are known. None: there is no such mod."""
+
+    score: Values | None
+    mask: Values | None
+
+    def given(self, known: Mapping[int, Any], *, masked: bool = True) -> "Tile":
+        """Where nothing is `masked`, the mask is not asked."""
+        score = None if self.score is None else self.score.given(known)
+        return Tile(score, self.mask.given(known) if self.mask is not None and masked else None)
+
+    def at(self, which: int, tokens: jax.Array, length: int, *, masked: bool = True) -> "Tile":
+        """Of queries or keys, of which there are `length`: those beyond are taken for the last."""
+        if self.score is None and self.mask is None:
+            return self
+        return self.given({which: jnp.minimum(tokens, length - 1)}, masked=masked)
+
+    def scored(self, natural: jax.Array) -> list[jax.Array]:
+        """What the score_mod, or its derivative, gives: the score, and how it hangs on what it was given."""
+        assert self.score is not None
+        known = self.score.given({SCORE: natural})
+        return [jnp.broadcast_to(known.result(i), natural.shape) for i in range(len(known.program.results))]
+
+    def seen(self) -> jax.Array | None:
+        return None if self.mask is None else self.mask.result()
+
+
+NOTHING = Tile(None, None)
+
+
+def over_refs(
+    refs: Mods | None, captured: Any, score: Program | None, cell: Any, queries_first: bool
+) -> Tile:
+    """In a kernel, of the head that `cell` names (batch, kv_head, place). `score`: the score_mod, or its derivative."""
+    if refs is None:
+        return NOTHING
+    known = {}
+    if refs.heads is not None and any(HEAD in one.used for one in (score, refs.mask) if one is not None):
+        known[HEAD] = triton.load(refs.heads.at[cell.kv_head, cell.place])
+    if refs.sequences is not None:
+        known[BATCH] = triton.load(refs.sequences.at[cell.batch])
+    spread = spread_tile(queries_first)
+    return tile(refs, captured, score, from_refs, spread).given(known)
+
+
+def tile(mods: Mods, captured: Any, score: Program | None, reads: Any, spread: Spread) -> Tile:
+    of_score = None
+    if score is not None:
+        of_score = Values(score, reads(mods.of_score(captured or ())), spread)
+    of_mask = None if mods.mask is None else Values(mods.mask, reads(mods.of_mask), spread)
+    return Tile(of_score, of_mask)
+
+
+def from_refs(refs: Sequence[Any]) -> Read:
+    def read(number: int, index: list[Any]) -> jax.Array:
+        index = index or [jnp.int32(0)]
+        shape = jnp.broadcast_shapes(*(jnp.shape(i) for i in index))
+        place = refs[number].at[tuple(jnp.broadcast_to(jnp.asarray(i, jnp.int32), shape) for i in index)]
+        return triton.load(place)
+
+    return read
