@@ -393,7 +393,7 @@ def test_what_it_does_not_serve_it_says(change, reason):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"mask": np.ones((1, 1, 1, 2048), bool)}, "has no mask"),
+        ({"mask": jnp.ones((1, 1, 1, 2048), bool)}, "has no mask"),
         ({"config": FlashAttentionConfig(*[FlashAttentionTiles(64, 64)] * 3)}, "takes no config"),
     ],
     ids=["mask", "config"],
