@@ -1,7 +1,7 @@
 """What an op's operands hold of a call's mods, and what its kernels make of them."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -99,10 +99,11 @@ class Tile:
         return Tile(score, self.mask.given(known) if self.mask is not None and masked else None)
 
     def at(self, which: int, tokens: jax.Array, length: int, *, masked: bool = True) -> "Tile":
-        """Of queries or keys, of which there are `length`: those beyond are taken for the last."""
+        """Of queries or keys, of which there are `length`: those beyond, if any, are taken for the last."""
         if self.score is None and self.mask is None:
             return self
-        return self.given({which: jnp.minimum(tokens, length - 1)}, masked=masked)
+        # Where all are there, loads see that neighbours are neighbours.
+        return self.given({which: jnp.minimum(tokens, length - 1) if masked else tokens}, masked=masked)
 
     def scored(self, natural: jax.Array) -> list[jax.Array]:
         """What the score_mod, or its derivative, gives: the score, and how it hangs on what it was given."""
@@ -118,21 +119,29 @@ NOTHING = Tile(None, None)
 
 
 def over_refs(
-    refs: Mods | None, captured: Any, score: Program | None, cell: Any, queries_first: bool
+    refs: Mods | None,
+    captured: Any,
+    cell: Any,
+    *,
+    of_score: Callable[[Program], Program] = lambda score: score,
+    queries_first: bool = True,
 ) -> Tile:
-    """In a kernel, of the head that `cell` names (batch, kv_head, place). `score`: the score_mod, or its derivative."""
+    """In a kernel, of the head that `cell` names (batch, kv_head, place). `of_score` makes another of the score_mod,
+    such as its derivative."""
     if refs is None:
         return NOTHING
+    score = None if refs.score is None else of_score(refs.score)
     known = {}
-    if refs.heads is not None and any(HEAD in one.used for one in (score, refs.mask) if one is not None):
+    if refs.heads is not None:
         known[HEAD] = triton.load(refs.heads.at[cell.kv_head, cell.place])
     if refs.sequences is not None:
         known[BATCH] = triton.load(refs.sequences.at[cell.batch])
-    spread = spread_tile(queries_first)
-    return tile(refs, captured, score, from_refs, spread).given(known)
+    return tile(refs, captured, score, from_refs, spread_tile(queries_first)).given(known)
 
 
-def tile(mods: Mods, captured: Any, score: Program | None, reads: Any, spread: Spread) -> Tile:
+def tile(
+    mods: Mods, captured: Any, score: Program | None, reads: Callable[..., Read], spread: Spread
+) -> Tile:
     of_score = None
     if score is not None:
         of_score = Values(score, reads(mods.of_score(captured or ())), spread)

@@ -89,8 +89,7 @@ def _forward_kernel(
     stream = dense.Stream(rules.layout, cell.batch, (cell.kv_head, cell.place))
     pool = dense.Stream(rules.layout, cell.batch, (cell.kv_head,))
     q = stream.read(refs.query, mine.tokens, mine.real, problem.query_chunks)
-    of_mods = mods.over_refs(refs.mods, refs.captured, refs.mods and refs.mods.score, cell, True)
-    of_mods = of_mods.at(QUERY, mine.tokens, problem.q_len)
+    of_mods = mods.over_refs(refs.mods, refs.captured, cell).at(QUERY, mine.tokens, problem.q_len)
     counted = None
     if low_refs and refs.value.dtype == jnp.float16:
         # What values have in common is off by as much as rounded weights are from adding up to 1. Gradients of fp16

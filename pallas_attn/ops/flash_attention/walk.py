@@ -203,8 +203,9 @@ class _Listed(NamedTuple):
 
     def tile(self, i: jax.Array) -> jax.Array:
         """The number of the tile that comes at place `i`, or of several."""
-        index = (jnp.broadcast_to(one, i.shape) for one in (*self.place, i // self.tiles))
-        return triton.load(self.order_ref.at[tuple(index)]) * self.tiles + i % self.tiles
+        tiles = np.int32(self.tiles)
+        index = (jnp.broadcast_to(one, i.shape) for one in (*self.place, i // tiles))
+        return triton.load(self.order_ref.at[tuple(index)]) * tiles + i % tiles
 
 
 def _listed(listed: _Listed, other: Side, step, state) -> Any:
