@@ -164,7 +164,7 @@ CONVERSIONS = {"convert": lax.convert_element_type, "bitcast": lax.bitcast_conve
 def apply(step: Step, *inputs: Any) -> jax.Array:
     """A step but "read" on arrays that broadcast."""
     shape = jnp.broadcast_shapes(*(jnp.shape(one) for one in inputs))
-    alike = [jnp.broadcast_to(one, shape) for one in inputs]
+    alike = [one if jnp.shape(one) == shape else jnp.broadcast_to(one, shape) for one in inputs]
     if step.name in CONVERSIONS:
         return CONVERSIONS[step.name](*alike, jnp.dtype(step.dtype))
     return OPERATIONS[step.name](*alike)

@@ -41,7 +41,16 @@ CALLS = (
 )
 INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 WHOLE = ("floor_divide", "remainder")  # what jnp calls by these names is one step, of integers
-SAME = ("copy", "copy_p", "stop_gradient", "reduce_precision", "optimization_barrier", "pvary", "pcast")
+SAME = (
+    "copy",
+    "copy_p",
+    "stop_gradient",
+    "reduce_precision",
+    "optimization_barrier",
+    "pvary",
+    "pcast",
+    "reshard",
+)
 MOST_POWER = 16
 
 type Arrays = tuple[jax.Array, ...]
@@ -325,6 +334,14 @@ def _(tracer: Tracer, equation, value):
     dtype = tracer.build.dtype(tracer.scalar(value))
     size = tracer.build.step("abs", tracer.scalar(value), dtype=dtype)
     return tracer._step("lt", equation, [size, Number.of(np.inf, dtype)])
+
+
+@_rule("reduce_sum")
+def _(tracer: Tracer, equation, value):
+    """What derivatives have of scalars where there is a mesh."""
+    if equation.invars[0].aval.shape != ():
+        tracer.refuse("elementwise operations of positions", "the primitive 'reduce_sum'")
+    return value
 
 
 @_rule("cond")
