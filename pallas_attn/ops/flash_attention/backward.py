@@ -73,7 +73,7 @@ class Rows(NamedTuple):
     delta: jax.Array
 
 
-def _rows(refs: BackwardOperands, problem: Problem, cell: scores.Cell, tokens, real) -> Rows:
+def rows_of(refs: BackwardOperands, problem: Problem, cell: scores.Cell, tokens, real) -> Rows:
     stream = dense.Stream(problem.rules.layout, cell.batch, (cell.kv_head, cell.place))
     maximum, rest, delta = (
         triton.load(dense.per_token(ref, cell, tokens), mask=real, other=0.0)
@@ -87,7 +87,9 @@ def _rows(refs: BackwardOperands, problem: Problem, cell: scores.Cell, tokens, r
     )
 
 
-def _pairs(given: weights.Bent, rows: Rows, by_row: Any, d_weights, seen: jax.Array | None) -> weights.Pairs:
+def pairs_of(
+    given: weights.Bent, rows: Rows, by_row: Any, d_weights, seen: jax.Array | None
+) -> weights.Pairs:
     """`by_row`: an index that makes numbers of rows broadcast along keys."""
     lse = softmax.Lse(*(part[by_row] for part in rows.lse))
     return weights.pairs(given, lse, rows.delta[by_row], d_weights, seen)
@@ -99,7 +101,7 @@ def _query_kernel(refs: BackwardOperands, d_query_ref, *, problem: Problem, tile
     cell, index = of_program(problem, problem.blocks("query", tiles.block_q), 1)
     mine = walk.block(queries, cell.batch, index)
     pool = dense.Stream(rules.layout, cell.batch, (cell.kv_head,))
-    rows = _rows(refs, problem, cell, mine.tokens, mine.real)
+    rows = rows_of(refs, problem, cell, mine.tokens, mine.real)
     of_mods = mods.over_refs(refs.mods, refs.captured, cell, of_score=slope)
     of_mods = of_mods.at(QUERY, mine.tokens, problem.q_len)
     rounds = low_bits.are_lost(refs.key.dtype)
@@ -115,7 +117,7 @@ def _query_kernel(refs: BackwardOperands, d_query_ref, *, problem: Problem, tile
         given = scores.scores(refs, cell, products, query_at, key_at, real, here)
         seen = scores.visible(rules.band, query_at, key_at, tile.masked, [tile.held[None, :]], here)
         d_weights = logits.products(rows.d_out, v, None)
-        pairs = _pairs(given, rows, np.s_[:, None], d_weights, seen)
+        pairs = pairs_of(given, rows, np.s_[:, None], d_weights, seen)
         d_products = pairs.d_products.astype(refs.key.dtype)
         if rounds:
             counted = counted + weights.counted(pairs, d_products)
@@ -158,7 +160,7 @@ def _key_value_kernel(
     def step(
         cell: scores.Cell, of_mods: mods.Tile, sums: tuple[Any, Any], tile: walk.Tile
     ) -> tuple[Any, Any]:
-        rows = _rows(refs, problem, cell, tile.tokens, tile.held)
+        rows = rows_of(refs, problem, cell, tile.tokens, tile.held)
         query_at, key_at = tile.tokens[None, :], mine.tokens[:, None]
         real = mine.real[:, None] & tile.held[None, :]
         here = of_mods.at(QUERY, tile.tokens, problem.q_len, masked=tile.masked)
@@ -166,7 +168,7 @@ def _key_value_kernel(
         given = scores.scores(refs, cell, products, query_at, key_at, real, here)
         seen = scores.visible(rules.band, query_at, key_at, tile.masked, [tile.held[None, :]], here)
         d_weights = logits.products(v, rows.d_out, None)
-        pairs = _pairs(given, rows, np.s_[None, :], d_weights, seen)
+        pairs = pairs_of(given, rows, np.s_[None, :], d_weights, seen)
         shares, d_products = (x.astype(refs.query.dtype) for x in (pairs.weights, pairs.d_products))
         d_key, d_value = sums
 
@@ -251,7 +253,7 @@ def _bias_kernel(
         block_q, *head = place
         cell = scores.Cell(*reversed(head))
         asked, given = walk.block(queries, cell.batch, block_q), walk.block(keys, cell.batch, block_kv)
-        rows = _rows(refs, problem, cell, asked.tokens, asked.real)
+        rows = rows_of(refs, problem, cell, asked.tokens, asked.real)
         pool = dense.Stream(rules.layout, cell.batch, (cell.kv_head,))
         k = pool.read(refs.key, given.tokens, given.real, problem.query_chunks)
         v = pool.read(refs.value, given.tokens, given.real, problem.value_chunks)
@@ -266,7 +268,7 @@ def _bias_kernel(
             among.append(asked.rank[:, None] == given.rank[None, :])
         seen = scores.visible(rules.band, query_at, key_at, True, among, here)
         d_weights = logits.products(rows.d_out, v, None)
-        pairs = _pairs(shaped, rows, np.s_[:, None], d_weights, seen)
+        pairs = pairs_of(shaped, rows, np.s_[:, None], d_weights, seen)
         return total + pairs.d_logits
 
     zeros = jnp.zeros((tiles.block_q, tiles.block_kv), jnp.float32)

@@ -88,7 +88,7 @@ class Chunks:
         slope = jnp.float32(1.0) if bent is None else jnp.where(seen, bent, 0.0)
         if operands.mods is not None and operands.mods.score is not None:
             of_mod = slope_of(operands.mods.score) if self.slopes else operands.mods.score
-            logits, *own = self._mods(i, of_mod).scored(logits * scale)
+            logits, *own = self.of_mods(i, of_mod).scored(logits * scale)
             slope, scale = functools.reduce(lambda x, y: jnp.where(seen, x * y, 0.0), own, slope), 1.0
         if operands.bias is not None:
             bias = self._of(i, self._padded(operands.bias, 4), 4).astype(jnp.float32)
@@ -109,11 +109,11 @@ class Chunks:
             of_keys = self._of(i, self._padded(operands.kv_documents.rank, 1), 1)
             same = operands.q_documents.rank[:, :, None] == of_keys[:, None, :]
             seen &= same[:, None, None]
-        if operands.mods is not None and (of_mod := self._mods(i, None).seen()) is not None:
+        if operands.mods is not None and (of_mod := self.of_mods(i, None).seen()) is not None:
             seen &= of_mod
         return seen
 
-    def _mods(self, i: jax.Array, score: Program | None) -> Tile:
+    def of_mods(self, i: jax.Array, score: Program | None, captured: Any = None) -> Tile:
         """Over [batch or 1, num_kv_heads or 1, group or 1, q_len, keys of a chunk]."""
         given, problem = self.operands.mods, self.problem
         assert given is not None
@@ -122,7 +122,7 @@ class Chunks:
             known[BATCH] = given.sequences[:, None, None, None, None]
         if given.heads is not None:
             known[HEAD] = given.heads[:, :, None, None]
-        mine = mods.tile(given, self.operands.captured, score, from_arrays, as_it_is).given(known)
+        mine = mods.tile(given, captured or self.operands.captured, score, from_arrays, as_it_is).given(known)
         mine = mine.at(QUERY, jnp.arange(problem.q_len)[:, None], problem.q_len)
         return mine.at(KEY, (i * self.size + jnp.arange(self.size))[None, :], problem.kv_len)
 
@@ -221,3 +221,32 @@ def bias_gradient(operands: BackwardOperands, *, dtype: Any) -> jax.Array:
 
     zeros = jnp.zeros((*shape[:4], chunks.count * chunks.size), jnp.float32)
     return _loop(chunks.count, step, zeros, operands)[..., : shape[4]].astype(dtype)
+
+
+@functools.partial(jax.jit, static_argnames="asked")
+def captured_gradients(operands: BackwardOperands, *, asked: tuple[int, ...]) -> tuple[jax.Array, ...]:
+    """As the kernels', but of arrays that are read in any way: by JAX's own derivatives of gathers."""
+    chunks, given, captured = Chunks(operands), operands.mods, operands.captured
+    assert given is not None
+    assert captured is not None
+    d_out, score = chunks.by_head(operands.d_out), given.score
+
+    def step(i, sums):
+        chunk = chunks[i]
+        _, d_logits = _of_chunk(operands, chunk, d_out)
+        products = dot("bkgqd,bksd->bkgqs", chunks.query, chunk.key)
+        logits, scale, _ = weights.bent(products, operands.rules.scale, operands.rules.softcap)
+
+        def scored(arrays: tuple[jax.Array, ...]) -> jax.Array:
+            changed = list(captured)
+            for number, array in zip(asked, arrays, strict=True):
+                changed[number] = array
+            return chunks.of_mods(i, score, tuple(changed)).scored(logits * scale)[0]
+
+        _, pull = jax.vjp(scored, tuple(captured[number] for number in asked))
+        found = pull(jnp.where(chunk.seen, d_logits, 0.0))[0]
+        return tuple(total + one.astype(jnp.float32) for total, one in zip(sums, found, strict=True))
+
+    zeros = tuple(jnp.zeros(captured[number].shape, jnp.float32) for number in asked)
+    sums = dict(zip(asked, _loop(chunks.count, step, zeros, operands), strict=True))
+    return tuple(sums.get(i, jnp.zeros(one.shape, jnp.float32)) for i, one in enumerate(captured))

@@ -31,9 +31,9 @@ def scores(refs: Operands, cell: Cell, products, query, key, real, mods: Tile = 
     """`mods` over the tile: a score_mod, or its derivative, from which the slope is."""
     logits, scale, slope = weights.bent(products, refs.rules.scale, refs.rules.softcap)
     if mods.score is not None:
-        logits, *own = mods.scored(logits * scale)
+        logits, *own = of_mods(refs, products, mods)
         scale = 1.0
-        for one in own:
+        for one in own[:1]:
             slope = one if slope is None else slope * one
     if refs.bias is not None:
         bias = pairs(refs.bias, cell, query, key, real).astype(jnp.float32)
@@ -41,6 +41,12 @@ def scores(refs: Operands, cell: Cell, products, query, key, real, mods: Tile = 
     if refs.mask is not None:
         logits = masking.apply(logits, pairs(refs.mask, cell, query, key, real) != 0)
     return weights.Bent(logits, scale, slope)
+
+
+def of_mods(refs: Operands, products: jax.Array, mods: Tile) -> list[jax.Array]:
+    """What the score_mod, or its derivative, gives over a tile."""
+    logits, scale, _ = weights.bent(products, refs.rules.scale, refs.rules.softcap)
+    return mods.scored(logits * scale)
 
 
 def natural_scale(operands: Operands) -> float:
