@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pallas_attn._tile import sharding
 
-type Arrays = dict[str, jax.Array]
+type Arrays = dict[str, Any]
 type Results = tuple[jax.Array, ...]
 
 

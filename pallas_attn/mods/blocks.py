@@ -34,6 +34,8 @@ class Lists(NamedTuple):
 
     order: Any
     """[batch or 1, heads or 1, own blocks, other blocks]"""
+    runs: Any
+    """Likewise: how many blocks from here on lie side by side, so that a kernel walks over them without looking."""
     ends: Any
     """[batch or 1, heads or 1, own blocks, 2]: of the full ones and of the partial."""
 
@@ -45,13 +47,16 @@ class BlockMask:
 
     of_queries, of_keys: which keys' blocks each block of queries sees, and the other way round.
     arrays: what the mask_mod captures.
-    program, q_len, kv_len, block_q, block_kv: static.
+    batch, num_heads: that it was made for, None where its mask_mod does not tell them apart.
+    program, q_len, kv_len, block_q, block_kv: static, as are these two.
     """
 
     of_queries: Lists
     of_keys: Lists
     arrays: tuple[Any, ...]
     program: Program
+    batch: int | None
+    num_heads: int | None
     q_len: int
     kv_len: int
     block_q: int
@@ -74,7 +79,7 @@ class BlockMask:
 jax.tree_util.register_dataclass(
     BlockMask,
     data_fields=["of_queries", "of_keys", "arrays"],
-    meta_fields=["program", "q_len", "kv_len", "block_q", "block_kv"],
+    meta_fields=["program", "batch", "num_heads", "q_len", "kv_len", "block_q", "block_kv"],
 )
 
 
@@ -91,7 +96,7 @@ def block_mask(
     """Which blocks of queries and keys a mask_mod leaves, for `flash_attention(block_mask=...)`.
 
     Works inside jit, where it is made of what the mask_mod captures, and shared by all layers that are given it. In
-    memory it takes 8 bytes a block, or 4 KB for each 16k x 16k and head; nothing of size q_len x kv_len is made.
+    memory it takes 16 bytes a block, or 256 KB for each 16k x 16k and head; nothing of size q_len x kv_len is made.
 
     Args:
         mask_mod: a function (batch, head, q_idx, kv_idx) -> bool of int32 scalars: whether the query sees the key. It
@@ -130,10 +135,21 @@ class Sizes(NamedTuple):
 
 
 def of_program(program: Program, arrays: tuple[jax.Array, ...], sizes: Sizes) -> BlockMask:
+    # Of one sequence or head, what is left of a program no longer asks which it is.
+    batch, heads = (size if which in program.used else None for which, size in sizes.lengths[:2])
     program = within(program, sizes.lengths)
     of_queries, of_keys = _lists(arrays, program=program, sizes=sizes)
     return BlockMask(
-        of_queries, of_keys, arrays, program, sizes.q_len, sizes.kv_len, sizes.block_q, sizes.block_kv
+        of_queries,
+        of_keys,
+        arrays,
+        program,
+        batch,
+        heads,
+        sizes.q_len,
+        sizes.kv_len,
+        sizes.block_q,
+        sizes.block_kv,
     )
 
 
@@ -144,9 +160,15 @@ def _lists(arrays: tuple[jax.Array, ...], *, program: Program, sizes: Sizes) -> 
 
 
 def _ordered(kinds: jax.Array) -> Lists:
-    order = jnp.argsort(kinds, axis=-1, stable=True).astype(jnp.int32)
+    count = kinds.shape[-1]
+    keys = jnp.sort(kinds * jnp.int32(count) + jnp.arange(count, dtype=jnp.int32), axis=-1)
     ends = [jnp.sum(kinds <= kind, axis=-1, dtype=jnp.int32) for kind in (FULL, PARTIAL)]
-    return Lists(order, jnp.stack(ends, axis=-1))
+    # Kinds lie further apart than blocks, but for the last of one and the first of the next.
+    order = keys % count
+    last = (jnp.diff(keys, axis=-1, append=-1) != 1) | (order == count - 1)
+    place = jnp.arange(count, dtype=jnp.int32)
+    runs = lax.cummin(jnp.where(last, place + 1, count), axis=kinds.ndim - 1, reverse=True) - place
+    return Lists(order, runs, jnp.stack(ends, axis=-1))
 
 
 def _kinds(program: Program, arrays: tuple[jax.Array, ...], sizes: Sizes) -> jax.Array:

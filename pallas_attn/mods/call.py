@@ -103,17 +103,12 @@ def _mask(
     made, own = (block_mask.q_len, block_mask.kv_len), (sizes.q_len, sizes.kv_len)
     if made != own:
         check.fail("block_mask", f"one of q_len {own[0]} and kv_len {own[1]}", f"of {made[0]} and {made[1]}")
-    for what, size, wanted in zip(
-        ("sequences", "heads"), block_mask.shape, (sizes.batch, sizes.num_heads), strict=False
+    for what, size, wanted in (
+        ("sequences", block_mask.batch, sizes.batch),
+        ("heads", block_mask.num_heads, sizes.num_heads),
     ):
-        if size not in (1, wanted):
-            check.fail("block_mask", f"one of {wanted} {what}", str(size))
-    for what, which, size, wanted in (
-        ("batch", BATCH, block_mask.shape[0], sizes.batch),
-        ("head", HEAD, block_mask.shape[1], sizes.num_heads),
-    ):
-        if which in block_mask.program.used and size != wanted:
-            check.fail("block_mask", f"one of {wanted}, for its mask_mod uses {what!r}", f"of {size}")
+        if size not in (None, wanted):
+            check.fail("block_mask", f"one of {wanted} {what}, which its mask_mod tells apart", f"of {size}")
     return block_mask
 
 

@@ -102,8 +102,9 @@ class Tile:
         """Of queries or keys, of which there are `length`: those beyond, if any, are taken for the last."""
         if self.score is None and self.mask is None:
             return self
-        # Where all are there, loads see that neighbours are neighbours.
-        return self.given({which: jnp.minimum(tokens, length - 1) if masked else tokens}, masked=masked)
+        # Where none is beyond, loads see that neighbours are neighbours.
+        beyond = masked and length % tokens.size > 0
+        return self.given({which: jnp.minimum(tokens, length - 1) if beyond else tokens}, masked=masked)
 
     def scored(self, natural: jax.Array) -> list[jax.Array]:
         """What the score_mod, or its derivative, gives: the score, and how it hangs on what it was given."""

@@ -109,7 +109,7 @@ def _along(
     side = "query" if form == "queries" else "key"
     size = tiles.block_q if form == "queries" else tiles.block_kv
     shape = (*problem.lse_shape[:3], forms.length(form, problem.q_len, problem.kv_len))
-    return triton.kernel_call(
+    found = triton.kernel_call(
         functools.partial(_along_kernel, problem=problem, tiles=tiles, reads=reads, form=form),
         operands,
         name=f"pallas_attn_flash_attention_dmod_{form}",
@@ -119,6 +119,7 @@ def _along(
         num_stages=tiles.num_stages,
         lowering=lowering,
     )
+    return list(found)
 
 
 def _along_kernel(

@@ -127,7 +127,8 @@ def sample(
     batch = cell.batch
     if own.lists is not None:
         listed = _Listed.of(mine, own, other, cell)
-        tokens = listed.tile(jnp.arange(size) * listed.ends[1] // size) * other.block + other.block // 2
+        places = jnp.arange(size) * (listed.ends[1] * listed.tiles) // np.int32(size)
+        tokens = listed.tile(places) * other.block + other.block // 2
         return tokens, (tokens < other.length) & (listed.ends[1] > 0)
     begin, end = _span(mine, part, own, other, sees, batch).seen
     apart = jnp.maximum((end - begin) // size, 1)
@@ -185,10 +186,10 @@ def _tiles(tiles: band.Tiles, met, edges: tuple[bool, bool], other: Side, rank, 
 class _Listed(NamedTuple):
     """The tiles that a block_mask lists for a block."""
 
-    order_ref: Any
+    lists: Lists
     place: tuple[jax.Array, ...]
     ends: tuple[jax.Array, jax.Array]
-    """Of the tiles that are seen whole, which come first, and of all."""
+    """Of the blocks that are seen whole, which come first, and of all."""
     tiles: int
     """Of each block in the list."""
 
@@ -196,26 +197,43 @@ class _Listed(NamedTuple):
     def of(cls, mine: Block, own: Side, other: Side, cell: Cell) -> "_Listed":
         assert own.lists is not None
         lead = (jnp.int32(0) if size == 1 else i for size, i in zip(own.lists.ends.shape, cell, strict=False))
-        place = (*lead, mine.first // own.listed)
-        tiles = other.listed // other.block
-        full, partial = (triton.load(own.lists.ends.at[*place, jnp.int32(i)]) * tiles for i in range(2))
-        return cls(own.lists.order, place, (full, partial), tiles)
+        place = (*lead, mine.first // np.int32(own.listed))
+        full, partial = (triton.load(own.lists.ends.at[*place, jnp.int32(i)]) for i in range(2))
+        return cls(own.lists, place, (full, partial), other.listed // other.block)
 
     def tile(self, i: jax.Array) -> jax.Array:
-        """The number of the tile that comes at place `i`, or of several."""
+        """The numbers of the tiles that come at places `i`."""
         tiles = np.int32(self.tiles)
-        index = (jnp.broadcast_to(one, i.shape) for one in (*self.place, i // tiles))
-        return triton.load(self.order_ref.at[tuple(index)]) * tiles + i % tiles
+        return self._at(self.lists.order, i // tiles) * tiles + i % tiles
+
+    def run(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(first tile, blocks side by side) of what comes at block `i`."""
+        return self._at(self.lists.order, i) * np.int32(self.tiles), self._at(self.lists.runs, i)
+
+    def _at(self, ref: Any, i: jax.Array) -> jax.Array:
+        return triton.load(ref.at[tuple(jnp.broadcast_to(one, i.shape) for one in (*self.place, i))])
 
 
 def _listed(listed: _Listed, other: Side, step, state) -> Any:
-    def clear(i, state: Any) -> Any:
-        tokens = listed.tile(i) * other.block + jnp.arange(other.block)
+    """Runs of blocks, so that the inner loop, which Triton pipelines, counts tiles and looks nothing up."""
+
+    def clear(tile, state: Any) -> Any:
+        tokens = tile * other.block + jnp.arange(other.block)
         return step(state, Tile(tokens, jnp.ones(other.block, bool), False))
 
-    def masked(i, state: Any) -> Any:
-        tokens = listed.tile(i) * other.block + jnp.arange(other.block)
-        return step(state, Tile(tokens, tokens < other.length, True))
+    def masked(tile, state: Any) -> Any:
+        tokens = tile * other.block + jnp.arange(other.block)
+        whole = other.length % other.block == 0
+        held = jnp.ones(other.block, bool) if whole else tokens < other.length
+        return step(state, Tile(tokens, held, True))
 
-    state = lax.fori_loop(0, listed.ends[0], clear, state)
-    return lax.fori_loop(*listed.ends, masked, state)
+    def over(begin, end, visit, state: Any) -> Any:
+        def run(carry):
+            i, state = carry
+            first, blocks = listed.run(i)
+            return i + blocks, lax.fori_loop(first, first + blocks * listed.tiles, visit, state)
+
+        return lax.while_loop(lambda carry: carry[0] < end, run, (begin, state))[1]
+
+    full, partial = listed.ends
+    return over(full, partial, masked, over(jnp.int32(0), full, clear, state))
