@@ -2,16 +2,16 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_attn import BlockMask, block_mask, flash_attention, mods
+from pallas_attn.ops.flash_attention import cuda
 
 BATCH, HEADS, KV_HEADS, DIM = 2, 4, 2, 16
 _rng = np.random.default_rng(0)
@@ -196,24 +196,28 @@ def test_gradients_have_the_same_bits_again(implementation):
             np.testing.assert_array_equal(one, other)
 
 
+def _by_all(score, batch, head, key):
+    return score + TABLE[head, key] * 0.5 + 0.02 * key * batch
+
+
 WRONG = {
     "the mod left out": lambda s, b, h, q, k: s,
-    "query and key turned": lambda s, b, h, q, k: s + TABLE[h, k] * 0.5 + 0.1 * b,
-    "head 0 for all": lambda s, b, h, q, k: s + TABLE[0, q] * 0.5 + 0.1 * k * b,
-    "the head of its KV head": lambda s, b, h, q, k: s + TABLE[h // 2, q] * 0.5 + 0.1 * k * b,
-    "the batch left out": lambda s, b, h, q, k: s + TABLE[h, q] * 0.5,
+    "query and key turned": lambda s, b, h, q, k: _by_all(s, b, h, q),
+    "head 0 for all": lambda s, b, h, q, k: _by_all(s, b, 0, k),
+    "the place in its group": lambda s, b, h, q, k: _by_all(s, b, h % 2, k),
+    "the batch left out": lambda s, b, h, q, k: _by_all(s, 0, h, k),
 }
 
 
-def test_what_is_wrong_is_seen():
-    right = Case(lambda *_: lambda s, b, h, q, k: s + TABLE[h, q] * 0.5 + 0.1 * k * b)
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_seen(name):
     query, key, value, _ = inputs("causal")
-    want, _ = attend(query, key, value, None, right, implementation="xla")
-    for name, mod in WRONG.items():
-        got, _ = attend(query, key, value, None, Case(lambda *_, mod=mod: mod), implementation="xla")
-        with pytest.raises(AssertionError):
-            close(got, want, 1e-2)
-        del name
+    wrong, right = WRONG[name], lambda s, b, h, q, k: _by_all(s, b, h, k)
+    want, _ = dense(query, key, value, None, Case(lambda *_: right))
+    run = functools.partial(flash_attention, query, key, value, implementation="xla")
+    close(run(score_mod=right), want)
+    with pytest.raises(AssertionError):
+        close(run(score_mod=wrong), want, 1e-2)
 
 
 def _given(mask, length=LONG, **sizes) -> BlockMask:
@@ -321,26 +325,6 @@ def test_many_closures_compile_once():
     assert counts[-1] == counts[0]
 
 
-def test_heads_and_sequences_count_over_all_devices():
-    devices = jax.devices()
-    if len(devices) < 4:
-        pytest.skip("needs 4 devices")
-    mesh = Mesh(np.array(devices[:4]).reshape(2, 2), ("batch", "heads"))
-    name = "by head and batch"
-    mask = mods.and_masks(CASES["by head"].mask, mods.prefix_lm(PREFIXES))
-    CASES[name] = Case(lambda c, *_: mods.alibi(c), SLOPES, mask=mask)
-    try:
-        query, key, value, _ = inputs(name)
-        placed = NamedSharding(mesh, PartitionSpec("batch", None, "heads"))
-        query, key, value = (jax.device_put(x, placed) for x in (query, key, value))
-        got, _ = jax.jit(lambda *x: attend(*x, SLOPES, CASES[name], implementation="interpret"))(
-            query, key, value
-        )
-        close(got, expected(name)[0])
-    finally:
-        del CASES[name]
-
-
 def test_refusals():
     query, key, value, _ = inputs("causal")
     stale, turned = _given(mods.causal(), 100), _given(CASES["by head"].mask)
@@ -359,7 +343,6 @@ def test_refusals():
         "'score_mod': expected elementwise": dict(
             score_mod=lambda s, b, h, q, k: s + table.sum() * jax.lax.erf(s)
         ),
-        "'implementation': expected .*score_mod": dict(score_mod=mods.soft_cap(1.0), implementation="cuda"),
     }
     for words, options in calls.items():
         with pytest.raises((TypeError, ValueError), match=f"flash_attention: argument {words}"):
@@ -374,3 +357,11 @@ def test_refusals():
     ):
         jax.grad(loss)(table)
     assert np.isfinite(jax.grad(lambda x: loss(jax.lax.stop_gradient(x)))(table)).all()
+
+
+@pytest.mark.parametrize(
+    ("score", "words"), [(None, "has no mask_mod"), ("some", "is compiled before a score_mod is known")]
+)
+def test_cuda_says_why_it_serves_none(score, words):
+    operands: Any = SimpleNamespace(bias=None, mask=None, mods=SimpleNamespace(score=score))
+    assert cuda.unsupported(operands) == words

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = (
     "README.md",
     "pallas_attn/SERVING.md",
+    "pallas_attn/mods/README.md",
     "pallas_attn/ops/blocksparse_attention/README.md",
     "pallas_attn/ops/flash_attention/README.md",
     "pallas_attn/ops/ragged_attention/README.md",

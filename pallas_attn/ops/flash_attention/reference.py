@@ -230,6 +230,8 @@ def captured_gradients(operands: BackwardOperands, *, asked: tuple[int, ...]) ->
     assert given is not None
     assert captured is not None
     d_out, score = chunks.by_head(operands.d_out), given.score
+    # A device's part: derivatives of what is the same everywhere would be sums over all.
+    own = sharding.vary(tuple(captured[number] for number in asked), sharding.varying_axes(operands))
 
     def step(i, sums):
         chunk = chunks[i]
@@ -243,7 +245,7 @@ def captured_gradients(operands: BackwardOperands, *, asked: tuple[int, ...]) ->
                 changed[number] = array
             return chunks.of_mods(i, score, tuple(changed)).scored(logits * scale)[0]
 
-        _, pull = jax.vjp(scored, tuple(captured[number] for number in asked))
+        _, pull = jax.vjp(scored, own)
         found = pull(jnp.where(chunk.seen, d_logits, 0.0))[0]
         return tuple(total + one.astype(jnp.float32) for total, one in zip(sums, found, strict=True))
 
