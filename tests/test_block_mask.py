@@ -103,6 +103,15 @@ def test_intervals_leave_open_what_is_partial_and_no_more(name):
     np.testing.assert_array_equal(empty, want == blocks.EMPTY)
 
 
+def test_blocks_that_stay_open_count_as_partial_where_nobody_looks():
+    sizes = dict(q_len=LENGTH, kv_len=LENGTH)
+    looked_at, open_ones = (
+        mods.block_mask(MASKS["nothing"], **sizes, exact=exact).kinds() for exact in (True, False)
+    )
+    assert (looked_at == blocks.EMPTY).all()
+    assert (open_ones == np.where(np.eye(8), blocks.PARTIAL, blocks.EMPTY)).all()
+
+
 TOKENS = 64
 
 

@@ -92,6 +92,7 @@ def block_mask(
     num_heads: int = 1,
     block_q: int = 128,
     block_kv: int = 128,
+    exact: bool = True,
 ) -> BlockMask:
     """Which blocks of queries and keys a mask_mod leaves, for `flash_attention(block_mask=...)`.
 
@@ -104,6 +105,9 @@ def block_mask(
         q_len, kv_len: of the calls that it is for.
         batch, num_heads: likewise. They matter where the mask_mod uses its `batch` or `head`.
         block_q, block_kv: tokens of a block, powers of two from 16 to 1024. A kernel's tiles lie within blocks.
+        exact: whether blocks that intervals leave open are looked at. False is quicker, and as exact where masks hang
+            on places and on ids that ascend; where not, blocks that are empty or full may be visited as partial ones.
+            `flash_attention(mask_mod=...)` does not look.
 
     Raises:
         TypeError: a mask_mod that is no such function, or an argument of another type.
@@ -116,9 +120,10 @@ def block_mask(
         check.int_within(name, value, SMALLEST, LARGEST)
         if value & (value - 1):
             check.fail(name, f"a power of two from {SMALLEST} to {LARGEST}", str(value))
+    check.flag("exact", exact)
     traced = trace(FUNCTION, "mask_mod", mask_mod)
     sizes = Sizes(int(batch), int(num_heads), int(q_len), int(kv_len), int(block_q), int(block_kv))
-    return of_program(traced.program, traced.arrays, sizes)
+    return of_program(traced.program, traced.arrays, sizes, bool(exact))
 
 
 class Sizes(NamedTuple):
@@ -134,11 +139,11 @@ class Sizes(NamedTuple):
         return tuple(zip((BATCH, HEAD, QUERY, KEY), self[:4], strict=True))
 
 
-def of_program(program: Program, arrays: tuple[jax.Array, ...], sizes: Sizes) -> BlockMask:
+def of_program(program: Program, arrays: tuple[jax.Array, ...], sizes: Sizes, exact: bool) -> BlockMask:
     # Of one sequence or head, what is left of a program no longer asks which it is.
     batch, heads = (size if which in program.used else None for which, size in sizes.lengths[:2])
     program = within(program, sizes.lengths)
-    of_queries, of_keys = _lists(arrays, program=program, sizes=sizes)
+    of_queries, of_keys = _lists(arrays, program=program, sizes=sizes, exact=exact)
     return BlockMask(
         of_queries,
         of_keys,
@@ -153,9 +158,11 @@ def of_program(program: Program, arrays: tuple[jax.Array, ...], sizes: Sizes) ->
     )
 
 
-@functools.partial(jax.jit, static_argnames=("program", "sizes"))
-def _lists(arrays: tuple[jax.Array, ...], *, program: Program, sizes: Sizes) -> tuple[Lists, Lists]:
-    kinds = _kinds(program, arrays, sizes)
+@functools.partial(jax.jit, static_argnames=("program", "sizes", "exact"))
+def _lists(
+    arrays: tuple[jax.Array, ...], *, program: Program, sizes: Sizes, exact: bool
+) -> tuple[Lists, Lists]:
+    kinds = _kinds(program, arrays, sizes, exact)
     return _ordered(kinds), _ordered(jnp.swapaxes(kinds, 2, 3))
 
 
@@ -171,7 +178,7 @@ def _ordered(kinds: jax.Array) -> Lists:
     return Lists(order, runs, jnp.stack(ends, axis=-1))
 
 
-def _kinds(program: Program, arrays: tuple[jax.Array, ...], sizes: Sizes) -> jax.Array:
+def _kinds(program: Program, arrays: tuple[jax.Array, ...], sizes: Sizes, exact: bool) -> jax.Array:
     """[batch or 1, heads or 1, blocks of queries, blocks of keys] int8."""
     batch, heads = (size if which in program.used else 1 for which, size in sizes.lengths[:2])
     rows, columns = ceil_div(sizes.q_len, sizes.block_q), ceil_div(sizes.kv_len, sizes.block_kv)
@@ -193,8 +200,9 @@ def _kinds(program: Program, arrays: tuple[jax.Array, ...], sizes: Sizes) -> jax
     )
     kinds = jnp.where(low & whole, FULL, jnp.where(high, PARTIAL, EMPTY)).astype(jnp.int8)
     kinds = jnp.broadcast_to(kinds, (batch, heads, rows, columns))
-    open_ones = jnp.broadcast_to(~low & high, kinds.shape)
-    return kinds if isinstance(result, Number) else _decided(program, arrays, sizes, kinds, open_ones)
+    if isinstance(result, Number) or not exact:
+        return kinds
+    return _decided(program, arrays, sizes, kinds, jnp.broadcast_to(~low & high, kinds.shape))
 
 
 def _interval(index: jax.Array, block: int, length: int) -> intervals.Interval:

@@ -92,7 +92,7 @@ def _mask(
         if band is not None:
             traced = trace(check.function, "mask_mod", and_masks(mask_mod, band))
         of_blocks = blocks.Sizes(sizes.batch, sizes.num_heads, sizes.q_len, sizes.kv_len, BLOCK, BLOCK)
-        return blocks.of_program(traced.program, traced.arrays, of_blocks)
+        return blocks.of_program(traced.program, traced.arrays, of_blocks, exact=False)
     check.instance("block_mask", block_mask, BlockMask)
     if mask_mod is not None:
         check.fail("block_mask", "None where there is a mask_mod", "both")
