@@ -302,6 +302,21 @@ def test_transformations():
     close(many[1], jax.grad(loss)(2 * SLOPES, query))
 
 
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+def test_64_bit_types_change_nothing(implementation):
+    query, key, value, d_out = inputs("by head")
+
+    def loss(slopes):
+        options = dict(score_mod=mods.alibi(slopes), mask_mod=CASES["by head"].mask)
+        return (flash_attention(query, key, value, **options, implementation=implementation) * d_out).sum()
+
+    want = jax.grad(loss)(SLOPES)
+    with jax.enable_x64(True):
+        got = jax.grad(loss)(SLOPES)
+    assert got.dtype == jnp.float32
+    close(got, want)
+
+
 def test_many_closures_compile_once():
     query, key, value, _ = inputs("alibi")
     compiled = []

@@ -129,7 +129,7 @@ class Tracer:
             return self._outside(equation, inputs)
         if name in CALLS:
             if params.get("name") in WHOLE and all(self.is_integer(var) for var in equation.invars):
-                return [self.step(params["name"], equation, inputs)]
+                return [self.step(params["name"], equation, [self.as_dtype(one, equation) for one in inputs])]
             inner = next(params[key] for key in INNER if key in params)
             return self.evaluate(ClosedJaxpr(inner, ()) if isinstance(inner, Jaxpr) else inner, inputs)
         if name in SAME:
@@ -143,6 +143,17 @@ class Tracer:
     def _is_step(self, equation: Any) -> bool:
         """Of numbers alone: whether it gives a number again, which is then compiled in."""
         return all(var.aval.shape == () for var in (*equation.invars, *equation.outvars))
+
+    def as_dtype(self, value: Any, equation: Any) -> Operand:
+        """As the equation's result: a Python number has come as 64 bits wide where such types are on."""
+        operand, dtype = self.scalar(value), equation.outvars[0].aval.dtype
+        if isinstance(operand, Number):
+            return Number.of(operand.value, dtype)
+        return (
+            operand
+            if self.build.dtype(operand) == dtype
+            else self.build.step("convert", operand, dtype=dtype)
+        )
 
     def is_integer(self, atom: Any) -> bool:
         return jnp.issubdtype(atom.aval.dtype, jnp.integer)
