@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +11,11 @@ import numpy as np
 import pytest
 
 from pallas_attn import BlockMask, block_mask, flash_attention, mods
+from pallas_attn._call.checks import ArgumentChecker
+from pallas_attn._tile.band import Band
+from pallas_attn.mods.call import Sizes, of_call
 from pallas_attn.ops.flash_attention import cuda
+from pallas_attn.ops.flash_attention.operands import Operands, Rules
 
 BATCH, HEADS, KV_HEADS, DIM = 2, 4, 2, 16
 _rng = np.random.default_rng(0)
@@ -377,6 +381,15 @@ def test_refusals():
 @pytest.mark.parametrize(
     ("score", "words"), [(None, "has no mask_mod"), ("some", "is compiled before a score_mod is known")]
 )
-def test_cuda_says_why_it_serves_none(score, words):
-    operands: Any = SimpleNamespace(bias=None, mask=None, mods=SimpleNamespace(score=score))
-    assert cuda.unsupported(operands) == words
+def test_cuda_says_why_it_serves_none():
+    query, key, value, _ = inputs("causal")
+    rules = Rules("BTNH", 1.0, None, Band())
+    sizes = Sizes(BATCH, KV_HEADS, HEADS // KV_HEADS, LONG, LONG)
+    given = (
+        (None, mods.causal(), "has no mask_mod"),
+        (mods.soft_cap(1.0), None, "is compiled before a score_mod is known"),
+    )
+    for score_mod, mask_mod, words in given:
+        of_mods, _ = of_call(ArgumentChecker("flash_attention"), sizes, score_mod, mask_mod, None, None)
+        operands = Operands(query=query, key=key, value=value, mods=of_mods, rules=rules)
+        assert cuda.unsupported(operands) == words
