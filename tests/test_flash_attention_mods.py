@@ -378,9 +378,6 @@ def test_refusals():
     assert np.isfinite(jax.grad(lambda x: loss(jax.lax.stop_gradient(x)))(table)).all()
 
 
-@pytest.mark.parametrize(
-    ("score", "words"), [(None, "has no mask_mod"), ("some", "is compiled before a score_mod is known")]
-)
 def test_cuda_says_why_it_serves_none():
     query, key, value, _ = inputs("causal")
     rules = Rules("BTNH", 1.0, None, Band())
