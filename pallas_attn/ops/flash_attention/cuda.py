@@ -28,6 +28,8 @@ def unsupported(operands: Operands) -> str | None:
     for name, array in (("bias", operands.bias), ("mask", operands.mask)):
         if array is not None:
             return f"has no {name}"
+    if operands.mods is not None:
+        return "has no mask_mod" if operands.mods.score is None else "is compiled before a score_mod is known"
     problem = Problem.of(operands)
     tiles = problem.q_len * problem.q_len * problem.group // 128
     if operands.q_documents is not None and tiles > MOST_TILES:
