@@ -15,6 +15,7 @@ import pallas_attn
 from pallas_attn import _types
 from pallas_attn._call import dispatch
 
+ROOT = Path(__file__).parents[1]
 CALLS = Path(__file__).with_name("typed_calls.py")
 FLAGS = {"dot_product_attention": "return_residual"}
 FUNCTIONS = {name: getattr(pallas_attn, name) for name in pallas_attn.__all__}
@@ -102,3 +103,14 @@ def test_layouts_in_types_are_those_that_there_are():
     from pallas_attn._tile.layout import LAYOUTS
 
     assert typing.get_args(_types.Layout) == LAYOUTS
+
+
+@pytest.mark.once
+def test_no_two_sets_of_names_have_one_name():
+    """The checker of annotations takes `Name | None` of one module for that of another."""
+    sources = (ROOT / "pallas_attn").rglob("*.py")
+    names = [
+        name for path in sources for name in re.findall(r"^type (\w+) = Literal", path.read_text(), re.M)
+    ]
+    assert len(names) > 5
+    assert len(set(names)) == len(names)

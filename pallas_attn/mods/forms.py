@@ -17,12 +17,12 @@ from pallas_attn.mods.evaluate import Values, as_it_is, from_arrays
 from pallas_attn.mods.operands import Mods
 from pallas_attn.mods.program import BATCH, HEAD, KEY, QUERY, VARIABLES, Number, Operand, Program
 
-type Form = Literal["queries", "keys", "distances"]
+type ReadForm = Literal["queries", "keys", "distances"]
 """What is left when a kernel has summed: for each head a number a query, a key, or a distance between the two."""
-FORMS: tuple[Form, ...] = ("queries", "keys", "distances")
+FORMS: tuple[ReadForm, ...] = ("queries", "keys", "distances")
 
 
-def form_of(program: Program, read: Read) -> Form | None:
+def form_of(program: Program, read: Read) -> ReadForm | None:
     """None: places hang on query and key in another way than by their distance."""
     used = _used(program, read.index)
     if KEY not in used:
@@ -68,13 +68,19 @@ def _linear(program: Program, operand: Operand) -> tuple[int, int] | None:
     return sum(one[0] for one in both), sum(one[1] for one in both)
 
 
-def length(form: Form, q_len: int, kv_len: int) -> int:
+def length(form: ReadForm, q_len: int, kv_len: int) -> int:
     """Numbers that are left of a head. The distance q_idx - kv_idx is that of place 0 at 1 - kv_len."""
     return {"queries": q_len, "keys": kv_len, "distances": q_len + kv_len - 1}[form]
 
 
 def brought_to_places(
-    program: Program, read: Read, form: Form, sums: jax.Array, mods: Mods, arrays: Sequence[Any], kv_len: int
+    program: Program,
+    read: Read,
+    form: ReadForm,
+    sums: jax.Array,
+    mods: Mods,
+    arrays: Sequence[Any],
+    kv_len: int,
 ) -> jax.Array:
     """Of `sums` [batch, num_kv_heads, group, length]: the captured array's gradient, float32. `arrays`: all that is
     captured, for places that hang on it."""

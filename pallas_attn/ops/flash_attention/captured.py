@@ -29,7 +29,7 @@ from pallas_attn.ops.flash_attention.problem import Problem
 SIDE = 64  # of the tiles along diagonals
 
 
-def forms_of(operands: Operands, asked: tuple[int, ...]) -> dict[int, forms.Form]:
+def forms_of(operands: Operands, asked: tuple[int, ...]) -> dict[int, forms.ReadForm]:
     """{number of a read in the derivatives: its form}, of those captured floating-point arrays that are `asked`."""
     assert operands.mods is not None
     assert operands.mods.score is not None
@@ -102,7 +102,7 @@ def _along(
     reads: tuple[int, ...],
     config: FlashAttentionConfig,
     lowering: triton.Lowering,
-    form: forms.Form,
+    form: forms.ReadForm,
 ) -> list[jax.Array]:
     """[batch, num_kv_heads, group, q_len or kv_len] for each of the reads."""
     tiles = config.query if form == "queries" else config.key_value
@@ -128,7 +128,7 @@ def _along_kernel(
     problem: Problem,
     tiles: FlashAttentionTiles,
     reads: tuple[int, ...],
-    form: forms.Form,
+    form: forms.ReadForm,
 ):
     """A program holds queries of a head, or keys, and walks over the others."""
     queries, keys = sides(refs, problem, tiles)
