@@ -16,11 +16,10 @@ class Architecture(NamedTuple):
     """90 for sm_90."""
     shared_kib: int
     """That one program may have: a multiprocessor's, less one (CUDA's programming guide)."""
-    warpgroups: bool = False
-    """Whether matrix products may run beside a program, out of shared memory: on the data centre's Hopper and
-    Blackwell."""
-    tensor_memory: bool = False
-    """Whether sums of products have a memory of their own: on the data centre's Blackwell."""
+    products: str = "mma"
+    """The matrix instructions that compilers choose: "mma" by warps; by warpgroups, which run beside a program, out of
+    shared memory, "wgmma" on the data centre's Hopper, and "tcgen05" on its Blackwell, where sums have a memory of
+    their own."""
 
 
 ARCHITECTURES = (
@@ -28,14 +27,13 @@ ARCHITECTURES = (
     Architecture(86, 99),
     Architecture(87, 163),
     Architecture(89, 99),
-    Architecture(90, 227, warpgroups=True),
-    Architecture(100, 227, warpgroups=True, tensor_memory=True),
-    Architecture(103, 227, warpgroups=True, tensor_memory=True),
-    Architecture(110, 227, warpgroups=True, tensor_memory=True),
+    HOPPER := Architecture(90, 227, "wgmma"),
+    Architecture(100, 227, "tcgen05"),
+    Architecture(103, 227, "tcgen05"),
+    Architecture(110, 227, "tcgen05"),
     Architecture(120, 99),
     Architecture(121, 99),
 )
-HOPPER = 90
 
 
 class Kind(NamedTuple):
@@ -46,7 +44,7 @@ class Kind(NamedTuple):
     """A second that its memory moves, by its data sheet."""
 
 
-# The first whose name is in a device's; of a capability, the first is what others of it are taken for.
+# The first whose name is in a device's; others of a capability are taken for its first.
 KINDS = (
     Kind("RTX PRO", 120, 1792),
     Kind("RTX 50", 120, 1792),
@@ -69,8 +67,10 @@ KINDS = (
 
 
 def of_capability(capability: int | None) -> Architecture:
-    capability = HOPPER if capability is None else capability
-    return max((known for known in ARCHITECTURES if known.capability <= capability), default=ARCHITECTURES[0])
+    if capability is None:
+        return HOPPER
+    older = (known for known in ARCHITECTURES if known.capability <= capability)
+    return max(older, default=ARCHITECTURES[0])
 
 
 def capability_of(kind: str) -> int | None:
@@ -80,5 +80,5 @@ def capability_of(kind: str) -> int | None:
 def gigabytes_of(kind: str, capability: int | None) -> int:
     """A second that the memory moves of a GPU of this name or, where that tells nothing, of this capability."""
     named = [known for known in KINDS if known.name in kind]
-    same = [known for known in KINDS if known.capability == of_capability(capability).capability]
-    return (named or same or KINDS)[0].gigabytes
+    alike = [known for known in KINDS if known.capability == of_capability(capability).capability]
+    return (named or alike or KINDS)[0].gigabytes

@@ -22,16 +22,18 @@ calls as one likes. XLA's Triton takes the same bytes as pip's, wherever both we
 
 import dataclasses
 
+import numpy as np
+
 from pallas_attn._call.architecture import PROGRAM_BYTES, REGISTERS, THREAD_REGISTERS
 from pallas_attn._call.device import Device
 
 OTHER_BYTES = 3 * 1024
 # Of a thread, for anything but sums and a tile: as Triton 3.6 compiles split-KV kernels for sm_90.
 OTHER_REGISTERS = 72
-LOGIT_BYTES = REGISTER_BYTES = 4
-# From so many rows on, of 16 bits, a warpgroup's products may be asynchronous.
-ASYNCHRONOUS_ROWS, WARPGROUP = 64, 4
-LEAST_SIDE = 16  # of a tile
+FLOAT_BYTES = np.dtype(np.float32).itemsize  # of a logit, and of a register
+# A tile's least side is the tensor core's; each warp of a warpgroup has as many rows of an asynchronous product.
+LEAST_SIDE, WARPGROUP = 16, 4
+ASYNCHRONOUS_ROWS = LEAST_SIDE * WARPGROUP
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,7 +125,7 @@ class Tile:
         # Pairs that are copied ahead meet logits in the layout of these; for others logits change theirs.
         copied = self.pair_bytes * max(1, self.num_stages - 1)
         spared = self.pair_bytes * self.num_stages if self.spare else 0
-        exchanged = LOGIT_BYTES if self.exchanges_pairs else 0
+        exchanged = FLOAT_BYTES if self.exchanges_pairs else 0
         reread = self.rereads and self.itemsize == 2 and not stay
         again = self.tokens * max(self.walked) * self.itemsize if reread else 0
         return self.rows * self.tokens * max(copied + weights, exchanged, spared) + again
@@ -148,7 +150,7 @@ class Tile:
     def registers(self) -> float:
         """Of a thread, about: sums in float32, and a tile in the type of products, are spread over all."""
         sums = self.rows * self.held[0]
-        tile = self.tokens * sum(self.walked) * self.itemsize / REGISTER_BYTES
+        tile = self.tokens * sum(self.walked) * self.itemsize / FLOAT_BYTES
         return OTHER_REGISTERS + (sums + tile) / self.threads
 
     @property

@@ -30,15 +30,17 @@ class Device:
 
     @property
     def is_hopper(self) -> bool:
-        return self.architecture.capability == architecture.HOPPER
+        return self.architecture.products == "wgmma"
 
     @property
     def asynchronous_products(self) -> bool:
-        return self.architecture.warpgroups
+        """Whether matrix products may run beside a program."""
+        return self.architecture.products != "mma"
 
     @property
     def products_in_tensor_memory(self) -> bool:
-        return self.architecture.tensor_memory
+        """Whether sums of products have a memory of their own."""
+        return self.architecture.products == "tcgen05"
 
     @property
     def shared_bytes(self) -> int:

@@ -31,7 +31,8 @@ from pallas_attn._tile import triton
 from pallas_attn._tile.problem import TO_NEAREST, SplitKVProblem
 
 # Pieces of lengths that differ have at most 1 + 1/2**n fair shares, n up to this: the fewest with which all of them
-# begin at once, so that none waits for another. If none of these does, to the nearest number.
+# begin at once, so that none waits for another. If none of these does, to the nearest number. Two shares are too many
+# where a program fills a multiprocessor: nothing that is left runs beside the longest.
 FINEST = 4
 
 # First pieces of a share or more begin first, then those of half a share, of a quarter, and all others: what begins
@@ -245,7 +246,7 @@ def cuts(lengths: jax.Array, problem: SplitKVProblem) -> jax.Array:
     total = jnp.sum(work).astype(jnp.float32)
     tiles, fair = num_tiles.astype(jnp.float32), _fair(total, problem)
     count = _rounded(tiles, fair, problem, TO_NEAREST)
-    for n in range(FINEST + 1):
+    for n in range(int(problem.alone), FINEST + 1):
         finer = _rounded_up(tiles, (1 + 2.0**-n) * fair, problem)
         count = jnp.where(jnp.sum(finer) <= int(problem.shares), finer, count)
     return _most(count - 1, problem)

@@ -20,7 +20,7 @@ from pallas_attn._call.device import Device
 
 # Measured on an H200 and an H100 with the kernel of `paged_attention`, bf16.
 # From a program's start to its first products: lengths, page ids and keys come one after the other.
-START_US = 2.0
+START_US = 3.0
 # Of a multiprocessor's instructions, for each program that it begins: working out what it serves.
 BEGIN_US = 0.4
 # Of the second kernel, and of working out what is cut.
@@ -28,7 +28,7 @@ MERGE_US = 3.0
 # That each step of a program waits, however small its tile.
 STEP_US = 0.2
 # That a multiprocessor's instructions get through, in KB a microsecond.
-CORE_KB_US = 42
+CORE_KB_US = 40
 # How many times the mean the fullest multiprocessor of a wave has, and the longest split of a batch.
 UNEVEN = 1.5
 # The mean of lengths that differ, of the longest.
@@ -68,25 +68,20 @@ def cost(tile: budget.Tile, work: Work, splits: int, device: Device, *, whole: b
     equal = full * wave(at_once) + (wave(rest) if rest else 0.0)
 
     read_kb = DIFFERING * work.walks * walk_kb
+    number = max(1.0, programs / at_once)
+    # What programs of the first wave have left uneven those of the next ones even out.
+    uneven = 1 + (UNEVEN - 1) / number
+    reading = read_kb * max(1 / device.kb_us, uneven / (CORE_KB_US * device.num_cores))
     longest = walk_kb if whole else max(step_kb, UNEVEN * read_kb / max(programs, at_once))
-    # Of programs that begin at once the longest runs beside the others, of more of them it may begin last.
-    ending = max if programs <= at_once else lambda *both: sum(both)
-    start = START_US + BEGIN_US * tile.resident(device)
-    differing = start * max(1.0, programs / at_once) + ending(read_kb / device.kb_us, longest / alone)
+    # What is dealt begins with the longest; of what is not, more than run at once, the longest may begin last.
+    ending = reading + longest / alone if whole and number > 1 else max(reading, longest / alone)
+    differing = number * (START_US + BEGIN_US * tile.resident(device)) + ending
 
     merge = 0.0 if whole else MERGE_US + 2 * programs * work.result_bytes / 1024 / device.kb_us
-    return equal + differing + 2 * merge
-
-
-def filling(work: Work, at_once: int, most_waves: int, most: int) -> list[int]:
-    """Numbers of splits, up to `most`, that leave least idle of one wave, of two and so on."""
-    numbers = (waves * at_once // work.walks for waves in range(1, most_waves + 1))
-    return sorted({max(1, min(number, most)) for number in numbers})
+    return math.sqrt((equal + merge) * (differing + merge))
 
 
 def target(walks: int, splits: int, at_once: int) -> int:
     """Programs that a batch is dealt to, so that equal lengths have so many splits each, to the nearest number, and
     lengths that differ as many as run at once."""
-    if splits == 1 and walks > at_once:
-        return at_once
     return max(walks * splits, min(at_once, walks * splits + (walks - 1) // 2))

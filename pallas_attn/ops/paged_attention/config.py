@@ -24,12 +24,9 @@ class Candidate(NamedTuple):
 
 
 CANDIDATES = (Candidate(32, 4, 7), Candidate(64, 4, 5), Candidate(128, 4, 3))
-# Up to so many rows over bytes take their products transposed, on Hopper, in tiles of their own.
-TRANSPOSED_ROWS, TRANSPOSED = 8, (Candidate(64, 2, 3),)
-MOST_ROWS = 64
-MIN_SPLIT_TOKENS = 64
-# Of splits that fill waves, those of so many are weighed.
-MOST_WAVES = 4
+# Up to so many rows over bytes take their products transposed, on Hopper, in tiles of their own: the tensor core's
+# second side is half its first.
+TRANSPOSED_ROWS, TRANSPOSED = budget.LEAST_SIDE // 2, (Candidate(64, 2, 3),)
 # Splits of a batch-invariant call: 128 programs for one sequence of 8192 tokens with 8 KV heads. Beyond 32768 tokens
 # splits grow instead, or a wide table would ask for room without end.
 INVARIANT_TOKENS, INVARIANT_SPLITS = 512, 64
@@ -96,7 +93,9 @@ class Kind:
     def tiles(self, measured: Mapping[str, int]) -> list[budget.Tile]:
         """That fit, of as many rows as leave room for any; `measured` sizes are as they are."""
         candidates = TRANSPOSED if self.transposed else CANDIDATES
-        block_q = TRANSPOSED_ROWS if self.transposed else min(MOST_ROWS, triton.tile_side(self.rows))
+        block_q = (
+            TRANSPOSED_ROWS if self.transposed else min(budget.ASYNCHRONOUS_ROWS, triton.tile_side(self.rows))
+        )
         block_q = measured.get("block_q", block_q)
         known = {name: size for name, size in measured.items() if name in Candidate._fields}
         candidates = dict.fromkeys(candidate._replace(**known) for candidate in candidates)
@@ -137,14 +136,15 @@ def heuristic(
                 yield cost, dict(sizes, num_splits=1, target_programs=walks)
             if known.get("num_splits") == 1:
                 continue
-            least = max(known.get("min_split_tokens", MIN_SPLIT_TOKENS), tile.tokens)
+            least = max(known.get("min_split_tokens", 0), tile.tokens)
             at_once = waves.slots(tile, kind.device)
-            for splits in waves.filling(work, at_once, MOST_WAVES, max(1, max_len // least)):
+            for splits in range(1, max(1, max_len // least) + 1):
                 cost = waves.cost(tile, work, splits, kind.device)
-                yield cost, dict(sizes, num_splits=0, target_programs=waves.target(walks, splits, at_once))
+                target = waves.target(walks, splits, at_once)
+                yield cost, dict(sizes, num_splits=0, target_programs=target, min_split_tokens=least)
 
     _, fields = min(plans(), key=lambda plan: plan[0])
-    return PagedAttentionConfig(**{"min_split_tokens": MIN_SPLIT_TOKENS, **fields, **known})
+    return PagedAttentionConfig(**{**fields, **known})
 
 
 def invariant(kind: Kind) -> PagedAttentionConfig:
