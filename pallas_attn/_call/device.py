@@ -1,5 +1,6 @@
 """The device a call is being traced for: what dispatch and configuration ask of it."""
 
+import functools
 import re
 from dataclasses import dataclass
 
@@ -24,7 +25,7 @@ class Device:
         """Folder name of this device's configs and results: "nvidia-h100-80gb-hbm3"."""
         return re.sub(r"[^a-z0-9]+", "-", self.kind.lower()).strip("-")
 
-    @property
+    @functools.cached_property
     def architecture(self) -> Architecture:
         return architecture.of_capability(self.compute_capability)
 
@@ -47,7 +48,7 @@ class Device:
         """Shared memory that one program may have."""
         return 1024 * self.architecture.shared_kib
 
-    @property
+    @functools.cached_property
     def kb_us(self) -> float:
         """KB a microsecond that the memory moves."""
         return architecture.gigabytes_of(self.kind, self.compute_capability) * 1e3 / 1024

@@ -13,6 +13,7 @@ for the last of them.
 """
 
 import dataclasses
+import functools
 import math
 
 from pallas_attn._call import budget
@@ -36,52 +37,72 @@ DIFFERING = 0.125
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
-    """Of a call, if nothing is cut."""
+class Waves:
+    """A call in a tile: `walks` over at most `tokens` tokens each, whose splits leave `result_bytes` for the merge."""
 
+    tile: budget.Tile
+    device: Device
     walks: int
     tokens: int
-    """Of each walk, at most."""
     result_bytes: int
-    """That a split leaves for the merge."""
 
+    @functools.cached_property
+    def resident(self) -> int:
+        """Programs that share a multiprocessor."""
+        return self.tile.resident(self.device)
 
-def slots(tile: budget.Tile, device: Device) -> int:
-    """Programs that run at once."""
-    return tile.resident(device) * device.num_cores
+    @property
+    def slots(self) -> int:
+        """Programs that run at once."""
+        return self.resident * self.device.num_cores
 
+    @property
+    def steps(self) -> int:
+        """Of a walk that is not cut."""
+        return math.ceil(self.tokens / self.tile.tokens)
 
-def cost(tile: budget.Tile, work: Work, splits: int, device: Device, *, whole: bool = False) -> float:
-    """Microseconds, of both batches together. `whole`: nothing is ever cut, and there is no merge."""
-    at_once, programs = slots(tile, device), work.walks * splits
-    step_kb = tile.loaded_bytes / 1024
-    walk_kb = math.ceil(work.tokens / tile.tokens) * step_kb
-    split_kb = math.ceil(work.tokens / tile.tokens / splits) * step_kb
-    alone = step_kb / (STEP_US + step_kb / CORE_KB_US)
+    @functools.cached_property
+    def step_kb(self) -> float:
+        return self.tile.loaded_bytes / 1024
 
-    def wave(programs: int) -> float:
-        fullest = min(tile.resident(device), math.ceil(UNEVEN * programs / device.num_cores))
-        reading = split_kb * max(programs / device.kb_us, fullest / CORE_KB_US, 1 / alone)
-        return START_US + BEGIN_US * fullest + reading
+    @property
+    def alone_us(self) -> float:
+        """That a program takes for each KB, however few there are."""
+        return STEP_US / self.step_kb + 1 / CORE_KB_US
 
-    full, rest = divmod(programs, at_once)
-    equal = full * wave(at_once) + (wave(rest) if rest else 0.0)
+    def cost(self, splits: int, *, whole: bool = False) -> float:
+        """Microseconds, the geometric mean of both batches. `whole`: nothing is ever cut, and there is no merge."""
+        programs = self.walks * splits
+        merge = 0.0 if whole else MERGE_US + 2 * programs * self.result_bytes / 1024 / self.device.kb_us
+        return math.sqrt((self._equal(splits) + merge) * (self._differing(programs, whole) + merge))
 
-    read_kb = DIFFERING * work.walks * walk_kb
-    number = max(1.0, programs / at_once)
-    # What programs of the first wave have left uneven those of the next ones even out.
-    uneven = 1 + (UNEVEN - 1) / number
-    reading = read_kb * max(1 / device.kb_us, uneven / (CORE_KB_US * device.num_cores))
-    longest = walk_kb if whole else max(step_kb, UNEVEN * read_kb / max(programs, at_once))
-    # What is dealt begins with the longest; of what is not, more than run at once, the longest may begin last.
-    ending = reading + longest / alone if whole and number > 1 else max(reading, longest / alone)
-    differing = number * (START_US + BEGIN_US * tile.resident(device)) + ending
+    def _equal(self, splits: int) -> float:
+        split_kb = math.ceil(self.steps / splits) * self.step_kb
 
-    merge = 0.0 if whole else MERGE_US + 2 * programs * work.result_bytes / 1024 / device.kb_us
-    return math.sqrt((equal + merge) * (differing + merge))
+        def wave(programs: int) -> float:
+            fullest = min(self.resident, math.ceil(UNEVEN * programs / self.device.num_cores))
+            reading = max(programs / self.device.kb_us, fullest / CORE_KB_US, self.alone_us) * split_kb
+            return START_US + BEGIN_US * fullest + reading
 
+        full, rest = divmod(self.walks * splits, self.slots)
+        return full * wave(self.slots) + (wave(rest) if rest else 0.0)
 
-def target(walks: int, splits: int, at_once: int) -> int:
-    """Programs that a batch is dealt to, so that equal lengths have so many splits each, to the nearest number, and
-    lengths that differ as many as run at once."""
-    return max(walks * splits, min(at_once, walks * splits + (walks - 1) // 2))
+    def _differing(self, programs: int, whole: bool) -> float:
+        waves = max(1.0, programs / self.slots)
+        read_kb = DIFFERING * self.walks * self.steps * self.step_kb
+        # What programs of the first wave have left uneven those of the next ones even out.
+        uneven = 1 + (UNEVEN - 1) / waves
+        reading = read_kb * max(1 / self.device.kb_us, uneven / (CORE_KB_US * self.device.num_cores))
+        longest_kb = self.steps * self.step_kb
+        if not whole:
+            longest_kb = max(self.step_kb, UNEVEN * read_kb / max(programs, self.slots))
+        # What is dealt begins with the longest; of what is not, more than run at once, the longest may begin last.
+        longest = longest_kb * self.alone_us
+        ending = reading + longest if whole and waves > 1 else max(reading, longest)
+        return waves * (START_US + BEGIN_US * self.resident) + ending
+
+    def target(self, splits: int) -> int:
+        """Programs that the batch is dealt to, so that equal lengths have so many splits each, to the nearest number,
+        and lengths that differ as many as run at once."""
+        programs = self.walks * splits
+        return max(programs, min(self.slots, programs + (self.walks - 1) // 2))

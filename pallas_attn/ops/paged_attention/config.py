@@ -125,36 +125,37 @@ def heuristic(
 
     def plans() -> Iterator[tuple[float, dict[str, int]]]:
         for tile in kind.tiles(known):
-            rows = min(kind.rows, tile.rows)
-            walks = num_seqs * num_kv_heads * math.ceil(kind.rows / tile.rows)
-            work = waves.Work(walks, max_len, result_bytes=4 * rows * kind.head_dim)
-            sizes = dict(
-                block_q=tile.rows, block_kv=tile.tokens, num_warps=tile.num_warps, num_stages=tile.num_stages
+            call = waves.Waves(
+                tile,
+                kind.device,
+                walks=num_seqs * num_kv_heads * math.ceil(kind.rows / tile.rows),
+                tokens=max_len,
+                result_bytes=budget.FLOAT_BYTES * min(kind.rows, tile.rows) * kind.head_dim,
             )
+            sizes = _sizes(tile)
             if known.get("num_splits", 1) == 1:
-                cost = waves.cost(tile, work, 1, kind.device, whole=True)
-                yield cost, dict(sizes, num_splits=1, target_programs=walks)
+                yield call.cost(1, whole=True), dict(sizes, num_splits=1, target_programs=call.walks)
             if known.get("num_splits") == 1:
                 continue
             least = max(known.get("min_split_tokens", 0), tile.tokens)
-            at_once = waves.slots(tile, kind.device)
             for splits in range(1, max(1, max_len // least) + 1):
-                cost = waves.cost(tile, work, splits, kind.device)
-                target = waves.target(walks, splits, at_once)
-                yield cost, dict(sizes, num_splits=0, target_programs=target, min_split_tokens=least)
+                dealt = dict(num_splits=0, target_programs=call.target(splits), min_split_tokens=least)
+                yield call.cost(splits), sizes | dealt
 
     _, fields = min(plans(), key=lambda plan: plan[0])
     return PagedAttentionConfig(**{**fields, **known})
+
+
+def _sizes(tile: budget.Tile) -> dict[str, int]:
+    """The tile as a config has it."""
+    return dict(block_q=tile.rows, block_kv=tile.tokens, num_warps=tile.num_warps, num_stages=tile.num_stages)
 
 
 def invariant(kind: Kind) -> PagedAttentionConfig:
     """For calls whose bits must not depend on the batch: neither does anything that it goes by."""
     tile = max(kind.tiles({}), key=lambda tile: tile.tokens)
     return PagedAttentionConfig(
-        block_q=tile.rows,
-        block_kv=tile.tokens,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        **_sizes(tile),
         split_tokens=INVARIANT_TOKENS,
         num_splits=INVARIANT_SPLITS,
         # How many programs there are decides when splits are worked on, but not what is in them.
