@@ -58,14 +58,18 @@ def test_what_is_chosen_fits(head_dim, itemsize, device):
         assert head_dim > 256 or not tile.spills
 
 
-@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.kind)
+@pytest.mark.parametrize("device", [H200, H100], ids=lambda device: device.kind)
 @pytest.mark.parametrize("kv_heads", [1, 8])
 def test_what_is_chosen_fills_the_device(kv_heads, device):
-    """Where there is enough to do: of equal lengths no wave is left with much idle."""
+    """Where there is enough to do, and the memory does not do with a part of it: of equal lengths no wave is left with
+    much idle."""
     for num_seqs in (*range(1, 140, 13), 192, 333):
         config = chosen(num_seqs, 8192, kv_heads, device=device)
-        programs = max(config.target_programs, num_seqs * kv_heads)
-        busy = programs / (tile_of(config, device=device).resident(device) * device.num_cores)
+        tile, programs = tile_of(config, device=device), max(config.target_programs, num_seqs * kv_heads)
+        slots = tile.resident(device) * device.num_cores
+        if num_seqs * kv_heads * 8192 < 8 * tile.tokens * slots:
+            continue
+        busy = programs / slots
         assert busy / math.ceil(busy) > 0.6, (num_seqs, config)
 
 
