@@ -38,7 +38,7 @@ PROMPTS := --prompt "What is photosynthesis?" \
 	--prompt "Give three tips for learning to cook." \
 	--prompt "Explain in two sentences why the sky is blue."
 
-.PHONY: environment installed demo demo-check test test-all test-oldest test-latest test-gpu test-gpu-triton sanitize lint format lock clean
+.PHONY: environment installed demo demo-check test test-all test-latest test-gpu test-gpu-triton sanitize lint format lock clean
 
 demo: .venv/.package .venv/.demo ## SmolLM2 answers three prompts through paged attention
 	.venv/bin/pallas-attn generate $(PROMPTS) --max-new-tokens 48
@@ -46,20 +46,16 @@ demo: .venv/.package .venv/.demo ## SmolLM2 answers three prompts through paged 
 demo-check: .venv/.package .venv/.test ## the same, compared with transformers on the same weights
 	.venv/bin/pallas-attn generate $(PROMPTS) --max-new-tokens 48 --check
 
-# A sweep's cases differ little from each other, and are half of the time.
-test: SAMPLE := --sample 3
-test: test-all ## everything that needs no GPU, on the newest and the oldest jax; of each sweep a third of its cases
+# Most of a test's time goes into compiling for the CPU. XLA's former way of doing it takes a third of the time; jax
+# 0.12 has it no longer. So the oldest jax runs all tests, and the newest those that are to be asked of both.
+ON_OLDEST := PYTHONPATH=$(OLDEST) XLA_FLAGS=--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters
 
-test-all: environment test-oldest ## the same with all their cases, as in CI
-	$(PYTEST) -m "not slow" --sweeps third $(SAMPLE)
+test: environment ## what needs no GPU, on the oldest jax; of sweeps over many cases a sample that has every option
+	$(ON_OLDEST) $(PYTEST) --sample
 
-# Most of a test's time goes into compiling for the CPU. XLA's former way of doing it takes a third of the time; the
-# newest jaxlib has it no longer. So the oldest runs what compiles much, and two cases of three of each sweep over the
-# kernels' numerics; the newest has the third. Whether annotations are kept to does not depend on jax, and is asked by the
-# newest alone: it is an eighth of the time.
-test-oldest: environment ## what depends on jax, and most of the kernels' numerics, on the oldest
-	PYTHONPATH=$(OLDEST) XLA_FLAGS=--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters \
-		$(PYTEST) -m "not once" --sweeps rest --jaxtyping-packages= $(SAMPLE)
+test-all: environment ## all cases on the oldest jax, and on the newest a sample of what depends on jax; as in CI
+	$(ON_OLDEST) $(PYTEST)
+	$(PYTEST) -m "not once" --sample
 
 test-latest: .venv/bin/python ## on the newest of everything, jax beyond the supported range included
 	test -e $(LATEST)/bin/python || $(PYTHON) -m venv $(LATEST)
@@ -97,6 +93,11 @@ lint: environment ## ruff, pyright, import-linter, clang-format
 	.venv/bin/pyright
 	.venv/bin/lint-imports --no-logo
 	git ls-files '*.cu' '*.cuh' '*.h' '*.cc' | xargs -r .venv/bin/clang-format --dry-run --Werror
+
+# Not --quiet, which keeps warnings from --strict, too.
+.PHONY: site
+site: environment ## the pages in docs/ and beside the code, with the reference from docstrings, in build/site
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --config-file docs/mkdocs.yml
 
 format: .venv/.package .venv/.test
 	.venv/bin/ruff check --fix .

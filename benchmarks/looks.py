@@ -14,7 +14,7 @@ LOOKS = {
     "ours, Pallas without a schedule": ("#f4b393", "v"),
     "ours, CUDA without a schedule": ("#d6604d", "^"),
     "ours, CUDA in a graph": ("#67001f", "p"),
-    "ours, by Triton itself": ("#f4a582", "s"),
+    "ours, by Triton itself": ("#fdae61", "d"),
     "ours, plain jnp": ("#999999", "x"),
     "FlashMLA": ("#2166ac", "D"),
     "FA3 (vLLM)": ("#1b7837", "P"),
@@ -31,12 +31,20 @@ TITLES = {
     "ragged_paged_attention": "Ragged paged attention",
     "flash_attention": "Flash attention, forward",
     "flash_attention_gradients": "Flash attention, forward and backward",
-    "blocksparse_attention": "Block-sparse attention",
+    "blocksparse_attention": "Block-sparse attention, forward",
+    "sparse_mla_decode": "Sparse MLA, decode",
+    "sparse_mla_prefill": "Sparse MLA, prompts",
 }
-DTYPES = ("bf16", "fp16", "f32")
+DTYPES = ("bf16", "bfloat16", "fp16", "f32")
 # A part of a cell's id, and what a reader calls it; "" for what is said elsewhere.
 WORDS = [
-    (r"b\d+|bf16|fp16|f32|p\d+|q\d+kv\d+", ""),
+    (r"b\d+|bf16|bfloat16|fp16|f32|p\d+|q\d+kv\d+", ""),
+    (r"(\d+)of\1", r"\1 tokens"),
+    (r"dense", "dense"),
+    (r"0\.(\d+)", r"0.\1 of the blocks"),
+    (r"local16stride8step1", "Phi-3-small's pattern"),
+    (r"b(\d+)x\1", r"blocks of \1"),
+    (r"top(\d+)", r"\1 chosen"),
     (r"1x(\d+)", r"prompt of \1 tokens"),
     (r"(\d+)x(\d+)", r"\1 sequences of \2 tokens"),
     (r"(\d+)on(\d+)", r"\1 new tokens on \2"),
@@ -78,14 +86,14 @@ def shown(implementation: str) -> str:
     return re.sub(rf"^{OURS}\b", "pallas_attn", implementation)
 
 
-def op_title(rows: Sequence[Row]) -> str:
+def op_title(rows: Sequence[Row], between: str = ", ") -> str:
     """The op, the dtype of its queries, and the card."""
     named = (part for row in rows for part in row.case.split("-") if part in DTYPES)
     dtypes = ", ".join(dict.fromkeys(named)) or rows[0].dtype
-    return f"{TITLES.get(rows[0].op, rows[0].op)}, {dtypes}, {rows[0].device}"
+    return f"{TITLES.get(rows[0].op, rows[0].op)}{between}{dtypes}, {rows[0].device}"
 
 
-def cell(row: Row) -> str:
+def cell(row: Row) -> list[str]:
     """A cell in words."""
     heads = f"{row.heads} heads" + (f" over {row.kv_heads}" if row.kv_heads not in (1, row.heads) else "")
     words = []
@@ -95,4 +103,4 @@ def cell(row: Row) -> str:
     first, *others = [word for word in words if word]
     # Where the id says how long one sequence is, rather than what the whole batch is.
     of_each = re.search(r"(^|-)(t\d+)?(s|normal|from|lognormal|exponential)\d+(-|$)", row.case)
-    return ", ".join([f"{row.batch} x {first}" if of_each else first, heads, *others])
+    return [f"{row.batch} x {first}" if of_each else first, heads, *others]

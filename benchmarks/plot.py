@@ -3,6 +3,7 @@
     python benchmarks/plot.py results.csv                    # results-mla_decode-bandwidth.png, ...-ratio.png
     python benchmarks/plot.py results.csv --cells '^b128-' --out pictures --format svg
     python benchmarks/plot.py paged.csv ragged.csv flash.csv mla.csv    # all in one: paged-roof.png
+    python benchmarks/plot.py results.csv --page --cells 'q32kv8'       # *-roof as results.svg, for a page
 
 *-bandwidth: GB/s over the sequences' length, a line an implementation, a panel a batch and head count, under the roof
 that the same run measured. *-ratio: the best peer's time over ours for each cell; where we lose, the cell is
@@ -19,6 +20,7 @@ from typing import NamedTuple
 import results
 import roofline
 from looks import OURS, in_order, is_ours, looks, op_title, shown
+from matplotlib import rc_context
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure  # without pyplot: files only, no window, no state
 from matplotlib.patches import Rectangle
@@ -254,12 +256,23 @@ def by_op(rows: Sequence[Row]) -> list[list[Row]]:
     return [[row for row in rows if row.op == op] for op in dict.fromkeys(row.op for row in rows)]
 
 
+def _save(figure: Figure, path: Path) -> None:
+    """Letters stay letters, and the same table gives the same file."""
+    if path.suffix == ".svg":
+        with rc_context({"svg.fonttype": "none", "svg.hashsalt": path.stem, "font.family": "sans-serif"}):
+            figure.savefig(path, metadata={"Date": None, "Creator": None})
+    else:
+        figure.savefig(path, dpi=150)
+
+
 def main(command_line: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="plot.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("tables", type=Path, nargs="+", metavar="TABLE.csv")
     parser.add_argument("--cells", default="", metavar="REGEX", help="those whose id it finds")
+    parser.add_argument("--without", action="append", default=[], metavar="NAME", help="an implementation")
+    parser.add_argument("--page", action="store_true", help="*-roof alone, named as the table, as svg")
     parser.add_argument(
         "--ours", metavar="NAME", help='what stands for us in *-ratio, such as "ours, Pallas"'
     )
@@ -269,21 +282,24 @@ def main(command_line: Sequence[str] | None = None) -> int:
     try:
         found: list[Table] = []
         for path in arguments.tables:
-            right = [row for row in results.read(path) if row.ok]
+            right = [
+                row for row in results.read(path) if row.ok and row.implementation not in arguments.without
+            ]
             rows = [row for row in right if row.op != roofline.OP and re.search(arguments.cells, row.case)]
             found.append(Table(rows, [row for row in right if row.op == roofline.OP]))
         table = arguments.tables[0]
-        if len(found) == 1:
-            pictures = drawn(*found[0], arguments.ours)
+        if len(found) == 1 and not arguments.page:
+            pictures = {f"-{name}": own for name, own in drawn(*found[0], arguments.ours).items()}
         else:
-            picture = roof_chart([Table(own, roofs) for rows, roofs in found for own in by_op(rows)])
-            pictures = {} if picture is None else {"roof": picture}
+            panels = [Table(own, roofs) for rows, roofs in found for own in by_op(rows)]
+            picture = roof_chart(panels, columns=1 if arguments.page else 2)
+            pictures = {} if picture is None else {"" if arguments.page else "-roof": picture}
         if not pictures:
             raise ValueError(f"{table}: expected right figures of cells that can be drawn, found none")
         for name, figure in pictures.items():
             folder = arguments.out or table.parent
-            path = folder / f"{table.stem}-{name}.{arguments.format}"
-            figure.savefig(path, dpi=150)
+            path = folder / f"{table.stem}{name}.{'svg' if arguments.page else arguments.format}"
+            _save(figure, path)
             print(f"drawn in {path}")
     except (ValueError, OSError, re.error) as error:
         parser.exit(2, f"plot.py: error: {str(error).splitlines()[0]}\n")

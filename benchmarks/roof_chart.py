@@ -9,9 +9,7 @@ from matplotlib.figure import Figure
 from results import Row
 
 LINE = 0.27  # inches a cell
-SOURCE = (
-    "of what limits it, memory or tensor cores, as benchmarks/roofline.py measured the card in the same run"
-)
+TITLE = "How near each call comes to what limits it, memory or tensor cores, as measured in the same run"
 
 
 class Table(NamedTuple):
@@ -21,14 +19,14 @@ class Table(NamedTuple):
     """What the run measured of the card."""
 
 
-def roof_chart(tables: Sequence[Table]) -> Figure | None:
+def roof_chart(tables: Sequence[Table], columns: int = 2) -> Figure | None:
     """None where no run has measured its roof."""
     tables = [Table([r for r in table.rows if r.roof_percent], table.roofs) for table in tables]
     tables = [table for table in tables if table.rows]
     if not tables:
         return None
     longest = max(len({row.case for row in table.rows}) for table in tables)
-    columns = min(2, len(tables))
+    columns = min(columns, len(tables))
     lines = -(-len(tables) // columns)
     size = 7.6 * columns, lines * (LINE * longest + 1.3) + 0.9
     drawn = Figure(figsize=size, layout="constrained")
@@ -49,13 +47,15 @@ def roof_chart(tables: Sequence[Table]) -> Figure | None:
         ncols=min(len(labels), 1 + 2 * columns),
         fontsize=9,
     )
-    drawn.suptitle(f"How much each call takes {SOURCE}", fontsize=11 if columns > 1 else 8)
+    drawn.suptitle(TITLE, fontsize=11 if columns > 1 else 9)
     return drawn
 
 
 def _draw_panel(axes, table: Table, names: Sequence[str], styles) -> None:
     cases = list(dict.fromkeys(row.case for row in table.rows))
     words = {row.case: cell(row) for row in table.rows}
+    # What is so in every cell is said once, above them; how long it is stays.
+    common = [word for word in words[cases[0]][1:] if all(word in own for own in words.values())]
     for name in names:
         points = [
             (row.roof_percent, cases.index(row.case)) for row in table.rows if row.implementation == name
@@ -73,7 +73,7 @@ def _draw_panel(axes, table: Table, names: Sequence[str], styles) -> None:
                 zorder=zorder,
             )
     axes.axvline(100, color="black", ls="--", lw=1, label="roof")
-    axes.set_yticks(range(len(cases)), labels=[words[case] for case in cases], fontsize=8)
+    axes.set_yticks(range(len(cases)), labels=[_label(words[case], common) for case in cases], fontsize=8)
     axes.set_ylim(len(cases) - 0.5, -0.5)
     axes.set_xlim(0, 104)
     axes.set_xlabel("% of the roof", fontsize=8)
@@ -85,5 +85,11 @@ def _draw_panel(axes, table: Table, names: Sequence[str], styles) -> None:
     if (product := rates.get(roofline.PRODUCT)) and product.tflops:
         measured.append(f"{product.tflops:.0f} TFLOPS")
     axes.set_title(
-        op_title(table.rows) + (f"\nroof: {' or '.join(measured)}" if measured else ""), fontsize=10
+        ", ".join([op_title(table.rows, between="\n"), *common])
+        + (f"\nroof: {' or '.join(measured)}" if measured else ""),
+        fontsize=9.5,
     )
+
+
+def _label(words: Sequence[str], common: Sequence[str]) -> str:
+    return ", ".join(word for word in words if word not in common)

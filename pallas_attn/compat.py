@@ -11,11 +11,14 @@ import jax.numpy as jnp
 
 from pallas_attn._call import partition
 from pallas_attn._call.checks import ArgumentChecker, brief, is_number
+from pallas_attn._call.operands import dims, operands, ready
 from pallas_attn._tile import options
 from pallas_attn._tile.layout import moved
 from pallas_attn._tile.quantization import QUANTIZED_DTYPES
+from pallas_attn._types import Array
 from pallas_attn.ops.paged_attention import paged_attention as _paged_attention
-from pallas_attn.ops.ragged_attention import call
+from pallas_attn.ops.ragged_attention import arguments
+from pallas_attn.ops.ragged_attention.api import OP as RAGGED
 from pallas_attn.ops.ragged_attention.blocks import Ragged
 
 DEFAULT_MASK_VALUE = -0.7 * float(jnp.finfo(jnp.float32).max)
@@ -71,36 +74,29 @@ def paged_attention(
     _check_mask_value(check, mask_value)
     options.softcap(check, attn_logits_soft_cap)
 
-    operands = {
-        "query": q,
-        "key_cache": k_pages,
-        "value_cache": v_pages,
-        "block_tables": block_tables,
-        "seq_lens": lengths,
-    }
-    pool_dims = "kv_heads pages slot dim"
-    dims = {
-        "query": "seqs heads dim",
-        "key_cache": pool_dims,
-        "value_cache": pool_dims,
-        "block_tables": "seqs columns",
-        "seq_lens": "seqs",
-    }
+    given = _ByHead(
+        query=q, key_cache=k_pages, value_cache=v_pages, block_tables=block_tables, seq_lens=lengths
+    )
+    static = {"softcap": attn_logits_soft_cap}
     (out,) = partition.divide(
-        check.function,
-        _attend_by_head,
-        {name: jnp.asarray(array) for name, array in operands.items()},
-        dims,
-        (dims["query"],),
-        static={"softcap": attn_logits_soft_cap},
+        check.function, _attend_by_head, ready(given), ("seqs heads dim",), static=static
     )
     return out
 
 
-def _attend_by_head(operands: dict[str, jax.Array], *, softcap: float | None) -> tuple[jax.Array]:
+@operands
+class _ByHead:
+    query: Array = dims("seqs heads dim")
+    key_cache: Array = dims("kv_heads pages slot dim")
+    value_cache: Array = dims("kv_heads pages slot dim")
+    block_tables: Array = dims("seqs columns")
+    seq_lens: Array = dims("seqs")
+
+
+def _attend_by_head(given: _ByHead, *, softcap: float | None) -> tuple[jax.Array]:
     """A pool that has its heads in front, as one of as many sequences for each of them."""
-    query, key, value, block_tables, lens = operands.values()
-    num_kv_heads, num_pages, page_size, head_dim = key.shape
+    query, block_tables = given.query, given.block_tables
+    num_kv_heads, num_pages, page_size, head_dim = given.key_cache.shape
     batch_size, num_heads, _ = query.shape
     head = jnp.arange(num_kv_heads, dtype=jnp.int32)[:, None]
     usable = (block_tables >= 0) & (block_tables < num_pages)
@@ -109,10 +105,10 @@ def _attend_by_head(operands: dict[str, jax.Array], *, softcap: float | None) ->
     pool = (num_kv_heads * num_pages, page_size, 1, head_dim)
     out = _paged_attention(
         query.reshape(batch_size * num_kv_heads, num_heads // num_kv_heads, head_dim),
-        key.reshape(pool),
-        value.reshape(pool),
+        given.key_cache.reshape(pool),
+        given.value_cache.reshape(pool),
         tables.reshape(batch_size * num_kv_heads, -1),
-        jnp.repeat(lens, num_kv_heads),
+        jnp.repeat(given.seq_lens, num_kv_heads),
         scale=1.0,
         softcap=softcap,
     )
@@ -173,26 +169,24 @@ def ragged_paged_attention(
     check.multiple("query", check.dims["num_q_heads"], "num_kv_heads", combined // 2)
     if mask_value is not None:
         _check_mask_value(check, mask_value)
-    out = call.run(
+    made = arguments.made(
         check,
-        {
-            "query": q,
-            "key_cache": kv_pages,
-            "value_cache": kv_pages,
-            "block_tables": page_indices,
-            "seq_lens": kv_lens,
-            "cu_q_lens": cu_q_lens,
-            "num_seqs": num_seqs,
-        },
-        op="ragged_paged_attention",
+        query=q,
+        key_cache=kv_pages,
+        value_cache=kv_pages,
+        block_tables=page_indices,
+        seq_lens=kv_lens,
+        cu_q_lens=cu_q_lens,
+        num_seqs=num_seqs,
         scale=sm_scale,
         softcap=soft_cap,
         sliding_window=sliding_window,
         k_scale=k_scale,
         v_scale=v_scale,
+        out_dtype=q.dtype,
         layout="COMBINED",
     )
-    assert isinstance(out, jax.Array)
+    out, _ = RAGGED.serve(made, implementation=None)
     return out
 
 
@@ -255,8 +249,8 @@ def ragged_paged_attention_v3(
     }  # fmt: skip
     check = ArgumentChecker("compat.ragged_paged_attention_v3", spelled)
     check.array("query", queries, ("max_num_tokens", "num_q_heads", "head_dim"), options.DTYPES)
-    dims = ("total_num_pages", "page_size", "combined // packing", "packing", "padded_head_dim")
-    check.array("key_cache", kv_cache, dims, [queries.dtype, *QUANTIZED_DTYPES])
+    pages = ("total_num_pages", "page_size", "combined // packing", "packing", "padded_head_dim")
+    check.array("key_cache", kv_cache, pages, [queries.dtype, *QUANTIZED_DTYPES])
     new = ("max_num_tokens", "num_kv_heads", "head_dim")
     check.array("key", keys, new, [kv_cache.dtype])
     check.array("value", values, new, [kv_cache.dtype])
@@ -297,25 +291,23 @@ def ragged_paged_attention_v3(
         pool = _with_new(pool, keys, values, kv_lens, tables, cu_q_lens, counted)
     # Heads that only fill up a word have queries of their own, which nobody looks at.
     group, pad = num_heads // num_kv_heads, combined // 2 - num_kv_heads
-    out = call.run(
+    made = arguments.made(
         check,
-        {
-            "query": jnp.pad(queries, ((0, 0), (0, pad * group), (0, padded - head_dim))),
-            "key_cache": pool,
-            "value_cache": pool,
-            "block_tables": tables,
-            "seq_lens": kv_lens,
-            "cu_q_lens": cu_q_lens,
-            "num_seqs": distribution[2:],
-        },
-        op="ragged_paged_attention",
+        query=jnp.pad(queries, ((0, 0), (0, pad * group), (0, padded - head_dim))),
+        key_cache=pool,
+        value_cache=pool,
+        block_tables=tables,
+        seq_lens=kv_lens,
+        cu_q_lens=cu_q_lens,
+        num_seqs=distribution[2:],
         scale=sm_scale * (1.0 if k_scale is None else k_scale),
         softcap=soft_cap,
         sliding_window=sliding_window if use_causal_mask else None,
         causal=use_causal_mask,
+        out_dtype=queries.dtype,
         layout="COMBINED",
     )
-    assert isinstance(out, jax.Array)
+    out, _ = RAGGED.serve(made, implementation=None)
     if out_dtype is None:
         out_dtype = jnp.float32 if queries.dtype == jnp.float32 else jnp.bfloat16
     out = out[:, :num_heads, :head_dim].astype(out_dtype)

@@ -14,7 +14,7 @@ from pallas_attn import SparseLayout, blocksparse_attention
 from pallas_attn.ops.blocksparse_attention import builders
 from pallas_attn.testing.blocksparse import SMALL_TILES
 
-pytestmark = pytest.mark.slow  # the other ops are sharded on both jax
+pytestmark = pytest.mark.once  # the other ops are sharded on both jax
 KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["xla", "interpret"])
 SIZES = dict(block_size=16, q_block_size=16)
@@ -80,6 +80,7 @@ def placed(mesh: jax.sharding.Mesh, specs: dict[str, P]) -> dict[str, jax.Array]
     return {n: jax.device_put(x, NamedSharding(mesh, specs.get(n, P()))) for n, x in arguments().items()}
 
 
+@pytest.mark.sweep
 @KINDS
 @IMPLEMENTATIONS
 def test_heads(kind, implementation):

@@ -1,9 +1,6 @@
-import collections
 import gc
-import itertools
 import os
 import sys
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import jaxtyping
 import pytest
+import sample
 
 # Tracing makes millions of objects that live long, and each collection walks them all.
 gc.set_threshold(100_000, 50, 100)
@@ -56,17 +54,7 @@ def pytest_collection_finish() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--sweeps",
-        choices=["all", "third", "rest"],
-        default="all",
-        help="of tests marked `sweep`: every case, every third, or those that this leaves and what is `slow`",
-    )
-    parser.addoption(
-        "--sample",
-        type=int,
-        default=1,
-        metavar="N",
-        help="of the cases of a test marked `sweep` that are left, its first and about one in N of the others",
+        "--sample", action="store_true", help="of tests marked `sweep` the cases that sample.py chooses"
     )
 
 
@@ -77,6 +65,8 @@ def pytest_report_header() -> str:
 
 # GPU tests that run what Pallas compiles, and not the same by Triton itself.
 UNPAIRED = pytest.StashKey[list[str]]()
+# What a sample is taken of, had -m and -k left nothing out.
+SWEEPS = pytest.StashKey[list[pytest.Item]]()
 
 
 @pytest.fixture
@@ -102,6 +92,11 @@ def unpaired(pytestconfig: pytest.Config) -> list[str]:
     return pytestconfig.stash[UNPAIRED]
 
 
+@pytest.fixture
+def sweeps(pytestconfig: pytest.Config) -> list[pytest.Item]:
+    return pytestconfig.stash[SWEEPS]
+
+
 def asks_for_pallas(item: pytest.Item) -> bool:
     params = item.callspec.params.values() if hasattr(item, "callspec") else ()
     return any("pallas" in ([value] if isinstance(value, str) else value)
@@ -110,8 +105,7 @@ def asks_for_pallas(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    """GPU tests are deselected where there is no GPU, what --sweeps leaves to the other end of jax, and what is not of
-    the --sample."""
+    """GPU tests are deselected where there is no GPU, and what is not of the --sample of what -m and -k leave."""
     by_pallas = [item for item in items if asks_for_pallas(item)]
     collected = {item.nodeid for item in items}
     config.stash[UNPAIRED] = [
@@ -123,36 +117,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         deselect(config, items, by_pallas)
     if jax.default_backend() != "gpu":
         deselect(config, items, [item for item in items if item.get_closest_marker("gpu")])
-    # Numbered before -m and -k leave some out, so that both ends agree.
-    numbers = collections.defaultdict(itertools.count)
-    dealt = [
-        item for item in items if item.get_closest_marker("sweep") and not item.get_closest_marker("once")
-    ]
-    is_third = {item: next(numbers[test_of(item)]) % 3 == 0 for item in dealt}
+    config.stash[SWEEPS] = [item for item in items if item.get_closest_marker("sweep")]
     yield
-    match config.getoption("sweeps"):
-        case "third":
-            deselect(config, items, [item for item in dealt if not is_third[item]])
-        case "rest":
-            by_the_other = [item for item in dealt if is_third[item] and not item.get_closest_marker("slow")]
-            deselect(config, items, by_the_other)
-    deselect(config, items, left_out_of(items, config.getoption("sample")))
-
-
-def left_out_of(items: list[pytest.Item], sample: int) -> list[pytest.Item]:
-    """Chosen by its name, a case is in the sample or not whenever it runs; every second one of a product would have but
-    one value of an argument that has two."""
-    first_of = {test_of(item): item for item in reversed(items)}
-    return [
-        item
-        for item in items
-        if item.get_closest_marker("sweep") and item is not first_of[test_of(item)]
-        if zlib.crc32(item.nodeid.encode()) % sample
-    ]
-
-
-def test_of(item: pytest.Item) -> str:
-    return item.nodeid.partition("[")[0]
+    if config.getoption("sample"):
+        deselect(config, items, sample.left_out_of(items))
 
 
 def deselect(config: pytest.Config, items: list[pytest.Item], unwanted: list[pytest.Item]) -> None:

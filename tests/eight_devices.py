@@ -32,12 +32,12 @@ IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["xla", "interpret"]
 
 
 def kinds_and_implementations(test):
-    """Of the four each end of jax has two, in which each kind of axes and each implementation is."""
+    """Of the four a sample has two, in which each kind of axes and each implementation is."""
     return pytest.mark.sweep(KINDS(IMPLEMENTATIONS(test)))
 
 
 # What follows from `partition.plan`, whose answers every jax is given in the same two ways.
-OURS_ALONE = pytest.mark.slow
+OURS_ALONE = pytest.mark.once
 
 QUERY, WHOLE = P("seq", "head"), P()
 POOL = P(None, None, "head")
@@ -387,7 +387,7 @@ def test_on_one_device_nothing_changes():
 
 
 def test_the_page_on_sharding():
-    page = Path(pallas_attn.__file__).parent / "SHARDING.md"
+    page = Path(__file__).parents[1] / "docs/pages/devices.md"
     # As here, on the devices that the page tells to ask for.
     (flags,) = re.findall(r"^XLA_FLAGS=(\S+) JAX_PLATFORMS=cpu python", page.read_text(), re.MULTILINE)
     assert flags in os.environ["XLA_FLAGS"].split()

@@ -193,6 +193,14 @@ def engine_of(fails=lambda: None, seconds: float = 0.0, **sizes) -> Engine:
     return engine
 
 
+def run(engine: Engine) -> None:
+    for _ in range(10_000):
+        if not engine.busy:
+            return
+        engine.step()
+    raise AssertionError("no end")
+
+
 def check_pages(engine: Engine, served: Sequence[requests.Request] = ()) -> None:
     """No page is lost, and each has the owners that hold it."""
     scheduler = engine._scheduler

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_attn import dot_product_attention, flash_attention
 from pallas_attn.testing.flash_attention import SMALL_TILES
 
-pytestmark = pytest.mark.slow  # the other ops are sharded on both jax
+pytestmark = pytest.mark.once  # the other ops are sharded on both jax
 KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["xla", "interpret"])
 TOKENS = P("data", None, "model")
@@ -55,6 +55,7 @@ def check(got) -> None:
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5, rtol=1e-5), got, expected())
 
 
+@pytest.mark.sweep
 @KINDS
 @IMPLEMENTATIONS
 def test_batch_and_heads(kind, implementation):
@@ -76,6 +77,7 @@ def test_what_is_sharded_otherwise_is_brought_together(kind):
     check(gradients("interpret")(floats, floats.pop("segment_ids")))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("ids", [P("data"), P()], ids=["sharded", "whole"])
 @pytest.mark.parametrize("form", ["segment_ids", "pair", "lengths", "of keys"])
 def test_documents_in_a_mesh_that_is_set(form, ids):

@@ -28,6 +28,8 @@ TEMPLATE = (
     "<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant:{% endif %}"
 )
 NUM_ROWS = 8
+HANG = 3600.0
+"""Seconds, where something waits for what comes sooner or later: a machine that is busy may take its time."""
 
 
 @functools.cache
@@ -89,7 +91,7 @@ class Scripted(Engine):
 
     Attributes:
         submitted: requests so far.
-        held: while it is set, steps give nothing.
+        held: while it is set, steps give nothing; it is after `holds_after` steps.
         fails: so many steps are to fail.
         refuses: whether submitting is to fail.
     """
@@ -97,9 +99,17 @@ class Scripted(Engine):
     max_len = 256  # type: ignore[assignment]
     compile_seconds = 0.0  # type: ignore[assignment]
 
-    def __init__(self, says: str = "", *, burst: int = 3, seconds: float = 0.0, ends: bool = True):
+    def __init__(
+        self,
+        says: str = "",
+        *,
+        burst: int = 3,
+        seconds: float = 0.0,
+        ends: bool = True,
+        holds_after: int | None = None,
+    ):
         self.says = [*byte_tokenizer().encode(says), *([END] if ends else [])]
-        self.burst, self.seconds = burst, seconds
+        self.burst, self.seconds, self.holds_after = burst, seconds, holds_after
         self.submitted: list[Request] = []
         self.held, self.fails, self.refuses = threading.Event(), 0, False
         self.steps = 0
@@ -124,6 +134,8 @@ class Scripted(Engine):
     def step(self) -> dict[Request, list[int]]:
         time.sleep(self.seconds)
         self.steps += 1
+        if self.steps == self.holds_after:
+            self.held.set()
         if self.fails:
             self.fails -= 1
             if not self.fails:
@@ -165,7 +177,7 @@ class Running:
 
     @property
     def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=HANG)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -181,7 +193,7 @@ class Running:
         """Of connections that are open."""
         return {each.client for each in list(self.server._uvicorn.server_state.connections)}
 
-    def raw(self, timeout: float = 120) -> socket.socket:
+    def raw(self, timeout: float = HANG) -> socket.socket:
         return socket.create_connection(self.address, timeout)
 
 

@@ -76,7 +76,7 @@ def rows_of_mine(case, implementation: str, config) -> list[bytes]:
     return [np.asarray(x[seq]).tobytes() for x in (out, lse)]
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("options", "implementation"),
     [
@@ -100,7 +100,7 @@ def test_paged_attention(options, implementation):
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_mla_decode(implementation):
     config = MLADecodeConfig(16, 32, split_tokens=64, target_programs=6, num_warps=4)
@@ -112,7 +112,7 @@ def test_mla_decode(implementation):
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_without_it_bits_do_depend_on_the_batch():
     """So that the tests above could fail: fair shares of a longer batch are longer."""
     config = PagedAttentionConfig(16, 32, min_split_tokens=32, target_programs=12)

@@ -75,7 +75,7 @@ def forms(call, empty) -> dict[str, np.ndarray]:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("name", KINDS)
 def test_bits_do_not_depend_on_the_form(name):
     make, options, empty = KINDS[name]
@@ -90,7 +90,7 @@ def test_bits_do_not_depend_on_the_form(name):
     np.testing.assert_allclose(usual, expected, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_mla_gives_what_it_gives_without():
     config = MLAConfig(hidden_size=12, num_heads=2, qk_nope_head_dim=8, v_head_dim=8)
     x = jax.random.normal(jax.random.key(1), (2, 6, 12))

@@ -137,7 +137,8 @@ def everywhere(engine: Engine, mine, others, fewer: int) -> dict[str, bytes]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("kind", "dtype", "cache_dtype"),
     [
@@ -165,7 +166,7 @@ def logs(engine: Engine, batch, at: int) -> list[Any]:
     return request.logprobs
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_without_it_a_token_that_comes_among_those_of_a_prompt_is_rounded_otherwise(prompts):
     """So that the tests above could fail: products of another shape."""
     mine, others = prompts
@@ -176,12 +177,12 @@ def test_without_it_a_token_that_comes_among_those_of_a_prompt_is_rounded_otherw
     np.testing.assert_allclose([x.logprob for x in alone], [x.logprob for x in beside], atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_one_program_without_attention_that_is_invariant_is_not_enough(prompts, monkeypatch):
     """Splits follow from the batch."""
     mine, others = prompts
     tiles = RaggedTiles(16, 16, num_splits=4, min_split_tokens=16, target_programs=32, num_stages=1)
-    heuristic = "pallas_attn.ops.ragged_attention.call.heuristic"
+    heuristic = "pallas_attn.ops.ragged_attention.config.heuristic"
     monkeypatch.setattr(heuristic, lambda **_: RaggedAttentionConfig(tiles))
     monkeypatch.setattr("pallas_attn.models.engine.invariant", lambda function, model: model)
     jax.clear_caches()
@@ -191,7 +192,7 @@ def test_one_program_without_attention_that_is_invariant_is_not_enough(prompts, 
     assert alone != beside
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_each_row_is_chosen_for_by_the_program_of_its_own_sampling(prompts, monkeypatch):
     mine, others = prompts
     asked, choose = [], steps.choose
@@ -220,7 +221,7 @@ def test_each_row_is_chosen_for_by_the_program_of_its_own_sampling(prompts, monk
     assert other.top[0] == pytest.approx(likeliest, abs=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_generate_answers_as_to_each_prompt_alone(prompts):
     mine, others = prompts
     model, rng = made("dense", "float32"), np.random.default_rng(1)

@@ -19,7 +19,7 @@ INDEX_ROW = re.compile(r"^\| `([^`]+)` \| ([^|]+) \| `([^`]+)` \|$", re.MULTILIN
 
 
 def pages() -> list[Path]:
-    ours = [ROOT, *(ROOT / name for name in ("pallas_attn", "csrc", "xla_ffi"))]
+    ours = [ROOT, *(ROOT / name for name in ("docs", "pallas_attn", "csrc", "xla_ffi"))]
     found = [
         path for place in ours for path in (place.glob("*.md") if place == ROOT else place.rglob("*.md"))
     ]

@@ -54,8 +54,8 @@ def check(case, data, out, lse):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     "case",
-    # The oldest jax has the first two.
-    [*TEST_CASES[:2], *(pytest.param(case, marks=pytest.mark.slow) for case in TEST_CASES[2:])],
+    # The newest jax has the first two.
+    [*TEST_CASES[:2], *(pytest.param(case, marks=pytest.mark.once) for case in TEST_CASES[2:])],
     ids=lambda case: case.id,
 )
 def test_matches_reference(case, implementation):
@@ -73,7 +73,7 @@ def test_a_forgotten_pattern_is_caught(case):
 
 
 @pytest.mark.sweep
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:])
 @pytest.mark.parametrize(
     ("block_size", "q_block_size", "block_kv", "block_q"),
@@ -91,7 +91,7 @@ def test_tiles_of_any_size_beside_blocks_of_any(block_size, q_block_size, block_
 SMALL = BlockSparseCase(((100, 100), (1, 90), (40, 40)), 4, 2, 32, 0.7, dtype="float32", padding=4)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("page_size", [None, 16])
 def test_keys_beyond_the_l2_are_read_a_kv_head_at_a_time(page_size, monkeypatch):
     case = BlockSparseCase(((70, 70), (33, 90)), 6, 2, 32, 0.5, dtype="float32", page_size=page_size)
@@ -144,7 +144,7 @@ def test_the_heads_that_start_together_are_those_whose_keys_the_l2_holds(
     assert kernel.heads_together(problem, itemsize) == together
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_missing_query_lengths_are_inferred_where_all_is_pure(implementation):
     prefill = BlockSparseCase(((40, 40), (64, 64)), 2, 1, 32, 0.6, dtype="float32")
@@ -168,7 +168,7 @@ def test_missing_query_lengths_are_inferred_where_all_is_pure(implementation):
         )
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_traced_layout_that_points_outside_spoils_its_own_rows_alone(implementation):
     case = dataclasses.replace(SMALL, pattern=1.0)
@@ -205,7 +205,16 @@ def test_a_traced_layout_that_points_outside_spoils_its_own_rows_alone(implement
     np.testing.assert_allclose(lse[~bad], good_lse[~bad], atol=1e-5)
 
 
-@pytest.mark.slow
+@functools.cache
+def by_traced_layout(implementation: str):
+    data = make(BlockSparseCase(((80, 80),), 2, 1, 32, "dense", 16, 16, dtype="float32"))
+    call = functools.partial(
+        pallas_attn.blocksparse_attention, *data.arguments(), **data.lengths(), implementation=implementation
+    )
+    return jax.jit(lambda layout: call(layout=layout))
+
+
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     ("array", "place", "value", "spoilt"),
@@ -220,17 +229,10 @@ def test_a_traced_layout_that_points_outside_spoils_its_own_rows_alone(implement
     ],
 )
 def test_whatever_a_traced_layout_holds_other_rows_are_right(array, place, value, spoilt, implementation):
-    case = BlockSparseCase(((80, 80),), 2, 1, 32, "dense", 16, 16, dtype="float32")
-    data, layout = make(case), builders.dense_causal(80, block_size=16)
-    good, _ = (np.array(x) for x in run(case, data, implementation, layout=layout))
+    layout, call = builders.dense_causal(80, block_size=16), by_traced_layout(implementation)
     changed = getattr(layout, array).copy()
     changed[0, place] = value
-    call = jax.jit(
-        lambda layout: pallas_attn.blocksparse_attention(
-            *data.arguments(), layout, **data.lengths(), implementation=implementation
-        )
-    )
-    out = np.array(call(dataclasses.replace(layout, **{array: changed})))
+    out, good = (np.array(call(x)) for x in (dataclasses.replace(layout, **{array: changed}), layout))
     bad = np.isin(np.arange(80) // 16, spoilt)
     np.testing.assert_array_equal(np.isnan(out).all(axis=(1, 2)), bad)
     np.testing.assert_allclose(out[~bad], good[~bad], atol=1e-6)
@@ -254,7 +256,7 @@ def test_no_tile_outside_of_the_past_is_read(column, block_size, read):
     assert bool(walk.in_the_past(column, column * block_size, jnp.int32(64 - block_size))) == read
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_positions_beyond_the_layout_are_nan(implementation):
     data = make(SMALL)
@@ -265,7 +267,7 @@ def test_positions_beyond_the_layout_are_nan(implementation):
     np.testing.assert_array_equal(np.isnan(out).any(axis=(1, 2)), position >= 64)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_bad_pages_and_lengths_spoil_only_their_sequences(implementation):
     case = dataclasses.replace(
@@ -285,7 +287,7 @@ def test_bad_pages_and_lengths_spoil_only_their_sequences(implementation):
     np.testing.assert_allclose(out[~nan], good[~nan], atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_pages_of_blocks_that_no_head_sees_may_be_anyones(implementation):
     pattern = LocalStride(32, 1, 4)
@@ -303,7 +305,7 @@ def test_pages_of_blocks_that_no_head_sees_may_be_anyones(implementation):
     compare.assert_lse_close(lse, expected[1], dtype="float32", case_id=case.id)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:])
 @pytest.mark.parametrize("page_size", [None, 16])
 def test_blocks_that_no_head_sees_may_hold_anything(page_size, implementation):
@@ -324,7 +326,7 @@ def test_blocks_that_no_head_sees_may_hold_anything(page_size, implementation):
     compare.assert_lse_close(lse, expected[1], dtype="float32", case_id=case.id)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_neighbours_do_not_matter(implementation):
     """Sequences in one batch: NaN keys of one never reach another."""
@@ -337,7 +339,7 @@ def test_neighbours_do_not_matter(implementation):
     np.testing.assert_array_equal(out[~own], good[~own])
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", ["xla", *ON_GPU])
 def test_blocks_that_no_head_of_a_group_sees_may_hold_anything(implementation):
     """Block 1 for both KV heads, block 0 for the second alone."""
@@ -365,7 +367,7 @@ def test_blocks_that_no_head_of_a_group_sees_may_hold_anything(implementation):
         np.testing.assert_array_equal(got, wanted)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_gradients_are_those_of_dense_attention_with_a_mask():
     case = BlockSparseCase(((50, 50), (1, 40), (20, 40)), 4, 2, 16, 0.5, 16, 16, dtype="float32")
     data, layout = make(case), layout_of(case)
@@ -423,7 +425,7 @@ def test_gradients_are_those_of_dense_attention_with_a_mask():
     ],
     ids=lambda value: str(value)[:40],
 )  # fmt: skip
-@pytest.mark.slow
+@pytest.mark.once
 def test_errors(changes, error, message):
     lens = jnp.array([0, 20, 30, 64], jnp.int32)
     arguments = {
@@ -435,7 +437,7 @@ def test_errors(changes, error, message):
         unchecked(pallas_attn.blocksparse_attention)(**{**arguments, **changes})
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_configs_are_checked():
     with pytest.raises(
         ValueError, match="BlockSparseConfig: argument 'block_q': expected a power of two >= 16"

@@ -96,7 +96,7 @@ def test_gradients_match_float64(case, implementation):
             check(case, got, dense)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", KERNELS)
 def test_a_sequences_gradients_do_not_change_in_a_bit_with_its_neighbours(implementation):
     case = CASES[0]
@@ -137,7 +137,7 @@ def test_gradients_of_rows_that_cannot_be_right_are_nan(implementation):
         np.testing.assert_array_equal(np.isnan(spoiled).all(axis=(1, 2)), np.arange(90) >= 32)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_gradients_in_pages_are_refused_by_the_kernels():
     case = BlockSparseCase(((20, 40),), 2, 1, 32, 0.6, dtype="float32", page_size=16)
     data = make(case)
@@ -152,7 +152,7 @@ def test_gradients_in_pages_are_refused_by_the_kernels():
     assert np.abs(jax.grad(loss)(query, "xla")).max() > 0.01
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_checkpoint_scan_and_vmap_of_gradients():
     """Each layer's query is the one before's output; of two batches at once; as xla has it."""
     case = BlockSparseCase(((24, 24), (9, 20)), 2, 1, 16, 0.7, 16, 16, dtype="float32")

@@ -12,10 +12,9 @@ import pytest
 import pallas_attn
 from pallas_attn import SparseLayout
 from pallas_attn._call import ffi
-from pallas_attn._tile.layout import PoolShape
 from pallas_attn._tile.masking import Rules
 from pallas_attn.ops.blocksparse_attention import cuda
-from pallas_attn.ops.blocksparse_attention.problem import Problem
+from pallas_attn.ops.blocksparse_attention.operands import Operands
 from pallas_attn.testing.blocksparse import BlockSparseCase
 
 
@@ -217,14 +216,18 @@ def test_cuda_takes_neither_a_config_nor_decoding_and_leaves_short_prompts():
     with pytest.raises(ValueError, match="'cuda' cannot serve this call: takes no config"):
         lowered(CASES[0], 4096, 32, implementation="cuda", config=config)
     assert PREFILL not in lowered(CASES[0], 4096, 32, config=config).as_text()
-    problem = Problem(
-        num_tokens=4, num_seqs=4, num_heads=32, max_k_len=9000, pool=PoolShape(9000, 1, 8, 128), cache_layout=None,
-        kinds="decode", scale=1.0, rules=Rules(), config=pallas_attn.BlockSparseConfig(),
+    struct = jax.ShapeDtypeStruct
+    pointers, keys = struct((1, 65), jnp.int32), struct((9000, 8, 128), jnp.bfloat16)
+    operands = Operands(
+        query=struct((4, 32, 128), jnp.bfloat16), key=keys, value=keys,
+        layout=SparseLayout(pointers, pointers, 128, 128),
+        cu_k_lens=struct((5,), jnp.int32), cache_layout=None, kinds="decode", scale=1.0, rules=Rules(),
     )  # fmt: skip
-    assert "one query each" in (cuda.unsupported(problem, (128, 128), jnp.bfloat16) or "")
+    assert "one query each" in (cuda.unsupported(operands) or "")
     # Four sequences in either call.
     assert PREFILL in lowered(CASES[0], 4 * 128, 32).as_text()
     assert PREFILL not in lowered(CASES[0], 4 * 128 - 1, 32).as_text()
     assert PREFILL in lowered(CASES[0], 4 * 128 - 1, 32, implementation="cuda").as_text()
-    many = dataclasses.replace(problem, kinds="prefill", num_tokens=2**31 - 1, num_heads=128)
-    assert "at most" in (cuda.unsupported(many, (128, 128), jnp.bfloat16) or "")
+    tokens = struct((2**31 - 1, 128, 128), jnp.bfloat16)
+    many = dataclasses.replace(operands, kinds="prefill", query=tokens)
+    assert "at most" in (cuda.unsupported(many) or "")

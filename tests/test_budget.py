@@ -16,7 +16,7 @@ import pallas_attn
 from pallas_attn._call import budget
 from pallas_attn._call.architecture import REGISTERS
 from pallas_attn._call.device import Device
-from pallas_attn._tile import latent_problem
+from pallas_attn._split import latent_problem
 from pallas_attn.ops.mla_decode.config import MLADecodeConfig
 
 struct = jax.ShapeDtypeStruct
@@ -97,6 +97,15 @@ def test_what_did_not_fit(name):
     drawn, sm = FORMERLY[name]
     for kernel in measured_budget.measured(drawn, sm):
         assert kernel.wrong is None, str(kernel)
+
+
+@pytest.mark.once
+def test_what_is_forgotten_of_a_tile_is_caught(monkeypatch):
+    """Negative control, in pages of one token: logits change their layout, and no bytes were left for that."""
+    monkeypatch.setattr(budget.Tile, "exchanged_bytes", lambda tile, device: 0)
+    jax.clear_caches()
+    drawn, sm = FORMERLY["mask of drafts"]
+    assert any(kernel.wrong for kernel in measured_budget.measured(drawn, sm))
 
 
 def test_knows_what_compilers_make_of_it():

@@ -21,7 +21,7 @@ def caches(dtype="int8"):
     return paged, latents
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("layer", [2, -1, 2**31 - 1, -(2**31), 2**29])
 def test_a_traced_layer_out_of_range_touches_no_other(layer):
     """Not even layers whose pages it would name if the product wrapped around."""
@@ -57,7 +57,7 @@ def test_a_traced_layer_out_of_range_touches_no_other(layer):
     jax.tree.map(np.testing.assert_array_equal, right[2], latents.write(1, jnp.ones((2, 3, 576)), positions))
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_integers_of_any_width():
     """With 64-bit types on, JAX's own integers are wide; what int32 does not hold names no page."""
     cache = jnp.arange(4.0)[:, None] + jnp.zeros((4, 3))

@@ -13,7 +13,7 @@ from pallas_attn.models import generate, load_checkpoint
 from pallas_attn.models.families import llama_config
 from pallas_attn.nn.rotary import Llama3Scaling, rotary_frequencies
 
-pytestmark = pytest.mark.slow  # files, and a model that test_llama.py has on both jax
+pytestmark = pytest.mark.once  # files, and a model that test_llama.py has on both jax
 
 SIZES: dict[str, Any] = dict(
     vocab_size=97,

@@ -106,7 +106,17 @@ def test_forward_mode_is_refused_in_words(function, derivative):
         jax.jvp(total, (x,), (x,)) if derivative == "jvp" else getattr(jax, derivative)(total)(x)
 
 
-@pytest.mark.slow
+@FUNCTIONS
+def test_what_jax_finds_out_later_it_refuses_in_its_own_words(function):
+    """No rule of ours is asked any more: forward mode through jax.jit, and transposition."""
+    x = jnp.ones((1, 32, 2, 16))
+    with pytest.raises(TypeError, match=r"forward-mode .* to a custom_vjp function"):
+        jax.jvp(jax.jit(function), (x,), (x,))
+    with pytest.raises(NotImplementedError, match="'custom_vjp_call' not implemented"):
+        jax.linear_transpose(function, x)(function(x))
+
+
+@pytest.mark.once
 def test_second_derivatives_in_reverse_mode_by_xla():
     """As those of differences of gradients."""
     x, towards = jnp.asarray(np.random.default_rng(0).standard_normal((2, 1, 8, 2, 16)), jnp.float32)

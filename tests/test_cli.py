@@ -162,7 +162,6 @@ def test_prompts_of_a_file_go_through_the_engine(tiny, capsys, tmp_path):
     assert "generate: argument 'prefill_chunk': expected at least 1, got 0" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_batch_invariant_answers(tiny, capsys, tmp_path):
     """By themselves, in a batch and from a file."""
     options = ["--model", tiny, "--raw", "--max-new-tokens", "4", "--page-size", "4", "--prefill-chunk", "16"]

@@ -17,6 +17,7 @@ from support import unchecked
 
 import pallas_attn
 from pallas_attn import compat
+from pallas_attn._call import dispatch
 
 RNG = np.random.default_rng(0)
 F32, I32 = jnp.float32, jnp.int32
@@ -55,16 +56,14 @@ def test_the_tpu_function_with_scales():
     np.testing.assert_allclose(out[:17], expected, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_the_kernel_reads_keys_and_values_that_take_turns(monkeypatch):
     """As a GPU does it, in interpret mode."""
-    from pallas_attn.ops.ragged_attention import call
-
     arguments = ragged_arguments()
     expected = compat.ragged_paged_attention(**arguments)
-    real = call.dispatch.resolve
+    real = dispatch.resolve
     monkeypatch.setattr(
-        call.dispatch, "resolve", lambda op, case, _, *more: real(op, case, "interpret", *more)
+        dispatch, "resolve", lambda op, case, _, *more, **given: real(op, case, "interpret", *more, **given)
     )
     np.testing.assert_allclose(compat.ragged_paged_attention(**arguments), expected, rtol=2e-5, atol=2e-5)
 
@@ -329,7 +328,7 @@ def test_refusals_of_the_tpu_function_that_writes(changes, error, message):
 def test_it_is_found_where_people_look():
     """As an attribute, and from the functions and the page that they come to first."""
     assert pallas_attn.compat is compat
-    page = (Path(pallas_attn.__file__).parent / "SERVING.md").read_text()
+    page = (Path(__file__).parents[1] / "docs/pages/coming.md").read_text()
     for name in ("paged_attention", "ragged_paged_attention"):
         assert "`pallas_attn.compat`" in (getattr(pallas_attn, name).__doc__ or "")
         assert f"pallas_attn.compat.{name}" in page

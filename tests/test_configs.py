@@ -101,6 +101,49 @@ def test_published_files_are_read(name):
             "'rope_type': expected 'default' in layers with a window, got 'linear'",
         ),
         (
+            dict(model_type="gemma2", query_pre_attn_scalar=0),
+            "'query_pre_attn_scalar': expected a finite number",
+        ),
+        (dict(model_type="gemma2", query_pre_attn_scalar=-256), "expected a finite number above 0, got -256"),
+        (
+            dict(model_type="gemma2", attn_logit_softcapping=0.0),
+            "'softcap': expected a finite number above 0",
+        ),
+        (
+            dict(model_type="gemma2", final_logit_softcapping=-1.0),
+            "'logit_softcap': expected a finite number above 0",
+        ),
+        (
+            dict(model_type="gemma3_text", sliding_window_pattern=0),
+            "'sliding_window_pattern': expected at least 1",
+        ),
+        (
+            dict(model_type="granite", logits_scaling=0),
+            "'logits_scaling': expected a finite number above 0, got 0",
+        ),
+        (
+            dict(model_type="llama", rope_theta=-1e4),
+            "'rope_theta': expected a finite number above 0, got -10000",
+        ),
+        (
+            dict(model_type="llama", rms_norm_eps=-1e-5),
+            "'rms_norm_eps': expected a finite number above 0, got -1e-05",
+        ),
+        (
+            dict(model_type="llama", tie_word_embeddings="no"),
+            "'tie_word_embeddings': expected true or false, got 'no'",
+        ),
+        (
+            dict(model_type="smollm3", no_rope_layers="1" * 36),
+            "'no_rope_layers': expected 36 of 0 or 1, got '111",
+        ),
+        (
+            dict(
+                model_type="phi3", rope_scaling=dict(type="longrope", short_factor=[1.0], long_factor=[2.0])
+            ),
+            "'short_factor': expected 48 numbers, got 1",
+        ),
+        (
             dict(model_type="mistral", rope_parameters={"full_attention": {"rope_theta": 1.0}}),
             "'rope_parameters': expected one rotary embedding for all layers",
         ),

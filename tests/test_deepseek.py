@@ -16,7 +16,7 @@ from pallas_attn.models import DeepSeek, DeepSeekConfig, load_transformers_weigh
 from pallas_attn.models.deepseek import route
 from pallas_attn.nn.mla import MLAConfig, MultiHeadLatentAttention
 
-pytestmark = pytest.mark.slow  # its attention is tested on both, V3.2 on the newest
+pytestmark = pytest.mark.once  # its attention is tested on both
 
 ATTENTION = dict(kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128)
 SMALL = dict(
@@ -275,6 +275,33 @@ def test_settings_of_routing_and_quantisation_without_an_equivalent_are_refused(
             DeepSeekConfig.from_transformers(base | {setting: value})
     with pytest.raises(ValueError, match="argument 'model_type': expected a value, got none"):
         DeepSeekConfig.from_transformers({})
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("num_hidden_layers", 10**9, "'num_hidden_layers': expected at most 100000, got 1000000000"),
+        ("first_k_dense_replace", 10**9, "'first_k_dense_replace': expected at most 100000"),
+        ("first_k_dense_replace", 99, "'num_dense_layers': expected at most"),
+        ("n_routed_experts", 0, "'num_experts': expected at least 1, got 0"),
+        ("num_experts_per_tok", 99, "'experts_per_token': expected at most"),
+        ("topk_group", 99, "'groups_per_token': expected at most"),
+        ("n_group", 7, "'num_experts': expected a multiple of num_expert_groups (7)"),
+        ("vocab_size", "9", "'vocab_size': expected an int, got '9' of type str"),
+        ("rms_norm_eps", -1.0, "'rms_norm_eps': expected a finite number above 0, got -1.0"),
+        ("norm_topk_prob", "yes", "'norm_topk_prob': expected true or false, got 'yes'"),
+        (
+            "rope_scaling",
+            dict(type="linear", factor=2.0),
+            "'rope_type': expected 'default' or 'yarn', got 'linear'",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("as_users_have_it")
+def test_sizes_that_cannot_be_are_refused(setting, value, message):
+    config = dict(SMALL, model_type="deepseek_v3", rms_norm_eps=1e-6)
+    with pytest.raises((ValueError, TypeError), match=re.escape(message)):
+        DeepSeekConfig.from_transformers(config | {setting: value})
 
 
 def test_weights_that_are_missing_or_have_no_place_are_named():

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import small_cache, unchecked
+from support import ON_GPU, small_cache, unchecked
 
 import pallas_attn
 from pallas_attn import nn
@@ -109,7 +109,7 @@ def test_what_stands_behind_the_last_sequence_is_not_looked_at():
         assert np.asarray(out).any(axis=(1, 2)).all()
 
 
-@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+@pytest.mark.parametrize("implementation", ["xla", "interpret", *ON_GPU])
 @pytest.mark.parametrize("call", OPS)
 def test_traced_ones_leave_sequences_without_tokens(call, implementation):
     attend = jax.jit(functools.partial(call, implementation=implementation))
@@ -120,6 +120,53 @@ def test_traced_ones_leave_sequences_without_tokens(call, implementation):
         out, lse = attend(bounds)
         assert not np.asarray(out).any()
         assert np.isneginf(lse).all()
+
+
+def by_cuda(op: str, query: jax.Array, bounds: jax.Array):
+    """Calls that these kernels serve: (out, lse) of 512 tokens."""
+    key, value = (jax.random.normal(jax.random.key(seed), (512, 2, 128), jnp.bfloat16) for seed in (1, 2))
+    pools = [jnp.tile(x.reshape(8, 64, 2, 128), (3, 1, 1, 1)) for x in (key, value)]
+    places = jnp.arange(24, dtype=jnp.int32).reshape(3, 8), jnp.full(3, 512, jnp.int32), bounds
+    dense = builders.dense_causal(512, block_size=128, q_block_size=128)
+    whole = jnp.array([0, 288, 288, 512], jnp.int32)
+    call = functools.partial(
+        unchecked(getattr(pallas_attn, op)), return_lse=True, implementation="cuda"
+    )  # fmt: skip
+    match op:
+        case "flash_attention":
+            out, lse = call(query[None], key[None], value[None], cu_q_lens=bounds, sinks=jnp.ones(4))
+            return out[0], lse[0]
+        case "ragged_paged_attention":
+            return call(query, *pools, *places, sinks=jnp.ones(4))
+        case "prefix_prefill":
+            return call(query, key, value, *pools, *places, sinks=jnp.ones(4))
+    return call(query, key, value, dense, cu_q_lens=bounds, cu_k_lens=whole)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "op", ["flash_attention", "ragged_paged_attention", "prefix_prefill", "blocksparse_attention"]
+)
+def test_traced_ones_by_cuda(op):
+    query = jax.random.normal(jax.random.key(0), (512, 4, 128), jnp.bfloat16)
+
+    @jax.jit
+    def both(query, bounds):
+        attend = functools.partial(by_cuda, op, bounds=bounds)
+        if op in ("ragged_paged_attention", "prefix_prefill"):
+            return attend(query), ()
+        results, pull = jax.vjp(attend, query)
+        return results, pull(jax.tree.map(jnp.ones_like, results))
+
+    (out, lse), gradients = both(query, 32 * RIGHT)
+    assert np.isfinite(np.asarray(lse)).all()
+    assert np.asarray(out).any(axis=-1).all()
+    assert all(np.asarray(gradient).any() for gradient in gradients)
+    for bounds in (BOUNDS, OFTEN):
+        (out, lse), gradients = both(query, 32 * bounds)
+        assert not np.asarray(out).any()
+        assert np.isneginf(lse).all()
+        assert not any(np.asarray(gradient).any() for gradient in gradients)
 
 
 @pytest.mark.parametrize("call", [flash, blocksparse, prompts])

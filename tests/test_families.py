@@ -15,7 +15,7 @@ from models_support import import_torch, write_tokenizer
 from pallas_attn.models import Engine, Llama, generate, load_checkpoint
 
 # Files, models of both other frameworks, and programs of XLA's.
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.once
 
 SIZES: dict[str, Any] = dict(
     vocab_size=97,
@@ -176,6 +176,8 @@ def expected_logits(case: str, tokens: list[int]) -> np.ndarray:
         return theirs(case)(torch.tensor([tokens])).logits[0].numpy()
 
 
+# A sample has whatever any family has of its own.
+@pytest.mark.sweep(case=lambda case: CASES[case][2])
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_and_logits_are_those_of_transformers(folders, case):
     import torch

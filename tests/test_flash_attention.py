@@ -20,7 +20,7 @@ from pallas_attn.testing.flash_attention import FLASH_CASES, SMALL_TILES, FlashC
 
 IMPLEMENTATIONS = ["xla", "interpret", *ON_GPU]
 # The newest jax has the case that has everything.
-MARKS = pytest.mark.slow, pytest.mark.sweep
+MARKS = pytest.mark.once, pytest.mark.sweep
 CASES = [*(pytest.param(case, marks=MARKS) for case in FLASH_CASES[:-1]), FLASH_CASES[-1]]
 # A row's error over the root mean square of its array's rows; ten to twenty times what rounding alone leaves.
 GRADIENT_CAP = {"bfloat16": 2e-2, "float16": 3e-3, "float32": 2e-5}
@@ -93,7 +93,7 @@ def test_matches_reference(case, implementation):
 EVERYTHING = FLASH_CASES[-1]
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize(
     "option", ["causal", "sliding_window", "q_offset", "softcap", "sinks", "bias", "mask", "segments"]
 )
@@ -113,7 +113,7 @@ def test_a_feature_that_is_ignored_is_caught(option):
             assert_gradient_close(name, wrong[name], right, dataclasses.replace(EVERYTHING, dtype="bfloat16"))
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("name", ["d_query", "d_key", "d_value", "d_sinks", "d_bias"])
 def test_gradients_of_zero_or_of_half_the_heads_are_caught(name):
     expected = reference(EVERYTHING, make(EVERYTHING))
@@ -122,7 +122,7 @@ def test_gradients_of_zero_or_of_half_the_heads_are_caught(name):
             assert_gradient_close(name, wrong, expected, dataclasses.replace(EVERYTHING, dtype="bfloat16"))
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
 def test_derivatives_agree_with_differences(implementation):
     rng = np.random.default_rng(0)
@@ -145,7 +145,8 @@ def packed(length: int, *documents: int) -> jnp.ndarray:
     return jnp.asarray(ids[None], jnp.int32)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_documents_do_not_touch_each_other(implementation, causal):
@@ -179,7 +180,7 @@ def test_documents_do_not_touch_each_other(implementation, causal):
             np.testing.assert_array_equal(got, wanted)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_keys_that_no_query_sees_may_hold_anything(implementation):
     """Before the window of the first query and behind the last query, in tiles of which others are seen."""
@@ -206,7 +207,7 @@ def test_keys_that_no_query_sees_may_hold_anything(implementation):
             np.testing.assert_array_equal(got, wanted)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_what_lies_behind_cu_q_lens_is_padding(implementation):
     data = {name: jnp.asarray(x) for name, x in make(FlashCase(50, 50, 2, 1, 16, batch=1)).items()}
@@ -228,6 +229,7 @@ def test_what_lies_behind_cu_q_lens_is_padding(implementation):
     assert (lse[:, 40:] == -jnp.inf).all()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
 @pytest.mark.parametrize("offset", [2**30, 2**30 - 4, 2**30 - 8, 0, -(2**30)])
 def test_bounds_beyond_all_tokens(offset, implementation):

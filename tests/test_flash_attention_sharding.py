@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_attn import flash_attention
 
-pytestmark = pytest.mark.slow  # the other ops are sharded on both jax
+pytestmark = pytest.mark.once  # the other ops are sharded on both jax
 
 
 def test_gradients_in_shard_map_lower_for_a_gpu():

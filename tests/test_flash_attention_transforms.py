@@ -72,7 +72,7 @@ def test_vmap_of_gradients(implementation):
     assert_close(got, jax.tree.map(lambda *x: jnp.stack(x), *each))
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @IMPLEMENTATIONS
 def test_only_what_is_asked_for_is_worked_out(implementation):
     """Gradients of sinks and bias alone, and of arguments that are not the first."""
@@ -88,7 +88,7 @@ def test_only_what_is_asked_for_is_worked_out(implementation):
     assert_close(jax.grad(call, argnums=2)(sinks, bias, value), every[2])
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_a_sink_that_is_none_has_no_gradient():
     """-inf takes part in no softmax, not in that of a query that sees nothing either."""
     query, key, value = arrays(1)
@@ -99,7 +99,7 @@ def test_a_sink_that_is_none_has_no_gradient():
     assert (jnp.abs(gradient[1::2]) > 1e-3).all()
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_gradient_of_a_bias_of_a_single_key():
     query, key, value = arrays(1)
     bias = jnp.arange(4.0)[None, :, None, None]
@@ -111,8 +111,7 @@ def test_gradient_of_a_bias_of_a_single_key():
     assert_close(got, expected)
 
 
-@pytest.mark.slow
-@pytest.mark.slow
+@pytest.mark.once
 def test_nothing_grows_with_the_square_of_the_length():
     """The reference's largest array, forward and backward, at twice the length: twice as large at most."""
 
@@ -150,7 +149,7 @@ def test_what_is_no_window_hears_of_both_its_forms():
 
 
 @pytest.mark.parametrize(
-    "option", [name if name == "lengths" else pytest.param(name, marks=pytest.mark.slow) for name in OPTIONS]
+    "option", [name if name == "lengths" else pytest.param(name, marks=pytest.mark.once) for name in OPTIONS]
 )
 def test_dot_product_attention_is_that_of_jax_nn(option):
     query, key, value = arrays(2)
@@ -251,7 +250,7 @@ def test_a_traced_scale_is_one_number():
             jax.eval_shape(lambda scale: call(scale=scale), wrong)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_a_traced_scale_rounds_a_query_of_16_bits_once():
     query, key, value = (x.astype(jnp.bfloat16) for x in arrays(2))
     attend = functools.partial(pallas_attn.dot_product_attention, query, key, value, implementation="xla")
@@ -309,7 +308,7 @@ def test_what_is_empty_but_of_tokens_is_refused():
         flash_attention(query, key, key)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_dot_product_attention_without_a_batch():
     query, key, value = arrays()
     bias = jnp.linspace(0, 1, 24)[None, None] * jnp.ones((4, 24, 1))
@@ -319,7 +318,7 @@ def test_dot_product_attention_without_a_batch():
         np.testing.assert_allclose(got, expected, atol=2e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_a_mask_may_be_of_queries_and_keys_alone():
     query, key, value = arrays(2)
     mask = jnp.asarray(np.random.default_rng(1).random((24, 24)) < 0.5) | jnp.eye(24, dtype=bool)

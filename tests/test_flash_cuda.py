@@ -18,8 +18,10 @@ from lowering import H100, abstract_mesh, lower_for_gpu
 import pallas_attn
 from pallas_attn import FlashAttentionConfig, FlashAttentionTiles
 from pallas_attn._call import dispatch
+from pallas_attn._tile import segments
+from pallas_attn._tile.band import Band
 from pallas_attn.ops.flash_attention import cuda
-from pallas_attn.ops.flash_attention.problem import Case
+from pallas_attn.ops.flash_attention.operands import Operands, Rules
 from pallas_attn.testing import compare
 from pallas_attn.testing.flash_attention import FlashCase, make
 
@@ -347,40 +349,59 @@ def test_what_else_is_left_to_pallas(built, arrays, options):
     assert "pallas_attn_flash_attention" in text
 
 
-CASE = Case(jnp.dtype("bfloat16"), 1, 2048, 2048, 4, 4, 128, 128, 0, False, False, False)
+def operands(
+    *, tokens: int = 2048, group: int = 4, dim: int = 128, value_dim: int = 128, dtype: Any = "bfloat16",
+    **arrays: Any,
+) -> Operands:  # fmt: skip
+    struct = jax.ShapeDtypeStruct
+    return Operands(
+        query=struct((1, tokens, 4, group, dim), jnp.dtype(dtype)),
+        key=struct((1, tokens, 4, dim), jnp.dtype(dtype)),
+        value=struct((1, tokens, 4, value_dim), jnp.dtype(dtype)),
+        rules=Rules("BTNH", 1.0, None, Band()),
+        **arrays,
+    )
+
+
+PAIRS = jax.ShapeDtypeStruct((1, 1, 1, 1, 2048), jnp.int8)
+DOCUMENTS = segments.Side(PAIRS, PAIRS)
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"has_bias": True}, "has no bias"),
-        ({"mask_elements": 9}, "has no mask"),
-        ({"has_config": True}, "takes no config"),
-        ({"dtype": jnp.dtype("float32")}, "needs bfloat16 or float16, got float32"),
-        ({"head_dim": 100}, "a multiple of 8, got 100"),
+        ({"bias": PAIRS}, "has no bias"),
+        ({"mask": PAIRS}, "has no mask"),
+        ({"dtype": "float32"}, "needs bfloat16 or float16, got float32"),
+        ({"dim": 100}, "a multiple of 8, got 100"),
         ({"value_dim": 264}, "value_dim of at most 256"),
         ({"group": 130}, "at most 128 query heads"),
         (
-            {"q_len": 2**20, "has_documents": True},
+            {"tokens": 2**20, "q_documents": DOCUMENTS},
             "takes fewer tokens where there are documents, got 1048576",
         ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
 def test_what_it_does_not_serve_it_says(change, reason):
-    assert cuda.unsupported(CASE) is None
-    refusal = cuda.unsupported(CASE._replace(**change))
+    assert cuda.unsupported(operands()) is None
+    refusal = cuda.unsupported(operands(**change))
     assert refusal is not None
     assert reason in refusal
 
 
-def test_asked_for_it_says_so_to_the_caller(built):
-    with abstract_mesh(H100), pytest.raises(ValueError, match="'cuda' cannot serve this call: has no mask"):
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"mask": jnp.ones((1, 1, 1, 2048), bool)}, "has no mask"),
+        ({"config": FlashAttentionConfig(*[FlashAttentionTiles(64, 64)] * 3)}, "takes no config"),
+    ],
+    ids=["mask", "config"],
+)
+def test_asked_for_it_says_so_to_the_caller(built, options, reason):
+    with abstract_mesh(H100), pytest.raises(ValueError, match=f"'cuda' cannot serve this call: {reason}"):
         jax.eval_shape(
-            lambda *floats: pallas_attn.flash_attention(
-                *floats, mask=jnp.ones((1, 1, 1, 2048), bool), implementation="cuda"
-            ),
-            *shapes(),
+            functools.partial(pallas_attn.flash_attention, **options, implementation="cuda"), *shapes()
         )
 
 

@@ -25,7 +25,7 @@ def model():
     return tiny_llama()
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_a_batch_answers_as_each_prompt_alone(model):
     batch = generate(model, PROMPTS, max_new_tokens=12, page_size=4)
     for index, prompt in enumerate(PROMPTS):
@@ -35,7 +35,7 @@ def test_a_batch_answers_as_each_prompt_alone(model):
     assert batch.num_prompt_tokens == 11
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_a_row_stops_at_a_stop_token_and_the_rest_goes_on(model):
     free = generate(model, PROMPTS, max_new_tokens=12, page_size=4)
     stop = free.row(0)[4]
@@ -58,7 +58,7 @@ def test_prompts_may_be_read_in_chunks(model, chunk):
     np.testing.assert_allclose(chunked.logits, whole.logits, atol=2e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_prompts_see_an_8_bit_cache_as_it_is_stored(model):
     """Whole or token by token: a single token begins each page then, and what follows may be larger."""
     options = dict(max_new_tokens=1, page_size=5, return_logits=True)
@@ -71,7 +71,7 @@ def test_prompts_see_an_8_bit_cache_as_it_is_stored(model):
         assert 1e-3 < off < 0.05
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_the_loop_ends_when_every_row_has(model):
     everything = range(TINY.vocab_size)
     reports = []
@@ -88,7 +88,7 @@ def loop(monkeypatch):
     return importlib.import_module("pallas_attn.models.generate")
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_calls_of_the_loop_change_nothing_but_are_reported(model, loop, monkeypatch):
     whole = generate(model, PROMPTS, max_new_tokens=12, page_size=4, sampling=Sampling(1.5, seed=3))
     stretches = iter([2, 3, 100, 100])
@@ -111,7 +111,7 @@ def test_the_host_is_back_within_half_a_second(loop):
         assert steps == pytest.approx(max(1, 0.25 / step_seconds), rel=0.1), "and not much sooner"
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_logits_are_those_the_tokens_were_chosen_from(model):
     answer = generate(model, PROMPTS, max_new_tokens=6, return_logits=True)
     assert answer.logits is not None
@@ -119,7 +119,7 @@ def test_logits_are_those_the_tokens_were_chosen_from(model):
     np.testing.assert_array_equal(answer.logits.argmax(-1), answer.tokens)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_sampling_repeats_with_its_seed_only(model):
     def draw(seed):
         sampling = Sampling(1.5, top_p=0.95, seed=seed)
@@ -168,7 +168,7 @@ def test_the_smallest_temperatures_take_the_likeliest_token(temperature):
         )
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_a_temperature_that_float32_cannot_divide_by_is_greedy(model):
     for temperature in (1e-40, 5e-324):
         tiny = generate(model, PROMPTS, max_new_tokens=6, sampling=Sampling(temperature))
@@ -324,7 +324,7 @@ def test_wrong_types_are_named(model, changes, message):
         unchecked(generate)(model, **{"prompts": PROMPTS, "max_new_tokens": 8, **changes})
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_prompts_may_be_arrays(model):
     arrays = [np.array(prompt, np.int64) for prompt in PROMPTS[:2]] + [jnp.array(PROMPTS[2])]
     got = unchecked(generate)(model, arrays, max_new_tokens=4)

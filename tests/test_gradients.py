@@ -65,7 +65,7 @@ def loss(out, lse):
 
 
 @pytest.mark.parametrize(
-    "option", [name if name == "logits" else pytest.param(name, marks=pytest.mark.slow) for name in OPTIONS]
+    "option", [name if name == "logits" else pytest.param(name, marks=pytest.mark.once) for name in OPTIONS]
 )
 def test_paged_attention(option):
     # More than one chunk of the loop; every query sees a token, or the dense form would divide by zero.
@@ -217,7 +217,7 @@ def check_unseen(call, arrays: dict[str, jax.Array], unseen: dict[str, np.ndarra
         assert (np.asarray(gradients[name])[mask] == 0).all(), name
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_a_query_before_its_sequences_start_is_in_no_gradient():
     """Two of three query tokens of a sequence of one."""
     rng = np.random.default_rng(0)
@@ -233,7 +233,7 @@ def test_a_query_before_its_sequences_start_is_in_no_gradient():
     check_unseen(call, arrays, {"query": early, "key": (free > 16) | (free >= 12) & (free < 16)})
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_sequences_left_to_another_kernel_are_in_no_gradient():
     rng = np.random.default_rng(0)
     shapes = {"query": (4, 2, 16), "key": (4, 1, 16), "key_cache": (2, 8, 1, 16)}

@@ -46,7 +46,7 @@ def test_queries_that_see_no_key(option, sinks, implementation, dtype):
     shapes = [(1, LENGTH, heads, 16) for heads in (4, 2, 2, 4)]
     query, key, value, d_out = drawn(dtype, *shapes)
     (d_lse,) = drawn("float32", (1, LENGTH, 4))
-    sink = jnp.ones(4) if sinks else None
+    sink = jnp.linspace(-2.0, 2.0, 4) if sinks else None
     config = SMALL_TILES if implementation == "interpret" else None
 
     @jax.jit
@@ -88,7 +88,7 @@ def test_padding_has_no_part_in_sinks(implementation):
             return flash_attention(query, key, value, sinks=sinks, cu_q_lens=lens, causal=True, return_lse=True,
                                    implementation=implementation, config=config)  # fmt: skip
 
-        results, pull = jax.vjp(call, *arrays, jnp.ones(4))
+        results, pull = jax.vjp(call, *arrays, jnp.linspace(-2.0, 2.0, 4))
         return results, pull((d_out, d_lse))
 
     arrays = [query, key, value]

@@ -113,6 +113,31 @@ def test_nothing_passes_through_the_unseen(case):
     assert_nothing_passes(lambda *given: call(*given, return_lse=True, implementation="xla"), arguments)
 
 
+REFUSED = {
+    "paged": "paged_attention",
+    "ragged": "ragged_paged_attention",
+    "prefix": "prefix_prefill",
+    "latents": "mla_decode",
+    "chosen latents": "sparse_mla_decode",
+    "blocks": "blocksparse_attention with keys in pages",
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_derivatives_that_there_are_not_are_refused_by_name(case):
+    """Of kernels all, of plain jnp with a rule of its own those in forward mode."""
+    call, arguments = CALLS[case]
+    with pytest.raises(
+        NotImplementedError, match=f"^{REFUSED[case]}: the kernel has no gradients; .* 'xla' has"
+    ):
+        jax.vjp(lambda *given: call(*given, implementation="interpret"), *arguments)
+    if case not in ("chosen latents", "blocks"):
+        with pytest.raises(
+            NotImplementedError, match=f"^{REFUSED[case]}: has derivatives in reverse mode alone"
+        ):
+            jax.jvp(lambda *given: call(*given, implementation="xla"), arguments, arguments)
+
+
 @pytest.mark.parametrize("clean", ["slots", "cotangents"])
 def test_plain_attention_is_caught(clean):
     """Negative control: 0 * NaN is NaN, of a slot that nobody sees and of what comes back to a row without keys."""

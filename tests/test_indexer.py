@@ -14,7 +14,7 @@ from pallas_attn.models import DeepSeek, DeepSeekConfig
 from pallas_attn.nn import Indexer, IndexerConfig, MLAConfig, MultiHeadLatentAttention
 from pallas_attn.nn.indexer import best_tokens
 
-slow = pytest.mark.slow  # its ops are tested on both
+once = pytest.mark.once  # its ops are tested on both
 FP8 = jnp.float8_e4m3fn
 
 
@@ -50,7 +50,7 @@ def chosen(top_k: int):
     return np.asarray(found), scores, positions
 
 
-@slow
+@once
 @pytest.mark.parametrize("top_k", [4, 100])
 def test_the_best_tokens_up_to_the_querys_own_are_named(top_k):
     found, scores, positions = chosen(top_k)
@@ -61,7 +61,7 @@ def test_the_best_tokens_up_to_the_querys_own_are_named(top_k):
         np.testing.assert_array_equal(found[seq, i], [*best, *[-1] * (found.shape[2] - held)])
 
 
-@slow
+@once
 def test_tokens_of_a_page_outside_the_pool_come_first():
     found, _, _ = chosen(4)
     assert set(found[2, 2:, 0]) == {6}
@@ -69,7 +69,7 @@ def test_tokens_of_a_page_outside_the_pool_come_first():
     assert (found[2, :2] < 6).all()
 
 
-@slow
+@once
 def test_few_scores_at_once_give_the_same_choice(monkeypatch):
     found, *_ = chosen(4)
     monkeypatch.setattr("pallas_attn.nn.indexer.MOST_BYTES", 4 * 5 * 30 * 3)
@@ -87,7 +87,7 @@ def layer_of(**options) -> MultiHeadLatentAttention:
     )
 
 
-@slow
+@once
 def test_a_layer_reads_fp8_latents_as_they_were_rounded():
     """Held against the same layer over a plain cache of what the bytes stand for, which errs by the query's rounding
     alone; the latents' own is many times that."""
@@ -121,7 +121,7 @@ def test_a_layer_reads_fp8_latents_as_they_were_rounded():
 # ---- what is refused
 
 
-@slow
+@once
 def test_indices_exclude_schedules_and_the_naive_form():
     layer, cache = layer_of(), empty_cache()
     x, positions = jnp.zeros((2, 1, 64)), jnp.zeros((2, 1), jnp.int32)
@@ -150,7 +150,7 @@ def traced(call):
     return nnx.eval_shape(call)
 
 
-@slow
+@once
 def test_what_an_indexer_cannot_use_is_named():
     attention = MLAConfig(hidden_size=64, num_heads=3, q_lora_rank=40)
 
@@ -182,7 +182,7 @@ def test_what_an_indexer_cannot_use_is_named():
             )
 
 
-@slow
+@once
 def test_index_keys_move_with_their_pages():
     cache = PagedLatentCache.create(
         num_layers=2,

@@ -11,7 +11,7 @@ from pallas_attn.models import DeepSeek, DeepSeekConfig
 from pallas_attn.nn import IndexerConfig, MLAConfig
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("dtype", [jnp.float32, FP8])
 def test_ragged_and_batched_choose_and_attend_alike(dtype):
     """Chunks of two prompts end to end with padding behind, then a token of one beside a chunk of the other."""

@@ -64,6 +64,34 @@ def test_no_key_has_weight(op, implementation):
     check(*call(query, SINKS), call(query, np.full(HEADS, SINKS[-1])))
 
 
+BESIDE_NOTHING = np.array([-3.0, 2.0, -1e5, 1e5, -0.5, 0.0], np.float32)
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("op", ["paged_attention", "ragged_paged_attention", "flash_attention"])
+def test_beside_no_key_a_sink_is_all_of_lse(op, implementation):
+    """Of either sign. Two of three queries stand before the first key."""
+    query, (key, value) = normal(0, 3, HEADS, DIM), (normal(seed, 1, 16, 1, DIM) for seed in (1, 2))
+    run = functools.partial(
+        getattr(pallas_attn, op),
+        sinks=jnp.asarray(BESIDE_NOTHING),
+        return_lse=True,
+        implementation=implementation,
+    )
+    tables, lens = jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32)
+    if op == "flash_attention":
+        out, lse = run(query[None], key[:, :1], value[:, :1], causal=True, q_offset=-2)
+    elif op == "paged_attention":
+        out, lse = run(query[None], key, value, tables, lens)
+    else:
+        out, lse = run(query, key, value, tables, lens, jnp.array([0, 3], jnp.int32))
+    out, lse = (np.asarray(x).reshape(3, HEADS, -1) for x in (out, lse))
+    np.testing.assert_array_equal(out[:2], 0)
+    np.testing.assert_allclose(lse[:2, :, 0], np.stack([BESIDE_NOTHING] * 2), rtol=1e-6)
+    logit = np.einsum("hd,d->h", query[2], key[0, 0, 0]) * DIM**-0.5
+    np.testing.assert_allclose(lse[2, :, 0], np.logaddexp(logit, BESIDE_NOTHING), rtol=1e-5)
+
+
 @IMPLEMENTATIONS
 def test_flash_attention_has_gradients(implementation):
     """That of such a sink is of its lse alone; 1e10 and more lose in float32 what tells lse and the sink apart."""

@@ -34,7 +34,7 @@ def scales_of(tokens) -> np.ndarray:
     return np.ascontiguousarray(np.asarray(tokens)[..., 512:528]).view("<f4")
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("scales", SCALES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_error_is_what_is_promised(dtype, scales):
@@ -60,7 +60,7 @@ def test_the_error_is_what_is_promised(dtype, scales):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("scales", SCALES)
 def test_converters_agree_with_the_second_hand(scales):
     tokens = pallas_attn.quantize_latents(jnp.asarray(some_latents(2, 8, 1)), scales=scales)
@@ -74,7 +74,7 @@ def test_converters_agree_with_the_second_hand(scales):
     np.testing.assert_allclose(pallas_attn.dequantize_latents(again, dtype=jnp.float32), back, rtol=2**-21)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_every_byte_reads_as_the_second_hand_reads_it():
     tokens = np.zeros((2, 656), np.uint8)
     tokens[:, :512] = np.arange(1024).reshape(2, 512) % 256
@@ -255,7 +255,7 @@ ERRORS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("message", ERRORS)
 def test_errors(message):
     right = dict(
@@ -268,7 +268,7 @@ def test_errors(message):
         unchecked(pallas_attn.write_latents)(**(right | ERRORS[message]))
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_errors_of_the_converters():
     with pytest.raises(
         ValueError, match=r"quantize_latents: argument 'latents': expected shape \[dim0, 576\]"
@@ -291,7 +291,7 @@ def test_errors_of_the_converters():
         )
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_inputs_of_fp8_cases_have_the_shapes_that_are_told():
     case = cases.MLADecodeCase((20, 0, 3), 2, page_size=16, cache_dtype="float8_e4m3fn")
     made = inputs.make(case)

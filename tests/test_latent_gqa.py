@@ -23,7 +23,7 @@ from pallas_attn.nn import LatentGQA, PagedAttention
     ("num_heads", "num_kv_heads", "head_dim"),
     [
         (9, 3, 64),
-        *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((4, 4, 8), (5, 1, 256))),
+        *(pytest.param(*sizes, marks=pytest.mark.once) for sizes in ((4, 4, 8), (5, 1, 256))),
     ],
 )
 def test_equals_paged_attention(num_heads, num_kv_heads, head_dim, implementation):
@@ -64,7 +64,7 @@ def steps_of(kind: str, implementation: str, sizes: tuple[int, int, int], dtype)
     return outs
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("served", ["xla", *ON_GPU])
 def test_a_model_gives_the_same_tokens(served):
     """Random weights, SmolLM2's heads, bfloat16: prompts of different lengths, then decoding."""

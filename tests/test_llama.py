@@ -123,7 +123,7 @@ def test_rotary_scores_depend_on_the_distance_only():
     assert abs(score(3, 1) - score(3, 2)) > 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_bfloat16_weights_give_float32_logits_near_float32_ones():
     model = tiny_llama(jnp.bfloat16)
     tokens = np.random.default_rng(4).integers(0, TINY.vocab_size, (1, 12)).astype(np.int32)

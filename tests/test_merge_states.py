@@ -122,7 +122,7 @@ def test_gradients_are_finite_and_right():
     np.testing.assert_allclose(jnp.vdot(grad, step), difference, rtol=2e-2)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
 def test_a_shared_prefix_is_read_once(implementation):
     """The recipe of the docstring against sequences that hold the prefix in their own tables."""

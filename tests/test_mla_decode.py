@@ -25,7 +25,7 @@ IMPLEMENTATIONS = [*ANY_PAGE_SIZE, CUDA]
 def served_cases():
     for case in cases.select("mla_decode", "test"):
         # The newest jax has those that touch everything once: all cases are lowered on both.
-        marks = [] if "fast" in case.tags else [pytest.mark.slow]
+        marks = [] if "fast" in case.tags else [pytest.mark.once]
         yield from (
             pytest.param(case, name, id=f"{case.id}-{name}", marks=marks) for name in ("xla", "interpret")
         )
@@ -115,7 +115,7 @@ def cut_case(num_parts: int | None) -> cases.MLADecodeCase:
     return cases.MLADecodeCase((700, 1027, 769), 4, page_size=64, num_parts=num_parts, config=splits)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("num_parts", [None, 5])
 def test_no_boundary_token_is_lost(num_parts, implementation):
@@ -221,7 +221,7 @@ def test_same_inputs_same_bits(num_parts, implementation):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_schedule_for_other_lengths_stays_inside_memory(implementation):
     """Wrong results are the caller's; a fault or a read of foreign pages would be ours."""
@@ -253,7 +253,7 @@ def test_a_schedule_for_other_lengths_stays_inside_memory(implementation):
     compare.assert_lse_close(lse[:1], expected_lse[:1], dtype=case.dtype, case_id="stale")
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("num_seqs", [3, 130])
 def test_a_length_beyond_all_memory_spoils_no_other_sequence(num_seqs):
     """Of the schedule too, whose sums would overflow."""

@@ -73,7 +73,7 @@ def test_matches_reference(case, implementation):
     check(case, data, out, lse)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_any_heads_and_exact_scales(implementation):
     """128 query rows in two blocks of 64, whose branch around the mask is another path; scales that round."""
@@ -82,7 +82,7 @@ def test_any_heads_and_exact_scales(implementation):
     check_scales_that_round(case, data, implementation, *plain.run(case, data, implementation))
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_no_boundary_token_is_lost(implementation):
     case = cases.MLADecodeCase((400, 257), 4, num_parts=3)
@@ -134,7 +134,7 @@ def test_cuda_deals_many_sequences_over_few_parts(heads, q_len, num_parts):
         np.testing.assert_array_equal(np.asarray(again), np.asarray(out))
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("seed", range(3))
 def test_random_cases(seed):
     rng = np.random.default_rng(seed)
@@ -152,7 +152,7 @@ def test_random_cases(seed):
         check(case, data, *plain.run(case, data, implementation))
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_with_64_bit_types_enabled():
     case = cases.MLADecodeCase((0, 70), 4, page_size=16)
     data = quantized(inputs.make(case))
@@ -161,7 +161,7 @@ def test_with_64_bit_types_enabled():
     check(case, data, out, lse)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_faults_are_caught():
     """Scales left out, or of the wrong group, and every other way to misread the bytes."""
     case = cases.MLADecodeCase((130, 65), 4)
@@ -253,7 +253,7 @@ def test_pools_beyond_int32():
         lowered(16, 64, True, 90, num_pages=2**31 // (64 * 656) + 1)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("dtype", "width", "error", "message"),
     [
@@ -278,7 +278,7 @@ def test_errors(dtype, width, error, message):
         unchecked(pallas_attn.mla_decode)(*arguments)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_the_cuda_kernel_says_why_it_does_not_serve():
     with pytest.raises(ValueError, match="implementation 'cuda' cannot serve this call"):
         functools.partial(plain_lowering.lowered_call, implementation="cuda", cache_dtype=jnp.uint8)(

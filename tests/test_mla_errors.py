@@ -156,7 +156,7 @@ def test_scales_that_float32_does_not_hold_are_refused(scale):
         jax.eval_shape(lambda a: decode(**a, scale=scale), arguments())
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_gradients_are_refused_where_there_are_none():
     query, *rest = (jnp.ones(x.shape, x.dtype) for x in arguments().values())
 
@@ -164,5 +164,5 @@ def test_gradients_are_refused_where_there_are_none():
         return decode(query, *rest, implementation=implementation).astype(jnp.float32).sum()
 
     assert jax.grad(total)(query, "xla").shape == query.shape
-    with pytest.raises(NotImplementedError, match="pallas_attn_mla_decode: the kernel has no gradients"):
+    with pytest.raises(NotImplementedError, match=r"^mla_decode: the kernel has no gradients"):
         jax.grad(total)(query, "interpret")

@@ -11,7 +11,7 @@ import pytest
 import pallas_attn
 from pallas_attn._call import ffi
 from pallas_attn._call.device import Device
-from pallas_attn._tile import latent_problem
+from pallas_attn._split import latent_problem
 from pallas_attn.ops.mla_decode.config import MLADecodeConfig, heuristic
 
 # (num_heads, q_len, page_size, dtype, scheduled)

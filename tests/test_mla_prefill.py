@@ -83,7 +83,7 @@ def small_workspace(monkeypatch):
     ("form", "implementation"),
     [
         *((form, "xla") for form in FORMS),
-        pytest.param(None, "interpret", marks=pytest.mark.slow),  # some sequences in each form
+        pytest.param(None, "interpret", marks=pytest.mark.once),  # some sequences in each form
         *(pytest.param(form, name, marks=pytest.mark.gpu) for form in FORMS for name in COMPILED),
     ],
 )
@@ -105,7 +105,7 @@ def test_matches_reference(form, implementation, monkeypatch, small_workspace):
     np.testing.assert_allclose(np.asarray(lse)[~empty], right_lse[~empty], atol=50 * limit * 1e-1)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_bf16_is_rounded_once_a_product():
     """Also on a CPU, where XLA adds up some products of bf16 in bf16."""
     arguments, up = make("bfloat16")
@@ -115,7 +115,7 @@ def test_bf16_is_rounded_once_a_product():
     assert (error <= 8e-3 * np.linalg.norm(right, axis=-1)).all()
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("form", ["absorbed", "projected", None])
 def test_bad_pages_and_lengths_poison_only_their_sequence(form, monkeypatch, small_workspace):
     monkeypatch.setattr(api, "least_projected", lambda *_: 20)
@@ -151,7 +151,7 @@ def test_latents_of_656_bytes():
     assert (error <= 1.6e-2 * np.linalg.norm(right, axis=-1)).all()
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_the_form_follows_from_costs():
     assert api.least_projected(128, 128) == 83
     assert api.least_projected(2048, 2048) is None
@@ -175,7 +175,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize(("changes", "error", "message"), REFUSED.values(), ids=REFUSED)
 def test_refusals(changes, error, message):
     given = dict(
@@ -191,7 +191,7 @@ def test_refusals(changes, error, message):
         unchecked(pallas_attn.mla_prefill)(**given | changes)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_a_form_or_implementation_that_cannot_serve():
     arguments, up = make("bfloat16")
     arguments[1] = np.zeros((*arguments[1].shape[:3], 656), np.uint8)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from references.mla_schedule_model import BLOCK, OVERHEAD, plain_schedule
 from support import unchecked
 
-from pallas_attn._tile import pieces
+from pallas_attn._split import pieces
 from pallas_attn.ops.mla_decode import schedule as sched
 
 # Few shapes, so that few programs are compiled; lengths and parts are what the property is about.
@@ -77,7 +77,7 @@ def check_slots(num_splits, num_parts):
     assert used.max() <= 1
 
 
-@pytest.mark.slow  # test_edges has the newest jax compute schedules
+@pytest.mark.once  # test_edges has the newest jax compute schedules
 @settings(max_examples=1000, deadline=None)
 @given(problems())
 def test_equals_the_plain_model(problem):
@@ -95,7 +95,7 @@ def test_edges(lengths, num_parts):
     check(lengths, num_parts)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @settings(max_examples=100, deadline=None)
 @given(problems(), st.sampled_from([1, 2]))
 def test_other_overheads(problem, overhead):
@@ -104,7 +104,7 @@ def test_other_overheads(problem, overhead):
 
 
 @pytest.mark.sweep
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("num_seqs", "num_tokens", "num_parts", "rows", "whole"),
     [
@@ -130,7 +130,7 @@ def test_sequences_of_like_length_stay_whole_where_that_is_faster(
 
 
 @pytest.mark.sweep
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("num_parts", [132, 66])
 @pytest.mark.parametrize("shortest", [1024, 2048, 4096, 8192])
 def test_the_lengths_of_flash_mlas_benchmark_stay_whole(shortest, num_parts):

@@ -158,7 +158,7 @@ CALLS = [
 
 
 @pytest.mark.sweep
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize(("num_seqs", "num_parts", "rows", "overhead"), CALLS)
 def test_equals_jnp(
     library: ctypes.CDLL, num_seqs: int, num_parts: int, rows: int, overhead: int | None

@@ -9,7 +9,7 @@ from support import ON_GPU
 from test_mla_decode import check, compiled
 
 from pallas_attn._call.device import Device
-from pallas_attn._tile import latent_problem
+from pallas_attn._split import latent_problem
 from pallas_attn.ops.mla_decode import MLADecodeConfig
 from pallas_attn.ops.mla_decode.config import heuristic, is_turned
 from pallas_attn.testing import cases, inputs
@@ -39,7 +39,7 @@ def test_no_boundary_token_is_lost(implementation, rows):
         check(case, data, *call(*data.arguments()))
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @BOTH
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_rows_whose_logits_leap_and_a_row_of_nan_leave_others_alone(implementation, rows):
@@ -81,7 +81,7 @@ def test_bad_pages_and_lengths_poison_only_their_rows(rows, num_parts, implement
             assert np.isnan(lse[seq]).all()
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_who_gets_it():
     """The heuristic's 32 rows and more on sm_90; a caller's config may ask for it, or with warps or tiles of other
     numbers for the other walk."""

@@ -66,7 +66,7 @@ def test_a_prompt_sees_what_decoding_sees(name, implementation):
         assert np.abs(prompted("plain", "xla") - whole).max() > 1e-2
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_a_prompts_window_may_be_traced():
     """As layers have it that are scanned while their windows alternate; in place of the module's own."""
     new, cache = new_tokens(), small_cache(num_layers=1, block_tables=TABLES)
@@ -201,7 +201,7 @@ NEWEST_ROWS = (
 SCATTERED_ROWS = ([0, 1, 2, -1, -1, -1], [0, 1, 3, 4, 5, 6], [0] * 6, [5, 4, 3, 2, 1, 0])
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("name", MODULES)
 def test_positions_that_cannot_be_served(name):
     """Refused where they are known; where they are traced, NaN in their row and nothing else in the other."""
@@ -317,7 +317,7 @@ def test_chunks_and_mixed_batches_give_what_one_token_at_a_time_gives(name):
     ragged(cache, [], [5])
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("name", MODULES)
 def test_traced_layers_out_of_range(name):
     call, cache = made(name, layers=2)
@@ -336,7 +336,7 @@ def test_traced_layers_out_of_range(name):
             jax.tree.map(np.testing.assert_array_equal, after, cache)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_absorbed_serves_chunks_and_left_padding():
     """As token by token: a prompt in two chunks in one row, a shorter one padded on the left in the other."""
     module, cache = mla_layer(), latent_cache()

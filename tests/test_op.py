@@ -8,9 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from support import unchecked
 
 from pallas_attn._call import configs, dispatch, op
-from pallas_attn._call.operands import dims, dims_of, named, operands, ready
+from pallas_attn._call.device import Device
+from pallas_attn._call.operands import aliases, dims, dims_of, named, only, operands, ready
 from pallas_attn.ops.paged_attention.api import OP as PAGED
 
 
@@ -51,6 +53,12 @@ def test_what_is_compiled_in_is_no_leaf():
 @dataclasses.dataclass(frozen=True)
 class Tiles:
     block: int = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Two:
+    block: int = 16
+    other: int = 16
 
 
 def doubled(given: Operands, config: Tiles | None = None) -> tuple[jax.Array]:
@@ -100,3 +108,56 @@ def test_refusals(serve, name, config, error, message):
 
 def test_implementations_have_what_the_record_says():
     assert dispatch.available_implementations()["paged_attention"].keys() == PAGED.implementations.keys()
+
+
+def test_whoever_is_served_slowly_is_told_at_the_line_of_the_call(monkeypatch):
+    monkeypatch.setattr(dispatch, "_OPS", {})
+    monkeypatch.setattr(dispatch, "resolve", unchecked(dispatch.resolve))
+    monkeypatch.setattr(dispatch, "current_device", lambda: Device("gpu", "one", 132, 90))
+    slow = dispatch.Implementation(doubled, takes_config=False)
+    odd = dispatch.Implementation(doubled, lambda given: "it is odd")
+    made = op.Op(name="double", implementations={"pallas": odd, "xla": slow}, results=("seqs dim",))
+    with pytest.warns(UserWarning, match="slow 'xla' implementation because pallas: it is odd") as told:
+        unchecked(op.Op.serve)(made, ONE, implementation=None)
+    assert told[0].filename == __file__
+
+
+def test_some_arrays_alone_and_which_results_are_written_over_them():
+    more = dataclasses.replace(ONE, scale=jnp.ones(2), cache=jnp.ones((4, 5, 2)))
+    assert list(named(only(more, "query", "cache"))) == ["query", "cache"]
+    assert only(more, "query").order == more.order
+    # Leaves: query, two of pools, scale, cache.
+    assert aliases(more, "cache", "scale") == {4: 0, 3: 1}
+    assert aliases(ONE, "cache", "query") == {0: 1}
+
+
+def test_gradients_are_steps_of_the_implementation_and_kernels_have_entries_of_their_own(monkeypatch):
+    monkeypatch.setattr(dispatch, "_OPS", {})
+    asked = []
+
+    def resolve(name, kind, explicit, key, heuristic):
+        asked.append(key)
+        return heuristic(**({"block": 64} if key["kernel"] == "back" else {"other": 64}))
+
+    monkeypatch.setattr(configs, "resolve", resolve)
+    tripled = dispatch.Implementation(lambda given, config, by: (given.query * config.block * by,))
+    made = op.Op(
+        name="double",
+        implementations={
+            "interpret": dispatch.Implementation(
+                doubled,
+                prepare=lambda given: dataclasses.replace(given, query=given.query + 1),
+                steps={"back": tripled},
+            )
+        },
+        results=lambda given: ("seqs dim",),
+        config=Two,
+        key=lambda given: {},
+        heuristic=lambda given, **measured: Two(**measured),
+        kernels={"forth": ("other",), "back": ("block",)},
+        derivative=lambda call, given: call.run(given, step="back", by=3),
+    )
+    (found,) = made.serve(ONE, implementation="interpret")
+    assert found[0, 0] == 2 * 64 * 3
+    assert asked == [{"kernel": "forth"}, {"kernel": "back"}]
+    assert made.tiles(ONE) == Two(64, 64)

@@ -57,7 +57,7 @@ def test_the_margin_leaves_room_and_tiny_values_have_a_scale():
     assert 0 < float(k_scale[0, 0]) < 1e-37
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("grows", [False, True])
 def test_what_is_no_number_leaves_the_tokens_beside_it_alone(implementation, grows):
@@ -87,7 +87,7 @@ def test_what_is_no_number_leaves_the_tokens_beside_it_alone(implementation, gro
         np.testing.assert_array_equal(np.asarray(got, np.float32), wanted)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_nan_stays_nan_where_a_maximum_leaves_it_out(monkeypatch):
     """As Pallas' does on a GPU: a row that cannot be right must not look right in an 8-bit output."""
     monkeypatch.setattr(jnp, "clip", lambda x, least, most: jnp.fmin(jnp.fmax(x, least), most))
@@ -150,7 +150,7 @@ def test_a_needle_in_a_page_of_small_values(op, implementation):
     np.testing.assert_allclose(out[0, 0], values[1, 5, 0].astype(np.float32) * 1e-3, rtol=2e-2, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("name", ["k_scale", "v_scale"])
 def test_an_ignored_page_scale_is_caught(name):
     case = cases.DecodeCase((77, 40), 4, 2, 32, 16, cache_dtype="int8", scale_per_page=True)
@@ -322,7 +322,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize(("changes", "error", "message"), REFUSED.values(), ids=REFUSED)
 def test_refusals(changes, error, message):
     given = dict(
@@ -333,7 +333,7 @@ def test_refusals(changes, error, message):
         unchecked(page_scales)(**given | changes)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_a_cache_without_quantisation_has_no_scales():
     tables = jnp.zeros((1, 1), jnp.int32)
     sizes = dict(num_layers=1, num_pages=1, page_size=4, num_kv_heads=1, head_dim=16, block_tables=tables)

@@ -14,7 +14,7 @@ from references.paged_attention_torch import paged_attention as reference
 from support import COMPILED, ON_GPU, unchecked
 
 import pallas_attn
-from pallas_attn._tile import merge
+from pallas_attn._split import merge
 from pallas_attn.ops.paged_attention.config import PagedAttentionConfig
 from pallas_attn.testing import cases, compare, inputs
 
@@ -30,7 +30,7 @@ def served_cases() -> Iterator[Any]:
             case, num_heads=2, num_kv_heads=1 + (case.group == 1), head_dim=64, config=()
         )
         # The newest jax has those that touch everything once: all are lowered on both, and features have tests below.
-        marks = [] if "fast" in case.tags else [pytest.mark.slow]
+        marks = [] if "fast" in case.tags else [pytest.mark.once]
         for implementation in ("xla", "interpret"):
             if implementation == "interpret" or "fast" in case.tags or alike not in seen:
                 yield pytest.param(case, implementation, marks=marks)
@@ -216,7 +216,7 @@ def test_the_largest_soft_cap(implementation):
     check(case, data, *run(case, data, implementation))
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_flat_fp16_scores_stay_finite(implementation):
     """8192 equal logits: a partial sum kept unnormalised in fp16 would overflow."""
@@ -291,7 +291,7 @@ def test_reference_does_not_gather_the_whole_table():
     assert temporary_bytes(4096) < 2 * temporary_bytes(64)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     "edge", ["oldest in the window", "newest of a remote block", "oldest of a local block"]
@@ -313,7 +313,7 @@ def test_no_token_at_the_edge_of_a_rule_is_lost(edge, implementation):
     check(case, data, out, lse)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("rule", ["window", "block-sparse"])
 def test_pages_that_no_query_sees_may_be_anyones(rule, implementation):
@@ -344,7 +344,7 @@ def test_with_64_bit_types_enabled(implementation):
     check(case, data, out, lse)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_sink_far_above_the_logits(implementation):
     """It takes nearly all of the weight; what is left to the keys must not be rounded to zero on the way."""
@@ -356,7 +356,7 @@ def test_a_sink_far_above_the_logits(implementation):
         check(case, data, *run(case, data, implementation))
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
 def test_windows_of_any_int(implementation):
     case = cases.DecodeCase((20, 3), 4, 2, 16, 16)
@@ -395,7 +395,7 @@ def windowed(**options) -> cases.DecodeCase:
     return cases.DecodeCase(lengths, 4, 2, 64, 16, sliding_window=max(WINDOWS), config=splits, **options)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_traced_window_is_the_static_one(implementation):
     case = windowed()
@@ -407,7 +407,8 @@ def test_a_traced_window_is_the_static_one(implementation):
         np.testing.assert_array_equal(np.float32(mine), np.float32(static))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     "options", [{"q_len": 3}, {"block_sparse": pallas_attn.LocalStride(32, 1, 4)}], ids=str

@@ -35,7 +35,7 @@ def make_case(
     )  # fmt: skip
 
 
-MARKS = pytest.mark.slow, pytest.mark.sweep
+MARKS = pytest.mark.once, pytest.mark.sweep
 CASES = [
     (make_case(), CUT),
     (make_case(head_dim=80, dtype="float16", layout="HND", sliding_window=40), WHOLE),
@@ -121,7 +121,7 @@ def run(
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     ("case", "config"),
-    # The oldest jax has the last, with the most features.
+    # The newest jax has the last, with the most features.
     [*(pytest.param(*both, marks=MARKS) for both in CASES[:-1]), CASES[-1]],
     ids=lambda value: getattr(value, "id", ""),
 )
@@ -134,7 +134,7 @@ def test_matches_reference(case, config, implementation):
     compare.assert_lse_close(lse, expected_lse, dtype=case.dtype, case_id=case.id)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_decoded_sequences_are_left_to_others(implementation):
     case, config = CASES[0][0], UNCUT
@@ -154,7 +154,8 @@ def test_decoded_sequences_are_left_to_others(implementation):
     compare.assert_rows_close(got, expected, dtype="bfloat16", case_id=case.id)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("dtype", "config"), [("float8_e4m3fn", CUT), ("float8_e5m2", UNCUT)])
 def test_fp8_output(dtype, config, implementation):
@@ -179,7 +180,7 @@ def test_fp8_output(dtype, config, implementation):
     assert (np.abs(np.float32(out)) == largest).any(), "nothing saturated"
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_lengths_that_cannot_be_right_are_nan(implementation):
     case, config = CASES[0]
@@ -237,7 +238,7 @@ BAD = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize(("changes", "error", "message"), BAD.values(), ids=BAD)
 def test_refusals(changes, error, message):
     with pytest.raises(error, match=f"^prefix_prefill: argument {message}"):

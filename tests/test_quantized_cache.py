@@ -11,7 +11,7 @@ from pallas_attn._tile import narrow
 from pallas_attn.nn import PagedAttention
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_calibration_fits_each_head_of_a_layer():
     tables = jnp.array([[0, 1]], jnp.int32)
     sizes = {"num_layers": 2, "num_pages": 2, "page_size": 8, "num_kv_heads": 2, "head_dim": 4}
@@ -27,7 +27,7 @@ def test_calibration_fits_each_head_of_a_layer():
     assert written.key_cache[2, 1, 1, 2] == 127
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_saturation_is_the_share_that_the_scales_do_not_hold():
     """What a prompt that joins others, whose scales are fixed, would lose; padding does not count."""
     tables = jnp.array([[0], [1]], jnp.int32)
@@ -58,7 +58,7 @@ def test_calibration_leaves_other_dtypes_alone():
     assert cache.scales(0) == {}
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 def test_a_prompt_that_joins_others_leaves_their_scales(dtype):
     """Continuous batching: the second row is prefilled while the first one holds tokens."""

@@ -17,7 +17,7 @@ from pallas_attn.testing import cases, compare, inputs
 
 IMPLEMENTATIONS = ["xla", "interpret", *ON_GPU]
 CASES = [
-    case if "fast" in case.tags else pytest.param(case, marks=pytest.mark.slow)
+    case if "fast" in case.tags else pytest.param(case, marks=pytest.mark.once)
     for case in cases.select("ragged_paged_attention", "test")
 ]
 PLAIN = cases.select("ragged_paged_attention", "test", "fast")[0]
@@ -82,7 +82,7 @@ def test_padding_is_empty_and_num_seqs_may_change(implementation):
         check(PLAIN, fewer, out, lse)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     "boundary", ["first", "page end", "page start", "piece end", "piece start", "own", "window"]
@@ -107,7 +107,7 @@ def test_no_boundary_token_is_lost(boundary, implementation):
     check(case, data, *run(case, data, implementation))
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_bad_pages_and_lengths_poison_only_their_sequence(implementation):
     config = (("num_splits", 3), ("min_split_tokens", 16), ("target_programs", 64))
@@ -132,7 +132,7 @@ def test_bad_pages_and_lengths_poison_only_their_sequence(implementation):
     assert not np.float32(out[end:]).any()
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_lengths_that_contradict_each_other_read_nothing_outside(implementation):
     """cu_q_lens that decrease, or lead outside, give something, and no fault."""
@@ -143,7 +143,7 @@ def test_lengths_that_contradict_each_other_read_nothing_outside(implementation)
     assert out.shape == data.query.shape
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_pages_behind_the_window_may_be_anyones(implementation):
     case = cases.RaggedCase(
@@ -158,7 +158,7 @@ def test_pages_behind_the_window_may_be_anyones(implementation):
     check(case, expected, out, lse)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", ["xla", *ON_GPU])
 def test_fp8_output(implementation):
     """By two scales: with one it takes half the format's range, with the other some of it saturates. The kernel's is
@@ -177,7 +177,7 @@ def test_fp8_output(implementation):
         assert (np.abs(np.float32(out)).max() == 448) == (part > 1)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_traced_window_is_the_static_one(implementation):
     data = inputs.make_ragged(PLAIN)
@@ -193,7 +193,7 @@ def test_a_traced_window_is_the_static_one(implementation):
         check(dataclasses.replace(PLAIN, sliding_window=window), data, out[i], lse[i])
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
 def test_same_inputs_same_bits(implementation):
     data = inputs.make_ragged(PLAIN)
@@ -202,7 +202,7 @@ def test_same_inputs_same_bits(implementation):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
 def test_decoding_alone_is_paged_attention(implementation):
     """Sequences of one token each, and nothing else: the other op's call."""
@@ -234,7 +234,7 @@ def test_gradients_of_the_plain_implementation():
     np.testing.assert_allclose(jnp.vdot(jax.grad(loss)(query), direction), by_difference, rtol=1e-2)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_vmap():
     """Over queries: two sets of heads with the same pages."""
     data, one = inputs.make_ragged(PLAIN), RaggedAttentionConfig(RaggedTiles(32, 32, 1))

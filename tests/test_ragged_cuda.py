@@ -11,7 +11,8 @@ from lowering import lower_for_gpu
 
 import pallas_attn
 from pallas_attn._call import dispatch
-from pallas_attn.ops.ragged_attention import call as ragged_call
+from pallas_attn._call.checks import ArgumentChecker
+from pallas_attn.ops.ragged_attention import arguments, cuda
 from pallas_attn.testing import inputs
 from pallas_attn.testing.cases import RaggedCase
 
@@ -179,10 +180,11 @@ def test_what_pallas_is_as_fast_at_is_left_to_it(monkeypatch, case):
 )
 def test_what_it_does_not_serve_it_says(case, reason):
     data = inputs.make_ragged(case)
-    query, key_cache, value_cache, tables, *_ = map(jnp.asarray, data.arguments())
-    operands = {"query": query, "key_cache": key_cache, "value_cache": value_cache, "block_tables": tables}
-    operands |= {name: jnp.asarray(array) for name, array in data.extras.items()}
-    found = ragged_call._case(operands, case.layout)
-    refusal = ragged_call.cuda.unsupported(found)
+    names = ("query", "key_cache", "value_cache", "block_tables", "seq_lens", "cu_q_lens", "num_seqs")
+    given = dict(zip(names, data.arguments(), strict=True)) | data.extras
+    check = ArgumentChecker("ragged_paged_attention")
+    given["num_seqs"] = arguments.check_arrays(check, *(given[name] for name in names), case.layout)
+    dtype = given["query"].dtype
+    refusal = cuda.unsupported(arguments.made(check, **given, layout=case.layout, out_dtype=dtype))
     assert refusal is not None
     assert reason in refusal

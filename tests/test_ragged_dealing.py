@@ -1,6 +1,7 @@
 """Decoded sequences of `ragged_paged_attention` are dealt by work, however lengths are distributed."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +13,13 @@ from support import ON_GPU
 import pallas_attn
 from pallas_attn import RaggedAttentionConfig, RaggedTiles
 from pallas_attn._call.device import Device
+from pallas_attn._split.pieces import FairPieces
 from pallas_attn._tile.layout import PoolShape
 from pallas_attn._tile.masking import Rules
-from pallas_attn._tile.pieces import FairPieces
 from pallas_attn.ops.ragged_attention import pieces
 from pallas_attn.ops.ragged_attention.blocks import CUTS, TOTAL, Lens
 from pallas_attn.ops.ragged_attention.config import heuristic
+from pallas_attn.ops.ragged_attention.operands import Operands
 from pallas_attn.ops.ragged_attention.problem import Problem
 from pallas_attn.testing import cases, compare, inputs
 
@@ -88,10 +90,12 @@ def test_sequences_that_are_decoded_take_neither_room_nor_programs_in_the_launch
     assert np.prod(long.grid) <= 4 * 132
 
 
-def lens_refs(q_lens, *, num_seqs: int) -> dict[str, jax.Array]:
-    """What a kernel is told of sequences of 60,000 tokens."""
-    refs = dict(num_seqs=[num_seqs], cu_q_lens=np.cumsum([0, *q_lens]), seq_lens=np.full(len(q_lens), 60_000))
-    return {name: jnp.asarray(value, jnp.int32) for name, value in refs.items()}
+def lens_refs(q_lens, *, num_seqs: int) -> Operands:
+    """What a kernel is told of sequences of 60,000 tokens, and nothing else."""
+    refs: dict[str, Any] = dict.fromkeys(("query", "key_cache", "block_tables"))
+    lens = dict(num_seqs=[num_seqs], cu_q_lens=np.cumsum([0, *q_lens]), seq_lens=np.full(len(q_lens), 60_000))
+    refs |= {name: jnp.asarray(value, jnp.int32) for name, value in lens.items()}
+    return Operands(**refs, layout="NHD", scale=1.0, rules=Rules(), out_dtype=None)
 
 
 def blocks_of(problem: Problem, q_lens, *, num_seqs: int) -> list[tuple[int, int] | None]:
@@ -126,11 +130,11 @@ def test_each_block_has_one_place_and_late_rows_come_first(seed, skip_decode, re
     assert not any(found[len(expected) :])
 
 
-def noted(problem: Problem, q_lens) -> dict[str, jax.Array]:
+def noted(problem: Problem, q_lens) -> Operands:
     """The lengths of a batch and, beside them, how many blocks a short launch counts for the next one."""
     refs = lens_refs(q_lens, num_seqs=len(q_lens))
     count = problem.launched(0).count_blocks(Lens(problem.ragged, refs))
-    return {**refs, TOTAL: jnp.reshape(count, 1)}
+    return dataclasses.replace(refs, num_blocks=jnp.reshape(count, 1))
 
 
 @pytest.mark.parametrize("q_lens", [(), (1,), (40,), (0, 5, 300, 4, 1, 17)], ids=str)
@@ -140,7 +144,7 @@ def test_the_short_launch_counts_the_blocks_of_the_next(num_seqs, q_lens, refs_a
     problem = dataclasses.replace(short(num_seqs, 512), num_tokens=sum(q_lens))
     assert problem.notes == {TOTAL: 1}
     blocks = blocks_of(problem.launched(0), q_lens, num_seqs=num_seqs)
-    assert noted(problem, q_lens)[TOTAL] == sum(block is not None for block in blocks)
+    assert noted(problem, q_lens).num_blocks == sum(block is not None for block in blocks)
 
 
 def shares_of(problem: Problem, refs, monkeypatch) -> list[tuple[pieces.Share, tuple[int, ...]]]:

@@ -127,7 +127,7 @@ def test_the_hot_loops_are_as_measured(page_size):
         assert copies >= 2, f"{kernel.name}: loads are not pipelined"
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("sm", [90, 100])
 def test_latents_compile(sm):
     """576 elements of keys, 512 of which are values: one tile of them, for both products."""
@@ -189,7 +189,7 @@ def test_no_room_for_pieces_that_fill_more_than_two_rounds(num_tokens, pieces):
     assert chosen.long.num_splits == pieces
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_few_programs_are_cut():
     """A chunk of 64 tokens behind 32k: without pieces of the keys, 16 programs on 132 multiprocessors."""
     kernels = lowering.triton_kernels(lowered(served(1, 32, 8, 128), num_tokens=64))

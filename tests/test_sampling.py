@@ -119,6 +119,16 @@ def test_penalties_are_what_they_say(choose):
     assert chosen(asked, repetition_penalty=ratio * 0.99) == best
 
 
+def test_what_is_infinitely_likely_is_drawn(choose):
+    """By its logits, or by a penalty, there is nothing that the others could be drawn for."""
+    row = logits_of(2)
+    row[0, 7] = np.inf
+    drawn = dict(temperature=1.0, top_p=0.9)
+    assert choose(row, [Sampling(**drawn)])[0] == 7
+    for penalty in (dict(frequency_penalty=-3e38), dict(presence_penalty=-3e38, frequency_penalty=-3e38)):
+        assert choose(logits_of(2), [Sampling(**drawn, **penalty)], [((), (9, 9))])[0] == 9
+
+
 EACH: list[dict[str, Any]] = [
     {},
     dict(temperature=1.0),
@@ -183,7 +193,7 @@ SERVED: dict[str, tuple[Sampling, Sampling]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("name", SERVED)
 def test_generate_and_engine_serve_the_same(model, name):
     samplings = SERVED[name]
@@ -205,7 +215,7 @@ def test_generate_and_engine_serve_the_same(model, name):
         assert answers[1] == alone[0], "the second answer has the next seed"
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_logprobs_are_the_models(model):
     got = generate(
         model, PROMPTS, max_new_tokens=6, page_size=4, return_logits=True,
@@ -221,7 +231,7 @@ def test_logprobs_are_the_models(model):
             np.testing.assert_allclose([value for _, value in one.top], logs[row, column, best], atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_what_ends_an_answer(model):
     """A token of the request's own, and a text, which may lie across tokens."""
     (answer, other), _ = by_generate(model, Sampling())
@@ -248,7 +258,7 @@ def test_what_ends_an_answer(model):
         engine.submit(PROMPTS[0], sampling=Sampling(n=2))
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_penalties_survive_being_sent_back(model):
     """Two requests and pages for hardly more than one: what was said before counts on."""
     samplings = (Sampling(repetition_penalty=1.4, frequency_penalty=0.4),) * 2
@@ -301,6 +311,31 @@ def test_texts_are_found_as_tokens_come():
 )
 def test_what_a_model_asks_for(settings, expected):
     assert Sampling.from_generation_config(settings) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "usual"),
+    [
+        ("num_beams", 4, 1),
+        ("typical_p", 0.9, 1.0),
+        ("no_repeat_ngram_size", 3, 0),
+        ("suppress_tokens", [1, 2], []),
+    ],
+)
+def test_what_a_model_asks_for_in_vain_is_said(name, value, usual):
+    asked = Sampling.from_generation_config({name: usual, "max_new_tokens": 9})
+    with pytest.warns(
+        UserWarning, match=rf"generation_config.json: {name} = {re.escape(str(value))} is not served"
+    ):
+        assert Sampling.from_generation_config({name: value}) == asked
+
+
+@pytest.mark.usefixtures("as_users_have_it")
+def test_what_a_model_asks_for_is_checked():
+    with pytest.raises(
+        TypeError, match=r"^Sampling: argument 'repetition_penalty': expected a number, got 'high'"
+    ):
+        Sampling.from_generation_config({"repetition_penalty": "high"})
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,18 @@ ROOT = Path(__file__).parent.parent
 LINES = re.search(r"```sh\n(.*?)```", (ROOT / "pallas_attn/serve/README.md").read_text(), re.DOTALL)
 # Long enough for a signal in the middle of an answer.
 CONTEXT = 20_000
-SMALL = ("--max-len", CONTEXT, "--page-size", 64, "--num-rows", 1, "--step-tokens", 16)
+SMALL = (
+    "--max-len",
+    CONTEXT,
+    "--page-size",
+    64,
+    "--num-rows",
+    1,
+    "--step-tokens",
+    16,
+    "--stop-timeout",
+    3600,
+)
 # Compiling is most of it, here as in other tests.
 ENVIRONMENT = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "no_proxy": "*", "NO_PROXY": "*"}
 
@@ -132,7 +143,7 @@ def test_addresses():
         assert not is_local(listener)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_three_lines_from_install_to_a_streamed_answer(tmp_path):
     """As they stand, but for the installation, where the program is, and a port that is free."""
     loaded = smollm2()

@@ -72,7 +72,7 @@ def test_what_was_found_in_the_cache_is_told(server):
     assert second.prompt_tokens - 10 < second.prompt_tokens_details.cached_tokens < second.prompt_tokens
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_samples_are_those_of_generate(server):
     """Drawn, several to a prompt, with log-probabilities."""
     expected = answers(Sampling(temperature=1.5, seed=3, n=2, frequency_penalty=0.5, logprobs=2))

@@ -322,9 +322,12 @@ def test_more_than_can_wait_is_refused():
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_takes_only_so_long(stream):
     with held(Limits(request_timeout=0.2)) as (server, engine):
-        answer, body = exchanged(server, post(COMPLETION, {"prompt": "x", "stream": stream}))
-        assert (answer.status, error_of(body)["code"]) == (504, "timeout")
-        assert answer.headers["x-should-retry"] == "false"
+        while (
+            not engine.submitted
+        ):  # where the machine is busy, the time may be over before the engine hears of it
+            answer, body = exchanged(server, post(COMPLETION, {"prompt": "x", "stream": stream}))
+            assert (answer.status, error_of(body)["code"]) == (504, "timeout")
+            assert answer.headers["x-should-retry"] == "false"
         waited(lambda: engine.submitted[0].done)
         assert engine.submitted[0].finish_reason == "cancelled"
 
@@ -341,7 +344,7 @@ def test_a_stream_that_takes_too_long_ends_with_an_error():
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_who_goes_away_is_not_worked_for(stream):
-    with running(served_=scripted("x" * 200, seconds=0.01, burst=1)) as server:
+    with running(served_=scripted("x" * 200, burst=1, holds_after=9)) as server:
         engine = server.app.worker.engine
         with server.raw() as connection:
             connection.sendall(post(COMPLETION, {"prompt": "x", "stream": stream, "max_tokens": 200}))
@@ -351,7 +354,6 @@ def test_who_goes_away_is_not_worked_for(stream):
                 waited(lambda: engine.submitted and engine.submitted[0].answer)
         waited(lambda: engine.submitted[0].done)
         assert engine.submitted[0].finish_reason == "cancelled"
-        assert len(engine.submitted[0].answer) < 200
 
 
 def test_an_engine_that_fails():

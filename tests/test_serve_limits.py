@@ -9,7 +9,7 @@ import socket
 import threading
 
 import pytest
-from serve_support import Running, post, running, scripted, waited
+from serve_support import HANG, Running, post, running, scripted, waited
 
 from pallas_attn.serve import Limits
 from pallas_attn.serve.server import allow_files
@@ -26,9 +26,10 @@ def answered(connection: socket.socket) -> tuple[int, dict]:
     return answer.status, json.loads(answer.read())
 
 
-def is_well(server: Running) -> None:
-    """What others ask for is answered meanwhile."""
-    said = server.client.completions.create(model="tiny", prompt="x", max_tokens=64)
+def is_well(server: Running, tries: int = 1) -> None:
+    """What others ask for is answered meanwhile; where limits are tight, a client on a busy machine may be late too."""
+    client = server.client.with_options(max_retries=tries - 1)
+    said = client.completions.create(model="tiny", prompt="x", max_tokens=64)
     assert said.choices[0].text == TEXT
 
 
@@ -105,7 +106,7 @@ def test_a_client_that_sends_byte_by_byte(sent, code):
 
         dripping = threading.Thread(target=drip)
         dripping.start()
-        is_well(server)
+        is_well(server, tries=6)
         status, body = answered(connection)
         assert (status, body["error"]["code"]) == (408, code)
         stop.set()
@@ -134,7 +135,8 @@ def test_a_thousand_idle_connections():
     allow_files(4096)  # both ends are this process's
     if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 4096:
         pytest.skip("this process may not have 4096 open files")
-    with running(Limits(max_connections=1010), scripted(TEXT)) as server, contextlib.ExitStack() as stack:
+    limits = Limits(max_connections=1010, idle_timeout=HANG, header_timeout=HANG)
+    with running(limits, scripted(TEXT)) as server, contextlib.ExitStack() as stack:
         idle = [stack.enter_context(server.raw()) for _ in range(1000)]
         for connection in idle[::100]:  # some have begun to ask
             connection.sendall(b"POST /v1/comp")
@@ -156,9 +158,13 @@ def test_a_thousand_idle_connections():
 
 def test_idle_connections_are_closed():
     with running(Limits(idle_timeout=0.2), scripted(TEXT)) as server:
-        with server.raw() as new, server.raw() as used:
-            used.sendall(post(COMPLETION, {"prompt": "x"}))
-            assert answered(used)[0] == 200
+        with server.raw() as new:
             assert closed(new)
-            assert closed(used)
-        is_well(server)
+        status = None
+        while status is None:  # where the machine is busy, it may be closed before it has asked
+            with server.raw() as used, contextlib.suppress(ConnectionError):
+                used.sendall(post(COMPLETION, {"prompt": "x"}))
+                status, _ = answered(used)
+                assert closed(used)
+        assert status == 200
+        is_well(server, tries=6)

@@ -32,7 +32,7 @@ def arguments(dtype=jnp.float32):
 
 def test_on_eight_devices(pytestconfig):
     """The number of devices is settled when JAX starts: these tests have a process of their own, all of them one, and
-    of them the same are left out as here, and the same is checked."""
+    of them the same are left out as here."""
     environment = {
         **os.environ,
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8",
@@ -52,10 +52,9 @@ def test_on_eight_devices(pytestconfig):
         )
     ]
     pytest_here = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    checked = f"--jaxtyping-packages={pytestconfig.option.jaxtyping_packages or ''}"
-    cases = f"--sweeps={pytestconfig.option.sweeps}", f"--sample={pytestconfig.option.sample}"
+    cases = ["--sample"] if pytestconfig.option.sample else []
     run = subprocess.run(
-        [*pytest_here, checked, *cases, "-m", pytestconfig.option.markexpr, *tests],
+        [*pytest_here, *cases, "-m", pytestconfig.option.markexpr, *tests],
         env=environment,
         cwd=folder.parent,
         capture_output=True,

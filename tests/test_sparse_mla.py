@@ -133,7 +133,7 @@ CASES = [
 @pytest.mark.sweep
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
-    "options", [*CASES[:3], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[3:])], ids=str
+    "options", [*CASES[:3], *(pytest.param(case, marks=pytest.mark.once) for case in CASES[3:])], ids=str
 )
 def test_decode_matches_reference(options, implementation):
     case = Decode(**options)
@@ -142,13 +142,13 @@ def test_decode_matches_reference(options, implementation):
     case.check(out, lse)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_decode_in_float32():
     case = Decode(dtype="float32", q_len=2, sinks=True, positions=True, lengths=(48, 0, 5))
     case.check(*case.run("xla"))
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("positions", [False, True])
 def test_bad_ids_and_lengths_poison_only_their_rows(positions, implementation):
@@ -184,7 +184,7 @@ def test_bad_ids_and_lengths_poison_only_their_rows(positions, implementation):
     assert np.isneginf(lse[5]).all()
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_no_boundary_id_is_lost(implementation):
     """One id after another, at tiles' and pieces' ends, names the row that outweighs all others."""
@@ -212,8 +212,9 @@ def test_no_boundary_id_is_lost(implementation):
     assert compare.row_errors(without, case.expected()[0]).min() > 0.5, "the row outweighs nothing"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("fp8", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("fp8", [pytest.param(False, marks=pytest.mark.once), True])
 def test_prefill(fp8, implementation):
     rng = np.random.default_rng(3)
     tokens, kv, heads, topk = 7, 90, 5, 40
@@ -293,7 +294,7 @@ def test_flash_mla_names(implementation):
         np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("seed", range(2))
 def test_random_cases(seed):
     rng = np.random.default_rng(100 + seed)
@@ -314,7 +315,7 @@ def test_random_cases(seed):
         case.check(*case.run(implementation))
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_faults_are_caught():
     case = Decode(q_len=2, sinks=True, lengths=(48, 30, 9))
     expected, _ = case.expected()
@@ -397,7 +398,7 @@ def test_pools_beyond_int32():
     assert all("i64" in line for line in pointers)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_a_sink_has_a_gradient_beside_a_token_without_ids():
     query, pool = jnp.ones((2, 1, 2, 576)), jnp.ones((1, 16, 1, 576))
     ids = jnp.array([[[-1, -1]], [[3, -1]]], jnp.int32)
@@ -412,7 +413,7 @@ def test_a_sink_has_a_gradient_beside_a_token_without_ids():
     np.testing.assert_allclose(gradient(jnp.array([23.0, 24.0])), 512 * share * (share - 1), rtol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_numpy_arrays_will_do():
     case = Decode()
     pool = case.pool.reshape(-1, 16, 1, 576)

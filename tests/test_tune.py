@@ -94,7 +94,7 @@ def small(monkeypatch):
     monkeypatch.setattr(paged, "BLOCK", 1 << 14)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize(
     "point", [paged_point(3, 64, 4, n, head_dim=64) for n in (1, 2, 4)] + [mla_point(3, 64, 4)]
 )
@@ -129,7 +129,7 @@ def tune(*options: str, op: str = "paged_attention", sizes: list[str] = TINY) ->
     return main(["tune", "--op", op, *sizes, "--max-len", "64", "--implementation", "interpret", *options])
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_tune_writes_what_calls_then_read(two_candidates, tmp_path, monkeypatch, capsys):
     path = tmp_path / current_device().slug / "paged_attention.json"
     kept = [
@@ -198,7 +198,7 @@ def test_ragged_points_are_of_one_launch(q_len, launch, other, h100):
         point.config(block_kb=16)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_tune_serves_ragged_attention_too(small, tmp_path, monkeypatch):
     monkeypatch.setattr(RaggedAttentionPoint, "candidates", lambda self: [{}])
     op = "ragged_paged_attention"
@@ -209,7 +209,7 @@ def test_tune_serves_ragged_attention_too(small, tmp_path, monkeypatch):
     assert all(0 < e["measured"]["error"] < errors.LARGEST_ERROR["bfloat16"] for e in found)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_tune_serves_mla_decode_too(small, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(MLADecodePoint, "candidates", lambda self: [{}])
     sizes = ["--num-heads", "2", "--num-seqs", "2"]

@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_attn import SparseLayout, blocksparse_attention, flash_attention
+from pallas_attn import SparseLayout, flash_attention
 from pallas_attn._call import configs
 from pallas_attn._call.device import Device, current_device
 from pallas_attn._tile.band import Band
+from pallas_attn._tile.masking import Rules
 from pallas_attn.cli import main, tune
 from pallas_attn.ops.blocksparse_attention import api as blocksparse_api
 from pallas_attn.ops.flash_attention import api as flash_api
-from pallas_attn.tuning import blocksparse_attention as tuned_blocksparse
 from pallas_attn.tuning import errors, points, timing
 from pallas_attn.tuning import flash_attention as tuned_flash
 from pallas_attn.tuning.registry import OPS
@@ -26,11 +26,11 @@ KERNELS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("op", KERNELS)
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_candidates_differ_in_the_kernel_that_is_measured(op, head_dim, monkeypatch):
-    for module in (tuned_flash, tuned_blocksparse):
+    for module in (flash_api.tiles, blocksparse_api.tiles):
         monkeypatch.setattr(module, "current_device", lambda: Device("gpu", "one", 132, 90))
     kind = OPS[op]
     for point in kind.variants(2, 1024, **{**kind.sizes, "head_dim": head_dim}):
@@ -63,7 +63,7 @@ def test_each_kernel_has_an_entry(op, few, tmp_path, monkeypatch):
     assert all(entry["config"] for entry in found)
 
 
-@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("limit", ["LARGEST_ERROR", "LARGEST_GRADIENT_ERROR"])
 def test_a_wrong_result_does_not_count(limit, few, monkeypatch):
     monkeypatch.setitem(getattr(errors, limit), "bfloat16", 1e-9)
@@ -77,7 +77,7 @@ def test_a_wrong_result_does_not_count(limit, few, monkeypatch):
     assert "wrong: error" in found.problem
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_gradients_over_random_layouts_are_measured(few):
     [*_, point, _] = OPS["blocksparse_attention"].variants(
         1, 48, num_heads=2, num_kv_heads=1, head_dim=16, dtype="float32"
@@ -104,7 +104,7 @@ def test_flash_attention_takes_each_kernels_own_entry(tmp_path, monkeypatch):
         query = jnp.zeros((1, tokens, 2, 2, 16), jnp.bfloat16)
         key = jnp.zeros((1, tokens, 2, 16), jnp.bfloat16)
         rules = flash_api.Rules("BTNH", 0.25, None, Band(None, 0, 0))
-        return flash_api.resolve({"query": query, "key": key, "value": key}, rules, None)
+        return flash_api.OP.tiles(flash_api.Operands(query=query, key=key, value=key, rules=rules))
 
     near, far = config(40), config(41)
     assert near.query == tuned_flash.FlashAttentionTiles(**sizes) != far.query
@@ -116,22 +116,14 @@ def test_blocksparse_attention_takes_each_kernels_own_entry(tmp_path, monkeypatc
     key = dict(block_size=32, q_block_size=32, max_len=[64, 64])
     measured(tmp_path, "blocksparse_attention", "dq", sizes, **key)
     monkeypatch.setenv(configs.CONFIGS_VARIABLE, str(tmp_path))
-    taken = []
-    monkeypatch.setattr(
-        blocksparse_api.gradients, "attend", lambda call, _: taken.append(call.problem.config)
-    )
     struct = jax.ShapeDtypeStruct
 
     def config(nnz: int):
-        layout = SparseLayout(struct((1, 5), jnp.int32), struct((1, nnz), jnp.int32), 32, 32)
         query, ends = struct((64, 2, 16), jnp.bfloat16), struct((2,), jnp.int32)
-
-        def call(query, layout, ends):
-            blocksparse_attention(query, query, query, layout, cu_k_lens=ends, implementation="interpret")
-
-        with pytest.raises(TypeError):  # the stand-in returns nothing
-            jax.eval_shape(call, query, layout, ends)
-        return taken[-1]
+        layout = SparseLayout(struct((1, 5), jnp.int32), struct((1, nnz), jnp.int32), 32, 32)
+        kind = dict(layout=layout, cache_layout=None, kinds="prefill", scale=1.0, rules=Rules())
+        given = blocksparse_api.Operands(query=query, key=query, value=query, cu_k_lens=ends, **kind)
+        return blocksparse_api.OP.tiles(given)
 
     near, far = config(8), config(12)
     assert {name: getattr(near, name) for name in sizes} == sizes

@@ -15,7 +15,7 @@ from pallas_attn._tile.band import Band
 from pallas_attn._tile.layout import PoolShape, array_shape
 from pallas_attn._tile.masking import Rules
 from pallas_attn.cli import main, tune
-from pallas_attn.ops.flash_attention import config as flash
+from pallas_attn.ops.flash_attention import api as flash
 from pallas_attn.ops.paged_attention import config
 from pallas_attn.ops.paged_attention.api import OP
 from pallas_attn.ops.paged_attention.operands import Operands
@@ -141,11 +141,12 @@ def test_calls_of_flash_attention_take_a_part_of_the_tiles(tmp_path, monkeypatch
     entry = {"key": {"head_dim": 16}, "config": {"forward": {"num_warps": 2}}}
     configs.save(tmp_path / current_device().slug / "flash_attention.json", [entry])
     monkeypatch.setenv(configs.CONFIGS_VARIABLE, str(tmp_path))
+    query, key = (jnp.zeros((1, 64, 2, *group, 16), jnp.bfloat16) for group in ((1,), ()))
     rules = flash.Rules("BTNH", 0.25, None, Band(None, 0, 0))
-    operands = {name: jnp.zeros((1, 64, 2, 16), jnp.bfloat16) for name in ("query", "key", "value")}
-    found = flash.resolve(operands, rules, None)
+    operands = flash.Operands(query=query, key=key, value=key, rules=rules)
+    found = flash.OP.tiles(operands)
     monkeypatch.delenv(configs.CONFIGS_VARIABLE)
-    expected = flash.resolve(operands, rules, None)
+    expected = flash.OP.tiles(operands)
     assert found == dataclasses.replace(expected, forward=dataclasses.replace(expected.forward, num_warps=2))
 
 

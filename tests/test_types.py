@@ -26,7 +26,7 @@ def found_by_pyright() -> dict[int, list[str]]:
     """What pyright says, by line."""
     done = subprocess.run(
         [sys.executable, "-m", "pyright", "--outputjson", str(CALLS)],
-        capture_output=True, text=True, cwd=CALLS.parents[1], timeout=300,
+        capture_output=True, text=True, cwd=CALLS.parents[1],
     )  # fmt: skip
     found: dict[int, list[str]] = {}
     for said in json.loads(done.stdout)["generalDiagnostics"]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_attn import LocalStride, MLADecodeConfig, PagedAttentionConfig
-from pallas_attn._tile import merge, pieces
+from pallas_attn._split import merge, pieces
 from pallas_attn._tile.latents import QUERY_DIM
 from pallas_attn._tile.layout import PoolShape
 from pallas_attn._tile.masking import Rules
@@ -231,7 +231,8 @@ CUT = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
+@pytest.mark.once
 @pytest.mark.parametrize("kind", CUT)
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_every_tile_is_in_one_piece_and_every_piece_in_a_place_of_its_own(lengths, kind):
@@ -256,7 +257,8 @@ def test_every_tile_is_in_one_piece_and_every_piece_in_a_place_of_its_own(length
         assert len(parts) == 1 or all(begin < end for _, begin, end in parts)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
+@pytest.mark.once
 @pytest.mark.parametrize("kind", ["paged", "latents"])
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_what_is_merged_is_what_was_cut(lengths, kind):

@@ -16,7 +16,7 @@ import pallas_attn
 from pallas_attn._call import budget
 from pallas_attn._call.architecture import PROGRAM_BYTES, REGISTERS
 from pallas_attn._call.device import Device
-from pallas_attn._tile import pieces, waves
+from pallas_attn._split import pieces, waves
 from pallas_attn._tile.layout import PoolShape
 from pallas_attn._tile.masking import Rules
 from pallas_attn.ops.paged_attention import config as configs

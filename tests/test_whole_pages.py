@@ -7,7 +7,7 @@ from models_support import TINY, tiny_llama
 
 from pallas_attn.models import Engine, Sampling, scheduler
 
-pytestmark = pytest.mark.slow  # what it is made of is tested on both
+pytestmark = pytest.mark.once  # what it is made of is tested on both
 
 LARGER = 48
 PAGE, FEW_PAGES = 4, 24

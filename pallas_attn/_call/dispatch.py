@@ -8,13 +8,15 @@ reason.
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from pallas_attn._call import ffi, symbolic
 from pallas_attn._call.checks import fail, shown
 from pallas_attn._call.device import Device, current_device
 
+PACKAGE = str(Path(__file__).parents[1])
 Reason = str | None
 """Why an implementation cannot serve; None when it can."""
 
@@ -70,12 +72,16 @@ class Implementation:
 
     `yields(operands)` says that a later implementation in the order of preference, if it can serve, is the faster one.
     `takes_config`: whether it has tiles that a config names.
+    `prepare(operands)`: with what this implementation adds to them: what it can.
+    `steps`: what else there is to do by it, by name: gradients, of which each says for itself whether it has tiles.
     """
 
     fn: Callable[..., Any]
     supports: Callable[[Any], Reason] = _always
     yields: Callable[[Any], bool] = lambda operands: False
     takes_config: bool = True
+    prepare: Callable[[Any], Any] = lambda operands: operands
+    steps: Mapping[str, "Implementation"] = field(default_factory=dict)
 
 
 _OPS: dict[str, dict[str, Implementation]] = {}
@@ -130,7 +136,8 @@ def resolve(
     # Of what this device could run: nothing is to be done about another.
     if name == "xla" and (refused := [n for n in candidates if reasons[n] and not _DEVICES[n](device)]):
         because = "; ".join(f"{n}: {reasons[n]}" for n in refused)
-        warnings.warn(f"{op}: served by the slow 'xla' implementation because {because}", stacklevel=4)
+        text = f"{op}: served by the slow 'xla' implementation because {because}"
+        warnings.warn(text, skip_file_prefixes=(PACKAGE,))
     return _record(op, name), known[name].fn
 
 

@@ -60,6 +60,18 @@ def dims_of(operands: Any) -> tuple[tuple[str, str], ...]:
     )
 
 
+def only(operands: Any, *names: str) -> Any:
+    """With these arrays alone, for a kernel that looks at no others."""
+    return dataclasses.replace(operands, **dict.fromkeys(named(operands).keys() - set(names)))
+
+
+def aliases(operands: Any, *names: str) -> dict[int, int]:
+    """{place of an array among the leaves: place of the result that is written over it}, as far as the arrays, which
+    are named in the results' order, were given."""
+    given = [name for name, _ in dims_of(operands)]
+    return {given.index(name): result for result, name in enumerate(names) if name in given}
+
+
 def _said(operands: Any, value: Any, words: Sequence[Any]) -> Any:
     if len(words) > 1:
         return next(one for one in words if len(one.split()) == len(value.shape))

@@ -22,6 +22,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -55,8 +56,8 @@ class Call:
         "batch..." may be sharded; any other word will do for the rest, but a pool has one of WHOLE.
     results: what the results' dimensions are.
     static: keyword arguments of `fn`, hashable.
+    structure: of the pytree that the operands are.
     share: takes the place of `fn` for a device's share of the call, if it is another.
-    structure: of the pytree that the operands are; None for a dict by name.
     mapped: for each `vmap` around the call, the innermost first, the arrays that it maps over.
     summed: kinds of dimensions that results lack because `fn` sums over them. It is then also given `axes`, those of
         the mesh that they are split over, and sums over them, too.
@@ -67,19 +68,14 @@ class Call:
     dims: tuple[tuple[str, str], ...]
     results: tuple[str, ...]
     static: tuple[tuple[str, Any], ...]
-    share: Function | None
-    structure: Any = None
+    structure: Any
+    share: Function | None = None
     mapped: tuple[frozenset[int], ...] = ()
     summed: tuple[str, ...] | None = None
 
     @property
     def names(self) -> list[str]:
         return [name for name, _ in self.dims]
-
-    def operands(self, arrays: tuple[jax.Array, ...]) -> Any:
-        if self.structure is None:
-            return dict(zip(self.names, arrays, strict=True))
-        return jax.tree.unflatten(self.structure, arrays)
 
     def runner(self, split: Mapping[str, Axes]) -> Function:
         """What every device runs on the operands it holds."""
@@ -89,7 +85,7 @@ class Call:
             static["axes"] = tuple(axis for kind in self.summed for axis in split.get(kind, ()))
 
         def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-            return tuple(fn(self.operands(arrays), **static))
+            return tuple(fn(jax.tree.unflatten(self.structure, arrays), **static))
 
         for mapped in self.mapped:
             run = jax.vmap(run, in_axes=tuple(0 if i in mapped else None for i in range(len(self.dims))))
@@ -108,10 +104,9 @@ def run(
     function: str,
     fn: Function,
     operands: Any,
-    dims: Mapping[str, str] | None,
     results: tuple[str, ...],
     *,
-    static: Mapping[str, Any],
+    static: Mapping[str, Any] = MappingProxyType({}),
     share: Function | None = None,
     summed: tuple[str, ...] | None = None,
     implementation: str,
@@ -120,8 +115,7 @@ def run(
 
     Args:
         function, fn, results, static, share, summed: see `Call`.
-        operands: of an `operands` class, whose own dimensions count; or a dict of arrays by name, of which `dims` says
-            them.
+        operands: of an `operands` class, whose own dimensions count.
         implementation: "xla" is plain jnp, which XLA partitions itself; inside "interpret" JAX cannot tell over which
             axes values vary.
 
@@ -129,7 +123,7 @@ def run(
         ValueError: a pool is sharded in a way that cannot be served. Under Auto axes this comes to light, and is raised
             by JAX as a JaxRuntimeError that ends in our message, when XLA partitions the compiled function.
     """
-    arrays, call = _call(function, fn, operands, results, dims, static)
+    arrays, call = _call(function, fn, operands, results, static)
     call = dataclasses.replace(call, share=share, summed=summed)
     mesh = _mesh_of(arrays)
     auto = () if mesh is None else tuple(axis for axis in mesh.auto_axes if mesh.shape[axis] > 1)
@@ -146,46 +140,44 @@ def run(
         fail(
             function, call.names[0], "a mesh without axes over which XLA would gather the pools unasked", got
         )
+    serve = call.runner({})
     if mesh is not None and AxisType.Explicit in mesh.axis_types:
-        return _explicit(arrays, call=call, mesh=mesh, check_vma=checkable)
-    if opaque and (auto or (mesh is None and jax.device_count() > 1)):
-        return _auto(arrays, call=call)
-    return call.runner({})(*arrays)
+        serve = functools.partial(_explicit, call=call, mesh=mesh, check_vma=checkable)
+    elif opaque and (auto or (mesh is None and jax.device_count() > 1)):
+        serve = functools.partial(_auto, call=call)
+    if opaque:
+        return gradients.refuse(function, serve)(*arrays)
+    with gradients.in_reverse_mode(function, "first ones, by implementation 'xla'"):
+        return serve(*arrays)
 
 
 def divide(
     function: str,
     fn: Function,
     operands: Any,
-    dims: Mapping[str, str] | None,
     results: tuple[str, ...],
     *,
-    static: Mapping[str, Any],
+    static: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[jax.Array, ...]:
     """`fn(operands, **static)`, plain jnp around calls of ops; arguments as in `run`.
 
     Under Explicit axes each device does its part, since jnp refuses what it cannot tell the sharding of, and the calls
     inside are its own. Elsewhere nothing is done: XLA sees to what is plain, and the calls see to themselves.
     """
-    arrays, call = _call(function, fn, operands, results, dims, static)
+    arrays, call = _call(function, fn, operands, results, static)
     mesh = _mesh_of(arrays)
     if mesh is not None and AxisType.Explicit in mesh.axis_types:
-        return _explicit(arrays, call=call, mesh=mesh, check_vma=False)
+        return _explicit(*arrays, call=call, mesh=mesh, check_vma=False)
     return call.runner({})(*arrays)
 
 
 def _call(
-    function: str, fn: Function, operands: Any, results: tuple[str, ...], dims: Any, static: Mapping[str, Any]
+    function: str, fn: Function, operands: Any, results: tuple[str, ...], static: Mapping[str, Any]
 ) -> tuple[tuple[jax.Array, ...], Call]:
     """The arrays, and the call of them."""
-    if isinstance(operands, Mapping):
-        arrays, structure = operands.values(), None
-        said = tuple((name, dims[name]) for name in operands)
-    else:
-        arrays, structure = jax.tree.flatten(operands)
-        said = dims_of(operands)
-    call = Call(function, fn, said, results, tuple(sorted(static.items())), None, structure)
-    return tuple(arrays), call
+    arrays, structure = jax.tree.flatten(operands)
+    options = tuple(sorted(static.items()))
+    return tuple(arrays), Call(function, fn, dims_of(operands), results, options, structure)
 
 
 def _mesh_of(operands: tuple[jax.Array, ...]) -> Any:
@@ -257,7 +249,7 @@ def _spell(axes: Axes) -> str:
 
 
 @functools.partial(jax.jit, static_argnames=("call", "mesh", "check_vma"))
-def _explicit(operands: tuple[jax.Array, ...], *, call: Call, mesh: Any, check_vma: bool):
+def _explicit(*operands: jax.Array, call: Call, mesh: Any, check_vma: bool):
     split = plan(call, tuple(map(jax.typeof, operands)), mesh.shape)
     in_specs, out_specs = call.specs(split)
     placed = [
@@ -277,8 +269,8 @@ def _explicit(operands: tuple[jax.Array, ...], *, call: Call, mesh: Any, check_v
 
 
 @functools.partial(jax.jit, static_argnames="call")
-def _auto(operands: tuple[jax.Array, ...], *, call: Call):
-    """custom_partitioning has rules neither for vmap nor for derivatives: these are given here."""
+def _auto(*operands: jax.Array, call: Call):
+    """custom_partitioning has no rule for vmap, which is given here."""
 
     @custom_vmap
     def partitioned(*operands):
@@ -289,9 +281,9 @@ def _auto(operands: tuple[jax.Array, ...], *, call: Call):
     @partitioned.def_vmap
     def _(_, in_batched, *operands):
         mapped = frozenset(i for i, is_mapped in enumerate(in_batched) if is_mapped)
-        return _auto(operands, call=_vmapped(call, mapped)), (True,) * len(call.results)
+        return _auto(*operands, call=_vmapped(call, mapped)), (True,) * len(call.results)
 
-    return gradients.refuse(call.function, partitioned)(*operands)
+    return partitioned(*operands)
 
 
 def _vmapped(call: Call, mapped: frozenset[int]) -> Call:

@@ -1,5 +1,6 @@
 """A function with a derivative of its own, in reverse mode: what is kept, what is asked for, over which devices."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from pallas_attn._call import gradients
 from pallas_attn._tile import sharding
 
 type Arrays = dict[str, jax.Array]
@@ -15,44 +17,42 @@ type Results = tuple[jax.Array, ...]
 
 class Rule(NamedTuple):
     """
-    function: for messages. `others` may be any pytree.
-    forward: (floats, others, keep) -> (results, what gradients need besides; None unless `keep`).
-    gradients: (floats, others, results, kept, cotangents, asked) -> gradients by name, at least of the `asked`; None
-        is 0.
+    function: for messages.
+    floats: names of the operands that have gradients, as far as they are given.
+    forward: (operands, keep) -> (results, what gradients need besides; None unless `keep`).
+    gradients: (operands, results, kept, cotangents, asked) -> gradients by name, at least of the `asked`; None is 0.
     checkpoint_name: under which policies of jax.checkpoint know the results and what is kept; None for none.
     """
 
     function: str
-    forward: Callable[[Arrays, Any, bool], tuple[Results, Any]]
-    gradients: Callable[[Arrays, Any, Results, Any, Results, dict[str, None]], dict[str, Any]]
+    floats: tuple[str, ...]
+    forward: Callable[[Any, bool], tuple[Results, Any]]
+    gradients: Callable[[Any, Results, Any, Results, dict[str, None]], dict[str, Any]]
     checkpoint_name: str | None = None
 
 
-def differentiable(rule: Rule, floats: Arrays, others: Any) -> Results:
-    """The results of `rule.forward(floats, others)`, of which `floats` have gradients.
+def differentiable(rule: Rule, operands: Any) -> Results:
+    """The results of `rule.forward(operands)`.
 
     The rule stands around `partition.run`, forward and backward alike, so that each device works on its own heads and
     sequences in both, and the partitioner never has to differentiate.
     """
-    axes = sharding.varying_axes(floats, others)
     # Here, so that gradients of what is the same everywhere are summed over the axes.
-    floats, others = sharding.vary((floats, others), axes)
+    operands = sharding.vary(operands, sharding.varying_axes(operands))
+    given = {name: getattr(operands, name) for name in rule.floats}
+    floats = {name: array for name, array in given.items() if array is not None}
+    others = dataclasses.replace(operands, **dict.fromkeys(floats))
 
-    try:
+    with gradients.in_reverse_mode(
+        rule.function, "second ones in reverse mode, too, by implementation 'xla'"
+    ):
         return _with_rule(rule, False)(floats, others)[0]
-    except TypeError as error:
-        if "custom_vjp" not in str(error):
-            raise
-        raise NotImplementedError(
-            f"{rule.function}: has derivatives in reverse mode alone (jax.grad, jax.vjp, jax.jacrev), not by jax.jvp, "
-            "jax.jacfwd or jax.hessian; second ones in reverse mode, too, by implementation 'xla'"
-        ) from error
 
 
 def _with_rule(rule: Rule, keep: bool) -> Callable[[Arrays, Any], tuple[Results, Any]]:
     @jax.custom_vjp
     def attended(floats: Arrays, others: Any) -> tuple[Results, Any]:
-        return rule.forward(floats, others, keep)
+        return rule.forward(dataclasses.replace(others, **floats), keep)
 
     def forwards(floats: Any, others: Any):
         # With symbolic zeros every leaf says whether its gradient is asked for.
@@ -69,7 +69,8 @@ def _with_rule(rule: Rule, keep: bool) -> Callable[[Arrays, Any], tuple[Results,
     def backwards(saved: Any, cotangents: Any):
         floats, others, results, kept, asked = saved
         of_results = tuple(_array(x) for x in cotangents[0])
-        found = rule.gradients(floats, others, results, kept, of_results, asked)
+        operands = dataclasses.replace(others, **floats)
+        found = rule.gradients(operands, results, kept, of_results, asked)
         placed = {
             name: None if gradient is None else sharding.placed_like(gradient, floats[name])
             for name, gradient in found.items()

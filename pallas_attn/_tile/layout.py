@@ -177,16 +177,9 @@ def table_tokens(columns: int, page_size: int) -> int:
     return min(columns * page_size, 2**31 - max(MOST_TILE, page_size))
 
 
-class PoolCase(NamedTuple):
-    """The static facts of a pool that decide which implementation can serve it."""
-
-    pool: PoolShape
-    cache_dtype: Any
-
-
-def reaches(case: PoolCase, lowering: str) -> str | None:
+def reaches(pool: PoolShape, dtype: Any, lowering: str) -> str | None:
     """Why a kernel of this lowering cannot handle a pool on this device, or None."""
-    return handles("pools", math.prod(case.pool), case.cache_dtype, lowering)
+    return handles("pools", math.prod(pool), dtype, lowering)
 
 
 def handles(arrays: str, elements: int, dtype: Any, lowering: str) -> str | None:

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from pallas_attn._tile import triton
 from pallas_attn._tile.layout import Which, token_index
-from pallas_attn._tile.pieces import ceil_div
 from pallas_attn._tile.rows import Chunk, reaches_beyond
+from pallas_attn._tile.triton import ceil_div
 
 SECTOR_BYTES = 32  # that memory gives at least
 MOST_TOUCHED = 32  # of them by a program

@@ -8,13 +8,13 @@ rows in an array [*leading, head, dim]. What the leading indices are is the call
 sequences with as many query tokens each, (first token of the sequence + token,) where tokens are laid end to end.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_attn._tile import triton
-from pallas_attn._tile.problem import SplitKVProblem
 
 type Chunk = tuple[int | jax.Array, int]
 """(first, size) of some elements of head_dim; the size is a power of two, and the last may reach beyond the end."""
@@ -33,22 +33,22 @@ class Rows(NamedTuple):
     """Query head."""
 
 
-def of_program(problem: SplitKVProblem, head_block: jax.Array) -> Rows:
-    """The rows of program `head_block` of num_kv_heads x q_blocks."""
-    block_q = problem.config.block_q
-    index = jnp.arange(block_q) + head_block % problem.q_blocks * block_q
-    return _rows(problem, index, index < problem.rows, head_block // problem.q_blocks)
+def of_program(head_block: jax.Array, *, block_q: int, num_rows: int, group: int) -> Rows:
+    """The `block_q` rows of a program, of which each KV head's `num_rows` have as many as they fill."""
+    q_blocks = math.ceil(num_rows / block_q)
+    index = jnp.arange(block_q) + head_block % q_blocks * block_q
+    return _rows(index, index < num_rows, head_block // q_blocks, group)
 
 
-def across_heads(problem: SplitKVProblem, flat: jax.Array) -> Rows:
+def across_heads(flat: jax.Array, *, num_kv_heads: int, num_rows: int, group: int) -> Rows:
     """Rows numbered through all KV heads."""
-    real = flat < problem.pool.num_kv_heads * problem.rows
-    return _rows(problem, flat % problem.rows, real, flat // problem.rows)
+    real = flat < num_kv_heads * num_rows
+    return _rows(flat % num_rows, real, flat // num_rows, group)
 
 
-def _rows(problem: SplitKVProblem, index, real, kv_head) -> Rows:
-    head = kv_head * problem.group + index % problem.group
-    return Rows(index, real, kv_head, index // problem.group, head)
+def _rows(index, real, kv_head, group: int) -> Rows:
+    head = kv_head * group + index % group
+    return Rows(index, real, kv_head, index // group, head)
 
 
 def chunks(head_dim: int) -> list[Chunk]:

@@ -7,21 +7,23 @@ twice; any other order is right too.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_attn._call import partition, symbolic
+from pallas_attn._call.operands import dims, named, operands, ready
 from pallas_attn._tile import triton
+from pallas_attn._types import Array
 
 
 class Side(NamedTuple):
     """Of the queries, or of the keys."""
 
-    rank: jax.Array
+    rank: Array
     """[batch, tokens] int32."""
-    table: jax.Array
+    table: Array
     """[batch, ranks, 3] int32: first token of the rank, one behind its last, and whether all between are of it."""
 
 
@@ -36,20 +38,17 @@ class Span(NamedTuple):
 def sides(query_ids: jax.Array, key_ids: jax.Array) -> tuple[Side, Side]:
     """From ids [batch, tokens] of queries and keys, any int32. One array for both is looked at once. Each device looks
     at those that it holds: neither sorting nor scattering has a rule for operands sharded over Explicit axes."""
-    ids, dims = {"query_ids": query_ids}, {"query_ids": "batch tokens", "key_ids": "batch tokens"}
-    if key_ids is not query_ids:
-        ids["key_ids"] = key_ids
-    found = partition.run(
-        "flash_attention",
-        _of_ids,
-        ids,
-        dims,
-        ("batch tokens", "batch ranks bounds") * len(ids),
-        static={},
-        implementation="xla",
-    )
-    of_queries, of_keys = Side(*found[:2]), Side(*found[-2:])
-    return of_queries, of_keys
+    ids = _Ids(query_ids=query_ids, key_ids=None if key_ids is query_ids else key_ids)
+    results = ("batch tokens", "batch ranks bounds") * len(named(ids))
+    found = partition.run("flash_attention", _of_ids, ids, results, implementation="xla")
+    return Side(*found[:2]), Side(*found[-2:])
+
+
+@operands
+class _Ids:
+    query_ids: Array = dims("batch tokens")
+    key_ids: Array | None = dims("batch tokens", default=None)
+    """None: the same."""
 
 
 def sides_of_lengths(cu_lens: jax.Array, tokens: int) -> tuple[Side, Side]:
@@ -58,8 +57,7 @@ def sides_of_lengths(cu_lens: jax.Array, tokens: int) -> tuple[Side, Side]:
     found = partition.run(
         "flash_attention",
         _of_lengths,
-        {"cu_q_lens": cu_lens},
-        {"cu_q_lens": "bounds"},  # all of them on every device
+        _Bounds(cu_q_lens=cu_lens),
         ("one tokens", "one ranks bounds") * 2,
         static={"tokens": tokens},
         implementation="xla",
@@ -67,12 +65,18 @@ def sides_of_lengths(cu_lens: jax.Array, tokens: int) -> tuple[Side, Side]:
     return Side(*found[:2]), Side(*found[2:])
 
 
+@operands
+class _Bounds:
+    cu_q_lens: Array = dims("bounds")
+    """All of them on every device."""
+
+
 PADDING = 3
 """Ranks behind the sequences': of queries in front of them, of queries behind them, and of keys."""
 
 
-def _of_lengths(lengths: dict[str, jax.Array], tokens: int) -> tuple[jax.Array, ...]:
-    (cu_lens,) = lengths.values()
+def _of_lengths(bounds: _Bounds, tokens: int) -> tuple[jax.Array, ...]:
+    cu_lens = bounds.cu_q_lens
     num_seqs = cu_lens.shape[0] - 1
     at = jnp.arange(tokens, dtype=jnp.int32)
     # One kernel, whatever the number of sequences.
@@ -98,14 +102,20 @@ def _of_lengths(lengths: dict[str, jax.Array], tokens: int) -> tuple[jax.Array, 
 SIZES = "query_seq_lengths", "key_value_seq_lengths"
 
 
+@operands
+class _Sizes:
+    query_seq_lengths: Array | None = dims("batch", default=None)
+    key_value_seq_lengths: Array | None = dims("batch", default=None)
+    """None: all tokens."""
+
+
 def sides_of_sizes(lengths: dict[str, jax.Array], tokens: dict[str, int]) -> tuple[Side, Side]:
     """The same where each of the batch has some tokens and then padding. `lengths`: [batch] under the names of SIZES,
     as far as not all tokens count. Padding sees nothing: as queries it has another rank than as keys."""
     found = partition.run(
         "flash_attention",
         _of_sizes,
-        {name: jnp.asarray(given) for name, given in lengths.items()},
-        dict.fromkeys(SIZES, "batch"),
+        ready(_Sizes(**lengths)),
         ("batch tokens", "batch ranks bounds") * 2,
         static={"tokens": tuple(tokens[name] for name in SIZES)},
         implementation="xla",
@@ -113,11 +123,12 @@ def sides_of_sizes(lengths: dict[str, jax.Array], tokens: dict[str, int]) -> tup
     return Side(*found[:2]), Side(*found[2:])
 
 
-def _of_sizes(lengths: dict[str, jax.Array], tokens: tuple[int, int]) -> tuple[jax.Array, ...]:
-    batch = next(iter(lengths.values())).shape[0]  # of those at hand
+def _of_sizes(lengths: _Sizes, tokens: tuple[int, int]) -> tuple[jax.Array, ...]:
+    batch = jax.tree.leaves(lengths)[0].shape[0]  # of those at hand
     found: list[jax.Array] = []
-    for place, (name, most) in enumerate(zip(SIZES, tokens, strict=True)):
-        own = lengths[name] if name in lengths else jnp.full(batch, most, jnp.int32)
+    sides = lengths.query_seq_lengths, lengths.key_value_seq_lengths
+    for place, (given, most) in enumerate(zip(sides, tokens, strict=True)):
+        own = jnp.full(batch, most, jnp.int32) if given is None else given
         held = jnp.clip(own, 0, most)[:, None]
         start, end = jnp.zeros_like(held), jnp.full_like(held, most)
         begins, ends = [start, end, end], [held, start, start]
@@ -137,9 +148,9 @@ def padding(queries: Side) -> jax.Array:
 
 
 @jax.jit
-def _of_ids(ids: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+def _of_ids(ids: _Ids) -> tuple[jax.Array, ...]:
     """Ranks and table of each side."""
-    sides = [ids[name] for name in ("query_ids", "key_ids") if name in ids]
+    sides = jax.tree.leaves(ids)
     parts = tuple(side.shape[1] for side in sides)
     rows = jnp.concatenate(sides, axis=1)
     found = jax.vmap(functools.partial(_sides_of_row, parts=parts))(rows)
@@ -181,6 +192,8 @@ def _sides_of_row(ids: jax.Array, parts: tuple[int, ...]) -> list[tuple[jax.Arra
     return found
 
 
-def span(table_ref: Any, batch: jax.Array, rank: jax.Array) -> Span:
-    first, end, solid = (triton.load(table_ref.at[batch, rank, jnp.int32(i)]) for i in range(3))
+def span(side: Side | None, batch: jax.Array, rank: jax.Array) -> Span:
+    """In a kernel, of refs."""
+    assert side is not None
+    first, end, solid = (triton.load(side.table.at[batch, rank, jnp.int32(i)]) for i in range(3))
     return Span(first, end, solid > 0)

@@ -133,10 +133,10 @@ def join(state: OnlineSoftmax, logit: jax.Array) -> OnlineSoftmax:
     type rounds to zero.
     """
     state, logit = _summed(state), finite_sink(logit)
-    difference = logit - finite(state.maximum)
     above = logit > state.maximum
     decay = jnp.exp2(jnp.where(above, state.maximum - logit, np.float32(0)) * LOG2_E)
-    own = jnp.exp2(jnp.where(difference > 0, np.float32(0), difference) * LOG2_E)
+    # Its weight is 1 where it becomes the maximum, beside nothing too.
+    own = jnp.exp2(jnp.where(above, np.float32(0), logit - finite(state.maximum)) * LOG2_E)
     maximum = jnp.where(above, logit, state.maximum)
     return OnlineSoftmax(maximum, state.total * decay + own, _scale_rows(state.acc, decay))
 

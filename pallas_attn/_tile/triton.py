@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from pallas_attn import _lowering
-from pallas_attn._call import dispatch, gradients
+from pallas_attn._call import dispatch
 from pallas_attn._call.device import current_device
 from pallas_attn._lowering import cache, compiler, private
 from pallas_attn._tile import early, in_bits, registers
@@ -58,13 +58,13 @@ dispatch.installed.update(pallas=_pallas_missing, interpret=_pallas_missing, tri
 
 
 def implementations(
-    kernel: Callable[..., Any], supports: Callable[..., str | None]
+    kernel: Callable[..., Any], supports: Callable[..., str | None], **kind: Any
 ) -> dict[str, dispatch.Implementation]:
-    """The ways that one kernel goes, for `dispatch.register`: `kernel(..., lowering=)`, unless `supports(case,
-    lowering)` says why not."""
+    """The ways that one kernel goes, for an op's record: `kernel(operands, lowering=)`, unless `supports(operands,
+    lowering=)` says why not; `kind` is what else there is to say of an `Implementation`."""
     return {
         name: dispatch.Implementation(
-            functools.partial(kernel, lowering=name), functools.partial(supports, lowering=name)
+            functools.partial(kernel, lowering=name), functools.partial(supports, lowering=name), **kind
         )
         for name in get_args(Lowering)
     }
@@ -127,6 +127,10 @@ def when(condition: bool | jax.Array) -> Callable[[Callable[[], None]], None]:
 
 def next_power_of_2(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
+
+
+def ceil_div(a, b):
+    return (a + (b - 1)) // b
 
 
 def tile_side(size: int) -> int:
@@ -294,4 +298,4 @@ def kernel_call(
         else:
             body = functools.partial(_marked, kernel, max_registers, merged and _launches_early())
             run = pl.pallas_call(body, **options)
-    return gradients.refuse(name, run)(*vary(operands, axes))
+    return run(*vary(operands, axes))

@@ -87,8 +87,9 @@ def choose(logits: jax.Array, places: jax.Array, rows: Rows, how: How, seen: See
         return greedy(logits)
     keys = jax.vmap(lambda seed, place: jax.random.fold_in(jax.random.key(seed), place))(rows.seed, places)
     cold = rows.temperature == 0
-    # The likeliest token's is 0, so that no quotient overflows to +inf, however small the temperature.
-    scaled = logits - jnp.max(logits, axis=-1, keepdims=True)
+    # The likeliest token's is 0, were it infinite, so that no quotient is +inf, however small the temperature.
+    top = jnp.max(logits, axis=-1, keepdims=True)
+    scaled = jnp.where(logits == top, 0.0, logits - top)
     scaled /= jnp.where(cold, 1.0, rows.temperature)[:, None]
     if how.cut:
         scaled = _cut(scaled, rows)

@@ -4,12 +4,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from pallas_attn._call.checks import fail
+from pallas_attn._call.checks import ArgumentChecker, check_int, fail
 from pallas_attn.nn.indexer import IndexerConfig
 from pallas_attn.nn.mla import MLAConfig
 from pallas_attn.nn.rotary import Yarn
 
-from .settings import ANYTHING, Settings, rope_settings, rope_stretch
+from .settings import ANYTHING, MOST_LAYERS, Settings, rope_settings, rope_stretch
 
 # Kimi K2 is a V3 of other sizes.
 DEEPSEEK_LIKE = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2")
@@ -94,6 +94,24 @@ class DeepSeekConfig:
     context_length: int = 4096
     indexer: IndexerConfig | None = None
 
+    def __post_init__(self):
+        check = ArgumentChecker("DeepSeekConfig")
+        least = {"num_dense_layers": 0, "num_shared_experts": 0}
+        most = {"num_layers": MOST_LAYERS, "num_dense_layers": self.num_layers}
+        most |= {"experts_per_token": self.num_experts, "groups_per_token": self.num_expert_groups}
+        for field in dataclasses.fields(self):
+            if field.type is int:
+                check_int(
+                    check.function, field.name, getattr(self, field.name), least=least.get(field.name, 1)
+                )
+        for name, limit in most.items():
+            check_int(check.function, name, getattr(self, name), most=limit)
+        if self.num_experts % self.num_expert_groups:
+            expected = f"a multiple of num_expert_groups ({self.num_expert_groups})"
+            check.fail("num_experts", expected, str(self.num_experts))
+        for name in ("routed_scale", "rms_norm_eps"):
+            check.positive_float(name, getattr(self, name), optional=False)
+
     @classmethod
     def from_transformers(cls, config: Any) -> "DeepSeekConfig":
         """From a transformers config of model type "deepseek_v2", "deepseek_v3", "deepseek_v32" or "kimi_k2", or its
@@ -114,6 +132,9 @@ class DeepSeekConfig:
         if kind not in DEEPSEEK_LIKE:
             fail(function, "model_type", " or ".join(map(repr, DEEPSEEK_LIKE)), repr(kind))
         v3, sparse = kind != "deepseek_v2", kind == "deepseek_v32"
+        for name in ("num_hidden_layers", "first_k_dense_replace"):  # lists are made of them
+            if config.get(name) is not None:
+                check_int(function, name, config[name], least=0, most=MOST_LAYERS)
         settings = Settings(config, _DEFAULTS[kind], _fixed(config, kind), function)
         for name in (*_REQUIRED, *(_INDEXER.values() if sparse else ())):
             settings.size(name)
@@ -121,9 +142,10 @@ class DeepSeekConfig:
         method = settings.among("topk_method", {name: name for name in methods})
         grouped = v3 or method == "group_limited_greedy"
         context = settings.size("max_position_embeddings")
-        theta, yarn, context = rope_stretch(settings, rope_settings(settings), context)
+        rope = rope_settings(settings)
+        theta, yarn, context = rope_stretch(settings, rope, context)
         if not isinstance(yarn, Yarn | None):
-            settings.refuse("rope_type", "'default' or 'yarn'", rope_settings(settings).get("rope_type"))
+            settings.refuse("rope_type", "'default' or 'yarn'", rope.get("rope_type", rope.get("type")))
         attention = MLAConfig(
             hidden_size=config["hidden_size"],
             num_heads=config["num_attention_heads"],
@@ -134,7 +156,7 @@ class DeepSeekConfig:
             v_head_dim=config["v_head_dim"],
             rope_theta=settings.number("rope_theta") if theta is None else theta,
             yarn=yarn,
-            rope_interleaved=bool(settings["rope_interleave"]) if v3 else True,
+            rope_interleaved=settings.flag("rope_interleave") if v3 else True,
         )
         return cls(
             vocab_size=config["vocab_size"],
@@ -149,7 +171,7 @@ class DeepSeekConfig:
             num_expert_groups=(settings["n_group"] or 1) if grouped else 1,
             groups_per_token=(settings["topk_group"] or 1) if grouped else 1,
             sigmoid_routing=v3,
-            normalize_weights=v3 and bool(settings["norm_topk_prob"]),
+            normalize_weights=v3 and settings.flag("norm_topk_prob"),
             routed_scale=settings.number("routed_scaling_factor"),
             rms_norm_eps=config["rms_norm_eps"],
             context_length=context,

@@ -205,8 +205,8 @@ class Engine:
                 see `submit_all`.
 
         Raises:
-            TypeError: an argument of another type. ValueError: one out of its range, or a request longer than a row of
-                the block table or all pages.
+            TypeError: an argument of another type.
+            ValueError: one out of its range, or a request longer than a row of the block table or all pages.
         """
         check_int("Engine.submit", "max_new_tokens", max_new_tokens, least=1)
         if not isinstance(sampling, Sampling | None):

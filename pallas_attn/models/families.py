@@ -9,25 +9,24 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pallas_attn._call.checks import check_int, fail
+from pallas_attn.nn.rotary import LongRope
 
 from .family_defaults import DEFAULTS
 from .llama_config import Experts, LlamaConfig
-from .settings import ANYTHING, Settings, rope_settings, rope_stretch
+from .settings import ANYTHING, MOST_LAYERS, Settings, rope_settings, rope_stretch
 
 type Options = dict[str, Any]
-
-_MOST_LAYERS = 100_000
 
 
 def _biases(settings: Settings) -> Options:
     """One setting for all four projections of attention."""
-    return dict.fromkeys(("qkv_bias", "output_bias"), bool(settings["attention_bias"]))
+    return dict.fromkeys(("qkv_bias", "output_bias"), settings.flag("attention_bias"))
 
 
 def _windows(settings: Settings, usual: Callable[[int], bool] = lambda layer: True) -> Options:
     """The window, and the layers without it: where the file does not say, those that are not `usual`."""
     window, num_layers = settings["sliding_window"], settings.size("num_hidden_layers")
-    if window is None or ("use_sliding_window" in settings and not settings["use_sliding_window"]):
+    if window is None or ("use_sliding_window" in settings and not settings.flag("use_sliding_window")):
         return {}
     kinds = {True: "sliding_attention", False: "full_attention"}
     types = settings.layer_types(num_layers, lambda layer: kinds[usual(layer)])
@@ -37,12 +36,13 @@ def _windows(settings: Settings, usual: Callable[[int], bool] = lambda layer: Tr
 
 def _every(settings: Settings, count: str | int) -> Callable[[int], bool]:
     """A window in all layers but every so many-th."""
-    period = settings.size(count) if isinstance(count, str) else count
+    name, period = (count, settings.size(count)) if isinstance(count, str) else ("period", count)
+    check_int("load_checkpoint", name, period, least=1)
     return lambda layer: bool((layer + 1) % period)
 
 
 def _llama(settings: Settings) -> Options:
-    return {**_biases(settings), "mlp_bias": bool(settings["mlp_bias"])}
+    return {**_biases(settings), "mlp_bias": settings.flag("mlp_bias")}
 
 
 def _qwen_2(settings: Settings) -> Options:
@@ -66,7 +66,7 @@ def _mixtral(settings: Settings) -> Options:
 def _qwen_3_moe(settings: Settings) -> Options:
     count = settings["num_experts"] or settings.size("num_local_experts")
     sizes = (settings.size("num_experts_per_tok"), settings.size("moe_intermediate_size"))
-    experts = Experts(count, *sizes, normalize=bool(settings["norm_topk_prob"]))
+    experts = Experts(count, *sizes, normalize=settings.flag("norm_topk_prob"))
     return {"qk_norm": True, "experts": experts, **_biases(settings), **_windows(settings)}
 
 
@@ -108,8 +108,8 @@ def _smollm_3(settings: Settings) -> Options:
     num_layers, rotated = settings.size("num_hidden_layers"), settings["no_rope_layers"]
     if rotated is None:
         rotated = [_every(settings, "no_rope_layer_interval")(layer) for layer in range(num_layers)]
-    if len(rotated) != num_layers:
-        settings.refuse("no_rope_layers", f"{num_layers} numbers", rotated)
+    if not isinstance(rotated, list) or len(rotated) != num_layers or not set(rotated) <= {0, 1}:
+        settings.refuse("no_rope_layers", f"{num_layers} of 0 or 1", rotated)
     return {
         **_llama(settings),
         "unrotated_layers": tuple(layer for layer, turned in enumerate(rotated) if not turned),
@@ -145,7 +145,7 @@ def _cohere(settings: Settings) -> Options:
         "logit_scale": settings.number("logit_scale"),
     }
     if "use_qk_norm" in settings:
-        options["qk_norm"] = "each" if settings["use_qk_norm"] else False
+        options["qk_norm"] = "each" if settings.flag("use_qk_norm") else False
     return options
 
 
@@ -157,7 +157,7 @@ def _cohere_2(settings: Settings) -> Options:
 
 
 def _glm(settings: Settings) -> Options:
-    return {"qkv_bias": bool(settings["attention_bias"]), "rope_interleaved": True}
+    return {"qkv_bias": settings.flag("attention_bias"), "rope_interleaved": True}
 
 
 def _glm_4(settings: Settings) -> Options:
@@ -242,7 +242,7 @@ def llama_config(given: Mapping[str, Any]) -> LlamaConfig:
     for name in ("num_attention_heads", "hidden_size", "num_hidden_layers", "max_position_embeddings"):
         check_int("load_checkpoint", name, size(name), least=1)
     # Lists are made of them before a weight is looked at.
-    check_int("load_checkpoint", "num_hidden_layers", size("num_hidden_layers"), most=_MOST_LAYERS)
+    check_int("load_checkpoint", "num_hidden_layers", size("num_hidden_layers"), most=MOST_LAYERS)
     num_heads = size("num_attention_heads")
     head_dim = settings["head_dim"] or max(1, size("hidden_size") // num_heads)
     # Older files of Gemma have both, and the second is the one that counts.
@@ -258,7 +258,7 @@ def llama_config(given: Mapping[str, Any]) -> LlamaConfig:
             "num_kv_heads": settings["num_key_value_heads"] or num_heads,
             "head_dim": head_dim,
             "rms_norm_eps": settings.number("rms_norm_eps"),
-            "tie_word_embeddings": bool(settings["tie_word_embeddings"]),
+            "tie_word_embeddings": settings.flag("tie_word_embeddings"),
             # Gemma's first files say "gelu" and mean its approximation.
             "activation": settings.among(
                 activation, {**_ACTIVATIONS, "gelu": "gelu"} if kind == "gemma" else _ACTIVATIONS
@@ -295,6 +295,10 @@ def _rope(settings: Settings, family: Family, head_dim: int) -> Options:
     rotary_dim = head_dim if factor is None else int(head_dim * factor)
     theta, stretch, context = rope_stretch(settings, rope, settings.size("max_position_embeddings"))
     theta = settings.number("rope_theta") if theta is None else theta
+    if isinstance(stretch, LongRope):
+        for name, factors in (("short_factor", stretch.short_factors), ("long_factor", stretch.long_factors)):
+            if len(factors) != rotary_dim // 2:
+                settings.refuse(name, f"{rotary_dim // 2} numbers", len(factors))
     return {
         "context_length": context,
         "rope_theta": theta,

@@ -151,8 +151,11 @@ class LlamaConfig:
                 fail("LlamaConfig", name, " or ".join(map(repr, known)), repr(getattr(self, name)))
         if not self.norm_before and (not self.norm_behind or self.parallel):
             fail("LlamaConfig", "norm_before", "True without norm_behind, or with parallel", "False")
-        for name in ("embedding_scale", "residual_scale", "logit_scale", "swiglu_limit", "swiglu_alpha"):
+        for name in ("rope_theta", "rms_norm_eps", "embedding_scale", "residual_scale", "logit_scale", "swiglu_limit",
+                     "swiglu_alpha"):  # fmt: skip
             check.positive_float(name, getattr(self, name), optional=False)
+        for name in ("scale", "softcap", "logit_softcap", "window_rope_theta"):
+            check.positive_float(name, getattr(self, name))
 
     @property
     def layer_windows(self) -> tuple[int, ...] | None:

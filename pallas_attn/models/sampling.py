@@ -1,6 +1,7 @@
 """How a request's tokens are chosen: the settings, and those of many rows for the device (choosing.py)."""
 
 import dataclasses
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,21 @@ MOST_STOPS = 16
 """Ids of a request's own that end it; the device looks at so many for each row."""
 MOST_LOGPROBS = 20
 _EVERY = int(np.iinfo(np.int32).max)  # no vocabulary has more
+# Of transformers' generation, with the values that change nothing.
+_UNSERVED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        ("num_beams", "num_beam_groups", "guidance_scale", "encoder_repetition_penalty", "typical_p"), (1,)
+    ),
+    **dict.fromkeys(
+        ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "min_new_tokens"), (0,)
+    ),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "penalty_alpha", "diversity_penalty"), (0,)),
+    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias"), ([], {})),
+    **dict.fromkeys(
+        ("stop_strings", "forced_bos_token_id", "forced_eos_token_id", "watermarking_config"), ([],)
+    ),
+    **dict.fromkeys(("exponential_decay_length_penalty", "top_h", "dola_layers"), ()),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,10 +132,17 @@ class Sampling:
 
     @classmethod
     def from_generation_config(cls, settings: Mapping[str, Any]) -> "Sampling":
-        """What a model's generation_config.json asks for, with transformers' defaults."""
+        """What a model's generation_config.json asks for, with transformers' defaults. Warns of what would change
+        answers and is not served."""
+        for name, values in _UNSERVED.items():
+            if (asked := settings.get(name)) is not None and asked not in values:
+                warnings.warn(
+                    f"load_checkpoint: generation_config.json: {name} = {asked!r:.60} is not served, and passed over",
+                    stacklevel=2,
+                )
         options: dict[str, Any] = {}
         if (penalty := settings.get("repetition_penalty")) is not None:
-            options["repetition_penalty"] = float(penalty)
+            options["repetition_penalty"] = penalty
         if settings.get("do_sample"):
             usual = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
             given = {name: settings[name] for name in usual if settings.get(name) is not None}

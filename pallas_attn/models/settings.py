@@ -35,6 +35,7 @@ _NEUTRAL = {
     *("chunk_size_feed_forward", "is_encoder_decoder", "is_decoder", "tokenizer_class", "prefix"),
     *("_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal"),
     *("attn_implementation", "_flash_attn_2_enabled", "use_embedding_sharing", "model_max_length"),
+    "max_sequence_length",
     # Of training.
     *(
         "output_router_logits",
@@ -75,6 +76,7 @@ _FIXED: dict[str, Any] = {
     **dict.fromkeys(("add_cross_attention", "use_qk_norm", "use_parallel_embedding"), (False,)),
     "partial_rotary_factor": (1.0,),
 }
+MOST_LAYERS = 100_000
 ANYTHING = None
 """Of a fixed setting: whatever it says."""
 _ROPE = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
@@ -153,9 +155,17 @@ class Settings:
         return found
 
     def number(self, name: str) -> float:
-        if not isinstance(found := self.size(name), int | float):
-            self.refuse(name, "a number", found)
+        """A finite one above 0."""
+        found = self.size(name)
+        if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < math.inf:
+            self.refuse(name, "a finite number above 0", found)
         return float(found)
+
+    def flag(self, name: str) -> bool:
+        """null is False."""
+        if (found := self[name]) not in (True, False, None):
+            self.refuse(name, "true or false", found)
+        return bool(found)
 
     def among(self, name: str, values: Mapping[str, Any]) -> Any:
         if not isinstance(found := self[name], str) or found not in values:

@@ -10,9 +10,11 @@ from jax.typing import DTypeLike
 from pallas_attn import PagedLatentCache
 from pallas_attn._call import partition
 from pallas_attn._call.checks import ArgumentChecker
+from pallas_attn._call.operands import dims, operands
 from pallas_attn._call.optional import needs_extra
 from pallas_attn._tile.masking import usable_pages
 from pallas_attn._tile.sharding import placed_like
+from pallas_attn._types import Array
 from pallas_attn.ops.kv_cache.addressing import check_layer
 from pallas_attn.ops.kv_cache.api import DTYPES
 
@@ -184,31 +186,28 @@ def best_tokens(
         index_keys: [num_pages, page_size, 1, head_dim]; slots behind a query's position may hold anything.
         tables: [num_seqs, max_pages] int32. positions: [num_seqs, n] int32.
     """
-    operands = {
-        "queries": queries,
-        "weights": weights,
-        "index_keys": index_keys,
-        "tables": tables,
-        "positions": positions,
-    }
-    (chosen,) = partition.divide(
-        "Indexer", _best_tokens, operands, DIMS, ("seqs n top",), static={"top_k": top_k}
+    given = _Scored(
+        queries=queries, weights=weights, index_keys=index_keys, tables=tables, positions=positions
     )
+    (chosen,) = partition.divide("Indexer", _best_tokens, given, ("seqs n top",), static={"top_k": top_k})
     return chosen
 
 
-# Scores are sums over all heads of an indexer.
-DIMS = {
-    "queries": "seqs n all_heads dim",
-    "weights": "seqs n all_heads",
-    "index_keys": "pages slot one dim",
-    "tables": "seqs columns",
-    "positions": "seqs n",
-}
+@operands
+class _Scored:
+    """Scores are sums over all heads of an indexer."""
+
+    queries: Array = dims("seqs n all_heads dim")
+    weights: Array = dims("seqs n all_heads")
+    index_keys: Array = dims("pages slot one dim")
+    tables: Array = dims("seqs columns")
+    positions: Array = dims("seqs n")
 
 
-def _best_tokens(operands: dict[str, jax.Array], *, top_k: int) -> tuple[jax.Array]:
-    queries, weights, index_keys, tables, positions = (operands[name] for name in DIMS)
+def _best_tokens(given: _Scored, *, top_k: int) -> tuple[jax.Array]:
+    queries, weights, index_keys, tables, positions = (
+        given.queries, given.weights, given.index_keys, given.tables, given.positions
+    )  # fmt: skip
     num_seqs, n, num_heads, head_dim = queries.shape
     num_pages, page_size = index_keys.shape[:2]
     slots = tables.shape[1] * page_size

@@ -46,7 +46,8 @@ class PagedAttention(nnx.Module):
             none is calibrated, and pages have none of their own. Not with "xla".
 
     Raises:
-        TypeError: an option of the wrong type. ValueError: one out of its range, or `num_heads` missing or in excess.
+        TypeError: an option of the wrong type.
+        ValueError: one out of its range, or `num_heads` missing or in excess.
     """
 
     def __init__(

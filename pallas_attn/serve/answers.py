@@ -1,5 +1,6 @@
 """Answers in the words of OpenAI's API: whole, and as events."""
 
+import abc
 import time
 import uuid
 from collections.abc import Sequence
@@ -46,7 +47,7 @@ class Choice:
         return "stop" if self._text.ended else self.job.finish_reason or "stop"
 
 
-class Answer:
+class Answer(abc.ABC):
     """What both kinds of answers have; a kind says what a choice looks like."""
 
     name, kind, chunk_kind = "", "", ""
@@ -102,14 +103,14 @@ class Answer:
         event = {**self._about, "object": self.chunk_kind, "choices": [choice]}
         return {**event, "usage": None} if self.asked.include_usage else event
 
-    def _whole(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _whole(self, choice: Choice, piece: Piece) -> dict[str, Any]: ...
 
-    def _piece(self, piece: Piece | None) -> dict[str, Any]:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _piece(self, piece: Piece | None) -> dict[str, Any]: ...
 
-    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _logprobs(self, piece: Piece) -> dict[str, Any] | None: ...
 
     def _call_deltas(self, choice: Choice, known: int) -> list[dict[str, Any]]:
         return []

@@ -8,10 +8,12 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._call.device import current_device
 from pallas_attn._tile import triton
-from pallas_attn.ops.blocksparse_attention import BlockSparseConfig, blocksparse_attention
-from pallas_attn.ops.blocksparse_attention.config import TILES, heuristic
+from pallas_attn._tile.masking import Rules
+from pallas_attn.ops.blocksparse_attention import SparseLayout, blocksparse_attention
+from pallas_attn.ops.blocksparse_attention.api import OP
+from pallas_attn.ops.blocksparse_attention.config import TILES
+from pallas_attn.ops.blocksparse_attention.operands import Operands
 from pallas_attn.testing.blocksparse import BlockSparseCase, layout_of
 from pallas_attn.tuning.dense import DensePoint
 from pallas_attn.tuning.points import Fields, Inputs
@@ -38,6 +40,7 @@ class Tiles(NamedTuple):
 class BlockSparsePoint(DensePoint):
     """`max_len` is here what a row of the layout sees: that, not how long sequences are, is what programs do."""
 
+    op: ClassVar = OP
     sizes: ClassVar = dict(num_heads=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
 
     case: BlockSparseCase
@@ -77,24 +80,22 @@ class BlockSparsePoint(DensePoint):
     def pairs(self) -> int:
         return sum(q_len for q_len, _ in self.case.lens) * self.case.num_heads * self.max_len
 
-    def key(self) -> dict[str, Any]:
-        case = self.case
-        sizes = dict(head_dim=case.head_dim, block_size=case.block_size, q_block_size=case.q_block_size)
-        return dict(kernel=self.kernel, **sizes, dtype=case.dtype, cache_layout=None)
-
-    def config(self, **fields: int) -> BlockSparseConfig:
-        case = self.case
-        return heuristic(
-            head_dim=case.head_dim,
-            itemsize=jnp.dtype(case.dtype).itemsize,
-            block_size=case.block_size,
-            q_block_size=case.q_block_size,
-            row_blocks=self.max_len / case.block_size,
-            streams=self.streams,
-            plain=True,
+    def abstract(self) -> Operands:
+        case, struct = self.case, self.struct
+        query, key, value = (struct(shape, case.dtype) for shape in self.shapes)
+        rows = max(case.seq_lens) // case.q_block_size
+        columns = struct((1, rows * self.max_len // case.block_size))
+        return Operands(
+            query=query,
+            key=key,
+            value=value,
+            layout=SparseLayout(struct((1, rows + 1)), columns, case.block_size, case.q_block_size),
+            cu_k_lens=struct((case.num_seqs + 1,)),
+            cache_layout=None,
+            kinds="mixed",
+            scale=1.0,
+            rules=Rules(),
             limits_registers=triton.limits_registers("pallas"),
-            device=current_device(),
-            **fields,
         )
 
     def chosen(self, fields: Fields) -> Fields:

@@ -27,6 +27,9 @@ class DensePoint(Point):
     def kind(self) -> str:
         return self.kernel
 
+    def key(self) -> dict[str, Any]:
+        return {"kernel": self.kernel} | super().key()
+
     @property
     def forward(self) -> bool:
         return self.kernel in FORWARD

@@ -5,13 +5,12 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 
-from pallas_attn._call.device import current_device
 from pallas_attn._tile.band import Band
 from pallas_attn.ops.flash_attention import FlashAttentionConfig, flash_attention
-from pallas_attn.ops.flash_attention.config import KERNELS, FlashAttentionTiles, heuristic
-from pallas_attn.ops.flash_attention.problem import Problem, Rules
+from pallas_attn.ops.flash_attention.api import OP
+from pallas_attn.ops.flash_attention.config import KERNELS, FlashAttentionTiles
+from pallas_attn.ops.flash_attention.operands import Operands, Rules
 from pallas_attn.testing.flash_attention import FlashCase
 from pallas_attn.tuning.dense import DensePoint
 from pallas_attn.tuning.points import Fields
@@ -25,6 +24,7 @@ TILES += ((128, 32, 8, 2), (128, 32, 8, 3), (128, 32, 8, 4))  # three and four b
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FlashAttentionPoint(DensePoint):
+    op: ClassVar = OP
     sizes: ClassVar = dict(num_heads=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
 
     case: FlashCase
@@ -45,21 +45,19 @@ class FlashAttentionPoint(DensePoint):
     def pairs(self) -> int:
         return self.case.batch * self.case.num_heads * self.case.q_len * (self.case.q_len + 1) // 2
 
-    def key(self) -> dict[str, Any]:
-        case = self.case
-        sizes = dict(head_dim=case.head_dim, value_dim=case.head_dim)
-        return dict(
-            kernel=self.kernel, **sizes, dtype=case.dtype, layout=LAYOUT, pair_bytes=0, documents=False
+    def abstract(self) -> Operands:
+        query, key, value = (self.struct(shape, self.case.dtype) for shape in self.shapes)
+        return Operands(
+            query=self.struct(
+                (*query.shape[:2], key.shape[2], self.case.group, query.shape[-1]), query.dtype
+            ),
+            key=key,
+            value=value,
+            rules=Rules(LAYOUT, 1.0, None, Band(None, 0, 0)),
         )
 
-    def config(self, **fields: int) -> FlashAttentionConfig:
-        case = self.case
-        rules = Rules(LAYOUT, case.head_dim**-0.5, None, Band(None, 0, 0))
-        sizes = (case.batch, case.q_len, case.kv_len, case.num_kv_heads, case.group)
-        problem = Problem(rules, *sizes, case.head_dim, case.head_dim)
-        guess = heuristic(problem, jnp.dtype(case.dtype).itemsize, 0, current_device())
-        tiles = dataclasses.replace(getattr(guess, self.kernel), **fields)
-        return dataclasses.replace(guess, **{self.kernel: tiles})
+    def config(self, **fields: Any) -> FlashAttentionConfig:
+        return super().config(**({self.kernel: fields} if fields else {}))
 
     def tiles(self, fields: Fields) -> FlashAttentionTiles:
         return getattr(self.config(**fields), self.kernel)

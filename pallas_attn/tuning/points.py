@@ -81,7 +81,7 @@ class Point(abc.ABC):
             name: fact for name, fact in (self.op.key(self.abstract()) or {}).items() if name not in RANGES
         }
 
-    def config(self, **fields: int) -> Any:
+    def config(self, **fields: Any) -> Any:
         """What a call takes that finds `fields` measured."""
         return self.op.heuristic(self.abstract(), **fields)
 

@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn._call.device import current_device
+from pallas_attn._tile.masking import Rules
 from pallas_attn.ops.ragged_attention import RaggedAttentionConfig, RaggedTiles, ragged_paged_attention
-from pallas_attn.ops.ragged_attention.config import heuristic
+from pallas_attn.ops.ragged_attention.api import OP
+from pallas_attn.ops.ragged_attention.operands import Operands
 from pallas_attn.testing.cases import RaggedCase
 from pallas_attn.tuning.paged import PagedPoint, random_pool, random_query
 from pallas_attn.tuning.points import Fields
@@ -22,6 +24,7 @@ CHUNK = 512  # new tokens of a sequence, and 1: what most sequences of a batch a
 class RaggedAttentionPoint(PagedPoint):
     """Sequences that all have as many new tokens; of a batch that mixes them, the average counts."""
 
+    op: ClassVar = OP
     sizes: ClassVar = dict(num_heads=32, num_kv_heads=8, head_dim=128, page_size=16, dtype="bfloat16")
 
     case: RaggedCase
@@ -45,32 +48,25 @@ class RaggedAttentionPoint(PagedPoint):
     def read_bytes(self) -> int:
         return 2 * self.streams * self.slots * self.case.head_dim * jnp.dtype(self.case.dtype).itemsize
 
-    def key(self) -> dict[str, Any]:
-        case = self.case
-        sizes = dict(head_dim=case.head_dim, value_dim=case.head_dim, page_size=case.page_size)
-        itemsize = jnp.dtype(case.dtype).itemsize
-        return sizes | dict(dtype=case.dtype, query_itemsize=itemsize, layout=case.layout)
-
-    def config(self, **fields: int) -> RaggedAttentionConfig:
-        case = self.case
-        itemsize = jnp.dtype(case.dtype).itemsize
-        return heuristic(
-            num_tokens=case.num_tokens,
-            num_seqs=case.num_seqs,
-            num_kv_heads=case.num_kv_heads,
-            group=case.group,
-            head_dim=case.head_dim,
-            value_dim=case.head_dim,
-            itemsize=itemsize,
-            query_itemsize=itemsize,
-            max_len=self.slots,
-            latent=False,
-            page_scales=False,
-            tree=False,
-            new_apart=False,
-            device=current_device(),
-            **({self.launch: fields} if fields else {}),
+    def abstract(self) -> Operands:
+        case, struct = self.case, self.struct
+        pool = struct((1, case.page_size, case.num_kv_heads, case.head_dim), case.dtype)
+        return Operands(
+            query=struct((case.num_tokens, case.num_heads, case.head_dim), case.dtype),
+            key_cache=pool,
+            value_cache=pool,
+            block_tables=struct((case.num_seqs, case.max_pages)),
+            seq_lens=struct((case.num_seqs,)),
+            cu_q_lens=struct((case.num_seqs + 1,)),
+            num_seqs=struct((1,)),
+            layout=case.layout,
+            scale=1.0,
+            rules=Rules(),
+            out_dtype=jnp.dtype(case.dtype),
         )
+
+    def config(self, **fields: Any) -> RaggedAttentionConfig:
+        return super().config(**({self.launch: fields} if fields else {}))
 
     @property
     def launch(self) -> str:

@@ -8,16 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn._call import configs, dispatch
 from pallas_attn._call.checks import ArgumentChecker, is_traced
-from pallas_attn._call.device import current_device
+from pallas_attn._call.dispatch import Implementation
+from pallas_attn._call.op import Op
 from pallas_attn._call.operands import ready
 from pallas_attn._tile import options, triton
-from pallas_attn._tile.layout import LAYOUTS, PoolCase, PoolShape, check_pools, reaches, table_tokens
+from pallas_attn._tile.layout import LAYOUTS, check_pools, reaches
 from pallas_attn._tile.masking import Rules, ascending
 from pallas_attn._types import ImplementationOrCuda, Layout
-from pallas_attn.ops.blocksparse_attention import backward, cuda, gradients
-from pallas_attn.ops.blocksparse_attention.config import TILES, BlockSparseConfig, heuristic
+from pallas_attn.ops.blocksparse_attention import backward as tiled
+from pallas_attn.ops.blocksparse_attention import config as tiles
+from pallas_attn.ops.blocksparse_attention import cuda, gradients
+from pallas_attn.ops.blocksparse_attention.config import BlockSparseConfig
 from pallas_attn.ops.blocksparse_attention.decode import decode
 from pallas_attn.ops.blocksparse_attention.kernel import prefill
 from pallas_attn.ops.blocksparse_attention.layout import SparseLayout
@@ -27,26 +29,19 @@ from pallas_attn.ops.blocksparse_attention.reference import blocksparse_attentio
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 MAX_HEAD_DIM = 256
-BACKWARD = {name: functools.partial(backward.backward, lowering=name) for name in get_args(triton.Lowering)}
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """The static facts of a call that decide which implementation can serve it."""
-
-    problem: Problem
-    sizes: tuple[int, int]
-    """Of the layout's blocks."""
-    dtype: Any
-    configured: bool
-
-
-@functools.partial(jax.jit, static_argnames=("problem", "keep", "lowering"))
+@functools.partial(jax.jit, static_argnames=("config", "keep", "lowering"))
 def blocksparse_attention_pallas(
-    operands: Operands, *, problem: Problem, keep: bool = False, lowering: triton.Lowering = "pallas"
+    operands: Operands,
+    *,
+    config: BlockSparseConfig,
+    keep: bool = False,
+    lowering: triton.Lowering = "pallas",
 ) -> tuple[jax.Array, ...]:
     """query [num_tokens, num_heads, head_dim] -> (out in query's dtype, lse float32 [num_tokens, num_heads]) and, with
     `keep`, a byte of out's lower bits."""
+    problem = Problem.of(operands, config)
     if keep:
         return prefill(operands, problem=problem, keep=True, lowering=lowering)
     if problem.kinds == "decode":
@@ -57,39 +52,50 @@ def blocksparse_attention_pallas(
     return out, lse
 
 
-def blocksparse_attention_cuda(
-    operands: Operands, *, problem: Problem, keep: bool = False
-) -> tuple[jax.Array, ...]:
+def blocksparse_attention_cuda(operands: Operands, *, keep: bool = False) -> tuple[jax.Array, ...]:
     """The same, prefill by the Hopper kernel. Sequences with one query are the other kernels' all the same."""
+    problem = Problem.of(operands)
     if keep:
         return cuda.prefill(operands, problem=problem, keep=True)
     out, lse = cuda.prefill(operands, problem=problem)
     if problem.kinds == "mixed":
-        beside = triton.first_lowering()
-        return decode(operands, problem=problem, lowering=beside, into=(out, lse))
+        tiled, beside = Problem.of(operands, OP.tiles(operands)), triton.first_lowering()
+        return decode(operands, problem=tiled, lowering=beside, into=(out, lse))
     return out, lse
 
 
-def _supports(case: Case, lowering: triton.Lowering) -> str | None:
-    problem = case.problem
-    if problem.pool.head_dim > MAX_HEAD_DIM:
-        return f"head_dim is at most {MAX_HEAD_DIM}, got {problem.pool.head_dim}"
-    return reaches(PoolCase(problem.pool, jnp.dtype(jnp.bfloat16)), lowering)
+def _supports(operands: Operands, lowering: triton.Lowering) -> str | None:
+    if operands.pool.head_dim > MAX_HEAD_DIM:
+        return f"head_dim is at most {MAX_HEAD_DIM}, got {operands.pool.head_dim}"
+    return reaches(operands.pool, jnp.bfloat16, lowering)
 
 
-def _cuda_supports(case: Case) -> str | None:
-    return "takes no config" if case.configured else cuda.unsupported(case.problem, case.sizes, case.dtype)
+def _prepared(operands: Operands, lowering: triton.Lowering) -> Operands:
+    return dataclasses.replace(operands, limits_registers=triton.limits_registers(lowering))
 
 
-dispatch.register(
-    "blocksparse_attention",
-    {
-        "cuda": dispatch.Implementation(
-            blocksparse_attention_cuda, _cuda_supports, lambda case: cuda.is_slower(case.problem)
-        ),
-        **triton.implementations(blocksparse_attention_pallas, _supports),
-        "xla": dispatch.Implementation(blocksparse_attention_xla),
+def _with_gradients(implementation: Implementation, lowering: triton.Lowering) -> Implementation:
+    backward = functools.partial(tiled.backward, lowering=lowering)
+    prepare = functools.partial(_prepared, lowering=lowering)
+    return dataclasses.replace(implementation, prepare=prepare, steps={"backward": Implementation(backward)})
+
+
+HOPPER = Implementation(blocksparse_attention_cuda, cuda.unsupported, cuda.is_slower, takes_config=False)
+TILED = triton.implementations(blocksparse_attention_pallas, _supports)
+OP = Op(
+    name="blocksparse_attention",
+    implementations={
+        "cuda": _with_gradients(HOPPER, triton.first_lowering()),
+        **{name: _with_gradients(TILED[name], name) for name in get_args(triton.Lowering)},
+        "xla": Implementation(blocksparse_attention_xla, takes_config=False),
     },
+    results=gradients.RESULTS,
+    config=BlockSparseConfig,
+    key=tiles.key,
+    heuristic=tiles.default,
+    check_config=tiles.check,
+    kernels=tiles.TILES,
+    derivative=gradients.attend,
 )
 
 
@@ -201,36 +207,31 @@ def blocksparse_attention(
     check.non_empty("query", query)
     check.one_of("cache_layout", cache_layout, LAYOUTS)
     paged = block_tables is not None or seq_lens is not None
-    arrays: dict[str, Any] = {"key": key, "value": value}
     if paged:
-        pool = check_pools(check, key, value, cache_layout, [query.dtype], named="cache_layout")
-        arrays |= {"block_tables": block_tables, "seq_lens": seq_lens}
-        _need(check, {**arrays, "cu_k_lens": cu_k_lens}, absent=("cu_k_lens",))
+        check_pools(check, key, value, cache_layout, [query.dtype], named="cache_layout")
+        lens = {"block_tables": block_tables, "seq_lens": seq_lens, "cu_k_lens": cu_k_lens}
+        _need(check, lens, absent=("cu_k_lens",))
         check.array("block_tables", block_tables, ("num_seqs", "max_pages"), [jnp.int32])
         check.array("seq_lens", seq_lens, ("num_seqs",), [jnp.int32])
         check.non_empty("block_tables", block_tables)
-        max_k_len = table_tokens(check.dims["max_pages"], pool.page_size)
         num_seqs = check.dims["num_seqs"]
     else:
         for name, array in (("key", key), ("value", value)):
             check.array(name, array, ("num_key_tokens", "num_kv_heads", "head_dim"), [query.dtype])
         check.non_empty("key", key)
-        arrays["cu_k_lens"] = cu_k_lens
         if cache_layout != "NHD":
             check.fail("cache_layout", "NHD for keys in rows", repr(cache_layout))
-        _need(check, arrays)
+        _need(check, {"cu_k_lens": cu_k_lens})
         check.array("cu_k_lens", cu_k_lens, ("num_seqs_and_1",), [jnp.int32])
         check.not_descending("cu_k_lens", cu_k_lens)
-        max_k_len, num_seqs = key.shape[0], check.dims["num_seqs_and_1"] - 1
+        num_seqs = check.dims["num_seqs_and_1"] - 1
         if num_seqs < 1:
             check.fail("cu_k_lens", "at least 2 elements", str(num_seqs + 1))
-        pool = PoolShape(max_k_len, 1, check.dims["num_kv_heads"], check.dims["head_dim"])
-    check.multiple("query", query.shape[1], "num_kv_heads", pool.num_kv_heads)
-    kinds = "mixed"
+    check.multiple("query", query.shape[1], "num_kv_heads", check.dims["num_kv_heads"])
+    kinds, q_ends = "mixed", cu_q_lens
     if cu_q_lens is not None:
         check.array("cu_q_lens", cu_q_lens, (num_seqs + 1,), [jnp.int32])
         check.not_descending("cu_q_lens", cu_q_lens)
-        arrays["cu_q_lens"] = cu_q_lens
     elif query.shape[0] == num_seqs:
         kinds = "decode"
         if not paged and query.shape[0] == key.shape[0] and not _is_one_each(cu_k_lens):
@@ -238,7 +239,7 @@ def blocksparse_attention(
                 "cu_q_lens", "an array where there are as many queries as sequences and as keys", "None"
             )
     elif not paged and query.shape[0] == key.shape[0]:
-        kinds, arrays["cu_q_lens"] = "prefill", cu_k_lens
+        kinds, q_ends = "prefill", cu_k_lens
     else:
         expected = "an array, for there are neither as many queries as sequences nor as many as keys in rows"
         check.fail("cu_q_lens", expected, "None")
@@ -252,40 +253,24 @@ def blocksparse_attention(
     check.flag("return_lse", return_lse)
     check.instance("residual_checkpoint_name", residual_checkpoint_name, str, optional=True)
 
-    problem = Problem(
-        num_tokens=query.shape[0],
-        num_seqs=num_seqs,
-        num_heads=query.shape[1],
-        max_k_len=max_k_len,
-        pool=pool,
+    if q_ends is not None:
+        q_ends = ascending(jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.asarray(q_ends)[1:]]))
+    operands = Operands(
+        query=query,
+        key=key,
+        value=value,
+        layout=layout,
+        cu_q_lens=q_ends,
+        cu_k_lens=cu_k_lens,
+        block_tables=block_tables,
+        seq_lens=seq_lens,
         cache_layout=cache_layout if paged else None,
         kinds=kinds,
-        scale=float(pool.head_dim**-0.5 if scale is None else scale),
+        scale=float(query.shape[-1] ** -0.5 if scale is None else scale),
         rules=Rules(softcap=softcap),
-        config=BlockSparseConfig(),
+        checkpoint_name=residual_checkpoint_name,
     )
-    case = Case(problem, layout.sizes, query.dtype, configured=config is not None)
-    name, fn = dispatch.resolve(check.function, case, implementation, {"query": query, **arrays})
-    if name == "xla" and config is not None:
-        check.fail("config", "None for implementation 'xla'", "a config")
-    # What CUDA has no kernel for.
-    tiled = triton.first_lowering() if name == "cuda" else name
-    if name != "xla":
-        problem = dataclasses.replace(
-            problem, config=_config(check, problem, layout, query.dtype, config, tiled)
-        )
-    if "cu_q_lens" in arrays:
-        from_0 = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.asarray(arrays["cu_q_lens"])[1:]])
-        arrays |= {"cu_q_lens": ascending(from_0)}
-    operands = Operands(query=query, layout=layout, **arrays, cache_layout=problem.cache_layout)
-    call = gradients.Call(
-        problem,
-        fn,
-        BACKWARD.get(tiled),
-        name,
-        residual_checkpoint_name,
-    )
-    out, lse = gradients.attend(call, ready(operands))
+    out, lse = OP.serve(ready(operands), implementation=implementation, config=config)
     return (out, lse) if return_lse else out
 
 
@@ -302,54 +287,3 @@ def _need(check: ArgumentChecker, arrays: dict[str, Any], absent: tuple[str, ...
         if (array is None) != (name in absent):
             expected, got = ("None", "an array") if name in absent else ("an array", "None")
             check.fail(name, f"{expected} for {where}", got)
-
-
-def _config(
-    check: ArgumentChecker,
-    problem: Problem,
-    layout: SparseLayout,
-    dtype: Any,
-    explicit: Any,
-    implementation: str,
-) -> Any:
-    row_blocks = layout.columns.shape[1] / layout.num_row_blocks
-    key = dict(
-        head_dim=problem.pool.head_dim,
-        block_size=layout.block_size,
-        q_block_size=layout.q_block_size,
-        dtype=jnp.dtype(dtype).name,
-        cache_layout=problem.cache_layout,
-        rows=problem.num_tokens * problem.group // problem.num_seqs,
-        streams=problem.num_seqs * problem.pool.num_kv_heads,
-        max_len=int(row_blocks * layout.block_size),
-    )
-    choose = functools.partial(
-        heuristic,
-        head_dim=problem.pool.head_dim,
-        itemsize=jnp.dtype(dtype).itemsize,
-        block_size=layout.block_size,
-        q_block_size=layout.q_block_size,
-        row_blocks=row_blocks,
-        streams=problem.num_seqs * problem.num_heads // problem.decode_heads,
-        plain=problem.cache_layout is None and problem.rules.softcap is None,
-        limits_registers=triton.limits_registers(implementation),
-        device=current_device(),
-    )
-    found = {
-        kernel: configs.resolve(check.function, BlockSparseConfig, explicit, key | {"kernel": kernel}, choose)
-        for kernel in TILES
-    }
-    tiles = {name: getattr(found[kernel], name) for kernel, names in TILES.items() for name in names}
-    config = dataclasses.replace(found["prefill"], **tiles)
-    for name, most in (
-        ("block_q", layout.q_block_size), ("block_kv", layout.block_size), ("decode_block_kv", layout.block_size)
-    ):  # fmt: skip
-        if getattr(config, name) > most:
-            check.fail("config", f"{name} at most the layout's ({most})", str(getattr(config, name)))
-    if config.max_registers and not triton.limits_registers(implementation):
-        reason = f"which implementation {implementation!r} cannot limit with this jax"
-        check.fail("config", f"max_registers 0, {reason}", str(config.max_registers))
-    if config.heads_together and problem.num_heads % config.heads_together:
-        expected = f"heads_together a divisor of num_heads ({problem.num_heads})"
-        check.fail("config", expected, str(config.heads_together))
-    return config

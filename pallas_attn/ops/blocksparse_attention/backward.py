@@ -16,43 +16,42 @@ from jax import lax
 
 from pallas_attn._tile import low_bits, masking, rows, softmax, triton, weights
 from pallas_attn.ops.blocksparse_attention import walk
+from pallas_attn.ops.blocksparse_attention.config import BlockSparseConfig
 from pallas_attn.ops.blocksparse_attention.layout import SparseLayout, transposed
-from pallas_attn.ops.blocksparse_attention.operands import BackwardOperands
+from pallas_attn.ops.blocksparse_attention.operands import BackwardOperands, as_prefill
 from pallas_attn.ops.blocksparse_attention.problem import Keys, Problem, divided, first_query, read_rows
 
 NONE = np.int32(2**31 - 1)  # no row
 SAMPLE = 16  # keys whose mean stands for what all have in common
 
 
-@functools.partial(jax.jit, static_argnames=("problem", "lowering"))
+@functools.partial(jax.jit, static_argnames=("config", "lowering"))
 def backward(
-    operands: BackwardOperands, *, problem: Problem, lowering: triton.Lowering = "pallas"
+    operands: BackwardOperands, *, config: BlockSparseConfig, lowering: triton.Lowering = "pallas"
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of query, key and value, for keys in rows."""
-    if problem.kinds == "decode":
-        ends = jnp.arange(problem.num_seqs + 1, dtype=jnp.int32)
-        operands = dataclasses.replace(operands, cu_q_lens=ends)
-    query, key, layout, config = operands.query, operands.key, operands.layout, problem.config
-    by_query = _tiled(problem, layout, config.dq_block_q, config.dq_block_kv)
-    by_key = _tiled(problem, layout, config.dkv_block_q, config.dkv_block_kv)
+    operands = as_prefill(operands)
+    query, key, layout, num_heads = operands.query, operands.key, operands.layout, operands.query.shape[1]
+    by_query = _tiled(operands, config, config.dq_block_q, config.dq_block_kv)
+    by_key = _tiled(operands, config, config.dkv_block_q, config.dkv_block_kv)
     (d_query,) = triton.kernel_call(
         functools.partial(_query_kernel, problem=by_query),
         operands,
         name="pallas_attn_blocksparse_dq",
-        grid=(problem.num_heads, walk.num_slots(by_query)),
+        grid=(num_heads, walk.num_slots(by_query)),
         out_shape=[jax.ShapeDtypeStruct(query.shape, query.dtype)],
         num_warps=config.dq_warps,
         num_stages=config.dq_stages,
         lowering=lowering,
     )
-    num_slots = key.shape[0] // by_key.config.block_kv + problem.num_seqs
+    num_slots = key.shape[0] // by_key.config.block_kv + by_key.num_seqs
     d_key, d_value = triton.kernel_call(
         functools.partial(_key_value_kernel, problem=by_key),
         # Tokens that no sequence holds are no program's.
         (jnp.zeros_like(key), jnp.zeros_like(key)),
         dataclasses.replace(operands, layout=transposed(layout)),
         name="pallas_attn_blocksparse_dkv",
-        grid=(problem.pool.num_kv_heads, num_slots),
+        grid=(by_key.pool.num_kv_heads, num_slots),
         out_shape=[jax.ShapeDtypeStruct(key.shape, key.dtype)] * 2,
         num_warps=config.dkv_warps,
         num_stages=config.dkv_stages,
@@ -62,9 +61,10 @@ def backward(
     return d_query, d_key, d_value
 
 
-def _tiled(problem: Problem, layout: SparseLayout, block_q: int, block_kv: int) -> Problem:
-    sizes = dict(block_q=min(block_q, layout.q_block_size), block_kv=min(block_kv, layout.block_size))
-    return dataclasses.replace(problem, kinds="prefill", config=dataclasses.replace(problem.config, **sizes))
+def _tiled(operands: BackwardOperands, config: BlockSparseConfig, block_q: int, block_kv: int) -> Problem:
+    block_size, q_block_size = operands.layout.sizes
+    sizes = dict(block_q=min(block_q, q_block_size), block_kv=min(block_kv, block_size))
+    return Problem.of(operands, dataclasses.replace(config, **sizes))
 
 
 class Queries(NamedTuple):

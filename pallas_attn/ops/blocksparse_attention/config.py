@@ -1,12 +1,15 @@
 """How a call of the block-sparse kernels is cut up."""
 
 import dataclasses
+import math
+from typing import Any
 
 from pallas_attn._call import budget, configs
-from pallas_attn._call.checks import check_int
-from pallas_attn._call.device import Device
+from pallas_attn._call.checks import check_int, dtype_name, fail
+from pallas_attn._call.device import Device, current_device
+from pallas_attn._split.pieces import MOST_PIECES
 from pallas_attn._tile import triton
-from pallas_attn._tile.pieces import MOST_PIECES
+from pallas_attn.ops.blocksparse_attention.operands import Operands
 
 SHORT_ROW = 1024  # tokens that a block of queries sees
 PAIRED_ROW = 3072
@@ -194,3 +197,58 @@ def _backward(
         chosen |= {f"{name}_block_q": block_q, f"{name}_block_kv": block_kv}
         chosen |= {f"{name}_warps": warps, f"{name}_stages": tile.num_stages}
     return chosen
+
+
+def key(operands: Operands) -> dict[str, Any]:
+    """What measured files go by, beside the kernel."""
+    block_size, q_block_size = operands.layout.sizes
+    num_tokens, num_heads, head_dim = operands.query.shape
+    num_kv_heads = operands.pool.num_kv_heads
+    return dict(
+        head_dim=head_dim,
+        block_size=block_size,
+        q_block_size=q_block_size,
+        dtype=dtype_name(operands.query.dtype),
+        cache_layout=operands.cache_layout,
+        rows=num_tokens * (num_heads // num_kv_heads) // operands.num_seqs,
+        streams=operands.num_seqs * num_kv_heads,
+        max_len=int(operands.row_blocks * block_size),
+    )
+
+
+def default(operands: Operands, **measured: int) -> BlockSparseConfig:
+    """As the heuristic has it for a call at hand."""
+    block_size, q_block_size = operands.layout.sizes
+    _, num_heads, head_dim = operands.query.shape
+    together = math.gcd(num_heads // operands.pool.num_kv_heads, BlockSparseConfig.decode_heads)
+    return heuristic(
+        head_dim=head_dim,
+        itemsize=operands.query.dtype.itemsize,
+        block_size=block_size,
+        q_block_size=q_block_size,
+        row_blocks=operands.row_blocks,
+        streams=operands.num_seqs * num_heads // together,
+        plain=operands.cache_layout is None and operands.rules.softcap is None,
+        limits_registers=operands.limits_registers,
+        device=current_device(),
+        **measured,
+    )
+
+
+def check(operands: Operands, config: BlockSparseConfig) -> None:
+    """Refuses a caller's config."""
+    block_size, q_block_size = operands.layout.sizes
+    most = {"block_q": q_block_size, "block_kv": block_size, "decode_block_kv": block_size}
+    for name, size in most.items():
+        if getattr(config, name) > size:
+            refuse(f"{name} at most the layout's ({size})", getattr(config, name))
+    if config.max_registers and not operands.limits_registers:
+        reason = "which implementation 'pallas' cannot limit with this jax"
+        refuse(f"max_registers 0, {reason}", config.max_registers)
+    if config.heads_together and operands.query.shape[1] % config.heads_together:
+        expected = f"heads_together a divisor of num_heads ({operands.query.shape[1]})"
+        refuse(expected, config.heads_together)
+
+
+def refuse(expected: str, got: int) -> None:
+    fail("blocksparse_attention", "config", expected, str(got))

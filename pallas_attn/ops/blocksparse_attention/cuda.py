@@ -1,7 +1,5 @@
 """Block-sparse prefill on Hopper: the CUDA kernel of csrc/blocksparse, called through XLA's FFI."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,12 +17,13 @@ MOST_TILES = 2**30
 """Of all heads, which the kernel counts through in 32 bits."""
 
 
-def unsupported(problem: Problem, sizes: tuple[int, int], dtype: Any) -> str | None:
-    """The reason the CUDA kernel cannot serve a call over blocks of `sizes`, or None."""
+def unsupported(operands: Operands) -> str | None:
+    """The reason the CUDA kernel cannot serve a call, or None."""
+    problem, dtype, sizes = Problem.of(operands), operands.query.dtype, operands.layout.sizes
     if problem.kinds == "decode":
         return "serves prefill, and these sequences have one query each"
     if dtype not in (jnp.bfloat16, jnp.float16):
-        return f"needs bfloat16 or float16, got {jnp.dtype(dtype).name}"
+        return f"needs bfloat16 or float16, got {dtype.name}"
     if problem.pool.head_dim != HEAD_DIM:
         return f"needs head_dim {HEAD_DIM}, got {problem.pool.head_dim}"
     if problem.cache_layout is not None:
@@ -40,9 +39,9 @@ def unsupported(problem: Problem, sizes: tuple[int, int], dtype: Any) -> str | N
     return None
 
 
-def is_slower(problem: Problem) -> bool:
+def is_slower(operands: Operands) -> bool:
     """Whether Pallas measured faster: where sequences are short, most of a tile's rows are for nothing."""
-    return problem.num_tokens < TILE * problem.num_seqs
+    return operands.query.shape[0] < TILE * operands.num_seqs
 
 
 def prefill(operands: Operands, *, problem: Problem, keep: bool = False) -> tuple[jax.Array, ...]:

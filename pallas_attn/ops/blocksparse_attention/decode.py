@@ -19,9 +19,11 @@ import numpy as np
 from jax import lax
 
 from pallas_attn._call.configs import SplitKVConfig
-from pallas_attn._tile import logits, masking, merge, result, rows, softmax, triton
-from pallas_attn._tile.pieces import Cut, ceil_div
-from pallas_attn._tile.problem import SplitKVProblem
+from pallas_attn._split import merge, result
+from pallas_attn._split.pieces import Cut
+from pallas_attn._split.problem import SplitKVProblem
+from pallas_attn._tile import logits, masking, rows, softmax, triton
+from pallas_attn._tile.triton import ceil_div
 from pallas_attn.ops.blocksparse_attention.config import DECODE_ROWS
 from pallas_attn.ops.blocksparse_attention.layout import SparseLayout
 from pallas_attn.ops.blocksparse_attention.operands import Operands
@@ -31,7 +33,6 @@ from pallas_attn.ops.blocksparse_attention.problem import (
     Problem,
     divided,
     first_query,
-    natural_scale,
 )
 
 NONE = np.int32(2**31 - 1)  # no block
@@ -107,14 +108,14 @@ def decode(
         most_pieces=config.num_splits,
         rows_of=functools.partial(_rows_to_merge, stored),
         lowering=lowering,
-        scale=natural_scale(problem),
+        scale=logits.natural_scale(problem.rules, problem.scale, None),
     )
 
 
 def _rows_to_merge(
     stored: Pieces, _ends: Any, token: jax.Array, flat: jax.Array
 ) -> tuple[rows.Rows, tuple[jax.Array, ...]]:
-    return rows.across_heads(stored, flat), (token + 0 * flat,)
+    return stored.rows_across_heads(flat), (token + 0 * flat,)
 
 
 class Listed(NamedTuple):

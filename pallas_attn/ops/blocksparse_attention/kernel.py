@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn._tile import logits, low_bits, masking, result, rows, softmax, triton
+from pallas_attn._split import result
+from pallas_attn._tile import logits, low_bits, masking, rows, softmax, triton
 from pallas_attn.ops.blocksparse_attention import walk
 from pallas_attn.ops.blocksparse_attention.operands import Operands
 from pallas_attn.ops.blocksparse_attention.problem import Keys, Problem, read_rows

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn._tile import logits, masking, pages, triton
+from pallas_attn._tile import masking, pages, triton
 from pallas_attn._tile.layout import PoolShape
 from pallas_attn._tile.masking import Rules
 from pallas_attn.ops.blocksparse_attention.config import BlockSparseConfig
@@ -18,24 +18,37 @@ from pallas_attn.ops.blocksparse_attention.operands import Operands
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
-    """All of it static.
-
-    num_tokens: queries of all sequences; some at the end may be no sequence's.
-    pool: of pages; for keys in rows, as many pages of one token as there are rows.
-    cache_layout: None for keys in rows.
-    """
+    """All of it static; as of `Operands`, where nothing is said."""
 
     num_tokens: int
+    """Queries of all sequences; some at the end may be no sequence's."""
     num_seqs: int
     num_heads: int
     max_k_len: int
     pool: PoolShape
     cache_layout: str | None
     kinds: str
-    """"prefill", "decode" or "mixed": which kinds of sequences there may be."""
     scale: float
     rules: Rules
     config: BlockSparseConfig
+
+    @classmethod
+    def of(cls, operands: Operands, config: BlockSparseConfig = BlockSparseConfig()) -> "Problem":  # noqa: B008
+        num_tokens, num_heads, _ = operands.query.shape
+        if config.heads_together and num_heads % config.heads_together:  # of all heads, and here are some
+            config = dataclasses.replace(config, heads_together=0)
+        return cls(
+            num_tokens=num_tokens,
+            num_seqs=operands.num_seqs,
+            num_heads=num_heads,
+            max_k_len=operands.max_k_len,
+            pool=operands.pool,
+            cache_layout=operands.cache_layout,
+            kinds=operands.kinds,
+            scale=operands.scale,
+            rules=operands.rules,
+            config=config,
+        )
 
     @property
     def group(self) -> int:
@@ -204,8 +217,3 @@ def first_query(seq: jax.Array, stored: jax.Array) -> jax.Array:
 def divided(index: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
     """(index // size, index % size) for a power of two, below 0 too."""
     return index >> (size.bit_length() - 1), index & (size - 1)
-
-
-def natural_scale(problem: Problem) -> float:
-    """What makes natural logits of products as the rules have them."""
-    return logits.natural_scale(problem.rules, problem.scale, None)

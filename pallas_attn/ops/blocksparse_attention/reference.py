@@ -5,7 +5,6 @@ not with its square.
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -21,10 +20,10 @@ from pallas_attn.ops.blocksparse_attention.problem import Problem
 MOST_QUERIES = 64
 
 
-@functools.partial(jax.jit, static_argnames="problem")
-def blocksparse_attention_xla(operands: Operands, *, problem: Problem) -> tuple[jax.Array, jax.Array]:
+@jax.jit
+def blocksparse_attention_xla(operands: Operands) -> tuple[jax.Array, jax.Array]:
     """As the kernels."""
-    query, layout = operands.query, operands.layout
+    problem, query, layout = Problem.of(operands), operands.query, operands.layout
     block_q = 1 if problem.kinds == "decode" else min(layout.q_block_size, MOST_QUERIES)
     tokens, heads, num_seqs = problem.num_tokens, problem.num_heads, problem.num_seqs
     cu_q = operands.cu_q_lens if problem.kinds != "decode" else jnp.arange(num_seqs + 1)

@@ -6,56 +6,71 @@ from typing import Any, Literal, get_args, overload
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._call import configs, dispatch
+from pallas_attn._call import dispatch
 from pallas_attn._call.checks import ArgumentChecker, check_int
+from pallas_attn._call.dispatch import Implementation
+from pallas_attn._call.op import Op
+from pallas_attn._call.operands import ready
 from pallas_attn._tile import options, segments, triton
 from pallas_attn._tile.dense import DenseLayout
 from pallas_attn._tile.layout import handles
 from pallas_attn._types import ImplementationOrCuda
-from pallas_attn.ops.flash_attention import arguments, backward, cuda, kernel, reference
-from pallas_attn.ops.flash_attention.config import FlashAttentionConfig, resolve
-from pallas_attn.ops.flash_attention.gradients import FUNCTION, Arrays, Call, Passes, attend
-from pallas_attn.ops.flash_attention.problem import Case, Rules
+from pallas_attn.ops.flash_attention import arguments, cuda, gradients, kernel, reference
+from pallas_attn.ops.flash_attention import backward as tiled
+from pallas_attn.ops.flash_attention import config as tiles
+from pallas_attn.ops.flash_attention.config import FlashAttentionConfig
+from pallas_attn.ops.flash_attention.operands import Operands, Rules
+from pallas_attn.ops.flash_attention.problem import Problem
 
 MAX_HEAD_DIM = 256
 
 
-def _supports(case: Case, lowering: triton.Lowering) -> str | None:
-    largest = max(case.head_dim, case.value_dim)
+def _supports(operands: Operands, lowering: triton.Lowering) -> str | None:
+    largest = Problem.of(operands).widest
     if largest > MAX_HEAD_DIM:
         return f"head_dim is at most {MAX_HEAD_DIM}, got {largest}"
-    return handles("masks", case.mask_elements, jnp.int8, lowering)
+    return handles("masks", 0 if operands.mask is None else operands.mask.size, jnp.int8, lowering)
 
 
-def _tiled(lowering: triton.Lowering) -> Passes:
-    def forward(operands: Arrays, *, rules: Rules, config: Any, keep: bool):
-        tiles = resolve(operands, rules, config).forward
-        return kernel.forward(operands, rules=rules, tiles=tiles, keep=keep, lowering=lowering)
-
-    def gradients(of: Any, operands: Arrays, *, rules: Rules, config: Any, **static: Any):
-        config = resolve(operands, rules, config)
-        return of(operands, rules=rules, config=config, lowering=lowering, **static)
-
-    of_bias = functools.partial(gradients, backward.bias_gradient)
-    return Passes(lowering, forward, functools.partial(gradients, backward.backward), of_bias)
+def _steps(backward: Any, bias_gradient: Any, takes_config: bool) -> dict[str, Implementation]:
+    return {
+        "backward": Implementation(backward, takes_config=takes_config),
+        "bias_gradient": Implementation(gradients.summed(bias_gradient), takes_config=takes_config),
+    }
 
 
-KERNELS = {lowering: _tiled(lowering) for lowering in get_args(triton.Lowering)}
-PASSES = {
-    **KERNELS,
-    "xla": Passes("xla", reference.forward, reference.backward, reference.bias_gradient),
-    "cuda": KERNELS[triton.first_lowering()]._replace(name="cuda", forward=cuda.forward),
-}
-dispatch.register(
-    FUNCTION,
-    {
-        **{
-            name: dispatch.Implementation(passes.forward, functools.partial(_supports, lowering=name))
-            for name, passes in KERNELS.items()
-        },
-        "cuda": dispatch.Implementation(cuda.forward, cuda.unsupported, cuda.is_slower),
-        "xla": dispatch.Implementation(PASSES["xla"].forward),
+def _tiled(lowering: triton.Lowering) -> Implementation:
+    forward, backward, bias_gradient = (
+        functools.partial(fn, lowering=lowering)
+        for fn in (kernel.forward, tiled.backward, tiled.bias_gradient)
+    )
+    supports = functools.partial(_supports, lowering=lowering)
+    return Implementation(gradients.padded(forward), supports, steps=_steps(backward, bias_gradient, True))
+
+
+TILED = {lowering: _tiled(lowering) for lowering in get_args(triton.Lowering)}
+OP = Op(
+    name="flash_attention",
+    implementations={
+        **TILED,
+        "cuda": Implementation(
+            gradients.padded(cuda.forward),
+            cuda.unsupported,
+            cuda.is_slower,
+            takes_config=False,
+            steps=TILED[triton.first_lowering()].steps,
+        ),
+        "xla": Implementation(
+            gradients.padded(reference.forward),
+            takes_config=False,
+            steps=_steps(reference.backward, reference.bias_gradient, False),
+        ),
     },
+    config=FlashAttentionConfig,
+    key=tiles.key,
+    heuristic=tiles.default,
+    kernels={kernel: (kernel,) for kernel in tiles.KERNELS},
+    derivative=gradients.attend,
 )
 
 
@@ -122,9 +137,9 @@ def flash_attention(
     inputs and config give the same bits, gradients too: nothing is summed in an order that may change. 16-bit gradients
     of keys or values that share an offset are as exact as of others. Works inside jit, scan, vmap, checkpoint and
     shard_map; there are first derivatives in reverse mode (jax.grad, jax.vjp), by "xla" second ones too, and none in
-    forward mode (jax.jvp, jax.hessian, jax.linear_transpose). All options combine. Keys
-    and values that `causal` and `sliding_window` hide from every query may hold anything, NaN included; what some query
-    sees must be finite, or its neighbours may get NaN too.
+    forward mode (jax.jvp, jax.hessian, jax.linear_transpose): under jit, and of linear_transpose always, it is JAX that
+    says so, of a custom_vjp function. All options combine. Keys and values that `causal` and `sliding_window` hide from
+    every query may hold anything, NaN included; what some query sees must be finite, or its neighbours may get NaN too.
 
     Args:
         query, key, value: [batch, q_len, num_heads, head_dim], [batch, kv_len, num_kv_heads, head_dim] and
@@ -178,7 +193,7 @@ def flash_attention(
     Source: Dao et al., "FlashAttention" (2022) and Dao, "FlashAttention-2" (2023).
     """
     return serve(
-        ArgumentChecker(FUNCTION),
+        ArgumentChecker(OP.name),
         query,
         key,
         value,
@@ -236,58 +251,35 @@ def serve(
     check.flag("causal", causal)
     check.flag("return_lse", return_lse)
     check_int(check.function, "q_offset", q_offset, -arguments.LONGEST, arguments.LONGEST)
-    dispatch.check_name(check.function, FUNCTION, implementation)
+    dispatch.check_name(check.function, OP.name, implementation)
     check.instance("residual_checkpoint_name", residual_checkpoint_name, str, optional=True)
     band = arguments.band(check, causal, sliding_window, int(q_offset))
     group = dims["num_heads"] // dims["num_kv_heads"]
 
-    floats = {"query": arguments.split_heads(query, layout, group), "key": key, "value": value}
-    others: Arrays = {}
     if sinks is not None:
         check.array("sinks", sinks, ("num_heads",), arguments.DTYPES)
-        floats["sinks"] = sinks.astype(jnp.float32).reshape(-1, group)
+        sinks = sinks.astype(jnp.float32).reshape(-1, group)
     if bias is not None:
-        floats["bias"] = arguments.pairwise(check, "bias", bias, arguments.DTYPES, group)
+        bias = arguments.pairwise(check, "bias", bias, arguments.DTYPES, group)
     if mask is not None:
-        others["mask"] = arguments.pairwise(check, "mask", mask, (jnp.bool_,), group).astype(jnp.int8)
-    sides = arguments.documents(check, segment_ids, cu_q_lens, lengths or {})
-    padding = None
-    if sides is not None:
-        if cu_q_lens is not None and sinks is not None:
-            padding = segments.padding(sides[0])
-        (q_rank, q_table), (kv_rank, kv_table) = sides
-        others |= {"q_rank": q_rank, "q_table": q_table, "kv_rank": kv_rank, "kv_table": kv_table}
-
-    configs.check_type(FUNCTION, FlashAttentionConfig, config)
-    case = Case(
-        dtype=query.dtype,
-        batch=dims["batch"],
-        q_len=dims["q_len"],
-        kv_len=dims["kv_len"],
-        num_kv_heads=dims["num_kv_heads"],
-        group=group,
-        head_dim=dims["head_dim"],
-        value_dim=dims["value_dim"],
-        mask_elements=others["mask"].size if mask is not None else 0,
-        has_bias=bias is not None,
-        has_documents=sides is not None,
-        has_config=config is not None,
+        mask = arguments.pairwise(check, "mask", mask, (jnp.bool_,), group).astype(jnp.int8)
+    queries, keys = arguments.documents(check, segment_ids, cu_q_lens, lengths or {}) or (None, None)
+    operands = Operands(
+        query=arguments.split_heads(query, layout, group),
+        key=key,
+        value=value,
+        sinks=sinks,
+        bias=bias,
+        mask=mask,
+        q_documents=queries,
+        kv_documents=keys,
+        padding=segments.padding(queries)
+        if queries and cu_q_lens is not None and sinks is not None
+        else None,
+        rules=Rules(layout, float(dims["head_dim"] ** -0.5 if scale is None else scale), softcap, band),
+        checkpoint_name=residual_checkpoint_name,
     )
-    name, _ = dispatch.resolve(FUNCTION, case, implementation, floats | others)
-    if name == "xla" and config is not None:
-        check.fail("config", "None for implementation 'xla'", "a config")
-    rules = Rules(
-        layout,
-        float(dims["head_dim"] ** -0.5 if scale is None else scale),
-        softcap,
-        band,
-    )
-    if 0 in (dims["batch"], dims["q_len"], dims["kv_len"]):
-        out = jnp.zeros((*query.shape[:-1], dims["value_dim"]), query.dtype)
-        lse = jnp.full((dims["batch"], dims["num_heads"], dims["q_len"]), -jnp.inf, jnp.float32)
-    else:
-        call = Call(rules, PASSES[name], config, residual_checkpoint_name)
-        out, lse = attend(call, floats, others, padding)
+    out, lse = OP.serve(ready(operands), implementation=implementation, config=config)
     out = out.reshape(*query.shape[:-1], dims["value_dim"])
     if not return_lse:
         return out

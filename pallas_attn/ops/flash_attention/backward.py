@@ -19,32 +19,23 @@ from pallas_attn._call.device import current_device
 from pallas_attn._tile import dense, logits, low_bits, softmax, triton, weights
 from pallas_attn._tile.rows import Chunk
 from pallas_attn.ops.flash_attention import scores, walk
-from pallas_attn.ops.flash_attention.config import (
-    FlashAttentionConfig,
-    FlashAttentionTiles,
-    fitted,
-    pair_bytes,
-)
+from pallas_attn.ops.flash_attention.config import FlashAttentionConfig, FlashAttentionTiles, fitted
 from pallas_attn.ops.flash_attention.kernel import of_program, sides
-from pallas_attn.ops.flash_attention.problem import Problem, Rules
+from pallas_attn.ops.flash_attention.operands import BackwardOperands
+from pallas_attn.ops.flash_attention.problem import Problem
 
 SAMPLE = 16  # keys whose mean stands for what all have in common
 
 
-@functools.partial(jax.jit, static_argnames=("rules", "config", "lowering"))
+@functools.partial(jax.jit, static_argnames=("config", "lowering"))
 def backward(
-    operands: dict[str, jax.Array],
-    *,
-    rules: Rules,
-    config: FlashAttentionConfig,
-    lowering: triton.Lowering = "pallas",
+    operands: BackwardOperands, *, config: FlashAttentionConfig, lowering: triton.Lowering = "pallas"
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of query, key and value, each as its array. `operands`: as forward's, and "d_out" of out's shape,
-    "maximum" and "rest", the parts of its lse, both finite, and "delta" and "total" (`weights.OfQueries`) [batch,
-    num_kv_heads, group, q_len]."""
-    problem = Problem.of(operands, rules)
+    """Gradients of query, key and value, each as its array."""
+    problem = Problem.of(operands)
     query, key, value = (
-        jax.ShapeDtypeStruct(operands[name].shape, operands[name].dtype) for name in ("query", "key", "value")
+        jax.ShapeDtypeStruct(array.shape, array.dtype)
+        for array in (operands.query, operands.key, operands.value)
     )
 
     def call(
@@ -79,15 +70,15 @@ class Rows(NamedTuple):
     delta: jax.Array
 
 
-def _rows(refs: dict[str, Any], problem: Problem, cell: scores.Cell, tokens, real) -> Rows:
+def _rows(refs: BackwardOperands, problem: Problem, cell: scores.Cell, tokens, real) -> Rows:
     stream = dense.Stream(problem.rules.layout, cell.batch, (cell.kv_head, cell.place))
     maximum, rest, delta = (
-        triton.load(dense.per_token(refs[name], cell, tokens), mask=real, other=0.0)
-        for name in ("maximum", "rest", "delta")
+        triton.load(dense.per_token(ref, cell, tokens), mask=real, other=0.0)
+        for ref in (refs.maximum, refs.rest, refs.delta)
     )
     return Rows(
-        stream.read(refs["query"], tokens, real, problem.query_chunks),
-        stream.read(refs["d_out"], tokens, real, problem.value_chunks),
+        stream.read(refs.query, tokens, real, problem.query_chunks),
+        stream.read(refs.d_out, tokens, real, problem.value_chunks),
         softmax.Lse(maximum, rest),
         delta,
     )
@@ -99,26 +90,26 @@ def _pairs(given: weights.Bent, rows: Rows, by_row: Any, d_weights, seen: jax.Ar
     return weights.pairs(given, lse, rows.delta[by_row], d_weights, seen)
 
 
-def _query_kernel(refs, d_query_ref, *, problem: Problem, tiles: FlashAttentionTiles):
+def _query_kernel(refs: BackwardOperands, d_query_ref, *, problem: Problem, tiles: FlashAttentionTiles):
     rules = problem.rules
     queries, keys = sides(refs, problem, tiles)
     cell, index = of_program(problem, problem.blocks("query", tiles.block_q), 1)
     mine = walk.block(queries, cell.batch, index)
     pool = dense.Stream(rules.layout, cell.batch, (cell.kv_head,))
     rows = _rows(refs, problem, cell, mine.tokens, mine.real)
-    rounds = low_bits.are_lost(refs["key"].dtype)
+    rounds = low_bits.are_lost(refs.key.dtype)
 
     def step(state: tuple[Any, jax.Array], tile: walk.Tile) -> tuple[Any, jax.Array]:
         sums, counted = state
-        k = pool.read(refs["key"], tile.tokens, tile.held, problem.query_chunks)
-        v = pool.read(refs["value"], tile.tokens, tile.held, problem.value_chunks)
+        k = pool.read(refs.key, tile.tokens, tile.held, problem.query_chunks)
+        v = pool.read(refs.value, tile.tokens, tile.held, problem.value_chunks)
         query_at, key_at = mine.tokens[:, None], tile.tokens[None, :]
         real = mine.real[:, None] & tile.held[None, :]
-        given = scores.scores(rules, refs, cell, logits.products(rows.query, k, None), query_at, key_at, real)
+        given = scores.scores(refs, cell, logits.products(rows.query, k, None), query_at, key_at, real)
         seen = scores.visible(rules.band, query_at, key_at, tile.masked, [tile.held[None, :]])
         d_weights = logits.products(rows.d_out, v, None)
         pairs = _pairs(given, rows, np.s_[:, None], d_weights, seen)
-        d_products = pairs.d_products.astype(refs["key"].dtype)
+        d_products = pairs.d_products.astype(refs.key.dtype)
         if rounds:
             counted = counted + weights.counted(pairs, d_products)
         added = tuple(total + triton.dot(d_products, part) for total, part in zip(sums, k, strict=True))
@@ -130,8 +121,8 @@ def _query_kernel(refs, d_query_ref, *, problem: Problem, tiles: FlashAttentionT
         sums, counted = walk.walk(mine, part, queries, keys, rules.band, cell.batch, step, state)
         if rounds:
             tokens, held = walk.sample(mine, part, queries, keys, rules.band, cell.batch, SAMPLE)
-            some = pool.read(refs["key"], tokens, held, problem.query_chunks)
-            place = dense.per_token(refs["total"], cell, mine.tokens)
+            some = pool.read(refs.key, tokens, held, problem.query_chunks)
+            place = dense.per_token(refs.total, cell, mine.tokens)
             excess = weights.excess(counted, triton.load(place, mask=mine.real, other=0.0))
             number = jnp.sum(held.astype(jnp.int32))
             sums = [weights.settled(x, excess, k, number) for x, k in zip(sums, some, strict=True)]
@@ -142,7 +133,9 @@ def _query_kernel(refs, d_query_ref, *, problem: Problem, tiles: FlashAttentionT
     walk.parts(mine, gradient)
 
 
-def _key_value_kernel(refs, d_key_ref, d_value_ref, *, problem: Problem, tiles: FlashAttentionTiles):
+def _key_value_kernel(
+    refs: BackwardOperands, d_key_ref, d_value_ref, *, problem: Problem, tiles: FlashAttentionTiles
+):
     """Tiles are [keys, queries], so that weights and gradients of logits meet queries as they are, from registers.
 
     The first keys come first: causal queries that see them are the most.
@@ -152,18 +145,18 @@ def _key_value_kernel(refs, d_key_ref, d_value_ref, *, problem: Problem, tiles: 
     index, kv_head, batch = (triton.program_id(axis) for axis in range(3))
     mine = walk.block(keys, batch, index)
     pool = dense.Stream(rules.layout, batch, (kv_head,))
-    k = pool.read(refs["key"], mine.tokens, mine.real, problem.query_chunks)
-    v = pool.read(refs["value"], mine.tokens, mine.real, problem.value_chunks)
+    k = pool.read(refs.key, mine.tokens, mine.real, problem.query_chunks)
+    v = pool.read(refs.value, mine.tokens, mine.real, problem.value_chunks)
 
     def step(cell: scores.Cell, sums: tuple[Any, Any], tile: walk.Tile) -> tuple[Any, Any]:
         rows = _rows(refs, problem, cell, tile.tokens, tile.held)
         query_at, key_at = tile.tokens[None, :], mine.tokens[:, None]
         real = mine.real[:, None] & tile.held[None, :]
-        given = scores.scores(rules, refs, cell, logits.products(k, rows.query, None), query_at, key_at, real)
+        given = scores.scores(refs, cell, logits.products(k, rows.query, None), query_at, key_at, real)
         seen = scores.visible(rules.band, query_at, key_at, tile.masked, [tile.held[None, :]])
         d_weights = logits.products(v, rows.d_out, None)
         pairs = _pairs(given, rows, np.s_[None, :], d_weights, seen)
-        shares, d_products = (x.astype(refs["query"].dtype) for x in (pairs.weights, pairs.d_products))
+        shares, d_products = (x.astype(refs.query.dtype) for x in (pairs.weights, pairs.d_products))
         d_key, d_value = sums
 
         def added(totals: list[jax.Array], pairs: jax.Array, parts: list[jax.Array]) -> list[jax.Array]:
@@ -193,20 +186,20 @@ def _key_value_kernel(refs, d_key_ref, d_value_ref, *, problem: Problem, tiles: 
     walk.parts(mine, gradients)
 
 
-@functools.partial(jax.jit, static_argnames=("rules", "dtype", "config", "lowering"))
+@functools.partial(jax.jit, static_argnames=("dtype", "config", "lowering"))
 def bias_gradient(
-    operands: dict[str, jax.Array],
+    operands: BackwardOperands,
     *,
-    rules: Rules,
     dtype: Any,
     config: FlashAttentionConfig,
     lowering: triton.Lowering = "pallas",
 ) -> jax.Array:
     """Gradient of the bias, of its shape: [batch or 1, num_kv_heads or 1, group or 1, q_len or 1, kv_len]."""
-    problem, shape = Problem.of(operands, rules), operands["bias"].shape
-    itemsize, device = operands["query"].dtype.itemsize, current_device()
+    assert operands.bias is not None
+    problem, shape = Problem.of(operands), operands.bias.shape
+    itemsize, device = operands.query.dtype.itemsize, current_device()
     # No side stays where it is: both take buffers.
-    tiles = fitted(config.key_value, "bias", problem, itemsize, pair_bytes(operands), device)
+    tiles = fitted(config.key_value, "bias", problem, itemsize, operands.pair_bytes, device)
     q_blocks = problem.blocks("query", tiles.block_q) if shape[3] > 1 else 1
     (d_bias,) = triton.kernel_call(
         functools.partial(_bias_kernel, problem=problem, tiles=tiles, q_blocks=q_blocks, shape=shape),
@@ -222,8 +215,9 @@ def bias_gradient(
 
 
 def _bias_kernel(
-    refs, d_bias_ref, *, problem: Problem, tiles: FlashAttentionTiles, q_blocks: int, shape: tuple[int, ...]
-):
+    refs: BackwardOperands, d_bias_ref, *, problem: Problem, tiles: FlashAttentionTiles, q_blocks: int,
+    shape: tuple[int, ...],
+):  # fmt: skip
     """A program sums one tile over everything that shares the bias. Documents need no walk here: no product runs over
     tokens, so a token's NaN stays with it."""
     rules = problem.rules
@@ -244,12 +238,12 @@ def _bias_kernel(
         asked, given = walk.block(queries, cell.batch, block_q), walk.block(keys, cell.batch, block_kv)
         rows = _rows(refs, problem, cell, asked.tokens, asked.real)
         pool = dense.Stream(rules.layout, cell.batch, (cell.kv_head,))
-        k = pool.read(refs["key"], given.tokens, given.real, problem.query_chunks)
-        v = pool.read(refs["value"], given.tokens, given.real, problem.value_chunks)
+        k = pool.read(refs.key, given.tokens, given.real, problem.query_chunks)
+        v = pool.read(refs.value, given.tokens, given.real, problem.value_chunks)
         query_at, key_at = asked.tokens[:, None], given.tokens[None, :]
         real = asked.real[:, None] & given.real[None, :]
         products = logits.products(rows.query, k, None)
-        shaped = scores.scores(rules, refs, cell, products, query_at, key_at, real)
+        shaped = scores.scores(refs, cell, products, query_at, key_at, real)
         among = [real]
         if asked.rank is not None and given.rank is not None:
             among.append(asked.rank[:, None] == given.rank[None, :])

@@ -1,16 +1,13 @@
 """Tile sizes of the flash attention kernels, and the heuristic for devices without a measured file."""
 
 import dataclasses
-import functools
 from typing import Any
-
-import jax
-import jax.numpy as jnp
 
 from pallas_attn._call import budget, configs
 from pallas_attn._call.checks import dtype_name, fail
 from pallas_attn._call.device import Device, current_device
-from pallas_attn.ops.flash_attention.problem import Problem, Rules
+from pallas_attn.ops.flash_attention.operands import Operands
+from pallas_attn.ops.flash_attention.problem import Problem
 
 PER_QUERY_BYTES = 8  # of a gradient's log-sum-exps and deltas
 
@@ -62,38 +59,26 @@ class FlashAttentionConfig:
 KERNELS = tuple(field.name for field in dataclasses.fields(FlashAttentionConfig))
 
 
-def resolve(
-    operands: dict[str, jax.Array], rules: Rules, explicit: FlashAttentionConfig | None
-) -> FlashAttentionConfig:
-    """The caller's own, or of each kernel measured tiles or the heuristic's."""
-    problem, dtype = Problem.of(operands, rules), operands["query"].dtype
-    pairs = pair_bytes(operands)
-    documents = "q_rank" in operands
-    key = dict(
+def key(operands: Operands) -> dict[str, Any]:
+    """What measured files go by, beside the kernel."""
+    problem = Problem.of(operands)
+    return dict(
         head_dim=problem.head_dim,
         value_dim=problem.value_dim,
-        dtype=dtype_name(dtype),
-        layout=rules.layout,
-        pair_bytes=pairs,
-        documents=documents,
+        dtype=dtype_name(operands.query.dtype),
+        layout=problem.rules.layout,
+        pair_bytes=operands.pair_bytes,
+        documents=operands.q_documents is not None,
         rows=problem.q_len * problem.group,
         streams=problem.batch * problem.num_kv_heads,
         max_len=problem.kv_len,
     )
-    itemsize, device = jnp.dtype(dtype).itemsize, current_device()
-    choose = functools.partial(heuristic, problem, itemsize, pairs, device, documents=documents)
-
-    def tiles(kernel: str) -> FlashAttentionTiles:
-        of_kernel = key | {"kernel": kernel}
-        found = configs.resolve("flash_attention", FlashAttentionConfig, explicit, of_kernel, choose)
-        return getattr(found, kernel)
-
-    return FlashAttentionConfig(*map(tiles, KERNELS))
 
 
-def pair_bytes(operands: dict[str, jax.Array]) -> int:
-    """What is read for each query and key."""
-    return sum(operands[name].dtype.itemsize for name in ("bias", "mask") if name in operands)
+def default(operands: Operands, **measured: Any) -> FlashAttentionConfig:
+    """As the heuristic has it for a call at hand."""
+    sizes = Problem.of(operands), operands.query.dtype.itemsize, operands.pair_bytes, current_device()
+    return heuristic(*sizes, documents=operands.q_documents is not None, **measured)
 
 
 def heuristic(

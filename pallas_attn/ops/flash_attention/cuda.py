@@ -1,7 +1,7 @@
 """Flash attention's forward pass on Hopper: the CUDA kernel of csrc/attention. Gradients are the tiled kernels'."""
 
 import functools
-from typing import Any
+import math
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,8 @@ import numpy as np
 
 from pallas_attn._call import hopper_forward
 from pallas_attn._tile import low_bits, softmax
-from pallas_attn.ops.flash_attention.problem import Case, Problem, Rules
+from pallas_attn.ops.flash_attention.operands import Operands
+from pallas_attn.ops.flash_attention.problem import Problem
 
 WIDE_HEADS = 128
 """Of narrower heads, exponentials take as long as products, and the tiled kernel is as fast."""
@@ -22,40 +23,40 @@ MOST_TILES = 2**31
 """Of all documents, were each as long as its batch."""
 
 
-def unsupported(case: Case) -> str | None:
+def unsupported(operands: Operands) -> str | None:
     """The reason the CUDA kernel cannot serve a call, or None."""
-    if case.has_bias or case.mask_elements:
-        return f"has no {'bias' if case.has_bias else 'mask'}"
-    if case.has_config:
-        return "has tiles of its own and takes no config"
-    if case.has_documents and case.q_len * case.q_len * case.group // 128 > MOST_TILES:
-        return f"takes fewer tokens where there are documents, got {case.q_len}"
-    return hopper_forward.unsupported(case.dtype, case.head_dim, case.value_dim, case.group, 0)
+    for name, array in (("bias", operands.bias), ("mask", operands.mask)):
+        if array is not None:
+            return f"has no {name}"
+    problem = Problem.of(operands)
+    tiles = problem.q_len * problem.q_len * problem.group // 128
+    if operands.q_documents is not None and tiles > MOST_TILES:
+        return f"takes fewer tokens where there are documents, got {problem.q_len}"
+    sizes = problem.head_dim, problem.value_dim, problem.group, 0
+    return hopper_forward.unsupported(operands.query.dtype, *sizes)
 
 
-def is_slower(case: Case) -> bool:
+def is_slower(operands: Operands) -> bool:
     """Whether the tiled kernel is as fast, or nothing is known."""
-    pairs = case.batch * case.num_kv_heads * case.group * case.q_len * case.kv_len
-    return max(case.head_dim, case.value_dim) < WIDE_HEADS or pairs < FEW_PAIRS
+    problem = Problem.of(operands)
+    pairs = math.prod(problem.lse_shape) * problem.kv_len
+    return problem.widest < WIDE_HEADS or pairs < FEW_PAIRS
 
 
-@functools.partial(jax.jit, static_argnames=("rules", "config", "keep"))
-def forward(
-    operands: dict[str, jax.Array], *, rules: Rules, config: None = None, keep: bool = False
-) -> tuple[jax.Array, ...]:
+@functools.partial(jax.jit, static_argnames="keep")
+def forward(operands: Operands, *, keep: bool = False) -> tuple[jax.Array, ...]:
     """As `kernel.forward`, of what `unsupported` leaves."""
-    problem = Problem.of(operands, rules)
+    problem, rules, query = Problem.of(operands), operands.rules, operands.query
     heads_first = rules.layout == "BNTH"
     at = 1 if heads_first else 2  # of the query's KV heads, and behind them their groups
-    query = operands["query"]
     whole = query.reshape(*query.shape[:at], problem.num_kv_heads * problem.group, *query.shape[at + 2 :])
-    sinks = operands.get("sinks")
+    sinks = operands.sinks
     sees = [-1 if bound is None else min(bound, 2**31 - 1) for bound in (rules.band.left, rules.band.right)]
     keep = keep and low_bits.are_lost(query.dtype)
     out, lse, *kept = hopper_forward.forward(
         whole,
-        operands["key"],
-        operands["value"],
+        operands.key,
+        operands.value,
         _sequences(operands),
         window=jnp.array(sees, jnp.int32),
         scale=jnp.full(1, rules.scale, jnp.float32),
@@ -81,17 +82,13 @@ def forward(
     return split(out), lse, rest.reshape(problem.lse_shape), split(low)
 
 
-def _sequences(operands: dict[str, Any]) -> hopper_forward.Sequences:
-    if "q_rank" not in operands:
+def _sequences(operands: Operands) -> hopper_forward.Sequences:
+    queries, keys = operands.q_documents, operands.kv_documents
+    if queries is None or keys is None:
         return hopper_forward.Sequences()
-    ranks = operands["q_rank"], operands["kv_rank"]
     count = None
-    if operands["q_table"].shape[1] > FEW_DOCUMENTS:
-        count = functools.reduce(jnp.maximum, (jnp.max(rank) for rank in ranks))[None] + 1
+    if queries.table.shape[1] > FEW_DOCUMENTS:
+        count = functools.reduce(jnp.maximum, (jnp.max(side.rank) for side in (queries, keys)))[None] + 1
     return hopper_forward.Sequences(
-        q_table=operands["q_table"],
-        k_table=operands["kv_table"],
-        q_ranks=ranks[0],
-        k_ranks=ranks[1],
-        num_seqs=count,
+        q_table=queries.table, k_table=keys.table, q_ranks=queries.rank, k_ranks=keys.rank, num_seqs=count
     )

@@ -5,33 +5,28 @@ Gradients are in backward.py.
 
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_attn._tile import dense, logits, low_bits, masking, softmax, triton, weights
 from pallas_attn.ops.flash_attention import scores, walk
-from pallas_attn.ops.flash_attention.config import FlashAttentionTiles
-from pallas_attn.ops.flash_attention.problem import Problem, Rules
+from pallas_attn.ops.flash_attention.config import FlashAttentionConfig, FlashAttentionTiles
+from pallas_attn.ops.flash_attention.operands import Operands
+from pallas_attn.ops.flash_attention.problem import Problem
 
 
-@functools.partial(jax.jit, static_argnames=("rules", "tiles", "keep", "lowering"))
+@functools.partial(jax.jit, static_argnames=("config", "keep", "lowering"))
 def forward(
-    operands: dict[str, jax.Array],
+    operands: Operands,
     *,
-    rules: Rules,
-    tiles: FlashAttentionTiles,
+    config: FlashAttentionConfig,
     keep: bool = False,
     lowering: triton.Lowering = "pallas",
 ) -> tuple[jax.Array, ...]:
     """(out in query's dtype, of query's shape with the values' width; the parts of its lse, of `scores`, each [batch,
-    num_kv_heads, group, q_len]); with `keep`, of 16 bits, also a byte of out's lower bits, as out.
-
-    `operands`: query, key, value and, as far as there are any, sinks, bias, mask, q_rank, q_table, kv_rank, kv_table.
-    """
-    problem = Problem.of(operands, rules)
-    query = operands["query"]
+    num_kv_heads, group, q_len]); with `keep`, of 16 bits, also a byte of out's lower bits, as out."""
+    problem, tiles, query = Problem.of(operands), config.forward, operands.query
     out = jax.ShapeDtypeStruct((*query.shape[:-1], problem.value_dim), query.dtype)
     lower = [jax.ShapeDtypeStruct(out.shape, jnp.int8)] if keep and low_bits.are_lost(out.dtype) else []
     together = heads_together(problem)
@@ -72,16 +67,16 @@ def of_program(problem: Problem, num_blocks: int, together: int) -> tuple[scores
     return scores.Cell(batch, kv_head, head % problem.group), index
 
 
-def sides(refs: dict[str, Any], problem: Problem, tiles: FlashAttentionTiles) -> tuple[walk.Side, walk.Side]:
+def sides(refs: Operands, problem: Problem, tiles: FlashAttentionTiles) -> tuple[walk.Side, walk.Side]:
     """Queries and keys."""
     return (
-        walk.Side(problem.q_len, tiles.block_q, refs.get("q_rank"), refs.get("q_table")),
-        walk.Side(problem.kv_len, tiles.block_kv, refs.get("kv_rank"), refs.get("kv_table")),
+        walk.Side(problem.q_len, tiles.block_q, refs.q_documents),
+        walk.Side(problem.kv_len, tiles.block_kv, refs.kv_documents),
     )
 
 
 def _forward_kernel(
-    refs, out_ref, maximum_ref, rest_ref, *low_refs, problem: Problem, tiles: FlashAttentionTiles
+    refs: Operands, out_ref, maximum_ref, rest_ref, *low_refs, problem: Problem, tiles: FlashAttentionTiles
 ):
     rules = problem.rules
     queries, keys = sides(refs, problem, tiles)
@@ -89,25 +84,25 @@ def _forward_kernel(
     mine = walk.block(queries, cell.batch, index)
     stream = dense.Stream(rules.layout, cell.batch, (cell.kv_head, cell.place))
     pool = dense.Stream(rules.layout, cell.batch, (cell.kv_head,))
-    q = stream.read(refs["query"], mine.tokens, mine.real, problem.query_chunks)
+    q = stream.read(refs.query, mine.tokens, mine.real, problem.query_chunks)
     counted = None
-    if low_refs and refs["value"].dtype == jnp.float16:
+    if low_refs and refs.value.dtype == jnp.float16:
         # What values have in common is off by as much as rounded weights are from adding up to 1. Gradients of fp16
         # have the digits to show it, so here the rounded ones are summed.
         counted = weights.summed_as(jnp.float16)
 
     def step(state: softmax.OnlineSoftmax, tile: walk.Tile) -> softmax.OnlineSoftmax:
-        k = pool.read(refs["key"], tile.tokens, tile.held, problem.query_chunks)
-        v = pool.read(refs["value"], tile.tokens, tile.held, problem.value_chunks)
+        k = pool.read(refs.key, tile.tokens, tile.held, problem.query_chunks)
+        v = pool.read(refs.value, tile.tokens, tile.held, problem.value_chunks)
         query_at, key_at = mine.tokens[:, None], tile.tokens[None, :]
         real = mine.real[:, None] & tile.held[None, :]
-        given = scores.scores(rules, refs, cell, logits.products(q, k, None), query_at, key_at, real)
+        given = scores.scores(refs, cell, logits.products(q, k, None), query_at, key_at, real)
         seen = scores.visible(rules.band, query_at, key_at, tile.masked, [tile.held[None, :]])
         shaped = given.logits if seen is None else masking.apply(given.logits, seen)
         state, shares = softmax.rescale(
             state, shaped, given.factor, exp2_below=triton.exp2_below_fused, counted=counted
         )
-        shares = shares.astype(refs["value"].dtype)
+        shares = shares.astype(refs.value.dtype)
         acc = tuple(sums + triton.dot(shares, part) for sums, part in zip(state.acc, v, strict=True))
         return state._replace(acc=acc)
 
@@ -115,9 +110,9 @@ def _forward_kernel(
         sizes = tuple(size for _, size in problem.value_chunks)
         state = softmax.start((tiles.block_q,), sizes, late_sum=None if counted is None else weights.SUMS)
         state = walk.walk(mine, part, queries, keys, rules.band, cell.batch, step, state)
-        if "sinks" in refs:
-            sink = triton.load(refs["sinks"].at[cell.kv_head, cell.place])
-            scale = scores.natural_scale(rules, refs)
+        if refs.sinks is not None:
+            sink = triton.load(refs.sinks.at[cell.kv_head, cell.place])
+            scale = scores.natural_scale(refs)
             out, lse = softmax.finish_beside(state, scale, jnp.broadcast_to(sink, (tiles.block_q,)))
         else:
             out, lse = softmax.finish(state)

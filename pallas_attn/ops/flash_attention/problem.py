@@ -2,40 +2,9 @@
 
 import dataclasses
 import math
-from typing import NamedTuple
-
-import jax
-import jax.numpy as jnp
 
 from pallas_attn._tile import dense
-from pallas_attn._tile.band import Band
-
-
-@dataclasses.dataclass(frozen=True)
-class Rules:
-    """The static part of a call's rules; sinks, bias, mask and segments are arrays."""
-
-    layout: str
-    scale: float
-    softcap: float | None
-    band: Band
-
-
-class Case(NamedTuple):
-    """The static facts that decide which implementation can serve."""
-
-    dtype: jnp.dtype
-    batch: int
-    q_len: int
-    kv_len: int
-    num_kv_heads: int
-    group: int
-    head_dim: int
-    value_dim: int
-    mask_elements: int
-    has_bias: bool
-    has_documents: bool
-    has_config: bool
+from pallas_attn.ops.flash_attention.operands import Operands, Rules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,12 +21,11 @@ class Problem:
     value_dim: int
 
     @classmethod
-    def of(cls, operands: dict[str, jax.Array], rules: Rules) -> "Problem":
-        query, key, value = (operands[name].shape for name in ("query", "key", "value"))
-        tokens, heads = (1, 2) if rules.layout == "BTNH" else (-2, 1)
-        return cls(
-            rules, query[0], query[tokens], key[tokens], key[heads], query[heads + 1], query[-1], value[-1]
-        )
+    def of(cls, operands: Operands) -> "Problem":
+        query, key, value = (array.shape for array in (operands.query, operands.key, operands.value))
+        tokens, heads = (1, 2) if operands.rules.layout == "BTNH" else (-2, 1)
+        sizes = query[0], query[tokens], key[tokens], key[heads], query[heads + 1], query[-1], value[-1]
+        return cls(operands.rules, *sizes)
 
     @property
     def query_chunks(self) -> tuple[dense.Chunk, ...]:

@@ -13,7 +13,8 @@ from jax import lax
 
 from pallas_attn._call import symbolic
 from pallas_attn._tile import low_bits, masking, sharding, softmax, weights
-from pallas_attn.ops.flash_attention.problem import Problem, Rules
+from pallas_attn.ops.flash_attention.operands import BackwardOperands, Operands
+from pallas_attn.ops.flash_attention.problem import Problem
 from pallas_attn.ops.flash_attention.scores import natural_scale
 
 LOGITS = 2**24  # of a chunk, for all queries and heads
@@ -37,12 +38,12 @@ class Chunk(NamedTuple):
 class Chunks:
     """The keys of a call, a chunk at a time."""
 
-    def __init__(self, operands: dict[str, jax.Array], rules: Rules):
-        self.problem, self.rules, self.operands = Problem.of(operands, rules), rules, operands
-        self.query = self.by_head(operands["query"])
+    def __init__(self, operands: Operands):
+        self.problem, self.rules, self.operands = Problem.of(operands), operands.rules, operands
+        self.query = self.by_head(operands.query)
         self.size = self._chunk()
         self.count = -(-self.problem.kv_len // self.size)
-        self.key, self.value = (self._padded(self.by_head(operands[name]), 2) for name in ("key", "value"))
+        self.key, self.value = (self._padded(self.by_head(x), 2) for x in (operands.key, operands.value))
 
     def _chunk(self) -> int:
         kv_len = self.problem.kv_len
@@ -56,10 +57,10 @@ class Chunks:
         array = array.astype(jnp.float32)
         return jnp.moveaxis(array, 1, -2) if self.rules.layout == "BTNH" else array
 
-    def as_given(self, array: jax.Array, name: str) -> jax.Array:
-        """The inverse, in the dtype of an operand."""
+    def as_given(self, array: jax.Array) -> jax.Array:
+        """The inverse, in the operands' dtype."""
         array = jnp.moveaxis(array, -2, 1) if self.rules.layout == "BTNH" else array
-        return array.astype(self.operands[name].dtype)
+        return array.astype(self.operands.query.dtype)
 
     def _padded(self, array: jax.Array, axis: int) -> jax.Array:
         widths = [(0, 0)] * array.ndim
@@ -79,8 +80,8 @@ class Chunks:
             dot("bkgqd,bksd->bkgqs", self.query, key), rules.scale, rules.softcap
         )
         slope = jnp.float32(1.0) if bent is None else jnp.where(seen, bent, 0.0)
-        if "bias" in operands:
-            bias = self._of(i, self._padded(operands["bias"], 4), 4).astype(jnp.float32)
+        if operands.bias is not None:
+            bias = self._of(i, self._padded(operands.bias, 4), 4).astype(jnp.float32)
             logits = logits * scale + bias
         return Chunk(key, value, masking.apply(logits, seen), seen, slope)
 
@@ -92,17 +93,17 @@ class Chunks:
         seen = jnp.broadcast_to(key_at < self.problem.kv_len, (1, 1, 1, self.problem.q_len, self.size))
         for mask in rules.band.visible(query_at, key_at):
             seen &= mask[None, None, None]
-        if "mask" in operands:
-            seen &= self._of(i, self._padded(operands["mask"], 4), 4) != 0
-        if "q_rank" in operands:
-            of_keys = self._of(i, self._padded(operands["kv_rank"], 1), 1)
-            same = operands["q_rank"][:, :, None] == of_keys[:, None, :]
+        if operands.mask is not None:
+            seen &= self._of(i, self._padded(operands.mask, 4), 4) != 0
+        if operands.q_documents is not None and operands.kv_documents is not None:
+            of_keys = self._of(i, self._padded(operands.kv_documents.rank, 1), 1)
+            same = operands.q_documents.rank[:, :, None] == of_keys[:, None, :]
             seen &= same[:, None, None]
         return seen
 
     def summed(self, subscripts: str, weights: jax.Array, seen: jax.Array, over: jax.Array) -> jax.Array:
         """A product that sums over tokens. Of several documents, a token's NaN reaches only those that see it."""
-        if "q_rank" not in self.operands:
+        if self.operands.q_documents is None:
             return dot(subscripts, weights, over)
         finite = jnp.isfinite(over)
         total = dot(subscripts, weights, jnp.where(finite, over, 0.0))
@@ -110,17 +111,15 @@ class Chunks:
         return softmax.poison(total, dot(subscripts, seen, (~finite).astype(jnp.float32)) > 0)
 
 
-def _loop(count: int, step, carry, operands: dict[str, jax.Array]):
+def _loop(count: int, step, carry, operands: Operands):
     return lax.fori_loop(0, count, step, sharding.vary(carry, sharding.varying_axes(operands)))
 
 
-@functools.partial(jax.jit, static_argnames=("rules", "config", "keep"))
-def forward(
-    operands: dict[str, jax.Array], *, rules: Rules, config: None = None, keep: bool = False
-) -> tuple[jax.Array, ...]:
+@functools.partial(jax.jit, static_argnames="keep")
+def forward(operands: Operands, *, keep: bool = False) -> tuple[jax.Array, ...]:
     """As the kernel's, but that all of out's lower bits are kept."""
-    chunks = Chunks(operands, rules)
-    problem, scale = chunks.problem, natural_scale(rules, operands)
+    chunks = Chunks(operands)
+    problem, scale = chunks.problem, natural_scale(operands)
 
     def step(i, state):
         chunk = chunks[i]
@@ -129,30 +128,28 @@ def forward(
         return state._replace(acc=acc)
 
     state = _loop(chunks.count, step, softmax.start(problem.lse_shape, problem.value_dim), operands)
-    if "sinks" in operands:
-        sinks = jnp.broadcast_to(operands["sinks"][None, :, :, None], problem.lse_shape)
+    if operands.sinks is not None:
+        sinks = jnp.broadcast_to(operands.sinks[None, :, :, None], problem.lse_shape)
         out, lse = softmax.finish_beside(state, scale, sinks)
     else:
         out, lse = softmax.finish(state)
-    rounded = chunks.as_given(out, "query")
+    rounded = chunks.as_given(out)
     if not (keep and low_bits.are_lost(rounded.dtype)):
         return rounded, *lse
-    out = jnp.moveaxis(out, -2, 1) if rules.layout == "BTNH" else out
+    out = jnp.moveaxis(out, -2, 1) if operands.rules.layout == "BTNH" else out
     return rounded, *lse, low_bits.of(out, rounded, jnp.int16)
 
 
-@functools.partial(jax.jit, static_argnames=("rules", "config"))
-def backward(
-    operands: dict[str, jax.Array], *, rules: Rules, config: None = None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+@jax.jit
+def backward(operands: BackwardOperands) -> tuple[jax.Array, jax.Array, jax.Array]:
     """As the kernels'."""
-    chunks = Chunks(operands, rules)
-    d_out, query = chunks.by_head(operands["d_out"]), chunks.query
+    chunks = Chunks(operands)
+    d_out, query = chunks.by_head(operands.d_out), chunks.query
 
     def step(i, sums):
         chunk = chunks[i]
-        weights, d_logits = _of_chunk(operands, rules, chunk, d_out)
-        d_products = d_logits * chunk.slope * rules.scale
+        weights, d_logits = _of_chunk(operands, chunk, d_out)
+        d_products = d_logits * chunk.slope * operands.rules.scale
         d_query, d_key, d_value = sums
         d_query += chunks.summed("bkgqs,bksd->bkgqd", d_products, chunk.seen, chunk.key)
         mine = (
@@ -170,37 +167,30 @@ def backward(
     d_query, d_key, d_value = _loop(chunks.count, step, zeros, operands)
     kv_len = chunks.problem.kv_len
     return (
-        chunks.as_given(d_query, "query"),
-        chunks.as_given(d_key[:, :, :kv_len], "key"),
-        chunks.as_given(d_value[:, :, :kv_len], "value"),
+        chunks.as_given(d_query),
+        chunks.as_given(d_key[:, :, :kv_len]),
+        chunks.as_given(d_value[:, :, :kv_len]),
     )
 
 
-def _of_chunk(
-    operands: dict[str, jax.Array], rules: Rules, chunk: Chunk, d_out: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _of_chunk(operands: BackwardOperands, chunk: Chunk, d_out: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Weights, and gradients of logits."""
-    lse, factor = (
-        softmax.Lse(operands["maximum"], operands["rest"]),
-        natural_scale(rules, operands) * softmax.LOG2_E,
-    )
+    lse, factor = softmax.Lse(operands.maximum, operands.rest), natural_scale(operands) * softmax.LOG2_E
     weights = jnp.where(chunk.seen, softmax.weights_again(chunk.logits, factor, lse), 0.0)
     d_weights = dot("bkgqd,bksd->bkgqs", d_out, chunk.value)
-    return weights, jnp.where(chunk.seen, weights * (d_weights - operands["delta"][..., None]), 0.0)
+    return weights, jnp.where(chunk.seen, weights * (d_weights - operands.delta[..., None]), 0.0)
 
 
-@functools.partial(jax.jit, static_argnames=("rules", "dtype", "config"))
-def bias_gradient(
-    operands: dict[str, jax.Array], *, rules: Rules, dtype: Any, config: None = None
-) -> jax.Array:
+@functools.partial(jax.jit, static_argnames="dtype")
+def bias_gradient(operands: BackwardOperands, *, dtype: Any) -> jax.Array:
     """As the kernel's."""
-    shape = operands["bias"].shape
-    chunks = Chunks(operands, rules)
-    d_out = chunks.by_head(operands["d_out"])
+    assert operands.bias is not None
+    shape, chunks = operands.bias.shape, Chunks(operands)
+    d_out = chunks.by_head(operands.d_out)
     summed = [axis for axis, size in enumerate(shape[:4]) if size == 1]
 
     def step(i, whole):
-        _, d_logits = _of_chunk(operands, rules, chunks[i], d_out)
+        _, d_logits = _of_chunk(operands, chunks[i], d_out)
         part = jnp.sum(d_logits, axis=summed, keepdims=True)
         return lax.dynamic_update_slice_in_dim(whole, part, i * chunks.size, 4)
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from pallas_attn._tile import masking, triton, weights
 from pallas_attn._tile.band import Band
-from pallas_attn.ops.flash_attention.problem import Rules
+from pallas_attn.ops.flash_attention.operands import Operands
 
 
 class Cell(NamedTuple):
@@ -26,20 +26,21 @@ class Cell(NamedTuple):
     """In the KV head's group."""
 
 
-def scores(rules: Rules, arrays: dict[str, Any], cell: Cell, products, query, key, real) -> weights.Bent:
-    """`arrays` may hold "bias" and "mask", [batch or 1, num_kv_heads or 1, group or 1, q_len or 1, kv_len]."""
-    logits, scale, slope = weights.bent(products, rules.scale, rules.softcap)
-    if "bias" in arrays:
-        bias = pairs(arrays["bias"], cell, query, key, real).astype(jnp.float32)
+def scores(refs: Operands, cell: Cell, products, query, key, real) -> weights.Bent:
+    logits, scale, slope = weights.bent(products, refs.rules.scale, refs.rules.softcap)
+    if refs.bias is not None:
+        bias = pairs(refs.bias, cell, query, key, real).astype(jnp.float32)
         logits, scale = logits * scale + bias, 1.0
-    if "mask" in arrays:
-        logits = masking.apply(logits, pairs(arrays["mask"], cell, query, key, real) != 0)
+    if refs.mask is not None:
+        logits = masking.apply(logits, pairs(refs.mask, cell, query, key, real) != 0)
     return weights.Bent(logits, scale, slope)
 
 
-def natural_scale(rules: Rules, arrays: dict[str, Any]) -> float:
+def natural_scale(operands: Operands) -> float:
     """What makes natural logits of those of `scores`."""
-    return 1.0 if "bias" in arrays else rules.scale if rules.softcap is None else rules.softcap
+    if operands.bias is not None:
+        return 1.0
+    return operands.rules.scale if operands.rules.softcap is None else operands.rules.softcap
 
 
 def pairs(ref: Any, cell: Cell, query: jax.Array, key: jax.Array, real: jax.Array) -> jax.Array:

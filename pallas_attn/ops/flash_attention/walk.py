@@ -25,8 +25,8 @@ class Side(NamedTuple):
 
     length: int
     block: int
-    rank_ref: Any = None
-    table_ref: Any = None
+    documents: segments.Side | None = None
+    """Of refs."""
 
 
 class Block(NamedTuple):
@@ -71,12 +71,13 @@ def block(side: Side, batch: jax.Array, index: jax.Array) -> Block:
     tokens = first + jnp.arange(side.block)
     real = tokens < side.length
     last = jnp.minimum(first + side.block, side.length) - 1
-    rank = None if side.rank_ref is None else _ranks(side, batch, tokens, real)
+    rank = None if side.documents is None else _ranks(side, batch, tokens, real)
     return Block(tokens, real, first, last, rank)
 
 
 def _ranks(side: Side, batch: jax.Array, tokens: jax.Array, real: jax.Array) -> jax.Array:
-    place = side.rank_ref.at[jnp.broadcast_to(batch, tokens.shape), tokens]
+    assert side.documents is not None
+    place = side.documents.rank.at[jnp.broadcast_to(batch, tokens.shape), tokens]
     return triton.load(place, mask=real, other=-1)
 
 
@@ -129,7 +130,7 @@ def _span(mine: Block, part: Part, own: Side, other: Side, sees: Band, batch: ja
     if part.rank is None:
         of_block = mine.first, mine.last, other.length
         return Span(sees.seen(*of_block), sees.seen_by_all(*of_block))
-    here, there = (segments.span(side.table_ref, batch, part.rank) for side in (own, other))
+    here, there = (segments.span(side.documents, batch, part.rank) for side in (own, other))
     first, last = jnp.maximum(mine.first, here.first), jnp.minimum(mine.last, here.end - 1)
     begin, end = sees.seen(first, last, other.length)
     all_begin, all_end = sees.seen_by_all(first, last, other.length)

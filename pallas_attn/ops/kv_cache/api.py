@@ -5,37 +5,37 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._call import dispatch, partition
+from pallas_attn._call import dispatch
 from pallas_attn._call.checks import ArgumentChecker
-from pallas_attn._call.operands import dims, dims_of, named, operands, ready
+from pallas_attn._call.op import Op
+from pallas_attn._call.operands import dims_of, ready
 from pallas_attn._tile import options, triton
-from pallas_attn._tile.layout import DIMS, SCALE_DIMS, PoolCase, check_pools, pool_shape, reaches
+from pallas_attn._tile.layout import check_pools, reaches
 from pallas_attn._tile.quantization import QUANTIZED_DTYPES
-from pallas_attn._types import Array, Implementation, KVCache, Layout, NewKV, SlotMapping
+from pallas_attn._types import Implementation, KVCache, Layout, NewKV, SlotMapping
 from pallas_attn.ops.kv_cache.kernel import write_kv_pallas
+from pallas_attn.ops.kv_cache.operands import Operands
 from pallas_attn.ops.kv_cache.reference import write_kv_xla
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
-@operands
-class Operands:
-    key: Array = dims("tokens kv_heads dim")  # all of them on every device that holds their heads
-    value: Array = dims("tokens kv_heads dim")
-    key_cache: Array = dims(lambda self: DIMS[self.layout]["key"])
-    value_cache: Array = dims(lambda self: DIMS[self.layout]["value"])
-    slot_mapping: Array = dims("tokens")
-    k_scale: Array | None = dims(*SCALE_DIMS, default=None)
-    v_scale: Array | None = dims(*SCALE_DIMS, default=None)
-    layout: Layout
+def _supports(operands: Operands, lowering: triton.Lowering) -> str | None:
+    return reaches(operands.pool, operands.key_cache.dtype, lowering)
 
 
-dispatch.register(
-    "write_kv",
-    {
-        **triton.implementations(write_kv_pallas, reaches),
-        "xla": dispatch.Implementation(write_kv_xla),
+def _results(operands: Operands) -> tuple[str, ...]:
+    said = dict(dims_of(operands))
+    return tuple(said[name] for name in operands.written)
+
+
+OP = Op(
+    name="write_kv",
+    implementations={
+        **triton.implementations(write_kv_pallas, _supports, takes_config=False),
+        "xla": dispatch.Implementation(write_kv_xla, takes_config=False),
     },
+    results=_results,
 )
 
 
@@ -76,8 +76,8 @@ def write_kv(
         (key_cache, value_cache), updated.
 
     Raises:
-        TypeError: an argument of the wrong dtype. ValueError: a wrong shape or scale, or an implementation that
-        cannot serve.
+        TypeError: an argument of the wrong dtype.
+        ValueError: a wrong shape or scale, or an implementation that cannot serve.
     """
     pools = key_cache, value_cache
     updated = write(
@@ -116,26 +116,10 @@ def write(
         k_scale=k_scale,
         v_scale=v_scale,
         layout=layout,
+        grows=grows,
     )
-    name, fn = dispatch.resolve("write_kv", PoolCase(pool, key_cache.dtype), implementation, named(given))
     given = ready(given)
-    written = ("key_cache", "value_cache", *(("k_scale", "v_scale") if grows else ()))
     if key.shape[0] == 0:
-        return tuple(getattr(given, name) for name in written)
-    said = dict(dims_of(given))
-    return partition.run(
-        "write_kv",
-        _write,
-        given,
-        None,
-        tuple(said[name] for name in written),
-        static={"fn": fn, "grows": grows},
-        implementation=name,
-    )
-
-
-def _write(operands: Operands, *, fn, grows: bool) -> tuple[jax.Array, ...]:
-    """The pools at hand updated: whole, or one device's heads of them."""
-    pool = pool_shape(operands.value_cache, operands.layout)
-    new = (operands.key, operands.value, operands.key_cache, operands.value_cache, operands.slot_mapping)
-    return fn(*new, operands.k_scale, operands.v_scale, pool=pool, layout=operands.layout, grows=grows)
+        dispatch.check_name("write_kv", "write_kv", implementation)
+        return tuple(getattr(given, name) for name in given.written)
+    return OP.serve(given, implementation=implementation)

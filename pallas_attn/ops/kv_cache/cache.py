@@ -136,8 +136,9 @@ class PagedKVCache:
                 `calibrate`.
 
         Raises:
-            TypeError: an argument of the wrong type or dtype. ValueError: a wrong size or shape, an unknown layout, a
-            dtype that caches do not have, scales without a quantised one, or a head_dim that "PACKED" cannot hold.
+            TypeError: an argument of the wrong type or dtype.
+            ValueError: a wrong size or shape, an unknown layout, a dtype that caches do not have, scales without a
+                quantised one, or a head_dim that "PACKED" cannot hold.
         """
         check = ArgumentChecker("PagedKVCache.create")
         check.one_of("layout", layout, LAYOUTS)
@@ -323,8 +324,8 @@ class PagedKVCache:
             implementation: as in `write_kv`.
 
         Raises:
-            TypeError: an argument of the wrong type or dtype. ValueError: a wrong shape, a layer out of range, or an
-            implementation that cannot serve.
+            TypeError: an argument of the wrong type or dtype.
+            ValueError: a wrong shape, a layer out of range, or an implementation that cannot serve.
         """
         check = ArgumentChecker("PagedKVCache.write")
         layer = check_layer(check, layer, self.num_layers)

@@ -17,8 +17,9 @@ def convert_layout(
         source, target: "NHD", "HND" or "PACKED".
 
     Raises:
-        TypeError: pools that are no arrays of a cache's dtype. ValueError: pools that do not have the source layout,
-        an unknown layout, or a head_dim that "PACKED" cannot hold.
+        TypeError: pools that are no arrays of a cache's dtype.
+        ValueError: pools that do not have the source layout, an unknown layout, or a head_dim that "PACKED" cannot
+            hold.
     """
     check = ArgumentChecker("convert_layout")
     check.one_of("source", source, LAYOUTS)

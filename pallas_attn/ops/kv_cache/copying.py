@@ -44,9 +44,7 @@ def copy_pages(cache: KVCache, source_pages: PageIds, target_pages: PageIds) -> 
     check.non_empty("cache", cache)
     source_pages, target_pages = copied_pages(check, source_pages, target_pages)
     given = ready(_Operands(cache=cache, source_pages=source_pages, target_pages=target_pages))
-    (copied,) = partition.run(
-        check.function, _copied, given, None, (_pool(given),), static={}, implementation="xla"
-    )
+    (copied,) = partition.run(check.function, _copied, given, (_pool(given),), implementation="xla")
     return copied
 
 

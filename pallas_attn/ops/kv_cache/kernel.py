@@ -9,29 +9,19 @@ import jax.numpy as jnp
 from pallas_attn._tile import triton
 from pallas_attn._tile.layout import PoolShape, Which, token_index
 from pallas_attn._tile.pages import nothing
-from pallas_attn._tile.pieces import ceil_div
 from pallas_attn._tile.quantization import magnitudes, quantize
+from pallas_attn._tile.triton import ceil_div
+from pallas_attn.ops.kv_cache.operands import Operands
 from pallas_attn.ops.kv_cache.page_scales import grown
 
 # Elements of a page, or slots of tokens, that a program has at once.
 _AT_ONCE = 1024
 
 
-@functools.partial(jax.jit, static_argnames=("pool", "layout", "grows", "lowering"))
-def write_kv_pallas(
-    key,
-    value,
-    key_cache,
-    value_cache,
-    slot_mapping,
-    k_scale,
-    v_scale,
-    *,
-    pool: PoolShape,
-    layout: str,
-    grows: bool = False,
-    lowering: triton.Lowering = "pallas",
-) -> tuple[jax.Array, ...]:
+@functools.partial(jax.jit, static_argnames="lowering")
+def write_kv_pallas(operands: Operands, *, lowering: triton.Lowering = "pallas") -> tuple[jax.Array, ...]:
+    pool, layout = operands.pool, operands.layout
+
     def in_place(kernel, arrays, *operands, name: str, **options) -> tuple[jax.Array, ...]:
         return tuple(
             triton.kernel_call(
@@ -47,15 +37,16 @@ def write_kv_pallas(
             )
         )
 
-    new, num_tokens = (slot_mapping, key, value), key.shape[0]
-    pools, scales = (key_cache, value_cache), () if k_scale is None else (k_scale, v_scale)
-    if grows:
+    new, num_tokens = (operands.slot_mapping, operands.key, operands.value), operands.key.shape[0]
+    pools = operands.key_cache, operands.value_cache
+    scales = tuple(x for x in (operands.k_scale, operands.v_scale) if x is not None)
+    if operands.grows:
         # One warp: all of a program has read a page's scale before any of it writes the next.
         grid = (num_tokens, pool.num_kv_heads)
         both = in_place(_grow_kernel, (*pools, *scales), *new, name="grow_pages", grid=grid, num_warps=1)
         pools, scales = both[:2], both[2:]
     pools = in_place(_write_kernel, pools, *new, *scales, name="write_kv", grid=(num_tokens,), num_warps=4)
-    return (*pools, *scales) if grows else pools
+    return (*pools, *scales) if operands.grows else pools
 
 
 def _grow_kernel(*refs, pool: PoolShape, layout: str):

@@ -54,7 +54,8 @@ def page_scales(
         (k_scale, v_scale), updated.
 
     Raises:
-        TypeError: an argument of the wrong type or dtype. ValueError: a wrong shape, page_size or margin.
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: a wrong shape, page_size or margin.
     """
     check = ArgumentChecker("page_scales")
     check.array("key", key, ("num_tokens", "num_kv_heads", "head_dim"), DTYPES)
@@ -70,7 +71,6 @@ def page_scales(
         check.function,
         _begun_scales,
         ready(given),
-        None,
         ("pages kv_heads",) * 2,
         static={"page_size": page_size, "most": margin / largest(dtype)},
         implementation="xla",

@@ -5,25 +5,19 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._tile.layout import DIMS, PoolShape, Which, moved, token_index
+from pallas_attn._tile.layout import DIMS, Which, moved, token_index
 from pallas_attn._tile.quantization import is_quantized, quantize
+from pallas_attn.ops.kv_cache.operands import Operands
 from pallas_attn.ops.kv_cache.page_scales import growing_scales
 
 
-def write_kv_xla(
-    key,
-    value,
-    key_cache,
-    value_cache,
-    slot_mapping,
-    k_scale,
-    v_scale,
-    *,
-    pool: PoolShape,
-    layout: str,
-    grows: bool = False,
-) -> tuple[jax.Array, ...]:
-    if grows:
+def write_kv_xla(operands: Operands) -> tuple[jax.Array, ...]:
+    pool, layout, slot_mapping = operands.pool, operands.layout, operands.slot_mapping
+    key, value, k_scale, v_scale = operands.key, operands.value, operands.k_scale, operands.v_scale
+    key_cache, value_cache = operands.key_cache, operands.value_cache
+    if operands.grows:
+        assert k_scale is not None
+        assert v_scale is not None
         k_scale, v_scale, growth = growing_scales(
             *(key, value, k_scale, v_scale, slot_mapping), page_size=pool.page_size, dtype=key_cache.dtype
         )
@@ -51,7 +45,8 @@ def write_kv_xla(
         return moved(lambda cache, new: cache.at[index].set(new, mode="drop"), cache, new.astype(cache.dtype))
 
     pools = scatter(key_cache, key, k_scale, "key"), scatter(value_cache, value, v_scale, "value")
-    return (*pools, k_scale, v_scale) if grows else pools
+    scales = tuple(x for x in (k_scale, v_scale) if x is not None and operands.grows)
+    return (*pools, *scales)
 
 
 def _rescaled(cache: jax.Array, pages: jax.Array, factors: jax.Array, layout: str, which: Which) -> jax.Array:

@@ -3,34 +3,31 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._call import dispatch, partition
+from pallas_attn._call import dispatch
 from pallas_attn._call.checks import ArgumentChecker
-from pallas_attn._call.operands import dims, named, operands, ready
+from pallas_attn._call.op import Op
+from pallas_attn._call.operands import ready
 from pallas_attn._tile import triton
 from pallas_attn._tile.latents import QUERY_DIM, SCALES, Scales
-from pallas_attn._tile.layout import DIMS, PoolCase, pool_shape, reaches
-from pallas_attn._types import Array, Implementation, KVCache, SlotMapping
+from pallas_attn._tile.layout import pool_shape, reaches
+from pallas_attn._types import Implementation, KVCache, SlotMapping
 from pallas_attn.ops.latent_cache.convert import DTYPES, check_pool
 from pallas_attn.ops.latent_cache.kernel import write_latents_pallas
+from pallas_attn.ops.latent_cache.operands import POOL, Operands
 from pallas_attn.ops.latent_cache.reference import write_latents_xla
 
-POOL = DIMS["NHD"]["key"]
+
+def _supports(operands: Operands, lowering: triton.Lowering) -> str | None:
+    return reaches(pool_shape(operands.latent_cache, "NHD"), operands.latent_cache.dtype, lowering)
 
 
-@operands
-class Operands:
-    latent_cache: Array = dims(POOL)
-    latents: Array = dims("tokens latent")
-    slot_mapping: Array = dims("tokens")
-    scales: Scales
-
-
-dispatch.register(
-    "write_latents",
-    {
-        **triton.implementations(write_latents_pallas, reaches),
-        "xla": dispatch.Implementation(write_latents_xla),
+OP = Op(
+    name="write_latents",
+    implementations={
+        **triton.implementations(write_latents_pallas, _supports, takes_config=False),
+        "xla": dispatch.Implementation(write_latents_xla, takes_config=False),
     },
+    results=(POOL,),
 )
 
 
@@ -62,8 +59,8 @@ def write_latents(
         latent_cache, updated.
 
     Raises:
-        TypeError: an argument of the wrong type or dtype. ValueError: a wrong shape, unknown scales, or an
-        implementation that cannot serve.
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: a wrong shape, unknown scales, or an implementation that cannot serve.
     """
     check = ArgumentChecker("write_latents")
     check_pool(check, "latent_cache", latent_cache, DTYPES)
@@ -72,23 +69,9 @@ def write_latents(
     check.non_empty("latent_cache", latent_cache)
     check.one_of("scales", scales, SCALES)
     given = Operands(latents=latents, latent_cache=latent_cache, slot_mapping=slot_mapping, scales=scales)
-    case = PoolCase(pool_shape(given.latent_cache, "NHD"), latent_cache.dtype)
-    name, fn = dispatch.resolve("write_latents", case, implementation, named(given))
     given = ready(given)
     if latents.shape[0] == 0:
+        dispatch.check_name("write_latents", "write_latents", implementation)
         return given.latent_cache
-    [updated] = partition.run(
-        "write_latents",
-        _write,
-        given,
-        None,
-        (POOL,),
-        static={"fn": fn},
-        implementation=name,
-    )
+    [updated] = OP.serve(given, implementation=implementation)
     return updated
-
-
-def _write(operands: Operands, *, fn) -> tuple[KVCache]:
-    arrays = (operands.latents, operands.latent_cache, operands.slot_mapping)
-    return (fn(*arrays, scales=operands.scales),)

@@ -38,7 +38,8 @@ def quantize_latents(latents: jax.Array, *, scales: Scales = "power_of_two") -> 
         [..., 656] uint8. A group with NaN or Inf gets the scale NaN.
 
     Raises:
-        TypeError: an argument of the wrong type or dtype. ValueError: a wrong shape, or unknown scales.
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: a wrong shape, or unknown scales.
 
     Source: the cache format of FlashMLA (DeepSeek, 2025).
     """
@@ -59,8 +60,8 @@ def dequantize_latents(tokens: jax.Array, *, dtype: Any = jnp.bfloat16) -> jax.A
         [..., 576]: the 512 latent and then the 64 rotary elements.
 
     Raises:
-        TypeError: an argument of the wrong type or dtype. ValueError: a wrong shape, or a dtype that caches do not
-        have.
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: a wrong shape, or a dtype that caches do not have.
     """
     check = ArgumentChecker("dequantize_latents")
     _check_tokens(check, "tokens", tokens, TOKEN_BYTES, [BYTES])

@@ -20,16 +20,16 @@ from pallas_attn._tile.latents import (
     group_scale,
 )
 from pallas_attn._tile.quantization import largest
+from pallas_attn.ops.latent_cache.operands import Operands
 
 
-@functools.partial(jax.jit, static_argnames=("scales", "lowering"))
-def write_latents_pallas(
-    latents, latent_cache, slot_mapping, *, scales: Scales, lowering: triton.Lowering = "pallas"
-) -> jax.Array:
+@functools.partial(jax.jit, static_argnames="lowering")
+def write_latents_pallas(operands: Operands, *, lowering: triton.Lowering = "pallas") -> tuple[jax.Array]:
+    latents, latent_cache = operands.latents, operands.latent_cache
     [updated] = triton.kernel_call(
-        functools.partial(_write_kernel, scales=scales),
+        functools.partial(_write_kernel, scales=operands.scales),
         latent_cache,
-        slot_mapping,
+        operands.slot_mapping,
         latents,
         name="pallas_attn_write_latents",
         grid=(latents.shape[0],),
@@ -39,7 +39,7 @@ def write_latents_pallas(
         num_stages=1,
         lowering=lowering,
     )
-    return updated
+    return (updated,)
 
 
 def _write_kernel(_cache_in, slots_ref, latents_ref, cache_ref, *, scales: Scales):

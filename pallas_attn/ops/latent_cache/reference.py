@@ -3,12 +3,14 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._tile.latents import BYTES, Scales, quantized
+from pallas_attn._tile.latents import BYTES, quantized
+from pallas_attn.ops.latent_cache.operands import Operands
 
 
-def write_latents_xla(latents, latent_cache, slot_mapping, *, scales: Scales) -> jax.Array:
-    new = quantized(latents, scales) if latent_cache.dtype == BYTES else latents
-    return write_rows(new, latent_cache, slot_mapping)
+def write_latents_xla(operands: Operands) -> tuple[jax.Array]:
+    is_bytes = operands.latent_cache.dtype == BYTES
+    new = quantized(operands.latents, operands.scales) if is_bytes else operands.latents
+    return (write_rows(new, operands.latent_cache, operands.slot_mapping),)
 
 
 def write_rows(new: jax.Array, pool: jax.Array, slot_mapping: jax.Array) -> jax.Array:

@@ -12,7 +12,7 @@ from pallas_attn._call.op import Op
 from pallas_attn._call.operands import ready
 from pallas_attn._tile import options, triton
 from pallas_attn._tile.latents import BYTES, QUERY_DIM, token_width
-from pallas_attn._tile.layout import PoolCase, reaches
+from pallas_attn._tile.layout import reaches
 from pallas_attn._types import BlockTables, ImplementationOrCuda, SeqLens
 from pallas_attn.ops.mla_decode import config as tiles
 from pallas_attn.ops.mla_decode import cuda
@@ -33,7 +33,7 @@ FEW_TOKENS = 4 * 32768
 def _supports(operands: Operands, lowering: triton.Lowering) -> str | None:
     if operands.query.dtype == jnp.float32 and lowering != "interpret":
         return "float32 tiles of 576 do not fit the kernel; bf16 and fp16 do"
-    return reaches(PoolCase(operands.pool, operands.latent_cache.dtype), lowering)
+    return reaches(operands.pool, operands.latent_cache.dtype, lowering)
 
 
 def _cuda_supports(operands: Operands) -> str | None:
@@ -191,7 +191,7 @@ def mla_decode(
         ValueError: a wrong shape or value, or an implementation that cannot serve, with its reason.
 
     Sharded over a mesh, outside shard_map, a call is partitioned over heads and sequences. A pool that would have to
-    move is a ValueError; under Auto axes, a JaxRuntimeError of XLA's partitioner that ends in our words (SHARDING.md).
+    move is a ValueError; under Auto axes, a JaxRuntimeError of XLA's partitioner that ends in our words.
 
     Source: DeepSeek-AI, "DeepSeek-V2" (2024), section 2.1; FlashMLA (DeepSeek, 2025); split-KV after Dao et al.,
     "Flash-Decoding" (2023).

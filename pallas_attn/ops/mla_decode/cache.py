@@ -77,8 +77,8 @@ class PagedLatentCache:
             index_dim: elements of an index key, at least 1; None for no such keys. Beside fp8 latents they are bf16.
 
         Raises:
-            TypeError: an argument of the wrong type or dtype. ValueError: a wrong size or shape, unknown scales, or
-            a dtype that latent caches do not have.
+            TypeError: an argument of the wrong type or dtype.
+            ValueError: a wrong size or shape, unknown scales, or a dtype that latent caches do not have.
         """
         check = ArgumentChecker("PagedLatentCache.create")
         for name, size in (("num_layers", num_layers), ("num_pages", num_pages), ("page_size", page_size)):
@@ -134,8 +134,8 @@ class PagedLatentCache:
             implementation: as in `write_latents`; None takes "xla" for a cache that is not quantised.
 
         Raises:
-            TypeError: an argument of the wrong type or dtype. ValueError: a wrong shape, a layer out of range, or an
-            implementation that cannot serve.
+            TypeError: an argument of the wrong type or dtype.
+            ValueError: a wrong shape, a layer out of range, or an implementation that cannot serve.
         """
         check = ArgumentChecker("PagedLatentCache.write")
         dispatch.check_name(check.function, "write_latents", implementation)

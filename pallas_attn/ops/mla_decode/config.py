@@ -7,9 +7,9 @@ from typing import Any
 from pallas_attn._call.checks import dtype_name, fail
 from pallas_attn._call.configs import SplitKVConfig
 from pallas_attn._call.device import Device, current_device
-from pallas_attn._tile import latent_problem
+from pallas_attn._split import latent_problem
+from pallas_attn._split.pieces import check_invariant
 from pallas_attn._tile.latents import BYTES
-from pallas_attn._tile.pieces import check_invariant
 from pallas_attn.ops.mla_decode.operands import Operands
 from pallas_attn.ops.mla_decode.schedule import BLOCK_TOKENS
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn._call import ffi
+from pallas_attn._split.pieces import scheduled_room
 from pallas_attn._tile.latents import BYTES, LATENT_DIM
 from pallas_attn._tile.layout import PoolShape
-from pallas_attn._tile.pieces import scheduled_room
 
 PAGE_SIZE = 64
 

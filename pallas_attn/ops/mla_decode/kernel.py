@@ -4,8 +4,8 @@ A token of the latent cache is 512 latent elements, which serve as key and as va
 as key only. One program serves `block_q` query rows (the q_len x heads rows of one KV head, packed) and walks over
 tokens in tiles of `block_kv`: the latent tile is loaded once and used for both products.
 
-Which tokens a program walks over is decided in one of two ways (see `_tile/pieces.py`): by the caller's schedule, where
-a program is a part that goes through several sequences, or, without one, by a grid of sequences and splits.
+Which tokens a program walks over is decided in one of two ways (see `_split/pieces.py`): by the caller's schedule,
+where a program is a part that goes through several sequences, or, without one, by a grid of sequences and splits.
 A sequence in one piece is written to the output at once; otherwise a program leaves a float32 partial result for the
 merge.
 """
@@ -18,9 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_attn._tile import latent_tile, logits, masking, merge, pages, result, rows, softmax, triton
+from pallas_attn._split import merge, result
+from pallas_attn._split.pieces import FairPieces, Piece, ScheduledPieces, each, fair
+from pallas_attn._tile import latent_tile, logits, masking, pages, rows, softmax, triton
 from pallas_attn._tile.latents import LATENT_DIM
-from pallas_attn._tile.pieces import FairPieces, Piece, ScheduledPieces, each, fair
 from pallas_attn.ops.mla_decode import turned
 from pallas_attn.ops.mla_decode.config import MLADecodeConfig
 from pallas_attn.ops.mla_decode.operands import Operands
@@ -124,7 +125,7 @@ def _serve(
     refs: Operands, *out_refs, seq, head_block, begin, end, place, one_piece, problem: Problem
 ):  # fmt: skip
     """Attends one block of query rows to tokens [begin, end) of a sequence and writes the result."""
-    mine = rows.of_program(problem, head_block)
+    mine = problem.rows_of(head_block)
     leading = rows.batched(mine, seq)
     # The latents before the rotary part: what comes first is needed first.
     query = [rows.load(refs.query, mine, leading, chunk) for chunk in problem.query_chunks]

@@ -3,8 +3,8 @@
 import dataclasses
 
 from pallas_attn._call.device import current_device
-from pallas_attn._tile import pieces
-from pallas_attn._tile.latent_problem import LatentProblem
+from pallas_attn._split import pieces
+from pallas_attn._split.latent_problem import LatentProblem
 from pallas_attn._tile.latents import TOKEN_BYTES
 from pallas_attn.ops.mla_decode.config import is_turned
 from pallas_attn.ops.mla_decode.schedule import BLOCK_TOKENS

@@ -4,7 +4,7 @@ One part is a streaming multiprocessor's share (per KV head and block of 64 quer
 payload, counted in blocks of 64 tokens, where starting on a sequence costs an overhead of some blocks more; sequences
 are dealt out in order, so a part ends anywhere inside a sequence and the next one goes on there.
 
-How that is computed, without a loop over the parts, is `_tile/schedule.py`.
+How that is computed, without a loop over the parts, is `_split/schedule.py`.
 """
 
 import math
@@ -18,7 +18,7 @@ from pallas_attn._call import partition, symbolic
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._call.device import current_device
 from pallas_attn._call.operands import dims, operands
-from pallas_attn._tile import schedule
+from pallas_attn._split import schedule
 from pallas_attn._types import Array, SeqLens
 from pallas_attn.ops.mla_decode import schedule_cuda
 from pallas_attn.ops.mla_decode.schedule_cuda import METADATA_SIZE
@@ -101,7 +101,6 @@ def mla_schedule(
             "mla_schedule",
             _schedule,
             _Operands(seq_lens=seq_lens),
-            None,
             ("parts columns", "sums"),
             static={
                 "num_parts": num_parts,

@@ -1,49 +1,37 @@
 """The absorbed form: ragged attention over the latents themselves, which are keys and values to all heads."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._call.checks import ArgumentChecker
+from pallas_attn._call.op import Op
 from pallas_attn._tile.latents import ROPE_DIM
+from pallas_attn._tile.masking import Rules
 from pallas_attn.ops.mla_prefill.batch import Batch
-from pallas_attn.ops.ragged_attention import call
+from pallas_attn.ops.ragged_attention.operands import Operands
 
 
-def attend(
-    check: ArgumentChecker,
-    batch: Batch,
-    latent_cache: jax.Array,
-    mine: jax.Array,
-    *,
-    key_up: jax.Array,
-    value_up: jax.Array,
-    scale: float,
-    implementation: Any,
-) -> tuple[jax.Array, jax.Array]:
+def attend(op: Op, batch: Batch, mine: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(out, lse) of the sequences `mine` [max_seqs]; 0 and -inf for others, whose pages are not read."""
-    query = batch.operands["query"]
-    nope, rope = query[..., :-ROPE_DIM], query[..., -ROPE_DIM:]
-    in_latents = _by_head("thn,hnc->thc", nope, key_up)
-    seen = {
-        **batch.operands,
-        "query": jnp.concatenate([in_latents, rope], axis=-1),
-        "key_cache": latent_cache,
-        "seq_lens": jnp.where(mine, batch.operands["seq_lens"], 0),
-    }
-    out, lse = call.run(
-        check,
-        seen,
-        op="mla_prefill",
+    given = batch.operands
+    nope, rope = given.query[..., :-ROPE_DIM], given.query[..., -ROPE_DIM:]
+    in_latents = Operands(
+        query=jnp.concatenate([_by_head("thn,hnc->thc", nope, given.key_up), rope], axis=-1),
+        key_cache=given.latent_cache,
+        block_tables=given.block_tables,
+        seq_lens=jnp.where(mine, given.seq_lens, 0),
+        cu_q_lens=given.cu_q_lens,
+        num_seqs=given.num_seqs,
         layout="NHD",
-        scale=scale,
-        return_lse=True,
-        # No CUDA kernel attends to latents in prompts; who asks for it means the other form.
-        implementation=None if implementation == "cuda" else implementation,
+        scale=given.scale,
+        rules=Rules(),
+        out_dtype=given.query.dtype,
     )
-    return _by_head("thc,hvc->thv", out, value_up), lse
+    # No CUDA kernel attends to latents in prompts; who asks for it means the other form.
+    implementation = None if given.implementation == "cuda" else given.implementation
+    out, lse = op.serve(in_latents, implementation=implementation)
+    return _by_head("thc,hvc->thv", out, given.value_up), lse
 
 
 def _by_head(dims: str, array: jax.Array, up: jax.Array) -> jax.Array:

@@ -9,31 +9,23 @@ import jax.numpy as jnp
 
 from pallas_attn._call import gradients, partition, symbolic
 from pallas_attn._call.checks import ArgumentChecker
+from pallas_attn._call.operands import ready
 from pallas_attn._tile import options
 from pallas_attn._tile.latents import BYTES, LATENT_DIM, QUERY_DIM, ROPE_DIM, token_width
 from pallas_attn._types import ImplementationOrCuda
 from pallas_attn.ops.mla_prefill import absorbed, projected
 from pallas_attn.ops.mla_prefill.batch import Batch
-from pallas_attn.ops.ragged_attention import call
+from pallas_attn.ops.mla_prefill.operands import Operands
+from pallas_attn.ops.ragged_attention import arguments
+from pallas_attn.ops.ragged_attention.record import record
 
-call.register("mla_prefill")
+OP = record("mla_prefill")
+"""Of the attention in either form."""
 
 type Form = Literal["absorbed", "projected"]
 FORMS = get_args(Form.__value__)
 # Of a product over the latents, against one over keys and values of 192 and 128: measured on an H200 (README).
 ABSORBED_COST = 1.75
-BATCH = ("query", "block_tables", "seq_lens", "cu_q_lens", "num_seqs")
-# What the operands' dimensions are; see `_call/partition.py`.
-DIMS = {
-    "query": "tokens heads dim",
-    "latent_cache": "pages slot kv_heads dim",
-    "block_tables": "sequences columns",
-    "seq_lens": "sequences",
-    "cu_q_lens": "bounds",
-    "num_seqs": "one",
-    "key_up": "heads nope_dim latent",
-    "value_up": "heads value_dim latent",
-}
 
 
 @overload
@@ -137,7 +129,7 @@ def mla_prefill(
     check.dtype_among("latent_cache", latent_cache, dtypes)
     width = token_width(latent_cache.dtype)
     check.array("latent_cache", latent_cache, ("num_pages", "page_size", 1, width), dtypes)
-    operands = call.check_batch(check, query, block_tables, seq_lens, cu_q_lens, num_seqs)
+    num_seqs = arguments.check_batch(check, query, block_tables, seq_lens, cu_q_lens, num_seqs)
     check.non_empty("latent_cache", latent_cache)
     check.array("key_up", key_up, ("num_heads", nope_dim, LATENT_DIM), [query.dtype])
     check.array("value_up", value_up, ("num_heads", "value_dim", LATENT_DIM), [query.dtype])
@@ -148,59 +140,48 @@ def mla_prefill(
     if form == "absorbed" and latent_cache.dtype == BYTES:
         check.fail("form", "'projected' or None for latents of 656 bytes", "'absorbed'")
 
-    more = {"latent_cache": latent_cache, "key_up": key_up, "value_up": value_up}
-    out, lse = partition.divide(
-        check.function,
-        _without_gradients,
-        operands | {name: jnp.asarray(array) for name, array in more.items()},
-        DIMS,
-        ("tokens heads value_dim", "tokens heads"),
-        static={
-            "scale": float((nope_dim + ROPE_DIM) ** -0.5 if scale is None else scale),
-            "form": form if latent_cache.dtype != BYTES else "projected",
-            "implementation": implementation,
-        },
+    operands = Operands(
+        query=query,
+        latent_cache=latent_cache,
+        block_tables=block_tables,
+        seq_lens=seq_lens,
+        cu_q_lens=cu_q_lens,
+        num_seqs=num_seqs,
+        key_up=key_up,
+        value_up=value_up,
+        scale=float((nope_dim + ROPE_DIM) ** -0.5 if scale is None else scale),
+        form=form if latent_cache.dtype != BYTES else "projected",
+        implementation=implementation,
     )
+    results = ("tokens heads value_dim", "tokens heads")
+    out, lse = partition.divide(check.function, _without_gradients, ready(operands), results)
     return (out, lse) if return_lse else out
 
 
-def _without_gradients(operands: dict[str, jax.Array], **static: Any) -> tuple[jax.Array, jax.Array]:
+def _without_gradients(operands: Operands) -> tuple[jax.Array, jax.Array]:
     """Of the two forms one alone would have some, and those of plain loops."""
     reason = "there are no gradients; flash_attention over keys and values projected from latents has"
-    return gradients.refuse("mla_prefill", functools.partial(_attend, **static), reason)(operands)
+    return gradients.refuse("mla_prefill", _attend, reason)(operands)
 
 
-def _attend(
-    operands: dict[str, jax.Array], *, scale: float, form: Form | None, implementation: str | None
-) -> tuple[jax.Array, jax.Array]:
+def _attend(operands: Operands) -> tuple[jax.Array, jax.Array]:
     """A call, or one device's heads of it."""
-    check = ArgumentChecker("mla_prefill")
-    fixed: dict[str, Any] = dict(
-        key_up=operands["key_up"], value_up=operands["value_up"], scale=scale, implementation=implementation
-    )
-    latent_cache = operands["latent_cache"]
-    batch = Batch.of({name: operands[name] for name in BATCH}, latent_cache.shape[1])
-    least = least_projected(fixed["key_up"].shape[1], fixed["value_up"].shape[1])
-    in_latents = functools.partial(absorbed.attend, check, batch, latent_cache, **fixed)
-    in_heads = functools.partial(projected.attend, check, batch, latent_cache, **fixed)
+    batch, form = Batch.of(operands), operands.form
+    least = least_projected(operands.key_up.shape[1], operands.value_up.shape[1])
+    in_latents = functools.partial(absorbed.attend, OP, batch)
+    in_heads = functools.partial(projected.attend, OP, batch)
     none_is_long = least is None or (not symbolic.is_open(batch.num_tokens) and batch.num_tokens < least)
     if form == "absorbed" or (form is None and none_is_long):
-        out, lse = in_latents(batch.holds_some)
-    elif form == "projected" or least is None:
-        out, lse = in_heads(batch.holds_some)
-    else:
-        is_long = batch.q_lens >= least
-        parts = [
-            _where_any(mine, attend)
-            for mine, attend in (
-                (batch.holds_some & ~is_long, in_latents),
-                (batch.holds_some & is_long, in_heads),
-            )
-        ]
-        by_token = batch.by_token(is_long)[:, None]
-        out, lse = (
-            jnp.where(by_token.reshape(-1, *[1] * (a.ndim - 1)), b, a) for a, b in zip(*parts, strict=True)
-        )
+        return in_latents(batch.holds_some)
+    if form == "projected" or least is None:
+        return in_heads(batch.holds_some)
+    is_long = batch.q_lens >= least
+    mine = {in_latents: batch.holds_some & ~is_long, in_heads: batch.holds_some & is_long}
+    parts = [_where_any(seqs, attend) for attend, seqs in mine.items()]
+    by_token = batch.by_token(is_long)[:, None]
+    out, lse = (
+        jnp.where(by_token.reshape(-1, *[1] * (a.ndim - 1)), b, a) for a, b in zip(*parts, strict=True)
+    )
     return out, lse
 
 

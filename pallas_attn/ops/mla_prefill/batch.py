@@ -8,13 +8,12 @@ import jax.numpy as jnp
 from pallas_attn._call import symbolic
 from pallas_attn._tile.layout import table_tokens
 from pallas_attn._tile.masking import usable_pages
+from pallas_attn.ops.mla_prefill.operands import Operands
 from pallas_attn.ops.ragged_attention.blocks import Ragged
 
 
 class Batch(NamedTuple):
-    operands: dict[str, jax.Array]
-    """query, block_tables, seq_lens, cu_q_lens, num_seqs [1]."""
-    page_size: int
+    operands: Operands
     q_lens: jax.Array
     """[max_seqs]; 0 behind the last sequence."""
     holds_some: jax.Array
@@ -27,41 +26,43 @@ class Batch(NamedTuple):
     """[total_tokens] in the sequence; negative where there are more query tokens than the length says."""
 
     @classmethod
-    def of(cls, operands: dict[str, jax.Array], page_size: int) -> "Batch":
-        num_tokens, max_seqs = operands["query"].shape[0], operands["block_tables"].shape[0]
+    def of(cls, operands: Operands) -> "Batch":
+        num_tokens, max_seqs = operands.query.shape[0], operands.block_tables.shape[0]
         ragged = Ragged(num_tokens, max_seqs, 1)
-        num_seqs = ragged.num_of(operands["cu_q_lens"], operands["num_seqs"])
+        num_seqs = ragged.num_of(operands.cu_q_lens, operands.num_seqs)
         index = jnp.arange(max_seqs + 1)
-        bounds = ragged.bound(index, operands["cu_q_lens"], num_seqs)
+        bounds = ragged.bound(index, operands.cu_q_lens, num_seqs)
         counts = jnp.arange(max_seqs) < num_seqs
         q_lens = jnp.where(counts, jnp.maximum(bounds[1:] - bounds[:-1], 0), 0)
         token = jnp.arange(num_tokens)
         seq = symbolic.searchsorted(jnp.where(counts, bounds[1:], num_tokens), token, side="right")
         is_real = seq < num_seqs
         seq = jnp.minimum(seq, max_seqs - 1)
-        position = operands["seq_lens"][seq] - bounds[seq + 1] + token
-        holds_some = (q_lens > 0) & (operands["seq_lens"] != 0)
-        return cls(operands, page_size, q_lens, holds_some, seq, is_real, position)
+        position = operands.seq_lens[seq] - bounds[seq + 1] + token
+        holds_some = (q_lens > 0) & (operands.seq_lens != 0)
+        return cls(operands, q_lens, holds_some, seq, is_real, position)
 
     @property
     def num_tokens(self) -> int:
-        return self.operands["query"].shape[0]
+        return self.operands.query.shape[0]
+
+    @property
+    def page_size(self) -> int:
+        return self.operands.latent_cache.shape[1]
 
     @property
     def capacity(self) -> int:
         """Tokens that a row of the block table can name."""
-        return table_tokens(self.operands["block_tables"].shape[1], self.page_size)
+        return table_tokens(self.operands.block_tables.shape[1], self.page_size)
 
     def by_token(self, by_seq: jax.Array) -> jax.Array:
         """[max_seqs] -> [total_tokens]; False for padding."""
         return by_seq[self.seq_of_token] & self.is_real
 
-    def places(
-        self, seq: jax.Array, position: jax.Array, num_pages: int
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def places(self, seq: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(page, offset, whether there is such a slot) of tokens of sequences; both arrays broadcast."""
         column = position // self.page_size
         inside = (position >= 0) & (position < self.capacity)
-        page = self.operands["block_tables"][seq, jnp.where(inside, column, 0)]
-        is_place = inside & usable_pages(page, num_pages)
+        page = self.operands.block_tables[seq, jnp.where(inside, column, 0)]
+        is_place = inside & usable_pages(page, self.operands.latent_cache.shape[0])
         return jnp.where(is_place, page, 0), position % self.page_size, is_place

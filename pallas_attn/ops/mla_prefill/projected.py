@@ -5,18 +5,18 @@ share it: their contexts lie end to end, each from a new page of the workspace o
 of all of them. So a turn's work is what the contexts hold, not what the longest of them does times their number.
 """
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_attn._call import symbolic
-from pallas_attn._call.checks import ArgumentChecker
+from pallas_attn._call.op import Op
 from pallas_attn._tile.latents import BYTES, LATENT_DIM, dequantized
-from pallas_attn._tile.pieces import ceil_div
+from pallas_attn._tile.masking import Rules
+from pallas_attn._tile.triton import ceil_div
 from pallas_attn.ops.mla_prefill.batch import Batch
-from pallas_attn.ops.ragged_attention import call
+from pallas_attn.ops.ragged_attention.operands import Operands
 from pallas_attn.ops.ragged_attention.states import merged
 
 PAGE = 64  # tokens of a page of the workspace
@@ -24,58 +24,48 @@ NO_PAGE = 16  # tokens of a page where there is no context: as many as any kerne
 WORKSPACE_TOKENS = 4096
 
 
-def attend(
-    check: ArgumentChecker,
-    batch: Batch,
-    latent_cache: jax.Array,
-    mine: jax.Array,
-    *,
-    key_up: jax.Array,
-    value_up: jax.Array,
-    scale: float,
-    implementation: Any,
-) -> tuple[jax.Array, jax.Array]:
+def attend(op: Op, batch: Batch, mine: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(out, lse) of the sequences `mine` [max_seqs]; 0 and -inf for others, whose contexts are not read."""
-    query, lens = batch.operands["query"], batch.operands["seq_lens"]
-    run = functools.partial(
-        call.run,
-        check,
-        op="mla_prefill",
-        layout="NHD",
-        scale=scale,
-        return_lse=True,
-        implementation=implementation,
-    )
+    given = batch.operands
+    query, lens, latent_cache = given.query, given.seq_lens, given.latent_cache
+
+    def run(**parts: Any) -> tuple[jax.Array, ...]:
+        operands = Operands(
+            query=query,
+            cu_q_lens=given.cu_q_lens,
+            num_seqs=given.num_seqs,
+            layout="NHD",
+            scale=given.scale,
+            rules=Rules(),
+            out_dtype=query.dtype,
+            **parts,
+        )
+        return op.serve(operands, implementation=given.implementation)
 
     def made(seq: jax.Array, position: jax.Array, held: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Keys and values [..., num_heads, dim] of tokens; NaN where a page is none, 0 where nothing is `held`."""
-        page, offset, is_place = batch.places(seq, position, latent_cache.shape[0])
+        page, offset, is_place = batch.places(seq, position)
         stored = latent_cache[page, offset, 0]
         stored = dequantized(stored).astype(query.dtype) if latent_cache.dtype == BYTES else stored
         token = jnp.where(held[..., None], jnp.where(is_place[..., None], stored, jnp.nan), 0)
         latent, rope = token[..., :LATENT_DIM], token[..., LATENT_DIM:]
         keys, values = (
             jnp.einsum("...c,hnc->...hn", latent, up, precision="highest").astype(query.dtype)
-            for up in (key_up, value_up)
+            for up in (given.key_up, given.value_up)
         )
         rope = jnp.broadcast_to(rope[..., None, :], (*keys.shape[:-1], rope.shape[-1]))
         return jnp.concatenate([keys, rope], axis=-1), values
 
     is_mine = batch.by_token(mine)[:, None]
     keys, values = made(batch.seq_of_token, batch.position, is_mine[:, 0])
-    nothing = {
-        f"{which}_cache": jnp.zeros((1, NO_PAGE, *x.shape[1:]), x.dtype)
-        for which, x in (("key", keys), ("value", values))
-    }
+    no_keys, no_values = (jnp.zeros((1, NO_PAGE, *x.shape[1:]), x.dtype) for x in (keys, values))
     own, own_lse = run(
-        {
-            **batch.operands,
-            **nothing,
-            "block_tables": batch.operands["block_tables"][:, :1],
-            "seq_lens": batch.q_lens,
-            "key": keys,
-            "value": values,
-        }
+        key=keys,
+        value=values,
+        key_cache=no_keys,
+        value_cache=no_values,
+        block_tables=given.block_tables[:, :1],
+        seq_lens=batch.q_lens,
     )
     own_lse = jnp.where(is_mine, own_lse, -jnp.inf)
 
@@ -97,13 +87,10 @@ def attend(
         held = jnp.clip(contexts - (from_page - begins) * PAGE, 0, (to_page - from_page) * PAGE)
         tables = (from_page - first)[:, None] + jnp.arange(num_pages)
         part = run(
-            {
-                **batch.operands,
-                "key_cache": keys,
-                "value_cache": values,
-                "block_tables": tables.astype(jnp.int32),
-                "seq_lens": held.astype(jnp.int32),
-            },
+            key_cache=keys,
+            value_cache=values,
+            block_tables=tables.astype(jnp.int32),
+            seq_lens=held.astype(jnp.int32),
             causal=False,
         )
         return merged((state[0], part[0]), (state[1], part[1]))

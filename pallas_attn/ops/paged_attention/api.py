@@ -9,7 +9,7 @@ from pallas_attn._call.checks import ArgumentChecker, fail
 from pallas_attn._call.dispatch import Implementation as Served
 from pallas_attn._call.op import Op
 from pallas_attn._tile import options, triton
-from pallas_attn._tile.layout import PoolCase, check_pools, handles, reaches
+from pallas_attn._tile.layout import check_pools, handles, reaches
 from pallas_attn._tile.masking import LocalStride, Rules
 from pallas_attn._tile.options import DTYPES
 from pallas_attn._tile.quantization import QUANTIZED_DTYPES
@@ -26,9 +26,10 @@ MAX_HEAD_DIM = 512
 def _supports(operands: Operands, lowering: triton.Lowering) -> str | None:
     if operands.pool.head_dim > MAX_HEAD_DIM:
         return f"head_dim is at most {MAX_HEAD_DIM}, got {operands.pool.head_dim}"
-    pool = PoolCase(operands.pool, operands.key_cache.dtype)
     tree_elements = 0 if operands.tree_mask is None else operands.tree_mask.size
-    return reaches(pool, lowering) or handles("tree masks", tree_elements, jnp.int8, lowering)
+    return reaches(operands.pool, operands.key_cache.dtype, lowering) or handles(
+        "tree masks", tree_elements, jnp.int8, lowering
+    )
 
 
 def _share(operands: Operands) -> Operands:
@@ -185,7 +186,7 @@ def paged_attention(
         ValueError: a wrong shape or value, or an implementation that cannot serve, with its reason.
 
     Sharded over a mesh, outside shard_map, a call is partitioned over heads and sequences. A pool that would have to
-    move is a ValueError; under Auto axes, a JaxRuntimeError of XLA's partitioner that ends in our words (SHARDING.md).
+    move is a ValueError; under Auto axes, a JaxRuntimeError of XLA's partitioner that ends in our words.
 
     Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention" (2023);
     split-KV after Dao et al., "Flash-Decoding" (2023); LocalStride and PACKED as in vLLM's CUDA kernels.

@@ -1,4 +1,4 @@
-"""Tile sizes of the paged attention kernel: a list of candidates, of which the cheapest is taken (`_tile/waves.py`)."""
+"""Tile sizes of the paged attention kernel: of a list of candidates the cheapest (`_split/waves.py`)."""
 
 import dataclasses
 import functools
@@ -10,8 +10,9 @@ from pallas_attn._call import budget, configs
 from pallas_attn._call.checks import dtype_name, fail
 from pallas_attn._call.configs import SplitKVConfig
 from pallas_attn._call.device import Device, current_device
-from pallas_attn._tile import triton, walk, waves
-from pallas_attn._tile.pieces import check_invariant
+from pallas_attn._split import waves
+from pallas_attn._split.pieces import check_invariant
+from pallas_attn._tile import triton, walk
 from pallas_attn.ops.paged_attention.operands import Operands
 
 

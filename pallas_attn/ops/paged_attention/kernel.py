@@ -18,21 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_attn._tile import (
-    logits,
-    masking,
-    merge,
-    narrow,
-    pages,
-    quantization,
-    result,
-    rows,
-    softmax,
-    tree,
-    triton,
-    walk,
-)
-from pallas_attn._tile.pieces import FairPieces, Piece, each, fair
+from pallas_attn._split import merge, result
+from pallas_attn._split.pieces import FairPieces, Piece, each, fair
+from pallas_attn._tile import logits, masking, narrow, pages, quantization, rows, softmax, tree, triton, walk
 from pallas_attn.ops.paged_attention.config import PagedAttentionConfig
 from pallas_attn.ops.paged_attention.operands import Operands
 from pallas_attn.ops.paged_attention.problem import Problem
@@ -103,7 +91,7 @@ class _Query(NamedTuple):
 
 
 def _query(query_ref, head_block, problem: Problem, dtype, seq) -> _Query:
-    mine = rows.of_program(problem, head_block)
+    mine = problem.rows_of(head_block)
     leading = rows.batched(mine, seq)
     q = rows.load(query_ref, mine, leading, (0, triton.tile_side(problem.pool.head_dim)))
     return _Query(mine, leading, quantization.query_as(q, dtype))

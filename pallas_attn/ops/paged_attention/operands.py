@@ -3,9 +3,9 @@
 from typing import Any
 
 from pallas_attn._call.operands import dims, operands
+from pallas_attn._split.problem import DecodeCall
 from pallas_attn._tile.layout import DIMS, SCALE_DIMS, PoolShape, Which, pool_shape
 from pallas_attn._tile.masking import Rules
-from pallas_attn._tile.problem import DecodeCall
 from pallas_attn._types import Array
 
 

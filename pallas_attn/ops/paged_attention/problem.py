@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from pallas_attn._call.device import current_device
+from pallas_attn._split.problem import SplitKVProblem
 from pallas_attn._tile import masking, triton, walk
-from pallas_attn._tile.problem import SplitKVProblem
 
 LEAST_TOGETHER = 4
 

@@ -1,4 +1,4 @@
-"""`ragged_paged_attention`: signature and documentation; see call.py for the rest."""
+"""`ragged_paged_attention`: signature and documentation; see arguments.py for the checks."""
 
 from typing import Literal, overload
 
@@ -6,10 +6,11 @@ import jax
 
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._types import Dtype, FloatName, Fp8Name, ImplementationOrCuda, KVCache, Layout
-from pallas_attn.ops.ragged_attention import call
+from pallas_attn.ops.ragged_attention import arguments
 from pallas_attn.ops.ragged_attention.config import RaggedAttentionConfig
+from pallas_attn.ops.ragged_attention.record import record
 
-call.register("ragged_paged_attention")
+OP = record("ragged_paged_attention")
 
 
 @overload
@@ -100,9 +101,9 @@ def ragged_paged_attention(
         seq_lens: [max_seqs] int32, tokens in each sequence's pages, the new ones included. A causal query before the
             sequence's start (more query tokens than the length) has out 0 and lse -inf (with `sinks`, the head's sink,
             if the length is not 0).
-        cu_q_lens: [max_seqs + 1] int32: where each sequence's query tokens begin, from 0, and where the last one's
-            end; not decreasing, at most total_tokens. A sequence may have none. Where a traced array descends, no
-            token is anyone's: out is 0 and lse -inf; one whose values are known is refused.
+        cu_q_lens: [max_seqs + 1] int32: where each sequence's query tokens begin, from 0 (what stands first is taken
+            for 0), and where the last one's end; not decreasing, at most total_tokens. A sequence may have none. Where
+            a traced array descends, no token is anyone's: out is 0 and lse -inf; one whose values are known is refused.
         num_seqs: an int, an int32 scalar or an int32 array [1], which may be traced: how many sequences there are;
             rows of the tables and entries of the lengths behind them may hold anything. None: max_seqs.
         scale: factor of the logits, a number above 0; None means head_dim ** -0.5.
@@ -156,14 +157,18 @@ def ragged_paged_attention(
     chunked prefill as in vLLM's Triton prefix_prefill; Dao, "FlashAttention-2" (2023).
     """
     check = ArgumentChecker("ragged_paged_attention")
-    operands = call.check_arrays(
+    num_seqs = arguments.check_arrays(
         check, query, key_cache, value_cache, block_tables, seq_lens, cu_q_lens, num_seqs, layout
     )
-    dtype = call.output_dtype(check, query.dtype, out_dtype)
-    operands |= call.output_scale(check, out_scale, dtype)
-    return call.run(
+    operands = arguments.made(
         check,
-        operands,
+        query=query,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        block_tables=block_tables,
+        seq_lens=seq_lens,
+        cu_q_lens=cu_q_lens,
+        num_seqs=num_seqs,
         scale=scale,
         softcap=softcap,
         sliding_window=sliding_window,
@@ -174,9 +179,10 @@ def ragged_paged_attention(
         k_scale=k_scale,
         v_scale=v_scale,
         causal=causal,
+        out_scale=out_scale,
+        out_dtype=arguments.output_dtype(check, query.dtype, out_dtype),
         return_lse=return_lse,
         layout=layout,
-        implementation=implementation,
-        config=config,
-        out_dtype=dtype,
     )
+    out, lse = OP.serve(operands, implementation=implementation, config=config)
+    return (out, lse) if return_lse else out

@@ -23,10 +23,10 @@ import numpy as np
 from jax import lax
 
 from pallas_attn._tile import rows, triton
+from pallas_attn.ops.ragged_attention.operands import Operands
 
-# What a launch notes down for later ones, beside the lengths: how many blocks of query rows the next one serves, [1];
-# into how many pieces each of its own is cut, [most_blocks]. Both int32.
 TOTAL, CUTS = "num_blocks", "cuts"
+"""The operands that a launch notes down for later ones."""
 AT_A_TIME = 1024  # sequences that a program counts the blocks of
 
 
@@ -93,21 +93,21 @@ class Block(NamedTuple):
 class Lens:
     """What a kernel reads of the sequences' lengths."""
 
-    def __init__(self, ragged: Ragged, refs: dict[str, Any]):
+    def __init__(self, ragged: Ragged, refs: Operands):
         self._ragged, self._refs = ragged, refs
         index = jnp.arange(triton.next_power_of_2(ragged.num_seqs + 1))
         stored = self._bound_stored(index), self._bound_stored(index + 1)
-        self.num_seqs = ragged.num_now(triton.load(refs["num_seqs"].at[np.int32(0)]), index, *stored)
+        self.num_seqs = ragged.num_now(triton.load(refs.num_seqs.at[np.int32(0)]), index, *stored)
 
     def _bound_stored(self, index: jax.Array) -> jax.Array:
-        return triton.load(self._refs["cu_q_lens"].at[jnp.minimum(index, self._ragged.num_seqs)])
+        return triton.load(self._refs.cu_q_lens.at[jnp.minimum(index, self._ragged.num_seqs)])
 
     def bound(self, index: jax.Array) -> jax.Array:
         return self._ragged.bound(index, self._bound_stored(index), self.num_seqs)
 
     def stored(self, seq: jax.Array) -> jax.Array:
         """seq_lens as stored; 0 for padding."""
-        length = triton.load(self._refs["seq_lens"].at[jnp.minimum(seq, self._ragged.num_seqs - 1)])
+        length = triton.load(self._refs.seq_lens.at[jnp.minimum(seq, self._ragged.num_seqs - 1)])
         return jnp.where(seq < self.num_seqs, length, 0)
 
     def first_block(self, seq: jax.Array) -> Block:
@@ -127,7 +127,8 @@ class Lens:
 
     def counted(self) -> jax.Array:
         """What the launch before has counted."""
-        return triton.load(self._refs[TOTAL].at[np.int32(0)])
+        assert self._refs.num_blocks is not None
+        return triton.load(self._refs.num_blocks.at[np.int32(0)])
 
     def block_at(
         self, place: jax.Array, block_q: int, num_blocks: Callable[[Block], jax.Array]

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 from pallas_attn._call import budget
-from pallas_attn._call.checks import fail
+from pallas_attn._call.checks import dtype_name, fail
 from pallas_attn._call.configs import SplitKVConfig
-from pallas_attn._call.device import Device
-from pallas_attn._tile import triton
-from pallas_attn._tile.pieces import MOST_PIECES
+from pallas_attn._call.device import Device, current_device
+from pallas_attn._split.pieces import MOST_PIECES
+from pallas_attn._tile import quantization, triton
 from pallas_attn._tile.rows import chunks
+from pallas_attn.ops.ragged_attention.operands import Operands
 
 # Tiles of rows by tokens and stages of the pipeline, best first, if they fit: measured on Hopper (EXPERIMENTS.md).
 LONG = [
@@ -191,3 +192,42 @@ def most_splits(
     """Pieces to provide for: lengths are not known when a call is compiled, only what the table can hold."""
     wanted = rounded(2 * target_programs / programs) if programs < target_programs else 1
     return max(1, min(wanted, max_len // min_split_tokens, MOST_PIECES))
+
+
+def key(operands: Operands) -> dict[str, Any]:
+    """What measured files go by."""
+    sizes = operands.sizes
+    return dict(
+        head_dim=operands.pool.head_dim,
+        value_dim=operands.value_dim,
+        page_size=operands.pool.page_size,
+        dtype=dtype_name(operands.key_cache.dtype),
+        query_itemsize=operands.query.dtype.itemsize,
+        layout=operands.layout,
+        # Of a sequence on the average; what each one asks for nobody knows when a call is compiled.
+        rows=math.ceil(operands.query.shape[0] / sizes.num_seqs) * sizes.group,
+        streams=sizes.streams,
+        max_len=sizes.max_len,
+    )
+
+
+def default(operands: Operands, **measured: Any) -> RaggedAttentionConfig:
+    """As the heuristic has it for a call at hand."""
+    sizes = operands.sizes
+    return heuristic(
+        num_tokens=operands.query.shape[0],
+        num_seqs=sizes.num_seqs,
+        num_kv_heads=operands.pool.num_kv_heads,
+        group=sizes.group,
+        head_dim=operands.pool.head_dim,
+        value_dim=operands.value_dim,
+        itemsize=operands.key_cache.dtype.itemsize,
+        query_itemsize=operands.query.dtype.itemsize,
+        max_len=sizes.max_len,
+        latent=operands.value_cache is None,
+        page_scales=any(map(quantization.is_by_page, (operands.k_scale, operands.v_scale))),
+        tree=operands.tree_mask is not None,
+        new_apart=operands.key is not None,
+        device=current_device(),
+        **measured,
+    )

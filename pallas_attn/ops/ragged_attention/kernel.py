@@ -7,6 +7,7 @@ merge (pieces.py). Sequences of few query rows and of many are served by two lau
 The new tokens' keys are in the pages too, or in arrays of their own: then a program walks first one, then the other.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -14,101 +15,60 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn._tile import logits, masking, merge, narrow, quantization, result, rows, softmax, triton
-from pallas_attn._tile.layout import PoolShape
+from pallas_attn._call.operands import aliases, only
+from pallas_attn._split import merge, result
+from pallas_attn._tile import logits, narrow, quantization, rows, softmax, triton
 from pallas_attn.ops.ragged_attention import pieces
 from pallas_attn.ops.ragged_attention.blocks import CUTS, TOTAL, Block, Lens
 from pallas_attn.ops.ragged_attention.config import RaggedAttentionConfig
+from pallas_attn.ops.ragged_attention.operands import LENGTHS, Operands
 from pallas_attn.ops.ragged_attention.pieces import Share, count
 from pallas_attn.ops.ragged_attention.problem import Problem
 from pallas_attn.ops.ragged_attention.scores import Scores
-from pallas_attn.ops.ragged_attention.sources import NewTokens, Pages, Sources
+from pallas_attn.ops.ragged_attention.sources import NewTokens, Pages
 from pallas_attn.ops.ragged_attention.spans import Span
-
-type Refs = Any
 
 
 # jit, so that the layers of a model trace and lower one kernel, not one each.
-@functools.partial(
-    jax.jit,
-    static_argnames=(
-        "pool", "value_dim", "scale", "layout", "rules", "causal", "skip_decode", "only_short",
-        "out_dtype", "config", "lowering",
-    ),
-)  # fmt: skip
+@functools.partial(jax.jit, static_argnames=("config", "only_short", "lowering"))
 def ragged_attention_pallas(
-    query,
-    sources: Sources,
-    lens: dict[str, jax.Array],
-    extras: dict[str, jax.Array],
-    kept: tuple[jax.Array, jax.Array] | None = None,
+    operands: Operands,
     *,
-    pool: PoolShape,
-    value_dim: int,
-    scale: float,
-    layout: str,
-    rules: masking.Rules,
-    causal: bool,
     config: RaggedAttentionConfig,
-    skip_decode: bool = False,
     only_short: bool = False,
-    out_dtype: Any = None,
     lowering: triton.Lowering = "pallas",
 ) -> tuple[jax.Array, jax.Array]:
-    """query [total_tokens, num_heads, head_dim] -> (out in `out_dtype`, None: the query's; lse float32).
-
-    lens: seq_lens, cu_q_lens, num_seqs [1] and, where it is not one of `rules`, sliding_window [1], all int32.
-    extras: alibi_slopes, sinks [num_heads]; k_scale, v_scale [num_kv_heads] or [num_pages, num_kv_heads]; out_scale
-    [1]; all float32. tree_mask, int8 [total_tokens, max_tree]; query_positions, int32 [total_tokens].
-    kept: (out, lse) that are written to in place, as far as there is something to write.
-    only_short: the launch for sequences of few query rows alone; `kept` has the rows of the others.
-    """
-    problem = Problem(
-        num_tokens=query.shape[0],
-        num_seqs=sources.block_tables.shape[0],
-        num_heads=query.shape[1],
-        max_pages=sources.block_tables.shape[1],
-        pool=pool,
-        value_dim=value_dim,
-        scale=scale,
-        layout=layout,
-        rules=rules,
-        causal=causal,
-        max_tree=extras["tree_mask"].shape[1] if "tree_mask" in extras else 0,
-        new_apart=sources.new is not None,
-        skip_decode=skip_decode,
-        launches=(config.long, config.short) if config.short else (config.long,),
-    )
-    out_dtype = out_dtype or query.dtype
-    if sources.new is None:
+    """(out [total_tokens, num_heads, value_dim] in `out_dtype`, lse float32); only_short: the launch for sequences of
+    few query rows alone, where the operands' own have the rows of the others."""
+    problem = Problem.of(operands, config)
+    query = operands.query
+    if operands.key is None:
         # Here and not in the kernel: what is computed there reaches an asynchronous product through registers, read
         # anew for every tile of keys; what is only loaded stays in shared memory. New tokens beside a quantised cache
         # are not quantised, and both meet the same queries.
-        as_cached = quantization.compute_dtype(
-            query.dtype, sources.key_cache.dtype, extras.get("k_scale"), extras.get("v_scale")
-        )
-        query = quantization.query_as(query, as_cached)
-    done = kept
+        cache_dtype, scales = operands.key_cache.dtype, (operands.k_scale, operands.v_scale)
+        query = quantization.query_as(query, quantization.compute_dtype(query.dtype, cache_dtype, *scales))
     for one in [problem.launched(1)] if only_short else problem.each():
-        mine = _dealt(query) if _deals_keys(one, sources, query.dtype) else query
-        done, lens = _launch(one, mine, sources, lens, extras, done, out_dtype, lowering)
-    assert done is not None
-    return done
+        mine = _dealt(query) if _deals_keys(one, operands, query.dtype) else query
+        operands = _launch(one, dataclasses.replace(operands, query=mine), lowering)
+    assert operands.out is not None
+    assert operands.lse is not None
+    return operands.out, operands.lse
 
 
-def _deals_values(problem: Problem, sources: Sources, dtype: Any) -> bool:
+def _deals_values(problem: Problem, operands: Operands, dtype: Any) -> bool:
     """Whether columns of cached values are dealt on their way into the product (`narrow`)."""
-    cache = sources.value_cache
+    cache = operands.value_cache
     return cache is not None and narrow.deals(cache.dtype, dtype, problem.layout)
 
 
-def _deals_keys(problem: Problem, sources: Sources, dtype: Any) -> bool:
+def _deals_keys(problem: Problem, operands: Operands, dtype: Any) -> bool:
     """Whether columns of keys are dealt, as those of values are, and the query's before the kernel to suit: where keys,
     too, go through shared memory as 16-bit numbers, to asynchronous products."""
     head_dim = problem.pool.head_dim
     whole = not any(rows.reaches_beyond(chunk, head_dim) for chunk in rows.chunks(head_dim))
     asynchronous = problem.rows >= 64
-    return _deals_values(problem, sources, dtype) and whole and asynchronous and not problem.new_apart
+    return _deals_values(problem, operands, dtype) and whole and asynchronous and not problem.new_apart
 
 
 def _dealt(query: jax.Array) -> jax.Array:
@@ -116,34 +76,28 @@ def _dealt(query: jax.Array) -> jax.Array:
     return jnp.concatenate([narrow.dealt(query[..., at : at + size]) for at, size in chunks], axis=-1)
 
 
-def _launch(problem: Problem, query, sources, lens, extras, done, out_dtype, lowering: triton.Lowering):
-    """((out, lse) with the rows of this launch's sequences filled in, lens and what was noted down beside them). `done`
-    has the rows of others, or is None."""
+def _launch(problem: Problem, operands: Operands, lowering: triton.Lowering) -> Operands:
+    """With the rows of this launch's sequences in `out` and `lse`, and with what was noted down."""
     name = f"pallas_attn_ragged_attention{'_short' if problem.is_short else ''}"
-    before = len(jax.tree.leaves((query, sources, lens, extras)))
-    out_shape = result.shapes(
-        problem, problem.value_dim, out_dtype, final=(problem.num_tokens, problem.num_heads)
-    )
+    final = (problem.num_tokens, problem.num_heads)
+    out_shape = result.shapes(problem, problem.value_dim, operands.out_dtype, final=final)
     notes = [jax.ShapeDtypeStruct((size,), jnp.int32) for size in problem.notes.values()]
     outputs = triton.kernel_call(
         functools.partial(_attend_kernel, problem=problem),
-        query,
-        sources,
-        lens,
-        extras,
-        done,
+        operands,
         name=name,
         grid=problem.grid,
         out_shape=[*out_shape, *notes],
         num_warps=problem.config.num_warps,
         num_stages=problem.config.num_stages,
-        input_output_aliases={} if done is None else {before: 0, before + 1: 1},
+        input_output_aliases=aliases(operands, "out", "lse"),
         lowering=lowering,
     )
-    lens = {**lens, **dict(zip(problem.notes, outputs[len(out_shape) :], strict=True))}
-    merged = merge.merge(
+    noted = dict(zip(problem.notes, outputs[len(out_shape) :], strict=True))
+    operands = dataclasses.replace(operands, **noted)
+    out, lse = merge.merge(
         outputs[: len(out_shape)],
-        (lens,),
+        (only(operands, *LENGTHS),),
         functools.partial(pieces.decoded if problem.is_short else pieces.RecordedCuts, problem),
         name=f"{name}_combine",
         problem=problem,
@@ -153,20 +107,20 @@ def _launch(problem: Problem, query, sources, lens, extras, done, out_dtype, low
         rows_of=functools.partial(_rows_to_merge, problem),
         lowering=lowering,
     )
-    return merged, lens
+    return dataclasses.replace(operands, out=out, lse=lse)
 
 
-def _rows_to_merge(problem: Problem, lens_refs: dict[str, Refs], place, flat: jax.Array):
+def _rows_to_merge(problem: Problem, refs: Operands, place, flat: jax.Array):
     """The rows of a block numbered through all KV heads, and their leading indices in the final arrays."""
-    block, _ = problem.find(Lens(problem.ragged, lens_refs), place)
+    block, _ = problem.find(Lens(problem.ragged, refs), place)
     mine = block.rows(flat // problem.rows, flat % problem.rows, problem.group, problem.rows)
     mine = mine._replace(real=mine.real & (flat < problem.pool.num_kv_heads * problem.rows))
     return mine, (block.first_token + mine.token,)
 
 
-def _attend_kernel(query_ref, source_refs, lens_refs, extra_refs, _done, *out_refs, problem: Problem):
-    problem = problem.with_window(lens_refs)
-    lens = Lens(problem.ragged, lens_refs)
+def _attend_kernel(refs: Operands, *out_refs, problem: Problem):
+    problem = problem.with_window(refs)
+    lens = Lens(problem.ragged, refs)
     num_results = len(out_refs) - len(problem.notes)
     notes = dict(zip(problem.notes, out_refs[num_results:], strict=True))
     if TOTAL in notes:
@@ -193,12 +147,12 @@ def _attend_kernel(query_ref, source_refs, lens_refs, extra_refs, _done, *out_re
             @triton.when((begin < end) | share.is_first)
             def _():
                 done = _attend(
-                    problem, block, share.kv_head, spans, (begin, end), seq_len, query_ref, source_refs, extra_refs,
+                    problem, block, share.kv_head, spans, (begin, end), seq_len, refs,
                     with_sink=share.is_first & (seq_len > 0),
                 )  # fmt: skip
                 result.store(done.poisoned(bad), out_refs[:num_results], share.place, num_pieces <= 1)
 
-    pieces.of_launch(problem)(lens_refs).serve(serve)
+    pieces.of_launch(problem)(refs).serve(serve)
 
 
 def _count(problem: Problem, lens: Lens, total_ref) -> None:
@@ -211,17 +165,16 @@ def _count(problem: Problem, lens: Lens, total_ref) -> None:
 
 
 def _attend(
-    problem: Problem, block: Block, kv_head, spans: list[Span], share, seq_len, query_ref, source_refs: Sources,
-    extra_refs, *, with_sink,
-) -> result.Result:  # fmt: skip
+    problem: Problem, block: Block, kv_head, spans: list[Span], share, seq_len, refs: Operands, *, with_sink
+) -> result.Result:
     """Of the tiles `share` = (begin, end), counted through all spans."""
     mine = block.rows(kv_head, jnp.arange(problem.rows), problem.group, problem.rows)
     leading = (block.first_token + mine.token,)
-    dtype = query_ref.dtype
+    dtype = refs.query.dtype
     key_chunks, value_chunks = rows.chunks(problem.pool.head_dim), rows.chunks(problem.value_dim)
-    queries = [rows.load(query_ref, mine, leading, chunk) for chunk in key_chunks]
-    deals_keys = _deals_keys(problem, source_refs, dtype)
-    scores = Scores(problem, block, seq_len, mine, extra_refs)
+    queries = [rows.load(refs.query, mine, leading, chunk) for chunk in key_chunks]
+    deals_keys = _deals_keys(problem, refs, dtype)
+    scores = Scores(problem, block, seq_len, mine, refs)
     state = softmax.start((problem.rows,), tuple(size for _, size in value_chunks))
     exp2_below = functools.partial(triton.exp2_below, exp2=triton.exp2)
 
@@ -248,44 +201,42 @@ def _attend(
         return span.walk(state, share[0] - before, share[1] - before, step, ahead)
 
     context = spans[0]
-    cached = Pages(problem, block.seq, kv_head, source_refs, extra_refs)
+    cached = Pages(problem, block.seq, kv_head, refs)
     bad = cached.lead_nowhere(context, *share)
     if cached.looks_ahead:
         # Then nothing of them is read, and no id needs another look.
         nothing = jnp.where(bad, 0, context.count)
         context = context._replace(whole_end=jnp.where(bad, 0, context.whole_end), count=nothing)
     scale = problem.scale
-    if "k_scale" in extra_refs and not quantization.is_by_page(extra_refs["k_scale"]):
-        scale = scale * triton.load(extra_refs["k_scale"].at[kv_head])
-
-    slopes = extra_refs.get("alibi_slopes")
-    natural_scale = logits.natural_scale(problem.rules, scale, slopes)
+    if refs.k_scale is not None and not quantization.is_by_page(refs.k_scale):
+        scale = scale * triton.load(refs.k_scale.at[kv_head])
+    natural_scale = logits.natural_scale(problem.rules, scale, refs.alibi_slopes)
 
     def plain(values):
         return values.astype(dtype)
 
-    if _deals_values(problem, source_refs, dtype):
+    if _deals_values(problem, refs, dtype):
         state = walk(state, context, 0, cached, scale, functools.partial(narrow.operand, dtype=dtype))
         state = state._replace(acc=tuple(narrow.in_order(chunk) for chunk in state.acc))
     else:
         state = walk(state, context, 0, cached, scale, plain)
-    if "v_scale" in extra_refs and not quantization.is_by_page(extra_refs["v_scale"]):
-        v_scale = triton.load(extra_refs["v_scale"].at[kv_head])
+    if refs.v_scale is not None and not quantization.is_by_page(refs.v_scale):
+        v_scale = triton.load(refs.v_scale.at[kv_head])
         state = state._replace(acc=tuple(chunk * v_scale for chunk in state.acc))
     if problem.new_apart:
         # A new token's logits have another scale than a quantised one's, unless both are scaled already.
-        new_scale = logits.natural_scale(problem.rules, problem.scale, slopes)
+        new_scale = logits.natural_scale(problem.rules, problem.scale, refs.alibi_slopes)
         state = softmax.natural(state, natural_scale / new_scale)
         natural_scale = new_scale
-        beside = NewTokens(block.first_token - spans[1].origin, kv_head, source_refs.new)
+        beside = NewTokens(block.first_token - spans[1].origin, kv_head, refs)
         state = walk(state, spans[1], spans[0].count, beside, problem.scale, plain)
     state = softmax.natural(state, natural_scale)
-    if "sinks" in extra_refs:
+    if refs.sinks is not None:
         # A logit without a value that joins the softmax once: with the first piece.
-        sink = triton.load(extra_refs["sinks"].at[mine.head], mask=mine.real, other=0.0)
+        sink = triton.load(refs.sinks.at[mine.head], mask=mine.real, other=0.0)
         state = softmax.join(state, jnp.where(with_sink, sink, np.float32(-np.inf)))
     out, lse = softmax.finish(state)
-    if "out_scale" in extra_refs:
-        per_unit = 1.0 / triton.load(extra_refs["out_scale"].at[np.int32(0)])
+    if refs.out_scale is not None:
+        per_unit = 1.0 / triton.load(refs.out_scale.at[np.int32(0)])
         out = tuple(chunk * per_unit for chunk in out)
     return result.Result(mine, leading, value_chunks, out, lse).poisoned(bad)

@@ -1,7 +1,7 @@
 """How the keys of a block of query rows are cut into pieces, so that few blocks with long contexts fill the device.
 
-Sequences that are decoded are one block each, and dealt as in every op (`_tile/pieces.py`): shares of the batch's work,
-however lengths are distributed.
+Sequences that are decoded are one block each, and dealt as in every op (`_split/pieces.py`): shares of the batch's
+work, however lengths are distributed.
 
 Where a sequence has many blocks, all pieces of a launch have the same number of tiles, or fewer. Programs run in rounds
 of as many as the device holds, so the length is the one whose rounds take the least time, and of those the longest.
@@ -10,15 +10,17 @@ Every program derives it from all lengths (a few kilobytes out of the L2): cheap
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_attn._split.pieces import Cut, FairPieces, Pieces, WholePieces
 from pallas_attn._tile import triton
-from pallas_attn._tile.pieces import Cut, FairPieces, Pieces, WholePieces, ceil_div
-from pallas_attn.ops.ragged_attention.blocks import CUTS, Lens
+from pallas_attn._tile.triton import ceil_div
+from pallas_attn.ops.ragged_attention.blocks import Lens
+from pallas_attn.ops.ragged_attention.operands import Operands
 from pallas_attn.ops.ragged_attention.problem import Problem
 from pallas_attn.ops.ragged_attention.spans import Span
 
@@ -61,8 +63,9 @@ class Room(NamedTuple):
 class RecordedCuts:
     """What the programs of a block's first pieces have written down, for the merge."""
 
-    def __init__(self, problem: Problem, lens_refs: dict[str, Any]):
-        self._room, self._counts = Room.of(problem, Lens(problem.ragged, lens_refs)), lens_refs[CUTS]
+    def __init__(self, problem: Problem, refs: Operands):
+        assert refs.cuts is not None
+        self._room, self._counts = Room.of(problem, Lens(problem.ragged, refs)), refs.cuts
 
     def cut(self, which: jax.Array) -> Cut:
         """As of any `Cuts`; what is cut here is no sequence but the block at a place."""
@@ -73,9 +76,9 @@ class RecordedCuts:
 class BlockPieces:
     """Of a launch that is not short."""
 
-    def __init__(self, problem: Problem, lens_refs: dict[str, Any]):
-        self._problem = problem.with_window(lens_refs)
-        self._lens = Lens(problem.ragged, lens_refs)
+    def __init__(self, problem: Problem, refs: Operands):
+        self._problem = problem.with_window(refs)
+        self._lens = Lens(problem.ragged, refs)
         self._room = Room.of(problem, self._lens)
 
     def serve(self, served: Callable[[Share], None]) -> None:
@@ -128,9 +131,9 @@ class BlockPieces:
 class DecodedPieces:
     """Those of sequences in one block each."""
 
-    def __init__(self, problem: Problem, lens_refs: dict[str, Any]):
+    def __init__(self, problem: Problem, refs: Operands):
         dealt = problem.decoded
-        self._pieces: Pieces = decoded(problem, lens_refs) if dealt.most_cuts else WholePieces(dealt)
+        self._pieces: Pieces = decoded(problem, refs) if dealt.most_cuts else WholePieces(dealt)
 
     def serve(self, served: Callable[[Share], None]) -> None:
         kv_head, slot = (triton.program_id(axis) for axis in range(2))
@@ -145,15 +148,15 @@ class DecodedPieces:
             served(Share(kv_head, piece.seq, jnp.equal(piece.index, 0), jnp.asarray(piece.place), tiles))
 
 
-def decoded(problem: Problem, lens_refs: dict[str, Any]) -> FairPieces:
+def decoded(problem: Problem, refs: Operands) -> FairPieces:
     """How the sequences of a short launch are cut."""
-    problem, lens = problem.with_window(lens_refs), Lens(problem.ragged, lens_refs)
+    problem, lens = problem.with_window(refs), Lens(problem.ragged, refs)
     block, mine = problem.find(lens, jnp.arange(triton.next_power_of_2(problem.num_seqs)))
     in_pages, seq_len, _ = problem.lengths(lens, block)
     return FairPieces(problem.decoded, jnp.where(mine, count(problem.spans(block, in_pages, seq_len)), 0))
 
 
-def of_launch(problem: Problem) -> Callable[[dict[str, Any]], BlockPieces | DecodedPieces]:
+def of_launch(problem: Problem) -> Callable[[Operands], BlockPieces | DecodedPieces]:
     return functools.partial(DecodedPieces if problem.is_short else BlockPieces, problem)
 
 

@@ -1,5 +1,6 @@
-"""`prefix_prefill`: signature and documentation; see call.py for the rest."""
+"""`prefix_prefill`: signature and documentation; see arguments.py for the checks."""
 
+import dataclasses
 from typing import Literal, overload
 
 import jax
@@ -8,10 +9,11 @@ import jax.numpy as jnp
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._tile.quantization import FP8_DTYPES
 from pallas_attn._types import Dtype, FloatName, Fp8Name, ImplementationOrCuda, KVCache, Layout
-from pallas_attn.ops.ragged_attention import call
+from pallas_attn.ops.ragged_attention import arguments
 from pallas_attn.ops.ragged_attention.config import RaggedAttentionConfig
+from pallas_attn.ops.ragged_attention.record import record
 
-call.register("prefix_prefill")
+OP = record("prefix_prefill")
 
 
 @overload
@@ -117,25 +119,28 @@ def prefix_prefill(
     Source: vLLM's Triton kernel prefix_prefill, whose features these are.
     """
     check = ArgumentChecker("prefix_prefill")
-    operands = call.check_arrays(
+    num_seqs = arguments.check_arrays(
         check, query, key_cache, value_cache, block_tables, seq_lens, cu_q_lens, num_seqs, layout
     )
     check.array("key", key, ("total_tokens", "num_kv_heads", "head_dim"), [query.dtype])
     check.array("value", value, ("total_tokens", "num_kv_heads", "value_dim"), [query.dtype])
     check.flag("skip_decode", skip_decode)
-    dtype = call.output_dtype(check, query.dtype, out_dtype)
-    shape = (*query.shape[:2], check.dims["value_dim"])
+    dtype = arguments.output_dtype(check, query.dtype, out_dtype)
     if out is not None:
         dtypes = [query.dtype, *FP8_DTYPES] if out_dtype is None else [dtype]
         check.array("out", out, ("total_tokens", "num_heads", "value_dim"), dtypes)
         dtype = jnp.dtype(out.dtype)
-    operands |= {"key": key, "value": value, **call.output_scale(check, out_scale, dtype)}
-    if out is not None or skip_decode:
-        operands["out"] = jnp.zeros(shape, dtype) if out is None else out
-        operands["lse"] = jnp.full(shape[:2], -jnp.inf, jnp.float32)
-    return call.run(
+    operands = arguments.made(
         check,
-        operands,
+        query=query,
+        key=key,
+        value=value,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        block_tables=block_tables,
+        seq_lens=seq_lens,
+        cu_q_lens=cu_q_lens,
+        num_seqs=num_seqs,
         scale=scale,
         softcap=softcap,
         sliding_window=sliding_window,
@@ -146,10 +151,18 @@ def prefix_prefill(
         k_scale=k_scale,
         v_scale=v_scale,
         causal=causal,
+        out_scale=out_scale,
+        out_dtype=dtype,
         return_lse=return_lse,
         layout=layout,
-        implementation=implementation,
-        config=config,
-        skip_decode=bool(skip_decode),
-        out_dtype=dtype,
     )
+    if out is not None or skip_decode:
+        shape = (*query.shape[:2], check.dims["value_dim"])
+        operands = dataclasses.replace(
+            operands,
+            skip_decode=bool(skip_decode),
+            out=jnp.zeros(shape, dtype) if out is None else jnp.asarray(out),
+            lse=jnp.full(shape[:2], -jnp.inf, jnp.float32),
+        )
+    out, lse = OP.serve(operands, implementation=implementation, config=config)
+    return (out, lse) if return_lse else out

@@ -2,17 +2,17 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_attn._split.problem import PagedCall, SplitKVProblem
 from pallas_attn._tile import masking, triton
-from pallas_attn._tile.pieces import ceil_div
-from pallas_attn._tile.problem import PagedCall, SplitKVProblem
+from pallas_attn._tile.triton import ceil_div
 from pallas_attn.ops.ragged_attention.blocks import CUTS, TOTAL, Block, Lens, Ragged
-from pallas_attn.ops.ragged_attention.config import RaggedTiles
+from pallas_attn.ops.ragged_attention.config import RaggedAttentionConfig, RaggedTiles
+from pallas_attn.ops.ragged_attention.operands import Operands
 from pallas_attn.ops.ragged_attention.spans import Span, span
 
 # Rounds of programs that there are slots for where blocks may be cut: more only begin, to find nothing to do.
@@ -40,7 +40,6 @@ class Problem(PagedCall):
     rules: masking.Rules
     causal: bool
     max_tree: int
-    """Sequences of so many query tokens or fewer are trees; 0: none is."""
     new_apart: bool
     """Whether the new tokens' keys and values are no part of the cache."""
     skip_decode: bool
@@ -64,6 +63,23 @@ class Problem(PagedCall):
     @property
     def is_short(self) -> bool:
         return self.launch == 1
+
+    @classmethod
+    def of(cls, operands: Operands, config: RaggedAttentionConfig) -> "Problem":
+        """The first launch of a call."""
+        return cls(
+            **vars(operands.sizes),
+            num_tokens=operands.query.shape[0],
+            value_dim=operands.value_dim,
+            scale=operands.scale,
+            layout=operands.layout,
+            rules=operands.rules,
+            causal=operands.causal,
+            max_tree=operands.max_tree,
+            new_apart=operands.key is not None,
+            skip_decode=operands.skip_decode,
+            launches=(config.long, config.short) if config.short else (config.long,),
+        )
 
     @property
     def ragged(self) -> Ragged:
@@ -141,11 +157,11 @@ class Problem(PagedCall):
             return {TOTAL: 1} if self.launched(0).is_counted else {}
         return {CUTS: self.most_blocks} if self.num_places else {}
 
-    def with_window(self, lens_refs: dict[str, Any]) -> "Problem":
+    def with_window(self, refs: Operands) -> "Problem":
         """A window that is known at run time only is one of the rules all the same."""
-        if "sliding_window" not in lens_refs:
+        if refs.sliding_window is None:
             return self
-        window = triton.load(lens_refs["sliding_window"].at[np.int32(0)])
+        window = triton.load(refs.sliding_window.at[np.int32(0)])
         return dataclasses.replace(self, rules=self.rules._replace(sliding_window=window))
 
     def find(self, lens: Lens, place: jax.Array) -> tuple[Block, jax.Array]:

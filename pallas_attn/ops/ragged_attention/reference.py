@@ -7,17 +7,39 @@ New tokens outside the cache are a second cache, of pages of one token.
 
 import dataclasses
 import functools
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_attn._call import symbolic
 from pallas_attn._tile import chunks, logits, masking, quantization, rows, softmax, tree
-from pallas_attn._tile.layout import PoolShape, moved, table_tokens
+from pallas_attn._tile.layout import moved, table_tokens
 from pallas_attn.ops.ragged_attention.blocks import Ragged
+from pallas_attn.ops.ragged_attention.operands import Operands
 
 MOST_TOKENS = 64  # of a block
+
+
+class Drafts(NamedTuple):
+    """Of blocks, some of which are of a tree; positions count as those of their tokens do."""
+
+    tree_mask: jax.Array
+    """[blocks, tokens, max_tree]"""
+    is_tree: jax.Array
+    first_at: jax.Array
+    """[blocks]: position of the sequence's oldest query token."""
+    rule_at: jax.Array
+    """[blocks, 1, rows, 1]: where rules take a row's query to be."""
+    draft_at: jax.Array | None
+    """[blocks, max_tree]: and each draft, where that is not its slot."""
+
+
+class Others(NamedTuple):
+    query_at: jax.Array
+    """[blocks, 1, rows, 1]: the position of each row's query."""
+    sliding_window: jax.Array | None
+    drafts: Drafts | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,28 +58,27 @@ class Rule(chunks.Rule):
 
     def drafts(self, of: chunks.Sequences, position: jax.Array) -> tree.Tree | None:
         """Of all rows and the keys at `position`; rows of blocks that are no tree are causal."""
-        if "tree_mask" not in of.others:
+        if (drafts := of.others.drafts) is None:
             return None
-        mask, query_at = of.others["tree_mask"], of.others["query_at"]
-        index = position - of.others["first_at"][:, None]
-        new = of.others["is_tree"][:, None] & (index >= 0) & (index < mask.shape[2])
+        mask, query_at = drafts.tree_mask, of.others.query_at
+        index = position - drafts.first_at[:, None]
+        new = drafts.is_tree[:, None] & (index >= 0) & (index < mask.shape[2])
         index = jnp.clip(index, 0, mask.shape[2] - 1)
         by_token = jnp.take_along_axis(mask, index[:, None], axis=2) | ~new[:, None]
         seen = jnp.repeat(by_token, self.num_heads // self.pool.num_kv_heads, axis=1)[:, None]
-        seen &= (query_at >= 0) & (
-            of.others["is_tree"][:, None, None, None] | masking.causal(position, query_at)
-        )
+        seen &= (query_at >= 0) & (drafts.is_tree[:, None, None, None] | masking.causal(position, query_at))
         key_at = jnp.broadcast_to(position, index.shape)
-        if "draft_at" in of.others:
-            key_at = jnp.where(new, jnp.take_along_axis(of.others["draft_at"], index, axis=1), position)
-        return tree.Tree(seen, key_at[:, None, None], of.others["rule_at"])
+        if drafts.draft_at is not None:
+            key_at = jnp.where(new, jnp.take_along_axis(drafts.draft_at, index, axis=1), position)
+        return tree.Tree(seen, key_at[:, None, None], drafts.rule_at)
 
     def logits(self, floats, of: chunks.Sequences, keys, position, seen) -> jax.Array:
-        rules = self.rules._replace(sliding_window=of.others.get("sliding_window", self.rules.sliding_window))
+        rules, window = self.rules, of.others.sliding_window
+        rules = rules if window is None else rules._replace(sliding_window=window)
         k_scale = jnp.ones(self.pool.num_kv_heads, jnp.float32) if floats.k_scale is None else floats.k_scale
         slope = None if floats.alibi_slopes is None else self.by_row(floats.alibi_slopes)
         products = jnp.einsum("bhrd,bhkd->bhrk", floats.rows, keys, precision="highest")
-        query_at, drafts = of.others["query_at"], self.drafts(of, position)
+        query_at, drafts = of.others.query_at, self.drafts(of, position)
         at = logits.positions(drafts, position, query_at)
         tile, scale = logits.shape(products, rules, self.scale * k_scale[:, None, None], slope, *at)
         visible = jnp.broadcast_to(seen[:, None, None, :], tile.shape)
@@ -70,121 +91,102 @@ class Rule(chunks.Rule):
         return masking.apply(tile * scale, visible)
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=(
-        "pool", "value_dim", "scale", "layout", "rules", "causal", "skip_decode", "out_dtype", "function",
-    ),
-)  # fmt: skip
-def ragged_attention_xla(
-    query,
-    sources: Any,
-    lens: dict[str, jax.Array],
-    extras: dict[str, jax.Array],
-    kept: tuple[jax.Array, jax.Array] | None = None,
-    *,
-    pool: PoolShape,
-    value_dim: int,
-    scale: float,
-    layout: str,
-    rules: masking.Rules,
-    causal: bool,
-    skip_decode: bool = False,
-    out_dtype: Any = None,
-    function: str = "ragged_paged_attention",
-) -> tuple[jax.Array, jax.Array]:
-    """The same signature as the kernel's, without a config."""
+@functools.partial(jax.jit, static_argnames="function")
+def ragged_attention_xla(operands: Operands, *, function: str) -> tuple[jax.Array, jax.Array]:
+    """As the kernel, without a config."""
+    query, tables, pool, rules = operands.query, operands.block_tables, operands.pool, operands.rules
     num_tokens, num_heads, _ = query.shape
-    k_scale, key_scale = quantization.apart(extras.get("k_scale"))
-    v_scale, value_scale = quantization.apart(extras.get("v_scale"))
-    tables = sources.block_tables
+    k_scale, key_scale = quantization.apart(operands.k_scale)
+    v_scale, value_scale = quantization.apart(operands.v_scale)
     room = tables.shape[0]
     per_block = MOST_TOKENS // 4
     if not symbolic.is_open(num_tokens, room):
         per_block = min(MOST_TOKENS, 1 << (max(num_tokens // room, 1) - 1).bit_length())
-    blocks = _Blocks(Ragged(num_tokens, room, 1), lens["cu_q_lens"], lens["num_seqs"], per_block)
+    blocks = _Blocks(Ragged(num_tokens, room, 1), operands.cu_q_lens, operands.num_seqs, per_block)
     seq = jnp.minimum(blocks.seq, room - 1)
-    stored = jnp.where(blocks.is_padding, 0, lens["seq_lens"][seq])
-    new_apart = sources.new is not None
+    stored = jnp.where(blocks.is_padding, 0, operands.seq_lens[seq])
+    new_apart = operands.key is not None
     in_pages = jnp.where(blocks.is_padding, 0, stored - blocks.q_len) if new_apart else stored
     held = jnp.clip(in_pages, 0, table_tokens(tables.shape[1], pool.page_size))
     bad = held != in_pages
     seq_lens = held + jnp.where(blocks.is_padding, 0, blocks.q_len) if new_apart else held
 
-    skipped = (blocks.q_len == 1) & ~blocks.is_padding & skip_decode
+    skipped = (blocks.q_len == 1) & ~blocks.is_padding & operands.skip_decode
     within = blocks.first[:, None] + jnp.arange(per_block)
     """[blocks, tokens]: which of the sequence's query tokens"""
     last = jnp.minimum(within[:, -1], blocks.q_len - 1)
     group = num_heads // pool.num_kv_heads
-    window = lens["sliding_window"][0] if "sliding_window" in lens else rules.sliding_window
+    traced_window = None if operands.sliding_window is None else operands.sliding_window[0]
+    window = rules.sliding_window if traced_window is None else traced_window
     packed = rows.pack(blocks.take(query.astype(jnp.float32)), pool.num_kv_heads)
-    floats = chunks.Floats(packed, k_scale, extras.get("alibi_slopes"))
+    floats = chunks.Floats(packed, k_scale, operands.alibi_slopes)
 
     def by_row(by_token: jax.Array) -> jax.Array:
         """[blocks, tokens] -> [blocks, 1, rows, 1]"""
         return jnp.repeat(by_token, group, axis=1)[:, None, :, None]
 
-    max_tree = extras["tree_mask"].shape[1] if "tree_mask" in extras else 0
+    max_tree = operands.max_tree
     is_tree = (blocks.q_len <= max_tree) & ~blocks.is_padding
     oldest = seq_lens - blocks.q_len
 
-    def drafts(before: jax.Array, query_at: jax.Array) -> dict[str, jax.Array]:
-        """What `Rule.drafts` needs; positions count from `oldest` - `before`."""
-        if not max_tree:
-            return {}
-        found = {"tree_mask": blocks.take(extras["tree_mask"][..., None])[..., 0] != 0}
-        found |= {"is_tree": is_tree, "first_at": before, "rule_at": by_row(query_at)}
-        if "query_positions" in extras:
+    def drafts(before: jax.Array, query_at: jax.Array) -> Drafts | None:
+        """Positions count from `oldest` - `before`."""
+        if operands.tree_mask is None:
+            return None
+        mask = blocks.take(operands.tree_mask[..., None])[..., 0] != 0
+        found = Drafts(mask, is_tree, before, by_row(query_at), None)
+        if operands.query_positions is not None:
             # All drafts of a tree, of which a block may hold some.
             each = blocks.begins[:, None] + jnp.arange(max_tree)
-            given = extras["query_positions"].at[each].get(mode="clip")
+            given = operands.query_positions.at[each].get(mode="clip")
             at = (
                 jnp.clip(given, jnp.maximum(oldest, 0)[:, None], seq_lens[:, None] - 1)
                 - (oldest - before)[:, None]
             )
             own = jnp.take_along_axis(at, jnp.minimum(within, max_tree - 1), axis=1)
-            found |= {"draft_at": at, "rule_at": by_row(jnp.where(is_tree[:, None], own, query_at))}
+            found = found._replace(draft_at=at, rule_at=by_row(jnp.where(is_tree[:, None], own, query_at)))
         return found
 
     def attend(rule: Rule, floats, pools: chunks.Pools, tables, length, before):
         """Over `length` tokens of each block's sequence, `before` of which come before its first query token."""
         query_at = before[:, None] + within
-        ends = jnp.where(is_tree, length, jnp.clip(before + last + 1, 0, length)) if causal else length
+        ends = (
+            jnp.where(is_tree, length, jnp.clip(before + last + 1, 0, length)) if operands.causal else length
+        )
         ends = jnp.where((blocks.first < blocks.q_len) & ~blocks.is_padding & ~skipped, ends, 0)
-        others = {"query_at": by_row(query_at), **drafts(before, query_at)}
-        if "sliding_window" in lens:
-            others["sliding_window"] = lens["sliding_window"][0]
+        others = Others(by_row(query_at), traced_window, drafts(before, query_at))
         earliest = jnp.where(is_tree, before, query_at[:, 0])
         seen_from = masking.window_start(jnp.maximum(earliest, 0), window)
         return chunks.attend(rule, floats, pools, chunks.Sequences(tables, ends, seen_from, others))
 
-    rule = Rule(function, pool, layout, value_dim, rules, scale, per_block, num_heads, causal)
-    pools = chunks.Pools(sources.key_cache, sources.value_cache, key_scale, value_scale)
+    static = function, pool, operands.layout, operands.value_dim, rules, operands.scale, per_block, num_heads
+    rule = Rule(*static, operands.causal)
+    pools = chunks.Pools(operands.key_cache, operands.value_cache, key_scale, value_scale)
     out, lse, lost = attend(rule, floats, pools, tables[seq], held, seq_lens - blocks.q_len)
     bad |= lost
     if v_scale is not None:
         out *= v_scale[:, None, None]
-    if new_apart:
+    if operands.key is not None and operands.value is not None:
         one_token = pool._replace(num_pages=num_tokens, page_size=1)
         beside = dataclasses.replace(rule, pool=one_token, layout="NHD")
-        pools = chunks.Pools(sources.new[0][:, None], sources.new[1][:, None])
+        pools = chunks.Pools(operands.key[:, None], operands.value[:, None])
         floats = floats._replace(k_scale=None)
         tokens = blocks.begins[:, None] + jnp.arange(num_tokens)
         more, more_lse, _ = attend(beside, floats, pools, tokens, blocks.q_len, 0 * blocks.q_len)
         out, lse = _both((out, lse), (more, more_lse))
-    if "sinks" in extras:
-        sinks = jnp.where(seq_lens[:, None, None] > 0, rule.by_row(extras["sinks"])[..., 0], -jnp.inf)
+    if operands.sinks is not None:
+        sinks = jnp.where(seq_lens[:, None, None] > 0, rule.by_row(operands.sinks)[..., 0], -jnp.inf)
         out, lse = softmax.finish(softmax.join(softmax.resume(out, lse), sinks))
-    if "out_scale" in extras:
-        out /= extras["out_scale"]
+    if operands.out_scale is not None:
+        out /= operands.out_scale
     out, lse = (rows.unpack(x, per_block) for x in (out, lse.natural()))
     out, lse = softmax.poison(out, bad[:, None, None, None]), softmax.poison(lse, bad[:, None, None])
-    out, lse = quantization.saturated(blocks.put(out), out_dtype or query.dtype), blocks.put(lse)
-    if kept is None:
+    out, lse = quantization.saturated(blocks.put(out), operands.out_dtype), blocks.put(lse)
+    if operands.out is None or operands.lse is None:
         return out, lse
     skipped = blocks.put(skipped, by_token=False)[:, None]
-    out = moved(lambda kept, out: jnp.where(skipped[..., None], kept, out), kept[0], out)
-    return out, jnp.where(skipped, kept[1], lse)
+    out = moved(lambda kept, out: jnp.where(skipped[..., None], kept, out), operands.out, out)
+    return out, jnp.where(skipped, operands.lse, lse)
 
 
 def _both(

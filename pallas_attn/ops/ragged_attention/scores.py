@@ -1,26 +1,19 @@
 """Logits of a block of query rows: scale, soft cap, ALiBi, and which keys each row sees."""
 
-from typing import Any, NamedTuple
-
 import jax
 import jax.numpy as jnp
 
 from pallas_attn._tile import logits, masking, rows, tree, triton
 from pallas_attn.ops.ragged_attention.blocks import Block
+from pallas_attn.ops.ragged_attention.operands import Operands
 from pallas_attn.ops.ragged_attention.problem import Problem
-
-
-class _Drafted(NamedTuple):
-    tree_mask: Any
-    query_positions: Any
 
 
 class Scores:
     """Of the rows `mine` of a block, whose sequence has `seq_len` tokens."""
 
-    def __init__(self, problem: Problem, block: Block, seq_len, mine: rows.Rows, extra_refs: dict[str, Any]):
-        self._problem, self._mine, self._refs = problem, mine, extra_refs
-        self._tree = _Drafted(extra_refs.get("tree_mask"), extra_refs.get("query_positions"))
+    def __init__(self, problem: Problem, block: Block, seq_len, mine: rows.Rows, refs: Operands):
+        self._problem, self._mine, self._refs = problem, mine, refs
         self._is_tree = problem.is_tree(block)
         first = seq_len - block.q_len
         self._query_at = first + mine.token
@@ -31,20 +24,17 @@ class Scores:
         """Logits [block_q, block_kv] with every rule applied; without `held` every row sees every key. `key_scale` is
         of each key, if they have scales of their own."""
         rules, slope, key_at = self._problem.rules, None, position[None, :]
-        if "alibi_slopes" in self._refs:
-            slope = triton.load(
-                self._refs["alibi_slopes"].at[self._mine.head], mask=self._mine.real, other=0.0
-            )
-            slope = slope[:, None]
+        if (slopes := self._refs.alibi_slopes) is not None:
+            slope = triton.load(slopes.at[self._mine.head], mask=self._mine.real, other=0.0)[:, None]
         tile = logits.products(queries, keys, None)
         if key_scale is not None:
             tile = triton.rounded(tile * key_scale[None, :])
         drafts = None
         if held is not None:
-            drafts = tree.of_tile(self._tree, self._drafts, self._among_tokens, self._mine, position)
+            drafts = tree.of_tile(self._refs, self._drafts, self._among_tokens, self._mine, position)
         if rules.softcap is not None or slope is not None:
             # Keys that all rows see come before all drafts: their slots are their positions.
-            query_at = tree.queries_at(self._tree, self._drafts, self._among_tokens, self._mine)[:, None]
+            query_at = tree.queries_at(self._refs, self._drafts, self._among_tokens, self._mine)[:, None]
             key_at = drafts.key_at if drafts else key_at
             tile, scale = logits.shape(tile, rules, scale, slope, key_at, query_at)
         return logits.Shaped(tile if held is None else self._masked(tile, position, held, drafts), scale)

@@ -7,38 +7,27 @@ something, and the others are 0.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_attn._tile import masking, pages, quantization, rows, triton
 from pallas_attn._tile.layout import Which
-from pallas_attn._tile.pieces import ceil_div
 from pallas_attn._tile.rows import Chunk
+from pallas_attn._tile.triton import ceil_div
+from pallas_attn.ops.ragged_attention.operands import Operands
 from pallas_attn.ops.ragged_attention.problem import Problem
 from pallas_attn.ops.ragged_attention.spans import Span
 
 CHECKED_IDS = 512  # page ids that are looked at in one step before the walk
 
 
-class Sources(NamedTuple):
-    """Arrays, or refs inside the kernel."""
-
-    key_cache: Any
-    value_cache: Any
-    """None: values are the first elements of the keys."""
-    block_tables: Any
-    new: Any
-    """(keys, values) [total_tokens, num_kv_heads, dim] of the new tokens, or None: they are in the cache."""
-
-
 class Pages:
     """A sequence's pages."""
 
-    def __init__(self, problem: Problem, seq, kv_head, refs: Sources, scale_refs: dict[str, Any]):
+    def __init__(self, problem: Problem, seq, kv_head, refs: Operands):
         self._problem, self._seq, self._kv_head, self._refs = problem, seq, kv_head, refs
-        self._scale_refs = scale_refs
 
     @property
     def looks_ahead(self) -> bool:
@@ -85,7 +74,7 @@ class Pages:
         def tile(which: Which, ref: Any, dim: int, chunk: Chunk):
             layout = self._problem.layout
             read = pages.gather(ref, layout, which, page, offset, self._kv_head, chunk, held, head_dim=dim)
-            if which == "key" or (scale := self._scale("v_scale", page, held)) is None:
+            if which == "key" or (scale := self._scale(self._refs.v_scale, page, held)) is None:
                 return read
             return read.astype(jnp.float32) * scale[:, None]
 
@@ -93,15 +82,13 @@ class Pages:
         of_values = functools.partial(tile, "value", self._refs.value_cache, self._problem.value_dim)
         return (
             of_keys,
-            self._scale("k_scale", page, held),
+            self._scale(self._refs.k_scale, page, held),
             None if self._refs.value_cache is None else of_values,
         )
 
-    def _scale(self, name: str, page: jax.Array, held) -> jax.Array | None:
+    def _scale(self, scale: Any, page: jax.Array, held) -> jax.Array | None:
         """[block_kv] where each page has its own."""
-        if not quantization.is_by_page(self._scale_refs.get(name)):
-            return None
-        return pages.scale(self._scale_refs[name], page, self._kv_head, held)
+        return pages.scale(scale, page, self._kv_head, held) if quantization.is_by_page(scale) else None
 
     def _slots(self, start):
         return pages.slots(start, self._problem.config.block_kv, self._problem.pool.page_size)
@@ -114,7 +101,7 @@ class Pages:
 class NewTokens:
     """The new tokens of a sequence, whose position 0 would be at `begin` among all tokens."""
 
-    def __init__(self, begin, kv_head, refs: tuple[Any, Any]):
+    def __init__(self, begin, kv_head, refs: Operands):
         self._begin, self._kv_head, self._refs = begin, kv_head, refs
 
     def ahead(self, start) -> tuple:
@@ -127,5 +114,5 @@ class NewTokens:
             place, mask = rows.elements(ref, (self._begin + position, self._kv_head), held, chunk)
             return triton.load(place, mask=mask, other=0.0)
 
-        keys, values = (functools.partial(tile, ref) for ref in self._refs)
+        keys, values = (functools.partial(tile, ref) for ref in (self._refs.key, self._refs.value))
         return keys, None, values

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._tile import masking
-from pallas_attn._tile.pieces import ceil_div
+from pallas_attn._tile.triton import ceil_div
 
 
 class Span(NamedTuple):

@@ -13,7 +13,7 @@ from pallas_attn._call.op import Op
 from pallas_attn._call.operands import ready
 from pallas_attn._tile import triton
 from pallas_attn._tile.latents import BYTES, QUERY_DIM, token_width
-from pallas_attn._tile.layout import PoolCase, reaches
+from pallas_attn._tile.layout import reaches
 from pallas_attn._types import BlockTables, ImplementationOrCuda
 from pallas_attn.ops.sparse_mla import config as tiles
 from pallas_attn.ops.sparse_mla import cuda
@@ -34,7 +34,7 @@ def _cuda_supports(operands: Operands) -> str | None:
 def _supports(operands: Operands, lowering: triton.Lowering) -> str | None:
     if operands.query.dtype == jnp.float32 and lowering != "interpret":
         return "float32 tiles of 576 do not fit the kernel; bf16 and fp16 do"
-    return reaches(PoolCase(operands.pool, operands.latent_cache.dtype), lowering)
+    return reaches(operands.pool, operands.latent_cache.dtype, lowering)
 
 
 def _by_token(fn: Callable[..., tuple[jax.Array, ...]], operands: Operands, **options: Any):

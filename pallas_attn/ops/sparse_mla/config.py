@@ -7,7 +7,7 @@ from typing import Any
 from pallas_attn._call.checks import check_int, dtype_name, fail
 from pallas_attn._call.configs import SplitKVConfig
 from pallas_attn._call.device import Device, current_device
-from pallas_attn._tile import latent_problem, pieces
+from pallas_attn._split import latent_problem, pieces
 from pallas_attn._tile.latents import BYTES
 from pallas_attn.ops.sparse_mla.operands import Operands
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from pallas_attn._call import ffi
 from pallas_attn._call.device import current_device
+from pallas_attn._split.pieces import scheduled_room
 from pallas_attn._tile.latents import LATENT_DIM
-from pallas_attn._tile.pieces import scheduled_room
 from pallas_attn.ops.sparse_mla.dealing import TILE_IDS, Deal, dealt
 from pallas_attn.ops.sparse_mla.operands import Operands
 

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_attn._tile import latent_tile, logits, masking, merge, pages, result, rows, softmax, triton
+from pallas_attn._split import merge, result
+from pallas_attn._tile import latent_tile, logits, masking, pages, rows, softmax, triton
 from pallas_attn._tile.latents import LATENT_DIM
 from pallas_attn._tile.layout import table_tokens
 from pallas_attn.ops.sparse_mla.config import SparseMLAConfig
@@ -84,7 +85,7 @@ def _kernel(refs: Operands, *out_refs, problem: Problem):
     @triton.when((begin < length) | (split == 0))
     def _():
         end = jnp.minimum(begin + problem.piece_ids, length)
-        mine = rows.of_program(problem, head_block)
+        mine = problem.rows_of(head_block)
         leading = rows.batched(mine, token)
         query = [rows.load(refs.query, mine, leading, chunk) for chunk in problem.query_chunks]
         state, bad = _walk_ids(query, refs, token, begin, end, problem)

@@ -6,8 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._tile import pieces, triton
-from pallas_attn._tile.latent_problem import LatentProblem
+from pallas_attn._split import pieces
+from pallas_attn._split.latent_problem import LatentProblem
+from pallas_attn._tile import triton
 from pallas_attn.ops.sparse_mla.operands import Ids
 
 

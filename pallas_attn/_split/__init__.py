@@ -1,0 +1,1 @@
+"""How work is cut, dealt to programs and merged."""

@@ -1,0 +1,28 @@
+"""What `write_kv` works on."""
+
+from pallas_attn._call.operands import dims, operands
+from pallas_attn._tile.layout import DIMS, SCALE_DIMS, PoolShape, pool_shape
+from pallas_attn._types import Array, Layout
+
+
+@operands
+class Operands:
+    key: Array = dims("tokens kv_heads dim")  # all of them on every device that holds their heads
+    value: Array = dims("tokens kv_heads dim")
+    key_cache: Array = dims(lambda self: DIMS[self.layout]["key"])
+    value_cache: Array = dims(lambda self: DIMS[self.layout]["value"])
+    slot_mapping: Array = dims("tokens")
+    k_scale: Array | None = dims(*SCALE_DIMS, default=None)
+    v_scale: Array | None = dims(*SCALE_DIMS, default=None)
+    layout: Layout
+    grows: bool
+    """Whether the scales are those of pages, and first become what `growing_scales` says."""
+
+    @property
+    def pool(self) -> PoolShape:
+        return pool_shape(self.value_cache, self.layout)
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """Which arrays the results take the place of."""
+        return ("key_cache", "value_cache", *(("k_scale", "v_scale") if self.grows else ()))

@@ -1,0 +1,78 @@
+"""What the ragged kernels work on: `ragged_paged_attention`, `prefix_prefill` and, over latents, `mla_prefill`."""
+
+from typing import Any
+
+from pallas_attn._call.operands import dims, operands
+from pallas_attn._split.problem import PagedCall
+from pallas_attn._tile.latents import LATENT_DIM
+from pallas_attn._tile.layout import DIMS, SCALE_DIMS, PoolShape, Which, key_pool_shape
+from pallas_attn._tile.masking import Rules
+from pallas_attn._types import Array
+
+LENGTHS = ("seq_lens", "cu_q_lens", "num_seqs", "sliding_window", "num_blocks", "cuts")
+"""By which programs find their work."""
+
+
+def _cache(which: Which, **default: Any) -> Any:
+    return dims(lambda self: DIMS[self.layout][which], **default)
+
+
+@operands
+class Operands:
+    query: Array = dims("tokens heads dim")
+    key_cache: Array = _cache("key")
+    value_cache: Array | None = _cache("value", default=None)
+    """None: keys are latents, whose first elements are values."""
+    block_tables: Array = dims("rows columns")
+    seq_lens: Array = dims("rows")
+    cu_q_lens: Array = dims("bounds")
+    num_seqs: Array = dims("one")
+    key: Array | None = dims("tokens kv_heads dim", default=None)
+    """Of the new tokens, as `value`, where the caches hold those before them alone."""
+    value: Array | None = dims("tokens kv_heads dim", default=None)
+    sliding_window: Array | None = dims("one", default=None)
+    """[1], where it is none of the `rules`: known at run time only."""
+    alibi_slopes: Array | None = dims("heads", default=None)
+    sinks: Array | None = dims("heads", default=None)
+    k_scale: Array | None = dims(*SCALE_DIMS, default=None)
+    v_scale: Array | None = dims(*SCALE_DIMS, default=None)
+    tree_mask: Array | None = dims("tokens newest", default=None)
+    """int8"""
+    query_positions: Array | None = dims("tokens", default=None)
+    out_scale: Array | None = dims("one", default=None)
+    out: Array | None = dims("tokens heads dim", default=None)
+    """Written to in place, as `lse`, as far as there is something to write."""
+    lse: Array | None = dims("tokens heads", default=None)
+    num_blocks: Array | None = dims("one", default=None)
+    """What a launch has noted down for the next: how many blocks of query rows that one serves."""
+    cuts: Array | None = dims("blocks", default=None)
+    """And for the merge: into how many pieces each of its own blocks is cut. Both int32."""
+    layout: str
+    scale: float
+    rules: Rules
+    causal: bool = True
+    skip_decode: bool = False
+    out_dtype: Any
+
+    @property
+    def pool(self) -> PoolShape:
+        """Of keys."""
+        return key_pool_shape(self.key_cache, self.layout)
+
+    @property
+    def value_dim(self) -> int:
+        if self.value_cache is None:
+            return LATENT_DIM
+        return self.value_cache.shape[2 if self.layout == "PACKED" else 3]
+
+    @property
+    def max_tree(self) -> int:
+        """Sequences of so many query tokens or fewer are trees; 0: none is."""
+        return 0 if self.tree_mask is None else self.tree_mask.shape[1]
+
+    @property
+    def sizes(self) -> PagedCall:
+        max_seqs, max_pages = self.block_tables.shape
+        return PagedCall(
+            num_seqs=max_seqs, num_heads=self.query.shape[1], max_pages=max_pages, pool=self.pool
+        )

@@ -1,0 +1,68 @@
+"""Which cases of a sweep `--sample` takes: as few as have every value of every argument.
+
+Of an op's case (`pallas_attn/testing`) that is every size but lengths, and every option beside each implementation. A
+sweep may say what of an argument's values is to be there: `sweep(case=options_of)`, `sweep(seed=None)` for any of them.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+# Every case has lengths of its own.
+LENGTHS = {"seq_lens", "lens", "kv_len", "lengths", "spare_pages", "uses"}
+
+
+def left_out_of(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    sweeps = collections.defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sweep"):
+            sweeps[item.nodeid.partition("[")[0]].append(item)
+    return [item for cases in sweeps.values() for item in _dispensable(cases)]
+
+
+def _dispensable(cases: list[pytest.Item]) -> list[pytest.Item]:
+    """Taken is the case that adds most, as long as one adds something; of several that whose values are the rarest in
+    the sample, so that of a product it is a diagonal."""
+    left = {case: set(_contents(case)) for case in cases}
+    taken = collections.Counter()
+    while left:
+        best = max(
+            left, key=lambda case: (len(left[case] - taken.keys()), -sum(taken[x] for x in left[case]))
+        )
+        if left[best] <= taken.keys():
+            break
+        taken.update(left.pop(best))
+    return list(left)
+
+
+def _contents(item: pytest.Item) -> Iterator[Hashable]:
+    yield "a case"
+    arguments = item.callspec.params if hasattr(item, "callspec") else {}
+    marker = item.get_closest_marker("sweep")
+    by = marker.kwargs if marker else {}
+    for name, value in arguments.items():
+        if name in by:
+            yield from ((name, part) for part in by[name](value)) if by[name] else ()
+        elif is_case(value):
+            yield from sizes_and_options(value, arguments.get("implementation"))
+        else:
+            yield name, repr(value)
+
+
+def is_case(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type) and hasattr(value, "op")
+
+
+def sizes_and_options(case: Any, implementation: str | None) -> Iterator[Hashable]:
+    yield from ((tag, implementation) for tag in getattr(case, "tags", ()))
+    for field in dataclasses.fields(case):
+        value, has_default = getattr(case, field.name), field.default is not dataclasses.MISSING
+        if field.name in LENGTHS:
+            continue
+        if has_default:
+            yield field.name, value != field.default, implementation
+        if isinstance(value, str) or not has_default:
+            yield field.name, repr(value)
