@@ -19,7 +19,7 @@ import math
 from pallas_attn._call import budget
 from pallas_attn._call.device import Device
 
-# Measured on an H200 and an H100 with the kernel of `paged_attention`, bf16.
+# Fitted to times of `paged_attention` on an H200, bf16.
 # From a program's start to its first products: lengths, page ids and keys come one after the other.
 START_US = 3.0
 # Of a multiprocessor's instructions, for each program that it begins: working out what it serves.
