@@ -91,6 +91,12 @@ class Kind:
         waits = candidate.block_kv < tile.threads or tile.is_asynchronous(self.device)
         return dataclasses.replace(tile, looks_up=waits and block_q != TRANSPOSED_ROWS)
 
+    def takes(self, tile: budget.Tile) -> bool:
+        """Whether there is room for it."""
+        # PACKED tokens are put in order in registers, for which a thread has room that has less than one.
+        in_order = self.layout != "PACKED" or tile.tokens < tile.threads
+        return in_order and tile.fits(self.device) and not tile.spills
+
     def tiles(self, measured: Mapping[str, int]) -> list[budget.Tile]:
         """That fit, of as many rows as leave room for any; `measured` sizes are as they are."""
         candidates = TRANSPOSED if self.transposed else CANDIDATES
@@ -102,7 +108,7 @@ class Kind:
         candidates = dict.fromkeys(candidate._replace(**known) for candidate in candidates)
         while True:
             tiles = [self.tile(block_q, candidate) for candidate in candidates]
-            fitting = [tile for tile in tiles if tile.fits(self.device) and not tile.spills]
+            fitting = [tile for tile in tiles if self.takes(tile)]
             if fitting or "block_q" in measured or block_q <= budget.LEAST_SIDE:
                 break
             block_q //= 2
