@@ -79,7 +79,7 @@ sanitize: .venv/.demo ## the CUDA kernels under compute-sanitizer; needs an sm_9
 	cmake --build build/sanitize --target smoke
 	build/sanitize/mla_smoke --few-multiprocessors
 	for tool in memcheck synccheck initcheck; do echo "== $$tool"; \
-		for program in mla_smoke sparse_smoke blocksparse_smoke; do \
+		for program in mla_smoke sparse_smoke blocksparse_smoke attention_smoke; do \
 			compute-sanitizer --tool $$tool --error-exitcode 1 --report-api-errors no build/sanitize/$$program || exit 1; \
 		done; done
 	@echo "== racecheck of the schedule kernel"

@@ -9,10 +9,11 @@ Functions under other libraries' names and with their arguments: `compat` (JAX's
 from pallas_attn import _interrupt as _interrupt
 
 # isort: split
-from pallas_attn import compat
+from pallas_attn import compat, mods
 from pallas_attn._call.dispatch import available_implementations, record_implementations
 from pallas_attn._call.ffi import register as register_ffi_targets
 from pallas_attn._tile.masking import LocalStride
+from pallas_attn.mods import BlockMask, and_masks, block_mask, not_mask, or_masks
 from pallas_attn.ops.blocksparse_attention import BlockSparseConfig, SparseLayout, blocksparse_attention
 from pallas_attn.ops.flash_attention import (
     FlashAttentionConfig,
@@ -50,6 +51,7 @@ from pallas_attn.ops.ragged_attention import (
 from pallas_attn.ops.sparse_mla import SparseMLAConfig, sparse_mla_decode, sparse_mla_prefill
 
 __all__ = [
+    "BlockMask",
     "BlockSparseConfig",
     "FlashAttentionConfig",
     "FlashAttentionTiles",
@@ -65,7 +67,9 @@ __all__ = [
     "RaggedTiles",
     "SparseLayout",
     "SparseMLAConfig",
+    "and_masks",
     "available_implementations",
+    "block_mask",
     "blocksparse_attention",
     "compat",
     "convert_layout",
@@ -80,6 +84,9 @@ __all__ = [
     "mla_decode",
     "mla_prefill",
     "mla_schedule",
+    "mods",
+    "not_mask",
+    "or_masks",
     "page_scales",
     "paged_attention",
     "prefix_prefill",

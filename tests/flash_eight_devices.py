@@ -1,5 +1,6 @@
 """`flash_attention` and its gradients over eight devices: test_sharding.py runs this in a process that has them."""
 
+import contextlib
 import functools
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_attn import dot_product_attention, flash_attention
+from pallas_attn import dot_product_attention, flash_attention, mods
 from pallas_attn.testing.flash_attention import SMALL_TILES
 
 pytestmark = pytest.mark.once  # the other ops are sharded on both jax
@@ -155,3 +156,25 @@ def test_a_shared_bias_has_a_gradient_that_is_rounded_once(kind):
     assert got.dtype == jnp.bfloat16
     assert got.shape == bias.shape
     np.testing.assert_allclose(got.astype(jnp.float32), expected, rtol=2**-8, atol=1e-6)
+
+
+@IMPLEMENTATIONS
+@KINDS
+def test_functions_of_the_callers_count_heads_and_sequences_of_all_devices(kind, implementation):
+    rng = np.random.default_rng(0)
+    query, key, value = (jnp.asarray(rng.normal(size=(4, 48, 8, 16)), jnp.float32) for _ in range(3))
+    slopes, prefixes = jnp.arange(8.0) / 8, jnp.array([3, 10, 20, 40], jnp.int32)
+
+    def loss(slopes, tokens, implementation):
+        mask = mods.and_masks(mods.prefix_lm(prefixes), lambda b, h, q, k: q - k < 6 * (h + 1))
+        options = dict(score_mod=mods.alibi(slopes), mask_mod=mask, implementation=implementation)
+        return (flash_attention(*tokens, **options) * value).sum()
+
+    gradients = jax.jit(jax.value_and_grad(loss, (0, 1)), static_argnums=2)
+    want = gradients(slopes, (query, key, value), "xla")
+    placed = NamedSharding(mesh_of(kind), TOKENS)
+    tokens = tuple(jax.device_put(x, placed) for x in (query, key, value))
+    with jax.set_mesh(placed.mesh) if kind == AxisType.Explicit else contextlib.nullcontext():
+        got = gradients(slopes, tokens, implementation)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)

@@ -135,6 +135,18 @@ def test_new_tokens_beside_caches_of_bytes(program, case):
     check(case, whole, *run(program, case, data, key, value))
 
 
+@pytest.mark.parametrize(("dtype", "growth"), [("bfloat16", 50), ("bfloat16", 20000), ("float16", 50)])
+def test_scores_that_outgrow_the_first_maximum(program, dtype, growth):
+    """Keys are taken from the last one on. Against the last ones' maximum, earlier ones would overflow."""
+    case = RaggedCase((300, 400), 2, 1, 64, 16, dtype, q_lens=(300, 20))
+    data = inputs.make_ragged(case)
+    for seq, length in enumerate((300, 400)):
+        for i, page in enumerate(data.block_tables[seq, : -(-length // 16)]):
+            grown = np.asarray(data.key_cache[page], np.float32) * (1 + growth * (1 - i * 16 / length))
+            data.key_cache[page] = grown.astype(data.key_cache.dtype)
+    check(case, data, *run(program, case, data))
+
+
 @pytest.mark.parametrize("cache_dtype", CACHES, ids=str)
 @pytest.mark.parametrize("page_size", [16, 5])
 def test_a_bad_page_spoils_rows_that_see_it_and_no_others(program, page_size, cache_dtype):

@@ -147,11 +147,12 @@ def test_pairs_of_ctas_tell_each_other_without_a_fence(kernels: dict[str, str]) 
 # Kernels that keep a few words of a thread on the stack, most bytes that they store there: wide heads take most
 # registers for products alone, over chosen rows a part's results are stored behind the loop, and what the forward
 # kernel's full form has beside the usual one is done once a tile. Beside threads that copy or convert keys (Feed 1, 2),
-# its scout has 32 registers and a tile's time to find the next one.
+# its scout has 32 registers and a tile's time to find the next one. The backward kernel's feeding warps have 24.
 SPILLS = {
+    r"backward.instantiations": 72,
     r"forward.instantiations\..*_(192|192x128|256)\..*FeedE[12]": 190,
     r"forward.instantiations\..*FeedE[12]": 120,
-    r"forward.instantiations\..*_(192|192x128|256)\..*FormE0": 28,
+    r"forward.instantiations\..*_(192|192x128|256)\..*FormE0": 44,
     r"forward.instantiations\..*FormE1": 48,
     r"sparse.instantiations.b?float16": 4,
 }
@@ -260,7 +261,7 @@ def test_registers_with_xla(library: Path) -> None:
     done = _register("library", library)
     assert done.returncode == 0, done.stderr
     targets = re.findall(r"^PALLAS_ATTN_TARGET\((\w+)\)", (ROOT / "xla_ffi/targets.def").read_text(), re.M)
-    assert len(targets) == 5
+    assert len(targets) == 6
     assert done.stdout.split() == targets
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import lowering
 import pytest
 
-from pallas_attn import flash_attention
+from pallas_attn import flash_attention, mods
 from pallas_attn.testing.flash_attention import FlashCase
 
 CAUSAL = FlashCase(4096, 4096, 16, 4, 128, "bfloat16", causal=True)
@@ -84,6 +84,43 @@ def test_the_fast_case_is_pipelined_and_asynchronous(triton):
         # are right.
         most = 376 if name == "_dkv" else 0
         assert kernel.stack_bytes <= most, f"{name} keeps {kernel.stack_bytes} bytes on the stack"
+
+
+MODS = {
+    "documents": lambda ids, slopes, table: dict(mask_mod=mods.documents(ids)),
+    "alibi": lambda ids, slopes, table: dict(score_mod=mods.alibi(slopes), causal=True),
+    "table": lambda ids, slopes, table: dict(
+        score_mod=mods.distance_table(table, -4095), mask_mod=mods.causal()
+    ),
+}
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("implementation", ["pallas", "triton"])
+@pytest.mark.parametrize("name", MODS)
+def test_functions_of_the_callers_are_part_of_the_kernels(name, implementation):
+    """Forward is as asynchronous as without them and keeps nothing on the stack; captured arrays' gradients have
+    kernels in the form that they are read in."""
+
+    def loss(query, key, value, slopes, table, ids):
+        options = MODS[name](ids, slopes, table) | dict(implementation=implementation)
+        return flash_attention(query, key, value, **options).astype(jnp.float32).sum()
+
+    tokens = jax.ShapeDtypeStruct((1, 4096, 16, 128), jnp.bfloat16)
+    slopes, table = (jax.ShapeDtypeStruct((16, *size), jnp.float32) for size in ((), (8191,)))
+    ids = jax.ShapeDtypeStruct((4096,), jnp.int32)
+    lowered = lowering.lower_for_gpu(jax.grad(loss, range(5)), tokens, tokens, tokens, slopes, table, ids)
+    if implementation == "triton":
+        return
+    kernels = {kernel.name: kernel for kernel in lowering.compile_kernels(lowered, 90)}
+    own = {"documents": set(), "alibi": {"_dmod_queries"}, "table": {"_dmod_distances"}}[name]
+    assert {key.removeprefix("pallas_attn_flash_attention") for key in kernels} == {"", "_dq", "_dkv"} | own
+    forward = kernels["pallas_attn_flash_attention"]
+    assert forward.stack_bytes == 0
+    assert forward.ptx.count("wgmma.mma_async") == 24
+    assert forward.ptx.count("cp.async.cg") == 48
+    for kernel in kernels.values():
+        assert kernel.shared_bytes <= lowering.SMEM_LIMIT[90], kernel.name
 
 
 @pytest.mark.parametrize("layout", ["BTNH", "BNTH"])

@@ -312,6 +312,11 @@ def test_a_hopper_gpu_takes_it_by_itself(built, options):
     assert 'name = "pallas_attn_flash_attention"' not in text  # the other forward pass
 
 
+def test_narrow_heads_are_taken_where_the_call_is_long(built):
+    text = lower_for_gpu(pallas_attn.flash_attention, *shapes(length=8192, dim=64)).as_text()
+    assert TARGET in text
+
+
 PACKED = jax.ShapeDtypeStruct((1, 2048), jnp.int32), jax.ShapeDtypeStruct((9,), jnp.int32)
 
 

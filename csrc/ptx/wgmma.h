@@ -58,6 +58,13 @@ __device__ __forceinline__ void wgmma_touch(float (&registers)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
 
+// The same of registers that a product is about to write: what they hold is kept no longer.
+template <int kCount>
+__device__ __forceinline__ void wgmma_claim(float (&registers)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "=f"(registers[i])::"memory");
+}
+
 template <int kSteps>
 __device__ __forceinline__ void wgmma_touch(uint32_t (&registers)[kSteps][4]) {
 #pragma unroll
@@ -75,6 +82,7 @@ enum Major { kKMajor = 0, kMNMajor = 1 };
   use(tens##5) use(tens##6) use(tens##7) use(tens##8) use(tens##9)
 #define PALLAS_ATTN_1_TO_9(use)                                                                   \
   use(1) use(2) use(3) use(4) use(5) use(6) use(7) use(8) use(9)
+#define PALLAS_ATTN_1_TO_3(use) use(1) use(2) use(3)
 #define PALLAS_ATTN_1_TO_7(use) use(1) use(2) use(3) use(4) use(5) use(6) use(7)
 #define PALLAS_ATTN_1_TO_15(use)                                                                  \
   PALLAS_ATTN_1_TO_9(use) use(10) use(11) use(12) use(13) use(14) use(15)
@@ -128,7 +136,9 @@ enum Major { kKMajor = 0, kMNMajor = 1 };
                    "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(kMajorB)));            \
   }
 #define PALLAS_ATTN_WGMMA_OF_WIDTH(type)                                                          \
-  if constexpr (kColumns == 16) {                                                                 \
+  if constexpr (kColumns == 8) {                                                                  \
+    PALLAS_ATTN_WGMMA(type, 8, PALLAS_ATTN_1_TO_3, 4, 5, 6, 7, 8, 9, 10)                          \
+  } else if constexpr (kColumns == 16) {                                                          \
     PALLAS_ATTN_WGMMA(type, 16, PALLAS_ATTN_1_TO_7, 8, 9, 10, 11, 12, 13, 14)                     \
   } else if constexpr (kColumns == 32) {                                                          \
     PALLAS_ATTN_WGMMA(type, 32, PALLAS_ATTN_1_TO_15, 16, 17, 18, 19, 20, 21, 22)                  \
@@ -180,6 +190,7 @@ __device__ __forceinline__ void wgmma_k16(float (&d)[kAccumulators], A& a, uint6
 #undef PALLAS_ATTN_1_TO_31
 #undef PALLAS_ATTN_1_TO_15
 #undef PALLAS_ATTN_1_TO_7
+#undef PALLAS_ATTN_1_TO_3
 #undef PALLAS_ATTN_1_TO_9
 #undef PALLAS_ATTN_TEN
 

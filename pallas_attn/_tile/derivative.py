@@ -11,14 +11,15 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_attn._call import gradients
 from pallas_attn._tile import sharding
 
-type Arrays = dict[str, jax.Array]
+type Arrays = dict[str, Any]
 type Results = tuple[jax.Array, ...]
 
 
 class Rule(NamedTuple):
     """
     function: for messages.
-    floats: names of the operands that have gradients, as far as they are given.
+    floats: names of the operands that have gradients, as far as they are given; arrays, or tuples of arrays, of which
+        "name.0" is then asked for, and so on.
     forward: (operands, keep) -> (results, what gradients need besides; None unless `keep`).
     gradients: (operands, results, kept, cotangents, asked) -> gradients by name, at least of the `asked`; None is 0.
     checkpoint_name: under which policies of jax.checkpoint know the results and what is kept; None for none.
@@ -56,7 +57,14 @@ def _with_rule(rule: Rule, keep: bool) -> Callable[[Arrays, Any], tuple[Results,
 
     def forwards(floats: Any, others: Any):
         # With symbolic zeros every leaf says whether its gradient is asked for.
-        asked = [name for name, leaf in floats.items() if leaf.perturbed]
+        asked = [name for name, leaf in floats.items() if _asked(leaf)]
+        asked += [
+            f"{name}.{i}"
+            for name, leaf in floats.items()
+            if isinstance(leaf, tuple)
+            for i, one in enumerate(leaf)
+            if one.perturbed
+        ]
         floats, others = jax.tree.map(lambda leaf: leaf.value, (floats, others), is_leaf=_is_primal)
         # With the rule again, for second derivatives.
         results, kept = _with_rule(rule, True)(floats, others)
@@ -72,13 +80,17 @@ def _with_rule(rule: Rule, keep: bool) -> Callable[[Arrays, Any], tuple[Results,
         operands = dataclasses.replace(others, **floats)
         found = rule.gradients(operands, results, kept, of_results, asked)
         placed = {
-            name: None if gradient is None else sharding.placed_like(gradient, floats[name])
+            name: None if gradient is None else jax.tree.map(sharding.placed_like, gradient, floats[name])
             for name, gradient in found.items()
         }
         return placed, None
 
     attended.defvjp(forwards, backwards, symbolic_zeros=True)
     return attended
+
+
+def _asked(leaf: Any) -> bool:
+    return any(one.perturbed for one in jax.tree.leaves(leaf, is_leaf=_is_primal))
 
 
 def _is_primal(leaf: Any) -> bool:

@@ -206,3 +206,39 @@ def show_layout(
             output=output,
         )
     )
+
+
+@kernels.command(
+    name="show-mask",
+    cls=PlainCommand,
+    epilog="""
+**Examples**
+
+A window, and pixels of an image that see those around:
+
+    pallas-attn show-mask sliding_window:left=200
+
+    pallas-attn show-mask neighborhood:width=32,height=32,kernel=7 --block-q 32 --block-kv 32
+
+A mask_mod of your own, `near` in `masks.py`:
+
+    pallas-attn show-mask masks:near --num-heads 4
+""",
+)
+def show_mask(
+    mask: Annotated[
+        str,
+        typer.Argument(
+            help="A mask of pallas_attn.mods with its numbers, or module:name.", show_default=False
+        ),
+    ],
+    q_len: Annotated[int, typer.Option(help="Queries.")] = 1024,
+    kv_len: Annotated[int | None, typer.Option(help="Keys.", show_default="as --q-len")] = None,
+    num_heads: Annotated[int, typer.Option(help="Query heads, where the mask tells them apart.")] = 1,
+    block_q: Annotated[int, typer.Option(help="Queries of a block.")] = 64,
+    block_kv: Annotated[int, typer.Option(help="Keys of a block.")] = 32,
+) -> int:
+    """Draw which blocks a mask_mod leaves: those that kernels skip, mask, and visit without a mask."""
+    from pallas_attn.cli.show_mask import MaskOptions, run_show_mask
+
+    return run_show_mask(MaskOptions(mask, q_len, kv_len, num_heads, block_q, block_kv))

@@ -286,6 +286,11 @@ template <typename T>
 T __ldcg(const T* from) {
   return __ldg(from);
 }
+inline int atomicAdd(int* to, int v) {
+  const int before = *to;
+  *to += v;
+  return before;
+}
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __uint_as_float(uint32_t x) {

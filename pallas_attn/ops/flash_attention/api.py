@@ -12,10 +12,14 @@ from pallas_attn._call.dispatch import Implementation
 from pallas_attn._call.op import Op
 from pallas_attn._call.operands import ready
 from pallas_attn._tile import options, segments, triton
+from pallas_attn._tile.band import Band
 from pallas_attn._tile.dense import DenseLayout
 from pallas_attn._tile.layout import handles
 from pallas_attn._types import ImplementationOrCuda
-from pallas_attn.ops.flash_attention import arguments, cuda, gradients, kernel, reference
+from pallas_attn.mods.blocks import BlockMask
+from pallas_attn.mods.call import Sizes, of_call
+from pallas_attn.mods.ready import MaskMod, ScoreMod
+from pallas_attn.ops.flash_attention import arguments, captured, cuda, gradients, kernel, reference
 from pallas_attn.ops.flash_attention import backward as tiled
 from pallas_attn.ops.flash_attention import config as tiles
 from pallas_attn.ops.flash_attention.config import FlashAttentionConfig
@@ -32,20 +36,23 @@ def _supports(operands: Operands, lowering: triton.Lowering) -> str | None:
     return handles("masks", 0 if operands.mask is None else operands.mask.size, jnp.int8, lowering)
 
 
-def _steps(backward: Any, bias_gradient: Any, takes_config: bool) -> dict[str, Implementation]:
+def _steps(
+    backward: Any, bias_gradient: Any, captured_gradients: Any, takes_config: bool
+) -> dict[str, Implementation]:
     return {
+        "captured_gradients": Implementation(gradients.shared(captured_gradients), takes_config=takes_config),
         "backward": Implementation(backward, takes_config=takes_config),
         "bias_gradient": Implementation(gradients.summed(bias_gradient), takes_config=takes_config),
     }
 
 
 def _tiled(lowering: triton.Lowering) -> Implementation:
-    forward, backward, bias_gradient = (
+    forward, *backward = (
         functools.partial(fn, lowering=lowering)
-        for fn in (kernel.forward, tiled.backward, tiled.bias_gradient)
+        for fn in (kernel.forward, tiled.backward, tiled.bias_gradient, captured.gradients)
     )
     supports = functools.partial(_supports, lowering=lowering)
-    return Implementation(gradients.padded(forward), supports, steps=_steps(backward, bias_gradient, True))
+    return Implementation(gradients.padded(forward), supports, steps=_steps(*backward, takes_config=True))
 
 
 TILED = {lowering: _tiled(lowering) for lowering in get_args(triton.Lowering)}
@@ -63,12 +70,13 @@ OP = Op(
         "xla": Implementation(
             gradients.padded(reference.forward),
             takes_config=False,
-            steps=_steps(reference.backward, reference.bias_gradient, False),
+            steps=_steps(reference.backward, reference.bias_gradient, reference.captured_gradients, False),
         ),
     },
     config=FlashAttentionConfig,
     key=tiles.key,
     heuristic=tiles.default,
+    check_config=tiles.check,
     kernels={kernel: (kernel,) for kernel in tiles.KERNELS},
     derivative=gradients.attend,
 )
@@ -77,7 +85,8 @@ OP = Op(
 @overload
 def flash_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, *, bias: jax.Array | None = None,
-    mask: jax.Array | None = None, segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+    mask: jax.Array | None = None, score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
+    block_mask: BlockMask | None = None, segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
     cu_q_lens: jax.Array | None = None, causal: bool = False,
     sliding_window: int | tuple[int | None, int | None] | None = None, q_offset: int = 0,
     scale: float | None = None, softcap: float | None = None, sinks: jax.Array | None = None,
@@ -90,7 +99,8 @@ def flash_attention(
 @overload
 def flash_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, *, bias: jax.Array | None = None,
-    mask: jax.Array | None = None, segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+    mask: jax.Array | None = None, score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
+    block_mask: BlockMask | None = None, segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
     cu_q_lens: jax.Array | None = None, causal: bool = False,
     sliding_window: int | tuple[int | None, int | None] | None = None, q_offset: int = 0,
     scale: float | None = None, softcap: float | None = None, sinks: jax.Array | None = None,
@@ -102,7 +112,8 @@ def flash_attention(
 @overload
 def flash_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, *, bias: jax.Array | None = None,
-    mask: jax.Array | None = None, segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+    mask: jax.Array | None = None, score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
+    block_mask: BlockMask | None = None, segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
     cu_q_lens: jax.Array | None = None, causal: bool = False,
     sliding_window: int | tuple[int | None, int | None] | None = None, q_offset: int = 0,
     scale: float | None = None, softcap: float | None = None, sinks: jax.Array | None = None,
@@ -116,6 +127,9 @@ def flash_attention(
     *,
     bias: jax.Array | None = None,
     mask: jax.Array | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    block_mask: BlockMask | None = None,
     segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
     cu_q_lens: jax.Array | None = None,
     causal: bool = False,
@@ -152,6 +166,16 @@ def flash_attention(
             jax.nn, where finfo(float32).min everywhere makes all keys equal. -inf and `mask` say that a key is not
             seen; a query that sees none has 0.
         mask: bool, of the same shapes; a query sees a key where it is True. Masked keys and values must be finite.
+        score_mod: a function (score, batch, head, q_idx, kv_idx) -> score of float32 and int32 scalars, applied behind
+            scale and soft cap and in front of bias and masks; `head` is the query's, q_idx and kv_idx count from 0
+            whatever `q_offset` is. It is traced once: its operations are elementwise, and of arrays that it captures it
+            reads single elements. A function that does the same to arrays of the same shapes compiles nothing. It has
+            gradients, and so have floating-point arrays that it captures and reads by head or sequence, by query, by
+            key, or by the distance of the two ("xla" has them of any). `pallas_attn.mods` has some.
+        mask_mod: a function (batch, head, q_idx, kv_idx) -> bool, likewise; a query sees a key where it is True. Blocks
+            of 128 x 128 that it empties are not visited; keys and values of others must be finite. It is joined with
+            `causal` and `sliding_window`, and takes the place of documents.
+        block_mask: instead of `mask_mod`, what `block_mask` has made of one, once for many calls.
         segment_ids: int32 [batch, tokens], or a pair of such for queries and keys: a query sees the keys of its own
             id. Documents packed one behind the other, each with an id, are then worked on one by one: neither outputs
             nor gradients of one change in a single bit when another's contents do, be it to NaN; and what lies between
@@ -171,7 +195,7 @@ def flash_attention(
         return_lse: also return the natural log-sum-exp of the logits; it has gradients.
         layout: "BTNH" as jax.nn has it, or "BNTH".
         implementation: None (on an NVIDIA GPU pallas, or cuda where that is faster, xla elsewhere), "cuda" (sm_90; a
-            forward pass of 16 bits without bias, mask or config, whose gradients are the Pallas kernels'), "pallas"
+            forward pass of 16 bits without bias, mask, mods or config; gradients are the Pallas kernels'), "pallas"
             (sm_80 or newer), "triton" (the same kernels by Triton itself, where Pallas cannot; the extra of that
             name), "xla" (anywhere) or "interpret" (the Pallas kernels run in Python, slow).
         config: tile sizes for "pallas", "triton" and "interpret"; None takes the measured or the heuristic ones.
@@ -199,6 +223,9 @@ def flash_attention(
         value,
         bias=bias,
         mask=mask,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        block_mask=block_mask,
         segment_ids=segment_ids,
         cu_q_lens=cu_q_lens,
         causal=causal,
@@ -229,6 +256,9 @@ def serve(
     scale: Any,
     return_lse: Any,
     implementation: Any,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    block_mask: Any = None,
     cu_q_lens: Any = None,
     lengths: Any = None,
     q_offset: Any = 0,
@@ -264,6 +294,13 @@ def serve(
     if mask is not None:
         mask = arguments.pairwise(check, "mask", mask, (jnp.bool_,), group).astype(jnp.int8)
     queries, keys = arguments.documents(check, segment_ids, cu_q_lens, lengths or {}) or (None, None)
+    given = ("mask_mod", mask_mod), ("block_mask", block_mask)
+    if queries is not None and (name := next((name for name, mod in given if mod is not None), None)):
+        check.fail(name, "None beside documents (they may be part of it: mods.documents)", "both")
+    sizes = Sizes(dims["batch"], dims["num_kv_heads"], group, dims["q_len"], dims["kv_len"])
+    mods, floats = of_call(check, sizes, score_mod, mask_mod, block_mask, arguments.mod_of(band))
+    if mods is not None and mods.mask is not None:
+        band = Band()  # which is in the mask
     operands = Operands(
         query=arguments.split_heads(query, layout, group),
         key=key,
@@ -273,6 +310,8 @@ def serve(
         mask=mask,
         q_documents=queries,
         kv_documents=keys,
+        captured=floats,
+        mods=mods,
         padding=segments.padding(queries)
         if queries and cu_q_lens is not None and sinks is not None
         else None,

@@ -1,5 +1,7 @@
 """From the arguments of a call to what kernels take: the checks, and one form for each thing."""
 
+import functools
+import operator
 from typing import Any
 
 import jax
@@ -9,6 +11,7 @@ import numpy as np
 from pallas_attn._call.checks import ArgumentChecker, check_int, shown
 from pallas_attn._tile import segments
 from pallas_attn._tile.band import Band
+from pallas_attn.mods.ready import MaskMod
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 LONGEST = 2**30  # tokens; positions are int32
@@ -70,6 +73,17 @@ def band(check: ArgumentChecker, causal: bool, window: Any, offset: int) -> Band
     left = None if left is None else min(left, LONGEST + offset)
     right = None if right is None else min(right, LONGEST - offset)
     return Band(left, 0 if causal else right, offset)
+
+
+def mod_of(band: Band) -> MaskMod | None:
+    """The band as a mask_mod, None if all see all."""
+    if band.left is None and band.right is None:
+        return None
+
+    def mask(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return functools.reduce(operator.and_, band.visible(query, key))
+
+    return mask
 
 
 def documents(

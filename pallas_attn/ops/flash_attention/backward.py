@@ -18,6 +18,9 @@ from jax import lax
 from pallas_attn._call.device import current_device
 from pallas_attn._tile import dense, logits, low_bits, softmax, triton, weights
 from pallas_attn._tile.rows import Chunk
+from pallas_attn.mods import operands as mods
+from pallas_attn.mods.derivative import slope
+from pallas_attn.mods.program import KEY, QUERY
 from pallas_attn.ops.flash_attention import scores, walk
 from pallas_attn.ops.flash_attention.config import FlashAttentionConfig, FlashAttentionTiles, fitted
 from pallas_attn.ops.flash_attention.kernel import of_program, sides
@@ -70,7 +73,7 @@ class Rows(NamedTuple):
     delta: jax.Array
 
 
-def _rows(refs: BackwardOperands, problem: Problem, cell: scores.Cell, tokens, real) -> Rows:
+def rows_of(refs: BackwardOperands, problem: Problem, cell: scores.Cell, tokens, real) -> Rows:
     stream = dense.Stream(problem.rules.layout, cell.batch, (cell.kv_head, cell.place))
     maximum, rest, delta = (
         triton.load(dense.per_token(ref, cell, tokens), mask=real, other=0.0)
@@ -84,7 +87,9 @@ def _rows(refs: BackwardOperands, problem: Problem, cell: scores.Cell, tokens, r
     )
 
 
-def _pairs(given: weights.Bent, rows: Rows, by_row: Any, d_weights, seen: jax.Array | None) -> weights.Pairs:
+def pairs_of(
+    given: weights.Bent, rows: Rows, by_row: Any, d_weights, seen: jax.Array | None
+) -> weights.Pairs:
     """`by_row`: an index that makes numbers of rows broadcast along keys."""
     lse = softmax.Lse(*(part[by_row] for part in rows.lse))
     return weights.pairs(given, lse, rows.delta[by_row], d_weights, seen)
@@ -96,7 +101,9 @@ def _query_kernel(refs: BackwardOperands, d_query_ref, *, problem: Problem, tile
     cell, index = of_program(problem, problem.blocks("query", tiles.block_q), 1)
     mine = walk.block(queries, cell.batch, index)
     pool = dense.Stream(rules.layout, cell.batch, (cell.kv_head,))
-    rows = _rows(refs, problem, cell, mine.tokens, mine.real)
+    rows = rows_of(refs, problem, cell, mine.tokens, mine.real)
+    of_mods = mods.over_refs(refs.mods, refs.captured, cell, of_score=slope)
+    of_mods = of_mods.at(QUERY, mine.tokens, problem.q_len)
     rounds = low_bits.are_lost(refs.key.dtype)
 
     def step(state: tuple[Any, jax.Array], tile: walk.Tile) -> tuple[Any, jax.Array]:
@@ -105,10 +112,12 @@ def _query_kernel(refs: BackwardOperands, d_query_ref, *, problem: Problem, tile
         v = pool.read(refs.value, tile.tokens, tile.held, problem.value_chunks)
         query_at, key_at = mine.tokens[:, None], tile.tokens[None, :]
         real = mine.real[:, None] & tile.held[None, :]
-        given = scores.scores(refs, cell, logits.products(rows.query, k, None), query_at, key_at, real)
-        seen = scores.visible(rules.band, query_at, key_at, tile.masked, [tile.held[None, :]])
+        here = of_mods.at(KEY, tile.tokens, problem.kv_len, masked=tile.masked)
+        products = logits.products(rows.query, k, None)
+        given = scores.scores(refs, cell, products, query_at, key_at, real, here)
+        seen = scores.visible(rules.band, query_at, key_at, tile.masked, [tile.held[None, :]], here)
         d_weights = logits.products(rows.d_out, v, None)
-        pairs = _pairs(given, rows, np.s_[:, None], d_weights, seen)
+        pairs = pairs_of(given, rows, np.s_[:, None], d_weights, seen)
         d_products = pairs.d_products.astype(refs.key.dtype)
         if rounds:
             counted = counted + weights.counted(pairs, d_products)
@@ -118,9 +127,9 @@ def _query_kernel(refs: BackwardOperands, d_query_ref, *, problem: Problem, tile
     def gradient(part: walk.Part) -> None:
         sums = tuple(jnp.zeros((tiles.block_q, size), jnp.float32) for _, size in problem.query_chunks)
         state = sums, jnp.zeros((tiles.block_q, weights.SUMS), jnp.float32)
-        sums, counted = walk.walk(mine, part, queries, keys, rules.band, cell.batch, step, state)
+        sums, counted = walk.walk(mine, part, queries, keys, rules.band, cell, step, state)
         if rounds:
-            tokens, held = walk.sample(mine, part, queries, keys, rules.band, cell.batch, SAMPLE)
+            tokens, held = walk.sample(mine, part, queries, keys, rules.band, cell, SAMPLE)
             some = pool.read(refs.key, tokens, held, problem.query_chunks)
             place = dense.per_token(refs.total, cell, mine.tokens)
             excess = weights.excess(counted, triton.load(place, mask=mine.real, other=0.0))
@@ -148,14 +157,18 @@ def _key_value_kernel(
     k = pool.read(refs.key, mine.tokens, mine.real, problem.query_chunks)
     v = pool.read(refs.value, mine.tokens, mine.real, problem.value_chunks)
 
-    def step(cell: scores.Cell, sums: tuple[Any, Any], tile: walk.Tile) -> tuple[Any, Any]:
-        rows = _rows(refs, problem, cell, tile.tokens, tile.held)
+    def step(
+        cell: scores.Cell, of_mods: mods.Tile, sums: tuple[Any, Any], tile: walk.Tile
+    ) -> tuple[Any, Any]:
+        rows = rows_of(refs, problem, cell, tile.tokens, tile.held)
         query_at, key_at = tile.tokens[None, :], mine.tokens[:, None]
         real = mine.real[:, None] & tile.held[None, :]
-        given = scores.scores(refs, cell, logits.products(k, rows.query, None), query_at, key_at, real)
-        seen = scores.visible(rules.band, query_at, key_at, tile.masked, [tile.held[None, :]])
+        here = of_mods.at(QUERY, tile.tokens, problem.q_len, masked=tile.masked)
+        products = logits.products(k, rows.query, None)
+        given = scores.scores(refs, cell, products, query_at, key_at, real, here)
+        seen = scores.visible(rules.band, query_at, key_at, tile.masked, [tile.held[None, :]], here)
         d_weights = logits.products(v, rows.d_out, None)
-        pairs = _pairs(given, rows, np.s_[None, :], d_weights, seen)
+        pairs = pairs_of(given, rows, np.s_[None, :], d_weights, seen)
         shares, d_products = (x.astype(refs.query.dtype) for x in (pairs.weights, pairs.d_products))
         d_key, d_value = sums
 
@@ -167,7 +180,11 @@ def _key_value_kernel(
     def head(part: walk.Part, place: jax.Array, sums: tuple[Any, Any]) -> tuple[Any, Any]:
         cell = scores.Cell(batch, kv_head, place)
         turned = rules.band.turned()
-        return walk.walk(mine, part, keys, queries, turned, batch, functools.partial(step, cell), sums)
+        of_mods = mods.over_refs(refs.mods, refs.captured, cell, of_score=slope, queries_first=False)
+        of_mods = of_mods.at(KEY, mine.tokens, problem.kv_len)
+        return walk.walk(
+            mine, part, keys, queries, turned, cell, functools.partial(step, cell, of_mods), sums
+        )
 
     def zeros(chunks: Sequence[Chunk]) -> list[jax.Array]:
         return [jnp.zeros((tiles.block_kv, size), jnp.float32) for _, size in chunks]
@@ -236,20 +253,22 @@ def _bias_kernel(
         block_q, *head = place
         cell = scores.Cell(*reversed(head))
         asked, given = walk.block(queries, cell.batch, block_q), walk.block(keys, cell.batch, block_kv)
-        rows = _rows(refs, problem, cell, asked.tokens, asked.real)
+        rows = rows_of(refs, problem, cell, asked.tokens, asked.real)
         pool = dense.Stream(rules.layout, cell.batch, (cell.kv_head,))
         k = pool.read(refs.key, given.tokens, given.real, problem.query_chunks)
         v = pool.read(refs.value, given.tokens, given.real, problem.value_chunks)
         query_at, key_at = asked.tokens[:, None], given.tokens[None, :]
         real = asked.real[:, None] & given.real[None, :]
         products = logits.products(rows.query, k, None)
-        shaped = scores.scores(refs, cell, products, query_at, key_at, real)
+        here = mods.over_refs(refs.mods, refs.captured, cell, of_score=slope)
+        here = here.at(QUERY, asked.tokens, problem.q_len).at(KEY, given.tokens, problem.kv_len)
+        shaped = scores.scores(refs, cell, products, query_at, key_at, real, here)
         among = [real]
         if asked.rank is not None and given.rank is not None:
             among.append(asked.rank[:, None] == given.rank[None, :])
-        seen = scores.visible(rules.band, query_at, key_at, True, among)
+        seen = scores.visible(rules.band, query_at, key_at, True, among, here)
         d_weights = logits.products(rows.d_out, v, None)
-        pairs = _pairs(shaped, rows, np.s_[:, None], d_weights, seen)
+        pairs = pairs_of(shaped, rows, np.s_[:, None], d_weights, seen)
         return total + pairs.d_logits
 
     zeros = jnp.zeros((tiles.block_q, tiles.block_kv), jnp.float32)

@@ -59,8 +59,10 @@ class FlashAttentionConfig:
 KERNELS = tuple(field.name for field in dataclasses.fields(FlashAttentionConfig))
 
 
-def key(operands: Operands) -> dict[str, Any]:
-    """What measured files go by, beside the kernel."""
+def key(operands: Operands) -> dict[str, Any] | None:
+    """What measured files go by, beside the kernel. None is for mods: they are measured for none."""
+    if operands.mods is not None:
+        return None
     problem = Problem.of(operands)
     return dict(
         head_dim=problem.head_dim,
@@ -78,7 +80,30 @@ def key(operands: Operands) -> dict[str, Any]:
 def default(operands: Operands, **measured: Any) -> FlashAttentionConfig:
     """As the heuristic has it for a call at hand."""
     sizes = Problem.of(operands), operands.query.dtype.itemsize, operands.pair_bytes, current_device()
-    return heuristic(*sizes, documents=operands.q_documents is not None, **measured)
+    chosen = heuristic(*sizes, documents=operands.q_documents is not None, **measured)
+    return chosen if operands.mods is None else FlashAttentionConfig(**_within(operands.mods.block, chosen))
+
+
+def _within(block: tuple[int, int], config: FlashAttentionConfig) -> dict[str, FlashAttentionTiles]:
+    """With tiles that lie within blocks of a block_mask."""
+
+    def one(tiles: FlashAttentionTiles) -> FlashAttentionTiles:
+        sizes = dict(block_q=min(tiles.block_q, block[0]), block_kv=min(tiles.block_kv, block[1]))
+        return dataclasses.replace(tiles, **sizes)
+
+    return {name: one(getattr(config, name)) for name in KERNELS}
+
+
+def check(operands: Operands, config: FlashAttentionConfig) -> None:
+    """Refuses tiles of the caller's that do not lie within blocks of a block_mask."""
+    if operands.mods is None or operands.mods.mask is None:
+        return
+    block = operands.mods.block
+    for name in KERNELS:
+        tiles = getattr(config, name)
+        if tiles.block_q > block[0] or tiles.block_kv > block[1]:
+            expected = f"tiles within a block of the mask, {block[0]} x {block[1]}"
+            fail("flash_attention", "config", expected, f"{name} of {tiles.block_q} x {tiles.block_kv}")
 
 
 def heuristic(

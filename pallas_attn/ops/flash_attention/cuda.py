@@ -1,4 +1,5 @@
-"""Flash attention's forward pass on Hopper: the CUDA kernel of csrc/attention. Gradients are the tiled kernels'."""
+"""Flash attention on Hopper: the CUDA kernels of csrc/attention. Gradients that a caller gets are the tiled kernels':
+the CUDA backward pass is right, and slower yet."""
 
 import functools
 import math
@@ -7,16 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn._call import hopper_forward
-from pallas_attn._tile import low_bits, softmax
-from pallas_attn.ops.flash_attention.operands import Operands
+from pallas_attn._call import hopper_backward, hopper_forward
+from pallas_attn._tile import low_bits, sharding, softmax
+from pallas_attn.ops.flash_attention.operands import BackwardOperands, Operands
 from pallas_attn.ops.flash_attention.problem import Problem
 
-WIDE_HEADS = 128
-"""Of narrower heads, exponentials take as long as products, and the tiled kernel is as fast."""
-FEW_PAIRS = 2**25
+FEW_PAIRS, FEW_NARROW_PAIRS = 2**25, 2**28
 """Of queries and keys, of all heads: with fewer, what comes before the kernel, the order of its tiles, takes longer
-than it gains."""
+than it gains. Of heads narrower than WIDE_HEADS it gains less."""
+WIDE_HEADS = 128
 FEW_DOCUMENTS = 1024
 """Whose bounds are looked at whether they exist or not."""
 MOST_TILES = 2**31
@@ -28,6 +28,8 @@ def unsupported(operands: Operands) -> str | None:
     for name, array in (("bias", operands.bias), ("mask", operands.mask)):
         if array is not None:
             return f"has no {name}"
+    if operands.mods is not None:
+        return "has no mask_mod" if operands.mods.score is None else "is compiled before a score_mod is known"
     problem = Problem.of(operands)
     tiles = problem.q_len * problem.q_len * problem.group // 128
     if operands.q_documents is not None and tiles > MOST_TILES:
@@ -40,7 +42,7 @@ def is_slower(operands: Operands) -> bool:
     """Whether the tiled kernel is as fast, or nothing is known."""
     problem = Problem.of(operands)
     pairs = math.prod(problem.lse_shape) * problem.kv_len
-    return problem.widest < WIDE_HEADS or pairs < FEW_PAIRS
+    return pairs < (FEW_PAIRS if problem.widest >= WIDE_HEADS else FEW_NARROW_PAIRS)
 
 
 @functools.partial(jax.jit, static_argnames="keep")
@@ -80,6 +82,37 @@ def forward(operands: Operands, *, keep: bool = False) -> tuple[jax.Array, ...]:
         return split(out), jnp.where(lse == -jnp.inf, -np.inf, np.float32(0)), lse
     rest, low = kept
     return split(out), lse, rest.reshape(problem.lse_shape), split(low)
+
+
+def backward(operands: BackwardOperands) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """As `backward.backward`, of what `unsupported` leaves, for heads of up to 128."""
+    problem, rules = Problem.of(operands), operands.rules
+    heads_first = rules.layout == "BNTH"
+    at = 1 if heads_first else 2
+
+    def whole(array: jax.Array) -> jax.Array:
+        return array.reshape(*array.shape[:at], -1, *array.shape[at + 2 :])
+
+    def by_head(array: jax.Array) -> jax.Array:
+        return array.reshape(problem.batch, -1, problem.q_len)
+
+    rows = operands.maximum, operands.rest, operands.delta, operands.total
+    d_query, d_key, d_value = hopper_backward.backward(
+        whole(operands.query),
+        operands.key,
+        operands.value,
+        whole(operands.d_out),
+        tuple(map(by_head, rows)),
+        _sequences(operands),
+        scale=rules.scale,
+        left=rules.band.left,
+        right=rules.band.right,
+        offset=rules.band.offset,
+        softcap=rules.softcap,
+        heads_first=heads_first,
+    )
+    gradients = d_query.reshape(operands.query.shape), d_key, d_value
+    return sharding.vary(gradients, sharding.varying_axes(operands))
 
 
 def _sequences(operands: Operands) -> hopper_forward.Sequences:

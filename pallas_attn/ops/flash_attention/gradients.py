@@ -11,11 +11,12 @@ from jax import lax
 
 from pallas_attn._call.op import Call
 from pallas_attn._tile import derivative, low_bits, softmax, weights
+from pallas_attn.mods.operands import captured_dims
 from pallas_attn.ops.flash_attention.operands import KEYS, LSE, QUERIES, BackwardOperands, Operands, of_pairs
 from pallas_attn.ops.flash_attention.problem import Problem
 from pallas_attn.ops.flash_attention.scores import natural_scale
 
-FLOATS = ("query", "key", "value", "sinks", "bias")
+FLOATS = ("query", "key", "value", "sinks", "bias", "captured")
 
 
 def attend(call: Call, operands: Operands) -> tuple[jax.Array, ...]:
@@ -55,7 +56,9 @@ def _gradients(
         found = weights.of_queries(product, lse, d_lse, sinks, natural_scale(operands))
     else:
         found = weights.of_queries(product, lse, d_lse)
-    if call.implementation == "xla" or operands.mask is not None or operands.bias is not None:
+    if call.implementation == "xla" or any(
+        given is not None for given in (operands.mask, operands.bias, operands.mods)
+    ):
         # Elsewhere kernels never read, of whole tiles, what sees no key.
         blind = jnp.moveaxis(found.blind, -1, 1) if layout == "BTNH" else found.blind
         d_out = jnp.where(blind[..., None], 0, d_out)
@@ -78,6 +81,14 @@ def _gradients(
         (gradients["bias"],) = call.run(
             backward, step="bias_gradient", results=(of_pairs(bias),), summed=shared
         )
+    if "captured" in asked and (captured := operands.captured) is not None:
+        gradients["captured"] = call.run(
+            backward,
+            step="captured_gradients",
+            results=tuple(map(captured_dims, captured)),
+            summed=("seqs", "heads"),
+            asked=tuple(i for i in range(len(captured)) if f"captured.{i}" in asked),
+        )
     return gradients
 
 
@@ -91,6 +102,20 @@ def padded(forward: Callable[..., tuple[jax.Array, ...]]) -> Callable[..., tuple
         return out, maximum, rest, *low
 
     return attended
+
+
+def shared(captured_gradients: Callable[..., Any]) -> Callable[..., tuple[jax.Array, ...]]:
+    """Every device has a part of them, float32."""
+
+    def gradients(
+        operands: BackwardOperands, *, axes: tuple[str, ...], **options: Any
+    ) -> tuple[jax.Array, ...]:
+        assert operands.captured is not None
+        parts = captured_gradients(operands, **options)
+        parts = lax.psum(parts, axes) if axes else parts
+        return tuple(part.astype(one.dtype) for part, one in zip(parts, operands.captured, strict=True))
+
+    return gradients
 
 
 def summed(bias_gradient: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Array]]:

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn._tile import dense, logits, low_bits, masking, softmax, triton, weights
+from pallas_attn.mods import operands as mods
+from pallas_attn.mods.program import KEY, QUERY
 from pallas_attn.ops.flash_attention import scores, walk
 from pallas_attn.ops.flash_attention.config import FlashAttentionConfig, FlashAttentionTiles
 from pallas_attn.ops.flash_attention.operands import Operands
@@ -69,9 +71,11 @@ def of_program(problem: Problem, num_blocks: int, together: int) -> tuple[scores
 
 def sides(refs: Operands, problem: Problem, tiles: FlashAttentionTiles) -> tuple[walk.Side, walk.Side]:
     """Queries and keys."""
+    lists = (None, None) if refs.mods is None else (refs.mods.of_queries, refs.mods.of_keys)
+    sizes = (0, 0) if refs.mods is None else refs.mods.block
     return (
-        walk.Side(problem.q_len, tiles.block_q, refs.q_documents),
-        walk.Side(problem.kv_len, tiles.block_kv, refs.kv_documents),
+        walk.Side(problem.q_len, tiles.block_q, refs.q_documents, lists[0], sizes[0]),
+        walk.Side(problem.kv_len, tiles.block_kv, refs.kv_documents, lists[1], sizes[1]),
     )
 
 
@@ -85,6 +89,7 @@ def _forward_kernel(
     stream = dense.Stream(rules.layout, cell.batch, (cell.kv_head, cell.place))
     pool = dense.Stream(rules.layout, cell.batch, (cell.kv_head,))
     q = stream.read(refs.query, mine.tokens, mine.real, problem.query_chunks)
+    of_mods = mods.over_refs(refs.mods, refs.captured, cell).at(QUERY, mine.tokens, problem.q_len)
     counted = None
     if low_refs and refs.value.dtype == jnp.float16:
         # What values have in common is off by as much as rounded weights are from adding up to 1. Gradients of fp16
@@ -96,8 +101,9 @@ def _forward_kernel(
         v = pool.read(refs.value, tile.tokens, tile.held, problem.value_chunks)
         query_at, key_at = mine.tokens[:, None], tile.tokens[None, :]
         real = mine.real[:, None] & tile.held[None, :]
-        given = scores.scores(refs, cell, logits.products(q, k, None), query_at, key_at, real)
-        seen = scores.visible(rules.band, query_at, key_at, tile.masked, [tile.held[None, :]])
+        here = of_mods.at(KEY, tile.tokens, problem.kv_len, masked=tile.masked)
+        given = scores.scores(refs, cell, logits.products(q, k, None), query_at, key_at, real, here)
+        seen = scores.visible(rules.band, query_at, key_at, tile.masked, [tile.held[None, :]], here)
         shaped = given.logits if seen is None else masking.apply(given.logits, seen)
         state, shares = softmax.rescale(
             state, shaped, given.factor, exp2_below=triton.exp2_below_fused, counted=counted
@@ -109,7 +115,7 @@ def _forward_kernel(
     def attend(part: walk.Part) -> None:
         sizes = tuple(size for _, size in problem.value_chunks)
         state = softmax.start((tiles.block_q,), sizes, late_sum=None if counted is None else weights.SUMS)
-        state = walk.walk(mine, part, queries, keys, rules.band, cell.batch, step, state)
+        state = walk.walk(mine, part, queries, keys, rules.band, cell, step, state)
         if refs.sinks is not None:
             sink = triton.load(refs.sinks.at[cell.kv_head, cell.place])
             scale = scores.natural_scale(refs)

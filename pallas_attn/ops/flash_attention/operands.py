@@ -8,6 +8,7 @@ from pallas_attn._call.operands import dims, operands
 from pallas_attn._tile.band import Band
 from pallas_attn._tile.segments import Side
 from pallas_attn._types import Array
+from pallas_attn.mods.operands import Mods, captured_dims
 
 LSE = "seqs heads group q"
 
@@ -54,13 +55,19 @@ class Operands:
     kv_documents: Side | None = _documents("kv")
     padding: Array | None = dims("seqs q", default=None)
     """Queries whose lse is -inf, even where there are sinks."""
+    captured: tuple[Any, ...] | None = dims(
+        lambda self: [captured_dims(x) for x in self.captured], default=None
+    )
+    """Of the score_mod, what has gradients."""
+    mods: Mods | None = dims(lambda self: self.mods.dims(), default=None)
     rules: Rules
     checkpoint_name: str | None = None
 
     @property
     def pair_bytes(self) -> int:
         """What is read for each query and key."""
-        return sum(array.dtype.itemsize for array in (self.bias, self.mask) if array is not None)
+        own = sum(array.dtype.itemsize for array in (self.bias, self.mask) if array is not None)
+        return own if self.mods is None else own + self.mods.pair_bytes
 
 
 @operands

@@ -13,6 +13,11 @@ from jax import lax
 
 from pallas_attn._call import symbolic
 from pallas_attn._tile import low_bits, masking, sharding, softmax, weights
+from pallas_attn.mods import operands as mods
+from pallas_attn.mods.derivative import slope as slope_of
+from pallas_attn.mods.evaluate import as_it_is, from_arrays
+from pallas_attn.mods.operands import Tile
+from pallas_attn.mods.program import BATCH, HEAD, KEY, QUERY, Program
 from pallas_attn.ops.flash_attention.operands import BackwardOperands, Operands
 from pallas_attn.ops.flash_attention.problem import Problem
 from pallas_attn.ops.flash_attention.scores import natural_scale
@@ -40,6 +45,7 @@ class Chunks:
 
     def __init__(self, operands: Operands):
         self.problem, self.rules, self.operands = Problem.of(operands), operands.rules, operands
+        self.slopes = isinstance(operands, BackwardOperands)
         self.query = self.by_head(operands.query)
         self.size = self._chunk()
         self.count = -(-self.problem.kv_len // self.size)
@@ -80,6 +86,10 @@ class Chunks:
             dot("bkgqd,bksd->bkgqs", self.query, key), rules.scale, rules.softcap
         )
         slope = jnp.float32(1.0) if bent is None else jnp.where(seen, bent, 0.0)
+        if operands.mods is not None and operands.mods.score is not None:
+            of_mod = slope_of(operands.mods.score) if self.slopes else operands.mods.score
+            logits, *own = self.of_mods(i, of_mod).scored(logits * scale)
+            slope, scale = functools.reduce(lambda x, y: jnp.where(seen, x * y, 0.0), own, slope), 1.0
         if operands.bias is not None:
             bias = self._of(i, self._padded(operands.bias, 4), 4).astype(jnp.float32)
             logits = logits * scale + bias
@@ -99,7 +109,22 @@ class Chunks:
             of_keys = self._of(i, self._padded(operands.kv_documents.rank, 1), 1)
             same = operands.q_documents.rank[:, :, None] == of_keys[:, None, :]
             seen &= same[:, None, None]
+        if operands.mods is not None and (of_mod := self.of_mods(i, None).seen()) is not None:
+            seen &= of_mod
         return seen
+
+    def of_mods(self, i: jax.Array, score: Program | None, captured: Any = None) -> Tile:
+        """Over [batch or 1, num_kv_heads or 1, group or 1, q_len, keys of a chunk]."""
+        given, problem = self.operands.mods, self.problem
+        assert given is not None
+        known = {}
+        if given.sequences is not None:
+            known[BATCH] = given.sequences[:, None, None, None, None]
+        if given.heads is not None:
+            known[HEAD] = given.heads[:, :, None, None]
+        mine = mods.tile(given, captured or self.operands.captured, score, from_arrays, as_it_is).given(known)
+        mine = mine.at(QUERY, jnp.arange(problem.q_len)[:, None], problem.q_len)
+        return mine.at(KEY, (i * self.size + jnp.arange(self.size))[None, :], problem.kv_len)
 
     def summed(self, subscripts: str, weights: jax.Array, seen: jax.Array, over: jax.Array) -> jax.Array:
         """A product that sums over tokens. Of several documents, a token's NaN reaches only those that see it."""
@@ -196,3 +221,34 @@ def bias_gradient(operands: BackwardOperands, *, dtype: Any) -> jax.Array:
 
     zeros = jnp.zeros((*shape[:4], chunks.count * chunks.size), jnp.float32)
     return _loop(chunks.count, step, zeros, operands)[..., : shape[4]].astype(dtype)
+
+
+@functools.partial(jax.jit, static_argnames="asked")
+def captured_gradients(operands: BackwardOperands, *, asked: tuple[int, ...]) -> tuple[jax.Array, ...]:
+    """As the kernels', but of arrays that are read in any way: by JAX's own derivatives of gathers."""
+    chunks, given, captured = Chunks(operands), operands.mods, operands.captured
+    assert given is not None
+    assert captured is not None
+    d_out, score = chunks.by_head(operands.d_out), given.score
+    # A device's part: derivatives of what is the same everywhere would be sums over all.
+    own = sharding.vary(tuple(captured[number] for number in asked), sharding.varying_axes(operands))
+
+    def step(i, sums):
+        chunk = chunks[i]
+        _, d_logits = _of_chunk(operands, chunk, d_out)
+        products = dot("bkgqd,bksd->bkgqs", chunks.query, chunk.key)
+        logits, scale, _ = weights.bent(products, operands.rules.scale, operands.rules.softcap)
+
+        def scored(arrays: tuple[jax.Array, ...]) -> jax.Array:
+            changed = list(captured)
+            for number, array in zip(asked, arrays, strict=True):
+                changed[number] = array
+            return chunks.of_mods(i, score, tuple(changed)).scored(logits * scale)[0]
+
+        _, pull = jax.vjp(scored, own)
+        found = pull(jnp.where(chunk.seen, d_logits, 0.0))[0]
+        return tuple(total + one.astype(jnp.float32) for total, one in zip(sums, found, strict=True))
+
+    zeros = tuple(jnp.zeros(captured[number].shape, jnp.float32) for number in asked)
+    sums = dict(zip(asked, _loop(chunks.count, step, zeros, operands), strict=True))
+    return tuple(sums.get(i, jnp.zeros(one.shape, jnp.float32)) for i, one in enumerate(captured))

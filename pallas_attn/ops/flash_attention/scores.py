@@ -1,7 +1,7 @@
 """From products of queries and keys to logits with every rule applied: what forward and backward share.
 
-The order is scale, soft cap, bias, masks. A tile is [queries, keys], or [keys, queries] where gradients of keys want it
-so: token numbers come with the dimension that they belong to, and everything else follows by broadcasting.
+The order is scale, soft cap, score_mod, bias, masks. A tile is [queries, keys], or [keys, queries] where gradients of
+keys want it so: token numbers come with the dimension that they belong to, and everything else follows by broadcasting.
 """
 
 import functools
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from pallas_attn._tile import masking, triton, weights
 from pallas_attn._tile.band import Band
+from pallas_attn.mods.operands import NOTHING, Tile
 from pallas_attn.ops.flash_attention.operands import Operands
 
 
@@ -26,8 +27,14 @@ class Cell(NamedTuple):
     """In the KV head's group."""
 
 
-def scores(refs: Operands, cell: Cell, products, query, key, real) -> weights.Bent:
+def scores(refs: Operands, cell: Cell, products, query, key, real, mods: Tile = NOTHING) -> weights.Bent:
+    """`mods` over the tile: a score_mod, or its derivative, from which the slope is."""
     logits, scale, slope = weights.bent(products, refs.rules.scale, refs.rules.softcap)
+    if mods.score is not None:
+        logits, *own = of_mods(refs, products, mods)
+        scale = 1.0
+        for one in own[:1]:
+            slope = one if slope is None else slope * one
     if refs.bias is not None:
         bias = pairs(refs.bias, cell, query, key, real).astype(jnp.float32)
         logits, scale = logits * scale + bias, 1.0
@@ -36,9 +43,15 @@ def scores(refs: Operands, cell: Cell, products, query, key, real) -> weights.Be
     return weights.Bent(logits, scale, slope)
 
 
+def of_mods(refs: Operands, products: jax.Array, mods: Tile) -> list[jax.Array]:
+    """What the score_mod, or its derivative, gives over a tile."""
+    logits, scale, _ = weights.bent(products, refs.rules.scale, refs.rules.softcap)
+    return mods.scored(logits * scale)
+
+
 def natural_scale(operands: Operands) -> float:
     """What makes natural logits of those of `scores`."""
-    if operands.bias is not None:
+    if operands.bias is not None or (operands.mods is not None and operands.mods.score is not None):
         return 1.0
     return operands.rules.scale if operands.rules.softcap is None else operands.rules.softcap
 
@@ -57,7 +70,11 @@ def pairs_at(ref: Any, cell: Cell, query: jax.Array, key: jax.Array) -> Any:
     return ref.at[tuple(jnp.broadcast_to(jnp.asarray(i, jnp.int32), shape) for i in index)]
 
 
-def visible(sees: Band, query, key, masked: bool, among: Sequence[jax.Array]) -> jax.Array | None:
+def visible(
+    sees: Band, query, key, masked: bool, among: Sequence[jax.Array], mods: Tile = NOTHING
+) -> jax.Array | None:
     """Which pairs meet, None if all do. `among`: which tokens of either side there are, expanded."""
     masks = [*sees.visible(query, key), *among] if masked else []
+    if masked and (of_mod := mods.seen()) is not None:
+        masks.append(of_mod)
     return functools.reduce(operator.and_, masks) if masks else None

@@ -18,6 +18,8 @@ from jax import lax
 
 from pallas_attn._tile import band, segments, triton
 from pallas_attn._tile.band import Band
+from pallas_attn.mods.blocks import Lists
+from pallas_attn.ops.flash_attention.scores import Cell
 
 
 class Side(NamedTuple):
@@ -26,7 +28,9 @@ class Side(NamedTuple):
     length: int
     block: int
     documents: segments.Side | None = None
-    """Of refs."""
+    """Of refs, as are `lists`: of a block_mask, for each of this side's blocks of `listed` tokens."""
+    lists: Lists | None = None
+    listed: int = 0
 
 
 class Block(NamedTuple):
@@ -99,11 +103,14 @@ def walk(
     own: Side,
     other: Side,
     sees: Band,
-    batch: jax.Array,
+    cell: Cell,
     step: Callable[[Any, Tile], Any],
     state: Any,
 ) -> Any:
     """`step(state, tile)` for each tile that the part of `mine` visits, in order; `sees` is read from `mine`."""
+    batch = cell.batch
+    if own.lists is not None:
+        return _listed(_Listed.of(mine, own, other, cell), other, step, state)
     span = _span(mine, part, own, other, sees, batch)
     visited = band.tiles(*span, other.block)
     if part.rank is None:
@@ -114,9 +121,15 @@ def walk(
 
 
 def sample(
-    mine: Block, part: Part, own: Side, other: Side, sees: Band, batch: jax.Array, size: int
+    mine: Block, part: Part, own: Side, other: Side, sees: Band, cell: Cell, size: int
 ) -> tuple[jax.Array, jax.Array]:
     """([size] tokens, which of them there are) of those that the part of `mine` sees, evenly spread."""
+    batch = cell.batch
+    if own.lists is not None:
+        listed = _Listed.of(mine, own, other, cell)
+        places = jnp.arange(size) * (listed.ends[1] * listed.tiles) // np.int32(size)
+        tokens = listed.tile(places) * other.block + other.block // 2
+        return tokens, (tokens < other.length) & (listed.ends[1] > 0)
     begin, end = _span(mine, part, own, other, sees, batch).seen
     apart = jnp.maximum((end - begin) // size, 1)
     tokens = begin + apart // 2 + apart * jnp.arange(size)
@@ -168,3 +181,59 @@ def _tiles(tiles: band.Tiles, met, edges: tuple[bool, bool], other: Side, rank, 
         return masked(jnp.where(i < before, tiles.begin + i, clear_to + i - before), state)
 
     return lax.fori_loop(0, before + tiles.end - clear_to, either, state)
+
+
+class _Listed(NamedTuple):
+    """The tiles that a block_mask lists for a block."""
+
+    lists: Lists
+    place: tuple[jax.Array, ...]
+    ends: tuple[jax.Array, jax.Array]
+    """Of the blocks that are seen whole, which come first, and of all."""
+    tiles: int
+    """Of each block in the list."""
+
+    @classmethod
+    def of(cls, mine: Block, own: Side, other: Side, cell: Cell) -> "_Listed":
+        assert own.lists is not None
+        lead = (jnp.int32(0) if size == 1 else i for size, i in zip(own.lists.ends.shape, cell, strict=False))
+        place = (*lead, mine.first // np.int32(own.listed))
+        full, partial = (triton.load(own.lists.ends.at[*place, jnp.int32(i)]) for i in range(2))
+        return cls(own.lists, place, (full, partial), other.listed // other.block)
+
+    def tile(self, i: jax.Array) -> jax.Array:
+        """The numbers of the tiles that come at places `i`."""
+        tiles = np.int32(self.tiles)
+        return self._at(self.lists.order, i // tiles) * tiles + i % tiles
+
+    def run(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(first tile, blocks side by side) of what comes at block `i`."""
+        return self._at(self.lists.order, i) * np.int32(self.tiles), self._at(self.lists.runs, i)
+
+    def _at(self, ref: Any, i: jax.Array) -> jax.Array:
+        return triton.load(ref.at[tuple(jnp.broadcast_to(one, i.shape) for one in (*self.place, i))])
+
+
+def _listed(listed: _Listed, other: Side, step, state) -> Any:
+    """Runs of blocks, so that the inner loop, which Triton pipelines, counts tiles and looks nothing up."""
+
+    def clear(tile, state: Any) -> Any:
+        tokens = tile * other.block + jnp.arange(other.block)
+        return step(state, Tile(tokens, jnp.ones(other.block, bool), False))
+
+    def masked(tile, state: Any) -> Any:
+        tokens = tile * other.block + jnp.arange(other.block)
+        whole = other.length % other.block == 0
+        held = jnp.ones(other.block, bool) if whole else tokens < other.length
+        return step(state, Tile(tokens, held, True))
+
+    def over(begin, end, visit, state: Any) -> Any:
+        def run(carry):
+            i, state = carry
+            first, blocks = listed.run(i)
+            return i + blocks, lax.fori_loop(first, first + blocks * listed.tiles, visit, state)
+
+        return lax.while_loop(lambda carry: carry[0] < end, run, (begin, state))[1]
+
+    full, partial = listed.ends
+    return over(full, partial, masked, over(jnp.int32(0), full, clear, state))

@@ -11,6 +11,8 @@ inline float exp2_fast(float x) {
   return std::fabs(y) < 0x1p-126f ? 0.0f : y;
 }
 
+inline float log2_fast(float x) { return std::log2(x); }
+
 template <typename Element>
 struct ElementTraits;
 

@@ -36,6 +36,8 @@ template <int kPending>
 void wgmma_wait() {}
 template <int kCount>
 void wgmma_touch(float (&)[kCount]) {}
+template <int kCount>
+void wgmma_claim(float (&)[kCount]) {}
 template <int kSteps>
 void wgmma_touch(uint32_t (&)[kSteps][4]) {}
 

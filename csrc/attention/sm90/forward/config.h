@@ -59,7 +59,7 @@ struct ShapeOf {
   // A thread's registers: those of the whole CTA are dealt anew between the roles.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
   static constexpr int kFeederRegisters = kFeed != Feed::kEngine ? 32 : kValueDim > 192 ? 56 : 72;
-  static constexpr int kHandRegisters = kFeed == Feed::kEngine ? 0 : 48;
+  static constexpr int kHandRegisters = kFeed == Feed::kEngine ? 0 : kFeed == Feed::kConverted ? 64 : 48;
   static constexpr int kConsumerRegisters =
       ((kMath + kFeeders) * kLaunchRegisters - kFeederRegisters - kHandRegisters) / kMath / 8 * 8;
 

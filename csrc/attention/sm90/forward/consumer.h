@@ -1,5 +1,6 @@
 // A math warpgroup: its 64 rows of every tile against the key tiles that they see. The product with one key
-// tile's values runs beside the softmax of the next one's scores, also from one tile of queries to the next.
+// tile's values follows that of the next one's scores, also from one tile of queries to the next, and both
+// run beside the other warpgroup's exponentials.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -10,6 +11,7 @@
 #include "attention/sm90/forward/documents.h"
 #include "attention/sm90/forward/logits.h"
 #include "attention/sm90/forward/smem_plan.h"
+#include "attention/sm90/forward/softmax.h"
 #include "attention/sm90/forward/store.h"
 #include "ptx/control.h"
 #include "ptx/mbarrier.h"
@@ -22,7 +24,7 @@ namespace pallas_attn::attention::sm90 {
 enum NamedBarrier {
   // Values that nobody sees are zero. All math warpgroups arrive and wait.
   kUnseenCleared = 1,
-  kTurn = 2,  // and one more of the second warpgroup
+  kTurn = 2,  // to issue products, of the first warpgroup, and one more of the second
 };
 
 template <typename Element, typename Shape, Form kForm>
@@ -43,7 +45,7 @@ class Consumer {
         factor_(shaped_ ? 1.0f : scale_ * kLog2E) {}
 
   __device__ void work() {
-    if (kTurns && warpgroup_ == 1) ptx::named_barrier_arrive(kTurn, Shape::kConsumerThreads);
+    if (warpgroup_ == 1) ptx::named_barrier_arrive(kTurn, Shape::kConsumerThreads);
     if (!open(told_)) return;
     take_turn();
     issue_scores();
@@ -51,8 +53,8 @@ class Consumer {
     finish_scores<0>();
     begin(smem_.tiles[told_]);
     float rescale[kRowsPerThread];
-    softmax(smem_.tiles[told_], rescale);
-    pack_probabilities<Element>(rS_, rP_);
+    shape(smem_.tiles[told_]);
+    softmax(rescale);
     if constexpr (Shape::kQuerySlots > 1) {
       walk_ahead(rescale);
     } else {
@@ -66,8 +68,6 @@ class Consumer {
   // of fp16 have the digits to show it.
   using Summed =
       std::conditional_t<kForm == Form::kFull && std::is_same_v<Element, __half>, Rounded<Element>, Exact>;
-  // Worth it where a tile's queries are not there before the last one's are done with.
-  static constexpr bool kTurns = Shape::kQuerySlots == 1;
   static constexpr int kKeySteps = kKeys / kStepDims;
 
   // One loop over all key tiles of all tiles, so that its code is there once: short tiles are many, and what
@@ -87,8 +87,10 @@ class Consumer {
         if (!open(scored)) break;
       }
       prepare_values(tile);
+      take_turn();
       issue_scores();
       issue_values(first);
+      pass_turn();
       finish_scores<1>();
       const RowState ended = state_;
       if (leaves) {
@@ -96,14 +98,14 @@ class Consumer {
       } else {
         --key_;
       }
-      const bool moved = softmax(smem_.tiles[scored], rescale);
+      shape(smem_.tiles[scored]);
       finish_values();
+      const bool moved = softmax(rescale);
       if (leaves) {
         store(tile, ended);
         release(&smem_.told.empty[told_][0]);
         told_ = scored;
       }
-      pack_probabilities<Element>(rS_, rP_);
       if (moved) multiply_rows(rO_, rescale);
       first = leaves;
     }
@@ -128,9 +130,9 @@ class Consumer {
         pass_turn();
         finish_scores<1>();
         --key_;
-        const bool moved = softmax(tile, rescale);
+        shape(tile);
         finish_values();
-        pack_probabilities<Element>(rS_, rP_);
+        const bool moved = softmax(rescale);
         if (moved) multiply_rows(rO_, rescale);
       }
       release(&smem_.queries.empty[slot_][0]);
@@ -152,8 +154,8 @@ class Consumer {
       store(tile, state_);
       finish_scores<0>();
       begin(smem_.tiles[next]);
-      softmax(smem_.tiles[next], rescale);
-      pack_probabilities<Element>(rS_, rP_);
+      shape(smem_.tiles[next]);
+      softmax(rescale);
       release(&smem_.told.empty[told_][0]);
       told_ = next;
     }
@@ -175,6 +177,7 @@ class Consumer {
   // With the scores of a tile's first key tile, which is its last.
   __device__ __forceinline__ void begin(const Tile& tile) {
     state_.reset();
+    settled_ = false;
     last_key_ = uniform(tile.first_key);
     key_ = last_key_ + uniform(tile.num_keys) - 1;
     open_begin_ = uniform(tile.open_begin);
@@ -207,14 +210,18 @@ class Consumer {
     return __builtin_expect(key_ >= open_begin_ && key_ < open_end_, true);
   }
 
-  __device__ __forceinline__ bool softmax(const Tile& tile, float (&rescale)[kRowsPerThread]) {
-    if (__builtin_expect(shaped_ || !is_open(), false)) {
-      const Rows rows(params_, tile, window_, group_, warpgroup_ * kFragmentRows, at_);
-      if (shaped_) shape_logits(rS_, params_, scale_of(tile), at_, key_ * kKeys, rows);
-      if (!is_open()) mask_outside(rS_, at_, key_ * kKeys, rows);
-      if (is_mixed(tile)) own_keys(tile).mask_others(rS_, at_);
-    }
-    return exponentiate<Summed>(rS_, factor_, state_, rescale);
+  // Scores become logits; those that do not count, -inf.
+  __device__ __forceinline__ void shape(const Tile& tile) {
+    if (__builtin_expect(!shaped_ && is_open(), true)) return;
+    const Rows rows(params_, tile, window_, group_, warpgroup_ * kFragmentRows, at_);
+    if (shaped_) shape_logits(rS_, params_, scale_of(tile), at_, key_ * kKeys, rows);
+    if (!is_open()) mask_outside(rS_, at_, key_ * kKeys, rows);
+    if (is_mixed(tile)) own_keys(tile).mask_others(rS_, at_);
+  }
+
+  // Over the probabilities that the product with values has been reading.
+  __device__ __forceinline__ bool softmax(float (&rescale)[kRowsPerThread]) {
+    return to_probabilities<Element, Summed>(rS_, factor_, state_, settled_, rescale, rP_);
   }
 
   __device__ __forceinline__ void issue_scores() {
@@ -223,7 +230,7 @@ class Consumer {
     const uint64_t query =
         ptx::uniform_descriptor(ptx::wgmma_descriptor(smem_.fragment_of(slot_, 0, warpgroup_), 0));
     const uint64_t key = ptx::uniform_descriptor(ptx::wgmma_descriptor(smem_.sK[key_stage_], 0));
-    ptx::wgmma_touch(rS_);
+    ptx::wgmma_claim(rS_);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Shape::kDim / kStepDims; ++step) {
@@ -236,11 +243,13 @@ class Consumer {
     ptx::wgmma_commit();
   }
 
+  // A warpgroup is held while it issues the product of probabilities in registers, as long as that takes:
+  // taking turns at it, the other one's exponentials run beside. Else both do the same at the same time.
   __device__ __forceinline__ void take_turn() {
-    if (kTurns) ptx::named_barrier_sync(kTurn + warpgroup_, Shape::kConsumerThreads);
+    ptx::named_barrier_sync(kTurn + warpgroup_, Shape::kConsumerThreads);
   }
   __device__ __forceinline__ void pass_turn() {
-    if (kTurns) ptx::named_barrier_arrive(kTurn + 1 - warpgroup_, Shape::kConsumerThreads);
+    ptx::named_barrier_arrive(kTurn + 1 - warpgroup_, Shape::kConsumerThreads);
   }
 
   // In front of a turn: both math warpgroups meet in it.
@@ -375,6 +384,7 @@ class Consumer {
   // Of the tile that is begun: the key tile at work, the one that comes last, and those seen whole.
   int key_, last_key_, open_begin_, open_end_;
   float scale_, factor_;
+  bool settled_;  // of its rows' maxima
   RowState state_;
   float rS_[accumulators(kKeys)];
   float rO_[accumulators(Shape::kValueDim)];

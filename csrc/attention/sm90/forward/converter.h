@@ -73,7 +73,13 @@ class Converter {
         ptx::wait_for_copies_but<1>();
         __syncwarp();
         if (batch == 0) filling_.wait_until_empty();
-        convert(places, key, batch, half, scaled, head_scale);
+        if (joins) {
+          convert_or_copy(places, key, batch, half, scaled, head_scale);
+        } else if (source_.params.cache == CacheType::kE4m3) {
+          convert<true>(batch, half, scaled, head_scale);
+        } else {
+          convert<false>(batch, half, scaled, head_scale);
+        }
         half ^= 1;
       }
       if (joins) ptx::wait_for_copies();
@@ -91,6 +97,7 @@ class Converter {
  private:
   using Turns = TurnsOf<kKeys, kPieces>;
   using Held = HeldPlaces<kRole, Turns::kRows>;
+  static constexpr uint32_t kTurnBytes = kHandWarps * 32 * 16;
 
   template <typename Raw>
   static __device__ auto& raw_of(Raw& raw) {
@@ -102,8 +109,16 @@ class Converter {
   }
 
   // Of the warp's rows and their 16-byte chunks, those of one turn: a lane's.
-  __device__ int row_of(int turn) const { return (turn * 32 + lane_) / Turns::kRowChunks; }
-  __device__ int chunk_of(int turn) const { return (turn * 32 + lane_) % Turns::kRowChunks; }
+  __device__ __forceinline__ int row_of(int turn) const {
+    if constexpr (32 % Turns::kRowChunks == 0) {
+      return turn * (32 / Turns::kRowChunks) + lane_ / Turns::kRowChunks;
+    } else {
+      return (turn * 32 + lane_) / Turns::kRowChunks;
+    }
+  }
+  __device__ __forceinline__ int chunk_of(int turn) const {
+    return (32 % Turns::kRowChunks == 0 ? lane_ : turn * 32 + lane_) % Turns::kRowChunks;
+  }
 
   __device__ __forceinline__ void load_rows(const Tile& tile, int key) {
     filling_.wait_until_empty();
@@ -126,66 +141,128 @@ class Converter {
     filling_.advance();
   }
 
-  // Has a batch of the turns copied.
+  // Has a batch of the turns copied. Loops are short here, and not unrolled: each of these warps is alone
+  // with its code, and what is not in the instruction cache takes five times as long.
   __device__ __forceinline__ void begin(const Held& held, const Tile& tile, int batch, int half) {
-    const uint32_t to = raw_ + half * Turns::kBatch * (kHandWarps * 32 * 16);
-#pragma unroll
-    for (int j = 0; j < Turns::kBatch; ++j) {
-      const int turn = batch * Turns::kBatch + j, row = row_of(turn), chunk = chunk_of(turn);
+    uint32_t to = raw_ + half * Turns::kBatch * kTurnBytes;
+    const int first = batch * Turns::kBatch;
+#pragma unroll 4
+    for (int turn = first; turn < first + Turns::kBatch; ++turn, to += kTurnBytes) {
+      const int row = row_of(turn), chunk = chunk_of(turn);
       // The rows of a batch are a block's where they are 32.
       const char* from = Turns::kBatch == Turns::kRowChunks ? held.of(row, batch) : held.of(row);
       const bool copied = from != nullptr && chunk * 16 < source_.dim();
-      ptx::copy_async(to + j * (kHandWarps * 32 * 16), from + chunk * 16, copied);
-      if (by_page_) {
-        const int page = held.page_of(row);
-        if (chunk == 0) {
-          const auto scale = static_cast<int64_t>(from != nullptr ? page : 0) * source_.params.num_kv_heads;
-          ptx::copy_word_async(ptx::shared_address(row_scales_ + first_row_ + row),
-                               scales_ + scale + tile.kv_head);
-        }
+      ptx::copy_async(to, from + chunk * 16, copied);
+    }
+    if (!by_page_) return;
+#pragma unroll 1
+    for (int turn = first; turn < first + Turns::kBatch; ++turn) {
+      const int row = row_of(turn), page = held.page_of(row);
+      const bool copied = held.of(row) != nullptr;
+      if (chunk_of(turn) == 0) {
+        const auto scale = static_cast<int64_t>(copied ? page : 0) * source_.params.num_kv_heads;
+        ptx::copy_word_async(ptx::shared_address(row_scales_ + first_row_ + row),
+                             scales_ + scale + tile.kv_head);
       }
     }
   }
 
-  __device__ __forceinline__ void convert(const Places<kRole>& places, int key, int batch, int half,
-                                          bool scaled, float head_scale) {
-    const uint32_t from = raw_ + half * Turns::kBatch * (kHandWarps * 32 * 16);
-#pragma unroll 2
+  // Where a lane's 32 bytes of a turn go, 16 at a time: neighbouring quads write halves in turns, so that
+  // eight lanes meet all banks. `swapped`: the second half first.
+  struct Place {
+    int row;
+    bool swapped;
+    uint32_t first, other;
+
+    __device__ __forceinline__ Place(uint32_t buffer, int to_row, int chunk) : row(to_row) {
+      const int piece = chunk / 4;
+      swapped = piece % 2;
+      const uint32_t within = ((chunk % 4 * 2 + swapped) ^ (to_row & 7)) << 4;
+      first = buffer + piece * (kKeys * kRowBytes) + to_row * kRowBytes + within;
+      other = first ^ 16;
+    }
+  };
+
+  template <bool kE4m3>
+  static __device__ __forceinline__ uint4 to_elements(uint2 bytes) {
+    return kE4m3 ? eight_of_e4m3<Element>(bytes.x, bytes.y) : eight_of_int8<Element>(bytes.x, bytes.y);
+  }
+
+  // The lane's 16 bytes of a turn, in the order in which they are stored.
+  struct Raw {
+    uint2 first, other;
+
+    __device__ Raw() {}
+    __device__ __forceinline__ Raw(uint32_t from, bool swapped)
+        : first(ptx::load_shared_8_bytes(from + (swapped ? 8 : 0))),
+          other(ptx::load_shared_8_bytes(from + (swapped ? 0 : 8))) {}
+  };
+  template <bool kE4m3>
+  __device__ __forceinline__ void convert_turn(const Raw& raw, const Place& place, bool scaled, float scale) {
+    uint4 first = to_elements<kE4m3>(raw.first), other = to_elements<kE4m3>(raw.other);
+    if (!kOfKeys && scaled) {
+      scale_eight<Element>(first, scale);
+      scale_eight<Element>(other, scale);
+    }
+    ptx::store_16_bytes(place.first, first);
+    ptx::store_16_bytes(place.other, other);
+  }
+
+  // A batch of the turns, some of which are loaded before the first is converted.
+  template <bool kE4m3>
+  __device__ __forceinline__ void convert(int batch, int half, bool scaled, float head_scale) {
+    constexpr int kAtOnce = Turns::kBatch % 4 == 0 ? 4 : 2;
+    uint32_t from = raw_ + half * Turns::kBatch * kTurnBytes;
+    const uint32_t buffer = ptx::shared_address(filling_.buffer()[0]);
+    const int first = batch * Turns::kBatch;
+    const auto place_of = [&](int turn) { return Place(buffer, first_row_ + row_of(turn), chunk_of(turn)); };
+#pragma unroll 1
+    for (int turn = first; turn < first + Turns::kBatch; turn += kAtOnce, from += kAtOnce * kTurnBytes) {
+      Raw raw[kAtOnce];
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) raw[k] = Raw(from + k * kTurnBytes, place_of(turn + k).swapped);
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        const Place place = place_of(turn + k);
+        const float scale = !kOfKeys && by_page_ ? row_scales_[place.row] : head_scale;
+        convert_turn<kE4m3>(raw[k], place, scaled, scale);
+      }
+    }
+    if (kOfKeys && scaled) store_scales(batch, head_scale);
+  }
+
+  // What each key's score is multiplied by.
+  __device__ __forceinline__ void store_scales(int batch, float head_scale) {
+#pragma unroll 1
     for (int j = 0; j < Turns::kBatch; ++j) {
-      const int turn = batch * Turns::kBatch + j, row = row_of(turn), chunk = chunk_of(turn), at = key + row;
-      const int to_row = first_row_ + row, piece = chunk / 4;
-      const uint32_t to = ptx::shared_address(filling_.buffer()[piece][to_row]);
-      // Neighbouring quads write halves of their 32 bytes in turns, so that eight lanes meet all banks.
-      const int first = chunk % 4 * 2 + piece % 2;
-      const uint32_t one = to + ((first ^ (to_row & 7)) << 4), other = to + ((first ^ 1 ^ (to_row & 7)) << 4);
+      const int turn = batch * Turns::kBatch + j, row = first_row_ + row_of(turn);
+      if (chunk_of(turn) == 0) filling_.scales()[row] = by_page_ ? row_scales_[row] : head_scale;
+    }
+  }
+
+  // The same where some of the tile's keys are in rows.
+  __device__ __forceinline__ void convert_or_copy(const Places<kRole>& places, int key, int batch, int half,
+                                                  bool scaled, float head_scale) {
+    const uint32_t from = raw_ + half * Turns::kBatch * kTurnBytes;
+    const uint32_t buffer = ptx::shared_address(filling_.buffer()[0]);
+#pragma unroll 1
+    for (int j = 0; j < Turns::kBatch; ++j) {
+      const int turn = batch * Turns::kBatch + j, chunk = chunk_of(turn), at = key + row_of(turn);
+      const Place place(buffer, first_row_ + row_of(turn), chunk);
       const bool in_row = places.holds(at) && !places.is_paged(at);
-      if (kOfKeys && scaled && chunk == 0) {
-        filling_.scales()[to_row] = in_row ? 1.0f : by_page_ ? row_scales_[to_row] : head_scale;
-      }
+      const float scale = in_row ? 1.0f : by_page_ ? row_scales_[place.row] : head_scale;
+      if (kOfKeys && scaled && chunk == 0) filling_.scales()[place.row] = scale;
       if (in_row) {
-        const char* row_from = places.in_row(at) + chunk * 32;
         const bool exists = chunk * 16 < source_.dim();
-        const int swapped = piece % 2 * 16;
-        ptx::copy_async(one, exists ? row_from + swapped : places.anywhere(), exists);
-        ptx::copy_async(other, exists ? row_from + (16 - swapped) : places.anywhere(), exists);
-        continue;
-      }
-      uint4 low, high;
-      const uint4 bytes = ptx::load_shared_16_bytes(from + j * (kHandWarps * 32 * 16));
-      if (source_.params.cache == CacheType::kE4m3) {
-        low = eight_of_e4m3<Element>(bytes.x, bytes.y);
-        high = eight_of_e4m3<Element>(bytes.z, bytes.w);
+        const char* row_from = exists ? places.in_row(at) + chunk * 32 : places.anywhere();
+        const int swapped = exists && place.swapped ? 16 : 0;
+        ptx::copy_async(place.first, row_from + swapped, exists);
+        ptx::copy_async(place.other, row_from + (exists ? 16 - swapped : 0), exists);
+      } else if (source_.params.cache == CacheType::kE4m3) {
+        convert_turn<true>(Raw(from + j * kTurnBytes, place.swapped), place, scaled, scale);
       } else {
-        low = eight_of_int8<Element>(bytes.x, bytes.y);
-        high = eight_of_int8<Element>(bytes.z, bytes.w);
+        convert_turn<false>(Raw(from + j * kTurnBytes, place.swapped), place, scaled, scale);
       }
-      if (!kOfKeys && scaled) {
-        const float scale = by_page_ ? row_scales_[to_row] : head_scale;
-        scale_eight<Element>(low, scale);
-        scale_eight<Element>(high, scale);
-      }
-      ptx::store_16_bytes(one, piece % 2 ? high : low);
-      ptx::store_16_bytes(other, piece % 2 ? low : high);
     }
   }
 

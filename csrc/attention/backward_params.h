@@ -1,0 +1,71 @@
+// Arguments of attention's backward pass over keys in rows, filled by whoever launches it. All lengths and
+// sizes are in tokens, all strides in elements.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/params.h"
+#include "common/element_type.h"
+
+namespace pallas_attn::attention {
+
+// A key tile to be taken, 16 bytes, so that it is loaded at once.
+struct alignas(16) KeyTile {
+  int seq;
+  int number;      // of the sequence's key tiles
+  int first_turn;  // of the sequence's first query tile
+};
+
+// What the kernels in a row tell each other.
+struct BackwardCounters {
+  int taken;  // key tiles that CTAs have asked for
+  int tiles;  // of one KV head
+};
+
+struct BackwardParams {
+  const void* query;  // head_dim elements a head
+  const void* key;
+  const void* value;  // value_dim elements a head
+  const void* d_out;
+  Strides query_strides, key_strides, value_strides, out_strides;  // of gradients, too
+
+  Spans q_spans, k_spans;   // of documents; null: each sequence has all of its batch
+  const int* q_ranks;       // documents: [batch, q_len], the number among its batch's of the one that a
+  const int* k_ranks;       // token is of; [batch, kv_len]
+  const int* num_seqs_now;  // how many documents there are in each batch; null: seqs_per_batch
+
+  // A number a query, [batch, num_heads, q_len]. The log-sum-exp in two parts, both finite: a maximum of what
+  // is scaled, and the rest in base 2; what is taken off the gradients of weights; and the sum over keys of
+  // the gradients of logits.
+  const float* maximum;
+  const float* rest;
+  const float* delta;
+  const float* total;
+
+  void* d_query;
+  void* d_key;
+  void* d_value;
+
+  // Scratch.
+  BackwardCounters* counters;
+  KeyTile* tiles;  // [max_tiles]
+  int* turns;      // [max_turns, num_heads]: how many key tiles have added to a query tile's gradient
+  float* sums;     // [batch, num_heads, q_len, dim]: gradients of queries, as far as keys have been added
+  float* counts;   // [batch, num_heads, q_len, 2]: sums of what was multiplied with keys, in two parts
+  int max_tiles, max_turns;
+
+  int batch, q_len, kv_len;
+  int seqs_per_batch;
+  int num_heads, num_kv_heads;
+  int group;  // query heads of a KV head
+  int head_dim, value_dim;
+  // Query i sees keys i + offset - left to i + offset + right, as both lie in their arrays; negative: no
+  // bound.
+  int left, right, offset;
+  int heads_together;  // KV heads whose tiles are taken side by side
+  float scale;
+  float softcap;  // 0: none
+  ElementType element;
+};
+
+}  // namespace pallas_attn::attention

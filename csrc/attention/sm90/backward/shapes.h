@@ -1,0 +1,17 @@
+// Which shape serves which heads.
+#pragma once
+
+#include "attention/sm90/backward/config.h"
+
+namespace pallas_attn::attention::sm90::backward {
+
+// visit(Shape{}) with the smallest shape that holds both; `none` if there is none.
+template <typename Visit, typename Result>
+Result with_shape(int head_dim, int value_dim, Result none, Visit visit) {
+  const int widest = head_dim > value_dim ? head_dim : value_dim;
+  if (widest <= 64) return visit(Shape64{});
+  if (widest <= 128) return visit(Shape128{});
+  return none;
+}
+
+}  // namespace pallas_attn::attention::sm90::backward

@@ -1,0 +1,105 @@
+// Which query tiles a key tile meets, and in which order a query tile's gradient is added up: by key tile,
+// the first one first. A key tile therefore waits for those before it, which have been handed out before it,
+// and never for one that may come later.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/backward_params.h"
+#include "common/math.h"
+
+namespace pallas_attn::attention::sm90::backward {
+
+// Tokens or tiles [begin, end).
+struct Span {
+  int begin, end;
+};
+
+// Of a sequence of q_len queries and k_len keys: query i sees keys i + offset - left to i + offset + right;
+// negative: no bound. Lengths, bounds and offset are at most 2^30.
+struct Band {
+  int left, right, offset;
+  int q_len, k_len;
+
+  // Queries that see some of the keys `first` to `last`.
+  __device__ __forceinline__ Span queries_of(int first, int last) const {
+    return between(first - offset, right, last - offset, left, q_len);
+  }
+  // Those that see all of them.
+  __device__ __forceinline__ Span queries_of_all(int first, int last) const {
+    return queries_of(last, first);
+  }
+  // Keys that some of the queries `first` to `last` see.
+  __device__ __forceinline__ Span keys_of(int first, int last) const {
+    return between(first + offset, left, last + offset, right, k_len);
+  }
+
+ private:
+  // What is at most so far before one place or behind another, of `length`.
+  static __device__ __forceinline__ Span between(int first, int before, int last, int behind, int length) {
+    const int begin = before < 0 ? 0 : min(max(first - before, 0), length);
+    const int end = behind < 0 ? length : min(min(last, length) + behind + 1, length);
+    return {begin, max(begin, end)};
+  }
+};
+
+// A key tile, as its roles are told of it. Queries and keys are counted from the sequence's first.
+struct Tile {
+  int batch;
+  int kv_head;      // negative: there are no more tiles
+  int number;       // of the sequence's key tiles
+  int first, keys;  // its first key, and how many there are
+  int query, key;   // the sequence's first query and key in the batch
+  Band band;
+  Span queries;       // query tiles it meets
+  Span open;          // of those, the ones in which all queries see all keys
+  Span held_queries;  // that see some key of the sequence; others may hold NaN
+  Span held_keys;     // that some query sees
+  int first_turn;     // of the sequence's first query tile
+  // Where not all queries (keys) between its first and last are the document's: the rank of those that are;
+  // else negative.
+  int q_rank, k_rank;
+
+  __device__ __forceinline__ bool holds_query(const BackwardParams& params, int i) const {
+    return i >= held_queries.begin && i < held_queries.end &&
+           is_own(params.q_ranks, q_rank, batch * int64_t{params.q_len} + query + i);
+  }
+  __device__ __forceinline__ bool holds_key(const BackwardParams& params, int i) const {
+    return i >= held_keys.begin && i < held_keys.end &&
+           is_own(params.k_ranks, k_rank, batch * int64_t{params.kv_len} + key + i);
+  }
+  __device__ __forceinline__ bool has_query(const BackwardParams& params, int i) const {
+    return i < band.q_len && is_own(params.q_ranks, q_rank, batch * int64_t{params.q_len} + query + i);
+  }
+  __device__ __forceinline__ bool has_key(const BackwardParams& params, int i) const {
+    return i < band.k_len && is_own(params.k_ranks, k_rank, batch * int64_t{params.kv_len} + key + i);
+  }
+
+ private:
+  static __device__ __forceinline__ bool is_own(const int* ranks, int rank, int64_t place) {
+    return rank < 0 || __ldg(ranks + place) == rank;
+  }
+};
+
+// Whether a tile of [first, first + count) has what must be cleared; what lies behind an array's end is zero.
+__device__ __forceinline__ bool has_others(const Span& held, int first, int count, int from, int length,
+                                           int rank) {
+  return rank >= 0 || first < held.begin || (first + count > held.end && from + held.end < length);
+}
+
+// Its steps: head by head, the last query tile first. Under a causal mask all key tiles meet that one, and
+// follow each other.
+struct Step {
+  int head, query;
+
+  Step() = default;
+  __device__ explicit Step(const Tile& tile) : head(0), query(tile.queries.end - 1) {}
+  // False behind the last one.
+  __device__ __forceinline__ bool advance(const Tile& tile, int group) {
+    if (--query >= tile.queries.begin) return true;
+    query = tile.queries.end - 1;
+    return ++head < group;
+  }
+};
+
+}  // namespace pallas_attn::attention::sm90::backward

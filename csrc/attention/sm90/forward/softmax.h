@@ -1,0 +1,107 @@
+// A key tile's scores become probabilities, without a look at their maxima: those are found in the first key
+// tile that a row sees, and again only if probabilities come out too large, which their sum tells. Scores
+// stay as they are until then. Looking took a sixth of a step.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "common/element_traits.h"
+#include "common/math.h"
+#include "sm90/fragment.h"
+#include "sm90/online_softmax.h"
+
+namespace pallas_attn::attention::sm90 {
+
+// What a thread's share of a row may add up to: fp16 holds each of the probabilities. Behind a new maximum
+// they are at most 2^kRescaleSlack, which 32 of a thread stay below.
+constexpr float kMostOfShare = 16384.0f;
+
+// The running maxima follow those of the scores. What earlier results must be multiplied by; false if that is
+// 1 for all rows of the warp. A probability is 2^(score * factor - offset): where maxima are so large that
+// rounding their product with the factor would count, scores become that difference here.
+template <int kCount>
+__device__ __forceinline__ bool follow_maxima(float (&rS)[kCount], float& factor,
+                                              float (&offset)[kRowsPerThread], RowState& state, bool& settled,
+                                              float (&rescale)[kRowsPerThread]) {
+  bool moved = false, missing = false, large = false;
+#pragma unroll
+  for (int i = 0; i < kRowsPerThread; ++i) {
+    // Even and odd columns apart: more chains hide an instruction's latency.
+    float even = -INFINITY, odd = -INFINITY;
+#pragma unroll
+    for (int r = i * 2; r < kCount; r += 4) {
+      even = fmaxf(even, rS[r]);
+      odd = fmaxf(odd, rS[r + 1]);
+    }
+    const float top = quad_reduce(fmaxf(even, odd), [](float a, float b) { return fmaxf(a, b); });
+    const float before = state.maximum[i];
+    rescale[i] = 1.0f;
+    // A row whose maximum is NaN, and stays so, has no say.
+    if ((top - before) * factor > kRescaleSlack) {
+      state.maximum[i] = top;
+      // Nothing to rescale yet: one, so that nobody does.
+      if (before != kNoMaximum) rescale[i] = exp2_fast((before - top) * factor);
+    }
+    state.sum[i] *= rescale[i];
+    const bool none = state.maximum[i] == kNoMaximum;
+    offset[i] = none ? 0.0f : state.maximum[i] * factor;
+    moved |= rescale[i] != 1.0f;
+    missing |= none;
+    large |= fabsf(offset[i]) >= kFusedBelow;
+  }
+  settled = !__any_sync(0xffffffff, missing || large);
+  if (!settled && __any_sync(0xffffffff, large)) {
+#pragma unroll
+    for (int r = 0; r < kCount; ++r) rS[r] = (rS[r] - state.maximum[FragmentPosition::row_of(r)]) * factor;
+    factor = 1.0f;
+#pragma unroll
+    for (int i = 0; i < kRowsPerThread; ++i) offset[i] = 0.0f;
+  }
+  return __any_sync(0xffffffff, moved);
+}
+
+// Scores become probabilities, the A operand of the value product. Moves the running maximum and sum; what
+// earlier results must be multiplied by, false if that is 1 for all rows of the warp. `settled`: all rows
+// that have a say have a maximum, none of which is large.
+template <typename Element, typename Summed, int kCount>
+__device__ __forceinline__ bool to_probabilities(float (&rS)[kCount], float factor, RowState& state,
+                                                 bool& settled, float (&rescale)[kRowsPerThread],
+                                                 uint32_t (&rP)[kCount / 8][4]) {
+  bool followed = !settled, moved = false;
+  float offset[kRowsPerThread], sum[kRowsPerThread];
+#pragma unroll
+  for (int i = 0; i < kRowsPerThread; ++i) offset[i] = state.maximum[i] * factor;
+  // Twice at most. A loop, so that its code is there once.
+#pragma unroll 1
+  while (true) {
+    if (__builtin_expect(followed, false)) {
+      moved = follow_maxima(rS, factor, offset, state, settled, rescale);
+    }
+#pragma unroll
+    for (int i = 0; i < kRowsPerThread; ++i) sum[i] = 0.0f;
+#pragma unroll
+    for (int step = 0; step < kCount / 8; ++step) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int r = step * 8 + j * 2, i = FragmentPosition::row_of(r);
+        const float left = exp2_fast(fmaf(rS[r], factor, -offset[i]));
+        const float right = exp2_fast(fmaf(rS[r + 1], factor, -offset[i]));
+        rP[step][j] = ElementTraits<Element>::pack(left, right);
+        const float2 pair = Summed::of(left, right);
+        sum[i] += pair.x;
+        sum[i] += pair.y;
+      }
+    }
+    bool fits = true;
+#pragma unroll
+    for (int i = 0; i < kRowsPerThread; ++i) fits &= !(sum[i] > kMostOfShare);
+    if (__builtin_expect(followed || __all_sync(0xffffffff, fits), true)) break;
+    followed = true;
+  }
+#pragma unroll
+  for (int i = 0; i < kRowsPerThread; ++i) state.sum[i] += sum[i];
+  return moved;
+}
+
+}  // namespace pallas_attn::attention::sm90

@@ -1,0 +1,123 @@
+"""From a call's score_mod, mask_mod and block_mask to what its operands hold."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_attn._call import symbolic
+from pallas_attn._call.checks import ArgumentChecker
+from pallas_attn.mods import blocks
+from pallas_attn.mods.blocks import BlockMask, Lists
+from pallas_attn.mods.evaluate import stored
+from pallas_attn.mods.operands import Mods, is_float
+from pallas_attn.mods.program import BATCH, HEAD, KEY, QUERY
+from pallas_attn.mods.ready import MaskMod, and_masks
+from pallas_attn.mods.simplify import within
+from pallas_attn.mods.trace import trace
+
+BLOCK = 128
+
+
+class Sizes(NamedTuple):
+    batch: int
+    num_kv_heads: int
+    group: int
+    q_len: int
+    kv_len: int
+
+    @property
+    def num_heads(self) -> int:
+        return self.num_kv_heads * self.group
+
+    @property
+    def lengths(self) -> tuple[tuple[int, int], ...]:
+        return (BATCH, self.batch), (HEAD, self.num_heads), (QUERY, self.q_len), (KEY, self.kv_len)
+
+
+def of_call(
+    check: ArgumentChecker,
+    sizes: Sizes,
+    score_mod: Any,
+    mask_mod: Any,
+    block_mask: Any,
+    band: MaskMod | None,
+) -> tuple[Mods | None, tuple[jax.Array, ...] | None]:
+    """What is static or has no gradients, and the floating-point arrays that the score_mod captures. `band` is a rule
+    of the call's own, which becomes part of a mask_mod, whose blocks then know of it."""
+    if score_mod is None and mask_mod is None and block_mask is None:
+        return None, None
+    if symbolic.is_open(*sizes):
+        name = next(
+            n
+            for n, x in (("score_mod", score_mod), ("mask_mod", mask_mod), ("block_mask", block_mask))
+            if x is not None
+        )
+        check.fail(name, "None where sizes are symbolic", "one")
+    found = _mask(check, sizes, mask_mod, block_mask, band)
+    if 0 in sizes:
+        return None, None
+    score, arrays, captured = None, (), None
+    if score_mod is not None:
+        traced = trace(check.function, "score_mod", score_mod)
+        score = within(traced.program, sizes.lengths)
+        arrays = stored(traced.arrays)
+        captured = tuple(array for array in arrays if is_float(array.dtype)) or None
+    programs = [one for one in (score, None if found is None else found.program) if one is not None]
+    used = frozenset[int]().union(*(one.used for one in programs))
+    heads = jnp.arange(sizes.num_heads, dtype=jnp.int32).reshape(sizes.num_kv_heads, sizes.group)
+    mods = Mods(
+        fixed=tuple(array for array in arrays if not is_float(array.dtype)),
+        of_mask=() if found is None else stored(found.arrays),
+        heads=heads if HEAD in used else None,
+        sequences=jnp.arange(sizes.batch, dtype=jnp.int32) if BATCH in used else None,
+        of_queries=None if found is None else _by_group(found.of_queries, sizes),
+        of_keys=None if found is None else _by_group(found.of_keys, sizes),
+        score=score,
+        mask=None if found is None else found.program,
+        block=(BLOCK, BLOCK) if found is None else (found.block_q, found.block_kv),
+    )
+    return mods, captured
+
+
+def _mask(
+    check: ArgumentChecker, sizes: Sizes, mask_mod: Any, block_mask: Any, band: MaskMod | None
+) -> BlockMask | None:
+    if block_mask is None and mask_mod is None:
+        return None
+    if block_mask is None:
+        traced = trace(check.function, "mask_mod", mask_mod)  # its words, were it no such function
+        if 0 in sizes:
+            return None
+        if band is not None:
+            traced = trace(check.function, "mask_mod", and_masks(mask_mod, band))
+        of_blocks = blocks.Sizes(sizes.batch, sizes.num_heads, sizes.q_len, sizes.kv_len, BLOCK, BLOCK)
+        return blocks.of_program(traced.program, traced.arrays, of_blocks, exact=False)
+    check.instance("block_mask", block_mask, BlockMask)
+    if mask_mod is not None:
+        check.fail("block_mask", "None where there is a mask_mod", "both")
+    if band is not None:
+        check.fail(
+            "block_mask", "neither causal nor sliding_window beside it (they may be part of it)", "both"
+        )
+    made, own = (block_mask.q_len, block_mask.kv_len), (sizes.q_len, sizes.kv_len)
+    if made != own:
+        check.fail("block_mask", f"one of q_len {own[0]} and kv_len {own[1]}", f"of {made[0]} and {made[1]}")
+    for what, size, wanted in (
+        ("sequences", block_mask.batch, sizes.batch),
+        ("heads", block_mask.num_heads, sizes.num_heads),
+    ):
+        if size not in (None, wanted):
+            check.fail("block_mask", f"one of {wanted} {what}, which its mask_mod tells apart", f"of {size}")
+    return block_mask
+
+
+def _by_group(lists: Lists, sizes: Sizes) -> Lists:
+    """With heads as two dimensions."""
+
+    def one(array: jax.Array) -> jax.Array:
+        batch, heads = array.shape[:2]
+        split = (1, 1) if heads == 1 else (sizes.num_kv_heads, sizes.group)
+        return array.reshape(batch, *split, *array.shape[2:])
+
+    return Lists(*map(one, lists))

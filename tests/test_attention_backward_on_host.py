@@ -1,0 +1,234 @@
+"""The CUDA kernel of attention's backward pass, its own source run on the host (stand_in/device.h). No GPU."""
+
+import dataclasses
+import struct
+import subprocess
+from pathlib import Path
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from host_build import build_stand_in
+
+from pallas_attn._tile import segments
+
+pytestmark = pytest.mark.once
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_stand_in(tmp_path_factory.mktemp("stand_in"), "attention_backward")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    q_len: int
+    kv_len: int
+    heads: int = 1
+    kv_heads: int = 1
+    head_dim: int = 64
+    value_dim: int = 0
+    batch: int = 1
+    dtype: str = "bfloat16"
+    heads_first: bool = False
+    left: int = -1
+    right: int = -1
+    offset: int = 0
+    together: int = 1
+    ctas: int = 2
+    shift: float = 0.0
+    softcap: float = 0.0
+    documents: str = ""
+    """Ids of queries and keys: each of "packed" or "mixed"."""
+    seed: int = 0
+
+    def __str__(self) -> str:
+        default = {field.name: field.default for field in dataclasses.fields(self)}
+        return "-".join(f"{k}={v}" for k, v in dataclasses.asdict(self).items() if v != default[k])
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+
+def drawn(case: Case) -> list[np.ndarray]:
+    """query, key, value, d_out [batch, tokens, heads, dim]."""
+    rng = np.random.default_rng(case.seed)
+    value_dim = case.value_dim or case.head_dim
+    shapes = [
+        (case.q_len, case.heads, case.head_dim),
+        (case.kv_len, case.kv_heads, case.head_dim),
+        (case.kv_len, case.kv_heads, value_dim),
+        (case.q_len, case.heads, value_dim),
+    ]
+    arrays = [rng.standard_normal((case.batch, *shape)) for shape in shapes]
+    arrays[1] += case.shift
+    arrays[2] += case.shift
+    return [a.astype(np.float32).astype(_dtype(case)) for a in arrays]
+
+
+def _dtype(case: Case) -> np.dtype:
+    return np.dtype(getattr(ml_dtypes, case.dtype, None) or case.dtype)
+
+
+def ids(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """Of queries and of keys [batch, tokens]. Some have queries alone, some keys alone."""
+    rng = np.random.default_rng(7)
+    q = np.sort(rng.integers(0, 5, (case.batch, case.q_len)), axis=1)
+    k = q if case.q_len == case.kv_len else np.sort(rng.integers(1, 7, (case.batch, case.kv_len)), axis=1)
+    return (q, k) if case.documents == "packed" else (rng.permuted(q, axis=1), rng.permuted(k, axis=1))
+
+
+def seen(case: Case) -> np.ndarray:
+    """[batch, 1, queries, keys]"""
+    place = np.arange(case.q_len)[:, None] + case.offset
+    key = np.arange(case.kv_len)[None, :]
+    left = case.left < 0 or key >= place - case.left
+    right = case.right < 0 or key <= place + case.right
+    within = np.broadcast_to(left & right, (case.batch, 1, case.q_len, case.kv_len))
+    if not case.documents:
+        return within
+    q, k = ids(case)
+    return within & (q[:, None, :, None] == k[:, None, None, :])
+
+
+def exact(case: Case, query, key, value, d_out):
+    """Gradients in float64, and what the kernel asks of rows: maximum, rest, delta, total [batch, heads, q_len]."""
+    q, k, v, do = (np.nan_to_num(a.astype(np.float64)).swapaxes(1, 2) for a in (query, key, value, d_out))
+    group = case.heads // case.kv_heads
+    k, v = (np.repeat(a, group, axis=1) for a in (k, v))
+    mask = seen(case)
+    raw, scale, slope = q @ k.swapaxes(2, 3), case.scale, 1.0
+    if case.softcap:
+        raw, scale = np.tanh(raw * scale / case.softcap), case.softcap
+        slope = 1.0 - raw * raw
+    raw = np.where(mask, raw, -np.inf)
+    maximum = raw.max(axis=-1)
+    maximum = np.where(np.isfinite(maximum), maximum, 0.0)
+    p = np.where(mask, np.exp((raw - maximum[..., None]) * scale), 0.0)
+    total = p.sum(axis=-1)
+    rest = np.log2(total, where=total > 0, out=np.zeros_like(total))
+    p /= np.where(total > 0, total, 1.0)[..., None]
+    dp = do @ v.swapaxes(2, 3)
+    delta = np.sum(p * dp, axis=-1)
+    ds = p * (dp - delta[..., None]) * slope
+
+    def of_group(a):
+        return a.reshape(a.shape[0], case.kv_heads, group, *a.shape[2:]).sum(axis=2)
+
+    d_query = ds @ k * case.scale
+    d_key, d_value = of_group(ds.swapaxes(2, 3) @ q * case.scale), of_group(p.swapaxes(2, 3) @ do)
+    gradients = [a.swapaxes(1, 2) for a in (d_query, d_key, d_value)]
+    return gradients, [maximum, rest, delta, np.zeros_like(delta)]
+
+
+def run(program: Path, case: Case, arrays, rows) -> list[np.ndarray]:
+    query, key, value, _ = arrays
+    sides = segments.sides(*(jnp.asarray(x, jnp.int32) for x in ids(case))) if case.documents else ()
+    call = struct.pack(
+        "15i2f",
+        *(case.dtype == "float16", case.batch, case.q_len, case.kv_len, case.heads, case.kv_heads),
+        *(query.shape[-1], value.shape[-1], case.heads_first, case.left, case.right, case.offset),
+        *(case.together, case.ctas, sides[0].table.shape[1] if sides else 0, case.scale, case.softcap),
+    )
+    place = (lambda a: a.swapaxes(1, 2)) if case.heads_first else (lambda a: a)
+    given = [np.ascontiguousarray(place(a)) for a in arrays] + [np.float32(r) for r in rows]
+    given += [side.table for side in sides] + [side.rank for side in sides]
+    done = subprocess.run(
+        [program],
+        input=call + b"".join(np.asarray(a).tobytes() for a in given),
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    found, at = [], 0
+    for like in (query, key, value):
+        shape = place(like).shape
+        array = np.frombuffer(done.stdout, like.dtype, like.size, at).reshape(shape)
+        found.append(np.float64(place(array)))
+        at += like.size * 2
+    assert at == len(done.stdout)
+    return found
+
+
+def check(case: Case, found, right, most: float) -> None:
+    for name, ours, true in zip(("query", "key", "value"), found, right, strict=True):
+        error = np.linalg.norm(ours - true) / max(np.linalg.norm(true), 1e-30)
+        assert error < most, (str(case), name, error)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(200, 300, heads=2, kv_heads=1, ctas=3),
+        Case(260, 260, right=0, batch=2, together=2, heads_first=True),
+        Case(130, 390, head_dim=128, right=0, offset=260, dtype="float16", ctas=1),
+        Case(300, 300, left=70, right=0, heads=2, kv_heads=2, together=2, ctas=4, dtype="float16"),
+        Case(200, 140, left=5, right=9, offset=-40, head_dim=56),
+        Case(1, 129, heads=3, kv_heads=1, head_dim=120),
+        Case(200, 200, right=0, softcap=1.5),
+        Case(300, 300, right=0, documents="packed", ctas=3),
+        Case(170, 200, batch=2, heads=2, kv_heads=1, documents="packed", dtype="float16", together=1),
+        Case(140, 150, left=60, right=60, documents="mixed", heads_first=True),
+    ],
+    ids=str,
+)
+def test_gradients(program, case):
+    arrays = drawn(case)
+    right, rows = exact(case, *arrays)
+    check(case, run(program, case, arrays, rows), right, {"bfloat16": 6e-3, "float16": 8e-4}[case.dtype])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(300, 300, right=0, documents="packed"),
+        Case(130, 150, documents="mixed", dtype="float16"),
+    ],
+    ids=str,
+)
+def test_what_neighbours_hold_does_not_matter(program, case):
+    arrays = drawn(case)
+    _, rows = exact(case, *arrays)
+    found = run(program, case, arrays, rows)
+    q, k = ids(case)
+    for chosen in (1, 3):
+        spoilt = [np.where((side == chosen)[..., None, None], a, np.nan).astype(a.dtype)
+                  for side, a in zip((q, k, k, q), arrays, strict=True)]  # fmt: skip
+        spoilt_rows = [np.where((q == chosen)[:, None], r, np.nan) for r in rows]
+        again = run(program, case, spoilt, spoilt_rows)
+        for side, ours, before in zip((q, k, k), again, found, strict=True):
+            np.testing.assert_array_equal(ours[side == chosen], before[side == chosen])
+
+
+def test_the_order_of_sums_is_one(program):
+    """However many CTAs take the tiles, and whoever comes first."""
+    case = Case(260, 400, heads=2, kv_heads=1)
+    arrays = drawn(case)
+    _, rows = exact(case, *arrays)
+    first = run(program, case, arrays, rows)
+    for ctas in (1, 3):
+        again = run(program, dataclasses.replace(case, ctas=ctas), arrays, rows)
+        for x, y in zip(first, again, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+def test_what_keys_share_is_taken_back(program):
+    case = Case(200, 200, right=0, shift=8.0)
+    arrays = drawn(case)
+    right, rows = exact(case, *arrays)
+    check(case, run(program, case, arrays, rows), right, 8e-3)
+
+
+def test_what_is_not_seen_may_hold_anything(program):
+    """Queries that see no key, and keys that no query sees."""
+    case = Case(200, 140, left=5, right=0, offset=-40)
+    arrays = drawn(case)
+    right, rows = exact(case, *arrays)
+    pairs = seen(case)[0, 0]
+    for array, of_tokens in zip(
+        arrays, (pairs.any(1), pairs.any(0), pairs.any(0), pairs.any(1)), strict=True
+    ):
+        array[:, ~of_tokens] = np.nan
+    check(case, run(program, case, arrays, rows), right, 6e-3)

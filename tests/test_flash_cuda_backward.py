@@ -1,0 +1,106 @@
+"""Gradients by the CUDA kernel of csrc/attention/sm90/backward, which `flash_attention` does not take yet."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+from lowering import H100
+
+import pallas_attn
+from pallas_attn._call import dispatch
+from pallas_attn.ops.flash_attention import api, cuda
+
+TARGET = "pallas_attn_attention_backward_sm90"
+
+
+@pytest.fixture(autouse=True)
+def own_gradients(monkeypatch):
+    steps = api.OP.implementations["cuda"].steps
+    assert isinstance(steps, dict)
+    monkeypatch.setitem(steps, "backward", dispatch.Implementation(cuda.backward, takes_config=False))
+
+
+OWN = [  # query heads, KV heads, dim, dtype, options
+    (4, 2, 128, "bfloat16", {"causal": True}),
+    (4, 4, 64, "bfloat16", {}),
+    (6, 2, 120, "float16", {"causal": True, "sliding_window": (70, 9), "layout": "BNTH"}),
+    (2, 1, 64, "float16", {"softcap": 3.0, "q_offset": -40, "causal": True}),
+    (4, 1, 128, "bfloat16", {"causal": True, "segments": 9}),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", OWN, ids=str)
+def test_its_own_gradients(own_gradients, case):
+    """Of everything that has some, a sink's and the lse's too, and the same bits again."""
+    heads, kv_heads, dim, dtype, options = case
+    options, tokens, rng = dict(options), 700, np.random.default_rng(0)
+    if count := options.pop("segments", None):
+        options["segment_ids"] = jnp.asarray(np.sort(rng.integers(0, count, (2, tokens)), axis=1), jnp.int32)
+    shape = (
+        (lambda n: (2, n, tokens, dim))
+        if options.get("layout") == "BNTH"
+        else (lambda n: (2, tokens, n, dim))
+    )
+    floats = [
+        jnp.asarray(rng.standard_normal(shape(n)), jnp.dtype(dtype)) for n in (heads, kv_heads, kv_heads)
+    ]
+    floats.append(jnp.asarray(rng.standard_normal(heads), jnp.float32))
+
+    def pulled(implementation, *floats):
+        def attention(query, key, value, sinks):
+            return pallas_attn.flash_attention(
+                query, key, value, sinks=sinks, return_lse=True, implementation=implementation, **options
+            )
+
+        results, pull = jax.vjp(attention, *floats)
+        return pull(tuple(jnp.cos(jnp.arange(r.size, dtype=r.dtype)).reshape(r.shape) for r in results))
+
+    ours = jax.jit(functools.partial(pulled, "cuda"))
+    assert TARGET in ours.lower(*floats).as_text()
+    found = ours(*floats)
+    right = jax.jit(functools.partial(pulled, "xla"))(*(x.astype(jnp.float32) for x in floats))
+    for x, y in zip(found, right, strict=True):
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        assert np.linalg.norm(x - y) < {"bfloat16": 8e-3, "float16": 1e-3}[dtype] * np.linalg.norm(y)
+    for x, y in zip(found, ours(*floats), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Manual])
+def test_each_device_calls_it_with_what_is_its_own(monkeypatch, axis_type):
+    """Explicit axes, and shard_map's, whose check of what varies it passes."""
+    monkeypatch.setitem(dispatch.installed, "cuda", lambda: None)
+    monkeypatch.setattr("pallas_attn._call.ffi.register", lambda: None)
+    manual = axis_type == AxisType.Manual
+    kind, cores = H100
+    device = jax.sharding.AbstractDevice(platform="gpu", device_kind=kind, num_cores=cores)
+    outer = AxisType.Auto if manual else axis_type
+    mesh = jax.sharding.AbstractMesh((2, 2), ("x", "y"), axis_types=(outer,) * 2, abstract_device=device)
+    specs = [PartitionSpec("x", None, "y")] * 3
+    arrays = [jax.ShapeDtypeStruct((2, 2048, heads, 128), jnp.bfloat16) for heads in (16, 4, 4)]
+
+    def gradients(*floats):
+        def loss(*floats):
+            return (
+                pallas_attn.flash_attention(*floats, causal=True, implementation="cuda")
+                .astype(jnp.float32)
+                .sum()
+            )
+
+        return jax.grad(loss, (0, 1, 2))(*floats)
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        if manual:
+            gradients = jax.shard_map(gradients, mesh=mesh, in_specs=tuple(specs), out_specs=tuple(specs))
+        else:
+            arrays = [
+                jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
+                for x, spec in zip(arrays, specs, strict=True)
+            ]
+        text = jax.jit(gradients).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    [call] = [line for line in text.splitlines() if f"@{TARGET}(" in line]
+    assert "tensor<1x2048x8x128xbf16>" in call

@@ -1,0 +1,214 @@
+// FFI handler of attention's backward pass for sm_90: unpack, check, fill the parameters, launch.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "attention/backward_params.h"
+#include "attention/sm90/backward/launch.h"
+#include "checks.h"
+#include "common/math.h"
+#include "device_guard.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace pallas_attn {
+namespace {
+
+namespace ffi = xla::ffi;
+using attention::BackwardParams;
+using attention::Strides;
+using ffi::DataType;
+
+constexpr char kName[] = "pallas_attn_attention_backward_sm90";
+constexpr int64_t kMaxInt = std::numeric_limits<int>::max();
+constexpr int64_t kMostTokens = int64_t{1} << 30;
+
+// An array of heads, [batch, tokens, heads, dim] or [batch, heads, tokens, dim].
+struct Heads {
+  int64_t batch, tokens, heads, dim;
+
+  static Heads of(ffi::AnyBuffer buffer, bool heads_first) {
+    const auto dims = buffer.dimensions();
+    return {dims[0], dims[heads_first ? 2 : 1], dims[heads_first ? 1 : 2], dims[3]};
+  }
+  std::vector<int64_t> shape(bool heads_first) const {
+    return {batch, heads_first ? heads : tokens, heads_first ? tokens : heads, dim};
+  }
+  Strides strides(bool heads_first) const {
+    if (heads_first) return {tokens * dim, dim, heads * tokens * dim};
+    return {dim, heads * dim, tokens * heads * dim};
+  }
+};
+
+template <typename T>
+const T* optional(ffi::AnyBuffer buffer) {
+  return buffer.element_count() == 0 ? nullptr : static_cast<const T*>(buffer.untyped_data());
+}
+
+ffi::Error attention_backward(cudaStream_t stream, int32_t device, ffi::AnyBuffer query, ffi::AnyBuffer key,
+                              ffi::AnyBuffer value, ffi::AnyBuffer d_out, ffi::AnyBuffer maximum,
+                              ffi::AnyBuffer rest, ffi::AnyBuffer delta, ffi::AnyBuffer total,
+                              ffi::AnyBuffer q_bounds, ffi::AnyBuffer k_bounds, ffi::AnyBuffer q_ranks,
+                              ffi::AnyBuffer k_ranks, ffi::AnyBuffer num_seqs,
+                              ffi::Result<ffi::AnyBuffer> d_query, ffi::Result<ffi::AnyBuffer> d_key,
+                              ffi::Result<ffi::AnyBuffer> d_value, ffi::Result<ffi::AnyBuffer> counters,
+                              ffi::Result<ffi::AnyBuffer> tiles, ffi::Result<ffi::AnyBuffer> turns,
+                              ffi::Result<ffi::AnyBuffer> sums, ffi::Result<ffi::AnyBuffer> counts,
+                              bool heads_first, int64_t left, int64_t right, int64_t offset,
+                              int64_t heads_together, float scale, float softcap) {
+  ArgumentChecker check(kName);
+  check.array("query", query, {-1, -1, -1, -1}, {DataType::BF16, DataType::F16});
+  if (!check.ok()) return check.error();
+  const DataType dtype = query.element_type();
+  check.array("key", key, {-1, -1, -1, -1}, {dtype});
+  check.array("value", value, {-1, -1, -1, -1}, {dtype});
+  if (!check.ok()) return check.error();
+  const Heads queries = Heads::of(query, heads_first), keys = Heads::of(key, heads_first);
+  Heads values = keys, outs = queries;
+  values.dim = outs.dim = value.dimensions()[3];
+  check.array("key", key, {queries.batch, -1, -1, queries.dim}, {dtype});
+  check.array("value", value, values.shape(heads_first), {dtype});
+  check.array("d_out", d_out, outs.shape(heads_first), {dtype});
+  const std::vector<int64_t> none = {0};
+  const std::vector<int64_t> rows = {queries.batch, queries.heads, queries.tokens};
+  check.array("maximum", maximum, rows, {DataType::F32});
+  check.array("rest", rest, rows, {DataType::F32});
+  check.array("delta", delta, rows, {DataType::F32});
+  check.array("total", total, rows, {DataType::F32});
+  check.array("d_query", *d_query, queries.shape(heads_first), {dtype});
+  check.array("d_key", *d_key, keys.shape(heads_first), {dtype});
+  check.array("d_value", *d_value, values.shape(heads_first), {dtype});
+  check.require(keys.heads > 0 && queries.heads > 0 && queries.heads % keys.heads == 0, "query",
+                "a multiple of " + std::to_string(keys.heads) + " heads", std::to_string(queries.heads));
+  check.between("query", " tokens", 1, kMostTokens, queries.tokens);
+  check.between("key", " tokens", 1, kMostTokens, keys.tokens);
+  check.between("left", "", -1, kMostTokens, left);
+  check.between("right", "", -1, kMostTokens, right);
+  check.between("offset", "", -kMostTokens, kMostTokens, offset);
+  for (const auto& [name, dim] : {std::pair{"query", queries.dim}, {"value", values.dim}}) {
+    check.require(dim > 0 && dim % 8 == 0, name, "heads of a multiple of 8 elements", std::to_string(dim));
+  }
+  if (!check.ok()) return check.error();
+  const auto sizes =
+      attention::sm90::backward::tile_sizes(static_cast<int>(queries.dim), static_cast<int>(values.dim));
+  check.require(sizes.queries > 0, "query", "heads of a size there is a kernel for",
+                std::to_string(queries.dim));
+  if (!check.ok()) return check.error();
+  const bool documents = q_bounds.element_count() > 0;
+  check.array("q_bounds", q_bounds, documents ? std::vector<int64_t>{queries.batch, -1, 3} : none,
+              {DataType::S32});
+  if (!check.ok()) return check.error();
+  const int64_t seqs = documents ? q_bounds.dimensions()[1] : 1;
+  check.array("k_bounds", k_bounds, documents ? std::vector<int64_t>{queries.batch, seqs, 3} : none,
+              {DataType::S32});
+  check.array("q_ranks", q_ranks, documents ? std::vector<int64_t>{queries.batch, queries.tokens} : none,
+              {DataType::S32});
+  check.array("k_ranks", k_ranks, documents ? std::vector<int64_t>{queries.batch, keys.tokens} : none,
+              {DataType::S32});
+  check.array("num_seqs", num_seqs, {num_seqs.element_count() == 0 ? 0 : 1}, {DataType::S32});
+  // Of each batch: whole tiles, and a part of one of each document, none of which has neither queries nor
+  // keys.
+  const int64_t most_q = documents ? std::min(seqs, queries.tokens) : 1;
+  const int64_t most_k = documents ? std::min(seqs, queries.tokens + keys.tokens) : 1;
+  const int64_t needed_turns = queries.batch * (queries.tokens / sizes.queries + most_q);
+  const int64_t needed_tiles = queries.batch * (keys.tokens / sizes.keys + most_k);
+  check.array("counters", *counters, {2}, {DataType::S32});
+  check.array("tiles", *tiles, {-1, 4}, {DataType::S32});
+  check.array("turns", *turns, {-1, queries.heads}, {DataType::S32});
+  check.array("sums", *sums, {queries.batch, queries.heads, queries.tokens, sizes.dim}, {DataType::F32});
+  check.array("counts", *counts, {queries.batch, queries.heads, queries.tokens, 2}, {DataType::F32});
+  if (!check.ok()) return check.error();
+  const int64_t max_tiles = tiles->dimensions()[0], max_turns = turns->dimensions()[0];
+  check.between("tiles", " key tiles", needed_tiles, kMaxInt / 2 / keys.heads, max_tiles);
+  check.between("turns", " query tiles", needed_turns, kMaxInt / queries.heads, max_turns);
+  check.between("heads_together", "", 1, keys.heads, heads_together);
+  check.between("q_bounds", " documents", 1, kMaxInt / 4 / queries.batch, seqs);
+  if (!check.ok()) return check.error();
+
+  BackwardParams params = {};
+  params.query = query.untyped_data();
+  params.key = key.untyped_data();
+  params.value = value.untyped_data();
+  params.d_out = d_out.untyped_data();
+  params.query_strides = queries.strides(heads_first);
+  params.key_strides = keys.strides(heads_first);
+  params.value_strides = values.strides(heads_first);
+  params.out_strides = outs.strides(heads_first);
+  params.maximum = maximum.typed_data<float>();
+  params.rest = rest.typed_data<float>();
+  params.delta = delta.typed_data<float>();
+  params.total = total.typed_data<float>();
+  params.d_query = d_query->untyped_data();
+  params.d_key = d_key->untyped_data();
+  params.d_value = d_value->untyped_data();
+  params.q_spans = {optional<int>(q_bounds), attention::kDocumentStep};
+  params.k_spans = {optional<int>(k_bounds), attention::kDocumentStep};
+  params.q_ranks = optional<int>(q_ranks);
+  params.k_ranks = optional<int>(k_ranks);
+  params.num_seqs_now = optional<int>(num_seqs);
+  params.counters = static_cast<attention::BackwardCounters*>(counters->untyped_data());
+  params.tiles = static_cast<attention::KeyTile*>(tiles->untyped_data());
+  params.turns = turns->typed_data<int>();
+  params.sums = sums->typed_data<float>();
+  params.counts = counts->typed_data<float>();
+  params.max_tiles = static_cast<int>(max_tiles);
+  params.max_turns = static_cast<int>(max_turns);
+  params.seqs_per_batch = static_cast<int>(seqs);
+  params.batch = static_cast<int>(queries.batch);
+  params.q_len = static_cast<int>(queries.tokens);
+  params.kv_len = static_cast<int>(keys.tokens);
+  params.num_heads = static_cast<int>(queries.heads);
+  params.num_kv_heads = static_cast<int>(keys.heads);
+  params.group = params.num_heads / params.num_kv_heads;
+  params.head_dim = static_cast<int>(queries.dim);
+  params.value_dim = static_cast<int>(values.dim);
+  params.left = static_cast<int>(left);
+  params.right = static_cast<int>(right);
+  params.offset = static_cast<int>(offset);
+  params.heads_together = static_cast<int>(heads_together);
+  params.scale = scale;
+  params.softcap = softcap;
+  params.element = dtype == DataType::BF16 ? ElementType::kBfloat16 : ElementType::kFloat16;
+
+  const DeviceGuard guard(device);
+  if (!guard.status().ok()) return to_error(kName, guard.status());
+  return to_error(kName, attention::sm90::backward::launch_backward(params, stream));
+}
+
+}  // namespace
+}  // namespace pallas_attn
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(pallas_attn_attention_backward_sm90, pallas_attn::attention_backward,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                                  .Ctx<xla::ffi::DeviceOrdinal>()
+                                  .Arg<xla::ffi::AnyBuffer>()  // query
+                                  .Arg<xla::ffi::AnyBuffer>()  // key
+                                  .Arg<xla::ffi::AnyBuffer>()  // value
+                                  .Arg<xla::ffi::AnyBuffer>()  // d_out
+                                  .Arg<xla::ffi::AnyBuffer>()  // maximum
+                                  .Arg<xla::ffi::AnyBuffer>()  // rest
+                                  .Arg<xla::ffi::AnyBuffer>()  // delta
+                                  .Arg<xla::ffi::AnyBuffer>()  // total
+                                  .Arg<xla::ffi::AnyBuffer>()  // q_bounds
+                                  .Arg<xla::ffi::AnyBuffer>()  // k_bounds
+                                  .Arg<xla::ffi::AnyBuffer>()  // q_ranks
+                                  .Arg<xla::ffi::AnyBuffer>()  // k_ranks
+                                  .Arg<xla::ffi::AnyBuffer>()  // num_seqs
+                                  .Ret<xla::ffi::AnyBuffer>()  // d_query
+                                  .Ret<xla::ffi::AnyBuffer>()  // d_key
+                                  .Ret<xla::ffi::AnyBuffer>()  // d_value
+                                  .Ret<xla::ffi::AnyBuffer>()  // counters
+                                  .Ret<xla::ffi::AnyBuffer>()  // tiles
+                                  .Ret<xla::ffi::AnyBuffer>()  // turns
+                                  .Ret<xla::ffi::AnyBuffer>()  // sums
+                                  .Ret<xla::ffi::AnyBuffer>()  // counts
+                                  .Attr<bool>("heads_first")
+                                  .Attr<int64_t>("left")
+                                  .Attr<int64_t>("right")
+                                  .Attr<int64_t>("offset")
+                                  .Attr<int64_t>("heads_together")
+                                  .Attr<float>("scale")
+                                  .Attr<float>("softcap"),
+                              {xla::ffi::Traits::kCmdBufferCompatible});
