@@ -101,6 +101,12 @@ def test_no_other_plan_is_cheaper():
                     assert own <= others.cost(other), (num_seqs, max_len, other)
 
 
+def test_numbers_of_splits_that_are_not_weighed_cost_more():
+    for tile, walks, tokens in itertools.product(kind().tiles({}), (1, 64, 1000), (100, 5000, 40000)):
+        call, most = waves_of(tile, walks, tokens), max(1, tokens // tile.tokens)
+        assert call.cheapest(most) == min((call.cost(splits), splits) for splits in range(1, most + 1))
+
+
 @pytest.mark.parametrize("whole", [False, True])
 def test_longer_walks_never_cost_less(whole):
     for tile, walks in itertools.product(kind().tiles({}), (1, 64, 1000)):

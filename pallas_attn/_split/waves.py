@@ -76,6 +76,16 @@ class Waves:
         merge = 0.0 if whole else MERGE_US + 2 * programs * self.result_bytes / 1024 / self.device.kb_us
         return math.sqrt((self._equal(splits) + merge) * (self._differing(programs, whole) + merge))
 
+    def cheapest(self, most: int) -> tuple[float, int]:
+        """(cost, splits), where a walk has so many at most."""
+        best = self.cost(1), 1
+        for splits in range(2, most + 1):
+            # To begin them costs more alone, and so does any larger number.
+            if START_US * self.walks * splits / self.slots > best[0]:
+                break
+            best = min(best, (self.cost(splits), splits))
+        return best
+
     def _equal(self, splits: int) -> float:
         split_kb = math.ceil(self.steps / splits) * self.step_kb
 

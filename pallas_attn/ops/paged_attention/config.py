@@ -145,9 +145,9 @@ def heuristic(
             if known.get("num_splits") == 1:
                 continue
             least = max(known.get("min_split_tokens", 0), tile.tokens)
-            for splits in range(1, max(1, max_len // least) + 1):
-                dealt = dict(num_splits=0, target_programs=call.target(splits), min_split_tokens=least)
-                yield call.cost(splits), sizes | dealt
+            cost, splits = call.cheapest(max_len // least)
+            dealt = dict(num_splits=0, target_programs=call.target(splits), min_split_tokens=least)
+            yield cost, sizes | dealt
 
     _, fields = min(plans(), key=lambda plan: plan[0])
     return PagedAttentionConfig(**{**fields, **known})
