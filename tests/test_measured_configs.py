@@ -41,7 +41,7 @@ def test_a_call_takes_the_entry_whose_key_agrees(tmp_path, monkeypatch):
 
 
 def test_splits_follow_the_call_not_the_file(tmp_path, monkeypatch):
-    """Short sequences that give every multiprocessor work are left whole; all others as their lengths ask for."""
+    """Short sequences are left whole; all others are cut as their lengths ask for."""
 
     def splits(target_programs, max_pages):
         write(tmp_path, target_programs=target_programs, min_split_tokens=16)
@@ -50,9 +50,8 @@ def test_splits_follow_the_call_not_the_file(tmp_path, monkeypatch):
         assert (config.target_programs, config.min_split_tokens) == (target_programs, 16), "the entry's"
         return config.num_splits
 
-    assert splits(8, 64) == 0
-    assert splits(4, 64) == 1
-    assert splits(4, 128) == 0
+    assert splits(8, 8) == 1
+    assert splits(8, 4096) == 0
 
 
 def test_writing_leaves_no_half_file(tmp_path, monkeypatch):

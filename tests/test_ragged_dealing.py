@@ -60,8 +60,8 @@ def short(num_seqs: int, columns: int) -> Problem:
 
 
 @pytest.mark.parametrize("giants", [1, 3])
-@pytest.mark.parametrize("num_seqs", [16, 64])
-def test_no_piece_is_far_above_a_fair_share(num_seqs, giants):
+@pytest.mark.parametrize("num_seqs", [16, 30, 64])
+def test_no_piece_has_more_than_two_fair_shares(num_seqs, giants):
     problem = short(num_seqs, 65536)
     lengths = np.r_[np.full(giants, 1 << 20), 300 + 7 * np.arange(num_seqs - giants)]
     tiles = -(-lengths // problem.config.block_kv)
@@ -69,7 +69,9 @@ def test_no_piece_is_far_above_a_fair_share(num_seqs, giants):
     seqs, _, count, _ = map(np.asarray, jax.vmap(fair.at)(jnp.arange(int(fair.num()))))
     assert sorted(set(seqs)) == list(range(num_seqs))
     longest = max(-(-tiles[seq] // n) for seq, n in zip(seqs, count, strict=True))
-    assert longest <= 1.3 * tiles.sum() / problem.decoded.shares
+    # Two shares where all begin at once; else numbers of shares are to the nearest.
+    most = 2 if fair.num() <= problem.decoded.shares else 1.5
+    assert longest <= np.ceil(most * tiles.sum() / problem.decoded.shares)
 
 
 @pytest.mark.parametrize("num_seqs", [8, 64, 4096])

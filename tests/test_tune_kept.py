@@ -194,10 +194,13 @@ def operands(query: str, stored: str, layout: str = "NHD") -> Operands:
 
 
 def taken(monkeypatch, *kinds: str) -> str:
-    """The dtype of the packaged entry of an H200 that a call takes."""
+    """The dtype of the entry that a call takes, of one of 16 bits and one of bytes met by queries of 16."""
     device = Device("gpu", "NVIDIA H200", 132, 90)
     for module in (config, configs):
         monkeypatch.setattr(module, "current_device", lambda: device)
+    keys = dict(head_dim=128, dtype="bfloat16"), dict(head_dim=128, dtype="int8", query_itemsize=2)
+    entries = [(Path(), {"key": key, "config": {}}) for key in keys]
+    monkeypatch.setattr(configs, "_measured", lambda *_: entries)
     seen = ["none"]
     serves = configs.serves
 
@@ -213,7 +216,7 @@ def taken(monkeypatch, *kinds: str) -> str:
     return seen[-1]
 
 
-def test_packaged_configs_are_for_queries_as_wide_as_were_measured(monkeypatch):
+def test_entries_are_for_queries_as_wide_as_were_measured(monkeypatch):
     for layout in ("NHD", "HND", "PACKED"):
         assert taken(monkeypatch, "bfloat16", "bfloat16", layout) == "bfloat16"
         for query in ("bfloat16", "float16"):

@@ -22,17 +22,18 @@ calls as one likes. XLA's Triton takes the same bytes as pip's, wherever both we
 
 import dataclasses
 
+import numpy as np
+
+from pallas_attn._call.architecture import PROGRAM_BYTES, REGISTERS, THREAD_REGISTERS
 from pallas_attn._call.device import Device
 
 OTHER_BYTES = 3 * 1024
-# Of shared memory, for each program beside its own.
-PROGRAM_BYTES = 1024
-# A multiprocessor's registers, and a thread's for anything but rows and tiles.
-REGISTERS, OTHER_REGISTERS = 65536, 56
-LOGIT_BYTES = 4
-# From so many rows on, of 16 bits, a warpgroup's products may be asynchronous.
-ASYNCHRONOUS_ROWS, WARPGROUP = 64, 4
-LEAST_SIDE = 16  # of a tile
+# Of a thread, for anything but sums and a tile: as Triton 3.6 compiles split-KV kernels for sm_90.
+OTHER_REGISTERS = 72
+FLOAT_BYTES = np.dtype(np.float32).itemsize  # of a logit, and of a register
+# A tile's least side is the tensor core's; each warp of a warpgroup has as many rows of an asynchronous product.
+LEAST_SIDE, WARPGROUP = 16, 4
+ASYNCHRONOUS_ROWS = LEAST_SIDE * WARPGROUP
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,7 +125,7 @@ class Tile:
         # Pairs that are copied ahead meet logits in the layout of these; for others logits change theirs.
         copied = self.pair_bytes * max(1, self.num_stages - 1)
         spared = self.pair_bytes * self.num_stages if self.spare else 0
-        exchanged = LOGIT_BYTES if self.exchanges_pairs else 0
+        exchanged = FLOAT_BYTES if self.exchanges_pairs else 0
         reread = self.rereads and self.itemsize == 2 and not stay
         again = self.tokens * max(self.walked) * self.itemsize if reread else 0
         return self.rows * self.tokens * max(copied + weights, exchanged, spared) + again
@@ -145,20 +146,22 @@ class Tile:
         more = max(self.exchanged_bytes(device), unused * self.loaded_bytes) + OTHER_BYTES
         return self.operand_bytes(device) + max(more, beside) <= device.shared_bytes
 
-    def registers(self, other: int = OTHER_REGISTERS) -> float:
-        """Of a thread, about: every warp holds the queries, as operands of 16 bits; sums and keys are spread over
-        warps. `other`: for what is neither."""
-        sums, tile = self.rows * self.held[0], self.tokens * self.walked[0]
-        return other + sums / 64 + (sums + tile / 2) / self.threads
+    @property
+    def registers(self) -> float:
+        """Of a thread, about: sums in float32, and a tile in the type of products, are spread over all."""
+        sums = self.rows * self.held[0]
+        tile = self.tokens * sum(self.walked) * self.itemsize / FLOAT_BYTES
+        return OTHER_REGISTERS + (sums + tile) / self.threads
+
+    @property
+    def spills(self) -> bool:
+        return self.registers > THREAD_REGISTERS
 
     def resident(self, device: Device) -> int:
-        return resident(device, self.shared_bytes(device) + OTHER_BYTES, self.registers() * self.threads)
-
-
-def resident(device: Device, shared_bytes: int | float, registers: int | float) -> int:
-    """Programs that share a multiprocessor, each of which takes so many bytes and registers."""
-    by_shared = (device.shared_bytes + PROGRAM_BYTES) / (shared_bytes + PROGRAM_BYTES)
-    return max(1, min(int(REGISTERS / registers), int(by_shared)))
+        """Programs that share a multiprocessor."""
+        shared = self.shared_bytes(device) + OTHER_BYTES + PROGRAM_BYTES
+        by_shared = (device.shared_bytes + PROGRAM_BYTES) // shared
+        return int(max(1, min(REGISTERS // (self.registers * self.threads), by_shared)))
 
 
 def fitted(tile: Tile, device: Device, *, least_stages: int = 1) -> Tile:

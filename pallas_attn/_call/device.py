@@ -1,9 +1,13 @@
 """The device a call is being traced for: what dispatch and configuration ask of it."""
 
+import functools
 import re
 from dataclasses import dataclass
 
 import jax
+
+from pallas_attn._call import architecture
+from pallas_attn._call.architecture import Architecture
 
 
 @dataclass(frozen=True)
@@ -21,68 +25,33 @@ class Device:
         """Folder name of this device's configs and results: "nvidia-h100-80gb-hbm3"."""
         return re.sub(r"[^a-z0-9]+", "-", self.kind.lower()).strip("-")
 
+    @functools.cached_property
+    def architecture(self) -> Architecture:
+        return architecture.of_capability(self.compute_capability)
+
+    @property
+    def is_hopper(self) -> bool:
+        return self.architecture.products == "wgmma"
+
     @property
     def asynchronous_products(self) -> bool:
-        """Whether matrix products may run beside a program: on the data centre's Hopper, here, and Blackwell."""
-        return 90 <= (self.compute_capability or 90) < 120
+        """Whether matrix products may run beside a program."""
+        return self.architecture.products != "mma"
 
     @property
     def products_in_tensor_memory(self) -> bool:
-        """Whether sums of products have a memory of their own: on the data centre's Blackwell."""
-        return 100 <= (self.compute_capability or 0) < 120
+        """Whether sums of products have a memory of their own."""
+        return self.architecture.products == "tcgen05"
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory that one program may have."""
-        return 1024 * _shared_kib(self.compute_capability)
+        return 1024 * self.architecture.shared_kib
 
-
-# A program's shared memory by compute capability, in KiB: a multiprocessor's, less one (CUDA's programming guide).
-SHARED_KIB = {
-    70: 96,
-    75: 64,
-    80: 163,
-    86: 99,
-    87: 163,
-    89: 99,
-    90: 227,
-    100: 227,
-    103: 227,
-    110: 227,
-    120: 99,
-    121: 99,
-}
-
-
-def _shared_kib(capability: int | None) -> int:
-    """Of a GPU that is not in the table, what the newest that is older has; where a name tells nothing, Hopper's, as
-    `asynchronous_products` has it."""
-    if capability is None:
-        return SHARED_KIB[90]
-    older = [known for known in SHARED_KIB if known <= capability]
-    return SHARED_KIB[max(older, default=75)]
-
-
-# An abstract device carries no compute capability, so its name has to tell; the first of these that is in it.
-_CAPABILITY_OF_NAME = {
-    "RTX PRO": 120,
-    "RTX 50": 120,
-    "GB10": 121,
-    "Thor": 110,
-    "B300": 103,
-    "B200": 100,
-    "B100": 100,
-    "H200": 90,
-    "H100": 90,
-    "L40": 89,
-    "L4": 89,
-    "RTX 40": 89,
-    "A100": 80,
-    "A30": 80,
-    "A10": 86,
-    "T4": 75,
-    "V100": 70,
-}
+    @functools.cached_property
+    def kb_us(self) -> float:
+        """KB a microsecond that the memory moves."""
+        return architecture.gigabytes_of(self.kind, self.compute_capability) * 1e3 / 1024
 
 
 def current_device() -> Device:
@@ -90,10 +59,8 @@ def current_device() -> Device:
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     if abstract is not None:
         platform = "gpu" if abstract.platform in ("gpu", "cuda") else abstract.platform
-        capability = next(
-            (c for name, c in _CAPABILITY_OF_NAME.items() if name in abstract.device_kind), None
-        )
-        return Device(platform, abstract.device_kind, abstract.num_cores or 1, capability)
+        kind = abstract.device_kind
+        return Device(platform, kind, abstract.num_cores or 1, architecture.capability_of(kind))
     device = jax.config.jax_default_device
     if device is None or isinstance(device, str):
         device = jax.devices(device)[0]

@@ -27,32 +27,25 @@ from jax import lax
 
 from pallas_attn._call.checks import fail
 from pallas_attn._call.configs import SplitKVConfig
-from pallas_attn._split.problem import LATE_TOKENS, TO_NEAREST, SplitKVProblem
+from pallas_attn._split.problem import TO_NEAREST, SplitKVProblem
 from pallas_attn._tile import triton
 from pallas_attn._tile.triton import ceil_div
 
-# Where a program fills a multiprocessor, pieces of lengths that differ have at most so many fair shares: the fewest
-# with which all of them begin at once, so that none waits for another. If none of these does, to the nearest number.
-FITTING = (1.5, 1.25, 1.125, 1.0625)
-
-# Where several programs share one: if the longest sequence has more than UNEVEN times the mean, numbers of shares are
-# rounded up, so that no piece is waited for that is far above a share. If the longest still has so many tokens more
-# than a fair share, pieces are finer instead: more waves of them cost as many to begin. They are rounded as ever, for
-# what begins last should be small.
-UNEVEN = 1.25
-# Of a share: what a quotient in float32 may be off, and more.
-SLACK = 1e-3
+# Pieces of lengths that differ have at most 1 + 1/2**n fair shares, n up to this: the fewest with which all of them
+# begin at once, so that none waits for another. If none of these does, to the nearest number. Two shares are too many
+# where a program fills a multiprocessor: nothing that is left runs beside the longest.
+FINEST = 4
 
 # First pieces of a share or more begin first, then those of half a share, of a quarter, and all others: what begins
-# last is then waited for least. Only of so many sequences, a length for each thread: more take longer to put in order
-# than they gain. Up to four times as many where all walks are planned to run at once, for with few pieces for each
-# multiprocessor order is all that evens them out, and in long tables, where one piece is waited for much longer.
-MOST_ORDERED, MANY_ORDERED, LONG_TOKENS = 128, 512, 4096
-COUNT_BITS = 10  # for the sequences of a class
+# last is then waited for least. Only of so many sequences: more take longer to put in order than they gain.
+MOST_ORDERED = 512
 
 # Of a sequence, where the number of pieces is settled before lengths are known.
 MOST_PIECES = 128
-MOST_TILES = 2**31 - 1  # of a batch: the sum is an int32
+
+
+INT_MAX = int(np.iinfo(np.int32).max)  # tiles of a batch: their sum is an int32
+COUNT_BITS = MOST_ORDERED.bit_length()  # for the sequences of a class
 
 
 class Piece(NamedTuple):
@@ -239,7 +232,7 @@ def equal_cuts(num_tiles: jax.Array, problem: SplitKVProblem, room: int) -> jax.
     """How often each sequence is cut where all have `num_tiles`; `cuts` would sum up `room` lengths."""
     if problem.config.split_tokens:
         return _fixed_cuts(num_tiles, problem)
-    total = problem.num_seqs * jnp.minimum(num_tiles, MOST_TILES // room)
+    total = problem.num_seqs * jnp.minimum(num_tiles, INT_MAX // room)
     fair = _fair(total.astype(jnp.float32), problem)
     return _most(_rounded(num_tiles.astype(jnp.float32), fair, problem, problem.rounding) - 1, problem)
 
@@ -250,41 +243,14 @@ def cuts(lengths: jax.Array, problem: SplitKVProblem) -> jax.Array:
     if problem.config.split_tokens:
         return _fixed_cuts(num_tiles, problem)
     # Integer sums, which are the same in whatever order: all kernels of a call must come to the same cuts.
-    work = jnp.minimum(num_tiles, MOST_TILES // len(lengths))
+    work = jnp.minimum(num_tiles, INT_MAX // len(lengths))
     total = jnp.sum(work).astype(jnp.float32)
-    alone = problem.alone
-    count = _fitting(num_tiles, total, problem) if alone else _balanced(num_tiles, work, total, problem)
-    return _most(count - 1, problem)
-
-
-def _fitting(num_tiles: jax.Array, total: jax.Array, problem: SplitKVProblem) -> jax.Array:
-    """How many pieces each sequence has where a program fills a multiprocessor."""
     tiles, fair = num_tiles.astype(jnp.float32), _fair(total, problem)
     count = _rounded(tiles, fair, problem, TO_NEAREST)
-    for most in FITTING:
-        finer = _rounded_up(tiles, most * fair, problem)
+    for n in range(int(problem.alone), FINEST + 1):
+        finer = _rounded_up(tiles, (1 + 2.0**-n) * fair, problem)
         count = jnp.where(jnp.sum(finer) <= int(problem.shares), finer, count)
-    return count
-
-
-def _balanced(num_tiles: jax.Array, work: jax.Array, total: jax.Array, problem: SplitKVProblem) -> jax.Array:
-    """And where several share one."""
-    tiles, fair = num_tiles.astype(jnp.float32), _fair(total, problem)
-    count = _rounded(tiles, fair, problem, TO_NEAREST)
-    if problem.finer > 1:
-        longest, num = jnp.max(work), jnp.sum((work > 0).astype(jnp.int32))
-        uneven = longest.astype(jnp.float32) * num.astype(jnp.float32) > UNEVEN * total
-        # Rounding up adds half a piece to each sequence that is cut: as many fewer shares are dealt.
-        cuttable = jnp.sum((work.astype(jnp.float32) >= fair).astype(jnp.int32)).astype(jnp.float32)
-        dealt = jnp.maximum(problem.shares - 0.5 * jnp.maximum(cuttable, 1.0), 0.5 * problem.shares)
-        of_uneven = jnp.maximum(_rounded_up(tiles, (1 + SLACK) * (total / dealt), problem), 1)
-        if problem.finest > 1:
-            most_tiles = jnp.max(ceil_div(num_tiles, of_uneven))
-            late = most_tiles > fair.astype(jnp.int32) + LATE_TOKENS // problem.config.block_kv
-            finest = _rounded(tiles, fair / problem.finest, problem, TO_NEAREST)
-            of_uneven = jnp.where(late, finest, of_uneven)
-        count = jnp.where(uneven, of_uneven, count)
-    return count
+    return _most(count - 1, problem)
 
 
 def _tiles(lengths: jax.Array, problem: SplitKVProblem) -> jax.Array:
@@ -321,10 +287,7 @@ def _rounded_up(tiles: jax.Array, share: jax.Array, problem: SplitKVProblem) -> 
 
 def in_turn(problem: SplitKVProblem) -> bool:
     """Whether sequences begin by length, not by number."""
-    at_once = problem.num_seqs <= problem.shares
-    long = problem.most_tokens >= LONG_TOKENS
-    most = MANY_ORDERED if at_once or long else MOST_ORDERED
-    return problem.ordered and not problem.fixed_pieces and 2 < problem.num_seqs <= most
+    return problem.ordered and not problem.fixed_pieces and 2 < problem.num_seqs <= MOST_ORDERED
 
 
 def turns(lengths: jax.Array, cuts: jax.Array, problem: SplitKVProblem) -> jax.Array:

@@ -12,9 +12,6 @@ from pallas_attn._tile import rows
 from pallas_attn._tile.layout import PoolShape, table_tokens
 from pallas_attn._types import Array
 
-# Above a fair share: pieces that are waited for so long are worth finer ones (pieces.py).
-LATE_TOKENS = 800
-
 # What is added before a sequence's number of fair shares is rounded down.
 # Where several programs share a multiprocessor, one more than there is room for waits only for the first that ends.
 TO_NEAREST = 0.5
@@ -76,8 +73,6 @@ class SplitKVProblem(DecodeCall):
 
     alone: ClassVar[bool] = False
     """Whether a program fills a multiprocessor."""
-    finer: ClassVar[int] = 1
-    """How many times finer pieces are where lengths are uneven and the longest is late."""
 
     @property
     def q_blocks(self) -> int:
@@ -124,23 +119,17 @@ class SplitKVProblem(DecodeCall):
         return max(1, min(fit, config.num_splits or fit))
 
     @property
-    def finest(self) -> int:
-        """How many times finer pieces may be. A piece has two fair shares at most, and no more than the longest walk:
-        short ones are never late, and need no slots for finer pieces, which take time to find that they are empty."""
-        return self.finer if self.most_tokens > 2 * LATE_TOKENS else 1
-
-    @property
     def most_cuts(self) -> int:
         """Of all sequences, whatever their lengths: pieces beyond the first of each.
 
         Shares add up to `shares`, and sequences that are cut n times in all have at least n + 0.5 of them, as numbers
         are rounded to the nearest at most. (With room for what a quotient in float32 may be off.) Where they are
-        rounded up, fewer shares are dealt, and those sequences have more than n of them, or pieces are counted.
+        rounded up, pieces are counted.
         """
         cuts = self.num_seqs * (self.most_pieces - 1)
         if self.config.split_tokens:
             return cuts
-        return min(cuts, max(0, int(self.finest * self.shares * (1 + 1e-5) + TO_NEAREST - 1)))
+        return min(cuts, max(0, int(self.shares * (1 + 1e-5) + TO_NEAREST - 1)))
 
     @property
     def most_cut(self) -> int:
@@ -176,7 +165,7 @@ class SplitKVProblem(DecodeCall):
     @property
     def ordered(self) -> bool:
         """Whether the kernel has the registers to put sequences in order."""
-        return self.finer > 1
+        return True
 
     @property
     def most_tokens(self) -> int:

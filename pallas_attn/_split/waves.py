@@ -1,85 +1,118 @@
-"""How long a split-KV kernel takes whose programs have equal work: what heuristics weigh numbers of pieces by.
+"""What a split-KV kernel costs, in microseconds: the one function that candidates are weighed by.
 
-A device has room for so many programs at once. Equal ones end together, and the next wave of them begins. The last wave
-is rarely full. Where a program fills a multiprocessor that takes as long as a full one: what is idle helps nobody.
-Where several share one, those that are left share memory with fewer and are quicker, up to what a program can ask for
-at most: twice its share where four run together, so that one program too many costs half a wave.
+A walk goes over one sequence's tokens, for one KV head and block of query rows. It is cut into splits, and each is a
+program. So many programs run at once, a wave; three things bound it, the slowest of them counts:
 
-Time is counted in KB that a multiprocessor's share of the memory's bandwidth moves meanwhile. What else costs was
-measured on an H200, where that share is 34 KB a microsecond.
+    memory   all that the wave reads, at the memory's bandwidth
+    core     what the fullest multiprocessor reads, at the rate that its instructions take
+    program  what one program reads, a step after the other
+
+The cost is that of two batches, for lengths are not known when a call is compiled: of one whose sequences fill their
+rows of the block table, in waves of equal programs, and of one whose lengths differ, whose splits are dealt evenly but
+for the last of them.
 """
 
 import dataclasses
+import functools
+import math
 
-from pallas_attn._tile.triton import ceil_div
+from pallas_attn._call import budget
+from pallas_attn._call.device import Device
 
-# Of each wave: from its start to its first products, lengths, page ids and keys come one after the other.
-START_KB = 80
-# Of a kernel that deals: every program works out what is cut, slots without a piece come and go, another kernel merges.
-DEALING_KB, DEALING = 140, 1.1
-# How many programs on a multiprocessor ask for all of its share; and how much more than their own share programs take
-# where they are few, at most, where they deal: a fifth program is room for one, not more that each can ask for.
-ENOUGH, MOST_ALONE = 2, 2.0
-# What a program asks for beside that, in shares, where nothing is dealt and no other wave is.
-UNDEALT = 0.5
-# What each `FEW_PROGRAMS` more on a multiprocessor have to gain: where lengths differ, finer pieces fill waves
-# no better, and cost more.
-FINER, FEW_PROGRAMS = 0.03, 4
-# On a multiprocessor, one after the other or at once: with more, a last wave that is not full is little.
-MOST_PROGRAMS = 24
+# Fitted to times of `paged_attention` on an H200, bf16.
+# From a program's start to its first products: lengths, page ids and keys come one after the other.
+START_US = 3.0
+# Of a multiprocessor's instructions, for each program that it begins: working out what it serves.
+BEGIN_US = 0.4
+# Of the second kernel, and of working out what is cut.
+MERGE_US = 3.0
+# That each step of a program waits, however small its tile.
+STEP_US = 0.2
+# That a multiprocessor's instructions get through, in KB a microsecond.
+CORE_KB_US = 40
+# How many times the mean the fullest multiprocessor of a wave has, and the longest split of a batch.
+UNEVEN = 1.5
+# The mean of lengths that differ, of the longest.
+DIFFERING = 0.125
 
 
 @dataclasses.dataclass(frozen=True)
 class Waves:
-    """Of a kernel with one program for each of `streams` walks over `tokens` tokens of `token_kb`, or for each of so
-    many equal pieces of them, which leave `piece_kb` for the merge. `resident` programs fit on each of `num_cores`
-    multiprocessors."""
+    """A call in a tile: `walks` over at most `tokens` tokens each, whose splits leave `result_bytes` for the merge."""
 
-    streams: int
+    tile: budget.Tile
+    device: Device
+    walks: int
     tokens: int
-    token_kb: float
-    piece_kb: float
-    resident: int
-    num_cores: int
-    dealt: bool = True
-    """Whether lengths decide what is cut, and there is a kernel for the merge."""
+    result_bytes: int
+
+    @functools.cached_property
+    def resident(self) -> int:
+        """Programs that share a multiprocessor."""
+        return self.tile.resident(self.device)
 
     @property
     def slots(self) -> int:
         """Programs that run at once."""
-        return self.resident * self.num_cores
+        return self.resident * self.device.num_cores
 
-    def taken(self, programs: int) -> float:
-        """Time of so many equal programs, in full waves."""
-        full, more = divmod(programs, self.slots)
-        if not more:
-            return float(full)
-        part = more / self.slots
-        alone = max(1.0, self.resident / ENOUGH)
-        if self.dealt:
-            alone = min(alone, MOST_ALONE)
-        elif not full:
-            alone += UNDEALT
-        return full + max(part, 1 / (alone - (alone - 1) * part))
+    @property
+    def steps(self) -> int:
+        """Of a walk that is not cut."""
+        return math.ceil(self.tokens / self.tile.tokens)
 
-    def cost(self, pieces: int) -> float:
-        """Of as many pieces of each walk, in KB a multiprocessor."""
-        programs = self.streams * pieces
-        walking = self.taken(programs) * self.resident * self.tokens * self.token_kb / pieces
-        starts = ceil_div(programs, self.slots) * START_KB
-        if not self.dealt:
-            return walking + starts
-        left = programs * self.piece_kb / self.num_cores if pieces > 1 else 0.0
-        return walking * DEALING + starts + DEALING_KB + left
+    @functools.cached_property
+    def step_kb(self) -> float:
+        return self.tile.loaded_bytes / 1024
 
-    def pieces(self, least_tokens: int, least_programs: int = 1) -> int:
-        """Of each walk those that cost least, none shorter than `least_tokens`: as many programs as asked for, where
-        that allows."""
-        most = max(1, min(self.tokens // least_tokens, MOST_PROGRAMS * self.num_cores // self.streams))
+    @property
+    def alone_us(self) -> float:
+        """That a program takes for each KB, however few there are."""
+        return STEP_US / self.step_kb + 1 / CORE_KB_US
 
-        def cost(pieces: int) -> float:
-            more = (self.streams * pieces - 1) // (FEW_PROGRAMS * self.num_cores)
-            return self.cost(pieces) * (1 + FINER * more)
+    def cost(self, splits: int, *, whole: bool = False) -> float:
+        """Microseconds, the geometric mean of both batches. `whole`: nothing is ever cut, and there is no merge."""
+        programs = self.walks * splits
+        merge = 0.0 if whole else MERGE_US + 2 * programs * self.result_bytes / 1024 / self.device.kb_us
+        return math.sqrt((self._equal(splits) + merge) * (self._differing(programs, whole) + merge))
 
-        least = ceil_div(least_programs, self.streams)
-        return min(range(least if least <= most else 1, most + 1), key=cost)
+    def cheapest(self, most: int) -> tuple[float, int]:
+        """(cost, splits), where a walk has so many at most."""
+        best = self.cost(1), 1
+        for splits in range(2, most + 1):
+            # To begin them costs more alone, and so does any larger number.
+            if START_US * self.walks * splits / self.slots > best[0]:
+                break
+            best = min(best, (self.cost(splits), splits))
+        return best
+
+    def _equal(self, splits: int) -> float:
+        split_kb = math.ceil(self.steps / splits) * self.step_kb
+
+        def wave(programs: int) -> float:
+            fullest = min(self.resident, math.ceil(UNEVEN * programs / self.device.num_cores))
+            reading = max(programs / self.device.kb_us, fullest / CORE_KB_US, self.alone_us) * split_kb
+            return START_US + BEGIN_US * fullest + reading
+
+        full, rest = divmod(self.walks * splits, self.slots)
+        return full * wave(self.slots) + (wave(rest) if rest else 0.0)
+
+    def _differing(self, programs: int, whole: bool) -> float:
+        waves = max(1.0, programs / self.slots)
+        read_kb = DIFFERING * self.walks * self.steps * self.step_kb
+        # What programs of the first wave have left uneven those of the next ones even out.
+        uneven = 1 + (UNEVEN - 1) / waves
+        reading = read_kb * max(1 / self.device.kb_us, uneven / (CORE_KB_US * self.device.num_cores))
+        longest_kb = self.steps * self.step_kb
+        if not whole:
+            longest_kb = max(self.step_kb, UNEVEN * read_kb / max(programs, self.slots))
+        # What is dealt begins with the longest; of what is not, more than run at once, the longest may begin last.
+        longest = longest_kb * self.alone_us
+        ending = reading + longest if whole and waves > 1 else max(reading, longest)
+        return waves * (START_US + BEGIN_US * self.resident) + ending
+
+    def target(self, splits: int) -> int:
+        """Programs that the batch is dealt to, so that equal lengths have so many splits each, to the nearest number,
+        and lengths that differ as many as run at once."""
+        programs = self.walks * splits
+        return max(programs, min(self.slots, programs + (self.walks - 1) // 2))

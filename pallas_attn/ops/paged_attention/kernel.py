@@ -24,7 +24,6 @@ from pallas_attn._tile import logits, masking, narrow, pages, quantization, rows
 from pallas_attn.ops.paged_attention.config import PagedAttentionConfig
 from pallas_attn.ops.paged_attention.operands import Operands
 from pallas_attn.ops.paged_attention.problem import Problem
-from pallas_attn.ops.paged_attention.room import LEAN_ROWS
 
 
 # jit, so that the layers of a model trace and lower one kernel, not one each.
@@ -111,7 +110,7 @@ def _serve(
     tiles = problem.walk(seq_len, mine.kv_head)
     begin, end = piece.tiles(tiles.num_tiles)
     # Few rows leave registers for sums that come late, and tokens are spread over warps: a sum is a wait for all.
-    few = problem.config.block_q <= LEAN_ROWS
+    few = problem.config.block_q <= triton.tile_side(1)
     state = softmax.start(mine.index.shape, dims[1], late_sum=problem.config.block_kv if few else None)
     look_up = functools.partial(pages.look_up, refs.block_tables, seq)
     ids = functools.partial(_page_ids, look_up, seq_len, problem)
@@ -197,11 +196,12 @@ def _page_ids(look_up, seq_len, problem: Problem, start, held) -> jax.Array:
     column, _ = pages.slots(start, size, page_size)
     # Ids of fewer tokens than threads Triton copies to shared memory, 3.6 by each layout that uses them: ids of pages
     # are fewer. Those of more tokens stay in registers; to copy them would take a stage of the pipeline.
-    if not page_size < size < 32 * problem.config.num_warps or size % page_size:
+    most, least = max(size, page_size), min(size, page_size)
+    if size >= 32 * problem.config.num_warps or most % least:
         return look_up(column, mask=held, other=0)
-    column = start // page_size + jnp.arange(size // page_size)
+    column = start // page_size + jnp.arange(size // least)
     page = look_up(column, mask=column * page_size < seq_len, other=0)
-    return jnp.broadcast_to(page[:, None], (page.shape[0], page_size)).reshape(-1)
+    return jnp.broadcast_to(page[:, None], (page.shape[0], least)).reshape(-1)
 
 
 def _read_tile(refs: Operands, ids, kv_head, problem: Problem, dtype, start, held, page=None):

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,8 +18,6 @@ LEAST_TOGETHER = 4
 class Problem(SplitKVProblem):
     layout: str
     rules: masking.Rules
-
-    finer: ClassVar[int] = 2
 
     def walk(self, seq_len: jax.Array, kv_head: jax.Array | int = 0) -> walk.Walk:
         pattern = self.rules.block_sparse

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +24,6 @@ COUNTED = 0.75
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decoded(SplitKVProblem):
     """Sequences in one block each, as they are dealt: what is called their lengths are the tiles that they walk."""
-
-    finer: ClassVar[int] = 4
 
     def num_tiles(self, seq_len: jax.Array) -> jax.Array:
         return seq_len
