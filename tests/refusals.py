@@ -55,6 +55,7 @@ FLAG = Kind((1, 0.0, "no", [True], jnp.array(True), np.array([True])))
 NAME = Kind(LAYOUT_LIKE)
 DTYPE = Kind(("bfloat17", 3.5, "int32", [1], object(), {}, complex, "U3"))
 INSTANCE = Kind((1, "x", [], zeros(2), object(), int))
+FUNCTION = Kind(tuple(value for value in INSTANCE.values if not callable(value)))
 LAYER = Kind(
     (
         *("0", 1.5, True, -1, 2, 10**20, [0], {}, np.float32(0), np.int64(2), np.zeros((), bool)),

@@ -10,6 +10,7 @@ from refusals import (
     COUNT,
     DTYPE,
     FLAG,
+    FUNCTION,
     INSTANCE,
     LAYER,
     NAME,
@@ -239,6 +240,25 @@ def calls() -> dict[str, Call]:
                 "config": INSTANCE.or_none(),
             },
         ),
+        "flash_attention, mods": Call(
+            pallas_attn.flash_attention,
+            dense_attention(),
+            {
+                **dict.fromkeys(("score_mod", "mask_mod"), FUNCTION.or_none()),
+                "block_mask": INSTANCE.or_none(),
+            },
+        ),
+        "block_mask": Call(
+            pallas_attn.block_mask,
+            dict(mask_mod=pallas_attn.mods.causal(), q_len=3, kv_len=5),
+            {
+                "mask_mod": FUNCTION,
+                **dict.fromkeys(("q_len", "kv_len", "batch", "num_heads"), COUNT),
+                **dict.fromkeys(("block_q", "block_kv"), COUNT),
+                "exact": FLAG,
+            },
+        ),
+        "not_mask": Call(pallas_attn.not_mask, dict(mask=pallas_attn.mods.causal()), dict(mask=FUNCTION)),
         "flash_attention, packed": Call(
             pallas_attn.flash_attention,
             dict({n: x[:1] for n, x in dense_attention().items()}, cu_q_lens=zeros(2, I32)),

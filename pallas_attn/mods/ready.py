@@ -11,6 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_attn._call.checks import fail, shown
+from pallas_attn.mods.program import NAMES
+
 type MaskMod = Callable[[Any, Any, Any, Any], Any]
 """(batch, head, q_idx, kv_idx) -> whether the query sees the key."""
 type ScoreMod = Callable[[Any, Any, Any, Any, Any], Any]
@@ -19,17 +22,26 @@ type ScoreMod = Callable[[Any, Any, Any, Any, Any], Any]
 
 def and_masks(*masks: MaskMod) -> MaskMod:
     """What all of them let through; of none, everything."""
+    _check("and_masks", "masks", *masks)
     return lambda b, h, q, k: _joined(jnp.logical_and, True, [mask(b, h, q, k) for mask in masks])
 
 
 def or_masks(*masks: MaskMod) -> MaskMod:
     """What any of them lets through; of none, nothing."""
+    _check("or_masks", "masks", *masks)
     return lambda b, h, q, k: _joined(jnp.logical_or, False, [mask(b, h, q, k) for mask in masks])
 
 
 def not_mask(mask: MaskMod) -> MaskMod:
     """What it hides."""
+    _check("not_mask", "mask", mask)
     return lambda b, h, q, k: jnp.logical_not(mask(b, h, q, k))
+
+
+def _check(function: str, argument: str, *masks: Any) -> None:
+    for mask in masks:
+        if not callable(mask):
+            fail(function, argument, f"functions of ({', '.join(NAMES[1:])})", shown(mask), TypeError)
 
 
 def _joined(join: Any, empty: bool, found: Sequence[Any]) -> Any:
