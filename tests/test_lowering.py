@@ -97,8 +97,8 @@ E4M3 = cases.DecodeCase((0,) * 4, 32, 8, 128, 16, cache_dtype="float8_e4m3fn")
 def test_paged_attention_compiles(case, sm, triton):
     lowered = paged_attention_lowered(case, max_pages=256, num_pages=9000, device=lowering.DEVICES[sm])
     kernels = lowering.compile_kernels(lowered, sm, triton)
-    # What a short window leaves is not cut, and not merged.
-    short = case.sliding_window is not None and case.sliding_window < 512
+    # What a short window or a short table leaves is not cut, and not merged.
+    short = 256 * case.page_size <= 1024 or (case.sliding_window is not None and case.sliding_window < 512)
     names = ["pallas_attn_paged_attention", "pallas_attn_paged_attention_combine"]
     assert [k.name for k in kernels] == (names[:1] if short else names)
     for kernel in kernels:

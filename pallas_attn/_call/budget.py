@@ -148,9 +148,11 @@ class Tile:
 
     @property
     def registers(self) -> float:
-        """Of a thread, about: sums in float32, and a tile in the type of products, are spread over all."""
+        """Of a thread, about: sums in float32, and a tile in the type of products, are spread over all. Products in
+        float32 are made of parts, which are there beside what they are parts of."""
         sums = self.rows * self.held[0]
-        tile = self.tokens * sum(self.walked) * self.itemsize / FLOAT_BYTES
+        parts = 2 if self.itemsize == FLOAT_BYTES else 1
+        tile = parts * self.tokens * sum(self.walked) * self.itemsize / FLOAT_BYTES
         return OTHER_REGISTERS + (sums + tile) / self.threads
 
     @property
