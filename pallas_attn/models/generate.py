@@ -208,16 +208,22 @@ def generate(
     prefill = _prefill.lower(weights, tokens, positions, state, **static).compile()
     decode = _decode.lower(weights, state, jnp.int32(0), **static).compile()
     compiled = time.perf_counter()
-    state = jax.block_until_ready(prefill(weights, tokens, positions, state))
-    prefilled = time.perf_counter()
-    done, steps = 1, 1  # the prefill gave the first token
-    report(done, max_new_tokens)
-    while done < max_new_tokens and not np.asarray(state.done).all():
-        began = time.perf_counter()
-        state = decode(weights, state, jnp.int32(min(done + steps, max_new_tokens)))
-        state, done = _stopped(state, each_row, tokenizer), int(state.step)
-        steps = _next_stretch(steps, time.perf_counter() - began)
+    try:
+        state = prefill(weights, tokens, positions, state)
+        jax.block_until_ready(state)
+        prefilled = time.perf_counter()
+        done, steps = 1, 1  # the prefill gave the first token
         report(done, max_new_tokens)
+        while done < max_new_tokens and not np.asarray(state.done).all():
+            began = time.perf_counter()
+            state = decode(weights, state, jnp.int32(min(done + steps, max_new_tokens)))
+            state, done = _stopped(state, each_row, tokenizer), int(state.step)
+            steps = _next_stretch(steps, time.perf_counter() - began)
+            report(done, max_new_tokens)
+    except BaseException:
+        # What runs goes on, and a process that ends beside it is aborted by some of JAX's clients.
+        jax.block_until_ready([x for x in jax.tree.leaves(state) if not x.is_deleted()])
+        raise
     decoded = time.perf_counter()
     lengths = _lengths(state, each_row, tokenizer)
     logs = jax.tree.map(np.asarray, state.logprobs)
