@@ -8,6 +8,7 @@ from flax import nnx
 
 from pallas_attn import PagedKVCache, PagedLatentCache, mla_schedule
 from pallas_attn.nn import LatentGQA, MLAConfig, MultiHeadLatentAttention, PagedAttention, linen
+from pallas_attn.ops.paged_attention.config import Candidate
 
 TOKENS, PAGE = 24, 8
 TABLES = jnp.array([[5, 3, 0], [1, 4, 2]], jnp.int32)
@@ -19,7 +20,7 @@ def short_splits(monkeypatch):
     """So that these texts are cut up and merged, as long ones are."""
     for op in ("paged_attention", "mla_decode"):
         monkeypatch.setattr(f"pallas_attn.ops.{op}.config.INVARIANT_TOKENS", 16)
-    monkeypatch.setattr("pallas_attn.ops.paged_attention.config.LARGE_TILE", (16, 4, 1))
+    monkeypatch.setattr("pallas_attn.ops.paged_attention.config.CANDIDATES", (Candidate(16, 4, 1),))
 
 
 def tokens() -> list[jax.Array]:

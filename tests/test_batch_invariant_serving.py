@@ -21,6 +21,7 @@ from pallas_attn.models.sampling import How
 from pallas_attn.nn import MLAConfig
 from pallas_attn.nn.indexer import IndexerConfig
 from pallas_attn.nn.layers import PRECISION
+from pallas_attn.ops.paged_attention.config import Candidate
 from pallas_attn.ops.ragged_attention.config import RaggedAttentionConfig, RaggedTiles
 
 SIZES: dict[str, Any] = dict(max_len=64, num_rows=8, page_size=4, step_tokens=32)
@@ -72,7 +73,7 @@ def short_splits(monkeypatch):
     """So that short texts are cut up and merged, as long ones are."""
     for op, tokens in (("paged_attention", 16), ("mla_decode", 32)):
         monkeypatch.setattr(f"pallas_attn.ops.{op}.config.INVARIANT_TOKENS", tokens)
-    monkeypatch.setattr("pallas_attn.ops.paged_attention.config.LARGE_TILE", (16, 4, 1))
+    monkeypatch.setattr("pallas_attn.ops.paged_attention.config.CANDIDATES", (Candidate(16, 4, 1),))
 
 
 def served(engine: Engine, batch, at: int, sampling=()) -> tuple[Any, list[int]]:
