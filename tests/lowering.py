@@ -78,6 +78,27 @@ def abstract_mesh(device: tuple[str, int] = H100, num_devices: int = 1) -> Itera
         yield
 
 
+def lower_for_four(
+    function: Any, arrays: list[Any], specs: list[Any], out_specs: list[Any], axis_type: jax.sharding.AxisType
+) -> str:
+    """For 2 x 2 abstract GPUs, axes x and y: Explicit ones, or shard_map's (Manual), whose check of what varies it
+    must pass."""
+    manual = axis_type == jax.sharding.AxisType.Manual
+    kind, cores = H100
+    device = jax.sharding.AbstractDevice(platform="gpu", device_kind=kind, num_cores=cores)
+    outer = jax.sharding.AxisType.Auto if manual else axis_type
+    mesh = jax.sharding.AbstractMesh((2, 2), ("x", "y"), axis_types=(outer,) * 2, abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        if manual:
+            function = jax.shard_map(function, mesh=mesh, in_specs=tuple(specs), out_specs=tuple(out_specs))
+        else:
+            arrays = [
+                jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
+                for x, spec in zip(arrays, specs, strict=True)
+            ]
+        return jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+
+
 def lower_for_gpu(
     fn: Callable[..., Any], *args: Any, device: tuple[str, int] = H100, num_devices: int = 1
 ) -> Any:

@@ -13,7 +13,7 @@ import test_flash_attention as flash
 import test_shifted_gradients as shifted
 from jax import export
 from jax.sharding import AxisType, PartitionSpec
-from lowering import H100, abstract_mesh, lower_for_gpu
+from lowering import H100, abstract_mesh, lower_for_four, lower_for_gpu
 
 import pallas_attn
 from pallas_attn import FlashAttentionConfig, FlashAttentionTiles
@@ -413,11 +413,6 @@ def test_asked_for_it_says_so_to_the_caller(built, options, reason):
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Manual])
 def test_each_device_calls_it_with_what_is_its_own(built, axis_type):
     """Explicit axes, and shard_map's, whose check of what varies it passes."""
-    manual = axis_type == AxisType.Manual
-    kind, cores = H100
-    device = jax.sharding.AbstractDevice(platform="gpu", device_kind=kind, num_cores=cores)
-    outer = AxisType.Auto if manual else axis_type
-    mesh = jax.sharding.AbstractMesh((2, 2), ("x", "y"), axis_types=(outer,) * 2, abstract_device=device)
     specs = [PartitionSpec("x", None, "y")] * 3 + [PartitionSpec("x"), PartitionSpec("y")]
     ids, sinks = jax.ShapeDtypeStruct((2, 2048), jnp.int32), jax.ShapeDtypeStruct((16,), jnp.float32)
 
@@ -427,18 +422,8 @@ def test_each_device_calls_it_with_what_is_its_own(built, axis_type):
             query, key, value, sinks
         )
 
-    with jax.sharding.use_abstract_mesh(mesh):
-        arrays = [*shapes(batch=2), ids, sinks]
-        if manual:
-            gradients = jax.shard_map(
-                gradients, mesh=mesh, in_specs=tuple(specs), out_specs=(*specs[:3], specs[4])
-            )
-        else:
-            arrays = [
-                jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
-                for x, spec in zip(arrays, specs, strict=True)
-            ]
-        text = jax.jit(gradients).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    arrays = [*shapes(batch=2), ids, sinks]
+    text = lower_for_four(gradients, arrays, specs, [*specs[:3], specs[4]], axis_type)
     [call] = [line for line in text.splitlines() if f"@{TARGET}(" in line]
     assert "tensor<1x2048x8x128xbf16>" in call
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
-from lowering import H100
+from lowering import lower_for_four
 
 import pallas_attn
 from pallas_attn._call import dispatch
@@ -75,11 +75,6 @@ def test_each_device_calls_it_with_what_is_its_own(monkeypatch, axis_type):
     """Explicit axes, and shard_map's, whose check of what varies it passes."""
     monkeypatch.setitem(dispatch.installed, "cuda", lambda: None)
     monkeypatch.setattr("pallas_attn._call.ffi.register", lambda: None)
-    manual = axis_type == AxisType.Manual
-    kind, cores = H100
-    device = jax.sharding.AbstractDevice(platform="gpu", device_kind=kind, num_cores=cores)
-    outer = AxisType.Auto if manual else axis_type
-    mesh = jax.sharding.AbstractMesh((2, 2), ("x", "y"), axis_types=(outer,) * 2, abstract_device=device)
     specs = [PartitionSpec("x", None, "y")] * 3
     arrays = [jax.ShapeDtypeStruct((2, 2048, heads, 128), jnp.bfloat16) for heads in (16, 4, 4)]
 
@@ -93,14 +88,6 @@ def test_each_device_calls_it_with_what_is_its_own(monkeypatch, axis_type):
 
         return jax.grad(loss, (0, 1, 2))(*floats)
 
-    with jax.sharding.use_abstract_mesh(mesh):
-        if manual:
-            gradients = jax.shard_map(gradients, mesh=mesh, in_specs=tuple(specs), out_specs=tuple(specs))
-        else:
-            arrays = [
-                jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
-                for x, spec in zip(arrays, specs, strict=True)
-            ]
-        text = jax.jit(gradients).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    text = lower_for_four(gradients, arrays, specs, specs, axis_type)
     [call] = [line for line in text.splitlines() if f"@{TARGET}(" in line]
     assert "tensor<1x2048x8x128xbf16>" in call

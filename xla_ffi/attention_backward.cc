@@ -2,11 +2,11 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <limits>
 #include <vector>
 
 #include "attention/backward_params.h"
 #include "attention/sm90/backward/launch.h"
+#include "attention_heads.h"
 #include "checks.h"
 #include "common/math.h"
 #include "device_guard.h"
@@ -17,34 +17,9 @@ namespace {
 
 namespace ffi = xla::ffi;
 using attention::BackwardParams;
-using attention::Strides;
 using ffi::DataType;
 
 constexpr char kName[] = "pallas_attn_attention_backward_sm90";
-constexpr int64_t kMaxInt = std::numeric_limits<int>::max();
-constexpr int64_t kMostTokens = int64_t{1} << 30;
-
-// An array of heads, [batch, tokens, heads, dim] or [batch, heads, tokens, dim].
-struct Heads {
-  int64_t batch, tokens, heads, dim;
-
-  static Heads of(ffi::AnyBuffer buffer, bool heads_first) {
-    const auto dims = buffer.dimensions();
-    return {dims[0], dims[heads_first ? 2 : 1], dims[heads_first ? 1 : 2], dims[3]};
-  }
-  std::vector<int64_t> shape(bool heads_first) const {
-    return {batch, heads_first ? heads : tokens, heads_first ? tokens : heads, dim};
-  }
-  Strides strides(bool heads_first) const {
-    if (heads_first) return {tokens * dim, dim, heads * tokens * dim};
-    return {dim, heads * dim, tokens * heads * dim};
-  }
-};
-
-template <typename T>
-const T* optional(ffi::AnyBuffer buffer) {
-  return buffer.element_count() == 0 ? nullptr : static_cast<const T*>(buffer.untyped_data());
-}
 
 ffi::Error attention_backward(cudaStream_t stream, int32_t device, ffi::AnyBuffer query, ffi::AnyBuffer key,
                               ffi::AnyBuffer value, ffi::AnyBuffer d_out, ffi::AnyBuffer maximum,
@@ -68,17 +43,17 @@ ffi::Error attention_backward(cudaStream_t stream, int32_t device, ffi::AnyBuffe
   Heads values = keys, outs = queries;
   values.dim = outs.dim = value.dimensions()[3];
   check.array("key", key, {queries.batch, -1, -1, queries.dim}, {dtype});
-  check.array("value", value, values.shape(heads_first), {dtype});
-  check.array("d_out", d_out, outs.shape(heads_first), {dtype});
+  check.array("value", value, values.shape(), {dtype});
+  check.array("d_out", d_out, outs.shape(), {dtype});
   const std::vector<int64_t> none = {0};
   const std::vector<int64_t> rows = {queries.batch, queries.heads, queries.tokens};
   check.array("maximum", maximum, rows, {DataType::F32});
   check.array("rest", rest, rows, {DataType::F32});
   check.array("delta", delta, rows, {DataType::F32});
   check.array("total", total, rows, {DataType::F32});
-  check.array("d_query", *d_query, queries.shape(heads_first), {dtype});
-  check.array("d_key", *d_key, keys.shape(heads_first), {dtype});
-  check.array("d_value", *d_value, values.shape(heads_first), {dtype});
+  check.array("d_query", *d_query, queries.shape(), {dtype});
+  check.array("d_key", *d_key, keys.shape(), {dtype});
+  check.array("d_value", *d_value, values.shape(), {dtype});
   check.require(keys.heads > 0 && queries.heads > 0 && queries.heads % keys.heads == 0, "query",
                 "a multiple of " + std::to_string(keys.heads) + " heads", std::to_string(queries.heads));
   check.between("query", " tokens", 1, kMostTokens, queries.tokens);
@@ -131,10 +106,10 @@ ffi::Error attention_backward(cudaStream_t stream, int32_t device, ffi::AnyBuffe
   params.key = key.untyped_data();
   params.value = value.untyped_data();
   params.d_out = d_out.untyped_data();
-  params.query_strides = queries.strides(heads_first);
-  params.key_strides = keys.strides(heads_first);
-  params.value_strides = values.strides(heads_first);
-  params.out_strides = outs.strides(heads_first);
+  params.query_strides = queries.strides();
+  params.key_strides = keys.strides();
+  params.value_strides = values.strides();
+  params.out_strides = outs.strides();
   params.maximum = maximum.typed_data<float>();
   params.rest = rest.typed_data<float>();
   params.delta = delta.typed_data<float>();

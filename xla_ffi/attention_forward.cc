@@ -2,13 +2,13 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <limits>
 #include <tuple>
 #include <vector>
 
 #include "attention/params.h"
 #include "attention/prepare/prepare.h"
 #include "attention/sm90/forward/launch.h"
+#include "attention_heads.h"
 #include "checks.h"
 #include "common/math.h"
 #include "device_guard.h"
@@ -19,38 +19,9 @@ namespace {
 
 namespace ffi = xla::ffi;
 using attention::ForwardParams;
-using attention::Strides;
 using ffi::DataType;
 
 constexpr char kName[] = "pallas_attn_attention_forward_sm90";
-constexpr int64_t kMaxInt = std::numeric_limits<int>::max();
-constexpr int64_t kMostTokens = int64_t{1} << 30;
-
-// An array of heads, [batch, tokens, heads, dim] or [batch, heads, tokens, dim], or the same without `dim`.
-struct Heads {
-  int64_t batch, tokens, heads, dim;
-  bool heads_first;
-
-  static Heads of(ffi::AnyBuffer buffer, bool heads_first) {
-    const auto dims = buffer.dimensions();
-    return {dims[0], dims[heads_first ? 2 : 1], dims[heads_first ? 1 : 2], dims[3], heads_first};
-  }
-  std::vector<int64_t> shape() const {
-    std::vector<int64_t> sizes = {batch, heads_first ? heads : tokens, heads_first ? tokens : heads};
-    if (dim > 0) sizes.push_back(dim);
-    return sizes;
-  }
-  Strides strides() const {
-    const int64_t element = dim > 0 ? dim : 1;
-    if (heads_first) return {tokens * element, element, heads * tokens * element};
-    return {element, heads * element, tokens * heads * element};
-  }
-};
-
-template <typename T>
-const T* optional(ffi::AnyBuffer buffer) {
-  return buffer.element_count() == 0 ? nullptr : static_cast<const T*>(buffer.untyped_data());
-}
 
 ffi::Error attention_forward(
     cudaStream_t stream, int32_t device, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi::AnyBuffer value,

@@ -2,7 +2,6 @@
 #include <cuda_runtime.h>
 
 #include <cmath>
-#include <limits>
 #include <utility>
 
 #include "blocksparse/params.h"
@@ -53,7 +52,6 @@ ffi::Error blocksparse_prefill(cudaStream_t stream, int32_t device, ffi::AnyBuff
   if (!check.ok()) return check.error();
 
   const int64_t num_columns = columns.dimensions()[1];
-  constexpr int64_t kMaxInt = std::numeric_limits<int>::max();
   check.between("query", " tokens", 1, kMaxInt - kTile, tokens);
   check.between("key", " tokens", 1, kMaxInt - kTile, key_tokens);
   check.require(kv_heads > 0 && heads > 0 && heads % kv_heads == 0, "query",

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -10,6 +11,9 @@
 #include "xla/ffi/api/ffi.h"
 
 namespace pallas_attn {
+
+// What kernels count with.
+constexpr int64_t kMaxInt = std::numeric_limits<int>::max();
 
 class ArgumentChecker {
  public:

@@ -2,7 +2,6 @@
 #include <cuda_runtime.h>
 
 #include <cmath>
-#include <limits>
 
 #include "checks.h"
 #include "device_guard.h"
@@ -49,7 +48,6 @@ ffi::Error mla_decode(cudaStream_t stream, int32_t device, ffi::AnyBuffer query,
   const int64_t max_blocks = block_tables.dimensions()[1];
   const int64_t num_sm_parts = schedule_metadata.dimensions()[0];
 
-  constexpr int64_t kMaxInt = std::numeric_limits<int>::max();
   check.require(num_pages > 0 && num_pages <= kMaxInt, "latent_cache", "between 1 and 2^31 - 1 pages",
                 std::to_string(num_pages));
   constexpr int64_t kMaxGridYZ = 65535;

@@ -2,7 +2,6 @@
 #include <cuda_runtime.h>
 
 #include <cmath>
-#include <limits>
 
 #include "checks.h"
 #include "common/math.h"
@@ -50,7 +49,6 @@ ffi::Error sparse_mla(cudaStream_t stream, int32_t device, ffi::AnyBuffer query,
                 std::to_string(scale));
   if (!check.ok()) return check.error();
 
-  constexpr int64_t kMaxInt = std::numeric_limits<int>::max();
   const int64_t rows = pool.dimensions()[0];
   const int64_t topk = indices.dimensions()[1];
   const int64_t tables = block_tables.dimensions()[0], columns = block_tables.dimensions()[1];

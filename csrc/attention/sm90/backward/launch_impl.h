@@ -5,6 +5,7 @@
 
 #include "attention/sm90/backward/kernel.h"
 #include "attention/sm90/backward/prepare/prepare.h"
+#include "attention/sm90/tensor_tile.h"
 #include "common/dependent_launch.h"
 #include "common/element_traits.h"
 #include "common/multiprocessors.h"
@@ -12,38 +13,28 @@
 
 namespace pallas_attn::attention::sm90::backward {
 
-// An array of heads, in boxes of `rows` tokens of one head, 64 elements each.
-template <typename Element>
-LaunchStatus encode_rows(const char* name, const void* array, const Strides& strides, int dim, int heads,
-                         int tokens, int batch, int rows, CUtensorMap* map) {
-  const auto bytes = [](int64_t elements) { return static_cast<uint64_t>(elements) * sizeof(uint16_t); };
-  const auto size = [](int extent) { return static_cast<uint64_t>(extent); };
-  const TensorTile<4> tile = {name,
-                              array,
-                              {size(dim), size(heads), size(tokens), size(batch)},
-                              {bytes(strides.head), bytes(strides.token), bytes(strides.batch)},
-                              {kPieceDims, 1, static_cast<uint32_t>(rows), 1}};
-  return encode_tensor_map(tile, ElementTraits<Element>::kTensorMapType, map);
-}
-
 template <typename Element, typename Shape>
 LaunchStatus encode_maps(const BackwardParams& params, Maps* maps) {
-  LaunchStatus status =
-      encode_rows<Element>("query", params.query, params.query_strides, params.head_dim, params.num_heads,
-                           params.q_len, params.batch, Shape::kQueries, &maps->query);
+  const auto encode = [](const TensorTile<4>& tile, CUtensorMap* map) {
+    return encode_tensor_map(tile, ElementTraits<Element>::kTensorMapType, map);
+  };
+  LaunchStatus status = encode(tile_of("query", params.query, params.query_strides, params.head_dim,
+                                       params.num_heads, params.q_len, params.batch, 1, Shape::kQueries),
+                               &maps->query);
   if (status.ok()) {
-    status =
-        encode_rows<Element>("d_out", params.d_out, params.out_strides, params.value_dim, params.num_heads,
-                             params.q_len, params.batch, Shape::kQueries, &maps->d_out);
+    status = encode(tile_of("d_out", params.d_out, params.out_strides, params.value_dim, params.num_heads,
+                            params.q_len, params.batch, 1, Shape::kQueries),
+                    &maps->d_out);
   }
   if (status.ok()) {
-    status = encode_rows<Element>("key", params.key, params.key_strides, params.head_dim, params.num_kv_heads,
-                                  params.kv_len, params.batch, Shape::kKeys, &maps->key);
+    status = encode(tile_of("key", params.key, params.key_strides, params.head_dim, params.num_kv_heads,
+                            params.kv_len, params.batch, 1, Shape::kKeys),
+                    &maps->key);
   }
   if (status.ok()) {
-    status =
-        encode_rows<Element>("value", params.value, params.value_strides, params.value_dim,
-                             params.num_kv_heads, params.kv_len, params.batch, Shape::kKeys, &maps->value);
+    status = encode(tile_of("value", params.value, params.value_strides, params.value_dim,
+                            params.num_kv_heads, params.kv_len, params.batch, 1, Shape::kKeys),
+                    &maps->value);
   }
   return status;
 }
