@@ -144,7 +144,7 @@ def test_what_is_not_invariant_is_refused_by_name(op, implementation):
 
 
 @pytest.mark.parametrize("op", ["paged_attention", "mla_decode"])
-def test_a_config_must_say_how_long_pieces_are(op):
+def test_a_config_must_say_how_long_splits_are(op):
     latent = op == "mla_decode"
     case = cases.MLADecodeCase((5,), 4) if latent else cases.DecodeCase((5,), 4, 2, 64, 16)
     config = (MLADecodeConfig if latent else PagedAttentionConfig)(16, 16)

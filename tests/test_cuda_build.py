@@ -92,13 +92,13 @@ def test_links_neither_driver_nor_runtime(library: Path) -> None:
     "instruction", ["HGMMA.64x64x16", "HGMMA.64x256x16", "UTMALDG.3D", "UTMASTG.3D", "USETMAXREG"]
 )
 def test_decode_uses(kernels: dict[str, str], instruction: str) -> None:
-    over_elements = {name: sass for name, sass in kernels.items() if "turned_decode_kernel" not in name}
+    over_elements = {name: sass for name, sass in kernels.items() if "transposed_decode_kernel" not in name}
     for sass in _decode_kernels(over_elements, 6):
         assert instruction in sass
 
 
-def _turned_kernel(kernels: dict[str, str], tokens: str, rows: int) -> str:
-    pattern = f"turned_decode_kernelIN.*{tokens}ELi{rows}E"
+def _transposed_kernel(kernels: dict[str, str], tokens: str, rows: int) -> str:
+    pattern = f"transposed_decode_kernelIN.*{tokens}ELi{rows}E"
     [sass] = [sass for name, sass in kernels.items() if re.search(pattern, name)]
     return sass
 
@@ -107,7 +107,7 @@ def _turned_kernel(kernels: dict[str, str], tokens: str, rows: int) -> str:
 @pytest.mark.parametrize("tokens", ["AllTokens", "ChosenTokens"])
 def test_decode_over_bytes_multiplies_from_registers(kernels: dict[str, str], tokens: str, rows: int) -> None:
     """36 products of a page's scores, which stand once; of its output 16, for the own and the other's page."""
-    sass = _turned_kernel(kernels, tokens, rows)
+    sass = _transposed_kernel(kernels, tokens, rows)
     products = re.findall(r"HGMMA\.64x(\d+)x16\.F32(\.BF16)? R\d+, R\d+, gdesc", sass)
     scores = [(str(rows), "")] * 32 + [(str(rows), ".BF16")] * 4
     assert sorted(products) == sorted(scores + [(str(rows), "")] * (2 * 16))
@@ -124,7 +124,7 @@ def test_partial_results_are_discarded_from_the_l2(kernels: dict[str, str]) -> N
 
 def test_bytes_are_converted_by_the_hardware_and_each_once(kernels: dict[str, str]) -> None:
     for tokens, rows in itertools.product(("AllTokens", "ChosenTokens"), (16, 32, 64)):
-        sass = _turned_kernel(kernels, tokens, rows)
+        sass = _transposed_kernel(kernels, tokens, rows)
         # 64 tokens x 512 among 128 threads, two at once, for scores; half of them for the output, which stands twice.
         assert sass.count("F2FP.F16.E4M3.UNPACK_B") == 64 * 512 // 128 // 2 + 2 * 64 * 256 // 128 // 2
 

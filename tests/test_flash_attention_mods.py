@@ -127,15 +127,15 @@ BIAS = _normal(1, HEADS, LONG, LONG)
 
 def attend(query, key, value, captured, case: Case, **options):
     options = {**case.options, **options}
-    turned = options.get("layout") == "BNTH"
-    if turned:
+    transposed = options.get("layout") == "BNTH"
+    if transposed:
         query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
     score_mod = None if case.score is None else case.score(captured, case.q_len, case.kv_len)
     options |= {"bias": BIAS} if "bias" in options else {}
     options |= {"sinks": SLOPES} if "sinks" in options else {}
     options.setdefault("mask_mod", case.mask)
     out, lse = flash_attention(query, key, value, score_mod=score_mod, return_lse=True, **options)
-    return (jnp.swapaxes(out, 1, 2), jnp.moveaxis(lse, 1, 2)) if turned else (out, lse)
+    return (jnp.swapaxes(out, 1, 2), jnp.moveaxis(lse, 1, 2)) if transposed else (out, lse)
 
 
 def close(got, want, limit=2e-5):
@@ -206,7 +206,7 @@ def _by_all(score, batch, head, key):
 
 WRONG = {
     "the mod left out": lambda s, b, h, q, k: s,
-    "query and key turned": lambda s, b, h, q, k: _by_all(s, b, h, q),
+    "query and key transposed": lambda s, b, h, q, k: _by_all(s, b, h, q),
     "head 0 for all": lambda s, b, h, q, k: _by_all(s, b, 0, k),
     "the place in its group": lambda s, b, h, q, k: _by_all(s, b, h % 2, k),
     "the batch left out": lambda s, b, h, q, k: _by_all(s, 0, h, k),
@@ -347,7 +347,7 @@ def test_many_closures_compile_once():
 
 def test_refusals():
     query, key, value, _ = inputs("causal")
-    stale, turned = _given(mods.causal(), 100), _given(CASES["by head"].mask)
+    stale, transposed = _given(mods.causal(), 100), _given(CASES["by head"].mask)
     few = block_mask(mods.prefix_lm(PREFIXES), q_len=LONG, kv_len=LONG)
     table = jnp.zeros((3, 3))
     ids = jnp.zeros((BATCH, LONG), jnp.int32)
@@ -355,9 +355,9 @@ def test_refusals():
         "'block_mask': expected one of q_len 200 and kv_len 200, got of 100 and 100": dict(block_mask=stale),
         "'block_mask': expected one of 2 sequences": dict(block_mask=few),
         "'block_mask': expected None where there is a mask_mod": dict(
-            block_mask=turned, mask_mod=mods.causal()
+            block_mask=transposed, mask_mod=mods.causal()
         ),
-        "'block_mask': expected neither causal": dict(block_mask=turned, causal=True),
+        "'block_mask': expected neither causal": dict(block_mask=transposed, causal=True),
         "'mask_mod': expected None beside documents": dict(mask_mod=mods.causal(), segment_ids=ids),
         "'mask_mod': expected a function that returns a bool": dict(mask_mod=lambda b, h, q, k: q),
         "'score_mod': expected elementwise": dict(

@@ -1,5 +1,5 @@
 """Logits so large that float32 has no fractions of them: each op's softmax is jax.nn's, of which the maximum's own
-weight is exactly 1. Several keys have the largest logit, more of them in one piece than in the other."""
+weight is exactly 1. Several keys have the largest logit, more of them in one split than in the other."""
 
 import functools
 from typing import Any
@@ -95,7 +95,7 @@ def test_flash_attention(implementation, dtype, size):
 @LARGE
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("op", ["paged_attention", "ragged_paged_attention", "prefix_prefill"])
-def test_caches_in_pieces(op, implementation, dtype, size):
+def test_caches_in_splits(op, implementation, dtype, size):
     query, key, value = aligned(dtype, size)
     pools = (jnp.pad(x, ((0, 24), (0, 0), (0, 0))).reshape(4, 16, HEADS, DIM) for x in (key, value))
     tables, lens = jnp.arange(4, dtype=jnp.int32)[None], jnp.array([TOKENS], jnp.int32)

@@ -28,7 +28,7 @@ def normal(seed: int, *shape: int) -> jax.Array:
 
 
 def attend(op: str, implementation: str, query: jax.Array, sinks: np.ndarray | jax.Array):
-    """(out [heads, dim], lse [heads]) of one query token, whose keys are in several pieces where they can be."""
+    """(out [heads, dim], lse [heads]) of one query token, whose keys are in several splits where they can be."""
     keys, values = normal(1, 4, 16, 1, DIM), normal(2, 4, 16, 1, DIM)
     run = functools.partial(
         getattr(pallas_attn, op), sinks=jnp.asarray(sinks), return_lse=True, implementation=implementation

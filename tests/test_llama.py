@@ -113,11 +113,11 @@ def test_rotary_scores_depend_on_the_distance_only():
     query, key = rng.standard_normal((2, 1, 1, 1, 16)).astype(np.float32)
 
     def score(at, and_at):
-        turned = [
+        transposed = [
             apply_rotary(jnp.asarray(x), *rotary_angles(jnp.array([[p]]), rotary_frequencies(16, 10000.0)))
             for x, p in ((query, at), (key, and_at))
         ]
-        return float(jnp.sum(turned[0] * turned[1]))
+        return float(jnp.sum(transposed[0] * transposed[1]))
 
     assert score(3, 1) == pytest.approx(score(45, 43), abs=1e-4)
     assert abs(score(3, 1) - score(3, 2)) > 1e-3

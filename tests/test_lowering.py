@@ -158,7 +158,7 @@ def test_no_tile_of_bytes_is_read_by_bytes(cache_dtype):
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("triton", lowering.TRITON_ENDS)
-def test_turned_products_wait_for_no_page_id(triton):
+def test_transposed_products_wait_for_no_page_id(triton):
     """A program of eight rows has a tile of keys and one of values under way while it works, and copies nothing else:
     to wait for ids that were copied last would be to wait for everything."""
     case = cases.DecodeCase((0,) * 64, 32, 8, 128, 16, cache_dtype="float8_e5m2")

@@ -22,7 +22,7 @@ LATENT, QUERY = 512, 576
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_stand_in(tmp_path_factory.mktemp("stand_in"), "mla_turned")
+    return build_stand_in(tmp_path_factory.mktemp("stand_in"), "mla_transposed")
 
 
 def run(

@@ -110,7 +110,7 @@ def test_matches_reference(case, implementation):
 
 
 def cut_case(num_parts: int | None) -> cases.MLADecodeCase:
-    """Every sequence in several pieces, by a schedule or by splits."""
+    """Every sequence in several splits, by a schedule or by `num_splits`."""
     splits = (("num_splits", 4), ("min_split_tokens", 256))
     return cases.MLADecodeCase((700, 1027, 769), 4, page_size=64, num_parts=num_parts, config=splits)
 
@@ -122,14 +122,14 @@ def test_no_boundary_token_is_lost(num_parts, implementation):
     """Each sequence hides most of its weight in one token at a boundary, at one boundary after another."""
     case = cut_case(num_parts)
     call = compiled(case, implementation)
-    cut = 320 if num_parts is None else piece_end(case)
+    cut = 320 if num_parts is None else split_end(case)
     places = {
         "first": 0,
         "last": None,
         "page end": 191,
         "page start": 192,
-        "piece end": cut - 1,
-        "piece start": cut,
+        "split end": cut - 1,
+        "split start": cut,
     }
     for place in places.values():
         data = inputs.make(case)
@@ -138,7 +138,7 @@ def test_no_boundary_token_is_lost(num_parts, implementation):
         check(case, data, *call(*data.arguments()))
 
 
-def piece_end(case: cases.MLADecodeCase) -> int:
+def split_end(case: cases.MLADecodeCase) -> int:
     schedule = schedule_of(case, jnp.asarray(case.seq_lens, jnp.int32))
     assert schedule is not None
     return int(schedule.tile_scheduler_metadata[0, 3])

@@ -86,7 +86,7 @@ def test_any_heads_and_exact_scales(implementation):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_no_boundary_token_is_lost(implementation):
     case = cases.MLADecodeCase((400, 257), 4, num_parts=3)
-    call, cut = plain.compiled(case, implementation), plain.piece_end(case)
+    call, cut = plain.compiled(case, implementation), plain.split_end(case)
     for place in (0, 63, 64, cut - 1, cut, None):
         made = inputs.make(case)
         last = {seq: n - 1 for seq, n in enumerate(case.seq_lens)}

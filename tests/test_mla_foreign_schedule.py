@@ -47,7 +47,7 @@ def scheduled(lengths, parts: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_a_kept_split_is_written_though_nothing_was_cut() -> None:
-    """num_splits says that sequence 0 has two pieces, but no part has the second: its CTA keeps the first in
+    """num_splits says that sequence 0 has two splits, but no part has the second: its CTA keeps the first in
     registers for a merge that does not come. More sequences than parts, or few rows would be merged behind."""
     batch, parts = 150, 100
     lengths = np.full(batch, PAGE)

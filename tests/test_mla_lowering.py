@@ -103,7 +103,7 @@ def test_rows_are_the_narrow_side_of_asynchronous_products(rows, num_pages):
         "whose logits are computed twice?"
     )
     assert "mma.sync" not in attend.ptx
-    needed = latent_problem.needs(rows, 64, rows // 8, 2, fp8=False, turned=True)
+    needed = latent_problem.needs(rows, 64, rows // 8, 2, fp8=False, transposed=True)
     assert attend.shared_bytes == needed.shared_bytes(Device("gpu", *lowering.H100, 90))
 
 

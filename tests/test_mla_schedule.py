@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from references.mla_schedule_model import BLOCK, OVERHEAD, plain_schedule
 from support import unchecked
 
-from pallas_attn._split import pieces
+from pallas_attn._split import splits
 from pallas_attn.ops.mla_decode import schedule as sched
 
 # Few shapes, so that few programs are compiled; lengths and parts are what the property is about.
@@ -34,18 +34,18 @@ def problems(draw):
 
 
 def check(lengths, num_parts, overhead=OVERHEAD):
-    rows, pieces, payload = plain_schedule(lengths, num_parts, overhead)
+    rows, splits, payload = plain_schedule(lengths, num_parts, overhead)
     metadata, num_splits = compiled(jnp.asarray(lengths, jnp.int32), num_parts, overhead)
-    np.testing.assert_array_equal(num_splits, pieces)
+    np.testing.assert_array_equal(num_splits, splits)
     np.testing.assert_array_equal(metadata, rows)
     check_cover(np.asarray(metadata), np.asarray(num_splits), lengths, payload, overhead)
 
 
 def check_cover(metadata, num_splits, lengths, payload, overhead):
-    """Every block is dealt once, every piece has a number of its own, no part exceeds its payload."""
+    """Every block is dealt once, every split has a number of its own, no part exceeds its payload."""
     dealt = [[] for _ in lengths]
     seen = set()
-    for begin, begin_token, end, end_token, first_piece, *_ in metadata:
+    for begin, begin_token, end, end_token, first_split, *_ in metadata:
         if begin == len(lengths):
             continue
         cost = 0
@@ -55,10 +55,10 @@ def check_cover(metadata, num_splits, lengths, payload, overhead):
             blocks = range(first // BLOCK, -(-last // BLOCK))
             dealt[seq] += blocks
             cost += len(blocks) + overhead
-            piece = num_splits[seq] + (first_piece if seq == begin else 0)
-            assert num_splits[seq] <= piece < num_splits[seq + 1]
-            assert piece not in seen
-            seen.add(piece)
+            split = num_splits[seq] + (first_split if seq == begin else 0)
+            assert num_splits[seq] <= split < num_splits[seq + 1]
+            assert split not in seen
+            seen.add(split)
         assert cost <= payload
     assert dealt == [list(range(-(-n // BLOCK))) for n in lengths]
     check_slots(num_splits, len(metadata))
@@ -67,7 +67,7 @@ def check_cover(metadata, num_splits, lengths, payload, overhead):
 
 def check_slots(num_splits, num_parts):
     """Each partial result has a place of its own, and two for each part are enough."""
-    room = pieces.scheduled_room(num_parts)
+    room = splits.scheduled_places(num_parts)
     used = np.zeros(room, int)
     for seq, count in enumerate(np.diff(num_splits)):
         if count > 1:
@@ -134,7 +134,7 @@ def test_sequences_of_like_length_stay_whole_where_that_is_faster(
 @pytest.mark.parametrize("num_parts", [132, 66])
 @pytest.mark.parametrize("shortest", [1024, 2048, 4096, 8192])
 def test_the_lengths_of_flash_mlas_benchmark_stay_whole(shortest, num_parts):
-    """An overhead that only lets the longest fit would leave parts with short ones room for a piece of the next."""
+    """An overhead that only lets the longest fit would leave parts with short ones room for a split of the next."""
     lengths = shortest + 2 * np.arange(128)
     seq_lens = jnp.asarray(lengths, jnp.int32)
     overhead = int(sched.default_overhead(seq_lens, num_parts, {132: 16, 66: 128}[num_parts]))
@@ -145,7 +145,7 @@ def test_the_lengths_of_flash_mlas_benchmark_stay_whole(shortest, num_parts):
 @pytest.mark.parametrize(
     ("lengths", "num_parts", "rows", "expected"),
     [
-        (1024 + 2 * np.arange(128), 128, 16, 2),  # no part to spare: pieces are cut whatever the overhead
+        (1024 + 2 * np.arange(128), 128, 16, 2),  # no part to spare: splits are cut whatever the overhead
         (1024 + 2 * np.arange(264), 132, 16, 5),
         (np.arange(128) * 8 + 1, 132, 64, 2),  # few blocks apart, but twice the mean
         (np.where(np.arange(128) < 60, 0, 1024), 66, 128, 5),

@@ -84,9 +84,9 @@ LENGTH = st.one_of(
 def test_equals_the_plain_model(
     library: ctypes.CDLL, lengths, num_parts: int, overhead: int, num_workers: int
 ) -> None:
-    rows, pieces, _ = plain_schedule(lengths, num_parts, overhead)
+    rows, splits, _ = plain_schedule(lengths, num_parts, overhead)
     got = on_host(library, lengths, num_parts, overhead, num_workers=num_workers)
-    assert_equal(got, (rows, pieces), lengths)
+    assert_equal(got, (rows, splits), lengths)
 
 
 @pytest.mark.once
@@ -105,9 +105,9 @@ def test_long_strides(library: ctypes.CDLL, stride: int) -> None:
     pairs = 2 * stride // overhead
     for beside in (0, 1):
         lengths = [64 * (stride // 2 - overhead), 64 * (stride // 2 - beside)] * pairs
-        rows, pieces, _ = plain_schedule(lengths, pairs + 2, overhead)
+        rows, splits, _ = plain_schedule(lengths, pairs + 2, overhead)
         got = on_host(library, lengths, pairs + 2, overhead)
-        assert_equal(got, (rows, pieces), beside)
+        assert_equal(got, (rows, splits), beside)
 
 
 @pytest.mark.sweep
@@ -119,9 +119,9 @@ def test_the_block_equals_the_plain_model(block: ctypes.CDLL, num_seqs: int, num
     rng = np.random.default_rng(num_seqs)
     varying = rng.integers(0, 6000, num_seqs) * rng.integers(0, 2, num_seqs)
     for lengths, num_parts, overhead in (([4096] * num_seqs, 132, 2), (varying.tolist(), 66, 5)):
-        rows, pieces, _ = plain_schedule(lengths, num_parts, overhead)
+        rows, splits, _ = plain_schedule(lengths, num_parts, overhead)
         got = on_host(block, lengths, num_parts, overhead, num_workers=num_threads)
-        assert_equal(got, (rows, pieces), lengths)
+        assert_equal(got, (rows, splits), lengths)
 
 
 def batches(num_seqs: int, rng: np.random.Generator) -> list[np.ndarray]:
@@ -180,12 +180,12 @@ def test_the_default_overhead_is_asked_for() -> None:
 def test_the_most_there_may_be(library: ctypes.CDLL) -> None:
     lengths = np.random.default_rng(0).integers(0, 3000, schedule_cuda.MOST_SEQS).tolist()
     for num_parts, overhead in ((4096, 1024), (4096, 1), (132, 5)):
-        rows, pieces, _ = plain_schedule(lengths, num_parts, overhead)
-        assert_equal(on_host(library, lengths, num_parts, overhead), (rows, pieces), num_parts)
+        rows, splits, _ = plain_schedule(lengths, num_parts, overhead)
+        assert_equal(on_host(library, lengths, num_parts, overhead), (rows, splits), num_parts)
     on_host(library, [LARGEST] * schedule_cuda.MOST_SEQS, 4096, 1024)  # no overflow
     for num_parts in (1, 2, 3):
-        rows, pieces, _ = plain_schedule([LARGEST] * 32, num_parts, 1024)
-        assert_equal(on_host(library, [LARGEST] * 32, num_parts, 1024), (rows, pieces), num_parts)
+        rows, splits, _ = plain_schedule([LARGEST] * 32, num_parts, 1024)
+        assert_equal(on_host(library, [LARGEST] * 32, num_parts, 1024), (rows, splits), num_parts)
 
 
 def test_the_limits_are_pythons() -> None:
@@ -221,8 +221,8 @@ def test_kernel_equals_the_plain_model(num_parts: int, overhead: int) -> None:
     cases = [[0], [1], [32768], [0, 0, 0], [4096] * 128, [64 * 5] * 8, [100_000] + [1] * 32]
     cases += [rng.integers(0, most, n).tolist() for n in (2, 31, 200, 1500, 4096) for most in (200, 9000)]
     for lengths in cases:
-        rows, pieces, _ = plain_schedule(lengths, num_parts, overhead)
-        assert_equal(on_gpu(lengths, num_parts, overhead), (rows, pieces), lengths[:8])
+        rows, splits, _ = plain_schedule(lengths, num_parts, overhead)
+        assert_equal(on_gpu(lengths, num_parts, overhead), (rows, splits), lengths[:8])
 
 
 @pytest.mark.gpu

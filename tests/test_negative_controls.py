@@ -222,7 +222,7 @@ def wrong_latent_outputs(data: inputs.LatentInputs) -> dict[str, np.ndarray]:
         "causality ignored": attend(causal=False),
         "last token dropped": attend(seq_lens=np.maximum(lens - 1, 1)),
         "key of a token lost": attend(latent_cache=dropped),
-        "second piece lost": attend(seq_lens=(lens + 1) // 2),
+        "second split lost": attend(seq_lens=(lens + 1) // 2),
         "a page dropped": attend(block_tables=one_less, seq_lens=shorter),
         "another sequence's page": attend(block_tables=other_page),
         "values taken from the rotary end": attend(latent_cache=values),

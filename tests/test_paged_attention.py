@@ -84,7 +84,7 @@ def test_matches_reference(case, implementation):
     check(case, data, out, lse)
 
 
-# Every sequence in several pieces.
+# Every sequence in several splits.
 CUT = cases.DecodeCase((700, 1027, 1200, 769), 4, 2, 64, 16, config=(("num_splits", 4),))
 
 

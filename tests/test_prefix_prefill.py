@@ -159,7 +159,7 @@ def test_decoded_sequences_are_left_to_others(implementation):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("dtype", "config"), [("float8_e4m3fn", CUT), ("float8_e5m2", UNCUT)])
 def test_fp8_output(dtype, config, implementation):
-    """Rounded once, from float32, and saturating; where pieces are merged, too."""
+    """Rounded once, from float32, and saturating; where splits are merged, too."""
     case = dataclasses.replace(CASES[0][0], dtype="float32")
     data, key, value, whole = make_apart(case)
     expected, _ = reference(case, whole)

@@ -85,7 +85,7 @@ def test_padding_is_empty_and_num_seqs_may_change(implementation):
 @pytest.mark.once
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
-    "boundary", ["first", "page end", "page start", "piece end", "piece start", "own", "window"]
+    "boundary", ["first", "page end", "page start", "split end", "split start", "own", "window"]
 )
 def test_no_boundary_token_is_lost(boundary, implementation):
     """Sequences hide most of their weight in one token at a boundary; "own" is the newest token's own position."""
@@ -94,8 +94,8 @@ def test_no_boundary_token_is_lost(boundary, implementation):
     window = 150 if boundary == "window" else None
     cut = (("block_kv", 16), ("num_splits", 3), ("min_split_tokens", 16), ("target_programs", 12))
     case = cases.RaggedCase(lens, 4, 2, 64, 16, q_lens=q_lens, sliding_window=window, config=cut)
-    # Pieces are of equal numbers of tiles; every multiple of a tile is a place where one may end.
-    at = {"first": 0, "page end": 47, "page start": 48, "piece end": 127, "piece start": 128}
+    # Splits are of equal numbers of tiles; every multiple of a tile is a place where one may end.
+    at = {"first": 0, "page end": 47, "page start": 48, "split end": 127, "split start": 128}
     data = inputs.make_ragged(case)
     # The oldest token that the first query in the window still sees, or the newest of all.
     window_edge = {seq: n - q - 149 for seq, (n, q) in enumerate(zip(lens, q_lens, strict=True))}

@@ -78,7 +78,7 @@ def test_a_dropped_feature_is_caught(page_size):
 
 @gpu
 @pytest.mark.parametrize(
-    "boundary", ["first", "page end", "page start", "piece end", "piece start", "own", "window"]
+    "boundary", ["first", "page end", "page start", "split end", "split start", "own", "window"]
 )
 def test_no_boundary_token_is_lost(boundary):
     ragged.test_no_boundary_token_is_lost(boundary, "cuda")

@@ -13,10 +13,10 @@ from support import ON_GPU
 import pallas_attn
 from pallas_attn import RaggedAttentionConfig, RaggedTiles
 from pallas_attn._call.device import Device
-from pallas_attn._split.pieces import FairPieces
+from pallas_attn._split.splits import FairSplits
 from pallas_attn._tile.layout import PoolShape
 from pallas_attn._tile.masking import Rules
-from pallas_attn.ops.ragged_attention import pieces
+from pallas_attn.ops.ragged_attention import splits
 from pallas_attn.ops.ragged_attention.blocks import CUTS, TOTAL, Lens
 from pallas_attn.ops.ragged_attention.config import heuristic
 from pallas_attn.ops.ragged_attention.operands import Operands
@@ -61,11 +61,11 @@ def short(num_seqs: int, columns: int) -> Problem:
 
 @pytest.mark.parametrize("giants", [1, 3])
 @pytest.mark.parametrize("num_seqs", [16, 30, 64])
-def test_no_piece_has_more_than_two_fair_shares(num_seqs, giants):
+def test_no_split_has_more_than_two_fair_shares(num_seqs, giants):
     problem = short(num_seqs, 65536)
     lengths = np.r_[np.full(giants, 1 << 20), 300 + 7 * np.arange(num_seqs - giants)]
     tiles = -(-lengths // problem.config.block_kv)
-    fair = FairPieces(problem.decoded, jnp.asarray(tiles, jnp.int32))
+    fair = FairSplits(problem.decoded, jnp.asarray(tiles, jnp.int32))
     seqs, _, count, _ = map(np.asarray, jax.vmap(fair.at)(jnp.arange(int(fair.num()))))
     assert sorted(set(seqs)) == list(range(num_seqs))
     longest = max(-(-tiles[seq] // n) for seq, n in zip(seqs, count, strict=True))
@@ -149,8 +149,8 @@ def test_the_short_launch_counts_the_blocks_of_the_next(num_seqs, q_lens, refs_a
     assert noted(problem, q_lens).num_blocks == sum(block is not None for block in blocks)
 
 
-def shares_of(problem: Problem, refs, monkeypatch) -> list[tuple[pieces.Share, tuple[int, ...]]]:
-    """What each program of the launch for prompts serves of KV head 3, and the pieces of 100 tiles."""
+def shares_of(problem: Problem, refs, monkeypatch) -> list[tuple[splits.Share, tuple[int, ...]]]:
+    """What each program of the launch for prompts serves of KV head 3, and the splits of 100 tiles."""
     shares = []
     monkeypatch.setattr("pallas_attn._tile.triton.when", lambda where: lambda body: body() if where else None)
     for slot in range(problem.grid[0]):
@@ -158,14 +158,14 @@ def shares_of(problem: Problem, refs, monkeypatch) -> list[tuple[pieces.Share, t
             "pallas_attn._tile.triton.program_id", lambda axis, slot=slot: jnp.int32((slot, 3)[axis])
         )
         served = []
-        pieces.BlockPieces(problem, refs).serve(served.append)
+        splits.BlockSplits(problem, refs).serve(served.append)
         shares += [(share, tuple(int(x) for x in share.tiles(jnp.int32(100)))) for share in served]
     return shares
 
 
 @pytest.mark.parametrize("long", [0, 1, 3, 12])
 def test_few_blocks_share_the_slots_of_many(long, refs_are_arrays, monkeypatch):
-    """64 sequences, of which none, one or more have five query tokens: the fewer, the more pieces each may have."""
+    """64 sequences, of which none, one or more have five query tokens: the fewer, the more splits each may have."""
     q_lens = [5] * long + [1] * (64 - long)
     problem = dataclasses.replace(short(64, 65536), num_tokens=sum(q_lens)).launched(0)
     assert problem.is_counted
@@ -178,7 +178,7 @@ def test_few_blocks_share_the_slots_of_many(long, refs_are_arrays, monkeypatch):
     assert all(0 <= place < problem.num_places for *_, place in found)
     for block in range(long):
         mine = sorted((*tiles, int(share.place)) for share, tiles in shares if share.block == block)
-        begins, ends, counts, places = zip(*(piece for piece in mine if piece[0] < piece[1]), strict=True)
+        begins, ends, counts, places = zip(*(split for split in mine if split[0] < split[1]), strict=True)
         assert begins == (0, *ends[:-1])
         assert ends[-1] == 100
         assert set(counts) == {len(begins)}

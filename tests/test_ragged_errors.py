@@ -127,8 +127,8 @@ def test_tiles_are_checked():
         RaggedTiles(24, 16, 1)
 
 
-def test_tiles_whose_pieces_there_is_no_room_for_are_refused():
-    """num_splits 0, which was taken and left outputs unwritten, and a length of pieces, which was ignored."""
+def test_tiles_whose_splits_there_is_no_room_for_are_refused():
+    """num_splits 0, which was taken and left outputs unwritten, and a length of splits, which was ignored."""
     with pytest.raises(ValueError, match=r"RaggedAttentionConfig: argument 'long': .*num_splits .*, got 0"):
         RaggedAttentionConfig(RaggedTiles(16, 16))
     RaggedAttentionConfig(RaggedTiles(16, 16, 1), RaggedTiles(16, 16))

@@ -178,20 +178,20 @@ def test_tiles_are_those_measured_fastest(options, tiles):
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "pieces"), [(64, 16), (512, 2), (528, 1)], ids=["cut", "room for two", "whole"]
+    ("num_tokens", "splits"), [(64, 16), (512, 2), (528, 1)], ids=["cut", "room for two", "whole"]
 )
-def test_no_room_for_pieces_that_fill_more_than_two_rounds(num_tokens, pieces):
+def test_no_room_for_splits_that_fill_more_than_two_rounds(num_tokens, splits):
     """16, 128 and 132 programs of 512 or more tokens each, on 132 multiprocessors."""
     chosen = heuristic(
         num_tokens=num_tokens, num_seqs=1, num_kv_heads=8, group=4, head_dim=128, value_dim=128, max_len=32768,
         itemsize=2, query_itemsize=2, latent=False, device=Device("gpu", *lowering.H100, compute_capability=90),
     )  # fmt: skip
-    assert chosen.long.num_splits == pieces
+    assert chosen.long.num_splits == splits
 
 
 @pytest.mark.once
 def test_few_programs_are_cut():
-    """A chunk of 64 tokens behind 32k: without pieces of the keys, 16 programs on 132 multiprocessors."""
+    """A chunk of 64 tokens behind 32k: without splits of the keys, 16 programs on 132 multiprocessors."""
     kernels = lowering.triton_kernels(lowered(served(1, 32, 8, 128), num_tokens=64))
     assert f"{NAME}_combine" in [name for name, *_ in kernels]
     whole = lowering.triton_kernels(lowered(served(1, 32, 8, 128), num_tokens=16384))

@@ -73,20 +73,20 @@ def test_every_page_is_visited_once_and_every_split_has_a_slot(walk: Walk, seed:
             visited[run.request][run.page_begin : run.page_end] += 1
             assert (run.seq_len, run.bad_length) == (lengths[run.request], 0)
             slots[run.request].append(run.partial_slot)
-            pieces = splits[run.request + 1] - splits[run.request]
+            count = splits[run.request + 1] - splits[run.request]
             first = run.page_begin == 0
-            assert run.kept_splits == (pieces if 1 < pieces <= MOST_KEPT and first else 0)
+            assert run.kept_splits == (count if 1 < count <= MOST_KEPT and first else 0)
             assert i == len(runs) - 1 or run.kept_splits == 0  # it waits for the others in registers
-    assert all((count == 1).all() for count in visited)
+    assert all((times == 1).all() for times in visited)
     taken = []
     for request, of_request in slots.items():
-        pieces = splits[request + 1] - splits[request]
-        assert len(of_request) == pieces
-        if pieces == 1:
+        count = splits[request + 1] - splits[request]
+        assert len(of_request) == count
+        if count == 1:
             assert of_request == [-1]
         else:
             first = 2 * (splits[request] - request)
-            assert of_request == list(range(first, first + pieces))
+            assert of_request == list(range(first, first + count))
             taken += of_request
     assert sorted(slots) == list(range(len(lengths)))
     assert len(set(taken)) == len(taken)

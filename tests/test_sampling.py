@@ -146,8 +146,10 @@ def test_a_row_does_not_depend_on_its_neighbours(choose):
     texts = [((row, 3), (row + 1, row + 1)) for row in range(len(EACH))]
     together = choose(logits, samplings, texts, places)
     order = np.random.default_rng(0).permutation(len(EACH))
-    turned = choose(logits[order], [samplings[i] for i in order], [texts[i] for i in order], places[order])
-    np.testing.assert_array_equal(turned, together[order])
+    transposed = choose(
+        logits[order], [samplings[i] for i in order], [texts[i] for i in order], places[order]
+    )
+    np.testing.assert_array_equal(transposed, together[order])
     for row, sampling in enumerate(samplings):
         alone = choose(logits[[row]], [sampling], [texts[row]], places[[row]])
         assert alone[0] == together[row], EACH[row]

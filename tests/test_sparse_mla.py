@@ -187,7 +187,7 @@ def test_bad_ids_and_lengths_poison_only_their_rows(positions, implementation):
 @pytest.mark.once
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_no_boundary_id_is_lost(implementation):
-    """One id after another, at tiles' and pieces' ends, names the row that outweighs all others."""
+    """One id after another, at tiles' and splits' ends, names the row that outweighs all others."""
     case = Decode(seqs=8, topk=96, config=(16, 16, 3), fp8=True)
     assert -(-96 // 3) == 32
     needle = 3

@@ -63,7 +63,7 @@ def check(query, floats, ids, out, lse, tokens, case_id, **sinks) -> None:
         (74, 1, 128, 1024, 576),
         (74, 3, 64, 2046, 2048),
         (321, 1, 64, 2046, 2048),
-        (2, 1, 16, 32768, 8192),  # cut into many pieces
+        (2, 1, 16, 32768, 8192),  # cut into many splits
         (1, 1, 128, 32768, 16384),
         (150, 1, 8, 4096, 1000),
         (200, 2, 100, 4096, 257),
@@ -97,7 +97,7 @@ def test_bytes_by_every_tile(seqs, topk, heads):
 @pytest.mark.parametrize(("fp8", "heads"), [(False, 40), (True, 40), (True, 12)])
 @pytest.mark.parametrize("seqs", [5, 140])
 def test_lengths_at_scale(seqs, fp8, heads):
-    """Tokens with fewer ids than the schedule was made for: some pieces are empty, or shorter."""
+    """Tokens with fewer ids than the schedule was made for: some splits are empty, or shorter."""
     query, pool, floats, ids = inputs(seqs, 1, heads, 4096, 1500, fp8, seed=1)
     lengths = np.random.default_rng(1).integers(0, 1501, seqs).astype(np.int32)
     lengths[:3] = 0, 1500, 64

@@ -32,21 +32,21 @@ def test_every_tile_has_one_part(tokens: int, topk: int, parts: int, heads: int,
     deal = dealt(tokens, topk, parts, heads, whole=whole)
     assert 1 <= len(deal.parts) <= parts
     tiles = -(-topk // TILE_IDS)
-    seen, pieces, work = np.zeros((tokens, tiles), int), np.zeros(tokens, int), []
-    for first, begin, last, end, first_piece, *rest in deal.parts:
-        assert first_piece == pieces[first]
+    seen, splits, work = np.zeros((tokens, tiles), int), np.zeros(tokens, int), []
+    for first, begin, last, end, first_split, *rest in deal.parts:
+        assert first_split == splits[first]
         assert not any(rest)
         for token in range(first, last + 1):
             mine = slice(
                 begin // TILE_IDS if token == first else 0, end // TILE_IDS if token == last else tiles
             )
-            assert mine.stop > mine.start, "a piece without tiles"
+            assert mine.stop > mine.start, "a split without tiles"
             seen[token, mine] += 1
-            pieces[token] += 1
+            splits[token] += 1
         work.append((last - first) * tiles + (end - begin) // TILE_IDS)
     assert (seen == 1).all()
-    np.testing.assert_array_equal(deal.num_splits, np.concatenate([[0], np.cumsum(pieces)]))
-    assert deal.cuts == bool((pieces > 1).any())
+    np.testing.assert_array_equal(deal.num_splits, np.concatenate([[0], np.cumsum(splits)]))
+    assert deal.cuts == bool((splits > 1).any())
     assert not (whole and deal.cuts)
     if deal.cuts:
         assert max(work) - min(work[:-1]) <= 1
@@ -91,6 +91,6 @@ def test_lowers_to_one_call_with_python_names(max_logits: bool, monkeypatch: pyt
     (line,) = (line for line in text.splitlines() if "pallas_attn_sparse_mla_sm90" in line)
     for attribute in ("cooperative = true", "page_size = 16 : i64", "scale = 1.000000e-01 : f32"):
         assert attribute in line
-    # Largest logits and places for pieces are never both there.
+    # Largest logits and places for splits are never both there.
     assert ("tensor<4x128xf32>, tensor<4x128xf32>, tensor<0x128x512xf32>" in line) == max_logits
     assert ("tensor<4x128xf32>, tensor<0x0xf32>, tensor<80x128x512xf32>" in line) == (not max_logits)

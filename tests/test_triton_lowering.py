@@ -136,7 +136,7 @@ def test_threads_read_656_byte_latents_side_by_side(triton):
 
 @pytest.mark.once
 @pytest.mark.parametrize("triton", lowering.TRITON_ENDS)
-def test_turned_mla_over_scheduled_sequences_keeps_little_on_the_stack(triton):
+def test_transposed_mla_over_scheduled_sequences_keeps_little_on_the_stack(triton):
     """With 600 bytes by Triton 3.6 some are stored and loaded in every tile, which then takes twice as long. What is
     left is of the loop around, over a part's sequences."""
     with triton_kernels.written() as kernels:

@@ -64,14 +64,14 @@ def test_candidates_are_distinct_and_begin_with_the_heuristic(point, h100):
     assert len(set(configs)) == len(configs) > 3
 
 
-def test_a_schedule_decides_the_pieces_so_only_tiles_are_tried_with_one(h100):
-    def pieces(scheduled: bool) -> set[tuple[int, int]]:
+def test_a_schedule_decides_the_splits_so_only_tiles_are_tried_with_one(h100):
+    def splits(scheduled: bool) -> set[tuple[int, int]]:
         point = mla_point(2, 4096, 16, scheduled)
         configs = [point.config(**fields) for fields in point.candidates()]
         return {(config.target_programs, config.min_split_tokens) for config in configs}
 
-    assert len(pieces(scheduled=True)) == 1
-    assert len(pieces(scheduled=False)) == 3
+    assert len(splits(scheduled=True)) == 1
+    assert len(splits(scheduled=False)) == 3
 
 
 def test_candidates_for_one_long_stream_cut_it_finely(h100):

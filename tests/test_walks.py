@@ -1,4 +1,4 @@
-"""What walks and split rules make the GPU do, as numbers: tiles visited, pieces made. Right results do not show it."""
+"""What walks and split rules make the GPU do, as numbers: tiles visited, splits made. Right results do not show it."""
 
 import functools
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_attn import LocalStride, MLADecodeConfig, PagedAttentionConfig
-from pallas_attn._split import merge, pieces
+from pallas_attn._split import merge, splits
 from pallas_attn._tile.latents import QUERY_DIM
 from pallas_attn._tile.layout import PoolShape
 from pallas_attn._tile.masking import Rules
@@ -58,23 +58,23 @@ def visited(problem: PagedProblem, seq_len: int, kv_head: int = 0) -> list[int]:
 
 
 def made(problem, lengths) -> list[int]:
-    """Pieces of each sequence; one for those that are final at once."""
+    """Splits of each sequence; one for those that are final at once."""
     count = [0] * len(lengths)
-    for piece in dealt(problem, lengths):
-        count[int(piece.seq)] += 1
+    for split in dealt(problem, lengths):
+        count[int(split.seq)] += 1
     return count
 
 
-def dealt(problem, lengths) -> list[pieces.Piece]:
-    """The pieces in slots."""
+def dealt(problem, lengths) -> list[splits.Split]:
+    """The splits in slots."""
     num, *numbers = _at_all_slots(problem, jnp.asarray(lengths, jnp.int32))
     assert num <= problem.num_slots
-    return [pieces.Piece(*one) for one in np.stack(numbers, 1)[:num]]
+    return [splits.Split(*one) for one in np.stack(numbers, 1)[:num]]
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _at_all_slots(problem, lengths):
-    found = pieces.fair(problem, lengths)
+    found = splits.fair(problem, lengths)
     slots = jnp.arange(problem.num_slots)
     at = jax.vmap(lambda slot: jax.tree.map(lambda x: x + 0 * slot, found.at(slot)))(slots)
     return found.num(), *at
@@ -158,19 +158,19 @@ def test_a_long_sequence_is_cut_and_short_ones_are_not():
 
 
 @pytest.mark.parametrize("most", [1, 2, 5, 64])
-def test_as_many_pieces_as_the_config_allows(most):
+def test_as_many_splits_as_the_config_allows(most):
     problem = paged(num_splits=most, min_split_tokens=64, target_programs=1000)
     assert made(problem, [4096]) == [most]
 
 
-def test_no_piece_is_shorter_than_the_config_says():
+def test_no_split_is_shorter_than_the_config_says():
     problem = paged(num_splits=64, min_split_tokens=256, target_programs=1000)
     assert made(problem, [2048]) == [8]
     assert made(problem, [200]) == [1]
 
 
 def test_shares_are_rounded_as_the_op_says():
-    """2.75 shares: three pieces where programs share a multiprocessor, two where each fills one."""
+    """2.75 shares: three splits where programs share a multiprocessor, two where each fills one."""
     lengths = [11 * 64] * 4
     near = paged(4, heads=(1, 1), block_kv=64, num_splits=8, min_split_tokens=64, target_programs=11)
     assert made(near, lengths) == [3] * 4
@@ -185,24 +185,24 @@ def test_equal_lengths_have_shares_to_the_nearest_number():
 
 @pytest.mark.parametrize("growth", [1.08, 1.05, 1.03])
 @pytest.mark.parametrize("kv_heads", [1, 2])
-def test_pieces_of_uneven_lengths_begin_at_once_and_are_hardly_above_a_share(growth, kv_heads):
+def test_splits_of_uneven_lengths_begin_at_once_and_are_hardly_above_a_share(growth, kv_heads):
     lengths = np.array([1000 * growth**i for i in range(64)], np.int32)
     problem = paged(64, heads=(8, kv_heads), num_splits=0, target_programs=512 * kv_heads, max_pages=16384)
     tiles = np.ceil(lengths / TILE)
-    count = np.asarray(pieces.cuts(jnp.asarray(lengths), problem)) + 1
+    count = np.asarray(splits.cuts(jnp.asarray(lengths), problem)) + 1
     assert sum(count) <= 512
     assert max(tiles / count) < 1.13 * sum(tiles) / 512
 
 
 @pytest.mark.parametrize("num_seqs", [3, 40, 100, 200])
-def test_no_piece_of_uneven_lengths_has_more_than_two_shares(num_seqs):
+def test_no_split_of_uneven_lengths_has_more_than_two_shares(num_seqs):
     """Nor 1.5 of them, to the nearest number, where sequences alone are more than begin at once."""
     lengths = np.random.default_rng(num_seqs).exponential(3000, num_seqs).astype(np.int32)
     problem = paged(
         num_seqs, heads=(1, 1), num_splits=0, min_split_tokens=32, target_programs=128, max_pages=4096
     )
     tiles = np.ceil(lengths / TILE)
-    count = np.asarray(pieces.cuts(jnp.asarray(lengths), problem)) + 1
+    count = np.asarray(splits.cuts(jnp.asarray(lengths), problem)) + 1
     most = 2 if sum(count) <= 128 else 1.5
     assert max(np.ceil(tiles / count)) <= np.ceil(most * sum(tiles) / 128) + 1
     assert sum(count - 1) <= problem.most_cuts
@@ -235,17 +235,17 @@ CUT = {
 @pytest.mark.once
 @pytest.mark.parametrize("kind", CUT)
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_every_tile_is_in_one_piece_and_every_piece_in_a_place_of_its_own(lengths, kind):
+def test_every_tile_is_in_one_split_and_every_split_in_a_place_of_its_own(lengths, kind):
     lengths = LENGTHS[lengths]
     problem = CUT[kind](len(lengths))
     served = {seq: [] for seq in range(len(lengths))}
     places = []
-    for piece in dealt(problem, lengths):
-        seq, count = int(piece.seq), int(piece.count)
-        begin, end = (int(x) for x in piece.tiles(problem.num_tiles(jnp.int32(lengths[seq]))))
-        served[seq].append((int(piece.index), begin, end))
+    for split in dealt(problem, lengths):
+        seq, count = int(split.seq), int(split.count)
+        begin, end = (int(x) for x in split.tiles(problem.num_tiles(jnp.int32(lengths[seq]))))
+        served[seq].append((int(split.index), begin, end))
         if count > 1:
-            places.append(int(piece.place))
+            places.append(int(split.place))
     assert len(set(places)) == len(places)
     assert all(0 <= place < problem.num_places for place in places)
     for seq, length in enumerate(lengths):
@@ -265,10 +265,10 @@ def test_what_is_merged_is_what_was_cut(lengths, kind):
     lengths = LENGTHS[lengths]
     problem = CUT[kind](len(lengths))
     stored: dict[int, list[int]] = {}
-    for piece in dealt(problem, lengths):
-        if int(piece.count) > 1:
-            stored.setdefault(int(piece.seq), []).append(int(piece.place))
-    found = pieces.FairPieces(problem, jnp.asarray(lengths, jnp.int32))
+    for split in dealt(problem, lengths):
+        if int(split.count) > 1:
+            stored.setdefault(int(split.seq), []).append(int(split.place))
+    found = splits.FairSplits(problem, jnp.asarray(lengths, jnp.int32))
     merged = {}
     cut_of = jax.jit(found.cut)
     for which in range(problem.most_cut):
@@ -292,7 +292,7 @@ def test_what_is_merged_is_what_was_cut(lengths, kind):
         (512, 90, 256),
     ],
 )
-def test_long_first_pieces_begin_before_short_ones(num_seqs, shares, max_pages):
+def test_long_first_splits_begin_before_short_ones(num_seqs, shares, max_pages):
     """All of them, in four classes by a fair share of the work, and in a class by number: of more than run at once in
     long tables alone."""
     lengths = np.asarray([(37 * i**3) % 3203 for i in range(num_seqs)], np.int32).clip(0, PAGE * max_pages)
@@ -312,7 +312,7 @@ def test_long_first_pieces_begin_before_short_ones(num_seqs, shares, max_pages):
     ("num_seqs", "shares", "max_pages", "window"),
     [(513, 600, 256, None), (700, 128, 256, 1000)],
 )
-def test_first_pieces_of_very_many_begin_by_number(num_seqs, shares, max_pages, window):
+def test_first_splits_of_very_many_begin_by_number(num_seqs, shares, max_pages, window):
     """More than are ever put in order."""
     lengths = np.asarray([(37 * i**3) % 3203 for i in range(num_seqs)], np.int32)
     rules = Rules(sliding_window=window)
@@ -334,23 +334,23 @@ def test_lengths_that_cannot_be_cut_need_no_merge():
 
 def test_a_foreign_schedule_stays_in_its_room():
     least, most = np.iinfo(np.int32).min, np.iinfo(np.int32).max
-    cut = pieces.ScheduledPieces(6, jnp.asarray([7, least, most, least, 40, 3], jnp.int32))
+    cut = splits.ScheduledSplits(6, jnp.asarray([7, least, most, least, 40, 3], jnp.int32))
     for seq in range(5):
         first, count = (int(x) for x in cut.of(jnp.int32(seq)))
         assert 0 <= first <= first + count <= 12
-    assert [int(cut.slot(jnp.int32(piece))) for piece in (least, 5, most)] == [0, 5, 11]
+    assert [int(cut.slot(jnp.int32(split))) for split in (least, 5, most)] == [0, 5, 11]
 
 
 @pytest.mark.once
 @pytest.mark.parametrize("num_heads", [16, 128])
 @pytest.mark.parametrize(("num_seqs", "sigma"), [(5, 1.0), (16, 0.2), (16, 1.0), (50, 0.5), (50, 2.0)])
 def test_uneven_latents_begin_at_once_where_there_is_room(num_seqs, sigma, num_heads):
-    """In pieces of 1.5 shares at most, and of fewer where these too begin at once: to the nearest share else."""
+    """In splits of 1.5 shares at most, and of fewer where these too begin at once: to the nearest share else."""
     random = np.random.default_rng(num_seqs)
     for _ in range(20):
         lengths = np.asarray(4096 * random.lognormal(0, sigma, num_seqs), np.int32).clip(0, 512 * 64)
         problem = latent(num_seqs, num_splits=0, num_heads=num_heads)
-        count = np.asarray(pieces.cuts(jnp.asarray(lengths), problem)) + 1
+        count = np.asarray(splits.cuts(jnp.asarray(lengths), problem)) + 1
         tiles = np.float32(-(-lengths // 64))
         share = np.float32(tiles.sum() / problem.shares)
         begun = [np.ceil(tiles / np.float32(most * share)) for most in (1.0625, 1.125, 1.25, 1.5)]

@@ -16,7 +16,7 @@ import pallas_attn
 from pallas_attn._call import budget
 from pallas_attn._call.architecture import PROGRAM_BYTES, REGISTERS
 from pallas_attn._call.device import Device
-from pallas_attn._split import pieces, waves
+from pallas_attn._split import splits, waves
 from pallas_attn._tile.layout import PoolShape
 from pallas_attn._tile.masking import Rules
 from pallas_attn.ops.paged_attention import config as configs
@@ -146,8 +146,8 @@ def dealt(config, num_seqs: int, max_len: int) -> int:
     # Padded, so that the arithmetic is compiled once for all.
     lengths = np.zeros(MOST_SEQS, np.int32)
     lengths[:num_seqs] = max_len
-    cuts = int(pieces.equal_cuts(jnp.int32(-(-max_len // config.block_kv)), problem, MOST_SEQS))
-    return (num_seqs + (cuts * num_seqs if problem.most_cuts else 0)) * problem.programs_per_piece
+    cuts = int(splits.equal_cuts(jnp.int32(-(-max_len // config.block_kv)), problem, MOST_SEQS))
+    return (num_seqs + (cuts * num_seqs if problem.most_cuts else 0)) * problem.programs_per_split
 
 
 def test_short_sequences_that_fill_the_device_are_left_whole():

@@ -2,7 +2,7 @@
 
 Seen to work with jax 0.11.2 and 0.12.0.1, and looked at by tests/test_private_names.py. A JAX without the first name
 has no implementation "triton"; without the second, kernels of "pallas" have tiles that need no limit on registers,
-and do nothing early (`_tile/early.py`).
+and do nothing early (`_tile/dependent_launch.py`).
 """
 
 import importlib

@@ -7,7 +7,7 @@ import jax
 
 from pallas_attn._call import budget
 from pallas_attn._call.device import Device
-from pallas_attn._split import pieces
+from pallas_attn._split import splits
 from pallas_attn._split.problem import SplitKVProblem
 from pallas_attn._tile import triton
 from pallas_attn._tile.latents import LATENT_DIM, QUERY_DIM, ROPE_DIM, TOKEN_BYTES
@@ -39,10 +39,10 @@ def needs(
     num_stages: int,
     *,
     fp8: bool,
-    turned: bool = False,
+    transposed: bool = False,
     looks_up: bool = False,
 ) -> budget.Tile:
-    """What a program takes. `turned` products read their weights from shared memory, too."""
+    """What a program takes. `transposed` products read their weights from shared memory, too."""
     return budget.Tile(
         rows=block_q,
         tokens=block_kv,
@@ -55,7 +55,7 @@ def needs(
         num_warps=num_warps,
         num_stages=num_stages,
         looks_up=looks_up,
-        transposed=turned,
+        transposed=transposed,
     )
 
 
@@ -66,7 +66,7 @@ class LatentProblem(SplitKVProblem):
     alone: ClassVar[bool] = True
 
     def num_tiles(self, seq_len: jax.Array) -> jax.Array:
-        return pieces.ceil_div(seq_len, self.config.block_kv)
+        return splits.ceil_div(seq_len, self.config.block_kv)
 
     @property
     def asynchronous(self) -> bool:

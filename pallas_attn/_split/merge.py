@@ -1,9 +1,9 @@
-"""Merging the pieces of a sequence, for every op: out = sum_s w_s out_s with w_s = exp(lse_s - lse).
+"""Merging the splits of a sequence, for every op: out = sum_s w_s out_s with w_s = exp(lse_s - lse).
 
-This is the online softmax once more, with pieces for keys: their maxima are the logits, each of as many keys as its sum
+This is the online softmax once more, with splits for keys: their maxima are the logits, each of as many keys as its sum
 says, their outputs the values. A
-kernel of its own rather than XLA reductions: it reads only the pieces a sequence really has, in a fixed order (same
-bits every run), and leaves a sequence in one piece, which is already final, untouched in the aliased output.
+kernel of its own rather than XLA reductions: it reads only the splits a sequence really has, in a fixed order (same
+bits every run), and leaves a sequence in one split, which is already final, untouched in the aliased output.
 """
 
 import dataclasses
@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_attn._split.pieces import CountedCuts, Cut, Cuts
 from pallas_attn._split.result import Result, store_lse, store_out
+from pallas_attn._split.splits import CountedCuts, Cut, Cuts
 from pallas_attn._tile import rows, softmax, triton
 from pallas_attn._tile.layout import PoolShape
 from pallas_attn._tile.triton import ceil_div
@@ -44,7 +44,7 @@ class Merged(Protocol):
     @property
     def num_places(self) -> int: ...
     @property
-    def fixed_pieces(self) -> bool: ...
+    def fixed_splits(self) -> bool: ...
     @property
     def rows(self) -> int: ...
     @property
@@ -53,20 +53,20 @@ class Merged(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """What a program takes in per step: `pieces` partial results of `dims` elements of `rows` rows; of a sequence that
-    has more, `most_pieces`."""
+    """What a program takes in per step: `splits` partial results of `dims` elements of `rows` rows; of a sequence that
+    has more, `most_splits`."""
 
     rows: int
     dims: int
-    pieces: int
-    most_pieces: int
+    splits: int
+    most_splits: int
     num_warps: int
 
 
-def tiling(num_cut: int, num_rows: int, dim: int, most_pieces: int, *, counted: bool = False) -> Tiling:
+def tiling(num_cut: int, num_rows: int, dim: int, most_splits: int, *, counted: bool = False) -> Tiling:
     """For `num_rows` rows of each sequence, of `dim` elements.
 
-    A long sequence has many pieces and wants them loaded together; a big batch has few a sequence, and one program
+    A long sequence has many splits and wants them loaded together; a big batch has few a sequence, and one program
     for several rows; or, where no more programs start than run at once (`counted`), a warp for each row.
     """
     width = triton.tile_side(dim)
@@ -77,35 +77,35 @@ def tiling(num_cut: int, num_rows: int, dim: int, most_pieces: int, *, counted: 
 
     while programs() > ENOUGH_PROGRAMS and block < MOST_ROWS:
         block, dims = 2 * block, min(2 * dims, width)
-    whole, most = dims == width, triton.next_power_of_2(most_pieces)
+    whole, most = dims == width, triton.next_power_of_2(most_splits)
     if counted and whole and block > 1:
-        pieces = WARP_ELEMENTS // max(dims, 128)
-        return Tiling(1, dims, min(pieces // 2, most), min(pieces, most), num_warps=1)
-    # Where multiprocessors are left, narrower programs that take more pieces at once: each further step waits for
+        splits = WARP_ELEMENTS // max(dims, 128)
+        return Tiling(1, dims, min(splits // 2, most), min(splits, most), num_warps=1)
+    # Where multiprocessors are left, narrower programs that take more splits at once: each further step waits for
     # memory once more.
     while 2 * programs() <= FEW_PROGRAMS and block * dims * most > TILE_ELEMENTS and dims > LEAST_DIMS:
         dims //= 2
     few = programs() <= FEW_PROGRAMS
     # Programs that hold whole rows, and are many, are in each other's way with more than 16 of them in flight.
     in_flight = MOST_ROWS if whole and not few else TILE_ELEMENTS // max(dims, 128)
-    pieces, more = min(max(1, in_flight // block), most), min(max(1, TILE_ELEMENTS // (block * dims)), most)
+    splits, more = min(max(1, in_flight // block), most), min(max(1, TILE_ELEMENTS // (block * dims)), most)
     # Many programs that share rows: four warps would spend a short merge at barriers. A long one takes more steps.
     parts_of_a_row = block == 1 and not whole and not few
     alone = parts_of_a_row or block * dims * most <= WARP_ELEMENTS
     if alone:
-        pieces, more = min(pieces, WARP_ELEMENTS // dims), min(more, WARP_ELEMENTS // dims)
-    return Tiling(block, dims, pieces, more, num_warps=1 if alone else 4)
+        splits, more = min(splits, WARP_ELEMENTS // dims), min(more, WARP_ELEMENTS // dims)
+    return Tiling(block, dims, splits, more, num_warps=1 if alone else 4)
 
 
 def merge(
     outputs: Sequence[jax.Array],
     operands: Sequence[Any],
-    pieces_of: Callable[..., Cuts],
+    splits_of: Callable[..., Cuts],
     *,
     name: str,
     problem: Merged,
     num_cut: int,
-    most_pieces: int,
+    most_splits: int,
     lowering: triton.Lowering,
     rows_of: Callable[..., tuple[rows.Rows, tuple[jax.Array, ...]]] | None = None,
     counted: bool = False,
@@ -114,12 +114,12 @@ def merge(
     """(out, lse) with the rows of sequences that were cut filled in, in place, from the partial results.
 
     `outputs` are the kernel's: (out, lse, partial out, partial lse), or (out, lse) alone if no sequence is ever cut,
-    and then nothing is left to do. `pieces_of(*refs)` says, from the refs of
-    `operands`, which partial results are a sequence's; none has more than `most_pieces`. `rows_of(*refs, sequence,
+    and then nothing is left to do. `splits_of(*refs)` says, from the refs of
+    `operands`, which partial results are a sequence's; none has more than `most_splits`. `rows_of(*refs, sequence,
     rows numbered through all KV heads)` gives these rows and their leading indices in the final arrays, where
-    sequences are not one dimension of them; "sequence" may then be whatever is cut. `counted`: what `pieces_of` gives
+    sequences are not one dimension of them; "sequence" may then be whatever is cut. `counted`: what `splits_of` gives
     are `CountedCuts`, so that no more programs need to start than run at once. `scale`: what makes natural
-    logits of what pieces have the maximum of.
+    logits of what splits have the maximum of.
     """
     if not problem.num_places:
         out, lse = outputs
@@ -128,18 +128,18 @@ def merge(
     dim = outputs[0].shape[-1]
     rows_of = rows_of or functools.partial(_batched, problem)
     width = triton.tile_side(dim)
-    if problem.fixed_pieces:
+    if problem.fixed_splits:
         # The same for every batch: what is added to what must not depend on it.
-        shape = Tiling(rows=1, dims=min(width, 128), pieces=16, most_pieces=64, num_warps=4)
+        shape = Tiling(rows=1, dims=min(width, 128), splits=16, most_splits=64, num_warps=4)
     else:
-        shape = tiling(num_cut, num_rows, dim, most_pieces, counted=counted)
+        shape = tiling(num_cut, num_rows, dim, most_splits, counted=counted)
     row_blocks, dim_blocks = ceil_div(num_rows, shape.rows), width // shape.dims
     at_once = max(1, AT_ONCE[shape.num_warps] // (row_blocks * dim_blocks))
     num_programs = min(num_cut, at_once) if counted else num_cut
     out, lse = triton.kernel_call(
         functools.partial(
             _merge_kernel,
-            pieces_of=pieces_of,
+            splits_of=splits_of,
             rows_of=rows_of,
             tiling=shape,
             factor=scale * softmax.LOG2_E,
@@ -160,12 +160,12 @@ def merge(
 
 def _merge_kernel(
     _out_in, _lse_in, partial_out_ref, partial_lse_ref, *refs,
-    pieces_of: Callable[..., Cuts], rows_of: Callable[..., Any], tiling: Tiling, factor: float, stride: int | None,
+    splits_of: Callable[..., Cuts], rows_of: Callable[..., Any], tiling: Tiling, factor: float, stride: int | None,
 ):  # fmt: skip
     """Merges one of the sequences that may be cut or, with a `stride`, each so many-th of those that are."""
     *operands, _, _ = refs
     row_block, dim_block, program = (triton.program_id(axis) for axis in range(3))
-    cuts = pieces_of(*operands)
+    cuts = splits_of(*operands)
     merge_one = functools.partial(
         _merge_one, partial_out_ref, partial_lse_ref, *refs,
         row_block=row_block, dim_block=dim_block, rows_of=rows_of, tiling=tiling, factor=factor,
@@ -218,8 +218,8 @@ def _merge_one(
             steps = functools.partial(step, at_once)
             return softmax.finish(lax.fori_loop(0, ceil_div(count, at_once), steps, start))
 
-        # A sequence in very many pieces wants more of them under way at once, which would be waste for others.
-        few, many = tiling.pieces, tiling.most_pieces
+        # A sequence in very many splits wants more of them under way at once, which would be waste for others.
+        few, many = tiling.splits, tiling.most_splits
         if many > few:
             out, lse = lax.cond(count > few, lambda: merged(many), lambda: merged(few))
         else:
@@ -236,8 +236,8 @@ def _batched(problem: Any, *refs_and_seq: Any) -> tuple[rows.Rows, tuple[jax.Arr
     return mine, rows.batched(mine, seq)
 
 
-def _place(piece: jax.Array, mine: rows.Rows, shape: tuple[int, ...]) -> tuple[jax.Array, ...]:
-    """Indices of partial results, [rows, pieces] broadcast to `shape`, whose first dimensions these are."""
+def _place(split: jax.Array, mine: rows.Rows, shape: tuple[int, ...]) -> tuple[jax.Array, ...]:
+    """Indices of partial results, [rows, splits] broadcast to `shape`, whose first dimensions these are."""
     more = tuple(range(2, len(shape)))
     by_row = (jnp.expand_dims(x, (1, *more)) for x in (mine.kv_head, mine.index))
-    return tuple(jnp.broadcast_to(x, shape) for x in (jnp.expand_dims(piece, (0, *more)), *by_row))
+    return tuple(jnp.broadcast_to(x, shape) for x in (jnp.expand_dims(split, (0, *more)), *by_row))

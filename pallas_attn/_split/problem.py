@@ -89,27 +89,27 @@ class SplitKVProblem(DecodeCall):
         return rows.across_heads(flat, **sizes)
 
     @property
-    def programs_per_piece(self) -> int:
+    def programs_per_split(self) -> int:
         """Each serves the query rows of one block of one KV head."""
         return self.pool.num_kv_heads * self.q_blocks
 
     @property
     def shares(self) -> float:
-        """Of the batch's work: `target_programs` over the programs of a piece."""
-        return self.config.target_programs / self.programs_per_piece
+        """Of the batch's work: `target_programs` over the programs of a split."""
+        return self.config.target_programs / self.programs_per_split
 
     @property
-    def fixed_pieces(self) -> bool:
-        """Whether pieces have a length of their own, whatever else is in the batch."""
+    def fixed_splits(self) -> bool:
+        """Whether splits have a length of their own, whatever else is in the batch."""
         return self.config.split_tokens > 0
 
     @property
     def split_tiles(self) -> int:
-        """Tiles in a piece of a fixed length."""
+        """Tiles in a split of a fixed length."""
         return max(1, self.config.split_tokens // self.config.block_kv)
 
     @property
-    def most_pieces(self) -> int:
+    def most_splits(self) -> int:
         """Of one sequence: as many as its walk has fixed lengths, or none that is shorter than `min_split_tokens`."""
         config = self.config
         if config.split_tokens:
@@ -120,13 +120,13 @@ class SplitKVProblem(DecodeCall):
 
     @property
     def most_cuts(self) -> int:
-        """Of all sequences, whatever their lengths: pieces beyond the first of each.
+        """Of all sequences, whatever their lengths: splits beyond the first of each.
 
         Shares add up to `shares`, and sequences that are cut n times in all have at least n + 0.5 of them, as numbers
         are rounded to the nearest at most. (With room for what a quotient in float32 may be off.) Where they are
-        rounded up, pieces are counted.
+        rounded up, splits are counted.
         """
-        cuts = self.num_seqs * (self.most_pieces - 1)
+        cuts = self.num_seqs * (self.most_splits - 1)
         if self.config.split_tokens:
             return cuts
         return min(cuts, max(0, int(self.shares * (1 + 1e-5) + TO_NEAREST - 1)))
@@ -138,14 +138,14 @@ class SplitKVProblem(DecodeCall):
 
     @property
     def num_slots(self) -> int:
-        """Pieces that there may be."""
+        """Splits that there may be."""
         return self.num_seqs + self.most_cuts
 
     @property
     def num_programs(self) -> int:
         """That go through the slots, for each block of query rows.
 
-        One for each; but pieces of a fixed length may be so many that programs without one would take longer than the
+        One for each; but splits of a fixed length may be so many that programs without one would take longer than the
         work. A loop over slots takes registers, which elsewhere would cost a program of the four on a multiprocessor.
         """
         if not self.config.split_tokens:
@@ -154,7 +154,7 @@ class SplitKVProblem(DecodeCall):
 
     @property
     def num_places(self) -> int:
-        """Partial results there is room for (see pieces.py); 0 if no sequence is ever cut."""
+        """Partial results there is room for (see splits.py); 0 if no sequence is ever cut."""
         return self.most_cuts + self.most_cut
 
     @property

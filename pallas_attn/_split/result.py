@@ -1,4 +1,4 @@
-"""What a program does with the sums of some query rows: the final result if it saw all of a sequence, else a piece.
+"""What a program does with the sums of some query rows: the final result if it saw all of a sequence, else a split.
 
 `out` is a tuple of chunks of head_dim, float32 and normalised; `lse` in natural units, unless its
 parts are asked for. Both are NaN where `bad`: a
@@ -29,9 +29,9 @@ class Result(NamedTuple):
 
 
 def store(
-    result: Result, refs: Sequence[Any], place, one_piece, *, eviction_policy: str | None = None
+    result: Result, refs: Sequence[Any], place, one_split, *, eviction_policy: str | None = None
 ) -> None:
-    """Into (out, lse) or, where a sequence is not in one piece, `place` of (partial out, partial lse)."""
+    """Into (out, lse) or, where a sequence is not in one split, `place` of (partial out, partial lse)."""
 
     def final():
         store_out(result, refs[0], eviction_policy=eviction_policy)
@@ -40,9 +40,9 @@ def store(
     if len(refs) == 2:
         final()
         return
-    triton.when(one_piece)(final)
+    triton.when(one_split)(final)
 
-    @triton.when(~one_piece)
+    @triton.when(~one_split)
     def _():
         index = (place, result.rows.kv_head, result.rows.index)
         _store_out(result, refs[2], index, eviction_policy)

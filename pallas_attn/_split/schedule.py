@@ -25,16 +25,16 @@ from pallas_attn._tile.triton import ceil_div
 
 
 class Dealt(NamedTuple):
-    """Where each part begins, and how many pieces that makes of each sequence; all int32."""
+    """Where each part begins, and how many splits that makes of each sequence; all int32."""
 
     seq: jax.Array
     """[num_parts + 1]; num_seqs for parts without work, and for the last row, which is where all work ends."""
     block: jax.Array
     """[num_parts + 1]: of that sequence."""
-    first_piece: jax.Array
-    """[num_parts]: the number of a part's first piece among those of its first sequence."""
-    num_pieces: jax.Array
-    """[num_seqs + 1]: pieces of the sequences before."""
+    first_split: jax.Array
+    """[num_parts]: the number of a part's first split among those of its first sequence."""
+    num_splits: jax.Array
+    """[num_seqs + 1]: splits of the sequences before."""
 
 
 def deal(num_blocks: jax.Array, num_parts: int, overhead: int | jax.Array) -> Dealt:
@@ -49,13 +49,13 @@ def deal(num_blocks: jax.Array, num_parts: int, overhead: int | jax.Array) -> De
     seq = jnp.sum(begin[:, None] >= start[None, 1:], axis=1, dtype=jnp.int32)
     block = begin - start[seq]
 
-    # A sequence has one piece more than parts that begin inside it; a part's number among them counts from the
+    # A sequence has one split more than parts that begin inside it; a part's number among them counts from the
     # first part that does.
     inside = (block > 0)[:, None] & (begin[:, None] < start[None, :])
-    num_pieces = jnp.arange(num_seqs + 1, dtype=jnp.int32) + jnp.sum(inside[:-1], axis=0, dtype=jnp.int32)
+    num_splits = jnp.arange(num_seqs + 1, dtype=jnp.int32) + jnp.sum(inside[:-1], axis=0, dtype=jnp.int32)
     first_inside = jnp.sum(begin[None, :-1] <= start[seq[:-1], None], axis=1, dtype=jnp.int32)
-    first_piece = jnp.where(block[:-1] > 0, jnp.arange(num_parts) - first_inside + 1, 0)
-    return Dealt(seq, block, first_piece, num_pieces)
+    first_split = jnp.where(block[:-1] > 0, jnp.arange(num_parts) - first_inside + 1, 0)
+    return Dealt(seq, block, first_split, num_splits)
 
 
 def _part_begins(

@@ -19,7 +19,7 @@ class Band(NamedTuple):
     right: int | None = None
     offset: int = 0
 
-    def turned(self) -> "Band":
+    def transposed(self) -> "Band":
         """The queries that a key is seen by."""
         return Band(self.right, self.left, -self.offset)
 

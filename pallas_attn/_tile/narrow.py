@@ -31,15 +31,15 @@ def operand(tile: jax.Array, dtype: Any) -> jax.Array:
 
 def dealt(tile: jax.Array) -> jax.Array:
     """[..., dim] with its columns dealt."""
-    return _turned(tile, (-1, 2, _AT_ONCE))
+    return _transposed(tile, (-1, 2, _AT_ONCE))
 
 
 def in_order(tile: jax.Array) -> jax.Array:
     """The inverse of `dealt`."""
-    return _turned(tile, (2, -1, _AT_ONCE))
+    return _transposed(tile, (2, -1, _AT_ONCE))
 
 
-def _turned(tile: jax.Array, columns: tuple[int, int, int]) -> jax.Array:
+def _transposed(tile: jax.Array, columns: tuple[int, int, int]) -> jax.Array:
     return jnp.swapaxes(tile.reshape(*tile.shape[:-1], *columns), -3, -2).reshape(tile.shape)
 
 

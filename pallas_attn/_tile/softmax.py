@@ -79,7 +79,7 @@ def rescale(
     """Takes in a tile of logits [..., rows, keys], -inf where masked. Their differences times `factor`, above 0, are
     base 2; it is the same for all tiles, unless it is NaN. `exp2_below` makes weights of (factor, logits, maximum);
     None serves for logits that are no products (`triton.exp2_below`). `axis` is the keys': -1, or 0 for [keys, rows]
-    and a `turned` state. With a `rest`, base 2, each stands for several keys: their maximum and their `Lse.rest`.
+    and a `transposed` state. With a `rest`, base 2, each stands for several keys: their maximum and their `Lse.rest`.
     `counted` makes of weights what a late sum adds up; None is themselves.
 
     Returns the state with everything but the new tile's values added, and the tile's weights; the caller adds
@@ -109,7 +109,7 @@ def _scale_rows(acc: Any, factor: jax.Array, axis: int = -1) -> Any:
     return jax.tree.map(lambda chunk: chunk * jnp.expand_dims(factor, axis), acc)
 
 
-def turned(state: OnlineSoftmax) -> OnlineSoftmax:
+def transposed(state: OnlineSoftmax) -> OnlineSoftmax:
     """With rows last, [keys, rows] and [head_dim, rows]; or first, if they are last."""
     return state._replace(total=state.total.T, acc=state.acc.T)
 

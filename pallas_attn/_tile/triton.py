@@ -19,7 +19,7 @@ from pallas_attn import _lowering
 from pallas_attn._call import dispatch
 from pallas_attn._call.device import current_device
 from pallas_attn._lowering import cache, compiler, private
-from pallas_attn._tile import early, in_bits, registers
+from pallas_attn._tile import dependent_launch, in_bits, registers
 from pallas_attn._tile.sharding import vary, varying_axes, varying_like
 
 Lowering = Literal["pallas", "triton", "interpret"]
@@ -100,7 +100,7 @@ def touch(place: Any, *, mask: jax.Array) -> None:
     if isinstance(place, _lowering.Place):
         _lowering.touch(place, mask=mask)
     elif _compiling.get() and private.pallas_takes_rules():
-        early.touched(plgpu.load(place, mask=mask, other=0, volatile=True))
+        dependent_launch.touched(plgpu.load(place, mask=mask, other=0, volatile=True))
 
 
 def program_id(axis: int) -> jax.Array:
@@ -224,9 +224,9 @@ def limits_registers(lowering: str) -> bool:
     return lowering != "pallas" or private.pallas_takes_rules()
 
 
-def _launches_early() -> bool:
+def _launches_dependents() -> bool:
     """Whether Pallas' kernels can say who may be launched."""
-    capable = (current_device().compute_capability or 0) >= early.LEAST_CAPABILITY
+    capable = (current_device().compute_capability or 0) >= dependent_launch.LEAST_CAPABILITY
     return capable and private.pallas_takes_rules()
 
 
@@ -240,7 +240,7 @@ def _marked(kernel: Callable[..., None], max_registers: int, lets_start: bool, *
     if max_registers:
         registers.limit(max_registers)
     if lets_start:
-        early.launch_dependents()
+        dependent_launch.launch_dependents()
     token = _compiling.set(True)
     try:
         kernel(*refs)
@@ -296,6 +296,6 @@ def kernel_call(
         if lowering == "interpret":
             run = in_bits.call(functools.partial(pl.pallas_call, interpret=True), kernel, **options)
         else:
-            body = functools.partial(_marked, kernel, max_registers, merged and _launches_early())
+            body = functools.partial(_marked, kernel, max_registers, merged and _launches_dependents())
             run = pl.pallas_call(body, **options)
     return run(*vary(operands, axes))

@@ -73,7 +73,7 @@ def boundary_lengths(page_size: int, split: int = 256) -> tuple[int, ...]:
 def _all_cases() -> tuple[Case, ...]:
     tests = [
         *_shapes_and_dtypes(),
-        *_turned_products(),
+        *_transposed_products(),
         *_options_of_paged_attention(),
         *_mla_tests(),
         *_ragged_tests(),
@@ -187,21 +187,36 @@ def _shapes_and_dtypes() -> list[DecodeCase]:
     ]
 
 
-def _turned_products() -> list[DecodeCase]:
+def _transposed_products() -> list[DecodeCase]:
     """Programs of eight rows: of every kind of cache, with options that differ from row to row, and with several
     programs for a KV head."""
-    lengths, splits, turned = boundary_lengths(16), (("num_splits", 4),), (("block_q", 8),)
+    lengths, splits, transposed = boundary_lengths(16), (("num_splits", 4),), (("block_q", 8),)
     long = (0, 1, 63, 64, 700, 1029)
     return [
-        DecodeCase(lengths, 8, 2, 128, 16, cache_dtype="float8_e4m3fn", config=(*turned, *splits), uses=FAST),
-        DecodeCase(lengths, 8, 2, 80, 16, cache_dtype="float8_e5m2", scale_per_head=True, config=turned),
         DecodeCase(
-            lengths, 8, 2, 64, 32, "float16", "HND", cache_dtype="int8", scale_per_page=True, config=turned
+            lengths, 8, 2, 128, 16, cache_dtype="float8_e4m3fn", config=(*transposed, *splits), uses=FAST
         ),
-        DecodeCase(long, 4, 2, 64, 16, sinks=True, sliding_window=100, config=(*turned, ("block_kv", 64))),
-        DecodeCase(long, 12, 2, 64, 16, "float32", q_len=3, sliding_window=130, config=(*turned, *splits)),
+        DecodeCase(lengths, 8, 2, 80, 16, cache_dtype="float8_e5m2", scale_per_head=True, config=transposed),
         DecodeCase(
-            long, 8, 2, 64, 16, q_len=4, tree="positions", alibi=True, config=(*turned, ("block_kv", 64))
+            lengths,
+            8,
+            2,
+            64,
+            32,
+            "float16",
+            "HND",
+            cache_dtype="int8",
+            scale_per_page=True,
+            config=transposed,
+        ),
+        DecodeCase(
+            long, 4, 2, 64, 16, sinks=True, sliding_window=100, config=(*transposed, ("block_kv", 64))
+        ),
+        DecodeCase(
+            long, 12, 2, 64, 16, "float32", q_len=3, sliding_window=130, config=(*transposed, *splits)
+        ),
+        DecodeCase(
+            long, 8, 2, 64, 16, q_len=4, tree="positions", alibi=True, config=(*transposed, ("block_kv", 64))
         ),
         DecodeCase(
             long,
@@ -216,7 +231,7 @@ def _turned_products() -> list[DecodeCase]:
             softcap=20.0,
             alibi=True,
             block_sparse=LocalStride(64, 2, 3, 1),
-            config=(*turned, *splits),
+            config=(*transposed, *splits),
         ),
     ]
 
@@ -300,7 +315,7 @@ def _options_of_paged_attention() -> list[DecodeCase]:
 def _mla_tests() -> list[MLADecodeCase]:
     """Head counts, q_len, page sizes, dtypes and both ways to cut the work of `mla_decode`, each at least once."""
     splits = (("num_splits", 4), ("min_split_tokens", 128), ("target_programs", 64))
-    turned = (("block_q", 32), ("block_kv", 64), ("num_warps", 4), ("num_stages", 2))
+    transposed = (("block_q", 32), ("block_kv", 64), ("num_warps", 4), ("num_stages", 2))
     wide = (("block_q", 64), ("block_kv", 64), ("num_warps", 8), ("num_stages", 2))
     lens = (0, 1, 63, 64, 65, 255, 257, 521)
     return [
@@ -314,9 +329,9 @@ def _mla_tests() -> list[MLADecodeCase]:
         MLADecodeCase(lens, 126, dtype="float16"),
         MLADecodeCase(lens, 4, q_len=2, causal=True, dtype="float32", page_size=24, num_parts=3),
         # products transposed
-        MLADecodeCase(lens, 32, num_parts=7, config=turned, uses=FAST),
+        MLADecodeCase(lens, 32, num_parts=7, config=transposed, uses=FAST),
         MLADecodeCase(
-            lens, 30, 2, q_len=2, causal=True, page_size=128, dtype="float16", config=(*splits, *turned)
+            lens, 30, 2, q_len=2, causal=True, page_size=128, dtype="float16", config=(*splits, *transposed)
         ),
         MLADecodeCase(lens, 64, num_parts=7, config=wide),
         MLADecodeCase(

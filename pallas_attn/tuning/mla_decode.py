@@ -54,9 +54,9 @@ class MLADecodePoint(PagedPoint):
         )
 
     def candidates(self) -> list[Fields]:
-        """Tiles on either side of the heuristic's; without a schedule also shorter and more pieces."""
+        """Tiles on either side of the heuristic's; without a schedule also shorter and more splits."""
         if self.config().block_q >= 64:
-            # Eight warps turn 64 rows over tiles of 64 tokens (turned.py).
+            # Eight warps turn 64 rows over tiles of 64 tokens (transposed.py).
             tiles = [
                 (64, 64, 8, 2),
                 (64, 32, 8, 2),
@@ -67,7 +67,7 @@ class MLADecodePoint(PagedPoint):
             ]
         else:
             block_q = self.config().block_q
-            # Four warps turn 32 rows (turned.py), and then two buffers are all there is room for.
+            # Four warps turn 32 rows (transposed.py), and then two buffers are all there is room for.
             deep = [(64, 4, 3)] if block_q == 16 else []
             shapes = [*deep, (64, 4, 2), (64, 8, 3), (32, 4, 3), (32, 4, 4), (32, 4, 5), (16, 4, 4)]
             tiles = [(block_q, *shape) for shape in shapes]

@@ -73,7 +73,7 @@ class PagedAttentionPoint(PagedPoint):
         if self.max_len < 4096:
             least = [64]
         elif self.streams * self.max_len < 128 * cores:
-            least = [64, 128]  # pieces of 256 tokens would leave half the device without work
+            least = [64, 128]  # splits of 256 tokens would leave half the device without work
         elif self.streams * self.max_len < 256 * cores:
             least = [128, 256]
         names = ("block_kv", "num_warps", "num_stages")

@@ -1,7 +1,7 @@
 // The kernel over chosen tokens of 656 bytes, on the host, for test_sparse_mla_bytes_on_host.py.
 #include "arrays.h"
-#include "mla/sm90/turned/chosen_tokens.h"
-#include "turned.h"
+#include "mla/sm90/transposed/chosen_tokens.h"
+#include "transposed.h"
 
 namespace {
 
@@ -38,5 +38,5 @@ int main() {
   params.sinks = call.sinks ? sinks.data() : nullptr;
 
   const auto merging = call.cuts ? mla::Merging::kInside : mla::Merging::kNothingIsCut;
-  stand_in::run_turned<mla::sm90::turned::ChosenTokens>(params, merging);
+  stand_in::run_transposed<mla::sm90::transposed::ChosenTokens>(params, merging);
 }

@@ -245,7 +245,7 @@ def blocksparse_attention(
         check.fail("cu_q_lens", expected, "None")
     check.instance("layout", layout, SparseLayout)
     layout.check()
-    layout = layout.with_room()
+    layout = layout.with_an_entry()
     if layout.layout_heads not in (1, query.shape[1]):
         check.fail("layout", f"1 head or {query.shape[1]} (as query)", f"{layout.layout_heads} heads")
     check.positive_float("scale", scale)

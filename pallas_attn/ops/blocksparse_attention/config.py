@@ -7,7 +7,7 @@ from typing import Any
 from pallas_attn._call import budget, configs
 from pallas_attn._call.checks import check_int, dtype_name, fail
 from pallas_attn._call.device import Device, current_device
-from pallas_attn._split.pieces import MOST_PIECES
+from pallas_attn._split.splits import MOST_SPLITS
 from pallas_attn._tile import triton
 from pallas_attn.ops.blocksparse_attention.operands import Operands
 
@@ -42,7 +42,7 @@ class BlockSparseConfig:
     max_registers: of a thread of prefill, for more programs to a multiprocessor; 0: as many as it takes.
     decode_block_kv, decode_warps, decode_stages: the same for sequences with one query.
     decode_heads: heads of a group that a program serves then, a power of two up to 16; what divides the group is taken.
-    num_splits: pieces that such a sequence's blocks are cut into.
+    num_splits: splits that such a sequence's blocks are cut into.
     dq_block_q, dq_block_kv, dq_warps, dq_stages: of the kernel for gradients of queries, whose tiles are cut to the
         layout's blocks where they are larger.
     dkv_block_q, dkv_block_kv, dkv_warps, dkv_stages: of that for gradients of keys and values: a program serves
@@ -93,7 +93,7 @@ def heuristic(
 
     Tiles of up to 128 queries by 128 tokens, as far as shared memory and registers hold them. Where rows are short,
     such that two programs share a multiprocessor, and one computes while the other begins or ends: `PAIRED` tiles, or
-    else those of 64 by 64. One query's blocks are cut into enough pieces for eight programs a multiprocessor.
+    else those of 64 by 64. One query's blocks are cut into enough splits for eight programs a multiprocessor.
     """
     width = triton.tile_side(head_dim)
     # Without tensor cores the products of float32 take registers by themselves.
@@ -145,7 +145,7 @@ def heuristic(
         "decode_block_kv": decode.tokens,
         "decode_warps": decode.num_warps,
         "decode_stages": decode.num_stages,
-        "num_splits": max(1, min(wanted, int(row_blocks) * block_size // 64, MOST_PIECES)),
+        "num_splits": max(1, min(wanted, int(row_blocks) * block_size // 64, MOST_SPLITS)),
     }
     chosen |= _backward(width, itemsize, block_size, q_block_size, device)
     # The largest heads whose sums fit 128 registers. On other GPUs it was not measured.

@@ -1,9 +1,9 @@
 """Block-sparse decode in Pallas: sequences with one query.
 
-One program serves some heads of a group, over one piece of one sequence, and reads what any of them sees once. Each
+One program serves some heads of a group, over one split of one sequence, and reads what any of them sees once. Each
 head's blocks ascend, so the program goes through the heads' lists as one merges sorted lists: the next block is the
-least that any head has next, and the heads that have it move on. A piece is a range of blocks, the same for all heads;
-a sequence in several pieces leaves float32 partial results, which are merged.
+least that any head has next, and the heads that have it move on. A split is a range of blocks, the same for all heads;
+a sequence in several splits leaves float32 partial results, which are merged.
 
 How many blocks the heads have together is not known beforehand, only that it is no more than their lists are long, nor
 than the range is wide. The loop runs as often as that says: behind the last block it reads nothing.
@@ -20,8 +20,8 @@ from jax import lax
 
 from pallas_attn._call.configs import SplitKVConfig
 from pallas_attn._split import merge, result
-from pallas_attn._split.pieces import Cut
 from pallas_attn._split.problem import SplitKVProblem
+from pallas_attn._split.splits import Cut
 from pallas_attn._tile import logits, masking, rows, softmax, triton
 from pallas_attn._tile.triton import ceil_div
 from pallas_attn.ops.blocksparse_attention.config import DECODE_ROWS
@@ -39,8 +39,8 @@ NONE = np.int32(2**31 - 1)  # no block
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Pieces(SplitKVProblem):
-    """How results are stored: every sequence in as many pieces, of which some may be empty."""
+class Splits(SplitKVProblem):
+    """How results are stored: every sequence in as many splits, of which some may be empty."""
 
     def num_tiles(self, seq_len: jax.Array) -> jax.Array:
         return 0 * seq_len + self.config.num_splits
@@ -51,7 +51,7 @@ class Pieces(SplitKVProblem):
 
 
 class OfOneQuery(NamedTuple):
-    """The pieces of sequences with one query; a cut's sequence is its token."""
+    """The splits of sequences with one query; a cut's sequence is its token."""
 
     problem: Problem
     ends: Any
@@ -73,7 +73,7 @@ def decode(
     """As `prefill`, (out, lse), of sequences with one query. In a mixed call `into` are its results: filled in, in
     place."""
     config = problem.config
-    stored = Pieces(
+    stored = Splits(
         num_seqs=problem.num_seqs,
         q_len=1,
         num_heads=problem.num_heads,
@@ -105,7 +105,7 @@ def decode(
         name="pallas_attn_blocksparse_combine",
         problem=stored,
         num_cut=problem.num_seqs,
-        most_pieces=config.num_splits,
+        most_splits=config.num_splits,
         rows_of=functools.partial(_rows_to_merge, stored),
         lowering=lowering,
         scale=logits.natural_scale(problem.rules, problem.scale, None),
@@ -113,13 +113,13 @@ def decode(
 
 
 def _rows_to_merge(
-    stored: Pieces, _ends: Any, token: jax.Array, flat: jax.Array
+    stored: Splits, _ends: Any, token: jax.Array, flat: jax.Array
 ) -> tuple[rows.Rows, tuple[jax.Array, ...]]:
     return stored.rows_across_heads(flat), (token + 0 * flat,)
 
 
 class Listed(NamedTuple):
-    """What a head sees of a piece: entries [next, stop) of its row, of which `column` is the next, or NONE."""
+    """What a head sees of a split: entries [next, stop) of its row, of which `column` is the next, or NONE."""
 
     blocks: Blocks
     next: jax.Array
@@ -153,7 +153,7 @@ def _token(problem: Problem, ends: Any, seq: jax.Array) -> tuple[jax.Array, jax.
 def _serve(
     refs: Operands, *out_refs, some_heads, seq, split, token, problem: Problem
 ):  # fmt: skip
-    """Attends some heads' queries at `token` to a piece of a sequence and writes the result."""
+    """Attends some heads' queries at `token` to a split of a sequence and writes the result."""
     config, heads = problem.config, problem.decode_heads
     first_head = some_heads * heads
     kv_head = first_head // problem.group
@@ -211,7 +211,7 @@ def _by_lane(of_heads: list[jax.Array], lane: jax.Array) -> jax.Array:
 def _listed(
     layout: SparseLayout, first_head: jax.Array, k_len: jax.Array, split: jax.Array, problem: Problem
 ) -> tuple[list[Listed], jax.Array, list[jax.Array]]:
-    """(what each head sees of the piece, how many blocks wide that is, whether a head's row cannot be right)."""
+    """(what each head sees of the split, how many blocks wide that is, whether a head's row cannot be right)."""
     row = divided(k_len - 1, layout.q_block_size)[0]
     own = divided(k_len - 1, layout.block_size)[0]
     of_row = divided((row + 1) * layout.q_block_size - 1, layout.block_size)[0]

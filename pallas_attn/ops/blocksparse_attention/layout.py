@@ -97,7 +97,7 @@ class SparseLayout:
                 got = f"others for head {head}, row {row[np.argmax(unordered)]}"
                 fail(FUNCTION, "columns", "ascending blocks", got)
 
-    def with_room(self) -> "SparseLayout":
+    def with_an_entry(self) -> "SparseLayout":
         """The same with room for an entry, which gathers need, where no row lists anything."""
         if self.columns.shape[1] > 0:
             return self

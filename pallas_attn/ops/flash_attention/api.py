@@ -179,7 +179,7 @@ def flash_attention(
         segment_ids: int32 [batch, tokens], or a pair of such for queries and keys: a query sees the keys of its own
             id. Documents packed one behind the other, each with an id, are then worked on one by one: neither outputs
             nor gradients of one change in a single bit when another's contents do, be it to NaN; and what lies between
-            other documents costs no time. Any order of ids is right, ascending ones in one piece each are fast.
+            other documents costs no time. Any order of ids is right, ascending ones in one split each are fast.
         cu_q_lens: [num_seqs + 1] int32, instead of segment_ids: batch is 1, and document i has tokens
             [cu_q_lens[i], cu_q_lens[i + 1]). Tokens beyond the last are padding: out 0, lse -inf, with sinks too, and
             no gradient from or to them, whatever they hold. So are all tokens if a traced array descends; one whose

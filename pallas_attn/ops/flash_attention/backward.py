@@ -179,11 +179,11 @@ def _key_value_kernel(
 
     def head(part: walk.Part, place: jax.Array, sums: tuple[Any, Any]) -> tuple[Any, Any]:
         cell = scores.Cell(batch, kv_head, place)
-        turned = rules.band.turned()
+        transposed = rules.band.transposed()
         of_mods = mods.over_refs(refs.mods, refs.captured, cell, of_score=slope, queries_first=False)
         of_mods = of_mods.at(KEY, mine.tokens, problem.kv_len)
         return walk.walk(
-            mine, part, keys, queries, turned, cell, functools.partial(step, cell, of_mods), sums
+            mine, part, keys, queries, transposed, cell, functools.partial(step, cell, of_mods), sums
         )
 
     def zeros(chunks: Sequence[Chunk]) -> list[jax.Array]:

@@ -136,7 +136,7 @@ def _along_kernel(
     cell = scores.Cell(batch, kv_head, flat % np.int32(problem.group))
     holds_queries = form == "queries"
     own, other = (queries, keys) if holds_queries else (keys, queries)
-    band = problem.rules.band if holds_queries else problem.rules.band.turned()
+    band = problem.rules.band if holds_queries else problem.rules.band.transposed()
     mine = walk.block(own, batch, flat // np.int32(problem.group))
     held = _Side(refs, problem, cell, holds_queries, mine.tokens, mine.real)
     of_mods = mods.over_refs(

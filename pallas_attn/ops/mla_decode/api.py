@@ -170,7 +170,7 @@ def mla_decode(
         return_lse: also return the natural log-sum-exp of the scaled logits.
         batch_invariant: a sequence's rows have the same bits whatever else is in the batch, in whichever order, and
             however wide the table: how it is cut depends on its own length alone, and tile sizes on heads, q_len, page
-            size and the kind of GPU. Partial results then take memory for up to 64 pieces of every sequence: 1 GiB
+            size and the kind of GPU. Partial results then take memory for up to 64 splits of every sequence: 1 GiB
             for 64 of 128 heads in long tables, 64 GiB for 4096. Neither "cuda" nor "xla", without a
             schedule; a `config` must have `split_tokens`, and should have `num_splits`: 0 is room for all.
         implementation: None (cuda or pallas on an NVIDIA GPU, whichever measured faster for the case; xla elsewhere),

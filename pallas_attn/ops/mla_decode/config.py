@@ -8,16 +8,16 @@ from pallas_attn._call.checks import dtype_name, fail
 from pallas_attn._call.configs import SplitKVConfig
 from pallas_attn._call.device import Device, current_device
 from pallas_attn._split import latent_problem
-from pallas_attn._split.pieces import check_invariant
+from pallas_attn._split.splits import check_invariant
 from pallas_attn._tile.latents import BYTES
 from pallas_attn.ops.mla_decode.operands import Operands
 from pallas_attn.ops.mla_decode.schedule import BLOCK_TOKENS
 
 MIN_SPLIT_TOKENS = 64
-# Pieces of a batch-invariant call. Beyond 65536 tokens they grow, or a wide table would ask for room without end.
+# Splits of a batch-invariant call. Beyond 65536 tokens they grow, or a wide table would ask for room without end.
 INVARIANT_TOKENS, INVARIANT_SPLITS = 1024, 64
-TURNED_TOKENS = 64  # of a tile whose products are transposed
-TURNED_WARPS = {32: 4, 64: 8}  # of programs with so many rows
+TRANSPOSED_TOKENS = 64  # of a tile whose products are transposed
+TRANSPOSED_WARPS = {32: 4, 64: 8}  # of programs with so many rows
 # Sequences as short as this are left whole where they keep this much of the multiprocessors busy, and in one wave.
 WHOLE_TOKENS, MOSTLY_BUSY = 1024, 0.7
 
@@ -28,16 +28,16 @@ class MLADecodeConfig(SplitKVConfig):
 
     block_q: query rows (q_len x heads of one KV head) that a program serves, a power of two >= 16.
     block_kv: tokens a program takes in per step, a power of two >= 16.
-    num_splits: without a schedule, most pieces a sequence's tokens are cut into: 1 cuts none, 0 as many as the lengths
+    num_splits: without a schedule, most splits a sequence's tokens are cut into: 1 cuts none, 0 as many as the lengths
         ask for at run time.
-    min_split_tokens: without a schedule, a piece shorter than this costs more in merging than it gains.
+    min_split_tokens: without a schedule, a split shorter than this costs more in merging than it gains.
     target_programs: without a schedule, programs, over the whole device, that the run-time split aims at.
-    split_tokens: above 0, pieces have this many tokens, or more in sequences that would else have more than
+    split_tokens: above 0, splits have this many tokens, or more in sequences that would else have more than
         `num_splits`, instead of a share of the batch's work: what is cut where depends on the sequence alone.
     num_warps, num_stages: Triton's warps per program and depth of software pipelining.
 
     On sm_90, tiles of 64 tokens inside a page go to four warps, a warpgroup, for each 32 rows, with products transposed
-    (turned.py); 16 rows and fp8 latents do not.
+    (transposed.py); 16 rows and fp8 latents do not.
     """
 
     target_programs: int = 132
@@ -65,15 +65,15 @@ def whole(some: MLADecodeConfig, *, streams: int, rows: int, max_len: int, devic
     return max_len <= WHOLE_TOKENS and MOSTLY_BUSY <= programs / device.num_cores <= 1
 
 
-def is_turned(config: SplitKVConfig, *, page_size: int, device: Device, fp8: bool) -> bool:
+def is_transposed(config: SplitKVConfig, *, page_size: int, device: Device, fp8: bool) -> bool:
     """Whether the kernel's products are transposed."""
-    turns = config.block_kv == TURNED_TOKENS and config.num_warps == TURNED_WARPS.get(config.block_q)
+    turns = config.block_kv == TRANSPOSED_TOKENS and config.num_warps == TRANSPOSED_WARPS.get(config.block_q)
     return turns and _may_turn(page_size, device, fp8)
 
 
 def _may_turn(page_size: int, device: Device, fp8: bool) -> bool:
     # Blackwell's asynchronous products are others.
-    return device.compute_capability in (None, 90) and page_size % TURNED_TOKENS == 0 and not fp8
+    return device.compute_capability in (None, 90) and page_size % TRANSPOSED_TOKENS == 0 and not fp8
 
 
 def invariant(some: MLADecodeConfig) -> MLADecodeConfig:
@@ -86,13 +86,13 @@ def _tile(block_q: int, page_size: int, device: Device, fp8: bool) -> tuple[int,
 
     One program fills a multiprocessor. The matrix units wait for memory with few query rows, and four warps
     read the queries fewer times from shared memory than eight; 32 rows in tiles of 64 spill with four unless
-    they are turned, and 64 rows have accumulators for eight. fp8 latents pass through registers on their way
+    they are transposed, and 64 rows have accumulators for eight. fp8 latents pass through registers on their way
     to bf16, which with four warps spill.
     """
     asynchronous = block_q >= latent_problem.WGMMA_ROWS
-    if block_q in TURNED_WARPS and _may_turn(page_size, device, fp8):
+    if block_q in TRANSPOSED_WARPS and _may_turn(page_size, device, fp8):
         # Reductions need no room of their own: they take the weights'.
-        return TURNED_TOKENS, TURNED_WARPS[block_q], 2
+        return TRANSPOSED_TOKENS, TRANSPOSED_WARPS[block_q], 2
     if fp8:
         tiles = [(32, 8, 3)] if asynchronous else [(64, 8, 3), (32, 8, 3), (16, 4, 3)]
     elif asynchronous:
@@ -114,18 +114,18 @@ def _tile(block_q: int, page_size: int, device: Device, fp8: bool) -> tuple[int,
 
 def check_fits(config: MLADecodeConfig, *, page_size: int, device: Device, fp8: bool) -> None:
     """Of a caller's config: ValueError for tiles that no program has the shared memory for."""
-    turned = is_turned(config, page_size=page_size, device=device, fp8=fp8)
+    transposed = is_transposed(config, page_size=page_size, device=device, fp8=fp8)
     tile = latent_problem.needs(
         config.block_q,
         config.block_kv,
         config.num_warps,
         config.num_stages,
         fp8=fp8,
-        turned=turned,
+        transposed=transposed,
         looks_up=config.block_kv > BLOCK_TOKENS or page_size % config.block_kv > 0,
     )
     # What is refused must not be what a compiler may find a place for.
-    needed = tile.shared_bytes(device) if turned else tile.operand_bytes(device)
+    needed = tile.shared_bytes(device) if transposed else tile.operand_bytes(device)
     if needed > device.shared_bytes:
         sizes = f"block_q={config.block_q}, block_kv={config.block_kv}, num_stages={config.num_stages}"
         limit = f"tiles that fit in {device.shared_bytes} bytes of shared memory"

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn._call import ffi
-from pallas_attn._split.pieces import scheduled_room
+from pallas_attn._split.splits import scheduled_places
 from pallas_attn._tile.latents import BYTES, LATENT_DIM
 from pallas_attn._tile.layout import PoolShape
 
@@ -64,7 +64,7 @@ def mla_decode_cuda(
     num_seqs, q_len, num_heads, query_dim = query.shape
     num_kv_heads = latent_cache.shape[2]
     group = num_heads // num_kv_heads
-    slots = scheduled_room(schedule_metadata.shape[0])
+    slots = scheduled_places(schedule_metadata.shape[0])
     call = jax.ffi.ffi_call(
         "pallas_attn_mla_decode_sm90",
         (

@@ -20,10 +20,10 @@ def fits(metadata: np.ndarray, num_splits: np.ndarray, lengths: np.ndarray) -> b
     """Whether the parts, one after the other, serve every token of every sequence once.
 
     What a schedule says of sequences that a part serves whole holds for any length: only where parts meet, and in the
-    numbers of pieces that follow from it, do lengths show.
+    numbers of splits that follow from it, do lengths show.
     """
     num_seqs = len(lengths)
-    begin_seq, begin, end_seq, end, piece = metadata[metadata[:, 0] < num_seqs, :5].T
+    begin_seq, begin, end_seq, end, split = metadata[metadata[:, 0] < num_seqs, :5].T
     if len(begin_seq) == 0 or begin_seq[0] != 0 or begin[0] != 0 or end_seq[-1] != num_seqs - 1:
         return False
     if (begin_seq < 0).any() or (end_seq < begin_seq).any() or (end_seq >= num_seqs).any():
@@ -35,8 +35,8 @@ def fits(metadata: np.ndarray, num_splits: np.ndarray, lengths: np.ndarray) -> b
     ends = np.where(cut, (end == next_begin) & (end < lengths[end_seq]), end == lengths[end_seq])
 
     cuts = np.bincount(end_seq[cut], minlength=num_seqs)
-    pieces = np.append(0, np.cumsum(1 + cuts))
-    # A part that begins inside a sequence holds the piece after the one of the part before.
-    before = np.where(end_seq[:-1] == begin_seq[:-1], piece[:-1], 0)
+    splits = np.append(0, np.cumsum(1 + cuts))
+    # A part that begins inside a sequence holds the split after the one of the part before.
+    before = np.where(end_seq[:-1] == begin_seq[:-1], split[:-1], 0)
     numbered = np.append(0, np.where(begin[1:] > 0, before + 1, 0))
-    return bool((meets & ends & (piece == numbered)).all() and (num_splits == pieces).all())
+    return bool((meets & ends & (split == numbered)).all() and (num_splits == splits).all())

@@ -4,9 +4,9 @@ A token of the latent cache is 512 latent elements, which serve as key and as va
 as key only. One program serves `block_q` query rows (the q_len x heads rows of one KV head, packed) and walks over
 tokens in tiles of `block_kv`: the latent tile is loaded once and used for both products.
 
-Which tokens a program walks over is decided in one of two ways (see `_split/pieces.py`): by the caller's schedule,
+Which tokens a program walks over is decided in one of two ways (see `_split/splits.py`): by the caller's schedule,
 where a program is a part that goes through several sequences, or, without one, by a grid of sequences and splits.
-A sequence in one piece is written to the output at once; otherwise a program leaves a float32 partial result for the
+A sequence in one split is written to the output at once; otherwise a program leaves a float32 partial result for the
 merge.
 """
 
@@ -19,14 +19,14 @@ import numpy as np
 from jax import lax
 
 from pallas_attn._split import merge, result
-from pallas_attn._split.pieces import FairPieces, Piece, ScheduledPieces, each, fair
+from pallas_attn._split.splits import FairSplits, ScheduledSplits, Split, each, fair
 from pallas_attn._tile import latent_tile, logits, masking, pages, rows, softmax, triton
 from pallas_attn._tile.latents import LATENT_DIM
-from pallas_attn.ops.mla_decode import turned
+from pallas_attn.ops.mla_decode import transposed
 from pallas_attn.ops.mla_decode.config import MLADecodeConfig
 from pallas_attn.ops.mla_decode.operands import Operands
 from pallas_attn.ops.mla_decode.problem import Problem
-from pallas_attn.ops.mla_decode.turned import LATENTS
+from pallas_attn.ops.mla_decode.transposed import LATENTS
 
 # With this many the weights' sum over a tile, which takes shuffles and barriers, is left for the end. Elsewhere that
 # measured slower, or was not tried.
@@ -51,7 +51,7 @@ def mla_decode_pallas(
         causal=operands.causal and sizes.q_len > 1,
         num_parts=num_parts,
     )
-    if problem.turned:
+    if problem.transposed:
         pages_in_rows = operands.latent_cache.reshape(sizes.pool.num_pages, -1)
         operands = dataclasses.replace(operands, latent_cache=pages_in_rows)
     body = _sliced_kernel if num_parts is None else _scheduled_kernel
@@ -60,24 +60,24 @@ def mla_decode_pallas(
         operands,
         name="pallas_attn_mla_decode",
         # Row blocks and KV heads vary fastest: programs that read the same or neighbouring bytes run together.
-        grid=(problem.programs_per_piece, num_parts or problem.num_programs),
+        grid=(problem.programs_per_split, num_parts or problem.num_programs),
         out_shape=result.shapes(problem, LATENT_DIM, operands.query.dtype),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         lowering=lowering,
     )
     if schedule is None or num_parts is None:
-        cut, pieces_of = operands.seq_lens, functools.partial(FairPieces.of_all, problem)
+        cut, splits_of = operands.seq_lens, functools.partial(FairSplits.of_all, problem)
     else:
-        cut, pieces_of = schedule.num_splits, functools.partial(ScheduledPieces, num_parts)
+        cut, splits_of = schedule.num_splits, functools.partial(ScheduledSplits, num_parts)
     return merge.merge(
         outputs,
         (cut,),
-        pieces_of,
+        splits_of,
         name="pallas_attn_mla_decode_combine",
         problem=problem,
         num_cut=sizes.num_seqs if num_parts else problem.most_cut,
-        most_pieces=num_parts or problem.most_pieces,
+        most_splits=num_parts or problem.most_splits,
         lowering=lowering,
     )
 
@@ -85,11 +85,11 @@ def mla_decode_pallas(
 def _sliced_kernel(refs: Operands, *out_refs, problem: Problem):
     head_block, program = triton.program_id(0), triton.program_id(1)
 
-    def serve(piece: Piece) -> None:
-        seq_len = jnp.clip(triton.load(refs.seq_lens.at[piece.seq]), 0, problem.max_len)
-        begin, end = (tile * problem.config.block_kv for tile in piece.tiles(problem.num_tiles(seq_len)))
-        _serve(refs, *out_refs, seq=piece.seq, head_block=head_block, begin=begin, end=jnp.minimum(end, seq_len),
-               place=piece.place, one_piece=piece.count == 1, problem=problem)  # fmt: skip
+    def serve(split: Split) -> None:
+        seq_len = jnp.clip(triton.load(refs.seq_lens.at[split.seq]), 0, problem.max_len)
+        begin, end = (tile * problem.config.block_kv for tile in split.tiles(problem.num_tiles(seq_len)))
+        _serve(refs, *out_refs, seq=split.seq, head_block=head_block, begin=begin, end=jnp.minimum(end, seq_len),
+               place=split.place, one_split=split.count == 1, problem=problem)  # fmt: skip
 
     each(fair(problem, refs.seq_lens), problem, program, serve)
 
@@ -99,7 +99,7 @@ def _scheduled_kernel(refs: Operands, *out_refs, problem: Problem):
     assert problem.num_parts is not None
     assert refs.schedule is not None
     metadata_ref, splits_ref = refs.schedule
-    dealt = ScheduledPieces(problem.num_parts, splits_ref)
+    dealt = ScheduledSplits(problem.num_parts, splits_ref)
     begin_idx, begin_seqlen, end_idx, end_seqlen, begin_split = (
         triton.load(metadata_ref.at[part, jnp.int32(column)]) for column in range(5)
     )
@@ -115,14 +115,14 @@ def _scheduled_kernel(refs: Operands, *out_refs, problem: Problem):
         first, count = dealt.of(seq)
         place = dealt.slot(first + jnp.where(seq == begin_idx, begin_split, 0))
         _serve(refs, *out_refs, seq=seq, head_block=head_block, begin=begin, end=end, place=place,
-               one_piece=count <= 1, problem=problem)  # fmt: skip
+               one_split=count <= 1, problem=problem)  # fmt: skip
         return carry
 
     lax.fori_loop(first_seq, last_seq + 1, serve, np.int32(0))
 
 
 def _serve(
-    refs: Operands, *out_refs, seq, head_block, begin, end, place, one_piece, problem: Problem
+    refs: Operands, *out_refs, seq, head_block, begin, end, place, one_split, problem: Problem
 ):  # fmt: skip
     """Attends one block of query rows to tokens [begin, end) of a sequence and writes the result."""
     mine = problem.rows_of(head_block)
@@ -134,13 +134,13 @@ def _serve(
     seq_len = jnp.clip(stored_len, 0, problem.max_len)
     # Query token i of q_len is the sequence's token seq_len - q_len + i, and sees itself and what is before it.
     row_end = jnp.minimum(end, seq_len - (problem.q_len - 1) + mine.token) if problem.causal else None
-    walk = turned.walk_tokens if problem.turned else _walk_tokens
+    walk = transposed.walk_tokens if problem.transposed else _walk_tokens
     state, bad = walk(query, refs, seq, mine.kv_head, begin, end, row_end, problem)
     out, lse = softmax.finish(softmax.natural(state, softmax.LN_2))
     done = result.Result(mine, leading, problem.latent_chunks, out, lse).poisoned(
         bad | (stored_len != seq_len)
     )
-    result.store(done, out_refs, place, one_piece, eviction_policy=RESULTS)
+    result.store(done, out_refs, place, one_split, eviction_policy=RESULTS)
 
 
 def _walk_tokens(

@@ -3,10 +3,10 @@
 import dataclasses
 
 from pallas_attn._call.device import current_device
-from pallas_attn._split import pieces
+from pallas_attn._split import splits
 from pallas_attn._split.latent_problem import LatentProblem
 from pallas_attn._tile.latents import TOKEN_BYTES
-from pallas_attn.ops.mla_decode.config import is_turned
+from pallas_attn.ops.mla_decode.config import is_transposed
 from pallas_attn.ops.mla_decode.schedule import BLOCK_TOKENS
 
 
@@ -18,7 +18,7 @@ class Problem(LatentProblem):
 
     @property
     def num_places(self) -> int:
-        return super().num_places if self.num_parts is None else pieces.scheduled_room(self.num_parts)
+        return super().num_places if self.num_parts is None else splits.scheduled_places(self.num_parts)
 
     @property
     def page_per_tile(self) -> bool:
@@ -26,11 +26,11 @@ class Problem(LatentProblem):
         return self.config.block_kv <= BLOCK_TOKENS and self.pool.page_size % self.config.block_kv == 0
 
     @property
-    def turned(self) -> bool:
-        """Whether both products are transposed (turned.py)."""
+    def transposed(self) -> bool:
+        """Whether both products are transposed (transposed.py)."""
         fp8 = self.pool.head_dim == TOKEN_BYTES
-        return is_turned(self.config, page_size=self.pool.page_size, device=current_device(), fp8=fp8)
+        return is_transposed(self.config, page_size=self.pool.page_size, device=current_device(), fp8=fp8)
 
     @property
     def asynchronous(self) -> bool:
-        return self.turned or super().asynchronous
+        return self.transposed or super().asynchronous

@@ -36,8 +36,8 @@ class MLASchedule(NamedTuple):
     tile_scheduler_metadata: [num_sm_parts, 8] int32; a part's columns are begin_idx, begin_seqlen, end_idx,
         end_seqlen, begin_n_split_idx and three zeros. It serves sequences begin_idx to end_idx, both included, the
         first from token begin_seqlen on and the last up to token end_seqlen. begin_n_split_idx is the number of
-        its first piece among the pieces of begin_idx. A part without work has begin_idx = num_seqs.
-    num_splits: [num_seqs + 1] int32; num_splits[i] pieces belong to the sequences before i.
+        its first split among the splits of begin_idx. A part without work has begin_idx = num_seqs.
+    num_splits: [num_seqs + 1] int32; num_splits[i] splits belong to the sequences before i.
     """
 
     tile_scheduler_metadata: jax.Array
@@ -68,7 +68,7 @@ def mla_schedule(
         seq_lens: [num_seqs] int32; negative lengths count as 0.
         num_heads, num_kv_heads: query heads and KV heads.
         q_len: query tokens per sequence.
-        num_parts: pieces of equal work to cut the batch into, 1 to 4096; None takes what fills the device.
+        num_parts: splits of equal work to cut the batch into, 1 to 4096; None takes what fills the device.
         overhead_blocks: what starting on a sequence costs, in blocks of 64 tokens, 1 to 1024. FlashMLA takes 5, which
             keeps most sequences of a big batch whole. None takes 5 too if there are more sequences than parts, else 2,
             or 1 below a sixteenth of the parts; and as many as it takes to leave sequences of like length whole if
@@ -143,7 +143,7 @@ def default_overhead(seq_lens: jax.Array, num_parts: int, rows: int) -> int | ja
     low = FIXED_OVERHEAD_BLOCKS if num_seqs > num_parts else 2 if 16 * num_seqs > num_parts else 1
     share = -(-num_seqs // num_parts)
     slots = share * num_parts
-    # Without a part to spare, those with short sequences always have room for a piece of the next.
+    # Without a part to spare, those with short sequences always have room for a split of the next.
     if slots == num_seqs or 8 * (slots - num_seqs) > num_parts:
         return low
     blocks = num_blocks(seq_lens)
@@ -179,6 +179,6 @@ def tile_schedule(
     cut = next_block > 0
     end_idx = jnp.where(cut, next_seq, next_seq - 1)
     end_seqlen = jnp.where(cut, next_block * BLOCK_TOKENS, seq_lens[jnp.maximum(next_seq - 1, 0)])
-    columns = [begin_seq, begin_block * BLOCK_TOKENS, end_idx, end_seqlen, dealt.first_piece]
+    columns = [begin_seq, begin_block * BLOCK_TOKENS, end_idx, end_seqlen, dealt.first_split]
     columns += [jnp.zeros(num_parts, jnp.int32)] * (METADATA_SIZE - len(columns))
-    return MLASchedule(jnp.stack(columns, axis=1).astype(jnp.int32), dealt.num_pieces)
+    return MLASchedule(jnp.stack(columns, axis=1).astype(jnp.int32), dealt.num_splits)

@@ -166,7 +166,7 @@ def paged_attention(
         batch_invariant: a sequence's rows have the same bits whatever else is in the batch, in whichever order, and
             however wide the table: how it is cut depends on its own length alone, and tile sizes on the heads, dtypes,
             q_len and the kind of GPU. Slower, most with few sequences. Partial results take memory for up to 64
-            pieces of every sequence: 4 GiB for 4096 of 32 heads of 128 in tables of 32768 tokens or more. Not
+            splits of every sequence: 4 GiB for 4096 of 32 heads of 128 in tables of 32768 tokens or more. Not
             "xla"; in "interpret" the CPU's compiler may round sums with ALiBi's slopes and with sinks otherwise in
             another batch. A `config` must have `split_tokens`, and should have `num_splits`: 0 is room for all.
         layout: order of a page's dimensions.

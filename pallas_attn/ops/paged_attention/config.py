@@ -11,7 +11,7 @@ from pallas_attn._call.checks import dtype_name, fail
 from pallas_attn._call.configs import SplitKVConfig
 from pallas_attn._call.device import Device, current_device
 from pallas_attn._split import waves
-from pallas_attn._split.pieces import check_invariant
+from pallas_attn._split.splits import check_invariant
 from pallas_attn._tile import triton, walk
 from pallas_attn.ops.paged_attention.operands import Operands
 
@@ -42,10 +42,10 @@ class PagedAttentionConfig(SplitKVConfig):
     block_q: query rows (tokens x heads) of one KV head that a program serves, a power of two >= 16, the tensor
         core's tile; or 8, for products that are transposed.
     block_kv: tokens a program takes in per step, a power of two >= 16.
-    num_splits: most pieces a sequence's tokens are cut into: 1 cuts none, 0 as many as the lengths ask for at run time.
+    num_splits: most splits a sequence's tokens are cut into: 1 cuts none, 0 as many as the lengths ask for at run time.
     min_split_tokens: a split shorter than this costs more in merging than it gains in parallelism.
     target_programs: programs, over the whole device, that the run-time split aims at.
-    split_tokens: above 0, pieces have this many tokens, or more in sequences that would else have more than
+    split_tokens: above 0, splits have this many tokens, or more in sequences that would else have more than
         `num_splits`, instead of a share of the batch's work: what is cut where depends on the sequence alone.
     num_warps, num_stages: Triton's warps per program and depth of software pipelining.
     """

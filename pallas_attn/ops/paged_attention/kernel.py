@@ -1,12 +1,12 @@
 """Split-KV paged decode attention in Pallas.
 
-One program serves `block_q` query rows of one KV head over one piece of one sequence. It walks the piece's tiles of
+One program serves `block_q` query rows of one KV head over one split of one sequence. It walks the split's tiles of
 `block_kv` tokens, looking each token's page up in the block table, and keeps an online softmax in float32.
-A sequence in one piece is written to the output at once; otherwise the program leaves a float32 partial result for
+A sequence in one split is written to the output at once; otherwise the program leaves a float32 partial result for
 the merge.
 
-A program of eight rows takes its products turned: their first sides, of which the tensor core wants 16, are the tile's
-tokens and the columns of its values, and the rows are what it may have 8 of.
+A program of eight rows transposes its products. The tensor core wants 16 of a product's first side, which are then the
+tile's tokens and the columns of its values; of the second, the rows, it takes 8.
 """
 
 import functools
@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from pallas_attn._split import merge, result
-from pallas_attn._split.pieces import FairPieces, Piece, each, fair
+from pallas_attn._split.splits import FairSplits, Split, each, fair
 from pallas_attn._tile import logits, masking, narrow, pages, quantization, rows, softmax, tree, triton, walk
 from pallas_attn.ops.paged_attention.config import PagedAttentionConfig
 from pallas_attn.ops.paged_attention.operands import Operands
@@ -44,7 +44,7 @@ def paged_attention_pallas(
         operands,
         name="pallas_attn_paged_attention",
         # Programs of neighbouring KV heads start together: in the NHD layout they read neighbouring bytes.
-        grid=(problem.programs_per_piece, problem.num_programs),
+        grid=(problem.programs_per_split, problem.num_programs),
         out_shape=result.shapes(problem, problem.pool.head_dim, operands.query.dtype),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -55,11 +55,11 @@ def paged_attention_pallas(
     return merge.merge(
         outputs,
         (operands.seq_lens, operands.sliding_window),
-        lambda lens_ref, window_ref: FairPieces.of_all(problem.with_window(window_ref), lens_ref),
+        lambda lens_ref, window_ref: FairSplits.of_all(problem.with_window(window_ref), lens_ref),
         name="pallas_attn_paged_attention_combine",
         problem=problem,
         num_cut=problem.most_cut,
-        most_pieces=problem.most_pieces,
+        most_splits=problem.most_splits,
         lowering=lowering,
         counted=True,
     )
@@ -67,8 +67,8 @@ def paged_attention_pallas(
 
 def _attend_kernel(refs: Operands, *out_refs, problem: Problem):
     head_block, program = (triton.program_id(axis) for axis in range(2))
-    per_piece = problem.programs_per_piece
-    pages.touch(refs.block_tables, program * per_piece + head_block, per_piece * problem.num_programs)
+    per_split = problem.programs_per_split
+    pages.touch(refs.block_tables, program * per_split + head_block, per_split * problem.num_programs)
     problem = problem.with_window(refs.sliding_window)
     dtype = quantization.compute_dtype(refs.query.dtype, refs.key_cache.dtype, refs.k_scale, refs.v_scale)
     ask = functools.partial(_query, refs.query, head_block, problem, dtype)
@@ -79,7 +79,7 @@ def _attend_kernel(refs: Operands, *out_refs, problem: Problem):
         return ask(seq) if only is None else only
 
     serve = functools.partial(_serve, refs, *out_refs, query_of=query_of, problem=problem)
-    each(fair(problem, refs.seq_lens), problem, program, lambda piece: serve(piece=piece))
+    each(fair(problem, refs.seq_lens), problem, program, lambda split: serve(split=split))
 
 
 class _Query(NamedTuple):
@@ -98,17 +98,17 @@ def _query(query_ref, head_block, problem: Problem, dtype, seq) -> _Query:
 
 
 def _serve(
-    refs: Operands, *out_refs, query_of: Callable[[jax.Array], _Query], piece: Piece, problem: Problem
+    refs: Operands, *out_refs, query_of: Callable[[jax.Array], _Query], split: Split, problem: Problem
 ):
-    """Attends one block of query rows to a piece of a sequence and writes the result."""
-    seq, dims = piece.seq, (0, triton.tile_side(problem.pool.head_dim))
+    """Attends one block of query rows to a split of a sequence and writes the result."""
+    seq, dims = split.seq, (0, triton.tile_side(problem.pool.head_dim))
     stored_len = triton.load(refs.seq_lens.at[seq])
     # No length is needed to find the query: it comes with the length, not after it and before the first page id.
     mine, leading, q = query_of(seq)
     seq_len = jnp.clip(stored_len, 0, problem.max_len)
     query_at = seq_len - problem.q_len + mine.token
     tiles = problem.walk(seq_len, mine.kv_head)
-    begin, end = piece.tiles(tiles.num_tiles)
+    begin, end = split.tiles(tiles.num_tiles)
     # Few rows leave registers for sums that come late, and tokens are spread over warps: a sum is a wait for all.
     few = problem.config.block_q <= triton.tile_side(1)
     state = softmax.start(mine.index.shape, dims[1], late_sum=problem.config.block_kv if few else None)
@@ -121,17 +121,17 @@ def _serve(
     # Tiles of bytes keep the tensor cores waiting for instructions.
     lean = few and narrow.deals(refs.value_cache.dtype, q.dtype, problem.layout)
     exp2_below = functools.partial(triton.exp2_below, exp2=triton.exp2 if lean else jnp.exp2)
-    if problem.turned:
+    if problem.transposed:
         ahead = functools.partial(_look_up_tile, look_up, tiles, end, seq_len, problem)
-        state, lost = _walk_turned(state, tiles, begin, end, seq_len, read, ahead, weigh, exp2_below)
+        state, lost = _walk_transposed(state, tiles, begin, end, seq_len, read, ahead, weigh, exp2_below)
     else:
         state, lost = _walk_tiles(state, tiles, begin, end, seq_len, read, weigh, exp2_below), None
     scale = _scale(problem, refs.k_scale, mine.kv_head)
     state = softmax.natural(state, logits.natural_scale(problem.rules, scale, refs.alibi_slopes))
     if refs.sinks is not None:
-        # A logit without a value that joins the softmax once: with the first piece of a sequence.
+        # A logit without a value that joins the softmax once: with the first split of a sequence.
         sink = triton.load(refs.sinks.at[mine.head], mask=mine.real, other=0.0)
-        state = softmax.join(state, jnp.where((piece.index == 0) & (seq_len > 0), sink, np.float32(-np.inf)))
+        state = softmax.join(state, jnp.where((split.index == 0) & (seq_len > 0), sink, np.float32(-np.inf)))
     out, lse = softmax.finish(state)
     if narrow.deals(refs.value_cache.dtype, q.dtype, problem.layout):
         out = narrow.in_order(out)
@@ -140,7 +140,7 @@ def _serve(
     # A length that cannot be right; for a page id see _walk_tiles.
     bad = stored_len != seq_len if lost is None else (stored_len != seq_len) | lost
     done = result.Result(mine, leading, [dims], [out], lse).poisoned(bad)
-    result.store(done, out_refs, piece.place, piece.count == 1)
+    result.store(done, out_refs, split.place, split.count == 1)
 
 
 def _walk_tiles(state, tiles: walk.Walk, begin, end, seq_len, read, weigh, exp2_below):
@@ -160,7 +160,7 @@ def _walk_tiles(state, tiles: walk.Walk, begin, end, seq_len, read, weigh, exp2_
     return lax.fori_loop(begin, end, step, state)
 
 
-def _walk_turned(state, tiles: walk.Walk, begin, end, seq_len, read, ahead, weigh, exp2_below):
+def _walk_transposed(state, tiles: walk.Walk, begin, end, seq_len, read, ahead, weigh, exp2_below):
     """(the state after tiles [begin, end), taken with rows last; whether a page id cannot be right).
 
     Page ids, `ahead(tile)`, come from the step before: where a step loads its own, Triton copies them beside keys and
@@ -179,8 +179,8 @@ def _walk_turned(state, tiles: walk.Walk, begin, end, seq_len, read, ahead, weig
         return state, ahead(i + 1), lost | jnp.where(held & ~usable, 1, 0)
 
     lost = jnp.zeros(tiles.block_kv, jnp.int32)
-    state, _, lost = lax.fori_loop(begin, end, step, (softmax.turned(state), ahead(begin), lost))
-    return softmax.turned(state), jnp.max(lost) > 0
+    state, _, lost = lax.fori_loop(begin, end, step, (softmax.transposed(state), ahead(begin), lost))
+    return softmax.transposed(state), jnp.max(lost) > 0
 
 
 def _look_up_tile(look_up, tiles: walk.Walk, end, seq_len, problem: Problem, i):
@@ -239,9 +239,9 @@ def _read_tile(refs: Operands, ids, kv_head, problem: Problem, dtype, start, hel
 def _logits(
     q, mine: rows.Rows, query_at, draft_tree, refs: Operands, problem: Problem, keys, key_scale, position
 ) -> logits.Shaped:
-    """Logits [block_q, block_kv] with every rule applied; turned, [block_kv, block_q]."""
+    """Logits [block_q, block_kv] with every rule applied; transposed, [block_kv, block_q]."""
     rules, pattern = problem.rules, problem.rules.block_sparse
-    row, key = (np.s_[None, :], np.s_[:, None]) if problem.turned else (np.s_[:, None], np.s_[None, :])
+    row, key = (np.s_[None, :], np.s_[:, None]) if problem.transposed else (np.s_[:, None], np.s_[None, :])
     slope = offset = None
     scale = _scale(problem, refs.k_scale, mine.kv_head)
     if refs.alibi_slopes is not None:
@@ -251,9 +251,9 @@ def _logits(
         offset = problem.pattern_offset(mine.head, mine.kv_head)
         offset = jnp.broadcast_to(offset, mine.head.shape)[row]
     key_at, query_at, drafts = position[key], query_at[row], draft_tree(position)
-    if problem.turned and drafts is not None:
+    if problem.transposed and drafts is not None:
         drafts = tree.Tree(*(x.T for x in drafts))
-    products = logits.products(*(([keys], [q]) if problem.turned else ([q], [keys])), None)
+    products = logits.products(*(([keys], [q]) if problem.transposed else ([q], [keys])), None)
     products = products if key_scale is None else triton.rounded(products * key_scale[key])
     tile, scale = logits.shape(products, rules, scale, slope, *logits.positions(drafts, key_at, query_at))
     several = problem.q_len > 1

@@ -31,7 +31,7 @@ class Problem(SplitKVProblem):
         )
 
     @property
-    def turned(self) -> bool:
+    def transposed(self) -> bool:
         """Whether a tile's tokens, and columns of values, are the first side of products, and query rows the second:
         of the first the tensor core wants 16, of the second 8."""
         return self.config.block_q < triton.tile_side(1)
@@ -40,9 +40,9 @@ class Problem(SplitKVProblem):
     def most_together(self) -> int:
         """Programs on a multiprocessor, where all are to run at once; 0 where there are more than that.
 
-        Never fewer than hide each other's waits: lengths that differ make more pieces than were planned."""
+        Never fewer than hide each other's waits: lengths that differ make more splits than were planned."""
         at_once = self.config.target_programs
-        if self.num_seqs * self.programs_per_piece > at_once:
+        if self.num_seqs * self.programs_per_split > at_once:
             return 0
         return max(LEAST_TOGETHER, math.ceil(at_once / current_device().num_cores))
 

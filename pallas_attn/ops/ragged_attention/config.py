@@ -9,7 +9,7 @@ from pallas_attn._call import budget
 from pallas_attn._call.checks import dtype_name, fail
 from pallas_attn._call.configs import SplitKVConfig
 from pallas_attn._call.device import Device, current_device
-from pallas_attn._split.pieces import MOST_PIECES
+from pallas_attn._split.splits import MOST_SPLITS
 from pallas_attn._tile import quantization, triton
 from pallas_attn._tile.rows import chunks
 from pallas_attn.ops.ragged_attention.operands import Operands
@@ -47,19 +47,19 @@ class RaggedTiles(SplitKVConfig):
 
     block_q: query rows (tokens x heads) of one sequence and KV head that a program serves, a power of two >= 16.
     block_kv: tokens a program takes in per step, a power of two >= 16.
-    num_splits: most pieces the keys of a block of rows are cut into. How many are used follows from the lengths at
+    num_splits: most splits the keys of a block of rows are cut into. How many are used follows from the lengths at
         run time; room is taken for so many of every block or, if few sequences may have such blocks, for what fills
         the device. In a short launch it is taken for what lengths can ask for, and there 0 is as many as they ask for.
-    min_split_tokens: a piece shorter than this costs more in merging than it gains in parallelism.
+    min_split_tokens: a split shorter than this costs more in merging than it gains in parallelism.
     target_programs: programs, over the whole device, that the run-time cut aims at.
     num_warps, num_stages: Triton's warps per program and depth of software pipelining.
-    split_tokens: 0; pieces have no length of their own here.
+    split_tokens: 0; splits have no length of their own here.
     """
 
     def __post_init__(self):
         super().__post_init__()
         if self.split_tokens:
-            fail("RaggedTiles", "split_tokens", "0 (pieces follow from the batch)", str(self.split_tokens))
+            fail("RaggedTiles", "split_tokens", "0 (splits follow from the batch)", str(self.split_tokens))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +135,7 @@ def heuristic(
     ) -> RaggedTiles:
         target = a_core * device.num_cores
         min_split_tokens = 512 if a_core == 1 else 256
-        # Pieces that no block has are programs that come for nothing, where each takes a multiprocessor for itself one
+        # Splits that no block has are programs that come for nothing, where each takes a multiprocessor for itself one
         # after the other: for 512 tokens on 32256, room for three took 8% longer than room for two.
         rounded = math.floor if a_core == 1 else math.ceil
         return RaggedTiles(
@@ -189,9 +189,9 @@ def most_splits(
     min_split_tokens: int,
     rounded: Callable[[float], int],
 ) -> int:
-    """Pieces to provide for: lengths are not known when a call is compiled, only what the table can hold."""
+    """Splits to provide for: lengths are not known when a call is compiled, only what the table can hold."""
     wanted = rounded(2 * target_programs / programs) if programs < target_programs else 1
-    return max(1, min(wanted, max_len // min_split_tokens, MOST_PIECES))
+    return max(1, min(wanted, max_len // min_split_tokens, MOST_SPLITS))
 
 
 def key(operands: Operands) -> dict[str, Any]:

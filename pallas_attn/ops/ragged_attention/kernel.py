@@ -1,9 +1,9 @@
 """Ragged attention over pages in Pallas: prompts, chunks of prompts and decoding in one batch.
 
-One program serves `block_q` query rows of one sequence and KV head over one piece of the keys that they see. It finds
+One program serves `block_q` query rows of one sequence and KV head over one split of the keys that they see. It finds
 its sequence in cu_q_lens (blocks.py), walks the tiles of keys (spans.py) and keeps an online softmax in float32.
-A block in one piece is written to the output at once; otherwise the program leaves a float32 partial result for the
-merge (pieces.py). Sequences of few query rows and of many are served by two launches that differ in their tiles.
+A block in one split is written to the output at once; otherwise the program leaves a float32 partial result for the
+merge (splits.py). Sequences of few query rows and of many are served by two launches that differ in their tiles.
 The new tokens' keys are in the pages too, or in arrays of their own: then a program walks first one, then the other.
 """
 
@@ -18,15 +18,15 @@ import numpy as np
 from pallas_attn._call.operands import aliases, only
 from pallas_attn._split import merge, result
 from pallas_attn._tile import logits, narrow, quantization, rows, softmax, triton
-from pallas_attn.ops.ragged_attention import pieces
+from pallas_attn.ops.ragged_attention import splits
 from pallas_attn.ops.ragged_attention.blocks import CUTS, TOTAL, Block, Lens
 from pallas_attn.ops.ragged_attention.config import RaggedAttentionConfig
 from pallas_attn.ops.ragged_attention.operands import LENGTHS, Operands
-from pallas_attn.ops.ragged_attention.pieces import Share, count
 from pallas_attn.ops.ragged_attention.problem import Problem
 from pallas_attn.ops.ragged_attention.scores import Scores
 from pallas_attn.ops.ragged_attention.sources import NewTokens, Pages
 from pallas_attn.ops.ragged_attention.spans import Span
+from pallas_attn.ops.ragged_attention.splits import Share, count
 
 
 # jit, so that the layers of a model trace and lower one kernel, not one each.
@@ -98,11 +98,11 @@ def _launch(problem: Problem, operands: Operands, lowering: triton.Lowering) -> 
     out, lse = merge.merge(
         outputs[: len(out_shape)],
         (only(operands, *LENGTHS),),
-        functools.partial(pieces.decoded if problem.is_short else pieces.RecordedCuts, problem),
+        functools.partial(splits.decoded if problem.is_short else splits.RecordedCuts, problem),
         name=f"{name}_combine",
         problem=problem,
         num_cut=problem.num_cut,
-        most_pieces=problem.most_pieces,
+        most_splits=problem.most_splits,
         counted=problem.is_short,
         rows_of=functools.partial(_rows_to_merge, problem),
         lowering=lowering,
@@ -129,30 +129,30 @@ def _attend_kernel(refs: Operands, *out_refs, problem: Problem):
     def serve(share: Share):
         block, mine = problem.find(lens, share.block)
 
-        def note_pieces(where, number):
+        def note_splits(where, number):
             if CUTS in notes:
                 noted = where & share.is_first & jnp.equal(share.kv_head, 0)
                 triton.when(noted)(lambda: triton.store(notes[CUTS].at[share.block], number))
 
-        note_pieces(~mine, jnp.int32(0))
+        note_splits(~mine, jnp.int32(0))
 
         @triton.when(mine)
         def _():
             in_pages, seq_len, bad = problem.lengths(lens, block)
             spans = problem.spans(block, in_pages, seq_len)
-            begin, end, num_pieces = share.tiles(count(spans))
-            note_pieces(True, num_pieces)
+            begin, end, num_splits = share.tiles(count(spans))
+            note_splits(True, num_splits)
 
-            # The first piece of a block that sees nothing has no tiles but still writes the output.
+            # The first split of a block that sees nothing has no tiles but still writes the output.
             @triton.when((begin < end) | share.is_first)
             def _():
                 done = _attend(
                     problem, block, share.kv_head, spans, (begin, end), seq_len, refs,
                     with_sink=share.is_first & (seq_len > 0),
                 )  # fmt: skip
-                result.store(done.poisoned(bad), out_refs[:num_results], share.place, num_pieces <= 1)
+                result.store(done.poisoned(bad), out_refs[:num_results], share.place, num_splits <= 1)
 
-    pieces.of_launch(problem)(refs).serve(serve)
+    splits.of_launch(problem)(refs).serve(serve)
 
 
 def _count(problem: Problem, lens: Lens, total_ref) -> None:
@@ -232,7 +232,7 @@ def _attend(
         state = walk(state, spans[1], spans[0].count, beside, problem.scale, plain)
     state = softmax.natural(state, natural_scale)
     if refs.sinks is not None:
-        # A logit without a value that joins the softmax once: with the first piece.
+        # A logit without a value that joins the softmax once: with the first split.
         sink = triton.load(refs.sinks.at[mine.head], mask=mine.real, other=0.0)
         state = softmax.join(state, jnp.where(with_sink, sink, np.float32(-np.inf)))
     out, lse = softmax.finish(state)

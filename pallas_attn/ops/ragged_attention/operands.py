@@ -46,7 +46,7 @@ class Operands:
     num_blocks: Array | None = dims("one", default=None)
     """What a launch has noted down for the next: how many blocks of query rows that one serves."""
     cuts: Array | None = dims("blocks", default=None)
-    """And for the merge: into how many pieces each of its own blocks is cut. Both int32."""
+    """And for the merge: into how many splits each of its own blocks is cut. Both int32."""
     layout: str
     scale: float
     rules: Rules

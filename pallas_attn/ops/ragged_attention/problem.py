@@ -105,7 +105,7 @@ class Problem(PagedCall):
 
     @property
     def num_slots(self) -> int:
-        """Of a launch that is not short, for a KV head: for all pieces of the blocks that it may serve or, where these
+        """Of a launch that is not short, for a KV head: for all splits of the blocks that it may serve or, where these
         are counted, for as many as are worth a program."""
         slots = self.most_blocks * self.config.num_splits
         if not self.is_counted:
@@ -127,12 +127,12 @@ class Problem(PagedCall):
         return self.decoded.most_cut if self.is_short else self.most_blocks
 
     @property
-    def most_pieces(self) -> int:
+    def most_splits(self) -> int:
         """Of one of these."""
-        return self.decoded.most_pieces if self.is_short else self.config.num_splits
+        return self.decoded.most_splits if self.is_short else self.config.num_splits
 
     @property
-    def fixed_pieces(self) -> bool:
+    def fixed_splits(self) -> bool:
         """Blocks are cut as the batch asks for."""
         return False
 

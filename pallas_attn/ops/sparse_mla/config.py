@@ -7,7 +7,7 @@ from typing import Any
 from pallas_attn._call.checks import check_int, dtype_name, fail
 from pallas_attn._call.configs import SplitKVConfig
 from pallas_attn._call.device import Device, current_device
-from pallas_attn._split import latent_problem, pieces
+from pallas_attn._split import latent_problem, splits
 from pallas_attn._tile.latents import BYTES
 from pallas_attn.ops.sparse_mla.operands import Operands
 
@@ -20,7 +20,7 @@ class SparseMLAConfig(SplitKVConfig):
 
     block_q: heads of a query token that a program serves, a power of two >= 16.
     block_kv: tokens a program takes in per step, a power of two >= 16.
-    num_splits: most pieces that a query token's ids are cut into, each of as many tiles; at least 1.
+    num_splits: most splits that a query token's ids are cut into, each of as many tiles; at least 1.
     min_split_tokens, target_programs: of other kernels; nothing hangs on them here. split_tokens: 0.
     num_warps, num_stages: Triton's warps per program and depth of software pipelining.
     """
@@ -41,11 +41,11 @@ class SparseMLAConfig(SplitKVConfig):
 
 
 def heuristic(*, num_tokens: int, num_heads: int, topk: int, fp8: bool, device: Device) -> SparseMLAConfig:
-    """For `num_tokens` query tokens; pieces only as far as the device would be idle without."""
+    """For `num_tokens` query tokens; splits only as far as the device would be idle without."""
     block_q = latent_problem.block_q(num_heads, fp8, device)
     block_kv, num_warps, num_stages = _tile(block_q, fp8, device)
     programs = num_tokens * math.ceil(num_heads / block_q)
-    num_splits = max(1, min(device.num_cores // programs, topk // MIN_SPLIT_IDS, pieces.MOST_PIECES))
+    num_splits = max(1, min(device.num_cores // programs, topk // MIN_SPLIT_IDS, splits.MOST_SPLITS))
     return SparseMLAConfig(
         block_q,
         block_kv,

@@ -1,4 +1,4 @@
-"""Sparse MLA on Hopper: the CUDA kernels of csrc/mla/sm90/{sparse,turned}, called through XLA's FFI."""
+"""Sparse MLA on Hopper: the CUDA kernels of csrc/mla/sm90/{sparse,transposed}, called through XLA's FFI."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from pallas_attn._call import ffi
 from pallas_attn._call.device import current_device
-from pallas_attn._split.pieces import scheduled_room
+from pallas_attn._split.splits import scheduled_places
 from pallas_attn._tile.latents import LATENT_DIM
 from pallas_attn.ops.sparse_mla.dealing import TILE_IDS, Deal, dealt
 from pallas_attn.ops.sparse_mla.operands import Operands
@@ -28,7 +28,7 @@ def sparse_mla_cuda(operands: Operands, *, function: str = "sparse_mla_decode") 
     """As `sparse_mla_pallas`, without a config; for `function`, in messages.
 
     How tokens are cut over multiprocessors follows from shapes alone, so that the schedule is a constant and nothing
-    has to be computed before the kernel; a token with fewer ids than `topk` leaves some of its pieces short. With
+    has to be computed before the kernel; a token with fewer ids than `topk` leaves some of its splits short. With
     `max_logits` no token is cut.
 
     Bytes are used as rounded to float16 relative to the largest scales, or with `max_logits` to bf16.
@@ -40,7 +40,7 @@ def sparse_mla_cuda(operands: Operands, *, function: str = "sparse_mla_decode") 
     num_tokens, num_heads, _ = query.shape
     num_parts = max(1, current_device().num_cores // -(-num_heads // TILE_HEADS))
     deal: Deal = dealt(num_tokens, operands.topk, num_parts, num_heads, whole=max_logits)
-    slots = scheduled_room(len(deal.parts)) if deal.cuts else 0
+    slots = scheduled_places(len(deal.parts)) if deal.cuts else 0
     peaks = (num_tokens, num_heads) if max_logits else (0, 0)
     call = jax.ffi.ffi_call(
         "pallas_attn_sparse_mla_sm90",
@@ -48,7 +48,7 @@ def sparse_mla_cuda(operands: Operands, *, function: str = "sparse_mla_decode") 
             jax.ShapeDtypeStruct((num_tokens, num_heads, LATENT_DIM), query.dtype),
             jax.ShapeDtypeStruct((num_tokens, num_heads), jnp.float32),
             jax.ShapeDtypeStruct(peaks, jnp.float32),
-            # Pieces before they are merged: outputs, because a handler that allocates cannot be part of a command
+            # Splits before they are merged: outputs, because a handler that allocates cannot be part of a command
             # buffer.
             jax.ShapeDtypeStruct((slots, num_heads, LATENT_DIM), jnp.float32),
             jax.ShapeDtypeStruct((slots, num_heads, 2), jnp.float32),

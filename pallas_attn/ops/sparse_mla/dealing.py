@@ -15,10 +15,10 @@ WORTH_IT = 1.03
 
 
 class Deal(NamedTuple):
-    """In the form of `MLASchedule`: a row a part, and how many pieces the tokens before each one make."""
+    """In the form of `MLASchedule`: a row a part, and how many splits the tokens before each one make."""
 
     parts: np.ndarray
-    """[num_parts, 8] int32: first token and id, last token and (exclusive) id, number of the first piece, 0."""
+    """[num_parts, 8] int32: first token and id, last token and (exclusive) id, number of the first split, 0."""
     num_splits: np.ndarray
     """[num_tokens + 1] int32."""
 
@@ -31,12 +31,12 @@ class Deal(NamedTuple):
 def dealt(num_tokens: int, topk: int, num_parts: int, num_heads: int, *, whole: bool) -> Deal:
     """Whole tokens where that keeps the parts about as busy; else each part gets as many tiles, cut anywhere.
 
-    Tokens may have fewer ids than `topk`: pieces behind their end find nothing to do.
+    Tokens may have fewer ids than `topk`: splits behind their end find nothing to do.
     """
     tiles = -(-topk // TILE_IDS)
     shares = -(-num_tokens // num_parts)
     cost_whole = shares * (tiles + START)
-    # A part begins with a piece, and ends with one.
+    # A part begins with a split, and ends with one.
     cost_cut = -(-num_tokens * (tiles + START) // num_parts) + START
     cost_cut += CUT_FEW if num_heads <= FEW_HEADS else CUT_MANY
     if whole or tiles == 1 or cost_whole <= WORTH_IT * cost_cut:
@@ -53,12 +53,12 @@ def _in_rows(ends: np.ndarray, num_tokens: int, tiles: int) -> Deal:
     begins = np.concatenate([[0], ends[:-1]])
     last = (ends - 1) // tiles
     first = begins // tiles
-    # A piece begins with its token, and wherever else a part begins.
+    # A split begins with its token, and wherever else a part begins.
     starts = np.unique(np.concatenate([np.arange(num_tokens) * tiles, begins]))
     num_splits = np.searchsorted(starts, np.arange(num_tokens + 1) * tiles)
-    first_piece = np.searchsorted(starts, begins) - num_splits[first]
+    first_split = np.searchsorted(starts, begins) - num_splits[first]
     parts = np.zeros((len(ends), FIELDS), np.int32)
     parts[:, :5] = np.stack(
-        [first, begins % tiles * TILE_IDS, last, (ends - last * tiles) * TILE_IDS, first_piece], axis=1
+        [first, begins % tiles * TILE_IDS, last, (ends - last * tiles) * TILE_IDS, first_split], axis=1
     )
     return Deal(parts, num_splits.astype(np.int32))

@@ -20,7 +20,7 @@ from pallas_attn._tile.latents import LATENT_DIM
 from pallas_attn._tile.layout import table_tokens
 from pallas_attn.ops.sparse_mla.config import SparseMLAConfig
 from pallas_attn.ops.sparse_mla.operands import Operands
-from pallas_attn.ops.sparse_mla.problem import FixedPieces, Problem, beside_sinks
+from pallas_attn.ops.sparse_mla.problem import FixedSplits, Problem, beside_sinks
 
 
 @functools.partial(jax.jit, static_argnames=("config", "lowering"))
@@ -64,11 +64,11 @@ def sparse_mla_pallas(
         outputs = merge.merge(
             outputs,
             (operands.topk_length,),
-            functools.partial(FixedPieces, problem),
+            functools.partial(FixedSplits, problem),
             name="pallas_attn_sparse_mla_combine",
             problem=problem,
             num_cut=num_tokens,
-            most_pieces=config.num_splits,
+            most_splits=config.num_splits,
             lowering=lowering,
         )
     out, lse, *maximum = (array[:, 0] for array in outputs)
@@ -77,14 +77,14 @@ def sparse_mla_pallas(
 
 def _kernel(refs: Operands, *out_refs, problem: Problem):
     head_block, split, token = (triton.program_id(axis) for axis in range(3))
-    cut = FixedPieces(problem, refs.topk_length)
+    cut = FixedSplits(problem, refs.topk_length)
     stored, length = cut.length(token)
-    begin = split * problem.piece_ids
+    begin = split * problem.split_ids
 
-    # The first piece of a token without ids has none but still writes the output.
+    # The first split of a token without ids has none but still writes the output.
     @triton.when((begin < length) | (split == 0))
     def _():
-        end = jnp.minimum(begin + problem.piece_ids, length)
+        end = jnp.minimum(begin + problem.split_ids, length)
         mine = problem.rows_of(head_block)
         leading = rows.batched(mine, token)
         query = [rows.load(refs.query, mine, leading, chunk) for chunk in problem.query_chunks]

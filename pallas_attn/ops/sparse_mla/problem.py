@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._split import pieces
+from pallas_attn._split import splits
 from pallas_attn._split.latent_problem import LatentProblem
 from pallas_attn._tile import triton
 from pallas_attn.ops.sparse_mla.operands import Ids
@@ -36,21 +36,21 @@ class Problem(LatentProblem):
         return self.num_seqs * self.config.num_splits if self.config.num_splits > 1 else 0
 
     @property
-    def piece_ids(self) -> int:
-        """Ids that a piece has at most: whole tiles."""
-        tiles = pieces.ceil_div(self.topk, self.config.block_kv)
-        return pieces.ceil_div(tiles, self.config.num_splits) * self.config.block_kv
+    def split_ids(self) -> int:
+        """Ids that a split has at most: whole tiles."""
+        tiles = splits.ceil_div(self.topk, self.config.block_kv)
+        return splits.ceil_div(tiles, self.config.num_splits) * self.config.block_kv
 
 
-class FixedPieces:
-    """Each token's ids in pieces of `piece_ids`, as many as its number of ids fills."""
+class FixedSplits:
+    """Each token's ids in splits of `split_ids`, as many as its number of ids fills."""
 
     def __init__(self, problem: Problem, lens_ref: Any):
         self._problem, self._lens_ref = problem, lens_ref
 
-    def cut(self, which: jax.Array) -> pieces.Cut:
+    def cut(self, which: jax.Array) -> splits.Cut:
         """A token's partial results."""
-        return pieces.Cut(which, which * self._problem.config.num_splits, self.count(self.length(which)[1]))
+        return splits.Cut(which, which * self._problem.config.num_splits, self.count(self.length(which)[1]))
 
     def length(self, seq) -> tuple[jax.Array, jax.Array]:
         """(as it is stored, as it is used)."""
@@ -58,4 +58,4 @@ class FixedPieces:
         return stored, jnp.clip(stored, 0, self._problem.topk)
 
     def count(self, length: jax.Array) -> jax.Array:
-        return pieces.ceil_div(length, self._problem.piece_ids)
+        return splits.ceil_div(length, self._problem.split_ids)

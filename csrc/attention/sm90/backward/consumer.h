@@ -322,8 +322,8 @@ class Consumer {
     }
   }
 
-  // Turned to [queries, keys]: lane l addresses what becomes row l % 8 of matrix l / 8; matrices 0 and 1 are
-  // the first eight queries of a step of 16 by the warp's keys, 2 and 3 the others.
+  // Transposed to [queries, keys]: lane l addresses what becomes row l % 8 of matrix l / 8; matrices 0 and 1
+  // are the first eight queries of a step of 16 by the warp's keys, 2 and 3 the others.
   __device__ __forceinline__ void write_d_scores(const uint32_t (&rdS)[kQuerySteps][4]) {
     ptx::named_barrier_sync(kRead + 1 - warpgroup_, Shape::kConsumerThreads);
     const int lane = thread_ % 32, row = lane % 8 + lane / 16 * 8;

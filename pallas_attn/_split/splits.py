@@ -1,0 +1,360 @@
+"""How sequences are cut into splits, as kernels see it: who serves which split, and where its result lies.
+
+A partial result is a normalised output and the parts of its lse (`softmax.Lse`), both float32:
+
+    out [num_places, num_kv_heads, rows, dim], lse [num_places, num_kv_heads, rows, 2]
+
+A sequence's splits have `count` neighbouring places from `first` on. A sequence in one split has none: it is final at
+once.
+
+A split is a slot of the grid, and the GPU's own dispatch of programs is the queue that splits wait in. First come
+those that cuts added, each about a fair share, then every sequence's first split, long ones before short ones; slots
+that no split needs come last and leave at once. There are few of either: however lengths are distributed, fair shares
+add up to the programs that the config aims at, and so do cuts (`SplitKVProblem.most_cuts`).
+
+`FairSplits` works them out from all lengths, in every program: a few hundred bytes out of L2 and a handful of
+reductions, which is cheaper than a launch to precompute them. `ScheduledSplits` reads them from MLA's schedule, where
+a program is a part that goes through several sequences.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_attn._call.checks import fail
+from pallas_attn._call.configs import SplitKVConfig
+from pallas_attn._split.problem import TO_NEAREST, SplitKVProblem
+from pallas_attn._tile import triton
+from pallas_attn._tile.triton import ceil_div
+
+# Splits of lengths that differ have at most 1 + 1/2**n fair shares, n up to this: the fewest with which all of them
+# begin at once, so that none waits for another. If none of these does, to the nearest number. Two shares are too many
+# where a program fills a multiprocessor: nothing that is left runs beside the longest.
+FINEST = 4
+
+# First splits of a share or more begin first, then those of half a share, of a quarter, and all others: what begins
+# last is then waited for least. Only of so many sequences: more take longer to put in order than they gain.
+MOST_ORDERED = 512
+
+# Of a sequence, where the number of splits is settled before lengths are known.
+MOST_SPLITS = 128
+
+
+INT_MAX = int(np.iinfo(np.int32).max)  # tiles of a batch: their sum is an int32
+COUNT_BITS = MOST_ORDERED.bit_length()  # for the sequences of a class
+
+
+class Split(NamedTuple):
+    """What a slot of the grid serves; all scalars."""
+
+    seq: jax.Array
+    index: jax.Array | int
+    """Among the splits of the sequence."""
+    count: jax.Array | int
+    place: jax.Array | int
+    """Of its partial result, if the sequence has several."""
+
+    def tiles(self, num_tiles: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """[begin, end) of the sequence's tiles: equal splits, but for the remainder."""
+        each, more = num_tiles // self.count, num_tiles % self.count
+
+        def boundary(index):
+            return index * each + jnp.minimum(index, more)
+
+        return boundary(self.index), boundary(self.index + 1)
+
+
+class Cut(NamedTuple):
+    """A sequence and its partial results; with `count` below 2 there is nothing to merge."""
+
+    seq: jax.Array
+    first: jax.Array
+    count: jax.Array
+
+
+@runtime_checkable
+class Splits(Protocol):
+    """How a batch is cut, for a kernel whose programs go through slots."""
+
+    def num(self) -> jax.Array | int:
+        """Slots in use, which are the first."""
+        ...
+
+    def at(self, slot: jax.Array) -> Split:
+        """What one of them serves."""
+        ...
+
+
+@runtime_checkable
+class Cuts(Protocol):
+    """How a batch is cut, for the merge."""
+
+    def cut(self, which: jax.Array) -> Cut:
+        """One of the sequences that may be in several splits."""
+        ...
+
+
+@runtime_checkable
+class CountedCuts(Cuts, Protocol):
+    """Those whose number a kernel can ask for."""
+
+    def num_cut(self) -> jax.Array: ...
+
+
+def each(splits: Splits, problem: SplitKVProblem, program: jax.Array, serve: Callable[[Split], None]) -> None:
+    """Serves the split in slot `program`, and in every slot `num_programs` further on."""
+
+    def turn(i, carry):
+        slot = program + i * problem.num_programs
+        # What a slot holds is worked out behind the branch, for slots without a split are many.
+        used = problem.num_slots == problem.num_seqs or slot < splits.num()
+        triton.when(used)(lambda: serve(splits.at(slot)))
+        return carry
+
+    if problem.num_slots == problem.num_programs:
+        turn(0, None)
+    else:
+        lax.fori_loop(0, ceil_div(splits.num() - program, problem.num_programs), turn, np.int32(0))
+
+
+class WholeSplits:
+    """A split of each sequence, where none can be cut."""
+
+    def __init__(self, problem: SplitKVProblem):
+        self._num_seqs = problem.num_seqs
+
+    def num(self) -> int:
+        return self._num_seqs
+
+    def at(self, slot: jax.Array) -> Split:
+        return Split(slot, 0, 1, 0)
+
+
+def fair(problem: SplitKVProblem, lens_ref: Any) -> Splits:
+    """What a kernel's programs go by that knows the lengths alone."""
+    return FairSplits.of_all(problem, lens_ref) if problem.most_cuts else WholeSplits(problem)
+
+
+class FairSplits:
+    """As many equal splits of each sequence as it has fair shares.
+
+    Sequences of one length, which are common, are dealt by a few scalars: sums over all lengths go from lane to lane
+    and wait for one another, which in short calls is a tenth of the time.
+    """
+
+    def __init__(self, problem: SplitKVProblem, lengths: jax.Array, first: jax.Array | None = None):
+        """`lengths` [num_seqs], and any padding of empty sequences; the `first` of them by itself, if it is known:
+        whether all are as long is one reduction, and to find the longest would be another before it."""
+        self._problem, self._lengths, self._seqs = problem, lengths, jnp.arange(len(lengths))
+        num_tiles = _tiles(lengths, problem)
+        one = jnp.max(num_tiles) if first is None else _tiles(first, problem)
+        self._each = equal_cuts(one, problem, len(lengths))
+        if problem.num_seqs == 1:
+            self._even: jax.Array | bool = True
+        else:
+            differ = (self._seqs < problem.num_seqs) & (num_tiles != one)
+            self._even = jnp.max(differ.astype(jnp.int32)) == 0
+        # Where lengths are one, nobody looks at them.
+        self._cuts = self._of(lambda: self._each + 0 * self._seqs, lambda: cuts(lengths, problem))
+
+    def _of(self, even: Callable[[], Any], uneven: Callable[[], Any]) -> Any:
+        return even() if self._even is True else lax.cond(self._even, even, uneven)
+
+    @classmethod
+    def of_all(cls, problem: SplitKVProblem, lens_ref: Any) -> "FairSplits":
+        seqs = jnp.arange(triton.next_power_of_2(problem.num_seqs))
+        lengths = triton.load(lens_ref.at[seqs], mask=seqs < problem.num_seqs, other=0)
+        return cls(problem, lengths, triton.load(lens_ref.at[np.int32(0)]))
+
+    def num(self) -> jax.Array:
+        num_seqs = self._problem.num_seqs
+        return num_seqs + self._of(lambda: num_seqs * self._each, lambda: jnp.sum(self._cuts))
+
+    def at(self, slot: jax.Array) -> Split:
+        if self._problem.num_seqs == 1:
+            return Split(0 * slot, slot, self._each + 1, slot)
+        return self._of(lambda: self._at_even(slot), lambda: self._at_uneven(slot))
+
+    def _at_even(self, slot: jax.Array) -> Split:
+        total = self._problem.num_seqs * self._each
+        added = slot // jnp.maximum(self._each, 1)
+        seq = jnp.where(slot < total, added, slot - total)
+        index = jnp.where(slot < total, slot - added * self._each + 1, 0)
+        return Split(seq, index, self._each + 1, first_place(seq * self._each, seq) + index)
+
+    def _at_uneven(self, slot: jax.Array) -> Split:
+        upto = jnp.cumsum(self._cuts)
+        total, before = jnp.sum(self._cuts), upto - self._cuts
+
+        def added():
+            """Of each sequence the slot, if it is one of those that its cuts added."""
+            return jnp.where((before <= slot) & (slot < upto), slot, -1)
+
+        def first():
+            """Of each sequence the slot of its first split."""
+            return total + turns(self._lengths, self._cuts, self._problem)
+
+        if in_turn(self._problem):
+            # A branch: what begins first, all at once, need not wait for an order.
+            mine = lax.cond(slot < total, added, first) == slot
+        else:
+            mine = jnp.where(slot < total, added(), total + self._seqs) == slot
+        seq, before, own = (jnp.sum(jnp.where(mine, x, 0)) for x in (self._seqs, before, self._cuts))
+        index = jnp.where(slot < total, slot - before + 1, 0)
+        return Split(seq, index, own + 1, first_place(before, seq) + index)
+
+    def num_cut(self) -> jax.Array:
+        """Sequences that are cut, of which `cut` knows each."""
+        num_seqs = self._problem.num_seqs
+        return self._of(
+            lambda: num_seqs * jnp.minimum(self._each, 1), lambda: jnp.sum(jnp.minimum(self._cuts, 1))
+        )
+
+    def cut(self, which: jax.Array) -> Cut:
+        return self._of(
+            lambda: Cut(which, which * (self._each + 1), self._each + 1),
+            lambda: self._cut_uneven(which),
+        )
+
+    def _cut_uneven(self, which: jax.Array) -> Cut:
+        is_cut = self._cuts > 0
+        mine = is_cut & (jnp.cumsum(is_cut.astype(jnp.int32)) == which + 1)
+        values = (self._seqs, jnp.cumsum(self._cuts) - self._cuts, self._cuts)
+        seq, before, own = (jnp.sum(jnp.where(mine, x, 0)) for x in values)
+        return Cut(seq, first_place(before, seq), own + 1)
+
+
+def equal_cuts(num_tiles: jax.Array, problem: SplitKVProblem, room: int) -> jax.Array:
+    """How often each sequence is cut where all have `num_tiles`; `cuts` would sum up `room` lengths."""
+    if problem.config.split_tokens:
+        return _fixed_cuts(num_tiles, problem)
+    total = problem.num_seqs * jnp.minimum(num_tiles, INT_MAX // room)
+    fair = _fair(total.astype(jnp.float32), problem)
+    return _most(_rounded(num_tiles.astype(jnp.float32), fair, problem, problem.rounding) - 1, problem)
+
+
+def cuts(lengths: jax.Array, problem: SplitKVProblem) -> jax.Array:
+    """How often each sequence of the batch, [num_seqs] and any padding of length 0, is cut: int32."""
+    num_tiles = _tiles(lengths, problem)
+    if problem.config.split_tokens:
+        return _fixed_cuts(num_tiles, problem)
+    # Integer sums, which are the same in whatever order: all kernels of a call must come to the same cuts.
+    work = jnp.minimum(num_tiles, INT_MAX // len(lengths))
+    total = jnp.sum(work).astype(jnp.float32)
+    tiles, fair = num_tiles.astype(jnp.float32), _fair(total, problem)
+    count = _rounded(tiles, fair, problem, TO_NEAREST)
+    for n in range(int(problem.alone), FINEST + 1):
+        finer = _rounded_up(tiles, (1 + 2.0**-n) * fair, problem)
+        count = jnp.where(jnp.sum(finer) <= int(problem.shares), finer, count)
+    return _most(count - 1, problem)
+
+
+def _tiles(lengths: jax.Array, problem: SplitKVProblem) -> jax.Array:
+    """Of the walks over sequences of these lengths, or as long as a table allows."""
+    return problem.num_tiles(jnp.clip(lengths, 0, problem.max_len))
+
+
+def _fixed_cuts(num_tiles: jax.Array, problem: SplitKVProblem) -> jax.Array:
+    return _most(ceil_div(num_tiles, problem.split_tiles) - 1, problem)
+
+
+def _most(cuts: jax.Array, problem: SplitKVProblem) -> jax.Array:
+    return jnp.clip(cuts, 0, problem.most_splits - 1)
+
+
+def _fair(total: jax.Array, problem: SplitKVProblem) -> jax.Array:
+    """A program's fair share of all tiles."""
+    return total * (problem.programs_per_split / problem.config.target_programs)
+
+
+def _least(problem: SplitKVProblem) -> float:
+    """Tiles of a split."""
+    return max(problem.config.min_split_tokens / problem.config.block_kv, 1.0)
+
+
+def _rounded(tiles: jax.Array, share: jax.Array, problem: SplitKVProblem, rounding: float) -> jax.Array:
+    """How many shares a sequence of so many tiles has."""
+    return (tiles / jnp.maximum(share, _least(problem)) + rounding).astype(jnp.int32)
+
+
+def _rounded_up(tiles: jax.Array, share: jax.Array, problem: SplitKVProblem) -> jax.Array:
+    return jnp.ceil(tiles / jnp.maximum(share, _least(problem))).astype(jnp.int32)
+
+
+def in_turn(problem: SplitKVProblem) -> bool:
+    """Whether sequences begin by length, not by number."""
+    return problem.ordered and not problem.fixed_splits and 2 < problem.num_seqs <= MOST_ORDERED
+
+
+def turns(lengths: jax.Array, cuts: jax.Array, problem: SplitKVProblem) -> jax.Array:
+    """Which of all first splits a sequence's is, [num_seqs] and any padding: int32, by class and then by number."""
+    num_tiles = _tiles(lengths, problem)
+    first = ceil_div(num_tiles, cuts + 1)
+    share = ceil_div(jnp.sum(num_tiles), max(1, int(problem.shares)))
+
+    def by_class(whole, half, quarter, less):
+        """What is for first splits of a share or more, of half a share, of a quarter, and for all others."""
+        choice = jnp.where(4 * first >= share, quarter, less)
+        return jnp.where(first >= share, whole, jnp.where(2 * first >= share, half, choice))
+
+    # One scan counts three classes, each in bits of its own; the fourth is what is left.
+    one = by_class(1, 1 << COUNT_BITS, 1 << (2 * COUNT_BITS), 0).astype(jnp.int32)
+    upto, total = jnp.cumsum(one), jnp.sum(one)
+    index = jnp.arange(len(lengths))
+    wholes, halves, quarters = _counts(upto)
+    all_wholes, all_halves, all_quarters = _counts(total)
+    others = index + 1 - wholes - halves - quarters
+    behind_wholes, behind_halves = all_wholes + halves, all_wholes + all_halves + quarters
+    return by_class(wholes, behind_wholes, behind_halves, all_wholes + all_halves + all_quarters + others) - 1
+
+
+def _counts(packed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    mask = (1 << COUNT_BITS) - 1
+    return packed & mask, packed >> COUNT_BITS & mask, packed >> (2 * COUNT_BITS)
+
+
+def first_place(cuts_before, seq):
+    """Of a sequence that is cut, where `cuts_before` cuts are in the sequences before it.
+
+    Of these no more are cut than there are, and than there are cuts; each has a split more than cuts.
+    """
+    return cuts_before + jnp.minimum(cuts_before, seq)
+
+
+class ScheduledSplits:
+    """Those of sequence i start at 2 * (num_splits[i] - i), where num_splits counts splits.
+
+    num_splits[i] - i is the number of cuts before sequence i. A sequence that is cut n - 1 times has n <= 2 * (n - 1)
+    splits, so places never collide, and there are at most two for each part, however many sequences there are.
+    """
+
+    def __init__(self, num_parts: int, splits_ref: Any):
+        self._places, self._splits_ref = scheduled_places(num_parts), splits_ref
+
+    def cut(self, which: jax.Array) -> Cut:
+        return Cut(which, *self.of(which))
+
+    def of(self, seq) -> tuple[jax.Array, jax.Array]:
+        """(first, count) of the sequence's partial results."""
+        begin, end = (triton.load(self._splits_ref.at[i]) for i in (seq, seq + 1))
+        # Whatever the schedule says, the partial results read are ones there is room for.
+        first = jnp.clip(2 * (begin - seq), 0, self._places)
+        return first, jnp.clip(end - begin, 0, self._places - first)
+
+    def slot(self, split: jax.Array) -> jax.Array:
+        """Where a split is stored: inside the room, whatever the schedule says."""
+        return jnp.clip(split, 0, self._places - 1)
+
+
+def scheduled_places(num_parts: int) -> int:
+    """Partial results that a schedule of `num_parts` parts can ask for."""
+    return 2 * num_parts
+
+
+def check_invariant(function: str, config: SplitKVConfig | None, batch_invariant: bool) -> None:
+    if batch_invariant and config is not None and not config.split_tokens:
+        fail(function, "config", "split_tokens above 0 with batch_invariant", "0")

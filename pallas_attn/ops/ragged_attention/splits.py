@@ -1,0 +1,168 @@
+"""How the keys of a block of query rows are cut into splits, so that few blocks with long contexts fill the device.
+
+Sequences that are decoded are one block each, and dealt as in every op (`_split/splits.py`): shares of the batch's
+work, however lengths are distributed.
+
+Where a sequence has many blocks, all splits of a launch have the same number of tiles, or fewer. Programs run in rounds
+of as many as the device holds, so the length is the one whose rounds take the least time, and of those the longest.
+Every program derives it from all lengths (a few kilobytes out of the L2): cheaper than a launch to precompute it.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_attn._split.splits import Cut, FairSplits, Splits, WholeSplits
+from pallas_attn._tile import triton
+from pallas_attn._tile.triton import ceil_div
+from pallas_attn.ops.ragged_attention.blocks import Lens
+from pallas_attn.ops.ragged_attention.operands import Operands
+from pallas_attn.ops.ragged_attention.problem import Problem
+from pallas_attn.ops.ragged_attention.spans import Span
+
+# What merging costs must be gained: more splits only for so much less time.
+WORTH_CUTTING = np.float32(1.03)
+
+
+class Share(NamedTuple):
+    """What a program serves."""
+
+    kv_head: jax.Array
+    block: jax.Array
+    """The place of the block of query rows."""
+    is_first: jax.Array
+    """Of the block's splits."""
+    place: jax.Array
+    """Of the partial result, if the block has several."""
+    tiles: Callable[[jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
+    """Of the number that the block walks: (begin, end, how many splits there are)."""
+
+
+class Limits(NamedTuple):
+    """For the splits of blocks. Those of the i-th that a launch serves start at i * most."""
+
+    blocks: jax.Array | int
+    most: jax.Array | int
+    """Splits of a block."""
+
+    @classmethod
+    def of(cls, problem: Problem, lens: Lens) -> "Limits":
+        most = problem.config.num_splits
+        if not problem.is_counted:
+            return cls(problem.most_blocks, most)
+        blocks = lens.counted()
+        if most > 1:
+            most = jnp.clip(problem.num_slots // jnp.maximum(blocks, 1), 1, most)
+        return cls(blocks, most)
+
+
+class RecordedCuts:
+    """What the programs of a block's first splits have written down, for the merge."""
+
+    def __init__(self, problem: Problem, refs: Operands):
+        assert refs.cuts is not None
+        self._limits, self._counts = Limits.of(problem, Lens(problem.ragged, refs)), refs.cuts
+
+    def cut(self, which: jax.Array) -> Cut:
+        """As of any `Cuts`; what is cut here is no sequence but the block at a place."""
+        count = triton.load(self._counts.at[which])
+        return Cut(which, which * self._limits.most, jnp.where(which < self._limits.blocks, count, 0))
+
+
+class BlockSplits:
+    """Of a launch that is not short."""
+
+    def __init__(self, problem: Problem, refs: Operands):
+        self._problem = problem.with_window(refs)
+        self._lens = Lens(problem.ragged, refs)
+        self._limits = Limits.of(problem, self._lens)
+
+    def serve(self, served: Callable[[Share], None]) -> None:
+        """What a KV head's programs read stays in the L2. Those of few blocks, and without any, come last."""
+        slot, kv_head = (triton.program_id(axis) for axis in range(2))
+        total, most = self._limits
+
+        # Nothing waits for a number of blocks that is hardly below the room for them.
+        @triton.when(slot < total * most if self._problem.is_counted else True)
+        def _():
+            split, place = (slot // total, slot % total) if self._problem.num_places else (0, slot)
+
+            def tiles(num_tiles: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+                each = self._tiles(num_tiles)
+                return split * each, jnp.minimum((split + 1) * each, num_tiles), ceil_div(num_tiles, each)
+
+            served(Share(kv_head, place, jnp.equal(split, 0), place * most + split, tiles))
+
+    def _tiles(self, num_tiles: jax.Array) -> jax.Array:
+        """Tiles in a split of a block that walks `num_tiles`, at least 1."""
+        if not self._problem.num_places:
+            return jnp.maximum(num_tiles, 1)
+        splits = jnp.clip(ceil_div(num_tiles, self._longest()), 1, self._limits.most)
+        return jnp.maximum(ceil_div(num_tiles, splits), 1)
+
+    def _longest(self) -> jax.Array:
+        """Tiles of the longest split of any block."""
+        problem, config = self._problem, self._problem.config
+        first = self._lens.first_block(jnp.arange(triton.next_power_of_2(problem.num_seqs)))
+        num_blocks = jnp.where(first.is_padding, 0, problem.num_blocks(first))
+        in_pages, seq_len, _ = problem.lengths(self._lens, first)
+
+        def tiles(number: jax.Array) -> jax.Array:
+            block = first._replace(first_row=jnp.maximum(number, 0) * problem.rows)
+            return jnp.where(num_blocks > 0, count(problem.spans(block, in_pages, seq_len)), 0)
+
+        # Blocks of a sequence see more and more of it: the one in the middle tells for all.
+        work = jnp.sum((num_blocks * tiles(num_blocks // 2)).astype(jnp.float32)) * problem.pool.num_kv_heads
+        longest = jnp.maximum(jnp.max(tiles(num_blocks - 1)), jnp.max(tiles(0 * num_blocks)))
+        splits = 1 + jnp.arange(triton.next_power_of_2(config.num_splits))
+        splits = jnp.minimum(splits, self._limits.most)
+        length = ceil_div(jnp.maximum(longest, 1), splits)
+        least = -(-config.min_split_tokens // config.block_kv)
+        length = jnp.where(splits > 1, jnp.maximum(length, least), length).astype(jnp.float32)
+        rounds = jnp.floor(work / (length * config.target_programs) + np.float32(1 - 2**-10))
+        time = jnp.maximum(rounds, 1) * length
+        return jnp.max(jnp.where(time <= jnp.min(time) * WORTH_CUTTING, length, 0)).astype(jnp.int32)
+
+
+class DecodedSplits:
+    """Those of sequences in one block each."""
+
+    def __init__(self, problem: Problem, refs: Operands):
+        dealt = problem.decoded
+        self._splits: Splits = decoded(problem, refs) if dealt.most_cuts else WholeSplits(dealt)
+
+    def serve(self, served: Callable[[Share], None]) -> None:
+        kv_head, slot = (triton.program_id(axis) for axis in range(2))
+
+        @triton.when(slot < self._splits.num())
+        def _():
+            split = self._splits.at(slot)
+
+            def tiles(num_tiles: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+                return *split.tiles(num_tiles), jnp.asarray(split.count)
+
+            served(Share(kv_head, split.seq, jnp.equal(split.index, 0), jnp.asarray(split.place), tiles))
+
+
+def decoded(problem: Problem, refs: Operands) -> FairSplits:
+    """How the sequences of a short launch are cut."""
+    problem, lens = problem.with_window(refs), Lens(problem.ragged, refs)
+    block, mine = problem.find(lens, jnp.arange(triton.next_power_of_2(problem.num_seqs)))
+    in_pages, seq_len, _ = problem.lengths(lens, block)
+    return FairSplits(problem.decoded, jnp.where(mine, count(problem.spans(block, in_pages, seq_len)), 0))
+
+
+def of_launch(problem: Problem) -> Callable[[Operands], BlockSplits | DecodedSplits]:
+    return functools.partial(DecodedSplits if problem.is_short else BlockSplits, problem)
+
+
+def count(spans: list[Span]) -> jax.Array:
+    """Tiles of all spans."""
+    total = spans[0].count
+    for span in spans[1:]:
+        total = total + span.count
+    return total
