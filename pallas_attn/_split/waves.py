@@ -15,6 +15,7 @@ for the last of them.
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator
 
 from pallas_attn._call import budget
 from pallas_attn._call.device import Device
@@ -79,12 +80,22 @@ class Waves:
     def cheapest(self, most: int) -> tuple[float, int]:
         """(cost, splits), where a walk has so many at most."""
         best = self.cost(1), 1
-        for splits in range(2, most + 1):
+        for splits in self._counts(most):
             # To begin them costs more alone, and so does any larger number.
             if START_US * self.walks * splits / self.slots > best[0]:
                 break
             best = min(best, (self.cost(splits), splits))
         return best
+
+    def _counts(self, most: int) -> Iterator[int]:
+        """Numbers of splits worth weighing, from 2 on: all that run at once, then as many as fill so many waves, an
+        eighth more each time, or tables of millions of tokens would take seconds."""
+        at_once = self.slots // self.walks
+        yield from range(2, min(at_once, most) + 1)
+        splits, waves = max(at_once, 1), 1
+        while (full := (waves := waves + 1 + waves // 8) * self.slots // self.walks) <= most:
+            if full > splits:
+                yield (splits := full)
 
     def _equal(self, splits: int) -> float:
         split_kb = math.ceil(self.steps / splits) * self.step_kb
