@@ -56,10 +56,9 @@ def packed_cudnn(query: jax.Array, key: jax.Array, value: jax.Array, documents: 
     # One more than documents; where there is -1 jax puts the end of all rows.
     starts = jnp.pad(documents.starts, ((0, 0), (0, 1)), constant_values=-1)
     where = dict(q_seqlen=documents.sizes, kv_seqlen=documents.sizes, q_offsets=starts, kv_offsets=starts)
+    attend: Any = cudnn.dot_product_attention
     mask = cudnn.MaskType.PADDING_CAUSAL
-    return cudnn.dot_product_attention(
-        query, key, value, **where, scale=query.shape[-1] ** -0.5, mask_type=mask
-    )
+    return attend(query, key, value, **where, scale=query.shape[-1] ** -0.5, mask_type=mask)
 
 
 def padded_cudnn(

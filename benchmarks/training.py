@@ -147,7 +147,7 @@ def timed_steps(
             advance(
                 f"{name}: " + refused.get(name, f"loss {ended.get(name, 0):.4f} after {CHECKED_STEPS} steps")
             )
-        right = next((ended[name] for name in programs if chosen[name].keeps_apart), None)
+        right = next((ended[name] for name in programs if chosen[name].keeps_apart), 0.0)
         for name in list(programs):
             if chosen[name].keeps_apart and not abs(ended[name] - right) <= LOSS_APART:
                 refused[name] = f"WRONG: a loss of {ended[name]:.4f}, not {right:.4f}"
@@ -223,7 +223,7 @@ def attended(sizes: Sizes) -> tuple[jax.Array, ...]:
 
 def both(attend: decoder.Attend, query, key, value, d_out, documents) -> tuple[jax.Array, ...]:
     """Out, and the three gradients."""
-    out, pull = jax.vjp(lambda *floats: attend(*floats, documents), query, key, value)
+    out, pull = jax.vjp(lambda *x: attend(x[0], x[1], x[2], documents), query, key, value)
     return out, *pull(d_out.astype(out.dtype))
 
 

@@ -56,8 +56,10 @@ def _tiled(lowering: triton.Lowering) -> Implementation:
 
 
 def _check_config(operands: Operands, config: FlashAttentionConfig | FlashAttentionCudaConfig) -> None:
-    check = cuda.check if isinstance(config, FlashAttentionCudaConfig) else tiles.check
-    check(operands, config)
+    if isinstance(config, FlashAttentionCudaConfig):
+        cuda.check(operands, config)
+    else:
+        tiles.check(operands, config)
 
 
 TILED = {lowering: _tiled(lowering) for lowering in get_args(triton.Lowering)}
