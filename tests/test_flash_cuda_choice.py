@@ -92,14 +92,6 @@ def test_refusals(built, arrays, options, error, message):
         chosen(arrays, **options)
 
 
-def test_what_is_no_backward_pass_is_refused():
-    made = FlashAttentionCudaConfig()
-    object.__setattr__(made, "backward", "pallas")  # around the check of types that jaxtyping adds in tests
-    message = "^FlashAttentionCudaConfig: argument 'backward': expected 'cuda', 'tiled' or None, got 'pallas'"
-    with pytest.raises(ValueError, match=message):
-        made.__post_init__()
-
-
 CASES = {
     "causal": {"causal": True},
     "heads first": {"layout": "BNTH", "causal": True, "q_offset": -7},

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, Literal
 
 from pallas_attn._call import budget, configs
-from pallas_attn._call.checks import dtype_name, fail, shown
+from pallas_attn._call.checks import ArgumentChecker, dtype_name, fail
 from pallas_attn._call.device import Device, current_device
 from pallas_attn.ops.flash_attention.operands import Operands
 from pallas_attn.ops.flash_attention.problem import Problem
@@ -67,9 +67,7 @@ class FlashAttentionCudaConfig:
     backward: Literal["cuda", "tiled"] | None = None
 
     def __post_init__(self):
-        if self.backward not in ("cuda", "tiled", None):
-            expected = "'cuda', 'tiled' or None"
-            fail("FlashAttentionCudaConfig", "backward", expected, shown(self.backward))
+        ArgumentChecker("FlashAttentionCudaConfig").one_of("backward", self.backward, ("cuda", "tiled", None))
 
 
 KERNELS = tuple(field.name for field in dataclasses.fields(FlashAttentionConfig))
