@@ -97,6 +97,7 @@ def batches(steps: int, sizes: Sizes, seed: int, *, equal: bool = False) -> list
     return [batch() for _ in range(steps)]
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def weights(sizes: Sizes, seed: int) -> Weights:
     keys = iter(jax.random.split(jax.random.key(seed), 8))
     query, kv = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
@@ -166,7 +167,7 @@ def loss(weights: Weights, batch: Batch, *, sizes: Sizes, attend: Attend, remat:
 
 
 def start(sizes: Sizes, seed: int) -> State:
-    made = jax.jit(functools.partial(weights, sizes))(seed)
+    made = weights(sizes, seed)
     return (
         made,
         jax.tree.map(jnp.zeros_like, made),
@@ -176,8 +177,11 @@ def start(sizes: Sizes, seed: int) -> State:
 
 
 def step(state: State, batch: Batch, *, of: Callable[..., jax.Array], steps: int) -> tuple[State, jax.Array]:
-    """AdamW (0.9, 0.95; decay 0.1), clipped to a norm of 1; a rate of 1e-3, warm after a twentieth of the `steps`,
-    that falls to nothing along a cosine."""
+    """The next state, and [loss, norm of what only attention's gradients reach: those of `qkv`].
+
+    AdamW (0.9, 0.95; decay 0.1), clipped to a norm of 1; a rate of 1e-3, warm after a twentieth of the `steps`, that
+    falls to nothing along a cosine.
+    """
     masters, means, squares, number = state
     value, gradients = jax.value_and_grad(of)(masters, batch)
     number = number + 1
@@ -195,11 +199,12 @@ def step(state: State, batch: Batch, *, of: Callable[..., jax.Array], steps: int
         means,
         squares,
     )
-    return (masters, means, squares, number), value
+    attended = jnp.sqrt(jnp.sum(jnp.square(gradients["layers"]["qkv"])))
+    return (masters, means, squares, number), jnp.stack([value, attended])
 
 
 def compiled_step(sizes: Sizes, attend: Attend, steps: int, batch: Batch, remat: bool = False) -> Any:
-    """(state, batch) -> (state, loss); the state's memory is used again."""
+    """(state, batch) -> as `step`; the state's memory is used again."""
     of = functools.partial(loss, sizes=sizes, attend=attend, remat=remat)
     state = jax.eval_shape(functools.partial(start, sizes), 0)
     return (

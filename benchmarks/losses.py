@@ -20,7 +20,7 @@ def trained(step: Any, sizes: decoder.Sizes, batches: Sequence[decoder.Batch], s
     state, found = decoder.start(sizes, seed), []
     for batch in batches:
         state, value = step(state, batch)
-        found.append(value)
+        found.append(value[0])
     return np.asarray(jax.block_until_ready(found), np.float64)
 
 

@@ -12,11 +12,12 @@ them by `cu_q_lens`, or by `segment_ids` (names that end in -ids). cuDNN can be 
 only a private function of jax takes (cudnn-packed); each document as a row as long as the longest (cudnn-padded); by a
 mask (cudnn-mask). cudnn-whole is not told: what it does costs something else and trains another model.
 
-How it measures: all attentions are compiled first, and make two steps from the same weights; one whose loss is not the
-first one's is WRONG, and is not timed. Then they take turns, round by round, each second round in reverse; what is
-printed is the median, with the least and the most, and the median of each round's ratio to the first attention. Clocks
-are read while a step runs. `--losses` fails (exit status 1) where two attentions with one seed are further apart than
-two seeds with one attention. Memory is what XLA plans for a step: weights, moments, and all that lives at once.
+How it measures: all attentions are compiled first, and make a step from the same weights; one whose loss, or whose norm
+of the gradients that come through attention, is not the first one's is WRONG, and is not timed. Then they take turns,
+round by round, each second round in reverse; what is printed is the median, with the least and the most, and the median
+of each round's ratio to the first attention. Clocks are read while a step runs. `--losses` fails (exit status 1) where
+two attentions with one seed are further apart than two seeds with one attention. Memory is what XLA plans for a step:
+weights, moments, and all that lives at once.
 """
 
 import argparse
@@ -41,8 +42,9 @@ from attentions import Attention
 from decoder import Batch, Sizes
 
 GIB = 1 << 30
-FULL_STEPS = 100  # that the learning rate of a timed step is chosen for
-CHECKED_STEPS, LOSS_APART, ERROR = 3, 0.02, 2e-2
+FULL_STEPS = 1000  # that the learning rate of timed steps is chosen for: it is small in the first ones
+APART = 0.02  # of loss and norm of gradients, in a first step
+ERROR = 2e-2  # of out and gradients, in norm, of --attention
 RUNS = 20  # of --bits
 CALLS = 10  # in a burst of --attention
 DEFAULTS = {
@@ -133,24 +135,20 @@ def timed_steps(
             decoder.compiled_step, sizes, steps=FULL_STEPS, batch=batches[0], remat=options.remat
         )
         programs, refused = built(chosen, lambda attention: build(attend=attention.attend), advance)
-        ended: dict[str, float] = {}
+        first: dict[str, np.ndarray] = {}
         for name in list(programs):
-            state = decoder.start(sizes, 0)
             try:
-                for batch in itertools.islice(itertools.cycle(batches), CHECKED_STEPS):
-                    state, value = programs[name](state, batch)
-                ended[name] = float(value)
+                _, value = programs[name](decoder.start(sizes, 0), batches[0])
+                first[name] = np.asarray(value)
             except Exception as error:
                 refused[name] = explained(chosen[name], error)
                 del programs[name]
-            state = None  # before the next one is made
-            advance(
-                f"{name}: " + refused.get(name, f"loss {ended.get(name, 0):.4f} after {CHECKED_STEPS} steps")
-            )
-        right = next((ended[name] for name in programs if chosen[name].keeps_apart), 0.0)
+            found = "loss {:.4f}, attention's gradients {:.4f}".format(*first.get(name, (0, 0)))
+            advance(f"{name}: {refused.get(name, found)}")
+        right = next((first[name] for name in programs if chosen[name].keeps_apart), None)
         for name in list(programs):
-            if chosen[name].keeps_apart and not abs(ended[name] - right) <= LOSS_APART:
-                refused[name] = f"WRONG: a loss of {ended[name]:.4f}, not {right:.4f}"
+            if chosen[name].keeps_apart and not np.allclose(first[name], right, rtol=APART, atol=0):
+                refused[name] = f"WRONG: loss and attention's gradients {first[name]} beside {right}"
                 del programs[name]
         samples: dict[str, list[float]] = {name: [] for name in programs}
         state = decoder.start(sizes, 0)
@@ -165,7 +163,7 @@ def timed_steps(
             samples[name].append((time.perf_counter() - began) / options.steps)
             advance(f"round {number + 1}, {name}: {samples[name][-1] * 1e3:.1f} ms; {clocks}")
     head = ("attention", "documents by", "tokens/s", "ms a step", "ratio", "GiB", "")
-    first = next(iter(samples.values()), [])
+    reference = next(iter(samples.values()), [])
     rows = []
     for name, attention in chosen.items():
         if name in refused:
@@ -174,7 +172,7 @@ def timed_steps(
         own, peak = samples[name], decoder.peak_bytes(programs[name])
         rows.append((
             attention.title, attention.documents, spread(own, lambda s: sizes.tokens / s, ",.0f"),
-            spread(own, lambda s: s * 1e3, ".1f"), ratio(first, own), "" if peak is None else f"{peak / GIB:.1f}", "",
+            spread(own, lambda s: s * 1e3, ".1f"), ratio(reference, own), "" if peak is None else f"{peak / GIB:.1f}", "",
         ))  # fmt: skip
     return table(head, rows), not any(reason.startswith("WRONG") for reason in refused.values())
 

@@ -98,10 +98,17 @@ def test_a_tiny_model_learns_alike_by_two_attentions(tmp_path, capsys, monkeypat
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_step_is_timed_and_who_cannot_is_told(capsys):
-    names = ("jax-xla", "cuda", "cudnn-packed")
-    assert training.main(["--tiny", "--rounds", "2", "--steps", "1", "--remat", "--attentions", *names]) == 0
-    first, cuda, packed = capsys.readouterr().out.splitlines()[-3:]
+def test_a_step_is_timed_and_who_cannot_is_told(monkeypatch, capsys):
+    names = ("jax-xla", "cuda", "cudnn-packed", "xla")
+    known = attentions.known(64)
+    right = known["jax-xla"].attend
+    wrong = known["xla"]._replace(
+        attend=lambda query, key, *rest: right(query, jax.lax.stop_gradient(key), *rest)
+    )
+    monkeypatch.setattr(attentions, "known", lambda *_, **options: known | {"xla": wrong})
+    assert training.main(["--tiny", "--rounds", "2", "--steps", "1", "--remat", "--attentions", *names]) == 1
+    first, cuda, packed, wrong = capsys.readouterr().out.splitlines()[-4:]
+    assert "WRONG: loss and attention's gradients" in wrong
     assert first.startswith("jax.nn")
     assert "1.000" in first
     assert "needs an sm_90 GPU" in cuda
