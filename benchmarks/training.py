@@ -172,7 +172,8 @@ def timed_steps(
         own, peak = samples[name], decoder.peak_bytes(programs[name])
         rows.append((
             attention.title, attention.documents, spread(own, lambda s: sizes.tokens / s, ",.0f"),
-            spread(own, lambda s: s * 1e3, ".1f"), ratio(reference, own), "" if peak is None else f"{peak / GIB:.1f}", "",
+            spread(own, lambda s: s * 1e3, ".1f"), ratio(reference, own),
+            "" if peak is None else f"{peak / GIB:.1f}", "",
         ))  # fmt: skip
     return table(head, rows), not any(reason.startswith("WRONG") for reason in refused.values())
 
