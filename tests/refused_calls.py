@@ -307,6 +307,9 @@ def calls() -> dict[str, Call]:
             dict.fromkeys(("forward", "query", "key_value"), pallas_attn.FlashAttentionTiles(16, 16)),
             dict.fromkeys(("forward", "query", "key_value"), INSTANCE),
         ),
+        "FlashAttentionCudaConfig": Call(
+            pallas_attn.FlashAttentionCudaConfig, dict(backward="cuda"), dict(backward=NAME.or_none())
+        ),
         "LocalStride": Call(
             pallas_attn.LocalStride,
             dict(block_size=16, local_blocks=1, vert_stride=1),

@@ -1,10 +1,10 @@
 """Tile sizes of the flash attention kernels, and the heuristic for devices without a measured file."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 from pallas_attn._call import budget, configs
-from pallas_attn._call.checks import dtype_name, fail
+from pallas_attn._call.checks import ArgumentChecker, dtype_name, fail
 from pallas_attn._call.device import Device, current_device
 from pallas_attn.ops.flash_attention.operands import Operands
 from pallas_attn.ops.flash_attention.problem import Problem
@@ -54,6 +54,20 @@ class FlashAttentionConfig:
                     type(tiles).__name__,
                     TypeError,
                 )
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashAttentionCudaConfig:
+    """How `implementation="cuda"` works out gradients of queries, keys and values.
+
+    backward: "cuda", one kernel for all three, of heads of up to 128; or "tiled", the two kernels of "pallas" (of
+        "triton", where Pallas has no such lowering). None takes what measured faster: "tiled", so far always.
+    """
+
+    backward: Literal["cuda", "tiled"] | None = None
+
+    def __post_init__(self):
+        ArgumentChecker("FlashAttentionCudaConfig").one_of("backward", self.backward, ("cuda", "tiled", None))
 
 
 KERNELS = tuple(field.name for field in dataclasses.fields(FlashAttentionConfig))
