@@ -76,8 +76,8 @@ def plan(
     """The walk of a sequence of (clamped) length `seq_len`, for the rows of one KV head.
 
     The number of tiles does not depend on the head, so both kernels and the schedule agree on it.
-    `distinct`, `first_offset`: the group's block-sparse offsets; ignored without a pattern. `left`: where there is none,
-    tokens [first, end) outside of which nobody sees any, which knows of the window.
+    `distinct`, `first_offset`: the group's block-sparse offsets; ignored without a pattern. `left`: where there is none
+    of these, tokens [first, end) outside of which nobody sees any, which know of the window.
     """
     zero = 0 * seq_len
     # The earliest query sees the least far forward and the furthest back.

@@ -23,8 +23,8 @@ class Mods:
 
     fixed: what the score_mod captures, but for what has gradients, `captured`, an operand of its own.
     of_mask: what the mask_mod captures.
-    heads, sequences: [num_kv_heads, group], over pages [num_heads], and [batch]: the numbers that they have in the whole
-        call, of which a device may have a share; None where no mod asks.
+    heads, sequences: [num_kv_heads, group], over pages [num_heads], and [batch]: the numbers that they have in the
+        whole call, of which a device may have a share; None where no mod asks.
     of_queries, of_keys: where there is a mask of dense tokens; heads are two dimensions, as the call's.
     score, mask, block: static; what there is, and how many queries and keys are in a block of the lists.
     """

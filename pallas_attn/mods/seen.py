@@ -42,9 +42,7 @@ class Left(NamedTuple):
         return cls(*seen, jnp.where(seen.first < seen.end, tiles, 0))
 
 
-def of_sequences(
-    mods: Mods, seq_lens: jax.Array, q_len: int, max_len: int, window: Any = None
-) -> Seen:
+def of_sequences(mods: Mods, seq_lens: jax.Array, q_len: int, max_len: int, window: Any = None) -> Seen:
     """Of the newest `q_len` tokens of each sequence, as far as a window of theirs leaves keys, too."""
     lengths = jnp.clip(seq_lens, 0, max_len)
     batch = jnp.arange(len(seq_lens), dtype=jnp.int32) if mods.sequences is None else mods.sequences

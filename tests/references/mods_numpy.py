@@ -1,11 +1,13 @@
 """Attention with functions of the caller's own in float64 numpy: one sequence and one query head at a time.
 
-The functions are JAX's, and are asked for all pairs of a head at once.
+The functions are JAX's, and are asked for all pairs of all heads at once.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -22,47 +24,62 @@ class Rules(NamedTuple):
     sinks: np.ndarray | None = None
 
 
-def attention(batch: int, query: np.ndarray, key: np.ndarray, value: np.ndarray, rules: Rules):
-    """(out [q_len, num_heads, value_dim], lse [q_len, num_heads]) of sequence `batch`, whose newest tokens are the
+def attention(
+    queries: Sequence[np.ndarray], keys: Sequence[np.ndarray], values: Sequence[np.ndarray], rules: Rules
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(out [q_len, num_heads, value_dim], lse [q_len, num_heads]) of each sequence, whose newest tokens are the
     queries [q_len, num_heads, dim]; over all its keys [length, num_kv_heads, dim] and values."""
-    (q_len, num_heads, _), (length, num_kv_heads, _) = query.shape, key.shape
-    at = (np.arange(length - q_len, length)[:, None], np.arange(length)[None, :])
-    out = np.zeros((q_len, num_heads, value.shape[-1]))
-    lse = np.full((q_len, num_heads), -np.inf)
-    if length == 0:
-        return out, lse
-    for head in range(num_heads):
-        kv_head = head * num_kv_heads // num_heads
-        logits = query[:, head].astype(np.float64) @ key[:, kv_head].astype(np.float64).T * rules.scale
-        if rules.softcap is not None:
-            logits = rules.softcap * np.tanh(logits / rules.softcap)
-        if rules.score_mod is not None:
-            logits = _asked(rules.score_mod, logits, batch, head, *at)
-        if rules.alibi_slopes is not None:
-            logits = logits + float(rules.alibi_slopes[head]) * (at[1] - at[0])
-        seen = np.broadcast_to(at[0] >= 0, logits.shape)
-        if rules.causal:
-            seen = seen & (at[1] <= at[0])
-        if rules.sliding_window is not None:
-            seen = seen & (at[0] - at[1] < rules.sliding_window)
-        if rules.mask_mod is not None:
-            seen = seen & _asked(rules.mask_mod, batch, head, *at)
-        logits = np.where(seen, logits, -np.inf)
-        if rules.sinks is not None:  # a key with this logit and no value
-            sink = np.full((q_len, 1), float(rules.sinks[head]))
-            logits = np.concatenate([logits, sink], axis=1)
-        top = logits.max(axis=1, keepdims=True)
-        weights = np.where(np.isfinite(logits), np.exp(logits - np.where(np.isfinite(top), top, 0)), 0)
+    q_lens, lengths = ([len(one) for one in side] for side in (queries, keys))
+    num_heads, group = queries[0].shape[1], queries[0].shape[1] // keys[0].shape[1]
+    logits = np.zeros((len(queries), num_heads, max(q_lens), max(lengths)))
+    for seq, (query, key) in enumerate(zip(queries, keys, strict=True)):
+        for head in range(num_heads):
+            product = query[:, head].astype(np.float64) @ key[:, head // group].astype(np.float64).T
+            logits[seq, head, : len(query), : len(key)] = product * rules.scale
+    first = (np.array(lengths) - np.array(q_lens))[:, None, None, None]
+    query_at = first + np.arange(logits.shape[2])[:, None]
+    key_at = np.arange(logits.shape[3])
+    at = np.arange(len(queries))[:, None, None, None], np.arange(num_heads)[:, None, None], query_at, key_at
+    if rules.softcap is not None:
+        logits = rules.softcap * np.tanh(logits / rules.softcap)
+    if rules.score_mod is not None:
+        logits = _asked(rules.score_mod, logits, *at)
+    if rules.alibi_slopes is not None:
+        logits = logits + rules.alibi_slopes.astype(np.float64)[:, None, None] * (key_at - query_at)
+    seen = (query_at >= 0) & (key_at < np.array(lengths)[:, None, None, None])
+    if rules.causal:
+        seen = seen & (key_at <= query_at)
+    if rules.sliding_window is not None:
+        seen = seen & (query_at - key_at < rules.sliding_window)
+    if rules.mask_mod is not None:
+        seen = seen & _asked(rules.mask_mod, *at)
+    logits = np.where(seen, logits, -np.inf)
+    return [
+        _softmax(one[:, :n], value, rules.sinks) for one, n, value in zip(logits, q_lens, values, strict=True)
+    ]
+
+
+def _softmax(
+    logits: np.ndarray, value: np.ndarray, sinks: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray]:
+    num_heads, q_len, _ = logits.shape
+    out, lse = np.zeros((q_len, num_heads, value.shape[-1])), np.full((q_len, num_heads), -np.inf)
+    for head in range(num_heads if len(value) else 0):
+        one = logits[head, :, : len(value)]
+        if sinks is not None:  # a key with this logit and no value
+            one = np.concatenate([one, np.full((q_len, 1), float(sinks[head]))], axis=1)
+        top = one.max(axis=1, keepdims=True)
+        weights = np.where(np.isneginf(one), 0, np.exp(one - np.where(np.isneginf(top), 0, top)))
         total = weights.sum(axis=1)
         some = total > 0
-        out[some, head] = (weights[some, :length] / total[some, None]) @ value[:, kv_head].astype(np.float64)
+        of_head = value[:, head * value.shape[1] // num_heads].astype(np.float64)
+        out[some, head] = weights[some, : len(value)] @ of_head / total[some, None]
         lse[some, head] = top[some, 0] + np.log(total[some])
     return out, lse
 
 
-def _asked(mod: Any, *arguments: Any) -> np.ndarray:
-    places = [np.int32(x) if np.ndim(x) == 0 else x.astype(x.dtype if x.dtype == float else np.int32)
-              for x in arguments]  # fmt: skip
-    shape = np.broadcast_shapes(*(np.shape(x) for x in places))
+def _asked(mod: Any, *arguments: np.ndarray) -> np.ndarray:
+    shape = np.broadcast_shapes(*(x.shape for x in arguments))
     with jax.enable_x64(True):
-        return np.broadcast_to(np.asarray(mod(*map(jax.numpy.asarray, places))), shape)
+        given = (jnp.asarray(x if x.dtype == np.float64 else x.astype(np.int32)) for x in arguments)
+        return np.broadcast_to(np.asarray(mod(*given)), shape)

@@ -105,9 +105,11 @@ def _tile(
     else:
         tiles = [(64, 8 if block_q == 32 else 4, 3), (32, 4, 4), (32, 4, 3), (16, 4, 3)]
 
-    fitting = [tile for tile in tiles if latent_problem.needs(block_q, *tile, fp8=fp8, row_bytes=row_bytes or 0).fits(device)] or [
-        (16, 4, 2)
-    ]
+    fitting = [
+        tile
+        for tile in tiles
+        if latent_problem.needs(block_q, *tile, fp8=fp8, row_bytes=row_bytes or 0).fits(device)
+    ] or [(16, 4, 2)]
     # Tiles inside a page need one look-up each; smaller ones than 32 tokens are not worth that.
     for tile in fitting:
         if tile[0] >= 32 and page_size % tile[0] == 0:
@@ -158,9 +160,7 @@ def default(operands: Operands, **measured: int) -> MLADecodeConfig:
     """As the heuristic has it for a call at hand."""
     sizes, device, fp8 = operands.sizes, current_device(), operands.latent_cache.dtype == BYTES
     mods = None if operands.mods is None else operands.mods.row_bytes
-    some = heuristic(
-        rows=sizes.rows, page_size=sizes.pool.page_size, device=device, fp8=fp8, row_bytes=mods
-    )
+    some = heuristic(rows=sizes.rows, page_size=sizes.pool.page_size, device=device, fp8=fp8, row_bytes=mods)
     if operands.batch_invariant:
         return invariant(some)
     if whole(some, streams=sizes.streams, rows=sizes.rows, max_len=sizes.max_len, device=device):

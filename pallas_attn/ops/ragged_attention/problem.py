@@ -206,7 +206,9 @@ class Problem(PagedCall):
         """[first, end) of the keys that a mask leaves a block; None: all."""
         if self.seen is None:
             return None
-        place = self.ragged.first_place(block.seq, block.first_token, self.rows) + block.first_row // self.rows
+        place = (
+            self.ragged.first_place(block.seq, block.first_token, self.rows) + block.first_row // self.rows
+        )
         place = jnp.minimum(place, self.ragged.places(self.rows) - 1)
         return triton.load(self.seen.first.at[place]), triton.load(self.seen.end.at[place])
 
