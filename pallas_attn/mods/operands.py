@@ -169,13 +169,11 @@ def over_refs(
 
 
 def over_rows(
-    refs: Mods | None, captured: Any, batch: jax.Array, mine: Rows, query_at: jax.Array, length: int,
+    refs: Mods, captured: Any, batch: jax.Array, mine: Rows, query_at: jax.Array, length: int,
     *, rows_first: bool = True,
 ) -> Tile:  # fmt: skip
     """In a kernel over pages, of rows `mine` of a sequence of at most `length` tokens, whose queries are at
     `query_at`."""
-    if refs is None:
-        return NOTHING
     known = {QUERY: jnp.clip(query_at, 0, length - 1)}
     if refs.heads is not None:
         known[HEAD] = triton.load(refs.heads.at[mine.head], mask=mine.real, other=0)

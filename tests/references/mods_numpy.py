@@ -39,14 +39,16 @@ def attention(
     first = (np.array(lengths) - np.array(q_lens))[:, None, None, None]
     query_at = first + np.arange(logits.shape[2])[:, None]
     key_at = np.arange(logits.shape[3])
-    at = np.arange(len(queries))[:, None, None, None], np.arange(num_heads)[:, None, None], query_at, key_at
+    # A query before the sequence's start is at 0 to functions, and sees what is not causal.
+    placed = np.maximum(query_at, 0)
+    at = np.arange(len(queries))[:, None, None, None], np.arange(num_heads)[:, None, None], placed, key_at
     if rules.softcap is not None:
         logits = rules.softcap * np.tanh(logits / rules.softcap)
     if rules.score_mod is not None:
         logits = _asked(rules.score_mod, logits, *at)
     if rules.alibi_slopes is not None:
         logits = logits + rules.alibi_slopes.astype(np.float64)[:, None, None] * (key_at - query_at)
-    seen = (query_at >= 0) & (key_at < np.array(lengths)[:, None, None, None])
+    seen = np.broadcast_to(key_at < np.array(lengths)[:, None, None, None], logits.shape)
     if rules.causal:
         seen = seen & (key_at <= query_at)
     if rules.sliding_window is not None:

@@ -22,7 +22,7 @@ from pallas_attn._split import merge, result
 from pallas_attn._split.splits import FairSplits, ScheduledSplits, Split, each, fair
 from pallas_attn._tile import latent_tile, logits, masking, pages, rows, softmax, triton
 from pallas_attn._tile.latents import LATENT_DIM
-from pallas_attn.mods.operands import Tile, has_mask, has_score, over_rows
+from pallas_attn.mods.operands import NOTHING, Tile, has_mask, has_score, over_rows
 from pallas_attn.mods.program import KEY
 from pallas_attn.mods.seen import Left, of_sequences
 from pallas_attn.ops.mla_decode import transposed
@@ -152,8 +152,10 @@ def _serve(
     if problem.transposed:
         state, bad = transposed.walk_tokens(*where)
     else:
-        query_at = seq_len - problem.q_len + mine.token
-        mods = over_rows(refs.mods, refs.captured, seq, mine, query_at, problem.max_len)
+        mods = NOTHING
+        if refs.mods is not None:
+            query_at = seq_len - problem.q_len + mine.token
+            mods = over_rows(refs.mods, refs.captured, seq, mine, query_at, problem.max_len)
         state, bad = _walk_tokens(*where, mods)
     out, lse = softmax.finish(softmax.natural(state, 1.0 if has_score(refs.mods) else softmax.LN_2))
     done = result.Result(mine, leading, problem.latent_chunks, out, lse).poisoned(

@@ -22,7 +22,7 @@ from jax import lax
 from pallas_attn._split import merge, result
 from pallas_attn._split.splits import FairSplits, Split, each, fair
 from pallas_attn._tile import logits, masking, narrow, pages, quantization, rows, softmax, tree, triton, walk
-from pallas_attn.mods.operands import Tile, has_mask, has_score, over_rows
+from pallas_attn.mods.operands import NOTHING, Tile, has_mask, has_score, over_rows
 from pallas_attn.mods.program import KEY
 from pallas_attn.mods.seen import Left, of_sequences
 from pallas_attn.ops.paged_attention.config import PagedAttentionConfig
@@ -142,9 +142,11 @@ def _serve(
     read = functools.partial(_read_tile, refs, ids, mine.kv_head, problem, q.dtype)
     drafts = tree.Drafts(seq_len, seq_len - problem.q_len, problem.q_len)
     draft_tree = functools.partial(tree.of_tile, refs, drafts, lambda token: (seq + 0 * token, token), mine)
-    mods = over_rows(
-        refs.mods, refs.captured, seq, mine, query_at, problem.max_len, rows_first=not problem.transposed
-    )
+    mods, rows_first = NOTHING, not problem.transposed
+    if refs.mods is not None:
+        mods = over_rows(
+            refs.mods, refs.captured, seq, mine, query_at, problem.max_len, rows_first=rows_first
+        )
     weigh = functools.partial(_logits, q, mine, query_at, draft_tree, mods, refs, problem)
     # Tiles of bytes keep the tensor cores waiting for instructions.
     lean = few and narrow.deals(refs.value_cache.dtype, q.dtype, problem.layout)

@@ -106,7 +106,7 @@ def heuristic(
     """`itemsize` bytes hold an element of the cache, `query_itemsize` one of the query; `max_len` tokens fit in a row
     of the block table. `latent`: keys hold the values. `page_scales`: each page of a narrow cache has its own, with
     which wide tiles spill. `tree`: there is a mask of which tokens see which. `new_apart`: new tokens' keys and values
-    are walked too, in the query's dtype. `row_bytes` are what mods read for each row and key. `measured`: of each launch,
+    are walked too, in the query's dtype. `row_bytes` are what mods read of a row and key. `measured`: of each launch,
     "long" and "short", fields of its tiles that are known; those of a launch that the call does not have are left
     out."""
     if unknown := sorted(measured.keys() - {"long", "short"}):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn._tile import logits, masking, rows, tree, triton
-from pallas_attn.mods.operands import over_rows
+from pallas_attn.mods.operands import NOTHING, over_rows
 from pallas_attn.mods.program import KEY
 from pallas_attn.ops.ragged_attention.blocks import Block
 from pallas_attn.ops.ragged_attention.operands import Operands
@@ -21,8 +21,10 @@ class Scores:
         self._query_at = first + mine.token
         self._drafts = tree.Drafts(seq_len, first, jnp.where(self._is_tree, block.q_len, 0))
         self._first_token = block.first_token
-        seq = jnp.minimum(block.seq, problem.num_seqs - 1)
-        self._mods = over_rows(refs.mods, refs.captured, seq, mine, self._query_at, problem.max_len)
+        self._mods = NOTHING
+        if refs.mods is not None:
+            seq = jnp.minimum(block.seq, problem.num_seqs - 1)
+            self._mods = over_rows(refs.mods, refs.captured, seq, mine, self._query_at, problem.max_len)
 
     def __call__(self, queries, keys, key_scale, position, held, scale) -> logits.Shaped:
         """Logits [block_q, block_kv] with every rule applied; without `held` every row sees every key. `key_scale` is
