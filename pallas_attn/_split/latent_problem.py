@@ -41,6 +41,7 @@ def needs(
     fp8: bool,
     transposed: bool = False,
     looks_up: bool = False,
+    row_bytes: int = 0,
 ) -> budget.Tile:
     """What a program takes. `transposed` products read their weights from shared memory, too."""
     return budget.Tile(
@@ -56,6 +57,8 @@ def needs(
         num_stages=num_stages,
         looks_up=looks_up,
         transposed=transposed,
+        pair_bytes=row_bytes,
+        exchanges_pairs=row_bytes > 0,
     )
 
 

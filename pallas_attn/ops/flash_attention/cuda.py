@@ -10,6 +10,7 @@ import numpy as np
 from pallas_attn._call import hopper_backward, hopper_forward
 from pallas_attn._call.checks import fail
 from pallas_attn._tile import low_bits, sharding, softmax
+from pallas_attn.mods.operands import refused_by_cuda
 from pallas_attn.ops.flash_attention.config import FlashAttentionCudaConfig
 from pallas_attn.ops.flash_attention.operands import BackwardOperands, Operands
 from pallas_attn.ops.flash_attention.problem import Problem
@@ -29,8 +30,8 @@ def unsupported(operands: Operands) -> str | None:
     for name, array in (("bias", operands.bias), ("mask", operands.mask)):
         if array is not None:
             return f"has no {name}"
-    if operands.mods is not None:
-        return "has no mask_mod" if operands.mods.score is None else "is compiled before a score_mod is known"
+    if (reason := refused_by_cuda(operands.mods)) is not None:
+        return reason
     problem = Problem.of(operands)
     tiles = problem.q_len * problem.q_len * problem.group // 128
     if operands.q_documents is not None and tiles > MOST_TILES:

@@ -44,10 +44,13 @@ class MLADecodeConfig(SplitKVConfig):
     num_warps: int = 8
 
 
-def heuristic(*, rows: int, page_size: int, device: Device, fp8: bool = False) -> MLADecodeConfig:
-    """`rows` query rows share a KV head; `fp8` latents."""
+def heuristic(
+    *, rows: int, page_size: int, device: Device, fp8: bool = False, row_bytes: int | None = None
+) -> MLADecodeConfig:
+    """`rows` query rows share a KV head; `fp8` latents. `row_bytes`: where there are mods, what they read for each row
+    and key."""
     block_q = latent_problem.block_q(rows, fp8, device)
-    block_kv, num_warps, num_stages = _tile(block_q, page_size, device, fp8)
+    block_kv, num_warps, num_stages = _tile(block_q, page_size, device, fp8, row_bytes)
     return MLADecodeConfig(
         block_q,
         block_kv,
@@ -81,7 +84,9 @@ def invariant(some: MLADecodeConfig) -> MLADecodeConfig:
     return dataclasses.replace(some, split_tokens=INVARIANT_TOKENS, num_splits=INVARIANT_SPLITS)
 
 
-def _tile(block_q: int, page_size: int, device: Device, fp8: bool) -> tuple[int, int, int]:
+def _tile(
+    block_q: int, page_size: int, device: Device, fp8: bool, row_bytes: int | None
+) -> tuple[int, int, int]:
     """(block_kv, num_warps, num_stages): the deepest pipeline of the largest tile that shared memory holds.
 
     One program fills a multiprocessor. The matrix units wait for memory with few query rows, and four warps
@@ -90,7 +95,7 @@ def _tile(block_q: int, page_size: int, device: Device, fp8: bool) -> tuple[int,
     to bf16, which with four warps spill.
     """
     asynchronous = block_q >= latent_problem.WGMMA_ROWS
-    if block_q in TRANSPOSED_WARPS and _may_turn(page_size, device, fp8):
+    if row_bytes is None and block_q in TRANSPOSED_WARPS and _may_turn(page_size, device, fp8):
         # Reductions need no room of their own: they take the weights'.
         return TRANSPOSED_TOKENS, TRANSPOSED_WARPS[block_q], 2
     if fp8:
@@ -100,9 +105,11 @@ def _tile(block_q: int, page_size: int, device: Device, fp8: bool) -> tuple[int,
     else:
         tiles = [(64, 8 if block_q == 32 else 4, 3), (32, 4, 4), (32, 4, 3), (16, 4, 3)]
 
-    fitting = [tile for tile in tiles if latent_problem.needs(block_q, *tile, fp8=fp8).fits(device)] or [
-        (16, 4, 2)
-    ]
+    fitting = [
+        tile
+        for tile in tiles
+        if latent_problem.needs(block_q, *tile, fp8=fp8, row_bytes=row_bytes or 0).fits(device)
+    ] or [(16, 4, 2)]
     # Tiles inside a page need one look-up each; smaller ones than 32 tokens are not worth that.
     for tile in fitting:
         if tile[0] >= 32 and page_size % tile[0] == 0:
@@ -112,9 +119,11 @@ def _tile(block_q: int, page_size: int, device: Device, fp8: bool) -> tuple[int,
     return block_kv, num_warps, num_stages if page_size % block_kv == 0 else 2 * num_stages - 1
 
 
-def check_fits(config: MLADecodeConfig, *, page_size: int, device: Device, fp8: bool) -> None:
+def check_fits(
+    config: MLADecodeConfig, *, page_size: int, device: Device, fp8: bool, row_bytes: int | None = None
+) -> None:
     """Of a caller's config: ValueError for tiles that no program has the shared memory for."""
-    transposed = is_transposed(config, page_size=page_size, device=device, fp8=fp8)
+    transposed = row_bytes is None and is_transposed(config, page_size=page_size, device=device, fp8=fp8)
     tile = latent_problem.needs(
         config.block_q,
         config.block_kv,
@@ -123,6 +132,7 @@ def check_fits(config: MLADecodeConfig, *, page_size: int, device: Device, fp8: 
         fp8=fp8,
         transposed=transposed,
         looks_up=config.block_kv > BLOCK_TOKENS or page_size % config.block_kv > 0,
+        row_bytes=row_bytes or 0,
     )
     # What is refused must not be what a compiler may find a place for.
     needed = tile.shared_bytes(device) if transposed else tile.operand_bytes(device)
@@ -133,8 +143,8 @@ def check_fits(config: MLADecodeConfig, *, page_size: int, device: Device, fp8: 
 
 
 def key(operands: Operands) -> dict[str, Any] | None:
-    """What measured files go by."""
-    if operands.batch_invariant:
+    """What measured files go by. None is for calls that none are measured for."""
+    if operands.batch_invariant or operands.mods is not None:
         return None
     return dict(
         rows=operands.sizes.rows,
@@ -149,7 +159,8 @@ def key(operands: Operands) -> dict[str, Any] | None:
 def default(operands: Operands, **measured: int) -> MLADecodeConfig:
     """As the heuristic has it for a call at hand."""
     sizes, device, fp8 = operands.sizes, current_device(), operands.latent_cache.dtype == BYTES
-    some = heuristic(rows=sizes.rows, page_size=sizes.pool.page_size, device=device, fp8=fp8)
+    mods = None if operands.mods is None else operands.mods.row_bytes
+    some = heuristic(rows=sizes.rows, page_size=sizes.pool.page_size, device=device, fp8=fp8, row_bytes=mods)
     if operands.batch_invariant:
         return invariant(some)
     if whole(some, streams=sizes.streams, rows=sizes.rows, max_len=sizes.max_len, device=device):
@@ -162,4 +173,5 @@ def check(operands: Operands, config: MLADecodeConfig) -> None:
     check_invariant("mla_decode", config, operands.batch_invariant)
     device, fp8 = current_device(), operands.latent_cache.dtype == BYTES
     if device.platform == "gpu":
-        check_fits(config, page_size=operands.pool.page_size, device=device, fp8=fp8)
+        mods = None if operands.mods is None else operands.mods.row_bytes
+        check_fits(config, page_size=operands.pool.page_size, device=device, fp8=fp8, row_bytes=mods)

@@ -66,6 +66,8 @@ class Kind:
     query_itemsize: int
     device: Device
     layout: str = "NHD"
+    row_bytes: int = 0
+    """What mods read for each row and key."""
 
     @property
     def transposed(self) -> bool:
@@ -85,6 +87,8 @@ class Kind:
             stored=self.itemsize,
             num_warps=candidate.num_warps,
             num_stages=candidate.num_stages,
+            pair_bytes=self.row_bytes,
+            exchanges_pairs=self.row_bytes > 0,
         )
         # Page ids are copied too where a tile has fewer tokens than the program threads; and wait, as do ids that stay
         # in registers, where products are asynchronous. Those of transposed products come from the step before.
@@ -177,8 +181,8 @@ def max_len(operands: Operands) -> int:
 
 
 def key(operands: Operands) -> dict[str, Any] | None:
-    """What measured files go by."""
-    if operands.batch_invariant:
+    """What measured files go by. None is for calls that none are measured for."""
+    if operands.batch_invariant or operands.mods is not None:
         return None
     return dict(
         head_dim=operands.pool.head_dim,
@@ -201,6 +205,7 @@ def default(operands: Operands, **measured: int) -> PagedAttentionConfig:
         query_itemsize=operands.query.dtype.itemsize,
         device=current_device(),
         layout=operands.layout,
+        row_bytes=0 if operands.mods is None else operands.mods.row_bytes,
     )
     if operands.batch_invariant:
         made = invariant(kind)
