@@ -22,7 +22,7 @@ Reason = str | None
 
 
 def _hopper(device: Device) -> Reason:
-    if device.compute_capability != 90:
+    if not device.runs_hopper_code:
         return f"needs an sm_90 GPU (H100, H200), the device is {device.kind!r}"
     return None
 
@@ -35,13 +35,13 @@ def _library() -> Reason:
 def _gpu(device: Device) -> Reason:
     if device.platform != "gpu":
         return f"needs an NVIDIA GPU, the device is {device.kind!r} (to debug without one: 'interpret')"
-    if device.compute_capability is not None and device.compute_capability < 80:
+    if device.is_too_old:
         return f"needs sm_80 or newer, the device is sm_{device.compute_capability}"
     return None
 
 
 def _known_gpu(device: Device) -> Reason:
-    if device.platform == "gpu" and device.compute_capability is None:
+    if device.platform == "gpu" and not device.is_known:
         return f"the compute capability of {device.kind!r} is not known"
     return _gpu(device)
 
