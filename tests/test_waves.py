@@ -276,7 +276,7 @@ def test_programs_that_share_a_multiprocessor_are_those_of_compiled_kernels(
     kernel = compiled(sm, head_dim, rows, candidate, dtype)
     assert not kernel.stack_bytes
     registers = math.ceil(kernel.registers / 8) * 8 * tile.threads
-    by_shared = (device.shared_bytes + PROGRAM_BYTES) // (kernel.shared_bytes + PROGRAM_BYTES)
+    by_shared = (device.architecture.shared_bytes + PROGRAM_BYTES) // (kernel.shared_bytes + PROGRAM_BYTES)
     found = min(REGISTERS // registers, by_shared)
     assert abs(tile.resident(device) - found) <= (found > 1), (kernel.registers, kernel.shared_bytes)
 
