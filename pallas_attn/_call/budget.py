@@ -21,24 +21,14 @@ calls as one likes. XLA's Triton takes the same bytes as pip's, wherever both we
 """
 
 import dataclasses
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 
-from pallas_attn._call.architecture import (
-    ASYNCHRONOUS_ROWS,
-    KIB,
-    LEAST_SIDE,
-    PROGRAM_BYTES,
-    REGISTERS,
-    THREAD_REGISTERS,
-    WARP,
-    WARPGROUP,
-)
+from pallas_attn._call import architecture
 from pallas_attn._call.device import Device
 
-OTHER_BYTES = 3 * KIB
+OTHER_BYTES = 3 * architecture.KIB
 # Of a thread, for anything but sums and a tile: as Triton 3.6 compiles split-KV kernels for sm_90.
 OTHER_REGISTERS = 72
 FLOAT_BYTES = np.dtype(np.float32).itemsize  # of a logit, and of a register
@@ -93,7 +83,7 @@ class Tile:
 
     @property
     def threads(self) -> int:
-        return WARP * self.num_warps
+        return architecture.WARP * self.num_warps
 
     @property
     def is_narrow(self) -> bool:
@@ -101,8 +91,8 @@ class Tile:
 
     def is_asynchronous(self, device: Device) -> bool:
         """Whether its products run beside the program, out of shared memory."""
-        large = self.transposed or self.rows >= ASYNCHRONOUS_ROWS
-        by_warpgroups = self.num_warps % WARPGROUP == 0 and self.itemsize == 2
+        large = self.transposed or self.rows >= architecture.ASYNCHRONOUS_ROWS
+        by_warpgroups = self.num_warps % architecture.WARPGROUP == 0 and self.itemsize == 2
         return large and by_warpgroups and device.architecture.asynchronous_products
 
     def buffers(self, device: Device) -> int:
@@ -173,21 +163,13 @@ class Tile:
 
     @property
     def spills(self) -> bool:
-        return self.registers > THREAD_REGISTERS
+        return self.registers > architecture.THREAD_REGISTERS
 
     def resident(self, device: Device) -> int:
         """Programs that share a multiprocessor."""
-        shared = self.shared_bytes(device) + OTHER_BYTES + PROGRAM_BYTES
-        by_shared = (device.architecture.shared_bytes + PROGRAM_BYTES) // shared
-        return int(max(1, min(REGISTERS // (self.registers * self.threads), by_shared)))
-
-
-def first_fitting(tiles: Iterable[Tile], device: Device) -> Tile:
-    """Of tiles in order of preference; or as much of the last as fits."""
-    for tile in tiles:
-        if tile.fits(device):
-            return tile
-    return fitted(tile, device)
+        shared = self.shared_bytes(device) + OTHER_BYTES + architecture.PROGRAM_BYTES
+        by_shared = (device.architecture.shared_bytes + architecture.PROGRAM_BYTES) // shared
+        return int(max(1, min(architecture.REGISTERS // (self.registers * self.threads), by_shared)))
 
 
 def fitted(tile: Tile, device: Device, *, least_stages: int = 1) -> Tile:
@@ -195,7 +177,7 @@ def fitted(tile: Tile, device: Device, *, least_stages: int = 1) -> Tile:
     while not tile.fits(device):
         if tile.num_stages > least_stages:
             tile = dataclasses.replace(tile, num_stages=tile.num_stages - 1)
-        elif max(tile.rows, tile.tokens) <= LEAST_SIDE:
+        elif max(tile.rows, tile.tokens) <= architecture.LEAST_SIDE:
             break
         elif tile.rows >= tile.tokens:
             tile = dataclasses.replace(tile, rows=tile.rows // 2)

@@ -18,7 +18,7 @@ class Device:
     kind: str
     num_cores: int
     compute_capability: int | None
-    """90 for sm_90; None where there is no NVIDIA GPU."""
+    """90 for sm_90; None where there is no NVIDIA GPU, or none that is known."""
 
     @property
     def slug(self) -> str:
@@ -34,14 +34,6 @@ class Device:
     def bytes_ns(self) -> int:
         """A nanosecond that the memory moves."""
         return architecture.gigabytes_of(self.kind, self.compute_capability)
-
-    @property
-    def is_known(self) -> bool:
-        return self.compute_capability is not None
-
-    @property
-    def is_too_old(self) -> bool:
-        return architecture.too_old(self.compute_capability)
 
     @property
     def runs_hopper_code(self) -> bool:

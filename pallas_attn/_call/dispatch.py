@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pallas_attn._call import ffi, symbolic
+from pallas_attn._call import architecture, ffi, symbolic
 from pallas_attn._call.checks import fail, shown
 from pallas_attn._call.device import Device, current_device
 
@@ -35,13 +35,13 @@ def _library() -> Reason:
 def _gpu(device: Device) -> Reason:
     if device.platform != "gpu":
         return f"needs an NVIDIA GPU, the device is {device.kind!r} (to debug without one: 'interpret')"
-    if device.is_too_old:
+    if architecture.too_old(device.compute_capability):
         return f"needs sm_80 or newer, the device is sm_{device.compute_capability}"
     return None
 
 
 def _known_gpu(device: Device) -> Reason:
-    if device.platform == "gpu" and not device.is_known:
+    if device.platform == "gpu" and device.compute_capability is None:
         return f"the compute capability of {device.kind!r} is not known"
     return _gpu(device)
 

@@ -18,15 +18,8 @@ PAIRED_ROW = 3072
 PAIRED = {"block_q": 128, "block_kv": 64, "num_warps": 8, "num_stages": 2, "max_registers": 128}
 # Tiles of queries by tokens and stages, best first, if they fit; each is cut to the layout's blocks.
 PREFILL = [
-    (128, 128, 3),
-    (128, 128, 2),
-    (128, 64, 2),
-    (128, 32, 2),
-    (64, 32, 2),
-    (32, 32, 2),
-    (16, 32, 2),
-    (16, 16, 2),
-]
+    (128, 128, 3), (128, 128, 2), (128, 64, 2), (128, 32, 2), (64, 32, 2), (32, 32, 2), (16, 32, 2), (16, 16, 2),
+]  # fmt: skip
 # The largest side of those, and elements of sums, by bytes of an element: without tensor cores the products of float32
 # take registers by themselves.
 MOST = {2: (128, 128 * 128), 4: (32, 32 * 64)}
@@ -42,9 +35,7 @@ PER_QUERY_BYTES = 8  # of a gradient's log-sum-exps and deltas
 # Of which one is a query. A tile of decoded sequences has so many bytes of keys, and tokens, at most.
 DECODE_ROWS, DECODE_BYTES, DECODE_TOKENS = LEAST_SIDE, 16 * KIB, 64
 POWERS_OF_TWO = {**configs.POWERS_OF_TWO, "decode_block_kv": LEAST_SIDE, "decode_warps": 1, "decode_heads": 1}
-POWERS_OF_TWO |= {
-    f"{kernel}_{size}": LEAST_SIDE for kernel in ("dq", "dkv") for size in ("block_q", "block_kv")
-}
+POWERS_OF_TWO |= {f"{one}_{size}": LEAST_SIDE for one in ("dq", "dkv") for size in ("block_q", "block_kv")}
 POWERS_OF_TWO |= {"dq_warps": 1, "dkv_warps": 1}
 # What the tiles of each kernel are called in a config: queries where a program has more than one, keys, warps, stages.
 TILES = {
@@ -139,8 +130,8 @@ def heuristic(
         )
 
     most_q, most_kv = min(most_side, q_block_size), min(most_side, block_size)
-    cut = (tile(min(q, most_q), min(kv, most_kv), stages) for q, kv, stages in PREFILL)
-    fits = budget.first_fitting(cut, device)
+    cut = [tile(min(q, most_q), min(kv, most_kv), stages) for q, kv, stages in PREFILL]
+    fits = next((one for one in cut if one.fits(device)), cut[-1])
     prefill = tile(min(fits.rows, max(LEAST_SIDE, most_sums // width)), fits.tokens, fits.num_stages)
     decode = budget.Tile(
         rows=DECODE_ROWS,
@@ -170,11 +161,10 @@ def heuristic(
     pairs = pairs and q_block_size >= PAIRED["block_q"] and block_size >= PAIRED["block_kv"]
     if pairs and row_blocks * block_size < PAIRED_ROW:
         chosen |= PAIRED
-    of_prefill = TILES["prefill"]
-    if any(name in measured for name in of_prefill):
+    if not measured.keys().isdisjoint(TILES["prefill"]):
         chosen["max_registers"] = 0  # that of another tile
     if measured.get("max_registers") and not limits_registers:
-        measured = {name: size for name, size in measured.items() if name not in of_prefill}
+        measured = {name: size for name, size in measured.items() if name not in TILES["prefill"]}
     return BlockSparseConfig(**{**chosen, **measured})
 
 

@@ -47,13 +47,8 @@ class FlashAttentionConfig:
         for field in dataclasses.fields(self):
             tiles = getattr(self, field.name)
             if not isinstance(tiles, FlashAttentionTiles):
-                fail(
-                    "FlashAttentionConfig",
-                    field.name,
-                    "a FlashAttentionTiles",
-                    type(tiles).__name__,
-                    TypeError,
-                )
+                kind, expected = type(tiles).__name__, "a FlashAttentionTiles"
+                fail("FlashAttentionConfig", field.name, expected, kind, TypeError)
 
 
 KERNELS = tuple(field.name for field in dataclasses.fields(FlashAttentionConfig))

@@ -42,12 +42,8 @@ class SparseMLAConfig(SplitKVConfig):
         super().__post_init__()
         check_int("SparseMLAConfig", "num_splits", self.num_splits, least=1)
         if self.split_tokens:
-            fail(
-                "SparseMLAConfig",
-                "split_tokens",
-                "0: how ids are cut never depends on the batch",
-                str(self.split_tokens),
-            )
+            expected = "0: how ids are cut never depends on the batch"
+            fail("SparseMLAConfig", "split_tokens", expected, str(self.split_tokens))
 
 
 def heuristic(*, num_tokens: int, num_heads: int, topk: int, fp8: bool, device: Device) -> SparseMLAConfig:
