@@ -147,7 +147,9 @@ def timed_steps(
             advance(f"{name}: {refused.get(name, found)}")
         right = next((first[name] for name in programs if chosen[name].keeps_apart), None)
         for name in list(programs):
-            if chosen[name].keeps_apart and not np.allclose(first[name], right, rtol=APART, atol=0):
+            if right is None or not chosen[name].keeps_apart:
+                continue
+            if not np.allclose(first[name], right, rtol=APART, atol=0):
                 refused[name] = f"WRONG: loss and attention's gradients {first[name]} beside {right}"
                 del programs[name]
         samples: dict[str, list[float]] = {name: [] for name in programs}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pallas_attn._call import ffi, symbolic
+from pallas_attn._call import architecture, ffi, symbolic
 from pallas_attn._call.checks import fail, shown
 from pallas_attn._call.device import Device, current_device
 
@@ -22,7 +22,7 @@ Reason = str | None
 
 
 def _hopper(device: Device) -> Reason:
-    if device.compute_capability != 90:
+    if not device.runs_hopper_code:
         return f"needs an sm_90 GPU (H100, H200), the device is {device.kind!r}"
     return None
 
@@ -35,7 +35,7 @@ def _library() -> Reason:
 def _gpu(device: Device) -> Reason:
     if device.platform != "gpu":
         return f"needs an NVIDIA GPU, the device is {device.kind!r} (to debug without one: 'interpret')"
-    if device.compute_capability is not None and device.compute_capability < 80:
+    if architecture.too_old(device.compute_capability):
         return f"needs sm_80 or newer, the device is sm_{device.compute_capability}"
     return None
 

@@ -16,15 +16,8 @@ from pallas_attn.ops.ragged_attention.operands import Operands
 
 # Tiles of rows by tokens and stages of the pipeline, best first, if they fit: measured on Hopper (EXPERIMENTS.md).
 LONG = [
-    (128, 128, 3),
-    (128, 64, 3),
-    (128, 64, 2),
-    (64, 64, 3),
-    (64, 64, 2),
-    (64, 32, 2),
-    (32, 32, 2),
-    (16, 16, 1),
-]
+    (128, 128, 3), (128, 64, 3), (128, 64, 2), (64, 64, 3), (64, 64, 2), (64, 32, 2), (32, 32, 2), (16, 16, 1),
+]  # fmt: skip
 # Of heads of 64 or less, whose softmax takes as long as their products: two programs fit on a multiprocessor, and one
 # has the tensor cores while the other does the rest.
 FEW_DIMS = [(64, 128, 3), *LONG]
