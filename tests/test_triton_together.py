@@ -31,10 +31,11 @@ def begun(monkeypatch):
         def made(request: cache.Request) -> cache.Compiled:
             name = request.text.partition("@")[2].partition("(")[0]
             names.append(name)
-            barrier.wait(timeout=3600)  # threads that wait for ever would keep the process from ending
+            barrier.wait(timeout=300)  # threads that wait for ever would keep the process from ending
             return cache.Compiled(name, "// not compiled", 0, request.num_warps, "none")
 
         monkeypatch.setattr(compiler, "made", made)
+        jax.clear_caches()  # else what another test has traced is not traced again, and is begun one after another
         sys.modules[_lowering.__name__ + ".launch"]._traced.take()  # what other tests have only traced
         return names
 
