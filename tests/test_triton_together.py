@@ -42,7 +42,8 @@ def begun(monkeypatch):
     return wait_for
 
 
-def test_a_program_has_its_kernels_compiled_at_once(begun):
+@pytest.mark.parametrize("time", ["first", "second"])
+def test_a_program_has_its_kernels_compiled_at_once(begun, time):
     def loss(query, keys):
         return FLASH(query, keys, keys).astype(jnp.float32).sum()
 
