@@ -37,13 +37,14 @@ def forgotten_programs():
         gc.collect()
 
 
-def pytest_configure() -> None:
-    """XLA's compiler for the CPU is told to hurry, before test files are imported, which make arrays.
-
-    Thousands of small programs are compiled here, most to run once: LLVM's optimisations take a third of the time.
-    """
+def pytest_configure(config: pytest.Config) -> None:
+    """Before test files are imported, which make arrays."""
+    # Thousands of small programs are compiled here, most to run once: LLVM's optimisations take a third of the time.
     if jax.default_backend() != "gpu":
         jax.config.update("jax_disable_most_optimizations", True)
+    # The package's annotations are checked at each call, but in a sample: an eighth of its time.
+    if not config.getoption("sample"):
+        jaxtyping.install_import_hook(["pallas_attn"], "beartype.beartype")
 
 
 def pytest_collection_finish() -> None:

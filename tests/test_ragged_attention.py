@@ -83,6 +83,7 @@ def test_padding_is_empty_and_num_seqs_may_change(implementation):
 
 
 @pytest.mark.once
+@pytest.mark.sweep
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     "boundary", ["first", "page end", "page start", "split end", "split start", "own", "window"]

@@ -9,11 +9,13 @@ import sys
 import typing
 from pathlib import Path
 
+import jaxtyping
 import pytest
 
 import pallas_attn
 from pallas_attn import _types
 from pallas_attn._call import dispatch
+from pallas_attn._call.hopper_forward import heads_in_l2
 
 ROOT = Path(__file__).parents[1]
 CALLS = Path(__file__).with_name("typed_calls.py")
@@ -114,3 +116,13 @@ def test_no_two_sets_of_names_have_one_name():
     ]
     assert len(names) > 5
     assert len(set(names)) == len(names)
+
+
+@pytest.mark.once
+def test_annotations_are_checked_but_in_a_sample(pytestconfig):
+    right = heads_in_l2(8, 4096)
+    if pytestconfig.option.sample:
+        assert heads_in_l2(8, 4096.0) == right  # pyright: ignore[reportArgumentType]
+    else:
+        with pytest.raises(jaxtyping.TypeCheckError, match="heads_in_l2"):
+            heads_in_l2(8, 4096.0)  # pyright: ignore[reportArgumentType]

@@ -4,6 +4,7 @@ Reads requests and writes answers, one line of JSON each, until its input ends. 
 what lets one run of the tests read the same kernels with several, whatever torch has brought into the environment.
 """
 
+import faulthandler
 import gzip
 import hashlib
 import importlib.util
@@ -21,6 +22,8 @@ POLICY = re.compile(
 )
 OLD_POLICY = re.compile(r" (?:cacheModifier = (\w+) )?(?:evictionPolicy = (\w+) )(?=:)")
 HINTS = ("evict_first", "evict_last")
+# After which a compiler hangs: less than a test has, so that the kernel is named.
+MOST_SECONDS = 900
 
 
 def spell(triton_ir: str, release: tuple[int, int]) -> str:
@@ -224,10 +227,12 @@ def main(cache: str) -> None:
     Path(cache).mkdir(parents=True, exist_ok=True)
     print(json.dumps({"version": triton.__version__, "file": triton.__file__}), file=answers, flush=True)
     for line in sys.stdin:
+        faulthandler.dump_traceback_later(MOST_SECONDS, exit=True)
         try:
             reply = answer(json.loads(line), triton.__version__, Path(cache))
         except Exception as error:  # it is the caller's to raise
             reply = {"error": f"{type(error).__name__}: {error}"}
+        faulthandler.cancel_dump_traceback_later()
         print(json.dumps(reply), file=answers, flush=True)
 
 

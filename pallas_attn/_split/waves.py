@@ -34,6 +34,9 @@ CORE_BYTES_NS = 41
 UNEVEN = 1.5
 # The mean of lengths that differ, of the longest.
 DIFFERING = 0.125
+# Of programs, that are weighed: batches that fit a GPU's memory are cheapest in fewer than three, and a table may have
+# room for millions of splits.
+MOST_WAVES = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +81,7 @@ class Waves:
 
     def cheapest(self, most: int) -> tuple[float, int]:
         """(cost, splits), where a walk has so many at most."""
+        most = min(most, MOST_WAVES * self.slots // self.walks)
         best = self.cost(1), 1
         for splits in self._counts(most):
             # To begin them costs more alone, and so does any larger number.
