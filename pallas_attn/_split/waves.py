@@ -34,9 +34,6 @@ CORE_BYTES_NS = 41
 UNEVEN = 1.5
 # The mean of lengths that differ, of the longest.
 DIFFERING = 0.125
-# Of programs, that are weighed: batches that fit a GPU's memory are cheapest in fewer than three, and a table may have
-# room for millions of splits.
-MOST_WAVES = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +78,6 @@ class Waves:
 
     def cheapest(self, most: int) -> tuple[float, int]:
         """(cost, splits), where a walk has so many at most."""
-        most = min(most, MOST_WAVES * self.slots // self.walks)
         best = self.cost(1), 1
         for splits in self._counts(most):
             # To begin them costs more alone, and so does any larger number.
@@ -91,14 +87,12 @@ class Waves:
         return best
 
     def _counts(self, most: int) -> Iterator[int]:
-        """Numbers of splits worth weighing, from 2 on: all that run at once, then as many as fill so many waves, an
-        eighth more each time, or tables of millions of tokens would take seconds."""
-        at_once = self.slots // self.walks
-        yield from range(2, min(at_once, most) + 1)
-        splits, waves = max(at_once, 1), 1
-        while (full := (waves := waves + 1 + waves // 8) * self.slots // self.walks) <= most:
-            if full > splits:
-                yield (splits := full)
+        """Numbers of splits that are weighed, from 2 on: all of up to two waves, then twice as many each time, for a table
+        may hold millions of tiles."""
+        splits = max(2 * self.slots // self.walks, 1)
+        yield from range(2, min(splits, most) + 1)
+        while (splits := 2 * splits) <= most:
+            yield splits
 
     def _equal(self, splits: int) -> float:
         split_bytes = math.ceil(self.steps / splits) * self.step_bytes
