@@ -123,7 +123,7 @@ def test_tables_of_any_width_are_weighed_at_once(walks, monkeypatch):
         weighed.clear()
         _, splits = waves_of(tile, walks, 2**31).cheapest(2**31 // tile.tokens)
         assert splits > 1
-        assert len(weighed) < 1000
+        assert len(weighed) < 3000
         assert weighed == sorted(set(weighed))
 
 

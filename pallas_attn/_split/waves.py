@@ -87,7 +87,7 @@ class Waves:
         return best
 
     def _counts(self, most: int) -> Iterator[int]:
-        """Numbers of splits that are weighed, from 2 on: all of up to two waves, then twice as many each time, for a table
+        """Numbers of splits that are weighed, from 2 on: all of up to two waves, then twice as many each time. A table
         may hold millions of tiles."""
         splits = max(2 * self.slots // self.walks, 1)
         yield from range(2, min(splits, most) + 1)
