@@ -76,7 +76,7 @@ def test_packed_tokens_are_put_in_order_without_spills(head_dim, invariant):
 def test_what_is_chosen_fills_the_device(kv_heads, device):
     """Where there is enough to do, and the memory does not do with a part of it: of equal lengths no wave is left with
     much idle."""
-    for num_seqs in (*range(1, 140, 13), 192, 333):
+    for num_seqs in (1, 14, 40, 79, 131, 192, 333):
         config = chosen(num_seqs, 8192, kv_heads, device=device)
         tile, programs = tile_of(config, device=device), max(config.target_programs, num_seqs * kv_heads)
         slots = tile.resident(device) * device.num_cores
@@ -105,7 +105,7 @@ def test_no_other_plan_is_cheaper():
 
 
 def test_numbers_of_splits_that_are_not_weighed_cost_more():
-    for tile, walks, tokens in itertools.product(shape().tiles({}), (1, 64, 1000), (100, 5000, 40000)):
+    for tile, walks, tokens in itertools.product(shape().tiles({}), (1, 64, 1000), (100, 5000)):
         call, most = waves_of(tile, walks, tokens), max(1, tokens // tile.tokens)
         assert call.cheapest(most) == min((call.cost(splits), splits) for splits in range(1, most + 1))
 

@@ -50,12 +50,12 @@ class Waves:
         """Programs that share a multiprocessor."""
         return self.tile.resident(self.device)
 
-    @property
+    @functools.cached_property
     def slots(self) -> int:
         """Programs that run at once."""
         return self.resident * self.device.num_cores
 
-    @property
+    @functools.cached_property
     def steps(self) -> int:
         """Of a walk that is not cut."""
         return math.ceil(self.tokens / self.tile.tokens)
@@ -64,7 +64,7 @@ class Waves:
     def step_bytes(self) -> int:
         return self.tile.loaded_bytes
 
-    @property
+    @functools.cached_property
     def alone_ns(self) -> float:
         """That a program takes for each byte, however few programs there are."""
         return STEP_NS / self.step_bytes + 1 / CORE_BYTES_NS
