@@ -76,7 +76,7 @@ def test_packed_tokens_are_put_in_order_without_spills(head_dim, invariant):
 def test_what_is_chosen_fills_the_device(kv_heads, device):
     """Where there is enough to do, and the memory does not do with a part of it: of equal lengths no wave is left with
     much idle."""
-    for num_seqs in (*range(1, 140, 13), 192, 333):
+    for num_seqs in (1, 14, 40, 79, 131, 192, 333):
         config = chosen(num_seqs, 8192, kv_heads, device=device)
         tile, programs = tile_of(config, device=device), max(config.target_programs, num_seqs * kv_heads)
         slots = tile.resident(device) * device.num_cores
@@ -104,11 +104,10 @@ def test_no_other_plan_is_cheaper():
                     assert own <= others.cost(other), (num_seqs, max_len, other)
 
 
-def test_numbers_of_splits_that_are_not_weighed_cost_no_less():
-    for tile, walks, tokens in itertools.product(shape().tiles({}), (1, 17, 64, 1000), (100, 5000, 40000)):
+def test_numbers_of_splits_that_are_not_weighed_cost_more():
+    for tile, walks, tokens in itertools.product(shape().tiles({}), (1, 17, 64, 1000), (100, 5000)):
         call, most = waves_of(tile, walks, tokens), max(1, tokens // tile.tokens)
-        least = min(call.cost(splits) for splits in range(1, most + 1))
-        assert least <= call.cheapest(most)[0] <= 1.01 * least
+        assert call.cheapest(most) == min((call.cost(splits), splits) for splits in range(1, most + 1))
 
 
 @pytest.mark.parametrize("walks", [1, 100, 5000])
@@ -123,7 +122,7 @@ def test_tables_of_any_width_are_weighed_at_once(walks, monkeypatch):
         weighed.clear()
         _, splits = waves_of(tile, walks, 2**31).cheapest(2**31 // tile.tokens)
         assert splits > 1
-        assert len(weighed) < 3000
+        assert len(weighed) < 2 * math.isqrt(2**31 // tile.tokens) + 2
         assert weighed == sorted(set(weighed))
 
 
@@ -217,20 +216,21 @@ def test_few_constants_decide():
 
 def test_the_choice_reads_no_other_module():
     """But `_tile/triton.py`, which rounds up to the tensor core's tile."""
-    ran = set()
+    files = set()
 
     def note(frame, event, _):
-        path = Path(frame.f_code.co_filename)
-        if event == "call" and path.is_relative_to(heuristic_constants.ROOT):
-            ran.add(str(path.relative_to(heuristic_constants.ROOT)))
+        files.add(frame.f_code.co_filename)
 
     sys.setprofile(note)
     try:
-        for device, itemsize in itertools.product(DEVICES, (1, 2)):
-            chosen(77, 3000, rows=5, device=dataclasses.replace(device), itemsize=itemsize, head_dim=96)
-            configs.invariant(shape(device=dataclasses.replace(device)))
+        for device, itemsize in itertools.product((H200, RTX), (1, 2)):
+            fresh = dataclasses.replace(device, num_cores=77)
+            chosen(7, 700, rows=5, device=fresh, itemsize=itemsize, head_dim=96)
+            configs.invariant(shape(device=fresh))
     finally:
         sys.setprofile(None)
+    root = heuristic_constants.ROOT
+    ran = {str(Path(file).relative_to(root)) for file in files if Path(file).is_relative_to(root)}
     assert ran == {*heuristic_constants.MODULES, "_tile/triton.py", "_call/checks.py"}
 
 

@@ -51,12 +51,12 @@ class Waves:
         """Programs that share a multiprocessor."""
         return self.tile.resident(self.device)
 
-    @property
+    @functools.cached_property
     def slots(self) -> int:
         """Programs that run at once."""
         return self.resident * self.device.num_cores
 
-    @property
+    @functools.cached_property
     def steps(self) -> int:
         """Of a walk that is not cut."""
         return math.ceil(self.tokens / self.tile.tokens)
@@ -65,7 +65,7 @@ class Waves:
     def step_bytes(self) -> int:
         return self.tile.loaded_bytes
 
-    @property
+    @functools.cached_property
     def alone_ns(self) -> float:
         """That a program takes for each byte, however few programs there are."""
         return STEP_NS / self.step_bytes + 1 / CORE_BYTES_NS
@@ -87,12 +87,11 @@ class Waves:
         return best
 
     def _counts(self, most: int) -> Iterator[int]:
-        """Numbers of splits that are weighed, from 2 on: all of up to two waves, then twice as many each time. A table
-        may hold millions of tiles."""
-        splits = max(2 * self.slots // self.walks, 1)
-        yield from range(2, min(splits, most) + 1)
-        while (splits := 2 * splits) <= most:
+        """The fewest splits that leave the longest of them one tile less, and so on: few, of a table of any width."""
+        tiles = self.steps
+        while tiles > 1 and (splits := math.ceil(self.steps / (tiles - 1))) <= most:
             yield splits
+            tiles = math.ceil(self.steps / splits)
 
     def _equal(self, splits: int) -> float:
         split_bytes = math.ceil(self.steps / splits) * self.step_bytes
