@@ -17,6 +17,7 @@ from pallas_attn.mods import BlockMask, and_masks, block_mask, not_mask, or_mask
 from pallas_attn.ops.blocksparse_attention import BlockSparseConfig, SparseLayout, blocksparse_attention
 from pallas_attn.ops.flash_attention import (
     FlashAttentionConfig,
+    FlashAttentionCudaConfig,
     FlashAttentionTiles,
     dot_product_attention,
     flash_attention,
@@ -54,6 +55,7 @@ __all__ = [
     "BlockMask",
     "BlockSparseConfig",
     "FlashAttentionConfig",
+    "FlashAttentionCudaConfig",
     "FlashAttentionTiles",
     "LocalStride",
     "MLADecodeConfig",

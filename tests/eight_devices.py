@@ -133,6 +133,31 @@ def test_paged_attention(kind, implementation):
     assert_equal(attend, arrays, attended(), moves=1 if implementation == "xla" else 0, out=QUERY)
 
 
+@OURS_ALONE
+@pytest.mark.parametrize(
+    ("kind", "implementation"),
+    [(AxisType.Auto, "interpret"), (AxisType.Explicit, "interpret"), (AxisType.Explicit, "xla")],
+)
+def test_score_and_mask_functions(kind, implementation):
+    """Heads and sequences are numbered through the whole call; what is captured is whole on every device."""
+
+    def attend(arrays, slopes, firsts, implementation=implementation):
+        def score(s, batch, head, query, key):
+            return s - slopes[head] * (query - key) + firsts[batch] * 0.1 * key
+
+        def mask(batch, head, query, key):
+            return (query - key < 9 * (head + 1)) & (key >= firsts[batch])
+
+        options = dict(score_mod=score, mask_mod=mask, return_lse=True, implementation=implementation)
+        return paged_attention(*arrays, **options)
+
+    captured = jnp.linspace(0.0, 0.3, 8), jnp.array([40, 0, 3, 20], jnp.int32)
+    expected = attend(paged(), *captured, implementation="xla")
+    assert np.abs(expected[0] - attended()[0]).max() > 0.1
+    result = jax.jit(attend)(placed(mesh_of(kind), paged(), BOTH), *captured)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), result, expected)
+
+
 @KINDS
 def test_heads_alone(kind):
     """Called without a jit of one's own."""

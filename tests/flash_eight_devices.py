@@ -2,7 +2,9 @@
 
 import contextlib
 import functools
+import re
 
+import hopper_on_cpu
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_attn import dot_product_attention, flash_attention, mods
+from pallas_attn import FlashAttentionCudaConfig, dot_product_attention, flash_attention, mods
 from pallas_attn.testing.flash_attention import SMALL_TILES
 
 pytestmark = pytest.mark.once  # the other ops are sharded on both jax
@@ -128,6 +130,69 @@ def test_shard_map():
 
     placed = {n: jax.device_put(x, NamedSharding(mesh, specs[n])) for n, x in floats.items()}
     check(jax.jit(jax.value_and_grad(loss))(placed, jax.device_put(ids, NamedSharding(mesh, P("data")))))
+
+
+@pytest.mark.parametrize("kind", list(AxisType), ids=str)
+def test_gradients_by_cuda_on_a_device_are_of_what_it_holds(monkeypatch, kind):
+    """Its kernels stood in for by jnp; Manual is shard_map's, whose check of what varies they pass."""
+    hopper_on_cpu.stand_in(monkeypatch)
+    ids, sinks = arguments()["segment_ids"], arguments()["sinks"]
+    dense = [arguments()[name].astype(jnp.bfloat16) for name in ("query", "key", "value")]
+    seen = []
+    stood_in = hopper_on_cpu.backward
+    monkeypatch.setattr(
+        "pallas_attn._call.hopper_backward.backward",
+        lambda query, *rest, **options: seen.append(query.shape) or stood_in(query, *rest, **options),
+    )
+
+    def loss(floats, ids, **options):
+        out = flash_attention(*floats[:3], sinks=floats[3], segment_ids=ids, causal=True, **options)
+        return jnp.sum(jnp.sin(out.astype(jnp.float32)))
+
+    own = dict(implementation="cuda", config=FlashAttentionCudaConfig("cuda"))
+    manual = kind == AxisType.Manual
+    mesh = mesh_of(AxisType.Explicit if manual else kind)
+    specs = (*[TOKENS] * 3, P("model")), P("data")
+    call = functools.partial(loss, **own)
+    if manual:
+        part = call
+
+        @functools.partial(jax.shard_map, mesh=mesh, in_specs=specs, out_specs=P())
+        def call(floats, ids):
+            return jax.lax.psum(part(floats, ids), ("data", "model"))
+
+    place = functools.partial(jax.tree.map, lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)))
+    got = jax.jit(jax.grad(call))(*place(((*dense, sinks), ids), specs))
+    assert (2, 40, 2, 16) in seen
+    want = jax.jit(jax.grad(functools.partial(loss, implementation="xla")))(
+        (*(x.astype(jnp.float32) for x in dense), sinks), ids
+    )
+    for one, right in zip(got, want, strict=True):
+        assert jnp.linalg.norm(one.astype(jnp.float32) - right) < 8e-3 * jnp.linalg.norm(right)
+
+
+def test_what_devices_of_a_shard_map_share_has_gradients_summed_in_float32():
+    """Keys and values of a single head beside sharded query heads, a bias, sinks, and what a score_mod reads."""
+    mesh = mesh_of(AxisType.Explicit)
+    heads, whole = P(None, None, ("data", "model")), P()
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(heads, *[whole] * 5), out_specs=whole)
+    def loss(query, key, value, bias, sink, slope):
+        out = flash_attention(
+            query, key, value, bias=bias, sinks=sink, implementation="xla",
+            score_mod=lambda score, batch, head, q, k: score + slope[head] * (k - q),
+        )  # fmt: skip
+        return jax.lax.psum(jnp.sum(jnp.sin(out.astype(jnp.float32))), ("data", "model"))
+
+    shapes = ((1, 32, 8, 16), (1, 32, 1, 16), (1, 32, 1, 16), (1, 1, 32, 32), (1,), (1,))
+    arrays = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, heads if i == 0 else whole))
+        for i, shape in enumerate(shapes)
+    ]
+    text = jax.jit(jax.grad(loss, tuple(range(1, 6)))).lower(*arrays).as_text()
+    sums = re.findall(r'"stablehlo.all_reduce".*?\}\) : \(tensor<(.*?)>\)', text, re.DOTALL)
+    assert len(sums) >= 5
+    assert all(one.endswith("f32") for one in sums), sums
 
 
 @KINDS

@@ -55,11 +55,14 @@ from refused_values import (
     new_latents,
     new_tokens,
     page_scales,
+    ragged,
 )
 from support import small_cache
 
 import pallas_attn
 from pallas_attn import nn
+
+MODS = dict.fromkeys(("score_mod", "mask_mod"), FUNCTION.or_none())
 
 
 def calls() -> dict[str, Call]:
@@ -85,6 +88,9 @@ def calls() -> dict[str, Call]:
                 "k_scale": Kind((1.0, "x")).or_none(),
             },
         ),
+        "paged_attention, mods": Call(pallas_attn.paged_attention, attention(), MODS),
+        "mla_decode, mods": Call(pallas_attn.mla_decode, latent_attention(), MODS),
+        "ragged_paged_attention, mods": Call(pallas_attn.ragged_paged_attention, ragged(), MODS),
         "paged_attention, quantised": Call(
             pallas_attn.paged_attention,
             attention(jnp.int8),
@@ -244,7 +250,7 @@ def calls() -> dict[str, Call]:
             pallas_attn.flash_attention,
             dense_attention(),
             {
-                **dict.fromkeys(("score_mod", "mask_mod"), FUNCTION.or_none()),
+                **MODS,
                 "block_mask": INSTANCE.or_none(),
             },
         ),
@@ -306,6 +312,9 @@ def calls() -> dict[str, Call]:
             pallas_attn.FlashAttentionConfig,
             dict.fromkeys(("forward", "query", "key_value"), pallas_attn.FlashAttentionTiles(16, 16)),
             dict.fromkeys(("forward", "query", "key_value"), INSTANCE),
+        ),
+        "FlashAttentionCudaConfig": Call(
+            pallas_attn.FlashAttentionCudaConfig, dict(backward="cuda"), dict(backward=NAME.or_none())
         ),
         "LocalStride": Call(
             pallas_attn.LocalStride,

@@ -174,7 +174,7 @@ def test_what_is_fitted_fits(device, itemsize, width):
     ],
 )
 def test_shared_memory_of_gpus(capability, kib):
-    assert dataclasses.replace(H100, compute_capability=capability).shared_bytes == 1024 * kib
+    assert dataclasses.replace(H100, compute_capability=capability).architecture.shared_bytes == 1024 * kib
 
 
 def test_programs_that_share_a_multiprocessor():

@@ -399,7 +399,10 @@ def test_what_it_does_not_serve_it_says(change, reason):
     ("options", "reason"),
     [
         ({"mask": jnp.ones((1, 1, 1, 2048), bool)}, "has no mask"),
-        ({"config": FlashAttentionConfig(*[FlashAttentionTiles(64, 64)] * 3)}, "takes no config"),
+        (
+            {"config": FlashAttentionConfig(*[FlashAttentionTiles(64, 64)] * 3)},
+            "takes a FlashAttentionCudaConfig",
+        ),
     ],
     ids=["mask", "config"],
 )

@@ -1,4 +1,4 @@
-"""Gradients by the CUDA kernel of csrc/attention/sm90/backward, which `flash_attention` does not take yet."""
+"""Gradients by the CUDA kernel of csrc/attention/sm90/backward, which `flash_attention` takes where it is told to."""
 
 import functools
 
@@ -11,17 +11,9 @@ from lowering import lower_for_four
 
 import pallas_attn
 from pallas_attn._call import dispatch
-from pallas_attn.ops.flash_attention import api, cuda
 
 TARGET = "pallas_attn_attention_backward_sm90"
-
-
-@pytest.fixture(autouse=True)
-def own_gradients(monkeypatch):
-    steps = api.OP.implementations["cuda"].steps
-    assert isinstance(steps, dict)
-    monkeypatch.setitem(steps, "backward", dispatch.Implementation(cuda.backward, takes_config=False))
-
+GRADIENTS = pallas_attn.FlashAttentionCudaConfig(backward="cuda")
 
 OWN = [  # query heads, KV heads, dim, dtype, options
     (4, 2, 128, "bfloat16", {"causal": True}),
@@ -34,7 +26,7 @@ OWN = [  # query heads, KV heads, dim, dtype, options
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", OWN, ids=str)
-def test_its_own_gradients(own_gradients, case):
+def test_its_own_gradients(case):
     """Of everything that has some, a sink's and the lse's too, and the same bits again."""
     heads, kv_heads, dim, dtype, options = case
     options, tokens, rng = dict(options), 700, np.random.default_rng(0)
@@ -53,11 +45,15 @@ def test_its_own_gradients(own_gradients, case):
     def pulled(implementation, *floats):
         def attention(query, key, value, sinks):
             return pallas_attn.flash_attention(
-                query, key, value, sinks=sinks, return_lse=True, implementation=implementation, **options
-            )
+                query, key, value, sinks=sinks, return_lse=True, implementation=implementation,
+                config=GRADIENTS if implementation == "cuda" else None, **options,
+            )  # fmt: skip
 
         results, pull = jax.vjp(attention, *floats)
-        return pull(tuple(jnp.cos(jnp.arange(r.size, dtype=r.dtype)).reshape(r.shape) for r in results))
+        # Of few numbers, which 16 bits have too.
+        return pull(
+            tuple(jnp.cos(jnp.arange(r.size) % 97.0).reshape(r.shape).astype(r.dtype) for r in results)
+        )
 
     ours = jax.jit(functools.partial(pulled, "cuda"))
     assert TARGET in ours.lower(*floats).as_text()
@@ -81,7 +77,7 @@ def test_each_device_calls_it_with_what_is_its_own(monkeypatch, axis_type):
     def gradients(*floats):
         def loss(*floats):
             return (
-                pallas_attn.flash_attention(*floats, causal=True, implementation="cuda")
+                pallas_attn.flash_attention(*floats, causal=True, implementation="cuda", config=GRADIENTS)
                 .astype(jnp.float32)
                 .sum()
             )

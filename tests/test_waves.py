@@ -4,8 +4,11 @@ cheapest; how many programs share a multiprocessor is what compilers make of it.
 import dataclasses
 import itertools
 import math
+import sys
+from pathlib import Path
 from typing import Any
 
+import heuristic_constants
 import jax
 import jax.numpy as jnp
 import lowering
@@ -31,29 +34,29 @@ DEVICES = [H200, H100, A100, B200, RTX]
 PAGE, MOST_SEQS = 16, 512
 
 
-def kind(rows=4, head_dim=128, device=H200, itemsize=2, **more: Any) -> configs.Kind:
-    return configs.Kind(
+def shape(rows=4, head_dim=128, device=H200, itemsize=2, **more: Any) -> configs.Shape:
+    return configs.Shape(
         rows=rows, head_dim=head_dim, itemsize=itemsize, query_itemsize=2, device=device, **more
     )
 
 
-def chosen(num_seqs: int, max_len: int, kv_heads=8, measured: dict[str, int] | None = None, **of_kind: Any):
+def chosen(num_seqs: int, max_len: int, kv_heads=8, measured: dict[str, int] | None = None, **of_shape: Any):
     batch = dict(num_seqs=num_seqs, num_kv_heads=kv_heads, max_len=max_len)
-    return configs.heuristic(kind(**of_kind), **batch, measured=frozenset((measured or {}).items()))
+    return configs.heuristic(shape(**of_shape), **batch, measured=frozenset((measured or {}).items()))
 
 
-def tile_of(config, **of_kind: Any) -> budget.Tile:
+def tile_of(config, **of_shape: Any) -> budget.Tile:
     candidate = configs.Candidate(config.block_kv, config.num_warps, config.num_stages)
-    return kind(**of_kind).tile(config.block_q, candidate)
+    return shape(**of_shape).tile(config.block_q, candidate)
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.kind)
 @pytest.mark.parametrize(("head_dim", "itemsize"), [(16, 2), (64, 2), (128, 1), (128, 2), (256, 2), (512, 2)])
 def test_what_is_chosen_fits(head_dim, itemsize, device):
     for num_seqs, max_len, rows in itertools.product((1, 40, 300), (256, 4096), (1, 24, 128)):
-        of_kind: dict[str, Any] = dict(rows=rows, head_dim=head_dim, itemsize=itemsize, device=device)
-        config = chosen(num_seqs, max_len, **of_kind)
-        tile = tile_of(config, **of_kind)
+        of_shape: dict[str, Any] = dict(rows=rows, head_dim=head_dim, itemsize=itemsize, device=device)
+        config = chosen(num_seqs, max_len, **of_shape)
+        tile = tile_of(config, **of_shape)
         assert tile.fits(device)
         assert head_dim > 256 or not tile.spills
 
@@ -63,8 +66,8 @@ def test_what_is_chosen_fits(head_dim, itemsize, device):
 def test_packed_tokens_are_put_in_order_without_spills(head_dim, invariant):
     """With as many tokens as threads Triton 3.9 keeps 440 bytes of a thread on the stack for sm_90, 3456 for sm_80."""
     for device, max_len in itertools.product(DEVICES, (1024, 32768)):
-        of_kind: dict[str, Any] = dict(head_dim=head_dim, layout="PACKED", device=device)
-        config = configs.invariant(kind(**of_kind)) if invariant else chosen(1, max_len, **of_kind)
+        of_shape: dict[str, Any] = dict(head_dim=head_dim, layout="PACKED", device=device)
+        config = configs.invariant(shape(**of_shape)) if invariant else chosen(1, max_len, **of_shape)
         assert config.block_kv < 32 * config.num_warps
 
 
@@ -93,7 +96,7 @@ def test_no_other_plan_is_cheaper():
         whole = config.num_splits == 1
         splits = 1 if whole else max(1, config.target_programs // walks)
         own = waves_of(tile_of(config), walks, max_len).cost(splits, whole=whole)
-        for tile in kind().tiles({}):
+        for tile in shape().tiles({}):
             others = waves_of(tile, walks, max_len)
             assert own <= others.cost(1, whole=True)
             for other in (1, 2, 3, 5, 8, 13, 21):
@@ -101,21 +104,38 @@ def test_no_other_plan_is_cheaper():
                     assert own <= others.cost(other), (num_seqs, max_len, other)
 
 
-def test_numbers_of_splits_that_are_not_weighed_cost_more():
-    for tile, walks, tokens in itertools.product(kind().tiles({}), (1, 64, 1000), (100, 5000, 40000)):
+def test_numbers_of_splits_that_are_not_weighed_cost_no_less():
+    for tile, walks, tokens in itertools.product(shape().tiles({}), (1, 17, 64, 1000), (100, 5000, 40000)):
         call, most = waves_of(tile, walks, tokens), max(1, tokens // tile.tokens)
-        assert call.cheapest(most) == min((call.cost(splits), splits) for splits in range(1, most + 1))
+        least = min(call.cost(splits) for splits in range(1, most + 1))
+        assert least <= call.cheapest(most)[0] <= 1.01 * least
+
+
+@pytest.mark.parametrize("walks", [1, 100, 5000])
+def test_tables_of_any_width_are_weighed_at_once(walks, monkeypatch):
+    """Each number of splits of a table of 2**31 tokens took minutes of a first call."""
+    weighed = []
+    cost = waves.Waves.cost
+    monkeypatch.setattr(
+        waves.Waves, "cost", lambda self, splits: weighed.append(splits) or cost(self, splits)
+    )
+    for tile in shape().tiles({}):
+        weighed.clear()
+        _, splits = waves_of(tile, walks, 2**31).cheapest(2**31 // tile.tokens)
+        assert splits > 1
+        assert len(weighed) < 3000
+        assert weighed == sorted(set(weighed))
 
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_longer_walks_never_cost_less(whole):
-    for tile, walks in itertools.product(kind().tiles({}), (1, 64, 1000)):
+    for tile, walks in itertools.product(shape().tiles({}), (1, 64, 1000)):
         costs = [waves_of(tile, walks, tokens).cost(1, whole=whole) for tokens in range(16, 9000, 80)]
         assert costs == sorted(costs)
 
 
 def test_a_faster_memory_never_costs_more():
-    for tile, walks, tokens in itertools.product(kind().tiles({}), (1, 100, 1000), (500, 9000)):
+    for tile, walks, tokens in itertools.product(shape().tiles({}), (1, 100, 1000), (500, 9000)):
         fast, slow = (waves_of(tile, walks, tokens, device).cost(1) for device in (H200, H100))
         assert fast <= slow
 
@@ -184,9 +204,48 @@ def test_few_rows_over_bytes_take_transposed_products_on_hopper(max_len):
 @pytest.mark.parametrize("rows", [1, 40])
 @pytest.mark.parametrize("head_dim", [64, 128, 512])
 def test_splits_of_an_invariant_call_are_whole_tiles(rows, head_dim):
-    config = configs.invariant(kind(rows=rows, head_dim=head_dim, device=A100))
+    config = configs.invariant(shape(rows=rows, head_dim=head_dim, device=A100))
     assert config.split_tokens >= config.block_kv
     assert config.split_tokens % config.block_kv == 0
+
+
+def test_few_constants_decide():
+    """Each is a number of the hardware or of a measurement: `python tests/heuristic_constants.py` lists them."""
+    found = heuristic_constants.constants()
+    assert len(found) <= 20, found
+
+
+def test_the_choice_reads_no_other_module():
+    """But `_tile/triton.py`, which rounds up to the tensor core's tile."""
+    ran = set()
+
+    def note(frame, event, _):
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(heuristic_constants.ROOT):
+            ran.add(str(path.relative_to(heuristic_constants.ROOT)))
+
+    sys.setprofile(note)
+    try:
+        for device, itemsize in itertools.product(DEVICES, (1, 2)):
+            chosen(77, 3000, rows=5, device=dataclasses.replace(device), itemsize=itemsize, head_dim=96)
+            configs.invariant(shape(device=dataclasses.replace(device)))
+    finally:
+        sys.setprofile(None)
+    assert ran == {*heuristic_constants.MODULES, "_tile/triton.py", "_call/checks.py"}
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("A, B = 3, 4\nC = A * 2", ["A", "B"]),
+        ("T = (Row(80, 1.5), Row(90, 2.5))", ["T[0]", "T[1]"]),
+        ("def f(x):\n    return 7 * x + 1", ["f"]),
+        ("class K:\n    a: int = 5\n    def g(self):\n        return 0.5", ["K"]),
+        ("D = {3: 4}", ["D"]),
+    ],
+)
+def test_a_number_would_be_counted(source, found):
+    assert [one.name for one in heuristic_constants.of_source("", source)] == found
 
 
 def compiled(
@@ -225,16 +284,16 @@ def test_programs_that_share_a_multiprocessor_are_those_of_compiled_kernels(
 ):
     """By Triton's own registers and shared memory: at most one more or less of several, and none that spills."""
     device = Device("gpu", lowering.DEVICES[sm][0], lowering.DEVICES[sm][1], sm)
-    of_kind = kind(rows=rows, head_dim=head_dim, itemsize=jnp.dtype(dtype).itemsize, device=device)
+    of_shape = shape(rows=rows, head_dim=head_dim, itemsize=jnp.dtype(dtype).itemsize, device=device)
     block_q = configs.TRANSPOSED_ROWS if candidate in configs.TRANSPOSED else max(16, rows)
-    tile = of_kind.tile(block_q, candidate)
+    tile = of_shape.tile(block_q, candidate)
     if not tile.fits(device) or tile.spills:
-        assert (tile.rows, tile.tokens) not in {(t.rows, t.tokens) for t in of_kind.tiles({})}
+        assert (tile.rows, tile.tokens) not in {(t.rows, t.tokens) for t in of_shape.tiles({})}
         return
     kernel = compiled(sm, head_dim, rows, candidate, dtype)
     assert not kernel.stack_bytes
     registers = math.ceil(kernel.registers / 8) * 8 * tile.threads
-    by_shared = (device.shared_bytes + PROGRAM_BYTES) // (kernel.shared_bytes + PROGRAM_BYTES)
+    by_shared = (device.architecture.shared_bytes + PROGRAM_BYTES) // (kernel.shared_bytes + PROGRAM_BYTES)
     found = min(REGISTERS // registers, by_shared)
     assert abs(tile.resident(device) - found) <= (found > 1), (kernel.registers, kernel.shared_bytes)
 

@@ -11,9 +11,6 @@ import pytest
 import triton_kernels
 
 import pallas_attn
-from pallas_attn._call.device import Device
-from pallas_attn._split.waves import Waves
-from pallas_attn.ops.paged_attention.config import Kind, heuristic
 
 pytestmark = pytest.mark.once
 PAGE_SIZE, COLUMNS = 2**15, 2**16
@@ -105,21 +102,3 @@ def test_long_sequences(op, implementation):
         np.testing.assert_allclose(of(LONGEST - less), expected, rtol=1e-4, atol=1e-5)
     for length in (LONGEST + 1, 2**31 - 1, -1):
         assert np.isnan(of(length)).all(), length
-
-
-def test_a_choice_takes_no_longer_for_a_wide_table(monkeypatch):
-    """There would be room for as many splits as the table has tiles."""
-    weighed = 0
-    cost = Waves.cost
-
-    def counted(*arguments, **options):
-        nonlocal weighed
-        weighed += 1
-        assert weighed < 30_000
-        return cost(*arguments, **options)
-
-    monkeypatch.setattr(Waves, "cost", counted)
-    device = Device("gpu", "NVIDIA H100 80GB HBM3", 132, 90)
-    kind = Kind(rows=2, head_dim=64, itemsize=4, query_itemsize=4, device=device, layout="NHD")
-    heuristic.__wrapped__(kind, num_seqs=1, num_kv_heads=1, max_len=LONGEST)
-    assert weighed > 100

@@ -21,19 +21,25 @@ calls as one likes. XLA's Triton takes the same bytes as pip's, wherever both we
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 
-from pallas_attn._call.architecture import PROGRAM_BYTES, REGISTERS, THREAD_REGISTERS
+from pallas_attn._call import architecture
 from pallas_attn._call.device import Device
 
-OTHER_BYTES = 3 * 1024
+OTHER_BYTES = 3 * architecture.KIB
 # Of a thread, for anything but sums and a tile: as Triton 3.6 compiles split-KV kernels for sm_90.
 OTHER_REGISTERS = 72
 FLOAT_BYTES = np.dtype(np.float32).itemsize  # of a logit, and of a register
-# A tile's least side is the tensor core's; each warp of a warpgroup has as many rows of an asynchronous product.
-LEAST_SIDE, WARPGROUP = 16, 4
-ASYNCHRONOUS_ROWS = LEAST_SIDE * WARPGROUP
+
+
+class Candidate(NamedTuple):
+    """A tile that was measured somewhere, of as many rows as a call has; an op lists its own."""
+
+    block_kv: int
+    num_warps: int
+    num_stages: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,7 +83,7 @@ class Tile:
 
     @property
     def threads(self) -> int:
-        return 32 * self.num_warps
+        return architecture.WARP * self.num_warps
 
     @property
     def is_narrow(self) -> bool:
@@ -85,9 +91,9 @@ class Tile:
 
     def is_asynchronous(self, device: Device) -> bool:
         """Whether its products run beside the program, out of shared memory."""
-        large = self.transposed or self.rows >= ASYNCHRONOUS_ROWS
-        by_warpgroups = self.num_warps % WARPGROUP == 0 and self.itemsize == 2
-        return large and by_warpgroups and device.asynchronous_products
+        large = self.transposed or self.rows >= architecture.ASYNCHRONOUS_ROWS
+        by_warpgroups = self.num_warps % architecture.WARPGROUP == 0 and self.itemsize == 2
+        return large and by_warpgroups and device.architecture.asynchronous_products
 
     def buffers(self, device: Device) -> int:
         """Of each tile that the loop loads."""
@@ -133,7 +139,7 @@ class Tile:
     def operand_bytes(self, device: Device) -> int:
         """Of all that is there throughout a step."""
         loaded = self.buffers(device) * self.loaded_bytes
-        sums = self.rows * self.sums * self.itemsize if device.products_in_tensor_memory else 0
+        sums = self.rows * self.sums * self.itemsize if device.architecture.tensor_memory else 0
         return self.held_bytes + loaded + self.converted_bytes + sums
 
     def shared_bytes(self, device: Device) -> int:
@@ -144,7 +150,7 @@ class Tile:
         """And leaves so many bytes beside operands."""
         unused = self.num_stages - self.buffers(device) if self.spare else 0
         more = max(self.exchanged_bytes(device), unused * self.loaded_bytes) + OTHER_BYTES
-        return self.operand_bytes(device) + max(more, beside) <= device.shared_bytes
+        return self.operand_bytes(device) + max(more, beside) <= device.architecture.shared_bytes
 
     @property
     def registers(self) -> float:
@@ -157,13 +163,13 @@ class Tile:
 
     @property
     def spills(self) -> bool:
-        return self.registers > THREAD_REGISTERS
+        return self.registers > architecture.THREAD_REGISTERS
 
     def resident(self, device: Device) -> int:
         """Programs that share a multiprocessor."""
-        shared = self.shared_bytes(device) + OTHER_BYTES + PROGRAM_BYTES
-        by_shared = (device.shared_bytes + PROGRAM_BYTES) // shared
-        return int(max(1, min(REGISTERS // (self.registers * self.threads), by_shared)))
+        shared = self.shared_bytes(device) + OTHER_BYTES + architecture.PROGRAM_BYTES
+        by_shared = (device.architecture.shared_bytes + architecture.PROGRAM_BYTES) // shared
+        return int(max(1, min(architecture.REGISTERS // (self.registers * self.threads), by_shared)))
 
 
 def fitted(tile: Tile, device: Device, *, least_stages: int = 1) -> Tile:
@@ -171,7 +177,7 @@ def fitted(tile: Tile, device: Device, *, least_stages: int = 1) -> Tile:
     while not tile.fits(device):
         if tile.num_stages > least_stages:
             tile = dataclasses.replace(tile, num_stages=tile.num_stages - 1)
-        elif max(tile.rows, tile.tokens) <= LEAST_SIDE:
+        elif max(tile.rows, tile.tokens) <= architecture.LEAST_SIDE:
             break
         elif tile.rows >= tile.tokens:
             tile = dataclasses.replace(tile, rows=tile.rows // 2)

@@ -22,12 +22,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from pallas_attn._call.architecture import LEAST_SIDE
 from pallas_attn._call.checks import brief, check_int, fail
 from pallas_attn._call.device import current_device
 
 CONFIGS_VARIABLE = "PALLAS_ATTN_CONFIGS"
-# What Triton asks of a tile and of a program, and the least of each: 16 is the tensor core's.
-POWERS_OF_TWO = {"block_q": 16, "block_kv": 16, "num_warps": 1}
+# What Triton asks of a tile and of a program, and the least of each.
+POWERS_OF_TWO = {"block_q": LEAST_SIDE, "block_kv": LEAST_SIDE, "num_warps": 1}
 # What "measured" says of the call.
 SIZES = ("num_seqs", "num_kv_heads", "max_len")
 

@@ -18,7 +18,7 @@ class Device:
     kind: str
     num_cores: int
     compute_capability: int | None
-    """90 for sm_90; None where there is no NVIDIA GPU."""
+    """90 for sm_90; None where there is no NVIDIA GPU, or none that is known."""
 
     @property
     def slug(self) -> str:
@@ -27,31 +27,17 @@ class Device:
 
     @functools.cached_property
     def architecture(self) -> Architecture:
+        """What it can do, or what the GPU can do that it is taken for."""
         return architecture.of_capability(self.compute_capability)
 
-    @property
-    def is_hopper(self) -> bool:
-        return self.architecture.products == "wgmma"
-
-    @property
-    def asynchronous_products(self) -> bool:
-        """Whether matrix products may run beside a program."""
-        return self.architecture.products != "mma"
-
-    @property
-    def products_in_tensor_memory(self) -> bool:
-        """Whether sums of products have a memory of their own."""
-        return self.architecture.products == "tcgen05"
-
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory that one program may have."""
-        return 1024 * self.architecture.shared_kib
-
     @functools.cached_property
-    def kb_us(self) -> float:
-        """KB a microsecond that the memory moves."""
-        return architecture.gigabytes_of(self.kind, self.compute_capability) * 1e3 / 1024
+    def bytes_ns(self) -> int:
+        """A nanosecond that the memory moves."""
+        return architecture.gigabytes_of(self.kind, self.compute_capability)
+
+    @property
+    def runs_hopper_code(self) -> bool:
+        return architecture.runs_hopper_code(self.compute_capability)
 
 
 def current_device() -> Device:
@@ -68,6 +54,5 @@ def current_device() -> Device:
     if device.platform == "gpu" and re.fullmatch(
         r"\d+\.\d+", cc := getattr(device, "compute_capability", "")
     ):
-        major, minor = cc.split(".")
-        capability = 10 * int(major) + int(minor)
+        capability = int(cc.replace(".", ""))
     return Device(device.platform, device.device_kind, getattr(device, "core_count", None) or 1, capability)

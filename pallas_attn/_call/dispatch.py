@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pallas_attn._call import ffi, symbolic
+from pallas_attn._call import architecture, ffi, symbolic
 from pallas_attn._call.checks import fail, shown
 from pallas_attn._call.device import Device, current_device
 
@@ -22,7 +22,7 @@ Reason = str | None
 
 
 def _hopper(device: Device) -> Reason:
-    if device.compute_capability != 90:
+    if not device.runs_hopper_code:
         return f"needs an sm_90 GPU (H100, H200), the device is {device.kind!r}"
     return None
 
@@ -35,7 +35,7 @@ def _library() -> Reason:
 def _gpu(device: Device) -> Reason:
     if device.platform != "gpu":
         return f"needs an NVIDIA GPU, the device is {device.kind!r} (to debug without one: 'interpret')"
-    if device.compute_capability is not None and device.compute_capability < 80:
+    if architecture.too_old(device.compute_capability):
         return f"needs sm_80 or newer, the device is sm_{device.compute_capability}"
     return None
 
@@ -72,6 +72,7 @@ class Implementation:
 
     `yields(operands)` says that a later implementation in the order of preference, if it can serve, is the faster one.
     `takes_config`: whether it has tiles that a config names.
+    `own_config`: the class of config that it takes instead of the op's.
     `prepare(operands)`: with what this implementation adds to them: what it can.
     `steps`: what else there is to do by it, by name: gradients, of which each says for itself whether it has tiles.
     """
@@ -80,8 +81,20 @@ class Implementation:
     supports: Callable[[Any], Reason] = _always
     yields: Callable[[Any], bool] = lambda operands: False
     takes_config: bool = True
+    own_config: type | None = None
     prepare: Callable[[Any], Any] = lambda operands: operands
     steps: Mapping[str, "Implementation"] = field(default_factory=dict)
+
+    def leaves_idle(self, config: Any, others: tuple[type, ...]) -> Reason:
+        """Why a config would not be heard; `others`: classes that implementations of the op have as their own."""
+        given = type(config).__name__
+        if config is None or (self.own_config and isinstance(config, self.own_config)):
+            return None
+        if self.own_config:
+            return f"takes a {self.own_config.__name__}, got a {given}"
+        if isinstance(config, others):
+            return f"takes no {given}"
+        return None if self.takes_config else "takes no config"
 
 
 _OPS: dict[str, dict[str, Implementation]] = {}
@@ -103,19 +116,20 @@ def check_name(function: str, op: str, requested: Any) -> None:
 
 
 def resolve(
-    op: str, case: Any, requested: str | None, operands: Mapping[str, Any], *, configured: bool = False
+    op: str, case: Any, requested: str | None, operands: Mapping[str, Any], *, config: Any = None
 ) -> tuple[str, Callable[..., Any]]:
     """The implementation's name and function. ValueError for an unknown name, or one that cannot serve.
 
-    configured: the caller gave a config, for which one that takes none gives way; "xla", the last, is told apart.
+    config: the caller's, for which one that does not take it gives way; "xla", the last, is told apart.
     """
     known, device = _OPS[op], current_device()
     unknown_sizes = symbolic.reason(operands)
+    own_configs = tuple(one.own_config for one in known.values() if one.own_config)
 
     def refusal(name: str) -> Reason:
+        idle = known[name].leaves_idle(config, own_configs)
         if name == "xla":
-            return known[name].supports(case)
-        idle = "takes no config" if configured and not known[name].takes_config else None
+            return known[name].supports(case) or (idle if isinstance(config, own_configs) else None)
         return _DEVICES[name](device) or unknown_sizes or idle or known[name].supports(case) or _missing(name)
 
     if requested is not None:

@@ -16,6 +16,13 @@ HEADS_TOGETHER = 16
 once the better: of 1, 2, 4, 7 and 16 the fastest at 2k, 4k and 16k causal tokens (H200)."""
 
 
+def unsupported(head_dim: int, value_dim: int) -> str | None:
+    """The reason the kernel cannot serve what the forward kernel can, or None."""
+    if max(head_dim, value_dim) > DIMS[-1]:
+        return f"has gradients of heads of at most {DIMS[-1]}, got {max(head_dim, value_dim)}"
+    return None
+
+
 def backward(
     query: jax.Array,
     key: jax.Array,

@@ -61,12 +61,13 @@ class Op[O, C]:
     def serve(self, operands: O, *, implementation: str | None, config: Any = None) -> tuple[jax.Array, ...]:
         """The results, of the whole call or, where operands are sharded, on each device of its part."""
         given = config is not None
-        name = dispatch.resolve(self.name, operands, implementation, named(operands), configured=given)[0]
-        if given and not self.implementations[name].takes_config:
+        name = dispatch.resolve(self.name, operands, implementation, named(operands), config=config)[0]
+        chosen = self.implementations[name]
+        if given and not (chosen.takes_config or chosen.own_config):
             fail(self.name, "config", f"None for implementation {name!r}", "a config")
-        operands = self.implementations[name].prepare(operands)
+        operands = chosen.prepare(operands)
         if given:
-            configs.check_type(self.name, cast(type[C], self.config), config)
+            configs.check_type(self.name, cast(type[Any], chosen.own_config or self.config), config)
             self.check_config(operands, config)
         call = Call(self, name, config)
         return call.run(operands) if self.derivative is None else self.derivative(call, operands)
@@ -85,11 +86,11 @@ class Op[O, C]:
 
 @dataclasses.dataclass(frozen=True)
 class Call[O, C]:
-    """A call whose implementation is chosen; `config` is the caller's own."""
+    """A call whose implementation is chosen; `config` is the caller's, of the op's class or the implementation's."""
 
     op: Op[O, C]
     implementation: str
-    config: C | None
+    config: Any
 
     def run(
         self,
@@ -120,8 +121,10 @@ class Call[O, C]:
         chosen = chosen if step is None else chosen.steps[step]
         if not chosen.takes_config:
             return chosen.fn(operands, **static)
-        tiles = self.op.tiles(operands, self.config)
-        operands = self.op.settle(operands, tiles) if self.config is None else operands
+        # Steps of an implementation that has a config of its own may have tiles like others'.
+        given = None if self.op.implementations[self.implementation].own_config else self.config
+        tiles = self.op.tiles(operands, given)
+        operands = self.op.settle(operands, tiles) if given is None else operands
         return chosen.fn(operands, config=tiles, **static)
 
     def _attend_share(self, operands: O, **static: Any) -> tuple[jax.Array, ...]:

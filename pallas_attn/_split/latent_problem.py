@@ -26,7 +26,7 @@ def block_q(rows: int, fp8: bool, device: Device) -> int:
     64 need the asynchronous products of the data centre's Hopper and Blackwell; with warp-level ones their queries and
     accumulators do not fit in registers, nor does the conversion of fp8 beside those of 32.
     """
-    if device.asynchronous_products:
+    if device.architecture.asynchronous_products:
         most = WGMMA_ROWS
         return most if fp8 and rows > 16 else min(most, triton.tile_side(rows))
     return min(16 if fp8 else 32, triton.tile_side(rows))
@@ -41,6 +41,7 @@ def needs(
     fp8: bool,
     transposed: bool = False,
     looks_up: bool = False,
+    row_bytes: int = 0,
 ) -> budget.Tile:
     """What a program takes. `transposed` products read their weights from shared memory, too."""
     return budget.Tile(
@@ -56,6 +57,8 @@ def needs(
         num_stages=num_stages,
         looks_up=looks_up,
         transposed=transposed,
+        pair_bytes=row_bytes,
+        exchanges_pairs=row_bytes > 0,
     )
 
 

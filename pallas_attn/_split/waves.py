@@ -1,4 +1,4 @@
-"""What a split-KV kernel costs, in microseconds: the one function that candidates are weighed by.
+"""What a split-KV kernel costs, in nanoseconds: the one function that candidates are weighed by.
 
 A walk goes over one sequence's tokens, for one KV head and block of query rows. It is cut into splits, and each is a
 program. So many programs run at once, a wave; three things bound it, the slowest of them counts:
@@ -15,28 +15,25 @@ for the last of them.
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator
 
 from pallas_attn._call import budget
 from pallas_attn._call.device import Device
 
-# Fitted to times of `paged_attention` on an H200, bf16.
-# From a program's start to its first products: lengths, page ids and keys come one after the other.
-START_US = 3.0
-# Of a multiprocessor's instructions, for each program that it begins: working out what it serves.
-BEGIN_US = 0.4
-# Of the second kernel, and of working out what is cut.
-MERGE_US = 3.0
+# Fitted to times of `paged_attention` on an H200, bf16 (benchmarks/results: `*-7990f3d-paged_attention-cost.txt`).
+# From a program's start to its first products: lengths, page ids and keys come one after the other. The merge, a second
+# kernel, has to start too.
+START_NS = MERGE_NS = 3000
 # That each step of a program waits, however small its tile.
-STEP_US = 0.2
-# That a multiprocessor's instructions get through, in KB a microsecond.
-CORE_KB_US = 40
+STEP_NS = 200
+# Of a multiprocessor's instructions, for each program that it begins: two such waits, for lengths and for page ids.
+BEGIN_NS = 2 * STEP_NS
+# Bytes a nanosecond that a multiprocessor's instructions get through.
+CORE_BYTES_NS = 41
 # How many times the mean the fullest multiprocessor of a wave has, and the longest split of a batch.
 UNEVEN = 1.5
 # The mean of lengths that differ, of the longest.
 DIFFERING = 0.125
-# Of programs, that are weighed: batches that fit a GPU's memory are cheapest in fewer than three, and a table may have
-# room for millions of splits.
-MOST_WAVES = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,55 +62,64 @@ class Waves:
         return math.ceil(self.tokens / self.tile.tokens)
 
     @functools.cached_property
-    def step_kb(self) -> float:
-        return self.tile.loaded_bytes / 1024
+    def step_bytes(self) -> int:
+        return self.tile.loaded_bytes
 
     @property
-    def alone_us(self) -> float:
-        """That a program takes for each KB, however few there are."""
-        return STEP_US / self.step_kb + 1 / CORE_KB_US
+    def alone_ns(self) -> float:
+        """That a program takes for each byte, however few programs there are."""
+        return STEP_NS / self.step_bytes + 1 / CORE_BYTES_NS
 
     def cost(self, splits: int, *, whole: bool = False) -> float:
-        """Microseconds, the geometric mean of both batches. `whole`: nothing is ever cut, and there is no merge."""
+        """Nanoseconds, the geometric mean of both batches. `whole`: nothing is ever cut, and there is no merge."""
         programs = self.walks * splits
-        merge = 0.0 if whole else MERGE_US + 2 * programs * self.result_bytes / 1024 / self.device.kb_us
+        merge = 0.0 if whole else MERGE_NS + 2 * programs * self.result_bytes / self.device.bytes_ns
         return math.sqrt((self._equal(splits) + merge) * (self._differing(programs, whole) + merge))
 
     def cheapest(self, most: int) -> tuple[float, int]:
         """(cost, splits), where a walk has so many at most."""
-        most = min(most, MOST_WAVES * self.slots // self.walks)
         best = self.cost(1), 1
-        for splits in range(2, most + 1):
+        for splits in self._counts(most):
             # To begin them costs more alone, and so does any larger number.
-            if START_US * self.walks * splits / self.slots > best[0]:
+            if START_NS * self.walks * splits / self.slots > best[0]:
                 break
             best = min(best, (self.cost(splits), splits))
         return best
 
+    def _counts(self, most: int) -> Iterator[int]:
+        """Numbers of splits that are weighed, from 2 on: all of up to two waves, then twice as many each time. A table
+        may hold millions of tiles."""
+        splits = max(2 * self.slots // self.walks, 1)
+        yield from range(2, min(splits, most) + 1)
+        while (splits := 2 * splits) <= most:
+            yield splits
+
     def _equal(self, splits: int) -> float:
-        split_kb = math.ceil(self.steps / splits) * self.step_kb
+        split_bytes = math.ceil(self.steps / splits) * self.step_bytes
 
         def wave(programs: int) -> float:
             fullest = min(self.resident, math.ceil(UNEVEN * programs / self.device.num_cores))
-            reading = max(programs / self.device.kb_us, fullest / CORE_KB_US, self.alone_us) * split_kb
-            return START_US + BEGIN_US * fullest + reading
+            reading = (
+                max(programs / self.device.bytes_ns, fullest / CORE_BYTES_NS, self.alone_ns) * split_bytes
+            )
+            return START_NS + BEGIN_NS * fullest + reading
 
         full, rest = divmod(self.walks * splits, self.slots)
         return full * wave(self.slots) + (wave(rest) if rest else 0.0)
 
     def _differing(self, programs: int, whole: bool) -> float:
         waves = max(1.0, programs / self.slots)
-        read_kb = DIFFERING * self.walks * self.steps * self.step_kb
+        read_bytes = DIFFERING * self.walks * self.steps * self.step_bytes
         # What programs of the first wave have left uneven those of the next ones even out.
         uneven = 1 + (UNEVEN - 1) / waves
-        reading = read_kb * max(1 / self.device.kb_us, uneven / (CORE_KB_US * self.device.num_cores))
-        longest_kb = self.steps * self.step_kb
+        reading = read_bytes * max(1 / self.device.bytes_ns, uneven / (CORE_BYTES_NS * self.device.num_cores))
+        longest_bytes = self.steps * self.step_bytes
         if not whole:
-            longest_kb = max(self.step_kb, UNEVEN * read_kb / max(programs, self.slots))
+            longest_bytes = max(self.step_bytes, UNEVEN * read_bytes / max(programs, self.slots))
         # What is dealt begins with the longest; of what is not, more than run at once, the longest may begin last.
-        longest = longest_kb * self.alone_us
+        longest = longest_bytes * self.alone_ns
         ending = reading + longest if whole and waves > 1 else max(reading, longest)
-        return waves * (START_US + BEGIN_US * self.resident) + ending
+        return waves * (START_NS + BEGIN_NS * self.resident) + ending
 
     def target(self, splits: int) -> int:
         """Programs that the batch is dealt to, so that equal lengths have so many splits each, to the nearest number,

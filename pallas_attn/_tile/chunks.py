@@ -33,6 +33,8 @@ class Floats(NamedTuple):
     k_scale: jax.Array | None = None
     """[num_kv_heads]"""
     alibi_slopes: jax.Array | None = None
+    captured: tuple[jax.Array, ...] | None = None
+    """By a score_mod."""
 
 
 class Pools(NamedTuple):

@@ -17,7 +17,6 @@ from jax.interpreters import mlir
 from pallas_attn._lowering import private
 
 INSTRUCTION = "griddepcontrol.launch_dependents;"
-LEAST_CAPABILITY = 90
 
 
 def _lower_launch(ctx):

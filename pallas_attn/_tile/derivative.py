@@ -39,7 +39,7 @@ def differentiable(rule: Rule, operands: Any) -> Results:
     sequences in both, and the partitioner never has to differentiate.
     """
     # Here, so that gradients of what is the same everywhere are summed over the axes.
-    operands = sharding.vary(operands, sharding.varying_axes(operands))
+    operands = sharding.vary_wide(operands, sharding.varying_axes(operands))
     given = {name: getattr(operands, name) for name in rule.floats}
     floats = {name: array for name, array in given.items() if array is not None}
     others = dataclasses.replace(operands, **dict.fromkeys(floats))

@@ -48,8 +48,7 @@ def _latents(read: Read, first: int, size: int) -> jax.Array:
 
 def values(tile: jax.Array) -> jax.Array:
     """Bytes of float8_e4m3fn as float32. Before sm_89, NaN is read as 480."""
-    capability = current_device().compute_capability
-    if capability is None or capability >= 89:
+    if current_device().architecture.converts_e4m3:
         return lax.bitcast_convert_type(tile, FP8).astype(jnp.float32)
     # Exponents of fp16 start 8 lower: moved into place, the bits are of a number 2**8 times too small.
     bits = tile.astype(jnp.int16)

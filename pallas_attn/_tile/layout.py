@@ -189,9 +189,10 @@ def handles(arrays: str, elements: int, dtype: Any, lowering: str) -> str | None
     if lowering == "pallas" and jnp.dtype(dtype).itemsize == 1 and 2**31 <= elements <= 2**32:
         # Its lowering switches to 64-bit offsets above 2**32 bytes; between, they overflow.
         return f"8-bit {arrays} of 2**31 to 2**32 elements overflow Pallas-Triton's offsets, got {elements} elements"
-    capability = current_device().compute_capability
-    if dtype == jnp.float8_e4m3fn and capability is not None and capability < 89:
+    device = current_device()
+    if dtype == jnp.float8_e4m3fn and not device.architecture.converts_e4m3:
         return (
-            f"float8_e4m3fn needs sm_89 or newer, the device is sm_{capability} (float8_e5m2 and int8 work)"
+            f"float8_e4m3fn needs sm_89 or newer, the device is sm_{device.compute_capability} (float8_e5m2 and "
+            "int8 work)"
         )
     return None

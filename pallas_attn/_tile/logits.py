@@ -1,7 +1,7 @@
-"""From queries and keys to logits with every rule applied, in this order: scale, soft cap, ALiBi, masks."""
+"""From queries and keys to logits with every rule applied, in this order: scale, soft cap, score_mod, ALiBi, masks."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -33,10 +33,20 @@ class Shaped(NamedTuple):
 
 
 def shape(
-    products: jax.Array, rules: Rules, scale, slope: jax.Array | None, key_at: jax.Array, query_at: jax.Array
+    products: jax.Array,
+    rules: Rules,
+    scale,
+    slope: jax.Array | None,
+    key_at: jax.Array,
+    query_at: jax.Array,
+    score: Callable[[jax.Array], jax.Array] | None = None,
 ) -> Shaped:
-    """Of products of queries and keys; positions and the heads' ALiBi `slope` broadcast. The result's scale depends on
-    the rules and on `scale`, not on the products."""
+    """Of products of queries and keys; positions and the heads' ALiBi `slope` broadcast, and `score` is a score_mod of
+    natural logits. The result's scale depends on the rules and on `scale`, not on the products."""
+    if score is not None:
+        found = score(masking.cap(products * scale, rules.softcap))
+        found = found if slope is None else found + masking.alibi(slope, key_at, query_at)
+        return Shaped(triton.rounded(found), 1.0)  # it may end in a product
     if slope is not None:
         return Shaped(
             masking.cap(products * scale, rules.softcap) + masking.alibi(slope, key_at, query_at), 1.0
@@ -46,9 +56,9 @@ def shape(
     return Shaped(products, scale)
 
 
-def natural_scale(rules: Rules, scale, slope: Any):
+def natural_scale(rules: Rules, scale, slope: Any, *, has_score: bool = False):
     """That of what `shape` gives."""
-    return 1.0 if slope is not None else scale if rules.softcap is None else rules.softcap
+    return 1.0 if slope is not None or has_score else scale if rules.softcap is None else rules.softcap
 
 
 def positions(tree: Tree | None, key_at: jax.Array, query_at: jax.Array) -> tuple[jax.Array, jax.Array]:

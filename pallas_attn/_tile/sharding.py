@@ -26,6 +26,19 @@ def vary(tree: Any, axes: tuple[str, ...]) -> Any:
     return jax.tree.map(one, tree)
 
 
+def vary_wide(tree: Any, axes: tuple[str, ...]) -> Any:
+    """As `vary`, outside of what has gradients: those of what is the same everywhere are sums over the axes, and are
+    added up in float32 whatever their dtype."""
+
+    def one(leaf: jax.Array) -> jax.Array:
+        shared = not jax.typeof(leaf).manual_axis_type.varying.issuperset(axes)
+        if shared and jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4:
+            return vary(leaf.astype(jnp.float32), axes).astype(leaf.dtype)
+        return vary(leaf, axes)
+
+    return jax.tree.map(one, tree)
+
+
 def varying_like(struct: jax.ShapeDtypeStruct, axes: tuple[str, ...]) -> jax.ShapeDtypeStruct:
     """An output's shape and dtype, marked as varying over `axes`."""
     if not axes:

@@ -17,6 +17,7 @@ from jax import lax
 
 from pallas_attn import _lowering
 from pallas_attn._call import dispatch
+from pallas_attn._call.architecture import LEAST_SIDE
 from pallas_attn._call.device import current_device
 from pallas_attn._lowering import cache, compiler, private
 from pallas_attn._tile import dependent_launch, in_bits, registers
@@ -135,8 +136,8 @@ def ceil_div(a, b):
 
 def tile_side(size: int) -> int:
     """Side of a tile that holds `size` rows or columns of a matrix product: a power of two, at least the tensor
-    core's 16. The excess is masked."""
-    return max(16, next_power_of_2(size))
+    core's. The excess is masked."""
+    return max(LEAST_SIDE, next_power_of_2(size))
 
 
 def dot(a: jax.Array, b: jax.Array, *, trans_b: bool = False) -> jax.Array:
@@ -226,8 +227,7 @@ def limits_registers(lowering: str) -> bool:
 
 def _launches_dependents() -> bool:
     """Whether Pallas' kernels can say who may be launched."""
-    capable = (current_device().compute_capability or 0) >= dependent_launch.LEAST_CAPABILITY
-    return capable and private.pallas_takes_rules()
+    return current_device().architecture.dependent_launch and private.pallas_takes_rules()
 
 
 def _narrow(kernel: Callable[..., None], *refs: Any) -> None:
@@ -281,7 +281,7 @@ def kernel_call(
     )
     if lowering == "triton":
         device = current_device()
-        options |= dict(capability=device.compute_capability, most_shared=device.shared_bytes)
+        options |= dict(capability=device.compute_capability, most_shared=device.architecture.shared_bytes)
         run = functools.partial(
             _lowering.launch,
             kernel,

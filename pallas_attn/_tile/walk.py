@@ -71,15 +71,21 @@ def plan(
     block_kv: int,
     distinct: int,
     first_offset: jax.Array | int,
+    left: tuple[jax.Array, jax.Array] | None = None,
 ) -> Walk:
     """The walk of a sequence of (clamped) length `seq_len`, for the rows of one KV head.
 
     The number of tiles does not depend on the head, so both kernels and the schedule agree on it.
-    `distinct`, `first_offset`: the group's block-sparse offsets; ignored without a pattern.
+    `distinct`, `first_offset`: the group's block-sparse offsets; ignored without a pattern. `left`: where there is none
+    of these, tokens [first, end) outside of which nobody sees any, which know of the window.
     """
     zero = 0 * seq_len
     # The earliest query sees the least far forward and the furthest back.
     earliest_query = jnp.maximum(seq_len - q_len, 0)
+    if left is not None:
+        seen_from, end = left
+        dense_start = seen_from // block_kv * block_kv
+        return Walk(block_kv, None, zero, dense_start, _tiles(end - dense_start, block_kv), seen_from)
     seen_from = masking.window_start(earliest_query, rules.sliding_window)
     pattern = rules.block_sparse
     if pattern is None:

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 
 from pallas_attn._call import symbolic
 from pallas_attn._call.checks import ArgumentChecker
+from pallas_attn._tile.layout import table_tokens
 from pallas_attn.mods import blocks
 from pallas_attn.mods.blocks import BlockMask, Lists
 from pallas_attn.mods.evaluate import stored
 from pallas_attn.mods.operands import Mods, is_float
-from pallas_attn.mods.program import BATCH, HEAD, KEY, QUERY
+from pallas_attn.mods.program import BATCH, HEAD, KEY, QUERY, Program
 from pallas_attn.mods.ready import MaskMod, and_masks
 from pallas_attn.mods.simplify import within
 from pallas_attn.mods.trace import trace
@@ -45,29 +46,17 @@ def of_call(
 ) -> tuple[Mods | None, tuple[jax.Array, ...] | None]:
     """What is static or has no gradients, and the floating-point arrays that the score_mod captures. `band` is a rule
     of the call's own, which becomes part of a mask_mod, whose blocks then know of it."""
-    if score_mod is None and mask_mod is None and block_mask is None:
+    given = {"score_mod": score_mod, "mask_mod": mask_mod, "block_mask": block_mask}
+    if not _are_given(check, sizes, **given):
         return None, None
-    if symbolic.is_open(*sizes):
-        name = next(
-            n
-            for n, x in (("score_mod", score_mod), ("mask_mod", mask_mod), ("block_mask", block_mask))
-            if x is not None
-        )
-        check.fail(name, "None where sizes are symbolic", "one")
     found = _mask(check, sizes, mask_mod, block_mask, band)
     if 0 in sizes:
         return None, None
-    score, arrays, captured = None, (), None
-    if score_mod is not None:
-        traced = trace(check.function, "score_mod", score_mod)
-        score = within(traced.program, sizes.lengths)
-        arrays = stored(traced.arrays)
-        captured = tuple(array for array in arrays if is_float(array.dtype)) or None
-    programs = [one for one in (score, None if found is None else found.program) if one is not None]
-    used = frozenset[int]().union(*(one.used for one in programs))
+    score, fixed, captured = _score(check, sizes.lengths, score_mod)
+    used = _used(score, None if found is None else found.program)
     heads = jnp.arange(sizes.num_heads, dtype=jnp.int32).reshape(sizes.num_kv_heads, sizes.group)
     mods = Mods(
-        fixed=tuple(array for array in arrays if not is_float(array.dtype)),
+        fixed=fixed,
         of_mask=() if found is None else stored(found.arrays),
         heads=heads if HEAD in used else None,
         sequences=jnp.arange(sizes.batch, dtype=jnp.int32) if BATCH in used else None,
@@ -78,6 +67,82 @@ def of_call(
         block=(BLOCK, BLOCK) if found is None else (found.block_q, found.block_kv),
     )
     return mods, captured
+
+
+class PagedSizes(NamedTuple):
+    num_seqs: int
+    num_heads: int
+    max_pages: int
+    page_size: int
+
+    @property
+    def lengths(self) -> tuple[tuple[int, int], ...]:
+        tokens = table_tokens(self.max_pages, self.page_size)
+        return (BATCH, self.num_seqs), (HEAD, self.num_heads), (QUERY, tokens), (KEY, tokens)
+
+
+def over_pages(
+    check: ArgumentChecker,
+    sizes: PagedSizes,
+    score_mod: Any,
+    mask_mod: Any,
+    query_positions: Any = None,
+    *,
+    shared_seqs: bool,
+) -> tuple[Mods | None, tuple[jax.Array, ...] | None]:
+    """As `of_call`, of queries over pages. `shared_seqs`: whether a device may have some of the sequences."""
+    if not _are_given(check, sizes, score_mod=score_mod, mask_mod=mask_mod):
+        return None, None
+    if query_positions is not None:
+        expected = "None beside a score_mod or mask_mod, which know of slots alone"
+        check.fail("query_positions", expected, "an array")
+    mask, of_mask = None, ()
+    if mask_mod is not None:
+        traced = trace(check.function, "mask_mod", mask_mod)
+        mask, of_mask = within(traced.program, sizes.lengths), traced.arrays
+    score, fixed, captured = _score(check, sizes.lengths, score_mod)
+    used = _used(score, mask)
+    numbers = {
+        which: jnp.arange(size, dtype=jnp.int32) if which in used and shared else None
+        for which, size, shared in ((HEAD, sizes.num_heads, True), (BATCH, sizes.num_seqs, shared_seqs))
+    }
+    mods = Mods(
+        fixed=fixed,
+        of_mask=stored(of_mask),
+        heads=numbers[HEAD],
+        sequences=numbers[BATCH],
+        of_queries=None,
+        of_keys=None,
+        score=score,
+        mask=mask,
+        block=(BLOCK, BLOCK),
+    )
+    return mods, captured
+
+
+def _are_given(check: ArgumentChecker, sizes: tuple[int, ...], **mods: Any) -> bool:
+    given = [name for name, mod in mods.items() if mod is not None]
+    if given and symbolic.is_open(*sizes):
+        check.fail(given[0], "None where sizes are symbolic", "one")
+    return bool(given)
+
+
+def _score(
+    check: ArgumentChecker, lengths: tuple[tuple[int, int], ...], score_mod: Any
+) -> tuple[Program | None, tuple[jax.Array, ...], tuple[jax.Array, ...] | None]:
+    """The score_mod, what it captures that has no gradients, and what has."""
+    if score_mod is None:
+        return None, (), None
+    traced = trace(check.function, "score_mod", score_mod)
+    arrays = stored(traced.arrays)
+    floats = tuple(array for array in arrays if is_float(array.dtype)) or None
+    fixed = tuple(array for array in arrays if not is_float(array.dtype))
+    return within(traced.program, lengths), fixed, floats
+
+
+def _used(*programs: Program | None) -> frozenset[int]:
+    """The arguments that any of them hangs on."""
+    return frozenset[int]().union(*(one.used for one in programs if one is not None))
 
 
 def _mask(

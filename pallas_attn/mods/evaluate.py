@@ -98,15 +98,17 @@ def stored(arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     return tuple(map(one, arrays))
 
 
-def spread_tile(queries_first: bool) -> Spread:
-    """Of a kernel's tile: values of tokens have one dimension, of pairs two."""
-    of_queries, of_keys = (np.s_[:, None], np.s_[None, :])[:: 1 if queries_first else -1]
+def spread_tile(queries_first: bool, of_rows: frozenset[int] = frozenset({QUERY})) -> Spread:
+    """Of a kernel's tile: values of rows or of keys have one dimension, of pairs two. Rows are told apart by the
+    arguments `of_rows`."""
+    rows, keys = (np.s_[:, None], np.s_[None, :])[:: 1 if queries_first else -1]
 
     def spread(value: Any, own: frozenset[int], among: frozenset[int]) -> Any:
-        sides = own & {QUERY, KEY}
-        if SCORE in own or len(sides) != 1 or not (SCORE in among or len(among & {QUERY, KEY}) == 2):
+        by_row, by_key = bool(own & of_rows), KEY in own
+        of_pairs = SCORE in among or (KEY in among and among & of_rows)
+        if SCORE in own or by_row == by_key or not of_pairs:
             return value
-        return value[of_queries if QUERY in sides else of_keys]
+        return value[rows if by_row else keys]
 
     return spread
 

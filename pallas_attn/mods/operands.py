@@ -7,12 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._tile import triton
+from pallas_attn._tile import masking, triton
+from pallas_attn._tile.rows import Rows
 from pallas_attn.mods.blocks import Lists
-from pallas_attn.mods.evaluate import Read, Spread, Values, spread_tile
+from pallas_attn.mods.evaluate import Read, Spread, Values, as_it_is, from_arrays, spread_tile
 from pallas_attn.mods.program import BATCH, HEAD, KEY, QUERY, SCORE, VARIABLES, Program, Step
 
-PAIRS = {QUERY, KEY}
+OF_QUERIES, OF_ROWS = frozenset({QUERY}), frozenset({QUERY, HEAD})
+"""What tells the rows of a tile apart: where all are of one head, and where each has its own."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -21,9 +23,9 @@ class Mods:
 
     fixed: what the score_mod captures, but for what has gradients, `captured`, an operand of its own.
     of_mask: what the mask_mod captures.
-    heads, sequences: [num_kv_heads, group] and [batch], the numbers that they have in the whole call, of which a device
-        may have a share; None where no mod asks.
-    of_queries, of_keys: where there is a mask; heads are two dimensions, as the call's.
+    heads, sequences: [num_kv_heads, group], over pages [num_heads], and [batch]: the numbers that they have in the
+        whole call, of which a device may have a share; None where no mod asks.
+    of_queries, of_keys: where there is a mask of dense tokens; heads are two dimensions, as the call's.
     score, mask, block: static; what there is, and how many queries and keys are in a block of the lists.
     """
 
@@ -40,7 +42,7 @@ class Mods:
     def dims(self) -> list[str]:
         """Of the arrays, in words. Captured ones are whole on every device."""
         words = [captured_dims(array) for array in (*self.fixed, *self.of_mask)]
-        words += ["heads group"] if self.heads is not None else []
+        words += ["heads group" if len(self.heads.shape) == 2 else "heads"] if self.heads is not None else []
         words += ["seqs"] if self.sequences is not None else []
         for lists in (self.of_queries, self.of_keys):
             if lists is not None:
@@ -49,9 +51,18 @@ class Mods:
 
     @property
     def pair_bytes(self) -> int:
-        """What is read of captured arrays for each query and key."""
+        """What is read of captured arrays for each query and key of a head."""
+        return self._pair_bytes(OF_QUERIES)
+
+    @property
+    def row_bytes(self) -> int:
+        """What is read for each key of a row, where each row has a head of its own."""
+        return self._pair_bytes(OF_ROWS)
+
+    def _pair_bytes(self, of_rows: frozenset[int]) -> int:
         programs = [one for one in (self.score, self.mask) if one is not None]
-        return sum(jnp.dtype(step.dtype).itemsize for program in programs for step in reads_pairs(program))
+        read = [step for program in programs for step in reads_pairs(program, of_rows)]
+        return sum(jnp.dtype(step.dtype).itemsize for step in read)
 
     def of_score(self, captured: Sequence[Any]) -> list[Any]:
         """All that the score_mod captures, in order."""
@@ -67,12 +78,12 @@ jax.tree_util.register_dataclass(
 )
 
 
-def reads_pairs(program: Program) -> list[Step]:
-    """Steps that read an element for each query and key."""
+def reads_pairs(program: Program, of_rows: frozenset[int] = OF_QUERIES) -> list[Step]:
+    """Steps that read an element for each row and key."""
     return [
         step
         for step, variables in zip(program.steps, program.variables[len(VARIABLES) :], strict=True)
-        if step.capture is not None and variables >= PAIRS
+        if step.capture is not None and KEY in variables and variables & of_rows
     ]
 
 
@@ -125,6 +136,13 @@ class Tile:
     def seen(self) -> jax.Array | None:
         return None if self.mask is None else self.mask.result()
 
+    def score_of(self, natural: jax.Array) -> jax.Array:
+        return self.scored(natural)[0]
+
+    def masked(self, logits: jax.Array) -> jax.Array:
+        """-inf where the mask_mod hides a key."""
+        return logits if (seen := self.seen()) is None else masking.apply(logits, seen)
+
 
 NOTHING = Tile(None, None)
 
@@ -148,6 +166,42 @@ def over_refs(
     if refs.sequences is not None:
         known[BATCH] = triton.load(refs.sequences.at[cell.batch])
     return tile(refs, captured, score, from_refs, spread_tile(queries_first)).given(known)
+
+
+def over_rows(
+    refs: Mods, captured: Any, batch: jax.Array, mine: Rows, query_at: jax.Array, length: int,
+    *, rows_first: bool = True,
+) -> Tile:  # fmt: skip
+    """In a kernel over pages, of rows `mine` of a sequence of at most `length` tokens, whose queries are at
+    `query_at`."""
+    known = {QUERY: jnp.clip(query_at, 0, length - 1)}
+    if refs.heads is not None:
+        known[HEAD] = triton.load(refs.heads.at[mine.head], mask=mine.real, other=0)
+    known[BATCH] = batch if refs.sequences is None else triton.load(refs.sequences.at[batch])
+    return tile(refs, captured, refs.score, from_refs, spread_tile(rows_first, OF_ROWS)).given(known)
+
+
+def over_arrays(mods: Mods | None, captured: Any, known: Mapping[int, Any], length: int) -> Tile:
+    """In a reference over pages: of `known` numbers that broadcast, with queries among `length` tokens."""
+    if mods is None:
+        return NOTHING
+    known = {**known, QUERY: jnp.clip(known[QUERY], 0, length - 1)}
+    return tile(mods, captured, mods.score, from_arrays, as_it_is).given(known)
+
+
+def has_score(mods: Mods | None) -> bool:
+    return mods is not None and mods.score is not None
+
+
+def has_mask(mods: Mods | None) -> bool:
+    return mods is not None and mods.mask is not None
+
+
+def refused_by_cuda(mods: Mods | None) -> str | None:
+    """Why a kernel that is compiled beforehand does not serve."""
+    if mods is None:
+        return None
+    return "has no mask_mod" if mods.score is None else "is compiled before a score_mod is known"
 
 
 def tile(

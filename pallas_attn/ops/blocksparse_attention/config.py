@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 from pallas_attn._call import budget, configs
+from pallas_attn._call.architecture import KIB, LEAST_SIDE
 from pallas_attn._call.checks import check_int, dtype_name, fail
 from pallas_attn._call.device import Device, current_device
 from pallas_attn._split.splits import MOST_SPLITS
@@ -15,10 +16,26 @@ SHORT_ROW = 1024  # tokens that a block of queries sees
 PAIRED_ROW = 3072
 # Two programs of 128 queries share a multiprocessor of sm_90, if a thread has at most 128 of its registers.
 PAIRED = {"block_q": 128, "block_kv": 64, "num_warps": 8, "num_stages": 2, "max_registers": 128}
+# Tiles of queries by tokens and stages, best first, if they fit; each is cut to the layout's blocks.
+PREFILL = [
+    (128, 128, 3), (128, 128, 2), (128, 64, 2), (128, 32, 2), (64, 32, 2), (32, 32, 2), (16, 32, 2), (16, 16, 2),
+]  # fmt: skip
+# The largest side of those, and elements of sums, by bytes of an element: without tensor cores the products of float32
+# take registers by themselves.
+MOST = {2: (128, 128 * 128), 4: (32, 32 * 64)}
+# Of the kernels for gradients, as flash attention has them, by bytes of an element and the widest head: queries,
+# tokens, warps and stages. They are cut to the layout's blocks, and then until they fit.
+GRADIENTS = {
+    (2, 128): {"dq": (64, 64, 4, 2), "dkv": (32, 64, 4, 3)},
+    (2, 256): {"dq": (64, 32, 4, 2), "dkv": (32, 64, 8, 2)},
+    (4, 128): {"dq": (32, 32, 4, 1), "dkv": (16, 32, 4, 1)},
+    (4, 256): {"dq": (32, 16, 8, 1), "dkv": (16, 32, 8, 1)},
+}
 PER_QUERY_BYTES = 8  # of a gradient's log-sum-exps and deltas
-DECODE_ROWS = 16  # of which one is a query: the tensor core's least
-POWERS_OF_TWO = {**configs.POWERS_OF_TWO, "decode_block_kv": 16, "decode_warps": 1, "decode_heads": 1}
-POWERS_OF_TWO |= {f"{kernel}_{size}": 16 for kernel in ("dq", "dkv") for size in ("block_q", "block_kv")}
+# Of which one is a query. A tile of decoded sequences has so many bytes of keys, and tokens, at most.
+DECODE_ROWS, DECODE_BYTES, DECODE_TOKENS = LEAST_SIDE, 16 * KIB, 64
+POWERS_OF_TWO = {**configs.POWERS_OF_TWO, "decode_block_kv": LEAST_SIDE, "decode_warps": 1, "decode_heads": 1}
+POWERS_OF_TWO |= {f"{one}_{size}": LEAST_SIDE for one in ("dq", "dkv") for size in ("block_q", "block_kv")}
 POWERS_OF_TWO |= {"dq_warps": 1, "dkv_warps": 1}
 # What the tiles of each kernel are called in a config: queries where a program has more than one, keys, warps, stages.
 TILES = {
@@ -96,39 +113,29 @@ def heuristic(
     else those of 64 by 64. One query's blocks are cut into enough splits for eight programs a multiprocessor.
     """
     width = triton.tile_side(head_dim)
-    # Without tensor cores the products of float32 take registers by themselves.
-    most_q, most_sums = (32, 32 * 64) if itemsize == 4 else (128, 128 * 128)
+    most_side, most_sums = MOST[itemsize]
     if row_blocks * block_size < SHORT_ROW:
-        most_q = min(most_q, 64)
-    block_q, block_kv, num_stages = min(most_q, q_block_size), min(most_q, block_size), 3
+        most_side = min(most_side, 64)
 
-    def fits() -> bool:
-        tile = budget.Tile(
-            rows=block_q,
-            tokens=block_kv,
+    def tile(rows: int, tokens: int, num_stages: int) -> budget.Tile:
+        return budget.Tile(
+            rows=rows,
+            tokens=tokens,
             held=(width,),
             walked=(width, width),
             itemsize=itemsize,
-            num_warps=warps(),
+            num_warps=8 if rows * max(width, tokens) > 64 * 128 else 4,
             num_stages=num_stages,
             spare=True,
         )
-        return tile.fits(device)
 
-    def warps() -> int:
-        return 8 if block_q * max(width, block_kv) > 64 * 128 else 4
-
-    while not fits() and num_stages > 2:
-        num_stages -= 1
-    while not fits() and block_kv > 32:
-        block_kv //= 2
-    while (not fits() or block_q * width > most_sums) and block_q > 16:
-        block_q //= 2
-    while not fits() and block_kv > 16:
-        block_kv //= 2
+    most_q, most_kv = min(most_side, q_block_size), min(most_side, block_size)
+    cut = [tile(min(q, most_q), min(kv, most_kv), stages) for q, kv, stages in PREFILL]
+    fits = next((one for one in cut if one.fits(device)), cut[-1])
+    prefill = tile(min(fits.rows, max(LEAST_SIDE, most_sums // width)), fits.tokens, fits.num_stages)
     decode = budget.Tile(
         rows=DECODE_ROWS,
-        tokens=min(64, block_size, max(16, 16384 // (width * itemsize))),
+        tokens=min(DECODE_TOKENS, block_size, max(LEAST_SIDE, DECODE_BYTES // (width * itemsize))),
         held=(width,),
         walked=(width, width),
         itemsize=itemsize,
@@ -138,41 +145,33 @@ def heuristic(
     decode = budget.fitted(decode, device)
     wanted = 8 * device.num_cores // streams
     chosen = {
-        "block_q": block_q,
-        "block_kv": block_kv,
-        "num_warps": warps(),
-        "num_stages": num_stages,
+        "block_q": prefill.rows,
+        "block_kv": prefill.tokens,
+        "num_warps": prefill.num_warps,
+        "num_stages": prefill.num_stages,
         "decode_block_kv": decode.tokens,
         "decode_warps": decode.num_warps,
         "decode_stages": decode.num_stages,
-        "num_splits": max(1, min(wanted, int(row_blocks) * block_size // 64, MOST_SPLITS)),
+        "num_splits": max(1, min(wanted, int(row_blocks) * block_size // DECODE_TOKENS, MOST_SPLITS)),
     }
     chosen |= _backward(width, itemsize, block_size, q_block_size, device)
     # The largest heads whose sums fit 128 registers. On other GPUs it was not measured.
-    pairs = plain and limits_registers and device.compute_capability == 90 and itemsize == 2 and width == 128
+    pairs = plain and limits_registers and device.architecture.warpgroup_products
+    pairs = pairs and itemsize == 2 and width == 128
     pairs = pairs and q_block_size >= PAIRED["block_q"] and block_size >= PAIRED["block_kv"]
     if pairs and row_blocks * block_size < PAIRED_ROW:
         chosen |= PAIRED
-    prefill = TILES["prefill"]
-    if any(name in measured for name in prefill):
+    if not measured.keys().isdisjoint(TILES["prefill"]):
         chosen["max_registers"] = 0  # that of another tile
     if measured.get("max_registers") and not limits_registers:
-        measured = {name: size for name, size in measured.items() if name not in prefill}
+        measured = {name: size for name, size in measured.items() if name not in TILES["prefill"]}
     return BlockSparseConfig(**{**chosen, **measured})
 
 
 def _backward(
     width: int, itemsize: int, block_size: int, q_block_size: int, device: Device
 ) -> dict[str, int]:
-    """Tiles of gradients as flash attention has them, cut to the layout's blocks."""
-    if itemsize == 4:
-        tiles = {"dq": (32, 32, 4, 1), "dkv": (16, 32, 4, 1)}
-        if width > 128:
-            tiles = {"dq": (32, 16, 8, 1), "dkv": (16, 32, 8, 1)}
-    elif width <= 128:
-        tiles = {"dq": (64, 64, 4, 2), "dkv": (32, 64, 4, 3)}
-    else:
-        tiles = {"dq": (64, 32, 4, 2), "dkv": (32, 64, 8, 2)}
+    tiles = GRADIENTS[itemsize, 128 if width <= 128 else 256]
     chosen = {}
     for name, (block_q, block_kv, warps, stages) in tiles.items():
         block_q, block_kv = min(block_q, q_block_size), min(block_kv, block_size)

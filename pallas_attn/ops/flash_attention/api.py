@@ -22,7 +22,7 @@ from pallas_attn.mods.ready import MaskMod, ScoreMod
 from pallas_attn.ops.flash_attention import arguments, captured, cuda, gradients, kernel, reference
 from pallas_attn.ops.flash_attention import backward as tiled
 from pallas_attn.ops.flash_attention import config as tiles
-from pallas_attn.ops.flash_attention.config import FlashAttentionConfig
+from pallas_attn.ops.flash_attention.config import FlashAttentionConfig, FlashAttentionCudaConfig
 from pallas_attn.ops.flash_attention.operands import Operands, Rules
 from pallas_attn.ops.flash_attention.problem import Problem
 
@@ -55,6 +55,13 @@ def _tiled(lowering: triton.Lowering) -> Implementation:
     return Implementation(gradients.padded(forward), supports, steps=_steps(*backward, takes_config=True))
 
 
+def _check_config(operands: Operands, config: FlashAttentionConfig | FlashAttentionCudaConfig) -> None:
+    if isinstance(config, FlashAttentionCudaConfig):
+        cuda.check(operands, config)
+    else:
+        tiles.check(operands, config)
+
+
 TILED = {lowering: _tiled(lowering) for lowering in get_args(triton.Lowering)}
 OP = Op(
     name="flash_attention",
@@ -65,7 +72,11 @@ OP = Op(
             cuda.unsupported,
             cuda.is_slower,
             takes_config=False,
-            steps=TILED[triton.first_lowering()].steps,
+            own_config=FlashAttentionCudaConfig,
+            steps={
+                **TILED[triton.first_lowering()].steps,
+                "cuda_backward": Implementation(cuda.backward, takes_config=False),
+            },
         ),
         "xla": Implementation(
             gradients.padded(reference.forward),
@@ -76,7 +87,7 @@ OP = Op(
     config=FlashAttentionConfig,
     key=tiles.key,
     heuristic=tiles.default,
-    check_config=tiles.check,
+    check_config=_check_config,
     kernels={kernel: (kernel,) for kernel in tiles.KERNELS},
     derivative=gradients.attend,
 )
@@ -91,7 +102,8 @@ def flash_attention(
     sliding_window: int | tuple[int | None, int | None] | None = None, q_offset: int = 0,
     scale: float | None = None, softcap: float | None = None, sinks: jax.Array | None = None,
     return_lse: Literal[False] = False, layout: DenseLayout = "BTNH",
-    implementation: ImplementationOrCuda | None = None, config: FlashAttentionConfig | None = None,
+    implementation: ImplementationOrCuda | None = None,
+    config: FlashAttentionConfig | FlashAttentionCudaConfig | None = None,
     residual_checkpoint_name: str | None = None,
 ) -> jax.Array: ...  # fmt: skip
 
@@ -105,7 +117,7 @@ def flash_attention(
     sliding_window: int | tuple[int | None, int | None] | None = None, q_offset: int = 0,
     scale: float | None = None, softcap: float | None = None, sinks: jax.Array | None = None,
     return_lse: Literal[True], layout: DenseLayout = "BTNH", implementation: ImplementationOrCuda | None = None,
-    config: FlashAttentionConfig | None = None, residual_checkpoint_name: str | None = None,
+    config: FlashAttentionConfig | FlashAttentionCudaConfig | None = None, residual_checkpoint_name: str | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
 
 
@@ -118,7 +130,7 @@ def flash_attention(
     sliding_window: int | tuple[int | None, int | None] | None = None, q_offset: int = 0,
     scale: float | None = None, softcap: float | None = None, sinks: jax.Array | None = None,
     return_lse: bool = False, layout: DenseLayout = "BTNH", implementation: ImplementationOrCuda | None = None,
-    config: FlashAttentionConfig | None = None, residual_checkpoint_name: str | None = None,
+    config: FlashAttentionConfig | FlashAttentionCudaConfig | None = None, residual_checkpoint_name: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
 def flash_attention(
     query: jax.Array,
@@ -141,7 +153,7 @@ def flash_attention(
     return_lse: bool = False,
     layout: DenseLayout = "BTNH",
     implementation: ImplementationOrCuda | None = None,
-    config: FlashAttentionConfig | None = None,
+    config: FlashAttentionConfig | FlashAttentionCudaConfig | None = None,
     residual_checkpoint_name: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention of dense queries over dense keys and values, with gradients, in memory that grows with their number.
@@ -179,7 +191,7 @@ def flash_attention(
         segment_ids: int32 [batch, tokens], or a pair of such for queries and keys: a query sees the keys of its own
             id. Documents packed one behind the other, each with an id, are then worked on one by one: neither outputs
             nor gradients of one change in a single bit when another's contents do, be it to NaN; and what lies between
-            other documents costs no time. Any order of ids is right, ascending ones in one split each are fast.
+            other documents costs no time. Any order of ids is right, ascending ones, each in one place, are fast.
         cu_q_lens: [num_seqs + 1] int32, instead of segment_ids: batch is 1, and document i has tokens
             [cu_q_lens[i], cu_q_lens[i + 1]). Tokens beyond the last are padding: out 0, lse -inf, with sinks too, and
             no gradient from or to them, whatever they hold. So are all tokens if a traced array descends; one whose
@@ -194,11 +206,12 @@ def flash_attention(
         sinks: [num_heads]; a logit without a value that joins each head's softmax (and its lse). It has gradients.
         return_lse: also return the natural log-sum-exp of the logits; it has gradients.
         layout: "BTNH" as jax.nn has it, or "BNTH".
-        implementation: None (on an NVIDIA GPU pallas, or cuda where that is faster, xla elsewhere), "cuda" (sm_90; a
-            forward pass of 16 bits without bias, mask, mods or config; gradients are the Pallas kernels'), "pallas"
+        implementation: None (on an NVIDIA GPU pallas, or cuda where that is faster, xla elsewhere), "cuda" (sm_90;
+            16 bits without bias, mask or mods; gradients are the Pallas kernels', unless `config` says so), "pallas"
             (sm_80 or newer), "triton" (the same kernels by Triton itself, where Pallas cannot; the extra of that
             name), "xla" (anywhere) or "interpret" (the Pallas kernels run in Python, slow).
-        config: tile sizes for "pallas", "triton" and "interpret"; None takes the measured or the heuristic ones.
+        config: tile sizes for "pallas", "triton" and "interpret", None takes the measured or the heuristic ones; or,
+            for "cuda", a FlashAttentionCudaConfig, which says whose gradients are.
         residual_checkpoint_name: under which jax.checkpoint's policies know what the backward pass needs of the forward
             pass: with `jax.checkpoint_policies.save_only_these_names(name)` the forward kernel runs once, and out, lse
             and a byte for each element of a 16-bit out are kept. None: a policy knows nothing of them.

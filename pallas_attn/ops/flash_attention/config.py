@@ -1,10 +1,10 @@
 """Tile sizes of the flash attention kernels, and the heuristic for devices without a measured file."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from pallas_attn._call import budget, configs
-from pallas_attn._call.checks import dtype_name, fail
+from pallas_attn._call.checks import ArgumentChecker, dtype_name, fail
 from pallas_attn._call.device import Device, current_device
 from pallas_attn.ops.flash_attention.operands import Operands
 from pallas_attn.ops.flash_attention.problem import Problem
@@ -47,16 +47,51 @@ class FlashAttentionConfig:
         for field in dataclasses.fields(self):
             tiles = getattr(self, field.name)
             if not isinstance(tiles, FlashAttentionTiles):
-                fail(
-                    "FlashAttentionConfig",
-                    field.name,
-                    "a FlashAttentionTiles",
-                    type(tiles).__name__,
-                    TypeError,
-                )
+                kind, expected = type(tiles).__name__, "a FlashAttentionTiles"
+                fail("FlashAttentionConfig", field.name, expected, kind, TypeError)
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashAttentionCudaConfig:
+    """How `implementation="cuda"` works out gradients of queries, keys and values.
+
+    backward: "cuda", one kernel for all three, of heads of up to 128; or "tiled", the two kernels of "pallas" (of
+        "triton", where Pallas has no such lowering). None takes what measured faster: "tiled", so far always.
+    """
+
+    backward: Literal["cuda", "tiled"] | None = None
+
+    def __post_init__(self):
+        ArgumentChecker("FlashAttentionCudaConfig").one_of("backward", self.backward, ("cuda", "tiled", None))
 
 
 KERNELS = tuple(field.name for field in dataclasses.fields(FlashAttentionConfig))
+
+
+class Candidates(NamedTuple):
+    """Of elements of so many bytes and heads of at most so many dims; each kernel's is cut down until it fits."""
+
+    itemsize: int
+    widest: int
+    forward: FlashAttentionTiles
+    query: FlashAttentionTiles
+    key_value: FlashAttentionTiles
+
+
+_Tiles = FlashAttentionTiles
+# For Hopper, from measurements (README.md). Two warpgroups share a tile of 128 rows, and three buffers keep copies
+# ahead of products. Gradients keep more in registers: where two programs of one warpgroup, with tiles of 64 by 64, have
+# a multiprocessor's together, those are faster. Wide heads take the registers that sums are in, and float32, whose
+# products are not the tensor cores', takes all there are.
+CANDIDATES = (
+    Candidates(2, 64, _Tiles(128, 64, 8, 3), _Tiles(64, 64, 4, 3), _Tiles(64, 64, 4, 3)),
+    Candidates(2, 128, _Tiles(128, 64, 8, 3), _Tiles(128, 64, 8, 3), _Tiles(64, 64, 4, 2)),
+    Candidates(2, 256, _Tiles(128, 64, 8, 2), _Tiles(64, 32, 4, 3), _Tiles(32, 64, 8, 2)),
+    Candidates(4, 128, _Tiles(32, 32, 4, 1), _Tiles(32, 32, 4, 1), _Tiles(32, 32, 4, 1)),
+    Candidates(4, 256, _Tiles(32, 16, 8, 1), _Tiles(32, 16, 8, 1), _Tiles(16, 32, 8, 1)),
+)
+# Forward, over documents, which have more edges.
+OF_DOCUMENTS = {128: _Tiles(64, 64, 4, 3)}
 
 
 def key(operands: Operands) -> dict[str, Any] | None:
@@ -115,39 +150,12 @@ def heuristic(
     documents: bool = False,
     **measured: Any,
 ) -> FlashAttentionConfig:
-    """For Hopper, from measurements (README.md); elsewhere the same, as far as there is shared memory for it.
-    `pair_bytes` are what bias and mask have for each query and key, `measured` fields of the config that are known
-    better.
-
-    Two warpgroups share a tile of 128 rows, and three buffers keep copies ahead of products. Gradients keep more in
-    registers: where tiles of 64 by 64 leave room for two programs of one warpgroup beside each other, those are faster,
-    and so they are for documents, which have more edges. Wide heads take the registers that sums are in, and float32,
-    whose products are not the tensor cores', takes all there are.
-    """
-    if itemsize == 4:
-        small = (
-            FlashAttentionTiles(32, 32, 4, 1) if problem.widest <= 128 else FlashAttentionTiles(32, 16, 8, 1)
-        )
-        chosen = dict(
-            forward=small,
-            query=small,
-            key_value=FlashAttentionTiles(small.block_kv, small.block_q, small.num_warps, 1),
-        )
-    elif problem.widest <= 128:
-        narrow = problem.widest <= 64
-        chosen = dict(
-            forward=FlashAttentionTiles(128, 64, 8, 3),
-            query=FlashAttentionTiles(64, 64, 4, 3) if narrow else FlashAttentionTiles(128, 64, 8, 3),
-            key_value=FlashAttentionTiles(64, 64, 4, 3 if narrow else 2),
-        )
-        if documents and problem.widest == 128:
-            chosen["forward"] = FlashAttentionTiles(64, 64, 4, 3)
-    else:
-        chosen = dict(
-            forward=FlashAttentionTiles(128, 64, 8, 2),
-            query=FlashAttentionTiles(64, 32, 4, 3),
-            key_value=FlashAttentionTiles(32, 64, 8, 2),
-        )
+    """`pair_bytes` are what bias and mask have for each query and key, `measured` fields of the config that are known
+    better."""
+    listed = next(one for one in CANDIDATES if one.itemsize == itemsize and problem.widest <= one.widest)
+    chosen = {name: getattr(listed, name) for name in KERNELS}
+    if documents and itemsize == 2:
+        chosen["forward"] = OF_DOCUMENTS.get(problem.widest, chosen["forward"])
     for name in KERNELS:
         chosen[name] = fitted(chosen[name], name, problem, itemsize, pair_bytes, device)
     chosen |= {name: dataclasses.replace(chosen[name], **fields) for name, fields in measured.items()}

@@ -1,5 +1,4 @@
-"""Flash attention on Hopper: the CUDA kernels of csrc/attention. Gradients that a caller gets are the tiled kernels':
-the CUDA backward pass is right, and slower yet."""
+"""Flash attention on Hopper: the CUDA kernels of csrc/attention, and which gradients are theirs."""
 
 import functools
 import math
@@ -9,7 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn._call import hopper_backward, hopper_forward
+from pallas_attn._call.checks import fail
 from pallas_attn._tile import low_bits, sharding, softmax
+from pallas_attn.mods.operands import refused_by_cuda
+from pallas_attn.ops.flash_attention.config import FlashAttentionCudaConfig
 from pallas_attn.ops.flash_attention.operands import BackwardOperands, Operands
 from pallas_attn.ops.flash_attention.problem import Problem
 
@@ -28,8 +30,8 @@ def unsupported(operands: Operands) -> str | None:
     for name, array in (("bias", operands.bias), ("mask", operands.mask)):
         if array is not None:
             return f"has no {name}"
-    if operands.mods is not None:
-        return "has no mask_mod" if operands.mods.score is None else "is compiled before a score_mod is known"
+    if (reason := refused_by_cuda(operands.mods)) is not None:
+        return reason
     problem = Problem.of(operands)
     tiles = problem.q_len * problem.q_len * problem.group // 128
     if operands.q_documents is not None and tiles > MOST_TILES:
@@ -43,6 +45,32 @@ def is_slower(operands: Operands) -> bool:
     problem = Problem.of(operands)
     pairs = math.prod(problem.lse_shape) * problem.kv_len
     return pairs < (FEW_PAIRS if problem.widest >= WIDE_HEADS else FEW_NARROW_PAIRS)
+
+
+def backward_unsupported(operands: Operands) -> str | None:
+    """Of what `unsupported` leaves: the reason the CUDA kernel cannot serve its gradients, or None."""
+    problem = Problem.of(operands)
+    return hopper_backward.unsupported(problem.head_dim, problem.value_dim)
+
+
+def backward_is_slower(operands: Operands) -> bool:
+    """Whether the tiled kernels are as fast, or nothing is known: so it is of all calls yet
+    (csrc/attention/sm90/backward/README.md)."""
+    return True
+
+
+def takes_backward(operands: Operands, config: FlashAttentionCudaConfig | None) -> bool:
+    """Whose gradients of queries, keys and values are, where the forward pass is the CUDA kernel's: the CUDA kernel's
+    where the caller says so, and where he says nothing if it can serve them and is not slower."""
+    if config is not None and config.backward is not None:
+        return config.backward == "cuda"
+    return backward_unsupported(operands) is None and not backward_is_slower(operands)
+
+
+def check(operands: Operands, config: FlashAttentionCudaConfig) -> None:
+    """Refuses a config that asks for what there is not."""
+    if config.backward == "cuda" and (reason := backward_unsupported(operands)):
+        fail("flash_attention", "config", "backward 'tiled' or None", f"'cuda', which {reason}")
 
 
 @functools.partial(jax.jit, static_argnames="keep")
@@ -85,7 +113,7 @@ def forward(operands: Operands, *, keep: bool = False) -> tuple[jax.Array, ...]:
 
 
 def backward(operands: BackwardOperands) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """As `backward.backward`, of what `unsupported` leaves, for heads of up to 128."""
+    """As `backward.backward`, of what `backward_unsupported` leaves."""
     problem, rules = Problem.of(operands), operands.rules
     heads_first = rules.layout == "BNTH"
     at = 1 if heads_first else 2

@@ -12,6 +12,7 @@ from jax import lax
 from pallas_attn._call.op import Call
 from pallas_attn._tile import derivative, low_bits, softmax, weights
 from pallas_attn.mods.operands import captured_dims
+from pallas_attn.ops.flash_attention import cuda
 from pallas_attn.ops.flash_attention.operands import KEYS, LSE, QUERIES, BackwardOperands, Operands, of_pairs
 from pallas_attn.ops.flash_attention.problem import Problem
 from pallas_attn.ops.flash_attention.scores import natural_scale
@@ -72,7 +73,9 @@ def _gradients(
     which = ("query", "key", "value")
     if asked.keys() & set(which):
         dims = (QUERIES(operands), KEYS(operands), KEYS(operands))
-        gradients |= zip(which, call.run(backward, step="backward", results=dims), strict=True)
+        own = call.implementation == "cuda" and cuda.takes_backward(operands, call.config)
+        step = "cuda_backward" if own else "backward"
+        gradients |= zip(which, call.run(backward, step=step, results=dims), strict=True)
     if "sinks" in asked:
         # The sink's logit has a weight, like a key's, and no value.
         gradients["sinks"] = jnp.sum(found.d_sink, axis=(0, 3))

@@ -14,6 +14,9 @@ from pallas_attn._tile import options, triton
 from pallas_attn._tile.latents import BYTES, QUERY_DIM, token_width
 from pallas_attn._tile.layout import reaches
 from pallas_attn._types import BlockTables, ImplementationOrCuda, SeqLens
+from pallas_attn.mods.call import PagedSizes, over_pages
+from pallas_attn.mods.operands import refused_by_cuda
+from pallas_attn.mods.ready import MaskMod, ScoreMod
 from pallas_attn.ops.mla_decode import config as tiles
 from pallas_attn.ops.mla_decode import cuda
 from pallas_attn.ops.mla_decode.config import MLADecodeConfig
@@ -39,6 +42,8 @@ def _supports(operands: Operands, lowering: triton.Lowering) -> str | None:
 def _cuda_supports(operands: Operands) -> str | None:
     if operands.batch_invariant:
         return "is not batch_invariant: its schedule cuts sequences where the batch's work says"
+    if (reason := refused_by_cuda(operands.mods)) is not None:
+        return reason
     return cuda.unsupported(operands.latent_cache.dtype, operands.pool)
 
 
@@ -101,6 +106,7 @@ OP = Op(
 def mla_decode(
     query: jax.Array, latent_cache: jax.Array, block_tables: BlockTables, seq_lens: SeqLens, *,
     schedule: MLASchedule | None = None, scale: float | None = None, causal: bool = False,
+    score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
     return_lse: Literal[False] = False, batch_invariant: bool = False,
     implementation: ImplementationOrCuda | None = None, config: MLADecodeConfig | None = None,
 ) -> jax.Array: ...  # fmt: skip
@@ -110,6 +116,7 @@ def mla_decode(
 def mla_decode(
     query: jax.Array, latent_cache: jax.Array, block_tables: BlockTables, seq_lens: SeqLens, *,
     schedule: MLASchedule | None = None, scale: float | None = None, causal: bool = False,
+    score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
     return_lse: Literal[True], batch_invariant: bool = False,
     implementation: ImplementationOrCuda | None = None, config: MLADecodeConfig | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
@@ -119,6 +126,7 @@ def mla_decode(
 def mla_decode(
     query: jax.Array, latent_cache: jax.Array, block_tables: BlockTables, seq_lens: SeqLens, *,
     schedule: MLASchedule | None = None, scale: float | None = None, causal: bool = False,
+    score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
     return_lse: bool = False, batch_invariant: bool = False,
     implementation: ImplementationOrCuda | None = None, config: MLADecodeConfig | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
@@ -131,6 +139,8 @@ def mla_decode(
     schedule: MLASchedule | None = None,
     scale: float | None = None,
     causal: bool = False,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     return_lse: bool = False,
     batch_invariant: bool = False,
     implementation: ImplementationOrCuda | None = None,
@@ -167,6 +177,15 @@ def mla_decode(
             their heads before absorption, (128 + 64) ** -0.5 in DeepSeek's.
         causal: query token i sees the first seq_len - (q_len - 1 - i) tokens; otherwise all see all. A query token
             that comes before the sequence's first sees nothing: out 0, lse -inf.
+        score_mod: a function (score, batch, head, q_idx, kv_idx) -> score of float32 and int32 scalars, applied behind
+            scale. `batch` is the sequence; positions are the text's, whatever pages hold it: query token i is at
+            seq_len - q_len + i. It is traced once: its operations are elementwise, and of arrays that it captures it
+            reads single elements. A function that does the same to arrays of the same shapes compiles nothing.
+            `pallas_attn.mods` has some. Not by "cuda".
+        mask_mod: a function (batch, head, q_idx, kv_idx) -> bool, likewise; joined with `causal`. What comes before the
+            first key that a sequence's query tokens may see, and behind the last, is not read, by blocks of 16 tokens
+            (longer ones in tables of more than 32768), and its pages may be anyone's; latents in between must be
+            finite. Without a schedule, which knows nothing of it.
         return_lse: also return the natural log-sum-exp of the scaled logits.
         batch_invariant: a sequence's rows have the same bits whatever else is in the batch, in whichever order, and
             however wide the table: how it is cut depends on its own length alone, and tile sizes on heads, q_len, page
@@ -203,12 +222,18 @@ def mla_decode(
     if batch_invariant and schedule is not None:
         check.fail("schedule", "None with batch_invariant", "a schedule, which follows from the whole batch")
 
+    if mask_mod is not None and schedule is not None:
+        check.fail("schedule", "None beside a mask_mod, of whose keys it knows nothing", "a schedule")
+    sizes = PagedSizes(query.shape[0], query.shape[2], block_tables.shape[1], latent_cache.shape[1])
+    mods, captured = over_pages(check, sizes, score_mod, mask_mod, shared_seqs=True)
     operands = Operands(
         query=query,
         latent_cache=latent_cache,
         block_tables=block_tables,
         seq_lens=seq_lens,
         schedule=schedule,
+        captured=captured,
+        mods=mods,
         scale=float(QUERY_DIM**-0.5 if scale is None else scale),
         causal=bool(causal),
         batch_invariant=bool(batch_invariant),

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from typing import Any
 
+from pallas_attn._call.budget import Candidate
 from pallas_attn._call.checks import dtype_name, fail
 from pallas_attn._call.configs import SplitKVConfig
 from pallas_attn._call.device import Device, current_device
@@ -13,12 +14,28 @@ from pallas_attn._tile.latents import BYTES
 from pallas_attn.ops.mla_decode.operands import Operands
 from pallas_attn.ops.mla_decode.schedule import BLOCK_TOKENS
 
-MIN_SPLIT_TOKENS = 64
-# Splits of a batch-invariant call. Beyond 65536 tokens they grow, or a wide table would ask for room without end.
+# Of programs of so many rows, best first, if they fit: one fills a multiprocessor, by the deepest pipeline of the
+# largest tile. The matrix units wait for memory with few query rows, and four warps read the queries fewer times from
+# shared memory than eight; 32 rows in tiles of 64 spill with four, and 64 rows have sums for eight. Measured on Hopper
+# (EXPERIMENTS.md).
+CANDIDATES = {
+    16: (Candidate(64, 4, 3), Candidate(32, 4, 4), Candidate(32, 4, 3), Candidate(16, 4, 3)),
+    32: (Candidate(64, 8, 3), Candidate(32, 4, 4), Candidate(32, 4, 3), Candidate(16, 4, 3)),
+    64: (Candidate(32, 8, 4), Candidate(32, 8, 3)),
+}
+# Over latents of bytes, which pass through registers on their way to bf16, and with four warps spill.
+OF_BYTES = {
+    16: (Candidate(64, 8, 3), Candidate(32, 8, 3), Candidate(16, 4, 3)),
+    64: (Candidate(32, 8, 3),),
+}
+# Of transposed products, by a warpgroup for each 32 rows. Reductions take the weights' memory.
+TRANSPOSED = {32: Candidate(64, 4, 2), 64: Candidate(64, 8, 2)}
+# Where no other fits.
+LEAST = Candidate(16, 4, 2)
+# Splits of a batch-invariant call. Beyond 65536 tokens they grow, or a wide table would ask for memory without end.
 INVARIANT_TOKENS, INVARIANT_SPLITS = 1024, 64
-TRANSPOSED_TOKENS = 64  # of a tile whose products are transposed
-TRANSPOSED_WARPS = {32: 4, 64: 8}  # of programs with so many rows
 # Sequences as short as this are left whole where they keep this much of the multiprocessors busy, and in one wave.
+# Neither is a schedule looked at then, nor is there a merge, which cost more than a few idle multiprocessors.
 WHOLE_TOKENS, MOSTLY_BUSY = 1024, 0.7
 
 
@@ -44,36 +61,34 @@ class MLADecodeConfig(SplitKVConfig):
     num_warps: int = 8
 
 
-def heuristic(*, rows: int, page_size: int, device: Device, fp8: bool = False) -> MLADecodeConfig:
-    """`rows` query rows share a KV head; `fp8` latents."""
+def heuristic(
+    *, rows: int, page_size: int, device: Device, fp8: bool = False, row_bytes: int | None = None
+) -> MLADecodeConfig:
+    """`rows` query rows share a KV head; `fp8` latents. `row_bytes`: where there are mods, what they read for each row
+    and key."""
     block_q = latent_problem.block_q(rows, fp8, device)
-    block_kv, num_warps, num_stages = _tile(block_q, page_size, device, fp8)
-    return MLADecodeConfig(
-        block_q,
-        block_kv,
-        min_split_tokens=MIN_SPLIT_TOKENS,
-        target_programs=device.num_cores,
-        num_warps=num_warps,
-        num_stages=num_stages,
-    )
+    tile = _tile(block_q, page_size, device, fp8, row_bytes)._asdict()
+    return MLADecodeConfig(block_q, min_split_tokens=BLOCK_TOKENS, target_programs=device.num_cores, **tile)
 
 
 def whole(some: MLADecodeConfig, *, streams: int, rows: int, max_len: int, device: Device) -> bool:
-    """Whether nothing is cut: neither is a schedule looked at then, nor is there a kernel for the merge. Those cost
-    more than a few idle multiprocessors, or waiting for the longest sequence."""
+    """Whether nothing is cut."""
     programs = streams * math.ceil(rows / some.block_q)
     return max_len <= WHOLE_TOKENS and MOSTLY_BUSY <= programs / device.num_cores <= 1
 
 
 def is_transposed(config: SplitKVConfig, *, page_size: int, device: Device, fp8: bool) -> bool:
     """Whether the kernel's products are transposed."""
-    turns = config.block_kv == TRANSPOSED_TOKENS and config.num_warps == TRANSPOSED_WARPS.get(config.block_q)
-    return turns and _may_turn(page_size, device, fp8)
+    candidate = _transposed(config.block_q, page_size, device, fp8)
+    return candidate is not None and candidate[:2] == (config.block_kv, config.num_warps)
 
 
-def _may_turn(page_size: int, device: Device, fp8: bool) -> bool:
+def _transposed(block_q: int, page_size: int, device: Device, fp8: bool) -> Candidate | None:
     # Blackwell's asynchronous products are others.
-    return device.compute_capability in (None, 90) and page_size % TRANSPOSED_TOKENS == 0 and not fp8
+    if not device.architecture.warpgroup_products or fp8:
+        return None
+    candidate = TRANSPOSED.get(block_q)
+    return candidate if candidate is not None and page_size % candidate.block_kv == 0 else None
 
 
 def invariant(some: MLADecodeConfig) -> MLADecodeConfig:
@@ -81,40 +96,27 @@ def invariant(some: MLADecodeConfig) -> MLADecodeConfig:
     return dataclasses.replace(some, split_tokens=INVARIANT_TOKENS, num_splits=INVARIANT_SPLITS)
 
 
-def _tile(block_q: int, page_size: int, device: Device, fp8: bool) -> tuple[int, int, int]:
-    """(block_kv, num_warps, num_stages): the deepest pipeline of the largest tile that shared memory holds.
-
-    One program fills a multiprocessor. The matrix units wait for memory with few query rows, and four warps
-    read the queries fewer times from shared memory than eight; 32 rows in tiles of 64 spill with four unless
-    they are transposed, and 64 rows have accumulators for eight. fp8 latents pass through registers on their way
-    to bf16, which with four warps spill.
-    """
-    asynchronous = block_q >= latent_problem.WGMMA_ROWS
-    if block_q in TRANSPOSED_WARPS and _may_turn(page_size, device, fp8):
-        # Reductions need no room of their own: they take the weights'.
-        return TRANSPOSED_TOKENS, TRANSPOSED_WARPS[block_q], 2
-    if fp8:
-        tiles = [(32, 8, 3)] if asynchronous else [(64, 8, 3), (32, 8, 3), (16, 4, 3)]
-    elif asynchronous:
-        tiles = [(32, 8, 4), (32, 8, 3)]
-    else:
-        tiles = [(64, 8 if block_q == 32 else 4, 3), (32, 4, 4), (32, 4, 3), (16, 4, 3)]
-
-    fitting = [tile for tile in tiles if latent_problem.needs(block_q, *tile, fp8=fp8).fits(device)] or [
-        (16, 4, 2)
-    ]
+def _tile(block_q: int, page_size: int, device: Device, fp8: bool, row_bytes: int | None) -> Candidate:
+    if row_bytes is None and (transposed := _transposed(block_q, page_size, device, fp8)):
+        return transposed
+    sizes: dict[str, Any] = dict(fp8=fp8, row_bytes=row_bytes or 0)
+    candidates = (OF_BYTES if fp8 else CANDIDATES)[block_q]
+    fitting = [one for one in candidates if latent_problem.needs(block_q, *one, **sizes).fits(device)]
     # Tiles inside a page need one look-up each; smaller ones than 32 tokens are not worth that.
-    for tile in fitting:
-        if tile[0] >= 32 and page_size % tile[0] == 0:
-            return tile
-    block_kv, num_warps, num_stages = fitting[0]
+    for one in fitting:
+        if one.block_kv > LEAST.block_kv and page_size % one.block_kv == 0:
+            return one
+    best = (*fitting, LEAST)[0]
     # A look-up per token is a load before the load: each stage takes two.
-    return block_kv, num_warps, num_stages if page_size % block_kv == 0 else 2 * num_stages - 1
+    inside = page_size % best.block_kv == 0
+    return best if inside else best._replace(num_stages=2 * best.num_stages - 1)
 
 
-def check_fits(config: MLADecodeConfig, *, page_size: int, device: Device, fp8: bool) -> None:
+def check_fits(
+    config: MLADecodeConfig, *, page_size: int, device: Device, fp8: bool, row_bytes: int | None = None
+) -> None:
     """Of a caller's config: ValueError for tiles that no program has the shared memory for."""
-    transposed = is_transposed(config, page_size=page_size, device=device, fp8=fp8)
+    transposed = row_bytes is None and is_transposed(config, page_size=page_size, device=device, fp8=fp8)
     tile = latent_problem.needs(
         config.block_q,
         config.block_kv,
@@ -123,18 +125,19 @@ def check_fits(config: MLADecodeConfig, *, page_size: int, device: Device, fp8: 
         fp8=fp8,
         transposed=transposed,
         looks_up=config.block_kv > BLOCK_TOKENS or page_size % config.block_kv > 0,
+        row_bytes=row_bytes or 0,
     )
     # What is refused must not be what a compiler may find a place for.
     needed = tile.shared_bytes(device) if transposed else tile.operand_bytes(device)
-    if needed > device.shared_bytes:
+    if needed > device.architecture.shared_bytes:
         sizes = f"block_q={config.block_q}, block_kv={config.block_kv}, num_stages={config.num_stages}"
-        limit = f"tiles that fit in {device.shared_bytes} bytes of shared memory"
+        limit = f"tiles that fit in {device.architecture.shared_bytes} bytes of shared memory"
         fail("mla_decode", "config", limit, f"{needed} bytes for {sizes}")
 
 
 def key(operands: Operands) -> dict[str, Any] | None:
-    """What measured files go by."""
-    if operands.batch_invariant:
+    """What measured files go by. None is for calls that none are measured for."""
+    if operands.batch_invariant or operands.mods is not None:
         return None
     return dict(
         rows=operands.sizes.rows,
@@ -149,7 +152,8 @@ def key(operands: Operands) -> dict[str, Any] | None:
 def default(operands: Operands, **measured: int) -> MLADecodeConfig:
     """As the heuristic has it for a call at hand."""
     sizes, device, fp8 = operands.sizes, current_device(), operands.latent_cache.dtype == BYTES
-    some = heuristic(rows=sizes.rows, page_size=sizes.pool.page_size, device=device, fp8=fp8)
+    mods = None if operands.mods is None else operands.mods.row_bytes
+    some = heuristic(rows=sizes.rows, page_size=sizes.pool.page_size, device=device, fp8=fp8, row_bytes=mods)
     if operands.batch_invariant:
         return invariant(some)
     if whole(some, streams=sizes.streams, rows=sizes.rows, max_len=sizes.max_len, device=device):
@@ -162,4 +166,5 @@ def check(operands: Operands, config: MLADecodeConfig) -> None:
     check_invariant("mla_decode", config, operands.batch_invariant)
     device, fp8 = current_device(), operands.latent_cache.dtype == BYTES
     if device.platform == "gpu":
-        check_fits(config, page_size=operands.pool.page_size, device=device, fp8=fp8)
+        mods = None if operands.mods is None else operands.mods.row_bytes
+        check_fits(config, page_size=operands.pool.page_size, device=device, fp8=fp8, row_bytes=mods)

@@ -22,6 +22,9 @@ from pallas_attn._split import merge, result
 from pallas_attn._split.splits import FairSplits, ScheduledSplits, Split, each, fair
 from pallas_attn._tile import latent_tile, logits, masking, pages, rows, softmax, triton
 from pallas_attn._tile.latents import LATENT_DIM
+from pallas_attn.mods.operands import NOTHING, Tile, has_mask, has_score, over_rows
+from pallas_attn.mods.program import KEY
+from pallas_attn.mods.seen import Left, of_sequences
 from pallas_attn.ops.mla_decode import transposed
 from pallas_attn.ops.mla_decode.config import MLADecodeConfig
 from pallas_attn.ops.mla_decode.operands import Operands
@@ -50,7 +53,12 @@ def mla_decode_pallas(
         config=config,
         causal=operands.causal and sizes.q_len > 1,
         num_parts=num_parts,
+        modded=operands.mods is not None,
+        by_tiles=has_mask(operands.mods),
     )
+    if operands.mods is not None and problem.by_tiles:
+        found = of_sequences(operands.mods, operands.seq_lens, problem.q_len, problem.max_len)
+        operands = dataclasses.replace(operands, left=Left.of(found, config.block_kv))
     if problem.transposed:
         pages_in_rows = operands.latent_cache.reshape(sizes.pool.num_pages, -1)
         operands = dataclasses.replace(operands, latent_cache=pages_in_rows)
@@ -67,7 +75,8 @@ def mla_decode_pallas(
         lowering=lowering,
     )
     if schedule is None or num_parts is None:
-        cut, splits_of = operands.seq_lens, functools.partial(FairSplits.of_all, problem)
+        cut = operands.seq_lens if operands.left is None else operands.left.tiles
+        splits_of = functools.partial(FairSplits.of_all, problem)
     else:
         cut, splits_of = schedule.num_splits, functools.partial(ScheduledSplits, num_parts)
     return merge.merge(
@@ -86,12 +95,17 @@ def _sliced_kernel(refs: Operands, *out_refs, problem: Problem):
     head_block, program = triton.program_id(0), triton.program_id(1)
 
     def serve(split: Split) -> None:
-        seq_len = jnp.clip(triton.load(refs.seq_lens.at[split.seq]), 0, problem.max_len)
-        begin, end = (tile * problem.config.block_kv for tile in split.tiles(problem.num_tiles(seq_len)))
-        _serve(refs, *out_refs, seq=split.seq, head_block=head_block, begin=begin, end=jnp.minimum(end, seq_len),
+        if refs.left is None:
+            keys_end = jnp.clip(triton.load(refs.seq_lens.at[split.seq]), 0, problem.max_len)
+            begin, end = (tile * problem.config.block_kv for tile in split.tiles(problem.num_tiles(keys_end)))
+        else:
+            first, keys_end, tiles = (triton.load(ref.at[split.seq]) for ref in refs.left)
+            before = first // problem.config.block_kv
+            begin, end = ((before + tile) * problem.config.block_kv for tile in split.tiles(tiles))
+        _serve(refs, *out_refs, seq=split.seq, head_block=head_block, begin=begin, end=jnp.minimum(end, keys_end),
                place=split.place, one_split=split.count == 1, problem=problem)  # fmt: skip
 
-    each(fair(problem, refs.seq_lens), problem, program, serve)
+    each(fair(problem, refs.seq_lens if refs.left is None else refs.left.tiles), problem, program, serve)
 
 
 def _scheduled_kernel(refs: Operands, *out_refs, problem: Problem):
@@ -134,9 +148,16 @@ def _serve(
     seq_len = jnp.clip(stored_len, 0, problem.max_len)
     # Query token i of q_len is the sequence's token seq_len - q_len + i, and sees itself and what is before it.
     row_end = jnp.minimum(end, seq_len - (problem.q_len - 1) + mine.token) if problem.causal else None
-    walk = transposed.walk_tokens if problem.transposed else _walk_tokens
-    state, bad = walk(query, refs, seq, mine.kv_head, begin, end, row_end, problem)
-    out, lse = softmax.finish(softmax.natural(state, softmax.LN_2))
+    where = query, refs, seq, mine.kv_head, begin, end, row_end, problem
+    if problem.transposed:
+        state, bad = transposed.walk_tokens(*where)
+    else:
+        mods = NOTHING
+        if refs.mods is not None:
+            query_at = seq_len - problem.q_len + mine.token
+            mods = over_rows(refs.mods, refs.captured, seq, mine, query_at, problem.max_len)
+        state, bad = _walk_tokens(*where, mods)
+    out, lse = softmax.finish(softmax.natural(state, 1.0 if has_score(refs.mods) else softmax.LN_2))
     done = result.Result(mine, leading, problem.latent_chunks, out, lse).poisoned(
         bad | (stored_len != seq_len)
     )
@@ -144,7 +165,7 @@ def _serve(
 
 
 def _walk_tokens(
-    query, refs: Operands, seq, kv_head, begin, end, row_end, problem: Problem
+    query, refs: Operands, seq, kv_head, begin, end, row_end, problem: Problem, mods: Tile
 ):  # fmt: skip
     """Online softmax of queries [block_q, 512 + 64], in chunks, over tokens [begin, end) of a sequence; also whether
     any token's page id was unusable. `row_end` [block_q] is where what a row may see ends, or None: at `end` for all
@@ -152,9 +173,14 @@ def _walk_tokens(
     pool, config = problem.pool, problem.config
     block_kv, page_size = config.block_kv, pool.page_size
     last_column = jnp.maximum(end - 1, 0) // page_size
+    first_key = None if refs.left is None else triton.load(refs.left.first.at[seq])
 
     def page_of(column, last) -> jax.Array:
-        return pages.look_up(refs.block_tables, seq, jnp.minimum(column, last))
+        column = jnp.minimum(column, last)
+        if first_key is not None:
+            # Of a tile some tokens may lie in pages before the first that is read.
+            column = jnp.minimum(jnp.maximum(column, first_key // page_size), problem.max_pages - 1)
+        return pages.look_up(refs.block_tables, seq, column)
 
     def elements(first, page, held, chunk) -> jax.Array:
         if problem.page_per_tile:
@@ -165,8 +191,15 @@ def _walk_tokens(
             refs.latent_cache, "NHD", "key", *where, head_dim=pool.head_dim, eviction_policy=LATENTS
         )
 
-    def logits2(keys) -> jax.Array:
-        return logits.products(query, keys, problem.scale * softmax.LOG2_E)
+    def tile_logits(keys, position) -> jax.Array:
+        """Natural ones where there is a score_mod, else base 2."""
+        here = mods.at(KEY, position, problem.max_len)
+        if here.score is None:
+            return here.masked(logits.products(query, keys, problem.scale * softmax.LOG2_E))
+        found = here.score_of(logits.products(query, keys, problem.scale))
+        return here.masked(triton.rounded(found))
+
+    factor = softmax.LOG2_E if mods.score is not None else 1.0
 
     def step(i, carry):
         state, bad, entry = carry
@@ -179,27 +212,29 @@ def _walk_tokens(
             entry = next_entry = page_of(position // page_size, last_column)
         usable = masking.usable_pages(entry, pool.num_pages)
         held = masking.within(position, end) & usable
+        if first_key is not None:
+            held &= position >= first_key
         bad |= ~usable if problem.page_per_tile else jnp.min(usable.astype(jnp.int32)) == 0
         page = jnp.where(usable, entry, 0)
         read = functools.partial(elements, first, page, held)
         keys = latent_tile.read(read, refs.latent_cache.dtype, problem.latent_chunks)
 
-        def masked_logits2() -> jax.Array:
+        def masked_logits() -> jax.Array:
             visible = held[None, :]
             if row_end is not None:
                 visible &= masking.within(position[None, :], row_end[:, None])
-            return masking.apply(logits2(keys), visible)
+            return masking.apply(tile_logits(keys, position), visible)
 
         if not problem.asynchronous:
-            tile_logits2 = masked_logits2()
+            tile = masked_logits()
         else:
             # Only tiles at the end of a sequence need a mask. The branch also keeps Triton from seeing that these
             # logits feed the next product: it would give that product's layout, with all warps along the rows, to
             # both, and with 64 rows the second half of the warps would only repeat what the first half computes.
-            tile_logits2 = lax.cond(
-                (first + block_kv <= unmasked_end) & ~bad, lambda: logits2(keys), masked_logits2
-            )
-        state, weights = softmax.rescale(state, tile_logits2, 1.0)
+            clear = (first + block_kv <= unmasked_end) & ~bad
+            clear = clear if first_key is None else clear & (first >= first_key)
+            tile = lax.cond(clear, lambda: tile_logits(keys, position), masked_logits)
+        state, weights = softmax.rescale(state, tile, factor)
         weights = weights.astype(keys[0].dtype)
         values = keys[:-1]  # all but the rotary chunk
         acc = tuple(acc + triton.dot(weights, chunk) for acc, chunk in zip(state.acc, values, strict=True))

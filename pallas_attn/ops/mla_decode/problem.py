@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import jax
+
 from pallas_attn._call.device import current_device
 from pallas_attn._split import splits
 from pallas_attn._split.latent_problem import LatentProblem
@@ -15,6 +17,13 @@ class Problem(LatentProblem):
     causal: bool
     num_parts: int | None
     """Parts of the schedule; None without one."""
+    modded: bool = False
+    """Whether there is a score_mod or a mask_mod."""
+    by_tiles: bool = False
+    """Whether what is called their lengths, to deal sequences by, are the tiles that a mask leaves of them."""
+
+    def num_tiles(self, seq_len: jax.Array) -> jax.Array:
+        return seq_len if self.by_tiles else super().num_tiles(seq_len)
 
     @property
     def num_places(self) -> int:
@@ -28,6 +37,8 @@ class Problem(LatentProblem):
     @property
     def transposed(self) -> bool:
         """Whether both products are transposed (transposed.py)."""
+        if self.modded:
+            return False
         fp8 = self.pool.head_dim == TOKEN_BYTES
         return is_transposed(self.config, page_size=self.pool.page_size, device=current_device(), fp8=fp8)
 

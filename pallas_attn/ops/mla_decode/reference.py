@@ -6,6 +6,9 @@ import jax.numpy as jnp
 from pallas_attn._tile import chunks, masking, rows, softmax
 from pallas_attn._tile.latents import BYTES, LATENT_DIM, dequantized
 from pallas_attn._tile.layout import table_tokens
+from pallas_attn.mods.operands import has_mask, over_arrays
+from pallas_attn.mods.program import BATCH, HEAD, KEY, QUERY
+from pallas_attn.mods.seen import of_sequences
 from pallas_attn.ops.mla_decode.operands import Operands
 
 
@@ -14,8 +17,17 @@ class Rule(chunks.Rule):
         # As the kernels have them: rounded to bf16, which changes nothing where scales are powers of two.
         return super().floats(dequantized(tile).astype(jnp.bfloat16) if tile.dtype == BYTES else tile)
 
+    def held(self, of: chunks.Sequences, position: jax.Array, held: jax.Array) -> jax.Array:
+        if (left := of.others["left"]) is None:
+            return held
+        return held & (position >= left.first[:, None]) & (position < left.end[:, None])
+
     def logits(self, floats, of: chunks.Sequences, keys, position, seen) -> jax.Array:
         logits = jnp.einsum("bhrd,bhkd->bhrk", floats.rows, keys, precision="highest")
+        length = table_tokens(of.tables.shape[1], self.pool.page_size)
+        mods = over_arrays(of.others["mods"], floats.captured, of.others["known"], length)
+        mods = mods.at(KEY, position, length)
+        logits = mods.masked(logits if mods.score is None else mods.score_of(logits))
         visible = seen[:, None, None, :] & masking.within(position, of.others["row_end"])
         return masking.apply(logits, visible)
 
@@ -25,15 +37,27 @@ def mla_decode_xla(operands: Operands) -> tuple[jax.Array, jax.Array]:
     """(out in query's dtype, lse float32). A schedule says who does the work, not what it is: it is ignored here."""
     query, seq_lens, pool = operands.query, operands.seq_lens, operands.pool
     _, q_len, num_heads, _ = query.shape
-    lengths = jnp.clip(seq_lens, 0, table_tokens(operands.block_tables.shape[1], pool.page_size))
+    max_len = table_tokens(operands.block_tables.shape[1], pool.page_size)
+    lengths = jnp.clip(seq_lens, 0, max_len)
     # Query token i is the sequence's token length - q_len + i, and with `causal` sees itself and what is before it.
     hidden = q_len - 1 - jnp.arange(q_len) if operands.causal else jnp.zeros(q_len, jnp.int32)
     hidden = jnp.repeat(hidden, num_heads // pool.num_kv_heads)
-    others = {"row_end": (lengths[:, None] - hidden)[:, None, :, None]}
+    mods, left = operands.mods, None
+    token = jnp.repeat(jnp.arange(q_len), num_heads // pool.num_kv_heads)
+    known = {QUERY: (lengths[:, None] - q_len + token)[:, None, :, None]}
+    if mods is not None and mods.heads is not None:
+        by_token = jnp.broadcast_to(mods.heads, (1, q_len, num_heads))
+        known[HEAD] = rows.pack(by_token, pool.num_kv_heads)[0, ..., None]
+    if mods is not None and mods.sequences is not None:
+        known[BATCH] = mods.sequences[:, None, None, None]
+    if mods is not None and has_mask(mods):
+        left = of_sequences(mods, seq_lens, q_len, max_len)
+    row_end = (lengths[:, None] - hidden)[:, None, :, None]
+    others = {"row_end": row_end, "mods": mods, "known": known, "left": left}
     scaled = query.astype(jnp.float32) * operands.scale
     out, lse, bad = chunks.attend(
         Rule("mla_decode", pool, "NHD", LATENT_DIM),
-        chunks.Floats(rows.pack(scaled, pool.num_kv_heads)),
+        chunks.Floats(rows.pack(scaled, pool.num_kv_heads), captured=operands.captured),
         chunks.Pools(operands.latent_cache),
         chunks.Sequences(operands.block_tables, lengths, jnp.zeros_like(lengths), others),
     )

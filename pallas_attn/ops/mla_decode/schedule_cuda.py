@@ -17,12 +17,7 @@ def serves(num_seqs: int) -> bool:
     """Whether the kernel makes the schedules of `num_seqs` lengths on the device a call is traced for: where it can,
     and is faster than jnp."""
     known = not symbolic.is_open(num_seqs)
-    return (
-        known
-        and num_seqs <= FASTER_UP_TO
-        and current_device().compute_capability == 90
-        and ffi.is_available()[0]
-    )
+    return known and num_seqs <= FASTER_UP_TO and current_device().runs_hopper_code and ffi.is_available()[0]
 
 
 def mla_schedule_cuda(

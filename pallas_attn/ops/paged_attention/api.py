@@ -14,6 +14,8 @@ from pallas_attn._tile.masking import LocalStride, Rules
 from pallas_attn._tile.options import DTYPES
 from pallas_attn._tile.quantization import QUANTIZED_DTYPES
 from pallas_attn._types import BlockTables, Implementation, KVCache, Layout, Lse, Query, SeqLens
+from pallas_attn.mods.call import PagedSizes, over_pages
+from pallas_attn.mods.ready import MaskMod, ScoreMod
 from pallas_attn.ops.paged_attention import config as tiles
 from pallas_attn.ops.paged_attention.config import PagedAttentionConfig
 from pallas_attn.ops.paged_attention.kernel import paged_attention_pallas
@@ -64,7 +66,8 @@ def paged_attention(
     block_sparse: LocalStride | None = None, alibi_slopes: jax.Array | None = None,
     sinks: jax.Array | None = None, k_scale: jax.typing.ArrayLike | None = None,
     v_scale: jax.typing.ArrayLike | None = None, tree_mask: jax.Array | None = None,
-    query_positions: jax.Array | None = None, return_lse: Literal[False] = False,
+    query_positions: jax.Array | None = None, score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None, return_lse: Literal[False] = False,
     batch_invariant: bool = False, layout: Layout = "NHD", implementation: Implementation | None = None,
     config: PagedAttentionConfig | None = None,
 ) -> Query: ...  # fmt: skip
@@ -77,7 +80,8 @@ def paged_attention(
     block_sparse: LocalStride | None = None, alibi_slopes: jax.Array | None = None,
     sinks: jax.Array | None = None, k_scale: jax.typing.ArrayLike | None = None,
     v_scale: jax.typing.ArrayLike | None = None, tree_mask: jax.Array | None = None,
-    query_positions: jax.Array | None = None, return_lse: Literal[True], batch_invariant: bool = False,
+    query_positions: jax.Array | None = None, score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None, return_lse: Literal[True], batch_invariant: bool = False,
     layout: Layout = "NHD", implementation: Implementation | None = None,
     config: PagedAttentionConfig | None = None,
 ) -> tuple[Query, Lse]: ...  # fmt: skip
@@ -90,7 +94,8 @@ def paged_attention(
     block_sparse: LocalStride | None = None, alibi_slopes: jax.Array | None = None,
     sinks: jax.Array | None = None, k_scale: jax.typing.ArrayLike | None = None,
     v_scale: jax.typing.ArrayLike | None = None, tree_mask: jax.Array | None = None,
-    query_positions: jax.Array | None = None, return_lse: bool = False, batch_invariant: bool = False,
+    query_positions: jax.Array | None = None, score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None, return_lse: bool = False, batch_invariant: bool = False,
     layout: Layout = "NHD", implementation: Implementation | None = None,
     config: PagedAttentionConfig | None = None,
 ) -> Query | tuple[Query, Lse]: ...  # fmt: skip
@@ -111,6 +116,8 @@ def paged_attention(
     v_scale: jax.typing.ArrayLike | None = None,
     tree_mask: jax.Array | None = None,
     query_positions: jax.Array | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     return_lse: bool = False,
     batch_invariant: bool = False,
     layout: Layout = "NHD",
@@ -162,6 +169,15 @@ def paged_attention(
             which windows and ALiBi go, for tokens as queries and as keys; a node at depth n is at
             seq_len - q_len + n. What is not among the positions of the newest slots counts as the nearest of those.
             None: by slot. `block_sparse` always goes by slot.
+        score_mod: a function (score, batch, head, q_idx, kv_idx) -> score of float32 and int32 scalars, applied behind
+            scale and soft cap and in front of ALiBi and masks. `batch` is the sequence; positions are the text's,
+            whatever pages hold it: new token i is at seq_len - q_len + i. It is traced once: its operations are
+            elementwise, and of arrays that it captures it reads single elements. A function that does the same to
+            arrays of the same shapes compiles nothing. `pallas_attn.mods` has some.
+        mask_mod: a function (batch, head, q_idx, kv_idx) -> bool, likewise; joined with the other masks. What comes
+            before the first key that a sequence's newest tokens may see, and behind the last, is not read, by blocks
+            of 16 tokens (longer ones in tables of more than 32768), and its pages may be anyone's; keys and values in
+            between must be finite. With `block_sparse` it is the pattern that says what is read.
         return_lse: also return the natural log-sum-exp of the logits.
         batch_invariant: a sequence's rows have the same bits whatever else is in the batch, in whichever order, and
             however wide the table: how it is cut depends on its own length alone, and tile sizes on the heads, dtypes,
@@ -220,6 +236,8 @@ def paged_attention(
         if tree_mask is None:
             check.fail("query_positions", "None without 'tree_mask'", "an array")
 
+    sizes = PagedSizes(query.shape[0], num_heads, block_tables.shape[1], pool.page_size)
+    mods, captured = over_pages(check, sizes, score_mod, mask_mod, query_positions, shared_seqs=True)
     operands = Operands(
         query=query if query.ndim == 4 else query[:, None],
         key_cache=key_cache,
@@ -233,6 +251,8 @@ def paged_attention(
         v_scale=v_scale,
         tree_mask=tree_mask,
         query_positions=query_positions,
+        captured=captured,
+        mods=mods,
         layout=layout,
         scale=float(pool.head_dim**-0.5 if scale is None else scale),
         rules=Rules(sliding_window, softcap, block_sparse),

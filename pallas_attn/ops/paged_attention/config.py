@@ -4,9 +4,11 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from pallas_attn._call import budget, configs
+from pallas_attn._call.architecture import ASYNCHRONOUS_ROWS, LEAST_SIDE, WARPGROUP
+from pallas_attn._call.budget import Candidate
 from pallas_attn._call.checks import dtype_name, fail
 from pallas_attn._call.configs import SplitKVConfig
 from pallas_attn._call.device import Device, current_device
@@ -15,22 +17,16 @@ from pallas_attn._split.splits import check_invariant
 from pallas_attn._tile import triton, walk
 from pallas_attn.ops.paged_attention.operands import Operands
 
-
-class Candidate(NamedTuple):
-    """A tile that won somewhere on Hopper; on other GPUs it is one as far as it fits."""
-
-    block_kv: int
-    num_warps: int
-    num_stages: int
-
-
-CANDIDATES = (Candidate(32, 4, 7), Candidate(64, 4, 5), Candidate(128, 4, 3))
+# They won somewhere on Hopper; on other GPUs they are candidates as far as they fit.
+CANDIDATES = (Candidate(32, WARPGROUP, 7), Candidate(64, WARPGROUP, 5), Candidate(128, WARPGROUP, 3))
 # Up to so many rows over bytes take their products transposed, on Hopper, in tiles of their own: the tensor core's
-# second side is half its first.
-TRANSPOSED_ROWS, TRANSPOSED = budget.LEAST_SIDE // 2, (Candidate(64, 2, 3),)
+# second side is half its first. So are warps; and stages, for page ids take none.
+TRANSPOSED_ROWS = LEAST_SIDE // 2
+TRANSPOSED = (Candidate(CANDIDATES[1].block_kv, WARPGROUP // 2, (CANDIDATES[1].num_stages + 1) // 2),)
 # Splits of a batch-invariant call: 128 programs for one sequence of 8192 tokens with 8 KV heads. Beyond 32768 tokens
-# splits grow instead, or a wide table would ask for room without end.
-INVARIANT_TOKENS, INVARIANT_SPLITS = 512, 64
+# splits grow instead, or a wide table would ask for memory without end. So many programs a multiprocessor go through
+# them, which decides when a split is worked on, not what is in it.
+INVARIANT_TOKENS, INVARIANT_SPLITS, INVARIANT_PROGRAMS = 512, 64, 8
 
 POWERS_OF_TWO = {**configs.POWERS_OF_TWO, "block_q": TRANSPOSED_ROWS}
 
@@ -55,8 +51,8 @@ class PagedAttentionConfig(SplitKVConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Kind:
-    """What decides which tiles there are for a call, whatever its batch."""
+class Shape:
+    """What of a call decides which tiles there are for it, whatever its batch."""
 
     rows: int
     """Query rows (tokens x heads of a group) that share a KV head."""
@@ -66,11 +62,17 @@ class Kind:
     query_itemsize: int
     device: Device
     layout: str = "NHD"
+    row_bytes: int = 0
+    """What mods read for each row and key."""
 
     @property
     def transposed(self) -> bool:
         bytes_meet_16_bits = (self.itemsize, self.query_itemsize) == (1, 2)
-        few = self.rows <= TRANSPOSED_ROWS and bytes_meet_16_bits and self.device.is_hopper
+        few = (
+            self.rows <= TRANSPOSED_ROWS
+            and bytes_meet_16_bits
+            and self.device.architecture.warpgroup_products
+        )
         # Others spill: PACKED values, and those of wide heads.
         return few and self.layout != "PACKED" and not self.tile(TRANSPOSED_ROWS, TRANSPOSED[0]).spills
 
@@ -85,6 +87,8 @@ class Kind:
             stored=self.itemsize,
             num_warps=candidate.num_warps,
             num_stages=candidate.num_stages,
+            pair_bytes=self.row_bytes,
+            exchanges_pairs=self.row_bytes > 0,
         )
         # Page ids are copied too where a tile has fewer tokens than the program threads; and wait, as do ids that stay
         # in registers, where products are asynchronous. Those of transposed products come from the step before.
@@ -100,16 +104,14 @@ class Kind:
     def tiles(self, measured: Mapping[str, int]) -> list[budget.Tile]:
         """That fit, of as many rows as leave room for any; `measured` sizes are as they are."""
         candidates = TRANSPOSED if self.transposed else CANDIDATES
-        block_q = (
-            TRANSPOSED_ROWS if self.transposed else min(budget.ASYNCHRONOUS_ROWS, triton.tile_side(self.rows))
-        )
+        block_q = TRANSPOSED_ROWS if self.transposed else min(ASYNCHRONOUS_ROWS, triton.tile_side(self.rows))
         block_q = measured.get("block_q", block_q)
         known = {name: size for name, size in measured.items() if name in Candidate._fields}
         candidates = dict.fromkeys(candidate._replace(**known) for candidate in candidates)
         while True:
             tiles = [self.tile(block_q, candidate) for candidate in candidates]
             fitting = [tile for tile in tiles if self.takes(tile)]
-            if fitting or "block_q" in measured or block_q <= budget.LEAST_SIDE:
+            if fitting or "block_q" in measured or block_q <= LEAST_SIDE:
                 break
             block_q //= 2
         if known.keys() == set(Candidate._fields):
@@ -119,7 +121,7 @@ class Kind:
 
 @functools.cache
 def heuristic(
-    kind: Kind,
+    shape: Shape,
     *,
     num_seqs: int,
     num_kv_heads: int,
@@ -131,23 +133,21 @@ def heuristic(
     known = dict(measured)
 
     def plans() -> Iterator[tuple[float, dict[str, int]]]:
-        for tile in kind.tiles(known):
+        for tile in shape.tiles(known):
             call = waves.Waves(
                 tile,
-                kind.device,
-                walks=num_seqs * num_kv_heads * math.ceil(kind.rows / tile.rows),
+                shape.device,
+                walks=num_seqs * num_kv_heads * math.ceil(shape.rows / tile.rows),
                 tokens=max_len,
-                result_bytes=budget.FLOAT_BYTES * min(kind.rows, tile.rows) * kind.head_dim,
+                result_bytes=budget.FLOAT_BYTES * min(shape.rows, tile.rows) * shape.head_dim,
             )
-            sizes = _sizes(tile)
+            least = max(known.get("min_split_tokens", 0), tile.tokens)
+            sizes = dict(_sizes(tile), min_split_tokens=least)
             if known.get("num_splits", 1) == 1:
                 yield call.cost(1, whole=True), dict(sizes, num_splits=1, target_programs=call.walks)
-            if known.get("num_splits") == 1:
-                continue
-            least = max(known.get("min_split_tokens", 0), tile.tokens)
-            cost, splits = call.cheapest(max_len // least)
-            dealt = dict(num_splits=0, target_programs=call.target(splits), min_split_tokens=least)
-            yield cost, sizes | dealt
+            if known.get("num_splits") != 1:
+                cost, splits = call.cheapest(max_len // least)
+                yield cost, dict(sizes, num_splits=0, target_programs=call.target(splits))
 
     _, fields = min(plans(), key=lambda plan: plan[0])
     return PagedAttentionConfig(**{**fields, **known})
@@ -158,15 +158,15 @@ def _sizes(tile: budget.Tile) -> dict[str, int]:
     return dict(block_q=tile.rows, block_kv=tile.tokens, num_warps=tile.num_warps, num_stages=tile.num_stages)
 
 
-def invariant(kind: Kind) -> PagedAttentionConfig:
+def invariant(shape: Shape) -> PagedAttentionConfig:
     """For calls whose bits must not depend on the batch: neither does anything that it goes by."""
-    tile = max(kind.tiles({}), key=lambda tile: tile.tokens)
+    tile = max(shape.tiles({}), key=lambda tile: tile.tokens)
     return PagedAttentionConfig(
         **_sizes(tile),
         split_tokens=INVARIANT_TOKENS,
+        min_split_tokens=INVARIANT_TOKENS,
         num_splits=INVARIANT_SPLITS,
-        # How many programs there are decides when splits are worked on, but not what is in them.
-        target_programs=8 * kind.device.num_cores,
+        target_programs=INVARIANT_PROGRAMS * shape.device.num_cores,
     )
 
 
@@ -177,8 +177,8 @@ def max_len(operands: Operands) -> int:
 
 
 def key(operands: Operands) -> dict[str, Any] | None:
-    """What measured files go by."""
-    if operands.batch_invariant:
+    """What measured files go by. None is for calls that none are measured for."""
+    if operands.batch_invariant or operands.mods is not None:
         return None
     return dict(
         head_dim=operands.pool.head_dim,
@@ -194,19 +194,20 @@ def key(operands: Operands) -> dict[str, Any] | None:
 
 def default(operands: Operands, **measured: int) -> PagedAttentionConfig:
     """As the heuristic has it for a call at hand."""
-    kind = Kind(
+    shape = Shape(
         rows=operands.sizes.rows,
         head_dim=operands.pool.head_dim,
         itemsize=operands.key_cache.dtype.itemsize,
         query_itemsize=operands.query.dtype.itemsize,
         device=current_device(),
         layout=operands.layout,
+        row_bytes=0 if operands.mods is None else operands.mods.row_bytes,
     )
     if operands.batch_invariant:
-        made = invariant(kind)
+        made = invariant(shape)
     else:
         made = heuristic(
-            kind,
+            shape,
             num_seqs=operands.sizes.num_seqs,
             num_kv_heads=operands.pool.num_kv_heads,
             max_len=max_len(operands),

@@ -9,6 +9,7 @@ A program of eight rows transposes its products. The tensor core wants 16 of a p
 tile's tokens and the columns of its values; of the second, the rows, it takes 8.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -21,6 +22,9 @@ from jax import lax
 from pallas_attn._split import merge, result
 from pallas_attn._split.splits import FairSplits, Split, each, fair
 from pallas_attn._tile import logits, masking, narrow, pages, quantization, rows, softmax, tree, triton, walk
+from pallas_attn.mods.operands import NOTHING, Tile, has_mask, has_score, over_rows
+from pallas_attn.mods.program import KEY
+from pallas_attn.mods.seen import Left, of_sequences
 from pallas_attn.ops.paged_attention.config import PagedAttentionConfig
 from pallas_attn.ops.paged_attention.operands import Operands
 from pallas_attn.ops.paged_attention.problem import Problem
@@ -38,7 +42,9 @@ def paged_attention_pallas(
         config=config,
         layout=operands.layout,
         rules=operands.rules,
+        by_tiles=has_mask(operands.mods) and operands.rules.block_sparse is None,
     )
+    operands = dataclasses.replace(operands, left=_left(operands, problem))
     outputs = triton.kernel_call(
         functools.partial(_attend_kernel, problem=problem),
         operands,
@@ -54,7 +60,7 @@ def paged_attention_pallas(
     )
     return merge.merge(
         outputs,
-        (operands.seq_lens, operands.sliding_window),
+        (_dealt_by(operands), operands.sliding_window),
         lambda lens_ref, window_ref: FairSplits.of_all(problem.with_window(window_ref), lens_ref),
         name="pallas_attn_paged_attention_combine",
         problem=problem,
@@ -63,6 +69,21 @@ def paged_attention_pallas(
         lowering=lowering,
         counted=True,
     )
+
+
+def _left(operands: Operands, problem: Problem) -> Left | None:
+    """What the mask_mod leaves of sequences; None without one, and where a pattern says which blocks are walked."""
+    if operands.mods is None or not problem.by_tiles:
+        return None
+    traced = operands.sliding_window
+    window = problem.rules.sliding_window if traced is None else traced[0]
+    found = of_sequences(operands.mods, operands.seq_lens, problem.q_len, problem.max_len, window)
+    return Left.of(found, problem.config.block_kv)
+
+
+def _dealt_by(operands: Operands) -> Any:
+    """Of arrays or refs."""
+    return operands.seq_lens if operands.left is None else operands.left.tiles
 
 
 def _attend_kernel(refs: Operands, *out_refs, problem: Problem):
@@ -79,7 +100,7 @@ def _attend_kernel(refs: Operands, *out_refs, problem: Problem):
         return ask(seq) if only is None else only
 
     serve = functools.partial(_serve, refs, *out_refs, query_of=query_of, problem=problem)
-    each(fair(problem, refs.seq_lens), problem, program, lambda split: serve(split=split))
+    each(fair(problem, _dealt_by(refs)), problem, program, lambda split: serve(split=split))
 
 
 class _Query(NamedTuple):
@@ -107,27 +128,38 @@ def _serve(
     mine, leading, q = query_of(seq)
     seq_len = jnp.clip(stored_len, 0, problem.max_len)
     query_at = seq_len - problem.q_len + mine.token
-    tiles = problem.walk(seq_len, mine.kv_head)
+    left, keys_end = None, seq_len
+    if refs.left is not None:
+        left = triton.load(refs.left.first.at[seq]), triton.load(refs.left.end.at[seq])
+        keys_end = left[1]
+    tiles = problem.walk(seq_len, mine.kv_head, left)
     begin, end = split.tiles(tiles.num_tiles)
     # Few rows leave registers for sums that come late, and tokens are spread over warps: a sum is a wait for all.
     few = problem.config.block_q <= triton.tile_side(1)
     state = softmax.start(mine.index.shape, dims[1], late_sum=problem.config.block_kv if few else None)
     look_up = functools.partial(pages.look_up, refs.block_tables, seq)
-    ids = functools.partial(_page_ids, look_up, seq_len, problem)
+    ids = functools.partial(_page_ids, look_up, keys_end, problem)
     read = functools.partial(_read_tile, refs, ids, mine.kv_head, problem, q.dtype)
     drafts = tree.Drafts(seq_len, seq_len - problem.q_len, problem.q_len)
     draft_tree = functools.partial(tree.of_tile, refs, drafts, lambda token: (seq + 0 * token, token), mine)
-    weigh = functools.partial(_logits, q, mine, query_at, draft_tree, refs, problem)
+    mods, rows_first = NOTHING, not problem.transposed
+    if refs.mods is not None:
+        mods = over_rows(
+            refs.mods, refs.captured, seq, mine, query_at, problem.max_len, rows_first=rows_first
+        )
+    weigh = functools.partial(_logits, q, mine, query_at, draft_tree, mods, refs, problem)
     # Tiles of bytes keep the tensor cores waiting for instructions.
     lean = few and narrow.deals(refs.value_cache.dtype, q.dtype, problem.layout)
     exp2_below = functools.partial(triton.exp2_below, exp2=triton.exp2 if lean else jnp.exp2)
     if problem.transposed:
-        ahead = functools.partial(_look_up_tile, look_up, tiles, end, seq_len, problem)
-        state, lost = _walk_transposed(state, tiles, begin, end, seq_len, read, ahead, weigh, exp2_below)
+        ahead = functools.partial(_look_up_tile, look_up, tiles, end, keys_end, problem)
+        state, lost = _walk_transposed(state, tiles, begin, end, keys_end, read, ahead, weigh, exp2_below)
     else:
-        state, lost = _walk_tiles(state, tiles, begin, end, seq_len, read, weigh, exp2_below), None
+        state, lost = _walk_tiles(state, tiles, begin, end, keys_end, read, weigh, exp2_below), None
     scale = _scale(problem, refs.k_scale, mine.kv_head)
-    state = softmax.natural(state, logits.natural_scale(problem.rules, scale, refs.alibi_slopes))
+    state = softmax.natural(
+        state, logits.natural_scale(problem.rules, scale, refs.alibi_slopes, has_score=has_score(refs.mods))
+    )
     if refs.sinks is not None:
         # A logit without a value that joins the softmax once: with the first split of a sequence.
         sink = triton.load(refs.sinks.at[mine.head], mask=mine.real, other=0.0)
@@ -237,8 +269,9 @@ def _read_tile(refs: Operands, ids, kv_head, problem: Problem, dtype, start, hel
 
 
 def _logits(
-    q, mine: rows.Rows, query_at, draft_tree, refs: Operands, problem: Problem, keys, key_scale, position
-) -> logits.Shaped:
+    q, mine: rows.Rows, query_at, draft_tree, mods: Tile, refs: Operands, problem: Problem,
+    keys, key_scale, position,
+) -> logits.Shaped:  # fmt: skip
     """Logits [block_q, block_kv] with every rule applied; transposed, [block_kv, block_q]."""
     rules, pattern = problem.rules, problem.rules.block_sparse
     row, key = (np.s_[None, :], np.s_[:, None]) if problem.transposed else (np.s_[:, None], np.s_[None, :])
@@ -255,11 +288,14 @@ def _logits(
         drafts = tree.Tree(*(x.T for x in drafts))
     products = logits.products(*(([keys], [q]) if problem.transposed else ([q], [keys])), None)
     products = products if key_scale is None else triton.rounded(products * key_scale[key])
-    tile, scale = logits.shape(products, rules, scale, slope, *logits.positions(drafts, key_at, query_at))
+    mods = mods.at(KEY, position, problem.max_len)
+    score = None if mods.score is None else mods.score_of
+    at = logits.positions(drafts, key_at, query_at)
+    tile, scale = logits.shape(products, rules, scale, slope, *at, score)
     several = problem.q_len > 1
     for mask in logits.visible(rules, key_at, query_at, among_themselves=several, tree=drafts, offset=offset):
         tile = masking.apply(tile, mask)
-    return logits.Shaped(tile, scale)
+    return logits.Shaped(mods.masked(tile), scale)
 
 
 def _scale(problem: Problem, k_scale_ref: Any, kv_head):

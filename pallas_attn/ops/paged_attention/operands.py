@@ -7,6 +7,8 @@ from pallas_attn._split.problem import DecodeCall
 from pallas_attn._tile.layout import DIMS, SCALE_DIMS, PoolShape, Which, pool_shape
 from pallas_attn._tile.masking import Rules
 from pallas_attn._types import Array
+from pallas_attn.mods.operands import Mods, captured_dims
+from pallas_attn.mods.seen import Left
 
 
 def _cache(which: Which) -> Any:
@@ -29,6 +31,13 @@ class Operands:
     tree_mask: Array | None = dims("seqs q newest", default=None)
     """int8"""
     query_positions: Array | None = dims("seqs q", default=None)
+    captured: tuple[Any, ...] | None = dims(
+        lambda self: [captured_dims(x) for x in self.captured], default=None
+    )
+    """Of the score_mod, what has gradients."""
+    mods: Mods | None = dims(lambda self: self.mods.dims(), default=None)
+    left: Left | None = dims(("seqs", "seqs", "seqs"), default=None)
+    """What the mask_mod leaves of each sequence, once that is known."""
     layout: str
     scale: float
     rules: Rules

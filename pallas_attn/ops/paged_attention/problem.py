@@ -18,8 +18,15 @@ LEAST_TOGETHER = 4
 class Problem(SplitKVProblem):
     layout: str
     rules: masking.Rules
+    by_tiles: bool = False
+    """Whether what is called their lengths, to deal sequences by, are the tiles that a mask leaves of them."""
 
-    def walk(self, seq_len: jax.Array, kv_head: jax.Array | int = 0) -> walk.Walk:
+    def walk(
+        self,
+        seq_len: jax.Array,
+        kv_head: jax.Array | int = 0,
+        left: tuple[jax.Array, jax.Array] | None = None,
+    ) -> walk.Walk:
         pattern = self.rules.block_sparse
         return walk.plan(
             seq_len,
@@ -28,6 +35,7 @@ class Problem(SplitKVProblem):
             block_kv=self.config.block_kv,
             distinct=pattern.distinct_offsets(self.group) if pattern else 1,
             first_offset=self.pattern_offset(kv_head * self.group, kv_head) if pattern else 0,
+            left=left,
         )
 
     @property
@@ -55,7 +63,7 @@ class Problem(SplitKVProblem):
         return tokens + 2 * self.config.block_kv + more
 
     def num_tiles(self, seq_len: jax.Array) -> jax.Array:
-        return self.walk(seq_len).num_tiles
+        return seq_len if self.by_tiles else self.walk(seq_len).num_tiles
 
     def pattern_offset(self, head, kv_head):
         """Block-sparse offset of query heads (traced or not) of a KV head."""

@@ -2,13 +2,16 @@
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_attn._tile import chunks, logits, masking, quantization, rows, softmax, tree
 from pallas_attn._tile.layout import table_tokens
+from pallas_attn.mods.operands import NOTHING, Mods, Tile, has_mask, over_arrays
+from pallas_attn.mods.program import BATCH, HEAD, KEY, QUERY
+from pallas_attn.mods.seen import Seen, of_sequences
 from pallas_attn.ops.paged_attention.operands import Operands
 
 
@@ -18,6 +21,9 @@ class Others(NamedTuple):
     sliding_window: jax.Array | None
     tree_mask: jax.Array | None
     query_positions: jax.Array | None
+    mods: Mods | None
+    left: Seen | None
+    """What the mask_mod leaves of each sequence."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +32,7 @@ class Rule(chunks.Rule):
     scale: float
     q_len: int
     num_heads: int
+    max_len: int
 
     def by_row(self, per_head: jax.Array) -> jax.Array:
         """[num_heads] -> [num_kv_heads, rows, 1]"""
@@ -33,6 +40,8 @@ class Rule(chunks.Rule):
         return rows.pack(per_token, self.pool.num_kv_heads)[0, ..., None]
 
     def held(self, of: chunks.Sequences, position: jax.Array, held: jax.Array) -> jax.Array:
+        if (left := of.others.left) is not None:
+            held &= (position >= left.first[:, None]) & (position < left.end[:, None])
         if self.rules.block_sparse is None:
             return held
         # What no head keeps counts as absent: its pages may be anyone's.
@@ -45,8 +54,20 @@ class Rule(chunks.Rule):
         slope = None if floats.alibi_slopes is None else self.by_row(floats.alibi_slopes)
         products = jnp.einsum("bhrd,bhkd->bhrk", floats.rows, keys, precision="highest")
         at = logits.positions(self._tree(of, position), position, of.others.query_at)
-        tile, scale = logits.shape(products, rules, scale[:, None, None], slope, *at)
-        return masking.apply(tile * scale, self._visible(of, position, seen))
+        mods = self._mods(floats.captured, of.others, position)
+        score = None if mods.score is None else mods.score_of
+        tile, scale = logits.shape(products, rules, scale[:, None, None], slope, *at, score)
+        return mods.masked(masking.apply(tile * scale, self._visible(of, position, seen)))
+
+    def _mods(self, captured: Any, others: Others, position: jax.Array) -> Tile:
+        if (mods := others.mods) is None:
+            return NOTHING
+        known = {QUERY: others.query_at}
+        if mods.sequences is not None:
+            known[BATCH] = mods.sequences[:, None, None, None]
+        if mods.heads is not None:
+            known[HEAD] = self.by_row(mods.heads)
+        return over_arrays(mods, captured, known, self.max_len).at(KEY, position, self.max_len)
 
     def _rules(self, of: chunks.Sequences) -> masking.Rules:
         """A window that is known at run time only is one of the rules all the same."""
@@ -75,15 +96,21 @@ class Rule(chunks.Rule):
         return functools.reduce(jnp.logical_and, masks, seen[:, None, None, :])
 
 
+def _left(operands: Operands, max_len: int) -> Seen | None:
+    if operands.mods is None or not has_mask(operands.mods) or operands.rules.block_sparse is not None:
+        return None
+    return of_sequences(operands.mods, operands.seq_lens, operands.query.shape[1], max_len)
+
+
 @jax.jit
 def paged_attention_xla(operands: Operands) -> tuple[jax.Array, jax.Array]:
     """As the kernel, without a config."""
     query, seq_lens, pool, rules = operands.query, operands.seq_lens, operands.pool, operands.rules
     _, q_len, num_heads, _ = query.shape
-    rule = Rule(
-        "paged_attention", pool, operands.layout, pool.head_dim, rules, operands.scale, q_len, num_heads
-    )
-    lengths = jnp.clip(seq_lens, 0, table_tokens(operands.block_tables.shape[1], pool.page_size))
+    max_len = table_tokens(operands.block_tables.shape[1], pool.page_size)
+    static = operands.layout, pool.head_dim, rules, operands.scale, q_len, num_heads, max_len
+    rule = Rule("paged_attention", pool, *static)
+    lengths = jnp.clip(seq_lens, 0, max_len)
     token = jnp.repeat(jnp.arange(q_len), num_heads // pool.num_kv_heads)
     window = None if operands.sliding_window is None else operands.sliding_window[0]
     others = Others(
@@ -91,6 +118,8 @@ def paged_attention_xla(operands: Operands) -> tuple[jax.Array, jax.Array]:
         sliding_window=window,
         tree_mask=operands.tree_mask,
         query_positions=operands.query_positions,
+        mods=operands.mods,
+        left=_left(operands, max_len),
     )
     seen_from = masking.window_start(
         jnp.maximum(lengths - q_len, 0), rules.sliding_window if window is None else window
@@ -98,7 +127,10 @@ def paged_attention_xla(operands: Operands) -> tuple[jax.Array, jax.Array]:
     k_scale, key_scale = quantization.apart(operands.k_scale)
     v_scale, value_scale = quantization.apart(operands.v_scale)
     floats = chunks.Floats(
-        rows.pack(query.astype(jnp.float32), pool.num_kv_heads), k_scale, operands.alibi_slopes
+        rows.pack(query.astype(jnp.float32), pool.num_kv_heads),
+        k_scale,
+        operands.alibi_slopes,
+        operands.captured,
     )
     pools = chunks.Pools(operands.key_cache, operands.value_cache, key_scale, value_scale)
     of = chunks.Sequences(operands.block_tables, lengths, seen_from, others)

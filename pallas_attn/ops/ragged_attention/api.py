@@ -6,6 +6,7 @@ import jax
 
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._types import Dtype, FloatName, Fp8Name, ImplementationOrCuda, KVCache, Layout
+from pallas_attn.mods.ready import MaskMod, ScoreMod
 from pallas_attn.ops.ragged_attention import arguments
 from pallas_attn.ops.ragged_attention.config import RaggedAttentionConfig
 from pallas_attn.ops.ragged_attention.record import record
@@ -20,7 +21,8 @@ def ragged_paged_attention(
     softcap: float | None = None, sliding_window: int | jax.Array | None = None,
     alibi_slopes: jax.Array | None = None, sinks: jax.Array | None = None, tree_mask: jax.Array | None = None,
     query_positions: jax.Array | None = None, k_scale: jax.typing.ArrayLike | None = None,
-    v_scale: jax.typing.ArrayLike | None = None, causal: bool = True,
+    v_scale: jax.typing.ArrayLike | None = None, causal: bool = True, score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     out_scale: jax.typing.ArrayLike | None = None, out_dtype: Dtype | FloatName | Fp8Name | None = None,
     return_lse: Literal[False] = False, layout: Layout = "NHD", implementation: ImplementationOrCuda | None = None,
     config: RaggedAttentionConfig | None = None,
@@ -34,7 +36,8 @@ def ragged_paged_attention(
     softcap: float | None = None, sliding_window: int | jax.Array | None = None,
     alibi_slopes: jax.Array | None = None, sinks: jax.Array | None = None, tree_mask: jax.Array | None = None,
     query_positions: jax.Array | None = None, k_scale: jax.typing.ArrayLike | None = None,
-    v_scale: jax.typing.ArrayLike | None = None, causal: bool = True,
+    v_scale: jax.typing.ArrayLike | None = None, causal: bool = True, score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     out_scale: jax.typing.ArrayLike | None = None, out_dtype: Dtype | FloatName | Fp8Name | None = None,
     return_lse: Literal[True], layout: Layout = "NHD", implementation: ImplementationOrCuda | None = None,
     config: RaggedAttentionConfig | None = None,
@@ -48,7 +51,8 @@ def ragged_paged_attention(
     softcap: float | None = None, sliding_window: int | jax.Array | None = None,
     alibi_slopes: jax.Array | None = None, sinks: jax.Array | None = None, tree_mask: jax.Array | None = None,
     query_positions: jax.Array | None = None, k_scale: jax.typing.ArrayLike | None = None,
-    v_scale: jax.typing.ArrayLike | None = None, causal: bool = True,
+    v_scale: jax.typing.ArrayLike | None = None, causal: bool = True, score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     out_scale: jax.typing.ArrayLike | None = None, out_dtype: Dtype | FloatName | Fp8Name | None = None,
     return_lse: bool = False, layout: Layout = "NHD", implementation: ImplementationOrCuda | None = None,
     config: RaggedAttentionConfig | None = None,
@@ -72,6 +76,8 @@ def ragged_paged_attention(
     k_scale: jax.typing.ArrayLike | None = None,
     v_scale: jax.typing.ArrayLike | None = None,
     causal: bool = True,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     out_scale: jax.typing.ArrayLike | None = None,
     out_dtype: Dtype | FloatName | Fp8Name | None = None,
     return_lse: bool = False,
@@ -126,6 +132,15 @@ def ragged_paged_attention(
             what is stored, and values of pages that have scales, rounded after these; but Pallas multiplies fp8 keys
             with a bf16 query in fp16, where query elements beyond 65504 saturate, if pages have no scales.
         causal: whether a query sees no key behind its own position; False lets it see the whole sequence.
+        score_mod: a function (score, batch, head, q_idx, kv_idx) -> score of float32 and int32 scalars, applied behind
+            scale and soft cap and in front of ALiBi and masks. `batch` is the sequence's row of the table; positions
+            are the text's, whatever pages hold it: the token of a decode step is at seq_len - 1. It is traced once:
+            its operations are elementwise, and of arrays that it captures it reads single elements. A function that
+            does the same to arrays of the same shapes compiles nothing. `pallas_attn.mods` has some.
+        mask_mod: a function (batch, head, q_idx, kv_idx) -> bool, likewise; joined with the other masks. Where no query
+            of a block (a sequence that is decoded is one) can see what comes before a key, or from one on, by blocks of
+            16 tokens (longer ones in tables of more than 32768), that is not read, and its pages may be anyone's;
+            keys and values in between must be finite.
         out_scale: with an fp8 output, a number above 0 or a float32 scalar that may be traced: stored = out /
             out_scale, saturating. None is 1.
         out_dtype: None (query's), float8_e4m3fn or float8_e5m2.
@@ -179,6 +194,8 @@ def ragged_paged_attention(
         k_scale=k_scale,
         v_scale=v_scale,
         causal=causal,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
         out_scale=out_scale,
         out_dtype=arguments.output_dtype(check, query.dtype, out_dtype),
         return_lse=return_lse,

@@ -11,6 +11,7 @@ from pallas_attn._tile import options
 from pallas_attn._tile.layout import check_pools, key_pool_shape
 from pallas_attn._tile.masking import Rules
 from pallas_attn._tile.quantization import FP8_DTYPES, QUANTIZED_DTYPES
+from pallas_attn.mods.call import PagedSizes, over_pages
 from pallas_attn.ops.ragged_attention.operands import Operands
 
 
@@ -76,6 +77,8 @@ def made(
     causal: Any = True,
     out_scale: Any = None,
     return_lse: Any = False,
+    score_mod: Any = None,
+    mask_mod: Any = None,
     **arrays: Any,
 ) -> Operands:
     """The operands, of options that are checked here, and of `arrays` that are."""
@@ -89,6 +92,9 @@ def made(
     slopes = options.by_head(check, "alibi_slopes", alibi_slopes)
     sinks = options.by_head(check, "sinks", sinks)
     _check_tree(check, tree_mask, query_positions, causal)
+    max_seqs, max_pages = arrays["block_tables"].shape
+    sizes = PagedSizes(max_seqs, query.shape[1], max_pages, pool.page_size)
+    mods, captured = over_pages(check, sizes, score_mod, mask_mod, query_positions, shared_seqs=False)
     operands = Operands(
         query=query,
         key_cache=key_cache,
@@ -101,6 +107,8 @@ def made(
         tree_mask=None if tree_mask is None else tree_mask.astype(jnp.int8),
         query_positions=query_positions,
         out_scale=_output_scale(check, out_scale, out_dtype),
+        captured=captured,
+        mods=mods,
         layout=layout,
         scale=float(pool.head_dim**-0.5 if scale is None else scale),
         rules=Rules(window, softcap),

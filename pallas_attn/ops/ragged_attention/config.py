@@ -16,15 +16,8 @@ from pallas_attn.ops.ragged_attention.operands import Operands
 
 # Tiles of rows by tokens and stages of the pipeline, best first, if they fit: measured on Hopper (EXPERIMENTS.md).
 LONG = [
-    (128, 128, 3),
-    (128, 64, 3),
-    (128, 64, 2),
-    (64, 64, 3),
-    (64, 64, 2),
-    (64, 32, 2),
-    (32, 32, 2),
-    (16, 16, 1),
-]
+    (128, 128, 3), (128, 64, 3), (128, 64, 2), (64, 64, 3), (64, 64, 2), (64, 32, 2), (32, 32, 2), (16, 16, 1),
+]  # fmt: skip
 # Of heads of 64 or less, whose softmax takes as long as their products: two programs fit on a multiprocessor, and one
 # has the tensor cores while the other does the rest.
 FEW_DIMS = [(64, 128, 3), *LONG]
@@ -100,13 +93,15 @@ def heuristic(
     page_scales: bool = False,
     tree: bool = False,
     new_apart: bool = False,
+    row_bytes: int = 0,
     **measured: Any,
 ) -> RaggedAttentionConfig:
     """`itemsize` bytes hold an element of the cache, `query_itemsize` one of the query; `max_len` tokens fit in a row
     of the block table. `latent`: keys hold the values. `page_scales`: each page of a narrow cache has its own, with
     which wide tiles spill. `tree`: there is a mask of which tokens see which. `new_apart`: new tokens' keys and values
-    are walked too, in the query's dtype. `measured`: of each launch, "long" and "short", fields of its tiles that are
-    known; those of a launch that the call does not have are left out."""
+    are walked too, in the query's dtype. `row_bytes` are what mods read of a row and key. `measured`: of each launch,
+    "long" and "short", fields of its tiles that are known; those of a launch that the call does not have are left
+    out."""
     if unknown := sorted(measured.keys() - {"long", "short"}):
         raise TypeError(f"no launch: {', '.join(unknown)}")
     query_dims, value_dims = (tuple(size for _, size in chunks(dim)) for dim in (head_dim, value_dim))
@@ -125,7 +120,8 @@ def heuristic(
             num_stages=num_stages,
             spare=True,
             sums=value_dim if latent else 0,
-            exchanges_pairs=tree,
+            pair_bytes=row_bytes,
+            exchanges_pairs=tree or row_bytes > 0,
         )
         new = dataclasses.replace(tile, stored=query_itemsize if new_apart else itemsize)
         return tile.fits(device) and new.fits(device)
@@ -194,8 +190,10 @@ def most_splits(
     return max(1, min(wanted, max_len // min_split_tokens, MOST_SPLITS))
 
 
-def key(operands: Operands) -> dict[str, Any]:
-    """What measured files go by."""
+def key(operands: Operands) -> dict[str, Any] | None:
+    """What measured files go by. None is for mods: they are measured for none."""
+    if operands.mods is not None:
+        return None
     sizes = operands.sizes
     return dict(
         head_dim=operands.pool.head_dim,
@@ -228,6 +226,7 @@ def default(operands: Operands, **measured: Any) -> RaggedAttentionConfig:
         page_scales=any(map(quantization.is_by_page, (operands.k_scale, operands.v_scale))),
         tree=operands.tree_mask is not None,
         new_apart=operands.key is not None,
+        row_bytes=0 if operands.mods is None else operands.mods.row_bytes,
         device=current_device(),
         **measured,
     )

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from pallas_attn._call import hopper_forward
 from pallas_attn._tile import triton
 from pallas_attn._tile.quantization import is_quantized
+from pallas_attn.mods.operands import refused_by_cuda
 from pallas_attn.ops.ragged_attention import kernel
 from pallas_attn.ops.ragged_attention.blocks import Ragged
 from pallas_attn.ops.ragged_attention.config import RaggedAttentionConfig
@@ -25,6 +26,8 @@ def unsupported(operands: Operands) -> str | None:
         return "serves keys and values of their own, and these are latents"
     if operands.tree_mask is not None:
         return "has no tree_mask"
+    if (reason := refused_by_cuda(operands.mods)) is not None:
+        return reason
     if operands.layout == "PACKED":
         return "needs layout 'NHD' or 'HND', got 'PACKED'"
     dtype, sizes = operands.query.dtype, operands.sizes

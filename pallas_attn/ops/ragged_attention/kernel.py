@@ -18,7 +18,8 @@ import numpy as np
 from pallas_attn._call.operands import aliases, only
 from pallas_attn._split import merge, result
 from pallas_attn._tile import logits, narrow, quantization, rows, softmax, triton
-from pallas_attn.ops.ragged_attention import splits
+from pallas_attn.mods.operands import has_score
+from pallas_attn.ops.ragged_attention import seen, splits
 from pallas_attn.ops.ragged_attention.blocks import CUTS, TOTAL, Block, Lens
 from pallas_attn.ops.ragged_attention.config import RaggedAttentionConfig
 from pallas_attn.ops.ragged_attention.operands import LENGTHS, Operands
@@ -82,6 +83,7 @@ def _launch(problem: Problem, operands: Operands, lowering: triton.Lowering) -> 
     final = (problem.num_tokens, problem.num_heads)
     out_shape = result.shapes(problem, problem.value_dim, operands.out_dtype, final=final)
     notes = [jax.ShapeDtypeStruct((size,), jnp.int32) for size in problem.notes.values()]
+    operands = dataclasses.replace(operands, seen=seen.of_blocks(problem, operands))
     outputs = triton.kernel_call(
         functools.partial(_attend_kernel, problem=problem),
         operands,
@@ -119,7 +121,7 @@ def _rows_to_merge(problem: Problem, refs: Operands, place, flat: jax.Array):
 
 
 def _attend_kernel(refs: Operands, *out_refs, problem: Problem):
-    problem = problem.with_window(refs)
+    problem = problem.with_rules(refs)
     lens = Lens(problem.ragged, refs)
     num_results = len(out_refs) - len(problem.notes)
     notes = dict(zip(problem.notes, out_refs[num_results:], strict=True))
@@ -210,7 +212,8 @@ def _attend(
     scale = problem.scale
     if refs.k_scale is not None and not quantization.is_by_page(refs.k_scale):
         scale = scale * triton.load(refs.k_scale.at[kv_head])
-    natural_scale = logits.natural_scale(problem.rules, scale, refs.alibi_slopes)
+    scored = has_score(refs.mods)
+    natural_scale = logits.natural_scale(problem.rules, scale, refs.alibi_slopes, has_score=scored)
 
     def plain(values):
         return values.astype(dtype)

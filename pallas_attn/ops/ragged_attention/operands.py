@@ -8,8 +8,10 @@ from pallas_attn._tile.latents import LATENT_DIM
 from pallas_attn._tile.layout import DIMS, SCALE_DIMS, PoolShape, Which, key_pool_shape
 from pallas_attn._tile.masking import Rules
 from pallas_attn._types import Array
+from pallas_attn.mods.operands import Mods, captured_dims
+from pallas_attn.mods.seen import Seen
 
-LENGTHS = ("seq_lens", "cu_q_lens", "num_seqs", "sliding_window", "num_blocks", "cuts")
+LENGTHS = ("seq_lens", "cu_q_lens", "num_seqs", "sliding_window", "num_blocks", "cuts", "seen")
 """By which programs find their work."""
 
 
@@ -47,6 +49,13 @@ class Operands:
     """What a launch has noted down for the next: how many blocks of query rows that one serves."""
     cuts: Array | None = dims("blocks", default=None)
     """And for the merge: into how many splits each of its own blocks is cut. Both int32."""
+    captured: tuple[Any, ...] | None = dims(
+        lambda self: [captured_dims(x) for x in self.captured], default=None
+    )
+    """Of the score_mod, what has gradients."""
+    mods: Mods | None = dims(lambda self: self.mods.dims(), default=None)
+    seen: Seen | None = dims(("blocks", "blocks"), default=None)
+    """Of each block of query rows of a launch, by `Ragged.first_place`: the keys that the mask_mod leaves."""
     layout: str
     scale: float
     rules: Rules

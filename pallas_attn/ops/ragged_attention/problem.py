@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +49,8 @@ class Problem(PagedCall):
     """Tiles of all launches of the call: one for all sequences, or a second one for those of few query rows."""
     launch: int = 0
     """Which of them this is."""
+    seen: Any = None
+    """In a kernel, a `Seen` of refs: which keys a mask_mod leaves."""
 
     def each(self) -> Iterator["Problem"]:
         """The launches, in order: the short one counts what the other has to do."""
@@ -157,12 +160,13 @@ class Problem(PagedCall):
             return {TOTAL: 1} if self.launched(0).is_counted else {}
         return {CUTS: self.most_blocks} if self.num_places else {}
 
-    def with_window(self, refs: Operands) -> "Problem":
-        """A window that is known at run time only is one of the rules all the same."""
+    def with_rules(self, refs: Operands) -> "Problem":
+        """A window that is known at run time only is one of the rules all the same, and so is what a mask leaves."""
+        found = self if refs.seen is None else dataclasses.replace(self, seen=refs.seen)
         if refs.sliding_window is None:
-            return self
+            return found
         window = triton.load(refs.sliding_window.at[np.int32(0)])
-        return dataclasses.replace(self, rules=self.rules._replace(sliding_window=window))
+        return dataclasses.replace(found, rules=self.rules._replace(sliding_window=window))
 
     def find(self, lens: Lens, place: jax.Array) -> tuple[Block, jax.Array]:
         """The block at a place, and whether there is one that this launch serves."""
@@ -198,6 +202,16 @@ class Problem(PagedCall):
     def is_tree(self, block: Block) -> jax.Array:
         return block.q_len <= self.max_tree
 
+    def keys_left(self, block: Block) -> tuple[jax.Array, jax.Array] | None:
+        """[first, end) of the keys that a mask leaves a block; None: all."""
+        if self.seen is None:
+            return None
+        place = (
+            self.ragged.first_place(block.seq, block.first_token, self.rows) + block.first_row // self.rows
+        )
+        place = jnp.minimum(place, self.ragged.places(self.rows) - 1)
+        return triton.load(self.seen.first.at[place]), triton.load(self.seen.end.at[place])
+
     def spans(self, block: Block, in_pages: jax.Array, seq_len: jax.Array) -> list[Span]:
         """The tiles that a block walks: of the pages and, if they are not there, of the new tokens."""
         begins = seq_len - block.q_len
@@ -221,6 +235,7 @@ class Problem(PagedCall):
                 window=window,
                 block_kv=block_kv,
                 seen_by_all=seen_by_all,
+                left=self.keys_left(block),
             )
             for begin, end in parts
         ]

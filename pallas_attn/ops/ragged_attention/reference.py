@@ -7,7 +7,7 @@ New tokens outside the cache are a second cache, of pages of one token.
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,9 @@ import jax.numpy as jnp
 from pallas_attn._call import symbolic
 from pallas_attn._tile import chunks, logits, masking, quantization, rows, softmax, tree
 from pallas_attn._tile.layout import moved, table_tokens
+from pallas_attn.mods.operands import Mods, Tile, has_mask, over_arrays
+from pallas_attn.mods.program import BATCH, HEAD, KEY, QUERY
+from pallas_attn.mods.seen import seen as keys_left
 from pallas_attn.ops.ragged_attention.blocks import Ragged
 from pallas_attn.ops.ragged_attention.operands import Operands
 
@@ -40,6 +43,9 @@ class Others(NamedTuple):
     """[blocks, 1, rows, 1]: the position of each row's query."""
     sliding_window: jax.Array | None
     drafts: Drafts | None
+    mods: Mods | None
+    seq: jax.Array
+    """[blocks]"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +56,7 @@ class Rule(chunks.Rule):
     """Of a block."""
     num_heads: int
     causal: bool
+    max_len: int
 
     def by_row(self, per_head: jax.Array) -> jax.Array:
         """[num_heads] -> [num_kv_heads, rows, 1]"""
@@ -80,7 +87,9 @@ class Rule(chunks.Rule):
         products = jnp.einsum("bhrd,bhkd->bhrk", floats.rows, keys, precision="highest")
         query_at, drafts = of.others.query_at, self.drafts(of, position)
         at = logits.positions(drafts, position, query_at)
-        tile, scale = logits.shape(products, rules, self.scale * k_scale[:, None, None], slope, *at)
+        mods = self._mods(floats.captured, of.others, position)
+        score = None if mods.score is None else mods.score_of
+        tile, scale = logits.shape(products, rules, self.scale * k_scale[:, None, None], slope, *at, score)
         visible = jnp.broadcast_to(seen[:, None, None, :], tile.shape)
         if drafts is not None:
             visible &= drafts.seen
@@ -88,7 +97,13 @@ class Rule(chunks.Rule):
             visible &= masking.causal(position, query_at)
         if rules.sliding_window is not None:
             visible &= masking.in_window(*at, rules.sliding_window)
-        return masking.apply(tile * scale, visible)
+        return mods.masked(masking.apply(tile * scale, visible))
+
+    def _mods(self, captured: Any, others: Others, position: jax.Array) -> Tile:
+        known = {BATCH: others.seq[:, None, None, None], QUERY: others.query_at}
+        if others.mods is not None and others.mods.heads is not None:
+            known[HEAD] = self.by_row(others.mods.heads)
+        return over_arrays(others.mods, captured, known, self.max_len).at(KEY, position, self.max_len)
 
 
 @functools.partial(jax.jit, static_argnames="function")
@@ -107,7 +122,8 @@ def ragged_attention_xla(operands: Operands, *, function: str) -> tuple[jax.Arra
     stored = jnp.where(blocks.is_padding, 0, operands.seq_lens[seq])
     new_apart = operands.key is not None
     in_pages = jnp.where(blocks.is_padding, 0, stored - blocks.q_len) if new_apart else stored
-    held = jnp.clip(in_pages, 0, table_tokens(tables.shape[1], pool.page_size))
+    max_len = table_tokens(tables.shape[1], pool.page_size)
+    held = jnp.clip(in_pages, 0, max_len)
     bad = held != in_pages
     seq_lens = held + jnp.where(blocks.is_padding, 0, blocks.q_len) if new_apart else held
 
@@ -119,7 +135,7 @@ def ragged_attention_xla(operands: Operands, *, function: str) -> tuple[jax.Arra
     traced_window = None if operands.sliding_window is None else operands.sliding_window[0]
     window = rules.sliding_window if traced_window is None else traced_window
     packed = rows.pack(blocks.take(query.astype(jnp.float32)), pool.num_kv_heads)
-    floats = chunks.Floats(packed, k_scale, operands.alibi_slopes)
+    floats = chunks.Floats(packed, k_scale, operands.alibi_slopes, operands.captured)
 
     def by_row(by_token: jax.Array) -> jax.Array:
         """[blocks, tokens] -> [blocks, 1, rows, 1]"""
@@ -154,13 +170,17 @@ def ragged_attention_xla(operands: Operands, *, function: str) -> tuple[jax.Arra
             jnp.where(is_tree, length, jnp.clip(before + last + 1, 0, length)) if operands.causal else length
         )
         ends = jnp.where((blocks.first < blocks.q_len) & ~blocks.is_padding & ~skipped, ends, 0)
-        others = Others(by_row(query_at), traced_window, drafts(before, query_at))
+        others = Others(by_row(query_at), traced_window, drafts(before, query_at), operands.mods, seq)
         earliest = jnp.where(is_tree, before, query_at[:, 0])
         seen_from = masking.window_start(jnp.maximum(earliest, 0), window)
+        if has_mask(operands.mods) and operands.mods is not None:
+            newest = jnp.maximum(before + last, query_at[:, 0])
+            left = keys_left(operands.mods, seq, (query_at[:, 0], newest), length, max_len)
+            seen_from, ends = jnp.maximum(seen_from, left.first), jnp.minimum(ends, left.end)
         return chunks.attend(rule, floats, pools, chunks.Sequences(tables, ends, seen_from, others))
 
     static = function, pool, operands.layout, operands.value_dim, rules, operands.scale, per_block, num_heads
-    rule = Rule(*static, operands.causal)
+    rule = Rule(*static, operands.causal, max_len)
     pools = chunks.Pools(operands.key_cache, operands.value_cache, key_scale, value_scale)
     out, lse, lost = attend(rule, floats, pools, tables[seq], held, seq_lens - blocks.q_len)
     bad |= lost

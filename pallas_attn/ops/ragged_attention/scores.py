@@ -1,9 +1,11 @@
-"""Logits of a block of query rows: scale, soft cap, ALiBi, and which keys each row sees."""
+"""Logits of a block of query rows: scale, soft cap, score_mod, ALiBi, and which keys each row sees."""
 
 import jax
 import jax.numpy as jnp
 
 from pallas_attn._tile import logits, masking, rows, tree, triton
+from pallas_attn.mods.operands import NOTHING, over_rows
+from pallas_attn.mods.program import KEY
 from pallas_attn.ops.ragged_attention.blocks import Block
 from pallas_attn.ops.ragged_attention.operands import Operands
 from pallas_attn.ops.ragged_attention.problem import Problem
@@ -19,6 +21,10 @@ class Scores:
         self._query_at = first + mine.token
         self._drafts = tree.Drafts(seq_len, first, jnp.where(self._is_tree, block.q_len, 0))
         self._first_token = block.first_token
+        self._mods = NOTHING
+        if refs.mods is not None:
+            seq = jnp.minimum(block.seq, problem.num_seqs - 1)
+            self._mods = over_rows(refs.mods, refs.captured, seq, mine, self._query_at, problem.max_len)
 
     def __call__(self, queries, keys, key_scale, position, held, scale) -> logits.Shaped:
         """Logits [block_q, block_kv] with every rule applied; without `held` every row sees every key. `key_scale` is
@@ -29,15 +35,17 @@ class Scores:
         tile = logits.products(queries, keys, None)
         if key_scale is not None:
             tile = triton.rounded(tile * key_scale[None, :])
-        drafts = None
+        drafts, mods = None, self._mods.at(KEY, position, self._problem.max_len)
         if held is not None:
             drafts = tree.of_tile(self._refs, self._drafts, self._among_tokens, self._mine, position)
-        if rules.softcap is not None or slope is not None:
+        if rules.softcap is not None or slope is not None or mods.score is not None:
             # Keys that all rows see come before all drafts: their slots are their positions.
             query_at = tree.queries_at(self._refs, self._drafts, self._among_tokens, self._mine)[:, None]
             key_at = drafts.key_at if drafts else key_at
-            tile, scale = logits.shape(tile, rules, scale, slope, key_at, query_at)
-        return logits.Shaped(tile if held is None else self._masked(tile, position, held, drafts), scale)
+            score = None if mods.score is None else mods.score_of
+            tile, scale = logits.shape(tile, rules, scale, slope, key_at, query_at, score)
+        tile = tile if held is None else self._masked(tile, position, held, drafts)
+        return logits.Shaped(mods.masked(tile), scale)
 
     def _masked(self, tile: jax.Array, position, held, drafts: tree.Tree | None) -> jax.Array:
         key_at, query_at = position[None, :], self._query_at[:, None]

@@ -70,16 +70,21 @@ def span(
     window: int | jax.Array | None,
     block_kv: int,
     seen_by_all: jax.Array | None = None,
+    left: tuple[jax.Array, jax.Array] | None = None,
 ) -> Span:
     """For queries at positions [first_query, last_query] over keys at [begin, end).
 
     seen_by_all: end of the positions that causal queries all see; None: up to the first one itself.
+    left: of all positions, those [first, end) that a mask leaves; None: all.
     """
     seen_end = jnp.clip(last_query + 1, begin, end) if causal else end
     seen_by_all = first_query + 1 if seen_by_all is None else seen_by_all
     whole_end = jnp.clip(seen_by_all, begin, end) if causal else end
     seen_from = jnp.maximum(masking.window_start(first_query, window), begin)
     whole_from = jnp.maximum(masking.window_start(last_query, window), begin)
+    if left is not None:
+        seen_from, whole_from = (jnp.maximum(x, left[0]) for x in (seen_from, whole_from))
+        seen_end, whole_end = (jnp.minimum(x, left[1]) for x in (seen_end, whole_end))
     first_tile = (seen_from - begin) // block_kv
     count = jnp.maximum(ceil_div(seen_end - begin, block_kv) - first_tile, 0)
     whole_begin = ceil_div(whole_from - begin, block_kv) - first_tile

@@ -77,7 +77,7 @@ class BlockSplits:
     """Of a launch that is not short."""
 
     def __init__(self, problem: Problem, refs: Operands):
-        self._problem = problem.with_window(refs)
+        self._problem = problem.with_rules(refs)
         self._lens = Lens(problem.ragged, refs)
         self._limits = Limits.of(problem, self._lens)
 
@@ -150,7 +150,7 @@ class DecodedSplits:
 
 def decoded(problem: Problem, refs: Operands) -> FairSplits:
     """How the sequences of a short launch are cut."""
-    problem, lens = problem.with_window(refs), Lens(problem.ragged, refs)
+    problem, lens = problem.with_rules(refs), Lens(problem.ragged, refs)
     block, mine = problem.find(lens, jnp.arange(triton.next_power_of_2(problem.num_seqs)))
     in_pages, seq_len, _ = problem.lengths(lens, block)
     return FairSplits(problem.decoded, jnp.where(mine, count(problem.spans(block, in_pages, seq_len)), 0))

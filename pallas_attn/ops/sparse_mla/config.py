@@ -1,9 +1,11 @@
 """Tile sizes of the sparse MLA kernel, and the heuristic."""
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
+from pallas_attn._call.budget import Candidate
 from pallas_attn._call.checks import check_int, dtype_name, fail
 from pallas_attn._call.configs import SplitKVConfig
 from pallas_attn._call.device import Device, current_device
@@ -12,6 +14,14 @@ from pallas_attn._tile.latents import BYTES
 from pallas_attn.ops.sparse_mla.operands import Operands
 
 MIN_SPLIT_IDS = 128
+# Of programs of so many heads, best first, if they fit. Ids are a load before the load: each buffer takes two stages.
+CANDIDATES = {
+    16: (Candidate(64, 4, 5), Candidate(16, 4, 3)),
+    32: (Candidate(64, 8, 5), Candidate(16, 8, 3)),
+    64: (Candidate(32, 8, 5),),
+}
+# Over latents of bytes, which are converted in registers, and with four warps spill.
+OF_BYTES = {16: (Candidate(64, 8, 5), Candidate(32, 8, 3)), 64: (Candidate(64, 8, 3),)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,28 +42,19 @@ class SparseMLAConfig(SplitKVConfig):
         super().__post_init__()
         check_int("SparseMLAConfig", "num_splits", self.num_splits, least=1)
         if self.split_tokens:
-            fail(
-                "SparseMLAConfig",
-                "split_tokens",
-                "0: how ids are cut never depends on the batch",
-                str(self.split_tokens),
-            )
+            expected = "0: how ids are cut never depends on the batch"
+            fail("SparseMLAConfig", "split_tokens", expected, str(self.split_tokens))
 
 
 def heuristic(*, num_tokens: int, num_heads: int, topk: int, fp8: bool, device: Device) -> SparseMLAConfig:
     """For `num_tokens` query tokens; splits only as far as the device would be idle without."""
     block_q = latent_problem.block_q(num_heads, fp8, device)
-    block_kv, num_warps, num_stages = _tile(block_q, fp8, device)
+    candidates = (OF_BYTES if fp8 else CANDIDATES)[block_q]
+    needs = functools.partial(latent_problem.needs, block_q, fp8=fp8, looks_up=True)
+    tile = next((one for one in candidates if needs(*one).fits(device)), candidates[-1])
     programs = num_tokens * math.ceil(num_heads / block_q)
     num_splits = max(1, min(device.num_cores // programs, topk // MIN_SPLIT_IDS, splits.MOST_SPLITS))
-    return SparseMLAConfig(
-        block_q,
-        block_kv,
-        num_splits,
-        target_programs=device.num_cores,
-        num_warps=num_warps,
-        num_stages=num_stages,
-    )
+    return SparseMLAConfig(block_q, num_splits=num_splits, target_programs=device.num_cores, **tile._asdict())
 
 
 def key(operands: Operands) -> dict[str, Any]:
@@ -77,16 +78,3 @@ def default(operands: Operands, **measured: int) -> SparseMLAConfig:
     )
     # With the maxima there is no merging.
     return dataclasses.replace(made, **({"num_splits": 1} if operands.max_logits else {}), **measured)
-
-
-def _tile(block_q: int, fp8: bool, device: Device) -> tuple[int, int, int]:
-    """(block_kv, num_warps, num_stages). Ids are a load before the load: each buffer takes two stages."""
-    if block_q >= latent_problem.WGMMA_ROWS:
-        return (64, 8, 3) if fp8 else (32, 8, 5)
-    if fp8:  # converted in registers, which with four warps spill
-        large, small = (64, 8, 5), (32, 8, 3)
-    else:
-        num_warps = 8 if block_q == 32 else 4
-        large, small = (64, num_warps, 5), (16, num_warps, 3)
-    needed = latent_problem.needs(block_q, *large, fp8=fp8, looks_up=True)
-    return large if needed.fits(device) else small

@@ -1,0 +1,84 @@
+"""Between which keys a mask lets anyone see, of sequences whose lengths are known at run time: what lies outside is
+not read, and its pages may be anyone's.
+
+Told by intervals over blocks of keys, for all sequences at once, in the operations of jnp that come before a kernel: a
+few bytes for each sequence, from which its programs then know their share of what is left.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_attn._tile import masking
+from pallas_attn._tile.triton import ceil_div, next_power_of_2
+from pallas_attn.mods import intervals
+from pallas_attn.mods.operands import Mods
+from pallas_attn.mods.program import BATCH, HEAD, KEY, QUERY, Number
+
+LEAST_BLOCK, MOST_BLOCKS = 16, 2048
+"""Keys of a block, and blocks of a table."""
+
+
+class Seen(NamedTuple):
+    """Keys [first, end) of each of some groups of queries, int32 [groups]; none where nobody sees any."""
+
+    first: Any
+    end: Any
+
+
+class Left(NamedTuple):
+    """Of sequences in one group each, also how many tiles a kernel walks, int32 [num_seqs]: what it deals to its
+    programs instead of lengths."""
+
+    first: Any
+    end: Any
+    tiles: Any
+
+    @classmethod
+    def of(cls, seen: Seen, block_kv: int) -> "Left":
+        """Of tiles whose first begins at a multiple of their size."""
+        tiles = ceil_div(seen.end, block_kv) - seen.first // block_kv
+        return cls(*seen, jnp.where(seen.first < seen.end, tiles, 0))
+
+
+def of_sequences(mods: Mods, seq_lens: jax.Array, q_len: int, max_len: int, window: Any = None) -> Seen:
+    """Of the newest `q_len` tokens of each sequence, as far as a window of theirs leaves keys, too."""
+    lengths = jnp.clip(seq_lens, 0, max_len)
+    batch = jnp.arange(len(seq_lens), dtype=jnp.int32) if mods.sequences is None else mods.sequences
+    first = lengths - q_len
+    found = seen(mods, batch, (first, first if q_len == 1 else lengths - 1), lengths, max_len)
+    if window is None:
+        return found
+    begin = jnp.maximum(found.first, masking.window_start(jnp.maximum(first, 0), window))
+    return Seen(jnp.minimum(begin, found.end), found.end)
+
+
+def seen(
+    mods: Mods, batch: jax.Array, queries: tuple[jax.Array, jax.Array], lengths: jax.Array, max_len: int
+) -> Seen:
+    """Of groups of queries [groups]: each of sequence `batch`, from the first to the last of `queries`, which may be
+    one array, over `lengths` keys, of which a table has room for `max_len`."""
+    program = mods.mask
+    assert program is not None
+    size = max(LEAST_BLOCK, next_power_of_2(ceil_div(max_len, MOST_BLOCKS)))
+    begin = jnp.arange(ceil_div(max_len, size), dtype=jnp.int32) * size
+    end = jnp.minimum(begin + size, max_len)
+    first, last = (jnp.clip(at, 0, max_len - 1)[:, None] for at in queries)
+    known = {
+        BATCH: intervals.exactly(batch[:, None]),
+        QUERY: intervals.exactly(first) if queries[0] is queries[1] else intervals.Interval(first, last),
+        KEY: intervals.Interval(begin, end - 1),
+    }
+    if mods.heads is not None:
+        known[HEAD] = intervals.Interval(jnp.min(mods.heads), jnp.max(mods.heads))
+    (result,) = program.results
+    if isinstance(result, Number):
+        may = jnp.asarray(result.value)
+    else:
+        # As they were captured: without a dimension, where that is so.
+        arrays = [x.reshape(one.shape) for x, one in zip(mods.of_mask, program.captures, strict=True)]
+        may = intervals.evaluate(program, arrays, known, {KEY: size})[result].high
+    may = may & (begin < lengths[:, None])
+    end = jnp.minimum(jnp.max(jnp.where(may, end, 0), axis=1), lengths)
+    return Seen(jnp.minimum(jnp.min(jnp.where(may, begin, max_len), axis=1), end), end)
