@@ -39,6 +39,8 @@ def forgotten_programs():
 
 def pytest_configure(config: pytest.Config) -> None:
     """Before test files are imported, which make arrays."""
+    if "LINE_COVERAGE" in os.environ:
+        config.pluginmanager.import_plugin("line_coverage")
     # Thousands of small programs are compiled here, most to run once: LLVM's optimisations take a third of the time.
     if jax.default_backend() != "gpu":
         jax.config.update("jax_disable_most_optimizations", True)

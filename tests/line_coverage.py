@@ -1,7 +1,7 @@
-"""Which lines of the package tests run: `pytest -p line_coverage`, then `python tests/line_coverage.py ONE OTHER`.
+"""Which lines of the package tests run: `LINE_COVERAGE=ONE pytest ...`, then `python tests/line_coverage.py ONE OTHER`.
 
-Each line is noticed once, so that a run takes no longer. The environment's LINES names the folder, ONE or OTHER, that
-gets a file from each process. Told is the share of the package's lines in each, and where ONE lacks most of OTHER's.
+Each line is noticed once, so that a run takes no longer. The folder that the environment names gets a file from each
+process. Told is the share of the package's lines in each folder, and where ONE lacks most of OTHER's.
 """
 
 import collections
@@ -16,16 +16,16 @@ TOOL = sys.monitoring.COVERAGE_ID
 
 def pytest_configure() -> None:
     seen: set[tuple[str, int]] = set()
-    folder = Path(os.environ["LINES"])
+    folder = Path(os.environ["LINE_COVERAGE"])
     folder.mkdir(parents=True, exist_ok=True)
     file = (folder / f"{os.getpid()}.txt").open("a", buffering=1)
 
-    def met(code, line: int):
+    def met(code, line: int, package: str = PACKAGE, once=sys.monitoring.DISABLE):
         name = code.co_filename
-        if name.startswith(PACKAGE) and (name, line) not in seen:
+        if name.startswith(package) and (name, line) not in seen:
             seen.add((name, line))
-            file.write(f"{name[len(PACKAGE) :]}:{line}\n")  # at once: the process may be killed
-        return sys.monitoring.DISABLE
+            file.write(f"{name[len(package) :]}:{line}\n")  # at once: the process may be killed
+        return once
 
     sys.monitoring.use_tool_id(TOOL, "lines")
     sys.monitoring.register_callback(TOOL, sys.monitoring.events.LINE, met)

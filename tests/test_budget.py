@@ -92,6 +92,7 @@ FORMERLY = {
 
 
 @pytest.mark.once
+@pytest.mark.sweep(name=None)
 @pytest.mark.parametrize("name", FORMERLY)
 def test_what_did_not_fit(name):
     drawn, sm = FORMERLY[name]

@@ -350,6 +350,7 @@ def test_importing_the_package_imports_nothing_optional():
     assert done.stdout.strip() == "[]", done.stderr
 
 
+@pytest.mark.sweep(missing=None, arguments=None)
 @pytest.mark.parametrize(
     ("missing", "arguments", "extra"),
     [

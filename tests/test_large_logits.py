@@ -132,6 +132,7 @@ def test_scales_of_pages(implementation):
     check(found, plain(query, keys * by_token, values))
 
 
+@pytest.mark.sweep
 @LARGE
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("queries", [1, 24], ids=["decode", "prefill"])
