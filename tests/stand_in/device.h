@@ -107,6 +107,7 @@ struct Fiber {
   std::vector<char> stack = std::vector<char>(48 << 10);
   int thread;
   std::vector<Group> copies = std::vector<Group>(1);  // by itself, that have begun
+  int reading = 0, writing = 0;                       // by the copy engine, out of shared memory
   Cta* cta;
   bool done = false;
 };
@@ -180,8 +181,9 @@ inline void land_some(Cta& cta, bool all) {
       ++i;
       continue;
     }
-    land(cta.copies[i]);
+    const Copy copy = std::move(cta.copies[i]);
     cta.copies.erase(cta.copies.begin() + static_cast<long>(i));
+    land(copy);  // may begin another one
   }
 }
 

@@ -14,7 +14,7 @@ inline uint64_t wgmma_descriptor(const void* tile, uint32_t leading_bytes) {
 
 // An element of an operand: `outer` rows of 128 bytes down, `inner` elements along them.
 inline uint16_t element_at(uint64_t descriptor, int outer, int inner) {
-  const uint32_t leading = static_cast<uint32_t>(descriptor >> 16) << 4;
+  const uint32_t leading = static_cast<uint32_t>(descriptor >> 16 & 0xFFFF) << 4;
   uint32_t at = static_cast<uint32_t>(descriptor & 0xFFFF) << 4;
   at += inner / 64 * leading + outer / 8 * 1024 + outer % 8 * 128 + inner % 64 * 2;
   at ^= (at >> 7 & 7) << 4;
@@ -23,6 +23,9 @@ inline uint16_t element_at(uint64_t descriptor, int outer, int inner) {
   return bits;
 }
 inline uint64_t advance_descriptor(uint64_t descriptor, uint32_t bytes) { return descriptor + (bytes >> 4); }
+inline uint64_t advance_first_piece(uint64_t descriptor, uint32_t bytes) {
+  return advance_descriptor(descriptor, bytes) - (static_cast<uint64_t>(bytes >> 4) << 16);
+}
 inline uint64_t uniform_descriptor(uint64_t descriptor) {
   if (stand_in::exchange(static_cast<uint32_t>(descriptor), 0) != static_cast<uint32_t>(descriptor)) {
     stand_in::fail("descriptors that differ within a warp", stand_in::warp());
