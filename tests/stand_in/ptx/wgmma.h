@@ -1,4 +1,4 @@
-// Products at once.
+// Products when they are committed, or as late as whoever waits for them allows.
 #pragma once
 
 #include <type_traits>
@@ -34,9 +34,22 @@ inline uint64_t uniform_descriptor(uint64_t descriptor) {
 }
 
 inline void wgmma_fence() {}
-inline void wgmma_commit() {}
+inline void finish_products(size_t but) {
+  auto& groups = stand_in::self->products;
+  while (groups.size() > but + 1) {
+    for (const auto& product : groups[0]) product();
+    groups.erase(groups.begin());
+  }
+}
+// All threads of a warpgroup have committed as many, and draw the same.
+inline void wgmma_commit() {
+  stand_in::self->products.emplace_back();
+  if (++stand_in::self->committed * 2654435761u >> 31) finish_products(0);
+}
 template <int kPending>
-void wgmma_wait() {}
+void wgmma_wait() {
+  finish_products(kPending);
+}
 template <int kCount>
 void wgmma_touch(float (&)[kCount]) {}
 template <int kCount>
@@ -64,9 +77,8 @@ inline uint64_t descriptor_of(uint64_t operand) { return operand; }
 inline uint64_t descriptor_of(const uint32_t (&)[4]) { return 0; }
 
 template <typename Element, Major kMajorB, int kAccumulators, typename A>
-void wgmma_k16(float (&d)[kAccumulators], A& a, uint64_t b, bool accumulate) {
+void multiply(float (&d)[kAccumulators], A& a, uint64_t b, bool accumulate) {
   constexpr bool kFromRegisters = std::is_same_v<A, const uint32_t[4]>;
-  static_assert(kFromRegisters || std::is_same_v<A, const uint64_t>);
   const int group = stand_in::self->thread / 128, thread = stand_in::self->thread % 128;
   auto& fragment = stand_in::cta().fragment[group];
   stand_in::Meeting& meeting = stand_in::cta().warpgroup[group];
@@ -97,6 +109,17 @@ void wgmma_k16(float (&d)[kAccumulators], A& a, uint64_t b, bool accumulate) {
     d[i] = accumulate ? d[i] + sum : sum;
   }
   meeting.wait();
+}
+
+template <typename Element, Major kMajorB, int kAccumulators, typename A>
+void wgmma_k16(float (&d)[kAccumulators], A& a, uint64_t b, bool accumulate) {
+  stand_in::Group& group = stand_in::self->products.back();
+  if constexpr (std::is_same_v<A, const uint32_t[4]>) {
+    group.push_back([&d, &a, b, accumulate] { multiply<Element, kMajorB>(d, a, b, accumulate); });
+  } else {
+    static_assert(std::is_same_v<A, const uint64_t>);
+    group.push_back([&d, a, b, accumulate] { multiply<Element, kMajorB>(d, a, b, accumulate); });
+  }
 }
 
 }  // namespace pallas_attn::ptx

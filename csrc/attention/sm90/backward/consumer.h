@@ -2,7 +2,8 @@
 // queries], so that weights and their gradients meet queries from registers; for the gradient of queries both
 // math warpgroups put theirs into shared memory, and each works out one half of it.
 //
-// Products are issued before those in front of them are done, so that the tensor cores have some at all times:
+// Products are issued before those in front of them are done, so that the tensor cores have some at all
+// times:
 //
 //   issued                                    beside them
 //   dP, dV                                    gradients of scores, once dP is there
@@ -71,7 +72,7 @@ class Consumer {
   static constexpr uint32_t kQueryPieceBytes = kQueries * kRowBytes;
   static constexpr uint32_t kStepRowBytes = kStepDims * kRowBytes;
 
-  // A half of a query tile's gradient, and its counts where they are a product of their own.
+  // The warpgroup's columns of a query tile's gradient, and counts where they are a product of their own.
   struct Half {
     float d[kOwnProduct], counts[kCounts];
   };
@@ -125,7 +126,7 @@ class Consumer {
     if constexpr (kLast) {
       release(&smem_.keys.empty[0][0]);
     } else {
-      mask(rS, query_);  // only now: registers
+      mask(rS, query_);  // here registers are free
     }
   }
 
@@ -373,7 +374,7 @@ class Consumer {
     release(&smem_.scores.full[buffer][0]);
   }
 
-  // A step's gradient of queries, which is done, to shared memory, once that of the step before has been read.
+  // A step's gradient of queries, which is done, to shared memory, once the one before has been read.
   __device__ __forceinline__ void put(Half& half, int step) {
     ptx::wgmma_touch(half.d);
     if constexpr (!Shape::kOnesBeside) ptx::wgmma_touch(half.counts);

@@ -87,8 +87,8 @@ __device__ __forceinline__ bool has_others(const Span& held, int first, int coun
   return rank >= 0 || first < held.begin || (first + count > held.end && from + held.end < length);
 }
 
-// A tile's steps: head by head, the last query tile first. Under a causal mask all key tiles meet that one, and
-// follow each other.
+// A tile's steps: head by head, the last query tile first. Under a causal mask all key tiles meet that one,
+// and follow each other.
 struct Step {
   int head, query;
 

@@ -1,9 +1,9 @@
 // Sums in float32 become gradients of queries, in 16 bits: a warp for some neighbouring queries of a head.
 // Queries that see no key are answered here, too.
 //
-// What rounding made of the sum over keys of gradients of scores, times what keys have in common, is taken back
-// (pallas_attn/_tile/weights.py): the mean of some keys stands for that. Not of capped scores, whose sum is not
-// known.
+// What rounding made of the sum over keys of gradients of scores, times what keys have in common, is taken
+// back (pallas_attn/_tile/weights.py): the mean of some keys stands for that. Not of capped scores, whose sum
+// is not known.
 #pragma once
 
 #include <cstdint>
