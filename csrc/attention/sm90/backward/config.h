@@ -37,6 +37,9 @@ struct ShapeOf {
   static constexpr int kSumColumns = kDim + kCountColumns;
   static constexpr float kOne = kOnesBeside ? 1.0f / kCountColumns : 1.0f * kMath / kCountColumns;
 
+  // Of keys and values: a second one where there is room for it, so that tiles follow each other at once.
+  static constexpr int kKeyStages = kDim <= 64 ? 2 : 1;
+
   static constexpr int kConsumerThreads = kMath * kWarpgroupThreads;
   static constexpr int kConsumerWarps = kConsumerThreads / 32;
   static constexpr int kThreads = kConsumerThreads + kWarpgroupThreads;

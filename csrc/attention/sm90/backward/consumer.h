@@ -78,6 +78,7 @@ class Consumer {
   };
 
   __device__ __forceinline__ Place<kToldTiles> told() const { return {tiles_}; }
+  __device__ __forceinline__ int keys_stage() const { return Place<Shape::kKeyStages>{tiles_}.stage(); }
 
   // A step, whose weights are there, up to the next one's.
   template <bool kLast>
@@ -94,7 +95,7 @@ class Consumer {
     issue_d_values(rdV, rA, first);
     ptx::wgmma_wait<1>();
     ptx::wgmma_touch(rdP);
-    if constexpr (kLast) release(&smem_.values.empty[0][0]);
+    if constexpr (kLast) release(&smem_.values.empty[keys_stage()][0]);
     differentiate(rS, rdP);
     release(&smem_.numbers.empty[Place<kRowStages>{step}.stage()][0]);
     advance();
@@ -124,7 +125,7 @@ class Consumer {
     ptx::wgmma_touch(rA);
     release(&smem_.queries.empty[Place<kQueryStages>{step}.stage()][0]);
     if constexpr (kLast) {
-      release(&smem_.keys.empty[0][0]);
+      release(&smem_.keys.empty[keys_stage()][0]);
     } else {
       mask(rS, query_);  // here registers are free
     }
@@ -161,7 +162,7 @@ class Consumer {
     if (__builtin_expect(
             has_others(tile.held_keys, tile.first, Shape::kKeys, tile.key, params_.kv_len, tile.k_rank),
             false)) {
-      clear(smem_.sK, [&](int row) { return tile.holds_key(params_, tile.first + row); });
+      clear(smem_.sK[keys_stage()], [&](int row) { return tile.holds_key(params_, tile.first + row); });
     }
   }
   // Of a step's queries, or of their gradients of out.
@@ -229,11 +230,13 @@ class Consumer {
 
   __device__ __forceinline__ void issue_scores(float (&rS)[kPairs]) {
     multiply_rows<Shape::kDim, kKeyPieceBytes, kQueryPieceBytes>(
-        rS, smem_.sK[0][warpgroup_ * kFragmentRows], smem_.sQ[Place<kQueryStages>{steps_}.stage()][0]);
+        rS, smem_.sK[keys_stage()][0][warpgroup_ * kFragmentRows],
+        smem_.sQ[Place<kQueryStages>{steps_}.stage()][0]);
   }
   __device__ __forceinline__ void issue_d_weights(float (&rdP)[kPairs]) {
     multiply_rows<Shape::kValueDim, kKeyPieceBytes, kQueryPieceBytes>(
-        rdP, smem_.sV[0][warpgroup_ * kFragmentRows], smem_.sdO[Place<kOutStages>{steps_}.stage()][0]);
+        rdP, smem_.sV[keys_stage()][0][warpgroup_ * kFragmentRows],
+        smem_.sdO[Place<kOutStages>{steps_}.stage()][0]);
   }
   __device__ __forceinline__ void issue_d_values(float (&rdV)[accumulators(Shape::kValueDim)],
                                                  uint32_t (&rP)[kQuerySteps][4], bool first) {
@@ -249,7 +252,7 @@ class Consumer {
     wait_until_full(smem_.scores, of_step);
     const int buffer = Place<kScoreStages>{of_step}.stage();
     const uint64_t left = descriptor(smem_.sdS[buffer][0], 0);
-    const auto& keys = smem_.sK[warpgroup_ * Shape::kOwnDims / kPieceDims];
+    const auto& keys = smem_.sK[keys_stage()][warpgroup_ * Shape::kOwnDims / kPieceDims];
     const auto beside = static_cast<uint32_t>(reinterpret_cast<const char*>(&smem_.ones) -
                                               reinterpret_cast<const char*>(&keys));
     const uint64_t right =

@@ -95,14 +95,15 @@ class Loader {
     tile.open = {ceil_div(open.begin, kQueries), open.end / kQueries};
   }
 
-  // Keys last: theirs is the buffer that the tile before needs longest.
+  // Keys last: where they have one buffer, the tile before needs it to its end.
   __device__ void load(const Tile& tile, int count) {
     const int token = tile.key + tile.first;
+    const Place<Shape::kKeyStages> at = {count};
     Step step(tile.queries);
     load_queries(tile, step);
-    fetch(smem_.values, Place<1>{count}, smem_.sV, maps_.value, tile.kv_head, token, tile.batch);
+    fetch(smem_.values, at, smem_.sV[at.stage()], maps_.value, tile.kv_head, token, tile.batch);
     load_outs(tile, step);
-    fetch(smem_.keys, Place<1>{count}, smem_.sK, maps_.key, tile.kv_head, token, tile.batch);
+    fetch(smem_.keys, at, smem_.sK[at.stage()], maps_.key, tile.kv_head, token, tile.batch);
     ++steps_;
     while (step.advance(tile.queries, params_.group)) {
       load_queries(tile, step);

@@ -28,8 +28,8 @@ struct alignas(1024) SmemPlan {
   using KeyPiece = SwizzledPiece<Shape::kKeys>;
   using QueryPiece = SwizzledPiece<Shape::kQueries>;
 
-  KeyPiece sK[Shape::kPieces];
-  KeyPiece sV[Shape::kValuePieces];
+  KeyPiece sK[Shape::kKeyStages][Shape::kPieces];
+  KeyPiece sV[Shape::kKeyStages][Shape::kValuePieces];
   QueryPiece sQ[kQueryStages][Shape::kPieces];
   QueryPiece sdO[kOutStages][Shape::kValuePieces];
   QueryPiece sdS[kScoreStages][Shape::kMath];  // gradients of scores: queries by keys of a math warpgroup
@@ -40,7 +40,7 @@ struct alignas(1024) SmemPlan {
 
   Tile tiles[kToldTiles];
   Ring<kToldTiles, 1, 1> told;
-  Ring<1, 1, 1> keys, values;
+  Ring<Shape::kKeyStages, 1, 1> keys, values;
   Ring<kQueryStages, 1, 1> queries;
   Ring<kOutStages, 1, 1> outs;
   Ring<kRowStages, 1, 1> numbers;   // of rows
