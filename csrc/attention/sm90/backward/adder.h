@@ -52,9 +52,9 @@ class Adder {
       if (lane_ == 0) {
         while (ptx::load_acquire(turn) != before) {
         }
-        ptx::fence_async_global();
       }
       __syncwarp();
+      ptx::fence_async_global();
     }
     const bool first = params_.ordered && before == 0;
     if (tile.q_rank < 0) {
