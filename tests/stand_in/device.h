@@ -51,6 +51,8 @@ constexpr size_t kSharedBytes = 232448;
 inline char* shared;  // memory of the CTA whose turn it is
 
 inline long events = 0;  // whatever may let a fiber go on
+// Products as late as whoever waits for them allows: for kernels whose operands in registers live as long.
+inline bool late_products = false;
 inline std::mt19937 random(1);
 
 [[noreturn]] inline void fail(const char* what, long number = 0) {
