@@ -41,6 +41,7 @@ class Case:
     softcap: float = 0.0
     documents: str = ""
     """Ids of queries and keys: each of "packed" or "mixed"."""
+    ordered: bool = True
     seed: int = 0
 
     def __str__(self) -> str:
@@ -127,10 +128,11 @@ def run(program: Path, case: Case, arrays, rows) -> list[np.ndarray]:
     query, key, value, _ = arrays
     sides = segments.sides(*(jnp.asarray(x, jnp.int32) for x in ids(case))) if case.documents else ()
     call = struct.pack(
-        "15i2f",
+        "16i2f",
         *(case.dtype == "float16", case.batch, case.q_len, case.kv_len, case.heads, case.kv_heads),
         *(query.shape[-1], value.shape[-1], case.heads_first, case.left, case.right, case.offset),
-        *(case.together, case.ctas, sides[0].table.shape[1] if sides else 0, case.scale, case.softcap),
+        *(case.together, case.ctas, sides[0].table.shape[1] if sides else 0),
+        *(case.ordered, case.scale, case.softcap),
     )
     place = (lambda a: a.swapaxes(1, 2)) if case.heads_first else (lambda a: a)
     given = [np.ascontiguousarray(place(a)) for a in arrays] + [np.float32(r) for r in rows]
@@ -167,6 +169,8 @@ def check(case: Case, found, right, most: float) -> None:
         Case(300, 300, left=70, right=0, heads=2, kv_heads=2, together=2, ctas=4, dtype="float16"),
         Case(200, 140, left=5, right=9, offset=-40, head_dim=56),
         Case(1, 129, heads=3, kv_heads=1, head_dim=120),
+        Case(200, 200, right=0, head_dim=96, value_dim=80, ctas=3),
+        Case(260, 300, heads=2, kv_heads=1, ordered=False, ctas=3),
         Case(200, 200, right=0, softcap=1.5),
         Case(300, 300, right=0, documents="packed", ctas=3),
         Case(170, 200, batch=2, heads=2, kv_heads=1, documents="packed", dtype="float16", together=1),

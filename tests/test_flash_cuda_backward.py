@@ -21,6 +21,7 @@ OWN = [  # query heads, KV heads, dim, dtype, options
     (6, 2, 120, "float16", {"causal": True, "sliding_window": (70, 9), "layout": "BNTH"}),
     (2, 1, 64, "float16", {"softcap": 3.0, "q_offset": -40, "causal": True}),
     (4, 1, 128, "bfloat16", {"causal": True, "segments": 9}),
+    (2, 2, 96, "bfloat16", {"causal": True}),
 ]
 
 

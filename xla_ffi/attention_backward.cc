@@ -29,9 +29,9 @@ ffi::Error attention_backward(cudaStream_t stream, int32_t device, ffi::AnyBuffe
                               ffi::Result<ffi::AnyBuffer> d_query, ffi::Result<ffi::AnyBuffer> d_key,
                               ffi::Result<ffi::AnyBuffer> d_value, ffi::Result<ffi::AnyBuffer> counters,
                               ffi::Result<ffi::AnyBuffer> tiles, ffi::Result<ffi::AnyBuffer> turns,
-                              ffi::Result<ffi::AnyBuffer> sums, ffi::Result<ffi::AnyBuffer> counts,
-                              bool heads_first, int64_t left, int64_t right, int64_t offset,
-                              int64_t heads_together, float scale, float softcap) {
+                              ffi::Result<ffi::AnyBuffer> sums, bool heads_first, bool ordered, int64_t left,
+                              int64_t right, int64_t offset, int64_t heads_together, float scale,
+                              float softcap) {
   ArgumentChecker check(kName);
   check.array("query", query, {-1, -1, -1, -1}, {DataType::BF16, DataType::F16});
   if (!check.ok()) return check.error();
@@ -82,17 +82,16 @@ ffi::Error attention_backward(cudaStream_t stream, int32_t device, ffi::AnyBuffe
   check.array("k_ranks", k_ranks, documents ? std::vector<int64_t>{queries.batch, keys.tokens} : none,
               {DataType::S32});
   check.array("num_seqs", num_seqs, {num_seqs.element_count() == 0 ? 0 : 1}, {DataType::S32});
-  // Of each batch: whole tiles, and a part of one of each document, none of which has neither queries nor
-  // keys.
+  // Of each batch: whole tiles, and a part of one of each document that has any.
   const int64_t most_q = documents ? std::min(seqs, queries.tokens) : 1;
-  const int64_t most_k = documents ? std::min(seqs, queries.tokens + keys.tokens) : 1;
+  const int64_t most_k = documents ? std::min(seqs, keys.tokens) : 1;
   const int64_t needed_turns = queries.batch * (queries.tokens / sizes.queries + most_q);
   const int64_t needed_tiles = queries.batch * (keys.tokens / sizes.keys + most_k);
   check.array("counters", *counters, {2}, {DataType::S32});
   check.array("tiles", *tiles, {-1, 4}, {DataType::S32});
   check.array("turns", *turns, {-1, queries.heads}, {DataType::S32});
-  check.array("sums", *sums, {queries.batch, queries.heads, queries.tokens, sizes.dim}, {DataType::F32});
-  check.array("counts", *counts, {queries.batch, queries.heads, queries.tokens, 2}, {DataType::F32});
+  check.array("sums", *sums, {queries.batch, queries.heads, queries.tokens, sizes.sum_columns},
+              {DataType::F32});
   if (!check.ok()) return check.error();
   const int64_t max_tiles = tiles->dimensions()[0], max_turns = turns->dimensions()[0];
   check.between("tiles", " key tiles", needed_tiles, kMaxInt / 2 / keys.heads, max_tiles);
@@ -126,7 +125,6 @@ ffi::Error attention_backward(cudaStream_t stream, int32_t device, ffi::AnyBuffe
   params.tiles = static_cast<attention::KeyTile*>(tiles->untyped_data());
   params.turns = turns->typed_data<int>();
   params.sums = sums->typed_data<float>();
-  params.counts = counts->typed_data<float>();
   params.max_tiles = static_cast<int>(max_tiles);
   params.max_turns = static_cast<int>(max_turns);
   params.seqs_per_batch = static_cast<int>(seqs);
@@ -142,6 +140,7 @@ ffi::Error attention_backward(cudaStream_t stream, int32_t device, ffi::AnyBuffe
   params.right = static_cast<int>(right);
   params.offset = static_cast<int>(offset);
   params.heads_together = static_cast<int>(heads_together);
+  params.ordered = ordered;
   params.scale = scale;
   params.softcap = softcap;
   params.element = dtype == DataType::BF16 ? ElementType::kBfloat16 : ElementType::kFloat16;
@@ -178,8 +177,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(pallas_attn_attention_backward_sm90, pallas_attn::
                                   .Ret<xla::ffi::AnyBuffer>()  // tiles
                                   .Ret<xla::ffi::AnyBuffer>()  // turns
                                   .Ret<xla::ffi::AnyBuffer>()  // sums
-                                  .Ret<xla::ffi::AnyBuffer>()  // counts
                                   .Attr<bool>("heads_first")
+                                  .Attr<bool>("ordered")
                                   .Attr<int64_t>("left")
                                   .Attr<int64_t>("right")
                                   .Attr<int64_t>("offset")

@@ -50,8 +50,8 @@ struct BackwardParams {
   BackwardCounters* counters;
   KeyTile* tiles;  // [max_tiles]
   int* turns;      // [max_turns, num_heads]: how many key tiles have added to a query tile's gradient
-  float* sums;     // [batch, num_heads, q_len, dim]: gradients of queries, as far as keys have been added
-  float* counts;   // [batch, num_heads, q_len, 2]: sums of what was multiplied with keys, in two parts
+  float* sums;     // [batch, num_heads, q_len, sum_columns]: gradients of queries, as far as keys have been
+                   // added, and numbers that add up to what was multiplied with keys
   int max_tiles, max_turns;
 
   int batch, q_len, kv_len;
@@ -63,6 +63,7 @@ struct BackwardParams {
   // bound.
   int left, right, offset;
   int heads_together;  // KV heads whose tiles are taken side by side
+  bool ordered;        // sums are added up in one order
   float scale;
   float softcap;  // 0: none
   ElementType element;

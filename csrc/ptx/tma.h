@@ -64,6 +64,14 @@ __device__ __forceinline__ void bulk_store(void* destination, const void* source
                : "memory");
 }
 
+// Adds float32 numbers to what is there, in the L2.
+__device__ __forceinline__ void bulk_add(float* destination, const float* source, uint32_t bytes) {
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(destination),
+      "r"(shared_address(source)), "r"(bytes)
+      : "memory");
+}
+
 __device__ __forceinline__ void tma_store_3d(const CUtensorMap* map, const void* source, uint64_t policy,
                                              int c0, int c1, int c2) {
   asm volatile(

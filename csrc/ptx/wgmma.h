@@ -32,6 +32,11 @@ __device__ __forceinline__ uint64_t advance_descriptor(uint64_t descriptor, uint
   return (descriptor & 0xFFFFFFFF00000000) | (static_cast<uint32_t>(descriptor) + (bytes >> 4));
 }
 
+// The same of an MN-major operand of up to two pieces, of which the second one stays where it is.
+__device__ __forceinline__ uint64_t advance_first_piece(uint64_t descriptor, uint32_t bytes) {
+  return advance_descriptor(descriptor, bytes) - (static_cast<uint64_t>(bytes >> 4) << 16);
+}
+
 // The same for all threads of a warp: through a shuffle the compiler knows, and adds to it once a warp.
 __device__ __forceinline__ uint64_t uniform_descriptor(uint64_t descriptor) {
   return (descriptor & 0xFFFFFFFF00000000) | __shfl_sync(0xffffffff, static_cast<uint32_t>(descriptor), 0);
@@ -88,6 +93,9 @@ enum Major { kKMajor = 0, kMNMajor = 1 };
   PALLAS_ATTN_1_TO_9(use) use(10) use(11) use(12) use(13) use(14) use(15)
 #define PALLAS_ATTN_1_TO_31(use)                                                                  \
   PALLAS_ATTN_1_TO_9(use) PALLAS_ATTN_TEN(use, 1) PALLAS_ATTN_TEN(use, 2) use(30) use(31)
+#define PALLAS_ATTN_1_TO_35(use)                                                                  \
+  PALLAS_ATTN_1_TO_9(use) PALLAS_ATTN_TEN(use, 1) PALLAS_ATTN_TEN(use, 2)                         \
+  use(30) use(31) use(32) use(33) use(34) use(35)
 #define PALLAS_ATTN_1_TO_39(use)                                                                  \
   PALLAS_ATTN_1_TO_9(use) PALLAS_ATTN_TEN(use, 1) PALLAS_ATTN_TEN(use, 2) PALLAS_ATTN_TEN(use, 3)
 #define PALLAS_ATTN_1_TO_47(use)                                                                  \
@@ -144,6 +152,8 @@ enum Major { kKMajor = 0, kMNMajor = 1 };
     PALLAS_ATTN_WGMMA(type, 32, PALLAS_ATTN_1_TO_15, 16, 17, 18, 19, 20, 21, 22)                  \
   } else if constexpr (kColumns == 64) {                                                          \
     PALLAS_ATTN_WGMMA(type, 64, PALLAS_ATTN_1_TO_31, 32, 33, 34, 35, 36, 37, 38)                  \
+  } else if constexpr (kColumns == 72) {                                                          \
+    PALLAS_ATTN_WGMMA(type, 72, PALLAS_ATTN_1_TO_35, 36, 37, 38, 39, 40, 41, 42)                  \
   } else if constexpr (kColumns == 80) {                                                          \
     PALLAS_ATTN_WGMMA(type, 80, PALLAS_ATTN_1_TO_39, 40, 41, 42, 43, 44, 45, 46)                  \
   } else if constexpr (kColumns == 96) {                                                          \
@@ -187,6 +197,7 @@ __device__ __forceinline__ void wgmma_k16(float (&d)[kAccumulators], A& a, uint6
 #undef PALLAS_ATTN_1_TO_55
 #undef PALLAS_ATTN_1_TO_47
 #undef PALLAS_ATTN_1_TO_39
+#undef PALLAS_ATTN_1_TO_35
 #undef PALLAS_ATTN_1_TO_31
 #undef PALLAS_ATTN_1_TO_15
 #undef PALLAS_ATTN_1_TO_7

@@ -9,8 +9,10 @@ from pallas_attn._call.hopper_forward import Sequences
 
 TARGET = "pallas_attn_attention_backward_sm90"
 BLOCK_Q, BLOCK_KV = 64, 128
-DIMS = (64, 128)
+DIMS = (64, 96, 128)
 """Widths of heads that the kernel works with; others are filled up."""
+COUNT_COLUMNS = 8
+"""Of a row of sums, behind a query's gradient: what was multiplied with keys."""
 HEADS_TOGETHER = 16
 """KV heads whose key tiles are taken side by side. Those of one head wait for each other, so the fewer of them begin at
 once the better: of 1, 2, 4, 7 and 16 the fastest at 2k, 4k and 16k causal tokens (H200)."""
@@ -37,6 +39,7 @@ def backward(
     offset: int = 0,
     softcap: float | None = None,
     heads_first: bool = False,
+    ordered: bool = True,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of query, key and value.
 
@@ -45,6 +48,8 @@ def backward(
         rows: maximum, rest, delta, total [batch, heads, tokens], as the tiled kernels take them.
         sequences: documents, or none: each has all of its batch.
         left, right, offset: query i sees keys from i + offset - left to i + offset + right; None is no bound.
+        ordered: gradients of queries are added up in one order, so that the same inputs give the same bits. Without,
+            they are in the order in which tiles happen to finish: faster, and the last bits vary from run to run.
 
     vmap calls it once for each of the batch, one after the other.
     """
@@ -57,8 +62,7 @@ def backward(
     seqs = sequences.q_table.shape[1] if sequences.q_table is not None else 1
     # Of each batch: whole tiles, and a part of one of each document.
     max_turns = batch * (tokens // BLOCK_Q + (min(seqs, tokens) if documents else 1))
-    max_tiles = batch * (kv_tokens // BLOCK_KV + (min(seqs, tokens + kv_tokens) if documents else 1))
-    rows_of_heads = (batch, heads, tokens)
+    max_tiles = batch * (kv_tokens // BLOCK_KV + (min(seqs, kv_tokens) if documents else 1))
     call = jax.ffi.ffi_call(
         TARGET,
         (
@@ -67,8 +71,7 @@ def backward(
             jax.ShapeDtypeStruct((2,), jnp.int32),
             jax.ShapeDtypeStruct((max_tiles, 4), jnp.int32),
             jax.ShapeDtypeStruct((max_turns, heads), jnp.int32),
-            jax.ShapeDtypeStruct((*rows_of_heads, width), jnp.float32),
-            jax.ShapeDtypeStruct((*rows_of_heads, 2), jnp.float32),
+            jax.ShapeDtypeStruct((batch, heads, tokens, width + COUNT_COLUMNS), jnp.float32),
         ),
         vmap_method="sequential",
     )
@@ -92,6 +95,7 @@ def backward(
         or_nothing(sequences.k_ranks),
         or_nothing(sequences.num_seqs),
         heads_first=heads_first,
+        ordered=ordered,
         left=bound(left),
         right=bound(right),
         offset=np.int64(offset),

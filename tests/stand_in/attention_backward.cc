@@ -1,6 +1,7 @@
 // Attention's backward kernel on the host, for test_attention_backward_on_host.py: a call from standard
 // input, its results to standard output.
 #include "arrays.h"
+#include "attention/sm90/backward/finish/kernel.h"
 #include "attention/sm90/backward/launch_impl.h"
 #include "attention/sm90/backward/prepare/kernel.h"
 #include "attention/sm90/backward/shapes.h"
@@ -31,6 +32,7 @@ struct Call {
   int fp16, batch, q_len, kv_len, heads, kv_heads, head_dim, value_dim;
   int heads_first, left, right, offset, together, ctas;
   int documents;  // rows of their tables; 0: none
+  int ordered;
   float scale, cap;
 };
 
@@ -39,11 +41,12 @@ void run(BackwardParams& params, const Call& call) {
   using namespace attention::sm90::backward;
   const size_t rows = size_t{1} * call.batch * call.heads * call.q_len;
   params.max_tiles = params.max_turns = call.batch * (call.q_len + call.kv_len + 1);
-  Array<float> sums(rows * Shape::kDim), counts(rows * Shape::kMath);
+  Array<float> sums(rows * Shape::kSumColumns);
   Array<int> turns(size_t{1} * params.max_turns * call.heads);
   Array<KeyTile> tiles(params.max_tiles);
   BackwardCounters counters;
-  params.sums = sums.data(), params.counts = counts.data();
+  params.sums = sums.data();
+  if (!params.ordered) std::fill_n(sums.data(), rows * Shape::kSumColumns, 0.0f);
   params.turns = turns.data(), params.tiles = tiles.data(), params.counters = &counters;
   PrepareScratch scratch;
   stand_in::shared = shared_memory;
@@ -53,11 +56,15 @@ void run(BackwardParams& params, const Call& call) {
   encode_maps<Element, Shape>(params, &maps);
   stand_in::threads = Shape::kThreads;
   stand_in::run_grid(dim3(call.ctas), 1, [&] { backward_kernel<Element, Shape>(params, maps); });
+  stand_in::threads = kFinishWarps * 32;
+  const auto units = static_cast<int>(finish_units(params));
+  stand_in::run_grid(dim3(ceil_div(units, kFinishWarps)), 1, [&] { finish<Element>(params, Shape::kDim); });
 }
 
 }  // namespace
 
 int main() {
+  stand_in::late_products = true;
   Call call;
   if (std::fread(&call, sizeof(call), 1, stdin) != 1) stand_in::fail("no call");
   const auto strides = [&](int tokens, int heads, int dim) -> Strides {
@@ -98,6 +105,7 @@ int main() {
   params.head_dim = call.head_dim, params.value_dim = call.value_dim;
   params.left = call.left, params.right = call.right, params.offset = call.offset;
   params.heads_together = call.together;
+  params.ordered = call.ordered != 0;
   params.seqs_per_batch = 1;
   if (table > 0) {
     params.q_spans = {q_table.data(), kDocumentStep}, params.k_spans = {k_table.data(), kDocumentStep};

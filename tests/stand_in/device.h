@@ -51,6 +51,8 @@ constexpr size_t kSharedBytes = 232448;
 inline char* shared;  // memory of the CTA whose turn it is
 
 inline long events = 0;  // whatever may let a fiber go on
+// Products as late as whoever waits for them allows: for kernels whose operands in registers live as long.
+inline bool late_products = false;
 inline std::mt19937 random(1);
 
 [[noreturn]] inline void fail(const char* what, long number = 0) {
@@ -107,6 +109,9 @@ struct Fiber {
   std::vector<char> stack = std::vector<char>(48 << 10);
   int thread;
   std::vector<Group> copies = std::vector<Group>(1);  // by itself, that have begun
+  int reading = 0, writing = 0;                       // by the copy engine, out of shared memory
+  std::vector<Group> products = std::vector<Group>(1);  // that are not done; the last group is open
+  uint32_t committed = 0;                               // groups
   Cta* cta;
   bool done = false;
 };
@@ -180,8 +185,9 @@ inline void land_some(Cta& cta, bool all) {
       ++i;
       continue;
     }
-    land(cta.copies[i]);
+    const Copy copy = std::move(cta.copies[i]);
     cta.copies.erase(cta.copies.begin() + static_cast<long>(i));
+    land(copy);  // may begin another one
   }
 }
 

@@ -64,12 +64,47 @@ inline void bulk_prefetch(const void* source, uint32_t bytes) {
   stand_in::expect_aligned("a prefetch's bytes", bytes, 16);
 }
 
+// Shared memory is read some time before global memory is written.
+template <typename Write>
+void bulk_out(void* to, const void* from, uint32_t bytes, Write write) {
+  stand_in::expect_aligned("a copy to", reinterpret_cast<uint64_t>(to), 16);
+  stand_in::expect_aligned("a copy from", shared_address(from), 16);
+  stand_in::expect_aligned("a copy's bytes", bytes, 16);
+  stand_in::Fiber* const fiber = stand_in::self;
+  ++fiber->reading, ++fiber->writing;
+  const uint32_t at = shared_address(from);
+  stand_in::begin({[=] {
+    const std::vector<char> read(stand_in::shared + at, stand_in::shared + at + bytes);
+    --fiber->reading;
+    stand_in::begin({[=] {
+      write(to, read);
+      --fiber->writing;
+    }});
+  }});
+}
+inline void bulk_store(void* to, const void* from, uint32_t bytes) {
+  bulk_out(to, from, bytes,
+           [](void* at, const std::vector<char>& read) { std::memcpy(at, read.data(), read.size()); });
+}
+inline void bulk_add(float* to, const float* from, uint32_t bytes) {
+  bulk_out(to, from, bytes, [](void* at, const std::vector<char>& read) {
+    for (size_t i = 0; i < read.size() / sizeof(float); ++i) {
+      float v;
+      std::memcpy(&v, read.data() + i * sizeof(float), sizeof(float));
+      static_cast<float*>(at)[i] += v;
+    }
+  });
+}
+inline void close_stores() {}
+inline void wait_until_stores_have_read() {
+  while (stand_in::self->reading > 0) stand_in::let_others_run();
+}
+inline void wait_until_stores_are_done() {
+  while (stand_in::self->writing > 0) stand_in::let_others_run();
+}
+
 // Without a stand-in, as in shared.h.
 void tma_load_3d(void*, const CUtensorMap*, uint64_t*, uint64_t, int, int, int);
 void tma_store_3d(const CUtensorMap*, const void*, uint64_t, int, int, int);
-void bulk_store(void*, const void*, uint32_t);
-void close_stores();
-void wait_until_stores_have_read();
-void wait_until_stores_are_done();
 
 }  // namespace pallas_attn::ptx

@@ -1,4 +1,4 @@
-// Products at once.
+// Products at once, or where late ones are asked for, when they are committed or waited for.
 #pragma once
 
 #include <type_traits>
@@ -14,7 +14,7 @@ inline uint64_t wgmma_descriptor(const void* tile, uint32_t leading_bytes) {
 
 // An element of an operand: `outer` rows of 128 bytes down, `inner` elements along them.
 inline uint16_t element_at(uint64_t descriptor, int outer, int inner) {
-  const uint32_t leading = static_cast<uint32_t>(descriptor >> 16) << 4;
+  const uint32_t leading = static_cast<uint32_t>(descriptor >> 16 & 0xFFFF) << 4;
   uint32_t at = static_cast<uint32_t>(descriptor & 0xFFFF) << 4;
   at += inner / 64 * leading + outer / 8 * 1024 + outer % 8 * 128 + inner % 64 * 2;
   at ^= (at >> 7 & 7) << 4;
@@ -23,6 +23,9 @@ inline uint16_t element_at(uint64_t descriptor, int outer, int inner) {
   return bits;
 }
 inline uint64_t advance_descriptor(uint64_t descriptor, uint32_t bytes) { return descriptor + (bytes >> 4); }
+inline uint64_t advance_first_piece(uint64_t descriptor, uint32_t bytes) {
+  return advance_descriptor(descriptor, bytes) - (static_cast<uint64_t>(bytes >> 4) << 16);
+}
 inline uint64_t uniform_descriptor(uint64_t descriptor) {
   if (stand_in::exchange(static_cast<uint32_t>(descriptor), 0) != static_cast<uint32_t>(descriptor)) {
     stand_in::fail("descriptors that differ within a warp", stand_in::warp());
@@ -31,9 +34,22 @@ inline uint64_t uniform_descriptor(uint64_t descriptor) {
 }
 
 inline void wgmma_fence() {}
-inline void wgmma_commit() {}
+inline void finish_products(size_t but) {
+  auto& groups = stand_in::self->products;
+  while (groups.size() > but + 1) {
+    for (const auto& product : groups[0]) product();
+    groups.erase(groups.begin());
+  }
+}
+// All threads of a warpgroup have committed as many, and draw the same.
+inline void wgmma_commit() {
+  stand_in::self->products.emplace_back();
+  if (++stand_in::self->committed * 2654435761u >> 31) finish_products(0);
+}
 template <int kPending>
-void wgmma_wait() {}
+void wgmma_wait() {
+  finish_products(kPending);
+}
 template <int kCount>
 void wgmma_touch(float (&)[kCount]) {}
 template <int kCount>
@@ -61,9 +77,8 @@ inline uint64_t descriptor_of(uint64_t operand) { return operand; }
 inline uint64_t descriptor_of(const uint32_t (&)[4]) { return 0; }
 
 template <typename Element, Major kMajorB, int kAccumulators, typename A>
-void wgmma_k16(float (&d)[kAccumulators], A& a, uint64_t b, bool accumulate) {
+void multiply(float (&d)[kAccumulators], A& a, uint64_t b, bool accumulate) {
   constexpr bool kFromRegisters = std::is_same_v<A, const uint32_t[4]>;
-  static_assert(kFromRegisters || std::is_same_v<A, const uint64_t>);
   const int group = stand_in::self->thread / 128, thread = stand_in::self->thread % 128;
   auto& fragment = stand_in::cta().fragment[group];
   stand_in::Meeting& meeting = stand_in::cta().warpgroup[group];
@@ -94,6 +109,18 @@ void wgmma_k16(float (&d)[kAccumulators], A& a, uint64_t b, bool accumulate) {
     d[i] = accumulate ? d[i] + sum : sum;
   }
   meeting.wait();
+}
+
+template <typename Element, Major kMajorB, int kAccumulators, typename A>
+void wgmma_k16(float (&d)[kAccumulators], A& a, uint64_t b, bool accumulate) {
+  if (!stand_in::late_products) return multiply<Element, kMajorB>(d, a, b, accumulate);
+  stand_in::Group& group = stand_in::self->products.back();
+  if constexpr (std::is_same_v<A, const uint32_t[4]>) {
+    group.push_back([&d, &a, b, accumulate] { multiply<Element, kMajorB>(d, a, b, accumulate); });
+  } else {
+    static_assert(std::is_same_v<A, const uint64_t>);
+    group.push_back([&d, a, b, accumulate] { multiply<Element, kMajorB>(d, a, b, accumulate); });
+  }
 }
 
 }  // namespace pallas_attn::ptx

@@ -14,6 +14,9 @@ namespace pallas_attn::attention::sm90::backward {
 
 using namespace pallas_attn::sm90;
 
+// Columns of ones beside keys: a product with them sums what is multiplied with keys. The fewest there are.
+constexpr int kCountColumns = 8;
+
 // Heads of up to kDim elements, values of up to kValueDim: shorter ones are filled up with zeros on their way
 // to shared memory.
 template <int kDim_, int kValueDim_, int kQueries_>
@@ -25,9 +28,17 @@ struct ShapeOf {
   static constexpr int kPieces = (kDim + kPieceDims - 1) / kPieceDims;
   static constexpr int kValuePieces = (kValueDim + kPieceDims - 1) / kPieceDims;
 
-  // Each math warpgroup works out as many columns of a query tile's gradient.
-  static constexpr int kOwnDims = kDim / kMath;
-  static_assert(kQueries == kFragmentRows && kOwnDims % 32 == 0);
+  // Each math warpgroup works out as many columns of a query tile's gradient. Where they are whole pieces of
+  // keys, the ones are the piece behind, and both count all keys; else each counts its own half of them.
+  static constexpr int kOwnDims = kPieces * kPieceDims / kMath;
+  static constexpr bool kOnesBeside = kOwnDims == kPieceDims;
+  static_assert(kQueries == kFragmentRows && (kOnesBeside || kOwnDims == 32));
+  // A row of sums: a query's gradient, and numbers that add up to what was counted.
+  static constexpr int kSumColumns = kDim + kCountColumns;
+  static constexpr float kOne = kOnesBeside ? 1.0f / kCountColumns : 1.0f * kMath / kCountColumns;
+
+  // Of keys and values: a second one where there is room for it, so that tiles follow each other at once.
+  static constexpr int kKeyStages = kDim <= 64 ? 2 : 1;
 
   static constexpr int kConsumerThreads = kMath * kWarpgroupThreads;
   static constexpr int kConsumerWarps = kConsumerThreads / 32;
@@ -39,18 +50,16 @@ struct ShapeOf {
 };
 
 using Shape64 = ShapeOf<64, 64, 64>;
+using Shape96 = ShapeOf<96, 96, 64>;
 using Shape128 = ShapeOf<128, 128, 64>;
 
-// Of the last warpgroup, one warp each.
-enum Feeder { kLoader = 0, kRowLoader = 1, kOrder = 2, kRelease = 3 };
+// Of the last warpgroup, one warp each; two that add, by turns.
+enum Feeder { kLoader = 0, kRowLoader = 1, kAdder = 2 };
+constexpr int kAdders = 2;
 
-// Buffers. Values are done with when a tile's last step begins, keys when it ends. The next step's queries
-// are asked for in the middle of a step and stay to the end of their own: with two buffers there would be
-// half a step to fetch them.
-constexpr int kKeyStages = 2, kQueryStages = 4, kOutStages = 2, kTurnStages = 2;
+// Buffers. A step's queries are asked for in the middle of the step before and stay to its end, its gradients
+// of out from there to the middle.
+constexpr int kQueryStages = 3, kOutStages = 2, kRowStages = 3, kScoreStages = 2;
 constexpr int kToldTiles = 2;
-
-// Keys of a tile whose mean stands for what all have in common.
-constexpr int kSample = 16;
 
 }  // namespace pallas_attn::attention::sm90::backward

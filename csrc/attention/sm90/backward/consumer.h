@@ -2,8 +2,13 @@
 // queries], so that weights and their gradients meet queries from registers; for the gradient of queries both
 // math warpgroups put theirs into shared memory, and each works out one half of it.
 //
-// The next step's scores are begun before this one's last products, and its weights worked out beside them;
-// from one key tile to the next one, too.
+// Products are issued before those in front of them are done, so that the tensor cores have some at all
+// times:
+//
+//   issued                                    beside them
+//   dP, dV                                    gradients of scores, once dP is there
+//   S of the next step                        gradients of scores to shared memory, once dV is there
+//   dQ, dK                                    weights of the next step; dQ to shared memory
 #pragma once
 
 #include "attention/backward_params.h"
@@ -19,10 +24,7 @@ namespace pallas_attn::attention::sm90::backward {
 
 // Barrier 0 is __syncthreads.
 enum NamedBarrier {
-  kWritten = 1,  // gradients of scores, by both math warpgroups
-  kRead = 2,     // by the first one, and one more, by the second
-  kCounted = 4,
-  kCleared = 5,  // what nobody may see, by both
+  kCleared = 1,  // what nobody may see, by both math warpgroups
 };
 
 template <typename Element, typename Shape>
@@ -39,65 +41,23 @@ class Consumer {
         factor_((capped() ? params.softcap : params.scale) * kLog2E) {}
 
   __device__ __forceinline__ void work() {
-    if (!open()) return;
-    float rdK[accumulators(Shape::kDim)], rdV[accumulators(Shape::kValueDim)];
-    float rS[kPairs];
-    uint32_t rA[kQuerySteps][4];  // weights, then gradients of scores: what meets queries
-    wait_for_queries();
-    issue_scores(rS);
-    ptx::wgmma_wait<0>();
-    ptx::wgmma_touch(rS);
-    weigh(rS);
-    pass_read();
-    bool first = true;
-    while (true) {
-      const int step = steps_, tile_stage = told().stage();
-      float rdP[kPairs];
-      issue_d_weights(rdP);
-      pack(rS, rA);
-      issue_d_values(rdV, rA, first);
-      ptx::wgmma_wait<1>();
-      ptx::wgmma_touch(rdP);
-      differentiate(rS, rdP);
-      const bool leaves = !step_.advance(smem_.tiles[tile_stage], params_.group);
-      ++steps_;
-      bool more = true;
-      if (leaves) {
-        release(&smem_.values.empty[0][0]);
-        ++tiles_;
-        more = open();
-      }
-      if (more) wait_for_queries();
-      // Of whatever is there, if there are no more.
+    for (; open(); ++tiles_) {
+      float rdK[accumulators(Shape::kDim)], rdV[accumulators(Shape::kValueDim)];
+      float rS[kPairs];
+      wait_until_full(smem_.keys, tiles_);
+      clear_others_keys();
+      wait_for_queries();
       issue_scores(rS);
-      ptx::wgmma_wait<1>();
-      ptx::wgmma_touch(rdV);
-      ptx::wgmma_touch(rA);
-      release(&smem_.outs.empty[step % kOutStages][0]);
-      pack(rdP, rA);
-      write_d_scores(rA);
-      issue_d_keys(rdK, rA, step % kQueryStages, first);
-      ptx::named_barrier_sync(kWritten, Shape::kConsumerThreads);
+      wait_until_full(smem_.values, tiles_);
       ptx::wgmma_wait<0>();
       ptx::wgmma_touch(rS);
-      ptx::wgmma_touch(rdK);
-      ptx::wgmma_touch(rA);
-      float rdQ[kOwn], rC[4];
-      issue_d_queries(rdQ, rC, tile_stage);
-      if (more) weigh(rS);
-      ptx::wgmma_wait<0>();
-      ptx::wgmma_touch(rdQ);
-      ptx::wgmma_touch(rC);
-      release(&smem_.queries.empty[step % kQueryStages][0]);
-      if (more) pass_read();
-      add(tile_stage, rdQ, rC);
-      first = leaves;
-      if (leaves) {
-        release(&smem_.keys.empty[tile_stage][0]);
-        store(smem_.tiles[tile_stage], rdK, rdV);
-        release(&smem_.told.empty[tile_stage][0]);
-      }
-      if (!more) return;
+      weigh(rS);
+      mask(rS, query_);
+      bool first = true;
+      for (; left_ > 1; first = false) run<false>(rdK, rdV, rS, first);
+      run<true>(rdK, rdV, rS, first);
+      store(rdK, rdV);
+      release(&smem_.told.empty[told().stage()][0]);
     }
   }
 
@@ -105,42 +65,112 @@ class Consumer {
   static constexpr int kQueries = Shape::kQueries;
   static constexpr int kPairs = accumulators(kQueries);  // of scores
   static constexpr int kQuerySteps = kQueries / kStepDims;
+  static constexpr int kCounts = accumulators(kCountColumns);
   static constexpr int kOwn = accumulators(Shape::kOwnDims);  // of a query tile's gradient
+  static constexpr int kOwnProduct = kOwn + (Shape::kOnesBeside ? kCounts : 0);
   static constexpr uint32_t kKeyPieceBytes = Shape::kKeys * kRowBytes;
   static constexpr uint32_t kQueryPieceBytes = kQueries * kRowBytes;
   static constexpr uint32_t kStepRowBytes = kStepDims * kRowBytes;
 
+  // The warpgroup's columns of a query tile's gradient, and counts where they are a product of their own.
+  struct Half {
+    float d[kOwnProduct], counts[kCounts];
+  };
+
   __device__ __forceinline__ Place<kToldTiles> told() const { return {tiles_}; }
-  __device__ __forceinline__ Place<kKeyStages> keys() const { return {tiles_}; }
-  __device__ __forceinline__ Place<kQueryStages> queries() const { return {steps_}; }
-  __device__ __forceinline__ Place<kOutStages> outs() const { return {steps_}; }
+  __device__ __forceinline__ int keys_stage() const { return Place<Shape::kKeyStages>{tiles_}.stage(); }
+
+  // A step, whose weights are there, up to the next one's.
+  template <bool kLast>
+  __device__ __forceinline__ void run(float (&rdK)[accumulators(Shape::kDim)],
+                                      float (&rdV)[accumulators(Shape::kValueDim)], float (&rS)[kPairs],
+                                      bool first) {
+    const int step = steps_, query = query_;
+    float rdP[kPairs];
+    uint32_t rA[kQuerySteps][4];  // weights, then gradients of scores: what meets queries
+    wait_for_outs();
+    ptx::wgmma_claim(rdP);
+    issue_d_weights(rdP);
+    pack(rS, rA);
+    issue_d_values(rdV, rA, first);
+    ptx::wgmma_wait<1>();
+    ptx::wgmma_touch(rdP);
+    if constexpr (kLast) release(&smem_.values.empty[keys_stage()][0]);
+    differentiate(rS, rdP);
+    release(&smem_.numbers.empty[Place<kRowStages>{step}.stage()][0]);
+    advance();
+    if constexpr (!kLast) {
+      wait_for_queries();
+      issue_scores(rS);
+    }
+    ptx::wgmma_wait<kLast ? 0 : 1>();
+    ptx::wgmma_touch(rdV);
+    ptx::wgmma_touch(rA);
+    release(&smem_.outs.empty[Place<kOutStages>{step}.stage()][0]);
+    mask(rdP, query);
+    pack(rdP, rA);
+    write_d_scores(rA, step);
+    Half rdQ;
+    issue_d_queries(rdQ, step);
+    issue_d_keys(rdK, rA, step, first);
+    if constexpr (!kLast) {
+      ptx::wgmma_wait<2>();
+      ptx::wgmma_touch(rS);
+      weigh(rS);
+    }
+    ptx::wgmma_wait<1>();
+    put(rdQ, step);
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_touch(rdK);
+    ptx::wgmma_touch(rA);
+    release(&smem_.queries.empty[Place<kQueryStages>{step}.stage()][0]);
+    if constexpr (kLast) {
+      release(&smem_.keys.empty[keys_stage()][0]);
+    } else {
+      mask(rS, query_);  // here registers are free
+    }
+  }
 
   // Waits for a key tile; false if there are no more.
   __device__ __forceinline__ bool open() {
     ptx::mbarrier_wait(&smem_.told.full[told().stage()][0], told().full());
     const Tile& tile = smem_.tiles[told().stage()];
     if (uniform(tile.kv_head) < 0) return false;
-    step_ = Step(tile);
-    step_.query = uniform(step_.query);
-    ptx::mbarrier_wait(&smem_.keys.full[keys().stage()][0], keys().full());
+    queries_ = {uniform(tile.queries.begin), uniform(tile.queries.end)};
+    open_ = {uniform(tile.open.begin), uniform(tile.open.end)};
+    left_ = (queries_.end - queries_.begin) * params_.group;
+    query_ = queries_.end - 1;
+    return true;
+  }
+  // To the next step, as Step does.
+  __device__ __forceinline__ void advance() {
+    --left_;
+    ++steps_;
+    query_ = query_ == queries_.begin ? queries_.end - 1 : query_ - 1;
+  }
+  __device__ __forceinline__ void wait_for_queries() {
+    wait_until_full(smem_.queries, steps_);
+    clear_others(smem_.sQ[Place<kQueryStages>{steps_}.stage()]);
+  }
+  __device__ __forceinline__ void wait_for_outs() {
+    wait_until_full(smem_.outs, steps_);
+    clear_others(smem_.sdO[Place<kOutStages>{steps_}.stage()]);
+  }
+
+  __device__ __forceinline__ void clear_others_keys() {
+    const Tile& tile = smem_.tiles[told().stage()];
     if (__builtin_expect(
             has_others(tile.held_keys, tile.first, Shape::kKeys, tile.key, params_.kv_len, tile.k_rank),
             false)) {
-      clear(smem_.sK[keys().stage()], [&](int row) { return tile.holds_key(params_, tile.first + row); });
+      clear(smem_.sK[keys_stage()], [&](int row) { return tile.holds_key(params_, tile.first + row); });
     }
-    return true;
   }
-  __device__ __forceinline__ void wait_for_queries() {
-    ptx::mbarrier_wait(&smem_.queries.full[queries().stage()][0], queries().full());
-    clear_others(smem_.sQ[queries().stage()]);
-  }
-
   // Of a step's queries, or of their gradients of out.
   template <typename Pieces>
   __device__ __forceinline__ void clear_others(Pieces& pieces) {
+    if (is_open(query_)) return;
     const Tile& tile = smem_.tiles[told().stage()];
-    const int first = step_.query * kQueries;
-    if (is_open(tile)) return;
+    const int first = query_ * kQueries;
     if (!has_others(tile.held_queries, first, kQueries, tile.query, params_.q_len, tile.q_rank)) return;
     clear(pieces, [&](int row) { return tile.holds_query(params_, first + row); });
   }
@@ -200,94 +230,106 @@ class Consumer {
 
   __device__ __forceinline__ void issue_scores(float (&rS)[kPairs]) {
     multiply_rows<Shape::kDim, kKeyPieceBytes, kQueryPieceBytes>(
-        rS, smem_.sK[keys().stage()][0][warpgroup_ * kFragmentRows], smem_.sQ[queries().stage()][0]);
+        rS, smem_.sK[keys_stage()][0][warpgroup_ * kFragmentRows],
+        smem_.sQ[Place<kQueryStages>{steps_}.stage()][0]);
   }
   __device__ __forceinline__ void issue_d_weights(float (&rdP)[kPairs]) {
-    ptx::mbarrier_wait(&smem_.values.full[0][0], tiles_ & 1);
-    ptx::mbarrier_wait(&smem_.outs.full[outs().stage()][0], outs().full());
-    clear_others(smem_.sdO[outs().stage()]);
     multiply_rows<Shape::kValueDim, kKeyPieceBytes, kQueryPieceBytes>(
-        rdP, smem_.sV[0][warpgroup_ * kFragmentRows], smem_.sdO[outs().stage()][0]);
+        rdP, smem_.sV[keys_stage()][0][warpgroup_ * kFragmentRows],
+        smem_.sdO[Place<kOutStages>{steps_}.stage()][0]);
   }
   __device__ __forceinline__ void issue_d_values(float (&rdV)[accumulators(Shape::kValueDim)],
                                                  uint32_t (&rP)[kQuerySteps][4], bool first) {
-    add_product(rdV, rP, smem_.sdO[outs().stage()][0], first);
+    add_product(rdV, rP, smem_.sdO[Place<kOutStages>{steps_}.stage()][0], first);
   }
   __device__ __forceinline__ void issue_d_keys(float (&rdK)[accumulators(Shape::kDim)],
-                                               uint32_t (&rdS)[kQuerySteps][4], int stage, bool first) {
-    add_product(rdK, rdS, smem_.sQ[stage][0], first);
+                                               uint32_t (&rdS)[kQuerySteps][4], int step, bool first) {
+    add_product(rdK, rdS, smem_.sQ[Place<kQueryStages>{step}.stage()][0], first);
   }
 
-  // The warpgroup's columns of the step's gradient of queries; and of its keys the sums of what is multiplied
-  // with them.
-  __device__ __forceinline__ void issue_d_queries(float (&rdQ)[kOwn], float (&rC)[4], int stage) {
-    const uint64_t left = descriptor(smem_.sdS[0], 0);
-    const uint64_t right = ptx::advance_descriptor(
-        descriptor(smem_.sK[stage][warpgroup_ * Shape::kOwnDims / kPieceDims], kKeyPieceBytes),
-        warpgroup_ * Shape::kOwnDims % kPieceDims * sizeof(uint16_t));
-    const uint64_t ones = descriptor(smem_.ones, 0);
-    ptx::wgmma_touch(rdQ);
-    ptx::wgmma_touch(rC);
+  // The warpgroup's columns of a step's gradient of queries; and sums of what is multiplied with keys.
+  __device__ __forceinline__ void issue_d_queries(Half& half, int of_step) {
+    wait_until_full(smem_.scores, of_step);
+    const int buffer = Place<kScoreStages>{of_step}.stage();
+    const uint64_t left = descriptor(smem_.sdS[buffer][0], 0);
+    const auto& keys = smem_.sK[keys_stage()][warpgroup_ * Shape::kOwnDims / kPieceDims];
+    const auto beside = static_cast<uint32_t>(reinterpret_cast<const char*>(&smem_.ones) -
+                                              reinterpret_cast<const char*>(&keys));
+    const uint64_t right =
+        ptx::advance_descriptor(descriptor(keys, Shape::kOnesBeside ? beside : kKeyPieceBytes),
+                                warpgroup_ * Shape::kOwnDims % kPieceDims * sizeof(uint16_t));
+    ptx::wgmma_claim(half.d);
+    if constexpr (!Shape::kOnesBeside) ptx::wgmma_claim(half.counts);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Shape::kKeys / kStepDims; ++step) {
       const uint32_t piece = step / kStepsPerPiece, within = step % kStepsPerPiece * kStepDims * 2;
       const uint64_t step_left = ptx::advance_descriptor(left, piece * kQueryPieceBytes + within);
-      const uint64_t step_right = ptx::advance_descriptor(right, step * kStepRowBytes);
-      ptx::wgmma_k16<Element, ptx::kMNMajor>(rdQ, step_left, step_right, step > 0);
+      // The same ones for all keys.
+      const uint64_t step_right = Shape::kOnesBeside
+                                      ? ptx::advance_first_piece(right, step * kStepRowBytes)
+                                      : ptx::advance_descriptor(right, step * kStepRowBytes);
+      ptx::wgmma_k16<Element, ptx::kMNMajor>(half.d, step_left, step_right, step > 0);
     }
+    if constexpr (!Shape::kOnesBeside) {
+      const uint64_t ones = descriptor(smem_.ones, 0);
 #pragma unroll
-    for (int step = 0; step < kFragmentRows / kStepDims; ++step) {
-      const uint64_t step_left =
-          ptx::advance_descriptor(left, warpgroup_ * kQueryPieceBytes + step * kStepDims * 2);
-      ptx::wgmma_k16<Element, ptx::kKMajor>(rC, step_left, ones, step > 0);
+      for (int step = 0; step < kFragmentRows / kStepDims; ++step) {
+        const uint64_t step_left =
+            ptx::advance_descriptor(left, warpgroup_ * kQueryPieceBytes + step * kStepDims * 2);
+        ptx::wgmma_k16<Element, ptx::kKMajor>(half.counts, step_left, ones, step > 0);
+      }
     }
     ptx::wgmma_commit();
   }
 
-  __device__ __forceinline__ bool is_open(const Tile& tile) const {
-    return __builtin_expect(step_.query >= tile.open.begin && step_.query < tile.open.end, true);
+  __device__ __forceinline__ bool is_open(int query) const {
+    return __builtin_expect(query >= open_.begin && query < open_.end, true);
   }
   // Where not all pairs of a step count.
-  __device__ __forceinline__ void mask(const Tile& tile, float (&d)[kPairs]) const {
-    if (is_open(tile)) return;
-    const int first = step_.query * kQueries;
+  __device__ __forceinline__ void mask(float (&d)[kPairs], int query) const {
+    if (is_open(query)) return;
+    const Tile& tile = smem_.tiles[told().stage()];
+    const int first = query * kQueries;
     Seen(params_, tile, first, warpgroup_ * kFragmentRows, at_).mask(d);
     if (tile.q_rank >= 0) mask_others(d, params_, tile, first, thread_ % 32, at_.in_quad);
   }
 
+  __device__ __forceinline__ const Rows<kQueries>& rows() const {
+    return smem_.rows[Place<kRowStages>{steps_}.stage()];
+  }
+  // Maximum and rest of the columns of registers r to r + 3, as they lie.
+  __device__ __forceinline__ float4 lse_of(int r) const {
+    return *reinterpret_cast<const float4*>(rows().lse[r + at_.in_quad]);
+  }
+
   // Weights of the step's scores.
-  __device__ __forceinline__ void weigh(float (&rS)[kPairs]) const {
-    const Tile& tile = smem_.tiles[told().stage()];
-    const auto& rows = smem_.rows[queries().stage()];
+  __device__ __forceinline__ void weigh(float (&rS)[kPairs]) {
+    wait_until_full(smem_.numbers, steps_);
     if (capped()) cap(rS, 2.0f * kLog2E * params_.scale / params_.softcap);
 #pragma unroll
     for (int r = 0; r < kPairs; r += 4) {
-      const float2 maximum = pair_of(rows.maximum, r), rest = pair_of(rows.rest, r);
+      const float4 lse = lse_of(r);
 #pragma unroll
       for (int j = r; j < r + 4; j += 2) {
-        rS[j] = exp2_fast(fmaf(factor_, rS[j] - maximum.x, -rest.x));
-        rS[j + 1] = exp2_fast(fmaf(factor_, rS[j + 1] - maximum.y, -rest.y));
+        rS[j] = exp2_fast(fmaf(factor_, rS[j] - lse.x, -lse.z));
+        rS[j + 1] = exp2_fast(fmaf(factor_, rS[j + 1] - lse.y, -lse.w));
       }
     }
-    mask(tile, rS);
   }
 
   // Of gradients of the step's weights, those of its scores.
   __device__ __forceinline__ void differentiate(const float (&rS)[kPairs], float (&rdP)[kPairs]) const {
-    const Tile& tile = smem_.tiles[told().stage()];
-    const auto& rows = smem_.rows[queries().stage()];
 #pragma unroll
-    for (int r = 0; r < kPairs; r += 4) {
-      const float2 delta = pair_of(rows.delta, r);
+    for (int r = 0; r < kPairs; r += 8) {
+      const auto d = *reinterpret_cast<const float4*>(rows().delta[r / 2 + at_.in_quad]);
 #pragma unroll
-      for (int j = r; j < r + 4; j += 2) {
-        rdP[j] = rS[j] * (rdP[j] - delta.x);
-        rdP[j + 1] = rS[j + 1] * (rdP[j + 1] - delta.y);
+      for (int j = r; j < r + 8; j += 2) {
+        rdP[j] = rS[j] * (rdP[j] - (j < r + 4 ? d.x : d.z));
+        rdP[j + 1] = rS[j + 1] * (rdP[j + 1] - (j < r + 4 ? d.y : d.w));
       }
     }
-    if (capped()) bend(rS, rdP, rows);
-    mask(tile, rdP);
+    if (capped()) bend(rS, rdP);
   }
 
   __device__ __forceinline__ bool capped() const { return params_.softcap > 0.0f; }
@@ -299,21 +341,17 @@ class Consumer {
   }
   // Gradients of capped scores become those of scores: times one less the square of what was capped, which is
   // found again from its weight.
-  __device__ __forceinline__ void bend(const float (&rS)[kPairs], float (&rdP)[kPairs],
-                                       const Rows<kQueries>& rows) const {
+  __device__ __forceinline__ void bend(const float (&rS)[kPairs], float (&rdP)[kPairs]) const {
     const float inverse = 1.0f / factor_;
 #pragma unroll
     for (int r = 0; r < kPairs; ++r) {
-      const int query = r / 4 * 8 + at_.in_quad * 2 + r % 2;
-      const float capped = fmaf(log2_fast(rS[r]) + rows.rest[query], inverse, rows.maximum[query]);
+      const float4 lse = lse_of(r / 4 * 4);
+      const float maximum = r % 2 ? lse.y : lse.x, rest = r % 2 ? lse.w : lse.z;
+      const float capped = fmaf(log2_fast(rS[r]) + rest, inverse, maximum);
       rdP[r] = rS[r] == 0.0f ? 0.0f : rdP[r] * fmaf(-capped, capped, 1.0f);
     }
   }
 
-  // Those of the two queries of registers r and r + 1.
-  __device__ __forceinline__ float2 pair_of(const float (&of_rows)[kQueries], int r) const {
-    return *reinterpret_cast<const float2*>(of_rows + r / 4 * 8 + at_.in_quad * 2);
-  }
   __device__ __forceinline__ static void pack(const float (&d)[kPairs], uint32_t (&packed)[kQuerySteps][4]) {
 #pragma unroll
     for (int step = 0; step < kQuerySteps; ++step) {
@@ -324,77 +362,54 @@ class Consumer {
 
   // Transposed to [queries, keys]: lane l addresses what becomes row l % 8 of matrix l / 8; matrices 0 and 1
   // are the first eight queries of a step of 16 by the warp's keys, 2 and 3 the others.
-  __device__ __forceinline__ void write_d_scores(const uint32_t (&rdS)[kQuerySteps][4]) {
-    ptx::named_barrier_sync(kRead + 1 - warpgroup_, Shape::kConsumerThreads);
+  __device__ __forceinline__ void write_d_scores(const uint32_t (&rdS)[kQuerySteps][4], int of_step) {
+    wait_until_empty(smem_.scores, of_step);
+    const int buffer = Place<kScoreStages>{of_step}.stage();
     const int lane = thread_ % 32, row = lane % 8 + lane / 16 * 8;
     const int chunk = at_.warp * 2 + lane / 8 % 2;
-    const uint32_t to = ptx::shared_address(smem_.sdS[warpgroup_][row]) + ((chunk ^ lane % 8) << 4);
+    const uint32_t to =
+        ptx::shared_address(smem_.sdS[buffer][warpgroup_][row]) + ((chunk ^ lane % 8) << 4);
 #pragma unroll
     for (int step = 0; step < kQuerySteps; ++step) {
       ptx::store_matrix_x4_transposed(to + step * kStepRowBytes, rdS[step]);
     }
     ptx::fence_async_shared();
-  }
-  // The other math warpgroup may write its gradients of scores again.
-  __device__ __forceinline__ void pass_read() {
-    ptx::named_barrier_arrive(kRead + warpgroup_, Shape::kConsumerThreads);
+    release(&smem_.scores.full[buffer][0]);
   }
 
-  // To what is there of the query tile's gradient; the last one stores it.
-  __device__ __forceinline__ void add(int stage, float (&rdQ)[kOwn], float (&rC)[4]) {
-    // The turn of the step behind which the next one has begun.
-    const Place<kTurnStages> turns = {steps_ - 1};
-    ptx::mbarrier_wait(&smem_.turns.full[turns.stage()][0], turns.full());
-    const Turn& turn = smem_.turn[turns.stage()];
-    const Tile& tile = smem_.tiles[stage];
-    const int head = uniform(turn.head), first_query = uniform(turn.query) * kQueries;
-    const bool first = uniform(turn.first), last = uniform(turn.last);
-    const auto has = [&](int row) { return tile.has_query(params_, first_query + row); };
-    const int64_t row =
-        (int64_t{tile.batch} * params_.num_heads + head) * params_.q_len + tile.query + first_query;
-    const bool whole = first_query + kQueries <= tile.band.q_len && tile.q_rank < 0;
-    const Sums<Shape> sums(params_, row, whole, warpgroup_, thread_, at_, has);
-    if (last) {
-      if (!first) sums.take(rdQ, rC);
-      settle(stage, row, rdQ, rC, has);
-      const int64_t place = tile.batch * params_.query_strides.batch + head * params_.query_strides.head +
-                            (tile.query + first_query) * params_.query_strides.token +
-                            warpgroup_ * Shape::kOwnDims;
-      store_rows<Element>(params_.d_query, place, params_.query_strides.token,
-                          params_.head_dim - warpgroup_ * Shape::kOwnDims, rdQ, params_.scale, at_, has);
-    } else if (first) {
-      sums.put(rdQ, rC);
-    } else {
-      sums.add(rdQ, rC);
+  // A step's gradient of queries, which is done, to shared memory, once the one before has been read.
+  __device__ __forceinline__ void put(Half& half, int step) {
+    ptx::wgmma_touch(half.d);
+    if constexpr (!Shape::kOnesBeside) ptx::wgmma_touch(half.counts);
+    release(&smem_.scores.empty[Place<kScoreStages>{step}.stage()][0]);
+    if (step > 0) {
+      const Place<kAdders> before = {step - 1};
+      ptx::mbarrier_wait(&smem_.added.empty[before.stage()][0], before.full());
     }
-    release(&smem_.turns.empty[turns.stage()][0]);
-  }
-
-  // What rounding made of the sum over keys of gradients of scores, times what keys have in common, is taken
-  // back (pallas_attn/_tile/weights.py). Not of capped scores, whose sum is not known.
-  template <typename Has>
-  __device__ __forceinline__ void settle(int stage, int64_t row, float (&rdQ)[kOwn], float (&rC)[4],
-                                         Has has) {
+    const int first = warpgroup_ * Shape::kOwnDims;
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
-      if (at_.in_quad == 0) smem_.counts[warpgroup_][at_.row(i)] = rC[i * 2];
-    }
-    ptx::named_barrier_sync(kCounted, Shape::kConsumerThreads);
-    float excess[kRowsPerThread];
+      float* const row = smem_.sums[at_.row(i)] + at_.in_quad * 2;
+      const auto store = [&](int column, const float* d) {
+        *reinterpret_cast<float2*>(row + column) = make_float2(d[0], d[1]);
+      };
 #pragma unroll
-    for (int i = 0; i < kRowsPerThread; ++i) {
-      const float counted = rC[i * 2] + smem_.counts[1 - warpgroup_][at_.row(i)];
-      excess[i] = has(at_.row(i)) && !capped() ? counted - __ldg(params_.total + row + at_.row(i)) : 0.0f;
+      for (int group = 0; group < kOwn / 4; ++group) {
+        if (first + group * 8 < Shape::kDim) store(first + group * 8, half.d + group * 4 + i * 2);
+      }
+      if constexpr (Shape::kOnesBeside) {
+        if (warpgroup_ == 0) store(Shape::kDim, half.d + kOwn + i * 2);
+      } else if (at_.in_quad * 2 < kCountColumns / Shape::kMath) {
+        store(Shape::kDim + warpgroup_ * (kCountColumns / Shape::kMath), half.counts + i * 2);
+      }
     }
-#pragma unroll
-    for (int r = 0; r < kOwn; ++r) {
-      const float mean = smem_.mean[stage][warpgroup_ * Shape::kOwnDims + at_.column(r)];
-      rdQ[r] = fmaf(-excess[FragmentPosition::row_of(r)], mean, rdQ[r]);
-    }
+    ptx::fence_async_shared();
+    release(&smem_.added.full[Place<kAdders>{step}.stage()][0]);
   }
 
-  __device__ __forceinline__ void store(const Tile& tile, const float (&rdK)[accumulators(Shape::kDim)],
+  __device__ __forceinline__ void store(const float (&rdK)[accumulators(Shape::kDim)],
                                         const float (&rdV)[accumulators(Shape::kValueDim)]) const {
+    const Tile& tile = smem_.tiles[told().stage()];
     const int first = tile.first + warpgroup_ * kFragmentRows;
     const auto has = [&](int row) { return tile.has_key(params_, first + row); };
     const auto place = [&](const Strides& strides) {
@@ -418,9 +433,10 @@ class Consumer {
   const FragmentPosition at_;
   const float factor_;
 
-  int tiles_ = 0, steps_ = 0;  // that have been opened, and whose weights are worked out, less one
-  // Whose weights come next.
-  Step step_;
+  int tiles_ = 0, steps_ = 0;  // opened before this one; of all tiles, before the one whose weights come next
+  // The tile's query tiles, those in which all pairs count, and the step's; steps that are left with it.
+  Span queries_, open_;
+  int query_, left_;
 };
 
 }  // namespace pallas_attn::attention::sm90::backward

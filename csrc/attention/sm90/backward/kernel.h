@@ -2,9 +2,9 @@
 // feeds them. Gradients of a tile's keys and values stay in registers; that of queries is added up in memory.
 #pragma once
 
+#include "attention/sm90/backward/adder.h"
 #include "attention/sm90/backward/consumer.h"
 #include "attention/sm90/backward/loader.h"
-#include "attention/sm90/backward/order.h"
 #include "attention/sm90/backward/row_loader.h"
 #include "ptx/control.h"
 
@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   }
   auto* const ones = reinterpret_cast<uint32_t*>(smem.ones);
   for (int i = threadIdx.x; i < static_cast<int>(sizeof(smem.ones) / 4); i += Shape::kThreads) {
-    ones[i] = ElementTraits<Element>::pack(1.0f, 1.0f);
+    ones[i] = ElementTraits<Element>::pack(Shape::kOne, Shape::kOne);
   }
   ptx::fence_async_shared();
   __syncthreads();
@@ -43,8 +43,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   const int lane = thread % 32;
   if (warp == kLoader) Loader<Shape>(params, maps, smem, lane).work();
   if (warp == kRowLoader) load_rows<Shape>(params, smem, lane);
-  if (warp == kOrder) Order<Element, Shape>(params, smem, lane).work();
-  if (warp == kRelease) Order<Element, Shape>(params, smem, lane).release();
+  if (warp >= kAdder) Adder<Shape>(params, smem, warp - kAdder, lane).work();
 }
 
 }  // namespace pallas_attn::attention::sm90::backward

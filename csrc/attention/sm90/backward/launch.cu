@@ -7,7 +7,7 @@ namespace pallas_attn::attention::sm90::backward {
 TileSizes tile_sizes(int head_dim, int value_dim) {
   return with_shape(head_dim, value_dim, TileSizes{}, [](auto shape) {
     using Shape = decltype(shape);
-    return TileSizes{Shape::kQueries, Shape::kKeys, Shape::kDim};
+    return TileSizes{Shape::kQueries, Shape::kKeys, Shape::kSumColumns};
   });
 }
 

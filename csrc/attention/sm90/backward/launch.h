@@ -8,9 +8,9 @@
 
 namespace pallas_attn::attention::sm90::backward {
 
-// Of the tiles for heads of these sizes; 0: no kernel has such heads.
+// Of the tiles for heads of these sizes, and columns of their sums; 0: no kernel has such heads.
 struct TileSizes {
-  int queries, keys, dim;
+  int queries, keys, sum_columns;
 };
 TileSizes tile_sizes(int head_dim, int value_dim);
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "attention/sm90/backward/finish/finish.h"
 #include "attention/sm90/backward/kernel.h"
 #include "attention/sm90/backward/prepare/prepare.h"
 #include "attention/sm90/tensor_tile.h"
@@ -56,10 +57,18 @@ LaunchStatus launch_instance(const BackwardParams& params, cudaStream_t stream) 
   if (!status.ok()) return status;
   status = launch_prepare(params, {Shape::kQueries, Shape::kKeys}, stream);
   if (!status.ok()) return status;
+  if (!params.ordered) {
+    const int64_t rows = int64_t{params.batch} * params.num_heads * params.q_len;
+    status = status_of(
+        cudaMemsetAsync(params.sums, 0, rows * Shape::kSumColumns * sizeof(float), stream), "zeroing sums");
+    if (!status.ok()) return status;
+  }
   const int64_t tiles = int64_t{params.max_tiles} * params.num_kv_heads;
-  return launch_dependent(kernel, dim3(static_cast<unsigned>(std::min<int64_t>(num_sms, tiles))),
-                          Shape::kThreads, kSmemBytes, stream, Blocks::kIndependent,
-                          "launching the backward kernel", params, maps);
+  status = launch_dependent(kernel, dim3(static_cast<unsigned>(std::min<int64_t>(num_sms, tiles))),
+                            Shape::kThreads, kSmemBytes, stream, Blocks::kIndependent,
+                            "launching the backward kernel", params, maps);
+  if (!status.ok()) return status;
+  return launch_finish(params, Shape::kDim, stream);
 }
 
 }  // namespace pallas_attn::attention::sm90::backward

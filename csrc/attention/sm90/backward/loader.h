@@ -95,26 +95,31 @@ class Loader {
     tile.open = {ceil_div(open.begin, kQueries), open.end / kQueries};
   }
 
+  // Keys last: where they have one buffer, the tile before needs it to its end.
   __device__ void load(const Tile& tile, int count) {
-    const Place<kKeyStages> keys = {count};
-    fetch(smem_.keys, keys, smem_.sK[keys.stage()], maps_.key, tile.kv_head, tile.key + tile.first,
-          tile.batch);
-    Step step(tile);
-    bool first = true;
-    do {
-      const int head = tile.kv_head * params_.group + step.head;
-      const int token = tile.query + step.query * Shape::kQueries;
-      const Place<kQueryStages> queries = {steps_};
-      fetch(smem_.queries, queries, smem_.sQ[queries.stage()], maps_.query, head, token, tile.batch);
-      if (first) {
-        fetch(smem_.values, Place<1>{count}, smem_.sV, maps_.value, tile.kv_head, tile.key + tile.first,
-              tile.batch);
-      }
-      first = false;
-      const Place<kOutStages> outs = {steps_};
-      fetch(smem_.outs, outs, smem_.sdO[outs.stage()], maps_.d_out, head, token, tile.batch);
+    const int token = tile.key + tile.first;
+    const Place<Shape::kKeyStages> at = {count};
+    Step step(tile.queries);
+    load_queries(tile, step);
+    fetch(smem_.values, at, smem_.sV[at.stage()], maps_.value, tile.kv_head, token, tile.batch);
+    load_outs(tile, step);
+    fetch(smem_.keys, at, smem_.sK[at.stage()], maps_.key, tile.kv_head, token, tile.batch);
+    ++steps_;
+    while (step.advance(tile.queries, params_.group)) {
+      load_queries(tile, step);
+      load_outs(tile, step);
       ++steps_;
-    } while (step.advance(tile, params_.group));
+    }
+  }
+  __device__ __forceinline__ void load_queries(const Tile& tile, const Step& step) {
+    const Place<kQueryStages> at = {steps_};
+    fetch(smem_.queries, at, smem_.sQ[at.stage()], maps_.query, tile.kv_head * params_.group + step.head,
+          tile.query + step.query * Shape::kQueries, tile.batch);
+  }
+  __device__ __forceinline__ void load_outs(const Tile& tile, const Step& step) {
+    const Place<kOutStages> at = {steps_};
+    fetch(smem_.outs, at, smem_.sdO[at.stage()], maps_.d_out, tile.kv_head * params_.group + step.head,
+          tile.query + step.query * Shape::kQueries, tile.batch);
   }
 
   template <typename Buffers, typename At, typename Pieces>
@@ -129,36 +134,15 @@ class Loader {
     }
   }
 
-  // Of keys that no query sees, and of queries that see no key, which lie before the first key tile's or
-  // behind the last one's. Query tiles that are met are stored whole.
+  // Of keys that no query sees. Those of queries that see no key come from finish/.
   __device__ void answer_unseen(const Tile& tile) const {
-    const Band& band = tile.band;
-    if (tile.queries.begin == tile.queries.end) {
-      const auto has = [&](int key) { return tile.has_key(params_, key); };
-      const Span keys = {tile.first, tile.first + tile.keys};
-      clear(params_.d_key, params_.key_strides, tile.batch, tile.kv_head, tile.key, keys, params_.head_dim,
-            has);
-      clear(params_.d_value, params_.value_strides, tile.batch, tile.kv_head, tile.key, keys,
-            params_.value_dim, has);
-    }
-    const bool last = tile.first + Shape::kKeys >= band.k_len;
-    if (tile.number > 0 && !last) return;
-    const Span seen = tile.held_queries;
-    const bool none = seen.begin == seen.end;
-    const int begin = none ? band.q_len : seen.begin / Shape::kQueries * Shape::kQueries;
-    const int end =
-        none ? band.q_len : min(ceil_div(seen.end, Shape::kQueries) * Shape::kQueries, band.q_len);
-    const auto has = [&](int query) { return tile.has_query(params_, query); };
-    for (int head = tile.kv_head * params_.group; head < (tile.kv_head + 1) * params_.group; ++head) {
-      if (tile.number == 0) {
-        clear(params_.d_query, params_.query_strides, tile.batch, head, tile.query, {0, begin},
-              params_.head_dim, has);
-      }
-      if (last) {
-        clear(params_.d_query, params_.query_strides, tile.batch, head, tile.query, {end, band.q_len},
-              params_.head_dim, has);
-      }
-    }
+    if (tile.queries.begin < tile.queries.end) return;
+    const auto has = [&](int key) { return tile.has_key(params_, key); };
+    const Span keys = {tile.first, tile.first + tile.keys};
+    clear(params_.d_key, params_.key_strides, tile.batch, tile.kv_head, tile.key, keys, params_.head_dim,
+          has);
+    clear(params_.d_value, params_.value_strides, tile.batch, tile.kv_head, tile.key, keys,
+          params_.value_dim, has);
   }
 
   template <typename Has>

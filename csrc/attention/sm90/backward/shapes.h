@@ -10,6 +10,7 @@ template <typename Visit, typename Result>
 Result with_shape(int head_dim, int value_dim, Result none, Visit visit) {
   const int widest = head_dim > value_dim ? head_dim : value_dim;
   if (widest <= 64) return visit(Shape64{});
+  if (widest <= 96) return visit(Shape96{});
   if (widest <= 128) return visit(Shape128{});
   return none;
 }

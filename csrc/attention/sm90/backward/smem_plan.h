@@ -10,16 +10,17 @@
 
 namespace pallas_attn::attention::sm90::backward {
 
-// A number for each query of a tile.
+// Numbers of a tile's queries, in the order of fragments [keys, queries]: a thread, which has two of every
+// eight columns, loads 16 bytes at a time.
 template <int kQueries>
-struct Rows {
-  float maximum[kQueries], rest[kQueries], delta[kQueries];
-};
+struct alignas(16) Rows {
+  float lse[kQueries / 2][4];    // of columns c and c + 1: maximum, maximum, rest, rest
+  float delta[kQueries / 4][4];  // of columns c, c + 1, c + 8 and c + 9
 
-// Where a step's gradient of queries is added, and whether it is the first there, or the last.
-struct Turn {
-  int head, query;
-  int first, last;
+  __device__ static int lse_word(int column) { return column / 2 * 4 + column % 2; }
+  __device__ static int delta_word(int column) {
+    return (column / 16 * 4 + column % 8 / 2) * 4 + column / 8 % 2 * 2 + column % 2;
+  }
 };
 
 template <typename Shape>
@@ -27,36 +28,34 @@ struct alignas(1024) SmemPlan {
   using KeyPiece = SwizzledPiece<Shape::kKeys>;
   using QueryPiece = SwizzledPiece<Shape::kQueries>;
 
-  KeyPiece sK[kKeyStages][Shape::kPieces];
-  KeyPiece sV[Shape::kValuePieces];
+  KeyPiece sK[Shape::kKeyStages][Shape::kPieces];
+  KeyPiece sV[Shape::kKeyStages][Shape::kValuePieces];
   QueryPiece sQ[kQueryStages][Shape::kPieces];
   QueryPiece sdO[kOutStages][Shape::kValuePieces];
-  QueryPiece sdS[Shape::kMath];  // gradients of scores: queries by the keys of a math warpgroup
-  SwizzledPiece<8> ones;
+  QueryPiece sdS[kScoreStages][Shape::kMath];  // gradients of scores: queries by keys of a math warpgroup
+  SwizzledPiece<kStepDims> ones;               // behind the keys, as wgmma's offsets are positive
+  alignas(16) float sums[Shape::kQueries][Shape::kSumColumns];  // a step's gradient of queries
 
-  alignas(16) Rows<Shape::kQueries> rows[kQueryStages];
-  alignas(16) float mean[kKeyStages][Shape::kPieces * kPieceDims];  // of some keys
-  float counts[Shape::kMath][kFragmentRows];
-  Turn turn[kTurnStages];
+  Rows<Shape::kQueries> rows[kRowStages];
 
   Tile tiles[kToldTiles];
   Ring<kToldTiles, 1, 1> told;
-  Ring<kKeyStages, 1, 1> keys;
-  Ring<1, 1, 1> values;
-  Ring<kQueryStages, 1, 1> queries;  // and numbers of rows
+  Ring<Shape::kKeyStages, 1, 1> keys, values;
+  Ring<kQueryStages, 1, 1> queries;
   Ring<kOutStages, 1, 1> outs;
-  Ring<kTurnStages, 1, 1> turns;  // full: it is a step's turn; empty: its gradient has been added
-  Ring<kTurnStages, 1, 1> added;  // full: that has been noticed
+  Ring<kRowStages, 1, 1> numbers;   // of rows
+  Ring<kScoreStages, 1, 1> scores;  // their gradients, by both math warpgroups
+  Ring<kAdders, 1, 1> added;        // `sums`, one buffer for all of its adders
 
-  // Who fills it: the copy engine is one, the lanes that load rows are 32 more.
   __device__ void init() {
-    told.init(Shape::kConsumerWarps + 3, 1, 1);
+    told.init(Shape::kConsumerWarps + 1 + kAdders, 1, 1);
     keys.init(Shape::kConsumerWarps, 1, 1);
     values.init(Shape::kConsumerWarps, 1, 1);
-    queries.init(Shape::kConsumerWarps, 33, 33);
+    queries.init(Shape::kConsumerWarps, 1, 1);
     outs.init(Shape::kConsumerWarps, 1, 1);
-    turns.init(Shape::kConsumerWarps, 1, 1);
-    added.init(1, 1, 1);
+    numbers.init(Shape::kConsumerWarps, 32, 32);
+    scores.init(Shape::kConsumerWarps, Shape::kConsumerWarps, Shape::kConsumerWarps);
+    added.init(1, Shape::kConsumerWarps, Shape::kConsumerWarps);
   }
 };
 
@@ -65,13 +64,24 @@ template <int kStages>
 struct Place {
   int count;
 
-  __device__ __forceinline__ int stage() const { return count % kStages; }
+  __device__ __forceinline__ int stage() const { return static_cast<uint32_t>(count) % kStages; }
   // What to wait for before reading, and before overwriting.
-  __device__ __forceinline__ uint32_t full() const { return count / kStages & 1; }
+  __device__ __forceinline__ uint32_t full() const { return static_cast<uint32_t>(count) / kStages & 1; }
   __device__ __forceinline__ uint32_t empty() const { return full() ^ 1; }
 };
 
-// One role's way through the tiles that it is told of: visit(tile, count) for each. For a whole warp.
+template <int kStages>
+__device__ __forceinline__ void wait_until_full(Ring<kStages, 1, 1>& ring, int count) {
+  const Place<kStages> at = {count};
+  ptx::mbarrier_wait(&ring.full[at.stage()][0], at.full());
+}
+template <int kStages>
+__device__ __forceinline__ void wait_until_empty(Ring<kStages, 1, 1>& ring, int count) {
+  const Place<kStages> at = {count};
+  ptx::mbarrier_wait(&ring.empty[at.stage()][0], at.empty());
+}
+
+// One role's way through the tiles that it is told of: visit(tile) for each. For a whole warp.
 template <typename Plan, typename Visit>
 __device__ __forceinline__ void each_tile(Plan& smem, int lane, Visit visit) {
   for (int count = 0;; ++count) {
@@ -79,7 +89,7 @@ __device__ __forceinline__ void each_tile(Plan& smem, int lane, Visit visit) {
     ptx::mbarrier_wait(&smem.told.full[place.stage()][0], place.full());
     const Tile& tile = smem.tiles[place.stage()];
     if (tile.kv_head < 0) return;
-    visit(tile, count);
+    visit(tile);
     __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive(&smem.told.empty[place.stage()][0]);
   }

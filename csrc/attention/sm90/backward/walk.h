@@ -87,17 +87,17 @@ __device__ __forceinline__ bool has_others(const Span& held, int first, int coun
   return rank >= 0 || first < held.begin || (first + count > held.end && from + held.end < length);
 }
 
-// Its steps: head by head, the last query tile first. Under a causal mask all key tiles meet that one, and
-// follow each other.
+// A tile's steps: head by head, the last query tile first. Under a causal mask all key tiles meet that one,
+// and follow each other.
 struct Step {
   int head, query;
 
   Step() = default;
-  __device__ explicit Step(const Tile& tile) : head(0), query(tile.queries.end - 1) {}
-  // False behind the last one.
-  __device__ __forceinline__ bool advance(const Tile& tile, int group) {
-    if (--query >= tile.queries.begin) return true;
-    query = tile.queries.end - 1;
+  __device__ explicit Step(const Span& queries) : head(0), query(queries.end - 1) {}
+  // False behind the last one of `group` heads.
+  __device__ __forceinline__ bool advance(const Span& queries, int group) {
+    if (--query >= queries.begin) return true;
+    query = queries.end - 1;
     return ++head < group;
   }
 };

@@ -23,12 +23,6 @@ __device__ __forceinline__ int bucket_of(int tiles) {
   return kBuckets - 1 - (power * 2 + upper);
 }
 
-// Sequences without keys have a tile, too, which answers their queries.
-__device__ __forceinline__ int key_tiles_of(const Document& document, const Tiling& tiling) {
-  if (document.q_len + document.k_len == 0) return 0;
-  return max(ceil_div(document.k_len, tiling.keys), 1);
-}
-
 __device__ __forceinline__ void prepare(const BackwardParams& params, const Tiling& tiling,
                                         PrepareScratch& scratch) {
   const int thread = threadIdx.x;
@@ -39,7 +33,7 @@ __device__ __forceinline__ void prepare(const BackwardParams& params, const Tili
   const int seqs = num_seqs(params);
   __syncthreads();
   for (int seq = thread; seq < seqs; seq += kPrepareThreads) {
-    const int tiles = key_tiles_of(Document(params, seq, seqs), tiling);
+    const int tiles = ceil_div(Document(params, seq, seqs).k_len, tiling.keys);
     if (tiles > 0) atomicAdd(&scratch.tiles[bucket_of(tiles)], tiles);
   }
   __syncthreads();
@@ -55,7 +49,7 @@ __device__ __forceinline__ void prepare(const BackwardParams& params, const Tili
   __syncthreads();
   for (int seq = thread; seq < seqs; seq += kPrepareThreads) {
     const Document document(params, seq, seqs);
-    const int tiles = key_tiles_of(document, tiling);
+    const int tiles = ceil_div(document.k_len, tiling.keys);
     if (tiles == 0) continue;
     const int turn = atomicAdd(&scratch.turns, ceil_div(document.q_len, tiling.queries));
     const int first = atomicAdd(&scratch.tiles[bucket_of(tiles)], tiles);
