@@ -1,12 +1,12 @@
 """What is known of GPUs: two tables, and one rule for a GPU that is in neither.
 
-That rule: it is what the newest before it is. One whose name tells nothing is a Hopper.
+The rule: an unknown GPU is treated as the newest known one before it; one whose name says nothing, as a Hopper.
 """
 
 from typing import NamedTuple
 
-# Of a multiprocessor of every GPU here (CUDA's programming guide): 32-bit registers, how many of them a thread may
-# have, and bytes of shared memory that each program takes beside its own.
+# The same on every GPU here (CUDA's programming guide): 32-bit registers of a multiprocessor, the most that a thread
+# may have, and the bytes of shared memory that each program takes beyond its own.
 REGISTERS, THREAD_REGISTERS = 65536, 255
 PROGRAM_BYTES = 1024
 
@@ -15,11 +15,11 @@ class Architecture(NamedTuple):
     capability: int
     """90 for sm_90."""
     shared_kib: int
-    """That one program may have: a multiprocessor's, less one (CUDA's programming guide)."""
+    """The most that one program may have (CUDA's programming guide)."""
     products: str = "mma"
-    """The matrix instructions that compilers choose: "mma" by warps; by warpgroups, which run beside a program, out of
-    shared memory, "wgmma" on the data centre's Hopper, and "tcgen05" on its Blackwell, where sums have a memory of
-    their own."""
+    """The matrix instructions that compilers choose: "mma" is issued by single warps; "wgmma" (data-centre Hopper) and
+    "tcgen05" (data-centre Blackwell) run asynchronously and read shared memory; "tcgen05" accumulates in a memory of
+    its own."""
 
 
 ARCHITECTURES = (
@@ -38,13 +38,14 @@ ARCHITECTURES = (
 
 class Kind(NamedTuple):
     name: str
-    """Part of the vendor's: an abstract device carries no capability, so its name has to tell."""
+    """Part of the vendor's name: an abstract device carries no capability, so it is recognised by name."""
     capability: int
     gigabytes: int
-    """A second that its memory moves, by its data sheet."""
+    """Bytes a second, by its data sheet."""
 
 
-# The first whose name is in a device's; others of a capability are taken for its first.
+# The first entry whose name is part of a device's name counts; a device that has none is taken for the first of its
+# capability.
 KINDS = (
     Kind("RTX PRO", 120, 1792),
     Kind("RTX 50", 120, 1792),
@@ -78,7 +79,7 @@ def capability_of(kind: str) -> int | None:
 
 
 def gigabytes_of(kind: str, capability: int | None) -> int:
-    """A second that the memory moves of a GPU of this name or, where that tells nothing, of this capability."""
+    """Memory bandwidth, bytes a second, of a GPU of this name or, if the name is unknown, of this capability."""
     named = [known for known in KINDS if known.name in kind]
     alike = [known for known in KINDS if known.capability == of_capability(capability).capability]
     return (named or alike or KINDS)[0].gigabytes

@@ -1,13 +1,13 @@
-"""Where a kernel's tile sizes come from: the caller, else a measured file, else the op's heuristic.
+"""Where a kernel's tile sizes come from: the caller, otherwise a measured file, otherwise the op's heuristic.
 
 Measured files are `<device>/<op>.json` below the folder that the environment variable PALLAS_ATTN_CONFIGS names and
 below `configs/` of this package, read one after the other:
 
     {"entries": [{"key": {...}, "config": {...}, "measured": {...}}, ...]}
 
-A key holds the few facts that decide (head_dim, page size, dtype, ...), each a value or a range [least, most] whose
-most may be null. The first entry whose whole key agrees wins, so a folder's own entries hide those packaged ones that
-are for the same calls, and no others. What its config leaves out, the heuristic fills in.
+A key holds the few facts that matter (head_dim, page size, dtype, ...), each a value or a range [least, most] whose
+upper end may be null. The first entry whose whole key matches wins, so a user's entries hide only the packaged ones for
+the same calls. Fields that an entry's config leaves out come from the heuristic.
 """
 
 import dataclasses
@@ -26,15 +26,15 @@ from pallas_attn._call.checks import brief, check_int, fail
 from pallas_attn._call.device import current_device
 
 CONFIGS_VARIABLE = "PALLAS_ATTN_CONFIGS"
-# What Triton asks of a tile and of a program, and the least of each: 16 is the tensor core's.
+# The fields that Triton wants to be powers of two, and the least value of each: 16 is the tensor core's.
 POWERS_OF_TWO = {"block_q": 16, "block_kv": 16, "num_warps": 1}
 # What "measured" says of the call.
 SIZES = ("num_seqs", "num_kv_heads", "max_len")
 
 
 def check_sizes(config: Any, powers_of_two: Mapping[str, int], may_be_zero: Sequence[str] = ()) -> None:
-    """For a config's `__post_init__`: every field is an int above 0, or 0 where it may be; of `powers_of_two` each is
-    one, at least what is named there. TypeError or ValueError."""
+    """For a config's `__post_init__`: every field is an int above 0, or 0 where allowed; fields named in
+    `powers_of_two` are powers of two, no less than the number given there. TypeError or ValueError."""
     kind = type(config).__name__
     for name, size in vars(config).items():
         least = powers_of_two.get(name)
@@ -45,7 +45,8 @@ def check_sizes(config: Any, powers_of_two: Mapping[str, int], may_be_zero: Sequ
 
 @dataclasses.dataclass(frozen=True)
 class SplitKVConfig:
-    """What every split-KV decode kernel is cut up by; an op's own config adds its defaults and says what they mean."""
+    """Tile and split sizes that every split-KV decode kernel has; an op's config adds defaults and documents the
+    fields."""
 
     block_q: int
     block_kv: int
@@ -68,7 +69,8 @@ def check_type(op: str, config_type: type, explicit: Any) -> None:
 def resolve[C](
     op: str, config_type: type[C], explicit: C | None, key: dict[str, Any] | None, heuristic: Callable[..., C]
 ) -> C:
-    """`heuristic(**measured)` fills in what a measured entry, if there is one, does not say; with no `key` none is."""
+    """`heuristic(**measured)` fills in what the measured entry, if there is one, leaves out; without a `key` none is
+    looked up."""
     check_type(op, config_type, explicit)
     if explicit is not None or key is None:
         return explicit or heuristic()
@@ -83,13 +85,13 @@ def resolve[C](
 
 
 def check_names(config_type: type, config: Mapping[str, Any]) -> None:
-    """A name that a heuristic takes for a fact of the call would change that in silence."""
+    """A field that the heuristic also takes as a fact of the call would silently change that fact."""
     if unknown := config.keys() - inspect.signature(config_type).parameters.keys():
         raise ValueError(f"no fields of {config_type.__name__}: {', '.join(sorted(unknown))}")
 
 
 def serves(entry: Mapping[str, Any], key: Mapping[str, Any]) -> bool:
-    """Whether an entry is for calls of this key; what the entry's own key lacks may be anything."""
+    """Whether an entry is for calls of this key; a fact that the entry does not name may be anything."""
     return all(_agrees(expected, key.get(name)) for name, expected in entry["key"].items())
 
 
@@ -116,7 +118,7 @@ def load(path: Path) -> list[dict[str, Any]]:
         entries = json.loads(path.read_text())["entries"]
         if not isinstance(entries, list):
             raise TypeError(f"entries of type {type(entries).__name__}")
-        # Before `tune` measures for hours, not when it merges what it has found.
+        # Checked before `tune` measures for hours, not when it merges its results.
         for entry in entries:
             _check_entry(entry)
         return entries
@@ -127,7 +129,7 @@ def load(path: Path) -> list[dict[str, Any]]:
 
 
 def _check_entry(entry: Any) -> None:
-    """TypeError for what cannot be an entry."""
+    """TypeError for anything that cannot be an entry."""
     if not isinstance(entry, dict) or not all(
         isinstance(entry.get(part), dict) for part in ("key", "config")
     ):
@@ -153,7 +155,7 @@ def packaged_configs() -> Path:
 
 
 def check_writable(path: Path) -> None:
-    """OSError where `save` could not write: makes the folder, and a file in it that does not stay."""
+    """OSError where `save` could not write: creates the folder, and a temporary file in it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a directory, expected a file of measured configs")
@@ -163,7 +165,8 @@ def check_writable(path: Path) -> None:
 
 
 def save(path: Path, entries: list[dict[str, Any]], **about: Any) -> None:
-    """Writes a measured file, one line an entry; whoever reads meanwhile finds the old file or the new, whole."""
+    """Writes a measured file, one line an entry; a concurrent reader sees either the whole old file or the whole new
+    one."""
     lines = ",\n".join("    " + json.dumps(entry) for entry in entries)
     head = "".join(f"  {json.dumps(name)}: {json.dumps(value)},\n" for name, value in about.items())
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -174,5 +177,5 @@ def save(path: Path, entries: list[dict[str, Any]], **about: Any) -> None:
 
 
 def _beside(path: Path) -> Path:
-    # Not tempfile's, which nobody else may read.
+    # A file of `tempfile` would be readable by its owner only.
     return path.with_name(f"{path.name}.{os.getpid()}.tmp")

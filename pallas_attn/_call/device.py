@@ -1,4 +1,4 @@
-"""The device a call is being traced for: what dispatch and configuration ask of it."""
+"""The device that a call is traced for: what dispatch and configuration need to know of it."""
 
 import functools
 import re
@@ -35,22 +35,22 @@ class Device:
 
     @property
     def asynchronous_products(self) -> bool:
-        """Whether matrix products may run beside a program."""
+        """Whether matrix products run asynchronously."""
         return self.architecture.products != "mma"
 
     @property
     def products_in_tensor_memory(self) -> bool:
-        """Whether sums of products have a memory of their own."""
+        """Whether accumulators of products have a memory of their own."""
         return self.architecture.products == "tcgen05"
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory that one program may have."""
+        """The most shared memory that one program may have, in bytes."""
         return 1024 * self.architecture.shared_kib
 
     @functools.cached_property
     def kb_us(self) -> float:
-        """KB a microsecond that the memory moves."""
+        """Memory bandwidth, KB a microsecond."""
         return architecture.gigabytes_of(self.kind, self.compute_capability) * 1e3 / 1024
 
 

@@ -10,10 +10,10 @@ from pallas_attn._call.hopper_forward import Sequences
 TARGET = "pallas_attn_attention_backward_sm90"
 BLOCK_Q, BLOCK_KV = 64, 128
 DIMS = (64, 128)
-"""Widths of heads that the kernel works with; others are filled up."""
+"""Head sizes that the kernel is compiled for; others are padded."""
 HEADS_TOGETHER = 16
-"""KV heads whose key tiles are taken side by side. Those of one head wait for each other, so the fewer of them begin at
-once the better: of 1, 2, 4, 7 and 16 the fastest at 2k, 4k and 16k causal tokens (H200)."""
+"""KV heads whose key tiles are interleaved. Tiles of one head wait for each other, so few of them should start
+together: of 1, 2, 4, 7 and 16 this was the fastest at 2k, 4k and 16k causal tokens (H200)."""
 
 
 def backward(
@@ -36,10 +36,10 @@ def backward(
     Args:
         query, d_out: [batch, tokens, heads, dim], or heads before tokens; key, value: likewise.
         rows: maximum, rest, delta, total [batch, heads, tokens], as the tiled kernels take them.
-        sequences: documents, or none: each has all of its batch.
+        sequences: documents, or none: then each batch entry is one sequence.
         left, right, offset: query i sees keys from i + offset - left to i + offset + right; None is no bound.
 
-    vmap calls it once for each of the batch, one after the other.
+    vmap calls it once for each entry of the batch, sequentially.
     """
     ffi.register()
     batch, head_dim = query.shape[0], query.shape[-1]
@@ -48,7 +48,7 @@ def backward(
     width = next(dim for dim in DIMS if max(head_dim, value.shape[-1]) <= dim)
     documents = sequences.q_table is not None
     seqs = sequences.q_table.shape[1] if sequences.q_table is not None else 1
-    # Of each batch: whole tiles, and a part of one of each document.
+    # In each batch entry: whole tiles, and one partial tile of each document.
     max_turns = batch * (tokens // BLOCK_Q + (min(seqs, tokens) if documents else 1))
     max_tiles = batch * (kv_tokens // BLOCK_KV + (min(seqs, tokens + kv_tokens) if documents else 1))
     rows_of_heads = (batch, heads, tokens)

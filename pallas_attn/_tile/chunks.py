@@ -1,10 +1,9 @@
-"""The loop over pages of the references in plain jnp: online softmax, chunk by chunk, forwards and backwards.
+"""The loop over pages of the references in plain jnp: online softmax, chunk by chunk, forward and backward.
 
-Memory beyond the output is one chunk of keys and values a sequence, whatever the table's width, and the loop runs from
-the first token that any query sees to the end of the longest sequence. JAX cannot differentiate a loop whose length it
-does not know, and would keep every chunk's weights. So `attend` has a rule of its own: backwards, a second loop works
-each chunk's logits out again and takes its weights from the log-sum-exp that the first has left, as flash attention
-does (Dao et al., 2022).
+Beyond the output it takes memory for one chunk of keys and values a sequence, whatever the table's width, and it runs
+from the first token that any query sees to the end of the longest sequence. JAX cannot differentiate a loop of unknown
+length, and would keep every chunk's weights. So `attend` has its own rule: the backward loop recomputes each chunk's
+logits, and its weights from the log-sum-exp, as flash attention does (Dao et al., 2022).
 """
 
 import dataclasses
@@ -26,7 +25,7 @@ CHUNK_TOKENS = 256
 
 
 class Floats(NamedTuple):
-    """What has gradients, beside the caches."""
+    """The operands with gradients, apart from the caches."""
 
     rows: jax.Array
     """[num_seqs, num_kv_heads, rows, dim] of queries."""
@@ -36,8 +35,8 @@ class Floats(NamedTuple):
 
 
 class Pools(NamedTuple):
-    """The caches; without one for values, they are the first `value_dim` elements of the keys. And, where each page has
-    scales of its own, [num_pages, num_kv_heads]."""
+    """The caches; without a value cache, values are the first `value_dim` elements of keys. Scales [num_pages,
+    num_kv_heads] where each page has its own."""
 
     key: jax.Array
     value: jax.Array | None = None
@@ -46,7 +45,7 @@ class Pools(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """What has no gradients."""
+    """The operands without gradients."""
 
     tables: jax.Array
     lengths: jax.Array
@@ -59,7 +58,7 @@ class Sequences(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Rule(ABC):
-    """What an op adds, all of it static. `position` is [chunk], `held` and `seen` [num_seqs, chunk]."""
+    """What an op adds; static. `position` is [chunk], `held` and `seen` [num_seqs, chunk]."""
 
     function: str
     pool: PoolShape
@@ -71,7 +70,7 @@ class Rule(ABC):
         return tile.astype(jnp.float32)
 
     def held(self, of: Sequences, position: jax.Array, held: jax.Array) -> jax.Array:
-        """Which of the tokens that a sequence holds are looked at by any head."""
+        """Which of a sequence's `held` tokens any head looks at."""
         return held
 
     @abstractmethod
@@ -84,10 +83,10 @@ class Rule(ABC):
 def attend(
     rule: Rule, floats: Floats, pools: Pools, of: Sequences
 ) -> tuple[jax.Array, softmax.Lse, jax.Array]:
-    """(out [num_seqs, num_kv_heads, rows, value_dim], lse [num_seqs, num_kv_heads, rows], bad [num_seqs]): float32,
-    and whether a page id in use was none. Gradients flow to `floats` and, unless it is quantised, to the pools."""
+    """(out [num_seqs, num_kv_heads, rows, value_dim], lse [num_seqs, num_kv_heads, rows], bad [num_seqs]): float32, and
+    whether a page id in use was invalid. Gradients flow to `floats` and, unless they are quantised, to the pools."""
     axes = sharding.varying_axes(floats, pools, of)
-    # Here, so that gradients of what is the same everywhere are summed over the axes.
+    # Done here, so that gradients of replicated values are summed over the axes.
     floats, pools, of = sharding.vary((floats, pools, of), axes)
 
     @jax.custom_vjp
@@ -109,7 +108,7 @@ def attend(
     def backwards(saved, cotangents):
         floats, pools, of, out, lse = saved
         d_out, d_lse, _ = cotangents
-        # Nothing hangs on the maximum but what hangs on the sum that is relative to it.
+        # The maximum has no gradient of its own: the sum is relative to it.
         d_lse = _array(d_lse.rest) * softmax.LOG2_E
         return *_backwards(rule, floats, pools, of, (out, lse), (_array(d_out), d_lse), axes), None
 
@@ -133,7 +132,7 @@ class Chunk(NamedTuple):
     position: jax.Array
     seen: jax.Array
     bad: jax.Array
-    """[num_seqs]: a page in use is none of the pool's."""
+    """[num_seqs]: a page id in use is outside the pool."""
 
 
 def _forwards(rule: Rule, floats: Floats, pools: Pools, of: Sequences, axes: tuple[str, ...]):
@@ -156,9 +155,9 @@ def _forwards(rule: Rule, floats: Floats, pools: Pools, of: Sequences, axes: tup
 def _backwards(rule: Rule, floats: Floats, pools: Pools, of: Sequences, result, cotangents, axes):
     (out, lse), (d_out, d_lse) = result, cotangents
     empty = jnp.isneginf(lse.rest)[..., None]
-    # A query that sees nothing may hold anything, and would be added to its keys' gradients as 0 * NaN.
+    # A query that sees no key may hold anything, and would add 0 * NaN to its keys' gradients.
     floats = floats._replace(rows=jnp.where(empty, 0.0, floats.rows))
-    # A weight's share of the gradient that is not its own: what all of them together give.
+    # Delta of flash attention: what normalisation subtracts from every weight's gradient.
     shared = jnp.sum(d_out * out, axis=-1, keepdims=True)
 
     def step(i, sums):
@@ -201,7 +200,7 @@ def _pages_per_chunk(rule: Rule, of: Sequences) -> int:
 
 
 def _bounds(rule: Rule, of: Sequences) -> tuple[jax.Array, jax.Array]:
-    """(first, end) of the chunks in which any sequence has a token to look at."""
+    """(first, end) of the chunks in which any sequence has a visible token."""
     chunk = _pages_per_chunk(rule, of) * rule.pool.page_size
     first = jnp.min(jnp.where(of.lengths > 0, of.seen_from, jnp.iinfo(jnp.int32).max))
     return first // chunk, ceil_div(jnp.max(of.lengths, initial=0), chunk)
@@ -221,13 +220,14 @@ def _chunk(rule: Rule, of: Sequences, i: jax.Array) -> Chunk:
 
 
 def _logits_and_values(rule: Rule, floats: Floats, tiles: Pools, of: Sequences, chunk: Chunk):
-    """Of a chunk, from its pages as they are stored: [num_seqs, num_kv_heads, rows, tokens] and [.., tokens, dim]."""
+    """Logits [num_seqs, num_kv_heads, rows, tokens] and values [.., tokens, dim] of a chunk, from its pages as
+    stored."""
 
     def tokens(which: Which, stored: jax.Array, scale: jax.Array | None) -> jax.Array:
         tile = rule.floats(to_nhd(stored, rule.layout, which))
         num_seqs, pages, page_size, heads, dim = tile.shape
         tile = jnp.moveaxis(tile.reshape(num_seqs, pages * page_size, heads, dim), 2, 1)
-        # Slots that hold nothing are 0, whatever is stored.
+        # Empty slots count as 0, whatever is stored there.
         seen = chunk.seen[:, None, :, None]
         tile = jnp.where(seen, tile, 0.0)
         if scale is not None:

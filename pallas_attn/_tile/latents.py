@@ -1,4 +1,4 @@
-"""What MLA caches of a token: 512 latent and 64 rotary elements; and the same in 656 bytes.
+"""What an MLA cache holds for a token: 512 latent and 64 rotary elements, or the same in 656 bytes.
 
 The 656 bytes are the format that FlashMLA and vLLM use for DeepSeek-V3.2:
 
@@ -6,8 +6,8 @@ The 656 bytes are the format that FlashMLA and vLLM use for DeepSeek-V3.2:
             512 to 527  four float32 scales, one for each group of 128 of them
             528 to 655  the rotary elements in bf16
 
-An element is its e4m3 value times its group's scale. All numbers are little-endian. Here are both directions in plain
-jnp; `latent_tile` reads the bytes in a kernel.
+An element is its e4m3 value times its group's scale. All numbers are little-endian. Both conversions are here in plain
+jnp; kernels read the bytes by `latent_tile`.
 """
 
 from typing import Any, Literal
@@ -32,7 +32,7 @@ BYTES = jnp.uint8
 
 type Scales = Literal["exact", "power_of_two"]
 SCALES = ("exact", "power_of_two")
-# Of a group that holds next to nothing but zeros. Its reciprocal is a normal number, too.
+# For groups that are (nearly) all zero. Its reciprocal is a normal number, too.
 LEAST_SCALE = 2.0**-100
 
 
@@ -42,12 +42,12 @@ def token_width(dtype: Any) -> int:
 
 
 def group_scale(values: jax.Array, scales: Scales) -> jax.Array:
-    """[...] float32 scales of groups [..., 128]: their largest magnitude / 448, or the next power of two.
+    """float32 scales [...] of groups [..., 128]: the largest magnitude / 448, or the next power of two.
 
-    NaN for a group that holds NaN or Inf, so that what is read back is NaN, too.
+    NaN for a group with NaN or Inf, so that the group reads back as NaN.
     """
     magnitude = jnp.abs(values)
-    # A maximum may leave NaN out, as it does on GPUs.
+    # On GPUs a maximum ignores NaN.
     peak = jnp.max(jnp.where(magnitude < jnp.inf, magnitude, jnp.inf), axis=-1)
     scale = jnp.maximum(peak / largest(FP8), jnp.float32(LEAST_SCALE))
     if scales == "power_of_two":
@@ -61,7 +61,7 @@ def quantized(latents: jax.Array, scales: Scales) -> jax.Array:
     groups = latents[..., :LATENT_DIM].astype(jnp.float32).reshape(*lead, NUM_GROUPS, GROUP)
     scale = group_scale(groups, scales)
     parts = quantize(groups, FP8, scale[..., None]), scale, latents[..., LATENT_DIM:].astype(jnp.bfloat16)
-    # No size is left to be inferred: there may be no tokens.
+    # All sizes are explicit: with no tokens, none could be inferred.
     as_bytes = [
         _bytes(part).reshape(*lead, size)
         for part, size in zip(parts, (SCALES_AT, ROPE_AT - SCALES_AT, TOKEN_BYTES - ROPE_AT), strict=True)
@@ -70,7 +70,7 @@ def quantized(latents: jax.Array, scales: Scales) -> jax.Array:
 
 
 def dequantized(tokens: jax.Array) -> jax.Array:
-    """[..., 656] bytes as [..., 576] float32, exactly but for one rounding where scales are no powers of two."""
+    """[..., 656] bytes as [..., 576] float32: exact, or with one rounding where scales are not powers of two."""
     lead = tokens.shape[:-1]
     values = lax.bitcast_convert_type(tokens[..., :SCALES_AT], FP8).astype(jnp.float32)
     scale = _wide(tokens[..., SCALES_AT:ROPE_AT], jnp.float32)

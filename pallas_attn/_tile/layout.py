@@ -16,15 +16,15 @@ MOST_TILE = 2**16  # tokens; none that compiles has more
 Which = Literal["key", "value"]
 
 
-# What a pool's dimensions are, for `_call.partition`.
+# A pool's dimensions in words, for `_call.partition`.
 DIMS: dict[str, dict[Which, str]] = {
     "NHD": dict.fromkeys(("key", "value"), "pages slot kv_heads dim"),
     "HND": dict.fromkeys(("key", "value"), "pages kv_heads slot dim"),
     "PACKED": {"key": "pages kv_heads dim slot x", "value": "pages kv_heads dim slot"},
-    # One pool for both, of which keys are the heads of even number: of `compat` alone.
+    # One pool for both, keys in even heads and values in odd ones; used by `compat` only.
     "COMBINED": dict.fromkeys(("key", "value"), "pages slot kv_heads dim"),
 }
-# What the dimensions of scales are. Their pages are counted over the whole pool, but are no pool's.
+# The dimensions of scales. Their pages count over the whole pool, but scales are replicated, not a pool.
 SCALE_DIMS = ("kv_heads", "scaled_pages kv_heads")
 
 
@@ -49,10 +49,10 @@ def check_pools(
     named: str = "layout",
     value_dim: str = "head_dim",
 ) -> PoolShape:
-    """Checks both pools of a call and binds their dimensions; `named`, the call's argument for their layout.
+    """Checks both pools of a call and binds their dimensions; `named` is the call's name for the layout argument.
 
-    `value_dim` is another dimension than head_dim where values may be of another width than keys, whose head_dim must
-    then be bound.
+    `value_dim` names another dimension than head_dim where values may differ in width from keys; head_dim must then be
+    bound already.
     """
     check.one_of(named, layout, LAYOUTS)
     if layout == "PACKED":
@@ -99,7 +99,7 @@ def pool_shape(value_cache: Array, layout: str) -> PoolShape:
 
 
 def key_pool_shape(key_cache: Array, layout: str) -> PoolShape:
-    """From the key pool, where values may be of another width."""
+    """From the key pool, for calls whose values may have another width."""
     if layout == "PACKED":
         pages, heads, parts, page_size, x = key_cache.shape
         return PoolShape(pages, page_size, heads, parts * x)
@@ -126,7 +126,7 @@ def token_index(layout: str, which: Which, page, offset, kv_head, dim, dtype: An
 
 
 def to_nhd(cache: jax.Array, layout: str, which: Which) -> jax.Array:
-    """Any array of pages [..., one page's dimensions in `layout`] as [..., page_size, num_kv_heads, head_dim]."""
+    """An array of pages [..., a page's dimensions in `layout`] as [..., page_size, num_kv_heads, head_dim]."""
     match layout, which:
         case "NHD", _:
             return cache
@@ -157,7 +157,7 @@ def from_nhd(cache: jax.Array, layout: str, which: Which) -> jax.Array:
 
 
 def moved(move: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
-    """`move(*arrays)`, which takes elements of arrays of one dtype from place to place, bit for bit."""
+    """`move(*arrays)`, a function that only moves elements of arrays of one dtype, bit for bit."""
     dtype = arrays[0].dtype
     if dtype != jnp.float8_e5m2:
         return move(*arrays)
@@ -166,14 +166,14 @@ def moved(move: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
         bits = (jax.lax.bitcast_convert_type(array, jnp.uint8) for array in arrays)
         return jax.lax.bitcast_convert_type(move(*bits), dtype)
 
-    # A CPU scatters them as wider numbers, all of the array, and NaNs come back as another one. A GPU does not, and is
-    # spared the views, which might be copies.
+    # XLA on a CPU scatters e5m2 by way of a wider type, for the whole array, which changes NaN payloads. On a GPU it
+    # does not, and the views, which may cost copies, are avoided.
     return jax.lax.platform_dependent(*arrays, cpu=in_bits, default=move)
 
 
 def table_tokens(columns: int, page_size: int) -> int:
-    """Tokens that a row of a block table can hold, or, if those are fewer, that int32 counts with room behind them to
-    round up to whole tiles and pages."""
+    """Tokens that a row of a block table can hold, but no more than int32 can count after rounding up to whole tiles
+    and pages."""
     return min(columns * page_size, 2**31 - max(MOST_TILE, page_size))
 
 

@@ -13,10 +13,10 @@ from pallas_attn._tile.tree import Tree
 
 
 def products(queries: Sequence[jax.Array], keys: Sequence[jax.Array], factor) -> jax.Array:
-    """factor * (query @ key), [rows, tokens], of queries and keys that are held in chunks of head_dim; None is 1.
-    The other way round, with rows last, if they change places."""
+    """factor * (query @ key), [rows, tokens], of queries and keys in chunks of head_dim; None is 1. With the arguments
+    swapped the result is transposed."""
     parts = [triton.dot(query, key, trans_b=True) for query, key in zip(queries, keys, strict=True)]
-    # Added before scaling, each would accumulate onto the one before: in one chain, and in its layout.
+    # Unscaled, each would accumulate onto the one before: a chain of dependent products in one layout.
     return functools.reduce(jnp.add, parts if factor is None else [part * factor for part in parts])
 
 
@@ -28,15 +28,15 @@ class Shaped(NamedTuple):
 
     @property
     def factor(self) -> jax.Array | float:
-        """What makes their differences base 2."""
+        """Factor that makes differences of logits base 2."""
         return self.scale * softmax.LOG2_E
 
 
 def shape(
     products: jax.Array, rules: Rules, scale, slope: jax.Array | None, key_at: jax.Array, query_at: jax.Array
 ) -> Shaped:
-    """Of products of queries and keys; positions and the heads' ALiBi `slope` broadcast. The result's scale depends on
-    the rules and on `scale`, not on the products."""
+    """Logits from products of queries and keys; positions and the heads' ALiBi `slope` broadcast. The result's scale
+    depends on the rules and on `scale` only."""
     if slope is not None:
         return Shaped(
             masking.cap(products * scale, rules.softcap) + masking.alibi(slope, key_at, query_at), 1.0
@@ -47,12 +47,12 @@ def shape(
 
 
 def natural_scale(rules: Rules, scale, slope: Any):
-    """That of what `shape` gives."""
+    """The scale of `shape`'s result."""
     return 1.0 if slope is not None else scale if rules.softcap is None else rules.softcap
 
 
 def positions(tree: Tree | None, key_at: jax.Array, query_at: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Where rules that count distances take keys and queries to be."""
+    """The positions that distance rules (windows, ALiBi) use."""
     return (key_at, query_at) if tree is None else (tree.key_at, tree.query_at)
 
 
@@ -65,11 +65,11 @@ def visible(
     offset: jax.Array | None = None,
     tree: Tree | None = None,
 ) -> list[jax.Array]:
-    """The masks that decide about single tokens, to be applied one after the other.
+    """Masks of single tokens, to be applied one after the other.
 
-    `among_themselves`: whether there are several query tokens, which see different ends of the sequence.
-    `tree`: what queries see of each other where that is not their order.
-    `offset`: the heads' block-sparse offset, where their patterns differ from what the tiles hold (see walk.py).
+    `among_themselves`: whether there are several query tokens, which see up to different positions. `tree`: what drafts
+    see of each other, where that is not causal. `offset`: the heads' block-sparse offset, where their patterns differ
+    from what the tiles hold (walk.py).
     """
     masks = []
     if tree is not None:

@@ -1,4 +1,4 @@
-"""The options that attention over a cache has in every op, checked and brought into one form."""
+"""The options that every op over a cache shares, checked and normalised."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ from pallas_attn._tile.layout import PoolShape
 from pallas_attn._tile.quantization import checked_scale
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
-# What is below 2**-126 becomes 0 in kernels, also a logit over its cap: with this cap, logits below 1e-8.
+# Kernels flush below 2**-126 to 0, and so a logit divided by its cap: with this cap, logits below 1e-8.
 MOST_SOFTCAP = 1e30
 
 
 def xla_supports(operands: Any) -> str | None:
-    """Of references: why one cannot serve a call, or None."""
+    """Why a reference cannot serve a call, or None."""
     if operands.batch_invariant:
         return "is not batch_invariant: its sums are those of one product over the whole batch"
     return None
@@ -24,7 +24,7 @@ def xla_supports(operands: Any) -> str | None:
 def scales(
     check: ArgumentChecker, cache_dtype: Any, pool: PoolShape, k_scale: Any, v_scale: Any
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """Those of a quantised cache, float32 [num_kv_heads] or [num_pages, num_kv_heads]."""
+    """The scales of a quantised cache, float32 [num_kv_heads] or [num_pages, num_kv_heads]."""
     pages = (cache_dtype, pool.num_kv_heads, pool.num_pages)
     return (
         checked_scale(check.function, "k_scale", k_scale, *pages),
@@ -33,14 +33,14 @@ def scales(
 
 
 def window(check: ArgumentChecker, sliding_window: Any) -> tuple[int | None, jax.Array | None]:
-    """A window that is compiled in, or else one that is an operand, int32 [1]."""
+    """(the window if it is compiled in, the window as an operand int32 [1]): at most one of the two."""
     if isinstance(sliding_window, jax.Array):
         check.array("sliding_window", sliding_window, (), [jnp.int32])
         return None, jnp.maximum(sliding_window, 1).reshape(1)
     if sliding_window is None:
         return None, None
     check.count("sliding_window", sliding_window)
-    # No table holds more; what is beyond int32 would not fit positions.
+    # No table is longer, and positions are int32.
     return min(int(sliding_window), 2**31 - 1), None
 
 

@@ -1,11 +1,11 @@
-"""Query rows: the query tokens of a sequence and the heads of a KV head's group are one dimension of a tile.
+"""Query rows: the query tokens of a sequence times the heads of a KV head's group, as one dimension of a tile.
 
     row = token * group + place in the group
 
-so that a few new tokens fill the tensor core's tile instead of adding programs. `pack` and `unpack` do it to whole
-arrays; kernels do it with indices: `Rows` says which token and head each of a program's rows is, and `elements` finds
-rows in an array [*leading, head, dim]. What the leading indices are is the caller's: (sequence, token) in a batch of
-sequences with as many query tokens each, (first token of the sequence + token,) where tokens are laid end to end.
+so that a few new tokens fill the tensor core's tile instead of needing more programs. `pack` and `unpack` rearrange
+whole arrays; kernels compute indices: `Rows` holds the token and head of each of a program's rows, and `elements`
+locates rows in an array [*leading, head, dim]. The caller chooses the leading indices: (sequence, token) in a batch
+whose sequences have equally many query tokens, (first token of the sequence + token,) where tokens are laid end to end.
 """
 
 import math
@@ -21,10 +21,10 @@ type Chunk = tuple[int | jax.Array, int]
 
 
 class Rows(NamedTuple):
-    """Some query rows of one sequence, each array [rows] but for `kv_head`, which may be one for all."""
+    """Some query rows of one sequence; arrays are [rows], but `kv_head` may be a scalar for all."""
 
     index: jax.Array
-    """Among the rows of the KV head."""
+    """Number of the row among those of its KV head."""
     real: jax.Array
     kv_head: jax.Array
     token: jax.Array
@@ -34,7 +34,7 @@ class Rows(NamedTuple):
 
 
 def of_program(head_block: jax.Array, *, block_q: int, num_rows: int, group: int) -> Rows:
-    """The `block_q` rows of a program, of which each KV head's `num_rows` have as many as they fill."""
+    """The `block_q` rows of a program; each KV head's `num_rows` take as many programs as they fill."""
     q_blocks = math.ceil(num_rows / block_q)
     index = jnp.arange(block_q) + head_block % q_blocks * block_q
     return _rows(index, index < num_rows, head_block // q_blocks, group)
@@ -61,7 +61,7 @@ def chunks(head_dim: int) -> list[Chunk]:
 def elements(
     ref: Any, leading: tuple[jax.Array, ...], real: jax.Array, chunk: Chunk
 ) -> tuple[Any, jax.Array]:
-    """(place, mask), [rows, size], of elements `chunk` of an array whose rows are found by `leading` indices."""
+    """(place, mask), each [rows, size], of elements `chunk` of rows located by `leading` indices."""
     first, size = chunk
     dim = first + jnp.arange(size)[None, :]
     tile = jnp.zeros((real.shape[0], size), jnp.int32)
@@ -73,7 +73,7 @@ def elements(
 
 
 def reaches_beyond(chunk: Chunk, head_dim: int) -> bool:
-    """Whether some of a chunk's elements may lie beyond the last; where it begins may be known at run time only."""
+    """Whether a chunk may reach beyond head_dim; its first element may be known at run time only."""
     first, size = chunk
     return first + size > head_dim if isinstance(first, int) else head_dim % size > 0
 
@@ -84,7 +84,7 @@ def batched(rows: Rows, seq) -> tuple[jax.Array, ...]:
 
 
 def load(ref: Any, rows: Rows, leading: tuple[jax.Array, ...], chunk: Chunk) -> jax.Array:
-    """Elements `chunk` of rows of an array [*leading, head, dim]; 0 where there are none."""
+    """Elements `chunk` of rows of an array [*leading, head, dim]; 0 for rows that are not real."""
     place, mask = elements(ref, (*leading, rows.head), rows.real, chunk)
     return triton.load(place, mask=mask, other=0.0)
 
