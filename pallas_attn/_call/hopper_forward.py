@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn._call import ffi
+from pallas_attn._call.sizes import MAX_HEAD_DIM
 
 TARGET = "pallas_attn_attention_forward_sm90"
 DTYPES = (jnp.bfloat16, jnp.float16)
 CACHE_DTYPES = (jnp.float8_e4m3fn, jnp.int8)
 """Of pages, beside the query's own."""
-MAX_HEAD_DIM = 256
 TILE_ROWS = 128
 """Rows of a tile (queries times heads of a KV head), at least, whatever the head_dim."""
 MOST_SEQS = 8192

@@ -7,9 +7,8 @@ import jax
 
 from pallas_attn._call import budget
 from pallas_attn._call.device import Device
-from pallas_attn._split import splits
+from pallas_attn._call.sizes import ceil_div, tile_side
 from pallas_attn._split.problem import SplitKVProblem
-from pallas_attn._tile import triton
 from pallas_attn._tile.latents import LATENT_DIM, QUERY_DIM, ROPE_DIM, TOKEN_BYTES
 
 # From this many query rows on, kernels are written for the data centre's asynchronous matrix instructions.
@@ -28,8 +27,8 @@ def block_q(rows: int, fp8: bool, device: Device) -> int:
     """
     if device.asynchronous_products:
         most = WGMMA_ROWS
-        return most if fp8 and rows > 16 else min(most, triton.tile_side(rows))
-    return min(16 if fp8 else 32, triton.tile_side(rows))
+        return most if fp8 and rows > 16 else min(most, tile_side(rows))
+    return min(16 if fp8 else 32, tile_side(rows))
 
 
 def needs(
@@ -66,7 +65,7 @@ class LatentProblem(SplitKVProblem):
     alone: ClassVar[bool] = True
 
     def num_tiles(self, seq_len: jax.Array) -> jax.Array:
-        return splits.ceil_div(seq_len, self.config.block_kv)
+        return ceil_div(seq_len, self.config.block_kv)
 
     @property
     def asynchronous(self) -> bool:

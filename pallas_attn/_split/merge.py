@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_attn._call.sizes import ceil_div, next_power_of_2, tile_side
 from pallas_attn._split.result import Result, store_lse, store_out
 from pallas_attn._split.splits import CountedCuts, Cut, Cuts
 from pallas_attn._tile import rows, softmax, triton
 from pallas_attn._tile.layout import PoolShape
-from pallas_attn._tile.triton import ceil_div
 
 # With fewer programs than this, more of them are cheaper than more work in each.
 ENOUGH_PROGRAMS = 2048
@@ -69,7 +69,7 @@ def tiling(num_cut: int, num_rows: int, dim: int, most_splits: int, *, counted: 
     A long sequence has many splits and wants them loaded together; a big batch has few a sequence, and one program
     for several rows; or, where no more programs start than run at once (`counted`), a warp for each row.
     """
-    width = triton.tile_side(dim)
+    width = tile_side(dim)
     block, dims = 1, min(width, 128)
 
     def programs() -> int:
@@ -77,7 +77,7 @@ def tiling(num_cut: int, num_rows: int, dim: int, most_splits: int, *, counted: 
 
     while programs() > ENOUGH_PROGRAMS and block < MOST_ROWS:
         block, dims = 2 * block, min(2 * dims, width)
-    whole, most = dims == width, triton.next_power_of_2(most_splits)
+    whole, most = dims == width, next_power_of_2(most_splits)
     if counted and whole and block > 1:
         splits = WARP_ELEMENTS // max(dims, 128)
         return Tiling(1, dims, min(splits // 2, most), min(splits, most), num_warps=1)
@@ -127,7 +127,7 @@ def merge(
     num_rows = problem.pool.num_kv_heads * problem.rows
     dim = outputs[0].shape[-1]
     rows_of = rows_of or functools.partial(_batched, problem)
-    width = triton.tile_side(dim)
+    width = tile_side(dim)
     if problem.fixed_splits:
         # The same for every batch: what is added to what must not depend on it.
         shape = Tiling(rows=1, dims=min(width, 128), splits=16, most_splits=64, num_warps=4)

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_attn._call.sizes import Chunk
 from pallas_attn._tile import quantization, softmax, triton
-from pallas_attn._tile.rows import Chunk, Rows, elements
+from pallas_attn._tile.rows import Rows, elements
 
 
 class Result(NamedTuple):

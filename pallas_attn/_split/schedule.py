@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn._call import symbolic
-from pallas_attn._tile.triton import ceil_div
+from pallas_attn._call.sizes import ceil_div
 
 
 class Dealt(NamedTuple):

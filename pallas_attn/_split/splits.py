@@ -27,9 +27,9 @@ from jax import lax
 
 from pallas_attn._call.checks import fail
 from pallas_attn._call.configs import SplitKVConfig
+from pallas_attn._call.sizes import ceil_div, next_power_of_2
 from pallas_attn._split.problem import TO_NEAREST, SplitKVProblem
 from pallas_attn._tile import triton
-from pallas_attn._tile.triton import ceil_div
 
 # Splits of lengths that differ have at most 1 + 1/2**n fair shares, n up to this: the fewest with which all of them
 # begin at once, so that none waits for another. If none of these does, to the nearest number. Two shares are too many
@@ -166,7 +166,7 @@ class FairSplits:
 
     @classmethod
     def of_all(cls, problem: SplitKVProblem, lens_ref: Any) -> "FairSplits":
-        seqs = jnp.arange(triton.next_power_of_2(problem.num_seqs))
+        seqs = jnp.arange(next_power_of_2(problem.num_seqs))
         lengths = triton.load(lens_ref.at[seqs], mask=seqs < problem.num_seqs, other=0)
         return cls(problem, lengths, triton.load(lens_ref.at[np.int32(0)]))
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._tile.triton import ceil_div
+from pallas_attn._call.sizes import ceil_div
 
 
 class Band(NamedTuple):

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._call import symbolic
+from pallas_attn._call.sizes import ceil_div
 from pallas_attn._tile import masking, sharding, softmax, triton
 from pallas_attn._tile.layout import PoolShape, Which, to_nhd
 from pallas_attn._tile.quantization import is_quantized
-from pallas_attn._tile.triton import ceil_div
 
 CHUNK_TOKENS = 256
 

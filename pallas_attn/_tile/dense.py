@@ -10,19 +10,10 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_attn._call.sizes import Chunk
 from pallas_attn._tile import rows, triton
-from pallas_attn._tile.rows import Chunk
 
 type DenseLayout = Literal["BTNH", "BNTH"]
-
-
-def chunks_of(head_dim: int) -> tuple[Chunk, ...]:
-    """`head_dim` as one power of two or two of them: 192 is 128 + 64. Only a rest that is none is padded."""
-    side = triton.tile_side(head_dim)
-    if head_dim == side or head_dim < 32:
-        return ((0, side),)
-    rest = triton.tile_side(head_dim - side // 2)
-    return ((0, side),) if rest == side // 2 and side <= 64 else ((0, side // 2), (side // 2, rest))
 
 
 class Stream(NamedTuple):

@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from pallas_attn._call.device import current_device
+from pallas_attn._call.sizes import Chunk
 from pallas_attn._tile.latents import (
     BYTES,
     FP8,
@@ -21,7 +22,6 @@ from pallas_attn._tile.latents import (
     ROPE_DIM,
     SCALES_AT,
 )
-from pallas_attn._tile.rows import Chunk
 
 type Read = Callable[[Chunk], jax.Array]
 """Elements `chunk` of a pool's last dimension, [tokens, size]."""

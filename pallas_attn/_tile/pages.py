@@ -10,10 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_attn._call.sizes import Chunk, ceil_div, next_power_of_2, reaches_beyond
 from pallas_attn._tile import triton
 from pallas_attn._tile.layout import Which, token_index
-from pallas_attn._tile.rows import Chunk, reaches_beyond
-from pallas_attn._tile.triton import ceil_div
 
 SECTOR_BYTES = 32  # the smallest transfer from memory
 MOST_TOUCHED = 32  # sectors a program
@@ -44,7 +43,7 @@ def touch(tables_ref: Any, program, num_programs: int) -> None:
     """
     num_seqs, columns = tables_ref.shape
     ids = SECTOR_BYTES // tables_ref.dtype.itemsize
-    share = triton.next_power_of_2(ceil_div(num_seqs * columns, ids * num_programs))
+    share = next_power_of_2(ceil_div(num_seqs * columns, ids * num_programs))
     if share > MOST_TOUCHED:
         return
     first = (program * share + jnp.arange(share)) * ids

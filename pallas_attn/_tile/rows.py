@@ -14,10 +14,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_attn._call.sizes import Chunk, reaches_beyond
 from pallas_attn._tile import triton
-
-type Chunk = tuple[int | jax.Array, int]
-"""(first, size) of some elements of head_dim; the size is a power of two, and the last may reach beyond the end."""
 
 
 class Rows(NamedTuple):
@@ -51,13 +49,6 @@ def _rows(index, real, kv_head, group: int) -> Rows:
     return Rows(index, real, kv_head, index // group, head)
 
 
-def chunks(head_dim: int) -> list[Chunk]:
-    """head_dim in one chunk, or in two where that saves a quarter of the work: 192 = 128 + 64, 80 = 64 + 16."""
-    whole = triton.tile_side(head_dim)
-    first, rest = whole // 2, triton.tile_side(head_dim - whole // 2)
-    return [(0, first), (first, rest)] if first >= 16 and first + rest <= whole * 3 // 4 else [(0, whole)]
-
-
 def elements(
     ref: Any, leading: tuple[jax.Array, ...], real: jax.Array, chunk: Chunk
 ) -> tuple[Any, jax.Array]:
@@ -70,12 +61,6 @@ def elements(
     if reaches_beyond(chunk, ref.shape[-1]):
         mask &= dim < ref.shape[-1]
     return ref.at[(*index, dim + tile)], mask
-
-
-def reaches_beyond(chunk: Chunk, head_dim: int) -> bool:
-    """Whether a chunk may reach beyond head_dim; its first element may be known at run time only."""
-    first, size = chunk
-    return first + size > head_dim if isinstance(first, int) else head_dim % size > 0
 
 
 def batched(rows: Rows, seq) -> tuple[jax.Array, ...]:

@@ -127,20 +127,6 @@ def when(condition: bool | jax.Array) -> Callable[[Callable[[], None]], None]:
     return run
 
 
-def next_power_of_2(size: int) -> int:
-    return 1 << max(size - 1, 0).bit_length()
-
-
-def ceil_div(a, b):
-    return (a + (b - 1)) // b
-
-
-def tile_side(size: int) -> int:
-    """Side of a tile that holds `size` rows or columns of a matrix product: a power of two, at least the tensor core's
-    16; the excess is masked."""
-    return max(16, next_power_of_2(size))
-
-
 def dot(a: jax.Array, b: jax.Array, *, trans_b: bool = False) -> jax.Array:
     """Matrix product with a float32 accumulator; float32 operands keep full precision (no TF32)."""
     return lax.dot_general(

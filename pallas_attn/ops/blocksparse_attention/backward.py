@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_attn._call.sizes import next_power_of_2
 from pallas_attn._tile import low_bits, masking, rows, softmax, triton, weights
 from pallas_attn.ops.blocksparse_attention import walk
 from pallas_attn.ops.blocksparse_attention.config import BlockSparseConfig
@@ -158,7 +159,7 @@ class KeyTile(NamedTuple):
 def _key_tile(problem: Problem, refs: BackwardOperands, slot: jax.Array) -> KeyTile:
     """The keys of a slot: sequence i has the slots from cu_k_lens[i] // block_kv + i on, one more than may be full."""
     block, num_seqs, tokens = problem.config.block_kv, problem.num_seqs, problem.pool.num_pages
-    seqs = jnp.arange(triton.next_power_of_2(num_seqs))
+    seqs = jnp.arange(next_power_of_2(num_seqs))
     assert refs.cu_q_lens is not None
     assert refs.cu_k_lens is not None
     ends = triton.load(refs.cu_k_lens.at[jnp.minimum(seqs + 1, num_seqs)], mask=seqs < num_seqs, other=0)
@@ -222,7 +223,7 @@ def _key_value_kernel(_, refs: BackwardOperands, d_key_ref, d_value_ref, *, prob
 
 def _unknown(seen_by: SparseLayout, kv_head: jax.Array, problem: Problem) -> jax.Array:
     """Whether it cannot be known which queries of one of a KV head's query heads see what (`transposed`)."""
-    group = jnp.arange(triton.next_power_of_2(problem.group))
+    group = jnp.arange(next_power_of_2(problem.group))
     head = kv_head * problem.group + group if seen_by.layout_heads > 1 else 0 * group
     first = triton.load(seen_by.row_pointers.at[head, 0 * group], mask=group < problem.group, other=0)
     return jnp.min(first) < 0
@@ -250,7 +251,7 @@ def _over_queries(seen_by: SparseLayout, head, mine: KeyTile, problem: Problem, 
     begin, end = (triton.load(seen_by.row_pointers.at[head, block + i]) for i in (np.int32(0), np.int32(1)))
     begin, end = jnp.maximum(begin, 0), jnp.where(inside, end, begin)
     # Rows of queries ascend: those before the keys or the first query lie in front, those behind the last at the end.
-    entry = begin + jnp.arange(triton.next_power_of_2(seen_by.max_len // size + 1))
+    entry = begin + jnp.arange(next_power_of_2(seen_by.max_len // size + 1))
     listed = triton.load(seen_by.columns.at[head + 0 * entry, entry], mask=entry < end, other=NONE)
 
     def below(row: jax.Array) -> jax.Array:

@@ -19,11 +19,11 @@ import numpy as np
 from jax import lax
 
 from pallas_attn._call.configs import SplitKVConfig
+from pallas_attn._call.sizes import ceil_div, next_power_of_2
 from pallas_attn._split import merge, result
 from pallas_attn._split.problem import SplitKVProblem
 from pallas_attn._split.splits import Cut
 from pallas_attn._tile import logits, masking, rows, softmax, triton
-from pallas_attn._tile.triton import ceil_div
 from pallas_attn.ops.blocksparse_attention.config import DECODE_ROWS
 from pallas_attn.ops.blocksparse_attention.layout import SparseLayout
 from pallas_attn.ops.blocksparse_attention.operands import Operands
@@ -242,7 +242,7 @@ def _columns(blocks: Blocks, skip: int = 0) -> jax.Array:
     or it would not ascend: that much of it is looked at."""
     layout = blocks.layout
     most = min(layout.columns.shape[1], layout.max_len // layout.block_size + 1)
-    entry = blocks.begin + skip + jnp.arange(triton.next_power_of_2(most))
+    entry = blocks.begin + skip + jnp.arange(next_power_of_2(most))
     place = layout.columns.at[blocks.head + 0 * entry, entry]
     return triton.load(place, mask=entry < blocks.end, other=NONE)
 

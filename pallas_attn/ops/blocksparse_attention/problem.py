@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_attn._call import sizes
 from pallas_attn._tile import masking, pages, triton
 from pallas_attn._tile.layout import PoolShape
 from pallas_attn._tile.masking import Rules
@@ -62,7 +63,7 @@ class Problem:
     @property
     def dims(self) -> tuple[int, int]:
         """The chunk of head_dim that a tile holds: all of it."""
-        return 0, triton.tile_side(self.pool.head_dim)
+        return sizes.whole(self.pool.head_dim)
 
 
 class Keys(NamedTuple):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_attn._call.sizes import next_power_of_2
 from pallas_attn._tile import masking, triton
 from pallas_attn.ops.blocksparse_attention.layout import SparseLayout
 from pallas_attn.ops.blocksparse_attention.operands import Operands
@@ -67,7 +68,7 @@ def tile_of(problem: Problem, refs: Operands, slot: jax.Array) -> Tile:
     All lengths come at once and the own ones are picked from them: programs wait for one load, not for two in turn.
     """
     block_q, num_seqs, tokens = problem.config.block_q, problem.num_seqs, problem.num_tokens
-    seqs = jnp.arange(triton.next_power_of_2(num_seqs))
+    seqs = jnp.arange(next_power_of_2(num_seqs))
     real = seqs < num_seqs
 
     def lengths(ref: Any, shift: int) -> jax.Array:

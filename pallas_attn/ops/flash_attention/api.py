@@ -11,6 +11,7 @@ from pallas_attn._call.checks import ArgumentChecker, check_int
 from pallas_attn._call.dispatch import Implementation
 from pallas_attn._call.op import Op
 from pallas_attn._call.operands import ready
+from pallas_attn._call.sizes import too_wide
 from pallas_attn._tile import options, segments, triton
 from pallas_attn._tile.band import Band
 from pallas_attn._tile.dense import DenseLayout
@@ -26,14 +27,11 @@ from pallas_attn.ops.flash_attention.config import FlashAttentionConfig
 from pallas_attn.ops.flash_attention.operands import Operands, Rules
 from pallas_attn.ops.flash_attention.problem import Problem
 
-MAX_HEAD_DIM = 256
-
 
 def _supports(operands: Operands, lowering: triton.Lowering) -> str | None:
-    largest = Problem.of(operands).widest
-    if largest > MAX_HEAD_DIM:
-        return f"head_dim is at most {MAX_HEAD_DIM}, got {largest}"
-    return handles("masks", 0 if operands.mask is None else operands.mask.size, jnp.int8, lowering)
+    problem, mask_elements = Problem.of(operands), 0 if operands.mask is None else operands.mask.size
+    dims = {"head_dim": problem.head_dim, "value_dim": problem.value_dim}
+    return too_wide(dims) or handles("masks", mask_elements, jnp.int8, lowering)
 
 
 def _steps(

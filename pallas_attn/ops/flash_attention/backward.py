@@ -16,8 +16,8 @@ import numpy as np
 from jax import lax
 
 from pallas_attn._call.device import current_device
+from pallas_attn._call.sizes import Chunk
 from pallas_attn._tile import dense, logits, low_bits, softmax, triton, weights
-from pallas_attn._tile.rows import Chunk
 from pallas_attn.mods import operands as mods
 from pallas_attn.mods.derivative import slope
 from pallas_attn.mods.program import KEY, QUERY

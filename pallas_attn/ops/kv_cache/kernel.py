@@ -6,11 +6,11 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from pallas_attn._call.sizes import ceil_div, next_power_of_2
 from pallas_attn._tile import triton
 from pallas_attn._tile.layout import PoolShape, Which, token_index
 from pallas_attn._tile.pages import nothing
 from pallas_attn._tile.quantization import magnitudes, quantize
-from pallas_attn._tile.triton import ceil_div
 from pallas_attn.ops.kv_cache.operands import Operands
 from pallas_attn.ops.kv_cache.page_scales import grown
 
@@ -57,7 +57,7 @@ def _grow_kernel(*refs, pool: PoolShape, layout: str):
     num_tokens, nowhere = slots_ref.shape[0], jnp.int32(pool.num_pages * pool.page_size)
     slot, before = (triton.load(slots_ref.at[at]) for at in (token, jnp.maximum(token - 1, 0)))
     page = slot // pool.page_size
-    dims = jnp.arange(triton.next_power_of_2(pool.head_dim))[None, :]
+    dims = jnp.arange(next_power_of_2(pool.head_dim))[None, :]
     rows = max(_AT_ONCE // dims.size, 1)
 
     def of_page(tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -67,7 +67,7 @@ def _grow_kernel(*refs, pool: PoolShape, layout: str):
 
     def members() -> tuple[jax.Array, ...]:
         """The page's first token, its last one and its lowest slot."""
-        at_once = min(triton.next_power_of_2(num_tokens), _AT_ONCE)
+        at_once = min(next_power_of_2(num_tokens), _AT_ONCE)
 
         def some(step, found):
             tokens = step * at_once + jnp.arange(at_once)
@@ -83,7 +83,7 @@ def _grow_kernel(*refs, pool: PoolShape, layout: str):
 
     def peaks(last: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The largest key and the largest value; a page's tokens mostly stand together."""
-        at_once = min(triton.next_power_of_2(num_tokens), rows)
+        at_once = min(next_power_of_2(num_tokens), rows)
 
         def some(step, found):
             tokens = token + step * at_once + jnp.arange(at_once)
@@ -99,7 +99,7 @@ def _grow_kernel(*refs, pool: PoolShape, layout: str):
         return jax.lax.fori_loop(0, (last - token) // at_once + 1, some, (jnp.float32(0), jnp.float32(0)))
 
     def rescale(which: Which, factor: jax.Array, cache_ref) -> None:
-        at_once = min(triton.next_power_of_2(pool.page_size), rows)
+        at_once = min(next_power_of_2(pool.page_size), rows)
         tile = jnp.zeros((at_once, dims.size), jnp.int32)
 
         def some(step, carry):
@@ -142,8 +142,8 @@ def _write_kernel(_key_in, _value_in, slots_ref, key_ref, value_ref, *refs, pool
     page, offset = slot // pool.page_size, slot % pool.page_size
 
     # Triton tiles have power-of-two sides; the rest is masked.
-    heads = jnp.arange(triton.next_power_of_2(pool.num_kv_heads))[:, None]
-    dims = jnp.arange(triton.next_power_of_2(pool.head_dim))[None, :]
+    heads = jnp.arange(next_power_of_2(pool.num_kv_heads))[:, None]
+    dims = jnp.arange(next_power_of_2(pool.head_dim))[None, :]
     inside = (heads < pool.num_kv_heads) & (dims < pool.head_dim) & usable
     tile = jnp.zeros(inside.shape, jnp.int32)
 

@@ -34,6 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_attn._call.sizes import next_power_of_2
 from pallas_attn._tile import masking, pages, softmax, triton
 from pallas_attn._tile.latents import LATENT_DIM, ROPE_DIM
 from pallas_attn.ops.mla_decode.operands import Operands
@@ -72,7 +73,7 @@ def walk_tokens(
     def read(first, page, held) -> list[jax.Array]:
         # All but the lowest bits are 0 anyway. Now the compiler knows that offsets are not negative.
         page = jnp.where(masking.usable_pages(page, pool.num_pages), page, 0)
-        page &= triton.next_power_of_2(pool.num_pages) - 1
+        page &= next_power_of_2(pool.num_pages) - 1
         width = pool.num_kv_heads * pool.head_dim
         slot = 0 if block_kv == page_size else first % page_size & page_size - block_kv
         start = slot * width + kv_head * pool.head_dim

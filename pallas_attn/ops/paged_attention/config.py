@@ -10,9 +10,10 @@ from pallas_attn._call import budget, configs
 from pallas_attn._call.checks import dtype_name, fail
 from pallas_attn._call.configs import SplitKVConfig
 from pallas_attn._call.device import Device, current_device
+from pallas_attn._call.sizes import tile_side
 from pallas_attn._split import waves
 from pallas_attn._split.splits import check_invariant
-from pallas_attn._tile import triton, walk
+from pallas_attn._tile import walk
 from pallas_attn.ops.paged_attention.operands import Operands
 
 
@@ -75,7 +76,7 @@ class Kind:
         return few and self.layout != "PACKED" and not self.tile(TRANSPOSED_ROWS, TRANSPOSED[0]).spills
 
     def tile(self, block_q: int, candidate: Candidate) -> budget.Tile:
-        width = triton.tile_side(self.head_dim)
+        width = tile_side(self.head_dim)
         tile = budget.Tile(
             rows=block_q,
             tokens=candidate.block_kv,
@@ -100,9 +101,7 @@ class Kind:
     def tiles(self, measured: Mapping[str, int]) -> list[budget.Tile]:
         """That fit, of as many rows as leave room for any; `measured` sizes are as they are."""
         candidates = TRANSPOSED if self.transposed else CANDIDATES
-        block_q = (
-            TRANSPOSED_ROWS if self.transposed else min(budget.ASYNCHRONOUS_ROWS, triton.tile_side(self.rows))
-        )
+        block_q = TRANSPOSED_ROWS if self.transposed else min(budget.ASYNCHRONOUS_ROWS, tile_side(self.rows))
         block_q = measured.get("block_q", block_q)
         known = {name: size for name, size in measured.items() if name in Candidate._fields}
         candidates = dict.fromkeys(candidate._replace(**known) for candidate in candidates)

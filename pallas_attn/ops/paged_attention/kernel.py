@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_attn._call import sizes
 from pallas_attn._split import merge, result
 from pallas_attn._split.splits import FairSplits, Split, each, fair
 from pallas_attn._tile import logits, masking, narrow, pages, quantization, rows, softmax, tree, triton, walk
@@ -93,7 +94,7 @@ class _Query(NamedTuple):
 def _query(query_ref, head_block, problem: Problem, dtype, seq) -> _Query:
     mine = problem.rows_of(head_block)
     leading = rows.batched(mine, seq)
-    q = rows.load(query_ref, mine, leading, (0, triton.tile_side(problem.pool.head_dim)))
+    q = rows.load(query_ref, mine, leading, sizes.whole(problem.pool.head_dim))
     return _Query(mine, leading, quantization.query_as(q, dtype))
 
 
@@ -101,7 +102,7 @@ def _serve(
     refs: Operands, *out_refs, query_of: Callable[[jax.Array], _Query], split: Split, problem: Problem
 ):
     """Attends one block of query rows to a split of a sequence and writes the result."""
-    seq, dims = split.seq, (0, triton.tile_side(problem.pool.head_dim))
+    seq, dims = split.seq, sizes.whole(problem.pool.head_dim)
     stored_len = triton.load(refs.seq_lens.at[seq])
     # No length is needed to find the query: it comes with the length, not after it and before the first page id.
     mine, leading, q = query_of(seq)
@@ -110,7 +111,7 @@ def _serve(
     tiles = problem.walk(seq_len, mine.kv_head)
     begin, end = split.tiles(tiles.num_tiles)
     # Few rows leave registers for sums that come late, and tokens are spread over warps: a sum is a wait for all.
-    few = problem.config.block_q <= triton.tile_side(1)
+    few = problem.config.block_q <= sizes.tile_side(1)
     state = softmax.start(mine.index.shape, dims[1], late_sum=problem.config.block_kv if few else None)
     look_up = functools.partial(pages.look_up, refs.block_tables, seq)
     ids = functools.partial(_page_ids, look_up, seq_len, problem)
@@ -221,7 +222,7 @@ def _read_tile(refs: Operands, ids, kv_head, problem: Problem, dtype, start, hel
     page = jnp.where(usable, page, 0)
 
     def read(which: Any, ref):
-        place = (page, offset, kv_head, (0, triton.tile_side(pool.head_dim)))
+        place = (page, offset, kv_head, sizes.whole(pool.head_dim))
         return pages.gather(ref, problem.layout, which, *place, held, head_dim=pool.head_dim)
 
     keys, values = read("key", refs.key_cache), read("value", refs.value_cache)

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from pallas_attn._call.device import current_device
+from pallas_attn._call.sizes import tile_side
 from pallas_attn._split.problem import SplitKVProblem
 from pallas_attn._tile import masking, triton, walk
 
@@ -34,7 +35,7 @@ class Problem(SplitKVProblem):
     def transposed(self) -> bool:
         """Whether a tile's tokens, and columns of values, are the first side of products, and query rows the second:
         of the first the tensor core wants 16, of the second 8."""
-        return self.config.block_q < triton.tile_side(1)
+        return self.config.block_q < tile_side(1)
 
     @property
     def most_together(self) -> int:

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_attn._call.sizes import next_power_of_2
 from pallas_attn._tile import rows, triton
 from pallas_attn.ops.ragged_attention.operands import Operands
 
@@ -95,7 +96,7 @@ class Lens:
 
     def __init__(self, ragged: Ragged, refs: Operands):
         self._ragged, self._refs = ragged, refs
-        index = jnp.arange(triton.next_power_of_2(ragged.num_seqs + 1))
+        index = jnp.arange(next_power_of_2(ragged.num_seqs + 1))
         stored = self._bound_stored(index), self._bound_stored(index + 1)
         self.num_seqs = ragged.num_now(triton.load(refs.num_seqs.at[np.int32(0)]), index, *stored)
 
@@ -118,7 +119,7 @@ class Lens:
     def count(self, num_blocks: Callable[[Block], jax.Array]) -> jax.Array:
         """Blocks of all sequences and of the padding, by a program that has few registers to spare."""
         sequences = self._ragged.num_seqs + 1
-        size = min(triton.next_power_of_2(sequences), AT_A_TIME)
+        size = min(next_power_of_2(sequences), AT_A_TIME)
 
         def add(i, total):
             return total + jnp.sum(num_blocks(self.first_block(i * size + jnp.arange(size))))
@@ -135,7 +136,7 @@ class Lens:
     ) -> tuple[Block, jax.Array]:
         """The block at a place, and whether there is one. The last rows of a prompt see the most keys, and what takes
         longest begins first: so the last block of the last sequence is at place 0."""
-        first = self.first_block(jnp.arange(triton.next_power_of_2(self._ragged.num_seqs + 1)))
+        first = self.first_block(jnp.arange(next_power_of_2(self._ragged.num_seqs + 1)))
         blocks = num_blocks(first)
         total = jnp.sum(blocks)
         end = total - jnp.cumsum(blocks) + blocks

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_attn._call import sizes
 from pallas_attn._call.operands import aliases, only
 from pallas_attn._split import merge, result
 from pallas_attn._tile import logits, narrow, quantization, rows, softmax, triton
@@ -66,13 +67,13 @@ def _deals_keys(problem: Problem, operands: Operands, dtype: Any) -> bool:
     """Whether columns of keys are dealt, as those of values are, and the query's before the kernel to suit: where keys,
     too, go through shared memory as 16-bit numbers, to asynchronous products."""
     head_dim = problem.pool.head_dim
-    whole = not any(rows.reaches_beyond(chunk, head_dim) for chunk in rows.chunks(head_dim))
+    whole = not any(sizes.reaches_beyond(chunk, head_dim) for chunk in sizes.chunks(head_dim))
     asynchronous = problem.rows >= 64
     return _deals_values(problem, operands, dtype) and whole and asynchronous and not problem.new_apart
 
 
 def _dealt(query: jax.Array) -> jax.Array:
-    chunks = rows.chunks(query.shape[-1])
+    chunks = sizes.chunks(query.shape[-1])
     return jnp.concatenate([narrow.dealt(query[..., at : at + size]) for at, size in chunks], axis=-1)
 
 
@@ -171,7 +172,7 @@ def _attend(
     mine = block.rows(kv_head, jnp.arange(problem.rows), problem.group, problem.rows)
     leading = (block.first_token + mine.token,)
     dtype = refs.query.dtype
-    key_chunks, value_chunks = rows.chunks(problem.pool.head_dim), rows.chunks(problem.value_dim)
+    key_chunks, value_chunks = sizes.chunks(problem.pool.head_dim), sizes.chunks(problem.value_dim)
     queries = [rows.load(refs.query, mine, leading, chunk) for chunk in key_chunks]
     deals_keys = _deals_keys(problem, refs, dtype)
     scores = Scores(problem, block, seq_len, mine, refs)

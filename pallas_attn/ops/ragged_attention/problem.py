@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_attn._call.sizes import ceil_div
 from pallas_attn._split.problem import PagedCall, SplitKVProblem
 from pallas_attn._tile import masking, triton
-from pallas_attn._tile.triton import ceil_div
 from pallas_attn.ops.ragged_attention.blocks import CUTS, TOTAL, Block, Lens, Ragged
 from pallas_attn.ops.ragged_attention.config import RaggedAttentionConfig, RaggedTiles
 from pallas_attn.ops.ragged_attention.operands import Operands

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_attn._call.sizes import ceil_div
 from pallas_attn._tile import masking
-from pallas_attn._tile.triton import ceil_div
 
 
 class Span(NamedTuple):

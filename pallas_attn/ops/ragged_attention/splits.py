@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_attn._call.sizes import ceil_div, next_power_of_2
 from pallas_attn._split.splits import Cut, FairSplits, Splits, WholeSplits
 from pallas_attn._tile import triton
-from pallas_attn._tile.triton import ceil_div
 from pallas_attn.ops.ragged_attention.blocks import Lens
 from pallas_attn.ops.ragged_attention.operands import Operands
 from pallas_attn.ops.ragged_attention.problem import Problem
@@ -107,7 +107,7 @@ class BlockSplits:
     def _longest(self) -> jax.Array:
         """Tiles of the longest split of any block."""
         problem, config = self._problem, self._problem.config
-        first = self._lens.first_block(jnp.arange(triton.next_power_of_2(problem.num_seqs)))
+        first = self._lens.first_block(jnp.arange(next_power_of_2(problem.num_seqs)))
         num_blocks = jnp.where(first.is_padding, 0, problem.num_blocks(first))
         in_pages, seq_len, _ = problem.lengths(self._lens, first)
 
@@ -118,7 +118,7 @@ class BlockSplits:
         # Blocks of a sequence see more and more of it: the one in the middle tells for all.
         work = jnp.sum((num_blocks * tiles(num_blocks // 2)).astype(jnp.float32)) * problem.pool.num_kv_heads
         longest = jnp.maximum(jnp.max(tiles(num_blocks - 1)), jnp.max(tiles(0 * num_blocks)))
-        splits = 1 + jnp.arange(triton.next_power_of_2(config.num_splits))
+        splits = 1 + jnp.arange(next_power_of_2(config.num_splits))
         splits = jnp.minimum(splits, self._limits.most)
         length = ceil_div(jnp.maximum(longest, 1), splits)
         least = -(-config.min_split_tokens // config.block_kv)
@@ -151,7 +151,7 @@ class DecodedSplits:
 def decoded(problem: Problem, refs: Operands) -> FairSplits:
     """How the sequences of a short launch are cut."""
     problem, lens = problem.with_window(refs), Lens(problem.ragged, refs)
-    block, mine = problem.find(lens, jnp.arange(triton.next_power_of_2(problem.num_seqs)))
+    block, mine = problem.find(lens, jnp.arange(next_power_of_2(problem.num_seqs)))
     in_pages, seq_len, _ = problem.lengths(lens, block)
     return FairSplits(problem.decoded, jnp.where(mine, count(problem.spans(block, in_pages, seq_len)), 0))
 

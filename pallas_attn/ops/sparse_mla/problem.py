@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_attn._call.sizes import ceil_div
 from pallas_attn._split import splits
 from pallas_attn._split.latent_problem import LatentProblem
 from pallas_attn._tile import triton
@@ -38,8 +39,8 @@ class Problem(LatentProblem):
     @property
     def split_ids(self) -> int:
         """Ids that a split has at most: whole tiles."""
-        tiles = splits.ceil_div(self.topk, self.config.block_kv)
-        return splits.ceil_div(tiles, self.config.num_splits) * self.config.block_kv
+        tiles = ceil_div(self.topk, self.config.block_kv)
+        return ceil_div(tiles, self.config.num_splits) * self.config.block_kv
 
 
 class FixedSplits:
@@ -58,4 +59,4 @@ class FixedSplits:
         return stored, jnp.clip(stored, 0, self._problem.topk)
 
     def count(self, length: jax.Array) -> jax.Array:
-        return splits.ceil_div(length, self._problem.split_ids)
+        return ceil_div(length, self._problem.split_ids)
