@@ -18,9 +18,8 @@ from lowering import H100, abstract_mesh, lower_for_four, lower_for_gpu
 import pallas_attn
 from pallas_attn import FlashAttentionConfig, FlashAttentionTiles
 from pallas_attn._call import dispatch
-from pallas_attn._tile import segments
 from pallas_attn._tile.band import Band
-from pallas_attn.ops.flash_attention import cuda
+from pallas_attn.ops.flash_attention import cuda, segments
 from pallas_attn.ops.flash_attention.operands import Operands, Rules
 from pallas_attn.testing import compare
 from pallas_attn.testing.flash_attention import FlashCase, make
@@ -369,7 +368,7 @@ def operands(
 
 
 PAIRS = jax.ShapeDtypeStruct((1, 1, 1, 1, 2048), jnp.int8)
-DOCUMENTS = segments.Side(PAIRS, PAIRS)
+DOCUMENTS = segments.Documents(PAIRS, PAIRS)
 
 
 @pytest.mark.parametrize(

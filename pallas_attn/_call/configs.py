@@ -44,21 +44,35 @@ def check_sizes(config: Any, powers_of_two: Mapping[str, int], may_be_zero: Sequ
 
 
 @dataclasses.dataclass(frozen=True)
-class SplitKVConfig:
-    """Tile and split sizes that every split-KV decode kernel has; an op's config adds defaults and documents the
-    fields."""
+class TileConfig:
+    """Tiles of a kernel whose walks over keys may be split; an op's config adds defaults and documents the fields."""
 
     block_q: int
     block_kv: int
     num_splits: int = 0
-    min_split_tokens: int = 256
-    target_programs: int = 528
+    _: dataclasses.KW_ONLY
     num_warps: int = 4
     num_stages: int = 3
-    split_tokens: int = 0
 
     def __post_init__(self):
         check_sizes(self, POWERS_OF_TWO, may_be_zero=("num_splits", "split_tokens"))
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitKVConfig(TileConfig):
+    """With splits that follow from the batch at run time."""
+
+    _: dataclasses.KW_ONLY
+    min_split_tokens: int = 256
+    target_programs: int = 528
+
+
+@dataclasses.dataclass(frozen=True)
+class FixedSplitConfig(SplitKVConfig):
+    """With splits that may have a length of their own instead, for batch-invariant calls."""
+
+    _: dataclasses.KW_ONLY
+    split_tokens: int = 0
 
 
 def check_type(op: str, config_type: type, explicit: Any) -> None:

@@ -29,8 +29,8 @@ class Sequences:
 
     q_bounds, k_bounds: [num_seqs + 1], sequences laid end to end; None: each batch entry is one sequence.
     block_tables, seq_lens: [num_seqs, max_pages] and [num_seqs] where keys lie in pages.
-    q_table, k_table: [batch, documents, 3] (`segments.Side.table`), documents whose tokens may lie anywhere in their
-        batch; q_ranks, k_ranks: [batch, tokens], of which of them a token is.
+    q_table, k_table: [batch, documents, 3] (`segments.Documents.table`), documents whose tokens may lie anywhere in
+        their batch entry; q_ranks, k_ranks: [batch, tokens], each token's document.
     num_seqs: [1], how many sequences there are, of documents the most in a batch entry; None: all.
     new: (key, value) of the queries' own tokens, laid out like the queries, where pages hold only the tokens before
     them.

@@ -1,4 +1,5 @@
-"""Kernels by the Triton compiler itself, without Pallas: a body is traced, written as Triton IR, compiled and launched.
+"""Kernels by the Triton compiler itself, without Pallas: a body is traced, translated to Triton IR, compiled and
+launched.
 
     body     what a kernel's body is written with, and its jaxpr
     text     values, types, and the lines of the IR

@@ -4,10 +4,12 @@ Causal attention and windows, to either side, are one rule: a band along the dia
 which queries see a key, over which gradients of keys and values are summed.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_attn._call.sizes import ceil_div
 
@@ -57,10 +59,26 @@ class Band(NamedTuple):
 class Tiles(NamedTuple):
     """Tiles [begin, end) are visited; in [clear, behind) every query of the block sees every key."""
 
-    begin: jax.Array
+    begin: jax.Array | int
     clear: jax.Array
     behind: jax.Array
     end: jax.Array
+
+    def among(self, first: jax.Array, last: jax.Array) -> "Tiles":
+        """Those in [first, last)."""
+        begin, end = jnp.clip(first, self.begin, self.end), jnp.clip(last, self.begin, self.end)
+        clear = jnp.clip(self.clear, begin, end)
+        return Tiles(begin, clear, jnp.clip(self.behind, clear, end), end)
+
+    def over_edges(self, visit: Callable[[jax.Array, Any], Any], state: Any) -> Any:
+        """`state` after visit(tile, state) for the tiles outside [clear, behind). One loop for both edges: with a
+        second one a kernel is half as long again, and takes that much longer to compile."""
+        before = self.clear - self.begin
+
+        def at_edge(i: jax.Array, state: Any) -> Any:
+            return visit(jnp.where(i < before, self.begin + i, self.behind + i - before), state)
+
+        return lax.fori_loop(0, before + self.end - self.behind, at_edge, state)
 
 
 def tiles(seen: tuple[jax.Array, jax.Array], by_all: tuple[jax.Array, jax.Array], block: int) -> Tiles:

@@ -13,15 +13,7 @@ from jax import lax
 
 from pallas_attn._call.device import current_device
 from pallas_attn._call.sizes import Chunk
-from pallas_attn._tile.latents import (
-    BYTES,
-    FP8,
-    GROUP,
-    LATENT_DIM,
-    ROPE_AT,
-    ROPE_DIM,
-    SCALES_AT,
-)
+from pallas_attn._tile.latents import BYTES, FP8, GROUP, LATENT_DIM, ROPE_AT, ROPE_DIM, SCALES_AT
 
 type Read = Callable[[Chunk], jax.Array]
 """Elements `chunk` of a pool's last dimension, [tokens, size]."""

@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_attn._call.pools import Which
 from pallas_attn._call.sizes import Chunk, ceil_div, next_power_of_2, reaches_beyond
 from pallas_attn._tile import triton
-from pallas_attn._tile.layout import Which, token_index
+from pallas_attn._tile.layout import token_index
 
 SECTOR_BYTES = 32  # the smallest transfer from memory
 MOST_TOUCHED = 32  # sectors a program

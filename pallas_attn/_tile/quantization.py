@@ -10,23 +10,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from pallas_attn._call.checks import (
-    LARGEST_FLOAT32,
-    LEAST_FLOAT32,
-    fail,
-    is_array,
-    is_number,
-    shown,
-)
-
-FP8_DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
-QUANTIZED_DTYPES = (*FP8_DTYPES, jnp.int8)
-
-
-def is_quantized(dtype: Any) -> bool:
-    return any(dtype == jnp.dtype(d) for d in QUANTIZED_DTYPES)
+from pallas_attn._call.pools import FP8_DTYPES
 
 
 def largest(dtype: Any) -> float:
@@ -89,39 +74,6 @@ def saturated(values: jax.Array, dtype: Any) -> jax.Array:
 def _within(values: jax.Array, most: float) -> jax.Array:
     """Clipped; NaN stays NaN, which Pallas' maximum on GPUs would turn into `-most`."""
     return jnp.where(jnp.isnan(values), values, jnp.clip(values, -most, most))
-
-
-def checked_scale(
-    function: str, name: str, scale: Any, cache_dtype: Any, num_kv_heads: int, num_pages: int | None = None
-) -> jax.Array | None:
-    """A scale as float32 [num_kv_heads] (1 if None) or, with `num_pages`, also [num_pages, num_kv_heads]; None for a
-    cache that is not quantised."""
-    if not is_quantized(cache_dtype):
-        if scale is not None:
-            fail(function, name, f"None for a cache of {jnp.dtype(cache_dtype).name}", "a scale")
-        return None
-    if scale is None:
-        scale = 1.0
-    real = is_number(scale) or (
-        is_array(scale) and any(jnp.issubdtype(scale.dtype, kind) for kind in (jnp.floating, jnp.integer))
-    )
-    if not real:
-        fail(function, name, "a number or an array of numbers, or None", shown(scale), TypeError)
-    by_page = num_pages is not None and getattr(scale, "shape", None) == (num_pages, num_kv_heads)
-    # The host must not wait for an array on a device, nor can it look at a traced one; scales of unwritten pages may
-    # hold anything.
-    if not isinstance(scale, jax.Array) and not by_page:
-        values = scale if is_number(scale) else np.asarray(scale, np.float64)
-        if not np.all((values >= LEAST_FLOAT32) & (values <= LARGEST_FLOAT32)):
-            fail(function, name, "finite numbers above 0", shown(scale))
-    scale = jnp.asarray(scale, jnp.float32)
-    if by_page:
-        return scale
-    if scale.shape not in ((), (1,), (num_kv_heads,)):
-        pages = "" if num_pages is None else f" or [num_pages={num_pages}, num_kv_heads={num_kv_heads}]"
-        expected = f"a scalar or shape [num_kv_heads={num_kv_heads}]{pages}"
-        fail(function, name, expected, f"shape {list(scale.shape)}")
-    return jnp.broadcast_to(scale, (num_kv_heads,))
 
 
 def up_to_power_of_2(x: jax.Array) -> jax.Array:

@@ -72,19 +72,3 @@ def load(ref: Any, rows: Rows, leading: tuple[jax.Array, ...], chunk: Chunk) -> 
     """Elements `chunk` of rows of an array [*leading, head, dim]; 0 for rows that are not real."""
     place, mask = elements(ref, (*leading, rows.head), rows.real, chunk)
     return triton.load(place, mask=mask, other=0.0)
-
-
-def pack(query: jax.Array, num_kv_heads: int) -> jax.Array:
-    """[num_seqs, q_len, num_heads, *dims] -> [num_seqs, num_kv_heads, q_len * group, *dims]."""
-    num_seqs, q_len, num_heads, *dims = query.shape
-    group = num_heads // num_kv_heads
-    by_head = jnp.moveaxis(query.reshape(num_seqs, q_len, num_kv_heads, group, *dims), 1, 2)
-    return by_head.reshape(num_seqs, num_kv_heads, q_len * group, *dims)
-
-
-def unpack(rows: jax.Array, q_len: int) -> jax.Array:
-    """The inverse of `pack`."""
-    num_seqs, num_kv_heads, num_rows, *dims = rows.shape
-    group = num_rows // q_len
-    by_token = jnp.moveaxis(rows.reshape(num_seqs, num_kv_heads, q_len, group, *dims), 2, 1)
-    return by_token.reshape(num_seqs, q_len, num_kv_heads * group, *dims)

@@ -18,9 +18,8 @@ from jax import lax
 from pallas_attn import _lowering
 from pallas_attn._call import dispatch
 from pallas_attn._call.device import current_device
-from pallas_attn._lowering import cache, compiler, private
-from pallas_attn._tile import dependent_launch, in_bits, registers
-from pallas_attn._tile.sharding import vary, varying_axes, varying_like
+from pallas_attn._call.sharding import vary, varying_axes, varying_like
+from pallas_attn._lowering import cache, compiler, dependent_launch, in_bits, private, registers
 
 Lowering = Literal["pallas", "triton", "interpret"]
 

@@ -18,7 +18,7 @@ from pallas_attn import PagedKVCache, PagedLatentCache
 from pallas_attn._call.checks import ArgumentChecker, fail
 from pallas_attn._call.device import current_device
 from pallas_attn._call.optional import needs_extra
-from pallas_attn._tile.quantization import is_quantized
+from pallas_attn._call.pools import is_quantized
 from pallas_attn.nn import LatentGQA, PagedAttention
 from pallas_attn.nn._new_tokens import NewTokens, once_for_all_layers
 from pallas_attn.nn.layers import PRECISION, LayerNorm, RMSNorm, advanced, linear

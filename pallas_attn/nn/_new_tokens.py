@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn._call.checks import ArgumentChecker, is_traced
+from pallas_attn._call.sharding import placed_like, whole
 from pallas_attn._tile.masking import ascending
-from pallas_attn._tile.sharding import placed_like, whole
 
 CONSECUTIVE = "consecutive ones in each sequence, and negative ones for padding"
 NEWEST = (

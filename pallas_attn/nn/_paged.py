@@ -11,10 +11,9 @@ import numpy as np
 
 from pallas_attn import PagedKVCache, paged_attention, ragged_paged_attention
 from pallas_attn._call import dispatch
+from pallas_attn._call import options as tile_options
 from pallas_attn._call.checks import ArgumentChecker, is_array, is_number, is_traced, shown
-from pallas_attn._tile import options as tile_options
-from pallas_attn._tile.layout import pool_shape
-from pallas_attn._tile.quantization import is_quantized
+from pallas_attn._call.pools import is_quantized, pool_shape
 from pallas_attn._types import Implementation
 from pallas_attn.ops.kv_cache.addressing import check_layer
 from pallas_attn.ops.kv_cache.api import DTYPES

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_attn._call.pools import PoolShape, Which, array_shape
 from pallas_attn._tile.latents import BYTES, token_width
-from pallas_attn._tile.layout import PoolShape, Which, array_shape, from_nhd, token_index
+from pallas_attn._tile.layout import from_nhd, token_index
 from pallas_attn._tile.quantization import quantize
 from pallas_attn.ops.latent_cache import quantize_latents
 from pallas_attn.testing.cases import Case, DecodeCase, MLADecodeCase, RaggedCase

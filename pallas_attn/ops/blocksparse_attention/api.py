@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_attn._call import options
 from pallas_attn._call.checks import ArgumentChecker, is_traced
 from pallas_attn._call.dispatch import Implementation
 from pallas_attn._call.op import Op
 from pallas_attn._call.operands import ready
+from pallas_attn._call.pools import LAYOUTS, check_pools, reaches
 from pallas_attn._call.sizes import too_wide
-from pallas_attn._tile import options, triton
-from pallas_attn._tile.layout import LAYOUTS, check_pools, reaches
+from pallas_attn._tile import triton
 from pallas_attn._tile.masking import Rules, ascending
 from pallas_attn._types import ImplementationOrCuda, Layout
 from pallas_attn.ops.blocksparse_attention import backward as tiled

@@ -7,9 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_attn._call import derivative
 from pallas_attn._call.gradients import refuse
 from pallas_attn._call.op import Call
-from pallas_attn._tile import derivative, low_bits, softmax, weights
+from pallas_attn._tile import low_bits, softmax, weights
 from pallas_attn._tile.logits import natural_scale
 from pallas_attn.ops.blocksparse_attention.operands import KEYS, BackwardOperands, Operands, as_prefill
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_attn._call.operands import dims, operands
-from pallas_attn._tile.layout import DIMS, PoolShape, Which, pool_shape, table_tokens
+from pallas_attn._call.pools import DIMS, PoolShape, Which, pool_shape, table_tokens
 from pallas_attn._tile.masking import Rules
 from pallas_attn._types import Array
 from pallas_attn.ops.blocksparse_attention.layout import SparseLayout

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn._call import sizes
+from pallas_attn._call.pools import PoolShape
 from pallas_attn._tile import masking, pages, triton
-from pallas_attn._tile.layout import PoolShape
 from pallas_attn._tile.masking import Rules
 from pallas_attn.ops.blocksparse_attention.config import BlockSparseConfig
 from pallas_attn.ops.blocksparse_attention.layout import SparseLayout

@@ -6,21 +6,21 @@ from typing import Any, Literal, get_args, overload
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._call import dispatch
+from pallas_attn._call import dispatch, options
 from pallas_attn._call.checks import ArgumentChecker, check_int
 from pallas_attn._call.dispatch import Implementation
 from pallas_attn._call.op import Op
 from pallas_attn._call.operands import ready
+from pallas_attn._call.pools import handles
 from pallas_attn._call.sizes import too_wide
-from pallas_attn._tile import options, segments, triton
+from pallas_attn._tile import triton
 from pallas_attn._tile.band import Band
 from pallas_attn._tile.dense import DenseLayout
-from pallas_attn._tile.layout import handles
 from pallas_attn._types import ImplementationOrCuda
 from pallas_attn.mods.blocks import BlockMask
 from pallas_attn.mods.call import Sizes, of_call
 from pallas_attn.mods.ready import MaskMod, ScoreMod
-from pallas_attn.ops.flash_attention import arguments, captured, cuda, gradients, kernel, reference
+from pallas_attn.ops.flash_attention import arguments, captured, cuda, gradients, kernel, reference, segments
 from pallas_attn.ops.flash_attention import backward as tiled
 from pallas_attn.ops.flash_attention import config as tiles
 from pallas_attn.ops.flash_attention.config import FlashAttentionConfig

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn._call.checks import ArgumentChecker, check_int, shown
-from pallas_attn._tile import segments
 from pallas_attn._tile.band import Band
 from pallas_attn.mods.ready import MaskMod
+from pallas_attn.ops.flash_attention import segments
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 LONGEST = 2**30  # tokens; positions are int32
@@ -88,7 +88,7 @@ def mod_of(band: Band) -> MaskMod | None:
 
 def documents(
     check: ArgumentChecker, segment_ids: Any, cu_q_lens: Any, lengths: dict[str, Any]
-) -> tuple[segments.Side, segments.Side] | None:
+) -> tuple[segments.Documents, segments.Documents] | None:
     """Which document each query and each key is of, and where those lie; None: all see all. `lengths`:
     of queries, of keys, as far as padding follows them."""
     if lengths:
@@ -111,7 +111,7 @@ def documents(
     return segments.sides(of_queries, of_queries if pair[0] is pair[1] else jnp.asarray(pair[1]))
 
 
-def _sequences(check: ArgumentChecker, cu_q_lens: Any) -> tuple[segments.Side, segments.Side]:
+def _sequences(check: ArgumentChecker, cu_q_lens: Any) -> tuple[segments.Documents, segments.Documents]:
     check.array("cu_q_lens", cu_q_lens, ("num_seqs + 1",), [jnp.int32])
     check.non_empty("cu_q_lens", cu_q_lens)
     check.not_descending("cu_q_lens", cu_q_lens)

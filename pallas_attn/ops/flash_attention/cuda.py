@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn._call import hopper_backward, hopper_forward
-from pallas_attn._tile import low_bits, sharding, softmax
+from pallas_attn._call import hopper_backward, hopper_forward, sharding
+from pallas_attn._tile import low_bits, softmax
 from pallas_attn.ops.flash_attention.operands import BackwardOperands, Operands
 from pallas_attn.ops.flash_attention.problem import Problem
 

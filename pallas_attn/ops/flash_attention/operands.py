@@ -6,9 +6,9 @@ from typing import Any
 
 from pallas_attn._call.operands import dims, operands
 from pallas_attn._tile.band import Band
-from pallas_attn._tile.segments import Side
 from pallas_attn._types import Array
 from pallas_attn.mods.operands import Mods, captured_dims
+from pallas_attn.ops.flash_attention.segments import Documents
 
 LSE = "seqs heads group q"
 
@@ -51,8 +51,8 @@ class Operands:
     bias: Array | None = dims(lambda self: of_pairs(self.bias), default=None)
     mask: Array | None = dims(lambda self: of_pairs(self.mask), default=None)
     """int8"""
-    q_documents: Side | None = _documents("q")
-    kv_documents: Side | None = _documents("kv")
+    q_documents: Documents | None = _documents("q")
+    kv_documents: Documents | None = _documents("kv")
     padding: Array | None = dims("seqs q", default=None)
     """Queries whose lse is -inf, even where there are sinks."""
     captured: tuple[Any, ...] | None = dims(

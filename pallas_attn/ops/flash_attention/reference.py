@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._call import symbolic
-from pallas_attn._tile import low_bits, masking, sharding, softmax, weights
+from pallas_attn._call import sharding, symbolic
+from pallas_attn._tile import low_bits, masking, softmax, weights
 from pallas_attn.mods import operands as mods
 from pallas_attn.mods.derivative import slope as slope_of
 from pallas_attn.mods.evaluate import as_it_is, from_arrays
@@ -28,7 +28,7 @@ OPEN_CHUNK = 128  # where sizes are symbolic
 dot = functools.partial(jnp.einsum, precision="highest", preferred_element_type=jnp.float32)
 
 
-class Chunk(NamedTuple):
+class KeyTile(NamedTuple):
     """Some keys, and what all queries [batch, num_kv_heads, group, q_len] make of them."""
 
     key: jax.Array
@@ -40,7 +40,7 @@ class Chunk(NamedTuple):
     """The soft cap's derivative where a key is seen, or 1."""
 
 
-class Chunks:
+class KeyTiles:
     """The keys of a call, a chunk at a time."""
 
     def __init__(self, operands: Operands):
@@ -76,7 +76,7 @@ class Chunks:
     def _of(self, i: jax.Array, array: jax.Array, axis: int) -> jax.Array:
         return lax.dynamic_slice_in_dim(array, i * self.size, self.size, axis)
 
-    def __getitem__(self, i: jax.Array) -> Chunk:
+    def __getitem__(self, i: jax.Array) -> KeyTile:
         rules, operands = self.rules, self.operands
         seen = self._seen(i)
         # What no query sees may hold anything: 0 * NaN is NaN.
@@ -93,7 +93,7 @@ class Chunks:
         if operands.bias is not None:
             bias = self._of(i, self._padded(operands.bias, 4), 4).astype(jnp.float32)
             logits = logits * scale + bias
-        return Chunk(key, value, masking.apply(logits, seen), seen, slope)
+        return KeyTile(key, value, masking.apply(logits, seen), seen, slope)
 
     def _seen(self, i: jax.Array) -> jax.Array:
         """[batch or 1, num_kv_heads or 1, group or 1, q_len, keys of a chunk]"""
@@ -143,7 +143,7 @@ def _loop(count: int, step, carry, operands: Operands):
 @functools.partial(jax.jit, static_argnames="keep")
 def forward(operands: Operands, *, keep: bool = False) -> tuple[jax.Array, ...]:
     """As the kernel's, but that all of out's lower bits are kept."""
-    chunks = Chunks(operands)
+    chunks = KeyTiles(operands)
     problem, scale = chunks.problem, natural_scale(operands)
 
     def step(i, state):
@@ -168,7 +168,7 @@ def forward(operands: Operands, *, keep: bool = False) -> tuple[jax.Array, ...]:
 @jax.jit
 def backward(operands: BackwardOperands) -> tuple[jax.Array, jax.Array, jax.Array]:
     """As the kernels'."""
-    chunks = Chunks(operands)
+    chunks = KeyTiles(operands)
     d_out, query = chunks.by_head(operands.d_out), chunks.query
 
     def step(i, sums):
@@ -198,7 +198,7 @@ def backward(operands: BackwardOperands) -> tuple[jax.Array, jax.Array, jax.Arra
     )
 
 
-def _of_chunk(operands: BackwardOperands, chunk: Chunk, d_out: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _of_chunk(operands: BackwardOperands, chunk: KeyTile, d_out: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Weights, and gradients of logits."""
     lse, factor = softmax.Lse(operands.maximum, operands.rest), natural_scale(operands) * softmax.LOG2_E
     weights = jnp.where(chunk.seen, softmax.weights_again(chunk.logits, factor, lse), 0.0)
@@ -210,7 +210,7 @@ def _of_chunk(operands: BackwardOperands, chunk: Chunk, d_out: jax.Array) -> tup
 def bias_gradient(operands: BackwardOperands, *, dtype: Any) -> jax.Array:
     """As the kernel's."""
     assert operands.bias is not None
-    shape, chunks = operands.bias.shape, Chunks(operands)
+    shape, chunks = operands.bias.shape, KeyTiles(operands)
     d_out = chunks.by_head(operands.d_out)
     summed = [axis for axis, size in enumerate(shape[:4]) if size == 1]
 
@@ -226,7 +226,7 @@ def bias_gradient(operands: BackwardOperands, *, dtype: Any) -> jax.Array:
 @functools.partial(jax.jit, static_argnames="asked")
 def captured_gradients(operands: BackwardOperands, *, asked: tuple[int, ...]) -> tuple[jax.Array, ...]:
     """As the kernels', but of arrays that are read in any way: by JAX's own derivatives of gathers."""
-    chunks, given, captured = Chunks(operands), operands.mods, operands.captured
+    chunks, given, captured = KeyTiles(operands), operands.mods, operands.captured
     assert given is not None
     assert captured is not None
     d_out, score = chunks.by_head(operands.d_out), given.score

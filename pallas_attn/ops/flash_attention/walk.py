@@ -16,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_attn._tile import band, segments, triton
+from pallas_attn._tile import band, triton
 from pallas_attn._tile.band import Band
 from pallas_attn.mods.blocks import Lists
+from pallas_attn.ops.flash_attention import segments
 from pallas_attn.ops.flash_attention.scores import Cell
 
 
@@ -27,7 +28,7 @@ class Side(NamedTuple):
 
     length: int
     block: int
-    documents: segments.Side | None = None
+    documents: segments.Documents | None = None
     """Of refs, as are `lists`: of a block_mask, for each of this side's blocks of `listed` tokens."""
     lists: Lists | None = None
     listed: int = 0
@@ -53,7 +54,7 @@ class Part(NamedTuple):
     """None: there are no documents, and these are all that are real."""
 
 
-class Span(NamedTuple):
+class Seen(NamedTuple):
     """Tokens [begin, end) of the other side, and those that every token sees."""
 
     seen: tuple[jax.Array, jax.Array]
@@ -111,13 +112,13 @@ def walk(
     batch = cell.batch
     if own.lists is not None:
         return _listed(_Listed.of(mine, own, other, cell), other, step, state)
-    span = _span(mine, part, own, other, sees, batch)
-    visited = band.tiles(*span, other.block)
+    seen = _seen(mine, part, own, other, sees, batch)
+    visited = band.tiles(*seen, other.block)
     if part.rank is None:
         edges = sees.left is not None, sees.right is not None or other.length % other.block > 0
         met = sees.met(own.length, other.length)
         return _tiles(visited, met, edges, other, None, batch, step, state)
-    return _tiles(visited, span.seen, (True, True), other, part.rank, batch, step, state)
+    return _tiles(visited, seen.seen, (True, True), other, part.rank, batch, step, state)
 
 
 def sample(
@@ -130,7 +131,7 @@ def sample(
         places = jnp.arange(size) * (listed.ends[1] * listed.tiles) // np.int32(size)
         tokens = listed.tile(places) * other.block + other.block // 2
         return tokens, (tokens < other.length) & (listed.ends[1] > 0)
-    begin, end = _span(mine, part, own, other, sees, batch).seen
+    begin, end = _seen(mine, part, own, other, sees, batch).seen
     apart = jnp.maximum((end - begin) // size, 1)
     tokens = begin + apart // 2 + apart * jnp.arange(size)
     held = tokens < end
@@ -139,17 +140,17 @@ def sample(
     return tokens, held
 
 
-def _span(mine: Block, part: Part, own: Side, other: Side, sees: Band, batch: jax.Array) -> Span:
+def _seen(mine: Block, part: Part, own: Side, other: Side, sees: Band, batch: jax.Array) -> Seen:
     if part.rank is None:
         of_block = mine.first, mine.last, other.length
-        return Span(sees.seen(*of_block), sees.seen_by_all(*of_block))
-    here, there = (segments.span(side.documents, batch, part.rank) for side in (own, other))
+        return Seen(sees.seen(*of_block), sees.seen_by_all(*of_block))
+    here, there = (segments.extent(side.documents, batch, part.rank) for side in (own, other))
     first, last = jnp.maximum(mine.first, here.first), jnp.minimum(mine.last, here.end - 1)
     begin, end = sees.seen(first, last, other.length)
     all_begin, all_end = sees.seen_by_all(first, last, other.length)
     all_end = jnp.where(there.solid, jnp.minimum(all_end, there.end), 0)
     seen = jnp.maximum(begin, there.first), jnp.minimum(end, there.end)
-    return Span(seen, (jnp.maximum(all_begin, there.first), all_end))
+    return Seen(seen, (jnp.maximum(all_begin, there.first), all_end))
 
 
 def _tiles(tiles: band.Tiles, met, edges: tuple[bool, bool], other: Side, rank, batch, step, state) -> Any:
@@ -169,18 +170,13 @@ def _tiles(tiles: band.Tiles, met, edges: tuple[bool, bool], other: Side, rank, 
         return step(state, Tile(tokens, jnp.ones(other.block, bool), False))
 
     left, right = edges
-    clear_from = tiles.clear if left else tiles.begin
-    clear_to = tiles.behind if right else tiles.end
-    state = lax.fori_loop(clear_from, clear_to, clear, state)
+    tiles = tiles._replace(
+        clear=tiles.clear if left else tiles.begin, behind=tiles.behind if right else tiles.end
+    )
+    state = lax.fori_loop(tiles.clear, tiles.behind, clear, state)
     if not left:
-        return lax.fori_loop(clear_to, tiles.end, masked, state) if right else state
-    # One loop for both edges, for each more is a kernel half as long again, which takes as much longer to compile.
-    before = tiles.clear - tiles.begin
-
-    def either(i, state: Any) -> Any:
-        return masked(jnp.where(i < before, tiles.begin + i, clear_to + i - before), state)
-
-    return lax.fori_loop(0, before + tiles.end - clear_to, either, state)
+        return lax.fori_loop(tiles.behind, tiles.end, masked, state) if right else state
+    return tiles.over_edges(masked, state)
 
 
 class _Listed(NamedTuple):

@@ -10,8 +10,16 @@ from jax import export
 
 from pallas_attn._call import dispatch
 from pallas_attn._call.checks import ArgumentChecker, fail
-from pallas_attn._tile.layout import LAYOUTS, PoolShape, array_shape, packing, pool_shape
-from pallas_attn._tile.quantization import QUANTIZED_DTYPES, is_quantized, largest, magnitudes
+from pallas_attn._call.pools import (
+    LAYOUTS,
+    QUANTIZED_DTYPES,
+    PoolShape,
+    array_shape,
+    is_quantized,
+    packing,
+    pool_shape,
+)
+from pallas_attn._tile.quantization import largest, magnitudes
 from pallas_attn._types import (
     BlockTables,
     Dtype,

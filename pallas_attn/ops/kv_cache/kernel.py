@@ -6,9 +6,10 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from pallas_attn._call.pools import PoolShape, Which
 from pallas_attn._call.sizes import ceil_div, next_power_of_2
 from pallas_attn._tile import triton
-from pallas_attn._tile.layout import PoolShape, Which, token_index
+from pallas_attn._tile.layout import token_index
 from pallas_attn._tile.pages import nothing
 from pallas_attn._tile.quantization import magnitudes, quantize
 from pallas_attn.ops.kv_cache.operands import Operands

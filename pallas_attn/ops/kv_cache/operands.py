@@ -1,7 +1,7 @@
 """What `write_kv` works on."""
 
 from pallas_attn._call.operands import dims, operands
-from pallas_attn._tile.layout import DIMS, SCALE_DIMS, PoolShape, pool_shape
+from pallas_attn._call.pools import DIMS, SCALE_DIMS, PoolShape, pool_shape
 from pallas_attn._types import Array, Layout
 
 

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from pallas_attn._call import partition, symbolic
 from pallas_attn._call.checks import LEAST_FLOAT32, ArgumentChecker
 from pallas_attn._call.operands import dims, operands, ready
-from pallas_attn._tile.quantization import QUANTIZED_DTYPES, largest, magnitudes, up_to_power_of_2
+from pallas_attn._call.pools import QUANTIZED_DTYPES
+from pallas_attn._tile.quantization import largest, magnitudes, up_to_power_of_2
 from pallas_attn._types import Array
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)

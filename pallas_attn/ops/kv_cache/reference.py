@@ -5,8 +5,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._tile.layout import DIMS, Which, moved, token_index
-from pallas_attn._tile.quantization import is_quantized, quantize
+from pallas_attn._call.pools import DIMS, Which, is_quantized
+from pallas_attn._tile.layout import moved, token_index
+from pallas_attn._tile.quantization import quantize
 from pallas_attn.ops.kv_cache.operands import Operands
 from pallas_attn.ops.kv_cache.page_scales import growing_scales
 

@@ -17,9 +17,9 @@ from pallas_attn._tile.latents import (
     ROPE_DIM,
     SCALES_AT,
     Scales,
-    group_scale,
 )
 from pallas_attn._tile.quantization import largest
+from pallas_attn.ops.latent_cache.format import group_scale
 from pallas_attn.ops.latent_cache.operands import Operands
 
 

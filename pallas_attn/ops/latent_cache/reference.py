@@ -3,7 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._tile.latents import BYTES, quantized
+from pallas_attn._tile.latents import BYTES
+from pallas_attn.ops.latent_cache.format import quantized
 from pallas_attn.ops.latent_cache.operands import Operands
 
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from pallas_attn._call import dispatch
 from pallas_attn._call.checks import ArgumentChecker
+from pallas_attn._call.sharding import whole
 from pallas_attn._tile.latents import BYTES, FP8, QUERY_DIM, SCALES, Scales, token_width
-from pallas_attn._tile.sharding import whole
 from pallas_attn._types import BlockTables, Dtype, FloatName, Implementation, SeqLens
 from pallas_attn.ops.kv_cache.addressing import (
     check_layer,

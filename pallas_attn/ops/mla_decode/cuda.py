@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn._call import ffi
+from pallas_attn._call.pools import PoolShape
 from pallas_attn._split.splits import scheduled_places
 from pallas_attn._tile.latents import BYTES, LATENT_DIM
-from pallas_attn._tile.layout import PoolShape
 
 PAGE_SIZE = 64
 

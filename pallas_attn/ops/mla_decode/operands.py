@@ -1,8 +1,8 @@
 """What `mla_decode` works on."""
 
 from pallas_attn._call.operands import dims, operands
+from pallas_attn._call.pools import DIMS, PoolShape, pool_shape
 from pallas_attn._split.problem import DecodeCall
-from pallas_attn._tile.layout import DIMS, PoolShape, pool_shape
 from pallas_attn._types import Array
 from pallas_attn.ops.mla_decode.schedule import MLASchedule
 

@@ -3,18 +3,20 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._tile import chunks, masking, rows, softmax
-from pallas_attn._tile.latents import BYTES, LATENT_DIM, dequantized
-from pallas_attn._tile.layout import table_tokens
+from pallas_attn._call.pools import table_tokens
+from pallas_attn._split import page_loop
+from pallas_attn._tile import masking, softmax
+from pallas_attn._tile.latents import BYTES, LATENT_DIM
+from pallas_attn.ops.latent_cache.format import dequantized
 from pallas_attn.ops.mla_decode.operands import Operands
 
 
-class Rule(chunks.Rule):
+class Rule(page_loop.Rule):
     def floats(self, tile: jax.Array) -> jax.Array:
         # As the kernels have them: rounded to bf16, which changes nothing where scales are powers of two.
         return super().floats(dequantized(tile).astype(jnp.bfloat16) if tile.dtype == BYTES else tile)
 
-    def logits(self, floats, of: chunks.Sequences, keys, position, seen) -> jax.Array:
+    def logits(self, floats, of: page_loop.Sequences, keys, position, seen) -> jax.Array:
         logits = jnp.einsum("bhrd,bhkd->bhrk", floats.rows, keys, precision="highest")
         visible = seen[:, None, None, :] & masking.within(position, of.others["row_end"])
         return masking.apply(logits, visible)
@@ -31,12 +33,12 @@ def mla_decode_xla(operands: Operands) -> tuple[jax.Array, jax.Array]:
     hidden = jnp.repeat(hidden, num_heads // pool.num_kv_heads)
     others = {"row_end": (lengths[:, None] - hidden)[:, None, :, None]}
     scaled = query.astype(jnp.float32) * operands.scale
-    out, lse, bad = chunks.attend(
+    out, lse, bad = page_loop.attend(
         Rule("mla_decode", pool, "NHD", LATENT_DIM),
-        chunks.Floats(rows.pack(scaled, pool.num_kv_heads)),
-        chunks.Pools(operands.latent_cache),
-        chunks.Sequences(operands.block_tables, lengths, jnp.zeros_like(lengths), others),
+        page_loop.Floats(page_loop.pack(scaled, pool.num_kv_heads)),
+        page_loop.Pools(operands.latent_cache),
+        page_loop.Sequences(operands.block_tables, lengths, jnp.zeros_like(lengths), others),
     )
-    out, lse = (rows.unpack(x, q_len) for x in (out, lse.natural()))
+    out, lse = (page_loop.unpack(x, q_len) for x in (out, lse.natural()))
     bad = (bad | (seq_lens != lengths))[:, None, None]
     return softmax.poison(out, bad[..., None]).astype(query.dtype), softmax.poison(lse, bad)

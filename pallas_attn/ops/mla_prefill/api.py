@@ -7,10 +7,9 @@ from typing import Any, Literal, get_args, overload
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._call import gradients, partition, symbolic
+from pallas_attn._call import gradients, options, partition, symbolic
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._call.operands import ready
-from pallas_attn._tile import options
 from pallas_attn._tile.latents import BYTES, LATENT_DIM, QUERY_DIM, ROPE_DIM, token_width
 from pallas_attn._types import ImplementationOrCuda
 from pallas_attn.ops.mla_prefill import absorbed, projected

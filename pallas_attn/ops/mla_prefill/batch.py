@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn._call import symbolic
-from pallas_attn._tile.layout import table_tokens
+from pallas_attn._call.pools import table_tokens
 from pallas_attn._tile.masking import usable_pages
 from pallas_attn.ops.mla_prefill.operands import Operands
 from pallas_attn.ops.ragged_attention.blocks import Ragged

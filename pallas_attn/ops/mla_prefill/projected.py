@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from pallas_attn._call import symbolic
 from pallas_attn._call.op import Op
 from pallas_attn._call.sizes import ceil_div
-from pallas_attn._tile.latents import BYTES, LATENT_DIM, dequantized
+from pallas_attn._tile.latents import BYTES, LATENT_DIM
 from pallas_attn._tile.masking import Rules
+from pallas_attn.ops.latent_cache.format import dequantized
 from pallas_attn.ops.mla_prefill.batch import Batch
 from pallas_attn.ops.ragged_attention.operands import Operands
 from pallas_attn.ops.ragged_attention.states import merged

@@ -5,15 +5,15 @@ from typing import Literal, overload
 import jax
 import jax.numpy as jnp
 
+from pallas_attn._call import options
 from pallas_attn._call.checks import ArgumentChecker, fail
 from pallas_attn._call.dispatch import Implementation as Served
 from pallas_attn._call.op import Op
+from pallas_attn._call.options import DTYPES
+from pallas_attn._call.pools import QUANTIZED_DTYPES, check_pools, handles, reaches
 from pallas_attn._call.sizes import MAX_HEAD_DIM, too_wide
-from pallas_attn._tile import options, triton
-from pallas_attn._tile.layout import check_pools, handles, reaches
+from pallas_attn._tile import triton
 from pallas_attn._tile.masking import LocalStride, Rules
-from pallas_attn._tile.options import DTYPES
-from pallas_attn._tile.quantization import QUANTIZED_DTYPES
 from pallas_attn._types import BlockTables, Implementation, KVCache, Layout, Lse, Query, SeqLens
 from pallas_attn.ops.paged_attention import config as tiles
 from pallas_attn.ops.paged_attention.config import PagedAttentionConfig

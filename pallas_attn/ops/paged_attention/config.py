@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from pallas_attn._call import budget, configs
 from pallas_attn._call.checks import dtype_name, fail
-from pallas_attn._call.configs import SplitKVConfig
+from pallas_attn._call.configs import FixedSplitConfig
 from pallas_attn._call.device import Device, current_device
 from pallas_attn._call.sizes import tile_side
 from pallas_attn._split import waves
@@ -37,7 +37,7 @@ POWERS_OF_TWO = {**configs.POWERS_OF_TWO, "block_q": TRANSPOSED_ROWS}
 
 
 @dataclasses.dataclass(frozen=True)
-class PagedAttentionConfig(SplitKVConfig):
+class PagedAttentionConfig(FixedSplitConfig):
     """How one call of the kernel is cut up.
 
     block_q: query rows (tokens x heads) of one KV head that a program serves, a power of two >= 16, the tensor

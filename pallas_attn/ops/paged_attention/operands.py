@@ -3,8 +3,8 @@
 from typing import Any
 
 from pallas_attn._call.operands import dims, operands
+from pallas_attn._call.pools import DIMS, SCALE_DIMS, PoolShape, Which, pool_shape
 from pallas_attn._split.problem import DecodeCall
-from pallas_attn._tile.layout import DIMS, SCALE_DIMS, PoolShape, Which, pool_shape
 from pallas_attn._tile.masking import Rules
 from pallas_attn._types import Array
 

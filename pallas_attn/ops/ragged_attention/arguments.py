@@ -5,12 +5,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_attn._call import options
 from pallas_attn._call.checks import ArgumentChecker, is_array, is_number, shown
 from pallas_attn._call.operands import ready
-from pallas_attn._tile import options
-from pallas_attn._tile.layout import check_pools, key_pool_shape
+from pallas_attn._call.pools import FP8_DTYPES, QUANTIZED_DTYPES, check_pools, key_pool_shape
 from pallas_attn._tile.masking import Rules
-from pallas_attn._tile.quantization import FP8_DTYPES, QUANTIZED_DTYPES
 from pallas_attn.ops.ragged_attention.operands import Operands
 
 

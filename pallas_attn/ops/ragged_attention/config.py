@@ -52,13 +52,7 @@ class RaggedTiles(SplitKVConfig):
     min_split_tokens: a split shorter than this costs more in merging than it gains in parallelism.
     target_programs: programs, over the whole device, that the run-time cut aims at.
     num_warps, num_stages: Triton's warps per program and depth of software pipelining.
-    split_tokens: 0; splits have no length of their own here.
     """
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.split_tokens:
-            fail("RaggedTiles", "split_tokens", "0 (splits follow from the batch)", str(self.split_tokens))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn._call import hopper_forward
+from pallas_attn._call.pools import is_quantized
 from pallas_attn._tile import triton
-from pallas_attn._tile.quantization import is_quantized
 from pallas_attn.ops.ragged_attention import kernel
 from pallas_attn.ops.ragged_attention.blocks import Ragged
 from pallas_attn.ops.ragged_attention.config import RaggedAttentionConfig

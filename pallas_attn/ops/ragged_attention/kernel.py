@@ -206,8 +206,8 @@ def _attend(
     bad = cached.lead_nowhere(context, *share)
     if cached.looks_ahead:
         # Then nothing of them is read, and no id needs another look.
-        nothing = jnp.where(bad, 0, context.count)
-        context = context._replace(whole_end=jnp.where(bad, 0, context.whole_end), count=nothing)
+        behind, end = (jnp.where(bad, 0, tile) for tile in (context.tiles.behind, context.tiles.end))
+        context = context._replace(tiles=context.tiles._replace(behind=behind, end=end))
     scale = problem.scale
     if refs.k_scale is not None and not quantization.is_by_page(refs.k_scale):
         scale = scale * triton.load(refs.k_scale.at[kv_head])

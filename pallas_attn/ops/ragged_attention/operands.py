@@ -3,9 +3,9 @@
 from typing import Any
 
 from pallas_attn._call.operands import dims, operands
+from pallas_attn._call.pools import DIMS, SCALE_DIMS, PoolShape, Which, key_pool_shape
 from pallas_attn._split.problem import PagedCall
 from pallas_attn._tile.latents import LATENT_DIM
-from pallas_attn._tile.layout import DIMS, SCALE_DIMS, PoolShape, Which, key_pool_shape
 from pallas_attn._tile.masking import Rules
 from pallas_attn._types import Array
 

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 
 from pallas_attn._call.dispatch import Implementation
 from pallas_attn._call.op import Op
+from pallas_attn._call.pools import handles
 from pallas_attn._call.sizes import too_wide
 from pallas_attn._tile import triton
-from pallas_attn._tile.layout import handles
 from pallas_attn.ops.ragged_attention import config as tiles
 from pallas_attn.ops.ragged_attention import cuda
 from pallas_attn.ops.ragged_attention.config import RaggedAttentionConfig

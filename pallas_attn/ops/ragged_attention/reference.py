@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn._call import symbolic
-from pallas_attn._tile import chunks, logits, masking, quantization, rows, softmax, tree
-from pallas_attn._tile.layout import moved, table_tokens
+from pallas_attn._call.pools import table_tokens
+from pallas_attn._split import page_loop
+from pallas_attn._tile import logits, masking, quantization, softmax, tree
+from pallas_attn._tile.layout import moved
 from pallas_attn.ops.ragged_attention.blocks import Ragged
 from pallas_attn.ops.ragged_attention.operands import Operands
 
@@ -43,7 +45,7 @@ class Others(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule(chunks.Rule):
+class Rule(page_loop.Rule):
     rules: masking.Rules
     scale: float
     tokens: int
@@ -54,9 +56,9 @@ class Rule(chunks.Rule):
     def by_row(self, per_head: jax.Array) -> jax.Array:
         """[num_heads] -> [num_kv_heads, rows, 1]"""
         per_token = jnp.broadcast_to(per_head, (1, self.tokens, self.num_heads))
-        return rows.pack(per_token, self.pool.num_kv_heads)[0, ..., None]
+        return page_loop.pack(per_token, self.pool.num_kv_heads)[0, ..., None]
 
-    def drafts(self, of: chunks.Sequences, position: jax.Array) -> tree.Tree | None:
+    def drafts(self, of: page_loop.Sequences, position: jax.Array) -> tree.Tree | None:
         """Of all rows and the keys at `position`; rows of blocks that are no tree are causal."""
         if (drafts := of.others.drafts) is None:
             return None
@@ -72,7 +74,7 @@ class Rule(chunks.Rule):
             key_at = jnp.where(new, jnp.take_along_axis(drafts.draft_at, index, axis=1), position)
         return tree.Tree(seen, key_at[:, None, None], drafts.rule_at)
 
-    def logits(self, floats, of: chunks.Sequences, keys, position, seen) -> jax.Array:
+    def logits(self, floats, of: page_loop.Sequences, keys, position, seen) -> jax.Array:
         rules, window = self.rules, of.others.sliding_window
         rules = rules if window is None else rules._replace(sliding_window=window)
         k_scale = jnp.ones(self.pool.num_kv_heads, jnp.float32) if floats.k_scale is None else floats.k_scale
@@ -118,8 +120,8 @@ def ragged_attention_xla(operands: Operands, *, function: str) -> tuple[jax.Arra
     group = num_heads // pool.num_kv_heads
     traced_window = None if operands.sliding_window is None else operands.sliding_window[0]
     window = rules.sliding_window if traced_window is None else traced_window
-    packed = rows.pack(blocks.take(query.astype(jnp.float32)), pool.num_kv_heads)
-    floats = chunks.Floats(packed, k_scale, operands.alibi_slopes)
+    packed = page_loop.pack(blocks.take(query.astype(jnp.float32)), pool.num_kv_heads)
+    floats = page_loop.Floats(packed, k_scale, operands.alibi_slopes)
 
     def by_row(by_token: jax.Array) -> jax.Array:
         """[blocks, tokens] -> [blocks, 1, rows, 1]"""
@@ -147,7 +149,7 @@ def ragged_attention_xla(operands: Operands, *, function: str) -> tuple[jax.Arra
             found = found._replace(draft_at=at, rule_at=by_row(jnp.where(is_tree[:, None], own, query_at)))
         return found
 
-    def attend(rule: Rule, floats, pools: chunks.Pools, tables, length, before):
+    def attend(rule: Rule, floats, pools: page_loop.Pools, tables, length, before):
         """Over `length` tokens of each block's sequence, `before` of which come before its first query token."""
         query_at = before[:, None] + within
         ends = (
@@ -157,11 +159,11 @@ def ragged_attention_xla(operands: Operands, *, function: str) -> tuple[jax.Arra
         others = Others(by_row(query_at), traced_window, drafts(before, query_at))
         earliest = jnp.where(is_tree, before, query_at[:, 0])
         seen_from = masking.window_start(jnp.maximum(earliest, 0), window)
-        return chunks.attend(rule, floats, pools, chunks.Sequences(tables, ends, seen_from, others))
+        return page_loop.attend(rule, floats, pools, page_loop.Sequences(tables, ends, seen_from, others))
 
     static = function, pool, operands.layout, operands.value_dim, rules, operands.scale, per_block, num_heads
     rule = Rule(*static, operands.causal)
-    pools = chunks.Pools(operands.key_cache, operands.value_cache, key_scale, value_scale)
+    pools = page_loop.Pools(operands.key_cache, operands.value_cache, key_scale, value_scale)
     out, lse, lost = attend(rule, floats, pools, tables[seq], held, seq_lens - blocks.q_len)
     bad |= lost
     if v_scale is not None:
@@ -169,7 +171,7 @@ def ragged_attention_xla(operands: Operands, *, function: str) -> tuple[jax.Arra
     if operands.key is not None and operands.value is not None:
         one_token = pool._replace(num_pages=num_tokens, page_size=1)
         beside = dataclasses.replace(rule, pool=one_token, layout="NHD")
-        pools = chunks.Pools(operands.key[:, None], operands.value[:, None])
+        pools = page_loop.Pools(operands.key[:, None], operands.value[:, None])
         floats = floats._replace(k_scale=None)
         tokens = blocks.begins[:, None] + jnp.arange(num_tokens)
         more, more_lse, _ = attend(beside, floats, pools, tokens, blocks.q_len, 0 * blocks.q_len)
@@ -179,7 +181,7 @@ def ragged_attention_xla(operands: Operands, *, function: str) -> tuple[jax.Arra
         out, lse = softmax.finish(softmax.join(softmax.resume(out, lse), sinks))
     if operands.out_scale is not None:
         out /= operands.out_scale
-    out, lse = (rows.unpack(x, per_block) for x in (out, lse.natural()))
+    out, lse = (page_loop.unpack(x, per_block) for x in (out, lse.natural()))
     out, lse = softmax.poison(out, bad[:, None, None, None]), softmax.poison(lse, bad[:, None, None])
     out, lse = quantization.saturated(blocks.put(out), operands.out_dtype), blocks.put(lse)
     if operands.out is None or operands.lse is None:

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_attn._call.pools import Which
 from pallas_attn._call.sizes import Chunk, ceil_div
 from pallas_attn._tile import masking, pages, quantization, rows, triton
-from pallas_attn._tile.layout import Which
 from pallas_attn.ops.ragged_attention.operands import Operands
 from pallas_attn.ops.ragged_attention.problem import Problem
 from pallas_attn.ops.ragged_attention.spans import Span

@@ -6,8 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_attn._call import options
 from pallas_attn._call.checks import ArgumentChecker
-from pallas_attn._tile import options, softmax
+from pallas_attn._tile import softmax
 
 
 def merge_states(

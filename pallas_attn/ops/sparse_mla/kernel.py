@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_attn._call.configs import SplitKVConfig
+from pallas_attn._call.pools import table_tokens
 from pallas_attn._split import merge, result
 from pallas_attn._tile import latent_tile, logits, masking, pages, rows, softmax, triton
 from pallas_attn._tile.latents import LATENT_DIM
-from pallas_attn._tile.layout import table_tokens
 from pallas_attn.ops.sparse_mla.config import SparseMLAConfig
 from pallas_attn.ops.sparse_mla.operands import Operands
 from pallas_attn.ops.sparse_mla.problem import FixedSplits, Problem, beside_sinks
@@ -37,7 +38,7 @@ def sparse_mla_pallas(
         max_pages=1 if operands.block_tables is None else operands.block_tables.shape[1],
         pool=operands.pool,
         scale=operands.scale,
-        config=config,
+        config=SplitKVConfig(**vars(config)),
         topk=operands.topk,
         ids=operands.ids,
     )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from pallas_attn._call.operands import dims, operands
-from pallas_attn._tile.layout import DIMS, PoolShape
+from pallas_attn._call.pools import DIMS, PoolShape
 from pallas_attn._types import Array
 
 

@@ -18,7 +18,7 @@ from pallas_attn._tile import triton
 from pallas_attn._types import Array
 
 
-class Side(NamedTuple):
+class Documents(NamedTuple):
     """The documents of the queries, or of the keys."""
 
     rank: Array
@@ -27,7 +27,7 @@ class Side(NamedTuple):
     """[batch, ranks, 3] int32: the rank's first token, one past its last, and whether all in between belong to it."""
 
 
-class Span(NamedTuple):
+class Extent(NamedTuple):
     """Where a document's tokens lie."""
 
     first: jax.Array
@@ -35,13 +35,13 @@ class Span(NamedTuple):
     solid: jax.Array
 
 
-def sides(query_ids: jax.Array, key_ids: jax.Array) -> tuple[Side, Side]:
+def sides(query_ids: jax.Array, key_ids: jax.Array) -> tuple[Documents, Documents]:
     """From ids [batch, tokens] of queries and keys, any int32. If both are the same array it is processed once. Each
     device processes its own: neither sort nor scatter has a rule for operands sharded over Explicit axes."""
     ids = _Ids(query_ids=query_ids, key_ids=None if key_ids is query_ids else key_ids)
     results = ("batch tokens", "batch ranks bounds") * len(named(ids))
     found = partition.run("flash_attention", _of_ids, ids, results, implementation="xla")
-    return Side(*found[:2]), Side(*found[-2:])
+    return Documents(*found[:2]), Documents(*found[-2:])
 
 
 @operands
@@ -51,7 +51,7 @@ class _Ids:
     """None: the same."""
 
 
-def sides_of_lengths(cu_lens: jax.Array, tokens: int) -> tuple[Side, Side]:
+def sides_of_lengths(cu_lens: jax.Array, tokens: int) -> tuple[Documents, Documents]:
     """The same for sequences laid end to end, sequence i from cu_lens[i] on. Tokens outside of them see nothing: as
     queries they have another rank than as keys."""
     found = partition.run(
@@ -62,7 +62,7 @@ def sides_of_lengths(cu_lens: jax.Array, tokens: int) -> tuple[Side, Side]:
         static={"tokens": tokens},
         implementation="xla",
     )
-    return Side(*found[:2]), Side(*found[2:])
+    return Documents(*found[:2]), Documents(*found[2:])
 
 
 @operands
@@ -109,7 +109,7 @@ class _Sizes:
     """None: all tokens."""
 
 
-def sides_of_sizes(lengths: dict[str, jax.Array], tokens: dict[str, int]) -> tuple[Side, Side]:
+def sides_of_sizes(lengths: dict[str, jax.Array], tokens: dict[str, int]) -> tuple[Documents, Documents]:
     """The same for batch entries that end in padding. `lengths`: [batch] under the names of SIZES, where not all tokens
     count. Padding sees nothing: as queries it has another rank than as keys."""
     found = partition.run(
@@ -120,7 +120,7 @@ def sides_of_sizes(lengths: dict[str, jax.Array], tokens: dict[str, int]) -> tup
         static={"tokens": tuple(tokens[name] for name in SIZES)},
         implementation="xla",
     )
-    return Side(*found[:2]), Side(*found[2:])
+    return Documents(*found[:2]), Documents(*found[2:])
 
 
 def _of_sizes(lengths: _Sizes, tokens: tuple[int, int]) -> tuple[jax.Array, ...]:
@@ -142,7 +142,7 @@ def _of_sizes(lengths: _Sizes, tokens: tuple[int, int]) -> tuple[jax.Array, ...]
     return tuple(found)
 
 
-def padding(queries: Side) -> jax.Array:
+def padding(queries: Documents) -> jax.Array:
     """[batch, tokens]: which queries of `sides_of_lengths` belong to no sequence."""
     return queries.rank >= queries.table.shape[1] - PADDING
 
@@ -192,8 +192,8 @@ def _sides_of_row(ids: jax.Array, parts: tuple[int, ...]) -> list[tuple[jax.Arra
     return found
 
 
-def span(side: Side | None, batch: jax.Array, rank: jax.Array) -> Span:
+def extent(side: Documents | None, batch: jax.Array, rank: jax.Array) -> Extent:
     """In a kernel, of refs."""
     assert side is not None
     first, end, solid = (triton.load(side.table.at[batch, rank, jnp.int32(i)]) for i in range(3))
-    return Span(first, end, solid > 0)
+    return Extent(first, end, solid > 0)

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_attn._call import gradients
-from pallas_attn._tile import sharding
+from pallas_attn._call import gradients, sharding
 
 type Arrays = dict[str, Any]
 type Results = tuple[jax.Array, ...]
@@ -65,7 +64,7 @@ def _with_rule(rule: Rule, keep: bool) -> Callable[[Arrays, Any], tuple[Results,
             for i, one in enumerate(leaf)
             if one.perturbed
         ]
-        floats, others = jax.tree.map(lambda leaf: leaf.value, (floats, others), is_leaf=_is_primal)
+        floats, others = primals((floats, others))
         # Again with the rule, for second derivatives.
         results, kept = _with_rule(rule, True)(floats, others)
         if rule.checkpoint_name is not None:
@@ -76,7 +75,7 @@ def _with_rule(rule: Rule, keep: bool) -> Callable[[Arrays, Any], tuple[Results,
 
     def backwards(saved: Any, cotangents: Any):
         floats, others, results, kept, asked = saved
-        of_results = tuple(_array(x) for x in cotangents[0])
+        of_results = tuple(map(array, cotangents[0]))
         operands = dataclasses.replace(others, **floats)
         found = rule.gradients(operands, results, kept, of_results, asked)
         placed = {
@@ -97,7 +96,13 @@ def _is_primal(leaf: Any) -> bool:
     return hasattr(leaf, "perturbed")
 
 
-def _array(cotangent: Any) -> jax.Array:
+def primals(tree: Any) -> Any:
+    """The values of what a forward rule with symbolic zeros is given."""
+    return jax.tree.map(lambda leaf: leaf.value, tree, is_leaf=_is_primal)
+
+
+def array(cotangent: Any) -> jax.Array:
+    """A cotangent, which may be a symbolic zero, as an array."""
     shape, dtype = cotangent.shape, cotangent.dtype
     is_zero = isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
     return jnp.zeros(shape, dtype) if is_zero else cotangent
