@@ -77,7 +77,7 @@ def lower(
 def _program_id(write: Writer, axis: int, size: int) -> Value:
     """The program's place along an axis.
 
-    The bounds 0 and `size` are stated, which makes divisions cheaper. Not for sizes of 1 or 2: there the compiler would
+    The bounds 0 and `size` are stated, which makes divisions cheaper. Not for a size of 2: the compiler would then
     branch on it early, and the largest of our kernels would run out of registers.
     """
     if size == 1:

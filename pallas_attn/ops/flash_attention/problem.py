@@ -9,7 +9,7 @@ from pallas_attn.ops.flash_attention.operands import Operands, Rules
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """All of it static. Query heads are two dimensions, KV head and place in its group."""
+    """All static. Query heads are two dimensions, KV head and place in its group."""
 
     rules: Rules
     batch: int

@@ -1,7 +1,6 @@
 """`flash_attention` in plain jnp: works anywhere, in float32, and keeps nothing of size queries x keys.
 
-Forward and backward go over the keys in chunks. A chunk is small enough that its logits, for all queries together,
-take some tens of megabytes.
+Forward and backward loop over tiles of keys, small enough that the logits of all queries take some tens of megabytes.
 """
 
 import functools
@@ -29,19 +28,19 @@ dot = functools.partial(jnp.einsum, precision="highest", preferred_element_type=
 
 
 class KeyTile(NamedTuple):
-    """Some keys, and what all queries [batch, num_kv_heads, group, q_len] make of them."""
+    """Some keys and values, with the logits of all queries [batch, num_kv_heads, group, q_len]."""
 
     key: jax.Array
     value: jax.Array
     logits: jax.Array
-    """Times `scores.natural_scale` they are natural."""
+    """Natural after multiplication by `scores.natural_scale`."""
     seen: jax.Array
     slope: jax.Array
     """The soft cap's derivative where a key is seen, or 1."""
 
 
 class KeyTiles:
-    """The keys of a call, a chunk at a time."""
+    """The keys of a call, tile by tile."""
 
     def __init__(self, operands: Operands):
         self.problem, self.rules, self.operands = Problem.of(operands), operands.rules, operands
@@ -79,7 +78,7 @@ class KeyTiles:
     def __getitem__(self, i: jax.Array) -> KeyTile:
         rules, operands = self.rules, self.operands
         seen = self._seen(i)
-        # What no query sees may hold anything: 0 * NaN is NaN.
+        # What no query sees may hold anything and is zeroed: 0 * NaN is NaN.
         held = jnp.any(seen, axis=(2, 3))[..., None]
         key, value = (jnp.where(held, self._of(i, array, 2), 0.0) for array in (self.key, self.value))
         logits, scale, bent = weights.bent(
@@ -127,7 +126,7 @@ class KeyTiles:
         return mine.at(KEY, (i * self.size + jnp.arange(self.size))[None, :], problem.kv_len)
 
     def summed(self, subscripts: str, weights: jax.Array, seen: jax.Array, over: jax.Array) -> jax.Array:
-        """A product that sums over tokens. Of several documents, a token's NaN reaches only those that see it."""
+        """A product that sums over tokens. With several documents, a token's NaN reaches only queries that see it."""
         if self.operands.q_documents is None:
             return dot(subscripts, weights, over)
         finite = jnp.isfinite(over)
@@ -142,7 +141,7 @@ def _loop(count: int, step, carry, operands: Operands):
 
 @functools.partial(jax.jit, static_argnames="keep")
 def forward(operands: Operands, *, keep: bool = False) -> tuple[jax.Array, ...]:
-    """As the kernel's, but that all of out's lower bits are kept."""
+    """As the kernel's, but all of out's lower bits are kept."""
     chunks = KeyTiles(operands)
     problem, scale = chunks.problem, natural_scale(operands)
 
@@ -225,12 +224,12 @@ def bias_gradient(operands: BackwardOperands, *, dtype: Any) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="asked")
 def captured_gradients(operands: BackwardOperands, *, asked: tuple[int, ...]) -> tuple[jax.Array, ...]:
-    """As the kernels', but of arrays that are read in any way: by JAX's own derivatives of gathers."""
+    """As the kernels', but for arrays that are read in any way: by JAX's own derivatives of gathers."""
     chunks, given, captured = KeyTiles(operands), operands.mods, operands.captured
     assert given is not None
     assert captured is not None
     d_out, score = chunks.by_head(operands.d_out), given.score
-    # A device's part: derivatives of what is the same everywhere would be sums over all.
+    # One device's part: derivatives of replicated values would be summed over devices.
     own = sharding.vary(tuple(captured[number] for number in asked), sharding.varying_axes(operands))
 
     def step(i, sums):

@@ -13,7 +13,7 @@ from pallas_attn.ops.mla_decode.operands import Operands
 
 class Rule(page_loop.Rule):
     def floats(self, tile: jax.Array) -> jax.Array:
-        # As the kernels have them: rounded to bf16, which changes nothing where scales are powers of two.
+        # Rounded to bf16 as in the kernels, which changes nothing where scales are powers of two.
         return super().floats(dequantized(tile).astype(jnp.bfloat16) if tile.dtype == BYTES else tile)
 
     def logits(self, floats, of: page_loop.Sequences, keys, position, seen) -> jax.Array:
@@ -24,11 +24,11 @@ class Rule(page_loop.Rule):
 
 @jax.jit
 def mla_decode_xla(operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """(out in query's dtype, lse float32). A schedule says who does the work, not what it is: it is ignored here."""
+    """(out in query's dtype, lse float32). A schedule only distributes the work and is ignored here."""
     query, seq_lens, pool = operands.query, operands.seq_lens, operands.pool
     _, q_len, num_heads, _ = query.shape
     lengths = jnp.clip(seq_lens, 0, table_tokens(operands.block_tables.shape[1], pool.page_size))
-    # Query token i is the sequence's token length - q_len + i, and with `causal` sees itself and what is before it.
+    # Query token i is the sequence's token length - q_len + i, and with `causal` sees up to itself.
     hidden = q_len - 1 - jnp.arange(q_len) if operands.causal else jnp.zeros(q_len, jnp.int32)
     hidden = jnp.repeat(hidden, num_heads // pool.num_kv_heads)
     others = {"row_end": (lengths[:, None] - hidden)[:, None, :, None]}

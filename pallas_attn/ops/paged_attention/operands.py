@@ -21,7 +21,7 @@ class Operands:
     block_tables: Array = dims("seqs columns")
     seq_lens: Array = dims("seqs")
     sliding_window: Array | None = dims("one", default=None)
-    """[1], where it is none of the `rules`: known at run time only."""
+    """[1]; for a window that is known at run time only and so not in `rules`."""
     alibi_slopes: Array | None = dims("heads", default=None)
     sinks: Array | None = dims("heads", default=None)
     k_scale: Array | None = dims(*SCALE_DIMS, default=None)
@@ -34,7 +34,7 @@ class Operands:
     rules: Rules
     batch_invariant: bool
     num_heads: int
-    """Of the whole call, of which a device may have a share."""
+    """Of the whole call, of which a device may hold a part."""
 
     @property
     def pool(self) -> PoolShape:

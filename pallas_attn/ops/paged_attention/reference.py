@@ -36,7 +36,7 @@ class Rule(page_loop.Rule):
     def held(self, of: page_loop.Sequences, position: jax.Array, held: jax.Array) -> jax.Array:
         if self.rules.block_sparse is None:
             return held
-        # What no head keeps counts as absent: its pages may be anyone's.
+        # What no head keeps is skipped: its pages may belong to others.
         return held & self._visible(of, position, held).any(axis=(1, 2))
 
     def logits(self, floats, of: page_loop.Sequences, keys, position, seen) -> jax.Array:
@@ -50,7 +50,7 @@ class Rule(page_loop.Rule):
         return masking.apply(tile * scale, self._visible(of, position, seen))
 
     def _rules(self, of: page_loop.Sequences) -> masking.Rules:
-        """A window that is known at run time only is one of the rules all the same."""
+        """The rules with a run-time window."""
         window = of.others.sliding_window
         return self.rules if window is None else self.rules._replace(sliding_window=window)
 

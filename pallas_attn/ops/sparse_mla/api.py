@@ -38,7 +38,7 @@ def _supports(operands: Operands, lowering: triton.Lowering) -> str | None:
 
 
 def _by_token(fn: Callable[..., tuple[jax.Array, ...]], operands: Operands, **options: Any):
-    """`fn` of query tokens one after the other."""
+    """`fn` over query tokens flattened into one dimension."""
     lead = operands.query.shape[:-2]
     return tuple(one.reshape(*lead, *one.shape[1:]) for one in fn(operands.by_token(), **options))
 
@@ -213,7 +213,7 @@ def sparse_mla_prefill(
 def check_decode(
     check: ArgumentChecker, query, latent_cache, indices, addressing, block_tables, topk_length, sinks, scale
 ) -> None:
-    """What `sparse_mla_decode`, and FlashMLA's function for it, want of a call."""
+    """Checks for `sparse_mla_decode` and for FlashMLA's function."""
     check.array("query", query, ("num_seqs", "q_len", "num_heads", QUERY_DIM), DTYPES)
     _check_pool(check, "latent_cache", latent_cache, ("num_pages", "page_size", 1), query.dtype)
     check.array("indices", indices, ("num_seqs", "q_len", "topk"), [jnp.int32])
@@ -227,7 +227,7 @@ def check_decode(
 
 
 def check_prefill(check: ArgumentChecker, query, latents, indices, topk_length, sinks, scale) -> None:
-    """What `sparse_mla_prefill`, and FlashMLA's function for it, want of a call."""
+    """Checks for `sparse_mla_prefill` and for FlashMLA's function."""
     check.array("query", query, ("num_tokens", "num_heads", QUERY_DIM), DTYPES)
     _check_pool(check, "latents", latents, ("num_kv_tokens", 1), query.dtype)
     check.array("indices", indices, ("num_tokens", 1, "topk"), [jnp.int32])

@@ -1,8 +1,7 @@
 """Sparse MLA in Pallas: a program serves `block_q` heads of one query token, and walks over the ids it was given.
 
-A tile's ids are looked up, and the rows they name are gathered, each of 1152 bytes or 656 side by side; from there on
-a tile is what it is to `mla_decode`. Ids of -1, and those behind the token's number of ids, are tokens that are not
-there: read as 0, and masked.
+A tile's ids are looked up and their rows gathered, each 1152 or 656 contiguous bytes; from there on a tile is processed
+as in `mla_decode`. Ids of -1, and those after the token's number of ids, read as 0 and are masked.
 """
 
 import dataclasses
@@ -51,7 +50,7 @@ def sparse_mla_pallas(
             sinks=None,
         ),
         name="pallas_attn_sparse_mla",
-        # Head blocks vary fastest: they read the same rows.
+        # Head blocks vary fastest, since they read the same rows.
         grid=(problem.q_blocks, config.num_splits, num_tokens),
         out_shape=[
             *result.shapes(problem, LATENT_DIM, operands.query.dtype),
@@ -82,7 +81,7 @@ def _kernel(refs: Operands, *out_refs, problem: Problem):
     stored, length = cut.length(token)
     begin = split * problem.split_ids
 
-    # The first split of a token without ids has none but still writes the output.
+    # The first split of a token without ids is empty but still writes the output.
     @triton.when((begin < length) | (split == 0))
     def _():
         end = jnp.minimum(begin + problem.split_ids, length)
@@ -103,7 +102,7 @@ def _kernel(refs: Operands, *out_refs, problem: Problem):
 
 
 def _walk_ids(query, refs: Operands, token, begin, end, problem: Problem):
-    """Online softmax of a token's query rows over its ids [begin, end); also whether any id was unusable."""
+    """Online softmax of a token's query rows over its ids [begin, end); also whether any id was invalid."""
     pool, config = problem.pool, problem.config
 
     def logits2(keys) -> jax.Array:
@@ -147,7 +146,8 @@ def _walk_ids(query, refs: Operands, token, begin, end, problem: Problem):
 def _rows_of(
     index: jax.Array, tables_ref: Any, token, problem: Problem
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(row of the pool, 0 where there is none; whether there is one; whether there should be) of each id."""
+    """For each id: (row of the pool, 0 if there is none; whether there is one; whether it is missing but should
+    exist)."""
     ids, num_rows = problem.ids, problem.pool.num_pages
     named = index != -1
     if ids.page_size is None:

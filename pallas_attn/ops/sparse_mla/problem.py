@@ -14,10 +14,10 @@ from pallas_attn.ops.sparse_mla.operands import Ids
 
 
 def beside_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array | None) -> jax.Array:
-    """What a further logit of each head, without a value, leaves of the output [num_tokens, num_heads, dim]."""
+    """The output [num_tokens, num_heads, dim] scaled for a sink in each head's softmax."""
     if sinks is None:
         return out
-    # Where nothing was seen the output is 0, also beside a sink of -inf, and the sink's gradient too.
+    # Where nothing was seen the output is 0, even with a sink of -inf, and so is the sink's gradient.
     share = jax.nn.sigmoid(jnp.where(jnp.isneginf(lse), -jnp.inf, lse - sinks))
     return (out.astype(jnp.float32) * share[..., None]).astype(out.dtype)
 

@@ -1,4 +1,4 @@
-"""Sparse MLA in plain jnp: some query tokens at a time, whose rows are gathered whole."""
+"""Sparse MLA in plain jnp: some query tokens at a time, with their rows gathered."""
 
 import jax
 import jax.numpy as jnp
