@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 from pallas_attn._call.checks import dtype_name, fail
-from pallas_attn._call.configs import FixedSplitConfig
+from pallas_attn._call.configs import FixedSplitConfig, TileConfig
 from pallas_attn._call.device import Device, current_device
 from pallas_attn._split import latent_problem
 from pallas_attn._split.splits import check_invariant
@@ -66,7 +66,7 @@ def whole(some: MLADecodeConfig, *, streams: int, rows: int, max_len: int, devic
     return max_len <= WHOLE_TOKENS and MOSTLY_BUSY <= programs / device.num_cores <= 1
 
 
-def is_transposed(config: FixedSplitConfig, *, page_size: int, device: Device, fp8: bool) -> bool:
+def is_transposed(config: TileConfig, *, page_size: int, device: Device, fp8: bool) -> bool:
     """Whether the kernel's products are transposed."""
     turns = config.block_kv == TRANSPOSED_TOKENS and config.num_warps == TRANSPOSED_WARPS.get(config.block_q)
     return turns and _may_turn(page_size, device, fp8)

@@ -1,4 +1,4 @@
-"""From the arguments of a call to the operands of the ragged kernels: the checks, and one form for each thing."""
+"""From a call's arguments to the operands of the ragged kernels: checks and normal forms."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from pallas_attn.ops.ragged_attention.operands import Operands
 def check_arrays(
     check: ArgumentChecker, query, key_cache, value_cache, block_tables, seq_lens, cu_q_lens, num_seqs, layout
 ) -> jax.Array:
-    """What every call has, whose dimensions are bound; num_seqs as int32 [1]."""
+    """Checks what every call has and binds its dimensions; returns num_seqs as int32 [1]."""
     check.array("query", query, ("total_tokens", "num_heads", "head_dim"), options.DTYPES)
     dtypes = [query.dtype, *QUANTIZED_DTYPES]
     pool = check_pools(check, key_cache, value_cache, layout, dtypes, value_dim="value_dim")
@@ -27,7 +27,7 @@ def check_arrays(
 
 
 def check_batch(check: ArgumentChecker, query, block_tables, seq_lens, cu_q_lens, num_seqs) -> jax.Array:
-    """What each sequence asks; `query` is checked but for being empty. num_seqs as int32 [1]."""
+    """Checks the query and its bounds; `query` may be empty. Returns num_seqs as int32 [1]."""
     check.array("block_tables", block_tables, ("max_seqs", "max_pages"), [jnp.int32])
     check.array("seq_lens", seq_lens, ("max_seqs",), [jnp.int32])
     check.array("cu_q_lens", cu_q_lens, (check.dims["max_seqs"] + 1,), [jnp.int32])
@@ -77,7 +77,7 @@ def made(
     return_lse: Any = False,
     **arrays: Any,
 ) -> Operands:
-    """The operands, of options that are checked here, and of `arrays` that are."""
+    """The operands from options, which are checked here, and `arrays`, which are checked already."""
     pool = key_pool_shape(key_cache, layout)
     check.positive_float("scale", scale)
     softcap = options.softcap(check, softcap)

@@ -1,8 +1,8 @@
 """Ragged attention in plain jnp: works anywhere, in float32, with gradients.
 
-Query tokens are dealt to blocks of a few tokens of one sequence each, as in the kernel, and a block is a "sequence" of
-the loop over pages that all references share: its table is its sequence's, its length ends at the last key it sees.
-New tokens outside the cache are a second cache, of pages of one token.
+Query tokens are dealt to blocks of a few tokens of one sequence, as in the kernel. A block is a "sequence" of the loop
+over pages that all references share, with its sequence's table and a length up to the last key it sees. New tokens
+outside the cache form a second cache, with pages of one token.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ MOST_TOKENS = 64  # of a block
 
 
 class Drafts(NamedTuple):
-    """Of blocks, some of which are of a tree; positions count as those of their tokens do."""
+    """Trees of blocks, some of which have none; positions count as their tokens' do."""
 
     tree_mask: jax.Array
     """[blocks, tokens, max_tree]"""
@@ -32,9 +32,9 @@ class Drafts(NamedTuple):
     first_at: jax.Array
     """[blocks]: position of the sequence's oldest query token."""
     rule_at: jax.Array
-    """[blocks, 1, rows, 1]: where rules take a row's query to be."""
+    """[blocks, 1, rows, 1]: a row's position for windows and ALiBi."""
     draft_at: jax.Array | None
-    """[blocks, max_tree]: and each draft, where that is not its slot."""
+    """[blocks, max_tree]: each draft's, where that is not its slot."""
 
 
 class Others(NamedTuple):
@@ -59,7 +59,7 @@ class Rule(page_loop.Rule):
         return page_loop.pack(per_token, self.pool.num_kv_heads)[0, ..., None]
 
     def drafts(self, of: page_loop.Sequences, position: jax.Array) -> tree.Tree | None:
-        """Of all rows and the keys at `position`; rows of blocks that are no tree are causal."""
+        """The tree between all rows and the keys at `position`; rows of other blocks are causal."""
         if (drafts := of.others.drafts) is None:
             return None
         mask, query_at = drafts.tree_mask, of.others.query_at
@@ -132,13 +132,13 @@ def ragged_attention_xla(operands: Operands, *, function: str) -> tuple[jax.Arra
     oldest = seq_lens - blocks.q_len
 
     def drafts(before: jax.Array, query_at: jax.Array) -> Drafts | None:
-        """Positions count from `oldest` - `before`."""
+        """The rows' tree; positions count from `oldest` - `before`."""
         if operands.tree_mask is None:
             return None
         mask = blocks.take(operands.tree_mask[..., None])[..., 0] != 0
         found = Drafts(mask, is_tree, before, by_row(query_at), None)
         if operands.query_positions is not None:
-            # All drafts of a tree, of which a block may hold some.
+            # All drafts of a tree, some of which a block may hold.
             each = blocks.begins[:, None] + jnp.arange(max_tree)
             given = operands.query_positions.at[each].get(mode="clip")
             at = (
@@ -150,7 +150,7 @@ def ragged_attention_xla(operands: Operands, *, function: str) -> tuple[jax.Arra
         return found
 
     def attend(rule: Rule, floats, pools: page_loop.Pools, tables, length, before):
-        """Over `length` tokens of each block's sequence, `before` of which come before its first query token."""
+        """Attention over `length` tokens of each block's sequence, `before` of which precede its first query token."""
         query_at = before[:, None] + within
         ends = (
             jnp.where(is_tree, length, jnp.clip(before + last + 1, 0, length)) if operands.causal else length
@@ -194,7 +194,7 @@ def ragged_attention_xla(operands: Operands, *, function: str) -> tuple[jax.Arra
 def _both(
     a: tuple[jax.Array, softmax.Lse], b: tuple[jax.Array, softmax.Lse]
 ) -> tuple[jax.Array, softmax.Lse]:
-    """(out, lse) of the keys of both."""
+    """(out, lse) over the keys of both parts."""
     state = softmax.resume(*a)
     more, lse = b
     state, weights = softmax.rescale(state, lse.maximum[..., None], rest=lse.rest[..., None])
@@ -217,7 +217,7 @@ class _Blocks:
         self.begins = bounds[self.seq]
         self.q_len = jnp.maximum(bounds[self.seq + 1] - self.begins, 0)
         self.first = (block - first_place[self.seq]) * per_block
-        """Of the block's query tokens, among the sequence's."""
+        """Index of the block's first query token, in its sequence."""
         token = jnp.arange(ragged.num_tokens)
         of_token = jnp.minimum(symbolic.searchsorted(bounds[1:], token, side="right"), num_seqs)
         within = token - bounds[of_token]

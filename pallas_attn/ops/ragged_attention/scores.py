@@ -10,7 +10,7 @@ from pallas_attn.ops.ragged_attention.problem import Problem
 
 
 class Scores:
-    """Of the rows `mine` of a block, whose sequence has `seq_len` tokens."""
+    """Logits of the rows `mine` of a block, whose sequence has `seq_len` tokens."""
 
     def __init__(self, problem: Problem, block: Block, seq_len, mine: rows.Rows, refs: Operands):
         self._problem, self._mine, self._refs = problem, mine, refs
@@ -21,8 +21,8 @@ class Scores:
         self._first_token = block.first_token
 
     def __call__(self, queries, keys, key_scale, position, held, scale) -> logits.Shaped:
-        """Logits [block_q, block_kv] with every rule applied; without `held` every row sees every key. `key_scale` is
-        of each key, if they have scales of their own."""
+        """Logits [block_q, block_kv] with every rule applied; without `held` every row sees every key. `key_scale`: one
+        for each key, if pages have scales."""
         rules, slope, key_at = self._problem.rules, None, position[None, :]
         if (slopes := self._refs.alibi_slopes) is not None:
             slope = triton.load(slopes.at[self._mine.head], mask=self._mine.real, other=0.0)[:, None]
@@ -33,7 +33,7 @@ class Scores:
         if held is not None:
             drafts = tree.of_tile(self._refs, self._drafts, self._among_tokens, self._mine, position)
         if rules.softcap is not None or slope is not None:
-            # Keys that all rows see come before all drafts: their slots are their positions.
+            # Keys that all rows see precede all drafts: their slots are their positions.
             query_at = tree.queries_at(self._refs, self._drafts, self._among_tokens, self._mine)[:, None]
             key_at = drafts.key_at if drafts else key_at
             tile, scale = logits.shape(tile, rules, scale, slope, key_at, query_at)

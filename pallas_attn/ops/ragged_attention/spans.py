@@ -1,7 +1,7 @@
-"""Which tiles of a sequence's keys a block of query rows walks: all that some row sees, none other.
+"""Which tiles of a sequence's keys a block of query rows walks: exactly those that some row sees.
 
-Most of them every row sees whole. Those at the causal edge, at the window's edge and at the sequence's end some rows
-see in part: only they pay for masks, and only they may hold slots that nothing was written to.
+Most of them are fully visible to every row. Only those at the causal edge, at the window's edge and at the sequence's
+end need masks, and only they may contain unwritten slots.
 """
 
 from collections.abc import Callable
