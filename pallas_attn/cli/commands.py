@@ -50,7 +50,7 @@ app = typer.Typer(
     epilog="Start with `pallas-attn doctor`, then `pallas-attn generate --prompt 'Why is the sky blue?'`.",
 )
 
-# Newer versions of typer carry their own copy of click: take the error's class from wherever it comes.
+# Newer versions of typer bundle click: take the error's class from wherever it is.
 _UsageProblem: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 
@@ -59,7 +59,7 @@ def run(arguments: list[str]) -> int:
     try:
         status = typer.main.get_command(app).main(arguments, prog_name="pallas-attn", standalone_mode=False)
     except _UsageProblem as problem:
-        # No command at all: typer has just printed the help, and there is nothing to add.
+        # Without a command typer has just printed the help.
         if message := problem.format_message():
             print(f"pallas-attn: error: {' '.join(message.split())} (see --help)", file=sys.stderr)
         return 2

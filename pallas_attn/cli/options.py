@@ -1,4 +1,4 @@
-"""What several commands can be told, with its help."""
+"""Options that several commands share, with help texts."""
 
 import enum
 import json
@@ -18,8 +18,8 @@ def flag(name: str) -> str:
 
 
 def taken(command: str, defaults: Mapping[str, Any], given: Mapping[str, Any], by: str) -> dict[str, Any]:
-    """`defaults`, or what is `given` in their place, where None was not. ValueError for any that are not among them,
-    which `by` ("--op mla_decode") does not take."""
+    """`defaults`, overridden by what is `given` and not None. ValueError for options that are not among them, which
+    `by` ("--op mla_decode") does not take."""
     said = {name: value for name, value in given.items() if value is not None}
     for name, value in said.items():
         if name not in defaults:
@@ -46,7 +46,7 @@ class Dtype(enum.StrEnum):
 
 
 class TunedDtype(enum.StrEnum):
-    """What the ops serve; models are not for float16."""
+    """The ops' dtypes; models do not support float16."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -60,7 +60,7 @@ class CacheDtype(enum.StrEnum):
 
 
 class Attending(enum.StrEnum):
-    """Which op decoding goes through."""
+    """Which op serves decoding."""
 
     gqa = "gqa"
     mla = "mla"
