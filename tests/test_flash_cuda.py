@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import support
 import test_command_buffer as command_buffer
 import test_flash_attention as flash
 import test_shifted_gradients as shifted
@@ -17,7 +18,6 @@ from lowering import H100, abstract_mesh, lower_for_four, lower_for_gpu
 
 import pallas_attn
 from pallas_attn import FlashAttentionConfig, FlashAttentionTiles
-from pallas_attn._call import dispatch
 from pallas_attn._tile.band import Band
 from pallas_attn.ops.flash_attention import cuda, segments
 from pallas_attn.ops.flash_attention.operands import Operands, Rules
@@ -284,9 +284,7 @@ def test_layers_are_launched_as_one_graph(tmp_path):
 
 @pytest.fixture
 def built(monkeypatch):
-    """As if the library were there."""
-    monkeypatch.setitem(dispatch.installed, "cuda", lambda: None)
-    monkeypatch.setattr("pallas_attn._call.ffi.register", lambda: None)
+    support.as_if_cuda(monkeypatch)
 
 
 def shapes(

@@ -139,3 +139,10 @@ def handles(arrays: str, elements: int, dtype: Any, lowering: str) -> str | None
             f"float8_e4m3fn needs sm_89 or newer, the device is sm_{capability} (float8_e5m2 and int8 work)"
         )
     return None
+
+
+def serves_latents(operands: Any, lowering: str) -> str | None:
+    """Why a kernel of this lowering cannot handle MLA's queries and latents on this device, or None."""
+    if operands.query.dtype == jnp.float32 and lowering != "interpret":
+        return "float32 tiles of 576 do not fit the kernel; bf16 and fp16 do"
+    return reaches(operands.pool, operands.latent_cache.dtype, lowering)

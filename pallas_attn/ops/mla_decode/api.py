@@ -11,7 +11,7 @@ from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._call.dispatch import Implementation
 from pallas_attn._call.op import Op
 from pallas_attn._call.operands import ready
-from pallas_attn._call.pools import reaches
+from pallas_attn._call.pools import serves_latents
 from pallas_attn._tile import triton
 from pallas_attn._tile.latents import BYTES, QUERY_DIM, token_width
 from pallas_attn._types import BlockTables, ImplementationOrCuda, SeqLens
@@ -29,12 +29,6 @@ DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 FEW_ROWS = 16
 FEW_SEQS = range(1, 5)
 FEW_TOKENS = 4 * 32768
-
-
-def _supports(operands: Operands, lowering: triton.Lowering) -> str | None:
-    if operands.query.dtype == jnp.float32 and lowering != "interpret":
-        return "float32 tiles of 576 do not fit the kernel; bf16 and fp16 do"
-    return reaches(operands.pool, operands.latent_cache.dtype, lowering)
 
 
 def _cuda_supports(operands: Operands) -> str | None:
@@ -85,7 +79,7 @@ OP = Op(
     name="mla_decode",
     implementations={
         "cuda": Implementation(_mla_decode_cuda, _cuda_supports, _cuda_yields, takes_config=False),
-        **triton.implementations(mla_decode_pallas, _supports),
+        **triton.implementations(mla_decode_pallas, serves_latents),
         "xla": Implementation(mla_decode_xla, options.xla_supports, takes_config=False),
     },
     results=("seqs q heads dim", "seqs q heads"),

@@ -11,7 +11,7 @@ from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._call.dispatch import Implementation
 from pallas_attn._call.op import Op
 from pallas_attn._call.operands import ready
-from pallas_attn._call.pools import reaches
+from pallas_attn._call.pools import serves_latents
 from pallas_attn._tile import triton
 from pallas_attn._tile.latents import BYTES, QUERY_DIM, token_width
 from pallas_attn._types import BlockTables, ImplementationOrCuda
@@ -31,12 +31,6 @@ def _cuda_supports(operands: Operands) -> str | None:
     return cuda.unsupported(operands.query.dtype, operands.topk)
 
 
-def _supports(operands: Operands, lowering: triton.Lowering) -> str | None:
-    if operands.query.dtype == jnp.float32 and lowering != "interpret":
-        return "float32 tiles of 576 do not fit the kernel; bf16 and fp16 do"
-    return reaches(operands.pool, operands.latent_cache.dtype, lowering)
-
-
 def _by_token(fn: Callable[..., tuple[jax.Array, ...]], operands: Operands, **options: Any):
     """`fn` over query tokens flattened into one dimension."""
     lead = operands.query.shape[:-2]
@@ -49,7 +43,7 @@ def _op(name: str, results: tuple[str, ...]) -> Op[Operands, SparseMLAConfig]:
         name=name,
         implementations={
             "cuda": Implementation(functools.partial(_by_token, hopper), _cuda_supports, takes_config=False),
-            **triton.implementations(functools.partial(_by_token, sparse_mla_pallas), _supports),
+            **triton.implementations(functools.partial(_by_token, sparse_mla_pallas), serves_latents),
             "xla": Implementation(functools.partial(_by_token, sparse_mla_xla), takes_config=False),
         },
         results=results,
