@@ -1,12 +1,12 @@
 """What is known of GPUs: two tables, and one rule for a GPU that is in neither.
 
-The rule: an unknown GPU is treated as the newest known one before it; one whose name says nothing, as a Hopper.
+That rule: it is what the newest before it is. One whose name tells nothing is a Hopper.
 """
 
 from typing import NamedTuple
 
-# The same on every GPU here (CUDA's programming guide): 32-bit registers of a multiprocessor, the most that a thread
-# may have, and the bytes of shared memory that each program takes beyond its own.
+# Of a multiprocessor of every GPU here (CUDA's programming guide): 32-bit registers, how many of them a thread may
+# have, and bytes of shared memory that each program takes beside its own.
 REGISTERS, THREAD_REGISTERS = 65536, 255
 PROGRAM_BYTES = 1024
 
@@ -44,8 +44,7 @@ class Kind(NamedTuple):
     """Bytes a second, by its data sheet."""
 
 
-# The first entry whose name is part of a device's name counts; a device that has none is taken for the first of its
-# capability.
+# The first whose name is in a device's; others of a capability are taken for its first.
 KINDS = (
     Kind("RTX PRO", 120, 1792),
     Kind("RTX 50", 120, 1792),
@@ -79,7 +78,7 @@ def capability_of(kind: str) -> int | None:
 
 
 def gigabytes_of(kind: str, capability: int | None) -> int:
-    """Memory bandwidth, bytes a second, of a GPU of this name or, if the name is unknown, of this capability."""
+    """A second that the memory moves of a GPU of this name or, where that tells nothing, of this capability."""
     named = [known for known in KINDS if known.name in kind]
     alike = [known for known in KINDS if known.capability == of_capability(capability).capability]
     return (named or alike or KINDS)[0].gigabytes

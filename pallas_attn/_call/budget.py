@@ -28,7 +28,7 @@ from pallas_attn._call.architecture import PROGRAM_BYTES, REGISTERS, THREAD_REGI
 from pallas_attn._call.device import Device
 
 OTHER_BYTES = 3 * 1024
-# Registers of a thread for anything but accumulators and a tile, as Triton 3.6 compiles split-KV kernels for sm_90.
+# Of a thread, for anything but sums and a tile: as Triton 3.6 compiles split-KV kernels for sm_90.
 OTHER_REGISTERS = 72
 FLOAT_BYTES = np.dtype(np.float32).itemsize  # of a logit, and of a register
 # A tile's least side is the tensor core's; each warp of a warpgroup has as many rows of an asynchronous product.
@@ -85,7 +85,7 @@ class Tile:
         return 0 < self.stored < self.itemsize
 
     def is_asynchronous(self, device: Device) -> bool:
-        """Whether its products run asynchronously, from shared memory."""
+        """Whether its products run beside the program, out of shared memory."""
         large = self.transposed or self.rows >= ASYNCHRONOUS_ROWS
         by_warpgroups = self.num_warps % WARPGROUP == 0 and self.itemsize == 2
         return large and by_warpgroups and device.asynchronous_products

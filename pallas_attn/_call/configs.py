@@ -26,7 +26,7 @@ from pallas_attn._call.checks import brief, check_int, fail
 from pallas_attn._call.device import current_device
 
 CONFIGS_VARIABLE = "PALLAS_ATTN_CONFIGS"
-# The fields that Triton wants to be powers of two, and the least value of each: 16 is the tensor core's.
+# What Triton asks of a tile and of a program, and the least of each: 16 is the tensor core's.
 POWERS_OF_TWO = {"block_q": 16, "block_kv": 16, "num_warps": 1}
 # What "measured" says of the call.
 SIZES = ("num_seqs", "num_kv_heads", "max_len")

@@ -37,7 +37,7 @@ def differentiable(rule: Rule, operands: Any) -> Results:
     The rule wraps `partition.run`, forward and backward, so that each device works on its own heads and sequences in
     both, and the partitioner never has to differentiate.
     """
-    # Done here, so that gradients of replicated values are summed over the axes.
+    # Here, so that gradients of what is the same everywhere are summed over the axes.
     operands = sharding.vary(operands, sharding.varying_axes(operands))
     given = {name: getattr(operands, name) for name in rule.floats}
     floats = {name: array for name, array in given.items() if array is not None}

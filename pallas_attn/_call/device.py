@@ -35,22 +35,22 @@ class Device:
 
     @property
     def asynchronous_products(self) -> bool:
-        """Whether matrix products run asynchronously."""
+        """Whether matrix products may run beside a program."""
         return self.architecture.products != "mma"
 
     @property
     def products_in_tensor_memory(self) -> bool:
-        """Whether accumulators of products have a memory of their own."""
+        """Whether sums of products have a memory of their own."""
         return self.architecture.products == "tcgen05"
 
     @property
     def shared_bytes(self) -> int:
-        """The most shared memory that one program may have, in bytes."""
+        """Shared memory that one program may have."""
         return 1024 * self.architecture.shared_kib
 
     @functools.cached_property
     def kb_us(self) -> float:
-        """Memory bandwidth, KB a microsecond."""
+        """KB a microsecond that the memory moves."""
         return architecture.gigabytes_of(self.kind, self.compute_capability) * 1e3 / 1024
 
 

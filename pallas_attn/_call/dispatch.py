@@ -70,10 +70,10 @@ def _missing(name: str) -> Reason:
 class Implementation:
     """`supports(operands)` gives the reason this function cannot serve them, or None.
 
-    `yields(operands)`: whether the next implementation in the order of preference is faster, if it can serve.
-    `takes_config`: whether it has tile sizes to configure. `prepare(operands)`: the operands with what this
-    implementation adds to them. `steps`: its other functions by name, such as gradients, each with a `takes_config` of
-    its own.
+    `yields(operands)` says that a later implementation in the order of preference, if it can serve, is the faster one.
+    `takes_config`: whether it has tiles that a config names.
+    `prepare(operands)`: with what this implementation adds to them: what it can.
+    `steps`: what else there is to do by it, by name: gradients, of which each says for itself whether it has tiles.
     """
 
     fn: Callable[..., Any]
@@ -107,8 +107,7 @@ def resolve(
 ) -> tuple[str, Callable[..., Any]]:
     """The implementation's name and function. ValueError for an unknown name, or one that cannot serve.
 
-    configured: the caller gave a config, so implementations that take none are passed over; "xla", the last, is an
-    exception.
+    configured: the caller gave a config, for which one that takes none gives way; "xla", the last, is told apart.
     """
     known, device = _OPS[op], current_device()
     unknown_sizes = symbolic.reason(operands)

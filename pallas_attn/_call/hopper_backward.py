@@ -10,7 +10,7 @@ from pallas_attn._call.hopper_forward import Sequences
 TARGET = "pallas_attn_attention_backward_sm90"
 BLOCK_Q, BLOCK_KV = 64, 128
 DIMS = (64, 128)
-"""Head sizes that the kernel is compiled for; others are padded."""
+"""Widths of heads that the kernel works with; others are filled up."""
 HEADS_TOGETHER = 16
 """KV heads whose key tiles are interleaved. Tiles of one head wait for each other, so few of them should start
 together: of 1, 2, 4, 7 and 16 this was the fastest at 2k, 4k and 16k causal tokens (H200)."""

@@ -35,8 +35,8 @@ class Shaped(NamedTuple):
 def shape(
     products: jax.Array, rules: Rules, scale, slope: jax.Array | None, key_at: jax.Array, query_at: jax.Array
 ) -> Shaped:
-    """Logits from products of queries and keys; positions and the heads' ALiBi `slope` broadcast. The result's scale
-    depends on the rules and on `scale` only."""
+    """Of products of queries and keys; positions and the heads' ALiBi `slope` broadcast. The result's scale depends on
+    the rules and on `scale`, not on the products."""
     if slope is not None:
         return Shaped(
             masking.cap(products * scale, rules.softcap) + masking.alibi(slope, key_at, query_at), 1.0
@@ -47,7 +47,7 @@ def shape(
 
 
 def natural_scale(rules: Rules, scale, slope: Any):
-    """The scale of `shape`'s result."""
+    """That of what `shape` gives."""
     return 1.0 if slope is not None else scale if rules.softcap is None else rules.softcap
 
 

@@ -1,16 +1,31 @@
 """Options that several commands share, with help texts."""
 
+import dataclasses
 import enum
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from pallas_attn._call.checks import fail
 from pallas_attn._call.optional import needs_extra
 
 with needs_extra("models", user="every command of pallas-attn but doctor"):
     import typer
+
+# What `Sampling` has of a command's arguments.
+SAMPLING = (
+    *(
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+    ),
+    *("seed", "stop", "n"),
+)
 
 
 def flag(name: str) -> str:
@@ -25,6 +40,14 @@ def taken(command: str, defaults: Mapping[str, Any], given: Mapping[str, Any], b
         if name not in defaults:
             fail(command, flag(name), f"none with {by}", str(value))
     return {**defaults, **said}
+
+
+def collected[O](options: type[O], given: Mapping[str, Any], **others: Any) -> O:
+    """A command's options from its arguments, by name: settings of the sampling together, enums by their values."""
+    sampling = {name: given[name] for name in SAMPLING if name in given}
+    values = {**given, "sampling": sampling, **others}
+    fields = {field.name: values[field.name] for field in dataclasses.fields(cast(Any, options))}
+    return options(**{name: x.value if isinstance(x, enum.Enum) else x for name, x in fields.items()})
 
 
 def template_variables(command: str, given: Sequence[str] | None) -> dict[str, Any]:

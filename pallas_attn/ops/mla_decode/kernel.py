@@ -191,9 +191,9 @@ def _walk_tokens(
         if not problem.asynchronous:
             tile_logits2 = masked_logits2()
         else:
-            # Only tiles at the end of a sequence need a mask. The branch also hides from Triton that these logits feed
-            # the next product: it would use that product's layout for both, with all warps along the rows, and with 64
-            # rows half of the warps would repeat the other half's work.
+            # Only tiles at the end of a sequence need a mask. The branch also keeps Triton from seeing that these
+            # logits feed the next product: it would give that product's layout, with all warps along the rows, to
+            # both, and with 64 rows the second half of the warps would only repeat what the first half computes.
             tile_logits2 = lax.cond(
                 (first + block_kv <= unmasked_end) & ~bad, lambda: logits2(keys), masked_logits2
             )

@@ -14,7 +14,7 @@ from pallas_attn.ops.mla_decode.schedule import BLOCK_TOKENS
 class Problem(LatentProblem):
     causal: bool
     num_parts: int | None
-    """Number of parts of the schedule; None without one."""
+    """Parts of the schedule; None without one."""
 
     @property
     def num_places(self) -> int:

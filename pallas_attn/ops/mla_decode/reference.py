@@ -28,7 +28,7 @@ def mla_decode_xla(operands: Operands) -> tuple[jax.Array, jax.Array]:
     query, seq_lens, pool = operands.query, operands.seq_lens, operands.pool
     _, q_len, num_heads, _ = query.shape
     lengths = jnp.clip(seq_lens, 0, table_tokens(operands.block_tables.shape[1], pool.page_size))
-    # Query token i is the sequence's token length - q_len + i, and with `causal` sees up to itself.
+    # Query token i is the sequence's token length - q_len + i, and with `causal` sees itself and what is before it.
     hidden = q_len - 1 - jnp.arange(q_len) if operands.causal else jnp.zeros(q_len, jnp.int32)
     hidden = jnp.repeat(hidden, num_heads // pool.num_kv_heads)
     others = {"row_end": (lengths[:, None] - hidden)[:, None, :, None]}

@@ -119,7 +119,7 @@ def _serve(
     drafts = tree.Drafts(seq_len, seq_len - problem.q_len, problem.q_len)
     draft_tree = functools.partial(tree.of_tile, refs, drafts, lambda token: (seq + 0 * token, token), mine)
     weigh = functools.partial(_logits, q, mine, query_at, draft_tree, refs, problem)
-    # With tiles of bytes, instructions are the bottleneck.
+    # Tiles of bytes keep the tensor cores waiting for instructions.
     lean = few and narrow.deals(refs.value_cache.dtype, q.dtype, problem.layout)
     exp2_below = functools.partial(triton.exp2_below, exp2=triton.exp2 if lean else jnp.exp2)
     if problem.transposed:

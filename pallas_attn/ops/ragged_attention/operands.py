@@ -10,7 +10,7 @@ from pallas_attn._tile.masking import Rules
 from pallas_attn._types import Array
 
 LENGTHS = ("seq_lens", "cu_q_lens", "num_seqs", "sliding_window", "num_blocks", "cuts")
-"""What programs need to find their work."""
+"""By which programs find their work."""
 
 
 def _cache(which: Which, **default: Any) -> Any:
@@ -46,7 +46,7 @@ class Operands:
     num_blocks: Array | None = dims("one", default=None)
     """Written by a launch for the next one: how many blocks of query rows that serves."""
     cuts: Array | None = dims("blocks", default=None)
-    """Written for the merge: how many splits each block has. Both int32."""
+    """And for the merge: into how many splits each of its own blocks is cut. Both int32."""
     layout: str
     scale: float
     rules: Rules

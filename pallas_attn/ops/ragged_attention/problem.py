@@ -159,7 +159,7 @@ class Problem(PagedCall):
         return {CUTS: self.most_blocks} if self.num_places else {}
 
     def with_window(self, refs: Operands) -> "Problem":
-        """The problem with a run-time window put into its rules."""
+        """A window that is known at run time only is one of the rules all the same."""
         if refs.sliding_window is None:
             return self
         window = triton.load(refs.sliding_window.at[np.int32(0)])

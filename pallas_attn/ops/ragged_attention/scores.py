@@ -33,7 +33,7 @@ class Scores:
         if held is not None:
             drafts = tree.of_tile(self._refs, self._drafts, self._among_tokens, self._mine, position)
         if rules.softcap is not None or slope is not None:
-            # Keys that all rows see precede all drafts: their slots are their positions.
+            # Keys that all rows see come before all drafts: their slots are their positions.
             query_at = tree.queries_at(self._refs, self._drafts, self._among_tokens, self._mine)[:, None]
             key_at = drafts.key_at if drafts else key_at
             tile, scale = logits.shape(tile, rules, scale, slope, key_at, query_at)

@@ -69,7 +69,7 @@ def span(
 ) -> Span:
     """For queries at positions [first_query, last_query] over keys at [begin, end).
 
-    seen_by_all: end of the positions that all causal queries see; None: up to the first query itself.
+    seen_by_all: end of the positions that causal queries all see; None: up to the first one itself.
     """
     seen_end = jnp.clip(last_query + 1, begin, end) if causal else end
     seen_by_all = first_query + 1 if seen_by_all is None else seen_by_all
