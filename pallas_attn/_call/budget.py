@@ -66,13 +66,11 @@ class Tile:
     walks_rows: bool = False
     """Whether each step loads its rows, too."""
     spare: bool = False
-    """Whether to count a buffer for every stage even where products need one less: the tiles in use were measured with
-    it free."""
+    """Whether to count a buffer for every stage even where products need one less: tiles were measured so."""
     sums: int = 0
     """Width of the sums that leave Blackwell's tensor memory while the buffers are still in use."""
     transposed: bool = False
-    """Whether products are transposed: tokens and value columns are their first sides, and weights are read from shared
-    memory."""
+    """Whether products are transposed: tokens and value columns come first, and weights go through shared memory."""
     exchanges_pairs: bool = False
     """Whether logits change their layout to match what was loaded for each pair."""
 

@@ -66,8 +66,7 @@ def is_number(value: Any) -> bool:
 
 
 def plain(number: Any) -> int | float:
-    """As a Python number: numpy converts what it compares with to its own type, in which float32's bounds may be 0 and
-    inf."""
+    """As a Python number: numpy would compare in its own type, where float32's bounds may be 0 and inf."""
     return number if isinstance(number, int) else float(number)
 
 

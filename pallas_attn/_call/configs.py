@@ -83,8 +83,7 @@ def check_type(op: str, config_type: type, explicit: Any) -> None:
 def resolve[C](
     op: str, config_type: type[C], explicit: C | None, key: dict[str, Any] | None, heuristic: Callable[..., C]
 ) -> C:
-    """`heuristic(**measured)` fills in what the measured entry, if there is one, leaves out; without a `key` none is
-    looked up."""
+    """`heuristic(**measured)` fills in what the measured entry, if any, leaves out; without a `key` there is none."""
     check_type(op, config_type, explicit)
     if explicit is not None or key is None:
         return explicit or heuristic()
@@ -179,8 +178,7 @@ def check_writable(path: Path) -> None:
 
 
 def save(path: Path, entries: list[dict[str, Any]], **about: Any) -> None:
-    """Writes a measured file, one line an entry; a concurrent reader sees either the whole old file or the whole new
-    one."""
+    """Writes a measured file, one line an entry, atomically for concurrent readers."""
     lines = ",\n".join("    " + json.dumps(entry) for entry in entries)
     head = "".join(f"  {json.dumps(name)}: {json.dumps(value)},\n" for name, value in about.items())
     path.parent.mkdir(parents=True, exist_ok=True)

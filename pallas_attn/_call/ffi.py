@@ -73,8 +73,7 @@ def _register(library: ctypes.CDLL, platform: str) -> None:
 
 
 def _versions(library: ctypes.CDLL) -> tuple[int, int]:
-    """The CUDA version that the library was built with and the one that the driver supports: 13000 is 13.0, 0 no
-    driver."""
+    """CUDA versions of the library's build and of the driver: 13000 is 13.0, 0 no driver."""
     built_with, driver = ctypes.c_int(), ctypes.c_int()
     library.pallas_attn_cuda_versions(ctypes.byref(built_with), ctypes.byref(driver))
     return built_with.value, driver.value

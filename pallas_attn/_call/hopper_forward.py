@@ -32,8 +32,7 @@ class Sequences:
     q_table, k_table: [batch, documents, 3] (`segments.Documents.table`), documents whose tokens may lie anywhere in
         their batch entry; q_ranks, k_ranks: [batch, tokens], each token's document.
     num_seqs: [1], how many sequences there are, of documents the most in a batch entry; None: all.
-    new: (key, value) of the queries' own tokens, laid out like the queries, where pages hold only the tokens before
-    them.
+    new: (key, value) of the queries' own tokens, laid out like these, where pages hold only earlier tokens.
     """
 
     q_bounds: jax.Array | None = None

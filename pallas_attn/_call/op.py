@@ -39,7 +39,7 @@ class Op[O, C]:
     settle: the operands as served once tiles were chosen rather than given.
     kernels: for an op of several kernels with measured entries of their own (told apart by the fact "kernel" in the
         key): the config's fields that belong to each.
-    derivative: (call, operands) -> results, of an op with a gradient rule of its own, which runs both directions by
+    derivative: (call, operands) -> results, of an op with its own gradient rule, which runs both directions by
         `call.run`.
     """
 

@@ -59,8 +59,7 @@ def checked_scale(
     if not real:
         fail(function, name, "a number or an array of numbers, or None", shown(scale), TypeError)
     by_page = num_pages is not None and getattr(scale, "shape", None) == (num_pages, num_kv_heads)
-    # The host must not wait for an array on a device, nor can it look at a traced one; scales of unwritten pages may
-    # hold anything.
+    # Not arrays on a device, which the host would wait for, nor scales of pages, which may be unwritten.
     if not isinstance(scale, jax.Array) and not by_page:
         values = scale if is_number(scale) else np.asarray(scale, np.float64)
         if not np.all((values >= LEAST_FLOAT32) & (values <= LARGEST_FLOAT32)):

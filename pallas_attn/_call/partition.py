@@ -181,8 +181,7 @@ def _call(
 
 
 def _mesh_of(operands: tuple[jax.Array, ...]) -> Any:
-    """The mesh in the operands' types (one with Explicit axes if there are several), otherwise the context's, or
-    None."""
+    """The mesh in the operands' types (preferably with Explicit axes), otherwise the context's, or None."""
     meshes = [jax.typeof(operand).sharding.mesh for operand in operands]
     meshes = [mesh for mesh in (*meshes, jax.sharding.get_abstract_mesh()) if not mesh.empty]
     explicit = [mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types]

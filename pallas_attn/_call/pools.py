@@ -116,8 +116,7 @@ def key_pool_shape(key_cache: Array, layout: str) -> PoolShape:
 
 
 def table_tokens(columns: int, page_size: int) -> int:
-    """Tokens that a row of a block table can hold, but no more than int32 can count after rounding up to whole tiles
-    and pages."""
+    """Tokens that a row of a block table can hold, as far as int32 counts them, rounded up to tiles and pages."""
     return min(columns * page_size, 2**31 - max(MOST_TILE, page_size))
 
 

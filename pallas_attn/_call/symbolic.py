@@ -34,8 +34,7 @@ def reason(operands: Mapping[str, Any]) -> str | None:
 def searchsorted(
     ordered: jax.Array, values: jax.Array, side: str = "left", method: str = "scan"
 ) -> jax.Array:
-    """`jnp.searchsorted` of vectors, which must know its number of steps; for a symbolic size all are compared
-    instead."""
+    """`jnp.searchsorted` of vectors, which needs to know their sizes; for symbolic ones all are compared."""
     if not is_open(*ordered.shape, *values.shape):
         return jnp.searchsorted(ordered, values, side=side, method=method)
     before = ordered <= values[:, None] if side == "right" else ordered < values[:, None]

@@ -66,8 +66,7 @@ class Slice:
 
 
 def _arrays(index: tuple[Any, ...]) -> Iterator[jax.Array]:
-    """Slices as arrays, each with a dimension of its own, in order. They may be combined with scalars, not with
-    arrays."""
+    """Slices as arrays, each with a dimension of its own, in order; to be combined with scalars only."""
     sliced = [hasattr(i, "size") and hasattr(i, "start") for i in index]
     if any(sliced) and any(jnp.ndim(i) for i, is_slice in zip(index, sliced, strict=True) if not is_slice):
         raise IndexError("an index has slices or arrays, not both")

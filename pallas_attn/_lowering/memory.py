@@ -39,8 +39,7 @@ def _counted_apart(write: Writer, offset: Value) -> Value:
 
 
 def _pointers(kernel: Kernel, ref: Ref, index: tuple[Value, ...], shape: Shape) -> Value:
-    """Pointers to each element of a tile. Offsets that are the same for the whole tile are added to the scalar pointer
-    first."""
+    """Pointers to each element of a tile. Offsets common to the tile are added to the scalar pointer first."""
     write, pointer = kernel.write, kernel.pointers[ref.position]
     wide = jnp.dtype("int32" if math.prod(ref.shape) <= 2**31 else "int64")
     terms = list(zip(index, strides(ref.shape), strict=True))

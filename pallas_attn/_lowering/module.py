@@ -89,8 +89,7 @@ def _program_id(write: Writer, axis: int, size: int) -> Value:
 
 
 def _split(write: Writer, number: Value, sizes: Sequence[int]) -> tuple[list[Value], Value]:
-    """The places along axes of these sizes, the first of which varies fastest, and the quotient left for further
-    ones."""
+    """The places along axes of these sizes, the first of which varies fastest, and the remaining quotient."""
     places = []
     for by in sizes:
         size = write.constant(by, INT32)

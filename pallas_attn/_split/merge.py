@@ -81,16 +81,14 @@ def tiling(num_cut: int, num_rows: int, dim: int, most_splits: int, *, counted: 
     if counted and whole and block > 1:
         splits = WARP_ELEMENTS // max(dims, 128)
         return Tiling(1, dims, min(splits // 2, most), min(splits, most), num_warps=1)
-    # While multiprocessors are free, use narrower programs that take more splits at once: every further step waits for
-    # memory.
+    # While multiprocessors are free, narrower programs take more splits at once: every step waits for memory.
     while 2 * programs() <= FEW_PROGRAMS and block * dims * most > TILE_ELEMENTS and dims > LEAST_DIMS:
         dims //= 2
     few = programs() <= FEW_PROGRAMS
     # Many programs that hold whole rows slow each other down with more than 16 loads in flight.
     in_flight = MOST_ROWS if whole and not few else TILE_ELEMENTS // max(dims, 128)
     splits, more = min(max(1, in_flight // block), most), min(max(1, TILE_ELEMENTS // (block * dims)), most)
-    # Many programs that share rows: four warps would spend a short merge waiting at barriers. A long one takes more
-    # steps.
+    # Many programs that share rows: in a short merge four warps would mostly wait at barriers.
     parts_of_a_row = block == 1 and not whole and not few
     alone = parts_of_a_row or block * dims * most <= WARP_ELEMENTS
     if alone:

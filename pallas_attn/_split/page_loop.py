@@ -210,8 +210,7 @@ def _page_tile(rule: Rule, of: Sequences, i: jax.Array) -> PageTile:
 
 
 def _logits_and_values(rule: Rule, floats: Floats, stored: Pools, of: Sequences, tile: PageTile):
-    """Logits [num_seqs, num_kv_heads, rows, tokens] and values [.., tokens, dim] of a tile, from its pages as
-    stored."""
+    """Logits [num_seqs, num_kv_heads, rows, tokens] and values [.., tokens, dim] of a tile's stored pages."""
 
     def tokens(which: Which, pages: jax.Array, scale: jax.Array | None) -> jax.Array:
         floats = rule.floats(to_nhd(pages, rule.layout, which))

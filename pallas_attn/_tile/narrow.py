@@ -21,8 +21,7 @@ _AT_ONCE = 8  # 16-bit numbers that a thread writes at once
 
 
 def deals(cache_dtype: Any, dtype: Any, layout: str) -> bool:
-    """Whether values go through `operand`. In the PACKED layout they need not: tokens are neighbours there, and so are
-    pairs."""
+    """Whether values go through `operand`; not in the PACKED layout, where pairs are neighbours."""
     return jnp.dtype(cache_dtype).itemsize == 1 and jnp.dtype(dtype).itemsize == 2 and layout != "PACKED"
 
 

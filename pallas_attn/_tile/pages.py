@@ -64,8 +64,7 @@ def gather(
     head_dim: int,
     eviction_policy: str | None = None,
 ) -> jax.Array:
-    """Elements `chunk` of the tokens at `page` and `offset` [block_kv], as [block_kv, size]; 0 where not `held` (None:
-    all are)."""
+    """[block_kv, size]: elements `chunk` of tokens at `page` and `offset`; 0 where not `held` (None: all are)."""
     first, size = chunk
     tile = jnp.zeros((offset.shape[0], size), jnp.int32)
     dim = first + jnp.arange(size)[None, :] + tile

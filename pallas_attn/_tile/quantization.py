@@ -58,8 +58,7 @@ def quantize(values: jax.Array, dtype: Any, scale: jax.Array) -> jax.Array:
 
 
 def magnitudes(values: jax.Array) -> jax.Array:
-    """float32 magnitudes to choose a scale by: 0 for NaN and Inf, which must not affect other values with the same
-    scale."""
+    """float32 magnitudes to choose a scale by; 0 for NaN and Inf, which must not affect other values."""
     magnitude = jnp.abs(values.astype(jnp.float32))
     return jnp.where(magnitude < jnp.inf, magnitude, 0.0)
 

@@ -129,8 +129,7 @@ def natural(state: OnlineSoftmax, scale: jax.Array | float) -> OnlineSoftmax:
 def join(state: OnlineSoftmax, logit: jax.Array) -> OnlineSoftmax:
     """Adds a logit without a value to each row [..., rows] of a state in natural units; -inf changes nothing.
 
-    Best after all keys: were it the maximum from the start, a narrow type would round the weights of keys far below it
-    to zero.
+    Best after all keys: as the maximum from the start, it would make a narrow type round small weights to 0.
     """
     state, logit = _summed(state), finite_sink(logit)
     above = logit > state.maximum

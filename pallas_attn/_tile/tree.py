@@ -83,8 +83,7 @@ def of_tile(refs: Drafted, drafts: Drafts, leading: Leading, mine: Rows, slot: j
 
 
 def of_chunk(arrays: Drafted, lengths: jax.Array, group: int, slot: jax.Array) -> Tree | None:
-    """In a reference: the tree between all rows [num_seqs, 1, rows, 1] and the keys in slots `slot` [chunk] of every
-    sequence."""
+    """In a reference: between all rows [num_seqs, 1, rows, 1] and the keys in each sequence's slots `slot`."""
     if (mask := arrays.tree_mask) is None:
         return None
     drafts = Drafts(lengths[:, None], lengths[:, None] - mask.shape[1], mask.shape[1])

@@ -25,8 +25,7 @@ Lowering = Literal["pallas", "triton", "interpret"]
 
 
 def _pallas() -> tuple[Any, Any]:
-    """Pallas and its Triton lowering, or None once that is removed: dispatch then refuses implementations that need
-    it."""
+    """Pallas and its Triton lowering, or None once that is removed, which dispatch then reports."""
     try:
         from jax.experimental import pallas
         from jax.experimental.pallas import triton
@@ -71,8 +70,7 @@ def implementations(
 
 
 def first_lowering() -> Lowering:
-    """The lowering of kernels that an implementation in CUDA uses beside its own: the op's first choice without
-    CUDA."""
+    """The lowering of kernels that run beside an implementation in CUDA: the first choice without it."""
     return "pallas" if _pallas_missing() is None else "triton"
 
 

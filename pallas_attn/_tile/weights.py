@@ -55,8 +55,7 @@ def pairs(
     d_weights: jax.Array,
     seen: jax.Array | None,
 ) -> Pairs:
-    """`lse`, whose maximum must be finite, and `delta` broadcast along keys; pairs that are not `seen` give 0 (None:
-    all are)."""
+    """`lse`, with a finite maximum, and `delta` broadcast along keys; pairs not `seen` give 0 (None: all are)."""
     weights = triton.exp2(given.factor * triton.below(given.logits, lse.maximum) - lse.rest)
     slope = given.slope
     d_logits = weights * (d_weights - delta)

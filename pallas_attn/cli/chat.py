@@ -1,7 +1,6 @@
 """`pallas-attn chat`: a conversation in the terminal, answered token by token.
 
-Every turn is a request whose prompt is the whole conversation. Earlier turns are found in the prefix cache, so only new
-tokens are computed.
+Every turn is a request with the whole conversation as prompt; the prefix cache has all but the new tokens.
 """
 
 import dataclasses

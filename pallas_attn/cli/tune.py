@@ -27,8 +27,7 @@ MOST_READ_BYTES = 5 << 30
 LONGEST = 2**31 - 1
 
 type Best = dict[Point, tuple[Timing, Timing, entries.Entry | None]]
-"""For each point: the timings of the fastest config and of the heuristic's, and the entry that had the fastest one
-before."""
+"""For each point: timings of the fastest config and the heuristic's, and the entry that had the fastest one."""
 
 
 @dataclasses.dataclass(frozen=True)

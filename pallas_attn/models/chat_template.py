@@ -31,8 +31,7 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 def template_for(templates: Templates, name: str | None, tools: Any) -> str:
-    """The template itself, or the one of this name; without a name "tool_use" if there are tools, otherwise
-    "default"."""
+    """The template itself, or the one named; by default "tool_use" if there are tools, otherwise "default"."""
     if isinstance(templates, Mapping):
         if name is not None:
             return templates.get(name, name)
@@ -105,7 +104,7 @@ def _compiled(template: str) -> jinja2.Template:
 
 
 class _Generation(jinja2.ext.Extension):
-    """{% generation %} ... {% endgeneration %} marks what the assistant says, for training; here its body is rendered
+    """{% generation %} ... {% endgeneration %} marks the assistant's text for training; its body is rendered
     unchanged."""
 
     tags = {"generation"}  # noqa: RUF012

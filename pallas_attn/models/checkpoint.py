@@ -119,8 +119,7 @@ class Weights(Mapping[str, np.ndarray]):
 
 
 def _fp8(path: pathlib.Path, name: str) -> np.ndarray:
-    """A tensor at the offset in the header. The file is the header's length in 8 bytes, the header in JSON, the
-    tensors' bytes."""
+    """Reads a tensor. A file is the header's length in 8 bytes, the header in JSON, and the tensors' bytes."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         about = json.loads(file.read(size))[name]

@@ -16,8 +16,7 @@ _ROUNDING = 2.0**-20
 
 
 class Seen(NamedTuple):
-    """Tokens in a row's text: in its prompt, [num_rows, vocab_size] bool, and in its answer, [num_rows, vocab_size]
-    int32 counts."""
+    """Tokens of each row, [num_rows, vocab_size]: bools for its prompt, int32 counts for its answer."""
 
     prompt: jax.Array
     answer: jax.Array

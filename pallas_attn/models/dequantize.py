@@ -1,5 +1,4 @@
-"""Dequantises weights of quantised checkpoints to float32 as they are read: block-scaled fp8 (DeepSeek-V3, Qwen) and
-MXFP4 (GPT-OSS)."""
+"""Dequantises checkpoints to float32 as they are read: block-scaled fp8 (DeepSeek-V3, Qwen) and MXFP4 (GPT-OSS)."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -276,8 +276,7 @@ class Engine:
         return {request: tokens[request] for request in answered}
 
     def _keep_scores(self, step: Step, scores: Any) -> None:
-        """Before answers grow: if the step is interrupted here, the next one overwrites entries that belong to no
-        answer."""
+        """Before answers grow: after an interrupt the next step overwrites entries that belong to no answer."""
         if self.scores is None or scores is None:
             return
         scores = np.asarray(scores)

@@ -1,5 +1,4 @@
-"""Loads a Llama's weights from a file, one layer at a time; and the names of each family's weights in transformers'
-files."""
+"""Loads a Llama's weights layer by layer; and each family's names of weights in transformers' files."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence

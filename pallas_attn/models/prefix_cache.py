@@ -5,8 +5,7 @@ prefix are another node, since keys and values depend on everything before them.
 hash of them: what is found is equal.
 
 Only full pages are remembered and found. A partly matching page could be copied; but in an 8-bit cache its tokens were
-rounded with a scale that depends on the page's other tokens, so a request would read something that depends on earlier
-requests.
+rounded with a scale that depends on the page's other tokens, so results would depend on earlier requests.
 
 The tree holds one reference to each of its pages. Pages that nobody else holds are given back when the allocator runs
 out, least recently used first, leaves before what they hang on.
@@ -49,8 +48,7 @@ class PrefixCache:
         return [node.page for node in self._nodes]
 
     def match(self, tokens: Sequence[int]) -> list[int]:
-        """Pages of the longest known prefix of `tokens`, to be read and never written; the caller gets a reference to
-        each."""
+        """Pages of the longest known prefix of `tokens`, read-only; the caller gets a reference to each."""
         size, node, pages = self._page_size, self._root, []
         while child := node.children.get(tuple(tokens[len(pages) * size : (len(pages) + 1) * size])):
             node = child

@@ -108,8 +108,7 @@ class Request:
 
     @property
     def computed(self) -> int:
-        """How many of its tokens need not be computed (again). The last one always is, to get its successor, also after
-        an interrupted step."""
+        """How many of its tokens need not be computed (again): never the last, whose successor is wanted."""
         return min(self.place.computed, self.length - 1)
 
     @property

@@ -175,8 +175,7 @@ class Runner:
         return tokens, positions, bounds.cumsum(dtype=np.int32)
 
     def _scored(self, step: Step) -> Results:
-        """Each row's token is chosen by the program compiled for its own sampling: other code in a program might change
-        rounding."""
+        """Each row's token, by the program for its own sampling: other code in it might change rounding."""
         tokens, *places = self._tokens_of(step)
         scores, *_ = self._run(steps.scores, How(), tokens, *places)
         hows: list[How | None] = [None] * self._num_rows

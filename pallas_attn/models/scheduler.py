@@ -6,8 +6,7 @@ prompt is being read, a step may produce several tokens of each answer, so that 
 
 A request holds pages for the tokens it has, not for those it may come to have. When pages run out, those that only the
 prefix cache remembers are taken first. Then the newest request is preempted: its pages are freed; its tokens, answered
-ones included, are kept and read like a prompt when its turn comes again. The oldest is never preempted, so everything
-finishes.
+ones included, are kept and read like a prompt when its turn comes again. The oldest is never preempted, so all finish.
 
 In a cache whose pages have scales, a page's contents depend on which of its tokens were written together. There whole
 pages of a prompt are computed together, and tokens of an answer one by one, also after a preemption; and pages of

@@ -49,8 +49,7 @@ def scores(
 
 @functools.partial(jax.jit, static_argnames="how")
 def choose(logits, rows, texts, positions, bounds, *, how):
-    """The choosing part of `mixed`: (the next token of each row that has tokens here, [1, rows], log-probabilities or
-    None)."""
+    """The choice of `mixed`: (next token of each row with tokens here, [1, rows], log-probabilities or None)."""
     return _choose(logits, rows, texts, positions, bounds, how)
 
 

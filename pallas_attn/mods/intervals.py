@@ -1,5 +1,4 @@
-"""The range of a program's results over a whole block, by interval arithmetic: never too narrow, and as narrow as is
-cheap.
+"""The range of a program's results over a block, by interval arithmetic: never too narrow, as narrow as is cheap.
 
 Each value has a least and a largest, for all blocks at once: unlike a block's corners, they bound everything in between
 (Moore, "Interval Analysis", 1966). NaN is an unknown bound: no comparison with it holds, so it decides nothing.
