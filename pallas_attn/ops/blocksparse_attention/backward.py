@@ -107,14 +107,14 @@ def _query_kernel(refs: BackwardOperands, d_query_ref, *, problem: Problem):
         mine = Queries.read(refs, problem, head, tile.token, tile.real)
         pool = Keys(problem, refs, tile.seq, tile.k_start, kv_head)
 
-        def read(keys: walk.Keys) -> list[jax.Array]:
+        def read(keys: walk.KeyTile) -> list[jax.Array]:
             where = keys.first, keys.newest, problem.config.block_kv, refs.query.dtype
             return [pool.read_up_to(which, *where)[0] for which in ("key", "value")]
 
         rounds = low_bits.are_lost(refs.query.dtype)
 
         def step(
-            state: tuple[jax.Array, jax.Array] | None, keys: walk.Keys, key_and_value: list[jax.Array]
+            state: tuple[jax.Array, jax.Array] | None, keys: walk.KeyTile, key_and_value: list[jax.Array]
         ) -> tuple[jax.Array, jax.Array]:
             k, v = key_and_value
             given = weights.bent(

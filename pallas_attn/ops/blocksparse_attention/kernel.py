@@ -87,7 +87,7 @@ def _prefill_kernel(
         )
         pool = Keys(problem, refs, tile.seq, tile.k_start, kv_head)
 
-        def read(keys: walk.Keys):
+        def read(keys: walk.KeyTile):
             where = keys.first, keys.newest, problem.config.block_kv, q.dtype
             return pool.read_up_to("key", *where), pool.read_up_to("value", *where)
 
@@ -107,7 +107,7 @@ def _prefill_kernel(
             )
 
 
-def _attend(state, keys: walk.Keys, read: Any, *, q: jax.Array, problem: Problem):
+def _attend(state, keys: walk.KeyTile, read: Any, *, q: jax.Array, problem: Problem):
     """The state after another tile of keys."""
     (tile_keys, usable), (values, _) = read
     products = triton.dot(q, tile_keys, trans_b=True)

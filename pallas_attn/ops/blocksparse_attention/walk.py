@@ -107,7 +107,7 @@ def tile_of(problem: Problem, refs: Operands, slot: jax.Array) -> Tile:
     return Tile(block_q, own, first, before, newest, some, q_start - before, k_start, bad)
 
 
-class Keys(NamedTuple):
+class KeyTile(NamedTuple):
     """A tile of the keys that a row of the layout lists."""
 
     first: jax.Array
@@ -123,8 +123,8 @@ class Keys(NamedTuple):
 class Walker(NamedTuple):
     """What to do with the visited keys."""
 
-    read: Callable[[Keys], Any]
-    step: Callable[[Any, Keys, Any], Any]
+    read: Callable[[KeyTile], Any]
+    step: Callable[[Any, KeyTile, Any], Any]
     """(state, None for the first tile; keys; what `read` returned) -> state."""
     early: bool = True
     """Whether to read keys at the queries' own positions before it is known that the row lists them: this hides the
@@ -170,7 +170,7 @@ def _own_tiles(state: Any, own: jax.Array, near: Near, tile: Tile, problem: Prob
     def one(i: Any, before: Any, otherwise: Any) -> Any:
         first = own + i * block_kv
         position = first + jnp.arange(block_kv)
-        keys = Keys(first, tile.newest, None, masking.causal(position[None, :], tile.position[:, None]))
+        keys = KeyTile(first, tile.newest, None, masking.causal(position[None, :], tile.position[:, None]))
         # Outside of the branch, so that the load need not wait for the columns.
         read = walker.read(keys) if walker.early else None
         wanted = near.lists(first) & (first <= tile.newest)
@@ -200,7 +200,7 @@ def _past_tiles(
         # The layout may have been traced: rows that point outside or do not ascend become NaN. Checked here, on columns
         # that were loaded two steps ahead, which delays nothing.
         good = in_the_past(column, first, own - block_kv) & blocks.ascends(entry, column)
-        keys = Keys(jnp.where(good, first, 0), None, good, None)
+        keys = KeyTile(jnp.where(good, first, 0), None, good, None)
         return walker.step(state, keys, walker.read(keys)), bad | ~good
 
     of_own_block = jnp.where(near.lists(own), divided(divided(own, size)[1], block_kv)[0], 0)

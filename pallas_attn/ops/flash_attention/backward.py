@@ -64,7 +64,7 @@ def backward(
     return d_query, d_key, d_value
 
 
-class Rows(NamedTuple):
+class QueryRows(NamedTuple):
     """What gradients need for some queries of one head."""
 
     query: list[jax.Array]
@@ -73,13 +73,13 @@ class Rows(NamedTuple):
     delta: jax.Array
 
 
-def rows_of(refs: BackwardOperands, problem: Problem, cell: scores.Cell, tokens, real) -> Rows:
+def rows_of(refs: BackwardOperands, problem: Problem, cell: scores.Cell, tokens, real) -> QueryRows:
     stream = dense.Stream(problem.rules.layout, cell.batch, (cell.kv_head, cell.place))
     maximum, rest, delta = (
         triton.load(dense.per_token(ref, cell, tokens), mask=real, other=0.0)
         for ref in (refs.maximum, refs.rest, refs.delta)
     )
-    return Rows(
+    return QueryRows(
         stream.read(refs.query, tokens, real, problem.query_chunks),
         stream.read(refs.d_out, tokens, real, problem.value_chunks),
         softmax.Lse(maximum, rest),
@@ -88,7 +88,7 @@ def rows_of(refs: BackwardOperands, problem: Problem, cell: scores.Cell, tokens,
 
 
 def pairs_of(
-    given: weights.Bent, rows: Rows, by_row: Any, d_weights, seen: jax.Array | None
+    given: weights.Bent, rows: QueryRows, by_row: Any, d_weights, seen: jax.Array | None
 ) -> weights.Pairs:
     """`by_row`: an index that makes per-row numbers broadcast along keys."""
     lse = softmax.Lse(*(part[by_row] for part in rows.lse))

@@ -20,7 +20,7 @@ from pallas_attn.mods import operands as mods
 from pallas_attn.mods.derivative import derivatives
 from pallas_attn.mods.program import KEY, QUERY, Program
 from pallas_attn.ops.flash_attention import scores, walk
-from pallas_attn.ops.flash_attention.backward import Rows, pairs_of, rows_of
+from pallas_attn.ops.flash_attention.backward import QueryRows, pairs_of, rows_of
 from pallas_attn.ops.flash_attention.config import FlashAttentionConfig, FlashAttentionTiles, fitted
 from pallas_attn.ops.flash_attention.kernel import sides
 from pallas_attn.ops.flash_attention.operands import BackwardOperands, Operands
@@ -167,7 +167,7 @@ class _Side:
     ):
         self.tokens, self.real, self.of_queries = tokens, real, of_queries
         self.place = (QUERY, tokens, problem.q_len) if of_queries else (KEY, tokens, problem.kv_len)
-        self.rows: Rows | None = None
+        self.rows: QueryRows | None = None
         if of_queries:
             self.rows = rows_of(refs, problem, cell, tokens, real)
             self.first, self.second = self.rows.query, self.rows.d_out

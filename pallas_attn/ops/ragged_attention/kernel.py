@@ -25,7 +25,7 @@ from pallas_attn.ops.ragged_attention.config import RaggedAttentionConfig
 from pallas_attn.ops.ragged_attention.operands import LENGTHS, Operands
 from pallas_attn.ops.ragged_attention.problem import Problem
 from pallas_attn.ops.ragged_attention.scores import Scores
-from pallas_attn.ops.ragged_attention.sources import NewTokens, Pages
+from pallas_attn.ops.ragged_attention.sources import NewKeys, Pages
 from pallas_attn.ops.ragged_attention.spans import Span
 from pallas_attn.ops.ragged_attention.splits import Share, count
 
@@ -229,7 +229,7 @@ def _attend(
         new_scale = logits.natural_scale(problem.rules, problem.scale, refs.alibi_slopes)
         state = softmax.natural(state, natural_scale / new_scale)
         natural_scale = new_scale
-        beside = NewTokens(block.first_token - spans[1].origin, kv_head, refs)
+        beside = NewKeys(block.first_token - spans[1].origin, kv_head, refs)
         state = walk(state, spans[1], spans[0].count, beside, problem.scale, plain)
     state = softmax.natural(state, natural_scale)
     if refs.sinks is not None:

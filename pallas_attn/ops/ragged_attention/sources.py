@@ -96,7 +96,7 @@ class Pages:
         return page if self.looks_ahead else jnp.clip(page, 0, self._problem.pool.num_pages - 1)
 
 
-class NewTokens:
+class NewKeys:
     """The new tokens of a sequence whose position 0 is token `begin` of all."""
 
     def __init__(self, begin, kv_head, refs: Operands):
