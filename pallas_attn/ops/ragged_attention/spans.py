@@ -74,9 +74,8 @@ def span(
     seen_end = jnp.clip(last_query + 1, begin, end) if causal else end
     seen_by_all = first_query + 1 if seen_by_all is None else seen_by_all
     whole_end = jnp.clip(seen_by_all, begin, end) if causal else end
-    seen_from, whole_from = (
-        jnp.maximum(masking.window_start(query, window), begin) for query in (first_query, last_query)
-    )
+    seen_from = jnp.maximum(masking.window_start(first_query, window), begin)
+    whole_from = jnp.maximum(masking.window_start(last_query, window), begin)
     found = tiles((seen_from - begin, seen_end - begin), (whole_from - begin, whole_end - begin), block_kv)
     clear, behind, last = (tile - found.begin for tile in found[1:])
     return Span(block_kv, Tiles(0, clear, behind, last), jnp.asarray(found.begin), begin, seen_from, seen_end)
