@@ -1,9 +1,9 @@
-"""Ctrl-C ends the command line at once and quietly, whatever it is doing, unless it has asked to hear of one first.
+"""Ctrl-C ends the command line at once and quietly, unless it has asked to handle the first one.
 
-Python hears of an interrupt only between two of its own instructions. A program that waits for XLA to compile or run
-may be minutes away from its next one, and one that is importing an extension module gets a traceback from inside it.
-So a thread waits for the signal beside the program and ends the process. It starts when this module is imported, which
-the package's own `__init__` does before anything slow; in any process but the command line's that does nothing.
+Python handles an interrupt only between two of its own instructions. A program that waits for XLA to compile or run may
+be minutes away from its next one, and one that is importing an extension module gets a traceback from inside it. So a
+thread waits for the signal beside the program and ends the process. It starts when this module is imported, which the
+package's own `__init__` does before anything slow; in any process but the command line's that does nothing.
 """
 
 import contextlib

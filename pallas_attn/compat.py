@@ -9,12 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._call import partition
+from pallas_attn._call import options, partition
 from pallas_attn._call.checks import ArgumentChecker, brief, is_number
 from pallas_attn._call.operands import dims, operands, ready
-from pallas_attn._tile import options
+from pallas_attn._call.pools import QUANTIZED_DTYPES
 from pallas_attn._tile.layout import moved
-from pallas_attn._tile.quantization import QUANTIZED_DTYPES
 from pallas_attn._types import Array
 from pallas_attn.ops.paged_attention import paged_attention as _paged_attention
 from pallas_attn.ops.ragged_attention import arguments

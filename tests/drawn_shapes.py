@@ -16,7 +16,7 @@ import lowering
 
 import pallas_attn
 from pallas_attn import LocalStride, PagedKVCache, SparseLayout
-from pallas_attn._tile.layout import PoolShape, array_shape
+from pallas_attn._call.pools import PoolShape, array_shape
 
 struct = jax.ShapeDtypeStruct
 DIMS = (16, 32, 40, 64, 72, 80, 96, 112, 120, 128, 128, 160, 192, 256, 256)

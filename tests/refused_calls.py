@@ -27,6 +27,7 @@ from refused_ragged_calls import ragged_calls
 from refused_values import (
     BIAS,
     COUNTS,
+    FIXED_SPLITS,
     I32,
     MASK,
     MASKS,
@@ -38,7 +39,6 @@ from refused_values import (
     SIZES,
     SLOPES_OR_SINKS,
     TABLES,
-    TILES,
     TREE,
     WINDOW,
     WRONG_BIAS,
@@ -322,9 +322,9 @@ def calls() -> dict[str, Call]:
             dict.fromkeys(("block_size", "local_blocks", "vert_stride"), COUNT),
         ),
         "PagedAttentionConfig": Call(
-            pallas_attn.PagedAttentionConfig, dict(block_q=16, block_kv=16, num_splits=1), TILES
+            pallas_attn.PagedAttentionConfig, dict(block_q=16, block_kv=16, num_splits=1), FIXED_SPLITS
         ),
-        "MLADecodeConfig": Call(pallas_attn.MLADecodeConfig, dict(block_q=16, block_kv=16), TILES),
+        "MLADecodeConfig": Call(pallas_attn.MLADecodeConfig, dict(block_q=16, block_kv=16), FIXED_SPLITS),
         "alibi_slopes": Call(nn.alibi_slopes, {}, dict(num_heads=COUNT)),
         "PagedAttention": Call(
             nn.PagedAttention,

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_attn import PagedKVCache
+from pallas_attn._call import dispatch
 
 COMPILED = ("pallas", "triton")
 """The ways a kernel is compiled for a GPU: a test of one is a test of both."""
@@ -17,6 +18,12 @@ ON_GPU = [pytest.param(name, marks=pytest.mark.gpu) for name in COMPILED]
 def unchecked(function: Any) -> Any:
     """As users have it, without the shape checks that jaxtyping adds in tests."""
     return getattr(function, "__wrapped__", function)
+
+
+def as_if_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the CUDA library were there, for calls that are only lowered."""
+    monkeypatch.setitem(dispatch.installed, "cuda", lambda: None)
+    monkeypatch.setattr("pallas_attn._call.ffi.register", lambda: None)
 
 
 def small_cache(**changes) -> PagedKVCache:

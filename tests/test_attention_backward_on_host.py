@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from host_build import build_stand_in
 
-from pallas_attn._tile import segments
+from pallas_attn.ops.flash_attention import segments
 
 pytestmark = pytest.mark.once
 

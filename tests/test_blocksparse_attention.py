@@ -13,7 +13,7 @@ from support import ON_GPU, unchecked
 
 import pallas_attn
 from pallas_attn import LocalStride
-from pallas_attn._tile.layout import PoolShape
+from pallas_attn._call.pools import PoolShape
 from pallas_attn._tile.masking import Rules
 from pallas_attn.ops.blocksparse_attention import BlockSparseConfig, builders, kernel, walk
 from pallas_attn.ops.blocksparse_attention.problem import Problem

@@ -9,8 +9,8 @@ import triton_kernels
 
 import pallas_attn
 from pallas_attn import PagedAttentionConfig
-from pallas_attn._lowering import private
-from pallas_attn._tile import dependent_launch, pages, triton
+from pallas_attn._lowering import dependent_launch, private
+from pallas_attn._tile import pages, triton
 
 TOUCHED = "isVolatile = true"
 struct = jax.ShapeDtypeStruct

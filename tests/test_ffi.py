@@ -12,7 +12,7 @@ from lowering import lower_for_gpu
 
 import pallas_attn
 from pallas_attn._call import ffi
-from pallas_attn._tile.layout import PoolShape
+from pallas_attn._call.pools import PoolShape
 from pallas_attn.ops.mla_decode import cuda
 from pallas_attn.ops.mla_decode.schedule_cuda import mla_schedule_cuda
 

@@ -257,8 +257,8 @@ def test_ranks_may_not_be_promoted():
 def test_a_call_outside_jit_is_compiled_once(monkeypatch):
     """By xla too, the derivative's passes included."""
     made = []
-    chunks = by_xla.Chunks
-    monkeypatch.setattr(by_xla, "Chunks", lambda *args: made.append(args) or chunks(*args))
+    chunks = by_xla.KeyTiles
+    monkeypatch.setattr(by_xla, "KeyTiles", lambda *args: made.append(args) or chunks(*args))
     query, bias = jnp.ones((1, 9, 3, 16)), jnp.ones((1, 3, 9, 9))  # a shape of no other test
     for compiled in (3, 0):
         made.clear()

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import support
 import test_command_buffer as command_buffer
 import test_flash_attention as flash
 import test_shifted_gradients as shifted
@@ -17,10 +18,8 @@ from lowering import H100, abstract_mesh, lower_for_four, lower_for_gpu
 
 import pallas_attn
 from pallas_attn import FlashAttentionConfig, FlashAttentionTiles
-from pallas_attn._call import dispatch
-from pallas_attn._tile import segments
 from pallas_attn._tile.band import Band
-from pallas_attn.ops.flash_attention import cuda
+from pallas_attn.ops.flash_attention import cuda, segments
 from pallas_attn.ops.flash_attention.operands import Operands, Rules
 from pallas_attn.testing import compare
 from pallas_attn.testing.flash_attention import FlashCase, make
@@ -285,9 +284,7 @@ def test_layers_are_launched_as_one_graph(tmp_path):
 
 @pytest.fixture
 def built(monkeypatch):
-    """As if the library were there."""
-    monkeypatch.setitem(dispatch.installed, "cuda", lambda: None)
-    monkeypatch.setattr("pallas_attn._call.ffi.register", lambda: None)
+    support.as_if_cuda(monkeypatch)
 
 
 def shapes(
@@ -369,7 +366,7 @@ def operands(
 
 
 PAIRS = jax.ShapeDtypeStruct((1, 1, 1, 1, 2048), jnp.int8)
-DOCUMENTS = segments.Side(PAIRS, PAIRS)
+DOCUMENTS = segments.Documents(PAIRS, PAIRS)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from support import ON_GPU, of_any_bits, small_cache, unchecked
 
 import pallas_attn
 from pallas_attn import OutOfPagesError, PageAllocator, PagedKVCache, convert_layout, write_kv
-from pallas_attn._tile.layout import PoolShape, array_shape, pool_shape, to_nhd
+from pallas_attn._call.pools import PoolShape, array_shape, pool_shape
+from pallas_attn._tile.layout import to_nhd
 
 IMPLEMENTATIONS = ["xla", "interpret", *ON_GPU]
 

@@ -13,7 +13,7 @@ import triton_shapes
 import pallas_attn
 from pallas_attn import LocalStride
 from pallas_attn._call import configs
-from pallas_attn._tile.layout import PoolShape, array_shape
+from pallas_attn._call.pools import PoolShape, array_shape
 from pallas_attn.ops.paged_attention import PagedAttentionConfig
 from pallas_attn.testing import cases
 

@@ -12,8 +12,9 @@ from support import ON_GPU
 
 import pallas_attn
 from pallas_attn import RaggedAttentionConfig, RaggedTiles
-from pallas_attn._tile import segments, weights
+from pallas_attn._tile import weights
 from pallas_attn.ops.blocksparse_attention import builders
+from pallas_attn.ops.flash_attention import segments
 from pallas_attn.ops.ragged_attention import reference
 from pallas_attn.testing.blocksparse import SMALL_TILES as SMALL_BLOCKS
 from pallas_attn.testing.flash_attention import SMALL_TILES

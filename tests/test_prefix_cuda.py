@@ -3,13 +3,13 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import support
 import test_mla_prefill as mla
 import test_prefix_prefill as prefix
 from lowering import lower_for_gpu
 
 import pallas_attn
 from pallas_attn import RaggedAttentionConfig, RaggedTiles
-from pallas_attn._call import dispatch
 
 gpu = pytest.mark.gpu
 made = prefix.make_case
@@ -76,8 +76,7 @@ small_workspace = mla.small_workspace
 
 
 def lowered(monkeypatch, call, *operands) -> str:
-    monkeypatch.setitem(dispatch.installed, "cuda", lambda: None)
-    monkeypatch.setattr("pallas_attn._call.ffi.register", lambda: None)
+    support.as_if_cuda(monkeypatch)
     return lower_for_gpu(call, *operands).as_text()
 
 

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import support
 import test_ragged_attention as ragged
 from lowering import lower_for_gpu
 
 import pallas_attn
-from pallas_attn._call import dispatch
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn.ops.ragged_attention import arguments, cuda
 from pallas_attn.testing import inputs
@@ -136,8 +136,7 @@ def test_scan_and_vmap():
 
 
 def lowered(monkeypatch, case: RaggedCase, **options):
-    monkeypatch.setitem(dispatch.installed, "cuda", lambda: None)
-    monkeypatch.setattr("pallas_attn._call.ffi.register", lambda: None)
+    support.as_if_cuda(monkeypatch)
     data = inputs.make_ragged(case)
     return lower_for_gpu(
         lambda *operands: pallas_attn.ragged_paged_attention(*operands, layout=case.layout, **options),

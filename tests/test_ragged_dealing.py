@@ -13,8 +13,8 @@ from support import ON_GPU
 import pallas_attn
 from pallas_attn import RaggedAttentionConfig, RaggedTiles
 from pallas_attn._call.device import Device
+from pallas_attn._call.pools import PoolShape
 from pallas_attn._split.splits import FairSplits
-from pallas_attn._tile.layout import PoolShape
 from pallas_attn._tile.masking import Rules
 from pallas_attn.ops.ragged_attention import splits
 from pallas_attn.ops.ragged_attention.blocks import CUTS, TOTAL, Lens

@@ -128,9 +128,7 @@ def test_tiles_are_checked():
 
 
 def test_tiles_whose_splits_there_is_no_room_for_are_refused():
-    """num_splits 0, which was taken and left outputs unwritten, and a length of splits, which was ignored."""
+    """num_splits 0, which was taken and left outputs unwritten."""
     with pytest.raises(ValueError, match=r"RaggedAttentionConfig: argument 'long': .*num_splits .*, got 0"):
         RaggedAttentionConfig(RaggedTiles(16, 16))
     RaggedAttentionConfig(RaggedTiles(16, 16, 1), RaggedTiles(16, 16))
-    with pytest.raises(ValueError, match=r"RaggedTiles: argument 'split_tokens': expected 0 .*, got 64"):
-        RaggedTiles(16, 16, 1, split_tokens=64)

@@ -10,7 +10,7 @@ import triton_kernels
 
 import pallas_attn
 from pallas_attn._call.device import Device
-from pallas_attn._tile.layout import PoolShape, array_shape
+from pallas_attn._call.pools import PoolShape, array_shape
 from pallas_attn.ops.ragged_attention.config import heuristic
 from pallas_attn.testing import cases
 

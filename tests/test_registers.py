@@ -11,8 +11,8 @@ import triton_kernels
 import pallas_attn
 from pallas_attn import BlockSparseConfig, SparseLayout
 from pallas_attn._call.device import Device
-from pallas_attn._lowering import cache, private
-from pallas_attn._tile import registers, triton
+from pallas_attn._lowering import cache, private, registers
+from pallas_attn._tile import triton
 from pallas_attn.ops.blocksparse_attention.config import PAIRED, TILES, heuristic
 
 HELD = f"{registers.ATTRIBUTE} = 128 : i32"

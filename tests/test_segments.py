@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn._tile import segments
+from pallas_attn.ops.flash_attention import segments
 
 
 def spans(rank: np.ndarray) -> dict[int, tuple[int, int, int]]:
@@ -18,7 +18,7 @@ def spans(rank: np.ndarray) -> dict[int, tuple[int, int, int]]:
     return found
 
 
-def check(side: segments.Side) -> None:
+def check(side: segments.Documents) -> None:
     for rank, table in zip(*map(np.array, side), strict=True):
         expected = spans(rank)
         assert {i: tuple(table[i].tolist()) for i in expected} == expected
@@ -39,8 +39,8 @@ def test_ids_become_ranks_and_spans(queries, keys, kinds, ordered):
     query_ids = jnp.asarray(of_queries)
     apart, alike = jax.jit(segments.sides)(of_queries, of_keys), segments.sides(query_ids, query_ids)
     for (q_rank, q_table), (kv_rank, kv_table), key_ids in ((*apart, of_keys), (*alike, of_queries)):
-        check(segments.Side(q_rank, q_table))
-        check(segments.Side(kv_rank, kv_table))
+        check(segments.Documents(q_rank, q_table))
+        check(segments.Documents(kv_rank, kv_table))
         ours, theirs = np.array(q_rank)[:, :, None], of_queries[:, :, None]
         np.testing.assert_array_equal(ours == kv_rank[:, None], theirs == key_ids[:, None])
         np.testing.assert_array_equal(ours < kv_rank[:, None], theirs < key_ids[:, None])

@@ -11,8 +11,8 @@ import pytest
 
 from pallas_attn._call import configs
 from pallas_attn._call.device import Device, current_device
+from pallas_attn._call.pools import PoolShape, array_shape
 from pallas_attn._tile.band import Band
-from pallas_attn._tile.layout import PoolShape, array_shape
 from pallas_attn._tile.masking import Rules
 from pallas_attn.cli import main, tune
 from pallas_attn.ops.flash_attention import api as flash

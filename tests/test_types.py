@@ -102,7 +102,7 @@ def test_names_in_types_are_those_that_there_are(op):
 
 
 def test_layouts_in_types_are_those_that_there_are():
-    from pallas_attn._tile.layout import LAYOUTS
+    from pallas_attn._call.pools import LAYOUTS
 
     assert typing.get_args(_types.Layout) == LAYOUTS
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from pallas_attn import LocalStride, MLADecodeConfig, PagedAttentionConfig
+from pallas_attn._call.pools import PoolShape
 from pallas_attn._split import merge, splits
 from pallas_attn._tile.latents import QUERY_DIM
-from pallas_attn._tile.layout import PoolShape
 from pallas_attn._tile.masking import Rules
 from pallas_attn.ops.mla_decode.problem import Problem as MLAProblem
 from pallas_attn.ops.paged_attention.problem import Problem as PagedProblem

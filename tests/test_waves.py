@@ -19,8 +19,8 @@ import pallas_attn
 from pallas_attn._call import budget
 from pallas_attn._call.architecture import PROGRAM_BYTES, REGISTERS
 from pallas_attn._call.device import Device
+from pallas_attn._call.pools import PoolShape
 from pallas_attn._split import splits, waves
-from pallas_attn._tile.layout import PoolShape
 from pallas_attn._tile.masking import Rules
 from pallas_attn.ops.paged_attention import config as configs
 from pallas_attn.ops.paged_attention.problem import Problem

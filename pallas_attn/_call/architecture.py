@@ -22,11 +22,11 @@ class Architecture(NamedTuple):
     capability: int
     """90 for sm_90."""
     shared_kib: int
-    """That one program may have: a multiprocessor's, less one (CUDA's programming guide)."""
+    """The most that one program may have (CUDA's programming guide)."""
     products: str = "mma"
-    """The matrix instructions that compilers choose: "mma" by warps; by warpgroups, which run beside a program, out of
-    shared memory, "wgmma" on the data centre's Hopper, and "tcgen05" on its Blackwell, where sums have a memory of
-    their own."""
+    """The matrix instructions that compilers choose: "mma" is issued by single warps; "wgmma" (data-centre Hopper) and
+    "tcgen05" (data-centre Blackwell) run asynchronously and read shared memory; "tcgen05" accumulates in a memory of
+    its own."""
 
     @property
     def shared_bytes(self) -> int:
@@ -72,10 +72,10 @@ ARCHITECTURES = (
 
 class Card(NamedTuple):
     name: str
-    """Part of the vendor's: an abstract device carries no capability, so its name has to tell."""
+    """Part of the vendor's name: an abstract device carries no capability, so it is recognised by name."""
     capability: int
     gigabytes: int
-    """A second that its memory moves, by its data sheet."""
+    """Bytes a second, by its data sheet."""
 
 
 # The first whose name is in a device's; others of a capability are taken for its first.

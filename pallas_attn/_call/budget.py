@@ -1,14 +1,14 @@
-"""What of a multiprocessor a tile takes: shared memory and registers. Every heuristic asks here, and nowhere else,
-whether a tile fits and how many programs run beside each other.
+"""What a tile takes of a multiprocessor: shared memory and registers. Every heuristic asks here, and nowhere else,
+whether a tile fits and how many programs share a multiprocessor.
 
     tile = budget.Tile(rows=128, tokens=64, held=(128,), walked=(128, 128), itemsize=2, num_warps=8, num_stages=3)
     tile.fits(device)             # whether a program has the memory for it
     tile.resident(device)         # programs that share a multiprocessor
-    budget.fitted(tile, device)   # the same with fewer stages, or as much of it as there is room for
+    budget.fitted(tile, device)   # the same with fewer stages or smaller sides, so that it fits
 
-In bytes it is what Triton's compiler does, read off compiled kernels of every op for sm_80, sm_90 and sm_120: never
-less, and where memory is nearly full hardly more. `python tests/measured_budget.py --all` compares them over as many
-calls as one likes. XLA's Triton takes the same bytes as pip's, wherever both were asked.
+Bytes follow what Triton's compiler allocates, read off compiled kernels of every op for sm_80, sm_90 and sm_120: the
+estimate is never below the truth and, where memory is nearly full, hardly above. `python tests/measured_budget.py
+--all` compares the two over any number of calls. XLA's Triton allocates the same as pip's wherever both were compared.
 
     held        rows of queries: one copy in shared memory, from which asynchronous products read them
     walked      tiles of keys and values: a buffer for each stage that a load is ahead, and one more where asynchronous
@@ -44,15 +44,15 @@ class Candidate(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tile:
-    """What a program has at once: rows that it holds, and tokens that each step of its loop brings. (Where a program
-    holds keys and goes over queries, its keys are the rows.)"""
+    """What a program works on at once: the rows that it holds, and the tokens that each step of its loop loads. (A
+    program that holds keys and loops over queries has its keys as rows.)"""
 
     rows: int
     tokens: int
     held: tuple[int, ...]
-    """Elements of a row of each operand that stays: a query, the gradient of an output."""
+    """Width of each operand that stays for the whole loop: a query, the gradient of an output."""
     walked: tuple[int, ...]
-    """Elements of a token of each operand that a step loads: a key, a value."""
+    """Width of each operand that a step loads: a key, a value."""
     itemsize: int
     """Bytes of an element in products."""
     stored: int = 0
@@ -60,26 +60,25 @@ class Tile:
     num_warps: int
     num_stages: int
     looks_up: bool = False
-    """Whether the loop itself loads where its tokens are."""
+    """Whether the loop itself looks up where its tokens lie."""
     token_bytes: int = 0
-    """What else a step loads of each token: a log-sum-exp."""
+    """Other bytes that a step loads for each token: a log-sum-exp."""
     pair_bytes: int = 0
-    """Loaded for each row and token: a bias, a mask."""
+    """Bytes loaded for each pair of a row and a token: a bias, a mask."""
     pair_tiles: int = 1
-    """Tiles of rows and tokens that products read: weights, and in some gradients those of logits."""
+    """Tiles [rows, tokens] that products read: weights, and in some gradients those of logits."""
     rereads: bool = False
-    """Whether a second product reads what a first one has read, in its own layout."""
+    """Whether a second product reads the same operand in another layout."""
     walks_rows: bool = False
-    """Whether rows, too, are loaded anew in each step."""
+    """Whether each step loads its rows, too."""
     spare: bool = False
-    """Whether there is to be a buffer for every stage, also where products can do with one less: tiles were measured
-    that leave it free."""
+    """Whether to count a buffer for every stage even where products need one less: tiles were measured so."""
     sums: int = 0
-    """Elements of a row that come out of Blackwell's tensor memory while the buffers are still there."""
+    """Width of the sums that leave Blackwell's tensor memory while the buffers are still in use."""
     transposed: bool = False
-    """Whether products are, so that tokens and sums are their first sides, and weights are read from shared memory."""
+    """Whether products are transposed: tokens and value columns come first, and weights go through shared memory."""
     exchanges_pairs: bool = False
-    """Whether logits change their layout, to meet what was loaded for them."""
+    """Whether logits change their layout to match what was loaded for each pair."""
 
     @property
     def threads(self) -> int:
@@ -96,9 +95,9 @@ class Tile:
         return large and by_warpgroups and device.architecture.asynchronous_products
 
     def buffers(self, device: Device) -> int:
-        """Of each tile that the loop loads."""
+        """The bytes of each tile that the loop loads."""
         if self.is_narrow and self.num_stages == 1:
-            return 0  # It is converted on its way through registers.
+            return 0  # It is converted in registers on the way.
         ahead = (self.num_stages - 1) // 2 if self.looks_up else self.num_stages - 1
         # Asynchronous products may still read a tile when the next load is issued.
         more = self.is_asynchronous(device) and not self.is_narrow
@@ -114,7 +113,7 @@ class Tile:
 
     @property
     def loaded_bytes(self) -> int:
-        """Of one buffer of all that a step loads, but for pairs."""
+        """Bytes of one buffer of everything that a step loads, pairs apart."""
         stored = self.stored or self.itemsize
         of_tokens = self.tokens * (sum(self.walked) * stored + self.token_bytes)
         return of_tokens + (self._rows_bytes if self.walks_rows else 0)
@@ -124,11 +123,11 @@ class Tile:
         return self.tokens * sum(self.walked) * self.itemsize if self.is_narrow else 0
 
     def exchanged_bytes(self, device: Device) -> int:
-        """Of what a step makes: tiles of pairs, and operands in a second layout."""
-        # Asynchronous products take weights from the registers that they are in.
+        """Bytes of what a step produces: tiles of pairs, and operands in a second layout."""
+        # Asynchronous products take weights straight from registers.
         stay = self.is_asynchronous(device) and not self.transposed
         weights = 0 if stay else self.pair_tiles * self.itemsize
-        # Pairs that are copied ahead meet logits in the layout of these; for others logits change theirs.
+        # Pairs that are prefetched are converted to the logits' layout; otherwise logits are converted to theirs.
         copied = self.pair_bytes * max(1, self.num_stages - 1)
         spared = self.pair_bytes * self.num_stages if self.spare else 0
         exchanged = FLOAT_BYTES if self.exchanges_pairs else 0
@@ -137,25 +136,25 @@ class Tile:
         return self.rows * self.tokens * max(copied + weights, exchanged, spared) + again
 
     def operand_bytes(self, device: Device) -> int:
-        """Of all that is there throughout a step."""
+        """Bytes that live throughout a step."""
         loaded = self.buffers(device) * self.loaded_bytes
         sums = self.rows * self.sums * self.itemsize if device.architecture.tensor_memory else 0
         return self.held_bytes + loaded + self.converted_bytes + sums
 
     def shared_bytes(self, device: Device) -> int:
-        """At most, but for OTHER_BYTES."""
+        """An upper bound, OTHER_BYTES apart."""
         return self.operand_bytes(device) + self.exchanged_bytes(device)
 
     def fits(self, device: Device, beside: int = 0) -> bool:
-        """And leaves so many bytes beside operands."""
+        """Whether so many bytes are left beside its operands."""
         unused = self.num_stages - self.buffers(device) if self.spare else 0
         more = max(self.exchanged_bytes(device), unused * self.loaded_bytes) + OTHER_BYTES
         return self.operand_bytes(device) + max(more, beside) <= device.architecture.shared_bytes
 
     @property
     def registers(self) -> float:
-        """Of a thread, about: sums in float32, and a tile in the type of products, are spread over all. Products in
-        float32 are made of parts, which are there beside what they are parts of."""
+        """Registers of a thread, about: accumulators in float32 and a tile in the products' type are spread over all
+        threads. A float32 product is computed from several parts of its operands, which take registers beside these."""
         sums = self.rows * self.held[0]
         parts = 2 if self.itemsize == FLOAT_BYTES else 1
         tile = parts * self.tokens * sum(self.walked) * self.itemsize / FLOAT_BYTES
@@ -173,7 +172,7 @@ class Tile:
 
 
 def fitted(tile: Tile, device: Device, *, least_stages: int = 1) -> Tile:
-    """With fewer stages, then with half of its larger side and so on, until it fits."""
+    """The tile with fewer stages, then with its larger side halved, and so on until it fits."""
     while not tile.fits(device):
         if tile.num_stages > least_stages:
             tile = dataclasses.replace(tile, num_stages=tile.num_stages - 1)

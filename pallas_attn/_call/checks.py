@@ -34,7 +34,7 @@ def is_traced(value: Any) -> bool:
 
 
 def brief(value: Any) -> str:
-    """A value of the right kind; an int may have hundreds of digits."""
+    """For messages, a value of the right kind; an int may have hundreds of digits."""
     digits = str(value)
     return digits if len(digits) <= LONGEST_SHOWN else f"{digits[:LONGEST_SHOWN]}..."
 
@@ -66,8 +66,7 @@ def is_number(value: Any) -> bool:
 
 
 def plain(number: Any) -> int | float:
-    """A number of Python's own. One of numpy's would take what it is compared with for its own type, in which float32's
-    bounds may be 0 and inf."""
+    """As a Python number: numpy would compare in its own type, where float32's bounds may be 0 and inf."""
     return number if isinstance(number, int) else float(number)
 
 
@@ -92,7 +91,7 @@ class ArgumentChecker:
         fail(self.function, self.spell(name), expected, got, error)
 
     def bind(self, source: str, **dims: int) -> None:
-        """Dimensions that `source` has and arrays yet to be checked must agree with."""
+        """Binds dimensions of `source`, with which arrays that are checked later must agree."""
         self.dims.update(dims)
         self._bound_by.update(dict.fromkeys(dims, source))
 
@@ -120,7 +119,7 @@ class ArgumentChecker:
         return size == (dim if isinstance(dim, int) else self.dims.get(dim, size))
 
     def _describe(self, shape: Sequence[int | str]) -> str:
-        """`[num_seqs=4 (as query), max_pages]`: what is known, and where it comes from."""
+        """`[num_seqs=4 (as query), max_pages]`: the sizes that are known, and where they come from."""
         words = []
         for dim in shape:
             if isinstance(dim, str) and dim in self.dims:
@@ -130,7 +129,7 @@ class ArgumentChecker:
         return f"[{', '.join(words)}]"
 
     def not_descending(self, name: str, bounds: Any, num_seqs: Any = None) -> None:
-        """Of bounds whose values are known, and of those of `num_seqs` sequences, where that is."""
+        """Refuses bounds that descend, as far as their values (and `num_seqs`) are known."""
         if is_traced(bounds) or is_traced(num_seqs) or not getattr(bounds, "is_fully_addressable", True):
             return
         known = np.asarray(bounds)
@@ -148,7 +147,7 @@ class ArgumentChecker:
             self.fail(name, expected, type(value).__name__, TypeError)
 
     def one_of(self, name: str, value: Any, choices: Sequence[Any]) -> None:
-        # Compared with its own kind alone: an array would compare element by element.
+        # Only values of the same kind are compared: an array would compare element by element.
         if not any(isinstance(value, type(choice)) and value == choice for choice in choices):
             expected = "one of " + ", ".join(repr(c) for c in choices)
             if isinstance(value, type(choices[0])):
@@ -156,7 +155,7 @@ class ArgumentChecker:
             self.fail(name, expected, shown(value), TypeError)
 
     def dtype(self, name: str, value: Any, choices: Sequence[Any]) -> None:
-        """A dtype, or what numpy takes for one, as an argument of its own."""
+        """Checks an argument that is a dtype, or that numpy takes for one."""
         expected = "one of " + ", ".join(map(dtype_name, choices))
         try:
             given = None if value is None else jnp.dtype(value)

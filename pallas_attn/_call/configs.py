@@ -1,13 +1,13 @@
-"""Where a kernel's tile sizes come from: the caller, else a measured file, else the op's heuristic.
+"""Where a kernel's tile sizes come from: the caller, otherwise a measured file, otherwise the op's heuristic.
 
 Measured files are `<device>/<op>.json` below the folder that the environment variable PALLAS_ATTN_CONFIGS names and
 below `configs/` of this package, read one after the other:
 
     {"entries": [{"key": {...}, "config": {...}, "measured": {...}}, ...]}
 
-A key holds the few facts that decide (head_dim, page size, dtype, ...), each a value or a range [least, most] whose
-most may be null. The first entry whose whole key agrees wins, so a folder's own entries hide those packaged ones that
-are for the same calls, and no others. What its config leaves out, the heuristic fills in.
+A key holds the few facts that matter (head_dim, page size, dtype, ...), each a value or a range [least, most] whose
+upper end may be null. The first entry whose whole key matches wins, so a user's entries hide only the packaged ones for
+the same calls. Fields that an entry's config leaves out come from the heuristic.
 """
 
 import dataclasses
@@ -34,8 +34,8 @@ SIZES = ("num_seqs", "num_kv_heads", "max_len")
 
 
 def check_sizes(config: Any, powers_of_two: Mapping[str, int], may_be_zero: Sequence[str] = ()) -> None:
-    """For a config's `__post_init__`: every field is an int above 0, or 0 where it may be; of `powers_of_two` each is
-    one, at least what is named there. TypeError or ValueError."""
+    """For a config's `__post_init__`: every field is an int above 0, or 0 where allowed; fields named in
+    `powers_of_two` are powers of two, no less than the number given there. TypeError or ValueError."""
     kind = type(config).__name__
     for name, size in vars(config).items():
         least = powers_of_two.get(name)
@@ -45,20 +45,35 @@ def check_sizes(config: Any, powers_of_two: Mapping[str, int], may_be_zero: Sequ
 
 
 @dataclasses.dataclass(frozen=True)
-class SplitKVConfig:
-    """What every split-KV decode kernel is cut up by; an op's own config adds its defaults and says what they mean."""
+class TileConfig:
+    """Tiles of a kernel whose walks over keys may be split; an op's config adds defaults and documents the fields."""
 
     block_q: int
     block_kv: int
     num_splits: int = 0
-    min_split_tokens: int = 256
-    target_programs: int = 528
+    _: dataclasses.KW_ONLY
     num_warps: int = 4
     num_stages: int = 3
-    split_tokens: int = 0
 
     def __post_init__(self):
         check_sizes(self, POWERS_OF_TWO, may_be_zero=("num_splits", "split_tokens"))
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitKVConfig(TileConfig):
+    """With splits that follow from the batch at run time."""
+
+    _: dataclasses.KW_ONLY
+    min_split_tokens: int = 256
+    target_programs: int = 528
+
+
+@dataclasses.dataclass(frozen=True)
+class FixedSplitConfig(SplitKVConfig):
+    """With splits that may have a length of their own instead, for batch-invariant calls."""
+
+    _: dataclasses.KW_ONLY
+    split_tokens: int = 0
 
 
 def check_type(op: str, config_type: type, explicit: Any) -> None:
@@ -69,7 +84,7 @@ def check_type(op: str, config_type: type, explicit: Any) -> None:
 def resolve[C](
     op: str, config_type: type[C], explicit: C | None, key: dict[str, Any] | None, heuristic: Callable[..., C]
 ) -> C:
-    """`heuristic(**measured)` fills in what a measured entry, if there is one, does not say; with no `key` none is."""
+    """`heuristic(**measured)` fills in what the measured entry, if any, leaves out; without a `key` there is none."""
     check_type(op, config_type, explicit)
     if explicit is not None or key is None:
         return explicit or heuristic()
@@ -84,13 +99,13 @@ def resolve[C](
 
 
 def check_names(config_type: type, config: Mapping[str, Any]) -> None:
-    """A name that a heuristic takes for a fact of the call would change that in silence."""
+    """A field that the heuristic also takes as a fact of the call would silently change that fact."""
     if unknown := config.keys() - inspect.signature(config_type).parameters.keys():
         raise ValueError(f"no fields of {config_type.__name__}: {', '.join(sorted(unknown))}")
 
 
 def serves(entry: Mapping[str, Any], key: Mapping[str, Any]) -> bool:
-    """Whether an entry is for calls of this key; what the entry's own key lacks may be anything."""
+    """Whether an entry is for calls of this key; a fact that the entry does not name may be anything."""
     return all(_agrees(expected, key.get(name)) for name, expected in entry["key"].items())
 
 
@@ -117,7 +132,7 @@ def load(path: Path) -> list[dict[str, Any]]:
         entries = json.loads(path.read_text())["entries"]
         if not isinstance(entries, list):
             raise TypeError(f"entries of type {type(entries).__name__}")
-        # Before `tune` measures for hours, not when it merges what it has found.
+        # Checked before `tune` measures for hours, not when it merges its results.
         for entry in entries:
             _check_entry(entry)
         return entries
@@ -128,7 +143,7 @@ def load(path: Path) -> list[dict[str, Any]]:
 
 
 def _check_entry(entry: Any) -> None:
-    """TypeError for what cannot be an entry."""
+    """TypeError for anything that cannot be an entry."""
     if not isinstance(entry, dict) or not all(
         isinstance(entry.get(part), dict) for part in ("key", "config")
     ):
@@ -154,7 +169,7 @@ def packaged_configs() -> Path:
 
 
 def check_writable(path: Path) -> None:
-    """OSError where `save` could not write: makes the folder, and a file in it that does not stay."""
+    """OSError where `save` could not write: creates the folder, and a temporary file in it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a directory, expected a file of measured configs")
@@ -164,7 +179,7 @@ def check_writable(path: Path) -> None:
 
 
 def save(path: Path, entries: list[dict[str, Any]], **about: Any) -> None:
-    """Writes a measured file, one line an entry; whoever reads meanwhile finds the old file or the new, whole."""
+    """Writes a measured file, one line an entry, atomically for concurrent readers."""
     lines = ",\n".join("    " + json.dumps(entry) for entry in entries)
     head = "".join(f"  {json.dumps(name)}: {json.dumps(value)},\n" for name, value in about.items())
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -175,5 +190,5 @@ def save(path: Path, entries: list[dict[str, Any]], **about: Any) -> None:
 
 
 def _beside(path: Path) -> Path:
-    # Not tempfile's, which nobody else may read.
+    # A file of `tempfile` would be readable by its owner only.
     return path.with_name(f"{path.name}.{os.getpid()}.tmp")

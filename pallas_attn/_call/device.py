@@ -1,4 +1,4 @@
-"""The device a call is being traced for: what dispatch and configuration ask of it."""
+"""The device that a call is traced for: what dispatch and configuration need to know of it."""
 
 import functools
 import re

@@ -1,4 +1,4 @@
-"""Which implementation serves a call: a name, a function, and the reason it cannot, if there is one.
+"""Which implementation serves a call: each has a name, a function, and a reason where it cannot serve.
 
 An op registers its implementations; `resolve` picks one. With `implementation=None` the order is
 cuda > pallas > triton > xla on a GPU and xla elsewhere. A forced implementation that cannot serve raises with its
@@ -18,7 +18,7 @@ from pallas_attn._call.device import Device, current_device
 
 PACKAGE = str(Path(__file__).parents[1])
 Reason = str | None
-"""Why an implementation cannot serve; None when it can."""
+"""The reason why an implementation cannot serve; None when it can."""
 
 
 def _hopper(device: Device) -> Reason:
@@ -50,7 +50,7 @@ def _always(_: Any) -> Reason:
     return None
 
 
-# In order of preference; "interpret" runs the Pallas kernel in Python for debugging and is never chosen unasked.
+# In order of preference; "interpret" runs the Pallas kernel in Python, for debugging, and is never a default.
 _DEVICES: dict[str, Callable[[Device], Reason]] = {
     "cuda": _hopper,
     "pallas": _gpu,
@@ -59,7 +59,7 @@ _DEVICES: dict[str, Callable[[Device], Reason]] = {
     "interpret": _always,
 }
 installed: dict[str, Callable[[], Reason]] = {"cuda": _library}
-"""What an implementation lacks beside a device: the file that has kernels compiled adds what it knows."""
+"""What an implementation lacks on this machine, apart from a device: filled in by the file that compiles kernels."""
 
 
 def _missing(name: str) -> Reason:
@@ -106,7 +106,7 @@ def register(op: str, implementations: dict[str, Implementation]) -> None:
 
 
 def check_name(function: str, op: str, requested: Any) -> None:
-    """For functions that hand `implementation` on to an op, so that what is wrong with it carries their name."""
+    """For functions that pass `implementation` on to an op, so that an error names them."""
     known = _OPS[op]
     expected = f"None or one of {', '.join(map(repr, known))}"
     if not isinstance(requested, str | None):
@@ -147,7 +147,7 @@ def resolve(
         raise ValueError(f"{op}: no implementation can serve this call: {listed}")
     willing = [name for name in able if name != "xla" and not known[name].yields(case)]
     name = (willing or able)[0]
-    # Of what this device could run: nothing is to be done about another.
+    # Only reasons of implementations for this device: the user can do nothing about others.
     if name == "xla" and (refused := [n for n in candidates if reasons[n] and not _DEVICES[n](device)]):
         because = "; ".join(f"{n}: {reasons[n]}" for n in refused)
         text = f"{op}: served by the slow 'xla' implementation because {because}"
@@ -163,7 +163,7 @@ def _record(op: str, name: str) -> str:
 
 @contextlib.contextmanager
 def record_implementations() -> Iterator[dict[str, str]]:
-    """Collects {op: implementation} for every call traced inside the block (a cached jit traces nothing)."""
+    """Collects {op: implementation} for every call that is traced inside the block (a cached jit traces nothing)."""
     choices: dict[str, str] = {}
     _recorders.append(choices)
     try:

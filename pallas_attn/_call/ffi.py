@@ -1,7 +1,7 @@
-"""The CUDA library: found, loaded and registered with XLA at its first use.
+"""The CUDA library: found, loaded and registered with XLA on first use.
 
-The library is plain C++ behind XLA's FFI, loaded with ctypes, so one wheel serves every Python. It is
-registered no earlier than needed: importing the package must neither load CUDA code nor start JAX's backend.
+The library is plain C++ behind XLA's FFI, loaded with ctypes, so one wheel serves every Python. It is registered
+lazily: importing the package must neither load CUDA code nor start JAX's backend.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ import jax
 _LIBRARY = "libpallas_attn_cuda.so"
 COOPERATIVE_VARIABLE = "PALLAS_ATTN_COOPERATIVE"
 _REASON = "no_cuda_library.txt"  # written by the build when it has no library to install
-# First driver of each major version of CUDA. A program built with one runs on drivers for it and later ones.
+# The first driver of each major version of CUDA: a library built with one runs on that driver and later ones.
 _FIRST_DRIVER = {12: "R525", 13: "R580"}
 
 
@@ -30,10 +30,10 @@ def is_available() -> tuple[bool, str | None]:
 
 @functools.cache
 def register() -> None:
-    """Makes the custom calls of the CUDA library, all of xla_ffi/targets.def, known to XLA.
+    """Registers the custom calls of the CUDA library, all of xla_ffi/targets.def, with XLA.
 
-    Ops do it themselves when they are traced. A process that only runs a function that `jax.export` serialised
-    elsewhere traces none, and calls this first. To export one, name the calls as ones you vouch for:
+    Ops do this themselves when they are traced. A process that only runs a function serialised by `jax.export`
+    elsewhere traces none, so it calls this first. To export one, disable the safety check of each call:
     `jax.export.export(f, disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("pallas_attn_mla_decode_sm90")])`,
     "pallas_attn_mla_schedule_sm90", "pallas_attn_sparse_mla_sm90", "pallas_attn_blocksparse_prefill_sm90",
     "pallas_attn_attention_forward_sm90" and "pallas_attn_attention_backward_sm90" likewise.
@@ -49,8 +49,8 @@ def register() -> None:
 
 
 def cooperates(function: str) -> bool:
-    """Whether kernels may launch cooperatively, by PALLAS_ATTN_COOPERATIVE in the environment: a property of the
-    deployment, not of a model. An argument would have to pass through every layer that calls."""
+    """Whether kernels may launch cooperatively, by PALLAS_ATTN_COOPERATIVE in the environment: it depends on the
+    deployment, not on the model, and an argument would have to pass through every layer."""
     chosen = os.environ.get(COOPERATIVE_VARIABLE, "1")
     if chosen not in ("0", "1"):
         raise ValueError(
@@ -64,7 +64,7 @@ class _Target(ctypes.Structure):
 
 
 def _register(library: ctypes.CDLL, platform: str) -> None:
-    targets = library.pallas_attn_ffi_targets()  # ends with one without a name
+    targets = library.pallas_attn_ffi_targets()  # ends with an entry without a name
     for target in itertools.takewhile(
         lambda target: target.name, map(targets.__getitem__, itertools.count())
     ):
@@ -73,7 +73,7 @@ def _register(library: ctypes.CDLL, platform: str) -> None:
 
 
 def _versions(library: ctypes.CDLL) -> tuple[int, int]:
-    """What the library was built with and what the driver runs, as CUDA counts: 13000 is 13.0, 0 no driver."""
+    """CUDA versions of the library's build and of the driver: 13000 is 13.0, 0 no driver."""
     built_with, driver = ctypes.c_int(), ctypes.c_int()
     library.pallas_attn_cuda_versions(ctypes.byref(built_with), ctypes.byref(driver))
     return built_with.value, driver.value
@@ -97,7 +97,7 @@ def _driver_refusal(built_with: int, driver: int) -> str | None:
 
 
 def _directories() -> list[Path]:
-    """Where the build installs: in the package's folder, or in site-packages for an editable install."""
+    """Where the build puts the library: the package's folder, or site-packages for an editable install."""
     return [Path(__file__).parents[1], Path(sysconfig.get_path("platlib")) / "pallas_attn"]
 
 

@@ -1,4 +1,4 @@
-"""What is answered to whom asks for a derivative that there is not."""
+"""Error messages for derivatives that do not exist."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ KERNELS = "the kernel has no gradients; implementation 'xla' has"
 
 
 def refuse(name: str, function: Callable[..., Any], reason: str = KERNELS) -> Callable[..., Any]:
-    """`function`, whose derivatives are refused in words: JAX's own rules would fail inside, or be wrong."""
+    """`function` with derivatives refused by a clear message: JAX's own rules would fail inside it, or be wrong."""
     refusing = jax.custom_jvp(function)
 
     @refusing.defjvp
@@ -22,8 +22,8 @@ def refuse(name: str, function: Callable[..., Any], reason: str = KERNELS) -> Ca
 
 @contextlib.contextmanager
 def in_reverse_mode(function: str, besides: str) -> Iterator[None]:
-    """Around what has derivatives in reverse mode: those in forward mode are refused in words. Under a jax.jit of the
-    caller's JAX finds out when it lowers the program, and says in its own that a custom_vjp function is in the way."""
+    """Around functions with reverse-mode derivatives: forward mode is refused by a clear message. Under the caller's
+    jax.jit, JAX itself notices when it lowers the program, and its message speaks of a custom_vjp function."""
     try:
         yield
     except TypeError as error:

@@ -14,8 +14,8 @@ DIMS = (64, 96, 128)
 COUNT_COLUMNS = 8
 """Of a row of sums, behind a query's gradient: what was multiplied with keys."""
 HEADS_TOGETHER = 16
-"""KV heads whose key tiles are taken side by side. Those of one head wait for each other, so the fewer of them begin at
-once the better: of 1, 2, 4, 7 and 16 the fastest at 2k, 4k and 16k causal tokens (H200)."""
+"""KV heads whose key tiles are interleaved. Tiles of one head wait for each other, so few of them should start
+together: of 1, 2, 4, 7 and 16 this was the fastest at 2k, 4k and 16k causal tokens (H200)."""
 
 
 def unsupported(head_dim: int, value_dim: int) -> str | None:
@@ -46,12 +46,12 @@ def backward(
     Args:
         query, d_out: [batch, tokens, heads, dim], or heads before tokens; key, value: likewise.
         rows: maximum, rest, delta, total [batch, heads, tokens], as the tiled kernels take them.
-        sequences: documents, or none: each has all of its batch.
+        sequences: documents, or none: then each batch entry is one sequence.
         left, right, offset: query i sees keys from i + offset - left to i + offset + right; None is no bound.
         ordered: gradients of queries are added up in one order, so that the same inputs give the same bits. Without,
             they are in the order in which tiles happen to finish: faster, and the last bits vary from run to run.
 
-    vmap calls it once for each of the batch, one after the other.
+    vmap calls it once for each entry of the batch, sequentially.
     """
     ffi.register()
     batch, head_dim = query.shape[0], query.shape[-1]
@@ -60,7 +60,7 @@ def backward(
     width = next(dim for dim in DIMS if max(head_dim, value.shape[-1]) <= dim)
     documents = sequences.q_table is not None
     seqs = sequences.q_table.shape[1] if sequences.q_table is not None else 1
-    # Of each batch: whole tiles, and a part of one of each document.
+    # In each batch entry: whole tiles, and one partial tile of each document.
     max_turns = batch * (tokens // BLOCK_Q + (min(seqs, tokens) if documents else 1))
     max_tiles = batch * (kv_tokens // BLOCK_KV + (min(seqs, kv_tokens) if documents else 1))
     call = jax.ffi.ffi_call(

@@ -8,31 +8,31 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn._call import ffi
+from pallas_attn._call.sizes import MAX_HEAD_DIM
 
 TARGET = "pallas_attn_attention_forward_sm90"
 DTYPES = (jnp.bfloat16, jnp.float16)
 CACHE_DTYPES = (jnp.float8_e4m3fn, jnp.int8)
 """Of pages, beside the query's own."""
-MAX_HEAD_DIM = 256
 TILE_ROWS = 128
-"""Rows of a tile, queries times heads of a KV head: at least so many, whatever the head_dim."""
+"""Rows of a tile (queries times heads of a KV head), at least, whatever the head_dim."""
 MOST_SEQS = 8192
 FEW_TILES, MOST_PARTS = 264, 528
-"""Tiles of all KV heads, twice as many as a Hopper GPU has multiprocessors (132); and parts of tiles that are split."""
+"""Tiles of all KV heads: twice the multiprocessors of a Hopper GPU (132); and parts of tiles that are split."""
 L2_BYTES = 40 * 2**20
-"""Of keys and values, what heads that run side by side may read again and again: the L2 has 50 MB, some for others."""
+"""Bytes of keys and values that concurrent heads may reread: the L2 has 50 MB, of which other data takes some."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sequences:
-    """Where the queries and keys of each sequence lie.
+    """Where each sequence's queries and keys lie.
 
-    q_bounds, k_bounds: [num_seqs + 1], sequences end to end; None: each has all of its batch.
+    q_bounds, k_bounds: [num_seqs + 1], sequences laid end to end; None: each batch entry is one sequence.
     block_tables, seq_lens: [num_seqs, max_pages] and [num_seqs] where keys lie in pages.
-    q_table, k_table: [batch, documents, 3] (`segments.Side.table`), documents whose tokens may lie anywhere in their
-        batch; q_ranks, k_ranks: [batch, tokens], of which of them a token is.
-    num_seqs: [1], how many of them there are, documents: at most in a batch; None: all.
-    new: (key, value) of the queries' own tokens, in rows like these, where pages hold those before them alone.
+    q_table, k_table: [batch, documents, 3] (`segments.Documents.table`), documents whose tokens may lie anywhere in
+        their batch entry; q_ranks, k_ranks: [batch, tokens], each token's document.
+    num_seqs: [1], how many sequences there are, of documents the most in a batch entry; None: all.
+    new: (key, value) of the queries' own tokens, laid out like these, where pages hold only earlier tokens.
     """
 
     q_bounds: jax.Array | None = None
@@ -57,7 +57,7 @@ class Sequences:
 def unsupported(
     dtype, head_dim: int, value_dim: int, group: int, num_seqs: int, cache_dtype=None
 ) -> str | None:
-    """The reason the kernel cannot serve such heads and sequences, or None; cache_dtype: None is the query's."""
+    """The reason why the kernel cannot serve such heads and sequences, or None; cache_dtype: None is the query's."""
     if dtype not in DTYPES:
         return f"needs bfloat16 or float16, got {jnp.dtype(dtype).name}"
     own = cache_dtype is None or cache_dtype == dtype
@@ -103,16 +103,16 @@ def forward(
 
     Args:
         query: [batch, tokens, heads, dim], or heads before tokens; key, value: likewise, or pools of pages.
-        window: int32 [2], how many keys to the left and to the right of its place a query sees; negative: all.
+        window: int32 [2], how many keys to the left and right of its position a query sees; negative: all.
         scale: float32 [1].
         key_scale, value_scale: of pools of CACHE_DTYPES, float32 [kv_heads] or [num_pages, kv_heads].
-        ends_aligned: the last query of a sequence stands at its last key; else query i at key i + q_offset.
+        ends_aligned: a sequence's last query is at its last key; otherwise query i is at key i + q_offset.
         lse_heads_first: lse is [batch, heads, tokens], else [batch, tokens, heads]; base2_lse: in base 2.
-        skip_rows: of sequences with at most so many queries times heads of a KV head nothing is written.
-        sinks_without_keys: queries of sequences that have no keys see the sink, too.
-        kept: (out, lse) that are written to in place.
+        skip_rows: sequences with at most this many rows (queries times heads of a KV head) are not written.
+        sinks_without_keys: the sink counts for queries of sequences without keys, too.
+        kept: (out, lse), written in place.
 
-    vmap calls it once for each of the batch, one after the other.
+    vmap calls it once for each entry of the batch, sequentially.
     """
     ffi.register()
     batch = query.shape[0]
@@ -126,7 +126,7 @@ def forward(
         max_items += num_seqs + 2
     if documents:
         max_items = min(max_items, batch * tokens)  # each has a query of its document
-    # Where tiles may be fewer than multiprocessors, their keys are split: in so many parts at most.
+    # Where there may be fewer tiles than multiprocessors, their keys are split into at most this many parts.
     split = sequences.block_tables is not None or max_items * kv_heads < FEW_TILES
     slots = -(-MOST_PARTS // kv_heads) if split else 0
     nothing = jnp.zeros(0, jnp.int32)
@@ -206,5 +206,5 @@ def forward(
 
 
 def heads_in_l2(kv_heads: int, bytes_of_head: int) -> int:
-    """KV heads of which the L2 holds keys and values: those may be worked on side by side, and read again and again."""
+    """KV heads whose keys and values fit in the L2 together: they may run concurrently and reread them."""
     return math.gcd(kv_heads, 2 ** max(0, int(math.log2(max(1, L2_BYTES // max(1, bytes_of_head))))))

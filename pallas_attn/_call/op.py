@@ -1,7 +1,7 @@
-"""An op as a record, and the one way that its calls go: resolve, refuse, partition, choose tiles, run.
+"""An op as a record, and the one path that its calls take: resolve, refuse, partition, choose tiles, run.
 
-What a public function checks it puts into the op's operands (operands.py), and hands these to `Op.serve`. Everything
-behind that, `tune` too, sees an op by its record alone.
+A public function checks its arguments, puts them into the op's operands (operands.py) and calls `Op.serve`. Everything
+after that, and `tune` too, knows an op only by its record.
 """
 
 import dataclasses
@@ -26,21 +26,21 @@ def _same(operands: Any, *_: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Op[O, C]:
-    """All that tells one op from another.
+    """Everything that distinguishes one op from another.
 
     name: of the public function, in messages, in measured files and to `available_implementations`.
-    implementations: each `fn(operands)`, or, where it takes one, `fn(operands, config=)`, gives the results.
-    results: what their dimensions are, in words, or a function of the operands that says it.
-    config: the class of tile sizes; None, and then neither key nor heuristic, where no implementation takes one.
-    key: the facts of a call that measured files go by; None for calls that none is for.
-    heuristic: (operands, **measured) -> config; `measured` are fields that are known better.
-    check_config: refuses a config of the caller's.
-    share: what a device serves of operands that are sharded, if that is not just their parts.
-    settle: what is served in tiles that were chosen, not given.
-    kernels: where there are several, which have measured entries of their own (by the fact "kernel" beside the key):
-        the fields of the config that are each one's.
-    derivative: (call, operands) -> results, of an op with gradients of its own: what is left of the way is `call.run`,
-        forward and for gradients.
+    implementations: each has `fn(operands)`, or `fn(operands, config=)` where it takes one, which returns the results.
+    results: their dimensions in words, or a function of the operands that returns them.
+    config: the class of tile sizes; None (and neither key nor heuristic) where no implementation takes one.
+    key: the facts of a call by which measured files are searched; None for calls that are never measured.
+    heuristic: (operands, **measured) -> config; `measured` are fields that a measurement has already fixed.
+    check_config: raises for a caller's config that cannot serve.
+    share: how a device serves its part of sharded operands, if that differs from serving a whole call.
+    settle: the operands as served once tiles were chosen rather than given.
+    kernels: for an op of several kernels with measured entries of their own (told apart by the fact "kernel" in the
+        key): the config's fields that belong to each.
+    derivative: (call, operands) -> results, of an op with its own gradient rule, which runs both directions by
+        `call.run`.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Op[O, C]:
         dispatch.register(self.name, dict(self.implementations))
 
     def serve(self, operands: O, *, implementation: str | None, config: Any = None) -> tuple[jax.Array, ...]:
-        """The results, of the whole call or, where operands are sharded, on each device of its part."""
+        """The results: of the whole call or, where operands are sharded, each device's part."""
         given = config is not None
         name = dispatch.resolve(self.name, operands, implementation, named(operands), config=config)[0]
         chosen = self.implementations[name]
@@ -73,7 +73,7 @@ class Op[O, C]:
         return call.run(operands) if self.derivative is None else self.derivative(call, operands)
 
     def tiles(self, operands: O, explicit: C | None = None) -> C:
-        """What the operands at hand are cut up by: the caller's config, a measured one, or the heuristic's."""
+        """The config for these operands: the caller's, a measured one, or the heuristic's."""
         assert self.config is not None
         key, guess = self.key(operands), functools.partial(self.heuristic, operands)
         resolve = functools.partial(configs.resolve, self.name, self.config, explicit)
@@ -101,9 +101,9 @@ class Call[O, C]:
         summed: tuple[str, ...] | None = None,
         **static: Any,
     ) -> tuple[jax.Array, ...]:
-        """What the implementation makes of the operands or, where these are sharded, each device of its part. A `step`
-        is one of the implementation's others; `results` are those dimensions that differ from the op's, `summed` is as
-        in `partition.run`, and `static` goes to the function as it is."""
+        """Runs the implementation on the operands or, where these are sharded, on each device's part. `step` names one
+        of the implementation's other functions; `results` are its dimensions where they differ from the op's, `summed`
+        is as in `partition.run`, and `static` is passed to the function."""
         said = self.op.results(operands) if callable(self.op.results) else self.op.results
         return partition.run(
             self.op.name,

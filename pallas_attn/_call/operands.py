@@ -1,4 +1,4 @@
-"""What an op works on, from its public function to its kernel: one frozen pytree, under the public names.
+"""An op's operands, from its public function to its kernel: one frozen pytree whose fields have the public names.
 
     @operands
     class Operands:
@@ -6,9 +6,9 @@
         sinks: Array | None = dims("heads", default=None)
         scale: float
 
-A field with `dims` holds an array that the caller gave, later a tracer, in `vmap` and `shard_map` a part of the array,
-and inside a kernel the ref to it; None where it is optional and was not given. What its dimensions are is said in
-words, from which follows how a call is partitioned (partition.py). A field without is compiled in.
+A field with `dims` holds the caller's array, then a tracer, under `vmap` and `shard_map` a part of the array, and
+inside a kernel the ref to it; None where it is optional and missing. Its dimensions are named in words, which decide
+how a call is partitioned (partition.py). A field without `dims` is compiled in.
 """
 
 import dataclasses
@@ -21,17 +21,17 @@ _DIMS = "dims"
 
 
 def dims(*words: Any, default: Any = dataclasses.MISSING) -> Any:
-    """A field that holds an array, and its dimensions in words; or a pytree of arrays, and of words.
+    """A field that holds an array, with its dimensions in words; or a pytree of arrays, with as many words.
 
-    Several `words` are for arrays of as many dimensions as each has. A function says them of the operands, where they
-    hang on what is compiled in. With `default` None the field is optional.
+    Of several `words`, the one with as many dimensions as the array counts. Where they depend on compiled-in fields, a
+    function of the operands returns them. With `default` None the field is optional.
     """
     return dataclasses.field(default=default, metadata={_DIMS: words})
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, eq_default=False, field_specifiers=(dims,))
 def operands[T](cls: type[T]) -> type[T]:
-    """Makes a class of an op's operands of one that has annotations."""
+    """Turns an annotated class into an op's operands: a frozen dataclass and a pytree."""
     made: Any = dataclasses.dataclass(frozen=True, kw_only=True, eq=False)(cls)
     fields = dataclasses.fields(made)
     arrays = [field.name for field in fields if _DIMS in field.metadata]
@@ -61,13 +61,13 @@ def dims_of(operands: Any) -> tuple[tuple[str, str], ...]:
 
 
 def only(operands: Any, *names: str) -> Any:
-    """With these arrays alone, for a kernel that looks at no others."""
+    """A copy that holds only these arrays, for a kernel that reads no others."""
     return dataclasses.replace(operands, **dict.fromkeys(named(operands).keys() - set(names)))
 
 
 def aliases(operands: Any, *names: str) -> dict[int, int]:
-    """{place of an array among the leaves: place of the result that is written over it}, as far as the arrays, which
-    are named in the results' order, were given."""
+    """{index of an array among the leaves: index of the result that overwrites it}, for those of the named arrays that
+    were given; `names` are in the results' order."""
     given = [name for name, _ in dims_of(operands)]
     return {given.index(name): result for result, name in enumerate(names) if name in given}
 
@@ -80,5 +80,5 @@ def _said(operands: Any, value: Any, words: Sequence[Any]) -> Any:
 
 
 def ready(operands: Any) -> Any:
-    """With arrays of JAX's own: outside jit they may be numpy's."""
+    """A copy with JAX arrays: outside jit a caller's may be numpy's."""
     return jax.tree.map(jax.numpy.asarray, operands)

@@ -1,19 +1,19 @@
-"""A call whose operands are spread over several devices: which part of it each device does.
+"""A call whose operands are sharded over several devices: which part of it each device does.
 
 XLA cannot look into a kernel. Given sharded operands it would gather them, the pools too, and run the whole call on
-every device. So a call says what each dimension of its operands is, and from that follows how it is cut:
+every device. So a call names each dimension of its operands, and that decides how it is partitioned:
 
-- Sequences and heads may be sharded: a device serves its own. Query heads go with their KV heads; a pool with a single
-  KV head may be whole on every device while the query's heads are sharded.
-- Pools stay where they are. What is small (queries, tables, lengths, scales, new tokens) is brought to them.
-- A pool sharded along any other dimension is refused in words. Page ids count over the whole pool, so a device that
-  holds some of the pages could not serve a table that names others.
+- Sequences and heads may be sharded: a device serves its own. Query heads stay with their KV heads; a pool with a
+  single KV head may be replicated while the query's heads are sharded.
+- Pools are never moved; the small operands (queries, tables, lengths, scales, new tokens) are moved to them.
+- A pool sharded along any other dimension is an error. Page ids count over the whole pool, so a device with only some
+  of the pages could not serve a table that names others.
 
-The axes of a mesh are of three types, and each is met in its own way:
+A mesh's axes are of three types, each handled in its own way:
 
-- Manual, inside `jax.shard_map`: the operands are the device's share already, and nothing is done.
-- Explicit: the types of the operands say how they are sharded, so the call goes into a shard_map of its own.
-- Auto: only XLA's partitioner knows, and it asks through `custom_partitioning`. What is plain jnp it cuts by itself.
+- Manual, inside `jax.shard_map`: the operands already are the device's part, and nothing is done.
+- Explicit: the operands' types say how they are sharded, so the call gets a shard_map of its own.
+- Auto: only XLA's partitioner knows, and it asks through `custom_partitioning`. Plain jnp it partitions by itself.
 
 With a single device nothing is done, and what is lowered is the same text as without this file.
 """
@@ -35,7 +35,7 @@ from pallas_attn._call.checks import fail
 from pallas_attn._call.operands import dims_of
 
 SEQS, HEADS, KV_HEADS, BATCH = "seqs", "heads", "kv_heads", "batch"
-# An operand that has such a dimension is a pool: whole on every device, for this reason.
+# An operand with such a dimension is a pool: the dimension may not be sharded, for the reason given.
 WHOLE = {
     "pages": "all pages on every device, for ids count over the whole pool (in jax.shard_map each may have a pool and "
     "tables of its own)",
@@ -52,15 +52,15 @@ class Call:
     """`fn(operands, **static)` returns a tuple of arrays.
 
     function: the public function, for messages.
-    dims: (name, what its dimensions are, in words) of each array among the operands. "seqs", "heads", "kv_heads" and
-        "batch..." may be sharded; any other word will do for the rest, but a pool has one of WHOLE.
-    results: what the results' dimensions are.
+    dims: (name, its dimensions in words) of each array among the operands. "seqs", "heads", "kv_heads" and "batch..."
+        may be sharded; the other words are free, except that a pool has one of WHOLE.
+    results: the results' dimensions in words.
     static: keyword arguments of `fn`, hashable.
-    structure: of the pytree that the operands are.
-    share: takes the place of `fn` for a device's share of the call, if it is another.
-    mapped: for each `vmap` around the call, the innermost first, the arrays that it maps over.
-    summed: kinds of dimensions that results lack because `fn` sums over them. It is then also given `axes`, those of
-        the mesh that they are split over, and sums over them, too.
+    structure: the operands' pytree structure.
+    share: the function for one device's part of the call, if it differs from `fn`.
+    mapped: for each `vmap` around the call, innermost first, the arrays that it maps over.
+    summed: kinds of dimensions that `fn` sums over. It then also gets `axes`, the mesh axes that these are sharded
+        over, and sums over them, too.
     """
 
     function: str
@@ -78,7 +78,7 @@ class Call:
         return [name for name, _ in self.dims]
 
     def runner(self, split: Mapping[str, Axes]) -> Function:
-        """What every device runs on the operands it holds."""
+        """What each device runs on its operands."""
         fn = self.share if self.share and any(split.values()) else self.fn
         static = dict(self.static)
         if self.summed is not None:
@@ -111,17 +111,17 @@ def run(
     summed: tuple[str, ...] | None = None,
     implementation: str,
 ) -> tuple[jax.Array, ...]:
-    """`fn(operands, **static)`; where the operands are sharded, on each device its part of it.
+    """`fn(operands, **static)`; where the operands are sharded, each device computes its part.
 
     Args:
         function, fn, results, static, share, summed: see `Call`.
-        operands: of an `operands` class, whose own dimensions count.
-        implementation: "xla" is plain jnp, which XLA partitions itself; inside "interpret" JAX cannot tell over which
+        operands: an instance of an `operands` class, which names the dimensions.
+        implementation: "xla" is plain jnp, which XLA partitions itself; inside "interpret" JAX cannot track over which
             axes values vary.
 
     Raises:
-        ValueError: a pool is sharded in a way that cannot be served. Under Auto axes this comes to light, and is raised
-            by JAX as a JaxRuntimeError that ends in our message, when XLA partitions the compiled function.
+        ValueError: a pool is sharded in a way that cannot be served. Under Auto axes this is found only when XLA
+            partitions the program, and JAX raises a JaxRuntimeError that ends in this message.
     """
     arrays, call = _call(function, fn, operands, results, static)
     call = dataclasses.replace(call, share=share, summed=summed)
@@ -161,8 +161,8 @@ def divide(
 ) -> tuple[jax.Array, ...]:
     """`fn(operands, **static)`, plain jnp around calls of ops; arguments as in `run`.
 
-    Under Explicit axes each device does its part, since jnp refuses what it cannot tell the sharding of, and the calls
-    inside are its own. Elsewhere nothing is done: XLA sees to what is plain, and the calls see to themselves.
+    Under Explicit axes each device computes its part, since jnp refuses operations whose sharding it cannot infer.
+    Elsewhere nothing is done: XLA partitions the jnp, and the calls inside partition themselves.
     """
     arrays, call = _call(function, fn, operands, results, static)
     mesh = _mesh_of(arrays)
@@ -181,7 +181,7 @@ def _call(
 
 
 def _mesh_of(operands: tuple[jax.Array, ...]) -> Any:
-    """The mesh in the operands' types, one with Explicit axes if there are several, or else the context's, or None."""
+    """The mesh in the operands' types (preferably with Explicit axes), otherwise the context's, or None."""
     meshes = [jax.typeof(operand).sharding.mesh for operand in operands]
     meshes = [mesh for mesh in (*meshes, jax.sharding.get_abstract_mesh()) if not mesh.empty]
     explicit = [mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types]
@@ -189,10 +189,10 @@ def _mesh_of(operands: tuple[jax.Array, ...]) -> Any:
 
 
 def plan(call: Call, operands: tuple, sizes: Mapping[str, int]) -> dict[str, Axes]:
-    """{kind of dimension: mesh axes that it is split over}, from how the operands are sharded.
+    """{kind of dimension: the mesh axes it is sharded over}, from the operands' shardings.
 
     Args:
-        operands: in the call's order, with a shape and a sharding (None where it is whole on every device).
+        operands: in the call's order, each with a shape and a sharding (None: replicated).
         sizes: of the mesh's axes.
 
     Raises:
@@ -270,7 +270,7 @@ def _explicit(*operands: jax.Array, call: Call, mesh: Any, check_vma: bool):
 
 @functools.partial(jax.jit, static_argnames="call")
 def _auto(*operands: jax.Array, call: Call):
-    """custom_partitioning has no rule for vmap, which is given here."""
+    """The rule for vmap, which custom_partitioning lacks."""
 
     @custom_vmap
     def partitioned(*operands):
@@ -299,8 +299,8 @@ def _vmapped(call: Call, mapped: frozenset[int]) -> Call:
 def _sharding_rule(call: Call, operands: tuple[jax.Array, ...]) -> str:
     """Along which dimensions XLA may carry a sharding from one array to another, in its einsum-like notation.
 
-    They are those that are split together. Each other one has a name of its own: its sharding, if it has one, stays to
-    be seen by `plan`.
+    These are the dimensions that are sharded together. Every other one has a name of its own, so that its sharding, if
+    it has one, still reaches `plan`.
     """
     several = {
         kind
@@ -323,8 +323,8 @@ def _sharding_rule(call: Call, operands: tuple[jax.Array, ...]) -> str:
 
 
 def _answer(call: Call, mesh: Any, operands: tuple, results: Any):
-    """What XLA's partitioner asks: how operands and results should be sharded, and what each device does."""
-    if mesh.empty:  # no sharding of the compiled function names a mesh
+    """The answer to XLA's partitioner: how operands and results should be sharded, and what each device runs."""
+    if mesh.empty:  # no sharding of the compiled function has a mesh
         for name, operand in zip(call.names, operands, strict=True):
             if not operand.sharding.is_fully_replicated:
                 fail(call.function, name, "a jax.sharding.NamedSharding", repr(operand.sharding))

@@ -1,4 +1,4 @@
-"""Kernels by the Triton compiler itself, without Pallas: a body is traced, written as Triton IR, compiled and launched.
+"""Kernels by Triton itself, without Pallas: a body is traced, translated to Triton IR, compiled and launched.
 
     body     what a kernel's body is written with, and its jaxpr
     text     values, types, and the lines of the IR

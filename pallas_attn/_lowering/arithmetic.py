@@ -1,7 +1,7 @@
 """Elementwise operations and conversions.
 
-Triton's types are what arrays of JAX are, but two: bfloat16 and float16 are worked on in float32 and rounded once, as
-Triton's own language does, and float8 is only ever converted.
+Triton has the same types as JAX, with two exceptions: bfloat16 and float16 are computed in float32 and rounded once, as
+in Triton's own language, and float8 is only converted.
 """
 
 import math
@@ -14,7 +14,7 @@ import numpy as np
 from pallas_attn._lowering.rules import Kernel, rule
 from pallas_attn._lowering.text import FLOAT8, Value, Writer, element_of
 
-# For each primitive the operation on signed and on unsigned integers, and on floating-point numbers.
+# For each primitive, the operations on signed integers, unsigned integers and floating-point numbers.
 BINARY = {
     "add": ("arith.addi", "arith.addi", "arith.addf"),
     "sub": ("arith.subi", "arith.subi", "arith.subf"),
@@ -39,7 +39,7 @@ COMPARISONS = {
     "gt": ("sgt", "ugt", "ogt"),
     "ge": ("sge", "uge", "oge"),
 }
-# NVIDIA's libdevice, which Triton brings: float32 with denormals flushed, a few instructions where not one.
+# NVIDIA's libdevice, which comes with Triton: float32 with denormals flushed, in one or a few instructions.
 LIBDEVICE = {
     "exp2": "__nv_exp2f",
     "exp": "__nv_expf",
@@ -57,7 +57,7 @@ LOG2 = ("log2", "__nv_log2f")
 
 
 def choose(operations: tuple[Any, Any, Any], value: Value) -> str:
-    """The one of (signed, unsigned, floating-point) for a value's elements; bools count as unsigned."""
+    """Picks from (signed, unsigned, floating-point) by a value's elements; bools count as unsigned."""
     chosen = operations[2] if value.is_float else operations[0] if value.is_signed else operations[1]
     if chosen is None:
         raise NotImplementedError(f"{operations[0]} of {value.dtype}")
@@ -67,7 +67,7 @@ def choose(operations: tuple[Any, Any, Any], value: Value) -> str:
 def convert(write: Writer, value: Value, dtype: Any) -> Value:
     """`value` with elements of another dtype, as lax.convert_element_type."""
     dtype = jnp.dtype(dtype)
-    element_of(dtype)  # int4 is as wide as int8 where it is stored
+    element_of(dtype)  # int4 is stored as wide as int8
     if value.dtype == dtype:
         return value
     if value.constant is not None:
@@ -91,8 +91,8 @@ def convert(write: Writer, value: Value, dtype: Any) -> Value:
 
 
 def _converted_constant(value: Value, dtype: Any) -> Any:
-    """As XLA has it, where Triton's compiler has anything: an integer wraps around, and of a floating-point number
-    becomes the nearest that there is, of NaN 0."""
+    """With XLA's semantics, which Triton leaves undefined: integers wrap around, floating-point numbers saturate to the
+    nearest integer of the type, and NaN becomes 0."""
     number = np.asarray(value.constant).astype(value.dtype)
     if value.is_float and jnp.issubdtype(dtype, jnp.integer):
         ends, exact = jnp.iinfo(dtype), float(number)
@@ -109,14 +109,14 @@ def _bits(dtype: Any) -> int:
 
 
 def _between_integers(write: Writer, value: Value, dtype: Any) -> Value:
-    if _bits(dtype) == _bits(value.dtype):  # the sign is in the operations, not in the type
+    if _bits(dtype) == _bits(value.dtype):  # signedness is in the operations, not in the type
         return Value(value.name, value.shape, dtype)
     wider = "arith.extsi" if value.is_signed else "arith.extui"
     return write.converted(wider if _bits(dtype) > _bits(value.dtype) else "arith.trunci", value, dtype)
 
 
 def _float_to_integer(write: Writer, value: Value, dtype: Any) -> Value:
-    """Towards zero. The instruction saturates, but only at 32 bits and more."""
+    """Rounds towards zero. The instruction saturates, but only at 32 bits and more."""
     value = _computable(write, value)
     if _bits(dtype) >= 32:
         signed = jnp.issubdtype(dtype, jnp.signedinteger)
@@ -153,7 +153,7 @@ def _computable(write: Writer, value: Value) -> Value:
 
 
 def calculate(write: Writer, operation: Callable[..., Value], *operands: Value) -> Value:
-    """`operation` on operands of one shape and dtype, in float32 if that is narrower, and its result rounded back."""
+    """`operation` on operands of one shape and dtype; narrower floats are computed in float32 and rounded back."""
     dtype = operands[0].dtype
     return convert(write, operation(*(_computable(write, one) for one in operands)), dtype)
 
@@ -171,7 +171,7 @@ def _(kernel: Kernel, equation, left, right):
 
 
 def _signed(write: Writer, left: Value, right: Value) -> tuple[Value, Value] | None:
-    """Signed integers of one dtype, brought to one shape."""
+    """Signed integers of one dtype, broadcast to one shape."""
     if left.dtype != right.dtype or not left.is_signed:
         return None
     shape = jnp.broadcast_shapes(left.shape, right.shape)
@@ -191,7 +191,7 @@ def floor_divide(write: Writer, left: Value, right: Value) -> Value | None:
         bits = write.constant(int(right.constant).bit_length() - 1, left.dtype, left.shape)
         return write.elementwise("arith.shrsi", left, bits)
     quotient, rest = (write.elementwise(operation, left, by) for operation in ("arith.divsi", "arith.remsi"))
-    # Rounded towards zero, that is up where what is left has another sign than the divisor.
+    # The quotient is rounded towards zero, which is up where the remainder and the divisor differ in sign.
     zero, boolean = write.constant(0, left.dtype, left.shape), jnp.dtype("bool")
     up = write.elementwise("arith.cmpi slt,", write.elementwise("arith.xori", rest, by), zero, dtype=boolean)
     uneven = write.elementwise("arith.cmpi ne,", rest, zero, dtype=boolean)
@@ -200,16 +200,16 @@ def floor_divide(write: Writer, left: Value, right: Value) -> Value | None:
 
 
 def remainder(write: Writer, left: Value, right: Value) -> Value | None:
-    """jnp.remainder of signed integers by a power of two: of the same bits without a sign.
+    """jnp.remainder of signed integers by a power of two: an unsigned remainder of the same bits.
 
-    Not a mask, of which Triton does not know that neighbours stay neighbours.
+    Not a mask: Triton's contiguity analysis understands a remainder, not a mask.
     """
     operands = _signed(write, left, right) if _is_power_of_2(right) else None
     return None if operands is None else write.elementwise("arith.remui", *operands)
 
 
-# What jnp calls by these names it writes with sign, rem and where: a third of our kernels' operations was that. And two
-# of Triton's passes, which look for coalesced loads, go through a kernel as often as it has operations.
+# jnp writes these functions with sign, rem and where: a third of our kernels' operations. And two of Triton's passes
+# for coalescing scan a kernel once for each operation.
 SHORTER = {"floor_divide": floor_divide, "remainder": remainder}
 
 

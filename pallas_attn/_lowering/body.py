@@ -1,7 +1,7 @@
 """What a kernel's body is written with beside plain JAX: arrays in memory, and the program's place in the grid.
 
-A body is a function of `Ref`s. Traced, it becomes a jaxpr of plain JAX primitives and the three below, which have a
-meaning in that jaxpr only: nothing evaluates them but the rules of this package.
+A body is a function of `Ref`s. Traced, it becomes a jaxpr of plain JAX primitives and the three below, which only the
+rules of this package evaluate.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, Effect, Primitive
 from pallas_attn._lowering.private import allow_in_control_flow
 
 
-@jax.tree_util.register_static  # so that what holds refs beside arrays may go through loops and branches
+@jax.tree_util.register_static  # so that pytrees of refs and arrays may pass through loops and branches
 @dataclasses.dataclass(frozen=True)
 class Ref:
     """An array in device memory: the kernel's argument number `position`."""
@@ -59,14 +59,14 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """`size` elements from `start` on, which may be known at run time only."""
+    """`size` elements from `start` on; `start` may be traced."""
 
     start: Any
     size: int
 
 
 def _arrays(index: tuple[Any, ...]) -> Iterator[jax.Array]:
-    """Slices as arrays: each has a dimension of its own, in order. They stand beside scalars, not beside arrays."""
+    """Slices as arrays, each with a dimension of its own, in order; to be combined with scalars only."""
     sliced = [hasattr(i, "size") and hasattr(i, "start") for i in index]
     if any(sliced) and any(jnp.ndim(i) for i, is_slice in zip(index, sliced, strict=True) if not is_slice):
         raise IndexError("an index has slices or arrays, not both")
@@ -103,7 +103,7 @@ def program_id(axis: int) -> jax.Array:
 def load(
     place: Place, *, mask: jax.Array | None = None, other: Any = None, eviction_policy: str | None = None
 ) -> jax.Array:
-    """Elements at `place`; where not `mask`, `other`, or anything without it, and memory is not touched."""
+    """Elements at `place`; where not `mask`, `other` (undefined without it), and memory is not accessed."""
     shape = jnp.broadcast_shapes(*(i.shape for i in place.index))
     optional = [None if mask is None else jnp.broadcast_to(mask, shape)]
     optional.append(None if other is None else jnp.asarray(other, place.ref.dtype))
@@ -135,7 +135,7 @@ def store(
 
 
 def touch(place: Place, *, mask: jax.Array) -> None:
-    """Asks for elements at `place`, where `mask`, of which nothing is made."""
+    """Prefetches elements at `place`, where `mask`."""
     shape = jnp.broadcast_shapes(*(i.shape for i in place.index))
     touch_p.bind(*place.index, jnp.broadcast_to(mask, shape), ref=place.ref, shape=shape)
 
@@ -164,7 +164,7 @@ _tracing = contextvars.ContextVar("tracing", default=False)
 
 
 def is_tracing() -> bool:
-    """Whether the body of a kernel is being traced, for this package's lowering, by this thread."""
+    """Whether this thread is tracing a kernel's body for this package's lowering."""
     return _tracing.get()
 
 

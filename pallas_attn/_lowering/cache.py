@@ -1,9 +1,8 @@
-"""Compiled kernels, kept on disk under what they were compiled from.
+"""Compiled kernels on disk, by a hash of what they were compiled from.
 
-A file is written beside its place and moved there, so processes may share a folder, and so may machines: a folder that
-one machine has filled serves another that has no Triton. PALLAS_ATTN_KERNELS names it; by default it is
-pallas_attn/kernels in the user's cache. A folder that cannot be written, or a user without a home, keeps nothing, and
-that costs nothing but time.
+Files are written under a temporary name and renamed, so processes and machines may share a folder: one that a machine
+has filled serves another without Triton. PALLAS_ATTN_KERNELS names the folder; the default is pallas_attn/kernels in
+the user's cache. If it cannot be written, or the user has no home, nothing is cached, which costs only time.
 """
 
 import contextlib
@@ -22,7 +21,7 @@ READABLE = 0o644
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What a kernel is compiled from, beside the compiler. `max_registers` of a thread, 0: as many as it takes."""
+    """What a kernel is compiled from, apart from the compiler. `max_registers` of a thread; 0: no limit."""
 
     text: str
     capability: int
@@ -39,7 +38,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """`num_warps` may be more than was asked for, where the compiler adds some that only load."""
+    """`num_warps` may exceed what was asked for: the compiler may add warps that only load."""
 
     name: str
     ptx: str
@@ -53,7 +52,7 @@ def directory() -> Path:
         return Path(named)
     try:
         caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError:  # nobody's home: below a device there is nothing, and nothing can be made
+    except RuntimeError:  # a path that cannot exist, for a user without a home
         caches = os.devnull
     return Path(caches) / "pallas_attn" / "kernels"
 
@@ -65,12 +64,12 @@ def holds_any() -> bool:
 
 
 def find(request: Request, version: str | None) -> Compiled | None:
-    """What this version of Triton made of it; what the newest one did, if no version is asked for."""
+    """The kernel as compiled by this version of Triton or, without a version, by the newest one cached."""
     named = directory() / f"{request.digest}-{version}.json"
     with contextlib.suppress(OSError):
         paths = [named] if version else sorted(directory().glob(f"{request.digest}-*.json"), key=_age)
         for path in reversed(paths):
-            # A file that is not one of ours, or not for us, or cut short on another file system, is as good as none.
+            # A foreign, unreadable or truncated file counts as missing.
             with contextlib.suppress(OSError, ValueError, TypeError):
                 return Compiled(**json.loads(path.read_text()))
     return None
@@ -87,6 +86,6 @@ def keep(request: Request, compiled: Compiled) -> None:
         with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".part", delete_on_close=False) as file:
             json.dump(dataclasses.asdict(compiled), file)
             file.close()
-            # A temporary file is its owner's alone, and others may run what one has filled.
+            # Temporary files are readable by their owner only, but others may share the folder.
             os.chmod(file.name, READABLE)
             os.replace(file.name, folder / f"{request.digest}-{compiled.triton}.json")

@@ -1,4 +1,4 @@
-"""PTX for a kernel's text: from the cache, or by the Triton that is installed (3.6 to 3.9)."""
+"""PTX for a kernel's text: from the cache, or by the installed Triton (3.6 to 3.9)."""
 
 import contextlib
 import dataclasses
@@ -14,18 +14,18 @@ from pallas_attn._lowering.cache import Compiled, Request
 
 (_, _oldest), (_major, _newest) = stages.OLDEST, stages.NEWEST
 INSTALL = f"pip install 'triton>={_major}.{_oldest},<{_major}.{_newest + 1}'"
-# For each compute capability from which on it holds, the oldest PTX that has its instructions: any driver for the GPU
-# takes it. What Triton would write by default, its own assembler takes, and drivers only if they are as new. (8.0 knows
-# sm_89, but not that it converts float8.)
+# From each compute capability on, the oldest PTX version with its instructions, which every driver for the GPU accepts.
+# Triton's default is the newest that its own assembler knows, which older drivers reject. (8.0 knows sm_89, but not its
+# float8 conversions.)
 PTX_VERSIONS = ((121, 88), (120, 87), (110, 90), (103, 88), (100, 86), (90, 80), (89, 81), (80, 80))
 
 _begun: dict[Request, Future[Compiled]] = {}
 
 
 def _start_anew() -> None:
-    """Also in the child of a fork: of its parent's threads it has none, nor what they would let go of or bring."""
+    """Also in the child of a fork, which has none of its parent's threads, locks or results."""
     global _workers, _lock
-    # Triton lets go of Python's lock while it compiles.
+    # Triton releases the GIL while it compiles.
     _workers = ThreadPoolExecutor(thread_name_prefix="pallas_attn_compiler")
     _lock = threading.Lock()
     _begun.clear()
@@ -35,24 +35,24 @@ _start_anew()
 os.register_at_fork(after_in_child=_start_anew)
 
 
-@functools.cache  # a call that nothing compiled asks each time
+@functools.cache  # asked for every call that has nothing compiled
 def installed() -> str | None:
     """The version of Triton, without importing it; None where there is none."""
     try:
         spec = importlib.util.find_spec("triton")
-    except ValueError:  # a stand-in for it that another package has imported
+    except ValueError:  # a stub that another package has put in its place
         return None
-    # A folder that happens to have the name is a package without an origin.
+    # A folder of that name is a namespace package without an origin.
     if spec is None or spec.origin is None:
         return None
     try:
         return importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:  # unpacked by hand
+    except importlib.metadata.PackageNotFoundError:  # no metadata: unpacked by hand
         return importlib.import_module("triton").__version__
 
 
 def unavailable() -> str | None:
-    """Why kernels cannot be compiled here, or None. Those that are in the cache need no compiler."""
+    """Why kernels cannot be compiled here, or None. Cached ones need no compiler."""
     version = installed()
     if version is None:
         return f"Triton is not installed: {INSTALL}"
@@ -69,10 +69,10 @@ def ptx_version(capability: int) -> int:
 def compile_kernel(
     text: str, capability: int, num_warps: int, num_stages: int, max_registers: int = 0
 ) -> Compiled:
-    """The kernel of a module, compiled unless it ever was.
+    """The compiled kernel of a module, from the cache if it is there.
 
     Raises:
-        RuntimeError: it never was, and Triton is missing, or refuses it.
+        RuntimeError: it is not cached, and Triton is missing or rejects it.
     """
     return begin(text, capability, num_warps, num_stages, max_registers).result()
 
@@ -80,7 +80,7 @@ def compile_kernel(
 def begin(
     text: str, capability: int, num_warps: int, num_stages: int, max_registers: int = 0
 ) -> Future[Compiled]:
-    """`compile_kernel` by another thread: one for all who want the same kernel meanwhile."""
+    """`compile_kernel` in another thread, shared by everyone who wants the same kernel meanwhile."""
     request = Request(text, capability, num_warps, num_stages, ptx_version(capability), max_registers)
     with _lock:
         if found := _begun.get(request):
@@ -94,7 +94,7 @@ def begin(
 def _submitted(request: Request) -> Future[Compiled]:
     with contextlib.suppress(RuntimeError):
         return _workers.submit(made, request)
-    # No thread can be had: there are too many, or the interpreter is about to end.
+    # No thread can be started: there are too many, or the interpreter is shutting down.
     future: Future[Compiled] = Future()
     try:
         future.set_result(made(request))
@@ -104,14 +104,14 @@ def _submitted(request: Request) -> Future[Compiled]:
 
 
 def _make_code(done: Future[Compiled]) -> None:
-    """By the thread that compiled, while who waited for PTX goes on with it."""
+    """In the compiling thread, while those who waited for the PTX go on."""
     if done.exception() is None:
         driver.make_code(done.result().ptx)
 
 
 @functools.lru_cache(maxsize=1024)
 def made(request: Request) -> Compiled:
-    """By whichever thread: what the cache holds, or else Triton makes."""
+    """In any thread: from the cache, otherwise by Triton."""
     reason, version = unavailable(), installed()
     if kept := cache.find(request, None if reason else version):
         return kept
@@ -121,7 +121,7 @@ def made(request: Request) -> Compiled:
             f"call where Triton and an sm_{request.capability} GPU are, with {cache.FOLDER} naming a folder, and "
             "bring what is in it here"
         )
-    # The version that is looked for. What Triton calls itself, if it was built from source, lacks the commit.
+    # The version that is looked up: Triton's own version string, if built from source, lacks the commit.
     compiled = Compiled(**stages.to_ptx(**dataclasses.asdict(request)), triton=version)
     cache.keep(request, compiled)
     return compiled

@@ -1,4 +1,4 @@
-"""Loops, branches, and calls, which are written where they stand."""
+"""Loops, branches, and calls, which are inlined."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -41,7 +41,7 @@ def _(kernel: Kernel, equation, index, *operands):
 
 
 def _choose(kernel: Kernel, index: Value, first: int, branches, operands, outvars) -> Sequence[Value]:
-    """Of branches that are numbered from `first` on: a tree of two-way branches, the last for all that is beyond."""
+    """Branches numbered from `first` on, as a tree of two-way branches; the last one also serves larger numbers."""
     write = kernel.write
     if len(branches) == 1:
         return kernel.run(_closed(branches[0]), operands)
@@ -70,15 +70,15 @@ def _(kernel: Kernel, equation, *operands):
     cond_consts, body_consts = operands[:num_cond], operands[num_cond : num_cond + num_body]
     carry, body = operands[num_cond + num_body :], params["body_jaxpr"]
     counts = num_cond == 0 and _counts(params["cond_jaxpr"].jaxpr, body.jaxpr, num_body)
-    if counts and carry[0].is_signed:  # scf.for takes any number for a signed integer
+    if counts and carry[0].is_signed:  # scf.for treats every integer as signed
         return _counted(kernel, body, body_consts, carry)
     return _while(kernel, params["cond_jaxpr"], cond_consts, body, body_consts, carry)
 
 
 def _counts(cond: Jaxpr, body: Jaxpr, num_consts: int) -> bool:
-    """Whether a loop is what lax.fori_loop makes of bounds that are not known.
+    """Whether a while loop is lax.fori_loop's with bounds known at run time only.
 
-    Its carry begins with a number that grows by one to an end that stays, and the condition compares these alone.
+    Its carry starts with a counter that grows by one up to a constant end, and the condition compares just these.
     """
     if len(cond.eqns) != 1 or len(cond.invars) < 2:
         return False
@@ -140,9 +140,9 @@ def _while(kernel: Kernel, cond: ClosedJaxpr, cond_consts, body: ClosedJaxpr, bo
 
 @rule("scan")
 def _(kernel: Kernel, equation, *operands):
-    """What lax.fori_loop makes of bounds that are known: without arrays to go through or to collect.
+    """lax.fori_loop's scan for known bounds: it neither consumes nor collects arrays.
 
-    Such an array has a dimension that a step does not see.
+    Such arrays would have a dimension that a step does not see.
     """
     body, length = equation.params["jaxpr"], equation.params["length"]
     outside, inside = ([var.aval.shape for var in (*e.invars, *e.outvars)] for e in (equation, body.jaxpr))

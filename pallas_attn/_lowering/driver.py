@@ -1,8 +1,8 @@
 """Machine code ahead of time.
 
-The driver makes machine code of PTX when XLA loads a program, one kernel after the other, and keeps it on disk by the
-PTX it was made of. A thread that loads a kernel as soon as there is PTX leaves it there by the time XLA asks, while
-Triton is busy with other kernels and XLA with the rest of the program.
+When XLA loads a program, the driver compiles its PTX to machine code, one kernel after the other, and caches it on disk
+by the PTX. A thread that loads each kernel as soon as its PTX exists fills that cache before XLA asks, while Triton
+compiles other kernels and XLA the rest of the program.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 LIBRARY = "libcuda.so.1"
-RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: what another thread captures is not disturbed
+RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: does not disturb captures by other threads
 
 
 class _Refused(RuntimeError):
@@ -22,13 +22,13 @@ class _Refused(RuntimeError):
 
 
 class _Driver:
-    """The functions of CUDA's driver; each raises where it gives anything but success."""
+    """Functions of CUDA's driver, which raise on any error."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
 
     def __getattr__(self, name: str):
-        if (function := getattr(self._library, name, None)) is None:  # an older driver, or a stand-in for one
+        if (function := getattr(self._library, name, None)) is None:  # an older driver, or a stub
             raise _Refused(name)
 
         def call(*arguments) -> None:
@@ -40,7 +40,7 @@ class _Driver:
 
 @functools.cache
 def _driver() -> _Driver | None:
-    """None where there is none, or where it would keep nothing of what it makes."""
+    """None without a driver, or if it caches nothing."""
     if not _keeps_code():
         return None
     try:
@@ -50,22 +50,22 @@ def _driver() -> _Driver | None:
 
 
 def _keeps_code() -> bool:
-    """By CUDA's own variables and default folder ("Environment variables" in its programming guide)."""
+    """Follows CUDA's own variables and default folder ("Environment variables" in its programming guide)."""
     if os.environ.get("CUDA_CACHE_DISABLE", "0") not in ("", "0"):
         return False
     try:
         folder = Path(os.environ.get("CUDA_CACHE_PATH") or Path.home() / ".nv/ComputeCache")
-    except RuntimeError:  # nobody's home
+    except RuntimeError:  # no home
         return False
-    # Unlike a Path's own, these tell nothing of what may not be looked at, and raise nothing.
+    # Unlike Path's methods, these do not raise on unreadable paths.
     there = next((path for path in (folder, *folder.parents) if os.path.exists(path)), folder)
     return os.path.isdir(there) and os.access(there, os.W_OK)
 
 
 @functools.lru_cache(maxsize=1024)
 def make_code(ptx: str) -> None:
-    """Leaves machine code of `ptx` in the driver's cache, for the first GPU that this process uses; nothing where it
-    uses none. Nothing depends on it: what the driver refuses here, it refuses when XLA asks, who says so."""
+    """Compiles `ptx` into the driver's cache for the first GPU that this process uses, if any. Nothing depends on it:
+    an error here will come again when XLA loads the kernel, and XLA reports it."""
     if (driver := _driver()) is None:
         return
     with contextlib.suppress(_Refused), _context(driver):
@@ -76,7 +76,7 @@ def make_code(ptx: str) -> None:
 
 @contextlib.contextmanager
 def _context(driver: _Driver) -> Iterator[None]:
-    """The primary context of the first GPU that has one. It is XLA's: a context is not made here."""
+    """The primary context of the first GPU that has one: XLA's; none is created here."""
     device = _first_active(driver)
     context, mode = ctypes.c_void_p(), ctypes.c_int(RELAXED)
     driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)

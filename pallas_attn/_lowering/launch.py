@@ -1,7 +1,7 @@
-"""The call of a kernel inside a JAX program: a primitive that XLA runs as one of its own custom calls.
+"""The call of a kernel in a JAX program: a primitive that lowers to one of XLA's custom calls.
 
-The body is traced when the call is, and compiled when the program is lowered. JAX lowers one call after another, so the
-first that is lowered has all compiled that were traced: a program's kernels are compiled side by side.
+The body is traced with the call and compiled when the program is lowered. JAX lowers calls one after another, so
+lowering the first one starts the compilation of all that were traced: a program's kernels compile in parallel.
 """
 
 import contextlib
@@ -25,15 +25,15 @@ from pallas_attn._lowering.body import Ref
 from pallas_attn._lowering.module import Batch
 from pallas_attn._lowering.private import PTX_CALL
 
-# Triton's kernels take two more pointers, to memory that ours never ask for.
+# Triton's kernels take two more pointers, to scratch memory that ours never use.
 UNUSED_POINTERS = 2
-# Of a multiprocessor's shared memory, for each program on it beside its own; what is left is what one may have at most.
+# Shared memory reserved for each program beside its own; the rest of a multiprocessor's is the most that one may have.
 RESERVED_BYTES, SHARED_UNIT = 1024, 128
 
 
 def given(used: int, most_shared: int, most_together: int) -> int:
-    """Bytes of shared memory for a program that uses `used` of them: more than that, where one more program than
-    `most_together` would find room."""
+    """Shared memory to allocate for a program that uses `used` bytes: enough that no more than `most_together` programs
+    fit on a multiprocessor."""
     if not most_together:
         return used
     share = (most_shared + RESERVED_BYTES) // (most_together + 1)
@@ -42,7 +42,7 @@ def given(used: int, most_shared: int, most_together: int) -> int:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Launch:
-    """All that is static about a call. `arguments` are the kernel's: the operands, and behind them the results."""
+    """The static part of a call. `arguments` are the kernel's: the operands, then the results."""
 
     name: str
     traced: ClosedJaxpr
@@ -64,7 +64,7 @@ class Launch:
 
     @property
     def results(self) -> list[tuple[tuple[int, ...], Any]]:
-        """Shape and dtype of each result; what was mapped over last is in front."""
+        """Shape and dtype of each result; the dimension mapped over last is in front."""
         lead = tuple(level.size for level in reversed(self.batch))
         return [(lead + ref.shape, ref.dtype) for ref in self.arguments[-self.num_results :]]
 
@@ -74,13 +74,13 @@ class Launch:
         return module.lower(self.traced, self.arguments, name=self.name, grid=self.grid, batch=self.batch)
 
     def __str__(self) -> str:
-        """What tells the kernel from others of its name, for messages."""
+        """Tells the kernel from others of the same name, in messages."""
         arrays = ", ".join(f"{ref.dtype}{list(ref.shape)}" for ref in self.arguments)
         return f"{self.name} of {arrays}"
 
     @property
     def request(self) -> tuple[str, int, int, int, int]:
-        """What the compiler is asked for."""
+        """The compiler's input."""
         if self.capability is None:
             raise ValueError(f"{self.name}: the GPU's compute capability is not known")
         return self.text, self.capability, self.num_warps, self.num_stages, self.max_registers
@@ -89,7 +89,8 @@ class Launch:
         request = self.request
         compiler.begin(*request)
         for other in _traced.take():
-            with contextlib.suppress(NotImplementedError, ValueError):  # when its turn comes, it says so
+            # the error is raised when its turn comes
+            with contextlib.suppress(NotImplementedError, ValueError):
                 compiler.begin(*other.request)
         try:
             compiled = compiler.compile_kernel(*request)
@@ -102,7 +103,7 @@ class Launch:
 
 
 class _Traced(threading.local):
-    """What a thread has traced and not lowered yet: most likely the rest of the program that it lowers now."""
+    """Calls that this thread has traced and not yet lowered: most likely the rest of the program being lowered."""
 
     def __init__(self) -> None:
         self._launches = weakref.WeakSet[Launch]()
@@ -138,11 +139,11 @@ def launch(
     max_registers: int = 0,
     most_together: int = 0,
 ) -> tuple[jax.Array, ...]:
-    """Runs `body(*operand_refs, *output_refs)` over `grid`; operands may be pytrees, which aliases count flat.
+    """Runs `body(*operand_refs, *output_refs)` over `grid`; operands may be pytrees, whose leaves aliases count.
 
-    `capability` is the GPU's, 90 for sm_90; a program may have `most_shared` bytes of its shared memory, a thread
-    `max_registers` or, if that is 0, as many as it takes. At most `most_together` programs share a multiprocessor at
-    once, if that is 0, as many as fit.
+    `capability` is the GPU's, 90 for sm_90; `most_shared` the most bytes of shared memory of a program; `max_registers`
+    the most of a thread (0: no limit); `most_together` the most programs that share a multiprocessor (0: as many as
+    fit).
     """
     flat, tree = jax.tree.flatten(operands)
     refs = tuple(Ref(i, tuple(x.shape), jnp.dtype(x.dtype)) for i, x in enumerate([*flat, *out_shape]))
@@ -161,7 +162,7 @@ def _(*operands, static: Launch):
 
 @launch_p.def_abstract_eval
 def _(*operands, static: Launch):
-    """Results vary over the mesh axes that operands vary over, which are the same for all."""
+    """Results vary over the mesh axes that the operands vary over, the same for all."""
     _traced.add(static)
     like = operands[0]
 
@@ -174,11 +175,11 @@ def _(*operands, static: Launch):
 
 
 def _batched(operands, dims, *, static: Launch):
-    """One more part of the grid. What a result takes the place of has to be as large as the result."""
+    """A mapped dimension becomes part of the grid. Operands that results overwrite must have it too."""
     _traced.drop(static)
     size = next(x.shape[dim] for x, dim in zip(operands, dims, strict=True) if dim is not None)
     aliased = {operand for operand, _ in static.aliases}
-    if size == 0:  # a GPU takes no grid without programs
+    if size == 0:  # a GPU refuses an empty grid
         empty = [jnp.zeros((0, *shape), dtype) for shape, dtype in static.results]
         return empty, [0] * len(empty)
 
@@ -199,7 +200,7 @@ batching.primitive_batchers[launch_p] = _batched
 
 def _lower(ctx, *operands, static: Launch):
     compiled = static.compiled()
-    # The unused pointers have to point somewhere. Not to what a result takes the place of: XLA would copy it first.
+    # The unused pointers must point somewhere; not to an aliased operand, which XLA would then copy.
     aliased = {operand for operand, _ in static.aliases}
     spare = [i for i in range(len(operands)) if i not in aliased]
     if not spare:

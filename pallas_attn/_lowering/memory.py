@@ -1,7 +1,7 @@
 """Loads and stores.
 
-An element lies at the array's pointer plus the sum of index times stride. That sum is 32 bits wide where the array has
-no more than 2**31 elements, as all index arithmetic before it, and 64 bits wide beyond.
+An element is at the array's pointer plus the sum of index times stride. The sum is 32 bits wide for arrays of up to
+2**31 elements, as all index arithmetic before it, and 64 bits wide beyond.
 """
 
 import math
@@ -17,7 +17,7 @@ POLICIES = ("evict_first", "evict_last")
 
 
 def strides(shape: Shape) -> list[int]:
-    """Elements from one to the next along each dimension, the last of which is contiguous."""
+    """Strides in elements; the last dimension is contiguous."""
     return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
 
@@ -27,12 +27,11 @@ def moved(write: Writer, pointer: Value, offset: Value) -> Value:
 
 
 def _counted_apart(write: Writer, offset: Value) -> Value:
-    """The same number, of which LLVM does not know that it goes with a loop's.
+    """The same number, hidden from LLVM's loop optimisation.
 
-    Triton has LLVM optimize without the machine's costs. So that an offset needs no extension to 64 bits, it makes the
-    loop count in 64 bits instead, and all that goes with the loop: each comparison of a token with a length is then
-    two, and their results are more than there are predicates for. For a tile of keys the offset is worth it, for the
-    number of a page it is not.
+    Triton runs LLVM without the target's costs. To save extending an offset to 64 bits, LLVM widens the loop counter
+    and everything that depends on it: every comparison of a token with a length becomes two, which need more predicates
+    than there are. For the offset of a tile of keys that pays off, for a page's number it does not.
     """
     how = '"mov.b32 $0, $1;" {constraints = "=r,r", packed_element = 1 : i32, pure = true}'
     spelled = f"tt.elementwise_inline_asm {how} {offset.name} : {offset.type} -> {offset.type}"
@@ -40,7 +39,7 @@ def _counted_apart(write: Writer, offset: Value) -> Value:
 
 
 def _pointers(kernel: Kernel, ref: Ref, index: tuple[Value, ...], shape: Shape) -> Value:
-    """To each element of a tile. What is the same for all of it moves the pointer before there are many."""
+    """Pointers to each element of a tile. Offsets common to the tile are added to the scalar pointer first."""
     write, pointer = kernel.write, kernel.pointers[ref.position]
     wide = jnp.dtype("int32" if math.prod(ref.shape) <= 2**31 else "int64")
     terms = list(zip(index, strides(ref.shape), strict=True))
@@ -89,7 +88,7 @@ def _(kernel: Kernel, equation, *operands):
 
 @rule("pallas_attn_touch")
 def _(kernel: Kernel, equation, *operands):
-    """A load that stays although nobody wants what it gives."""
+    """A load that is kept although its value is unused."""
     write, params = kernel.write, equation.params
     *index, mask = operands
     pointers = _pointers(kernel, params["ref"], tuple(index), params["shape"])

@@ -1,7 +1,7 @@
 """A whole kernel as the text of a Triton IR module.
 
-The text is spelled as Triton 3.9 does; `compiler` respells it for older ones. It names no files, lines or versions, so
-that equal kernels are equal texts.
+The syntax is Triton 3.9's; `stages` adapts it for older versions. It contains no files, lines or versions, so that
+equal kernels have equal texts.
 """
 
 import dataclasses
@@ -16,25 +16,25 @@ from pallas_attn._lowering.body import Ref
 from pallas_attn._lowering.rules import Kernel
 from pallas_attn._lowering.text import Value, Writer
 
-# Modules of rules, which register themselves.
+# Importing these registers their rules.
 RULES = (arithmetic, control, memory, shapes)
-# XLA's buffers begin at multiples of at least so many bytes: it is what lets Triton move 16 bytes at once.
+# XLA aligns buffers to at least this many bytes, which lets Triton move 16 bytes at once.
 ALIGNMENT = 16
 INT32, INT64 = jnp.dtype("int32"), jnp.dtype("int64")
-# A GPU launches as many programs along its second and its third axis, and 2**31 - 1 along the first.
+# The most programs along a grid's second and third axis; along the first, 2**31 - 1.
 MOST_BEHIND_FIRST = 2**16 - 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """A dimension that a call was mapped over: how long it is, and which of the kernel's arguments have it in front."""
+    """A dimension that a call was mapped over: its length, and which of the kernel's arguments have it in front."""
 
     size: int
     batched: tuple[bool, ...]
 
 
 def folded(grid: Sequence[int]) -> int:
-    """How many of a grid's axes are counted along the GPU's first one: all, if one is too long for another."""
+    """How many of a grid's axes are folded into the GPU's first one: all, if one is too long for another axis."""
     return len(grid) if any(size > MOST_BEHIND_FIRST for size in grid[1:]) else 1
 
 
@@ -77,9 +77,8 @@ def lower(
 def _program_id(write: Writer, axis: int, size: int) -> Value:
     """The program's place along an axis.
 
-    That it is below `size`, and not below 0, makes divisions by it cheaper, and the compiler only knows what it reads.
-    A place of one bit is better not explained: the compiler then chooses by it early, and the largest of our kernels
-    runs out of registers.
+    The bounds 0 and `size` are stated, which makes divisions cheaper. Not for a size of 2: the compiler would then
+    branch on it early, and the largest of our kernels would run out of registers.
     """
     if size == 1:
         return write.constant(0, INT32)
@@ -90,7 +89,7 @@ def _program_id(write: Writer, axis: int, size: int) -> Value:
 
 
 def _split(write: Writer, number: Value, sizes: Sequence[int]) -> tuple[list[Value], Value]:
-    """The places along axes of these sizes, of which the first varies fastest, and what is left for further ones."""
+    """The places along axes of these sizes, the first of which varies fastest, and the remaining quotient."""
     places = []
     for by in sizes:
         size = write.constant(by, INT32)
@@ -100,8 +99,7 @@ def _split(write: Writer, number: Value, sizes: Sequence[int]) -> tuple[list[Val
 
 
 def _batch(write: Writer, pointers, arguments, number: Value, batch) -> list[Value]:
-    """Pointers to the program's own part of each argument. What was mapped last has its dimension in front, and varies
-    slowest."""
+    """Pointers to the program's own part of each argument. The dimension mapped last is in front and varies slowest."""
     pointers = list(pointers)
     sizes = [math.prod(ref.shape) for ref in arguments]
     places, _ = _split(write, number, [level.size for level in batch])

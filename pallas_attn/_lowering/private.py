@@ -1,8 +1,8 @@
-"""The two names of JAX that are not its public interface, and the mechanism of XLA that is not either.
+"""The two names of JAX and the mechanism of XLA in use that are not public interfaces.
 
-Seen to work with jax 0.11.2 and 0.12.0.1, and looked at by tests/test_private_names.py. A JAX without the first name
-has no implementation "triton"; without the second, kernels of "pallas" have tiles that need no limit on registers,
-and do nothing early (`_tile/dependent_launch.py`).
+They work with jax 0.11.2 and 0.12.0.1 and are checked by tests/test_private_names.py. Without the first name there is
+no implementation "triton"; without the second, kernels of "pallas" use tiles that need no limit on registers, and do
+nothing early (`dependent_launch.py`).
 """
 
 import importlib
@@ -41,7 +41,7 @@ def allow_in_control_flow(effect: type[Effect]) -> None:
 
 
 def pallas_takes_rules() -> bool:
-    """Whether Pallas' Triton lowering is there and can be taught primitives."""
+    """Whether Pallas' Triton lowering exists and accepts rules for new primitives."""
     return _pallas_rules is not None
 
 

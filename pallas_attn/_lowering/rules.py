@@ -1,4 +1,4 @@
-"""Which rule writes which primitive, and a jaxpr written from top to bottom."""
+"""The rules that translate primitives, and the translation of a jaxpr from top to bottom."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -23,11 +23,11 @@ def rule(*primitives: str) -> Callable[[Rule], Rule]:
 
 
 class Refused(NotImplementedError):
-    """Says of which kernel, and which of its primitives."""
+    """An error that names the kernel and the primitive."""
 
 
 class Kernel:
-    """A kernel while it is written: its lines, and the pointers and grid indices that stand before them."""
+    """A kernel being written: its lines, and the pointers and grid indices that come before them."""
 
     def __init__(
         self, name: str, writer: Writer, pointers: Sequence[Value], program: Sequence[Value]
@@ -70,7 +70,7 @@ class Kernel:
             raise Refused(f"{self.name}: no rule writes the primitive {name!r} as Triton IR")
         try:
             defined = _RULES[name](self, equation, *operands)
-        except Refused:  # what is inside of this one has said it
+        except Refused:  # already reported by an inner equation
             raise
         except NotImplementedError as error:
             raise Refused(f"{self.name}: the primitive {name!r}: {error}") from error

@@ -24,7 +24,7 @@ def reshape(write: Writer, value: Value, shape: Shape) -> Value:
         return value
     if value.constant is not None or not value.shape:
         return write.broadcast(value, shape)
-    if not shape:  # one element: any reduction takes it out
+    if not shape:  # one element: any reduction extracts it
         flat = reshape(write, value, (1,))
         return reduce(write, flat, 0, "max" if not flat.is_bool else "or")
     to = Value("", shape, value.dtype)
@@ -110,7 +110,7 @@ def reduce(write: Writer, value: Value, axis: int, combine: str) -> Value:
 
 
 def _combined(write: Writer, name: str, how: str, value: Value, shape: Shape, combine: str) -> Value:
-    """A reduction or a scan: the region says what becomes of two elements."""
+    """A reduction or a scan: the region combines two elements."""
     left, right = (write.value((), value.dtype) for _ in range(2))
     defined = write.value(shape, value.dtype)
     write.line(f'{defined.name} = "{name}"({value.name}) <{{{how}}}> ({{')
@@ -148,7 +148,7 @@ def _(kernel: Kernel, equation, left, right):
         left = transpose(write, left, (1, 0))
     if contracted_right == (1,):
         right = transpose(write, right, (1, 0))
-    # Triton's product takes any integer for a signed one, and knows none of these.
+    # Triton's product treats every integer as signed and does not support these.
     if not (left.is_float or left.is_signed) or left.dtype in ("int16", "int64", "float64"):
         raise NotImplementedError(f"a product of {left.dtype}")
     wide = jnp.dtype("float32" if left.is_float else "int32")
@@ -160,7 +160,7 @@ def _(kernel: Kernel, equation, left, right):
 
 
 def _precision(kernel: Kernel, equation) -> str:
-    """Of float32 operands: whole, or rounded to 10 bits of mantissa as XLA does by default."""
+    """For float32 operands: full precision, or rounded to 10 bits of mantissa (TF32) as XLA does by default."""
     precision = equation.params["precision"]
     precisions = set(precision if isinstance(precision, tuple) else (precision,))
     if precisions == {lax.Precision.HIGHEST}:

@@ -1,7 +1,7 @@
-"""What is asked of Triton: from the text of a module to PTX, by the stages of Triton's own compiler.
+"""From the text of a module to PTX, by the stages of Triton's own compiler.
 
-It runs in any process that has Triton, and needs neither JAX nor a GPU: the driver makes machine code of the PTX when
-XLA loads the kernel. The only importer of Triton.
+It needs Triton but neither JAX nor a GPU: the driver compiles the PTX when XLA loads the kernel. This is the only
+importer of Triton.
 """
 
 import functools
@@ -15,8 +15,8 @@ OLDEST, NEWEST = (3, 6), (3, 9)
 STAGES = ("ttir", "ttgir", "llir", "ptx")
 POLICY = re.compile(r" \{cachePolicy = #tt\.cache_policy<cache_modifier = none, eviction_policy = (\w+)>\}")
 
-# Passes that find nothing in our kernels, which have one function, run on one multiprocessor each, and leave it to the
-# pipeline what loads ahead. Behind each pass Triton verifies the whole module again, which is most of what these cost.
+# Passes that find nothing to do in our kernels, which have a single function, use no clusters and leave prefetching to
+# the pipeliner. Triton verifies the whole module after each pass, which is most of their cost.
 IDLE = {
     "add_inliner",
     "add_symbol_dce",
@@ -36,7 +36,7 @@ IDLE = {
     "add_hopper_warpspec",
     "add_warp_specialize_to_llvm",
 }
-# The memory of Blackwell's tensor cores.
+# For tensor memory (Blackwell).
 IDLE_BELOW_100 = {
     "add_optimize_tmem_layouts",
     "add_tmem_load_reduce",
@@ -46,7 +46,7 @@ IDLE_BELOW_100 = {
     "add_tmem_barrier_insertion",
     "add_tmem_wait_insertion",
 }
-# Lines for debuggers: of a file that Triton parsed, which is another each time.
+# Line information of the temporary file that Triton parses, which differs each time.
 UNWANTED = {"add_di_scope"}
 
 
@@ -56,12 +56,12 @@ def release(version: str) -> tuple[int, int]:
 
 
 def respell(text: str, triton: tuple[int, int]) -> str:
-    """`text` as Triton before 3.9 reads it: a cache hint was a word of its own."""
+    """`text` in the syntax before Triton 3.9, where a cache hint was a keyword."""
     return text if triton >= (3, 9) else POLICY.sub(r" evictionPolicy = \1", text)
 
 
 class _Without:
-    """A module of Triton's, in which functions of these names, wherever they stand, do nothing."""
+    """A module of Triton in which functions of these names, at any depth, do nothing."""
 
     def __init__(self, module: ModuleType, names: set[str]) -> None:
         self._module, self._names = module, names
@@ -75,7 +75,7 @@ class _Without:
 
 @functools.cache
 def _backend(capability: int) -> Any:
-    """Triton's for this GPU, without the passes that are idle. It is left as it is for whoever else uses it."""
+    """Triton's backend for this GPU without the idle passes; a copy, so that other users of Triton are not affected."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler.compiler import make_backend
 
@@ -100,15 +100,15 @@ def _backend(capability: int) -> Any:
 def to_ptx(
     text: str, capability: int, num_warps: int, num_stages: int, ptx_version: int, max_registers: int = 0
 ) -> dict[str, Any]:
-    """Of threads that have at most `max_registers`, or if that is 0 as many as they take:
-    name, ptx, shared_bytes and num_warps (Triton may add some that only load)."""
+    """With at most `max_registers` a thread (0: no limit): name, ptx, shared_bytes and num_warps (Triton may add some
+    that only load)."""
     import triton
     from triton._C.libtriton import ir
     from triton.backends.compiler import Language
 
     backend = _backend(capability)
     sizes = {"num_warps": num_warps, "num_stages": num_stages, "ptx_version": ptx_version}
-    # Products and sums are fused, as by XLA.
+    # Multiply-adds are fused, as by XLA.
     options = backend.parse_options({**sizes, "maxnreg": max_registers or None, "enable_fp_fusion": True})
     context = ir.context()
     ir.load_dialects(context)

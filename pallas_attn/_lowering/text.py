@@ -33,7 +33,7 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """What a line defines. `constant` is the Python number that every element is, where that is known."""
+    """A value that a line defines. `constant` is the Python number that all elements equal, if known."""
 
     name: str
     shape: Shape
@@ -102,17 +102,17 @@ class Writer:
         return f"%{self._count - 1}"
 
     def value(self, shape: Shape, dtype: Any) -> Value:
-        """One that the caller's own line defines: a loop's argument."""
+        """A value that the caller's own line defines, such as a loop's argument."""
         return Value(self.fresh(), shape, dtype)
 
     def define(self, operation: str, shape: Shape, dtype: Any, *, is_pointer: bool = False) -> Value:
-        """`operation` is all that stands behind the equals sign."""
+        """`operation` is everything after the equals sign."""
         value = Value(self.fresh(), shape, dtype, is_pointer)
         self.line(f"{value.name} = {operation}")
         return value
 
     def results(self, operation: str, like: Sequence[Value]) -> list[Value]:
-        """As `define`, of an operation with any number of results, of the types of `like`."""
+        """As `define`, for an operation with several results, of the types of `like`."""
         if not like:
             self.line(operation)
             return []
@@ -130,7 +130,7 @@ class Writer:
         return dataclasses.replace(defined, constant=number)
 
     def elementwise(self, operation: str, *operands: Value, dtype: Any = None) -> Value:
-        """An operation on operands of one type, whose result has that type, or another `dtype`'s elements."""
+        """An operation on operands of one type; the result has that type, or elements of `dtype`."""
         first = operands[0]
         names, dtype = ", ".join(value.name for value in operands), first.dtype if dtype is None else dtype
         return self.define(f"{operation} {names} : {first.type}", first.shape, dtype)
@@ -140,7 +140,7 @@ class Writer:
         return self.define(f"{operation} {value.name} : {value.type} to {to}", value.shape, dtype)
 
     def broadcast(self, value: Value, shape: Shape) -> Value:
-        """A scalar, or an array of as many dimensions, brought to `shape`."""
+        """A scalar, or an array of the same rank, broadcast to `shape`."""
         if value.shape == shape:
             return value
         if value.constant is not None:

@@ -1,4 +1,4 @@
-"""What a kernel over MLA latents is compiled for, whichever way it finds its tokens."""
+"""What kernels over MLA latents are compiled for, however they find their tokens."""
 
 import dataclasses
 from typing import ClassVar
@@ -7,29 +7,28 @@ import jax
 
 from pallas_attn._call import budget
 from pallas_attn._call.device import Device
-from pallas_attn._split import splits
+from pallas_attn._call.sizes import ceil_div, tile_side
 from pallas_attn._split.problem import SplitKVProblem
-from pallas_attn._tile import triton
 from pallas_attn._tile.latents import LATENT_DIM, QUERY_DIM, ROPE_DIM, TOKEN_BYTES
 
-# From this many query rows on, kernels are written for the data centre's asynchronous matrix instructions.
+# With this many query rows or more, kernels are written for the data centre's asynchronous matrix instructions.
 WGMMA_ROWS = 64
-# Below WGMMA_ROWS, latents are worked on in chunks of this many dims, each with an accumulator of its own. A logit over
-# all 512 would be a chain of 32 products, each waiting 33 cycles for the one before; those of chunks overlap. It is
-# worth 1% with 16 rows.
+# Below WGMMA_ROWS, latents are processed in chunks of this many dims, each with its own accumulator. A logit over all
+# 512 would be a chain of 32 products, each waiting 33 cycles for the one before; products of different chunks overlap.
+# Worth 1% with 16 rows.
 CHUNK_DIM = 128
 
 
 def block_q(rows: int, fp8: bool, device: Device) -> int:
-    """Of `rows` query rows that share latents, those that a program serves.
+    """How many of the `rows` query rows that share latents a program serves.
 
-    64 need the asynchronous products of the data centre's Hopper and Blackwell; with warp-level ones their queries and
-    accumulators do not fit in registers, nor does the conversion of fp8 beside those of 32.
+    64 need the asynchronous products of data-centre Hopper and Blackwell: with warp-level ones their queries and
+    accumulators do not fit in registers, nor do those of 32 beside the conversion of fp8.
     """
     if device.architecture.asynchronous_products:
         most = WGMMA_ROWS
-        return most if fp8 and rows > 16 else min(most, triton.tile_side(rows))
-    return min(16 if fp8 else 32, triton.tile_side(rows))
+        return most if fp8 and rows > 16 else min(most, tile_side(rows))
+    return min(16 if fp8 else 32, tile_side(rows))
 
 
 def needs(
@@ -51,7 +50,7 @@ def needs(
         walked=(QUERY_DIM,),
         itemsize=2,
         stored=1 if fp8 else 2,
-        # Scales, and the rotary part, which is as wide as in products.
+        # Scales, and the rotary part, which is stored as wide as in products.
         token_bytes=TOKEN_BYTES - QUERY_DIM if fp8 else 0,
         num_warps=num_warps,
         num_stages=num_stages,
@@ -69,7 +68,7 @@ class LatentProblem(SplitKVProblem):
     alone: ClassVar[bool] = True
 
     def num_tiles(self, seq_len: jax.Array) -> jax.Array:
-        return splits.ceil_div(seq_len, self.config.block_kv)
+        return ceil_div(seq_len, self.config.block_kv)
 
     @property
     def asynchronous(self) -> bool:
@@ -78,7 +77,7 @@ class LatentProblem(SplitKVProblem):
 
     @property
     def ordered(self) -> bool:
-        # Beside the accumulators of more rows there are no registers left for it.
+        # The accumulators of more rows leave no registers for it.
         return not self.asynchronous
 
     @property

@@ -1,9 +1,9 @@
 """Merging the splits of a sequence, for every op: out = sum_s w_s out_s with w_s = exp(lse_s - lse).
 
-This is the online softmax once more, with splits for keys: their maxima are the logits, each of as many keys as its sum
-says, their outputs the values. A
-kernel of its own rather than XLA reductions: it reads only the splits a sequence really has, in a fixed order (same
-bits every run), and leaves a sequence in one split, which is already final, untouched in the aliased output.
+This is online softmax over splits in place of keys: a split's maximum is its logit, weighted by the sum of its weights,
+and its output is its value. It is a kernel rather than XLA reductions: it reads only the splits that a sequence really
+has, in a fixed order (the same bits every run), and leaves sequences in one split, which are already final, untouched
+in the aliased output.
 """
 
 import dataclasses
@@ -17,21 +17,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_attn._call.pools import PoolShape
+from pallas_attn._call.sizes import ceil_div, next_power_of_2, tile_side
 from pallas_attn._split.result import Result, store_lse, store_out
 from pallas_attn._split.splits import CountedCuts, Cut, Cuts
 from pallas_attn._tile import rows, softmax, triton
-from pallas_attn._tile.layout import PoolShape
-from pallas_attn._tile.triton import ceil_div
 
-# With fewer programs than this, more of them are cheaper than more work in each.
+# Below this number of programs, more programs are cheaper than more work in each.
 ENOUGH_PROGRAMS = 2048
-# With no more than this, each has a multiprocessor to itself and reads many partial results at once.
+# Up to this number, each program has a multiprocessor to itself and reads many partial results at once.
 FEW_PROGRAMS = 128
-# So many run at once, by registers: of four warps, and of one. More of them would come in waves, only to see that there
-# is nothing left.
+# Programs that run at once, by registers: of four warps, and of one. More would only start in later waves to find
+# nothing left to do.
 AT_ONCE = {4: 512, 1: 1536}
 TILE_ELEMENTS = 64 * 128  # of partial output in flight in a program
-# So many a warp holds by itself, and waits for no other: by Triton 3.6 that is a tenth of a short call and more.
+# Elements that one warp holds by itself, without barriers: with Triton 3.6 that saves a tenth of a short call or more.
 WARP_ELEMENTS = 32 * 128
 LEAST_DIMS = 32  # 128 bytes of a partial output
 MOST_ROWS = 16
@@ -39,7 +39,7 @@ MOST_ROWS = 16
 
 @runtime_checkable
 class Merged(Protocol):
-    """What merging wants to know of a problem whose sequences, or whatever else it deals to programs, are cut."""
+    """What merging needs to know of a problem whose sequences (or other units) are cut."""
 
     @property
     def num_places(self) -> int: ...
@@ -53,8 +53,8 @@ class Merged(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """What a program takes in per step: `splits` partial results of `dims` elements of `rows` rows; of a sequence that
-    has more, `most_splits`."""
+    """What a program loads per step: `splits` partial results of `dims` elements of `rows` rows, or `most_splits` for a
+    sequence that has more."""
 
     rows: int
     dims: int
@@ -66,10 +66,10 @@ class Tiling:
 def tiling(num_cut: int, num_rows: int, dim: int, most_splits: int, *, counted: bool = False) -> Tiling:
     """For `num_rows` rows of each sequence, of `dim` elements.
 
-    A long sequence has many splits and wants them loaded together; a big batch has few a sequence, and one program
-    for several rows; or, where no more programs start than run at once (`counted`), a warp for each row.
+    Long sequences have many splits, which should be loaded together; a big batch has few splits a sequence, and one
+    program serves several rows, or, where only as many programs start as run at once (`counted`), one warp each row.
     """
-    width = triton.tile_side(dim)
+    width = tile_side(dim)
     block, dims = 1, min(width, 128)
 
     def programs() -> int:
@@ -77,19 +77,18 @@ def tiling(num_cut: int, num_rows: int, dim: int, most_splits: int, *, counted: 
 
     while programs() > ENOUGH_PROGRAMS and block < MOST_ROWS:
         block, dims = 2 * block, min(2 * dims, width)
-    whole, most = dims == width, triton.next_power_of_2(most_splits)
+    whole, most = dims == width, next_power_of_2(most_splits)
     if counted and whole and block > 1:
         splits = WARP_ELEMENTS // max(dims, 128)
         return Tiling(1, dims, min(splits // 2, most), min(splits, most), num_warps=1)
-    # Where multiprocessors are left, narrower programs that take more splits at once: each further step waits for
-    # memory once more.
+    # While multiprocessors are free, narrower programs take more splits at once: every step waits for memory.
     while 2 * programs() <= FEW_PROGRAMS and block * dims * most > TILE_ELEMENTS and dims > LEAST_DIMS:
         dims //= 2
     few = programs() <= FEW_PROGRAMS
-    # Programs that hold whole rows, and are many, are in each other's way with more than 16 of them in flight.
+    # Many programs that hold whole rows slow each other down with more than 16 loads in flight.
     in_flight = MOST_ROWS if whole and not few else TILE_ELEMENTS // max(dims, 128)
     splits, more = min(max(1, in_flight // block), most), min(max(1, TILE_ELEMENTS // (block * dims)), most)
-    # Many programs that share rows: four warps would spend a short merge at barriers. A long one takes more steps.
+    # Many programs that share rows: in a short merge four warps would mostly wait at barriers.
     parts_of_a_row = block == 1 and not whole and not few
     alone = parts_of_a_row or block * dims * most <= WARP_ELEMENTS
     if alone:
@@ -111,15 +110,14 @@ def merge(
     counted: bool = False,
     scale: float = 1.0,
 ) -> tuple[jax.Array, jax.Array]:
-    """(out, lse) with the rows of sequences that were cut filled in, in place, from the partial results.
+    """(out, lse), in which the rows of sequences that were cut are filled in, in place, from the partial results.
 
-    `outputs` are the kernel's: (out, lse, partial out, partial lse), or (out, lse) alone if no sequence is ever cut,
-    and then nothing is left to do. `splits_of(*refs)` says, from the refs of
-    `operands`, which partial results are a sequence's; none has more than `most_splits`. `rows_of(*refs, sequence,
-    rows numbered through all KV heads)` gives these rows and their leading indices in the final arrays, where
-    sequences are not one dimension of them; "sequence" may then be whatever is cut. `counted`: what `splits_of` gives
-    are `CountedCuts`, so that no more programs need to start than run at once. `scale`: what makes natural
-    logits of what splits have the maximum of.
+    `outputs` are the kernel's: (out, lse, partial out, partial lse), or (out, lse) alone if no sequence is ever cut:
+    then nothing is done. `splits_of(*refs)` finds a sequence's partial results, at most `most_splits`, from the refs of
+    `operands`. `rows_of(*refs, sequence, rows numbered through all KV heads)` returns these rows and their leading
+    indices in the final arrays, where sequences are not a dimension of those; a "sequence" may then be any unit that is
+    cut. `counted`: `splits_of` returns `CountedCuts`, so only as many programs start as run at once. `scale` makes the
+    splits' maxima natural logits.
     """
     if not problem.num_places:
         out, lse = outputs
@@ -127,9 +125,9 @@ def merge(
     num_rows = problem.pool.num_kv_heads * problem.rows
     dim = outputs[0].shape[-1]
     rows_of = rows_of or functools.partial(_batched, problem)
-    width = triton.tile_side(dim)
+    width = tile_side(dim)
     if problem.fixed_splits:
-        # The same for every batch: what is added to what must not depend on it.
+        # The same for every batch: the order of additions must not depend on it.
         shape = Tiling(rows=1, dims=min(width, 128), splits=16, most_splits=64, num_warps=4)
     else:
         shape = tiling(num_cut, num_rows, dim, most_splits, counted=counted)
@@ -162,7 +160,7 @@ def _merge_kernel(
     _out_in, _lse_in, partial_out_ref, partial_lse_ref, *refs,
     splits_of: Callable[..., Cuts], rows_of: Callable[..., Any], tiling: Tiling, factor: float, stride: int | None,
 ):  # fmt: skip
-    """Merges one of the sequences that may be cut or, with a `stride`, each so many-th of those that are."""
+    """Merges one of the sequences that may be cut or, with a `stride`, every stride-th of those that are."""
     *operands, _, _ = refs
     row_block, dim_block, program = (triton.program_id(axis) for axis in range(3))
     cuts = splits_of(*operands)
@@ -207,7 +205,7 @@ def _merge_one(
             if out_ref.shape[-1] % tiling.dims:
                 inside &= dim < out_ref.shape[-1]
             place = (*_place(first + index, mine, inside.shape), jnp.broadcast_to(dim, inside.shape))
-            # Requested before the weights are worked out, which takes as long as the load.
+            # Loaded before the weights are computed, which takes as long as the load.
             part = triton.load(partial_out_ref.at[place], mask=inside, other=0.0)
             state, weights = softmax.rescale(state, maximum, factor, rest=rest)
             return state._replace(acc=state.acc + jnp.sum(weights[:, :, None] * part, axis=1))
@@ -218,7 +216,7 @@ def _merge_one(
             steps = functools.partial(step, at_once)
             return softmax.finish(lax.fori_loop(0, ceil_div(count, at_once), steps, start))
 
-        # A sequence in very many splits wants more of them under way at once, which would be waste for others.
+        # A sequence in very many splits keeps more loads in flight, which would be wasteful for others.
         few, many = tiling.splits, tiling.most_splits
         if many > few:
             out, lse = lax.cond(count > few, lambda: merged(many), lambda: merged(few))
@@ -237,7 +235,7 @@ def _batched(problem: Any, *refs_and_seq: Any) -> tuple[rows.Rows, tuple[jax.Arr
 
 
 def _place(split: jax.Array, mine: rows.Rows, shape: tuple[int, ...]) -> tuple[jax.Array, ...]:
-    """Indices of partial results, [rows, splits] broadcast to `shape`, whose first dimensions these are."""
+    """Indices of partial results [rows, splits], broadcast to `shape`, whose first dimensions these are."""
     more = tuple(range(2, len(shape)))
     by_row = (jnp.expand_dims(x, (1, *more)) for x in (mine.kv_head, mine.index))
     return tuple(jnp.broadcast_to(x, shape) for x in (jnp.expand_dims(split, (0, *more)), *by_row))

@@ -1,4 +1,4 @@
-"""What a call over paged sequences is, and what a split-KV decode kernel is compiled for."""
+"""Sizes of a call over paged sequences, and what a split-KV decode kernel is compiled for."""
 
 import dataclasses
 import math
@@ -7,23 +7,22 @@ from typing import ClassVar
 
 import jax
 
-from pallas_attn._call.configs import SplitKVConfig
+from pallas_attn._call.configs import FixedSplitConfig, SplitKVConfig
+from pallas_attn._call.pools import PoolShape, table_tokens
 from pallas_attn._tile import rows
-from pallas_attn._tile.layout import PoolShape, table_tokens
 from pallas_attn._types import Array
 
-# What is added before a sequence's number of fair shares is rounded down.
-# Where several programs share a multiprocessor, one more than there is room for waits only for the first that ends.
+# Added before a sequence's number of fair shares is rounded down. To nearest: where several programs share a
+# multiprocessor, one too many waits only for the first to end.
 TO_NEAREST = 0.5
-# Where a program fills a multiprocessor, one more than there are multiprocessors would make a batch of equal lengths
-# take twice as long. Rounded down, but not for an error in the last bit.
+# Down, up to an error in the last bit: where a program fills a multiprocessor, one program too many makes a batch of
+# equal lengths take twice as long.
 DOWN = 2.0**-10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PagedCall:
-    """The sizes that any call has. All of it static; what decides which implementation serves is added by an op's case,
-    what its kernel is compiled for by its problem."""
+    """The sizes that every paged call has; static. An op's problem adds what its kernel is compiled for."""
 
     num_seqs: int
     num_heads: int
@@ -37,7 +36,7 @@ class PagedCall:
 
     @property
     def streams(self) -> int:
-        """Walks over a cache: one for each sequence and KV head."""
+        """Walks over the cache: one for each sequence and KV head."""
         return self.num_seqs * self.pool.num_kv_heads
 
     @property
@@ -48,7 +47,7 @@ class PagedCall:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeCall(PagedCall):
-    """With as many query tokens of each sequence."""
+    """A call with equally many query tokens in each sequence."""
 
     q_len: int
 
@@ -76,43 +75,48 @@ class SplitKVProblem(DecodeCall):
 
     @property
     def q_blocks(self) -> int:
-        """Programs that the query rows of a KV head are spread over."""
+        """Programs that share the query rows of a KV head."""
         return math.ceil(self.rows / self.config.block_q)
 
     def rows_of(self, head_block: jax.Array) -> rows.Rows:
-        """Of program `head_block` of num_kv_heads x q_blocks."""
+        """The rows of program `head_block` of num_kv_heads x q_blocks."""
         return rows.of_program(head_block, block_q=self.config.block_q, num_rows=self.rows, group=self.group)
 
     def rows_across_heads(self, flat: jax.Array) -> rows.Rows:
-        """Of their numbers through all KV heads."""
+        """The rows with these numbers, counted through all KV heads."""
         sizes = dict(num_kv_heads=self.pool.num_kv_heads, num_rows=self.rows, group=self.group)
         return rows.across_heads(flat, **sizes)
 
     @property
     def programs_per_split(self) -> int:
-        """Each serves the query rows of one block of one KV head."""
+        """Each program serves one block of query rows of one KV head."""
         return self.pool.num_kv_heads * self.q_blocks
 
     @property
     def shares(self) -> float:
-        """Of the batch's work: `target_programs` over the programs of a split."""
+        """Shares that the batch's work is divided into: `target_programs` over the programs of a split."""
         return self.config.target_programs / self.programs_per_split
 
     @property
     def fixed_splits(self) -> bool:
-        """Whether splits have a length of their own, whatever else is in the batch."""
-        return self.config.split_tokens > 0
+        """Whether splits have a fixed length, whatever else is in the batch."""
+        return self.split_tokens > 0
+
+    @property
+    def split_tokens(self) -> int:
+        """Tokens of such a split, or 0."""
+        return self.config.split_tokens if isinstance(self.config, FixedSplitConfig) else 0
 
     @property
     def split_tiles(self) -> int:
         """Tiles in a split of a fixed length."""
-        return max(1, self.config.split_tokens // self.config.block_kv)
+        return max(1, self.split_tokens // self.config.block_kv)
 
     @property
     def most_splits(self) -> int:
-        """Of one sequence: as many as its walk has fixed lengths, or none that is shorter than `min_split_tokens`."""
+        """Most splits of a sequence: by their fixed length, or such that none is shorter than `min_split_tokens`."""
         config = self.config
-        if config.split_tokens:
+        if self.fixed_splits:
             fit = math.ceil(math.ceil(self.most_tokens / config.block_kv) / self.split_tiles)
         else:
             fit = int(self.most_tokens / max(config.min_split_tokens, config.block_kv) + self.rounding)
@@ -120,41 +124,41 @@ class SplitKVProblem(DecodeCall):
 
     @property
     def most_cuts(self) -> int:
-        """Of all sequences, whatever their lengths: splits beyond the first of each.
+        """An upper bound of splits beyond each sequence's first, whatever the lengths.
 
-        Shares add up to `shares`, and sequences that are cut n times in all have at least n + 0.5 of them, as numbers
-        are rounded to the nearest at most. (With room for what a quotient in float32 may be off.) Where they are
-        rounded up, splits are counted.
+        Shares add up to `shares`, and sequences with n cuts in all have at least n + 0.5 of them, since numbers are at
+        most rounded to nearest (with a margin for float32's error). Where they are rounded up, splits are counted.
         """
         cuts = self.num_seqs * (self.most_splits - 1)
-        if self.config.split_tokens:
+        if self.fixed_splits:
             return cuts
         return min(cuts, max(0, int(self.shares * (1 + 1e-5) + TO_NEAREST - 1)))
 
     @property
     def most_cut(self) -> int:
-        """Sequences that are cut."""
+        """The most sequences that are cut."""
         return min(self.most_cuts, self.num_seqs)
 
     @property
     def num_slots(self) -> int:
-        """Splits that there may be."""
+        """The most splits there may be."""
         return self.num_seqs + self.most_cuts
 
     @property
     def num_programs(self) -> int:
-        """That go through the slots, for each block of query rows.
+        """Programs that serve the slots, for each block of query rows.
 
-        One for each; but splits of a fixed length may be so many that programs without one would take longer than the
-        work. A loop over slots takes registers, which elsewhere would cost a program of the four on a multiprocessor.
+        One for each slot. Splits of a fixed length leave so many slots empty that idle programs would take longer than
+        the work: there programs loop over slots. Elsewhere the loop's registers would cost one of four programs on a
+        multiprocessor.
         """
-        if not self.config.split_tokens:
+        if not self.fixed_splits:
             return self.num_slots
         return min(self.num_slots, max(self.num_seqs, math.ceil(self.shares)))
 
     @property
     def num_places(self) -> int:
-        """Partial results there is room for (see splits.py); 0 if no sequence is ever cut."""
+        """Places for partial results (see splits.py); 0 if no sequence is ever cut."""
         return self.most_cuts + self.most_cut
 
     @property
@@ -169,7 +173,7 @@ class SplitKVProblem(DecodeCall):
 
     @property
     def most_tokens(self) -> int:
-        """That the walk over any sequence comes past, or more."""
+        """An upper bound of the tokens that the walk over a sequence visits."""
         return self.max_len
 
     @abstractmethod

@@ -1,8 +1,8 @@
-"""What a program does with the sums of some query rows: the final result if it saw all of a sequence, else a split.
+"""Where a program writes the result of some query rows: to the final arrays if it saw all of a sequence, otherwise to
+its split's place.
 
-`out` is a tuple of chunks of head_dim, float32 and normalised; `lse` in natural units, unless its
-parts are asked for. Both are NaN where `bad`: a
-length or a page id that cannot be right makes its sequence NaN rather than quietly wrong.
+`out` is a tuple of chunks of head_dim, float32 and normalised; `lse` is natural, unless its parts are asked for. Both
+are NaN where `bad`: an invalid length or page id makes its sequence NaN rather than silently wrong.
 """
 
 from collections.abc import Sequence
@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_attn._call.sizes import Chunk
 from pallas_attn._tile import quantization, softmax, triton
-from pallas_attn._tile.rows import Chunk, Rows, elements
+from pallas_attn._tile.rows import Rows, elements
 
 
 class Result(NamedTuple):
@@ -31,7 +32,7 @@ class Result(NamedTuple):
 def store(
     result: Result, refs: Sequence[Any], place, one_split, *, eviction_policy: str | None = None
 ) -> None:
-    """Into (out, lse) or, where a sequence is not in one split, `place` of (partial out, partial lse)."""
+    """Writes to (out, lse) or, if the sequence has several splits, to `place` of (partial out, partial lse)."""
 
     def final():
         store_out(result, refs[0], eviction_policy=eviction_policy)
@@ -54,7 +55,7 @@ def store_out(result: Result, out_ref: Any, *, eviction_policy: str | None = Non
 
 
 def store_lse(result: Result, lse_ref: Any) -> None:
-    """Its natural value or, if the array has a dimension for them, its parts."""
+    """Writes the natural lse or, if the array has a dimension for them, its parts."""
     index = (*result.leading, result.rows.head)
     if len(lse_ref.shape) == len(index):
         store_row(result, lse_ref, result.lse.natural())
@@ -63,7 +64,7 @@ def store_lse(result: Result, lse_ref: Any) -> None:
 
 
 def store_row(result: Result, ref: Any, values: jax.Array) -> None:
-    """A number of each row, where its lse would be."""
+    """Writes one number a row, indexed as lse."""
     _store_row(result, ref, (*result.leading, result.rows.head), values)
 
 
@@ -88,11 +89,11 @@ def _store_row(result: Result, ref: Any, index: tuple[Any, ...], values: jax.Arr
 def shapes(
     problem: Any, dim: int, dtype: Any, *, final: tuple[int, ...] | None = None, parts: bool = False
 ) -> list[jax.ShapeDtypeStruct]:
-    """What `store` writes to: (out, lse) and, where sequences may be cut, (partial out, partial lse, whose
-    last dimension are the parts of `Lse`).
+    """Shapes of what `store` writes to: (out, lse) and, where sequences may be cut, (partial out, partial lse); the
+    latter's last dimension holds the parts of `Lse`.
 
-    `final`: the shape of lse, of which [num_seqs, q_len, num_heads] is the usual one, and [num_tokens, num_heads] where
-    tokens are laid end to end. `parts`: it, too, has a last dimension for them.
+    `final`: the shape of lse, [num_seqs, q_len, num_heads] by default, [num_tokens, num_heads] where tokens are laid
+    end to end. `parts`: it, too, has a last dimension for the parts.
     """
     final = final or (problem.num_seqs, problem.q_len, problem.num_heads)
     lse = (*final, 2) if parts else final

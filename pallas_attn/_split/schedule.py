@@ -1,4 +1,4 @@
-"""How sequences are dealt to programs of equal work, before a kernel starts: cut anywhere, in order.
+"""How sequences are dealt to programs of equal work before a kernel starts: in order, and cut anywhere.
 
 Work is counted in blocks of tokens, and starting on a sequence costs an overhead of some blocks more. Every part has
 the same payload; a part ends anywhere inside a sequence and the next one goes on there.
@@ -21,20 +21,20 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn._call import symbolic
-from pallas_attn._tile.triton import ceil_div
+from pallas_attn._call.sizes import ceil_div
 
 
 class Dealt(NamedTuple):
-    """Where each part begins, and how many splits that makes of each sequence; all int32."""
+    """Where each part begins, and how many splits each sequence has; all int32."""
 
     seq: jax.Array
-    """[num_parts + 1]; num_seqs for parts without work, and for the last row, which is where all work ends."""
+    """[num_parts + 1] sequences; num_seqs for parts without work, and in the last row, where all work ends."""
     block: jax.Array
-    """[num_parts + 1]: of that sequence."""
+    """[num_parts + 1] blocks of that sequence."""
     first_split: jax.Array
-    """[num_parts]: the number of a part's first split among those of its first sequence."""
+    """[num_parts]: number of a part's first split within its first sequence."""
     num_splits: jax.Array
-    """[num_seqs + 1]: splits of the sequences before."""
+    """[num_seqs + 1]: splits of all sequences before."""
 
 
 def deal(num_blocks: jax.Array, num_parts: int, overhead: int | jax.Array) -> Dealt:

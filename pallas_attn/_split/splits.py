@@ -1,20 +1,20 @@
-"""How sequences are cut into splits, as kernels see it: who serves which split, and where its result lies.
+"""How sequences are cut into splits, as kernels see it: which program serves a split, and where its result goes.
 
 A partial result is a normalised output and the parts of its lse (`softmax.Lse`), both float32:
 
     out [num_places, num_kv_heads, rows, dim], lse [num_places, num_kv_heads, rows, 2]
 
-A sequence's splits have `count` neighbouring places from `first` on. A sequence in one split has none: it is final at
-once.
+A sequence's splits have `count` consecutive places from `first` on. A sequence in one split has none: its result is
+final.
 
-A split is a slot of the grid, and the GPU's own dispatch of programs is the queue that splits wait in. First come
-those that cuts added, each about a fair share, then every sequence's first split, long ones before short ones; slots
-that no split needs come last and leave at once. There are few of either: however lengths are distributed, fair shares
-add up to the programs that the config aims at, and so do cuts (`SplitKVProblem.most_cuts`).
+Each split has a slot of the grid, and the GPU's own scheduling of programs is the work queue. First come the splits
+that cuts added, each about a fair share of the work, then every sequence's first split, long ones before short ones;
+unused slots come last and exit at once. Both are few: whatever the lengths, fair shares add up to the programs that the
+config aims at, which also bounds the cuts (`SplitKVProblem.most_cuts`).
 
-`FairSplits` works them out from all lengths, in every program: a few hundred bytes out of L2 and a handful of
-reductions, which is cheaper than a launch to precompute them. `ScheduledSplits` reads them from MLA's schedule, where
-a program is a part that goes through several sequences.
+`FairSplits` computes them from all lengths in every program: a few hundred bytes out of the L2 and a handful of
+reductions are cheaper than a launch that precomputes them. `ScheduledSplits` reads them from MLA's schedule, where a
+program is a part that serves several sequences.
 """
 
 from collections.abc import Callable
@@ -26,21 +26,21 @@ import numpy as np
 from jax import lax
 
 from pallas_attn._call.checks import fail
-from pallas_attn._call.configs import SplitKVConfig
+from pallas_attn._call.configs import FixedSplitConfig
+from pallas_attn._call.sizes import ceil_div, next_power_of_2
 from pallas_attn._split.problem import TO_NEAREST, SplitKVProblem
 from pallas_attn._tile import triton
-from pallas_attn._tile.triton import ceil_div
 
-# Splits of lengths that differ have at most 1 + 1/2**n fair shares, n up to this: the fewest with which all of them
-# begin at once, so that none waits for another. If none of these does, to the nearest number. Two shares are too many
-# where a program fills a multiprocessor: nothing that is left runs beside the longest.
+# Where lengths differ, a split has at most 1 + 1/2**n fair shares, with the largest n up to this for which all splits
+# still start at once and no straggler remains; if there is none, the number of splits is rounded to nearest. n = 0, two
+# shares, is too much where a program fills a multiprocessor: nothing runs beside the longest.
 FINEST = 4
 
-# First splits of a share or more begin first, then those of half a share, of a quarter, and all others: what begins
-# last is then waited for least. Only of so many sequences: more take longer to put in order than they gain.
+# First splits of at least a share start first, then those of half a share, of a quarter, and all others, so that the
+# last to start are short. Up to this many sequences: sorting more costs more than it gains.
 MOST_ORDERED = 512
 
-# Of a sequence, where the number of splits is settled before lengths are known.
+# Most splits of a sequence where their number is fixed before lengths are known.
 MOST_SPLITS = 128
 
 
@@ -56,10 +56,10 @@ class Split(NamedTuple):
     """Among the splits of the sequence."""
     count: jax.Array | int
     place: jax.Array | int
-    """Of its partial result, if the sequence has several."""
+    """Place of its partial result, if the sequence has several splits."""
 
     def tiles(self, num_tiles: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """[begin, end) of the sequence's tiles: equal splits, but for the remainder."""
+        """[begin, end) of the sequence's tiles: splits are equal up to a remainder."""
         each, more = num_tiles // self.count, num_tiles % self.count
 
         def boundary(index):
@@ -78,14 +78,14 @@ class Cut(NamedTuple):
 
 @runtime_checkable
 class Splits(Protocol):
-    """How a batch is cut, for a kernel whose programs go through slots."""
+    """How a batch is cut, for kernels whose programs serve slots."""
 
     def num(self) -> jax.Array | int:
-        """Slots in use, which are the first."""
+        """Number of slots in use, which come first."""
         ...
 
     def at(self, slot: jax.Array) -> Split:
-        """What one of them serves."""
+        """The split of a slot."""
         ...
 
 
@@ -100,17 +100,17 @@ class Cuts(Protocol):
 
 @runtime_checkable
 class CountedCuts(Cuts, Protocol):
-    """Those whose number a kernel can ask for."""
+    """Cuts whose number a kernel can compute."""
 
     def num_cut(self) -> jax.Array: ...
 
 
 def each(splits: Splits, problem: SplitKVProblem, program: jax.Array, serve: Callable[[Split], None]) -> None:
-    """Serves the split in slot `program`, and in every slot `num_programs` further on."""
+    """Serves the split in slot `program`, and in every `num_programs`-th slot after it."""
 
     def turn(i, carry):
         slot = program + i * problem.num_programs
-        # What a slot holds is worked out behind the branch, for slots without a split are many.
+        # Computed inside the branch, since many slots have no split.
         used = problem.num_slots == problem.num_seqs or slot < splits.num()
         triton.when(used)(lambda: serve(splits.at(slot)))
         return carry
@@ -122,7 +122,7 @@ def each(splits: Splits, problem: SplitKVProblem, program: jax.Array, serve: Cal
 
 
 class WholeSplits:
-    """A split of each sequence, where none can be cut."""
+    """One split for each sequence, where none can be cut."""
 
     def __init__(self, problem: SplitKVProblem):
         self._num_seqs = problem.num_seqs
@@ -135,20 +135,20 @@ class WholeSplits:
 
 
 def fair(problem: SplitKVProblem, lens_ref: Any) -> Splits:
-    """What a kernel's programs go by that knows the lengths alone."""
+    """The splits of a kernel that knows only the lengths."""
     return FairSplits.of_all(problem, lens_ref) if problem.most_cuts else WholeSplits(problem)
 
 
 class FairSplits:
-    """As many equal splits of each sequence as it has fair shares.
+    """Cuts each sequence into as many equal splits as it has fair shares.
 
-    Sequences of one length, which are common, are dealt by a few scalars: sums over all lengths go from lane to lane
-    and wait for one another, which in short calls is a tenth of the time.
+    The common case of equal lengths takes a few scalars: reductions over all lengths are a chain of shuffles, a tenth
+    of a short call's time.
     """
 
     def __init__(self, problem: SplitKVProblem, lengths: jax.Array, first: jax.Array | None = None):
-        """`lengths` [num_seqs], and any padding of empty sequences; the `first` of them by itself, if it is known:
-        whether all are as long is one reduction, and to find the longest would be another before it."""
+        """`lengths` [num_seqs], padded with empty sequences; `first` is the first of them, if known: whether all equal
+        it takes one reduction, finding the longest would take another before it."""
         self._problem, self._lengths, self._seqs = problem, lengths, jnp.arange(len(lengths))
         num_tiles = _tiles(lengths, problem)
         one = jnp.max(num_tiles) if first is None else _tiles(first, problem)
@@ -158,7 +158,7 @@ class FairSplits:
         else:
             differ = (self._seqs < problem.num_seqs) & (num_tiles != one)
             self._even = jnp.max(differ.astype(jnp.int32)) == 0
-        # Where lengths are one, nobody looks at them.
+        # Not used where all lengths are equal.
         self._cuts = self._of(lambda: self._each + 0 * self._seqs, lambda: cuts(lengths, problem))
 
     def _of(self, even: Callable[[], Any], uneven: Callable[[], Any]) -> Any:
@@ -166,7 +166,7 @@ class FairSplits:
 
     @classmethod
     def of_all(cls, problem: SplitKVProblem, lens_ref: Any) -> "FairSplits":
-        seqs = jnp.arange(triton.next_power_of_2(problem.num_seqs))
+        seqs = jnp.arange(next_power_of_2(problem.num_seqs))
         lengths = triton.load(lens_ref.at[seqs], mask=seqs < problem.num_seqs, other=0)
         return cls(problem, lengths, triton.load(lens_ref.at[np.int32(0)]))
 
@@ -191,15 +191,15 @@ class FairSplits:
         total, before = jnp.sum(self._cuts), upto - self._cuts
 
         def added():
-            """Of each sequence the slot, if it is one of those that its cuts added."""
+            """For each sequence, the index of a slot among those that its cuts added."""
             return jnp.where((before <= slot) & (slot < upto), slot, -1)
 
         def first():
-            """Of each sequence the slot of its first split."""
+            """For each sequence, the slot of its first split."""
             return total + turns(self._lengths, self._cuts, self._problem)
 
         if in_turn(self._problem):
-            # A branch: what begins first, all at once, need not wait for an order.
+            # A branch: programs that start at once need not wait for the sort.
             mine = lax.cond(slot < total, added, first) == slot
         else:
             mine = jnp.where(slot < total, added(), total + self._seqs) == slot
@@ -208,7 +208,7 @@ class FairSplits:
         return Split(seq, index, own + 1, first_place(before, seq) + index)
 
     def num_cut(self) -> jax.Array:
-        """Sequences that are cut, of which `cut` knows each."""
+        """Number of sequences that are cut."""
         num_seqs = self._problem.num_seqs
         return self._of(
             lambda: num_seqs * jnp.minimum(self._each, 1), lambda: jnp.sum(jnp.minimum(self._cuts, 1))
@@ -229,8 +229,8 @@ class FairSplits:
 
 
 def equal_cuts(num_tiles: jax.Array, problem: SplitKVProblem, room: int) -> jax.Array:
-    """How often each sequence is cut where all have `num_tiles`; `cuts` would sum up `room` lengths."""
-    if problem.config.split_tokens:
+    """How often each sequence is cut where all have `num_tiles`; `room` is how many lengths `cuts` would sum."""
+    if problem.fixed_splits:
         return _fixed_cuts(num_tiles, problem)
     total = problem.num_seqs * jnp.minimum(num_tiles, INT_MAX // room)
     fair = _fair(total.astype(jnp.float32), problem)
@@ -238,11 +238,11 @@ def equal_cuts(num_tiles: jax.Array, problem: SplitKVProblem, room: int) -> jax.
 
 
 def cuts(lengths: jax.Array, problem: SplitKVProblem) -> jax.Array:
-    """How often each sequence of the batch, [num_seqs] and any padding of length 0, is cut: int32."""
+    """How often each sequence is cut, int32 [num_seqs], padding of length 0 included."""
     num_tiles = _tiles(lengths, problem)
-    if problem.config.split_tokens:
+    if problem.fixed_splits:
         return _fixed_cuts(num_tiles, problem)
-    # Integer sums, which are the same in whatever order: all kernels of a call must come to the same cuts.
+    # Integer sums do not depend on the order: all kernels of a call must compute the same cuts.
     work = jnp.minimum(num_tiles, INT_MAX // len(lengths))
     total = jnp.sum(work).astype(jnp.float32)
     tiles, fair = num_tiles.astype(jnp.float32), _fair(total, problem)
@@ -254,7 +254,7 @@ def cuts(lengths: jax.Array, problem: SplitKVProblem) -> jax.Array:
 
 
 def _tiles(lengths: jax.Array, problem: SplitKVProblem) -> jax.Array:
-    """Of the walks over sequences of these lengths, or as long as a table allows."""
+    """Tiles of the walks over sequences of these lengths, clipped to the table."""
     return problem.num_tiles(jnp.clip(lengths, 0, problem.max_len))
 
 
@@ -272,12 +272,12 @@ def _fair(total: jax.Array, problem: SplitKVProblem) -> jax.Array:
 
 
 def _least(problem: SplitKVProblem) -> float:
-    """Tiles of a split."""
+    """The fewest tiles of a split."""
     return max(problem.config.min_split_tokens / problem.config.block_kv, 1.0)
 
 
 def _rounded(tiles: jax.Array, share: jax.Array, problem: SplitKVProblem, rounding: float) -> jax.Array:
-    """How many shares a sequence of so many tiles has."""
+    """How many shares a sequence of `tiles` tiles has."""
     return (tiles / jnp.maximum(share, _least(problem)) + rounding).astype(jnp.int32)
 
 
@@ -286,22 +286,22 @@ def _rounded_up(tiles: jax.Array, share: jax.Array, problem: SplitKVProblem) -> 
 
 
 def in_turn(problem: SplitKVProblem) -> bool:
-    """Whether sequences begin by length, not by number."""
+    """Whether sequences start by length rather than by number."""
     return problem.ordered and not problem.fixed_splits and 2 < problem.num_seqs <= MOST_ORDERED
 
 
 def turns(lengths: jax.Array, cuts: jax.Array, problem: SplitKVProblem) -> jax.Array:
-    """Which of all first splits a sequence's is, [num_seqs] and any padding: int32, by class and then by number."""
+    """Rank of each sequence's first split, int32 [num_seqs] with padding: by class, then by number."""
     num_tiles = _tiles(lengths, problem)
     first = ceil_div(num_tiles, cuts + 1)
     share = ceil_div(jnp.sum(num_tiles), max(1, int(problem.shares)))
 
     def by_class(whole, half, quarter, less):
-        """What is for first splits of a share or more, of half a share, of a quarter, and for all others."""
+        """The class of a first split: a share or more, half a share, a quarter, or less."""
         choice = jnp.where(4 * first >= share, quarter, less)
         return jnp.where(first >= share, whole, jnp.where(2 * first >= share, half, choice))
 
-    # One scan counts three classes, each in bits of its own; the fourth is what is left.
+    # One scan counts three classes, each in its own bits; the fourth is the rest.
     one = by_class(1, 1 << COUNT_BITS, 1 << (2 * COUNT_BITS), 0).astype(jnp.int32)
     upto, total = jnp.cumsum(one), jnp.sum(one)
     index = jnp.arange(len(lengths))
@@ -318,15 +318,15 @@ def _counts(packed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def first_place(cuts_before, seq):
-    """Of a sequence that is cut, where `cuts_before` cuts are in the sequences before it.
+    """First place of a sequence that is cut, after `cuts_before` cuts in the sequences before it.
 
-    Of these no more are cut than there are, and than there are cuts; each has a split more than cuts.
+    At most min(cuts, sequences) of those before are cut, and each has one split more than cuts.
     """
     return cuts_before + jnp.minimum(cuts_before, seq)
 
 
 class ScheduledSplits:
-    """Those of sequence i start at 2 * (num_splits[i] - i), where num_splits counts splits.
+    """Places of sequence i start at 2 * (num_splits[i] - i), where num_splits[i] counts the splits before it.
 
     num_splits[i] - i is the number of cuts before sequence i. A sequence that is cut n - 1 times has n <= 2 * (n - 1)
     splits, so places never collide, and there are at most two for each part, however many sequences there are.
@@ -339,22 +339,22 @@ class ScheduledSplits:
         return Cut(which, *self.of(which))
 
     def of(self, seq) -> tuple[jax.Array, jax.Array]:
-        """(first, count) of the sequence's partial results."""
+        """(first, count) of a sequence's partial results."""
         begin, end = (triton.load(self._splits_ref.at[i]) for i in (seq, seq + 1))
-        # Whatever the schedule says, the partial results read are ones there is room for.
+        # Clamped: whatever the schedule says, reads stay inside the array of partial results.
         first = jnp.clip(2 * (begin - seq), 0, self._places)
         return first, jnp.clip(end - begin, 0, self._places - first)
 
     def slot(self, split: jax.Array) -> jax.Array:
-        """Where a split is stored: inside the room, whatever the schedule says."""
+        """Where a split is stored: clamped to the array, whatever the schedule says."""
         return jnp.clip(split, 0, self._places - 1)
 
 
 def scheduled_places(num_parts: int) -> int:
-    """Partial results that a schedule of `num_parts` parts can ask for."""
+    """The most partial results that a schedule of `num_parts` parts can produce."""
     return 2 * num_parts
 
 
-def check_invariant(function: str, config: SplitKVConfig | None, batch_invariant: bool) -> None:
+def check_invariant(function: str, config: FixedSplitConfig | None, batch_invariant: bool) -> None:
     if batch_invariant and config is not None and not config.split_tokens:
         fail(function, "config", "split_tokens above 0 with batch_invariant", "0")

@@ -1,7 +1,7 @@
-"""Tiles of arrays whose tokens lie one after the other, without pages.
+"""Tiles of dense arrays, whose tokens are not paged.
 
-Layouts are spelled as jax.nn does: "BTNH" is [batch, tokens, heads, dim], "BNTH" is [batch, heads, tokens, dim]. Inside
-kernels a query's head is two dimensions, its KV head and its place in the group.
+Layouts are named as in jax.nn: "BTNH" is [batch, tokens, heads, dim], "BNTH" is [batch, heads, tokens, dim]. Inside
+kernels a query's head is two indices, its KV head and its place in the group.
 """
 
 from collections.abc import Sequence
@@ -10,23 +10,14 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_attn._call.sizes import Chunk
 from pallas_attn._tile import rows, triton
-from pallas_attn._tile.rows import Chunk
 
 type DenseLayout = Literal["BTNH", "BNTH"]
 
 
-def chunks_of(head_dim: int) -> tuple[Chunk, ...]:
-    """`head_dim` as one power of two or two of them: 192 is 128 + 64. Only a rest that is none is padded."""
-    side = triton.tile_side(head_dim)
-    if head_dim == side or head_dim < 32:
-        return ((0, side),)
-    rest = triton.tile_side(head_dim - side // 2)
-    return ((0, side),) if rest == side // 2 and side <= 64 else ((0, side // 2), (side // 2, rest))
-
-
 class Stream(NamedTuple):
-    """The tokens of one head of one entry of the batch."""
+    """The tokens of one head of one batch entry."""
 
     layout: str
     batch: jax.Array
@@ -38,7 +29,7 @@ class Stream(NamedTuple):
         return (self.batch, *self.heads, tokens)
 
     def read(self, ref: Any, tokens: jax.Array, real: jax.Array, chunks: Sequence[Chunk]) -> list[jax.Array]:
-        """[tokens, size] of each chunk; 0 where a token is not `real`, whatever lies there."""
+        """[tokens, size] of each chunk; 0 where a token is not `real`, whatever is stored there."""
         places = (rows.elements(ref, self._leading(tokens), real, chunk) for chunk in chunks)
         return [triton.load(place, mask=mask, other=0.0) for place, mask in places]
 

@@ -1,7 +1,6 @@
 """A tile of MLA latents in a kernel, from pools of plain elements and of 656 bytes a token.
 
-Latent elements are keys and values at once. Plain ones are used as they lie in the pool; bytes become bf16 first, and
-then the same products follow.
+Latent elements are keys and values at once. Plain elements are used as stored; bytes are converted to bf16 first.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,16 +12,8 @@ import numpy as np
 from jax import lax
 
 from pallas_attn._call.device import current_device
-from pallas_attn._tile.latents import (
-    BYTES,
-    FP8,
-    GROUP,
-    LATENT_DIM,
-    ROPE_AT,
-    ROPE_DIM,
-    SCALES_AT,
-)
-from pallas_attn._tile.rows import Chunk
+from pallas_attn._call.sizes import Chunk
+from pallas_attn._tile.latents import BYTES, FP8, GROUP, LATENT_DIM, ROPE_AT, ROPE_DIM, SCALES_AT
 
 type Read = Callable[[Chunk], jax.Array]
 """Elements `chunk` of a pool's last dimension, [tokens, size]."""
@@ -37,9 +28,9 @@ def read(read: Read, dtype: Any, chunks: Sequence[tuple[int, int]]) -> list[jax.
 
 
 def _latents(read: Read, first: int, size: int) -> jax.Array:
-    """Elements `first` to `first + size`, whole groups, in bf16; exact where scales are powers of two."""
-    # Of two loads that meet Triton takes the later one's layout for what follows: by the scales', a thread would have
-    # 128 elements side by side, and eight threads would wait for one another at the same banks of shared memory.
+    """Elements [first, first + size), whole groups, in bf16; exact where scales are powers of two."""
+    # Where two loads meet, Triton continues in the layout of the later one. In that of the scales a thread would hold
+    # 128 neighbouring elements, and eight threads would conflict in shared memory's banks.
     scales = _numbers(read((SCALES_AT + 4 * (first // GROUP), 4 * (size // GROUP))), jnp.float32)
     elements = values(read((first, size)))
     latents = elements.reshape(-1, size // GROUP, GROUP) * scales[:, :, None]
@@ -50,22 +41,22 @@ def values(tile: jax.Array) -> jax.Array:
     """Bytes of float8_e4m3fn as float32. Before sm_89, NaN is read as 480."""
     if current_device().architecture.converts_e4m3:
         return lax.bitcast_convert_type(tile, FP8).astype(jnp.float32)
-    # Exponents of fp16 start 8 lower: moved into place, the bits are of a number 2**8 times too small.
+    # The exponent bias of fp16 is larger by 8: the shifted bits are a number 2**8 times too small.
     bits = tile.astype(jnp.int16)
     bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
     return lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32) * np.float32(2**8)
 
 
 def _settled(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The same elements in `shape`, by way of a maximum over one element.
+    """The same elements in `shape`, through a maximum over one element.
 
-    Triton moves a conversion to the layout of a product to before what can be computed again in that layout: up to the
-    load. A tile that goes into two products would be converted twice, and its load left out of the pipeline for that.
-    It does not move anything to before a reduction.
+    Triton hoists the conversion to a product's layout above everything that it can recompute in that layout, up to the
+    load. A tile that enters two products would be converted twice, and its load would not be pipelined. It does not
+    hoist above a reduction.
 
-    That is so of Triton alone. XLA takes axes of one away before its own Triton, which then converts twice, and is
-    the faster for it: held back there too, as `narrow.settled` does, 128 x 4096 took 344 instead of 297 us with 16
-    heads and 756 instead of 549 with 64 (H200).
+    This stops standalone Triton only. XLA removes axes of size one before it calls its Triton, which then converts
+    twice, and faster so: with `narrow.settled`, which stops it too, 128 x 4096 took 344 instead of 297 us with 16 heads
+    and 756 instead of 549 with 64 (H200).
     """
     return jnp.max(array.reshape(*shape, 1), axis=2)
 

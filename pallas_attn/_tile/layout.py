@@ -1,112 +1,12 @@
-"""Where a token lies in a pool of pages, for each cache layout, and which pools Triton can reach."""
+"""Where a token lies in a pool of pages, for each cache layout."""
 
-import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._call.checks import ArgumentChecker, fail
-from pallas_attn._call.device import current_device
-from pallas_attn._types import Array
-
-LAYOUTS = ("NHD", "HND", "PACKED")
-MOST_TILE = 2**16  # tokens; none that compiles has more
-Which = Literal["key", "value"]
-
-
-# What a pool's dimensions are, for `_call.partition`.
-DIMS: dict[str, dict[Which, str]] = {
-    "NHD": dict.fromkeys(("key", "value"), "pages slot kv_heads dim"),
-    "HND": dict.fromkeys(("key", "value"), "pages kv_heads slot dim"),
-    "PACKED": {"key": "pages kv_heads dim slot x", "value": "pages kv_heads dim slot"},
-    # One pool for both, of which keys are the heads of even number: of `compat` alone.
-    "COMBINED": dict.fromkeys(("key", "value"), "pages slot kv_heads dim"),
-}
-# What the dimensions of scales are. Their pages are counted over the whole pool, but are no pool's.
-SCALE_DIMS = ("kv_heads", "scaled_pages kv_heads")
-
-
-class PoolShape(NamedTuple):
-    num_pages: int
-    page_size: int
-    num_kv_heads: int
-    head_dim: int
-
-
-def packing(dtype: Any) -> int:
-    """x of the PACKED layout: elements in 16 bytes."""
-    return 16 // jnp.dtype(dtype).itemsize
-
-
-def check_pools(
-    check: ArgumentChecker,
-    key_cache: Any,
-    value_cache: Any,
-    layout: str,
-    dtypes: Any,
-    named: str = "layout",
-    value_dim: str = "head_dim",
-) -> PoolShape:
-    """Checks both pools of a call and binds their dimensions; `named`, the call's argument for their layout.
-
-    `value_dim` is another dimension than head_dim where values may be of another width than keys, whose head_dim must
-    then be bound.
-    """
-    check.one_of(named, layout, LAYOUTS)
-    if layout == "PACKED":
-        check.array("value_cache", value_cache, ("num_pages", "num_kv_heads", value_dim, "page_size"), dtypes)
-        x = packing(value_cache.dtype)
-        if check.dims["head_dim"] % x:
-            fail(check.function, "value_cache", f"head_dim a multiple of x={x}", str(check.dims["head_dim"]))
-        packed = ("num_pages", "num_kv_heads", check.dims["head_dim"] // x, "page_size", x)
-        check.array("key_cache", key_cache, packed, [value_cache.dtype])
-    else:
-        dims = ("page_size", "num_kv_heads") if layout == "NHD" else ("num_kv_heads", "page_size")
-        check.array("key_cache", key_cache, ("num_pages", *dims, "head_dim"), dtypes)
-        check.array("value_cache", value_cache, ("num_pages", *dims, value_dim), [key_cache.dtype])
-    check.non_empty("key_cache", key_cache)
-    return PoolShape(*(check.dims[dim] for dim in PoolShape._fields))
-
-
-def array_shape(
-    pool: PoolShape, layout: str, which: Which = "key", dtype: Any = jnp.bfloat16
-) -> tuple[int, ...]:
-    pages, page_size, heads, head_dim = pool
-    match layout, which:
-        case "NHD", _:
-            return (pages, page_size, heads, head_dim)
-        case "HND", _:
-            return (pages, heads, page_size, head_dim)
-        case "PACKED", "key":
-            x = packing(dtype)
-            return (pages, heads, head_dim // x, page_size, x)
-        case _:
-            return (pages, heads, head_dim, page_size)
-
-
-def pool_shape(value_cache: Array, layout: str) -> PoolShape:
-    """From the value pool: PACKED keys split head_dim in two."""
-    a, b, c, d = value_cache.shape
-    match layout:
-        case "NHD":
-            return PoolShape(a, b, c, d)
-        case "HND":
-            return PoolShape(a, c, b, d)
-        case _:
-            return PoolShape(a, d, b, c)
-
-
-def key_pool_shape(key_cache: Array, layout: str) -> PoolShape:
-    """From the key pool, where values may be of another width."""
-    if layout == "PACKED":
-        pages, heads, parts, page_size, x = key_cache.shape
-        return PoolShape(pages, page_size, heads, parts * x)
-    if layout == "COMBINED":
-        pages, page_size, heads, head_dim = key_cache.shape
-        return PoolShape(pages, page_size, heads // 2, head_dim)
-    return pool_shape(key_cache, layout)
+from pallas_attn._call.pools import Which, packing
 
 
 def token_index(layout: str, which: Which, page, offset, kv_head, dim, dtype: Any) -> tuple:
@@ -126,7 +26,7 @@ def token_index(layout: str, which: Which, page, offset, kv_head, dim, dtype: An
 
 
 def to_nhd(cache: jax.Array, layout: str, which: Which) -> jax.Array:
-    """Any array of pages [..., one page's dimensions in `layout`] as [..., page_size, num_kv_heads, head_dim]."""
+    """An array of pages [..., a page's dimensions in `layout`] as [..., page_size, num_kv_heads, head_dim]."""
     match layout, which:
         case "NHD", _:
             return cache
@@ -157,7 +57,7 @@ def from_nhd(cache: jax.Array, layout: str, which: Which) -> jax.Array:
 
 
 def moved(move: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
-    """`move(*arrays)`, which takes elements of arrays of one dtype from place to place, bit for bit."""
+    """`move(*arrays)`, a function that only moves elements of arrays of one dtype, bit for bit."""
     dtype = arrays[0].dtype
     if dtype != jnp.float8_e5m2:
         return move(*arrays)
@@ -166,33 +66,6 @@ def moved(move: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
         bits = (jax.lax.bitcast_convert_type(array, jnp.uint8) for array in arrays)
         return jax.lax.bitcast_convert_type(move(*bits), dtype)
 
-    # A CPU scatters them as wider numbers, all of the array, and NaNs come back as another one. A GPU does not, and is
-    # spared the views, which might be copies.
+    # XLA on a CPU scatters e5m2 by way of a wider type, for the whole array, which changes NaN payloads. On a GPU it
+    # does not, and the views, which may cost copies, are avoided.
     return jax.lax.platform_dependent(*arrays, cpu=in_bits, default=move)
-
-
-def table_tokens(columns: int, page_size: int) -> int:
-    """Tokens that a row of a block table can hold, or, if those are fewer, that int32 counts with room behind them to
-    round up to whole tiles and pages."""
-    return min(columns * page_size, 2**31 - max(MOST_TILE, page_size))
-
-
-def reaches(pool: PoolShape, dtype: Any, lowering: str) -> str | None:
-    """Why a kernel of this lowering cannot handle a pool on this device, or None."""
-    return handles("pools", math.prod(pool), dtype, lowering)
-
-
-def handles(arrays: str, elements: int, dtype: Any, lowering: str) -> str | None:
-    """Why a kernel of this lowering cannot handle arrays of so many elements on this device, or None."""
-    if lowering == "interpret":
-        return None
-    if lowering == "pallas" and jnp.dtype(dtype).itemsize == 1 and 2**31 <= elements <= 2**32:
-        # Its lowering switches to 64-bit offsets above 2**32 bytes; between, they overflow.
-        return f"8-bit {arrays} of 2**31 to 2**32 elements overflow Pallas-Triton's offsets, got {elements} elements"
-    device = current_device()
-    if dtype == jnp.float8_e4m3fn and not device.architecture.converts_e4m3:
-        return (
-            f"float8_e4m3fn needs sm_89 or newer, the device is sm_{device.compute_capability} (float8_e5m2 and "
-            "int8 work)"
-        )
-    return None

@@ -13,10 +13,10 @@ from pallas_attn._tile.tree import Tree
 
 
 def products(queries: Sequence[jax.Array], keys: Sequence[jax.Array], factor) -> jax.Array:
-    """factor * (query @ key), [rows, tokens], of queries and keys that are held in chunks of head_dim; None is 1.
-    The other way round, with rows last, if they change places."""
+    """factor * (query @ key), [rows, tokens], of queries and keys in chunks of head_dim; None is 1. With the arguments
+    swapped the result is transposed."""
     parts = [triton.dot(query, key, trans_b=True) for query, key in zip(queries, keys, strict=True)]
-    # Added before scaling, each would accumulate onto the one before: in one chain, and in its layout.
+    # Unscaled, each would accumulate onto the one before: a chain of dependent products in one layout.
     return functools.reduce(jnp.add, parts if factor is None else [part * factor for part in parts])
 
 
@@ -28,7 +28,7 @@ class Shaped(NamedTuple):
 
     @property
     def factor(self) -> jax.Array | float:
-        """What makes their differences base 2."""
+        """Factor that makes differences of logits base 2."""
         return self.scale * softmax.LOG2_E
 
 
@@ -62,7 +62,7 @@ def natural_scale(rules: Rules, scale, slope: Any, *, has_score: bool = False):
 
 
 def positions(tree: Tree | None, key_at: jax.Array, query_at: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Where rules that count distances take keys and queries to be."""
+    """The positions that distance rules (windows, ALiBi) use."""
     return (key_at, query_at) if tree is None else (tree.key_at, tree.query_at)
 
 
@@ -75,11 +75,11 @@ def visible(
     offset: jax.Array | None = None,
     tree: Tree | None = None,
 ) -> list[jax.Array]:
-    """The masks that decide about single tokens, to be applied one after the other.
+    """Masks of single tokens, to be applied one after the other.
 
-    `among_themselves`: whether there are several query tokens, which see different ends of the sequence.
-    `tree`: what queries see of each other where that is not their order.
-    `offset`: the heads' block-sparse offset, where their patterns differ from what the tiles hold (see walk.py).
+    `among_themselves`: whether there are several query tokens, which see up to different positions. `tree`: what drafts
+    see of each other, where that is not causal. `offset`: the heads' block-sparse offset, where their patterns differ
+    from what the tiles hold (walk.py).
     """
     masks = []
     if tree is not None:

@@ -1,7 +1,8 @@
-"""What rounding to 16 bits takes from float32 numbers: their next lower bits, in an integer of 8 or 16.
+"""What rounding to 16 bits loses of float32 numbers: the next lower bits, in an int8 or int16.
 
-Read as integers, floats of one sign are in their order, so the difference of an exact number and a rounded one is a
-small integer whatever their size: half of a last bit of bf16 is 2**15, of fp16 2**12. A byte has the upper bits of it.
+The bits of floats of one sign, read as integers, keep their order. So an exact number and its rounded one differ by a
+small integer whatever their size: at most half of bf16's last bit, 2**15, or of fp16's, 2**12. A byte holds the upper
+bits of that.
 """
 
 import jax
@@ -10,12 +11,12 @@ import numpy as np
 
 
 def are_lost(dtype: jax.typing.DTypeLike) -> bool:
-    """Whether rounding to `dtype` loses any."""
+    """Whether rounding to `dtype` loses bits."""
     return jnp.dtype(dtype).itemsize == 2
 
 
 def of(exact: jax.Array, rounded: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """`exact` in float32, and itself `rounded`; the difference as an int8 or int16 `dtype`."""
+    """The difference of `exact`, in float32, and the same `rounded`, as an int8 or int16 `dtype`."""
     shift, most = _shift(rounded.dtype, dtype), np.int32(jnp.iinfo(dtype).max)
     lost = _bits(exact) - _bits(rounded)
     if shift:
@@ -24,7 +25,7 @@ def of(exact: jax.Array, rounded: jax.Array, dtype: jax.typing.DTypeLike) -> jax
 
 
 def joined(rounded: jax.Array, low: jax.Array | None) -> jax.Array:
-    """The number in float32, nearly as it was; `rounded` itself where nothing was kept."""
+    """The float32 number, nearly exact; `rounded` itself if `low` is None."""
     if low is None:
         return rounded.astype(jnp.float32)
     bits = _bits(rounded) + (low.astype(jnp.int32) << _shift(rounded.dtype, low.dtype))
@@ -39,6 +40,6 @@ def _bits(x: jax.Array) -> jax.Array:
 
 
 def _shift(rounded: jax.typing.DTypeLike, low: jax.typing.DTypeLike) -> int:
-    """How many of the lost bits `low` has no room for."""
+    """How many of the lost bits do not fit in `low`."""
     lost = jnp.finfo(jnp.float32).nmant - jnp.finfo(rounded).nmant
     return max(0, lost - jnp.iinfo(low).bits)

@@ -1,7 +1,7 @@
-"""Which keys a query sees, and what is added to its logits: small pure functions on token positions.
+"""Which keys a query sees, and what is added to its logits: small pure functions of token positions.
 
-Kernels and references compose them at trace time, so a kernel names none of the rules. The order is fixed:
-scale, soft cap, ALiBi, then masks. Positions are absolute in the sequence; arrays broadcast.
+Kernels and references compose them at trace time, so kernels contain no rule themselves. The order is fixed: scale,
+soft cap, ALiBi, then masks. Positions are absolute in the sequence; arrays broadcast.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ class LocalStride:
     def __post_init__(self):
         for name in ("block_size", "local_blocks", "vert_stride", "head_sliding_step", "tp_rank"):
             check_int("LocalStride", name, getattr(self, name))
-            # Of numpy's narrow ones products overflow.
+            # Products of numpy's narrow integers would overflow.
             object.__setattr__(self, name, int(getattr(self, name)))
         size = self.block_size
         if size < 16 or size & (size - 1):
@@ -63,11 +63,11 @@ class LocalStride:
         return self.steps(mine, heads) + first
 
     def steps(self, number, end: int):
-        """How far the pattern moves over a number of heads below `end` (traced or not), up to whole strides."""
+        """How far the pattern shifts over `number` heads, less than `end` (traced or not), up to whole strides."""
         step = abs(self.head_sliding_step) % self.vert_stride
         if end * step <= MOST_STEPS:
             return number * step
-        # A sum over the number's bits, each of less than a stride.
+        # A sum over the number's bits, each term less than a stride.
         bits = range((end - 1).bit_length())
         return sum((number >> bit & 1) * ((step << bit) % self.vert_stride) for bit in bits)
 
@@ -82,14 +82,14 @@ class LocalStride:
         return (seq_len - 1) // self.block_size - self.local_blocks + 1
 
     def distinct_offsets(self, heads: int) -> int:
-        """How many different remote patterns `heads` neighbouring query heads of one KV head have."""
+        """Number of different remote patterns among `heads` neighbouring query heads of one KV head."""
         step = max(self.head_sliding_step, 0)
         return min(heads, self.vert_stride // math.gcd(step, self.vert_stride))
 
 
 class Rules(NamedTuple):
-    """The static part of a call's rules. Slopes and sinks are arrays and travel beside it, and so does a window that is
-    known at run time only, until a kernel puts it here."""
+    """The static part of a call's rules. Slopes, sinks and a window that is known at run time only are operands; a
+    kernel puts such a window in here."""
 
     sliding_window: int | jax.Array | None = None
     softcap: float | None = None
@@ -121,7 +121,7 @@ def window_start(query_position, window: int | jax.Array | None):
 
 
 def within(positions: jax.Array, end: jax.Array) -> jax.Array:
-    """Tokens before `end`: the cache slots that hold something."""
+    """Which positions are before `end`: filled cache slots."""
     return positions < end
 
 
@@ -131,8 +131,8 @@ def usable_pages(pages: jax.Array, num_pages: int) -> jax.Array:
 
 
 def ascending(bounds: jax.Array) -> jax.Array:
-    """Bounds of sequences [num_seqs + 1], as they are or, where they descend, those of sequences without tokens: nobody
-    knows then whose a token is."""
+    """Sequence bounds [num_seqs + 1], unchanged if they ascend; otherwise all 0 (no sequence has tokens), since it is
+    undefined whose a token is."""
     return jnp.where(jnp.all(bounds[1:] >= bounds[:-1]), bounds, 0)
 
 

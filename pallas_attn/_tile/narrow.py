@@ -1,14 +1,15 @@
-"""Tiles of an 8-bit cache on their way into products of 16 bits.
+"""Tiles of an 8-bit cache as operands of 16-bit products.
 
-The tensor core takes its second operand in pairs of rows. Of values, whose rows are tokens, those are bytes of two
-tokens, and no instruction fetches such pairs: Triton converts a tile in the layout of the product, reads every byte by
-an instruction of its own, and copies tiles from memory eight bytes at a time to suit that. So values become 16-bit
-numbers in the layout in which they arrive, 16 bytes a thread, go through shared memory once more, and are read from
-there as 16-bit values are, already in pairs. Keys need none of it where they are read straight from shared memory:
-their pairs lie side by side.
+The tensor core takes its second operand in pairs of rows. The rows of values are tokens, so a pair is bytes of two
+tokens, which no instruction fetches: Triton would convert a tile in the product's layout, read every byte by an
+instruction of its own, and to suit that copy tiles from memory eight bytes at a time. So values are converted to 16
+bits in the layout in which they arrive, 16 bytes a thread, pass through shared memory once more, and are read from
+there as 16-bit values are, in pairs. Keys that are read straight from shared memory do not need this: their pairs are
+neighbours.
 
-A thread then has 16 neighbouring numbers to write, in two writes of 16 bytes. Eight threads that wrote every second 16
-bytes would meet at half of the banks; so columns are dealt: first the first eight of each thread's, then the others.
+A thread then writes 16 neighbouring numbers as two stores of 16 bytes. Eight threads that store every second 16 bytes
+would use half of the banks; so columns are interleaved ("dealt"): first the first eight of each thread, then the
+others.
 """
 
 from typing import Any
@@ -20,12 +21,12 @@ _AT_ONCE = 8  # 16-bit numbers that a thread writes at once
 
 
 def deals(cache_dtype: Any, dtype: Any, layout: str) -> bool:
-    """Whether values are `operand`s. Not those of the PACKED layout: its tokens lie side by side, and so do pairs."""
+    """Whether values go through `operand`; not in the PACKED layout, where pairs are neighbours."""
     return jnp.dtype(cache_dtype).itemsize == 1 and jnp.dtype(dtype).itemsize == 2 and layout != "PACKED"
 
 
 def operand(tile: jax.Array, dtype: Any) -> jax.Array:
-    """[tokens, dim] in `dtype`, of 16 bits, with its columns dealt."""
+    """[tokens, dim] in a 16-bit `dtype`, with its columns dealt."""
     return settled(dealt(tile).astype(dtype))
 
 
@@ -44,10 +45,10 @@ def _transposed(tile: jax.Array, columns: tuple[int, int, int]) -> jax.Array:
 
 
 def settled(array: jax.Array) -> jax.Array:
-    """The same array, by way of a maximum of it and itself.
+    """The same array, through a maximum of it and itself.
 
-    Triton moves a conversion to the layout of a product to before what can be computed again in that layout: up to the
-    load. It moves nothing to before a reduction. One over a single element would do by Triton alone, but XLA takes axes
-    of one away before, and then converts there.
+    Triton hoists the conversion to a product's layout above everything that it can recompute in that layout, up to the
+    load, but not above a reduction. A reduction over a single element would stop standalone Triton; XLA removes axes of
+    size one beforehand.
     """
     return jnp.max(jnp.stack([array, array], axis=-1), axis=-1)

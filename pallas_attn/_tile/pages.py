@@ -1,8 +1,8 @@
 """Reading a tile of tokens: from positions to pages and slots, and from there to elements of the pool.
 
-Two ways to read, which a kernel chooses between at trace time. `gather` takes each token's page and offset, in any
-layout and for any page size. `run` reads tokens that lie side by side in one page, with one look-up for all of them.
-Slots that hold nothing, or whose page id is none, are read as 0: a NaN there would survive a weight of 0.
+There are two ways to read; a kernel chooses at trace time. `gather` takes a page and offset for each token, in any
+layout and for any page size. `run` reads neighbouring tokens of one page, with a single look-up. Empty slots, and slots
+of invalid page ids, read as 0: a NaN there would survive a weight of 0.
 """
 
 from typing import Any
@@ -10,19 +10,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_attn._call.pools import Which
+from pallas_attn._call.sizes import Chunk, ceil_div, next_power_of_2, reaches_beyond
 from pallas_attn._tile import triton
-from pallas_attn._tile.layout import Which, token_index
-from pallas_attn._tile.rows import Chunk, reaches_beyond
-from pallas_attn._tile.triton import ceil_div
+from pallas_attn._tile.layout import token_index
 
-SECTOR_BYTES = 32  # that memory gives at least
-MOST_TOUCHED = 32  # of them by a program
+SECTOR_BYTES = 32  # the smallest transfer from memory
+MOST_TOUCHED = 32  # sectors a program
 
 
 def slots(start: jax.Array, block_kv: int, page_size: int) -> tuple[jax.Array, jax.Array]:
     """(column of the block table, offset in the page) of each token of a tile, whose start is a multiple of block_kv.
 
-    Tiles and pages are powers of two as a rule, and then all but a scalar is the same for every tile.
+    Tiles and pages are usually powers of two; then everything but a scalar is the same for all tiles.
     """
     token = jnp.arange(block_kv)
     if block_kv % page_size == 0:
@@ -38,13 +38,13 @@ def look_up(tables_ref: Any, seq, column: jax.Array, **mask: Any) -> jax.Array:
 
 
 def touch(tables_ref: Any, program, num_programs: int) -> None:
-    """Asks for the part of the block tables that is `program`'s to ask for. Which ids a program needs shows when
-    lengths are known; meanwhile all programs together bring tables into the L2. Not those of which a warp would have
-    more to ask for than it has lanes: they are wider than sequences are long, as a rule.
+    """Prefetches this program's part of the block tables. Which ids a program needs is only known once lengths are;
+    meanwhile all programs together bring the tables into the L2. Tables of which a warp would prefetch more sectors
+    than it has lanes are skipped: they are usually much wider than sequences are long.
     """
     num_seqs, columns = tables_ref.shape
     ids = SECTOR_BYTES // tables_ref.dtype.itemsize
-    share = triton.next_power_of_2(ceil_div(num_seqs * columns, ids * num_programs))
+    share = next_power_of_2(ceil_div(num_seqs * columns, ids * num_programs))
     if share > MOST_TOUCHED:
         return
     first = (program * share + jnp.arange(share)) * ids
@@ -64,8 +64,7 @@ def gather(
     head_dim: int,
     eviction_policy: str | None = None,
 ) -> jax.Array:
-    """Elements `chunk` of tokens at [block_kv] pages and offsets, [block_kv, size]; 0 where not `held`, which
-    None says that all are."""
+    """[block_kv, size]: elements `chunk` of tokens at `page` and `offset`; 0 where not `held` (None: all are)."""
     first, size = chunk
     tile = jnp.zeros((offset.shape[0], size), jnp.int32)
     dim = first + jnp.arange(size)[None, :] + tile
@@ -82,7 +81,7 @@ def gather(
 def run(
     ref: Any, page, offset, kv_head, chunk: Chunk, held: jax.Array, *, eviction_policy: str | None = None
 ) -> jax.Array:
-    """Elements `chunk` of tokens side by side from `offset` on in one page of an NHD pool; 0 where not `held`."""
+    """Elements `chunk` of neighbouring tokens from `offset` on in one page of an NHD pool; 0 where not `held`."""
     first, size = chunk
     place = ref.at[page, triton.ds(offset, held.shape[0]), kv_head, triton.ds(first, size)]
     mask = jnp.broadcast_to(held[:, None], (held.shape[0], size))
@@ -96,5 +95,5 @@ def scale(ref: Any, page: jax.Array, kv_head, held: jax.Array | None) -> jax.Arr
 
 
 def nothing(ref: Any) -> int | float:
-    """0 as a masked load of its elements takes it."""
+    """0, as an int or a float to suit a masked load of its elements."""
     return 0 if jnp.issubdtype(ref.dtype, jnp.integer) else 0.0

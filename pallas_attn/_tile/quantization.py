@@ -1,44 +1,29 @@
 """Quantised KV caches: stored = round(value / scale), value = stored * scale.
 
-Formats are those of vLLM: fp8 e4m3 and e5m2, and beyond them int8. Scales are float32, one for the tensor, one for
-each KV head, or one for each page and KV head. A head's scale multiplies neither keys nor values: k_scale goes into the
-logits' scale, v_scale into the output, both once a row instead of once an element. A page's `k_scale` multiplies the
-logits of its tokens, which are float32, and its `v_scale` their values: weights of a narrow type would lose small ones.
+The formats are vLLM's fp8 e4m3 and e5m2, and int8. Scales are float32: one for the tensor, one for each KV head, or one
+for each page and KV head. A head's scale multiplies neither keys nor values: k_scale is folded into the logits' scale
+and v_scale into the output, once a row instead of once an element. A page's `k_scale` multiplies its tokens' float32
+logits, and its `v_scale` their values; multiplied into weights of a narrow type, small ones would be lost.
 """
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from pallas_attn._call.checks import (
-    LARGEST_FLOAT32,
-    LEAST_FLOAT32,
-    fail,
-    is_array,
-    is_number,
-    shown,
-)
-
-FP8_DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
-QUANTIZED_DTYPES = (*FP8_DTYPES, jnp.int8)
-
-
-def is_quantized(dtype: Any) -> bool:
-    return any(dtype == jnp.dtype(d) for d in QUANTIZED_DTYPES)
+from pallas_attn._call.pools import FP8_DTYPES
 
 
 def largest(dtype: Any) -> float:
-    """Greatest value that the format holds; int8 stays symmetric."""
+    """The largest value of the format; int8 is used symmetrically."""
     return 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
 
 
 def compute_dtype(query_dtype: Any, cache_dtype: Any, *scales: Any) -> Any:
-    """What keys and values become in a tile, and the query beside them.
+    """The dtype of keys, values and queries in a tile.
 
-    fp8 values are exact in fp16, and the hardware converts them to fp16 in one instruction, to bf16 in three: a bf16
-    query therefore meets them in fp16. But not where a scale of each page says which of fp16's few exponents they need.
+    fp8 values are exact in fp16, and the hardware converts them to fp16 in one instruction, to bf16 in three: so a bf16
+    query is converted to fp16. Not with a scale for each page, whose range may exceed fp16's exponents.
     """
     if any(map(is_by_page, scales)):
         return query_dtype
@@ -47,7 +32,7 @@ def compute_dtype(query_dtype: Any, cache_dtype: Any, *scales: Any) -> Any:
 
 
 def query_as(query: jax.Array, dtype: Any) -> jax.Array:
-    """The query in the compute dtype; what fp16 cannot hold saturates."""
+    """The query in the compute dtype; what exceeds fp16 saturates."""
     if dtype == jnp.float16 and query.dtype != jnp.float16:
         largest_fp16 = float(jnp.finfo(jnp.float16).max)
         query = _within(query.astype(jnp.float32), largest_fp16)
@@ -55,17 +40,17 @@ def query_as(query: jax.Array, dtype: Any) -> jax.Array:
 
 
 def is_by_page(scale: Any) -> bool:
-    """Whether there is a scale, an array or a ref, and it is [num_pages, num_kv_heads]."""
+    """Whether a scale (an array, a ref or None) is [num_pages, num_kv_heads]."""
     return scale is not None and len(scale.shape) == 2
 
 
 def apart(scale: Any) -> tuple[Any, Any]:
-    """A scale as (one of heads, one of pages), of which one or neither is there."""
+    """A scale as (one for heads, one for pages), at least one of them None."""
     return (None, scale) if is_by_page(scale) else (scale, None)
 
 
 def quantize(values: jax.Array, dtype: Any, scale: jax.Array) -> jax.Array:
-    """Rounds to the format, saturating: an fp8 cast alone would turn what is too large into NaN or Inf."""
+    """Rounds to the format, saturating: a plain fp8 cast turns what is too large into NaN or Inf."""
     scaled = values.astype(jnp.float32) / scale
     if dtype == jnp.int8:
         return _round(jnp.clip(scaled, -largest(dtype), largest(dtype))).astype(dtype)
@@ -73,64 +58,32 @@ def quantize(values: jax.Array, dtype: Any, scale: jax.Array) -> jax.Array:
 
 
 def magnitudes(values: jax.Array) -> jax.Array:
-    """float32, to find a scale by: 0 for NaN and Inf, which other values that share the scale must not suffer from."""
+    """float32 magnitudes to choose a scale by; 0 for NaN and Inf, which must not affect other values."""
     magnitude = jnp.abs(values.astype(jnp.float32))
     return jnp.where(magnitude < jnp.inf, magnitude, 0.0)
 
 
 def saturated(values: jax.Array, dtype: Any) -> jax.Array:
-    """float32 in a dtype; of fp8, whose casts alone would turn what is too large into NaN or Inf, the nearest."""
+    """float32 cast to a dtype; fp8 saturates, where a plain cast would give NaN or Inf."""
     if any(dtype == jnp.dtype(d) for d in FP8_DTYPES):
         values = _within(values, largest(dtype))
     return values.astype(dtype)
 
 
 def _within(values: jax.Array, most: float) -> jax.Array:
-    """Clipped; NaN stays NaN, of which Pallas' maximum for GPUs would make `-most`."""
+    """Clipped; NaN stays NaN, which Pallas' maximum on GPUs would turn into `-most`."""
     return jnp.where(jnp.isnan(values), values, jnp.clip(values, -most, most))
 
 
-def checked_scale(
-    function: str, name: str, scale: Any, cache_dtype: Any, num_kv_heads: int, num_pages: int | None = None
-) -> jax.Array | None:
-    """A scale as float32 [num_kv_heads] (1 where none is given) or, where `num_pages` are, also [num_pages,
-    num_kv_heads]; None for a cache that is not quantised."""
-    if not is_quantized(cache_dtype):
-        if scale is not None:
-            fail(function, name, f"None for a cache of {jnp.dtype(cache_dtype).name}", "a scale")
-        return None
-    if scale is None:
-        scale = 1.0
-    real = is_number(scale) or (
-        is_array(scale) and any(jnp.issubdtype(scale.dtype, kind) for kind in (jnp.floating, jnp.integer))
-    )
-    if not real:
-        fail(function, name, "a number or an array of numbers, or None", shown(scale), TypeError)
-    by_page = num_pages is not None and getattr(scale, "shape", None) == (num_pages, num_kv_heads)
-    # What is on a device, or traced, the host must not wait for; pages that nobody has written may have any scale.
-    if not isinstance(scale, jax.Array) and not by_page:
-        values = scale if is_number(scale) else np.asarray(scale, np.float64)
-        if not np.all((values >= LEAST_FLOAT32) & (values <= LARGEST_FLOAT32)):
-            fail(function, name, "finite numbers above 0", shown(scale))
-    scale = jnp.asarray(scale, jnp.float32)
-    if by_page:
-        return scale
-    if scale.shape not in ((), (1,), (num_kv_heads,)):
-        pages = "" if num_pages is None else f" or [num_pages={num_pages}, num_kv_heads={num_kv_heads}]"
-        expected = f"a scalar or shape [num_kv_heads={num_kv_heads}]{pages}"
-        fail(function, name, expected, f"shape {list(scale.shape)}")
-    return jnp.broadcast_to(scale, (num_kv_heads,))
-
-
 def up_to_power_of_2(x: jax.Array) -> jax.Array:
-    """The least power of two that a normal positive float32 does not exceed."""
-    # That is a number without mantissa; the sum carries any other into the next exponent.
+    """A normal positive float32 rounded up to a power of two."""
+    # Powers of two have mantissa 0; for others the sum carries into the exponent.
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     return jax.lax.bitcast_convert_type((bits + 0x7FFFFF) & ~0x7FFFFF, jnp.float32)
 
 
 def _round(x: jax.Array) -> jax.Array:
-    """To the nearest integer, ties to even, as jnp.round, which the Triton lowering lacks."""
+    """To the nearest integer, ties to even: jnp.round, which the Triton lowering lacks."""
     up = jnp.floor(x + 0.5)
     odd = up != 2 * jnp.floor(up / 2)
     return jnp.where((up == x + 0.5) & odd, up - 1, up)

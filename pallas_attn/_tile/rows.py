@@ -1,11 +1,11 @@
-"""Query rows: the query tokens of a sequence and the heads of a KV head's group are one dimension of a tile.
+"""Query rows: the query tokens of a sequence times the heads of a KV head's group, as one dimension of a tile.
 
     row = token * group + place in the group
 
-so that a few new tokens fill the tensor core's tile instead of adding programs. `pack` and `unpack` do it to whole
-arrays; kernels do it with indices: `Rows` says which token and head each of a program's rows is, and `elements` finds
-rows in an array [*leading, head, dim]. What the leading indices are is the caller's: (sequence, token) in a batch of
-sequences with as many query tokens each, (first token of the sequence + token,) where tokens are laid end to end.
+so that a few new tokens fill the tensor core's tile instead of needing more programs. `pack` and `unpack` rearrange
+whole arrays; kernels compute indices: `Rows` holds the token and head of each of a program's rows, and `elements`
+locates rows in an array [*leading, head, dim]. The caller chooses the leading indices: (sequence, token) in a batch
+whose sequences have equally many query tokens, (first token of the sequence + token,) where tokens are laid end to end.
 """
 
 import math
@@ -14,17 +14,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_attn._call.sizes import Chunk, reaches_beyond
 from pallas_attn._tile import triton
-
-type Chunk = tuple[int | jax.Array, int]
-"""(first, size) of some elements of head_dim; the size is a power of two, and the last may reach beyond the end."""
 
 
 class Rows(NamedTuple):
-    """Some query rows of one sequence, each array [rows] but for `kv_head`, which may be one for all."""
+    """Some query rows of one sequence; arrays are [rows], but `kv_head` may be a scalar for all."""
 
     index: jax.Array
-    """Among the rows of the KV head."""
+    """Number of the row among those of its KV head."""
     real: jax.Array
     kv_head: jax.Array
     token: jax.Array
@@ -34,7 +32,7 @@ class Rows(NamedTuple):
 
 
 def of_program(head_block: jax.Array, *, block_q: int, num_rows: int, group: int) -> Rows:
-    """The `block_q` rows of a program, of which each KV head's `num_rows` have as many as they fill."""
+    """The `block_q` rows of a program; each KV head's `num_rows` take as many programs as they fill."""
     q_blocks = math.ceil(num_rows / block_q)
     index = jnp.arange(block_q) + head_block % q_blocks * block_q
     return _rows(index, index < num_rows, head_block // q_blocks, group)
@@ -51,17 +49,10 @@ def _rows(index, real, kv_head, group: int) -> Rows:
     return Rows(index, real, kv_head, index // group, head)
 
 
-def chunks(head_dim: int) -> list[Chunk]:
-    """head_dim in one chunk, or in two where that saves a quarter of the work: 192 = 128 + 64, 80 = 64 + 16."""
-    whole = triton.tile_side(head_dim)
-    first, rest = whole // 2, triton.tile_side(head_dim - whole // 2)
-    return [(0, first), (first, rest)] if first >= 16 and first + rest <= whole * 3 // 4 else [(0, whole)]
-
-
 def elements(
     ref: Any, leading: tuple[jax.Array, ...], real: jax.Array, chunk: Chunk
 ) -> tuple[Any, jax.Array]:
-    """(place, mask), [rows, size], of elements `chunk` of an array whose rows are found by `leading` indices."""
+    """(place, mask), each [rows, size], of elements `chunk` of rows located by `leading` indices."""
     first, size = chunk
     dim = first + jnp.arange(size)[None, :]
     tile = jnp.zeros((real.shape[0], size), jnp.int32)
@@ -72,34 +63,12 @@ def elements(
     return ref.at[(*index, dim + tile)], mask
 
 
-def reaches_beyond(chunk: Chunk, head_dim: int) -> bool:
-    """Whether some of a chunk's elements may lie beyond the last; where it begins may be known at run time only."""
-    first, size = chunk
-    return first + size > head_dim if isinstance(first, int) else head_dim % size > 0
-
-
 def batched(rows: Rows, seq) -> tuple[jax.Array, ...]:
     """Leading indices in arrays [num_seqs, q_len, head, ...]."""
     return (seq, rows.token)
 
 
 def load(ref: Any, rows: Rows, leading: tuple[jax.Array, ...], chunk: Chunk) -> jax.Array:
-    """Elements `chunk` of rows of an array [*leading, head, dim]; 0 where there are none."""
+    """Elements `chunk` of rows of an array [*leading, head, dim]; 0 for rows that are not real."""
     place, mask = elements(ref, (*leading, rows.head), rows.real, chunk)
     return triton.load(place, mask=mask, other=0.0)
-
-
-def pack(query: jax.Array, num_kv_heads: int) -> jax.Array:
-    """[num_seqs, q_len, num_heads, *dims] -> [num_seqs, num_kv_heads, q_len * group, *dims]."""
-    num_seqs, q_len, num_heads, *dims = query.shape
-    group = num_heads // num_kv_heads
-    by_head = jnp.moveaxis(query.reshape(num_seqs, q_len, num_kv_heads, group, *dims), 1, 2)
-    return by_head.reshape(num_seqs, num_kv_heads, q_len * group, *dims)
-
-
-def unpack(rows: jax.Array, q_len: int) -> jax.Array:
-    """The inverse of `pack`."""
-    num_seqs, num_kv_heads, num_rows, *dims = rows.shape
-    group = num_rows // q_len
-    by_token = jnp.moveaxis(rows.reshape(num_seqs, num_kv_heads, q_len, group, *dims), 2, 1)
-    return by_token.reshape(num_seqs, q_len, num_kv_heads * group, *dims)

@@ -1,13 +1,13 @@
 """Online softmax in base 2, the merging of split results, and the rule for rows with no visible key.
 
 Kernels and references share these pure functions. A row's weights are exp2(factor * (logit - maximum)): the maximum is
-taken off before anything is scaled, so that its own weight is 1 whatever its size. The other way round, what is taken
-off is a rounded product, and a fused multiply-add leaves the rounding: of logits of 1e10 some hundred powers of two.
-exp2 serves because it is one instruction on the GPU. What is kept of a row is its maximum and, apart from it, the sum
-of its weights: in one number, the log-sum-exp, a large maximum would leave no digits for the sum.
+subtracted before scaling, so that its own weight is exactly 1 whatever its size. Scaled first, a fused multiply-add
+would subtract a rounded product from an exact one: for logits of 1e10 an error of some hundred powers of two. exp2 is
+one instruction on the GPU. A row's maximum and the sum of its weights are kept apart: in one number, the log-sum-exp, a
+large maximum would leave no digits for the sum.
 
-The empty-row rule: a row that saw no key has out 0 and lse -inf. Its running maximum stays -inf, and every
-subtraction of a maximum goes through `_finite`, because (-inf) - (-inf) would be NaN.
+The empty-row rule: a row that saw no key has out 0 and lse -inf. Its running maximum stays -inf, so every maximum goes
+through `finite` before it is subtracted: (-inf) - (-inf) would be NaN.
 """
 
 import functools
@@ -24,7 +24,7 @@ MOST_SINK = np.float32(2.3e38)  # times LOG2_E it is finite
 
 
 class OnlineSoftmax(NamedTuple):
-    """Running state of some query rows: `acc` is the unnormalised output of the keys seen so far."""
+    """Running state of some query rows: `acc` is the unnormalised output over the keys seen so far."""
 
     maximum: jax.Array  # [..., rows], in the logits' units: of products, or whatever was taken in
     total: jax.Array  # [..., rows]; with `late_sum` [..., rows, keys] until `join` or `finish`
@@ -32,8 +32,8 @@ class OnlineSoftmax(NamedTuple):
 
 
 class Lse(NamedTuple):
-    """A log-sum-exp in two parts: scale * maximum + LN_2 * rest, with the scale that makes natural logits of what the
-    maximum is of. Both are -inf where nothing was seen."""
+    """A log-sum-exp in two parts: scale * maximum + LN_2 * rest, where scale * logit is a natural logit. Both are -inf
+    where no key was seen."""
 
     maximum: jax.Array
     rest: jax.Array
@@ -42,7 +42,7 @@ class Lse(NamedTuple):
         return finite(self.maximum) * scale + self.rest * LN_2
 
     def following(self, natural: jax.Array) -> "Lse":
-        """Itself, with the derivative of `natural`, as which it is known to functions that are differentiated."""
+        """The same value with the derivative of `natural`, the form in which differentiated functions see it."""
         known = finite(natural)
         moved = (known - jax.lax.stop_gradient(known)) * LOG2_E
         maximum, rest = map(jax.lax.stop_gradient, self)
@@ -52,8 +52,8 @@ class Lse(NamedTuple):
 def start(
     rows: tuple[int, ...], head_dim: int | tuple[int, ...], *, late_sum: int | None = None
 ) -> OnlineSoftmax:
-    """`head_dim` may be the sizes of chunks, of which `acc` and `finish`'s `out` are then tuples.
-    `late_sum` keys in every tile: their weights are added key by key, and over keys only at the end."""
+    """With a tuple of chunk sizes as `head_dim`, `acc` and `finish`'s `out` are tuples as well. With `late_sum`, the
+    keys of every tile, weights are added up key by key and reduced over keys only at the end."""
     return OnlineSoftmax(
         jnp.full(rows, -jnp.inf, jnp.float32),
         jnp.zeros(rows if late_sum is None else (*rows, late_sum), jnp.float32),
@@ -76,15 +76,15 @@ def rescale(
     exp2_below: Callable[[Any, jax.Array, jax.Array], jax.Array] | None = None,
     counted: Callable[[jax.Array], jax.Array] | None = None,
 ) -> tuple[OnlineSoftmax, jax.Array]:
-    """Takes in a tile of logits [..., rows, keys], -inf where masked. Their differences times `factor`, above 0, are
-    base 2; it is the same for all tiles, unless it is NaN. `exp2_below` makes weights of (factor, logits, maximum);
-    None serves for logits that are no products (`triton.exp2_below`). `axis` is the keys': -1, or 0 for [keys, rows]
-    and a `transposed` state. With a `rest`, base 2, each stands for several keys: their maximum and their `Lse.rest`.
-    `counted` makes of weights what a late sum adds up; None is themselves.
+    """Takes in a tile of logits [..., rows, keys], -inf where masked. `factor`, above 0, makes their differences base
+    2; all tiles have the same, unless it is NaN. `exp2_below` computes weights from (factor, logits, maximum); None is
+    right for logits that are not products (`triton.exp2_below`). `axis` is the keys': -1, or 0 for [keys, rows] and a
+    `transposed` state. With a `rest` (base 2) each logit stands for several keys, by their maximum and `Lse.rest`.
+    `counted` maps weights to what a late sum adds up; None: the weights.
 
-    Returns the state with everything but the new tile's values added, and the tile's weights; the caller adds
-    `weights @ values` to `acc`, in whatever way its memory layout wants. No state: the tile is the first, and `acc`
-    is None.
+    Returns the state with everything but the tile's values added, and the tile's weights; the caller adds `weights @
+    values` to `acc`, in the way that its memory layout asks for. Without a state the tile is the first, and `acc` is
+    None.
     """
     new = jnp.max(logits, axis=axis)
     maximum = new if state is None else jnp.maximum(state.maximum, new)
@@ -110,39 +110,38 @@ def _scale_rows(acc: Any, factor: jax.Array, axis: int = -1) -> Any:
 
 
 def transposed(state: OnlineSoftmax) -> OnlineSoftmax:
-    """With rows last, [keys, rows] and [head_dim, rows]; or first, if they are last."""
+    """The state transposed, [keys, rows] and [head_dim, rows], or back."""
     return state._replace(total=state.total.T, acc=state.acc.T)
 
 
 def finite_sink(sink: jax.Array) -> jax.Array:
-    """What would be infinite in base 2 as the largest that is not: beside either no key has weight."""
-    # NaN stays NaN, of which Pallas' minimum for GPUs would make MOST_SINK.
+    """Clips a sink that would overflow in base 2: beside either value no key has weight."""
+    # Not `minimum`, by which Pallas on GPUs turns NaN into MOST_SINK.
     return jnp.where(sink > MOST_SINK, MOST_SINK, sink)
 
 
 def natural(state: OnlineSoftmax, scale: jax.Array | float) -> OnlineSoftmax:
-    """In natural units. What is rounded here is all of a row's logits alike, within what float32 has of them."""
-    # With the 0 that is added this product is nothing to fuse a subtraction with.
+    """In natural units. The rounding shifts all logits of a row alike, by no more than float32's precision."""
+    # The added 0 keeps the product from being fused with a subtraction.
     return state._replace(maximum=state.maximum * scale + np.float32(0))
 
 
 def join(state: OnlineSoftmax, logit: jax.Array) -> OnlineSoftmax:
-    """Takes in a logit without a value for each row, [..., rows], into a state in natural units; -inf changes nothing.
+    """Adds a logit without a value to each row [..., rows] of a state in natural units; -inf changes nothing.
 
-    Best behind all keys: were it the maximum from the start, keys far below it would have weights that a narrow
-    type rounds to zero.
+    Best after all keys: as the maximum from the start, it would make a narrow type round small weights to 0.
     """
     state, logit = _summed(state), finite_sink(logit)
     above = logit > state.maximum
     decay = jnp.exp2(jnp.where(above, state.maximum - logit, np.float32(0)) * LOG2_E)
-    # Its weight is 1 where it becomes the maximum, beside nothing too.
+    # Its weight is 1 where it becomes the maximum, also without any key.
     own = jnp.exp2(jnp.where(above, np.float32(0), logit - finite(state.maximum)) * LOG2_E)
     maximum = jnp.where(above, logit, state.maximum)
     return OnlineSoftmax(maximum, state.total * decay + own, _scale_rows(state.acc, decay))
 
 
 def _summed(state: OnlineSoftmax) -> OnlineSoftmax:
-    """With late sums taken."""
+    """The state with late sums reduced."""
     late = state.total.ndim > state.maximum.ndim
     return state._replace(total=jnp.sum(state.total, axis=-1)) if late else state
 
@@ -157,8 +156,8 @@ def finish(state: OnlineSoftmax) -> tuple[Any, Lse]:
 
 
 def finish_beside(state: OnlineSoftmax, scale: float, logit: jax.Array) -> tuple[Any, Lse]:
-    """As `finish`, with a natural logit that has no value beside the keys. The maximum stays one of the keys, in the
-    state's units, so that their weights are worked out from it again as they were."""
+    """As `finish`, with a natural logit without a value beside the keys. The maximum remains that of the keys, in the
+    state's units, so that recomputed weights are the same."""
     keys = natural(_summed(state), scale)
     out, lse = finish(join(keys, logit))
     more = jnp.where(lse.maximum > keys.maximum, lse.maximum - finite(keys.maximum), np.float32(0)) * LOG2_E
@@ -166,14 +165,14 @@ def finish_beside(state: OnlineSoftmax, scale: float, logit: jax.Array) -> tuple
 
 
 def resume(out: jax.Array, lse: Lse) -> OnlineSoftmax:
-    """The state that `finish` gives (out, lse) for."""
+    """The inverse of `finish`."""
     total = jnp.exp2(lse.rest)
     return OnlineSoftmax(lse.maximum, total, _scale_rows(out, total))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def weights_again(logits: jax.Array, factor: float, lse: Lse) -> jax.Array:
-    """Of logits [..., rows, keys] whose `lse` is known, in jnp: what kernels do in `weights.pairs`."""
+    """Recomputes weights from logits [..., rows, keys] and their `lse`, in jnp, as kernels do in `weights.pairs`."""
     maximum, rest = (jnp.where(lse.rest == -jnp.inf, 0.0, part)[..., None] for part in lse)
     below = jnp.where(logits == maximum, 0.0, jnp.minimum(logits - maximum, 0.0))
     return jnp.exp2(factor * below - rest)
@@ -181,7 +180,7 @@ def weights_again(logits: jax.Array, factor: float, lse: Lse) -> jax.Array:
 
 @weights_again.defjvp
 def _moved_weights(factor: float, given: tuple[jax.Array, Lse], moved: tuple[jax.Array, Lse]):
-    """The largest logit's has a derivative, too, though nothing is left of it."""
+    """The largest logit's weight has a derivative, too, though its difference is a constant 0."""
     weights, (logits, lse) = weights_again(given[0], factor, given[1]), moved
     return weights, weights * LN_2 * (factor * (logits - lse.maximum[..., None]) - lse.rest[..., None])
 

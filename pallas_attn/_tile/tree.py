@@ -1,8 +1,8 @@
-"""Trees of draft tokens: what the newest tokens of a sequence see of each other, where that is not their order.
+"""Trees of draft tokens: what the newest tokens of a sequence see of each other, where that is not causal.
 
-Speculative decoding drafts several continuations at once. They lie in a sequence's newest q_len slots one after the
-other; each sees its ancestors and every older token. Two drafts of one place in the text have different slots, so
-what counts distances, windows and ALiBi, goes by positions of their own where the caller gives them.
+Speculative decoding drafts several continuations at once, in a sequence's newest q_len slots; each draft sees its
+ancestors and all older tokens. Alternative drafts for one position have different slots, so windows and ALiBi use
+separate positions where the caller gives them.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from pallas_attn._tile.rows import Rows
 
 @runtime_checkable
 class Drafted(Protocol):
-    """Operands that may have a tree: arrays or refs."""
+    """Operands that may include a tree: arrays or refs."""
 
     @property
     def tree_mask(self) -> Any: ...
@@ -26,16 +26,16 @@ class Drafted(Protocol):
 
 
 class Tree(NamedTuple):
-    """Of some queries and keys; shapes broadcast to [.., queries, keys]."""
+    """The tree between some queries and keys; shapes broadcast to [.., queries, keys]."""
 
     seen: jax.Array
     key_at: jax.Array
-    """Where windows and ALiBi take a key to be."""
+    """A key's position for windows and ALiBi."""
     query_at: jax.Array
 
 
 class Drafts(NamedTuple):
-    """The newest `count` tokens of a sequence of `seq_len`, or none of them."""
+    """The drafts: the newest `count` tokens of a sequence of `seq_len`."""
 
     seq_len: jax.Array
     first: jax.Array
@@ -43,21 +43,21 @@ class Drafts(NamedTuple):
     count: int | jax.Array
 
     def index(self, slot: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Which of them a slot holds, and whether it holds one at all."""
+        """(the number of the draft in a slot, whether the slot holds one)."""
         index = slot - self.first
         return index, (index >= 0) & (index < self.count)
 
     def position(self, given: jax.Array) -> jax.Array:
-        """Positions as rules take them. None lies before the drafts: a window's first tile does not depend on them."""
+        """Given positions, clipped to the drafts' slots, so that a window's first tile does not depend on them."""
         return jnp.clip(given, jnp.maximum(self.first, 0), self.seq_len - 1)
 
 
 type Leading = Callable[[jax.Array], tuple[jax.Array, ...]]
-"""Indices of a sequence's query tokens in the arrays of `Drafted`."""
+"""Maps a sequence's query tokens to indices in the arrays of `Drafted`."""
 
 
 def queries_at(refs: Drafted, drafts: Drafts, leading: Leading, mine: Rows) -> jax.Array:
-    """In a kernel: where rules take a program's rows to be."""
+    """In a kernel: the rows' positions for windows and ALiBi."""
     slot = drafts.first + mine.token
     if refs.query_positions is None:
         return slot
@@ -67,7 +67,7 @@ def queries_at(refs: Drafted, drafts: Drafts, leading: Leading, mine: Rows) -> j
 
 
 def of_tile(refs: Drafted, drafts: Drafts, leading: Leading, mine: Rows, slot: jax.Array) -> Tree | None:
-    """In a kernel: of a program's rows and the keys in slots `slot` [block_kv]; None without a tree."""
+    """In a kernel: the tree between a program's rows and the keys in slots `slot` [block_kv]; None if there is none."""
     if refs.tree_mask is None:
         return None
     index, new = drafts.index(slot)
@@ -83,7 +83,7 @@ def of_tile(refs: Drafted, drafts: Drafts, leading: Leading, mine: Rows, slot: j
 
 
 def of_chunk(arrays: Drafted, lengths: jax.Array, group: int, slot: jax.Array) -> Tree | None:
-    """In a reference: of all rows [num_seqs, 1, rows, 1] and the keys in slots `slot` [chunk] of every sequence."""
+    """In a reference: between all rows [num_seqs, 1, rows, 1] and the keys in each sequence's slots `slot`."""
     if (mask := arrays.tree_mask) is None:
         return None
     drafts = Drafts(lengths[:, None], lengths[:, None] - mask.shape[1], mask.shape[1])

@@ -1,4 +1,4 @@
-"""What kernels are written with, and which compiler gets them.
+"""What kernels are written with, and which compiler they go to.
 
 The same bodies go one of three ways, named by `Lowering`: "pallas" is JAX's own lowering to Triton, deprecated in 0.11
 and still shipped in 0.12; "triton" is ours, to Triton's own compiler; "interpret" runs them in Python. This file is the
@@ -17,17 +17,15 @@ from jax import lax
 
 from pallas_attn import _lowering
 from pallas_attn._call import dispatch
-from pallas_attn._call.architecture import LEAST_SIDE
 from pallas_attn._call.device import current_device
-from pallas_attn._lowering import cache, compiler, private
-from pallas_attn._tile import dependent_launch, in_bits, registers
-from pallas_attn._tile.sharding import vary, varying_axes, varying_like
+from pallas_attn._call.sharding import vary, varying_axes, varying_like
+from pallas_attn._lowering import cache, compiler, dependent_launch, in_bits, private, registers
 
 Lowering = Literal["pallas", "triton", "interpret"]
 
 
 def _pallas() -> tuple[Any, Any]:
-    """Pallas and its Triton lowering, or nothing once that is removed: then dispatch refuses what needs them."""
+    """Pallas and its Triton lowering, or None once that is removed, which dispatch then reports."""
     try:
         from jax.experimental import pallas
         from jax.experimental.pallas import triton
@@ -51,7 +49,7 @@ def _triton_missing() -> str | None:
     if name := private.missing():
         return f"jax {jax.__version__} has no {name}"
     reason = compiler.unavailable()
-    # What is in the cache needs no compiler, and which kernels those are shows when they are asked for.
+    # Cached kernels need no compiler; whether a certain one is cached is found out when it is used.
     return None if reason is None or cache.holds_any() else reason
 
 
@@ -61,8 +59,8 @@ dispatch.installed.update(pallas=_pallas_missing, interpret=_pallas_missing, tri
 def implementations(
     kernel: Callable[..., Any], supports: Callable[..., str | None], **kind: Any
 ) -> dict[str, dispatch.Implementation]:
-    """The ways that one kernel goes, for an op's record: `kernel(operands, lowering=)`, unless `supports(operands,
-    lowering=)` says why not; `kind` is what else there is to say of an `Implementation`."""
+    """The implementations by one kernel, for an op's record: `kernel(operands, lowering=)`, unless `supports(operands,
+    lowering=)` says why not; `kind` are further fields of `Implementation`."""
     return {
         name: dispatch.Implementation(
             functools.partial(kernel, lowering=name), functools.partial(supports, lowering=name), **kind
@@ -72,14 +70,14 @@ def implementations(
 
 
 def first_lowering() -> Lowering:
-    """How kernels go that an implementation in CUDA takes beside its own: as an op's would without that."""
+    """The lowering of kernels that run beside an implementation in CUDA: the first choice without it."""
     return "pallas" if _pallas_missing() is None else "triton"
 
 
 def load(
     place: Any, *, mask: jax.Array | None = None, other: Any = None, eviction_policy: str | None = None
 ) -> jax.Array:
-    """Elements at `place`, a part `ref.at[...]` of an array; where not `mask`, `other`, and memory is not touched."""
+    """Elements at `place`, a part `ref.at[...]` of an array; `other` where not `mask`, without a memory access."""
     if isinstance(place, in_bits.Place):
         return place.load(plgpu.load, mask=mask, other=other)
     read = _lowering.load if isinstance(place, _lowering.Place) else plgpu.load
@@ -97,7 +95,7 @@ def store(
 
 
 def touch(place: Any, *, mask: jax.Array) -> None:
-    """Asks for elements at `place`, where `mask`, which are wanted later: by then the L2 has them."""
+    """Prefetches elements at `place` into the L2, where `mask`."""
     if isinstance(place, _lowering.Place):
         _lowering.touch(place, mask=mask)
     elif _compiling.get() and private.pallas_takes_rules():
@@ -126,20 +124,6 @@ def when(condition: bool | jax.Array) -> Callable[[Callable[[], None]], None]:
     return run
 
 
-def next_power_of_2(size: int) -> int:
-    return 1 << max(size - 1, 0).bit_length()
-
-
-def ceil_div(a, b):
-    return (a + (b - 1)) // b
-
-
-def tile_side(size: int) -> int:
-    """Side of a tile that holds `size` rows or columns of a matrix product: a power of two, at least the tensor
-    core's. The excess is masked."""
-    return max(LEAST_SIDE, next_power_of_2(size))
-
-
 def dot(a: jax.Array, b: jax.Array, *, trans_b: bool = False) -> jax.Array:
     """Matrix product with a float32 accumulator; float32 operands keep full precision (no TF32)."""
     return lax.dot_general(
@@ -155,7 +139,7 @@ _compiling = contextvars.ContextVar("_compiling", default=False)
 
 
 def exp2(x: jax.Array) -> jax.Array:
-    """One instruction where a kernel is compiled for a GPU: XLA's own exp2 spends three more on what is denormal."""
+    """A single instruction in compiled kernels: XLA's own exp2 spends three more on denormals."""
     if not _compiling.get() or x.dtype != jnp.float32:
         return jnp.exp2(x)
     (result,) = plgpu.elementwise_inline_asm(
@@ -175,26 +159,26 @@ def exp2_below(
     *,
     exp2: Callable[[jax.Array], jax.Array] = jnp.exp2,
 ) -> jax.Array:
-    """exp2(factor * (x - top)), 1 where x is `top`. In a kernel that is compiled, x must be no product (`rounded`).
+    """exp2(factor * (x - top)), exactly 1 where x is `top`. In a compiled kernel x must not be a product (`rounded`).
 
-    `factor` is the product's first operand: Triton's pipeline goes by operands' order.
+    `factor` is the product's first operand: Triton's pipeliner depends on the order.
     """
     difference = x - top
     if not _compiling.get() and not _lowering.is_tracing():
-        # XLA takes a 0 that is added away, and may fuse the subtraction with a product whose rounding is left then.
+        # XLA removes an added 0, and may fuse the subtraction with a product, whose rounding error would then remain.
         difference = jnp.where(x == top, 0.0, difference)
     return exp2(difference if isinstance(factor, float) and factor == 1 else factor * difference)
 
 
 def below(x: jax.Array, top: jax.Array) -> jax.Array:
-    """x - top, at most 0, of products x that are worked out again, the largest of which was `top`."""
+    """x - top, at most 0, for recomputed products x whose maximum was `top`."""
     if _compiling.get() or _lowering.is_tracing():
-        return x - top  # tensor cores sum the same products up in one order, whichever factor comes first
+        return x - top  # tensor cores add products up in the same order, whichever factor comes first
     return jnp.minimum(x - top, 0.0)
 
 
 def exp2_below_fused(factor: jax.Array | float, x: jax.Array, top: jax.Array) -> jax.Array:
-    """As `exp2_below`, by three instructions, of which XLA makes six where a kernel is compiled for a GPU."""
+    """As `exp2_below`, in three instructions, where XLA would emit six."""
     if not _compiling.get() or x.dtype != jnp.float32:
         return exp2_below(factor, x, top, exp2=exp2)
     return _inline(
@@ -204,7 +188,7 @@ def exp2_below_fused(factor: jax.Array | float, x: jax.Array, top: jax.Array) ->
 
 
 def _inline(assembly: str, factor: jax.Array | float, x: jax.Array, other: jax.Array) -> jax.Array:
-    """An element of the result, $0, from one of each array."""
+    """The result elementwise: $0 from one element of each array."""
     (result,) = plgpu.elementwise_inline_asm(
         assembly,
         args=[jnp.broadcast_to(jnp.asarray(factor, x.dtype), x.shape), x, jnp.broadcast_to(other, x.shape)],
@@ -216,12 +200,12 @@ def _inline(assembly: str, factor: jax.Array | float, x: jax.Array, other: jax.A
 
 
 def rounded(product: jax.Array) -> jax.Array:
-    """A product that nothing taken off it is fused with: it is fused with a 0 that is added, at no cost."""
+    """Keeps a product from being fused with a later subtraction: it is fused with an added 0, at no cost."""
     return product + np.float32(0)
 
 
 def limits_registers(lowering: str) -> bool:
-    """Whether `kernel_call` can hold a kernel to `max_registers`. Interpreted ones have none to hold."""
+    """Whether `kernel_call` can enforce `max_registers`. Interpreted kernels have none."""
     return lowering != "pallas" or private.pallas_takes_rules()
 
 
@@ -231,7 +215,7 @@ def _launches_dependents() -> bool:
 
 
 def _narrow(kernel: Callable[..., None], *refs: Any) -> None:
-    """Where a user has 64-bit types on, a kernel's own numbers stay what they are without: 32 bits wide."""
+    """With 64-bit types enabled by the user, a kernel's own numbers remain 32 bits wide."""
     with jax.enable_x64(False):
         kernel(*refs)
 
@@ -263,10 +247,10 @@ def kernel_call(
     input_output_aliases: Mapping[int, int] | None = None,
 ) -> Any:
     """Runs `kernel(*operand_refs, *output_refs)` over `grid`; operands may be pytrees, and every ref is a whole array,
-    indexed by the kernel. A thread has at most `max_registers`, 0: as many as it takes.
+    indexed by the kernel. `max_registers` limits a thread's registers; 0: no limit.
 
-    `most_together` programs are planned for each multiprocessor, 0: as many as fit. With room for one more, the GPU
-    gives some multiprocessors more than others. "triton" leaves no such room; by Pallas nothing can be done about it.
+    `most_together`: programs planned for each multiprocessor; 0: as many as fit. If one more fits, the GPU distributes
+    programs unevenly. "triton" prevents that by taking more shared memory; Pallas has no means to.
 
     `merged`: nobody reads the results but `merge`, which Pallas then has launched early; XLA's call for "triton"
     launches nothing early.

@@ -1,9 +1,9 @@
-"""Which tiles of a sequence a program visits, in which order: everything outside them is never read.
+"""Which tiles of a sequence a program visits, and in which order; nothing outside them is read.
 
-A walk is a number of tiles and a map from the tile's index to its first token, both computed from the sequence's
-length at run time. Dense and windowed attention walk a contiguous range. Block-sparse attention first walks the
-remote blocks, found in closed form from the pattern's stride, then the contiguous local band. Masks still decide
-about single tokens; a walk only leaves out tiles in which no token is visible.
+A walk is a number of tiles and a map from a tile's index to its first token, both computed at run time from the
+sequence's length. Dense and windowed attention walk a contiguous range. Block-sparse attention first walks the remote
+blocks, which follow in closed form from the pattern's stride, then the contiguous local band. Single tokens are still
+masked; a walk only skips tiles in which no token is visible.
 """
 
 from typing import NamedTuple
@@ -24,7 +24,7 @@ class Walk(NamedTuple):
     dense_start: jax.Array
     num_tiles: jax.Array
     seen_from: jax.Array
-    """First token that any query sees: pages before it may have been given to others."""
+    """First token that any query sees: earlier pages may already belong to other sequences."""
 
     def start(self, tile: jax.Array) -> jax.Array:
         """First token of a tile."""
@@ -34,11 +34,11 @@ class Walk(NamedTuple):
         return jnp.where(tile < self.remote_tiles, self.remote.start(tile), dense)
 
     def tokens(self, tile: jax.Array, seq_len: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Positions of a tile's tokens, and which of them hold something that this tile answers for."""
+        """Positions of a tile's tokens, and which of them count in this tile."""
         position = self.start(tile) + jnp.arange(self.block_kv)
         held = masking.within(position, seq_len) & (position >= self.seen_from)
         if self.remote is not None:
-            # The last period of remote blocks may reach into the local band, which is walked on its own.
+            # The last period of remote blocks may overlap the local band, which is walked separately.
             held &= (tile >= self.remote_tiles) | (position < self.dense_start)
         return position, held
 
@@ -80,7 +80,7 @@ def plan(
     of these, tokens [first, end) outside of which nobody sees any, which know of the window.
     """
     zero = 0 * seq_len
-    # The earliest query sees the least far forward and the furthest back.
+    # The earliest query sees furthest back.
     earliest_query = jnp.maximum(seq_len - q_len, 0)
     if left is not None:
         seen_from, end = left
@@ -105,7 +105,7 @@ def plan(
 
 
 def most_tokens(max_len: int, *, q_len: int, group: int, rules: masking.Rules) -> int:
-    """Tokens that the walk of a sequence of `max_len` tokens comes past, give or take a block."""
+    """Tokens visited by the walk over a sequence of `max_len` tokens, up to a block more or less."""
     tokens = max_len
     if isinstance(rules.sliding_window, int):
         tokens = min(tokens, rules.sliding_window + q_len - 1)

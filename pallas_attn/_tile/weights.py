@@ -1,12 +1,12 @@
-"""Attention weights worked out again, and the gradients of what they came from: what every backward kernel does.
+"""Recomputed attention weights and the gradients of logits: what every backward kernel does.
 
 With p the weights and dp the products of d_out and values, the gradient of a logit is ds = p * (dp - delta), where
-delta, one number a query, is the sum of d_out * out less the gradient of the log-sum-exp.
+delta, one number a query, is the sum of d_out * out minus the gradient of the log-sum-exp.
 
-A query's gradient is the sum of ds times keys. What its keys have in common counts times the sum of its ds, which
-softmax makes 0, or little: large terms cancel. They no longer do where delta comes of an `out` that was rounded to 16
-bits, nor where each ds is rounded. So delta is worked out from `out` with its lower bits (`low_bits`), and the sum of
-what was rounded is compared with what it should be: the difference, times a mean of the keys, is taken back.
+A query's gradient is the sum of ds times keys. An offset that its keys share is multiplied by the sum of the query's
+ds, which softmax makes (nearly) 0: large terms cancel. They no longer do if delta is computed from an `out` that was
+rounded to 16 bits, or if each ds is rounded. So delta is computed from `out` with its lower bits (`low_bits`), and the
+sum of the rounded ds is compared with its true value: the difference, times a mean of the keys, is subtracted.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ class Bent(NamedTuple):
 
     @property
     def factor(self) -> jax.Array | float:
-        """What makes their differences base 2."""
+        """Factor that makes differences of logits base 2."""
         return self.scale * softmax.LOG2_E
 
 
@@ -41,7 +41,7 @@ def bent(products: jax.Array, scale: float, softcap: float | None) -> Bent:
 
 
 class Pairs(NamedTuple):
-    """Of a tile of pairs: weights, gradients of logits and, where the soft cap bends them, of what it was given."""
+    """For a tile of pairs: weights, gradients of logits, and those of the products before the soft cap."""
 
     weights: jax.Array
     d_logits: jax.Array
@@ -55,25 +55,24 @@ def pairs(
     d_weights: jax.Array,
     seen: jax.Array | None,
 ) -> Pairs:
-    """`lse`, with a finite maximum of the logits, and `delta` broadcast along keys; pairs that are not `seen` count for
-    nothing, None is that all are."""
+    """`lse`, with a finite maximum, and `delta` broadcast along keys; pairs not `seen` give 0 (None: all are)."""
     weights = triton.exp2(given.factor * triton.below(given.logits, lse.maximum) - lse.rest)
     slope = given.slope
     d_logits = weights * (d_weights - delta)
     if seen is not None:
-        # All of them: what is not seen may be NaN.
+        # Both are masked: what is not seen may be NaN.
         weights, d_logits = jnp.where(seen, weights, 0.0), jnp.where(seen, d_logits, 0.0)
         slope = None if slope is None else jnp.where(seen, slope, 0.0)
     return Pairs(weights, d_logits, d_logits if slope is None else d_logits * slope)
 
 
 SUMS = 16
-"""Columns of ones by which rows of a tile are summed: the least that a product has, and as many equal sums."""
+"""Columns of ones that a tile is multiplied by to sum its rows, the least a product may have; all give the same sum."""
 
 
 def summed_as(dtype: jax.typing.DTypeLike) -> Callable[[jax.Array], jax.Array]:
-    """Of weights [queries, keys], rounded to `dtype` as the next product takes them: [queries, SUMS] numbers that add
-    up to their sum."""
+    """A function of weights [queries, keys] that rounds them to `dtype`, as the next product does, and returns
+    [queries, SUMS] numbers that add up to their row sums."""
 
     def counted(weights: jax.Array) -> jax.Array:
         ones = jnp.full((weights.shape[1], SUMS), 1 / SUMS, dtype)
@@ -83,8 +82,8 @@ def summed_as(dtype: jax.typing.DTypeLike) -> Callable[[jax.Array], jax.Array]:
 
 
 def counted(given: Pairs, d_products: jax.Array) -> jax.Array:
-    """[queries, SUMS], each the sum over keys of what stands for gradients of logits: `d_products` as the next product
-    takes them, rounded. By a product too, which costs less than a sum across a tile's threads."""
+    """[queries, SUMS], each the sum over keys of the gradients of logits as the next product takes them, rounded
+    (`d_products`). Computed by a product, which is cheaper than a reduction across threads."""
     sums = triton.dot(d_products, jnp.ones((d_products.shape[1], SUMS), d_products.dtype))
     if given.d_products is given.d_logits:
         return sums
@@ -92,35 +91,35 @@ def counted(given: Pairs, d_products: jax.Array) -> jax.Array:
 
 
 def excess(counted: jax.Array, total: jax.Array) -> jax.Array:
-    """Of such sums over all tiles: what rounding made of the true `total`."""
+    """The error of such sums over all tiles against the true `total`."""
     return jnp.sum(counted, axis=1) * (1 / SUMS) - total
 
 
 def settled(total: jax.Array, excess: jax.Array, keys: jax.Array, number: jax.Array) -> jax.Array:
-    """A sum of d_products times keys [queries, dim] less what the `excess` [queries] of d_products brought in: that
-    times the mean of a `number` of keys, of which there are [some, dim], 0 where not among them."""
+    """A sum of d_products times keys [queries, dim], corrected for the `excess` [queries] of d_products: minus it times
+    the mean of a sample of `number` keys [some, dim], which are 0 beyond those."""
     mean = jnp.sum(keys.astype(jnp.float32), axis=0) * (1.0 / jnp.maximum(number, 1).astype(jnp.float32))
     return total - excess[:, None] * mean[None, :]
 
 
 class Kept(NamedTuple):
-    """What gradients need of the forward pass besides its results."""
+    """What gradients need from the forward pass besides its results."""
 
     lse: softmax.Lse
     low: jax.Array | None
-    """Lower bits of out, where rounding loses any."""
+    """Lower bits of out, if rounding loses any."""
 
 
 class OfQueries(NamedTuple):
-    """What gradients need of each query, [...] of one shape."""
+    """What gradients need for each query; all of one shape."""
 
     delta: jax.Array
     total: jax.Array
     """The sum over keys of its logits' gradients."""
     d_sink: jax.Array
-    """Of its sink's logit."""
+    """Gradient of its sink's logit."""
     blind: jax.Array
-    """It sees no key, and passes nothing on to queries, keys and values, were its cotangents NaN."""
+    """Whether it sees no key: then queries, keys and values get no gradient from it, even if its cotangents are NaN."""
 
 
 def of_queries(
@@ -130,13 +129,13 @@ def of_queries(
     sink: jax.Array | None = None,
     scale: float = 1.0,
 ) -> OfQueries:
-    """`product`: d_out times `out`, summed; `d_lse`: of the natural one. A `sink`, natural, broadcasts; `scale` is that
-    of the maximum, which is -inf of a query that saw no key, were there a sink."""
+    """`product`: the sum of d_out * out; `d_lse`: the gradient of the natural lse. A `sink`, in natural units,
+    broadcasts; `scale` makes the maximum natural, which is -inf for a query that saw no key, even with a sink."""
     nothing = lse.rest == -jnp.inf
     if sink is None:
         of_sink, blind = jnp.zeros_like(lse.rest), nothing
     else:
-        # None has a weight above 1, which rounding makes of a large sink; of a row that saw nothing it has none.
+        # The minimum: rounding could give a large sink a weight above 1. In a row that saw nothing its weight is 0.
         above = (sink - softmax.finite(lse.maximum) * scale) * softmax.LOG2_E - softmax.finite(lse.rest)
         of_sink = jnp.where(nothing, 0.0, jnp.exp2(jnp.minimum(above, 0.0)))
         blind = lse.maximum == -jnp.inf

@@ -11,14 +11,14 @@ from pallas_attn._interrupt import INTERRUPTED
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status: 0, 1 (it could not be done), 2 (wrong usage) or 130 (Ctrl-C).
 
-    What a user got wrong ends in one line on stderr. PALLAS_ATTN_TRACEBACK=1 shows the traceback instead.
+    User errors print one line on stderr. PALLAS_ATTN_TRACEBACK=1 shows the traceback instead.
 
     Args:
         arguments: without the program's name; ``None`` takes the process's.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        if given == ["doctor"]:  # says what is missing, so it must not miss what the other commands need
+        if given == ["doctor"]:  # reports what is missing, so it must not need what the other commands need
             from pallas_attn.cli.doctor import run_doctor
 
             return run_doctor()

@@ -1,4 +1,4 @@
-"""A progress bar on a terminal; nothing where there is none."""
+"""A progress bar on a terminal; nothing without one."""
 
 from collections.abc import Callable
 

@@ -1,7 +1,6 @@
 """`pallas-attn chat`: a conversation in the terminal, answered token by token.
 
-Every turn is a request whose prompt is the whole conversation. What earlier turns have in the cache is found by its
-tokens (prefix_cache.py), so only what is new is computed.
+Every turn is a request with the whole conversation as prompt; the prefix cache has all but the new tokens.
 """
 
 import dataclasses
@@ -24,7 +23,7 @@ from pallas_attn.models.stopping import Held
 from .generate import load, sampling_of
 from .wrap import Wrapped
 
-# A terminal wants tokens one by one, a GPU several at a time.
+# Tokens a step: a terminal wants them one by one, a GPU several at a time.
 _BURST = 4
 _HELP = (
     "Ctrl-C stops an answer; between answers it leaves, as Ctrl-D does. /new starts over, /help says this."
@@ -64,7 +63,7 @@ def run_chat(options: ChatOptions) -> int:
         Console(highlight=False, markup=False, soft_wrap=not file.isatty(), stderr=file is sys.stderr)
         for file in (sys.stdout, sys.stderr)
     )
-    sampling_of(Sampling(), options.sampling)  # what is out of its range is said before the model is read
+    sampling_of(Sampling(), options.sampling)  # range errors are reported before the model is read
     loaded = load(err, options)
     # A model without a chat template is refused now, not after the first question.
     loaded.tokenizer.apply_chat_template([{"role": "user", "content": "?"}], **options.template)
@@ -165,11 +164,11 @@ class Chat:
         )
 
     def _print(self, text: str) -> None:
-        """Part of an answer, whose lines end where they are to end."""
+        """Prints part of an answer, wrapped."""
         self._out.print(text, end="", soft_wrap=True)
 
     def _fitting_prompt(self) -> list[int]:
-        """The conversation's tokens, without its oldest turns if there would be no room for an answer."""
+        """The conversation's tokens, without its oldest turns if no answer would fit."""
         fixed = 0 if self._options.system is None else 1
         while True:
             prompt = self._tokenizer.encode_chat(self.messages, **self._options.template)
@@ -181,7 +180,7 @@ class Chat:
 
 
 def pieces(decode: Callable[[Sequence[int]], str], tokens: Iterable[int]) -> Iterator[str]:
-    """The text of tokens as they come, held back ("") while a character is incomplete."""
+    """The text of tokens as they arrive; "" while a character is incomplete."""
     detokenizer = Detokenizer(decode)
     for token in tokens:
         yield detokenizer.add([token])

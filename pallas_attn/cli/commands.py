@@ -36,6 +36,7 @@ from .options import (
     TemplateOption,
     TopKOption,
     TopPOption,
+    collected,
     template_variables,
 )
 from .serve_command import serving
@@ -50,7 +51,7 @@ app = typer.Typer(
     epilog="Start with `pallas-attn doctor`, then `pallas-attn generate --prompt 'Why is the sky blue?'`.",
 )
 
-# Newer versions of typer carry their own copy of click: take the error's class from wherever it comes.
+# Newer versions of typer bundle click: take the error's class from wherever it is.
 _UsageProblem: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 
@@ -59,7 +60,7 @@ def run(arguments: list[str]) -> int:
     try:
         status = typer.main.get_command(app).main(arguments, prog_name="pallas-attn", standalone_mode=False)
     except _UsageProblem as problem:
-        # No command at all: typer has just printed the help, and there is nothing to add.
+        # Without a command typer has just printed the help.
         if message := problem.format_message():
             print(f"pallas-attn: error: {' '.join(message.split())} (see --help)", file=sys.stderr)
         return 2
@@ -181,41 +182,11 @@ def generate(
     ] = False,
 ) -> int:
     """Answer prompts with a real model: paged KV cache, and every decode step inside one jitted loop."""
+    given = locals()
     from pallas_attn.cli.generate import GenerateOptions, run_generate
 
-    return run_generate(
-        GenerateOptions(
-            prompts=prompt or [],
-            prompts_file=prompts_file,
-            model=model,
-            system=system,
-            template=template_variables("generate", template),
-            raw=raw,
-            max_new_tokens=max_new_tokens,
-            sampling=dict(
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                min_p=min_p,
-                repetition_penalty=repetition_penalty,
-                presence_penalty=presence_penalty,
-                frequency_penalty=frequency_penalty,
-                seed=seed,
-                stop=stop,
-                n=n,
-            ),
-            dtype=dtype.value,
-            cache_dtype=cache_dtype.value if cache_dtype else None,
-            page_size=page_size,
-            num_pages=num_pages,
-            num_rows=num_rows,
-            prefill_chunk=prefill_chunk,
-            attention=attention.value,
-            implementation=implementation,
-            batch_invariant=batch_invariant,
-            check=check,
-        )
-    )
+    variables = template_variables("generate", template)
+    return run_generate(collected(GenerateOptions, given, prompts=prompt or [], template=variables))
 
 
 @app.command(
@@ -272,35 +243,10 @@ def chat(
     Ctrl-C stops an answer; between answers it leaves, as Ctrl-D does. /new starts over, /help says so. When the
     conversation no longer fits, its oldest turns are forgotten.
     """
+    given = locals()
     from pallas_attn.cli.chat import ChatOptions, run_chat
 
-    return run_chat(
-        ChatOptions(
-            model=model,
-            system=system,
-            template=template_variables("chat", template),
-            max_new_tokens=max_new_tokens,
-            max_len=max_len,
-            sampling=dict(
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                min_p=min_p,
-                repetition_penalty=repetition_penalty,
-                presence_penalty=presence_penalty,
-                frequency_penalty=frequency_penalty,
-                seed=seed,
-                stop=stop,
-            ),
-            dtype=dtype.value,
-            cache_dtype=cache_dtype.value if cache_dtype else None,
-            page_size=page_size,
-            prefill_chunk=prefill_chunk,
-            attention=attention.value,
-            implementation=implementation,
-            batch_invariant=batch_invariant,
-        )
-    )
+    return run_chat(collected(ChatOptions, given, template=template_variables("chat", template)))
 
 
 @app.command(cls=PlainCommand)

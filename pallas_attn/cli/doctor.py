@@ -1,6 +1,6 @@
-"""`pallas-attn doctor`: what is installed, what there is to run on, what can run.
+"""`pallas-attn doctor`: what is installed, which devices there are, what can run.
 
-It is asked where something is missing, so it needs no more than jax and numpy.
+It is used when something is missing, so it needs only jax and numpy.
 """
 
 import importlib.metadata
@@ -49,7 +49,7 @@ def run_doctor() -> int:
     )
     try:
         devices = jax.devices()
-    except RuntimeError as error:  # JAX_PLATFORMS names one that cannot be had
+    except RuntimeError as error:  # JAX_PLATFORMS names an unavailable platform
         print(f"\nDevices\n  none: {' '.join(str(error).split())}")
         return 0
     _print_table(
@@ -70,7 +70,7 @@ def run_doctor() -> int:
 
 
 def _print_table(title: str, *rows: Sequence[str]) -> None:
-    """Columns as wide as they need to be; the last one is not folded, so that a reason can be searched for."""
+    """Prints aligned columns; the last one is not wrapped, so that reasons can be searched for."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     print(f"\n{title}")
     for row in rows:

@@ -1,7 +1,7 @@
 """`pallas-attn generate`: load, generate, print, and on request compare with transformers.
 
-Prompts of the command line are one batch, through `generate`. Those of a file may be many: they go through the engine,
-which runs some at a time and lets others join as they end.
+Prompts of the command line are one batch for `generate`. A file may hold many: they go through the engine, which runs
+some at a time and lets others join as they end.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ from .bar import Bar
 # --check fails above this largest |logit difference| in float32; in bfloat16 rounding decides, so it only reports.
 LOGIT_TOLERANCE = 2e-3
 _TIMED_RUNS = 3
-# Nobody waits for single tokens here.
+# Large bursts: nobody waits for single tokens here.
 _NUM_ROWS, _STEP_TOKENS, _BURST = 16, 256, 32
 
 
@@ -124,7 +124,7 @@ def run_generate(options: GenerateOptions) -> int:
 
 @runtime_checkable
 class ModelOptions(Protocol):
-    """What the options of each command say of the model."""
+    """Model options that the commands share."""
 
     @property
     def model(self) -> Path | None: ...
@@ -159,7 +159,7 @@ def _path(model: Path | None) -> Path:
 
 
 def sampling_of(asked: Sampling, given: Mapping[str, Any]) -> Sampling:
-    """What the model asks for, but for what the command line says: None where it does not."""
+    """The model's sampling, overridden by the command line's options that are not None."""
     return dataclasses.replace(asked, **{name: value for name, value in given.items() if value is not None})
 
 
@@ -170,14 +170,14 @@ def _said(sampling: Sampling) -> str:
 
 
 def _read_prompts(options: GenerateOptions) -> tuple[list[str], list[str]]:
-    """The prompts, and where each comes from, in words."""
+    """The prompts, and where each comes from, for messages."""
     texts = list(options.prompts)
     origins = [f"--prompt {index + 1}" for index in range(len(texts))]
     for index, text in enumerate(texts):
         if not text.strip():
             fail("generate", "--prompt", "some text in each", f"prompt {index + 1} without any")
     if options.prompts_file is not None:
-        # What else Python takes for the end of a line may be part of a prompt.
+        # Other characters at which Python breaks lines may be part of a prompt.
         lines = _read_text(options.prompts_file).split("\n")
         found = {index + 1: line.strip() for index, line in enumerate(lines) if line.strip()}
         texts += found.values()
@@ -189,7 +189,7 @@ def _read_prompts(options: GenerateOptions) -> tuple[list[str], list[str]]:
 
 @contextlib.contextmanager
 def _named(origins: list[str]) -> Iterator[None]:
-    """A prompt that is refused is named by where it comes from, not by its place among all."""
+    """A refused prompt is named by its origin, not by its index."""
     try:
         yield
     except ValueError as error:
@@ -197,7 +197,7 @@ def _named(origins: list[str]) -> Iterator[None]:
 
 
 def _read_text(path: Path) -> str:
-    """Of the file, or of standard input for "-"."""
+    """Lines of the file, or of standard input for "-"."""
     name = "standard input" if (piped := str(path) == "-") else repr(str(path))
     if not piped and (not path.exists() or path.is_dir()):
         fail("generate", "--prompts-file", "an existing file", name, OSError)
@@ -232,13 +232,13 @@ def _engine(loaded: LoadedModel, prompts: list[list[int]], options: GenerateOpti
         check_int("generate", "prefill_chunk", options.prefill_chunk, least=1)
     rows = _NUM_ROWS if options.num_rows is None else options.num_rows
     longest = max(map(len, prompts)) + options.max_new_tokens
-    if options.batch_invariant:  # of sizes that do not follow from the prompts
+    if options.batch_invariant:  # whose sizes do not depend on the prompts
         longest = loaded.model.config.context_length
     else:
         rows = min(rows, len(prompts))
     return Engine(
         loaded.model,
-        # One that does not fit in the context is refused by name when it is submitted.
+        # One that does not fit in the context is refused when it is submitted.
         max_len=min(longest, loaded.model.config.context_length),
         num_rows=rows,
         num_pages=options.num_pages,
@@ -308,14 +308,14 @@ def _check(
     from pallas_attn.models.compare import TransformersModel, compare
 
     with err.status("running the same prompts through transformers"):
-        # The timed run kept no logits; this one must choose the same tokens.
+        # The timed run kept no logits; this run must choose the same tokens.
         scored = _generate(loaded, prompts, options, return_logits=True)
         if (scored.tokens != generation.tokens).any():
             raise RuntimeError("generate: two greedy runs of the same prompts gave different tokens")
         reference = TransformersModel(path, options.dtype)
         stops = loaded.tokenizer.stop_token_ids
         rows = compare(reference, prompts, scored, stop_token_ids=stops)
-        # Taking turns, so that whatever else the machine does meets both.
+        # Alternating, so that other load on the machine affects both alike.
         ours, theirs = [], []
         for _ in range(_TIMED_RUNS):
             ours.append(_generate(loaded, prompts, options).decode_tokens_per_second)
@@ -333,7 +333,7 @@ def _check(
         f"pallas-attn {mine:.1f}, transformers {other:.1f} ({mine / other:.2f} x)"
     )
     agreed = all(p.tokens_equal and p.max_logit_difference < LOGIT_TOLERANCE for p in rows)
-    # A quantised cache moves the logits by its nature; the table says how far.
+    # A quantised cache changes the logits; the table shows by how much.
     if options.dtype == "float32" and options.cache_dtype is None and not agreed:
         out.print(f"DISAGREES: float32 must give the same tokens and logits within {LOGIT_TOLERANCE}")
         return 1

@@ -1,10 +1,11 @@
-"""What several commands can be told, with its help."""
+"""Options that several commands share, with help texts."""
 
+import dataclasses
 import enum
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from pallas_attn._call.checks import fail
 from pallas_attn._call.optional import needs_extra
@@ -12,19 +13,41 @@ from pallas_attn._call.optional import needs_extra
 with needs_extra("models", user="every command of pallas-attn but doctor"):
     import typer
 
+# What `Sampling` has of a command's arguments.
+SAMPLING = (
+    *(
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+    ),
+    *("seed", "stop", "n"),
+)
+
 
 def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
 def taken(command: str, defaults: Mapping[str, Any], given: Mapping[str, Any], by: str) -> dict[str, Any]:
-    """`defaults`, or what is `given` in their place, where None was not. ValueError for any that are not among them,
-    which `by` ("--op mla_decode") does not take."""
+    """`defaults`, overridden by what is `given` and not None. ValueError for options that are not among them, which
+    `by` ("--op mla_decode") does not take."""
     said = {name: value for name, value in given.items() if value is not None}
     for name, value in said.items():
         if name not in defaults:
             fail(command, flag(name), f"none with {by}", str(value))
     return {**defaults, **said}
+
+
+def collected[O](options: type[O], given: Mapping[str, Any], **others: Any) -> O:
+    """A command's options from its arguments, by name: settings of the sampling together, enums by their values."""
+    sampling = {name: given[name] for name in SAMPLING if name in given}
+    values = {**given, "sampling": sampling, **others}
+    fields = {field.name: values[field.name] for field in dataclasses.fields(cast(Any, options))}
+    return options(**{name: x.value if isinstance(x, enum.Enum) else x for name, x in fields.items()})
 
 
 def template_variables(command: str, given: Sequence[str] | None) -> dict[str, Any]:
@@ -46,7 +69,7 @@ class Dtype(enum.StrEnum):
 
 
 class TunedDtype(enum.StrEnum):
-    """What the ops serve; models are not for float16."""
+    """The ops' dtypes; models do not support float16."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -60,7 +83,7 @@ class CacheDtype(enum.StrEnum):
 
 
 class Attending(enum.StrEnum):
-    """Which op decoding goes through."""
+    """Which op serves decoding."""
 
     gqa = "gqa"
     mla = "mla"

@@ -42,13 +42,13 @@ class ServeOptions:
 
 
 def run_serve(options: ServeOptions) -> int:
-    """Runs the command until it is told to stop; all that it says goes to stderr.
+    """Runs the command until it is stopped; all output goes to stderr.
 
     Raises:
         ValueError, OSError, ImportError: what the user has to change, in one line.
     """
     err = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-    # First: nobody shall wait for the model to hear that the port is taken.
+    # First, so that nobody waits for the model only to learn that the port is taken.
     listener = bound(options.host, options.port)
     if not is_local(listener) and options.api_key is None:
         err.print(f"warning: whoever reaches {options.host} may use the model: --api-key asks them for a key")
@@ -74,7 +74,7 @@ def run_serve(options: ServeOptions) -> int:
         options.template,
     )
     err.print("compiling")
-    # For greedy requests, and for those that say nothing; what else one needs is compiled when it comes.
+    # For greedy requests and for defaults; other programs are compiled when needed.
     with ThreadPoolExecutor() as pool:
         list(pool.map(engine.compile, (None, served.usual)))
     app = App(served, options.limits, num_rows=options.num_rows, api_key=options.api_key)
@@ -90,7 +90,7 @@ def run_serve(options: ServeOptions) -> int:
 
 
 def _name(model: Path | None) -> str:
-    """The repository's, the folder's or the file's."""
+    """The name of the repository, folder or file."""
     if model is not None and is_name(model):
         return str(model)
     path = (model or default_model_path()).resolve()

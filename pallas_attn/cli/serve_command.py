@@ -23,6 +23,7 @@ from .options import (
     ModelOption,
     PageSizeOption,
     TemplateOption,
+    collected,
     template_variables,
 )
 
@@ -132,43 +133,11 @@ def serve(
 
     /v1/completions, /v1/chat/completions, /v1/models, /health and /metrics.
     """
+    given = locals()
     from pallas_attn.cli.serve import ServeOptions, run_serve
     from pallas_attn.serve import Limits
 
     if api_key is not None and not api_key.strip():
         fail("serve", "--api-key", "a key, or none at all", repr(api_key))
-    return run_serve(
-        ServeOptions(
-            model=model,
-            served_name=served_name,
-            host=host,
-            port=port,
-            api_key=api_key,
-            template=template_variables("serve", template),
-            max_len=max_len,
-            num_rows=num_rows,
-            num_pages=num_pages,
-            page_size=page_size,
-            step_tokens=step_tokens,
-            burst=burst,
-            dtype=dtype.value,
-            cache_dtype=cache_dtype.value if cache_dtype else None,
-            attention=attention.value,
-            implementation=implementation,
-            batch_invariant=batch_invariant,
-            limits=Limits(
-                max_waiting=max_waiting,
-                max_choices=max_choices,
-                max_tokens=max_tokens,
-                max_body=max_body,
-                max_connections=max_connections,
-                request_timeout=request_timeout,
-                header_timeout=header_timeout,
-                body_timeout=body_timeout,
-                write_timeout=write_timeout,
-                idle_timeout=idle_timeout,
-                stop_timeout=stop_timeout,
-            ),
-            access_log=access_log,
-        )
-    )
+    variables = template_variables("serve", template)
+    return run_serve(collected(ServeOptions, given, template=variables, limits=collected(Limits, given)))

@@ -18,7 +18,7 @@ ACROSS = 4
 AHEAD, SEEN, HIDDEN = (0.93, 0.93, 0.93), (0.13, 0.35, 0.60), (1.0, 1.0, 1.0)
 
 
-# What each pattern takes beside the sizes, and what is taken where nothing is said.
+# Each pattern's options besides the sizes, with defaults.
 OWN = {
     "dense": {},
     "window": {"window": 1024},
@@ -35,7 +35,7 @@ OWN = {
 
 @dataclasses.dataclass(frozen=True)
 class LayoutOptions:
-    """As the command's options; `own` are those of one pattern, None where they were not given."""
+    """The command's options; `own` are those of a pattern, None if not given."""
 
     pattern: str
     max_len: int
@@ -46,7 +46,7 @@ class LayoutOptions:
 
 
 def run_show_layout(options: LayoutOptions) -> int:
-    """Writes the picture and says so; wrong sizes, or too large ones, are one line on stderr and status 2."""
+    """Writes the picture and reports it; wrong or too large sizes are one line on stderr and status 2."""
     try:
         layout = build(options)
         draw(layout, options.output)
@@ -59,7 +59,7 @@ def run_show_layout(options: LayoutOptions) -> int:
 
 
 def build(options: LayoutOptions) -> SparseLayout:
-    """ValueError for sizes that cannot be, and for what the pattern does not take."""
+    """ValueError for impossible sizes, and for options that the pattern does not take."""
     own = taken("show-layout", OWN[options.pattern], options.own, f"--pattern {options.pattern}")
     sizes = {"block_size": options.block_size, "q_block_size": options.q_block_size}
     match options.pattern:
@@ -74,7 +74,7 @@ def build(options: LayoutOptions) -> SparseLayout:
 
 
 def draw(layout: SparseLayout, output: Path) -> None:
-    """A panel a head: blocks of queries downwards, blocks of keys to the right."""
+    """One panel a head: blocks of queries downwards, blocks of keys to the right."""
     with needs_extra("bench", user="pallas-attn show-layout"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -109,5 +109,5 @@ def draw(layout: SparseLayout, output: Path) -> None:
     meanings = ((SEEN, "seen"), (HIDDEN, "left out by the layout"), (AHEAD, "ahead of the queries (causal)"))
     legend = [Patch(facecolor=color, edgecolor="0.4", label=meaning) for color, meaning in meanings]
     figure.legend(handles=legend, loc="outside lower center", ncols=3 if across > 1 else 1, fontsize=8)
-    # Whatever the file is called: matplotlib would choose by its name, and call one without a suffix otherwise.
+    # Always this format: matplotlib would choose by the file's name, and rename one without a suffix.
     figure.savefig(output, format="png", dpi=110, bbox_inches="tight")

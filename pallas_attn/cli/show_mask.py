@@ -23,7 +23,7 @@ MOST_ACROSS = 200
 
 @dataclasses.dataclass(frozen=True)
 class MaskOptions:
-    """As the command's options."""
+    """The command's options."""
 
     mask: str
     q_len: int
@@ -34,7 +34,7 @@ class MaskOptions:
 
 
 def run_show_mask(options: MaskOptions) -> int:
-    """Draws, or says in one line on stderr what is wrong, with status 2."""
+    """Draws; errors are one line on stderr and status 2."""
     try:
         mask = named(options.mask)
         kv_len = options.q_len if options.kv_len is None else options.kv_len

@@ -1,4 +1,4 @@
-"""`pallas-attn tune`: measure configs on the present GPU and write the file that calls then read."""
+"""`pallas-attn tune`: measure configs on this GPU and write the file that calls then read."""
 
 import dataclasses
 import math
@@ -21,18 +21,18 @@ from pallas_attn.tuning import entries
 from pallas_attn.tuning.points import Fields, Point, Timing, measure
 from pallas_attn.tuning.registry import OPS
 
-# A point whose calls read more than this is left out: the next smaller one stands for it.
+# A point whose calls read more bytes than this is skipped; the next smaller one represents it.
 MOST_READ_BYTES = 5 << 30
 # Lengths are int32.
 LONGEST = 2**31 - 1
 
 type Best = dict[Point, tuple[Timing, Timing, entries.Entry | None]]
-"""Of each point, the fastest config's timing and the heuristic's, and the entry that had the fastest before."""
+"""For each point: timings of the fastest config and the heuristic's, and the entry that had the fastest one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TuneOptions:
-    """The command's options, by their names on the command line; of those in `sizes`, None leaves it to the op."""
+    """The command's options, by their names on the command line; None in `sizes` is the op's default."""
 
     op: str
     sizes: dict[str, Any]
@@ -57,14 +57,14 @@ def run_tune(options: TuneOptions) -> int:
     path, packaged = (
         folder / device.slug / f"{options.op}.json" for folder in (root, configs.packaged_configs())
     )
-    # What cannot be read or written shows before the work, not after.
+    # Unreadable or unwritable files are found before the work, not after it.
     configs.check_writable(path)
     old = configs.load(path)
     others = [] if path == packaged else configs.load(packaged)
 
     best = _measured(points, options.implementation, [*old, *others])
     merged = entries.merged(old, [entries.entry(point, *found) for point, found in best.items()], others)
-    # In a file or a pipe nothing says how wide a line may be. The table first: what was measured is not lost then.
+    # In a file or a pipe lines may be of any width. The table comes first, so that measurements are not lost.
     out = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 120)
     out.print(_table(best))
     configs.save(path, merged, device=device.kind, jax=jax.__version__)
@@ -96,7 +96,7 @@ def _points(options: TuneOptions) -> list[Point]:
 
 
 def _choices(point: Point, before: entries.Entry | None) -> list[Fields]:
-    """The candidates, and last what the call takes today: no entry may give way to a slower config."""
+    """The candidates, and last the call's current config, so that no entry is replaced by a slower one."""
     choices = point.candidates()
     if before is None:
         return choices
@@ -106,13 +106,13 @@ def _choices(point: Point, before: entries.Entry | None) -> list[Fields]:
         config = point.config(**fields)
     except (TypeError, ValueError) as error:
         raise ValueError(f"tune: not an entry of measured configs: {before}: {error!r}") from error
-    # Only what makes the same config is the same: an entry may have fields that none of ours has.
+    # Compared as whole configs: an entry may have fields that no candidate has.
     return [*(choice for choice in choices if choice == {} or point.config(**choice) != config), fields]
 
 
 def _measured(points: Sequence[Point], implementation: str, known: Sequence[entries.Entry]) -> Best:
-    """Of the points for which a config could be timed; RuntimeError with the reason if that is none. `known` entries
-    are those that calls take today."""
+    """Results for the points for which a config could be timed; RuntimeError with the reason if there are none.
+    `known`: the current entries."""
     err = Console(stderr=True)
     work = [
         (point, before, _choices(point, before))

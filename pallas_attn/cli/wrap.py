@@ -1,4 +1,4 @@
-"""Text that comes in pieces, broken between words where a line of the terminal ends."""
+"""Wraps text that arrives in pieces between words, at the terminal's width."""
 
 import re
 from collections.abc import Callable
@@ -11,10 +11,10 @@ _PARTS = re.compile(r"\n|[^\S\n]+|\S")
 
 
 class Wrapped:
-    """What of the text so far can be shown, with ends of lines in place of spaces where a word would not fit.
+    """The text that can be shown so far, with line breaks for spaces where a word would not fit.
 
-    A word is held back until it has ended, or is as long as a line; what is longer is broken by the terminal. Before
-    and behind characters of two columns, as Chinese has, a line may end. Spaces at the beginning of a line stay.
+    A word is held back until it ends or is as long as a line; longer ones are broken by the terminal. Lines may break
+    before and after characters two columns wide, as in Chinese. Spaces at the beginning of a line stay.
 
     Args:
         width: columns of the terminal, which may change.
@@ -30,7 +30,7 @@ class Wrapped:
         return "".join(map(self._next, _PARTS.findall(piece)))
 
     def rest(self) -> str:
-        """What is left at the end."""
+        """The rest, at the end."""
         return self._end_word()
 
     def _next(self, part: str) -> str:
@@ -62,7 +62,7 @@ class Wrapped:
 
 
 def _cells(spaces: str, column: int) -> int:
-    """Columns that they take behind `column`."""
+    """Columns that they take from `column` on."""
     start = column
     for space in spaces:
         column += _TAB - column % _TAB if space == "\t" else cell_len(space)

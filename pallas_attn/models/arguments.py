@@ -1,4 +1,4 @@
-"""Checks of what `generate` and the engine are given alike."""
+"""Checks that `generate` and the engine share."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ with needs_extra("models", user="pallas_attn.models"):
 
 
 def check_model(function: str, model: Any) -> None:
-    """Raises TypeError for what is no decoder."""
+    """Raises TypeError for anything but a decoder."""
     wanted = "a Llama or a DeepSeek, or a decoder with their methods"
     if isinstance(getattr(model, "model", None), nnx.Module):
         fail(function, "model", wanted, f"a {type(model).__name__}: pass its .model", TypeError)
@@ -25,7 +25,7 @@ def check_model(function: str, model: Any) -> None:
 
 
 def checked_prompt(function: str, name: str, prompt: Any, vocab_size: int) -> tuple[int, ...]:
-    """At least one token id, each of the vocabulary."""
+    """Checks for at least one token id, all in the vocabulary."""
     tokens = checked_tokens(function, name, prompt)
     if len(tokens) == 0:
         fail(function, name, "at least one token", "none")
@@ -40,7 +40,7 @@ def checked_tokens(function: str, name: str, tokens: Any) -> tuple[int, ...]:
     wanted = "a sequence of int token ids"
     if isinstance(tokens, str | bytes) or not hasattr(tokens, "__len__") or getattr(tokens, "ndim", 1) != 1:
         fail(function, name, wanted, described(tokens), TypeError)
-    if hasattr(tokens, "tolist"):  # numpy's and JAX's, at one stroke
+    if hasattr(tokens, "tolist"):  # numpy and JAX arrays, in one copy
         tokens = tokens.tolist()
     for token in tokens:
         if type(token) is not int and (isinstance(token, bool) or not isinstance(token, np.integer)):

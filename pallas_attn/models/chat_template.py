@@ -1,6 +1,6 @@
 """Chat templates, rendered as transformers renders them: by its own renderer where it is installed, else by its rules.
 
-A template comes out of a file from anywhere. It runs sandboxed, and what it sees is plain data.
+Templates come from untrusted files. They run sandboxed, on plain data.
 """
 
 import contextlib
@@ -26,12 +26,12 @@ type Templates = str | Mapping[str, str] | None
 """One template, or several by their names."""
 
 _FUNCTION = "Tokenizer.apply_chat_template"
-# What a message's reasoning is called; a template may read any of them, and most read the first.
+# Names for a message's reasoning; a template may read any of them, and most read the first.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 def template_for(templates: Templates, name: str | None, tools: Any) -> str:
-    """The template itself, or that of a name; without one "tool_use" where there are tools, else "default"."""
+    """The template itself, or the one named; by default "tool_use" if there are tools, otherwise "default"."""
     if isinstance(templates, Mapping):
         if name is not None:
             return templates.get(name, name)
@@ -60,7 +60,7 @@ def render(
     by_transformers = None
     with contextlib.suppress(ImportError):
         from transformers.utils.chat_template_utils import render_jinja_template as by_transformers
-    # Many templates write "None" for a content that is None, and do well without one.
+    # Many templates render a content of None as "None", but cope with a missing one.
     given = [{key: value for key, value in message.items() if value is not None} for message in messages]
     options: dict[str, Any] = dict(
         variables, tools=tools, documents=documents, add_generation_prompt=add_generation_prompt
@@ -77,7 +77,7 @@ def render(
 def by_its_rules(
     template: str, messages: Sequence[Any], *, tools: Any = None, documents: Any = None, **variables: Any
 ) -> str:
-    """What transformers' renderer makes of it, but for tools that are functions."""
+    """By transformers' renderer, except for tools that are functions."""
     for tool in tools or ():
         if not isinstance(tool, Mapping):
             expected = "dictionaries (JSON schemas); functions need transformers installed"
@@ -104,14 +104,15 @@ def _compiled(template: str) -> jinja2.Template:
 
 
 class _Generation(jinja2.ext.Extension):
-    """{% generation %} ... {% endgeneration %} marks what the assistant says, for training; here it is as it stands."""
+    """{% generation %} ... {% endgeneration %} marks the assistant's text for training; its body is rendered
+    unchanged."""
 
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Any) -> Any:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        # A scope of its own, as a block that is called has.
+        # A scope of its own, as a call block has.
         return jinja2.nodes.Scope(body, lineno=line)
 
 
@@ -126,7 +127,7 @@ class _Dict:
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Without names that begin with an underscore, which are Python's."""
+    """Without names that begin with an underscore, which are Python internals."""
 
     def __init__(*args: Any, **kwargs: Any):
         self, *given = args
@@ -146,7 +147,7 @@ def _check_name(name: Any) -> None:
 
 
 def _to_json(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    """Jinja's own escapes what HTML would misunderstand, and sorts."""
+    """Jinja's own escapes HTML and sorts keys."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -164,7 +165,7 @@ _SCALARS: tuple[tuple[type, Callable[[Any], Any]], ...] = (
 
 
 def _plain(value: Any) -> Any:
-    """Data of JSON's types; anything else is a word for it, since a template could call what it can do."""
+    """Data of JSON's types; other objects become strings, since a template could call their methods."""
     if value is None or isinstance(value, bool):
         return value
     for kind, plain in _SCALARS:

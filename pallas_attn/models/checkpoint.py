@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import ml_dtypes  # makes bfloat16 known to numpy, as safetensors wants it
+import ml_dtypes  # registers bfloat16 with numpy, which safetensors needs
 import numpy as np
 from jax.typing import DTypeLike
 
@@ -100,7 +100,7 @@ class Weights(Mapping[str, np.ndarray]):
 
     def __getitem__(self, name: str) -> np.ndarray:
         path, file = self._files[name]
-        # numpy has no fp8 of its own, which safetensors would ask it for.
+        # safetensors would ask numpy for fp8, which it lacks.
         is_fp8 = file.get_slice(name).get_dtype() == "F8_E4M3"
         array = _fp8(path, name) if is_fp8 else file.get_tensor(name)
         self._read.add(name)
@@ -119,7 +119,7 @@ class Weights(Mapping[str, np.ndarray]):
 
 
 def _fp8(path: pathlib.Path, name: str) -> np.ndarray:
-    """A tensor where the header says it lies: its length in 8 bytes, JSON, then the tensors' bytes."""
+    """Reads a tensor. A file is the header's length in 8 bytes, the header in JSON, and the tensors' bytes."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         about = json.loads(file.read(size))[name]
@@ -143,7 +143,7 @@ def _weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def load_tokenizer(folder: pathlib.Path) -> Tokenizer:
-    """Of tokenizer.json, with the special tokens and the chat template of the files beside it."""
+    """The tokenizer of tokenizer.json, with special tokens and chat template from the files beside it."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         fail("load_checkpoint", "path", "a folder with tokenizer.json", repr(str(folder)), FileNotFoundError)
@@ -151,7 +151,7 @@ def load_tokenizer(folder: pathlib.Path) -> Tokenizer:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower
         fail("load_checkpoint", "path", "a tokenizer.json that can be read", f"{error}")
-    # Else what begins a text would be what fills it up.
+    # Otherwise the beginning-of-sequence token would be taken for padding.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     settings = _json(folder, "tokenizer_config.json", {})
@@ -189,7 +189,7 @@ def load_tokenizer(folder: pathlib.Path) -> Tokenizer:
 
 
 def _chat_templates(folder: pathlib.Path, said: Any) -> Templates:
-    """Of files of their own, which count for more, or of tokenizer_config.json."""
+    """The chat templates, from files of their own or else from tokenizer_config.json."""
     files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if (usual := folder / "chat_template.jinja").is_file():
         files["default"] = usual

@@ -1,6 +1,6 @@
 """Choosing the next token of each row from its logits, on the device.
 
-What a row gets depends on its own logits, settings and tokens alone: random numbers come from its seed and the place in
+A row's token depends on its own logits, settings and tokens only: random numbers derive from its seed and the place in
 its text, and no operation mixes rows.
 """
 
@@ -11,19 +11,19 @@ import jax.numpy as jnp
 
 from .sampling import MOST_LOGPROBS, How, Rows
 
-# Sums of float32 probabilities are off by less than this part of them: 10 of 100 equal tokens reach 0.1.
+# Relative error of sums of float32 probabilities, so that 10 of 100 equal tokens reach 0.1.
 _ROUNDING = 2.0**-20
 
 
 class Seen(NamedTuple):
-    """What a row's text holds: prompt [num_rows, vocab_size] bool, answer [num_rows, vocab_size] int32, how often."""
+    """Tokens of each row, [num_rows, vocab_size]: bools for its prompt, int32 counts for its answer."""
 
     prompt: jax.Array
     answer: jax.Array
 
     @classmethod
     def of(cls, tokens: jax.Array, prompt_lengths: jax.Array, vocab_size: int) -> "Seen":
-        """Of [num_rows, n] tokens, -1 behind a text's end, the first [num_rows] of which are the prompt."""
+        """From tokens [num_rows, n], -1 after a text's end; the first `prompt_lengths` of each row are its prompt."""
         first = jnp.arange(tokens.shape[1]) < prompt_lengths[:, None]
         nothing = jnp.zeros((tokens.shape[0], vocab_size), jnp.int32)
         prompt = _counted(nothing, jnp.where(first, tokens, -1))
@@ -48,7 +48,7 @@ class Logprobs(NamedTuple):
 
 
 def logprobs(logits: jax.Array, tokens: jax.Array) -> Logprobs:
-    """By the model, of tokens [num_rows] and of the likeliest ones."""
+    """The model's log-probabilities of tokens [num_rows] and of the likeliest ones."""
     logs = jax.nn.log_softmax(logits, axis=-1)
     top, ids = jax.lax.top_k(logs, min(MOST_LOGPROBS, logits.shape[-1]))
     return Logprobs(jnp.take_along_axis(logs, tokens[:, None], axis=-1)[:, 0], top, ids)
@@ -87,7 +87,7 @@ def choose(logits: jax.Array, places: jax.Array, rows: Rows, how: How, seen: See
         return greedy(logits)
     keys = jax.vmap(lambda seed, place: jax.random.fold_in(jax.random.key(seed), place))(rows.seed, places)
     cold = rows.temperature == 0
-    # The likeliest token's is 0, were it infinite, so that no quotient is +inf, however small the temperature.
+    # Relative to the likeliest token, which becomes 0, so that no quotient is +inf however small the temperature.
     top = jnp.max(logits, axis=-1, keepdims=True)
     scaled = jnp.where(logits == top, 0.0, logits - top)
     scaled /= jnp.where(cold, 1.0, rows.temperature)[:, None]
@@ -106,8 +106,8 @@ def _penalised(logits: jax.Array, rows: Rows, seen: Seen) -> jax.Array:
 
 
 def _cut(scaled: jax.Array, rows: Rows) -> jax.Array:
-    """-inf where a token is none of those to draw from: beyond the last that top_k and top_p keep, in the order of
-    likelihood and then of ids, or below min_p."""
+    """Logits with -inf for tokens that are not drawn from: those after the last that top_k and top_p keep, ordered by
+    likelihood and then by id, and those below min_p."""
     ids = jnp.broadcast_to(jnp.arange(scaled.shape[-1], dtype=jnp.int32), scaled.shape)
     descending, order = jax.lax.sort((-scaled, ids), num_keys=2)
     rank = jnp.arange(scaled.shape[-1])
@@ -116,7 +116,7 @@ def _cut(scaled: jax.Array, rows: Rows) -> jax.Array:
     probabilities = jax.nn.softmax(jnp.where(among, descending, -jnp.inf), axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
     top_p = rows.top_p[:, None]
-    # Rounding must not empty the set nor, at top_p = 1, cut its tail.
+    # Rounding must neither empty the set nor, at top_p = 1, cut its tail.
     inside = among & ((before < top_p * (1 - _ROUNDING)) | (top_p >= 1) | (rank == 0))
     last = jnp.sum(inside, axis=-1, keepdims=True) - 1
     value, token = (jnp.take_along_axis(of, last, axis=-1) for of in (descending, order))

@@ -51,13 +51,13 @@ class TransformersModel:
         path = pathlib.Path(path)
         transformers.logging.set_verbosity_error()
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        # Its progress bars cannot all be switched off, and they would run through ours.
+        # Its progress bars cannot all be disabled and would mix with ours.
         with contextlib.redirect_stderr(io.StringIO()):
             folder, file = (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
             model: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 str(folder), dtype=getattr(torch, dtype), **file
             )
-        # What ends an answer is for `generate`'s caller to say, not for the file.
+        # The caller of `generate` decides what ends an answer, not the file.
         model.generation_config.eos_token_id = None
         self._model = model.to(self.device).eval()
 
@@ -74,7 +74,7 @@ class TransformersModel:
     ) -> tuple[list[list[int]], float]:
         """Greedy answers, each to its stop token, and the seconds the batch took."""
         width = max(map(len, prompts))
-        # Decoders are padded on the left; the mask hides it.
+        # Padded on the left, behind a mask.
         tokens = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=self.device)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self.device)
         started = time.perf_counter()
@@ -93,8 +93,8 @@ class TransformersModel:
     def decode_tokens_per_second(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_token_ids: Sequence[int]
     ) -> float:
-        """New tokens per second of its own batched generate, counted as `Generation` counts ours: the prefill
-        and each row's first token are left out, timed by a run that stops there."""
+        """New tokens per second of its own batched generate, without the prefill and each row's first token, as in
+        `Generation`: these are timed by a run that stops there."""
         _, prefill_seconds = self.generate(prompts, 1, stop_token_ids)
         rows, seconds = self.generate(prompts, max_new_tokens, stop_token_ids)
         return sum(len(row) - 1 for row in rows) / max(seconds - prefill_seconds, 1e-9)

@@ -11,9 +11,9 @@ from pallas_attn.nn.rotary import Yarn
 
 from .settings import ANYTHING, MOST_LAYERS, Settings, rope_settings, rope_stretch
 
-# Kimi K2 is a V3 of other sizes.
+# Kimi K2 is a V3 with other sizes.
 DEEPSEEK_LIKE = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2")
-# Sizes, which every file says.
+# Sizes, which every file states.
 _REQUIRED = (
     *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "rms_norm_eps"),
     *("num_hidden_layers", "num_attention_heads", "first_k_dense_replace"),
@@ -22,7 +22,7 @@ _REQUIRED = (
 )
 # Of V3.2, by `IndexerConfig`'s names.
 _INDEXER = {"num_heads": "index_n_heads", "head_dim": "index_head_dim", "top_k": "index_topk"}
-# What transformers takes where a file does not say it.
+# transformers' defaults for settings that a file leaves out.
 _V2: dict[str, Any] = {
     **dict.fromkeys(_REQUIRED),
     "q_lora_rank": 1536,
@@ -182,7 +182,7 @@ class DeepSeekConfig:
 
 
 def _fixed(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """What a file may say besides, and all that it may say: what this decoder computes, or what follows."""
+    """Settings with a single accepted value: what this decoder computes, or what follows from other settings."""
     layers, dense = config.get("num_hidden_layers") or 0, config.get("first_k_dense_replace") or 0
     nope, rope = config.get("qk_nope_head_dim") or 0, config.get("qk_rope_head_dim") or 0
     fixed: dict[str, Any] = {
@@ -191,12 +191,12 @@ def _fixed(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
         "moe_layer_freq": (1,),
         "mlp_layer_types": (["dense"] * dense + ["sparse"] * (layers - dense),),
         "scoring_func": ("softmax" if kind == "deepseek_v2" else "sigmoid",),
-        "num_key_value_heads": ANYTHING,  # latents are every head's
+        "num_key_value_heads": ANYTHING,  # all heads share the latents
         "head_dim": (rope,),
         "qk_head_dim": (nope + rope,),
     }
     if kind == "deepseek_v2":
-        # Its router knows neither of them.
+        # Its router has neither.
         fixed |= {"norm_topk_prob": (False,), "rope_interleave": (True,)}
     if kind == "deepseek_v32":
         fixed |= {

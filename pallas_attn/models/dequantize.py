@@ -1,5 +1,4 @@
-"""Weights of quantised checkpoints, made float32 as they are read: block-scaled fp8 (DeepSeek-V3, Qwen) and MXFP4
-(GPT-OSS)."""
+"""Dequantises checkpoints to float32 as they are read: block-scaled fp8 (DeepSeek-V3, Qwen) and MXFP4 (GPT-OSS)."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,7 +14,7 @@ _BIAS = 127
 
 
 def dequantized(weights: Mapping[str, Any], config: Any) -> Mapping[str, Any]:
-    """The tensors as if they had never been quantised.
+    """The dequantised tensors.
 
     config: `quantization_config` of config.json; None for tensors that are not. ValueError for another kind.
     """
@@ -33,7 +32,7 @@ def dequantized(weights: Mapping[str, Any], config: Any) -> Mapping[str, Any]:
 
 
 class _Fp8(Mapping[str, np.ndarray]):
-    """A matrix's tiles of block[0] x block[1] have a factor each."""
+    """Each tile of block[0] x block[1] of a matrix has a factor."""
 
     def __init__(self, weights: Mapping[str, Any], block: tuple[int, int]):
         self._weights, self._block = weights, block

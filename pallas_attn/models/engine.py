@@ -1,9 +1,9 @@
 """Continuous batching: requests join and leave a running batch at any step.
 
-The scheduler (scheduler.py) says on the host which tokens of which requests a step computes and in which pages they
-lie, and the runner (runner.py) has the device compute it: chunks of prompts among tokens of answers, or, when no prompt
-is read, up to `burst` tokens of every answer. The host reads what was chosen once a step. What an engine adds: one step
-at a time, whatever threads there are; requests that end as they should; and steps that failed, which it makes up for.
+The scheduler (scheduler.py) decides on the host which tokens of which requests a step computes and in which pages they
+lie; the runner (runner.py) runs it on the device: chunks of prompts mixed with tokens of answers or, when no prompt is
+being read, up to `burst` tokens of every answer. The host reads the chosen tokens once a step. The engine adds the
+rest: one step at a time, whatever the threads, ending requests, and recovery from failed steps.
 """
 
 import threading
@@ -26,7 +26,7 @@ from .stats import EngineStats
 from .steps import Decoder
 from .stopping import first_stop
 
-# What makes a step fail so many times in a row will not go away.
+# A step that fails this many times in a row will keep failing.
 _TRIES = 3
 
 
@@ -154,19 +154,19 @@ class Engine:
         )
         self.scores: dict[Request, list[np.ndarray]] | None = None
         self._one_at_a_time = threading.RLock()
-        # Whether a step is being made, or was given up and not yet made up for.
+        # Whether a step is running, or was interrupted and not yet recovered.
         self._under_way = False
         self._failures = 0
         self.steps = 0
 
     @property
     def compile_seconds(self) -> float:
-        """Spent compiling so far."""
+        """Seconds spent compiling so far."""
         return self._runner.compile_seconds
 
     @property
     def busy(self) -> bool:
-        """Whether a request runs or waits, or a step was given up: whether a step has something to do."""
+        """Whether a step has something to do: a request runs or waits, or a step was interrupted."""
         return self._under_way or self._scheduler.busy
 
     @property
@@ -176,11 +176,11 @@ class Engine:
 
     @property
     def free_pages(self) -> int:
-        """Pages that neither a request nor the prefix cache holds."""
+        """Pages held neither by a request nor by the prefix cache."""
         return self._scheduler.free_pages
 
     def stats(self) -> EngineStats:
-        """Where it stands: while a step is made, somewhere between before and after."""
+        """Current statistics; during a step, anything between before and after."""
         scheduler, totals = self._scheduler, self._scheduler.totals
         return EngineStats(
             waiting=len(scheduler.waiting),
@@ -258,7 +258,7 @@ class Engine:
         if not step.chunks:
             return {}
         results = self._runner.run(step)
-        # The device is not waited for before there is nothing else to do.
+        # Waits for the device only once there is nothing else to do.
         self._scheduler.begin(step)
         by_row, logs = np.asarray(results.tokens).T.tolist(), jax.tree.map(np.asarray, results.logprobs)
         tokens, logprobs = {}, {}
@@ -276,7 +276,7 @@ class Engine:
         return {request: tokens[request] for request in answered}
 
     def _keep_scores(self, step: Step, scores: Any) -> None:
-        """Before the answers grow: where the step is given up, the next one writes over what does not belong to any."""
+        """Before answers grow: after an interrupt the next step overwrites entries that belong to no answer."""
         if self.scores is None or scores is None:
             return
         scores = np.asarray(scores)
@@ -286,11 +286,11 @@ class Engine:
                 kept[len(chunk.request.answer) :] = [scores[chunk.row].copy()]
 
     def _restore(self) -> None:
-        """After a step that was given up: the host's state follows from what the scheduler knows to be true, and the
-        device's is as far as the step had got, or is lost."""
+        """After an interrupted step: the host's state is rebuilt from what the scheduler knows to be true; the device's
+        is as far as the step got, or lost."""
         self._runner.create_rows()
         if self._runner.lost_cache():
-            # In this order: there is no cache but the lost one until nobody relies on it.
+            # In this order: the lost cache is replaced only once nobody relies on it.
             self._scheduler.forget()
             self._runner.create_cache()
         self._scheduler.restore()
@@ -303,8 +303,8 @@ class Engine:
                 request.end("error", _one_line(error))
 
     def _stop_among(self, request: Request, before: Sequence[int], new: Sequence[int]) -> int | None:
-        """How many of the new tokens there are up to the one that completes a stop text; None if none does. A request
-        whose tokens are no text ends."""
+        """The number of new tokens up to the one that completes a stop text; None if none does. A request whose tokens
+        cannot be decoded ends."""
         if not request.sampling.stop:
             return None
         try:
@@ -325,7 +325,7 @@ class Engine:
         given = 0
         try:
             while True:
-                done = request.done  # asked first: another thread may make steps
+                done = request.done  # checked first: another thread may be making steps
                 yield from request.answer[given : (given := len(request.answer))]
                 if request.finish_reason == "error":
                     raise RuntimeError(f"Engine.stream: {request.error}")
@@ -336,7 +336,7 @@ class Engine:
             self.cancel(request)
 
     def compile(self, sampling: Sampling | None = None) -> None:
-        """Compiles all programs now, side by side, rather than when requests of such a sampling need them."""
+        """Compiles all programs for such samplings now, in parallel, rather than when requests need them."""
         how = How.of([] if sampling is None else [sampling])
         with self._one_at_a_time:
             self._runner.compile(how)

@@ -44,6 +44,6 @@ def through_experts(
     if down_bias is not None:
         out += down_bias[expert]
     out = out * weights.reshape(-1)[order][:, None].astype(out.dtype)
-    # Back to the token's own experts in their order: a sum that does not depend on who else is in the batch.
+    # Back in the order of each token's own experts, so that the sum does not depend on the batch.
     by_token = jnp.zeros_like(out).at[order].set(out, unique_indices=True)
     return by_token.reshape(*chosen.shape, -1).sum(axis=1)

@@ -1,4 +1,4 @@
-"""The families that a `Llama` is: what each has that Llama has not, out of a config.json of transformers.
+"""The families that `Llama` covers: how each differs from Llama, from a config.json of transformers.
 
 A family is an entry of `FAMILIES`: the options of `LlamaConfig` that follow from its settings, and where its norms lie
 in the file's weights. What transformers takes where the file does not say a setting is in family_defaults.py.
@@ -24,7 +24,7 @@ def _biases(settings: Settings) -> Options:
 
 
 def _windows(settings: Settings, usual: Callable[[int], bool] = lambda layer: True) -> Options:
-    """The window, and the layers without it: where the file does not say, those that are not `usual`."""
+    """The window and the layers without it: by the file, otherwise those that are not `usual`."""
     window, num_layers = settings["sliding_window"], settings.size("num_hidden_layers")
     if window is None or ("use_sliding_window" in settings and not settings.flag("use_sliding_window")):
         return {}
@@ -46,7 +46,7 @@ def _llama(settings: Settings) -> Options:
 
 
 def _qwen_2(settings: Settings) -> Options:
-    # It has these biases and no setting for them.
+    # It has these biases without a setting for them.
     return {"qkv_bias": True, **_qwen_windows(settings)}
 
 
@@ -151,7 +151,7 @@ def _cohere(settings: Settings) -> Options:
 
 def _cohere_2(settings: Settings) -> Options:
     windows = _windows(settings, _every(settings, "sliding_window_pattern"))
-    # Only layers with a window know positions.
+    # Only layers with a window are rotated.
     unrotated = windows["full_layers"] if windows else range(settings.size("num_hidden_layers"))
     return {**_cohere(settings), **windows, "unrotated_layers": tuple(unrotated)}
 
@@ -199,7 +199,7 @@ _COHERE_2_FIXED = {
     "rotary_pct": (1.0,),
     "position_embedding_type": ("rope_gptj",),
     "order_of_interleaved_layers": ("local_attn_first",),
-    # Another name of sliding_window_pattern, and how training laid out the embedding.
+    # Another name of sliding_window_pattern, and a detail of training.
     "layer_switch": ANYTHING,
     "use_parallel_embedding": ANYTHING,
 }
@@ -217,7 +217,7 @@ FAMILIES: dict[str, Family] = {
     "gemma": Family(_gemma),
     "gemma2": Family(_gemma_2, _AROUND, fixed={"sliding_window_size": ANYTHING}),
     "gemma3_text": Family(_gemma_3, _AROUND, window_theta=10000.0),
-    # What OpenAI's own file calls two of its settings.
+    # OpenAI's names of two settings.
     "gpt_oss": Family(_gpt_oss, fixed={"experts_per_token": ANYTHING, "initial_context_length": ANYTHING}),
     "phi3": Family(_windows, fixed={"full_attn_mod": (1,), "interpolate_factor": (1,)}),
     "smollm3": Family(_smollm_3, fixed={"max_window_layers": ANYTHING}),
@@ -241,11 +241,11 @@ def llama_config(given: Mapping[str, Any]) -> LlamaConfig:
     size = settings.size
     for name in ("num_attention_heads", "hidden_size", "num_hidden_layers", "max_position_embeddings"):
         check_int("load_checkpoint", name, size(name), least=1)
-    # Lists are made of them before a weight is looked at.
+    # Lists of this length are made before any weight is read.
     check_int("load_checkpoint", "num_hidden_layers", size("num_hidden_layers"), most=MOST_LAYERS)
     num_heads = size("num_attention_heads")
     head_dim = settings["head_dim"] or max(1, size("hidden_size") // num_heads)
-    # Older files of Gemma have both, and the second is the one that counts.
+    # Older files of Gemma have both; the second counts.
     second = "hidden_activation" in settings and settings["hidden_activation"] is not None
     activation = "hidden_activation" if second else "hidden_act"
     return LlamaConfig(
@@ -259,7 +259,7 @@ def llama_config(given: Mapping[str, Any]) -> LlamaConfig:
             "head_dim": head_dim,
             "rms_norm_eps": settings.number("rms_norm_eps"),
             "tie_word_embeddings": settings.flag("tie_word_embeddings"),
-            # Gemma's first files say "gelu" and mean its approximation.
+            # Gemma's first files say "gelu" and mean the tanh approximation.
             "activation": settings.among(
                 activation, {**_ACTIVATIONS, "gelu": "gelu"} if kind == "gemma" else _ACTIVATIONS
             ),
@@ -282,7 +282,7 @@ def _rope(settings: Settings, family: Family, head_dim: int) -> Options:
         rope = dict(rope.get("full_attention") or {})
     elif "rope_local_base_freq" in settings:
         window_theta = settings.number("rope_local_base_freq")
-    # What Phi-3's first files say of the same thing.
+    # The name in Phi-3's first files.
     if (original := "original_max_position_embeddings") in settings:
         rope[original] = settings.size(original)
         if rope.get("rope_type", rope.get("type")) in ("su", "yarn"):

@@ -25,7 +25,7 @@ from .llama import Llama, for_a_loop, for_lengths
 from .sampling import How, Rows, Sampling, TokenLogprobs, checked_stops, token_logprobs
 from .stopping import first_stop
 
-# A call of the loop takes about this long: between two of them the host may be interrupted, and reports progress.
+# Target time of one call of the loop: between calls the host can be interrupted and reports progress.
 _STRETCH_SECONDS = 0.25
 _STRETCH_GROWTH = 8
 # Prompts are padded to a multiple of this, so that similar prompts share a compiled prefill.
@@ -80,9 +80,9 @@ class Generation:
 )
 @dataclasses.dataclass(frozen=True)
 class _State:
-    """What the loop carries, all of it donated: n = max_new_tokens."""
+    """The loop's carry, all donated; n = max_new_tokens."""
 
-    # A pytree's leaves may be anything a transformation puts there (shapes, shardings), hence `| Any`.
+    # Transformations may put anything into a pytree's leaves (shapes, shardings), hence `| Any`.
     cache: PagedKVCache | PagedLatentCache | Any
     tokens: jax.Array | Any  # [num_seqs, n] int32, -1 where not generated
     lengths: jax.Array | Any  # [num_seqs] int32
@@ -221,7 +221,7 @@ def generate(
             steps = _next_stretch(steps, time.perf_counter() - began)
             report(done, max_new_tokens)
     except BaseException:
-        # What runs goes on, and a process that ends beside it is aborted by some of JAX's clients.
+        # The device keeps running, and some of JAX's clients abort a process that exits meanwhile.
         jax.block_until_ready([x for x in jax.tree.leaves(state) if not x.is_deleted()])
         raise
     decoded = time.perf_counter()
@@ -275,7 +275,7 @@ def _no_logprobs(num_seqs: int, columns: int, vocab_size: int) -> choosing.Logpr
 
 
 def _lengths(state: _State, each_row: Sequence[Sampling], tokenizer: Any) -> np.ndarray:
-    """Of the answers, up to the token that completes a stop text."""
+    """Lengths of the answers up to the token that completes a stop text."""
     lengths = np.array(state.lengths)
     for row, one in enumerate(each_row):
         if one.stop:
@@ -286,7 +286,7 @@ def _lengths(state: _State, each_row: Sequence[Sampling], tokenizer: Any) -> np.
 
 
 def _stopped(state: _State, each_row: Sequence[Sampling], tokenizer: Any) -> _State:
-    """Rows with a stop text go on no further than the call of the loop in which it came."""
+    """Marks rows with a stop text as done, after the call of the loop in which it appeared."""
     if not any(one.stop for one in each_row):
         return state
     ended = _lengths(state, each_row, tokenizer) < np.asarray(state.lengths)
@@ -294,7 +294,7 @@ def _stopped(state: _State, each_row: Sequence[Sampling], tokenizer: Any) -> _St
 
 
 def _next_stretch(steps: int, seconds: float) -> int:
-    """How many steps to make next where `steps` of them took so long."""
+    """How many steps the next call makes, given the time of the last `steps`."""
     wanted = int(steps * _STRETCH_SECONDS / max(seconds, 1e-6))
     return max(1, min(wanted, steps * _STRETCH_GROWTH))
 
@@ -311,7 +311,7 @@ def _prefill(weights, tokens, positions, state: _State, *, graph, how, stop_toke
         hidden, cache = model(tokens, positions, cache)
         last = jnp.argmax(positions, axis=1)
         hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
-        # Of a prompt that ended in an earlier chunk there is nothing here.
+        # A prompt that ended in an earlier chunk has no tokens here.
         return (cache, jnp.where(jnp.max(positions, axis=1, keepdims=True) >= 0, hidden, newest)), None
 
     hidden = jax.eval_shape(model, tokens[0], positions[0], state.cache)[0]

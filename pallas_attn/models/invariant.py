@@ -1,4 +1,4 @@
-"""`generate` with answers that do not depend on each other: an engine whose sizes do not follow from the prompts."""
+"""`generate` with answers that do not depend on each other: by an engine whose sizes do not depend on the prompts."""
 
 import time
 from collections.abc import Callable, Sequence

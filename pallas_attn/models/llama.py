@@ -1,7 +1,7 @@
 """A Llama-family decoder in Flax NNX whose attention runs on a paged KV cache.
 
-Rotary embeddings, norms, a gated MLP or experts, grouped-query attention, optionally tied embeddings. What a family has
-that Llama has not is an option of `LlamaConfig`, each a line or two here. The layers' weights are stacked and scanned:
+Rotary embeddings, norms, a gated MLP or experts, grouped-query attention, optionally tied embeddings. Each difference
+of another family is an option of `LlamaConfig`, and a line or two here. The layers' weights are stacked and scanned:
 one layer is compiled instead of thirty, and the scan carries the one KV pool of all layers in place.
 """
 
@@ -18,7 +18,7 @@ from pallas_attn import PagedKVCache, PagedLatentCache
 from pallas_attn._call.checks import ArgumentChecker, fail
 from pallas_attn._call.device import current_device
 from pallas_attn._call.optional import needs_extra
-from pallas_attn._tile.quantization import is_quantized
+from pallas_attn._call.pools import is_quantized
 from pallas_attn.nn import LatentGQA, PagedAttention
 from pallas_attn.nn._new_tokens import NewTokens, once_for_all_layers
 from pallas_attn.nn.layers import PRECISION, LayerNorm, RMSNorm, advanced, linear
@@ -368,10 +368,10 @@ class Llama(nnx.Module):
 
 
 def for_a_loop[Model: nnx.Module](model: Model) -> Model | Callable[..., Any]:
-    """The model's call, for the steps of a loop that begins behind this.
+    """The model's call, for the steps of a loop that starts after this.
 
-    On a GPU a scan copies each layer's weights out of the stack in every step, which takes a quarter of a small model's
-    time; here it is done once. Not where holding all weights twice would matter."""
+    On a GPU a scan copies each layer's weights out of the stack in every step, a quarter of a small model's time; here
+    that is done once, unless holding all weights twice would matter."""
     if not isinstance(model, Llama) or current_device().platform != "gpu":
         return model
     _, stacked = nnx.split(model.layers)
@@ -397,8 +397,8 @@ def invariant(function: str, model: Any) -> Any:
 
 
 def for_lengths[Model: nnx.Module](model: Model, most: int) -> Model:
-    """The model as it serves texts of up to `most` tokens: where rotary frequencies depend on the length, with those of
-    that length in all of them, since keys are shared and read in chunks."""
+    """The model for texts of up to `most` tokens: if rotary frequencies depend on the length, those of that length are
+    used throughout, since keys are shared and read in chunks."""
     if not isinstance(model, Llama) or not isinstance(model.config.rope_stretch, ByLength):
         return model
     pinned = nnx.merge(*nnx.split(model))

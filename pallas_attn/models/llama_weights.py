@@ -1,4 +1,4 @@
-"""A Llama out of weights that a file holds, one layer at a time; and where a family's lie in transformers' files."""
+"""Loads a Llama's weights layer by layer; and each family's names of weights in transformers' files."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ def assemble(
     kernels are [in, out]. `options` are the model's.
     """
     graph, state = nnx.split(nnx.eval_shape(lambda: Llama(config, **options, rngs=nnx.Rngs(0))))
-    # Of routers and sinks it is float32, whatever the others have.
+    # float32 for routers and sinks, whatever the others have.
     dtypes = {".".join(map(str, path)): leaf.dtype for path, leaf in nnx.to_flat_state(state)}
     stacked: dict[str, np.ndarray] = {}
     for index in range(config.num_layers):
@@ -53,7 +53,7 @@ def _nested(weights: Mapping[str, np.ndarray], dtypes: Mapping[str, Any]) -> dic
 
 
 class Place(NamedTuple):
-    """A parameter, the tensors that it is made of with their shapes, and how."""
+    """A parameter, the tensors that it is made from with their shapes, and how."""
 
     ours: str
     theirs: Mapping[str, tuple[int, ...]]
@@ -63,7 +63,7 @@ class Place(NamedTuple):
 def from_transformers(
     config: LlamaConfig, norms: Mapping[str, str], weights: Mapping[str, Any], options: dict[str, Any]
 ) -> Llama:
-    """A Llama of a file's tensors. ValueError, before any is read, for one that is missing or has no place.
+    """A Llama from a file's tensors. ValueError, before any is read, for one that is missing or superfluous.
 
     norms: of a layer, by our names, where the file has them.
     """
@@ -77,7 +77,7 @@ def from_transformers(
     prefixes = [f"model.layers.{index}." for index in range(config.num_layers)]
     layers = [list(_layer(config, norms, prefix, weights)) for prefix in prefixes]
     wanted = {name: shape for place in itertools.chain(top, *layers) for name, shape in place.theirs.items()}
-    # A tied output projection is the embedding once more; frequencies follow from the config.
+    # A tied output projection repeats the embedding; frequencies follow from the config.
     spare = {"lm_head.weight"} | {f"{prefix}self_attn.rotary_emb.inv_freq" for prefix in prefixes}
     for name in wanted:
         if name not in weights:
@@ -101,7 +101,7 @@ def from_transformers(
 
 
 def _columns(*rows: np.ndarray) -> np.ndarray:
-    """Kernels are [in, out], and those of projections of the same input lie side by side."""
+    """Kernels are [in, out], concatenated for projections of the same input."""
     return np.concatenate(rows).T
 
 
@@ -190,5 +190,5 @@ def _experts(config: LlamaConfig, prefix: str, weights: Mapping[str, Any]) -> It
 
 
 def _taking_turns(both: np.ndarray) -> np.ndarray:
-    """Gate and up, whose columns take turns in GPT-OSS, one behind the other."""
+    """Gate and up, concatenated; in GPT-OSS their columns alternate."""
     return np.concatenate([both[..., ::2], both[..., 1::2]], axis=-1)

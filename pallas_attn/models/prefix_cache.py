@@ -4,15 +4,14 @@ A tree. A node is a page, its edge the page's tokens, so a path from the root is
 prefix are another node, since keys and values depend on everything before them. Tokens themselves are the keys, not a
 hash of them: what is found is equal.
 
-Only full pages are remembered, and only whole ones are found. The tokens that a page has in common with a request could
-be copied from it; but in an 8-bit cache they were rounded by a scale that the page's other tokens made, and what a
-request reads would depend on who was there before it.
+Only full pages are remembered and found. A partly matching page could be copied; but in an 8-bit cache its tokens were
+rounded with a scale that depends on the page's other tokens, so results would depend on earlier requests.
 
 The tree holds one reference to each of its pages. Pages that nobody else holds are given back when the allocator runs
 out, least recently used first, leaves before what they hang on.
 
-What is remembered is what the tree says: a node joins and leaves it at one stroke. The order of use and the references
-follow, and are made anew after an interrupt (`restore`).
+The tree alone is the truth: nodes join and leave it atomically. The order of use and the references follow from it and
+are rebuilt after an interrupt (`restore`).
 """
 
 import dataclasses
@@ -45,12 +44,11 @@ class PrefixCache:
 
     @property
     def pages(self) -> list[int]:
-        """All that are remembered."""
+        """Number of remembered pages."""
         return [node.page for node in self._nodes]
 
     def match(self, tokens: Sequence[int]) -> list[int]:
-        """Pages of the longest known beginning of `tokens`, to be read and never written; the caller has a reference to
-        each of them."""
+        """Pages of the longest known prefix of `tokens`, read-only; the caller gets a reference to each."""
         size, node, pages = self._page_size, self._root, []
         while child := node.children.get(tuple(tokens[len(pages) * size : (len(pages) + 1) * size])):
             node = child
@@ -59,7 +57,7 @@ class PrefixCache:
         return self._allocator.share(pages)
 
     def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
-        """`pages` hold `tokens`, as far as these fill them. What is known already stays as it is."""
+        """Remembers that `pages` hold `tokens`, for full pages. Known prefixes stay as they are."""
         size, node, new = self._page_size, self._root, []
         for index, page in enumerate(pages[: len(tokens) // size]):
             held = tuple(tokens[index * size : (index + 1) * size])
@@ -71,9 +69,9 @@ class PrefixCache:
         self._touch(node)
 
     def evict(self, wanted: int) -> int:
-        """Gives back up to `wanted` pages that nobody else holds; how many there were."""
+        """Frees up to `wanted` pages that nobody else holds; returns how many."""
         leaves, left = [], Counter[_Node | None]()
-        # Giving a leaf back may make a leaf of what it hung on, which was used no earlier: one pass finds them all.
+        # Freeing a leaf may make its parent a leaf, which was used no earlier: one pass finds all.
         for node in self._nodes:
             if len(leaves) >= wanted:
                 break
@@ -88,12 +86,12 @@ class PrefixCache:
         self._forget(list(self._nodes))
 
     def forget(self) -> None:
-        """Forgets everything, and leaves references to `PageAllocator.restore`."""
+        """Forgets everything, without touching references; `PageAllocator.restore` follows."""
         self._root = _Node((), -1, None)
         self._nodes = OrderedDict()
 
     def restore(self) -> None:
-        """After an interrupt: the order of use is that of the nodes that there are, as far as it is known."""
+        """After an interrupt: rebuilds the order of use from the nodes that exist."""
         nodes, found = {}, [self._root]
         while found:
             children = found.pop().children.values()
@@ -109,7 +107,7 @@ class PrefixCache:
         self._allocator.free([node.page for node in nodes])
 
     def _touch(self, node: _Node | None) -> None:
-        """Used just now, and all that it hangs on a moment later."""
+        """Marks a node as just used, and its ancestors after it."""
         while node is not None and node is not self._root:
             self._nodes[node] = None
             self._nodes.move_to_end(node)

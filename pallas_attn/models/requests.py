@@ -1,8 +1,8 @@
-"""A request: what is asked, what was answered so far, why it ended, and where it lies while it runs.
+"""A request: its prompt, its answer so far, why it ended, and its pages while it runs.
 
-These few fields are all that serving has to know. What else a scheduler and an engine keep (free pages, owners of
-pages, rows of the block table) follows from them, and is made anew after an exception in the middle of something. So
-each of them changes at one stroke: an interrupt finds it as it was or as it is to be.
+These few fields are the whole state of serving. Everything else that a scheduler and an engine keep (free pages, owners
+of pages, rows of the block table) follows from them, and is rebuilt after an exception in the middle of something. So
+each field changes atomically: an interrupt finds the old value or the new one.
 """
 
 import dataclasses
@@ -13,16 +13,16 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
 class Place(NamedTuple):
-    """Where a request lies, and how it came there. Never changed, but replaced by another."""
+    """Where a request's tokens lie. Immutable, replaced as a whole."""
 
     row: int | None = None
-    """Of the block table while it runs, else None."""
+    """Row of the block table while it runs, otherwise None."""
     pages: tuple[int, ...] = ()
     computed: int = 0
     """How many of its tokens have keys and values in `pages`."""
     reused: int = 0
     cached_tokens: int | None = None
-    """None until it has joined."""
+    """None until it has joined for the first time."""
     preempted: int = 0
 
     # `_replace` takes twice as long, and this is done for every row of every step.
@@ -33,7 +33,7 @@ class Place(NamedTuple):
         return Place(self.row, self.pages, computed, *self[3:])
 
     def left(self, preempted: int = 0) -> "Place":
-        """Without row and pages."""
+        """The same without row and pages."""
         return Place(None, (), 0, self.reused, self.cached_tokens, self.preempted + preempted)
 
 
@@ -59,7 +59,7 @@ class Request:
     answer: list[int] = dataclasses.field(default_factory=list)
     place: Place = dataclasses.field(default=Place(), repr=False)
     _logprobs: list[Any] = dataclasses.field(default_factory=list, repr=False)
-    # The first counts. Several threads may end a request at the same time: appending to a list needs no lock.
+    # The first one counts. Several threads may end a request at once: appending to a list needs no lock.
     _ends: list[End] = dataclasses.field(default_factory=list, repr=False)
 
     @property
@@ -70,7 +70,7 @@ class Request:
 
     @property
     def error(self) -> str | None:
-        """One line, where that is what ended it."""
+        """The error in one line, if that ended it."""
         return self._ends[0].error if self._ends else None
 
     @property
@@ -85,18 +85,17 @@ class Request:
 
     @property
     def cached_tokens(self) -> int:
-        """How many tokens of its prompt were found in the prefix cache, when it first joined."""
+        """Tokens of its prompt found in the prefix cache when it first joined."""
         return self.place.cached_tokens or 0
 
     @property
     def reused(self) -> int:
-        """How many of its tokens were found there when it last joined: of a request that was sent back, answered ones
-        too."""
+        """Tokens found there when it last joined, including answered ones after a preemption."""
         return self.place.reused
 
     @property
     def preempted(self) -> int:
-        """How often it was sent back."""
+        """How often it was preempted."""
         return self.place.preempted
 
     @property
@@ -109,8 +108,7 @@ class Request:
 
     @property
     def computed(self) -> int:
-        """How many of its tokens need not be computed (again). The last one is in any case: its successor is asked for,
-        also where an earlier step was to tell and was given up."""
+        """How many of its tokens need not be computed (again): never the last, whose successor is wanted."""
         return min(self.place.computed, self.length - 1)
 
     @property
@@ -133,11 +131,11 @@ class Request:
         return self.answer[start - len(self.prompt) : end - len(self.prompt)]
 
     def grow(self, tokens: Sequence[int], logprobs: Sequence[Any] = ()) -> None:
-        """Goes on with its answer, which itself comes last and at one stroke. What an interrupt has left of the rest
-        counts for nothing, and the next attempt writes over it."""
+        """Extends the answer, atomically and last. Anything else that an interrupt leaves behind is ignored and
+        overwritten by the next attempt."""
         self._logprobs[len(self.answer) :] = logprobs
         self.answer.extend(tokens)
 
     def end(self, reason: FinishReason, error: str | None = None) -> None:
-        """From now on it is done, if it was not before."""
+        """Marks it as done, unless it already is."""
         self._ends.append(End(reason, error))

@@ -1,13 +1,12 @@
-"""The device's half of an engine: its programs, the cache, and what the device is to know of each row.
+"""The device half of an engine: its programs, the cache, and each row's data for the device.
 
-A step (scheduler.py) is computed by a program of static shape (steps.py), compiled when a step first needs it. The
-mixed one computes up to `step_tokens` tokens, chunks of prompts among tokens of answers, in the ragged form of the
-attention modules; a smaller one does the same for steps with few tokens; the last, when no prompt is read, goes on for
-up to `burst` tokens of every answer, each chosen on the device.
+A step (scheduler.py) runs a program of static shape (steps.py), compiled on first use. The mixed program computes up to
+`step_tokens` tokens, chunks of prompts and tokens of answers, in the ragged form of the attention modules; a smaller
+one does the same for steps with few tokens; the third, when no prompt is being read, produces up to `burst` tokens of
+every answer, chosen on the device.
 
-The cache is given to each program and comes back from it: keys and values stay where they are. All else that changes is
-the host's, and travels with each call: where the pages of a row lie, how its tokens are chosen, and its text where that
-matters for them.
+The cache is donated to each program and returned by it, so keys and values stay in place. Everything else that changes
+is kept on the host and passed to each call: a row's pages, its sampling, and its text where sampling needs it.
 """
 
 import functools
@@ -30,16 +29,16 @@ from .requests import Request
 from .sampling import How, Rows
 from .scheduler import Step
 
-# A step whose tokens fit in this part of `step_tokens` is padded to that and no further, unless it is too small to be
-# worth a program of its own: a turn of a chat takes no longer than it must.
+# Steps that fit in this part of `step_tokens` run a smaller program, if it is large enough to be worth compiling, so
+# that a turn of a chat is quick.
 _FEW = 8
 _WORTH_COMPILING = 32
 
 
 class Results(NamedTuple):
-    """Of a step, as soon as it is on its way: tokens [at most so many a row, num_rows], -1 where none was chosen; their
-    log-probabilities, or None; where steps are batch-invariant the scores they were chosen from, [num_rows, vocab_size]
-    before penalties, else None."""
+    """The results of a dispatched step: tokens [most a row, num_rows], -1 where none was chosen; their
+    log-probabilities or None; for batch-invariant steps the scores [num_rows, vocab_size] before penalties, otherwise
+    None."""
 
     tokens: Any
     logprobs: Any = None
@@ -47,7 +46,7 @@ class Results(NamedTuple):
 
 
 class Runner:
-    """Has the device compute steps, for one thread at a time.
+    """Runs steps on the device, for one thread at a time.
 
     Args:
         model: whose programs these are.
@@ -98,11 +97,11 @@ class Runner:
         self.compile_seconds = 0.0
 
     def create_cache(self) -> None:
-        """One that holds nothing."""
+        """An empty cache."""
         self.cache = self._create_cache()
 
     def lost_cache(self) -> bool:
-        """Whether the cache was given to a program that failed, or that never said what became of it."""
+        """Whether the cache was donated to a program that failed or never returned it."""
         try:
             jax.block_until_ready(self.cache)
         except Exception:
@@ -110,8 +109,7 @@ class Runner:
         return False
 
     def create_rows(self) -> None:
-        """The host's record of what the device is to know of each row, in which nothing stands yet. In new arrays: the
-        device may still be reading the old ones."""
+        """Resets the host's arrays of row data. New arrays: the device may still be reading the old ones."""
         num_rows = self._num_rows
         self._tables = np.full((num_rows, self._pages_each), -1, np.int32)
         self._rows = Rows.greedy(num_rows)
@@ -120,7 +118,7 @@ class Runner:
         self._held: list[tuple[Request, tuple[int, ...]] | None] = [None] * num_rows
 
     def run(self, step: Step) -> Results:
-        """Computes a step that has chunks. The device is not waited for."""
+        """Dispatches a step that has chunks, without waiting for the device."""
         for chunk in step.chunks:
             self._fill_row(chunk.row, chunk.request)
         if self._invariant:
@@ -144,7 +142,7 @@ class Runner:
         self._compile([(steps.decode, self._no_rows()), *mixed], how)
 
     def _fill_row(self, row: int, request: Request) -> None:
-        """A row changes when another request takes it, and when its request gets other pages."""
+        """Updates a row for a new request, or for new pages of its request."""
         if self._held[row] != (request, request.pages):
             self._tables[row, : len(request.pages)] = request.pages
             self._rows.fill(row, request.sampling)
@@ -177,7 +175,7 @@ class Runner:
         return tokens, positions, bounds.cumsum(dtype=np.int32)
 
     def _scored(self, step: Step) -> Results:
-        """Each row's token by the program for its own sampling: what else a program can do may round it otherwise."""
+        """Each row's token, by the program for its own sampling: other code in it might change rounding."""
         tokens, *places = self._tokens_of(step)
         scores, *_ = self._run(steps.scores, How(), tokens, *places)
         hows: list[How | None] = [None] * self._num_rows
@@ -202,7 +200,7 @@ class Runner:
         return found
 
     def _run(self, program: Callable[..., Any], how: How, *tokens: np.ndarray) -> Results:
-        """What the program returns besides the cache."""
+        """The program's results without the cache."""
         key = program, len(tokens[0]), how
         if key not in self.programs:
             self._compile([(program, tokens)], how)
@@ -211,7 +209,7 @@ class Runner:
         return Results(chosen, logs)
 
     def _compile(self, programs: Sequence[tuple[Any, tuple[np.ndarray, ...]]], how: How) -> None:
-        """Of each program the tokens are an example."""
+        """Compiles all programs in parallel; each is given by example tokens."""
         started = time.perf_counter()
         texts = self._texts if how.penalised else None
         state = self._weights, self.cache, self._tables, self._rows, texts

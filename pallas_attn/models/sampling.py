@@ -1,4 +1,4 @@
-"""How a request's tokens are chosen: the settings, and those of many rows for the device (choosing.py)."""
+"""How a request's tokens are chosen: its settings, and arrays of many rows' settings for the device (choosing.py)."""
 
 import dataclasses
 import warnings
@@ -12,9 +12,9 @@ from pallas_attn._call.checks import LARGEST_FLOAT32, LEAST_FLOAT32, check_int, 
 from .arguments import checked_tokens, described
 
 MOST_STOPS = 16
-"""Ids of a request's own that end it; the device looks at so many for each row."""
+"""The most stop ids of a request's own; the device checks this many for each row."""
 MOST_LOGPROBS = 20
-_EVERY = int(np.iinfo(np.int32).max)  # no vocabulary has more
+_EVERY = int(np.iinfo(np.int32).max)  # larger than any vocabulary
 # Of transformers' generation, with the values that change nothing.
 _UNSERVED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
@@ -89,7 +89,7 @@ class Sampling:
             }.get(name, -LARGEST_FLOAT32 <= value <= LARGEST_FLOAT32)
             if not fits:
                 fail("Sampling", name, expected, str(getattr(self, name)))
-        # Of larger ones JAX would take the lower 32 bits.
+        # JAX would use only the lower 32 bits of larger ones.
         check_int("Sampling", "seed", self.seed, least=0, most=2**32 - 1)
         if self.top_k is not None:
             check_int("Sampling", "top_k", self.top_k, least=1)
@@ -104,7 +104,7 @@ class Sampling:
         ids = checked_stops("Sampling", self.stop_token_ids)
         if len(ids) > MOST_STOPS:
             fail("Sampling", "stop_token_ids", f"at most {MOST_STOPS} of them", str(len(ids)))
-        # Of lists as well, so that a Sampling can be compared and kept.
+        # Tuples, so that a Sampling is hashable and can be compared.
         object.__setattr__(self, "stop", tuple(stops))
         object.__setattr__(self, "stop_token_ids", ids)
 
@@ -118,7 +118,7 @@ class Sampling:
         return any(penalties)
 
     def answers(self) -> list["Sampling"]:
-        """Of each of the `n` answers."""
+        """The sampling of each of the `n` answers."""
         return [self.shifted(index) for index in range(self.n)]
 
     def shifted(self, by: int) -> "Sampling":
@@ -177,7 +177,7 @@ class Rows(NamedTuple):
 
     @classmethod
     def greedy(cls, num_rows: int) -> "Rows":
-        """On the host, to be filled in."""
+        """Arrays on the host, to be filled in."""
         usual = (0.0, _EVERY, 1.0, 0.0, 1.0, 0.0, 0.0, 0)
         dtypes = (np.float32, np.int32, *[np.float32] * 5, np.uint32)
         fields = [np.full(num_rows, value, dtype) for value, dtype in zip(usual, dtypes, strict=True)]
@@ -200,7 +200,7 @@ class Rows(NamedTuple):
 
 
 class How(NamedTuple):
-    """What a program can do for its rows; what none of them wants is not compiled into it."""
+    """The features that a program is compiled with: only those that some row needs."""
 
     sampled: bool = False
     cut: bool = False
@@ -227,6 +227,6 @@ class TokenLogprobs(NamedTuple):
 
 
 def token_logprobs(logs: Any, index: Any, most: int) -> TokenLogprobs:
-    """Of a place in `choosing.Logprobs` on the host."""
+    """From one entry of `choosing.Logprobs` on the host."""
     top = zip(logs.ids[index][:most].tolist(), logs.top[index][:most].tolist(), strict=True)
     return TokenLogprobs(float(logs.chosen[index]), tuple(top))

@@ -1,21 +1,20 @@
-"""Which tokens of which requests a step computes, and in which pages they lie: the host's half of an engine.
+"""The host half of an engine: which tokens of which requests a step computes, and in which pages they lie.
 
-Plain Python, without a model and without JAX. A step has room for a number of tokens. Requests that decode come first,
-a token each, then prompts that have begun, in chunks, then requests that wait; so answers flow while prompts arrive.
-When none reads its prompt, a step may go on for some tokens of each answer, and the host is asked less often.
+Plain Python, without a model and without JAX. A step has a budget of tokens. Decoding requests come first, with a token
+each, then prompts in progress, in chunks, then waiting requests; so answers keep flowing while prompts arrive. When no
+prompt is being read, a step may produce several tokens of each answer, so that the host is asked less often.
 
 A request holds pages for the tokens it has, not for those it may come to have. When pages run out, those that only the
-prefix cache remembers are taken first. Then the newest request goes back into the queue: its pages are freed, its
-tokens, answered ones too, are kept, and become its prompt when its turn comes again. The oldest is never sent back, so
-everything ends.
+prefix cache remembers are taken first. Then the newest request is preempted: its pages are freed; its tokens, answered
+ones included, are kept and read like a prompt when its turn comes again. The oldest is never preempted, so all finish.
 
-In a cache whose pages have scales, what a page holds depends on which of its tokens came together. There whole pages of
-a prompt are computed together, and tokens of an answer one by one, also those of a request that was sent back; and of
-answers no page is shared. So what a request reads does not depend on what runs beside it or ran before.
+In a cache whose pages have scales, a page's contents depend on which of its tokens were written together. There whole
+pages of a prompt are computed together, and tokens of an answer one by one, also after a preemption; and pages of
+answers are not shared. So what a request reads does not depend on other requests.
 
-An exception may come at any line, Ctrl-C for one, and `restore` puts right what it left. What is true stands in three
-places, each of which changes at one stroke: the fields of a request (requests.py), the book of those that are served,
-and the tree of the prefix cache. Who runs, free rows, free pages and their references follow from these.
+An exception such as Ctrl-C may come at any line, and `restore` repairs the state. The truth is kept in three places,
+each of which changes atomically: the fields of a request (requests.py), the book of served requests, and the tree of
+the prefix cache. Running requests, free rows, free pages and references follow from these.
 """
 
 import dataclasses
@@ -32,7 +31,7 @@ from .prefix_cache import PrefixCache
 from .requests import Place, Request
 from .stats import Totals
 
-# Of all pages such a part is given back at a time, when the prefix cache has to give back any.
+# Part of all pages that the prefix cache frees at a time.
 _EVICTIONS = 64
 
 
@@ -53,7 +52,7 @@ class Chunk:
 
     @property
     def answers(self) -> bool:
-        """Whether the request's next token follows from the last of these."""
+        """Whether the last of these yields the request's next token."""
         return self.start + self.count == self.request.length
 
 
@@ -65,12 +64,12 @@ class Step:
 
     @property
     def reads_prompts(self) -> bool:
-        """Whether any request has more to compute than the last token of its answer, or of its prompt."""
+        """Whether any request computes more than a single token."""
         return not all(chunk.answers and chunk.count == 1 for chunk in self.chunks)
 
 
 class _Book(NamedTuple):
-    """Requests that are served, oldest first, and sums over those before them."""
+    """Requests being served, oldest first, and totals of earlier ones."""
 
     served: tuple[Request, ...] = ()
     past: Totals = Totals()
@@ -118,7 +117,7 @@ class Scheduler:
         self.prefixes = PrefixCache(self.allocator, page_size) if prefix_cache else None
         self._stopped = stopped
         self._numbers = itertools.count()
-        # Any thread appends to it; the next step takes them into the book.
+        # Any thread appends; the next step moves them into the book.
         self._arrivals: list[Request] = []
         self._book = _Book()
 
@@ -138,7 +137,7 @@ class Scheduler:
 
     @property
     def free_pages(self) -> int:
-        """What requests that have ended still hold will be free when the next step begins, and counts."""
+        """Free pages, including those of ended requests, which the next step frees."""
         ended = Counter(page for request in self._book.served if request.done for page in request.pages)
         theirs = sum(self.allocator.references(page) == times for page, times in ended.items())
         return self.allocator.num_free + theirs
@@ -155,7 +154,7 @@ class Scheduler:
         stop_token_ids: Iterable[int] = (),
         sampling: Any = None,
     ) -> Request:
-        """A request, which waits for its turn. Raises ValueError for one that could never be served."""
+        """Queues a request. Raises ValueError for one that could never be served."""
         check_int("Scheduler.submit", "max_new_tokens", max_new_tokens, least=1)
         if not prompt:
             fail("Scheduler.submit", "prompt", "at least one token", "none")
@@ -170,17 +169,17 @@ class Scheduler:
         return request
 
     def cancel(self, request: Request) -> None:
-        """Ends a request, whatever it is about. One that has ended stays as it is."""
+        """Ends a request, in any state. One that has ended stays as it is."""
         request.end("cancelled")
 
     def next_step(self) -> Step:
-        """What to compute next; its chunks are none only if nothing is left to do. A step that was given up is made up
-        for: tokens whose answers never came are part of this one."""
+        """What to compute next; without chunks only if nothing is left to do. After an interrupted step, its tokens
+        without results are part of this one."""
         self._arrive()
         self._depart()
         chunks, left = [], self.step_tokens
-        # Requests join in the order of their age, and one at a time takes what is left of a step. So only the newest
-        # has more than one token to compute, and comes last; but for those of a step that was given up.
+        # Requests join by age, and one at a time takes the rest of a step. So only the newest has more than one token
+        # to compute, and comes last, except after an interrupted step.
         running = self.running
         for request in list(running):
             start = request.computed
@@ -204,8 +203,8 @@ class Scheduler:
         return step
 
     def begin(self, step: Step) -> None:
-        """As soon as a step is on its way to the device, which computes steps in their order: what it computes is there
-        for those that follow it. So the host remembers prompts while the device reads them."""
+        """Called once a step is dispatched: the device runs steps in order, so its results are available to later
+        steps. So the host updates the prefix cache while the device computes."""
         for chunk in step.chunks:
             request = chunk.request
             computed = chunk.start + chunk.count
@@ -221,15 +220,15 @@ class Scheduler:
         tokens: Mapping[Request, Sequence[int]],
         logprobs: Mapping[Request, Sequence[Any]] | None = None,
     ) -> list[Request]:
-        """After a step that has begun: `tokens` has the next tokens of each request whose chunk answers, at least one,
-        up to one that ends it and no more than 1 + `ahead`. The requests that got some."""
+        """Takes a step's results: `tokens` has each answering request's next tokens, from one to 1 + `ahead`, up to one
+        that ends it. Returns the requests that got some."""
         answered = []
         for chunk in step.chunks:
             request = chunk.request
             if request.done or not chunk.answers:  # cancelled meanwhile
                 continue
             request.grow(tokens[request], (logprobs or {}).get(request, ()))
-            # The last one chosen is not computed yet.
+            # The last chosen token is not computed yet.
             request.place = request.place.with_computed(request.length - 1)
             answered.append(request)
             self._end_if_whole(request)
@@ -237,7 +236,7 @@ class Scheduler:
         return answered
 
     def restore(self) -> None:
-        """After an exception in any of the other methods, or in this one: what follows from what is true, made anew."""
+        """After an exception in any method, this one included: rebuilds the derived state."""
         held = [page for request in self._book.served for page in request.pages]
         if self.prefixes:
             self.prefixes.restore()
@@ -247,18 +246,18 @@ class Scheduler:
             self._end_if_whole(request)
 
     def forget(self) -> None:
-        """The device has lost what pages held: every request computes its tokens anew. To be followed by `restore`."""
+        """After the device has lost all pages: every request recomputes its tokens. Call `restore` next."""
         if self.prefixes:
             self.prefixes.forget()
         for request in self._book.served:
             request.place = request.place.left()
 
     def _known(self) -> tuple[Totals, list[Request]]:
-        """Sums over requests of the past, and all others."""
+        """Totals of past requests, and all current ones."""
         while True:
             book = self._book
             requests = list(dict.fromkeys((*book.served, *self._arrivals)))
-            if book is self._book:  # else a request may have been in neither of them, or in the past as well
+            if book is self._book:  # otherwise a request might be counted never or twice
                 return book.past, requests
 
     def _arrive(self) -> None:
@@ -266,11 +265,11 @@ class Scheduler:
         if arrivals:
             served = tuple(dict.fromkeys((*self._book.served, *arrivals)))
             self._book = self._book._replace(served=served)
-        # Only then, so that none is in neither; and none departs before, or it would arrive again.
+        # In this order, so that no request is ever missing from both, or added twice.
         del self._arrivals[: len(arrivals)]
 
     def _depart(self) -> None:
-        """Those that have ended leave the book, and their pages are free."""
+        """Removes ended requests from the book and frees their pages."""
         if ended := [request for request in self._book.served if request.done]:
             for request in ended:
                 self._leave(request)
@@ -291,7 +290,7 @@ class Scheduler:
         request.end(reason)
 
     def _count(self, request: Request, computed: int, left: int) -> int:
-        """How many tokens of a request, of which some are computed, a step computes that has room for so many more."""
+        """How many more tokens of a request a step computes, given its remaining budget."""
         count, of_prompt = min(request.length - computed, left), len(request.prompt) - computed
         if not self.whole_pages:
             return count
@@ -300,7 +299,7 @@ class Scheduler:
         return of_prompt if count >= of_prompt else count // self.page_size * self.page_size
 
     def _reads_on(self, running: Sequence[Request], chunks: Sequence[Chunk]) -> bool:
-        """Whether the newest request has more of its prompt to read behind these chunks: nobody joins before that."""
+        """Whether the newest request has more of its prompt to read after these chunks: nobody joins before."""
         if not running:
             return False
         newest = running[-1]
@@ -308,19 +307,19 @@ class Scheduler:
         return newest.computed + planned < len(newest.prompt)
 
     def _shared(self, request: Request, tokens: int) -> Sequence[int]:
-        """What others may share, or this request with others, of its first `tokens` tokens."""
+        """The part of a request's first `tokens` tokens that may be shared with others."""
         return request.between(0, min(tokens, len(request.prompt)) if self.whole_pages else tokens)
 
     def _join(self, request: Request, row: int, left: int) -> bool:
-        """Gives a waiting request a row, and pages for what the prefix cache knows and a first chunk. False, and
-        nothing has changed, if there are not enough; nobody is sent back for one who waits."""
+        """Gives a waiting request a row, and pages for its known prefix and a first chunk. False, without changes, if
+        there are not enough; nobody is preempted for a waiting request."""
         # The last token is computed in any case: what follows it is asked for.
         known = self.prefixes.match(self._shared(request, request.length - 1)) if self.prefixes else []
         for shared in (known, []):
             computed = len(shared) * self.page_size
             count = self._count(request, computed, left)
             needed = self._pages_for(computed + count) - len(shared)
-            # What only the cache holds may go, but not what was just found; without the latter there may be room.
+            # Frees cached pages except those just found; failing that, without using the found prefix.
             if count and (own := self._allocate(needed)) is not None:
                 place = request.place
                 cached = computed if place.cached_tokens is None else place.cached_tokens
@@ -330,9 +329,9 @@ class Scheduler:
         return False
 
     def _grow(self, request: Request, tokens: int, running: list[Request]) -> bool:
-        """Pages for `tokens` tokens; sends newer requests back for them, and the request itself if there is none."""
+        """Gets pages for `tokens` tokens; preempts newer requests for them, and the request itself if there is none."""
         needed = self._pages_for(tokens) - len(request.pages)
-        if needed <= 0:  # also where a step was given up, or got no further than its first token
+        if needed <= 0:  # also after an interrupted step, or one that got no further than its first token
             return True
         while (own := self._allocate(needed)) is None:
             newest = running.pop()
@@ -343,7 +342,7 @@ class Scheduler:
         return True
 
     def _ahead(self, chunk: Chunk) -> int:
-        """How far a request that decodes may go on in this step, in pages that need not be taken from anybody."""
+        """How far a decoding request may continue in this step with pages that are free."""
         request = chunk.request
         most = min(self.burst, request.max_new_tokens - len(request.answer))
         while len(request.pages) < self._pages_for(request.length + most - 1) and (own := self._allocate(1)):
@@ -352,7 +351,7 @@ class Scheduler:
 
     def _allocate(self, count: int) -> list[int] | None:
         if self.prefixes and count > self.allocator.num_free:
-            # Looking for many costs hardly more than looking for one.
+            # Freeing many costs hardly more than freeing one.
             some = self.allocator.num_pages // _EVICTIONS
             self.prefixes.evict(max(count - self.allocator.num_free, some))
         try:

@@ -1,7 +1,7 @@
-"""A config.json of transformers, read so that nothing in it is ignored that would change what is computed.
+"""Reads a config.json of transformers without ignoring anything that would change the computation.
 
-A setting is served, by the family that reads it; or fixed, where a decoder computes what one value of it says; or
-neutral, where it says nothing about how a trained model computes. Any other is refused by its name.
+A setting is served by the family that reads it; or fixed, where a decoder implements only one value; or neutral, where
+it does not affect how a trained model computes. Any other is refused by name.
 """
 
 import math
@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from pallas_attn._call.checks import fail
 from pallas_attn.nn.rotary import DynamicScaling, LinearScaling, Llama3Scaling, LongRope, Stretch, Yarn
 
-# What says nothing about how a trained model computes.
+# Settings that do not affect how a trained model computes.
 _NEUTRAL = {
     *("model_type", "architectures", "transformers_version", "torch_dtype", "dtype", "use_cache", "auto_map"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "_name_or_path", "name_or_path"),
@@ -69,7 +69,7 @@ _NEUTRAL = {
         "tf_legacy_loss",
     ),
 }
-# What others may say where a family does not read it: all that these decoders compute.
+# Values of settings that a family does not read: what these decoders compute.
 _FIXED: dict[str, Any] = {
     **dict.fromkeys(("attention_bias", "mlp_bias", "lm_head_bias", "use_bias", "rope_interleaved"), (False,)),
     **dict.fromkeys(("use_mrope", "use_sliding_window", "use_bidirectional_attention"), (False,)),
@@ -78,10 +78,10 @@ _FIXED: dict[str, Any] = {
 }
 MOST_LAYERS = 100_000
 ANYTHING = None
-"""Of a fixed setting: whatever it says."""
+"""A fixed setting that may have any value."""
 _ROPE = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 _ORIGINAL = "original_max_position_embeddings"
-# What each kind of rotary embedding has of its own, and which of it must be there.
+# Parameters of each kind of rotary embedding, and which are required.
 _ROPE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((_ORIGINAL,), ()),
     "linear": (("factor",), ("factor",)),
@@ -113,13 +113,13 @@ _ROPE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 class Settings:
-    """What a config.json says, and where it does not, what transformers takes.
+    """The settings of a config.json, with transformers' defaults for missing ones.
 
     Args:
         given: the file.
         defaults: of every setting that is read.
-        fixed: values that others may have, besides the usual ones.
-        function: that refuses.
+        fixed: further values of other settings that are accepted.
+        function: for messages.
 
     Raises:
         ValueError: a setting that may change what is computed, and that nobody reads.
@@ -149,7 +149,7 @@ class Settings:
         return name in self._defaults
 
     def size(self, name: str) -> Any:
-        """What cannot be null."""
+        """A setting that may not be null."""
         if (found := self[name]) is None:
             self.refuse(name, "a value", None)
         return found
@@ -222,7 +222,7 @@ def rope_stretch(
     if kind == "linear":
         return theta, LinearScaling(factor), context
     if kind == "dynamic":
-        # transformers has it begin at the context that the file says, whatever else it says.
+        # transformers starts from the file's context length, whatever else it says.
         return theta, DynamicScaling(factor, context), int(factor * context)
     if kind == "llama3":
         low, high = (float(rope[name]) for name in needed[1:])

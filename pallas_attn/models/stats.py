@@ -1,4 +1,4 @@
-"""What an engine has done so far, and what it is doing: for logs and metrics."""
+"""What an engine has done and is doing: for logs and metrics."""
 
 import dataclasses
 from collections.abc import Collection, Mapping
@@ -8,7 +8,7 @@ from .requests import FinishReason, Request
 
 
 class Totals(NamedTuple):
-    """Sums over requests. Each request counts what is its own, so that nothing is counted twice whatever happens."""
+    """Sums over requests. Each request counts its own, so that nothing is counted twice."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0

@@ -1,4 +1,4 @@
-"""What an engine has the device compute in a step: programs of static shape.
+"""The programs of static shape that an engine runs in a step.
 
 `tables` and `rows` (of sampling) are the host's, which may change them from step to step; the cache is donated.
 """
@@ -42,14 +42,14 @@ def mixed(weights, cache: Cache, tables, rows, texts, tokens, positions, bounds,
 def scores(
     weights, cache: Cache, tables, rows, texts, tokens, positions, bounds, *, graph, how, stops, burst
 ):
-    """`mixed` without its choice: (scores [rows, vocab_size], None, the cache)."""
+    """`mixed` without choosing: (scores [rows, vocab_size], None, the cache)."""
     logits, cache = _forward(graph, weights, cache, tables, tokens, positions, bounds)
     return logits, None, cache
 
 
 @functools.partial(jax.jit, static_argnames="how")
 def choose(logits, rows, texts, positions, bounds, *, how):
-    """`mixed`'s choice: (the next token of each row that has tokens here, [1, rows], log-probabilities or None)."""
+    """The choice of `mixed`: (next token of each row with tokens here, [1, rows], log-probabilities or None)."""
     return _choose(logits, rows, texts, positions, bounds, how)
 
 

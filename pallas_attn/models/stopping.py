@@ -1,10 +1,10 @@
-"""Texts that end an answer: looked for as its tokens come."""
+"""Texts that end an answer, searched for as its tokens arrive."""
 
 from collections.abc import Callable, Sequence
 
 from .detokenizer import UNKNOWN
 
-# Bytes that a character has at most, each of which may be a token.
+# The most bytes of a character, each of which may be a token.
 _TOKENS_PER_CHARACTER = 4
 
 
@@ -16,8 +16,8 @@ def first_stop(
         return None
     window = _TOKENS_PER_CHARACTER * max(map(len, stops)) + 1
     tokens = [*before[-window:], *new]
-    # Mostly there is none, which one look at all of them tells, unless they break off within a character: some decoders
-    # then show none of those before it.
+    # Usually there is none, which a single check of all tokens shows, unless they end within a character: some decoders
+    # then hide the characters before it.
     text = decode(tokens)
     if UNKNOWN not in text and not _any_in(text, stops):
         return None
@@ -34,14 +34,14 @@ def _any_in(text: str, stops: Sequence[str]) -> bool:
 
 
 class Held:
-    """Pieces of text, of which is held back what may be the beginning of a stop text."""
+    """Passes on text, holding back what may be the beginning of a stop text."""
 
     def __init__(self, stops: Sequence[str]):
         self._stops, self._text = stops, ""
         self.ended = False
 
     def shown(self, piece: str) -> str:
-        """What of the text so far can be shown; nothing behind a stop text."""
+        """The text that can be shown so far; nothing after a stop text."""
         if self.ended:
             return ""
         self._text += piece
@@ -54,11 +54,11 @@ class Held:
         return shown
 
     def rest(self) -> str:
-        """What is left at the end."""
+        """The rest, at the end."""
         return "" if self.ended else self._text
 
 
 def beginning(text: str, of: str) -> int:
-    """Characters at the end of `text` that begin `of`."""
+    """Number of characters at the end of `text` that `of` begins with."""
     most = min(len(of) - 1, len(text))
     return next((n for n in range(most, 0, -1) if text.endswith(of[:n])), 0)

@@ -33,7 +33,7 @@ class Tokenizer:
         chat_template: Templates,
         special_tokens: Mapping[str, str] | None = None,
     ):
-        # What is cut or padded is for the caller to say, not for the file that a training left.
+        # Truncation and padding are up to the caller, not to settings left over from training.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
@@ -41,7 +41,7 @@ class Tokenizer:
         self.bos_token_id, self.eos_token_id = bos_token_id, eos_token_id
         self.stop_token_ids = tuple(dict.fromkeys(stop_token_ids))
         self._add_bos, self._template = add_bos, chat_template
-        # By the names that templates know them by.
+        # Special tokens by the names that templates use.
         ids = {"bos_token": bos_token_id, "eos_token": eos_token_id}
         known = {name: tokenizer.id_to_token(token) for name, token in ids.items() if token is not None}
         self._special_tokens = {name: text for name, text in known.items() if text} | dict(

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_attn._call import sharding
 from pallas_attn._call.checks import ArgumentChecker
-from pallas_attn._tile import sharding
-from pallas_attn._tile.triton import ceil_div
+from pallas_attn._call.sizes import ceil_div
 from pallas_attn.mods import intervals
 from pallas_attn.mods.evaluate import evaluate
 from pallas_attn.mods.program import BATCH, HEAD, KEY, QUERY, Number, Program

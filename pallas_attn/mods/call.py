@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from pallas_attn._call import symbolic
 from pallas_attn._call.checks import ArgumentChecker
-from pallas_attn._tile.layout import table_tokens
+from pallas_attn._call.pools import table_tokens
 from pallas_attn.mods import blocks
 from pallas_attn.mods.blocks import BlockMask, Lists
 from pallas_attn.mods.evaluate import stored

@@ -1,4 +1,4 @@
-"""A score_mod's derivatives, by JAX's own rules, as a program again."""
+"""A score_mod's derivatives, by JAX's own rules, as another program."""
 
 import functools
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from pallas_attn.mods.trace import Tracer
 
 
 class Read(NamedTuple):
-    """One place in a score_mod where a captured array is read that may have a gradient."""
+    """A read of a captured array, in a score_mod, that may need a gradient."""
 
     capture: int
     index: tuple[Operand, ...]
@@ -20,7 +20,7 @@ class Read(NamedTuple):
 
 class Derivatives(NamedTuple):
     program: Program
-    """Results: the score, its derivative by the score, and by what each of `reads` has read."""
+    """Results: the score, its derivative by the input score, and its derivatives by the elements that `reads` read."""
     reads: tuple[Read, ...]
 
 
@@ -70,7 +70,7 @@ def derivatives(program: Program) -> Derivatives:
 
 
 def slope(program: Program) -> Program:
-    """Results: the score and its derivative by the score."""
+    """Results: the score and its derivative by the input score."""
     whole = derivatives(program).program
     build = Builder()
     here: list[Operand] = list(VARIABLES)

@@ -1,8 +1,7 @@
-"""Gradients of what a score_mod captures, by the form in which it is read.
+"""Gradients of arrays that a score_mod captures, by the form in which they are read.
 
-An element that is read at places which hang on the query alone has a gradient that is a sum over keys, and so on: a
-kernel sums what no place hangs on, in one order, and what is left is brought to its places here. The same inputs give
-the same bits.
+If the index of a read depends on the query only, the gradient is a sum over keys, and so on: a kernel sums over what
+the index does not depend on, in a fixed order, and the results are scattered here. The same inputs give the same bits.
 """
 
 from collections.abc import Sequence
@@ -18,12 +17,12 @@ from pallas_attn.mods.operands import Mods
 from pallas_attn.mods.program import BATCH, HEAD, KEY, QUERY, VARIABLES, Number, Operand, Program
 
 type ReadForm = Literal["queries", "keys", "distances"]
-"""What is left when a kernel has summed: for each head a number a query, a key, or a distance between the two."""
+"""What a kernel's sums leave: for each head, one number for each query, key, or distance between the two."""
 FORMS: tuple[ReadForm, ...] = ("queries", "keys", "distances")
 
 
 def form_of(program: Program, read: Read) -> ReadForm | None:
-    """None: places hang on query and key in another way than by their distance."""
+    """None: the index depends on query and key in another way than by their distance."""
     used = _used(program, read.index)
     if KEY not in used:
         return "queries"
@@ -50,7 +49,7 @@ def _of_distance(program: Program, operand: Operand) -> bool:
 
 
 def _linear(program: Program, operand: Operand) -> tuple[int, int] | None:
-    """By how much an integer grows with query and key, where it does by the same everywhere."""
+    """The constant slopes of an integer by query and key, where it has such."""
     if isinstance(operand, Number) or not program.variables[operand] & {QUERY, KEY}:
         return 0, 0
     if operand < len(VARIABLES):
@@ -69,7 +68,7 @@ def _linear(program: Program, operand: Operand) -> tuple[int, int] | None:
 
 
 def length(form: ReadForm, q_len: int, kv_len: int) -> int:
-    """Numbers that are left of a head. The distance q_idx - kv_idx is that of place 0 at 1 - kv_len."""
+    """The numbers left for a head. Place 0 of distances is q_idx - kv_idx = 1 - kv_len."""
     return {"queries": q_len, "keys": kv_len, "distances": q_len + kv_len - 1}[form]
 
 
@@ -82,8 +81,8 @@ def brought_to_places(
     arrays: Sequence[Any],
     kv_len: int,
 ) -> jax.Array:
-    """Of `sums` [batch, num_kv_heads, group, length]: the captured array's gradient, float32. `arrays`: all that is
-    captured, for places that hang on it."""
+    """The captured array's gradient, float32, from `sums` [batch, num_kv_heads, group, length]. `arrays`: all captured
+    ones, on which indices may depend."""
     at = jnp.arange(sums.shape[3], dtype=jnp.int32)
     distance = at - (kv_len - 1)
     known = {
@@ -110,14 +109,14 @@ def brought_to_places(
 
 
 def _apart(program: Program, read: Read, used: frozenset[int]) -> bool:
-    """Whether no two heads, sequences and tokens read one place."""
+    """Whether no two heads, sequences or tokens read the same element."""
     along = [_linear(program, one) for one in read.index]
     tokens = not used & {QUERY, KEY} or any(by not in (None, (0, 0)) for by in along)
     return tokens and all(which in read.index for which in (BATCH, HEAD) if which in used)
 
 
 def _segment_sums(index: jax.Array, values: jax.Array, whole: jax.Array) -> jax.Array:
-    """`whole`, of zeros, with the sums of values of one index at its place, each in the order that they are in."""
+    """`whole`, zeros, with values of equal indices summed at their place, in the values' order."""
     order = jnp.argsort(index, stable=True)
     index, values = index[order], values[order]
     first = jnp.concatenate([jnp.ones(1, bool), index[1:] != index[:-1]])
@@ -127,5 +126,5 @@ def _segment_sums(index: jax.Array, values: jax.Array, whole: jax.Array) -> jax.
 
     _, sums = lax.associative_scan(joined, (first, values))
     last = jnp.concatenate([index[1:] != index[:-1], jnp.ones(1, bool)])
-    at = jnp.where(last, index, whole.size + jnp.arange(index.size))  # behind the array: dropped
+    at = jnp.where(last, index, whole.size + jnp.arange(index.size))  # beyond the array: dropped
     return whole.at[at].set(sums, mode="drop", unique_indices=True)

@@ -1,11 +1,10 @@
-"""What a program may give over a whole block, by interval arithmetic: never too narrow, as narrow as is cheap.
+"""The range of a program's results over a block, by interval arithmetic: never too narrow, as narrow as is cheap.
 
-Of each value the least and the largest are known, for all blocks at once. A block's corners say nothing of what is
-between them, intervals do (Moore, "Interval Analysis", 1966). NaN stands for bounds that are not known: a comparison
-with it holds neither way, and so decides nothing.
+Each value has a least and a largest, for all blocks at once: unlike a block's corners, they bound everything in between
+(Moore, "Interval Analysis", 1966). NaN is an unknown bound: no comparison with it holds, so it decides nothing.
 
-Kernels may round differently in the last bits, so bounds of floating-point results are moved apart by more than that.
-Integers wrap around: where a bound would, all numbers of the type are possible.
+Kernels may round differently in the last bits, so bounds of floating-point results are widened by more than that. Where
+an integer's bound would wrap around, all numbers of the type are possible.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,15 +19,16 @@ from jax.core import Tracer
 from pallas_attn.mods.program import SCORE, VARIABLES, Number, Operand, Program, Step, apply
 
 APART = 2.0**-18
-"""Of a floating-point result's size: more than what kernels' functions are off by."""
+"""Relative widening of floating-point bounds, above the error of kernels' functions."""
 NEAR = 1 - 2.0**-20
-"""Beyond this part of the largest, an integer is taken for an overflow: float32, which tells, is no more exact."""
+"""Beyond this part of its type's largest an integer counts as overflowed: the check is in float32, which is no more
+exact."""
 FINEST = 4096
-"""Places that bounds of a captured array are kept for; of longer ones several places share theirs."""
+"""The most elements of a captured array with bounds of their own; in longer arrays several share them."""
 
 
 class Interval(NamedTuple):
-    """Both may be one object: then this is what the whole block has."""
+    """Both may be the same object: then the whole block has this value."""
 
     low: Any
     high: Any
@@ -48,10 +48,10 @@ def evaluate(
     known: Mapping[int, Interval],
     blocks: Mapping[int, int] | None = None,
 ) -> list[Interval]:
-    """What each slot may be, of intervals for the arguments; bounds broadcast against each other.
+    """The interval of each slot, given those of the arguments; bounds broadcast against each other.
 
-    arrays: what is captured; of None nothing is known.
-    blocks: arguments whose interval number i is [i * size, (i + 1) * size), as far as there are tokens.
+    arrays: the captured ones; nothing is known of None.
+    blocks: arguments whose i-th interval is [i * size, (i + 1) * size), clipped to the tokens.
     """
     values = [known.get(i, _anything("float32" if i == SCORE else "int32")) for i in VARIABLES]
 
@@ -94,14 +94,14 @@ def _anything(dtype: Any) -> Interval:
 
 
 def _where(known: Any, found: Interval, dtype: Any) -> Interval:
-    """`found` as far as it is `known`, and anything elsewhere."""
+    """`found` where `known`, and unbounded elsewhere."""
     return Interval(
         *(jnp.where(known, one, other) for one, other in zip(found, _anything(dtype), strict=True))
     )
 
 
 def _ordered(found: Interval) -> Interval:
-    """Of bounds without end to both sides, such as of infinity minus infinity, or one that is NaN, nothing is known."""
+    """Unknown where both bounds are infinite, as of infinity minus infinity, or one is NaN."""
     low, high = found
     known = ~(jnp.isnan(low) | jnp.isnan(high) | ((low == -jnp.inf) & (high == jnp.inf)))
     return Interval(jnp.where(known, low, np.nan), jnp.where(known, high, np.nan))
@@ -110,7 +110,7 @@ def _ordered(found: Interval) -> Interval:
 def _apart(low: Any, high: Any) -> Interval:
     dtype = jnp.result_type(low)
     part = np.asarray(max(APART, 4 * float(jnp.finfo(dtype).eps)), dtype)
-    least = np.asarray(jnp.finfo(dtype).tiny, dtype)  # the GPU may flush what is smaller
+    least = np.asarray(jnp.finfo(dtype).tiny, dtype)  # the GPU may flush smaller numbers
 
     def moved(x: Any, way: int) -> Any:
         return jnp.where(jnp.isfinite(x), x + way * (jnp.abs(x) * part + least), x)
@@ -131,7 +131,7 @@ def _estimate(one: Interval) -> Interval:
 
 
 def _fitting(dtype: Any, found: Interval, estimate: Interval) -> Interval:
-    """Integers, where their estimates say that none has wrapped around."""
+    """Integer bounds where the estimates show that none wrapped around."""
     info = jnp.iinfo(dtype)
     known = (estimate.high < info.max * NEAR) & (estimate.low > (info.min * NEAR if info.min else -0.5))
     return _where(known, found, dtype)
@@ -288,7 +288,7 @@ def _(dtype, a):
 def _(dtype, a, b):
     if dtype == jnp.bool_:
         return Interval(a.low & b.low, a.high & b.high)
-    # What is not negative keeps some of its bits; a mask of the lowest makes a remainder.
+    # A number that is not negative keeps some of its bits; a mask of the lowest is a remainder.
     for mask, of in ((b, a), (a, b)):
         if mask.is_exact and jnp.ndim(mask.low) == 0 and not isinstance(mask.low, Tracer):
             size = int(mask.low) + 1
@@ -392,7 +392,7 @@ def _read(
 
 
 def _of_blocks(array: jax.Array, places: tuple[Any, ...], size: int, known: Interval) -> Interval:
-    """Of places that are blocks, as those of `known`: what is in each. Beyond the last is what the last has."""
+    """Bounds of a captured array at indices that are blocks, as in `known`. Beyond the end the last element counts."""
     count = max(known.low.shape)
     missing = max(count * size - array.shape[0], 0)
     array = jnp.pad(array, [(0, missing), *[(0, 0)] * (array.ndim - 1)], mode="edge")[: count * size]
@@ -402,7 +402,7 @@ def _of_blocks(array: jax.Array, places: tuple[Any, ...], size: int, known: Inte
 
 
 def _of_ranges(array: jax.Array, places: tuple[Any, ...], of: Interval) -> Interval:
-    """Of any ranges along the first dimension: two that overlap, each of a power of two, cover one."""
+    """Bounds over any ranges along the first dimension: two overlapping ranges, each a power of two long, cover one."""
     shared = 1 << max(-(-array.shape[0] // FINEST) - 1, 0).bit_length()
     count = -(-array.shape[0] // shared)
     padded = jnp.pad(array, [(0, count * shared - array.shape[0]), *[(0, 0)] * (array.ndim - 1)], mode="edge")
@@ -413,7 +413,7 @@ def _of_ranges(array: jax.Array, places: tuple[Any, ...], of: Interval) -> Inter
     for within, between in ((jnp.min, jnp.minimum), (jnp.max, jnp.maximum)):
         levels = [within(parts, axis=1)]
         for i in range(count.bit_length() - 1):
-            # The last places have no partner; no range of this length begins there.
+            # The last elements have no partner; no range of this length begins there.
             partner = jnp.roll(levels[-1], -(2**i), axis=0)
             levels.append(between(levels[-1], partner))
         table = jnp.stack(levels)

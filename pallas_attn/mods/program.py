@@ -1,7 +1,7 @@
-"""A score_mod or mask_mod as a short list of elementwise steps: hashable, so that it is part of what a kernel is
-compiled for, and of two functions that do the same it is the same.
+"""A score_mod or mask_mod as a short list of elementwise steps: hashable, so that it can be a static argument of
+kernels, and equal for two functions that do the same.
 
-Captured arrays are no part of it. They are numbered, and travel beside it as operands.
+Captured arrays are not part of it: they are numbered and passed as operands.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ class Number(NamedTuple):
 
 
 type Operand = int | Number
-"""A slot, or a constant. The first slots are the function's own arguments, then each step has one."""
+"""A slot or a constant. The first slots are the function's arguments, then comes one for each step."""
 
 
 class Step(NamedTuple):
@@ -42,9 +42,9 @@ class Step(NamedTuple):
     """One of `OPERATIONS`, or "read"."""
     inputs: tuple[Operand, ...]
     dtype: str
-    """Of what it gives."""
+    """Dtype of the result."""
     capture: int | None = None
-    """Which captured array "read" has an element of, at the place that `inputs` say, which lies inside of it."""
+    """For "read": the number of the captured array; `inputs` are the index, which lies inside of it."""
 
 
 class Capture(NamedTuple):
@@ -60,7 +60,7 @@ class Program:
 
     @functools.cached_property
     def variables(self) -> tuple[frozenset[int], ...]:
-        """Which of the function's arguments each slot hangs on."""
+        """The function's arguments that each slot depends on."""
         found = [frozenset({i}) for i in VARIABLES]
         for step in self.steps:
             found.append(functools.reduce(operator.or_, (found[i] for i in slots(step)), frozenset[int]()))
@@ -68,7 +68,7 @@ class Program:
 
     @functools.cached_property
     def used(self) -> frozenset[int]:
-        """The arguments that any result hangs on."""
+        """The arguments that any result depends on."""
         which = (self.variables[i] for i in self.results if not isinstance(i, Number))
         return functools.reduce(operator.or_, which, frozenset[int]())
 
@@ -78,7 +78,7 @@ def slots(step: Step) -> list[int]:
 
 
 class Builder:
-    """Steps as they are written, each once."""
+    """Collects steps, without duplicates."""
 
     def __init__(self) -> None:
         self._steps: dict[Step, int] = {}
@@ -97,7 +97,7 @@ class Builder:
         return jnp.dtype(list(self._steps)[operand - len(VARIABLES)].dtype)
 
     def only(self, results: tuple[Operand, ...], captures: tuple[Capture, ...]) -> Program:
-        """What the results need. The captured arrays keep their numbers."""
+        """Only the steps that results need. Captured arrays keep their numbers."""
         steps, first = list(self._steps), len(VARIABLES)
         needed = {i for i in results if not isinstance(i, Number)}
         for i in reversed(range(len(steps))):

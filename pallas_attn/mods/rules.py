@@ -1,5 +1,5 @@
-"""What becomes of primitives that are no step of a program by themselves: other spellings of steps, and the ways in
-which JAX reads an element of an array. `tracer` is trace.py's."""
+"""Primitives that are not steps of a program themselves: other spellings of steps, and the ways in which JAX reads an
+element of an array. `tracer` is trace.py's."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -13,14 +13,14 @@ MOST_POWER = 16
 
 
 class View(NamedTuple):
-    """A captured array of which the places along some dimensions are known."""
+    """A captured array, indexed along some of its dimensions."""
 
     array: Any
     index: tuple[Operand | None, ...]
     dims: tuple[int, ...]
-    """Which of the array's dimensions are left; of those whose place is known one element is."""
+    """The array's remaining dimensions, which are not indexed yet."""
     inside: Operand | None = None
-    """False where a place lies outside, of which `fill` is read."""
+    """False where an index lies outside: there `fill` is read."""
     fill: Number | None = None
 
     @property
@@ -29,13 +29,13 @@ class View(NamedTuple):
 
 
 class Vector(NamedTuple):
-    """A few scalars in a row, which a gather takes for its place."""
+    """A vector of a few scalars, a gather's index."""
 
     elements: tuple[Operand, ...]
 
 
 class Array(NamedTuple):
-    """What hangs on no argument."""
+    """Values that depend on no argument."""
 
     array: Any
 
@@ -139,7 +139,7 @@ def _(tracer: Any, equation, value):
 
 @_rule("reduce_sum")
 def _(tracer: Any, equation, value):
-    """What derivatives have of scalars where there is a mesh."""
+    """Derivatives of scalars have this inside a mesh."""
     if equation.invars[0].aval.shape != ():
         tracer.refuse("elementwise operations of positions", "the primitive 'reduce_sum'")
     return value

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_attn._call.sizes import ceil_div, next_power_of_2
 from pallas_attn._tile import masking
-from pallas_attn._tile.triton import ceil_div, next_power_of_2
 from pallas_attn.mods import intervals
 from pallas_attn.mods.operands import Mods
 from pallas_attn.mods.program import BATCH, HEAD, KEY, QUERY, Number

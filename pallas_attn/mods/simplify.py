@@ -1,7 +1,7 @@
-"""A program of which it is known how many sequences, heads, queries and keys there are.
+"""Simplifies a program for known numbers of sequences, heads, queries and keys.
 
-What follows from that is left out: that a place which is not below 0 does not count from the end, that an index lies
-inside, that a bound beyond all tokens holds.
+It drops what follows from these: that a non-negative index does not count from the end, that an index lies inside, that
+a bound beyond all tokens holds.
 """
 
 import functools
@@ -16,7 +16,7 @@ from pallas_attn.mods.program import VARIABLES, Builder, Number, Operand, Progra
 
 @functools.lru_cache(maxsize=1024)
 def within(program: Program, lengths: tuple[tuple[int, int], ...]) -> Program:
-    """`lengths`: (argument, how many numbers from 0 on it may be)."""
+    """`lengths`: (argument, number of values from 0 on)."""
     known = {which: intervals.Interval(np.int32(0), np.int32(size - 1)) for which, size in lengths}
     with jax.ensure_compile_time_eval():
         found = intervals.evaluate(program, [None] * len(program.captures), known)
@@ -31,7 +31,7 @@ def within(program: Program, lengths: tuple[tuple[int, int], ...]) -> Program:
         return (operand.value,) * 2 if isinstance(operand, Number) else bounds[operand]
 
     def same(step: Step) -> Operand | None:
-        """Which of a step's inputs it always gives."""
+        """The input that a step always returns, if any."""
         inputs = step.inputs
         if step.name in ("max", "min") and step.dtype == "int32":
             for one, other in (inputs, inputs[::-1]):

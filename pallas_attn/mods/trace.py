@@ -1,7 +1,7 @@
 """From a function of positions to a `Program` and the arrays that it captures.
 
-The function is traced once, at scalars. What hangs on none of its arguments is worked out as it stands, outside, and
-counts as captured; everything else must be elementwise, or read single elements of captured arrays.
+The function is traced once, with scalars. Values that depend on none of its arguments are computed outside and count as
+captured; everything else must be elementwise, or read single elements of captured arrays.
 """
 
 import inspect
@@ -41,7 +41,7 @@ CALLS = (
     *("checkpoint", "remat", "remat2"),
 )
 INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-WHOLE = ("floor_divide", "remainder")  # what jnp calls by these names is one step, of integers
+WHOLE = ("floor_divide", "remainder")  # jnp's functions of these names are single steps on integers
 SAME = (
     "copy",
     "copy_p",
@@ -57,7 +57,7 @@ type Arrays = tuple[jax.Array, ...]
 
 
 class Traced(NamedTuple):
-    """A function, ready to be evaluated."""
+    """A traced function, ready to be evaluated."""
 
     program: Program
     arrays: Arrays
@@ -141,11 +141,11 @@ class Tracer:
         return [self.step(name, equation, inputs)]
 
     def _is_step(self, equation: Any) -> bool:
-        """Of numbers alone: whether it gives a number again, which is then compiled in."""
+        """Whether an equation of constants gives a constant, which is then compiled in."""
         return all(var.aval.shape == () for var in (*equation.invars, *equation.outvars))
 
     def as_dtype(self, value: Any, equation: Any) -> Operand:
-        """As the equation's result: a Python number has come as 64 bits wide where such types are on."""
+        """In the result's dtype: Python numbers are 64 bits wide where such types are enabled."""
         operand, dtype = self.scalar(value), equation.outvars[0].aval.dtype
         if isinstance(operand, Number):
             return Number.of(operand.value, dtype)
@@ -209,7 +209,7 @@ class Tracer:
         return self.build.step("read", *inside, dtype=array.dtype, capture=number)
 
     def inside(self, place: Operand, size: int) -> Operand:
-        """int32, and moved inside where it is not."""
+        """int32, clipped into the array."""
         if self.build.dtype(place) != jnp.int32:
             place = self.build.step("convert", place, dtype="int32")
         place = self.build.step("max", place, Number.of(0, "int32"), dtype="int32")

@@ -1,9 +1,9 @@
-"""Which of a call's new tokens are whose, in the two forms that modules take them.
+"""Which sequence each of a call's new tokens belongs to, in the two forms that modules take.
 
 Batched: positions [num_seqs, n], with negative ones for padding wherever it lies. Ragged: all tokens end to end,
-positions [total_tokens] and cu_q_lens, padding behind. Either becomes the ragged form, which the ops read. A prompt, a
-chunk that goes on with one and a token of an answer are the same thing: consecutive positions, of which the last says
-how long the sequence now is.
+positions [total_tokens] and cu_q_lens, padding behind. Both become the ragged form, which the ops read. A prompt, a
+chunk of one and a token of an answer are the same thing: consecutive positions, the last of which gives the sequence's
+length.
 
 Positions that are not consecutive are refused where they are known and give NaN where they are traced; bounds that
 descend are refused, or make all tokens padding.
@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn._call.checks import ArgumentChecker, is_traced
+from pallas_attn._call.sharding import placed_like, whole
 from pallas_attn._tile.masking import ascending
-from pallas_attn._tile.sharding import placed_like, whole
 
 CONSECUTIVE = "consecutive ones in each sequence, and negative ones for padding"
 NEWEST = (
@@ -28,16 +28,16 @@ NEWEST = (
 
 @dataclasses.dataclass(frozen=True)
 class NewTokens:
-    """The ragged form. Modules make it of positions, or take it in their place, made once for all layers.
+    """The ragged form. Modules make it from positions, or take it ready-made, once for all layers.
 
     positions: [total_tokens] int32; -1 for padding.
     rows: [total_tokens] int32, each token's sequence; any sequence's for padding.
     cu_q_lens: [num_seqs + 1] int32, as `ragged_paged_attention` has it.
-    seq_lens: [num_seqs] int32, tokens of each sequence, these included; 0 for one that has none of these.
+    seq_lens: [num_seqs] int32, tokens of each sequence, these included; 0 for a sequence without new tokens.
     served: [total_tokens] bool: the positions of the token's sequence are consecutive.
-    order: [total_tokens], where each token lies in the batched form, flattened; None if it came in the ragged one.
+    order: [total_tokens], each token's index in the flattened batched form; None if the call was ragged.
     places: [total_tokens], the inverse of `order`.
-    came: the positions as they came.
+    came: the positions as given.
     """
 
     positions: jax.Array
@@ -49,7 +49,7 @@ class NewTokens:
     places: jax.Array | None
     came: jax.Array
     fresh: jax.Array
-    """bool: all are batched prompts from their beginning, padded on the right."""
+    """Whether all are batched prompts from position 0, padded on the right."""
 
     @classmethod
     def of(cls, check: ArgumentChecker, positions: Any, cu_q_lens: Any = None) -> "NewTokens":
@@ -67,7 +67,7 @@ class NewTokens:
             column = xp.arange(positions.shape[1], dtype=np.int32)
             fresh = ((positions == column) | (column >= counts[:, None])).all()
             cu_q_lens = xp.concatenate([np.zeros(1, np.int32), counts.cumsum(dtype=np.int32)])
-            order = xp.argsort(~real, stable=True)  # padding goes behind, and nothing else moves
+            order = xp.argsort(~real, stable=True)  # padding moves to the end, and nothing else moves
             before = real.cumsum(dtype=np.int32)
             places = xp.where(real, before - 1, before[-1] + xp.arange(real.size, dtype=np.int32) - before)
             positions = positions.reshape(-1)[order]
@@ -77,7 +77,8 @@ class NewTokens:
             cu_q_lens = ascending(whole(jnp.asarray(cu_q_lens), 1))
         cu_q_lens = xp.asarray(cu_q_lens)
         token, first, end = xp.arange(positions.size, dtype=np.int32), cu_q_lens[:-1], cu_q_lens[1:]
-        # As many as end at or before the token: one fused comparison, where a search would be a loop in each layer.
+        # By counting the sequences that end at or before the token: one fused comparison, where a search would be a
+        # loop in each layer.
         rows = (token[:, None] >= end).sum(axis=1, dtype=np.int32)
         real, rows = rows < first.size, xp.minimum(rows, first.size - 1)
         last = positions[xp.clip(end - 1, 0, positions.size - 1)]
@@ -102,15 +103,15 @@ class NewTokens:
         )
 
     def pack(self, x: jax.Array) -> jax.Array:
-        """Of an array with these tokens in its leading dimensions: [total_tokens, ...], all of them on every device, as
-        ops over pages want them."""
+        """[total_tokens, ...] of an array with these tokens in its leading dimensions, replicated, as ops over pages
+        want it."""
         x = whole(x, self.came.ndim)
         flat = x.reshape(-1, *x.shape[self.came.ndim :])
         return flat if self.order is None else flat[self.order]
 
     def unpack(self, x: jax.Array, layer: int | jax.Array, like: jax.Array) -> jax.Array:
-        """[total_tokens, ...], back where the tokens came from, and sharded as `like`; NaN for those that were not
-        served. A traced layer out of range, which is -1, serves none: what it wrote went nowhere."""
+        """[total_tokens, ...] back in the given form, and sharded as `like`; NaN for tokens that were not served. A
+        traced layer out of range, which is -1, serves none: it wrote nothing."""
         served = (self.served & (layer >= 0)).reshape(-1, *[1] * (x.ndim - 1))
         x = jnp.where(served, x, jnp.nan)
         if self.places is not None:
@@ -122,7 +123,7 @@ class NewTokens:
         return cache.replace(block_tables=whole(cache.shared_tables, 2)[self.rows])
 
     def pages[Cache: Any](self, cache: Cache) -> tuple[Cache, jax.Array]:
-        """To write: the cache as if each token had a page of its own, and its position in it [total_tokens, 1]."""
+        """For writing: the cache as if each token were a sequence, and positions [total_tokens, 1]."""
         column, tables = self.positions // cache.page_size, whole(cache.shared_tables, 2)
         held = (self.positions >= 0) & (column < tables.shape[1])
         page = jnp.where(held, tables[self.rows, jnp.where(held, column, 0)], -1)
@@ -133,7 +134,7 @@ class NewTokens:
 def once_for_all_layers(
     function: str, positions: jax.Array, cu_q_lens: jax.Array | None
 ) -> jax.Array | NewTokens:
-    """What a model hands its attention modules. A token of each sequence needs no more than its position."""
+    """What a model passes to its attention modules. One token of each sequence needs only its position."""
     if cu_q_lens is None and positions.shape[1] == 1:
         return positions
     return NewTokens.of(ArgumentChecker(function), positions, cu_q_lens)

@@ -1,4 +1,4 @@
-"""The one forward pass behind the NNX and the Linen module: write the new keys and values, then attend."""
+"""The forward pass of both the NNX and the Linen module: write the new keys and values, then attend."""
 
 import dataclasses
 import math
@@ -11,10 +11,9 @@ import numpy as np
 
 from pallas_attn import PagedKVCache, paged_attention, ragged_paged_attention
 from pallas_attn._call import dispatch
+from pallas_attn._call import options as tile_options
 from pallas_attn._call.checks import ArgumentChecker, is_array, is_number, is_traced, shown
-from pallas_attn._tile import options as tile_options
-from pallas_attn._tile.layout import pool_shape
-from pallas_attn._tile.quantization import is_quantized
+from pallas_attn._call.pools import is_quantized, pool_shape
 from pallas_attn._types import Implementation
 from pallas_attn.ops.kv_cache.addressing import check_layer
 from pallas_attn.ops.kv_cache.api import DTYPES
@@ -24,7 +23,7 @@ from ._new_tokens import NewTokens, is_ragged
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a `PagedAttention` is made with, checked. See there."""
+    """The options of a `PagedAttention`, checked. See there."""
 
     scale: float | None = None
     softcap: float | None = None
@@ -46,7 +45,7 @@ class Options:
 
 
 def _slopes(check: ArgumentChecker, slopes: Any) -> tuple[float, ...]:
-    """Numbers rather than an array: part of the module's definition, as its other options are."""
+    """Numbers rather than an array, as part of the module's definition like its other options."""
     expected = "finite numbers, one for each query head, or None"
     if is_array(slopes) and not is_traced(slopes) and len(slopes.shape) == 1:
         slopes = list(np.asarray(slopes))
@@ -71,7 +70,7 @@ def check_new_tokens(
     query_dtypes: Sequence[Any],
     key_dtypes: Sequence[Any],
 ) -> None:
-    """Of the new tokens of every sequence, batched or ragged; `check` has bound what the cache says of them."""
+    """Checks the new tokens, batched or ragged; `check` has bound the cache's sizes."""
     tokens = leading(positions, cu_q_lens)
     check.array("query", query, (*tokens, "num_heads", "head_dim"), query_dtypes)
     shape = (*tokens, "num_kv_heads", "head_dim")
@@ -84,12 +83,12 @@ def check_new_tokens(
 
 
 def leading(positions: Any, cu_q_lens: Any) -> tuple[str, ...]:
-    """The dimensions that the tokens lie in."""
+    """The tokens' leading dimensions."""
     return ("total_tokens",) if is_ragged(positions, cu_q_lens) else ("num_seqs", "n")
 
 
 def check_positions(check: ArgumentChecker, positions: Any, cu_q_lens: Any) -> None:
-    if isinstance(positions, NewTokens):  # checked when they were made
+    if isinstance(positions, NewTokens):  # checked already
         return
     check.array("positions", positions, leading(positions, cu_q_lens), [jnp.int32])
     if cu_q_lens is not None:
@@ -125,7 +124,7 @@ def write_and_attend(
         key_dtypes=DTYPES,
     )
     if batch_invariant and cache.scale_per_page:
-        # A page's scales follow from which of its tokens came at once.
+        # A page's scales would depend on which of its tokens came together.
         check.fail(
             "cache", "one without scale_per_page, with batch_invariant", "one with scales of each page"
         )
@@ -133,8 +132,8 @@ def write_and_attend(
     query, key, value = map(jnp.asarray, (query, key, value))
 
     def one_token_each(query: jax.Array, cache: PagedKVCache, positions: jax.Array) -> jax.Array:
-        """Of each of the cache's sequences. One whose position is negative has length 0: it reads no page and gets
-        zeros."""
+        """One token of each of the cache's sequences. With a negative position its length is 0: it reads no page and
+        gets zeros."""
         out: Any = paged_attention(
             query,
             cache.key_cache,
@@ -156,17 +155,16 @@ def write_and_attend(
     paged, within = new.pages(cache)
     keys, values = new.pack(key), new.pack(value)
     written = (keys[:, None], values[:, None], within)
-    # The first keys and values that this layer's quantised cache holds set its scales. Prompts that join others find
-    # them set.
+    # The first keys and values of this layer's quantised cache set its scales. Prompts that join later find them set.
     paged = paged if batch_invariant else paged.calibrate(layer, *written)
     paged = paged.write(layer, *written, implementation=options.implementation)
     cache = paged.replace(block_tables=cache.shared_tables)
     if batch_invariant:
-        # What a token sees is cut up by its own length alone, whatever it came with.
+        # Each token's splits depend on its own length alone, whatever it came with.
         out = one_token_each(new.pack(query), new.by_token(cache), new.positions)
         return new.unpack(out, layer, query), cache
-    # A quantised cache's new tokens, too, see each other as they are stored: what a token sees then depends neither on
-    # the chunks that it came in nor on whether others had stored its beginning.
+    # With a quantised cache, new tokens see each other as stored, too: so results depend neither on chunking nor on
+    # whether a prefix was found in the cache.
     out: Any = ragged_paged_attention(
         new.pack(query),
         cache.key_cache,
@@ -188,7 +186,7 @@ def _rules(
     sliding_window: Any,
     sinks: jax.Array | None,
 ) -> dict[str, Any]:
-    """What both ops are told besides the tokens."""
+    """Arguments of both ops besides the tokens."""
     window = options.sliding_window
     if isinstance(sliding_window, jax.Array):
         check.array("sliding_window", sliding_window, (), [jnp.int32])

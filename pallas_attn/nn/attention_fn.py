@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from pallas_attn import dot_product_attention
 from pallas_attn._call.checks import ArgumentChecker, is_array, is_number, shown
-from pallas_attn._tile.options import DTYPES
+from pallas_attn._call.options import DTYPES
 from pallas_attn._types import Implementation
 
 

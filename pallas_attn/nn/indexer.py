@@ -12,8 +12,8 @@ from pallas_attn._call import partition
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._call.operands import dims, operands
 from pallas_attn._call.optional import needs_extra
+from pallas_attn._call.sharding import placed_like
 from pallas_attn._tile.masking import usable_pages
-from pallas_attn._tile.sharding import placed_like
 from pallas_attn._types import Array
 from pallas_attn.ops.kv_cache.addressing import check_layer
 from pallas_attn.ops.kv_cache.api import DTYPES
@@ -28,7 +28,7 @@ from .mla import MLAConfig
 from .rotary import apply_rotary, rotary_angles, rotary_frequencies
 
 LAYER_NORM_EPS = 1e-6
-# Of the logits of single heads that are held at once; what does not fit comes after.
+# Bytes of single heads' logits that are held at once; the rest is computed in turn.
 MOST_BYTES = 1 << 28
 
 
@@ -143,7 +143,7 @@ class Indexer(nnx.Module):
         check.non_empty("x", x)
         x, compressed_query = jnp.asarray(x), jnp.asarray(compressed_query)
         new = positions if isinstance(positions, NewTokens) else None
-        if is_ragged(positions, cu_q_lens):  # each token as a sequence of its own
+        if is_ragged(positions, cu_q_lens):  # each token as its own sequence
             new = new or NewTokens.of(check, positions, cu_q_lens)
             by_token = new.by_token(cache)
             tokens = new.pack(x)[:, None], new.pack(compressed_query)[:, None]
@@ -161,8 +161,8 @@ class Indexer(nnx.Module):
         return best_tokens(queries, weights, cache.index_keys, tables, positions, config.top_k), cache
 
     def _rotated(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-        """Rotary embedding of the first elements of [num_seqs, n, heads, head_dim], in halves: its weights are laid
-        out so, whatever the attention's are."""
+        """Rotary embedding of the first elements of [num_seqs, n, heads, head_dim], pairing halves, as its weights are
+        laid out, whatever the attention's pairing is."""
         attention = self.attention
         frequencies = rotary_frequencies(attention.qk_rope_head_dim, attention.rope_theta, attention.yarn)
         scale = attention.yarn.rotary_scale if attention.yarn else 1.0
@@ -195,7 +195,7 @@ def best_tokens(
 
 @operands
 class _Scored:
-    """Scores are sums over all heads of an indexer."""
+    """Scores sum over all heads of an indexer."""
 
     queries: Array = dims("seqs n all_heads dim")
     weights: Array = dims("seqs n all_heads")

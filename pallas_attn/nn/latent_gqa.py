@@ -2,8 +2,8 @@
 
 A token's keys and values of all KV heads, side by side, are a latent of 2 * num_kv_heads * head_dim elements. A query
 that is its head's query where its group's key lies, and 0 elsewhere, has the same logits as before; of the latents'
-weighted sum, the output is where its group's value lies. Nothing is gained in speed, since every head reads all
-heads' keys; it puts real activations, with their outliers and attention sinks, through the kernel.
+weighted sum, the output is where its group's value lies. It gains no speed, since every head reads all heads' keys; it
+tests the kernel with real activations, with their outliers and attention sinks.
 """
 
 from typing import Any
@@ -125,7 +125,7 @@ class LatentGQA(nnx.Module):
             check.fail("key", f"2 * num_kv_heads * head_dim of at most {LATENT_DIM}", got)
 
         def attend(cache: PagedLatentCache, query: jax.Array, positions: jax.Array) -> jax.Array:
-            """One token of each of the cache's sequences."""
+            """Attends from one token of each of the cache's sequences."""
             out: Any = mla_decode(
                 pack_queries(query, num_kv_heads),
                 cache.latent_cache,
@@ -164,10 +164,10 @@ class LatentGQA(nnx.Module):
 def attend_to_themselves(
     query: jax.Array, key: jax.Array, value: jax.Array, *, scale: float | None
 ) -> jax.Array:
-    """Dense causal attention of prompts from their beginning [num_seqs, n, heads, head_dim], padded on the right, which
-    takes no look into their pages.
+    """Dense causal attention of whole prompts [num_seqs, n, heads, head_dim], padded on the right, which needs no
+    pages.
 
-    Padding sits after the real tokens, so the causal mask alone keeps it out of every real row.
+    Padding follows the real tokens, so the causal mask alone hides it from them.
     """
     # float32 inputs mean float32 products: on a GPU the default would be TF32.
     with jax.default_matmul_precision("highest"):

@@ -1,4 +1,4 @@
-"""What decoders are made of besides attention."""
+"""Parts of decoders besides attention."""
 
 import jax
 import jax.numpy as jnp

@@ -64,7 +64,7 @@ class MLAConfig:
             check.count(name, getattr(self, name))
         if self.q_lora_rank is not None:
             check.count("q_lora_rank", self.q_lora_rank)
-        # What the kernel serves.
+        # The sizes that the kernel serves.
         for name, size in (("kv_lora_rank", LATENT_DIM), ("qk_rope_head_dim", ROPE_DIM)):
             check.count(name, getattr(self, name))
             if getattr(self, name) != size:
@@ -76,7 +76,7 @@ class MLAConfig:
 
     @property
     def scale(self) -> float:
-        """Factor of the logits: that of the heads before absorption, and YaRN's."""
+        """Factor of the logits: by the head size before absorption, times YaRN's."""
         head_dim = self.qk_nope_head_dim + self.qk_rope_head_dim
         return head_dim**-0.5 * (self.yarn.logit_scale if self.yarn else 1.0)
 
@@ -138,7 +138,7 @@ class MultiHeadLatentAttention(nnx.Module):
         self.kv_a_proj = linear(config.hidden_size, latent + rope, dtype, rngs)
         self.kv_a_norm = RMSNorm(latent, config.rms_norm_eps, dtype)
         init = jax.nn.initializers.normal(0.02)
-        # The halves of what DeepSeek calls kv_b_proj, by head.
+        # The two halves of DeepSeek's kv_b_proj, by head.
         self.key_up = nnx.Param(init(rngs.params(), (heads, nope, latent), dtype))
         self.value_up = nnx.Param(init(rngs.params(), (heads, value, latent), dtype))
         self.o_proj = linear(heads * value, config.hidden_size, dtype, rngs)
@@ -215,7 +215,7 @@ class MultiHeadLatentAttention(nnx.Module):
             check.fail("schedule", "None with batch_invariant", "an MLASchedule")
         if absorbed and not batched:
             check.fail("absorbed", "False or None with cu_q_lens", "True")
-        # Several tokens of a sequence at once would be cut up as such.
+        # Several tokens of a sequence would be split together.
         absorbed = absorbed and not (self.batch_invariant and x.shape[1] > 1)
         check.dtype_among("cache.latent_cache", cache.latent_cache, [self.dtype, BYTES])
         if isinstance(positions, NewTokens):
@@ -237,7 +237,7 @@ class MultiHeadLatentAttention(nnx.Module):
         if new is None:
             cache = cache.write(layer, latents, positions)
             out = self._absorbed(q_nope, q_rope, cache, layer, jnp.max(positions, axis=1) + 1, schedule)
-            if x.shape[1] > 1:  # one token and its pages are always served
+            if x.shape[1] > 1:  # a single token's positions are always valid
                 out = poison_unless_newest(check, out, positions, layer)
         else:
             paged, within = new.pages(cache)
@@ -246,7 +246,7 @@ class MultiHeadLatentAttention(nnx.Module):
             q_nope, q_rope = new.pack(q_nope), new.pack(q_rope)
             if indices is None and not self.batch_invariant:
                 out = self._prefill(q_nope, q_rope, cache, layer, new)
-            else:  # each token as a sequence of its own
+            else:  # each token as its own sequence
                 chosen = None if indices is None else new.pack(jnp.asarray(indices))[:, None]
                 places, lens = new.by_token(cache), new.positions + 1
                 out = self._absorbed(q_nope[:, None], q_rope[:, None], places, layer, lens, None, chosen)

@@ -1,4 +1,4 @@
-"""Rotary position embeddings, their frequencies as long contexts stretch them, in the pairings of published weights."""
+"""Rotary position embeddings: frequencies, how long contexts stretch them, and the pairings of published weights."""
 
 import dataclasses
 import math
@@ -81,7 +81,7 @@ class Yarn:
         if self.truncate:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, dim - 1)
-        # Without a distance between the two, one frequency is kept and the next one slowed.
+        # If the two coincide, one frequency is kept and the next one slowed.
         slowed = np.clip((np.arange(dim // 2) - first) / ((last - first) or 0.001), 0, 1)
         return plain * (1 - slowed) + plain / self.factor * slowed
 
@@ -180,7 +180,7 @@ class DynamicScaling:
         dim = 2 * plain.size
         longer = jnp.maximum(lengths / self.original_context, 1.0)
         growth = (self.factor * longer - (self.factor - 1)) ** (dim / max(dim - 2, 1))
-        # theta is in `plain`: what its growth does to each frequency.
+        # `plain` contains theta already: this is the effect of its growth on each frequency.
         exponents = jnp.arange(plain.size, dtype=jnp.float32) * (-2 / dim)
         return jnp.asarray(plain) * growth[..., None] ** exponents
 
@@ -232,7 +232,7 @@ class LongRope:
 
 
 ByLength = DynamicScaling | LongRope
-"""What stretches a sequence by its length."""
+"""The stretchings that depend on a sequence's length."""
 type Stretch = Yarn | Llama3Scaling | LinearScaling | ByLength
 
 

@@ -24,7 +24,7 @@ from pallas_attn.ops.sparse_mla.api import (
     sparse_mla_prefill,
 )
 
-# mla_decode's names in FlashMLA's words, for messages.
+# mla_decode's argument names as FlashMLA calls them, for messages.
 SPELLED = {
     "query": "q",
     "latent_cache": "k_cache",
@@ -151,7 +151,7 @@ def flash_mla_with_kvcache(
         for name, value in (("attn_sink", attn_sink), ("topk_length", topk_length)):
             if value is not None:
                 check.fail(name, "None without indices", "an array")
-        # None here is an error, which the check below reports.
+        # None is an error here, which the check below reports.
         tables: Any = block_table
         lengths: Any = cache_seqlens
         metadata: Any = (tile_scheduler_metadata, num_splits)

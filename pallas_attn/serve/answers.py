@@ -1,4 +1,4 @@
-"""Answers in the words of OpenAI's API: whole, and as events."""
+"""Answers in the format of OpenAI's API: whole, and as events."""
 
 import abc
 import time
@@ -13,7 +13,7 @@ from .worker import Job
 
 
 class Choice:
-    """One answer of several, read from its job as it goes on."""
+    """One of several answers, read from its job as it progresses."""
 
     def __init__(self, index: int, job: Job, text: AnswerText, tools: frozenset[str]):
         self.index, self.job = index, job
@@ -22,7 +22,7 @@ class Choice:
         self.ended = False
 
     def read(self) -> Piece:
-        """What is new, up to the end once the job is done."""
+        """The new part, up to the end once the job is done."""
         tokens, logprobs = self.job.tokens(self._read), self.job.logprobs(self._read)
         self._read += len(tokens)
         piece = self._text.add(tokens, logprobs)
@@ -48,7 +48,7 @@ class Choice:
 
 
 class Answer(abc.ABC):
-    """What both kinds of answers have; a kind says what a choice looks like."""
+    """What both kinds of answers share; a kind defines the form of a choice."""
 
     name, kind, chunk_kind = "", "", ""
 
@@ -57,7 +57,7 @@ class Answer(abc.ABC):
         self._about = {"id": f"{self.name}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     def whole(self) -> dict[str, Any]:
-        """Of jobs that are done."""
+        """The whole answer, from finished jobs."""
         choices = [self._whole(choice, choice.read()) for choice in self.choices]
         return {**self._about, "object": self.kind, "choices": choices, "usage": self._usage()}
 
@@ -66,7 +66,7 @@ class Answer(abc.ABC):
         return []
 
     def news(self, choice: Choice) -> list[dict[str, Any]]:
-        """Events of what is new in a choice."""
+        """Events for the new part of a choice."""
         known = len(choice.calls)
         piece = choice.read()
         events = []
@@ -86,7 +86,7 @@ class Answer(abc.ABC):
     def _usage(self) -> dict[str, Any]:
         answered = sum(choice.job.count for choice in self.choices)
         prompt = sum(map(len, self.asked.prompts))
-        # Of several answers to a prompt the first has the prompt computed, and the others find it.
+        # The first of several answers to a prompt computes the prompt, and the others find it cached.
         first = self.choices[:: self.asked.sampling.n]
         cached = sum(choice.job.cached_tokens for choice in first)
         return {
@@ -179,6 +179,6 @@ def _described(token: TokenText) -> dict[str, Any]:
 
 
 def _spelled(text: str, logprob: float) -> dict[str, Any]:
-    # Of a part of a character the bytes are not known any more.
+    # The bytes of a partial character are no longer known.
     spelled = None if "\ufffd" in text else list(text.encode())
     return {"token": text, "logprob": logprob, "bytes": spelled}

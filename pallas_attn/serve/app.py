@@ -1,4 +1,4 @@
-"""The server's paths, and who may use them."""
+"""The server's paths, and authentication."""
 
 import contextlib
 import dataclasses
@@ -40,20 +40,20 @@ class App:
     """An ASGI application.
 
     Args:
-        served: the model. Its engine is the application's alone from its start to its end.
-        limits: what it takes.
-        num_rows: answers that the engine makes at once.
-        api_key: which requests to /v1 have to show; None: they need none.
+        served: the model. The application owns its engine from start to end.
+        limits: of requests and connections.
+        num_rows: answers that the engine computes at once.
+        api_key: required by requests to /v1; None: no key is needed.
 
     Attributes:
-        gate: who is inside; the server closes it.
+        gate: counts answers in progress; the server closes it.
         worker: the engine's thread.
     """
 
     def __init__(self, served: Served, limits: Limits, *, num_rows: int, api_key: str | None = None):
         self._served, self._key = served, api_key
         most = num_rows + limits.max_waiting
-        # More than ever fit need not be tried again.
+        # More than the limit can ever take: no use in trying again.
         limits = dataclasses.replace(limits, max_choices=min(limits.max_choices, most))
         self.gate, self.worker = Gate(most), Worker(served.engine)
         self._metrics = Metrics(self.worker)
@@ -82,14 +82,14 @@ class App:
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         self.worker.start()
-        await run_in_threadpool(int)  # what is imported for it takes longer than a request
+        await run_in_threadpool(int)  # its imports would take longer than a request
         yield
         await self.worker.stop()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        status = 499  # of a client that went away; nobody reads it
+        status = 499  # from a client that has disconnected; nobody reads it
 
         async def noted(message: Message) -> None:
             nonlocal status
@@ -107,7 +107,7 @@ class App:
         if self._key is None or not scope["path"].startswith("/v1/"):
             return True
         given = dict(scope["headers"]).get(b"authorization", b"")
-        # Takes as long whatever is wrong with it.
+        # In constant time.
         return hmac.compare_digest(given, b"Bearer " + self._key.encode())
 
     async def _models(self, request: Request) -> Response:

@@ -1,6 +1,6 @@
-"""What a request asks for: its fields checked, its prompts in tokens.
+"""Parses requests: checked fields, and prompts as tokens.
 
-Fields that are served are taken; those that are not may say what asks for nothing; every other is refused by its name.
+Supported fields are read; unsupported ones are accepted with values that ask for nothing; any other is refused by name.
 """
 
 import dataclasses
@@ -16,11 +16,11 @@ from .fields import Fields, parsed, refuse
 from .limits import Limits
 from .messages import chat_messages, chat_tools, tool_names
 
-# Looking for stop texts takes time of everybody's steps.
+# Searching for stop texts takes time from everybody's steps.
 MOST_STOPS, LONGEST_STOP = 16, 256
-_USUAL_COMPLETION = 16  # tokens, by the API
+_USUAL_COMPLETION = 16  # tokens, the API's default
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-# Variables of a chat template that are not for a request to set.
+# Variables of a chat template that a request may not set.
 _OURS = {"messages", "tools", "documents", "add_generation_prompt", "chat_template"}
 _ARGUMENT = re.compile(r"^[\w.]+: argument '(?:sampling\.)?(\w+)': (.*)$", re.DOTALL)
 
@@ -29,8 +29,8 @@ _ARGUMENT = re.compile(r"^[\w.]+: argument '(?:sampling\.)?(\w+)': (.*)$", re.DO
 class Served:
     """A model under the name that requests call it by.
 
-    sampling: what the model asks for; a request's fields go before it.
-    template: variables of the chat template; a request's `chat_template_kwargs` go before them.
+    sampling: the model's defaults; a request's fields override them.
+    template: variables of the chat template; a request's `chat_template_kwargs` override them.
     """
 
     name: str
@@ -41,13 +41,13 @@ class Served:
 
     @property
     def usual(self) -> Sampling:
-        """Of a request that says nothing: by the API a text is sampled at 1 unless somebody says otherwise."""
+        """The default of a request: by the API, texts are sampled at temperature 1 unless stated otherwise."""
         return dataclasses.replace(self.sampling, temperature=1.0) if self.sampling.greedy else self.sampling
 
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """prompts: token ids of each. max_new_tokens: for the answers of each. tools: names of those that may be called."""
+    """prompts: token ids. max_new_tokens: for each prompt's answers. tools: names of tools that may be called."""
 
     prompts: list[list[int]]
     max_new_tokens: list[int]
@@ -58,7 +58,7 @@ class Asked:
 
     @property
     def count(self) -> int:
-        """How many answers."""
+        """The number of answers."""
         return len(self.prompts) * self.sampling.n
 
     def each(self) -> Iterator[tuple[list[int], int, Sampling]]:
@@ -120,7 +120,7 @@ def chat_asked(body: bytes, served: Served, limits: Limits) -> Asked:
 
 
 def refusal(error: Exception, param: str | None = None) -> ApiError:
-    """What this library says of an argument, said of the request's field."""
+    """An error about this library's argument, reworded for the request's field."""
     message = str(error)
     if found := _ARGUMENT.match(message):
         param, message = param or found[1], found[2]
@@ -137,9 +137,9 @@ def _check_model(fields: Fields, served: Served) -> None:
 def _sampling(fields: Fields, served: Served, logprobs: int | None) -> Sampling:
     given = {name: value for name in _NUMBERS if (value := fields.take(name, float)) is not None}
     given |= {name: value for name in ("n", "seed", "top_k") if (value := fields.take(name, int)) is not None}
-    # Texts of one prompt differ, unless they are asked not to.
+    # Several answers to a prompt differ, unless a seed or greedy sampling asks otherwise.
     given["seed"] = given.get("seed", secrets.randbits(32)) % 2**32
-    if given.get("top_k") in (0, -1):  # what other servers take for all
+    if given.get("top_k") in (0, -1):  # other servers' value for "all"
         given["top_k"] = None
     stops = fields.take("stop", str, list, default=[])
     given["stop"] = stops = [stops] if isinstance(stops, str) else stops
@@ -153,7 +153,7 @@ def _sampling(fields: Fields, served: Served, logprobs: int | None) -> Sampling:
 
 
 def _streaming(fields: Fields) -> tuple[bool, bool]:
-    """(whether to stream, whether with the counts of tokens)"""
+    """(whether to stream, whether to include token counts)"""
     stream, given = fields.take("stream", bool, default=False), fields.take("stream_options", dict)
     if given is None:
         return stream, False
@@ -167,11 +167,11 @@ def _streaming(fields: Fields) -> tuple[bool, bool]:
 
 
 def _finish(fields: Fields) -> None:
-    """What asks for nothing that changes the answer; then every other field is refused."""
+    """Accepts fields that do not change the answer, then refuses every other."""
     fields.neutral("logit_bias", {})
     fields.neutral("store", False)
     fields.neutral("service_tier", "auto", "default")
-    # Of the caller's own books.
+    # For the caller's own records.
     for name in ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"):
         fields.neutral(name)
     fields.finish()
@@ -213,7 +213,7 @@ def _chat(
 def _room(
     prompt: list[int], wanted: int | None, limit: str, param: str, served: Served, limits: Limits
 ) -> int:
-    """Most tokens of the answer to a prompt."""
+    """The most tokens of the answer to a prompt."""
     if wanted is not None and wanted < 1:
         refuse(limit, "at least 1", wanted)
     if wanted is not None and limits.max_tokens is not None and wanted > limits.max_tokens:

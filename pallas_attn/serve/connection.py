@@ -1,4 +1,4 @@
-"""A connection that nobody can hold open for nothing: uvicorn's, with limits that it has not."""
+"""uvicorn's connection with further time limits, so that idle clients cannot hold it open."""
 
 import asyncio
 import sys
@@ -13,7 +13,7 @@ with needs_extra("serve", user="pallas_attn.serve"):
 from .errors import ApiError, json_bytes
 from .limits import Limits
 
-# For a client that sends a body which was refused: so many seconds to hear of it before the connection is closed.
+# Seconds for a client whose body was refused to read the answer before the connection is closed.
 _LINGER = 2.0
 
 
@@ -28,7 +28,7 @@ class Connection(H11Protocol):
     def __init__(self, *args: Any, limits: Limits, **options: Any):
         super().__init__(*args, **options)
         self._limits = limits
-        self._awaited = ""  # what the client has to do next
+        self._awaited = ""  # what the client must do next
         self._clock: asyncio.TimerHandle | None = None
         self._writing: asyncio.TimerHandle | None = None
 
@@ -48,14 +48,14 @@ class Connection(H11Protocol):
         self._watch()
 
     def _watch(self) -> None:
-        """Sets the clock where something else is awaited than before: who sends byte by byte gains no time."""
+        """Restarts the clock only when something else is awaited: sending byte by byte gains no time."""
         state = self.conn.their_state
         if self.transport.is_closing():
             awaited = "flush"
         elif state is h11.IDLE:
             awaited = "headers" if self.conn.trailing_data[0] else "request"
         elif state is h11.SEND_BODY and self.conn.our_state is h11.DONE:
-            # The answer did not wait for the body, of which uvicorn throws away what still comes.
+            # The answer was sent before the whole body arrived; uvicorn discards the rest.
             awaited = "rest"
         else:
             awaited = ""
@@ -68,7 +68,7 @@ class Connection(H11Protocol):
                 "headers": (limits.header_timeout, self._too_slow),
                 "request": (limits.idle_timeout, close),
                 "rest": (_LINGER, close),
-                # What does not fill the buffer is written without anybody waiting for it.
+                # Writes that fit in the buffer do not wait.
                 "flush": (limits.write_timeout, self.transport.abort),
             }
             if awaited:
@@ -95,12 +95,12 @@ class Connection(H11Protocol):
                 clock.cancel()
 
     def send_400_response(self, msg: str) -> None:
-        """What is no HTTP."""
+        """Something that is not HTTP."""
         status = getattr(sys.exception(), "error_status_hint", 400)
         self._refuse(ApiError(status, f"{msg.rstrip('.')}: {sys.exception()}", code="invalid_http"))
 
     def _refuse(self, error: ApiError) -> None:
-        """Without the application."""
+        """Answers without the application."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = json_bytes(error.body)
             headers = {

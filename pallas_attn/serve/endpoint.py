@@ -48,7 +48,7 @@ class Endpoint:
                 body = await read_body(Request(scope, receive), self._limits)
             except ClientDisconnect:
                 return
-            # Templates and tokenizers take their time, for which others shall not wait.
+            # In a thread: templates and tokenizers take time, and others should not wait.
             asked = await run_in_threadpool(self._asked, body, self._served, self._limits)
             take(asked.count)
             changed = asyncio.Event()
@@ -75,7 +75,7 @@ async def _whole(answer: Answer, changed: asyncio.Event, scope: Scope, receive: 
 async def _streamed(
     answer: Answer, changed: asyncio.Event, scope: Scope, receive: Receive, send: Send
 ) -> None:
-    """Events as they come. What goes wrong before the first is said with a status, later in an event."""
+    """Streams events. An error before the first one sets the status; later ones are sent as an event."""
     await changed.wait()
     _check(answer)
     headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}
@@ -105,17 +105,17 @@ async def _send_events(send: Send, events: list[dict[str, Any]], end: bytes = b"
 
 
 def _check(answer: Answer) -> None:
-    """Raises what keeps the answer from being finished."""
+    """Raises the error that keeps the answer from being finished."""
     for choice in answer.choices:
         if choice.job.error is not None:
             raise choice.job.error
 
 
 async def read_body(request: Request, limits: Limits) -> bytes:
-    """Of a request that says what it is; one that is too long is refused before it is read."""
+    """Reads a body with a content type; one that is too long is refused before it is read."""
     kind = request.headers.get("content-type", "none").partition(";")[0].strip().lower()
     if kind != "application/json":
-        # Besides, pages of other sites cannot send it to a server on the reader's own machine.
+        # It also keeps web pages of other sites from calling a server on the reader's machine.
         raise ApiError(415, f"content-type: expected application/json, got {kind:.80}")
     too_long = ApiError(
         413, f"body: expected at most {limits.max_body} bytes, got more", code="body_too_long"
@@ -137,7 +137,7 @@ async def read_body(request: Request, limits: Limits) -> bytes:
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Does the work, unless the client goes away first."""
+    """Does the work, unless the client disconnects first."""
     doing, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait((doing, gone), return_when=asyncio.FIRST_COMPLETED)

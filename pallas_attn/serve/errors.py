@@ -1,4 +1,4 @@
-"""Refusals, in the form that clients of OpenAI's API read."""
+"""Errors in the format of OpenAI's API."""
 
 import json
 from collections.abc import Mapping
@@ -16,11 +16,11 @@ class ApiError(Exception):
     """Ends a request with a status and a sentence.
 
     Args:
-        status: of HTTP.
-        message: what was expected and what was there.
-        param: the field that is to blame.
-        code: for programs to tell errors of one status apart.
-        headers: of the answer.
+        status: the HTTP status.
+        message: what was expected and what was found.
+        param: the field at fault.
+        code: tells errors of one status apart.
+        headers: further headers of the answer.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class ApiError(Exception):
 
 
 def json_bytes(value: Any) -> bytes:
-    # Half a surrogate pair, which a model may write into a call's arguments, becomes an escape, as JSON spells it.
+    # A lone surrogate, which a model may write into a call's arguments, becomes an escape.
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
 
 

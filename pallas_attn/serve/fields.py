@@ -1,4 +1,4 @@
-"""A JSON object of a request, read so that nothing in it is ignored that would change the answer."""
+"""Reads a request's JSON object without ignoring anything that would change the answer."""
 
 import json
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ def refuse(param: str, expected: str, got: Any, code: str | None = None) -> NoRe
 
 
 def shown(value: Any) -> str:
-    """A value of JSON's in a message, as JSON spells it."""
+    """A value in JSON's spelling, for messages."""
     try:
         text = json.dumps(value)
     except ValueError:  # an int of more digits than Python prints
@@ -36,12 +36,12 @@ def shown(value: Any) -> str:
 
 
 def parsed(body: bytes) -> dict[str, Any]:
-    """The object that a request's body spells."""
+    """Parses a request's body as a JSON object."""
     try:
         found = json.loads(body, parse_constant=_no_constant)
     except RecursionError:
         raise ApiError(400, "body: expected JSON of reasonable depth, got deeper nesting") from None
-    except ValueError as error:  # of JSON, of UTF-8, of ints with thousands of digits
+    except ValueError as error:  # invalid JSON, invalid UTF-8, or ints with thousands of digits
         reason = " ".join(str(error).split())
         raise ApiError(400, f"body: expected JSON, got something else: {reason}") from None
     if not isinstance(found, dict):
@@ -54,11 +54,11 @@ def _no_constant(name: str) -> NoReturn:
 
 
 class Fields:
-    """Fields of an object, each taken once by its name; null is as good as absent.
+    """The fields of an object, each taken once by name; null counts as absent.
 
     Args:
         given: the object.
-        path: what messages put in front of a field's name: "messages[0].".
+        path: prefix of field names in messages: "messages[0].".
     """
 
     def __init__(self, given: Mapping[str, Any], path: str = ""):
@@ -72,7 +72,7 @@ class Fields:
         return name in self._left
 
     def take(self, name: str, *kinds: type, default: Any = None) -> Any:
-        """Of one of the types; an int is a float, a bool is neither."""
+        """A field of one of the types; an int counts as a float, a bool as neither."""
         if name not in self._left:
             return default
         value = self._left.pop(name)
@@ -93,7 +93,7 @@ class Fields:
         return self.take(name, *kinds)
 
     def neutral(self, name: str, *values: Any) -> None:
-        """A field that is not served, and whose `values` ask for nothing; without any, whatever it says."""
+        """An unsupported field, accepted with `values` that ask for nothing; without `values`, with any."""
         if name not in self._left:
             return
         value = self._left.pop(name)
@@ -102,7 +102,7 @@ class Fields:
             refuse(self.path(name), f"{expected} (no other is served)", value, code="unsupported_value")
 
     def finish(self) -> None:
-        """Refuses what nobody has taken."""
+        """Refuses fields that were not taken."""
         for name, value in self._left.items():
             where = self.path(name)
             message = f"{where}: expected no field that is not served, got {shown(value)}"

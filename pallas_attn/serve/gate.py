@@ -1,4 +1,4 @@
-"""Who may come in: requests up to a number of answers, and none once the server stops."""
+"""Admission: requests up to a number of answers, and none once the server stops."""
 
 import asyncio
 import contextlib
@@ -10,14 +10,14 @@ _RETRY = {"retry-after": "1"}
 
 
 class Gate:
-    """Counts answers that requests inside wait for.
+    """Counts the answers of admitted requests.
 
     Args:
-        most: answers at once.
+        most: the most answers at once.
 
     Attributes:
-        inside: answers now.
-        closed: whether nobody comes in any more.
+        inside: current answers.
+        closed: whether no more requests are admitted.
     """
 
     def __init__(self, most: int):
@@ -27,17 +27,17 @@ class Gate:
         self._empty.set()
 
     def close(self) -> None:
-        """Nobody comes in any more."""
+        """Admits no more requests."""
         self.closed = True
 
     async def emptied(self) -> None:
-        """Waits for those inside."""
+        """Waits for admitted requests to finish."""
         await self._empty.wait()
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[Callable[[int], None]]:
-        """While the body runs, one answer is counted, or as many as its value is called with. Raises ApiError (503)
-        for more than there is room for."""
+        """Counts one answer while the body runs, or as many as its value is called with. Raises ApiError (503) if that
+        exceeds the limit."""
         if self.closed:
             raise ApiError(503, "the server is stopping", code="stopping", headers=_RETRY)
         taken = 0

@@ -1,4 +1,4 @@
-"""What the server takes, and for how long it waits: each an option of `pallas-attn serve`."""
+"""Limits of sizes and times, each an option of `pallas-attn serve`."""
 
 import dataclasses
 

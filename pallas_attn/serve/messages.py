@@ -1,4 +1,4 @@
-"""Messages and tools of a chat, checked and brought into the form that chat templates read."""
+"""Messages and tools of a chat, checked and converted for chat templates."""
 
 import json
 from typing import Any
@@ -34,7 +34,7 @@ def _message(given: Any, path: str) -> dict[str, Any]:
     for name in ("name", "tool_call_id", "reasoning_content"):
         if (value := fields.take(name, str)) is not None:
             message[name] = value
-    # What an answer of this API has besides, when it is sent back.
+    # Further fields of this API's answers, which clients send back.
     fields.neutral("refusal", "")
     fields.neutral("annotations", [])
     fields.finish()
@@ -72,7 +72,7 @@ def _call(given: Any, path: str) -> dict[str, Any]:
         arguments = json.loads(spelled or "{}")
     except (ValueError, RecursionError):
         arguments = None
-    if not isinstance(arguments, dict):  # templates spell it again
+    if not isinstance(arguments, dict):  # templates serialise it again
         refuse(f"{path}.function.arguments", "an object in JSON", spelled)
     call = {"type": "function", "function": {"name": name, "arguments": arguments}}
     return call if identity is None else {"id": identity, **call}
@@ -84,7 +84,7 @@ def _function_type(fields: Fields) -> None:
 
 
 def chat_tools(given: list[Any]) -> list[dict[str, Any]]:
-    """As they came, since templates show them to the model."""
+    """Unchanged, since templates show them to the model."""
     for index, tool in enumerate(given):
         path = f"tools[{index}]"
         if not isinstance(tool, dict):

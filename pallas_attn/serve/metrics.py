@@ -1,4 +1,4 @@
-"""What Prometheus reads at /metrics."""
+"""Metrics for Prometheus, at /metrics."""
 
 from collections.abc import Iterator
 
@@ -30,7 +30,7 @@ _COUNTERS = {
 
 
 class Metrics:
-    """Counts what passes by HTTP, and asks the engine for its own figures when it is read."""
+    """Counts HTTP requests, and asks the engine for its figures when read."""
 
     def __init__(self, worker: Worker):
         self._registry = CollectorRegistry()

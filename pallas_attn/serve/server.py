@@ -1,4 +1,4 @@
-"""The application on a socket: uvicorn, its signals, and an end that loses no accepted request."""
+"""Runs the application on a socket by uvicorn: signals, and a shutdown that loses no accepted request."""
 
 import asyncio
 import contextlib
@@ -23,9 +23,9 @@ from .errors import ApiError
 from .limits import Limits
 
 _BACKLOG = 2048
-# Of files besides connections: libraries, devices, pipes.
+# Open files besides connections: libraries, devices, pipes.
 _OTHER_FILES = 256
-# For the last bytes to reach their clients, once everything is answered.
+# Seconds for the last bytes to reach clients, once everything is answered.
 _FLUSHING = 5
 
 
@@ -34,12 +34,12 @@ class Server:
 
     Args:
         app: the application.
-        limits: what it takes.
+        limits: of requests and connections.
         listener: a bound socket, of `bound`.
         access_log: whether each request is logged.
 
     Attributes:
-        url: where it is to be found.
+        url: the server's address.
     """
 
     def __init__(self, app: App, limits: Limits, listener: socket.socket, *, access_log: bool = False):
@@ -70,8 +70,8 @@ class Server:
         In the main thread.
 
         Args:
-            ready: called when it listens.
-            stopping: called with the number of answers that are still to be finished.
+            ready: called once it listens.
+            stopping: called with the number of unfinished answers.
         """
 
         heard = False
@@ -93,7 +93,7 @@ class Server:
     async def serve(
         self, ready: Callable[[], None], stopping: Callable[[int], None] = lambda left: None
     ) -> None:
-        """The same in a loop that is there already, until `stop`."""
+        """The same in a running event loop, until `stop`."""
         self._loop = asyncio.get_running_loop()
         serving = asyncio.create_task(self._uvicorn.serve(sockets=[self._listener]))
         while not self._uvicorn.started and not serving.done():
@@ -112,7 +112,7 @@ class Server:
         await serving
 
     def stop(self) -> None:
-        """From any thread, or a signal: no new requests; the server ends when those that it has accepted have."""
+        """From any thread or signal handler: takes no new requests and ends when accepted ones are finished."""
         if self._loop is None:
             self._stopping.set()
         else:
@@ -127,14 +127,14 @@ class _Uvicorn(uvicorn.Server):
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket that is nobody else's any more, and accepts nobody yet."""
+    """A socket that is bound but not yet listening."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         with contextlib.ExitStack() as unless_bound:
-            # Of a socket that does not say that it is TCP, asyncio does not tell the kernel to send small writes at
-            # once: an answer's body would come 40 ms behind its head.
+            # With the protocol left unspecified, asyncio does not set TCP_NODELAY, and an answer's body would arrive 40
+            # ms after its head.
             listener = unless_bound.enter_context(socket.socket(family, kind, protocol))
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
@@ -145,7 +145,7 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 def is_local(listener: socket.socket) -> bool:
-    """Whether only this machine reaches it."""
+    """Whether it is reachable from this machine only."""
     return ipaddress.ip_address(listener.getsockname()[0]).is_loopback
 
 

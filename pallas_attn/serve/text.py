@@ -1,4 +1,4 @@
-"""The text of an answer, from its tokens as they come."""
+"""The text of an answer, from its tokens as they arrive."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ from pallas_attn.models.stopping import Held
 
 @dataclasses.dataclass(frozen=True)
 class TokenText:
-    """A token of an answer, for those who ask for log-probabilities.
+    """A token of an answer, for log-probabilities.
 
-    text: what it adds to the text; of a part of a character the replacement character.
+    text: what it adds to the text; the replacement character for a partial one.
     offset: characters of the answer before it.
-    logprob, top: of the token, and of the likeliest ones.
+    logprob, top: log-probabilities of the token and of the likeliest ones.
     """
 
     text: str
@@ -30,11 +30,11 @@ class Piece:
 
 
 class AnswerText:
-    """An answer's text without what ends it, in pieces that are whole.
+    """An answer's text without its stop text, in pieces of whole characters.
 
     Args:
         tokenizer: of the model.
-        sampling: of the answer: its stop texts, and whether its log-probabilities are wanted.
+        sampling: the answer's, for its stop texts and log-probabilities.
     """
 
     def __init__(self, tokenizer: Tokenizer, sampling: Sampling):
@@ -48,7 +48,7 @@ class AnswerText:
 
     @property
     def ended(self) -> bool:
-        """Whether a stop text was there."""
+        """Whether a stop text was found."""
         return self._held.ended
 
     def add(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> Piece:
@@ -65,7 +65,7 @@ class AnswerText:
         return self._piece(self._held.shown(text))
 
     def end(self) -> Piece:
-        """What was held back, once the answer has ended."""
+        """The text held back, once the answer has ended."""
         text = self._held.shown(self._detokenizer.rest())
         return self._piece(text + self._held.rest())
 

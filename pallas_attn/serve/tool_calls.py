@@ -1,8 +1,8 @@
-"""Calls of tools in what a model writes.
+"""Tool calls in a model's text.
 
 Two forms are read: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` anywhere in the text (Hermes, Qwen), and
-an answer that is one JSON object with "name" and "parameters" (Llama). What is neither, or calls a tool that the
-request has not, stays text.
+an answer that is one JSON object with "name" and "parameters" (Llama). Anything else, and calls of tools that the
+request does not have, stays text.
 """
 
 import json
@@ -16,25 +16,25 @@ _OPENING, _CLOSING = "<tool_call>", "</tool_call>"
 
 
 class ToolCalls:
-    """Text as it comes, of which calls are taken out.
+    """Removes calls from text as it arrives.
 
     Attributes:
-        calls: found so far, in the API's form.
+        calls: those found so far, in the API's format.
     """
 
     def __init__(self, names: Set[str]):
         self._names = names
         self.calls: list[dict[str, Any]] = []
         self._text = ""
-        self._started = False  # whether anything but spaces was there
+        self._started = False  # whether anything but spaces has appeared
         self._behind_call = False
 
     def shown(self, piece: str) -> str:
-        """What of the text so far is no call, and cannot become one."""
+        """The part of the text so far that is not and cannot become a call."""
         self._text += piece
         if not self._started:
             if not self._text.strip() or self._text.lstrip().startswith("{"):
-                return ""  # perhaps an object, which ends with the answer
+                return ""  # possibly an object, complete only at the end of the answer
             self._started = True
         shown = ""
         while True:
@@ -46,7 +46,7 @@ class ToolCalls:
                 before = before[: len(before) - beginning(before, _OPENING)]
             inside, closing, rest = behind.partition(_CLOSING)
             if not closing:
-                # Spaces around a call are none of the text.
+                # Spaces around a call do not belong to the text.
                 free = before.rstrip()
                 self._text = self._text[len(free) :]
                 return shown + free
@@ -54,10 +54,10 @@ class ToolCalls:
             shown += before.rstrip() if self._behind_call else before + opening + inside + closing
 
     def rest(self) -> str:
-        """At the end of the answer: what was held back and is no call after all."""
+        """At the end of the answer: text that was held back and is not a call."""
         text, self._text = self._text, ""
         whole = not self._started and self._take(text, "parameters")
-        # Some models end with the object, and leave the closing out.
+        # Some models omit the closing tag.
         _, opening, inside = text.partition(_OPENING)
         unclosed = bool(opening) and self._take(inside, "arguments")
         return "" if whole or unclosed else text

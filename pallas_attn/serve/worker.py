@@ -1,7 +1,7 @@
-"""The engine's thread, and the answers that the event loop waits for.
+"""The engine's thread, and the jobs that the event loop waits for.
 
-The engine is this thread's alone: what the loop wants of it is put into a queue, and obeyed between two steps. After a
-step the loop hears once of everything that is new.
+Only this thread uses the engine: the loop's commands go through a queue and are executed between steps. After each step
+the loop is notified once of everything new.
 """
 
 import asyncio
@@ -20,16 +20,16 @@ from .asked import refusal
 from .errors import ApiError
 
 _log = logging.getLogger(__name__)
-# Seconds after a step that failed.
+# Seconds to wait after a failed step.
 _PAUSE = 0.05
 
 
 class Job:
-    """One answer that is being made. Its attributes change in the event loop alone, before `changed` is set.
+    """An answer in progress. Its attributes change only in the event loop, before `changed` is set.
 
     count: tokens that may be read.
     done: whether there will be no more.
-    error: why there will be none, where that is no fault of the request's own end.
+    error: why there will be no more, if not by the request's own end.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Job:
         self.count, self.done = 0, False
         self.error: ApiError | None = None
         self.submitted = time.perf_counter()
-        self.first: float | None = None  # when its first token was there
+        self.first: float | None = None  # time of its first token
         self.ended: float | None = None
 
     @property
@@ -76,19 +76,19 @@ class Worker:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stopping = False
-        # The loop's.
+        # Used by the event loop.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._open: set[Job] = set()
-        # The engine's thread's.
+        # Used by the engine's thread.
         self._jobs: dict[Request, Job] = {}
 
     def start(self) -> None:
-        """In the event loop that jobs are waited for in."""
+        """Starts the thread, from the event loop that waits for jobs."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     async def stop(self) -> None:
-        """Ends the thread after the step that it is at; what is not done has an error."""
+        """Ends the thread after its current step; unfinished jobs get an error."""
         self._stopping = True
         self.end_all(ApiError(503, "the server has stopped", code="stopped"))
         self._commands.put(lambda: None)
@@ -96,10 +96,10 @@ class Worker:
 
     @contextlib.contextmanager
     def submitted(self, jobs: Sequence[Job], timeout: float) -> Iterator[None]:
-        """While the body runs, jobs are worked on; those that it does not wait for are cancelled."""
+        """Runs jobs while the body runs; unfinished ones are then cancelled."""
         assert self._loop is not None, "start() comes first"
         late = ApiError(504, f"the answer took longer than {timeout:g} s", code="timeout")
-        # The request has had its time; clients would try again.
+        # The request timed out; clients would retry with other codes.
         late.headers["x-should-retry"] = "false"
         timer = self._loop.call_later(timeout, self._end, jobs, late)
         self._open.update(jobs)
@@ -112,7 +112,7 @@ class Worker:
             self._end(jobs, None)
 
     def end_all(self, error: ApiError) -> None:
-        """Gives up what is open."""
+        """Fails all open jobs."""
         self._end(list(self._open), error)
 
     def _end(self, jobs: Sequence[Job], error: ApiError | None) -> None:
@@ -127,7 +127,7 @@ class Worker:
         self.on_end(job)
         job.changed.set()
 
-    # What follows runs in the engine's thread.
+    # Methods below run in the engine's thread.
 
     def _run(self) -> None:
         try:
@@ -140,10 +140,10 @@ class Worker:
                     self.failing = False
                     self._tell(new)
         finally:
-            self.failing = True  # without this thread nothing goes on
+            self.failing = True  # without this thread nothing would progress
 
     def _obeyed(self) -> bool:
-        """Waits for a command where there is nothing else to do. False once the thread is to end."""
+        """Executes commands, waiting for one if there is nothing else to do. False if the thread should end."""
         with contextlib.suppress(queue.Empty):
             self._commands.get(block=not self.engine.busy)()
             while True:
@@ -151,7 +151,7 @@ class Worker:
         return not self._stopping
 
     def _begin(self, job: Job) -> None:
-        if job.done:  # its client has gone meanwhile
+        if job.done:  # its client has disconnected meanwhile
             return
         try:
             request = self.engine.submit(job.prompt, max_new_tokens=job.max_new_tokens, sampling=job.sampling)
@@ -181,7 +181,7 @@ class Worker:
             self._in_loop(self._hear, news)
 
     def _failed(self) -> None:
-        """The engine makes up for it in the next step, and after some that failed gives requests up by itself."""
+        """The engine recovers in the next step, and after several failures gives up requests by itself."""
         if not self.failing:
             _log.exception("a step failed")
         self.failing = True
@@ -190,11 +190,11 @@ class Worker:
 
     def _in_loop(self, function: Callable[..., None], *arguments: Any) -> None:
         assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
+        with contextlib.suppress(RuntimeError):  # the loop has ended; nobody waits
             self._loop.call_soon_threadsafe(function, *arguments)
 
     def _hear(self, news: list[tuple[Job, int, bool, ApiError | None]]) -> None:
-        """In the loop again."""
+        """Runs in the event loop."""
         for job, count, done, error in news:
             if not job.done:
                 job.count = count

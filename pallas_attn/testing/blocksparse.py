@@ -1,6 +1,6 @@
 """Cases of `blocksparse_attention`, their layouts and inputs.
 
-What a query sees is said here token by token (`visible`), beside what the layout's builder makes of it.
+What a query sees is defined here token by token (`visible`), independently of the layout's builders.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ SMALL_TILES = BlockSparseConfig(
     dkv_block_q=16,
     dkv_block_kv=16,
 )
-"""Of all kernels, the least: for interpret mode."""
+"""The smallest tiles of all kernels, for interpret mode."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class BlockSparseCase:
 
     pattern: a `LocalStride`, "dense", "window" (of 3/2 blocks) or the live fraction of random blocks, by head.
     page_size: of keys in pages, or None for keys in rows.
-    padding: tokens behind the last sequence.
+    padding: tokens after the last sequence.
     config: fields of the kernel's config.
     """
 
@@ -83,7 +83,7 @@ class BlockSparseCase:
 
     @property
     def q_len(self) -> int:
-        """Of the sequence that brings most queries."""
+        """Queries of the sequence that has most."""
         return max((q_len for q_len, _ in self.lens), default=0)
 
     @property
@@ -169,7 +169,7 @@ def layout_of(case: BlockSparseCase) -> SparseLayout:
 
 
 def make(case: BlockSparseCase, seed: int = 0) -> BlockSparseInputs:
-    """N(0, 1); NaN in whatever no sequence owns, values of 1e4 in tokens that no query sees."""
+    """N(0, 1); NaN where no sequence owns anything, values of 1e4 in tokens that no query sees."""
     rng = np.random.default_rng(seed)
     dtype = jnp.dtype(case.dtype)
     q_lens, k_lens = (np.array(lens) for lens in zip(*case.lens, strict=True))
@@ -205,7 +205,7 @@ def make(case: BlockSparseCase, seed: int = 0) -> BlockSparseInputs:
 def keys_and_values(
     case: BlockSparseCase, data: BlockSparseInputs, seq: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """[k_len, num_kv_heads, head_dim] of a sequence, float64, from what the call gets."""
+    """A sequence's [k_len, num_kv_heads, head_dim], float64, from the call's arrays."""
     k_len = case.lens[seq][1]
     if data.cu_k_lens is not None:
         first = data.cu_k_lens[seq]

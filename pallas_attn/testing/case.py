@@ -1,4 +1,4 @@
-"""What a call is made of: one type an op, which tests, tuning and benchmarks share; cases.py has the lists."""
+"""Descriptions of calls, one type for each op, shared by tests, tuning and benchmarks; cases.py has the lists."""
 
 import dataclasses
 import math
@@ -19,12 +19,12 @@ SHORT_DTYPE = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What a call of any paged op is about: the `q_len` newest tokens of sequences of the given lengths.
+    """A call of any paged op: the `q_len` newest tokens of sequences of the given lengths.
 
     config: fields of the kernel's config, e.g. (("num_splits", 4), ("block_kv", 32)); () is the op's own choice.
     spare_pages: columns of the block table, and pages of the pool, beyond what the lengths need.
-    lengths: what the lengths are called in the case's id, where that is to say something of them.
-    uses: the tags that do not follow from the other fields.
+    lengths: name of the lengths in the case's id, if any.
+    uses: tags that do not follow from the other fields.
     """
 
     op: ClassVar[str]
@@ -83,9 +83,9 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class DecodeCase(Case):
-    """One call of `paged_attention`. A `cache_dtype` other than None is quantised and comes with scales: one, one for
-    each head, or one for each page and head. The newest tokens form a `tree` whose rules go by "slots" or by
-    "positions", or ("") none."""
+    """One call of `paged_attention`. A `cache_dtype` other than None is quantised, with one scale, one for each head,
+    or one for each page and head. The newest tokens form a `tree` whose rules use "slots" or "positions", or ("") no
+    tree."""
 
     op: ClassVar[str] = "paged_attention"
 
@@ -193,7 +193,7 @@ class RaggedCase(DecodeCase):
 
     padding: query tokens behind the last sequence; spare_seqs: room for sequences behind it.
     max_tree: with a `tree`, most query tokens of a sequence that is one.
-    short: whether sequences of few rows have a launch of their own; `config` is of both.
+    short: whether sequences of few rows have a launch of their own; `config` applies to both.
     """
 
     op: ClassVar[str] = "ragged_paged_attention"

@@ -10,7 +10,7 @@
 | "serving" | the same: sizes as served, for a GPU |
 
 and tags that follow from a case's fields: "split", "q_len", "layout", "quantized", "mask", "logits".
-What `pallas-attn tune` measures are such cases too, of the sizes that it is asked for.
+`pallas-attn tune` measures such cases, too, with the sizes it is given.
 """
 
 import dataclasses
@@ -88,7 +88,7 @@ LONG = (1024, 8192, 32768)
 
 
 def _paged_cells() -> list[DecodeCase]:
-    """Four head counts, one sequence to 256, as far as 80 GB hold them."""
+    """Four head counts, 1 to 256 sequences, as far as 80 GB suffice."""
     heads = [(32, 8), (64, 8), (8, 1), (32, 32)]
     return [
         served(num_seqs, tokens, *shape, 128, 16, uses=SERVED)
@@ -98,7 +98,7 @@ def _paged_cells() -> list[DecodeCase]:
 
 
 def _mla_cells() -> list[MLADecodeCase]:
-    """What FlashMLA's own benchmark asks about (128 sequences), and serving with few requests."""
+    """The cells of FlashMLA's own benchmark (128 sequences), and serving with few requests."""
     varied = np.random.default_rng(0).normal(4096, 2048, 128).clip(2, None).astype(int)
     lengths = {f"s{n}": (n,) * 128 for n in (1024, 4096, 8192, 16384)}
     lengths["normal4096"] = tuple(varied.tolist())
@@ -157,8 +157,8 @@ def _ragged_cell(
 
 
 def _shapes_and_dtypes() -> list[DecodeCase]:
-    """Every head size, page size, dtype, layout and kind of grouping of `paged_attention`, each at least once, with
-    one split and with several."""
+    """Every head size, page size, dtype, layout and grouping of `paged_attention` at least once, with one split and
+    with several."""
     splits = (("num_splits", 4),)
     return [
         # head sizes, with page sizes, head counts and groups going round
@@ -188,8 +188,8 @@ def _shapes_and_dtypes() -> list[DecodeCase]:
 
 
 def _transposed_products() -> list[DecodeCase]:
-    """Programs of eight rows: of every kind of cache, with options that differ from row to row, and with several
-    programs for a KV head."""
+    """Programs of eight rows: every kind of cache, options that differ between rows, and several programs for a KV
+    head."""
     lengths, splits, transposed = boundary_lengths(16), (("num_splits", 4),), (("block_q", 8),)
     long = (0, 1, 63, 64, 700, 1029)
     return [
@@ -237,7 +237,7 @@ def _transposed_products() -> list[DecodeCase]:
 
 
 def _options_of_paged_attention() -> list[DecodeCase]:
-    """Every option, alone or beside others that it has nothing to do with, and all of them at once."""
+    """Every option, alone or with unrelated ones, and all at once."""
     lengths, splits = boundary_lengths(16), (("num_splits", 4),)
     long = (0, 1, 63, 64, 700, 1029)
     small = (("block_kv", 32),)

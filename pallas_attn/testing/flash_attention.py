@@ -9,7 +9,7 @@ import numpy as np
 from pallas_attn.ops.flash_attention.config import FlashAttentionConfig, FlashAttentionTiles
 from pallas_attn.testing.cases import SHORT_DTYPE
 
-# Smaller than the lengths below, and each kernel's different, so that walks have beginnings, middles and ends.
+# Smaller than the lengths below, and different for each kernel, so that walks have beginnings, middles and ends.
 SMALL_TILES = FlashAttentionConfig(
     FlashAttentionTiles(32, 16), FlashAttentionTiles(16, 32), FlashAttentionTiles(16, 32)
 )
@@ -21,7 +21,7 @@ class FlashCase:
 
     bias: which dimensions of the bias are not 1, of "b" batch, "h" heads, "t" queries and "s" keys; None for no bias.
     mask: likewise.
-    segments: "packed" is ascending ids, each in one piece, of lengths that fit no tile; "any" is any order.
+    segments: "packed" is ascending contiguous ids, of lengths that fit no tile; "any" is any order.
     documents: lengths of documents that fill a row, of as many queries as keys; benchmarks call it with their ids.
     """
 
@@ -87,7 +87,7 @@ class FlashCase:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What is passed by keyword and is no array."""
+        """Keyword arguments that are not arrays."""
         names = ("layout", "causal", "sliding_window", "q_offset", "softcap")
         return {name: getattr(self, name) for name in names}
 
@@ -96,7 +96,7 @@ class FlashCase:
 
 
 def visible(case: FlashCase) -> np.ndarray:
-    """[q_len, kv_len]: which keys each query sees by place, by the rules as documented."""
+    """[q_len, kv_len]: which keys each query sees by position, by the documented rules."""
     seen = np.ones((case.q_len, case.kv_len), bool)
     if case.documents:
         document = np.repeat(np.arange(len(case.documents)), case.documents)

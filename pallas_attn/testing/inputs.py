@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_attn._call.pools import PoolShape, Which, array_shape
 from pallas_attn._tile.latents import BYTES, token_width
-from pallas_attn._tile.layout import PoolShape, Which, array_shape, from_nhd, token_index
+from pallas_attn._tile.layout import from_nhd, token_index
 from pallas_attn._tile.quantization import quantize
 from pallas_attn.ops.latent_cache import quantize_latents
 from pallas_attn.testing.cases import Case, DecodeCase, MLADecodeCase, RaggedCase
@@ -74,7 +75,7 @@ class RaggedInputs(Inputs):
     extras: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
     def newest(self, case: RaggedCase, seq: int) -> dict[str, np.ndarray]:
-        """What the extras say of one sequence's newest tokens, for `visible`."""
+        """The options of one sequence's newest tokens, for `visible`."""
         return _newest_ragged(self.extras, case, self.cu_q_lens, seq)
 
 
@@ -142,13 +143,13 @@ def shapes(case: Case) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 
 def _query_shape(case: Case) -> tuple[int, ...]:
-    """One query token a sequence is the usual call of `paged_attention`, and has no dimension there."""
+    """`paged_attention` takes one query token a sequence without a dimension for it."""
     tokens = () if isinstance(case, DecodeCase) and case.q_len == 1 else (case.q_len,)
     return (case.num_seqs, *tokens, case.num_heads, case.head_dim)
 
 
 def _drawn_pool(case: Case, rng: np.random.Generator, tables: np.ndarray, num_pages: int) -> np.ndarray:
-    """[num_pages, page_size, num_kv_heads, head_dim] float32: poison, but where tokens are."""
+    """[num_pages, page_size, num_kv_heads, head_dim] float32: tokens, and poison elsewhere."""
     pool = np.full((num_pages, case.page_size, case.num_kv_heads, case.head_dim), np.nan, np.float32)
     for seq, length in enumerate(case.seq_lens):
         place = token_places(tables[seq], length, case.page_size)
@@ -177,7 +178,7 @@ def _extras(case: DecodeCase, rng: np.random.Generator, num_pages: int) -> dict[
         for name, exponents in (("k_scale", (-3, 1)), ("v_scale", (-6, 6))):
             extras[name] = np.asarray(rng.uniform(4.0, 6.0, shape) / largest, np.float32)
             if case.scale_per_page:
-                # Pages' sizes differ by orders of magnitude; keys' by less, or all weight would be in one token.
+                # Pages differ by orders of magnitude; keys by less, or all weight would be in one token.
                 powers = np.exp2(rng.integers(*exponents, (num_pages, case.num_kv_heads)))
                 extras[name] = (extras[name] * powers).astype(np.float32)
     return extras
@@ -233,7 +234,7 @@ def _drawn_tree(rng: np.random.Generator, size: int) -> tuple[np.ndarray, np.nda
 
 
 def _newest(extras: dict[str, np.ndarray], seq: int) -> dict[str, np.ndarray]:
-    """What the extras say of one sequence's newest tokens."""
+    """The options of one sequence's newest tokens."""
     names = {"tree_mask": "sees", "query_positions": "at"}
     return {short: extras[name][seq] for name, short in names.items() if name in extras}
 

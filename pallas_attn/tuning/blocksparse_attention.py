@@ -18,7 +18,7 @@ from pallas_attn.testing.blocksparse import BlockSparseCase, layout_of
 from pallas_attn.tuning.dense import DensePoint
 from pallas_attn.tuning.points import Fields, Inputs
 
-# Tokens of a sequence, of which a row sees `max_len` on average.
+# Tokens of a sequence, `max_len` of which a row sees on average.
 CONTEXT = 8
 # Queries, keys, warps, stages, registers.
 PREFILL = ((64, 64, 4, 3, 0), (64, 64, 4, 2, 0), (64, 32, 4, 3, 0), (128, 64, 4, 2, 0), (128, 128, 8, 3, 0))
@@ -38,7 +38,8 @@ class Tiles(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockSparsePoint(DensePoint):
-    """`max_len` is here what a row of the layout sees: that, not how long sequences are, is what programs do."""
+    """`max_len` is the number of tokens that a row of the layout sees, which, not the sequence's length, is a program's
+    work."""
 
     op: ClassVar = OP
     sizes: ClassVar = dict(num_heads=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")

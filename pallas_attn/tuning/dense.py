@@ -1,4 +1,4 @@
-"""What points of ops without block tables share: inputs that take turns, and gradients that are timed and checked."""
+"""What points of ops without block tables share: rotating inputs, and gradients that are timed and checked."""
 
 import abc
 import math
@@ -12,14 +12,14 @@ from pallas_attn.tuning import timing
 from pallas_attn.tuning.errors import LARGEST_GRADIENT_ERROR
 from pallas_attn.tuning.points import Inputs, Point
 
-FLOPS_PER_SECOND = 3e14  # a guess, for how many calls make a burst
+FLOPS_PER_SECOND = 3e14  # a rough estimate, to size bursts
 MOST_SETS = 8
 FORWARD = ("forward", "prefill", "decode")
 
 
 class DensePoint(Point):
-    """One kernel of an op, of which `kernel` is the name: that of gradients is timed together with the others that a
-    gradient takes, which stay as they are."""
+    """One kernel of an op, named by `kernel`. A gradient's kernel is timed together with the others that the gradient
+    needs, whose tiles stay."""
 
     kernel: str
 
@@ -37,7 +37,7 @@ class DensePoint(Point):
     @property
     @abc.abstractmethod
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of query, key and value."""
+        """Shapes of query, key and value."""
 
     @abc.abstractmethod
     def attend(self, operands: Any, *floats: jax.Array, **options: Any) -> tuple[jax.Array, jax.Array]:
@@ -46,7 +46,7 @@ class DensePoint(Point):
     @property
     @abc.abstractmethod
     def pairs(self) -> int:
-        """Of a query and a key it sees, in all heads of a call."""
+        """Pairs of a query and a key that it sees, in all heads of a call."""
 
     @property
     def usual_seconds(self) -> float:
@@ -80,7 +80,7 @@ class DensePoint(Point):
 
 
 def gradients(attend: Callable[..., Any], floats: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-    """([3, number] the gradients of a sum of outputs times queries, a number of each so that none is dropped)."""
+    """([3, number]: some elements of each gradient of a sum of outputs times queries, so that none is dropped)."""
     out, vjp = jax.vjp(lambda *x: attend(*x)[0], *floats)
     found = [x.astype(jnp.float32).reshape(-1) for x in vjp(floats[0][..., : out.shape[-1]])]
     most = max(map(len, found))

@@ -1,4 +1,4 @@
-"""What is kept of a measurement, and which calls it is for; `_call/configs.py` is where calls look it up."""
+"""Entries of measured files, and the ranges of calls that they are for; calls look them up in `_call/configs.py`."""
 
 import json
 import math
@@ -12,26 +12,26 @@ from pallas_attn.tuning.points import Point, Timing
 
 type Entry = dict[str, Any]
 
-# What a call has that entries of one kind share among them.
+# The facts by which entries of one kind divide calls among them.
 _SHARED = ("streams", "max_len")
-# How many times more or less than what was measured an entry still serves: a config made for hundreds of streams took
-# half as long again as the heuristic's with 24 of them.
+# How far from its measurement an entry still serves, as a factor: with 24 streams, a config for hundreds of them took
+# half as long again as the heuristic's.
 _REACH = 4
-# What keys written before these fields lack: such entries were measured as `tune` measures today.
+# Fields that older keys lack, with the values that those were measured with.
 _LATER = ("layout", "cache_layout", "pair_bytes", "documents", "query_itemsize")
-# Query rows of a KV head up to which a tile of queries grows with them.
+# Up to this many query rows of a KV head, the tile of queries grows with them.
 _MOST_ROWS = 64
 
 
 def serving(point: Point, known: Sequence[Entry]) -> Entry | None:
-    """The entry that the point's call takes of those that are `known`, the first ones first."""
+    """The first of the `known` entries that matches the point's call."""
     call = {**point.key(), "rows": point.case.rows, "streams": point.streams, "max_len": point.max_len}
     return next((entry for entry in known if _serves(entry, call)), None)
 
 
 def entry(point: Point, fastest: Timing, heuristic: Timing, before: Entry | None = None) -> Entry:
-    """Of the fastest config, with its time and the heuristic's; `merged` adds the ranges of calls that it is for.
-    `before`: the entry that had this config, of which nothing is left out."""
+    """An entry for the fastest config, with its time and the heuristic's; `merged` adds its ranges. `before`: the entry
+    that had this config, all of which is kept."""
     guessed = heuristic.microseconds
     return {
         "key": {**point.key(), "rows": _rows(point.case.rows)},
@@ -49,12 +49,12 @@ def entry(point: Point, fastest: Timing, heuristic: Timing, before: Entry | None
 
 
 def merged(old: Sequence[Entry], new: Sequence[Entry], others: Sequence[Entry] = ()) -> list[Entry]:
-    """All new entries, and the old ones that were not measured anew.
+    """All new entries, and the old ones that were not remeasured.
 
     The entries of a kind share its calls among them: each is for those nearest to what was measured, first in streams,
     then in length; ranges meet at geometric means, and end where nothing like it was measured. `others` are in a file
-    that is looked up later: they keep their share, and are not in the result. Old entries of other kinds, or without
-    a measurement, stay as they are: behind the new ones where they were for a call that was measured, else in front.
+    that is looked up later: they keep their share, and are not in the result. Old entries of other kinds, or without a
+    measurement, stay: after the new ones if they matched a call that was measured, otherwise before them.
     """
     later = {name: fact for entry in new for name, fact in entry["key"].items() if name in _LATER}
     kinds = {_kind(entry, later) for entry in new}
@@ -85,24 +85,24 @@ def merged(old: Sequence[Entry], new: Sequence[Entry], others: Sequence[Entry] =
 
 
 def _serves(entry: Entry, call: dict[str, Any]) -> bool:
-    # An entry by hand may go by what no point knows.
+    # Entries written by hand may use facts that no point has.
     return entry["key"].keys() <= call.keys() and configs.serves(entry, call)
 
 
 def _measured_call(entry: Entry) -> dict[str, Any]:
-    """The key of the call that a new entry's config was measured in."""
+    """Key of the call in which a new entry's config was measured."""
     streams, max_len = _sizes(entry)
     return {**entry["key"], "rows": entry["measured"]["rows"], "streams": streams, "max_len": max_len}
 
 
 def _sizes(entry: Entry) -> tuple[int, int]:
-    """(streams, max_len) of what was measured."""
+    """The measured (streams, max_len)."""
     about = entry["measured"]
     return about["num_seqs"] * about["num_kv_heads"], about["max_len"]
 
 
 def _kind(entry: Entry, later: dict[str, Any]) -> str:
-    """`later` are fields that keys of today have, as `tune` measures them."""
+    """`later`: fields added to keys since, with `tune`'s values."""
     key = entry["key"]
     facts = later | {name: fact for name, fact in key.items() if name not in _SHARED}
     if "query_itemsize" in later and "query_itemsize" not in key and "dtype" in key:
@@ -111,7 +111,7 @@ def _kind(entry: Entry, later: dict[str, Any]) -> str:
 
 
 def _rows(rows: int) -> list[int | None]:
-    """[least, most] of the query rows that a tile for `rows` of them serves as well."""
+    """[least, most] query rows that share the tile for `rows`."""
     side = 16
     while side < min(rows, _MOST_ROWS):
         side *= 2

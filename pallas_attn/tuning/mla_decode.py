@@ -54,7 +54,7 @@ class MLADecodePoint(PagedPoint):
         )
 
     def candidates(self) -> list[Fields]:
-        """Tiles on either side of the heuristic's; without a schedule also shorter and more splits."""
+        """Tiles around the heuristic's; without a schedule also shorter and more splits."""
         if self.config().block_q >= 64:
             # Eight warps turn 64 rows over tiles of 64 tokens (transposed.py).
             tiles = [

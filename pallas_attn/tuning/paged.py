@@ -1,4 +1,4 @@
-"""What points of ops with block tables share: random pools, and tables that take turns."""
+"""What points of ops with block tables share: random pools, and rotating tables."""
 
 import abc
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ import numpy as np
 from pallas_attn.tuning import timing
 from pallas_attn.tuning.points import Inputs, Point
 
-BLOCK = 1 << 22  # random elements of which a pool is made
+BLOCK = 1 << 22  # random elements, repeated to fill a pool
 
 
 class PagedPoint(Point):
@@ -24,12 +24,12 @@ class PagedPoint(Point):
 
     @property
     def max_len(self) -> int:
-        """As calls have it, whose keys know no lengths."""
+        """As in calls, whose keys contain no lengths."""
         return self.slots
 
     @abc.abstractmethod
     def operands(self, num_pages: int, seq_lens: jax.Array) -> Any:
-        """The query, pools of `num_pages` pages and whatever else all calls share."""
+        """The query, pools of `num_pages` pages, and what else all calls share."""
 
     def inputs(self) -> Inputs:
         case, num_sets = self.case, timing.num_sets(self.read_bytes)
@@ -42,7 +42,7 @@ class PagedPoint(Point):
 
 
 def random_query(shape: Sequence[int], dtype: str) -> jax.Array:
-    # A seed of its own: a query that equals a key would see that token only, and no check would miss the others.
+    # A separate seed: a query equal to a key would see only that token, and no check would notice lost ones.
     return jnp.asarray(np.random.default_rng(3).standard_normal(shape, np.float32), dtype)
 
 

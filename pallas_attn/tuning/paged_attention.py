@@ -59,13 +59,13 @@ class PagedAttentionPoint(PagedPoint):
         )
 
     def chosen(self, fields: Fields) -> Fields:
-        """Programs and rows follow from the call: an entry serves numbers of streams that fill other waves, and of rows
-        that fill other tiles."""
+        """Programs and rows are left to the heuristic: an entry also serves numbers of streams that fill other waves,
+        and of rows that fill other tiles."""
         follows = ("target_programs", "block_q")
         return {name: value for name, value in super().chosen(fields).items() if name not in follows}
 
     def candidates(self) -> list[Fields]:
-        """What came out best somewhere in wider sweeps."""
+        """Candidates that won somewhere in wider sweeps."""
         cores = current_device().num_cores
         # (block_kv, num_warps, num_stages)
         tiles = [(32, 4, 5), (32, 4, 7), (64, 4, 3), (64, 8, 5), (128, 4, 3), (128, 8, 3), (128, 8, 5)]

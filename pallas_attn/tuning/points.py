@@ -19,27 +19,27 @@ from pallas_attn.tuning import timing
 from pallas_attn.tuning.errors import LARGEST_ERROR, worst_error
 
 REPEATS = 3  # enough to rank configs
-# What takes longer than this many times the fastest is timed once: no repeat would make it the fastest.
+# A config slower than the fastest by this factor is timed only once.
 CLOSE = 1.05
-# Of a sample of no time or less, which is what a disturbed measurement can come to.
+# Retries of samples that are not positive, as disturbed measurements may be.
 TRIES = 3
-BYTES_PER_SECOND = 2.5e12  # a guess, for how many calls make a burst
+BYTES_PER_SECOND = 2.5e12  # a rough estimate, to size bursts
 
-# What entries have ranges of.
+# Facts that entries have ranges of.
 RANGES = ("rows", "streams", "max_len")
 
 type Fields = dict[str, int]
-"""Of a config: what differs from the heuristic's."""
+"""Fields of a config that differ from the heuristic's."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Point(abc.ABC):
-    """One kind of call of an op: a case all of whose sequences are as long as the block table allows. An op's own
-    point says how such a case is called; registry.py lists them."""
+    """One kind of call of an op, with all sequences as long as the block table allows. An op's subclass says how it is
+    called; registry.py lists them."""
 
     op: ClassVar[Op]
     sizes: ClassVar[Mapping[str, Any]]
-    """What the command line may set beside num_seqs and max_len, with defaults."""
+    """Further sizes that the command line may set, with defaults."""
 
     case: Case
 
@@ -51,11 +51,11 @@ class Point(abc.ABC):
     @property
     @abc.abstractmethod
     def kind(self) -> str:
-        """In a word or two, what sets this point apart from others of its size."""
+        """A word or two that tell this point from others of its size."""
 
     @property
     def usual_seconds(self) -> float:
-        """That a call roughly takes."""
+        """Rough time of a call, in seconds."""
         return self.read_bytes / BYTES_PER_SECOND
 
     @property
@@ -65,37 +65,37 @@ class Point(abc.ABC):
     @property
     @abc.abstractmethod
     def read_bytes(self) -> int:
-        """Of the caches, by one call."""
+        """Bytes of the caches that one call reads."""
 
     def abstract(self) -> Any:
-        """The op's operands, as the point's call has them; of shapes alone."""
+        """The op's operands in the point's call, as shapes."""
         raise NotImplementedError
 
     def struct(self, shape: Sequence[int], dtype: Any = "int32") -> Any:
-        """An array of theirs."""
+        """One of their arrays, as a shape."""
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
     def key(self) -> dict[str, Any]:
-        """What an entry's key says of this point, beside its ranges."""
+        """The facts of this point in an entry's key, without ranges."""
         return {
             name: fact for name, fact in (self.op.key(self.abstract()) or {}).items() if name not in RANGES
         }
 
     def config(self, **fields: Any) -> Any:
-        """What a call takes that finds `fields` measured."""
+        """The config of a call for which `fields` were measured."""
         return self.op.heuristic(self.abstract(), **fields)
 
     def tiles(self, fields: Fields) -> Any:
-        """Of the config, what the point's calls are cut up by."""
+        """The part of the config that this point measures."""
         return self.config(**fields)
 
     def chosen(self, fields: Fields) -> Fields:
-        """What an entry keeps of the fastest config: all of it but what follows from the call."""
+        """The fields of the fastest config that an entry keeps: all that do not follow from the call."""
         kept = dataclasses.asdict(self.tiles(fields))
         return {name: kept[name] for name in kept if name not in ("num_splits", "split_tokens")}
 
     def fields_of(self, config: dict[str, Any]) -> Fields:
-        """What `config` takes of a whole entry's."""
+        """The fields of an entry's config that apply here."""
         return config
 
     @abc.abstractmethod
@@ -104,7 +104,7 @@ class Point(abc.ABC):
 
     @abc.abstractmethod
     def inputs(self) -> "Inputs":
-        """What calls are timed on."""
+        """Inputs for timed calls."""
 
     @abc.abstractmethod
     def call(self, operands: Any, table: Any, seq_lens: Any, **options: Any) -> Any:
@@ -120,7 +120,7 @@ class Point(abc.ABC):
         return self.case.num_seqs * self.case.num_kv_heads
 
     def distinct(self, found: Sequence[Fields]) -> list[Fields]:
-        """Without fields that make the same config as earlier ones."""
+        """Without those that give the same config as earlier ones."""
         configs: dict[Any, Fields] = {}
         for fields in found:
             configs.setdefault(self.config(**fields), fields)
@@ -128,17 +128,17 @@ class Point(abc.ABC):
 
 
 class Inputs(NamedTuple):
-    """What the calls of a point are timed on."""
+    """The inputs that a point's calls are timed with."""
 
     operands: Any
     tables: tuple[Any, ...]
-    """What each call of a round has of its own: a block table, of disjoint pages where those are few."""
+    """What differs from call to call in a round: a block table, with disjoint pages if there are few."""
     seq_lens: jax.Array | None
-    """None where calls take none."""
+    """None if calls take no lengths."""
 
 
 class Timing(NamedTuple):
-    """What became of a config. `problem` says why its time does not count."""
+    """Outcome of a config. `problem` says why its time does not count."""
 
     fields: Fields
     microseconds: float
@@ -147,17 +147,17 @@ class Timing(NamedTuple):
 
 
 def measure(point: Point, choices: Sequence[Fields], implementation: str = "pallas") -> Iterator[Timing]:
-    """The timing of each choice of fields, in the order of `choices`; all are compiled before the first is timed,
-    because compiling beside a measurement disturbs it, and all are timed once before some are timed again."""
+    """The timing of each choice of fields, in the order of `choices`. All are compiled before any is timed, since
+    compiling disturbs a measurement, and all are timed once before some are timed again."""
     try:
         inputs = point.inputs()
-    except MemoryError as error:  # numpy's; jax's is a RuntimeError of many lines
+    except MemoryError as error:  # numpy's; jax raises a RuntimeError of many lines
         problem = f"{type(error).__name__}: {_brief(error)}"
         yield from (Timing(fields, math.inf, math.nan, problem) for fields in choices)
         return
     calls_a_round = len(inputs.tables)
     rounds, plain = timing.num_rounds(point.usual_seconds, calls_a_round), False
-    if implementation == "interpret":  # to try this out: slow, and jnp to the compiler
+    if implementation == "interpret":  # only to try this out: slow, and plain jnp to the compiler
         rounds, plain = 1, True
 
     def loop(config: Any, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
@@ -187,7 +187,7 @@ def measure(point: Point, choices: Sequence[Fields], implementation: str = "pall
                 found.append(_Contender(fields, run, error, _samples(run, 1)))
             else:
                 found.append(Timing(fields, math.inf, error, f"wrong: error {error:.1e}"))
-        except Exception as error:  # whatever the compiler or the driver has against this config
+        except Exception as error:  # anything that the compiler or the driver raises
             found.append(Timing(fields, math.inf, math.nan, f"{type(error).__name__}: {_brief(error)}"))
     yield from _repeated(found, timing.num_calls(rounds, calls_a_round))
 
@@ -204,7 +204,7 @@ class _Contender:
 
 
 def _repeated(found: Sequence[_Contender | Timing], calls_a_run: int) -> Iterator[Timing]:
-    """Timings of all, in order; those that may be the fastest are medians."""
+    """Timings of all, in order; medians for those that may be the fastest."""
     fastest = min((min(one.samples) for one in found if isinstance(one, _Contender)), default=math.inf)
     for one in found:
         if isinstance(one, Timing):
@@ -220,7 +220,7 @@ def _repeated(found: Sequence[_Contender | Timing], calls_a_run: int) -> Iterato
 
 
 def _samples(run: Callable[[], Any], repeats: int) -> list[float]:
-    """`timing.device_samples` that are all above 0; RuntimeError where there is no having them."""
+    """`timing.device_samples`, repeated until all are above 0; RuntimeError after several attempts."""
     found: list[float] = []
     for _ in range(TRIES):
         found += [sample for sample in timing.device_samples(run, repeats - len(found)) if sample > 0]
@@ -234,7 +234,7 @@ def _brief(error: BaseException) -> str:
 
 
 def _reference(point: Point, inputs: Inputs) -> list[jax.Array]:
-    """In plain jnp, for the first and for the last table."""
+    """References in plain jnp, for the first and the last table."""
     call = jax.jit(functools.partial(point.call, implementation="xla"))
     return [
         call(inputs.operands, table, inputs.seq_lens)[0] for table in (inputs.tables[0], inputs.tables[-1])

@@ -17,7 +17,7 @@ from pallas_attn.testing.cases import RaggedCase
 from pallas_attn.tuning.paged import PagedPoint, random_pool, random_query
 from pallas_attn.tuning.points import Fields
 
-CHUNK = 512  # new tokens of a sequence, and 1: what most sequences of a batch ask for
+CHUNK = 512  # new tokens of a sequence, and 1, the most common number
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,8 @@ class RaggedAttentionPoint(PagedPoint):
 
     @property
     def launch(self) -> str:
-        """That serves these sequences: the other one is not measured. A few decoded sequences have one for all."""
+        """The launch that serves these sequences; the other is not measured. A few decoded sequences share one launch
+        with all."""
         return "short" if self.case.q_len == 1 and self.config().short else "long"
 
     def tiles(self, fields: Fields) -> RaggedTiles:

@@ -16,4 +16,4 @@ OPS: dict[str, type[Point]] = {
     "flash_attention": FlashAttentionPoint,
     "blocksparse_attention": BlockSparsePoint,
 }
-"""A new op is a `Point` of its own and an entry here: command, file and timing know none by name."""
+"""A new op needs a `Point` and an entry here; command, file and timing know no op by name."""

@@ -19,14 +19,15 @@ from pallas_attn.tuning import timing
 from pallas_attn.tuning.paged import PagedPoint, random_pool, random_query
 from pallas_attn.tuning.points import Fields
 
-# A context is so many times as long as what a query token names of it.
+# A context is this many times as long as the ids that a query token names.
 CONTEXT = 4
-FP8_TOKENS = 6397  # that a pool of fp8 latents repeats; a prime, so that no two pages hold the same
+FP8_TOKENS = 6397  # tokens that a pool of fp8 latents repeats; a prime, so that no two pages are equal
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SparseMLAPoint(PagedPoint):
-    """`max_len` are here the ids of a query token, and `streams` the query tokens: a walk is a list of ids."""
+    """`max_len` is the number of a query token's ids, and `streams` the number of query tokens: a walk is a list of
+    ids."""
 
     op: ClassVar = DECODE
     sizes: ClassVar = dict(num_heads=128, num_kv_heads=1, page_size=64, dtype="bfloat16", cache_dtype=None)

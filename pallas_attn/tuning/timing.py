@@ -1,4 +1,4 @@
-"""Device time of jitted work, and the loop of calls that tuning and benchmarks time."""
+"""Device time of jitted work, and the loop of calls that tuning and benchmarks measure."""
 
 import functools
 import math
@@ -10,31 +10,31 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# Calls take turns among sets of inputs of this many bytes together, 32 times an H100's L2, so that no cache is timed.
+# Calls rotate among sets of inputs of this many bytes in all, 32 times an H100's L2, so that the L2 is always cold.
 ROTATE_BYTES = 1600 << 20
 MOST_SETS = 128
-LEAST_CALLS = 4  # in a round, which costs some microseconds of its own
+LEAST_CALLS = 4  # calls in a round, which has an overhead of some microseconds
 BURST_SECONDS = 0.02
-CHECKED_CALLS = 2  # behind the rounds: the first set's and the last's
+CHECKED_CALLS = 2  # calls after the rounds: for the first set and the last
 
-WARM_UP_SECONDS = 0.3  # compiling leaves the GPU idle, and it wakes slowly
+WARM_UP_SECONDS = 0.3  # the GPU is idle during compilation and takes time to clock up
 REPEATS = 5
 QUEUED = 3
-PAUSE_SECONDS = 0.03  # before every burst: a card that runs hot lowers its clock, and order would matter
+PAUSE_SECONDS = 0.03  # before every burst: a hot card lowers its clock, and order would matter
 
 
 def num_sets(set_bytes: int) -> int:
-    """Sets of inputs of `set_bytes` each (what one call reads of a cache) that calls take turns among."""
+    """Number of sets of inputs, `set_bytes` each (what one call reads of a cache), that calls rotate among."""
     return max(1, min(MOST_SETS, math.ceil(ROTATE_BYTES / set_bytes)))
 
 
 def num_rounds(call_seconds: float, calls_a_round: int) -> int:
-    """Rounds of such calls that take about BURST_SECONDS; `call_seconds` is an estimate."""
+    """Number of rounds that take about BURST_SECONDS; `call_seconds` is an estimate."""
     return max(1, round(BURST_SECONDS / (max(call_seconds, 8e-6) * calls_a_round)))
 
 
 def num_calls(rounds: int, calls_a_round: int) -> int:
-    """Calls that one run of `looped` makes."""
+    """Number of calls in one run of `looped`."""
     return rounds * calls_a_round + CHECKED_CALLS
 
 
@@ -46,26 +46,26 @@ def looped(
     *,
     plain: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """The outputs for the first and for the last set, by two calls behind `rounds` rounds of a call for each set.
+    """The outputs for the first and the last set, by two calls after `rounds` rounds with a call for each set.
 
-    A round waits for the witness of each call of the one before, so that none can be hoisted or dropped, and keeps
-    nothing else: an output is dead at once, and all share a buffer that stays in the L2, as they do in a model. Kept
-    from round to round they would lie in as many buffers as there are sets.
+    Each round depends on the witnesses of the previous one, so that no call can be hoisted or dropped, and on nothing
+    else: outputs are dead at once and share a buffer that stays in the L2, as in a model. If they were kept, each set
+    would have its own buffer.
 
     Args:
         call: (set, lengths) -> (output, witness). The witness is a small float array that the same kernel writes (the
             lse); a call that has none gives its output twice.
-        rounds: static, or the host would be asked after each.
+        rounds: static, so that the host is not asked after each.
         sets: what differs from call to call, one pytree for each call of a round: block tables.
-        lengths: any array that the call's result depends on; calls get it unchanged, which the compiler cannot know.
-            None where calls take none: then that is so of the smallest float array of each set, of which a number is
-            written in place. (A barrier around both will not do: one half of it is dropped where it is not used.)
-        plain: the call is jnp, of which XLA would drop what only the output needs, and compile a copy for every set.
+        lengths: any array that the call's result depends on; calls get it unchanged, but the compiler cannot know that.
+            If None, the smallest float array of each set plays that role, with one number rewritten in place. (An
+            optimization barrier does not suffice: unused halves of it are dropped.)
+        plain: the call is jnp: XLA would drop what only the output needs, and compile a copy for every set.
     """
     call = jax.jit(call)  # traced once, not once a set
 
     def after(number: jax.Array, sets: Any, lengths: Any) -> tuple[Any, Any]:
-        """Both as they are, which only `number` can tell."""
+        """Both unchanged, which only the value of `number` shows."""
         nothing = jnp.isnan(number)
         if lengths is None:
             return tuple(_touched(one, nothing) for one in sets), None
@@ -97,7 +97,7 @@ def _touched(arrays: Any, nothing: jax.Array) -> Any:
     floats = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     least = min(floats, key=lambda i: leaves[i].size)
     leaf = leaves[least]
-    # At a place that XLA does not know: it copies the whole array for a write to one that it knows.
+    # At an index that XLA does not know: for a constant one it copies the whole array.
     longest = leaf.shape.index(max(leaf.shape))
     place = [nothing.astype(jnp.int32) if axis == longest else 0 for axis in range(leaf.ndim)]
     first = jax.lax.dynamic_slice(leaf, place, (1,) * leaf.ndim)
@@ -111,7 +111,7 @@ def _first(array: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=1)
 def tiled(block: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The block repeated, so that filling a pool takes neither long nor much memory."""
+    """The block repeated: fills a pool quickly and with little memory."""
     size = math.prod(shape)
     return jnp.tile(block, math.ceil(size / len(block)))[:size].reshape(shape)
 
@@ -128,10 +128,10 @@ def device_seconds(run: Callable[[], Any], repeats: int = REPEATS) -> float:
 
 
 def device_samples(run: Callable[[], Any], repeats: int = REPEATS) -> list[float]:
-    """Seconds that `run`, a dispatch of jitted work that takes milliseconds, keeps the device busy; one a repeat.
+    """Seconds that `run`, which dispatches milliseconds of jitted work, keeps the device busy; one sample a repeat.
 
-    What further runs add when queued behind one, so that dispatch and the host's waking up, up to 0.8 ms around
-    a burst, are not counted. Their dispatch is hidden behind the first run.
+    Measured as the time that further runs add behind a first one, which hides their dispatch: so dispatch and the
+    host's wake-up, up to 0.8 ms around a burst, are not counted.
     """
     return [(_queued_seconds(run, 1 + QUEUED) - _queued_seconds(run, 1)) / QUEUED for _ in range(repeats)]
 

@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_attn._call import options
 from pallas_attn._call.checks import ArgumentChecker, is_traced
 from pallas_attn._call.dispatch import Implementation
 from pallas_attn._call.op import Op
 from pallas_attn._call.operands import ready
-from pallas_attn._tile import options, triton
-from pallas_attn._tile.layout import LAYOUTS, check_pools, reaches
+from pallas_attn._call.pools import LAYOUTS, check_pools, reaches
+from pallas_attn._call.sizes import too_wide
+from pallas_attn._tile import triton
 from pallas_attn._tile.masking import Rules, ascending
 from pallas_attn._types import ImplementationOrCuda, Layout
 from pallas_attn.ops.blocksparse_attention import backward as tiled
@@ -28,7 +30,6 @@ from pallas_attn.ops.blocksparse_attention.problem import Problem
 from pallas_attn.ops.blocksparse_attention.reference import blocksparse_attention_xla
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
-MAX_HEAD_DIM = 256
 
 
 @functools.partial(jax.jit, static_argnames=("config", "keep", "lowering"))
@@ -65,9 +66,7 @@ def blocksparse_attention_cuda(operands: Operands, *, keep: bool = False) -> tup
 
 
 def _supports(operands: Operands, lowering: triton.Lowering) -> str | None:
-    if operands.pool.head_dim > MAX_HEAD_DIM:
-        return f"head_dim is at most {MAX_HEAD_DIM}, got {operands.pool.head_dim}"
-    return reaches(operands.pool, jnp.bfloat16, lowering)
+    return too_wide({"head_dim": operands.pool.head_dim}) or reaches(operands.pool, jnp.bfloat16, lowering)
 
 
 def _prepared(operands: Operands, lowering: triton.Lowering) -> Operands:

@@ -1,8 +1,8 @@
 """Block-sparse attention in Pallas, backward: gradients of queries, and of keys and values that lie in rows.
 
-Queries go over the blocks that their row lists, as forward. Keys go over the blocks of queries that see theirs, which
-the transposed layout lists for each head, head by head of their group. Every program sums what it holds by itself and
-in one order, so the same inputs give the same bits. Sequences of one query are no case of their own here.
+Queries walk over the blocks that their row lists, as in the forward pass. Keys walk over the blocks of queries that see
+them, which the transposed layout lists for each head, one head of their group after the other. Every sum is computed by
+one program in a fixed order, so the same inputs give the same bits. Sequences of one query are not treated separately.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_attn._call.sizes import next_power_of_2
 from pallas_attn._tile import low_bits, masking, rows, softmax, triton, weights
 from pallas_attn.ops.blocksparse_attention import walk
 from pallas_attn.ops.blocksparse_attention.config import BlockSparseConfig
@@ -22,7 +23,7 @@ from pallas_attn.ops.blocksparse_attention.operands import BackwardOperands, as_
 from pallas_attn.ops.blocksparse_attention.problem import Keys, Problem, divided, first_query, read_rows
 
 NONE = np.int32(2**31 - 1)  # no row
-SAMPLE = 16  # keys whose mean stands for what all have in common
+SAMPLE = 16  # sampled keys, whose mean estimates the offset that all share
 
 
 @functools.partial(jax.jit, static_argnames=("config", "lowering"))
@@ -47,7 +48,7 @@ def backward(
     num_slots = key.shape[0] // by_key.config.block_kv + by_key.num_seqs
     d_key, d_value = triton.kernel_call(
         functools.partial(_key_value_kernel, problem=by_key),
-        # Tokens that no sequence holds are no program's.
+        # No program writes tokens that belong to no sequence.
         (jnp.zeros_like(key), jnp.zeros_like(key)),
         dataclasses.replace(operands, layout=transposed(layout)),
         name="pallas_attn_blocksparse_dkv",
@@ -68,7 +69,7 @@ def _tiled(operands: BackwardOperands, config: BlockSparseConfig, block_q: int, 
 
 
 class Queries(NamedTuple):
-    """What gradients need of some queries of one head."""
+    """What gradients need for some queries of one head."""
 
     query: jax.Array
     d_out: jax.Array
@@ -83,14 +84,14 @@ class Queries(NamedTuple):
             triton.load(ref.at[place], mask=real, other=np.float32(other))
             for ref, other in ((refs.maximum, 0), (refs.rest, np.inf), (refs.delta, 0))
         )
-        # Who sees nothing, or is no query, has weights of 0 everywhere.
+        # Queries that see nothing, and places without a query, get weights of 0.
         lse = softmax.Lse(maximum, jnp.where(rest == -jnp.inf, jnp.inf, rest))
         return cls(query, d_out, lse, delta)
 
     def pairs(
         self, given: weights.Bent, by_row: Any, d_weights, good, seen: jax.Array | None
     ) -> weights.Pairs:
-        """`by_row`: an index that makes numbers of queries broadcast along keys; `good` as in `walk.spoiled`."""
+        """`by_row`: an index that makes per-query numbers broadcast along keys; `good` as in `walk.spoiled`."""
         given = given._replace(scale=walk.spoiled(given.scale, good))
         lse = softmax.Lse(*(part[by_row] for part in self.lse))
         return weights.pairs(given, lse, self.delta[by_row], d_weights, seen)
@@ -106,14 +107,14 @@ def _query_kernel(refs: BackwardOperands, d_query_ref, *, problem: Problem):
         mine = Queries.read(refs, problem, head, tile.token, tile.real)
         pool = Keys(problem, refs, tile.seq, tile.k_start, kv_head)
 
-        def read(keys: walk.Keys) -> list[jax.Array]:
+        def read(keys: walk.KeyTile) -> list[jax.Array]:
             where = keys.first, keys.newest, problem.config.block_kv, refs.query.dtype
             return [pool.read_up_to(which, *where)[0] for which in ("key", "value")]
 
         rounds = low_bits.are_lost(refs.query.dtype)
 
         def step(
-            state: tuple[jax.Array, jax.Array] | None, keys: walk.Keys, key_and_value: list[jax.Array]
+            state: tuple[jax.Array, jax.Array] | None, keys: walk.KeyTile, key_and_value: list[jax.Array]
         ) -> tuple[jax.Array, jax.Array]:
             k, v = key_and_value
             given = weights.bent(
@@ -156,9 +157,10 @@ class KeyTile(NamedTuple):
 
 
 def _key_tile(problem: Problem, refs: BackwardOperands, slot: jax.Array) -> KeyTile:
-    """The keys of a slot: sequence i has the slots from cu_k_lens[i] // block_kv + i on, one more than may be full."""
+    """The keys of a slot: sequence i has the slots from cu_k_lens[i] // block_kv + i on, one for a partial tile
+    included."""
     block, num_seqs, tokens = problem.config.block_kv, problem.num_seqs, problem.pool.num_pages
-    seqs = jnp.arange(triton.next_power_of_2(num_seqs))
+    seqs = jnp.arange(next_power_of_2(num_seqs))
     assert refs.cu_q_lens is not None
     assert refs.cu_k_lens is not None
     ends = triton.load(refs.cu_k_lens.at[jnp.minimum(seqs + 1, num_seqs)], mask=seqs < num_seqs, other=0)
@@ -180,14 +182,15 @@ def _key_tile(problem: Problem, refs: BackwardOperands, slot: jax.Array) -> KeyT
 
 
 def _key_value_kernel(_, refs: BackwardOperands, d_key_ref, d_value_ref, *, problem: Problem):
-    """Tiles are [keys, queries], so that weights and gradients of logits meet queries as they are, from registers.
+    """Tiles are [keys, queries], so that weights and gradients of logits enter the products with queries straight from
+    registers.
 
-    The first keys come first: the queries that may see them are the most.
+    The first keys come first: most queries may see them.
     """
     kv_head = triton.program_id(0)
     mine = _key_tile(problem, refs, triton.program_id(1))
 
-    # Keys of a sequence without queries may hold anything, and have no gradient.
+    # Keys of a sequence without queries may hold anything; their gradient is 0.
     @triton.when((mine.first >= 0) & (mine.first < mine.k_len) & (mine.before < mine.k_len))
     def _():
         k, v = (read_rows(ref, mine.token, kv_head, problem, mine.held) for ref in (refs.key, refs.value))
@@ -211,9 +214,9 @@ def _key_value_kernel(_, refs: BackwardOperands, d_key_ref, d_value_ref, *, prob
 
         zeros = jnp.zeros((mine.held.shape[0], problem.dims[1]), jnp.float32)
         sums = zeros, zeros
-        # One head needs no loop, and inner loops are those that Triton pipelines.
+        # No loop for a single head: Triton pipelines innermost loops only.
         sums = head(jnp.int32(0), sums) if problem.group == 1 else lax.fori_loop(0, problem.group, head, sums)
-        # Asked here, where registers are free again.
+        # Checked here, where registers are free again.
         unknown = _unknown(refs.layout, kv_head, problem)
         sums = tuple(softmax.poison(total, unknown) for total in sums)
         _write(d_key_ref, mine.token, kv_head, mine.held, sums[0] * problem.scale, problem)
@@ -221,8 +224,8 @@ def _key_value_kernel(_, refs: BackwardOperands, d_key_ref, d_value_ref, *, prob
 
 
 def _unknown(seen_by: SparseLayout, kv_head: jax.Array, problem: Problem) -> jax.Array:
-    """Whether it cannot be known which queries of one of a KV head's query heads see what (`transposed`)."""
-    group = jnp.arange(triton.next_power_of_2(problem.group))
+    """Whether the row pointers of one of a KV head's query heads are invalid (`transposed`)."""
+    group = jnp.arange(next_power_of_2(problem.group))
     head = kv_head * problem.group + group if seen_by.layout_heads > 1 else 0 * group
     first = triton.load(seen_by.row_pointers.at[head, 0 * group], mask=group < problem.group, other=0)
     return jnp.min(first) < 0
@@ -234,13 +237,13 @@ class QueryTile(NamedTuple):
     token: jax.Array
     real: jax.Array
     good: jax.Array | None
-    """Always so; None where logits depend on the row otherwise (`walk.spoiled`)."""
+    """Always True; None where logits depend on the row otherwise (`walk.spoiled`)."""
     seen: jax.Array | None
-    """[keys, queries] who is seen by whom; None: everyone by all."""
+    """[keys, queries] which are seen; None: all."""
 
 
 def _over_queries(seen_by: SparseLayout, head, mine: KeyTile, problem: Problem, step: Any, sums: Any) -> Any:
-    """`step` for each tile of the queries that see the keys, first those that see only some of them."""
+    """`step` for each tile of queries that see the keys, those that see only some of them first."""
     size, block_q = seen_by.block_size, problem.config.block_q
     tiles = size // block_q
     head = head if seen_by.layout_heads > 1 else 0 * head
@@ -249,8 +252,8 @@ def _over_queries(seen_by: SparseLayout, head, mine: KeyTile, problem: Problem, 
     block = jnp.where(inside, block, 0)
     begin, end = (triton.load(seen_by.row_pointers.at[head, block + i]) for i in (np.int32(0), np.int32(1)))
     begin, end = jnp.maximum(begin, 0), jnp.where(inside, end, begin)
-    # Rows of queries ascend: those before the keys or the first query lie in front, those behind the last at the end.
-    entry = begin + jnp.arange(triton.next_power_of_2(seen_by.max_len // size + 1))
+    # Rows of queries ascend: those before the keys or the first query come first, those after the last query last.
+    entry = begin + jnp.arange(next_power_of_2(seen_by.max_len // size + 1))
     listed = triton.load(seen_by.columns.at[head + 0 * entry, entry], mask=entry < end, other=NONE)
 
     def below(row: jax.Array) -> jax.Array:

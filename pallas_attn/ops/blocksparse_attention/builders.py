@@ -1,8 +1,8 @@
 """Layouts of known patterns. Each is a mask over blocks, turned into rows and columns by `from_block_mask`.
 
-On the host all of it is numpy. `from_block_mask` and `vertical_slash` also take traced arrays, whose number of blocks
-is not known when a call is compiled: there `nnz` says how many there is room for. A row that the room does not suffice
-for gives NaN, as whatever points outside.
+On the host everything is numpy. `from_block_mask` and `vertical_slash` also take traced arrays, whose number of blocks
+is unknown when a call is compiled: there `nnz` is the capacity. A row that exceeds it gives NaN, as anything that
+points outside.
 """
 
 import math
@@ -47,7 +47,7 @@ def from_block_mask(
     elif xp is np and nnz < pointers[:, -1].max():
         check.fail("nnz", f"at least {pointers[:, -1].max()} (blocks of a head)", str(nnz))
     flat = mask.reshape(heads, rows * blocks)
-    # Where each live block goes; one more place takes what is not live, or finds no room.
+    # Where each live block goes; an extra place takes blocks that are not live or do not fit.
     place = xp.where(flat, xp.minimum(xp.cumsum(flat, axis=1) - 1, nnz), nnz)
     column = xp.broadcast_to(xp.arange(rows * blocks, dtype=np.int32) % blocks, flat.shape)
     head = xp.arange(heads)[:, None]
@@ -75,7 +75,7 @@ def sliding_window(
     check = ArgumentChecker("sliding_window")
     check.count("window", window)
     rows, blocks, q_block_size = _blocks(check, max_len, block_size, q_block_size)
-    oldest = np.arange(rows) * q_block_size - (window - 1)  # that the row's first query sees
+    oldest = np.arange(rows) * q_block_size - (window - 1)  # first token that the row's first query sees
     last = (np.arange(blocks) + 1) * block_size - 1
     return from_block_mask((last >= oldest[:, None])[None], block_size=block_size, q_block_size=q_block_size)
 
@@ -143,7 +143,7 @@ def vertical_slash(
     lines = ((vertical // block_size)[:, :, None] == block) & holds[:, :, None]
     mask = xp.broadcast_to(lines.any(axis=1)[:, None, :], (vertical.shape[0], rows, blocks))
     first = xp.arange(rows) * q_block_size
-    # One diagonal at a time: all together would be a mask for each.
+    # One diagonal at a time: together they would need a mask each.
     for place in range(slash.shape[1]):
         distance = slash[:, place, None, None]
         oldest = first[:, None] - distance

@@ -4,12 +4,11 @@ import dataclasses
 import math
 from typing import Any
 
-from pallas_attn._call import budget, configs
+from pallas_attn._call import budget, configs, sizes
 from pallas_attn._call.architecture import KIB, LEAST_SIDE
 from pallas_attn._call.checks import check_int, dtype_name, fail
 from pallas_attn._call.device import Device, current_device
 from pallas_attn._split.splits import MOST_SPLITS
-from pallas_attn._tile import triton
 from pallas_attn.ops.blocksparse_attention.operands import Operands
 
 SHORT_ROW = 1024  # tokens that a block of queries sees
@@ -112,7 +111,7 @@ def heuristic(
     such that two programs share a multiprocessor, and one computes while the other begins or ends: `PAIRED` tiles, or
     else those of 64 by 64. One query's blocks are cut into enough splits for eight programs a multiprocessor.
     """
-    width = triton.tile_side(head_dim)
+    width = sizes.tile_side(head_dim)
     most_side, most_sums = MOST[itemsize]
     if row_blocks * block_size < SHORT_ROW:
         most_side = min(most_side, 64)

@@ -12,9 +12,9 @@ from pallas_attn.ops.blocksparse_attention.problem import Problem
 
 HEAD_DIM = 128
 TILE = 128
-"""Queries of a head that are served together, and keys that are taken in per step."""
+"""Queries of a head in a tile, and keys per step."""
 MOST_TILES = 2**30
-"""Of all heads, which the kernel counts through in 32 bits."""
+"""The most tiles of all heads, which the kernel counts in 32 bits."""
 
 
 def unsupported(operands: Operands) -> str | None:
@@ -40,7 +40,7 @@ def unsupported(operands: Operands) -> str | None:
 
 
 def is_slower(operands: Operands) -> bool:
-    """Whether Pallas measured faster: where sequences are short, most of a tile's rows are for nothing."""
+    """Whether Pallas measured faster: for short sequences most of a tile's rows are wasted."""
     return operands.query.shape[0] < TILE * operands.num_seqs
 
 

@@ -1,12 +1,12 @@
 """Block-sparse decode in Pallas: sequences with one query.
 
-One program serves some heads of a group, over one split of one sequence, and reads what any of them sees once. Each
-head's blocks ascend, so the program goes through the heads' lists as one merges sorted lists: the next block is the
-least that any head has next, and the heads that have it move on. A split is a range of blocks, the same for all heads;
-a sequence in several splits leaves float32 partial results, which are merged.
+One program serves some heads of a group, over one split of one sequence, and reads each block that any of them sees
+once. Each head's blocks ascend, so the program merges the heads' sorted lists: the next block is the least that any
+head has next, and the heads that list it advance. A split is a range of blocks, the same for all heads; a sequence in
+several splits leaves float32 partial results, which are merged.
 
-How many blocks the heads have together is not known beforehand, only that it is no more than their lists are long, nor
-than the range is wide. The loop runs as often as that says: behind the last block it reads nothing.
+How many different blocks the heads list is not known in advance, only bounded by the sum of their lists and by the
+width of the range. The loop runs as often as that bound; after the last block it reads nothing.
 """
 
 import dataclasses
@@ -19,11 +19,11 @@ import numpy as np
 from jax import lax
 
 from pallas_attn._call.configs import SplitKVConfig
+from pallas_attn._call.sizes import ceil_div, next_power_of_2
 from pallas_attn._split import merge, result
 from pallas_attn._split.problem import SplitKVProblem
 from pallas_attn._split.splits import Cut
 from pallas_attn._tile import logits, masking, rows, softmax, triton
-from pallas_attn._tile.triton import ceil_div
 from pallas_attn.ops.blocksparse_attention.config import DECODE_ROWS
 from pallas_attn.ops.blocksparse_attention.layout import SparseLayout
 from pallas_attn.ops.blocksparse_attention.operands import Operands
@@ -40,7 +40,7 @@ NONE = np.int32(2**31 - 1)  # no block
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Splits(SplitKVProblem):
-    """How results are stored: every sequence in as many splits, of which some may be empty."""
+    """How results are stored: every sequence has the same number of splits, some of which may be empty."""
 
     def num_tiles(self, seq_len: jax.Array) -> jax.Array:
         return 0 * seq_len + self.config.num_splits
@@ -70,8 +70,8 @@ def decode(
     lowering: triton.Lowering,
     into: tuple[jax.Array, ...] = (),
 ) -> tuple[jax.Array, jax.Array]:
-    """As `prefill`, (out, lse), of sequences with one query. In a mixed call `into` are its results: filled in, in
-    place."""
+    """As `prefill`, (out, lse), of sequences with one query. In a mixed call `into` are its results, which are filled
+    in, in place."""
     config = problem.config
     stored = Splits(
         num_seqs=problem.num_seqs,
@@ -89,7 +89,7 @@ def decode(
         into,
         name="pallas_attn_blocksparse_decode",
         grid=(problem.num_heads // problem.decode_heads, problem.num_seqs, config.num_splits),
-        # Tokens are laid end to end, as in a prompt.
+        # Tokens are laid end to end, as in prefill.
         out_shape=result.shapes(
             stored, problem.pool.head_dim, query.dtype, final=query.shape[:2], parts=True
         ),
@@ -119,7 +119,7 @@ def _rows_to_merge(
 
 
 class Listed(NamedTuple):
-    """What a head sees of a split: entries [next, stop) of its row, of which `column` is the next, or NONE."""
+    """What a head sees of a split: entries [next, stop) of its row; `column` is that of `next`, or NONE."""
 
     blocks: Blocks
     next: jax.Array
@@ -153,7 +153,7 @@ def _token(problem: Problem, ends: Any, seq: jax.Array) -> tuple[jax.Array, jax.
 def _serve(
     refs: Operands, *out_refs, some_heads, seq, split, token, problem: Problem
 ):  # fmt: skip
-    """Attends some heads' queries at `token` to a split of a sequence and writes the result."""
+    """Attends from some heads' queries at `token` to a split of a sequence and writes the result."""
     config, heads = problem.config, problem.decode_heads
     first_head = some_heads * heads
     kv_head = first_head // problem.group
@@ -195,7 +195,7 @@ def _serve(
     state, _ = lax.fori_loop(0, number * tiles, step, start)
     out, lse = softmax.finish(state)
     bad = bad_len | _by_lane(bad, lane)
-    # By row, where a result is `poisoned` as a whole.
+    # For each row; `poisoned` would do so for the whole result.
     out, lse = softmax.poison(out, bad[:, None]), lse._replace(rest=softmax.poison(lse.rest, bad))
     done = result.Result(mine, (token + 0 * lane,), [dims], [out], lse)
     result.store(done, out_refs, seq * config.num_splits + split, split < 0)
@@ -211,7 +211,7 @@ def _by_lane(of_heads: list[jax.Array], lane: jax.Array) -> jax.Array:
 def _listed(
     layout: SparseLayout, first_head: jax.Array, k_len: jax.Array, split: jax.Array, problem: Problem
 ) -> tuple[list[Listed], jax.Array, list[jax.Array]]:
-    """(what each head sees of the split, how many blocks wide that is, whether a head's row cannot be right)."""
+    """(what each head sees of the split, how many blocks that spans, whether a head's row is invalid)."""
     row = divided(k_len - 1, layout.q_block_size)[0]
     own = divided(k_len - 1, layout.block_size)[0]
     of_row = divided((row + 1) * layout.q_block_size - 1, layout.block_size)[0]
@@ -219,9 +219,9 @@ def _listed(
     lists = [Blocks.of_row(layout, first_head + i, row) for i in range(heads)]
     columns = [_columns(blocks) for blocks in lists]
     bad = [blocks.bad | _wrong(blocks, these, of_row) for blocks, these in zip(lists, columns, strict=True)]
-    # A list that is out of order would hold up the others; what it gives is NaN in any case.
+    # A list out of order would block the others; its result is NaN anyway.
     columns = [jnp.where(wrong, NONE, these) for wrong, these in zip(bad, columns, strict=True)]
-    # From the first block that any head sees to the query's own.
+    # From the first block that any head sees up to the query's own.
     first = functools.reduce(jnp.minimum, [jnp.min(these) for these in columns])
     first = jnp.clip(first, 0, own)
     width = ceil_div(own + 1 - first, problem.config.num_splits)
@@ -238,11 +238,11 @@ def _listed(
 
 
 def _columns(blocks: Blocks, skip: int = 0) -> jax.Array:
-    """What a row lists from its entry `skip` on, NONE behind the last. A row has no more entries than there are blocks,
-    or it would not ascend: that much of it is looked at."""
+    """What a row lists from its entry `skip` on, NONE after the last. A valid row has no more entries than there are
+    blocks; only so many are looked at."""
     layout = blocks.layout
     most = min(layout.columns.shape[1], layout.max_len // layout.block_size + 1)
-    entry = blocks.begin + skip + jnp.arange(triton.next_power_of_2(most))
+    entry = blocks.begin + skip + jnp.arange(next_power_of_2(most))
     place = layout.columns.at[blocks.head + 0 * entry, entry]
     return triton.load(place, mask=entry < blocks.end, other=NONE)
 
@@ -250,14 +250,14 @@ def _columns(blocks: Blocks, skip: int = 0) -> jax.Array:
 def _wrong(blocks: Blocks, columns: jax.Array, last: jax.Array) -> jax.Array:
     """Whether a row points outside, or does not ascend."""
     following = _columns(blocks, 1)
-    # Not by what they hold: a listed column may be NONE, and is wrong.
+    # By position, not by value: a listed column may be NONE, which is invalid.
     listed = jnp.arange(columns.shape[0]) < blocks.end - blocks.begin
     wrong = listed & ((columns < 0) | (columns > last) | (following <= columns))
     return jnp.sum(wrong.astype(jnp.int32)) > 0
 
 
 def _sequence(problem: Problem, refs: Operands, seq: jax.Array):
-    """(first row of keys, length, whether that cannot be right)."""
+    """(first row of keys, length, whether the length is invalid)."""
     if refs.seq_lens is None:
         assert refs.cu_k_lens is not None
         k_start, k_end = (triton.load(refs.cu_k_lens.at[seq + i]) for i in (np.int32(0), np.int32(1)))

@@ -1,4 +1,4 @@
-"""The call with its derivative: what is kept for the backward pass, and who works out what."""
+"""The call with its derivative: what is kept for the backward pass, and which kernel computes what."""
 
 import dataclasses
 import functools
@@ -7,9 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_attn._call import derivative
 from pallas_attn._call.gradients import refuse
 from pallas_attn._call.op import Call
-from pallas_attn._tile import derivative, low_bits, softmax, weights
+from pallas_attn._tile import low_bits, softmax, weights
 from pallas_attn._tile.logits import natural_scale
 from pallas_attn.ops.blocksparse_attention.operands import KEYS, BackwardOperands, Operands, as_prefill
 
@@ -23,7 +24,7 @@ def attend(call: Call, operands: Operands) -> tuple[jax.Array, ...]:
     def forward(operands: Operands, keep: bool) -> tuple[derivative.Results, Any]:
         low = None
         if keep and low_bits.are_lost(operands.query.dtype):
-            # Sequences of one query, too, by the kernel that knows of lower bits.
+            # Sequences of one query also go to the kernel that writes lower bits.
             out, parts, low = call.run(as_prefill(operands), results=(*RESULTS, RESULTS[0]), keep=True)
         else:
             out, parts = call.run(operands)
@@ -51,9 +52,9 @@ def _gradients(
     found = weights.of_queries(weights.product(out, kept.low, d_out), lse, d_lse)
     block_size, q_block_size = operands.layout.sizes
     if q_block_size > block_size:
-        # A row may list the later blocks of its own positions alone, and its first queries see none.
+        # A row may list only later blocks of its own positions, so that its first queries see none.
         d_out = jnp.where(found.blind[..., None], 0, d_out)
-    # A single KV head's gradient sums over all query heads: no device may have some of them only.
+    # A single KV head's gradient sums over all query heads, which must therefore be on one device.
     heads = "heads" if operands.pool.num_kv_heads > 1 else "all_heads"
     backward = BackwardOperands(
         **vars(dataclasses.replace(operands, heads=heads)),

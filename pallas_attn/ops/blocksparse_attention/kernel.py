@@ -1,9 +1,9 @@
 """Block-sparse prefill in Pallas: a program serves `block_q` queries of one head, which lie in one row of the layout.
-It goes over the blocks that the row lists, those at the queries' own positions first, and keeps an online softmax in
+It walks over the blocks that the row lists, those at the queries' own positions first, and keeps an online softmax in
 float32.
 
-A step loads its column and from there its keys: Triton's pipeline, at three stages, has keys on their way two steps
-before they are needed. Gradients are in backward.py.
+A step loads its column and from there its keys: with three stages, Triton's pipeline loads keys two steps before they
+are needed. Gradients are in backward.py.
 """
 
 import functools
@@ -19,7 +19,7 @@ from pallas_attn.ops.blocksparse_attention import walk
 from pallas_attn.ops.blocksparse_attention.operands import Operands
 from pallas_attn.ops.blocksparse_attention.problem import Keys, Problem, read_rows
 
-MOST_IN_L2 = 40 << 20  # of an A100's 40 MiB or an H100's 50, through which queries and outputs pass besides
+MOST_IN_L2 = 40 << 20  # of an A100's 40 MiB or an H100's 50; queries and outputs pass through it as well
 
 
 def prefill(
@@ -53,9 +53,8 @@ def prefill(
 
 
 def heads_together(problem: Problem, itemsize: int) -> int:
-    """Query heads whose programs start together: all, if the L2 holds keys and values of all KV heads, of as many
-    tokens as a sequence may have; else those of one KV head at a time, so that what rows read at random still comes
-    out of it."""
+    """Query heads whose programs start together: all, if the L2 holds the keys and values of all KV heads for the
+    longest sequence; otherwise those of one KV head at a time, so that random reads still hit the L2."""
     if problem.config.heads_together:
         return problem.config.heads_together
     kv_bytes = 2 * problem.max_k_len * problem.pool.num_kv_heads * problem.pool.head_dim * itemsize
@@ -75,27 +74,27 @@ def _prefill_kernel(
     tile = walk.tile_of(problem, refs, num_slots - 1 - triton.program_id(1))
     kv_head = head // problem.group
     dims = problem.dims
-    # What a program does that shares its multiprocessor, for it has few registers, and while it waits the other one
-    # computes. For others that was measured to be no better.
+    # For programs that share a multiprocessor: they have few registers, and while one waits the other computes. For
+    # others it measured no better.
     shares = problem.config.max_registers > 0
 
     @triton.when(tile.any)
     def _():
-        # What is no query's gets another's, and is not written: that costs less than a mask.
+        # Rows without a query load another's and are not written, which is cheaper than a mask.
         token = jnp.clip(tile.token, 0, problem.num_tokens - 1)
         q = read_rows(
             refs.query, token, head, problem, None, eviction_policy="evict_first" if shares else None
         )
         pool = Keys(problem, refs, tile.seq, tile.k_start, kv_head)
 
-        def read(keys: walk.Keys):
+        def read(keys: walk.KeyTile):
             where = keys.first, keys.newest, problem.config.block_kv, q.dtype
             return pool.read_up_to("key", *where), pool.read_up_to("value", *where)
 
         walker = walk.Walker(read, functools.partial(_attend, q=q, problem=problem), early=not shares)
         state = softmax.start((tile.size,), dims[1])
         state, bad = walk.walk(refs.layout, head, tile, problem, walker, state)
-        # Sums that are NaN make NaN of what is divided by them, for less than asking each element.
+        # NaN in the sums makes the outputs NaN, which is cheaper than a check of each element.
         state = state._replace(total=softmax.poison(state.total, bad))
         out, lse = softmax.finish(state)
         mine = tile.behind(bad) if shares else tile
@@ -108,12 +107,12 @@ def _prefill_kernel(
             )
 
 
-def _attend(state, keys: walk.Keys, read: Any, *, q: jax.Array, problem: Problem):
-    """The state after one more tile of keys."""
+def _attend(state, keys: walk.KeyTile, read: Any, *, q: jax.Array, problem: Problem):
+    """The state after another tile of keys."""
     (tile_keys, usable), (values, _) = read
     products = triton.dot(q, tile_keys, trans_b=True)
     if usable is not None:
-        # A page that does not exist makes NaN whoever looks at it.
+        # A page that does not exist makes everyone who looks at it NaN.
         wrong = ~usable
         if keys.newest is not None:
             wrong &= keys.first + jnp.arange(wrong.shape[0]) <= keys.newest
@@ -121,7 +120,7 @@ def _attend(state, keys: walk.Keys, read: Any, *, q: jax.Array, problem: Problem
     given = logits.shape(products, problem.rules, problem.scale, None, keys.first, keys.first)
     by = walk.spoiled(given.factor, keys.good)
     tile = given.logits if keys.seen is None else masking.apply(given.logits, keys.seen)
-    # Measured: tiles of 64 are quicker with fewer instructions, larger ones are not.
+    # Measured: fewer instructions are faster with tiles of 64, not with larger ones.
     small = min(problem.config.block_q, problem.config.block_kv) <= 64
     apart = functools.partial(triton.exp2_below, exp2=triton.exp2)
     state, weights = softmax.rescale(state, tile, by, exp2_below=triton.exp2_below_fused if small else apart)

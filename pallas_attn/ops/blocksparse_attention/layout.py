@@ -53,12 +53,12 @@ class SparseLayout:
 
     @property
     def max_len(self) -> int:
-        """Tokens of the longest sequence that the layout says anything about."""
+        """Tokens of the longest sequence that the layout covers."""
         return self.num_row_blocks * self.q_block_size
 
     @property
     def most_diagonal(self) -> int:
-        """Blocks that reach into a row's own positions, at most: the last ones it lists."""
+        """The most blocks that reach into a row's own positions: the last ones it lists."""
         return max(1, self.q_block_size // self.block_size)
 
     @property
@@ -66,7 +66,7 @@ class SparseLayout:
         return not any(is_traced(leaf) for leaf in jax.tree.leaves(self))
 
     def check(self) -> None:
-        """Raises TypeError or ValueError for what cannot be a layout; values are looked at unless they are traced."""
+        """Raises TypeError or ValueError for an invalid layout; values are checked unless they are traced."""
         check = ArgumentChecker(FUNCTION)
         check_sizes(check, *self.sizes)
         check.array("row_pointers", self.row_pointers, ("layout_heads", "rows_and_1"), [np.int32])
@@ -98,13 +98,13 @@ class SparseLayout:
                 fail(FUNCTION, "columns", "ascending blocks", got)
 
     def with_an_entry(self) -> "SparseLayout":
-        """The same with room for an entry, which gathers need, where no row lists anything."""
+        """The same layout with space for at least one entry, which gathers need."""
         if self.columns.shape[1] > 0:
             return self
         return dataclasses.replace(self, columns=np.zeros((self.layout_heads, 1), np.int32))
 
     def _known(self, method: str) -> None:
-        """Refuses what has no values, or values that cannot be right."""
+        """Refuses traced layouts and invalid values."""
         if not self.is_concrete:
             fail(
                 f"{FUNCTION}.{method}", "self", "a layout whose arrays are known", "traced ones (inside jit)"
@@ -113,7 +113,7 @@ class SparseLayout:
 
     def _entries(self, head: int) -> tuple[np.ndarray, np.ndarray]:
         """(row, column) of each block that a head lists, in order."""
-        # numpy's from the start: inside jit, an operation of JAX on a known array would give a traced one.
+        # numpy from the start: inside jit, JAX operations on known arrays would give traced ones.
         pointers = np.asarray(self.row_pointers, np.int64)[head]
         row = np.repeat(np.arange(self.num_row_blocks), np.diff(pointers))
         return row, np.asarray(self.columns, np.int64)[head, pointers[0] : pointers[-1]]
@@ -154,16 +154,16 @@ def check_sizes(check: ArgumentChecker, block_size: Any, q_block_size: Any) -> N
 
 
 def _misplaced(pointers: Any, nnz: int, xp: Any) -> Any:
-    """Which row pointers [heads, rows + 1] lie outside, or have a lower one behind them; `xp` is numpy, or its like."""
+    """Which row pointers [heads, rows + 1] lie outside or are followed by a lower one; `xp` is numpy or jax.numpy."""
     return (pointers < 0) | (pointers > nnz) | (xp.diff(pointers, axis=1, append=nnz) < 0)
 
 
 def rows_of(layout: SparseLayout) -> tuple[jax.Array, jax.Array]:
-    """([layout_heads, num_row_blocks, blocks of keys] what rows see, [layout_heads, num_row_blocks] those that point
-    outside or whose blocks do not ascend). In jnp: may be traced.
+    """([layout_heads, num_row_blocks, blocks of keys] what rows see, [layout_heads, num_row_blocks] which rows point
+    outside or do not ascend). In jnp: may be traced.
 
-    Each row by its own pointers, for others' may be wrong. It has no more entries than there are blocks, or it would
-    not ascend: so many are looked at, and one more.
+    Each row is read by its own pointers, since others may be invalid. A valid row has no more entries than there are
+    blocks: that many are looked at, and one more.
     """
     nnz, rows = layout.columns.shape[1], jnp.arange(layout.num_row_blocks)
     blocks = -(-layout.max_len // layout.block_size)
@@ -183,12 +183,12 @@ def rows_of(layout: SparseLayout) -> tuple[jax.Array, jax.Array]:
         seen = seen.at[rows[:, None], jnp.where(listed & good, column, blocks)].set(True, mode="drop")
         return seen, ~inside | jnp.any(listed & ~good, axis=1)
 
-    # A head at a time: entries take more than the mask that comes of them.
+    # A head at a time: the entries take more memory than the resulting mask.
     return lax.map(of_head, (jnp.asarray(layout.row_pointers), jnp.asarray(layout.columns)))
 
 
 def rows_of_entries(layout: SparseLayout) -> tuple[jax.Array, jax.Array]:
-    """([layout_heads, nnz] the row that each entry is of, whether it is of any)."""
+    """([layout_heads, nnz] each entry's row, whether it has one)."""
     pointers, columns = jnp.asarray(layout.row_pointers), jnp.asarray(layout.columns)
     entry = jnp.arange(columns.shape[1])
     row = jax.vmap(lambda p: jnp.searchsorted(p, entry, side="right"))(pointers).astype(jnp.int32) - 1
@@ -196,10 +196,10 @@ def rows_of_entries(layout: SparseLayout) -> tuple[jax.Array, jax.Array]:
 
 
 def transposed(layout: SparseLayout) -> SparseLayout:
-    """Which blocks of queries see each block of keys: rows are those of keys, columns ascending blocks of queries.
+    """The transposed layout: rows are blocks of keys, columns the blocks of queries that see them, ascending.
 
-    In jnp: may be traced. Columns outside are left out. Of a head whose row pointers do not ascend nobody knows which
-    row an entry is of: all of its own are -1. It is no layout for a call, for its columns lie in the future.
+    In jnp: may be traced. Columns outside are left out. If a head's row pointers do not ascend, the rows of its entries
+    are undefined, and its own row pointers are all -1. It is not a layout for calls: its columns lie in the future.
     """
     row, listed = rows_of_entries(layout)
     columns = jnp.asarray(layout.columns)

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_attn._call.operands import dims, operands
-from pallas_attn._tile.layout import DIMS, PoolShape, Which, pool_shape, table_tokens
+from pallas_attn._call.pools import DIMS, PoolShape, Which, pool_shape, table_tokens
 from pallas_attn._tile.masking import Rules
 from pallas_attn._types import Array
 from pallas_attn.ops.blocksparse_attention.layout import SparseLayout
@@ -23,7 +23,7 @@ def _by_head() -> Any:
 
 
 def _entries(self: Any) -> tuple[str, str]:
-    """Of row pointers and columns."""
+    """Dimensions of row pointers and columns."""
     entries = f"{self.heads if self.layout.layout_heads > 1 else 'all'} entries"
     return entries, entries
 
@@ -37,7 +37,7 @@ class Operands:
     cu_q_lens: Array | None = dims("ends", default=None)
     """None where all sequences decode."""
     cu_k_lens: Array | None = dims("ends", default=None)
-    """Of keys in rows, as `block_tables` and `seq_lens` are of keys in pages."""
+    """For keys in rows, as `block_tables` and `seq_lens` are for keys in pages."""
     block_tables: Array | None = dims("tables columns", default=None)
     seq_lens: Array | None = dims("tables", default=None)
     cache_layout: str | None
@@ -47,14 +47,14 @@ class Operands:
     scale: float
     rules: Rules
     heads: str = "heads"
-    """The word for the query's heads, which says whether they may be sharded."""
+    """The query's heads in words: whether they may be sharded."""
     limits_registers: bool = True
     """Whether the implementation can (`triton.limits_registers`)."""
     checkpoint_name: str | None = None
 
     @property
     def pool(self) -> PoolShape:
-        """Of pages; for keys in rows, as many pages of one token as there are rows."""
+        """The pool's shape; keys in rows count as pages of one token."""
         if self.cache_layout is not None:
             return pool_shape(self.value, self.cache_layout)
         tokens, num_kv_heads, head_dim = self.key.shape
@@ -75,13 +75,13 @@ class Operands:
 
     @property
     def row_blocks(self) -> float:
-        """That a row of the layout lists, on average."""
+        """Blocks that a row of the layout lists, on average."""
         return self.layout.columns.shape[1] / self.layout.num_row_blocks
 
 
 @operands
 class BackwardOperands(Operands):
-    """Numbers of each query stand side by side, as kernels read them."""
+    """Numbers of each query are adjacent, as kernels read them."""
 
     d_out: Array = dims(lambda self: f"tokens {self.heads} dim")
     maximum: Array = _by_head()
@@ -93,7 +93,7 @@ class BackwardOperands(Operands):
 
 
 def as_prefill[O: Operands](operands: O) -> O:
-    """The same call, sequences of one query being no case of their own."""
+    """The same call, without separate treatment of sequences of one query."""
     if operands.kinds != "decode":
         return dataclasses.replace(operands, kinds="prefill")
     ends = jnp.arange(operands.num_seqs + 1, dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""What the block-sparse kernels are compiled for, and how they find what they need in their operands."""
+"""What the block-sparse kernels are compiled for, and how they read their operands."""
 
 import dataclasses
 import math
@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_attn._call import sizes
+from pallas_attn._call.pools import PoolShape
 from pallas_attn._tile import masking, pages, triton
-from pallas_attn._tile.layout import PoolShape
 from pallas_attn._tile.masking import Rules
 from pallas_attn.ops.blocksparse_attention.config import BlockSparseConfig
 from pallas_attn.ops.blocksparse_attention.layout import SparseLayout
@@ -18,10 +19,10 @@ from pallas_attn.ops.blocksparse_attention.operands import Operands
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
-    """All of it static; as of `Operands`, where nothing is said."""
+    """All static; fields are as in `Operands` unless described."""
 
     num_tokens: int
-    """Queries of all sequences; some at the end may be no sequence's."""
+    """Queries of all sequences, and padding at the end."""
     num_seqs: int
     num_heads: int
     max_k_len: int
@@ -35,7 +36,8 @@ class Problem:
     @classmethod
     def of(cls, operands: Operands, config: BlockSparseConfig = BlockSparseConfig()) -> "Problem":  # noqa: B008
         num_tokens, num_heads, _ = operands.query.shape
-        if config.heads_together and num_heads % config.heads_together:  # of all heads, and here are some
+        # it counts all heads, and a device may have some
+        if config.heads_together and num_heads % config.heads_together:
             config = dataclasses.replace(config, heads_together=0)
         return cls(
             num_tokens=num_tokens,
@@ -61,8 +63,8 @@ class Problem:
 
     @property
     def dims(self) -> tuple[int, int]:
-        """The chunk of head_dim that a tile holds: all of it."""
-        return 0, triton.tile_side(self.pool.head_dim)
+        """All of head_dim, as one chunk."""
+        return sizes.whole(self.pool.head_dim)
 
 
 class Keys(NamedTuple):
@@ -78,8 +80,8 @@ class Keys(NamedTuple):
     def read(
         self, which: Any, first: jax.Array, held: jax.Array | None, size: int, dtype: Any
     ) -> tuple[jax.Array, jax.Array | None]:
-        """(keys or values [size, dims], whether the tokens' pages exist) from position `first` on; 0 where not `held`,
-        which None says they all are. In rows there are no pages: None."""
+        """(keys or values [size, dims], whether the tokens' pages exist) from position `first` on; 0 where not `held`
+        (None: all are). For keys in rows the second is None."""
         problem, ref = self.problem, getattr(self.refs, which)
         if problem.cache_layout is None:
             token = self.start + first + jnp.arange(size)
@@ -96,13 +98,13 @@ class Keys(NamedTuple):
     def read_up_to(
         self, which: Any, first: jax.Array, newest: jax.Array | None, size: int, dtype: Any
     ) -> tuple[jax.Array, jax.Array | None]:
-        """The same up to position `newest`, None: wherever. What stands for tokens behind it is no other sequence's,
-        and is to be masked."""
+        """The same up to position `newest` (None: no limit). Later tokens are filled with tokens of this sequence and
+        must be masked."""
         problem = self.problem
         position = first + jnp.arange(size)
         if newest is None or problem.cache_layout is not None:
             return self.read(which, first, None if newest is None else position <= newest, size, dtype)
-        # The newest again: that costs less than a mask. Clipped, for a sequence may have none.
+        # The newest one again, which is cheaper than a mask. Clipped, since a sequence may have none.
         token = jnp.clip(self.start + jnp.minimum(position, newest), 0, problem.pool.num_pages - 1)
         return read_rows(getattr(self.refs, which), token, self.kv_head, problem, None).astype(dtype), None
 
@@ -131,8 +133,8 @@ def read_rows(
 
 
 class Blocks(NamedTuple):
-    """The blocks that one row of the layout lists for a head: entries [begin, end), those before `diagonal` wholly in
-    the past."""
+    """The blocks that one row of the layout lists for a head: entries [begin, end), of which those before `diagonal`
+    lie wholly in the past."""
 
     layout: SparseLayout
     """Of refs."""
@@ -145,7 +147,7 @@ class Blocks(NamedTuple):
 
     @classmethod
     def of_row(cls, layout: SparseLayout, head: jax.Array, row: jax.Array) -> "Blocks":
-        """None of a row that the layout does not have or that points outside, which is bad, and none of row -1."""
+        """No entries for row -1, nor for a row that is not in the layout or points outside, which is bad."""
         head = head if layout.layout_heads > 1 else 0 * head
         inside = (row >= 0) & (row < layout.num_row_blocks)
         safe = jnp.where(inside, row, 0)
@@ -156,7 +158,7 @@ class Blocks(NamedTuple):
         return cls(layout, head, safe, begin, diagonal, end, ~good & (row >= 0))
 
     def near(self) -> "Near":
-        """Those from `diagonal` on, all at once."""
+        """The blocks from `diagonal` on, loaded at once."""
         layout = self.layout
         entry = self.diagonal + jnp.arange(layout.most_diagonal)
         held = entry < self.end
@@ -166,13 +168,13 @@ class Blocks(NamedTuple):
             )
             for at in (entry, entry - 1)
         )
-        # Blocks are compared, not tokens: of a column that points far outside these would be beyond int32.
+        # Blocks are compared, not tokens: those of a column far outside would overflow int32.
         last, _ = divided((self.row + 1) * layout.q_block_size - 1, layout.block_size)
         good = (column > before) & (column <= last)
         return Near(self, column, _some(held & ~good))
 
     def column(self, entry: jax.Array) -> jax.Array:
-        """Of an entry; of one behind the last, that of the last."""
+        """The column of an entry; beyond the last, that of the last."""
         last = jnp.maximum(self.end - 1, 0)
         return triton.load(self.layout.columns.at[self.head, jnp.minimum(entry, last)])
 
@@ -194,7 +196,7 @@ class Near(NamedTuple):
         return _some(self.columns == divided(position, self.blocks.layout.block_size)[0])
 
     def number_before(self, position: jax.Array) -> jax.Array:
-        """How many blocks the row lists before that of a position, which is not before the row's own."""
+        """How many blocks the row lists before the block of `position`, which is one of the row's own or later."""
         block = divided(position, self.blocks.layout.block_size)[0]
         near = _number((self.columns >= 0) & (self.columns < block))
         return self.blocks.diagonal - self.blocks.begin + near
@@ -209,11 +211,11 @@ def _some(those: jax.Array) -> jax.Array:
 
 
 def first_query(seq: jax.Array, stored: jax.Array) -> jax.Array:
-    """The token where a sequence's queries begin, of what cu_q_lens has for it: the first begins with the first
-    token, whatever stands there."""
+    """First token of a sequence's queries, from its entry of cu_q_lens: sequence 0 starts at token 0, whatever is
+    stored."""
     return jnp.where(seq == 0, 0, stored)
 
 
 def divided(index: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-    """(index // size, index % size) for a power of two, below 0 too."""
+    """(index // size, index % size) for a power of two; index may be negative."""
     return index >> (size.bit_length() - 1), index & (size - 1)

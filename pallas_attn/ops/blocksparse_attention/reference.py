@@ -1,7 +1,7 @@
 """`blocksparse_attention` in plain jnp: works anywhere, in float32, with gradients.
 
-Some queries of one sequence at a time, against all that the sequence may hold: memory grows with the longest sequence,
-not with its square.
+It computes some queries of one sequence at a time against all its keys: memory grows with the longest sequence, not
+with its square.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ def blocksparse_attention_xla(operands: Operands) -> tuple[jax.Array, jax.Array]
     cu_q = operands.cu_q_lens if problem.kinds != "decode" else jnp.arange(num_seqs + 1)
     cu_q = jnp.clip(cu_q, 0, tokens).at[0].set(0)
     if problem.cache_layout is None:
-        # Gradients of keys and values are sums over all slots, rounded once.
+        # In float32, so that gradients of keys and values, which sum over all slots, are rounded once.
         in_float32 = {name: getattr(operands, name).astype(jnp.float32) for name in ("key", "value")}
         operands, ends = dataclasses.replace(operands, **in_float32), operands.cu_k_lens
         assert ends is not None
@@ -59,9 +59,9 @@ def blocksparse_attention_xla(operands: Operands) -> tuple[jax.Array, jax.Array]
         row = jnp.minimum(row, seen.shape[1] - 1)
         blocks = jnp.minimum(key_at // layout.block_size, seen.shape[2] - 1)
         visible = seen[:, row][:, blocks][:, None] & masking.causal(key_at, position[:, None])
-        # Of a tile's end that no query has, no key is looked at.
+        # Places at a tile's end that have no query look at no key.
         visible = jnp.broadcast_to(visible & real[:, None], (heads, *visible.shape[1:]))
-        # What no head of a group sees counts as absent: 0 * NaN is NaN.
+        # What no head of a group sees is zeroed: 0 * NaN is NaN.
         looked_at = jnp.any(visible.reshape(problem.pool.num_kv_heads, -1, problem.max_k_len), axis=1)
         keys, values, usable = _keys(operands, problem, seq, k_start[seq], k_lens[seq], looked_at)
         by_head = jnp.moveaxis(q, 1, 0)
@@ -74,11 +74,11 @@ def blocksparse_attention_xla(operands: Operands) -> tuple[jax.Array, jax.Array]
         by_kv_head = weights.reshape(problem.pool.num_kv_heads, problem.group, block_q, -1)
         acc = jnp.einsum("hgqk,khd->hgqd", by_kv_head, values, precision="highest")
         out, lse = softmax.finish(state._replace(acc=acc.reshape(state.acc.shape)))
-        # Of a query that sees nothing no gradient comes back, were its cotangent NaN.
+        # A query that sees nothing gets no gradient, even if its cotangent is NaN.
         out = jnp.where(lse.rest[..., None] == -jnp.inf, 0.0, out)
         wrong = (first >= 0) & bad[:, row]
         wrong = bad_lens[seq] | ~inside | wrong[:, None] | jnp.any(visible & ~usable, axis=2)
-        # The query's gradient is NaN, too; of keys and values, wrong rows have no part.
+        # The query's gradient is NaN, too; keys and values get nothing from invalid rows.
         spoiled = jnp.float32(jnp.nan) * jnp.where(wrong[..., None], by_head, 0)
         out = jnp.where(wrong[..., None], spoiled, out)
         lse = jnp.stack([lse.maximum, jnp.where(wrong, spoiled[..., 0], lse.rest)], axis=-1)
@@ -94,8 +94,8 @@ def blocksparse_attention_xla(operands: Operands) -> tuple[jax.Array, jax.Array]
 
 
 def _keys(operands: Operands, problem: Problem, seq, start, k_len, looked_at):
-    """(keys, values [max_k_len, num_kv_heads, head_dim], the tokens' pages exist) of a sequence; 0 behind its end and
-    where not `looked_at` [num_kv_heads, max_k_len]."""
+    """(keys, values [max_k_len, num_kv_heads, head_dim], whether the tokens' pages exist) of a sequence; 0 after its
+    end and where not `looked_at` [num_kv_heads, max_k_len]."""
     position = jnp.arange(problem.max_k_len)
     held = position < k_len
     pool = problem.pool

@@ -1,7 +1,7 @@
-"""The blocks of keys that some neighbouring queries of one head go over, which forward and backward share.
+"""The walk of some neighbouring queries of one head over blocks of keys, shared by forward and backward.
 
 Programs find their sequence themselves: sequence i has the slots from cu_q_lens[i] // block_q + 2 * i on, two more than
-its queries fill, since its first and last tiles may be partial. Late positions see most, and start first.
+its queries fill, since its first and last tiles may be partial. Late positions see most and start first.
 """
 
 from collections.abc import Callable
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_attn._call.sizes import next_power_of_2
 from pallas_attn._tile import masking, triton
 from pallas_attn.ops.blocksparse_attention.layout import SparseLayout
 from pallas_attn.ops.blocksparse_attention.operands import Operands
@@ -28,14 +29,14 @@ class Tile(NamedTuple):
     oldest: jax.Array
     """Position of the sequence's first query."""
     newest: jax.Array
-    """Position of the last of the tile that is real."""
+    """Position of the tile's last real query."""
     any: jax.Array
-    """Whether one of them is."""
+    """Whether any query is real."""
     shift: jax.Array
     """From a query's position to its token."""
     k_start: jax.Array
     bad: jax.Array
-    """Whether the sequence's lengths cannot be right."""
+    """Whether the sequence's lengths are invalid."""
 
     @property
     def position(self) -> jax.Array:
@@ -51,8 +52,8 @@ class Tile(NamedTuple):
         return self.position + self.shift
 
     def behind(self, walked: jax.Array) -> "Tile":
-        """The same, but that a compiler cannot know: who computes with it computes anew, where registers are free
-        again, what else would be kept from before the walk. `walked` is a boolean that the walk gives."""
+        """The same tile, but opaque to the compiler: values computed from it are recomputed after the walk, where
+        registers are free, instead of being kept across it. `walked` is any boolean that results from the walk."""
         never = walked & (self.newest < self.first)
         return self._replace(first=self.first + never.astype(jnp.int32))
 
@@ -62,12 +63,12 @@ def num_slots(problem: Problem, block_q: int | None = None) -> int:
 
 
 def tile_of(problem: Problem, refs: Operands, slot: jax.Array) -> Tile:
-    """The queries of a slot. Tokens behind the last sequence are those of one more, which has no keys.
+    """The queries of a slot. Tokens after the last sequence form one more sequence, without keys.
 
-    All lengths come at once and the own ones are picked from them: programs wait for one load, not for two in turn.
+    All lengths are loaded at once and the program's own picked from them: one load latency instead of two.
     """
     block_q, num_seqs, tokens = problem.config.block_q, problem.num_seqs, problem.num_tokens
-    seqs = jnp.arange(triton.next_power_of_2(num_seqs))
+    seqs = jnp.arange(next_power_of_2(num_seqs))
     real = seqs < num_seqs
 
     def lengths(ref: Any, shift: int) -> jax.Array:
@@ -106,37 +107,37 @@ def tile_of(problem: Problem, refs: Operands, slot: jax.Array) -> Tile:
     return Tile(block_q, own, first, before, newest, some, q_start - before, k_start, bad)
 
 
-class Keys(NamedTuple):
+class KeyTile(NamedTuple):
     """A tile of the keys that a row of the layout lists."""
 
     first: jax.Array
-    """Position of the first."""
+    """Position of the first key."""
     newest: jax.Array | None
-    """Position of the last that may be read; None: all may."""
+    """Position of the last key that may be read; None: all may."""
     good: jax.Array | None
-    """Whether its block lies inside; None where that is said of the whole row, behind the walk."""
+    """Whether the block is valid; None where the whole row is checked after the walk."""
     seen: jax.Array | None
-    """[queries, keys] who sees whom; None: everyone all."""
+    """[queries, keys] which are seen; None: all."""
 
 
 class Walker(NamedTuple):
-    """What is done with the keys that are visited."""
+    """What to do with the visited keys."""
 
-    read: Callable[[Keys], Any]
-    step: Callable[[Any, Keys, Any], Any]
-    """(state, or None where nothing came before; keys; what was read of them) -> state."""
+    read: Callable[[KeyTile], Any]
+    step: Callable[[Any, KeyTile, Any], Any]
+    """(state, None for the first tile; keys; what `read` returned) -> state."""
     early: bool = True
-    """Whether keys at the queries' own positions are read before it is known that the row lists them: nothing waits
-    then, and where it does not list them they were read for nothing."""
+    """Whether to read keys at the queries' own positions before it is known that the row lists them: this hides the
+    latency, and wastes the read if it does not."""
 
 
 def walk(
     layout: SparseLayout, head: jax.Array, tile: Tile, problem: Problem, walker: Walker, state: Any
 ) -> tuple[Any, jax.Array]:
-    """(`state` after a step for each tile of keys; whether lengths or row cannot be right).
+    """(`state` after a step for each tile of keys; whether lengths or row are invalid).
 
-    Keys at the queries' own positions come first. Where they lie is known before any column is, so they are on their
-    way while row and columns are looked up. All others lie in every query's past: one loop without a mask.
+    Keys at the queries' own positions come first: their place is known before any column is, so they are loaded while
+    row and columns are looked up. All others lie in every query's past: one loop without a mask.
     """
     row = jnp.maximum(divided(tile.first, layout.q_block_size)[0], -1)
     near = Blocks.of_row(layout, head, row).near()
@@ -147,7 +148,7 @@ def walk(
 
 
 def sample(layout: SparseLayout, head: jax.Array, tile: Tile, size: int) -> tuple[jax.Array, jax.Array]:
-    """([size] positions, which of them there are) evenly spread over the newest block that queries of the tile see."""
+    """([size] positions, which of them exist), evenly spread over the newest block that the tile's queries see."""
     row = jnp.maximum(divided(tile.first, layout.q_block_size)[0], -1)
     near = Blocks.of_row(layout, head, row).near()
     blocks, newest = near.blocks, divided(tile.newest, layout.block_size)[0]
@@ -162,15 +163,15 @@ def sample(layout: SparseLayout, head: jax.Array, tile: Tile, size: int) -> tupl
 
 
 def _own_tiles(state: Any, own: jax.Array, near: Near, tile: Tile, problem: Problem, walker: Walker) -> Any:
-    """From position `own` on, those that the row lists."""
+    """The tiles from position `own` on that the row lists."""
     block_kv = problem.config.block_kv
     number = max(1, problem.config.block_q // block_kv)
 
     def one(i: Any, before: Any, otherwise: Any) -> Any:
         first = own + i * block_kv
         position = first + jnp.arange(block_kv)
-        keys = Keys(first, tile.newest, None, masking.causal(position[None, :], tile.position[:, None]))
-        # Outside of the branch, so that nothing waits for the columns yet.
+        keys = KeyTile(first, tile.newest, None, masking.causal(position[None, :], tile.position[:, None]))
+        # Outside of the branch, so that the load need not wait for the columns.
         read = walker.read(keys) if walker.early else None
         wanted = near.lists(first) & (first <= tile.newest)
         return lax.cond(
@@ -185,7 +186,7 @@ def _own_tiles(state: Any, own: jax.Array, near: Near, tile: Tile, problem: Prob
 def _past_tiles(
     carry: Any, own: jax.Array, near: Near, problem: Problem, walker: Walker
 ) -> tuple[Any, jax.Array]:
-    """Those before position `own`."""
+    """The tiles before position `own`."""
     blocks = near.blocks
     size, block_kv = blocks.layout.block_size, problem.config.block_kv
     tiles = size // block_kv
@@ -196,10 +197,10 @@ def _past_tiles(
         entry = blocks.begin + block
         column = blocks.column(entry)
         first = column * size + part * block_kv
-        # The layout may have been traced: what points outside or does not ascend makes its rows NaN. Asked here, of
-        # columns loaded two steps ahead, it holds up nothing.
+        # The layout may have been traced: rows that point outside or do not ascend become NaN. Checked here, on columns
+        # that were loaded two steps ahead, which delays nothing.
         good = in_the_past(column, first, own - block_kv) & blocks.ascends(entry, column)
-        keys = Keys(jnp.where(good, first, 0), None, good, None)
+        keys = KeyTile(jnp.where(good, first, 0), None, good, None)
         return walker.step(state, keys, walker.read(keys)), bad | ~good
 
     of_own_block = jnp.where(near.lists(own), divided(divided(own, size)[1], block_kv)[0], 0)
@@ -207,18 +208,18 @@ def _past_tiles(
 
 
 def in_the_past(column: jax.Array, first: jax.Array, newest: jax.Array) -> jax.Array:
-    """Whether a tile of a block `column` that would begin at position `first`, at `newest` at the latest, lies in the
-    sequence. Of a column that points far outside, `first` went beyond int32 and is anything: then it may pass, if it is
-    in the sequence, for the row does not ascend to its end; but nothing outside is read."""
+    """Whether a tile of block `column` that begins at position `first` lies in the sequence, at `newest` at the latest.
+    For a column far outside, `first` has overflowed int32 and may pass if it falls into the sequence: nothing outside
+    is read, and the row is caught because it does not ascend to its end."""
     return ((column | first) >= 0) & (first <= newest)
 
 
 def spoiled(factor: Any, good: jax.Array | None) -> jax.Array | float:
     """`factor` of logits; NaN where a block is not `good`.
 
-    Not for NaN alone, since the whole row is spoiled in the end. Triton's pipeline gives a load that only leads to
-    addresses of other loads a stage of its own and a way through shared memory, so that keys are copied one step ahead
-    instead of two. One that the next product depends on by another way as well is loaded plainly: so logits, which
-    are `factor * products` in this order, depend on the column.
+    The NaN alone would not need this, since the whole row is spoiled in the end. Triton's pipeliner gives a load that
+    is only used for addresses of other loads a stage of its own, through shared memory, so keys are copied one step
+    ahead instead of two. A load that the next product depends on otherwise, too, is a plain load: so logits, `factor *
+    products` in this order, are made to depend on the column.
     """
     return factor if good is None else jnp.where(good, np.float32(factor), np.float32(np.nan))

@@ -6,34 +6,32 @@ from typing import Any, Literal, get_args, overload
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._call import dispatch
+from pallas_attn._call import dispatch, options
 from pallas_attn._call.checks import ArgumentChecker, check_int
 from pallas_attn._call.dispatch import Implementation
 from pallas_attn._call.op import Op
 from pallas_attn._call.operands import ready
-from pallas_attn._tile import options, segments, triton
+from pallas_attn._call.pools import handles
+from pallas_attn._call.sizes import too_wide
+from pallas_attn._tile import triton
 from pallas_attn._tile.band import Band
 from pallas_attn._tile.dense import DenseLayout
-from pallas_attn._tile.layout import handles
 from pallas_attn._types import ImplementationOrCuda
 from pallas_attn.mods.blocks import BlockMask
 from pallas_attn.mods.call import Sizes, of_call
 from pallas_attn.mods.ready import MaskMod, ScoreMod
-from pallas_attn.ops.flash_attention import arguments, captured, cuda, gradients, kernel, reference
+from pallas_attn.ops.flash_attention import arguments, captured, cuda, gradients, kernel, reference, segments
 from pallas_attn.ops.flash_attention import backward as tiled
 from pallas_attn.ops.flash_attention import config as tiles
 from pallas_attn.ops.flash_attention.config import FlashAttentionConfig, FlashAttentionCudaConfig
 from pallas_attn.ops.flash_attention.operands import Operands, Rules
 from pallas_attn.ops.flash_attention.problem import Problem
 
-MAX_HEAD_DIM = 256
-
 
 def _supports(operands: Operands, lowering: triton.Lowering) -> str | None:
-    largest = Problem.of(operands).widest
-    if largest > MAX_HEAD_DIM:
-        return f"head_dim is at most {MAX_HEAD_DIM}, got {largest}"
-    return handles("masks", 0 if operands.mask is None else operands.mask.size, jnp.int8, lowering)
+    problem, mask_elements = Problem.of(operands), 0 if operands.mask is None else operands.mask.size
+    dims = {"head_dim": problem.head_dim, "value_dim": problem.value_dim}
+    return too_wide(dims) or handles("masks", mask_elements, jnp.int8, lowering)
 
 
 def _steps(

@@ -1,4 +1,4 @@
-"""From the arguments of a call to what kernels take: the checks, and one form for each thing."""
+"""From a call's arguments to what kernels take: checks and normal forms."""
 
 import functools
 import operator
@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn._call.checks import ArgumentChecker, check_int, shown
-from pallas_attn._tile import segments
 from pallas_attn._tile.band import Band
 from pallas_attn.mods.ready import MaskMod
+from pallas_attn.ops.flash_attention import segments
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 LONGEST = 2**30  # tokens; positions are int32
@@ -20,7 +20,7 @@ LONGEST = 2**30  # tokens; positions are int32
 def check_arrays(
     check: ArgumentChecker, query, key, value, layout: str, without_tokens: bool
 ) -> dict[str, int]:
-    """The sizes; `without_tokens` takes a batch, queries and keys of none."""
+    """Checks and returns the sizes; with `without_tokens` batch, queries and keys may be empty."""
 
     def shape(tokens: str, heads: str, dim: str) -> tuple[str, ...]:
         return ("batch", tokens, heads, dim) if layout == "BTNH" else ("batch", heads, tokens, dim)
@@ -50,7 +50,7 @@ def pairwise(check: ArgumentChecker, name: str, array: Any, dtypes: Any, group: 
         check.fail(name, f"shape {expected}", str(list(array.shape)))
     batch, heads, queries, keys = array.shape
     if keys < full[-1] and array.dtype != jnp.bool_:
-        array = array.astype(jnp.float32)  # its gradient is a sum over keys, rounded once
+        array = array.astype(jnp.float32)  # so that its gradient, a sum over keys, is rounded once
     array = jnp.broadcast_to(array, (batch, heads, queries, full[-1]))
     return array.reshape(batch, *((1, 1) if heads == 1 else (heads // group, group)), queries, full[-1])
 
@@ -69,14 +69,14 @@ def band(check: ArgumentChecker, causal: bool, window: Any, offset: int) -> Band
             check.fail("sliding_window", "an int or a tuple (left, right)", shown(window), TypeError)
         check.count("sliding_window", window)
         left = right = int(window) - 1
-    # A bound that lies beyond all tokens may come nearer: places and bounds are added up in int32.
+    # Bounds beyond all tokens are clipped: positions and bounds are added in int32.
     left = None if left is None else min(left, LONGEST + offset)
     right = None if right is None else min(right, LONGEST - offset)
     return Band(left, 0 if causal else right, offset)
 
 
 def mod_of(band: Band) -> MaskMod | None:
-    """The band as a mask_mod, None if all see all."""
+    """The band as a mask_mod, or None if every query sees every key."""
     if band.left is None and band.right is None:
         return None
 
@@ -88,13 +88,13 @@ def mod_of(band: Band) -> MaskMod | None:
 
 def documents(
     check: ArgumentChecker, segment_ids: Any, cu_q_lens: Any, lengths: dict[str, Any]
-) -> tuple[segments.Side, segments.Side] | None:
-    """Which document each query and each key is of, and where those lie; None: all see all. `lengths`:
-    of queries, of keys, as far as padding follows them."""
+) -> tuple[segments.Documents, segments.Documents] | None:
+    """The documents of queries and of keys, or None if there are none. `lengths`: of queries and of keys where padding
+    follows them."""
     if lengths:
         batch, *tokens = (check.dims[dim] for dim in ("batch", "q_len", "kv_len"))
         if 0 in (batch, *tokens):
-            return None  # there are no pairs to tell apart
+            return None  # there are no pairs
         return segments.sides_of_sizes(lengths, dict(zip(segments.SIZES, tokens, strict=True)))
     if segment_ids is None and cu_q_lens is None:
         return None
@@ -111,7 +111,7 @@ def documents(
     return segments.sides(of_queries, of_queries if pair[0] is pair[1] else jnp.asarray(pair[1]))
 
 
-def _sequences(check: ArgumentChecker, cu_q_lens: Any) -> tuple[segments.Side, segments.Side]:
+def _sequences(check: ArgumentChecker, cu_q_lens: Any) -> tuple[segments.Documents, segments.Documents]:
     check.array("cu_q_lens", cu_q_lens, ("num_seqs + 1",), [jnp.int32])
     check.non_empty("cu_q_lens", cu_q_lens)
     check.not_descending("cu_q_lens", cu_q_lens)

@@ -1,8 +1,8 @@
 """Flash attention in Pallas, backward: gradients of queries, of keys and values, and of a bias.
 
-Nothing of size queries x keys was kept: each kernel works out the weights of its tiles again from the log-sum-exp, as
-flash attention does (Dao et al., 2022). Each sums what it holds by itself, in one order, so the same inputs give the
-same bits; queries and keys therefore have a kernel each, and what a weight is, is worked out twice.
+Nothing of size queries x keys was kept: each kernel recomputes the weights of its tiles from the log-sum-exp (Dao et
+al., 2022). Every sum is computed by one program in a fixed order, so the same inputs give the same bits; that takes one
+kernel for queries and one for keys, and weights are recomputed in both.
 """
 
 import functools
@@ -16,8 +16,8 @@ import numpy as np
 from jax import lax
 
 from pallas_attn._call.device import current_device
+from pallas_attn._call.sizes import Chunk
 from pallas_attn._tile import dense, logits, low_bits, softmax, triton, weights
-from pallas_attn._tile.rows import Chunk
 from pallas_attn.mods import operands as mods
 from pallas_attn.mods.derivative import slope
 from pallas_attn.mods.program import KEY, QUERY
@@ -27,14 +27,14 @@ from pallas_attn.ops.flash_attention.kernel import of_program, sides
 from pallas_attn.ops.flash_attention.operands import BackwardOperands
 from pallas_attn.ops.flash_attention.problem import Problem
 
-SAMPLE = 16  # keys whose mean stands for what all have in common
+SAMPLE = 16  # sampled keys, whose mean estimates the offset that all share
 
 
 @functools.partial(jax.jit, static_argnames=("config", "lowering"))
 def backward(
     operands: BackwardOperands, *, config: FlashAttentionConfig, lowering: triton.Lowering = "pallas"
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of query, key and value, each as its array."""
+    """Gradients of query, key and value, in their shapes and dtypes."""
     problem = Problem.of(operands)
     query, key, value = (
         jax.ShapeDtypeStruct(array.shape, array.dtype)
@@ -64,8 +64,8 @@ def backward(
     return d_query, d_key, d_value
 
 
-class Rows(NamedTuple):
-    """What the gradient needs of some queries of one head."""
+class QueryRows(NamedTuple):
+    """What gradients need for some queries of one head."""
 
     query: list[jax.Array]
     d_out: list[jax.Array]
@@ -73,13 +73,13 @@ class Rows(NamedTuple):
     delta: jax.Array
 
 
-def rows_of(refs: BackwardOperands, problem: Problem, cell: scores.Cell, tokens, real) -> Rows:
+def rows_of(refs: BackwardOperands, problem: Problem, cell: scores.Cell, tokens, real) -> QueryRows:
     stream = dense.Stream(problem.rules.layout, cell.batch, (cell.kv_head, cell.place))
     maximum, rest, delta = (
         triton.load(dense.per_token(ref, cell, tokens), mask=real, other=0.0)
         for ref in (refs.maximum, refs.rest, refs.delta)
     )
-    return Rows(
+    return QueryRows(
         stream.read(refs.query, tokens, real, problem.query_chunks),
         stream.read(refs.d_out, tokens, real, problem.value_chunks),
         softmax.Lse(maximum, rest),
@@ -88,9 +88,9 @@ def rows_of(refs: BackwardOperands, problem: Problem, cell: scores.Cell, tokens,
 
 
 def pairs_of(
-    given: weights.Bent, rows: Rows, by_row: Any, d_weights, seen: jax.Array | None
+    given: weights.Bent, rows: QueryRows, by_row: Any, d_weights, seen: jax.Array | None
 ) -> weights.Pairs:
-    """`by_row`: an index that makes numbers of rows broadcast along keys."""
+    """`by_row`: an index that makes per-row numbers broadcast along keys."""
     lse = softmax.Lse(*(part[by_row] for part in rows.lse))
     return weights.pairs(given, lse, rows.delta[by_row], d_weights, seen)
 
@@ -145,9 +145,10 @@ def _query_kernel(refs: BackwardOperands, d_query_ref, *, problem: Problem, tile
 def _key_value_kernel(
     refs: BackwardOperands, d_key_ref, d_value_ref, *, problem: Problem, tiles: FlashAttentionTiles
 ):
-    """Tiles are [keys, queries], so that weights and gradients of logits meet queries as they are, from registers.
+    """Tiles are [keys, queries], so that weights and gradients of logits enter the products with queries straight from
+    registers.
 
-    The first keys come first: causal queries that see them are the most.
+    The first keys come first: most causal queries see them.
     """
     rules = problem.rules
     queries, keys = sides(refs, problem, tiles)
@@ -192,7 +193,7 @@ def _key_value_kernel(
     def gradients(part: walk.Part) -> None:
         sums = zeros(problem.query_chunks), zeros(problem.value_chunks)
         heads = functools.partial(head, part)
-        # One head needs no loop, and inner loops are those that Triton pipelines.
+        # No loop for a single head: Triton pipelines innermost loops only.
         sums = (
             heads(jnp.int32(0), sums) if problem.group == 1 else lax.fori_loop(0, problem.group, heads, sums)
         )
@@ -215,7 +216,7 @@ def bias_gradient(
     assert operands.bias is not None
     problem, shape = Problem.of(operands), operands.bias.shape
     itemsize, device = operands.query.dtype.itemsize, current_device()
-    # No side stays where it is: both take buffers.
+    # The loop loads both sides: both take buffers.
     tiles = fitted(config.key_value, "bias", problem, itemsize, operands.pair_bytes, device)
     q_blocks = problem.blocks("query", tiles.block_q) if shape[3] > 1 else 1
     (d_bias,) = triton.kernel_call(
@@ -235,8 +236,8 @@ def _bias_kernel(
     refs: BackwardOperands, d_bias_ref, *, problem: Problem, tiles: FlashAttentionTiles, q_blocks: int,
     shape: tuple[int, ...],
 ):  # fmt: skip
-    """A program sums one tile over everything that shares the bias. Documents need no walk here: no product runs over
-    tokens, so a token's NaN stays with it."""
+    """A program sums one tile over everything that shares the bias. Documents need no walk of their own here: no
+    product sums over tokens, so a token's NaN does not spread."""
     rules = problem.rules
     queries, keys = sides(refs, problem, tiles)
     flat, heads, batch = (triton.program_id(axis) for axis in range(3))

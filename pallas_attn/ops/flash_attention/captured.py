@@ -1,7 +1,7 @@
-"""Gradients of what a score_mod captures: sums over queries, over keys, and along diagonals.
+"""Gradients of the arrays that a score_mod captures: sums over queries, over keys, and along diagonals.
 
-Each kernel works out the gradients of its tiles' logits again, as those of queries and keys do, and sums what is left
-of them by forms.py. A kernel runs only if some captured array is read in its form.
+Each kernel recomputes the gradients of its tiles' logits, as those of queries and keys do, and sums them in the form
+that forms.py asks for. A kernel runs only if some captured array is read in its form.
 """
 
 import functools
@@ -20,7 +20,7 @@ from pallas_attn.mods import operands as mods
 from pallas_attn.mods.derivative import derivatives
 from pallas_attn.mods.program import KEY, QUERY, Program
 from pallas_attn.ops.flash_attention import scores, walk
-from pallas_attn.ops.flash_attention.backward import Rows, pairs_of, rows_of
+from pallas_attn.ops.flash_attention.backward import QueryRows, pairs_of, rows_of
 from pallas_attn.ops.flash_attention.config import FlashAttentionConfig, FlashAttentionTiles, fitted
 from pallas_attn.ops.flash_attention.kernel import sides
 from pallas_attn.ops.flash_attention.operands import BackwardOperands, Operands
@@ -30,7 +30,7 @@ SIDE = 64  # of the tiles along diagonals
 
 
 def forms_of(operands: Operands, asked: tuple[int, ...]) -> dict[int, forms.ReadForm]:
-    """{number of a read in the derivatives: its form}, of those captured floating-point arrays that are `asked`."""
+    """{number of a read in the derivatives: its form}, for the captured floating-point arrays that are `asked`."""
     assert operands.mods is not None
     assert operands.mods.score is not None
     found = derivatives(operands.mods.score)
@@ -62,7 +62,7 @@ def gradients(
     config: FlashAttentionConfig,
     lowering: triton.Lowering = "pallas",
 ) -> tuple[jax.Array, ...]:
-    """Of each of `operands.captured`, float32; zeros of those that are not `asked`."""
+    """A float32 gradient for each of `operands.captured`; zeros for those not `asked`."""
     given, captured = operands.mods, operands.captured
     assert given is not None
     assert given.score is not None
@@ -88,7 +88,7 @@ def gradients(
 
 
 def _only(reads: tuple[int, ...], score: Program) -> Program:
-    """The score, its slope, and what hangs on these reads."""
+    """The score, its slope, and the derivatives by these reads."""
     found = derivatives(score)
     results = found.program.results
     return Program(
@@ -130,7 +130,7 @@ def _along_kernel(
     reads: tuple[int, ...],
     form: forms.ReadForm,
 ):
-    """A program holds queries of a head, or keys, and walks over the others."""
+    """A program holds queries of a head, or keys, and walks over the other side."""
     queries, keys = sides(refs, problem, tiles)
     flat, kv_head, batch = (triton.program_id(axis) for axis in range(3))
     cell = scores.Cell(batch, kv_head, flat % np.int32(problem.group))
@@ -160,14 +160,14 @@ def _along_kernel(
 
 
 class _Side:
-    """Queries or keys of a tile, with what gradients need of them."""
+    """A tile's queries or keys, with what gradients need for them."""
 
     def __init__(
         self, refs: BackwardOperands, problem: Problem, cell: scores.Cell, of_queries: bool, tokens, real
     ):
         self.tokens, self.real, self.of_queries = tokens, real, of_queries
         self.place = (QUERY, tokens, problem.q_len) if of_queries else (KEY, tokens, problem.kv_len)
-        self.rows: Rows | None = None
+        self.rows: QueryRows | None = None
         if of_queries:
             self.rows = rows_of(refs, problem, cell, tokens, real)
             self.first, self.second = self.rows.query, self.rows.d_out
@@ -186,7 +186,7 @@ def _contributions(
     masked: bool,
     among: Any,
 ) -> list[jax.Array]:
-    """[held tokens, met tokens] of each read: what pairs add to the gradient of what they have read."""
+    """[held tokens, met tokens] for each read: what each pair adds to the gradient of the element it reads."""
     rules, rows = refs.rules, held.rows or met.rows
     assert rows is not None
     by_row = np.s_[:, None] if held.of_queries else np.s_[None, :]
@@ -238,19 +238,19 @@ def _diagonals(
 def _skewed(sums: jax.Array, problem: Problem, columns: int) -> jax.Array:
     """Sums along the diagonals of tiles [..., block diagonals, side, side], by distance."""
     *lead, count, side, _ = sums.shape
-    # Row r moved to the right end and back by r: what lies in one column has one distance.
+    # Row r is shifted so that every column has a single distance.
     padded = jnp.pad(sums[..., ::-1], [(0, 0)] * (len(lead) + 2) + [(0, side)])
     moved = padded.reshape(*lead, count, -1)[..., : side * (2 * side - 1)].reshape(
         *lead, count, side, 2 * side - 1
     )
     by_distance = jnp.sum(moved, axis=-2)  # [..., count, 2 * side - 1]: from -(side - 1) on
-    # Those of neighbours overlap by all but one.
+    # Neighbouring block diagonals share side - 1 distances.
     parts = jnp.pad(by_distance, [(0, 0)] * (len(lead) + 1) + [(0, 1)]).reshape(*lead, count, 2, side)
     first, second = parts[..., 0, :], parts[..., 1, :]
     whole = jnp.pad(first, [(0, 0)] * len(lead) + [(0, 1), (0, 0)]) + jnp.pad(
         second, [(0, 0)] * len(lead) + [(1, 0), (0, 0)]
     )
-    # Block diagonal 0 has the distance of the last column of tiles, less what is within one.
+    # Block diagonal 0 starts at the distance of the last column of tiles, minus that within a tile.
     begin = (columns * side - 1) - (problem.kv_len - 1)
     return whole.reshape(*lead, -1)[..., begin : begin + problem.q_len + problem.kv_len - 1]
 
@@ -266,7 +266,7 @@ def _diagonal_kernel(
     cell = scores.Cell(batch, kv_head, flat % group)
     rows, columns = problem.blocks("query", side), problem.blocks("key", side)
     number = flat // group
-    apart = number - (columns - 1)  # row less column
+    apart = number - (columns - 1)  # row minus column
     of_mods = mods.over_refs(refs.mods, refs.captured, cell, of_score=functools.partial(_only, reads))
 
     def step(row: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

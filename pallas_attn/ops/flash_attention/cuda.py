@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn._call import hopper_backward, hopper_forward
+from pallas_attn._call import hopper_backward, hopper_forward, sharding
 from pallas_attn._call.checks import fail
-from pallas_attn._tile import low_bits, sharding, softmax
+from pallas_attn._tile import low_bits, softmax
 from pallas_attn.mods.operands import refused_by_cuda
 from pallas_attn.ops.flash_attention.config import FlashAttentionCudaConfig
 from pallas_attn.ops.flash_attention.operands import BackwardOperands, Operands

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_attn._call import derivative
 from pallas_attn._call.op import Call
-from pallas_attn._tile import derivative, low_bits, softmax, weights
+from pallas_attn._tile import low_bits, softmax, weights
 from pallas_attn.mods.operands import captured_dims
 from pallas_attn.ops.flash_attention import cuda
 from pallas_attn.ops.flash_attention.operands import KEYS, LSE, QUERIES, BackwardOperands, Operands, of_pairs

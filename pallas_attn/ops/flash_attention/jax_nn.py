@@ -150,14 +150,14 @@ def dot_product_attention(
 
 
 def _promoted(bias: Any) -> Any:
-    """As jax promotes it, with float32 logits."""
+    """As jax promotes it against float32 logits."""
     if is_array(bias) and (bias.dtype == np.float64 or jnp.issubdtype(bias.dtype, jnp.integer)):
         return jnp.asarray(bias, jnp.float32)
     return bias
 
 
 def _scaled(check: ArgumentChecker, query: Any, scale: Any) -> tuple[Any, float | None]:
-    """A scale as kernels have it, concrete and above 0, and the query times what is left."""
+    """A scale that kernels can take, concrete and above 0, and the query times the remaining factor."""
     if scale is None:
         return query, None
     expected = "a finite number, as such or as an array without dimensions, or None"

@@ -36,7 +36,7 @@ def forward(
         functools.partial(_forward_kernel, problem=problem, tiles=tiles),
         operands,
         name="pallas_attn_flash_attention",
-        # The heads of a group run side by side, for they read the same keys; then blocks of the same heads.
+        # The heads of a group are adjacent, since they read the same keys; then come blocks of the same heads.
         grid=(
             together * problem.group * problem.blocks("query", tiles.block_q),
             problem.num_kv_heads // together,
@@ -54,13 +54,13 @@ def forward(
 
 
 def heads_together(problem: Problem) -> int:
-    """KV heads whose programs run side by side. Of wide heads some, so that not all programs wait for the same keys;
-    few enough that keys still come out of the L2."""
+    """KV heads whose programs are interleaved. Several for wide heads, so that not all programs wait for the same keys;
+    few enough that keys still hit the L2."""
     return math.gcd(problem.num_kv_heads, 8) if problem.widest > 128 else 1
 
 
 def of_program(problem: Problem, num_blocks: int, together: int) -> tuple[scores.Cell, jax.Array]:
-    """The head that a program serves, and its block: the last first, for causal queries have most to do there."""
+    """A program's head and its block: the last block first, where causal queries see most."""
     flat, kv_head, batch = (triton.program_id(axis) for axis in range(3))
     heads = together * problem.group
     index, head = num_blocks - 1 - flat // heads, flat % heads
@@ -92,8 +92,8 @@ def _forward_kernel(
     of_mods = mods.over_refs(refs.mods, refs.captured, cell).at(QUERY, mine.tokens, problem.q_len)
     counted = None
     if low_refs and refs.value.dtype == jnp.float16:
-        # What values have in common is off by as much as rounded weights are from adding up to 1. Gradients of fp16
-        # have the digits to show it, so here the rounded ones are summed.
+        # An offset that values share is scaled by the sum of the rounded weights, which is not exactly 1. In fp16
+        # gradients that shows, so here the rounded weights are summed.
         counted = weights.summed_as(jnp.float16)
 
     def step(state: softmax.OnlineSoftmax, tile: walk.Tile) -> softmax.OnlineSoftmax:

@@ -1,14 +1,14 @@
-"""What `flash_attention` works on, and what its gradients do. Query heads are two dimensions, KV head and place in its
-group, and KV heads are the heads that may be sharded."""
+"""Operands of `flash_attention` and of its gradients. Query heads are two dimensions, KV head and place in its group;
+KV heads may be sharded."""
 
 import dataclasses
 from typing import Any
 
 from pallas_attn._call.operands import dims, operands
 from pallas_attn._tile.band import Band
-from pallas_attn._tile.segments import Side
 from pallas_attn._types import Array
 from pallas_attn.mods.operands import Mods, captured_dims
+from pallas_attn.ops.flash_attention.segments import Documents
 
 LSE = "seqs heads group q"
 
@@ -24,7 +24,7 @@ class Rules:
 
 
 def _tokens(tokens: str, heads: str) -> Any:
-    """Of an array of tokens as the layout has them."""
+    """Dimensions of an array of tokens, by the layout."""
     orders = {"BTNH": f"seqs {tokens} {heads} dim", "BNTH": f"seqs {heads} {tokens} dim"}
     return lambda self: orders[self.rules.layout]
 
@@ -33,7 +33,7 @@ QUERIES, KEYS = _tokens("q", "heads group"), _tokens("kv", "heads")
 
 
 def of_pairs(array: Array) -> str:
-    """Of bias and mask [batch or 1, num_kv_heads or 1, group or 1, q_len or 1, kv_len]."""
+    """Dimensions of bias and mask [batch or 1, num_kv_heads or 1, group or 1, q_len or 1, kv_len]."""
     kinds = ("seqs", "heads", "group", "q", "kv")
     return " ".join("one" if size == 1 else kind for kind, size in zip(kinds, array.shape, strict=True))
 
@@ -51,21 +51,21 @@ class Operands:
     bias: Array | None = dims(lambda self: of_pairs(self.bias), default=None)
     mask: Array | None = dims(lambda self: of_pairs(self.mask), default=None)
     """int8"""
-    q_documents: Side | None = _documents("q")
-    kv_documents: Side | None = _documents("kv")
+    q_documents: Documents | None = _documents("q")
+    kv_documents: Documents | None = _documents("kv")
     padding: Array | None = dims("seqs q", default=None)
     """Queries whose lse is -inf, even where there are sinks."""
     captured: tuple[Any, ...] | None = dims(
         lambda self: [captured_dims(x) for x in self.captured], default=None
     )
-    """Of the score_mod, what has gradients."""
+    """Arrays captured by the score_mod that have gradients."""
     mods: Mods | None = dims(lambda self: self.mods.dims(), default=None)
     rules: Rules
     checkpoint_name: str | None = None
 
     @property
     def pair_bytes(self) -> int:
-        """What is read for each query and key."""
+        """Bytes read for each pair of a query and a key."""
         own = sum(array.dtype.itemsize for array in (self.bias, self.mask) if array is not None)
         return own if self.mods is None else own + self.mods.pair_bytes
 

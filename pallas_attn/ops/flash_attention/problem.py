@@ -3,13 +3,13 @@
 import dataclasses
 import math
 
-from pallas_attn._tile import dense
+from pallas_attn._call import sizes
 from pallas_attn.ops.flash_attention.operands import Operands, Rules
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """All of it static. Query heads are two dimensions, KV head and place in its group."""
+    """All static. Query heads are two dimensions, KV head and place in its group."""
 
     rules: Rules
     batch: int
@@ -28,12 +28,12 @@ class Problem:
         return cls(operands.rules, *sizes)
 
     @property
-    def query_chunks(self) -> tuple[dense.Chunk, ...]:
-        return dense.chunks_of(self.head_dim)
+    def query_chunks(self) -> tuple[sizes.Chunk, ...]:
+        return sizes.chunks(self.head_dim)
 
     @property
-    def value_chunks(self) -> tuple[dense.Chunk, ...]:
-        return dense.chunks_of(self.value_dim)
+    def value_chunks(self) -> tuple[sizes.Chunk, ...]:
+        return sizes.chunks(self.value_dim)
 
     @property
     def widest(self) -> int:

@@ -1,7 +1,6 @@
 """`flash_attention` in plain jnp: works anywhere, in float32, and keeps nothing of size queries x keys.
 
-Forward and backward go over the keys in chunks. A chunk is small enough that its logits, for all queries together,
-take some tens of megabytes.
+Forward and backward loop over tiles of keys, small enough that the logits of all queries take some tens of megabytes.
 """
 
 import functools
@@ -11,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._call import symbolic
-from pallas_attn._tile import low_bits, masking, sharding, softmax, weights
+from pallas_attn._call import sharding, symbolic
+from pallas_attn._tile import low_bits, masking, softmax, weights
 from pallas_attn.mods import operands as mods
 from pallas_attn.mods.derivative import slope as slope_of
 from pallas_attn.mods.evaluate import as_it_is, from_arrays
@@ -28,20 +27,20 @@ OPEN_CHUNK = 128  # where sizes are symbolic
 dot = functools.partial(jnp.einsum, precision="highest", preferred_element_type=jnp.float32)
 
 
-class Chunk(NamedTuple):
-    """Some keys, and what all queries [batch, num_kv_heads, group, q_len] make of them."""
+class KeyTile(NamedTuple):
+    """Some keys and values, with the logits of all queries [batch, num_kv_heads, group, q_len]."""
 
     key: jax.Array
     value: jax.Array
     logits: jax.Array
-    """Times `scores.natural_scale` they are natural."""
+    """Natural after multiplication by `scores.natural_scale`."""
     seen: jax.Array
     slope: jax.Array
     """The soft cap's derivative where a key is seen, or 1."""
 
 
-class Chunks:
-    """The keys of a call, a chunk at a time."""
+class KeyTiles:
+    """The keys of a call, tile by tile."""
 
     def __init__(self, operands: Operands):
         self.problem, self.rules, self.operands = Problem.of(operands), operands.rules, operands
@@ -76,10 +75,10 @@ class Chunks:
     def _of(self, i: jax.Array, array: jax.Array, axis: int) -> jax.Array:
         return lax.dynamic_slice_in_dim(array, i * self.size, self.size, axis)
 
-    def __getitem__(self, i: jax.Array) -> Chunk:
+    def __getitem__(self, i: jax.Array) -> KeyTile:
         rules, operands = self.rules, self.operands
         seen = self._seen(i)
-        # What no query sees may hold anything: 0 * NaN is NaN.
+        # What no query sees may hold anything and is zeroed: 0 * NaN is NaN.
         held = jnp.any(seen, axis=(2, 3))[..., None]
         key, value = (jnp.where(held, self._of(i, array, 2), 0.0) for array in (self.key, self.value))
         logits, scale, bent = weights.bent(
@@ -93,7 +92,7 @@ class Chunks:
         if operands.bias is not None:
             bias = self._of(i, self._padded(operands.bias, 4), 4).astype(jnp.float32)
             logits = logits * scale + bias
-        return Chunk(key, value, masking.apply(logits, seen), seen, slope)
+        return KeyTile(key, value, masking.apply(logits, seen), seen, slope)
 
     def _seen(self, i: jax.Array) -> jax.Array:
         """[batch or 1, num_kv_heads or 1, group or 1, q_len, keys of a chunk]"""
@@ -127,7 +126,7 @@ class Chunks:
         return mine.at(KEY, (i * self.size + jnp.arange(self.size))[None, :], problem.kv_len)
 
     def summed(self, subscripts: str, weights: jax.Array, seen: jax.Array, over: jax.Array) -> jax.Array:
-        """A product that sums over tokens. Of several documents, a token's NaN reaches only those that see it."""
+        """A product that sums over tokens. With several documents, a token's NaN reaches only queries that see it."""
         if self.operands.q_documents is None:
             return dot(subscripts, weights, over)
         finite = jnp.isfinite(over)
@@ -142,8 +141,8 @@ def _loop(count: int, step, carry, operands: Operands):
 
 @functools.partial(jax.jit, static_argnames="keep")
 def forward(operands: Operands, *, keep: bool = False) -> tuple[jax.Array, ...]:
-    """As the kernel's, but that all of out's lower bits are kept."""
-    chunks = Chunks(operands)
+    """As the kernel's, but all of out's lower bits are kept."""
+    chunks = KeyTiles(operands)
     problem, scale = chunks.problem, natural_scale(operands)
 
     def step(i, state):
@@ -168,7 +167,7 @@ def forward(operands: Operands, *, keep: bool = False) -> tuple[jax.Array, ...]:
 @jax.jit
 def backward(operands: BackwardOperands) -> tuple[jax.Array, jax.Array, jax.Array]:
     """As the kernels'."""
-    chunks = Chunks(operands)
+    chunks = KeyTiles(operands)
     d_out, query = chunks.by_head(operands.d_out), chunks.query
 
     def step(i, sums):
@@ -198,7 +197,7 @@ def backward(operands: BackwardOperands) -> tuple[jax.Array, jax.Array, jax.Arra
     )
 
 
-def _of_chunk(operands: BackwardOperands, chunk: Chunk, d_out: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _of_chunk(operands: BackwardOperands, chunk: KeyTile, d_out: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Weights, and gradients of logits."""
     lse, factor = softmax.Lse(operands.maximum, operands.rest), natural_scale(operands) * softmax.LOG2_E
     weights = jnp.where(chunk.seen, softmax.weights_again(chunk.logits, factor, lse), 0.0)
@@ -210,7 +209,7 @@ def _of_chunk(operands: BackwardOperands, chunk: Chunk, d_out: jax.Array) -> tup
 def bias_gradient(operands: BackwardOperands, *, dtype: Any) -> jax.Array:
     """As the kernel's."""
     assert operands.bias is not None
-    shape, chunks = operands.bias.shape, Chunks(operands)
+    shape, chunks = operands.bias.shape, KeyTiles(operands)
     d_out = chunks.by_head(operands.d_out)
     summed = [axis for axis, size in enumerate(shape[:4]) if size == 1]
 
@@ -225,12 +224,12 @@ def bias_gradient(operands: BackwardOperands, *, dtype: Any) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="asked")
 def captured_gradients(operands: BackwardOperands, *, asked: tuple[int, ...]) -> tuple[jax.Array, ...]:
-    """As the kernels', but of arrays that are read in any way: by JAX's own derivatives of gathers."""
-    chunks, given, captured = Chunks(operands), operands.mods, operands.captured
+    """As the kernels', but for arrays that are read in any way: by JAX's own derivatives of gathers."""
+    chunks, given, captured = KeyTiles(operands), operands.mods, operands.captured
     assert given is not None
     assert captured is not None
     d_out, score = chunks.by_head(operands.d_out), given.score
-    # A device's part: derivatives of what is the same everywhere would be sums over all.
+    # One device's part: derivatives of replicated values would be summed over devices.
     own = sharding.vary(tuple(captured[number] for number in asked), sharding.varying_axes(operands))
 
     def step(i, sums):

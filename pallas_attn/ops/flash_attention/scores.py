@@ -1,7 +1,7 @@
 """From products of queries and keys to logits with every rule applied: what forward and backward share.
 
-The order is scale, soft cap, score_mod, bias, masks. A tile is [queries, keys], or [keys, queries] where gradients of
-keys want it so: token numbers come with the dimension that they belong to, and everything else follows by broadcasting.
+The order is scale, soft cap, score_mod, bias, masks. A tile is [queries, keys], or [keys, queries] for gradients of
+keys: token numbers are expanded along their own dimension, and everything else broadcasts.
 """
 
 import functools
@@ -19,16 +19,16 @@ from pallas_attn.ops.flash_attention.operands import Operands
 
 
 class Cell(NamedTuple):
-    """The head whose queries meet keys."""
+    """The query head that a tile belongs to."""
 
     batch: jax.Array
     kv_head: jax.Array
     place: jax.Array
-    """In the KV head's group."""
+    """Place in the KV head's group."""
 
 
 def scores(refs: Operands, cell: Cell, products, query, key, real, mods: Tile = NOTHING) -> weights.Bent:
-    """`mods` over the tile: a score_mod, or its derivative, from which the slope is."""
+    """Logits of a tile. `mods` evaluates the score_mod or its derivative, which gives the slope."""
     logits, scale, slope = weights.bent(products, refs.rules.scale, refs.rules.softcap)
     if mods.score is not None:
         logits, *own = of_mods(refs, products, mods)
@@ -44,26 +44,27 @@ def scores(refs: Operands, cell: Cell, products, query, key, real, mods: Tile = 
 
 
 def of_mods(refs: Operands, products: jax.Array, mods: Tile) -> list[jax.Array]:
-    """What the score_mod, or its derivative, gives over a tile."""
+    """Results of the score_mod, or of its derivative, over a tile."""
     logits, scale, _ = weights.bent(products, refs.rules.scale, refs.rules.softcap)
     return mods.scored(logits * scale)
 
 
 def natural_scale(operands: Operands) -> float:
-    """What makes natural logits of those of `scores`."""
+    """Factor that makes the logits of `scores` natural."""
     if operands.bias is not None or (operands.mods is not None and operands.mods.score is not None):
         return 1.0
     return operands.rules.scale if operands.rules.softcap is None else operands.rules.softcap
 
 
 def pairs(ref: Any, cell: Cell, query: jax.Array, key: jax.Array, real: jax.Array) -> jax.Array:
-    """Elements of an array that has one for each pair of tokens, where it is not the same for several."""
+    """Elements of an array with one for each pair of tokens, some dimensions of which may be 1."""
     place = pairs_at(ref, cell, query, key)
     return triton.load(place, mask=real, other=0)
 
 
 def pairs_at(ref: Any, cell: Cell, query: jax.Array, key: jax.Array) -> Any:
-    # A single key is a place like any other: were the lanes behind it there too, what is stored would meet itself.
+    # The key's index stays even where there is a single key: with 0 in its place, lanes beyond it would store to that
+    # key, too.
     lead = (0 if size == 1 else i for i, size in zip((*cell, query), ref.shape[:-1], strict=True))
     index = (*lead, key)
     shape = jnp.broadcast_shapes(query.shape, key.shape)
@@ -73,7 +74,7 @@ def pairs_at(ref: Any, cell: Cell, query: jax.Array, key: jax.Array) -> Any:
 def visible(
     sees: Band, query, key, masked: bool, among: Sequence[jax.Array], mods: Tile = NOTHING
 ) -> jax.Array | None:
-    """Which pairs meet, None if all do. `among`: which tokens of either side there are, expanded."""
+    """Which pairs are visible, None if all are. `among`: which tokens of either side exist, expanded."""
     masks = [*sees.visible(query, key), *among] if masked else []
     if masked and (of_mod := mods.seen()) is not None:
         masks.append(of_mod)

@@ -1,11 +1,11 @@
-"""Which tiles of the other side a block of tokens visits: queries go over keys, and keys over queries.
+"""Which tiles of the other side a block of tokens visits: queries walk over keys, and keys over queries.
 
-A walk goes through the tiles that every token of the block sees whole, and then through those at the edges of what
-the block sees. Only these are masked, so the middle, which is most of it, is a loop without comparisons.
+A walk visits the tiles that every token of the block sees whole, then those at the edges of what the block sees. Only
+the latter are masked, so the main loop has no comparisons.
 
-Of packed documents a block may hold several. Each is a walk of its own, from nothing to results, which are written for
-its tokens alone: the others' meet its tiles as well, and what becomes of them there, were it NaN, is dropped. (To keep
-their sums instead, each step would have to choose between two, and products could not add to them where they lie.)
+A block may hold several packed documents. Each gets a walk of its own, from empty sums to results, which are written
+for its tokens only: what other documents' rows compute meanwhile, NaN included, is dropped. (Keeping their sums would
+take a select in every step, and products could not accumulate in place.)
 """
 
 from collections.abc import Callable
@@ -16,19 +16,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_attn._tile import band, segments, triton
+from pallas_attn._tile import band, triton
 from pallas_attn._tile.band import Band
 from pallas_attn.mods.blocks import Lists
+from pallas_attn.ops.flash_attention import segments
 from pallas_attn.ops.flash_attention.scores import Cell
 
 
 class Side(NamedTuple):
-    """Queries or keys: how many there are, how many make a tile, and where their documents are."""
+    """Queries or keys: their number, a tile's size, and their documents."""
 
     length: int
     block: int
-    documents: segments.Side | None = None
-    """Of refs, as are `lists`: of a block_mask, for each of this side's blocks of `listed` tokens."""
+    documents: segments.Documents | None = None
+    """Refs, as are `lists`: a block_mask's lists for each of this side's blocks of `listed` tokens."""
     lists: Lists | None = None
     listed: int = 0
 
@@ -40,20 +41,20 @@ class Block(NamedTuple):
     real: jax.Array
     first: jax.Array
     last: jax.Array
-    """The last that is real."""
+    """The last real one."""
     rank: jax.Array | None
 
 
 class Part(NamedTuple):
-    """The tokens of a block that are of one document."""
+    """The tokens of a block that belong to one document."""
 
     tokens: jax.Array
-    """Which they are, of the block's."""
+    """Which of the block's tokens these are."""
     rank: jax.Array | None
-    """None: there are no documents, and these are all that are real."""
+    """None: there are no documents, and these are all real tokens."""
 
 
-class Span(NamedTuple):
+class Seen(NamedTuple):
     """Tokens [begin, end) of the other side, and those that every token sees."""
 
     seen: tuple[jax.Array, jax.Array]
@@ -65,9 +66,10 @@ class Tile(NamedTuple):
 
     tokens: jax.Array
     held: jax.Array
-    """Which of them are met by anyone, of the part's document: 0 is read for the others, which may be NaN."""
+    """Which of them may be read: tokens that some query sees, in the part's document. The others, which may be NaN,
+    read as 0."""
     masked: bool
-    """Whether the band has to be looked at."""
+    """Whether the band must be applied."""
 
 
 def block(side: Side, batch: jax.Array, index: jax.Array) -> Block:
@@ -107,30 +109,30 @@ def walk(
     step: Callable[[Any, Tile], Any],
     state: Any,
 ) -> Any:
-    """`step(state, tile)` for each tile that the part of `mine` visits, in order; `sees` is read from `mine`."""
+    """`step(state, tile)` for each tile that the part of `mine` visits, in order; `sees` is from the view of `mine`."""
     batch = cell.batch
     if own.lists is not None:
         return _listed(_Listed.of(mine, own, other, cell), other, step, state)
-    span = _span(mine, part, own, other, sees, batch)
-    visited = band.tiles(*span, other.block)
+    seen = _seen(mine, part, own, other, sees, batch)
+    visited = band.tiles(*seen, other.block)
     if part.rank is None:
         edges = sees.left is not None, sees.right is not None or other.length % other.block > 0
         met = sees.met(own.length, other.length)
         return _tiles(visited, met, edges, other, None, batch, step, state)
-    return _tiles(visited, span.seen, (True, True), other, part.rank, batch, step, state)
+    return _tiles(visited, seen.seen, (True, True), other, part.rank, batch, step, state)
 
 
 def sample(
     mine: Block, part: Part, own: Side, other: Side, sees: Band, cell: Cell, size: int
 ) -> tuple[jax.Array, jax.Array]:
-    """([size] tokens, which of them there are) of those that the part of `mine` sees, evenly spread."""
+    """([size] tokens, which of them exist), evenly spread over those that the part of `mine` sees."""
     batch = cell.batch
     if own.lists is not None:
         listed = _Listed.of(mine, own, other, cell)
         places = jnp.arange(size) * (listed.ends[1] * listed.tiles) // np.int32(size)
         tokens = listed.tile(places) * other.block + other.block // 2
         return tokens, (tokens < other.length) & (listed.ends[1] > 0)
-    begin, end = _span(mine, part, own, other, sees, batch).seen
+    begin, end = _seen(mine, part, own, other, sees, batch).seen
     apart = jnp.maximum((end - begin) // size, 1)
     tokens = begin + apart // 2 + apart * jnp.arange(size)
     held = tokens < end
@@ -139,21 +141,21 @@ def sample(
     return tokens, held
 
 
-def _span(mine: Block, part: Part, own: Side, other: Side, sees: Band, batch: jax.Array) -> Span:
+def _seen(mine: Block, part: Part, own: Side, other: Side, sees: Band, batch: jax.Array) -> Seen:
     if part.rank is None:
         of_block = mine.first, mine.last, other.length
-        return Span(sees.seen(*of_block), sees.seen_by_all(*of_block))
-    here, there = (segments.span(side.documents, batch, part.rank) for side in (own, other))
+        return Seen(sees.seen(*of_block), sees.seen_by_all(*of_block))
+    here, there = (segments.extent(side.documents, batch, part.rank) for side in (own, other))
     first, last = jnp.maximum(mine.first, here.first), jnp.minimum(mine.last, here.end - 1)
     begin, end = sees.seen(first, last, other.length)
     all_begin, all_end = sees.seen_by_all(first, last, other.length)
     all_end = jnp.where(there.solid, jnp.minimum(all_end, there.end), 0)
     seen = jnp.maximum(begin, there.first), jnp.minimum(end, there.end)
-    return Span(seen, (jnp.maximum(all_begin, there.first), all_end))
+    return Seen(seen, (jnp.maximum(all_begin, there.first), all_end))
 
 
 def _tiles(tiles: band.Tiles, met, edges: tuple[bool, bool], other: Side, rank, batch, step, state) -> Any:
-    """`met`: [begin, end) of the tokens that may be read; the beginning is a number where it is known."""
+    """`met`: [begin, end) of the tokens that may be read; the beginning is a Python number where known."""
 
     def masked(tile, state: Any) -> Any:
         tokens = tile * other.block + jnp.arange(other.block)
@@ -169,18 +171,13 @@ def _tiles(tiles: band.Tiles, met, edges: tuple[bool, bool], other: Side, rank, 
         return step(state, Tile(tokens, jnp.ones(other.block, bool), False))
 
     left, right = edges
-    clear_from = tiles.clear if left else tiles.begin
-    clear_to = tiles.behind if right else tiles.end
-    state = lax.fori_loop(clear_from, clear_to, clear, state)
+    tiles = tiles._replace(
+        clear=tiles.clear if left else tiles.begin, behind=tiles.behind if right else tiles.end
+    )
+    state = lax.fori_loop(tiles.clear, tiles.behind, clear, state)
     if not left:
-        return lax.fori_loop(clear_to, tiles.end, masked, state) if right else state
-    # One loop for both edges, for each more is a kernel half as long again, which takes as much longer to compile.
-    before = tiles.clear - tiles.begin
-
-    def either(i, state: Any) -> Any:
-        return masked(jnp.where(i < before, tiles.begin + i, clear_to + i - before), state)
-
-    return lax.fori_loop(0, before + tiles.end - clear_to, either, state)
+        return lax.fori_loop(tiles.behind, tiles.end, masked, state) if right else state
+    return tiles.over_edges(masked, state)
 
 
 class _Listed(NamedTuple):
@@ -189,9 +186,9 @@ class _Listed(NamedTuple):
     lists: Lists
     place: tuple[jax.Array, ...]
     ends: tuple[jax.Array, jax.Array]
-    """Of the blocks that are seen whole, which come first, and of all."""
+    """Ends in the list: of blocks that are seen whole, which come first, and of all."""
     tiles: int
-    """Of each block in the list."""
+    """Tiles of each block in the list."""
 
     @classmethod
     def of(cls, mine: Block, own: Side, other: Side, cell: Cell) -> "_Listed":
@@ -202,12 +199,12 @@ class _Listed(NamedTuple):
         return cls(own.lists, place, (full, partial), other.listed // other.block)
 
     def tile(self, i: jax.Array) -> jax.Array:
-        """The numbers of the tiles that come at places `i`."""
+        """Numbers of the tiles at places `i` of the list."""
         tiles = np.int32(self.tiles)
         return self._at(self.lists.order, i // tiles) * tiles + i % tiles
 
     def run(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(first tile, blocks side by side) of what comes at block `i`."""
+        """(first tile, number of adjacent blocks) of the run at entry `i`."""
         return self._at(self.lists.order, i) * np.int32(self.tiles), self._at(self.lists.runs, i)
 
     def _at(self, ref: Any, i: jax.Array) -> jax.Array:
@@ -215,7 +212,7 @@ class _Listed(NamedTuple):
 
 
 def _listed(listed: _Listed, other: Side, step, state) -> Any:
-    """Runs of blocks, so that the inner loop, which Triton pipelines, counts tiles and looks nothing up."""
+    """Walks over runs of adjacent blocks, so that the inner loop, which Triton pipelines, has no look-ups."""
 
     def clear(tile, state: Any) -> Any:
         tokens = tile * other.block + jnp.arange(other.block)

@@ -1,7 +1,7 @@
-"""From layers, positions and page ids, as callers have them, to places in a pool that all layers share.
+"""From a caller's layers, positions and page ids to places in a pool that all layers share.
 
-Layer `l` owns pages [l * num_pages, (l + 1) * num_pages). What is out of range becomes -1, a place that nothing is
-written to and whose reading gives NaN: shifted as it is, it would name another layer's page.
+Layer `l` owns pages [l * num_pages, (l + 1) * num_pages). Out of range becomes -1, which is never written to and reads
+as NaN: merely shifted, it would name another layer's page.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ LARGEST_INT32 = 2**31 - 1
 
 
 def check_layer(check: ArgumentChecker, layer: Any, num_layers: int) -> int | jax.Array:
-    """A layer's index as an int; a traced one, whose value nobody knows yet, as int32, -1 where it is out of range."""
+    """A layer's index as an int; a traced one as int32, -1 where it is out of range."""
     if not is_array(layer) or isinstance(layer, np.generic):
         check_int(check.function, "layer", layer)
     elif not jnp.issubdtype(layer.dtype, jnp.integer):
@@ -33,7 +33,7 @@ def check_layer(check: ArgumentChecker, layer: Any, num_layers: int) -> int | ja
 
 
 def page_ids(check: ArgumentChecker, name: str, pages: Any) -> jax.Array:
-    """[num_copies] int32 of a vector, list or tuple of integers of any width; what int32 does not hold becomes -1."""
+    """A vector, list or tuple of integers of any width as [num_copies] int32; values beyond int32 become -1."""
     if isinstance(pages, list | tuple):
         pages = jnp.array([_page_id(check, name, page) for page in pages], jnp.int32)
     check.is_array(name, pages)
@@ -44,7 +44,7 @@ def page_ids(check: ArgumentChecker, name: str, pages: Any) -> jax.Array:
 
 
 def _page_id(check: ArgumentChecker, name: str, page: Any) -> Any:
-    """One of a list, in which jit hands over scalars of its own."""
+    """An element of a list; under jit these are traced scalars."""
     if isinstance(page, jax.Array) and page.shape == () and jnp.issubdtype(page.dtype, jnp.integer):
         return _int32(page)
     check_int(check.function, name, page)
@@ -52,7 +52,7 @@ def _page_id(check: ArgumentChecker, name: str, page: Any) -> Any:
 
 
 def _int32(integers: Any) -> Any:
-    """Integers of any width as int32; negative where int32 does not hold them: 2**32 is not page 0."""
+    """Integers of any width as int32; negative where they overflow: 2**32 is not page 0."""
     narrow = integers.astype(np.int32)
     if integers.dtype.itemsize <= 4:
         return narrow
@@ -61,7 +61,8 @@ def _int32(integers: Any) -> Any:
 
 
 def only_layers_tables(cache: Any) -> jax.Array:
-    """`cache.block_tables`. Ops call so what names one layer's pages: those of all layers would read layer 0's."""
+    """The attribute `cache.block_tables`, refused for several layers: ops expect one layer's pages by that name, and
+    these would read layer 0's."""
     if cache.num_layers > 1:
         kind = type(cache).__name__
         raise AttributeError(

@@ -1,4 +1,4 @@
-"""The host's side of paging: which pages are free, and how many sequences use each of the others."""
+"""Page bookkeeping on the host: which pages are free, and how many sequences use each of the others."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -14,8 +14,8 @@ class OutOfPagesError(RuntimeError):
 class PageAllocator:
     """Hands out page ids of a pool of `num_pages` pages, with reference counts for shared prefixes.
 
-    Pages are reused last freed, first out: those are the likeliest to be warm. Every method either does all of
-    what it was asked or raises and changes nothing.
+    Last freed, first reused: those pages are the likeliest to be in a cache. Every method either succeeds or raises and
+    changes nothing.
     """
 
     def __init__(self, num_pages: int):
@@ -29,7 +29,7 @@ class PageAllocator:
         return len(self._free)
 
     def references(self, page: int) -> int:
-        """How many owners a page has; 0 when it is free."""
+        """Number of owners of a page; 0 when it is free."""
         self._check_ids("references", [page])
         return self._references[page]
 
@@ -62,9 +62,9 @@ class PageAllocator:
                 self._free.append(page)
 
     def restore(self, held: Iterable[int]) -> None:
-        """Each page has one reference for each time that `held` names it, whatever was before.
+        """Resets the references: one for each time that `held` names a page.
 
-        For hosts that know who holds which pages, after an interrupt that came in the middle of another method.
+        For hosts that know who holds which pages, after an interrupt in the middle of another method.
         """
         held = list(held)
         self._check_ids("restore", held)
@@ -79,7 +79,7 @@ class PageAllocator:
                 fail(f"PageAllocator.{method}", "pages", f"ids in [0, {self.num_pages})", str(page))
 
     def _checked_list(self, method: str, pages: Any) -> list[int]:
-        """The pages, all in use; none more often than it has references where that matters."""
+        """Checks that pages are in use and, where that matters, named no more often than they have references."""
         if not isinstance(pages, Iterable):
             got = f"{pages!r} of type {type(pages).__name__}"
             fail(f"PageAllocator.{method}", "pages", "page ids", got, TypeError)

@@ -5,13 +5,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._call import dispatch
+from pallas_attn._call import dispatch, options
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._call.op import Op
 from pallas_attn._call.operands import dims_of, ready
-from pallas_attn._tile import options, triton
-from pallas_attn._tile.layout import check_pools, reaches
-from pallas_attn._tile.quantization import QUANTIZED_DTYPES
+from pallas_attn._call.pools import QUANTIZED_DTYPES, check_pools, reaches
+from pallas_attn._tile import triton
 from pallas_attn._types import Implementation, KVCache, Layout, NewKV, SlotMapping
 from pallas_attn.ops.kv_cache.kernel import write_kv_pallas
 from pallas_attn.ops.kv_cache.operands import Operands

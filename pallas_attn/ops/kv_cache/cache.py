@@ -10,8 +10,16 @@ from jax import export
 
 from pallas_attn._call import dispatch
 from pallas_attn._call.checks import ArgumentChecker, fail
-from pallas_attn._tile.layout import LAYOUTS, PoolShape, array_shape, packing, pool_shape
-from pallas_attn._tile.quantization import QUANTIZED_DTYPES, is_quantized, largest, magnitudes
+from pallas_attn._call.pools import (
+    LAYOUTS,
+    QUANTIZED_DTYPES,
+    PoolShape,
+    array_shape,
+    is_quantized,
+    packing,
+    pool_shape,
+)
+from pallas_attn._tile.quantization import largest, magnitudes
 from pallas_attn._types import (
     BlockTables,
     Dtype,
@@ -98,7 +106,7 @@ class PagedKVCache:
         scale_per_page: whether each page of a quantised cache has scales of its own.
     """
 
-    # A pytree's leaves may be anything a transformation puts there (shapes, shardings), hence `| Any`.
+    # Transformations may put anything into a pytree's leaves (shapes, shardings), hence `| Any`.
     key_cache: KVCache | Any
     value_cache: KVCache | Any
     shared_tables: BlockTables | Any
@@ -158,7 +166,7 @@ class PagedKVCache:
         if seq_lens is None:
             seq_lens = jnp.zeros(block_tables.shape[:1], jnp.int32)
         check.array("seq_lens", seq_lens, ("num_seqs",), [jnp.int32])
-        # Copies: donating the cache must not take the caller's arrays.
+        # Copies: donating the cache must not invalidate the caller's arrays.
         block_tables, seq_lens = jnp.array(block_tables), jnp.array(seq_lens)
         pool = PoolShape(num_layers * num_pages, page_size, num_kv_heads, head_dim)
         key_cache, value_cache = (
@@ -346,7 +354,7 @@ class PagedKVCache:
     def _new_tokens(
         self, check: ArgumentChecker, key: Any, value: Any, positions: Any
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Checked; outside jit they may be numpy's."""
+        """Checked; outside jit they may be numpy arrays."""
         pool = pool_shape(self.value_cache, self.layout)
         check.bind(
             "cache",
@@ -374,7 +382,8 @@ class PagedKVCache:
 
 
 def replaced(cache: Any, changes: dict[str, Any]) -> Any:
-    """The one mistake that `dataclasses.replace` would report in its own words; `shared_tables` by either name."""
+    """Refuses unknown fields, which `dataclasses.replace` would report in its own words; accepts `shared_tables` by
+    either name."""
     if "block_tables" in changes:
         changes = {**changes, "shared_tables": changes["block_tables"]}
         del changes["block_tables"]

@@ -1,8 +1,8 @@
 """`convert_layout`: both pools of a cache in another layout."""
 
 from pallas_attn._call.checks import ArgumentChecker, fail
-from pallas_attn._tile.layout import LAYOUTS, check_pools, from_nhd, packing, to_nhd
-from pallas_attn._tile.quantization import QUANTIZED_DTYPES
+from pallas_attn._call.pools import LAYOUTS, QUANTIZED_DTYPES, check_pools, packing
+from pallas_attn._tile.layout import from_nhd, to_nhd
 from pallas_attn._types import KVCache, Layout
 from pallas_attn.ops.kv_cache.api import DTYPES
 

@@ -72,7 +72,7 @@ def copied_pages(check: ArgumentChecker, source_pages, target_pages) -> tuple[ja
 def copy_rows(cache: KVCache, source_pages: jax.Array, target_pages: jax.Array) -> KVCache:
     num_pages = cache.shape[0]
     usable = usable_pages(source_pages, num_pages) & usable_pages(target_pages, num_pages)
-    # Negative indices count from the end in jnp: skipped pairs go beyond it instead, where they are dropped.
+    # Negative indices count from the end in jnp: skipped pairs go past the end instead, where they are dropped.
     target = jnp.where(usable, target_pages, num_pages)
 
     def copied(cache: jax.Array) -> jax.Array:

@@ -1,20 +1,21 @@
 """`write_kv` in Pallas: each program copies one token's heads into its slot of both pools, in place. Before that, where
-pages have scales that grow, each program sees to one head of one page: its scale, and what it holds already."""
+pages have growing scales, each program updates one head of one page: its scale, and its stored values."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
 
+from pallas_attn._call.pools import PoolShape, Which
+from pallas_attn._call.sizes import ceil_div, next_power_of_2
 from pallas_attn._tile import triton
-from pallas_attn._tile.layout import PoolShape, Which, token_index
+from pallas_attn._tile.layout import token_index
 from pallas_attn._tile.pages import nothing
 from pallas_attn._tile.quantization import magnitudes, quantize
-from pallas_attn._tile.triton import ceil_div
 from pallas_attn.ops.kv_cache.operands import Operands
 from pallas_attn.ops.kv_cache.page_scales import grown
 
-# Elements of a page, or slots of tokens, that a program has at once.
+# Elements of a page, or slots of tokens, that a program processes at once.
 _AT_ONCE = 1024
 
 
@@ -41,7 +42,7 @@ def write_kv_pallas(operands: Operands, *, lowering: triton.Lowering = "pallas")
     pools = operands.key_cache, operands.value_cache
     scales = tuple(x for x in (operands.k_scale, operands.v_scale) if x is not None)
     if operands.grows:
-        # One warp: all of a program has read a page's scale before any of it writes the next.
+        # One warp, so that all threads have read a page's scale before any of them writes the new one.
         grid = (num_tokens, pool.num_kv_heads)
         both = in_place(_grow_kernel, (*pools, *scales), *new, name="grow_pages", grid=grid, num_warps=1)
         pools, scales = both[:2], both[2:]
@@ -50,24 +51,24 @@ def write_kv_pallas(operands: Operands, *, lowering: triton.Lowering = "pallas")
 
 
 def _grow_kernel(*refs, pool: PoolShape, layout: str):
-    """What `page_scales.growing_scales` says of one head of one page, by the program of the page's first token; those
-    of other tokens end at once."""
+    """`page_scales.growing_scales` for one head of one page, by the program of the page's first token; those of other
+    tokens exit at once."""
     slots_ref, key_ref, value_ref, key_cache_ref, value_cache_ref, k_scale_ref, v_scale_ref = refs[4:]
     token, head = triton.program_id(0), triton.program_id(1)
     num_tokens, nowhere = slots_ref.shape[0], jnp.int32(pool.num_pages * pool.page_size)
     slot, before = (triton.load(slots_ref.at[at]) for at in (token, jnp.maximum(token - 1, 0)))
     page = slot // pool.page_size
-    dims = jnp.arange(triton.next_power_of_2(pool.head_dim))[None, :]
+    dims = jnp.arange(next_power_of_2(pool.head_dim))[None, :]
     rows = max(_AT_ONCE // dims.size, 1)
 
     def of_page(tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(their slots, whether they are the page's)"""
+        """(slots of some tokens, whether they lie in the page)"""
         slots = triton.load(slots_ref.at[tokens], mask=tokens < num_tokens, other=-1)
         return slots, slots // pool.page_size == page
 
     def members() -> tuple[jax.Array, ...]:
         """The page's first token, its last one and its lowest slot."""
-        at_once = min(triton.next_power_of_2(num_tokens), _AT_ONCE)
+        at_once = min(next_power_of_2(num_tokens), _AT_ONCE)
 
         def some(step, found):
             tokens = step * at_once + jnp.arange(at_once)
@@ -82,8 +83,8 @@ def _grow_kernel(*refs, pool: PoolShape, layout: str):
         return jax.lax.fori_loop(0, ceil_div(num_tokens, at_once), some, nobody)
 
     def peaks(last: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The largest key and the largest value; a page's tokens mostly stand together."""
-        at_once = min(triton.next_power_of_2(num_tokens), rows)
+        """The largest key and the largest value; a page's tokens are mostly adjacent."""
+        at_once = min(next_power_of_2(num_tokens), rows)
 
         def some(step, found):
             tokens = token + step * at_once + jnp.arange(at_once)
@@ -99,7 +100,7 @@ def _grow_kernel(*refs, pool: PoolShape, layout: str):
         return jax.lax.fori_loop(0, (last - token) // at_once + 1, some, (jnp.float32(0), jnp.float32(0)))
 
     def rescale(which: Which, factor: jax.Array, cache_ref) -> None:
-        at_once = min(triton.next_power_of_2(pool.page_size), rows)
+        at_once = min(next_power_of_2(pool.page_size), rows)
         tile = jnp.zeros((at_once, dims.size), jnp.int32)
 
         def some(step, carry):
@@ -141,9 +142,9 @@ def _write_kernel(_key_in, _value_in, slots_ref, key_ref, value_ref, *refs, pool
     usable = (slot >= 0) & (slot < pool.num_pages * pool.page_size)
     page, offset = slot // pool.page_size, slot % pool.page_size
 
-    # Triton tiles have power-of-two sides; the rest is masked.
-    heads = jnp.arange(triton.next_power_of_2(pool.num_kv_heads))[:, None]
-    dims = jnp.arange(triton.next_power_of_2(pool.head_dim))[None, :]
+    # Triton's tiles have power-of-two sides; the excess is masked.
+    heads = jnp.arange(next_power_of_2(pool.num_kv_heads))[:, None]
+    dims = jnp.arange(next_power_of_2(pool.head_dim))[None, :]
     inside = (heads < pool.num_kv_heads) & (dims < pool.head_dim) & usable
     tile = jnp.zeros(inside.shape, jnp.int32)
 

@@ -1,7 +1,7 @@
 """Scales of single pages of a quantised cache, from the tokens that are about to be written.
 
-`page_scales` sets those of pages that are begun. `growing_scales`, which `PagedKVCache` writes by, also lets those of
-pages that were begun earlier grow.
+`page_scales` sets the scales of pages that are begun. `growing_scales`, which `PagedKVCache` uses, also lets scales of
+earlier pages grow.
 """
 
 from typing import Any, NamedTuple
@@ -12,12 +12,13 @@ import jax.numpy as jnp
 from pallas_attn._call import partition, symbolic
 from pallas_attn._call.checks import LEAST_FLOAT32, ArgumentChecker
 from pallas_attn._call.operands import dims, operands, ready
-from pallas_attn._tile.quantization import QUANTIZED_DTYPES, largest, magnitudes, up_to_power_of_2
+from pallas_attn._call.pools import QUANTIZED_DTYPES
+from pallas_attn._tile.quantization import largest, magnitudes, up_to_power_of_2
 from pallas_attn._types import Array
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 MARGIN = 1.5
-# A page of zeros has a scale from which it can grow to any that matters.
+# The scale of a page of zeros, from which it can grow to any useful one.
 _LEAST, _MOST_GROWTH = 2.0**-64, 2.0**126
 
 
@@ -100,7 +101,7 @@ def _begun_scales(given: _Operands, *, page_size: int, most: float) -> tuple[jax
 
 
 class Growth(NamedTuple):
-    """Of which pages the scales grow, and what they were multiplied by; what the pages hold is to be divided by it.
+    """The pages whose scales grow, and the factors; the pages' contents are to be divided by them.
 
     pages: [num_tokens] int32, -1 where there is none; no page twice.
     key, value: [num_tokens, num_kv_heads] float32, at least 1.
@@ -145,7 +146,8 @@ def growing_scales(
 
 
 def grown(was: jax.Array, peak: jax.Array, begun: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """(the scale, what it was multiplied by) of a page to which values up to `peak` come; of a begun one 1."""
+    """(the new scale, its growth factor) of a page that gets values up to `peak`; the factor is 1 for a page that
+    begins."""
     needed = jnp.maximum(peak / largest(dtype), _LEAST)
     needed = needed if jnp.dtype(dtype) == jnp.int8 else up_to_power_of_2(needed)
     factor = up_to_power_of_2(jnp.minimum(needed / was, _MOST_GROWTH))
@@ -154,8 +156,8 @@ def grown(was: jax.Array, peak: jax.Array, begun: jax.Array, dtype: Any) -> tupl
 
 
 class _Peaks(NamedTuple):
-    """Of the tokens of each page that a call writes to; a page stands where its first token stands, and elsewhere is
-    nothing of meaning.
+    """Reductions over the tokens of each page that a call writes to, at the index of the page's first token; other
+    entries are meaningless.
 
     pages: [num_tokens] int32; num_pages, where mode="drop" ignores it, for other tokens.
     begun: [num_tokens] bool, whether the page's first slot is written.
@@ -173,7 +175,7 @@ def _peaks(key, value, slot_mapping, num_pages: int, page_size: int) -> _Peaks:
     token, page = jnp.arange(slots.size, dtype=jnp.int32), slots // page_size
     written = (slots >= 0) & (page < num_pages)
     page = jnp.where(written, page, num_pages)
-    # Each page's first token, by what grows with the call and not with the pool.
+    # Each page's first token, in memory that grows with the call, not with the pool.
     order = jnp.argsort(page, stable=True).astype(jnp.int32)
     first = order[symbolic.searchsorted(page[order], page, method="scan_unrolled")]
     first = jnp.where(written, first, slots.size)

@@ -5,8 +5,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._tile.layout import DIMS, Which, moved, token_index
-from pallas_attn._tile.quantization import is_quantized, quantize
+from pallas_attn._call.pools import DIMS, Which, is_quantized
+from pallas_attn._tile.layout import moved, token_index
+from pallas_attn._tile.quantization import quantize
 from pallas_attn.ops.kv_cache.operands import Operands
 from pallas_attn.ops.kv_cache.page_scales import growing_scales
 
@@ -24,7 +25,7 @@ def write_kv_xla(operands: Operands) -> tuple[jax.Array, ...]:
         key_cache = _rescaled(key_cache, growth.pages, growth.key, layout, "key")
         value_cache = _rescaled(value_cache, growth.pages, growth.value, layout, "value")
     num_slots = pool.num_pages * pool.page_size
-    # Negative indices would wrap around, so slots to skip go past the end, where mode="drop" ignores them.
+    # Negative indices would wrap around, so skipped slots go past the end, where mode="drop" ignores them.
     slots = jnp.where(slot_mapping < 0, num_slots, slot_mapping)
     page, offset = (s[:, None, None] for s in (slots // pool.page_size, slots % pool.page_size))
     heads = jnp.arange(pool.num_kv_heads)[None, :, None]
@@ -50,7 +51,7 @@ def write_kv_xla(operands: Operands) -> tuple[jax.Array, ...]:
 
 
 def _rescaled(cache: jax.Array, pages: jax.Array, factors: jax.Array, layout: str, which: Which) -> jax.Array:
-    """Page by page, and mostly there is none: a gather of all that might grow would be a copy of a prompt's pages."""
+    """Page by page, since mostly none grows: a gather of all candidates would copy a prompt's pages."""
     order = jnp.argsort(pages < 0, stable=True)
     of_page = tuple(factors.shape[1] if dim == "kv_heads" else 1 for dim in DIMS[layout][which].split())
 

@@ -17,9 +17,9 @@ from pallas_attn._tile.latents import (
     ROPE_DIM,
     SCALES_AT,
     Scales,
-    group_scale,
 )
 from pallas_attn._tile.quantization import largest
+from pallas_attn.ops.latent_cache.format import group_scale
 from pallas_attn.ops.latent_cache.operands import Operands
 
 
@@ -50,7 +50,7 @@ def _write_kernel(_cache_in, slots_ref, latents_ref, cache_ref, *, scales: Scale
     page, offset = slot // page_size, slot % page_size
 
     def store(first: int, values: jax.Array) -> None:
-        """[rows, columns] side by side from element `first` of the token on."""
+        """[rows, columns] contiguous elements from `first` of the token on."""
         rows, columns = (jnp.arange(size) for size in values.shape)
         at = first + rows[:, None] * values.shape[1] + columns[None, :]
         zeros = jnp.zeros(values.shape, jnp.int32)
@@ -73,13 +73,13 @@ def _write_kernel(_cache_in, slots_ref, latents_ref, cache_ref, *, scales: Scale
 
 
 def _e4m3_bits(values: jax.Array) -> jax.Array:
-    """float32 as the bits of float8_e4m3fn, saturating, int32: by integer arithmetic, since no GPU before sm_89 has
-    the conversion. For NaN it gives anything: such a group's scale is NaN."""
+    """float32 as the bits of float8_e4m3fn (saturating, int32), by integer arithmetic: GPUs before sm_89 lack the
+    conversion. NaN gives anything, since such a group's scale is NaN."""
     magnitude = jnp.minimum(jnp.abs(values), largest(FP8))
     bits = _bits(magnitude)
     # To nearest, ties to even, at the third bit of the mantissa; an exponent of 0 is 127 there and 7 here.
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - ((127 - 7) << 3)
-    # Below 2**-6 e4m3 is linear in steps of 2**-9, which is where 2**14 has its last bit.
+    # Below 2**-6 e4m3 has steps of 2**-9, the last bit of 2**14 in float32.
     subnormal = _bits(magnitude + 2.0**14) - ((127 + 14) << 23)
     sign = (_bits(values) >> 24) & 0x80
     return jnp.where(magnitude < 2.0**-6, subnormal, normal) | sign

@@ -3,7 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._tile.latents import BYTES, quantized
+from pallas_attn._tile.latents import BYTES
+from pallas_attn.ops.latent_cache.format import quantized
 from pallas_attn.ops.latent_cache.operands import Operands
 
 
@@ -16,6 +17,6 @@ def write_latents_xla(operands: Operands) -> tuple[jax.Array]:
 def write_rows(new: jax.Array, pool: jax.Array, slot_mapping: jax.Array) -> jax.Array:
     """Tokens [num_tokens, width] into their slots of a pool [num_pages, page_size, 1, width], in its dtype."""
     rows = pool.reshape(-1, pool.shape[-1])
-    # Negative indices count from the end in jnp: skipped tokens go beyond it instead, where they are dropped.
+    # Negative indices count from the end in jnp: skipped tokens go past the end instead, where they are dropped.
     slots = jnp.where(slot_mapping < 0, rows.shape[0], slot_mapping)
     return rows.at[slots].set(new.astype(rows.dtype), mode="drop").reshape(pool.shape)

@@ -6,13 +6,14 @@ from typing import Literal, overload
 import jax
 import jax.numpy as jnp
 
+from pallas_attn._call import options
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._call.dispatch import Implementation
 from pallas_attn._call.op import Op
 from pallas_attn._call.operands import ready
-from pallas_attn._tile import options, triton
+from pallas_attn._call.pools import serves_latents
+from pallas_attn._tile import triton
 from pallas_attn._tile.latents import BYTES, QUERY_DIM, token_width
-from pallas_attn._tile.layout import reaches
 from pallas_attn._types import BlockTables, ImplementationOrCuda, SeqLens
 from pallas_attn.mods.call import PagedSizes, over_pages
 from pallas_attn.mods.operands import refused_by_cuda
@@ -27,16 +28,10 @@ from pallas_attn.ops.mla_decode.reference import mla_decode_xla
 from pallas_attn.ops.mla_decode.schedule import METADATA_SIZE, MLASchedule, mla_schedule
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
-# Up to here Pallas is faster on Hopper too; tokens of all sequences, their tables full.
+# Up to these sizes Pallas is faster on Hopper, too; tokens of all sequences with full tables.
 FEW_ROWS = 16
 FEW_SEQS = range(1, 5)
 FEW_TOKENS = 4 * 32768
-
-
-def _supports(operands: Operands, lowering: triton.Lowering) -> str | None:
-    if operands.query.dtype == jnp.float32 and lowering != "interpret":
-        return "float32 tiles of 576 do not fit the kernel; bf16 and fp16 do"
-    return reaches(operands.pool, operands.latent_cache.dtype, lowering)
 
 
 def _cuda_supports(operands: Operands) -> str | None:
@@ -48,7 +43,7 @@ def _cuda_supports(operands: Operands) -> str | None:
 
 
 def _cuda_yields(operands: Operands) -> bool:
-    """Few rows leave the Hopper kernel's tiles of 64 rows mostly empty: over few tokens of a few sequences Pallas
+    """Few rows leave the Hopper kernel's tiles of 64 rows mostly empty: for few tokens of a few sequences Pallas
     measured faster (README)."""
     sizes = operands.sizes
     few_tokens = sizes.num_seqs * sizes.max_len <= FEW_TOKENS
@@ -56,7 +51,7 @@ def _cuda_yields(operands: Operands) -> bool:
 
 
 def _scheduled(operands: Operands) -> Operands:
-    """With a schedule of the operands' own."""
+    """The operands with a schedule made here."""
     sizes = operands.sizes
     own = mla_schedule(
         operands.seq_lens,
@@ -68,17 +63,17 @@ def _scheduled(operands: Operands) -> Operands:
 
 
 def _share(operands: Operands) -> Operands:
-    """A schedule of the whole batch says nothing of one device's sequences and heads."""
+    """A schedule of the whole batch does not fit one device's sequences and heads."""
     return operands if operands.schedule is None else _scheduled(operands)
 
 
 def _settle(operands: Operands, config: MLADecodeConfig) -> Operands:
-    """Where nothing is cut no schedule is looked at."""
+    """Where nothing is cut, the schedule is dropped."""
     return dataclasses.replace(operands, schedule=None) if config.num_splits == 1 else operands
 
 
 def _mla_decode_cuda(operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """The Hopper kernel always follows a schedule; without one from the caller it makes its own, each call."""
+    """The Hopper kernel always follows a schedule; without the caller's it makes one in each call."""
     operands = _scheduled(operands) if operands.schedule is None else operands
     assert operands.schedule is not None
     caches = (operands.query, operands.latent_cache, operands.block_tables, operands.seq_lens)
@@ -89,7 +84,7 @@ OP = Op(
     name="mla_decode",
     implementations={
         "cuda": Implementation(_mla_decode_cuda, _cuda_supports, _cuda_yields, takes_config=False),
-        **triton.implementations(mla_decode_pallas, _supports),
+        **triton.implementations(mla_decode_pallas, serves_latents),
         "xla": Implementation(mla_decode_xla, options.xla_supports, takes_config=False),
     },
     results=("seqs q heads dim", "seqs q heads"),
@@ -245,7 +240,7 @@ def mla_decode(
 def check_call(
     check: ArgumentChecker, query, latent_cache, block_tables, seq_lens, schedule, *, scale, causal
 ):
-    """What `mla_decode`, and FlashMLA's function for it, want of a call."""
+    """Checks for `mla_decode` and for FlashMLA's function."""
     check.array("query", query, ("num_seqs", "q_len", "num_heads", QUERY_DIM), DTYPES)
     stored = (query.dtype, *((BYTES,) if query.dtype == jnp.bfloat16 else ()))
     check.dtype_among("latent_cache", latent_cache, stored)

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from pallas_attn._call import dispatch
 from pallas_attn._call.checks import ArgumentChecker
+from pallas_attn._call.sharding import whole
 from pallas_attn._tile.latents import BYTES, FP8, QUERY_DIM, SCALES, Scales, token_width
-from pallas_attn._tile.sharding import whole
 from pallas_attn._types import BlockTables, Dtype, FloatName, Implementation, SeqLens
 from pallas_attn.ops.kv_cache.addressing import (
     check_layer,
@@ -85,7 +85,7 @@ class PagedLatentCache:
             check.count(name, size)
         check.array("block_tables", block_tables, ("num_seqs", "max_pages"), [jnp.int32])
         check.dtype("dtype", dtype, (*DTYPES, FP8))
-        dtype = jnp.dtype(dtype)  # a name, too, is then equal to the type
+        dtype = jnp.dtype(dtype)  # so that a name compares equal to the type
         check.one_of("scales", scales, SCALES)
         if index_dim is not None:
             check.count("index_dim", index_dim)
@@ -93,7 +93,7 @@ class PagedLatentCache:
         slots = (num_layers * num_pages, page_size, 1)
         pool = jnp.zeros((*slots, token_width(stored)), stored)
         index_keys = None if index_dim is None else jnp.zeros((*slots, index_dim), index_dtype)
-        # A copy: donating the cache must not take the caller's array.
+        # A copy: donating the cache must not invalidate the caller's array.
         tables, seq_lens = jnp.array(block_tables), jnp.zeros(block_tables.shape[:1], jnp.int32)
         return cls(pool, tables, seq_lens, num_layers, scales, index_keys)
 
@@ -141,7 +141,7 @@ class PagedLatentCache:
         dispatch.check_name(check.function, "write_latents", implementation)
         slots = self._slots(check, layer, positions)
         check.array("latents", latents, ("num_seqs", "n", QUERY_DIM), DTYPES)
-        # A row of plain elements XLA's scatter writes as well as a kernel.
+        # XLA's scatter writes rows of plain elements as fast as a kernel.
         chosen = implementation or (None if self.latent_cache.dtype == BYTES else "xla")
         pool = write_latents(
             jnp.asarray(latents).reshape(slots.size, QUERY_DIM),

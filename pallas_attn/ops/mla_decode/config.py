@@ -6,7 +6,7 @@ from typing import Any
 
 from pallas_attn._call.budget import Candidate
 from pallas_attn._call.checks import dtype_name, fail
-from pallas_attn._call.configs import SplitKVConfig
+from pallas_attn._call.configs import FixedSplitConfig, TileConfig
 from pallas_attn._call.device import Device, current_device
 from pallas_attn._split import latent_problem
 from pallas_attn._split.splits import check_invariant
@@ -40,7 +40,7 @@ WHOLE_TOKENS, MOSTLY_BUSY = 1024, 0.7
 
 
 @dataclasses.dataclass(frozen=True)
-class MLADecodeConfig(SplitKVConfig):
+class MLADecodeConfig(FixedSplitConfig):
     """How one call of the kernel is cut up.
 
     block_q: query rows (q_len x heads of one KV head) that a program serves, a power of two >= 16.
@@ -57,8 +57,9 @@ class MLADecodeConfig(SplitKVConfig):
     (transposed.py); 16 rows and fp8 latents do not.
     """
 
-    target_programs: int = 132
+    _: dataclasses.KW_ONLY
     num_warps: int = 8
+    target_programs: int = 132
 
 
 def heuristic(
@@ -77,7 +78,7 @@ def whole(some: MLADecodeConfig, *, streams: int, rows: int, max_len: int, devic
     return max_len <= WHOLE_TOKENS and MOSTLY_BUSY <= programs / device.num_cores <= 1
 
 
-def is_transposed(config: SplitKVConfig, *, page_size: int, device: Device, fp8: bool) -> bool:
+def is_transposed(config: TileConfig, *, page_size: int, device: Device, fp8: bool) -> bool:
     """Whether the kernel's products are transposed."""
     candidate = _transposed(config.block_q, page_size, device, fp8)
     return candidate is not None and candidate[:2] == (config.block_kv, config.num_warps)

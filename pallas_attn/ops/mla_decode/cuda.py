@@ -7,15 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn._call import ffi
+from pallas_attn._call.pools import PoolShape
 from pallas_attn._split.splits import scheduled_places
 from pallas_attn._tile.latents import BYTES, LATENT_DIM
-from pallas_attn._tile.layout import PoolShape
 
 PAGE_SIZE = 64
 
 
 def unsupported(dtype: Any, pool: PoolShape) -> str | None:
-    """The reason the CUDA kernel cannot serve caches of a dtype and pool, or None."""
+    """The reason why the CUDA kernel cannot serve caches of this dtype and pool, or None."""
     if dtype not in (jnp.bfloat16, jnp.float16, BYTES):
         return f"needs bfloat16, float16 or uint8, got {jnp.dtype(dtype).name}"
     if pool.page_size != PAGE_SIZE:
@@ -70,14 +70,14 @@ def mla_decode_cuda(
         (
             jax.ShapeDtypeStruct((num_seqs, num_kv_heads, q_len, group, LATENT_DIM), query.dtype),
             jax.ShapeDtypeStruct((num_seqs, q_len, num_heads), jnp.float32),
-            # Results of requests cut into several splits, before they are merged: outputs, because a handler
-            # that allocates cannot be part of a command buffer.
+            # Results of the splits, before they are merged: outputs, because a handler that allocates cannot be part of
+            # a command buffer.
             jax.ShapeDtypeStruct((slots, q_len * num_heads, LATENT_DIM), jnp.float32),
             jax.ShapeDtypeStruct((slots, q_len * num_heads, 2), jnp.float32),
         ),
         vmap_method="sequential",
     )
-    # The rows of one KV head together. With one KV head, or one token, nothing moves.
+    # Groups the rows of each KV head. With one KV head, or one token, nothing moves.
     by_kv_head = query.reshape(num_seqs, q_len, num_kv_heads, group, query_dim).swapaxes(1, 2)
     out, lse, _, _ = call(
         by_kv_head,

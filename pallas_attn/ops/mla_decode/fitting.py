@@ -1,4 +1,4 @@
-"""Whether a schedule is one of given lengths: any other makes kernels leave tokens out, without a sign of it."""
+"""Whether a schedule was made for the given lengths: with any other, kernels silently leave tokens out."""
 
 import jax
 import numpy as np
@@ -8,7 +8,8 @@ from pallas_attn.ops.mla_decode.schedule import MLASchedule
 
 
 def known_not_to_fit(schedule: MLASchedule, seq_lens: jax.Array) -> bool:
-    """Looked into where the host can know, outside jit; False inside it. Reads from the device a few kilobytes."""
+    """Whether schedule and lengths, known outside jit, do not fit; False inside jit. Reads a few kilobytes from the
+    device."""
     arrays = (*schedule, seq_lens)
     if any(map(is_traced, arrays)):
         return False
@@ -17,10 +18,10 @@ def known_not_to_fit(schedule: MLASchedule, seq_lens: jax.Array) -> bool:
 
 
 def fits(metadata: np.ndarray, num_splits: np.ndarray, lengths: np.ndarray) -> bool:
-    """Whether the parts, one after the other, serve every token of every sequence once.
+    """Whether the parts together serve every token of every sequence exactly once.
 
-    What a schedule says of sequences that a part serves whole holds for any length: only where parts meet, and in the
-    numbers of splits that follow from it, do lengths show.
+    Sequences that a part serves whole fit any length: only where parts meet, and in the numbers of splits, does a
+    schedule depend on lengths.
     """
     num_seqs = len(lengths)
     begin_seq, begin, end_seq, end, split = metadata[metadata[:, 0] < num_seqs, :5].T
@@ -28,7 +29,7 @@ def fits(metadata: np.ndarray, num_splits: np.ndarray, lengths: np.ndarray) -> b
         return False
     if (begin_seq < 0).any() or (end_seq < begin_seq).any() or (end_seq >= num_seqs).any():
         return False
-    # The last part leaves nothing to a next one.
+    # The last part must end where the work ends.
     next_seq, next_begin = np.append(begin_seq[1:], num_seqs), np.append(begin[1:], 0)
     cut = next_begin > 0
     meets = (next_seq == np.where(cut, end_seq, end_seq + 1)) & (next_begin >= 0)
@@ -36,7 +37,7 @@ def fits(metadata: np.ndarray, num_splits: np.ndarray, lengths: np.ndarray) -> b
 
     cuts = np.bincount(end_seq[cut], minlength=num_seqs)
     splits = np.append(0, np.cumsum(1 + cuts))
-    # A part that begins inside a sequence holds the split after the one of the part before.
+    # A part that begins inside a sequence serves the split after that of the part before.
     before = np.where(end_seq[:-1] == begin_seq[:-1], split[:-1], 0)
     numbered = np.append(0, np.where(begin[1:] > 0, before + 1, 0))
     return bool((meets & ends & (split == numbered)).all() and (num_splits == splits).all())

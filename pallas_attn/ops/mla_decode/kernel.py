@@ -4,10 +4,9 @@ A token of the latent cache is 512 latent elements, which serve as key and as va
 as key only. One program serves `block_q` query rows (the q_len x heads rows of one KV head, packed) and walks over
 tokens in tiles of `block_kv`: the latent tile is loaded once and used for both products.
 
-Which tokens a program walks over is decided in one of two ways (see `_split/splits.py`): by the caller's schedule,
-where a program is a part that goes through several sequences, or, without one, by a grid of sequences and splits.
-A sequence in one split is written to the output at once; otherwise a program leaves a float32 partial result for the
-merge.
+Which tokens a program walks over follows (see `_split/splits.py`) from the caller's schedule, where a program is a part
+that serves several sequences, or, without one, from a grid of sequences and splits. A sequence in one split is written
+to the output at once; otherwise a program leaves a float32 partial result for the merge.
 """
 
 import dataclasses
@@ -31,15 +30,15 @@ from pallas_attn.ops.mla_decode.operands import Operands
 from pallas_attn.ops.mla_decode.problem import Problem
 from pallas_attn.ops.mla_decode.transposed import LATENTS
 
-# With this many the weights' sum over a tile, which takes shuffles and barriers, is left for the end. Elsewhere that
-# measured slower, or was not tried.
+# With this many rows, weights are summed over a tile, which takes shuffles and barriers, only at the end. For other
+# numbers that measured slower or was not tried.
 LATE_SUM_ROWS = 32
-# Results are read again soon. While they stay in L2, their writes do not disturb the reads of latents: in device memory
-# they cost several times their bytes.
+# Results are read again soon. Kept in the L2, their writes do not disturb the reads of latents; in device memory they
+# would cost several times their bytes.
 RESULTS = "evict_last"
 
 
-# jit, so that the layers of a model trace and lower one kernel, not one each.
+# jit, so that a model's layers share one traced and lowered kernel.
 @functools.partial(jax.jit, static_argnames=("config", "lowering"))
 def mla_decode_pallas(
     operands: Operands, *, config: MLADecodeConfig, lowering: triton.Lowering = "pallas"
@@ -67,7 +66,7 @@ def mla_decode_pallas(
         functools.partial(body, problem=problem),
         operands,
         name="pallas_attn_mla_decode",
-        # Row blocks and KV heads vary fastest: programs that read the same or neighbouring bytes run together.
+        # Row blocks and KV heads vary fastest, so that programs that read the same or neighbouring bytes run together.
         grid=(problem.programs_per_split, num_parts or problem.num_programs),
         out_shape=result.shapes(problem, LATENT_DIM, operands.query.dtype),
         num_warps=config.num_warps,
@@ -138,15 +137,15 @@ def _scheduled_kernel(refs: Operands, *out_refs, problem: Problem):
 def _serve(
     refs: Operands, *out_refs, seq, head_block, begin, end, place, one_split, problem: Problem
 ):  # fmt: skip
-    """Attends one block of query rows to tokens [begin, end) of a sequence and writes the result."""
+    """Attends from one block of query rows to tokens [begin, end) of a sequence and writes the result."""
     mine = problem.rows_of(head_block)
     leading = rows.batched(mine, seq)
-    # The latents before the rotary part: what comes first is needed first.
+    # The latents before the rotary part: they are needed first.
     query = [rows.load(refs.query, mine, leading, chunk) for chunk in problem.query_chunks]
 
     stored_len = triton.load(refs.seq_lens.at[seq])
     seq_len = jnp.clip(stored_len, 0, problem.max_len)
-    # Query token i of q_len is the sequence's token seq_len - q_len + i, and sees itself and what is before it.
+    # Query token i of q_len is the sequence's token seq_len - q_len + i, and sees up to itself.
     row_end = jnp.minimum(end, seq_len - (problem.q_len - 1) + mine.token) if problem.causal else None
     where = query, refs, seq, mine.kv_head, begin, end, row_end, problem
     if problem.transposed:
@@ -168,8 +167,7 @@ def _walk_tokens(
     query, refs: Operands, seq, kv_head, begin, end, row_end, problem: Problem, mods: Tile
 ):  # fmt: skip
     """Online softmax of queries [block_q, 512 + 64], in chunks, over tokens [begin, end) of a sequence; also whether
-    any token's page id was unusable. `row_end` [block_q] is where what a row may see ends, or None: at `end` for all
-    of them."""
+    any token's page id was invalid. `row_end` [block_q] is the end of what each row sees; None: `end` for all."""
     pool, config = problem.pool, problem.config
     block_kv, page_size = config.block_kv, pool.page_size
     last_column = jnp.maximum(end - 1, 0) // page_size
@@ -243,7 +241,7 @@ def _walk_tokens(
     unmasked_end = end if row_end is None else jnp.minimum(end, jnp.min(row_end))
     num_tiles = (end - begin + block_kv - 1) // block_kv
     columns = begin // page_size + jnp.zeros(() if problem.page_per_tile else (block_kv,), jnp.int32)
-    # The first entry does not wait for the length: without tokens it may be garbage, which nothing looks at.
+    # The first entry is loaded without waiting for the length: without tokens it may be garbage, but is not used.
     entry = page_of(columns, problem.max_pages - 1)
     late_sum = block_kv if config.block_q == LATE_SUM_ROWS else None
     dims = tuple(size for _, size in problem.latent_chunks)

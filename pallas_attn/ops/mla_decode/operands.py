@@ -3,8 +3,8 @@
 from typing import Any
 
 from pallas_attn._call.operands import dims, operands
+from pallas_attn._call.pools import DIMS, PoolShape, pool_shape
 from pallas_attn._split.problem import DecodeCall
-from pallas_attn._tile.layout import DIMS, PoolShape, pool_shape
 from pallas_attn._types import Array
 from pallas_attn.mods.operands import Mods, captured_dims
 from pallas_attn.mods.seen import Left

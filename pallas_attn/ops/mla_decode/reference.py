@@ -3,26 +3,28 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._tile import chunks, masking, rows, softmax
-from pallas_attn._tile.latents import BYTES, LATENT_DIM, dequantized
-from pallas_attn._tile.layout import table_tokens
+from pallas_attn._call.pools import table_tokens
+from pallas_attn._split import page_loop
+from pallas_attn._tile import masking, softmax
+from pallas_attn._tile.latents import BYTES, LATENT_DIM
 from pallas_attn.mods.operands import has_mask, over_arrays
 from pallas_attn.mods.program import BATCH, HEAD, KEY, QUERY
 from pallas_attn.mods.seen import of_sequences
+from pallas_attn.ops.latent_cache.format import dequantized
 from pallas_attn.ops.mla_decode.operands import Operands
 
 
-class Rule(chunks.Rule):
+class Rule(page_loop.Rule):
     def floats(self, tile: jax.Array) -> jax.Array:
-        # As the kernels have them: rounded to bf16, which changes nothing where scales are powers of two.
+        # Rounded to bf16 as in the kernels, which changes nothing where scales are powers of two.
         return super().floats(dequantized(tile).astype(jnp.bfloat16) if tile.dtype == BYTES else tile)
 
-    def held(self, of: chunks.Sequences, position: jax.Array, held: jax.Array) -> jax.Array:
+    def held(self, of: page_loop.Sequences, position: jax.Array, held: jax.Array) -> jax.Array:
         if (left := of.others["left"]) is None:
             return held
         return held & (position >= left.first[:, None]) & (position < left.end[:, None])
 
-    def logits(self, floats, of: chunks.Sequences, keys, position, seen) -> jax.Array:
+    def logits(self, floats, of: page_loop.Sequences, keys, position, seen) -> jax.Array:
         logits = jnp.einsum("bhrd,bhkd->bhrk", floats.rows, keys, precision="highest")
         length = table_tokens(of.tables.shape[1], self.pool.page_size)
         mods = over_arrays(of.others["mods"], floats.captured, of.others["known"], length)
@@ -34,7 +36,7 @@ class Rule(chunks.Rule):
 
 @jax.jit
 def mla_decode_xla(operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """(out in query's dtype, lse float32). A schedule says who does the work, not what it is: it is ignored here."""
+    """(out in query's dtype, lse float32). A schedule only distributes the work and is ignored here."""
     query, seq_lens, pool = operands.query, operands.seq_lens, operands.pool
     _, q_len, num_heads, _ = query.shape
     max_len = table_tokens(operands.block_tables.shape[1], pool.page_size)
@@ -47,7 +49,7 @@ def mla_decode_xla(operands: Operands) -> tuple[jax.Array, jax.Array]:
     known = {QUERY: (lengths[:, None] - q_len + token)[:, None, :, None]}
     if mods is not None and mods.heads is not None:
         by_token = jnp.broadcast_to(mods.heads, (1, q_len, num_heads))
-        known[HEAD] = rows.pack(by_token, pool.num_kv_heads)[0, ..., None]
+        known[HEAD] = page_loop.pack(by_token, pool.num_kv_heads)[0, ..., None]
     if mods is not None and mods.sequences is not None:
         known[BATCH] = mods.sequences[:, None, None, None]
     if mods is not None and has_mask(mods):
@@ -55,12 +57,12 @@ def mla_decode_xla(operands: Operands) -> tuple[jax.Array, jax.Array]:
     row_end = (lengths[:, None] - hidden)[:, None, :, None]
     others = {"row_end": row_end, "mods": mods, "known": known, "left": left}
     scaled = query.astype(jnp.float32) * operands.scale
-    out, lse, bad = chunks.attend(
+    out, lse, bad = page_loop.attend(
         Rule("mla_decode", pool, "NHD", LATENT_DIM),
-        chunks.Floats(rows.pack(scaled, pool.num_kv_heads), captured=operands.captured),
-        chunks.Pools(operands.latent_cache),
-        chunks.Sequences(operands.block_tables, lengths, jnp.zeros_like(lengths), others),
+        page_loop.Floats(page_loop.pack(scaled, pool.num_kv_heads), captured=operands.captured),
+        page_loop.Pools(operands.latent_cache),
+        page_loop.Sequences(operands.block_tables, lengths, jnp.zeros_like(lengths), others),
     )
-    out, lse = (rows.unpack(x, q_len) for x in (out, lse.natural()))
+    out, lse = (page_loop.unpack(x, q_len) for x in (out, lse.natural()))
     bad = (bad | (seq_lens != lengths))[:, None, None]
     return softmax.poison(out, bad[..., None]).astype(query.dtype), softmax.poison(lse, bad)

@@ -1,4 +1,4 @@
-"""The tile scheduler: which parts of the GPU work on which KV blocks of which sequences.
+"""The tile scheduler: which parts of the GPU process which KV blocks of which sequences.
 
 One part is a streaming multiprocessor's share (per KV head and block of 64 query rows). All parts get the same
 payload, counted in blocks of 64 tokens, where starting on a sequence costs an overhead of some blocks more; sequences
@@ -88,7 +88,7 @@ def mla_schedule(
     rows = q_len * num_heads // num_kv_heads
     if num_parts is None:
         num_parts = num_sm_parts(rows, num_kv_heads, current_device().num_cores)
-    # More would cost memory, or overflow int32, and serve nothing.
+    # More would cost memory or overflow int32, for nothing.
     for name, value, most in (
         ("num_parts", num_parts, MOST_PARTS),
         ("overhead_blocks", overhead_blocks, MOST_OVERHEAD_BLOCKS),
@@ -115,7 +115,7 @@ def mla_schedule(
 
 @operands
 class _Operands:
-    seq_lens: Array = dims("lengths")  # all of them on every device
+    seq_lens: Array = dims("lengths")  # replicated on every device
 
 
 def _schedule(
@@ -132,10 +132,10 @@ def _schedule(
 def default_overhead(seq_lens: jax.Array, num_parts: int, rows: int) -> int | jax.Array:
     """The overhead that suits an H100, a number or, where it depends on the lengths, a scalar; `rows` of a KV head.
 
-    With more sequences than parts a high overhead keeps most sequences whole; fewer must be cut to fill the device. If
-    a share of whole sequences for every part leaves hardly any part idle, the overhead is what it takes for that,
-    provided that lengths are alike and cutting would not save more: partial results, and every part's second start,
-    cost as much as `dear` blocks.
+    With more sequences than parts, a high overhead keeps most sequences whole; with fewer, they must be cut to fill the
+    device. If dealing whole sequences leaves hardly any part idle, the overhead is chosen to do that, provided that
+    lengths are similar and cutting would not save more: partial results, and every part's second start, cost about
+    `dear` blocks.
     """
     num_seqs = seq_lens.shape[0]
     if symbolic.is_open(num_seqs):
@@ -143,7 +143,7 @@ def default_overhead(seq_lens: jax.Array, num_parts: int, rows: int) -> int | ja
     low = FIXED_OVERHEAD_BLOCKS if num_seqs > num_parts else 2 if 16 * num_seqs > num_parts else 1
     share = -(-num_seqs // num_parts)
     slots = share * num_parts
-    # Without a part to spare, those with short sequences always have room for a split of the next.
+    # Without a spare part, parts with short sequences always have room for a split of the next.
     if slots == num_seqs or 8 * (slots - num_seqs) > num_parts:
         return low
     blocks = num_blocks(seq_lens)
@@ -152,18 +152,18 @@ def default_overhead(seq_lens: jax.Array, num_parts: int, rows: int) -> int | ja
     # share * (longest + overhead) <= payload,
     missing = jnp.maximum(slots * jnp.max(blocks) - total, 0)
     needed = -(-missing // (num_parts + num_seqs - slots))
-    # and begins no other sequence behind `share` of the shortest if
-    # payload <= share * (shortest + overhead) + overhead.
+    # and begins no other sequence after `share` of the shortest if payload <= share * (shortest + overhead) + overhead.
     spare = jnp.maximum(total - slots * jnp.min(blocks), 0)
     needed_to_stop = jnp.minimum(-(-spare // (slots - num_seqs)), MOST_OVERHEAD_BLOCKS)
     dear = 8 if rows <= 32 else 20 if rows <= 128 else FIXED_OVERHEAD_BLOCKS
-    # Lengths are alike if `needed`, about what the longest has above the mean, is at most a quarter of a part's work.
+    # Lengths are similar if `needed`, about the longest minus the mean, is at most a quarter of a part's work.
     alike = needed <= jnp.minimum(dear, total // (4 * num_parts))
     return jnp.where(alike, jnp.maximum(jnp.maximum(needed, needed_to_stop), low), low)
 
 
 def num_blocks(seq_lens: jax.Array) -> jax.Array:
-    """Of each length. One that no memory holds must not make the sum overflow: other sequences' parts hang on it."""
+    """Blocks of each length, clipped so that an impossibly large one cannot overflow the sum, on which all parts
+    depend."""
     lengths = jnp.maximum(seq_lens, 0)
     blocks = lengths // BLOCK_TOKENS + (lengths % BLOCK_TOKENS > 0)
     return jnp.minimum(blocks, MOST_BLOCKS // seq_lens.shape[0])

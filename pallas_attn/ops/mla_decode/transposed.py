@@ -2,28 +2,28 @@
 
     S^T [tokens, rows] = K [tokens, 576] Q^T          O^T [dims, rows] += V^T [dims, tokens] P^T
 
-Hopper's asynchronous products have 64 rows or more. Here tokens and dims are those rows, and query rows are columns, of
-which 32 will do. A product's operands are read from shared memory once by all four warps, where warp-level products
-(`kernel.py`) read what they share once a warp: 0.28 MB a tile with the writes, not 0.54.
+Hopper's asynchronous products need 64 rows or more. Here tokens and dims are the rows, and query rows the columns, of
+which 32 suffice. The four warps read a product's operands from shared memory once together, where in warp-level
+products (`kernel.py`) each warp reads them: 0.28 MB a tile including writes, instead of 0.54.
 
-What exponentials are relative to follows the maximum only once a logit is 2**8 above it (an idea of FlashAttention-4).
-So a usual tile has no maximum over tokens, which takes shuffles and a barrier, and no rescaling of O: one vote instead.
+The reference of the exponentials is only updated once a logit exceeds it by 8 (base 2; an idea of FlashAttention-4). So
+a typical tile needs no maximum over tokens, which takes shuffles and a barrier, and no rescaling of O, just one vote.
 
-With two warpgroups each has all of a tile's tokens for half of the rows, and half of the dims of O for all of them.
+With two warpgroups, each computes all of a tile's tokens for half of the rows, and half of the dims of O for all rows.
 
-Some things are as they are for the sake of Triton's compiler:
+Some details are due to Triton's compiler:
 
-- The softmax and the second product are in a branch that is always taken. Triton puts the next tile's copies before a
-  branch, but behind everything else: with two buffers they would begin when the tile's work is done. Logits are scaled
-  before it: Triton 3.6 cannot pipeline a product that is used in the branch alone.
-- With two warpgroups logits are masked, or not, in a branch of their own, and the rotary ones are added scaled. Where
-  Triton sees that one product feeds another, it has all warps along its first side, and of 64 tokens the second
-  warpgroup would only repeat what the first computes.
-- Queries are transposed before the loop. Triton 3.9 writes what a loop's product reads to shared memory where it is
-  transposed: in every tile, from registers that the accumulators need.
-- Page ids lose bits that none has, and row offsets come from sums of single bits (`_row_offsets`). So the address of a
-  copy is a register that all copies share plus a constant. Else 36 addresses take a thread hundreds of a tile's cycles,
-  and registers.
+- The softmax and the second product are in a branch that is always taken. Triton issues the next tile's copies before a
+  branch, but after everything else: with two buffers they would start when the tile's work is done. Logits are scaled
+  before the branch: Triton 3.6 cannot pipeline a product that is used only in a branch.
+- With two warpgroups logits are masked in a branch of their own, and the rotary product is scaled before it is added.
+  Where Triton sees that one product feeds another, it puts all warps along the first side, and with 64 tokens the
+  second warpgroup would repeat the first one's work.
+- Queries are transposed before the loop. Triton 3.9 writes an operand to shared memory at its transposition: in the
+  loop that would happen for every tile, from registers that the accumulators need.
+- Page ids are masked to the bits that they may have, and row offsets are sums of single bits (`_row_offsets`), so that
+  the address of each copy is a shared register plus a constant. Otherwise 36 addresses cost a thread hundreds of a
+  tile's cycles, and registers.
 """
 
 import functools
@@ -34,16 +34,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_attn._call.sizes import next_power_of_2
 from pallas_attn._tile import masking, pages, softmax, triton
 from pallas_attn._tile.latents import LATENT_DIM, ROPE_DIM
 from pallas_attn.ops.mla_decode.operands import Operands
 from pallas_attn.ops.mla_decode.problem import Problem
 
-# Latents are read once by each block of query rows: what else is in L2 is worth more.
+# Each block of query rows reads latents once, so other data should stay in the L2.
 LATENTS = "evict_first"
-# How large a weight may be before what exponentials are relative to follows. It still fits in fp16.
+# The largest weight before the exponentials' reference is updated; it still fits in fp16.
 MOST = np.float32(2**8)
-LOWEST = np.finfo(np.float32).min  # before the first tile: below no logit, and with a difference to -inf
+# before the first tile: not above any logit, and its difference to -inf is not NaN
+LOWEST = np.finfo(np.float32).min
 WARPGROUP = 4  # warps
 
 
@@ -70,9 +72,9 @@ def walk_tokens(
         return pages.look_up(refs.block_tables, seq, jnp.minimum(first // page_size, last))
 
     def read(first, page, held) -> list[jax.Array]:
-        # All but the lowest bits are 0 anyway. Now the compiler knows that offsets are not negative.
+        # The upper bits are 0 anyway; the mask tells the compiler that offsets are not negative.
         page = jnp.where(masking.usable_pages(page, pool.num_pages), page, 0)
-        page &= triton.next_power_of_2(pool.num_pages) - 1
+        page &= next_power_of_2(pool.num_pages) - 1
         width = pool.num_kv_heads * pool.head_dim
         slot = 0 if block_kv == page_size else first % page_size & page_size - block_kv
         start = slot * width + kv_head * pool.head_dim
@@ -112,7 +114,7 @@ def walk_tokens(
         return lax.cond(first < end, taken_in, lambda: state), bad, next_page
 
     unmasked_end = end if row_end is None else jnp.minimum(end, jnp.min(row_end))
-    # Transposed: rows are the last dimension.
+    # Transposed: rows are last.
     start = softmax.OnlineSoftmax(
         jnp.full((block_q,), LOWEST, jnp.float32),
         jnp.zeros((block_kv, block_q), jnp.float32),
@@ -125,7 +127,7 @@ def walk_tokens(
 
 
 def _take_in(state: softmax.OnlineSoftmax, logits2: jax.Array, values: jax.Array) -> softmax.OnlineSoftmax:
-    """The state with a tile, whose `maximum` is a reference that some earlier maximum set."""
+    """The state with a tile added; its `maximum` is a reference set by some earlier maximum."""
     reference, total, acc = state
     weights = triton.exp2(logits2 - reference[None, :])
 
@@ -134,7 +136,7 @@ def _take_in(state: softmax.OnlineSoftmax, logits2: jax.Array, values: jax.Array
         decay = triton.exp2(reference - maximum)[None, :]
         return maximum, total * decay, acc * decay, triton.exp2(logits2 - maximum[None, :])
 
-    # Not `> MOST`: NaN in one row must not keep the others from following.
+    # Not `> MOST`: NaN in one row must not keep the others from updating.
     far = ~(_largest(weights) <= MOST)
     reference, total, acc, weights = lax.cond(far, followed, lambda: (reference, total, acc, weights))
     acc += triton.dot(values.T, weights.astype(values.dtype))
@@ -142,11 +144,11 @@ def _take_in(state: softmax.OnlineSoftmax, logits2: jax.Array, values: jax.Array
 
 
 def _largest(tile: jax.Array) -> jax.Array:
-    """The maximum of a product's result, of which a thread has four neighbouring pairs of columns.
+    """The maximum of a product's result, of which a thread holds four neighbouring pairs of columns.
 
-    Of 32 columns over those first, then over tokens, and over columns at last: Triton 3.6 reduces all at once to one
-    element that every thread then reads from shared memory, and ptxas has threads store and load registers in the loop
-    around it. 64 columns are of two warpgroups, which would meet in each of the three steps.
+    For 32 columns it is taken over those pairs, then over tokens, then over columns: reduced at once, Triton 3.6 has
+    every thread read the result from shared memory, and ptxas spills in the loop around it. 64 columns belong to two
+    warpgroups, which would have to synchronise in each of the three steps.
     """
     if tile.shape[1] == 64:
         return jnp.max(tile.reshape(-1))
@@ -154,10 +156,10 @@ def _largest(tile: jax.Array) -> jax.Array:
 
 
 def _row_offsets(count: int, stride: int) -> jax.Array:
-    """stride * arange(count), added up bit by bit: the bits that differ from row to row within a thread, not between
-    threads, are constants to the compiler then."""
+    """stride * arange(count), summed bit by bit: bits that differ between a thread's rows, not between threads, become
+    constants."""
     index = jnp.arange(2)
     while index.size < count:
         index = ((jnp.arange(2) * index.size)[:, None] + index[None, :]).reshape(-1)
-    # Multiplied at last, so that Triton sees that all are multiples of 64 elements, as copies of 16 bytes need.
+    # Multiplied last, so that Triton sees multiples of 64 elements, as 16-byte copies need.
     return index * stride

@@ -28,14 +28,15 @@ def attend(op: Op, batch: Batch, mine: jax.Array) -> tuple[jax.Array, jax.Array]
         rules=Rules(),
         out_dtype=given.query.dtype,
     )
-    # No CUDA kernel attends to latents in prompts; who asks for it means the other form.
+    # No CUDA kernel attends to latents in prompts; "cuda" applies to the other form.
     implementation = None if given.implementation == "cuda" else given.implementation
     out, lse = op.serve(in_latents, implementation=implementation)
     return _by_head("thc,hvc->thv", out, given.value_up), lse
 
 
 def _by_head(dims: str, array: jax.Array, up: jax.Array) -> jax.Array:
-    """Their product in the array's dtype, rounded once: on a CPU, XLA would add up a batch of bf16 products in bf16."""
+    """The product in the array's dtype, rounded once: on a CPU, XLA would accumulate a batch of bf16 products in
+    bf16."""
     product = functools.partial(jnp.einsum, dims, precision="highest")
 
     def widened(array: jax.Array, up: jax.Array) -> jax.Array:

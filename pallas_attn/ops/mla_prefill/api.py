@@ -7,10 +7,9 @@ from typing import Any, Literal, get_args, overload
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._call import gradients, partition, symbolic
+from pallas_attn._call import gradients, options, partition, symbolic
 from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._call.operands import ready
-from pallas_attn._tile import options
 from pallas_attn._tile.latents import BYTES, LATENT_DIM, QUERY_DIM, ROPE_DIM, token_width
 from pallas_attn._types import ImplementationOrCuda
 from pallas_attn.ops.mla_prefill import absorbed, projected
@@ -20,11 +19,11 @@ from pallas_attn.ops.ragged_attention import arguments
 from pallas_attn.ops.ragged_attention.record import record
 
 OP = record("mla_prefill")
-"""Of the attention in either form."""
+"""Checks the implementation of the attention in either form."""
 
 type Form = Literal["absorbed", "projected"]
 FORMS = get_args(Form.__value__)
-# Of a product over the latents, against one over keys and values of 192 and 128: measured on an H200 (README).
+# Cost of a product over latents relative to one over keys and values of 192 and 128: measured on an H200 (README).
 ABSORBED_COST = 1.75
 
 
@@ -159,7 +158,7 @@ def mla_prefill(
 
 
 def _without_gradients(operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """Of the two forms one alone would have some, and those of plain loops."""
+    """Gradients are refused: only one of the forms would have any, through plain loops."""
     reason = "there are no gradients; flash_attention over keys and values projected from latents has"
     return gradients.refuse("mla_prefill", _attend, reason)(operands)
 
@@ -186,17 +185,17 @@ def _attend(operands: Operands) -> tuple[jax.Array, jax.Array]:
 
 
 def least_projected(nope_dim: int, value_dim: int) -> int | None:
-    """New tokens of a sequence from which on it is projected; None: never, whatever their number.
+    """The least number of new tokens with which a sequence is projected; None: never.
 
-    Each saves 576 + 512 products with a token of the context, of the absorbed kind, for nope_dim + 64 + value_dim of
-    the projected kind; and 512 x (nope_dim + value_dim) for that token's keys and values are to be paid.
+    For each context token, a new token saves 576 + 512 products of the absorbed kind and costs nope_dim + 64 +
+    value_dim of the projected kind; computing that token's keys and values costs 512 x (nope_dim + value_dim) once.
     """
     saved = ABSORBED_COST * (QUERY_DIM + LATENT_DIM) - (nope_dim + ROPE_DIM + value_dim)
     return None if saved <= 0 else math.ceil(LATENT_DIM * (nope_dim + value_dim) / saved)
 
 
 def _where_any(mine: jax.Array, attend: Any) -> tuple[jax.Array, jax.Array]:
-    """attend(mine), if there is any sequence to attend from, or else rows of zeros."""
+    """attend(mine) if it contains any sequence, otherwise zeros."""
     shapes = jax.eval_shape(attend, mine)
 
     def nothing(_: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -1,4 +1,4 @@
-"""Sequences of ragged queries as arrays, for what is plain jnp around a kernel."""
+"""Ragged sequences as arrays, for the plain jnp around a kernel."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn._call import symbolic
-from pallas_attn._tile.layout import table_tokens
+from pallas_attn._call.pools import table_tokens
 from pallas_attn._tile.masking import usable_pages
 from pallas_attn.ops.mla_prefill.operands import Operands
 from pallas_attn.ops.ragged_attention.blocks import Ragged
@@ -15,11 +15,11 @@ from pallas_attn.ops.ragged_attention.blocks import Ragged
 class Batch(NamedTuple):
     operands: Operands
     q_lens: jax.Array
-    """[max_seqs]; 0 behind the last sequence."""
+    """[max_seqs]; 0 after the last sequence."""
     holds_some: jax.Array
     """[max_seqs]: sequences with query tokens and a length other than 0."""
     seq_of_token: jax.Array
-    """[total_tokens], clamped: padding has the last row's."""
+    """[total_tokens], clamped: padding has the last sequence's."""
     is_real: jax.Array
     """[total_tokens]: not padding."""
     position: jax.Array
@@ -60,7 +60,7 @@ class Batch(NamedTuple):
         return by_seq[self.seq_of_token] & self.is_real
 
     def places(self, seq: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(page, offset, whether there is such a slot) of tokens of sequences; both arrays broadcast."""
+        """(page, offset, whether the slot exists) of sequences' tokens; both arrays broadcast."""
         column = position // self.page_size
         inside = (position >= 0) & (position < self.capacity)
         page = self.operands.block_tables[seq, jnp.where(inside, column, 0)]

@@ -1,8 +1,8 @@
 """The projected form: keys and values of every head, made from the latents.
 
-The new tokens' are made at once, and attended to causally. The context's are made a workspace at a time. Sequences
-share it: their contexts lie end to end, each from a new page of the workspace on, and every turn takes the next pages
-of all of them. So a turn's work is what the contexts hold, not what the longest of them does times their number.
+Those of the new tokens are computed at once and attended to causally. Those of the context are computed in a workspace
+of fixed size, which sequences share: their contexts lie end to end, each starting at a new page, and every turn takes
+the next pages. So the work is that of the contexts together, not of the longest times their number.
 """
 
 from typing import Any
@@ -12,15 +12,16 @@ import jax.numpy as jnp
 
 from pallas_attn._call import symbolic
 from pallas_attn._call.op import Op
-from pallas_attn._tile.latents import BYTES, LATENT_DIM, dequantized
+from pallas_attn._call.sizes import ceil_div
+from pallas_attn._tile.latents import BYTES, LATENT_DIM
 from pallas_attn._tile.masking import Rules
-from pallas_attn._tile.triton import ceil_div
+from pallas_attn.ops.latent_cache.format import dequantized
 from pallas_attn.ops.mla_prefill.batch import Batch
 from pallas_attn.ops.ragged_attention.operands import Operands
 from pallas_attn.ops.ragged_attention.states import merged
 
 PAGE = 64  # tokens of a page of the workspace
-NO_PAGE = 16  # tokens of a page where there is no context: as many as any kernel likes
+NO_PAGE = 16  # page size where there is no context: any that kernels serve well
 WORKSPACE_TOKENS = 4096
 
 
@@ -43,7 +44,7 @@ def attend(op: Op, batch: Batch, mine: jax.Array) -> tuple[jax.Array, jax.Array]
         return op.serve(operands, implementation=given.implementation)
 
     def made(seq: jax.Array, position: jax.Array, held: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Keys and values [..., num_heads, dim] of tokens; NaN where a page is none, 0 where nothing is `held`."""
+        """Keys and values [..., num_heads, dim] of tokens; NaN for invalid pages, 0 where not `held`."""
         page, offset, is_place = batch.places(seq, position)
         stored = latent_cache[page, offset, 0]
         stored = dequantized(stored).astype(query.dtype) if latent_cache.dtype == BYTES else stored
@@ -82,7 +83,7 @@ def attend(op: Op, batch: Batch, mine: jax.Array) -> tuple[jax.Array, jax.Array]
         seq = jnp.minimum(symbolic.searchsorted(ends, page, side="right"), ends.shape[0] - 1)[:, None]
         position = (page[:, None] - begins[seq]) * PAGE + jnp.arange(PAGE)
         keys, values = made(seq, position, (position >= 0) & (position < contexts[seq]))
-        # The part of each sequence's context that the workspace holds: its pages lie side by side.
+        # The part of each sequence's context that is in the workspace, on contiguous pages.
         from_page, to_page = (jnp.clip(x, first, first + num_pages) for x in (begins, ends))
         held = jnp.clip(contexts - (from_page - begins) * PAGE, 0, (to_page - from_page) * PAGE)
         tables = (from_page - first)[:, None] + jnp.arange(num_pages)
@@ -97,7 +98,7 @@ def attend(op: Op, batch: Batch, mine: jax.Array) -> tuple[jax.Array, jax.Array]
 
     start = own.astype(jnp.float32), own_lse
     out, lse = jax.lax.fori_loop(0, ceil_div(ends[-1], num_pages), turn, start)
-    # A length that cannot be right; one of 0 is, and empty.
+    # An invalid length; 0 is valid, and empty.
     bad = batch.by_token(mine & ((lens < batch.q_lens) | (lens > batch.capacity)))[:, None]
     out = jnp.where(is_mine[..., None], jnp.where(bad[..., None], jnp.nan, out), 0)
     return out.astype(query.dtype), jnp.where(bad, jnp.nan, lse)

@@ -5,14 +5,15 @@ from typing import Literal, overload
 import jax
 import jax.numpy as jnp
 
+from pallas_attn._call import options
 from pallas_attn._call.checks import ArgumentChecker, fail
 from pallas_attn._call.dispatch import Implementation as Served
 from pallas_attn._call.op import Op
-from pallas_attn._tile import options, triton
-from pallas_attn._tile.layout import check_pools, handles, reaches
+from pallas_attn._call.options import DTYPES
+from pallas_attn._call.pools import QUANTIZED_DTYPES, check_pools, handles, reaches
+from pallas_attn._call.sizes import MAX_HEAD_DIM, too_wide
+from pallas_attn._tile import triton
 from pallas_attn._tile.masking import LocalStride, Rules
-from pallas_attn._tile.options import DTYPES
-from pallas_attn._tile.quantization import QUANTIZED_DTYPES
 from pallas_attn._types import BlockTables, Implementation, KVCache, Layout, Lse, Query, SeqLens
 from pallas_attn.mods.call import PagedSizes, over_pages
 from pallas_attn.mods.ready import MaskMod, ScoreMod
@@ -22,15 +23,13 @@ from pallas_attn.ops.paged_attention.kernel import paged_attention_pallas
 from pallas_attn.ops.paged_attention.operands import Operands
 from pallas_attn.ops.paged_attention.reference import paged_attention_xla
 
-MAX_HEAD_DIM = 512
-
 
 def _supports(operands: Operands, lowering: triton.Lowering) -> str | None:
-    if operands.pool.head_dim > MAX_HEAD_DIM:
-        return f"head_dim is at most {MAX_HEAD_DIM}, got {operands.pool.head_dim}"
     tree_elements = 0 if operands.tree_mask is None else operands.tree_mask.size
-    return reaches(operands.pool, operands.key_cache.dtype, lowering) or handles(
-        "tree masks", tree_elements, jnp.int8, lowering
+    return (
+        too_wide({"head_dim": operands.pool.head_dim}, most=2 * MAX_HEAD_DIM)
+        or reaches(operands.pool, operands.key_cache.dtype, lowering)
+        or handles("tree masks", tree_elements, jnp.int8, lowering)
     )
 
 

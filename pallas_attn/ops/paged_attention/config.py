@@ -6,15 +6,16 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pallas_attn._call import budget, configs
+from pallas_attn._call import budget, configs, sizes
 from pallas_attn._call.architecture import ASYNCHRONOUS_ROWS, LEAST_SIDE, WARPGROUP
 from pallas_attn._call.budget import Candidate
 from pallas_attn._call.checks import dtype_name, fail
-from pallas_attn._call.configs import SplitKVConfig
+from pallas_attn._call.configs import FixedSplitConfig
 from pallas_attn._call.device import Device, current_device
+from pallas_attn._call.sizes import tile_side
 from pallas_attn._split import waves
 from pallas_attn._split.splits import check_invariant
-from pallas_attn._tile import triton, walk
+from pallas_attn._tile import walk
 from pallas_attn.ops.paged_attention.operands import Operands
 
 # They won somewhere on Hopper; on other GPUs they are candidates as far as they fit.
@@ -32,7 +33,7 @@ POWERS_OF_TWO = {**configs.POWERS_OF_TWO, "block_q": TRANSPOSED_ROWS}
 
 
 @dataclasses.dataclass(frozen=True)
-class PagedAttentionConfig(SplitKVConfig):
+class PagedAttentionConfig(FixedSplitConfig):
     """How one call of the kernel is cut up.
 
     block_q: query rows (tokens x heads) of one KV head that a program serves, a power of two >= 16, the tensor
@@ -77,7 +78,7 @@ class Shape:
         return few and self.layout != "PACKED" and not self.tile(TRANSPOSED_ROWS, TRANSPOSED[0]).spills
 
     def tile(self, block_q: int, candidate: Candidate) -> budget.Tile:
-        width = triton.tile_side(self.head_dim)
+        width = tile_side(self.head_dim)
         tile = budget.Tile(
             rows=block_q,
             tokens=candidate.block_kv,
@@ -104,7 +105,7 @@ class Shape:
     def tiles(self, measured: Mapping[str, int]) -> list[budget.Tile]:
         """That fit, of as many rows as leave room for any; `measured` sizes are as they are."""
         candidates = TRANSPOSED if self.transposed else CANDIDATES
-        block_q = TRANSPOSED_ROWS if self.transposed else min(ASYNCHRONOUS_ROWS, triton.tile_side(self.rows))
+        block_q = TRANSPOSED_ROWS if self.transposed else min(ASYNCHRONOUS_ROWS, sizes.tile_side(self.rows))
         block_q = measured.get("block_q", block_q)
         known = {name: size for name, size in measured.items() if name in Candidate._fields}
         candidates = dict.fromkeys(candidate._replace(**known) for candidate in candidates)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_attn._call import sizes
 from pallas_attn._split import merge, result
 from pallas_attn._split.splits import FairSplits, Split, each, fair
 from pallas_attn._tile import logits, masking, narrow, pages, quantization, rows, softmax, tree, triton, walk
@@ -30,7 +31,7 @@ from pallas_attn.ops.paged_attention.operands import Operands
 from pallas_attn.ops.paged_attention.problem import Problem
 
 
-# jit, so that the layers of a model trace and lower one kernel, not one each.
+# jit, so that a model's layers share one traced and lowered kernel.
 @functools.partial(jax.jit, static_argnames=("config", "lowering"))
 def paged_attention_pallas(
     operands: Operands, *, config: PagedAttentionConfig, lowering: triton.Lowering = "pallas"
@@ -49,7 +50,7 @@ def paged_attention_pallas(
         functools.partial(_attend_kernel, problem=problem),
         operands,
         name="pallas_attn_paged_attention",
-        # Programs of neighbouring KV heads start together: in the NHD layout they read neighbouring bytes.
+        # Programs of neighbouring KV heads start together, since they read neighbouring bytes in the NHD layout.
         grid=(problem.programs_per_split, problem.num_programs),
         out_shape=result.shapes(problem, problem.pool.head_dim, operands.query.dtype),
         num_warps=config.num_warps,
@@ -93,7 +94,7 @@ def _attend_kernel(refs: Operands, *out_refs, problem: Problem):
     problem = problem.with_window(refs.sliding_window)
     dtype = quantization.compute_dtype(refs.query.dtype, refs.key_cache.dtype, refs.k_scale, refs.v_scale)
     ask = functools.partial(_query, refs.query, head_block, problem, dtype)
-    # The only sequence's queries are on their way before its length is there.
+    # A single sequence's queries are loaded before its length is known.
     only = ask(0 * program) if problem.num_seqs == 1 else None
 
     def query_of(seq: jax.Array) -> _Query:
@@ -114,17 +115,17 @@ class _Query(NamedTuple):
 def _query(query_ref, head_block, problem: Problem, dtype, seq) -> _Query:
     mine = problem.rows_of(head_block)
     leading = rows.batched(mine, seq)
-    q = rows.load(query_ref, mine, leading, (0, triton.tile_side(problem.pool.head_dim)))
+    q = rows.load(query_ref, mine, leading, sizes.whole(problem.pool.head_dim))
     return _Query(mine, leading, quantization.query_as(q, dtype))
 
 
 def _serve(
     refs: Operands, *out_refs, query_of: Callable[[jax.Array], _Query], split: Split, problem: Problem
 ):
-    """Attends one block of query rows to a split of a sequence and writes the result."""
-    seq, dims = split.seq, (0, triton.tile_side(problem.pool.head_dim))
+    """Attends from one block of query rows to a split of a sequence and writes the result."""
+    seq, dims = split.seq, sizes.whole(problem.pool.head_dim)
     stored_len = triton.load(refs.seq_lens.at[seq])
-    # No length is needed to find the query: it comes with the length, not after it and before the first page id.
+    # Loaded together with the length, which is not needed to find the query, rather than after it.
     mine, leading, q = query_of(seq)
     seq_len = jnp.clip(stored_len, 0, problem.max_len)
     query_at = seq_len - problem.q_len + mine.token
@@ -134,8 +135,8 @@ def _serve(
         keys_end = left[1]
     tiles = problem.walk(seq_len, mine.kv_head, left)
     begin, end = split.tiles(tiles.num_tiles)
-    # Few rows leave registers for sums that come late, and tokens are spread over warps: a sum is a wait for all.
-    few = problem.config.block_q <= triton.tile_side(1)
+    # With few rows there are registers for late sums, and tokens are spread over warps, so a sum would be a barrier.
+    few = problem.config.block_q <= sizes.tile_side(1)
     state = softmax.start(mine.index.shape, dims[1], late_sum=problem.config.block_kv if few else None)
     look_up = functools.partial(pages.look_up, refs.block_tables, seq)
     ids = functools.partial(_page_ids, look_up, keys_end, problem)
@@ -161,7 +162,7 @@ def _serve(
         state, logits.natural_scale(problem.rules, scale, refs.alibi_slopes, has_score=has_score(refs.mods))
     )
     if refs.sinks is not None:
-        # A logit without a value that joins the softmax once: with the first split of a sequence.
+        # The sink joins the softmax once: in the first split of a sequence.
         sink = triton.load(refs.sinks.at[mine.head], mask=mine.real, other=0.0)
         state = softmax.join(state, jnp.where((split.index == 0) & (seq_len > 0), sink, np.float32(-np.inf)))
     out, lse = softmax.finish(state)
@@ -169,7 +170,7 @@ def _serve(
         out = narrow.in_order(out)
     if refs.v_scale is not None and not quantization.is_by_page(refs.v_scale):
         out *= triton.load(refs.v_scale.at[mine.kv_head])
-    # A length that cannot be right; for a page id see _walk_tiles.
+    # An invalid length; for page ids see _walk_tiles.
     bad = stored_len != seq_len if lost is None else (stored_len != seq_len) | lost
     done = result.Result(mine, leading, [dims], [out], lse).poisoned(bad)
     result.store(done, out_refs, split.place, split.count == 1)
@@ -183,8 +184,8 @@ def _walk_tiles(state, tiles: walk.Walk, begin, end, seq_len, read, weigh, exp2_
         keys, key_scale, values, usable = read(tiles.start(i), held)
         given = weigh(keys, key_scale, position)
         tile = masking.apply(given.logits, held[None, :])
-        # A page id that cannot be right makes its sequence NaN rather than quietly wrong. Marking the logits keeps
-        # the ids where the compiler pipelines them; a flag beside the state would load them again, and wait.
+        # An invalid page id makes its sequence NaN rather than silently wrong. Marking the logits keeps the ids in the
+        # pipeline; a flag beside the state would load them again, and wait.
         tile = softmax.poison(tile, (held & ~usable)[None, :])
         state, weights = softmax.rescale(state, tile, given.factor, exp2_below=exp2_below)
         return state._replace(acc=state.acc + triton.dot(weights.astype(values.dtype), values))
@@ -193,10 +194,10 @@ def _walk_tiles(state, tiles: walk.Walk, begin, end, seq_len, read, weigh, exp2_
 
 
 def _walk_transposed(state, tiles: walk.Walk, begin, end, seq_len, read, ahead, weigh, exp2_below):
-    """(the state after tiles [begin, end), taken with rows last; whether a page id cannot be right).
+    """(the state after tiles [begin, end), taken with rows last; whether a page id is invalid).
 
-    Page ids, `ahead(tile)`, come from the step before: where a step loads its own, Triton copies them beside keys and
-    values, and to wait for them is to wait for all that is under way.
+    Page ids, `ahead(tile)`, come from the previous step: loaded in the same step, Triton would copy them with keys and
+    values, and waiting for them would wait for all copies in flight.
     """
 
     def step(i, carry):
@@ -207,7 +208,7 @@ def _walk_transposed(state, tiles: walk.Walk, begin, end, seq_len, read, ahead, 
         tile = masking.apply(given.logits, held[:, None])
         state, weights = softmax.rescale(state, tile, given.factor, axis=0, exp2_below=exp2_below)
         state = state._replace(acc=state.acc + triton.dot(values.T, weights.astype(values.dtype)))
-        # Beside the logits ids have another layout, and would go through shared memory to mark them.
+        # Ids have another layout than the logits, and marking these would take them through shared memory.
         return state, ahead(i + 1), lost | jnp.where(held & ~usable, 1, 0)
 
     lost = jnp.zeros(tiles.block_kv, jnp.int32)
@@ -223,11 +224,11 @@ def _look_up_tile(look_up, tiles: walk.Walk, end, seq_len, problem: Problem, i):
 
 
 def _page_ids(look_up, seq_len, problem: Problem, start, held) -> jax.Array:
-    """The page ids of a tile's tokens, the first of which is `start`; any where not `held`."""
+    """The page ids of a tile's tokens from `start` on; arbitrary where not `held`."""
     size, page_size = held.shape[0], problem.pool.page_size
     column, _ = pages.slots(start, size, page_size)
-    # Ids of fewer tokens than threads Triton copies to shared memory, 3.6 by each layout that uses them: ids of pages
-    # are fewer. Those of more tokens stay in registers; to copy them would take a stage of the pipeline.
+    # With fewer tokens than threads Triton copies ids to shared memory (3.6: once for each layout that uses them), so
+    # one id a page is loaded. With more tokens ids stay in registers; copying them would take a stage of the pipeline.
     most, least = max(size, page_size), min(size, page_size)
     if size >= 32 * problem.config.num_warps or most % least:
         return look_up(column, mask=held, other=0)
@@ -237,23 +238,22 @@ def _page_ids(look_up, seq_len, problem: Problem, start, held) -> jax.Array:
 
 
 def _read_tile(refs: Operands, ids, kv_head, problem: Problem, dtype, start, held, page=None):
-    """(keys [block_kv, dims], their pages' scale or None, values, which tokens' pages exist): in `dtype`, 0 where
-    nothing is held; of scales, only a page's of the values is applied. Columns of values are dealt if `narrow.deals`.
+    """(keys [block_kv, dims], their pages' scale or None, values, which tokens' pages exist), in `dtype`, 0 where not
+    held. Of the scales only a page's v_scale is applied. Columns of values are dealt if `narrow.deals`.
 
-    `start` is the tile's first token, `held` says which of its tokens hold something; `page` has their page ids if
-    these are known.
+    `start` is the tile's first token; `held` which of its slots are filled; `page` their page ids, if already loaded.
     """
     pool = problem.pool
     _, offset = pages.slots(start, held.shape[0], pool.page_size)
     if page is None:
         page = ids(start, held)
     usable = masking.usable_pages(page, pool.num_pages)
-    # Ids go through shared memory to where they are needed, and a mask would have to go beside them. What is read
-    # in their place does not matter: the result is NaN.
+    # Ids pass through shared memory, and a mask would have to as well. What is read for an invalid one does not matter:
+    # the result is NaN.
     page = jnp.where(usable, page, 0)
 
     def read(which: Any, ref):
-        place = (page, offset, kv_head, (0, triton.tile_side(pool.head_dim)))
+        place = (page, offset, kv_head, sizes.whole(pool.head_dim))
         return pages.gather(ref, problem.layout, which, *place, held, head_dim=pool.head_dim)
 
     keys, values = read("key", refs.key_cache), read("value", refs.value_cache)
@@ -279,7 +279,7 @@ def _logits(
     scale = _scale(problem, refs.k_scale, mine.kv_head)
     if refs.alibi_slopes is not None:
         slope = triton.load(refs.alibi_slopes.at[mine.head], mask=mine.real, other=0.0)[row]
-    # One query token with one pattern sees everything that its tiles hold: see walk.py.
+    # A single query token with one pattern sees everything in its tiles: see walk.py.
     if pattern is not None and (problem.q_len > 1 or pattern.distinct_offsets(problem.group) > 1):
         offset = problem.pattern_offset(mine.head, mine.kv_head)
         offset = jnp.broadcast_to(offset, mine.head.shape)[row]
@@ -299,7 +299,7 @@ def _logits(
 
 
 def _scale(problem: Problem, k_scale_ref: Any, kv_head):
-    """Of logits, all but a page's."""
+    """The logits' scale, without a page's."""
     if k_scale_ref is None or quantization.is_by_page(k_scale_ref):
         return problem.scale
     return problem.scale * triton.load(k_scale_ref.at[kv_head])

@@ -3,8 +3,8 @@
 from typing import Any
 
 from pallas_attn._call.operands import dims, operands
+from pallas_attn._call.pools import DIMS, SCALE_DIMS, PoolShape, Which, pool_shape
 from pallas_attn._split.problem import DecodeCall
-from pallas_attn._tile.layout import DIMS, SCALE_DIMS, PoolShape, Which, pool_shape
 from pallas_attn._tile.masking import Rules
 from pallas_attn._types import Array
 from pallas_attn.mods.operands import Mods, captured_dims
@@ -23,7 +23,7 @@ class Operands:
     block_tables: Array = dims("seqs columns")
     seq_lens: Array = dims("seqs")
     sliding_window: Array | None = dims("one", default=None)
-    """[1], where it is none of the `rules`: known at run time only."""
+    """[1]; for a window that is known at run time only and so not in `rules`."""
     alibi_slopes: Array | None = dims("heads", default=None)
     sinks: Array | None = dims("heads", default=None)
     k_scale: Array | None = dims(*SCALE_DIMS, default=None)
@@ -43,7 +43,7 @@ class Operands:
     rules: Rules
     batch_invariant: bool
     num_heads: int
-    """Of the whole call, of which a device may have a share."""
+    """Of the whole call, of which a device may hold a part."""
 
     @property
     def pool(self) -> PoolShape:

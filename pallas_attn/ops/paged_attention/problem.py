@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from pallas_attn._call.device import current_device
+from pallas_attn._call.sizes import tile_side
 from pallas_attn._split.problem import SplitKVProblem
 from pallas_attn._tile import masking, triton, walk
 
@@ -40,15 +41,15 @@ class Problem(SplitKVProblem):
 
     @property
     def transposed(self) -> bool:
-        """Whether a tile's tokens, and columns of values, are the first side of products, and query rows the second:
-        of the first the tensor core wants 16, of the second 8."""
-        return self.config.block_q < triton.tile_side(1)
+        """Whether products are transposed: tokens and value columns are the first side, which needs 16, and query rows
+        the second, which needs 8."""
+        return self.config.block_q < tile_side(1)
 
     @property
     def most_together(self) -> int:
-        """Programs on a multiprocessor, where all are to run at once; 0 where there are more than that.
+        """Programs a multiprocessor, if all are to run at once; 0 if there are more.
 
-        Never fewer than hide each other's waits: lengths that differ make more splits than were planned."""
+        At least as many as hide each other's latency, since unequal lengths make more splits than planned."""
         at_once = self.config.target_programs
         if self.num_seqs * self.programs_per_split > at_once:
             return 0
@@ -57,7 +58,7 @@ class Problem(SplitKVProblem):
     @property
     def most_tokens(self) -> int:
         tokens = walk.most_tokens(self.max_len, q_len=self.q_len, group=self.group, rules=self.rules)
-        # Tiles reach beyond a window at both ends; the last period of a pattern reaches into the local band.
+        # Tiles reach beyond a window at both ends; a pattern's last period overlaps the local band.
         pattern = self.rules.block_sparse
         more = (pattern.distinct_offsets(self.group) + 2) * pattern.block_size if pattern else 0
         return tokens + 2 * self.config.block_kv + more
@@ -66,13 +67,13 @@ class Problem(SplitKVProblem):
         return seq_len if self.by_tiles else self.walk(seq_len).num_tiles
 
     def pattern_offset(self, head, kv_head):
-        """Block-sparse offset of query heads (traced or not) of a KV head."""
+        """Block-sparse offset of query heads (traced or not) that share a KV head."""
         assert self.rules.block_sparse is not None
         heads = {"num_heads": self.num_heads, "num_kv_heads": self.pool.num_kv_heads}
         return self.rules.block_sparse.offset(head, kv_head, **heads)
 
     def with_window(self, window_ref: Any) -> "Problem":
-        """A window that is known at run time only is one of the rules all the same."""
+        """The problem with a run-time window put into its rules."""
         if window_ref is None:
             return self
         window = triton.load(window_ref.at[np.int32(0)])

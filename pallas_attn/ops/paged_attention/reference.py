@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._tile import chunks, logits, masking, quantization, rows, softmax, tree
-from pallas_attn._tile.layout import table_tokens
+from pallas_attn._call.pools import table_tokens
+from pallas_attn._split import page_loop
+from pallas_attn._tile import logits, masking, quantization, softmax, tree
 from pallas_attn.mods.operands import NOTHING, Mods, Tile, has_mask, over_arrays
 from pallas_attn.mods.program import BATCH, HEAD, KEY, QUERY
 from pallas_attn.mods.seen import Seen, of_sequences
@@ -27,7 +28,7 @@ class Others(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule(chunks.Rule):
+class Rule(page_loop.Rule):
     rules: masking.Rules
     scale: float
     q_len: int
@@ -37,17 +38,17 @@ class Rule(chunks.Rule):
     def by_row(self, per_head: jax.Array) -> jax.Array:
         """[num_heads] -> [num_kv_heads, rows, 1]"""
         per_token = jnp.broadcast_to(per_head, (1, self.q_len, self.num_heads))
-        return rows.pack(per_token, self.pool.num_kv_heads)[0, ..., None]
+        return page_loop.pack(per_token, self.pool.num_kv_heads)[0, ..., None]
 
-    def held(self, of: chunks.Sequences, position: jax.Array, held: jax.Array) -> jax.Array:
+    def held(self, of: page_loop.Sequences, position: jax.Array, held: jax.Array) -> jax.Array:
         if (left := of.others.left) is not None:
             held &= (position >= left.first[:, None]) & (position < left.end[:, None])
         if self.rules.block_sparse is None:
             return held
-        # What no head keeps counts as absent: its pages may be anyone's.
+        # What no head keeps is skipped: its pages may belong to others.
         return held & self._visible(of, position, held).any(axis=(1, 2))
 
-    def logits(self, floats, of: chunks.Sequences, keys, position, seen) -> jax.Array:
+    def logits(self, floats, of: page_loop.Sequences, keys, position, seen) -> jax.Array:
         rules = self._rules(of)
         k_scale = jnp.ones(self.pool.num_kv_heads, jnp.float32) if floats.k_scale is None else floats.k_scale
         scale = self.scale * k_scale
@@ -69,15 +70,15 @@ class Rule(chunks.Rule):
             known[HEAD] = self.by_row(mods.heads)
         return over_arrays(mods, captured, known, self.max_len).at(KEY, position, self.max_len)
 
-    def _rules(self, of: chunks.Sequences) -> masking.Rules:
-        """A window that is known at run time only is one of the rules all the same."""
+    def _rules(self, of: page_loop.Sequences) -> masking.Rules:
+        """The rules with a run-time window."""
         window = of.others.sliding_window
         return self.rules if window is None else self.rules._replace(sliding_window=window)
 
-    def _tree(self, of: chunks.Sequences, position: jax.Array) -> tree.Tree | None:
+    def _tree(self, of: page_loop.Sequences, position: jax.Array) -> tree.Tree | None:
         return tree.of_chunk(of.others, of.lengths, self.num_heads // self.pool.num_kv_heads, position)
 
-    def _visible(self, of: chunks.Sequences, position: jax.Array, seen: jax.Array) -> jax.Array:
+    def _visible(self, of: page_loop.Sequences, position: jax.Array, seen: jax.Array) -> jax.Array:
         offset = None
         if (pattern := self.rules.block_sparse) is not None:
             heads = {"num_heads": self.num_heads, "num_kv_heads": self.pool.num_kv_heads}
@@ -126,20 +127,20 @@ def paged_attention_xla(operands: Operands) -> tuple[jax.Array, jax.Array]:
     )
     k_scale, key_scale = quantization.apart(operands.k_scale)
     v_scale, value_scale = quantization.apart(operands.v_scale)
-    floats = chunks.Floats(
-        rows.pack(query.astype(jnp.float32), pool.num_kv_heads),
+    floats = page_loop.Floats(
+        page_loop.pack(query.astype(jnp.float32), pool.num_kv_heads),
         k_scale,
         operands.alibi_slopes,
         operands.captured,
     )
-    pools = chunks.Pools(operands.key_cache, operands.value_cache, key_scale, value_scale)
-    of = chunks.Sequences(operands.block_tables, lengths, seen_from, others)
-    out, lse, bad = chunks.attend(rule, floats, pools, of)
+    pools = page_loop.Pools(operands.key_cache, operands.value_cache, key_scale, value_scale)
+    of = page_loop.Sequences(operands.block_tables, lengths, seen_from, others)
+    out, lse, bad = page_loop.attend(rule, floats, pools, of)
     if operands.sinks is not None:
         sinks = jnp.where(lengths[:, None, None] > 0, rule.by_row(operands.sinks)[..., 0], -jnp.inf)
         out, lse = softmax.finish(softmax.join(softmax.resume(out, lse), sinks))
     if v_scale is not None:
         out *= v_scale[:, None, None]
-    out, lse = (rows.unpack(x, q_len) for x in (out, lse.natural()))
+    out, lse = (page_loop.unpack(x, q_len) for x in (out, lse.natural()))
     bad = (bad | (seq_lens != lengths))[:, None, None]
     return softmax.poison(out, bad[..., None]).astype(query.dtype), softmax.poison(lse, bad)

@@ -1,16 +1,15 @@
-"""From the arguments of a call to the operands of the ragged kernels: the checks, and one form for each thing."""
+"""From a call's arguments to the operands of the ragged kernels: checks and normal forms."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from pallas_attn._call import options
 from pallas_attn._call.checks import ArgumentChecker, is_array, is_number, shown
 from pallas_attn._call.operands import ready
-from pallas_attn._tile import options
-from pallas_attn._tile.layout import check_pools, key_pool_shape
+from pallas_attn._call.pools import FP8_DTYPES, QUANTIZED_DTYPES, check_pools, key_pool_shape
 from pallas_attn._tile.masking import Rules
-from pallas_attn._tile.quantization import FP8_DTYPES, QUANTIZED_DTYPES
 from pallas_attn.mods.call import PagedSizes, over_pages
 from pallas_attn.ops.ragged_attention.operands import Operands
 
@@ -18,7 +17,7 @@ from pallas_attn.ops.ragged_attention.operands import Operands
 def check_arrays(
     check: ArgumentChecker, query, key_cache, value_cache, block_tables, seq_lens, cu_q_lens, num_seqs, layout
 ) -> jax.Array:
-    """What every call has, whose dimensions are bound; num_seqs as int32 [1]."""
+    """Checks what every call has and binds its dimensions; returns num_seqs as int32 [1]."""
     check.array("query", query, ("total_tokens", "num_heads", "head_dim"), options.DTYPES)
     dtypes = [query.dtype, *QUANTIZED_DTYPES]
     pool = check_pools(check, key_cache, value_cache, layout, dtypes, value_dim="value_dim")
@@ -29,7 +28,7 @@ def check_arrays(
 
 
 def check_batch(check: ArgumentChecker, query, block_tables, seq_lens, cu_q_lens, num_seqs) -> jax.Array:
-    """What each sequence asks; `query` is checked but for being empty. num_seqs as int32 [1]."""
+    """Checks the query and its bounds; `query` may be empty. Returns num_seqs as int32 [1]."""
     check.array("block_tables", block_tables, ("max_seqs", "max_pages"), [jnp.int32])
     check.array("seq_lens", seq_lens, ("max_seqs",), [jnp.int32])
     check.array("cu_q_lens", cu_q_lens, (check.dims["max_seqs"] + 1,), [jnp.int32])
@@ -81,7 +80,7 @@ def made(
     mask_mod: Any = None,
     **arrays: Any,
 ) -> Operands:
-    """The operands, of options that are checked here, and of `arrays` that are."""
+    """The operands from options, which are checked here, and `arrays`, which are checked already."""
     pool = key_pool_shape(key_cache, layout)
     check.positive_float("scale", scale)
     softcap = options.softcap(check, softcap)

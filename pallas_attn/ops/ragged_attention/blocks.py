@@ -1,17 +1,16 @@
-"""How the query rows of sequences that lie end to end are dealt to programs, found inside the kernel.
+"""How the query rows of sequences laid end to end are dealt to programs, computed inside the kernel.
 
-A block is up to `block_q` rows (tokens x heads of a group) of one sequence, so all of it sees the same pages. Blocks
-are numbered from the last on, and only those that a launch serves: a program sums up the numbers of all sequences'
-blocks, compares its own with the sums and knows its sequence. Places without a block come last; where there may be many
-of them, the launch before has counted the blocks, and programs without one leave before they sum up anything. Tokens
-behind the last sequence, which are padding, are one more sequence, of length 0.
+A block is up to `block_q` rows (tokens x heads of a group) of one sequence, so that all of it sees the same pages.
+Blocks are numbered from the last one, counting only those that a launch serves: a program scans the sequences' numbers
+of blocks and finds its sequence by comparing. Places without a block come last; where there may be many of them, the
+previous launch has counted the blocks, and programs without one exit before the scan. Tokens after the last sequence
+are padding: one more sequence, of length 0.
 
 Plain jnp, which has no programs, gives sequence i the blocks from
 
     cu_q_lens[i] * group // block_q + i
 
-on: between two neighbours there is always room for the ceil(q_len * group / block_q) blocks that the first needs, and
-at most one too many.
+on: that leaves space for the ceil(q_len * group / block_q) blocks of each sequence, and for at most one more.
 """
 
 from collections.abc import Callable
@@ -22,42 +21,43 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_attn._call.sizes import next_power_of_2
 from pallas_attn._tile import rows, triton
 from pallas_attn.ops.ragged_attention.operands import Operands
 
 TOTAL, CUTS = "num_blocks", "cuts"
-"""The operands that a launch notes down for later ones."""
-AT_A_TIME = 1024  # sequences that a program counts the blocks of
+"""Operands that a launch writes for later ones."""
+AT_A_TIME = 1024  # sequences whose blocks are counted in one step
 
 
 class Ragged(NamedTuple):
-    """What is static about the sequences of a call."""
+    """The static sizes of a call's sequences."""
 
     num_tokens: int
     num_seqs: int
-    """Room for sequences; how many there are is known at run time."""
+    """Capacity; how many sequences there are is known at run time."""
     group: int
     """Query heads of a KV head."""
 
     def places(self, block_q: int) -> int:
-        """Places for blocks; about one a sequence stays empty."""
+        """Places for blocks; about one for each sequence stays empty."""
         return self.num_tokens * self.group // block_q + self.num_seqs + 1
 
     def bound(self, index: Any, stored: jax.Array, num_seqs: jax.Array) -> jax.Array:
-        """Where sequence `index` begins among the tokens, from cu_q_lens[index] as stored: what lies behind the
-        last sequence counts as one more, and nothing leads outside the array."""
+        """First token of sequence `index`, from cu_q_lens[index] as stored: clipped to the array, and what follows the
+        last sequence counts as one more."""
         inside = jnp.clip(stored, 0, self.num_tokens)
         return jnp.where(index > num_seqs, self.num_tokens, jnp.where(index > 0, inside, 0))
 
     def num_now(self, num_seqs: jax.Array, index: jax.Array, first: jax.Array, end: jax.Array) -> jax.Array:
-        """How many sequences there are, of the bounds [first, end) that sequences `index` have as stored. None where
-        these descend, for nobody knows then whose a token is; what stands first is not looked at."""
+        """How many sequences there are, given the stored bounds [first, end) of sequences `index`. 0 if these descend,
+        since it is undefined whose a token is; the first bound is ignored."""
         num_seqs = jnp.clip(num_seqs, 0, self.num_seqs)
         descends = (index > 0) & (index < num_seqs) & (end < first)
         return jnp.where(jnp.sum(descends.astype(jnp.int32)) > 0, 0, num_seqs)
 
     def num_of(self, cu_q_lens: jax.Array, num_seqs: jax.Array) -> jax.Array:
-        """The same outside of a kernel, of num_seqs [1]."""
+        """The same outside of a kernel, with num_seqs [1]."""
         return self.num_now(num_seqs[0], jnp.arange(self.num_seqs), cu_q_lens[:-1], cu_q_lens[1:])
 
     def first_place(self, index: Any, bound: jax.Array, block_q: int) -> jax.Array:
@@ -70,14 +70,14 @@ class Block(NamedTuple):
     seq: jax.Array
     is_padding: jax.Array
     first_token: jax.Array
-    """Of the sequence, among all tokens."""
+    """The sequence's first token, among all tokens."""
     q_len: jax.Array
     """Of the sequence."""
     first_row: jax.Array
-    """Of the block, among the sequence's rows."""
+    """The block's first row, among the sequence's rows."""
 
     def rows(self, kv_head, index: jax.Array, group: int, block_q: int) -> rows.Rows:
-        """Rows of a KV head, by their index in the block."""
+        """A KV head's rows, by their index in the block."""
         row = self.first_row + index
         real = (index < block_q) & (row < self.q_len * group)
         return rows.Rows(index, real, kv_head, row // group, kv_head * group + row % group)
@@ -91,11 +91,11 @@ class Block(NamedTuple):
 
 
 class Lens:
-    """What a kernel reads of the sequences' lengths."""
+    """The lengths of sequences, as a kernel reads them."""
 
     def __init__(self, ragged: Ragged, refs: Operands):
         self._ragged, self._refs = ragged, refs
-        index = jnp.arange(triton.next_power_of_2(ragged.num_seqs + 1))
+        index = jnp.arange(next_power_of_2(ragged.num_seqs + 1))
         stored = self._bound_stored(index), self._bound_stored(index + 1)
         self.num_seqs = ragged.num_now(triton.load(refs.num_seqs.at[np.int32(0)]), index, *stored)
 
@@ -116,9 +116,9 @@ class Lens:
         return Block(seq, seq >= self.num_seqs, first, jnp.maximum(end - first, 0), 0 * first)
 
     def count(self, num_blocks: Callable[[Block], jax.Array]) -> jax.Array:
-        """Blocks of all sequences and of the padding, by a program that has few registers to spare."""
+        """Blocks of all sequences and of the padding, in a loop, by a program with few registers to spare."""
         sequences = self._ragged.num_seqs + 1
-        size = min(triton.next_power_of_2(sequences), AT_A_TIME)
+        size = min(next_power_of_2(sequences), AT_A_TIME)
 
         def add(i, total):
             return total + jnp.sum(num_blocks(self.first_block(i * size + jnp.arange(size))))
@@ -126,16 +126,16 @@ class Lens:
         return lax.fori_loop(0, -(-sequences // size), add, np.int32(0))
 
     def counted(self) -> jax.Array:
-        """What the launch before has counted."""
+        """The number of blocks, counted by the previous launch."""
         assert self._refs.num_blocks is not None
         return triton.load(self._refs.num_blocks.at[np.int32(0)])
 
     def block_at(
         self, place: jax.Array, block_q: int, num_blocks: Callable[[Block], jax.Array]
     ) -> tuple[Block, jax.Array]:
-        """The block at a place, and whether there is one. The last rows of a prompt see the most keys, and what takes
-        longest begins first: so the last block of the last sequence is at place 0."""
-        first = self.first_block(jnp.arange(triton.next_power_of_2(self._ragged.num_seqs + 1)))
+        """The block at a place, and whether there is one. Longest first: the last rows of a prompt see most keys, so
+        the last block of the last sequence is at place 0."""
+        first = self.first_block(jnp.arange(next_power_of_2(self._ragged.num_seqs + 1)))
         blocks = num_blocks(first)
         total = jnp.sum(blocks)
         end = total - jnp.cumsum(blocks) + blocks

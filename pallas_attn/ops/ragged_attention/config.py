@@ -5,13 +5,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from pallas_attn._call import budget
+from pallas_attn._call import budget, sizes
 from pallas_attn._call.checks import dtype_name, fail
 from pallas_attn._call.configs import SplitKVConfig
 from pallas_attn._call.device import Device, current_device
 from pallas_attn._split.splits import MOST_SPLITS
-from pallas_attn._tile import quantization, triton
-from pallas_attn._tile.rows import chunks
+from pallas_attn._tile import quantization
 from pallas_attn.ops.ragged_attention.operands import Operands
 
 # Tiles of rows by tokens and stages of the pipeline, best first, if they fit: measured on Hopper (EXPERIMENTS.md).
@@ -46,13 +45,7 @@ class RaggedTiles(SplitKVConfig):
     min_split_tokens: a split shorter than this costs more in merging than it gains in parallelism.
     target_programs: programs, over the whole device, that the run-time cut aims at.
     num_warps, num_stages: Triton's warps per program and depth of software pipelining.
-    split_tokens: 0; splits have no length of their own here.
     """
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.split_tokens:
-            fail("RaggedTiles", "split_tokens", "0 (splits follow from the batch)", str(self.split_tokens))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +97,7 @@ def heuristic(
     out."""
     if unknown := sorted(measured.keys() - {"long", "short"}):
         raise TypeError(f"no launch: {', '.join(unknown)}")
-    query_dims, value_dims = (tuple(size for _, size in chunks(dim)) for dim in (head_dim, value_dim))
+    query_dims, value_dims = (tuple(size for _, size in sizes.chunks(dim)) for dim in (head_dim, value_dim))
     walked = query_dims if latent else query_dims + value_dims
     narrow = itemsize < query_itemsize
 
@@ -147,7 +140,7 @@ def heuristic(
     def warps(block_q: int) -> int:
         return 8 if block_q == 128 or block_q * value_dim == SUMS else 4
 
-    most_rows = triton.tile_side(num_tokens * group)
+    most_rows = sizes.tile_side(num_tokens * group)
     widest = 32 if query_itemsize == 4 else 64 if page_scales else 128
     few_dims = max(head_dim, value_dim) <= 64 and not narrow
     block_q, block_kv, stages = next(
@@ -159,7 +152,7 @@ def heuristic(
     )
     programs = math.ceil(num_tokens * group / block_q) * num_kv_heads
     long = tiles(block_q, block_kv, stages, programs, 1, warps(block_q))
-    short_q = triton.tile_side(group)
+    short_q = sizes.tile_side(group)
     if short_q >= block_q:
         return RaggedAttentionConfig(dataclasses.replace(long, **measured.get("long", {})))
     widest = min(widest, 64) if narrow else widest

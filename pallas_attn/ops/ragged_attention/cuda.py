@@ -1,5 +1,5 @@
-"""Prompts over pages on Hopper: the CUDA kernel of csrc/attention for sequences of many query rows, beside the Pallas
-kernel's launch for those that are decoded."""
+"""Prompts over pages on Hopper: the CUDA kernel of csrc/attention for sequences with many query rows, and the Pallas
+kernel's short launch for decoded ones."""
 
 import dataclasses
 import functools
@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn._call import hopper_forward
+from pallas_attn._call.pools import is_quantized
 from pallas_attn._tile import triton
-from pallas_attn._tile.quantization import is_quantized
 from pallas_attn.mods.operands import refused_by_cuda
 from pallas_attn.ops.ragged_attention import kernel
 from pallas_attn.ops.ragged_attention.blocks import Ragged
@@ -17,7 +17,7 @@ from pallas_attn.ops.ragged_attention.config import RaggedAttentionConfig
 from pallas_attn.ops.ragged_attention.operands import Operands
 
 NARROW_HEADS = 64
-"""Of heads so wide or narrower, exponentials take as long as products, and Pallas' kernel is as fast."""
+"""For heads up to this width exponentials take as long as products, and Pallas' kernel is as fast."""
 
 
 def unsupported(operands: Operands) -> str | None:
@@ -38,8 +38,8 @@ def unsupported(operands: Operands) -> str | None:
 
 
 def is_slower(operands: Operands) -> bool:
-    """Whether Pallas is known to be as fast: where heads are narrow, where caches are of 8 bits, which are converted on
-    their way, and where all sequences are decoded."""
+    """Whether Pallas is known to be as fast: for narrow heads, for 8-bit caches, which must be converted, and where all
+    sequences are decoded."""
     narrow = max(operands.pool.head_dim, operands.value_dim) <= NARROW_HEADS
     all_decode = operands.query.shape[0] <= operands.sizes.num_seqs
     return narrow or is_quantized(operands.key_cache.dtype) or all_decode
@@ -92,7 +92,7 @@ def ragged_attention_cuda(
         kept=kept,
     )
     operands = dataclasses.replace(operands, out=out[0], lse=lse[0])
-    # What is decoded is one query; drafts are more.
+    # A decoded sequence has one query; with drafts, more.
     if config.short is None or (operands.skip_decode and config.short.block_q < 2 * sizes.group):
         return out[0], lse[0]
     return kernel.ragged_attention_pallas(

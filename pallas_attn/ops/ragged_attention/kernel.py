@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_attn._call import sizes
 from pallas_attn._call.operands import aliases, only
 from pallas_attn._split import merge, result
 from pallas_attn._tile import logits, narrow, quantization, rows, softmax, triton
@@ -25,12 +26,12 @@ from pallas_attn.ops.ragged_attention.config import RaggedAttentionConfig
 from pallas_attn.ops.ragged_attention.operands import LENGTHS, Operands
 from pallas_attn.ops.ragged_attention.problem import Problem
 from pallas_attn.ops.ragged_attention.scores import Scores
-from pallas_attn.ops.ragged_attention.sources import NewTokens, Pages
+from pallas_attn.ops.ragged_attention.sources import NewKeys, Pages
 from pallas_attn.ops.ragged_attention.spans import Span
 from pallas_attn.ops.ragged_attention.splits import Share, count
 
 
-# jit, so that the layers of a model trace and lower one kernel, not one each.
+# jit, so that a model's layers share one traced and lowered kernel.
 @functools.partial(jax.jit, static_argnames=("config", "only_short", "lowering"))
 def ragged_attention_pallas(
     operands: Operands,
@@ -39,14 +40,14 @@ def ragged_attention_pallas(
     only_short: bool = False,
     lowering: triton.Lowering = "pallas",
 ) -> tuple[jax.Array, jax.Array]:
-    """(out [total_tokens, num_heads, value_dim] in `out_dtype`, lse float32); only_short: the launch for sequences of
-    few query rows alone, where the operands' own have the rows of the others."""
+    """(out [total_tokens, num_heads, value_dim] in `out_dtype`, lse float32); only_short: only the launch for sequences
+    of few query rows; the others' rows are in the operands' out and lse already."""
     problem = Problem.of(operands, config)
     query = operands.query
     if operands.key is None:
-        # Here and not in the kernel: what is computed there reaches an asynchronous product through registers, read
-        # anew for every tile of keys; what is only loaded stays in shared memory. New tokens beside a quantised cache
-        # are not quantised, and both meet the same queries.
+        # Converted here, not in the kernel: a computed operand reaches asynchronous products from registers, again for
+        # every tile of keys, while a loaded one stays in shared memory. Not for new tokens beside a quantised cache:
+        # they are not quantised, and share the queries.
         cache_dtype, scales = operands.key_cache.dtype, (operands.k_scale, operands.v_scale)
         query = quantization.query_as(query, quantization.compute_dtype(query.dtype, cache_dtype, *scales))
     for one in [problem.launched(1)] if only_short else problem.each():
@@ -58,27 +59,27 @@ def ragged_attention_pallas(
 
 
 def _deals_values(problem: Problem, operands: Operands, dtype: Any) -> bool:
-    """Whether columns of cached values are dealt on their way into the product (`narrow`)."""
+    """Whether columns of cached values are dealt before their product (`narrow`)."""
     cache = operands.value_cache
     return cache is not None and narrow.deals(cache.dtype, dtype, problem.layout)
 
 
 def _deals_keys(problem: Problem, operands: Operands, dtype: Any) -> bool:
-    """Whether columns of keys are dealt, as those of values are, and the query's before the kernel to suit: where keys,
-    too, go through shared memory as 16-bit numbers, to asynchronous products."""
+    """Whether columns of keys are dealt like those of values, and the query's to match before the kernel: where keys,
+    too, pass through shared memory as 16-bit numbers, for asynchronous products."""
     head_dim = problem.pool.head_dim
-    whole = not any(rows.reaches_beyond(chunk, head_dim) for chunk in rows.chunks(head_dim))
+    whole = not any(sizes.reaches_beyond(chunk, head_dim) for chunk in sizes.chunks(head_dim))
     asynchronous = problem.rows >= 64
     return _deals_values(problem, operands, dtype) and whole and asynchronous and not problem.new_apart
 
 
 def _dealt(query: jax.Array) -> jax.Array:
-    chunks = rows.chunks(query.shape[-1])
+    chunks = sizes.chunks(query.shape[-1])
     return jnp.concatenate([narrow.dealt(query[..., at : at + size]) for at, size in chunks], axis=-1)
 
 
 def _launch(problem: Problem, operands: Operands, lowering: triton.Lowering) -> Operands:
-    """With the rows of this launch's sequences in `out` and `lse`, and with what was noted down."""
+    """The operands with this launch's rows in `out` and `lse`, and with its notes for later launches."""
     name = f"pallas_attn_ragged_attention{'_short' if problem.is_short else ''}"
     final = (problem.num_tokens, problem.num_heads)
     out_shape = result.shapes(problem, problem.value_dim, operands.out_dtype, final=final)
@@ -113,7 +114,7 @@ def _launch(problem: Problem, operands: Operands, lowering: triton.Lowering) -> 
 
 
 def _rows_to_merge(problem: Problem, refs: Operands, place, flat: jax.Array):
-    """The rows of a block numbered through all KV heads, and their leading indices in the final arrays."""
+    """A block's rows, numbered through all KV heads, and their leading indices in the final arrays."""
     block, _ = problem.find(Lens(problem.ragged, refs), place)
     mine = block.rows(flat // problem.rows, flat % problem.rows, problem.group, problem.rows)
     mine = mine._replace(real=mine.real & (flat < problem.pool.num_kv_heads * problem.rows))
@@ -145,7 +146,7 @@ def _attend_kernel(refs: Operands, *out_refs, problem: Problem):
             begin, end, num_splits = share.tiles(count(spans))
             note_splits(True, num_splits)
 
-            # The first split of a block that sees nothing has no tiles but still writes the output.
+            # The first split of a block that sees nothing is empty but still writes the output.
             @triton.when((begin < end) | share.is_first)
             def _():
                 done = _attend(
@@ -169,11 +170,11 @@ def _count(problem: Problem, lens: Lens, total_ref) -> None:
 def _attend(
     problem: Problem, block: Block, kv_head, spans: list[Span], share, seq_len, refs: Operands, *, with_sink
 ) -> result.Result:
-    """Of the tiles `share` = (begin, end), counted through all spans."""
+    """Attends to the tiles `share` = (begin, end), counted through all spans."""
     mine = block.rows(kv_head, jnp.arange(problem.rows), problem.group, problem.rows)
     leading = (block.first_token + mine.token,)
     dtype = refs.query.dtype
-    key_chunks, value_chunks = rows.chunks(problem.pool.head_dim), rows.chunks(problem.value_dim)
+    key_chunks, value_chunks = sizes.chunks(problem.pool.head_dim), sizes.chunks(problem.value_dim)
     queries = [rows.load(refs.query, mine, leading, chunk) for chunk in key_chunks]
     deals_keys = _deals_keys(problem, refs, dtype)
     scores = Scores(problem, block, seq_len, mine, refs)
@@ -190,7 +191,7 @@ def _attend(
             given = scores(queries, keys, key_scale, position, held, scale)
             state, weights = softmax.rescale(state, given.logits, given.factor, exp2_below=exp2_below)
             weights = weights.astype(dtype)
-            # Latents are keys and, but for their rotary elements, values.
+            # Latents are keys and, without their rotary elements, values.
             values = keys if values_of is None else [operand(values_of(chunk)) for chunk in value_chunks]
             acc = tuple(
                 a + triton.dot(weights, v) for a, v in zip(state.acc, values, strict=values_of is not None)
@@ -206,9 +207,9 @@ def _attend(
     cached = Pages(problem, block.seq, kv_head, refs)
     bad = cached.lead_nowhere(context, *share)
     if cached.looks_ahead:
-        # Then nothing of them is read, and no id needs another look.
-        nothing = jnp.where(bad, 0, context.count)
-        context = context._replace(whole_end=jnp.where(bad, 0, context.whole_end), count=nothing)
+        # Then no page is read, and ids need no further check.
+        behind, end = (jnp.where(bad, 0, tile) for tile in (context.tiles.behind, context.tiles.end))
+        context = context._replace(tiles=context.tiles._replace(behind=behind, end=end))
     scale = problem.scale
     if refs.k_scale is not None and not quantization.is_by_page(refs.k_scale):
         scale = scale * triton.load(refs.k_scale.at[kv_head])
@@ -227,15 +228,15 @@ def _attend(
         v_scale = triton.load(refs.v_scale.at[kv_head])
         state = state._replace(acc=tuple(chunk * v_scale for chunk in state.acc))
     if problem.new_apart:
-        # A new token's logits have another scale than a quantised one's, unless both are scaled already.
+        # Logits of new tokens have another scale than those of quantised ones, unless both are natural already.
         new_scale = logits.natural_scale(problem.rules, problem.scale, refs.alibi_slopes)
         state = softmax.natural(state, natural_scale / new_scale)
         natural_scale = new_scale
-        beside = NewTokens(block.first_token - spans[1].origin, kv_head, refs)
+        beside = NewKeys(block.first_token - spans[1].origin, kv_head, refs)
         state = walk(state, spans[1], spans[0].count, beside, problem.scale, plain)
     state = softmax.natural(state, natural_scale)
     if refs.sinks is not None:
-        # A logit without a value that joins the softmax once: with the first split.
+        # The sink joins the softmax once: in the first split.
         sink = triton.load(refs.sinks.at[mine.head], mask=mine.real, other=0.0)
         state = softmax.join(state, jnp.where(with_sink, sink, np.float32(-np.inf)))
     out, lse = softmax.finish(state)

@@ -1,11 +1,11 @@
-"""What the ragged kernels work on: `ragged_paged_attention`, `prefix_prefill` and, over latents, `mla_prefill`."""
+"""Operands of the ragged kernels: `ragged_paged_attention`, `prefix_prefill` and, over latents, `mla_prefill`."""
 
 from typing import Any
 
 from pallas_attn._call.operands import dims, operands
+from pallas_attn._call.pools import DIMS, SCALE_DIMS, PoolShape, Which, key_pool_shape
 from pallas_attn._split.problem import PagedCall
 from pallas_attn._tile.latents import LATENT_DIM
-from pallas_attn._tile.layout import DIMS, SCALE_DIMS, PoolShape, Which, key_pool_shape
 from pallas_attn._tile.masking import Rules
 from pallas_attn._types import Array
 from pallas_attn.mods.operands import Mods, captured_dims
@@ -30,10 +30,10 @@ class Operands:
     cu_q_lens: Array = dims("bounds")
     num_seqs: Array = dims("one")
     key: Array | None = dims("tokens kv_heads dim", default=None)
-    """Of the new tokens, as `value`, where the caches hold those before them alone."""
+    """Keys of the new tokens (and `value`), where the caches hold only the tokens before them."""
     value: Array | None = dims("tokens kv_heads dim", default=None)
     sliding_window: Array | None = dims("one", default=None)
-    """[1], where it is none of the `rules`: known at run time only."""
+    """[1]; for a window that is known at run time only and so not in `rules`."""
     alibi_slopes: Array | None = dims("heads", default=None)
     sinks: Array | None = dims("heads", default=None)
     k_scale: Array | None = dims(*SCALE_DIMS, default=None)
@@ -43,10 +43,10 @@ class Operands:
     query_positions: Array | None = dims("tokens", default=None)
     out_scale: Array | None = dims("one", default=None)
     out: Array | None = dims("tokens heads dim", default=None)
-    """Written to in place, as `lse`, as far as there is something to write."""
+    """Written in place, as is `lse`."""
     lse: Array | None = dims("tokens heads", default=None)
     num_blocks: Array | None = dims("one", default=None)
-    """What a launch has noted down for the next: how many blocks of query rows that one serves."""
+    """Written by a launch for the next one: how many blocks of query rows that serves."""
     cuts: Array | None = dims("blocks", default=None)
     """And for the merge: into how many splits each of its own blocks is cut. Both int32."""
     captured: tuple[Any, ...] | None = dims(
@@ -76,7 +76,7 @@ class Operands:
 
     @property
     def max_tree(self) -> int:
-        """Sequences of so many query tokens or fewer are trees; 0: none is."""
+        """Sequences of up to this many query tokens are trees; 0: none."""
         return 0 if self.tree_mask is None else self.tree_mask.shape[1]
 
     @property

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn._call.checks import ArgumentChecker
-from pallas_attn._tile.quantization import FP8_DTYPES
+from pallas_attn._call.pools import FP8_DTYPES
 from pallas_attn._types import Dtype, FloatName, Fp8Name, ImplementationOrCuda, KVCache, Layout
 from pallas_attn.ops.ragged_attention import arguments
 from pallas_attn.ops.ragged_attention.config import RaggedAttentionConfig

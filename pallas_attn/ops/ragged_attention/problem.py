@@ -8,23 +8,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_attn._call.sizes import ceil_div
 from pallas_attn._split.problem import PagedCall, SplitKVProblem
 from pallas_attn._tile import masking, triton
-from pallas_attn._tile.triton import ceil_div
 from pallas_attn.ops.ragged_attention.blocks import CUTS, TOTAL, Block, Lens, Ragged
 from pallas_attn.ops.ragged_attention.config import RaggedAttentionConfig, RaggedTiles
 from pallas_attn.ops.ragged_attention.operands import Operands
 from pallas_attn.ops.ragged_attention.spans import Span, span
 
-# Rounds of programs that there are slots for where blocks may be cut: more only begin, to find nothing to do.
+# Slots are provided for this many waves of programs where blocks may be cut; more would only start and find nothing to
+# do.
 MOST_ROUNDS = 4
-# Of the blocks that there may be, those that all tokens make if they are of few sequences.
+# Blocks are counted if those of all tokens, in few sequences, are less than this part of the most there may be.
 COUNTED = 0.75
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decoded(SplitKVProblem):
-    """Sequences in one block each, as they are dealt: what is called their lengths are the tiles that they walk."""
+    """Sequences of one block each: their "lengths" are the tiles that they walk."""
 
     def num_tiles(self, seq_len: jax.Array) -> jax.Array:
         return seq_len
@@ -32,7 +33,7 @@ class Decoded(SplitKVProblem):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem(PagedCall):
-    """One launch of the kernel, over the sequences whose query rows it is shaped for; `pool` is the keys'."""
+    """One launch of the kernel, for the sequences that its tiles suit; `pool` is the keys'."""
 
     num_tokens: int
     value_dim: int
@@ -42,18 +43,18 @@ class Problem(PagedCall):
     causal: bool
     max_tree: int
     new_apart: bool
-    """Whether the new tokens' keys and values are no part of the cache."""
+    """Whether the new tokens' keys and values are outside the cache."""
     skip_decode: bool
-    """Whether rows of sequences with one query token are left as they are."""
+    """Whether sequences with one query token are skipped."""
     launches: tuple[RaggedTiles, ...]
-    """Tiles of all launches of the call: one for all sequences, or a second one for those of few query rows."""
+    """Tiles of the call's launches: one for all sequences, or a second one for those with few query rows."""
     launch: int = 0
     """Which of them this is."""
     seen: Any = None
     """In a kernel, a `Seen` of refs: which keys a mask_mod leaves."""
 
     def each(self) -> Iterator["Problem"]:
-        """The launches, in order: the short one counts what the other has to do."""
+        """The launches in order: the short one counts the blocks of the other."""
         return (self.launched(i) for i in reversed(range(len(self.launches))))
 
     def launched(self, launch: int) -> "Problem":
@@ -108,8 +109,8 @@ class Problem(PagedCall):
 
     @property
     def num_slots(self) -> int:
-        """Of a launch that is not short, for a KV head: for all splits of the blocks that it may serve or, where these
-        are counted, for as many as are worth a program."""
+        """Slots of a long launch for each KV head: for all splits of the blocks that it may serve or, where these are
+        counted, for as many as are worth a program."""
         slots = self.most_blocks * self.config.num_splits
         if not self.is_counted:
             return slots
@@ -118,44 +119,44 @@ class Problem(PagedCall):
 
     @property
     def is_counted(self) -> bool:
-        """Whether the blocks of a launch that is not short are counted by the short one: if there may be far fewer than
-        it has room for, by sequences that are decoded. To know costs a program a microsecond."""
+        """Whether the short launch counts the long one's blocks: worthwhile if decoded sequences may leave far fewer
+        than there are places for. Finding out costs each program a microsecond."""
         if self.is_short or len(self.launches) == 1:
             return False
         return self.num_tokens * self.group // self.rows < COUNTED * self.most_blocks
 
     @property
     def num_cut(self) -> int:
-        """Sequences that may be cut; where they have several blocks, places for these."""
+        """Sequences, or in a long launch places for blocks, that may be cut."""
         return self.decoded.most_cut if self.is_short else self.most_blocks
 
     @property
     def most_splits(self) -> int:
-        """Of one of these."""
+        """The most splits of one of these."""
         return self.decoded.most_splits if self.is_short else self.config.num_splits
 
     @property
     def fixed_splits(self) -> bool:
-        """Blocks are cut as the batch asks for."""
+        """Splits depend on the batch."""
         return False
 
     @property
     def num_places(self) -> int:
-        """Partial results there is room for; 0 if no block is ever cut."""
+        """Places for partial results; 0 if no block is ever cut."""
         if self.is_short:
             return self.decoded.num_places
         return self.num_slots if self.config.num_splits > 1 else 0
 
     @property
     def most_blocks(self) -> int:
-        """That this launch, if not short, serves: a sequence has one in part at most, and so has the padding."""
+        """The most blocks that a long launch serves: every sequence, and the padding, has at most one partial block."""
         least_tokens = self.launches[1].block_q // self.group + 1 if len(self.launches) > 1 else 1
         num_seqs = min(self.num_seqs, self.num_tokens // least_tokens)
         return self.num_tokens * self.group // self.rows + num_seqs + 1
 
     @property
     def notes(self) -> dict[str, int]:
-        """Names and sizes of what this launch notes down for later ones."""
+        """Names and sizes of what this launch writes for later ones."""
         if self.is_short:
             return {TOTAL: 1} if self.launched(0).is_counted else {}
         return {CUTS: self.most_blocks} if self.num_places else {}
@@ -176,12 +177,12 @@ class Problem(PagedCall):
         return lens.block_at(place, self.rows, self.num_blocks)
 
     def num_blocks(self, first: Block) -> jax.Array:
-        """That this launch, if not short, serves of sequences whose first ones are given."""
+        """Blocks that a long launch serves of each sequence, given the sequences' first blocks."""
         served = first.is_padding | self.serves(first.q_len)
         return jnp.where(served, ceil_div(first.q_len * self.group, self.rows), 0)
 
     def count_blocks(self, lens: Lens) -> jax.Array:
-        """Blocks that this launch, if not short, serves; whatever the bounds, no more than it has room for."""
+        """All blocks that a long launch serves; whatever the bounds, no more than there are places for."""
         return jnp.clip(lens.count(self.num_blocks), 0, self.most_blocks)
 
     def serves(self, q_len: jax.Array) -> jax.Array:
@@ -193,7 +194,7 @@ class Problem(PagedCall):
         return served & (is_short if self.is_short else ~is_short)
 
     def lengths(self, lens: Lens, block: Block) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(tokens that a sequence's pages hold, its length, whether it cannot be right); 0 for padding."""
+        """(tokens in a sequence's pages, its length, whether the length is invalid); 0 for padding."""
         stored, q_len = lens.stored(block.seq), jnp.where(block.is_padding, 0, block.q_len)
         in_pages = stored - q_len if self.new_apart else stored
         clamped = jnp.clip(in_pages, 0, self.max_len)
@@ -213,13 +214,13 @@ class Problem(PagedCall):
         return triton.load(self.seen.first.at[place]), triton.load(self.seen.end.at[place])
 
     def spans(self, block: Block, in_pages: jax.Array, seq_len: jax.Array) -> list[Span]:
-        """The tiles that a block walks: of the pages and, if they are not there, of the new tokens."""
+        """The tiles that a block walks: of the pages and, if they are outside of these, of the new tokens."""
         begins = seq_len - block.q_len
         first = begins + block.first_query(self.group)
         last = begins + block.last_query(self.group, self.rows)
         seen_by_all = None
         if self.max_tree:
-            # A query may see any of the new tokens, and may be at the place of any of them.
+            # In a tree a query may see any of the new tokens, and have the position of any.
             is_tree = self.is_tree(block)
             seen_by_all = jnp.where(is_tree, begins, first + 1)
             first, last = jnp.where(is_tree, begins, first), jnp.where(is_tree, seq_len - 1, last)

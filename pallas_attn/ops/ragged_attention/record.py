@@ -6,8 +6,9 @@ import jax.numpy as jnp
 
 from pallas_attn._call.dispatch import Implementation
 from pallas_attn._call.op import Op
+from pallas_attn._call.pools import handles
+from pallas_attn._call.sizes import too_wide
 from pallas_attn._tile import triton
-from pallas_attn._tile.layout import handles
 from pallas_attn.ops.ragged_attention import config as tiles
 from pallas_attn.ops.ragged_attention import cuda
 from pallas_attn.ops.ragged_attention.config import RaggedAttentionConfig
@@ -15,19 +16,15 @@ from pallas_attn.ops.ragged_attention.kernel import ragged_attention_pallas
 from pallas_attn.ops.ragged_attention.operands import Operands
 from pallas_attn.ops.ragged_attention.reference import ragged_attention_xla
 
-MAX_HEAD_DIM = 256
-
 
 def _supports(operands: Operands, lowering: triton.Lowering) -> str | None:
     dims = {"head_dim": operands.pool.head_dim, "value_dim": operands.value_dim}
-    for name, dim in {} if operands.value_cache is None else dims.items():
-        if dim > MAX_HEAD_DIM:
-            return f"{name} is at most {MAX_HEAD_DIM}, got {dim}"
     num_tokens, num_heads, _ = operands.query.shape
     values = operands.key_cache if operands.value_cache is None else operands.value_cache
     tree_elements = 0 if operands.tree_mask is None else operands.tree_mask.size
     return (
-        handles("pools", max(operands.key_cache.size, values.size), values.dtype, lowering)
+        too_wide({} if operands.value_cache is None else dims)
+        or handles("pools", max(operands.key_cache.size, values.size), values.dtype, lowering)
         or handles("outputs", num_tokens * num_heads * operands.value_dim, operands.out_dtype, lowering)
         or handles("tree masks", tree_elements, jnp.int8, lowering)
     )

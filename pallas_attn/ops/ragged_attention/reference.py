@@ -1,8 +1,8 @@
 """Ragged attention in plain jnp: works anywhere, in float32, with gradients.
 
-Query tokens are dealt to blocks of a few tokens of one sequence each, as in the kernel, and a block is a "sequence" of
-the loop over pages that all references share: its table is its sequence's, its length ends at the last key it sees.
-New tokens outside the cache are a second cache, of pages of one token.
+Query tokens are dealt to blocks of a few tokens of one sequence, as in the kernel. A block is a "sequence" of the loop
+over pages that all references share, with its sequence's table and a length up to the last key it sees. New tokens
+outside the cache form a second cache, with pages of one token.
 """
 
 import dataclasses
@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn._call import symbolic
-from pallas_attn._tile import chunks, logits, masking, quantization, rows, softmax, tree
-from pallas_attn._tile.layout import moved, table_tokens
+from pallas_attn._call.pools import table_tokens
+from pallas_attn._split import page_loop
+from pallas_attn._tile import logits, masking, quantization, softmax, tree
+from pallas_attn._tile.layout import moved
 from pallas_attn.mods.operands import Mods, Tile, has_mask, over_arrays
 from pallas_attn.mods.program import BATCH, HEAD, KEY, QUERY
 from pallas_attn.mods.seen import seen as keys_left
@@ -25,7 +27,7 @@ MOST_TOKENS = 64  # of a block
 
 
 class Drafts(NamedTuple):
-    """Of blocks, some of which are of a tree; positions count as those of their tokens do."""
+    """Trees of blocks, some of which have none; positions count as their tokens' do."""
 
     tree_mask: jax.Array
     """[blocks, tokens, max_tree]"""
@@ -33,9 +35,9 @@ class Drafts(NamedTuple):
     first_at: jax.Array
     """[blocks]: position of the sequence's oldest query token."""
     rule_at: jax.Array
-    """[blocks, 1, rows, 1]: where rules take a row's query to be."""
+    """[blocks, 1, rows, 1]: a row's position for windows and ALiBi."""
     draft_at: jax.Array | None
-    """[blocks, max_tree]: and each draft, where that is not its slot."""
+    """[blocks, max_tree]: each draft's, where that is not its slot."""
 
 
 class Others(NamedTuple):
@@ -49,7 +51,7 @@ class Others(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule(chunks.Rule):
+class Rule(page_loop.Rule):
     rules: masking.Rules
     scale: float
     tokens: int
@@ -61,10 +63,10 @@ class Rule(chunks.Rule):
     def by_row(self, per_head: jax.Array) -> jax.Array:
         """[num_heads] -> [num_kv_heads, rows, 1]"""
         per_token = jnp.broadcast_to(per_head, (1, self.tokens, self.num_heads))
-        return rows.pack(per_token, self.pool.num_kv_heads)[0, ..., None]
+        return page_loop.pack(per_token, self.pool.num_kv_heads)[0, ..., None]
 
-    def drafts(self, of: chunks.Sequences, position: jax.Array) -> tree.Tree | None:
-        """Of all rows and the keys at `position`; rows of blocks that are no tree are causal."""
+    def drafts(self, of: page_loop.Sequences, position: jax.Array) -> tree.Tree | None:
+        """The tree between all rows and the keys at `position`; rows of other blocks are causal."""
         if (drafts := of.others.drafts) is None:
             return None
         mask, query_at = drafts.tree_mask, of.others.query_at
@@ -79,7 +81,7 @@ class Rule(chunks.Rule):
             key_at = jnp.where(new, jnp.take_along_axis(drafts.draft_at, index, axis=1), position)
         return tree.Tree(seen, key_at[:, None, None], drafts.rule_at)
 
-    def logits(self, floats, of: chunks.Sequences, keys, position, seen) -> jax.Array:
+    def logits(self, floats, of: page_loop.Sequences, keys, position, seen) -> jax.Array:
         rules, window = self.rules, of.others.sliding_window
         rules = rules if window is None else rules._replace(sliding_window=window)
         k_scale = jnp.ones(self.pool.num_kv_heads, jnp.float32) if floats.k_scale is None else floats.k_scale
@@ -134,8 +136,8 @@ def ragged_attention_xla(operands: Operands, *, function: str) -> tuple[jax.Arra
     group = num_heads // pool.num_kv_heads
     traced_window = None if operands.sliding_window is None else operands.sliding_window[0]
     window = rules.sliding_window if traced_window is None else traced_window
-    packed = rows.pack(blocks.take(query.astype(jnp.float32)), pool.num_kv_heads)
-    floats = chunks.Floats(packed, k_scale, operands.alibi_slopes, operands.captured)
+    packed = page_loop.pack(blocks.take(query.astype(jnp.float32)), pool.num_kv_heads)
+    floats = page_loop.Floats(packed, k_scale, operands.alibi_slopes, operands.captured)
 
     def by_row(by_token: jax.Array) -> jax.Array:
         """[blocks, tokens] -> [blocks, 1, rows, 1]"""
@@ -146,13 +148,13 @@ def ragged_attention_xla(operands: Operands, *, function: str) -> tuple[jax.Arra
     oldest = seq_lens - blocks.q_len
 
     def drafts(before: jax.Array, query_at: jax.Array) -> Drafts | None:
-        """Positions count from `oldest` - `before`."""
+        """The rows' tree; positions count from `oldest` - `before`."""
         if operands.tree_mask is None:
             return None
         mask = blocks.take(operands.tree_mask[..., None])[..., 0] != 0
         found = Drafts(mask, is_tree, before, by_row(query_at), None)
         if operands.query_positions is not None:
-            # All drafts of a tree, of which a block may hold some.
+            # All drafts of a tree, some of which a block may hold.
             each = blocks.begins[:, None] + jnp.arange(max_tree)
             given = operands.query_positions.at[each].get(mode="clip")
             at = (
@@ -163,8 +165,8 @@ def ragged_attention_xla(operands: Operands, *, function: str) -> tuple[jax.Arra
             found = found._replace(draft_at=at, rule_at=by_row(jnp.where(is_tree[:, None], own, query_at)))
         return found
 
-    def attend(rule: Rule, floats, pools: chunks.Pools, tables, length, before):
-        """Over `length` tokens of each block's sequence, `before` of which come before its first query token."""
+    def attend(rule: Rule, floats, pools: page_loop.Pools, tables, length, before):
+        """Attention over `length` tokens of each block's sequence, `before` of which precede its first query token."""
         query_at = before[:, None] + within
         ends = (
             jnp.where(is_tree, length, jnp.clip(before + last + 1, 0, length)) if operands.causal else length
@@ -177,11 +179,11 @@ def ragged_attention_xla(operands: Operands, *, function: str) -> tuple[jax.Arra
             newest = jnp.maximum(before + last, query_at[:, 0])
             left = keys_left(operands.mods, seq, (query_at[:, 0], newest), length, max_len)
             seen_from, ends = jnp.maximum(seen_from, left.first), jnp.minimum(ends, left.end)
-        return chunks.attend(rule, floats, pools, chunks.Sequences(tables, ends, seen_from, others))
+        return page_loop.attend(rule, floats, pools, page_loop.Sequences(tables, ends, seen_from, others))
 
     static = function, pool, operands.layout, operands.value_dim, rules, operands.scale, per_block, num_heads
     rule = Rule(*static, operands.causal, max_len)
-    pools = chunks.Pools(operands.key_cache, operands.value_cache, key_scale, value_scale)
+    pools = page_loop.Pools(operands.key_cache, operands.value_cache, key_scale, value_scale)
     out, lse, lost = attend(rule, floats, pools, tables[seq], held, seq_lens - blocks.q_len)
     bad |= lost
     if v_scale is not None:
@@ -189,7 +191,7 @@ def ragged_attention_xla(operands: Operands, *, function: str) -> tuple[jax.Arra
     if operands.key is not None and operands.value is not None:
         one_token = pool._replace(num_pages=num_tokens, page_size=1)
         beside = dataclasses.replace(rule, pool=one_token, layout="NHD")
-        pools = chunks.Pools(operands.key[:, None], operands.value[:, None])
+        pools = page_loop.Pools(operands.key[:, None], operands.value[:, None])
         floats = floats._replace(k_scale=None)
         tokens = blocks.begins[:, None] + jnp.arange(num_tokens)
         more, more_lse, _ = attend(beside, floats, pools, tokens, blocks.q_len, 0 * blocks.q_len)
@@ -199,7 +201,7 @@ def ragged_attention_xla(operands: Operands, *, function: str) -> tuple[jax.Arra
         out, lse = softmax.finish(softmax.join(softmax.resume(out, lse), sinks))
     if operands.out_scale is not None:
         out /= operands.out_scale
-    out, lse = (rows.unpack(x, per_block) for x in (out, lse.natural()))
+    out, lse = (page_loop.unpack(x, per_block) for x in (out, lse.natural()))
     out, lse = softmax.poison(out, bad[:, None, None, None]), softmax.poison(lse, bad[:, None, None])
     out, lse = quantization.saturated(blocks.put(out), operands.out_dtype), blocks.put(lse)
     if operands.out is None or operands.lse is None:
@@ -212,7 +214,7 @@ def ragged_attention_xla(operands: Operands, *, function: str) -> tuple[jax.Arra
 def _both(
     a: tuple[jax.Array, softmax.Lse], b: tuple[jax.Array, softmax.Lse]
 ) -> tuple[jax.Array, softmax.Lse]:
-    """(out, lse) of the keys of both."""
+    """(out, lse) over the keys of both parts."""
     state = softmax.resume(*a)
     more, lse = b
     state, weights = softmax.rescale(state, lse.maximum[..., None], rest=lse.rest[..., None])
@@ -235,7 +237,7 @@ class _Blocks:
         self.begins = bounds[self.seq]
         self.q_len = jnp.maximum(bounds[self.seq + 1] - self.begins, 0)
         self.first = (block - first_place[self.seq]) * per_block
-        """Of the block's query tokens, among the sequence's."""
+        """Index of the block's first query token, in its sequence."""
         token = jnp.arange(ragged.num_tokens)
         of_token = jnp.minimum(symbolic.searchsorted(bounds[1:], token, side="right"), num_seqs)
         within = token - bounds[of_token]

@@ -12,7 +12,7 @@ from pallas_attn.ops.ragged_attention.problem import Problem
 
 
 class Scores:
-    """Of the rows `mine` of a block, whose sequence has `seq_len` tokens."""
+    """Logits of the rows `mine` of a block, whose sequence has `seq_len` tokens."""
 
     def __init__(self, problem: Problem, block: Block, seq_len, mine: rows.Rows, refs: Operands):
         self._problem, self._mine, self._refs = problem, mine, refs
@@ -27,8 +27,8 @@ class Scores:
             self._mods = over_rows(refs.mods, refs.captured, seq, mine, self._query_at, problem.max_len)
 
     def __call__(self, queries, keys, key_scale, position, held, scale) -> logits.Shaped:
-        """Logits [block_q, block_kv] with every rule applied; without `held` every row sees every key. `key_scale` is
-        of each key, if they have scales of their own."""
+        """Logits [block_q, block_kv] with every rule applied; without `held` every row sees every key. `key_scale`: one
+        for each key, if pages have scales."""
         rules, slope, key_at = self._problem.rules, None, position[None, :]
         if (slopes := self._refs.alibi_slopes) is not None:
             slope = triton.load(slopes.at[self._mine.head], mask=self._mine.real, other=0.0)[:, None]

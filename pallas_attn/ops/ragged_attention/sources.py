@@ -1,9 +1,9 @@
 """Where keys and values come from: pages of a cache, or arrays of the new tokens.
 
-Both are read tile by tile. `ahead` looks up what the tile that begins at a position will need; `read` gives functions
-of a chunk of elements, for keys and for values (None where keys are values too), and between them the keys' scales if
-they differ from page to page. What is held whole was looked up ahead; of another, `held` says which of its tokens hold
-something, and the others are 0.
+Both are read tile by tile. `ahead` looks up what the tile at a position will need; `read` returns a function of a chunk
+of elements for keys, the keys' scales if pages have them, and such a function for values (None where keys are values,
+too). A tile without `held` is full and was looked up ahead; otherwise `held` marks its filled slots, and the others
+read as 0.
 """
 
 import functools
@@ -12,15 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_attn._call.pools import Which
+from pallas_attn._call.sizes import Chunk, ceil_div
 from pallas_attn._tile import masking, pages, quantization, rows, triton
-from pallas_attn._tile.layout import Which
-from pallas_attn._tile.rows import Chunk
-from pallas_attn._tile.triton import ceil_div
 from pallas_attn.ops.ragged_attention.operands import Operands
 from pallas_attn.ops.ragged_attention.problem import Problem
 from pallas_attn.ops.ragged_attention.spans import Span
 
-CHECKED_IDS = 512  # page ids that are looked at in one step before the walk
+CHECKED_IDS = 512  # page ids checked in one step, before the walk
 
 
 class Pages:
@@ -31,18 +30,17 @@ class Pages:
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether ids are in registers a tile before they are needed.
+        """Whether ids are loaded into registers one tile ahead.
 
-        Not where few rows share a tile: memory is the limit there, and what loads have to wait for. Nor is the walk
-        left out there for the sake of a bad id, which is clamped instead: Triton does not pipeline loads by ids that
-        are looked up in a loop whose bounds depend on a reduction.
+        Not in short launches, which are limited by memory. There a bad id is clamped instead of skipping the walk:
+        Triton does not pipeline loads by ids that are looked up in a loop whose bounds depend on a reduction.
         """
         return not self._problem.is_short
 
     def lead_nowhere(self, span: Span, begin, end) -> jax.Array:
-        """Whether a page id that tiles [begin, end) use is none of the pool's.
+        """Whether tiles [begin, end) use a page id outside the pool.
 
-        Looked at before the walk: what a flag costs in every tile this costs once.
+        Checked once before the walk, which is cheaper than a flag in every tile.
         """
         page_size = self._problem.pool.page_size
         first = jnp.maximum(span.start(begin), span.seen_from) // page_size
@@ -57,8 +55,8 @@ class Pages:
         return jnp.max(jax.lax.fori_loop(0, steps, look, jnp.zeros(CHECKED_IDS, jnp.int32))) > 0
 
     def ahead(self, start) -> tuple[jax.Array, ...]:
-        """The tokens' page ids, behind the table's end any; and their offsets, which Triton must find beside the ids:
-        it does not pipeline loads by ids of the step before and offsets of this one."""
+        """The tokens' page ids (arbitrary beyond the table's end) and offsets. Triton does not pipeline loads by ids of
+        the previous step and offsets of this one, so both are carried."""
         if not self.looks_ahead:
             return ()
         column, offset = self._slots(start)
@@ -87,7 +85,7 @@ class Pages:
         )
 
     def _scale(self, scale: Any, page: jax.Array, held) -> jax.Array | None:
-        """[block_kv] where each page has its own."""
+        """[block_kv] scales, where each page has its own."""
         return pages.scale(scale, page, self._kv_head, held) if quantization.is_by_page(scale) else None
 
     def _slots(self, start):
@@ -98,8 +96,8 @@ class Pages:
         return page if self.looks_ahead else jnp.clip(page, 0, self._problem.pool.num_pages - 1)
 
 
-class NewTokens:
-    """The new tokens of a sequence, whose position 0 would be at `begin` among all tokens."""
+class NewKeys:
+    """The new tokens of a sequence whose position 0 is token `begin` of all."""
 
     def __init__(self, begin, kv_head, refs: Operands):
         self._begin, self._kv_head, self._refs = begin, kv_head, refs

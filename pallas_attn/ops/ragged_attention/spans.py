@@ -1,7 +1,7 @@
-"""Which tiles of a sequence's keys a block of query rows walks: all that some row sees, none other.
+"""Which tiles of a sequence's keys a block of query rows walks: exactly those that some row sees.
 
-Most of them every row sees whole. Those at the causal edge, at the window's edge and at the sequence's end some rows
-see in part: only they pay for masks, and only they may hold slots that nothing was written to.
+Most of them are fully visible to every row. Only those at the causal edge, at the window's edge and at the sequence's
+end need masks, and only they may contain unwritten slots.
 """
 
 from collections.abc import Callable
@@ -12,23 +12,25 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._tile import masking
-from pallas_attn._tile.triton import ceil_div
+from pallas_attn._tile.band import Tiles, tiles
 
 
 class Span(NamedTuple):
-    """Tiles [0, count) of `block_kv` tokens, the first of which holds `seen_from`; [whole_begin, whole_end) of them are
-    seen whole by every row."""
+    """Tiles of `block_kv` tokens, numbered from the one that holds `seen_from`."""
 
     block_kv: int
+    tiles: Tiles
     first_tile: jax.Array
+    """Number of that tile, counted from `origin`."""
     origin: jax.Array | int
-    """Position at which a tile begins, and all others by whole tiles from it."""
+    """Position at which tile 0 of all begins."""
     seen_from: jax.Array
     end: jax.Array
     """Positions [seen_from, end) are seen by some row."""
-    count: jax.Array
-    whole_begin: jax.Array
-    whole_end: jax.Array
+
+    @property
+    def count(self) -> jax.Array:
+        return self.tiles.end
 
     def start(self, tile: jax.Array) -> jax.Array:
         """Position of a tile's first token."""
@@ -38,26 +40,20 @@ class Span(NamedTuple):
         return (position >= self.seen_from) & (position < self.end)
 
     def walk(self, state: Any, begin, end, step: Callable[..., Any], ahead: Callable[[Any], Any]) -> Any:
-        """`state` after step(tile, state, ready) for the span's tiles among [begin, end): first those that every row
-        sees whole, then, with `ready` None, those at the edges.
+        """`state` after step(tile, state, ready) for the tiles in [begin, end): first those that every row sees whole,
+        then, with `ready` None, those at the edges.
 
-        `ready` is what ahead(tile) gave one tile before: loads that depend on it can be issued without waiting.
+        `ready` is what ahead(tile) returned one tile earlier, so that loads that depend on it need not wait.
         """
-        begin, end = jnp.clip(begin, 0, self.count), jnp.clip(end, 0, self.count)
-        lo = jnp.clip(self.whole_begin, begin, end)
-        hi = jnp.clip(self.whole_end, lo, end)
-        before = lo - begin
+        mine = self.tiles.among(begin, end)
 
         def whole(tile, carry):
             state, ready = carry
             upcoming = ahead(tile + 1)
             return step(tile, state, ready), upcoming
 
-        def at_edge(i, state):
-            return step(jnp.where(i < before, begin + i, hi + (i - before)), state, None)
-
-        state, _ = lax.fori_loop(lo, hi, whole, (state, ahead(lo)))
-        return lax.fori_loop(0, before + (end - hi), at_edge, state)
+        state, _ = lax.fori_loop(mine.clear, mine.behind, whole, (state, ahead(mine.clear)))
+        return mine.over_edges(lambda tile, state: step(tile, state, None), state)
 
 
 def span(
@@ -85,16 +81,6 @@ def span(
     if left is not None:
         seen_from, whole_from = (jnp.maximum(x, left[0]) for x in (seen_from, whole_from))
         seen_end, whole_end = (jnp.minimum(x, left[1]) for x in (seen_end, whole_end))
-    first_tile = (seen_from - begin) // block_kv
-    count = jnp.maximum(ceil_div(seen_end - begin, block_kv) - first_tile, 0)
-    whole_begin = ceil_div(whole_from - begin, block_kv) - first_tile
-    return Span(
-        block_kv,
-        first_tile,
-        begin,
-        seen_from,
-        seen_end,
-        count,
-        whole_begin,
-        (whole_end - begin) // block_kv - first_tile,
-    )
+    found = tiles((seen_from - begin, seen_end - begin), (whole_from - begin, whole_end - begin), block_kv)
+    clear, behind, last = (tile - found.begin for tile in found[1:])
+    return Span(block_kv, Tiles(0, clear, behind, last), jnp.asarray(found.begin), begin, seen_from, seen_end)

@@ -1,11 +1,11 @@
 """How the keys of a block of query rows are cut into splits, so that few blocks with long contexts fill the device.
 
-Sequences that are decoded are one block each, and dealt as in every op (`_split/splits.py`): shares of the batch's
-work, however lengths are distributed.
+Decoded sequences are one block each, and dealt as in every op (`_split/splits.py`): in shares of the batch's work,
+whatever the lengths.
 
-Where a sequence has many blocks, all splits of a launch have the same number of tiles, or fewer. Programs run in rounds
-of as many as the device holds, so the length is the one whose rounds take the least time, and of those the longest.
-Every program derives it from all lengths (a few kilobytes out of the L2): cheaper than a launch to precompute it.
+Where sequences have many blocks, all splits of a launch have up to the same number of tiles. Programs run in waves of
+as many as the device holds, so the length is chosen whose waves take the least time, the longest of equals. Every
+program derives it from all lengths (a few kilobytes out of the L2), which is cheaper than a launch to precompute it.
 """
 
 import functools
@@ -16,15 +16,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_attn._call import sizes
+from pallas_attn._call.sizes import ceil_div, next_power_of_2
 from pallas_attn._split.splits import Cut, FairSplits, Splits, WholeSplits
 from pallas_attn._tile import triton
-from pallas_attn._tile.triton import ceil_div
 from pallas_attn.ops.ragged_attention.blocks import Lens
 from pallas_attn.ops.ragged_attention.operands import Operands
 from pallas_attn.ops.ragged_attention.problem import Problem
 from pallas_attn.ops.ragged_attention.spans import Span
 
-# What merging costs must be gained: more splits only for so much less time.
+# More splits must save at least this much time, to pay for merging.
 WORTH_CUTTING = np.float32(1.03)
 
 
@@ -33,13 +34,13 @@ class Share(NamedTuple):
 
     kv_head: jax.Array
     block: jax.Array
-    """The place of the block of query rows."""
+    """Place of the block of query rows."""
     is_first: jax.Array
-    """Of the block's splits."""
+    """Whether it is the block's first split."""
     place: jax.Array
-    """Of the partial result, if the block has several."""
+    """Place of the partial result, if the block has several splits."""
     tiles: Callable[[jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
-    """Of the number that the block walks: (begin, end, how many splits there are)."""
+    """Maps the number of tiles that the block walks to (begin, end, number of splits)."""
 
 
 class Limits(NamedTuple):
@@ -61,20 +62,20 @@ class Limits(NamedTuple):
 
 
 class RecordedCuts:
-    """What the programs of a block's first splits have written down, for the merge."""
+    """The numbers of splits that programs of first splits have written, for the merge."""
 
     def __init__(self, problem: Problem, refs: Operands):
         assert refs.cuts is not None
         self._limits, self._counts = Limits.of(problem, Lens(problem.ragged, refs)), refs.cuts
 
     def cut(self, which: jax.Array) -> Cut:
-        """As of any `Cuts`; what is cut here is no sequence but the block at a place."""
+        """As in any `Cuts`, with blocks in place of sequences."""
         count = triton.load(self._counts.at[which])
         return Cut(which, which * self._limits.most, jnp.where(which < self._limits.blocks, count, 0))
 
 
 class BlockSplits:
-    """Of a launch that is not short."""
+    """The splits of a long launch."""
 
     def __init__(self, problem: Problem, refs: Operands):
         self._problem = problem.with_rules(refs)
@@ -82,11 +83,12 @@ class BlockSplits:
         self._limits = Limits.of(problem, self._lens)
 
     def serve(self, served: Callable[[Share], None]) -> None:
-        """What a KV head's programs read stays in the L2. Those of few blocks, and without any, come last."""
+        """KV heads vary slowest, so that what a head's programs read stays in the L2. Slots of few blocks, and unused
+        ones, come last."""
         slot, kv_head = (triton.program_id(axis) for axis in range(2))
         total, most = self._limits
 
-        # Nothing waits for a number of blocks that is hardly below the room for them.
+        # Without the branch if there are hardly fewer blocks than slots: it would wait for the count.
         @triton.when(slot < total * most if self._problem.is_counted else True)
         def _():
             split, place = (slot // total, slot % total) if self._problem.num_places else (0, slot)
@@ -107,7 +109,7 @@ class BlockSplits:
     def _longest(self) -> jax.Array:
         """Tiles of the longest split of any block."""
         problem, config = self._problem, self._problem.config
-        first = self._lens.first_block(jnp.arange(triton.next_power_of_2(problem.num_seqs)))
+        first = self._lens.first_block(jnp.arange(next_power_of_2(problem.num_seqs)))
         num_blocks = jnp.where(first.is_padding, 0, problem.num_blocks(first))
         in_pages, seq_len, _ = problem.lengths(self._lens, first)
 
@@ -115,10 +117,10 @@ class BlockSplits:
             block = first._replace(first_row=jnp.maximum(number, 0) * problem.rows)
             return jnp.where(num_blocks > 0, count(problem.spans(block, in_pages, seq_len)), 0)
 
-        # Blocks of a sequence see more and more of it: the one in the middle tells for all.
+        # A sequence's blocks see more and more of it: the one in the middle is the average.
         work = jnp.sum((num_blocks * tiles(num_blocks // 2)).astype(jnp.float32)) * problem.pool.num_kv_heads
         longest = jnp.maximum(jnp.max(tiles(num_blocks - 1)), jnp.max(tiles(0 * num_blocks)))
-        splits = 1 + jnp.arange(triton.next_power_of_2(config.num_splits))
+        splits = 1 + jnp.arange(next_power_of_2(config.num_splits))
         splits = jnp.minimum(splits, self._limits.most)
         length = ceil_div(jnp.maximum(longest, 1), splits)
         least = -(-config.min_split_tokens // config.block_kv)
@@ -129,7 +131,7 @@ class BlockSplits:
 
 
 class DecodedSplits:
-    """Those of sequences in one block each."""
+    """The splits of a short launch: sequences of one block each."""
 
     def __init__(self, problem: Problem, refs: Operands):
         dealt = problem.decoded
@@ -151,7 +153,7 @@ class DecodedSplits:
 def decoded(problem: Problem, refs: Operands) -> FairSplits:
     """How the sequences of a short launch are cut."""
     problem, lens = problem.with_rules(refs), Lens(problem.ragged, refs)
-    block, mine = problem.find(lens, jnp.arange(triton.next_power_of_2(problem.num_seqs)))
+    block, mine = problem.find(lens, jnp.arange(sizes.next_power_of_2(problem.num_seqs)))
     in_pages, seq_len, _ = problem.lengths(lens, block)
     return FairSplits(problem.decoded, jnp.where(mine, count(problem.spans(block, in_pages, seq_len)), 0))
 

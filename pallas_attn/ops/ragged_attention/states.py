@@ -6,8 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_attn._call import options
 from pallas_attn._call.checks import ArgumentChecker
-from pallas_attn._tile import options, softmax
+from pallas_attn._tile import softmax
 
 
 def merge_states(
@@ -75,7 +76,7 @@ def merge_states(
 def merged(
     outs: tuple[jax.Array, ...], lses: tuple[jax.Array, ...], sinks: Any = None
 ) -> tuple[jax.Array, jax.Array]:
-    """`merge_states` of what has been checked; out in the first one's dtype."""
+    """`merge_states` without checks; out in the first part's dtype."""
     lses = tuple(jnp.where(jnp.isposinf(lse), -jnp.inf, lse) for lse in lses)
     highest = functools.reduce(jnp.maximum, lses)
     empty = jnp.isneginf(highest)
@@ -83,7 +84,7 @@ def merged(
         sinks = softmax.finite_sink(sinks.astype(jnp.float32))
         highest = jnp.maximum(highest, sinks)
     highest = jax.lax.stop_gradient(jnp.where(empty, 0.0, highest))
-    # Nothing passes through a part without keys, were what comes back NaN.
+    # A part without keys gets no gradient, even if its cotangent is NaN.
     weights = [
         jnp.where(jnp.isneginf(lse), 0.0, jnp.exp(jnp.where(jnp.isneginf(lse), 0.0, lse) - highest))
         for lse in lses
@@ -93,7 +94,7 @@ def merged(
         total += jnp.where(empty, 0.0, jnp.exp(sinks - highest))
     total = jnp.where(empty, 1.0, total)
     parts = [
-        # A part without keys may hold anything, and must not meet its weight of 0, whose gradient it would be.
+        # A part without keys may hold anything; zeroed, it cannot become the gradient of its weight of 0.
         (weight / total)[..., None] * jnp.where(jnp.isneginf(lse)[..., None], 0.0, out.astype(jnp.float32))
         for weight, lse, out in zip(weights, lses, outs, strict=True)
     ]

@@ -11,9 +11,9 @@ from pallas_attn._call.checks import ArgumentChecker
 from pallas_attn._call.dispatch import Implementation
 from pallas_attn._call.op import Op
 from pallas_attn._call.operands import ready
+from pallas_attn._call.pools import serves_latents
 from pallas_attn._tile import triton
 from pallas_attn._tile.latents import BYTES, QUERY_DIM, token_width
-from pallas_attn._tile.layout import reaches
 from pallas_attn._types import BlockTables, ImplementationOrCuda
 from pallas_attn.ops.sparse_mla import config as tiles
 from pallas_attn.ops.sparse_mla import cuda
@@ -31,14 +31,8 @@ def _cuda_supports(operands: Operands) -> str | None:
     return cuda.unsupported(operands.query.dtype, operands.topk)
 
 
-def _supports(operands: Operands, lowering: triton.Lowering) -> str | None:
-    if operands.query.dtype == jnp.float32 and lowering != "interpret":
-        return "float32 tiles of 576 do not fit the kernel; bf16 and fp16 do"
-    return reaches(operands.pool, operands.latent_cache.dtype, lowering)
-
-
 def _by_token(fn: Callable[..., tuple[jax.Array, ...]], operands: Operands, **options: Any):
-    """`fn` of query tokens one after the other."""
+    """`fn` over query tokens flattened into one dimension."""
     lead = operands.query.shape[:-2]
     return tuple(one.reshape(*lead, *one.shape[1:]) for one in fn(operands.by_token(), **options))
 
@@ -49,7 +43,7 @@ def _op(name: str, results: tuple[str, ...]) -> Op[Operands, SparseMLAConfig]:
         name=name,
         implementations={
             "cuda": Implementation(functools.partial(_by_token, hopper), _cuda_supports, takes_config=False),
-            **triton.implementations(functools.partial(_by_token, sparse_mla_pallas), _supports),
+            **triton.implementations(functools.partial(_by_token, sparse_mla_pallas), serves_latents),
             "xla": Implementation(functools.partial(_by_token, sparse_mla_xla), takes_config=False),
         },
         results=results,
@@ -213,7 +207,7 @@ def sparse_mla_prefill(
 def check_decode(
     check: ArgumentChecker, query, latent_cache, indices, addressing, block_tables, topk_length, sinks, scale
 ) -> None:
-    """What `sparse_mla_decode`, and FlashMLA's function for it, want of a call."""
+    """Checks for `sparse_mla_decode` and for FlashMLA's function."""
     check.array("query", query, ("num_seqs", "q_len", "num_heads", QUERY_DIM), DTYPES)
     _check_pool(check, "latent_cache", latent_cache, ("num_pages", "page_size", 1), query.dtype)
     check.array("indices", indices, ("num_seqs", "q_len", "topk"), [jnp.int32])
@@ -227,7 +221,7 @@ def check_decode(
 
 
 def check_prefill(check: ArgumentChecker, query, latents, indices, topk_length, sinks, scale) -> None:
-    """What `sparse_mla_prefill`, and FlashMLA's function for it, want of a call."""
+    """Checks for `sparse_mla_prefill` and for FlashMLA's function."""
     check.array("query", query, ("num_tokens", "num_heads", QUERY_DIM), DTYPES)
     _check_pool(check, "latents", latents, ("num_kv_tokens", 1), query.dtype)
     check.array("indices", indices, ("num_tokens", 1, "topk"), [jnp.int32])

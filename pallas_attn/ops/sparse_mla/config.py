@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 from pallas_attn._call.budget import Candidate
-from pallas_attn._call.checks import check_int, dtype_name, fail
-from pallas_attn._call.configs import SplitKVConfig
+from pallas_attn._call.checks import check_int, dtype_name
+from pallas_attn._call.configs import TileConfig
 from pallas_attn._call.device import Device, current_device
 from pallas_attn._split import latent_problem, splits
 from pallas_attn._tile.latents import BYTES
@@ -25,25 +25,22 @@ OF_BYTES = {16: (Candidate(64, 8, 5), Candidate(32, 8, 3)), 64: (Candidate(64, 8
 
 
 @dataclasses.dataclass(frozen=True)
-class SparseMLAConfig(SplitKVConfig):
+class SparseMLAConfig(TileConfig):
     """How one call of the kernel is cut up.
 
     block_q: heads of a query token that a program serves, a power of two >= 16.
     block_kv: tokens a program takes in per step, a power of two >= 16.
     num_splits: most splits that a query token's ids are cut into, each of as many tiles; at least 1.
-    min_split_tokens, target_programs: of other kernels; nothing hangs on them here. split_tokens: 0.
     num_warps, num_stages: Triton's warps per program and depth of software pipelining.
     """
 
     num_splits: int = 1
+    _: dataclasses.KW_ONLY
     num_warps: int = 8
 
     def __post_init__(self):
         super().__post_init__()
         check_int("SparseMLAConfig", "num_splits", self.num_splits, least=1)
-        if self.split_tokens:
-            expected = "0: how ids are cut never depends on the batch"
-            fail("SparseMLAConfig", "split_tokens", expected, str(self.split_tokens))
 
 
 def heuristic(*, num_tokens: int, num_heads: int, topk: int, fp8: bool, device: Device) -> SparseMLAConfig:
@@ -54,7 +51,7 @@ def heuristic(*, num_tokens: int, num_heads: int, topk: int, fp8: bool, device: 
     tile = next((one for one in candidates if needs(*one).fits(device)), candidates[-1])
     programs = num_tokens * math.ceil(num_heads / block_q)
     num_splits = max(1, min(device.num_cores // programs, topk // MIN_SPLIT_IDS, splits.MOST_SPLITS))
-    return SparseMLAConfig(block_q, num_splits=num_splits, target_programs=device.num_cores, **tile._asdict())
+    return SparseMLAConfig(block_q, num_splits=num_splits, **tile._asdict())
 
 
 def key(operands: Operands) -> dict[str, Any]:

@@ -27,13 +27,12 @@ def unsupported(dtype: Any, topk: int) -> str | None:
 def sparse_mla_cuda(operands: Operands, *, function: str = "sparse_mla_decode") -> tuple[jax.Array, ...]:
     """As `sparse_mla_pallas`, without a config; for `function`, in messages.
 
-    How tokens are cut over multiprocessors follows from shapes alone, so that the schedule is a constant and nothing
-    has to be computed before the kernel; a token with fewer ids than `topk` leaves some of its splits short. With
-    `max_logits` no token is cut.
+    How tokens are split depends on shapes alone, so the schedule is a constant and nothing is computed before the
+    kernel; a token with fewer ids than `topk` has shorter splits. With `max_logits` no token is cut.
 
     Bytes are used as rounded to float16 relative to the largest scales, or with `max_logits` to bf16.
 
-    vmap calls it once for each of the batch, one after the other.
+    vmap calls it once for each entry of the batch, sequentially.
     """
     ffi.register()
     query, ids, max_logits = operands.query, operands.ids, operands.max_logits

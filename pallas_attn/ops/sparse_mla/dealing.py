@@ -1,4 +1,4 @@
-"""How query tokens, each with as many ids, are dealt to multiprocessors: by shapes alone, before anything runs."""
+"""How query tokens, each with `topk` ids, are dealt to multiprocessors: from shapes alone, at trace time."""
 
 import functools
 from typing import NamedTuple
@@ -7,15 +7,15 @@ import numpy as np
 
 TILE_IDS = 64
 FIELDS = 8
-# What starting on a token costs (its query in, its result out), in tiles of ids.
+# Cost of starting on a token (reading its query, writing its result), in tiles of ids.
 START = 2
-# What a cut costs besides: partial results of so many heads are written, read and merged.
+# Extra cost of a cut: partial results of this many heads are written, read and merged.
 FEW_HEADS, CUT_FEW, CUT_MANY = 32, 2, 6
 WORTH_IT = 1.03
 
 
 class Deal(NamedTuple):
-    """In the form of `MLASchedule`: a row a part, and how many splits the tokens before each one make."""
+    """As `MLASchedule`: a row for each part, and the splits of all tokens before each one."""
 
     parts: np.ndarray
     """[num_parts, 8] int32: first token and id, last token and (exclusive) id, number of the first split, 0."""
@@ -29,14 +29,14 @@ class Deal(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def dealt(num_tokens: int, topk: int, num_parts: int, num_heads: int, *, whole: bool) -> Deal:
-    """Whole tokens where that keeps the parts about as busy; else each part gets as many tiles, cut anywhere.
+    """Deals whole tokens if that keeps the parts about as busy; otherwise equal numbers of tiles, cut anywhere.
 
-    Tokens may have fewer ids than `topk`: splits behind their end find nothing to do.
+    Tokens may have fewer ids than `topk`: splits after their end find nothing to do.
     """
     tiles = -(-topk // TILE_IDS)
     shares = -(-num_tokens // num_parts)
     cost_whole = shares * (tiles + START)
-    # A part begins with a split, and ends with one.
+    # Each part begins and ends with a split.
     cost_cut = -(-num_tokens * (tiles + START) // num_parts) + START
     cost_cut += CUT_FEW if num_heads <= FEW_HEADS else CUT_MANY
     if whole or tiles == 1 or cost_whole <= WORTH_IT * cost_cut:

@@ -1,8 +1,7 @@
 """Sparse MLA in Pallas: a program serves `block_q` heads of one query token, and walks over the ids it was given.
 
-A tile's ids are looked up, and the rows they name are gathered, each of 1152 bytes or 656 side by side; from there on
-a tile is what it is to `mla_decode`. Ids of -1, and those behind the token's number of ids, are tokens that are not
-there: read as 0, and masked.
+A tile's ids are looked up and their rows gathered, each 1152 or 656 contiguous bytes; from there on a tile is processed
+as in `mla_decode`. Ids of -1, and those after the token's number of ids, read as 0 and are masked.
 """
 
 import dataclasses
@@ -14,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_attn._call.configs import SplitKVConfig
+from pallas_attn._call.pools import table_tokens
 from pallas_attn._split import merge, result
 from pallas_attn._tile import latent_tile, logits, masking, pages, rows, softmax, triton
 from pallas_attn._tile.latents import LATENT_DIM
-from pallas_attn._tile.layout import table_tokens
 from pallas_attn.ops.sparse_mla.config import SparseMLAConfig
 from pallas_attn.ops.sparse_mla.operands import Operands
 from pallas_attn.ops.sparse_mla.problem import FixedSplits, Problem, beside_sinks
@@ -37,7 +37,7 @@ def sparse_mla_pallas(
         max_pages=1 if operands.block_tables is None else operands.block_tables.shape[1],
         pool=operands.pool,
         scale=operands.scale,
-        config=config,
+        config=SplitKVConfig(**vars(config)),
         topk=operands.topk,
         ids=operands.ids,
     )
@@ -50,7 +50,7 @@ def sparse_mla_pallas(
             sinks=None,
         ),
         name="pallas_attn_sparse_mla",
-        # Head blocks vary fastest: they read the same rows.
+        # Head blocks vary fastest, since they read the same rows.
         grid=(problem.q_blocks, config.num_splits, num_tokens),
         out_shape=[
             *result.shapes(problem, LATENT_DIM, operands.query.dtype),
@@ -81,7 +81,7 @@ def _kernel(refs: Operands, *out_refs, problem: Problem):
     stored, length = cut.length(token)
     begin = split * problem.split_ids
 
-    # The first split of a token without ids has none but still writes the output.
+    # The first split of a token without ids is empty but still writes the output.
     @triton.when((begin < length) | (split == 0))
     def _():
         end = jnp.minimum(begin + problem.split_ids, length)
@@ -102,7 +102,7 @@ def _kernel(refs: Operands, *out_refs, problem: Problem):
 
 
 def _walk_ids(query, refs: Operands, token, begin, end, problem: Problem):
-    """Online softmax of a token's query rows over its ids [begin, end); also whether any id was unusable."""
+    """Online softmax of a token's query rows over its ids [begin, end); also whether any id was invalid."""
     pool, config = problem.pool, problem.config
 
     def logits2(keys) -> jax.Array:
@@ -146,7 +146,8 @@ def _walk_ids(query, refs: Operands, token, begin, end, problem: Problem):
 def _rows_of(
     index: jax.Array, tables_ref: Any, token, problem: Problem
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(row of the pool, 0 where there is none; whether there is one; whether there should be) of each id."""
+    """For each id: (row of the pool, 0 if there is none; whether there is one; whether it is missing but should
+    exist)."""
     ids, num_rows = problem.ids, problem.pool.num_pages
     named = index != -1
     if ids.page_size is None:

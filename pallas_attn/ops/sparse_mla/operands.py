@@ -1,4 +1,4 @@
-"""What `sparse_mla_decode` and `sparse_mla_prefill` work on, and the same with query tokens one after the other."""
+"""Operands of `sparse_mla_decode` and `sparse_mla_prefill`, also with query tokens flattened."""
 
 import dataclasses
 import math
@@ -7,14 +7,14 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from pallas_attn._call.operands import dims, operands
-from pallas_attn._tile.layout import DIMS, PoolShape
+from pallas_attn._call.pools import DIMS, PoolShape
 from pallas_attn._types import Array
 
 
 class Ids(NamedTuple):
     """How an id leads to a row of the pool, whose pages are laid end to end.
 
-    page_size: of logical positions, that go through a row of the block table; None where ids are rows.
+    page_size: for positions, which are translated by the block table; None where ids are rows.
     tokens_a_seq: query tokens that share a row of the table.
     skip_all_outside: whether any id outside is skipped, not -1 alone.
     """
@@ -35,7 +35,7 @@ class Operands:
     ids: Ids
     scale: float
     max_logits: bool
-    """Whether largest logits are asked for, too; then no token's ids are cut."""
+    """Whether to return the largest logits, too; then no token is split."""
 
     @property
     def num_tokens(self) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_attn._call.sizes import ceil_div
 from pallas_attn._split import splits
 from pallas_attn._split.latent_problem import LatentProblem
 from pallas_attn._tile import triton
@@ -13,10 +14,10 @@ from pallas_attn.ops.sparse_mla.operands import Ids
 
 
 def beside_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array | None) -> jax.Array:
-    """What a further logit of each head, without a value, leaves of the output [num_tokens, num_heads, dim]."""
+    """The output [num_tokens, num_heads, dim] scaled for a sink in each head's softmax."""
     if sinks is None:
         return out
-    # Where nothing was seen the output is 0, also beside a sink of -inf, and the sink's gradient too.
+    # Where nothing was seen the output is 0, even with a sink of -inf, and so is the sink's gradient.
     share = jax.nn.sigmoid(jnp.where(jnp.isneginf(lse), -jnp.inf, lse - sinks))
     return (out.astype(jnp.float32) * share[..., None]).astype(out.dtype)
 
@@ -38,8 +39,8 @@ class Problem(LatentProblem):
     @property
     def split_ids(self) -> int:
         """Ids that a split has at most: whole tiles."""
-        tiles = splits.ceil_div(self.topk, self.config.block_kv)
-        return splits.ceil_div(tiles, self.config.num_splits) * self.config.block_kv
+        tiles = ceil_div(self.topk, self.config.block_kv)
+        return ceil_div(tiles, self.config.num_splits) * self.config.block_kv
 
 
 class FixedSplits:
@@ -58,4 +59,4 @@ class FixedSplits:
         return stored, jnp.clip(stored, 0, self._problem.topk)
 
     def count(self, length: jax.Array) -> jax.Array:
-        return splits.ceil_div(length, self._problem.split_ids)
+        return ceil_div(length, self._problem.split_ids)

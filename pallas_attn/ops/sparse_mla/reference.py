@@ -1,12 +1,13 @@
-"""Sparse MLA in plain jnp: some query tokens at a time, whose rows are gathered whole."""
+"""Sparse MLA in plain jnp: some query tokens at a time, with their rows gathered."""
 
 import jax
 import jax.numpy as jnp
 
 from pallas_attn._call import symbolic
+from pallas_attn._call.pools import table_tokens
 from pallas_attn._tile import masking, softmax
-from pallas_attn._tile.latents import BYTES, LATENT_DIM, dequantized
-from pallas_attn._tile.layout import table_tokens
+from pallas_attn._tile.latents import BYTES, LATENT_DIM
+from pallas_attn.ops.latent_cache.format import dequantized
 from pallas_attn.ops.sparse_mla.operands import Operands
 from pallas_attn.ops.sparse_mla.problem import beside_sinks
 

@@ -1,5 +1,5 @@
-"""What types say of meshes. Inside `jax.shard_map` every value's says over which axes it varies, and where axes are
-Explicit, how it is sharded. Results must say so too."""
+"""Mesh axes in types. Inside `jax.shard_map` a value's type says over which axes it varies, and where axes are
+Explicit, how it is sharded. Types of results must agree."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def varying_axes(*trees: Any) -> tuple[str, ...]:
 
 
 def vary(tree: Any, axes: tuple[str, ...]) -> Any:
-    """The same values, varying over `axes`: what a loop's carry must be to meet results that do."""
+    """The same values marked as varying over `axes`, as a loop's carry must be if its results vary."""
 
     def one(leaf: jax.Array) -> jax.Array:
         missing = tuple(axis for axis in axes if axis not in jax.typeof(leaf).manual_axis_type.varying)
@@ -48,14 +48,14 @@ def varying_like(struct: jax.ShapeDtypeStruct, axes: tuple[str, ...]) -> jax.Sha
 
 
 def placed_like(array: jax.Array, like: jax.Array) -> jax.Array:
-    """Where axes are Explicit, sharded as `like`, an array of as many dimensions."""
+    """Where axes are Explicit, `array` sharded as `like`, an array of the same rank."""
     sharding = jax.typeof(like).sharding
     return jax.sharding.reshard(array, sharding) if _is_explicit(sharding) else array
 
 
 def whole(array: jax.Array, dimensions: int) -> jax.Array:
-    """Where axes are Explicit, not sharded along its first dimensions: jnp refuses what it cannot tell the sharding of,
-    such as sums and gathers along them."""
+    """Where axes are Explicit, `array` replicated along its first dimensions: jnp refuses operations along sharded ones
+    whose result's sharding is ambiguous, such as sums and gathers."""
     sharding = jax.typeof(array).sharding
     if not _is_explicit(sharding):
         return array

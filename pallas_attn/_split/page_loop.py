@@ -1,10 +1,9 @@
-"""The loop over pages of the references in plain jnp: online softmax, chunk by chunk, forwards and backwards.
+"""The loop over pages of the references in plain jnp: online softmax, tile by tile, forward and backward.
 
-Memory beyond the output is one chunk of keys and values a sequence, whatever the table's width, and the loop runs from
-the first token that any query sees to the end of the longest sequence. JAX cannot differentiate a loop whose length it
-does not know, and would keep every chunk's weights. So `attend` has a rule of its own: backwards, a second loop works
-each chunk's logits out again and takes its weights from the log-sum-exp that the first has left, as flash attention
-does (Dao et al., 2022).
+Beyond the output it takes memory for one tile of keys and values a sequence, whatever the table's width, and it runs
+from the first token that any query sees to the end of the longest sequence. JAX cannot differentiate a loop of unknown
+length, and would keep every tile's weights. So `attend` has its own rule: the backward loop recomputes each tile's
+logits, and its weights from the log-sum-exp, as flash attention does (Dao et al., 2022).
 """
 
 import dataclasses
@@ -16,17 +15,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._call import symbolic
-from pallas_attn._tile import masking, sharding, softmax, triton
-from pallas_attn._tile.layout import PoolShape, Which, to_nhd
-from pallas_attn._tile.quantization import is_quantized
-from pallas_attn._tile.triton import ceil_div
+from pallas_attn._call import derivative, sharding, symbolic
+from pallas_attn._call.pools import PoolShape, Which, is_quantized
+from pallas_attn._call.sizes import ceil_div
+from pallas_attn._tile import masking, softmax, triton
+from pallas_attn._tile.layout import to_nhd
 
-CHUNK_TOKENS = 256
+TILE_TOKENS = 256
 
 
 class Floats(NamedTuple):
-    """What has gradients, beside the caches."""
+    """The operands with gradients, apart from the caches."""
 
     rows: jax.Array
     """[num_seqs, num_kv_heads, rows, dim] of queries."""
@@ -38,8 +37,8 @@ class Floats(NamedTuple):
 
 
 class Pools(NamedTuple):
-    """The caches; without one for values, they are the first `value_dim` elements of the keys. And, where each page has
-    scales of its own, [num_pages, num_kv_heads]."""
+    """The caches; without a value cache, values are the first `value_dim` elements of keys. Scales [num_pages,
+    num_kv_heads] where each page has its own."""
 
     key: jax.Array
     value: jax.Array | None = None
@@ -48,7 +47,7 @@ class Pools(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """What has no gradients."""
+    """The operands without gradients."""
 
     tables: jax.Array
     lengths: jax.Array
@@ -61,7 +60,7 @@ class Sequences(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Rule(ABC):
-    """What an op adds, all of it static. `position` is [chunk], `held` and `seen` [num_seqs, chunk]."""
+    """What an op adds; static. `position` is [tokens], `held` and `seen` [num_seqs, tokens]."""
 
     function: str
     pool: PoolShape
@@ -73,23 +72,23 @@ class Rule(ABC):
         return tile.astype(jnp.float32)
 
     def held(self, of: Sequences, position: jax.Array, held: jax.Array) -> jax.Array:
-        """Which of the tokens that a sequence holds are looked at by any head."""
+        """Which of a sequence's `held` tokens any head looks at."""
         return held
 
     @abstractmethod
     def logits(
         self, floats: Floats, of: Sequences, keys: jax.Array, position: jax.Array, seen: jax.Array
     ) -> jax.Array:
-        """Natural logits [num_seqs, num_kv_heads, rows, chunk], -inf where a query does not see a key."""
+        """Natural logits [num_seqs, num_kv_heads, rows, tokens], -inf where a query does not see a key."""
 
 
 def attend(
     rule: Rule, floats: Floats, pools: Pools, of: Sequences
 ) -> tuple[jax.Array, softmax.Lse, jax.Array]:
-    """(out [num_seqs, num_kv_heads, rows, value_dim], lse [num_seqs, num_kv_heads, rows], bad [num_seqs]): float32,
-    and whether a page id in use was none. Gradients flow to `floats` and, unless it is quantised, to the pools."""
+    """(out [num_seqs, num_kv_heads, rows, value_dim], lse [num_seqs, num_kv_heads, rows], bad [num_seqs]): float32, and
+    whether a page id in use was invalid. Gradients flow to `floats` and, unless they are quantised, to the pools."""
     axes = sharding.varying_axes(floats, pools, of)
-    # Here, so that gradients of what is the same everywhere are summed over the axes.
+    # Done here, so that gradients of replicated values are summed over the axes.
     floats, pools, of = sharding.vary((floats, pools, of), axes)
 
     @jax.custom_vjp
@@ -104,38 +103,28 @@ def attend(
                     f"{rule.function}: argument '{which}_cache': expected a cache that is not quantised to take "
                     f"gradients of, got {pool.value.dtype.name}"
                 )
-        floats, pools, of = jax.tree.map(lambda leaf: leaf.value, (floats, pools, of), is_leaf=_is_primal)
+        floats, pools, of = derivative.primals((floats, pools, of))
         out, lse, bad = _forwards(rule, floats, pools, of, axes)
         return (out, lse, bad), (floats, pools, of, out, lse)
 
     def backwards(saved, cotangents):
         floats, pools, of, out, lse = saved
         d_out, d_lse, _ = cotangents
-        # Nothing hangs on the maximum but what hangs on the sum that is relative to it.
-        d_lse = _array(d_lse.rest) * softmax.LOG2_E
-        return *_backwards(rule, floats, pools, of, (out, lse), (_array(d_out), d_lse), axes), None
+        # The maximum has no gradient of its own: the sum is relative to it.
+        d_lse = derivative.array(d_lse.rest) * softmax.LOG2_E
+        return *_backwards(rule, floats, pools, of, (out, lse), (derivative.array(d_out), d_lse), axes), None
 
     attended.defvjp(forwards, backwards, symbolic_zeros=True)
     return attended(floats, pools, of)
 
 
-def _is_primal(leaf: Any) -> bool:
-    return hasattr(leaf, "perturbed")
-
-
-def _array(cotangent: Any) -> jax.Array:
-    # Only float32 results have gradients that are asked for.
-    is_zero = isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
-    return jnp.zeros(cotangent.shape, jnp.float32) if is_zero else cotangent
-
-
-class Chunk(NamedTuple):
+class PageTile(NamedTuple):
     pages: jax.Array
-    """[num_seqs, pages of a chunk], clipped to the pool."""
+    """[num_seqs, pages of a tile], clipped to the pool."""
     position: jax.Array
     seen: jax.Array
     bad: jax.Array
-    """[num_seqs]: a page in use is none of the pool's."""
+    """[num_seqs]: a page id in use is outside the pool."""
 
 
 def _forwards(rule: Rule, floats: Floats, pools: Pools, of: Sequences, axes: tuple[str, ...]):
@@ -143,12 +132,12 @@ def _forwards(rule: Rule, floats: Floats, pools: Pools, of: Sequences, axes: tup
 
     def step(i, carry):
         state, bad = carry
-        chunk = _chunk(rule, of, i)
-        tiles = jax.tree.map(lambda pool: pool[chunk.pages], pools)
-        logits, values = _logits_and_values(rule, floats, tiles, of, chunk)
+        tile = _page_tile(rule, of, i)
+        stored = jax.tree.map(lambda pool: pool[tile.pages], pools)
+        logits, values = _logits_and_values(rule, floats, stored, of, tile)
         state, weights = softmax.rescale(state, logits, exp2_below=triton.exp2_below)
         acc = state.acc + jnp.einsum("bhrk,bhkd->bhrd", weights, values, precision="highest")
-        return state._replace(acc=acc), bad | chunk.bad
+        return state._replace(acc=acc), bad | tile.bad
 
     start = softmax.start((num_seqs, heads, rows), rule.value_dim), jnp.zeros(num_seqs, bool)
     state, bad = lax.fori_loop(*_bounds(rule, of), step, sharding.vary(start, axes))
@@ -158,16 +147,16 @@ def _forwards(rule: Rule, floats: Floats, pools: Pools, of: Sequences, axes: tup
 def _backwards(rule: Rule, floats: Floats, pools: Pools, of: Sequences, result, cotangents, axes):
     (out, lse), (d_out, d_lse) = result, cotangents
     empty = jnp.isneginf(lse.rest)[..., None]
-    # A query that sees nothing may hold anything, and would be added to its keys' gradients as 0 * NaN.
+    # A query that sees no key may hold anything, and would add 0 * NaN to its keys' gradients.
     floats = floats._replace(rows=jnp.where(empty, 0.0, floats.rows))
-    # A weight's share of the gradient that is not its own: what all of them together give.
+    # Delta of flash attention: what normalisation subtracts from every weight's gradient.
     shared = jnp.sum(d_out * out, axis=-1, keepdims=True)
 
     def step(i, sums):
-        chunk = _chunk(rule, of, i)
-        tiles = jax.tree.map(lambda pool: pool[chunk.pages], pools)
+        tile = _page_tile(rule, of, i)
+        stored = jax.tree.map(lambda pool: pool[tile.pages], pools)
         (logits, values), pull = jax.vjp(
-            lambda floats, tiles: _logits_and_values(rule, floats, tiles, of, chunk), floats, tiles
+            lambda floats, stored: _logits_and_values(rule, floats, stored, of, tile), floats, stored
         )
         weights = softmax.weights_again(logits, softmax.LOG2_E, lse)
         d_weights = jnp.einsum("bhrd,bhkd->bhrk", d_out, values, precision="highest")
@@ -175,7 +164,7 @@ def _backwards(rule: Rule, floats: Floats, pools: Pools, of: Sequences, result, 
         d_values = jnp.einsum("bhrk,bhrd->bhkd", weights, d_out, precision="highest")
         d_floats, d_tiles = pull((d_logits, d_values))
         sum_floats, sum_pools = sums
-        sum_pools = tuple(map(functools.partial(_added, chunk.pages), sum_pools, d_tiles))
+        sum_pools = tuple(map(functools.partial(_added, tile.pages), sum_pools, d_tiles))
         return jax.tree.map(jnp.add, sum_floats, d_floats), sum_pools
 
     zeros = jax.tree.map(jnp.zeros_like, floats), tuple(map(_zeros, pools))
@@ -197,48 +186,64 @@ def _added(pages: jax.Array, total: jax.Array | None, tiles: jax.Array | None) -
     return None if total is None or tiles is None else total.at[pages].add(tiles.astype(jnp.float32))
 
 
-def _pages_per_chunk(rule: Rule, of: Sequences) -> int:
-    most, columns = max(1, CHUNK_TOKENS // rule.pool.page_size), of.tables.shape[1]
+def _pages_per_tile(rule: Rule, of: Sequences) -> int:
+    most, columns = max(1, TILE_TOKENS // rule.pool.page_size), of.tables.shape[1]
     return most if symbolic.is_open(columns) else min(columns, most)
 
 
 def _bounds(rule: Rule, of: Sequences) -> tuple[jax.Array, jax.Array]:
-    """(first, end) of the chunks in which any sequence has a token to look at."""
-    chunk = _pages_per_chunk(rule, of) * rule.pool.page_size
+    """(first, end) of the tiles in which any sequence has a visible token."""
+    tokens = _pages_per_tile(rule, of) * rule.pool.page_size
     first = jnp.min(jnp.where(of.lengths > 0, of.seen_from, jnp.iinfo(jnp.int32).max))
-    return first // chunk, ceil_div(jnp.max(of.lengths, initial=0), chunk)
+    return first // tokens, ceil_div(jnp.max(of.lengths, initial=0), tokens)
 
 
-def _chunk(rule: Rule, of: Sequences, i: jax.Array) -> Chunk:
-    pages_per_chunk = _pages_per_chunk(rule, of)
-    tokens = pages_per_chunk * rule.pool.page_size
-    columns = i * pages_per_chunk + jnp.arange(pages_per_chunk)
+def _page_tile(rule: Rule, of: Sequences, i: jax.Array) -> PageTile:
+    pages_per_tile = _pages_per_tile(rule, of)
+    tokens = pages_per_tile * rule.pool.page_size
+    columns = i * pages_per_tile + jnp.arange(pages_per_tile)
     pages = of.tables.at[:, columns].get(mode="fill", fill_value=-1)
     position = i * tokens + jnp.arange(tokens)
     held = masking.within(position, of.lengths[:, None]) & (position >= of.seen_from[:, None])
     held = rule.held(of, position, held)
     usable = jnp.repeat(masking.usable_pages(pages, rule.pool.num_pages), rule.pool.page_size, axis=1)
     pages = jnp.clip(pages, 0, rule.pool.num_pages - 1)
-    return Chunk(pages, position, held & usable, jnp.any(held & ~usable, axis=1))
+    return PageTile(pages, position, held & usable, jnp.any(held & ~usable, axis=1))
 
 
-def _logits_and_values(rule: Rule, floats: Floats, tiles: Pools, of: Sequences, chunk: Chunk):
-    """Of a chunk, from its pages as they are stored: [num_seqs, num_kv_heads, rows, tokens] and [.., tokens, dim]."""
+def _logits_and_values(rule: Rule, floats: Floats, stored: Pools, of: Sequences, tile: PageTile):
+    """Logits [num_seqs, num_kv_heads, rows, tokens] and values [.., tokens, dim] of a tile's stored pages."""
 
-    def tokens(which: Which, stored: jax.Array, scale: jax.Array | None) -> jax.Array:
-        tile = rule.floats(to_nhd(stored, rule.layout, which))
-        num_seqs, pages, page_size, heads, dim = tile.shape
-        tile = jnp.moveaxis(tile.reshape(num_seqs, pages * page_size, heads, dim), 2, 1)
-        # Slots that hold nothing are 0, whatever is stored.
-        seen = chunk.seen[:, None, :, None]
-        tile = jnp.where(seen, tile, 0.0)
+    def tokens(which: Which, pages: jax.Array, scale: jax.Array | None) -> jax.Array:
+        floats = rule.floats(to_nhd(pages, rule.layout, which))
+        num_seqs, number, page_size, heads, dim = floats.shape
+        floats = jnp.moveaxis(floats.reshape(num_seqs, number * page_size, heads, dim), 2, 1)
+        # Empty slots count as 0, whatever is stored there.
+        seen = tile.seen[:, None, :, None]
+        floats = jnp.where(seen, floats, 0.0)
         if scale is not None:
             by_token = jnp.repeat(jnp.swapaxes(scale, 1, 2), page_size, axis=2)
-            tile *= jnp.where(seen, by_token[..., None], 0.0)
-        return tile
+            floats *= jnp.where(seen, by_token[..., None], 0.0)
+        return floats
 
-    keys = tokens("key", tiles.key, tiles.key_scale)
-    if tiles.value is None:
-        return rule.logits(floats, of, keys, chunk.position, chunk.seen), keys[..., : rule.value_dim]
-    values = tokens("value", tiles.value, tiles.value_scale)
-    return rule.logits(floats, of, keys, chunk.position, chunk.seen), values
+    keys = tokens("key", stored.key, stored.key_scale)
+    if stored.value is None:
+        return rule.logits(floats, of, keys, tile.position, tile.seen), keys[..., : rule.value_dim]
+    values = tokens("value", stored.value, stored.value_scale)
+    return rule.logits(floats, of, keys, tile.position, tile.seen), values
+
+
+def pack(query: jax.Array, num_kv_heads: int) -> jax.Array:
+    """[num_seqs, q_len, num_heads, *dims] -> [num_seqs, num_kv_heads, q_len * group, *dims]."""
+    num_seqs, q_len, num_heads, *dims = query.shape
+    group = num_heads // num_kv_heads
+    by_head = jnp.moveaxis(query.reshape(num_seqs, q_len, num_kv_heads, group, *dims), 1, 2)
+    return by_head.reshape(num_seqs, num_kv_heads, q_len * group, *dims)
+
+
+def unpack(rows: jax.Array, q_len: int) -> jax.Array:
+    """The inverse of `pack`."""
+    num_seqs, num_kv_heads, num_rows, *dims = rows.shape
+    group = num_rows // q_len
+    by_token = jnp.moveaxis(rows.reshape(num_seqs, num_kv_heads, q_len, group, *dims), 2, 1)
+    return by_token.reshape(num_seqs, q_len, num_kv_heads * group, *dims)

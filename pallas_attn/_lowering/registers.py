@@ -1,8 +1,8 @@
-"""How many registers a thread of a kernel may have, where Pallas compiles it.
+"""Limiting a kernel's registers a thread, where Pallas compiles it.
 
-Two programs of eight warps share a multiprocessor if a thread takes at most 128. Triton has that as an attribute of a
-kernel's module, and Pallas no parameter for it. So a kernel asks for it by a primitive, whose lowering, inside Pallas',
-writes the attribute. How rules for Pallas' lowering are registered is private: `private.PALLAS_RULES`.
+Two programs of eight warps share a multiprocessor if a thread takes at most 128. Triton has an attribute for that on a
+kernel's module, but Pallas has no parameter. So a kernel binds a primitive whose lowering rule, inside Pallas', sets
+the attribute. Registering rules with Pallas' lowering is not public: `private.PALLAS_RULES`.
 """
 
 from jax.interpreters import mlir
@@ -24,5 +24,5 @@ _limit = private.line_in_pallas("pallas_attn_limit_registers", _lower)
 
 
 def limit(registers: int) -> None:
-    """Inside a kernel's body: its threads get at most so many."""
+    """In a kernel's body: limits its threads to so many registers."""
     _limit(registers=registers)

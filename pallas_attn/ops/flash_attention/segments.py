@@ -1,9 +1,9 @@
 """Packed documents: tokens with the same segment id attend to each other, and to nothing else.
 
-Kernels visit a block's documents one after the other, so that what another document holds, were it NaN, never meets a
-product: 0 * NaN is NaN. For that ids become ranks, 0, 1, 2, ... in order of the ids, and a table says of each rank
-where its tokens lie. Documents that lie in one piece and in order of their ids, as packing leaves them, cost few tiles
-twice; any other order is right too.
+Kernels visit a block's documents one at a time, so that another document's NaN never enters a product (0 * NaN is NaN).
+For that, ids are replaced by ranks 0, 1, 2, ... in order of the ids, and a table says where each rank's tokens lie. For
+contiguous documents in order of their ids, as packing leaves them, few tiles are visited twice; any other order is
+correct, too.
 """
 
 import functools
@@ -18,30 +18,30 @@ from pallas_attn._tile import triton
 from pallas_attn._types import Array
 
 
-class Side(NamedTuple):
-    """Of the queries, or of the keys."""
+class Documents(NamedTuple):
+    """The documents of the queries, or of the keys."""
 
     rank: Array
     """[batch, tokens] int32."""
     table: Array
-    """[batch, ranks, 3] int32: first token of the rank, one behind its last, and whether all between are of it."""
+    """[batch, ranks, 3] int32: the rank's first token, one past its last, and whether all in between belong to it."""
 
 
-class Span(NamedTuple):
-    """Where a document's tokens are."""
+class Extent(NamedTuple):
+    """Where a document's tokens lie."""
 
     first: jax.Array
     end: jax.Array
     solid: jax.Array
 
 
-def sides(query_ids: jax.Array, key_ids: jax.Array) -> tuple[Side, Side]:
-    """From ids [batch, tokens] of queries and keys, any int32. One array for both is looked at once. Each device looks
-    at those that it holds: neither sorting nor scattering has a rule for operands sharded over Explicit axes."""
+def sides(query_ids: jax.Array, key_ids: jax.Array) -> tuple[Documents, Documents]:
+    """From ids [batch, tokens] of queries and keys, any int32. If both are the same array it is processed once. Each
+    device processes its own: neither sort nor scatter has a rule for operands sharded over Explicit axes."""
     ids = _Ids(query_ids=query_ids, key_ids=None if key_ids is query_ids else key_ids)
     results = ("batch tokens", "batch ranks bounds") * len(named(ids))
     found = partition.run("flash_attention", _of_ids, ids, results, implementation="xla")
-    return Side(*found[:2]), Side(*found[-2:])
+    return Documents(*found[:2]), Documents(*found[-2:])
 
 
 @operands
@@ -51,8 +51,8 @@ class _Ids:
     """None: the same."""
 
 
-def sides_of_lengths(cu_lens: jax.Array, tokens: int) -> tuple[Side, Side]:
-    """The same where sequences lie end to end, sequence i from cu_lens[i] on. Tokens outside of them see nothing: as
+def sides_of_lengths(cu_lens: jax.Array, tokens: int) -> tuple[Documents, Documents]:
+    """The same for sequences laid end to end, sequence i from cu_lens[i] on. Tokens outside of them see nothing: as
     queries they have another rank than as keys."""
     found = partition.run(
         "flash_attention",
@@ -62,7 +62,7 @@ def sides_of_lengths(cu_lens: jax.Array, tokens: int) -> tuple[Side, Side]:
         static={"tokens": tokens},
         implementation="xla",
     )
-    return Side(*found[:2]), Side(*found[2:])
+    return Documents(*found[:2]), Documents(*found[2:])
 
 
 @operands
@@ -72,16 +72,16 @@ class _Bounds:
 
 
 PADDING = 3
-"""Ranks behind the sequences': of queries in front of them, of queries behind them, and of keys."""
+"""Ranks after the sequences': of queries before them, of queries after them, and of keys."""
 
 
 def _of_lengths(bounds: _Bounds, tokens: int) -> tuple[jax.Array, ...]:
     cu_lens = bounds.cu_q_lens
     num_seqs = cu_lens.shape[0] - 1
     at = jnp.arange(tokens, dtype=jnp.int32)
-    # One kernel, whatever the number of sequences.
+    # A single kernel, whatever the number of sequences.
     seq = symbolic.searchsorted(cu_lens, at, side="right", method="scan_unrolled").astype(jnp.int32) - 1
-    # Lengths below 0 cannot be right: then no token is held.
+    # Negative lengths are invalid: then no token belongs to a sequence.
     inside = jnp.where(jnp.all(cu_lens[1:] >= cu_lens[:-1]), jnp.clip(cu_lens, 0, tokens), tokens)
     first, last = inside[:1], inside[-1:]
     held = (at >= first) & (at < last)
@@ -109,9 +109,9 @@ class _Sizes:
     """None: all tokens."""
 
 
-def sides_of_sizes(lengths: dict[str, jax.Array], tokens: dict[str, int]) -> tuple[Side, Side]:
-    """The same where each of the batch has some tokens and then padding. `lengths`: [batch] under the names of SIZES,
-    as far as not all tokens count. Padding sees nothing: as queries it has another rank than as keys."""
+def sides_of_sizes(lengths: dict[str, jax.Array], tokens: dict[str, int]) -> tuple[Documents, Documents]:
+    """The same for batch entries that end in padding. `lengths`: [batch] under the names of SIZES, where not all tokens
+    count. Padding sees nothing: as queries it has another rank than as keys."""
     found = partition.run(
         "flash_attention",
         _of_sizes,
@@ -120,11 +120,11 @@ def sides_of_sizes(lengths: dict[str, jax.Array], tokens: dict[str, int]) -> tup
         static={"tokens": tuple(tokens[name] for name in SIZES)},
         implementation="xla",
     )
-    return Side(*found[:2]), Side(*found[2:])
+    return Documents(*found[:2]), Documents(*found[2:])
 
 
 def _of_sizes(lengths: _Sizes, tokens: tuple[int, int]) -> tuple[jax.Array, ...]:
-    batch = jax.tree.leaves(lengths)[0].shape[0]  # of those at hand
+    batch = jax.tree.leaves(lengths)[0].shape[0]  # of one that is given
     found: list[jax.Array] = []
     sides = lengths.query_seq_lengths, lengths.key_value_seq_lengths
     for place, (given, most) in enumerate(zip(sides, tokens, strict=True)):
@@ -142,8 +142,8 @@ def _of_sizes(lengths: _Sizes, tokens: tuple[int, int]) -> tuple[jax.Array, ...]
     return tuple(found)
 
 
-def padding(queries: Side) -> jax.Array:
-    """[batch, tokens]: which are no sequence's, of queries of `sides_of_lengths`."""
+def padding(queries: Documents) -> jax.Array:
+    """[batch, tokens]: which queries of `sides_of_lengths` belong to no sequence."""
     return queries.rank >= queries.table.shape[1] - PADDING
 
 
@@ -158,8 +158,8 @@ def _of_ids(ids: _Ids) -> tuple[jax.Array, ...]:
 
 
 def _sides_of_row(ids: jax.Array, parts: tuple[int, ...]) -> list[tuple[jax.Array, jax.Array]]:
-    """In the order of the ids, each side's tokens of a rank lie together, and ascend: its first and its last are found
-    by looking at neighbours, and written where the table has the rank. No two are written to one place.
+    """Sorted by id, each side's tokens of a rank are adjacent and ascend: comparing neighbours finds its first and
+    last, which are scattered to the rank's row of the table. No two go to the same place.
     """
     most = ids.shape[0]
     order = jnp.argsort(ids, stable=True).astype(jnp.int32)
@@ -192,8 +192,8 @@ def _sides_of_row(ids: jax.Array, parts: tuple[int, ...]) -> list[tuple[jax.Arra
     return found
 
 
-def span(side: Side | None, batch: jax.Array, rank: jax.Array) -> Span:
+def extent(side: Documents | None, batch: jax.Array, rank: jax.Array) -> Extent:
     """In a kernel, of refs."""
     assert side is not None
     first, end, solid = (triton.load(side.table.at[batch, rank, jnp.int32(i)]) for i in range(3))
-    return Span(first, end, solid > 0)
+    return Extent(first, end, solid > 0)

@@ -1,8 +1,8 @@
 """e5m2 arrays that an interpreted kernel writes to in place, as bytes.
 
-XLA's compiler for the CPU moves e5m2 as wider numbers, all of an array where one element is written, and NaNs come back
-as another one. So an interpreted kernel gets the array's bytes, behind what looks like a ref of e5m2: what it loads and
-stores are numbers, and what it leaves alone stays as it is, bit for bit.
+XLA for CPUs writes elements of e5m2 arrays by way of a wider type, for the whole array, which changes NaN payloads. So
+an interpreted kernel gets the array's bytes behind what looks like a ref of e5m2: it loads and stores numbers, and what
+it does not touch stays the same bit for bit.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +25,7 @@ class Place(NamedTuple):
 
 
 class Ref:
-    """As much of a ref as kernels use."""
+    """The part of a ref's interface that kernels use."""
 
     dtype = jnp.dtype(E5M2)
 
@@ -52,7 +52,7 @@ def call(
     input_output_aliases: Mapping[int, int],
     **options: Any,
 ) -> Callable[..., Any]:
-    """`make(kernel, ...)`, a function of operands, with e5m2 among those that outputs take the place of as bytes."""
+    """`make(kernel, ...)`, with aliased e5m2 operands passed as bytes."""
     options["input_output_aliases"] = input_output_aliases
     mine = [output for output in input_output_aliases.values() if out_shape[output].dtype == E5M2]
     structs = [s.update(dtype=BYTES) if i in mine else s for i, s in enumerate(out_shape)]

@@ -1,4 +1,4 @@
-"""A function with a derivative of its own, in reverse mode: what is kept, what is asked for, over which devices."""
+"""A function with its own reverse-mode derivative: what is kept, which gradients are asked for, over which devices."""
 
 import dataclasses
 from collections.abc import Callable
@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_attn._call import gradients
-from pallas_attn._tile import sharding
+from pallas_attn._call import gradients, sharding
 
 type Arrays = dict[str, Any]
 type Results = tuple[jax.Array, ...]
@@ -18,11 +17,11 @@ type Results = tuple[jax.Array, ...]
 class Rule(NamedTuple):
     """
     function: for messages.
-    floats: names of the operands that have gradients, as far as they are given; arrays, or tuples of arrays, of which
-        "name.0" is then asked for, and so on.
-    forward: (operands, keep) -> (results, what gradients need besides; None unless `keep`).
-    gradients: (operands, results, kept, cotangents, asked) -> gradients by name, at least of the `asked`; None is 0.
-    checkpoint_name: under which policies of jax.checkpoint know the results and what is kept; None for none.
+    floats: names of the operands that have gradients, if given; arrays, or tuples of arrays, whose gradients are asked
+        for as "name.0" and so on.
+    forward: (operands, keep) -> (results, what else gradients need; None unless `keep`).
+    gradients: (operands, results, kept, cotangents, asked) -> gradients by name, at least for the `asked`; None is 0.
+    checkpoint_name: the name of results and residuals for policies of jax.checkpoint, or None.
     """
 
     function: str
@@ -35,8 +34,8 @@ class Rule(NamedTuple):
 def differentiable(rule: Rule, operands: Any) -> Results:
     """The results of `rule.forward(operands)`.
 
-    The rule stands around `partition.run`, forward and backward alike, so that each device works on its own heads and
-    sequences in both, and the partitioner never has to differentiate.
+    The rule wraps `partition.run`, forward and backward, so that each device works on its own heads and sequences in
+    both, and the partitioner never has to differentiate.
     """
     # Here, so that gradients of what is the same everywhere are summed over the axes.
     operands = sharding.vary_wide(operands, sharding.varying_axes(operands))
@@ -65,18 +64,18 @@ def _with_rule(rule: Rule, keep: bool) -> Callable[[Arrays, Any], tuple[Results,
             for i, one in enumerate(leaf)
             if one.perturbed
         ]
-        floats, others = jax.tree.map(lambda leaf: leaf.value, (floats, others), is_leaf=_is_primal)
-        # With the rule again, for second derivatives.
+        floats, others = primals((floats, others))
+        # Again with the rule, for second derivatives.
         results, kept = _with_rule(rule, True)(floats, others)
         if rule.checkpoint_name is not None:
-            # Here, where the results are also what gradients need: to keep them is to run the kernel once.
+            # Named here, where results are residuals too: a policy that keeps them runs the kernel once.
             results, kept = checkpoint_name((results, kept), rule.checkpoint_name)
         saved = (floats, others, results, kept, dict.fromkeys(asked))
         return (results, kept if keep else None), saved
 
     def backwards(saved: Any, cotangents: Any):
         floats, others, results, kept, asked = saved
-        of_results = tuple(_array(x) for x in cotangents[0])
+        of_results = tuple(map(array, cotangents[0]))
         operands = dataclasses.replace(others, **floats)
         found = rule.gradients(operands, results, kept, of_results, asked)
         placed = {
@@ -97,7 +96,13 @@ def _is_primal(leaf: Any) -> bool:
     return hasattr(leaf, "perturbed")
 
 
-def _array(cotangent: Any) -> jax.Array:
+def primals(tree: Any) -> Any:
+    """The values of what a forward rule with symbolic zeros is given."""
+    return jax.tree.map(lambda leaf: leaf.value, tree, is_leaf=_is_primal)
+
+
+def array(cotangent: Any) -> jax.Array:
+    """A cotangent, which may be a symbolic zero, as an array."""
     shape, dtype = cotangent.shape, cotangent.dtype
     is_zero = isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
     return jnp.zeros(shape, dtype) if is_zero else cotangent
