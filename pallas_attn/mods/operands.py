@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn._tile import triton
+from pallas_attn.mods.bits import Bits
 from pallas_attn.mods.blocks import Lists
 from pallas_attn.mods.evaluate import Read, Spread, Values, spread_tile
 from pallas_attn.mods.program import BATCH, HEAD, KEY, QUERY, SCORE, VARIABLES, Program, Step
@@ -24,6 +25,7 @@ class Mods:
     heads, sequences: [num_kv_heads, group] and [batch], the numbers that they have in the whole call, of which a device
         may have a share; None where no mod asks.
     of_queries, of_keys: where there is a mask; heads are two dimensions, as the call's.
+    bits: of the mask, for a kernel that cannot ask it.
     score, mask, block: static; what there is, and how many queries and keys are in a block of the lists.
     """
 
@@ -33,6 +35,7 @@ class Mods:
     sequences: Any
     of_queries: Lists | None
     of_keys: Lists | None
+    bits: Bits | None
     score: Program | None
     mask: Program | None
     block: tuple[int, int]
@@ -45,6 +48,8 @@ class Mods:
         for lists in (self.of_queries, self.of_keys):
             if lists is not None:
                 words += [_list_dims(array) for array in lists]
+        if self.bits is not None:
+            words += [captured_dims(self.bits.words), _list_dims(self.bits.first)]
         return words
 
     @property
@@ -62,7 +67,7 @@ class Mods:
 
 jax.tree_util.register_dataclass(
     Mods,
-    data_fields=["fixed", "of_mask", "heads", "sequences", "of_queries", "of_keys"],
+    data_fields=["fixed", "of_mask", "heads", "sequences", "of_queries", "of_keys", "bits"],
     meta_fields=["score", "mask", "block"],
 )
 
@@ -87,7 +92,7 @@ def captured_dims(array: Any) -> str:
 def _list_dims(array: Any) -> str:
     kinds = ("seqs", "heads", "group")
     lead = ("one" if size == 1 else kind for size, kind in zip(array.shape[:3], kinds, strict=True))
-    return " ".join((*lead, "blocks", "listed"))
+    return " ".join((*lead, "blocks", "listed")[: array.ndim])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -52,7 +52,8 @@ def _tiled(lowering: triton.Lowering) -> Implementation:
         for fn in (kernel.forward, tiled.backward, tiled.bias_gradient, captured.gradients)
     )
     supports = functools.partial(_supports, lowering=lowering)
-    return Implementation(gradients.padded(forward), supports, steps=_steps(*backward, takes_config=True))
+    steps = _steps(*backward, takes_config=True)
+    return Implementation(gradients.padded(forward), supports, prepare=gradients.without_bits, steps=steps)
 
 
 TILED = {lowering: _tiled(lowering) for lowering in get_args(triton.Lowering)}
@@ -70,6 +71,7 @@ OP = Op(
         "xla": Implementation(
             gradients.padded(reference.forward),
             takes_config=False,
+            prepare=gradients.without_bits,
             steps=_steps(reference.backward, reference.bias_gradient, reference.captured_gradients, False),
         ),
     },
