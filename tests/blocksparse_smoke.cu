@@ -1,5 +1,5 @@
-// Block-sparse prefill in CUDA on a few small batches, without XLA: what the sanitizers run (make sanitize). By
-// the kernel of its own, and by attention's where lists name the keys.
+// Block-sparse prefill in CUDA on a few small batches, without XLA: what the sanitizers run (make sanitize).
+// By the kernel of its own, and by attention's where lists name the keys.
 //
 // The batches reach all branches: tiles that are partial at either end, tokens of no sequence, sequences of
 // one query that are left out, rows of nothing, of more columns than a warp has lanes and of some that cannot
@@ -222,7 +222,8 @@ bool run(const Case& c, ElementType type, float tolerance, bool by_lists) {
       }
     }
   }
-  std::printf("%s%s: %s, worst error %.1e\n", c.name, by_lists ? ", by lists" : "", right ? "right" : "WRONG", worst);
+  std::printf("%s%s: %s, worst error %.1e\n", c.name, by_lists ? ", by lists" : "", right ? "right" : "WRONG",
+              worst);
   return right;
 }
 

@@ -17,7 +17,7 @@ from test_block_mask import dense
 
 from pallas_attn import block_mask, mods
 from pallas_attn.testing import compare
-from pallas_attn.testing.blocksparse import BlockSparseCase, layout_of, make
+from pallas_attn.testing.blocksparse import PHI3_SMALL, BlockSparseCase, layout_of, make
 
 pytestmark = pytest.mark.once
 
@@ -168,6 +168,9 @@ LAYOUTS = [
     BlockSparseCase(((600, 600),), 2, 1, 80, "window", 256, 128),
     BlockSparseCase(((200, 700),), 1, 1, 128, "dense", 128, 512),
     BlockSparseCase(((400, 450),), 2, 1, 64, 0.6, 512, 256),
+    # Two rows are a tile's.
+    BlockSparseCase(((300, 500), (100, 260), (1, 1)), 2, 1, 64, 0.5, 64, 64),
+    BlockSparseCase(((449, 449),), 2, 2, 128, PHI3_SMALL, 64, 64, dtype="float16", softcap=5.0),
 ]  # fmt: skip
 
 
@@ -194,8 +197,9 @@ def test_layouts(program, case):
     compare.assert_lse_close(lse[0] * math.log(2), want_lse, dtype=case.dtype, case_id=case.id)
 
 
-def test_rows_of_a_layout_that_cannot_be_right_are_nan_and_no_others(program):
-    case = BlockSparseCase(((512, 512),), 2, 1, 64, 1.0, 64, 128)
+@pytest.mark.parametrize("q_block", [128, 64])
+def test_rows_of_a_layout_that_cannot_be_right_are_nan_and_no_others(program, q_block):
+    case = BlockSparseCase(((4 * q_block, 4 * q_block),), 2, 1, 64, 1.0, 64, q_block)
     _, arrays, listed, sizes = sent(case)
     good, _ = run(program, arrays, (listed, sizes), case.dtype, 0.125, seqs=1)
     pointers, columns = (x.copy() for x in listed[2:])
@@ -205,7 +209,7 @@ def test_rows_of_a_layout_that_cannot_be_right_are_nan_and_no_others(program):
     out, lse = run(program, arrays, ([*listed[:2], pointers, columns], sizes), case.dtype, 0.125, seqs=1)
     bad = np.zeros((4, 2), bool)
     bad[1, 0] = bad[2:, 1] = True
-    bad = np.repeat(bad, 128, axis=0)
+    bad = np.repeat(bad, q_block, axis=0)
     assert np.isnan(np.float32(out[0, bad])).all()
     assert np.isnan(lse[0, bad]).all()
     np.testing.assert_array_equal(np.float32(out[0, ~bad]), np.float32(good[0, ~bad]))

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -27,19 +26,21 @@ using attention::kListedQueries;
 using ffi::DataType;
 
 constexpr char kName[] = "pallas_attn_attention_lists_sm90";
-constexpr int64_t kLeastKeys = 64, kMostBlock = int64_t{1} << 30;
+constexpr int64_t kLeastBlock = 64, kMostBlock = int64_t{1} << 30;
 
 // Of the lists, from their own arrays, which are checked. `queries` and `heads` are the call's.
 attention::KeyLists lists_of(ArgumentChecker& check, const Heads& queries, ffi::AnyBuffer blocks,
                              ffi::AnyBuffer ends, ffi::AnyBuffer first_bits, ffi::AnyBuffer bits,
-                             ffi::AnyBuffer row_pointers, int64_t block_q, int64_t block_kv) {
+                             ffi::AnyBuffer row_pointers, ffi::AnyBuffer united, ffi::AnyBuffer united_rows,
+                             int64_t block_q, int64_t block_kv) {
   attention::KeyLists lists = {};
-  for (const auto& [name, size, least] :
-       {std::tuple{"block_q", block_q, int64_t{kListedQueries}}, {"block_kv", block_kv, kLeastKeys}}) {
-    check.between(name, "", least, kMostBlock, size);
+  for (const auto& [name, size] : {std::pair{"block_q", block_q}, {"block_kv", block_kv}}) {
+    check.between(name, "", kLeastBlock, kMostBlock, size);
     check.require((size & (size - 1)) == 0, name, "a power of two", std::to_string(size));
   }
-  const bool is_layout = row_pointers.element_count() > 0;
+  const bool is_layout = row_pointers.element_count() > 0, unites = block_q < kListedQueries;
+  check.require(!unites || (is_layout && block_kv == block_q), "block_q",
+                std::to_string(kListedQueries) + " and more", std::to_string(block_q));
   check.array("blocks", blocks, std::vector<int64_t>(is_layout ? 2 : 4, -1), {DataType::S32});
   if (!check.ok()) return lists;
   const auto sizes = blocks.dimensions();
@@ -67,9 +68,15 @@ attention::KeyLists lists_of(ArgumentChecker& check, const Heads& queries, ffi::
   check.require(list_heads == 1 || list_heads == queries.heads, "blocks",
                 "1 head or " + std::to_string(queries.heads), std::to_string(list_heads));
   check.between("blocks", " entries", 0, kMaxInt, pitch);
+  check.array("united", united, {unites ? list_heads : 0, pitch}, {DataType::S32});
+  check.array("united_rows", united_rows, {unites ? list_heads : 0, (rows + 1) / 2, 5}, {DataType::S32});
   lists.blocks = blocks.typed_data<int32_t>();
   if (is_layout) {
     lists.row_pointers = row_pointers.typed_data<int32_t>();
+    if (unites) {
+      lists.united = united.typed_data<int32_t>();
+      lists.united_row = static_cast<attention::UnitedRow*>(united_rows.untyped_data());
+    }
   } else {
     lists.ends = ends.typed_data<int32_t>();
     lists.first_bits = first_bits.typed_data<int32_t>();
@@ -90,9 +97,10 @@ ffi::Error attention_lists(cudaStream_t stream, int32_t device, ffi::AnyBuffer q
                            ffi::AnyBuffer scale, ffi::AnyBuffer sinks, ffi::Result<ffi::AnyBuffer> out,
                            ffi::Result<ffi::AnyBuffer> lse, ffi::Result<ffi::AnyBuffer> rest,
                            ffi::Result<ffi::AnyBuffer> low, ffi::Result<ffi::AnyBuffer> counters,
-                           ffi::Result<ffi::AnyBuffer> items, bool query_heads_first, bool key_heads_first,
-                           bool lse_heads_first, int64_t block_q, int64_t block_kv, int64_t skip_rows,
-                           int64_t heads_in_l2, float softcap) {
+                           ffi::Result<ffi::AnyBuffer> items, ffi::Result<ffi::AnyBuffer> united,
+                           ffi::Result<ffi::AnyBuffer> united_rows, bool query_heads_first,
+                           bool key_heads_first, bool lse_heads_first, int64_t block_q, int64_t block_kv,
+                           int64_t skip_rows, int64_t heads_in_l2, float softcap) {
   ArgumentChecker check(kName);
   check.array("query", query, {-1, -1, -1, -1}, {DataType::BF16, DataType::F16});
   if (!check.ok()) return check.error();
@@ -137,8 +145,8 @@ ffi::Error attention_lists(cudaStream_t stream, int32_t device, ffi::AnyBuffer q
   }
   check.require(heads_in_l2 > 0 && queries.heads % heads_in_l2 == 0, "heads_in_l2",
                 "a divisor of " + std::to_string(queries.heads), std::to_string(heads_in_l2));
-  attention::KeyLists lists =
-      lists_of(check, queries, blocks, ends, first_bits, bits, row_pointers, block_q, block_kv);
+  attention::KeyLists lists = lists_of(check, queries, blocks, ends, first_bits, bits, row_pointers, *united,
+                                       *united_rows, block_q, block_kv);
   if (!check.ok()) return check.error();
   const int64_t most_items = items->dimensions()[0];
   const int64_t tiles = is_layout ? queries.tokens / kListedQueries + 2 * (seqs + 2)
@@ -218,6 +226,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(pallas_attn_attention_lists_sm90, pallas_attn::att
                                   .Ret<xla::ffi::AnyBuffer>()  // low
                                   .Ret<xla::ffi::AnyBuffer>()  // counters
                                   .Ret<xla::ffi::AnyBuffer>()  // items
+                                  .Ret<xla::ffi::AnyBuffer>()  // united
+                                  .Ret<xla::ffi::AnyBuffer>()  // united_rows
                                   .Attr<bool>("query_heads_first")
                                   .Attr<bool>("key_heads_first")
                                   .Attr<bool>("lse_heads_first")

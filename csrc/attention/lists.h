@@ -34,11 +34,13 @@ struct ListedSequence : Sequence {
   }
 };
 
+PALLAS_ATTN_HOST_DEVICE inline int united_rows(const KeyLists& lists) { return (lists.rows + 1) / 2; }
+
 // Blocks [0, num_blocks) of a list, by what its row says: entries are not looked at.
 struct List {
   const int* blocks;
   int num_blocks = 0, whole_blocks = 0;  // a layout: the latter is not known yet
-  int64_t number;                        // of all lists, a mask
+  int64_t number = 0;                    // of all lists
   bool bad;
 
   // Of the queries around `place`.
@@ -46,8 +48,13 @@ struct List {
     const int row = place >> lists.q_shift, own_head = lists.heads > 1 ? head : 0;
     blocks = lists.blocks;
     bad = row >= lists.rows;
-    number = 0;
     if (bad) return;
+    if (lists.united != nullptr) {
+      number = int64_t{own_head} * united_rows(lists) + (row >> 1);
+      blocks = lists.united + int64_t{own_head} * lists.pitch;
+      num_blocks = load_constant(&lists.united_row[number].count);
+      return;
+    }
     if (lists.row_pointers != nullptr) {
       const int* pointers = lists.row_pointers + int64_t{own_head} * (lists.rows + 1) + row;
       const int begin = load_constant(pointers), end = load_constant(pointers + 1);

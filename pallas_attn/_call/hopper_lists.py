@@ -13,7 +13,7 @@ TARGET = "pallas_attn_attention_lists_sm90"
 TILE = 128
 """Queries of a tile, all of one list."""
 LEAST_BLOCK = 64
-"""Keys of a block."""
+"""Keys of a block; of a layout whose blocks have as many keys, queries too: two rows are then a tile's."""
 MOST_ITEMS = 2**30
 """Tiles of all heads."""
 
@@ -72,7 +72,8 @@ def unsupported(
     for name, dim in zip(("head_dim", "value_dim"), dims, strict=True):
         if dim > MAX_HEAD_DIM or dim % 8:
             return f"needs a {name} of at most {MAX_HEAD_DIM}, a multiple of 8, got {dim}"
-    if blocks[0] < TILE or blocks[1] < LEAST_BLOCK:
+    unites = num_seqs is not None and blocks == (LEAST_BLOCK, LEAST_BLOCK)
+    if (blocks[0] < TILE and not unites) or blocks[1] < LEAST_BLOCK:
         needed, got = (f"{q} queries and {kv} keys" for q, kv in ((TILE, LEAST_BLOCK), blocks))
         return f"needs blocks of at least {needed}, got {got}"
     if num_seqs is not None and num_seqs > MOST_SEQS:
@@ -105,11 +106,13 @@ def forward(
         num_seqs, list_heads = lists.q_bounds.shape[0] - 1, lists.blocks.shape[0]
         tiles = tokens // TILE + 2 * (num_seqs + 2)
         bounds, right = (lists.q_bounds, lists.k_bounds), 0
+        rows = lists.row_pointers.shape[1] - 1
         arrays = (lists.blocks, nothing, nothing, nothing, lists.row_pointers)
     else:
         list_heads, tiles = lists.blocks.shape[1], batch * -(-tokens // TILE)
-        bounds, right = (nothing, nothing), -1
+        bounds, right, rows = (nothing, nothing), -1, lists.blocks.shape[2]
         arrays = (lists.blocks, lists.ends, lists.first_bits, lists.bits, nothing)
+    uniting = list_heads if lists.block_q < TILE else 0
     out_shape = (*query.shape[:-1], value.shape[-1])
     lse_shape = (batch, heads, tokens) if lse_heads_first else (batch, tokens, heads)
     bytes_of_head = kv_tokens * (key.shape[-1] + value.shape[-1]) * key.dtype.itemsize
@@ -123,6 +126,8 @@ def forward(
             # Scratch: outputs, because a handler that allocates cannot be part of a command buffer.
             jax.ShapeDtypeStruct((4,), jnp.int32),
             jax.ShapeDtypeStruct((tiles * list_heads, 8), jnp.int32),
+            jax.ShapeDtypeStruct((uniting, lists.blocks.shape[-1]), jnp.int32),
+            jax.ShapeDtypeStruct((uniting, (rows + 1) // 2, 5), jnp.int32),
         ),
         vmap_method="sequential",
     )

@@ -2,6 +2,7 @@
 // call from standard input, its result to standard output.
 #include "arrays.h"
 #include "attention/lists.h"
+#include "attention/prepare/unite.h"
 #include "attention/sm90/forward/launch_impl.h"
 #include "attention/sm90/forward/shapes.h"
 #include "ptx/tma.h"
@@ -38,6 +39,15 @@ struct Call {
 template <typename Element, typename Shape>
 void run(ForwardParams& params, const Call& call) {
   using namespace attention::sm90;
+  stand_in::shared = shared_memory;
+  std::vector<int> united(size_t{1} * call.list_heads * call.pitch + 1, 1 << 28);
+  std::vector<UnitedRow> united_row(size_t{1} * call.list_heads * ((call.rows + 1) / 2));
+  if (call.q_shift < 7) {
+    params.lists.united = united.data(), params.lists.united_row = united_row.data();
+    stand_in::threads = kUniteWarps * 32;
+    const int warps = static_cast<int>(united_row.size());
+    stand_in::run_grid(dim3(ceil_div(warps, kUniteWarps)), 1, [&] { unite_kernel(params.lists); });
+  }
   // As prepare_lists_kernel, but for the order.
   std::vector<WorkItem> items;
   for (int seq = 0; seq < params.num_seqs + padding_seqs(params); ++seq) {
@@ -53,7 +63,6 @@ void run(ForwardParams& params, const Call& call) {
   const Boxes boxes = boxes_of<Shape>(params);
   Maps maps;
   encode_maps<Element, Shape>(params, boxes, &maps);
-  stand_in::shared = shared_memory;
   stand_in::threads = Shape::kThreads;
   stand_in::run_grid(dim3(call.ctas), 1,
                      [&] { forward_kernel<Element, Shape, Form::kFull>(params, maps, boxes); });
@@ -71,7 +80,8 @@ int main() {
   auto key = Array<uint16_t>(keys * call.head_dim).read();
   auto value = Array<uint16_t>(keys * call.value_dim).read();
   auto sinks = Array<float>(call.sinks ? call.heads : 0).read();
-  const size_t bounds = is_layout ? call.num_seqs + 1 : 0, lists = size_t{1} * call.list_batch * call.list_heads;
+  const size_t bounds = is_layout ? call.num_seqs + 1 : 0,
+               lists = size_t{1} * call.list_batch * call.list_heads;
   auto q_bounds = Array<int>(bounds).read();
   auto k_bounds = Array<int>(bounds).read();
   auto row_pointers = Array<int>(is_layout ? lists * (call.rows + 1) : 0).read();
@@ -111,11 +121,16 @@ int main() {
   params.skip_rows = call.skip_rows;
   params.softcap = call.softcap;
   params.base2_lse = true;
-  params.lists = {blocks.data(),   ends.data(),     first_bits.data(), is_layout ? nullptr : bits.data(),
-                  nullptr,         call.list_batch, call.list_heads,   call.rows,
-                  call.pitch,      call.max_bits,   call.q_shift,      call.k_shift,
-                  call.heads / call.kv_heads};
+  params.lists.blocks = blocks.data();
   if (is_layout) params.lists.row_pointers = row_pointers.data();
+  if (!is_layout) {
+    params.lists.ends = ends.data(), params.lists.first_bits = first_bits.data();
+    params.lists.bits = bits.data();
+  }
+  params.lists.batch = call.list_batch, params.lists.heads = call.list_heads;
+  params.lists.rows = call.rows, params.lists.pitch = call.pitch, params.lists.max_bits = call.max_bits;
+  params.lists.q_shift = call.q_shift, params.lists.k_shift = call.k_shift;
+  params.lists.share = call.heads / call.kv_heads;
   attention::sm90::with_listed_shape(call.head_dim, call.value_dim, 0, [&](auto shape) {
     if (call.fp16) run<__half, decltype(shape)>(params, call);
     if (!call.fp16) run<__nv_bfloat16, decltype(shape)>(params, call);

@@ -1,5 +1,5 @@
-// Work items are sorted by how many key tiles they have, up to kExact of them to the tile, beyond that roughly:
-// begun early they all are.
+// Work items are sorted by how many key tiles they have, up to kExact of them to the tile, beyond that
+// roughly: begun early they all are.
 #pragma once
 
 namespace pallas_attn::attention {

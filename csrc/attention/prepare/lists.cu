@@ -1,8 +1,8 @@
-#include "attention/prepare/lists.h"
-
 #include "attention/lists.h"
 #include "attention/prepare/buckets.h"
+#include "attention/prepare/lists.h"
 #include "attention/prepare/prepare.h"
+#include "attention/prepare/unite.h"
 #include "common/block_team.h"
 #include "ptx/control.h"
 
@@ -27,8 +27,8 @@ __device__ int length_of(const ForwardParams& params, const ListedSequence& seq,
   return static_cast<int>(min(keys, int64_t{within}) / 64);
 }
 
-// Each CTA orders the tiles of some heads, those that are worked on side by side, the longest first; lists that
-// all heads have in common, a single one.
+// Each CTA orders the tiles of some heads, those that are worked on side by side, the longest first; lists
+// that all heads have in common, a single one.
 __global__ void __launch_bounds__(kPrepareThreads, 1)
     prepare_lists_kernel(const __grid_constant__ ForwardParams params) {
   ptx::allow_dependent_launch();
@@ -75,6 +75,12 @@ __global__ void __launch_bounds__(kPrepareThreads, 1)
 }  // namespace
 
 LaunchStatus launch_prepare_lists(const ForwardParams& params, cudaStream_t stream) {
+  if (params.lists.united != nullptr) {
+    const int tiles = params.lists.heads * united_rows(params.lists);
+    unite_kernel<<<ceil_div(tiles, kUniteWarps), kUniteWarps * 32, 0, stream>>>(params.lists);
+    const LaunchStatus status = status_of(cudaGetLastError(), "launching the kernel that unites rows");
+    if (!status.ok()) return status;
+  }
   const int ctas = params.lists.heads > 1 ? params.num_heads / params.heads_in_l2 : 1;
   prepare_lists_kernel<<<ctas, kPrepareThreads, 0, stream>>>(params);
   return status_of(cudaGetLastError(), "launching the prepare kernel of lists");

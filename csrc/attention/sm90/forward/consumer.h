@@ -187,7 +187,7 @@ class Consumer {
   }
 
   // With the scores of a tile's first key tile, which is its last.
-  __device__ __forceinline__ void begin(const Tile& tile) {
+  __device__ __forceinline__ void begin(const Told& tile) {
     state_.reset();
     settled_ = false;
     last_key_ = uniform(tile.first_key);
@@ -198,7 +198,10 @@ class Consumer {
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
       const int row = warpgroup_ * kFragmentRows + at_.row(i);
-      if (!is_answered<kForm>(params_, tile, group_, row)) state_.maximum[i] = NAN;
+      bool counts = is_answered<kForm>(params_, tile, group_, row);
+      // What comes of a maximum of NaN is NaN.
+      if constexpr (Shape::kListed) counts &= (tile.bad >> half_of(tile, i) & 1) == 0;
+      if (!counts) state_.maximum[i] = NAN;
     }
     if constexpr (kScaledTiles) factor_ = factor_of(tile);
   }
@@ -225,9 +228,16 @@ class Consumer {
   // Which pairs of a key tile count, where bits say it: on their way while its scores are.
   __device__ __forceinline__ void ask_for_pairs(const Told& tile, int key) {
     if constexpr (Shape::kListed) {
-      if (params_.lists.bits == nullptr || key < tile.open_end) return;
-      pairs_.look_up(params_.lists, tile, key, warpgroup_, thread_);
+      if (key < tile.open_end) return;
+      if (params_.lists.bits != nullptr) pairs_.look_up(params_.lists, tile, key, warpgroup_, thread_);
+      if (params_.lists.united != nullptr) {
+        pairs_.look_up_rows(params_.lists, tile, key, {half_of(tile, 0), half_of(tile, 1)});
+      }
     }
+  }
+  // Which of two united rows the thread's row i is of.
+  __device__ __forceinline__ int half_of(const Told& tile, int i) const {
+    return warpgroup_ * kFragmentRows + at_.row(i) >= tile.upper_rows;
   }
   __device__ __forceinline__ void ask_for_pairs(const Told& tile) { ask_for_pairs(tile, tile.num_keys - 1); }
 
@@ -241,8 +251,9 @@ class Consumer {
         if (!is_open()) pairs_.mask_others(rS_);
         return;
       }
+      if (params_.lists.united != nullptr && !is_open()) pairs_.mask_other_rows(rS_);
 #pragma unroll
-      for (int& end : rows.end) end = max(end, tile.whole_keys);
+      for (int& end : rows.end) end = max(end, tile.past_keys);
     }
     if (!is_open()) mask_outside(rS_, at_, key_ * kKeys, rows);
     if (is_mixed(tile)) own_keys(tile).mask_others(rS_, at_);

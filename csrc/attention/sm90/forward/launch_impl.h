@@ -59,13 +59,13 @@ LaunchStatus encode_maps(const ForwardParams& params, const Boxes& boxes, Maps* 
       kElement, &maps->query);
   if (!status.ok() || Shape::kFeed == Feed::kGathered) return status;
   if (Shape::kFeed == Feed::kConverted) return encode_row_maps<Element>(params, rows, maps);
-  status = encode_tensor_map(tile_of("key", params.key, params.key_strides, params.head_dim, heads, tokens,
-                                     batch, 1, rows),
-                             kElement, &maps->key);
+  status = encode_tensor_map(
+      tile_of("key", params.key, params.key_strides, params.head_dim, heads, tokens, batch, 1, rows),
+      kElement, &maps->key);
   if (!status.ok()) return status;
-  status = encode_tensor_map(tile_of("value", params.value, params.value_strides, params.value_dim, heads,
-                                     tokens, batch, 1, rows),
-                             kElement, &maps->value);
+  status = encode_tensor_map(
+      tile_of("value", params.value, params.value_strides, params.value_dim, heads, tokens, batch, 1, rows),
+      kElement, &maps->value);
   return status.ok() ? encode_row_maps<Element>(params, rows, maps) : status;
 }
 
@@ -87,8 +87,7 @@ LaunchStatus launch_fed(const ForwardParams& params, cudaStream_t stream) {
   status = encode_maps<Element, Shape>(params, boxes, &maps);
   const Tiling tiling = {Shape::kRows / params.group, Shape::kKeys, num_sms};
   if (status.ok()) {
-    status =
-        Shape::kListed ? launch_prepare_lists(params, stream) : launch_prepare(params, tiling, stream);
+    status = Shape::kListed ? launch_prepare_lists(params, stream) : launch_prepare(params, tiling, stream);
   }
   if (!status.ok()) return status;
   const int blocks =

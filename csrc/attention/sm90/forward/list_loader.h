@@ -1,5 +1,5 @@
-// A warp that has the keys of one tile after the other fetched by the copy engine, or the values, where a list
-// names blocks of them.
+// A warp that has the keys of one tile after the other fetched by the copy engine, or the values, where a
+// list names blocks of them.
 #pragma once
 
 #include <cstdint>
@@ -61,7 +61,7 @@ class ListLoader {
     const KeyLists& lists = params_.lists;
     const int entry = key >> lists.k_shift;
     if (entry >= tile.num_blocks) return params_.kv_len;
-    const int64_t token = (int64_t{__ldg(tile.blocks + entry)} << lists.k_shift) + tile.k_begin +
+    const int64_t token = (int64_t{__ldg(tile.blocks + entry) & kBlockBits} << lists.k_shift) + tile.k_begin +
                           (key & ((1 << lists.k_shift) - 1));
     return token < 0 || token > params_.kv_len ? params_.kv_len : static_cast<int>(token);
   }

@@ -42,12 +42,15 @@ struct Tile {
   int q_rank, k_rank;
 };
 
-// The same where keys are blocks of a list: key tiles count through what it names, end to end. Key `whole_keys`
-// of these is the first of a block that is not seen whole by all. Where places stand in for masks, `place`,
-// `k_len` and what is seen count likewise.
+// The same where keys are blocks of a list: key tiles count through what it names, end to end. Key
+// `whole_keys` of these is the first of a block that is not seen whole by all, key `past_keys` the first at
+// the queries' own places. Where those stand in for bits, `place`, `k_len` and what is seen count likewise.
 struct ListedTile : Tile {
   const int* blocks;
-  int num_blocks, whole_keys;
+  int num_blocks, whole_keys, past_keys;
+  // Of two rows that are united: how many queries are of the upper one, and a bit for each that cannot be
+  // right.
+  int upper_rows, bad;
   const uint32_t* bits;  // of the first block that is seen in part, the tile's first 64 queries; or null
 };
 
