@@ -264,9 +264,13 @@ def test_bits_say_which_pairs_meet(name):
 
 def test_more_partial_blocks_than_are_to_be_kept():
     sizes = dict(q_len=400, kv_len=400, max_partial=2)
-    with pytest.raises(ValueError, match="'max_partial': expected at least 7, the blocks that are seen in part, got 2"):
+    with pytest.raises(
+        ValueError, match="'max_partial': expected at least 7, the blocks that are seen in part, got 2"
+    ):
         mods.block_mask(mods.causal(), **sizes)
-    with pytest.raises(ValueError, match="'max_partial': expected None where blocks are smaller than 128 queries"):
+    with pytest.raises(
+        ValueError, match="'max_partial': expected None where blocks are smaller than 128 queries"
+    ):
         mods.block_mask(mods.causal(), **sizes, block_q=64)
     kept = jax.jit(lambda ids: mods.block_mask(mods.documents(ids), **sizes).bits)(jnp.zeros(400, jnp.int32))
     assert kept.words.shape == (2, 2, 2, 128)

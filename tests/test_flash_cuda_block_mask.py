@@ -162,5 +162,3 @@ def test_each_device_has_its_own_lists_and_all_bits(built):
     assert "tensor<1x512x8x128xbf16>" in line
     assert "tensor<1x8x4x4xi32>" in line
     assert "tensor<200x2x2x128xi32>" in line
-
-

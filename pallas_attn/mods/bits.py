@@ -55,9 +55,7 @@ def seen_in_blocks(
     `shape`, [batch or 1, heads or 1, blocks of queries, blocks of keys]."""
     query = jnp.arange(sizes.block_q, dtype=jnp.int32)[:, None]
     key = jnp.arange(sizes.block_kv, dtype=jnp.int32)[None, :]
-    batch, head, row, column = (
-        x.astype(jnp.int32)[:, None, None] for x in jnp.unravel_index(places, shape)
-    )
+    batch, head, row, column = (x.astype(jnp.int32)[:, None, None] for x in jnp.unravel_index(places, shape))
     query_at, key_at = row * sizes.block_q + query, column * sizes.block_kv + key
     real = (query_at < sizes.q_len) & (key_at < sizes.kv_len)
     known = {
@@ -97,7 +95,7 @@ def of_partial(
 def packed(seen: jax.Array) -> jax.Array:
     """[count, queries, keys] as words [count, queries / 64, keys / 64, 128], a bit for each of a thread's scores."""
     count, queries, keys = seen.shape
-    # A row is of a warp, an upper or a lower one, of a quad; a column one of eight, of a lane in the quad, left or right.
+    # A row: of a warp, upper or lower, of a quad; a column: one of eight, of a lane in the quad, left or right.
     parts = seen.reshape(count, queries // SIDE, 4, 2, 8, keys // SIDE, 8, 4, 2)
     by_thread = parts.transpose(0, 1, 5, 2, 4, 7, 6, 3, 8)
     bits = by_thread.reshape(count, queries // SIDE, keys // SIDE, THREADS, WORD).astype(jnp.uint32)

@@ -141,7 +141,9 @@ def block_mask(
     if max_partial is not None and not is_traced(made.of_queries.ends):
         full, partial = jnp.moveaxis(made.of_queries.ends, -1, 0)
         if (number := int(jnp.sum(partial - full))) > max_partial:
-            check.fail("max_partial", f"at least {number}, the blocks that are seen in part", str(max_partial))
+            check.fail(
+                "max_partial", f"at least {number}, the blocks that are seen in part", str(max_partial)
+            )
     return made
 
 

@@ -2,6 +2,7 @@
 // call from standard input, its result to standard output.
 #include "arrays.h"
 #include "attention/lists.h"
+#include "attention/prepare/order_lists.h"
 #include "attention/prepare/unite.h"
 #include "attention/sm90/forward/launch_impl.h"
 #include "attention/sm90/forward/shapes.h"
@@ -32,7 +33,7 @@ struct Call {
   int fp16, batch, tokens, key_tokens, heads, kv_heads, head_dim, value_dim;
   int num_seqs;  // of a layout, 0: a mask
   int list_batch, list_heads, rows, pitch, max_bits, q_shift, k_shift;
-  int sinks, keep, skip_rows, ctas;
+  int sinks, keep, skip_rows, ctas, heads_together, max_items;
   float scale, softcap;
 };
 
@@ -48,18 +49,16 @@ void run(ForwardParams& params, const Call& call) {
     const int warps = static_cast<int>(united_row.size());
     stand_in::run_grid(dim3(ceil_div(warps, kUniteWarps)), 1, [&] { unite_kernel(params.lists); });
   }
-  // As prepare_lists_kernel, but for the order.
-  std::vector<WorkItem> items;
-  for (int seq = 0; seq < params.num_seqs + padding_seqs(params); ++seq) {
-    const ListedSequence sequence(params, seq, params.num_seqs);
-    if (!sequence.padding && sequence.q_len <= params.skip_rows) continue;
-    for (int tile = 0; tile < sequence.tiles(); ++tile) {
-      for (int head = 0; head < params.lists.heads; ++head) items.push_back(sequence.item(seq, tile, head));
-    }
-  }
-  const int together = params.lists.heads > 1 ? 1 : params.num_heads;
-  Counters counters = {0, static_cast<int>(items.size()), 0, together};
+  constexpr int kOrdering = 128;  // threads, fewer than on the device
+  params.heads_in_l2 = call.heads_together;
+  params.max_items = call.max_items;
+  std::vector<WorkItem> items(call.max_items);
+  std::vector<OrderScratch<kOrdering>> scratch(ordering_ctas(params));
+  Counters counters;
   params.items = items.data(), params.counters = &counters;
+  stand_in::threads = kOrdering;
+  stand_in::run_grid(dim3(ordering_ctas(params)), 1,
+                     [&] { order_lists<kOrdering>(params, scratch[blockIdx.x]); });
   const Boxes boxes = boxes_of<Shape>(params);
   Maps maps;
   encode_maps<Element, Shape>(params, boxes, &maps);

@@ -29,11 +29,15 @@ def unsupported(operands: Operands) -> str | None:
     if problem.cache_layout is not None:
         return "needs keys in rows, got pages"
     if BY_LISTS:
-        dims, blocks = (problem.pool.head_dim,) * 2, sizes[::-1]
-        sizes_of_call = dict(
-            queries=problem.num_tokens, num_heads=problem.num_heads, num_seqs=problem.num_seqs
+        dim, (block_kv, block_q) = problem.pool.head_dim, sizes
+        return hopper_lists.unsupported(
+            dtype,
+            (dim, dim),
+            (block_q, block_kv),
+            queries=problem.num_tokens,
+            num_heads=problem.num_heads,
+            num_seqs=problem.num_seqs,
         )
-        return hopper_lists.unsupported(dtype, dims, blocks, **sizes_of_call)
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"needs bfloat16 or float16, got {dtype.name}"
     if problem.pool.head_dim != HEAD_DIM:
@@ -106,7 +110,9 @@ def _by_lists(operands: Operands, problem: Problem, keep: bool) -> tuple[jax.Arr
         layout.block_size,
     )
     out, lse, *kept = hopper_lists.forward(
-        *(array[None] for array in (query, operands.key, operands.value)),
+        query[None],
+        operands.key[None],
+        operands.value[None],
         lists,
         scale=jnp.full(1, problem.scale, jnp.float32),
         softcap=problem.rules.softcap,

@@ -81,7 +81,9 @@ def forward(operands: Operands, *, keep: bool = False) -> tuple[jax.Array, ...]:
             whole, operands.key, operands.value, _lists(operands.mods), heads_first=heads_first, **options
         )
     else:
-        sees = [-1 if bound is None else min(bound, 2**31 - 1) for bound in (rules.band.left, rules.band.right)]
+        sees = [
+            -1 if bound is None else min(bound, 2**31 - 1) for bound in (rules.band.left, rules.band.right)
+        ]
         out, lse, *kept = hopper_forward.forward(
             whole,
             operands.key,

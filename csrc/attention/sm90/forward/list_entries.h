@@ -114,7 +114,8 @@ __device__ __forceinline__ bool find_keys(const ForwardParams& params, const Seq
   if (!found) return false;
   int open = tile.whole_keys, end = tile.k_len;
   if (by_places) {
-    if (open == tile.past_keys) open = max(open, min(tile.place + 1, tile.k_len));
+    // Of united rows one may not list what is at the queries' own places.
+    if (lists.united == nullptr) open = max(open, min(tile.place + 1, tile.k_len));
     end = max(tile.past_keys, min(tile.place + tile.tokens, tile.k_len));
   }
   tile.open_begin = 0;
