@@ -115,9 +115,13 @@ LaunchStatus launch_instance(const ForwardParams& params, cudaStream_t stream) {
       params, [&](auto shape) { return launch_fed<Element, decltype(shape), Form::kUsual>(params, stream); });
 }
 
-// In one form, for what has a list, or bits to look up, is not held up by what the full form has besides.
+// In one form, which has what gradients need and is not slower for it; but for fp16, where that is to sum
+// probabilities as they are rounded.
 template <typename Element, typename Shape>
 LaunchStatus launch_listed(const ForwardParams& params, cudaStream_t stream) {
+  if constexpr (std::is_same_v<Element, __half>) {
+    if (params.rest == nullptr) return launch_fed<Element, Shape, Form::kUsual>(params, stream);
+  }
   return launch_fed<Element, Shape, Form::kFull>(params, stream);
 }
 
