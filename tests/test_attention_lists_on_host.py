@@ -224,6 +224,20 @@ def test_rows_of_a_layout_that_cannot_be_right_are_nan_and_no_others(program, q_
     np.testing.assert_array_equal(np.float32(out[0, ~bad]), np.float32(good[0, ~bad]))
 
 
+@pytest.mark.parametrize("block", [128, 64])
+def test_neighbours_may_be_nan(program, block):
+    """Keys behind a sequence's last, in its last block, are another's: what is masked is zero, but zero times NaN is
+    not."""
+    case = BlockSparseCase(((70, 150), (50, 50)), 1, 1, 64, "dense", block, block)
+    _, arrays, listed, sizes = sent(case)
+    good, _ = run(program, arrays, (listed, sizes), case.dtype, 0.125, seqs=2)
+    query, key, value = (x.copy() for x in arrays)
+    query[0, 70:], key[0, 150:], value[0, 150:] = np.nan, np.nan, np.nan
+    out, _ = run(program, (query, key, value), (listed, sizes), case.dtype, 0.125, seqs=2)
+    np.testing.assert_array_equal(np.float32(out[0, :70]), np.float32(good[0, :70]))
+    assert np.isnan(np.float32(out[0, 70:])).all()
+
+
 def test_rows_whose_bits_are_beyond_what_is_kept_are_nan(program):
     case = Case(mods.causal(), 384, 384)
     arrays = drawn(case)
