@@ -35,10 +35,10 @@ class Mods:
     sequences: Any
     of_queries: Lists | None
     of_keys: Lists | None
-    bits: Bits | None
     score: Program | None
     mask: Program | None
     block: tuple[int, int]
+    bits: Bits | None = None
 
     def dims(self) -> list[str]:
         """Of the arrays, in words. Captured ones are whole on every device."""
